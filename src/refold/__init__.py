@@ -1,0 +1,31 @@
+"""refold: recurrent sequence layers, as fast as the hardware allows.
+
+Names are resolved on first use, so that ``import refold`` imports neither torch nor jax.
+"""
+
+from importlib import import_module
+from typing import Any
+
+__version__ = "0.1.0"
+
+# Public name -> (module, attribute); None means the module itself.
+_EXPORTS: dict[str, tuple[str, str | None]] = {
+    "ops": ("refold.ops", None),
+    "compile": ("refold.compiler.backend", "compile"),
+    "explain": ("refold.compiler.backend", "explain"),
+}
+
+__all__ = ["__version__", *_EXPORTS]  # noqa: PLE0604
+
+
+def __getattr__(name: str) -> Any:
+    """Import the module behind a public name when it is first asked for (PEP 562)."""
+    if name not in _EXPORTS:
+        raise AttributeError(f"module 'refold' has no attribute {name!r}; it has {', '.join(_EXPORTS)}")
+    module, attribute = _EXPORTS[name]
+    value = import_module(module)
+    return value if attribute is None else getattr(value, attribute)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,46 @@
+"""Every error that refold raises on purpose.
+
+A message says what was expected (with names and values), what came, and what to do:
+``ssd: B has t=128 but x has t=130 (b=2, h=4, p=64, g=1, n=16). Slice or pad B.``
+The built-in second bases let callers who know nothing of refold catch them by kind.
+"""
+
+
+class RefoldError(Exception):
+    """Base of all errors of this package."""
+
+
+class ArgumentError(RefoldError, ValueError):
+    """An argument has a value that the callee cannot accept."""
+
+
+class ShapeError(ArgumentError):
+    """Axes of two arguments disagree, or an argument has the wrong number of them."""
+
+
+class DtypeError(ArgumentError, TypeError):
+    """An argument has a dtype that the callee does not compute in."""
+
+
+class DeviceError(ArgumentError):
+    """Arguments live on different devices, or on one that does not exist."""
+
+
+class BackendUnsupported(RefoldError, RuntimeError):
+    """A backend was named, but cannot run these arguments; the message lists the reasons."""
+
+
+class MissingDependency(RefoldError, ImportError):
+    """An optional package is needed and not installed; the message names the extra that brings it."""
+
+
+class CompileError(RefoldError, RuntimeError):
+    """The compiler failed on a graph; raised only with ``strict=True``, else reported with a warning."""
+
+
+class TargetError(RefoldError, ValueError):
+    """A command-line target does not name a module with inputs."""
+
+
+class CheckpointError(RefoldError, ValueError):
+    """A checkpoint is missing, truncated, of unknown architecture, or its keys and shapes do not fit."""
