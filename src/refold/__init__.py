@@ -15,7 +15,7 @@ _EXPORTS: dict[str, tuple[str, str | None]] = {
     "explain": ("refold.compiler.backend", "explain"),
 }
 
-__all__ = ["__version__", *_EXPORTS]  # noqa: PLE0604
+__all__ = ["__version__", *_EXPORTS]
 
 
 def __getattr__(name: str) -> Any:

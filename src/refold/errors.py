@@ -44,3 +44,7 @@ class TargetError(RefoldError, ValueError):
 
 class CheckpointError(RefoldError, ValueError):
     """A checkpoint is missing, truncated, of unknown architecture, or its keys and shapes do not fit."""
+
+
+class RefoldWarning(UserWarning):
+    """refold could not do its work and something slower, but right, runs instead."""

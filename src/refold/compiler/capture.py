@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +20,8 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.fx import Graph, GraphModule
 
 import refold
+
+from .index import concrete
 
 Compiled = Callable[..., Any]
 
@@ -87,8 +89,27 @@ def inductor(
 
 def standalone(gm: GraphModule, inputs: Sequence[Any], options: dict[str, Any] | None = None) -> Compiled:
     """Compile a graph for exactly these inputs, apart from whatever compile is under way."""
-    with tracing(None), _no_modes():
+    with apart():
         return inductor(gm, inputs, options=options)
+
+
+@contextlib.contextmanager
+def apart() -> Iterator[None]:
+    """Hide the compile under way, so that another one, or a backward that compiles lazily, can run inside it."""
+    import torch._dynamo.utils as dynamo
+    from torch._dynamo.metrics_context import MetricsContext
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    # One metric may be set once a compile. torch <= 2.11 keeps them in a global, later ones a thread.
+    local = getattr(dynamo, "_metrics_context_tls", None)
+    holder, name = (dynamo, "_METRICS_CONTEXT") if local is None else (local, "metrics_context")
+    outer = dynamo.get_metrics_context()
+    setattr(holder, name, MetricsContext(on_exit=lambda *_: None))
+    try:
+        with tracing(None), _disable_current_modes():
+            yield
+    finally:
+        setattr(holder, name, outer)
 
 
 def duplicate(gm: GraphModule) -> GraphModule:
@@ -100,14 +121,6 @@ def duplicate(gm: GraphModule) -> GraphModule:
             vars(new).setdefault(name, entry)
     twin.meta = dict(getattr(gm, "meta", {}))
     return twin
-
-
-@contextlib.contextmanager
-def _no_modes():
-    from torch.utils._python_dispatch import _disable_current_modes
-
-    with _disable_current_modes():
-        yield
 
 
 def bind(graph: Graph, inputs: Sequence[Any]) -> list[Any] | None:
@@ -123,7 +136,7 @@ def bind(graph: Graph, inputs: Sequence[Any]) -> list[Any] | None:
     for node in graph.find_nodes(op="placeholder"):
         expected = node.meta.get("val")
         if str(node.target).startswith("tangents") and isinstance(expected, torch.Tensor):
-            shape = [size if isinstance(size, int) else int(size.node.hint) for size in expected.shape]
+            shape = [concrete(size) for size in expected.shape]
             drawn = torch.randn(shape, generator=generator) if expected.is_floating_point() else torch.zeros(shape)
             values.append(drawn.to(expected.device, expected.dtype))
             continue
@@ -138,7 +151,7 @@ def bind(graph: Graph, inputs: Sequence[Any]) -> list[Any] | None:
             or any(isinstance(e, int) and e != g for e, g in zip(expected.shape, got.shape, strict=True))
         ):
             return None
-        values.append(got.detach() if isinstance(got, torch.Tensor) else got)
+        values.append(got.detach() if isinstance(got, torch.Tensor) else concrete(got))
     return None if rest else values
 
 
@@ -148,7 +161,7 @@ def clone_inputs(inputs: Sequence[Any]) -> list[Any]:
     clones: list[Any] = []
     for x in inputs:
         if not isinstance(x, torch.Tensor):
-            clones.append(x)
+            clones.append(concrete(x))
             continue
         storage = x.untyped_storage()
         if storage.data_ptr() not in storages:

@@ -16,7 +16,7 @@ import torch
 from torch.fx import Node
 from torch.utils.flop_counter import flop_registry
 
-from .index import Size, is_view
+from .index import concrete, is_view
 
 aten = torch.ops.aten
 
@@ -32,11 +32,6 @@ class Cost:
     def __add__(self, other: Cost) -> Cost:
         """Return the cost of doing both."""
         return Cost(self.flops + other.flops, self.bytes + other.bytes, max(self.largest, other.largest))
-
-
-def concrete(size: Size) -> int:
-    """Return a size as a number: for a symbol, the value it had when traced."""
-    return size if isinstance(size, int) else int(size.node.hint)  # type: ignore[union-attr]
 
 
 def numel(val: Any) -> int:

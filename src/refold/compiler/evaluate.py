@@ -57,7 +57,7 @@ class Evaluator(torch.fx.Interpreter):
         return super().run_node(n)
 
     def _sum(self, n: Node, product: _Product, kwargs: dict[str, Any]) -> torch.Tensor:
-        dims = [d % product.a.dim() for d in _dims(n)]
+        dims = sum_dims(n)
         rest = n.args[2:]
         kept = [d for d in range(product.a.dim()) if d not in dims]
         axis = max(kept, key=lambda d: product.a.shape[d], default=None)
@@ -78,13 +78,6 @@ class Evaluator(torch.fx.Interpreter):
             for start in range(0, size, width)
         ]
         return torch.cat(blocks, out_axis)
-
-
-def _dims(n: Node) -> list[int]:
-    dims = n.args[1] if len(n.args) > 1 else n.kwargs.get("dim")
-    if not dims:
-        return sum_dims(n)
-    return list(dims) if isinstance(dims, (list, tuple)) else [dims]  # type: ignore[list-item]
 
 
 def _only_summed(n: Node) -> bool:
@@ -137,5 +130,5 @@ def values_at(graph: Graph, names: Sequence[str], inputs: Sequence[Any]) -> dict
         if node in needed or node.op == "placeholder":
             copies[node] = part.node_copy(node, lambda n: copies[n])
     part.output(tuple(copies[node] for node in wanted))
-    gm = GraphModule(graph.owning_module, part)
+    gm = GraphModule(graph.owning_module or {}, part)
     return dict(zip((node.name for node in wanted), evaluate(gm, inputs), strict=True))

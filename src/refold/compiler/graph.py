@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from .index import Size, same, value
+from .index import Size, concrete, same, value
 
 aten = torch.ops.aten
 
@@ -22,11 +22,13 @@ class UnknownSize(Exception):
 class Builder:
     """Inserts nodes before an anchor, each with the fake value that Inductor expects in its metadata."""
 
-    def __init__(self, anchor: Node) -> None:
+    def __init__(self, anchor: Node, replaced: Iterable[Node] = ()) -> None:
+        """Insert before ``anchor``; never read ``replaced`` nodes, which the rewrite makes dead."""
         self.graph: Graph = anchor.graph
         self.anchor = anchor
         self.fake_mode = value(anchor).fake_mode  # type: ignore[attr-defined]
         self.added: list[Node] = []
+        self.replaced = set(replaced)
         self._meta = {key: entry for key, entry in anchor.meta.items() if key not in ("val", "tensor_meta")}
 
     def call(self, target: Any, args: Sequence[Any], kwargs: dict[str, Any] | None = None) -> Node:
@@ -49,6 +51,8 @@ class Builder:
         for node in self.graph.nodes:
             if node is self.anchor:
                 break
+            if node in self.replaced:
+                continue
             val = node.meta.get("val")
             if isinstance(val, torch.SymInt) and same(val, size):
                 return node
@@ -93,13 +97,9 @@ class Builder:
         if _same_strides(value(x), like):
             return x
         # Dense copies in the order of like's strides, outermost first.
-        order = sorted(range(like.dim()), key=lambda dim: _hint(like.stride(dim)), reverse=True)
+        order = sorted(range(like.dim()), key=lambda dim: concrete(like.stride()[dim]), reverse=True)
         dense = self.call(aten.clone.default, (self.permute(x, order),), {"memory_format": torch.contiguous_format})
         return self.permute(dense, [order.index(dim) for dim in range(like.dim())])
-
-
-def _hint(size: Size) -> int:
-    return size if isinstance(size, int) else size.node.hint  # type: ignore[union-attr]
 
 
 def _same_strides(a: torch.Tensor, b: torch.Tensor) -> bool:

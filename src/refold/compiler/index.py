@@ -98,9 +98,19 @@ class Product:
         return [axis for label in self.labels for axis in resolve(label) if axis not in present]
 
 
+def concrete(size: Any) -> Any:
+    """Return a size as a number: for a symbol, the value it had when traced."""
+    return int(size.node.hint) if isinstance(size, torch.SymInt) else size
+
+
 def value(node: Node) -> torch.Tensor:
     """Return the fake tensor that a graph node carries."""
     return node.meta["val"]
+
+
+def arg(node: Node, position: int, name: str = "", default: Any = None) -> Any:
+    """Return an argument of a call, given by position or by name."""
+    return node.args[position] if len(node.args) > position else node.kwargs.get(name, default)
 
 
 def is_tensor(node: Any) -> bool:
@@ -238,13 +248,13 @@ def _look_through(node: Node, absorb: Callable[[Node], bool], top: bool) -> Prod
     if any(same(size, 0) for size in value(node).shape):
         return None
     if is_view(node):
-        inner = index(node.args[0], absorb, top)
+        inner = index(arg(node, 0), absorb, top)
         labels = _VIEWS.get(node.target, _keep)(node, inner.labels)
         return None if labels is None else replace(inner, labels=labels)
     if node.target is aten.mul.Tensor:
         return _multiply(node, absorb, top)
     if node.target is aten.neg.default and value(node).is_floating_point():
-        inner = index(node.args[0], absorb, top)
+        inner = index(arg(node, 0), absorb, top)
         return replace(inner, scale=-inner.scale)
     if node.target is aten.sum.dim_IntList and absorb(node):
         return sum_product(node, absorb)
@@ -252,7 +262,7 @@ def _look_through(node: Node, absorb: Callable[[Node], bool], top: bool) -> Prod
 
 
 def _multiply(node: Node, absorb: Callable[[Node], bool], top: bool) -> Product | None:
-    a, b = node.args
+    a, b = arg(node, 0), arg(node, 1)
     if not value(node).is_floating_point():
         return None
     if is_tensor(a) and isinstance(b, (int, float)):
@@ -297,37 +307,36 @@ def _is_outer(product: Product, left: Product, right: Product) -> bool:
 
 def sum_dims(node: Node) -> list[int]:
     """Return the non-negative axes that a sum or mean node reduces."""
-    rank = len(value(node.args[0]).shape)
-    dims = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
-    if node.target is aten.sum.default or not dims:
+    rank = len(value(arg(node, 0)).shape)
+    dims = arg(node, 1, "dim") if node.target not in (aten.sum.default, aten.mean.default) else None
+    if not dims:
         return list(range(rank))
     return sorted(dim % rank for dim in (dims if isinstance(dims, (list, tuple)) else [dims]))
 
 
 def sum_product(node: Node, absorb: Callable[[Node], bool] = lambda _: False) -> Product | None:
     """Read ``sum(x, dims)`` as a product with bound symbols; None if dtypes change on the way."""
-    x = node.args[0]
+    x = arg(node, 0)
     if not (is_tensor(x) and value(x).is_floating_point() and value(x).dtype == value(node).dtype):
         return None
     inner = index(x, absorb)
     dims = set(sum_dims(node))
-    keepdim = bool(node.args[2] if len(node.args) > 2 else node.kwargs.get("keepdim", False))
+    keepdim = bool(arg(node, 2, "keepdim", False))
     bound = tuple(axis for dim in dims for axis in inner.labels[dim])
-    labels = tuple(
-        () if dim in dims else label for dim, label in enumerate(inner.labels) if keepdim or dim not in dims
-    )
+    labels = tuple(() if dim in dims else label for dim, label in enumerate(inner.labels) if keepdim or dim not in dims)
     return replace(inner, labels=labels, bound=inner.bound + bound)
 
 
 def matmul_product(node: Node) -> Product | None:
     """Read ``mm`` or ``bmm`` as a product with one bound symbol."""
-    a, b = node.args
+    a, b = arg(node, 0), arg(node, 1)
     if not (value(node).is_floating_point() and all(is_tensor(x) for x in (a, b))):
         return None
     left, right = index(a, top=False), index(b, top=False)
     pairs = [*zip(left.labels[:-2], right.labels[:-2], strict=True), (left.labels[-1], right.labels[-2])]
-    if not all([unify(x, y) for x, y in pairs]):
-        return None
+    for x, y in pairs:
+        if not unify(x, y):
+            return None
     return Product(
         (*left.labels[:-1], right.labels[-1]),
         left.factors + right.factors,
@@ -342,12 +351,12 @@ def _push_below_repeat(node: Node, absorb: Callable[[Node], bool]) -> Product | 
 
     None unless there is a repeat: otherwise nothing is gained over taking the node itself.
     """
-    if not (node.args and is_tensor(node.args[0])) or any(isinstance(a, Node) for a in node.args[1:]):
+    if not (node.args and is_tensor(arg(node, 0))) or any(isinstance(a, Node) for a in node.args[1:]):
         return None
     moved = _resized_axes(node) if node.target in _RESIZING else {} if _is_unary(node) else None
     if moved is None:
         return None
-    inner = index(node.args[0], absorb, top=False)
+    inner = index(arg(node, 0), absorb, top=False)
     if len(inner.factors) != 1 or inner.scale != 1.0 or inner.bound or not inner.repeated():
         return None
     (factor,) = inner.factors
@@ -367,7 +376,9 @@ def _push_below_repeat(node: Node, absorb: Callable[[Node], bool]) -> Product | 
     def step(builder: Any, x: Node) -> Node:
         return builder.call(node.target, _moved_args(node, x, dims), dict(node.kwargs))
 
-    linear = node.target is aten.slice.Tensor or (node.target is aten.constant_pad_nd.default and not any(node.args[2:]))
+    linear = node.target is aten.slice.Tensor or (
+        node.target is aten.constant_pad_nd.default and not any(node.args[2:])
+    )
     pushed = Factor(factor.node, rename(factor.labels), (*factor.steps, step), factor.linear and linear)
     return Product(rename(inner.labels), (pushed,), through=inner.through)
 
@@ -387,9 +398,9 @@ def _resized_axes(node: Node) -> dict[int, Any]:
     """Return the axes that a pad or slice really touches."""
     rank = len(value(node).shape)
     if node.target is aten.slice.Tensor:
-        dim = (node.args[1] if len(node.args) > 1 else 0) % rank
+        dim = arg(node, 1, "dim", 0) % rank
         return {dim: None}
-    pad = node.args[1]
+    pad = arg(node, 1)
     pairs = [(pad[i], pad[i + 1]) for i in range(0, len(pad), 2)]
     return {rank - 1 - i: pair for i, pair in enumerate(pairs) if pair != (0, 0)}
 
@@ -422,26 +433,26 @@ def _reshape(node: Node, labels: tuple[Label, ...]) -> tuple[Label, ...] | None:
 
 
 def _permute(node: Node, labels: tuple[Label, ...]) -> tuple[Label, ...]:
-    return tuple(labels[dim] for dim in node.args[1])
+    return tuple(labels[dim] for dim in arg(node, 1))
 
 
 def _transpose(node: Node, labels: tuple[Label, ...]) -> tuple[Label, ...]:
     order = list(labels)
-    i, j = node.args[1:3] if len(node.args) > 1 else (0, len(labels) - 1)
+    i, j = arg(node, 1, default=0), arg(node, 2, default=-1)
     order[i], order[j] = order[j], order[i]
     return tuple(order)
 
 
 def _unsqueeze(node: Node, labels: tuple[Label, ...]) -> tuple[Label, ...]:
-    dim = node.args[1] % (len(labels) + 1)
+    dim = arg(node, 1) % (len(labels) + 1)
     return (*labels[:dim], (), *labels[dim:])
 
 
 def _squeeze(node: Node, labels: tuple[Label, ...]) -> tuple[Label, ...]:
     rank = len(labels)
-    dims = node.args[1] if len(node.args) > 1 else range(rank)
+    dims = arg(node, 1, "dim", range(rank))
     dropped = {dim % rank for dim in (dims if isinstance(dims, (list, tuple, range)) else [dims])}
-    shape = value(node.args[0]).shape
+    shape = value(arg(node, 0)).shape
     return tuple(label for dim, label in enumerate(labels) if not (dim in dropped and same(shape[dim], 1)))
 
 
@@ -473,5 +484,5 @@ def is_view(node: Node) -> bool:
     """Tell whether a node only moves symbols between axes (a copy and ``x[:]`` count)."""
     return node.target in _VIEWS or (
         node.target is aten.slice.Tensor
-        and all(same(a, b) for a, b in zip(value(node).shape, value(node.args[0]).shape, strict=True))
+        and all(same(a, b) for a, b in zip(value(node).shape, value(arg(node, 0)).shape, strict=True))
     )

@@ -22,6 +22,7 @@ class Rewrite:
         name: The pass that made it, as an imperative phrase.
         site: Name of the node that was replaced; stable from one trace of a module to the next.
         source: The user's line, ``file:line: code``; empty if the tracer did not keep it.
+        why: What is wasteful about the original, in a few words.
         detail: What was recognised, e.g. the einsum with its sizes.
         original: The region as it was; takes the region's inputs, returns one tensor.
         candidate: The region as it became; same inputs, same output shape, dtype and strides.
@@ -34,6 +35,7 @@ class Rewrite:
     name: str
     site: str
     source: str
+    why: str
     detail: str
     original: GraphModule
     candidate: GraphModule
@@ -97,6 +99,7 @@ def replace_node(
     inside: Iterable[Node],
     added: Iterable[Node],
     name: str,
+    why: str,
     detail: str,
     multilinear: bool,
     terms: int,
@@ -110,18 +113,23 @@ def replace_node(
         inside: Nodes of the original computation between its inputs and ``root``.
         added: Nodes made for the new computation.
         name: See `Rewrite`, as for the rest.
+        why: See `Rewrite`.
         detail: See `Rewrite`.
         multilinear: See `Rewrite`.
         terms: See `Rewrite`.
         free: See `Rewrite`.
     """
     order = {node: i for i, node in enumerate(root.graph.nodes)}
+    inside = set(inside)
     inputs = {*region_inputs(root, inside), *region_inputs(new, added)}
+    if inputs & inside:
+        raise AssertionError(f"the rewrite of {root} reads {inputs & inside}, which it replaces")
     ordered = sorted(inputs, key=order.__getitem__)
     record = Rewrite(
         name=name,
         site=root.name,
         source=source_line(root),
+        why=why,
         detail=detail,
         original=extract(root, ordered),
         candidate=extract(new, ordered),

@@ -17,6 +17,7 @@ class RewriteReport:
     name: str
     site: str
     source: str
+    why: str
     detail: str
     flops_before: int
     flops_after: int

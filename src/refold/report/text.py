@@ -54,6 +54,7 @@ def _rewrite(rewrite: RewriteReport) -> list[str]:
     lines = [f"  {_MARK.get(rewrite.status, '-')} {rewrite.name} [{rewrite.site}] {state}"]
     if rewrite.source:
         lines.append(f"      at     {rewrite.source}")
+    lines.append(f"      why    {rewrite.why}")
     lines.append(f"      is     {rewrite.detail}")
     lines.append(
         f"      costs  {_count(rewrite.flops_before)}FLOP -> {_count(rewrite.flops_after)}FLOP, "

@@ -1,10 +1,12 @@
-"""How much memory may a proof use, and how much did a program use?"""
+"""How much memory a proof may use, and how much a program used."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -34,13 +36,22 @@ def peak_bytes(run: Callable[[], object], device: torch.device) -> int:
         run()
         torch.cuda.synchronize(device)
         return torch.cuda.max_memory_allocated(device) - held
-    with _silent_stderr(), torch.autograd.profiler.profile(profile_memory=True, use_kineto=False) as profile:
+    # Only the trace lists each allocation; the profiler's tables hold net sums of what code regions kept.
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        _silent_stderr(),
+        torch.profiler.profile(
+            activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True, acc_events=True
+        ) as profile,
+    ):
         run()
-    # An operation reports what it and the operations inside it allocated; count each byte once.
-    events = [e for e in profile.function_events or [] if e.cpu_parent is None and e.cpu_memory_usage]
+        profile.stop()
+        trace = Path(folder) / "trace.json"
+        profile.export_chrome_trace(str(trace))
+        events = json.loads(trace.read_text())["traceEvents"]
     held = peak = 0
-    for event in sorted(events, key=lambda e: e.time_range.start):
-        held += event.cpu_memory_usage
+    for _, change in sorted((e["ts"], e["args"]["Bytes"]) for e in events if e.get("name") == "[memory]"):
+        held += change
         peak = max(peak, held)
     return peak
 

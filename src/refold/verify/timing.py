@@ -32,6 +32,7 @@ class Race:
         candidate_ms: Median time of the candidate, milliseconds.
         speedup: Median of the paired ratios.
         at_least: Lower confidence bound of that median.
+        at_most: Upper confidence bound of that median.
         pairs: Number of pairs run.
         faster: Whether ``at_least`` exceeds 1.02.
     """
@@ -40,6 +41,7 @@ class Race:
     candidate_ms: float
     speedup: float
     at_least: float
+    at_most: float
     pairs: int
     faster: bool
 
@@ -95,7 +97,8 @@ def race(
     base_times: list[float] = []
     candidate_times: list[float] = []
     deadline = time.perf_counter() + budget_s
-    lower = -math.inf
+    logs: list[float] = []
+    lower, upper = -math.inf, math.inf
     for look in LOOKS:
         while len(base_times) < look and (len(base_times) < LOOKS[0] // 3 or time.perf_counter() < deadline):
             pair = [(base, base_times), (candidate, candidate_times)]
@@ -112,6 +115,7 @@ def race(
         statistics.median(candidate_times),
         math.exp(statistics.median(logs)),
         math.exp(lower),
+        math.exp(upper),
         len(logs),
         lower > math.log1p(DELTA),
     )

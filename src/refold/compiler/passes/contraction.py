@@ -10,16 +10,29 @@ out of them.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import opt_einsum
 import torch
 from torch.fx import Graph, Node
 
-from ..cost import concrete
 from ..graph import Builder, UnknownSize
-from ..index import Axis, Product, index, is_view, matmul_product, resolve, same, sum_dims, sum_product, value
+from ..index import (
+    Axis,
+    Factor,
+    Product,
+    Size,
+    arg,
+    concrete,
+    is_view,
+    matmul_product,
+    resolve,
+    same,
+    sum_dims,
+    sum_product,
+    value,
+)
 from ..rewrite import Rewrite, replace_node
 
 aten = torch.ops.aten
@@ -35,7 +48,7 @@ def drop_degenerate_sums(graph: Graph, wanted: Callable[[str], bool]) -> Iterato
     for root in list(graph.nodes):
         if root.target not in SUMS or not wanted(root.name):
             continue
-        x = root.args[0]
+        x = arg(root, 0)
         dims = sum_dims(root)
         if value(x).dtype != value(root).dtype or not dims or not all(same(value(x).shape[d], 1) for d in dims):
             continue
@@ -49,6 +62,7 @@ def drop_degenerate_sums(graph: Graph, wanted: Callable[[str], bool]) -> Iterato
             inside=(),
             added=build.added,
             name="drop degenerate sum",
+            why="nothing is added up",
             detail=f"sum over axes of size 1 {dims}",
             multilinear=True,
             terms=1,
@@ -68,7 +82,7 @@ def recover_contractions(graph: Graph, wanted: Callable[[str], bool]) -> Iterato
             found = _read(root, absorb)
             if found is None or (plan := _plan(root, found)) is None or not _consumed(root, found):
                 continue
-            build = Builder(root)
+            build = Builder(root, found.through)
             try:
                 new = build.restride(plan.lower(build), value(root))
             except UnknownSize:
@@ -79,6 +93,7 @@ def recover_contractions(graph: Graph, wanted: Callable[[str], bool]) -> Iterato
                 inside=found.through,
                 added=build.added,
                 name="recover contraction" if root.target in SUMS else "drop repeat from product",
+                why=plan.why(),
                 detail=plan.describe(),
                 multilinear=all(factor.linear for factor in found.factors),
                 terms=plan.terms,
@@ -146,6 +161,16 @@ class _Plan:
         dropped = f", repeat of {' x '.join(repeats)} dropped" if repeats else ""
         return f"{','.join(terms)}->{out} ({sizes}{dropped})"
 
+    def why(self) -> str:
+        """Say what is wasteful about the original."""
+        copies = math.prod(concrete(axis.size) for axis in self.product.repeated())
+        reasons = [f"it is computed for {copies} equal copies"] if copies > 1 else []
+        if self.root.target in SUMS:
+            reasons.insert(0, "products are written out only to be summed")
+        elif not reasons:
+            reasons.append("its factors allow a cheaper order")
+        return ", and ".join(reasons)
+
     def lower(self, build: Builder) -> Node:
         """Insert the matrix products and lay the result out as the root had it."""
         operands = [_operand(build, factor) for factor in self.product.factors]
@@ -166,7 +191,9 @@ def _plan(root: Node, product: Product) -> _Plan | None:
     """Decide how to compute a product, or None if it is not worth a matrix product."""
     bound = resolve(product.bound)
     present = product.present()
-    if not bound or not product.factors or any(axis not in present and not isinstance(axis.size, int) for axis in bound):
+    absent = [axis.size for axis in bound if axis not in present]
+    counted = bound if root.target in (aten.mean.dim, aten.mean.default) else ()
+    if not bound or not all(isinstance(size, int) for size in (*absent, *(axis.size for axis in counted))):
         return None
     everything = {*bound, *(axis for label in product.labels for axis in resolve(label))}
     out = [axis for axis in _layout(product) if axis in present]
@@ -182,12 +209,8 @@ def _plan(root: Node, product: Product) -> _Plan | None:
     shrinks = work * WORTHWHILE <= naive
     if not (shrinks or (matmul and root.target in SUMS)):
         return None
-    scale = product.scale * math.prod(axis.size for axis in bound if axis not in present)
-    if root.target in (aten.mean.dim, aten.mean.default):
-        scale /= math.prod(concrete(axis.size) for axis in bound)
-        if any(not isinstance(axis.size, int) for axis in bound):
-            return None
-    return _Plan(root, product, list(path), scale, math.prod(concrete(axis.size) for axis in bound))
+    scale = product.scale * math.prod(absent) / math.prod(concrete(axis.size) for axis in counted)
+    return _Plan(root, product, list(path), float(scale), math.prod(concrete(axis.size) for axis in bound))
 
 
 def _work(factors: list[set[Axis]], path: list[tuple[int, ...]], out: set[Axis]) -> tuple[int, bool]:
@@ -197,8 +220,8 @@ def _work(factors: list[set[Axis]], path: list[tuple[int, ...]], out: set[Axis])
     for group in path:
         chosen = [factors[i] for i in group]
         factors = [factor for i, factor in enumerate(factors) if i not in group]
-        union = set.union(*chosen)
-        keep = union & set.union(out, *factors)
+        union: set[Axis] = set().union(*chosen)
+        keep = union & out.union(*factors)
         total += math.prod(concrete(axis.size) for axis in union)
         if len(chosen) == 2:
             a, b = chosen
@@ -211,11 +234,11 @@ def _layout(product: Product) -> list[Axis]:
     return [axis for label in product.labels for axis in resolve(label)]
 
 
-def _spell(axes, letters: dict[Axis, str]) -> str:
+def _spell(axes: Iterable[Axis], letters: dict[Axis, str]) -> str:
     return "".join(letters.setdefault(axis, opt_einsum.get_symbol(len(letters))) for axis in axes)
 
 
-def _operand(build: Builder, factor) -> _Operand:
+def _operand(build: Builder, factor: Factor) -> _Operand:
     """Insert a factor's pending steps and give every symbol an axis of its own."""
     node = factor.node
     for step in factor.steps:
@@ -274,7 +297,7 @@ def _multiply(build: Builder, a: _Operand, b: _Operand, out: list[Axis]) -> _Ope
     return _Operand(build.call(aten.mul.Tensor, tuple(nodes)), axes)
 
 
-def _lay_out(build: Builder, x: _Operand, product: Product, shape) -> Node:
+def _lay_out(build: Builder, x: _Operand, product: Product, shape: Sequence[Size]) -> Node:
     """Permute, repeat and merge axes into the labels of a product."""
     layout = _layout(product)
     node = build.permute(x.node, [x.axes.index(axis) for axis in layout if axis in x.axes])
@@ -283,6 +306,3 @@ def _lay_out(build: Builder, x: _Operand, product: Product, shape) -> Node:
             node = build.call(aten.unsqueeze.default, (node, dim))
         node = build.call(aten.expand.default, (node, [build.size(axis.size) for axis in layout]))
     return build.reshape(node, [[size] for size in shape])
-
-
-__all__ = ["drop_degenerate_sums", "index", "recover_contractions"]

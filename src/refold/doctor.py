@@ -1,0 +1,84 @@
+"""What this machine offers, and which parts of refold it can run."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import shutil
+
+PACKAGES = ("refold", "numpy", "torch", "triton", "jax", "transformers", "opt_einsum")
+
+
+def examine() -> dict[str, dict[str, str]]:
+    """Return versions, devices and usable parts, each with a reason where the answer is no."""
+    return {"versions": _versions(), "devices": _devices(), "parts": _parts()}
+
+
+def _versions() -> dict[str, str]:
+    found = {"python": f"{platform.python_version()} on {platform.platform()}"}
+    for name in PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = "not installed"
+    return found
+
+
+def _installed(name: str) -> bool:
+    return importlib.util.find_spec(name) is not None
+
+
+def _devices() -> dict[str, str]:
+    found = {"cpu": f"{os.cpu_count()} cores"}
+    if _installed("torch"):
+        import torch
+
+        found["cpu"] += f", torch uses {torch.get_num_threads()} threads"
+        for index in range(torch.cuda.device_count()):
+            properties = torch.cuda.get_device_properties(index)
+            memory = properties.total_memory / 2**30
+            found[f"cuda:{index}"] = f"{properties.name}, {memory:.0f} GiB, sm_{properties.major}{properties.minor}"
+        if not torch.cuda.device_count():
+            found["cuda"] = "none: " + (
+                "no NVIDIA or AMD GPU is visible" if torch.version.cuda else "CPU build of torch"
+            )
+    return found
+
+
+def _parts() -> dict[str, str]:
+    return {"compiler": _compiler(), "triton": _triton(), "jax": _jax(), "transformers": _transformers()}
+
+
+def _compiler() -> str:
+    if not _installed("torch"):
+        return "no: torch is not installed (pip install 'refold[torch]')"
+    if not any(shutil.which(name) for name in (os.environ.get("CXX", "g++"), "clang++")):
+        return "GPU only: Inductor needs a C++ compiler for the CPU, and neither g++ nor clang++ is on the PATH"
+    return 'yes: torch.compile(..., backend="refold")'
+
+
+def _triton() -> str:
+    if not _installed("triton"):
+        return "no: triton is not installed (pip install 'refold[triton]')"
+    import torch
+
+    if torch.cuda.is_available():
+        return "yes"
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        return "interpreted on the CPU, for tests (TRITON_INTERPRET=1)"
+    return "no: no GPU; TRITON_INTERPRET=1 runs the kernels on the CPU, slowly"
+
+
+def _jax() -> str:
+    if not _installed("jax"):
+        return "no: jax is not installed (pip install 'refold[jax]')"
+    import jax
+
+    return "yes: " + ", ".join(str(device) for device in jax.devices())
+
+
+def _transformers() -> str:
+    return "yes" if _installed("transformers") else "no: transformers is not installed (pip install 'refold[hf]')"

@@ -1,0 +1,116 @@
+"""Turn a command-line target into a module and its inputs.
+
+A target is a Python file in the KernelBench convention (``Model``, ``get_inputs()``,
+``get_init_inputs()``), or ``package.module:factory`` where the factory returns ``(module, inputs)``.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .errors import TargetError
+
+DTYPES = {
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "float64": torch.float64,
+}
+
+
+def load(target: str, *, device: str, dtype: str, seed: int) -> tuple[torch.nn.Module, tuple[Any, ...]]:
+    """Load a target, seeded, on a device, in a dtype.
+
+    Args:
+        target: See the module's docstring.
+        device: A torch device.
+        dtype: ``float32``, ``float16``, ``bfloat16`` or ``float64``; floating-point inputs,
+            parameters and buffers are cast to it.
+        seed: Seeds parameters and inputs.
+
+    Returns:
+        The module in evaluation mode, and its positional inputs.
+
+    Raises:
+        TargetError: The target, the device or the dtype cannot be used; says why.
+    """
+    if dtype not in DTYPES:
+        raise TargetError(f"--dtype must be one of {', '.join(DTYPES)}, not {dtype!r}")
+    where = _device(device)
+    torch.manual_seed(seed)
+    module, inputs = _from_factory(target) if ":" in target else _from_file(target)
+    if not isinstance(module, torch.nn.Module):
+        raise TargetError(f"{target} gives a {type(module).__name__} where a torch.nn.Module is expected")
+    if not isinstance(inputs, (list, tuple)) or not inputs:
+        raise TargetError(f"{target} must give a non-empty list or tuple of inputs, not {inputs!r:.80}")
+    return module.to(where, DTYPES[dtype]).eval(), tuple(_place(x, where, DTYPES[dtype]) for x in inputs)
+
+
+def _device(name: str) -> torch.device:
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise TargetError(f"--device {name} cannot be used here: {reason}") from error
+    return device
+
+
+def _place(x: Any, device: torch.device, dtype: torch.dtype) -> Any:
+    if not isinstance(x, torch.Tensor):
+        return x
+    return x.to(device, dtype if x.is_floating_point() else None)
+
+
+def _from_file(target: str) -> tuple[Any, Any]:
+    path = Path(target)
+    if path.suffix != ".py":
+        raise TargetError(f"{target} is neither a Python file nor package.module:factory")
+    if not path.is_file():
+        raise TargetError(f"{target} does not exist")
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    if spec is None or spec.loader is None:
+        raise TargetError(f"{target} cannot be read as a Python file")
+    source = importlib.util.module_from_spec(spec)
+    sys.modules.setdefault(path.stem, source)
+    _run(target, "importing it", spec.loader.exec_module, source)
+    missing = [name for name in ("Model", "get_inputs") if not hasattr(source, name)]
+    if missing:
+        raise TargetError(f"{target} does not define {' or '.join(missing)}, as the KernelBench convention asks")
+    arguments = _run(target, "get_init_inputs()", getattr(source, "get_init_inputs", list))
+    if isinstance(arguments, dict):
+        module = _run(target, "Model(...)", source.Model, **arguments)
+    else:
+        module = _run(target, "Model(...)", source.Model, *arguments)
+    return module, _run(target, "get_inputs()", source.get_inputs)
+
+
+def _from_factory(target: str) -> tuple[Any, Any]:
+    name, _, factory = target.partition(":")
+    sys.path.insert(0, "")
+    try:
+        source = importlib.import_module(name)
+    except ImportError as error:
+        raise TargetError(f"{target}: module {name} cannot be imported: {error}") from error
+    finally:
+        sys.path.remove("")
+    if not callable(getattr(source, factory, None)):
+        raise TargetError(f"{target}: module {name} has no function {factory!r}")
+    made = _run(target, f"{factory}()", getattr(source, factory))
+    if not isinstance(made, tuple) or len(made) != 2:
+        raise TargetError(f"{target}: {factory}() must return (module, inputs), not {made!r:.80}")
+    return made
+
+
+def _run(target: str, what: str, function: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call the user's code; whatever it raises becomes one sentence."""
+    try:
+        return function(*args, **kwargs)
+    except Exception as error:
+        raise TargetError(f"{target}: {what} raised {type(error).__name__}: {error}") from error
