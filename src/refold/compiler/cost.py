@@ -21,6 +21,15 @@ from .index import concrete, is_view
 aten = torch.ops.aten
 
 
+_COPIES = (
+    aten.clone.default,
+    aten.repeat.default,
+    aten._to_copy.default,
+    aten.constant_pad_nd.default,
+    aten.full.default,
+)
+
+
 @dataclass(frozen=True)
 class Cost:
     """FLOPs done, bytes moved between operations, and bytes of the largest value written."""
@@ -47,7 +56,7 @@ def nbytes(val: Any) -> int:
 def node_cost(node: Node) -> Cost:
     """Return the cost of one node when it runs by itself."""
     val = node.meta.get("val")
-    free = is_view(node) and node.target is not aten.clone.default
+    free = is_view(node) and node.target not in (aten.clone.default, aten.repeat.default)
     if node.op != "call_function" or free or not isinstance(val, torch.Tensor):
         return Cost()
     inputs = [arg.meta.get("val") for arg in node.all_input_nodes]
@@ -60,7 +69,7 @@ def _flops(node: Node, val: torch.Tensor, inputs: list[Any]) -> int:
     if packet in flop_registry:
         args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
         return concrete(flop_registry[packet](*args, **kwargs, out_val=val))
-    if node.target in (aten.clone.default, aten._to_copy.default, aten.constant_pad_nd.default, aten.full.default):
+    if node.target in _COPIES:
         return 0
     return max([numel(val), *(numel(x) for x in inputs if x is not None)]) if val.is_floating_point() else 0
 

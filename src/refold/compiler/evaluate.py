@@ -51,6 +51,9 @@ class Evaluator(torch.fx.Interpreter):
                         return _Product(a.expand(shape), b.expand(shape))
             if args and isinstance(args[0], _Product):
                 return self._sum(n, args[0], kwargs)
+            # Blocked sums and float64 may lay values out otherwise than the traced graph did.
+            if n.target is aten.view.default:
+                return args[0].reshape(args[1])
             if self.double:
                 args, kwargs = _widen((args, kwargs))
             return n.target(*args, **kwargs)  # type: ignore[operator]

@@ -44,6 +44,12 @@ class Builder:
         self.added.append(node)
         return node
 
+    def undo(self) -> None:
+        """Remove every node inserted so far."""
+        for node in reversed(self.added):
+            self.graph.erase_node(node)
+        self.added.clear()
+
     def size(self, size: Size) -> Any:
         """Return an argument for a size: the number, or the node that computes the symbol."""
         if isinstance(size, int):

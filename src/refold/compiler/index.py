@@ -199,13 +199,17 @@ def _regroup_symbolic(flat: list[Axis], shape: list[Size]) -> tuple[Label, ...] 
     while flat and kept and same(flat[0].size, kept[0]):
         head.append((flat.pop(0),))
         kept.pop(0)
+    end: list[Label] = []
+    while flat and kept and same(flat[-1].size, kept[-1]):
+        end.insert(0, (flat.pop(),))
+        kept.pop()
     old, new = _trailing_numbers([axis.size for axis in flat]), _trailing_numbers(kept)
-    tail: tuple[Label, ...] | None = ()
     if math.prod(old) == math.prod(new):
-        tail = regroup([tuple(flat[len(flat) - len(old) :])], new)
+        numbers = regroup([tuple(flat[len(flat) - len(old) :])], new)
+        if numbers is None:
+            return None
+        end = [*numbers, *end]
         flat, kept = flat[: len(flat) - len(old)], kept[: len(kept) - len(new)]
-    if tail is None:
-        return None
     if len(flat) == 1 and kept:
         parts = [Axis(size) for size in kept]
         flat[0].redirect(*parts)
@@ -216,7 +220,7 @@ def _regroup_symbolic(flat: list[Axis], shape: list[Size]) -> tuple[Label, ...] 
         middle = []
     else:
         return None
-    merged = iter([*head, *middle, *tail])
+    merged = iter([*head, *middle, *end])
     return tuple(() if one else next(merged) for one in ones)
 
 
@@ -357,9 +361,10 @@ def _push_below_repeat(node: Node, absorb: Callable[[Node], bool]) -> Product | 
     if moved is None:
         return None
     inner = index(arg(node, 0), absorb, top=False)
-    if len(inner.factors) != 1 or inner.scale != 1.0 or inner.bound or not inner.repeated():
+    if len(inner.factors) != 1 or inner.bound or not inner.repeated():
         return None
     (factor,) = inner.factors
+    scale = inner.scale
     renamed: dict[Axis, Axis] = {}
     for dim in moved:
         label = resolve(inner.labels[dim])
@@ -374,6 +379,8 @@ def _push_below_repeat(node: Node, absorb: Callable[[Node], bool]) -> Product | 
     dims = {dim: position[resolve(inner.labels[dim])[0]] for dim in moved}
 
     def step(builder: Any, x: Node) -> Node:
+        if scale != 1.0:
+            x = builder.call(aten.mul.Tensor, (x, scale))
         return builder.call(node.target, _moved_args(node, x, dims), dict(node.kwargs))
 
     linear = node.target is aten.slice.Tensor or (
@@ -462,6 +469,18 @@ def _expand(node: Node, labels: tuple[Label, ...]) -> tuple[Label, ...]:
     return tuple(label or (() if same(size, 1) else (Axis(size),)) for label, size in zip(padded, shape, strict=True))
 
 
+def _repeat(node: Node, labels: tuple[Label, ...]) -> tuple[Label, ...]:
+    """Tile every axis: the copies are a symbol of their own, outside the axis."""
+    times = arg(node, 1)
+    padded = ((),) * (len(times) - len(labels)) + labels
+    copies = [() if same(count, 1) else (Axis(count),) for count in _sizes(times)]
+    return tuple((*copy, *label) for copy, label in zip(copies, padded, strict=True))
+
+
+def _sizes(arguments: Sequence[Any]) -> list[Size]:
+    return [entry.meta["val"] if isinstance(entry, Node) else entry for entry in arguments]
+
+
 _VIEWS: dict[Any, LabelMap] = {
     aten.alias.default: _keep,
     aten.clone.default: _keep,
@@ -477,6 +496,7 @@ _VIEWS: dict[Any, LabelMap] = {
     aten.squeeze.dim: _squeeze,
     aten.squeeze.dims: _squeeze,
     aten.expand.default: _expand,
+    aten.repeat.default: _repeat,
 }
 
 

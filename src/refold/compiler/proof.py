@@ -63,7 +63,8 @@ def judge(rewrite: Rewrite, actual: Sequence[Any] | None, settings: Settings) ->
         settings: What to require.
     """
     verdict = Verdict()
-    like = list(actual) if actual is not None else _examples(rewrite.original)
+    actual = None if actual is None else [_as_traced(*pair) for pair in zip(_inputs(rewrite), actual, strict=True)]
+    like = list(actual) if actual is not None else _examples(rewrite)
     if like is None:
         verdict.reason = "its inputs could not be made up: they are not all floating-point tensors"
         return verdict
@@ -97,11 +98,27 @@ def judge(rewrite: Rewrite, actual: Sequence[Any] | None, settings: Settings) ->
     return verdict
 
 
-def _examples(gm: GraphModule) -> list[Any] | None:
+def _inputs(rewrite: Rewrite) -> list[Any]:
+    """Return the fake values of a region's inputs."""
+    return [node.meta.get("val") for node in rewrite.original.graph.find_nodes(op="placeholder")]
+
+
+def _as_traced(expected: Any, x: Any) -> Any:
+    """Give a value the strides that the graph was traced with; the region's views rely on them."""
+    if not isinstance(x, torch.Tensor):
+        return x
+    strides = [concrete(stride) for stride in expected.stride()]
+    return (
+        x
+        if list(x.stride()) == strides
+        else torch.empty_strided(x.shape, strides, dtype=x.dtype, device=x.device).copy_(x)
+    )
+
+
+def _examples(rewrite: Rewrite) -> list[Any] | None:
     """Make up region inputs from their types; None if something other than a float tensor is needed."""
     made: list[Any] = []
-    for node in gm.graph.find_nodes(op="placeholder"):
-        val = node.meta.get("val")
+    for val in _inputs(rewrite):
         if isinstance(val, (int, torch.SymInt)):
             made.append(concrete(val))
         elif isinstance(val, torch.Tensor) and val.is_floating_point():

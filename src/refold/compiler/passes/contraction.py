@@ -10,7 +10,7 @@ out of them.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import opt_einsum
@@ -22,7 +22,6 @@ from ..index import (
     Axis,
     Factor,
     Product,
-    Size,
     arg,
     concrete,
     is_view,
@@ -86,6 +85,7 @@ def recover_contractions(graph: Graph, wanted: Callable[[str], bool]) -> Iterato
             try:
                 new = build.restride(plan.lower(build), value(root))
             except UnknownSize:
+                build.undo()
                 continue
             yield replace_node(
                 root,
@@ -184,7 +184,10 @@ class _Plan:
         x = _sum_out(build, result, set(out))
         if self.scale != 1.0:
             x = _Operand(build.call(aten.mul.Tensor, (x.node, self.scale)), x.axes)
-        return _lay_out(build, x, self.product, value(self.root).shape)
+        if self.root.target in (aten.mean.dim, aten.mean.default):
+            count = build.product([axis.size for axis in resolve(self.product.bound)])
+            x = _Operand(build.call(aten.div.Tensor, (x.node, count)), x.axes)
+        return _lay_out(build, x, self.product)
 
 
 def _plan(root: Node, product: Product) -> _Plan | None:
@@ -192,8 +195,7 @@ def _plan(root: Node, product: Product) -> _Plan | None:
     bound = resolve(product.bound)
     present = product.present()
     absent = [axis.size for axis in bound if axis not in present]
-    counted = bound if root.target in (aten.mean.dim, aten.mean.default) else ()
-    if not bound or not all(isinstance(size, int) for size in (*absent, *(axis.size for axis in counted))):
+    if not bound or not all(isinstance(size, int) for size in absent):
         return None
     everything = {*bound, *(axis for label in product.labels for axis in resolve(label))}
     out = [axis for axis in _layout(product) if axis in present]
@@ -209,7 +211,7 @@ def _plan(root: Node, product: Product) -> _Plan | None:
     shrinks = work * WORTHWHILE <= naive
     if not (shrinks or (matmul and root.target in SUMS)):
         return None
-    scale = product.scale * math.prod(absent) / math.prod(concrete(axis.size) for axis in counted)
+    scale = product.scale * math.prod(absent)
     return _Plan(root, product, list(path), float(scale), math.prod(concrete(axis.size) for axis in bound))
 
 
@@ -297,7 +299,7 @@ def _multiply(build: Builder, a: _Operand, b: _Operand, out: list[Axis]) -> _Ope
     return _Operand(build.call(aten.mul.Tensor, tuple(nodes)), axes)
 
 
-def _lay_out(build: Builder, x: _Operand, product: Product, shape: Sequence[Size]) -> Node:
+def _lay_out(build: Builder, x: _Operand, product: Product) -> Node:
     """Permute, repeat and merge axes into the labels of a product."""
     layout = _layout(product)
     node = build.permute(x.node, [x.axes.index(axis) for axis in layout if axis in x.axes])
@@ -305,4 +307,4 @@ def _lay_out(build: Builder, x: _Operand, product: Product, shape: Sequence[Size
         for dim in missing:
             node = build.call(aten.unsqueeze.default, (node, dim))
         node = build.call(aten.expand.default, (node, [build.size(axis.size) for axis in layout]))
-    return build.reshape(node, [[size] for size in shape])
+    return build.reshape(node, [[axis.size for axis in resolve(label)] for label in product.labels])

@@ -1,0 +1,80 @@
+"""A harness that runs the pipeline on a function's ATen graph without generating code."""
+
+import copy
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from refold.compiler.capture import Hook, Stopped, bind, inductor
+from refold.compiler.evaluate import evaluate
+from refold.compiler.pipeline import run
+from refold.compiler.rewrite import Rewrite
+
+
+@dataclass
+class Outcome:
+    """What the pipeline did to one graph, and both graphs' outputs on the same inputs."""
+
+    rewrites: list[Rewrite]
+    before: list[torch.Tensor]
+    after: list[torch.Tensor]
+    targets: list[str]
+
+    @property
+    def names(self):
+        return [rewrite.name for rewrite in self.rewrites]
+
+    def worst(self):
+        """Return the largest relative L2 difference between the outputs."""
+        worst = 0.0
+        for a, b in zip(self.before, self.after, strict=True):
+            assert a.shape == b.shape
+            assert a.dtype == b.dtype
+            assert a.stride() == b.stride()
+            norm = float(a.double().norm()) or 1.0
+            worst = max(worst, float((a.double() - b.double()).norm()) / norm)
+        return worst
+
+
+def _tensors(out):
+    return [x for x in torch.utils._pytree.tree_leaves(out) if isinstance(x, torch.Tensor)]
+
+
+@pytest.fixture
+def rewritten():
+    """Return a function: (fn, *inputs, **compile options) -> Outcome for its one graph."""
+
+    def go(fn, *inputs, dynamic=None, wanted=lambda site: True):
+        found = []
+
+        def backend(gm, example_inputs):
+            graphs = []
+
+            def visit(index, graph):
+                twin = copy.deepcopy(graph)
+                twin.owning_module = graph.owning_module
+                graphs.extend([twin, graph, run(graph, wanted)])
+                raise Stopped
+
+            hook = Hook(visit)
+            try:
+                inductor(gm, example_inputs, hook=hook)
+            except Exception:
+                if not hook.stopped:
+                    raise
+            original, graph, rewrites = graphs
+            values = bind(original, example_inputs)
+            assert values is not None
+            before, after = (
+                _tensors(evaluate(torch.fx.GraphModule(graph.owning_module, g), values)) for g in (original, graph)
+            )
+            targets = [str(node.target) for node in graph.nodes if node.op == "call_function"]
+            found.append(Outcome(rewrites, before, after, targets))
+            return gm
+
+        torch.compile(fn, backend=backend, dynamic=dynamic, fullgraph=True)(*inputs)
+        (outcome,) = found
+        return outcome
+
+    return go
