@@ -9,7 +9,6 @@ end is the fastest of the three, and the report says why.
 
 from __future__ import annotations
 
-import importlib.metadata
 import platform
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -18,6 +17,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule
 
+from .. import __version__
 from ..errors import ArgumentError, CompileError, RefoldWarning
 from ..report import GraphReport, Report
 from .capture import Compiled, Hook, Stopped, inductor
@@ -183,7 +183,7 @@ def explain(module: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
 
 def environment() -> dict[str, str]:
     """Return what the numbers of a report depend on: versions, device, threads."""
-    versions = {"refold": importlib.metadata.version("refold"), "torch": torch.__version__}
+    versions = {"refold": __version__, "torch": torch.__version__}
     versions["python"] = platform.python_version()
     versions["device"] = (
         torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU, {torch.get_num_threads()} threads"

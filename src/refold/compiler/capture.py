@@ -19,8 +19,7 @@ from torch._inductor.compile_fx import compile_fx
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.fx import Graph, GraphModule
 
-import refold
-
+from .. import __version__
 from .index import concrete
 
 Compiled = Callable[..., Any]
@@ -49,7 +48,7 @@ class Hook(CustomGraphPass):
 
     def uuid(self) -> str:
         """Identify the pass to Inductor's code cache, which is keyed by the graph *after* it."""
-        return f"refold-{refold.__version__}"
+        return f"refold-{__version__}"
 
 
 class _Chain(CustomGraphPass):

@@ -25,6 +25,7 @@ _COPIES = (
     aten.clone.default,
     aten.repeat.default,
     aten._to_copy.default,
+    torch.ops.prims.convert_element_type.default,
     aten.constant_pad_nd.default,
     aten.full.default,
 )

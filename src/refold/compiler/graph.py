@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from .index import Size, concrete, same, value
+from .index import Axis, Factor, Product, Size, concrete, layout, resolve, same, value
 
 aten = torch.ops.aten
 
@@ -108,15 +109,60 @@ class Builder:
         return self.permute(dense, [order.index(dim) for dim in range(like.dim())])
 
 
+@dataclass
+class Operand:
+    """A node whose axes are exactly ``axes``, one atomic symbol each."""
+
+    node: Node
+    axes: list[Axis]
+
+
+def operand(build: Builder, factor: Factor) -> Operand:
+    """Insert a factor's pending steps and give every symbol an axis of its own."""
+    node = factor.node
+    for step in factor.steps:
+        node = step(build, node)
+    axes = list(factor.axes())
+    return Operand(build.reshape(node, [[axis.size] for axis in axes]), axes)
+
+
+def lay_out(build: Builder, x: Operand, product: Product) -> Node:
+    """Permute, repeat and merge axes into the labels of a product."""
+    axes = layout(product)
+    node = build.permute(x.node, [x.axes.index(axis) for axis in axes if axis in x.axes])
+    if missing := [dim for dim, axis in enumerate(axes) if axis not in x.axes]:
+        for dim in missing:
+            node = build.call(aten.unsqueeze.default, (node, dim))
+        node = build.call(aten.expand.default, (node, [build.size(axis.size) for axis in axes]))
+    return build.reshape(node, [[axis.size for axis in resolve(label)] for label in product.labels])
+
+
 def _same_strides(a: torch.Tensor, b: torch.Tensor) -> bool:
     dims = [dim for dim, size in enumerate(b.shape) if not same(size, 1)]
     return all(same(a.stride(dim), b.stride(dim)) for dim in dims)
 
 
+def is_constant(node: Node) -> bool:
+    """Tell whether a node computes the same value every time, from no input of the graph."""
+    stack, seen = [node], set()
+    while stack:
+        x = stack.pop()
+        if x in seen:
+            continue
+        seen.add(x)
+        if x.op != "call_function" or torch.Tag.nondeterministic_seeded in getattr(x.target, "tags", ()):
+            return False
+        stack.extend(x.all_input_nodes)
+    return True
+
+
 def region_inputs(root: Node, inside: Iterable[Node]) -> list[Node]:
-    """Return the nodes that feed ``root`` from outside the given nodes, in graph order."""
+    """Return the nodes that feed ``root`` from outside the given nodes, in graph order.
+
+    Constants, such as masks, belong to the region.
+    """
     members = {root, *inside}
-    feeding = {arg for node in members for arg in node.all_input_nodes if arg not in members}
+    feeding = {x for node in members for x in node.all_input_nodes if x not in members and not is_constant(x)}
     return [node for node in root.graph.nodes if node in feeding]
 
 

@@ -230,6 +230,11 @@ def _trailing_numbers(sizes: Sequence[Size]) -> list[int]:
     return suffix[::-1]  # type: ignore[return-value]
 
 
+def layout(product: Product) -> list[Axis]:
+    """Return the atomic symbols of a product's axes, in order."""
+    return [axis for label in product.labels for axis in resolve(label)]
+
+
 def index(node: Node, absorb: Callable[[Node], bool] = lambda _: False, top: bool = True) -> Product:
     """Read a graph node in index notation.
 
@@ -395,7 +400,7 @@ def _is_unary(node: Node) -> bool:
     target: Any = node.target
     tags = getattr(target, "tags", ())
     return (
-        (torch.Tag.pointwise in tags or target is aten._to_copy.default)
+        (torch.Tag.pointwise in tags or target in _CASTS)
         and torch.Tag.nondeterministic_seeded not in tags
         and not any(isinstance(a, Node) for a in node.kwargs.values())
     )
@@ -425,6 +430,7 @@ def _moved_args(node: Node, x: Node, dims: dict[int, int]) -> tuple[Any, ...]:
     return (x, *node.args[1:])
 
 
+_CASTS = (aten._to_copy.default, torch.ops.prims.convert_element_type.default)
 _RESIZING = {aten.constant_pad_nd.default, aten.slice.Tensor}
 
 # Views: (node, labels of the input) -> labels of the output, or None if they cannot be told.

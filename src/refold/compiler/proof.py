@@ -85,7 +85,7 @@ def judge(rewrite: Rewrite, actual: Sequence[Any] | None, settings: Settings) ->
         if not verdict.evidence.passed:
             verdict.reason = f"not equal to the original: {verdict.evidence.reason}"
             return verdict
-    if settings.accept == "faster" and not rewrite.free:
+    if settings.accept == "faster" and rewrite.raced_alone:
         log.info("racing %s", rewrite.site)
         verdict.race, verdict.original_by = _race(rewrite, like, device, settings)
         # A region alone is spared what Inductor's fusion recomputes in the whole graph, so the race

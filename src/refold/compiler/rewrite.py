@@ -29,7 +29,9 @@ class Rewrite:
         inputs: Names of the region's inputs in the graph.
         multilinear: Whether the region is a sum of products, so that small integers come out exactly.
         terms: How many products are added up for one output element.
-        free: Whether the candidate does no arithmetic at all, so that it need not be raced.
+        raced_alone: Whether timing the region by itself means anything. It does not when the candidate
+            does no arithmetic, or pays off by being fused with what surrounds it; then only the race
+            of the whole graph decides.
     """
 
     name: str
@@ -42,7 +44,7 @@ class Rewrite:
     inputs: tuple[str, ...]
     multilinear: bool
     terms: int
-    free: bool = False
+    raced_alone: bool = True
 
     @cached_property
     def before(self) -> Cost:
@@ -103,7 +105,7 @@ def replace_node(
     detail: str,
     multilinear: bool,
     terms: int,
-    free: bool = False,
+    raced_alone: bool = True,
 ) -> Rewrite:
     """Swap ``root`` for ``new`` and return the record of it.
 
@@ -117,7 +119,7 @@ def replace_node(
         detail: See `Rewrite`.
         multilinear: See `Rewrite`.
         terms: See `Rewrite`.
-        free: See `Rewrite`.
+        raced_alone: See `Rewrite`.
     """
     order = {node: i for i, node in enumerate(root.graph.nodes)}
     inside = set(inside)
@@ -136,7 +138,7 @@ def replace_node(
         inputs=tuple(node.name for node in ordered),
         multilinear=multilinear,
         terms=terms,
-        free=free,
+        raced_alone=raced_alone,
     )
     root.replace_all_uses_with(new)
     return record

@@ -46,7 +46,8 @@ class GraphCompile:
         self.refused: set[str] = set()
         self.verdicts: dict[str, Verdict] = {}
         self.rows: dict[str, RewriteReport] = {}
-        self.external_scans = False
+        # How many sizes of cumulative sums are handed to ATen, and how many there are.
+        self.external_scans, self.scan_sizes = 0, 0
 
     def run(self) -> Compiled:
         """Return the program that runs from now on, and fill the report."""
@@ -111,8 +112,7 @@ class GraphCompile:
         self.entry.flops_after += after.flops
         self.entry.bytes_before += before.bytes
         self.entry.bytes_after += after.bytes
-        if self.external_scans:
-            keep_scans_external(graph)
+        self.scan_sizes = max(self.scan_sizes, keep_scans_external(graph, self.external_scans))
 
     def _judge(self, found: _Pending) -> None:
         """Judge rewrites not seen before, on values from the user's own inputs where possible."""
@@ -142,9 +142,11 @@ class GraphCompile:
     def _recover(self, error: Exception) -> bool:
         """After Inductor failed: tell whether another attempt is worth it."""
         text = first_line(error)
-        if not self.external_scans and any("cumsum" in str(node.target) for node in self.gm.graph.nodes):
-            self.external_scans = True
-            self.entry.notes.append(f"Inductor failed ({text}); cumulative sums are handed to ATen instead")
+        if self.external_scans < self.scan_sizes:
+            self.external_scans += 1
+            note = f"Inductor failed ({text}); cumulative sums are handed to ATen, smallest first, until it compiles"
+            if note not in self.entry.notes:
+                self.entry.notes.append(note)
             return True
         if self.settings.strict:
             raise error

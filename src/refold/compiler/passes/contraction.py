@@ -17,14 +17,14 @@ import opt_einsum
 import torch
 from torch.fx import Graph, Node
 
-from ..graph import Builder, UnknownSize
+from ..graph import Builder, Operand, UnknownSize, lay_out, operand
 from ..index import (
     Axis,
-    Factor,
     Product,
     arg,
     concrete,
     is_view,
+    layout,
     matmul_product,
     resolve,
     same,
@@ -65,7 +65,7 @@ def drop_degenerate_sums(graph: Graph, wanted: Callable[[str], bool]) -> Iterato
             detail=f"sum over axes of size 1 {dims}",
             multilinear=True,
             terms=1,
-            free=True,
+            raced_alone=False,
         )
         graph.erase_node(root)
 
@@ -134,14 +134,6 @@ def _consumed(root: Node, product: Product) -> bool:
 
 
 @dataclass
-class _Operand:
-    """A node whose axes are exactly ``axes``, one atomic symbol each."""
-
-    node: Node
-    axes: list[Axis]
-
-
-@dataclass
 class _Plan:
     """An einsum and the order in which to do it."""
 
@@ -155,7 +147,7 @@ class _Plan:
         """Spell the einsum with the sizes of its symbols."""
         letters: dict[Axis, str] = {}
         terms = [_spell(factor.axes(), letters) for factor in self.product.factors]
-        out = _spell([axis for axis in _layout(self.product) if axis in self.product.present()], letters)
+        out = _spell([axis for axis in layout(self.product) if axis in self.product.present()], letters)
         sizes = " ".join(f"{letter}={axis.size}" for axis, letter in letters.items())
         repeats = [str(axis.size) for axis in self.product.repeated()]
         dropped = f", repeat of {' x '.join(repeats)} dropped" if repeats else ""
@@ -173,21 +165,21 @@ class _Plan:
 
     def lower(self, build: Builder) -> Node:
         """Insert the matrix products and lay the result out as the root had it."""
-        operands = [_operand(build, factor) for factor in self.product.factors]
-        out = [axis for axis in _layout(self.product) if axis in self.product.present()]
+        operands = [operand(build, factor) for factor in self.product.factors]
+        out = [axis for axis in layout(self.product) if axis in self.product.present()]
         for group in self.path:
             chosen = [operands[i] for i in group]
-            operands = [operand for i, operand in enumerate(operands) if i not in group]
-            keep = {*out, *(axis for operand in operands for axis in operand.axes)}
+            operands = [x for i, x in enumerate(operands) if i not in group]
+            keep = {*out, *(axis for x in operands for axis in x.axes)}
             operands.append(_contract(build, chosen, keep, out))
         (result,) = operands
         x = _sum_out(build, result, set(out))
         if self.scale != 1.0:
-            x = _Operand(build.call(aten.mul.Tensor, (x.node, self.scale)), x.axes)
+            x = Operand(build.call(aten.mul.Tensor, (x.node, self.scale)), x.axes)
         if self.root.target in (aten.mean.dim, aten.mean.default):
             count = build.product([axis.size for axis in resolve(self.product.bound)])
-            x = _Operand(build.call(aten.div.Tensor, (x.node, count)), x.axes)
-        return _lay_out(build, x, self.product)
+            x = Operand(build.call(aten.div.Tensor, (x.node, count)), x.axes)
+        return lay_out(build, x, self.product)
 
 
 def _plan(root: Node, product: Product) -> _Plan | None:
@@ -198,7 +190,7 @@ def _plan(root: Node, product: Product) -> _Plan | None:
     if not bound or not all(isinstance(size, int) for size in absent):
         return None
     everything = {*bound, *(axis for label in product.labels for axis in resolve(label))}
-    out = [axis for axis in _layout(product) if axis in present]
+    out = [axis for axis in layout(product) if axis in present]
     letters: dict[Axis, str] = {}
     terms = [_spell(factor.axes(), letters) for factor in product.factors]
     shapes = [tuple(concrete(axis.size) for axis in factor.axes()) for factor in product.factors]
@@ -232,32 +224,19 @@ def _work(factors: list[set[Axis]], path: list[tuple[int, ...]], out: set[Axis])
     return total, matmul
 
 
-def _layout(product: Product) -> list[Axis]:
-    return [axis for label in product.labels for axis in resolve(label)]
-
-
 def _spell(axes: Iterable[Axis], letters: dict[Axis, str]) -> str:
     return "".join(letters.setdefault(axis, opt_einsum.get_symbol(len(letters))) for axis in axes)
 
 
-def _operand(build: Builder, factor: Factor) -> _Operand:
-    """Insert a factor's pending steps and give every symbol an axis of its own."""
-    node = factor.node
-    for step in factor.steps:
-        node = step(build, node)
-    axes = list(factor.axes())
-    return _Operand(build.reshape(node, [[axis.size] for axis in axes]), axes)
-
-
-def _sum_out(build: Builder, x: _Operand, keep: set[Axis]) -> _Operand:
+def _sum_out(build: Builder, x: Operand, keep: set[Axis]) -> Operand:
     """Sum over the axes that nothing else reads."""
     dims = [i for i, axis in enumerate(x.axes) if axis not in keep]
     if not dims:
         return x
-    return _Operand(build.call(aten.sum.dim_IntList, (x.node, dims)), [axis for axis in x.axes if axis in keep])
+    return Operand(build.call(aten.sum.dim_IntList, (x.node, dims)), [axis for axis in x.axes if axis in keep])
 
 
-def _contract(build: Builder, operands: list[_Operand], keep: set[Axis], out: list[Axis]) -> _Operand:
+def _contract(build: Builder, operands: list[Operand], keep: set[Axis], out: list[Axis]) -> Operand:
     """Multiply operands and sum over what is not kept; two at a time."""
     *rest, last = operands
     if not rest:
@@ -276,17 +255,17 @@ def _contract(build: Builder, operands: list[_Operand], keep: set[Axis], out: li
     right = _matrix(build, b, batch, summed, columns)
     result = build.call(aten.bmm.default if batch else aten.mm.default, (left, right))
     axes = [*batch, *rows, *columns]
-    return _Operand(build.reshape(result, [[axis.size] for axis in axes]), axes)
+    return Operand(build.reshape(result, [[axis.size] for axis in axes]), axes)
 
 
-def _matrix(build: Builder, x: _Operand, *groups: list[Axis]) -> Node:
+def _matrix(build: Builder, x: Operand, *groups: list[Axis]) -> Node:
     """Merge axes into (batch,) rows and columns."""
     order = [x.axes.index(axis) for group in groups for axis in group]
     groups = groups if groups[0] else groups[1:]
     return build.reshape(build.permute(x.node, order), [[axis.size for axis in group] for group in groups])
 
 
-def _multiply(build: Builder, a: _Operand, b: _Operand, out: list[Axis]) -> _Operand:
+def _multiply(build: Builder, a: Operand, b: Operand, out: list[Axis]) -> Operand:
     """Multiply elementwise, broadcasting; axes in the order of the output where they reach it."""
     axes = sorted({*a.axes, *b.axes}, key=lambda axis: out.index(axis) if axis in out else len(out))
     nodes = []
@@ -296,15 +275,4 @@ def _multiply(build: Builder, a: _Operand, b: _Operand, out: list[Axis]) -> _Ope
             if axis not in x.axes:
                 node = build.call(aten.unsqueeze.default, (node, dim))
         nodes.append(node)
-    return _Operand(build.call(aten.mul.Tensor, tuple(nodes)), axes)
-
-
-def _lay_out(build: Builder, x: _Operand, product: Product) -> Node:
-    """Permute, repeat and merge axes into the labels of a product."""
-    layout = _layout(product)
-    node = build.permute(x.node, [x.axes.index(axis) for axis in layout if axis in x.axes])
-    if missing := [dim for dim, axis in enumerate(layout) if axis not in x.axes]:
-        for dim in missing:
-            node = build.call(aten.unsqueeze.default, (node, dim))
-        node = build.call(aten.expand.default, (node, [build.size(axis.size) for axis in layout]))
-    return build.reshape(node, [[axis.size for axis in resolve(label)] for label in product.labels])
+    return Operand(build.call(aten.mul.Tensor, tuple(nodes)), axes)

@@ -11,25 +11,37 @@ from __future__ import annotations
 import torch
 from torch.fx import Graph
 
+from ..cost import numel
+from ..index import value
+
 aten = torch.ops.aten
 
 
 @torch.library.custom_op("refold::cumsum", mutates_args=())
-def cumsum(x: torch.Tensor, dim: int) -> torch.Tensor:
+def cumsum(x: torch.Tensor, dim: int, dtype: torch.dtype | None = None) -> torch.Tensor:
     """Cumulative sum as one opaque node."""
-    return torch.cumsum(x, dim)
+    return torch.cumsum(x, dim, dtype=dtype)
 
 
 @cumsum.register_fake
-def _(x: torch.Tensor, dim: int) -> torch.Tensor:
-    return torch.cumsum(x, dim)
+def _(x: torch.Tensor, dim: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+    return torch.cumsum(x, dim, dtype=dtype)
 
 
-def keep_scans_external(graph: Graph) -> int:
-    """Replace ``aten.cumsum`` by an opaque call, in place; return how many there were."""
-    nodes = [
-        node for node in graph.find_nodes(op="call_function", target=aten.cumsum.default) if "dtype" not in node.kwargs
-    ]
+def keep_scans_external(graph: Graph, level: int) -> int:
+    """Replace the smallest ``aten.cumsum`` calls by opaque ones, in place.
+
+    Args:
+        graph: The graph.
+        level: How many distinct sizes to hand over, smallest first: an opaque scan costs a round
+            trip through memory, so large ones stay with Inductor as long as it can compile them.
+
+    Returns:
+        How many distinct sizes there are.
+    """
+    nodes = graph.find_nodes(op="call_function", target=aten.cumsum.default)
+    sizes = sorted({numel(value(node)) for node in nodes})
     for node in nodes:
-        node.target = torch.ops.refold.cumsum.default
-    return len(nodes)
+        if numel(value(node)) in sizes[:level]:
+            node.target = torch.ops.refold.cumsum.default
+    return len(sizes)
