@@ -36,6 +36,8 @@ class Hook(CustomGraphPass):
         self.visit = visit
         self.count = 0
         self.stopped = False
+        # What the callback raised otherwise: Inductor may wrap it, and it is not Inductor's failure.
+        self.error: Exception | None = None
 
     def __call__(self, graph: Graph) -> None:
         """Visit one graph; may edit it in place or raise `Stopped`."""
@@ -44,6 +46,9 @@ class Hook(CustomGraphPass):
             self.visit(index, graph)
         except Stopped:
             self.stopped = True
+            raise
+        except Exception as error:
+            self.error = error
             raise
 
     def uuid(self) -> str:

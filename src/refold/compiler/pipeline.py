@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from torch.fx import Graph
 
 from .passes.contraction import drop_degenerate_sums, recover_contractions
+from .passes.depthwise import unroll_depthwise_convolutions
 from .passes.segment_sum import difference_segment_sums
 from .rewrite import Rewrite
 
@@ -15,6 +16,7 @@ Pass = Callable[[Graph, Callable[[str], bool]], Iterator[Rewrite]]
 PASSES: list[tuple[str, Pass]] = [
     ("drop degenerate sums", drop_degenerate_sums),
     ("recover contractions", recover_contractions),
+    ("unroll depthwise convolutions", unroll_depthwise_convolutions),
     ("difference segment sums", difference_segment_sums),
 ]
 

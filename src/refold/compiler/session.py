@@ -81,6 +81,8 @@ class GraphCompile:
             try:
                 return inductor(self.gm, self.inputs, hook=hook, options=self.options)
             except Exception as error:
+                if hook.error is not None:
+                    raise hook.error from None
                 if not hook.stopped:
                     if not self._recover(error):
                         return None

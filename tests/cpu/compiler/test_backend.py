@@ -1,0 +1,284 @@
+"""The backend end to end: right whatever the module does, safe when refold fails, honest in its report."""
+
+import json
+import warnings
+
+import pytest
+import torch
+import torch.nn as nn
+
+import refold
+from refold.compiler import session
+from refold.errors import ArgumentError, RefoldWarning
+
+ALWAYS = {"accept": "always", "strict": True}
+
+
+def scores(x, y):
+    return (x[:, :, None] * y[:, None]).sum(-1)
+
+
+def pair(*lead, dtype=torch.float32):
+    return torch.randn(*lead, 9, 16, dtype=dtype), torch.randn(*lead, 8, 16, dtype=dtype)
+
+
+def close(a, b, terms=16):
+    bound = (8 + terms**0.5 / 2) * 2.0**-24 * 8
+    assert torch.allclose(a, b, rtol=bound, atol=bound * float(b.abs().max()))
+
+
+def test_registered_as_a_torch_compile_backend():
+    x, y = pair(2)
+    compiled = torch.compile(scores, backend="refold", fullgraph=True, options=ALWAYS)
+    close(compiled(x, y), scores(x, y))
+    assert "refold" in torch._dynamo.list_backends()
+
+
+def test_report_holds_the_evidence():
+    compiled = refold.compile(scores, **ALWAYS)
+    compiled(*pair(2))
+    (graph,) = compiled.report.graphs
+    (rewrite,) = graph.applied
+    assert graph.chosen == "refold"
+    assert rewrite.source.endswith("return (x[:, :, None] * y[:, None]).sum(-1)")
+    assert {error["kind"] for error in rewrite.errors} == {"actual", "normal", "integers"}
+    assert all(error["passed"] for error in rewrite.errors)
+    assert rewrite.bytes_after < rewrite.bytes_before
+    assert json.loads(compiled.report.to_json())["graphs"][0]["rewrites"][0]["status"] == "applied"
+    assert "recover contraction" in str(compiled.report)
+
+
+def test_only_what_is_faster_is_kept():
+    compiled = refold.compile(scores, strict=True)
+    x, y = pair(2)
+    close(compiled(x, y), scores(x, y))
+    (graph,) = compiled.report.graphs
+    if graph.chosen == "refold":
+        assert graph.speedup_at_least > 1.02
+    else:
+        assert not graph.applied
+        assert all(rewrite.reason for rewrite in graph.rewrites)
+
+
+def test_a_changed_length_gives_right_results():
+    compiled = refold.compile(scores, dynamic=True, **ALWAYS)
+    for length in (5, 7, 12, 1, 31):
+        x, y = torch.randn(2, length, 16), torch.randn(2, length + 3, 16)
+        close(compiled(x, y), scores(x, y))
+    assert len(compiled.report.graphs) <= 2  # length 1 is a graph of its own
+
+
+def test_a_batch_size_that_changes_from_static_to_dynamic():
+    compiled = refold.compile(scores, **ALWAYS)
+    for batch in (2, 3, 5, 1, 0):
+        x, y = pair(batch)
+        close(compiled(x, y), scores(x, y)) if batch else compiled(x, y)
+
+
+def test_training_matches_eager():
+    layer = nn.Linear(16, 16)
+
+    def loss(x, y):
+        return scores(layer(x), y).tanh().sum()
+
+    x, y = (v.requires_grad_() for v in pair(2))
+    expected = torch.autograd.grad(loss(x, y), [x, y, *layer.parameters()])
+    compiled = refold.compile(loss, **ALWAYS)
+    for a, b in zip(torch.autograd.grad(compiled(x, y), [x, y, *layer.parameters()]), expected, strict=True):
+        close(a, b, terms=256)
+    assert compiled.report.graphs[0].mode == "training"
+    assert len(compiled.report.graphs[0].applied) == 3
+
+
+def test_training_is_raced_with_its_backward():
+    x, y = (v.requires_grad_() for v in pair(2))
+    compiled = refold.compile(scores, strict=True)
+    compiled(x, y).sum().backward()
+    assert x.grad is not None
+
+
+def test_in_place_updates_and_aliases_survive():
+    class Stateful(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("state", torch.zeros(2, 9, 8))
+
+        def forward(self, x, y):
+            x.mul_(2.0)
+            self.state.add_(scores(x, y))
+            return self.state, x
+
+    x, y = pair(2)
+    eager, ours = Stateful(), Stateful()
+    compiled = refold.compile(ours, strict=True)  # proof and races must not advance the state
+    for _ in range(2):
+        a, b = x.clone(), x.clone()
+        expected, got = eager(a, y), compiled(b, y)
+        close(got[0], expected[0])
+        close(ours.state, eager.state)
+        assert torch.equal(a, b)
+        assert got[1].data_ptr() == b.data_ptr()
+
+
+def test_dropout_is_not_crossed_and_the_random_state_is_not_disturbed():
+    def fn(x, y):
+        return torch.nn.functional.dropout(scores(x, y), 0.5)
+
+    x, y = pair(2)
+    torch.manual_seed(1)
+    refold.compile(fn, strict=True)(x, y)
+    after_ours = torch.rand(3)
+    torch._dynamo.reset()
+    torch.manual_seed(1)
+    torch.compile(fn)(x, y)
+    assert torch.equal(after_ours, torch.rand(3))
+
+
+@pytest.mark.parametrize("poison", [float("nan"), float("inf"), float("-inf")])
+def test_non_finite_values_appear_where_they_do_in_eager(poison):
+    x, y = pair(2)
+    x[1, 3, 5] = poison
+    expected, got = scores(x, y), refold.compile(scores, **ALWAYS)(x, y)
+    assert torch.equal(got.isfinite(), expected.isfinite())
+    close(got.nan_to_num(0, 0, 0), expected.nan_to_num(0, 0, 0))
+
+
+def test_autocast():
+    layer = nn.Linear(16, 16)
+
+    def fn(x, y):
+        return scores(layer(x), layer(y))
+
+    x, y = pair(2)
+    with torch.autocast("cpu", dtype=torch.bfloat16), torch.no_grad():
+        expected, got = fn(x, y), refold.compile(fn, strict=True)(x, y)
+    assert got.dtype == expected.dtype == torch.bfloat16
+    assert float((got.double() - expected.double()).norm() / expected.double().norm()) < 8 * 2.0**-8
+
+
+def test_graph_breaks_give_one_entry_a_graph():
+    def fn(x, y):
+        z = scores(x, y)
+        torch._dynamo.graph_break()
+        return scores(z, z)
+
+    x, y = pair(2)
+    compiled = refold.compile(fn, **ALWAYS)
+    close(compiled(x, y), fn(x, y))
+    assert len(compiled.report.graphs) == 2
+
+
+@pytest.mark.filterwarnings("ignore:Torchinductor does not support code generation for complex")
+def test_integer_and_complex_dtypes_pass_through():
+    for x in (torch.randint(9, (4, 6)), torch.randn(4, 6, dtype=torch.complex64)):
+        got = refold.compile(lambda x: (x[:, None] * x[None]).sum(-1), **ALWAYS)(x)
+        assert torch.allclose(got, (x[:, None] * x[None]).sum(-1))
+
+
+def test_a_wrong_rewrite_is_dropped_and_named(monkeypatch):
+    def wrong(graph, wanted=lambda site: True):
+        rewrites = honest(graph, wanted)
+        for rewrite in rewrites:
+            _break(rewrite.candidate)
+        return rewrites
+
+    def _break(gm):
+        output = next(iter(gm.graph.find_nodes(op="output")))
+        with gm.graph.inserting_before(output):
+            output.args = (gm.graph.call_function(torch.ops.aten.mul.Tensor, (output.args[0], 1.001)),)
+        gm.recompile()
+
+    honest = session.run_pipeline
+    monkeypatch.setattr(session, "run_pipeline", wrong)
+    x, y = pair(2)
+    compiled = refold.compile(scores, **ALWAYS)
+    close(compiled(x, y), scores(x, y))
+    (rewrite,) = compiled.report.rewrites
+    assert rewrite.status == "refused"
+    assert "not equal to the original" in rewrite.reason
+    assert compiled.report.graphs[0].chosen == "inductor"
+
+
+def test_when_refold_fails_inductor_runs_with_one_warning(monkeypatch):
+    def broken(*args):
+        raise ZeroDivisionError("planted")
+
+    monkeypatch.setattr(session, "run_pipeline", broken)
+    x, y = pair(2)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        compiled = refold.compile(scores)
+        close(compiled(x, y), scores(x, y))
+    ours = [w for w in caught if issubclass(w.category, RefoldWarning)]
+    assert len(ours) == 1
+    assert "planted" in str(ours[0].message)
+    assert "refold doctor" in str(ours[0].message)
+    assert compiled.report.graphs[0].chosen == "inductor"
+
+
+def test_strict_raises_refolds_own_error(monkeypatch):
+    def broken(*args):
+        raise ZeroDivisionError("planted")
+
+    monkeypatch.setattr(session, "run_pipeline", broken)
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match=r"CompileError.*planted"):
+        refold.compile(scores, strict=True)(*pair(2))
+
+
+@pytest.mark.parametrize(("option", "got"), [("verify", "slow"), ("accept", "maybe"), ("strict", "yes")])
+def test_unknown_option_values_are_refused(option, got):
+    with pytest.raises(ArgumentError, match=f"{option} must be one of .* not '{got}'"):
+        refold.compile(scores, **{option: got})
+
+
+def test_not_a_module():
+    with pytest.raises(ArgumentError, match=r"must be a torch.nn.Module or a function, not int"):
+        refold.compile(3)
+
+
+def test_verify_off_applies_unproven(monkeypatch):
+    compiled = refold.compile(scores, verify="off", accept="always", strict=True)
+    x, y = pair(2)
+    close(compiled(x, y), scores(x, y))
+    assert compiled.report.rewrites[0].errors == []
+
+
+def test_explain_changes_nothing_and_names_waste():
+    x, y = pair(2)
+    report = refold.explain(scores, x, y)
+    (rewrite,) = report.rewrites
+    assert rewrite.status == "found"
+    assert rewrite.why == "products are written out only to be summed"
+    assert rewrite.flops_before >= rewrite.flops_after > 0
+
+
+def test_explain_names_serial_loops():
+    def loop(a, x):
+        h = torch.zeros_like(x[:, 0])
+        out = []
+        for t in range(12):
+            h = a[:, t] * h + x[:, t]
+            out.append(h)
+        return torch.stack(out, 1)
+
+    report = refold.explain(loop, torch.rand(2, 12, 3), torch.randn(2, 12, 3))
+    (found,) = report.graphs[0].loops
+    assert "h = a[:, t] * h + x[:, t]" in found
+    assert "12 steps" in found
+
+
+def test_matmuls_survive_inductor():
+    import torch._inductor.config as config
+
+    survivors = []
+
+    class Count(torch._inductor.custom_graph_pass.CustomGraphPass):
+        def __call__(self, graph):
+            survivors.extend(n for n in graph.nodes if "mm" in str(n.target))
+
+        def uuid(self):
+            return None
+
+    with config.patch(fx_graph_cache=False, post_grad_custom_post_pass=Count()):
+        refold.compile(scores, verify="off", accept="always", strict=True)(*pair(2))
+    assert survivors
