@@ -1,0 +1,39 @@
+# Two commands set everything up on a fresh machine: `make demo` and `make test`.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+# The newest transformers, for a second and smaller run of the tests of real layers.
+NEWEST := .venv-newest
+
+.PHONY: setup demo test lint clean
+.NOTPARALLEL:
+
+setup: $(VENV)/.done
+
+# torch first and exactly, so that no later package pulls in another build of it.
+$(VENV)/.done: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet torch==2.13.0
+	$(BIN)/python -m pip install --quiet transformers==5.17.0
+	$(BIN)/python -m pip install --quiet --editable '.[torch,triton,jax,hf,test,lint]'
+	touch $@
+
+$(NEWEST)/.done: $(VENV)/.done
+	$(BIN)/python -m pip install --quiet --upgrade --target $(NEWEST) --no-deps transformers huggingface_hub tokenizers safetensors
+	touch $@
+
+demo: setup
+	$(BIN)/refold optimize examples/naive_mamba2.py
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+test: lint $(NEWEST)/.done
+	$(BIN)/python -m pytest tests --ignore=tests/gpu
+	PYTHONPATH=$(NEWEST) $(BIN)/python -m pytest tests/hf/test_layers.py
+
+clean:
+	rm -rf $(VENV) $(NEWEST) build dist

@@ -1,0 +1,37 @@
+"""The reference evaluator: blocked sums equal plain ones, in bounded memory and in float64."""
+
+import pytest
+import torch
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from refold.compiler import evaluate as module
+from refold.compiler.evaluate import evaluate, evaluate_float64
+from refold.verify.memory import peak_bytes
+
+
+@pytest.mark.parametrize("keepdim", [False, True])
+@pytest.mark.parametrize("dims", [[-1], [1], [0, 2], [0, 1, 2]])
+def test_blocked_products_equal_plain_ones(monkeypatch, dims, keepdim):
+    monkeypatch.setattr(module, "BLOCK", 64)
+
+    def fn(a, b):
+        return torch.ops.aten.sum.dim_IntList(a[:, None] * b[None], dims, keepdim)
+
+    a, b = torch.randn(7, 11), torch.randn(13, 11)
+    gm = make_fx(fn)(a, b)
+    assert torch.allclose(evaluate(gm, [a, b]), fn(a, b), atol=1e-5)
+    exact = evaluate_float64(gm, [a, b])
+    assert exact.dtype == torch.float64
+    assert torch.allclose(exact, fn(a.double(), b.double()))
+
+
+def test_memory_stays_bounded():
+    a, b = torch.randn(2000, 1, 40), torch.randn(1, 1500, 40)
+    gm = make_fx(lambda a, b: (a * b).sum(-1))(a, b)
+    assert peak_bytes(lambda: evaluate_float64(gm, [a, b]), torch.device("cpu")) < 2000 * 1500 * 40 * 8 / 3
+
+
+def test_casts_inside_the_graph_are_widened():
+    gm = make_fx(lambda x: (x.to(torch.bfloat16) * 3).float())(torch.randn(4))
+    x = torch.randn(4)
+    assert torch.equal(evaluate_float64(gm, [x]), x.double() * 3)

@@ -1,0 +1,142 @@
+"""transformers' own Mamba-2 layers, unmodified: every contraction found, same results, forward and backward."""
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+import transformers
+from transformers import DynamicCache
+
+import refold
+
+# Releases from 5.18 on write the contractions as einsum; until then they were multiplied and summed.
+EINSUM = tuple(int(part) for part in transformers.__version__.split(".")[:2]) >= (5, 18)
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:transformers.*", "ignore::FutureWarning:transformers.*")
+
+# All sizes distinct; two groups of four heads.
+SIZES = {"hidden_size": 48, "chunk": 32, "heads": 8, "head_dim": 12, "state": 20, "groups": 2}
+
+
+def granite():
+    from transformers import GraniteMoeHybridConfig
+    from transformers.models.granitemoehybrid.modeling_granitemoehybrid import GraniteMoeHybridMambaLayer
+
+    config = GraniteMoeHybridConfig(
+        hidden_size=48,
+        mamba_n_heads=8,
+        mamba_d_head=12,
+        mamba_d_state=20,
+        mamba_n_groups=2,
+        mamba_chunk_size=32,
+        num_hidden_layers=1,
+        layer_types=["mamba"],
+    )
+    return GraniteMoeHybridMambaLayer(config, 0), config
+
+
+def bamba():
+    from transformers import BambaConfig
+    from transformers.models.bamba.modeling_bamba import BambaMixer
+
+    config = BambaConfig(
+        hidden_size=48,
+        mamba_n_heads=8,
+        mamba_d_head=12,
+        mamba_d_state=20,
+        mamba_n_groups=2,
+        mamba_chunk_size=32,
+        num_hidden_layers=1,
+        attn_layer_indices=[],
+    )
+    return BambaMixer(config, 0), config
+
+
+def mamba2():
+    from transformers import Mamba2Config
+    from transformers.models.mamba2.modeling_mamba2 import Mamba2Mixer
+
+    config = Mamba2Config(
+        hidden_size=48,
+        num_heads=8,
+        head_dim=12,
+        state_size=20,
+        n_groups=2,
+        chunk_size=32,
+        expand=2,
+        num_hidden_layers=1,
+    )
+    return Mamba2Mixer(config, 0), config
+
+
+LAYERS = {"granite": granite, "bamba": bamba, "mamba2": mamba2}
+OPTIONS = {"accept": "always", "strict": True}
+
+
+def agree(a, b, factor=64):
+    error = float((a.double() - b.double()).norm() / b.double().norm())
+    assert error <= factor * 2.0**-24
+
+
+def contractions(report):
+    return [r for r in report.rewrites if r.name in ("recover contraction", "drop repeat from product")]
+
+
+@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("length", [80, 31, 32])
+def test_prefill(name, length):
+    layer, _ = LAYERS[name]()
+    layer.eval()
+    x = torch.randn(3, length, 48)
+    compiled = refold.compile(layer, **OPTIONS)
+    with torch.no_grad():
+        agree(compiled(x), layer(x))
+    found = contractions(compiled.report)
+    assert all(r.status == "applied" for r in found)
+    dropped = [r for r in found if "repeat of 4 dropped" in r.detail]
+    assert dropped, "C·Bᵀ is computed once a group, not once a head"
+    if not EINSUM:
+        assert len([r for r in found if r.name == "recover contraction"]) == 5
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_training(name):
+    layer, _ = LAYERS[name]()
+    layer.train()
+    x = torch.randn(2, 40, 48, requires_grad=True)
+    weights = [x, *layer.parameters()]
+    cotangent = torch.randn(2, 40, 48)
+    expected = torch.autograd.grad(layer(x), weights, cotangent)
+    compiled = refold.compile(layer, **OPTIONS)
+    for a, b in zip(torch.autograd.grad(compiled(x), weights, cotangent), expected, strict=True):
+        agree(a, b)
+    assert compiled.report.graphs[0].mode == "training"
+    if not EINSUM:
+        assert len(contractions(compiled.report)) >= 15
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_cache_decoding_and_mask(name):
+    layer, config = LAYERS[name]()
+    layer.eval()
+    x, mask = torch.randn(2, 40, 48), torch.ones(2, 37)
+    mask[1, :5] = 0
+    compiled = refold.compile(layer, **OPTIONS)
+    outputs = []
+    for run in (layer, compiled):
+        cache = DynamicCache(config=config)
+        with torch.no_grad():
+            steps = [run(x[:, :37], cache_params=cache, attention_mask=mask)]
+            steps += [run(x[:, t : t + 1], cache_params=cache) for t in range(37, 40)]
+        outputs.append((torch.cat(steps, 1), cache.layers[0]))
+    (expected, _), (got, _) = outputs
+    agree(got, expected)
+
+
+def test_dynamic_length():
+    layer, _ = granite()
+    layer.eval()
+    compiled = refold.compile(layer, dynamic=True, **OPTIONS)
+    with torch.no_grad():
+        for length in (80, 33):
+            x = torch.randn(2, length, 48)
+            agree(compiled(x), layer(x))

@@ -1,0 +1,82 @@
+"""Importing refold is light, and imports go one way only."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2] / "src" / "refold"
+
+# A part may import those above it in this list, and itself.
+ORDER = [
+    ["errors", "axes"],
+    ["ops"],
+    ["verify"],
+    ["report"],
+    ["compiler"],
+    ["models"],
+    ["generate"],
+    ["distributed"],
+    ["integrations"],
+    ["bench"],
+    ["targets", "doctor"],
+    ["cli"],
+]
+RANK = {part: rank for rank, parts in enumerate(ORDER) for part in parts}
+
+
+@pytest.mark.parametrize("name", ["torch", "jax", "triton", "transformers", "numpy"])
+def test_importing_refold_imports_no_framework(name):
+    code = f"import sys, refold; assert refold.__version__; sys.exit({name!r} in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_an_unknown_name_says_what_there_is():
+    import refold
+
+    with pytest.raises(AttributeError, match="has no attribute 'accelarate'"):
+        refold.accelarate  # noqa: B018
+
+
+def _part(path):
+    return path.relative_to(ROOT).parts[0].removesuffix(".py")
+
+
+def _imported_parts(path):
+    package = ["refold", *path.relative_to(ROOT).parts[:-1]]
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            name = [*base, *(node.module or "").split(".")] if node.module else base
+            names = [[*name, alias.name] for alias in node.names]
+        elif isinstance(node, ast.Import):
+            names = [alias.name.split(".") for alias in node.names]
+        else:
+            continue
+        yield from (name[1] for name in names if name[0] == "refold" and len(name) > 1 and name[1] in RANK)
+
+
+def test_imports_go_the_way_the_design_says():
+    wrong = [
+        f"{path.relative_to(ROOT)} imports {part}"
+        for path in sorted(ROOT.rglob("*.py"))
+        if _part(path) in RANK
+        for part in _imported_parts(path)
+        if RANK[part] > RANK[_part(path)]
+    ]
+    assert wrong == []
+
+
+def test_every_part_has_a_place_in_the_order():
+    parts = {_part(path) for path in ROOT.rglob("*.py")} - {"__init__"}
+    assert parts <= RANK.keys()
+
+
+def test_the_order_test_can_fail(tmp_path):
+    bad = ROOT / "errors.py"
+    source = "from .compiler import backend\n"
+    package = ["refold", *bad.relative_to(ROOT).parts[:-1]]
+    (node,) = ast.parse(source).body
+    assert [*package[: len(package) - node.level + 1], *node.module.split(".")][1] == "compiler"
