@@ -13,14 +13,15 @@ setup: $(VENV)/.done
 # torch first and exactly, so that no later package pulls in another build of it.
 $(VENV)/.done: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet torch==2.13.0
 	$(BIN)/python -m pip install --quiet transformers==5.17.0
 	$(BIN)/python -m pip install --quiet --editable '.[torch,triton,jax,hf,test,lint]'
 	touch $@
 
-$(NEWEST)/.done: $(VENV)/.done
-	$(BIN)/python -m pip install --quiet --upgrade --target $(NEWEST) --no-deps transformers huggingface_hub tokenizers safetensors
+$(NEWEST)/.done: pyproject.toml
+	$(PYTHON) -m venv $(NEWEST)
+	$(NEWEST)/bin/python -m pip install --quiet torch==2.13.0
+	$(NEWEST)/bin/python -m pip install --quiet --editable '.[torch,hf,test]'
 	touch $@
 
 demo: setup
@@ -33,7 +34,7 @@ lint: setup
 
 test: lint $(NEWEST)/.done
 	$(BIN)/python -m pytest tests --ignore=tests/gpu
-	PYTHONPATH=$(NEWEST) $(BIN)/python -m pytest tests/hf/test_layers.py
+	$(NEWEST)/bin/python -m pytest tests/hf/test_layers.py
 
 clean:
 	rm -rf $(VENV) $(NEWEST) build dist

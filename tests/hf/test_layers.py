@@ -2,8 +2,6 @@
 
 import pytest
 import torch
-
-pytest.importorskip("transformers")
 import transformers
 from transformers import DynamicCache
 
