@@ -81,9 +81,7 @@ def refold(
         return _Compile(gm, example_inputs, settings, entry).run()
     except Exception as error:
         if settings.strict:
-            raise CompileError(
-                f"refold failed on graph {entry.index}: {type(error).__name__}: {error}. {BUG}"
-            ) from error
+            raise CompileError(f"refold failed on graph {entry.index}: {type(error).__name__}: {error}. {BUG}") from error
         warnings.warn(
             f"refold failed on graph {entry.index} ({type(error).__name__}: {error}); Inductor compiles it instead. {BUG}",
             RefoldWarning,
@@ -197,9 +195,7 @@ class _Compile:
                 with _quiet_rng():
                     values |= values_at(graph, sorted(names - values.keys()), bound)
         else:
-            self.entry.notes.append(
-                "rewrites were proven on random inputs only: the graph's inputs could not be matched"
-            )
+            self.entry.notes.append("rewrites were proven on random inputs only: the graph's inputs could not be matched")
         for rewrite in fresh:
             actual = [values[name] for name in rewrite.inputs] if values.keys() >= set(rewrite.inputs) else None
             with _quiet_rng():

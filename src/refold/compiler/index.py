@@ -313,7 +313,9 @@ def sum_product(node: Node, absorb: Callable[[Node], bool] = lambda _: False) ->
     dims = set(sum_dims(node))
     keepdim = bool(node.args[2] if len(node.args) > 2 else node.kwargs.get("keepdim", False))
     bound = tuple(axis for dim in dims for axis in inner.labels[dim])
-    labels = tuple(() if dim in dims else label for dim, label in enumerate(inner.labels) if keepdim or dim not in dims)
+    labels = tuple(
+        () if dim in dims else label for dim, label in enumerate(inner.labels) if keepdim or dim not in dims
+    )
     return replace(inner, labels=labels, bound=inner.bound + bound)
 
 
@@ -365,9 +367,7 @@ def _push_below_repeat(node: Node, absorb: Callable[[Node], bool]) -> Product | 
     def step(builder: Any, x: Node) -> Node:
         return builder.call(node.target, _moved_args(node, x, dims), dict(node.kwargs))
 
-    linear = node.target is aten.slice.Tensor or (
-        node.target is aten.constant_pad_nd.default and not any(node.args[2:])
-    )
+    linear = node.target is aten.slice.Tensor or (node.target is aten.constant_pad_nd.default and not any(node.args[2:]))
     pushed = Factor(factor.node, rename(factor.labels), (*factor.steps, step), factor.linear and linear)
     return Product(rename(inner.labels), (pushed,), through=inner.through)
 

@@ -124,7 +124,9 @@ def _race(rewrite: Rewrite, inputs: Sequence[Any], device: torch.device, setting
         return race(base, run, device, budget_s=RACE_BUDGET_S), name
 
 
-def compile_or_none(gm: GraphModule, inputs: Sequence[Any], options: dict[str, Any]) -> Callable[..., Any] | None:
+def compile_or_none(
+    gm: GraphModule, inputs: Sequence[Any], options: dict[str, Any]
+) -> Callable[..., Any] | None:
     """Compile a graph apart from the compile under way; None if Inductor cannot."""
     try:
         compiled = standalone(gm, inputs, options)

@@ -3,7 +3,7 @@
 A backend is a file ``ops/<operator>/_<backend>.py`` with a function named like the operator and, next to it,
 ``supports(meta) -> str | None``: None for yes, else the reason. It is imported when first asked for; a package or a
 file that is missing is a reason like any other. Without a name the first backend of the spec's order that says
-yes runs; a named one runs or raises. Nothing is substituted silently: `explain` shows the same answers that `resolve` acts on.
+yes runs; a named one runs or raises. Nothing is substituted silently: `explain` shows the answers `resolve` acts on.
 
 Frameworks are told apart by the module of an array's type, so that asking imports neither torch nor jax.
 """

@@ -168,9 +168,8 @@ def _absolute(x: Any) -> Any:
 def _same(a: Any, b: Any) -> bool:
     if not isinstance(a, torch.Tensor):
         return a is b or a == b
-    return torch.equal(a, b) or (
-        a.is_floating_point() and torch.equal(a.isnan(), b.isnan()) and torch.equal(a.nan_to_num(), b.nan_to_num())
-    )
+    return torch.equal(a, b) or (a.is_floating_point() and torch.equal(a.isnan(), b.isnan())
+                                 and torch.equal(a.nan_to_num(), b.nan_to_num()))
 
 
 def _shares_memory(x: Any, y: torch.Tensor) -> bool:

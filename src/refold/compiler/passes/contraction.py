@@ -166,11 +166,7 @@ def _plan(root: Node, product: Product) -> _Plan | None:
     """Decide how to compute a product, or None if it is not worth a matrix product."""
     bound = resolve(product.bound)
     present = product.present()
-    if (
-        not bound
-        or not product.factors
-        or any(axis not in present and not isinstance(axis.size, int) for axis in bound)
-    ):
+    if not bound or not product.factors or any(axis not in present and not isinstance(axis.size, int) for axis in bound):
         return None
     everything = {*bound, *(axis for label in product.labels for axis in resolve(label))}
     out = [axis for axis in _layout(product) if axis in present]

@@ -28,7 +28,9 @@ def _(x: torch.Tensor, dim: int) -> torch.Tensor:
 def keep_scans_external(graph: Graph) -> int:
     """Replace ``aten.cumsum`` by an opaque call, in place; return how many there were."""
     nodes = [
-        node for node in graph.find_nodes(op="call_function", target=aten.cumsum.default) if "dtype" not in node.kwargs
+        node
+        for node in graph.find_nodes(op="call_function", target=aten.cumsum.default)
+        if "dtype" not in node.kwargs
     ]
     for node in nodes:
         node.target = torch.ops.refold.cumsum.default
