@@ -15,15 +15,17 @@ The backward keeps the state at the entry of each block and recomputes the block
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from refold.ops._torch_chunks import read_offsets
 from refold.ops._torch_pointwise import accumulator, finish, finish_gradient, step_size, step_size_gradient
 
-BLOCK_ELEMENTS = 1 << 18
-"""State elements of a block of tokens: 1 MB of float32, so that the three arrays of a block share a 4 MB cache."""
+BLOCK_ELEMENTS = 1 << 20
+"""State elements of a block of tokens. Measured at 2048 x 1536 x 16 on two EPYC cores: 43 ms at 2^17, 31 ms at 2^20."""
 
 
 def selective_scan(
@@ -37,7 +39,7 @@ def selective_scan(
     final, state = scan.new_final(), scan.first_state()
     for low, high in scan.blocks():
         _, states = scan.run(low, high, state, final)
-        state = states[:, -1]
+        state = states[:, -1].clone()
         part = finish(scan.read(states, low, high), scan.x[:, low:high], D, None if z is None else z[:, low:high])
         y[:, low:high] = part
     return y, final.mT.to(state_dtype or final.dtype).contiguous()
@@ -57,7 +59,7 @@ def selective_scan_backward(
     for low, high in scan.blocks():
         starts.append(state)
         if high < scan.seqlen:
-            state = scan.run(low, high, state, final)[1][:, -1]
+            state = scan.run(low, high, state, final)[1][:, -1].clone()
 
     grads = {name: torch.empty_like(a, dtype=scan.dtype) for name, a in (("x", x), ("dt", dt), ("B", B), ("C", C))}
     if z is not None:
@@ -66,6 +68,7 @@ def selective_scan_backward(
     dD = None if D is None else torch.zeros_like(D, dtype=scan.dtype)
     dfinal = torch.zeros_like(final) if dstate is None else dstate.to(final.dtype).mT
     dinitial = dfinal.clone()  # an empty sequence hands its gradient through
+    workspace = torch.empty_like(scan.buffers[0])
     carried = torch.zeros_like(scan.first_state())  # decay of the next token times its adjoint
 
     for (low, high), start in zip(reversed(list(scan.blocks())), reversed(starts), strict=True):
@@ -75,7 +78,7 @@ def selective_scan_backward(
         zb = None if z is None else z[:, low:high].to(scan.dtype)
         dyb, dD_tokens, dz = finish_gradient(dy[:, low:high].to(scan.dtype), y, xb, D, zb)
         # Adjoints λ[t] = C[t] dy[t] + decay[t+1] λ[t+1], and the gradient of the final state where a sequence ends.
-        adjoints = scan.outer(scan.C, low, high, dyb)
+        adjoints = scan.outer(scan.C, low, high, dyb, out=workspace[:, : high - low])
         for t, rows in scan.ends_in(low, high):
             adjoints[:, t - low] += dfinal[rows]
         adjoints[:, -1] += carried
@@ -162,10 +165,11 @@ class _Scan:
         self.B, self.C = (p.to(self.dtype) if p.ndim == 4 else p.to(self.dtype)[:, :, None] for p in (B, C))
         self.initial = None if initial_state is None else initial_state.to(self.dtype).mT
         self.per_block = max(1, BLOCK_ELEMENTS // (self.batch * self.A.numel()))
+        shape = (self.batch, min(self.per_block, self.seqlen), *self.A.shape)
+        self.buffers = [torch.empty(shape, dtype=self.dtype, device=x.device) for _ in range(2)]
         self.pack: list[tuple[int, int]] | None = None
         if cu_seqlens is not None:
-            offsets = [min(max(o, 0), self.seqlen) for o in cu_seqlens.tolist()]
-            self.pack = list(zip(offsets, offsets[1:], strict=False))
+            self.pack = list(pairwise(read_offsets("selective_scan", cu_seqlens, self.seqlen)))
 
     def blocks(self) -> Iterator[tuple[int, int]]:
         for low in range(0, self.seqlen, self.per_block):
@@ -195,10 +199,14 @@ class _Scan:
         return torch.zeros(rows, *self.A.shape, dtype=self.dtype, device=self.x.device)
 
     def run(self, low: int, high: int, state: Tensor, final: Tensor) -> tuple[Tensor, Tensor]:
-        """Return decays and states of a block, (b, t, n, d), writing the final states of sequences that end in it."""
+        """Return decays and states of a block, (b, t, n, d), writing the final states of sequences that end in it.
+
+        Both lie in buffers that the next block overwrites: fresh memory of this size would cost more than filling it.
+        """
         step = self.step[:, low:high]
-        decays = torch.mul(step[:, :, None], self.A).exp_()
-        states = self.outer(self.B, low, high, step * self.x[:, low:high])
+        decays, states = (buffer[:, : high - low] for buffer in self.buffers)
+        torch.mul(step[:, :, None], self.A, out=decays).exp_()
+        self.outer(self.B, low, high, step * self.x[:, low:high], out=states)
         for t, rows in self.begins_in(low, high):
             if self.initial is not None:
                 states[:, t - low].addcmul_(decays[:, t - low], self.initial[rows])
@@ -209,11 +217,12 @@ class _Scan:
             final[rows] = states[:, t - low]
         return decays, states
 
-    def outer(self, projection: Tensor, low: int, high: int, values: Tensor) -> Tensor:
-        """Return projection ⊗ values, (b, t, n, d)."""
+    def outer(self, projection: Tensor, low: int, high: int, values: Tensor, out: Tensor) -> Tensor:
+        """Write projection ⊗ values, (b, t, n, d), into ``out`` and return it."""
         ngroups = projection.shape[2]
         part = projection[:, low:high].mT[..., None]  # (b, t, n, g, 1)
-        return (part * values.unflatten(2, (1, ngroups, -1))).flatten(3)
+        torch.mul(part, values.unflatten(2, (1, ngroups, -1)), out=out.unflatten(3, (ngroups, -1)))
+        return out
 
     def read(self, states: Tensor, low: int, high: int) -> Tensor:
         """Return y before skip and gate, (b, t, d)."""
