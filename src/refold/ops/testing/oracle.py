@@ -6,6 +6,7 @@ element. A test holds these to the reference.
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -51,7 +52,7 @@ def _sequences(arrays: dict[str, Tensor]) -> list[tuple[int, int, int]]:
     if "cu_seqlens" not in arrays:
         return [(row, 0, seqlen) for row in range(batch)]
     offsets = arrays["cu_seqlens"].tolist()
-    return [(0, start, end) for start, end in zip(offsets, offsets[1:], strict=False)]
+    return [(0, start, end) for start, end in pairwise(offsets)]
 
 
 def _walk(arrays: dict[str, Tensor], zero: Tensor, step: Any, reverse: bool = False) -> tuple[Tensor, Tensor]:
