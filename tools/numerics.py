@@ -1,7 +1,7 @@
 """Measure the errors of the operators against float64, and render docs/numerics.md from what was measured.
 
-    python tools/numerics.py measure --backend torch --device cpu    # writes benchmarks/results/numerics/torch-cpu.json
-    python tools/numerics.py render                                   # writes docs/numerics.md
+python tools/numerics.py measure --backend torch --device cpu    # writes benchmarks/results/numerics/torch-cpu.json
+python tools/numerics.py render                                   # writes docs/numerics.md
 """
 
 from __future__ import annotations
