@@ -1,0 +1,90 @@
+"""Mamba-1: a stack of equal layers, scanned over.
+
+A layer is ``h + out_proj(selective_scan(conv(x)) * silu(z))`` with ``x, z = in_proj(norm(h))``. Weights and matrix
+products have the dtype of the parameters; step sizes, decays, norms and the residual stream are float32.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from refold.models.configs import MambaConfig
+from refold.models.jax.layers import Array, Tree, embed, last_window, linear, output, rms_norm, select, valid_tokens
+from refold.ops._jax_layout import product, step_sizes
+from refold.ops.causal_conv1d._jax import causal_conv1d, causal_conv1d_step
+from refold.ops.selective_scan._jax import selective_scan, selective_scan_step
+
+
+def init_state(config: MambaConfig, batch: int, dtype: Any = jnp.float32, state_dtype: Any = jnp.float32) -> Tree:
+    """Return the state before any token: ``conv (l, b, w-1, d)``, ``ssm (l, b, d, n)``, ``length (b,)``."""
+    return {
+        "length": jnp.zeros(batch, jnp.int32),
+        "conv": jnp.zeros((config.nlayers, batch, config.conv_width - 1, config.d_inner), dtype),
+        "ssm": jnp.zeros((config.nlayers, batch, config.d_inner, config.dstate), state_dtype),
+    }
+
+
+def forward(
+    config: MambaConfig,
+    params: Tree,
+    tokens: Array,
+    state: Tree | None = None,
+    *,
+    lengths: Array | None = None,
+    kind: str = "last",
+) -> tuple[Array, Tree]:
+    """Read ``tokens (b, t)`` on top of ``state``; arguments and results as in ``mamba2.forward``."""
+    batch, seqlen = tokens.shape
+    if state is None:
+        state = init_state(config, batch, params["embedding"].dtype)
+    valid = valid_tokens(seqlen, lengths)
+
+    def layer(hidden: Array, inputs: Any) -> tuple[Array, Any]:
+        weights, conv, ssm = inputs
+        normed = rms_norm(hidden, weights["norm"], config.norm_eps)
+        x, z = jnp.split(linear(normed, weights["in_proj"], weights.get("in_bias")), 2, axis=-1)
+        window, conv = conv, last_window(conv, x, lengths)
+        x, _ = causal_conv1d(x, weights["conv_weight"], weights.get("conv_bias"), silu=True, initial_state=window)
+        d, B, C = _selection(config, weights, x)
+        if valid is not None:
+            d = jnp.where(valid[..., None], d, 0)
+        y, ssm = selective_scan(
+            x, d, -jnp.exp(weights["A_log"]), B, C, D=weights["D"], z=z, initial_state=ssm, state_dtype=ssm.dtype
+        )
+        return hidden + linear(y, weights["out_proj"], weights.get("out_bias")), (conv, ssm)
+
+    hidden, (conv, ssm) = jax.lax.scan(layer, embed(params, tokens), (params["layers"], state["conv"], state["ssm"]))
+    length = state["length"] + (seqlen if lengths is None else lengths)
+    return output(params, hidden, config.norm_eps, lengths, kind), {"length": length, "conv": conv, "ssm": ssm}
+
+
+def step(
+    config: MambaConfig, params: Tree, token: Array, state: Tree, *, active: Array | None = None
+) -> tuple[Array, Tree]:
+    """Read one token a row, ``(b,)``; rows that are not ``active`` keep their state. Returns logits ``(b, vocab)``."""
+
+    def layer(hidden: Array, inputs: Any) -> tuple[Array, Any]:
+        weights, conv, ssm = inputs
+        normed = rms_norm(hidden, weights["norm"], config.norm_eps)
+        x, z = jnp.split(linear(normed, weights["in_proj"], weights.get("in_bias")), 2, axis=-1)
+        x, window = causal_conv1d_step(x, weights["conv_weight"], conv, weights.get("conv_bias"), silu=True)
+        d, B, C = _selection(config, weights, x)
+        if active is not None:
+            d = jnp.where(active[:, None], d, 0)
+        y, ssm = selective_scan_step(x, d, -jnp.exp(weights["A_log"]), B, C, ssm, D=weights["D"], z=z)
+        mixed = linear(y, weights["out_proj"], weights.get("out_bias"))
+        return hidden + mixed, (select(active, window, conv), ssm)
+
+    hidden, (conv, ssm) = jax.lax.scan(layer, embed(params, token), (params["layers"], state["conv"], state["ssm"]))
+    length = state["length"] + (1 if active is None else active.astype(jnp.int32))
+    logits = output(params, hidden[:, None], config.norm_eps, None, "last")
+    return logits, {"length": length, "conv": conv, "ssm": ssm}
+
+
+def _selection(config: MambaConfig, weights: Tree, x: Array) -> tuple[Array, Array, Array]:
+    """Return what depends on the input: step sizes (float32), B and C."""
+    selected = linear(x, weights["x_proj"])
+    dt, B, C = jnp.split(selected, [config.dt_rank, config.dt_rank + config.dstate], axis=-1)
+    raw = product("...r,dr->...d", dt, weights["dt_proj"])
+    return step_sizes(raw, weights["dt_bias"], True, (0.0, float("inf")), jnp.float32), B, C
