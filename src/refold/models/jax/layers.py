@@ -56,11 +56,14 @@ def valid_tokens(seqlen: int, lengths: Array | None) -> Array | None:
 
 
 def last_window(window: Array, x: Array, lengths: Array | None) -> Array:
-    """Return the last ``w - 1`` valid inputs of each row: of ``window (b, w-1, d)`` followed by ``x (b, t, d)``."""
-    extended = jnp.concatenate([window, x.astype(window.dtype)], axis=1)
-    if lengths is None:
-        return extended[:, x.shape[1] :]
-    return jax.vmap(lambda row, n: jax.lax.dynamic_slice_in_dim(row, n, window.shape[1]))(extended, lengths)
+    """Return the last ``w - 1`` valid inputs of each row: of ``window (b, d, w-1)`` followed by ``x (b, t, d)``."""
+    before, seqlen = window.shape[2], x.shape[1]
+    if lengths is None and seqlen >= before:
+        return x[:, seqlen - before :].swapaxes(1, 2).astype(window.dtype)
+    extended = jnp.concatenate([window.swapaxes(1, 2), x.astype(window.dtype)], axis=1)
+    starts = jnp.full(len(x), seqlen) if lengths is None else lengths
+    last = jax.vmap(lambda row, n: jax.lax.dynamic_slice_in_dim(row, n, before))(extended, starts)
+    return last.swapaxes(1, 2)
 
 
 def select(active: Array | None, new: Array, old: Array) -> Array:

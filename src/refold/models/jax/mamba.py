@@ -17,10 +17,10 @@ from refold.ops.selective_scan._jax import selective_scan, selective_scan_step
 
 
 def init_state(config: MambaConfig, batch: int, dtype: Any = jnp.float32, state_dtype: Any = jnp.float32) -> Tree:
-    """Return the state before any token: ``conv (l, b, w-1, d)``, ``ssm (l, b, d, n)``, ``length (b,)``."""
+    """Return the state before any token: ``conv (l, b, d, w-1)``, ``ssm (l, b, d, n)``, ``length (b,)``."""
     return {
         "length": jnp.zeros(batch, jnp.int32),
-        "conv": jnp.zeros((config.nlayers, batch, config.conv_width - 1, config.d_inner), dtype),
+        "conv": jnp.zeros((config.nlayers, batch, config.d_inner, config.conv_width - 1), dtype),
         "ssm": jnp.zeros((config.nlayers, batch, config.d_inner, config.dstate), state_dtype),
     }
 
@@ -45,7 +45,7 @@ def forward(
         normed = rms_norm(hidden, weights["norm"], config.norm_eps)
         x, z = jnp.split(linear(normed, weights["in_proj"], weights.get("in_bias")), 2, axis=-1)
         window, conv = conv, last_window(conv, x, lengths)
-        x, _ = causal_conv1d(x, weights["conv_weight"], weights.get("conv_bias"), silu=True, initial_state=window)
+        x, _ = causal_conv1d(x, weights["conv_weight"], weights.get("conv_bias"), activation="silu", initial_state=window)
         d, B, C = _selection(config, weights, x)
         if valid is not None:
             d = jnp.where(valid[..., None], d, 0)
@@ -68,7 +68,7 @@ def step(
         weights, conv, ssm = inputs
         normed = rms_norm(hidden, weights["norm"], config.norm_eps)
         x, z = jnp.split(linear(normed, weights["in_proj"], weights.get("in_bias")), 2, axis=-1)
-        x, window = causal_conv1d_step(x, weights["conv_weight"], conv, weights.get("conv_bias"), silu=True)
+        x, window = causal_conv1d_step(x, weights["conv_weight"], conv, weights.get("conv_bias"), activation="silu")
         d, B, C = _selection(config, weights, x)
         if active is not None:
             d = jnp.where(active[:, None], d, 0)

@@ -20,7 +20,7 @@ from refold.ops.ssd._jax import ssd, ssd_step
 def init_state(config: Mamba2Config, batch: int, dtype: Any = jnp.float32, state_dtype: Any = jnp.float32) -> Tree:
     """Return the state before any token: its size does not depend on how many will be read.
 
-    ``conv (l, b, w-1, channels)`` has the weights' dtype, ``ssm (l, b, h, p, n)`` the state dtype; ``length (b,)``
+    ``conv (l, b, channels, w-1)`` has the weights' dtype, ``ssm (l, b, h, p, n)`` the state dtype; ``length (b,)``
     counts the tokens read.
     """
     return {"length": jnp.zeros(batch, jnp.int32), **mixer_state(config.mixer, config.nlayers, batch, dtype, state_dtype)}
@@ -29,7 +29,7 @@ def init_state(config: Mamba2Config, batch: int, dtype: Any = jnp.float32, state
 def mixer_state(c: Mixer2Config, nlayers: int, batch: int, dtype: Any, state_dtype: Any) -> dict[str, Array]:
     """Return the zero states of a stack of mixers."""
     return {
-        "conv": jnp.zeros((nlayers, batch, c.conv_width - 1, c.conv_dim), dtype),
+        "conv": jnp.zeros((nlayers, batch, c.conv_dim, c.conv_width - 1), dtype),
         "ssm": jnp.zeros((nlayers, batch, c.nheads, c.headdim, c.dstate), state_dtype),
     }
 
@@ -104,7 +104,7 @@ def mixer(
     """Mix ``u (b, t, d)`` over time from the states ``conv`` and ``ssm``; padding leaves both as they are."""
     z, xBC, dt = _project(c, weights, u)
     window, conv = conv, last_window(conv, xBC, lengths)
-    xBC, _ = causal_conv1d(xBC, weights["conv_weight"], weights.get("conv_bias"), silu=True, initial_state=window)
+    xBC, _ = causal_conv1d(xBC, weights["conv_weight"], weights.get("conv_bias"), activation="silu", initial_state=window)
     d = step_sizes(dt, weights["dt_bias"], True, c.dt_limit, jnp.float32)
     if valid is not None:
         d = jnp.where(valid[..., None], d, 0)
@@ -121,7 +121,7 @@ def mixer_step(
 ) -> tuple[Array, Array, Array]:
     """Mix one token ``u (b, d)``."""
     z, xBC, dt = _project(c, weights, u)
-    xBC, window = causal_conv1d_step(xBC, weights["conv_weight"], conv, weights.get("conv_bias"), silu=True)
+    xBC, window = causal_conv1d_step(xBC, weights["conv_weight"], conv, weights.get("conv_bias"), activation="silu")
     d = step_sizes(dt, weights["dt_bias"], True, c.dt_limit, jnp.float32)
     if active is not None:
         d = jnp.where(active[:, None], d, 0)
