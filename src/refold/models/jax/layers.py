@@ -13,8 +13,29 @@ Tree = Any
 
 def linear(x: Array, weight: Array, bias: Array | None = None) -> Array:
     """Return ``x @ weight.T + bias`` in the weight's dtype, summed in float32."""
-    y = product("...i,oi->...o", x.astype(weight.dtype), weight).astype(weight.dtype)
+    y = _times(x.astype(weight.dtype), weight).astype(weight.dtype)
     return y if bias is None else y + bias
+
+
+def _times(x: Array, weight: Array) -> Array:
+    """Return ``x @ weight.T`` in float32.
+
+    One or two rows are bound by the reading of the weights. On a GPU, XLA fuses a multiply and sum with the slice that
+    takes a layer out of its stack, where a matrix product would first copy the layer (2.7B, bfloat16, H200: 2.75
+    against 6.4 ms a token).
+    """
+
+    def matrix_product(x: Array, weight: Array) -> Array:
+        return product("...i,oi->...o", x, weight)
+
+    def multiply_and_sum(x: Array, weight: Array) -> Array:
+        return jnp.sum(x.astype(jnp.float32)[..., None, :] * weight.astype(jnp.float32), axis=-1)
+
+    if x.size > 2 * x.shape[-1]:
+        return matrix_product(x, weight)
+    return jax.lax.platform_dependent(
+        x, weight, cuda=multiply_and_sum, rocm=multiply_and_sum, default=matrix_product
+    )
 
 
 def rms_norm(x: Array, weight: Array, eps: float) -> Array:
@@ -32,7 +53,7 @@ def embed(params: Tree, tokens: Array) -> Array:
 def head(params: Tree, hidden: Array) -> Array:
     """Return float32 logits ``(..., vocab)`` of normalised hidden states."""
     weight = params.get("head", params["embedding"])
-    return product("...i,oi->...o", hidden.astype(weight.dtype), weight)
+    return _times(hidden.astype(weight.dtype), weight)
 
 
 def output(params: Tree, hidden: Array, eps: float, lengths: Array | None, kind: str) -> Array:
