@@ -9,11 +9,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from refold import ops
+from refold.distributed import jax_scan
 from refold.models.configs import MambaConfig
 from refold.models.jax.layers import Array, Tree, embed, last_window, linear, output, rms_norm, select, valid_tokens
 from refold.ops._jax_layout import product, step_sizes
-from refold.ops.causal_conv1d._jax import causal_conv1d, causal_conv1d_step
-from refold.ops.selective_scan._jax import selective_scan, selective_scan_step
 
 
 def init_state(config: MambaConfig, batch: int, dtype: Any = jnp.float32, state_dtype: Any = jnp.float32) -> Tree:
@@ -33,6 +33,7 @@ def forward(
     *,
     lengths: Array | None = None,
     kind: str = "last",
+    time_axis: str | None = None,
 ) -> tuple[Array, Tree]:
     """Read ``tokens (b, t)`` on top of ``state``; arguments and results as in ``mamba2.forward``."""
     batch, seqlen = tokens.shape
@@ -42,20 +43,28 @@ def forward(
 
     def layer(hidden: Array, inputs: Any) -> tuple[Array, Any]:
         weights, conv, ssm = inputs
-        normed = rms_norm(hidden, weights["norm"], config.norm_eps)
-        x, z = jnp.split(linear(normed, weights["in_proj"], weights.get("in_bias")), 2, axis=-1)
+        x, z = _project(weights, rms_norm(hidden, weights["norm"], config.norm_eps))
         window, conv = conv, last_window(conv, x, lengths)
-        x, _ = causal_conv1d(x, weights["conv_weight"], weights.get("conv_bias"), activation="silu", initial_state=window)
-        d, B, C = _selection(config, weights, x)
-        if valid is not None:
-            d = jnp.where(valid[..., None], d, 0)
-        y, ssm = selective_scan(
-            x, d, -jnp.exp(weights["A_log"]), B, C, D=weights["D"], z=z, initial_state=ssm, state_dtype=ssm.dtype
+        if time_axis is not None:
+            window, conv = jax_scan.window_before(x, window, time_axis), jax_scan.from_last(conv, time_axis)
+        x, _ = ops.causal_conv1d(
+            x, weights["conv_weight"], weights.get("conv_bias"), activation="silu", initial_state=window
         )
+        dt, B, C = _selection(config, weights, x)
+        if valid is not None:
+            dt = jnp.where(valid[..., None], dt, 0)
+        options = {"D": weights["D"], "z": z, "initial_state": ssm, "state_dtype": ssm.dtype}
+        A = -jnp.exp(weights["A_log"])
+        if time_axis is None:
+            y, ssm = ops.selective_scan(x, dt, A, B, C, **options)
+        else:
+            y, ssm = jax_scan.selective_scan(x, dt, A, B, C, axis=time_axis, **options)
         return hidden + linear(y, weights["out_proj"], weights.get("out_bias")), (conv, ssm)
 
     hidden, (conv, ssm) = jax.lax.scan(layer, embed(params, tokens), (params["layers"], state["conv"], state["ssm"]))
     length = state["length"] + (seqlen if lengths is None else lengths)
+    if time_axis is not None and kind == "last":
+        hidden = jax_scan.from_last(hidden[:, -1:], time_axis)
     return output(params, hidden, config.norm_eps, lengths, kind), {"length": length, "conv": conv, "ssm": ssm}
 
 
@@ -66,13 +75,14 @@ def step(
 
     def layer(hidden: Array, inputs: Any) -> tuple[Array, Any]:
         weights, conv, ssm = inputs
-        normed = rms_norm(hidden, weights["norm"], config.norm_eps)
-        x, z = jnp.split(linear(normed, weights["in_proj"], weights.get("in_bias")), 2, axis=-1)
-        x, window = causal_conv1d_step(x, weights["conv_weight"], conv, weights.get("conv_bias"), activation="silu")
-        d, B, C = _selection(config, weights, x)
+        x, z = _project(weights, rms_norm(hidden, weights["norm"], config.norm_eps))
+        x, window = ops.causal_conv1d_step(
+            x, weights["conv_weight"], conv, weights.get("conv_bias"), activation="silu"
+        )
+        dt, B, C = _selection(config, weights, x)
         if active is not None:
-            d = jnp.where(active[:, None], d, 0)
-        y, ssm = selective_scan_step(x, d, -jnp.exp(weights["A_log"]), B, C, ssm, D=weights["D"], z=z)
+            dt = jnp.where(active[:, None], dt, 0)
+        y, ssm = ops.selective_scan_step(x, dt, -jnp.exp(weights["A_log"]), B, C, ssm, D=weights["D"], z=z)
         mixed = linear(y, weights["out_proj"], weights.get("out_bias"))
         return hidden + mixed, (select(active, window, conv), ssm)
 
@@ -80,6 +90,15 @@ def step(
     length = state["length"] + (1 if active is None else active.astype(jnp.int32))
     logits = output(params, hidden[:, None], config.norm_eps, None, "last")
     return logits, {"length": length, "conv": conv, "ssm": ssm}
+
+
+def _project(weights: Tree, u: Array) -> tuple[Array, Array]:
+    """Return the convolution's input x and the gate z; parameters spread over devices hold the projection in parts."""
+    if "in_proj" in weights:
+        x, z = jnp.split(linear(u, weights["in_proj"], weights.get("in_bias")), 2, axis=-1)
+        return x, z
+    parts, biases = weights["in_parts"], weights.get("in_bias_parts", {})
+    return linear(u, parts["x"], biases.get("x")), linear(u, parts["z"], biases.get("z"))
 
 
 def _selection(config: MambaConfig, weights: Tree, x: Array) -> tuple[Array, Array, Array]:

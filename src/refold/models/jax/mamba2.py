@@ -9,12 +9,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from refold import ops
+from refold.distributed import jax_scan
 from refold.models.configs import Mamba2Config, Mixer2Config
 from refold.models.jax.layers import Array, Tree, embed, last_window, linear, output, rms_norm, select, valid_tokens
 from refold.ops._jax_layout import step_sizes
-from refold.ops.causal_conv1d._jax import causal_conv1d, causal_conv1d_step
-from refold.ops.gated_rmsnorm._jax import gated_rmsnorm
-from refold.ops.ssd._jax import ssd, ssd_step
 
 
 def init_state(config: Mamba2Config, batch: int, dtype: Any = jnp.float32, state_dtype: Any = jnp.float32) -> Tree:
@@ -43,6 +42,7 @@ def forward(
     lengths: Array | None = None,
     kind: str = "last",
     chunk_size: int | None = None,
+    time_axis: str | None = None,
 ) -> tuple[Array, Tree]:
     """Read ``tokens (b, t)`` on top of ``state``.
 
@@ -54,6 +54,7 @@ def forward(
         lengths: Valid tokens of each row, ``(b,)``; None when all are.
         kind: ``last``, ``all`` or ``hidden``: see ``layers.output``.
         chunk_size: Chunk of the scan; None picks the device's.
+        time_axis: Mesh axis over which time is cut, inside ``shard_map``; see ``refold.distributed.jax``.
 
     Returns:
         Logits or hidden states, and the state after each row's last valid token.
@@ -66,11 +67,13 @@ def forward(
     def layer(hidden: Array, inputs: Any) -> tuple[Array, Any]:
         weights, conv, ssm = inputs
         normed = rms_norm(hidden, weights["norm"], config.norm_eps)
-        mixed, conv, ssm = mixer(config.mixer, weights, normed, conv, ssm, lengths, valid, chunk_size)
+        mixed, conv, ssm = mixer(config.mixer, weights, normed, conv, ssm, lengths, valid, chunk_size, time_axis)
         return hidden + mixed, (conv, ssm)
 
     hidden, (conv, ssm) = jax.lax.scan(layer, embed(params, tokens), (params["layers"], state["conv"], state["ssm"]))
     length = state["length"] + (seqlen if lengths is None else lengths)
+    if time_axis is not None and kind == "last":
+        hidden = jax_scan.from_last(hidden[:, -1:], time_axis)
     return output(params, hidden, config.norm_eps, lengths, kind), {"length": length, "conv": conv, "ssm": ssm}
 
 
@@ -100,19 +103,26 @@ def mixer(
     lengths: Array | None,
     valid: Array | None,
     chunk_size: int | None = None,
+    time_axis: str | None = None,
 ) -> tuple[Array, Array, Array]:
     """Mix ``u (b, t, d)`` over time from the states ``conv`` and ``ssm``; padding leaves both as they are."""
-    z, xBC, dt = _project(c, weights, u)
-    window, conv = conv, last_window(conv, xBC, lengths)
-    xBC, _ = causal_conv1d(xBC, weights["conv_weight"], weights.get("conv_bias"), activation="silu", initial_state=window)
-    d = step_sizes(dt, weights["dt_bias"], True, c.dt_limit, jnp.float32)
+
+    def convolve(x: Array, window: Array, weight: Array, bias: Array | None) -> tuple[Array, Array]:
+        last = last_window(window, x, lengths)
+        if time_axis is not None:
+            window, last = jax_scan.window_before(x, window, time_axis), jax_scan.from_last(last, time_axis)
+        y, _ = ops.causal_conv1d(x, weight, bias, activation="silu", initial_state=window)
+        return y, last
+
+    z, x, B, C, dt, conv = _inputs(c, weights, u, conv, convolve)
     if valid is not None:
-        d = jnp.where(valid[..., None], d, 0)
-    x, B, C = _split(c, xBC)
-    y, ssm = ssd(
-        x, d, -jnp.exp(weights["A_log"]), B, C,
-        D=weights["D"], initial_state=ssm, chunk_size=chunk_size, state_dtype=ssm.dtype,
-    )  # fmt: skip
+        dt = jnp.where(valid[..., None], dt, 0)
+    A, D = -jnp.exp(weights["A_log"]), weights["D"]
+    options = {"D": D, "initial_state": ssm, "chunk_size": chunk_size, "state_dtype": ssm.dtype}
+    if time_axis is None:
+        y, ssm = ops.ssd(x, dt, A, B, C, **options)
+    else:
+        y, ssm = jax_scan.ssd(x, dt, A, B, C, axis=time_axis, **options)
     return _close(c, weights, y, z), conv, ssm
 
 
@@ -120,32 +130,51 @@ def mixer_step(
     c: Mixer2Config, weights: Tree, u: Array, conv: Array, ssm: Array, active: Array | None
 ) -> tuple[Array, Array, Array]:
     """Mix one token ``u (b, d)``."""
-    z, xBC, dt = _project(c, weights, u)
-    xBC, window = causal_conv1d_step(xBC, weights["conv_weight"], conv, weights.get("conv_bias"), activation="silu")
-    d = step_sizes(dt, weights["dt_bias"], True, c.dt_limit, jnp.float32)
+
+    def convolve(x: Array, window: Array, weight: Array, bias: Array | None) -> tuple[Array, Array]:
+        y, new = ops.causal_conv1d_step(x, weight, window, bias, activation="silu")
+        return y, select(active, new, window)
+
+    z, x, B, C, dt, conv = _inputs(c, weights, u, conv, convolve)
     if active is not None:
-        d = jnp.where(active[:, None], d, 0)
-    x, B, C = _split(c, xBC)
-    y, ssm = ssd_step(x, d, -jnp.exp(weights["A_log"]), B, C, ssm, D=weights["D"])
-    return _close(c, weights, y, z), select(active, window, conv), ssm
+        dt = jnp.where(active[:, None], dt, 0)
+    y, ssm = ops.ssd_step(x, dt, -jnp.exp(weights["A_log"]), B, C, ssm, D=weights["D"])
+    return _close(c, weights, y, z), conv, ssm
 
 
-def _project(c: Mixer2Config, weights: Tree, u: Array) -> tuple[Array, Array, Array]:
-    """Return the gate z, the convolution's input xBC and the raw step sizes dt."""
-    projected = linear(u, weights["in_proj"], weights.get("in_bias"))
-    z, xBC, dt = jnp.split(projected, [c.d_inner, c.d_inner + c.conv_dim], axis=-1)
-    return z, xBC, dt
+def _inputs(c: Mixer2Config, weights: Tree, u: Array, conv: Array, convolve: Any) -> tuple[Array, ...]:
+    """Project ``u`` and convolve; return z, x, B, C, the step sizes dt (float32), and the convolution's new window.
 
-
-def _split(c: Mixer2Config, xBC: Array) -> tuple[Array, Array, Array]:
-    x, B, C = jnp.split(xBC, [c.d_inner, c.d_inner + c.ngroups * c.dstate], axis=-1)
-    lead = xBC.shape[:-1]
+    Parameters spread over devices hold the projection in parts (``refold.distributed.jax``).
+    """
+    bc = c.ngroups * c.dstate
+    weight, bias = weights["conv_weight"], weights.get("conv_bias")
+    if "in_proj" in weights:
+        projected = linear(u, weights["in_proj"], weights.get("in_bias"))
+        z, xBC, dt = jnp.split(projected, [c.d_inner, c.d_inner + c.conv_dim], axis=-1)
+        xBC, conv = convolve(xBC, conv, weight, bias)
+        x, B, C = jnp.split(xBC, [c.d_inner, c.d_inner + bc], axis=-1)
+    else:
+        biases = weights.get("in_bias_parts", {})
+        z, x, B, C, dt = (linear(u, weights["in_parts"][name], biases.get(name)) for name in ("z", "x", "B", "C", "dt"))
+        windows, begin = [], 0
+        convolved = []
+        for part in (x, B, C):
+            rows = slice(begin, begin + part.shape[-1])
+            y, window = convolve(part, conv[:, rows], weight[rows], None if bias is None else bias[rows])
+            convolved.append(y)
+            windows.append(window)
+            begin = rows.stop
+        (x, B, C), conv = convolved, jnp.concatenate(windows, axis=1)
+    lead = u.shape[:-1]
     x = x.reshape(*lead, c.nheads, c.headdim)
-    return x, B.reshape(*lead, c.ngroups, c.dstate), C.reshape(*lead, c.ngroups, c.dstate)
+    B, C = B.reshape(*lead, c.ngroups, c.dstate), C.reshape(*lead, c.ngroups, c.dstate)
+    return z, x, B, C, step_sizes(dt, weights["dt_bias"], True, c.dt_limit, jnp.float32), conv
 
 
 def _close(c: Mixer2Config, weights: Tree, y: Array, z: Array) -> Array:
     """Gate, normalise and project back to the residual stream."""
-    y = y.reshape(z.shape)
-    y = gated_rmsnorm(y, weights["gated_norm"], z, eps=c.norm_eps, group_size=c.d_inner // c.norm_groups)
+    y = ops.gated_rmsnorm(
+        y.reshape(z.shape), z, weights["gated_norm"], eps=c.norm_eps, group_size=c.d_inner // c.norm_groups
+    )
     return linear(y, weights["out_proj"], weights.get("out_bias"))

@@ -8,22 +8,18 @@ from refold.ops._jax_layout import Array, accumulator
 
 def gated_rmsnorm(
     x: Array,
+    z: Array,
     weight: Array,
-    z: Array | None = None,
     *,
-    eps: float = 1e-5,
+    eps: float,
     group_size: int | None = None,
     norm_before_gate: bool = False,
 ) -> Array:
     """Compute :func:`refold.ops.gated_rmsnorm` on JAX arrays; see there for the equations and the arguments."""
     acc = accumulator(x.dtype)
-    y = x.astype(acc)
-    gate = None if z is None else jax.nn.silu(z.astype(acc))
-    if gate is not None and not norm_before_gate:
-        y = y * gate
+    gate = jax.nn.silu(z.astype(acc))
+    y = x.astype(acc) if norm_before_gate else x.astype(acc) * gate
     groups = y.reshape(*y.shape[:-1], -1, group_size or y.shape[-1])
     scale = jax.lax.rsqrt(jnp.mean(groups * groups, axis=-1, keepdims=True) + eps)
     y = (groups * scale).reshape(y.shape) * weight.astype(acc)
-    if gate is not None and norm_before_gate:
-        y = y * gate
-    return y.astype(x.dtype)
+    return (y * gate if norm_before_gate else y).astype(x.dtype)
