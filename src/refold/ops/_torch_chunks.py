@@ -8,8 +8,19 @@ does not need it.
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 from torch import Tensor
+
+from refold.ops.spec import check_cu_seqlens_values
+
+
+def read_offsets(op: str, cu_seqlens: Tensor, seqlen: int) -> list[int]:
+    """Return the offsets of a pack, checked, wherever they lie."""
+    offsets = cu_seqlens.tolist()
+    check_cu_seqlens_values(op, offsets, seqlen)
+    return offsets
 
 
 class Chunks:
@@ -25,19 +36,18 @@ class Chunks:
             self.length, self.count = min(length, seqlen), -(-seqlen // min(length, seqlen))
             self.begins[0] = self.ends[self.count - 1] = slice(0, batch)
             return
-        offsets = [min(max(o, 0), seqlen) for o in cu_seqlens.tolist()]
-        lengths = [max(end - start, 0) for start, end in zip(offsets, offsets[1:], strict=False)]
-        mean = -(-seqlen // max(len(lengths), 1))
+        offsets = read_offsets("ssd", cu_seqlens, seqlen)
+        mean = -(-seqlen // (len(offsets) - 1))
         # Not longer than the sequences are on average, so that padding at most doubles the work.
         self.length = min(length, 1 << (mean - 1).bit_length())
         self.count, source, valid = 0, [], []
-        for k, (start, size) in enumerate(zip(offsets, lengths, strict=False)):
-            nchunks = -(-size // self.length)
+        for k, (start, end) in enumerate(pairwise(offsets)):
+            nchunks = -(-(end - start) // self.length)
             if nchunks:
                 self.begins[self.count] = self.ends[self.count + nchunks - 1] = slice(k, k + 1)
                 places = torch.arange(nchunks * self.length)
                 source.append((start + places).clamp_(max=seqlen - 1))
-                valid.append(places < size)
+                valid.append(places < end - start)
                 self.count += nchunks
         self.source = torch.cat(source).to(cu_seqlens.device)
         self.valid = torch.cat(valid).to(cu_seqlens.device)

@@ -184,9 +184,7 @@ class _Scan:
             return self.initial.clone(memory_format=torch.contiguous_format)
         return torch.zeros(self.state_shape, dtype=self.dtype, device=self.x.device)
 
-    def pass_states(
-        self, block: _Block, low: int, state: Tensor | None, final: Tensor
-    ) -> tuple[Tensor, Tensor | None]:
+    def pass_states(self, block: _Block, low: int, state: Tensor | None, final: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return the states that enter the block's chunks, (b, c, h, p, n), and the one that leaves it."""
         entering = block.written()
         for c, decay in enumerate(block.total.unbind(1)):
