@@ -103,7 +103,9 @@ def xla_counts(generator: Generator, batch: int) -> dict[str, float]:
         analysis = step.lower(params, token, state).compile().cost_analysis()
         return {"flops": analysis["flops"], "bytes": analysis["bytes accessed"]}
 
-    return {f"xla_{key}_loop_body_once": value for key, value in cost(generator.config, generator.params, state).items()}
+    return {
+        f"xla_{key}_loop_body_once": value for key, value in cost(generator.config, generator.params, state).items()
+    }
 
 
 def environment() -> dict[str, Any]:

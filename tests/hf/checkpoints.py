@@ -27,7 +27,11 @@ def _configs() -> dict[str, tuple[type, object]]:
         "mamba-untied": (
             t.MambaForCausalLM,
             t.MambaConfig(
-                **common, num_hidden_layers=2, state_size=8, tie_word_embeddings=False, use_bias=True,
+                **common,
+                num_hidden_layers=2,
+                state_size=8,
+                tie_word_embeddings=False,
+                use_bias=True,
                 use_conv_bias=False,
             ),
         ),  # fmt: skip
@@ -38,8 +42,12 @@ def _configs() -> dict[str, tuple[type, object]]:
             t.GraniteMoeHybridForCausalLM,
             t.GraniteMoeHybridConfig(
                 **{
-                    **granite, "num_local_experts": 5, "num_experts_per_tok": 2, "position_embedding_type": "rope",
-                    "layer_types": ["mamba", "attention", "mamba", "mamba", "attention", "mamba"], "attention_bias": True,
+                    **granite,
+                    "num_local_experts": 5,
+                    "num_experts_per_tok": 2,
+                    "position_embedding_type": "rope",
+                    "layer_types": ["mamba", "attention", "mamba", "mamba", "attention", "mamba"],
+                    "attention_bias": True,
                     "tie_word_embeddings": False,
                 }
             ),

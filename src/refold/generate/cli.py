@@ -17,7 +17,9 @@ def generate(
     token_ids: Annotated[str | None, typer.Option(help="Prompt as token ids, separated by commas or spaces.")] = None,
     max_new_tokens: Annotated[int, typer.Option(help="Most tokens to generate.")] = 64,
     backend: Annotated[str, typer.Option(help="What computes: jax.")] = "jax",
-    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16; the checkpoint's by default.")] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="float32, bfloat16 or float16; the checkpoint's by default.")
+    ] = None,
     temperature: Annotated[float, typer.Option(help="0 takes the likeliest token.")] = 0.0,
     top_k: Annotated[int, typer.Option(help="Choose among the k likeliest; 0: all.")] = 0,
     top_p: Annotated[float, typer.Option(help="Choose among the likeliest that sum to this probability.")] = 1.0,

@@ -68,7 +68,9 @@ class Generator:
         )
 
     @classmethod
-    def from_checkpoint(cls, model: str | Path, *, dtype: str | None = None, state_dtype: str = "float32") -> "Generator":
+    def from_checkpoint(
+        cls, model: str | Path, *, dtype: str | None = None, state_dtype: str = "float32"
+    ) -> "Generator":
         """Load a checkpoint directory or hub name; see :func:`refold.models.checkpoint.load_checkpoint`."""
         config, params = load_checkpoint(model, dtype)
         return cls(config, params, state_dtype=state_dtype)
@@ -185,14 +187,10 @@ class Generator:
         stop_tokens: Sequence[int] | None = None,
     ) -> list[list[int]]:
         """Return the new tokens of each prompt, its stop token included."""
-        parts = list(
-            self.stream(self.read(prompts), max_new_tokens, sampling=sampling, stop_tokens=stop_tokens)
-        )
+        parts = list(self.stream(self.read(prompts), max_new_tokens, sampling=sampling, stop_tokens=stop_tokens))
         return [[int(t) for t in row if t != NO_TOKEN] for row in np.concatenate(parts, axis=1)]
 
-    def _check_prompts(
-        self, prompts: Sequence[Sequence[int]], conversation: Conversation | None
-    ) -> list[np.ndarray]:
+    def _check_prompts(self, prompts: Sequence[Sequence[int]], conversation: Conversation | None) -> list[np.ndarray]:
         if len(prompts) == 0:
             raise ArgumentError("prompts is empty; give at least one row of token ids.")
         if conversation is not None and len(prompts) != len(conversation.logits):

@@ -281,7 +281,9 @@ def _need_ml_dtypes(path: Path) -> Any:
     try:
         import ml_dtypes
     except ImportError as error:
-        raise MissingDependency(f"{path} holds bfloat16; NumPy needs ml_dtypes for it (pip install ml_dtypes).") from error
+        raise MissingDependency(
+            f"{path} holds bfloat16; NumPy needs ml_dtypes for it (pip install ml_dtypes)."
+        ) from error
     return ml_dtypes
 
 

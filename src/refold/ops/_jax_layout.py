@@ -24,7 +24,7 @@ def product(subscripts: str, *operands: Array) -> Array:
     float32 operands are multiplied as float32, not TensorFloat-32, unless the user chose otherwise through
     ``jax.default_matmul_precision``.
     """
-    exact = operands[0].dtype == jnp.float32 and jax.config.jax_default_matmul_precision is None
+    exact = operands[0].dtype == jnp.float32 and getattr(jax.config, "jax_default_matmul_precision", None) is None
     return jnp.einsum(
         subscripts,
         *operands,
@@ -59,6 +59,7 @@ class Pack(NamedTuple):
         sequence: sequence of each chunk, ``(nchunks,)``; ``k`` for chunks behind the last sequence.
         first: whether the chunk begins its sequence, ``(nchunks,)``.
         last: whether the chunk ends its sequence, ``(nchunks,)``.
+        nsequences: ``k``.
     """
 
     source: Array
@@ -67,6 +68,7 @@ class Pack(NamedTuple):
     sequence: Array
     first: Array
     last: Array
+    nsequences: int
 
 
 def pack_chunks(cu_seqlens: Array, seqlen: int, chunk_size: int) -> Pack:
@@ -90,7 +92,7 @@ def pack_chunks(cu_seqlens: Array, seqlen: int, chunk_size: int) -> Pack:
 
     token_sequence = jnp.searchsorted(ends, jnp.arange(seqlen), side="right")
     target = chunk_starts[token_sequence] * chunk_size + jnp.arange(seqlen) - starts[token_sequence]
-    return Pack(source, filled.reshape(-1), target, sequence, first, last)
+    return Pack(source, filled.reshape(-1), target, sequence, first, last, nseq)
 
 
 def sequence_of_token(cu_seqlens: Array, seqlen: int) -> Array:

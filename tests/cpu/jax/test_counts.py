@@ -19,7 +19,14 @@ MODELS = {
     "mamba": dataclasses.replace(MAMBA, vocab_size=2048, d_model=256, d_inner=512, dstate=16, dt_rank=16),
     "mamba2": dataclasses.replace(MAMBA2, vocab_size=2048, mixer=WIDE),
     "granite": dataclasses.replace(
-        GRANITE, vocab_size=2048, mixer=WIDE, nheads=8, nkvheads=2, headdim=32, shared_dim=512, kinds=("mamba", "attention")
+        GRANITE,
+        vocab_size=2048,
+        mixer=WIDE,
+        nheads=8,
+        nkvheads=2,
+        headdim=32,
+        shared_dim=512,
+        kinds=("mamba", "attention"),
     ),
 }
 
@@ -47,7 +54,10 @@ def test_flops_of_a_step(name: str, batch: int, monkeypatch) -> None:
 
 def test_parameter_count_of_published_size() -> None:
     config = dataclasses.replace(
-        MAMBA2, vocab_size=50288, nlayers=24, mixer=Mixer2Config(d_model=768, nheads=24, headdim=64, ngroups=1, dstate=128)
+        MAMBA2,
+        vocab_size=50288,
+        nlayers=24,
+        mixer=Mixer2Config(d_model=768, nheads=24, headdim=64, ngroups=1, dstate=128),
     )
     assert counts.parameters(config) == 128_989_632
 
@@ -57,7 +67,9 @@ def test_compiled_size_does_not_grow_with_depth(name: str) -> None:
     config = MODELS[name]
 
     def size(depth: int) -> int:
-        grown = dataclasses.replace(config, **({"kinds": config.kinds * depth} if name == "granite" else {"nlayers": depth}))
+        grown = dataclasses.replace(
+            config, **({"kinds": config.kinds * depth} if name == "granite" else {"nlayers": depth})
+        )
         model = model_for(grown)
         params = jax.eval_shape(lambda: to_device(random_params(grown)))
         tokens = jax.ShapeDtypeStruct((1, 32), jnp.int32)

@@ -103,7 +103,9 @@ def test_state_dtype(generators) -> None:
     assert conversation.state["ssm"].dtype == "bfloat16"
 
 
-@pytest.mark.parametrize(("top_k", "top_p", "allowed"), [(0, None, 6), (3, None, 3), (0, 0.6, 2), (5, 0.9, 3), (1, None, 1)])
+@pytest.mark.parametrize(
+    ("top_k", "top_p", "allowed"), [(0, None, 6), (3, None, 3), (0, 0.6, 2), (5, 0.9, 3), (1, None, 1)]
+)
 def test_choice_keeps_to_its_set_and_its_odds(top_k: int, top_p: float | None, allowed: int) -> None:
     odds = np.array([0.4, 0.3, 0.25, 0.03, 0.01, 0.01])
     draws = 4000
@@ -120,7 +122,18 @@ def test_choice_keeps_to_its_set_and_its_odds(top_k: int, top_p: float | None, a
 
 
 def test_buckets() -> None:
-    assert [bucket(n) for n in (1, 16, 17, 24, 25, 33, 49, 100, 1024, 1025)] == [16, 16, 24, 24, 32, 48, 64, 128, 1024, 1536]
+    assert [bucket(n) for n in (1, 16, 17, 24, 25, 33, 49, 100, 1024, 1025)] == [
+        16,
+        16,
+        24,
+        24,
+        32,
+        48,
+        64,
+        128,
+        1024,
+        1536,
+    ]
 
 
 @pytest.mark.parametrize(

@@ -33,9 +33,7 @@ def _times(x: Array, weight: Array) -> Array:
 
     if x.size > 2 * x.shape[-1]:
         return matrix_product(x, weight)
-    return jax.lax.platform_dependent(
-        x, weight, cuda=multiply_and_sum, rocm=multiply_and_sum, default=matrix_product
-    )
+    return jax.lax.platform_dependent(x, weight, cuda=multiply_and_sum, rocm=multiply_and_sum, default=matrix_product)
 
 
 def rms_norm(x: Array, weight: Array, eps: float) -> Array:

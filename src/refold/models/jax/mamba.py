@@ -76,9 +76,7 @@ def step(
     def layer(hidden: Array, inputs: Any) -> tuple[Array, Any]:
         weights, conv, ssm = inputs
         x, z = _project(weights, rms_norm(hidden, weights["norm"], config.norm_eps))
-        x, window = ops.causal_conv1d_step(
-            x, weights["conv_weight"], conv, weights.get("conv_bias"), activation="silu"
-        )
+        x, window = ops.causal_conv1d_step(x, weights["conv_weight"], conv, weights.get("conv_bias"), activation="silu")
         dt, B, C = _selection(config, weights, x)
         if active is not None:
             dt = jnp.where(active[:, None], dt, 0)

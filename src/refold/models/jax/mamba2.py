@@ -22,7 +22,10 @@ def init_state(config: Mamba2Config, batch: int, dtype: Any = jnp.float32, state
     ``conv (l, b, channels, w-1)`` has the weights' dtype, ``ssm (l, b, h, p, n)`` the state dtype; ``length (b,)``
     counts the tokens read.
     """
-    return {"length": jnp.zeros(batch, jnp.int32), **mixer_state(config.mixer, config.nlayers, batch, dtype, state_dtype)}
+    return {
+        "length": jnp.zeros(batch, jnp.int32),
+        **mixer_state(config.mixer, config.nlayers, batch, dtype, state_dtype),
+    }
 
 
 def mixer_state(c: Mixer2Config, nlayers: int, batch: int, dtype: Any, state_dtype: Any) -> dict[str, Array]:

@@ -74,19 +74,19 @@ def selective_scan(
         a = pad_time(a, nlanes * length).reshape(batch, nlanes, length, *tail)
         return a.transpose(2, 1, 0, *range(3, a.ndim))
 
-    x_, d_, B_, C_ = lanes(inputs[0], *shape), lanes(inputs[1], *shape), *(lanes(a, ngroups, dstate) for a in inputs[2:])
+    walked = (lanes(inputs[0], *shape), lanes(inputs[1], *shape), *(lanes(a, ngroups, dstate) for a in inputs[2:]))
 
     def step(h: Array, inputs: Any) -> tuple[Array, Array]:
         x, d, B, C = inputs
         h = jnp.exp(d[..., None] * rates) * h + (d * x)[..., None] * B[..., None, :]
         return h, jnp.einsum("cbgrn,cbgn->cbgr", h, C, precision=jax.lax.Precision.HIGHEST)
 
-    if nlanes == 1:
-        entering, final = state[None], None
+    if nlanes == 1 and cu_seqlens is None:
+        entering = state[None]
     else:
         zero = jnp.zeros((nlanes, *state.shape), acc)
-        added, _ = _blocked_scan(lambda h, inputs: (step(h, inputs)[0], ()), zero, (x_, d_, B_, C_))
-        decay = jnp.exp(d_.sum(0)[..., None] * rates)  # (c, b, g, r, n)
+        added, _ = _blocked_scan(lambda h, inputs: (step(h, inputs)[0], ()), zero, walked)
+        decay = jnp.exp(walked[1].sum(0)[..., None] * rates)  # (c, b, g, r, n)
 
         def pass_on(carry: Any, lane: Any) -> tuple[Any, Array]:
             h, finals = carry
@@ -96,8 +96,8 @@ def selective_scan(
             finals = finals.at[jnp.where(last, sequence, len(finals))].set(leaving[0], mode="drop")
             return (leaving, finals), h
 
-        (final, finals), entering = jax.lax.scan(pass_on, (state, finals), (added, decay, sequence, first, last))
-    end, y = _blocked_scan(step, entering, (x_, d_, B_, C_))
+        (_, finals), entering = jax.lax.scan(pass_on, (state, finals), (added, decay, sequence, first, last))
+    end, y = _blocked_scan(step, entering, walked)
     y = y.transpose(2, 1, 0, 3, 4).reshape(batch, nlanes * length, dim)
     y = y[:, :seqlen] if cu_seqlens is None else y[:, pack.target]
     final = end[-1] if cu_seqlens is None else finals

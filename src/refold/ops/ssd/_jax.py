@@ -49,37 +49,36 @@ def ssd(
     shape = (ngroups, nheads // ngroups)  # heads as (g, r): r heads read one group
 
     d = step_sizes(dt, dt_bias, dt_softplus, dt_limit, acc)
-    inputs = (x, d, B, C)
+    inputs: list[Array] = [x, d, B, C]
+    pack, finals, own = None, None, None
     state = jnp.zeros((batch, nheads, headdim, dstate), acc) if initial_state is None else initial_state.astype(acc)
     if cu_seqlens is None:
-        pack, finals = None, None
         nchunks = -(-seqlen // chunk)
     else:
         pack = pack_chunks(cu_seqlens, seqlen, chunk)
         nchunks = pack.sequence.shape[0]
-        inputs = tuple(jnp.where(_like(pack.filled, a), a[:, pack.source], 0) for a in inputs)
+        inputs = [jnp.where(_like(pack.filled, a), a[:, pack.source], 0) for a in inputs]
         nseq = cu_seqlens.shape[0] - 1
         if initial_state is None:
             state = jnp.zeros((nseq, nheads, headdim, dstate), acc)
-        finals = state = state.reshape(nseq, *shape, headdim, dstate)
+        finals = own = state.reshape(nseq, *shape, headdim, dstate)
 
     nsegments = -(-nchunks // SEGMENT_CHUNKS)
     per_segment = nchunks if nsegments == 1 else SEGMENT_CHUNKS
     x_, d_, B_, C_ = (
         pad_time(a, nsegments * per_segment * chunk).reshape(batch, nsegments, per_segment, chunk, *tail)
-        for a, tail in zip(
-            inputs, [(*shape, headdim), shape, (ngroups, dstate), (ngroups, dstate)], strict=True
-        )
+        for a, tail in zip(inputs, [(*shape, headdim), shape, (ngroups, dstate), (ngroups, dstate)], strict=True)
     )
     rates = A.astype(acc).reshape(shape)
+    body: Any = partial(_segment, rates, own)
+    carry: Any
     if pack is None:
-        body = partial(_segment, rates, None)
-        carry = (state.reshape(batch, *shape, headdim, dstate), finals)
+        carry = (state.reshape(batch, *shape, headdim, dstate), None)
         chunks = None
     else:
-        body = partial(_segment, rates, state)
         carry = (jnp.zeros((batch, *shape, headdim, dstate), acc), finals)
-        borders = jnp.array([len(finals), 0, 0])[:, None] * jnp.ones(nsegments * per_segment - nchunks, int)
+        behind = nsegments * per_segment - nchunks  # chunks of no sequence that fill the last segment
+        borders = jnp.array([pack.nsequences, 0, 0])[:, None] * jnp.ones(behind, int)
         chunks = jnp.concatenate([jnp.stack([pack.sequence, pack.first, pack.last]), borders], 1)
         chunks = chunks.reshape(3, nsegments, per_segment)
 
@@ -141,7 +140,7 @@ def _segment(A: Array, initial: Array | None, carry: Any, inputs: Any) -> tuple[
     # 3. The state that enters each chunk: what the chunks before it added, and what entered their sequence.
     before = jnp.tril(jnp.ones((nchunks, nchunks), bool), -1)  # (c, j): chunk j comes before chunk c
     same, entry = before, entering[:, None]
-    if chunks is not None:
+    if chunks is not None and initial is not None:
         sequence, first, last = chunks
         alike = sequence[:, None] == sequence
         same = before & alike
@@ -195,6 +194,7 @@ def ssd_step(
     ``state``'s dtype. The output is read from the state before it is rounded.
     """
     if x.ndim == 4:
+
         def body(state: Array, inputs: Any) -> tuple[Array, Array]:
             x, dt, B, C, z = inputs
             y, state = ssd_step(
