@@ -52,7 +52,9 @@ def test_half_precision(spec: OpSpec, backend: str, case: Case, dtype: str) -> N
         check(name, given, backend)
 
 
-@pytest.mark.parametrize(("spec", "case"), [pytest.param(s, c, id=f"{s.name}-{c}") for s in all_specs() for c in s.cases()])
+@pytest.mark.parametrize(
+    ("spec", "case"), [pytest.param(s, c, id=f"{s.name}-{c}") for s in all_specs() for c in s.cases()]
+)
 def test_float64(spec: OpSpec, case: Case) -> None:
     given = problem(spec, case, "float64")
     for name in ("values", "gradients"):

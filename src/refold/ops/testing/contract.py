@@ -1,8 +1,8 @@
 """The contract: what every backend of every operator must satisfy on every case of the spec.
 
 A check is a function of a problem and a backend that raises AssertionError. Errors are relative to the largest value
-of the definition in float64 and may not exceed what `Problem.tolerance` computes from the dtype and the sizes; on top of
-that no backend may err more than twice as much as the torch backend on the same inputs, unless that is within a
+of the definition in float64 and may not exceed what `Problem.tolerance` computes from the dtype and the sizes; on top
+of that no backend may err more than twice as much as the torch backend on the same inputs, unless that is within a
 rounding of the inputs' dtype.
 """
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -135,14 +136,14 @@ def check_split(problem: Problem, backend: str, frame: Frame) -> None:
 
 
 def check_packed(problem: Problem, backend: str, frame: Frame) -> None:
-    """A pack gives what its sequences give one by one."""
+    """Packs give what their sequences give one by one."""
     lengths = problem.case.lengths
     offsets = np.cumsum([0, *lengths])
     initial = problem.arrays.get("initial_state")
     if not lengths:
         return
     y, states = (frame.numpy(r) for r in run(problem, backend, frame))
-    for k, (start, end) in enumerate(zip(offsets, offsets[1:], strict=False)):
+    for k, (start, end) in enumerate(pairwise(offsets.tolist())):
         if start == end:
             expected = np.zeros_like(states[k]) if initial is None else initial[k]
             assert np.array_equal(states[k], expected), f"empty sequence {k} changed its state"
@@ -154,7 +155,7 @@ def check_packed(problem: Problem, backend: str, frame: Frame) -> None:
 
 
 def check_causal(problem: Problem, backend: str, frame: Frame) -> None:
-    """A token changes no result of an earlier one."""
+    """Tokens change no result of earlier ones."""
     if not problem.spec.scans or problem.case.lengths:
         return
     seqlen, reverse = problem.case.sizes["t"], problem.options.get("reverse", False)
@@ -175,7 +176,7 @@ def check_causal(problem: Problem, backend: str, frame: Frame) -> None:
 
 
 def check_chunk_size(problem: Problem, backend: str, frame: Frame) -> None:
-    """The chunk size changes rounding only."""
+    """Chunk sizes change rounding only."""
     if "chunk_size" not in problem.all_options():
         return
     for chunk_size in (1, 3, 16, None):

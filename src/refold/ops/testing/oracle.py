@@ -6,6 +6,7 @@ element. A test holds these to the reference.
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -20,8 +21,8 @@ def gradients(problem: Problem, cotangents: list[np.ndarray]) -> dict[str, np.nd
     """Return the gradients of a problem's results, weighted by cotangents, in every floating-point array."""
     arrays = {name: torch.from_numpy(array) for name, array in problem.arrays.items()}
     leaves = {name: a.requires_grad_() for name, a in arrays.items() if a.is_floating_point()}
-    total = sum((r * torch.from_numpy(c)).sum() for r, c in zip(results(problem, arrays), cotangents, strict=True))
-    found = torch.autograd.grad(total, list(leaves.values()), allow_unused=True)
+    weighted = [(r * torch.from_numpy(c)).sum() for r, c in zip(results(problem, arrays), cotangents, strict=True)]
+    found = torch.autograd.grad(torch.stack(weighted).sum(), list(leaves.values()), allow_unused=True)
     return {
         name: np.zeros(leaf.shape) if grad is None else grad.numpy()
         for (name, leaf), grad in zip(leaves.items(), found, strict=True)
@@ -51,7 +52,7 @@ def _sequences(arrays: dict[str, Tensor]) -> list[tuple[int, int, int]]:
     if "cu_seqlens" not in arrays:
         return [(row, 0, seqlen) for row in range(batch)]
     offsets = arrays["cu_seqlens"].tolist()
-    return [(0, start, end) for start, end in zip(offsets, offsets[1:], strict=False)]
+    return [(0, start, end) for start, end in pairwise(offsets)]
 
 
 def _walk(arrays: dict[str, Tensor], zero: Tensor, step: Any, reverse: bool = False) -> tuple[Tensor, Tensor]:
