@@ -184,38 +184,37 @@ class _Scan:
             return self.initial.clone(memory_format=torch.contiguous_format)
         return torch.zeros(self.state_shape, dtype=self.dtype, device=self.x.device)
 
-    def pass_states(self, block: _Block, low: int, state: Tensor | None, final: Tensor) -> tuple[Tensor, Tensor | None]:
+    def pass_states(self, block: _Block, low: int, state: Tensor | None, final: Tensor) -> tuple[Tensor, Tensor]:
         """Return the states that enter the block's chunks, (b, c, h, p, n), and the one that leaves it."""
-        entering = block.written()
+        written = block.written()
+        batch, nchunks, *shape = written.shape
+        states = written.new_empty(batch, nchunks + 1, *shape)
+        if state is not None:
+            states[:, 0] = state
         for c, decay in enumerate(block.total.unbind(1)):
             if (rows := self.chunks.begins.get(low + c)) is not None:
-                state = None if self.initial is None else self.initial[rows]
-            written = entering[:, c].clone()
-            if state is None:
-                entering[:, c].zero_()
-                state = written
-            else:
-                entering[:, c] = state
-                state = torch.addcmul(written, state, decay[..., None, None])
+                states[:, c] = 0.0 if self.initial is None else self.initial[rows]
+            torch.addcmul(written[:, c], states[:, c], decay[..., None, None], out=states[:, c + 1])
             if (rows := self.chunks.ends.get(low + c)) is not None:
-                final[rows] = state
-        return entering, state
+                final[rows] = states[:, c + 1]
+        return states[:, :-1], states[:, -1]
 
     def pass_gradients(
         self, block: _Block, dY: Tensor, low: int, carried: Tensor | None, dfinal: Tensor, dinitial: Tensor
-    ) -> tuple[Tensor, Tensor | None]:
+    ) -> tuple[Tensor, Tensor]:
         """Return the gradients of the states that leave the block's chunks, and of the one that enters it."""
-        leaving = block.read_gradient(dY)
+        read = block.read_gradient(dY)
+        batch, nchunks, *shape = read.shape
+        states = read.new_empty(batch, nchunks + 1, *shape)
+        if carried is not None:
+            states[:, -1] = carried
         for c, decay in reversed(list(enumerate(block.total.unbind(1)))):
             if (rows := self.chunks.ends.get(low + c)) is not None:
-                carried = dfinal[rows]
-            assert carried is not None, "a chunk is followed by another or ends its sequence"
-            read = leaving[:, c].clone()
-            leaving[:, c] = carried
-            carried = torch.addcmul(read, carried, decay[..., None, None])
+                states[:, c + 1] = dfinal[rows]
+            torch.addcmul(read[:, c], states[:, c + 1], decay[..., None, None], out=states[:, c])
             if (rows := self.chunks.begins.get(low + c)) is not None:
-                dinitial[rows] = carried
-        return leaving, carried
+                dinitial[rows] = states[:, c]
+        return states[:, 1:], states[:, 0]
 
 
 @dataclass
@@ -234,7 +233,7 @@ class _Block:
     @staticmethod
     def of(x: Tensor, d: Tensor, log_decay: Tensor, B: Tensor, C: Tensor) -> _Block:
         total = log_decay.double().cumsum(2)  # (b, c, l, h)
-        last, by_head = total[:, :, -1:], total.transpose(2, 3)
+        last, by_head = total[:, :, -1:], total.transpose(2, 3).contiguous()
         within = (by_head[..., :, None] - by_head[..., None, :]).to(d.dtype).exp_().tril_()
         since, until = total.exp().to(d.dtype), (last - total).exp().to(d.dtype)
         return _Block(x, d, B.transpose(2, 3), C.transpose(2, 3), within, since, until, since[:, :, -1])
@@ -258,7 +257,9 @@ class _Block:
 
     def inputs(self) -> Tensor:
         """Return X by head, (b, c, h, l, p)."""
-        return (self.x * self.d[..., None]).transpose(2, 3)
+        x = self.x.transpose(2, 3)
+        # A product follows the layout of its factors; by head is the one that the matrix products want.
+        return torch.mul(x, self.d.transpose(2, 3)[..., None], out=torch.empty(x.shape, dtype=x.dtype, device=x.device))
 
     def written(self) -> Tensor:
         """Return what each chunk adds to the state, (b, c, h, p, n)."""
