@@ -1,11 +1,14 @@
 """The short causal convolution as a sum of shifted inputs, which XLA fuses into one pass."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 
 from refold.ops._jax_layout import Array, accumulator, sequence_of_token
 
 
+@partial(jax.jit, static_argnames=("activation",))
 def causal_conv1d(
     x: Array,
     weight: Array,
@@ -59,6 +62,7 @@ def _combine(shifted: list[Array], weight: Array, bias: Array | None, activation
     return jax.nn.silu(y) if activation == "silu" else y
 
 
+@partial(jax.jit, static_argnames=("activation",))
 def causal_conv1d_step(
     x: Array, weight: Array, state: Array, bias: Array | None = None, *, activation: str | None = None
 ) -> tuple[Array, Array]:

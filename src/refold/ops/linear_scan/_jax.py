@@ -1,11 +1,15 @@
 """The elementwise linear recurrence as an associative scan of pairs ``(a1, x1)(a2, x2) = (a2 a1, a2 x1 + x2)``."""
 
+from functools import partial
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
 from refold.ops._jax_layout import Array, accumulator
 
 
+@partial(jax.jit, static_argnames=("reverse",))
 def linear_scan(
     a: Array,
     x: Array,
@@ -23,7 +27,8 @@ def linear_scan(
     seqlen = x.shape[1]
     factors, values = (jnp.broadcast_to(v, jnp.broadcast_shapes(a.shape, x.shape)).astype(acc) for v in (a, x))
     if cu_seqlens is None:
-        begin, end = (-1, 0) if reverse else (0, -1)
+        begin: Any = -1 if reverse else 0
+        end: Any = 0 if reverse else -1
         if initial_state is not None:
             values = values.at[:, begin].add(factors[:, begin] * initial_state.astype(acc))
     else:

@@ -7,6 +7,7 @@ the states that enter the lanes, once more for the outputs. Steps are checkpoint
 """
 
 import math
+from functools import partial
 from typing import Any
 
 import jax
@@ -23,6 +24,7 @@ def default_lane_length(seqlen: int) -> int:
     return seqlen if jax.default_backend() == "cpu" else max(16, 1 << math.isqrt(seqlen).bit_length() - 1)
 
 
+@partial(jax.jit, static_argnames=("dt_softplus", "state_dtype"))
 def selective_scan(
     x: Array,
     dt: Array,
@@ -135,6 +137,7 @@ def _blocked_scan(step: Any, carry: Array, inputs: Any) -> tuple[Array, Any]:
     return carry, jax.tree.map(lambda *a: jnp.concatenate(a), *outputs)
 
 
+@partial(jax.jit, static_argnames=("dt_softplus",))
 def selective_scan_step(
     x: Array,
     dt: Array,

@@ -24,6 +24,7 @@ def default_chunk_size() -> int:
     return 64 if jax.default_backend() == "cpu" else 128
 
 
+@partial(jax.jit, static_argnames=("dt_softplus", "dt_limit", "chunk_size", "state_dtype"))
 def ssd(
     x: Array,
     dt: Array,
@@ -174,6 +175,7 @@ def _sums_between(total: Array) -> Array:
     return product("cm,bgrmj->bgrcj", before.astype(total.dtype), terms)
 
 
+@partial(jax.jit, static_argnames=("dt_softplus", "dt_limit"))
 def ssd_step(
     x: Array,
     dt: Array,
