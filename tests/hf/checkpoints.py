@@ -34,7 +34,7 @@ def _configs() -> dict[str, tuple[type, object]]:
                 use_bias=True,
                 use_conv_bias=False,
             ),
-        ),  # fmt: skip
+        ),
         "mamba2": (t.Mamba2ForCausalLM, t.Mamba2Config(**mamba2, n_groups=1, tie_word_embeddings=True)),
         "mamba2-groups": (t.Mamba2ForCausalLM, t.Mamba2Config(**mamba2, n_groups=3, use_bias=True)),
         "granite": (t.GraniteMoeHybridForCausalLM, t.GraniteMoeHybridConfig(**granite)),
@@ -51,7 +51,7 @@ def _configs() -> dict[str, tuple[type, object]]:
                     "tie_word_embeddings": False,
                 }
             ),
-        ),  # fmt: skip
+        ),
     }
 
 

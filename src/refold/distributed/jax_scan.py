@@ -15,7 +15,7 @@ Array = jax.Array
 
 
 def window_before(x: Array, window: Array, axis: str) -> Array:
-    """Return the inputs just before this device's part of ``x (b, t, d)``: ``window (b, d, w-1)`` on the first device."""
+    """Return the inputs just before this device's part of ``x (b, t, d)``; on the first, ``window (b, d, w-1)``."""
     before = window.shape[2]
     tail = x[:, x.shape[1] - before :].swapaxes(1, 2).astype(window.dtype)
     size = jax.lax.axis_size(axis)

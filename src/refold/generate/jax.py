@@ -279,7 +279,7 @@ def _decode(
 
     tokens = jnp.full((len(logits), room), NO_TOKEN, jnp.int32)
     count, tokens, done, logits, state = jax.lax.while_loop(going, body, (0, tokens, done, logits, state))
-    return tokens, count, done, logits, state
+    return tokens, jnp.asarray(count), done, logits, state
 
 
 def choose(logits: jax.Array, keys: jax.Array, top_k: int, top_p: Any) -> jax.Array:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from refold.errors import CheckpointError, MissingDependency
-from refold.models.configs import Config, GraniteHybridConfig, Mamba2Config, MambaConfig, Mixer2Config, read_config
+from refold.models.configs import Config, GraniteHybridConfig, MambaConfig, Mixer2Config, read_config
 
 Params = dict[str, Any]
 

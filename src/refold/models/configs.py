@@ -164,9 +164,11 @@ class _Settings:
         self.raw, self.path = raw, directory / "config.json"
 
     def __getitem__(self, key: str) -> Any:
-        if key not in self.raw:
-            raise CheckpointError(f"{self.path}: {key!r} is missing.")
-        return self.raw[key]
+        """Return a size that must be there."""
+        value = self.raw.get(key)
+        if not isinstance(value, int) or value < 1:
+            raise CheckpointError(f"{self.path}: {key!r} must be a positive integer; it is {value!r}.")
+        return value
 
     def get(self, key: str, default: Any) -> Any:
         value = self.raw.get(key)

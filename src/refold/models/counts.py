@@ -76,7 +76,7 @@ def decode(config: Config, batch: int, weight_bytes: int, state_bytes: int = 4, 
 
 
 def prefill(config: Mamba2Config, batch: int, seqlen: int, chunk_size: int, weight_bytes: int) -> Counts:
-    """Count the reading of ``seqlen`` tokens a row, logits of the last one; the causal half of each chunk's products."""
+    """Count the reading of ``seqlen`` tokens a row, last logits; the causal half of each chunk's products."""
     m: Mixer2Config = config.mixer
     scan = chunk_size * (m.ngroups * m.dstate + m.d_inner) + 4 * m.d_inner * m.dstate
     flops = seqlen * (2 * _matrices(config) + config.nlayers * scan) + 2 * config.d_model * config.vocab_size

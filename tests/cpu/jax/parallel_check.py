@@ -20,7 +20,8 @@ CONFIGS = {
     "granite": GraniteHybridConfig(
         vocab_size=64, kinds=("mamba", "attention"), mixer=MIXER, nheads=8, nkvheads=8, headdim=4, attention_bias=False,
         rope_theta=1e4, shared_dim=32, expert_dim=16, nexperts=4, experts_per_token=2, embedding_multiplier=1.0,
-        residual_multiplier=1.0, attention_multiplier=0.5, logits_divisor=1.0, max_positions=256, norm_eps=1e-6, tied=True,
+        residual_multiplier=1.0, attention_multiplier=0.5, logits_divisor=1.0, max_positions=256, norm_eps=1e-6,
+        tied=True,
     ),
 }  # fmt: skip
 

@@ -52,6 +52,17 @@ def test_flops_of_a_step(name: str, batch: int, monkeypatch) -> None:
     assert cost["flops"] <= 1.2 * need.flops
 
 
+@pytest.mark.parametrize(("name", "kinds"), [("mamba", None), ("mamba2", None), ("granite", ("mamba",))])
+def test_bytes_of_a_step(name: str, kinds: tuple[str, ...] | None, monkeypatch) -> None:
+    """One layer, one row: with more layers XLA on CPU copies each layer out of its stack, which GPUs fuse away."""
+    one = {"nlayers": 1} if kinds is None else {"kinds": kinds}
+    monkeypatch.setitem(MODELS, name, dataclasses.replace(MODELS[name], **one))
+    config, cost = compiled_step(name, 1, monkeypatch)
+    need = counts.decode(config, 1, 4)
+    assert need.bytes <= cost["bytes accessed"] * 1.2
+    assert cost["bytes accessed"] <= 1.2 * need.bytes
+
+
 def test_parameter_count_of_published_size() -> None:
     config = dataclasses.replace(
         MAMBA2,

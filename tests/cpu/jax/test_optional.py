@@ -28,7 +28,8 @@ def test_jax_path_needs_no_torch(tmp_path) -> None:
 from refold.generate.jax import Generator
 from refold.models.checkpoint import random_params
 from refold.models.configs import Mamba2Config, Mixer2Config
-config = Mamba2Config(vocab_size=32, nlayers=1, mixer=Mixer2Config(d_model=16, nheads=2, headdim=16, ngroups=1, dstate=4))
+mixer = Mixer2Config(d_model=16, nheads=2, headdim=16, ngroups=1, dstate=4)
+config = Mamba2Config(vocab_size=32, nlayers=1, mixer=mixer)
 assert len(Generator(config, random_params(config)).generate([[1, 2]], 3)[0]) == 3
 import jax.numpy as jnp, refold.ops
 y, state = refold.ops.linear_scan(jnp.ones((1, 3, 2)), jnp.ones((1, 3, 2)))

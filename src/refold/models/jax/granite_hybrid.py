@@ -27,7 +27,7 @@ def init_state(
     state_dtype: Any = jnp.float32,
     capacity: int = 0,
 ) -> Tree:
-    """Return the state before any token; ``k`` and ``v (a, b, capacity, kv heads, head dim)`` hold the attended past."""
+    """Return the state before any token; ``k`` and ``v (a, b, capacity, kv heads, head dim)`` hold the past."""
     cache = (config.kinds.count("attention"), batch, capacity, config.nkvheads, config.headdim)
     return {
         "length": jnp.zeros(batch, jnp.int32),

@@ -45,9 +45,11 @@ def selective_scan(
     dstate = A.shape[1]
     acc = accumulator(x.dtype)
     d = step_sizes(dt, dt_bias, dt_softplus, (0.0, math.inf), acc)
-    grouped = B.ndim == 4
-    inputs = [x.astype(acc), d, *(a.astype(acc) if grouped else a.astype(acc)[:, :, None] for a in (B, C))]
-    ngroups = inputs[2].shape[2]
+    ngroups = max(a.shape[2] if a.ndim == 4 else 1 for a in (B, C))
+    inputs = [x.astype(acc), d]
+    for a in (B, C):  # one of them may be grouped and the other not
+        a = a.astype(acc).reshape(batch, seqlen, -1, dstate)
+        inputs.append(jnp.broadcast_to(a, (batch, seqlen, ngroups, dstate)))
     shape = (ngroups, dim // ngroups)
     rates = A.astype(acc).reshape(*shape, dstate)
 
@@ -166,7 +168,9 @@ def selective_scan_step(
     batch, dim = x.shape
     acc = accumulator(x.dtype)
     B, C = (a.astype(acc).reshape(batch, -1, a.shape[-1]) for a in (B, C))
-    shape = (batch, B.shape[1], dim // B.shape[1])
+    ngroups = max(B.shape[1], C.shape[1])
+    B, C = (jnp.broadcast_to(a, (batch, ngroups, a.shape[-1])) for a in (B, C))
+    shape = (batch, ngroups, dim // ngroups)
     d = step_sizes(dt, dt_bias, dt_softplus, (0.0, math.inf), acc)
     decay = jnp.exp(d[..., None] * A.astype(acc)).reshape(*shape, -1)
     new = decay * state.astype(acc).reshape(*shape, -1) + (d * x.astype(acc)).reshape(*shape, 1) * B[:, :, None]

@@ -51,6 +51,8 @@ def ssd(
 
     d = step_sizes(dt, dt_bias, dt_softplus, dt_limit, acc)
     inputs: list[Array] = [x, d, B, C]
+    if jax.default_backend() == "cpu":  # no 16-bit matrix units: XLA would widen each product, and round in between
+        inputs = [a.astype(acc) for a in inputs]
     pack, finals, own = None, None, None
     state = jnp.zeros((batch, nheads, headdim, dstate), acc) if initial_state is None else initial_state.astype(acc)
     if cu_seqlens is None:
