@@ -152,6 +152,8 @@ class Generator:
         sampling = sampling or Sampling()
         if max_new_tokens < 1 or (every is not None and every < 1):
             raise ArgumentError(f"max_new_tokens and every must be positive; they are {max_new_tokens} and {every}.")
+        if not np.asarray(conversation.state["length"]).all():
+            raise ArgumentError("a row of the conversation has read nothing; read a prompt first.")
         stop = np.array(sorted(self.config.stop_tokens if stop_tokens is None else stop_tokens), np.int32)
         self._make_room(conversation, max_new_tokens)
         done = jnp.zeros(len(conversation.logits), bool)

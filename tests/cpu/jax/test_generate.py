@@ -164,6 +164,8 @@ def test_lengths_that_cannot_fit(generators) -> None:
         generators["granite"].generate([list(range(20))], GRANITE.max_positions)
     with pytest.raises(ArgumentError, match="max_new_tokens"):
         generators["mamba2"].generate([[1]], 0)
+    with pytest.raises(ArgumentError, match="read nothing"):
+        next(generators["mamba2"].stream(generators["mamba2"].start(1), 1))
 
 
 def test_conversation_of_another_model(generators, tmp_path) -> None:

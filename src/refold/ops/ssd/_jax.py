@@ -132,12 +132,12 @@ def _segment(A: Array, initial: Array | None, carry: Any, inputs: Any) -> tuple[
 
     # 1. Cumulative log decay of each chunk, and its total.
     causal = jnp.tril(jnp.ones((length, length), bool))
-    log_decay = dt * A
-    within = product("ls,bcsgr->bcgrl", causal.astype(dt.dtype), log_decay)
+    coarse, fine = _cumulative(dt * A, causal)  # (b, c, g, r, l) each; their sum is what is meant
+    within = coarse + fine
     total = within[..., -1]  # (b, c, g, r)
 
     # 2. What each chunk adds to the state.
-    to_end = jnp.exp(total[..., None] - within).transpose(0, 1, 4, 2, 3)  # (b, c, s, g, r)
+    to_end = jnp.exp((coarse[..., -1:] - coarse) + (fine[..., -1:] - fine)).transpose(0, 1, 4, 2, 3)  # (b, c, s, g, r)
     states = product("bcsgrp,bcsgn->bcgrpn", (x * (dt * to_end)[..., None]).astype(x.dtype), B)
 
     # 3. The state that enters each chunk: what the chunks before it added, and what entered their sequence.
@@ -158,12 +158,30 @@ def _segment(A: Array, initial: Array | None, carry: Any, inputs: Any) -> tuple[
 
     # 4. Output: inside the chunk through C Bᵀ, from before through the entering state.
     scores = product("bclgn,bcsgn->bcgls", C, B)
-    decay = jnp.exp(jnp.where(causal, within[..., :, None] - within[..., None, :], -jnp.inf))
+    span = (coarse[..., :, None] - coarse[..., None, :]) + (fine[..., :, None] - fine[..., None, :])
+    decay = jnp.exp(jnp.where(causal, span, -jnp.inf))
     weights = scores[:, :, :, None] * decay * dt.transpose(0, 1, 3, 4, 2)[..., None, :]  # (b, c, g, r, l, s)
     y = product("bcgrls,bcsgrp->bclgrp", weights.astype(x.dtype), x)
     carried = product("bclgn,bcgrpn->bclgrp", C, prefix.astype(C.dtype))
     y = y + carried * jnp.exp(within).transpose(0, 1, 4, 2, 3)[..., None]
     return (leaving[:, -1], finals), y
+
+
+def _cumulative(log_decay: Array, causal: Array) -> tuple[Array, Array]:
+    """Return the cumulative sums of ``log_decay (b, c, l, g, r)`` over l as two parts, ``(b, c, g, r, l)`` each.
+
+    A difference of plain float32 sums loses the small decays that follow large ones. Here each term is a multiple of
+    a quantum, so coarse that all sums of multiples are exact, and a rest smaller than half of it. Terms are clipped
+    where the exponential is zero or infinite anyway: exp(±128) in float32, exp(±1024) in float64.
+    """
+    length = log_decay.shape[2]
+    number = jnp.finfo(log_decay.dtype)
+    quantum = 2.0 ** (math.ceil(math.log2(number.maxexp * length)) - number.nmant - 1)
+    log_decay = jnp.clip(log_decay, -number.maxexp, number.maxexp)
+    coarse = jax.lax.stop_gradient(jnp.round(log_decay / quantum) * quantum)
+    parts = jnp.stack([coarse, log_decay - coarse])
+    coarse, fine = product("ls,kbcsgr->kbcgrl", causal.astype(log_decay.dtype), parts)
+    return coarse, fine
 
 
 def _sums_between(total: Array) -> Array:
