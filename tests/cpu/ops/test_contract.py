@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from refold.ops.dispatch import refusal
-from refold.ops.spec import ArrayMeta, Case, Meta, OpSpec, all_specs
+from refold.ops.dispatch import absence
+from refold.ops.spec import Case, OpSpec, all_specs
 from refold.ops.testing import CHECKS, check, problem
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -16,17 +16,6 @@ BACKENDS = ("torch", "jax", *(["triton"] if INTERPRETED else []))
 CORE = ("values", "gradients", "no_worse_than_torch")
 SLOW = ("jax", "triton")
 """They compile for, or interpret, each new shape: every case in float32, a sample of them for the rest."""
-
-
-def absence(spec: OpSpec, backend: str) -> str | None:
-    """Return why a backend cannot be tested here at all, if its file or its package is missing."""
-    frame = "jax" if backend == "jax" else "torch"
-    meta = Meta(spec.name, frame, {"x": ArrayMeta((1,), "float32", "cpu")}, {})
-    try:
-        reason = refusal(spec, backend, meta)
-    except (KeyError, IndexError):
-        return None  # it is there and asked for more than a dummy can tell
-    return reason if reason and ("no file" in reason or "installed" in reason or "implement" in reason) else None
 
 
 def cells(every: int = 1) -> Iterator[Any]:
@@ -50,7 +39,9 @@ def test_float32(spec: OpSpec, backend: str, case: Case) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in CHECKS if name not in CORE])
-@pytest.mark.parametrize(("spec", "backend", "case"), [c for c in cells(every=5) if c.values[1] in SLOW and c.values[2] is not None])
+@pytest.mark.parametrize(
+    ("spec", "backend", "case"), [c for c in cells(every=5) if c.values[1] in SLOW and c.values[2] is not None]
+)
 def test_properties_of_slow_backends(spec: OpSpec, backend: str, case: Case, name: str) -> None:
     check(name, problem(spec, case), backend)
 

@@ -114,19 +114,21 @@ def ssd_step(
     *, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, state: Tensor, D: Tensor | None, z: Tensor | None,
     dt_bias: Tensor | None, dt_softplus: bool, dt_limit: tuple[float, float],
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Compute `refold.ops.ssd_step`: one chunk of few tokens."""
-    if x.ndim == 3:
-        x, dt, B, C = (a[:, None] for a in (x, dt, B, C))
-        z = None if z is None else z[:, None]
-        y, state = ssd_step(
-            x=x, dt=dt, A=A, B=B, C=C, state=state, D=D, z=z, dt_bias=dt_bias, dt_softplus=dt_softplus,
-            dt_limit=dt_limit,
+    """Compute `refold.ops.ssd_step`: a few tokens are a chunk, one is the recurrence as it is written."""
+    if x.ndim == 4:
+        return ssd(
+            x=x, dt=dt, A=A, B=B, C=C, D=D, z=z, dt_bias=dt_bias, initial_state=state, cu_seqlens=None,
+            dt_softplus=dt_softplus, dt_limit=dt_limit, chunk_size=x.shape[1], state_dtype=state.dtype,
         )  # fmt: skip
-        return y[:, 0], state
-    return ssd(
-        x=x, dt=dt, A=A, B=B, C=C, D=D, z=z, dt_bias=dt_bias, initial_state=state, cu_seqlens=None,
-        dt_softplus=dt_softplus, dt_limit=dt_limit, chunk_size=x.shape[1], state_dtype=state.dtype,
-    )  # fmt: skip
+    dtype, groups = accumulator(x.dtype), (B.shape[1], -1)
+    d = step_size(dt, dt_bias, dt_softplus, dt_limit).to(dtype)  # (b, h)
+    decay = torch.exp(d * A.to(dtype))[..., None, None]
+    inputs = (x.to(dtype) * d[..., None]).unflatten(1, groups)[..., None]  # (b, g, r, p, 1)
+    written = (inputs * B.to(dtype)[:, :, None, None]).flatten(1, 2)  # (b, h, p, n)
+    new = torch.addcmul(written, decay, state.to(dtype))
+    y = (new.unflatten(1, groups).flatten(2, 3) @ C.to(dtype)[..., None]).reshape(x.shape)
+    y = finish(y, x.to(dtype), None if D is None else D.view(x.shape[1], -1), z)
+    return y.to(x.dtype), new.to(state.dtype)
 
 
 def ssd_step_backward(

@@ -184,7 +184,7 @@ def check_chunk_size(problem: Problem, backend: str, frame: Frame) -> None:
 
 
 def check_steps(problem: Problem, backend: str, frame: Frame) -> None:
-    """Token by token through the step, also in place, gives what the scan gives."""
+    """Token by token through the step gives what the scan gives."""
     if problem.case.lengths or not hasattr(refold.ops, f"{problem.spec.name}_step"):
         return
     step = load(f"{problem.spec.name}_step")
