@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 
 from refold import ops
-from refold.distributed import jax_scan
 from refold.models.configs import MambaConfig
+from refold.models.jax import time_shards
 from refold.models.jax.layers import Array, Tree, embed, last_window, linear, output, rms_norm, select, valid_tokens
 from refold.ops._jax_layout import product, step_sizes
 
@@ -46,7 +46,7 @@ def forward(
         x, z = _project(weights, rms_norm(hidden, weights["norm"], config.norm_eps))
         window, conv = conv, last_window(conv, x, lengths)
         if time_axis is not None:
-            window, conv = jax_scan.window_before(x, window, time_axis), jax_scan.from_last(conv, time_axis)
+            window, conv = time_shards.window_before(x, window, time_axis), time_shards.from_last(conv, time_axis)
         x, _ = ops.causal_conv1d(
             x, weights["conv_weight"], weights.get("conv_bias"), activation="silu", initial_state=window
         )
@@ -58,13 +58,13 @@ def forward(
         if time_axis is None:
             y, ssm = ops.selective_scan(x, dt, A, B, C, **options)
         else:
-            y, ssm = jax_scan.selective_scan(x, dt, A, B, C, axis=time_axis, **options)
+            y, ssm = time_shards.selective_scan(x, dt, A, B, C, axis=time_axis, **options)
         return hidden + linear(y, weights["out_proj"], weights.get("out_bias")), (conv, ssm)
 
     hidden, (conv, ssm) = jax.lax.scan(layer, embed(params, tokens), (params["layers"], state["conv"], state["ssm"]))
     length = state["length"] + (seqlen if lengths is None else lengths)
     if time_axis is not None and kind == "last":
-        hidden = jax_scan.from_last(hidden[:, -1:], time_axis)
+        hidden = time_shards.from_last(hidden[:, -1:], time_axis)
     return output(params, hidden, config.norm_eps, lengths, kind), {"length": length, "conv": conv, "ssm": ssm}
 
 

@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 
 from refold import ops
-from refold.distributed import jax_scan
 from refold.models.configs import Mamba2Config, Mixer2Config
+from refold.models.jax import time_shards
 from refold.models.jax.layers import Array, Tree, embed, last_window, linear, output, rms_norm, select, valid_tokens
 from refold.ops._jax_layout import step_sizes
 
@@ -76,7 +76,7 @@ def forward(
     hidden, (conv, ssm) = jax.lax.scan(layer, embed(params, tokens), (params["layers"], state["conv"], state["ssm"]))
     length = state["length"] + (seqlen if lengths is None else lengths)
     if time_axis is not None and kind == "last":
-        hidden = jax_scan.from_last(hidden[:, -1:], time_axis)
+        hidden = time_shards.from_last(hidden[:, -1:], time_axis)
     return output(params, hidden, config.norm_eps, lengths, kind), {"length": length, "conv": conv, "ssm": ssm}
 
 
@@ -113,7 +113,7 @@ def mixer(
     def convolve(x: Array, window: Array, weight: Array, bias: Array | None) -> tuple[Array, Array]:
         last = last_window(window, x, lengths)
         if time_axis is not None:
-            window, last = jax_scan.window_before(x, window, time_axis), jax_scan.from_last(last, time_axis)
+            window, last = time_shards.window_before(x, window, time_axis), time_shards.from_last(last, time_axis)
         y, _ = ops.causal_conv1d(x, weight, bias, activation="silu", initial_state=window)
         return y, last
 
@@ -125,7 +125,7 @@ def mixer(
     if time_axis is None:
         y, ssm = ops.ssd(x, dt, A, B, C, **options)
     else:
-        y, ssm = jax_scan.ssd(x, dt, A, B, C, axis=time_axis, **options)
+        y, ssm = time_shards.ssd(x, dt, A, B, C, axis=time_axis, **options)
     return _close(c, weights, y, z), conv, ssm
 
 
