@@ -36,7 +36,8 @@ HEADER = """# Measured errors
 Every operator against its float64 definition, at the sizes of a layer and with all options on. An entry is the largest
 error of a result or gradient (`d` + argument) over its largest true value; inputs hold only values that the dtype can
 represent, so what shows is rounding inside the operator and of its results. One rounding of a result is 6e-8 in
-float32, 4e-3 in bfloat16, 5e-4 in float16. Results and gradients of states, `A`, `D` and `dt_bias` are float32 throughout.
+float32, 4e-3 in bfloat16, 5e-4 in float16. Results and gradients of states, `A`, `D` and `dt_bias` are float32
+throughout.
 
 This page is generated: `python tools/numerics.py measure --backend torch`, then `python tools/numerics.py render`.
 """
