@@ -1,0 +1,1 @@
+"""Work spread over devices: heads or time cut into shards."""

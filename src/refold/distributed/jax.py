@@ -1,0 +1,121 @@
+"""Models over several devices with ``jax.sharding``: heads cut (tensor parallel), or the prompt's time cut.
+
+Tensor parallel needs no other code than one device: parameters and state are placed with shardings, and XLA inserts
+the one sum a layer. For that the input projection is taken apart, so that every device holds whole heads.
+"""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from refold.errors import ArgumentError
+from refold.models.configs import Config, GraniteHybridConfig, MambaConfig
+from refold.models.jax import model_for
+
+Tree = Any
+
+# Name of a parameter -> its axis, without the layer axis, that is cut. What is not named is on every device.
+_CUT = {
+    "embedding": 0, "head": 0,
+    "z": 0, "x": 0, "dt": 0, "out_proj": 1, "gated_norm": 0, "A_log": 0, "D": 0, "dt_bias": 0,
+    "x_proj": 1, "dt_proj": 0,
+    "q": 0, "k": 0, "v": 0, "o": 1, "q_bias": 0, "k_bias": 0, "v_bias": 0, "mlp_in": 0, "mlp_out": 1,
+}  # fmt: skip
+_CUT_STATE = {"ssm": 2, "k": 3, "v": 3}
+
+
+def shard_heads(config: Config, params: Tree, mesh: Mesh, axis: str = "heads") -> Tree:
+    """Place parameters so that each device of ``axis`` computes its share of the heads.
+
+    Returns:
+        Parameters for the model's functions and for ``Generator``; their ``in_proj`` is taken apart.
+
+    Raises:
+        ArgumentError: the heads do not divide among the devices.
+    """
+    size = mesh.shape[axis]
+    heads = config.d_inner if isinstance(config, MambaConfig) else config.mixer.nheads
+    if heads % size:
+        raise ArgumentError(f"{heads} heads (channels) do not divide among the {size} devices of mesh axis {axis!r}.")
+    params = {**params}
+    kind = "mamba" if isinstance(config, GraniteHybridConfig) else "layers"
+    params[kind] = take_apart(config, params[kind])
+
+    def place(path: Any, a: Any) -> jax.Array:
+        cut = _CUT.get(path[-1].key)
+        cut = None if cut is None else cut + (len(path) > 1)
+        return jax.device_put(a, NamedSharding(mesh, _spec(a.shape, cut, size, axis)))
+
+    return jax.tree_util.tree_map_with_path(place, params)
+
+
+def shard_state(state: Tree, mesh: Mesh, axis: str = "heads") -> Tree:
+    """Place a model's state to match :func:`shard_heads`."""
+    size = mesh.shape[axis]
+    return {
+        name: jax.device_put(a, NamedSharding(mesh, _spec(a.shape, _CUT_STATE.get(name), size, axis)))
+        for name, a in state.items()
+    }
+
+
+def _spec(shape: tuple[int, ...], cut: int | None, size: int, axis: str) -> PartitionSpec:
+    if cut is None or cut >= len(shape) or shape[cut] % size:
+        return PartitionSpec()
+    return PartitionSpec(*[axis if i == cut else None for i in range(len(shape))])
+
+
+def take_apart(config: Config, layers: Tree) -> Tree:
+    """Replace a stack's fused ``in_proj`` (and bias) by ``in_parts`` (``in_bias_parts``), one matrix a result."""
+    if isinstance(config, MambaConfig):
+        sizes = {"x": config.d_inner, "z": config.d_inner}
+    else:
+        m = config.mixer
+        bc = m.ngroups * m.dstate
+        sizes = {"z": m.d_inner, "x": m.d_inner, "B": bc, "C": bc, "dt": m.nheads}
+    taken = {name: a for name, a in layers.items() if name not in ("in_proj", "in_bias")}
+    for fused, parts in (("in_proj", "in_parts"), ("in_bias", "in_bias_parts")):
+        if fused in layers:
+            taken[parts], begin = {}, 0
+            for name, size in sizes.items():
+                taken[parts][name] = layers[fused][:, begin : begin + size]
+                begin += size
+    return taken
+
+
+def read_sharded(config: Config, params: Tree, tokens: jax.Array, mesh: Mesh, axis: str = "time") -> Any:
+    """Read a prompt whose time is cut over the devices of ``axis``.
+
+    Args:
+        config: A Mamba or Mamba-2 model.
+        params: Its parameters, on every device.
+        tokens: ``(b, t)``; t divides among the devices, each part no shorter than the convolution.
+        mesh: Devices.
+        axis: Mesh axis to cut time over.
+
+    Returns:
+        Logits ``(b, vocab)`` after the last token, and the state, both on every device.
+
+    Raises:
+        ArgumentError: the model has attention layers, or the tokens do not divide.
+    """
+    if isinstance(config, GraniteHybridConfig):
+        raise ArgumentError("Time cannot be cut for a model with attention layers; cut heads instead (shard_heads).")
+    size = mesh.shape[axis]
+    width = config.conv_width if isinstance(config, MambaConfig) else config.mixer.conv_width
+    if tokens.shape[1] % size or tokens.shape[1] // size < width - 1:
+        raise ArgumentError(
+            f"{tokens.shape[1]} tokens do not divide into {size} equal parts of at least {width - 1} tokens."
+        )
+    forward = partial(model_for(config).forward, config, time_axis=axis)
+    # Every device ends with the same logits and state, by gathers that the replication checker cannot see through.
+    run = jax.shard_map(
+        lambda p, t: forward(p, t),
+        mesh=mesh,
+        in_specs=(PartitionSpec(), PartitionSpec(None, axis)),
+        out_specs=PartitionSpec(),
+        check_vma=False,
+    )
+    return jax.jit(run)(params, jnp.asarray(tokens))

@@ -1,0 +1,35 @@
+"""How the next token is chosen; shared by the backends."""
+
+from dataclasses import dataclass
+
+from refold.errors import ArgumentError
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """Settings of the choice, applied in this order: temperature, the ``top_k`` likeliest, the nucleus ``top_p``.
+
+    Attributes:
+        temperature: 0 takes the likeliest token; otherwise logits are divided by it.
+        top_k: Number of tokens to choose from; 0 means all.
+        top_p: Choose from the smallest set of likeliest tokens whose probabilities sum to at least this.
+        seed: The same seed, prompts and settings give the same tokens, however they are streamed.
+
+    Raises:
+        ArgumentError: a setting lies outside its range.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.temperature >= 0:
+            raise ArgumentError(f"temperature must be 0 (greedy) or more; it is {self.temperature}.")
+        if self.top_k < 0:
+            raise ArgumentError(f"top_k must be 0 (all tokens) or more; it is {self.top_k}.")
+        if not 0 < self.top_p <= 1:
+            raise ArgumentError(f"top_p must lie in (0, 1]; it is {self.top_p}.")
+        if not 0 <= self.seed < 2**32:
+            raise ArgumentError(f"seed must lie in [0, 2**32); it is {self.seed}.")

@@ -1,0 +1,363 @@
+"""Checkpoints as nested dictionaries of NumPy arrays, layers stacked; no framework needed.
+
+A table says, for each tensor of a configuration, its name in the file, its shape, and its place here. Every tensor of
+the table must be in the files with exactly that shape, and every tensor of the files in the table. Weights keep the
+files' dtype unless another is asked for; the few numbers that enter exponentials (A_log, D, dt_bias) become float32.
+"""
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from refold.errors import CheckpointError, MissingDependency
+from refold.models.configs import Config, GraniteHybridConfig, MambaConfig, Mixer2Config, read_config
+
+Params = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tensor: its key in the files, its shape there, and its place.
+
+    Attributes:
+        key: Name in the files.
+        shape: Shape in the files.
+        path: Place in the parameters; ``index`` is the position in the stack there, None for an unstacked one.
+        index: Layer among the layers of its kind.
+        depth: Number of layers of its kind.
+        exact: Whether it is kept in float32 whatever the dtype.
+        squeeze: Whether a middle axis of length one is dropped (convolution weights).
+    """
+
+    key: str
+    shape: tuple[int, ...]
+    path: tuple[str, ...]
+    index: int | None = None
+    depth: int = 0
+    exact: bool = False
+    squeeze: bool = False
+
+    @property
+    def stored(self) -> tuple[int, ...]:
+        """Shape of one layer's array in the parameters."""
+        return (self.shape[0], self.shape[2]) if self.squeeze else self.shape
+
+
+def load_checkpoint(model: str | Path, dtype: str | None = None) -> tuple[Config, Params]:
+    """Read a checkpoint directory, or a name on the Hugging Face hub.
+
+    Args:
+        model: A directory with ``config.json`` and ``model.safetensors``, ``model.safetensors.index.json`` with its
+            shards, or ``pytorch_model.bin`` (which needs torch to be read, without unpickling code); or ``owner/name``.
+        dtype: ``float32``, ``bfloat16`` or ``float16`` for the weights; None keeps the files'.
+
+    Returns:
+        The configuration, and the parameters: ``embedding (vocab, d)``, ``norm (d,)``, ``head (vocab, d)`` if not
+        tied, and the stacks of each kind of layer with layers on axis 0.
+
+    Raises:
+        CheckpointError: a file is missing, truncated or of an unknown architecture, or keys or shapes do not fit; the
+            message names them.
+        MissingDependency: an optional package is needed to read this format.
+    """
+    directory = find_checkpoint(model)
+    config = read_config(directory)
+    tensors = _open(directory)
+    entries = list(layout(config))
+    _check_keys(directory, config, entries, tensors)
+    return config, _assemble(entries, tensors, dtype)
+
+
+def find_checkpoint(model: str | Path) -> Path:
+    """Return the directory of ``model``, downloading it if it is a hub name that is no directory here."""
+    directory = Path(model)
+    if directory.is_dir():
+        return directory
+    if not isinstance(model, str) or model.count("/") != 1 or model.startswith((".", "/", "~")):
+        raise CheckpointError(f"{model} is neither a directory nor a hub name of the form owner/name.")
+    try:
+        from huggingface_hub import snapshot_download
+    except ImportError as error:
+        raise MissingDependency(
+            f"{model} is no directory here; to fetch it from the hub, install huggingface_hub (pip install refold[hf])."
+        ) from error
+    patterns = ["*.json", "*.safetensors", "*.bin", "*.txt"]
+    try:
+        return Path(snapshot_download(model, allow_patterns=patterns))
+    except Exception as error:  # the hub client raises many unrelated types; all mean that there is no checkpoint
+        raise CheckpointError(f"{model} is no directory here, and the hub did not give it: {error}") from error
+
+
+# --- what each architecture stores -----------------------------------------------------------------------------------
+
+
+def layout(config: Config) -> Iterator[Entry]:
+    """List every tensor of a configuration, in the names of the checkpoint's writer."""
+    granite = isinstance(config, GraniteHybridConfig)
+    root = "model" if granite else "backbone"
+    embedding = "embed_tokens" if granite else "embedding" if config.layout == "state-spaces" else "embeddings"
+    table = (config.vocab_size, config.d_model)
+    yield Entry(f"{root}.{embedding}.weight", table, ("embedding",))
+    yield Entry(f"{root}.{'norm' if granite else 'norm_f'}.weight", (config.d_model,), ("norm",))
+    if not config.tied:
+        yield Entry("lm_head.weight", table, ("head",))
+    if isinstance(config, GraniteHybridConfig):
+        yield from _granite_layers(config)
+    else:
+        mixer = _mamba_mixer(config) if isinstance(config, MambaConfig) else _mamba2_mixer(config.mixer)
+        parts = {"norm.weight": ("norm", (config.d_model,))} | {f"mixer.{key}": part for key, part in mixer.items()}
+        for layer in range(config.nlayers):
+            yield from _entries(f"backbone.layers.{layer}", "layers", parts, layer, config.nlayers)
+
+
+_EXACT = {"A_log", "D", "dt_bias"}
+_Parts = dict[str, tuple[str, tuple[int, ...]]]
+
+
+def _entries(prefix: str, kind: str, parts: _Parts, index: int, depth: int) -> Iterator[Entry]:
+    for key, (name, shape) in parts.items():
+        yield Entry(f"{prefix}.{key}", shape, (kind, name), index, depth, name in _EXACT, name == "conv_weight")
+
+
+def _mamba_mixer(c: MambaConfig) -> _Parts:
+    parts: _Parts = {
+        "in_proj.weight": ("in_proj", (2 * c.d_inner, c.d_model)),
+        "conv1d.weight": ("conv_weight", (c.d_inner, 1, c.conv_width)),
+        "x_proj.weight": ("x_proj", (c.dt_rank + 2 * c.dstate, c.d_inner)),
+        "dt_proj.weight": ("dt_proj", (c.d_inner, c.dt_rank)),
+        "dt_proj.bias": ("dt_bias", (c.d_inner,)),
+        "A_log": ("A_log", (c.d_inner, c.dstate)),
+        "D": ("D", (c.d_inner,)),
+        "out_proj.weight": ("out_proj", (c.d_model, c.d_inner)),
+    }
+    if c.conv_bias:
+        parts["conv1d.bias"] = ("conv_bias", (c.d_inner,))
+    if c.proj_bias:
+        parts["in_proj.bias"] = ("in_bias", (2 * c.d_inner,))
+        parts["out_proj.bias"] = ("out_bias", (c.d_model,))
+    return parts
+
+
+def _mamba2_mixer(c: Mixer2Config) -> _Parts:
+    projected = c.d_inner + c.conv_dim + c.nheads
+    parts: _Parts = {
+        "in_proj.weight": ("in_proj", (projected, c.d_model)),
+        "conv1d.weight": ("conv_weight", (c.conv_dim, 1, c.conv_width)),
+        "A_log": ("A_log", (c.nheads,)),
+        "D": ("D", (c.nheads,)),
+        "dt_bias": ("dt_bias", (c.nheads,)),
+        "norm.weight": ("gated_norm", (c.d_inner,)),
+        "out_proj.weight": ("out_proj", (c.d_model, c.d_inner)),
+    }
+    if c.conv_bias:
+        parts["conv1d.bias"] = ("conv_bias", (c.conv_dim,))
+    if c.proj_bias:
+        parts["in_proj.bias"] = ("in_bias", (projected,))
+        parts["out_proj.bias"] = ("out_bias", (c.d_model,))
+    return parts
+
+
+def _granite_layers(c: GraniteHybridConfig) -> Iterator[Entry]:
+    common: _Parts = {
+        "input_layernorm.weight": ("norm", (c.d_model,)),
+        "post_attention_layernorm.weight": ("mlp_norm", (c.d_model,)),
+        "shared_mlp.input_linear.weight": ("mlp_in", (2 * c.shared_dim, c.d_model)),
+        "shared_mlp.output_linear.weight": ("mlp_out", (c.d_model, c.shared_dim)),
+    }
+    if c.nexperts:
+        common |= {
+            "block_sparse_moe.router.layer.weight": ("router", (c.nexperts, c.d_model)),
+            "block_sparse_moe.input_linear.weight": ("expert_in", (c.nexperts, 2 * c.expert_dim, c.d_model)),
+            "block_sparse_moe.output_linear.weight": ("expert_out", (c.nexperts, c.d_model, c.expert_dim)),
+        }
+    query, keys = c.nheads * c.headdim, c.nkvheads * c.headdim
+    attention: _Parts = {}
+    for name, rows, columns in (("q", query, c.d_model), ("k", keys, c.d_model), ("v", keys, c.d_model)):
+        attention[f"{name}_proj.weight"] = (name, (rows, columns))
+        if c.attention_bias:
+            attention[f"{name}_proj.bias"] = (f"{name}_bias", (rows,))
+    attention["o_proj.weight"] = ("o", (c.d_model, query))
+    if c.attention_bias:
+        attention["o_proj.bias"] = ("o_bias", (c.d_model,))
+    kinds = {"mamba": ("mamba", _mamba2_mixer(c.mixer)), "attention": ("self_attn", attention)}
+    seen = dict.fromkeys(kinds, 0)
+    for layer, kind in enumerate(c.kinds):
+        name, parts = kinds[kind]
+        yield from _entries(f"model.layers.{layer}", "layers", common, layer, c.nlayers)
+        yield from _entries(f"model.layers.{layer}.{name}", kind, parts, seen[kind], c.kinds.count(kind))
+        seen[kind] += 1
+
+
+# --- reading files ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Tensor:
+    """A tensor in a file: its shape, and how to read it."""
+
+    shape: tuple[int, ...]
+    read: Callable[[], np.ndarray]
+
+
+def _open(directory: Path) -> dict[str, _Tensor]:
+    """Find the weight files of a directory and list their tensors."""
+    index = directory / "model.safetensors.index.json"
+    if (directory / "model.safetensors").exists():
+        return _open_safetensors(directory / "model.safetensors")
+    if index.exists():
+        try:
+            placed: dict[str, str] = json.loads(index.read_text())["weight_map"]
+        except (json.JSONDecodeError, KeyError) as error:
+            raise CheckpointError(f"{index} is not an index of shards ({error!r}).") from error
+        tensors: dict[str, _Tensor] = {}
+        for shard in sorted(set(placed.values())):
+            if not (directory / shard).exists():
+                raise CheckpointError(f"{index} names the shard {shard}, which is not there.")
+            tensors |= _open_safetensors(directory / shard)
+        lost = sorted(set(placed) - set(tensors))
+        if lost:
+            raise CheckpointError(f"{index} promises {_some(lost)}, which no shard has.")
+        return tensors
+    pickles = sorted(p for p in directory.iterdir() if p.suffix in (".bin", ".pt") and "training" not in p.name)
+    if len(pickles) == 1:
+        return _open_pickle(pickles[0])
+    found = ", ".join(p.name for p in pickles) or "none"
+    raise CheckpointError(
+        f"{directory}: expected model.safetensors, model.safetensors.index.json, or one .bin or .pt file; "
+        f"of the last, found: {found}."
+    )
+
+
+def _open_safetensors(path: Path) -> dict[str, _Tensor]:
+    try:
+        from safetensors import SafetensorError, safe_open
+    except ImportError as error:
+        raise MissingDependency(f"{path}: reading it needs safetensors (pip install refold[jax]).") from error
+    try:
+        file = safe_open(path, "np")
+        keys = list(file.keys())
+        slices = {key: file.get_slice(key) for key in keys}
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{path} is not a whole safetensors file ({error}); was it cut short?") from error
+
+    def reader(key: str) -> Callable[[], np.ndarray]:
+        if slices[key].get_dtype() == "BF16":
+            _need_ml_dtypes(path)
+        return lambda: file.get_tensor(key)
+
+    return {key: _Tensor(tuple(slices[key].get_shape()), reader(key)) for key in keys}
+
+
+def _open_pickle(path: Path) -> dict[str, _Tensor]:
+    """List the tensors of a torch file; ``weights_only`` refuses anything but tensors."""
+    try:
+        import torch
+    except ImportError as error:
+        raise MissingDependency(
+            f"{path}: .bin and .pt files need torch to be read (pip install refold[torch]), "
+            "or convert the checkpoint to safetensors."
+        ) from error
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # torch raises pickle, zip and runtime errors alike for what is no tensor file
+        raise CheckpointError(f"{path} is not a torch file of tensors alone: {error}") from error
+    if not isinstance(state, dict) or not all(isinstance(value, torch.Tensor) for value in state.values()):
+        raise CheckpointError(f"{path} does not hold a dictionary of tensors.")
+
+    def reader(tensor: Any) -> Callable[[], np.ndarray]:
+        if tensor.dtype != torch.bfloat16:
+            return lambda: tensor.numpy()
+        ml_dtypes = _need_ml_dtypes(path)
+        return lambda: tensor.contiguous().view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+
+    return {key: _Tensor(tuple(tensor.shape), reader(tensor)) for key, tensor in state.items()}
+
+
+def _need_ml_dtypes(path: Path) -> Any:
+    try:
+        import ml_dtypes
+    except ImportError as error:
+        raise MissingDependency(
+            f"{path} holds bfloat16; NumPy needs ml_dtypes for it (pip install ml_dtypes)."
+        ) from error
+    return ml_dtypes
+
+
+def _check_keys(directory: Path, config: Config, entries: list[Entry], tensors: dict[str, _Tensor]) -> None:
+    expected = {entry.key: entry for entry in entries}
+    extra = set(tensors) - set(expected)
+    if config.tied and "lm_head.weight" in extra:
+        # A tied head is stored a second time by some writers; it must be the same one.
+        extra.remove("lm_head.weight")
+        first = next(entry.key for entry in entries if entry.path == ("embedding",))
+        head, embedding = tensors["lm_head.weight"], tensors.get(first)
+        if embedding and (head.shape != embedding.shape or not np.array_equal(head.read(), embedding.read())):
+            raise CheckpointError(f"{directory}: the embeddings are tied, but lm_head.weight differs from {first}.")
+    missing = sorted(set(expected) - set(tensors))
+    misshapen = [
+        f"{key} is {tensors[key].shape}, expected {entry.shape}"
+        for key, entry in expected.items()
+        if key in tensors and tensors[key].shape != entry.shape
+    ]
+    problems = [
+        f"{label} {_some(keys)}"
+        for label, keys in (("missing:", missing), ("not expected:", sorted(extra)), ("wrong shape:", misshapen))
+        if keys
+    ]
+    if problems:
+        raise CheckpointError(f"{directory}: the tensors do not fit {type(config).__name__}: {'; '.join(problems)}.")
+
+
+def _some(items: list[str], most: int = 8) -> str:
+    return ", ".join(items[:most]) + (f" and {len(items) - most} more" if len(items) > most else "")
+
+
+def _assemble(entries: list[Entry], tensors: dict[str, _Tensor], dtype: str | None) -> Params:
+    """Read each tensor once into its place; the stacks are allocated whole, so the peak is the model's size."""
+    params: Params = {}
+    for entry in entries:
+        array = tensors[entry.key].read()
+        target = np.dtype("float32") if entry.exact else _dtype(dtype) if dtype else array.dtype
+        place = params
+        for name in entry.path[:-1]:
+            place = place.setdefault(name, {})
+        if entry.index is None:
+            place[entry.path[-1]] = np.ascontiguousarray(array.astype(target, copy=False))
+            continue
+        if entry.path[-1] not in place:
+            place[entry.path[-1]] = np.empty((entry.depth, *entry.stored), target)
+        place[entry.path[-1]][entry.index] = array.reshape(entry.stored)
+    return params
+
+
+def _dtype(name: str) -> np.dtype:
+    if name not in ("float32", "bfloat16", "float16"):
+        raise CheckpointError(f"dtype {name!r} is not supported; supported: float32, bfloat16, float16.")
+    if name == "bfloat16":
+        return np.dtype(_need_ml_dtypes(Path("bfloat16 weights")).bfloat16)
+    return np.dtype(name)
+
+
+def random_params(config: Config, seed: int = 0, dtype: str = "float32") -> Params:
+    """Draw parameters of a configuration, scaled so that activations neither vanish nor grow. For tests and timing."""
+    rng = np.random.default_rng(seed)
+
+    def draw(entry: Entry) -> np.ndarray:
+        name = entry.path[-1]
+        if name == "A_log":
+            return np.log(rng.uniform(1, 16, entry.shape))
+        if name == "dt_bias":
+            return np.log(np.expm1(np.exp(rng.uniform(np.log(1e-3), np.log(1e-1), entry.shape))))
+        if name == "D" or name.endswith("norm"):
+            return np.ones(entry.shape)
+        return rng.standard_normal(entry.shape, np.float32) * (0.02 if entry.index is None else entry.shape[-1] ** -0.5)
+
+    def tensor(entry: Entry) -> _Tensor:
+        return _Tensor(entry.shape, lambda: draw(entry).astype(_dtype("float32" if entry.exact else dtype)))
+
+    entries = list(layout(config))
+    return _assemble(entries, {entry.key: tensor(entry) for entry in entries}, None)

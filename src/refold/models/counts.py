@@ -1,0 +1,92 @@
+"""Operations and bytes that a model needs, counted from its configuration; what measurements are held against.
+
+A multiply and an add are two operations. Bytes are the fewest that must move: every weight read once, every state read
+and written once. Elementwise work is left out of the operations; it is bound by bytes.
+"""
+
+import math
+from dataclasses import dataclass
+
+from refold.models.checkpoint import layout
+from refold.models.configs import Config, GraniteHybridConfig, Mamba2Config, MambaConfig, Mixer2Config
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Operations and bytes of one call."""
+
+    flops: float
+    bytes: float
+
+
+def parameters(config: Config) -> int:
+    """Count the parameters, a tied head once."""
+    return sum(math.prod(entry.shape) for entry in layout(config))
+
+
+def active_parameters(config: Config) -> int:
+    """Count the parameters that one token's step multiplies with: those of the chosen experts only."""
+    total = parameters(config)
+    if isinstance(config, GraniteHybridConfig) and config.nexperts:
+        idle = config.nexperts - config.experts_per_token
+        total -= config.nlayers * idle * 3 * config.expert_dim * config.d_model
+    return total
+
+
+def _matrices(config: Config) -> int:
+    """Count the weights of the layers' matrix products for one token."""
+    skipped = ("embedding", "head", "norm", "expert_in", "expert_out")
+    count = sum(
+        math.prod(entry.shape)
+        for entry in layout(config)
+        if len(entry.stored) > 1 and entry.path[-1] not in (*skipped, "A_log", "conv_weight")
+    )
+    if isinstance(config, GraniteHybridConfig) and config.nexperts:
+        count += config.nlayers * config.experts_per_token * 3 * config.expert_dim * config.d_model
+    return count
+
+
+def _mixer_layers(config: Config) -> int:
+    return config.kinds.count("mamba") if isinstance(config, GraniteHybridConfig) else config.nlayers
+
+
+def state_elements(config: Config) -> tuple[int, int]:
+    """Count one sequence's recurrent state and convolution window."""
+    if isinstance(config, MambaConfig):
+        ssm, conv = config.d_inner * config.dstate, config.d_inner * (config.conv_width - 1)
+    else:
+        m = config.mixer
+        ssm, conv = m.d_inner * m.dstate, m.conv_dim * (m.conv_width - 1)
+    return _mixer_layers(config) * ssm, _mixer_layers(config) * conv
+
+
+def decode(config: Config, batch: int, weight_bytes: int, state_bytes: int = 4, past: int = 0) -> Counts:
+    """Count one decoding step of ``batch`` rows that have each read ``past`` tokens."""
+    ssm, conv = state_elements(config)
+    head = config.d_model * config.vocab_size
+    taps = conv // max(_conv_width(config) - 1, 1) * _conv_width(config)
+    flops = 2 * (_matrices(config) + head + taps) + 6 * ssm
+    moved = weight_bytes * (batch * active_parameters(config) if _experts(config) else parameters(config))
+    moved += 2 * batch * (state_bytes * ssm + weight_bytes * conv) + 4 * batch * config.vocab_size
+    if isinstance(config, GraniteHybridConfig):
+        attended = config.kinds.count("attention") * past
+        flops += 4 * attended * config.nheads * config.headdim
+        moved += batch * 2 * attended * config.nkvheads * config.headdim * weight_bytes
+    return Counts(batch * flops, moved)
+
+
+def prefill(config: Mamba2Config, batch: int, seqlen: int, chunk_size: int, weight_bytes: int) -> Counts:
+    """Count the reading of ``seqlen`` tokens a row, last logits; the causal half of each chunk's products."""
+    m: Mixer2Config = config.mixer
+    scan = chunk_size * (m.ngroups * m.dstate + m.d_inner) + 4 * m.d_inner * m.dstate
+    flops = seqlen * (2 * _matrices(config) + config.nlayers * scan) + 2 * config.d_model * config.vocab_size
+    ssm, _ = state_elements(config)
+    return Counts(batch * flops, weight_bytes * parameters(config) + 8 * batch * ssm)
+
+
+def _experts(config: Config) -> bool:
+    return isinstance(config, GraniteHybridConfig) and config.nexperts > 0
+
+
+def _conv_width(config: Config) -> int:
+    return config.conv_width if isinstance(config, MambaConfig) else config.mixer.conv_width

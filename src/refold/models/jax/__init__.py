@@ -1,0 +1,26 @@
+"""Language models as pure JAX functions of a configuration, a parameter pytree and a state pytree.
+
+Every model has the same three functions: ``init_state(config, batch)``, ``forward(config, params, tokens, state)``
+for any number of tokens, and ``step(config, params, token, state)``, which is one step of the recurrence.
+"""
+
+from types import ModuleType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from refold.models.configs import Config, GraniteHybridConfig, Mamba2Config, MambaConfig
+
+
+def model_for(config: Config) -> ModuleType:
+    """Return the module that computes a configuration's model."""
+    from refold.models.jax import granite_hybrid, mamba, mamba2
+
+    modules: dict[type, ModuleType] = {MambaConfig: mamba, Mamba2Config: mamba2, GraniteHybridConfig: granite_hybrid}
+    return modules[type(config)]
+
+
+def to_device(params: Any) -> Any:
+    """Put NumPy parameters on the default device, array by array."""
+    return jax.tree.map(jnp.asarray, params)

@@ -1,0 +1,235 @@
+"""Granite 4 hybrids: Mamba-2 and attention layers, each followed by a shared MLP and, if configured, experts.
+
+Runs of layers of one kind are scanned over, and the shortest period of the layer order is scanned over in turn, so
+that compile time grows with the length of a period's runs, not with depth. Weights are sliced from the stacks inside
+the innermost loop, where they are used. The key-value cache is carried and written in place.
+"""
+
+import itertools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from refold.models.configs import GraniteHybridConfig
+from refold.models.jax.layers import Array, Tree, embed, layer_of, linear, output, rms_norm, valid_tokens
+from refold.models.jax.mamba2 import mixer, mixer_state, mixer_step
+from refold.ops._jax_layout import product
+
+QUERY_BLOCK = 512
+"""Queries whose scores against the whole cache are held at one time."""
+
+
+def init_state(
+    config: GraniteHybridConfig,
+    batch: int,
+    dtype: Any = jnp.float32,
+    state_dtype: Any = jnp.float32,
+    capacity: int = 0,
+) -> Tree:
+    """Return the state before any token; ``k`` and ``v (a, b, capacity, kv heads, head dim)`` hold the past."""
+    cache = (config.kinds.count("attention"), batch, capacity, config.nkvheads, config.headdim)
+    return {
+        "length": jnp.zeros(batch, jnp.int32),
+        "k": jnp.zeros(cache, dtype),
+        "v": jnp.zeros(cache, dtype),
+        **mixer_state(config.mixer, config.kinds.count("mamba"), batch, dtype, state_dtype),
+    }
+
+
+def grow_state(state: Tree, capacity: int) -> Tree:
+    """Return the state with room for ``capacity`` tokens in its key-value cache."""
+    missing = max(0, capacity - state["k"].shape[2])
+    pad = [(0, 0), (0, 0), (0, missing), (0, 0), (0, 0)]
+    return {**state, "k": jnp.pad(state["k"], pad), "v": jnp.pad(state["v"], pad)}
+
+
+def forward(
+    config: GraniteHybridConfig,
+    params: Tree,
+    tokens: Array,
+    state: Tree | None = None,
+    *,
+    lengths: Array | None = None,
+    kind: str = "last",
+    chunk_size: int | None = None,
+) -> tuple[Array, Tree]:
+    """Read ``tokens (b, t)`` on top of ``state``, whose cache must have room; otherwise as ``mamba2.forward``."""
+    batch, seqlen = tokens.shape
+    if state is None:
+        state = init_state(config, batch, params["embedding"].dtype, capacity=seqlen)
+    valid = valid_tokens(seqlen, lengths)
+
+    def mix(weights: Tree, u: Array, conv: Array, ssm: Array) -> tuple[Array, Array, Array]:
+        return mixer(config.mixer, weights, u, conv, ssm, lengths, valid, chunk_size)
+
+    hidden, state = _layers(config, params, embed(params, tokens), state, mix, valid)
+    state["length"] = state["length"] + (seqlen if lengths is None else lengths)
+    out = output(params, hidden, config.norm_eps, lengths, kind)
+    return out if kind == "hidden" else out / config.logits_divisor, state
+
+
+def step(
+    config: GraniteHybridConfig, params: Tree, token: Array, state: Tree, *, active: Array | None = None
+) -> tuple[Array, Tree]:
+    """Read one token a row, ``(b,)``; rows that are not ``active`` keep their state. Returns logits ``(b, vocab)``."""
+
+    def mix(weights: Tree, u: Array, conv: Array, ssm: Array) -> tuple[Array, Array, Array]:
+        y, conv, ssm = mixer_step(config.mixer, weights, u[:, 0], conv, ssm, active)
+        return y[:, None], conv, ssm
+
+    valid = None if active is None else active[:, None]
+    hidden, state = _layers(config, params, embed(params, token[:, None]), state, mix, valid)
+    state["length"] = state["length"] + (1 if active is None else active.astype(jnp.int32))
+    return output(params, hidden, config.norm_eps, None, "last") / config.logits_divisor, state
+
+
+def periods(kinds: tuple[str, ...]) -> tuple[int, list[tuple[str, int]]]:
+    """Return how often the shortest period of ``kinds`` repeats, and the runs ``(kind, count)`` of one period."""
+    depth = len(kinds)
+    period = next(p for p in range(1, depth + 1) if depth % p == 0 and kinds[:p] * (depth // p) == kinds)
+    return depth // period, [(kind, len(list(run))) for kind, run in itertools.groupby(kinds[:period])]
+
+
+def _layers(
+    config: GraniteHybridConfig, params: Tree, hidden: Array, state: Tree, mix: Any, valid: Array | None
+) -> tuple[Array, Tree]:
+    """Run all layers on ``hidden (b, t, d)``; ``mix`` is the Mamba mixer to use."""
+    repeats, runs = periods(config.kinds)
+    hidden = hidden * config.embedding_multiplier
+    in_period = {kind: sum(n for k, n in runs if k == kind) for kind in ("mamba", "attention")}
+    length = state["length"]
+
+    def close(hidden: Array, mixed: Array, common: Tree) -> Array:
+        hidden = hidden + mixed.astype(jnp.float32) * config.residual_multiplier
+        normed = rms_norm(hidden, common["mlp_norm"], config.norm_eps)
+        fed = _mlp(common, normed) + (_experts(config, common, normed) if config.nexperts else 0)
+        return hidden + fed.astype(jnp.float32) * config.residual_multiplier
+
+    def period(carry: Any, inputs: Any) -> tuple[Any, Any]:
+        repeat, conv, ssm = inputs
+        states: list[Any] = []
+        done = dict.fromkeys(in_period, 0)
+        for kind, count in runs:
+            first = repeat * in_period[kind] + done[kind]
+            base = repeat * sum(in_period.values()) + sum(done.values())
+
+            def mamba_layer(carry: Any, inputs: Any, first: Any = first, base: Any = base) -> tuple[Any, Any]:
+                hidden, k, v = carry
+                i, conv, ssm = inputs
+                common, weights = layer_of(params["layers"], base + i), layer_of(params["mamba"], first + i)
+                normed = rms_norm(hidden, common["norm"], config.norm_eps)
+                mixed, conv, ssm = mix(weights, normed, conv, ssm)
+                return (close(hidden, mixed, common), k, v), (conv, ssm)
+
+            def attention_layer(carry: Any, i: Array, first: Any = first, base: Any = base) -> tuple[Any, None]:
+                hidden, k, v = carry
+                common, weights = layer_of(params["layers"], base + i), layer_of(params["attention"], first + i)
+                normed = rms_norm(hidden, common["norm"], config.norm_eps)
+                mixed, k, v = _attention(config, weights, normed, k, v, first + i, length, valid)
+                return (close(hidden, mixed, common), k, v), None
+
+            if kind == "mamba":
+                here = slice(done[kind], done[kind] + count)
+                carry, new = jax.lax.scan(mamba_layer, carry, (jnp.arange(count), conv[here], ssm[here]))
+                states.append(new)
+            else:
+                carry, _ = jax.lax.scan(attention_layer, carry, jnp.arange(count))
+            done[kind] += count
+        if not states:
+            return carry, (conv, ssm)
+        return carry, jax.tree.map(lambda *a: jnp.concatenate(a) if len(a) > 1 else a[0], *states)
+
+    def split(a: Array) -> Array:
+        return a.reshape(repeats, in_period["mamba"], *a.shape[1:])
+
+    carry = (hidden, state["k"], state["v"])
+    carry, (conv, ssm) = jax.lax.scan(period, carry, (jnp.arange(repeats), split(state["conv"]), split(state["ssm"])))
+    hidden, k, v = carry
+    conv, ssm = conv.reshape(state["conv"].shape), ssm.reshape(state["ssm"].shape)
+    return hidden, {**state, "k": k, "v": v, "conv": conv, "ssm": ssm}
+
+
+def _attention(
+    config: GraniteHybridConfig,
+    weights: Tree,
+    u: Array,
+    k_cache: Array,
+    v_cache: Array,
+    index: Any,
+    length: Array,
+    valid: Array | None,
+) -> tuple[Array, Array, Array]:
+    """Attend from ``u (b, t, d)`` to the cache of layer ``index`` and to itself, causally."""
+    batch, seqlen = u.shape[:2]
+    capacity = k_cache.shape[2]
+    q, k, v = (
+        linear(u, weights[name], weights.get(f"{name}_bias")).reshape(batch, seqlen, -1, config.headdim)
+        for name in ("q", "k", "v")
+    )
+    position = length[:, None] + jnp.arange(seqlen)  # (b, t)
+    if config.rope_theta is not None:
+        q, k = _rotate(q, position, config.rope_theta), _rotate(k, position, config.rope_theta)
+    slot = position if valid is None else jnp.where(valid, position, capacity)  # padding is written nowhere
+    row = jnp.arange(batch)[:, None]
+    k_cache = k_cache.at[index, row, slot].set(k.astype(k_cache.dtype), mode="drop")
+    v_cache = v_cache.at[index, row, slot].set(v.astype(v_cache.dtype), mode="drop")
+    keys, values = layer_of((k_cache, v_cache), index)  # (b, capacity, kv, e)
+    q = q.reshape(batch, seqlen, config.nkvheads, -1, config.headdim)
+
+    def attend(q: Array, position: Array) -> Array:
+        scores = product("btkre,bske->bkrts", q, keys) * config.attention_multiplier
+        seen = jnp.arange(capacity) <= position[..., None]  # (b, t, s)
+        scores = jnp.where(seen[:, None, None], scores, -jnp.inf)
+        return product("bkrts,bske->btkre", jax.nn.softmax(scores, axis=-1).astype(q.dtype), values).astype(q.dtype)
+
+    if seqlen <= QUERY_BLOCK:
+        y = attend(q, position)
+    else:
+        blocks = -(-seqlen // QUERY_BLOCK)
+        pad = blocks * QUERY_BLOCK - seqlen
+        q = jnp.pad(q, [(0, 0), (0, pad), (0, 0), (0, 0), (0, 0)])
+        position = jnp.pad(position, [(0, 0), (0, pad)])
+        q = jnp.moveaxis(q.reshape(batch, blocks, QUERY_BLOCK, *q.shape[2:]), 1, 0)
+        position = jnp.moveaxis(position.reshape(batch, blocks, QUERY_BLOCK), 1, 0)
+        y = jnp.moveaxis(jax.lax.map(lambda block: attend(*block), (q, position)), 0, 1)
+        y = y.reshape(batch, blocks * QUERY_BLOCK, -1)[:, :seqlen]
+    return linear(y.reshape(batch, seqlen, -1), weights["o"], weights.get("o_bias")), k_cache, v_cache
+
+
+def _rotate(x: Array, position: Array, theta: float) -> Array:
+    """Rotate the halves of ``x (b, t, h, e)`` by angles that grow with ``position (b, t)``."""
+    half = x.shape[-1] // 2
+    frequency = 1.0 / theta ** (jnp.arange(half, dtype=jnp.float32) / half)
+    angle = (position[..., None] * frequency)[:, :, None]  # (b, t, 1, e/2)
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    cos, sin = jnp.cos(angle), jnp.sin(angle)
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+
+
+def _mlp(common: Tree, x: Array) -> Array:
+    gate, up = jnp.split(linear(x, common["mlp_in"]), 2, axis=-1)
+    return linear(jax.nn.silu(gate) * up, common["mlp_out"])
+
+
+def _experts(config: GraniteHybridConfig, common: Tree, x: Array) -> Array:
+    """Send each token to its ``experts_per_token`` best experts and sum their answers by the softmax of the scores.
+
+    Few tokens gather their experts' weights; many are sorted by expert and multiplied group by group.
+    """
+    tokens = x.reshape(-1, x.shape[-1])
+    top = config.experts_per_token
+    scores, chosen = jax.lax.top_k(linear(tokens, common["router"]).astype(jnp.float32), top)  # (m, k)
+    share = jax.nn.softmax(scores, axis=-1).astype(x.dtype)
+    if len(tokens) * top <= config.nexperts:
+        hidden = product("mi,mkoi->mko", tokens, common["expert_in"][chosen]).astype(x.dtype)
+        gate, up = jnp.split(hidden, 2, axis=-1)
+        answers = product("mkf,mkif->mki", jax.nn.silu(gate) * up, common["expert_out"][chosen]).astype(x.dtype)
+    else:
+        order = jnp.argsort(chosen.reshape(-1), stable=True)
+        sizes = jnp.bincount(chosen.reshape(-1), length=config.nexperts).astype(jnp.int32)
+        hidden = jax.lax.ragged_dot(tokens[order // top], common["expert_in"].transpose(0, 2, 1), sizes)
+        gate, up = jnp.split(hidden, 2, axis=-1)
+        sorted_answers = jax.lax.ragged_dot(jax.nn.silu(gate) * up, common["expert_out"].transpose(0, 2, 1), sizes)
+        answers = jnp.zeros_like(sorted_answers).at[order].set(sorted_answers).reshape(len(tokens), top, -1)
+    return jnp.einsum("mk,mki->mi", share, answers).reshape(x.shape)

@@ -1,0 +1,107 @@
+"""Mamba-1: a stack of equal layers, scanned over.
+
+A layer is ``h + out_proj(selective_scan(conv(x)) * silu(z))`` with ``x, z = in_proj(norm(h))``. Weights and matrix
+products have the dtype of the parameters; step sizes, decays, norms and the residual stream are float32.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from refold import ops
+from refold.models.configs import MambaConfig
+from refold.models.jax import time_shards
+from refold.models.jax.layers import Array, Tree, embed, last_window, linear, output, rms_norm, select, valid_tokens
+from refold.ops._jax_layout import product, step_sizes
+
+
+def init_state(config: MambaConfig, batch: int, dtype: Any = jnp.float32, state_dtype: Any = jnp.float32) -> Tree:
+    """Return the state before any token: ``conv (l, b, d, w-1)``, ``ssm (l, b, d, n)``, ``length (b,)``."""
+    return {
+        "length": jnp.zeros(batch, jnp.int32),
+        "conv": jnp.zeros((config.nlayers, batch, config.d_inner, config.conv_width - 1), dtype),
+        "ssm": jnp.zeros((config.nlayers, batch, config.d_inner, config.dstate), state_dtype),
+    }
+
+
+def forward(
+    config: MambaConfig,
+    params: Tree,
+    tokens: Array,
+    state: Tree | None = None,
+    *,
+    lengths: Array | None = None,
+    kind: str = "last",
+    time_axis: str | None = None,
+) -> tuple[Array, Tree]:
+    """Read ``tokens (b, t)`` on top of ``state``; arguments and results as in ``mamba2.forward``."""
+    batch, seqlen = tokens.shape
+    if state is None:
+        state = init_state(config, batch, params["embedding"].dtype)
+    valid = valid_tokens(seqlen, lengths)
+
+    def layer(hidden: Array, inputs: Any) -> tuple[Array, Any]:
+        weights, conv, ssm = inputs
+        x, z = _project(weights, rms_norm(hidden, weights["norm"], config.norm_eps))
+        window, conv = conv, last_window(conv, x, lengths)
+        if time_axis is not None:
+            window, conv = time_shards.window_before(x, window, time_axis), time_shards.from_last(conv, time_axis)
+        x, _ = ops.causal_conv1d(
+            x, weights["conv_weight"], weights.get("conv_bias"), activation="silu", initial_state=window
+        )
+        dt, B, C = _selection(config, weights, x)
+        if valid is not None:
+            dt = jnp.where(valid[..., None], dt, 0)
+        options = {"D": weights["D"], "z": z, "initial_state": ssm, "state_dtype": ssm.dtype}
+        A = -jnp.exp(weights["A_log"])
+        if time_axis is None:
+            y, ssm = ops.selective_scan(x, dt, A, B, C, **options)
+        else:
+            y, ssm = time_shards.selective_scan(x, dt, A, B, C, axis=time_axis, **options)
+        return hidden + linear(y, weights["out_proj"], weights.get("out_bias")), (conv, ssm)
+
+    hidden, (conv, ssm) = jax.lax.scan(layer, embed(params, tokens), (params["layers"], state["conv"], state["ssm"]))
+    length = state["length"] + (seqlen if lengths is None else lengths)
+    if time_axis is not None and kind == "last":
+        hidden = time_shards.from_last(hidden[:, -1:], time_axis)
+    return output(params, hidden, config.norm_eps, lengths, kind), {"length": length, "conv": conv, "ssm": ssm}
+
+
+def step(
+    config: MambaConfig, params: Tree, token: Array, state: Tree, *, active: Array | None = None
+) -> tuple[Array, Tree]:
+    """Read one token a row, ``(b,)``; rows that are not ``active`` keep their state. Returns logits ``(b, vocab)``."""
+
+    def layer(hidden: Array, inputs: Any) -> tuple[Array, Any]:
+        weights, conv, ssm = inputs
+        x, z = _project(weights, rms_norm(hidden, weights["norm"], config.norm_eps))
+        x, window = ops.causal_conv1d_step(x, weights["conv_weight"], conv, weights.get("conv_bias"), activation="silu")
+        dt, B, C = _selection(config, weights, x)
+        if active is not None:
+            dt = jnp.where(active[:, None], dt, 0)
+        y, ssm = ops.selective_scan_step(x, dt, -jnp.exp(weights["A_log"]), B, C, ssm, D=weights["D"], z=z)
+        mixed = linear(y, weights["out_proj"], weights.get("out_bias"))
+        return hidden + mixed, (select(active, window, conv), ssm)
+
+    hidden, (conv, ssm) = jax.lax.scan(layer, embed(params, token), (params["layers"], state["conv"], state["ssm"]))
+    length = state["length"] + (1 if active is None else active.astype(jnp.int32))
+    logits = output(params, hidden[:, None], config.norm_eps, None, "last")
+    return logits, {"length": length, "conv": conv, "ssm": ssm}
+
+
+def _project(weights: Tree, u: Array) -> tuple[Array, Array]:
+    """Return the convolution's input x and the gate z; parameters spread over devices hold the projection in parts."""
+    if "in_proj" in weights:
+        x, z = jnp.split(linear(u, weights["in_proj"], weights.get("in_bias")), 2, axis=-1)
+        return x, z
+    parts, biases = weights["in_parts"], weights.get("in_bias_parts", {})
+    return linear(u, parts["x"], biases.get("x")), linear(u, parts["z"], biases.get("z"))
+
+
+def _selection(config: MambaConfig, weights: Tree, x: Array) -> tuple[Array, Array, Array]:
+    """Return what depends on the input: step sizes (float32), B and C."""
+    selected = linear(x, weights["x_proj"])
+    dt, B, C = jnp.split(selected, [config.dt_rank, config.dt_rank + config.dstate], axis=-1)
+    raw = product("...r,dr->...d", dt, weights["dt_proj"])
+    return step_sizes(raw, weights["dt_bias"], True, (0.0, float("inf")), jnp.float32), B, C

@@ -1,0 +1,183 @@
+"""Mamba-2: a stack of equal layers, scanned over, so that compile time does not grow with depth.
+
+A layer is ``h + out_proj(norm(ssd(conv(in_proj(norm(h)))), gate))``. Weights and matrix products have the dtype of the
+parameters; step sizes, decays, norms and the residual stream are float32.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from refold import ops
+from refold.models.configs import Mamba2Config, Mixer2Config
+from refold.models.jax import time_shards
+from refold.models.jax.layers import Array, Tree, embed, last_window, linear, output, rms_norm, select, valid_tokens
+from refold.ops._jax_layout import step_sizes
+
+
+def init_state(config: Mamba2Config, batch: int, dtype: Any = jnp.float32, state_dtype: Any = jnp.float32) -> Tree:
+    """Return the state before any token: its size does not depend on how many will be read.
+
+    ``conv (l, b, channels, w-1)`` has the weights' dtype, ``ssm (l, b, h, p, n)`` the state dtype; ``length (b,)``
+    counts the tokens read.
+    """
+    return {
+        "length": jnp.zeros(batch, jnp.int32),
+        **mixer_state(config.mixer, config.nlayers, batch, dtype, state_dtype),
+    }
+
+
+def mixer_state(c: Mixer2Config, nlayers: int, batch: int, dtype: Any, state_dtype: Any) -> dict[str, Array]:
+    """Return the zero states of a stack of mixers."""
+    return {
+        "conv": jnp.zeros((nlayers, batch, c.conv_dim, c.conv_width - 1), dtype),
+        "ssm": jnp.zeros((nlayers, batch, c.nheads, c.headdim, c.dstate), state_dtype),
+    }
+
+
+def forward(
+    config: Mamba2Config,
+    params: Tree,
+    tokens: Array,
+    state: Tree | None = None,
+    *,
+    lengths: Array | None = None,
+    kind: str = "last",
+    chunk_size: int | None = None,
+    time_axis: str | None = None,
+) -> tuple[Array, Tree]:
+    """Read ``tokens (b, t)`` on top of ``state``.
+
+    Args:
+        config: The model.
+        params: Parameters as ``refold.models.checkpoint`` lays them out.
+        tokens: Token ids; rows shorter than ``t`` are padded on the right with any id.
+        state: State to go on from; None begins afresh.
+        lengths: Valid tokens of each row, ``(b,)``; None when all are.
+        kind: ``last``, ``all`` or ``hidden``: see ``layers.output``.
+        chunk_size: Chunk of the scan; None picks the device's.
+        time_axis: Mesh axis over which time is cut, inside ``shard_map``; see ``refold.distributed.jax``.
+
+    Returns:
+        Logits or hidden states, and the state after each row's last valid token.
+    """
+    batch, seqlen = tokens.shape
+    if state is None:
+        state = init_state(config, batch, params["embedding"].dtype)
+    valid = valid_tokens(seqlen, lengths)
+
+    def layer(hidden: Array, inputs: Any) -> tuple[Array, Any]:
+        weights, conv, ssm = inputs
+        normed = rms_norm(hidden, weights["norm"], config.norm_eps)
+        mixed, conv, ssm = mixer(config.mixer, weights, normed, conv, ssm, lengths, valid, chunk_size, time_axis)
+        return hidden + mixed, (conv, ssm)
+
+    hidden, (conv, ssm) = jax.lax.scan(layer, embed(params, tokens), (params["layers"], state["conv"], state["ssm"]))
+    length = state["length"] + (seqlen if lengths is None else lengths)
+    if time_axis is not None and kind == "last":
+        hidden = time_shards.from_last(hidden[:, -1:], time_axis)
+    return output(params, hidden, config.norm_eps, lengths, kind), {"length": length, "conv": conv, "ssm": ssm}
+
+
+def step(
+    config: Mamba2Config, params: Tree, token: Array, state: Tree, *, active: Array | None = None
+) -> tuple[Array, Tree]:
+    """Read one token a row, ``(b,)``; rows that are not ``active`` keep their state. Returns logits ``(b, vocab)``."""
+
+    def layer(hidden: Array, inputs: Any) -> tuple[Array, Any]:
+        weights, conv, ssm = inputs
+        normed = rms_norm(hidden, weights["norm"], config.norm_eps)
+        mixed, conv, ssm = mixer_step(config.mixer, weights, normed, conv, ssm, active)
+        return hidden + mixed, (conv, ssm)
+
+    hidden, (conv, ssm) = jax.lax.scan(layer, embed(params, token), (params["layers"], state["conv"], state["ssm"]))
+    length = state["length"] + (1 if active is None else active.astype(jnp.int32))
+    logits = output(params, hidden[:, None], config.norm_eps, None, "last")
+    return logits, {"length": length, "conv": conv, "ssm": ssm}
+
+
+def mixer(
+    c: Mixer2Config,
+    weights: Tree,
+    u: Array,
+    conv: Array,
+    ssm: Array,
+    lengths: Array | None,
+    valid: Array | None,
+    chunk_size: int | None = None,
+    time_axis: str | None = None,
+) -> tuple[Array, Array, Array]:
+    """Mix ``u (b, t, d)`` over time from the states ``conv`` and ``ssm``; padding leaves both as they are."""
+
+    def convolve(x: Array, window: Array, weight: Array, bias: Array | None) -> tuple[Array, Array]:
+        last = last_window(window, x, lengths)
+        if time_axis is not None:
+            window, last = time_shards.window_before(x, window, time_axis), time_shards.from_last(last, time_axis)
+        y, _ = ops.causal_conv1d(x, weight, bias, activation="silu", initial_state=window)
+        return y, last
+
+    z, x, B, C, dt, conv = _inputs(c, weights, u, conv, convolve)
+    if valid is not None:
+        dt = jnp.where(valid[..., None], dt, 0)
+    A, D = -jnp.exp(weights["A_log"]), weights["D"]
+    options = {"D": D, "initial_state": ssm, "chunk_size": chunk_size, "state_dtype": ssm.dtype}
+    if time_axis is None:
+        y, ssm = ops.ssd(x, dt, A, B, C, **options)
+    else:
+        y, ssm = time_shards.ssd(x, dt, A, B, C, axis=time_axis, **options)
+    return _close(c, weights, y, z), conv, ssm
+
+
+def mixer_step(
+    c: Mixer2Config, weights: Tree, u: Array, conv: Array, ssm: Array, active: Array | None
+) -> tuple[Array, Array, Array]:
+    """Mix one token ``u (b, d)``."""
+
+    def convolve(x: Array, window: Array, weight: Array, bias: Array | None) -> tuple[Array, Array]:
+        y, new = ops.causal_conv1d_step(x, weight, window, bias, activation="silu")
+        return y, select(active, new, window)
+
+    z, x, B, C, dt, conv = _inputs(c, weights, u, conv, convolve)
+    if active is not None:
+        dt = jnp.where(active[:, None], dt, 0)
+    y, ssm = ops.ssd_step(x, dt, -jnp.exp(weights["A_log"]), B, C, ssm, D=weights["D"])
+    return _close(c, weights, y, z), conv, ssm
+
+
+def _inputs(c: Mixer2Config, weights: Tree, u: Array, conv: Array, convolve: Any) -> tuple[Array, ...]:
+    """Project ``u`` and convolve; return z, x, B, C, the step sizes dt (float32), and the convolution's new window.
+
+    Parameters spread over devices hold the projection in parts (``refold.distributed.jax``).
+    """
+    bc = c.ngroups * c.dstate
+    weight, bias = weights["conv_weight"], weights.get("conv_bias")
+    if "in_proj" in weights:
+        projected = linear(u, weights["in_proj"], weights.get("in_bias"))
+        z, xBC, dt = jnp.split(projected, [c.d_inner, c.d_inner + c.conv_dim], axis=-1)
+        xBC, conv = convolve(xBC, conv, weight, bias)
+        x, B, C = jnp.split(xBC, [c.d_inner, c.d_inner + bc], axis=-1)
+    else:
+        biases = weights.get("in_bias_parts", {})
+        z, x, B, C, dt = (linear(u, weights["in_parts"][name], biases.get(name)) for name in ("z", "x", "B", "C", "dt"))
+        windows, begin = [], 0
+        convolved = []
+        for part in (x, B, C):
+            rows = slice(begin, begin + part.shape[-1])
+            y, window = convolve(part, conv[:, rows], weight[rows], None if bias is None else bias[rows])
+            convolved.append(y)
+            windows.append(window)
+            begin = rows.stop
+        (x, B, C), conv = convolved, jnp.concatenate(windows, axis=1)
+    lead = u.shape[:-1]
+    x = x.reshape(*lead, c.nheads, c.headdim)
+    B, C = B.reshape(*lead, c.ngroups, c.dstate), C.reshape(*lead, c.ngroups, c.dstate)
+    return z, x, B, C, step_sizes(dt, weights["dt_bias"], True, c.dt_limit, jnp.float32), conv
+
+
+def _close(c: Mixer2Config, weights: Tree, y: Array, z: Array) -> Array:
+    """Gate, normalise and project back to the residual stream."""
+    y = ops.gated_rmsnorm(
+        y.reshape(z.shape), z, weights["gated_norm"], eps=c.norm_eps, group_size=c.d_inner // c.norm_groups
+    )
+    return linear(y, weights["out_proj"], weights.get("out_bias"))

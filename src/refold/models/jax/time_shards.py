@@ -1,0 +1,66 @@
+"""Scans whose time axis is cut over the devices of a mesh axis; called inside ``shard_map``.
+
+Each device scans its part from nothing, which gives the state it adds. One gather of these states and of the parts'
+total decays tells every device the state that enters its part, from which it computes its outputs.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from refold import ops
+
+Array = jax.Array
+
+
+def window_before(x: Array, window: Array, axis: str) -> Array:
+    """Return the inputs just before this device's part of ``x (b, t, d)``; on the first, ``window (b, d, w-1)``."""
+    before = window.shape[2]
+    tail = x[:, x.shape[1] - before :].swapaxes(1, 2).astype(window.dtype)
+    size = jax.lax.axis_size(axis)
+    left = jax.lax.ppermute(tail, axis, [(i, i + 1) for i in range(size - 1)])
+    return jnp.where(jax.lax.axis_index(axis) == 0, window, left)
+
+
+def from_last(a: Array, axis: str) -> Array:
+    """Return the last device's ``a`` on every device."""
+    last = jax.lax.axis_index(axis) == jax.lax.axis_size(axis) - 1
+    return jax.lax.psum(jnp.where(last, a, 0), axis)
+
+
+def pass_states(added: Array, log_decay: Array, initial: Array, axis: str) -> tuple[Array, Array]:
+    """Return the state that enters this device's part, and the one that leaves the last part.
+
+    Args:
+        added: State that this part adds, float32.
+        log_decay: Its total log decay, broadcasting against the state.
+        initial: State that enters the first part.
+        axis: Mesh axis of time.
+    """
+    states, decays = jax.lax.all_gather((added, jnp.exp(log_decay)), axis)
+    state = entering = initial.astype(added.dtype)
+    for i in range(states.shape[0]):
+        entering = jnp.where(jax.lax.axis_index(axis) == i, state, entering)
+        state = decays[i] * state + states[i]
+    return entering, state
+
+
+def ssd(x: Array, dt: Array, A: Array, B: Array, C: Array, *, initial_state: Array, axis: str, **options: Any) -> Any:
+    """Compute ``refold.ops.ssd`` of a sequence cut over ``axis``; ``dt`` are final step sizes."""
+    _, added = ops.ssd(x, dt, A, B, C, **{**options, "state_dtype": None})
+    log_decay = (dt.sum(1) * A)[..., None, None]
+    entering, final = pass_states(added, log_decay, initial_state, axis)
+    y, _ = ops.ssd(x, dt, A, B, C, initial_state=entering, **options)
+    return y, final.astype(initial_state.dtype)
+
+
+def selective_scan(
+    x: Array, dt: Array, A: Array, B: Array, C: Array, *, initial_state: Array, axis: str, **options: Any
+) -> Any:
+    """Compute ``refold.ops.selective_scan`` of a sequence cut over ``axis``; ``dt`` are final step sizes."""
+    _, added = ops.selective_scan(x, dt, A, B, C, **{**options, "state_dtype": None})
+    log_decay = dt.sum(1)[..., None] * A
+    entering, final = pass_states(added, log_decay, initial_state, axis)
+    y, _ = ops.selective_scan(x, dt, A, B, C, initial_state=entering, **options)
+    return y, final.astype(initial_state.dtype)

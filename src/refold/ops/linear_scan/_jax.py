@@ -1,0 +1,48 @@
+"""The elementwise linear recurrence as an associative scan of pairs ``(a1, x1)(a2, x2) = (a2 a1, a2 x1 + x2)``."""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from refold.ops._jax_layout import Array, accumulator
+
+
+@partial(jax.jit, static_argnames=("reverse",))
+def linear_scan(
+    a: Array,
+    x: Array,
+    *,
+    initial_state: Array | None = None,
+    reverse: bool = False,
+    cu_seqlens: Array | None = None,
+) -> tuple[Array, Array]:
+    """Compute :func:`refold.ops.linear_scan` on JAX arrays; see there for the equations and the arguments.
+
+    A state enters where a sequence begins: it is added to the first input there, and the factor is set to zero, which
+    cuts the sequence off from the one before.
+    """
+    acc = accumulator(x.dtype)
+    seqlen = x.shape[1]
+    factors, values = (jnp.broadcast_to(v, jnp.broadcast_shapes(a.shape, x.shape)).astype(acc) for v in (a, x))
+    if cu_seqlens is None:
+        begin: Any = -1 if reverse else 0
+        end: Any = 0 if reverse else -1
+        if initial_state is not None:
+            values = values.at[:, begin].add(factors[:, begin] * initial_state.astype(acc))
+    else:
+        starts, stops = cu_seqlens[:-1], cu_seqlens[1:]
+        begin, end = (stops - 1, starts) if reverse else (starts, stops - 1)
+        nonempty = (stops > starts).reshape(-1, *[1] * (x.ndim - 2))
+        begin = jnp.where(stops > starts, begin, seqlen)  # an empty sequence begins nowhere
+        state = jnp.zeros((len(starts), *x.shape[2:]), acc) if initial_state is None else initial_state.astype(acc)
+        values = values.at[0, begin].add(factors[0, jnp.minimum(begin, seqlen - 1)] * state, mode="drop")
+        factors = factors.at[0, begin].set(0, mode="drop")
+
+    def combine(left: tuple[Array, Array], right: tuple[Array, Array]) -> tuple[Array, Array]:
+        return left[0] * right[0], right[0] * left[1] + right[1]
+
+    h = jax.lax.associative_scan(combine, (factors, values), reverse=reverse, axis=1)[1]
+    final = h[:, end] if cu_seqlens is None else jnp.where(nonempty, h[0, end], state)
+    return h.astype(x.dtype), final

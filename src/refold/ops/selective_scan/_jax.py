@@ -1,0 +1,178 @@
+"""The Mamba-1 scan as ``lax.scan``, never holding more than one state per lane.
+
+The state differs for every channel, so there is no matrix product to find. On CPU one lane walks the sequence: that
+is the least work, and the state stays in cache. On an accelerator a walk of ``t`` small steps is bound by launches, so
+the sequence is cut into about ``sqrt(t)`` lanes that walk side by side: once for the state each lane adds, then, from
+the states that enter the lanes, once more for the outputs. Steps are checkpointed in blocks for the backward pass.
+"""
+
+import math
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from refold.ops._jax_layout import Array, accumulator, pack_chunks, pad_time, step_sizes
+
+CHECKPOINT_STEPS = 32
+"""Steps whose states are recomputed, not stored, by the backward pass."""
+
+
+def default_lane_length(seqlen: int) -> int:
+    """Return the steps one lane walks: all on CPU, about the square root of the length elsewhere."""
+    return seqlen if jax.default_backend() == "cpu" else max(16, 1 << math.isqrt(seqlen).bit_length() - 1)
+
+
+@partial(jax.jit, static_argnames=("dt_softplus", "state_dtype"))
+def selective_scan(
+    x: Array,
+    dt: Array,
+    A: Array,
+    B: Array,
+    C: Array,
+    *,
+    D: Array | None = None,
+    z: Array | None = None,
+    dt_bias: Array | None = None,
+    dt_softplus: bool = False,
+    initial_state: Array | None = None,
+    cu_seqlens: Array | None = None,
+    state_dtype: Any = None,
+) -> tuple[Array, Array]:
+    """Compute :func:`refold.ops.selective_scan` on JAX arrays; see there for the equations and the arguments."""
+    batch, seqlen, dim = x.shape
+    dstate = A.shape[1]
+    acc = accumulator(x.dtype)
+    d = step_sizes(dt, dt_bias, dt_softplus, (0.0, math.inf), acc)
+    ngroups = max(a.shape[2] if a.ndim == 4 else 1 for a in (B, C))
+    inputs = [x.astype(acc), d]
+    for a in (B, C):  # one of them may be grouped and the other not
+        a = a.astype(acc).reshape(batch, seqlen, -1, dstate)
+        inputs.append(jnp.broadcast_to(a, (batch, seqlen, ngroups, dstate)))
+    shape = (ngroups, dim // ngroups)
+    rates = A.astype(acc).reshape(*shape, dstate)
+
+    if cu_seqlens is None:
+        length = default_lane_length(seqlen)
+        nlanes = -(-seqlen // length)
+        state = jnp.zeros((batch, dim, dstate), acc) if initial_state is None else initial_state.astype(acc)
+        first = last = jnp.zeros(nlanes, bool)
+        sequence = jnp.zeros(nlanes, int)
+        own = finals = jnp.zeros((1, *shape, dstate), acc)
+    else:
+        nseq = cu_seqlens.shape[0] - 1
+        length = max(1, min(default_lane_length(seqlen), seqlen // nseq))
+        pack = pack_chunks(cu_seqlens, seqlen, length)
+        nlanes, sequence, first, last = pack.sequence.shape[0], pack.sequence, pack.first, pack.last
+        filled = pack.filled.reshape(1, -1, 1)
+        inputs = [a[:, pack.source] for a in inputs]
+        inputs[1] = jnp.where(filled, inputs[1], 0)
+        own = jnp.zeros((nseq, dim, dstate), acc) if initial_state is None else initial_state.astype(acc)
+        own = finals = own.reshape(nseq, *shape, dstate)
+        state = jnp.zeros((batch, dim, dstate), acc)
+    state = state.reshape(batch, *shape, dstate)
+
+    def lanes(a: Array, *tail: int) -> Array:
+        """Cut (b, t, ...) to (l, c, b, ...): a step takes one token of every lane."""
+        a = pad_time(a, nlanes * length).reshape(batch, nlanes, length, *tail)
+        return a.transpose(2, 1, 0, *range(3, a.ndim))
+
+    walked = (lanes(inputs[0], *shape), lanes(inputs[1], *shape), *(lanes(a, ngroups, dstate) for a in inputs[2:]))
+
+    def step(h: Array, inputs: Any) -> tuple[Array, Array]:
+        x, d, B, C = inputs
+        h = jnp.exp(d[..., None] * rates) * h + (d * x)[..., None] * B[..., None, :]
+        return h, jnp.einsum("cbgrn,cbgn->cbgr", h, C, precision=jax.lax.Precision.HIGHEST)
+
+    if nlanes == 1 and cu_seqlens is None:
+        entering = state[None]
+    else:
+        zero = jnp.zeros((nlanes, *state.shape), acc)
+        added, _ = _blocked_scan(lambda h, inputs: (step(h, inputs)[0], ()), zero, walked)
+        decay = jnp.exp(walked[1].sum(0)[..., None] * rates)  # (c, b, g, r, n)
+
+        def pass_on(carry: Any, lane: Any) -> tuple[Any, Array]:
+            h, finals = carry
+            added, decay, sequence, first, last = lane
+            h = jnp.where(first, own[jnp.minimum(sequence, len(own) - 1)], h)
+            leaving = decay * h + added
+            finals = finals.at[jnp.where(last, sequence, len(finals))].set(leaving[0], mode="drop")
+            return (leaving, finals), h
+
+        (_, finals), entering = jax.lax.scan(pass_on, (state, finals), (added, decay, sequence, first, last))
+    end, y = _blocked_scan(step, entering, walked)
+    y = y.transpose(2, 1, 0, 3, 4).reshape(batch, nlanes * length, dim)
+    y = y[:, :seqlen] if cu_seqlens is None else y[:, pack.target]
+    final = end[-1] if cu_seqlens is None else finals
+    final = final.reshape(-1, dim, dstate).astype(state_dtype or acc)
+    return _finish(y, x, D, z).astype(x.dtype), final
+
+
+def _finish(y: Array, x: Array, D: Array | None, z: Array | None) -> Array:
+    """Add the skip ``D x`` and multiply by ``silu(z)``, in y's dtype."""
+    if D is not None:
+        y = y + D.astype(y.dtype) * x.astype(y.dtype)
+    if z is not None:
+        y = y * jax.nn.silu(z.astype(y.dtype))
+    return y
+
+
+def _blocked_scan(step: Any, carry: Array, inputs: Any) -> tuple[Array, Any]:
+    """Scan ``step`` over axis 0; the backward pass stores the carry of every 32nd step only."""
+    nsteps = inputs[0].shape[0]
+    blocks, rest = divmod(nsteps, CHECKPOINT_STEPS)
+
+    def scan(carry: Array, inputs: Any) -> tuple[Array, Any]:
+        return jax.lax.scan(step, carry, inputs)
+
+    outputs = []
+    if blocks:
+        head = jax.tree.map(
+            lambda a: a[: blocks * CHECKPOINT_STEPS].reshape(blocks, CHECKPOINT_STEPS, *a.shape[1:]), inputs
+        )
+        carry, out = jax.lax.scan(jax.checkpoint(scan), carry, head)
+        outputs.append(jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), out))
+    if rest:
+        carry, out = scan(carry, jax.tree.map(lambda a: a[blocks * CHECKPOINT_STEPS :], inputs))
+        outputs.append(out)
+    return carry, jax.tree.map(lambda *a: jnp.concatenate(a), *outputs)
+
+
+@partial(jax.jit, static_argnames=("dt_softplus",))
+def selective_scan_step(
+    x: Array,
+    dt: Array,
+    A: Array,
+    B: Array,
+    C: Array,
+    state: Array,
+    *,
+    D: Array | None = None,
+    z: Array | None = None,
+    dt_bias: Array | None = None,
+    dt_softplus: bool = False,
+) -> tuple[Array, Array]:
+    """Compute :func:`refold.ops.selective_scan_step`: ``x (b, d)`` or a short run ``(b, t, d)``."""
+    if x.ndim == 3:
+
+        def body(state: Array, inputs: Any) -> tuple[Array, Array]:
+            x, dt, B, C, z = inputs
+            y, state = selective_scan_step(x, dt, A, B, C, state, D=D, z=z, dt_bias=dt_bias, dt_softplus=dt_softplus)
+            return state, y
+
+        time_first = [None if a is None else jnp.moveaxis(a, 1, 0) for a in (x, dt, B, C, z)]
+        state, y = jax.lax.scan(body, state, tuple(time_first))
+        return jnp.moveaxis(y, 0, 1), state
+
+    batch, dim = x.shape
+    acc = accumulator(x.dtype)
+    B, C = (a.astype(acc).reshape(batch, -1, a.shape[-1]) for a in (B, C))
+    ngroups = max(B.shape[1], C.shape[1])
+    B, C = (jnp.broadcast_to(a, (batch, ngroups, a.shape[-1])) for a in (B, C))
+    shape = (batch, ngroups, dim // ngroups)
+    d = step_sizes(dt, dt_bias, dt_softplus, (0.0, math.inf), acc)
+    decay = jnp.exp(d[..., None] * A.astype(acc)).reshape(*shape, -1)
+    new = decay * state.astype(acc).reshape(*shape, -1) + (d * x.astype(acc)).reshape(*shape, 1) * B[:, :, None]
+    y = jnp.sum(new * C[:, :, None], axis=-1).reshape(batch, dim)
+    return _finish(y, x, D, z).astype(x.dtype), new.reshape(state.shape).astype(state.dtype)

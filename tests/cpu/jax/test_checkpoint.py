@@ -1,0 +1,161 @@
+"""Checkpoints that are wrong say so in one error that names what is wrong."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import load_file, save_file
+
+from refold.errors import CheckpointError
+from refold.models.checkpoint import layout, load_checkpoint, random_params
+from refold.models.configs import read_config
+
+SETTINGS = {
+    "model_type": "mamba2", "vocab_size": 16, "hidden_size": 16, "num_hidden_layers": 2, "num_heads": 2, "head_dim": 16,
+    "state_size": 4, "n_groups": 1, "tie_word_embeddings": True, "time_step_limit": [0.0, {"__float__": "Infinity"}],
+}  # fmt: skip
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    (tmp_path / "config.json").write_text(json.dumps(SETTINGS))
+    rng = np.random.default_rng(0)
+    tensors = {e.key: rng.standard_normal(e.shape).astype(np.float32) for e in layout(read_config(tmp_path))}
+    save_file(tensors, tmp_path / "model.safetensors")
+    return tmp_path
+
+
+def change(directory: Path, edit) -> None:
+    tensors = load_file(directory / "model.safetensors")
+    edit(tensors)
+    save_file(tensors, directory / "model.safetensors")
+
+
+def settings(directory: Path, **changed) -> None:
+    (directory / "config.json").write_text(json.dumps(SETTINGS | changed))
+
+
+def test_every_tensor_lands_in_its_place(directory: Path) -> None:
+    config, params = load_checkpoint(directory)
+    tensors = load_file(directory / "model.safetensors")
+    np.testing.assert_array_equal(params["layers"]["in_proj"][1], tensors["backbone.layers.1.mixer.in_proj.weight"])
+    np.testing.assert_array_equal(
+        params["layers"]["conv_weight"][0], tensors["backbone.layers.0.mixer.conv1d.weight"][:, 0]
+    )
+    count = params["embedding"].size + params["norm"].size + sum(a.size for a in params["layers"].values())
+    assert count == sum(t.size for t in tensors.values())
+    assert config.mixer.dt_limit == (0.0, float("inf"))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_dtype_asked_for_is_the_dtype_got(directory: Path, dtype: str) -> None:
+    _, params = load_checkpoint(directory, dtype)
+    exact = {"A_log", "D", "dt_bias"}
+    assert {a.dtype.name for k, a in params["layers"].items() if k not in exact} == {dtype}
+    assert {params["layers"][k].dtype.name for k in exact} == {"float32"}
+
+
+def test_missing_extra_and_misshapen_tensors_are_named(directory: Path) -> None:
+    def edit(tensors) -> None:
+        del tensors["backbone.layers.1.mixer.D"]
+        tensors["backbone.surprise"] = np.ones(1, np.float32)
+        tensors["backbone.norm_f.weight"] = np.ones(1, np.float32)
+
+    change(directory, edit)
+    with pytest.raises(CheckpointError) as caught:
+        load_checkpoint(directory)
+    for part in ("missing: backbone.layers.1.mixer.D", "not expected: backbone.surprise", "(1,), expected (16,)"):
+        assert part in str(caught.value)
+
+
+def test_a_second_copy_of_tied_embeddings_must_agree(directory: Path) -> None:
+    def edit(tensors, shift: float) -> None:
+        tensors["lm_head.weight"] = tensors["backbone.embeddings.weight"] + np.float32(shift)
+
+    change(directory, lambda t: edit(t, 0.0))
+    load_checkpoint(directory)
+    change(directory, lambda t: edit(t, 1.0))
+    with pytest.raises(CheckpointError, match="tied"):
+        load_checkpoint(directory)
+
+
+@pytest.mark.parametrize(
+    ("changed", "says"),
+    [
+        ({"model_type": "llama"}, "unknown architecture 'llama'"),
+        ({"model_type": None}, "unknown architecture"),
+        ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
+        ({"hidden_size": None}, "hidden_size.*positive"),
+        ({"model_type": "granitemoehybrid", "layer_types": ["conv"]}, "positive integer"),
+    ],
+)
+def test_settings_that_cannot_be_computed(directory: Path, changed, says: str) -> None:
+    settings(directory, **changed)
+    with pytest.raises(CheckpointError, match=says):
+        load_checkpoint(directory)
+
+
+def test_broken_files(directory: Path) -> None:
+    whole = (directory / "model.safetensors").read_bytes()
+    (directory / "model.safetensors").write_bytes(whole[:-10])
+    with pytest.raises(CheckpointError, match="cut short"):
+        load_checkpoint(directory)
+    (directory / "model.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"model\.safetensors"):
+        load_checkpoint(directory)
+    index = directory / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"a": "model-1.safetensors"}}))
+    with pytest.raises(CheckpointError, match="not there"):
+        load_checkpoint(directory)
+    (directory / "config.json").write_text("{")
+    with pytest.raises(CheckpointError, match="not valid JSON"):
+        load_checkpoint(directory)
+    (directory / "config.json").unlink()
+    with pytest.raises(CheckpointError, match="does not exist"):
+        load_checkpoint(directory)
+    with pytest.raises(CheckpointError, match="neither a directory nor a hub name"):
+        load_checkpoint("nowhere")
+
+
+class Evil:
+    def __reduce__(self):
+        return (exec, ("raise SystemExit('code from a checkpoint ran')",))
+
+
+def test_code_in_a_pickle_is_not_run(directory: Path) -> None:
+    (directory / "model.safetensors").unlink()
+    torch.save({"a": Evil()}, directory / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match="tensors alone"):
+        load_checkpoint(directory)
+
+
+def test_torch_file_in_bfloat16(directory: Path) -> None:
+    tensors = load_file(directory / "model.safetensors")
+    (directory / "model.safetensors").unlink()
+    torch.save({k: torch.tensor(v).bfloat16() for k, v in tensors.items()}, directory / "model.pt")
+    _, params = load_checkpoint(directory)
+    assert params["embedding"].dtype.name == "bfloat16"
+
+
+def test_state_spaces_vocabulary_is_padded(tmp_path: Path) -> None:
+    raw = {
+        "d_model": 32,
+        "n_layer": 1,
+        "vocab_size": 50277,
+        "ssm_cfg": {"layer": "Mamba2"},
+        "pad_vocab_size_multiple": 16,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    assert read_config(tmp_path).vocab_size == 50288
+    for ssm, says in (({"layer": "Mamba9"}, "Mamba9"), ({"D_has_hdim": True}, "D_has_hdim")):
+        (tmp_path / "config.json").write_text(json.dumps({**raw, "ssm_cfg": ssm}))
+        with pytest.raises(CheckpointError, match=says):
+            read_config(tmp_path)
+
+
+def test_random_parameters_fit_their_layout(directory: Path) -> None:
+    config = read_config(directory)
+    params = random_params(config)
+    assert params["layers"]["in_proj"].shape == (2, 74, 16)

@@ -1,0 +1,94 @@
+"""What the operators' contract does not reach: several segments, several lanes, and JAX's own transformations."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from refold import ops
+from refold.ops.selective_scan import _jax as selective_jax
+from refold.ops.ssd import _jax as ssd_jax
+
+PACKS = [None, [0, 0, 13, 14, 29, 40, 40]]
+EPS = np.finfo(np.float32).eps
+
+
+def problem(op: str, pack, seed: int = 0) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(seed)
+    batch, rows = (2, 2) if pack is None else (1, len(pack) - 1)
+    t, h, p, g, n = 40, 4, 3, 2, 5
+    if op == "ssd":
+        shapes = {"x": (batch, t, h, p), "dt": (batch, t, h), "B": (batch, t, g, n), "C": (batch, t, g, n)}
+        shapes |= {"initial_state": (rows, h, p, n)}
+        rates = rng.uniform(-2, -0.1, h)
+    else:
+        shapes = {"x": (batch, t, h), "dt": (batch, t, h), "B": (batch, t, n), "C": (batch, t, n)}
+        shapes |= {"initial_state": (rows, h, n)}
+        rates = rng.uniform(-2, -0.1, (h, n))
+    arrays = {name: rng.standard_normal(shape) for name, shape in shapes.items()}
+    arrays["dt"] = np.abs(arrays["dt"]) * 0.3
+    return arrays | {"A": rates}
+
+
+def close(found, expected, terms: int) -> None:
+    """Allow the rounding of a sum of ``terms`` float32 products, relative to the largest value."""
+    found, expected = np.asarray(found, np.float64), np.asarray(expected, np.float64)
+    assert np.abs(found - expected).max() <= 8 * EPS * np.sqrt(terms) * np.abs(expected).max()
+
+
+def compare(op: str, function, pack, **options) -> None:
+    arrays = problem(op, pack)
+    offsets = {} if pack is None else {"cu_seqlens": np.array(pack)}
+    expected = getattr(ops, op)(**arrays, **offsets)
+    given = {name: jnp.asarray(a, jnp.float32) for name, a in arrays.items()}
+    jax_offsets = {name: jnp.asarray(a) for name, a in offsets.items()}
+
+    def loss(given):
+        y, state = function(**given, **jax_offsets, **options)
+        return (y * y).sum() + (state * state).sum(), (y, state)
+
+    gradients, found = jax.grad(loss, has_aux=True)(given)
+    for one, other in zip(found, expected, strict=True):
+        close(one, other, 40 * 5)
+    plain = jax.grad(lambda given: sum((r * r).sum() for r in getattr(ops, op)(**given, **jax_offsets)))(given)
+    for name, gradient in gradients.items():
+        close(gradient, plain[name], 40 * 5 * 8)
+
+
+@pytest.mark.parametrize("pack", PACKS, ids=["batch", "pack"])
+@pytest.mark.parametrize("segment", [1, 2, 3])
+def test_segments(segment: int, pack, monkeypatch) -> None:
+    monkeypatch.setattr(ssd_jax, "SEGMENT_CHUNKS", segment)
+    compare("ssd", ssd_jax.ssd.__wrapped__, pack, chunk_size=4)
+
+
+@pytest.mark.parametrize("pack", PACKS, ids=["batch", "pack"])
+@pytest.mark.parametrize("lane", [1, 7, 40])
+def test_lanes(lane: int, pack, monkeypatch) -> None:
+    monkeypatch.setattr(selective_jax, "default_lane_length", lambda seqlen: lane)
+    monkeypatch.setattr(selective_jax, "CHECKPOINT_STEPS", 3)
+    compare("selective_scan", selective_jax.selective_scan.__wrapped__, pack)
+
+
+@pytest.mark.parametrize("op", ["ssd", "selective_scan"])
+def test_vmap_equals_a_loop(op: str) -> None:
+    many = [problem(op, None, seed) for seed in range(3)]
+    stacked = {name: jnp.stack([jnp.asarray(one[name], jnp.float32) for one in many]) for name in many[0]}
+    y, state = jax.vmap(lambda given: getattr(ops, op)(**given))(stacked)
+    for i in range(3):
+        one = getattr(ops, op)(**{name: a[i] for name, a in stacked.items()})
+        close(y[i], one[0], 200)
+        close(state[i], one[1], 200)
+
+
+def test_cumulative_decay_does_not_cancel_over_many_chunks() -> None:
+    """Strong decay early must not blur weak decay late: log decays of a segment are summed, never subtracted."""
+    t = 2048
+    rng = np.random.default_rng(0)
+    dt = np.where(np.arange(t) < t - 300, 50.0, 1e-4)[None, :, None]
+    arrays = {"x": rng.standard_normal((1, t, 1, 2)), "dt": dt, "A": np.array([-1.0])}
+    arrays |= {name: rng.standard_normal((1, t, 1, 3)) for name in "BC"}
+    expected = ops.ssd(**arrays)
+    found = ops.ssd(**{name: jnp.asarray(a, jnp.float32) for name, a in arrays.items()})
+    assert np.isfinite(found[0]).all()
+    close(found[1], expected[1], t)

@@ -1,0 +1,82 @@
+"""Small random transformers checkpoints of every family, as a user would save them."""
+
+import functools
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import torch
+import transformers
+
+VOCAB = 97
+
+
+def _configs() -> dict[str, tuple[type, object]]:
+    t = transformers
+    common = {"vocab_size": VOCAB, "hidden_size": 48, "eos_token_id": None, "pad_token_id": None, "bos_token_id": None}
+    granite = {
+        **common, "num_hidden_layers": 6, "num_attention_heads": 6, "num_key_value_heads": 2, "intermediate_size": 24,
+        "shared_intermediate_size": 40, "mamba_n_heads": 6, "mamba_d_state": 12, "mamba_n_groups": 3,
+        "mamba_chunk_size": 32, "embedding_multiplier": 3.0, "logits_scaling": 2.0, "residual_multiplier": 0.6,
+        "attention_multiplier": 0.2, "tie_word_embeddings": True, "num_local_experts": 0, "num_experts_per_tok": 0,
+        "layer_types": ["mamba", "mamba", "attention"] * 2, "initializer_range": 0.2,
+    }  # fmt: skip
+    mamba2 = {**common, "num_hidden_layers": 3, "num_heads": 6, "head_dim": 16, "state_size": 12, "chunk_size": 32}
+    return {
+        "mamba": (t.MambaForCausalLM, t.MambaConfig(**common, num_hidden_layers=3, state_size=8)),
+        "mamba-untied": (
+            t.MambaForCausalLM,
+            t.MambaConfig(
+                **common,
+                num_hidden_layers=2,
+                state_size=8,
+                tie_word_embeddings=False,
+                use_bias=True,
+                use_conv_bias=False,
+            ),
+        ),
+        "mamba2": (t.Mamba2ForCausalLM, t.Mamba2Config(**mamba2, n_groups=1, tie_word_embeddings=True)),
+        "mamba2-groups": (t.Mamba2ForCausalLM, t.Mamba2Config(**mamba2, n_groups=3, use_bias=True)),
+        "granite": (t.GraniteMoeHybridForCausalLM, t.GraniteMoeHybridConfig(**granite)),
+        "granite-moe-rope": (
+            t.GraniteMoeHybridForCausalLM,
+            t.GraniteMoeHybridConfig(
+                **{
+                    **granite,
+                    "num_local_experts": 5,
+                    "num_experts_per_tok": 2,
+                    "position_embedding_type": "rope",
+                    "layer_types": ["mamba", "attention", "mamba", "mamba", "attention", "mamba"],
+                    "attention_bias": True,
+                    "tie_word_embeddings": False,
+                }
+            ),
+        ),
+    }
+
+
+NAMES = ("mamba", "mamba-untied", "mamba2", "mamba2-groups", "granite", "granite-moe-rope")
+
+
+@functools.cache
+def saved(name: str, dtype: str = "float32", shard: str | None = None) -> tuple[torch.nn.Module, Path]:
+    """Return a model and the directory it was saved to."""
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    kind, config = _configs()[name]
+    torch.manual_seed(sum(map(ord, name)))
+    model = kind(config).eval()
+    model.set_experts_implementation("eager")  # the default product of experts knows no float64
+    with torch.no_grad():  # spread what is initialised to constants, so that every parameter matters
+        for key, p in model.named_parameters():
+            if p.ndim == 1 or "in_proj" in key or "out_proj" in key:
+                p += 0.3 * torch.randn_like(p)
+    model = model.to(getattr(torch, dtype))
+    directory = Path(tempfile.mkdtemp(prefix="refold-checkpoint-"))
+    model.save_pretrained(directory, **({"max_shard_size": shard} if shard else {}))
+    return model, directory
+
+
+def prompt(length: int, rows: int = 1, seed: int = 0) -> np.ndarray:
+    """Draw token ids."""
+    return np.random.default_rng(seed).integers(0, VOCAB, (rows, length))
