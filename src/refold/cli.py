@@ -1,4 +1,4 @@
-"""The command line: ``refold optimize | explain | doctor``.
+"""The command line: ``refold optimize | explain | generate | doctor``.
 
 Progress goes to standard error, live on a terminal and as plain lines in a pipe; the report goes
 to standard output. Bad input gives one sentence and exit code 2.
@@ -17,12 +17,13 @@ import typer
 from rich.console import Console
 
 from .errors import RefoldError
+from .generate.cli import generate
 
 if TYPE_CHECKING:
     from .report import Report
 
 app = typer.Typer(
-    help="Find what is wasteful in a PyTorch layer, rewrite it, prove it, measure it.",
+    help="Find what is wasteful in a PyTorch layer, rewrite it, prove it, measure it; generate text from a checkpoint.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -82,6 +83,9 @@ def explain(
     _finish(report, json)
 
 
+app.command()(generate)
+
+
 @app.command()
 def doctor() -> None:
     """Print versions, devices, and which parts are usable, with reasons."""
@@ -91,7 +95,7 @@ def doctor() -> None:
     for section, lines in examine().items():
         console.print(f"[bold]{section}[/bold]")
         for name, text in lines.items():
-            console.print(f"  {name:14} {text}", highlight=False)
+            console.print(f"  {name:14} {text}", highlight=False, soft_wrap=True)
 
 
 def _finish(report: Report, json: Path | None) -> None:

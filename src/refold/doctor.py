@@ -9,6 +9,8 @@ import os
 import platform
 import shutil
 
+from .generate.cli import jax_devices
+
 PACKAGES = ("refold", "numpy", "torch", "triton", "jax", "transformers", "opt_einsum")
 
 
@@ -73,11 +75,10 @@ def _triton() -> str:
 
 
 def _jax() -> str:
-    if not _installed("jax"):
-        return "no: jax is not installed (pip install 'refold[jax]')"
-    import jax
-
-    return "yes: " + ", ".join(str(device) for device in jax.devices())
+    found = jax_devices()
+    if found["reason"]:
+        return f"no: {found['reason']}"
+    return "yes: " + ", ".join(f"{device['kind']} ({device['platform']}:{device['id']})" for device in found["devices"])
 
 
 def _transformers() -> str:
