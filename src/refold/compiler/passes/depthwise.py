@@ -63,6 +63,7 @@ def unroll_depthwise_convolutions(graph: Graph, wanted: Callable[[str], bool]) -
             detail=f"y[b,d,t] = sum over {width} taps of w[d,k] x[b,d,t+k] (d={groups})",
             multilinear=True,
             terms=width + 1,
+            raced_alone=False,
         )
         graph.eliminate_dead_code()
 
