@@ -8,6 +8,7 @@ from torch.fx import Graph
 
 from .passes.contraction import drop_degenerate_sums, recover_contractions
 from .passes.depthwise import unroll_depthwise_convolutions
+from .passes.onednn import prefer_onednn
 from .passes.segment_sum import difference_segment_sums
 from .rewrite import Rewrite
 
@@ -18,6 +19,7 @@ PASSES: list[tuple[str, Pass]] = [
     ("recover contractions", recover_contractions),
     ("unroll depthwise convolutions", unroll_depthwise_convolutions),
     ("difference segment sums", difference_segment_sums),
+    ("prefer oneDNN", prefer_onednn),
 ]
 
 
