@@ -18,6 +18,15 @@ def test_equal_in_both_layouts(rewritten, transposed):
     assert outcome.worst() <= (8 + 300**0.5 / 2) * unit_roundoff(torch.float32)
 
 
+@pytest.mark.parametrize(
+    ("bias", "found"), [(torch.randn(100), ["prefer oneDNN"]), (torch.randn(200, 100), []), (torch.randn(200, 1), [])]
+)
+def test_a_bias_is_added_if_it_is_one_number_a_column(rewritten, bias, found):
+    outcome = rewritten(torch.addmm, bias, torch.randn(200, 300), torch.randn(300, 100))
+    assert outcome.names == found
+    assert outcome.worst() < 1e-6
+
+
 def test_a_recovered_contraction_goes_there_too(rewritten):
     outcome = rewritten(lambda a, b: (a[:, None] * b[None]).sum(-1), torch.randn(200, 300), torch.randn(100, 300))
     assert outcome.names == ["recover contraction", "prefer oneDNN"]

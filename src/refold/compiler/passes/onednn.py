@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch.fx import Graph, Node
@@ -24,28 +25,29 @@ SMALLEST = 1 << 22
 
 
 @torch.library.custom_op("refold::onednn_linear", mutates_args=(), device_types="cpu")
-def onednn_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """``x @ weight.T`` by oneDNN; opaque, so that Inductor hands it dense operands."""
-    return torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")
+def onednn_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """``x @ weight.T + bias`` by oneDNN; opaque, so that Inductor hands it dense operands."""
+    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
 
 
 @onednn_linear.register_fake
-def _(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def _(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     return x.new_empty(x.shape[0], weight.shape[0])
 
 
 def prefer_onednn(graph: Graph, wanted: Callable[[str], bool]) -> Iterator[Rewrite]:
-    """Replace ``mm`` of float32 values on the CPU by oneDNN's linear operation."""
+    """Replace ``mm`` and ``addmm`` of float32 values on the CPU by oneDNN's linear operation."""
     if not (torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled):
         return
-    for root in graph.find_nodes(op="call_function", target=aten.mm.default):
-        if not (wanted(root.name) and _is_large_product(root)):
+    for root in [*_calls(graph, aten.mm.default), *_calls(graph, aten.addmm.default)]:
+        operands: list[Any] = list(root.args)
+        *bias, a, b = operands
+        if not (wanted(root.name) and _is_large_product(a, b) and _is_row(root, bias)):
             continue
-        a, b = arg(root, 0), arg(root, 1)
         build = Builder(root)
         # linear(x, w) is x @ w.T
         weight = arg(b, 0) if _is_transpose(b) else build.call(aten.permute.default, (b, [1, 0]))
-        linear = build.call(torch.ops.refold.onednn_linear.default, (a, weight))
+        linear = build.call(torch.ops.refold.onednn_linear.default, (a, weight, *bias))
         rows, depth = value(a).shape
         yield replace_node(
             root,
@@ -56,19 +58,30 @@ def prefer_onednn(graph: Graph, wanted: Callable[[str], bool]) -> Iterator[Rewri
             why="MKL may not use this processor's widest instructions",
             detail=f"({rows} x {depth}) @ ({depth} x {value(b).shape[1]})",
             multilinear=True,
-            terms=int(depth),
+            terms=int(depth) + len(bias),
         )
         graph.erase_node(root)
 
 
-def _is_large_product(root: Node) -> bool:
-    a, b = value(arg(root, 0)), value(arg(root, 1))
-    sizes = [*a.shape, b.shape[1]]
+def _calls(graph: Graph, target: Any) -> list[Node]:
+    return list(graph.find_nodes(op="call_function", target=target))
+
+
+def _is_large_product(a: Any, b: Any) -> bool:
+    x, y = value(a), value(b)
+    sizes = [*x.shape, y.shape[1]]
     return (
-        a.device.type == "cpu"
-        and a.dtype == b.dtype == torch.float32
+        x.device.type == "cpu"
+        and x.dtype == y.dtype == torch.float32
         and all(isinstance(size, int) for size in sizes)
         and math.prod(sizes) >= SMALLEST
+    )
+
+
+def _is_row(root: Node, bias: list[Any]) -> bool:
+    """Tell whether there is no bias, or one unscaled float32 number a column."""
+    return not bias or (
+        not root.kwargs and value(bias[0]).dtype == torch.float32 and value(bias[0]).shape == value(root).shape[1:]
     )
 
 
