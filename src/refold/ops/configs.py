@@ -1,0 +1,49 @@
+"""Launch configurations of the Triton kernels: one small table a GPU family, measured, and a default for the rest.
+
+Nothing is tuned on a user's machine at request time. ``python -m refold.bench tune`` prints rows for a new family.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+# Keys of "ssd": chunk (tokens), block_p (channels a program), tile (state elements a program), warps and stages of the
+# scan, warps of the state pass, slots (programs resident on a multiprocessor), state_cost (time of the state pass over
+# that of the scan), fused_pass (up to how many segments the scan chains the states itself).
+DEFAULT: dict[str, dict[str, Any]] = {
+    "ssd": {"chunk": 64, "block_p": 64, "tile": 8192, "warps": 4, "stages": 2, "state_warps": 4, "slots": 2,
+            "state_cost": 0.5, "fused_pass": 4},
+    "ssd/float32": {"chunk": 32, "block_p": 32, "warps": 4, "stages": 1},
+}  # fmt: skip
+
+# Measured on NVIDIA H200 (compute capability 9.0).
+FAMILIES: dict[str, dict[str, dict[str, Any]]] = {"hopper": {}}
+
+
+def family(device: torch.device) -> str | None:
+    """Return the name of the table for ``device``; None where only the default applies."""
+    if device.type != "cuda":
+        return None
+    major = torch.cuda.get_device_capability(device)[0]
+    return {9: "hopper"}.get(major) if torch.version.hip is None else None
+
+
+@lru_cache(maxsize=None)
+def lookup(op: str, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
+    """Return the configuration of ``op``: default, then default of the dtype, then the family's, likewise."""
+    name = f"{op}/{str(dtype).removeprefix('torch.')}"
+    table = FAMILIES.get(family(device) or "", {})
+    return DEFAULT[op] | DEFAULT.get(name, {}) | table.get(op, {}) | table.get(name, {})
+
+
+@lru_cache(maxsize=None)
+def device_limits(device: torch.device) -> tuple[int, int]:
+    """Return the number of multiprocessors and the shared memory in bytes that one program may take."""
+    if device.type != "cuda":
+        return 4, 228 * 1024
+    props = torch.cuda.get_device_properties(device)
+    shared = getattr(props, "shared_memory_per_block_optin", 0) or 64 * 1024
+    return props.multi_processor_count, shared - 2048
