@@ -15,12 +15,14 @@ import torch
 # that of the scan), fused_pass (up to how many segments the scan chains the states itself).
 DEFAULT: dict[str, dict[str, Any]] = {
     "ssd": {"chunk": 64, "block_p": 64, "tile": 8192, "warps": 4, "stages": 2, "state_warps": 4, "slots": 2,
-            "state_cost": 0.5, "fused_pass": 4},
+            "state_cost": 0.5, "fused_pass": 4, "hopper": 0},
     "ssd/float32": {"chunk": 32, "block_p": 32, "warps": 4, "stages": 1},
 }  # fmt: skip
 
 # Measured on NVIDIA H200 (compute capability 9.0).
-FAMILIES: dict[str, dict[str, dict[str, Any]]] = {"hopper": {}}
+FAMILIES: dict[str, dict[str, dict[str, Any]]] = {
+    "hopper": {"ssd": {"hopper": 1}},
+}
 
 
 def family(device: torch.device) -> str | None:

@@ -78,6 +78,27 @@ def choose_segments(nchunks: int, programs: int, slots: int, state_cost: float) 
     return best
 
 
+def _hopper_fits(x, B, C, z) -> bool:
+    """Say whether the Hopper scan takes these tensors: 16 bits, 64 channels, 64 or 128 states, heads in pairs."""
+    nheads, headdim = x.shape[-2:]
+    ngroups, dstate = B.shape[-2:]
+    if INTERPRETED or x.device.type != "cuda" or torch.cuda.get_device_capability(x.device)[0] != 9:
+        return False
+    if x.dtype not in (torch.bfloat16, torch.float16) or B.dtype != x.dtype or C.dtype != x.dtype:
+        return False
+    if headdim != 64 or dstate not in (64, 128) or (nheads // ngroups) % 2 or x.shape[1] == 0:
+        return False
+    tiles = [(x, headdim), (B, dstate), (C, dstate)]
+    if z is not None:
+        if z.dtype != x.dtype:
+            return False
+        tiles.append((z, headdim))
+    return all(
+        t.stride(2) == width and t.stride(0) % 8 == 0 and t.stride(1) % 8 == 0 and t.data_ptr() % 16 == 0
+        for t, width in tiles
+    )
+
+
 class _Plan:
     """How one combination of shapes, strides, dtypes and options runs."""
 
@@ -102,9 +123,11 @@ class _Plan:
         self.nseqs = nseqs = cu_seqlens.numel() - 1 if varlen else batch
         self.nchunks = nchunks = seqlen // chunk + nseqs if varlen else max(1, triton.cdiv(seqlen, chunk))
         blocks_p = triton.cdiv(headdim, block_p)
-        nsegments = config.get("segments") or choose_segments(
-            nchunks, batch * nheads * blocks_p, sms * config["slots"], config["state_cost"]
-        )
+        self.hopper = config["hopper"] and not varlen and chunk == 64 and _hopper_fits(x, B, C, z)
+        programs, slots = batch * nheads * blocks_p, sms * config["slots"]
+        if self.hopper:
+            programs, slots = batch * nheads // 2, sms
+        nsegments = config.get("segments") or choose_segments(nchunks, programs, slots, config["state_cost"])
         segment_chunks = triton.cdiv(nchunks, nsegments)
         self.nsegments = nsegments = triton.cdiv(nchunks, segment_chunks)
         self.passed = nsegments > config["fused_pass"]
@@ -159,6 +182,39 @@ class _Plan:
         )  # fmt: skip
         self.scan_ints = (*sizes_ints, *x.stride()[:3], *B.stride()[:3], *C.stride()[:3], *z_strides, *D_strides)
 
+        if self.hopper:
+            self._plan_hopper(x, B, C, z, config)
+
+    def _plan_hopper(self, x, B, C, z, config) -> None:
+        """Replace the scan by the Hopper one, and describe its tensors to the copy engine."""
+        from refold.ops.ssd import _gluon_kernels as hopper
+
+        batch, seqlen, nheads, headdim = x.shape
+        ngroups, dstate = B.shape[-2:]
+        half = {torch.bfloat16: hopper.gl.bfloat16, torch.float16: hopper.gl.float16}[x.dtype]
+        rows = batch * self.nchunks * ngroups * 64
+        y_strides = (seqlen * nheads * headdim, nheads * headdim, headdim)
+        views = {
+            "x": (nheads * headdim, x.stride(), headdim), "y": (nheads * headdim, y_strides, headdim),
+            "B": (ngroups * dstate, B.stride(), dstate), "C": (ngroups * dstate, C.stride(), dstate),
+        }  # fmt: skip
+        if z is not None:
+            views["z"] = (nheads * headdim, z.stride(), headdim)
+        tile = hopper.tile_layout(16, 3)
+        self.views = {
+            name: {"shape": [batch, seqlen, width], "strides": [strides[0], strides[1], 1],
+                   "block_shape": [1, 64, block], "layout": tile, "padding": "zero"}
+            for name, (width, strides, block) in views.items()
+        }  # fmt: skip
+        self.views["cb"] = {"shape": [rows, 64], "strides": [64, 1], "block_shape": [64, 64],
+                            "layout": hopper.tile_layout(32, 2), "padding": "zero"}  # fmt: skip
+        consts = {"CHUNK": 64, "P": headdim, "N": dstate, "STAGES": 2, "PASSED": self.passed, "HAS_Z": z is not None}
+        nchunks, segment_chunks = self.scan_ints[1:3]
+        self.scan_ints = (nchunks, segment_chunks, self.nsegments, nheads, ngroups, *self.scan_ints[-2:])
+        grid = (nheads // 2, self.nsegments, batch)
+        self.scan = Launch(hopper._ssd_fwd_scan_hopper_kernel, grid, consts, {"num_warps": 4})
+        self.describe = hopper.describe
+
     @staticmethod
     def _shared(chunk: int, block_p: int, block_n: int, item: int, stages: int) -> int:
         """Shared memory that `scan` may take: the pipelined tiles, and one staging copy of state and C·Bᵀ."""
@@ -181,6 +237,13 @@ class _Plan:
             self.state(stream, table, x, B, decay, step, initial, segment_state, segment_decay, *self.state_ints)
             if self.passed:
                 self.pass_(stream, segment_state, segment_decay, initial, *self.pass_ints)
+        if self.hopper:
+            views, describe = self.views, self.describe
+            z_view = None if z is None else describe(z, views["z"])
+            self.scan(stream, describe(x, views["x"]), z_view, describe(B, views["B"]), describe(C, views["C"]),
+                      describe(cb, views["cb"]), describe(y, views["y"]), decay, step, D, initial, segment_state,
+                      segment_decay, final, *self.scan_ints)  # fmt: skip
+            return y, final
         self.scan(stream, table, x, B, C, cb, decay, step, D, z, initial, segment_state, segment_decay, y, final,
                   *self.scan_ints)  # fmt: skip
         return y, final

@@ -114,11 +114,11 @@ def _ssd_fwd_prepare_kernel(
     start = start.to(tl.int64)
     if pid_g < ngroups:
         offs_n = tl.arange(0, BLOCK_N)
-        mask = inside[:, None] & (offs_n[None, :] < dstate)
+        mask_tn = inside[:, None] & (offs_n[None, :] < dstate)
         C_rows = C_ptr + pid_b * stride_C_b + start * stride_C_t + pid_g * stride_C_g
         B_rows = B_ptr + pid_b * stride_B_b + start * stride_B_t + pid_g * stride_B_g
-        C_tile = tl.load(C_rows + offs_t[:, None] * stride_C_t + offs_n[None, :], mask=mask, other=0.0)
-        B_tile = tl.load(B_rows + offs_t[:, None] * stride_B_t + offs_n[None, :], mask=mask, other=0.0)
+        C_tile = tl.load(C_rows + offs_t[:, None] * stride_C_t + offs_n[None, :], mask=mask_tn, other=0.0)
+        B_tile = tl.load(B_rows + offs_t[:, None] * stride_B_t + offs_n[None, :], mask=mask_tn, other=0.0)
         cb = _dot(C_tile, tl.trans(B_tile), None, PRECISION)
         cb_rows = cb_ptr + (pid_c.to(tl.int64) * ngroups + pid_g) * CHUNK * CHUNK
         tl.store(cb_rows + offs_t[:, None] * CHUNK + offs_t[None, :], cb.to(cb_ptr.dtype.element_ty))
