@@ -59,22 +59,27 @@ def _last_contiguous(tensor: torch.Tensor | None) -> torch.Tensor | None:
     return tensor if tensor is None or tensor.stride(-1) == 1 else tensor.contiguous()
 
 
-def choose_segments(nchunks: int, programs: int, slots: int, state_cost: float) -> int:
-    """Return into how many segments to cut ``nchunks`` chunks, for ``programs`` programs a segment on ``slots`` slots.
+def choose_cut(nchunks: int, rows: int, slots: int, states: int, state_slots: int, cost: dict) -> tuple[int, int]:
+    """Return (segments, pieces a segment): how to cut ``nchunks`` chunks.
 
-    Counts the chunks that one slot walks: those of `scan`, and those of `state`, which visits all segments but the last
-    at ``state_cost`` of a scan's time. More segments fill the device, fewer save the visits.
+    ``rows`` programs a segment of `scan` run on ``slots`` slots, ``states`` programs a piece of `state` on
+    ``state_slots``. The unit of cost is the time of a chunk in `scan`: `state` takes cost["state_cost"] a chunk, and
+    launching it costs cost["launch_cost"]. More segments fill the device; fewer have less to compute twice.
     """
-    best, best_cost = 1, float("inf")
-    for nsegments in range(1, min(nchunks, 128) + 1):
-        length = -(-nchunks // nsegments)
-        if -(-nchunks // length) != nsegments:
-            continue
-        cost = -(-programs * nsegments // slots) * length
-        if nsegments > 1:
-            cost += state_cost * -(-programs * (nsegments - 1) // slots) * length + 2.0
-        if cost < best_cost * 0.98:
-            best, best_cost = nsegments, cost
+    best, best_cost = (1, 1), float("inf")
+    for nsegments in range(1, min(nchunks, 256) + 1):
+        for pieces in (1, 2, 4, 8):
+            length = -(-nchunks // (nsegments * pieces)) * pieces
+            if -(-nchunks // length) != nsegments or (nsegments == 1 and pieces > 1):
+                continue
+            total = -(-rows * nsegments // slots) * (length + 2.0)
+            if nsegments > 1:
+                npieces = (nsegments - 1) * pieces
+                waves = -(-states * npieces // state_slots)
+                total += cost["state_cost"] * waves * (length // pieces + 2.0) + cost["launch_cost"]
+                total += cost["launch_cost"] if npieces > cost["fused_pass"] else 0.25 * npieces
+            if total < best_cost * 0.99:
+                best, best_cost = (nsegments, pieces), total
     return best
 
 
@@ -123,22 +128,31 @@ class _Plan:
         self.nseqs = nseqs = cu_seqlens.numel() - 1 if varlen else batch
         self.nchunks = nchunks = seqlen // chunk + nseqs if varlen else max(1, triton.cdiv(seqlen, chunk))
         blocks_p = triton.cdiv(headdim, block_p)
-        self.hopper = config["hopper"] and not varlen and chunk == 64 and _hopper_fits(x, B, C, z)
-        programs, slots = batch * nheads * blocks_p, sms * config["slots"]
+        steps_positive = dt_softplus or dt_limit[0] >= 0
+        self.hopper = config["hopper"] and not varlen and chunk == 64 and steps_positive and _hopper_fits(x, B, C, z)
+        rows, slots = batch * nheads * blocks_p, sms * config["slots"]
+        states, state_slots = rows, slots
         if self.hopper:
-            programs, slots = batch * nheads // 2, sms
-        nsegments = config.get("segments") or choose_segments(nchunks, programs, slots, config["state_cost"])
-        segment_chunks = triton.cdiv(nchunks, nsegments)
+            self.state_heads = 2 if (nheads // ngroups) % 4 else 4
+            rows, slots = batch * nheads // 2, sms
+            states, state_slots = batch * nheads // self.state_heads, sms
+        if "segments" in config:
+            nsegments, pieces = config["segments"], config.get("pieces", 1)
+        else:
+            nsegments, pieces = choose_cut(nchunks, rows, slots, states, state_slots, config)
+        piece_chunks = triton.cdiv(nchunks, nsegments * pieces)
+        segment_chunks = piece_chunks * pieces
         self.nsegments = nsegments = triton.cdiv(nchunks, segment_chunks)
-        self.passed = nsegments > config["fused_pass"]
+        npieces = (nsegments - 1) * pieces
+        self.passed = npieces > config["fused_pass"]
         self.y_shape = (batch, seqlen, nheads, headdim)
         self.y_dtype = x.dtype
         self.state_shape = (nseqs, nheads, headdim, dstate)
         self.state_dtype = state_dtype or torch.float32
-        # One float32 workspace, cut into: decay, step, C·Bᵀ, segment states, segment decays.
+        # One float32 workspace, cut into: decay, step, C·Bᵀ, piece states, piece decays.
         rows = batch * nchunks * nheads * chunk
-        segments = batch * (nsegments - 1) * nheads
-        sizes = [rows, rows, batch * nchunks * ngroups * chunk * chunk, segments * headdim * dstate, segments]
+        states = batch * npieces * nheads
+        sizes = [rows, rows, batch * nchunks * ngroups * chunk * chunk, states * headdim * dstate, states]
         self.cuts = []
         total = 0
         for size in sizes:
@@ -155,44 +169,47 @@ class _Plan:
         self.prepare = Launch(
             kernels._ssd_fwd_prepare_kernel, (batch * nchunks, ngroups + triton.cdiv(nheads, block_h)),
             {"CHUNK": chunk, "BLOCK_H": block_h, "BLOCK_N": block_n, "SOFTPLUS": bool(dt_softplus), "VARLEN": varlen,
-             "PRECISION": precision}, {"num_warps": 4},
+             "SHIFT": bool(self.hopper), "PRECISION": precision}, {"num_warps": 4},
         )  # fmt: skip
         self.prepare_ints = (
             seqlen, nchunks, nheads, ngroups, dstate, float(dt_limit[0]), float(dt_limit[1]),
             *dt.stride(), *B.stride()[:3], *C.stride()[:3],
         )  # fmt: skip
-        options = {"num_warps": config["state_warps"], "num_stages": stages}
-        loop = {"VARLEN": varlen, "PRECISION": precision, "STAGES": stages}
-        self.state = Launch(
-            kernels._ssd_fwd_state_kernel, (nheads * blocks_p, nsegments - 1, batch), {**shape, **loop}, options
-        )
-        sizes_ints = (seqlen, nchunks, segment_chunks, nsegments, nheads, ngroups, headdim, dstate)
-        self.state_ints = (*sizes_ints, *x.stride()[:3], *B.stride()[:3])
         size = headdim * dstate
+        self.pass_ints = (npieces, nheads, size)
         self.pass_ = Launch(
             kernels._ssd_fwd_pass_kernel, (triton.cdiv(size, 1024), nheads, batch),
             {"BLOCK": 1024, "VARLEN": varlen}, {"num_warps": 4},
         )  # fmt: skip
-        self.pass_ints = (nsegments, nheads, size)
-        z_strides = z.stride()[:3] if z is not None else (0, 0, 0)
         D_strides = (0, 0) if D is None else (D.stride(0), D.stride(1) if D.dim() == 2 else 0)
+        if self.hopper:
+            cut = (segment_chunks, piece_chunks, pieces, npieces)
+            self._plan_hopper(x, B, C, z, D_strides, cut)
+            return
+        loop = {"VARLEN": varlen, "PRECISION": precision, "STAGES": stages}
+        sizes_ints = (nheads, ngroups, headdim, dstate)
+        x_strides, B_strides, C_strides = x.stride()[:3], B.stride()[:3], C.stride()[:3]
+        self.state_ints = (seqlen, nchunks, piece_chunks, npieces, *sizes_ints, *x_strides, *B_strides)
+        self.state = Launch(
+            kernels._ssd_fwd_state_kernel, (nheads * blocks_p, npieces, batch), {**shape, **loop},
+            {"num_warps": config["state_warps"], "num_stages": stages},
+        )  # fmt: skip
+        z_strides = z.stride()[:3] if z is not None else (0, 0, 0)
+        self.scan_ints = (seqlen, nchunks, segment_chunks, pieces, npieces, *sizes_ints,
+                          *x_strides, *B_strides, *C_strides, *z_strides, *D_strides)  # fmt: skip
         self.scan = Launch(
             kernels._ssd_fwd_scan_kernel, (nheads * blocks_p, nsegments, batch),
             {**shape, **loop, "PASSED": self.passed}, {"num_warps": config["warps"], "num_stages": stages},
         )  # fmt: skip
-        self.scan_ints = (*sizes_ints, *x.stride()[:3], *B.stride()[:3], *C.stride()[:3], *z_strides, *D_strides)
 
-        if self.hopper:
-            self._plan_hopper(x, B, C, z, config)
-
-    def _plan_hopper(self, x, B, C, z, config) -> None:
-        """Replace the scan by the Hopper one, and describe its tensors to the copy engine."""
+    def _plan_hopper(self, x, B, C, z, D_strides, cut) -> None:
+        """Plan the Hopper kernels, and describe their tensors to the copy engine."""
         from refold.ops.ssd import _gluon_kernels as hopper
 
         batch, seqlen, nheads, headdim = x.shape
         ngroups, dstate = B.shape[-2:]
-        half = {torch.bfloat16: hopper.gl.bfloat16, torch.float16: hopper.gl.float16}[x.dtype]
-        rows = batch * self.nchunks * ngroups * 64
+        nchunks = self.nchunks
+        segment_chunks, piece_chunks, pieces, npieces = cut
         y_strides = (seqlen * nheads * headdim, nheads * headdim, headdim)
         views = {
             "x": (nheads * headdim, x.stride(), headdim), "y": (nheads * headdim, y_strides, headdim),
@@ -206,14 +223,20 @@ class _Plan:
                    "block_shape": [1, 64, block], "layout": tile, "padding": "zero"}
             for name, (width, strides, block) in views.items()
         }  # fmt: skip
-        self.views["cb"] = {"shape": [rows, 64], "strides": [64, 1], "block_shape": [64, 64],
-                            "layout": hopper.tile_layout(32, 2), "padding": "zero"}  # fmt: skip
-        consts = {"CHUNK": 64, "P": headdim, "N": dstate, "STAGES": 2, "PASSED": self.passed, "HAS_Z": z is not None}
-        nchunks, segment_chunks = self.scan_ints[1:3]
-        self.scan_ints = (nchunks, segment_chunks, self.nsegments, nheads, ngroups, *self.scan_ints[-2:])
-        grid = (nheads // 2, self.nsegments, batch)
-        self.scan = Launch(hopper._ssd_fwd_scan_hopper_kernel, grid, consts, {"num_warps": 4})
+        self.views["cb"] = {"shape": [batch * nchunks * ngroups * 64, 64], "strides": [64, 1],
+                            "block_shape": [64, 64], "layout": hopper.tile_layout(32, 2), "padding": "zero"}  # fmt: skip
         self.describe = hopper.describe
+        sizes = {"CHUNK": 64, "P": headdim, "N": dstate}
+        self.state_ints = (nchunks, piece_chunks, npieces, nheads, ngroups)
+        self.state = Launch(
+            hopper._ssd_fwd_state_hopper_kernel, (nheads // self.state_heads, npieces, batch),
+            {"HEADS": self.state_heads, **sizes, "STAGES": 4}, {"num_warps": 4},
+        )  # fmt: skip
+        self.scan_ints = (nchunks, segment_chunks, self.nsegments, pieces, npieces, nheads, ngroups, *D_strides)
+        self.scan = Launch(
+            hopper._ssd_fwd_scan_hopper_kernel, (nheads // 2, self.nsegments, batch),
+            {**sizes, "STAGES": 2, "PASSED": self.passed, "HAS_Z": z is not None}, {"num_warps": 4},
+        )  # fmt: skip
 
     @staticmethod
     def _shared(chunk: int, block_p: int, block_n: int, item: int, stages: int) -> int:
@@ -226,24 +249,28 @@ class _Plan:
         y = torch.empty(self.y_shape, dtype=self.y_dtype, device=device)
         final = torch.empty(self.state_shape, dtype=self.state_dtype, device=device)
         workspace = torch.empty(self.workspace, dtype=torch.float32, device=device)
-        decay, step, cb, segment_state, segment_decay = [workspace[a:b] for a, b in self.cuts]
+        decay, step, cb, piece_state, piece_decay = [workspace[a:b] for a, b in self.cuts]
         stream = current_stream(device)
         table = None
         if self.table:
             table = torch.empty(self.table, dtype=torch.int32, device=device)
             self.chunks(stream, cu_seqlens, table, *self.chunks_ints)
         self.prepare(stream, table, dt, A, dt_bias, B, C, decay, step, cb, *self.prepare_ints)
-        if self.nsegments > 1:
-            self.state(stream, table, x, B, decay, step, initial, segment_state, segment_decay, *self.state_ints)
-            if self.passed:
-                self.pass_(stream, segment_state, segment_decay, initial, *self.pass_ints)
         if self.hopper:
             views, describe = self.views, self.describe
-            z_view = None if z is None else describe(z, views["z"])
-            self.scan(stream, describe(x, views["x"]), z_view, describe(B, views["B"]), describe(C, views["C"]),
-                      describe(cb, views["cb"]), describe(y, views["y"]), decay, step, D, initial, segment_state,
-                      segment_decay, final, *self.scan_ints)  # fmt: skip
-            return y, final
-        self.scan(stream, table, x, B, C, cb, decay, step, D, z, initial, segment_state, segment_decay, y, final,
-                  *self.scan_ints)  # fmt: skip
+            x, B = describe(x, views["x"]), describe(B, views["B"])
+        if self.nsegments > 1:
+            if self.hopper:
+                self.state(stream, x, B, decay, step, piece_state, piece_decay, *self.state_ints)
+            else:
+                self.state(stream, table, x, B, decay, step, initial, piece_state, piece_decay, *self.state_ints)
+            if self.passed:
+                self.pass_(stream, piece_state, piece_decay, initial, *self.pass_ints)
+        if self.hopper:
+            z = None if z is None else describe(z, views["z"])
+            self.scan(stream, x, z, B, describe(C, views["C"]), describe(cb, views["cb"]), describe(y, views["y"]),
+                      decay, step, D, initial, piece_state, piece_decay, final, *self.scan_ints)  # fmt: skip
+        else:
+            self.scan(stream, table, x, B, C, cb, decay, step, D, z, initial, piece_state, piece_decay, y, final,
+                      *self.scan_ints)  # fmt: skip
         return y, final

@@ -5,8 +5,8 @@ into segments. Four launches, of which short inputs need two:
 
 1. chunks    (packed sequences only) lists the chunks: where each begins, how long it is, whose it is
 2. prepare   per chunk: dt after bias, softplus and limits; its decay, summed in log2; C·Bᵀ once a group
-3. state     per segment but the last: the state that its own tokens leave behind
-4. pass      chains these states over the segments (with few segments, `scan` does that for itself)
+3. state     per piece (a segment is one piece or more) but those of the last segment: what its own tokens leave behind
+4. pass      chains these states over the pieces (with few pieces, `scan` does that for itself)
 5. scan      per segment: walks its chunks with the state in registers and writes y
 
 Decays are kept as sums of log2(a) in float32 inside a chunk, so that every decay is one exp2 of a difference.
@@ -97,12 +97,13 @@ def _ssd_fwd_prepare_kernel(
     seqlen, nchunks, nheads, ngroups, dstate, dt_min, dt_max,
     stride_dt_b, stride_dt_t, stride_dt_h, stride_B_b, stride_B_t, stride_B_g, stride_C_b, stride_C_t, stride_C_g,
     CHUNK: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, SOFTPLUS: tl.constexpr,
-    VARLEN: tl.constexpr, PRECISION: tl.constexpr,
+    VARLEN: tl.constexpr, SHIFT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Grid (batch * chunks, groups + head blocks): a program owns one chunk of one group, or of BLOCK_H heads.
 
-    Group programs write C·Bᵀ (CHUNK x CHUNK, float32 accumulators); head programs write step = dt after bias,
-    softplus and limits, and decay = the running sum of step * A * log2(e), both float32 and 0 beyond the chunk.
+    Group programs write C·Bᵀ (CHUNK x CHUNK, float32) on and below the diagonal; head programs write step = dt after
+    bias, softplus and limits (0 beyond the chunk) and decay = the running sum of step * A * log2(e), both float32.
+    With SHIFT, decay - log2(step) takes the place of step.
     """
     pid_c = tl.program_id(0)
     pid_g = tl.program_id(1)
@@ -120,6 +121,7 @@ def _ssd_fwd_prepare_kernel(
         C_tile = tl.load(C_rows + offs_t[:, None] * stride_C_t + offs_n[None, :], mask=mask_tn, other=0.0)
         B_tile = tl.load(B_rows + offs_t[:, None] * stride_B_t + offs_n[None, :], mask=mask_tn, other=0.0)
         cb = _dot(C_tile, tl.trans(B_tile), None, PRECISION)
+        cb = tl.where(offs_t[:, None] >= offs_t[None, :], cb, 0.0)
         cb_rows = cb_ptr + (pid_c.to(tl.int64) * ngroups + pid_g) * CHUNK * CHUNK
         tl.store(cb_rows + offs_t[:, None] * CHUNK + offs_t[None, :], cb.to(cb_ptr.dtype.element_ty))
     else:
@@ -137,21 +139,23 @@ def _ssd_fwd_prepare_kernel(
         A = tl.load(A_ptr + offs_h, mask=heads, other=0.0).to(tl.float32) * LOG2E
         decay = tl.cumsum(step * A[:, None], axis=1)
         rows = (pid_c.to(tl.int64) * nheads + offs_h[:, None]) * CHUNK + offs_t[None, :]
+        if SHIFT:
+            step = decay - tl.log2(step)
         tl.store(step_ptr + rows, step, mask=heads[:, None])
         tl.store(decay_ptr + rows, decay, mask=heads[:, None])
 
 
 @triton.jit
 def _ssd_fwd_state_kernel(
-    table_ptr, x_ptr, B_ptr, decay_ptr, step_ptr, initial_ptr, segment_state_ptr, segment_decay_ptr,
-    seqlen, nchunks, segment_chunks, nsegments, nheads, ngroups, headdim, dstate,
+    table_ptr, x_ptr, B_ptr, decay_ptr, step_ptr, initial_ptr, piece_state_ptr, piece_decay_ptr,
+    seqlen, nchunks, piece_chunks, npieces, nheads, ngroups, headdim, dstate,
     stride_x_b, stride_x_t, stride_x_h, stride_B_b, stride_B_t, stride_B_g,
     CHUNK: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, VARLEN: tl.constexpr,
     PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Grid (heads * blocks of head channels, segments - 1, batch): a program owns one segment of one head block.
+    """Grid (heads * blocks of head channels, pieces, batch): a program owns one piece of one head block.
 
-    Reads x and B of the segment once; keeps (state, channels) in float32 registers; writes the state that the segment's
+    Reads x and B of the piece once; keeps (state, channels) in float32 registers; writes the state that the piece's
     own tokens leave behind and the log2 decay that it applies to what came before (-inf where a sequence begins in it).
     """
     blocks_p = tl.cdiv(headdim, BLOCK_P)
@@ -171,8 +175,8 @@ def _ssd_fwd_state_kernel(
     B_base = B_ptr + pid_b.to(tl.int64) * stride_B_b + pid_g * stride_B_g
     state = tl.zeros((BLOCK_N, BLOCK_P), tl.float32)
     total = tl.zeros((), tl.float32)
-    first = pid_s * segment_chunks
-    for chunk in tl.range(first, tl.minimum(first + segment_chunks, nchunks), num_stages=STAGES):
+    first = pid_s * piece_chunks
+    for chunk in tl.range(first, tl.minimum(first + piece_chunks, nchunks), num_stages=STAGES):
         start, length, seq, flags = _chunk_span(table_ptr, pid_b, chunk, nchunks, seqlen, CHUNK, VARLEN)
         inside = offs_t < length
         start = start.to(tl.int64)
@@ -195,20 +199,20 @@ def _ssd_fwd_state_kernel(
         weight = tl.exp2(last - decay) * step
         x_weighted = (x_tile * weight[:, None]).to(x_tile.dtype)
         state = _dot(tl.trans(B_tile), x_weighted, state * tl.exp2(last), PRECISION)
-    segment = (pid_b * (nsegments - 1) + pid_s).to(tl.int64) * nheads + pid_h
-    tl.store(segment_state_ptr + segment * headdim * dstate + offs_np, state, mask=mask_np)
+    piece = (pid_b * npieces + pid_s).to(tl.int64) * nheads + pid_h
+    tl.store(piece_state_ptr + piece * headdim * dstate + offs_np, state, mask=mask_np)
     if pid_p == 0:
-        tl.store(segment_decay_ptr + segment, total)
+        tl.store(piece_decay_ptr + piece, total)
 
 
 @triton.jit
 def _ssd_fwd_pass_kernel(
-    segment_state_ptr, segment_decay_ptr, initial_ptr, nsegments, nheads, size,
+    piece_state_ptr, piece_decay_ptr, initial_ptr, npieces, nheads, size,
     BLOCK: tl.constexpr, VARLEN: tl.constexpr,
 ):  # fmt: skip
-    """Grid (blocks of a state, heads, batch): a program owns BLOCK elements of one head's state, for all segments.
+    """Grid (blocks of a state, heads, batch): a program owns BLOCK elements of one head's state, for all pieces.
 
-    Reads and writes each segment's state once, in place: what a segment leaves behind becomes the state after it.
+    Reads and writes each piece's state once, in place: what a piece leaves behind becomes the state after it.
     Float32. In a pack, `state` has put the initial states of the sequences in already.
     """
     offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -218,18 +222,18 @@ def _ssd_fwd_pass_kernel(
     state = tl.zeros((BLOCK,), tl.float32)
     if initial_ptr is not None and not VARLEN:
         state = tl.load(initial_ptr + (pid_b * nheads + pid_h) * size + offs, mask=mask, other=0.0).to(tl.float32)
-    for s in tl.range(0, nsegments - 1, num_stages=3):
-        segment = (pid_b * (nsegments - 1) + s) * nheads + pid_h
-        own = tl.load(segment_state_ptr + segment * size + offs, mask=mask, other=0.0)
-        state = state * tl.exp2(tl.load(segment_decay_ptr + segment)) + own
-        tl.store(segment_state_ptr + segment * size + offs, state, mask=mask)
+    for s in tl.range(0, npieces, num_stages=3):
+        piece = (pid_b * npieces + s) * nheads + pid_h
+        own = tl.load(piece_state_ptr + piece * size + offs, mask=mask, other=0.0)
+        state = state * tl.exp2(tl.load(piece_decay_ptr + piece)) + own
+        tl.store(piece_state_ptr + piece * size + offs, state, mask=mask)
 
 
 @triton.jit
 def _ssd_fwd_scan_kernel(
     table_ptr, x_ptr, B_ptr, C_ptr, cb_ptr, decay_ptr, step_ptr, D_ptr, z_ptr, initial_ptr,
-    segment_state_ptr, segment_decay_ptr, y_ptr, final_ptr,
-    seqlen, nchunks, segment_chunks, nsegments, nheads, ngroups, headdim, dstate,
+    piece_state_ptr, piece_decay_ptr, y_ptr, final_ptr,
+    seqlen, nchunks, segment_chunks, segment_pieces, npieces, nheads, ngroups, headdim, dstate,
     stride_x_b, stride_x_t, stride_x_h, stride_B_b, stride_B_t, stride_B_g, stride_C_b, stride_C_t, stride_C_g,
     stride_z_b, stride_z_t, stride_z_h, stride_D_h, stride_D_p,
     CHUNK: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, VARLEN: tl.constexpr,
@@ -261,10 +265,11 @@ def _ssd_fwd_scan_kernel(
 
     # The state in front of the segment.
     state = tl.zeros((BLOCK_N, BLOCK_P), tl.float32)
-    segment = pid_b.to(tl.int64) * (nsegments - 1) * nheads + pid_h
+    piece = pid_b.to(tl.int64) * npieces * nheads + pid_h
+    pieces = pid_s * segment_pieces
     if PASSED:
         if pid_s > 0:
-            before = segment_state_ptr + (segment + (pid_s - 1) * nheads) * size
+            before = piece_state_ptr + (piece + (pieces - 1) * nheads) * size
             state = tl.load(before + offs_np, mask=mask_np, other=0.0)
         elif initial_ptr is not None and not VARLEN:
             initial = initial_ptr + (pid_b.to(tl.int64) * nheads + pid_h) * size
@@ -273,9 +278,9 @@ def _ssd_fwd_scan_kernel(
         if initial_ptr is not None and not VARLEN:
             initial = initial_ptr + (pid_b.to(tl.int64) * nheads + pid_h) * size
             state = tl.load(initial + offs_np, mask=mask_np, other=0.0).to(tl.float32)
-        for s in range(0, pid_s):
-            own = tl.load(segment_state_ptr + (segment + s * nheads) * size + offs_np, mask=mask_np, other=0.0)
-            state = state * tl.exp2(tl.load(segment_decay_ptr + segment + s * nheads)) + own
+        for s in range(0, pieces):
+            own = tl.load(piece_state_ptr + (piece + s * nheads) * size + offs_np, mask=mask_np, other=0.0)
+            state = state * tl.exp2(tl.load(piece_decay_ptr + piece + s * nheads)) + own
 
     if D_ptr is not None:
         D = tl.load(D_ptr + pid_h * stride_D_h + offs_p * stride_D_p, mask=mask_p, other=0.0).to(tl.float32)
