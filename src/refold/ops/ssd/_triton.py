@@ -145,6 +145,7 @@ class _Plan:
         self.nsegments = nsegments = triton.cdiv(nchunks, segment_chunks)
         npieces = (nsegments - 1) * pieces
         self.passed = npieces > config["fused_pass"]
+        self.warm = False
         self.y_shape = (batch, seqlen, nheads, headdim)
         self.y_dtype = x.dtype
         self.state_shape = (nseqs, nheads, headdim, dstate)
@@ -152,27 +153,28 @@ class _Plan:
         # One float32 workspace, cut into: decay, step, C·Bᵀ, piece states, piece decays.
         rows = batch * nchunks * nheads * chunk
         states = batch * npieces * nheads
-        sizes = [rows, rows, batch * nchunks * ngroups * chunk * chunk, states * headdim * dstate, states]
+        own_groups = 0 if self.hopper else ngroups  # the Hopper scan forms C·Bᵀ itself
+        sizes = [rows, rows, batch * nchunks * own_groups * chunk * chunk, states * headdim * dstate, states]
         self.cuts = []
         total = 0
         for size in sizes:
-            self.cuts.append((total, total + size))
+            self.cuts.append(total * 4)
             total += -(-size // 32) * 32
         self.workspace = max(total, 1)
         self.table = nchunks * 4 if varlen else 0
 
         precision = "tf32x3" if x.dtype == torch.float32 else "widen" if INTERPRETED else "ieee"
         shape = {"CHUNK": chunk, "BLOCK_P": block_p, "BLOCK_N": block_n}
-        block_h = 8
+        block_h = min(32, max(4, triton.next_power_of_2(nheads)))
         self.chunks = Launch(kernels._ssd_fwd_chunks_kernel, (nseqs + 1,), {"CHUNK": chunk, "BLOCK": 128}, {})
         self.chunks_ints = (nseqs, nchunks)
         self.prepare = Launch(
-            kernels._ssd_fwd_prepare_kernel, (batch * nchunks, ngroups + triton.cdiv(nheads, block_h)),
+            kernels._ssd_fwd_prepare_kernel, (batch * nchunks, own_groups + triton.cdiv(nheads, block_h)),
             {"CHUNK": chunk, "BLOCK_H": block_h, "BLOCK_N": block_n, "SOFTPLUS": bool(dt_softplus), "VARLEN": varlen,
              "SHIFT": bool(self.hopper), "PRECISION": precision}, {"num_warps": 4},
         )  # fmt: skip
         self.prepare_ints = (
-            seqlen, nchunks, nheads, ngroups, dstate, float(dt_limit[0]), float(dt_limit[1]),
+            seqlen, nchunks, nheads, own_groups, dstate, float(dt_limit[0]), float(dt_limit[1]),
             *dt.stride(), *B.stride()[:3], *C.stride()[:3],
         )  # fmt: skip
         size = headdim * dstate
@@ -223,8 +225,6 @@ class _Plan:
                    "block_shape": [1, 64, block], "layout": tile, "padding": "zero"}
             for name, (width, strides, block) in views.items()
         }  # fmt: skip
-        self.views["cb"] = {"shape": [batch * nchunks * ngroups * 64, 64], "strides": [64, 1],
-                            "block_shape": [64, 64], "layout": hopper.tile_layout(32, 2), "padding": "zero"}  # fmt: skip
         self.describe = hopper.describe
         sizes = {"CHUNK": 64, "P": headdim, "N": dstate}
         self.state_ints = (nchunks, piece_chunks, npieces, nheads, ngroups)
@@ -235,7 +235,7 @@ class _Plan:
         self.scan_ints = (nchunks, segment_chunks, self.nsegments, pieces, npieces, nheads, ngroups, *D_strides)
         self.scan = Launch(
             hopper._ssd_fwd_scan_hopper_kernel, (nheads // 2, self.nsegments, batch),
-            {**sizes, "STAGES": 2, "PASSED": self.passed, "HAS_Z": z is not None}, {"num_warps": 4},
+            {**sizes, "STAGES": 3 if z is None else 2, "PASSED": self.passed, "HAS_Z": z is not None}, {"num_warps": 4},
         )  # fmt: skip
 
     @staticmethod
@@ -249,7 +249,12 @@ class _Plan:
         y = torch.empty(self.y_shape, dtype=self.y_dtype, device=device)
         final = torch.empty(self.state_shape, dtype=self.state_dtype, device=device)
         workspace = torch.empty(self.workspace, dtype=torch.float32, device=device)
-        decay, step, cb, piece_state, piece_decay = [workspace[a:b] for a, b in self.cuts]
+        if self.warm:  # the compiled kernels take addresses: that saves five views
+            base = workspace.data_ptr()
+            decay, step, cb, piece_state, piece_decay = [base + cut for cut in self.cuts]
+        else:
+            decay, step, cb, piece_state, piece_decay = [workspace[cut // 4 :] for cut in self.cuts]
+            self.warm = not INTERPRETED
         stream = current_stream(device)
         table = None
         if self.table:
@@ -268,7 +273,7 @@ class _Plan:
                 self.pass_(stream, piece_state, piece_decay, initial, *self.pass_ints)
         if self.hopper:
             z = None if z is None else describe(z, views["z"])
-            self.scan(stream, x, z, B, describe(C, views["C"]), describe(cb, views["cb"]), describe(y, views["y"]),
+            self.scan(stream, x, z, B, describe(C, views["C"]), describe(y, views["y"]),
                       decay, step, D, initial, piece_state, piece_decay, final, *self.scan_ints)  # fmt: skip
         else:
             self.scan(stream, table, x, B, C, cb, decay, step, D, z, initial, piece_state, piece_decay, y, final,
