@@ -1,0 +1,141 @@
+"""Run ATen graphs on real tensors: the values inside a graph, and a float64 reference that fits in memory.
+
+A naive layer may multiply two tensors into one of 48 GiB only to sum it. Run node by node, in
+float64, that needs twice as much. So a multiplication that only feeds a sum is done in blocks along
+an axis that the sum keeps. Broadcasting makes that purely positional: it relies on nothing that
+`refold.compiler.index` concluded, which is what the reference is there to check.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from .index import sum_dims
+
+aten = torch.ops.aten
+
+# Products up to this many elements are written out as they are.
+BLOCK = 1 << 24
+_SUMS = (aten.sum.dim_IntList, aten.mean.dim)
+
+
+@dataclass
+class _Product:
+    """A multiplication not carried out yet."""
+
+    a: torch.Tensor
+    b: torch.Tensor
+
+
+class Evaluator(torch.fx.Interpreter):
+    """Runs a graph on real tensors, optionally with every float32, bfloat16 and float16 as float64."""
+
+    def __init__(self, gm: GraphModule, double: bool = False) -> None:
+        super().__init__(gm, garbage_collect_values=True)
+        self.double = double
+
+    def run_node(self, n: Node) -> Any:
+        """Run one node; large products wait for the sum that reads them."""
+        if n.op == "call_function":
+            args, kwargs = self.fetch_args_kwargs_from_env(n)
+            if n.target is aten.mul.Tensor and _only_summed(n):
+                a, b = args
+                if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) and a.dtype == b.dtype:
+                    shape = torch.broadcast_shapes(a.shape, b.shape)
+                    if shape.numel() > BLOCK:
+                        return _Product(a.expand(shape), b.expand(shape))
+            if args and isinstance(args[0], _Product):
+                return self._sum(n, args[0], kwargs)
+            if self.double:
+                args, kwargs = _widen((args, kwargs))
+            return n.target(*args, **kwargs)  # type: ignore[operator]
+        return super().run_node(n)
+
+    def _sum(self, n: Node, product: _Product, kwargs: dict[str, Any]) -> torch.Tensor:
+        dims = [d % product.a.dim() for d in _dims(n)]
+        rest = n.args[2:]
+        kept = [d for d in range(product.a.dim()) if d not in dims]
+        axis = max(kept, key=lambda d: product.a.shape[d], default=None)
+        if axis is None:
+            return n.target(product.a * product.b, dims, *rest, **kwargs)  # type: ignore[operator]
+        size = product.a.shape[axis]
+        width = max(1, BLOCK * size // product.a.numel())
+        keepdim = bool(rest[0] if rest else kwargs.get("keepdim", False))
+        out_axis = axis if keepdim else axis - sum(d < axis for d in dims)
+        blocks = [
+            n.target(  # type: ignore[operator]
+                product.a.narrow(axis, start, min(width, size - start))
+                * product.b.narrow(axis, start, min(width, size - start)),
+                dims,
+                *rest,
+                **kwargs,
+            )
+            for start in range(0, size, width)
+        ]
+        return torch.cat(blocks, out_axis)
+
+
+def _dims(n: Node) -> list[int]:
+    dims = n.args[1] if len(n.args) > 1 else n.kwargs.get("dim")
+    if not dims:
+        return sum_dims(n)
+    return list(dims) if isinstance(dims, (list, tuple)) else [dims]  # type: ignore[list-item]
+
+
+def _only_summed(n: Node) -> bool:
+    return bool(n.users) and all(user.target in _SUMS for user in n.users)
+
+
+def _widen(values: Any) -> Any:
+    """Replace half and single precision dtypes among arguments by float64."""
+    if isinstance(values, torch.dtype):
+        return torch.float64 if values in (torch.float32, torch.float16, torch.bfloat16) else values
+    if isinstance(values, (list, tuple)):
+        return type(values)(_widen(v) for v in values)
+    if isinstance(values, dict):
+        return {key: _widen(v) for key, v in values.items()}
+    return values
+
+
+def evaluate(gm: GraphModule, inputs: Sequence[Any]) -> Any:
+    """Run a graph as it is."""
+    with torch.no_grad():
+        return Evaluator(gm).run(*inputs)
+
+
+def evaluate_float64(gm: GraphModule, inputs: Sequence[Any]) -> Any:
+    """Run a graph with every floating value in float64."""
+    wide = [x.double() if isinstance(x, torch.Tensor) and x.is_floating_point() else x for x in inputs]
+    with torch.no_grad():
+        return Evaluator(gm, double=True).run(*wide)
+
+
+def values_at(graph: Graph, names: Sequence[str], inputs: Sequence[Any]) -> dict[str, Any]:
+    """Run the part of a graph that some of its nodes depend on, and return their values.
+
+    Args:
+        graph: The graph.
+        names: Nodes whose values are wanted.
+        inputs: One value a placeholder of the whole graph.
+    """
+    wanted = [node for node in graph.nodes if node.name in set(names)]
+    needed: set[Node] = set()
+    stack = list(wanted)
+    while stack:
+        node = stack.pop()
+        if node not in needed:
+            needed.add(node)
+            stack.extend(node.all_input_nodes)
+    part = Graph()
+    copies: dict[Node, Node] = {}
+    for node in graph.nodes:
+        if node in needed or node.op == "placeholder":
+            copies[node] = part.node_copy(node, lambda n: copies[n])
+    part.output(tuple(copies[node] for node in wanted))
+    gm = GraphModule(graph.owning_module, part)
+    return dict(zip((node.name for node in wanted), evaluate(gm, inputs), strict=True))

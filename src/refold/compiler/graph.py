@@ -1,0 +1,141 @@
+"""Small tools on ATen graphs: insert nodes that know their values, cut regions out."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from .index import Size, same, value
+
+aten = torch.ops.aten
+
+
+class UnknownSize(Exception):
+    """A symbolic size has no node in the graph that computes it; the rewrite is not possible."""
+
+
+class Builder:
+    """Inserts nodes before an anchor, each with the fake value that Inductor expects in its metadata."""
+
+    def __init__(self, anchor: Node) -> None:
+        self.graph: Graph = anchor.graph
+        self.anchor = anchor
+        self.fake_mode = value(anchor).fake_mode  # type: ignore[attr-defined]
+        self.added: list[Node] = []
+        self._meta = {key: entry for key, entry in anchor.meta.items() if key not in ("val", "tensor_meta")}
+
+    def call(self, target: Any, args: Sequence[Any], kwargs: dict[str, Any] | None = None) -> Node:
+        """Insert a call and compute its fake value."""
+        kwargs = kwargs or {}
+        fake_args, fake_kwargs = torch.fx.node.map_arg((tuple(args), kwargs), lambda n: n.meta["val"])
+        with self.fake_mode:
+            val = target(*fake_args, **fake_kwargs)
+        with self.graph.inserting_before(self.anchor):
+            node = self.graph.call_function(target, tuple(args), kwargs)
+        node.meta.update(self._meta)
+        node.meta["val"] = val
+        self.added.append(node)
+        return node
+
+    def size(self, size: Size) -> Any:
+        """Return an argument for a size: the number, or the node that computes the symbol."""
+        if isinstance(size, int):
+            return size
+        for node in self.graph.nodes:
+            if node is self.anchor:
+                break
+            val = node.meta.get("val")
+            if isinstance(val, torch.SymInt) and same(val, size):
+                return node
+            if isinstance(val, torch.Tensor):
+                for dim, own in enumerate(val.shape):
+                    if isinstance(own, torch.SymInt) and same(own, size):
+                        return self.call(aten.sym_size.int, (node, dim))
+        raise UnknownSize(str(size))
+
+    def product(self, sizes: Sequence[Size]) -> Any:
+        """Return an argument for a product of sizes."""
+        numbers = [size for size in sizes if isinstance(size, int)]
+        result: Any = math.prod(numbers)
+        for symbol in (size for size in sizes if not isinstance(size, int)):
+            node = self.size(symbol)
+            result = node if isinstance(result, int) and result == 1 else self.call(operator.mul, (result, node))
+        return result
+
+    def reshape(self, x: Node, groups: Sequence[Sequence[Size]]) -> Node:
+        """Reshape so that each axis is the product of a group of sizes; copies only if it must."""
+        shape = [math.prod(group) for group in groups]
+        own = value(x).shape
+        if len(own) == len(shape) and all(same(a, b) for a, b in zip(own, shape, strict=True)):
+            return x
+        sizes = [self.product(group) for group in groups]
+        try:
+            return self.call(aten.view.default, (x, sizes))
+        except (RuntimeError, ValueError):  # strides do not allow a view
+            dense = self.call(aten.clone.default, (x,), {"memory_format": torch.contiguous_format})
+            return self.call(aten.view.default, (dense, sizes))
+
+    def permute(self, x: Node, order: Sequence[int]) -> Node:
+        """Permute axes, unless they are in order already."""
+        return x if list(order) == list(range(len(order))) else self.call(aten.permute.default, (x, list(order)))
+
+    def restride(self, x: Node, like: torch.Tensor) -> Node:
+        """Give ``x`` the memory layout of ``like``, so that nothing downstream can tell them apart.
+
+        Inductor inlines the copy into elementwise consumers; it costs memory traffic only before
+        an external kernel.
+        """
+        if _same_strides(value(x), like):
+            return x
+        # Dense copies in the order of like's strides, outermost first.
+        order = sorted(range(like.dim()), key=lambda dim: _hint(like.stride(dim)), reverse=True)
+        dense = self.call(aten.clone.default, (self.permute(x, order),), {"memory_format": torch.contiguous_format})
+        return self.permute(dense, [order.index(dim) for dim in range(like.dim())])
+
+
+def _hint(size: Size) -> int:
+    return size if isinstance(size, int) else size.node.hint  # type: ignore[union-attr]
+
+
+def _same_strides(a: torch.Tensor, b: torch.Tensor) -> bool:
+    dims = [dim for dim, size in enumerate(b.shape) if not same(size, 1)]
+    return all(same(a.stride(dim), b.stride(dim)) for dim in dims)
+
+
+def region_inputs(root: Node, inside: Iterable[Node]) -> list[Node]:
+    """Return the nodes that feed ``root`` from outside the given nodes, in graph order."""
+    members = {root, *inside}
+    feeding = {arg for node in members for arg in node.all_input_nodes if arg not in members}
+    return [node for node in root.graph.nodes if node in feeding]
+
+
+def extract(root: Node, inputs: Sequence[Node]) -> GraphModule:
+    """Copy the nodes between ``inputs`` and ``root`` into a module of their own."""
+    needed: set[Node] = set()
+    stack = [root]
+    while stack:
+        node = stack.pop()
+        if node in needed or node in inputs:
+            continue
+        needed.add(node)
+        stack.extend(node.all_input_nodes)
+    graph = Graph()
+    copies: dict[Node, Node] = {}
+    for node in inputs:
+        copies[node] = graph.placeholder(node.name)
+        copies[node].meta = dict(node.meta)
+    attributes = {}
+    for node in root.graph.nodes:
+        if node in needed:
+            if node.op == "placeholder":
+                raise AssertionError(f"{node} is read by the region but is not one of its inputs")
+            if node.op == "get_attr":
+                attributes[node.target] = operator.attrgetter(node.target)(root.graph.owning_module)
+            copies[node] = graph.node_copy(node, lambda n: copies[n])
+    graph.output(copies[root])
+    return GraphModule(attributes, graph)

@@ -1,0 +1,34 @@
+"""The compiler, on one screen: named passes in the order in which they run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from torch.fx import Graph
+
+from .passes.contraction import drop_degenerate_sums, recover_contractions
+from .rewrite import Rewrite
+
+Pass = Callable[[Graph, Callable[[str], bool]], Iterator[Rewrite]]
+
+PASSES: list[tuple[str, Pass]] = [
+    ("drop degenerate sums", drop_degenerate_sums),
+    ("recover contractions", recover_contractions),
+]
+
+
+def run(graph: Graph, wanted: Callable[[str], bool] = lambda _: True) -> list[Rewrite]:
+    """Run every pass over a graph, in place.
+
+    Args:
+        graph: An ATen graph with fake values in its metadata.
+        wanted: Which sites (node names) may be rewritten.
+
+    Returns:
+        What was changed, in order.
+    """
+    rewrites = [rewrite for _, apply in PASSES for rewrite in apply(graph, wanted)]
+    if rewrites:
+        graph.eliminate_dead_code()
+        graph.lint()
+    return rewrites

@@ -1,0 +1,95 @@
+"""The report as data. Times are milliseconds, sizes bytes; None means not measured."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+SCHEMA = 1
+
+
+@dataclass
+class RewriteReport:
+    """One rewrite: what was recognised, what it saves, how it was judged."""
+
+    name: str
+    site: str
+    source: str
+    detail: str
+    flops_before: int
+    flops_after: int
+    bytes_before: int
+    bytes_after: int
+    largest_before: int
+    largest_after: int
+    status: str = "found"
+    reason: str = ""
+    errors: list[dict[str, Any]] = field(default_factory=list)
+    original_ms: float | None = None
+    original_by: str = ""
+    candidate_ms: float | None = None
+    speedup: float | None = None
+    at_least: float | None = None
+
+
+@dataclass
+class GraphReport:
+    """One graph that Dynamo handed over.
+
+    ``chosen`` is what runs from now on: ``refold``, ``inductor`` or ``eager``.
+    """
+
+    index: int
+    mode: str = "inference"
+    chosen: str = "inductor"
+    reason: str = ""
+    rewrites: list[RewriteReport] = field(default_factory=list)
+    loops: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    flops_before: int = 0
+    flops_after: int = 0
+    bytes_before: int = 0
+    bytes_after: int = 0
+    times_ms: dict[str, float] = field(default_factory=dict)
+    peak_bytes: dict[str, int] = field(default_factory=dict)
+    speedup: float | None = None
+    speedup_at_least: float | None = None
+    difference_from_eager: float | None = None
+    compile_s: float = 0.0
+    inductor_compile_s: float | None = None
+    proof_s: float = 0.0
+    matmuls_added: int | None = None
+
+    @property
+    def applied(self) -> list[RewriteReport]:
+        """The rewrites that run from now on."""
+        return [rewrite for rewrite in self.rewrites if rewrite.status == "applied"]
+
+
+@dataclass
+class Report:
+    """Everything that happened in the compiles of one callable, one entry a graph."""
+
+    target: str = ""
+    environment: dict[str, str] = field(default_factory=dict)
+    graphs: list[GraphReport] = field(default_factory=list)
+
+    @property
+    def rewrites(self) -> list[RewriteReport]:
+        """All rewrites of all graphs, applied or not."""
+        return [rewrite for graph in self.graphs for rewrite in graph.rewrites]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the report as JSON-compatible data."""
+        return {"schema": SCHEMA, **dataclasses.asdict(self)}
+
+    def to_json(self) -> str:
+        """Return the report as JSON text."""
+        return json.dumps(self.to_dict(), indent=2)
+
+    def __str__(self) -> str:
+        from .text import render
+
+        return render(self)

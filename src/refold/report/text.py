@@ -1,0 +1,101 @@
+"""The report for a terminal or a pipe."""
+
+from __future__ import annotations
+
+from .model import GraphReport, Report, RewriteReport
+
+_MARK = {"applied": "+", "found": "*", "refused": "-"}
+
+
+def render(report: Report) -> str:
+    """Return the report as plain text, at most 110 columns where the content allows."""
+    lines: list[str] = []
+    if report.target:
+        lines.append(f"refold: {report.target}")
+    if report.environment:
+        lines.append("  ".join(f"{key} {entry}" for key, entry in report.environment.items()))
+    if not report.graphs:
+        lines.append("no graph was compiled: nothing in it is traceable by torch.compile")
+    for graph in report.graphs:
+        lines += ["", *_graph(graph)]
+    return "\n".join(lines)
+
+
+def _graph(graph: GraphReport) -> list[str]:
+    lines = [f"graph {graph.index} ({graph.mode}): {graph.chosen} runs" + (f", {graph.reason}" if graph.reason else "")]
+    for rewrite in graph.rewrites:
+        lines += _rewrite(rewrite)
+    lines += [f"  ! serial loop: {loop}" for loop in graph.loops]
+    if not graph.rewrites and not graph.loops:
+        lines.append("  nothing to rewrite")
+    if graph.rewrites:
+        lines.append(
+            f"  whole graph: {_count(graph.flops_before)}FLOP -> {_count(graph.flops_after)}FLOP, "
+            f"{_size(graph.bytes_before)} -> {_size(graph.bytes_after)} moved when run node by node"
+        )
+    if graph.times_ms:
+        lines += ["", *_table(graph)]
+    if graph.speedup is not None:
+        lines.append(
+            f"  {graph.speedup:.2f}x over the best of eager and torch.compile "
+            f"(at least {graph.speedup_at_least or 0:.2f}x, 99 % confidence)"
+        )
+    if graph.difference_from_eager is not None:
+        lines.append(f"  difference from eager, relative L2: {graph.difference_from_eager:.1e}")
+    if graph.compile_s:
+        alone = "" if graph.inductor_compile_s is None else f" (Inductor alone {graph.inductor_compile_s:.1f} s)"
+        lines.append(f"  compile {graph.compile_s:.1f} s{alone}, proof {graph.proof_s:.1f} s")
+    lines += [f"  note: {note}" for note in graph.notes]
+    return lines
+
+
+def _rewrite(rewrite: RewriteReport) -> list[str]:
+    state = rewrite.status + (f": {rewrite.reason}" if rewrite.reason else "")
+    lines = [f"  {_MARK.get(rewrite.status, '-')} {rewrite.name} [{rewrite.site}] {state}"]
+    if rewrite.source:
+        lines.append(f"      at     {rewrite.source}")
+    lines.append(f"      is     {rewrite.detail}")
+    lines.append(
+        f"      costs  {_count(rewrite.flops_before)}FLOP -> {_count(rewrite.flops_after)}FLOP, "
+        f"{_size(rewrite.bytes_before)} -> {_size(rewrite.bytes_after)} moved, "
+        f"largest value {_size(rewrite.largest_before)} -> {_size(rewrite.largest_after)}"
+    )
+    for error in rewrite.errors:
+        if error["kind"] == "integers":
+            lines.append(f"      error  integers: {'bitwise equal' if error['passed'] else error['reason']}")
+        else:
+            lines.append(
+                f"      error  {error['kind']}: {error['error']:.1e} against float64 "
+                f"(original {error['original_error']:.1e}, bound {error['bound']:.1e})"
+            )
+    if rewrite.candidate_ms is not None and rewrite.original_ms is not None:
+        lines.append(
+            f"      time   {rewrite.original_ms:.3f} ms ({rewrite.original_by}) -> {rewrite.candidate_ms:.3f} ms, "
+            f"{rewrite.speedup:.1f}x, at least {rewrite.at_least:.1f}x"
+        )
+    return lines
+
+
+def _table(graph: GraphReport) -> list[str]:
+    best = min(graph.times_ms.values())
+    lines = [f"  {'':14}{'ms':>12}{'vs best':>10}{'peak memory':>14}"]
+    for name, time_ms in graph.times_ms.items():
+        peak = _size(graph.peak_bytes[name]) if name in graph.peak_bytes else "-"
+        lines.append(f"  {name:14}{time_ms:12.3f}{time_ms / best:9.2f}x{peak:>14}")
+    return lines
+
+
+def _scaled(value: float, step: float, units: tuple[str, ...]) -> str:
+    for unit in units[:-1]:
+        if abs(value) < step:
+            return f"{value:.3g} {unit}"
+        value /= step
+    return f"{value:.3g} {units[-1]}"
+
+
+def _size(value: int) -> str:
+    return _scaled(value, 1024, ("B", "KiB", "MiB", "GiB", "TiB"))
+
+
+def _count(value: int) -> str:
+    return _scaled(value, 1000, ("", "k", "M", "G", "T"))

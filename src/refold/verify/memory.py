@@ -1,0 +1,59 @@
+"""How much memory may a proof use, and how much did a program use?"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+
+
+def available_bytes(device: torch.device) -> int:
+    """Return the bytes that can still be allocated on a device."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return free + cached
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        entries = dict(line.split(":", 1) for line in lines)
+        return int(entries["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError):  # not Linux: assume a small machine rather than risk its swap
+        return 4 << 30
+
+
+def peak_bytes(run: Callable[[], object], device: torch.device) -> int:
+    """Return the largest number of bytes a call holds at once, beyond what was held before it."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        held = torch.cuda.memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        run()
+        torch.cuda.synchronize(device)
+        return torch.cuda.max_memory_allocated(device) - held
+    with _silent_stderr(), torch.autograd.profiler.profile(profile_memory=True, use_kineto=False) as profile:
+        run()
+    # An operation reports what it and the operations inside it allocated; count each byte once.
+    events = [e for e in profile.function_events or [] if e.cpu_parent is None and e.cpu_memory_usage]
+    held = peak = 0
+    for event in sorted(events, key=lambda e: e.time_range.start):
+        held += event.cpu_memory_usage
+        peak = max(peak, held)
+    return peak
+
+
+@contextlib.contextmanager
+def _silent_stderr() -> Iterator[None]:
+    """Keep the profiler's tracing library from writing its start and stop to the terminal."""
+    sys.stderr.flush()
+    saved = os.dup(2)
+    with open(os.devnull, "wb") as sink:
+        os.dup2(sink.fileno(), 2)
+    try:
+        yield
+    finally:
+        os.dup2(saved, 2)
+        os.close(saved)

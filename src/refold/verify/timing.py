@@ -1,0 +1,126 @@
+"""Interleaved timing with a decision rule that noise cannot fool.
+
+For each pair the order of the two callables is drawn at random, and ``d = log(t_base / t_cand)``.
+The candidate is accepted when the lower confidence bound of the *median* of d (a sign test: no
+normality, no outlier can move it) exceeds ``log(1 + delta)``. The rule is looked at after 9, 30 and
+60 pairs, each look at an equal share of the error probability alpha; the same bound from above ends
+a hopeless race early.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+LOOKS = (9, 30, 60)
+ALPHA = 0.01
+DELTA = 0.02
+
+
+@dataclass(frozen=True)
+class Race:
+    """The outcome of timing two callables against each other.
+
+    Attributes:
+        base_ms: Median time of the baseline, milliseconds.
+        candidate_ms: Median time of the candidate, milliseconds.
+        speedup: Median of the paired ratios.
+        at_least: Lower confidence bound of that median.
+        pairs: Number of pairs run.
+        faster: Whether ``at_least`` exceeds 1.02.
+    """
+
+    base_ms: float
+    candidate_ms: float
+    speedup: float
+    at_least: float
+    pairs: int
+    faster: bool
+
+
+def once_ms(run: Callable[[], object], device: torch.device) -> float:
+    """Time one call from start to finish of its device work, in milliseconds."""
+    synchronize(device)
+    start = time.perf_counter()
+    run()
+    synchronize(device)
+    return (time.perf_counter() - start) * 1e3
+
+
+def median_ms(run: Callable[[], object], device: torch.device, budget_s: float = 1.0, most: int = 20) -> float:
+    """Return the median of up to ``most`` calls within a time budget, after one warm-up."""
+    first = once_ms(run, device)
+    times: list[float] = []
+    deadline = time.perf_counter() + budget_s
+    while len(times) < most and (not times or time.perf_counter() < deadline):
+        times.append(once_ms(run, device))
+        if first > budget_s * 1e3:
+            break
+    return statistics.median(times)
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for a device's queued work."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
+def race(
+    base: Callable[[], object],
+    candidate: Callable[[], object],
+    device: torch.device,
+    *,
+    budget_s: float = 10.0,
+    seed: int = 0,
+) -> Race:
+    """Time a candidate against a baseline, interleaved in random order.
+
+    Args:
+        base: The callable to beat; warm.
+        candidate: The callable to judge; warm.
+        device: Where their work runs.
+        budget_s: After this many seconds the race ends; what is undecided then is not accepted.
+        seed: Seeds the order within pairs.
+
+    Returns:
+        The medians and the verdict.
+    """
+    order = random.Random(seed)
+    base_times: list[float] = []
+    candidate_times: list[float] = []
+    deadline = time.perf_counter() + budget_s
+    lower = -math.inf
+    for look in LOOKS:
+        while len(base_times) < look and (len(base_times) < LOOKS[0] // 3 or time.perf_counter() < deadline):
+            pair = [(base, base_times), (candidate, candidate_times)]
+            if order.random() < 0.5:
+                pair.reverse()
+            for run, times in pair:
+                times.append(once_ms(run, device))
+        logs = sorted(math.log(b / c) for b, c in zip(base_times, candidate_times, strict=True))
+        lower, upper = median_bounds(logs, ALPHA / len(LOOKS))
+        if lower > math.log1p(DELTA) or upper < math.log1p(DELTA) or len(logs) < look:
+            break
+    return Race(
+        statistics.median(base_times),
+        statistics.median(candidate_times),
+        math.exp(statistics.median(logs)),
+        math.exp(lower),
+        len(logs),
+        lower > math.log1p(DELTA),
+    )
+
+
+def median_bounds(ordered: list[float], alpha: float) -> tuple[float, float]:
+    """Return one-sided confidence bounds of the median at level ``1 - alpha`` from sorted samples."""
+    n = len(ordered)
+    tail, k = 0.0, -1
+    while k + 1 < n and (tail := tail + math.comb(n, k + 1) * 0.5**n) <= alpha:
+        k += 1
+    return (ordered[k], ordered[n - 1 - k]) if k >= 0 else (-math.inf, math.inf)
