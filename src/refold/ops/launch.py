@@ -14,6 +14,8 @@ from typing import Any
 import torch
 import triton
 
+from refold.ops.spec import Meta
+
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 
@@ -57,3 +59,29 @@ def tensor_key(tensor: torch.Tensor | None) -> Any:
 def current_stream(device: torch.device) -> int:
     """Return the raw handle of the current stream of ``device`` (0 under the interpreter)."""
     return 0 if INTERPRETED else torch._C._cuda_getCurrentRawStream(device.index)
+
+
+def contiguous(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    """Return the tensor itself where its layout is that of a fresh one, else a copy."""
+    return tensor if tensor is None or tensor.is_contiguous() else tensor.contiguous()
+
+
+def last_contiguous(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    """Return the tensor itself where its last axis is contiguous, else a copy."""
+    return tensor if tensor is None or tensor.stride(-1) == 1 else tensor.contiguous()
+
+
+def refusal(meta: Meta) -> str | None:
+    """Say why no Triton kernel can run on this device or dtype; None if one can."""
+    if meta.device != "cuda" and not INTERPRETED:
+        return f"needs a GPU; these arrays are on {meta.device}"
+    wide = [name for name, array in meta.arrays.items() if array.dtype == "float64"]
+    return f"takes no float64; {wide[0]} is float64" if wide else None
+
+
+def same_dtype(meta: Meta, *names: str) -> str | None:
+    """Say which of the named arrays has another dtype than x; None if none has."""
+    for name in names:
+        if name in meta.arrays and meta.arrays[name].dtype != meta.dtype:
+            return f"{name} must have the dtype of x, {meta.dtype}; it is {meta.arrays[name].dtype}"
+    return None

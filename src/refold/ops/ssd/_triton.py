@@ -12,51 +12,53 @@ import torch
 import triton
 
 from refold.ops.configs import device_limits, lookup
-from refold.ops.launch import INTERPRETED, Launch, current_stream, tensor_key
+from refold.ops.launch import (
+    INTERPRETED,
+    Launch,
+    contiguous,
+    current_stream,
+    last_contiguous,
+    refusal,
+    same_dtype,
+    tensor_key,
+)
+from refold.ops.spec import Meta
 from refold.ops.ssd import _triton_kernels as kernels
 
 _PLANS: dict[Any, Any] = {}
 
 
-def ssd_forward(
-    x: torch.Tensor,
-    dt: torch.Tensor,
-    A: torch.Tensor,
-    B: torch.Tensor,
-    C: torch.Tensor,
-    D: torch.Tensor | None = None,
-    z: torch.Tensor | None = None,
-    dt_bias: torch.Tensor | None = None,
-    dt_softplus: bool = False,
-    dt_limit: tuple[float, float] = (0.0, float("inf")),
-    initial_state: torch.Tensor | None = None,
-    cu_seqlens: torch.Tensor | None = None,
-    state_dtype: torch.dtype | None = None,
-    config: dict[str, int] | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return ``y`` (b, t, h, p) and the final state (b, h, p, n); inputs were checked by the caller."""
-    x, B, C, z = _last_contiguous(x), _last_contiguous(B), _last_contiguous(C), _last_contiguous(z)
-    A, dt_bias = _contiguous(A), _contiguous(dt_bias)
-    initial_state, cu_seqlens = _contiguous(initial_state), _contiguous(cu_seqlens)
+def supports(meta: Meta) -> str | None:
+    """Return None if the kernels take these arguments, else why not."""
+    if (reason := refusal(meta)) is not None:
+        return reason
+    return same_dtype(meta, "B", "C", "z")
+
+
+def ssd(
+    *, x: torch.Tensor, dt: torch.Tensor, A: torch.Tensor, B: torch.Tensor, C: torch.Tensor, D: torch.Tensor | None,
+    z: torch.Tensor | None, dt_bias: torch.Tensor | None, initial_state: torch.Tensor | None,
+    cu_seqlens: torch.Tensor | None, dt_softplus: bool, dt_limit: tuple[float, float], chunk_size: int | None,
+    state_dtype: torch.dtype | None, config: dict[str, int] | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Compute `refold.ops.ssd`; ``config`` overrides entries of the configuration table."""
+    x, B, C, z = last_contiguous(x), last_contiguous(B), last_contiguous(C), last_contiguous(z)
+    A, dt_bias = contiguous(A), contiguous(dt_bias)
+    initial_state, cu_seqlens = contiguous(initial_state), contiguous(cu_seqlens)
     key = (
         tensor_key(x), tensor_key(dt), tensor_key(A), tensor_key(B), tensor_key(C), tensor_key(D), tensor_key(z),
-        tensor_key(dt_bias), dt_softplus, dt_limit, tensor_key(initial_state), tensor_key(cu_seqlens), state_dtype,
+        tensor_key(dt_bias), dt_softplus, *dt_limit, chunk_size, tensor_key(initial_state), tensor_key(cu_seqlens), state_dtype,
         x.device, None if config is None else tuple(config.items()),
     )  # fmt: skip
     plan = _PLANS.get(key)
     if plan is None:
         if len(_PLANS) >= 4096:
             _PLANS.clear()
+        if chunk_size is not None:
+            # A smaller chunk than the table's is granted; a larger one would not fit. The result is the same.
+            config = {"chunk": chunk_size, **(config or {})}
         plan = _PLANS[key] = _Plan(x, dt, B, C, D, z, dt_softplus, dt_limit, cu_seqlens, state_dtype, config)
     return plan(x, dt, A, B, C, D, z, dt_bias, initial_state, cu_seqlens)
-
-
-def _contiguous(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    return tensor if tensor is None or tensor.is_contiguous() else tensor.contiguous()
-
-
-def _last_contiguous(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    return tensor if tensor is None or tensor.stride(-1) == 1 else tensor.contiguous()
 
 
 def choose_cut(nchunks: int, rows: int, slots: int, states: int, state_slots: int, cost: dict) -> tuple[int, int]:
@@ -113,9 +115,10 @@ class _Plan:
         varlen = cu_seqlens is not None
         sms, shared = device_limits(x.device)
         block_n = max(16, triton.next_power_of_2(dstate))
-        config = dict(lookup("ssd", x.device, x.dtype)) | (config or {})
+        table = lookup("ssd", x.device, x.dtype)
+        config = table | (config or {})
         block_p = min(max(16, triton.next_power_of_2(headdim)), config["block_p"])
-        chunk = config["chunk"]
+        chunk = min(table["chunk"], max(16, triton.next_power_of_2(config["chunk"])))
         # A tile of the state holds at most `tile` elements; wide states take fewer channels, then shorter chunks.
         while block_p > 16 and block_p * block_n > config["tile"]:
             block_p //= 2
@@ -279,3 +282,59 @@ class _Plan:
             self.scan(stream, table, x, B, C, cb, decay, step, D, z, initial, piece_state, piece_decay, y, final,
                       *self.scan_ints)  # fmt: skip
         return y, final
+
+
+def ssd_step(
+    *, x: torch.Tensor, dt: torch.Tensor, A: torch.Tensor, B: torch.Tensor, C: torch.Tensor, state: torch.Tensor,
+    D: torch.Tensor | None, z: torch.Tensor | None, dt_bias: torch.Tensor | None, dt_softplus: bool,
+    dt_limit: tuple[float, float],
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Compute `refold.ops.ssd_step`."""
+    new_state = torch.empty(state.shape, dtype=state.dtype, device=state.device)
+    y = _step(x, dt, A, B, C, contiguous(state), new_state, D, z, dt_bias, dt_softplus, dt_limit)
+    return y, new_state
+
+
+def ssd_step_(*, state: torch.Tensor, **inputs: Any) -> torch.Tensor:
+    """Compute `refold.ops.ssd_step_`: the state is overwritten, the outputs are returned."""
+    own = contiguous(state)
+    y = _step(state=own, new_state=own, **inputs)
+    if own is not state:
+        state.copy_(own)
+    return y
+
+
+def _step(x, dt, A, B, C, state, new_state, D, z, dt_bias, dt_softplus, dt_limit) -> torch.Tensor:
+    x, B, C, z = last_contiguous(x), last_contiguous(B), last_contiguous(C), last_contiguous(z)
+    A, dt_bias = contiguous(A), contiguous(dt_bias)
+    key = (
+        tensor_key(x), tensor_key(dt), tensor_key(A), tensor_key(B), tensor_key(C), tensor_key(state),
+        tensor_key(new_state), tensor_key(D), tensor_key(z), tensor_key(dt_bias), dt_softplus, *dt_limit, x.device,
+    )  # fmt: skip
+    plan = _PLANS.get(key)
+    if plan is None:
+        batch, nheads, headdim, dstate = state.shape
+        one = x.dim() == 3
+        ntokens = 1 if one else x.shape[1]
+
+        def strides(tensor: torch.Tensor | None) -> tuple[int, int, int]:
+            if tensor is None:
+                return 0, 0, 0
+            return (tensor.stride(0), 0 if one else tensor.stride(1), tensor.stride(1 if one else 2))
+
+        block_n = triton.next_power_of_2(dstate)
+        block_p = min(triton.next_power_of_2(headdim), max(1, 4096 // block_n))
+        D_strides = (0, 0) if D is None else (D.stride(0), D.stride(1) if D.dim() == 2 else 0)
+        ints = (
+            ntokens, nheads, B.shape[-2], headdim, dstate, float(dt_limit[0]), float(dt_limit[1]), *strides(x),
+            *strides(dt), *strides(B), *strides(C), *strides(z), *D_strides,
+        )  # fmt: skip
+        launch = Launch(
+            kernels._ssd_step_kernel, (triton.cdiv(headdim, block_p), nheads, batch),
+            {"BLOCK_P": block_p, "BLOCK_N": block_n, "SOFTPLUS": bool(dt_softplus)}, {"num_warps": 4},
+        )  # fmt: skip
+        plan = _PLANS[key] = (launch, ints)
+    launch, ints = plan
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    launch(current_stream(x.device), x, dt, A, B, C, D, z, dt_bias, state, new_state, y, *ints)
+    return y

@@ -329,3 +329,50 @@ def _ssd_fwd_scan_kernel(
         if (flags & LAST) != 0:
             final = final_ptr + (seq.to(tl.int64) * nheads + pid_h) * size
             tl.store(final + offs_np, state.to(final_ptr.dtype.element_ty), mask=mask_np)
+
+
+@triton.jit
+def _ssd_step_kernel(
+    x_ptr, dt_ptr, A_ptr, B_ptr, C_ptr, D_ptr, z_ptr, dt_bias_ptr, state_ptr, new_state_ptr, y_ptr,
+    ntokens, nheads, ngroups, headdim, dstate, dt_min, dt_max,
+    stride_x_b, stride_x_t, stride_x_h, stride_dt_b, stride_dt_t, stride_dt_h,
+    stride_B_b, stride_B_t, stride_B_g, stride_C_b, stride_C_t, stride_C_g,
+    stride_z_b, stride_z_t, stride_z_h, stride_D_h, stride_D_p,
+    BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, SOFTPLUS: tl.constexpr,
+):  # fmt: skip
+    """Grid (blocks of head channels, heads, batch): a program owns BLOCK_P channels of one head, for all tokens.
+
+    Reads and writes its part of the state once; arithmetic is float32 and outputs use the unrounded state.
+    """
+    offs_p = tl.program_id(0) * BLOCK_P + tl.arange(0, BLOCK_P)
+    offs_n = tl.arange(0, BLOCK_N)
+    pid_h = tl.program_id(1)
+    pid_b = tl.program_id(2).to(tl.int64)
+    pid_g = pid_h // (nheads // ngroups)
+    mask_p = offs_p < headdim
+    mask_n = offs_n < dstate
+    mask = mask_p[:, None] & mask_n[None, :]
+    offs_state = ((pid_b * nheads + pid_h) * headdim + offs_p[:, None]) * dstate + offs_n[None, :]
+    state = tl.load(state_ptr + offs_state, mask=mask, other=0.0).to(tl.float32)
+    A = tl.load(A_ptr + pid_h).to(tl.float32) * LOG2E
+    for t in range(ntokens):
+        step = tl.load(dt_ptr + pid_b * stride_dt_b + t * stride_dt_t + pid_h * stride_dt_h).to(tl.float32)
+        if dt_bias_ptr is not None:
+            step += tl.load(dt_bias_ptr + pid_h).to(tl.float32)
+        if SOFTPLUS:
+            step = _softplus(step)
+        step = tl.minimum(tl.maximum(step, dt_min), dt_max)
+        x_row = x_ptr + pid_b * stride_x_b + t * stride_x_t + pid_h * stride_x_h
+        x = tl.load(x_row + offs_p, mask=mask_p, other=0.0).to(tl.float32)
+        B = tl.load(B_ptr + pid_b * stride_B_b + t * stride_B_t + pid_g * stride_B_g + offs_n, mask=mask_n, other=0.0)
+        C = tl.load(C_ptr + pid_b * stride_C_b + t * stride_C_t + pid_g * stride_C_g + offs_n, mask=mask_n, other=0.0)
+        state = state * tl.exp2(step * A) + (x * step)[:, None] * B.to(tl.float32)[None, :]
+        y = tl.sum(state * C.to(tl.float32)[None, :], axis=1)
+        if D_ptr is not None:
+            y += tl.load(D_ptr + pid_h * stride_D_h + offs_p * stride_D_p, mask=mask_p, other=0.0).to(tl.float32) * x
+        if z_ptr is not None:
+            z_row = z_ptr + pid_b * stride_z_b + t * stride_z_t + pid_h * stride_z_h
+            y *= _silu(tl.load(z_row + offs_p, mask=mask_p, other=0.0).to(tl.float32))
+        y_row = y_ptr + ((pid_b * ntokens + t) * nheads + pid_h) * headdim
+        tl.store(y_row + offs_p, y.to(y_ptr.dtype.element_ty), mask=mask_p)
+    tl.store(new_state_ptr + offs_state, state.to(new_state_ptr.dtype.element_ty), mask=mask)
