@@ -1,4 +1,4 @@
-"""What the scans do before and after the recurrence, elementwise: step sizes, skip connection, gate; and their gradients.
+"""What scans do before and after the recurrence, elementwise: step sizes, skip, gate; and their gradients.
 
 Hand-written gradients, because torch.library implementations run below autograd.
 """
@@ -22,7 +22,7 @@ def step_size(dt: Tensor, bias: Tensor | None, softplus: bool, limit: tuple[floa
         dt = dt + bias.to(dt.dtype)
     if softplus:
         dt = F.softplus(dt)
-    return dt if limit is None or tuple(limit) == (0.0, torch.inf) and softplus else dt.clamp(*limit)
+    return dt if limit is None else dt.clamp(*limit)
 
 
 def step_size_gradient(

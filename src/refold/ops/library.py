@@ -30,6 +30,9 @@ from refold.ops.spec import CU_SEQLENS, OpSpec, all_specs, check_cu_seqlens_valu
 OPS: dict[str, Any] = {}
 """Name -> overload, with the in-place twins and the backwards."""
 
+RUNNERS: dict[str, _Runner] = {}
+"""Name -> what checks its calls and remembers the answers."""
+
 _LIBRARY = torch.library.Library("refold", "FRAGMENT")
 _RESOLVED_LIMIT = 4096  # Distinct calls whose checks are remembered; then the memory starts afresh.
 
@@ -65,7 +68,7 @@ def _hashable(value: Any) -> Any:
 
 
 def _register(spec: OpSpec) -> None:
-    runner = _Runner(spec)
+    runner = RUNNERS[spec.name] = _Runner(spec)
     arrays = ", ".join(f"Tensor{'?' if a.optional else ''} {a.name}" for a in spec.args)
     options = "".join(f", {o.schema} {o.name}" for o in spec.options)
     results = "(" + ", ".join("Tensor" for _ in spec.outputs) + ")"

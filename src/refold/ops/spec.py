@@ -291,6 +291,8 @@ def _read_sizes(spec: OpSpec, meta: Meta) -> dict[str, Any]:
         _match(spec, arg, layout, array.shape, sizes, owner)
     if CU_SEQLENS in meta.arrays and sizes["b"] != 1:
         raise ShapeError(f"{spec.name}: with cu_seqlens the batch is 1; x has b={sizes['b']}. Concatenate along time.")
+    if "b" in sizes:
+        sizes.setdefault("k", sizes["b"])
     return sizes
 
 
@@ -322,11 +324,9 @@ def _match(
                     )
         elif size != sizes[known]:
             raise ShapeError(
-                f"{spec.name}: {arg.name} has {letter}={size} but {owner[known]} has {known}={sizes[known]}"
+                f"{spec.name}: {arg.name} has {known}={size} but {owner[known]} has {known}={sizes[known]}"
                 f"{_listing(sizes)}. Slice, pad or expand {arg.name}."
             )
-    if "b" in sizes and "k" not in sizes:
-        sizes["k"], owner["k"] = sizes["b"], owner["b"]
 
 
 def _listing(sizes: Mapping[str, Any]) -> str:

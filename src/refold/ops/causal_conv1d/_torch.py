@@ -1,6 +1,6 @@
 """The causal depthwise convolution on torch: one multiply-add over the whole input a tap.
 
-Every sequence is extended by the window in front of it: its initial state, or zeros. The extended sequences of a pack lie
+Every sequence is extended by the window in front of it: its initial state, or zeros. Extended sequences of a pack lie
 one behind the other, so that one plain convolution serves a batch and a pack alike, and what it computes between two
 sequences is dropped.
 """

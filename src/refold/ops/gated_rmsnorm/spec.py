@@ -29,7 +29,7 @@ def _cases() -> list[Case]:
         Case("groups_norm_before_gate", sizes, gate, {**eps, "group_size": 3, "norm_before_gate": True}),
         Case("large_eps", sizes, gate, {"eps": 0.5}),
         Case("no_leading", {"*": (), "d": 7}, gate, eps),
-        Case("size_one", {"*": (3,), "d": 1}, gate, eps),
+        Case("size_one", {"*": (3,), "d": 1}, gate, {"eps": 0.5}),  # with less, dx is nothing but what cancels
         Case("wide", {"*": (3,), "d": 1030}, gate, eps),
         Case("strided", sizes, gate, eps, strided=True),
     ]

@@ -1,8 +1,8 @@
 """The Mamba-1 scan on torch: blocks of tokens that fit a cache, one fused multiply-add a token.
 
 No matrix product carries this recurrence: each channel and state decays at its own rate, and splitting the decay into a
-quotient of two factors overflows. So the work is the sequential one, arranged well: for a block of tokens all decays and
-inputs are formed at once as (b, t, n, d), then each token costs one `addcmul` over the whole state, then one small
+quotient of two factors overflows. So the work is the sequential one, arranged well: for a block of tokens all decays
+and inputs are formed at once as (b, t, n, d), then each token costs one `addcmul` over the whole state, then one small
 product reads the block. Everything a block touches stays in cache; nothing of size (t, d, n) is ever stored.
 
 A sequence of a pack begins by clearing the decay of its first token and adding what its initial state contributes to

@@ -20,7 +20,7 @@ _INPUTS = (
 _EXTRAS = (
     Arg("D", ("d",), optional=True, wide=True),
     Arg("z", ("b t d",), optional=True),
-    Arg("dt_bias", ("d",), optional=True, wide=True),
+    Arg("dt_bias", ("d",), optional=True, wide=True, sample=step_sizes),
 )
 
 

@@ -54,7 +54,7 @@ _INPUTS = (
 _EXTRAS = (
     Arg("D", ("h", "h p"), optional=True, wide=True),
     Arg("z", ("b t h p",), optional=True),
-    Arg("dt_bias", ("h",), optional=True, wide=True),
+    Arg("dt_bias", ("h",), optional=True, wide=True, sample=step_sizes),
 )
 
 
