@@ -16,6 +16,9 @@ import triton
 
 from refold.ops.spec import Meta
 
+PTX = os.environ.get("TRITON_INTERPRET", "0") != "1" and torch.version.hip is None
+"""Whether kernels may hold PTX: the plain exp2 spends two more instructions a value on denormal results."""
+
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 

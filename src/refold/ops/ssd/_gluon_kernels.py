@@ -36,6 +36,12 @@ def describe(base: Any, view: dict[str, Any]) -> TensorDescriptor:
     return descriptor
 
 
+@gluon.jit
+def _exp2(v):
+    """2**v, with denormal results flushed to 0."""
+    return gl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [v], gl.float32, True, 1)
+
+
 # The state that a piece leaves behind ---------------------------------------------------------------------------------
 
 
@@ -77,7 +83,7 @@ def _sum_state(
     for i in range(count):
         stage = i % STAGES
         total += last
-        weight_smem.index(WHICH).store(gl.exp2(total - shifted))
+        weight_smem.index(WHICH).store(_exp2(total - shifted))
         row = ((pid_b * nchunks + end - 1 - min(i + 1, count - 1)).to(gl.int64) * nheads + pid_h) * CHUNK
         shifted = gl.load(shifted_ptr + row + offs_t)
         last = gl.load(decay_ptr + row + CHUNK - 1)
@@ -231,14 +237,14 @@ def _walk_state(
             state = gl.load(initial_ptr + head * (P * N) + offs_pn).to(gl.float32)
         for s in range(before):
             own = gl.load(piece_state_ptr + (piece + s * nheads) * (P * N) + offs_pn)
-            state = state * gl.exp2(gl.load(piece_decay_ptr + piece + s * nheads)) + own
+            state = state * _exp2(gl.load(piece_decay_ptr + piece + s * nheads)) + own
     offs_t = gl.arange(0, CHUNK, layout=line)
     row = ((pid_b * nchunks + first).to(gl.int64) * nheads + pid_h) * CHUNK
     shifted = gl.load(shifted_ptr + row + offs_t)
     last = gl.load(decay_ptr + row + CHUNK - 1)
     for i in range(count):
         stage = i % STAGES
-        weight_smem.index(WHICH).store(gl.exp2(last - shifted))
+        weight_smem.index(WHICH).store(_exp2(last - shifted))
         mbarrier.wait(state_empty.index(WHICH * 2 + i % 2), ((i // 2) & 1) ^ 1)
         state_smem.index(WHICH * 2 + i % 2).store(state.to(dtype))
         fence_async_shared()
@@ -246,7 +252,7 @@ def _walk_state(
         # Every warp has waited for the products of the last chunk: its tiles are free.
         mbarrier.arrive(empty.index((i + STAGES - 1) % STAGES), count=1, pred=i > 0)
         mbarrier.arrive(state_full.index(WHICH * 2 + i % 2), count=1)
-        state = state * gl.exp2(last)
+        state = state * _exp2(last)
         row = ((pid_b * nchunks + first + min(i + 1, count - 1)).to(gl.int64) * nheads + pid_h) * CHUNK
         shifted = gl.load(shifted_ptr + row + offs_t)
         last = gl.load(decay_ptr + row + CHUNK - 1)
@@ -308,11 +314,11 @@ def _walk_y(
         shifted = gl.load(shifted_ptr + row + offs_t)
         decay_t = decay_smem.index(WHICH).load(rows_y)
         shifted_s = shifted_smem.index(WHICH).load(cols_y)
-        grown = gl.exp2(decay_t[:, None] - shifted_s[None, :])
+        grown = _exp2(decay_t[:, None] - shifted_s[None, :])
         cb = warpgroup_mma_wait(1, deps=[cb])
         mix = gl.where(causal, cb * grown, 0.0).to(dtype)
         mix = gl.convert_layout(mix, op_y)
-        from_start = gl.exp2(decay_t)
+        from_start = _exp2(decay_t)
         y = warpgroup_mma_wait(0, deps=[y])
         y = y * from_start[:, None]
         x_tile = x_smem.index(stage * 2 + WHICH).reshape([CHUNK, P])
@@ -325,7 +331,7 @@ def _walk_y(
         if HAS_Z:
             mbarrier.wait(z_full.index(WHICH), i & 1)
             z = z_smem.index(WHICH).reshape([CHUNK, P]).load(acc_y).to(gl.float32)
-            y *= z / (1.0 + gl.exp2(z * -1.4426950408889634))
+            y *= z / (1.0 + _exp2(z * -1.4426950408889634))
         y_smem.index(WHICH).reshape([CHUNK, P]).store(y.to(dtype))
         fence_async_shared()
         gl.thread_barrier()

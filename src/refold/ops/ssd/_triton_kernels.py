@@ -17,15 +17,26 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from refold.ops import launch
+
+PTX = tl.constexpr(launch.PTX)
 LOG2E = tl.constexpr(1.4426950408889634)
 FIRST = tl.constexpr(1)  # flag of a chunk: its sequence begins here
 LAST = tl.constexpr(2)  # flag of a chunk: its sequence ends here
 
 
 @triton.jit
+def _exp2(v):
+    """2**v, with denormal results flushed to 0."""
+    if PTX:
+        return tl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [v], tl.float32, True, 1)
+    return tl.exp2(v)
+
+
+@triton.jit
 def _softplus(v):
     """log(1 + exp(v)) up to v = 20, v beyond; accurate to float32 also where exp(v) is far below 1."""
-    u = tl.exp(tl.minimum(v, 20.0))
+    u = _exp2(tl.minimum(v, 20.0) * LOG2E)
     w = 1.0 + u
     log1p = tl.where(w == 1.0, u, tl.log(w) * (u / tl.where(w == 1.0, 1.0, w - 1.0)))
     return tl.where(v <= 20.0, log1p, v)
@@ -41,7 +52,7 @@ def _dot(a, b, acc, PRECISION: tl.constexpr):
 
 @triton.jit
 def _silu(v):
-    return v / (1.0 + tl.exp(-v))
+    return v / (1.0 + _exp2(v * -LOG2E))
 
 
 @triton.jit
@@ -196,9 +207,9 @@ def _ssd_fwd_state_kernel(
                     initial = initial_ptr + (seq.to(tl.int64) * nheads + pid_h) * headdim * dstate
                     state = tl.load(initial + offs_np, mask=mask_np, other=0.0).to(tl.float32)
         total += last
-        weight = tl.exp2(last - decay) * step
+        weight = _exp2(last - decay) * step
         x_weighted = (x_tile * weight[:, None]).to(x_tile.dtype)
-        state = _dot(tl.trans(B_tile), x_weighted, state * tl.exp2(last), PRECISION)
+        state = _dot(tl.trans(B_tile), x_weighted, state * _exp2(last), PRECISION)
     piece = (pid_b * npieces + pid_s).to(tl.int64) * nheads + pid_h
     tl.store(piece_state_ptr + piece * headdim * dstate + offs_np, state, mask=mask_np)
     if pid_p == 0:
@@ -225,7 +236,7 @@ def _ssd_fwd_pass_kernel(
     for s in tl.range(0, npieces, num_stages=3):
         piece = (pid_b * npieces + s) * nheads + pid_h
         own = tl.load(piece_state_ptr + piece * size + offs, mask=mask, other=0.0)
-        state = state * tl.exp2(tl.load(piece_decay_ptr + piece)) + own
+        state = state * _exp2(tl.load(piece_decay_ptr + piece)) + own
         tl.store(piece_state_ptr + piece * size + offs, state, mask=mask)
 
 
@@ -280,7 +291,7 @@ def _ssd_fwd_scan_kernel(
             state = tl.load(initial + offs_np, mask=mask_np, other=0.0).to(tl.float32)
         for s in range(0, pieces):
             own = tl.load(piece_state_ptr + (piece + s * nheads) * size + offs_np, mask=mask_np, other=0.0)
-            state = state * tl.exp2(tl.load(piece_decay_ptr + piece + s * nheads)) + own
+            state = state * _exp2(tl.load(piece_decay_ptr + piece + s * nheads)) + own
 
     if D_ptr is not None:
         D = tl.load(D_ptr + pid_h * stride_D_h + offs_p * stride_D_p, mask=mask_p, other=0.0).to(tl.float32)
@@ -310,13 +321,13 @@ def _ssd_fwd_scan_kernel(
                     initial = initial_ptr + (seq.to(tl.int64) * nheads + pid_h) * size
                     state = tl.load(initial + offs_np, mask=mask_np, other=0.0).to(tl.float32)
         # What came before the chunk, then what the chunk adds itself.
-        y = _dot(C_tile, state.to(C_tile.dtype), None, PRECISION) * tl.exp2(decay)[:, None]
+        y = _dot(C_tile, state.to(C_tile.dtype), None, PRECISION) * _exp2(decay)[:, None]
         causal = offs_t[:, None] >= offs_t[None, :]
-        mix = tl.where(causal, cb * tl.exp2(decay[:, None] - decay[None, :]) * step[None, :], 0.0)
+        mix = tl.where(causal, cb * _exp2(decay[:, None] - decay[None, :]) * step[None, :], 0.0)
         y = _dot(mix.to(x_tile.dtype), x_tile, y, PRECISION)
-        weight = tl.exp2(last - decay) * step
+        weight = _exp2(last - decay) * step
         x_weighted = (x_tile * weight[:, None]).to(x_tile.dtype)
-        state = _dot(tl.trans(B_tile), x_weighted, state * tl.exp2(last), PRECISION)
+        state = _dot(tl.trans(B_tile), x_weighted, state * _exp2(last), PRECISION)
         if D_ptr is not None:
             y += D[None, :] * x_tile
         if z_ptr is not None:
@@ -366,7 +377,7 @@ def _ssd_step_kernel(
         x = tl.load(x_row + offs_p, mask=mask_p, other=0.0).to(tl.float32)
         B = tl.load(B_ptr + pid_b * stride_B_b + t * stride_B_t + pid_g * stride_B_g + offs_n, mask=mask_n, other=0.0)
         C = tl.load(C_ptr + pid_b * stride_C_b + t * stride_C_t + pid_g * stride_C_g + offs_n, mask=mask_n, other=0.0)
-        state = state * tl.exp2(step * A) + (x * step)[:, None] * B.to(tl.float32)[None, :]
+        state = state * _exp2(step * A) + (x * step)[:, None] * B.to(tl.float32)[None, :]
         y = tl.sum(state * C.to(tl.float32)[None, :], axis=1)
         if D_ptr is not None:
             y += tl.load(D_ptr + pid_h * stride_D_h + offs_p * stride_D_p, mask=mask_p, other=0.0).to(tl.float32) * x
