@@ -84,8 +84,8 @@ def _causal_conv1d_fwd_kernel(
         offs_w = tl.arange(0, BLOCK_W)
         place = length + offs_w  # in initial state and inputs, one after the other
         live = mask_d[:, None] & (offs_w < WIDTH - 1)[None, :]
-        source = (begin + place - (WIDTH - 1)).to(tl.int64)
-        new = tl.load(x_base + source[None, :] * stride_x_t + offs_d[:, None],
+        origin = (begin + place - (WIDTH - 1)).to(tl.int64)
+        new = tl.load(x_base + origin[None, :] * stride_x_t + offs_d[:, None],
                       mask=live & (place >= WIDTH - 1)[None, :], other=0.0).to(tl.float32)  # fmt: skip
         cells = (row * channels + offs_d[:, None]) * (WIDTH - 1)
         if initial_ptr is not None:

@@ -8,7 +8,7 @@ import torch
 import triton
 
 from refold.ops.configs import device_limits, lookup
-from refold.ops.launch import Launch, contiguous, current_stream, last_contiguous, refusal, tensor_key
+from refold.ops.launch import PTX, Launch, contiguous, current_stream, last_contiguous, refusal, tensor_key
 from refold.ops.selective_scan import _triton_kernels as kernels
 from refold.ops.spec import Meta
 
@@ -67,13 +67,16 @@ class _Plan:
         ngroups = max(B.shape[2] if B.dim() == 4 else 1, C.shape[2] if C.dim() == 4 else 1)
         config = lookup("selective_scan", x.device, x.dtype) | (config or {})
         self.sequences = sequences = batch if cu_seqlens is None else cu_seqlens.numel() - 1
+        block_n = triton.next_power_of_2(dstate)
+        grouped = (channels // ngroups) % config["block_d"] != 0 and ngroups > 1
+        lanes = PTX and x.device.type == "cuda" and block_n == dstate and 2 <= dstate <= 64 and not grouped
         block_d, warps = config["block_d"], config["warps"]
         blocks = triton.cdiv(channels, block_d)
         nsegments = 1
         if cu_seqlens is None:
             slots = device_limits(x.device)[0] * config["slots"]
             nsegments = config.get("segments") or _choose_segments(seqlen, batch * blocks, slots)
-        segment = triton.cdiv(triton.cdiv(seqlen, nsegments), config["unroll"]) * config["unroll"]
+        segment = triton.cdiv(seqlen, nsegments)
         nsegments = triton.cdiv(seqlen, segment)
         self.rows = sequences * nsegments * channels
         B_strides, C_strides = _grouped(B, 2), _grouped(C, 2)
@@ -81,17 +84,19 @@ class _Plan:
             seqlen, segment, nsegments, channels, dstate, channels // ngroups, *x.stride()[:2], *dt.stride()[:2],
             *B_strides, *C_strides, *((0, 0) if z is None else z.stride()[:2]),
         )  # fmt: skip
-        consts = {
-            "BLOCK_D": block_d, "BLOCK_N": triton.next_power_of_2(dstate), "UNROLL": config["unroll"],
-            "SOFTPLUS": bool(dt_softplus), "GROUPED": (channels // ngroups) % block_d != 0 and ngroups > 1,
-        }  # fmt: skip
+        consts = {"BLOCK_D": block_d, "BLOCK_N": block_n, "SOFTPLUS": bool(dt_softplus)}
+        kernel = kernels._selective_scan_fwd_kernel
+        if lanes:
+            from refold.ops.selective_scan._gluon_kernels import _selective_scan_fwd_lanes_kernel as kernel
+        else:
+            consts |= {"UNROLL": config["unroll"], "GROUPED": grouped}
         options = {"num_warps": warps}
         self.local = None
         if nsegments > 1:
             grid = (blocks, nsegments - 1, sequences)
-            self.local = Launch(kernels._selective_scan_fwd_kernel, grid, {**consts, "LOCAL": True}, options)
+            self.local = Launch(kernel, grid, {**consts, "LOCAL": True}, options)
         grid = (blocks, nsegments, sequences)
-        self.scan = Launch(kernels._selective_scan_fwd_kernel, grid, {**consts, "LOCAL": False}, options)
+        self.scan = Launch(kernel, grid, {**consts, "LOCAL": False}, options)
 
 
 def _choose_segments(seqlen: int, programs: int, slots: int) -> int:

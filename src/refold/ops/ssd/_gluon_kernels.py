@@ -1,10 +1,9 @@
 """The two heavy kernels of the SSD forward pass written for Hopper: copy engine, asynchronous products, warp roles.
 
 They take the places of `_ssd_fwd_state_kernel` and `_ssd_fwd_scan_kernel` for 16-bit inputs, 64 channels a head, 64 or
-128 states and an even number of heads a group. Two heads (or four) of a group share a program, so that B and C cross the
-memory system once for all: traffic between L2 and the multiprocessors is what bounds the scan, so that it forms C·Bᵀ
-itself rather than read it. `prepare` hands over ``shifted`` = decay - log2(step) in place of step, so that decay and
-step of a pair of tokens are one exp2.
+128 states and an even number of heads a group. Two heads (or four) of a group share a program, so that B, C and C·Bᵀ cross the
+memory system once for both. `prepare` hands over ``shifted`` = decay - log2(step) in place of step, so that decay and
+step of a pair of tokens are one exp2, and C·Bᵀ with zeros above its diagonal.
 """
 
 from __future__ import annotations
@@ -181,8 +180,8 @@ def _ssd_fwd_state_hopper_kernel(
 
 @gluon.jit
 def _fetch_scan(
-    x_desc, z_desc, B_desc, C_desc, x_smem, z_smem, B_smem, C_smem, full, empty, z_full, z_empty,
-    pid_b, pid_h, pid_g, first, count,
+    x_desc, z_desc, B_desc, C_desc, cb_desc, x_smem, z_smem, B_smem, C_smem, cb_smem, full, empty, z_full, z_empty,
+    pid_b, pid_h, pid_g, first, count, nchunks, ngroups,
     CHUNK: gl.constexpr, P: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr, HAS_Z: gl.constexpr,
 ):  # fmt: skip
     """One warp: fills a stage of shared memory a chunk, as soon as all four warp groups are done with it."""
@@ -190,13 +189,16 @@ def _fetch_scan(
         stage = i % STAGES
         mbarrier.wait(empty.index(stage), ((i // STAGES) & 1) ^ 1)
         bar = full.index(stage)
-        mbarrier.expect(bar, CHUNK * (2 * P + 2 * N) * 2)
-        start = (first + i) * CHUNK
+        mbarrier.expect(bar, CHUNK * (2 * P + 2 * N) * 2 + CHUNK * CHUNK * 4)
+        chunk = first + i
+        start = chunk * CHUNK
         for which in gl.static_range(2):
             x_tile = x_smem.index(stage * 2 + which)
             tma.async_copy_global_to_shared(x_desc, [pid_b, start, (pid_h + which) * P], bar, x_tile)
         tma.async_copy_global_to_shared(B_desc, [pid_b, start, pid_g * N], bar, B_smem.index(stage))
         tma.async_copy_global_to_shared(C_desc, [pid_b, start, pid_g * N], bar, C_smem.index(stage))
+        row = ((pid_b * nchunks + chunk) * ngroups + pid_g) * CHUNK
+        tma.async_copy_global_to_shared(cb_desc, [row, 0], bar, cb_smem.index(stage))
         if HAS_Z:
             for which in gl.static_range(2):
                 mbarrier.wait(z_empty.index(which), (i & 1) ^ 1)
@@ -268,7 +270,7 @@ def _walk_state(
 
 @gluon.jit
 def _walk_y(
-    y_desc, x_smem, z_smem, B_smem, C_smem, state_smem, y_smem, decay_smem, shifted_smem,
+    y_desc, x_smem, z_smem, C_smem, cb_smem, state_smem, y_smem, decay_smem, shifted_smem,
     full, empty, z_full, z_empty, state_full, state_empty, decay_ptr, shifted_ptr, D_ptr,
     pid_b, pid_h, first, count, nchunks, nheads, stride_D_h, stride_D_p,
     WHICH: gl.constexpr, CHUNK: gl.constexpr, P: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr,
@@ -285,7 +287,6 @@ def _walk_y(
     if D_ptr is not None:
         offs_D = gl.arange(0, P, layout=cols_y)
         D = gl.load(D_ptr + pid_h * stride_D_h + offs_D * stride_D_p).to(gl.float32)
-    causal = gl.arange(0, CHUNK, layout=rows_y)[:, None] >= gl.arange(0, CHUNK, layout=cols_y)[None, :]
     offs_t = gl.arange(0, CHUNK, layout=line)
     row = ((pid_b * nchunks + first).to(gl.int64) * nheads + pid_h) * CHUNK
     decay = gl.load(decay_ptr + row + offs_t)
@@ -302,22 +303,19 @@ def _walk_y(
         if HAS_Z:
             mbarrier.arrive(z_empty.index(WHICH), count=1, pred=i > 0)
         mbarrier.wait(full.index(stage), (i // STAGES) & 1)
-        # C·Bᵀ, then what came before the chunk, C·stateᵀ; meanwhile C·Bᵀ is decayed.
+        mbarrier.wait(state_full.index(WHICH * 2 + i % 2), (i // 2) & 1)
+        # What came before the chunk, C·stateᵀ; meanwhile the decayed C·Bᵀ of the chunk itself.
         y = gl.zeros([CHUNK, P], gl.float32, layout=acc_y)
         C_tile = C_smem.index(stage).reshape([CHUNK, N])
-        B_tile = B_smem.index(stage).reshape([CHUNK, N])
-        cb = warpgroup_mma(C_tile, B_tile.permute((1, 0)), y, use_acc=False, is_async=True)
-        mbarrier.wait(state_full.index(WHICH * 2 + i % 2), (i // 2) & 1)
         y = warpgroup_mma(C_tile, state_smem.index(WHICH * 2 + i % 2).permute((1, 0)), y, use_acc=False, is_async=True)
         row = ((pid_b * nchunks + first + min(i + 1, count - 1)).to(gl.int64) * nheads + pid_h) * CHUNK
         decay = gl.load(decay_ptr + row + offs_t)
         shifted = gl.load(shifted_ptr + row + offs_t)
         decay_t = decay_smem.index(WHICH).load(rows_y)
         shifted_s = shifted_smem.index(WHICH).load(cols_y)
-        grown = _exp2(decay_t[:, None] - shifted_s[None, :])
-        cb = warpgroup_mma_wait(1, deps=[cb])
-        mix = gl.where(causal, cb * grown, 0.0).to(dtype)
-        mix = gl.convert_layout(mix, op_y)
+        # Above the diagonal C·Bᵀ is 0 and the exponent only has to stay finite.
+        grown = _exp2(gl.minimum(decay_t[:, None] - shifted_s[None, :], 126.0))
+        mix = gl.convert_layout((cb_smem.index(stage).load(acc_y) * grown).to(dtype), op_y)
         from_start = _exp2(decay_t)
         y = warpgroup_mma_wait(0, deps=[y])
         y = y * from_start[:, None]
@@ -341,7 +339,7 @@ def _walk_y(
 
 @gluon.jit
 def _ssd_fwd_scan_hopper_kernel(
-    x_desc, z_desc, B_desc, C_desc, y_desc,
+    x_desc, z_desc, B_desc, C_desc, cb_desc, y_desc,
     decay_ptr, shifted_ptr, D_ptr, initial_ptr, piece_state_ptr, piece_decay_ptr, final_ptr,
     nchunks, segment_chunks, nsegments, segment_pieces, npieces, nheads, ngroups, stride_D_h, stride_D_p,
     CHUNK: gl.constexpr, P: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr, PASSED: gl.constexpr,
@@ -349,7 +347,7 @@ def _ssd_fwd_scan_hopper_kernel(
 ):  # fmt: skip
     """Grid (heads / 2, segments, batch): a program owns one segment of two neighbouring heads of a group.
 
-    Reads x, z, B and C of the segment once and writes y once, through the copy engine, which also cuts ragged
+    Reads x, z, B, C and C·Bᵀ of the segment once and writes y once, through the copy engine, which also cuts ragged
     ends of the time axis. Four warp groups: states and outputs of each head, both float32 in registers.
     """
     pid_h = gl.program_id(0) * 2
@@ -363,6 +361,7 @@ def _ssd_fwd_scan_hopper_kernel(
     x_smem = gl.allocate_shared_memory(dtype, [STAGES * 2, 1, CHUNK, P], x_desc.layout)
     B_smem = gl.allocate_shared_memory(dtype, [STAGES, 1, CHUNK, N], B_desc.layout)
     C_smem = gl.allocate_shared_memory(dtype, [STAGES, 1, CHUNK, N], C_desc.layout)
+    cb_smem = gl.allocate_shared_memory(gl.float32, [STAGES, CHUNK, CHUNK], cb_desc.layout)
     if HAS_Z:
         z_smem = gl.allocate_shared_memory(dtype, [2, 1, CHUNK, P], z_desc.layout)
     else:
@@ -390,12 +389,12 @@ def _ssd_fwd_scan_hopper_kernel(
     gl.warp_specialize(
         [
             (_walk_y, (
-                y_desc, x_smem, z_smem, B_smem, C_smem, state_smem, y_smem, decay_smem, shifted_smem,
+                y_desc, x_smem, z_smem, C_smem, cb_smem, state_smem, y_smem, decay_smem, shifted_smem,
                 full, empty, z_full, z_empty, state_full, state_empty, decay_ptr, shifted_ptr, D_ptr,
                 pid_b, pid_h, first, count, nchunks, nheads, stride_D_h, stride_D_p, 0, CHUNK, P, N, STAGES, HAS_Z,
             )),
             (_walk_y, (
-                y_desc, x_smem, z_smem, B_smem, C_smem, state_smem, y_smem, decay_smem, shifted_smem,
+                y_desc, x_smem, z_smem, C_smem, cb_smem, state_smem, y_smem, decay_smem, shifted_smem,
                 full, empty, z_full, z_empty, state_full, state_empty, decay_ptr, shifted_ptr, D_ptr,
                 pid_b, pid_h, first, count, nchunks, nheads, stride_D_h, stride_D_p, 1, CHUNK, P, N, STAGES, HAS_Z,
             )),
@@ -412,8 +411,9 @@ def _ssd_fwd_scan_hopper_kernel(
                 1, CHUNK, P, N, STAGES, PASSED,
             )),
             (_fetch_scan, (
-                x_desc, z_desc, B_desc, C_desc, x_smem, z_smem, B_smem, C_smem, full, empty, z_full, z_empty,
-                pid_b, pid_h, pid_g, first, count, CHUNK, P, N, STAGES, HAS_Z,
+                x_desc, z_desc, B_desc, C_desc, cb_desc, x_smem, z_smem, B_smem, C_smem, cb_smem,
+                full, empty, z_full, z_empty, pid_b, pid_h, pid_g, first, count, nchunks, ngroups,
+                CHUNK, P, N, STAGES, HAS_Z,
             )),
         ],
         [4, 4, 4, 1],

@@ -156,13 +156,13 @@ class _Plan:
         # One float32 workspace, cut into: decay, step, C·Bᵀ, piece states, piece decays.
         rows = batch * nchunks * nheads * chunk
         states = batch * npieces * nheads
-        own_groups = 0 if self.hopper else ngroups  # the Hopper scan forms C·Bᵀ itself
-        sizes = [rows, rows, batch * nchunks * own_groups * chunk * chunk, states * headdim * dstate, states]
+        sizes = [rows, rows, batch * nchunks * ngroups * chunk * chunk, states * headdim * dstate, states]
         self.cuts = []
         total = 0
         for size in sizes:
             self.cuts.append(total * 4)
             total += -(-size // 32) * 32
+        self.cb_cut = self.cuts[2] // 4
         self.workspace = max(total, 1)
         self.table = nchunks * 4 if varlen else 0
 
@@ -172,12 +172,12 @@ class _Plan:
         self.chunks = Launch(kernels._ssd_fwd_chunks_kernel, (nseqs + 1,), {"CHUNK": chunk, "BLOCK": 128}, {})
         self.chunks_ints = (nseqs, nchunks)
         self.prepare = Launch(
-            kernels._ssd_fwd_prepare_kernel, (batch * nchunks, own_groups + triton.cdiv(nheads, block_h)),
+            kernels._ssd_fwd_prepare_kernel, (batch * nchunks, ngroups + triton.cdiv(nheads, block_h)),
             {"CHUNK": chunk, "BLOCK_H": block_h, "BLOCK_N": block_n, "SOFTPLUS": bool(dt_softplus), "VARLEN": varlen,
              "SHIFT": bool(self.hopper), "PRECISION": precision}, {"num_warps": 4},
         )  # fmt: skip
         self.prepare_ints = (
-            seqlen, nchunks, nheads, own_groups, dstate, float(dt_limit[0]), float(dt_limit[1]),
+            seqlen, nchunks, nheads, ngroups, dstate, float(dt_limit[0]), float(dt_limit[1]),
             *dt.stride(), *B.stride()[:3], *C.stride()[:3],
         )  # fmt: skip
         size = headdim * dstate
@@ -228,6 +228,8 @@ class _Plan:
                    "block_shape": [1, 64, block], "layout": tile, "padding": "zero"}
             for name, (width, strides, block) in views.items()
         }  # fmt: skip
+        self.views["cb"] = {"shape": [batch * nchunks * ngroups * 64, 64], "strides": [64, 1],
+                            "block_shape": [64, 64], "layout": hopper.tile_layout(32, 2), "padding": "zero"}  # fmt: skip
         self.describe = hopper.describe
         sizes = {"CHUNK": 64, "P": headdim, "N": dstate}
         self.state_ints = (nchunks, piece_chunks, npieces, nheads, ngroups)
@@ -238,7 +240,7 @@ class _Plan:
         self.scan_ints = (nchunks, segment_chunks, self.nsegments, pieces, npieces, nheads, ngroups, *D_strides)
         self.scan = Launch(
             hopper._ssd_fwd_scan_hopper_kernel, (nheads // 2, self.nsegments, batch),
-            {**sizes, "STAGES": 3 if z is None else 2, "PASSED": self.passed, "HAS_Z": z is not None}, {"num_warps": 4},
+            {**sizes, "STAGES": 2, "PASSED": self.passed, "HAS_Z": z is not None}, {"num_warps": 4},
         )  # fmt: skip
 
     @staticmethod
@@ -276,7 +278,8 @@ class _Plan:
                 self.pass_(stream, piece_state, piece_decay, initial, *self.pass_ints)
         if self.hopper:
             z = None if z is None else describe(z, views["z"])
-            self.scan(stream, x, z, B, describe(C, views["C"]), describe(y, views["y"]),
+            cb = describe(workspace[self.cb_cut :], views["cb"])
+            self.scan(stream, x, z, B, describe(C, views["C"]), cb, describe(y, views["y"]),
                       decay, step, D, initial, piece_state, piece_decay, final, *self.scan_ints)  # fmt: skip
         else:
             self.scan(stream, table, x, B, C, cb, decay, step, D, z, initial, piece_state, piece_decay, y, final,
