@@ -102,7 +102,7 @@ def linear_scan(
     h = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     final = torch.empty(state_shape, dtype=torch.float32, device=x.device)
     stream = current_stream(x.device)
-    states = factors = None
+    states = factors = final  # never read where there is one segment
     if local is not None:
         states, factors = torch.empty((2, rows), dtype=torch.float32, device=x.device)
         local(stream, cu_seqlens, a, x, initial_state, states, factors, h, final, *ints)

@@ -42,7 +42,7 @@ def selective_scan(
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     final = torch.empty((plan.sequences, *A.shape), dtype=state_dtype or torch.float32, device=x.device)
     stream = current_stream(x.device)
-    states = steps = None
+    states = steps = final  # never read where there is one segment
     if plan.local is not None:
         states = torch.empty(plan.rows * A.shape[1], dtype=torch.float32, device=x.device)
         steps = torch.empty(plan.rows, dtype=torch.float32, device=x.device)
