@@ -72,7 +72,8 @@ def test_tensor_core_shapes(dtype, shape, gate):
     b, t, h, g, n = shape
     torch.manual_seed(0)
     x, B, C = (torch.randn(*s, device="cuda").to(dtype) for s in ((b, t, h, 64), (b, t, g, n), (b, t, g, n)))
-    dt, A, D = torch.randn(b, t, h, device="cuda").to(dtype), -torch.rand(h, device="cuda"), torch.randn(h, device="cuda")
+    dt = torch.randn(b, t, h, device="cuda").to(dtype)
+    A, D = -torch.rand(h, device="cuda"), torch.randn(h, device="cuda")
     z = torch.randn_like(x) if gate else None
     initial = torch.randn(b, h, 64, n, device="cuda")
     y, state = refold.ops.ssd(x, dt, A, B, C, D=D, z=z, dt_softplus=True, initial_state=initial, backend="triton")

@@ -1,7 +1,7 @@
 """``python -m refold.bench run ssd [selective_scan ...] [--out FILE]``: gate, time, and write JSON lines.
 
-A case is refused if its error against a float64 scan of a slice of it is above the bound of its dtype. Times are medians
-of CUDA events around single calls, with the L2 cache overwritten before each. mamba-ssm's Triton kernels are timed in
+A case is refused if its error against a float64 scan of a slice of it is above the bound of its dtype. Times are
+medians of CUDA events around single calls, with the L2 cache overwritten before each. mamba-ssm's Triton kernels are timed in
 the same run if ``mamba_ssm`` can be imported, else marked as not run.
 """
 
@@ -50,7 +50,8 @@ def ssd_cases() -> Iterator[Case]:
     dtype = torch.bfloat16
     for b, t, h in SSD:
         x, dt = normal(b, t, h, 64, dtype=dtype), normal(b, t, h, dtype=dtype)
-        A, B, C = -torch.rand(h, device="cuda") * 2, normal(b, t, 1, 128, dtype=dtype), normal(b, t, 1, 128, dtype=dtype)
+        A = -torch.rand(h, device="cuda") * 2
+        B, C = normal(b, t, 1, 128, dtype=dtype), normal(b, t, 1, 128, dtype=dtype)
         D, bias = normal(h), normal(h) - 2
         kw = {"D": D, "dt_bias": bias, "dt_softplus": True}
         head = min(t, 512)
@@ -92,8 +93,10 @@ def pointwise_cases() -> Iterator[Case]:
         x, w = normal(b, t, 5376, dtype=dtype), normal(5376, 4)
         run = lambda: refold.ops.causal_conv1d(x, w, w[:, 0], activation="silu")  # noqa: B023, E731
         want = torch.nn.functional.silu(torch.nn.functional.conv1d(
-            x[:1, :512].double().mT, w.double()[:, None], w[:, 0].double(), padding=3, groups=5376)[..., :512].mT)  # fmt: skip
-        yield "causal_conv1d", f"{b}x{t}x5376", dtype, run, None, x.numel() * 4, relative_error(run()[0][:1, :512], want)
+            x[:1, :512].double().mT, w.double()[:, None], w[:, 0].double(), padding=3, groups=5376,
+        )[..., :512].mT)  # fmt: skip
+        error = relative_error(run()[0][:1, :512], want)
+        yield "causal_conv1d", f"{b}x{t}x5376", dtype, run, None, x.numel() * 4, error
         x, z, w = normal(b, t, 5120, dtype=dtype), normal(b, t, 5120, dtype=dtype), normal(5120)
         run = lambda: refold.ops.gated_rmsnorm(x, z, w, eps=1e-5)  # noqa: B023, E731
         v = x[:1, :512].double() * torch.nn.functional.silu(z[:1, :512].double())

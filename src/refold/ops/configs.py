@@ -1,11 +1,12 @@
 """Launch configurations of the Triton kernels: one small table a GPU family, measured, and a default for the rest.
 
-Nothing is tuned on a user's machine at request time. ``python -m refold.bench tune`` prints rows for a new family.
+Nothing is tuned on a user's machine at request time. To extend a
+table, time ``config=`` overrides of a backend's function with `refold.bench` and add the row that wins.
 """
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import torch
@@ -36,7 +37,7 @@ def family(device: torch.device) -> str | None:
     return {9: "hopper"}.get(major) if torch.version.hip is None else None
 
 
-@lru_cache(maxsize=None)
+@cache
 def lookup(op: str, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
     """Return the configuration of ``op``: default, then default of the dtype, then the family's, likewise."""
     name = f"{op}/{str(dtype).removeprefix('torch.')}"
@@ -44,7 +45,7 @@ def lookup(op: str, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
     return DEFAULT[op] | DEFAULT.get(name, {}) | table.get(op, {}) | table.get(name, {})
 
 
-@lru_cache(maxsize=None)
+@cache
 def device_limits(device: torch.device) -> tuple[int, int]:
     """Return the number of multiprocessors and the shared memory in bytes that one program may take."""
     if device.type != "cuda":

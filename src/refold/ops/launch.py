@@ -53,7 +53,7 @@ class Launch:
 
 
 def tensor_key(tensor: torch.Tensor | None) -> Any:
-    """What Triton specialises on in a tensor argument, and what a plan depends on."""
+    """Return what Triton specialises on in a tensor argument, and what a plan depends on."""
     if tensor is None:
         return None
     return tensor.dtype, tensor.shape, tensor.stride(), tensor.data_ptr() % 16

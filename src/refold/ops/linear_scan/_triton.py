@@ -1,4 +1,4 @@
-"""Elementwise linear recurrence on GPUs with Triton: a thread a channel, time cut into segments where channels are few."""
+"""Elementwise linear recurrence on GPUs with Triton: a thread a channel, time cut where channels are few."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """The Triton kernels of the Mamba-1 scan and of its step.
 
-A thread owns a channel and all its states, so that nothing is exchanged between threads: the tile is (states, channels)
-with 32 channels a warp. Exponentials, one a channel, state and token, set the pace. Where batch and channels do not fill
+The tile of a program is (states, channels), 32 channels a warp. Exponentials, one a channel, state and token, set the pace. Where batch and channels do not fill
 the device, time is cut into segments: a first launch leaves the state and the summed step of each, and the scan chains
 those in front of its own segment.
 """

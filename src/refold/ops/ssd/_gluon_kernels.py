@@ -1,8 +1,8 @@
 """The two heavy kernels of the SSD forward pass written for Hopper: copy engine, asynchronous products, warp roles.
 
 They take the places of `_ssd_fwd_state_kernel` and `_ssd_fwd_scan_kernel` for 16-bit inputs, 64 channels a head, 64 or
-128 states and an even number of heads a group. Two heads (or four) of a group share a program, so that B, C and C·Bᵀ cross the
-memory system once for both. `prepare` hands over ``shifted`` = decay - log2(step) in place of step, so that decay and
+128 states and an even number of heads a group. Two heads (or four) of a group share a program, so that B, C and C·Bᵀ
+cross the memory system once for all. `prepare` hands over ``shifted`` = decay - log2(step) in place of step, so that decay and
 step of a pair of tokens are one exp2, and C·Bᵀ with zeros above its diagonal.
 """
 
@@ -66,7 +66,8 @@ def _fetch_state(
 def _sum_state(
     x_smem, B_smem, weight_smem, full, empty, decay_ptr, shifted_ptr, state_ptr, total_ptr,
     pid_b, pid_s, pid_h, end, count, nchunks, npieces, nheads,
-    WHICH: gl.constexpr, HEADS: gl.constexpr, CHUNK: gl.constexpr, P: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr,
+    WHICH: gl.constexpr, HEADS: gl.constexpr, CHUNK: gl.constexpr, P: gl.constexpr, N: gl.constexpr,
+    STAGES: gl.constexpr,
 ):  # fmt: skip
     """One warp group: one head. From the last chunk to the first no running state has to be decayed."""
     acc_h: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
@@ -175,7 +176,7 @@ def _ssd_fwd_state_hopper_kernel(
         )  # fmt: skip
 
 
-# The scan --------------------------------------------------------------------------------------------------------------
+# The scan -----------------------------------------------------------------------------------------------------------
 
 
 @gluon.jit
@@ -362,7 +363,7 @@ def _ssd_fwd_scan_hopper_kernel(
     B_smem = gl.allocate_shared_memory(dtype, [STAGES, 1, CHUNK, N], B_desc.layout)
     C_smem = gl.allocate_shared_memory(dtype, [STAGES, 1, CHUNK, N], C_desc.layout)
     cb_smem = gl.allocate_shared_memory(gl.float32, [STAGES, CHUNK, CHUNK], cb_desc.layout)
-    if HAS_Z:
+    if HAS_Z:  # noqa: SIM108 (the other branch must not be traced)
         z_smem = gl.allocate_shared_memory(dtype, [2, 1, CHUNK, P], z_desc.layout)
     else:
         z_smem = x_smem

@@ -1,7 +1,7 @@
 """SSD forward on GPUs with Triton: plans the launches of `_triton_kernels` and keeps the plans.
 
-A plan holds everything that does not change while shapes, strides, dtypes and options stay the same: how the time axis is
-cut, the grids, the integer arguments. A call allocates its outputs and workspace and launches; nothing else.
+A plan holds everything that does not change while shapes, strides, dtypes and options stay the same: how the time axis
+is cut, the grids, the integer arguments. A call allocates its outputs and workspace and launches; nothing else.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ def ssd(
     initial_state, cu_seqlens = contiguous(initial_state), contiguous(cu_seqlens)
     key = (
         tensor_key(x), tensor_key(dt), tensor_key(A), tensor_key(B), tensor_key(C), tensor_key(D), tensor_key(z),
-        tensor_key(dt_bias), dt_softplus, *dt_limit, chunk_size, tensor_key(initial_state), tensor_key(cu_seqlens), state_dtype,
-        x.device, None if config is None else tuple(config.items()),
+        tensor_key(dt_bias), dt_softplus, *dt_limit, chunk_size, tensor_key(initial_state), tensor_key(cu_seqlens),
+        state_dtype, x.device, None if config is None else tuple(config.items()),
     )  # fmt: skip
     plan = _PLANS.get(key)
     if plan is None:
@@ -228,8 +228,10 @@ class _Plan:
                    "block_shape": [1, 64, block], "layout": tile, "padding": "zero"}
             for name, (width, strides, block) in views.items()
         }  # fmt: skip
-        self.views["cb"] = {"shape": [batch * nchunks * ngroups * 64, 64], "strides": [64, 1],
-                            "block_shape": [64, 64], "layout": hopper.tile_layout(32, 2), "padding": "zero"}  # fmt: skip
+        self.views["cb"] = {
+            "shape": [batch * nchunks * ngroups * 64, 64], "strides": [64, 1], "block_shape": [64, 64],
+            "layout": hopper.tile_layout(32, 2), "padding": "zero",
+        }  # fmt: skip
         self.describe = hopper.describe
         sizes = {"CHUNK": 64, "P": headdim, "N": dstate}
         self.state_ints = (nchunks, piece_chunks, npieces, nheads, ngroups)

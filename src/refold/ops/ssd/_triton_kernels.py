@@ -44,7 +44,7 @@ def _softplus(v):
 
 @triton.jit
 def _dot(a, b, acc, PRECISION: tl.constexpr):
-    """A matrix product with float32 accumulation; the interpreter has no bfloat16 product, so it widens first."""
+    """Return a matrix product with float32 accumulation; the interpreter has no bfloat16 product, so it widens first."""
     if PRECISION == "widen":
         return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
     return tl.dot(a, b, acc, input_precision=PRECISION)
@@ -199,7 +199,7 @@ def _ssd_fwd_state_kernel(
         decay = tl.load(decay_ptr + rows + offs_t)
         step = tl.load(step_ptr + rows + offs_t)
         last = tl.load(decay_ptr + rows + CHUNK - 1)
-        if VARLEN:
+        if VARLEN:  # noqa: SIM102 (decided while compiling)
             if (flags & FIRST) != 0:
                 total = float("-inf")
                 state = tl.zeros((BLOCK_N, BLOCK_P), tl.float32)
@@ -314,7 +314,7 @@ def _ssd_fwd_scan_kernel(
         decay = tl.load(decay_ptr + rows + offs_t)
         step = tl.load(step_ptr + rows + offs_t)
         last = tl.load(decay_ptr + rows + CHUNK - 1)
-        if VARLEN:
+        if VARLEN:  # noqa: SIM102 (decided while compiling)
             if (flags & FIRST) != 0:
                 state = tl.zeros((BLOCK_N, BLOCK_P), tl.float32)
                 if initial_ptr is not None:
