@@ -44,7 +44,7 @@ def _softplus(v):
 
 @triton.jit
 def _dot(a, b, acc, PRECISION: tl.constexpr):
-    """Return a matrix product with float32 accumulation; the interpreter has no bfloat16 product, so it widens first."""
+    """Return a matrix product with float32 accumulation; the interpreter has no bfloat16 one and widens."""
     if PRECISION == "widen":
         return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
     return tl.dot(a, b, acc, input_precision=PRECISION)
