@@ -1,8 +1,8 @@
 """``python -m refold.bench run ssd [selective_scan ...] [--out FILE]``: gate, time, and write JSON lines.
 
 A case is refused if its error against a float64 scan of a slice of it is above the bound of its dtype. Times are
-medians of CUDA events around single calls, with 1 GiB overwritten before each: that clears the L2 cache and lets the host run
-ahead, whose own time is given apart. mamba-ssm's Triton kernels are timed in
+medians of CUDA events around single calls, with 1 GiB overwritten before each: that clears the L2 cache and lets the host
+run ahead, whose own time is given apart. mamba-ssm's Triton kernels are timed in
 the same run if ``mamba_ssm`` can be imported, else marked as not run.
 """
 

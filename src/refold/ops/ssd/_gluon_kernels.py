@@ -2,8 +2,8 @@
 
 They take the places of `_ssd_fwd_state_kernel` and `_ssd_fwd_scan_kernel` for 16-bit inputs, 64 channels a head, 64 or
 128 states and an even number of heads a group. Two heads (or four) of a group share a program, so that B, C and C·Bᵀ
-cross the memory system once for all. `prepare` hands over ``shifted`` = decay - log2(step) in place of step, so that decay and
-step of a pair of tokens are one exp2, and C·Bᵀ with zeros above its diagonal.
+cross the memory system once for all. `prepare` hands over ``shifted`` = decay - log2(step) in place of step, so that
+decay and step of a pair of tokens are one exp2, and C·Bᵀ with zeros above its diagonal.
 """
 
 from __future__ import annotations
