@@ -1,9 +1,9 @@
 """``python -m refold.bench run ssd [selective_scan ...] [--out FILE]``: gate, time, and write JSON lines.
 
 A case is refused if its error against a float64 scan of a slice of it is above the bound of its dtype. Times are
-medians of CUDA events around single calls, with 1 GiB overwritten before each: that clears the L2 cache and lets the host
-run ahead, whose own time is given apart. mamba-ssm's Triton kernels are timed in
-the same run if ``mamba_ssm`` can be imported, else marked as not run.
+medians of CUDA events around single calls, with 1 GiB overwritten before each: that clears the L2 cache and lets the
+host run ahead, whose own time is given apart. mamba-ssm's Triton kernels are timed in the same run if ``mamba_ssm`` can
+be imported, else marked as not run.
 """
 
 from __future__ import annotations
@@ -187,7 +187,8 @@ def main(argv: list[str]) -> int:
                 row["share_of_copy"] = moved / row["median_ms"] * 1e3 / copy_rate
                 row["mamba_ssm_ms"] = "not run" if peer is None else statistics.median(time_ms(peer, 9))
             lines.append(json.dumps(row))
-            shown = {k: row[k] for k in ("median_ms", "host_us", "share_of_copy", "mamba_ssm_ms", "refused") if k in row}
+            wanted = ("median_ms", "host_us", "share_of_copy", "mamba_ssm_ms", "refused")
+            shown = {k: row[k] for k in wanted if k in row}
             print(op, case, row["dtype"], f"error {error:.1e}", shown, flush=True)  # noqa: T201
     if args.out:
         with open(args.out, "a") as file:

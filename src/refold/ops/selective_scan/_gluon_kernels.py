@@ -1,7 +1,7 @@
 """`_selective_scan_fwd_kernel` with its layout pinned for NVIDIA GPUs: a lane a channel, all states in its registers.
 
-Left to itself the compiler spreads states over lanes, and then shuffles for every sum over them. Rows are loaded two
-tokens ahead of their use, since loads do not move above the stores of y.
+Left to itself the compiler spreads states over lanes, and then shuffles for every sum over them. The next token's rows
+are loaded while this one's are used, since loads do not move above the stores of y.
 """
 
 from __future__ import annotations
@@ -80,49 +80,33 @@ def _selective_scan_fwd_lanes_kernel(
     B_row = B_ptr + pid_b * stride_B_b + first * stride_B_t + group * stride_B_g
     C_row = C_ptr + pid_b * stride_C_b + first * stride_C_t + group * stride_C_g
     y_row = y_ptr + (pid_b * seqlen + first) * channels
-    more = (first < last).to(gl.int32)
     next_x = gl.load(x_row + offs_d, mask=live, other=0.0)
     next_dt = gl.load(dt_row + offs_d, mask=live, other=0.0)
     next_B = gl.load(B_row + offs_n)
-    x_row += more * stride_x_t
-    dt_row += more * stride_dt_t
-    B_row += more * stride_B_t
-    far_x = gl.load(x_row + offs_d, mask=live, other=0.0)
-    far_dt = gl.load(dt_row + offs_d, mask=live, other=0.0)
-    far_B = gl.load(B_row + offs_n)
     if not LOCAL:
         next_C = gl.load(C_row + offs_n)
-        C_row += more * stride_C_t
-        far_C = gl.load(C_row + offs_n)
         if z_ptr is not None:
             z_row = z_ptr + pid_b * stride_z_b + first * stride_z_t
             next_z = gl.load(z_row + offs_d, mask=live, other=0.0)
-            z_row += more * stride_z_t
-            far_z = gl.load(z_row + offs_d, mask=live, other=0.0)
     for t in range(begin, end):
         x = next_x.to(gl.float32)
         step = next_dt.to(gl.float32)
         B = next_B.to(gl.float32)
-        next_x = far_x
-        next_dt = far_dt
-        next_B = far_B
-        more = (t + 1 < last).to(gl.int32)
+        more = (t < last).to(gl.int32)
         x_row += more * stride_x_t
         dt_row += more * stride_dt_t
         B_row += more * stride_B_t
-        far_x = gl.load(x_row + offs_d, mask=live, other=0.0)
-        far_dt = gl.load(dt_row + offs_d, mask=live, other=0.0)
-        far_B = gl.load(B_row + offs_n)
+        next_x = gl.load(x_row + offs_d, mask=live, other=0.0)
+        next_dt = gl.load(dt_row + offs_d, mask=live, other=0.0)
+        next_B = gl.load(B_row + offs_n)
         if not LOCAL:
             C = next_C.to(gl.float32)
-            next_C = far_C
             C_row += more * stride_C_t
-            far_C = gl.load(C_row + offs_n)
+            next_C = gl.load(C_row + offs_n)
             if z_ptr is not None:
                 z = next_z.to(gl.float32)
-                next_z = far_z
                 z_row += more * stride_z_t
-                far_z = gl.load(z_row + offs_d, mask=live, other=0.0)
+                next_z = gl.load(z_row + offs_d, mask=live, other=0.0)
         if dt_bias_ptr is not None:
             step += bias
         if SOFTPLUS:

@@ -1,8 +1,8 @@
 """The Triton kernels of the Mamba-1 scan and of its step.
 
 The tile of a program is (states, channels), 32 channels a warp. Exponentials, one a channel, state and token, set the
-pace. Where batch and channels do not fill the device, time is cut into segments: a first launch leaves the state and the summed step of each, and the scan chains
-those in front of its own segment.
+pace. Where batch and channels do not fill the device, time is cut into segments: a first launch leaves the state and
+the summed step of each, and the scan chains those in front of its own segment.
 """
 
 from __future__ import annotations
