@@ -178,17 +178,21 @@ def refusal(spec: OpSpec, backend: str, meta: Meta) -> str | None:
     """Return None if ``backend`` can run ``meta``, else why not."""
     if BACKENDS[backend] != meta.framework:
         return f"takes {BACKENDS[backend]} arrays; these are {meta.framework}"
+    if (reason := absence(spec, backend)) is not None:
+        return reason
+    supports = getattr(backend_module(spec, backend), "supports", None)
+    return supports(meta) if supports is not None else None
+
+
+def absence(spec: OpSpec, backend: str) -> str | None:
+    """Return why a backend can run nothing at all here: a package or an implementation is missing."""
     for package in _PACKAGES[backend]:
         if not _installed(package):
             return f"the package {package} is not installed; pip install 'refold[{package}]'"
     name = f"{spec.module}.{_file(backend)}"
     if not _exists(name):
         return f"{spec.module} has no file {_file(backend)}.py"
-    module = import_module(name)
-    if not hasattr(module, spec.name):
-        return f"{name} does not implement {spec.name}"
-    supports = getattr(module, "supports", None)
-    return supports(meta) if supports is not None else None
+    return None if hasattr(import_module(name), spec.name) else f"{name} does not implement {spec.name}"
 
 
 def backend_module(spec: OpSpec, backend: str) -> ModuleType:

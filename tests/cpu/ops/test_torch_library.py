@@ -145,9 +145,8 @@ def test_aot_autograd_gives_the_same_gradients(layer: Callable[..., Tensor]) -> 
     compiled = torch.compile(layer, backend="aot_eager", fullgraph=True, dynamic=True)
     for seqlen in (5, 9):
         leaves = [a.requires_grad_() for a in layer_inputs(seqlen)]
-        used = [a for a, g in zip(leaves, torch.autograd.grad(layer(*leaves), leaves, allow_unused=True)) if g is not None]  # fmt: skip  # noqa: B905, E501
-        expected = torch.autograd.grad(layer(*leaves), used)
-        found = torch.autograd.grad(compiled(*leaves), used)
+        expected = torch.autograd.grad(layer(*leaves), leaves, allow_unused=True, materialize_grads=True)
+        found = torch.autograd.grad(compiled(*leaves), leaves, allow_unused=True, materialize_grads=True)
         torch.testing.assert_close(found, expected)
 
 
@@ -173,3 +172,20 @@ def test_errors_reach_the_caller_of_a_compiled_function() -> None:
     x, dt, A, B = layer_inputs(8)
     with pytest.raises(Exception, match=r"ssd: dt has t=7 but x has t=8"):
         compiled(x, dt[:, :7], A, B)
+
+
+def test_compiled_decoding_updates_the_state_in_place() -> None:
+    torch._dynamo.reset()
+
+    def decode(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, state: Tensor) -> Tensor:
+        y, _ = ops.ssd_step_(x, dt, A, B, B, state)
+        return y * 2
+
+    x, dt, A, B = torch.randn(1, 2, 3), torch.rand(1, 2), -torch.ones(2), torch.randn(1, 1, 4)
+    state, expected_state = torch.zeros(1, 2, 3, 4), torch.zeros(1, 2, 3, 4)
+    compiled = torch.compile(decode, backend="aot_eager", fullgraph=True)
+    with torch.no_grad():
+        for _ in range(3):
+            torch.testing.assert_close(compiled(x, dt, A, B, state), decode(x, dt, A, B, expected_state))
+    torch.testing.assert_close(state, expected_state)
+    assert state.abs().sum() > 0

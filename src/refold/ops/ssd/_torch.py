@@ -16,6 +16,7 @@ triangular product; the shorter difference of row and column sums cancels where 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -113,19 +114,21 @@ def ssd_step(
     *, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, state: Tensor, D: Tensor | None, z: Tensor | None,
     dt_bias: Tensor | None, dt_softplus: bool, dt_limit: tuple[float, float],
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Compute `refold.ops.ssd_step`: one chunk of few tokens."""
-    if x.ndim == 3:
-        x, dt, B, C = (a[:, None] for a in (x, dt, B, C))
-        z = None if z is None else z[:, None]
-        y, state = ssd_step(
-            x=x, dt=dt, A=A, B=B, C=C, state=state, D=D, z=z, dt_bias=dt_bias, dt_softplus=dt_softplus,
-            dt_limit=dt_limit,
+    """Compute `refold.ops.ssd_step`: a few tokens are a chunk, one is the recurrence as it is written."""
+    if x.ndim == 4:
+        return ssd(
+            x=x, dt=dt, A=A, B=B, C=C, D=D, z=z, dt_bias=dt_bias, initial_state=state, cu_seqlens=None,
+            dt_softplus=dt_softplus, dt_limit=dt_limit, chunk_size=x.shape[1], state_dtype=state.dtype,
         )  # fmt: skip
-        return y[:, 0], state
-    return ssd(
-        x=x, dt=dt, A=A, B=B, C=C, D=D, z=z, dt_bias=dt_bias, initial_state=state, cu_seqlens=None,
-        dt_softplus=dt_softplus, dt_limit=dt_limit, chunk_size=x.shape[1], state_dtype=state.dtype,
-    )  # fmt: skip
+    dtype, groups = accumulator(x.dtype), (B.shape[1], -1)
+    d = step_size(dt, dt_bias, dt_softplus, dt_limit).to(dtype)  # (b, h)
+    decay = torch.exp(d * A.to(dtype))[..., None, None]
+    inputs = (x.to(dtype) * d[..., None]).unflatten(1, groups)[..., None]  # (b, g, r, p, 1)
+    written = (inputs * B.to(dtype)[:, :, None, None]).flatten(1, 2)  # (b, h, p, n)
+    new = torch.addcmul(written, decay, state.to(dtype))
+    y = (new.unflatten(1, groups).flatten(2, 3) @ C.to(dtype)[..., None]).reshape(x.shape)
+    y = finish(y, x.to(dtype), None if D is None else D.view(x.shape[1], -1), z)
+    return y.to(x.dtype), new.to(state.dtype)
 
 
 def ssd_step_backward(
@@ -184,38 +187,37 @@ class _Scan:
             return self.initial.clone(memory_format=torch.contiguous_format)
         return torch.zeros(self.state_shape, dtype=self.dtype, device=self.x.device)
 
-    def pass_states(self, block: _Block, low: int, state: Tensor | None, final: Tensor) -> tuple[Tensor, Tensor | None]:
+    def pass_states(self, block: _Block, low: int, state: Tensor | None, final: Tensor) -> tuple[Tensor, Tensor]:
         """Return the states that enter the block's chunks, (b, c, h, p, n), and the one that leaves it."""
-        entering = block.written()
+        written = block.written()
+        batch, nchunks, *shape = written.shape
+        states = written.new_empty(batch, nchunks + 1, *shape)
+        if state is not None:
+            states[:, 0] = state
         for c, decay in enumerate(block.total.unbind(1)):
             if (rows := self.chunks.begins.get(low + c)) is not None:
-                state = None if self.initial is None else self.initial[rows]
-            written = entering[:, c].clone()
-            if state is None:
-                entering[:, c].zero_()
-                state = written
-            else:
-                entering[:, c] = state
-                state = torch.addcmul(written, state, decay[..., None, None])
+                states[:, c] = 0.0 if self.initial is None else self.initial[rows]
+            torch.addcmul(written[:, c], states[:, c], decay[..., None, None], out=states[:, c + 1])
             if (rows := self.chunks.ends.get(low + c)) is not None:
-                final[rows] = state
-        return entering, state
+                final[rows] = states[:, c + 1]
+        return states[:, :-1], states[:, -1]
 
     def pass_gradients(
         self, block: _Block, dY: Tensor, low: int, carried: Tensor | None, dfinal: Tensor, dinitial: Tensor
-    ) -> tuple[Tensor, Tensor | None]:
+    ) -> tuple[Tensor, Tensor]:
         """Return the gradients of the states that leave the block's chunks, and of the one that enters it."""
-        leaving = block.read_gradient(dY)
+        read = block.read_gradient(dY)
+        batch, nchunks, *shape = read.shape
+        states = read.new_empty(batch, nchunks + 1, *shape)
+        if carried is not None:
+            states[:, -1] = carried
         for c, decay in reversed(list(enumerate(block.total.unbind(1)))):
             if (rows := self.chunks.ends.get(low + c)) is not None:
-                carried = dfinal[rows]
-            assert carried is not None, "a chunk is followed by another or ends its sequence"
-            read = leaving[:, c].clone()
-            leaving[:, c] = carried
-            carried = torch.addcmul(read, carried, decay[..., None, None])
+                states[:, c + 1] = dfinal[rows]
+            torch.addcmul(read[:, c], states[:, c + 1], decay[..., None, None], out=states[:, c])
             if (rows := self.chunks.begins.get(low + c)) is not None:
-                dinitial[rows] = carried
-        return leaving, carried
+                dinitial[rows] = states[:, c]
+        return states[:, 1:], states[:, 0]
 
 
 @dataclass
@@ -233,10 +235,11 @@ class _Block:
 
     @staticmethod
     def of(x: Tensor, d: Tensor, log_decay: Tensor, B: Tensor, C: Tensor) -> _Block:
-        total = log_decay.double().cumsum(2)  # (b, c, l, h)
-        last, by_head = total[:, :, -1:], total.transpose(2, 3)
-        within = (by_head[..., :, None] - by_head[..., None, :]).to(d.dtype).exp_().tril_()
-        since, until = total.exp().to(d.dtype), (last - total).exp().to(d.dtype)
+        # In units of log 2: torch.exp2 is four times as fast as torch.exp on a CPU (0.14 and 0.60 ns an element).
+        total = log_decay.double().cumsum(2) * math.log2(math.e)  # (b, c, l, h)
+        last, by_head = total[:, :, -1:], total.transpose(2, 3).contiguous()
+        within = (by_head[..., :, None] - by_head[..., None, :]).to(d.dtype).exp2_().tril_()
+        since, until = total.exp2().to(d.dtype), (last - total).exp2().to(d.dtype)
         return _Block(x, d, B.transpose(2, 3), C.transpose(2, 3), within, since, until, since[:, :, -1])
 
     @property
@@ -258,7 +261,9 @@ class _Block:
 
     def inputs(self) -> Tensor:
         """Return X by head, (b, c, h, l, p)."""
-        return (self.x * self.d[..., None]).transpose(2, 3)
+        x = self.x.transpose(2, 3)
+        # A product follows the layout of its factors; by head is the one that the matrix products want.
+        return torch.mul(x, self.d.transpose(2, 3)[..., None], out=torch.empty(x.shape, dtype=x.dtype, device=x.device))
 
     def written(self) -> Tensor:
         """Return what each chunk adds to the state, (b, c, h, p, n)."""
