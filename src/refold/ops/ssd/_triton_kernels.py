@@ -323,7 +323,8 @@ def _ssd_fwd_scan_kernel(
         # What came before the chunk, then what the chunk adds itself.
         y = _dot(C_tile, state.to(C_tile.dtype), None, PRECISION) * _exp2(decay)[:, None]
         causal = offs_t[:, None] >= offs_t[None, :]
-        mix = tl.where(causal, cb * _exp2(decay[:, None] - decay[None, :]) * step[None, :], 0.0)
+        grown = _exp2(tl.where(causal, decay[:, None] - decay[None, :], 0.0))
+        mix = tl.where(causal, cb * grown * step[None, :], 0.0)
         y = _dot(mix.to(x_tile.dtype), x_tile, y, PRECISION)
         weight = _exp2(last - decay) * step
         x_weighted = (x_tile * weight[:, None]).to(x_tile.dtype)
