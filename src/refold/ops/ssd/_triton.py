@@ -156,7 +156,8 @@ class _Plan:
         # One float32 workspace, cut into: decay, step, C·Bᵀ, piece states, piece decays.
         rows = batch * nchunks * nheads * chunk
         states = batch * npieces * nheads
-        sizes = [rows, rows, batch * nchunks * ngroups * chunk * chunk, states * headdim * dstate, states]
+        parts = 2 if x.dtype == torch.float32 else 1
+        sizes = [rows * parts, rows, batch * nchunks * ngroups * chunk * chunk, states * headdim * dstate, states]
         self.cuts = []
         total = 0
         for size in sizes:
@@ -166,7 +167,7 @@ class _Plan:
         self.workspace = max(total, 1)
         self.table = nchunks * 4 if varlen else 0
 
-        precision = "tf32x3" if x.dtype == torch.float32 else "widen" if INTERPRETED else "ieee"
+        precision = config["precision"] if x.dtype == torch.float32 else "widen" if INTERPRETED else "ieee"
         shape = {"CHUNK": chunk, "BLOCK_P": block_p, "BLOCK_N": block_n}
         block_h = min(32, max(4, triton.next_power_of_2(nheads)))
         self.chunks = Launch(kernels._ssd_fwd_chunks_kernel, (nseqs + 1,), {"CHUNK": chunk, "BLOCK": 128}, {})
@@ -174,7 +175,7 @@ class _Plan:
         self.prepare = Launch(
             kernels._ssd_fwd_prepare_kernel, (batch * nchunks, ngroups + triton.cdiv(nheads, block_h)),
             {"CHUNK": chunk, "BLOCK_H": block_h, "BLOCK_N": block_n, "SOFTPLUS": bool(dt_softplus), "VARLEN": varlen,
-             "SHIFT": bool(self.hopper), "PRECISION": precision}, {"num_warps": 4},
+             "SHIFT": bool(self.hopper), "PARTS": parts, "PRECISION": precision}, {"num_warps": 4},
         )  # fmt: skip
         self.prepare_ints = (
             seqlen, nchunks, nheads, ngroups, dstate, float(dt_limit[0]), float(dt_limit[1]),
@@ -191,7 +192,7 @@ class _Plan:
             cut = (segment_chunks, piece_chunks, pieces, npieces)
             self._plan_hopper(x, B, C, z, D_strides, cut)
             return
-        loop = {"VARLEN": varlen, "PRECISION": precision, "STAGES": stages}
+        loop = {"VARLEN": varlen, "PARTS": parts, "PRECISION": precision, "STAGES": stages}
         sizes_ints = (nheads, ngroups, headdim, dstate)
         x_strides, B_strides, C_strides = x.stride()[:3], B.stride()[:3], C.stride()[:3]
         self.state_ints = (seqlen, nchunks, piece_chunks, npieces, *sizes_ints, *x_strides, *B_strides)

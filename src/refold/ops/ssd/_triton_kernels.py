@@ -9,7 +9,9 @@ into segments. Four launches, of which short inputs need two:
 4. pass      chains these states over the pieces (with few pieces, `scan` does that for itself)
 5. scan      per segment: walks its chunks with the state in registers and writes y
 
-Decays are kept as sums of log2(a) in float32 inside a chunk, so that every decay is one exp2 of a difference.
+Decays are kept as sums of log2(a) inside a chunk, so that every decay is one exp2 of a difference: in float32 for
+16-bit inputs; for float32 inputs (PARTS = 2) summed in float64 and kept as two float32 parts, a row of the high parts
+before a row of the low ones, since differences of float32 sums would lose small decays behind large ones.
 """
 
 from __future__ import annotations
@@ -48,6 +50,20 @@ def _dot(a, b, acc, PRECISION: tl.constexpr):
     if PRECISION == "widen":
         return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
     return tl.dot(a, b, acc, input_precision=PRECISION)
+
+
+@triton.jit
+def _load_decay(decay_ptr, row, offs_t, CHUNK: tl.constexpr, PARTS: tl.constexpr):
+    """Return from_start = decay since the chunk began, to_end = until it ends, total, and the sums in two parts."""
+    rows = decay_ptr + row * (CHUNK * PARTS)
+    high = tl.load(rows + offs_t)
+    last = tl.load(rows + CHUNK - 1)
+    if PARTS == 1:
+        return _exp2(high), _exp2(last - high), _exp2(last), last, high, high
+    low = tl.load(rows + CHUNK + offs_t)
+    last_low = tl.load(rows + 2 * CHUNK - 1)
+    to_end = _exp2((last - high) + (last_low - low))
+    return _exp2(high) * _exp2(low), to_end, _exp2(last) * _exp2(last_low), last, high, low
 
 
 @triton.jit
@@ -108,12 +124,12 @@ def _ssd_fwd_prepare_kernel(
     seqlen, nchunks, nheads, ngroups, dstate, dt_min, dt_max,
     stride_dt_b, stride_dt_t, stride_dt_h, stride_B_b, stride_B_t, stride_B_g, stride_C_b, stride_C_t, stride_C_g,
     CHUNK: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, SOFTPLUS: tl.constexpr,
-    VARLEN: tl.constexpr, SHIFT: tl.constexpr, PRECISION: tl.constexpr,
+    VARLEN: tl.constexpr, SHIFT: tl.constexpr, PARTS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Grid (batch * chunks, groups + head blocks): a program owns one chunk of one group, or of BLOCK_H heads.
 
     Group programs write C·Bᵀ (CHUNK x CHUNK, float32) on and below the diagonal; head programs write step = dt after
-    bias, softplus and limits (0 beyond the chunk) and decay = the running sum of step * A * log2(e), both float32.
+    bias, softplus and limits (0 beyond the chunk) and decay = the running sum of step * A * log2(e), in float32 parts.
     With SHIFT, decay - log2(step) takes the place of step.
     """
     pid_c = tl.program_id(0)
@@ -147,13 +163,22 @@ def _ssd_fwd_prepare_kernel(
         if SOFTPLUS:
             step = _softplus(step)
         step = tl.where(mask, tl.minimum(tl.maximum(step, dt_min), dt_max), 0.0)
-        A = tl.load(A_ptr + offs_h, mask=heads, other=0.0).to(tl.float32) * LOG2E
-        decay = tl.cumsum(step * A[:, None], axis=1)
+        A = tl.load(A_ptr + offs_h, mask=heads, other=0.0).to(tl.float32)
         rows = (pid_c.to(tl.int64) * nheads + offs_h[:, None]) * CHUNK + offs_t[None, :]
+        if PARTS == 2:
+            total = tl.cumsum(step.to(tl.float64) * A.to(tl.float64)[:, None], axis=1)
+            total *= tl.full((1, 1), LOG2E, tl.float64)
+            decay = total.to(tl.float32)
+            low = (total - decay.to(tl.float64)).to(tl.float32)
+        else:
+            decay = tl.cumsum(step * (A * LOG2E)[:, None], axis=1)
         if SHIFT:
             step = decay - tl.log2(step)
         tl.store(step_ptr + rows, step, mask=heads[:, None])
+        rows = (pid_c.to(tl.int64) * nheads + offs_h[:, None]) * (CHUNK * PARTS) + offs_t[None, :]
         tl.store(decay_ptr + rows, decay, mask=heads[:, None])
+        if PARTS == 2:
+            tl.store(decay_ptr + rows + CHUNK, low, mask=heads[:, None])
 
 
 @triton.jit
@@ -162,7 +187,7 @@ def _ssd_fwd_state_kernel(
     seqlen, nchunks, piece_chunks, npieces, nheads, ngroups, headdim, dstate,
     stride_x_b, stride_x_t, stride_x_h, stride_B_b, stride_B_t, stride_B_g,
     CHUNK: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, VARLEN: tl.constexpr,
-    PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    PARTS: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Grid (heads * blocks of head channels, pieces, batch): a program owns one piece of one head block.
 
@@ -191,14 +216,13 @@ def _ssd_fwd_state_kernel(
         start, length, seq, flags = _chunk_span(table_ptr, pid_b, chunk, nchunks, seqlen, CHUNK, VARLEN)
         inside = offs_t < length
         start = start.to(tl.int64)
-        rows = ((pid_b * nchunks + chunk).to(tl.int64) * nheads + pid_h) * CHUNK
+        row = (pid_b * nchunks + chunk).to(tl.int64) * nheads + pid_h
         x_tile = tl.load(x_base + start * stride_x_t + offs_t[:, None] * stride_x_t + offs_p[None, :],
                          mask=inside[:, None] & mask_p[None, :], other=0.0)  # fmt: skip
         B_tile = tl.load(B_base + start * stride_B_t + offs_t[:, None] * stride_B_t + offs_n[None, :],
                          mask=inside[:, None] & mask_n[None, :], other=0.0)  # fmt: skip
-        decay = tl.load(decay_ptr + rows + offs_t)
-        step = tl.load(step_ptr + rows + offs_t)
-        last = tl.load(decay_ptr + rows + CHUNK - 1)
+        step = tl.load(step_ptr + row * CHUNK + offs_t)
+        _, to_end, whole, last, _, _ = _load_decay(decay_ptr, row, offs_t, CHUNK, PARTS)
         if VARLEN:  # noqa: SIM102 (decided while compiling)
             if (flags & FIRST) != 0:
                 total = float("-inf")
@@ -207,9 +231,8 @@ def _ssd_fwd_state_kernel(
                     initial = initial_ptr + (seq.to(tl.int64) * nheads + pid_h) * headdim * dstate
                     state = tl.load(initial + offs_np, mask=mask_np, other=0.0).to(tl.float32)
         total += last
-        weight = _exp2(last - decay) * step
-        x_weighted = (x_tile * weight[:, None]).to(x_tile.dtype)
-        state = _dot(tl.trans(B_tile), x_weighted, state * _exp2(last), PRECISION)
+        x_weighted = (x_tile * (to_end * step)[:, None]).to(x_tile.dtype)
+        state = _dot(tl.trans(B_tile), x_weighted, state * whole, PRECISION)
     piece = (pid_b * npieces + pid_s).to(tl.int64) * nheads + pid_h
     tl.store(piece_state_ptr + piece * headdim * dstate + offs_np, state, mask=mask_np)
     if pid_p == 0:
@@ -248,7 +271,7 @@ def _ssd_fwd_scan_kernel(
     stride_x_b, stride_x_t, stride_x_h, stride_B_b, stride_B_t, stride_B_g, stride_C_b, stride_C_t, stride_C_g,
     stride_z_b, stride_z_t, stride_z_h, stride_D_h, stride_D_p,
     CHUNK: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, VARLEN: tl.constexpr,
-    PASSED: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    PASSED: tl.constexpr, PARTS: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Grid (heads * blocks of head channels, segments, batch): a program owns one segment of one head block.
 
@@ -301,7 +324,7 @@ def _ssd_fwd_scan_kernel(
         inside = offs_t < length
         start = start.to(tl.int64)
         pid_c = (pid_b * nchunks + chunk).to(tl.int64)
-        rows = (pid_c * nheads + pid_h) * CHUNK
+        row = pid_c * nheads + pid_h
         mask_tp = inside[:, None] & mask_p[None, :]
         mask_tn = inside[:, None] & mask_n[None, :]
         C_tile = tl.load(C_base + start * stride_C_t + offs_t[:, None] * stride_C_t + offs_n[None, :],
@@ -311,9 +334,8 @@ def _ssd_fwd_scan_kernel(
         B_tile = tl.load(B_base + start * stride_B_t + offs_t[:, None] * stride_B_t + offs_n[None, :],
                          mask=mask_tn, other=0.0)  # fmt: skip
         cb = tl.load(cb_ptr + (pid_c * ngroups + pid_g) * CHUNK * CHUNK + offs_t[:, None] * CHUNK + offs_t[None, :])
-        decay = tl.load(decay_ptr + rows + offs_t)
-        step = tl.load(step_ptr + rows + offs_t)
-        last = tl.load(decay_ptr + rows + CHUNK - 1)
+        step = tl.load(step_ptr + row * CHUNK + offs_t)
+        from_start, to_end, whole, _, decay, low = _load_decay(decay_ptr, row, offs_t, CHUNK, PARTS)
         if VARLEN:  # noqa: SIM102 (decided while compiling)
             if (flags & FIRST) != 0:
                 state = tl.zeros((BLOCK_N, BLOCK_P), tl.float32)
@@ -321,14 +343,16 @@ def _ssd_fwd_scan_kernel(
                     initial = initial_ptr + (seq.to(tl.int64) * nheads + pid_h) * size
                     state = tl.load(initial + offs_np, mask=mask_np, other=0.0).to(tl.float32)
         # What came before the chunk, then what the chunk adds itself.
-        y = _dot(C_tile, state.to(C_tile.dtype), None, PRECISION) * _exp2(decay)[:, None]
+        y = _dot(C_tile, state.to(C_tile.dtype), None, PRECISION) * from_start[:, None]
         causal = offs_t[:, None] >= offs_t[None, :]
-        grown = _exp2(tl.where(causal, decay[:, None] - decay[None, :], 0.0))
+        between = decay[:, None] - decay[None, :]
+        if PARTS == 2:
+            between += low[:, None] - low[None, :]
+        grown = _exp2(tl.where(causal, between, 0.0))
         mix = tl.where(causal, cb * grown * step[None, :], 0.0)
         y = _dot(mix.to(x_tile.dtype), x_tile, y, PRECISION)
-        weight = _exp2(last - decay) * step
-        x_weighted = (x_tile * weight[:, None]).to(x_tile.dtype)
-        state = _dot(tl.trans(B_tile), x_weighted, state * _exp2(last), PRECISION)
+        x_weighted = (x_tile * (to_end * step)[:, None]).to(x_tile.dtype)
+        state = _dot(tl.trans(B_tile), x_weighted, state * whole, PRECISION)
         if D_ptr is not None:
             y += D[None, :] * x_tile
         if z_ptr is not None:
