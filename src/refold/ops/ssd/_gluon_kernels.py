@@ -128,6 +128,8 @@ def _ssd_fwd_state_hopper_kernel(
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=HEADS)
+    # The copy engine counts on these barriers: it has to see them set up.
+    fence_async_shared()
     if HEADS == 4:
         gl.warp_specialize(
             [
@@ -387,6 +389,8 @@ def _ssd_fwd_scan_hopper_kernel(
     for i in gl.static_range(4):
         mbarrier.init(state_full.index(i), count=1)
         mbarrier.init(state_empty.index(i), count=1)
+    # The copy engine counts on these barriers: it has to see them set up.
+    fence_async_shared()
     gl.warp_specialize(
         [
             (_walk_y, (
