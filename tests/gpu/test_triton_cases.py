@@ -1,7 +1,7 @@
 """Every case of every operator's spec on the GPU: the Triton backend against the float64 definition.
 
-The bound is twice the error of the torch backend plus the rounding of the dtype of x, in which products are formed
-(float32: three TF32 products each).
+The bound is twice the error of the torch backend plus the rounding of the dtype of x, in which products are formed.
+For float32 that is two roundings of 2^-22: tensor cores cut, not round, what they add up, a bit (2^-23) a step.
 """
 
 import importlib

@@ -122,7 +122,8 @@ class _Plan:
         # A tile of the state holds at most `tile` elements; wide states take fewer channels, then shorter chunks.
         while block_p > 16 and block_p * block_n > config["tile"]:
             block_p //= 2
-        item = x.element_size()
+        # Products of float32 keep the tile and its three bfloat16 parts.
+        item = 10 if x.dtype == torch.float32 else x.element_size()
         stages = config["stages"]
         while chunk > 16 and self._shared(chunk, block_p, block_n, item, 1) > shared:
             chunk //= 2
@@ -167,7 +168,12 @@ class _Plan:
         self.workspace = max(total, 1)
         self.table = nchunks * 4 if varlen else 0
 
-        precision = config["precision"] if x.dtype == torch.float32 else "widen" if INTERPRETED else "ieee"
+        precision = "ieee"
+        if INTERPRETED:
+            precision = "widen"
+        elif x.dtype == torch.float32 and (config["precision"] != "bf16x6" or min(chunk, block_p, block_n) >= 32):
+            # Triton 3.6 does not compile chains of bfloat16 products of 16 x 16 tiles: they are formed in float32.
+            precision = config["precision"]
         shape = {"CHUNK": chunk, "BLOCK_P": block_p, "BLOCK_N": block_n}
         block_h = min(32, max(4, triton.next_power_of_2(nheads)))
         self.chunks = Launch(kernels._ssd_fwd_chunks_kernel, (nseqs + 1,), {"CHUNK": chunk, "BLOCK": 128}, {})
