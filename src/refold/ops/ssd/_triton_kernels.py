@@ -240,13 +240,16 @@ def _ssd_fwd_state_kernel(
                          mask=inside[:, None] & mask_n[None, :], other=0.0)  # fmt: skip
         step = tl.load(step_ptr + row * CHUNK + offs_t)
         _, to_end, whole, last, _, _ = _load_decay(decay_ptr, row, offs_t, CHUNK, PARTS)
-        if VARLEN:  # noqa: SIM102 (decided while compiling)
-            if (flags & FIRST) != 0:
-                total = float("-inf")
-                state = tl.zeros((BLOCK_N, BLOCK_P), tl.float32)
-                if initial_ptr is not None:
-                    initial = initial_ptr + (seq.to(tl.int64) * nheads + pid_h) * headdim * dstate
-                    state = tl.load(initial + offs_np, mask=mask_np, other=0.0).to(tl.float32)
+        if VARLEN:
+            # Selected, not branched on: Triton 3.6 cannot compile bfloat16 products behind such a branch.
+            begins = (flags & FIRST) != 0
+            total = tl.where(begins, float("-inf"), total)
+            state = tl.where(begins, 0.0, state)
+            if initial_ptr is not None:
+                initial = initial_ptr + (seq.to(tl.int64) * nheads + pid_h) * headdim * dstate
+                # Flags as a tensor: the interpreter takes no scalar into a mask.
+                read = mask_np & (((offs_np * 0 + flags) & FIRST) != 0)
+                state += tl.load(initial + offs_np, mask=read, other=0.0).to(tl.float32)
         total += last
         x_weighted = (x_tile * (to_end * step)[:, None]).to(x_tile.dtype)
         state = _dot(tl.trans(B_tile), x_weighted, state * whole, PRECISION)
@@ -353,12 +356,15 @@ def _ssd_fwd_scan_kernel(
         cb = tl.load(cb_ptr + (pid_c * ngroups + pid_g) * CHUNK * CHUNK + offs_t[:, None] * CHUNK + offs_t[None, :])
         step = tl.load(step_ptr + row * CHUNK + offs_t)
         from_start, to_end, whole, _, decay, low = _load_decay(decay_ptr, row, offs_t, CHUNK, PARTS)
-        if VARLEN:  # noqa: SIM102 (decided while compiling)
-            if (flags & FIRST) != 0:
-                state = tl.zeros((BLOCK_N, BLOCK_P), tl.float32)
-                if initial_ptr is not None:
-                    initial = initial_ptr + (seq.to(tl.int64) * nheads + pid_h) * size
-                    state = tl.load(initial + offs_np, mask=mask_np, other=0.0).to(tl.float32)
+        if VARLEN:
+            # Selected, not branched on: Triton 3.6 cannot compile bfloat16 products behind such a branch.
+            begins = (flags & FIRST) != 0
+            state = tl.where(begins, 0.0, state)
+            if initial_ptr is not None:
+                initial = initial_ptr + (seq.to(tl.int64) * nheads + pid_h) * size
+                # Flags as a tensor: the interpreter takes no scalar into a mask.
+                read = mask_np & (((offs_np * 0 + flags) & FIRST) != 0)
+                state += tl.load(initial + offs_np, mask=read, other=0.0).to(tl.float32)
         # What came before the chunk, then what the chunk adds itself.
         y = _dot(C_tile, state.to(C_tile.dtype), None, PRECISION) * from_start[:, None]
         causal = offs_t[:, None] >= offs_t[None, :]
