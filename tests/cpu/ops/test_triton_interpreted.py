@@ -1,4 +1,4 @@
-"""Some cases of every operator through the Triton kernels, interpreted: what a machine without a GPU can say of them."""
+"""Some cases of every operator through the Triton kernels, interpreted: what a machine without a GPU can say."""
 
 import os
 import subprocess
