@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
@@ -142,8 +143,34 @@ class NumpyFrame:
         return nullcontext()
 
 
+def round_to_nearest_when_interpreted() -> None:
+    """Let Triton's interpreter round float32 to bfloat16 as devices do; it cuts the low bits off, twice the error."""
+    from triton.runtime import interpreter
+
+    builder = interpreter.InterpreterBuilder
+    if getattr(builder, "rounds_to_nearest", False):
+        return
+    builder.rounds_to_nearest = True
+    cast = builder.cast_impl
+
+    def rounded(self: Any, src: Any, dst_type: Any) -> Any:
+        name = str(dst_type.scalar)
+        if name != "bf16" or str(src.dtype.scalar) != "fp32":
+            return cast(self, src, dst_type)
+        values = np.asarray(src.data, np.float32)
+        bits = values.view(np.uint32)
+        # Adding half of the last kept bit (less one where that bit is even) carries exactly where rounding goes up.
+        nearest = ((bits + (0x7FFF + ((bits >> 16) & 1)).astype(np.uint32)) >> 16).astype(np.uint16)
+        nearest = np.where(np.isnan(values), np.uint16(0x7FC0), nearest)
+        return interpreter.TensorHandle(nearest, dst_type.scalar)
+
+    builder.cast_impl = rounded
+
+
 def frame_of(backend: str, device: str = "cpu") -> Frame:
     """Return the framework whose arrays a backend takes."""
+    if backend == "triton" and os.environ.get("TRITON_INTERPRET") == "1":
+        round_to_nearest_when_interpreted()
     frames: dict[str, Callable[[], Frame]] = {
         "torch": lambda: TorchFrame(device), "jax": JaxFrame, "numpy": NumpyFrame,
     }  # fmt: skip

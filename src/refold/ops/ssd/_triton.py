@@ -1,0 +1,352 @@
+"""SSD forward on GPUs with Triton: plans the launches of `_triton_kernels` and keeps the plans.
+
+A plan holds everything that does not change while shapes, strides, dtypes and options stay the same: how the time axis
+is cut, the grids, the integer arguments. A call allocates its outputs and workspace and launches; nothing else.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+
+from refold.ops.configs import device_limits, lookup
+from refold.ops.launch import (
+    INTERPRETED,
+    Launch,
+    contiguous,
+    current_stream,
+    last_contiguous,
+    refusal,
+    same_dtype,
+    tensor_key,
+)
+from refold.ops.spec import Meta
+from refold.ops.ssd import _triton_kernels as kernels
+
+_PLANS: dict[Any, Any] = {}
+
+
+def supports(meta: Meta) -> str | None:
+    """Return None if the kernels take these arguments, else why not."""
+    if (reason := refusal(meta)) is not None:
+        return reason
+    return same_dtype(meta, "B", "C", "z")
+
+
+def ssd(
+    *, x: torch.Tensor, dt: torch.Tensor, A: torch.Tensor, B: torch.Tensor, C: torch.Tensor, D: torch.Tensor | None,
+    z: torch.Tensor | None, dt_bias: torch.Tensor | None, initial_state: torch.Tensor | None,
+    cu_seqlens: torch.Tensor | None, dt_softplus: bool, dt_limit: tuple[float, float], chunk_size: int | None,
+    state_dtype: torch.dtype | None, config: dict[str, int] | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Compute `refold.ops.ssd`; ``config`` overrides entries of the configuration table."""
+    x, B, C, z = last_contiguous(x), last_contiguous(B), last_contiguous(C), last_contiguous(z)
+    A, dt_bias = contiguous(A), contiguous(dt_bias)
+    initial_state, cu_seqlens = contiguous(initial_state), contiguous(cu_seqlens)
+    key = (
+        tensor_key(x), tensor_key(dt), tensor_key(A), tensor_key(B), tensor_key(C), tensor_key(D), tensor_key(z),
+        tensor_key(dt_bias), dt_softplus, *dt_limit, chunk_size, tensor_key(initial_state), tensor_key(cu_seqlens),
+        state_dtype, x.device, None if config is None else tuple(config.items()),
+    )  # fmt: skip
+    plan = _PLANS.get(key)
+    if plan is None:
+        if len(_PLANS) >= 4096:
+            _PLANS.clear()
+        if chunk_size is not None:
+            # A smaller chunk than the table's is granted; a larger one would not fit. The result is the same.
+            config = {"chunk": chunk_size, **(config or {})}
+        plan = _PLANS[key] = _Plan(x, dt, B, C, D, z, dt_softplus, dt_limit, cu_seqlens, state_dtype, config)
+    return plan(x, dt, A, B, C, D, z, dt_bias, initial_state, cu_seqlens)
+
+
+def choose_cut(nchunks: int, rows: int, slots: int, states: int, state_slots: int, cost: dict) -> tuple[int, int]:
+    """Return (segments, pieces a segment): how to cut ``nchunks`` chunks.
+
+    ``rows`` programs a segment of `scan` run on ``slots`` slots, ``states`` programs a piece of `state` on
+    ``state_slots``. The unit of cost is the time of a chunk in `scan`: `state` takes cost["state_cost"] a chunk, and
+    launching it costs cost["launch_cost"]. More segments fill the device; fewer have less to compute twice.
+    """
+    best, best_cost = (1, 1), float("inf")
+    for nsegments in range(1, min(nchunks, 256) + 1):
+        for pieces in (1, 2, 4, 8):
+            length = -(-nchunks // (nsegments * pieces)) * pieces
+            if -(-nchunks // length) != nsegments or (nsegments == 1 and pieces > 1):
+                continue
+            total = -(-rows * nsegments // slots) * (length + 2.0)
+            if nsegments > 1:
+                npieces = (nsegments - 1) * pieces
+                waves = -(-states * npieces // state_slots)
+                total += cost["state_cost"] * waves * (length // pieces + 2.0) + cost["launch_cost"]
+                total += cost["launch_cost"] if npieces > cost["fused_pass"] else 0.25 * npieces
+            if total < best_cost * 0.99:
+                best, best_cost = (nsegments, pieces), total
+    return best
+
+
+def _hopper_fits(x, B, C, z) -> bool:
+    """Say whether the Hopper scan takes these tensors: 16 bits, 64 channels, 64 or 128 states, heads in pairs."""
+    nheads, headdim = x.shape[-2:]
+    ngroups, dstate = B.shape[-2:]
+    if INTERPRETED or x.device.type != "cuda" or torch.cuda.get_device_capability(x.device)[0] != 9:
+        return False
+    if x.dtype not in (torch.bfloat16, torch.float16) or B.dtype != x.dtype or C.dtype != x.dtype:
+        return False
+    if headdim != 64 or dstate not in (64, 128) or (nheads // ngroups) % 2 or x.shape[1] == 0:
+        return False
+    tiles = [(x, headdim), (B, dstate), (C, dstate)]
+    if z is not None:
+        if z.dtype != x.dtype:
+            return False
+        tiles.append((z, headdim))
+    return all(
+        t.stride(2) == width and t.stride(0) % 8 == 0 and t.stride(1) % 8 == 0 and t.data_ptr() % 16 == 0
+        for t, width in tiles
+    )
+
+
+class _Plan:
+    """How one combination of shapes, strides, dtypes and options runs."""
+
+    def __init__(self, x, dt, B, C, D, z, dt_softplus, dt_limit, cu_seqlens, state_dtype, config) -> None:
+        batch, seqlen, nheads, headdim = x.shape
+        ngroups, dstate = B.shape[-2:]
+        varlen = cu_seqlens is not None
+        sms, shared = device_limits(x.device)
+        block_n = max(16, triton.next_power_of_2(dstate))
+        table = lookup("ssd", x.device, x.dtype)
+        config = table | (config or {})
+        block_p = min(max(16, triton.next_power_of_2(headdim)), config["block_p"])
+        chunk = min(table["chunk"], max(16, triton.next_power_of_2(config["chunk"])))
+        # A tile of the state holds at most `tile` elements; wide states take fewer channels, then shorter chunks.
+        while block_p > 16 and block_p * block_n > config["tile"]:
+            block_p //= 2
+        # Products of float32 keep the tile and its three bfloat16 parts.
+        item = 10 if x.dtype == torch.float32 else x.element_size()
+        stages = config["stages"]
+        while chunk > 16 and self._shared(chunk, block_p, block_n, item, 1) > shared:
+            chunk //= 2
+        while stages > 1 and self._shared(chunk, block_p, block_n, item, stages) > shared:
+            stages -= 1
+        self.nseqs = nseqs = cu_seqlens.numel() - 1 if varlen else batch
+        self.nchunks = nchunks = seqlen // chunk + nseqs if varlen else max(1, triton.cdiv(seqlen, chunk))
+        blocks_p = triton.cdiv(headdim, block_p)
+        steps_positive = dt_softplus or dt_limit[0] >= 0
+        self.hopper = config["hopper"] and not varlen and chunk == 64 and steps_positive and _hopper_fits(x, B, C, z)
+        rows, slots = batch * nheads * blocks_p, sms * config["slots"]
+        states, state_slots = rows, slots
+        if self.hopper:
+            self.state_heads = 2 if (nheads // ngroups) % 4 else 4
+            rows, slots = batch * nheads // 2, sms
+            states, state_slots = batch * nheads // self.state_heads, sms
+        if "segments" in config:
+            nsegments, pieces = config["segments"], config.get("pieces", 1)
+        else:
+            nsegments, pieces = choose_cut(nchunks, rows, slots, states, state_slots, config)
+        piece_chunks = triton.cdiv(nchunks, nsegments * pieces)
+        segment_chunks = piece_chunks * pieces
+        self.nsegments = nsegments = triton.cdiv(nchunks, segment_chunks)
+        npieces = (nsegments - 1) * pieces
+        self.passed = npieces > config["fused_pass"]
+        self.warm = False
+        self.y_shape = (batch, seqlen, nheads, headdim)
+        self.y_dtype = x.dtype
+        self.state_shape = (nseqs, nheads, headdim, dstate)
+        self.state_dtype = state_dtype or torch.float32
+        # One float32 workspace, cut into: decay, step, C·Bᵀ, piece states, piece decays.
+        rows = batch * nchunks * nheads * chunk
+        states = batch * npieces * nheads
+        parts = 2 if x.dtype == torch.float32 else 1
+        sizes = [rows * parts, rows, batch * nchunks * ngroups * chunk * chunk, states * headdim * dstate, states]
+        self.cuts = []
+        total = 0
+        for size in sizes:
+            self.cuts.append(total * 4)
+            total += -(-size // 32) * 32
+        self.cb_cut = self.cuts[2] // 4
+        self.workspace = max(total, 1)
+        self.table = nchunks * 4 if varlen else 0
+
+        precision = "ieee"
+        if INTERPRETED:
+            precision = "widen"
+        elif x.dtype == torch.float32 and (config["precision"] != "bf16x6" or min(chunk, block_p, block_n) >= 32):
+            # Triton 3.6 does not compile chains of bfloat16 products of 16 x 16 tiles: they are formed in float32.
+            precision = config["precision"]
+        shape = {"CHUNK": chunk, "BLOCK_P": block_p, "BLOCK_N": block_n}
+        block_h = min(32, max(4, triton.next_power_of_2(nheads)))
+        self.chunks = Launch(kernels._ssd_fwd_chunks_kernel, (nseqs + 1,), {"CHUNK": chunk, "BLOCK": 128}, {})
+        self.chunks_ints = (nseqs, nchunks)
+        self.prepare = Launch(
+            kernels._ssd_fwd_prepare_kernel, (batch * nchunks, ngroups + triton.cdiv(nheads, block_h)),
+            {"CHUNK": chunk, "BLOCK_H": block_h, "BLOCK_N": block_n, "SOFTPLUS": bool(dt_softplus), "VARLEN": varlen,
+             "SHIFT": bool(self.hopper), "PARTS": parts, "PRECISION": precision}, {"num_warps": 4},
+        )  # fmt: skip
+        self.prepare_ints = (
+            seqlen, nchunks, nheads, ngroups, dstate, float(dt_limit[0]), float(dt_limit[1]),
+            *dt.stride(), *B.stride()[:3], *C.stride()[:3],
+        )  # fmt: skip
+        size = headdim * dstate
+        self.pass_ints = (npieces, nheads, size)
+        self.pass_ = Launch(
+            kernels._ssd_fwd_pass_kernel, (triton.cdiv(size, 1024), nheads, batch),
+            {"BLOCK": 1024, "VARLEN": varlen}, {"num_warps": 4},
+        )  # fmt: skip
+        D_strides = (0, 0) if D is None else (D.stride(0), D.stride(1) if D.dim() == 2 else 0)
+        if self.hopper:
+            cut = (segment_chunks, piece_chunks, pieces, npieces)
+            self._plan_hopper(x, B, C, z, D_strides, cut)
+            return
+        loop = {"VARLEN": varlen, "PARTS": parts, "PRECISION": precision, "STAGES": stages}
+        sizes_ints = (nheads, ngroups, headdim, dstate)
+        x_strides, B_strides, C_strides = x.stride()[:3], B.stride()[:3], C.stride()[:3]
+        self.state_ints = (seqlen, nchunks, piece_chunks, npieces, *sizes_ints, *x_strides, *B_strides)
+        self.state = Launch(
+            kernels._ssd_fwd_state_kernel, (nheads * blocks_p, npieces, batch), {**shape, **loop},
+            {"num_warps": config["state_warps"], "num_stages": stages},
+        )  # fmt: skip
+        z_strides = z.stride()[:3] if z is not None else (0, 0, 0)
+        self.scan_ints = (seqlen, nchunks, segment_chunks, pieces, npieces, *sizes_ints,
+                          *x_strides, *B_strides, *C_strides, *z_strides, *D_strides)  # fmt: skip
+        self.scan = Launch(
+            kernels._ssd_fwd_scan_kernel, (nheads * blocks_p, nsegments, batch),
+            {**shape, **loop, "PASSED": self.passed}, {"num_warps": config["warps"], "num_stages": stages},
+        )  # fmt: skip
+
+    def _plan_hopper(self, x, B, C, z, D_strides, cut) -> None:
+        """Plan the Hopper kernels, and describe their tensors to the copy engine."""
+        from refold.ops.ssd import _gluon_kernels as hopper
+
+        batch, seqlen, nheads, headdim = x.shape
+        ngroups, dstate = B.shape[-2:]
+        nchunks = self.nchunks
+        segment_chunks, piece_chunks, pieces, npieces = cut
+        y_strides = (seqlen * nheads * headdim, nheads * headdim, headdim)
+        views = {
+            "x": (nheads * headdim, x.stride(), headdim), "y": (nheads * headdim, y_strides, headdim),
+            "B": (ngroups * dstate, B.stride(), dstate), "C": (ngroups * dstate, C.stride(), dstate),
+        }  # fmt: skip
+        if z is not None:
+            views["z"] = (nheads * headdim, z.stride(), headdim)
+        tile = hopper.tile_layout(16, 3)
+        self.views = {
+            name: {"shape": [batch, seqlen, width], "strides": [strides[0], strides[1], 1],
+                   "block_shape": [1, 64, block], "layout": tile, "padding": "zero"}
+            for name, (width, strides, block) in views.items()
+        }  # fmt: skip
+        self.views["cb"] = {
+            "shape": [batch * nchunks * ngroups * 64, 64], "strides": [64, 1], "block_shape": [64, 64],
+            "layout": hopper.tile_layout(32, 2), "padding": "zero",
+        }  # fmt: skip
+        self.describe = hopper.describe
+        sizes = {"CHUNK": 64, "P": headdim, "N": dstate}
+        self.state_ints = (nchunks, piece_chunks, npieces, nheads, ngroups)
+        self.state = Launch(
+            hopper._ssd_fwd_state_hopper_kernel, (nheads // self.state_heads, npieces, batch),
+            {"HEADS": self.state_heads, **sizes, "STAGES": 4}, {"num_warps": 4},
+        )  # fmt: skip
+        self.scan_ints = (nchunks, segment_chunks, self.nsegments, pieces, npieces, nheads, ngroups, *D_strides)
+        self.scan = Launch(
+            hopper._ssd_fwd_scan_hopper_kernel, (nheads // 2, self.nsegments, batch),
+            {**sizes, "STAGES": 2, "PASSED": self.passed, "HAS_Z": z is not None}, {"num_warps": 4},
+        )  # fmt: skip
+
+    @staticmethod
+    def _shared(chunk: int, block_p: int, block_n: int, item: int, stages: int) -> int:
+        """Shared memory that `scan` may take: the pipelined tiles, and one staging copy of state and C·Bᵀ."""
+        tiles = chunk * (2 * block_n + block_p) * item + chunk * chunk * 4
+        return tiles * stages + (block_n * block_p + chunk * block_p) * item
+
+    def __call__(self, x, dt, A, B, C, D, z, dt_bias, initial, cu_seqlens) -> tuple[torch.Tensor, torch.Tensor]:
+        device = x.device
+        y = torch.empty(self.y_shape, dtype=self.y_dtype, device=device)
+        final = torch.empty(self.state_shape, dtype=self.state_dtype, device=device)
+        workspace = torch.empty(self.workspace, dtype=torch.float32, device=device)
+        if self.warm:  # the compiled kernels take addresses: that saves five views
+            base = workspace.data_ptr()
+            decay, step, cb, piece_state, piece_decay = [base + cut for cut in self.cuts]
+        else:
+            decay, step, cb, piece_state, piece_decay = [workspace[cut // 4 :] for cut in self.cuts]
+            self.warm = not INTERPRETED
+        stream = current_stream(device)
+        table = None
+        if self.table:
+            table = torch.empty(self.table, dtype=torch.int32, device=device)
+            self.chunks(stream, cu_seqlens, table, *self.chunks_ints)
+        self.prepare(stream, table, dt, A, dt_bias, B, C, decay, step, cb, *self.prepare_ints)
+        if self.hopper:
+            views, describe = self.views, self.describe
+            x, B = describe(x, views["x"]), describe(B, views["B"])
+        if self.nsegments > 1:
+            if self.hopper:
+                self.state(stream, x, B, decay, step, piece_state, piece_decay, *self.state_ints)
+            else:
+                self.state(stream, table, x, B, decay, step, initial, piece_state, piece_decay, *self.state_ints)
+            if self.passed:
+                self.pass_(stream, piece_state, piece_decay, initial, *self.pass_ints)
+        if self.hopper:
+            z = None if z is None else describe(z, views["z"])
+            cb = describe(workspace[self.cb_cut :], views["cb"])
+            self.scan(stream, x, z, B, describe(C, views["C"]), cb, describe(y, views["y"]),
+                      decay, step, D, initial, piece_state, piece_decay, final, *self.scan_ints)  # fmt: skip
+        else:
+            self.scan(stream, table, x, B, C, cb, decay, step, D, z, initial, piece_state, piece_decay, y, final,
+                      *self.scan_ints)  # fmt: skip
+        return y, final
+
+
+def ssd_step(
+    *, x: torch.Tensor, dt: torch.Tensor, A: torch.Tensor, B: torch.Tensor, C: torch.Tensor, state: torch.Tensor,
+    D: torch.Tensor | None, z: torch.Tensor | None, dt_bias: torch.Tensor | None, dt_softplus: bool,
+    dt_limit: tuple[float, float],
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Compute `refold.ops.ssd_step`."""
+    new_state = torch.empty(state.shape, dtype=state.dtype, device=state.device)
+    y = _step(x, dt, A, B, C, contiguous(state), new_state, D, z, dt_bias, dt_softplus, dt_limit)
+    return y, new_state
+
+
+def ssd_step_(*, state: torch.Tensor, **inputs: Any) -> torch.Tensor:
+    """Compute `refold.ops.ssd_step_`: the state is overwritten, the outputs are returned."""
+    own = contiguous(state)
+    y = _step(state=own, new_state=own, **inputs)
+    if own is not state:
+        state.copy_(own)
+    return y
+
+
+def _step(x, dt, A, B, C, state, new_state, D, z, dt_bias, dt_softplus, dt_limit) -> torch.Tensor:
+    x, B, C, z = last_contiguous(x), last_contiguous(B), last_contiguous(C), last_contiguous(z)
+    A, dt_bias = contiguous(A), contiguous(dt_bias)
+    key = (
+        tensor_key(x), tensor_key(dt), tensor_key(A), tensor_key(B), tensor_key(C), tensor_key(state),
+        tensor_key(new_state), tensor_key(D), tensor_key(z), tensor_key(dt_bias), dt_softplus, *dt_limit, x.device,
+    )  # fmt: skip
+    plan = _PLANS.get(key)
+    if plan is None:
+        batch, nheads, headdim, dstate = state.shape
+        one = x.dim() == 3
+        ntokens = 1 if one else x.shape[1]
+
+        def strides(tensor: torch.Tensor | None) -> tuple[int, int, int]:
+            if tensor is None:
+                return 0, 0, 0
+            return (tensor.stride(0), 0 if one else tensor.stride(1), tensor.stride(1 if one else 2))
+
+        block_n = triton.next_power_of_2(dstate)
+        block_p = min(triton.next_power_of_2(headdim), max(1, 4096 // block_n))
+        D_strides = (0, 0) if D is None else (D.stride(0), D.stride(1) if D.dim() == 2 else 0)
+        ints = (
+            ntokens, nheads, B.shape[-2], headdim, dstate, float(dt_limit[0]), float(dt_limit[1]), *strides(x),
+            *strides(dt), *strides(B), *strides(C), *strides(z), *D_strides,
+        )  # fmt: skip
+        launch = Launch(
+            kernels._ssd_step_kernel, (triton.cdiv(headdim, block_p), nheads, batch),
+            {"BLOCK_P": block_p, "BLOCK_N": block_n, "SOFTPLUS": bool(dt_softplus)}, {"num_warps": 4},
+        )  # fmt: skip
+        plan = _PLANS[key] = (launch, ints)
+    launch, ints = plan
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    launch(current_stream(x.device), x, dt, A, B, C, D, z, dt_bias, state, new_state, y, *ints)
+    return y

@@ -1,0 +1,437 @@
+"""The Triton kernels of the SSD forward pass, for any dtype, head size, state size, length and pack of sequences.
+
+The time axis is cut into chunks of CHUNK tokens (at most; a chunk never crosses the end of a sequence) and the chunks
+into segments. Four launches, of which short inputs need two:
+
+1. chunks    (packed sequences only) lists the chunks: where each begins, how long it is, whose it is
+2. prepare   per chunk: dt after bias, softplus and limits; its decay, summed in log2; C·Bᵀ once a group
+3. state     per piece (a segment is one piece or more) but those of the last segment: what its own tokens leave behind
+4. pass      chains these states over the pieces (with few pieces, `scan` does that for itself)
+5. scan      per segment: walks its chunks with the state in registers and writes y
+
+Decays are kept as sums of log2(a) inside a chunk, so that every decay is one exp2 of a difference: in float32 for
+16-bit inputs; for float32 inputs (PARTS = 2) summed in float64 and kept as two float32 parts, a row of the high parts
+before a row of the low ones, since differences of float32 sums would lose small decays behind large ones.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from refold.ops import launch
+
+PTX = tl.constexpr(launch.PTX)
+LOG2E = tl.constexpr(1.4426950408889634)
+FIRST = tl.constexpr(1)  # flag of a chunk: its sequence begins here
+LAST = tl.constexpr(2)  # flag of a chunk: its sequence ends here
+
+
+@triton.jit
+def _exp2(v):
+    """2**v, with denormal results flushed to 0."""
+    if PTX:
+        return tl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [v], tl.float32, True, 1)
+    return tl.exp2(v)
+
+
+@triton.jit
+def _softplus(v):
+    """log(1 + exp(v)) up to v = 20, v beyond; accurate to float32 also where exp(v) is far below 1."""
+    u = _exp2(tl.minimum(v, 20.0) * LOG2E)
+    w = 1.0 + u
+    log1p = tl.where(w == 1.0, u, tl.log(w) * (u / tl.where(w == 1.0, 1.0, w - 1.0)))
+    return tl.where(v <= 20.0, log1p, v)
+
+
+@triton.jit
+def _bf16_parts(v):
+    high = v.to(tl.bfloat16)
+    rest = v - high.to(tl.float32)
+    middle = rest.to(tl.bfloat16)
+    return high, middle, (rest - middle.to(tl.float32)).to(tl.bfloat16)
+
+
+@triton.jit
+def _dot(a, b, acc, PRECISION: tl.constexpr):
+    """Return a matrix product with float32 accumulation; the interpreter has no bfloat16 one and widens.
+
+    "bf16x6" splits float32 into three bfloat16 parts, which hold all its bits, and forms the six products above 2^-24:
+    as fast as three TF32 products of two parts, which hold 22 bits.
+    """
+    if PRECISION == "widen":
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
+    if PRECISION == "bf16x6":
+        a0, a1, a2 = _bf16_parts(a)
+        b0, b1, b2 = _bf16_parts(b)
+        rest = tl.dot(a0, b1, tl.dot(a1, b0, tl.dot(a1, b1, tl.dot(a0, b2, tl.dot(a2, b0)))))
+        return tl.dot(a0, b0, acc) + rest
+    return tl.dot(a, b, acc, input_precision=PRECISION)
+
+
+@triton.jit
+def _load_decay(decay_ptr, row, offs_t, CHUNK: tl.constexpr, PARTS: tl.constexpr):
+    """Return from_start = decay since the chunk began, to_end = until it ends, total, and the sums in two parts."""
+    rows = decay_ptr + row * (CHUNK * PARTS)
+    high = tl.load(rows + offs_t)
+    last = tl.load(rows + CHUNK - 1)
+    if PARTS == 1:
+        return _exp2(high), _exp2(last - high), _exp2(last), last, high, high
+    low = tl.load(rows + CHUNK + offs_t)
+    last_low = tl.load(rows + 2 * CHUNK - 1)
+    to_end = _exp2((last - high) + (last_low - low))
+    return _exp2(high) * _exp2(low), to_end, _exp2(last) * _exp2(last_low), last, high, low
+
+
+@triton.jit
+def _silu(v):
+    return v / (1.0 + _exp2(v * -LOG2E))
+
+
+@triton.jit
+def _chunk_span(table_ptr, pid_b, chunk, nchunks, seqlen, CHUNK: tl.constexpr, VARLEN: tl.constexpr):
+    """Return start, length, sequence and flags of a chunk."""
+    if VARLEN:
+        row = table_ptr + chunk * 4
+        return tl.load(row), tl.load(row + 1), tl.load(row + 2), tl.load(row + 3)
+    start = chunk * CHUNK
+    flags = tl.where(chunk == 0, 1, 0) + tl.where(chunk == nchunks - 1, 2, 0)
+    return start, tl.minimum(CHUNK, seqlen - start), pid_b, flags
+
+
+@triton.jit
+def _ssd_fwd_chunks_kernel(cu_seqlens_ptr, table_ptr, nseqs, nchunks, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
+    """Grid (sequences + 1): a program writes the rows of one sequence's chunks; the last one fills the unused rows.
+
+    Row: start, length, sequence, flags (16 bytes). An empty sequence owns one empty chunk, so that its state passes on.
+    """
+    pid_s = tl.program_id(0)
+    before = tl.zeros((BLOCK,), tl.int32)
+    for s in range(0, pid_s, BLOCK):
+        offs_s = s + tl.arange(0, BLOCK)
+        begin = tl.load(cu_seqlens_ptr + offs_s, mask=offs_s < pid_s, other=0)
+        end = tl.load(cu_seqlens_ptr + offs_s + 1, mask=offs_s < pid_s, other=0)
+        count = tl.maximum((end - begin + CHUNK - 1) // CHUNK, 1)
+        before += tl.where(offs_s < pid_s, count, 0).to(tl.int32)
+    base = tl.sum(before, 0)
+    if pid_s < nseqs:
+        begin = tl.load(cu_seqlens_ptr + pid_s).to(tl.int32)
+        end = tl.load(cu_seqlens_ptr + pid_s + 1).to(tl.int32)
+        count = tl.maximum((end - begin + CHUNK - 1) // CHUNK, 1)
+    else:
+        begin = 0
+        end = 0
+        count = nchunks - base
+    for c in range(0, count, BLOCK):
+        offs_c = c + tl.arange(0, BLOCK)
+        inside = offs_c < count
+        row = table_ptr + (base + offs_c) * 4
+        start = begin + offs_c * CHUNK
+        flags = tl.where(offs_c == 0, 1, 0) + tl.where(offs_c == count - 1, 2, 0)
+        flags = tl.where(pid_s < nseqs, flags, 0)
+        tl.store(row, start, mask=inside)
+        tl.store(row + 1, tl.maximum(tl.minimum(end - start, CHUNK), 0), mask=inside)
+        tl.store(row + 2, tl.zeros((BLOCK,), tl.int32) + pid_s, mask=inside)
+        tl.store(row + 3, flags, mask=inside)
+
+
+@triton.jit
+def _ssd_fwd_prepare_kernel(
+    table_ptr, dt_ptr, A_ptr, dt_bias_ptr, B_ptr, C_ptr, decay_ptr, step_ptr, cb_ptr,
+    seqlen, nchunks, nheads, ngroups, dstate, dt_min, dt_max,
+    stride_dt_b, stride_dt_t, stride_dt_h, stride_B_b, stride_B_t, stride_B_g, stride_C_b, stride_C_t, stride_C_g,
+    CHUNK: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, SOFTPLUS: tl.constexpr,
+    VARLEN: tl.constexpr, SHIFT: tl.constexpr, PARTS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Grid (batch * chunks, groups + head blocks): a program owns one chunk of one group, or of BLOCK_H heads.
+
+    Group programs write C·Bᵀ (CHUNK x CHUNK, float32) on and below the diagonal; head programs write step = dt after
+    bias, softplus and limits (0 beyond the chunk) and decay = the running sum of step * A * log2(e), in float32 parts.
+    With SHIFT, decay - log2(step) takes the place of step.
+    """
+    pid_c = tl.program_id(0)
+    pid_g = tl.program_id(1)
+    pid_b = pid_c // nchunks
+    start, length, _, _ = _chunk_span(table_ptr, pid_b, pid_c % nchunks, nchunks, seqlen, CHUNK, VARLEN)
+    offs_t = tl.arange(0, CHUNK)
+    inside = offs_t < length
+    pid_b = pid_b.to(tl.int64)
+    start = start.to(tl.int64)
+    if pid_g < ngroups:
+        offs_n = tl.arange(0, BLOCK_N)
+        mask_tn = inside[:, None] & (offs_n[None, :] < dstate)
+        C_rows = C_ptr + pid_b * stride_C_b + start * stride_C_t + pid_g * stride_C_g
+        B_rows = B_ptr + pid_b * stride_B_b + start * stride_B_t + pid_g * stride_B_g
+        C_tile = tl.load(C_rows + offs_t[:, None] * stride_C_t + offs_n[None, :], mask=mask_tn, other=0.0)
+        B_tile = tl.load(B_rows + offs_t[:, None] * stride_B_t + offs_n[None, :], mask=mask_tn, other=0.0)
+        cb = _dot(C_tile, tl.trans(B_tile), None, PRECISION)
+        cb = tl.where(offs_t[:, None] >= offs_t[None, :], cb, 0.0)
+        cb_rows = cb_ptr + (pid_c.to(tl.int64) * ngroups + pid_g) * CHUNK * CHUNK
+        tl.store(cb_rows + offs_t[:, None] * CHUNK + offs_t[None, :], cb.to(cb_ptr.dtype.element_ty))
+    else:
+        offs_h = (pid_g - ngroups) * BLOCK_H + tl.arange(0, BLOCK_H)
+        heads = offs_h < nheads
+        dt_rows = dt_ptr + pid_b * stride_dt_b + start * stride_dt_t
+        mask = heads[:, None] & inside[None, :]
+        step = tl.load(dt_rows + offs_t[None, :] * stride_dt_t + offs_h[:, None] * stride_dt_h, mask=mask, other=0.0)
+        step = step.to(tl.float32)
+        if dt_bias_ptr is not None:
+            step += tl.load(dt_bias_ptr + offs_h, mask=heads, other=0.0).to(tl.float32)[:, None]
+        if SOFTPLUS:
+            step = _softplus(step)
+        step = tl.where(mask, tl.minimum(tl.maximum(step, dt_min), dt_max), 0.0)
+        A = tl.load(A_ptr + offs_h, mask=heads, other=0.0).to(tl.float32)
+        rows = (pid_c.to(tl.int64) * nheads + offs_h[:, None]) * CHUNK + offs_t[None, :]
+        if PARTS == 2:
+            total = tl.cumsum(step.to(tl.float64) * A.to(tl.float64)[:, None], axis=1)
+            total *= tl.full((1, 1), LOG2E, tl.float64)
+            decay = total.to(tl.float32)
+            low = (total - decay.to(tl.float64)).to(tl.float32)
+        else:
+            decay = tl.cumsum(step * (A * LOG2E)[:, None], axis=1)
+        if SHIFT:
+            step = decay - tl.log2(step)
+        tl.store(step_ptr + rows, step, mask=heads[:, None])
+        rows = (pid_c.to(tl.int64) * nheads + offs_h[:, None]) * (CHUNK * PARTS) + offs_t[None, :]
+        tl.store(decay_ptr + rows, decay, mask=heads[:, None])
+        if PARTS == 2:
+            tl.store(decay_ptr + rows + CHUNK, low, mask=heads[:, None])
+
+
+@triton.jit
+def _ssd_fwd_state_kernel(
+    table_ptr, x_ptr, B_ptr, decay_ptr, step_ptr, initial_ptr, piece_state_ptr, piece_decay_ptr,
+    seqlen, nchunks, piece_chunks, npieces, nheads, ngroups, headdim, dstate,
+    stride_x_b, stride_x_t, stride_x_h, stride_B_b, stride_B_t, stride_B_g,
+    CHUNK: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, VARLEN: tl.constexpr,
+    PARTS: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Grid (heads * blocks of head channels, pieces, batch): a program owns one piece of one head block.
+
+    Reads x and B of the piece once; keeps (state, channels) in float32 registers; writes the state that the piece's
+    own tokens leave behind and the log2 decay that it applies to what came before (-inf where a sequence begins in it).
+    """
+    blocks_p = tl.cdiv(headdim, BLOCK_P)
+    pid_h = tl.program_id(0) // blocks_p
+    pid_p = tl.program_id(0) % blocks_p
+    pid_s = tl.program_id(1)
+    pid_b = tl.program_id(2)
+    pid_g = pid_h // (nheads // ngroups)
+    offs_t = tl.arange(0, CHUNK)
+    offs_n = tl.arange(0, BLOCK_N)
+    offs_p = pid_p * BLOCK_P + tl.arange(0, BLOCK_P)
+    mask_n = offs_n < dstate
+    mask_p = offs_p < headdim
+    mask_np = mask_n[:, None] & mask_p[None, :]
+    offs_np = offs_p[None, :] * dstate + offs_n[:, None]
+    x_base = x_ptr + pid_b.to(tl.int64) * stride_x_b + pid_h * stride_x_h
+    B_base = B_ptr + pid_b.to(tl.int64) * stride_B_b + pid_g * stride_B_g
+    state = tl.zeros((BLOCK_N, BLOCK_P), tl.float32)
+    total = tl.zeros((), tl.float32)
+    first = pid_s * piece_chunks
+    for chunk in tl.range(first, tl.minimum(first + piece_chunks, nchunks), num_stages=STAGES):
+        start, length, seq, flags = _chunk_span(table_ptr, pid_b, chunk, nchunks, seqlen, CHUNK, VARLEN)
+        inside = offs_t < length
+        start = start.to(tl.int64)
+        row = (pid_b * nchunks + chunk).to(tl.int64) * nheads + pid_h
+        x_tile = tl.load(x_base + start * stride_x_t + offs_t[:, None] * stride_x_t + offs_p[None, :],
+                         mask=inside[:, None] & mask_p[None, :], other=0.0)  # fmt: skip
+        B_tile = tl.load(B_base + start * stride_B_t + offs_t[:, None] * stride_B_t + offs_n[None, :],
+                         mask=inside[:, None] & mask_n[None, :], other=0.0)  # fmt: skip
+        step = tl.load(step_ptr + row * CHUNK + offs_t)
+        _, to_end, whole, last, _, _ = _load_decay(decay_ptr, row, offs_t, CHUNK, PARTS)
+        if VARLEN:
+            # Selected, not branched on: Triton 3.6 cannot compile bfloat16 products behind such a branch.
+            begins = (flags & FIRST) != 0
+            total = tl.where(begins, float("-inf"), total)
+            state = tl.where(begins, 0.0, state)
+            if initial_ptr is not None:
+                initial = initial_ptr + (seq.to(tl.int64) * nheads + pid_h) * headdim * dstate
+                # Flags as a tensor: the interpreter takes no scalar into a mask.
+                read = mask_np & (((offs_np * 0 + flags) & FIRST) != 0)
+                state += tl.load(initial + offs_np, mask=read, other=0.0).to(tl.float32)
+        total += last
+        x_weighted = (x_tile * (to_end * step)[:, None]).to(x_tile.dtype)
+        state = _dot(tl.trans(B_tile), x_weighted, state * whole, PRECISION)
+    piece = (pid_b * npieces + pid_s).to(tl.int64) * nheads + pid_h
+    tl.store(piece_state_ptr + piece * headdim * dstate + offs_np, state, mask=mask_np)
+    if pid_p == 0:
+        tl.store(piece_decay_ptr + piece, total)
+
+
+@triton.jit
+def _ssd_fwd_pass_kernel(
+    piece_state_ptr, piece_decay_ptr, initial_ptr, npieces, nheads, size,
+    BLOCK: tl.constexpr, VARLEN: tl.constexpr,
+):  # fmt: skip
+    """Grid (blocks of a state, heads, batch): a program owns BLOCK elements of one head's state, for all pieces.
+
+    Reads and writes each piece's state once, in place: what a piece leaves behind becomes the state after it.
+    Float32. In a pack, `state` has put the initial states of the sequences in already.
+    """
+    offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    pid_h = tl.program_id(1)
+    pid_b = tl.program_id(2).to(tl.int64)
+    mask = offs < size
+    state = tl.zeros((BLOCK,), tl.float32)
+    if initial_ptr is not None and not VARLEN:
+        state = tl.load(initial_ptr + (pid_b * nheads + pid_h) * size + offs, mask=mask, other=0.0).to(tl.float32)
+    for s in tl.range(0, npieces, num_stages=3):
+        piece = (pid_b * npieces + s) * nheads + pid_h
+        own = tl.load(piece_state_ptr + piece * size + offs, mask=mask, other=0.0)
+        state = state * _exp2(tl.load(piece_decay_ptr + piece)) + own
+        tl.store(piece_state_ptr + piece * size + offs, state, mask=mask)
+
+
+@triton.jit
+def _ssd_fwd_scan_kernel(
+    table_ptr, x_ptr, B_ptr, C_ptr, cb_ptr, decay_ptr, step_ptr, D_ptr, z_ptr, initial_ptr,
+    piece_state_ptr, piece_decay_ptr, y_ptr, final_ptr,
+    seqlen, nchunks, segment_chunks, segment_pieces, npieces, nheads, ngroups, headdim, dstate,
+    stride_x_b, stride_x_t, stride_x_h, stride_B_b, stride_B_t, stride_B_g, stride_C_b, stride_C_t, stride_C_g,
+    stride_z_b, stride_z_t, stride_z_h, stride_D_h, stride_D_p,
+    CHUNK: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, VARLEN: tl.constexpr,
+    PASSED: tl.constexpr, PARTS: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Grid (heads * blocks of head channels, segments, batch): a program owns one segment of one head block.
+
+    Reads x, B, C, z and C·Bᵀ of the segment once and writes y once; the (state, channels) tile stays in float32
+    registers over the whole segment. Its rows are ragged (a chunk may be short); so may be channels and state.
+    """
+    blocks_p = tl.cdiv(headdim, BLOCK_P)
+    pid_h = tl.program_id(0) // blocks_p
+    pid_p = tl.program_id(0) % blocks_p
+    pid_s = tl.program_id(1)
+    pid_b = tl.program_id(2)
+    pid_g = pid_h // (nheads // ngroups)
+    offs_t = tl.arange(0, CHUNK)
+    offs_n = tl.arange(0, BLOCK_N)
+    offs_p = pid_p * BLOCK_P + tl.arange(0, BLOCK_P)
+    mask_n = offs_n < dstate
+    mask_p = offs_p < headdim
+    mask_np = mask_n[:, None] & mask_p[None, :]
+    offs_np = offs_p[None, :] * dstate + offs_n[:, None]
+    size = headdim * dstate
+    x_base = x_ptr + pid_b.to(tl.int64) * stride_x_b + pid_h * stride_x_h
+    B_base = B_ptr + pid_b.to(tl.int64) * stride_B_b + pid_g * stride_B_g
+    C_base = C_ptr + pid_b.to(tl.int64) * stride_C_b + pid_g * stride_C_g
+    y_base = y_ptr + (pid_b.to(tl.int64) * seqlen * nheads + pid_h) * headdim
+
+    # The state in front of the segment.
+    state = tl.zeros((BLOCK_N, BLOCK_P), tl.float32)
+    piece = pid_b.to(tl.int64) * npieces * nheads + pid_h
+    pieces = pid_s * segment_pieces
+    if PASSED:
+        if pid_s > 0:
+            before = piece_state_ptr + (piece + (pieces - 1) * nheads) * size
+            state = tl.load(before + offs_np, mask=mask_np, other=0.0)
+        elif initial_ptr is not None and not VARLEN:
+            initial = initial_ptr + (pid_b.to(tl.int64) * nheads + pid_h) * size
+            state = tl.load(initial + offs_np, mask=mask_np, other=0.0).to(tl.float32)
+    else:
+        if initial_ptr is not None and not VARLEN:
+            initial = initial_ptr + (pid_b.to(tl.int64) * nheads + pid_h) * size
+            state = tl.load(initial + offs_np, mask=mask_np, other=0.0).to(tl.float32)
+        for s in range(0, pieces):
+            own = tl.load(piece_state_ptr + (piece + s * nheads) * size + offs_np, mask=mask_np, other=0.0)
+            state = state * _exp2(tl.load(piece_decay_ptr + piece + s * nheads)) + own
+
+    if D_ptr is not None:
+        D = tl.load(D_ptr + pid_h * stride_D_h + offs_p * stride_D_p, mask=mask_p, other=0.0).to(tl.float32)
+    first = pid_s * segment_chunks
+    for chunk in tl.range(first, tl.minimum(first + segment_chunks, nchunks), num_stages=STAGES):
+        start, length, seq, flags = _chunk_span(table_ptr, pid_b, chunk, nchunks, seqlen, CHUNK, VARLEN)
+        inside = offs_t < length
+        start = start.to(tl.int64)
+        pid_c = (pid_b * nchunks + chunk).to(tl.int64)
+        row = pid_c * nheads + pid_h
+        mask_tp = inside[:, None] & mask_p[None, :]
+        mask_tn = inside[:, None] & mask_n[None, :]
+        C_tile = tl.load(C_base + start * stride_C_t + offs_t[:, None] * stride_C_t + offs_n[None, :],
+                         mask=mask_tn, other=0.0)  # fmt: skip
+        x_tile = tl.load(x_base + start * stride_x_t + offs_t[:, None] * stride_x_t + offs_p[None, :],
+                         mask=mask_tp, other=0.0)  # fmt: skip
+        B_tile = tl.load(B_base + start * stride_B_t + offs_t[:, None] * stride_B_t + offs_n[None, :],
+                         mask=mask_tn, other=0.0)  # fmt: skip
+        cb = tl.load(cb_ptr + (pid_c * ngroups + pid_g) * CHUNK * CHUNK + offs_t[:, None] * CHUNK + offs_t[None, :])
+        step = tl.load(step_ptr + row * CHUNK + offs_t)
+        from_start, to_end, whole, _, decay, low = _load_decay(decay_ptr, row, offs_t, CHUNK, PARTS)
+        if VARLEN:
+            # Selected, not branched on: Triton 3.6 cannot compile bfloat16 products behind such a branch.
+            begins = (flags & FIRST) != 0
+            state = tl.where(begins, 0.0, state)
+            if initial_ptr is not None:
+                initial = initial_ptr + (seq.to(tl.int64) * nheads + pid_h) * size
+                # Flags as a tensor: the interpreter takes no scalar into a mask.
+                read = mask_np & (((offs_np * 0 + flags) & FIRST) != 0)
+                state += tl.load(initial + offs_np, mask=read, other=0.0).to(tl.float32)
+        # What came before the chunk, then what the chunk adds itself.
+        y = _dot(C_tile, state.to(C_tile.dtype), None, PRECISION) * from_start[:, None]
+        causal = offs_t[:, None] >= offs_t[None, :]
+        between = decay[:, None] - decay[None, :]
+        if PARTS == 2:
+            between += low[:, None] - low[None, :]
+        grown = _exp2(tl.where(causal, between, 0.0))
+        mix = tl.where(causal, cb * grown * step[None, :], 0.0)
+        y = _dot(mix.to(x_tile.dtype), x_tile, y, PRECISION)
+        x_weighted = (x_tile * (to_end * step)[:, None]).to(x_tile.dtype)
+        state = _dot(tl.trans(B_tile), x_weighted, state * whole, PRECISION)
+        if D_ptr is not None:
+            y += D[None, :] * x_tile
+        if z_ptr is not None:
+            z_rows = z_ptr + pid_b.to(tl.int64) * stride_z_b + start * stride_z_t + pid_h * stride_z_h
+            z_tile = tl.load(z_rows + offs_t[:, None] * stride_z_t + offs_p[None, :], mask=mask_tp, other=0.0)
+            y *= _silu(z_tile.to(tl.float32))
+        y_rows = y_base + start * nheads * headdim
+        tl.store(y_rows + offs_t[:, None] * (nheads * headdim) + offs_p[None, :],
+                 y.to(y_ptr.dtype.element_ty), mask=mask_tp)  # fmt: skip
+        if (flags & LAST) != 0:
+            final = final_ptr + (seq.to(tl.int64) * nheads + pid_h) * size
+            tl.store(final + offs_np, state.to(final_ptr.dtype.element_ty), mask=mask_np)
+
+
+@triton.jit
+def _ssd_step_kernel(
+    x_ptr, dt_ptr, A_ptr, B_ptr, C_ptr, D_ptr, z_ptr, dt_bias_ptr, state_ptr, new_state_ptr, y_ptr,
+    ntokens, nheads, ngroups, headdim, dstate, dt_min, dt_max,
+    stride_x_b, stride_x_t, stride_x_h, stride_dt_b, stride_dt_t, stride_dt_h,
+    stride_B_b, stride_B_t, stride_B_g, stride_C_b, stride_C_t, stride_C_g,
+    stride_z_b, stride_z_t, stride_z_h, stride_D_h, stride_D_p,
+    BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, SOFTPLUS: tl.constexpr,
+):  # fmt: skip
+    """Grid (blocks of head channels, heads, batch): a program owns BLOCK_P channels of one head, for all tokens.
+
+    Reads and writes its part of the state once; arithmetic is float32 and outputs use the unrounded state.
+    """
+    offs_p = tl.program_id(0) * BLOCK_P + tl.arange(0, BLOCK_P)
+    offs_n = tl.arange(0, BLOCK_N)
+    pid_h = tl.program_id(1)
+    pid_b = tl.program_id(2).to(tl.int64)
+    pid_g = pid_h // (nheads // ngroups)
+    mask_p = offs_p < headdim
+    mask_n = offs_n < dstate
+    mask = mask_p[:, None] & mask_n[None, :]
+    offs_state = ((pid_b * nheads + pid_h) * headdim + offs_p[:, None]) * dstate + offs_n[None, :]
+    state = tl.load(state_ptr + offs_state, mask=mask, other=0.0).to(tl.float32)
+    A = tl.load(A_ptr + pid_h).to(tl.float32) * LOG2E
+    for t in range(ntokens):
+        step = tl.load(dt_ptr + pid_b * stride_dt_b + t * stride_dt_t + pid_h * stride_dt_h).to(tl.float32)
+        if dt_bias_ptr is not None:
+            step += tl.load(dt_bias_ptr + pid_h).to(tl.float32)
+        if SOFTPLUS:
+            step = _softplus(step)
+        step = tl.minimum(tl.maximum(step, dt_min), dt_max)
+        x_row = x_ptr + pid_b * stride_x_b + t * stride_x_t + pid_h * stride_x_h
+        x = tl.load(x_row + offs_p, mask=mask_p, other=0.0).to(tl.float32)
+        B = tl.load(B_ptr + pid_b * stride_B_b + t * stride_B_t + pid_g * stride_B_g + offs_n, mask=mask_n, other=0.0)
+        C = tl.load(C_ptr + pid_b * stride_C_b + t * stride_C_t + pid_g * stride_C_g + offs_n, mask=mask_n, other=0.0)
+        state = state * _exp2(step * A) + (x * step)[:, None] * B.to(tl.float32)[None, :]
+        y = tl.sum(state * C.to(tl.float32)[None, :], axis=1)
+        if D_ptr is not None:
+            y += tl.load(D_ptr + pid_h * stride_D_h + offs_p * stride_D_p, mask=mask_p, other=0.0).to(tl.float32) * x
+        if z_ptr is not None:
+            z_row = z_ptr + pid_b * stride_z_b + t * stride_z_t + pid_h * stride_z_h
+            y *= _silu(tl.load(z_row + offs_p, mask=mask_p, other=0.0).to(tl.float32))
+        y_row = y_ptr + ((pid_b * ntokens + t) * nheads + pid_h) * headdim
+        tl.store(y_row + offs_p, y.to(y_ptr.dtype.element_ty), mask=mask_p)
+    tl.store(new_state_ptr + offs_state, state.to(new_state_ptr.dtype.element_ty), mask=mask)

@@ -1,0 +1,28 @@
+"""Some cases of every operator through the Triton kernels, interpreted: what a machine without a GPU can say."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+CASES = {
+    "ssd": ("all_t9", "odd_chunk", "packed_empty"),
+    "selective_scan": ("all_t9", "packed_empty"),
+    "linear_scan": ("all_t9", "packed_empty"),
+    "causal_conv1d": ("all_t9", "packed_empty"),
+    "gated_rmsnorm": ("",),
+}
+
+
+def test_contract_interpreted() -> None:
+    """In a process of its own: Triton decides while it is imported whether kernels are interpreted."""
+    contract = Path(__file__).with_name("test_contract.py")
+    chosen = [f"test_float32 and {op}-triton-{case}" for op, cases in CASES.items() for case in cases]
+    chosen.append("test_half_precision and ssd-triton-plain_t1")
+    command = [sys.executable, "-m", "pytest", str(contract), "-k", " or ".join(f"({c})" for c in chosen), "--tb=short"]
+    done = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr

@@ -1,0 +1,84 @@
+"""Every case of every operator's spec on the GPU: the Triton backend against the float64 definition.
+
+The bound is twice the error of the torch backend plus the rounding of the dtype of x, in which products are formed.
+For float32 that is two roundings of 2^-22: tensor cores cut, not round, what they add up, a bit (2^-23) a step.
+"""
+
+import importlib
+import zlib
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+if not torch.cuda.is_available():
+    pytest.skip("needs a CUDA device", allow_module_level=True)
+
+from refold.ops.spec import all_specs, shape_of  # noqa: E402
+
+pytestmark = pytest.mark.gpu
+ROUNDING = {torch.float32: 2**-21, torch.bfloat16: 2**-8, torch.float16: 2**-11}
+CASES = [(spec, case) for spec in all_specs() for case in spec.cases()]
+
+
+def arguments(spec, case, dtype):
+    rng = np.random.default_rng(zlib.crc32(f"{spec.name}{case.name}".encode()))
+    sizes = dict(case.sizes)
+    sizes["k"] = len(case.lengths) or sizes.get("b", 1)
+    found = {option.name: case.options.get(option.name, option.default) for option in spec.options}
+    for arg in spec.args:
+        found[arg.name] = None
+        if arg.name == "cu_seqlens":
+            if case.lengths:
+                found[arg.name] = torch.tensor(np.cumsum([0, *case.lengths]), dtype=torch.int32, device="cuda")
+        elif not arg.optional or arg.name in case.given:
+            axes = arg.axes[case.layout.get(arg.name, 0)]
+            axes = axes if "t" in sizes or not spec.time_optional else axes.replace("t ", "")
+            values = torch.from_numpy(np.asarray(arg.sample(rng, shape_of(axes, sizes))))
+            found[arg.name] = values.to("cuda", torch.float32 if arg.wide else dtype)
+    return found
+
+
+def results(module, spec, values):
+    out = getattr(module, spec.name)(**values)
+    return out if isinstance(out, tuple) else (out,)
+
+
+@pytest.mark.parametrize("dtype", list(ROUNDING), ids=lambda d: str(d)[6:])
+@pytest.mark.parametrize(("spec", "case"), CASES, ids=[f"{s.name}-{c.name}" for s, c in CASES])
+def test_matches_definition(spec, case, dtype):
+    values = arguments(spec, case, dtype)
+    triton, other = (importlib.import_module(f"{spec.module}._{name}") for name in ("triton", "torch"))
+    poison = [torch.full((1 << 14,), float("nan"), device="cuda") for _ in range(3)]
+    del poison
+    got, again, torch_got = results(triton, spec, values), results(triton, spec, values), results(other, spec, values)
+    wide = {k: v.cpu().double().numpy() if torch.is_tensor(v) and v.is_floating_point() else
+            v.cpu().numpy() if torch.is_tensor(v) else v for k, v in values.items()}  # fmt: skip
+    wanted = results(importlib.import_module(f"{spec.module}.reference"), spec, wide)
+    for one, same, peer, want in zip(got, again, torch_got, wanted, strict=True):
+        want = torch.from_numpy(np.asarray(want)).to("cuda")
+        scale = want.norm() + 1e-30
+        error, bound = (one.double() - want).norm() / scale, (peer.double() - want).norm() / scale
+        assert one.dtype == peer.dtype
+        assert torch.equal(one, same), "two runs differ"
+        assert error <= 2 * bound + ROUNDING[dtype], (float(error), float(bound))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=lambda d: str(d)[6:])
+@pytest.mark.parametrize("shape", [(1, 1, 2, 1, 128), (2, 333, 8, 2, 128), (1, 1000, 6, 1, 64), (3, 64, 4, 1, 128)])
+@pytest.mark.parametrize("gate", [False, True])
+def test_tensor_core_shapes(dtype, shape, gate):
+    import refold
+
+    b, t, h, g, n = shape
+    torch.manual_seed(0)
+    x, B, C = (torch.randn(*s, device="cuda").to(dtype) for s in ((b, t, h, 64), (b, t, g, n), (b, t, g, n)))
+    dt = torch.randn(b, t, h, device="cuda").to(dtype)
+    A, D = -torch.rand(h, device="cuda"), torch.randn(h, device="cuda")
+    z = torch.randn_like(x) if gate else None
+    initial = torch.randn(b, h, 64, n, device="cuda")
+    y, state = refold.ops.ssd(x, dt, A, B, C, D=D, z=z, dt_softplus=True, initial_state=initial, backend="triton")
+    wide = [None if a is None else a.double() for a in (x, dt, A, B, C, D, z, initial)]
+    want = refold.ops.ssd(*wide[:5], D=wide[5], z=wide[6], dt_softplus=True, initial_state=wide[7], backend="torch")
+    for one, expected in zip((y, state), want, strict=True):
+        assert (one.double() - expected).norm() <= ROUNDING[dtype] * 1.1 * expected.norm()
