@@ -64,12 +64,12 @@ def current_stream(device: torch.device) -> int:
     return 0 if INTERPRETED else torch._C._cuda_getCurrentRawStream(device.index)
 
 
-def contiguous(tensor: torch.Tensor | None) -> torch.Tensor | None:
+def contiguous(tensor: torch.Tensor | None) -> Any:
     """Return the tensor itself where its layout is that of a fresh one, else a copy."""
     return tensor if tensor is None or tensor.is_contiguous() else tensor.contiguous()
 
 
-def last_contiguous(tensor: torch.Tensor | None) -> torch.Tensor | None:
+def last_contiguous(tensor: torch.Tensor | None) -> Any:
     """Return the tensor itself where its last axis is contiguous, else a copy."""
     return tensor if tensor is None or tensor.stride(-1) == 1 else tensor.contiguous()
 

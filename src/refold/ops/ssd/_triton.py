@@ -265,10 +265,11 @@ class _Plan:
         workspace = torch.empty(self.workspace, dtype=torch.float32, device=device)
         if self.warm:  # the compiled kernels take addresses: that saves five views
             base = workspace.data_ptr()
-            decay, step, cb, piece_state, piece_decay = [base + cut for cut in self.cuts]
+            parts: list[Any] = [base + cut for cut in self.cuts]
         else:
-            decay, step, cb, piece_state, piece_decay = [workspace[cut // 4 :] for cut in self.cuts]
+            parts = [workspace[cut // 4 :] for cut in self.cuts]
             self.warm = not INTERPRETED
+        decay, step, cb, piece_state, piece_decay = parts
         stream = current_stream(device)
         table = None
         if self.table:
