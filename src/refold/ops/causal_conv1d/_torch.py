@@ -1,0 +1,168 @@
+"""The causal depthwise convolution on torch: one multiply-add over the whole input a tap.
+
+Every sequence is extended by the window in front of it: its initial state, or zeros. Extended sequences of a pack lie
+one behind the other, so that one plain convolution serves a batch and a pack alike, and what it computes between two
+sequences is dropped.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from refold.ops._torch_chunks import read_offsets
+from refold.ops._torch_pointwise import accumulator
+
+
+def causal_conv1d(
+    *, x: Tensor, weight: Tensor, bias: Tensor | None, initial_state: Tensor | None, cu_seqlens: Tensor | None,
+    activation: str | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Compute `refold.ops.causal_conv1d`."""
+    windows = _Windows(x, weight.shape[1], cu_seqlens)
+    extended = windows.extend(x, initial_state)
+    y = windows.tokens(_convolve(extended, weight, bias))
+    if activation == "silu":
+        y = F.silu(y, inplace=True)
+    return y.to(x.dtype).contiguous(), windows.final(extended).to(x.dtype)
+
+
+def causal_conv1d_backward(
+    *, dy: Tensor | None, dstate: Tensor | None, needs: frozenset[str], x: Tensor, weight: Tensor, bias: Tensor | None,
+    initial_state: Tensor | None, cu_seqlens: Tensor | None, activation: str | None,
+) -> dict[str, Tensor]:  # fmt: skip
+    """Return the gradients of all array arguments that are present, whatever ``needs`` says."""
+    width = weight.shape[1]
+    windows = _Windows(x, width, cu_seqlens)
+    extended = windows.extend(x, initial_state)
+    dout = torch.zeros_like(x, dtype=extended.dtype) if dy is None else dy.to(extended.dtype)
+    if activation == "silu":
+        raw = windows.tokens(_convolve(extended, weight, bias))
+        gate = torch.sigmoid(raw)
+        dout = dout * gate * (1 + raw * (1 - gate))
+    spread = windows.spread(dout)
+    dextended, count = torch.zeros_like(extended), spread.shape[1]
+    dweight = torch.empty(weight.shape, dtype=extended.dtype, device=weight.device)
+    for j, tap in enumerate(weight.to(extended.dtype).unbind(1)):
+        dextended[:, j : j + count].addcmul_(spread, tap.expand_as(spread))
+        dweight[:, j] = (extended[:, j : j + count] * spread).sum((0, 1))
+    if dstate is not None:
+        windows.add_final_gradient(dextended, dstate)
+    grads = {"x": windows.inputs(dextended), "weight": dweight}
+    if bias is not None:
+        grads["bias"] = dout.sum((0, 1))
+    if initial_state is not None:
+        grads["initial_state"] = windows.initial(dextended)
+    return grads
+
+
+def causal_conv1d_step(
+    *, x: Tensor, weight: Tensor, state: Tensor, bias: Tensor | None, activation: str | None
+) -> tuple[Tensor, Tensor]:
+    """Compute `refold.ops.causal_conv1d_step`: a short convolution."""
+    one = x.ndim == 2
+    y, window = causal_conv1d(
+        x=x[:, None] if one else x, weight=weight, bias=bias, initial_state=state, cu_seqlens=None,
+        activation=activation,
+    )  # fmt: skip
+    return y[:, 0] if one else y, window.to(state.dtype)
+
+
+def causal_conv1d_step_backward(
+    *, dy: Tensor | None, dstate: Tensor | None, needs: frozenset[str], x: Tensor, weight: Tensor, state: Tensor,
+    bias: Tensor | None, activation: str | None,
+) -> dict[str, Tensor]:  # fmt: skip
+    """Return the gradients of a step: those of a convolution as long."""
+    one = x.ndim == 2
+    grads = causal_conv1d_backward(
+        dy=dy[:, None] if one and dy is not None else dy, dstate=dstate, needs=needs, x=x[:, None] if one else x,
+        weight=weight, bias=bias, initial_state=state, cu_seqlens=None, activation=activation,
+    )  # fmt: skip
+    grads["state"] = grads.pop("initial_state")
+    if one:
+        grads["x"] = grads["x"][:, 0]
+    return grads
+
+
+def _convolve(extended: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Return the convolution at every position that has a full window, (b, e - w + 1, d)."""
+    count = extended.shape[1] - weight.shape[1] + 1
+    taps = weight.to(extended.dtype).unbind(1)
+    out = extended[:, :count] * taps[0]
+    for j, tap in enumerate(taps[1:], 1):
+        out.addcmul_(extended[:, j : j + count], tap.expand_as(out))
+    return out if bias is None else out.add_(bias.to(out.dtype))
+
+
+class _Windows:
+    """Extended sequences: w - 1 earlier inputs in front of each."""
+
+    def __init__(self, x: Tensor, width: int, cu_seqlens: Tensor | None) -> None:
+        self.batch, self.seqlen, self.channels = x.shape
+        self.dtype, self.front = accumulator(x.dtype), width - 1
+        self.packed, self.rows = cu_seqlens is not None, self.batch
+        if cu_seqlens is None:
+            return
+        offsets = read_offsets("causal_conv1d", cu_seqlens, self.seqlen)
+        self.rows = len(offsets) - 1
+        # Place of every extended token in [inputs, initial windows one behind the other], sequence by sequence.
+        source, ends = [], []
+        for k, (start, end) in enumerate(pairwise(offsets)):
+            window = self.seqlen + k * self.front
+            source += [torch.arange(window, window + self.front), torch.arange(start, end)]
+            ends.append(end + (k + 1) * self.front)
+        place = torch.cat(source)
+        where = torch.empty_like(place)
+        where[place] = torch.arange(place.numel())
+        tails = torch.tensor(ends)[:, None] + torch.arange(-self.front, 0)
+        self.place, self.where, self.tails = (i.to(x.device) for i in (place, where, tails.flatten()))
+
+    def extend(self, x: Tensor, initial: Tensor | None) -> Tensor:
+        """Return the extended sequences, (b, e, d)."""
+        if initial is not None:
+            fronts = initial.to(self.dtype).mT  # (k, w - 1, d)
+        else:
+            fronts = torch.zeros(self.rows, self.front, self.channels, dtype=self.dtype, device=x.device)
+        if not self.packed:
+            return torch.cat([fronts, x.to(self.dtype)], 1)
+        return torch.cat([x[0].to(self.dtype), fronts.flatten(0, 1)]).index_select(0, self.place)[None]
+
+    def tokens(self, out: Tensor) -> Tensor:
+        """Return the results at tokens, (b, t, d), of those at every full window."""
+        return out if not self.packed else out.index_select(1, self.where[: self.seqlen] - self.front)
+
+    def spread(self, values: Tensor) -> Tensor:
+        """Return values at tokens as values at every full window, zeros elsewhere."""
+        if not self.packed:
+            return values
+        out = values.new_zeros(1, len(self.place) - self.front, self.channels)
+        return out.index_copy_(1, self.where[: self.seqlen] - self.front, values)
+
+    def final(self, extended: Tensor) -> Tensor:
+        """Return the last w - 1 inputs of each sequence, (k, d, w - 1)."""
+        if not self.packed:
+            tail = extended[:, extended.shape[1] - self.front :]
+        else:
+            tail = extended[0].index_select(0, self.tails).reshape(self.rows, self.front, self.channels)
+        return tail.mT.contiguous()
+
+    def add_final_gradient(self, dextended: Tensor, dstate: Tensor) -> None:
+        """Let the gradient of the final windows reach the inputs that they hold."""
+        dtail = dstate.to(dextended.dtype).mT
+        if not self.packed:
+            dextended[:, dextended.shape[1] - self.front :] += dtail
+        else:
+            dextended[0].index_add_(0, self.tails, dtail.flatten(0, 1))
+
+    def inputs(self, extended: Tensor) -> Tensor:
+        """Return what belongs to the inputs, (b, t, d)."""
+        return extended[:, self.front :] if not self.packed else extended.index_select(1, self.where[: self.seqlen])
+
+    def initial(self, extended: Tensor) -> Tensor:
+        """Return what belongs to the initial windows, (k, d, w - 1)."""
+        if not self.packed:
+            return extended[:, : self.front].mT
+        return extended[0].index_select(0, self.where[self.seqlen :]).reshape(self.rows, self.front, self.channels).mT

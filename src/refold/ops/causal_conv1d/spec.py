@@ -1,0 +1,81 @@
+"""Spec of the causal depthwise convolution and of its step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from refold.ops.spec import CU_SEQLENS, INTEGERS, Arg, Case, OpSpec, Option, Output
+
+ACTIVATION = Option("activation", None, "str?", lambda v: v in (None, "silu"), "None or 'silu'")
+
+
+def _flops(sizes: Mapping[str, Any]) -> int:
+    return 2 * sizes["b"] * sizes.get("t", 1) * sizes["d"] * sizes["w"]
+
+
+def _cases() -> list[Case]:
+    def sizes(t: int, w: int = 4, b: int = 2) -> dict[str, Any]:
+        return {"b": b, "t": t, "d": 5, "w": w}
+
+    every, silu = frozenset({"bias", "initial_state"}), {"activation": "silu"}
+    return [
+        Case("plain", sizes(17)),
+        *(Case(f"all_t{t}", sizes(t), every, silu) for t in (1, 2, 3, 4, 5, 17, 65)),
+        *(Case(f"all_w{w}", sizes(9, w), every, silu) for w in (1, 2, 3, 7)),
+        Case("only_bias", sizes(9), frozenset({"bias"})),
+        Case("only_initial_state", sizes(9), frozenset({"initial_state"})),
+        Case("only_silu", sizes(9), options=silu),
+        Case("short_without_state", sizes(2), frozenset({"bias"}), silu),
+        Case("strided", sizes(17), every, silu, strided=True),
+        Case("packed", sizes(22, b=1), every, silu, lengths=(1, 2, 3, 4, 12)),
+        Case("packed_empty", sizes(15, b=1), every, silu, lengths=(0, 5, 0, 1, 9)),
+        Case("packed_plain", sizes(20, b=1), lengths=(3, 17)),
+    ]
+
+
+def _step_cases() -> list[Case]:
+    sizes, silu = {"b": 3, "d": 5, "w": 4}, {"activation": "silu"}
+    return [
+        Case("plain", sizes),
+        Case("all", sizes, frozenset({"bias"}), silu),
+        Case("width_two", {**sizes, "w": 2}, frozenset({"bias"}), silu),
+        Case("one_token", {**sizes, "t": 1}, frozenset({"bias"}), silu),
+        Case("few_tokens", {**sizes, "t": 6}, frozenset({"bias"}), silu),
+    ]
+
+
+SPEC = OpSpec(
+    name="causal_conv1d",
+    summary="Causal depthwise convolution",
+    args=(
+        Arg("x", ("b t d",)),
+        Arg("weight", ("d w",)),
+        Arg("bias", ("d",), optional=True),
+        Arg("initial_state", ("k d w-1",), optional=True),
+        Arg(CU_SEQLENS, ("k",), optional=True, dtypes=INTEGERS),
+    ),
+    options=(ACTIVATION,),
+    outputs=(Output("y", "b t d"), Output("state", "k d w-1")),
+    cases=_cases,
+    flops=_flops,
+    scans="forward",
+)
+
+STEP = OpSpec(
+    name="causal_conv1d_step",
+    summary="One or a few tokens of the causal convolution",
+    args=(
+        Arg("x", ("b t d",)),
+        Arg("weight", ("d w",)),
+        Arg("state", ("k d w-1",)),
+        Arg("bias", ("d",), optional=True),
+    ),
+    options=(ACTIVATION,),
+    outputs=(Output("y", "b t d"), Output("state", "k d w-1", like="state")),
+    cases=_step_cases,
+    flops=_flops,
+    folder="causal_conv1d",
+    time_optional=True,
+    updates="state",
+)

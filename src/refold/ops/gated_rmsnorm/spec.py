@@ -1,0 +1,51 @@
+"""Spec of the gated RMS norm."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from refold.ops.spec import Arg, Case, Meta, OpSpec, Option, Output, positive_int
+
+
+def _constraints(meta: Meta) -> Iterator[str]:
+    channels, group_size = meta.sizes["d"], meta.options["group_size"]
+    if group_size is not None and channels % group_size:
+        yield f"group_size must divide the channels; got d={channels}, group_size={group_size}. Pass a divisor."
+
+
+def _flops(sizes: Mapping[str, Any]) -> int:
+    return 8 * math.prod(sizes["*"]) * sizes["d"]
+
+
+def _cases() -> list[Case]:
+    sizes, gate, eps = {"*": (2, 7), "d": 12}, frozenset({"z"}), {"eps": 1e-5}
+    return [
+        Case("plain", sizes, options=eps),
+        Case("gate", sizes, gate, eps),
+        Case("norm_before_gate", sizes, gate, {**eps, "norm_before_gate": True}),
+        Case("groups", sizes, gate, {**eps, "group_size": 4}),
+        Case("groups_norm_before_gate", sizes, gate, {**eps, "group_size": 3, "norm_before_gate": True}),
+        Case("large_eps", sizes, gate, {"eps": 0.5}),
+        Case("no_leading", {"*": (), "d": 7}, gate, eps),
+        Case("size_one", {"*": (3,), "d": 1}, gate, {"eps": 0.5}),  # with less, dx is nothing but what cancels
+        Case("wide", {"*": (3,), "d": 1030}, gate, eps),
+        Case("strided", sizes, gate, eps, strided=True),
+    ]
+
+
+SPEC = OpSpec(
+    name="gated_rmsnorm",
+    summary="RMS norm with a gate",
+    args=(Arg("x", ("* d",)), Arg("z", ("* d",), optional=True), Arg("weight", ("d",), wide=True)),
+    options=(
+        Option("eps", None, "float", lambda v: isinstance(v, float) and v >= 0, "a float >= 0"),
+        Option("group_size", None, "int?", positive_int, "None or a positive integer"),
+        Option("norm_before_gate", False, "bool", lambda v: isinstance(v, bool), "a bool"),
+    ),
+    outputs=(Output("y", "* d"),),
+    cases=_cases,
+    flops=_flops,
+    constraints=_constraints,
+)

@@ -1,0 +1,61 @@
+"""The elementwise linear recurrence, which every gated recurrent layer without a matrix in its loop comes down to."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from refold.ops.dispatch import call
+from refold.ops.linear_scan.spec import SPEC
+
+__all__ = ["linear_scan"]
+
+
+def linear_scan(
+    a: Any,
+    x: Any,
+    *,
+    initial_state: Any = None,
+    reverse: bool = False,
+    cu_seqlens: Any = None,
+    backend: str | None = None,
+) -> tuple[Any, Any]:
+    """Elementwise linear recurrence along axis 1.
+
+    With h[-1] = initial_state::
+
+        h[t] = a[t] * h[t-1] + x[t]                             (t+1 for t-1 if ``reverse``)
+
+    Args:
+        a: Factors, ``(b, t, ...)``, any sign; only products of them are formed, never quotients.
+        x: Inputs, the same shape.
+        initial_state: ``(b, ...)``; zeros if None.
+        reverse: Run from the last token to the first.
+        cu_seqlens: Packs sequences along time: ``k + 1`` offsets from 0 to t, on the device of ``x``. The batch is
+            then 1 and states are ``(k, ...)``. A sequence may be empty.
+        backend: None picks the first that can run; a name must be able to.
+
+    Returns:
+        ``(h, state)``: ``h`` like ``x``; ``state`` ``(b, ...)``, float32 (float64 for float64 inputs): the last h,
+        which with ``reverse`` is that of the first token.
+
+    Raises:
+        ShapeError: An axis disagrees; the message lists all sizes.
+        DtypeError: A dtype is not among those supported, or frameworks are mixed.
+        DeviceError: Arrays live on different devices.
+        ArgumentError: ``cu_seqlens`` is inconsistent.
+        BackendUnsupported: ``backend`` was named but cannot run; lists the reasons.
+
+    Numerics:
+        Arithmetic is float32 (float64 for float64 inputs). Gradients flow to every array but ``cu_seqlens``, and from
+        both results. docs/numerics.md shows measured errors.
+
+    References:
+        Blelloch, "Prefix Sums and Their Applications", 1990, CMU-CS-90-190.
+
+    Example:
+        >>> import numpy as np
+        >>> h, state = linear_scan(np.full((1, 4, 1), 0.5), np.ones((1, 4, 1)))
+        >>> h.ravel().tolist(), state.tolist()
+        ([1.0, 1.5, 1.75, 1.875], [[1.875]])
+    """
+    return call(SPEC, (a, x, initial_state, cu_seqlens), (reverse,), backend)

@@ -1,0 +1,141 @@
+"""The elementwise recurrence on torch: one `addcmul` a token where states are large, two levels of them where small.
+
+A small state leaves a call per token with nothing to do but its overhead. There time is folded into lanes of √t tokens
+that advance together; then one pass carries states from lane to lane and adds what they contribute. Only products of
+factors are formed, never quotients, so signs and zeros are no special cases.
+
+A sequence begins by clearing its first factor and adding what its initial state contributes to its first input, so
+that the loops know nothing of packs. Offsets are read on the host: on an accelerator that is one synchronisation a
+call.
+"""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from refold.ops._torch_chunks import read_offsets
+from refold.ops._torch_pointwise import accumulator
+
+LARGE_STATE = 4096
+"""Elements of a state from which a call per token has enough to do."""
+
+
+def linear_scan(
+    *, a: Tensor, x: Tensor, initial_state: Tensor | None, cu_seqlens: Tensor | None, reverse: bool
+) -> tuple[Tensor, Tensor]:
+    """Compute `refold.ops.linear_scan`."""
+    borders = _Borders(x, cu_seqlens, reverse)
+    dtype = accumulator(x.dtype)
+    factors, h = (_ordered(array, reverse, dtype) for array in (a, x))
+    borders.enter(factors, h, initial_state)
+    _scan(factors, h)
+    state = borders.final(h, initial_state)
+    return _ordered(h, reverse, x.dtype).contiguous(), state
+
+
+def linear_scan_backward(
+    *, dh: Tensor | None, dstate: Tensor | None, needs: frozenset[str], a: Tensor, x: Tensor,
+    initial_state: Tensor | None, cu_seqlens: Tensor | None, reverse: bool,
+) -> dict[str, Tensor]:  # fmt: skip
+    """Return the gradients of all array arguments that are present, whatever ``needs`` says."""
+    borders = _Borders(x, cu_seqlens, reverse)
+    dtype = accumulator(x.dtype)
+    original = _ordered(a, reverse, dtype)
+    factors, h = original.clone(), _ordered(x, reverse, dtype)
+    borders.enter(factors, h, initial_state)
+    _scan(factors, h)
+
+    # Adjoints λ[t] = dh[t] + a[t+1] λ[t+1]: the same recurrence against time, with factors one token later.
+    adjoints = torch.zeros_like(h) if dh is None else _ordered(dh, reverse, dtype)
+    borders.add_final_gradient(adjoints, dstate)
+    later = torch.cat([factors[:, 1:], torch.zeros_like(factors[:, :1])], 1)
+    against = adjoints.flip(1)
+    _scan(later.flip(1), against)
+    adjoints = against.flip(1)
+
+    before = torch.cat([torch.zeros_like(h[:, :1]), h[:, :-1]], 1)
+    dinitial = borders.leave(before, original, adjoints, initial_state, dstate)
+    grads = {"a": _ordered(before.mul_(adjoints), reverse, dtype), "x": _ordered(adjoints, reverse, dtype)}
+    return grads if initial_state is None else {**grads, "initial_state": dinitial}
+
+
+def _ordered(array: Tensor, reverse: bool, dtype: torch.dtype) -> Tensor:
+    """Return a copy whose axis 1 runs in the direction of the scan."""
+    return (array.flip(1) if reverse else array).to(dtype, copy=not reverse)
+
+
+def _scan(factors: Tensor, h: Tensor) -> None:
+    """Turn inputs into states in place; the first factor counts for nothing."""
+    batch, seqlen = h.shape[:2]
+    elements = h[:, 0].numel()
+    if elements >= LARGE_STATE or seqlen < 16:
+        _advance(factors, h, axis=1)
+        return
+    length = math.isqrt(seqlen - 1) + 1
+    nlanes = -(-seqlen // length)
+    padded_factors, padded = (array.new_zeros(batch, nlanes * length, *array.shape[2:]) for array in (factors, h))
+    padded_factors[:, :seqlen], padded[:, :seqlen] = factors, h
+    lanes, lane_factors = padded.unflatten(1, (nlanes, length)), padded_factors.unflatten(1, (nlanes, length))
+    _advance(lane_factors, lanes, axis=2)
+    reach = lane_factors.cumprod(2)  # what is left in a lane of the state that enters it
+    ends = lanes[:, :, -1].clone()
+    _advance(reach[:, :, -1], ends, axis=1)
+    lanes[:, 1:].addcmul_(reach[:, 1:], ends[:, :-1, None])
+    h.copy_(padded[:, :seqlen])
+
+
+def _advance(factors: Tensor, h: Tensor, axis: int) -> None:
+    steps, decays = h.unbind(axis), factors.unbind(axis)
+    for t in range(1, len(steps)):
+        steps[t].addcmul_(decays[t], steps[t - 1])
+
+
+class _Borders:
+    """Where sequences begin and end, in the direction of the scan; empty ones have no border."""
+
+    def __init__(self, x: Tensor, cu_seqlens: Tensor | None, reverse: bool) -> None:
+        batch, seqlen = x.shape[:2]
+        self.shape = (batch, *x.shape[2:])
+        every = torch.arange(batch, device=x.device)
+        # Batch rows, first tokens, last tokens, sequences.
+        self.row, self.sequence = every, every
+        self.first, self.last = torch.zeros_like(every), torch.full_like(every, seqlen - 1)
+        if cu_seqlens is not None:
+            offsets = read_offsets("linear_scan", cu_seqlens, seqlen)
+            pairs = [(k, s, e - 1) for k, (s, e) in enumerate(pairwise(offsets)) if e > s]
+            sequence, first, last = torch.tensor(pairs, device=x.device).unbind(1)
+            self.shape = (len(offsets) - 1, *x.shape[2:])
+            self.row, self.sequence = torch.zeros_like(sequence), sequence
+            self.first, self.last = (seqlen - 1 - last, seqlen - 1 - first) if reverse else (first, last)
+
+    def enter(self, factors: Tensor, h: Tensor, initial: Tensor | None) -> None:
+        """Let each sequence start from its initial state."""
+        at = (self.row, self.first)
+        if initial is not None:
+            h[at] = torch.addcmul(h[at], factors[at], initial.to(h.dtype)[self.sequence])
+        factors[at] = 0.0
+
+    def final(self, h: Tensor, initial: Tensor | None) -> Tensor:
+        """Return the last state of each sequence."""
+        state = h.new_zeros(self.shape) if initial is None else initial.to(h.dtype, copy=True)
+        state[self.sequence] = h[self.row, self.last]
+        return state.contiguous()
+
+    def add_final_gradient(self, adjoints: Tensor, dstate: Tensor | None) -> None:
+        """Let the gradient of each final state enter at the last token."""
+        if dstate is not None:
+            adjoints[self.row, self.last] += dstate.to(adjoints.dtype)[self.sequence]
+
+    def leave(
+        self, before: Tensor, factors: Tensor, adjoints: Tensor, initial: Tensor | None, dstate: Tensor | None
+    ) -> Tensor:
+        """Put initial states where sequences begin in ``before``; return the gradients of these states."""
+        at = (self.row, self.first)
+        before[at] = 0.0 if initial is None else initial.to(before.dtype)[self.sequence]
+        dinitial = before.new_zeros(self.shape) if dstate is None else dstate.to(before.dtype, copy=True)
+        dinitial[self.sequence] = factors[at] * adjoints[at]
+        return dinitial

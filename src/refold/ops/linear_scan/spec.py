@@ -1,0 +1,59 @@
+"""Spec of the elementwise linear recurrence."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from refold.ops.spec import CU_SEQLENS, INTEGERS, Arg, Case, OpSpec, Option, Output
+
+
+def decays(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
+    """Draw factors of both signs, most of them near one as gates are, some zero."""
+    return np.where(rng.random(shape) < 0.05, 0.0, rng.choice([1.0, 1.0, -1.0], shape) * rng.uniform(0.5, 1.02, shape))
+
+
+def _flops(sizes: Mapping[str, Any]) -> int:
+    return 2 * sizes["b"] * sizes["t"] * math.prod(sizes["*"])
+
+
+def _cases() -> list[Case]:
+    def sizes(t: int, rest: tuple[int, ...] = (3, 5), b: int = 2) -> dict[str, Any]:
+        return {"b": b, "t": t, "*": rest}
+
+    initial, reverse = frozenset({"initial_state"}), {"reverse": True}
+    cases = []
+    for t in (1, 2, 15, 16, 17, 33, 300):
+        cases += [Case(f"t{t}", sizes(t), initial), Case(f"reverse_t{t}", sizes(t), initial, reverse)]
+    return [
+        *cases,
+        Case("plain", sizes(19)),
+        Case("no_trailing", sizes(19, ()), initial),
+        Case("one_trailing", sizes(19, (7,)), initial),
+        Case("wide", sizes(40, (4100,), b=1), initial),
+        Case("strided", sizes(19), initial, strided=True),
+        Case("packed", sizes(35, b=1), initial, lengths=(1, 9, 8, 17)),
+        Case("packed_reverse", sizes(35, b=1), initial, reverse, lengths=(1, 9, 8, 17)),
+        Case("packed_empty", sizes(15, b=1), initial, lengths=(0, 5, 0, 1, 9)),
+        Case("packed_plain", sizes(20, b=1), lengths=(3, 17)),
+    ]
+
+
+SPEC = OpSpec(
+    name="linear_scan",
+    summary="Elementwise linear recurrence",
+    args=(
+        Arg("a", ("b t *",), sample=decays),
+        Arg("x", ("b t *",)),
+        Arg("initial_state", ("k *",), optional=True, wide=True),
+        Arg(CU_SEQLENS, ("k",), optional=True, dtypes=INTEGERS),
+    ),
+    options=(Option("reverse", False, "bool", lambda v: isinstance(v, bool), "a bool"),),
+    outputs=(Output("h", "b t *"), Output("state", "k *", like="state_dtype")),
+    cases=_cases,
+    flops=_flops,
+    scans="forward",
+)

@@ -1,0 +1,142 @@
+"""The Mamba-1 scan: every channel and state decays at its own rate, so no matrix product carries it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from refold.ops.dispatch import call, call_in_place
+from refold.ops.selective_scan.spec import SPEC, STEP
+
+__all__ = ["selective_scan", "selective_scan_step", "selective_scan_step_"]
+
+
+def selective_scan(
+    x: Any,
+    dt: Any,
+    A: Any,
+    B: Any,
+    C: Any,
+    *,
+    D: Any = None,
+    z: Any = None,
+    dt_bias: Any = None,
+    dt_softplus: bool = False,
+    initial_state: Any = None,
+    cu_seqlens: Any = None,
+    state_dtype: Any = None,
+    backend: str | None = None,
+) -> tuple[Any, Any]:
+    """Scan selectively (Mamba-1), real A.
+
+    Per batch row and channel, with state h of n numbers and h[-1] = initial_state::
+
+        s[t] = softplus(dt[t] + dt_bias)                        (each part if asked for)
+        h[t] = exp(s[t] * A) * h[t-1] + s[t] * x[t] * B[t]
+        y[t] = (h[t] · C[t] + D * x[t]) * silu(z[t])
+
+    Args:
+        x: Inputs, ``(b, t, d)``.
+        dt: Step sizes, ``(b, t, d)``, before bias and softplus.
+        A: Decay rates, ``(d, n)``.
+        B: Input projections, ``(b, t, n)``, or ``(b, t, g, n)``: channel ``i`` reads group ``i // (d / g)``.
+        C: Output projections, ``(b, t, n)`` or ``(b, t, g, n)``.
+        D: Skip connection, ``(d,)``.
+        z: Gate, like ``x``.
+        dt_bias: Added to ``dt``, ``(d,)``.
+        dt_softplus: Pass ``dt`` through softplus (the identity above 20).
+        initial_state: ``(b, d, n)``; zeros if None.
+        cu_seqlens: Packs sequences along time: ``k + 1`` offsets from 0 to t, on the device of ``x``. The batch is
+            then 1 and states are ``(k, d, n)``. A sequence may be empty.
+        state_dtype: Dtype of the final state; None is float32 (float64 for float64 inputs).
+        backend: None picks the first that can run; a name must be able to.
+
+    Returns:
+        ``(y, state)``: ``y`` like ``x``; ``state`` ``(b, d, n)``.
+
+    Raises:
+        ShapeError: An axis disagrees; the message lists all sizes.
+        DtypeError: A dtype is not among those supported, or frameworks are mixed.
+        DeviceError: Arrays live on different devices.
+        ArgumentError: ``cu_seqlens`` is inconsistent.
+        BackendUnsupported: ``backend`` was named but cannot run; lists the reasons.
+
+    Numerics:
+        States and decays are float32 (float64 for float64 inputs). Gradients flow to every array but ``cu_seqlens``,
+        and from both results. docs/numerics.md shows measured errors.
+
+    References:
+        Gu & Dao, "Mamba", 2023, arXiv:2312.00752.
+
+    Example:
+        >>> import numpy as np
+        >>> x, B = np.ones((2, 64, 12)), np.ones((2, 64, 4))
+        >>> y, state = selective_scan(x, 0.1 * x, -np.ones((12, 4)), B, B)
+        >>> y.shape, state.shape
+        ((2, 64, 12), (2, 12, 4))
+    """
+    arrays = (x, dt, A, B, C, D, z, dt_bias, initial_state, cu_seqlens)
+    return call(SPEC, arrays, (dt_softplus, state_dtype), backend)
+
+
+def selective_scan_step(
+    x: Any,
+    dt: Any,
+    A: Any,
+    B: Any,
+    C: Any,
+    state: Any,
+    *,
+    D: Any = None,
+    z: Any = None,
+    dt_bias: Any = None,
+    dt_softplus: bool = False,
+    backend: str | None = None,
+) -> tuple[Any, Any]:
+    """One token of `selective_scan`, or a few.
+
+    Args:
+        x: Inputs, ``(b, d)``, or ``(b, t, d)`` for a few tokens at once.
+        dt: Step sizes, like ``x``.
+        A: Decay rates, ``(d, n)``.
+        B: Input projections, ``(b, n)``, ``(b, g, n)``, or with a time axis after the batch.
+        C: Output projections, as ``B``.
+        state: ``(b, d, n)``, any float dtype; arithmetic is float32.
+        D: Skip connection, ``(d,)``.
+        z: Gate, like ``x``.
+        dt_bias: Added to ``dt``, ``(d,)``.
+        dt_softplus: Pass ``dt`` through softplus.
+        backend: None picks the first that can run; a name must be able to.
+
+    Returns:
+        ``(y, state)``: ``y`` like ``x``; a new state like ``state``.
+
+    Raises:
+        ArgumentError: As `selective_scan`.
+
+    Example:
+        >>> import numpy as np
+        >>> y, state = selective_scan_step(
+        ...     np.ones((2, 12)), np.ones((2, 12)), -np.ones((12, 4)), np.ones((2, 4)), np.ones((2, 4)),
+        ...     np.zeros((2, 12, 4)))
+        >>> y.shape, float(y[0, 0])
+        ((2, 12), 4.0)
+    """
+    return call(STEP, (x, dt, A, B, C, state, D, z, dt_bias), (dt_softplus,), backend)
+
+
+def selective_scan_step_(
+    x: Any,
+    dt: Any,
+    A: Any,
+    B: Any,
+    C: Any,
+    state: Any,
+    *,
+    D: Any = None,
+    z: Any = None,
+    dt_bias: Any = None,
+    dt_softplus: bool = False,
+    backend: str | None = None,
+) -> tuple[Any, Any]:
+    """`selective_scan_step` that overwrites ``state`` and returns it; nothing may need a gradient."""
+    return call_in_place(STEP, (x, dt, A, B, C, state, D, z, dt_bias), (dt_softplus,), backend)

@@ -1,0 +1,104 @@
+"""Spec of the Mamba-1 scan and of its step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from refold.ops.spec import CU_SEQLENS, INTEGERS, Arg, Case, Meta, OpSpec, Output
+from refold.ops.ssd.spec import DT_SOFTPLUS, STATE_DTYPE, decay_rates, step_sizes
+
+BLOCK = 16  # The lengths of the test cases lie around multiples of the time blocks of the implementations.
+
+_INPUTS = (
+    Arg("x", ("b t d",)),
+    Arg("dt", ("b t d",), sample=step_sizes),
+    Arg("A", ("d n",), wide=True, sample=decay_rates),
+    Arg("B", ("b t n", "b t g n")),
+    Arg("C", ("b t n", "b t g n")),
+)
+_EXTRAS = (
+    Arg("D", ("d",), optional=True, wide=True),
+    Arg("z", ("b t d",), optional=True),
+    Arg("dt_bias", ("d",), optional=True, wide=True, sample=step_sizes),
+)
+
+
+def _constraints(meta: Meta) -> Iterator[str]:
+    channels, ngroups = meta.sizes["d"], meta.sizes.get("g", 1)
+    if channels % ngroups:
+        yield f"the channels must divide into groups; got d={channels}, g={ngroups}. Repeat or merge groups of B and C."
+
+
+def _flops(sizes: Mapping[str, Any]) -> int:
+    return 7 * sizes["b"] * sizes.get("t", 1) * sizes["d"] * sizes["n"]
+
+
+def _cases() -> list[Case]:
+    def sizes(t: int, **changed: int) -> dict[str, int]:
+        return {"b": 2, "t": t, "d": 6, "n": 4, "g": 2, **changed}
+
+    every = frozenset({"D", "z", "dt_bias", "initial_state"})
+    softplus, grouped = {"dt_softplus": True}, {"B": 1, "C": 1}
+    cases = [Case(f"plain_t{t}", sizes(t)) for t in (1, BLOCK + 1)]
+    for t in (1, 2, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK + 1, 65):
+        cases.append(Case(f"all_t{t}", sizes(t), every, softplus))
+    t = BLOCK + 3
+    cases += [Case(f"only_{name}", sizes(t), frozenset({name})) for name in sorted(every)]
+    cases += [
+        Case("only_dt_softplus", sizes(t), options=softplus),
+        Case("groups", sizes(t), every, softplus, layout=grouped),
+        Case("groups_of_B_only", sizes(t), every, softplus, layout={"B": 1}),
+        Case("group_a_channel", sizes(t, g=6), every, softplus, layout=grouped),
+        Case("size_one", sizes(t, b=1, d=1, n=1, g=1), every, softplus),
+        Case("long", sizes(300, b=1, d=3, n=2), every, softplus),
+        Case("strided", sizes(t), every, softplus, layout=grouped, strided=True),
+        Case("packed", sizes(51, b=1), every, softplus, lengths=(1, BLOCK + 1, BLOCK, BLOCK + 1)),
+        Case("packed_empty", sizes(15, b=1), every, softplus, lengths=(0, 5, 0, 1, 9), layout=grouped),
+        Case("packed_plain", sizes(20, b=1), lengths=(3, 17)),
+    ]
+    return cases
+
+
+def _step_cases() -> list[Case]:
+    sizes = {"b": 3, "d": 6, "n": 4, "g": 2}
+    every, softplus, grouped = frozenset({"D", "z", "dt_bias"}), {"dt_softplus": True}, {"B": 1, "C": 1}
+    return [
+        Case("plain", sizes),
+        Case("all", sizes, every, softplus),
+        Case("groups", sizes, every, softplus, layout=grouped),
+        Case("few_tokens", {**sizes, "t": 4}, every, softplus),
+        Case("few_tokens_groups", {**sizes, "t": 3}, every, softplus, layout=grouped, strided=True),
+    ]
+
+
+SPEC = OpSpec(
+    name="selective_scan",
+    summary="Mamba-1 scan",
+    args=(
+        *_INPUTS,
+        *_EXTRAS,
+        Arg("initial_state", ("k d n",), optional=True, wide=True),
+        Arg(CU_SEQLENS, ("k",), optional=True, dtypes=INTEGERS),
+    ),
+    options=(DT_SOFTPLUS, STATE_DTYPE),
+    outputs=(Output("y", "b t d"), Output("state", "k d n", like="state_dtype")),
+    cases=_cases,
+    flops=_flops,
+    constraints=_constraints,
+    scans="forward",
+)
+
+STEP = OpSpec(
+    name="selective_scan_step",
+    summary="One or a few tokens of the Mamba-1 scan",
+    args=(*_INPUTS, Arg("state", ("k d n",), wide=True), *_EXTRAS),
+    options=(DT_SOFTPLUS,),
+    outputs=(Output("y", "b t d"), Output("state", "k d n", like="state")),
+    cases=_step_cases,
+    flops=_flops,
+    constraints=_constraints,
+    folder="selective_scan",
+    time_optional=True,
+    updates="state",
+)

@@ -1,0 +1,351 @@
+"""What an operator takes and gives, as data: one OpSpec drives dispatch, registration, tests, benchmarks and docs.
+
+Axes are strings of the letters of `refold.axes`. Four spellings go beyond one letter an axis:
+
+- ``*`` stands for any number of axes (``"b t *"``: a batch, time, and whatever follows);
+- ``k`` is the number of sequences: that of the pack where ``cu_seqlens`` is given, else the batch;
+- ``w-1`` is one less than ``w``;
+- in a spec with ``time_optional`` the ``t`` of every argument may be absent, from all of them at once.
+
+Nothing here imports a framework: arrays have been reduced to shape, dtype name and device name (`ArrayMeta`) before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from importlib import import_module
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from refold.axes import AXES
+from refold.errors import ArgumentError, DeviceError, DtypeError, ShapeError
+
+OPERATORS = ("ssd", "selective_scan", "linear_scan", "causal_conv1d", "gated_rmsnorm")
+"""The folders of `refold.ops`; adding an operator adds its name here."""
+
+FLOATS = ("float32", "bfloat16", "float16", "float64")
+INTEGERS = ("int32", "int64")
+CU_SEQLENS = "cu_seqlens"
+
+Sampler = Callable[[np.random.Generator, tuple[int, ...]], np.ndarray]
+
+
+def normal(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
+    """Draw test values of unit variance."""
+    return rng.standard_normal(shape)
+
+
+@dataclass(frozen=True)
+class Arg:
+    """An array argument: its alternative layouts, and how test cases fill it."""
+
+    name: str
+    axes: tuple[str, ...]
+    optional: bool = False
+    dtypes: tuple[str, ...] = FLOATS
+    wide: bool = False
+    """A parameter (decay rates, step bias, state) that stays float32 where activations are 16 bits wide."""
+    sample: Sampler = normal
+
+    @property
+    def differentiable(self) -> bool:
+        """Whether gradients flow to it."""
+        return self.dtypes is FLOATS
+
+
+@dataclass(frozen=True)
+class Option:
+    """An argument that is no array: its default, its type in a torch.library schema, what values it may have."""
+
+    name: str
+    default: Any
+    schema: str
+    check: Callable[[Any], bool] = lambda value: True
+    expected: str = ""
+
+
+@dataclass(frozen=True)
+class Output:
+    """A result: its axes, and the option or rule that decides its dtype."""
+
+    name: str
+    axes: str
+    like: str = "x"
+    """Has the dtype of this argument; ``"state_dtype"`` means that option, else float32 (float64 of float64)."""
+
+
+@dataclass(frozen=True, slots=True)
+class ArrayMeta:
+    """All that dispatch may know of an array."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    device: str
+
+
+@dataclass(frozen=True)
+class Meta:
+    """All that a backend's ``supports`` may ask: shapes, dtypes, devices and options, never values."""
+
+    op: str
+    framework: str
+    arrays: Mapping[str, ArrayMeta]
+    options: Mapping[str, Any]
+    sizes: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def device(self) -> str:
+        """Device kind of the first argument: ``cpu``, ``cuda``, ... (``jax`` under a JAX trace)."""
+        return next(iter(self.arrays.values())).device
+
+    @property
+    def dtype(self) -> str:
+        """Dtype name of the first argument."""
+        return next(iter(self.arrays.values())).dtype
+
+
+@dataclass(frozen=True)
+class Case:
+    """One generated test problem."""
+
+    name: str
+    sizes: Mapping[str, Any]
+    given: frozenset[str] = frozenset()
+    """The optional arguments that are passed."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    lengths: tuple[int, ...] = ()
+    """Lengths of the packed sequences; empty for an ordinary batch."""
+    layout: Mapping[str, int] = field(default_factory=dict)
+    """Which alternative of ``Arg.axes`` to use, where not the first."""
+    strided: bool = False
+    """Pass views whose last axis is contiguous but whose other strides are not those of a fresh array."""
+
+    def __str__(self) -> str:
+        """Return the name: it becomes the test id."""
+        return self.name
+
+
+@dataclass(frozen=True)
+class OpSpec:
+    """One operator. Everything that is not an implementation."""
+
+    name: str
+    summary: str
+    args: tuple[Arg, ...]
+    options: tuple[Option, ...]
+    outputs: tuple[Output, ...]
+    cases: Callable[[], list[Case]]
+    flops: Callable[[Mapping[str, Any]], int]
+    """Floating-point operations of the sequential definition, from the sizes."""
+    constraints: Callable[[Meta], Iterator[str]] = lambda meta: iter(())
+    """Yields what is wrong beyond axes, dtypes, devices and options; usually nothing."""
+    backends: tuple[str, ...] = ("triton", "torch", "jax", "reference")
+    """Preference order."""
+    folder: str = ""
+    """Where its implementations live, if not under its own name (steps live beside their scan)."""
+    time_optional: bool = False
+    updates: str = ""
+    """The argument that the twin with a trailing underscore overwrites; empty if there is no such twin."""
+    scans: str = ""
+    """``"forward"`` if earlier tokens alone decide a result, so that a sequence may be cut anywhere."""
+
+    @property
+    def module(self) -> str:
+        """Import path of the folder of implementations."""
+        return f"refold.ops.{self.folder or self.name}"
+
+    def bytes_moved(self, meta: Meta) -> int:
+        """Return the bytes that any implementation must at least read and write once."""
+        read = sum(_elements(a.shape) * _itemsize(a.dtype) for a in meta.arrays.values())
+        return read + sum(_elements(s) * _itemsize(d) for s, d in self.output_metas(meta))
+
+    def output_metas(self, meta: Meta) -> list[tuple[tuple[int, ...], str]]:
+        """Return shape and dtype name of each result."""
+        metas = []
+        for out in self.outputs:
+            dtype = meta.arrays[out.like].dtype if out.like in meta.arrays else _state_dtype(meta)
+            metas.append((shape_of(out.axes, meta.sizes), dtype))
+        return metas
+
+    def validate(self, meta: Meta) -> Meta:
+        """Raise the error that names what is wrong, or return ``meta`` with its sizes filled in."""
+        _check_present(self, meta)
+        _check_dtypes_and_devices(self, meta)
+        sizes = _read_sizes(self, meta)
+        for option in self.options:
+            value = meta.options[option.name]
+            if not option.check(value):
+                raise ArgumentError(f"{self.name}: {option.name} must be {option.expected}; got {value!r}.")
+        meta = Meta(meta.op, meta.framework, meta.arrays, meta.options, sizes)
+        for complaint in self.constraints(meta):
+            raise ShapeError(f"{self.name}: {complaint}")
+        return meta
+
+
+@cache
+def load(name: str) -> OpSpec:
+    """Return the spec of an operator or of its step (``"ssd"``, ``"ssd_step"``)."""
+    for folder in OPERATORS:
+        if name in (folder, f"{folder}_step"):
+            module = import_module(f"refold.ops.{folder}.spec")
+            spec = getattr(module, "STEP" if name.endswith("_step") else "SPEC", None)
+            if spec is not None:
+                return spec
+    raise ArgumentError(f"refold.ops has no operator {name!r}; it has {', '.join(s.name for s in all_specs())}.")
+
+
+def all_specs() -> list[OpSpec]:
+    """Return every operator and every step."""
+    modules = [import_module(f"refold.ops.{folder}.spec") for folder in OPERATORS]
+    return [getattr(m, name) for m in modules for name in ("SPEC", "STEP") if hasattr(m, name)]
+
+
+def shape_of(axes: str, sizes: Mapping[str, Any]) -> tuple[int, ...]:
+    """Return the shape that axes have, once sizes are known; axes without a size are left out."""
+    shape: tuple[int, ...] = ()
+    for letter in axes.split():
+        if letter == "w-1":
+            shape += (sizes["w"] - 1,)
+        elif letter in sizes:
+            shape += sizes[letter] if letter == "*" else (sizes[letter],)
+    return shape
+
+
+def positive_int(value: Any) -> bool:
+    """Whether an optional size is absent or a positive integer."""
+    return value is None or (isinstance(value, int) and not isinstance(value, bool) and value > 0)
+
+
+def float_dtype(value: Any) -> bool:
+    """Whether an optional dtype is absent or one that states may have."""
+    return value is None or dtype_name(value) in FLOATS
+
+
+def dtype_name(dtype: Any) -> str:
+    """Return ``"float32"`` for torch.float32, numpy.dtype("float32"), jnp.float32 and ``"float32"``."""
+    text = getattr(dtype, "name", None) or getattr(dtype, "__name__", None) or str(dtype)
+    return text.removeprefix("torch.")
+
+
+def check_cu_seqlens_values(op: str, values: list[int], seqlen: int) -> None:
+    """Check offsets whose values the host knows; see docs/operators.md for why those on a GPU are not read."""
+    if values[0] != 0:
+        raise ArgumentError(f"{op}: cu_seqlens must start with 0; got {values[0]}. Prepend a 0.")
+    if values[-1] != seqlen:
+        raise ArgumentError(f"{op}: cu_seqlens must end at t={seqlen}; got {values[-1]}. Make them cover all tokens.")
+    for i, (start, end) in enumerate(pairwise(values)):
+        if end < start:
+            raise ArgumentError(f"{op}: cu_seqlens must not decrease; got {start} then {end} at {i}. Sort them.")
+
+
+def _check_present(spec: OpSpec, meta: Meta) -> None:
+    known = {arg.name for arg in spec.args}
+    for arg in spec.args:
+        if not arg.optional and arg.name not in meta.arrays:
+            raise ArgumentError(f"{spec.name}: {arg.name} is required; got None. Pass an array.")
+    assert known >= set(meta.arrays), f"{spec.name} has no arguments {set(meta.arrays) - known}"
+
+
+def _check_dtypes_and_devices(spec: OpSpec, meta: Meta) -> None:
+    first = spec.args[0].name
+    for arg in spec.args:
+        array = meta.arrays.get(arg.name)
+        if array is None:
+            continue
+        if array.dtype not in arg.dtypes:
+            raise DtypeError(
+                f"{spec.name}: {arg.name} must be {' or '.join(arg.dtypes)}; got {array.dtype}. Convert {arg.name}."
+            )
+        if array.device != meta.arrays[first].device:
+            raise DeviceError(
+                f"{spec.name}: {arg.name} is on {array.device} but {first} is on {meta.arrays[first].device}. "
+                f"Move {arg.name}."
+            )
+
+
+def _read_sizes(spec: OpSpec, meta: Meta) -> dict[str, Any]:
+    """Match every argument's shape with its axes; the first argument that has an axis decides its size."""
+    sizes: dict[str, Any] = {}
+    owner: dict[str, str] = {}
+    if (offsets := meta.arrays.get(CU_SEQLENS)) is not None:
+        if len(offsets.shape) != 1 or offsets.shape[0] < 2:
+            raise ShapeError(f"{spec.name}: cu_seqlens must be 1-D with k + 1 >= 2 entries; got {offsets.shape}.")
+        sizes["k"], owner["k"] = offsets.shape[0] - 1, CU_SEQLENS
+    without_time = spec.time_optional and len(meta.arrays["x"].shape) == len(spec.args[0].axes[0].split()) - 1
+    for arg in spec.args:
+        array = meta.arrays.get(arg.name)
+        if array is None or arg.name == CU_SEQLENS:
+            continue
+        layouts = [layout.replace("t ", "") if without_time else layout for layout in arg.axes]
+        layout = next((one for one in layouts if _rank_fits(one, len(array.shape))), None)
+        if layout is None:
+            expected = " or ".join(f"({', '.join(one.split())})" for one in layouts)
+            raise ShapeError(
+                f"{spec.name}: {arg.name} must have the axes {expected}; got shape {tuple(array.shape)}"
+                f"{_listing(sizes)}. Reshape {arg.name}."
+            )
+        _match(spec, arg, layout, array.shape, sizes, owner)
+    if CU_SEQLENS in meta.arrays and sizes["b"] != 1:
+        raise ShapeError(f"{spec.name}: with cu_seqlens the batch is 1; x has b={sizes['b']}. Concatenate along time.")
+    if "b" in sizes:
+        sizes.setdefault("k", sizes["b"])
+    return sizes
+
+
+def _rank_fits(layout: str, rank: int) -> bool:
+    letters = layout.split()
+    return rank >= len(letters) - 1 if "*" in letters else rank == len(letters)
+
+
+def _match(
+    spec: OpSpec, arg: Arg, layout: str, shape: tuple[int, ...], sizes: dict[str, Any], owner: dict[str, str]
+) -> None:
+    letters = layout.split()
+    star = len(shape) - len(letters) + 1
+    position = 0
+    for letter in letters:
+        size: Any = shape[position] if letter != "*" else tuple(shape[position : position + star])
+        position += star if letter == "*" else 1
+        # Without a pack there is one sequence a batch row: k is b, and the row count of x decides.
+        known = letter if letter != "k" or "k" in sizes else "b"
+        if known == "w-1":
+            known, size = "w", size + 1
+        if known not in sizes:
+            sizes[known], owner[known] = size, arg.name
+            for one in size if letter == "*" else (size,):
+                if one < 1:
+                    raise ShapeError(
+                        f"{spec.name}: axis {letter} ({AXES.get(letter, 'any')}) of {arg.name} is empty: {one} in "
+                        f"{tuple(shape)}. Skip the call when there is nothing to compute."
+                    )
+        elif size != sizes[known]:
+            raise ShapeError(
+                f"{spec.name}: {arg.name} has {known}={size} but {owner[known]} has {known}={sizes[known]}"
+                f"{_listing(sizes)}. Slice, pad or expand {arg.name}."
+            )
+
+
+def _listing(sizes: Mapping[str, Any]) -> str:
+    return f" ({', '.join(f'{k}={v}' for k, v in sizes.items())})" if sizes else ""
+
+
+def _state_dtype(meta: Meta) -> str:
+    asked = meta.options.get("state_dtype")
+    if asked is not None:
+        return dtype_name(asked)
+    return "float64" if meta.dtype == "float64" else "float32"
+
+
+def _elements(shape: tuple[int, ...]) -> int:
+    count = 1
+    for size in shape:
+        count *= size
+    return count
+
+
+def _itemsize(dtype: str) -> int:
+    return 2 if dtype == "bfloat16" else np.dtype(dtype).itemsize

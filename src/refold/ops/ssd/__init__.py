@@ -1,0 +1,157 @@
+"""State space duality: the Mamba-2 scan, and linear attention, which is the same scan without decay."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from refold.ops.dispatch import call, call_in_place
+from refold.ops.ssd.spec import SPEC, STEP
+
+__all__ = ["ssd", "ssd_step", "ssd_step_"]
+
+
+def ssd(
+    x: Any,
+    dt: Any,
+    A: Any,
+    B: Any,
+    C: Any,
+    *,
+    D: Any = None,
+    z: Any = None,
+    dt_bias: Any = None,
+    dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = (0.0, math.inf),
+    initial_state: Any = None,
+    cu_seqlens: Any = None,
+    chunk_size: int | None = None,
+    state_dtype: Any = None,
+    backend: str | None = None,
+) -> tuple[Any, Any]:
+    """State space dual scan (Mamba-2).
+
+    Per batch row and head, with state S of shape (p, n) and S[-1] = initial_state::
+
+        d[t] = clip(softplus(dt[t] + dt_bias), dt_limit)        (each part if asked for)
+        S[t] = exp(d[t] * A) * S[t-1] + d[t] * x[t] ⊗ B[t]
+        y[t] = (S[t] @ C[t] + D * x[t]) * silu(z[t])
+
+    With ``A = 0`` and ``dt = 1`` nothing decays and this is causal linear attention with queries C, keys B and
+    values x.
+
+    Args:
+        x: Inputs, ``(b, t, h, p)``.
+        dt: Step sizes, ``(b, t, h)``, before bias, softplus and limits.
+        A: Decay rates, ``(h,)``; negative in trained models, but any sign is computed right.
+        B: Input projections, ``(b, t, g, n)``; head ``i`` reads group ``i // (h / g)``.
+        C: Output projections, ``(b, t, g, n)``.
+        D: Skip connection, ``(h,)`` or ``(h, p)``.
+        z: Gate, like ``x``.
+        dt_bias: Added to ``dt``, ``(h,)``.
+        dt_softplus: Pass ``dt`` through softplus (the identity above 20).
+        dt_limit: Clip the step size to this range, after softplus. Clipped steps have no gradient.
+        initial_state: ``(b, h, p, n)``; zeros if None.
+        cu_seqlens: Packs sequences of different lengths along time: ``k + 1`` offsets, int32 or int64, from 0 to t,
+            on the device of ``x``. The batch is then 1 and states are ``(k, h, p, n)``. A sequence may be empty.
+        chunk_size: Tokens treated at once. Changes speed and rounding only; None picks.
+        state_dtype: Dtype of the final state; None is float32 (float64 for float64 inputs).
+        backend: None picks the first that can run; a name must be able to.
+
+    Returns:
+        ``(y, state)``: ``y`` like ``x``; ``state`` ``(b, h, p, n)``, what the next call takes as initial_state.
+
+    Raises:
+        ShapeError: An axis disagrees; the message lists all sizes.
+        DtypeError: A dtype is not among those supported, or frameworks are mixed.
+        DeviceError: Arrays live on different devices.
+        ArgumentError: ``cu_seqlens``, ``chunk_size`` or ``dt_limit`` is inconsistent.
+        BackendUnsupported: ``backend`` was named but cannot run; lists the reasons.
+
+    Numerics:
+        Decays accumulate in log space. Gradients flow to every array but ``cu_seqlens``, and from both results.
+        docs/numerics.md shows measured errors.
+
+    References:
+        Dao & Gu, "Transformers are SSMs", 2024, arXiv:2405.21060.
+
+    Example:
+        >>> import numpy as np
+        >>> x, dt = np.ones((2, 64, 4, 16)), np.full((2, 64, 4), 0.1)
+        >>> B = C = np.ones((2, 64, 1, 8))
+        >>> y, state = ssd(x, dt, -np.ones(4), B, C)
+        >>> y.shape, state.shape
+        ((2, 64, 4, 16), (2, 4, 16, 8))
+    """
+    arrays = (x, dt, A, B, C, D, z, dt_bias, initial_state, cu_seqlens)
+    return call(SPEC, arrays, (dt_softplus, dt_limit, chunk_size, state_dtype), backend)
+
+
+def ssd_step(
+    x: Any,
+    dt: Any,
+    A: Any,
+    B: Any,
+    C: Any,
+    state: Any,
+    *,
+    D: Any = None,
+    z: Any = None,
+    dt_bias: Any = None,
+    dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = (0.0, math.inf),
+    backend: str | None = None,
+) -> tuple[Any, Any]:
+    """One token of `ssd`, or a few.
+
+    Computes exactly what `ssd` computes with ``initial_state=state``, limits included, so that decoding agrees with
+    prefill.
+
+    Args:
+        x: Inputs, ``(b, h, p)``, or ``(b, t, h, p)`` for a few tokens at once.
+        dt: Step sizes, ``(b, h)`` or ``(b, t, h)``.
+        A: Decay rates, ``(h,)``.
+        B: Input projections, ``(b, g, n)`` or ``(b, t, g, n)``.
+        C: Output projections, like ``B``.
+        state: ``(b, h, p, n)``, any float dtype; arithmetic is float32.
+        D: Skip connection, ``(h,)`` or ``(h, p)``.
+        z: Gate, like ``x``.
+        dt_bias: Added to ``dt``, ``(h,)``.
+        dt_softplus: Pass ``dt`` through softplus.
+        dt_limit: Clip the step size to this range.
+        backend: None picks the first that can run; a name must be able to.
+
+    Returns:
+        ``(y, state)``: ``y`` like ``x``; a new state like ``state``.
+
+    Raises:
+        ArgumentError: As `ssd`.
+
+    Example:
+        >>> import numpy as np
+        >>> y, state = ssd_step(
+        ...     np.ones((2, 4, 16)), np.ones((2, 4)), -np.ones(4), np.ones((2, 1, 8)), np.ones((2, 1, 8)),
+        ...     np.zeros((2, 4, 16, 8)))
+        >>> y.shape, float(y[0, 0, 0])
+        ((2, 4, 16), 8.0)
+    """
+    return call(STEP, (x, dt, A, B, C, state, D, z, dt_bias), (dt_softplus, dt_limit), backend)
+
+
+def ssd_step_(
+    x: Any,
+    dt: Any,
+    A: Any,
+    B: Any,
+    C: Any,
+    state: Any,
+    *,
+    D: Any = None,
+    z: Any = None,
+    dt_bias: Any = None,
+    dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = (0.0, math.inf),
+    backend: str | None = None,
+) -> tuple[Any, Any]:
+    """`ssd_step` that overwrites ``state`` and returns it; for decoding, where nothing needs a gradient."""
+    return call_in_place(STEP, (x, dt, A, B, C, state, D, z, dt_bias), (dt_softplus, dt_limit), backend)

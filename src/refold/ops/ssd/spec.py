@@ -1,0 +1,144 @@
+"""Spec of the Mamba-2 scan and of its step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from refold.ops.spec import (
+    CU_SEQLENS,
+    INTEGERS,
+    Arg,
+    Case,
+    Meta,
+    OpSpec,
+    Option,
+    Output,
+    float_dtype,
+    positive_int,
+)
+
+CHUNK = 8  # Of the test cases: small, so that every border is crossed at lengths an interpreter can walk.
+
+
+def decay_rates(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
+    """Draw negative rates, spread as trained models spread them."""
+    return -np.exp(rng.normal(0.0, 0.7, shape))
+
+
+def step_sizes(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
+    """Draw values that are useful step sizes with and without softplus."""
+    return rng.uniform(0.01, 0.7, shape)
+
+
+def valid_limits(value: Any) -> bool:
+    """Whether ``value`` is an ordered pair of numbers."""
+    return len(value) == 2 and not any(math.isnan(v) for v in value) and value[0] <= value[1]
+
+
+DT_SOFTPLUS = Option("dt_softplus", False, "bool", lambda v: isinstance(v, bool), "a bool")
+DT_LIMIT = Option("dt_limit", (0.0, math.inf), "float[]", valid_limits, "a pair of numbers (low, high), low <= high")
+STATE_DTYPE = Option("state_dtype", None, "ScalarType?", float_dtype, "None or a float dtype")
+CHUNK_SIZE = Option("chunk_size", None, "int?", positive_int, "None or a positive integer")
+
+_INPUTS = (
+    Arg("x", ("b t h p",)),
+    Arg("dt", ("b t h",), sample=step_sizes),
+    Arg("A", ("h",), wide=True, sample=decay_rates),
+    Arg("B", ("b t g n",)),
+    Arg("C", ("b t g n",)),
+)
+_EXTRAS = (
+    Arg("D", ("h", "h p"), optional=True, wide=True),
+    Arg("z", ("b t h p",), optional=True),
+    Arg("dt_bias", ("h",), optional=True, wide=True, sample=step_sizes),
+)
+
+
+def _constraints(meta: Meta) -> Iterator[str]:
+    nheads, ngroups = meta.sizes["h"], meta.sizes["g"]
+    if nheads % ngroups:
+        yield f"the heads must divide into groups; got h={nheads}, g={ngroups}. Repeat or merge groups of B and C."
+
+
+def _flops(sizes: Mapping[str, Any]) -> int:
+    return 5 * sizes["b"] * sizes.get("t", 1) * sizes["h"] * sizes["p"] * sizes["n"]
+
+
+def _cases() -> list[Case]:
+    def sizes(t: int, **changed: int) -> dict[str, int]:
+        return {"b": 2, "t": t, "h": 4, "p": 5, "g": 2, "n": 6, **changed}
+
+    every = frozenset({"D", "z", "dt_bias", "initial_state"})
+    options = {"dt_softplus": True, "dt_limit": (0.55, 1.0), "chunk_size": CHUNK}
+    plain = {"chunk_size": CHUNK}
+    cases = [Case(f"plain_t{t}", sizes(t), options=plain) for t in (1, CHUNK + 1)]
+    for t in (1, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK - 1, 2 * CHUNK + 1, 3 * CHUNK):
+        cases.append(Case(f"all_t{t}", sizes(t), every, options))
+    t = 2 * CHUNK + 1
+    cases += [Case(f"only_{name}", sizes(t), frozenset({name}), plain) for name in sorted(every)]
+    cases += [
+        Case("only_dt_softplus", sizes(t), options={"dt_softplus": True, **plain}),
+        Case("only_dt_limit", sizes(t), options={"dt_limit": (0.2, 0.5), **plain}),
+        Case("D_per_channel", sizes(t), frozenset({"D"}), plain, layout={"D": 1}),
+        Case("one_group", sizes(t, g=1), every, options),
+        Case("group_a_head", sizes(t, g=4), every, options),
+        Case("size_one", sizes(t, b=1, h=1, p=1, g=1, n=1), every, options),
+        Case("odd_chunk", sizes(20, p=3, n=7), every, {**options, "chunk_size": 7}),
+        Case("default_chunk", sizes(150, b=1), every, {"dt_softplus": True}),
+        Case("strided", sizes(t), every, options, strided=True),
+        Case("packed", sizes(35, b=1), every, options, lengths=(1, CHUNK + 1, CHUNK, 2 * CHUNK + 1)),
+        Case("packed_empty", sizes(15, b=1), every, options, lengths=(0, 5, 0, 1, 9)),
+        Case("packed_plain", sizes(20, b=1), options=plain, lengths=(3, 17)),
+        Case("packed_one", sizes(t, b=1), every, {"dt_softplus": True}, lengths=(t,)),
+    ]
+    return cases
+
+
+def _step_cases() -> list[Case]:
+    sizes = {"b": 3, "h": 4, "p": 5, "g": 2, "n": 6}
+    every, options = frozenset({"D", "z", "dt_bias"}), {"dt_softplus": True, "dt_limit": (0.55, 1.0)}
+    return [
+        Case("plain", sizes),
+        Case("all", sizes, every, options),
+        Case("one_group", {**sizes, "g": 1}, every, options),
+        Case("D_per_channel", sizes, frozenset({"D"}), layout={"D": 1}),
+        Case("one_token", {**sizes, "t": 1}, every, options),
+        Case("few_tokens", {**sizes, "t": 4}, every, options),
+        Case("strided", {**sizes, "t": 3}, every, options, strided=True),
+    ]
+
+
+SPEC = OpSpec(
+    name="ssd",
+    summary="Mamba-2 scan (state space duality)",
+    args=(
+        *_INPUTS,
+        *_EXTRAS,
+        Arg("initial_state", ("k h p n",), optional=True, wide=True),
+        Arg(CU_SEQLENS, ("k",), optional=True, dtypes=INTEGERS),
+    ),
+    options=(DT_SOFTPLUS, DT_LIMIT, CHUNK_SIZE, STATE_DTYPE),
+    outputs=(Output("y", "b t h p"), Output("state", "k h p n", like="state_dtype")),
+    cases=_cases,
+    flops=_flops,
+    constraints=_constraints,
+    scans="forward",
+)
+
+STEP = OpSpec(
+    name="ssd_step",
+    summary="One or a few tokens of the Mamba-2 scan",
+    args=(*_INPUTS, Arg("state", ("k h p n",), wide=True), *_EXTRAS),
+    options=(DT_SOFTPLUS, DT_LIMIT),
+    outputs=(Output("y", "b t h p"), Output("state", "k h p n", like="state")),
+    cases=_step_cases,
+    flops=_flops,
+    constraints=_constraints,
+    folder="ssd",
+    time_optional=True,
+    updates="state",
+)

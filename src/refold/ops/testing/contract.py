@@ -1,0 +1,268 @@
+"""The contract: what every backend of every operator must satisfy on every case of the spec.
+
+A check is a function of a problem and a backend that raises AssertionError. Errors are relative to the largest value
+of the definition in float64 and may not exceed what `Problem.tolerance` computes from the dtype and the sizes; on top
+of that no backend may err more than twice as much as the torch backend on the same inputs, unless that is within a
+rounding of the inputs' dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+import refold.ops
+from refold.ops.spec import ArrayMeta, Meta, load
+from refold.ops.testing.frames import Frame, frame_of
+from refold.ops.testing.problems import Problem, round_to
+
+Results = list[np.ndarray]
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """The largest error of one result or gradient, relative to its largest value in float64."""
+
+    name: str
+    error: float
+    tolerance: float
+
+
+def check(name: str, problem: Problem, backend: str, device: str = "cpu") -> None:
+    """Run one check of the contract by name."""
+    CHECKS[name](problem, backend, frame_of(backend, device))
+
+
+def run(problem: Problem, backend: str, frame: Frame) -> tuple[Any, ...]:
+    """Return the results of a backend as arrays of its framework."""
+    return _function(problem, backend)(**_arrays(problem, frame))
+
+
+def measure(problem: Problem, backend: str, device: str = "cpu") -> list[Measurement]:
+    """Return the errors of all results and gradients against float64."""
+    frame = frame_of(backend, device)
+    found = [frame.numpy(r) for r in run(problem, backend, frame)]
+    names = [out.name for out in problem.spec.outputs]
+    errors = dict(zip(names, zip(found, problem.reference(), strict=True), strict=True))
+    gradients, expected = _both_gradients(problem, backend, frame)
+    errors |= {f"d{name}": (gradients[name], expected[name]) for name in expected}
+    return [
+        Measurement(name, relative_error(value, truth), problem.tolerance()) for name, (value, truth) in errors.items()
+    ]
+
+
+def relative_error(value: np.ndarray, truth: np.ndarray) -> float:
+    """Return the largest difference over the largest true value; infinite where a value is not finite."""
+    if value.shape != truth.shape:
+        return float("inf")
+    if truth.size == 0:
+        return 0.0
+    difference = np.abs(value - truth)
+    worst = float(difference.max()) if np.isfinite(difference).all() else float("inf")
+    return worst / max(float(np.abs(truth).max()), 1e-30)
+
+
+def check_values(problem: Problem, backend: str, frame: Frame) -> None:
+    """Values, final state, shapes and dtypes are those of the definition."""
+    with frame.poisoned():
+        results = run(problem, backend, frame)
+    spec = problem.spec
+    metas = {name: ArrayMeta(a.shape, problem.dtype_of(name), "cpu") for name, a in problem.arrays.items()}
+    meta = spec.validate(Meta(spec.name, "numpy", metas, problem.all_options()))
+    for out, result, (shape, dtype) in zip(spec.outputs, results, spec.output_metas(meta), strict=True):
+        assert tuple(result.shape) == shape, f"{out.name} has shape {tuple(result.shape)}, not {shape}"
+        assert str(result.dtype).removeprefix("torch.") == dtype, f"{out.name} is {result.dtype}, not {dtype}"
+    _close(problem, [out.name for out in spec.outputs], [frame.numpy(r) for r in results], problem.reference())
+
+
+def check_gradients(problem: Problem, backend: str, frame: Frame) -> None:
+    """Gradients of every array, through every result, are those of the definition."""
+    with frame.poisoned():
+        found, expected = _both_gradients(problem, backend, frame)
+    assert found.keys() == expected.keys(), f"gradients of {sorted(found)}, not of {sorted(expected)}"
+    names = list(expected)
+    _close(problem, [f"d{n}" for n in names], [found[n] for n in names], [expected[n] for n in names])
+
+
+def check_no_worse_than_torch(problem: Problem, backend: str, frame: Frame) -> None:
+    """No result errs more than twice as much as that of the torch backend, or than a rounding of the inputs."""
+    from refold.ops.testing.problems import EPS
+
+    plain = frame_of("torch")
+    truth = problem.reference()
+    theirs = [relative_error(plain.numpy(r), e) for r, e in zip(run(problem, "torch", plain), truth, strict=True)]
+    for out, result, expected, bound in zip(
+        problem.spec.outputs, run(problem, backend, frame), truth, theirs, strict=True
+    ):
+        error = relative_error(frame.numpy(result), expected)
+        allowed = max(2 * bound, 2 * EPS[problem.dtype])
+        assert error <= allowed, f"{out.name}: error {error:.2e}, torch {bound:.2e}; allowed {allowed:.2e}"
+
+
+def check_repeatable(problem: Problem, backend: str, frame: Frame) -> None:
+    """Two runs agree in every bit and leave their inputs as they were."""
+    arrays = _arrays(problem, frame)
+    before = {name: frame.numpy(a).copy() for name, a in arrays.items()}
+    function = _function(problem, backend)
+    first = [frame.numpy(r).copy() for r in function(**arrays)]
+    second = [frame.numpy(r) for r in function(**arrays)]
+    for out, one, two in zip(problem.spec.outputs, first, second, strict=True):
+        assert np.array_equal(one, two), f"{out.name} differs between two runs"
+    for name, array in arrays.items():
+        assert np.array_equal(frame.numpy(array), before[name]), f"{name} was written to"
+
+
+def check_split(problem: Problem, backend: str, frame: Frame) -> None:
+    """Cutting the tokens anywhere and passing the state on changes nothing."""
+    if not problem.spec.scans or problem.case.lengths or problem.case.sizes["t"] < 2:
+        return
+    seqlen, reverse = problem.case.sizes["t"], problem.options.get("reverse", False)
+    for cut in sorted({1, seqlen // 2, seqlen - 1}):
+        parts = [problem.slice_time(0, cut), problem.slice_time(cut, seqlen)]
+        ys: list[np.ndarray] = []
+        state = problem.arrays.get("initial_state")
+        for part in reversed(parts) if reverse else parts:
+            y, state = (frame.numpy(r) for r in run(part.with_arrays(initial_state=state), backend, frame))
+            ys.append(y)
+        whole = np.concatenate(ys[::-1] if reverse else ys, 1)
+        _close(problem, ["y", "state"], [whole, state], problem.reference(), f"cut at {cut}")
+
+
+def check_packed(problem: Problem, backend: str, frame: Frame) -> None:
+    """Packs give what their sequences give one by one."""
+    lengths = problem.case.lengths
+    offsets = np.cumsum([0, *lengths])
+    initial = problem.arrays.get("initial_state")
+    if not lengths:
+        return
+    y, states = (frame.numpy(r) for r in run(problem, backend, frame))
+    for k, (start, end) in enumerate(pairwise(offsets.tolist())):
+        if start == end:
+            expected = np.zeros_like(states[k]) if initial is None else initial[k]
+            assert np.array_equal(states[k], expected), f"empty sequence {k} changed its state"
+            continue
+        alone = problem.slice_time(start, end)
+        alone = alone.with_arrays(cu_seqlens=None, initial_state=None if initial is None else initial[k : k + 1])
+        y_alone, state_alone = (frame.numpy(r) for r in run(alone, backend, frame))
+        _close(problem, ["y", "state"], [y[:, start:end], states[k : k + 1]], [y_alone, state_alone], f"sequence {k}")
+
+
+def check_causal(problem: Problem, backend: str, frame: Frame) -> None:
+    """Tokens change no result of earlier ones."""
+    if not problem.spec.scans or problem.case.lengths:
+        return
+    seqlen, reverse = problem.case.sizes["t"], problem.options.get("reverse", False)
+    y = frame.numpy(run(problem, backend, frame)[0])
+    for token in sorted({0, seqlen // 2, seqlen - 1}):
+        changed = {}
+        for name, array in problem.arrays.items():
+            if (axis := problem.time_axis(name)) is not None:
+                index = (slice(None),) * axis + (token,)
+                changed[name] = array.copy()
+                changed[name][index] += 1.0
+        y_changed = frame.numpy(run(problem.with_arrays(**changed), backend, frame)[0])
+        earlier = slice(token + 1, None) if reverse else slice(0, token)
+        scale = max(np.abs(y).max(), 1e-30)
+        worst = np.abs(y - y_changed)[:, earlier].max(initial=0.0) / scale
+        assert worst <= problem.tolerance(), f"token {token} changes earlier results by {worst:.2e}"
+        assert np.abs(y - y_changed)[:, token].max() > 0, f"token {token} does not change its own result"
+
+
+def check_chunk_size(problem: Problem, backend: str, frame: Frame) -> None:
+    """Chunk sizes change rounding only."""
+    if "chunk_size" not in problem.all_options():
+        return
+    for chunk_size in (1, 3, 16, None):
+        options = {**problem.options, "chunk_size": chunk_size}
+        other = Problem(problem.spec, problem.case, problem.dtype, problem.arrays, options)
+        results = [frame.numpy(r) for r in run(other, backend, frame)]
+        _close(problem, ["y", "state"], results, problem.reference(), f"chunk_size={chunk_size}")
+
+
+def check_steps(problem: Problem, backend: str, frame: Frame) -> None:
+    """Token by token through the step, also in place, gives what the scan gives."""
+    if problem.case.lengths or not hasattr(refold.ops, f"{problem.spec.name}_step"):
+        return
+    step = load(f"{problem.spec.name}_step")
+    y, final = problem.reference()
+    state = problem.arrays.get("initial_state")
+    state = np.zeros(final.shape) if state is None else state
+    options = {o.name: problem.all_options()[o.name] for o in step.options}
+    case = problem.case
+    passed = {name: array for name, array in problem.arrays.items() if name != "initial_state"}
+    ys = []
+    for t in range(min(case.sizes["t"], 20)):
+        token = {n: a.take(t, ax) if (ax := problem.time_axis(n)) is not None else a for n, a in passed.items()}
+        sizes = {letter: size for letter, size in case.sizes.items() if letter != "t"}
+        one = Problem(step, _without_time(case, sizes), problem.dtype, {**token, "state": state}, options)
+        results = [frame.numpy(r) for r in run(one, backend, frame)]
+        ys.append(results[0])
+        state = round_to(results[1], problem.dtype_of("initial_state"))
+    _close(problem, ["y"], [np.stack(ys, 1)], [y[:, : len(ys)]], "steps")
+    if len(ys) == case.sizes["t"]:
+        _close(problem, ["state"], [state], [final], "steps")
+
+
+CHECKS: dict[str, Callable[[Problem, str, Frame], None]] = {
+    "values": check_values,
+    "gradients": check_gradients,
+    "no_worse_than_torch": check_no_worse_than_torch,
+    "repeatable": check_repeatable,
+    "split": check_split,
+    "packed": check_packed,
+    "causal": check_causal,
+    "chunk_size": check_chunk_size,
+    "steps": check_steps,
+}
+
+
+def _function(problem: Problem, backend: str) -> Callable[..., tuple[Any, ...]]:
+    public = getattr(refold.ops, problem.spec.name)
+    absent = {arg.name: None for arg in problem.spec.args if arg.name not in problem.arrays}
+
+    def function(**arrays: Any) -> tuple[Any, ...]:
+        results = public(**arrays, **absent, **problem.options, backend=backend)
+        return results if isinstance(results, tuple) else (results,)
+
+    return function
+
+
+def _arrays(problem: Problem, frame: Frame) -> dict[str, Any]:
+    return {
+        name: frame.array(a, problem.dtype_of(name), problem.case.strided and a.dtype == np.float64)
+        for name, a in problem.arrays.items()
+    }
+
+
+def _both_gradients(
+    problem: Problem, backend: str, frame: Frame
+) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+    from refold.ops.testing import oracle
+
+    rng = np.random.default_rng(0)
+    outputs = zip(problem.spec.outputs, problem.reference(), strict=True)
+    cotangents = [
+        round_to(rng.standard_normal(truth.shape), problem.dtype if out.like == "x" else "float32")
+        for out, truth in outputs
+    ]
+    found = frame.gradients(_function(problem, backend), _arrays(problem, frame), cotangents)
+    return found, oracle.gradients(problem, cotangents)
+
+
+def _close(problem: Problem, names: list[str], values: Any, truths: Any, where: str = "") -> None:
+    for name, value, truth in zip(names, values, truths, strict=True):
+        error, allowed = relative_error(value, truth), problem.tolerance()
+        assert error <= allowed, (
+            f"{problem.spec.name}[{problem.case.name}, {problem.dtype}] {where} {name}: relative error {error:.2e}, "
+            f"allowed {allowed:.2e}"
+        )
+
+
+def _without_time(case: Any, sizes: dict[str, Any]) -> Any:
+    from dataclasses import replace
+
+    return replace(case, sizes=sizes, given=frozenset(), strided=False)

@@ -1,0 +1,72 @@
+"""Every operator, every backend, every case of the spec: the contract."""
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from refold.ops.dispatch import refusal
+from refold.ops.spec import ArrayMeta, Case, Meta, OpSpec, all_specs
+from refold.ops.testing import CHECKS, check, problem
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+BACKENDS = ("torch", "jax", *(["triton"] if INTERPRETED else []))
+
+CORE = ("values", "gradients", "no_worse_than_torch")
+SLOW = ("jax", "triton")
+"""They compile for, or interpret, each new shape: every case in float32, a sample of them for the rest."""
+
+
+def absence(spec: OpSpec, backend: str) -> str | None:
+    """Return why a backend cannot be tested here at all, if its file or its package is missing."""
+    frame = "jax" if backend == "jax" else "torch"
+    meta = Meta(spec.name, frame, {"x": ArrayMeta((1,), "float32", "cpu")}, {})
+    try:
+        reason = refusal(spec, backend, meta)
+    except (KeyError, IndexError):
+        return None  # it is there and asked for more than a dummy can tell
+    return reason if reason and ("no file" in reason or "installed" in reason or "implement" in reason) else None
+
+
+def cells(every: int = 1) -> Iterator[Any]:
+    """Yield spec, backend and case; of backends that compile for each shape, one case out of ``every``."""
+    for spec in all_specs():
+        for backend in BACKENDS:
+            reason = absence(spec, backend)
+            if reason is not None:
+                missing = pytest.mark.skip(reason=reason)
+                yield pytest.param(spec, backend, None, marks=missing, id=f"{spec.name}-{backend}")
+                continue
+            for case in spec.cases()[:: every if backend in SLOW else 1]:
+                yield pytest.param(spec, backend, case, id=f"{spec.name}-{backend}-{case.name}")
+
+
+@pytest.mark.parametrize(("spec", "backend", "case"), list(cells()))
+def test_float32(spec: OpSpec, backend: str, case: Case) -> None:
+    given = problem(spec, case)
+    for name in CORE if backend in SLOW else CHECKS:
+        check(name, given, backend)
+
+
+@pytest.mark.parametrize("name", [name for name in CHECKS if name not in CORE])
+@pytest.mark.parametrize(("spec", "backend", "case"), [c for c in cells(every=5) if c.values[1] in SLOW and c.values[2] is not None])
+def test_properties_of_slow_backends(spec: OpSpec, backend: str, case: Case, name: str) -> None:
+    check(name, problem(spec, case), backend)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize(("spec", "backend", "case"), list(cells(every=6)))
+def test_half_precision(spec: OpSpec, backend: str, case: Case, dtype: str) -> None:
+    given = problem(spec, case, dtype)
+    for name in CORE:
+        check(name, given, backend)
+
+
+@pytest.mark.parametrize(
+    ("spec", "case"), [pytest.param(s, c, id=f"{s.name}-{c}") for s in all_specs() for c in s.cases()]
+)
+def test_float64(spec: OpSpec, case: Case) -> None:
+    given = problem(spec, case, "float64")
+    for name in ("values", "gradients"):
+        check(name, given, "torch")

@@ -1,0 +1,159 @@
+"""Long sequences, extreme decays, growth, and the memory of the backward."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import refold.ops as ops
+from refold.ops.linear_scan.reference import linear_scan as linear_reference
+from refold.ops.selective_scan.reference import selective_scan as selective_reference
+from refold.ops.ssd import _torch as ssd_torch
+from refold.ops.ssd.reference import ssd as ssd_reference
+
+LONG = 131072
+EPS = torch.finfo(torch.float32).eps
+
+
+def error(found: torch.Tensor, truth: np.ndarray) -> float:
+    assert torch.isfinite(found).all()
+    return float(np.abs(found.double().numpy() - truth).max() / np.abs(truth).max())
+
+
+def drawn(rng: np.random.Generator, *shape: int) -> np.ndarray:
+    return rng.standard_normal(shape).astype(np.float32).astype(np.float64)
+
+
+def steps_over_five_decades(rng: np.random.Generator, *shape: int) -> np.ndarray:
+    """With A = -1: decays from exp(-1e-4) to exp(-50), neighbours of different size."""
+    return np.exp(rng.uniform(np.log(1e-4), np.log(50.0), shape)).astype(np.float32).astype(np.float64)
+
+
+def tensors(*arrays: np.ndarray) -> list[torch.Tensor]:
+    return [torch.from_numpy(a).float() for a in arrays]
+
+
+@pytest.mark.parametrize("decay", ["weak", "mixed", "strong"])
+def test_ssd_long(decay: str) -> None:
+    rng = np.random.default_rng(0)
+    x, B, C, A = drawn(rng, 1, LONG, 1, 2), drawn(rng, 1, LONG, 1, 3), drawn(rng, 1, LONG, 1, 3), -np.ones(1)
+    dt = steps_over_five_decades(rng, 1, LONG, 1)
+    dt = {"weak": np.full_like(dt, 1e-4).astype(np.float32).astype(np.float64), "mixed": dt, "strong": dt * 0 + 50}[
+        decay
+    ]
+    y, state = ops.ssd(*tensors(x, dt, A, B, C))
+    y_true, state_true = ssd_reference(x, dt, A, B, C)
+    # A value remembers about 1 / (1 - decay) tokens: as many roundings, their root in expectation.
+    memory = 1 / (1 - np.exp(-dt).mean())
+    allowed = 8 * EPS * np.sqrt(memory + 3)
+    assert error(y, y_true) < allowed
+    assert error(state, state_true) < allowed
+
+
+def test_small_decays_behind_large_ones_keep_their_digits() -> None:
+    """One step that forgets everything, then steps that forget little: sums of log decays must not lose the latter."""
+    rng = np.random.default_rng(1)
+    x, B, C, A = drawn(rng, 1, 64, 1, 4), drawn(rng, 1, 64, 1, 4), drawn(rng, 1, 64, 1, 4), -np.ones(1)
+    dt = np.full((1, 64, 1), 0.01).astype(np.float32).astype(np.float64)
+    dt[0, 8] = 50000.0
+    x[0, 8] = 0.0
+    y, _ = ops.ssd(*tensors(x, dt, A, B, C), chunk_size=64)
+    y_true = ssd_reference(x, dt, A, B, C)[0]
+    assert error(y[:, 9:], y_true[:, 9:]) < 8 * EPS
+
+
+def test_selective_scan_long() -> None:
+    rng = np.random.default_rng(2)
+    x, B, C, A = drawn(rng, 1, LONG, 2), drawn(rng, 1, LONG, 2), drawn(rng, 1, LONG, 2), -np.ones((2, 2))
+    dt = steps_over_five_decades(rng, 1, LONG, 2)
+    y, state = ops.selective_scan(*tensors(x, dt, A, B, C))
+    y_true, state_true = selective_reference(x, dt, A, B, C)
+    assert error(y, y_true) < 16 * EPS
+    assert error(state, state_true) < 16 * EPS
+
+
+@pytest.mark.parametrize("channels", [2, 4096])
+def test_linear_scan_long(channels: int) -> None:
+    rng = np.random.default_rng(3)
+    seqlen = LONG if channels == 2 else 512
+    a = np.exp(-steps_over_five_decades(rng, 1, seqlen, channels)).astype(np.float32).astype(np.float64)
+    x = drawn(rng, 1, seqlen, channels)
+    h, state = ops.linear_scan(*tensors(a, x))
+    h_true, state_true = linear_reference(a, x)
+    assert error(h, h_true) < 16 * EPS
+    assert error(state, state_true) < 16 * EPS
+
+
+@pytest.mark.parametrize("chunk_size", [4, 64])
+def test_rates_above_zero_grow_as_they_should(chunk_size: int) -> None:
+    rng = np.random.default_rng(4)
+    x, B, C, A = drawn(rng, 1, 100, 2, 3), drawn(rng, 1, 100, 1, 4), drawn(rng, 1, 100, 1, 4), np.array([0.5, 1.0])
+    dt = rng.uniform(0.0, 0.5, (1, 100, 2)).astype(np.float32).astype(np.float64)
+    y, state = ops.ssd(*tensors(x, dt, A, B, C), chunk_size=chunk_size)
+    y_true, state_true = ssd_reference(x, dt, A, B, C)
+    # The exponents reach 50, and a relative rounding of an exponent is an absolute one of its power.
+    assert error(y, y_true) < 50 * EPS
+    assert error(state, state_true) < 50 * EPS
+
+
+def test_gradients_of_strong_decays_do_not_cancel() -> None:
+    """Where every decay is exp(-40), its gradient is that of a product of tiny factors, not a difference of sums."""
+    torch.manual_seed(0)
+    x, B = torch.randn(1, 64, 1, 4), torch.randn(1, 64, 1, 4)
+    A = torch.tensor([-40.0], requires_grad=True)
+    y, _ = ops.ssd(x, torch.ones(1, 64, 1), A, B, B)
+    (found,) = torch.autograd.grad(y.sum(), A)
+    A64 = A.detach().double().requires_grad_()
+    y, _ = ops.ssd(x.double(), torch.ones(1, 64, 1).double(), A64, B.double(), B.double())
+    (truth,) = torch.autograd.grad(y.sum(), A64)
+    assert abs(found.double() - truth) < 1e-3 * abs(truth)
+
+
+class LargestTensor(TorchDispatchMode):
+    """Records the largest tensor that any operation returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, (tuple, list)) else [result]:
+            if isinstance(tensor, torch.Tensor):
+                self.elements = max(self.elements, tensor.untyped_storage().nbytes() // tensor.element_size())
+        return result
+
+
+def test_backward_of_ssd_keeps_one_block_at_a_time() -> None:
+    nheads, headdim, dstate, chunk = 8, 2, 2, 64
+
+    def largest(seqlen: int) -> int:
+        x, dt = torch.randn(1, seqlen, nheads, headdim), torch.rand(1, seqlen, nheads)
+        B, A = torch.randn(1, seqlen, 1, dstate), -torch.ones(nheads)
+        with LargestTensor() as record:
+            ssd_torch.ssd_backward(
+                dy=x, dstate=None, needs=frozenset({"x"}), x=x, dt=dt, A=A, B=B, C=B, D=None, z=None, dt_bias=None,
+                initial_state=None, cu_seqlens=None, dt_softplus=False, dt_limit=(0.0, float("inf")),
+                chunk_size=chunk, state_dtype=None,
+            )  # fmt: skip
+        return record.elements
+
+    seqlen = 1 << 16
+    assert largest(seqlen) <= max(seqlen * nheads * headdim, 2 * ssd_torch.BLOCK_ELEMENTS)
+    assert largest(seqlen) < seqlen * nheads * chunk // 8, "the decay matrices of all chunks would be this times eight"
+
+
+def test_only_inputs_are_saved_for_the_backward() -> None:
+    saved: list[torch.Tensor] = []
+    x, dt, A, B = torch.randn(1, 100, 2, 3), torch.rand(1, 100, 2), -torch.ones(2), torch.randn(1, 100, 1, 4)
+    inputs = [a.requires_grad_() for a in (x, dt, A, B)]
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        saved.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        ops.ssd(*inputs, B)
+    assert {t.data_ptr() for t in saved} <= {t.data_ptr() for t in inputs}

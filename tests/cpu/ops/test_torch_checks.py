@@ -1,0 +1,71 @@
+"""Wrong torch arguments, and what may not be read from them."""
+
+import pytest
+import torch
+
+import refold.ops as ops
+from refold.errors import ArgumentError, BackendUnsupported, DeviceError, DtypeError, ShapeError
+
+
+def arrays(t: int = 6) -> dict[str, torch.Tensor]:
+    return {
+        "x": torch.ones(1, t, 2, 3), "dt": torch.ones(1, t, 2), "A": -torch.ones(2), "B": torch.ones(1, t, 1, 4),
+        "C": torch.ones(1, t, 1, 4),
+    }  # fmt: skip
+
+
+def test_wrong_shape_dtype_and_framework() -> None:
+    with pytest.raises(ShapeError, match=r"ssd: dt has t=5 but x has t=6"):
+        ops.ssd(**{**arrays(), "dt": torch.ones(1, 5, 2)})
+    with pytest.raises(DtypeError, match=r"ssd: A must be float32 or .*; got int64"):
+        ops.ssd(**{**arrays(), "A": torch.ones(2, dtype=torch.int64)})
+    with pytest.raises(DtypeError, match=r"ssd: C is a numpy.ndarray but x is a torch array"):
+        ops.ssd(**{**arrays(), "C": torch.ones(1, 6, 1, 4).numpy()})
+
+
+def test_wrong_device() -> None:
+    with pytest.raises(DeviceError, match=r"ssd: B is on meta but x is on cpu. Move B"):
+        ops.ssd(**{**arrays(), "B": torch.ones(1, 6, 1, 4, device="meta")})
+
+
+def test_errors_do_not_become_remembered_answers() -> None:
+    for _ in range(2):
+        with pytest.raises(ArgumentError, match="chunk_size"):
+            ops.ssd(**arrays(), chunk_size=0)
+
+
+@pytest.mark.parametrize("offsets", [[1, 6], [0, 4], [0, 7], [0, 5, 3, 6]])
+def test_inconsistent_packs_on_the_host_are_found_on_every_call(offsets: list[int]) -> None:
+    ops.ssd(**arrays(), cu_seqlens=torch.tensor([0] * (len(offsets) - 1) + [6]))
+    with pytest.raises(ArgumentError, match="cu_seqlens"):
+        ops.ssd(**arrays(), cu_seqlens=torch.tensor(offsets))
+
+
+def test_named_backend_runs_or_raises() -> None:
+    with pytest.raises(BackendUnsupported, match="jax: takes jax arrays; these are torch"):
+        ops.ssd(**arrays(), backend="jax")
+    explanation = ops.explain("ssd", **arrays())
+    assert explanation["torch"] is None
+    if explanation["triton"] is not None:
+        with pytest.raises(BackendUnsupported, match="triton: "):
+            ops.ssd(**arrays(), backend="triton")
+
+
+def test_subclasses_and_parameters_are_torch_arrays() -> None:
+    class Tagged(torch.Tensor):
+        pass
+
+    given = arrays()
+    y, _ = ops.ssd(**{**given, "A": torch.nn.Parameter(given["A"]), "x": given["x"].as_subclass(Tagged)})
+    assert y.shape == given["x"].shape
+
+
+@pytest.mark.parametrize("state_dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_state_dtype(state_dtype: torch.dtype) -> None:
+    _, state = ops.ssd(**arrays(), state_dtype=state_dtype)
+    assert state.dtype == state_dtype
+    x = torch.ones(1, 6, 3)
+    _, state = ops.selective_scan(
+        x, x, -torch.ones(3, 4), torch.ones(1, 6, 4), torch.ones(1, 6, 4), state_dtype=state_dtype
+    )
+    assert state.dtype == state_dtype

@@ -1,0 +1,174 @@
+"""The operators as torch.library ops: one node, no graph break, dynamic lengths, gradients in float64."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import refold.ops as ops
+from refold.errors import ArgumentError
+from refold.ops import library
+from refold.ops.spec import Case, OpSpec, all_specs
+from refold.ops.testing import frame_of, problem
+
+COMPLETE = {
+    "ssd": "all_t9", "ssd_step": "few_tokens", "selective_scan": "all_t17", "selective_scan_step": "all",
+    "linear_scan": "t17", "causal_conv1d": "all_t5", "causal_conv1d_step": "all", "gated_rmsnorm": "gate",
+}  # fmt: skip
+SPECS = [pytest.param(spec, id=spec.name) for spec in all_specs()]
+
+
+def find(spec: OpSpec, name: str) -> Case:
+    return next(case for case in spec.cases() if case.name == name)
+
+
+def arguments(spec: OpSpec, name: str, dtype: str = "float32", grad: bool = True) -> list[Any]:
+    """Return the arguments of the registered op."""
+    given, frame = problem(spec, find(spec, name), dtype), frame_of("torch")
+    arrays = {n: frame.array(a, given.dtype_of(n)) for n, a in given.arrays.items()}
+    ordered = [arrays.get(arg.name) for arg in spec.args]
+    for array in ordered:
+        if grad and array is not None and array.is_floating_point():
+            array.requires_grad_()
+    options = [list(v) if isinstance(v, tuple) else v for v in given.all_options().values()]
+    return [*ordered, *options, "torch"]
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_opcheck(spec: OpSpec) -> None:
+    report = torch.library.opcheck(library.OPS[spec.name], tuple(arguments(spec, COMPLETE[spec.name])))
+    assert set(report.values()) == {"SUCCESS"}
+
+
+@pytest.mark.parametrize("spec", [p for p in SPECS if p.values[0].scans])
+def test_opcheck_packed(spec: OpSpec) -> None:
+    report = torch.library.opcheck(library.OPS[spec.name], tuple(arguments(spec, "packed")))
+    assert set(report.values()) == {"SUCCESS"}
+
+
+@pytest.mark.parametrize("spec", [p for p in SPECS if p.values[0].updates])
+def test_opcheck_in_place(spec: OpSpec) -> None:
+    args = tuple(arguments(spec, COMPLETE[spec.name], grad=False))
+    report = torch.library.opcheck(library.OPS[spec.name + "_"], args)
+    assert set(report.values()) == {"SUCCESS"}
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_gradcheck(spec: OpSpec) -> None:
+    args = arguments(spec, COMPLETE[spec.name], "float64")
+    assert torch.autograd.gradcheck(lambda *a: library.OPS[spec.name](*a), tuple(args), fast_mode=True)
+
+
+@pytest.mark.parametrize("spec", [p for p in SPECS if p.values[0].scans])
+@pytest.mark.parametrize("name", ["packed", "packed_empty"])
+def test_gradcheck_packed(spec: OpSpec, name: str) -> None:
+    args = arguments(spec, name, "float64")
+    assert torch.autograd.gradcheck(lambda *a: library.OPS[spec.name](*a), tuple(args), fast_mode=True)
+
+
+@pytest.mark.parametrize("spec", [p for p in SPECS if p.values[0].updates])
+def test_in_place_twin_writes_what_the_step_returns(spec: OpSpec) -> None:
+    args = arguments(spec, COMPLETE[spec.name], grad=False)
+    at = next(i for i, arg in enumerate(spec.args) if arg.name == spec.updates)
+    y, state = library.OPS[spec.name](*args)
+    version = args[at]._version
+    y_in_place = library.OPS[spec.name + "_"](*args)
+    assert torch.equal(y, y_in_place)
+    assert torch.equal(state, args[at])
+    assert args[at]._version > version
+
+
+def test_in_place_twin_refuses_gradients() -> None:
+    x, dt, A, B = torch.ones(1, 2, 3), torch.ones(1, 2), -torch.ones(2), torch.ones(1, 1, 4)
+    state = torch.zeros(1, 2, 3, 4)
+    with pytest.raises(ArgumentError, match="ssd_step_: it overwrites the state"):
+        ops.ssd_step_(x.requires_grad_(), dt, A, B, B, state)
+    with torch.no_grad():
+        _, updated = ops.ssd_step_(x, dt, A, B, B, state)
+    assert updated is state
+    assert state.abs().sum() > 0
+
+
+def ssd_layer(x: Tensor, dt: Tensor, A: Tensor, B: Tensor) -> Tensor:
+    y, state = ops.ssd(x * 2, dt, A, B, B, dt_softplus=True)
+    return y.sum() + state.sum()
+
+
+def selective_layer(x: Tensor, dt: Tensor, A: Tensor, B: Tensor) -> Tensor:
+    flat = x.flatten(2)
+    y, state = ops.selective_scan(flat, flat, A[:, None].expand(6, 4), B[:, :, 0], B[:, :, 0], z=flat)
+    return y.sum() + state.sum()
+
+
+def linear_layer(x: Tensor, dt: Tensor, A: Tensor, B: Tensor) -> Tensor:
+    h, state = ops.linear_scan(torch.sigmoid(x), x, reverse=True)
+    return h.sum() + state.sum()
+
+
+def conv_layer(x: Tensor, dt: Tensor, A: Tensor, B: Tensor) -> Tensor:
+    y, state = ops.causal_conv1d(x.flatten(2), A[:, None].expand(6, 4), activation="silu")
+    return (ops.gated_rmsnorm(y, x.flatten(2), A, eps=1e-5) + state.sum()).sum()
+
+
+LAYERS = [ssd_layer, selective_layer, linear_layer, conv_layer]
+
+
+def layer_inputs(seqlen: int) -> tuple[Tensor, ...]:
+    torch.manual_seed(seqlen)
+    return torch.randn(2, seqlen, 6, 1), torch.randn(2, seqlen, 6), -torch.rand(6), torch.randn(2, seqlen, 1, 4)
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_compiles_to_one_graph_for_all_lengths(layer: Callable[..., Tensor]) -> None:
+    torch._dynamo.reset()
+    graphs: list[torch.fx.GraphModule] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph
+
+    compiled = torch.compile(layer, backend=backend, fullgraph=True, dynamic=True)
+    for seqlen in (5, 9, 33):
+        inputs = layer_inputs(seqlen)
+        torch.testing.assert_close(compiled(*inputs), layer(*inputs))
+    assert len(graphs) == 1
+    called = [str(node.target) for node in graphs[0].graph.nodes if node.op == "call_function"]
+    assert any("refold" in name for name in called), called
+
+
+@pytest.mark.parametrize("layer", [ssd_layer, conv_layer])
+def test_aot_autograd_gives_the_same_gradients(layer: Callable[..., Tensor]) -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True, dynamic=True)
+    for seqlen in (5, 9):
+        leaves = [a.requires_grad_() for a in layer_inputs(seqlen)]
+        expected = torch.autograd.grad(layer(*leaves), leaves, allow_unused=True, materialize_grads=True)
+        found = torch.autograd.grad(compiled(*leaves), leaves, allow_unused=True, materialize_grads=True)
+        torch.testing.assert_close(found, expected)
+
+
+class Layer(torch.nn.Module):
+    def forward(self, x: Tensor, dt: Tensor, A: Tensor, B: Tensor) -> Tensor:
+        return ssd_layer(x, dt, A, B) + conv_layer(x, dt, A, B) + selective_layer(x, dt, A, B)
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_export_with_dynamic_length(tmp_path: Path, strict: bool) -> None:
+    length = torch.export.Dim("length", min=4, max=4096)
+    shapes = ({1: length}, {1: length}, None, {1: length})
+    program = torch.export.export(Layer(), layer_inputs(8), dynamic_shapes=shapes, strict=strict)
+    torch.export.save(program, tmp_path / "layer.pt2")
+    loaded = torch.export.load(tmp_path / "layer.pt2").module()
+    for seqlen in (8, 21):
+        torch.testing.assert_close(loaded(*layer_inputs(seqlen)), Layer()(*layer_inputs(seqlen)))
+
+
+def test_errors_reach_the_caller_of_a_compiled_function() -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(ssd_layer, backend="eager", fullgraph=True)
+    x, dt, A, B = layer_inputs(8)
+    with pytest.raises(Exception, match=r"ssd: dt has t=7 but x has t=8"):
+        compiled(x, dt[:, :7], A, B)
