@@ -112,7 +112,11 @@ class Rollup:
             self._memo[steps] = reason
             raise
         self._memo[steps] = part
-        if isinstance(part, Value):
+        if isinstance(part, Value) and part.timed:
+            val = steps[-1].meta["val"]
+            if isinstance(val, torch.Tensor) and tuple(value(part.node).shape) != (len(steps), *val.shape):
+                self._memo[steps] = NotALoop("the steps differ in shape")
+                raise NotALoop("the steps differ in shape")
             for i, step in enumerate(steps):
                 self._place.setdefault(step, (part, steps, i))
         return part
@@ -158,6 +162,9 @@ class Rollup:
         sample = steps[-1]
         if not isinstance(sample, Node) or sample.op != "call_function":
             raise NotALoop("the steps read tensors that are not slices of one")
+        if sample.target is aten.copy.default and all(_plain_copy(step) for step in steps):
+            self.members.update(steps)
+            return self._list(tuple(step.args[1] for step in steps), frame, depth + 1, peeled)
         if (read := self._read(steps)) is not None:
             self.members.update(steps)
             return read
@@ -167,6 +174,8 @@ class Rollup:
         tags = getattr(sample.target, "tags", ())
         if torch.Tag.nondeterministic_seeded in tags:
             raise NotALoop("there is randomness in the loop")
+        if any(isinstance(leaf, Node) for leaf in _leaves(sample.kwargs)):
+            raise NotALoop(f"{sample.target} reads a tensor by keyword")
         loop = Loop(steps)
         frame.open.setdefault(steps[0], loop)
         frame.open.setdefault(steps[-1], loop)
@@ -403,6 +412,17 @@ def _carry(steps: tuple[Any, ...], frame: _Frame) -> Affine | None:
     return None
 
 
+def _plain_copy(node: Node) -> bool:
+    """Tell whether a copy into another tensor only passes its source on."""
+    source = node.args[1]
+    return (
+        isinstance(source, Node)
+        and is_tensor(source)
+        and value(source).shape == value(node).shape
+        and value(source).dtype == value(node).dtype
+    )
+
+
 def _counts(x: Any) -> bool:
     """Tell whether a leaf is an operand: a tensor or a number."""
     return isinstance(x, Value) and (isinstance(x.node, Node) or type(x.node) in (int, float))
@@ -421,7 +441,7 @@ def _leaves(x: Any) -> Iterator[Any]:
 
 
 def _rebuild(x: Any, leaves: Iterator[Any]) -> Any:
-    """Put leaves back where they were; values that are no tensors as themselves."""
+    """Put leaves back where they were: values of nodes, and all else as itself."""
     if isinstance(x, (list, tuple)):
         return [_rebuild(y, leaves) for y in x]
     leaf = next(leaves)
