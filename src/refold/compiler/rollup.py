@@ -43,14 +43,20 @@ class Loop:
         reverse: Whether a step depends on the one after it.
         initial: What the first step to run reads instead of a step; set once the carry was met.
         states: All steps' values, once they are known.
+        scan: The operator's result that ``states`` is a view of, (batch, time, ...).
+        body: What a step does with the carry.
         previous: What each step read of the one before.
+        last: The last state, if something cheaper than ``states`` holds it.
     """
 
     steps: tuple[Node, ...]
     reverse: bool = False
     initial: Any = None
     states: Node | None = None
+    scan: Node | None = None
+    body: Affine | None = None
     previous: Node | None = None
+    last: Node | None = None
 
 
 @dataclass(frozen=True)
@@ -75,6 +81,7 @@ class Rollup:
     def __init__(self) -> None:
         self.emit = Emitter()
         self.members: set[Node] = set()
+        self.training = False
         self.loops: list[Loop] = []
         self._memo: dict[tuple[Any, ...], Value | Affine | NotALoop] = {}
         # Node -> the stacked list it is in, and where.
@@ -387,6 +394,7 @@ class Rollup:
         first, a, x = (emit.call(aten.clone.default, x, memory_format=torch.contiguous_format) for x in operands)
         scan = emit.call(OPS["linear_scan"], a, x, first, None, loop.reverse, "")
         out = emit.call(operator.getitem, scan, 0)
+        loop.scan, loop.body = out, body
         out = emit.permute(out, order) if val.dim() else emit.call(aten.squeeze.dim, out, 0)
         loop.states = emit.cast(out, val.dtype)
         before = emit.call(aten.unsqueeze.default, emit.cast(initial, val.dtype), 0)

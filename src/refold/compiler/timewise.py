@@ -56,6 +56,10 @@ class Emitter:
             self.added.append(self.made[key])
         return self.made[key]
 
+    def settle(self) -> None:
+        """Forget which calls were made: their arguments may have been replaced since."""
+        self.made.clear()
+
     def reshape(self, x: Node, shape: Sequence[int]) -> Node:
         """Reshape; copies only if it must."""
         if tuple(value(x).shape) == tuple(shape):

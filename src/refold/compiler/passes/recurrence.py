@@ -16,10 +16,11 @@ from torch._inductor.pattern_matcher import stable_topological_sort
 from torch.fx import Graph, Node
 
 from ...ops.library import OPS
+from ..duality import lower, reading
 from ..graph import Builder
 from ..index import arg, is_tensor, same, value
 from ..rewrite import Rewrite, replace_node
-from ..rollup import Rollup
+from ..rollup import Loop, Rollup
 from ..timewise import NotALoop
 
 aten = torch.ops.aten
@@ -27,6 +28,7 @@ aten = torch.ops.aten
 # Shorter loops are ordinary layer code.
 SHORTEST = 4
 _SCATTERS = (aten.select_scatter.default, aten.slice_scatter.default)
+SCANS = {OPS[name] for name in ("linear_scan", "selective_scan", "ssd")}
 # How many values a step may add to one sum.
 _TERMS = 4
 
@@ -39,6 +41,8 @@ def roll_up_loops(graph: Graph, wanted: Callable[[str], bool]) -> Iterator[Rewri
         return
     _forward_writes(graph)
     rollup, changed = Rollup(), False
+    # A backward needs the states, so forward and backward are scans that share them.
+    rollup.training = any(str(n.target).startswith("tangents") for n in graph.find_nodes(op="placeholder"))
     for root, join in _joins(graph):
         if not wanted(root.name):
             continue
@@ -49,9 +53,7 @@ def roll_up_loops(graph: Graph, wanted: Callable[[str], bool]) -> Iterator[Rewri
         if rewrite is not None:
             changed = True
             yield rewrite
-    if changed:
-        graph.eliminate_dead_code()
-    for root, join, after in _last_states(rollup):
+    for root, join, after in _last_states(graph, rollup):
         if wanted(root.name) and (rewrite := _replace(rollup, root, join, after)) is not None:
             yield rewrite
             stable_topological_sort(graph)
@@ -85,6 +87,9 @@ def _replace(rollup: Rollup, root: Node, join: Join, anchor: Node | None = None)
     new = join(rollup, root)
     if not _scans(new):
         return None
+    operators = ["linear_scan"]
+    if not rollup.training:
+        operators = [_dualise(rollup, loop, new) for loop in rollup.loops[loops:]] or operators
     build = Builder(anchor)
     new = build.restride(new, value(root))
     rollup.emit.added += build.added
@@ -100,24 +105,62 @@ def _replace(rollup: Rollup, root: Node, join: Join, anchor: Node | None = None)
         added=added,
         name="roll up loop",
         why="its steps wait for one another, one launch after the other",
-        detail=f"{len(first.steps)} steps of a state of {state or 1} as one linear_scan"
+        detail=f"{len(first.steps)} steps of a state of {state or 1} as one {operators[0]}"
         + (", against time" if first.reverse else ""),
         multilinear=False,
         terms=len(first.steps),
     )
 
 
+def _dualise(rollup: Rollup, loop: Loop, new: Node) -> str:
+    """Replace a scan whose states are only contracted by an operator that never writes them; return its name."""
+    scan, body = loop.scan, loop.body
+    if loop.reverse or scan is None or body is None:
+        return "linear_scan"
+    live = _behind(new)
+    shape = [len(loop.steps), *value(loop.steps[0]).shape]
+    for node in [n for n in live if n.target in (aten.sum.dim_IntList, aten.bmm.default)]:
+        read = reading(node, scan, len(shape))
+        if read is None or len(shape) < 3 or node is new:
+            continue
+        initial = loop.initial if isinstance(loop.initial, Node) else None
+        if initial is not None and initial.target is aten.full.default and initial.args[1] == 0:
+            initial = None
+        elif initial is not None:
+            initial = rollup.emit.expand(initial, shape[1:])
+        elif loop.initial != 0:
+            continue
+        found = lower(rollup.emit, read, body.scale, body.offset, shape, initial)
+        if found is None:
+            continue
+        y, last = found
+        if value(y).shape != value(node).shape:
+            continue
+        node.replace_all_uses_with(y)
+        rollup.emit.settle()
+        if scan in _behind(new):  # its states are used otherwise, too
+            y.replace_all_uses_with(node)
+            continue
+        loop.last = rollup.emit.cast(last, value(loop.steps[0]).dtype)
+        stable_topological_sort(new.graph)
+        return "ssd" if any(n.target is OPS["ssd"] for n in _behind(y)) else "selective_scan"
+    return "linear_scan"
+
+
+def _behind(node: Node) -> set[Node]:
+    """Return all that a node depends on."""
+    stack, seen = [node], set()
+    while stack:
+        x = stack.pop()
+        if x not in seen:
+            seen.add(x)
+            stack.extend(x.all_input_nodes)
+    return seen
+
+
 def _scans(new: Node) -> bool:
     """Tell whether a value comes out of a scan."""
-    stack, seen = [new], set()
-    while stack:
-        node = stack.pop()
-        if node.target is OPS["linear_scan"]:
-            return True
-        if node not in seen:
-            seen.add(node)
-            stack.extend(node.all_input_nodes)
-    return False
+    return any(node.target in SCANS for node in _behind(new))
 
 
 def _joins(graph: Graph) -> Iterator[tuple[Node, Join]]:
@@ -300,15 +343,16 @@ def _sums(rollup: Rollup, root: Node, terms: list[Node]) -> list[Node]:
 # States that are used outside ----------------------------------------------------------------
 
 
-def _last_states(rollup: Rollup) -> Iterator[tuple[Node, Join, Node]]:
+def _last_states(graph: Graph, rollup: Rollup) -> Iterator[tuple[Node, Join, Node]]:
+    live = _behind(graph.output_node()) if rollup.loops else set()
     for loop in rollup.loops:
         at = 0 if loop.reverse else len(loop.steps) - 1
         node, states = loop.steps[at], loop.states
-        if node._erased or not node.users or states is None:
+        if node not in live or states is None:
             continue
 
-        def join(rollup: Rollup, root: Node, states: Node = states, at: int = at) -> Node:
-            last = rollup.emit.call(aten.select.int, states, 0, at)
+        def join(rollup: Rollup, root: Node, loop: Loop = loop, states: Node = states, at: int = at) -> Node:
+            last = loop.last or rollup.emit.call(aten.select.int, states, 0, at)
             return rollup.emit.call(aten.clone.default, last)
 
-        yield node, join, states.next
+        yield node, join, (loop.last or states).next
