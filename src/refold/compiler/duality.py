@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from math import inf
 from operator import getitem
+from typing import Any
 
 import torch
 from torch.fx import Node
@@ -43,13 +44,14 @@ def terms(node: Node, places: tuple[int | None, ...]) -> tuple[float, list[Term]
 
 def _split(product: Product, node: Node, places: tuple[int | None, ...]) -> tuple[float, list[Term]]:
     whole = (1.0, [Term(node, places)])
-    where = {}
+    where: dict[Any, int | None] = {}
     for label, place in zip(product.labels, places, strict=True):
         axes = resolve(label)
         if len(axes) > 1:
             return whole
         where.update(dict.fromkeys(axes, place))
-    scale, found = product.scale, []
+    scale = product.scale
+    found: list[Term] = []
     for factor in product.factors:
         labels = [resolve(label) for label in factor.labels]
         if factor.steps or any(len(label) > 1 or (label and label[0] not in where) for label in labels):
@@ -85,7 +87,7 @@ def reading(node: Node, states: Node, rank: int) -> Reading | None:
     if product is None or [factor.node for factor in product.factors].count(states) != 1:
         return None
     (mine,) = (factor for factor in product.factors if factor.node is states)
-    where = {}
+    where: dict[Any, int] = {}
     for place, label in zip((1, 0, *range(2, rank)), mine.labels, strict=True):
         axes = resolve(label)
         if len(axes) > 1 or mine.steps:
@@ -94,7 +96,8 @@ def reading(node: Node, states: Node, rank: int) -> Reading | None:
     bound = resolve(product.bound)
     if len(bound) != 1 or bound[0] not in where:
         return None
-    scale, others = product.scale, []
+    scale = product.scale
+    others: list[Term] = []
     for factor in product.factors:
         if factor is mine:
             continue
@@ -150,9 +153,13 @@ def lower(
     keys, values_ = _divide(inputs, n)
     queries, rest = _divide(read.others, n)
     spans = set().union(*(term.spans() for term in decay)) if decay else set()
-    dual = n not in spans and len(kept) <= 2
     wide = set().union(*(term.spans() for term in keys + queries)) & set(kept)
-    tokens, options = [1, 0], (False, None, "")
+    tokens = [1, 0]
+    options: tuple[Any, ...] = (False, None, "")
+    state_order: list[Any]
+    along_n: list[Any]
+    per_step: list[Any]
+    per_rate: list[Any]
     if n not in spans and len(kept) <= 2:  # the decay is one number a head: matrix products carry the scan
         heads = [place for place in kept if place in spans | wide] or (kept[:1] if len(kept) == 2 else [])
         channels = [place for place in kept if place not in heads]
@@ -186,7 +193,7 @@ def lower(
         initial = _dense(emit, emit.cast(initial, value(x).dtype))
     result = emit.call(operator_, *map(partial(_dense, emit), operands), None, None, None, initial, None, *options)
     y, last = (emit.call(getitem, result, i) for i in (0, 1))
-    y_order = [place for place in (*tokens, *(p for p in state_order[1:-1] if p is not None))]
+    y_order = [*tokens, *(place for place in state_order[1:-1] if place is not None)]
     y = emit.reshape(y, [shape[place] for place in y_order])
     y = emit.permute(y, [y_order.index(place) for place in sorted(y_order)])
     target = sorted(y_order)
@@ -216,7 +223,7 @@ def _unalias(node: Node) -> Node:
     return node
 
 
-def _exponent(node: Node, places: tuple[int | None, ...]) -> tuple[float, list[Term]] | None:
+def _exponent(node: Any, places: tuple[int | None, ...]) -> tuple[float, list[Term]] | None:
     """Read a decay as exp of a product: (scale, factors of the exponent)."""
     scale, parts = terms(node, places)
     if scale != 1.0 or len(parts) != 1:

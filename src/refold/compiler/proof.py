@@ -82,6 +82,7 @@ def judge(rewrite: Rewrite, actual: Sequence[Any] | None, settings: Settings) ->
             like,
             terms=rewrite.terms,
             multilinear=rewrite.multilinear,
+            spread=rewrite.spread,
         )
         verdict.evidence.seconds = time.perf_counter() - start
         if not verdict.evidence.passed:

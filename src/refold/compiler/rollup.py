@@ -12,6 +12,7 @@ size of the graph.
 from __future__ import annotations
 
 import functools
+import itertools
 import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -113,7 +114,8 @@ class Rollup:
         if known is not None:
             return self._closed(known)
         try:
-            if (part := self._part(steps)) is None:
+            part: Value | Affine | None = self._part(steps)
+            if part is None:
                 part = self._new(steps, frame, depth, peeled)
         except NotALoop as reason:
             self._memo[steps] = reason
@@ -187,7 +189,7 @@ class Rollup:
         frame.open.setdefault(steps[0], loop)
         frame.open.setdefault(steps[-1], loop)
         try:
-            leaves = [self._list(column, frame, depth + 1, peeled) for column in zip(*rows, strict=True)]
+            leaves: list[Any] = [self._list(column, frame, depth + 1, peeled) for column in zip(*rows, strict=True)]
         finally:
             for key in (steps[0], steps[-1]):
                 if frame.open.get(key) is loop:
@@ -195,7 +197,7 @@ class Rollup:
         self.members.update(steps)
         carries = [leaf for leaf in leaves if isinstance(leaf, Affine)]
         if not carries:
-            if not any(leaf.timed for leaf in leaves):  # type: ignore[union-attr]
+            if not any(leaf.timed for leaf in leaves):
                 return Value(steps[0])  # computed anew at every step, but always the same
             return run(self.emit, sample, _rebuild(sample.args, iter(leaves)), len(steps))
         body = self._affine(sample, leaves, carries[0].loop, len(steps))
@@ -259,15 +261,15 @@ class Rollup:
 
     def _read(self, steps: tuple[Node, ...]) -> Value | None:
         """Match slices of one tensor at positions in arithmetic progression."""
-        parts = [_slice_of(step) for step in steps]
+        parts: list[Any] = [_slice_of(step) for step in steps]
         if parts[0] is None or any(part is None or part[:2] != parts[0][:2] for part in parts):
             return None
         source, dim, start, stop, keep = parts[0]
-        starts = [part[2] for part in parts]  # type: ignore[index]
+        starts = [part[2] for part in parts]
         step, width = starts[1] - starts[0], stop - start
-        if any(b - a != step for a, b in zip(starts, starts[1:], strict=False)) or not step:
+        if any(b - a != step for a, b in itertools.pairwise(starts)) or not step:
             raise NotALoop("a tensor is read at positions that are not evenly spaced")
-        if any(part[3] - part[2] != width for part in parts) or (width != 1 and abs(step) != width):  # type: ignore[index]
+        if any(part[3] - part[2] != width for part in parts) or (width != 1 and abs(step) != width):
             raise NotALoop("a tensor is read in slices that do not tile it")
         low, high = min(starts), max(starts) + width
         count = len(steps)
@@ -286,7 +288,7 @@ class Rollup:
 
     # Functions of the carry ------------------------------------------------------------------
 
-    def _affine(self, node: Node, leaves: list[Any], loop: Loop, count: int) -> Affine:
+    def _affine(self, node: Any, leaves: list[Any], loop: Loop, count: int) -> Affine:
         """Apply one step's operation to functions of the carry."""
         if any(isinstance(x, Affine) and x.loop is not loop for x in leaves):
             raise NotALoop("two carries depend on each other")
@@ -303,23 +305,25 @@ class Rollup:
                 raise NotALoop("an addition with a factor")
             a, b = operands
             if target is aten.sub.Tensor:
-                b = self._scaled(b, Value(-1.0), loop, count)
+                b = self._scaled(b, Value(-1.0), loop)
             return self._plus(a, b, loop)
         if target is aten.mul.Tensor:
             a, b = operands
             if isinstance(a, Affine) and isinstance(b, Affine):
                 raise NotALoop("the carry is multiplied by itself")
-            return self._scaled(*((a, b) if isinstance(a, Affine) else (b, a)), loop, count)
+            a, b = (a, b) if isinstance(a, Affine) else (b, a)
+            return self._scaled(a, b, loop)
         if target is aten.div.Tensor and isinstance(operands[0], Affine) and not isinstance(operands[1], Affine):
             inverse = self._call(aten.reciprocal.default, loop, operands[1])
-            return self._scaled(operands[0], inverse, loop, count)
+            return self._scaled(operands[0], inverse, loop)
         if target is aten.addcmul.default and not node.kwargs:
             a, b, c = leaves
             if isinstance(b, Affine) and isinstance(c, Affine):
                 raise NotALoop("the carry is multiplied by itself")
-            return self._plus(a, self._scaled(*((c, b) if isinstance(c, Affine) else (b, c)), loop, count), loop)
+            b, c = (c, b) if isinstance(c, Affine) else (b, c)
+            return self._plus(a, self._scaled(b, c, loop), loop)
         if target is aten.neg.default:
-            return self._scaled(mine, Value(-1.0), loop, count)
+            return self._scaled(mine, Value(-1.0), loop)
         if target is aten.where.self and isinstance(leaves[0], Value):
             return self._where(leaves, loop, count)
         raise NotALoop(f"the carry enters {target}, which is not affine in it")
@@ -347,7 +351,7 @@ class Rollup:
             offsets = [self._call(aten.add.Tensor, loop, *offsets)]
         return Affine(loop, scale, offsets[0] if offsets else None)
 
-    def _scaled(self, x: Affine | Value, by: Value, loop: Loop, count: int) -> Any:
+    def _scaled(self, x: Affine | Value, by: Value, loop: Loop) -> Any:
         if isinstance(x, Value):
             return self._call(aten.mul.Tensor, loop, x, by)
         scale = by if x.scale is None else self._call(aten.mul.Tensor, loop, x.scale, by)
@@ -420,7 +424,7 @@ def _carry(steps: tuple[Any, ...], frame: _Frame) -> Affine | None:
     return None
 
 
-def _plain_copy(node: Node) -> bool:
+def _plain_copy(node: Any) -> bool:
     """Tell whether a copy into another tensor only passes its source on."""
     source = node.args[1]
     return (
@@ -460,10 +464,10 @@ def _slice_of(node: Any) -> tuple[Node, int, int, int, bool] | None:
     """Read a node as positions of an axis of a tensor: (tensor, axis, start, stop, axis is kept)."""
     if not isinstance(node, Node) or node.op != "call_function" or not node.args:
         return None
-    source = node.args[0]
+    args: Any = node.args
+    source: Any = args[0]
     if node.target is operator.getitem:
-        split, at = node.args
-        assert isinstance(split, Node)
+        split, at = args
         if split.target not in (aten.unbind.int, aten.split.Tensor, aten.split_with_sizes.default):
             return None
         source = split.args[0]
@@ -479,13 +483,13 @@ def _slice_of(node: Any) -> tuple[Node, int, int, int, bool] | None:
         return None
     rank, shape = value(source).dim(), value(source).shape
     if node.target is aten.select.int:
-        dim = node.args[1] % rank
-        at = node.args[2]
+        dim = args[1] % rank
+        at = args[2]
         return (source, dim, at % shape[dim], at % shape[dim] + 1, False) if isinstance(at, int) else None
     if node.target is aten.slice.Tensor:
-        dim = (node.args[1] if len(node.args) > 1 else 0) % rank
-        start = node.args[2] if len(node.args) > 2 and node.args[2] is not None else 0
-        step = node.args[4] if len(node.args) > 4 else 1
+        dim = (args[1] if len(args) > 1 else 0) % rank
+        start = args[2] if len(args) > 2 and args[2] is not None else 0
+        step = args[4] if len(args) > 4 else 1
         if not isinstance(start, int) or step != 1:
             return None
         start = min(start % shape[dim] if start < 0 else start, shape[dim])

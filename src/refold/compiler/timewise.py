@@ -144,7 +144,7 @@ def _unsqueeze(emit: Emitter, node: Node, args: list[Any], steps: int) -> Node:
     return emit.call(node.target, args[0].node, _dim(args[1], _rank(args) + 1))
 
 
-def _reduce(emit: Emitter, node: Node, args: list[Any], steps: int) -> Node:
+def _reduce(emit: Emitter, node: Any, args: list[Any], steps: int) -> Node:
     rank = _rank(args)
     given = args[1] if len(args) > 1 else node.kwargs.get("dim")
     dims = [given] if isinstance(given, int) else list(given or range(rank))
@@ -152,7 +152,7 @@ def _reduce(emit: Emitter, node: Node, args: list[Any], steps: int) -> Node:
     return emit.call(node.target, args[0].node, [_dim(d, rank) for d in dims], *args[2:], **kwargs)
 
 
-def _reduce_all(emit: Emitter, node: Node, args: list[Any], steps: int) -> Node:
+def _reduce_all(emit: Emitter, node: Any, args: list[Any], steps: int) -> Node:
     target = {aten.sum.default: aten.sum.dim_IntList, aten.mean.default: aten.mean.dim}[node.target]
     return emit.call(target, args[0].node, list(range(1, _rank(args) + 1)), **node.kwargs)
 
@@ -177,7 +177,7 @@ def _permute(emit: Emitter, node: Node, args: list[Any], steps: int) -> Node:
     return emit.permute(args[0].node, [0, *(d + 1 for d in order)])
 
 
-def _cat(emit: Emitter, node: Node, args: list[Any], steps: int) -> Node:
+def _cat(emit: Emitter, node: Any, args: list[Any], steps: int) -> Node:
     dim = args[1] if len(args) > 1 else node.kwargs.get("dim", 0)
     return emit.call(aten.cat.default, [emit.timed(v, steps) for v in args[0]], _dim(dim, value(node).dim()))
 

@@ -242,7 +242,8 @@ def test_gradients(rewritten, fn, inputs, rewrites, scans):
 
 @pytest.mark.parametrize("steps", [3, 4, 64])
 def test_nodes_do_not_grow_with_the_steps(rewritten, steps):
-    outcome = rewritten(mamba1, *(x[:, :1].expand(-1, steps, -1).contiguous() if x.dim() == 3 else x for x in inputs_mamba1()))
+    inputs = [x[:, :1].expand(-1, steps, -1).contiguous() if x.dim() == 3 else x for x in inputs_mamba1()]
+    outcome = rewritten(mamba1, *inputs)
     assert ("refold.selective_scan.default" in outcome.targets) == (steps >= 4)
     assert len(outcome.targets) < 60
 

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
+from typing import Any
 
 import torch
 from torch._inductor.pattern_matcher import stable_topological_sort
@@ -17,7 +19,7 @@ from torch.fx import Graph, Node
 
 from ...ops.library import OPS
 from ..duality import lower, reading
-from ..graph import Builder
+from ..graph import Builder, region_inputs
 from ..index import arg, is_tensor, same, value
 from ..rewrite import Rewrite, replace_node
 from ..rollup import Loop, Rollup
@@ -94,14 +96,14 @@ def _replace(rollup: Rollup, root: Node, join: Join, anchor: Node | None = None)
     new = build.restride(new, value(root))
     rollup.emit.added += build.added
     added = rollup.emit.added
-    read = {x for node in added for x in node.all_input_nodes}
+    inside = _region(root, new, rollup)
     found = rollup.loops[loops:] or rollup.loops[-1:]
     first = found[0]
     state = " x ".join(str(size) for size in value(first.steps[0]).shape)
     return replace_node(
         root,
         new,
-        inside=rollup.members - read,
+        inside=inside,
         added=added,
         name="roll up loop",
         why="its steps wait for one another, one launch after the other",
@@ -109,7 +111,27 @@ def _replace(rollup: Rollup, root: Node, join: Join, anchor: Node | None = None)
         + (", against time" if first.reverse else ""),
         multilinear=False,
         terms=len(first.steps),
+        spread=0.1,
     )
+
+
+def _region(root: Node, new: Node, rollup: Rollup) -> set[Node]:
+    """Return the nodes of the original between what the new value reads and the root."""
+    added = set(rollup.emit.added) | {new}
+    read = {x for node in added for x in node.all_input_nodes if x not in added}
+    inside = rollup.members - read
+    # The operators' arguments may be read from further up than the loop did, behind a negation say.
+    behind: set[Node] = set()
+    for node in root.graph.nodes:
+        if any(x in read or x in behind for x in node.all_input_nodes):
+            behind.add(node)
+    stack = [x for x in region_inputs(root, inside) if x in behind and x not in read]
+    while stack:
+        node = stack.pop()
+        if node not in inside and node not in added:
+            inside.add(node)
+            stack.extend(x for x in node.all_input_nodes if x in behind and x not in read)
+    return inside
 
 
 def _dualise(rollup: Rollup, loop: Loop, new: Node) -> str:
@@ -149,7 +171,8 @@ def _dualise(rollup: Rollup, loop: Loop, new: Node) -> str:
 
 def _behind(node: Node) -> set[Node]:
     """Return all that a node depends on."""
-    stack, seen = [node], set()
+    stack = [node]
+    seen: set[Node] = set()
     while stack:
         x = stack.pop()
         if x not in seen:
@@ -177,9 +200,9 @@ def _joins(graph: Graph) -> Iterator[tuple[Node, Join]]:
             yield node, _sum
 
 
-def _cat(rollup: Rollup, root: Node) -> Node:
+def _cat(rollup: Rollup, root: Any) -> Node:
     parts, dim = root.args[0], arg(root, 1, "dim", 0)
-    return _along(rollup, rollup.stack(parts, root), dim % value(root).dim(), value(root).shape)  # type: ignore[arg-type]
+    return _along(rollup, rollup.stack(parts, root), dim % value(root).dim(), value(root).shape)
 
 
 def _along(rollup: Rollup, x: Node, dim: int, shape: Sequence[int]) -> Node:
@@ -195,7 +218,7 @@ def _writes_on(user: Node, node: Node) -> bool:
     return user.target in _SCATTERS and user.args[0] is node
 
 
-def _content(scatter: Node) -> Node:
+def _content(scatter: Any) -> Any:
     """Return what a write stores, without the copy that functionalisation makes of it."""
     new = scatter.args[1]
     while isinstance(new, Node) and new.target is aten.copy.default:
@@ -203,10 +226,10 @@ def _content(scatter: Node) -> Node:
         if not is_tensor(source) or value(source).shape != value(new).shape or value(source).dtype != value(new).dtype:
             break
         new = source
-    return new  # type: ignore[return-value]
+    return new
 
 
-def _position(scatter: Node) -> tuple[int, int, int] | None:
+def _position(scatter: Any) -> tuple[int, int, int] | None:
     """Return (axis, start, width) of a write."""
     shape, dim = value(scatter).shape, arg(scatter, 2, "dim", 0) % value(scatter).dim()
     start = arg(scatter, 3, "index" if scatter.target is aten.select_scatter.default else "start", 0) or 0
@@ -219,10 +242,11 @@ def _position(scatter: Node) -> tuple[int, int, int] | None:
 
 def _writes(root: Node) -> tuple[Node, list[Node]]:
     """Return what a chain of writes starts from, and the writes, first one first."""
-    chain, node = [], root
+    chain: list[Node] = []
+    node: Any = root
     while isinstance(node, Node) and node.target is root.target:
         chain.append(node)
-        node = node.args[0]  # type: ignore[assignment]
+        node = node.args[0]
     return node, chain[::-1]
 
 
@@ -233,14 +257,14 @@ def _written(rollup: Rollup, root: Node) -> Node:
 
 def _place(rollup: Rollup, root: Node, base: Node, writes: list[tuple[Node, Node]]) -> Node:
     """Write the values of all steps at once."""
-    positions = [_position(write) for write, _ in writes]
+    positions: list[Any] = [_position(write) for write, _ in writes]
     first = positions[0]
     if first is None or any(p is None or (p[0], p[2]) != (first[0], first[2]) for p in positions):
         raise NotALoop("the steps write to different axes")
     dim, _, width = first
-    ordered = sorted(zip(positions, writes, strict=True), key=lambda pair: pair[0][1])  # type: ignore[index]
-    starts = [p[1] for p, _ in ordered]  # type: ignore[index]
-    if any(b - a != width for a, b in zip(starts, starts[1:], strict=False)):
+    ordered = sorted(zip(positions, writes, strict=True), key=lambda pair: pair[0][1])
+    starts = [p[1] for p, _ in ordered]
+    if any(b - a != width for a, b in pairwise(starts)):
         raise NotALoop("the steps do not write next to one another")
     x = rollup.stack([content for _, (_, content) in ordered], root)
     shape = [*value(root).shape]
@@ -269,20 +293,21 @@ def _forward_writes(graph: Graph) -> None:
 # Sums over steps -----------------------------------------------------------------------------
 
 
-def _is_term(node: Node) -> bool:
+def _is_term(node: Any) -> bool:
     """Tell whether a sum is only a part of a longer one."""
     users = list(node.users)
     return len(users) == 1 and users[0].target is aten.add.Tensor and _same_type(users[0], node)
 
 
-def _same_type(a: Node, b: Node) -> bool:
+def _same_type(a: Any, b: Any) -> bool:
     x, y = value(a), value(b)
     return not a.kwargs and x.shape == y.shape and x.dtype == y.dtype
 
 
 def _terms(root: Node) -> list[Node]:
     """Return what a chain of additions adds up, first one first; empty if it is not all of one type."""
-    terms, stack = [], [root]
+    terms: list[Node] = []
+    stack: list[Any] = [root]
     while stack:
         node = stack.pop()
         if node is root or (node.target is aten.add.Tensor and len(node.users) == 1 and not node.kwargs):
@@ -290,20 +315,20 @@ def _terms(root: Node) -> list[Node]:
                 if node is root:
                     return []
             else:
-                stack += node.args[::-1]  # type: ignore[arg-type]
+                stack += node.args[::-1]
                 continue
         terms.append(node)
     return terms
 
 
-def _is_gradient_of_slice(term: Node) -> bool:
+def _is_gradient_of_slice(term: Any) -> bool:
     base = term.args[0] if term.target in _SCATTERS else None
     return isinstance(base, Node) and base.target is aten.full.default and base.args[1] == 0
 
 
 def _sum(rollup: Rollup, root: Node) -> Node:
     parts: list[Node] = []
-    groups: dict[object, list[Node]] = defaultdict(list)
+    groups: dict[Any, list[Any]] = defaultdict(list)
     seen: dict[object, int] = defaultdict(int)
     for term in _terms(root):
         if _is_gradient_of_slice(term):
@@ -316,7 +341,7 @@ def _sum(rollup: Rollup, root: Node) -> Node:
         if len(terms) < SHORTEST:
             parts += terms
         elif isinstance(key, tuple):
-            parts.append(_place(rollup, root, terms[0].args[0], [(t, t.args[1]) for t in terms]))  # type: ignore[arg-type,misc]
+            parts.append(_place(rollup, root, terms[0].args[0], [(t, t.args[1]) for t in terms]))
         else:
             parts += _sums(rollup, root, terms)
     total = parts[0]
