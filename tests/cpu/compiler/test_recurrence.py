@@ -3,6 +3,8 @@
 import pytest
 import torch
 
+import refold
+
 SCAN = "refold.linear_scan.default"
 T, B, D, N = 7, 2, 5, 3
 
@@ -356,3 +358,26 @@ def test_other_loops_stay(rewritten, fn, train):
     if not train:
         assert "roll up loop" not in outcome.names
     assert outcome.worst() < 1e-5
+
+
+REASONS = [(gru, "depend"), (vanilla, "mixes"), (squared, "multiplied by itself"), (coupled, "depend on each other")]
+
+
+@pytest.mark.parametrize(("fn", "words"), REASONS, ids=[case[0].__name__ for case in REASONS])
+def test_explain_says_why_a_loop_stays(fn, words):
+    x, w, u = inputs_gates()
+    report = refold.explain(fn, torch.cat([x, x], 1), w, u)
+    notes = [note for graph in report.graphs for note in graph.notes]
+    assert any("a loop over time stays" in note for note in notes), notes
+
+
+def test_end_to_end_with_gradients():
+    inputs = [x.requires_grad_() for x in inputs_mamba1()]
+    torch._dynamo.reset()
+    compiled = refold.compile(mamba1, accept="always", strict=True)
+    expected, got = mamba1(*inputs), compiled(*inputs)
+    torch.testing.assert_close(got, expected)
+    grads = [torch.autograd.grad(y.square().sum(), inputs) for y in (expected, got)]
+    torch.testing.assert_close(grads[1], grads[0], rtol=1e-4, atol=1e-4)
+    applied = [row for graph in compiled.report.graphs for row in graph.applied]
+    assert sum(row.name == "roll up loop" for row in applied) >= 5

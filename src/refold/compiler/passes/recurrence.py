@@ -70,6 +70,7 @@ def refusals(graph: Graph) -> list[str]:
     """Say of each list of steps why it is no scan; inserts dead nodes and removes them again."""
     reasons: dict[str, None] = {}
     rollup = Rollup()
+    _forward_writes(graph)
     for root, join in list(_joins(graph)):
         try:
             rollup.emit.at(root)
@@ -95,8 +96,9 @@ def _replace(rollup: Rollup, root: Node, join: Join, anchor: Node | None = None)
     build = Builder(anchor)
     new = build.restride(new, value(root))
     rollup.emit.added += build.added
-    added = rollup.emit.added
-    inside = _region(root, new, rollup)
+    live = _behind(new)
+    added = [node for node in rollup.emit.added if node in live]
+    inside = _region(root, added, rollup)
     found = rollup.loops[loops:] or rollup.loops[-1:]
     first = found[0]
     state = " x ".join(str(size) for size in value(first.steps[0]).shape)
@@ -115,9 +117,9 @@ def _replace(rollup: Rollup, root: Node, join: Join, anchor: Node | None = None)
     )
 
 
-def _region(root: Node, new: Node, rollup: Rollup) -> set[Node]:
+def _region(root: Node, made: list[Node], rollup: Rollup) -> set[Node]:
     """Return the nodes of the original between what the new value reads and the root."""
-    added = set(rollup.emit.added) | {new}
+    added = set(made)
     read = {x for node in added for x in node.all_input_nodes if x not in added}
     inside = rollup.members - read
     # The operators' arguments may be read from further up than the loop did, behind a negation say.
@@ -222,7 +224,7 @@ def _content(scatter: Any) -> Any:
     """Return what a write stores, without the copy that functionalisation makes of it."""
     new = scatter.args[1]
     while isinstance(new, Node) and new.target is aten.copy.default:
-        source = new.args[1]
+        source: Any = new.args[1]
         if not is_tensor(source) or value(source).shape != value(new).shape or value(source).dtype != value(new).dtype:
             break
         new = source
@@ -323,7 +325,7 @@ def _terms(root: Node) -> list[Node]:
 
 def _is_gradient_of_slice(term: Any) -> bool:
     base = term.args[0] if term.target in _SCATTERS else None
-    return isinstance(base, Node) and base.target is aten.full.default and base.args[1] == 0
+    return isinstance(base, Node) and base.target is aten.full.default and bool(base.args[1] == 0)
 
 
 def _sum(rollup: Rollup, root: Node) -> Node:
