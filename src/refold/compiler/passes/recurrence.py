@@ -193,7 +193,7 @@ def _joins(graph: Graph) -> Iterator[tuple[Node, Join]]:
     for node in list(graph.nodes):
         if node.op != "call_function" or node._erased or not is_tensor(node):
             continue
-        if node.target is aten.cat.default and len(node.args[0]) >= SHORTEST:
+        if node.target in (aten.cat.default, aten.stack.default) and len(node.args[0]) >= SHORTEST:
             yield node, _cat
         elif node.target in _SCATTERS and not any(_writes_on(user, node) for user in node.users):
             if len(_writes(node)[1]) >= SHORTEST:
