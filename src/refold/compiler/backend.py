@@ -23,6 +23,7 @@ from ..report import GraphReport, Report
 from .capture import Compiled, Hook, Stopped, inductor
 from .contest import first_line
 from .loops import serial_loops
+from .passes.recurrence import refusals
 from .proof import Settings
 from .session import GraphCompile, survey
 
@@ -166,6 +167,8 @@ def explain(module: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
 
         def visit(index: int, graph: Graph) -> None:
             entry.loops += serial_loops(graph)
+            if entry.loops:
+                entry.notes += [f"a loop over time stays: {reason}" for reason in refusals(graph)]
             survey(entry, graph)
             raise Stopped
 

@@ -9,12 +9,14 @@ from torch.fx import Graph
 from .passes.contraction import drop_degenerate_sums, recover_contractions
 from .passes.depthwise import unroll_depthwise_convolutions
 from .passes.onednn import prefer_onednn
+from .passes.recurrence import roll_up_loops
 from .passes.segment_sum import difference_segment_sums
 from .rewrite import Rewrite
 
 Pass = Callable[[Graph, Callable[[str], bool]], Iterator[Rewrite]]
 
 PASSES: list[tuple[str, Pass]] = [
+    ("roll up loops", roll_up_loops),
     ("drop degenerate sums", drop_degenerate_sums),
     ("recover contractions", recover_contractions),
     ("unroll depthwise convolutions", unroll_depthwise_convolutions),

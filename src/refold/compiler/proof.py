@@ -25,6 +25,8 @@ log = logging.getLogger("refold")
 
 # A region may take this many seconds of pair timing before the race is called.
 RACE_BUDGET_S = 5.0
+# Inductor needs minutes for more nodes than these: an unrolled loop of that length is raced as eager runs it.
+INDUCTOR_NODES = 1000
 
 
 @dataclass(frozen=True)
@@ -80,6 +82,7 @@ def judge(rewrite: Rewrite, actual: Sequence[Any] | None, settings: Settings) ->
             like,
             terms=rewrite.terms,
             multilinear=rewrite.multilinear,
+            spread=rewrite.spread,
         )
         verdict.evidence.seconds = time.perf_counter() - start
         if not verdict.evidence.passed:
@@ -137,7 +140,8 @@ def _race(rewrite: Rewrite, inputs: Sequence[Any], device: torch.device, setting
     with torch.no_grad():
         if fits(rewrite.original, device):
             originals["eager"] = lambda: rewrite.original(*inputs)
-        compiled = compile_or_none(rewrite.original, inputs, options)
+        too_long = len(rewrite.original.graph.nodes) > INDUCTOR_NODES
+        compiled = None if too_long else compile_or_none(rewrite.original, inputs, options)
         if compiled is not None:
             originals["torch.compile"] = lambda: compiled(*inputs)
         fast = compile_or_none(rewrite.candidate, inputs, options)

@@ -32,6 +32,8 @@ class Rewrite:
         raced_alone: Whether timing the region by itself means anything. It does not when the candidate
             does no arithmetic, or pays off by being fused with what surrounds it; then only the race
             of the whole graph decides.
+        spread: Standard deviation of the random inputs of the proof. A recurrence over many steps
+            overflows at one: there is nothing to compare then.
     """
 
     name: str
@@ -45,6 +47,7 @@ class Rewrite:
     multilinear: bool
     terms: int
     raced_alone: bool = True
+    spread: float = 1.0
 
     @cached_property
     def before(self) -> Cost:
@@ -106,6 +109,7 @@ def replace_node(
     multilinear: bool,
     terms: int,
     raced_alone: bool = True,
+    spread: float = 1.0,
 ) -> Rewrite:
     """Swap ``root`` for ``new`` and return the record of it.
 
@@ -120,6 +124,7 @@ def replace_node(
         multilinear: See `Rewrite`.
         terms: See `Rewrite`.
         raced_alone: See `Rewrite`.
+        spread: See `Rewrite`.
     """
     order = {node: i for i, node in enumerate(root.graph.nodes)}
     inside = set(inside)
@@ -139,6 +144,7 @@ def replace_node(
         multilinear=multilinear,
         terms=terms,
         raced_alone=raced_alone,
+        spread=spread,
     )
     root.replace_all_uses_with(new)
     return record

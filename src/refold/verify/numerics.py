@@ -89,6 +89,7 @@ def check(
     *,
     terms: int,
     multilinear: bool,
+    spread: float = 1.0,
     seed: int = 0,
 ) -> Evidence:
     """Compare a candidate with the original at level "quick".
@@ -101,6 +102,7 @@ def check(
         like: Values with the shapes, dtypes and devices of the inputs.
         terms: Number of terms added up for one output element.
         multilinear: Whether the program is a sum of products of its inputs.
+        spread: Standard deviation of the random inputs.
         seed: Seeds the random inputs.
 
     Returns:
@@ -109,7 +111,7 @@ def check(
     evidence = Evidence()
     generator = torch.Generator().manual_seed(seed)
     kinds: list[tuple[str, Values]] = [] if actual is None else [("actual", actual)]
-    kinds.append(("normal", [_normal(x, generator) for x in like]))
+    kinds.append(("normal", [_normal(x, generator, spread) for x in like]))
     if multilinear:
         kinds.append(("integers", [_integers(x, terms, generator) for x in like]))
     for kind, inputs in kinds:
@@ -135,11 +137,11 @@ def check(
     return evidence
 
 
-def _normal(x: Any, generator: torch.Generator) -> Any:
+def _normal(x: Any, generator: torch.Generator, spread: float) -> Any:
     """Draw zero-mean inputs: positive ones hide a loss of precision."""
     if not (isinstance(x, torch.Tensor) and x.is_floating_point()):
         return x
-    return _like(x, torch.randn(x.shape, generator=generator))
+    return _like(x, spread * torch.randn(x.shape, generator=generator))
 
 
 def _integers(x: Any, terms: int, generator: torch.Generator) -> Any:

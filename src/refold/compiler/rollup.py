@@ -1,0 +1,497 @@
+"""Roll up unrolled loops: the values of all steps of a loop become one tensor with a time axis.
+
+`Rollup.stack` takes one node a step and works backwards. If all steps apply the same operation, its
+arguments are one node a step again, and are stacked first. It ends where all steps read the same
+node, or the same tensor at positions in arithmetic progression. And where it meets, one step late,
+a list of nodes that it is just stacking: that is the carry of a loop. From there on back up, values
+are affine functions of the carry, or the loop is refused. Nothing depends on names, on the order of
+nodes or on how the steps were written. Every list is stacked once, so the work is linear in the
+size of the graph.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import operator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from ..ops.library import OPS
+from .index import is_tensor, value
+from .timewise import Emitter, NotALoop, Value, is_pointwise, run
+
+aten = torch.ops.aten
+prims = torch.ops.prims
+
+# Values that the first or last step may compute otherwise, and how deep a step may be.
+PEELS = 3
+DEPTH = 150
+_SAME = (aten.clone.default, aten.alias.default, aten.detach.default)
+_VIEWS = (aten.expand.default, aten.view.default)
+
+
+@dataclass(eq=False)
+class Loop:
+    """A list of nodes that is being stacked; a loop if it turns out to depend on itself.
+
+    Attributes:
+        steps: The nodes, one a step.
+        reverse: Whether a step depends on the one after it.
+        initial: What the first step to run reads instead of a step; set once the carry was met.
+        states: All steps' values, once they are known.
+        scan: The operator's result that ``states`` is a view of, (batch, time, ...).
+        body: What a step does with the carry.
+        previous: What each step read of the one before.
+        last: The last state, if something cheaper than ``states`` holds it.
+    """
+
+    steps: tuple[Node, ...]
+    reverse: bool = False
+    initial: Any = None
+    states: Node | None = None
+    scan: Node | None = None
+    body: Affine | None = None
+    previous: Node | None = None
+    last: Node | None = None
+
+
+@dataclass(frozen=True)
+class Affine:
+    """``scale * carry + offset``, elementwise; None stands for 1 and for 0."""
+
+    loop: Loop
+    scale: Value | None = None
+    offset: Value | None = None
+
+
+@dataclass
+class _Frame:
+    """One attempt: the lists being stacked, none of which a peeled list may see."""
+
+    open: dict[Node, Loop] = field(default_factory=dict)
+
+
+class Rollup:
+    """Stacks lists of nodes of one graph, and remembers what it has stacked."""
+
+    def __init__(self) -> None:
+        self.emit = Emitter()
+        self.members: set[Node] = set()
+        self.training = False
+        self.loops: list[Loop] = []
+        self._memo: dict[tuple[Any, ...], Value | Affine | NotALoop] = {}
+        # Node -> the stacked list it is in, and where.
+        self._place: dict[Node, tuple[Value, tuple[Any, ...], int]] = {}
+
+    def stack(self, steps: Sequence[Node], anchor: Node) -> Node:
+        """Return a node whose axis 0 holds the given nodes' values; new nodes go before the anchor.
+
+        Raises:
+            NotALoop: It says why there is none.
+        """
+        self.emit.at(anchor)
+        found = self._list(tuple(steps), _Frame(), 0, 0)
+        if isinstance(found, Affine):
+            raise NotALoop("the list depends on a loop that is not finished")
+        return self.emit.timed(found, len(steps))
+
+    def _list(self, steps: tuple[Any, ...], frame: _Frame, depth: int, peeled: int) -> Value | Affine:
+        first = steps[0]
+        if all(step is first for step in steps):
+            return Value(first)
+        if not isinstance(first, Node) and all(type(x) is type(first) and x == first for x in steps):
+            return Value(first)
+        if (carry := _carry(steps, frame)) is not None:
+            return carry
+        known = self._memo.get(steps)
+        if isinstance(known, NotALoop):
+            raise known
+        if known is not None:
+            return self._closed(known)
+        try:
+            part: Value | Affine | None = self._part(steps)
+            if part is None:
+                part = self._new(steps, frame, depth, peeled)
+        except NotALoop as reason:
+            self._memo[steps] = reason
+            raise
+        self._memo[steps] = part
+        if isinstance(part, Value) and part.timed:
+            val = steps[-1].meta["val"]
+            if isinstance(val, torch.Tensor) and tuple(value(part.node).shape) != (len(steps), *val.shape):
+                self._memo[steps] = NotALoop("the steps differ in shape")
+                raise NotALoop("the steps differ in shape")
+            for i, step in enumerate(steps):
+                self._place.setdefault(step, (part, steps, i))
+        return part
+
+    def _closed(self, x: Value | Affine) -> Value | Affine:
+        """Turn a function of a carry into a value once the carry's loop is known."""
+        if isinstance(x, Affine) and x.loop.previous is not None:
+            return self._apply(x, x.loop.previous, x.loop.steps[0])
+        return x
+
+    def _apply(self, x: Affine, carry: Node, step: Node) -> Value:
+        out, rank = carry, value(step).dim()
+        if x.scale is not None:
+            out = self.emit.call(aten.mul.Tensor, out, self.emit.padded(x.scale, rank))
+        if x.offset is not None:
+            out = self.emit.call(aten.add.Tensor, out, self.emit.padded(x.offset, rank))
+        return Value(out, True)
+
+    def _part(self, steps: tuple[Any, ...]) -> Value | None:
+        """Find steps as a run, forwards or backwards, of a list that is stacked already."""
+        found = self._place.get(steps[0])
+        if found is None:
+            return None
+        whole, among, at = found
+        count = len(steps)
+        if among[at : at + count] == steps:
+            return Value(self._run(whole.node, at, at + count, 1), True)
+        if at - count + 1 >= 0 and among[at - count + 1 : at + 1] == steps[::-1]:
+            return Value(self._run(whole.node, at - count + 1, at + 1, -1), True)
+        return None
+
+    def _run(self, x: Node, start: int, stop: int, step: int, dim: int = 0) -> Node:
+        """Take positions ``start..stop`` of an axis, in the order that the sign of the step says."""
+        if (start, stop, abs(step)) != (0, value(x).shape[dim], 1):
+            x = self.emit.call(aten.slice.Tensor, x, dim, start, stop, abs(step))
+        return x if step > 0 else self.emit.call(prims.rev.default, x, [dim])
+
+    def _new(self, steps: tuple[Any, ...], frame: _Frame, depth: int, peeled: int) -> Value | Affine:
+        if depth > DEPTH:
+            raise NotALoop("a step is too long")
+        if (end := self._odd_end(steps)) is not None:
+            return self._peel(steps, end, peeled)
+        sample = steps[-1]
+        if not isinstance(sample, Node) or sample.op != "call_function":
+            raise NotALoop("the steps read tensors that are not slices of one")
+        if sample.target is aten.copy.default and all(_plain_copy(step) for step in steps):
+            self.members.update(steps)
+            return self._list(tuple(step.args[1] for step in steps), frame, depth + 1, peeled)
+        if (read := self._read(steps)) is not None:
+            self.members.update(steps)
+            return read
+        rows = [list(_leaves((step.args, step.kwargs))) for step in steps]
+        if any(len(row) != len(rows[0]) for row in rows):
+            raise NotALoop("the steps differ in their number of arguments")
+        tags = getattr(sample.target, "tags", ())
+        if torch.Tag.nondeterministic_seeded in tags:
+            raise NotALoop("there is randomness in the loop")
+        if any(isinstance(leaf, Node) for leaf in _leaves(sample.kwargs)):
+            raise NotALoop(f"{sample.target} reads a tensor by keyword")
+        loop = Loop(steps)
+        frame.open.setdefault(steps[0], loop)
+        frame.open.setdefault(steps[-1], loop)
+        try:
+            leaves: list[Any] = [self._list(column, frame, depth + 1, peeled) for column in zip(*rows, strict=True)]
+        finally:
+            for key in (steps[0], steps[-1]):
+                if frame.open.get(key) is loop:
+                    del frame.open[key]
+        self.members.update(steps)
+        carries = [leaf for leaf in leaves if isinstance(leaf, Affine)]
+        if not carries:
+            if not any(leaf.timed for leaf in leaves):
+                return Value(steps[0])  # computed anew at every step, but always the same
+            return run(self.emit, sample, _rebuild(sample.args, iter(leaves)), len(steps))
+        body = self._affine(sample, leaves, carries[0].loop, len(steps))
+        return self._scan(loop, body) if body.loop is loop else body
+
+    def _odd_end(self, steps: tuple[Any, ...]) -> int | None:
+        """Tell which end, 0 or -1, is computed otherwise than the rest, if just one is."""
+        if len(steps) < 3:
+            return None
+        a, b, c, d = (self._kind(steps[i]) for i in (0, 1, -2, -1))
+        if a != b and b == c:
+            return 0
+        if c != d and b == c:
+            return -1
+        # A known list with another value in front of it or behind it.
+        if self._follow(steps[1], steps[2]) and not self._follow(steps[0], steps[1]):
+            return 0
+        if self._follow(steps[-3], steps[-2]) and not self._follow(steps[-2], steps[-1]):
+            return -1
+        return None
+
+    def _kind(self, step: Any) -> Any:
+        return step.target if isinstance(step, Node) and step.op == "call_function" else type(step)
+
+    def _follow(self, a: Any, b: Any) -> bool:
+        """Tell whether two nodes are neighbours in a list that is stacked already."""
+        x, y = self._place.get(a), self._place.get(b)
+        return x is not None and y is not None and x[1] is y[1] and abs(x[2] - y[2]) == 1
+
+    def _peel(self, steps: tuple[Any, ...], end: int, peeled: int) -> Value:
+        """Stack all steps but one at the end, which stays as it is."""
+        if peeled >= PEELS:
+            raise NotALoop("the steps differ from one another")
+        rest = self._list(steps[1:] if end == 0 else steps[:-1], _Frame(), 0, peeled + 1)
+        odd = steps[end]
+        if isinstance(rest, Affine):
+            raise NotALoop("the list depends on a loop that is not finished")
+        like = steps[1] if end == 0 else steps[-2]
+        core = self.emit.timed(rest, len(steps) - 1)
+        odd = self._tensor(odd, like)
+        if value(odd).dtype != value(core).dtype:
+            raise NotALoop("the dtype changes from step to step")
+        own = self.emit.call(aten.unsqueeze.default, odd, 0)
+        return Value(self.emit.call(aten.cat.default, [own, core] if end == 0 else [core, own], 0), True)
+
+    def _tensor(self, x: Any, like: Node) -> Node:
+        """Return a node of the shape of another."""
+        if not isinstance(x, Node):
+            if isinstance(x, bool) or not isinstance(x, (int, float)):
+                raise NotALoop(f"the first step reads {x!r}")
+            val = value(like)
+            return self.emit.call(aten.full.default, list(val.shape), x, dtype=val.dtype, device=val.device)
+        if not is_tensor(x):
+            raise NotALoop("a step carries something that is not a tensor")
+        if x in self._place:
+            whole, _, at = self._place[x]
+            x = self.emit.call(aten.select.int, whole.node, 0, at) if whole.timed else whole.node
+        return self.emit.expand(x, value(like).shape)
+
+    # Reads -----------------------------------------------------------------------------------
+
+    def _read(self, steps: tuple[Node, ...]) -> Value | None:
+        """Match slices of one tensor at positions in arithmetic progression."""
+        parts: list[Any] = [_slice_of(step) for step in steps]
+        if parts[0] is None or any(part is None or part[:2] != parts[0][:2] for part in parts):
+            return None
+        source, dim, start, stop, keep = parts[0]
+        starts = [part[2] for part in parts]
+        step, width = starts[1] - starts[0], stop - start
+        if any(b - a != step for a, b in itertools.pairwise(starts)) or not step:
+            raise NotALoop("a tensor is read at positions that are not evenly spaced")
+        if any(part[3] - part[2] != width for part in parts) or (width != 1 and abs(step) != width):
+            raise NotALoop("a tensor is read in slices that do not tile it")
+        low, high = min(starts), max(starts) + width
+        count = len(steps)
+        if width == 1:
+            x = self._run(source, low, high, step, dim)
+        else:
+            x = self._run(source, low, high, 1, dim)
+            shape = value(x).shape
+            x = self.emit.reshape(x, [*shape[:dim], count, width, *shape[dim + 1 :]])
+            x = self._run(x, 0, count, 1 if step > 0 else -1, dim)
+        rank = value(x).dim()
+        x = self.emit.permute(x, [dim, *(d for d in range(rank) if d != dim)])
+        if width == 1 and keep:
+            x = self.emit.call(aten.unsqueeze.default, x, dim + 1)
+        return Value(x, True)
+
+    # Functions of the carry ------------------------------------------------------------------
+
+    def _affine(self, node: Any, leaves: list[Any], loop: Loop, count: int) -> Affine:
+        """Apply one step's operation to functions of the carry."""
+        if any(isinstance(x, Affine) and x.loop is not loop for x in leaves):
+            raise NotALoop("two carries depend on each other")
+        target, operands = node.target, [x for x in leaves if isinstance(x, Affine) or _counts(x)]
+        mine: Affine = next(x for x in leaves if isinstance(x, Affine))
+        if target in _SAME or (target in _VIEWS and value(node).shape == value(loop.steps[0]).shape):
+            return mine
+        if target is prims.convert_element_type.default and node.args[1].is_floating_point:
+            return mine
+        if not is_pointwise(target):
+            raise NotALoop(f"{target} mixes elements of the carry, so no elementwise scan computes it")
+        if target in (aten.add.Tensor, aten.sub.Tensor):
+            if node.kwargs or len(operands) != 2:
+                raise NotALoop("an addition with a factor")
+            a, b = operands
+            if target is aten.sub.Tensor:
+                b = self._scaled(b, Value(-1.0), loop)
+            return self._plus(a, b, loop)
+        if target is aten.mul.Tensor:
+            a, b = operands
+            if isinstance(a, Affine) and isinstance(b, Affine):
+                raise NotALoop("the carry is multiplied by itself")
+            a, b = (a, b) if isinstance(a, Affine) else (b, a)
+            return self._scaled(a, b, loop)
+        if target is aten.div.Tensor and isinstance(operands[0], Affine) and not isinstance(operands[1], Affine):
+            inverse = self._call(aten.reciprocal.default, loop, operands[1])
+            return self._scaled(operands[0], inverse, loop)
+        if target is aten.addcmul.default and not node.kwargs:
+            a, b, c = leaves
+            if isinstance(b, Affine) and isinstance(c, Affine):
+                raise NotALoop("the carry is multiplied by itself")
+            b, c = (c, b) if isinstance(c, Affine) else (b, c)
+            return self._plus(a, self._scaled(b, c, loop), loop)
+        if target is aten.neg.default:
+            return self._scaled(mine, Value(-1.0), loop)
+        if target is aten.where.self and isinstance(leaves[0], Value):
+            return self._where(leaves, loop, count)
+        raise NotALoop(f"the carry enters {target}, which is not affine in it")
+
+    def _call(self, target: Any, loop: Loop, *operands: Value) -> Value:
+        """Combine what does not depend on the carry."""
+        if not any(isinstance(x.node, Node) for x in operands):
+            a, b = (*(x.node for x in operands), 0)[:2]
+            numbers = {aten.mul.Tensor: lambda: a * b, aten.add.Tensor: lambda: a + b}
+            return Value(numbers.get(target, lambda: 1.0 / a)())
+        if not isinstance(operands[0].node, Node):
+            operands = operands[::-1]
+        rank = max(value(x.node).dim() - x.timed for x in operands if isinstance(x.node, Node))
+        out = self.emit.call(target, *(self.emit.padded(x, rank) for x in operands))
+        return Value(out, any(x.timed for x in operands))
+
+    def _plus(self, a: Affine | Value, b: Affine | Value, loop: Loop) -> Affine:
+        parts = []
+        for x in (a, b):
+            parts.append((x.scale or Value(1.0), x.offset) if isinstance(x, Affine) else (None, x))
+        scales = [scale for scale, _ in parts if scale is not None]
+        offsets = [offset for _, offset in parts if offset is not None]
+        scale = scales[0] if len(scales) == 1 else self._call(aten.add.Tensor, loop, *scales)
+        if len(offsets) == 2:
+            offsets = [self._call(aten.add.Tensor, loop, *offsets)]
+        return Affine(loop, scale, offsets[0] if offsets else None)
+
+    def _scaled(self, x: Affine | Value, by: Value, loop: Loop) -> Any:
+        if isinstance(x, Value):
+            return self._call(aten.mul.Tensor, loop, x, by)
+        scale = by if x.scale is None else self._call(aten.mul.Tensor, loop, x.scale, by)
+        return Affine(loop, scale, None if x.offset is None else self._call(aten.mul.Tensor, loop, x.offset, by))
+
+    def _where(self, leaves: list[Any], loop: Loop, count: int) -> Affine:
+        """Choose between functions of the carry by a mask that does not depend on it."""
+        like = loop.steps[0]
+        mask, sides = leaves[0], leaves[1:]
+        rank, outs = value(like).dim(), []
+        for missing, name in ((0.0, "scale"), (0.0, "offset")):
+            chosen = []
+            for x in sides:
+                part = getattr(x, name) if isinstance(x, Affine) else (x if name == "offset" else Value(missing))
+                if part is None:
+                    part = Value(1.0 if name == "scale" else 0.0)
+                chosen.append(self.emit.padded(Value(self.emit.timed(part, count, like), True), rank))
+            outs.append(Value(self.emit.call(aten.where.self, self.emit.padded(mask, rank), *chosen), True))
+        return Affine(loop, *outs)
+
+    # The loop itself -------------------------------------------------------------------------
+
+    def _scan(self, loop: Loop, body: Affine) -> Value:
+        """Compute all states at once, and note what each step read."""
+        emit, like, count = self.emit, loop.steps[-1], len(loop.steps)
+        val = value(like)
+        if not (val.is_floating_point() and all(isinstance(size, int) for size in val.shape)):
+            raise NotALoop("the carry is not a floating-point tensor of known shape")
+        initial = self._tensor(loop.initial, like)
+        shape = [count, *val.shape]
+        operands = [initial]
+        for part in (body.scale or Value(1.0), body.offset or Value(0.0)):
+            x = emit.timed(part, count, like)
+            operands.append(emit.expand(emit.padded(Value(x, True), val.dim()), shape))
+        dtype = functools.reduce(torch.promote_types, (value(x).dtype for x in operands), val.dtype)
+        if not dtype.is_floating_point:
+            raise NotALoop("the recurrence is not over real numbers")
+        # The operator wants a batch axis in front of time; any axis of the state will do.
+        order = [1, 0, *range(2, len(shape))] if val.dim() else [0]
+        operands = [emit.cast(x, dtype) for x in operands]
+        operands[1:] = [emit.permute(x, order) for x in operands[1:]]
+        if not val.dim():
+            operands = [emit.call(aten.unsqueeze.default, x, 0) for x in operands]
+        first, a, x = (emit.call(aten.clone.default, x, memory_format=torch.contiguous_format) for x in operands)
+        scan = emit.call(OPS["linear_scan"], a, x, first, None, loop.reverse, "")
+        out = emit.call(operator.getitem, scan, 0)
+        loop.scan, loop.body = out, body
+        out = emit.permute(out, order) if val.dim() else emit.call(aten.squeeze.dim, out, 0)
+        loop.states = emit.cast(out, val.dtype)
+        before = emit.call(aten.unsqueeze.default, emit.cast(initial, val.dtype), 0)
+        inner = emit.call(aten.slice.Tensor, loop.states, 0, *((1, count) if loop.reverse else (0, count - 1)))
+        pair = [inner, before] if loop.reverse else [before, inner]
+        loop.previous = emit.call(aten.cat.default, pair, 0)
+        self.loops.append(loop)
+        return Value(loop.states, True)
+
+
+def _carry(steps: tuple[Any, ...], frame: _Frame) -> Affine | None:
+    """Recognise a list that is being stacked, one step late."""
+    for key, reverse in ((steps[1], False), (steps[-2], True)):
+        loop = frame.open.get(key)
+        if loop is None or len(loop.steps) != len(steps):
+            continue
+        if (steps[:-1] == loop.steps[1:]) if reverse else (steps[1:] == loop.steps[:-1]):
+            initial = steps[-1] if reverse else steps[0]
+            if loop.initial is not None and loop.initial is not initial:
+                raise NotALoop("a step reads two different initial states")
+            loop.initial, loop.reverse = initial, reverse
+            return Affine(loop)
+    return None
+
+
+def _plain_copy(node: Any) -> bool:
+    """Tell whether a copy into another tensor only passes its source on."""
+    source = node.args[1]
+    return (
+        isinstance(source, Node)
+        and is_tensor(source)
+        and value(source).shape == value(node).shape
+        and value(source).dtype == value(node).dtype
+    )
+
+
+def _counts(x: Any) -> bool:
+    """Tell whether a leaf is an operand: a tensor or a number."""
+    return isinstance(x, Value) and (isinstance(x.node, Node) or type(x.node) in (int, float))
+
+
+def _leaves(x: Any) -> Iterator[Any]:
+    """Walk arguments in a fixed order."""
+    if isinstance(x, (list, tuple)):
+        for y in x:
+            yield from _leaves(y)
+    elif isinstance(x, dict):
+        for key in sorted(x):
+            yield from _leaves(x[key])
+    else:
+        yield x
+
+
+def _rebuild(x: Any, leaves: Iterator[Any]) -> Any:
+    """Put leaves back where they were: values of nodes, and all else as itself."""
+    if isinstance(x, (list, tuple)):
+        return [_rebuild(y, leaves) for y in x]
+    leaf = next(leaves)
+    return leaf if isinstance(leaf.node, Node) else leaf.node
+
+
+def _slice_of(node: Any) -> tuple[Node, int, int, int, bool] | None:
+    """Read a node as positions of an axis of a tensor: (tensor, axis, start, stop, axis is kept)."""
+    if not isinstance(node, Node) or node.op != "call_function" or not node.args:
+        return None
+    args: Any = node.args
+    source: Any = args[0]
+    if node.target is operator.getitem:
+        split, at = args
+        if split.target not in (aten.unbind.int, aten.split.Tensor, aten.split_with_sizes.default):
+            return None
+        source = split.args[0]
+        single = split.target is aten.unbind.int
+        position = 1 if single else 2
+        dim = (split.args[position] if len(split.args) > position else 0) % value(source).dim()
+        if single:
+            return source, dim, at, at + 1, False
+        sizes = [part.shape[dim] for part in split.meta["val"]]
+        start = sum(sizes[:at])
+        return source, dim, start, start + sizes[at], True
+    if not is_tensor(source):
+        return None
+    rank, shape = value(source).dim(), value(source).shape
+    if node.target is aten.select.int:
+        dim = args[1] % rank
+        at = args[2]
+        return (source, dim, at % shape[dim], at % shape[dim] + 1, False) if isinstance(at, int) else None
+    if node.target is aten.slice.Tensor:
+        dim = (args[1] if len(args) > 1 else 0) % rank
+        start = args[2] if len(args) > 2 and args[2] is not None else 0
+        step = args[4] if len(args) > 4 else 1
+        if not isinstance(start, int) or step != 1:
+            return None
+        start = min(start % shape[dim] if start < 0 else start, shape[dim])
+        return source, dim, start, start + value(node).shape[dim], True
+    return None

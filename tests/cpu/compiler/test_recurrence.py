@@ -1,0 +1,383 @@
+"""Loops over time become scans however they are spelled; loops that are no scans stay as they are."""
+
+import pytest
+import torch
+
+import refold
+
+SCAN = "refold.linear_scan.default"
+T, B, D, N = 7, 2, 5, 3
+
+
+def ema_for(x, a):
+    h, out = torch.zeros_like(x[:, 0]), []
+    for t in range(x.shape[1]):
+        h = a * h + (1 - a) * x[:, t]
+        out.append(h)
+    return torch.stack(out, dim=1)
+
+
+def ema_zip(x, a):
+    h, out = x.new_zeros(x.shape[0], x.shape[2]), []
+    for at, xt in zip(a.expand_as(x).unbind(1), x.unbind(1), strict=True):
+        h = torch.lerp(xt, h, at)
+        out += [h]
+    return torch.stack(out, 1)
+
+
+def ema_walrus(x, a):
+    h = torch.zeros(x.shape[0], x.shape[2])
+    return torch.cat([(h := h * a + (1.0 - a) * xt).unsqueeze(0) for xt in x.unbind(1)]).transpose(0, 1)
+
+
+def ema_preallocated(x, a):
+    out, h = torch.empty_like(x), 0.0
+    for t in range(x.shape[1]):
+        h = a * h + (1 - a) * x[:, t]
+        out[:, t] = h
+    return out
+
+
+def ema_reads_its_output(x, a):
+    out = torch.zeros_like(x)
+    out[:, 0] = x[:, 0]
+    for t in range(1, x.shape[1]):
+        out[:, t] = a * out[:, t - 1] + (1 - a) * x[:, t]
+    return out
+
+
+def ema_slices(x, a):
+    h, out = torch.zeros(x.shape[0], 1, x.shape[2]), []
+    for t in range(x.shape[1]):
+        h = h + (1 - a) * (x[:, t : t + 1, :] - h)
+        out.append(h)
+    return torch.cat(out, dim=1)
+
+
+def ema_time_first(x, a):
+    h, out = torch.zeros(x.shape[0], x.shape[2]), []
+    for xt in x.transpose(0, 1):
+        h = a * h - (a - 1) * xt
+        out.append(h)
+    return torch.stack(out)
+
+
+SPELLINGS = [ema_for, ema_zip, ema_walrus, ema_preallocated, ema_reads_its_output, ema_slices, ema_time_first]
+
+
+@pytest.mark.parametrize("fn", SPELLINGS, ids=lambda fn: fn.__name__)
+def test_spellings(rewritten, fn):
+    outcome = rewritten(fn, torch.randn(B, T, D), torch.tensor(0.7))
+    assert outcome.names == ["roll up loop"]
+    assert outcome.targets.count(SCAN) == 1
+    assert outcome.worst() < 1e-5
+
+
+def mamba1(x, dt, A, B_, C):
+    h, ys = torch.zeros(x.shape[0], x.shape[2], A.shape[1]), []
+    for t in range(x.shape[1]):
+        decay = torch.exp(dt[:, t, :, None] * A)
+        h = decay * h + dt[:, t, :, None] * B_[:, t, None, :] * x[:, t, :, None]
+        ys.append((h * C[:, t, None, :]).sum(-1))
+    return torch.stack(ys, dim=1) + x
+
+
+def mamba1_matmul(x, dt, A, B_, C):
+    dA = torch.exp(dt.unsqueeze(-1) * A)
+    dBx = (dt * x).unsqueeze(-1) * B_.unsqueeze(2)
+    h, y = torch.zeros_like(dA[:, 0]), torch.empty_like(x)
+    for i in range(x.size(1)):
+        h = dA[:, i] * h + dBx[:, i]
+        y[:, i, :] = (h @ C[:, i, :].unsqueeze(-1)).squeeze(-1)
+    return y, h
+
+
+def inputs_mamba1():
+    return torch.randn(B, T, D), torch.rand(B, T, D), -torch.rand(D, N), torch.randn(B, T, N), torch.randn(B, T, N)
+
+
+def mamba2(x, dt, A, B_, C):
+    S, ys = torch.zeros(*x[:, 0].shape, B_.shape[-1]), []
+    for t in range(x.shape[1]):
+        S = torch.exp(dt[:, t] * A)[:, :, None, None] * S
+        S = S + torch.einsum("bh,bhp,bn->bhpn", dt[:, t], x[:, t], B_[:, t])
+        ys.append(torch.einsum("bhpn,bn->bhp", S, C[:, t]))
+    return torch.stack(ys, 1)
+
+
+def inputs_mamba2():
+    return torch.randn(B, T, 2, D), torch.rand(B, T, 2), -torch.rand(2), torch.randn(B, T, N), torch.randn(B, T, N)
+
+
+def linear_attention(q, k, v):
+    S, out = q.new_zeros(q.shape[0], q.shape[1], q.shape[-1], v.shape[-1]), []
+    for t in range(q.shape[2]):
+        S = S + k[:, :, t].unsqueeze(-1) * v[:, :, t].unsqueeze(-2)
+        out.append((q[:, :, t].unsqueeze(-2) @ S).squeeze(-2))
+    return torch.stack(out, dim=2)
+
+
+def retnet(q, k, v):
+    gamma = 1 - 2.0 ** (-5 - torch.arange(q.shape[1]))
+    S, out = 0, []
+    for t in range(q.shape[2]):
+        S = gamma[:, None, None] * S + k[:, :, t, :, None] @ v[:, :, t, None, :]
+        out.append(torch.einsum("bhn,bhnp->bhp", q[:, :, t], S))
+    return torch.stack(out, dim=2)
+
+
+def inputs_attention():
+    return torch.randn(B, 2, T, N), torch.randn(B, 2, T, N), torch.randn(B, 2, T, D)
+
+
+def min_gru(x, w, u):
+    h, hs = torch.zeros_like(x[:, 0]), []
+    for t in range(x.shape[1]):
+        z = torch.sigmoid(x[:, t] @ w)
+        h = (1 - z) * h + z * torch.tanh(x[:, t] @ u)
+        hs.append(h)
+    return torch.stack(hs, 1)
+
+
+def last_state_only(x, w, u):
+    h, hs = torch.zeros_like(x[:, 0]), []
+    for t in range(x.shape[1]):
+        h = torch.sigmoid(x[:, t] @ w) * h + x[:, t] @ u
+        hs.append(h)
+    return torch.stack(hs, 1), h, h * 2
+
+
+def inputs_gates():
+    return torch.randn(B, T, D), torch.randn(D, D), torch.randn(D, D)
+
+
+def s4d_real(u, log_dt, A, B_, C):
+    dt = torch.exp(log_dt)
+    dA, dB = torch.exp(dt[:, None] * A), dt[:, None] * B_
+    x, ys = torch.zeros(u.shape[0], *A.shape), []
+    for t in range(u.shape[-1]):
+        x = dA * x + dB * u[:, :, t, None]
+        ys.append((C * x).sum(-1))
+    return torch.stack(ys, dim=-1)
+
+
+def inputs_s4d():
+    return torch.randn(B, D, T), torch.randn(D), -torch.rand(D, N), torch.randn(D, N), torch.randn(D, N)
+
+
+def reverse(x, a):
+    h, out = torch.zeros_like(x[:, 0]), []
+    for t in reversed(range(x.shape[1])):
+        h = a * h + x[:, t]
+        out.append(h)
+    return torch.stack(out[::-1], dim=1)
+
+
+def reverse_negative_index(x, a):
+    h, out = torch.zeros_like(x[:, 0]), torch.zeros_like(x)
+    for t in range(1, x.shape[1] + 1):
+        h = a * h + x[:, -t]
+        out[:, -t] = h
+    return out
+
+
+def bidirectional(x, a):
+    return torch.cat([ema_for(x, a), reverse(x, a)], -1)
+
+
+def two_carries(x, a):
+    h, g, out = torch.zeros_like(x[:, 0]), torch.zeros_like(x[:, 0]), []
+    for t in range(x.shape[1]):
+        h = a * h + x[:, t]
+        g = (1 - a) * g + h * x[:, t]
+        out.append(h * g)
+    return torch.stack(out, dim=1)
+
+
+def two_layers(x, a):
+    return ema_for(torch.tanh(ema_for(x, a)), a)
+
+
+def inputs_ema():
+    return torch.randn(B, T, D), torch.tensor(0.7)
+
+
+SCANS = [
+    (mamba1, inputs_mamba1, 1, "selective_scan"),
+    (mamba1_matmul, inputs_mamba1, 2, "selective_scan"),
+    (mamba2, inputs_mamba2, 1, "ssd"),
+    (linear_attention, inputs_attention, 1, "ssd"),
+    (retnet, inputs_attention, 1, 1),
+    (min_gru, inputs_gates, 1, 1),
+    (last_state_only, inputs_gates, 2, 1),
+    (s4d_real, inputs_s4d, 1, 1),
+    (reverse, inputs_ema, 1, 1),
+    (reverse_negative_index, inputs_ema, 1, 1),
+    (bidirectional, inputs_ema, 2, 2),
+    (two_carries, inputs_ema, 1, 2),
+    (two_layers, inputs_ema, 2, 2),
+]
+
+
+@pytest.mark.parametrize(("fn", "inputs", "rewrites", "scans"), SCANS, ids=[case[0].__name__ for case in SCANS])
+def test_models(rewritten, fn, inputs, rewrites, scans):
+    outcome = rewritten(fn, *inputs())
+    assert outcome.names.count("roll up loop") == rewrites
+    if isinstance(scans, str):
+        assert SCAN not in outcome.targets
+        assert outcome.targets.count(f"refold.{scans}.default") == 1
+    else:
+        assert outcome.targets.count(SCAN) == scans
+    assert len(outcome.targets) < 60
+    assert outcome.worst() < 1e-5
+
+
+@pytest.mark.parametrize(("fn", "inputs", "rewrites", "scans"), SCANS, ids=[case[0].__name__ for case in SCANS])
+def test_gradients(rewritten, fn, inputs, rewrites, scans):
+    outcome = rewritten(fn, *(x.requires_grad_() for x in inputs()))
+    forward = 1 if isinstance(scans, str) else scans
+    # Gradients of slices that were written in place pass through copies with strides of their own.
+    backward = 0 if fn in (mamba1_matmul, reverse_negative_index) else forward
+    assert outcome.targets.count(SCAN) >= forward + backward
+    assert outcome.worst() < 1e-4
+
+
+@pytest.mark.parametrize("steps", [3, 4, 64])
+def test_nodes_do_not_grow_with_the_steps(rewritten, steps):
+    inputs = [x[:, :1].expand(-1, steps, -1).contiguous() if x.dim() == 3 else x for x in inputs_mamba1()]
+    outcome = rewritten(mamba1, *inputs)
+    assert ("refold.selective_scan.default" in outcome.targets) == (steps >= 4)
+    assert len(outcome.targets) < 60
+
+
+def lstm(x, w, u):
+    h, c, out = torch.zeros_like(x[:, 0]), torch.zeros_like(x[:, 0]), []
+    for t in range(x.shape[1]):
+        gate = torch.sigmoid(x[:, t] @ w + h @ u)
+        c = gate * c + (1 - gate) * torch.tanh(x[:, t])
+        h = gate * torch.tanh(c)
+        out.append(h)
+    return torch.stack(out, 1)
+
+
+def gru(x, w, u):
+    h, out = torch.zeros_like(x[:, 0]), []
+    for t in range(x.shape[1]):
+        z = torch.sigmoid(x[:, t] @ w + h @ u)
+        h = (1 - z) * h + z * torch.tanh(x[:, t])
+        out.append(h)
+    return torch.stack(out, 1)
+
+
+def vanilla(x, w, u):
+    h, out = torch.zeros_like(x[:, 0]), []
+    for t in range(x.shape[1]):
+        h = torch.tanh(x[:, t] @ w + h @ u)
+        out.append(h)
+    return torch.stack(out, 1)
+
+
+def matrix_carry(x, w, u):
+    h, out = torch.zeros_like(x[:, 0]), []
+    for t in range(x.shape[1]):
+        h = h @ w + x[:, t]
+        out.append(h)
+    return torch.stack(out, 1)
+
+
+def normalised(x, w, u):
+    h, out = torch.zeros_like(x[:, 0]), []
+    for t in range(x.shape[1]):
+        h = 0.5 * h / h.norm().clamp(min=1) + x[:, t]
+        out.append(h)
+    return torch.stack(out, 1)
+
+
+def squared(x, w, u):
+    h, out = torch.zeros_like(x[:, 0]), []
+    for t in range(x.shape[1]):
+        h = 0.1 * h * h + x[:, t]
+        out.append(h)
+    return torch.stack(out, 1)
+
+
+def shifted(x, w, u):
+    h, out = torch.zeros_like(x[:, 0]), []
+    for t in range(x.shape[1]):
+        h = 0.5 * h.roll(1, -1) + x[:, t]
+        out.append(h)
+    return torch.stack(out, 1)
+
+
+def coupled(x, w, u):
+    re, im, out = torch.zeros_like(x[:, 0]), torch.zeros_like(x[:, 0]), []
+    for t in range(x.shape[1]):
+        re, im = 0.9 * re - 0.1 * im + x[:, t], 0.1 * re + 0.9 * im
+        out.append(re)
+    return torch.stack(out, 1)
+
+
+def delta_rule(x, w, u):
+    S, out = torch.zeros(B, D, D), []
+    for t in range(x.shape[1]):
+        k = x[:, t]
+        S = S + k[:, :, None] * (k - (S * k[:, :, None]).sum(1))[:, None, :]
+        out.append(S.sum(1))
+    return torch.stack(out, 1)
+
+
+def fibonacci(x, w, u):
+    h, g, out = torch.zeros_like(x[:, 0]), torch.zeros_like(x[:, 0]), []
+    for t in range(x.shape[1]):
+        h, g = h + g + x[:, t], h
+        out.append(h)
+    return torch.stack(out, 1)
+
+
+def no_loop(x, w, u):
+    return torch.stack([torch.tanh(x[:, t] @ w) for t in range(x.shape[1])], 1)
+
+
+def irregular(x, w, u):
+    h, out = torch.zeros_like(x[:, 0]), []
+    for t in (0, 1, 3, 2, 6, 5, 4):
+        h = 0.5 * h + x[:, t]
+        out.append(h)
+    return torch.stack(out, 1)
+
+
+NEGATIVES = [
+    lstm, gru, vanilla, matrix_carry, normalised, squared, shifted, coupled, delta_rule, fibonacci, no_loop, irregular
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("train", [False, True])
+@pytest.mark.parametrize("fn", NEGATIVES, ids=lambda fn: fn.__name__)
+def test_other_loops_stay(rewritten, fn, train):
+    outcome = rewritten(fn, *(x.requires_grad_(train) for x in inputs_gates()))
+    if not train:
+        assert "roll up loop" not in outcome.names
+    assert outcome.worst() < 1e-5
+
+
+REASONS = [(gru, "mixes elements"), (vanilla, "mixes elements"), (squared, "by itself"), (normalised, "not affine")]
+
+
+@pytest.mark.parametrize(("fn", "words"), REASONS, ids=[case[0].__name__ for case in REASONS])
+def test_explain_says_why_a_loop_stays(fn, words):
+    x, w, u = inputs_gates()
+    report = refold.explain(fn, torch.cat([x, x], 1), w, u)
+    notes = [note for graph in report.graphs for note in graph.notes]
+    assert any("a loop over time stays" in note and words in note for note in notes)
+
+
+def test_end_to_end_with_gradients():
+    inputs = [x.requires_grad_() for x in inputs_mamba1()]
+    torch._dynamo.reset()
+    compiled = refold.compile(mamba1, accept="always", strict=True)
+    expected, got = mamba1(*inputs), compiled(*inputs)
+    torch.testing.assert_close(got, expected)
+    grads = [torch.autograd.grad(y.square().sum(), inputs) for y in (expected, got)]
+    torch.testing.assert_close(grads[1], grads[0], rtol=1e-4, atol=1e-4)
+    applied = [row for graph in compiled.report.graphs for row in graph.applied]
+    assert sum(row.name == "roll up loop" for row in applied) >= 5
