@@ -61,7 +61,6 @@ class GraphReport:
     compile_s: float = 0.0
     inductor_compile_s: float | None = None
     proof_s: float = 0.0
-    matmuls_added: int | None = None
 
     @property
     def applied(self) -> list[RewriteReport]:

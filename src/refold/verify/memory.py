@@ -37,15 +37,10 @@ def peak_bytes(run: Callable[[], object], device: torch.device) -> int:
         torch.cuda.synchronize(device)
         return torch.cuda.max_memory_allocated(device) - held
     # Only the trace lists each allocation; the profiler's tables hold net sums of what code regions kept.
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        _silent_stderr(),
-        torch.profiler.profile(
-            activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True, acc_events=True
-        ) as profile,
-    ):
-        run()
-        profile.stop()
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with tempfile.TemporaryDirectory() as folder, _silent_stderr():
+        with torch.profiler.profile(activities=activities, profile_memory=True, acc_events=True) as profile:
+            run()
         trace = Path(folder) / "trace.json"
         profile.export_chrome_trace(str(trace))
         events = json.loads(trace.read_text())["traceEvents"]
