@@ -15,6 +15,7 @@ def test_equal_in_both_layouts(rewritten, transposed):
     b = b.T.contiguous() if transposed else b
     outcome = rewritten(lambda a, b: a @ (b.T if transposed else b), a, b)
     assert outcome.names == ["prefer oneDNN"]
+    assert outcome.rewrites[0].after.flops == outcome.rewrites[0].before.flops == 2 * 200 * 300 * 100
     assert outcome.worst() <= (8 + 300**0.5 / 2) * unit_roundoff(torch.float32)
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch.fx import Graph, Node
+from torch.utils.flop_counter import register_flop_formula
 
 from ..graph import Builder
 from ..index import arg, value
@@ -33,6 +34,11 @@ def onednn_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | No
 @onednn_linear.register_fake
 def _(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     return x.new_empty(x.shape[0], weight.shape[0])
+
+
+@register_flop_formula(torch.ops.refold.onednn_linear)
+def _flops(x: Any, weight: Any, *args: Any, **kwargs: Any) -> int:
+    return 2 * math.prod(x) * weight[0]
 
 
 def prefer_onednn(graph: Graph, wanted: Callable[[str], bool]) -> Iterator[Rewrite]:
