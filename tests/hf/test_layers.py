@@ -11,24 +11,23 @@ import refold
 EINSUM = tuple(int(part) for part in transformers.__version__.split(".")[:2]) >= (5, 18)
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:transformers.*", "ignore::FutureWarning:transformers.*")
 
-# All sizes distinct; two groups of four heads.
-SIZES = {"hidden_size": 48, "chunk": 32, "heads": 8, "head_dim": 12, "state": 20, "groups": 2}
+# All sizes distinct; two groups of four heads. Granite and Bamba name them alike.
+SIZES = {
+    "hidden_size": 48,
+    "mamba_n_heads": 8,
+    "mamba_d_head": 12,
+    "mamba_d_state": 20,
+    "mamba_n_groups": 2,
+    "mamba_chunk_size": 32,
+    "num_hidden_layers": 1,
+}
 
 
 def granite():
     from transformers import GraniteMoeHybridConfig
     from transformers.models.granitemoehybrid.modeling_granitemoehybrid import GraniteMoeHybridMambaLayer
 
-    config = GraniteMoeHybridConfig(
-        hidden_size=48,
-        mamba_n_heads=8,
-        mamba_d_head=12,
-        mamba_d_state=20,
-        mamba_n_groups=2,
-        mamba_chunk_size=32,
-        num_hidden_layers=1,
-        layer_types=["mamba"],
-    )
+    config = GraniteMoeHybridConfig(**SIZES, layer_types=["mamba"])
     return GraniteMoeHybridMambaLayer(config, 0), config
 
 
@@ -36,16 +35,7 @@ def bamba():
     from transformers import BambaConfig
     from transformers.models.bamba.modeling_bamba import BambaMixer
 
-    config = BambaConfig(
-        hidden_size=48,
-        mamba_n_heads=8,
-        mamba_d_head=12,
-        mamba_d_state=20,
-        mamba_n_groups=2,
-        mamba_chunk_size=32,
-        num_hidden_layers=1,
-        attn_layer_indices=[],
-    )
+    config = BambaConfig(**SIZES, attn_layer_indices=[])
     return BambaMixer(config, 0), config
 
 

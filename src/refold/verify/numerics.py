@@ -187,12 +187,10 @@ def _metadata(o: torch.Tensor, y: torch.Tensor) -> str:
     return ""
 
 
-def _finite_only(r: torch.Tensor, *others: torch.Tensor) -> list[torch.Tensor]:
+def _finite_only(r: torch.Tensor, o: torch.Tensor, y: torch.Tensor) -> list[torch.Tensor]:
     """Set positions to zero where the reference or the original is not finite; rewrites may differ there."""
-    good = r.isfinite()
-    for other in others[:1]:
-        good &= other.isfinite()
-    return [torch.where(good, v.double(), 0.0) for v in (r, *others)]
+    good = r.isfinite() & o.isfinite()
+    return [torch.where(good, v.double(), 0.0) for v in (r, o, y)]
 
 
 def _exact(r: torch.Tensor, o: torch.Tensor, y: torch.Tensor) -> KindResult:
