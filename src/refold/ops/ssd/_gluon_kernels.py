@@ -28,11 +28,13 @@ def tile_layout(bits: int, rank: int) -> gl.NVMMASharedLayout:
     return gl.NVMMASharedLayout(128, bits, rank)
 
 
-def describe(base: Any, view: dict[str, Any]) -> TensorDescriptor:
-    """Return the copy engine's description of ``base``; ``view`` was checked when the plan was made."""
-    descriptor = object.__new__(TensorDescriptor)
-    descriptor.__dict__ = {"base": base, **view}
-    return descriptor
+def descriptor_type(view: dict[str, Any]) -> type[TensorDescriptor]:
+    """Return a type of descriptors that differ in their tensor alone, and of which a view like it was checked."""
+
+    def __init__(self: Any, base: Any) -> None:
+        self.base = base
+
+    return type("Described", (TensorDescriptor,), {**view, "__init__": __init__})
 
 
 @gluon.jit
