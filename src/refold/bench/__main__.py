@@ -78,7 +78,7 @@ class Case:
             given[self.spec.updates] = given[self.spec.updates].clone()
         got, want = getattr(refold.ops, self.op)(**given), self.definition()
         y = got[0] if isinstance(got, tuple) else got
-        y = _head(y, self.spec.outputs[0].axes)
+        y = _head(y, (self.spec.outputs[0].axes,))
         return ((y.double() - want).norm() / want.norm()).item() if torch.isfinite(y).all() else math.inf
 
     def definition(self) -> torch.Tensor:
@@ -86,16 +86,17 @@ class Case:
         wide = dict(self.arguments)
         for arg in self.spec.args:
             if (array := wide.get(arg.name)) is not None:
-                layout = next(one for one in arg.axes if "*" in one or len(one.split()) == array.dim())
-                wide[arg.name] = _head(array, layout).double()
+                wide[arg.name] = _head(array, arg.axes).double()
         out = getattr(refold.ops, self.spec.name)(**wide, backend="torch")
         return out[0] if isinstance(out, tuple) else out
 
 
-def _head(array: torch.Tensor, axes: str) -> torch.Tensor:
-    """Return the first batch row and the first tokens, or rows, of an array with these axes."""
+def _head(array: torch.Tensor, layouts: tuple[str, ...]) -> torch.Tensor:
+    """Return the first batch row and the first tokens, or rows, of an array; steps here have no time axis."""
     lengths = {"b": 1, "k": 1, "t": HEAD, "*": HEAD}
-    return array[tuple(slice(lengths.get(letter)) for letter in axes.split())]
+    spellings = [one for layout in layouts for one in (layout, layout.replace("t ", ""))]
+    axes = next(one.split() for one in spellings if len(one.split()) == array.dim())
+    return array[tuple(slice(lengths.get(letter)) for letter in axes)]
 
 
 def normal(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:

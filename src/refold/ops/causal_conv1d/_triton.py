@@ -14,7 +14,7 @@ from refold.ops.launch import Launch, contiguous, current_stream, last_contiguou
 from refold.ops.spec import Meta
 from refold.ops.ssd._triton_kernels import _silu
 
-ROWS = 8  # Tokens whose loads are in flight together.
+ROWS = 10  # Tokens whose loads are in flight together.
 BLOCK_D = 128  # Channels a program, which is one warp.
 
 

@@ -130,17 +130,13 @@ def _plan_step(
 
     ngroups = max(groups(B), groups(C))
     block_n = triton.next_power_of_2(dstate)
-    block_b = min(triton.next_power_of_2(batch), 4)
-    block_d = min(triton.next_power_of_2(channels), max(1, 2048 // (block_n * block_b)))
+    block_d = min(triton.next_power_of_2(channels), max(1, 1024 // block_n))
     ints = (
-        1 if one else x.shape[1], batch, channels, dstate, channels // ngroups, *strides(x), *strides(dt),
+        1 if one else x.shape[1], channels, dstate, channels // ngroups, *strides(x), *strides(dt),
         *projection(B), *projection(C), *strides(z),
     )  # fmt: skip
-    consts = {
-        "BLOCK_B": block_b, "BLOCK_D": block_d, "BLOCK_N": block_n, "SOFTPLUS": bool(dt_softplus),
-        "GROUPED": ngroups > 1,
-    }  # fmt: skip
-    grid = (triton.cdiv(channels, block_d), triton.cdiv(batch, block_b))
+    consts = {"BLOCK_D": block_d, "BLOCK_N": block_n, "SOFTPLUS": bool(dt_softplus)}
+    grid = (triton.cdiv(channels, block_d), batch)
     launch = Launch(kernels._selective_scan_step_kernel, grid, consts, {"num_warps": 4})
 
     def run(x, dt, A, B, C, state, D, z, dt_bias, new_state):

@@ -115,54 +115,42 @@ def _selective_scan_fwd_kernel(
 @triton.jit
 def _selective_scan_step_kernel(
     x_ptr, dt_ptr, A_ptr, B_ptr, C_ptr, D_ptr, z_ptr, dt_bias_ptr, state_ptr, new_state_ptr, y_ptr,
-    ntokens, batch, channels, dstate, group_channels,
+    ntokens, channels, dstate, group_channels,
     stride_x_b, stride_x_t, stride_dt_b, stride_dt_t, stride_B_b, stride_B_t, stride_B_g,
     stride_C_b, stride_C_t, stride_C_g, stride_z_b, stride_z_t,
-    BLOCK_B: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, SOFTPLUS: tl.constexpr, GROUPED: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, SOFTPLUS: tl.constexpr,
 ):  # fmt: skip
-    """Grid (blocks of channels, blocks of batch rows): a program owns a tile of them with all states, for all tokens.
+    """Grid (blocks of channels, batch): a program owns BLOCK_D channels and all their states, for all tokens.
 
-    Reads and writes its part of the state once, and A once for all its rows, since A from the L2 cache would cost as
-    much as the state from memory; arithmetic is float32 and outputs use the unrounded state.
+    Reads and writes its part of the state once; arithmetic is float32 and outputs use the unrounded state.
     """
-    offs_b = tl.program_id(1).to(tl.int64) * BLOCK_B + tl.arange(0, BLOCK_B)
     offs_d = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D)
     offs_n = tl.arange(0, BLOCK_N)
+    pid_b = tl.program_id(1).to(tl.int64)
     mask_d = offs_d < channels
-    mask_n = offs_n < dstate
-    mask_bd = (offs_b < batch)[:, None] & mask_d[None, :]
-    mask_dn = mask_d[:, None] & mask_n[None, :]
-    mask = mask_bd[:, :, None] & mask_n[None, None, :]
-    offs_dn = offs_d[:, None] * dstate + offs_n[None, :]
-    offs_state = offs_b[:, None, None] * channels * dstate + offs_dn[None, :, :]
-    if GROUPED:
-        group = (offs_d // group_channels)[None, :, None]
-        mask_B = mask
-    else:
-        group = tl.zeros((1, 1, 1), tl.int32)
-        mask_B = (offs_b < batch)[:, None, None] & mask_n[None, None, :]
-    offs_B = offs_b[:, None, None] * stride_B_b + group * stride_B_g + offs_n[None, None, :]
-    offs_C = offs_b[:, None, None] * stride_C_b + group * stride_C_g + offs_n[None, None, :]
-    state = tl.load(state_ptr + offs_state, mask=mask, other=0.0).to(tl.float32)
-    A = tl.load(A_ptr + offs_dn, mask=mask_dn, other=0.0).to(tl.float32)[None, :, :] * LOG2E
+    mask = mask_d[:, None] & (offs_n < dstate)[None, :]
+    offs_state = offs_d[:, None] * dstate + offs_n[None, :]
+    groups = offs_d // group_channels
+    A = tl.load(A_ptr + offs_state, mask=mask, other=0.0).to(tl.float32) * LOG2E
+    state = tl.load(state_ptr + pid_b * channels * dstate + offs_state, mask=mask, other=0.0).to(tl.float32)
     for t in range(ntokens):
-        x_row = x_ptr + offs_b[:, None] * stride_x_b + t * stride_x_t + offs_d[None, :]
-        x = tl.load(x_row, mask=mask_bd, other=0.0).to(tl.float32)
-        dt_row = dt_ptr + offs_b[:, None] * stride_dt_b + t * stride_dt_t + offs_d[None, :]
-        step = tl.load(dt_row, mask=mask_bd, other=0.0).to(tl.float32)
+        x = tl.load(x_ptr + pid_b * stride_x_b + t * stride_x_t + offs_d, mask=mask_d, other=0.0).to(tl.float32)
+        step = tl.load(dt_ptr + pid_b * stride_dt_b + t * stride_dt_t + offs_d, mask=mask_d, other=0.0).to(tl.float32)
         if dt_bias_ptr is not None:
-            step += tl.load(dt_bias_ptr + offs_d, mask=mask_d, other=0.0).to(tl.float32)[None, :]
+            step += tl.load(dt_bias_ptr + offs_d, mask=mask_d, other=0.0).to(tl.float32)
         if SOFTPLUS:
             step = _softplus(step)
-        B = tl.load(B_ptr + offs_B + t * stride_B_t, mask=mask_B, other=0.0).to(tl.float32)
-        C = tl.load(C_ptr + offs_C + t * stride_C_t, mask=mask_B, other=0.0).to(tl.float32)
-        state = state * _exp2(step[:, :, None] * A) + (x * step)[:, :, None] * B
-        y = tl.sum(state * C, axis=2)
+        B_row = B_ptr + pid_b * stride_B_b + t * stride_B_t + groups[:, None] * stride_B_g
+        C_row = C_ptr + pid_b * stride_C_b + t * stride_C_t + groups[:, None] * stride_C_g
+        B = tl.load(B_row + offs_n[None, :], mask=mask, other=0.0).to(tl.float32)
+        C = tl.load(C_row + offs_n[None, :], mask=mask, other=0.0).to(tl.float32)
+        state = state * _exp2(step[:, None] * A) + (x * step)[:, None] * B
+        y = tl.sum(state * C, axis=1)
         if D_ptr is not None:
-            y += tl.load(D_ptr + offs_d, mask=mask_d, other=0.0).to(tl.float32)[None, :] * x
+            y += tl.load(D_ptr + offs_d, mask=mask_d, other=0.0).to(tl.float32) * x
         if z_ptr is not None:
-            z_row = z_ptr + offs_b[:, None] * stride_z_b + t * stride_z_t + offs_d[None, :]
-            y *= _silu(tl.load(z_row, mask=mask_bd, other=0.0).to(tl.float32))
-        y_row = y_ptr + (offs_b[:, None] * ntokens + t) * channels + offs_d[None, :]
-        tl.store(y_row, y.to(y_ptr.dtype.element_ty), mask=mask_bd)
-    tl.store(new_state_ptr + offs_state, state.to(new_state_ptr.dtype.element_ty), mask=mask)
+            z_row = z_ptr + pid_b * stride_z_b + t * stride_z_t
+            y *= _silu(tl.load(z_row + offs_d, mask=mask_d, other=0.0).to(tl.float32))
+        tl.store(y_ptr + (pid_b * ntokens + t) * channels + offs_d, y.to(y_ptr.dtype.element_ty), mask=mask_d)
+    tl.store(new_state_ptr + pid_b * channels * dstate + offs_state,
+             state.to(new_state_ptr.dtype.element_ty), mask=mask)  # fmt: skip

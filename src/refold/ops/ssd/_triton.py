@@ -7,7 +7,6 @@ is cut, the grids, the integer arguments. A call allocates its outputs and works
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -207,6 +206,7 @@ class _Plan:
 
     def _plan_hopper(self, x, B, C, z, D_strides, cut) -> None:
         """Plan the Hopper kernels, and describe their tensors to the copy engine."""
+        from refold.ops.mapped import MappedLaunch
         from refold.ops.ssd import _gluon_kernels as hopper
 
         batch, seqlen, nheads, headdim = x.shape
@@ -214,34 +214,30 @@ class _Plan:
         nchunks = self.nchunks
         segment_chunks, piece_chunks, pieces, npieces = cut
         y_strides = (seqlen * nheads * headdim, nheads * headdim, headdim)
-        views = {
-            "x": (nheads * headdim, x.stride(), headdim), "y": (nheads * headdim, y_strides, headdim),
-            "B": (ngroups * dstate, B.stride(), dstate), "C": (ngroups * dstate, C.stride(), dstate),
-        }  # fmt: skip
-        if z is not None:
-            views["z"] = (nheads * headdim, z.stride(), headdim)
         tile = hopper.tile_layout(16, 3)
-        described = {
-            name: {"shape": [batch, seqlen, width], "strides": [strides[0], strides[1], 1],
-                   "block_shape": [1, 64, block], "layout": tile}
-            for name, (width, strides, block) in views.items()
-        }  # fmt: skip
-        described["cb"] = {
+
+        def view(width: int, strides: tuple[int, ...], block: int) -> dict[str, Any]:
+            return {"shape": [batch, seqlen, width], "strides": [*strides[:2], 1], "block_shape": [1, 64, block],
+                    "layout": tile}  # fmt: skip
+
+        x_view, y_view = view(nheads * headdim, x.stride(), headdim), view(nheads * headdim, y_strides, headdim)
+        z_view = {} if z is None else view(nheads * headdim, z.stride(), headdim)
+        B_view, C_view = view(ngroups * dstate, B.stride(), dstate), view(ngroups * dstate, C.stride(), dstate)
+        cb_view = {
             "shape": [batch * nchunks * ngroups * 64, 64], "strides": [64, 1], "block_shape": [64, 64],
             "layout": hopper.tile_layout(32, 2),
         }  # fmt: skip
-        self.describe = {name: partial(hopper.TensorDescriptor, **view) for name, view in described.items()}
-        self.describe_again = {name: hopper.descriptor_type(view) for name, view in described.items()}
         sizes = {"CHUNK": 64, "P": headdim, "N": dstate}
         self.state_ints = (nchunks, piece_chunks, npieces, nheads, ngroups)
-        self.state = Launch(
+        self.state = MappedLaunch(
             hopper._ssd_fwd_state_hopper_kernel, (nheads // self.state_heads, npieces, batch),
-            {"HEADS": self.state_heads, **sizes, "STAGES": 4}, {"num_warps": 4},
+            {"HEADS": self.state_heads, **sizes, "STAGES": 4}, {"num_warps": 4}, [x_view, B_view],
         )  # fmt: skip
         self.scan_ints = (nchunks, segment_chunks, self.nsegments, pieces, npieces, nheads, ngroups, *D_strides)
-        self.scan = Launch(
+        self.scan = MappedLaunch(
             hopper._ssd_fwd_scan_hopper_kernel, (nheads // 2, self.nsegments, batch),
             {**sizes, "STAGES": 2, "PASSED": self.passed, "HAS_Z": z is not None}, {"num_warps": 4},
+            [x_view, z_view, B_view, C_view, cb_view, y_view],
         )  # fmt: skip
 
     @staticmethod
@@ -267,31 +263,21 @@ class _Plan:
             table = torch.empty(self.table, dtype=torch.int32, device=device)
             self.chunks(stream, cu_seqlens, table, *self.chunks_ints)
         self.prepare(stream, table, dt, A, dt_bias, B, C, decay, step, cb, *self.prepare_ints)
-        if self.hopper:
-            self._run_hopper(stream, x, B, C, z, workspace, y, decay, step, D, initial, piece_state, piece_decay, final)
-        else:
-            if self.nsegments > 1:
+        if self.nsegments > 1:
+            if self.hopper:
+                self.state(stream, x, B, decay, step, piece_state, piece_decay, *self.state_ints)
+            else:
                 self.state(stream, table, x, B, decay, step, initial, piece_state, piece_decay, *self.state_ints)
-                if self.passed:
-                    self.pass_(stream, piece_state, piece_decay, initial, *self.pass_ints)
+            if self.passed:
+                self.pass_(stream, piece_state, piece_decay, initial, *self.pass_ints)
+        if self.hopper:  # C·Bᵀ is the front of the workspace
+            self.scan(stream, x, z, B, C, workspace, y, decay, step, D, initial, piece_state, piece_decay, final,
+                      *self.scan_ints)  # fmt: skip
+        else:
             self.scan(stream, table, x, B, C, cb, decay, step, D, z, initial, piece_state, piece_decay, y, final,
                       *self.scan_ints)  # fmt: skip
         self.warm = not INTERPRETED
         return y, final
-
-    def _run_hopper(
-        self, stream, x, B, C, z, cb, y, decay, step, D, initial, piece_state, piece_decay, final
-    ) -> None:  # fmt: skip
-        # Triton compiles for descriptors that it has checked; afterwards only their tensors differ.
-        describe = self.describe_again if self.warm else self.describe
-        x, B = describe["x"](x), describe["B"](B)
-        if self.nsegments > 1:
-            self.state(stream, x, B, decay, step, piece_state, piece_decay, *self.state_ints)
-            if self.passed:
-                self.pass_(stream, piece_state, piece_decay, initial, *self.pass_ints)
-        z = None if z is None else describe["z"](z)
-        self.scan(stream, x, z, B, describe["C"](C), describe["cb"](cb), describe["y"](y),
-                  decay, step, D, initial, piece_state, piece_decay, final, *self.scan_ints)  # fmt: skip
 
 
 def _plan_step(
