@@ -233,10 +233,12 @@ class _Plan:
             hopper._ssd_fwd_state_hopper_kernel, (nheads // self.state_heads, npieces, batch),
             {"HEADS": self.state_heads, **sizes, "STAGES": 4}, {"num_warps": 4}, [x_view, B_view],
         )  # fmt: skip
-        self.scan_ints = (nchunks, segment_chunks, self.nsegments, pieces, npieces, nheads, ngroups, *D_strides)
+        nitems, sms = nheads // 2 * self.nsegments * batch, device_limits(x.device)[0]
+        self.scan_ints = (nitems, nchunks, segment_chunks, self.nsegments, pieces, npieces, nheads, ngroups, *D_strides)
         self.scan = MappedLaunch(
-            hopper._ssd_fwd_scan_hopper_kernel, (nheads // 2, self.nsegments, batch),
-            {**sizes, "STAGES": 2, "PASSED": self.passed, "HAS_Z": z is not None}, {"num_warps": 4},
+            hopper._ssd_fwd_scan_hopper_kernel, (min(nitems, sms),),
+            {**sizes, "STAGES": 2, "PASSED": self.passed, "HAS_Z": z is not None, "MANY": nitems > sms},
+            {"num_warps": 4},
             [x_view, z_view, B_view, C_view, cb_view, y_view],
         )  # fmt: skip
 
