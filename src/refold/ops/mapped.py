@@ -68,7 +68,8 @@ class _Parameters:
         warps, _, shared = compiled.packed_metadata
         self.block = (warps * 32, 1, 1, shared)
         self.maps: list[tuple[int, _TensorMap]] = []  # with the position among the arguments
-        self.pointers: list[tuple[int, Any]] = []
+        pointers = [i for i, kind in enumerate(compiled.src.signature.values()) if kind.startswith("*")]
+        self.pointers, self.addresses = pointers, (ctypes.c_uint64 * len(pointers))()
         self.values: list[Any] = []
         boxes = iter(compiled.metadata.tensordesc_meta)
         for i, (kind, arg) in enumerate(zip(compiled.src.signature.values(), args, strict=True)):
@@ -77,13 +78,12 @@ class _Parameters:
                 self.values.append(self.maps[-1][1])
                 self.values += [ctypes.c_int32(n) for n in arg.shape] + [ctypes.c_int64(n) for n in arg.strides]
             elif kind.startswith("*"):
-                self.pointers.append((i, ctypes.c_uint64()))
-                self.values.append(self.pointers[-1][1])
+                self.values.append(ctypes.c_uint64.from_buffer(self.addresses, 8 * pointers.index(i)))
             elif kind != "constexpr":
                 self.values.append(_NUMBERS[kind](arg))
         self.values += [ctypes.c_uint64(0), ctypes.c_uint64(0)]
-        addresses = [v.at if isinstance(v, _TensorMap) else ctypes.addressof(v) for v in self.values]
-        self.table = (ctypes.c_void_p * len(addresses))(*addresses)
+        places = [v.at if isinstance(v, _TensorMap) else ctypes.addressof(v) for v in self.values]
+        self.table = (ctypes.c_void_p * len(places))(*places)
 
     def confirmed(self) -> bool:
         """Whether the driver knows the kernel with parameters of these sizes, and no more of them."""
@@ -98,9 +98,8 @@ class _Parameters:
         """Put in the addresses and launch."""
         for i, tensor_map in self.maps:
             tensor_map.turn(args[i].data_ptr())
-        for i, pointer in self.pointers:
-            arg = args[i]
-            pointer.value = arg if type(arg) is int else arg.data_ptr()
+        given = [args[i] for i in self.pointers]
+        self.addresses[:] = [a if type(a) is int else a.data_ptr() for a in given]
         _check(_driver().cuLaunchKernel(self.function, *grid, *self.block, stream, self.table, None))
 
 

@@ -37,9 +37,10 @@ def _exp2(v):
 
 
 @gluon.jit
-def _reciprocal(v):
-    """1 / v, to one unit in the last place."""
-    return gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [v], gl.float32, True, 1)
+def _silu(v):
+    """Gate with v * sigmoid(v), by the hardware's reciprocal."""
+    u = 1.0 + _exp2(v * -1.4426950408889634)
+    return v * gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [u], gl.float32, True, 1)
 
 
 # The state that a piece leaves behind ---------------------------------------------------------------------------------
@@ -183,131 +184,102 @@ def _ssd_fwd_state_hopper_kernel(
 
 
 @gluon.jit
-def _items(nitems, MANY: gl.constexpr):
-    """Return the range of this program's items; where there is but one, the compiler sees it."""
-    first = gl.program_id(0)
-    if MANY:
-        return first, nitems, gl.num_programs(0)
-    return first, first + 1, 1
-
-
-@gluon.jit
-def _segment(item, nchunks, segment_chunks, nsegments, nheads, ngroups):
-    """Return heads, segment, batch row, group, first chunk and number of chunks of an item; heads vary the fastest."""
-    pid_h = item % (nheads // 2) * 2
-    rest = item // (nheads // 2)
-    pid_s = rest % nsegments
-    first = pid_s * segment_chunks
-    return pid_h, pid_s, rest // nsegments, pid_h // (nheads // ngroups), first, min(segment_chunks, nchunks - first)
-
-
-@gluon.jit
 def _fetch_scan(
     x_desc, z_desc, B_desc, C_desc, cb_desc, x_smem, z_smem, B_smem, C_smem, cb_smem, full, empty, z_full, z_empty,
-    nitems, nchunks, segment_chunks, nsegments, nheads, ngroups,
+    pid_b, pid_h, pid_g, first, count, nchunks, ngroups,
     CHUNK: gl.constexpr, P: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr, HAS_Z: gl.constexpr,
-    MANY: gl.constexpr,
 ):  # fmt: skip
     """One warp: fills a stage of shared memory a chunk, as soon as all four warp groups are done with it."""
-    i = 0
-    begin, end, step = _items(nitems, MANY)
-    for item in range(begin, end, step):
-        pid_h, _, pid_b, pid_g, first, count = _segment(item, nchunks, segment_chunks, nsegments, nheads, ngroups)
-        for chunk in range(first, first + count):
-            stage = i % STAGES
-            mbarrier.wait(empty.index(stage), ((i // STAGES) & 1) ^ 1)
-            bar = full.index(stage)
-            mbarrier.expect(bar, CHUNK * (2 * P + 2 * N) * 2 + CHUNK * CHUNK * 4)
-            start = chunk * CHUNK
+    for i in range(count):
+        stage = i % STAGES
+        mbarrier.wait(empty.index(stage), ((i // STAGES) & 1) ^ 1)
+        bar = full.index(stage)
+        mbarrier.expect(bar, CHUNK * (2 * P + 2 * N) * 2 + CHUNK * CHUNK * 4)
+        chunk = first + i
+        start = chunk * CHUNK
+        for which in gl.static_range(2):
+            x_tile = x_smem.index(stage * 2 + which)
+            load_tile(x_desc, [pid_b, start, (pid_h + which) * P], bar, x_tile)
+        load_tile(B_desc, [pid_b, start, pid_g * N], bar, B_smem.index(stage))
+        load_tile(C_desc, [pid_b, start, pid_g * N], bar, C_smem.index(stage))
+        row = ((pid_b * nchunks + chunk) * ngroups + pid_g) * CHUNK
+        load_tile(cb_desc, [row, 0], bar, cb_smem.index(stage))
+        if HAS_Z:
             for which in gl.static_range(2):
-                x_tile = x_smem.index(stage * 2 + which)
-                load_tile(x_desc, [pid_b, start, (pid_h + which) * P], bar, x_tile)
-            load_tile(B_desc, [pid_b, start, pid_g * N], bar, B_smem.index(stage))
-            load_tile(C_desc, [pid_b, start, pid_g * N], bar, C_smem.index(stage))
-            row = ((pid_b * nchunks + chunk) * ngroups + pid_g) * CHUNK
-            load_tile(cb_desc, [row, 0], bar, cb_smem.index(stage))
-            if HAS_Z:
-                for which in gl.static_range(2):
-                    mbarrier.wait(z_empty.index(which), (i & 1) ^ 1)
-                    z_bar = z_full.index(which)
-                    mbarrier.expect(z_bar, CHUNK * P * 2)
-                    z_tile = z_smem.index(which)
-                    load_tile(z_desc, [pid_b, start, (pid_h + which) * P], z_bar, z_tile)
-            i += 1
+                mbarrier.wait(z_empty.index(which), (i & 1) ^ 1)
+                z_bar = z_full.index(which)
+                mbarrier.expect(z_bar, CHUNK * P * 2)
+                z_tile = z_smem.index(which)
+                load_tile(z_desc, [pid_b, start, (pid_h + which) * P], z_bar, z_tile)
 
 
 @gluon.jit
 def _walk_state(
     x_smem, B_smem, state_smem, weight_smem, full, empty, state_full, state_empty,
     decay_ptr, shifted_ptr, initial_ptr, piece_state_ptr, piece_decay_ptr, final_ptr,
-    nitems, nchunks, segment_chunks, nsegments, segment_pieces, npieces, nheads, ngroups,
+    pid_b, pid_s, pid_h, first, count, nchunks, nsegments, segment_pieces, npieces, nheads,
     WHICH: gl.constexpr, CHUNK: gl.constexpr, P: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr,
-    PASSED: gl.constexpr, MANY: gl.constexpr,
+    PASSED: gl.constexpr,
 ):  # fmt: skip
     """One warp group: one head's state (P x N, float32) from chunk to chunk; a 16-bit copy of it goes to `_walk_y`."""
     dtype: gl.constexpr = x_smem.dtype
     acc_h: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
     op_h: gl.constexpr = gl.DotOperandLayout(0, acc_h, 2)
     line: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    pid_h = pid_h + WHICH
     offs_p = gl.arange(0, P, layout=gl.SliceLayout(1, acc_h))
     offs_n = gl.arange(0, N, layout=gl.SliceLayout(0, acc_h))
     offs_pn = offs_p[:, None] * N + offs_n[None, :]
+    head = pid_b.to(gl.int64) * nheads + pid_h
+    piece = pid_b.to(gl.int64) * npieces * nheads + pid_h
+    before = pid_s * segment_pieces
+    state = gl.zeros([P, N], gl.float32, layout=acc_h)
+    if PASSED:
+        if pid_s > 0:
+            state = gl.load(piece_state_ptr + (piece + (before - 1) * nheads) * (P * N) + offs_pn)
+        elif initial_ptr is not None:
+            state = gl.load(initial_ptr + head * (P * N) + offs_pn).to(gl.float32)
+    else:
+        if initial_ptr is not None:
+            state = gl.load(initial_ptr + head * (P * N) + offs_pn).to(gl.float32)
+        for s in range(before):
+            own = gl.load(piece_state_ptr + (piece + s * nheads) * (P * N) + offs_pn)
+            state = state * _exp2(gl.load(piece_decay_ptr + piece + s * nheads)) + own
     offs_t = gl.arange(0, CHUNK, layout=line)
-    i = 0
-    begin, end, step = _items(nitems, MANY)
-    for item in range(begin, end, step):
-        pid_h, pid_s, pid_b, _, first, count = _segment(item, nchunks, segment_chunks, nsegments, nheads, ngroups)
-        pid_h += WHICH
-        head = pid_b.to(gl.int64) * nheads + pid_h
-        piece = pid_b.to(gl.int64) * npieces * nheads + pid_h
-        before = pid_s * segment_pieces
-        state = gl.zeros([P, N], gl.float32, layout=acc_h)
-        if PASSED:
-            if pid_s > 0:
-                state = gl.load(piece_state_ptr + (piece + (before - 1) * nheads) * (P * N) + offs_pn)
-            elif initial_ptr is not None:
-                state = gl.load(initial_ptr + head * (P * N) + offs_pn).to(gl.float32)
-        else:
-            if initial_ptr is not None:
-                state = gl.load(initial_ptr + head * (P * N) + offs_pn).to(gl.float32)
-            for s in range(before):
-                own = gl.load(piece_state_ptr + (piece + s * nheads) * (P * N) + offs_pn)
-                state = state * _exp2(gl.load(piece_decay_ptr + piece + s * nheads)) + own
-        row = ((pid_b * nchunks + first).to(gl.int64) * nheads + pid_h) * CHUNK
+    row = ((pid_b * nchunks + first).to(gl.int64) * nheads + pid_h) * CHUNK
+    shifted = gl.load(shifted_ptr + row + offs_t)
+    last = gl.load(decay_ptr + row + CHUNK - 1)
+    for i in range(count):
+        stage = i % STAGES
+        weight_smem.index(WHICH).store(_exp2(last - shifted))
+        mbarrier.wait(state_empty.index(WHICH * 2 + i % 2), ((i // 2) & 1) ^ 1)
+        state_smem.index(WHICH * 2 + i % 2).store(state.to(dtype))
+        fence_async_shared()
+        barrier()
+        # Every warp has waited for the products of the last chunk: its tiles are free.
+        mbarrier.arrive(empty.index((i + STAGES - 1) % STAGES), count=1, pred=i > 0)
+        mbarrier.arrive(state_full.index(WHICH * 2 + i % 2), count=1)
+        state = state * _exp2(last)
+        row = ((pid_b * nchunks + first + min(i + 1, count - 1)).to(gl.int64) * nheads + pid_h) * CHUNK
         shifted = gl.load(shifted_ptr + row + offs_t)
         last = gl.load(decay_ptr + row + CHUNK - 1)
-        for chunk in range(first, first + count):
-            stage = i % STAGES
-            weight_smem.index(WHICH).store(_exp2(last - shifted))
-            mbarrier.wait(state_empty.index(WHICH * 2 + i % 2), ((i // 2) & 1) ^ 1)
-            state_smem.index(WHICH * 2 + i % 2).store(state.to(dtype))
-            fence_async_shared()
-            barrier()
-            # Every warp has waited for the products of the last chunk: its tiles are free.
-            mbarrier.arrive(empty.index((i + STAGES - 1) % STAGES), count=1, pred=i > 0)
-            mbarrier.arrive(state_full.index(WHICH * 2 + i % 2), count=1)
-            state = state * _exp2(last)
-            row = ((pid_b * nchunks + min(chunk + 1, first + count - 1)).to(gl.int64) * nheads + pid_h) * CHUNK
-            shifted = gl.load(shifted_ptr + row + offs_t)
-            last = gl.load(decay_ptr + row + CHUNK - 1)
-            weight = weight_smem.index(WHICH).load(gl.SliceLayout(0, op_h))
-            mbarrier.wait(full.index(stage), (i // STAGES) & 1)
-            x_tile = x_smem.index(stage * 2 + WHICH).reshape([CHUNK, P]).permute((1, 0)).load(op_h)
-            x_weighted = (x_tile.to(gl.float32) * weight[None, :]).to(dtype)
-            state = warpgroup_mma(x_weighted, B_smem.index(stage).reshape([CHUNK, N]), state, is_async=True)
-            state = warpgroup_mma_wait(0, deps=[state])
-            i += 1
-        if pid_s == nsegments - 1:
-            gl.store(final_ptr + head * (P * N) + offs_pn, state.to(final_ptr.dtype.element_ty))
+        weight = weight_smem.index(WHICH).load(gl.SliceLayout(0, op_h))
+        mbarrier.wait(full.index(stage), (i // STAGES) & 1)
+        x_tile = x_smem.index(stage * 2 + WHICH).reshape([CHUNK, P]).permute((1, 0)).load(op_h)
+        x_weighted = (x_tile.to(gl.float32) * weight[None, :]).to(dtype)
+        state = warpgroup_mma(x_weighted, B_smem.index(stage).reshape([CHUNK, N]), state, is_async=True)
+        state = warpgroup_mma_wait(0, deps=[state])
+    if pid_s == nsegments - 1:
+        gl.store(final_ptr + head * (P * N) + offs_pn, state.to(final_ptr.dtype.element_ty))
 
 
 @gluon.jit
 def _walk_y(
     y_desc, x_smem, z_smem, C_smem, cb_smem, state_smem, y_smem, decay_smem, shifted_smem,
     full, empty, z_full, z_empty, state_full, state_empty, decay_ptr, shifted_ptr, D_ptr,
-    nitems, nchunks, segment_chunks, nsegments, nheads, ngroups, stride_D_h, stride_D_p,
+    pid_b, pid_h, first, count, nchunks, nheads, stride_D_h, stride_D_p,
     WHICH: gl.constexpr, CHUNK: gl.constexpr, P: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr,
-    HAS_Z: gl.constexpr, MANY: gl.constexpr,
+    HAS_Z: gl.constexpr,
 ):  # fmt: skip
     """One warp group: one head's outputs, chunk by chunk."""
     dtype: gl.constexpr = x_smem.dtype
@@ -316,64 +288,59 @@ def _walk_y(
     line: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     rows_y: gl.constexpr = gl.SliceLayout(1, acc_y)
     cols_y: gl.constexpr = gl.SliceLayout(0, acc_y)
+    pid_h = pid_h + WHICH
+    if D_ptr is not None:
+        offs_D = gl.arange(0, P, layout=cols_y)
+        D = gl.load(D_ptr + pid_h * stride_D_h + offs_D * stride_D_p).to(gl.float32)
     offs_t = gl.arange(0, CHUNK, layout=line)
-    i = 0
-    begin, end, step = _items(nitems, MANY)
-    for item in range(begin, end, step):
-        pid_h, _, pid_b, _, first, count = _segment(item, nchunks, segment_chunks, nsegments, nheads, ngroups)
-        pid_h += WHICH
-        if D_ptr is not None:
-            offs_D = gl.arange(0, P, layout=cols_y)
-            D = gl.load(D_ptr + pid_h * stride_D_h + offs_D * stride_D_p).to(gl.float32)
-        row = ((pid_b * nchunks + first).to(gl.int64) * nheads + pid_h) * CHUNK
+    row = ((pid_b * nchunks + first).to(gl.int64) * nheads + pid_h) * CHUNK
+    decay = gl.load(decay_ptr + row + offs_t)
+    shifted = gl.load(shifted_ptr + row + offs_t)
+    for i in range(count):
+        stage = i % STAGES
+        decay_smem.index(WHICH).store(decay)
+        shifted_smem.index(WHICH).store(shifted)
+        tma.store_wait(0)
+        barrier()
+        mbarrier.wait(full.index(stage), (i // STAGES) & 1)
+        mbarrier.wait(state_full.index(WHICH * 2 + i % 2), (i // 2) & 1)
+        # What came before the chunk, C·stateᵀ; meanwhile the decayed C·Bᵀ of the chunk itself.
+        y = gl.zeros([CHUNK, P], gl.float32, layout=acc_y)
+        C_tile = C_smem.index(stage).reshape([CHUNK, N])
+        y = warpgroup_mma(C_tile, state_smem.index(WHICH * 2 + i % 2).permute((1, 0)), y, use_acc=False, is_async=True)
+        row = ((pid_b * nchunks + first + min(i + 1, count - 1)).to(gl.int64) * nheads + pid_h) * CHUNK
         decay = gl.load(decay_ptr + row + offs_t)
         shifted = gl.load(shifted_ptr + row + offs_t)
-        for chunk in range(first, first + count):
-            stage = i % STAGES
-            decay_smem.index(WHICH).store(decay)
-            shifted_smem.index(WHICH).store(shifted)
-            tma.store_wait(0)
-            barrier()
-            # Every warp has waited for the products of the last chunk: its tiles are free.
-            mbarrier.arrive(empty.index((i + STAGES - 1) % STAGES), count=1, pred=i > 0)
-            mbarrier.arrive(state_empty.index(WHICH * 2 + (i + 1) % 2), count=1, pred=i > 0)
-            if HAS_Z:
-                mbarrier.arrive(z_empty.index(WHICH), count=1, pred=i > 0)
-            mbarrier.wait(full.index(stage), (i // STAGES) & 1)
-            mbarrier.wait(state_full.index(WHICH * 2 + i % 2), (i // 2) & 1)
-            # What came before the chunk, C·stateᵀ; meanwhile the decayed C·Bᵀ of the chunk itself.
-            y = gl.zeros([CHUNK, P], gl.float32, layout=acc_y)
-            C_tile = C_smem.index(stage).reshape([CHUNK, N])
-            y = warpgroup_mma(
-                C_tile, state_smem.index(WHICH * 2 + i % 2).permute((1, 0)), y, use_acc=False, is_async=True
-            )
-            row = ((pid_b * nchunks + min(chunk + 1, first + count - 1)).to(gl.int64) * nheads + pid_h) * CHUNK
-            decay = gl.load(decay_ptr + row + offs_t)
-            shifted = gl.load(shifted_ptr + row + offs_t)
-            decay_t = decay_smem.index(WHICH).load(rows_y)
-            shifted_s = shifted_smem.index(WHICH).load(cols_y)
-            # Above the diagonal C·Bᵀ is 0 and the exponent only has to stay finite.
-            grown = _exp2(gl.minimum(decay_t[:, None] - shifted_s[None, :], 126.0))
-            mix = gl.convert_layout((cb_smem.index(stage).load(acc_y) * grown).to(dtype), op_y)
-            from_start = _exp2(decay_t)
-            y = warpgroup_mma_wait(0, deps=[y])
-            y = y * from_start[:, None]
-            x_tile = x_smem.index(stage * 2 + WHICH).reshape([CHUNK, P])
-            y = warpgroup_mma(mix, x_tile, y, is_async=True)
-            if D_ptr is not None:
-                skip = x_tile.load(acc_y)
-            y = warpgroup_mma_wait(0, deps=[y])
-            if D_ptr is not None:
-                y += D[None, :] * skip.to(gl.float32)
-            if HAS_Z:
-                mbarrier.wait(z_full.index(WHICH), i & 1)
-                z = z_smem.index(WHICH).reshape([CHUNK, P]).load(acc_y).to(gl.float32)
-                y *= z * _reciprocal(1.0 + _exp2(z * -1.4426950408889634))
-            y_smem.index(WHICH).reshape([CHUNK, P]).store(y.to(dtype))
-            fence_async_shared()
-            barrier()
-            store_tile(y_desc, [pid_b, chunk * CHUNK, pid_h * P], y_smem.index(WHICH))
-            i += 1
+        decay_t = decay_smem.index(WHICH).load(rows_y)
+        shifted_s = shifted_smem.index(WHICH).load(cols_y)
+        # Above the diagonal C·Bᵀ is 0 and the exponent only has to stay finite.
+        grown = _exp2(gl.minimum(decay_t[:, None] - shifted_s[None, :], 126.0))
+        mix = gl.convert_layout((cb_smem.index(stage).load(acc_y) * grown).to(dtype), op_y)
+        from_start = _exp2(decay_t)
+        y = warpgroup_mma_wait(0, deps=[y])
+        y = y * from_start[:, None]
+        x_tile = x_smem.index(stage * 2 + WHICH).reshape([CHUNK, P])
+        y = warpgroup_mma(mix, x_tile, y, is_async=True)
+        # Meanwhile the gate.
+        if HAS_Z:
+            mbarrier.wait(z_full.index(WHICH), i & 1)
+            gate = _silu(z_smem.index(WHICH).reshape([CHUNK, P]).load(acc_y).to(gl.float32))
+        if D_ptr is not None:
+            skip = x_tile.load(acc_y)
+        y = warpgroup_mma_wait(0, deps=[y])
+        if D_ptr is not None:
+            y += D[None, :] * skip.to(gl.float32)
+        if HAS_Z:
+            y *= gate
+        y_smem.index(WHICH).reshape([CHUNK, P]).store(y.to(dtype))
+        fence_async_shared()
+        barrier()
+        # Every warp has waited for the products of the chunk: its tiles are free.
+        mbarrier.arrive(empty.index(stage), count=1)
+        mbarrier.arrive(state_empty.index(WHICH * 2 + i % 2), count=1)
+        if HAS_Z:
+            mbarrier.arrive(z_empty.index(WHICH), count=1)
+        store_tile(y_desc, [pid_b, (first + i) * CHUNK, pid_h * P], y_smem.index(WHICH))
     tma.store_wait(0)
 
 
@@ -381,16 +348,21 @@ def _walk_y(
 def _ssd_fwd_scan_hopper_kernel(
     x_desc, z_desc, B_desc, C_desc, cb_desc, y_desc,
     decay_ptr, shifted_ptr, D_ptr, initial_ptr, piece_state_ptr, piece_decay_ptr, final_ptr,
-    nitems, nchunks, segment_chunks, nsegments, segment_pieces, npieces, nheads, ngroups, stride_D_h, stride_D_p,
+    nchunks, segment_chunks, nsegments, segment_pieces, npieces, nheads, ngroups, stride_D_h, stride_D_p,
     CHUNK: gl.constexpr, P: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr, PASSED: gl.constexpr,
-    HAS_Z: gl.constexpr, MANY: gl.constexpr,
+    HAS_Z: gl.constexpr,
 ):  # fmt: skip
-    """Grid (multiprocessors, or items if fewer): an item is one segment of two neighbouring heads of a group.
+    """Grid (heads / 2, segments, batch): a program owns one segment of two neighbouring heads of a group.
 
-    A program takes one item after the other (MANY), and fetches tiles of the next while it forms the outputs of one.
-    Reads x, z, B, C and C·Bᵀ once and writes y once, through the copy engine, which also cuts ragged ends of the time
-    axis. Four warp groups: states and outputs of each head, both float32 in registers.
+    Reads x, z, B, C and C·Bᵀ of the segment once and writes y once, through the copy engine, which also cuts ragged
+    ends of the time axis. Four warp groups: states and outputs of each head, both float32 in registers.
     """
+    pid_h = gl.program_id(0) * 2
+    pid_s = gl.program_id(1)
+    pid_b = gl.program_id(2)
+    pid_g = pid_h // (nheads // ngroups)
+    first = pid_s * segment_chunks
+    count = min(segment_chunks, nchunks - first)
     dtype: gl.constexpr = x_desc.dtype
     vector: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     x_smem = gl.allocate_shared_memory(dtype, [STAGES * 2, 1, CHUNK, P], x_desc.layout)
@@ -428,31 +400,29 @@ def _ssd_fwd_scan_hopper_kernel(
             (_walk_y, (
                 y_desc, x_smem, z_smem, C_smem, cb_smem, state_smem, y_smem, decay_smem, shifted_smem,
                 full, empty, z_full, z_empty, state_full, state_empty, decay_ptr, shifted_ptr, D_ptr,
-                nitems, nchunks, segment_chunks, nsegments, nheads, ngroups, stride_D_h, stride_D_p,
-                0, CHUNK, P, N, STAGES, HAS_Z, MANY,
+                pid_b, pid_h, first, count, nchunks, nheads, stride_D_h, stride_D_p, 0, CHUNK, P, N, STAGES, HAS_Z,
             )),
             (_walk_y, (
                 y_desc, x_smem, z_smem, C_smem, cb_smem, state_smem, y_smem, decay_smem, shifted_smem,
                 full, empty, z_full, z_empty, state_full, state_empty, decay_ptr, shifted_ptr, D_ptr,
-                nitems, nchunks, segment_chunks, nsegments, nheads, ngroups, stride_D_h, stride_D_p,
-                1, CHUNK, P, N, STAGES, HAS_Z, MANY,
+                pid_b, pid_h, first, count, nchunks, nheads, stride_D_h, stride_D_p, 1, CHUNK, P, N, STAGES, HAS_Z,
             )),
             (_walk_state, (
                 x_smem, B_smem, state_smem, weight_smem, full, empty, state_full, state_empty,
                 decay_ptr, shifted_ptr, initial_ptr, piece_state_ptr, piece_decay_ptr, final_ptr,
-                nitems, nchunks, segment_chunks, nsegments, segment_pieces, npieces, nheads, ngroups,
-                0, CHUNK, P, N, STAGES, PASSED, MANY,
+                pid_b, pid_s, pid_h, first, count, nchunks, nsegments, segment_pieces, npieces, nheads,
+                0, CHUNK, P, N, STAGES, PASSED,
             )),
             (_walk_state, (
                 x_smem, B_smem, state_smem, weight_smem, full, empty, state_full, state_empty,
                 decay_ptr, shifted_ptr, initial_ptr, piece_state_ptr, piece_decay_ptr, final_ptr,
-                nitems, nchunks, segment_chunks, nsegments, segment_pieces, npieces, nheads, ngroups,
-                1, CHUNK, P, N, STAGES, PASSED, MANY,
+                pid_b, pid_s, pid_h, first, count, nchunks, nsegments, segment_pieces, npieces, nheads,
+                1, CHUNK, P, N, STAGES, PASSED,
             )),
             (_fetch_scan, (
                 x_desc, z_desc, B_desc, C_desc, cb_desc, x_smem, z_smem, B_smem, C_smem, cb_smem,
-                full, empty, z_full, z_empty, nitems, nchunks, segment_chunks, nsegments,
-                nheads, ngroups, CHUNK, P, N, STAGES, HAS_Z, MANY,
+                full, empty, z_full, z_empty, pid_b, pid_h, pid_g, first, count, nchunks, ngroups,
+                CHUNK, P, N, STAGES, HAS_Z,
             )),
         ],
         [4, 4, 4, 1],

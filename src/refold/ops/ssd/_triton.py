@@ -142,7 +142,6 @@ class _Plan:
         self.passed = npieces > config["fused_pass"]
         self.warm = False
         self.y_shape = (batch, seqlen, nheads, headdim)
-        self.y_dtype = x.dtype
         self.state_shape = (nseqs, nheads, headdim, dstate)
         self.state_dtype = state_dtype or torch.float32
         # One float32 workspace, cut into: C·Bᵀ, decay, step, piece states, piece decays.
@@ -233,12 +232,10 @@ class _Plan:
             hopper._ssd_fwd_state_hopper_kernel, (nheads // self.state_heads, npieces, batch),
             {"HEADS": self.state_heads, **sizes, "STAGES": 4}, {"num_warps": 4}, [x_view, B_view],
         )  # fmt: skip
-        nitems, sms = nheads // 2 * self.nsegments * batch, device_limits(x.device)[0]
-        self.scan_ints = (nitems, nchunks, segment_chunks, self.nsegments, pieces, npieces, nheads, ngroups, *D_strides)
+        self.scan_ints = (nchunks, segment_chunks, self.nsegments, pieces, npieces, nheads, ngroups, *D_strides)
         self.scan = MappedLaunch(
-            hopper._ssd_fwd_scan_hopper_kernel, (min(nitems, sms),),
-            {**sizes, "STAGES": 2, "PASSED": self.passed, "HAS_Z": z is not None, "MANY": nitems > sms},
-            {"num_warps": 4},
+            hopper._ssd_fwd_scan_hopper_kernel, (nheads // 2, self.nsegments, batch),
+            {**sizes, "STAGES": 2, "PASSED": self.passed, "HAS_Z": z is not None}, {"num_warps": 4},
             [x_view, z_view, B_view, C_view, cb_view, y_view],
         )  # fmt: skip
 
@@ -250,7 +247,7 @@ class _Plan:
 
     def __call__(self, x, dt, A, B, C, D, z, dt_bias, initial, cu_seqlens) -> tuple[torch.Tensor, torch.Tensor]:
         device = x.device
-        y = torch.empty(self.y_shape, dtype=self.y_dtype, device=device)
+        y = x.new_empty(self.y_shape)
         final = torch.empty(self.state_shape, dtype=self.state_dtype, device=device)
         workspace = torch.empty(self.workspace, dtype=torch.float32, device=device)
         if self.warm:  # the compiled kernels take addresses: that saves five views
