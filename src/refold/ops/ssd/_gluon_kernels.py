@@ -321,17 +321,14 @@ def _walk_y(
         y = y * from_start[:, None]
         x_tile = x_smem.index(stage * 2 + WHICH).reshape([CHUNK, P])
         y = warpgroup_mma(mix, x_tile, y, is_async=True)
-        # Meanwhile the gate.
-        if HAS_Z:
-            mbarrier.wait(z_full.index(WHICH), i & 1)
-            gate = _silu(z_smem.index(WHICH).reshape([CHUNK, P]).load(acc_y).to(gl.float32))
         if D_ptr is not None:
             skip = x_tile.load(acc_y)
         y = warpgroup_mma_wait(0, deps=[y])
         if D_ptr is not None:
             y += D[None, :] * skip.to(gl.float32)
         if HAS_Z:
-            y *= gate
+            mbarrier.wait(z_full.index(WHICH), i & 1)
+            y *= _silu(z_smem.index(WHICH).reshape([CHUNK, P]).load(acc_y).to(gl.float32))
         y_smem.index(WHICH).reshape([CHUNK, P]).store(y.to(dtype))
         fence_async_shared()
         barrier()
