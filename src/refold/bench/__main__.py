@@ -4,7 +4,8 @@ A case is refused if its error against a float64 scan of a slice of it is above 
 
 - ``median_ms``: medians of CUDA events around single calls, with 1 GiB overwritten before each. That leaves the L2
   cache full of lines to be written back, as the layer before would, and lets the host run ahead.
-- ``hot_ms``: the same without the overwriting; what fits into the L2 cache (60 MB) is found there.
+- ``hot_ms``: the same without the overwriting; what fits into the L2 cache (60 MB) is found there. The host does not
+  run ahead, so that for short calls its own time shows.
 - ``host_us``: the host's time for a call, with the device kept busy; only where the device may be the faster one.
 - ``bytes``: what any implementation must read and write once. ``share_of_copy``: their rate over that of a device copy
   of 8.6 GB (bytes read plus bytes written). ``copy_ms``: a device copy of as many bytes, timed like ``median_ms``:
