@@ -65,18 +65,18 @@ class _Plan:
         batch, seqlen, channels = x.shape
         dstate = A.shape[1]
         ngroups = max(B.shape[2] if B.dim() == 4 else 1, C.shape[2] if C.dim() == 4 else 1)
-        config = lookup("selective_scan", x.device, x.dtype) | (config or {})
         self.sequences = sequences = batch if cu_seqlens is None else cu_seqlens.numel() - 1
-        block_n = triton.next_power_of_2(dstate)
-        grouped = (channels // ngroups) % config["block_d"] != 0 and ngroups > 1
-        lanes = PTX and x.device.type == "cuda" and block_n == dstate and 2 <= dstate <= 64 and not grouped
-        block_d, warps = config["block_d"], config["warps"]
-        blocks = triton.cdiv(channels, block_d)
-        nsegments = 1
-        if cu_seqlens is None:
-            slots = device_limits(x.device)[0] * config["slots"]
-            nsegments = config.get("segments") or _choose_segments(seqlen, batch * blocks, slots)
-        segment = triton.cdiv(seqlen, nsegments)
+        tokens = seqlen if cu_seqlens is None else 0  # Those of packed sequences are not cut into segments.
+        sizes = _lanes_sizes(x, dt, B, C, z, dstate, sequences, tokens, ngroups, config or {})
+        if sizes is not None:
+            from refold.ops.selective_scan._gluon_kernels import _selective_scan_fwd_lanes_kernel as kernel
+        else:
+            kernel = kernels._selective_scan_fwd_kernel
+            sizes = _plain_sizes(x, sequences, tokens, ngroups, config or {})
+        blocks = triton.cdiv(channels, sizes["BLOCK_D"])
+        warps, nsegments = sizes.pop("warps"), sizes.pop("segments")
+        tile = sizes.get("BLOCK_T", 1)
+        segment = triton.cdiv(triton.cdiv(seqlen, nsegments), tile) * tile
         nsegments = triton.cdiv(seqlen, segment)
         self.rows = sequences * nsegments * channels
         B_strides, C_strides = _grouped(B, 2), _grouped(C, 2)
@@ -84,12 +84,7 @@ class _Plan:
             seqlen, segment, nsegments, channels, dstate, channels // ngroups, *x.stride()[:2], *dt.stride()[:2],
             *B_strides, *C_strides, *((0, 0) if z is None else z.stride()[:2]),
         )  # fmt: skip
-        consts = {"BLOCK_D": block_d, "BLOCK_N": block_n, "SOFTPLUS": bool(dt_softplus)}
-        kernel = kernels._selective_scan_fwd_kernel
-        if lanes:
-            from refold.ops.selective_scan._gluon_kernels import _selective_scan_fwd_lanes_kernel as kernel
-        else:
-            consts |= {"UNROLL": config["unroll"], "GROUPED": grouped}
+        consts = {**sizes, "BLOCK_N": triton.next_power_of_2(dstate), "SOFTPLUS": bool(dt_softplus)}
         options = {"num_warps": warps}
         self.local = None
         if nsegments > 1:
@@ -99,11 +94,48 @@ class _Plan:
         self.scan = Launch(kernel, grid, {**consts, "LOCAL": False}, options)
 
 
-def _choose_segments(seqlen: int, programs: int, slots: int) -> int:
-    """Return the number of segments: enough to fill ``slots``, where that gains more than the state pass costs."""
-    if programs * 3 >= slots * 2:
-        return 1
-    return max(1, min(-(-slots // programs), 64, seqlen // 32))
+def _lanes_sizes(
+    x: torch.Tensor, dt: torch.Tensor, B: torch.Tensor, C: torch.Tensor, z: torch.Tensor | None, dstate: int,
+    sequences: int, tokens: int, ngroups: int, config: dict[str, int],
+) -> dict[str, int] | None:  # fmt: skip
+    """Return the sizes of the kernel with hand-made layouts; None where it does not take these arrays.
+
+    It copies 16 bytes at a time asynchronously, so every row has to begin at a multiple of them. A lane owns few states
+    where lanes of the device would else stay idle; where even that does not help, long sequences are cut.
+    """
+    if not PTX or x.device.type != "cuda" or torch.cuda.get_device_capability(x.device)[0] < 8:
+        return None
+    channels, rows = x.shape[2], [a for a in (x, dt, B, C, z) if a is not None]
+    aligned = all(a.data_ptr() % 16 == 0 and all(stride % 16 == 0 for stride in a.stride()[:-1]) for a in rows)
+    if not aligned or channels % 16 or dstate < 4 or dstate != triton.next_power_of_2(dstate):
+        return None
+    table = lookup("selective_scan_lanes", x.device, x.dtype) | config
+    multiprocessors, warps = device_limits(x.device)[0], table["warps"]
+    share = sequences * channels * dstate // (multiprocessors * 128)  # Of each of the 128 lanes that run at a time.
+    cut = share < 2 and tokens >= table["cut"]
+    states = table["states"] if cut or share >= table["states"] else max(2, triton.next_power_of_2(share + 1) // 2)
+    states = max(min(states, dstate), dstate // 32)
+    block_d = warps * 32 * states // dstate
+    if channels // ngroups % block_d and ngroups > 1:
+        return None
+    slots = multiprocessors * table["slots"] // (sequences * triton.cdiv(channels, block_d))
+    return {"warps": warps, "segments": table.get("segments", max(1, min(slots, 64, tokens // 64)) if cut else 1),
+            "BLOCK_D": block_d, "LANES": dstate // states, "BLOCK_T": min(32, 128 // states),
+            "GROUP": max(2, 16 // states)}  # fmt: skip
+
+
+def _plain_sizes(
+    x: torch.Tensor, sequences: int, tokens: int, ngroups: int, config: dict[str, int]
+) -> dict[str, int]:  # fmt: skip
+    """Return the sizes of the plain kernel: segments fill the device where that gains more than their pass costs."""
+    table = lookup("selective_scan", x.device, x.dtype) | config
+    channels, block_d, slots = x.shape[2], table["block_d"], device_limits(x.device)[0] * table["slots"]
+    programs = sequences * triton.cdiv(channels, block_d)
+    segments = 1
+    if programs * 3 < slots * 2:
+        segments = max(1, min(triton.cdiv(slots, programs), 64, tokens // 32))
+    return {"warps": table["warps"], "segments": table.get("segments", segments), "BLOCK_D": block_d,
+            "UNROLL": table["unroll"], "GROUPED": ngroups > 1 and channels // ngroups % block_d != 0}  # fmt: skip
 
 
 def selective_scan_step(
