@@ -19,6 +19,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
+# Two names that differ between versions of Triton (3.6 and 3.9 at hand).
+_async_load = getattr(async_copy, "async_load", async_copy.async_copy_global_to_shared)
+_REINTERPRET = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
+
 
 @gluon.jit
 def _exp2(v):
@@ -58,6 +62,21 @@ def _advance(decay, state, next_decay, next_state):
 
 
 @gluon.jit
+def _seen_as(tile, layout: gl.constexpr):
+    """Return the same shared memory under another layout."""
+    if _REINTERPRET:
+        return tile.reinterpret(tile.dtype, tile.shape, layout)
+    else:
+        return tile._reinterpret(tile.dtype, tile.shape, layout)
+
+
+@gluon.jit
+def _offset(cu_seqlens_ptr, i, seqlen):
+    """Return an offset of packed sequences, inside of the array whatever it holds."""
+    return gl.minimum(gl.maximum(gl.load(cu_seqlens_ptr + i).to(gl.int32), 0), seqlen)
+
+
+@gluon.jit
 def _copy(tile, row, stride, columns, live):
     """Start copying rows of global memory into a tile; zeros from row ``live`` and column ``columns`` on."""
     wide: gl.constexpr = min(tile.shape[1], 128 // tile.dtype.primitive_bitwidth)
@@ -66,7 +85,7 @@ def _copy(tile, row, stride, columns, live):
     offs_t = gl.arange(0, tile.shape[0], layout=gl.SliceLayout(1, layout))
     offs_c = gl.arange(0, tile.shape[1], layout=gl.SliceLayout(0, layout))
     mask = (offs_t < live)[:, None] & (offs_c < columns)[None, :]
-    async_copy.async_copy_global_to_shared(tile, row + (offs_t * stride)[:, None] + offs_c[None, :], mask=mask)
+    _async_load(tile, row + (offs_t * stride)[:, None] + offs_c[None, :], mask=mask)
 
 
 @gluon.jit
@@ -121,8 +140,8 @@ def _selective_scan_fwd_lanes_kernel(
         end = gl.minimum(begin + segment, seqlen)
     else:
         pid_b = pid_k * 0
-        begin = gl.load(cu_seqlens_ptr + pid_k).to(gl.int32)
-        end = gl.load(cu_seqlens_ptr + pid_k + 1).to(gl.int32)
+        begin = _offset(cu_seqlens_ptr, pid_k, seqlen)
+        end = _offset(cu_seqlens_ptr, pid_k + 1, seqlen)
 
     # Two tiles on their way: the next one and the one after.
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
@@ -187,14 +206,14 @@ def _selective_scan_fwd_lanes_kernel(
     tile_step = gl.allocate_shared_memory(gl.float32, by_channel, of_channels)
     tile_input = gl.allocate_shared_memory(gl.float32, by_channel, of_channels)
     tile_B = gl.allocate_shared_memory(gl.float32, by_state, of_states)
-    group_step = tile_step._reinterpret(gl.float32, by_channel, group_of_channels)
-    group_input = tile_input._reinterpret(gl.float32, by_channel, group_of_channels)
-    group_B = tile_B._reinterpret(gl.float32, by_state, flat)
+    group_step = _seen_as(tile_step, group_of_channels)
+    group_input = _seen_as(tile_input, group_of_channels)
+    group_B = _seen_as(tile_B, flat)
     if LOCAL:
         total = gl.zeros([BLOCK_T, BLOCK_D], gl.float32, layout=tc)
     else:
         tile_C = gl.allocate_shared_memory(gl.float32, by_state, of_states)
-        group_C = tile_C._reinterpret(gl.float32, by_state, flat)
+        group_C = _seen_as(tile_C, flat)
         swizzled: gl.constexpr = gl.SwizzledSharedLayout(4, 1, 8, [1, 0])
         tile_y = gl.allocate_shared_memory(gl.float32, [BLOCK_T, BLOCK_D * LANES], swizzled)
         parts = gl.zeros([GROUPS, GROUP, BLOCK_D, LANES], gl.float32, layout=gkcl)

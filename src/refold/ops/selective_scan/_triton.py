@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import triton
 
 from refold.ops.configs import device_limits, lookup
-from refold.ops.launch import PTX, Launch, contiguous, current_stream, last_contiguous, refusal, tensor_key
+from refold.ops.launch import PTX, Launch, contiguous, current_stream, last_contiguous, planned, refusal, tensor_key
 from refold.ops.selective_scan import _triton_kernels as kernels
+from refold.ops.selective_scan.spec import STEP
 from refold.ops.spec import Meta
 
 _PLANS: dict[Any, Any] = {}
@@ -138,57 +140,65 @@ def _plain_sizes(
             "UNROLL": table["unroll"], "GROUPED": ngroups > 1 and channels // ngroups % block_d != 0}  # fmt: skip
 
 
-def selective_scan_step(
+def _plan_step(
     *, x: torch.Tensor, dt: torch.Tensor, A: torch.Tensor, B: torch.Tensor, C: torch.Tensor, state: torch.Tensor,
     D: torch.Tensor | None, z: torch.Tensor | None, dt_bias: torch.Tensor | None, dt_softplus: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Compute `refold.ops.selective_scan_step`."""
-    new_state = torch.empty(state.shape, dtype=state.dtype, device=state.device)
-    return _step(x, dt, A, B, C, contiguous(state), new_state, D, z, dt_bias, dt_softplus), new_state
+) -> Callable[..., torch.Tensor]:  # fmt: skip
+    """Return a function of the arrays and the new state, which may be the state, that returns y."""
+    shape = x.shape
+    batch, channels, dstate = state.shape
+    one = x.dim() == 2
 
+    def strides(tensor: torch.Tensor | None) -> tuple[int, int]:
+        if tensor is None:
+            return 0, 0
+        return tensor.stride(0), 0 if one else tensor.stride(1)
 
-def selective_scan_step_(*, state: torch.Tensor, **inputs: Any) -> torch.Tensor:
-    """Compute `refold.ops.selective_scan_step_`: the state is overwritten, the outputs are returned."""
-    own = contiguous(state)
-    y = _step(state=own, new_state=own, **inputs)
-    if own is not state:
-        state.copy_(own)
-    return y
+    def groups(tensor: torch.Tensor) -> int:
+        return tensor.shape[-2] if tensor.dim() == (3 if one else 4) else 1
 
+    def projection(tensor: torch.Tensor) -> tuple[int, int, int]:
+        return (*strides(tensor), tensor.stride(-2) if groups(tensor) > 1 else 0)
 
-def _step(x, dt, A, B, C, state, new_state, D, z, dt_bias, dt_softplus) -> torch.Tensor:
-    x, dt, z, B, C = (last_contiguous(a) for a in (x, dt, z, B, C))
-    A, D, dt_bias = contiguous(A), contiguous(D), contiguous(dt_bias)
-    key = (
-        tensor_key(x), tensor_key(dt), tensor_key(A), tensor_key(B), tensor_key(C), tensor_key(state),
-        tensor_key(new_state), tensor_key(D), tensor_key(z), tensor_key(dt_bias), dt_softplus, x.device,
+    ngroups = max(groups(B), groups(C))
+    block_n = triton.next_power_of_2(dstate)
+    block_d = min(triton.next_power_of_2(channels), max(1, 1024 // block_n))
+    ints = (
+        1 if one else x.shape[1], channels, dstate, channels // ngroups, *strides(x), *strides(dt),
+        *projection(B), *projection(C), *strides(z),
     )  # fmt: skip
-    plan = _PLANS.get(key)
-    if plan is None:
-        batch, channels, dstate = state.shape
-        one = x.dim() == 2
+    consts = {"BLOCK_D": block_d, "BLOCK_N": block_n, "SOFTPLUS": bool(dt_softplus)}
+    grid = (triton.cdiv(channels, block_d), batch)
+    launch = Launch(kernels._selective_scan_step_kernel, grid, consts, {"num_warps": 4})
 
-        def strides(tensor: torch.Tensor | None) -> tuple[int, int]:
-            if tensor is None:
-                return 0, 0
-            return tensor.stride(0), 0 if one else tensor.stride(1)
+    def run(x, dt, A, B, C, state, D, z, dt_bias, new_state):
+        y = torch.empty(shape, dtype=x.dtype, device=x.device)
+        launch(current_stream(x.device), x, dt, A, B, C, D, z, dt_bias, state, new_state, y, *ints)
+        return y
 
-        def projection(tensor: torch.Tensor) -> tuple[int, int, int]:
-            grouped = tensor.dim() == (3 if one else 4)
-            return (*strides(tensor), tensor.stride(-2) if grouped else 0)
+    return run
 
-        grouped = B.dim() == (3 if one else 4)
-        ngroups = B.shape[-2] if grouped else 1
-        block_n = triton.next_power_of_2(dstate)
-        block_d = min(triton.next_power_of_2(channels), max(1, 2048 // block_n))
-        ints = (
-            1 if one else x.shape[1], channels, dstate, channels // ngroups, *strides(x), *strides(dt),
-            *projection(B), *projection(C), *strides(z),
-        )  # fmt: skip
-        consts = {"BLOCK_D": block_d, "BLOCK_N": block_n, "SOFTPLUS": bool(dt_softplus)}
-        grid = (triton.cdiv(channels, block_d), batch)
-        plan = _PLANS[key] = (Launch(kernels._selective_scan_step_kernel, grid, consts, {"num_warps": 4}), ints)
-    launch, ints = plan
-    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    launch(current_stream(x.device), x, dt, A, B, C, D, z, dt_bias, state, new_state, y, *ints)
-    return y
+
+_step_layouts: dict[str, Any] = {
+    "x": last_contiguous, "dt": last_contiguous, "A": contiguous, "B": last_contiguous, "C": last_contiguous,
+    "state": contiguous, "D": contiguous, "z": last_contiguous, "dt_bias": contiguous,
+}  # fmt: skip
+
+
+@planned(STEP, **_step_layouts)
+def selective_scan_step(**arguments: Any) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
+    """Plan `refold.ops.selective_scan_step`."""
+    step = _plan_step(**arguments)
+
+    def run(x, dt, A, B, C, state, D, z, dt_bias):
+        new_state = torch.empty(state.shape, dtype=state.dtype, device=state.device)
+        return step(x, dt, A, B, C, state, D, z, dt_bias, new_state), new_state
+
+    return run
+
+
+@planned(STEP, **_step_layouts)
+def selective_scan_step_(**arguments: Any) -> Callable[..., torch.Tensor]:
+    """Plan `refold.ops.selective_scan_step_`: the state, contiguous, is overwritten and the outputs are returned."""
+    step = _plan_step(**arguments)
+    return lambda x, dt, A, B, C, state, D, z, dt_bias: step(x, dt, A, B, C, state, D, z, dt_bias, state)

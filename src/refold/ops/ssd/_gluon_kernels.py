@@ -8,8 +8,6 @@ decay and step of a pair of tokens are one exp2, and C·Bᵀ with zeros above it
 
 from __future__ import annotations
 
-from typing import Any
-
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -20,19 +18,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_init,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 
 def tile_layout(bits: int, rank: int) -> gl.NVMMASharedLayout:
     """Return how tiles of ``bits``-wide elements lie in shared memory: rows swizzled over 128 bytes."""
     return gl.NVMMASharedLayout(128, bits, rank)
-
-
-def describe(base: Any, view: dict[str, Any]) -> TensorDescriptor:
-    """Return the copy engine's description of ``base``; ``view`` was checked when the plan was made."""
-    descriptor = object.__new__(TensorDescriptor)
-    descriptor.__dict__ = {"base": base, **view}
-    return descriptor
 
 
 @gluon.jit
