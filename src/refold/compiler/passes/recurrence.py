@@ -16,11 +16,12 @@ from typing import Any
 import torch
 from torch._inductor.pattern_matcher import stable_topological_sort
 from torch.fx import Graph, Node
+from torch.fx.node import map_arg
 
 from ...ops.library import OPS
 from ..duality import lower, reading
 from ..graph import Builder, region_inputs
-from ..index import arg, is_tensor, same, value
+from ..index import arg, is_tensor, is_view, same, value
 from ..rewrite import Rewrite, replace_node
 from ..rollup import Loop, Rollup
 from ..timewise import NotALoop
@@ -31,6 +32,7 @@ aten = torch.ops.aten
 SHORTEST = 4
 _SCATTERS = (aten.select_scatter.default, aten.slice_scatter.default)
 SCANS = {OPS[name] for name in ("linear_scan", "selective_scan", "ssd")}
+_CONTRACTIONS = (aten.sum.dim_IntList, aten.bmm.default)
 # How many values a step may add to one sum.
 _TERMS = 4
 
@@ -49,7 +51,7 @@ def roll_up_loops(graph: Graph, wanted: Callable[[str], bool]) -> Iterator[Rewri
         if not wanted(root.name):
             continue
         try:
-            rewrite = _replace(rollup, root, join)
+            rewrite = _replace_reader(rollup, root, join, wanted) or _replace(rollup, root, join)
         except NotALoop:
             continue
         if rewrite is not None:
@@ -82,17 +84,60 @@ def refusals(graph: Graph) -> list[str]:
     return list(reasons)
 
 
-def _replace(rollup: Rollup, root: Node, join: Join, anchor: Node | None = None) -> Rewrite | None:
-    """Swap a root for its value over all steps; None if no loop is behind it."""
+def _replace_reader(rollup: Rollup, root: Node, join: Join, wanted: Callable[[str], bool]) -> Rewrite | None:
+    """Swap the one contraction that reads the states of all steps for an operator that never writes them."""
+    found = None if rollup.training else _only_reader(root)
+    if found is None or not wanted(found[0].name):
+        return None
+    reader, between = found
+
+    def read(rollup: Rollup, _: Node) -> Node:
+        copies = {root: join(rollup, root)}
+        rollup.emit.at(reader)
+
+        def copy(node: Any) -> Node:
+            if node not in copies:
+                args = map_arg(node.args, lambda x: copy(x) if x in between else x)
+                copies[node] = rollup.emit.call(node.target, *args, **node.kwargs)
+            return copies[node]
+
+        return copy(reader)
+
+    rewrite = _replace(rollup, reader, read, dual=True)
+    rollup.emit.settle()  # what stands before the reader may stand behind the next root
+    return rewrite
+
+
+def _only_reader(root: Node) -> tuple[Node, set[Node]] | None:
+    """Return the contraction that alone reads a value, and the nodes through which it does."""
+    readers: set[Node] = set()
+    between, stack = {root}, [root]
+    while stack:
+        for user in stack.pop().users:
+            if user.target in _CONTRACTIONS:
+                readers.add(user)
+            elif user.op == "call_function" and (is_view(user) or user.target is aten.mul.Tensor):
+                between.add(user)
+                stack.append(user)
+            else:
+                return None
+    return (readers.pop(), between) if len(readers) == 1 else None
+
+
+def _replace(rollup: Rollup, root: Node, join: Join, anchor: Node | None = None, dual: bool = False) -> Rewrite | None:
+    """Swap a root for its value over all steps; None if no loop is behind it, or no ``dual`` where one is asked for."""
     loops = len(rollup.loops)
     anchor = anchor or root
     rollup.emit.at(anchor)
     new = join(rollup, root)
     if not _scans(new):
         return None
-    operators = ["linear_scan"]
+    operator = "linear_scan"
     if not rollup.training:
-        operators = [_dualise(rollup, loop, new) for loop in rollup.loops[loops:]] or operators
+        for loop in rollup.loops[loops:]:
+            operator, new = _dualise(rollup, loop, new)
+    if dual and operator == "linear_scan":
+        return None
     build = Builder(anchor)
     new = build.restride(new, value(root))
     rollup.emit.added += build.added
@@ -109,7 +154,7 @@ def _replace(rollup: Rollup, root: Node, join: Join, anchor: Node | None = None)
         added=added,
         name="roll up loop",
         why="its steps wait for one another, one launch after the other",
-        detail=f"{len(first.steps)} steps of a state of {state or 1} as one {operators[0]}"
+        detail=f"{len(first.steps)} steps of a state of {state or 1} as one {operator}"
         + (", against time" if first.reverse else ""),
         multilinear=False,
         terms=len(first.steps),
@@ -136,16 +181,16 @@ def _region(root: Node, made: list[Node], rollup: Rollup) -> set[Node]:
     return inside
 
 
-def _dualise(rollup: Rollup, loop: Loop, new: Node) -> str:
-    """Replace a scan whose states are only contracted by an operator that never writes them; return its name."""
+def _dualise(rollup: Rollup, loop: Loop, new: Node) -> tuple[str, Node]:
+    """Replace a scan whose states are only contracted by an operator that never writes them; (its name, new)."""
     scan, body = loop.scan, loop.body
     if loop.reverse or scan is None or body is None:
-        return "linear_scan"
+        return "linear_scan", new
     live = _behind(new)
     shape = [len(loop.steps), *value(loop.steps[0]).shape]
-    for node in [n for n in live if n.target in (aten.sum.dim_IntList, aten.bmm.default)]:
+    for node in [n for n in live if n.target in _CONTRACTIONS]:
         read = reading(node, scan, len(shape))
-        if read is None or len(shape) < 3 or node is new:
+        if read is None or len(shape) < 3:
             continue
         initial = loop.initial if isinstance(loop.initial, Node) else None
         if initial is not None and initial.target is aten.full.default and initial.args[1] == 0:
@@ -162,13 +207,14 @@ def _dualise(rollup: Rollup, loop: Loop, new: Node) -> str:
             continue
         node.replace_all_uses_with(y)
         rollup.emit.settle()
-        if scan in _behind(new):  # its states are used otherwise, too
+        result = y if node is new else new
+        if scan in _behind(result):  # its states are used otherwise, too
             y.replace_all_uses_with(node)
             continue
         loop.last = rollup.emit.cast(last, value(loop.steps[0]).dtype)
         stable_topological_sort(new.graph)
-        return "ssd" if any(n.target is OPS["ssd"] for n in _behind(y)) else "selective_scan"
-    return "linear_scan"
+        return "ssd" if any(n.target is OPS["ssd"] for n in _behind(y)) else "selective_scan", result
+    return "linear_scan", new
 
 
 def _behind(node: Node) -> set[Node]:
