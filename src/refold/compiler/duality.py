@@ -10,6 +10,7 @@ matter. What cannot be read that way stays a scan.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import inf
 from operator import getitem
@@ -19,7 +20,7 @@ import torch
 from torch.fx import Node
 
 from ..ops.library import OPS
-from .index import Product, arg, index, matmul_product, resolve, sum_product, value
+from .index import Factor, Product, arg, index, matmul_product, resolve, sum_product, value
 from .timewise import Emitter, Value
 
 aten = torch.ops.aten
@@ -37,12 +38,12 @@ class Term:
         return {place for place in self.places if place is not None}
 
 
-def terms(node: Node, places: tuple[int | None, ...]) -> tuple[float, list[Term]]:
+def terms(emit: Emitter, node: Node, places: tuple[int | None, ...]) -> tuple[float, list[Term]]:
     """Split a value into factors as far as index notation sees them; (scale, factors)."""
-    return _split(index(node), node, places)
+    return _split(emit, index(node), node, places)
 
 
-def _split(product: Product, node: Node, places: tuple[int | None, ...]) -> tuple[float, list[Term]]:
+def _split(emit: Emitter, product: Product, node: Node, places: tuple[int | None, ...]) -> tuple[float, list[Term]]:
     whole = (1.0, [Term(node, places)])
     where: dict[Any, int | None] = {}
     for label, place in zip(product.labels, places, strict=True):
@@ -53,16 +54,25 @@ def _split(product: Product, node: Node, places: tuple[int | None, ...]) -> tupl
     scale = product.scale
     found: list[Term] = []
     for factor in product.factors:
-        labels = [resolve(label) for label in factor.labels]
-        if factor.steps or any(len(label) > 1 or (label and label[0] not in where) for label in labels):
+        placed = _factor_terms(emit, factor, where, node)
+        if placed is None:
             return whole
-        own = tuple(where[label[0]] if label else None for label in labels)
-        if factor.node is node:
-            found.append(Term(node, own))
-            continue
-        inner, parts = terms(factor.node, own)
-        scale, found = scale * inner, found + parts
+        scale, found = scale * placed[0], found + placed[1]
     return scale, found
+
+
+def _factor_terms(
+    emit: Emitter, factor: Factor, where: Mapping[Any, int | None], within: Node | None = None
+) -> tuple[float, list[Term]] | None:
+    """Split a factor further, given where its symbols run; None if it cannot be laid along axes of the states."""
+    axes = factor.axes()
+    if factor.steps or any(axis not in where for axis in axes):
+        return None
+    if any(len(resolve(label)) > 1 for label in factor.labels):  # a matrix product leaves batch and time as one axis
+        split = emit.reshape(factor.node, [int(axis.size) for axis in axes])
+        return 1.0, [Term(split, tuple(where[axis] for axis in axes))]
+    places = tuple(where[label[0]] if (label := resolve(own)) else None for own in factor.labels)
+    return (1.0, [Term(factor.node, places)]) if factor.node is within else terms(emit, factor.node, places)
 
 
 @dataclass
@@ -76,7 +86,7 @@ class Reading:
     out: tuple[int | None, ...]
 
 
-def reading(node: Node, states: Node, rank: int) -> Reading | None:
+def reading(emit: Emitter, node: Node, states: Node, rank: int) -> Reading | None:
     """Read a contraction of the states; ``states`` is (batch, time, ...)."""
     if node.target is aten.sum.dim_IntList:
         product = sum_product(node)
@@ -101,11 +111,10 @@ def reading(node: Node, states: Node, rank: int) -> Reading | None:
     for factor in product.factors:
         if factor is mine:
             continue
-        labels = [resolve(label) for label in factor.labels]
-        if factor.steps or any(len(label) > 1 or (label and label[0] not in where) for label in labels):
+        placed = _factor_terms(emit, factor, where)
+        if placed is None:
             return None
-        inner, parts = terms(factor.node, tuple(where[label[0]] if label else None for label in labels))
-        scale, others = scale * inner, others + parts
+        scale, others = scale * placed[0], others + placed[1]
     layout = [axis for label in product.labels for axis in resolve(label)]
     if any(axis not in where for axis in layout):
         return None
@@ -139,13 +148,13 @@ def lower(
         if not isinstance(scale.node, Node):
             return None
         factors = emit.padded(scale, rank - 1)
-        found = _decay(factors, every[rank - value(factors).dim() :], n)
+        found = _decay(emit, factors, every[rank - value(factors).dim() :], n)
         if found is None:
             return None
         (rate, exponent), (weight, decays) = found
     steps = [term for term in exponent if term.spans() & {0, 1}]
     rates = [term for term in exponent if not term.spans() & {0, 1}]
-    factor, inputs = terms(emit.padded(offset, rank - 1), every)
+    factor, inputs = terms(emit, emit.padded(offset, rank - 1), every)
     for term in steps:
         if term not in inputs:
             return None
@@ -230,25 +239,25 @@ def _unalias(node: Node) -> Node:
 
 
 def _decay(
-    node: Any, places: tuple[int | None, ...], n: int
+    emit: Emitter, node: Any, places: tuple[int | None, ...], n: int
 ) -> tuple[tuple[float, list[Term]], tuple[float, list[Term]]] | None:
     """Read a decay as exp of a product times factors that do not run along ``n``: (exponent, other factors)."""
-    scale, parts = terms(node, places)
-    if scale == 1.0 and len(parts) == 1 and (exponent := _exponent(parts[0])) is not None:
+    scale, parts = terms(emit, node, places)
+    if scale == 1.0 and len(parts) == 1 and (exponent := _exponent(emit, parts[0])) is not None:
         return exponent, (1.0, [])
     powers, others = _divide(parts, n)
     if not powers:
         return (0.0, []), (scale, others)
-    exponent = _exponent(powers[0]) if len(powers) == 1 else None
+    exponent = _exponent(emit, powers[0]) if len(powers) == 1 else None
     return None if exponent is None else (exponent, (scale, others))
 
 
-def _exponent(term: Term) -> tuple[float, list[Term]] | None:
+def _exponent(emit: Emitter, term: Term) -> tuple[float, list[Term]] | None:
     """Read a factor as exp of a product: (scale, factors of the exponent)."""
     inner = _unalias(term.node)
     if inner.target is not aten.exp.default or value(inner).dim() != len(term.places):
         return None
-    return terms(arg(inner, 0), term.places)
+    return terms(emit, arg(inner, 0), term.places)
 
 
 def _divide(parts: list[Term], n: int) -> tuple[list[Term], list[Term]]:

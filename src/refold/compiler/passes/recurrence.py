@@ -50,9 +50,9 @@ def roll_up_loops(graph: Graph, wanted: Callable[[str], bool]) -> Iterator[Rewri
     if len(graph.nodes) < 2 * SHORTEST:
         return
     forward_writes(graph)
-    rollup, changed = Rollup(), False
     # A backward needs the states, so forward and backward are scans that share them.
-    rollup.training = any(str(n.target).startswith("tangents") for n in graph.find_nodes(op="placeholder"))
+    training = any(str(n.target).startswith("tangents") for n in graph.find_nodes(op="placeholder"))
+    rollup, changed = Rollup(training), False
     for root, join in _joins(graph):
         if not wanted(root.name):
             continue
@@ -67,12 +67,15 @@ def roll_up_loops(graph: Graph, wanted: Callable[[str], bool]) -> Iterator[Rewri
         if wanted(root.name) and (rewrite := _replace(rollup, root, join, after)) is not None:
             yield rewrite
             stable_topological_sort(graph)
-    for steps in _chains(graph, rollup):
-        rewrite = _replace_end(rollup, steps) if wanted(steps[-1].name) else None
-        if rewrite is not None:
-            changed = True
-            yield rewrite
-    for node in reversed(rollup.emit.added):
+    rollups = [rollup]
+    for steps in _chains(graph, rollup.members):
+        if wanted(steps[-1].name):
+            rollups.append(Rollup(training))  # of its own: what the others made may stand behind this end
+            if (rewrite := _replace_end(rollups[-1], steps)) is not None:
+                rollup.members |= rollups[-1].members
+                changed = True
+                yield rewrite
+    for node in (node for each in rollups for node in reversed(each.emit.added)):
         if not node.users and node.graph is graph and not node._erased:
             graph.erase_node(node)
     if changed:
@@ -85,7 +88,7 @@ def refusals(graph: Graph) -> list[str]:
     rollup = Rollup()
     forward_writes(graph)
     joins = [(root, partial(join, rollup, root)) for root, join in _joins(graph)]
-    ends = [(steps[-1], partial(rollup.stack, steps, steps[-1])) for steps in _chains(graph, rollup)]
+    ends = [(steps[-1], partial(rollup.stack, steps, steps[-1])) for steps in _chains(graph, rollup.members)]
     for root, attempt in joins + ends:
         try:
             rollup.emit.at(root)
@@ -202,7 +205,7 @@ def _dualise(rollup: Rollup, loop: Loop, new: Node) -> tuple[str, Node]:
     live = _behind(new)
     shape = [len(loop.steps), *value(loop.steps[0]).shape]
     for node in [n for n in live if n.target in _CONTRACTIONS]:
-        read = reading(node, scan, len(shape))
+        read = reading(rollup.emit, node, scan, len(shape))
         if read is None or len(shape) < 3:
             continue
         initial = loop.initial if isinstance(loop.initial, Node) else None
@@ -410,7 +413,7 @@ def _last_states(graph: Graph, rollup: Rollup) -> Iterator[tuple[Node, Join, Nod
 # Loops of which only the last state is used ---------------------------------------------------
 
 
-def _chains(graph: Graph, rollup: Rollup) -> Iterator[list[Node]]:
+def _chains(graph: Graph, rolled_up: set[Node]) -> Iterator[list[Node]]:
     """Find nodes of one kind and source line, each fed by the one before it, that no loop accounts for; last first."""
     live = _behind(graph.output_node())
     kinds: dict[Any, list[Node]] = defaultdict(list)
@@ -419,9 +422,9 @@ def _chains(graph: Graph, rollup: Rollup) -> Iterator[list[Node]]:
             kinds[node.target, source_line(node), str(value(node).shape)].append(node)
     order = {node: i for i, node in enumerate(graph.nodes)}
     for nodes in sorted(kinds.values(), key=lambda nodes: -order[nodes[-1]]):
-        members = {node for node in nodes if node not in rollup.members}
+        members = {node for node in nodes if node not in rolled_up}
         for end in nodes[::-1]:
-            if end not in members or end in rollup.members or len(members) < SHORTEST_CHAIN:
+            if end not in members or end in rolled_up or len(members) < SHORTEST_CHAIN:
                 continue
             chain = [end]
             while (before := _nearest(chain[-1], members)) is not None:
@@ -451,9 +454,7 @@ def _replace_end(rollup: Rollup, chain: list[Node]) -> Rewrite | None:
         steps = chain[::-1][::period][::-1]
 
         def last(rollup: Rollup, root: Node, steps: list[Node] = steps) -> Node:
-            state = rollup.emit.call(aten.select.int, rollup.stack(steps, root), 0, len(steps) - 1)
-            stable_topological_sort(root.graph)  # what earlier attempts made stands before later ends
-            return state
+            return rollup.emit.call(aten.select.int, rollup.stack(steps, root), 0, len(steps) - 1)
 
         try:
             return _replace(rollup, end, last)
