@@ -97,6 +97,7 @@ def main() -> None:
     parser.add_argument("--prove", action="store_true", help="prove and race every rewrite while compiling")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
+    torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
     for dtype in arguments.dtype:
         for batch in arguments.batch:
             row = measure(arguments, dtype, batch)
