@@ -1,6 +1,6 @@
 """The language model of the published kernel-fusion example: eager, torch.compile and refold in one run.
 
-``python benchmarks/fused_mamba.py --device cuda --batch 1 4 16 --dtype float32 bfloat16 --out FILE.jsonl``
+``python benchmarks/fusion_example.py --device cuda --batch 1 4 16 --dtype float32 bfloat16 --out FILE.jsonl``
 
 Sizes are the published ones unless given: 8 layers, width 1024, 32 states, 512 tokens, a vocabulary of 16384. One row a
 dtype and batch goes to ``--out``: interleaved times, peak memory beyond the weights, and the difference of the logits.
@@ -59,7 +59,7 @@ def measure(arguments: argparse.Namespace, dtype: str, batch: int) -> dict[str, 
         result = race(runs["eager"], runs["refold"], device, budget_s=arguments.budget)
         expected, found = runs["eager"]().double(), runs["refold"]().double()
         row = {
-            "benchmark": "fused_mamba",
+            "benchmark": "fusion_example",
             "command": " ".join(["python", *sys.argv]),
             "date": datetime.date.today().isoformat(),
             "revision": revision(),
