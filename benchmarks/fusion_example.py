@@ -23,6 +23,7 @@ from pathlib import Path
 import torch
 from hybrid_layer import revision
 
+import refold
 from refold.verify import race
 from refold.verify.memory import peak_bytes
 from refold.verify.timing import median_ms
@@ -49,7 +50,7 @@ def measure(arguments: argparse.Namespace, dtype: str, batch: int) -> dict[str, 
     options = {"strict": True, **({} if arguments.prove else {"verify": "off", "accept": "always"})}
     programs: dict[str, Callable[..., object]] = {
         "eager": model,
-        "refold": torch.compile(model, backend="refold", options=options),
+        "refold": refold.compile(model, **options),
         **({"torch.compile": torch.compile(model)} if arguments.inductor else {}),
     }
     runs = {name: partial(program, tokens) for name, program in programs.items()}
