@@ -77,6 +77,11 @@ def _offset(cu_seqlens_ptr, i, seqlen):
 
 
 @gluon.jit
+def _append(values, value):
+    return values + (value,)  # noqa: RUF005
+
+
+@gluon.jit
 def _copy(tile, row, stride, columns, live):
     """Start copying rows of global memory into a tile; zeros from row ``live`` and column ``columns`` on."""
     wide: gl.constexpr = min(tile.shape[1], 128 // tile.dtype.primitive_bitwidth)
@@ -89,10 +94,14 @@ def _copy(tile, row, stride, columns, live):
 
 
 @gluon.jit
-def _fetch(buffers, at, rows, strides, columns, t, end):
-    """Start copying the tiles that begin at token t, those of all arrays, as one group."""
-    for i in gl.static_range(len(buffers)):
-        _copy(buffers[i].index(at), rows[i] + t.to(gl.int64) * strides[i], strides[i], columns[i], end - t)
+def _fetch(of_channels, of_states, at, channels, t, end):
+    """Start copying the tiles that begin at token t, as one group; each is of (buffers, rows, stride)."""
+    for i in gl.static_range(len(of_channels)):
+        buffers, rows, stride = of_channels[i]
+        _copy(buffers.index(at), rows + t.to(gl.int64) * stride, stride, channels, end - t)
+    for i in gl.static_range(len(of_states)):
+        buffers, rows, stride = of_states[i]
+        _copy(buffers.index(at), rows + t.to(gl.int64) * stride, stride, buffers.shape[2], end - t)
     async_copy.commit_group()
 
 
@@ -148,28 +157,19 @@ def _selective_scan_fwd_lanes_kernel(
     next_x = gl.allocate_shared_memory(x_ptr.dtype.element_ty, [2, BLOCK_T, BLOCK_D], flat)
     next_dt = gl.allocate_shared_memory(dt_ptr.dtype.element_ty, [2, BLOCK_T, BLOCK_D], flat)
     next_B = gl.allocate_shared_memory(B_ptr.dtype.element_ty, [2, BLOCK_T, BLOCK_N], flat)
-    buffers = (next_x, next_dt, next_B)
-    rows = (
-        x_ptr + pid_b * stride_x_b + block,
-        dt_ptr + pid_b * stride_dt_b + block,
-        B_ptr + pid_b * stride_B_b + group * stride_B_g,
+    of_channels = (
+        (next_x, x_ptr + pid_b * stride_x_b + block, stride_x_t),
+        (next_dt, dt_ptr + pid_b * stride_dt_b + block, stride_dt_t),
     )
-    strides = (stride_x_t, stride_dt_t, stride_B_t)
-    columns = (channels - block, channels - block, BLOCK_N)
+    of_states = ((next_B, B_ptr + pid_b * stride_B_b + group * stride_B_g, stride_B_t),)
     if not LOCAL:
         next_C = gl.allocate_shared_memory(C_ptr.dtype.element_ty, [2, BLOCK_T, BLOCK_N], flat)
-        buffers += (next_C,)
-        rows += (C_ptr + pid_b * stride_C_b + group * stride_C_g,)
-        strides += (stride_C_t,)
-        columns += (BLOCK_N,)
+        of_states = _append(of_states, (next_C, C_ptr + pid_b * stride_C_b + group * stride_C_g, stride_C_t))
         if z_ptr is not None:
             next_z = gl.allocate_shared_memory(z_ptr.dtype.element_ty, [2, BLOCK_T, BLOCK_D], flat)
-            buffers += (next_z,)
-            rows += (z_ptr + pid_b * stride_z_b + block,)
-            strides += (stride_z_t,)
-            columns += (channels - block,)
-    _fetch(buffers, 0, rows, strides, columns, begin, end)
-    _fetch(buffers, 1, rows, strides, columns, begin + BLOCK_T, end)
+            of_channels = _append(of_channels, (next_z, z_ptr + pid_b * stride_z_b + block, stride_z_t))
+    _fetch(of_channels, of_states, 0, channels - block, begin, end)
+    _fetch(of_channels, of_states, 1, channels - block, begin + BLOCK_T, end)
 
     offs_d = block + gl.arange(0, BLOCK_D, layout=gl.SliceLayout(1, cn))
     offs_n = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, cn))
@@ -200,19 +200,19 @@ def _selective_scan_fwd_lanes_kernel(
     # Stored by tile and read by group: tokens lie next to each other in the steps, states in B and C.
     by_channel: gl.constexpr = [GROUPS, GROUP, BLOCK_D]
     by_state: gl.constexpr = [GROUPS, GROUP, BLOCK_N]
-    of_channels: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 2, 0])
-    of_states: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
+    tile_of_channels: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 2, 0])
+    tile_of_states: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
     group_of_channels: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0, 1])
-    tile_step = gl.allocate_shared_memory(gl.float32, by_channel, of_channels)
-    tile_input = gl.allocate_shared_memory(gl.float32, by_channel, of_channels)
-    tile_B = gl.allocate_shared_memory(gl.float32, by_state, of_states)
+    tile_step = gl.allocate_shared_memory(gl.float32, by_channel, tile_of_channels)
+    tile_input = gl.allocate_shared_memory(gl.float32, by_channel, tile_of_channels)
+    tile_B = gl.allocate_shared_memory(gl.float32, by_state, tile_of_states)
     group_step = _seen_as(tile_step, group_of_channels)
     group_input = _seen_as(tile_input, group_of_channels)
     group_B = _seen_as(tile_B, flat)
     if LOCAL:
         total = gl.zeros([BLOCK_T, BLOCK_D], gl.float32, layout=tc)
     else:
-        tile_C = gl.allocate_shared_memory(gl.float32, by_state, of_states)
+        tile_C = gl.allocate_shared_memory(gl.float32, by_state, tile_of_states)
         group_C = _seen_as(tile_C, flat)
         swizzled: gl.constexpr = gl.SwizzledSharedLayout(4, 1, 8, [1, 0])
         tile_y = gl.allocate_shared_memory(gl.float32, [BLOCK_T, BLOCK_D * LANES], swizzled)
@@ -241,7 +241,7 @@ def _selective_scan_fwd_lanes_kernel(
             tile_C.store(gl.reshape(next_C.index(at).load(tn).to(gl.float32), by_state))
             if z_ptr is not None:
                 z = next_z.index(at).load(tc)
-        _fetch(buffers, at, rows, strides, columns, t + 2 * BLOCK_T, end)
+        _fetch(of_channels, of_states, at, channels - block, t + 2 * BLOCK_T, end)
         for g in gl.static_range(GROUPS):
             s = group_step.index(g).load(gl.SliceLayout(2, kcn))
             u = group_input.index(g).load(gl.SliceLayout(2, kcn))
