@@ -9,8 +9,8 @@ A case is refused if its error against a float64 scan of a slice of it is above 
 - ``bytes``: what any implementation must read and write once. ``share_of_copy``: their rate over that of a device copy
   of 8.6 GB (bytes read plus bytes written). ``copy_ms``: a device copy of as many bytes, timed like ``median_ms``:
   launch and ramp weigh on it as on the operator.
-- ``mamba_ssm_ms``: mamba-ssm's kernels in the same run if ``mamba_ssm`` (ssd) or its ``selective_scan_cuda`` can be
-  imported, else marked as not run.
+- ``mamba_ssm_ms``: mamba-ssm's kernels in the same run, if ``mamba_ssm`` (for ssd, chunks of 256) or its
+  ``selective_scan_cuda`` (in its own layout) can be imported.
 """
 
 from __future__ import annotations

@@ -142,7 +142,6 @@ class _Plan:
         self.passed = npieces > config["fused_pass"]
         self.warm = False
         self.y_shape = (batch, seqlen, nheads, headdim)
-        self.y_dtype = x.dtype
         self.state_shape = (nseqs, nheads, headdim, dstate)
         self.state_dtype = state_dtype or torch.float32
         # One float32 workspace, cut into: C·Bᵀ, decay, step, piece states, piece decays.
@@ -248,7 +247,7 @@ class _Plan:
 
     def __call__(self, x, dt, A, B, C, D, z, dt_bias, initial, cu_seqlens) -> tuple[torch.Tensor, torch.Tensor]:
         device = x.device
-        y = torch.empty(self.y_shape, dtype=self.y_dtype, device=device)
+        y = x.new_empty(self.y_shape)
         final = torch.empty(self.state_shape, dtype=self.state_dtype, device=device)
         workspace = torch.empty(self.workspace, dtype=torch.float32, device=device)
         if self.warm:  # the compiled kernels take addresses: that saves five views
