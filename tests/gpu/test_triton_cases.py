@@ -102,8 +102,40 @@ def test_tensor_core_shapes(dtype, shape, gate):
         assert (one.double() - expected).norm() <= ROUNDING[dtype] * 1.1 * expected.norm()
 
 
+@pytest.mark.parametrize("dtype", list(ROUNDING), ids=lambda d: str(d)[6:])
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("skipped", [1, 16])
+@pytest.mark.parametrize(
+    "shape",
+    [(1, 77, 37, 1, 12), (2, 129, 208, 1, 16), (1, 2049, 64, 2, 64), (2, 33, 48, 3, 256), (1, 300, 16, 1, 4)],
+)
+def test_selective_scan_shapes(dtype, packed, skipped, shape):
+    """Ragged sizes, rows of a wider array with and without alignment, decays from 1 - 2e-4 to 2e-9."""
+    import refold
+
+    b, t, d, g, n = shape
+    torch.manual_seed(0)
+    cu_seqlens = torch.tensor([0, 1, 1, t // 3, t], dtype=torch.int32, device="cuda") if packed else None
+    b, sequences = (1, 4) if packed else (b, b)
+    wide = torch.randn(b, t, 3 * d + skipped, device="cuda").to(dtype)
+    x, dt, z = (wide[..., skipped + i * d :][..., :d] for i in range(3))
+    A = -torch.exp(torch.rand(d, n, device="cuda") * 11 - 8)
+    B, C = (torch.randn(b, t, g, n, device="cuda").to(dtype) for _ in range(2))
+    more = {"D": torch.randn(d, device="cuda"), "z": z, "dt_bias": torch.randn(d, device="cuda"),
+            "initial_state": torch.randn(sequences, d, n, device="cuda")}  # fmt: skip
+    options = {"cu_seqlens": cu_seqlens, "dt_softplus": True}
+    got, peer = (
+        refold.ops.selective_scan(x, dt, A, B, C, **more, **options, backend=name) for name in ("triton", "torch")
+    )
+    double = {name: value.double() for name, value in more.items()}
+    want = refold.ops.selective_scan(*(a.double() for a in (x, dt, A, B, C)), **double, **options, backend="torch")
+    for one, other, expected in zip(got, peer, want, strict=True):
+        error, bound = ((a.double() - expected).norm() / expected.norm() for a in (one, other))
+        assert error <= 2 * bound + ROUNDING[dtype], (float(error), float(bound))
+
+
 @pytest.mark.parametrize("offsets", [[0, 1 << 30, 50], [0, 40, -7, 50], [30, 0, 50, 10], [0, 50, 0, 50, 0, 50]])
-@pytest.mark.parametrize("op", ["ssd", "linear_scan", "causal_conv1d"])
+@pytest.mark.parametrize("op", ["ssd", "selective_scan", "linear_scan", "causal_conv1d"])
 def test_wrong_offsets_stay_inside(op, offsets):
     """Offsets on a GPU are not read by the host: wrong ones may give wrong numbers, no illegal access."""
     spec = load(op)

@@ -10,7 +10,8 @@ A case is refused if its error against a float64 scan of a slice of it is above 
 - ``bytes``: what any implementation must read and write once. ``share_of_copy``: their rate over that of a device copy
   of 8.6 GB (bytes read plus bytes written). ``copy_ms``: a device copy of as many bytes, timed like ``median_ms``:
   launch and ramp weigh on it as on the operator.
-- ``mamba_ssm_ms``: mamba-ssm's Triton kernels, chunks of 256, in the same run if ``mamba_ssm`` can be imported.
+- ``mamba_ssm_ms``: mamba-ssm's kernels in the same run, if ``mamba_ssm`` (for ssd, chunks of 256) or its
+  ``selective_scan_cuda`` (in its own layout) can be imported.
 """
 
 from __future__ import annotations
@@ -140,13 +141,22 @@ def ssd_cases() -> Iterator[Case]:
 
 
 def selective_scan_cases() -> Iterator[Case]:
-    """Yield the selective scan cases: D, z, bias, softplus, final state."""
+    """Yield the selective scan cases: D, z, bias, softplus, final state; mamba-ssm's kernel in its own layout."""
+    try:
+        from selective_scan_cuda import fwd as official
+    except ImportError:
+        official = None
     for b, t, d, n in SELECTIVE:
         for dtype in (torch.bfloat16, torch.float32):
             x, dt, z = (normal(b, t, d, dtype=dtype) for _ in range(3))
             A, B, C = -torch.rand(d, n, device="cuda") * 4, normal(b, t, n, dtype=dtype), normal(b, t, n, dtype=dtype)
             arrays = {"x": x, "dt": dt, "A": A, "B": B, "C": C, "D": normal(d), "z": z, "dt_bias": normal(d) - 2}
-            yield Case("selective_scan", f"{b}x{t}x{d}x{n}", arrays | {"dt_softplus": True})
+            peer = None
+            if official is not None:
+                rows = [arrays[name].mT.contiguous() for name in ("x", "dt", "B", "C", "z")]
+                peer = lambda: official(rows[0], rows[1], A, rows[2][:, None], rows[3][:, None], arrays["D"],  # noqa: B023, E731
+                                        rows[4], arrays["dt_bias"], True)  # noqa: B023  # fmt: skip
+            yield Case("selective_scan", f"{b}x{t}x{d}x{n}", arrays | {"dt_softplus": True}, peer)
 
 
 def pointwise_cases() -> Iterator[Case]:

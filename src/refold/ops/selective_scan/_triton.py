@@ -1,4 +1,4 @@
-"""Mamba-1 scan on GPUs with Triton: plans the launches of `_triton_kernels` and keeps the plans."""
+"""Mamba-1 scan on GPUs with Triton: plans the launches of `_triton_kernels` and `_gluon_kernels`."""
 
 from __future__ import annotations
 
@@ -9,12 +9,10 @@ import torch
 import triton
 
 from refold.ops.configs import device_limits, lookup
-from refold.ops.launch import PTX, Launch, contiguous, current_stream, last_contiguous, planned, refusal, tensor_key
+from refold.ops.launch import PTX, Launch, contiguous, current_stream, last_contiguous, planned, refusal
 from refold.ops.selective_scan import _triton_kernels as kernels
-from refold.ops.selective_scan.spec import STEP
+from refold.ops.selective_scan.spec import SPEC, STEP
 from refold.ops.spec import Meta
-
-_PLANS: dict[Any, Any] = {}
 
 
 def supports(meta: Meta) -> str | None:
@@ -24,93 +22,122 @@ def supports(meta: Meta) -> str | None:
     return refusal(meta)
 
 
+@planned(
+    SPEC, x=last_contiguous, dt=last_contiguous, A=contiguous, B=last_contiguous, C=last_contiguous, D=contiguous,
+    z=last_contiguous, dt_bias=contiguous, decay=last_contiguous, initial_state=contiguous, cu_seqlens=contiguous,
+)  # fmt: skip
 def selective_scan(
     *, x: torch.Tensor, dt: torch.Tensor, A: torch.Tensor, B: torch.Tensor, C: torch.Tensor, D: torch.Tensor | None,
-    z: torch.Tensor | None, dt_bias: torch.Tensor | None, initial_state: torch.Tensor | None,
-    cu_seqlens: torch.Tensor | None, dt_softplus: bool, state_dtype: torch.dtype | None,
-    config: dict[str, int] | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Compute `refold.ops.selective_scan`; ``config`` overrides entries of the configuration table."""
-    x, dt, z, B, C = (last_contiguous(a) for a in (x, dt, z, B, C))
-    A, D, dt_bias, initial_state, cu_seqlens = (contiguous(a) for a in (A, D, dt_bias, initial_state, cu_seqlens))
-    key = (
-        tensor_key(x), tensor_key(dt), tensor_key(A), tensor_key(B), tensor_key(C), tensor_key(D), tensor_key(z),
-        tensor_key(dt_bias), tensor_key(initial_state), tensor_key(cu_seqlens), dt_softplus, state_dtype, x.device,
-        None if config is None else tuple(config.items()),
-    )  # fmt: skip
-    plan = _PLANS.get(key)
-    if plan is None:
-        plan = _PLANS[key] = _Plan(x, dt, A, B, C, z, cu_seqlens, dt_softplus, config)
-    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    final = torch.empty((plan.sequences, *A.shape), dtype=state_dtype or torch.float32, device=x.device)
-    stream = current_stream(x.device)
-    states = steps = final  # never read where there is one segment
-    if plan.local is not None:
-        states = torch.empty(plan.rows * A.shape[1], dtype=torch.float32, device=x.device)
-        steps = torch.empty(plan.rows, dtype=torch.float32, device=x.device)
-        plan.local(stream, cu_seqlens, x, dt, A, B, C, D, z, dt_bias, initial_state, states, steps, y, final,
-                   *plan.ints)  # fmt: skip
-    plan.scan(stream, cu_seqlens, x, dt, A, B, C, D, z, dt_bias, initial_state, states, steps, y, final, *plan.ints)
-    return y, final
-
-
-def _grouped(projection: torch.Tensor, at: int) -> tuple[int, ...]:
-    """Return the strides of batch, (time) and group of B or C; without a group axis the last is 0."""
-    strides = projection.stride()[:-1]
-    return strides if len(strides) == at + 1 else (*strides, 0)
-
-
-class _Plan:
-    """How one combination of shapes, strides, dtypes and options runs."""
-
-    def __init__(self, x, dt, A, B, C, z, cu_seqlens, dt_softplus, config) -> None:
-        batch, seqlen, channels = x.shape
-        dstate = A.shape[1]
-        ngroups = max(B.shape[2] if B.dim() == 4 else 1, C.shape[2] if C.dim() == 4 else 1)
-        config = lookup("selective_scan", x.device, x.dtype) | (config or {})
-        self.sequences = sequences = batch if cu_seqlens is None else cu_seqlens.numel() - 1
-        block_n = triton.next_power_of_2(dstate)
-        grouped = (channels // ngroups) % config["block_d"] != 0 and ngroups > 1
-        lanes = PTX and x.device.type == "cuda" and block_n == dstate and 2 <= dstate <= 64 and not grouped
-        block_d, warps = config["block_d"], config["warps"]
-        blocks = triton.cdiv(channels, block_d)
-        nsegments = 1
-        if cu_seqlens is None:
-            slots = device_limits(x.device)[0] * config["slots"]
-            nsegments = config.get("segments") or _choose_segments(seqlen, batch * blocks, slots)
-        segment = triton.cdiv(seqlen, nsegments)
-        nsegments = triton.cdiv(seqlen, segment)
-        self.rows = sequences * nsegments * channels
-        B_strides, C_strides = _grouped(B, 2), _grouped(C, 2)
-        self.ints = (
-            seqlen, segment, nsegments, channels, dstate, channels // ngroups, *x.stride()[:2], *dt.stride()[:2],
-            *B_strides, *C_strides, *((0, 0) if z is None else z.stride()[:2]),
-        )  # fmt: skip
-        consts = {"BLOCK_D": block_d, "BLOCK_N": block_n, "SOFTPLUS": bool(dt_softplus)}
+    z: torch.Tensor | None, dt_bias: torch.Tensor | None, decay: torch.Tensor | None,
+    initial_state: torch.Tensor | None, cu_seqlens: torch.Tensor | None, dt_softplus: bool,
+    state_dtype: torch.dtype | None, config: dict[str, int] | None = None,
+) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:  # fmt: skip
+    """Plan `refold.ops.selective_scan`; ``config`` overrides entries of the configuration table."""
+    batch, seqlen, channels = shape = x.shape
+    dstate = A.shape[1]
+    ngroups = max(B.shape[2] if B.dim() == 4 else 1, C.shape[2] if C.dim() == 4 else 1)
+    sequences = batch if cu_seqlens is None else cu_seqlens.numel() - 1
+    tokens = seqlen if cu_seqlens is None else 0  # Those of packed sequences are not cut into segments.
+    sizes: dict[str, int] | None = None
+    plain_ints: tuple[int, ...] = ()
+    if decay is None:
+        sizes = _lanes_sizes(x, dt, B, C, z, dstate, sequences, tokens, ngroups, config or {})
+    if lanes := sizes is not None:
+        from refold.ops.selective_scan._gluon_kernels import _selective_scan_fwd_lanes_kernel as kernel
+    else:
         kernel = kernels._selective_scan_fwd_kernel
-        if lanes:
-            from refold.ops.selective_scan._gluon_kernels import _selective_scan_fwd_lanes_kernel as kernel
-        else:
-            consts |= {"UNROLL": config["unroll"], "GROUPED": grouped}
-        options = {"num_warps": warps}
-        self.local = None
-        if nsegments > 1:
-            grid = (blocks, nsegments - 1, sequences)
-            self.local = Launch(kernel, grid, {**consts, "LOCAL": True}, options)
-        grid = (blocks, nsegments, sequences)
-        self.scan = Launch(kernel, grid, {**consts, "LOCAL": False}, options)
+        sizes = _plain_sizes(x, sequences, tokens, ngroups, config or {})
+        plain_ints = (0, 0) if decay is None else decay.stride()[:2]
+    warps, nsegments, tile = sizes.pop("warps"), sizes.pop("segments"), sizes.get("BLOCK_T", 1)
+    segment = triton.cdiv(triton.cdiv(seqlen, nsegments), tile) * tile
+    nsegments = triton.cdiv(seqlen, segment)
+    blocks = triton.cdiv(channels, sizes["BLOCK_D"])
+    consts = {**sizes, "BLOCK_N": triton.next_power_of_2(dstate), "SOFTPLUS": bool(dt_softplus)}
+    options = {"num_warps": warps}
+    local = None
+    if nsegments > 1:
+        local = Launch(kernel, (blocks, nsegments - 1, sequences), {**consts, "LOCAL": True}, options)
+    scan = Launch(kernel, (blocks, nsegments, sequences), {**consts, "LOCAL": False}, options)
+    ints = (
+        seqlen, segment, nsegments, channels, dstate, channels // ngroups, *x.stride()[:2], *dt.stride()[:2],
+        *_grouped(B), *_grouped(C), *((0, 0) if z is None else z.stride()[:2]), *plain_ints,
+    )  # fmt: skip
+    rows = sequences * nsegments * channels
+    final_shape, final_dtype = (sequences, *A.shape), state_dtype or torch.float32
+
+    def run(x, dt, A, B, C, D, z, dt_bias, decay, initial_state, cu_seqlens):
+        device = x.device
+        y = torch.empty(shape, dtype=x.dtype, device=device)
+        final = torch.empty(final_shape, dtype=final_dtype, device=device)
+        states = steps = final  # never read where there is one segment
+        if local is not None:
+            states = torch.empty(rows * dstate, dtype=torch.float32, device=device)
+            steps = torch.empty(rows if decay is None else rows * dstate, dtype=torch.float32, device=device)
+        arrays = (cu_seqlens, x, dt, A, B, C, D, z, dt_bias, initial_state, states, steps, y, final)
+        arguments = (*arrays, *ints) if lanes else (*arrays, decay, *ints)
+        stream = current_stream(device)
+        if local is not None:
+            local(stream, *arguments)
+        scan(stream, *arguments)
+        return y, final
+
+    return run
 
 
-def _choose_segments(seqlen: int, programs: int, slots: int) -> int:
-    """Return the number of segments: enough to fill ``slots``, where that gains more than the state pass costs."""
-    if programs * 3 >= slots * 2:
-        return 1
-    return max(1, min(-(-slots // programs), 64, seqlen // 32))
+def _grouped(projection: torch.Tensor) -> tuple[int, ...]:
+    """Return the strides of batch, time and group of B or C; without a group axis the last is 0."""
+    strides = projection.stride()[:-1]
+    return strides if len(strides) == 3 else (*strides, 0)
+
+
+def _lanes_sizes(
+    x: torch.Tensor, dt: torch.Tensor, B: torch.Tensor, C: torch.Tensor, z: torch.Tensor | None, dstate: int,
+    sequences: int, tokens: int, ngroups: int, config: dict[str, int],
+) -> dict[str, int] | None:  # fmt: skip
+    """Return the sizes of the kernel with hand-made layouts; None where it does not take these arrays.
+
+    It copies 16 bytes at a time asynchronously, so every row has to begin at a multiple of them. A lane owns few states
+    where lanes of the device would else stay idle; where even that does not help, long sequences are cut.
+    """
+    if not PTX or x.device.type != "cuda" or torch.cuda.get_device_capability(x.device)[0] < 8:
+        return None
+    channels, rows = x.shape[2], [a for a in (x, dt, B, C, z) if a is not None]
+    aligned = all(a.data_ptr() % 16 == 0 and all(stride % 16 == 0 for stride in a.stride()[:-1]) for a in rows)
+    if not aligned or channels % 16 or dstate < 4 or dstate != triton.next_power_of_2(dstate):
+        return None
+    table = lookup("selective_scan_lanes", x.device, x.dtype) | config
+    multiprocessors, warps = device_limits(x.device)[0], table["warps"]
+    share = sequences * channels * dstate // (multiprocessors * 128)  # Of each of the 128 lanes that run at a time.
+    cut = share < 2 and tokens >= table["cut"]
+    states = table["states"] if cut or share >= table["states"] else max(2, triton.next_power_of_2(share + 1) // 2)
+    states = max(min(states, dstate), dstate // 32)
+    block_d = warps * 32 * states // dstate
+    if channels // ngroups % block_d and ngroups > 1:
+        return None
+    slots = multiprocessors * table["slots"] // (sequences * triton.cdiv(channels, block_d))
+    return {"warps": warps, "segments": table.get("segments", max(1, min(slots, 64, tokens // 64)) if cut else 1),
+            "BLOCK_D": block_d, "LANES": dstate // states, "BLOCK_T": min(32, 128 // states),
+            "GROUP": max(2, 16 // states)}  # fmt: skip
+
+
+def _plain_sizes(
+    x: torch.Tensor, sequences: int, tokens: int, ngroups: int, config: dict[str, int]
+) -> dict[str, int]:  # fmt: skip
+    """Return the sizes of the plain kernel: segments fill the device where that gains more than their pass costs."""
+    table = lookup("selective_scan", x.device, x.dtype) | config
+    channels, block_d, slots = x.shape[2], table["block_d"], device_limits(x.device)[0] * table["slots"]
+    programs = sequences * triton.cdiv(channels, block_d)
+    segments = 1
+    if programs * 3 < slots * 2:
+        segments = max(1, min(triton.cdiv(slots, programs), 64, tokens // 32))
+    return {"warps": table["warps"], "segments": table.get("segments", segments), "BLOCK_D": block_d,
+            "UNROLL": table["unroll"], "GROUPED": ngroups > 1 and channels // ngroups % block_d != 0}  # fmt: skip
 
 
 def _plan_step(
     *, x: torch.Tensor, dt: torch.Tensor, A: torch.Tensor, B: torch.Tensor, C: torch.Tensor, state: torch.Tensor,
-    D: torch.Tensor | None, z: torch.Tensor | None, dt_bias: torch.Tensor | None, dt_softplus: bool,
+    D: torch.Tensor | None, z: torch.Tensor | None, dt_bias: torch.Tensor | None, decay: torch.Tensor | None,
+    dt_softplus: bool,
 ) -> Callable[..., torch.Tensor]:  # fmt: skip
     """Return a function of the arrays and the new state, which may be the state, that returns y."""
     shape = x.shape
@@ -133,15 +160,15 @@ def _plan_step(
     block_d = min(triton.next_power_of_2(channels), max(1, 1024 // block_n))
     ints = (
         1 if one else x.shape[1], channels, dstate, channels // ngroups, *strides(x), *strides(dt),
-        *projection(B), *projection(C), *strides(z),
+        *projection(B), *projection(C), *strides(z), *strides(decay),
     )  # fmt: skip
     consts = {"BLOCK_D": block_d, "BLOCK_N": block_n, "SOFTPLUS": bool(dt_softplus)}
     grid = (triton.cdiv(channels, block_d), batch)
     launch = Launch(kernels._selective_scan_step_kernel, grid, consts, {"num_warps": 4})
 
-    def run(x, dt, A, B, C, state, D, z, dt_bias, new_state):
+    def run(x, dt, A, B, C, state, D, z, dt_bias, decay, new_state):
         y = torch.empty(shape, dtype=x.dtype, device=x.device)
-        launch(current_stream(x.device), x, dt, A, B, C, D, z, dt_bias, state, new_state, y, *ints)
+        launch(current_stream(x.device), x, dt, A, B, C, D, z, dt_bias, decay, state, new_state, y, *ints)
         return y
 
     return run
@@ -149,7 +176,7 @@ def _plan_step(
 
 _step_layouts: dict[str, Any] = {
     "x": last_contiguous, "dt": last_contiguous, "A": contiguous, "B": last_contiguous, "C": last_contiguous,
-    "state": contiguous, "D": contiguous, "z": last_contiguous, "dt_bias": contiguous,
+    "state": contiguous, "D": contiguous, "z": last_contiguous, "dt_bias": contiguous, "decay": last_contiguous,
 }  # fmt: skip
 
 
@@ -158,9 +185,9 @@ def selective_scan_step(**arguments: Any) -> Callable[..., tuple[torch.Tensor, t
     """Plan `refold.ops.selective_scan_step`."""
     step = _plan_step(**arguments)
 
-    def run(x, dt, A, B, C, state, D, z, dt_bias):
+    def run(x, dt, A, B, C, state, D, z, dt_bias, decay):
         new_state = torch.empty(state.shape, dtype=state.dtype, device=state.device)
-        return step(x, dt, A, B, C, state, D, z, dt_bias, new_state), new_state
+        return step(x, dt, A, B, C, state, D, z, dt_bias, decay, new_state), new_state
 
     return run
 
@@ -169,4 +196,4 @@ def selective_scan_step(**arguments: Any) -> Callable[..., tuple[torch.Tensor, t
 def selective_scan_step_(**arguments: Any) -> Callable[..., torch.Tensor]:
     """Plan `refold.ops.selective_scan_step_`: the state, contiguous, is overwritten and the outputs are returned."""
     step = _plan_step(**arguments)
-    return lambda x, dt, A, B, C, state, D, z, dt_bias: step(x, dt, A, B, C, state, D, z, dt_bias, state)
+    return lambda x, dt, A, B, C, state, D, z, dt_bias, decay: step(x, dt, A, B, C, state, D, z, dt_bias, decay, state)
