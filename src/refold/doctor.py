@@ -82,8 +82,8 @@ def _triton() -> str:
 
 def _numba() -> str:
     if not _installed("numba"):
-        return "no: numba is not installed (pip install 'refold[numba]'); the torch backend runs selective_scan instead"
-    return "yes: selective_scan on the CPU"
+        return "no: numba is not installed (pip install 'refold[numba]'); the torch backend runs the scans instead"
+    return "yes: selective_scan and linear_scan on the CPU"
 
 
 def _jax() -> str:

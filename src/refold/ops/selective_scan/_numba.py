@@ -1,16 +1,13 @@
 """The Mamba-1 scan on the CPU in one sweep: compiled by Numba, state and decays in the first-level cache.
 
 The torch backend needs five passes over (t, n, d) because a torch operation does one thing to a whole array. Here a
-block of channels walks the sequence once and nothing of that size exists. Blocks are shared out to as many threads as
-torch uses; they are started for the call and joined before it ends, which is safe under fork and from any thread.
-The exponential is written out, for compilers do not vectorise a call to the library's.
+block of channels walks the sequence once and nothing of that size exists. The exponential is written out, for
+compilers do not vectorise a call to the library's.
 """
 
 from __future__ import annotations
 
 import math
-from concurrent.futures import ThreadPoolExecutor
-from itertools import pairwise
 from typing import Any
 
 import numba
@@ -18,23 +15,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from refold.ops._torch_chunks import read_offsets
+from refold.ops._numba_blocks import share_out, spans_of, supports, zeros_or_copy
 from refold.ops._torch_pointwise import finish, step_size
-from refold.ops.spec import Meta
+
+__all__ = ["selective_scan", "selective_scan_step", "supports"]
 
 CHANNELS = 64
 """Channels of a block. Measured at 2048 x 1536 x 16 on two Xeon cores: 23 ms with 16, 13.5 with 32, 12.0 with 64."""
-ELEMENTS_A_THREAD = 1 << 18
-"""State updates that are worth a thread: about 0.1 ms of work, the cost of starting one."""
-
-
-def supports(meta: Meta) -> str | None:
-    """Tell why these arguments cannot be run."""
-    if meta.device != "cpu":
-        return f"runs on the CPU; {next(iter(meta.arrays))} is on {meta.device}"
-    if any(array.dtype == "float64" for array in meta.arrays.values()):
-        return "computes in float32; float64 inputs are the torch backend's"
-    return None
 
 
 def selective_scan(
@@ -44,40 +31,15 @@ def selective_scan(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Compute `refold.ops.selective_scan`."""
     batch, seqlen, channels = x.shape
-    # Row of the batch, first token, last plus one, row of the states.
-    spans = [(row, 0, seqlen, row) for row in range(batch)]
-    if cu_seqlens is not None:
-        offsets = pairwise(read_offsets("selective_scan", cu_seqlens, seqlen))
-        spans = [(0, start, stop, k) for k, (start, stop) in enumerate(offsets)]
+    spans = spans_of("selective_scan", batch, seqlen, cu_seqlens)
     B, C = (p if p.ndim == 4 else p[:, :, None] for p in (B, C))
     wide, B, C = (p.float().contiguous() for p in (x, B, C))
     step = step_size(dt, dt_bias, dt_softplus, None).contiguous()
     rates = (A.double().mT * math.log2(math.e)).float().contiguous()
-    if initial_state is None:
-        state = torch.zeros(len(spans), *rates.shape)
-    else:
-        state = initial_state.mT.float().clone(memory_format=torch.contiguous_format)
+    state = zeros_or_copy(None if initial_state is None else initial_state.mT, len(spans), *rates.shape)
     y = torch.empty_like(wide)
-    arrays = [a.detach().numpy() for a in (wide, step, rates, B, C, y, state)]
     edges = sorted({i * channels // p.shape[2] for p in (B, C) for i in range(p.shape[2] + 1)})
-    blocks = np.array(
-        [
-            (*span, low, min(low + CHANNELS, end))
-            for span in spans
-            for begin, end in pairwise(edges)
-            for low in range(begin, end, CHANNELS)
-        ]
-    )
-    workers = max(1, min(torch.get_num_threads(), len(blocks), wide.numel() * rates.shape[0] // ELEMENTS_A_THREAD))
-
-    def work(worker: int) -> None:
-        _sweep(*arrays, blocks[worker::workers].copy())  # type: ignore[call-arg]
-
-    if workers == 1:
-        work(0)
-    else:
-        with ThreadPoolExecutor(workers) as pool:
-            list(pool.map(work, range(workers)))
+    share_out(_sweep, (wide, step, rates, B, C, y, state), spans, edges, CHANNELS, wide.numel() * rates.shape[0])
     return finish(y, wide, D, z).to(x.dtype), state.mT.to(state_dtype or torch.float32).contiguous()
 
 
