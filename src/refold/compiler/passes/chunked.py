@@ -455,8 +455,12 @@ def _lasts(scan: Scan) -> list[Node]:
 
 
 def _lay_last(build: Builder, node: Node, last: Node, scan: Scan, axes: Label) -> Node:
-    labels = (*scan.entry.labels[: scan.dim], *scan.entry.labels[scan.dim + 1 :])
-    laid = lay_out(build, Operand(build.reshape(last, [[axis.size] for axis in axes]), list(axes)), Product(labels, ()))
-    if value(laid).dtype != value(node).dtype:
-        laid = build.call(torch.ops.prims.convert_element_type.default, (laid, value(node).dtype))
-    return build.restride(laid, value(node))
+    """Lay the last state out as a part of all states, which gives it their strides; Inductor writes that part only."""
+    like, dim = value(scan.states), scan.dim
+    x = Operand(build.reshape(last, [[axis.size] for axis in axes]), list(axes))
+    state = lay_out(build, x, Product(_with(scan.entry.labels, dim, ()), ()))
+    if value(state).dtype != like.dtype:
+        state = build.call(torch.ops.prims.convert_element_type.default, (state, like.dtype))
+    before = [0, 0] * (like.dim() - 1 - dim) + [like.shape[dim] - 1, 0]
+    states = build.restride(build.call(aten.constant_pad_nd.default, (state, before)), like)
+    return build.call(aten.select.int, (states, dim, arg(node, 2)))
