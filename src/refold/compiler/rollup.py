@@ -22,6 +22,7 @@ import torch
 from torch.fx import Node
 
 from ..ops.library import OPS
+from .cost import numel
 from .index import is_tensor, value
 from .timewise import Emitter, NotALoop, Value, is_pointwise, run
 
@@ -79,10 +80,10 @@ class _Frame:
 class Rollup:
     """Stacks lists of nodes of one graph, and remembers what it has stacked."""
 
-    def __init__(self) -> None:
+    def __init__(self, training: bool = False) -> None:
         self.emit = Emitter()
         self.members: set[Node] = set()
-        self.training = False
+        self.training = training
         self.loops: list[Loop] = []
         self._memo: dict[tuple[Any, ...], Value | Affine | NotALoop] = {}
         # Node -> the stacked list it is in, and where.
@@ -122,7 +123,7 @@ class Rollup:
             raise
         self._memo[steps] = part
         if isinstance(part, Value) and part.timed:
-            val = steps[-1].meta["val"]
+            val = max((steps[0].meta["val"], steps[-1].meta["val"]), key=numel)
             if isinstance(val, torch.Tensor) and tuple(value(part.node).shape) != (len(steps), *val.shape):
                 self._memo[steps] = NotALoop("the steps differ in shape")
                 raise NotALoop("the steps differ in shape")
@@ -171,7 +172,9 @@ class Rollup:
         sample = steps[-1]
         if not isinstance(sample, Node) or sample.op != "call_function":
             raise NotALoop("the steps read tensors that are not slices of one")
-        if sample.target is aten.copy.default and all(_plain_copy(step) for step in steps):
+        if any(self._kind(step) != sample.target for step in steps):
+            raise NotALoop("the steps do not all compute the same")
+        if sample.target is aten.copy.default and all(plain_copy(step) for step in steps):
             self.members.update(steps)
             return self._list(tuple(step.args[1] for step in steps), frame, depth + 1, peeled)
         if (read := self._read(steps)) is not None:
@@ -237,7 +240,11 @@ class Rollup:
             raise NotALoop("the list depends on a loop that is not finished")
         like = steps[1] if end == 0 else steps[-2]
         core = self.emit.timed(rest, len(steps) - 1)
-        odd = self._tensor(odd, like)
+        if is_tensor(odd) and numel(value(odd)) > numel(value(like)):  # a factor of a gradient that had no step before
+            shape = value(odd).shape
+            core = self.emit.expand(self.emit.padded(Value(core, True), len(shape)), [len(steps) - 1, *shape])
+        else:
+            odd = self._tensor(odd, like)
         if value(odd).dtype != value(core).dtype:
             raise NotALoop("the dtype changes from step to step")
         own = self.emit.call(aten.unsqueeze.default, odd, 0)
@@ -255,6 +262,8 @@ class Rollup:
         if x in self._place:
             whole, _, at = self._place[x]
             x = self.emit.call(aten.select.int, whole.node, 0, at) if whole.timed else whole.node
+        if value(x).dim() > value(like).dim():
+            raise NotALoop("the steps differ in shape")
         return self.emit.expand(x, value(like).shape)
 
     # Reads -----------------------------------------------------------------------------------
@@ -424,7 +433,7 @@ def _carry(steps: tuple[Any, ...], frame: _Frame) -> Affine | None:
     return None
 
 
-def _plain_copy(node: Any) -> bool:
+def plain_copy(node: Any) -> bool:
     """Tell whether a copy into another tensor only passes its source on."""
     source = node.args[1]
     return (

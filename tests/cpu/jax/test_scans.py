@@ -70,6 +70,19 @@ def test_lanes(lane: int, pack, monkeypatch) -> None:
     compare("selective_scan", selective_jax.selective_scan.__wrapped__, pack)
 
 
+@pytest.mark.parametrize("lane", [7, 40])
+def test_lanes_of_decays_that_overflow_apart_from_their_powers(lane: int, monkeypatch) -> None:
+    monkeypatch.setattr(selective_jax, "default_lane_length", lambda seqlen: lane)
+    rng = np.random.default_rng(0)
+    arrays = {name: rng.standard_normal((1, 40, 3)) for name in "xBC"} | {"dt": np.ones((1, 40, 3))}
+    decay = rng.choice([-1e8, 0.0, 1e8, 2e8], (1, 40, 3), p=[0.1, 0.05, 0.45, 0.4])
+    expected = ops.selective_scan(**arrays, A=np.full((3, 3), -18.5), decay=decay)
+    given = {name: jnp.asarray(a, jnp.float32) for name, a in (arrays | {"decay": decay}).items()}
+    y, state = selective_jax.selective_scan(**given, A=jnp.full((3, 3), -18.5, jnp.float32))
+    close(y, expected[0], 40 * 18.5**2)  # a rounding of an exponent is an absolute one of its power
+    close(state, expected[1], 40 * 18.5**2)
+
+
 @pytest.mark.parametrize("op", ["ssd", "selective_scan"])
 def test_vmap_equals_a_loop(op: str) -> None:
     many = [problem(op, None, seed) for seed in range(3)]

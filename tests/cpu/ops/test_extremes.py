@@ -79,6 +79,18 @@ def test_selective_scan_long(backend: str) -> None:
     assert error(state, state_true) < 16 * EPS
 
 
+def test_decays_that_overflow_apart_from_their_powers() -> None:
+    rng = np.random.default_rng(5)
+    x, B, C, A = drawn(rng, 1, 300, 2), drawn(rng, 1, 300, 2), drawn(rng, 1, 300, 2), np.full((2, 2), -18.5)
+    decay = rng.choice([-1e8, 0.0, 1e8, 2e8], (1, 300, 2), p=[0.1, 0.05, 0.45, 0.4])
+    x_, dt, A_, B_, C_, decay_ = tensors(x, np.ones_like(x), A, B, C, decay)
+    y, state = ops.selective_scan(x_, dt, A_, B_, C_, decay=decay_)
+    y_true, state_true = selective_reference(x, np.ones_like(x), A, B, C, decay=decay)
+    # A relative rounding of an exponent is an absolute one of its power, once a token that is remembered.
+    assert error(y, y_true) < 18.5 * 16 * EPS
+    assert error(state, state_true) < 18.5 * 16 * EPS
+
+
 @pytest.mark.parametrize("channels", [2, 4096])
 def test_linear_scan_long(channels: int) -> None:
     rng = np.random.default_rng(3)

@@ -26,35 +26,37 @@ CHANNELS = 64
 
 def selective_scan(
     *, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, z: Tensor | None,
-    dt_bias: Tensor | None, initial_state: Tensor | None, cu_seqlens: Tensor | None, dt_softplus: bool,
-    state_dtype: torch.dtype | None,
+    dt_bias: Tensor | None, decay: Tensor | None, initial_state: Tensor | None, cu_seqlens: Tensor | None,
+    dt_softplus: bool, state_dtype: torch.dtype | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Compute `refold.ops.selective_scan`."""
     batch, seqlen, channels = x.shape
     spans = spans_of("selective_scan", batch, seqlen, cu_seqlens)
     B, C = (p if p.ndim == 4 else p[:, :, None] for p in (B, C))
-    wide, B, C = (p.float().contiguous() for p in (x, B, C))
+    factor = x.new_empty(0, 0, 0) if decay is None else decay
+    wide, B, C, factor = (p.float().contiguous() for p in (x, B, C, factor))
     step = step_size(dt, dt_bias, dt_softplus, None).contiguous()
     rates = (A.double().mT * math.log2(math.e)).float().contiguous()
     state = zeros_or_copy(None if initial_state is None else initial_state.mT, len(spans), *rates.shape)
     y = torch.empty_like(wide)
     edges = sorted({i * channels // p.shape[2] for p in (B, C) for i in range(p.shape[2] + 1)})
-    share_out(_sweep, (wide, step, rates, B, C, y, state), spans, edges, CHANNELS, wide.numel() * rates.shape[0])
+    arrays = (wide, step, factor, rates, B, C, y, state)
+    share_out(_sweep, arrays, spans, edges, CHANNELS, wide.numel() * rates.shape[0])
     return finish(y, wide, D, z).to(x.dtype), state.mT.to(state_dtype or torch.float32).contiguous()
 
 
 def selective_scan_step(
     *, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, state: Tensor, D: Tensor | None, z: Tensor | None,
-    dt_bias: Tensor | None, dt_softplus: bool,
+    dt_bias: Tensor | None, decay: Tensor | None, dt_softplus: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Compute `refold.ops.selective_scan_step`: a short scan."""
     one = x.ndim == 2
     if one:
         x, dt, B, C = (a[:, None] for a in (x, dt, B, C))
-        z = None if z is None else z[:, None]
+        z, decay = (None if a is None else a[:, None] for a in (z, decay))
     y, state = selective_scan(
-        x=x, dt=dt, A=A, B=B, C=C, D=D, z=z, dt_bias=dt_bias, initial_state=state, cu_seqlens=None,
-        dt_softplus=dt_softplus, state_dtype=state.dtype,
+        x=x, dt=dt, A=A, B=B, C=C, D=D, z=z, dt_bias=dt_bias, decay=decay, initial_state=state,
+        cu_seqlens=None, dt_softplus=dt_softplus, state_dtype=state.dtype,
     )  # fmt: skip
     return y[:, 0] if one else y, state
 
@@ -80,8 +82,13 @@ def _exp2(v: Any) -> Any:
 
 
 @numba.njit(nogil=True, fastmath={"contract"})
-def _sweep(x: Any, step: Any, rates: Any, B: Any, C: Any, y: Any, state: Any, blocks: Any) -> None:
-    """Scan sequences over blocks of channels, each in one group of B and one of C; overwrites ``state`` (k, n, d)."""
+def _sweep(
+    x: Any, step: Any, factor: Any, rates: Any, B: Any, C: Any, y: Any, state: Any, blocks: Any
+) -> None:  # fmt: skip
+    """Scan sequences over blocks of channels, each in one group of B and one of C; overwrites ``state`` (k, n, d).
+
+    ``factor`` is what states are multiplied by beside the exponential, or empty.
+    """
     states, channels = rates.shape
     # A block that is not full computes zeros in the rest, for loops of constant length are what vectorises.
     a, h = np.empty((states, CHANNELS), np.float32), np.empty((states, CHANNELS), np.float32)
@@ -94,6 +101,10 @@ def _sweep(x: Any, step: Any, rates: Any, B: Any, C: Any, y: Any, state: Any, bl
             for c in range(width):
                 s[c] = step[row, t, low + c]
                 u[c] = s[c] * x[row, t, low + c]
+            if factor.size:
+                for n in range(states):
+                    for c in range(width):
+                        h[n, c] *= factor[row, t, low + c]
             out[:] = 0
             for n in range(states):
                 b, q = B[row, t, of_B, n], C[row, t, of_C, n]
