@@ -6,6 +6,7 @@ import transformers
 from transformers import DynamicCache
 
 import refold
+from refold.compiler import pipeline
 
 # Releases from 5.18 on write the contractions as einsum; until then they were multiplied and summed.
 EINSUM = tuple(int(part) for part in transformers.__version__.split(".")[:2]) >= (5, 18)
@@ -73,15 +74,29 @@ def contractions(report):
     return [r for r in report.rewrites if r.name in ("recover contraction", "drop repeat from product")]
 
 
-@pytest.mark.parametrize("name", LAYERS)
-@pytest.mark.parametrize("length", [80, 31, 32])
-def test_prefill(name, length):
+def prefill(name, length):
     layer, _ = LAYERS[name]()
     layer.eval()
     x = torch.randn(3, length, 48)
     compiled = refold.compile(layer, **OPTIONS)
     with torch.no_grad():
         agree(compiled(x), layer(x))
+    return compiled
+
+
+@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("length", [80, 31, 32])
+def test_prefill_is_one_scan(name, length):
+    rows = [row for row in prefill(name, length).report.rewrites if row.name == "fuse chunked scan"]
+    assert [row.status for row in rows] == ["applied"]
+    assert rows[0].detail == f"{length} tokens, 8 heads of 12 x 20 as one ssd"
+
+
+@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("length", [80, 31, 32])
+def test_contractions_where_the_scan_is_not_faster(name, length, monkeypatch):
+    monkeypatch.setattr(pipeline, "PASSES", [entry for entry in pipeline.PASSES if entry[0] != "fuse chunked scans"])
+    compiled = prefill(name, length)
     found = contractions(compiled.report)
     assert all(r.status == "applied" for r in found)
     dropped = [r for r in found if "repeat of 4 dropped" in r.detail]

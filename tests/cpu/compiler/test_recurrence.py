@@ -232,6 +232,16 @@ def test_models(rewritten, fn, inputs, rewrites, scans):
     assert outcome.worst() < 1e-5
 
 
+def test_work_of_a_scan_is_counted_by_its_own_formula(rewritten):
+    tokens, heads = B * T, 2
+    (rewrite,) = rewritten(mamba2, *inputs_mamba2()).rewrites
+    scan = 5 * tokens * heads * D * N
+    elementwise = tokens * heads * N  # B and C lie as they are; x, dt and A too
+    assert scan <= rewrite.after.flops <= scan + 2 * elementwise
+    x, y, state = 4 * tokens * heads * D, 4 * tokens * heads * D, 4 * B * heads * D * N
+    assert rewrite.after.bytes >= x + y + state + 4 * (tokens * heads + heads + 2 * tokens * N)
+
+
 @pytest.mark.parametrize(("fn", "inputs", "rewrites", "scans"), SCANS, ids=[case[0].__name__ for case in SCANS])
 def test_gradients(rewritten, fn, inputs, rewrites, scans):
     outcome = rewritten(fn, *(x.requires_grad_() for x in inputs()))
