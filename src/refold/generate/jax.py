@@ -19,7 +19,7 @@ from refold.errors import ArgumentError, CheckpointError
 from refold.generate.sampling import Sampling
 from refold.models.checkpoint import load_checkpoint
 from refold.models.configs import Config, GraniteHybridConfig
-from refold.models.jax import model_for, to_device
+from refold.models.jax import model_for, stack_layers, take_layers_apart, to_device
 from refold.models.jax.granite_hybrid import grow_state
 
 PIECE = 8192
@@ -56,6 +56,7 @@ class Generator:
     Args:
         config: The model's configuration.
         params: Its parameters; JAX arrays (sharded or not) stay where they are, NumPy arrays go to the default device.
+            Layers apart (``refold.models.jax.take_layers_apart``) decode fastest; stacked ones compile fastest.
         state_dtype: Dtype of the recurrent state; the arithmetic on it is float32 in any case.
     """
 
@@ -73,7 +74,7 @@ class Generator:
     ) -> "Generator":
         """Load a checkpoint directory or hub name; see :func:`refold.models.checkpoint.load_checkpoint`."""
         config, params = load_checkpoint(model, dtype)
-        return cls(config, params, state_dtype=state_dtype)
+        return cls(config, take_layers_apart(params), state_dtype=state_dtype)
 
     def start(self, batch: int) -> Conversation:
         """Return the conversation of ``batch`` rows that have read nothing."""
@@ -260,6 +261,9 @@ def _decode(
     """Choose and read up to ``steps <= room`` tokens, all on the device; ends early when all rows are done."""
     model = model_for(config)
     rows = jnp.arange(len(logits))
+    apart = isinstance(params["layers"], tuple)
+    if apart:
+        state = take_layers_apart(state)
 
     def going(carry: Any) -> jax.Array:
         i, _, done, _, _ = carry
@@ -281,7 +285,7 @@ def _decode(
 
     tokens = jnp.full((len(logits), room), NO_TOKEN, jnp.int32)
     count, tokens, done, logits, state = jax.lax.while_loop(going, body, (0, tokens, done, logits, state))
-    return tokens, jnp.asarray(count), done, logits, state
+    return tokens, jnp.asarray(count), done, logits, stack_layers(state) if apart else state
 
 
 def choose(logits: jax.Array, keys: jax.Array, top_k: int, top_p: Any) -> jax.Array:
