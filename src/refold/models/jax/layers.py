@@ -103,7 +103,7 @@ def take_layers_apart(tree: Tree) -> Tree:
 
     def split(stack: Tree) -> Tree:
         arrays, structure = jax.tree.flatten(stack)
-        return tuple(structure.unflatten(layer) for layer in zip(*arrays, strict=True)) or stack
+        return tuple(jax.tree.unflatten(structure, layer) for layer in zip(*arrays, strict=True)) or stack
 
     return {name: split(part) if name in _STACKS else part for name, part in tree.items()}
 
