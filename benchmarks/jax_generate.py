@@ -111,7 +111,7 @@ def reader(generator: Generator, batch: int, seqlen: int) -> Any:
 
 def xla_counts(generator: Generator, batch: int) -> dict[str, float]:
     """Return what XLA counts for one decoding step."""
-    state = generator.start(batch).state
+    state = generator.read([[7] * PAST] * batch).state
     if isinstance(generator.params["layers"], tuple):
         state = take_layers_apart(state)
     step = jax.jit(lambda p, t, s: generator.model.step(generator.config, p, t, s), donate_argnums=2)
@@ -245,7 +245,7 @@ def print_row(r: dict[str, Any]) -> None:
         shares += f"  {r['gb_per_s'] / r['ceiling_gb_per_s']:6.1%} of bandwidth"
     if "xla_flops" in r:
         shares += (
-            f"  XLA's count: {r['xla_flops'] / r['flops']:.2f} of the work, {r['xla_bytes'] / r['bytes']:.2f} of bytes"
+            f"  XLA counts {r['xla_flops'] / r['flops']:.2f} of the work, {r['xla_bytes'] / r['bytes']:.2f} of bytes"
         )
     print(f"{r['backend']:<13}{r['case']:<28}{unit:10.3f} ms  {r['tflop_per_s']:8.3f} TFLOP/s  "
           f"{r['gb_per_s']:8.1f} GB/s{shares}", flush=True)  # fmt: skip
