@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from refold.models.configs import GraniteHybridConfig
+from refold.models.jax import time_shards
 from refold.models.jax.layers import Array, Tree, embed, layer_of, linear, output, rms_norm, stack_layers, valid_tokens
 from refold.models.jax.mamba2 import mixer, mixer_state, mixer_step
 from refold.ops._jax_layout import product
@@ -53,19 +54,22 @@ def forward(
     lengths: Array | None = None,
     kind: str = "last",
     chunk_size: int | None = None,
+    time_axis: str | None = None,
 ) -> tuple[Array, Tree]:
     """Read ``tokens (b, t)`` on top of ``state``, whose cache must have room; otherwise as ``mamba2.forward``."""
     params = stack_layers(params)
     batch, seqlen = tokens.shape
     if state is None:
-        state = init_state(config, batch, params["embedding"].dtype, capacity=seqlen)
+        state = init_state(config, batch, params["embedding"].dtype, capacity=time_shards.whole(seqlen, time_axis))
     valid = valid_tokens(seqlen, lengths)
 
     def mix(weights: Tree, u: Array, conv: Array, ssm: Array) -> tuple[Array, Array, Array]:
-        return mixer(config.mixer, weights, u, conv, ssm, lengths, valid, chunk_size)
+        return mixer(config.mixer, weights, u, conv, ssm, lengths, valid, chunk_size, time_axis)
 
-    hidden, state = _layers(config, params, embed(params, tokens), state, mix, valid)
-    state["length"] = state["length"] + (seqlen if lengths is None else lengths)
+    hidden, state = _layers(config, params, embed(params, tokens), state, mix, valid, time_axis)
+    state["length"] = state["length"] + (time_shards.whole(seqlen, time_axis) if lengths is None else lengths)
+    if time_axis is not None and kind == "last":
+        hidden = time_shards.from_last(hidden[:, -1:], time_axis)
     out = output(params, hidden, config.norm_eps, lengths, kind)
     return out if kind == "hidden" else out / config.logits_divisor, state
 
@@ -96,7 +100,13 @@ def periods(kinds: tuple[str, ...]) -> tuple[int, list[tuple[str, int]]]:
 
 
 def _layers(
-    config: GraniteHybridConfig, params: Tree, hidden: Array, state: Tree, mix: Any, valid: Array | None
+    config: GraniteHybridConfig,
+    params: Tree,
+    hidden: Array,
+    state: Tree,
+    mix: Any,
+    valid: Array | None,
+    time_axis: str | None = None,
 ) -> tuple[Array, Tree]:
     """Run all layers on ``hidden (b, t, d)``; ``mix`` is the Mamba mixer to use."""
     length = state["length"]
@@ -109,7 +119,7 @@ def _layers(
         hidden: Array, common: Tree, weights: Tree, k: Array, v: Array, index: Any
     ) -> tuple[Array, ...]:
         normed = rms_norm(hidden, common["norm"], config.norm_eps)
-        mixed, k, v = _attention(config, weights, normed, k, v, index, length, valid)
+        mixed, k, v = _attention(config, weights, normed, k, v, index, length, valid, time_axis)
         return _close(config, common, hidden, mixed), k, v
 
     run = _written_out if isinstance(params["layers"], tuple) else _scanned
@@ -201,18 +211,26 @@ def _attention(
     index: Any,
     length: Array,
     valid: Array | None,
+    time_axis: str | None,
 ) -> tuple[Array, Array, Array]:
-    """Attend from ``u (b, t, d)`` to what the caches hold of layer ``index`` and to itself, causally."""
+    """Attend from ``u (b, t, d)`` to what the caches hold of layer ``index`` and to itself, causally.
+
+    Where time is cut over devices, each has its own queries and gathers everyone's keys and values.
+    """
     batch, seqlen = u.shape[:2]
     capacity = k_cache.shape[2]
     q, k, v = (
         linear(u, weights[name], weights.get(f"{name}_bias")).reshape(batch, seqlen, -1, config.headdim)
         for name in ("q", "k", "v")
     )
-    position = length[:, None] + jnp.arange(seqlen)  # (b, t)
+    offset = 0 if time_axis is None else jax.lax.axis_index(time_axis) * seqlen
+    position = length[:, None] + offset + jnp.arange(seqlen)  # (b, t)
     if config.rope_theta is not None:
         q, k = _rotate(q, position, config.rope_theta), _rotate(k, position, config.rope_theta)
-    slot = position if valid is None else jnp.where(valid, position, capacity)  # padding is written nowhere
+    written = position
+    if time_axis is not None:
+        k, v, written = (jax.lax.all_gather(a, time_axis, axis=1, tiled=True) for a in (k, v, position))
+    slot = written if valid is None else jnp.where(valid, written, capacity)  # padding is written nowhere
     row = jnp.arange(batch)[:, None]
     k_cache = k_cache.at[index, row, slot].set(k.astype(k_cache.dtype), mode="drop")
     v_cache = v_cache.at[index, row, slot].set(v.astype(v_cache.dtype), mode="drop")

@@ -75,7 +75,7 @@ def forward(
 
     states = state["conv"], state["ssm"]
     hidden, (conv, ssm) = over_layers(layer, embed(params, tokens), params["layers"], states)
-    length = state["length"] + (seqlen if lengths is None else lengths)
+    length = state["length"] + (time_shards.whole(seqlen, time_axis) if lengths is None else lengths)
     if time_axis is not None and kind == "last":
         hidden = time_shards.from_last(hidden[:, -1:], time_axis)
     return output(params, hidden, config.norm_eps, lengths, kind), {"length": length, "conv": conv, "ssm": ssm}
