@@ -111,11 +111,9 @@ def reader(generator: Generator, batch: int, seqlen: int) -> Any:
 
 def xla_counts(generator: Generator, batch: int) -> dict[str, float]:
     """Return what XLA counts for one decoding step."""
-    state = generator.read([[7] * PAST] * batch).state
-    if isinstance(generator.params["layers"], tuple):
-        state = take_layers_apart(state)
+    params, state = map(take_layers_apart, (generator.params, generator.read([[7] * PAST] * batch).state))
     step = jax.jit(lambda p, t, s: generator.model.step(generator.config, p, t, s), donate_argnums=2)
-    analysis = step.lower(generator.params, jnp.zeros(batch, jnp.int32), state).compile().cost_analysis()
+    analysis = step.lower(params, jnp.zeros(batch, jnp.int32), state).compile().cost_analysis()
     return {"xla_flops": analysis["flops"], "xla_bytes": analysis["bytes accessed"]}
 
 
@@ -126,16 +124,11 @@ def xla_prefill_counts(generator: Generator, seqlen: int) -> dict[str, float]:
         return {}
 
     def cost(nlayers: int) -> np.ndarray:
-        params = {**generator.params, "layers": generator.params["layers"][:1]}
-        params = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), params)
+        layers = jax.tree.map(lambda a: a[:nlayers], generator.params["layers"])
         few = dataclasses.replace(config, nlayers=nlayers)
+        read = jax.jit(lambda params, tokens: generator.model.forward(few, params, tokens))
         tokens = jax.ShapeDtypeStruct((1, seqlen), jnp.int32)
-
-        def read(params: Any, tokens: Any) -> Any:
-            layers = jax.tree.map(lambda a: a[None][:nlayers], params["layers"][0])
-            return generator.model.forward(few, {**params, "layers": layers}, tokens)
-
-        analysis = jax.jit(read).lower(params, tokens).compile().cost_analysis()
+        analysis = read.lower({**generator.params, "layers": layers}, tokens).compile().cost_analysis()
         return np.array([analysis["flops"], analysis["bytes accessed"]])
 
     none, one = cost(0), cost(1)
@@ -166,7 +159,7 @@ def run_cpu() -> list[dict[str, Any]]:
     from transformers import Mamba2ForCausalLM
 
     model = MODELS["130M"]
-    generator = Generator(model, take_layers_apart(random_params(model)))
+    generator = Generator(model, random_params(model))
     torch_config = TorchConfig(hidden_size=768, num_hidden_layers=24, vocab_size=50288, num_heads=24, head_dim=64,
                                state_size=128, n_groups=1, tie_word_embeddings=True)  # fmt: skip
     peer = Mamba2ForCausalLM(torch_config).eval()
@@ -204,7 +197,7 @@ def run_device(names: list[str], lengths: list[int], batches: list[int]) -> list
     rows = []
     for name in names:
         model = MODELS[name]
-        generator = Generator(model, take_layers_apart(device_params(model, jnp.bfloat16)))
+        generator = Generator(model, device_params(model, jnp.bfloat16))
         for batch in batches:
             decode = decoder(generator, batch, 96)
             decode()

@@ -56,12 +56,15 @@ class Generator:
     Args:
         config: The model's configuration.
         params: Its parameters; JAX arrays (sharded or not) stay where they are, NumPy arrays go to the default device.
-            Layers apart (``refold.models.jax.take_layers_apart``) decode fastest; stacked ones compile fastest.
         state_dtype: Dtype of the recurrent state; the arithmetic on it is float32 in any case.
+        layers_apart: Decode from a second copy of the layers, taken apart, which XLA can read in place. False decodes
+            from the stacks that prompts are read with: half the memory, a compile time that does not grow with depth,
+            and a longer step (2.7B on an H200: by a tenth at 1 row, 2.5 times at 16).
     """
 
-    def __init__(self, config: Config, params: Any, *, state_dtype: str = "float32") -> None:
+    def __init__(self, config: Config, params: Any, *, state_dtype: str = "float32", layers_apart: bool = True) -> None:
         self.config, self.params, self.state_dtype = config, to_device(params), state_dtype
+        self._decoding = take_layers_apart(self.params) if layers_apart else self.params
         self.model = model_for(config)
         self._read = jax.jit(partial(_read, config), donate_argnums=(2, 3))
         self._decode = jax.jit(
@@ -70,11 +73,16 @@ class Generator:
 
     @classmethod
     def from_checkpoint(
-        cls, model: str | Path, *, dtype: str | None = None, state_dtype: str = "float32"
+        cls,
+        model: str | Path,
+        *,
+        dtype: str | None = None,
+        state_dtype: str = "float32",
+        layers_apart: bool = True,
     ) -> "Generator":
         """Load a checkpoint directory or hub name; see :func:`refold.models.checkpoint.load_checkpoint`."""
         config, params = load_checkpoint(model, dtype)
-        return cls(config, take_layers_apart(params), state_dtype=state_dtype)
+        return cls(config, params, state_dtype=state_dtype, layers_apart=layers_apart)
 
     def start(self, batch: int) -> Conversation:
         """Return the conversation of ``batch`` rows that have read nothing."""
@@ -162,7 +170,7 @@ class Generator:
         while left:
             steps = min(left, every or left)
             tokens, count, done, conversation.logits, conversation.state = self._decode(
-                self.params,
+                self._decoding,
                 conversation.state,
                 conversation.logits,
                 done,

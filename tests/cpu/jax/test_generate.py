@@ -11,7 +11,6 @@ from refold.errors import ArgumentError, CheckpointError
 from refold.generate.jax import NO_TOKEN, Generator, bucket, choose
 from refold.generate.sampling import Sampling
 from refold.models.checkpoint import random_params
-from refold.models.jax import take_layers_apart
 
 PROMPTS = [[1, 2, 3], [4, 5, 6, 7, 8]]
 DRAWN = Sampling(temperature=0.8, top_k=20, top_p=0.9, seed=7)
@@ -19,8 +18,7 @@ DRAWN = Sampling(temperature=0.8, top_k=20, top_p=0.9, seed=7)
 
 @pytest.fixture(scope="module")
 def generators() -> dict[str, Generator]:
-    """Models as ``from_checkpoint`` makes them: layers apart."""
-    return {name: Generator(config, take_layers_apart(random_params(config))) for name, config in CONFIGS.items()}
+    return {name: Generator(config, random_params(config)) for name, config in CONFIGS.items()}
 
 
 def collect(parts) -> np.ndarray:
@@ -38,7 +36,7 @@ def test_streaming_does_not_change_tokens(name: str, generators) -> None:
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_stacked_layers_give_the_same_tokens(name: str, generators) -> None:
-    stacked = Generator(CONFIGS[name], random_params(CONFIGS[name]))
+    stacked = Generator(CONFIGS[name], generators[name].params, layers_apart=False)
     assert stacked.generate(PROMPTS, 11) == generators[name].generate(PROMPTS, 11)
 
 

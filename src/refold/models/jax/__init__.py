@@ -3,9 +3,9 @@
 Every model has the same three functions: ``init_state(config, batch)``, ``forward(config, params, tokens, state)``
 for any number of tokens, and ``step(config, params, token, state)``, which is one step of the recurrence.
 
-Layers come stacked, on axis 0 of each array, and are scanned over, so that compile time does not grow with depth. For
-decoding they may also come apart (:func:`take_layers_apart`), parameters and state alike: a step then moves a third of
-the bytes, for a compile time that does grow. ``forward`` takes parameters in either form and a stacked state.
+Layers come stacked, on axis 0 of each array, and are scanned over, so that compile time does not grow with depth.
+``step`` also takes them apart (:func:`take_layers_apart`), parameters and state alike: it then moves a third of the
+bytes, for a compile time that does grow.
 """
 
 from types import ModuleType

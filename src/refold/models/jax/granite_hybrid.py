@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from refold.models.configs import GraniteHybridConfig
 from refold.models.jax import time_shards
-from refold.models.jax.layers import Array, Tree, embed, layer_of, linear, output, rms_norm, stack_layers, valid_tokens
+from refold.models.jax.layers import Array, Tree, embed, layer_of, linear, output, rms_norm, valid_tokens
 from refold.models.jax.mamba2 import mixer, mixer_state, mixer_step
 from refold.ops._jax_layout import product
 
@@ -57,7 +57,6 @@ def forward(
     time_axis: str | None = None,
 ) -> tuple[Array, Tree]:
     """Read ``tokens (b, t)`` on top of ``state``, whose cache must have room; otherwise as ``mamba2.forward``."""
-    params = stack_layers(params)
     batch, seqlen = tokens.shape
     if state is None:
         state = init_state(config, batch, params["embedding"].dtype, capacity=time_shards.whole(seqlen, time_axis))

@@ -21,7 +21,6 @@ from refold.models.jax.layers import (
     over_layers,
     rms_norm,
     select,
-    stack_layers,
     valid_tokens,
 )
 from refold.ops._jax_layout import product, step_sizes
@@ -47,7 +46,6 @@ def forward(
     time_axis: str | None = None,
 ) -> tuple[Array, Tree]:
     """Read ``tokens (b, t)`` on top of ``state``; arguments and results as in ``mamba2.forward``."""
-    params = stack_layers(params)
     batch, seqlen = tokens.shape
     if state is None:
         state = init_state(config, batch, params["embedding"].dtype)

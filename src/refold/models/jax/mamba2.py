@@ -21,7 +21,6 @@ from refold.models.jax.layers import (
     over_layers,
     rms_norm,
     select,
-    stack_layers,
     valid_tokens,
 )
 from refold.ops._jax_layout import step_sizes
@@ -73,7 +72,6 @@ def forward(
     Returns:
         Logits or hidden states, and the state after each row's last valid token.
     """
-    params = stack_layers(params)
     batch, seqlen = tokens.shape
     if state is None:
         state = init_state(config, batch, params["embedding"].dtype)
