@@ -30,15 +30,13 @@ from torch._inductor.pattern_matcher import stable_topological_sort
 from torch.fx import Graph, Node
 
 from ...ops.library import OPS
+from ..duality import away_from_zero
 from ..graph import Builder, Operand, between, lay_out, multiply, operand
 from ..index import Axis, Factor, Label, Product, arg, expand, index, is_tensor, layout, resolve, unify, value
 from ..rewrite import Rewrite, replace_node
 from ..segments import Segments, decay, pair, same_source, segments, unify_all
 
 aten = torch.ops.aten
-
-# A log decay that is smaller counts as this one: its exponential is one in every precision, and x divided by it finite.
-NO_DECAY = 2.0**-60
 
 
 class NotAScan(Exception):
@@ -98,7 +96,7 @@ def _is_candidate(root: Node) -> bool:
     return (
         not root.kwargs
         and len(root.all_input_nodes) == 2
-        and all(is_tensor(x) and value(x).shape == value(root).shape for x in root.args)
+        and all(is_tensor(x) and value(x).shape == value(root).shape for x in root.all_input_nodes)
         and value(root).is_floating_point()
         and all(isinstance(size, int) and size for size in value(root).shape)
     )
@@ -369,7 +367,7 @@ def _replace(root: Node, scan: Scan, wanted: Callable[[str], bool]) -> Iterator[
         )
     )
     if given.free and dt is not None and x is not None and B is not None:
-        dt = Operand(_away_from_zero(build, dt.node), dt.axes)
+        dt = Operand(away_from_zero(lambda target, *args, **kwargs: build.call(target, args, kwargs), dt.node), dt.axes)
         if set(dt.axes) <= {*batch, *time, *grouped} and _size(summed) <= _size(channels):
             B = multiply(build, B, dt, order, by=aten.div.Tensor)
         else:
@@ -427,13 +425,6 @@ def _product(build: Builder, factors: Sequence[Factor], scale: float, order: Seq
         return None
     x = reduce(lambda a, b: multiply(build, a, b, order), [operand(build, factor) for factor in factors])
     return x if scale == 1.0 else Operand(build.call(aten.mul.Tensor, (x.node, scale)), x.axes)
-
-
-def _away_from_zero(build: Builder, a: Node) -> Node:
-    """Replace log decays too small to matter, so that one can divide by them."""
-    small = build.call(aten.lt.Scalar, (build.call(aten.abs.default, (a,)), NO_DECAY))
-    least = build.call(aten.full.default, ([], NO_DECAY), {"dtype": value(a).dtype, "device": value(a).device})
-    return build.call(aten.where.self, (small, least, a))
 
 
 def _lay(build: Builder, x: Operand | None, groups: tuple[Label, ...], number: float, like: torch.Tensor) -> Node:
