@@ -416,7 +416,13 @@ def test_a_step_that_computes_otherwise_ends_the_loop(rewritten):
     assert outcome.worst() == 0.0
 
 
-REASONS = [(gru, "mixes elements"), (vanilla, "mixes elements"), (squared, "by itself"), (normalised, "not affine")]
+REASONS = [
+    (delta_rule, "mixes elements"),
+    (gru, "mixes elements"),
+    (vanilla, "mixes elements"),
+    (squared, "by itself"),
+    (normalised, "not affine"),
+]
 
 
 @pytest.mark.parametrize(("fn", "words"), REASONS, ids=[case[0].__name__ for case in REASONS])
