@@ -257,6 +257,48 @@ def test_near_misses_stay(rewritten, listing):
     assert outcome.worst() < 64 * unit_roundoff(torch.float32)
 
 
+LAST = "contract last state"
+ABOUT_OUTPUTS = {"other_decay_from_the_start", "other_keys", "other_queries", "other_values", "scaled_values"}
+ABOUT_OUTPUTS |= {"states_behind_the_chunk"}
+
+
+@pytest.mark.parametrize("listing", SPELLINGS.values(), ids=SPELLINGS)
+@pytest.mark.parametrize("initial", [True, False])
+def test_last_state_alone_is_one_product(rewritten, listing, initial):
+    first = [torch.randn(BATCH, HEADS, CHANNELS, STATES)] * initial
+    outcome = rewritten(lambda *args: listing(*args)[1], *inputs(), *first)
+    assert outcome.names == [LAST]
+    assert [target for target in outcome.targets if "mm" in target] == ["aten.bmm.default"]
+    assert outcome.worst() < 64 * unit_roundoff(torch.float32)
+
+
+def test_last_state_of_groups_with_step_sizes(rewritten):
+    def layer(x, dt, A, B, C):
+        return Listing()(x * dt[..., None], dt * A, repeat_groups(B), repeat_groups(C))[1]
+
+    x, dt, B, C = inputs(groups=GROUPS)
+    outcome = rewritten(layer, x, dt, torch.randn(HEADS), B, C)
+    assert outcome.names == [LAST]
+    assert outcome.worst() < 64 * unit_roundoff(torch.float32)
+
+
+@pytest.mark.parametrize("name", sorted(NEAR_MISSES.keys() - ABOUT_OUTPUTS))
+def test_near_misses_of_a_last_state_stay(rewritten, name):
+    listing = NEAR_MISSES[name]
+    outcome = rewritten(lambda *args: listing(*args)[1], *inputs())
+    assert LAST not in outcome.names
+    assert outcome.worst() < 64 * unit_roundoff(torch.float32)
+
+
+def test_another_state_stays(rewritten):
+    def layer(x, a, B, C):
+        kept = []
+        Listing(carry=lambda states: kept.append(states) or states[:, :-1])(x, a, B, C)
+        return kept[0][:, 1]
+
+    assert LAST not in rewritten(layer, *inputs()).names
+
+
 def swapped(x, a, B, C):
     """Read B and x with channels and states exchanged: equal sizes do not make them equal."""
     return Listing(einsum=lambda e, *f: torch.einsum(e.replace("bcshp->bchpn", "bcshp->bchnp"), *f))(x, a, B, C)

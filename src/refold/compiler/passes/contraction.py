@@ -171,7 +171,7 @@ class _Plan:
             chosen = [operands[i] for i in group]
             operands = [x for i, x in enumerate(operands) if i not in group]
             keep = {*out, *(axis for x in operands for axis in x.axes)}
-            operands.append(_contract(build, chosen, keep, out))
+            operands.append(contract(build, chosen, keep, out))
         (result,) = operands
         x = _sum_out(build, result, set(out))
         if self.scale != 1.0:
@@ -236,12 +236,12 @@ def _sum_out(build: Builder, x: Operand, keep: set[Axis]) -> Operand:
     return Operand(build.call(aten.sum.dim_IntList, (x.node, dims)), [axis for axis in x.axes if axis in keep])
 
 
-def _contract(build: Builder, operands: list[Operand], keep: set[Axis], out: list[Axis]) -> Operand:
+def contract(build: Builder, operands: list[Operand], keep: set[Axis], out: list[Axis]) -> Operand:
     """Multiply operands and sum over what is not kept; two at a time."""
     *rest, last = operands
     if not rest:
         return _sum_out(build, last, keep)
-    a = rest[0] if len(rest) == 1 else _contract(build, rest, {*keep, *last.axes}, out)
+    a = rest[0] if len(rest) == 1 else contract(build, rest, {*keep, *last.axes}, out)
     a = _sum_out(build, a, {*keep, *last.axes})
     b = _sum_out(build, last, {*keep, *a.axes})
     shared = [axis for axis in a.axes if axis in b.axes]
