@@ -90,13 +90,6 @@ def _as_it_is(array: Any) -> Any:
     return array
 
 
-def tensor_key(tensor: torch.Tensor | None) -> Any:
-    """Return what Triton specialises on in a tensor argument, and what a plan depends on."""
-    if tensor is None:
-        return None
-    return tensor.dtype, tensor.shape, tensor.stride(), tensor.data_ptr() % 16
-
-
 def current_stream(device: torch.device) -> int:
     """Return the raw handle of the current stream of ``device`` (0 under the interpreter)."""
     return 0 if INTERPRETED else torch._C._cuda_getCurrentRawStream(device.index)
