@@ -1,13 +1,14 @@
-"""Time decoding and prefill of Mamba-2 language models with JAX; on CPU side by side with transformers.
+"""Time decoding and prefill of language models with JAX; on CPU side by side with transformers.
 
     python benchmarks/jax_generate.py cpu --out results.jsonl      # 130M float32, interleaved with transformers (torch)
-    python benchmarks/jax_generate.py device --out results.jsonl   # 130M and 2.7B bfloat16 on the default device
+    python benchmarks/jax_generate.py device --out results.jsonl   # bfloat16 on the default device
 
 Weights are random. Work and bytes are counted from the configuration (``refold.models.counts``); what XLA's own cost
-model says of the compiled decoding step stands beside them. Each row names its environment.
+model says of the compiled program stands beside them. Each row names its environment.
 """
 
 import argparse
+import dataclasses
 import json
 import platform
 import time
@@ -22,19 +23,30 @@ import refold
 from refold.generate.jax import Generator
 from refold.models import counts
 from refold.models.checkpoint import layout, random_params
-from refold.models.configs import Mamba2Config, Mixer2Config
+from refold.models.configs import Config, GraniteHybridConfig, Mamba2Config, MambaConfig, Mixer2Config
+from refold.models.jax import take_layers_apart
 
 
-def config(d_model: int, nlayers: int) -> Mamba2Config:
+def mamba2(d_model: int, nlayers: int) -> Mamba2Config:
     """Return the configuration of the published sizes: heads of 64, state 128, one group, tied head."""
     mixer = Mixer2Config(d_model=d_model, nheads=d_model // 32, headdim=64, ngroups=1, dstate=128)
     return Mamba2Config(vocab_size=50288, nlayers=nlayers, mixer=mixer)
 
 
-MODELS = {"130M": config(768, 24), "370M": config(1024, 48), "1.3B": config(2048, 48), "2.7B": config(2560, 64)}
+MODELS: dict[str, Config] = {
+    "130M": mamba2(768, 24), "370M": mamba2(1024, 48), "1.3B": mamba2(2048, 48), "2.7B": mamba2(2560, 64),
+    "mamba1-130M": MambaConfig(vocab_size=50280, d_model=768, nlayers=24, d_inner=1536, dstate=16, dt_rank=48),
+    "hybrid-340M": GraniteHybridConfig(
+        vocab_size=100352, kinds=(("mamba",) * 7 + ("attention",)) * 4, nheads=12, nkvheads=4, headdim=64,
+        mixer=Mixer2Config(d_model=768, nheads=48, headdim=32, ngroups=1, dstate=128), attention_bias=False,
+        rope_theta=None, shared_dim=2048, expert_dim=0, nexperts=0, experts_per_token=0, embedding_multiplier=12.0,
+        residual_multiplier=0.246, attention_multiplier=0.015625, logits_divisor=3.0, max_positions=32768,
+        norm_eps=1e-5, tied=True,
+    ),
+}  # fmt: skip
 
 
-def device_params(model: Mamba2Config, dtype: Any) -> Any:
+def device_params(model: Config, dtype: Any) -> Any:
     """Draw random parameters on the device, one layer at a time, so that no copy of the model is needed."""
     params: dict[str, Any] = {}
     for number, entry in enumerate({entry.path: entry for entry in layout(model)}.values()):
@@ -72,8 +84,8 @@ def seconds(call: Any, repeats: int, rounds: int = 1) -> list[float]:
 
 
 def decoder(generator: Generator, batch: int, tokens: int) -> Any:
-    """Return a call that decodes ``tokens`` tokens a row."""
-    conversation = generator.read([[1, 2, 3]] * batch)
+    """Return a call that decodes ``tokens`` tokens a row; a hybrid's cache has room for five such calls."""
+    conversation = generator.read([[7] * PAST] * batch)
 
     def call() -> None:
         for _ in generator.stream(conversation, tokens, stop_tokens=[]):
@@ -81,6 +93,10 @@ def decoder(generator: Generator, batch: int, tokens: int) -> Any:
         jax.block_until_ready(conversation.logits)
 
     return call
+
+
+PAST = 1024
+"""Tokens read before decoding is timed; attention reads them at each step."""
 
 
 def reader(generator: Generator, batch: int, seqlen: int) -> Any:
@@ -94,18 +110,30 @@ def reader(generator: Generator, batch: int, seqlen: int) -> Any:
 
 
 def xla_counts(generator: Generator, batch: int) -> dict[str, float]:
-    """Return what XLA counts for one decoding step; a loop over layers is counted once a layer by hand."""
-    state = generator.start(batch).state
-    token = jnp.zeros(batch, jnp.int32)
+    """Return what XLA counts for one decoding step."""
+    params, state = map(take_layers_apart, (generator.params, generator.read([[7] * PAST] * batch).state))
+    step = jax.jit(lambda p, t, s: generator.model.step(generator.config, p, t, s), donate_argnums=2)
+    analysis = step.lower(params, jnp.zeros(batch, jnp.int32), state).compile().cost_analysis()
+    return {"xla_flops": analysis["flops"], "xla_bytes": analysis["bytes accessed"]}
 
-    def cost(model: Mamba2Config, params: Any, state: Any) -> dict[str, float]:
-        step = jax.jit(lambda p, t, s: generator.model.step(model, p, t, s))
-        analysis = step.lower(params, token, state).compile().cost_analysis()
-        return {"flops": analysis["flops"], "bytes": analysis["bytes accessed"]}
 
-    return {
-        f"xla_{key}_loop_body_once": value for key, value in cost(generator.config, generator.params, state).items()
-    }
+def xla_prefill_counts(generator: Generator, seqlen: int) -> dict[str, float]:
+    """Return what XLA counts for a prefill of Mamba-2: it counts a loop's body once, so a layer is counted apart."""
+    config = generator.config
+    if not isinstance(config, Mamba2Config):
+        return {}
+
+    def cost(nlayers: int) -> np.ndarray:
+        layers = jax.tree.map(lambda a: a[:nlayers], generator.params["layers"])
+        few = dataclasses.replace(config, nlayers=nlayers)
+        read = jax.jit(lambda params, tokens: generator.model.forward(few, params, tokens))
+        tokens = jax.ShapeDtypeStruct((1, seqlen), jnp.int32)
+        analysis = read.lower({**generator.params, "layers": layers}, tokens).compile().cost_analysis()
+        return np.array([analysis["flops"], analysis["bytes accessed"]])
+
+    none, one = cost(0), cost(1)
+    flops, moved = none + config.nlayers * (one - none)
+    return {"xla_flops": float(flops), "xla_bytes": float(moved)}
 
 
 def environment() -> dict[str, Any]:
@@ -173,7 +201,7 @@ def run_device(names: list[str], lengths: list[int], batches: list[int]) -> list
         for batch in batches:
             decode = decoder(generator, batch, 96)
             decode()
-            need = counts.decode(model, batch, 2)
+            need = counts.decode(model, batch, 2, past=PAST + 3 * 96)
             times = seconds(decode, 4, 96)
             rows.append(row(name, f"decode batch {batch}", times, need, {**ceilings, **xla_counts(generator, batch)}))
             print_row(rows[-1])
@@ -181,7 +209,8 @@ def run_device(names: list[str], lengths: list[int], batches: list[int]) -> list
             read = reader(generator, 1, seqlen)
             read()
             need = counts.prefill(model, 1, seqlen, 128, 2)
-            rows.append(row(name, f"prefill {seqlen}", seconds(read, 5), need, ceilings))
+            extra = {**ceilings, **xla_prefill_counts(generator, seqlen)}
+            rows.append(row(name, f"prefill {seqlen}", seconds(read, 5), need, extra))
             print_row(rows[-1])
     return rows
 
@@ -207,6 +236,10 @@ def print_row(r: dict[str, Any]) -> None:
     if "ceiling_gb_per_s" in r:
         shares = f"  {r['tflop_per_s'] / r['ceiling_tflop_per_s']:6.1%} of matrix rate"
         shares += f"  {r['gb_per_s'] / r['ceiling_gb_per_s']:6.1%} of bandwidth"
+    if "xla_flops" in r:
+        shares += (
+            f"  XLA counts {r['xla_flops'] / r['flops']:.2f} of the work, {r['xla_bytes'] / r['bytes']:.2f} of bytes"
+        )
     print(f"{r['backend']:<13}{r['case']:<28}{unit:10.3f} ms  {r['tflop_per_s']:8.3f} TFLOP/s  "
           f"{r['gb_per_s']:8.1f} GB/s{shares}", flush=True)  # fmt: skip
 
@@ -216,7 +249,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("where", choices=["cpu", "device"])
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--models", nargs="+", default=["130M", "2.7B"], choices=list(MODELS))
+    parser.add_argument(
+        "--models", nargs="+", default=["130M", "2.7B", "mamba1-130M", "hybrid-340M"], choices=list(MODELS)
+    )
     parser.add_argument("--lengths", nargs="+", type=int, default=[1024, 8192])
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 16])
     options = parser.parse_args()

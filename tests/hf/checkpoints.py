@@ -37,6 +37,7 @@ def _configs() -> dict[str, tuple[type, object]]:
         ),
         "mamba2": (t.Mamba2ForCausalLM, t.Mamba2Config(**mamba2, n_groups=1, tie_word_embeddings=True)),
         "mamba2-groups": (t.Mamba2ForCausalLM, t.Mamba2Config(**mamba2, n_groups=3, use_bias=True)),
+        "mamba2-limited": (t.Mamba2ForCausalLM, t.Mamba2Config(**mamba2, n_groups=1, time_step_limit=(0.3, 0.9))),
         "granite": (t.GraniteMoeHybridForCausalLM, t.GraniteMoeHybridConfig(**granite)),
         "granite-moe-rope": (
             t.GraniteMoeHybridForCausalLM,

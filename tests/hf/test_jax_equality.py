@@ -1,5 +1,6 @@
 """JAX models equal transformers' torch models: hidden states to rounding, greedy tokens exactly."""
 
+import dataclasses
 import sys
 from pathlib import Path
 
@@ -59,6 +60,28 @@ def test_greedy_tokens(name: str, length: int) -> None:
         )  # fmt: skip
     assert tokens == out[0, length:].tolist()
     assert len(set(tokens)) > 4  # a model that repeats one token would prove nothing
+
+
+@pytest.mark.parametrize("length", [7, 80])
+def test_step_limits_hold_when_decoding_too(length: int) -> None:
+    """transformers clips step sizes when it reads many tokens, not when it reads one; without its cache it always does.
+
+    Clipped always, the state after some tokens does not depend on how many were read at a time.
+    """
+    model, directory = saved("mamba2-limited")
+    generator = Generator.from_checkpoint(directory)
+    ids = prompt(length, seed=length)
+    tokens = generator.generate(ids, 24)[0]
+    full = torch.tensor(ids)
+    with torch.no_grad():
+        out = model.generate(
+            full, attention_mask=torch.ones_like(full), max_new_tokens=24, do_sample=False, eos_token_id=None,
+            pad_token_id=0, use_cache=False,
+        )  # fmt: skip
+    assert tokens == out[0, length:].tolist()
+    free = dataclasses.replace(generator.config.mixer, dt_limit=(0.0, float("inf")))
+    free = Generator(dataclasses.replace(generator.config, mixer=free), generator.params)
+    assert free.generate(ids, 24)[0] != tokens  # the limits cut in
 
 
 @pytest.mark.parametrize("name", ["mamba", "mamba2", "granite-moe-rope"])

@@ -1,4 +1,4 @@
-"""transformers' own Mamba-2 layers, unmodified: every contraction found, same results, forward and backward."""
+"""transformers' own Mamba layers, unmodified: contractions and recurrences found, same results, both directions."""
 
 import pytest
 import torch
@@ -6,10 +6,15 @@ import transformers
 from transformers import DynamicCache
 
 import refold
+from refold.compiler import pipeline
 
 # Releases from 5.18 on write the contractions as einsum; until then they were multiplied and summed.
 EINSUM = tuple(int(part) for part in transformers.__version__.split(".")[:2]) >= (5, 18)
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:transformers.*", "ignore::FutureWarning:transformers.*")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::UserWarning:transformers.*",
+    "ignore::FutureWarning:transformers.*",
+    "ignore:Dynamo detected a call to a `functools.lru_cache`",  # transformers asks for versions while traced
+)
 
 # All sizes distinct; two groups of four heads. Granite and Bamba name them alike.
 SIZES = {
@@ -69,15 +74,29 @@ def contractions(report):
     return [r for r in report.rewrites if r.name in ("recover contraction", "drop repeat from product")]
 
 
-@pytest.mark.parametrize("name", LAYERS)
-@pytest.mark.parametrize("length", [80, 31, 32])
-def test_prefill(name, length):
+def prefill(name, length):
     layer, _ = LAYERS[name]()
     layer.eval()
     x = torch.randn(3, length, 48)
     compiled = refold.compile(layer, **OPTIONS)
     with torch.no_grad():
         agree(compiled(x), layer(x))
+    return compiled
+
+
+@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("length", [80, 31, 32])
+def test_prefill_is_one_scan(name, length):
+    rows = [row for row in prefill(name, length).report.rewrites if row.name == "fuse chunked scan"]
+    assert [row.status for row in rows] == ["applied"]
+    assert rows[0].detail == f"{length} tokens, 8 heads of 12 x 20 as one ssd"
+
+
+@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("length", [80, 31, 32])
+def test_contractions_where_the_scan_is_not_faster(name, length, monkeypatch):
+    monkeypatch.setattr(pipeline, "PASSES", [entry for entry in pipeline.PASSES if entry[0] != "fuse chunked scans"])
+    compiled = prefill(name, length)
     found = contractions(compiled.report)
     assert all(r.status == "applied" for r in found)
     dropped = [r for r in found if "repeat of 4 dropped" in r.detail]
@@ -128,3 +147,55 @@ def test_dynamic_length():
         for length in (80, 33):
             x = torch.randn(2, length, 48)
             agree(compiled(x), layer(x))
+
+
+def mamba1(**options):
+    from transformers import MambaConfig
+    from transformers.models.mamba.modeling_mamba import MambaMixer
+
+    config = MambaConfig(hidden_size=48, state_size=20, time_step_rank=7, num_hidden_layers=1, **options)
+    return MambaMixer(config, 0), config
+
+
+def scans(report):
+    return [r for r in report.rewrites if r.name == "roll up loop" and r.status == "applied"]
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_sequential_scan(batch):
+    layer, _ = mamba1(use_associative_scan=False)
+    layer.eval()
+    x = torch.randn(batch, 33, 48)
+    compiled = refold.compile(layer, **OPTIONS)
+    with torch.no_grad():
+        agree(compiled(x), layer(x))
+    (found,) = scans(compiled.report)
+    assert "as one selective_scan" in found.detail
+
+
+def test_sequential_scan_leaves_its_state_in_a_cache():
+    layer, config = mamba1(use_associative_scan=False)
+    layer.eval()
+    x = torch.randn(2, 20, 48)
+    compiled = refold.compile(layer, **OPTIONS)
+    outputs = []
+    for run in (layer, compiled):
+        cache = DynamicCache(config=config)
+        with torch.no_grad():
+            steps = [run(x[:, :18], cache_params=cache)] + [run(x[:, t : t + 1], cache_params=cache) for t in (18, 19)]
+        outputs.append(torch.cat(steps, 1))
+    agree(outputs[1], outputs[0])
+    assert scans(compiled.report)
+
+
+def test_sequential_scan_trains():
+    layer, _ = mamba1(use_associative_scan=False)
+    layer.train()
+    x = torch.randn(2, 12, 48, requires_grad=True)
+    weights = [x, *layer.parameters()]
+    cotangent = torch.randn(2, 12, 48)
+    expected = torch.autograd.grad(layer(x), weights, cotangent)
+    compiled = refold.compile(layer, **OPTIONS)
+    for a, b in zip(torch.autograd.grad(compiled(x), weights, cotangent), expected, strict=True):
+        agree(a, b)
+    assert len(scans(compiled.report)) >= 2, "the forward and its backward"

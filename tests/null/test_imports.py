@@ -1,6 +1,7 @@
 """Importing refold is light, and imports go one way only."""
 
 import ast
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -40,12 +41,12 @@ def test_an_unknown_name_says_what_there_is():
         refold.accelarate  # noqa: B018
 
 
-def _part(path):
-    return path.relative_to(ROOT).parts[0].removesuffix(".py")
+def _part(path, root):
+    return path.relative_to(root).parts[0].removesuffix(".py")
 
 
-def _imported_parts(path):
-    package = ["refold", *path.relative_to(ROOT).parts[:-1]]
+def _imported_parts(path, root):
+    package = ["refold", *path.relative_to(root).parts[:-1]]
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom):
             base = package[: len(package) - node.level + 1] if node.level else []
@@ -58,25 +59,38 @@ def _imported_parts(path):
         yield from (name[1] for name in names if name[0] == "refold" and len(name) > 1 and name[1] in RANK)
 
 
-def test_imports_go_the_way_the_design_says():
-    wrong = [
-        f"{path.relative_to(ROOT)} imports {part}"
-        for path in sorted(ROOT.rglob("*.py"))
-        if _part(path) in RANK
-        for part in _imported_parts(path)
-        if RANK[part] > RANK[_part(path)]
+def _wrong_imports(root):
+    return [
+        f"{path.relative_to(root)} imports {part}"
+        for path in sorted(root.rglob("*.py"))
+        if _part(path, root) in RANK
+        for part in _imported_parts(path, root)
+        if RANK[part] > RANK[_part(path, root)]
     ]
-    assert wrong == []
+
+
+def test_imports_go_the_way_the_design_says():
+    assert _wrong_imports(ROOT) == []
 
 
 def test_every_part_has_a_place_in_the_order():
-    parts = {_part(path) for path in ROOT.rglob("*.py")} - {"__init__"}
+    parts = {_part(path, ROOT) for path in ROOT.rglob("*.py")} - {"__init__"}
     assert parts <= RANK.keys()
 
 
-def test_the_order_test_can_fail(tmp_path):
-    bad = ROOT / "errors.py"
-    source = "from .compiler import backend\n"
-    package = ["refold", *bad.relative_to(ROOT).parts[:-1]]
-    (node,) = ast.parse(source).body
-    assert [*package[: len(package) - node.level + 1], *node.module.split(".")][1] == "compiler"
+@pytest.mark.parametrize(
+    ("file", "source", "found"),
+    [
+        ("errors.py", "from .compiler import backend", "compiler"),
+        ("errors.py", "import refold.compiler.backend", "compiler"),
+        ("errors.py", "def f():\n    from . import cli", "cli"),
+        ("ops/ssd/spec.py", "from ...verify import numerics", "verify"),
+        ("models/configs.py", "from refold.generate.jax import Generator", "generate"),
+    ],
+)
+def test_a_wrong_import_is_found(tmp_path, file, source, found):
+    tree = tmp_path / "refold"
+    shutil.copytree(ROOT, tree, ignore=shutil.ignore_patterns("__pycache__"))
+    with (tree / file).open("a") as planted:
+        planted.write(f"\n{source}\n")
+    assert set(_wrong_imports(tree)) == {f"{file} imports {found}"}

@@ -8,6 +8,7 @@ and FLOPs what *is* done whatever the fusion.
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -56,23 +57,35 @@ def nbytes(val: Any) -> int:
 
 def node_cost(node: Node) -> Cost:
     """Return the cost of one node when it runs by itself."""
+    if node.op != "call_function" or _is_free(node):
+        return Cost()
     val = node.meta.get("val")
-    free = is_view(node) and node.target not in (aten.clone.default, aten.repeat.default)
-    if node.op != "call_function" or free or not isinstance(val, torch.Tensor):
+    outputs = [x for x in (val if isinstance(val, (tuple, list)) else [val]) if isinstance(x, torch.Tensor)]
+    if not outputs:
         return Cost()
     inputs = [arg.meta.get("val") for arg in node.all_input_nodes]
-    moved = nbytes(val) + sum(nbytes(x) for x in inputs)
-    return Cost(_flops(node, val, inputs), moved, nbytes(val))
+    moved = sum(nbytes(x) for x in (*outputs, *inputs))
+    return Cost(_flops(node, outputs, inputs), moved, max(nbytes(x) for x in outputs))
 
 
-def _flops(node: Node, val: torch.Tensor, inputs: list[Any]) -> int:
+def _is_free(node: Node) -> bool:
+    """Tell whether a node moves no data: what it returns is a part of its input, or a part of a tuple."""
+    if node.target is operator.getitem:
+        return True
+    if is_view(node):
+        return node.target not in (aten.clone.default, aten.repeat.default)
+    returns = node.target._schema.returns if isinstance(node.target, torch._ops.OpOverload) else ()
+    return any(out.alias_info is not None and not out.alias_info.is_write for out in returns)
+
+
+def _flops(node: Node, outputs: list[torch.Tensor], inputs: list[Any]) -> int:
     packet = getattr(node.target, "overloadpacket", None)
     if packet in flop_registry:
         args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
-        return concrete(flop_registry[packet](*args, **kwargs, out_val=val))
-    if node.target in _COPIES:
+        return concrete(flop_registry[packet](*args, **kwargs, out_val=node.meta["val"]))
+    if node.target in _COPIES or not any(x.is_floating_point() for x in outputs):
         return 0
-    return max([numel(val), *(numel(x) for x in inputs if x is not None)]) if val.is_floating_point() else 0
+    return max(numel(x) for x in (*outputs, *inputs))
 
 
 def graph_cost(nodes: Iterable[Node]) -> Cost:

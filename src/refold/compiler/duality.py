@@ -10,9 +10,9 @@ matter. What cannot be read that way stays a scan.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from math import inf
+from math import inf, log
 from operator import getitem
 from typing import Any
 
@@ -20,10 +20,15 @@ import torch
 from torch.fx import Node
 
 from ..ops.library import OPS
-from .index import Factor, Product, arg, index, matmul_product, resolve, sum_product, value
+from .index import Factor, Product, arg, index, is_view, matmul_product, resolve, sum_product, value
+from .segments import constant_value
 from .timewise import Emitter, Value
 
 aten = torch.ops.aten
+
+
+# A log decay this small counts as none: its exponential is one in every precision, and x divided by it finite.
+NO_DECAY = 2.0**-60
 
 
 @dataclass(frozen=True)
@@ -148,29 +153,32 @@ def lower(
         if not isinstance(scale.node, Node):
             return None
         factors = emit.padded(scale, rank - 1)
-        found = _decay(emit, factors, every[rank - value(factors).dim() :], n)
+        places = every[rank - value(factors).dim() :]
+        found = _decay(emit, factors, places, n)
         if found is None:
             return None
         (rate, exponent), (weight, decays) = found
     steps = [term for term in exponent if term.spans() & {0, 1}]
     rates = [term for term in exponent if not term.spans() & {0, 1}]
     factor, inputs = terms(emit, emit.padded(offset, rank - 1), every)
+    if any(term not in inputs for term in steps):  # the inputs have no step size in common with the decay
+        steps, rates, rate = [], [], 0.0
+        weight, decays = terms(emit, factors, places)
     for term in steps:
-        if term not in inputs:
-            return None
         inputs.remove(term)
     keys, values_ = _divide(inputs, n)
     queries, rest = _divide(read.others, n)
-    spans = {place for term in exponent for place in term.spans()}
+    spans = {place for term in (*steps, *rates, *decays) for place in term.spans()}
     wide = {place for term in keys + queries for place in term.spans()} & set(kept)
     plain = weight == 1.0 and not decays
+    positive = plain or (weight > 0 and all(_is_positive(term.node) for term in decays))
     tokens = [1, 0]
     options: tuple[Any, ...] = (False, None, "")
     state_order: list[Any]
     along_n: list[Any]
     per_step: list[Any]
     per_rate: list[Any]
-    if plain and n not in spans and len(kept) <= 2:  # the decay is one number a head: matrix products carry the scan
+    if positive and n not in spans and len(kept) <= 2:  # the decay is one number a head: matrix products carry the scan
         heads = [place for place in kept if place in spans | wide] or (kept[:1] if len(kept) == 2 else [])
         channels = [place for place in kept if place not in heads]
         if len(channels) != 1:
@@ -180,7 +188,7 @@ def lower(
         options = (False, [-inf, inf], None, None, "")
         x = _lay(emit, values_, [*tokens, head, *channels], shape, factor)
         along_n, per_step, per_rate = [*tokens, head if wide else None, n], [*tokens, head], [head]
-    elif len(kept) == 1 and not wide:
+    elif len(kept) == 1 and not wide and all(n not in term.spans() for term in decays):
         state_order, operator_ = [1, *kept, n], OPS["selective_scan"]
         x = _lay(emit, values_, [*tokens, *kept], shape, factor)
         along_n, per_step, per_rate = [*tokens, n], [*tokens, *kept], [*kept, n]
@@ -194,6 +202,11 @@ def lower(
     if dt is None or A is None or B is None or C is None:
         return None
     operands: list[Node | None] = [x, dt, A, B, C, None, None, None]
+    if operator_ is OPS["ssd"] and not plain:
+        found_log = _log_decay(emit, decays, weight, per_step, per_rate, shape, x)
+        if found_log is None:
+            return None
+        operands[:3] = found_log
     if operator_ is OPS["selective_scan"]:
         decay = None if plain else _lay(emit, decays, [*tokens, *kept], shape, weight, like=x)
         if decay is None and not plain:
@@ -250,6 +263,64 @@ def _decay(
         return (0.0, []), (scale, others)
     exponent = _exponent(emit, powers[0]) if len(powers) == 1 else None
     return None if exponent is None else (exponent, (scale, others))
+
+
+def _is_positive(node: Node) -> bool:
+    """Tell whether a value is nowhere negative, whatever the inputs."""
+    node = _unalias(node)
+    if node.target in (aten.sigmoid.default, aten.exp.default, aten.exp2.default, aten.relu.default):
+        return True
+    if is_view(node):
+        return _is_positive(arg(node, 0))
+    constant = constant_value(node)
+    return constant is not None and bool((constant >= 0).all())
+
+
+def _log_decay(
+    emit: Emitter,
+    decays: list[Term],
+    weight: float,
+    per_step: list[Any],
+    per_head: list[Any],
+    shape: list[int],
+    x: Node,
+) -> tuple[Node, Node, Node] | None:
+    """Return x, dt and A for decays that are no ``exp(dt * A)``: their logarithm is A, or dt if it depends on time.
+
+    The operator multiplies x by dt, so x is divided by it.
+    """
+    timed = any(term.spans() & {0, 1} for term in decays)
+    order = per_step if timed else per_head
+    total = _constant(emit, x, [1 if place is None else shape[place] for place in order], log(weight))
+    for term in decays:
+        laid = _lay(emit, [Term(_logarithm(emit, term), term.places)], order, shape, 1.0)
+        if laid is None:
+            return None
+        total = emit.call(aten.add.Tensor, total, laid)
+    sizes = [1 if place is None else shape[place] for place in per_step]
+    heads = [1 if place is None else shape[place] for place in per_head]
+    if not timed:
+        return x, _constant(emit, x, sizes, 1.0), total
+    if value(x).dtype == torch.float16:  # a small reciprocal overflows
+        return None
+    dt = away_from_zero(emit.call, total)
+    return emit.call(aten.div.Tensor, x, emit.reshape(dt, [*sizes, 1])), dt, _constant(emit, x, heads, 1.0)
+
+
+def _logarithm(emit: Emitter, term: Term) -> Node:
+    """Return the logarithm of a factor; what is smaller than any normal number counts as the smallest."""
+    inner = _unalias(term.node)
+    if inner.target is aten.exp.default and value(inner).dim() == len(term.places):
+        return arg(inner, 0)
+    least = torch.finfo(value(term.node).dtype).tiny
+    return emit.call(aten.log.default, emit.call(aten.clamp_min.default, term.node, least))
+
+
+def away_from_zero(call: Callable[..., Node], a: Node) -> Node:
+    """Replace log decays too small to matter, so that one can divide by them."""
+    small = call(aten.lt.Scalar, call(aten.abs.default, a), NO_DECAY)
+    least = call(aten.full.default, [], NO_DECAY, dtype=value(a).dtype, device=value(a).device)
+    return call(aten.where.self, small, least, a)
 
 
 def _exponent(emit: Emitter, term: Term) -> tuple[float, list[Term]] | None:

@@ -126,6 +126,19 @@ def operand(build: Builder, factor: Factor) -> Operand:
     return Operand(build.reshape(node, [[axis.size] for axis in axes]), axes)
 
 
+def multiply(build: Builder, a: Operand, b: Operand, out: Sequence[Axis], by: Any = aten.mul.Tensor) -> Operand:
+    """Multiply elementwise, broadcasting; axes in the order of ``out`` where they reach it. ``by`` may divide."""
+    axes = sorted({*a.axes, *b.axes}, key=lambda axis: out.index(axis) if axis in out else len(out))
+    nodes = []
+    for x in (a, b):
+        node = build.permute(x.node, [x.axes.index(axis) for axis in axes if axis in x.axes])
+        for dim, axis in enumerate(axes):
+            if axis not in x.axes:
+                node = build.call(aten.unsqueeze.default, (node, dim))
+        nodes.append(node)
+    return Operand(build.call(by, tuple(nodes)), axes)
+
+
 def lay_out(build: Builder, x: Operand, product: Product) -> Node:
     """Permute, repeat and merge axes into the labels of a product."""
     axes = layout(product)
@@ -164,6 +177,23 @@ def region_inputs(root: Node, inside: Iterable[Node]) -> list[Node]:
     members = {root, *inside}
     feeding = {x for node in members for x in node.all_input_nodes if x not in members and not is_constant(x)}
     return [node for node in root.graph.nodes if node in feeding]
+
+
+def between(root: Node, sources: Iterable[Node]) -> set[Node]:
+    """Return the nodes that lie on a path from some of the sources to ``root``, without either end."""
+    sources = set(sources)
+    reached: set[Node] = set()
+    for node in root.graph.nodes:
+        if node not in sources and any(x in sources or x in reached for x in node.all_input_nodes):
+            reached.add(node)
+    inside: set[Node] = set()
+    stack = [root]
+    while stack:
+        for x in stack.pop().all_input_nodes:
+            if x in reached and x not in inside:
+                inside.add(x)
+                stack.append(x)
+    return inside
 
 
 def extract(root: Node, inputs: Sequence[Node]) -> GraphModule:

@@ -59,17 +59,35 @@ def resolve(label: Iterable[Axis]) -> Label:
 
 
 @dataclass(frozen=True)
+class Step:
+    """A unary operation, or a resizing one, that runs on a smaller value than in the graph.
+
+    ``dims`` tells for each axis that ``node`` resizes which axis of the smaller value that is;
+    the value is multiplied by ``scale`` before.
+    """
+
+    node: Node
+    dims: tuple[tuple[int, int], ...]
+    scale: float
+
+    def __call__(self, builder: Any, x: Node) -> Node:
+        """Insert the operation on ``x``."""
+        if self.scale != 1.0:
+            x = builder.call(aten.mul.Tensor, (x, self.scale))
+        return builder.call(self.node.target, _moved_args(self.node, x, dict(self.dims)), dict(self.node.kwargs))
+
+
+@dataclass(frozen=True)
 class Factor:
     """A node read at symbols: ``labels[i]`` names axis ``i`` of ``node``.
 
-    ``steps`` are unary operations still to be applied to the node, pushed below a repeat so that
-    they run on the small value; each takes a node builder and a node. ``linear`` tells whether all
-    of them are (padding with zeros and slicing are).
+    ``steps`` are operations still to be applied to the node, pushed below a repeat so that they run
+    on the small value. ``linear`` tells whether all of them are (padding with zeros and slicing are).
     """
 
     node: Node
     labels: tuple[Label, ...]
-    steps: tuple[Callable[[Any, Node], Node], ...] = ()
+    steps: tuple[Step, ...] = ()
     linear: bool = True
 
     def axes(self) -> Label:
@@ -355,6 +373,32 @@ def matmul_product(node: Node) -> Product | None:
     )
 
 
+def expand(product: Product) -> Product:
+    """Read every factor further, through views, products and contractions, down to what is neither."""
+    factors: list[Factor] = []
+    scale, bound, through = product.scale, product.bound, product.through
+    for factor in product.factors:
+        inner = None if factor.steps else _open(factor.node)
+        if inner is None or not all(unify(x, y) for x, y in zip(inner.labels, factor.labels, strict=True)):
+            factors.append(factor)
+            continue
+        inner = expand(inner)
+        factors += inner.factors
+        scale, bound, through = scale * inner.scale, bound + inner.bound, through + inner.through
+    return Product(product.labels, tuple(factors), scale, bound, through)
+
+
+def _open(node: Node) -> Product | None:
+    """Read a node as a product of something else; None if it is what it is."""
+    if node.target is aten.sum.dim_IntList:
+        inner = sum_product(node)
+    elif node.target in (aten.mm.default, aten.bmm.default):
+        inner = matmul_product(node)
+    else:
+        inner = index(node)
+    return None if inner is None or any(factor.node is node for factor in inner.factors) else inner
+
+
 def _push_below_repeat(node: Node, absorb: Callable[[Node], bool]) -> Product | None:
     """Read ``op(repeat(x))`` as ``repeat(op(x))`` for unary ``op``, padding and slicing.
 
@@ -383,11 +427,7 @@ def _push_below_repeat(node: Node, absorb: Callable[[Node], bool]) -> Product | 
     position = {own[0]: i for i, label in enumerate(factor.labels) if len(own := resolve(label)) == 1}
     dims = {dim: position[resolve(inner.labels[dim])[0]] for dim in moved}
 
-    def step(builder: Any, x: Node) -> Node:
-        if scale != 1.0:
-            x = builder.call(aten.mul.Tensor, (x, scale))
-        return builder.call(node.target, _moved_args(node, x, dims), dict(node.kwargs))
-
+    step = Step(node, tuple(dims.items()), scale)
     linear = node.target is aten.slice.Tensor or (
         node.target is aten.constant_pad_nd.default and not any(node.args[2:])
     )

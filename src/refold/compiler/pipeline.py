@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 
 from torch.fx import Graph
 
+from .passes.chunked import contract_last_states, fuse_chunked_scans
 from .passes.contraction import drop_degenerate_sums, recover_contractions
 from .passes.depthwise import unroll_depthwise_convolutions
 from .passes.onednn import prefer_onednn
@@ -17,6 +18,8 @@ Pass = Callable[[Graph, Callable[[str], bool]], Iterator[Rewrite]]
 
 PASSES: list[tuple[str, Pass]] = [
     ("roll up loops", roll_up_loops),
+    ("fuse chunked scans", fuse_chunked_scans),
+    ("contract last states", contract_last_states),
     ("drop degenerate sums", drop_degenerate_sums),
     ("recover contractions", recover_contractions),
     ("unroll depthwise convolutions", unroll_depthwise_convolutions),

@@ -16,9 +16,10 @@ from torch.fx import GraphModule
 from ..verify import Evidence, Race, check, race
 from ..verify.memory import available_bytes
 from ..verify.timing import DELTA, once_ms
-from .capture import standalone
+from .capture import duplicate, standalone
 from .cost import concrete, graph_cost
 from .evaluate import evaluate, evaluate_float64
+from .pipeline import run as run_pipeline
 from .rewrite import Rewrite
 
 log = logging.getLogger("refold")
@@ -134,7 +135,7 @@ def _examples(rewrite: Rewrite) -> list[Any] | None:
 
 
 def _race(rewrite: Rewrite, inputs: Sequence[Any], device: torch.device, settings: Settings) -> tuple[Race, str]:
-    """Race the region against the faster of its eager and compiled original."""
+    """Race the region against the fastest of its eager and compiled original, and what other rewrites make of it."""
     options = dict(settings.options or {})
     originals: dict[str, Callable[[], object]] = {}
     with torch.no_grad():
@@ -144,6 +145,10 @@ def _race(rewrite: Rewrite, inputs: Sequence[Any], device: torch.device, setting
         compiled = None if too_long else compile_or_none(rewrite.original, inputs, options)
         if compiled is not None:
             originals["torch.compile"] = lambda: compiled(*inputs)
+        rival = None if too_long else _rival(rewrite)
+        otherwise = None if rival is None else compile_or_none(rival, inputs, options)
+        if otherwise is not None:
+            originals["its other rewrites"] = lambda: otherwise(*inputs)
         fast = compile_or_none(rewrite.candidate, inputs, options)
         run = (lambda: fast(*inputs)) if fast is not None else (lambda: rewrite.candidate(*inputs))
         run()
@@ -152,6 +157,13 @@ def _race(rewrite: Rewrite, inputs: Sequence[Any], device: torch.device, setting
             return Race(inf, ms, inf, inf, inf, 0, True), "nothing (does not fit in memory)"
         name, base = fastest(originals, device)
         return race(base, run, device, budget_s=RACE_BUDGET_S), name
+
+
+def _rival(rewrite: Rewrite) -> GraphModule | None:
+    """Return what the pipeline makes of the region without this rewrite; None if nothing."""
+    twin = duplicate(rewrite.original)
+    (root,) = twin.graph.output_node().all_input_nodes
+    return twin if run_pipeline(twin.graph, lambda site: site != root.name) else None
 
 
 def compile_or_none(gm: GraphModule, inputs: Sequence[Any], options: dict[str, Any]) -> Callable[..., Any] | None:

@@ -89,7 +89,7 @@ def read_sharded(config: Config, params: Tree, tokens: jax.Array, mesh: Mesh, ax
     """Read a prompt whose time is cut over the devices of ``axis``.
 
     Args:
-        config: A Mamba or Mamba-2 model.
+        config: The model.
         params: Its parameters, on every device.
         tokens: ``(b, t)``; t divides among the devices, each part no shorter than the convolution.
         mesh: Devices.
@@ -99,10 +99,8 @@ def read_sharded(config: Config, params: Tree, tokens: jax.Array, mesh: Mesh, ax
         Logits ``(b, vocab)`` after the last token, and the state, both on every device.
 
     Raises:
-        ArgumentError: the model has attention layers, or the tokens do not divide.
+        ArgumentError: the tokens do not divide.
     """
-    if isinstance(config, GraniteHybridConfig):
-        raise ArgumentError("Time cannot be cut for a model with attention layers; cut heads instead (shard_heads).")
     size = mesh.shape[axis]
     width = config.conv_width if isinstance(config, MambaConfig) else config.mixer.conv_width
     if tokens.shape[1] % size or tokens.shape[1] // size < width - 1:

@@ -19,7 +19,7 @@ from refold.errors import ArgumentError, CheckpointError
 from refold.generate.sampling import Sampling
 from refold.models.checkpoint import load_checkpoint
 from refold.models.configs import Config, GraniteHybridConfig
-from refold.models.jax import model_for, to_device
+from refold.models.jax import model_for, stack_layers, take_layers_apart, to_device
 from refold.models.jax.granite_hybrid import grow_state
 
 PIECE = 8192
@@ -57,10 +57,14 @@ class Generator:
         config: The model's configuration.
         params: Its parameters; JAX arrays (sharded or not) stay where they are, NumPy arrays go to the default device.
         state_dtype: Dtype of the recurrent state; the arithmetic on it is float32 in any case.
+        layers_apart: Decode from a second copy of the layers, taken apart, which XLA can read in place. False decodes
+            from the stacks that prompts are read with: half the memory, a compile time that does not grow with depth,
+            and a longer step (2.7B on an H200: by a tenth at 1 row, 2.5 times at 16).
     """
 
-    def __init__(self, config: Config, params: Any, *, state_dtype: str = "float32") -> None:
+    def __init__(self, config: Config, params: Any, *, state_dtype: str = "float32", layers_apart: bool = True) -> None:
         self.config, self.params, self.state_dtype = config, to_device(params), state_dtype
+        self._decoding = take_layers_apart(self.params) if layers_apart else self.params
         self.model = model_for(config)
         self._read = jax.jit(partial(_read, config), donate_argnums=(2, 3))
         self._decode = jax.jit(
@@ -69,11 +73,16 @@ class Generator:
 
     @classmethod
     def from_checkpoint(
-        cls, model: str | Path, *, dtype: str | None = None, state_dtype: str = "float32"
+        cls,
+        model: str | Path,
+        *,
+        dtype: str | None = None,
+        state_dtype: str = "float32",
+        layers_apart: bool = True,
     ) -> "Generator":
         """Load a checkpoint directory or hub name; see :func:`refold.models.checkpoint.load_checkpoint`."""
         config, params = load_checkpoint(model, dtype)
-        return cls(config, params, state_dtype=state_dtype)
+        return cls(config, params, state_dtype=state_dtype, layers_apart=layers_apart)
 
     def start(self, batch: int) -> Conversation:
         """Return the conversation of ``batch`` rows that have read nothing."""
@@ -161,7 +170,7 @@ class Generator:
         while left:
             steps = min(left, every or left)
             tokens, count, done, conversation.logits, conversation.state = self._decode(
-                self.params,
+                self._decoding,
                 conversation.state,
                 conversation.logits,
                 done,
@@ -260,6 +269,9 @@ def _decode(
     """Choose and read up to ``steps <= room`` tokens, all on the device; ends early when all rows are done."""
     model = model_for(config)
     rows = jnp.arange(len(logits))
+    apart = isinstance(params["layers"], tuple)
+    if apart:
+        state = take_layers_apart(state)
 
     def going(carry: Any) -> jax.Array:
         i, _, done, _, _ = carry
@@ -281,7 +293,7 @@ def _decode(
 
     tokens = jnp.full((len(logits), room), NO_TOKEN, jnp.int32)
     count, tokens, done, logits, state = jax.lax.while_loop(going, body, (0, tokens, done, logits, state))
-    return tokens, jnp.asarray(count), done, logits, state
+    return tokens, jnp.asarray(count), done, logits, stack_layers(state) if apart else state
 
 
 def choose(logits: jax.Array, keys: jax.Array, top_k: int, top_p: Any) -> jax.Array:

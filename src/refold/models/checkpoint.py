@@ -89,7 +89,8 @@ def find_checkpoint(model: str | Path) -> Path:
     try:
         return Path(snapshot_download(model, allow_patterns=patterns))
     except Exception as error:  # the hub client raises many unrelated types; all mean that there is no checkpoint
-        raise CheckpointError(f"{model} is no directory here, and the hub did not give it: {error}") from error
+        reason = " ".join(str(error).split())
+        raise CheckpointError(f"{model} is no directory here, and the hub did not give it: {reason}") from error
 
 
 # --- what each architecture stores -----------------------------------------------------------------------------------

@@ -301,7 +301,8 @@ def _state_spaces(s: _Settings) -> MambaConfig | Mamba2Config:
         raise CheckpointError(f"{s.path}: attention and MLP layers (attn_layer_idx, d_intermediate) are not supported.")
     known = {"layer", "d_state", "d_conv", "expand", "dt_rank", "conv_bias", "bias", "headdim", "ngroups", "chunk_size"}
     known |= {"dt_min", "dt_max", "dt_init", "dt_scale", "dt_init_floor", "A_init_range", "use_fast_path", "dt_limit"}
-    unknown = sorted(set(ssm) - known)
+    fixed = {"D_has_hdim": False, "norm_before_gate": False, "rmsnorm": True, "d_ssm": None}  # computed thus alone
+    unknown = sorted(key for key in set(ssm) - known if key not in fixed or ssm[key] != fixed[key])
     if unknown:
         raise CheckpointError(f"{s.path}: ssm_cfg has settings that are not supported: {', '.join(unknown)}.")
     multiple = s.get("pad_vocab_size_multiple", 8)

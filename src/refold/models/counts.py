@@ -8,7 +8,7 @@ import math
 from dataclasses import dataclass
 
 from refold.models.checkpoint import layout
-from refold.models.configs import Config, GraniteHybridConfig, Mamba2Config, MambaConfig, Mixer2Config
+from refold.models.configs import Config, GraniteHybridConfig, MambaConfig
 
 
 @dataclass(frozen=True)
@@ -75,12 +75,16 @@ def decode(config: Config, batch: int, weight_bytes: int, state_bytes: int = 4, 
     return Counts(batch * flops, moved)
 
 
-def prefill(config: Mamba2Config, batch: int, seqlen: int, chunk_size: int, weight_bytes: int) -> Counts:
-    """Count the reading of ``seqlen`` tokens a row, last logits; the causal half of each chunk's products."""
-    m: Mixer2Config = config.mixer
-    scan = chunk_size * (m.ngroups * m.dstate + m.d_inner) + 4 * m.d_inner * m.dstate
-    flops = seqlen * (2 * _matrices(config) + config.nlayers * scan) + 2 * config.d_model * config.vocab_size
+def prefill(config: Config, batch: int, seqlen: int, chunk_size: int, weight_bytes: int) -> Counts:
+    """Count the reading of ``seqlen`` tokens a row, last logits; of causal products (chunks, attention) the half."""
     ssm, _ = state_elements(config)
+    scan = 6 * ssm
+    if not isinstance(config, MambaConfig):
+        m = config.mixer
+        scan = _mixer_layers(config) * (chunk_size * (m.ngroups * m.dstate + m.d_inner) + 4 * m.d_inner * m.dstate)
+    flops = seqlen * (2 * _matrices(config) + scan) + 2 * config.d_model * config.vocab_size
+    if isinstance(config, GraniteHybridConfig):
+        flops += 2 * config.kinds.count("attention") * config.nheads * config.headdim * seqlen**2
     return Counts(batch * flops, weight_bytes * parameters(config) + 8 * batch * ssm)
 
 

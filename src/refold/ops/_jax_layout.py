@@ -1,4 +1,4 @@
-"""Array layouts that the JAX operators share: step sizes, matrix products, packed sequences.
+"""What the JAX operators share: matrix products, step sizes, the layout of packed sequences.
 
 A pack of sequences is computed as one sequence of chunks in which every sequence begins on a chunk border: the
 number of chunks is then bounded by ``t // l + k`` whatever the lengths, so shapes stay static under ``jit``, and no
@@ -30,6 +30,21 @@ def product(subscripts: str, *operands: Array) -> Array:
         *operands,
         precision=jax.lax.Precision.HIGHEST if exact else None,
         preferred_element_type=accumulator(operands[0].dtype),
+    )
+
+
+def read_state(state: Array, C: Array) -> Array:
+    """Return ``sum over n of state (..., p, n) * C (..., n)``.
+
+    The update that precedes it should write the state once, in place. On an accelerator XLA fuses a multiply and sum
+    with it; on CPU that becomes a scalar loop, and a product goes to a vectorised routine. No axis is reshaped on the
+    way: XLA would then compute the update twice, once in each shape, and copy the state.
+    """
+    return jax.lax.platform_dependent(
+        state,
+        C,
+        cpu=lambda state, C: product("...pn,...n->...p", state, C),
+        default=lambda state, C: jnp.sum(state * C[..., None, :], axis=-1),
     )
 
 

@@ -6,6 +6,7 @@ For every spec this file registers
 - ``refold::<op>_backward(gradients of the results, arrays, options, needs, backend)``: the gradients of the arrays that
   ``needs`` marks, in order. Inputs are all that is saved; a backend without a ``<op>_backward`` of its own uses the
   chunked one of the torch backend;
+- the floating-point operations of the forward, for ``torch.utils.flop_counter``;
 - ``refold::<op>_`` for steps: the same, but overwriting the state. It has no gradient.
 
 The backend is part of the node as a string and is chosen when the node runs, so a graph captured on one device keeps
@@ -25,6 +26,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
 
 from refold.errors import ArgumentError
 from refold.ops.dispatch import backend_module, keyword_arguments, meta_of, resolve
@@ -183,6 +185,7 @@ def _register(spec: OpSpec) -> None:
     torch.library.register_autograd(
         f"refold::{spec.name}", _autograd_backward(spec), setup_context=_setup_context(spec), lib=_LIBRARY
     )
+    register_flop_formula(getattr(torch.ops.refold, spec.name), get_raw=True)(_flops(spec))
     if spec.updates:
         written = arrays.replace(f"Tensor {spec.updates}", f"Tensor(a!) {spec.updates}")
         twin = RUNNERS[f"{spec.name}_"] = _Runner(spec, in_place=True)
@@ -199,6 +202,16 @@ def _define(name: str, schema: str, run: Callable[..., Any], fake: Callable[...,
     _LIBRARY.impl(name, run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"refold::{name}", fake, lib=_LIBRARY)
     OPS[name] = getattr(torch.ops.refold, name).default
+
+
+def _flops(spec: OpSpec) -> Callable[..., int]:
+    """Return the formula of an operator for torch's flop counter: that of its sequential definition."""
+
+    def flops(*args: Any, out_val: Any = None) -> int:
+        arrays, options = args[: len(spec.args)], args[len(spec.args) : -1]
+        return spec.flops(spec.validate(meta_of(spec, "torch", arrays, options)).sizes)
+
+    return flops
 
 
 def _forward_fake(spec: OpSpec) -> Callable[..., Any]:

@@ -126,6 +126,36 @@ def retnet(q, k, v):
     return torch.stack(out, dim=2)
 
 
+def attention(q, k, v, decay, write=lambda t: 1.0):
+    """Attend linearly; ``decay`` broadcasts against states (batch, heads, N, D)."""
+    S, out = q.new_zeros(*q.shape[:2], q.shape[-1], v.shape[-1]), []
+    for t in range(q.shape[2]):
+        S = decay(t) * S + write(t) * k[:, :, t, :, None] * v[:, :, t, None, :]
+        out.append((q[:, :, t, :, None] * S).sum(-2))
+    return torch.stack(out, dim=2)
+
+
+def learned_retention(q, k, v):
+    return attention(q, k, v, lambda t: torch.sigmoid(q.mean((0, 2, 3)))[:, None, None])
+
+
+def gated_attention(q, k, v):
+    return attention(q, k, v, lambda t: torch.sigmoid(q[:, :, t, 0])[:, :, None, None] * 0.9)
+
+
+def exponential_gates(q, k, v):
+    forget, write = torch.nn.functional.logsigmoid(q.sum(-1)), torch.exp(k.sum(-1))
+    return attention(q, k, v, lambda t: torch.exp(forget[:, :, t, None, None]), lambda t: write[:, :, t, None, None])
+
+
+def gated_keys(q, k, v):
+    return attention(q, k, v, lambda t: torch.sigmoid(q[:, :, t, :, None]))
+
+
+def signed_decay(q, k, v):
+    return attention(q, k, v, lambda t: torch.tanh(q[:, :, t, 0])[:, :, None, None])
+
+
 def inputs_attention():
     return torch.randn(B, 2, T, N), torch.randn(B, 2, T, N), torch.randn(B, 2, T, D)
 
@@ -207,7 +237,12 @@ SCANS = [
     (mamba1_matmul, inputs_mamba1, 2, "selective_scan"),
     (mamba2, inputs_mamba2, 1, "ssd"),
     (linear_attention, inputs_attention, 1, "ssd"),
-    (retnet, inputs_attention, 1, 1),
+    (retnet, inputs_attention, 1, "ssd"),
+    (learned_retention, inputs_attention, 1, "ssd"),
+    (gated_attention, inputs_attention, 1, "ssd"),
+    (exponential_gates, inputs_attention, 1, "ssd"),
+    (gated_keys, inputs_attention, 1, 1),
+    (signed_decay, inputs_attention, 1, 1),
     (min_gru, inputs_gates, 1, 1),
     (last_state_only, inputs_gates, 2, 1),
     (s4d_real, inputs_s4d, 1, 1),
@@ -230,6 +265,16 @@ def test_models(rewritten, fn, inputs, rewrites, scans):
         assert outcome.targets.count(SCAN) == scans
     assert len(outcome.targets) < 60
     assert outcome.worst() < 1e-5
+
+
+def test_work_of_a_scan_is_counted_by_its_own_formula(rewritten):
+    tokens, heads = B * T, 2
+    (rewrite,) = rewritten(mamba2, *inputs_mamba2()).rewrites
+    scan = 5 * tokens * heads * D * N
+    elementwise = tokens * heads * N  # B and C lie as they are; x, dt and A too
+    assert scan <= rewrite.after.flops <= scan + 2 * elementwise
+    x, y, state = 4 * tokens * heads * D, 4 * tokens * heads * D, 4 * B * heads * D * N
+    assert rewrite.after.bytes >= x + y + state + 4 * (tokens * heads + heads + 2 * tokens * N)
 
 
 @pytest.mark.parametrize(("fn", "inputs", "rewrites", "scans"), SCANS, ids=[case[0].__name__ for case in SCANS])
@@ -371,7 +416,13 @@ def test_a_step_that_computes_otherwise_ends_the_loop(rewritten):
     assert outcome.worst() == 0.0
 
 
-REASONS = [(gru, "mixes elements"), (vanilla, "mixes elements"), (squared, "by itself"), (normalised, "not affine")]
+REASONS = [
+    (delta_rule, "mixes elements"),
+    (gru, "mixes elements"),
+    (vanilla, "mixes elements"),
+    (squared, "by itself"),
+    (normalised, "not affine"),
+]
 
 
 @pytest.mark.parametrize(("fn", "words"), REASONS, ids=[case[0].__name__ for case in REASONS])

@@ -65,7 +65,7 @@ def time(config) -> None:
     logits, state = jax.jit(lambda p, t: model_for(config).forward(config, p, t))(params, tokens)
     logits8, state8 = read_sharded(config, params, tokens, mesh)
     close(logits8, logits)
-    for name in ("conv", "ssm"):
+    for name in state:
         close(state8[name], state[name])
 
 

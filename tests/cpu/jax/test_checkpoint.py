@@ -149,10 +149,25 @@ def test_state_spaces_vocabulary_is_padded(tmp_path: Path) -> None:
     }
     (tmp_path / "config.json").write_text(json.dumps(raw))
     assert read_config(tmp_path).vocab_size == 50288
-    for ssm, says in (({"layer": "Mamba9"}, "Mamba9"), ({"D_has_hdim": True}, "D_has_hdim")):
-        (tmp_path / "config.json").write_text(json.dumps({**raw, "ssm_cfg": ssm}))
-        with pytest.raises(CheckpointError, match=says):
-            read_config(tmp_path)
+
+
+def test_state_spaces_settings_that_cannot_be_computed(tmp_path: Path) -> None:
+    raw = {"d_model": 32, "n_layer": 1, "vocab_size": 64, "rms_norm": True, "attn_layer_idx": [], "d_intermediate": 0}
+    usual = {"layer": "Mamba2", "D_has_hdim": False, "norm_before_gate": False, "rmsnorm": True, "d_ssm": None}
+
+    def read(**changed: object) -> None:
+        ssm = usual | {key: value for key, value in changed.items() if key in usual}
+        changed = {key: value for key, value in changed.items() if key not in usual}
+        (tmp_path / "config.json").write_text(json.dumps({**raw, "ssm_cfg": ssm, **changed}))
+        read_config(tmp_path)
+
+    read()
+    for changed in (
+        {"layer": "Mamba9"}, {"D_has_hdim": True}, {"norm_before_gate": True}, {"rmsnorm": False}, {"d_ssm": 32},
+        {"rms_norm": False}, {"attn_layer_idx": [1]}, {"d_intermediate": 64},
+    ):  # fmt: skip
+        with pytest.raises(CheckpointError, match=next(iter(changed.keys() - {"layer"}), "Mamba9")):
+            read(**changed)
 
 
 def test_random_parameters_fit_their_layout(directory: Path) -> None:

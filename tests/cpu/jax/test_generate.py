@@ -35,6 +35,12 @@ def test_streaming_does_not_change_tokens(name: str, generators) -> None:
 
 
 @pytest.mark.parametrize("name", CONFIGS)
+def test_stacked_layers_give_the_same_tokens(name: str, generators) -> None:
+    stacked = Generator(CONFIGS[name], generators[name].params, layers_apart=False)
+    assert stacked.generate(PROMPTS, 11) == generators[name].generate(PROMPTS, 11)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
 def test_a_resumed_conversation_equals_one_that_was_not_interrupted(name: str, generators, tmp_path) -> None:
     g = generators[name]
     once = g.read([[*p, 9, 10] for p in PROMPTS])

@@ -7,7 +7,14 @@ from pathlib import Path
 
 import pytest
 
-CASES = [("heads", "mamba"), ("heads", "mamba2"), ("heads", "granite"), ("time", "mamba"), ("time", "mamba2")]
+CASES = [
+    ("heads", "mamba"),
+    ("heads", "mamba2"),
+    ("heads", "granite"),
+    ("time", "mamba"),
+    ("time", "mamba2"),
+    ("time", "granite"),
+]
 
 
 @pytest.mark.parametrize(("how", "model"), CASES)

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
 
 import refold.ops as ops
 from refold.errors import ArgumentError
@@ -200,6 +201,13 @@ def test_aot_autograd_gives_the_same_gradients(layer: Callable[..., Tensor]) -> 
         expected = torch.autograd.grad(layer(*leaves), leaves, allow_unused=True, materialize_grads=True)
         found = torch.autograd.grad(compiled(*leaves), leaves, allow_unused=True, materialize_grads=True)
         torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_flop_counter_of_torch_knows_the_work(spec: OpSpec) -> None:
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        library.OPS[spec.name](*arguments(spec, COMPLETE[spec.name], grad=False))
+    assert counter.get_total_flops() == spec.flops(find(spec, COMPLETE[spec.name]).sizes)
 
 
 class Layer(torch.nn.Module):

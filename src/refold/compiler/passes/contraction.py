@@ -17,7 +17,7 @@ import opt_einsum
 import torch
 from torch.fx import Graph, Node
 
-from ..graph import Builder, Operand, UnknownSize, lay_out, operand
+from ..graph import Builder, Operand, UnknownSize, lay_out, multiply, operand
 from ..index import (
     Axis,
     Product,
@@ -171,7 +171,7 @@ class _Plan:
             chosen = [operands[i] for i in group]
             operands = [x for i, x in enumerate(operands) if i not in group]
             keep = {*out, *(axis for x in operands for axis in x.axes)}
-            operands.append(_contract(build, chosen, keep, out))
+            operands.append(contract(build, chosen, keep, out))
         (result,) = operands
         x = _sum_out(build, result, set(out))
         if self.scale != 1.0:
@@ -236,12 +236,12 @@ def _sum_out(build: Builder, x: Operand, keep: set[Axis]) -> Operand:
     return Operand(build.call(aten.sum.dim_IntList, (x.node, dims)), [axis for axis in x.axes if axis in keep])
 
 
-def _contract(build: Builder, operands: list[Operand], keep: set[Axis], out: list[Axis]) -> Operand:
+def contract(build: Builder, operands: list[Operand], keep: set[Axis], out: list[Axis]) -> Operand:
     """Multiply operands and sum over what is not kept; two at a time."""
     *rest, last = operands
     if not rest:
         return _sum_out(build, last, keep)
-    a = rest[0] if len(rest) == 1 else _contract(build, rest, {*keep, *last.axes}, out)
+    a = rest[0] if len(rest) == 1 else contract(build, rest, {*keep, *last.axes}, out)
     a = _sum_out(build, a, {*keep, *last.axes})
     b = _sum_out(build, last, {*keep, *a.axes})
     shared = [axis for axis in a.axes if axis in b.axes]
@@ -249,7 +249,7 @@ def _contract(build: Builder, operands: list[Operand], keep: set[Axis], out: lis
     rows = [axis for axis in a.axes if axis not in b.axes]
     columns = [axis for axis in b.axes if axis not in a.axes]
     if not (summed and rows and columns):
-        return _sum_out(build, _multiply(build, a, b, out), keep)
+        return _sum_out(build, multiply(build, a, b, out), keep)
     batch = [axis for axis in shared if axis in keep]
     left = _matrix(build, a, batch, rows, summed)
     right = _matrix(build, b, batch, summed, columns)
@@ -263,16 +263,3 @@ def _matrix(build: Builder, x: Operand, *groups: list[Axis]) -> Node:
     order = [x.axes.index(axis) for group in groups for axis in group]
     groups = groups if groups[0] else groups[1:]
     return build.reshape(build.permute(x.node, order), [[axis.size for axis in group] for group in groups])
-
-
-def _multiply(build: Builder, a: Operand, b: Operand, out: list[Axis]) -> Operand:
-    """Multiply elementwise, broadcasting; axes in the order of the output where they reach it."""
-    axes = sorted({*a.axes, *b.axes}, key=lambda axis: out.index(axis) if axis in out else len(out))
-    nodes = []
-    for x in (a, b):
-        node = build.permute(x.node, [x.axes.index(axis) for axis in axes if axis in x.axes])
-        for dim, axis in enumerate(axes):
-            if axis not in x.axes:
-                node = build.call(aten.unsqueeze.default, (node, dim))
-        nodes.append(node)
-    return Operand(build.call(aten.mul.Tensor, tuple(nodes)), axes)

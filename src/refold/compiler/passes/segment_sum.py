@@ -15,15 +15,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-import numpy as np
 import torch
-from torch.fx import Graph, GraphModule, Node
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.fx import Graph
 
-from ..evaluate import evaluate
-from ..graph import Builder, extract, is_constant, lay_out, operand
-from ..index import Product, arg, index, is_tensor, is_view, resolve, same, value
+from ..graph import Builder, lay_out, operand
+from ..index import arg, is_view, value
 from ..rewrite import Rewrite, replace_node
+from ..segments import masked_copies
 
 aten = torch.ops.aten
 
@@ -36,15 +34,15 @@ def difference_segment_sums(graph: Graph, wanted: Callable[[str], bool]) -> Iter
         masked = arg(root, 0)
         while is_view(masked) and masked.target is aten.clone.default:
             masked = arg(masked, 0)
-        if masked.target is not aten.where.self:
-            continue
         rank = value(root).dim()
         i = arg(root, 1, "dim") % rank
-        found = _segments(masked, i)
+        found = masked_copies(masked, i)
         if found is None:
             continue
-        read, j, keep = found
+        read, j, keep_true = found
         build = Builder(root, read.through)
+        mask = arg(masked, 0)
+        keep = mask if keep_true else build.call(aten.logical_not.default, (mask,))
         # The copies are equal along j: sum up one of them.
         one = replace(read, labels=(*read.labels[:j], *read.labels[j + 1 :]))
         row = lay_out(build, operand(build, read.factors[0]), one)
@@ -75,67 +73,3 @@ def _moved(rank: int, i: int, j: int) -> list[int]:
     axes = [axis for axis in range(rank) if axis != j]
     target = [i if axis == j else axis for axis in range(rank) if axis != i]
     return [axes.index(axis) for axis in target]
-
-
-def _segments(masked: Node, i: int) -> tuple[Product, int, Node] | None:
-    """Match ``where(mask, ...)`` that keeps a copy of a at ``[i, j]`` only below the diagonal.
-
-    Returns:
-        The copied value in index notation, the axis j along which it is constant, and a mask that is true where kept.
-    """
-    mask, on_true, on_false = (arg(masked, position) for position in range(3))
-    shape = value(masked).shape
-    if not all(isinstance(size, int) for size in shape):
-        return None
-    zero, source, negate = (on_true, on_false, True) if _is_zero(on_true) else (on_false, on_true, False)
-    if not (_is_zero(zero) and is_tensor(source) and list(value(source).shape) == list(shape)):
-        return None
-    read = index(source, top=False)
-    if len(read.factors) != 1 or read.scale != 1.0 or read.bound:
-        return None
-    constant = set(read.repeated())
-    candidates = [
-        dim for dim, label in enumerate(read.labels) if dim != i and label and set(resolve(label)) <= constant
-    ]
-    for j in candidates:
-        if same(shape[i], shape[j]) and (keep := _strictly_below(mask, len(shape), i, j, negate)) is not None:
-            return read, j, keep
-    return None
-
-
-def _is_zero(node: object) -> bool:
-    return isinstance(node, Node) and node.target is aten.scalar_tensor.default and arg(node, 0) == 0
-
-
-def _strictly_below(mask: Node, rank: int, i: int, j: int, negate: bool) -> Node | None:
-    """Return a node true exactly where i > j, if the mask is that (or, negated, its complement)."""
-    constant = _constant(mask)
-    if constant is None or constant.dtype != np.bool_:
-        return None
-    kept = ~constant if negate else constant
-    kept = np.moveaxis(kept.reshape((1,) * (rank - kept.ndim) + kept.shape), (i, j), (0, 1))
-    length = len(kept)
-    if kept.size != length**2 or not np.array_equal(kept.reshape(length, -1), np.tri(length, k=-1, dtype=bool)):
-        return None
-    if not negate:
-        return mask
-    build = Builder(mask)
-    mask_after = mask.next
-    with mask.graph.inserting_before(mask_after):
-        node = mask.graph.call_function(aten.logical_not.default, (mask,))
-    node.meta = {**mask.meta}
-    with build.fake_mode:
-        node.meta["val"] = torch.logical_not(value(mask))
-    return node
-
-
-def _constant(mask: Node) -> np.ndarray | None:
-    """Compute a mask that depends on no input."""
-    if not is_constant(mask):
-        return None
-    gm: GraphModule = extract(mask, [])
-    for node in gm.graph.nodes:
-        if "device" in node.kwargs:
-            node.update_kwarg("device", torch.device("cpu"))
-    with _disable_current_modes():
-        return evaluate(gm, []).numpy()

@@ -2,6 +2,10 @@
 
 Every model has the same three functions: ``init_state(config, batch)``, ``forward(config, params, tokens, state)``
 for any number of tokens, and ``step(config, params, token, state)``, which is one step of the recurrence.
+
+Layers come stacked, on axis 0 of each array, and are scanned over, so that compile time does not grow with depth.
+``step`` also takes them apart (:func:`take_layers_apart`), parameters and state alike: it then moves a third of the
+bytes, for a compile time that does grow.
 """
 
 from types import ModuleType
@@ -11,6 +15,9 @@ import jax
 import jax.numpy as jnp
 
 from refold.models.configs import Config, GraniteHybridConfig, Mamba2Config, MambaConfig
+from refold.models.jax.layers import stack_layers, take_layers_apart
+
+__all__ = ["model_for", "stack_layers", "take_layers_apart", "to_device"]
 
 
 def model_for(config: Config) -> ModuleType:

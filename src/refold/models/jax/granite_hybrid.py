@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from refold.models.configs import GraniteHybridConfig
+from refold.models.jax import time_shards
 from refold.models.jax.layers import Array, Tree, embed, layer_of, linear, output, rms_norm, valid_tokens
 from refold.models.jax.mamba2 import mixer, mixer_state, mixer_step
 from refold.ops._jax_layout import product
@@ -53,18 +54,21 @@ def forward(
     lengths: Array | None = None,
     kind: str = "last",
     chunk_size: int | None = None,
+    time_axis: str | None = None,
 ) -> tuple[Array, Tree]:
     """Read ``tokens (b, t)`` on top of ``state``, whose cache must have room; otherwise as ``mamba2.forward``."""
     batch, seqlen = tokens.shape
     if state is None:
-        state = init_state(config, batch, params["embedding"].dtype, capacity=seqlen)
+        state = init_state(config, batch, params["embedding"].dtype, capacity=time_shards.whole(seqlen, time_axis))
     valid = valid_tokens(seqlen, lengths)
 
     def mix(weights: Tree, u: Array, conv: Array, ssm: Array) -> tuple[Array, Array, Array]:
-        return mixer(config.mixer, weights, u, conv, ssm, lengths, valid, chunk_size)
+        return mixer(config.mixer, weights, u, conv, ssm, lengths, valid, chunk_size, time_axis)
 
-    hidden, state = _layers(config, params, embed(params, tokens), state, mix, valid)
-    state["length"] = state["length"] + (seqlen if lengths is None else lengths)
+    hidden, state = _layers(config, params, embed(params, tokens), state, mix, valid, time_axis)
+    state["length"] = state["length"] + (time_shards.whole(seqlen, time_axis) if lengths is None else lengths)
+    if time_axis is not None and kind == "last":
+        hidden = time_shards.from_last(hidden[:, -1:], time_axis)
     out = output(params, hidden, config.norm_eps, lengths, kind)
     return out if kind == "hidden" else out / config.logits_divisor, state
 
@@ -72,7 +76,10 @@ def forward(
 def step(
     config: GraniteHybridConfig, params: Tree, token: Array, state: Tree, *, active: Array | None = None
 ) -> tuple[Array, Tree]:
-    """Read one token a row, ``(b,)``; rows that are not ``active`` keep their state. Returns logits ``(b, vocab)``."""
+    """Read one token a row, ``(b,)``; rows that are not ``active`` keep their state. Returns logits ``(b, vocab)``.
+
+    Layers of ``params`` and ``state`` are both stacked or both apart.
+    """
 
     def mix(weights: Tree, u: Array, conv: Array, ssm: Array) -> tuple[Array, Array, Array]:
         y, conv, ssm = mixer_step(config.mixer, weights, u[:, 0], conv, ssm, active)
@@ -92,19 +99,58 @@ def periods(kinds: tuple[str, ...]) -> tuple[int, list[tuple[str, int]]]:
 
 
 def _layers(
-    config: GraniteHybridConfig, params: Tree, hidden: Array, state: Tree, mix: Any, valid: Array | None
+    config: GraniteHybridConfig,
+    params: Tree,
+    hidden: Array,
+    state: Tree,
+    mix: Any,
+    valid: Array | None,
+    time_axis: str | None = None,
 ) -> tuple[Array, Tree]:
     """Run all layers on ``hidden (b, t, d)``; ``mix`` is the Mamba mixer to use."""
-    repeats, runs = periods(config.kinds)
-    hidden = hidden * config.embedding_multiplier
-    in_period = {kind: sum(n for k, n in runs if k == kind) for kind in ("mamba", "attention")}
     length = state["length"]
 
-    def close(hidden: Array, mixed: Array, common: Tree) -> Array:
-        hidden = hidden + mixed.astype(jnp.float32) * config.residual_multiplier
-        normed = rms_norm(hidden, common["mlp_norm"], config.norm_eps)
-        fed = _mlp(common, normed) + (_experts(config, common, normed) if config.nexperts else 0)
-        return hidden + fed.astype(jnp.float32) * config.residual_multiplier
+    def mamba_layer(hidden: Array, common: Tree, weights: Tree, conv: Array, ssm: Array) -> tuple[Array, ...]:
+        mixed, conv, ssm = mix(weights, rms_norm(hidden, common["norm"], config.norm_eps), conv, ssm)
+        return _close(config, common, hidden, mixed), conv, ssm
+
+    def attention_layer(
+        hidden: Array, common: Tree, weights: Tree, k: Array, v: Array, index: Any
+    ) -> tuple[Array, ...]:
+        normed = rms_norm(hidden, common["norm"], config.norm_eps)
+        mixed, k, v = _attention(config, weights, normed, k, v, index, length, valid, time_axis)
+        return _close(config, common, hidden, mixed), k, v
+
+    run = _written_out if isinstance(params["layers"], tuple) else _scanned
+    hidden, new = run(config, params, hidden * config.embedding_multiplier, state, mamba_layer, attention_layer)
+    return hidden, {**state, **new}
+
+
+def _written_out(
+    config: GraniteHybridConfig, params: Tree, hidden: Array, state: Tree, mamba_layer: Any, attention_layer: Any
+) -> tuple[Array, Tree]:
+    """Run the layers, apart, one after the other; see ``layers.over_layers``."""
+    new: dict[str, list[Array]] = {name: [] for name in ("conv", "ssm", "k", "v")}
+    for common, kind in zip(params["layers"], config.kinds, strict=True):
+        i, j = len(new["ssm"]), len(new["k"])
+        if kind == "mamba":
+            hidden, conv, ssm = mamba_layer(hidden, common, params[kind][i], state["conv"][i], state["ssm"][i])
+            new["conv"].append(conv)
+            new["ssm"].append(ssm)
+        else:
+            k, v = state["k"][j][None], state["v"][j][None]
+            hidden, k, v = attention_layer(hidden, common, params[kind][j], k, v, 0)
+            new["k"].append(k[0])
+            new["v"].append(v[0])
+    return hidden, {name: tuple(arrays) for name, arrays in new.items() if arrays}
+
+
+def _scanned(
+    config: GraniteHybridConfig, params: Tree, hidden: Array, state: Tree, mamba_layer: Any, attention_layer: Any
+) -> tuple[Array, Tree]:
+    """Scan over the repeats of the period of layers, and in each over its runs."""
+    repeats, runs = periods(config.kinds)
+    in_period = {kind: sum(n for k, n in runs if k == kind) for kind in ("mamba", "attention")}
 
     def period(carry: Any, inputs: Any) -> tuple[Any, Any]:
         repeat, conv, ssm = inputs
@@ -114,40 +160,45 @@ def _layers(
             first = repeat * in_period[kind] + done[kind]
             base = repeat * sum(in_period.values()) + sum(done.values())
 
-            def mamba_layer(carry: Any, inputs: Any, first: Any = first, base: Any = base) -> tuple[Any, Any]:
+            def mamba_run(carry: Any, inputs: Any, first: Any = first, base: Any = base) -> tuple[Any, Any]:
                 hidden, k, v = carry
                 i, conv, ssm = inputs
                 common, weights = layer_of(params["layers"], base + i), layer_of(params["mamba"], first + i)
-                normed = rms_norm(hidden, common["norm"], config.norm_eps)
-                mixed, conv, ssm = mix(weights, normed, conv, ssm)
-                return (close(hidden, mixed, common), k, v), (conv, ssm)
+                hidden, conv, ssm = mamba_layer(hidden, common, weights, conv, ssm)
+                return (hidden, k, v), (conv, ssm)
 
-            def attention_layer(carry: Any, i: Array, first: Any = first, base: Any = base) -> tuple[Any, None]:
+            def attention_run(carry: Any, i: Array, first: Any = first, base: Any = base) -> tuple[Any, None]:
                 hidden, k, v = carry
                 common, weights = layer_of(params["layers"], base + i), layer_of(params["attention"], first + i)
-                normed = rms_norm(hidden, common["norm"], config.norm_eps)
-                mixed, k, v = _attention(config, weights, normed, k, v, first + i, length, valid)
-                return (close(hidden, mixed, common), k, v), None
+                return attention_layer(hidden, common, weights, k, v, first + i), None
 
             if kind == "mamba":
                 here = slice(done[kind], done[kind] + count)
-                carry, new = jax.lax.scan(mamba_layer, carry, (jnp.arange(count), conv[here], ssm[here]))
+                carry, new = jax.lax.scan(mamba_run, carry, (jnp.arange(count), conv[here], ssm[here]))
                 states.append(new)
             else:
-                carry, _ = jax.lax.scan(attention_layer, carry, jnp.arange(count))
+                carry, _ = jax.lax.scan(attention_run, carry, jnp.arange(count))
             done[kind] += count
         if not states:
             return carry, (conv, ssm)
         return carry, jax.tree.map(lambda *a: jnp.concatenate(a) if len(a) > 1 else a[0], *states)
 
-    def split(a: Array) -> Array:
+    def by_period(a: Array) -> Array:
         return a.reshape(repeats, in_period["mamba"], *a.shape[1:])
 
-    carry = (hidden, state["k"], state["v"])
-    carry, (conv, ssm) = jax.lax.scan(period, carry, (jnp.arange(repeats), split(state["conv"]), split(state["ssm"])))
-    hidden, k, v = carry
-    conv, ssm = conv.reshape(state["conv"].shape), ssm.reshape(state["ssm"].shape)
-    return hidden, {**state, "k": k, "v": v, "conv": conv, "ssm": ssm}
+    inputs = jnp.arange(repeats), by_period(state["conv"]), by_period(state["ssm"])
+    (hidden, k, v), (conv, ssm) = jax.lax.scan(period, (hidden, state["k"], state["v"]), inputs)
+    return hidden, {
+        "conv": conv.reshape(state["conv"].shape), "ssm": ssm.reshape(state["ssm"].shape), "k": k, "v": v
+    }  # fmt: skip
+
+
+def _close(config: GraniteHybridConfig, common: Tree, hidden: Array, mixed: Array) -> Array:
+    """Add what was mixed to the residual stream, then the answer of the MLP and of the experts."""
+    hidden = hidden + mixed.astype(jnp.float32) * config.residual_multiplier
+    normed = rms_norm(hidden, common["mlp_norm"], config.norm_eps)
+    fed = _mlp(common, normed) + (_experts(config, common, normed) if config.nexperts else 0)
+    return hidden + fed.astype(jnp.float32) * config.residual_multiplier
 
 
 def _attention(
@@ -159,22 +210,30 @@ def _attention(
     index: Any,
     length: Array,
     valid: Array | None,
+    time_axis: str | None,
 ) -> tuple[Array, Array, Array]:
-    """Attend from ``u (b, t, d)`` to the cache of layer ``index`` and to itself, causally."""
+    """Attend from ``u (b, t, d)`` to what the caches hold of layer ``index`` and to itself, causally.
+
+    Where time is cut over devices, each has its own queries and gathers everyone's keys and values.
+    """
     batch, seqlen = u.shape[:2]
     capacity = k_cache.shape[2]
     q, k, v = (
         linear(u, weights[name], weights.get(f"{name}_bias")).reshape(batch, seqlen, -1, config.headdim)
         for name in ("q", "k", "v")
     )
-    position = length[:, None] + jnp.arange(seqlen)  # (b, t)
+    offset = 0 if time_axis is None else jax.lax.axis_index(time_axis) * seqlen
+    position = length[:, None] + offset + jnp.arange(seqlen)  # (b, t)
     if config.rope_theta is not None:
         q, k = _rotate(q, position, config.rope_theta), _rotate(k, position, config.rope_theta)
-    slot = position if valid is None else jnp.where(valid, position, capacity)  # padding is written nowhere
+    written = position
+    if time_axis is not None:
+        k, v, written = (jax.lax.all_gather(a, time_axis, axis=1, tiled=True) for a in (k, v, position))
+    slot = written if valid is None else jnp.where(valid, written, capacity)  # padding is written nowhere
     row = jnp.arange(batch)[:, None]
     k_cache = k_cache.at[index, row, slot].set(k.astype(k_cache.dtype), mode="drop")
     v_cache = v_cache.at[index, row, slot].set(v.astype(v_cache.dtype), mode="drop")
-    keys, values = layer_of((k_cache, v_cache), index)  # (b, capacity, kv, e)
+    keys, values = layer_of(k_cache, index), layer_of(v_cache, index)  # (b, capacity, kv, e)
     q = q.reshape(batch, seqlen, config.nkvheads, -1, config.headdim)
 
     def attend(q: Array, position: Array) -> Array:

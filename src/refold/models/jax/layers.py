@@ -93,3 +93,41 @@ def select(active: Array | None, new: Array, old: Array) -> Array:
 def layer_of(stack: Tree, index: Array | int) -> Tree:
     """Return one layer of a stack of parameters."""
     return jax.tree.map(lambda a: jax.lax.dynamic_index_in_dim(a, index, keepdims=False), stack)
+
+
+_STACKS = {"layers", "mamba", "attention", "conv", "ssm", "k", "v"}
+
+
+def take_layers_apart(tree: Tree) -> Tree:
+    """Return parameters or a state in which every stack of layers is a tuple of layers instead."""
+
+    def split(stack: Tree) -> Tree:
+        arrays, structure = jax.tree.flatten(stack)
+        return tuple(jax.tree.unflatten(structure, layer) for layer in zip(*arrays, strict=True)) or stack
+
+    return {name: split(part) if name in _STACKS else part for name, part in tree.items()}
+
+
+def stack_layers(tree: Tree) -> Tree:
+    """Undo :func:`take_layers_apart`; what is stacked already stays."""
+
+    def join(*layers: Array) -> Array:
+        return jnp.stack(layers)
+
+    return {name: jax.tree.map(join, *part) if isinstance(part, tuple) else part for name, part in tree.items()}
+
+
+def over_layers(layer: Any, hidden: Array, weights: Tree, states: tuple[Tree, ...]) -> tuple[Array, Any]:
+    """Run ``layer(hidden, (weights, *states)) -> hidden, states`` over all layers of weights and states.
+
+    Stacks are scanned over: compile time does not grow with depth. Layers apart are written out one after the other:
+    compile time grows (64 layers of 2.7B on an H200: 2.8 against 0.8 s), but a matrix product reads its weights where
+    they are, while XLA first copies each layer out of a stack, which moves three times the bytes.
+    """
+    if not isinstance(weights, tuple):
+        return jax.lax.scan(layer, hidden, (weights, *states))
+    new = []
+    for inputs in zip(weights, *states, strict=True):
+        hidden, state = layer(hidden, inputs)
+        new.append(state)
+    return hidden, tuple(zip(*new, strict=True))

@@ -6,13 +6,23 @@ products have the dtype of the parameters; step sizes, decays, norms and the res
 
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 
 from refold import ops
 from refold.models.configs import MambaConfig
 from refold.models.jax import time_shards
-from refold.models.jax.layers import Array, Tree, embed, last_window, linear, output, rms_norm, select, valid_tokens
+from refold.models.jax.layers import (
+    Array,
+    Tree,
+    embed,
+    last_window,
+    linear,
+    output,
+    over_layers,
+    rms_norm,
+    select,
+    valid_tokens,
+)
 from refold.ops._jax_layout import product, step_sizes
 
 
@@ -61,8 +71,9 @@ def forward(
             y, ssm = time_shards.selective_scan(x, dt, A, B, C, axis=time_axis, **options)
         return hidden + linear(y, weights["out_proj"], weights.get("out_bias")), (conv, ssm)
 
-    hidden, (conv, ssm) = jax.lax.scan(layer, embed(params, tokens), (params["layers"], state["conv"], state["ssm"]))
-    length = state["length"] + (seqlen if lengths is None else lengths)
+    states = state["conv"], state["ssm"]
+    hidden, (conv, ssm) = over_layers(layer, embed(params, tokens), params["layers"], states)
+    length = state["length"] + (time_shards.whole(seqlen, time_axis) if lengths is None else lengths)
     if time_axis is not None and kind == "last":
         hidden = time_shards.from_last(hidden[:, -1:], time_axis)
     return output(params, hidden, config.norm_eps, lengths, kind), {"length": length, "conv": conv, "ssm": ssm}
@@ -71,7 +82,10 @@ def forward(
 def step(
     config: MambaConfig, params: Tree, token: Array, state: Tree, *, active: Array | None = None
 ) -> tuple[Array, Tree]:
-    """Read one token a row, ``(b,)``; rows that are not ``active`` keep their state. Returns logits ``(b, vocab)``."""
+    """Read one token a row, ``(b,)``; rows that are not ``active`` keep their state. Returns logits ``(b, vocab)``.
+
+    Layers of ``params`` and ``state`` are both stacked or both apart.
+    """
 
     def layer(hidden: Array, inputs: Any) -> tuple[Array, Any]:
         weights, conv, ssm = inputs
@@ -84,7 +98,8 @@ def step(
         mixed = linear(y, weights["out_proj"], weights.get("out_bias"))
         return hidden + mixed, (select(active, window, conv), ssm)
 
-    hidden, (conv, ssm) = jax.lax.scan(layer, embed(params, token), (params["layers"], state["conv"], state["ssm"]))
+    states = state["conv"], state["ssm"]
+    hidden, (conv, ssm) = over_layers(layer, embed(params, token), params["layers"], states)
     length = state["length"] + (1 if active is None else active.astype(jnp.int32))
     logits = output(params, hidden[:, None], config.norm_eps, None, "last")
     return logits, {"length": length, "conv": conv, "ssm": ssm}

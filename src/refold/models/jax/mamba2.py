@@ -6,13 +6,23 @@ parameters; step sizes, decays, norms and the residual stream are float32.
 
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 
 from refold import ops
 from refold.models.configs import Mamba2Config, Mixer2Config
 from refold.models.jax import time_shards
-from refold.models.jax.layers import Array, Tree, embed, last_window, linear, output, rms_norm, select, valid_tokens
+from refold.models.jax.layers import (
+    Array,
+    Tree,
+    embed,
+    last_window,
+    linear,
+    output,
+    over_layers,
+    rms_norm,
+    select,
+    valid_tokens,
+)
 from refold.ops._jax_layout import step_sizes
 
 
@@ -73,8 +83,9 @@ def forward(
         mixed, conv, ssm = mixer(config.mixer, weights, normed, conv, ssm, lengths, valid, chunk_size, time_axis)
         return hidden + mixed, (conv, ssm)
 
-    hidden, (conv, ssm) = jax.lax.scan(layer, embed(params, tokens), (params["layers"], state["conv"], state["ssm"]))
-    length = state["length"] + (seqlen if lengths is None else lengths)
+    states = state["conv"], state["ssm"]
+    hidden, (conv, ssm) = over_layers(layer, embed(params, tokens), params["layers"], states)
+    length = state["length"] + (time_shards.whole(seqlen, time_axis) if lengths is None else lengths)
     if time_axis is not None and kind == "last":
         hidden = time_shards.from_last(hidden[:, -1:], time_axis)
     return output(params, hidden, config.norm_eps, lengths, kind), {"length": length, "conv": conv, "ssm": ssm}
@@ -83,7 +94,10 @@ def forward(
 def step(
     config: Mamba2Config, params: Tree, token: Array, state: Tree, *, active: Array | None = None
 ) -> tuple[Array, Tree]:
-    """Read one token a row, ``(b,)``; rows that are not ``active`` keep their state. Returns logits ``(b, vocab)``."""
+    """Read one token a row, ``(b,)``; rows that are not ``active`` keep their state. Returns logits ``(b, vocab)``.
+
+    Layers of ``params`` and ``state`` are both stacked or both apart.
+    """
 
     def layer(hidden: Array, inputs: Any) -> tuple[Array, Any]:
         weights, conv, ssm = inputs
@@ -91,7 +105,8 @@ def step(
         mixed, conv, ssm = mixer_step(config.mixer, weights, normed, conv, ssm, active)
         return hidden + mixed, (conv, ssm)
 
-    hidden, (conv, ssm) = jax.lax.scan(layer, embed(params, token), (params["layers"], state["conv"], state["ssm"]))
+    states = state["conv"], state["ssm"]
+    hidden, (conv, ssm) = over_layers(layer, embed(params, token), params["layers"], states)
     length = state["length"] + (1 if active is None else active.astype(jnp.int32))
     logits = output(params, hidden[:, None], config.norm_eps, None, "last")
     return logits, {"length": length, "conv": conv, "ssm": ssm}

@@ -14,6 +14,11 @@ from refold import ops
 Array = jax.Array
 
 
+def whole(seqlen: int, axis: str | None) -> int:
+    """Return the length of a sequence of which each device has ``seqlen`` tokens; None: it is not cut."""
+    return seqlen if axis is None else seqlen * jax.lax.axis_size(axis)
+
+
 def window_before(x: Array, window: Array, axis: str) -> Array:
     """Return the inputs just before this device's part of ``x (b, t, d)``; on the first, ``window (b, d, w-1)``."""
     before = window.shape[2]

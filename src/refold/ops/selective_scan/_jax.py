@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from refold.ops._jax_layout import Array, accumulator, pack_chunks, pad_time, step_sizes
+from refold.ops._jax_layout import Array, accumulator, pack_chunks, pad_time, read_state, step_sizes
 
 CHECKPOINT_STEPS = 32
 """Steps whose states are recomputed, not stored, by the backward pass."""
@@ -185,17 +185,13 @@ def selective_scan_step(
         state, y = jax.lax.scan(body, state, tuple(time_first))
         return jnp.moveaxis(y, 0, 1), state
 
-    batch, dim = x.shape
     acc = accumulator(x.dtype)
-    B, C = (a.astype(acc).reshape(batch, -1, a.shape[-1]) for a in (B, C))
-    ngroups = max(B.shape[1], C.shape[1])
-    B, C = (jnp.broadcast_to(a, (batch, ngroups, a.shape[-1])) for a in (B, C))
-    shape = (batch, ngroups, dim // ngroups)
     d = step_sizes(dt, dt_bias, dt_softplus, (0.0, math.inf), acc)
+    B, C = B.astype(acc), C.astype(acc)
+    B = jnp.repeat(B, x.shape[1] // B.shape[1], axis=1) if B.ndim == 3 else B[:, None]  # (b, d or 1, n)
     factor = jnp.exp(d[..., None] * A.astype(acc))
     if decay is not None:
         factor = decay.astype(acc)[..., None] * factor
-    old = state.astype(acc).reshape(*shape, -1)
-    new = factor.reshape(*shape, -1) * old + (d * x.astype(acc)).reshape(*shape, 1) * B[:, :, None]
-    y = jnp.sum(new * C[:, :, None], axis=-1).reshape(batch, dim)
-    return _finish(y, x, D, z).astype(x.dtype), new.reshape(state.shape).astype(state.dtype)
+    new = factor * state.astype(acc) + (d * x.astype(acc))[..., None] * B
+    y = read_state(new.reshape(*C.shape[:-1], -1, C.shape[-1]), C).reshape(x.shape)
+    return _finish(y, x, D, z).astype(x.dtype), new.astype(state.dtype)

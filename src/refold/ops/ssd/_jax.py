@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from refold.ops._jax_layout import Array, accumulator, pack_chunks, pad_time, product, step_sizes
+from refold.ops._jax_layout import Array, accumulator, pack_chunks, pad_time, product, read_state, step_sizes
 
 SEGMENT_CHUNKS = 64
 """Chunks whose states are passed on by one matrix product; more of them are scanned."""
@@ -228,27 +228,10 @@ def ssd_step(
         state, y = jax.lax.scan(body, state, tuple(time_first))
         return jnp.moveaxis(y, 0, 1), state
 
-    batch, nheads, headdim = x.shape
-    ngroups, dstate = B.shape[1:]
     acc = accumulator(x.dtype)
-    shape = (batch, ngroups, nheads // ngroups)
     d = step_sizes(dt, dt_bias, dt_softplus, dt_limit, acc)
-    decay = jnp.exp(d * A.astype(acc)).reshape(*shape, 1, 1)
-    dx = (d[..., None] * x.astype(acc)).reshape(*shape, headdim, 1)
-    new = decay * state.astype(acc).reshape(*shape, headdim, dstate) + dx * B.astype(acc)[:, :, None, None, :]
-    y = read_state(new, C.astype(acc)).reshape(batch, nheads, headdim)
-    return _finish(y, x, D, z).astype(x.dtype), new.reshape(state.shape).astype(state.dtype)
-
-
-def read_state(state: Array, C: Array) -> Array:
-    """Return ``sum over n of state (b, g, r, p, n) * C (b, g, n)``.
-
-    XLA fuses a multiply and sum with the update that precedes it on an accelerator, so that the state is touched
-    once; on CPU the same spelling becomes a scalar loop, and the product goes to a vectorised routine.
-    """
-    return jax.lax.platform_dependent(
-        state,
-        C,
-        cpu=lambda state, C: product("bgrpn,bgn->bgrp", state, C),
-        default=lambda state, C: jnp.sum(state * C[:, :, None, None, :], axis=-1),
-    )
+    decay, dx = jnp.exp(d * A.astype(acc)), d[..., None] * x.astype(acc)
+    B, C = (jnp.repeat(a.astype(acc), x.shape[1] // a.shape[1], axis=1) for a in (B, C))  # (b, h, n)
+    new = decay[..., None, None] * state.astype(acc) + dx[..., None] * B[:, :, None]
+    y = read_state(new, C)
+    return _finish(y, x, D, z).astype(x.dtype), new.astype(state.dtype)
