@@ -1,9 +1,17 @@
 """``python -m refold.bench run ssd [selective_scan ...] [--out FILE]``: gate, time, and write JSON lines.
 
-A case is refused if its error against a float64 scan of a slice of it is above the bound of its dtype. Times are
-medians of CUDA events around single calls, with 1 GiB overwritten before each: that clears the L2 cache and lets the
-host run ahead, whose own time is given apart. mamba-ssm's Triton kernels are timed in the same run if ``mamba_ssm`` can
-be imported, else marked as not run.
+A case is refused if its error against a float64 scan of a slice of it is above the bound of its dtype.
+
+- ``median_ms``: medians of CUDA events around single calls, with 1 GiB overwritten before each. That leaves the L2
+  cache full of lines to be written back, as the layer before would, and lets the host run ahead.
+- ``hot_ms``: the same without the overwriting; what fits into the L2 cache (60 MB) is found there. The host does not
+  run ahead, so that for short calls its own time shows.
+- ``host_us``: the host's time for a call, with the device kept busy; only where the device may be the faster one.
+- ``bytes``: what any implementation must read and write once. ``share_of_copy``: their rate over that of a device copy
+  of 8.6 GB (bytes read plus bytes written). ``copy_ms``: a device copy of as many bytes, timed like ``median_ms``:
+  launch and ramp weigh on it as on the operator.
+- ``mamba_ssm_ms``: mamba-ssm's kernels in the same run, if ``mamba_ssm`` (for ssd, chunks of 256) or its
+  ``selective_scan_cuda`` (in its own layout) can be imported.
 """
 
 from __future__ import annotations
@@ -11,24 +19,86 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import math
 import os
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import triton
 
 import refold
+from refold.ops.dispatch import meta_of
+from refold.ops.spec import Meta, OpSpec, load
 
 BOUND = {torch.float32: 1e-5, torch.bfloat16: 4e-3, torch.float16: 6e-4}
+HEAD = 512  # Tokens, or rows, of the slice that is compared with float64.
 SSD = [(1, 1024, 128), (1, 8192, 128), (1, 131072, 128), (1, 1024, 80), (1, 8192, 80), (1, 131072, 80), (8, 4096, 80),
        (1, 2048, 48), (32, 256, 48), (1, 8192, 24)]  # fmt: skip
 SELECTIVE = [(1, 512, 1024, 32), (4, 512, 1024, 32), (16, 512, 1024, 32), (1, 2048, 5120, 16), (1, 32768, 5120, 16),
              (8, 2048, 5120, 16), (1, 8192, 1536, 16)]  # fmt: skip
-Case = tuple[str, str, torch.dtype, Callable[[], Any], Callable[[], Any] | None, int, float]
+
+
+@dataclass
+class Case:
+    """One call to be measured."""
+
+    op: str
+    """A public function; a trailing underscore overwrites the state."""
+    name: str
+    arguments: dict[str, Any]
+    peer: Callable[[], Any] | None = None
+
+    @property
+    def spec(self) -> OpSpec:
+        """The spec of the operator."""
+        return load(self.op.rstrip("_"))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the first argument."""
+        return next(iter(self.arguments.values())).dtype
+
+    def run(self) -> Any:
+        """Call the operator."""
+        return getattr(refold.ops, self.op)(**self.arguments)
+
+    def meta(self) -> Meta:
+        """Return shapes, dtypes and sizes."""
+        arrays = [self.arguments.get(arg.name) for arg in self.spec.args]
+        options = [self.arguments.get(option.name, option.default) for option in self.spec.options]
+        return self.spec.validate(meta_of(self.spec, "torch", arrays, options))
+
+    def error(self) -> float:
+        """Return the relative L2 error of the first tokens of the first row; infinite if anything is not finite."""
+        given = dict(self.arguments)
+        if self.spec.updates and self.op.endswith("_"):
+            given[self.spec.updates] = given[self.spec.updates].clone()
+        got, want = getattr(refold.ops, self.op)(**given), self.definition()
+        y = got[0] if isinstance(got, tuple) else got
+        y = _head(y, (self.spec.outputs[0].axes,))
+        return ((y.double() - want).norm() / want.norm()).item() if torch.isfinite(y).all() else math.inf
+
+    def definition(self) -> torch.Tensor:
+        """Return the operator on those tokens in float64."""
+        wide = dict(self.arguments)
+        for arg in self.spec.args:
+            if (array := wide.get(arg.name)) is not None:
+                wide[arg.name] = _head(array, arg.axes).double()
+        out = getattr(refold.ops, self.spec.name)(**wide, backend="torch")
+        return out[0] if isinstance(out, tuple) else out
+
+
+def _head(array: torch.Tensor, layouts: tuple[str, ...]) -> torch.Tensor:
+    """Return the first batch row and the first tokens, or rows, of an array; steps here have no time axis."""
+    lengths = {"b": 1, "k": 1, "t": HEAD, "*": HEAD}
+    spellings = [one for layout in layouts for one in (layout, layout.replace("t ", ""))]
+    axes = next(one.split() for one in spellings if len(one.split()) == array.dim())
+    return array[tuple(slice(lengths.get(letter)) for letter in axes)]
 
 
 def normal(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -36,96 +106,85 @@ def normal(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.randn(*shape, device="cuda").to(dtype)
 
 
-def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
-    """Return the relative L2 error, infinite if anything is not finite."""
-    if not torch.isfinite(got).all():
-        return float("inf")
-    return ((got.double() - want).norm() / want.norm()).item()
-
-
 def ssd_cases() -> Iterator[Case]:
-    """Yield the SSD cases: 64 channels a head, 128 states, one group, D, bias, softplus, final state."""
+    """Yield the SSD cases: 64 channels a head, 128 states, one group, final state; then with every option on."""
     try:
         from mamba_ssm.ops.triton.ssd_combined import mamba_chunk_scan_combined as official
     except ImportError:
         official = None
     dtype = torch.bfloat16
     for b, t, h in SSD:
-        x, dt = normal(b, t, h, 64, dtype=dtype), normal(b, t, h, dtype=dtype)
+        x, dt, z = normal(b, t, h, 64, dtype=dtype), normal(b, t, h, dtype=dtype), normal(b, t, h, 64, dtype=dtype)
         A = -torch.rand(h, device="cuda") * 2
         B, C = normal(b, t, 1, 128, dtype=dtype), normal(b, t, 1, 128, dtype=dtype)
-        D, bias = normal(h), normal(h) - 2
-        kw = {"D": D, "dt_bias": bias, "dt_softplus": True}
-        head = min(t, 512)
-        y = refold.ops.ssd(x, dt, A, B, C, **kw)[0][:1, :head]
-        wide = [a[:1, :head].double() for a in (x, dt, B, C)]
-        want = refold.ops.ssd(wide[0], wide[1], A.double(), wide[2], wide[3], D=D.double(), dt_bias=bias.double(),
-                              dt_softplus=True, backend="torch")[0]  # fmt: skip
-        moved = (2 * x.numel() + B.numel() * 2 + dt.numel()) * 2 + b * h * 64 * 128 * 4
-        peer = None
-        if official is not None:
-            peer = lambda: official(x, dt, A, B, C, 256, D=D, dt_bias=bias, dt_softplus=True,  # noqa: B023, E731
-                                    return_final_states=True)  # fmt: skip
-        run = lambda: refold.ops.ssd(x, dt, A, B, C, **kw)  # noqa: B023, E731
-        yield "ssd", f"{b}x{t}x{h}", dtype, run, peer, moved, relative_error(y, want)
+        arrays = {"x": x, "dt": dt, "A": A, "B": B, "C": C}
+        plain = {"D": normal(h), "dt_bias": normal(h) - 2, "dt_softplus": True}
+        limit, initial = (1e-3, 10.0), normal(b, h, 64, 128)
+        every = {**plain, "z": z, "dt_limit": limit}
+
+        def peer(
+            arrays: dict[str, Any] = arrays, options: dict[str, Any] = plain, initial: torch.Tensor | None = None
+        ) -> Any:
+            return official(
+                *arrays.values(), chunk_size=256, **options, initial_states=initial, return_final_states=True
+            )
+
+        def peer_with_all(arrays: Any = arrays, every: Any = every, initial: Any = initial, peer: Any = peer) -> Any:
+            return peer(arrays, every, initial)
+
+        name = f"{b}x{t}x{h}"
+        yield Case("ssd", name, arrays | plain, peer if official else None)
+        yield Case(
+            "ssd", f"{name}, all options", arrays | every | {"initial_state": initial},
+            peer_with_all if official else None,
+        )  # fmt: skip
 
 
 def selective_scan_cases() -> Iterator[Case]:
-    """Yield the selective scan cases: D, z, bias, softplus, final state."""
+    """Yield the selective scan cases: D, z, bias, softplus, final state; mamba-ssm's kernel in its own layout."""
+    try:
+        from selective_scan_cuda import fwd as official
+    except ImportError:
+        official = None
     for b, t, d, n in SELECTIVE:
         for dtype in (torch.bfloat16, torch.float32):
             x, dt, z = (normal(b, t, d, dtype=dtype) for _ in range(3))
             A, B, C = -torch.rand(d, n, device="cuda") * 4, normal(b, t, n, dtype=dtype), normal(b, t, n, dtype=dtype)
-            kw = {"D": normal(d), "dt_bias": normal(d) - 2}
-            head = min(t, 512)
-            y = refold.ops.selective_scan(x, dt, A, B, C, z=z, dt_softplus=True, **kw)[0][:1, :head]
-            wide = [a[:1, :head].double() for a in (x, dt, B, C, z)]
-            want = refold.ops.selective_scan(
-                wide[0], wide[1], A.double(), wide[2], wide[3], z=wide[4], dt_softplus=True, backend="torch",
-                **{k: v.double() for k, v in kw.items()})[0]  # fmt: skip
-            run = lambda: refold.ops.selective_scan(x, dt, A, B, C, z=z, dt_softplus=True, **kw)  # noqa: B023, E731
-            moved = (4 * x.numel() + 2 * B.numel()) * x.element_size() + b * d * n * 4
-            yield "selective_scan", f"{b}x{t}x{d}x{n}", dtype, run, None, moved, relative_error(y, want)
+            arrays = {"x": x, "dt": dt, "A": A, "B": B, "C": C, "D": normal(d), "z": z, "dt_bias": normal(d) - 2}
+            peer = None
+            if official is not None:
+                rows = [arrays[name].mT.contiguous() for name in ("x", "dt", "B", "C", "z")]
+                peer = lambda: official(rows[0], rows[1], A, rows[2][:, None], rows[3][:, None], arrays["D"],  # noqa: B023, E731
+                                        rows[4], arrays["dt_bias"], True)  # noqa: B023  # fmt: skip
+            yield Case("selective_scan", f"{b}x{t}x{d}x{n}", arrays | {"dt_softplus": True}, peer)
 
 
 def pointwise_cases() -> Iterator[Case]:
-    """Yield causal_conv1d, gated_rmsnorm and the steps at batch 64."""
+    """Yield causal_conv1d, gated_rmsnorm, linear_scan, and the steps at batch 64."""
     dtype = torch.bfloat16
     for b, t in ((1, 8192), (8, 4096)):
-        x, w = normal(b, t, 5376, dtype=dtype), normal(5376, 4)
-        run = lambda: refold.ops.causal_conv1d(x, w, w[:, 0], activation="silu")  # noqa: B023, E731
-        want = torch.nn.functional.silu(torch.nn.functional.conv1d(
-            x[:1, :512].double().mT, w.double()[:, None], w[:, 0].double(), padding=3, groups=5376,
-        )[..., :512].mT)  # fmt: skip
-        error = relative_error(run()[0][:1, :512], want)
-        yield "causal_conv1d", f"{b}x{t}x5376", dtype, run, None, x.numel() * 4, error
-        x, z, w = normal(b, t, 5120, dtype=dtype), normal(b, t, 5120, dtype=dtype), normal(5120)
-        run = lambda: refold.ops.gated_rmsnorm(x, z, w, eps=1e-5)  # noqa: B023, E731
-        v = x[:1, :512].double() * torch.nn.functional.silu(z[:1, :512].double())
-        want = v / (v.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt() * w.double()
-        yield "gated_rmsnorm", f"{b}x{t}x5120", dtype, run, None, x.numel() * 6, relative_error(run()[:1, :512], want)
-    state, x, B, dt = normal(64, 80, 64, 128), normal(64, 80, 64, dtype=dtype), normal(64, 1, 128), normal(64, 80)
-    A, B = -torch.rand(80, device="cuda"), B.to(dtype)
-    arrays = (x, dt.to(dtype), A, B, B, state)
-    y = refold.ops.ssd_step(*arrays, dt_softplus=True)[0]
-    want = refold.ops.ssd_step(*(a.double() for a in arrays), dt_softplus=True, backend="torch")[0]
-    run = lambda: refold.ops.ssd_step_(*arrays, dt_softplus=True)  # noqa: E731
-    yield "ssd_step_", "64x80x64x128", dtype, run, None, state.numel() * 8 + x.numel() * 4, relative_error(y, want)
-    state, x, B = normal(64, 5120, 16), normal(64, 5120, dtype=dtype), normal(64, 16, dtype=dtype)
-    more = (x, x, -torch.rand(5120, 16, device="cuda"), B, B, state)
-    y = refold.ops.selective_scan_step(*more, dt_softplus=True)[0]
-    want = refold.ops.selective_scan_step(*(a.double() for a in more), dt_softplus=True, backend="torch")[0]
-    run = lambda: refold.ops.selective_scan_step_(*more, dt_softplus=True)  # noqa: E731
-    moved = state.numel() * 8 + x.numel() * 6
-    yield "selective_scan_step_", "64x5120x16", dtype, run, None, moved, relative_error(y, want)
+        arrays = {"x": normal(b, t, 5376, dtype=dtype), "weight": normal(5376, 4), "bias": normal(5376)}
+        yield Case("causal_conv1d", f"{b}x{t}x5376", arrays | {"activation": "silu"})
+        arrays = {name: normal(b * t, 5120, dtype=dtype) for name in ("x", "z")}
+        yield Case("gated_rmsnorm", f"{b}x{t}x5120", arrays | {"weight": normal(5120), "eps": 1e-5})
+    arrays = {"a": torch.rand(1, 2048, 5120, device="cuda").to(dtype), "x": normal(1, 2048, 5120, dtype=dtype)}
+    yield Case("linear_scan", "1x2048x5120", arrays)
+    x, B = normal(64, 80, 64, dtype=dtype), normal(64, 1, 128, dtype=dtype)
+    arrays = {"x": x, "dt": normal(64, 80, dtype=dtype), "A": -torch.rand(80, device="cuda"), "B": B, "C": B}
+    yield Case("ssd_step_", "64x80x64x128", arrays | {"state": normal(64, 80, 64, 128), "dt_softplus": True})
+    x, B = normal(64, 5120, dtype=dtype), normal(64, 16, dtype=dtype)
+    arrays = {"x": x, "dt": x, "A": -torch.rand(5120, 16, device="cuda"), "B": B, "C": B}
+    yield Case("selective_scan_step_", "64x5120x16", arrays | {"state": normal(64, 5120, 16), "dt_softplus": True})
+    arrays = {"x": normal(64, 5376, dtype=dtype), "weight": normal(5376, 4), "state": normal(64, 5376, 3, dtype=dtype)}
+    yield Case("causal_conv1d_step_", "64x5376", arrays | {"activation": "silu"})
 
 
 CASES = {"ssd": ssd_cases, "selective_scan": selective_scan_cases, "pointwise": pointwise_cases}
 
 
-def time_ms(run: Callable[[], Any], count: int = 25, warmup: int = 5) -> list[float]:
-    """Return the sorted times of single calls, each after the L2 cache was overwritten."""
-    flush = torch.empty(256 << 20, dtype=torch.float32, device="cuda")
+def time_ms(run: Callable[[], Any], count: int = 25, warmup: int = 5, cold: bool = True) -> list[float]:
+    """Return the sorted times of single calls, each after the L2 cache was overwritten if ``cold``."""
+    flush = torch.empty((256 if cold else 1) << 20, dtype=torch.float32, device="cuda")
     for _ in range(warmup):
         run()
     events = []
@@ -137,6 +196,13 @@ def time_ms(run: Callable[[], Any], count: int = 25, warmup: int = 5) -> list[fl
         events[-1][1].record()
     torch.cuda.synchronize()
     return sorted(start.elapsed_time(end) for start, end in events)
+
+
+def copy_ms(moved: int) -> float:
+    """Return the time of a device copy that reads and writes ``moved`` bytes in all."""
+    source = torch.empty(moved // 2, dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    return statistics.median(time_ms(lambda: target.copy_(source), 9))
 
 
 def host_us(run: Callable[[], Any]) -> float:
@@ -162,38 +228,46 @@ def environment() -> dict[str, Any]:
 
 
 def main(argv: list[str]) -> int:
-    """Run the named groups of cases."""
+    """Run the named groups of cases; return how many were refused."""
     parser = argparse.ArgumentParser(prog="python -m refold.bench", description=__doc__)
     parser.add_argument("command", choices=["run"])
     parser.add_argument("groups", nargs="*", default=list(CASES))
     parser.add_argument("--out", default="")
     args = parser.parse_args(argv)
-    source = torch.empty(1 << 30, dtype=torch.float32, device="cuda")
-    copy_rate = 2 * source.numel() * 4 / statistics.median(time_ms(source.clone, 9)) * 1e3
-    del source
-    env, red, lines = environment(), 0, []
+    copy_rate = 2**33 / copy_ms(2**33)
+    env, refused, lines = environment(), 0, []
+    command = f"python -m refold.bench run {' '.join(args.groups)}"
     for group in args.groups:
-        for op, case, dtype, run, peer, moved, error in CASES[group]():
-            row = {"schema": 1, "op": op, "backend": "triton", "case": case, "dtype": str(dtype)[6:], "error": error,
-                   "bytes": moved, "env": env}  # fmt: skip
-            if not error <= BOUND[dtype]:
-                red += 1
-                row["refused"] = f"error above {BOUND[dtype]}"
-            else:
-                times = time_ms(run)
-                row["median_ms"] = median = times[len(times) // 2]
-                row["p20_ms"], row["p80_ms"] = times[len(times) // 5], times[len(times) * 4 // 5]
-                row["host_us"] = host_us(run) if median < 0.2 else None
-                row["share_of_copy"] = moved / median * 1e3 / copy_rate
-                row["mamba_ssm_ms"] = "not run" if peer is None else statistics.median(time_ms(peer, 9))
-            lines.append(json.dumps(row))
-            wanted = ("median_ms", "host_us", "share_of_copy", "mamba_ssm_ms", "refused")
-            shown = {k: row[k] for k in wanted if k in row}
-            print(op, case, row["dtype"], f"error {error:.1e}", shown, flush=True)  # noqa: T201
+        for case in CASES[group]():
+            row = measure(case, copy_rate)
+            refused += "refused" in row
+            lines.append(json.dumps({"schema": 2, **row, "command": command, "env": env}))
+            print(" ".join(f"{k}={v:.3g}" if isinstance(v, float) else str(v) for k, v in row.items()), flush=True)  # noqa: T201
     if args.out:
         with open(args.out, "a") as file:
             file.write("\n".join(lines) + "\n")
-    return red
+    return refused
+
+
+def measure(case: Case, copy_rate: float) -> dict[str, Any]:
+    """Return the row of a case."""
+    error, moved = case.error(), case.spec.bytes_moved(case.meta())
+    row: dict[str, Any] = {"op": case.op, "case": case.name, "dtype": str(case.dtype)[6:], "error": error}
+    if not error <= BOUND[case.dtype]:
+        return row | {"refused": f"error above {BOUND[case.dtype]}"}
+    times = time_ms(case.run)
+    median = times[len(times) // 2]
+    return row | {
+        "bytes": moved,
+        "median_ms": median,
+        "p20_ms": times[len(times) // 5],
+        "p80_ms": times[len(times) * 4 // 5],
+        "hot_ms": statistics.median(time_ms(case.run, cold=False)),
+        "share_of_copy": moved / median / copy_rate,
+        "copy_ms": copy_ms(moved),
+        "host_us": host_us(case.run) if median < 0.2 else None,
+        "mamba_ssm_ms": "not run" if case.peer is None else statistics.median(time_ms(case.peer, 9)),
+    }
 
 
 if __name__ == "__main__":

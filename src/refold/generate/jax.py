@@ -159,8 +159,14 @@ class Generator:
             Tokens ``(b, <= every)``, int32; ``NO_TOKEN`` where a row has ended.
         """
         sampling = sampling or Sampling()
-        if max_new_tokens < 1 or (every is not None and every < 1):
-            raise ArgumentError(f"max_new_tokens and every must be positive; they are {max_new_tokens} and {every}.")
+        counts = [max_new_tokens] if every is None else [max_new_tokens, every]
+        if not all(isinstance(count, int) and count > 0 for count in counts):
+            raise ArgumentError(
+                f"max_new_tokens and every must be positive integers; they are {max_new_tokens} and {every}."
+            )
+        for token in () if stop_tokens is None else stop_tokens:
+            if not isinstance(token, (int, np.integer)) or not 0 <= token < self.config.vocab_size:
+                raise ArgumentError(f"stop token {token!r} is no id in [0, {self.config.vocab_size}).")
         if not np.asarray(conversation.state["length"]).all():
             raise ArgumentError("a row of the conversation has read nothing; read a prompt first.")
         stop = np.array(sorted(self.config.stop_tokens if stop_tokens is None else stop_tokens), np.int32)

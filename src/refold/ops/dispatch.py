@@ -91,10 +91,10 @@ def call(spec: OpSpec, arrays: Sequence[Any], options: Sequence[Any], backend: s
     """Run an operator: its public function hands over its arguments here, in the order of the spec."""
     framework = framework_of(spec, arrays)
     if framework == "torch":
-        # One dispatcher node an operator; checks and the choice of backend happen below it (see library.py).
+        # Checks and the choice of backend happen there, once a signature, and out of sight of what traces calls.
         from refold.ops import library
 
-        return library.OPS[spec.name](*arrays, *options, backend or "")
+        return library.run(spec.name, arrays, options, backend or "")
     meta = spec.validate(meta_of(spec, framework, arrays, options))
     run = getattr(resolve(spec, meta, backend or ""), spec.name)
     keywords = keyword_arguments(spec, arrays, options)
@@ -118,7 +118,7 @@ def call_in_place(spec: OpSpec, arrays: Sequence[Any], options: Sequence[Any], b
         from refold.ops import library
 
         library.refuse_gradients(f"{spec.name}_", arrays)
-        return library.OPS[spec.name + "_"](*arrays, *options, backend or ""), arrays[at]
+        return library.run(f"{spec.name}_", arrays, options, backend or ""), arrays[at]
     if framework == "jax":
         raise BackendUnsupported(f"{spec.name}_: jax arrays cannot be written. Use {spec.name} and keep its state.")
     y, state = call(spec, arrays, options, backend)
@@ -129,6 +129,8 @@ def call_in_place(spec: OpSpec, arrays: Sequence[Any], options: Sequence[Any], b
 def framework_of(spec: OpSpec, arrays: Sequence[Any]) -> str:
     """Return the framework that all arrays share, or raise naming the one that differs."""
     framework = _framework(type(arrays[0]))
+    if framework is not None and all(_framework(kind) == framework for kind in set(map(type, arrays)) - {type(None)}):
+        return framework
     if framework is None:
         raise DtypeError(
             f"{spec.name}: {spec.args[0].name} must be a torch, jax or numpy array; got {type(arrays[0]).__name__}. "

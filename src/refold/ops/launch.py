@@ -1,20 +1,21 @@
 """Launching Triton kernels with little host time.
 
-A Triton launch through ``kernel[grid](...)`` binds, specialises and hashes every argument: 15 to 30 microseconds for a
-kernel with thirty of them. A `Launch` does that once for a plan (one combination of shapes, strides, dtypes, alignment
-and options) and afterwards calls the compiled kernel directly. The caller owns the key of its plans: everything that
-Triton specialises on (dtypes, integers, 16-byte alignment of pointers) must be part of it.
+A Triton launch through ``kernel[grid](...)`` binds, specialises and hashes every argument: 15 to 30 microseconds for
+a kernel with thirty of them. A `Launch` does that once and afterwards calls the compiled kernel directly. So it is part
+of a plan, which holds while all that Triton specialises on stays the same (dtypes, integers, 16-byte alignment of
+pointers): an operator is `planned` once a signature, and `refold.ops.library` keeps the plans.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import triton
 
-from refold.ops.spec import Meta
+from refold.ops.spec import Meta, OpSpec
 
 PTX = os.environ.get("TRITON_INTERPRET", "0") != "1" and torch.version.hip is None
 """Whether kernels may hold PTX: the plain exp2 spends two more instructions a value on denormal results."""
@@ -50,6 +51,43 @@ class Launch:
         x, y, z = self.grid
         compiled.run(x, y, z, stream, compiled.function, compiled.packed_metadata, None,
                      hooks.launch_enter_hook, hooks.launch_exit_hook, *args, *self.tail)  # fmt: skip
+
+
+class Planned:
+    """An operator made of a function that takes all arguments and returns a function of the arrays, the plan.
+
+    A plan has decided whatever does not change while shapes, strides, dtypes, devices, alignment and options stay the
+    same: how work is cut, grids, integer arguments. ``layouts`` gives, for some arrays, what makes their layout one
+    that kernels can read.
+    """
+
+    def __init__(self, spec: OpSpec, layouts: dict[str, Callable[[Any], Any]], make: Callable[..., Any]) -> None:
+        self.names = [arg.name for arg in spec.args]
+        self.layouts = layouts
+        self.make = make
+        self.__doc__ = make.__doc__
+
+    def plan(self, **arguments: Any) -> Callable[..., Any]:
+        """Return the plan for calls with this signature: a function of the arrays in the order of the spec."""
+        readable = {name: make(arguments[name]) for name, make in self.layouts.items()}
+        plan: Callable[..., Any] = self.make(**(arguments | readable))
+        if all(array is arguments[name] for name, array in readable.items()):
+            return plan
+        layouts = [self.layouts.get(name, _as_it_is) for name in self.names]
+        return lambda *arrays: plan(*[make(array) for make, array in zip(layouts, arrays, strict=True)])
+
+    def __call__(self, **arguments: Any) -> Any:
+        """Plan and run."""
+        return self.plan(**arguments)(*[arguments[name] for name in self.names])
+
+
+def planned(spec: OpSpec, **layouts: Callable[[Any], Any]) -> Callable[[Callable[..., Any]], Planned]:
+    """Make an operator of the function that plans it; see `Planned`."""
+    return lambda make: Planned(spec, layouts, make)
+
+
+def _as_it_is(array: Any) -> Any:
+    return array
 
 
 def tensor_key(tensor: torch.Tensor | None) -> Any:

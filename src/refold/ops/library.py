@@ -10,9 +10,12 @@ For every spec this file registers
 - ``refold::<op>_`` for steps: the same, but overwriting the state. It has no gradient.
 
 The backend is part of the node as a string and is chosen when the node runs, so a graph captured on one device keeps
-no trace of it. Checks run in the fake kernels while tracing, and once a combination of shapes, dtypes and options in
-eager mode. The low-level registration is used because ``torch.library.custom_op`` costs 9 us a call where this costs 4
-(one EPYC core), and a decoding step has only tens of them to spend.
+no trace of it. Checks run in the fake kernels while tracing, and once a signature (shapes, strides, dtypes, devices,
+options) in eager mode.
+
+A step of decoding has tens of microseconds to spend and the node, its autograd layer and conversions take twenty of
+them. So `run` makes the call a node only where something could see one: gradients, tracing, modes, transforms,
+subclasses. For the same reason nodes are registered at the low level: ``torch.library.custom_op`` costs twice as much.
 """
 
 from __future__ import annotations
@@ -29,44 +32,141 @@ from refold.errors import ArgumentError
 from refold.ops.dispatch import backend_module, keyword_arguments, meta_of, resolve
 from refold.ops.spec import CU_SEQLENS, OpSpec, all_specs, check_cu_seqlens_values
 
+Signature = tuple[Any, ...]
+
 OPS: dict[str, Any] = {}
 """Name -> overload, with the in-place twins and the backwards."""
 
 RUNNERS: dict[str, _Runner] = {}
-"""Name -> what checks its calls and remembers the answers."""
+"""Name -> what checks its calls and remembers the answers; in-place twins have their own."""
 
 _LIBRARY = torch.library.Library("refold", "FRAGMENT")
-_RESOLVED_LIMIT = 4096  # Distinct calls whose checks are remembered; then the memory starts afresh.
+_FOUND_LIMIT = 4096  # Distinct signatures that are remembered; then the memory starts afresh.
+_PLAIN_TENSORS = {type(None), Tensor, torch.nn.Parameter}
+_PLAIN_OPTIONS = {type(None), bool, int, float, str, tuple, torch.dtype}
+
+
+def run(name: str, arrays: Sequence[Tensor | None], options: Sequence[Any], backend: str) -> Any:
+    """Run the op ``name``: as a dispatcher node where something could see one, else directly."""
+    if not _watched() and (signature := _plain_signature(arrays, options, backend)) is not None:
+        return RUNNERS[name](signature, arrays, options, backend)
+    return OPS[name](*arrays, *options, backend)
+
+
+def _watched() -> bool:
+    """Whether calls are traced, or go through modes or transforms."""
+    return (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._len_torch_function_stack() > 0
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or torch.jit.is_tracing()
+    )
+
+
+def _plain_signature(arrays: Sequence[Tensor | None], options: Sequence[Any], backend: str) -> Signature | None:
+    """Return the signature of a call; None if a subclass or a gradient needs the dispatcher."""
+    if not (_PLAIN_TENSORS.issuperset(map(type, arrays)) and _PLAIN_OPTIONS.issuperset(map(type, options))):
+        return None
+    if torch.is_grad_enabled():
+        for array in arrays:
+            if array is not None and array.requires_grad:
+                return None
+    return _signature(arrays, options, backend)
+
+
+def _signature(arrays: Sequence[Tensor | None], options: Sequence[Any], backend: str) -> Signature:
+    """Return all that checks, the choice of a backend and its plans may depend on."""
+    return (
+        *[a if a is None else (a.shape, a.stride(), a.dtype, a.device, a.data_ptr() % 16) for a in arrays],
+        *options,
+        *map(type, options),  # 1, 1.0 and True are equal
+        backend,
+    )
 
 
 class _Runner:
-    """Checks a call and finds its function, once for each combination of shapes, dtypes and options."""
+    """Checks a call and finds what runs it, once a signature."""
 
-    def __init__(self, spec: OpSpec) -> None:
+    def __init__(self, spec: OpSpec, in_place: bool = False) -> None:
         self.spec = spec
-        self.narrays = len(spec.args)
+        self.in_place = in_place
         names = [a.name for a in spec.args]
         self.offsets = names.index(CU_SEQLENS) if CU_SEQLENS in names else None
-        self.resolved: dict[Any, tuple[ModuleType, int]] = {}
+        self.found: dict[Signature, Callable[..., Any]] = {}
 
-    def __call__(self, *args: Any) -> tuple[ModuleType, dict[str, Any]]:
-        """Return the backend's file and the keyword arguments of its function."""
-        arrays, options, backend = args[: self.narrays], args[self.narrays : -1], args[-1]
-        key = tuple((a.shape, a.dtype, a.device) if isinstance(a, Tensor) else _hashable(a) for a in args)
-        found = self.resolved.get(key)
+    def __call__(
+        self, signature: Signature, arrays: Sequence[Tensor | None], options: Sequence[Any], backend: str
+    ) -> Any:
+        """Return the results of the op."""
+        found = self.found.get(signature)
         if found is None:
-            meta = self.spec.validate(meta_of(self.spec, "torch", arrays, options))
-            if len(self.resolved) >= _RESOLVED_LIMIT:
-                self.resolved.clear()
-            found = self.resolved[key] = resolve(self.spec, meta, backend), meta.sizes.get("t", 1)
-        module, seqlen = found
-        if self.offsets is not None and (offsets := arrays[self.offsets]) is not None and offsets.device.type == "cpu":
-            check_cu_seqlens_values(self.spec.name, offsets.tolist(), seqlen)
-        return module, keyword_arguments(self.spec, arrays, options)
+            if len(self.found) >= _FOUND_LIMIT:
+                self.found.clear()
+            found = self.found[signature] = self._find(arrays, options, backend)
+        return found(*arrays)
+
+    def node(self, *args: Any) -> Any:
+        """Run the op as the dispatcher calls it."""
+        narrays = len(self.spec.args)
+        arrays, options = args[:narrays], [tuple(o) if isinstance(o, list) else o for o in args[narrays:-1]]
+        return self(_signature(arrays, options, args[-1]), arrays, options, args[-1])
+
+    def module(self, arrays: Sequence[Tensor | None], options: Sequence[Any], backend: str) -> ModuleType:
+        """Check the arguments and return the file of the backend."""
+        return resolve(self.spec, self.spec.validate(meta_of(self.spec, "torch", arrays, options)), backend)
+
+    def _find(self, arrays: Sequence[Tensor | None], options: Sequence[Any], backend: str) -> Callable[..., Any]:
+        """Return a function of the arrays."""
+        module, name = self.module(arrays, options, backend), self.spec.name
+        if self.in_place:
+            return self._updating(module, arrays, options)
+        found = _bound(self.spec, getattr(module, name), arrays, options)
+        at = self.offsets
+        if at is None or (offsets := arrays[at]) is None or offsets.device.type != "cpu":
+            return found
+        seqlen = next(a for a in arrays if a is not None).shape[1]
+
+        def checked(*arrays: Any) -> Any:
+            check_cu_seqlens_values(name, arrays[at].tolist(), seqlen)
+            return found(*arrays)
+
+        return checked
+
+    def _updating(
+        self, module: ModuleType, arrays: Sequence[Tensor | None], options: Sequence[Any]
+    ) -> Callable[..., Tensor]:
+        at = next(i for i, arg in enumerate(self.spec.args) if arg.name == self.spec.updates)
+        state = arrays[at]
+        # A backend's own in-place twin writes a contiguous state as it goes; all else pays one copy of the state.
+        in_place = getattr(module, f"{self.spec.name}_", None)
+        assert state is not None
+        if in_place is None or not state.is_contiguous():
+            step = _bound(self.spec, getattr(module, self.spec.name), arrays, options)
+
+            def write(*arrays: Any) -> Tensor:
+                y, new_state = step(*arrays)
+                arrays[at].copy_(new_state)
+                return y
+        else:
+            write = _bound(self.spec, in_place, arrays, options)
+
+        def updating(*arrays: Any) -> Tensor:
+            y = write(*arrays)
+            torch.autograd.graph.increment_version(arrays[at])
+            return y
+
+        return updating
 
 
-def _hashable(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
+def _bound(
+    spec: OpSpec, function: Callable[..., Any], arrays: Sequence[Tensor | None], options: Sequence[Any]
+) -> Callable[..., Any]:
+    """Return ``function`` as a function of the arrays alone: its plan for this signature, if it makes plans."""
+    if (plan := getattr(function, "plan", None)) is not None:
+        planned: Callable[..., Any] = plan(**keyword_arguments(spec, arrays, options))
+        return planned
+    return lambda *arrays: function(**keyword_arguments(spec, arrays, options))
 
 
 def _register(spec: OpSpec) -> None:
@@ -74,7 +174,7 @@ def _register(spec: OpSpec) -> None:
     arrays = ", ".join(f"Tensor{'?' if a.optional else ''} {a.name}" for a in spec.args)
     options = "".join(f", {o.schema} {o.name}" for o in spec.options)
     results = "(" + ", ".join("Tensor" for _ in spec.outputs) + ")"
-    _define(spec.name, f"({arrays}{options}, str backend) -> {results}", _forward(runner), _forward_fake(spec))
+    _define(spec.name, f"({arrays}{options}, str backend) -> {results}", runner.node, _forward_fake(spec))
     gradients = ", ".join(f"Tensor? d{o.name}" for o in spec.outputs)
     _define(
         f"{spec.name}_backward",
@@ -88,10 +188,11 @@ def _register(spec: OpSpec) -> None:
     register_flop_formula(getattr(torch.ops.refold, spec.name), get_raw=True)(_flops(spec))
     if spec.updates:
         written = arrays.replace(f"Tensor {spec.updates}", f"Tensor(a!) {spec.updates}")
+        twin = RUNNERS[f"{spec.name}_"] = _Runner(spec, in_place=True)
         _define(
             f"{spec.name}_",
             f"({written}{options}, str backend) -> Tensor",
-            _forward_in_place(spec, runner),
+            twin.node,
             lambda *args: _forward_fake(spec)(*args)[0],
         )
 
@@ -113,16 +214,6 @@ def _flops(spec: OpSpec) -> Callable[..., int]:
     return flops
 
 
-def _forward(runner: _Runner) -> Callable[..., Any]:
-    name = runner.spec.name
-
-    def forward(*args: Any) -> Any:
-        module, keywords = runner(*args)
-        return getattr(module, name)(**keywords)
-
-    return forward
-
-
 def _forward_fake(spec: OpSpec) -> Callable[..., Any]:
     def fake(*args: Any) -> Any:
         arrays, options, backend = args[: len(spec.args)], args[len(spec.args) : -1], args[-1]
@@ -136,30 +227,13 @@ def _forward_fake(spec: OpSpec) -> Callable[..., Any]:
     return fake
 
 
-def _forward_in_place(spec: OpSpec, runner: _Runner) -> Callable[..., Any]:
-    at = next(i for i, arg in enumerate(spec.args) if arg.name == spec.updates)
-
-    def forward(*args: Any) -> Tensor:
-        module, keywords = runner(*args)
-        state = args[at]
-        # A backend's own in-place twin writes as it goes; the others pay one copy of the state.
-        if (in_place := getattr(module, f"{spec.name}_", None)) is not None:
-            y = in_place(**keywords)
-        else:
-            y, new_state = getattr(module, spec.name)(**keywords)
-            state.copy_(new_state)
-        torch.autograd.graph.increment_version(state)
-        return y
-
-    return forward
-
-
 def _backward(spec: OpSpec, runner: _Runner) -> Callable[..., Any]:
     ngradients, name = len(spec.outputs), f"{spec.name}_backward"
 
     def backward(*args: Any) -> list[Tensor]:
         gradients, inputs, needs, backend = args[:ngradients], args[ngradients:-2], args[-2], args[-1]
-        module, keywords = runner(*inputs, backend)
+        arrays, options = inputs[: len(spec.args)], inputs[len(spec.args) :]
+        module, keywords = runner.module(arrays, options, backend), keyword_arguments(spec, arrays, options)
         run = getattr(module, name, None) or getattr(backend_module(spec, "torch"), name)
         wanted = [arg.name for arg, need in zip(spec.args, needs, strict=True) if need]
         named = {f"d{o.name}": g for o, g in zip(spec.outputs, gradients, strict=True)}

@@ -170,6 +170,13 @@ def test_lengths_that_cannot_fit(generators) -> None:
         generators["granite"].generate([list(range(20))], GRANITE.max_positions)
     with pytest.raises(ArgumentError, match="max_new_tokens"):
         generators["mamba2"].generate([[1]], 0)
+    conversation = generators["mamba2"].read([[1]])
+    for bad in ({"max_new_tokens": 2.5}, {"max_new_tokens": 4, "every": 0}):
+        with pytest.raises(ArgumentError, match="positive integers"):
+            next(generators["mamba2"].stream(conversation, **bad))
+    for token in (64, -1, "a"):
+        with pytest.raises(ArgumentError, match="stop token"):
+            next(generators["mamba2"].stream(conversation, 4, stop_tokens=[token]))
     with pytest.raises(ArgumentError, match="read nothing"):
         next(generators["mamba2"].stream(generators["mamba2"].start(1), 1))
 

@@ -66,7 +66,7 @@ def plant(monkeypatch: pytest.MonkeyPatch) -> Any:
         module.__dict__.update({"ssd": planted(bug), "ssd_backward": right.ssd_backward, "ssd_step": right.ssd_step})
         monkeypatch.setattr(library, "resolve", lambda *args: module)
         for spec_runner in library.RUNNERS.values():
-            monkeypatch.setattr(spec_runner, "resolved", {})
+            monkeypatch.setattr(spec_runner, "found", {})
 
     return install
 

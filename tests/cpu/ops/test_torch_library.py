@@ -7,6 +7,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import refold.ops as ops
@@ -91,6 +94,55 @@ def test_in_place_twin_refuses_gradients() -> None:
         _, updated = ops.ssd_step_(x, dt, A, B, B, state)
     assert updated is state
     assert state.abs().sum() > 0
+
+
+class Listening(TorchDispatchMode):
+    """Keeps the names of the nodes that pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+class Doubling(TorchFunctionMode):
+    """Doubles what every function returns first."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        return (out[0] * 2, *out[1:]) if getattr(func, "_opname", "") == "ssd" else out
+
+
+def test_what_looks_at_calls_sees_the_node() -> None:
+    """In plain eager mode there is none; the results are the same."""
+    inputs = layer_inputs(9)
+    x, dt, A, B = inputs
+    expected, _ = ops.ssd(x, dt, A, B, B)
+    with Listening() as mode:
+        found, _ = ops.ssd(x, dt, A, B, B)
+    assert mode.seen == ["refold::ssd"]
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    with Doubling():
+        found, _ = ops.ssd(x, dt, A, B, B)
+    torch.testing.assert_close(found, expected * 2, rtol=0, atol=0)
+    graph = make_fx(lambda *a: ops.ssd(*a, a[3])[0], tracing_mode="real")(*inputs)
+    assert "refold.ssd" in graph.code
+    leaf = x.clone().requires_grad_()
+    found, _ = ops.ssd(leaf, dt, A, B, B)
+    assert found.requires_grad
+    with torch.no_grad():
+        assert not ops.ssd(leaf, dt, A, B, B)[0].requires_grad
+
+
+def test_equal_options_of_other_types_are_not_taken_for_those_that_were_checked() -> None:
+    x, dt, A, B = layer_inputs(9)
+    ops.ssd(x, dt, A, B, B, chunk_size=1, dt_softplus=True)
+    for wrong in ({"chunk_size": True}, {"chunk_size": 1.0}, {"dt_softplus": 1}):
+        with pytest.raises(ArgumentError, match=next(iter(wrong))):
+            ops.ssd(x, dt, A, B, B, **wrong)
 
 
 def ssd_layer(x: Tensor, dt: Tensor, A: Tensor, B: Tensor) -> Tensor:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
-from refold.ops.launch import Launch, contiguous, current_stream, last_contiguous, refusal, tensor_key
+from refold.ops.causal_conv1d.spec import SPEC, STEP
+from refold.ops.launch import Launch, contiguous, current_stream, last_contiguous, planned, refusal
 from refold.ops.spec import Meta
 from refold.ops.ssd._triton_kernels import _silu
 
-_PLANS: dict[Any, Any] = {}
+ROWS = 10  # Tokens whose loads are in flight together.
+BLOCK_D = 128  # Channels a program, which is one warp.
 
 
 def supports(meta: Meta) -> str | None:
@@ -21,73 +24,104 @@ def supports(meta: Meta) -> str | None:
 
 
 @triton.jit
+def _offset(cu_seqlens_ptr, i, seqlen):
+    """Load an offset of a pack; a wrong one must not lead out of the arrays."""
+    return tl.minimum(tl.maximum(tl.load(cu_seqlens_ptr + i).to(tl.int32), 0), seqlen)
+
+
+@triton.jit
+def _live(mask_d, offs_d, condition):
+    """Return the mask of channels where a scalar condition holds; the interpreter takes no scalar into a mask."""
+    return mask_d & (offs_d * 0 + condition != 0)
+
+
+@triton.jit
 def _causal_conv1d_fwd_kernel(
     cu_seqlens_ptr, x_ptr, weight_ptr, bias_ptr, initial_ptr, y_ptr, final_ptr,
-    seqlen, channels, blocks_t, nseqs, stride_x_b, stride_x_t,
-    WIDTH: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, SILU: tl.constexpr,
-    VARLEN: tl.constexpr,
+    seqlen, channels, nseqs, stride_x_b, stride_x_t,
+    WIDTH: tl.constexpr, BLOCK_W: tl.constexpr, ROWS: tl.constexpr, TILES: tl.constexpr, BLOCK_D: tl.constexpr,
+    SILU: tl.constexpr, VARLEN: tl.constexpr,
 ):  # fmt: skip
-    """Grid (blocks of channels, blocks of time + states, batch): a program owns a tile of y, or one final state.
+    """Grid (blocks of channels, blocks of time, batch): a program owns a block of y; the first ones write final states.
 
-    Reads x WIDTH times, all but once from the L1 cache; float32 sums. Time, channels and sequences may be ragged.
+    Walks TILES times ROWS tokens with the last WIDTH - 1 in registers, so that each input is read once. Float32
+    sums. Time, channels and sequences may be ragged.
     """
     offs_d = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D)
     pid_t = tl.program_id(1)
     pid_b = tl.program_id(2).to(tl.int64)
     mask_d = offs_d < channels
-    x_base = x_ptr + pid_b * stride_x_b
-    if pid_t < blocks_t:
-        offs_t = pid_t * BLOCK_T + tl.arange(0, BLOCK_T)
-        inside = offs_t < seqlen
-        seq = tl.zeros((BLOCK_T,), tl.int32) + tl.program_id(2)
-        start = tl.zeros((BLOCK_T,), tl.int32)
-        if VARLEN:
-            # The last sequence that starts at or before a token; of empty ones, the one that holds it.
-            low = tl.zeros((BLOCK_T,), tl.int32)
-            high = tl.zeros((BLOCK_T,), tl.int32) + nseqs
-            span = nseqs
-            while span > 0:
-                middle = (low + high) // 2
-                before = tl.load(cu_seqlens_ptr + middle).to(tl.int32) <= offs_t
-                low = tl.where(before, middle, low)
-                high = tl.where(before, high, middle)
-                span = span // 2
-            seq = low
-            start = tl.load(cu_seqlens_ptr + seq).to(tl.int32)
-        y = tl.zeros((BLOCK_T, BLOCK_D), tl.float32)
-        if bias_ptr is not None:
-            y += tl.load(bias_ptr + offs_d, mask=mask_d, other=0.0).to(tl.float32)[None, :]
-        for j in tl.static_range(WIDTH):
-            source = offs_t - (WIDTH - 1) + j
-            mask = (inside & (source >= start))[:, None] & mask_d[None, :]
-            tap = tl.load(x_base + source.to(tl.int64)[:, None] * stride_x_t + offs_d[None, :], mask=mask, other=0.0)
-            tap = tap.to(tl.float32)
-            if initial_ptr is not None:
-                old = seq.to(tl.int64)[:, None] * channels + offs_d[None, :]
-                old = old * (WIDTH - 1) + (source - start + WIDTH - 1)[:, None]
-                early = (inside & (source < start))[:, None] & mask_d[None, :]
-                tap += tl.load(initial_ptr + old, mask=early, other=0.0).to(tl.float32)
-            weight = tl.load(weight_ptr + offs_d * WIDTH + j, mask=mask_d, other=0.0).to(tl.float32)
-            y += tap * weight[None, :]
-        if SILU:
-            y = _silu(y)
-        y_rows = y_ptr + (pid_b * seqlen + offs_t.to(tl.int64))[:, None] * channels
-        tl.store(y_rows + offs_d[None, :], y.to(y_ptr.dtype.element_ty), mask=inside[:, None] & mask_d[None, :])
-    else:
-        begin = 0
+    x_base = x_ptr + pid_b * stride_x_b + offs_d
+    y_base = y_ptr + pid_b * seqlen * channels + offs_d
+    first = pid_t * (TILES * ROWS)
+    if VARLEN:
+        # The last sequence that begins at or before the first token; of empty ones, the one that holds it.
+        seq = pid_t * 0
+        span = nseqs
+        while span > 1:
+            half = span // 2
+            seq = tl.where(tl.load(cu_seqlens_ptr + seq + half).to(tl.int32) <= first, seq + half, seq)
+            span -= half
+        begin = _offset(cu_seqlens_ptr, seq, seqlen)
+        end = _offset(cu_seqlens_ptr, seq + 1, seqlen)
+    bias = tl.zeros((BLOCK_D,), tl.float32)
+    if bias_ptr is not None:
+        bias = tl.load(bias_ptr + offs_d, mask=mask_d, other=0.0).to(tl.float32)
+    weights = ()  # type: Any
+    for k in tl.static_range(WIDTH):
+        weights += (tl.load(weight_ptr + offs_d * WIDTH + k, mask=mask_d, other=0.0).to(tl.float32),)
+    window = ()  # type: Any
+    for k in tl.static_range(WIDTH - 1):
+        t = first + k - (WIDTH - 1)
+        inside = (t >= 0) & (t < seqlen)
+        tap = tl.load(x_base + t.to(tl.int64) * stride_x_t, mask=_live(mask_d, offs_d, inside), other=0.0)
+        tap = tap.to(tl.float32)
+        if initial_ptr is not None and not VARLEN:
+            cell = (pid_b * channels + offs_d) * (WIDTH - 1) + (t + WIDTH - 1)
+            tap += tl.load(initial_ptr + cell, mask=_live(mask_d, offs_d, t < 0), other=0.0).to(tl.float32)
+        window += (tap,)
+    for i in range(TILES):
+        rows = window
+        for j in tl.static_range(ROWS):
+            t = first + i * ROWS + j
+            row = tl.load(x_base + t.to(tl.int64) * stride_x_t, mask=_live(mask_d, offs_d, t < seqlen), other=0.0)
+            rows += (row.to(tl.float32),)
+        for j in tl.static_range(ROWS):
+            t = first + i * ROWS + j
+            if VARLEN:
+                while (t >= end) & (seq < nseqs - 1):
+                    seq += 1
+                    begin = _offset(cu_seqlens_ptr, seq, seqlen)
+                    end = _offset(cu_seqlens_ptr, seq + 1, seqlen)
+            y = bias
+            for k in tl.static_range(WIDTH):
+                tap = rows[j + k]
+                if VARLEN and k < WIDTH - 1:
+                    place = t - begin + k  # in initial state and inputs of the sequence, one after the other
+                    tap = tl.where(place >= WIDTH - 1, tap, 0.0)
+                    if initial_ptr is not None:
+                        cell = (seq.to(tl.int64) * channels + offs_d) * (WIDTH - 1) + place
+                        early = _live(mask_d, offs_d, (place >= 0) & (place < WIDTH - 1))
+                        tap += tl.load(initial_ptr + cell, mask=early, other=0.0).to(tl.float32)
+                y += tap * weights[k]
+            if SILU:
+                y = _silu(y)
+            y_row = y_base + t.to(tl.int64) * channels
+            tl.store(y_row, y.to(y_ptr.dtype.element_ty), mask=_live(mask_d, offs_d, t < seqlen))
+        window = rows[ROWS:]
+    offs_w = tl.arange(0, BLOCK_W)
+    live = mask_d[:, None] & (offs_w < WIDTH - 1)[None, :]
+    for s in range(pid_t, nseqs if VARLEN else 1, tl.num_programs(1)):
+        origin = 0
         length = seqlen
-        row = pid_b
+        cells = (pid_b + s) * channels * (WIDTH - 1) + offs_d[:, None] * (WIDTH - 1)
         if VARLEN:
-            row = (pid_t - blocks_t).to(tl.int64)
-            begin = tl.load(cu_seqlens_ptr + row).to(tl.int32)
-            length = tl.load(cu_seqlens_ptr + row + 1).to(tl.int32) - begin
-        offs_w = tl.arange(0, BLOCK_W)
+            origin = _offset(cu_seqlens_ptr, s, seqlen)
+            length = tl.maximum(_offset(cu_seqlens_ptr, s + 1, seqlen) - origin, 0)
         place = length + offs_w  # in initial state and inputs, one after the other
-        live = mask_d[:, None] & (offs_w < WIDTH - 1)[None, :]
-        origin = (begin + place - (WIDTH - 1)).to(tl.int64)
-        new = tl.load(x_base + origin[None, :] * stride_x_t + offs_d[:, None],
+        source = (origin + place - (WIDTH - 1)).to(tl.int64)
+        new = tl.load(x_base[:, None] + source[None, :] * stride_x_t,
                       mask=live & (place >= WIDTH - 1)[None, :], other=0.0).to(tl.float32)  # fmt: skip
-        cells = (row * channels + offs_d[:, None]) * (WIDTH - 1)
         if initial_ptr is not None:
             new += tl.load(initial_ptr + cells + place[None, :], mask=live & (place < WIDTH - 1)[None, :],
                            other=0.0).to(tl.float32)  # fmt: skip
@@ -133,77 +167,78 @@ def _causal_conv1d_step_kernel(
     tl.store(new_state_ptr + cells[:, None] + offs_w[None, :], new.to(new_state_ptr.dtype.element_ty), mask=live)
 
 
+@planned(SPEC, x=last_contiguous, weight=contiguous, bias=contiguous, initial_state=contiguous, cu_seqlens=contiguous)
 def causal_conv1d(
     *, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, initial_state: torch.Tensor | None,
     cu_seqlens: torch.Tensor | None, activation: str | None,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Compute `refold.ops.causal_conv1d`."""
-    x = last_contiguous(x)
-    weight, bias, initial_state, cu_seqlens = (contiguous(a) for a in (weight, bias, initial_state, cu_seqlens))
-    key = (
-        tensor_key(x), tensor_key(weight), tensor_key(bias), tensor_key(initial_state), tensor_key(cu_seqlens),
-        activation, x.device,
-    )  # fmt: skip
-    plan = _PLANS.get(key)
-    if plan is None:
-        batch, seqlen, channels = x.shape
-        width = weight.shape[1]
-        nseqs = batch if cu_seqlens is None else cu_seqlens.numel() - 1
-        block_t, block_d = 32, 128
-        blocks_t = triton.cdiv(seqlen, block_t)
-        consts = {
-            "WIDTH": width, "BLOCK_W": triton.next_power_of_2(max(1, width - 1)), "BLOCK_T": block_t,
-            "BLOCK_D": block_d, "SILU": activation == "silu", "VARLEN": cu_seqlens is not None,
-        }  # fmt: skip
-        states = nseqs if cu_seqlens is not None else 1
-        grid = (triton.cdiv(channels, block_d), blocks_t + states, batch)
-        launch = Launch(_causal_conv1d_fwd_kernel, grid, consts, {"num_warps": 4})
-        plan = _PLANS[key] = (
-            launch, (seqlen, channels, blocks_t, nseqs, *x.stride()[:2]), (nseqs, channels, width - 1)
-        )  # fmt: skip
-    launch, ints, state_shape = plan
-    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    final = torch.empty(state_shape, dtype=x.dtype, device=x.device)
-    launch(current_stream(x.device), cu_seqlens, x, weight, bias, initial_state, y, final, *ints)
-    return y, final
+) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:  # fmt: skip
+    """Plan `refold.ops.causal_conv1d`."""
+    shape = batch, seqlen, channels = x.shape
+    width = weight.shape[1]
+    nseqs = batch if cu_seqlens is None else cu_seqlens.numel() - 1
+    blocks_d = triton.cdiv(channels, BLOCK_D)
+    tiles = max(2, triton.cdiv(seqlen, ROWS * 65535))  # a grid has at most 65535 blocks along its second axis
+    consts = {
+        "WIDTH": width, "BLOCK_W": triton.next_power_of_2(max(1, width - 1)), "ROWS": ROWS, "TILES": tiles,
+        "BLOCK_D": BLOCK_D, "SILU": activation == "silu", "VARLEN": cu_seqlens is not None,
+    }  # fmt: skip
+    grid = (blocks_d, triton.cdiv(seqlen, tiles * ROWS), batch)
+    launch = Launch(_causal_conv1d_fwd_kernel, grid, consts, {"num_warps": 1})
+    ints = (seqlen, channels, nseqs, *x.stride()[:2])
+    state_shape = (nseqs, channels, width - 1)
+
+    def run(x, weight, bias, initial_state, cu_seqlens):
+        device, dtype = x.device, x.dtype
+        y = torch.empty(shape, dtype=dtype, device=device)
+        final = torch.empty(state_shape, dtype=dtype, device=device)
+        launch(current_stream(device), cu_seqlens, x, weight, bias, initial_state, y, final, *ints)
+        return y, final
+
+    return run
 
 
-def causal_conv1d_step(
+def _plan_step(
     *, x: torch.Tensor, weight: torch.Tensor, state: torch.Tensor, bias: torch.Tensor | None, activation: str | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute `refold.ops.causal_conv1d_step`."""
-    new_state = torch.empty(state.shape, dtype=state.dtype, device=state.device)
-    return _step(x, weight, contiguous(state), new_state, bias, activation), new_state
+) -> Callable[..., torch.Tensor]:
+    """Return a function of the arrays and the new state, which may be the state, that returns y."""
+    shape = x.shape
+    batch, channels, _ = state.shape
+    width = weight.shape[1]
+    one = x.dim() == 2
+    consts = {
+        "WIDTH": width, "BLOCK_W": triton.next_power_of_2(max(1, width - 1)), "BLOCK_D": 256,
+        "SILU": activation == "silu",
+    }  # fmt: skip
+    launch = Launch(_causal_conv1d_step_kernel, (triton.cdiv(channels, 256), batch), consts, {"num_warps": 4})
+    ints = (1 if one else x.shape[1], channels, x.stride(0), 0 if one else x.stride(1))
+
+    def run(x, weight, state, bias, new_state):
+        y = torch.empty(shape, dtype=x.dtype, device=x.device)
+        launch(current_stream(x.device), x, weight, bias, state, new_state, y, *ints)
+        return y
+
+    return run
 
 
-def causal_conv1d_step_(*, state: torch.Tensor, **inputs: Any) -> torch.Tensor:
-    """Compute `refold.ops.causal_conv1d_step_`: the window is overwritten, the outputs are returned."""
-    own = contiguous(state)
-    y = _step(state=own, new_state=own, **inputs)
-    if own is not state:
-        state.copy_(own)
-    return y
+_step_layouts: dict[str, Any] = {
+    "x": last_contiguous, "weight": contiguous, "state": contiguous, "bias": contiguous
+}  # fmt: skip
 
 
-def _step(x, weight, state, new_state, bias, activation) -> torch.Tensor:
-    x, weight, bias = last_contiguous(x), contiguous(weight), contiguous(bias)
-    key = (
-        tensor_key(x), tensor_key(weight), tensor_key(bias), tensor_key(state), tensor_key(new_state), activation,
-        x.device,
-    )  # fmt: skip
-    plan = _PLANS.get(key)
-    if plan is None:
-        batch, channels, _ = state.shape
-        width = weight.shape[1]
-        one = x.dim() == 2
-        consts = {
-            "WIDTH": width, "BLOCK_W": triton.next_power_of_2(max(1, width - 1)), "BLOCK_D": 256,
-            "SILU": activation == "silu",
-        }  # fmt: skip
-        launch = Launch(_causal_conv1d_step_kernel, (triton.cdiv(channels, 256), batch), consts, {"num_warps": 4})
-        ints = (1 if one else x.shape[1], channels, x.stride(0), 0 if one else x.stride(1))
-        plan = _PLANS[key] = (launch, ints)
-    launch, ints = plan
-    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    launch(current_stream(x.device), x, weight, bias, state, new_state, y, *ints)
-    return y
+@planned(STEP, **_step_layouts)
+def causal_conv1d_step(**arguments: Any) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
+    """Plan `refold.ops.causal_conv1d_step`."""
+    step = _plan_step(**arguments)
+
+    def run(x, weight, state, bias):
+        new_state = torch.empty(state.shape, dtype=state.dtype, device=state.device)
+        return step(x, weight, state, bias, new_state), new_state
+
+    return run
+
+
+@planned(STEP, **_step_layouts)
+def causal_conv1d_step_(**arguments: Any) -> Callable[..., torch.Tensor]:
+    """Plan `refold.ops.causal_conv1d_step_`: the window, contiguous, is overwritten and the outputs are returned."""
+    step = _plan_step(**arguments)
+    return lambda x, weight, state, bias: step(x, weight, state, bias, state)

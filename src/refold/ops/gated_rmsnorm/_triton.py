@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
-from refold.ops.launch import Launch, contiguous, current_stream, refusal, tensor_key
+from refold.ops.gated_rmsnorm.spec import SPEC
+from refold.ops.launch import Launch, contiguous, current_stream, planned, refusal
 from refold.ops.spec import Meta
 from refold.ops.ssd._triton_kernels import _silu
 
-_PLANS: dict[Any, Any] = {}
 MAX_GROUP = 65536
+MAX_PARTS = 8
 
 
 def supports(meta: Meta) -> str | None:
@@ -27,60 +29,73 @@ def supports(meta: Meta) -> str | None:
 @triton.jit
 def _gated_rmsnorm_fwd_kernel(
     x_ptr, z_ptr, weight_ptr, y_ptr, nrows, channels, stride_x, stride_z, group_size, eps,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, NORM_FIRST: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, NORM_FIRST: tl.constexpr,
 ):  # fmt: skip
-    """Grid (blocks of rows, groups): a program owns ROWS rows of one group of channels.
+    """Grid (blocks of rows, groups): a program owns ROWS rows of one group of channels, PARTS times BLOCK of them.
 
     Reads x and z once and writes y once; float32 sums. The last rows and the tail of a group may be ragged.
     """
     offs_r = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     offs_in = tl.arange(0, BLOCK)
     offs_c = tl.program_id(1) * group_size + offs_in
-    mask_c = (offs_in < group_size) & (offs_c < channels)
-    mask = (offs_r < nrows) & mask_c[None, :]
-    v = tl.load(x_ptr + offs_r * stride_x + offs_c[None, :], mask=mask, other=0.0).to(tl.float32)
-    weight = tl.load(weight_ptr + offs_c, mask=mask_c, other=0.0).to(tl.float32)
-    if z_ptr is not None:
-        gate = _silu(tl.load(z_ptr + offs_r * stride_z + offs_c[None, :], mask=mask, other=0.0).to(tl.float32))
-        if not NORM_FIRST:
-            v *= gate
-    scale = 1.0 / tl.sqrt(tl.sum(v * v, axis=1) / group_size + eps)
-    y = v * scale[:, None] * weight[None, :]
-    if NORM_FIRST and z_ptr is not None:
-        y *= gate
-    tl.store(y_ptr + offs_r * channels + offs_c[None, :], y.to(y_ptr.dtype.element_ty), mask=mask)
+    squares = tl.zeros((ROWS, BLOCK), tl.float32)
+    values = ()  # type: Any
+    gates = ()  # type: Any
+    for i in tl.static_range(PARTS):
+        mask = (offs_r < nrows) & (offs_in + i * BLOCK < group_size)[None, :]
+        offs = (offs_c + i * BLOCK)[None, :]
+        v = tl.load(x_ptr + offs_r * stride_x + offs, mask=mask, other=0.0).to(tl.float32)
+        if z_ptr is not None:
+            gate = _silu(tl.load(z_ptr + offs_r * stride_z + offs, mask=mask, other=0.0).to(tl.float32))
+            if NORM_FIRST:
+                gates += (gate,)
+            else:
+                v *= gate
+        squares += v * v
+        values += (v,)
+    scale = 1.0 / tl.sqrt(tl.sum(squares, axis=1) / group_size + eps)
+    for i in tl.static_range(PARTS):
+        mask_c = offs_in + i * BLOCK < group_size
+        weight = tl.load(weight_ptr + offs_c + i * BLOCK, mask=mask_c, other=0.0).to(tl.float32)
+        y = values[i] * scale[:, None] * weight[None, :]
+        if NORM_FIRST and z_ptr is not None:
+            y *= gates[i]
+        rows = y_ptr + offs_r * channels + (offs_c + i * BLOCK)[None, :]
+        tl.store(rows, y.to(y_ptr.dtype.element_ty), mask=(offs_r < nrows) & mask_c[None, :])
 
 
+def _even_rows(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    """Return the tensor itself where it is rows of channels that are evenly spaced, else a copy."""
+    if tensor is None:
+        return None
+    rows = tensor.reshape(-1, tensor.shape[-1])
+    return tensor if rows.data_ptr() == tensor.data_ptr() and rows.stride(1) == 1 else tensor.contiguous()
+
+
+@planned(SPEC, x=_even_rows, z=_even_rows, weight=contiguous)
 def gated_rmsnorm(
     *, x: torch.Tensor, z: torch.Tensor | None, weight: torch.Tensor, eps: float, group_size: int | None,
     norm_before_gate: bool,
-) -> torch.Tensor:  # fmt: skip
-    """Compute `refold.ops.gated_rmsnorm`."""
-    channels = x.shape[-1]
-    shape = x.shape
-    x = _rows(x, channels)
-    z = None if z is None else _rows(z, channels)
-    weight = contiguous(weight)
-    key = tensor_key(x), tensor_key(z), tensor_key(weight), eps, group_size, norm_before_gate, x.device
-    plan = _PLANS.get(key)
-    if plan is None:
-        group = group_size or channels
-        block = triton.next_power_of_2(group)
-        rows = max(1, 1024 // block)
-        warps = min(16, max(1, rows * block // 512))
-        consts = {"ROWS": rows, "BLOCK": block, "NORM_FIRST": bool(norm_before_gate)}
-        grid = (triton.cdiv(x.shape[0], rows), channels // group)
-        launch = Launch(_gated_rmsnorm_fwd_kernel, grid, consts, {"num_warps": warps})
-        plan = _PLANS[key] = (
-            launch, (x.shape[0], channels, x.stride(0), 0 if z is None else z.stride(0), group, float(eps))
-        )  # fmt: skip
-    launch, numbers = plan
-    y = torch.empty(shape, dtype=x.dtype, device=x.device)
-    launch(current_stream(x.device), x, z, weight, y, *numbers)
-    return y
+) -> Callable[..., torch.Tensor]:  # fmt: skip
+    """Plan `refold.ops.gated_rmsnorm`."""
+    shape, channels = x.shape, x.shape[-1]
+    nrows = x.numel() // channels
+    group = group_size or channels
+    # Threads hold 8 neighbouring channels (16 bytes of 16 bits) a part; few, full parts waste the fewest lanes.
+    warps = min(16, max(4, triton.next_power_of_2(triton.cdiv(group, 8 * 32 * MAX_PARTS))))
+    block = min(triton.next_power_of_2(group), max(8 * 32 * warps, triton.next_power_of_2(group) // MAX_PARTS))
+    consts: dict[str, Any] = {
+        "ROWS": max(1, 1024 // block), "BLOCK": block, "PARTS": triton.cdiv(group, block),
+        "NORM_FIRST": bool(norm_before_gate),
+    }  # fmt: skip
+    grid = (triton.cdiv(nrows, consts["ROWS"]), channels // group)
+    launch = Launch(_gated_rmsnorm_fwd_kernel, grid, consts, {"num_warps": warps})
+    stride_x, stride_z = (0 if a is None else a.reshape(-1, channels).stride(0) for a in (x, z))
+    numbers = (nrows, channels, stride_x, stride_z, group, float(eps))
 
+    def run(x, z, weight):
+        y = torch.empty(shape, dtype=x.dtype, device=x.device)
+        launch(current_stream(x.device), x, z, weight, y, *numbers)
+        return y
 
-def _rows(tensor: torch.Tensor, channels: int) -> torch.Tensor:
-    """Return a tensor as rows of channels; a copy only where the rows are not evenly spaced."""
-    tensor = tensor.reshape(-1, channels)
-    return tensor if tensor.stride(1) == 1 else tensor.contiguous()
+    return run

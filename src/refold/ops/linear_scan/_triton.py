@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
 
 import torch
 import triton
 import triton.language as tl
 
 from refold.ops.configs import device_limits
-from refold.ops.launch import Launch, contiguous, current_stream, refusal, tensor_key
+from refold.ops.launch import Launch, contiguous, current_stream, planned, refusal
+from refold.ops.linear_scan.spec import SPEC
 from refold.ops.spec import Meta
 
-_PLANS: dict[Any, Any] = {}
 UNROLL = 8
 
 
@@ -38,8 +38,10 @@ def _linear_scan_fwd_kernel(
     begin = pid_k * seqlen
     length = seqlen
     if cu_seqlens_ptr is not None:
-        begin = tl.load(cu_seqlens_ptr + pid_k).to(tl.int64)
-        length = (tl.load(cu_seqlens_ptr + pid_k + 1) - begin).to(tl.int32)
+        # Wrong offsets must not lead out of the arrays.
+        begin = tl.minimum(tl.maximum(tl.load(cu_seqlens_ptr + pid_k).to(tl.int64), 0), seqlen)
+        end = tl.minimum(tl.load(cu_seqlens_ptr + pid_k + 1).to(tl.int64), seqlen)
+        length = tl.maximum(end - begin, 0).to(tl.int32)
     state = tl.zeros((BLOCK,), tl.float32)
     factor = tl.zeros((BLOCK,), tl.float32) + 1.0
     row = pid_k * nsegments * channels
@@ -70,41 +72,42 @@ def _linear_scan_fwd_kernel(
         tl.store(final_ptr + pid_k * channels + offs, state.to(final_ptr.dtype.element_ty), mask=mask)
 
 
+@planned(SPEC, a=contiguous, x=contiguous, initial_state=contiguous, cu_seqlens=contiguous)
 def linear_scan(
     *, a: torch.Tensor, x: torch.Tensor, initial_state: torch.Tensor | None, cu_seqlens: torch.Tensor | None,
     reverse: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Compute `refold.ops.linear_scan`."""
-    a, x, initial_state, cu_seqlens = (contiguous(v) for v in (a, x, initial_state, cu_seqlens))
-    key = tensor_key(a), tensor_key(x), tensor_key(initial_state), tensor_key(cu_seqlens), reverse, x.device
-    plan = _PLANS.get(key)
-    if plan is None:
-        batch, seqlen = x.shape[:2]
-        channels = max(1, x[0, 0].numel())
-        nseqs = batch if cu_seqlens is None else cu_seqlens.numel() - 1
-        block, nsegments = 64, 1
-        blocks = triton.cdiv(channels, block)
-        slots = device_limits(x.device)[0] * 8
-        if cu_seqlens is None and blocks * batch * 2 < slots:
-            nsegments = max(1, min(slots // (blocks * batch), 64, seqlen // 64))
-        segment = seqlen if nsegments == 1 else triton.cdiv(triton.cdiv(seqlen, nsegments), UNROLL) * UNROLL
-        nsegments = triton.cdiv(seqlen, segment)
-        consts = {"BLOCK": block, "UNROLL": UNROLL, "REVERSE": bool(reverse)}
-        options = {"num_warps": 2}
-        local = None
-        if nsegments > 1:
-            grid = (blocks, nsegments - 1, nseqs)
-            local = Launch(_linear_scan_fwd_kernel, grid, {**consts, "LOCAL": True}, options)
-        scan = Launch(_linear_scan_fwd_kernel, (blocks, nsegments, nseqs), {**consts, "LOCAL": False}, options)
-        ints = (seqlen, segment, nsegments, channels)
-        plan = _PLANS[key] = (local, scan, ints, (nseqs, *x.shape[2:]), nseqs * nsegments * channels)
-    local, scan, ints, state_shape, rows = plan
-    h = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    final = torch.empty(state_shape, dtype=torch.float32, device=x.device)
-    stream = current_stream(x.device)
-    states = factors = final  # never read where there is one segment
-    if local is not None:
-        states, factors = torch.empty((2, rows), dtype=torch.float32, device=x.device)
-        local(stream, cu_seqlens, a, x, initial_state, states, factors, h, final, *ints)
-    scan(stream, cu_seqlens, a, x, initial_state, states, factors, h, final, *ints)
-    return h, final
+) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:  # fmt: skip
+    """Plan `refold.ops.linear_scan`."""
+    batch, seqlen = x.shape[:2]
+    channels = max(1, x[0, 0].numel())
+    nseqs = batch if cu_seqlens is None else cu_seqlens.numel() - 1
+    block, nsegments = 64, 1
+    blocks = triton.cdiv(channels, block)
+    slots = device_limits(x.device)[0] * 8
+    if cu_seqlens is None and blocks * batch * 2 < slots:
+        nsegments = max(1, min(slots // (blocks * batch), 64, seqlen // 64))
+    segment = seqlen if nsegments == 1 else triton.cdiv(triton.cdiv(seqlen, nsegments), UNROLL) * UNROLL
+    nsegments = triton.cdiv(seqlen, segment)
+    consts = {"BLOCK": block, "UNROLL": UNROLL, "REVERSE": bool(reverse)}
+    options = {"num_warps": 2}
+    local = None
+    if nsegments > 1:
+        grid = (blocks, nsegments - 1, nseqs)
+        local = Launch(_linear_scan_fwd_kernel, grid, {**consts, "LOCAL": True}, options)
+    scan = Launch(_linear_scan_fwd_kernel, (blocks, nsegments, nseqs), {**consts, "LOCAL": False}, options)
+    ints = (seqlen, segment, nsegments, channels)
+    shape, state_shape, rows = x.shape, (nseqs, *x.shape[2:]), nseqs * nsegments * channels
+
+    def run(a, x, initial_state, cu_seqlens):
+        device = x.device
+        h = torch.empty(shape, dtype=x.dtype, device=device)
+        final = torch.empty(state_shape, dtype=torch.float32, device=device)
+        stream = current_stream(device)
+        states = factors = final  # never read where there is one segment
+        if local is not None:
+            states, factors = torch.empty((2, rows), dtype=torch.float32, device=device)
+            local(stream, cu_seqlens, a, x, initial_state, states, factors, h, final, *ints)
+        scan(stream, cu_seqlens, a, x, initial_state, states, factors, h, final, *ints)
+        return h, final
+
+    return run

@@ -1,13 +1,27 @@
-"""`_selective_scan_fwd_kernel` with its layout pinned for NVIDIA GPUs: a lane a channel, all states in its registers.
+"""`_selective_scan_fwd_kernel` for NVIDIA GPUs from Ampere on, with layouts and shared memory laid out by hand.
 
-Left to itself the compiler spreads states over lanes, and then shuffles for every sum over them. The next token's rows
-are loaded while this one's are used, since loads do not move above the stores of y.
+A program takes its channels through time a tile of tokens at a time. All its threads form the steps of the tile and
+put them, with x * step, B and C, into shared memory as float32. Then the states walk through the tile: those of a
+channel lie in LANES lanes and take GROUP tokens at a time, so that a state and token cost one exponential, four
+products and sums, and part of a 16-byte read. The parts of y go back through shared memory to the threads that hold x
+and z.
+
+The fewer states a lane owns, the more warps share a channel: few channels fill the device without cutting time, which
+costs every exponential twice. The more it owns, the fewer reads of B and C each takes.
+
+The rows of the next two tiles are copied asynchronously meanwhile. Loads into registers would be simpler, but a warp
+has six scoreboards for all that takes time: who waits for an exponential then waits for memory as well.
 """
 
 from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+
+# Two names that differ between versions of Triton (3.6 and 3.9 at hand).
+_async_load = getattr(async_copy, "async_load", async_copy.async_copy_global_to_shared)
+_REINTERPRET = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
 
 
 @gluon.jit
@@ -18,11 +32,77 @@ def _exp2(v):
 
 @gluon.jit
 def _softplus(v):
-    """log(1 + exp(v)) up to v = 20, v beyond; accurate to float32 also where exp(v) is far below 1."""
-    u = _exp2(gl.minimum(v, 20.0) * 1.4426950408889634)
-    w = 1.0 + u
-    log1p = gl.where(w == 1.0, u, gl.log(w) * (u / gl.where(w == 1.0, 1.0, w - 1.0)))
-    return gl.where(v <= 20.0, log1p, v)
+    """log(1 + exp(v)) to 1.4e-7, relative: max(v, 0) + log1p(w) with w = exp(-|v|) in (0, 1].
+
+    log1p(w) / w is a minimax polynomial: one special function in place of three, which set the pace of this kernel.
+    """
+    w = _exp2(gl.abs(v) * -1.4426950408889634)
+    p = 0.019851261749863625 - 0.0032439809292554855 * w
+    p = p * w - 0.056959159672260284
+    p = p * w + 0.10603617131710052
+    p = p * w - 0.15305569767951965
+    p = p * w + 0.19675931334495544
+    p = p * w - 0.24954132735729218
+    p = p * w + 0.3332996368408203
+    p = p * w - 0.4999990165233612
+    p = p * w + 1.0
+    return p * w + gl.maximum(v, 0.0)
+
+
+@gluon.jit
+def _silu(v):
+    grown = 1.0 + _exp2(v * -1.4426950408889634)
+    return v * gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [grown], gl.float32, True, 1)
+
+
+@gluon.jit
+def _advance(decay, state, next_decay, next_state):
+    """Compose two steps of the recurrence; in an unused decay nothing is computed."""
+    return decay * next_decay, state * next_decay + next_state
+
+
+@gluon.jit
+def _seen_as(tile, layout: gl.constexpr):
+    """Return the same shared memory under another layout."""
+    if _REINTERPRET:
+        return tile.reinterpret(tile.dtype, tile.shape, layout)
+    else:
+        return tile._reinterpret(tile.dtype, tile.shape, layout)
+
+
+@gluon.jit
+def _offset(cu_seqlens_ptr, i, seqlen):
+    """Return an offset of packed sequences, inside of the array whatever it holds."""
+    return gl.minimum(gl.maximum(gl.load(cu_seqlens_ptr + i).to(gl.int32), 0), seqlen)
+
+
+@gluon.jit
+def _append(values, value):
+    return values + (value,)  # noqa: RUF005
+
+
+@gluon.jit
+def _copy(tile, row, stride, columns, live):
+    """Start copying rows of global memory into a tile; zeros from row ``live`` and column ``columns`` on."""
+    wide: gl.constexpr = min(tile.shape[1], 128 // tile.dtype.primitive_bitwidth)
+    lanes: gl.constexpr = min(32, tile.shape[1] // wide)
+    layout: gl.constexpr = gl.BlockedLayout([1, wide], [32 // lanes, lanes], [gl.num_warps(), 1], [1, 0])
+    offs_t = gl.arange(0, tile.shape[0], layout=gl.SliceLayout(1, layout))
+    offs_c = gl.arange(0, tile.shape[1], layout=gl.SliceLayout(0, layout))
+    mask = (offs_t < live)[:, None] & (offs_c < columns)[None, :]
+    _async_load(tile, row + (offs_t * stride)[:, None] + offs_c[None, :], mask=mask)
+
+
+@gluon.jit
+def _fetch(of_channels, of_states, at, channels, t, end):
+    """Start copying the tiles that begin at token t, as one group; each is of (buffers, rows, stride)."""
+    for i in gl.static_range(len(of_channels)):
+        buffers, rows, stride = of_channels[i]
+        _copy(buffers.index(at), rows + t.to(gl.int64) * stride, stride, channels, end - t)
+    for i in gl.static_range(len(of_states)):
+        buffers, rows, stride = of_states[i]
+        _copy(buffers.index(at), rows + t.to(gl.int64) * stride, stride, buffers.shape[2], end - t)
+    async_copy.commit_group()
 
 
 @gluon.jit
@@ -32,99 +112,165 @@ def _selective_scan_fwd_lanes_kernel(
     seqlen, segment, nsegments, channels, dstate, group_channels,
     stride_x_b, stride_x_t, stride_dt_b, stride_dt_t, stride_B_b, stride_B_t, stride_B_g,
     stride_C_b, stride_C_t, stride_C_g, stride_z_b, stride_z_t,
-    BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr, SOFTPLUS: gl.constexpr, LOCAL: gl.constexpr,
+    BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_T: gl.constexpr, GROUP: gl.constexpr, LANES: gl.constexpr,
+    SOFTPLUS: gl.constexpr, LOCAL: gl.constexpr,
 ):  # fmt: skip
     """Grid (blocks of channels, segments, sequences): a program owns BLOCK_D channels of one segment.
 
     LOCAL writes the segment's own state and summed step; else y, from the state that the segments before it leave
-    behind, and the final state. Reads its inputs once. Float32; the last channels may be ragged.
+    behind, and the final state. Reads its inputs once. Float32. Rows of x, dt, z, B and C begin at multiples of 16
+    bytes; ``dstate`` is BLOCK_N; tokens and channels may be ragged.
     """
-    tile: gl.constexpr = gl.BlockedLayout([BLOCK_N, 1], [1, 32], [1, gl.num_warps()], [0, 1])
+    GROUPS: gl.constexpr = BLOCK_T // GROUP
+    WARPS: gl.constexpr = gl.num_warps()
+    OWN: gl.constexpr = BLOCK_D * LANES // (32 * WARPS)  # Channels a lane.
+    # (tokens of a group, channels, states); (groups, tokens of a group, channels, lanes) of y, not yet summed.
+    kcn: gl.constexpr = gl.BlockedLayout(
+        [GROUP, OWN, BLOCK_N // LANES], [1, 32 // LANES, LANES], [1, WARPS, 1], [1, 2, 0]
+    )
+    gkcl: gl.constexpr = gl.BlockedLayout(
+        [GROUPS, GROUP, OWN, 1], [1, 1, 32 // LANES, LANES], [1, 1, WARPS, 1], [2, 3, 1, 0]
+    )
+    cn: gl.constexpr = gl.SliceLayout(0, kcn)
+    # Tiles: (tokens, channels), the same with the lanes of y, (tokens, states).
+    c_lanes: gl.constexpr = min(32, BLOCK_D // 2)
+    n_lanes: gl.constexpr = min(32, BLOCK_N // 4)
+    tc: gl.constexpr = gl.BlockedLayout([1, 2], [32 // c_lanes, c_lanes], [WARPS, 1], [1, 0])
+    tcl: gl.constexpr = gl.BlockedLayout([1, 2 * LANES], [32 // c_lanes, c_lanes], [WARPS, 1], [1, 0])
+    tn: gl.constexpr = gl.BlockedLayout([1, 4], [32 // n_lanes, n_lanes], [WARPS, 1], [1, 0])
+
     pid_s = gl.program_id(1)
     pid_k = gl.program_id(2).to(gl.int64)
-    offs_d = gl.program_id(0) * BLOCK_D + gl.arange(0, BLOCK_D, layout=gl.SliceLayout(0, tile))
-    offs_n = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, tile))
-    live = offs_d < channels
-    mask = live[None, :] & (offs_n[:, None] >= 0)
-    offs_state = offs_d[None, :] * BLOCK_N + offs_n[:, None]
+    block = gl.program_id(0) * BLOCK_D
+    group = block // group_channels
     if cu_seqlens_ptr is None:
         pid_b = pid_k
         begin = pid_s * segment
         end = gl.minimum(begin + segment, seqlen)
     else:
         pid_b = pid_k * 0
-        begin = gl.load(cu_seqlens_ptr + pid_k).to(gl.int32)
-        end = gl.load(cu_seqlens_ptr + pid_k + 1).to(gl.int32)
+        begin = _offset(cu_seqlens_ptr, pid_k, seqlen)
+        end = _offset(cu_seqlens_ptr, pid_k + 1, seqlen)
+
+    # Two tiles on their way: the next one and the one after.
+    flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    next_x = gl.allocate_shared_memory(x_ptr.dtype.element_ty, [2, BLOCK_T, BLOCK_D], flat)
+    next_dt = gl.allocate_shared_memory(dt_ptr.dtype.element_ty, [2, BLOCK_T, BLOCK_D], flat)
+    next_B = gl.allocate_shared_memory(B_ptr.dtype.element_ty, [2, BLOCK_T, BLOCK_N], flat)
+    of_channels = (
+        (next_x, x_ptr + pid_b * stride_x_b + block, stride_x_t),
+        (next_dt, dt_ptr + pid_b * stride_dt_b + block, stride_dt_t),
+    )
+    of_states = ((next_B, B_ptr + pid_b * stride_B_b + group * stride_B_g, stride_B_t),)
+    if not LOCAL:
+        next_C = gl.allocate_shared_memory(C_ptr.dtype.element_ty, [2, BLOCK_T, BLOCK_N], flat)
+        of_states = _append(of_states, (next_C, C_ptr + pid_b * stride_C_b + group * stride_C_g, stride_C_t))
+        if z_ptr is not None:
+            next_z = gl.allocate_shared_memory(z_ptr.dtype.element_ty, [2, BLOCK_T, BLOCK_D], flat)
+            of_channels = _append(of_channels, (next_z, z_ptr + pid_b * stride_z_b + block, stride_z_t))
+    _fetch(of_channels, of_states, 0, channels - block, begin, end)
+    _fetch(of_channels, of_states, 1, channels - block, begin + BLOCK_T, end)
+
+    offs_d = block + gl.arange(0, BLOCK_D, layout=gl.SliceLayout(1, cn))
+    offs_n = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, cn))
+    offs_state = offs_d[:, None] * dstate + offs_n[None, :]
+    mask = (offs_d < channels)[:, None] & (offs_n >= 0)[None, :]
     A = gl.load(A_ptr + offs_state, mask=mask, other=0.0).to(gl.float32) * 1.4426950408889634
-    state = gl.zeros([BLOCK_N, BLOCK_D], gl.float32, layout=tile)
-    total = gl.zeros([BLOCK_D], gl.float32, layout=gl.SliceLayout(0, tile))
+    state = gl.zeros([BLOCK_D, BLOCK_N], gl.float32, layout=cn)
     row = pid_k * nsegments * channels
     if not LOCAL:
         if initial_ptr is not None:
-            initial = initial_ptr + pid_k * channels * BLOCK_N
+            initial = initial_ptr + pid_k * channels * dstate
             state = gl.load(initial + offs_state, mask=mask, other=0.0).to(gl.float32)
-        for s in range(pid_s):
-            before = row + s * channels
-            summed = gl.load(segment_step_ptr + before + offs_d, mask=live, other=0.0)
-            own = gl.load(segment_state_ptr + before * BLOCK_N + offs_state, mask=mask, other=0.0)
-            state = state * _exp2(summed[None, :] * A) + own
+        for earlier in range(pid_s):
+            before = row + earlier * channels
+            summed = gl.load(segment_step_ptr + before + offs_d, mask=offs_d < channels, other=0.0)
+            own = gl.load(segment_state_ptr + before * dstate + offs_state, mask=mask, other=0.0)
+            state = state * _exp2(summed[:, None] * A) + own
+    offs_t = gl.arange(0, BLOCK_T, layout=gl.SliceLayout(1, tc))
+    offs_c = block + gl.arange(0, BLOCK_D, layout=gl.SliceLayout(0, tc))
+    live = offs_c < channels
     if dt_bias_ptr is not None:
-        bias = gl.load(dt_bias_ptr + offs_d, mask=live, other=0.0).to(gl.float32)
+        bias = gl.load(dt_bias_ptr + offs_c, mask=live, other=0.0).to(gl.float32)
     if D_ptr is not None:
-        D = gl.load(D_ptr + offs_d, mask=live, other=0.0).to(gl.float32)
-    group = gl.program_id(0) * BLOCK_D // group_channels
-    last = gl.maximum(end - 1, 0)
-    first = gl.minimum(begin, last).to(gl.int64)
-    x_row = x_ptr + pid_b * stride_x_b + first * stride_x_t
-    dt_row = dt_ptr + pid_b * stride_dt_b + first * stride_dt_t
-    B_row = B_ptr + pid_b * stride_B_b + first * stride_B_t + group * stride_B_g
-    C_row = C_ptr + pid_b * stride_C_b + first * stride_C_t + group * stride_C_g
-    y_row = y_ptr + (pid_b * seqlen + first) * channels
-    next_x = gl.load(x_row + offs_d, mask=live, other=0.0)
-    next_dt = gl.load(dt_row + offs_d, mask=live, other=0.0)
-    next_B = gl.load(B_row + offs_n)
-    if not LOCAL:
-        next_C = gl.load(C_row + offs_n)
-        if z_ptr is not None:
-            z_row = z_ptr + pid_b * stride_z_b + first * stride_z_t
-            next_z = gl.load(z_row + offs_d, mask=live, other=0.0)
-    for t in range(begin, end):
-        x = next_x.to(gl.float32)
-        step = next_dt.to(gl.float32)
-        B = next_B.to(gl.float32)
-        more = (t < last).to(gl.int32)
-        x_row += more * stride_x_t
-        dt_row += more * stride_dt_t
-        B_row += more * stride_B_t
-        next_x = gl.load(x_row + offs_d, mask=live, other=0.0)
-        next_dt = gl.load(dt_row + offs_d, mask=live, other=0.0)
-        next_B = gl.load(B_row + offs_n)
-        if not LOCAL:
-            C = next_C.to(gl.float32)
-            C_row += more * stride_C_t
-            next_C = gl.load(C_row + offs_n)
-            if z_ptr is not None:
-                z = next_z.to(gl.float32)
-                z_row += more * stride_z_t
-                next_z = gl.load(z_row + offs_d, mask=live, other=0.0)
+        D = gl.load(D_ptr + offs_c, mask=live, other=0.0).to(gl.float32)
+    y_row = y_ptr + (pid_b * seqlen + begin) * channels
+    offs_y = offs_t[:, None] * channels + offs_c[None, :]
+
+    # Stored by tile and read by group: tokens lie next to each other in the steps, states in B and C.
+    by_channel: gl.constexpr = [GROUPS, GROUP, BLOCK_D]
+    by_state: gl.constexpr = [GROUPS, GROUP, BLOCK_N]
+    tile_of_channels: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 2, 0])
+    tile_of_states: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
+    group_of_channels: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0, 1])
+    tile_step = gl.allocate_shared_memory(gl.float32, by_channel, tile_of_channels)
+    tile_input = gl.allocate_shared_memory(gl.float32, by_channel, tile_of_channels)
+    tile_B = gl.allocate_shared_memory(gl.float32, by_state, tile_of_states)
+    group_step = _seen_as(tile_step, group_of_channels)
+    group_input = _seen_as(tile_input, group_of_channels)
+    group_B = _seen_as(tile_B, flat)
+    if LOCAL:
+        total = gl.zeros([BLOCK_T, BLOCK_D], gl.float32, layout=tc)
+    else:
+        tile_C = gl.allocate_shared_memory(gl.float32, by_state, tile_of_states)
+        group_C = _seen_as(tile_C, flat)
+        swizzled: gl.constexpr = gl.SwizzledSharedLayout(4, 1, 8, [1, 0])
+        tile_y = gl.allocate_shared_memory(gl.float32, [BLOCK_T, BLOCK_D * LANES], swizzled)
+        parts = gl.zeros([GROUPS, GROUP, BLOCK_D, LANES], gl.float32, layout=gkcl)
+        slot = gl.arange(0, GROUPS, layout=gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, gkcl))))
+        slot = slot[:, None, None, None]
+    token = gl.arange(0, GROUP, layout=gl.SliceLayout(1, gl.SliceLayout(2, kcn)))[:, None, None]
+
+    for t in range(begin, end, BLOCK_T):
+        at = (t - begin) // BLOCK_T % 2
+        async_copy.wait_group(1)
+        x = next_x.index(at).load(tc).to(gl.float32)
+        step = next_dt.index(at).load(tc).to(gl.float32)
         if dt_bias_ptr is not None:
-            step += bias
+            step += bias[None, :]
         if SOFTPLUS:
             step = _softplus(step)
-        state = state * _exp2(step[None, :] * A) + (x * step)[None, :] * B[:, None]
+        inside = (t + offs_t < end)[:, None] & live[None, :]
+        step = gl.where(inside, step, 0.0)
+        tile_step.store(gl.reshape(step, by_channel))
+        tile_input.store(gl.reshape(step * x, by_channel))
+        tile_B.store(gl.reshape(next_B.index(at).load(tn).to(gl.float32), by_state))
         if LOCAL:
             total += step
         else:
-            y = gl.sum(state * C[:, None], axis=0)
-            if D_ptr is not None:
-                y += D * x
+            tile_C.store(gl.reshape(next_C.index(at).load(tn).to(gl.float32), by_state))
             if z_ptr is not None:
-                y *= z / (1.0 + _exp2(z * -1.4426950408889634))
-            gl.store(y_row + offs_d, y.to(y_ptr.dtype.element_ty), mask=live)
-            y_row += channels
+                z = next_z.index(at).load(tc)
+        _fetch(of_channels, of_states, at, channels - block, t + 2 * BLOCK_T, end)
+        for g in gl.static_range(GROUPS):
+            s = group_step.index(g).load(gl.SliceLayout(2, kcn))
+            u = group_input.index(g).load(gl.SliceLayout(2, kcn))
+            B = group_B.index(g).load(gl.SliceLayout(1, kcn))
+            decay = _exp2(s[:, :, None] * A[None, :, :])
+            fed = u[:, :, None] * B[:, None, :]
+            fed = gl.where(token == 0, decay * state[None, :, :] + fed, fed)
+            _, walked = gl.associative_scan((decay, fed), 0, _advance)
+            # The last of them, summed as integers, since the compiler leaves out adding their zeros.
+            last = gl.sum(gl.where(token == GROUP - 1, walked.to(gl.int32, bitcast=True), 0), axis=0)
+            state = gl.convert_layout(last.to(gl.float32, bitcast=True), cn, assert_trivial=True)
+            if not LOCAL:
+                C = group_C.index(g).load(gl.SliceLayout(1, kcn))
+                products = gl.reshape(walked * C[:, None, :], [GROUP, BLOCK_D, LANES, BLOCK_N // LANES])
+                part = gl.convert_layout(gl.sum(products, axis=3), gl.SliceLayout(0, gkcl), assert_trivial=True)
+                parts = gl.where(slot == g, part[None, :, :, :], parts)
+        if not LOCAL:
+            tile_y.store(gl.reshape(parts, [BLOCK_T, BLOCK_D * LANES]))
+            y = gl.sum(gl.reshape(tile_y.load(tcl), [BLOCK_T, BLOCK_D, LANES]), axis=2)
+            y = gl.convert_layout(y, tc, assert_trivial=True)
+            if D_ptr is not None:
+                y += D[None, :] * x
+            if z_ptr is not None:
+                y *= _silu(z.to(gl.float32))
+            gl.store(y_row + offs_y, y.to(y_ptr.dtype.element_ty), mask=inside)
+            y_row += BLOCK_T * channels
     if LOCAL:
-        gl.store(segment_state_ptr + (row + pid_s * channels) * BLOCK_N + offs_state, state, mask=mask)
-        gl.store(segment_step_ptr + row + pid_s * channels + offs_d, total, mask=live)
+        gl.store(segment_state_ptr + (row + pid_s * channels) * dstate + offs_state, state, mask=mask)
+        gl.store(segment_step_ptr + row + pid_s * channels + offs_c, gl.sum(total, axis=0), mask=live)
     elif pid_s == nsegments - 1:
-        final = final_ptr + pid_k * channels * BLOCK_N
+        final = final_ptr + pid_k * channels * dstate
         gl.store(final + offs_state, state.to(final_ptr.dtype.element_ty), mask=mask)

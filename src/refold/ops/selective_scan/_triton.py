@@ -1,21 +1,18 @@
-"""Mamba-1 scan on GPUs with Triton: plans the launches of `_triton_kernels` and keeps the plans."""
+"""Mamba-1 scan on GPUs with Triton: plans the launches of `_triton_kernels` and `_gluon_kernels`."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import triton
 
 from refold.ops.configs import device_limits, lookup
-from refold.ops.launch import PTX, Launch, contiguous, current_stream, last_contiguous, refusal, tensor_key
+from refold.ops.launch import PTX, Launch, contiguous, current_stream, last_contiguous, planned, refusal
 from refold.ops.selective_scan import _triton_kernels as kernels
+from refold.ops.selective_scan.spec import SPEC, STEP
 from refold.ops.spec import Meta
-
-_PLANS: dict[Any, Any] = {}
-PLAIN = {"block_d": 64, "warps": 2}
-"""Of the kernel that the compiler lays out. 1, 4 and 16 x 512 x 1024 x 32, with decays, on an H200: 85, 161 and 488 us;
-101, 215 and 650 with the blocks of 32 channels and one warp that suit the other kernel."""
 
 
 def supports(meta: Meta) -> str | None:
@@ -25,150 +22,178 @@ def supports(meta: Meta) -> str | None:
     return refusal(meta)
 
 
+@planned(
+    SPEC, x=last_contiguous, dt=last_contiguous, A=contiguous, B=last_contiguous, C=last_contiguous, D=contiguous,
+    z=last_contiguous, dt_bias=contiguous, decay=last_contiguous, initial_state=contiguous, cu_seqlens=contiguous,
+)  # fmt: skip
 def selective_scan(
     *, x: torch.Tensor, dt: torch.Tensor, A: torch.Tensor, B: torch.Tensor, C: torch.Tensor, D: torch.Tensor | None,
     z: torch.Tensor | None, dt_bias: torch.Tensor | None, decay: torch.Tensor | None,
     initial_state: torch.Tensor | None, cu_seqlens: torch.Tensor | None, dt_softplus: bool,
     state_dtype: torch.dtype | None, config: dict[str, int] | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Compute `refold.ops.selective_scan`; ``config`` overrides entries of the configuration table."""
-    x, dt, z, decay, B, C = (last_contiguous(a) for a in (x, dt, z, decay, B, C))
-    A, D, dt_bias, initial_state, cu_seqlens = (contiguous(a) for a in (A, D, dt_bias, initial_state, cu_seqlens))
-    key = (
-        tensor_key(x), tensor_key(dt), tensor_key(A), tensor_key(B), tensor_key(C), tensor_key(D), tensor_key(z),
-        tensor_key(dt_bias), tensor_key(decay), tensor_key(initial_state), tensor_key(cu_seqlens), dt_softplus,
-        state_dtype, x.device, None if config is None else tuple(config.items()),
-    )  # fmt: skip
-    plan = _PLANS.get(key)
-    if plan is None:
-        plan = _PLANS[key] = _Plan(x, dt, A, B, C, z, decay, cu_seqlens, dt_softplus, config)
-    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    final = torch.empty((plan.sequences, *A.shape), dtype=state_dtype or torch.float32, device=x.device)
-    stream = current_stream(x.device)
-    states = steps = final  # never read where there is one segment
-    if plan.local is not None:
-        states = torch.empty(plan.rows * A.shape[1], dtype=torch.float32, device=x.device)
-        steps = torch.empty(plan.rows if decay is None else states.numel(), dtype=torch.float32, device=x.device)
-    arrays: tuple[Any, ...] = (cu_seqlens, x, dt, A, B, C, D, z, dt_bias, initial_state, states, steps, y, final)
-    if not plan.lanes:
-        arrays += (decay,)
-    if plan.local is not None:
-        plan.local(stream, *arrays, *plan.ints)
-    plan.scan(stream, *arrays, *plan.ints)
-    return y, final
-
-
-def _grouped(projection: torch.Tensor, at: int) -> tuple[int, ...]:
-    """Return the strides of batch, (time) and group of B or C; without a group axis the last is 0."""
-    strides = projection.stride()[:-1]
-    return strides if len(strides) == at + 1 else (*strides, 0)
-
-
-class _Plan:
-    """How one combination of shapes, strides, dtypes and options runs."""
-
-    def __init__(self, x, dt, A, B, C, z, decay, cu_seqlens, dt_softplus, config) -> None:
-        batch, seqlen, channels = x.shape
-        dstate = A.shape[1]
-        ngroups = max(B.shape[2] if B.dim() == 4 else 1, C.shape[2] if C.dim() == 4 else 1)
-        sizes = lookup("selective_scan", x.device, x.dtype)
-        self.sequences = sequences = batch if cu_seqlens is None else cu_seqlens.numel() - 1
-        block_n = triton.next_power_of_2(dstate)
-        split = ngroups > 1 and (channels // ngroups) % sizes["block_d"] != 0
-        plain = decay is not None or split or block_n != dstate or not 2 <= dstate <= 64
-        self.lanes = lanes = PTX and x.device.type == "cuda" and not plain
-        config = sizes | ({} if lanes else PLAIN) | (config or {})
-        grouped = ngroups > 1 and (channels // ngroups) % config["block_d"] != 0
-        block_d, warps = config["block_d"], config["warps"]
-        blocks = triton.cdiv(channels, block_d)
-        nsegments = 1
-        if cu_seqlens is None:
-            slots = device_limits(x.device)[0] * config["slots"]
-            nsegments = config.get("segments") or _choose_segments(seqlen, batch * blocks, slots)
-        segment = triton.cdiv(seqlen, nsegments)
-        nsegments = triton.cdiv(seqlen, segment)
-        self.rows = sequences * nsegments * channels
-        B_strides, C_strides = _grouped(B, 2), _grouped(C, 2)
-        self.ints = (
-            seqlen, segment, nsegments, channels, dstate, channels // ngroups, *x.stride()[:2], *dt.stride()[:2],
-            *B_strides, *C_strides, *((0, 0) if z is None else z.stride()[:2]),
-        )  # fmt: skip
-        consts = {"BLOCK_D": block_d, "BLOCK_N": block_n, "SOFTPLUS": bool(dt_softplus)}
+) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:  # fmt: skip
+    """Plan `refold.ops.selective_scan`; ``config`` overrides entries of the configuration table."""
+    batch, seqlen, channels = shape = x.shape
+    dstate = A.shape[1]
+    ngroups = max(B.shape[2] if B.dim() == 4 else 1, C.shape[2] if C.dim() == 4 else 1)
+    sequences = batch if cu_seqlens is None else cu_seqlens.numel() - 1
+    tokens = seqlen if cu_seqlens is None else 0  # Those of packed sequences are not cut into segments.
+    sizes: dict[str, int] | None = None
+    plain_ints: tuple[int, ...] = ()
+    if decay is None:
+        sizes = _lanes_sizes(x, dt, B, C, z, dstate, sequences, tokens, ngroups, config or {})
+    if lanes := sizes is not None:
+        from refold.ops.selective_scan._gluon_kernels import _selective_scan_fwd_lanes_kernel as kernel
+    else:
         kernel = kernels._selective_scan_fwd_kernel
-        if lanes:
-            from refold.ops.selective_scan._gluon_kernels import _selective_scan_fwd_lanes_kernel as kernel
-        else:
-            consts |= {"UNROLL": config["unroll"], "GROUPED": grouped}
-            self.ints += (0, 0) if decay is None else decay.stride()[:2]
-        options = {"num_warps": warps}
-        self.local = None
-        if nsegments > 1:
-            grid = (blocks, nsegments - 1, sequences)
-            self.local = Launch(kernel, grid, {**consts, "LOCAL": True}, options)
-        grid = (blocks, nsegments, sequences)
-        self.scan = Launch(kernel, grid, {**consts, "LOCAL": False}, options)
+        sizes = _plain_sizes(x, sequences, tokens, ngroups, config or {})
+        plain_ints = (0, 0) if decay is None else decay.stride()[:2]
+    warps, nsegments, tile = sizes.pop("warps"), sizes.pop("segments"), sizes.get("BLOCK_T", 1)
+    segment = triton.cdiv(triton.cdiv(seqlen, nsegments), tile) * tile
+    nsegments = triton.cdiv(seqlen, segment)
+    blocks = triton.cdiv(channels, sizes["BLOCK_D"])
+    consts = {**sizes, "BLOCK_N": triton.next_power_of_2(dstate), "SOFTPLUS": bool(dt_softplus)}
+    options = {"num_warps": warps}
+    local = None
+    if nsegments > 1:
+        local = Launch(kernel, (blocks, nsegments - 1, sequences), {**consts, "LOCAL": True}, options)
+    scan = Launch(kernel, (blocks, nsegments, sequences), {**consts, "LOCAL": False}, options)
+    ints = (
+        seqlen, segment, nsegments, channels, dstate, channels // ngroups, *x.stride()[:2], *dt.stride()[:2],
+        *_grouped(B), *_grouped(C), *((0, 0) if z is None else z.stride()[:2]), *plain_ints,
+    )  # fmt: skip
+    rows = sequences * nsegments * channels
+    final_shape, final_dtype = (sequences, *A.shape), state_dtype or torch.float32
+
+    def run(x, dt, A, B, C, D, z, dt_bias, decay, initial_state, cu_seqlens):
+        device = x.device
+        y = torch.empty(shape, dtype=x.dtype, device=device)
+        final = torch.empty(final_shape, dtype=final_dtype, device=device)
+        states = steps = final  # never read where there is one segment
+        if local is not None:
+            states = torch.empty(rows * dstate, dtype=torch.float32, device=device)
+            steps = torch.empty(rows if decay is None else rows * dstate, dtype=torch.float32, device=device)
+        arrays = (cu_seqlens, x, dt, A, B, C, D, z, dt_bias, initial_state, states, steps, y, final)
+        arguments = (*arrays, *ints) if lanes else (*arrays, decay, *ints)
+        stream = current_stream(device)
+        if local is not None:
+            local(stream, *arguments)
+        scan(stream, *arguments)
+        return y, final
+
+    return run
 
 
-def _choose_segments(seqlen: int, programs: int, slots: int) -> int:
-    """Return the number of segments: enough to fill ``slots``, where that gains more than the state pass costs."""
-    if programs * 3 >= slots * 2:
-        return 1
-    return max(1, min(-(-slots // programs), 64, seqlen // 32))
+def _grouped(projection: torch.Tensor) -> tuple[int, ...]:
+    """Return the strides of batch, time and group of B or C; without a group axis the last is 0."""
+    strides = projection.stride()[:-1]
+    return strides if len(strides) == 3 else (*strides, 0)
 
 
-def selective_scan_step(
+def _lanes_sizes(
+    x: torch.Tensor, dt: torch.Tensor, B: torch.Tensor, C: torch.Tensor, z: torch.Tensor | None, dstate: int,
+    sequences: int, tokens: int, ngroups: int, config: dict[str, int],
+) -> dict[str, int] | None:  # fmt: skip
+    """Return the sizes of the kernel with hand-made layouts; None where it does not take these arrays.
+
+    It copies 16 bytes at a time asynchronously, so every row has to begin at a multiple of them. A lane owns few states
+    where lanes of the device would else stay idle; where even that does not help, long sequences are cut.
+    """
+    if not PTX or x.device.type != "cuda" or torch.cuda.get_device_capability(x.device)[0] < 8:
+        return None
+    channels, rows = x.shape[2], [a for a in (x, dt, B, C, z) if a is not None]
+    aligned = all(a.data_ptr() % 16 == 0 and all(stride % 16 == 0 for stride in a.stride()[:-1]) for a in rows)
+    if not aligned or channels % 16 or dstate < 4 or dstate != triton.next_power_of_2(dstate):
+        return None
+    table = lookup("selective_scan_lanes", x.device, x.dtype) | config
+    multiprocessors, warps = device_limits(x.device)[0], table["warps"]
+    share = sequences * channels * dstate // (multiprocessors * 128)  # Of each of the 128 lanes that run at a time.
+    cut = share < 2 and tokens >= table["cut"]
+    states = table["states"] if cut or share >= table["states"] else max(2, triton.next_power_of_2(share + 1) // 2)
+    states = max(min(states, dstate), dstate // 32)
+    block_d = warps * 32 * states // dstate
+    if channels // ngroups % block_d and ngroups > 1:
+        return None
+    slots = multiprocessors * table["slots"] // (sequences * triton.cdiv(channels, block_d))
+    return {"warps": warps, "segments": table.get("segments", max(1, min(slots, 64, tokens // 64)) if cut else 1),
+            "BLOCK_D": block_d, "LANES": dstate // states, "BLOCK_T": min(32, 128 // states),
+            "GROUP": max(2, 16 // states)}  # fmt: skip
+
+
+def _plain_sizes(
+    x: torch.Tensor, sequences: int, tokens: int, ngroups: int, config: dict[str, int]
+) -> dict[str, int]:  # fmt: skip
+    """Return the sizes of the plain kernel: segments fill the device where that gains more than their pass costs."""
+    table = lookup("selective_scan", x.device, x.dtype) | config
+    channels, block_d, slots = x.shape[2], table["block_d"], device_limits(x.device)[0] * table["slots"]
+    programs = sequences * triton.cdiv(channels, block_d)
+    segments = 1
+    if programs * 3 < slots * 2:
+        segments = max(1, min(triton.cdiv(slots, programs), 64, tokens // 32))
+    return {"warps": table["warps"], "segments": table.get("segments", segments), "BLOCK_D": block_d,
+            "UNROLL": table["unroll"], "GROUPED": ngroups > 1 and channels // ngroups % block_d != 0}  # fmt: skip
+
+
+def _plan_step(
     *, x: torch.Tensor, dt: torch.Tensor, A: torch.Tensor, B: torch.Tensor, C: torch.Tensor, state: torch.Tensor,
     D: torch.Tensor | None, z: torch.Tensor | None, dt_bias: torch.Tensor | None, decay: torch.Tensor | None,
     dt_softplus: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Compute `refold.ops.selective_scan_step`."""
-    new_state = torch.empty(state.shape, dtype=state.dtype, device=state.device)
-    return _step(x, dt, A, B, C, contiguous(state), new_state, D, z, dt_bias, decay, dt_softplus), new_state
+) -> Callable[..., torch.Tensor]:  # fmt: skip
+    """Return a function of the arrays and the new state, which may be the state, that returns y."""
+    shape = x.shape
+    batch, channels, dstate = state.shape
+    one = x.dim() == 2
 
+    def strides(tensor: torch.Tensor | None) -> tuple[int, int]:
+        if tensor is None:
+            return 0, 0
+        return tensor.stride(0), 0 if one else tensor.stride(1)
 
-def selective_scan_step_(*, state: torch.Tensor, **inputs: Any) -> torch.Tensor:
-    """Compute `refold.ops.selective_scan_step_`: the state is overwritten, the outputs are returned."""
-    own = contiguous(state)
-    y = _step(state=own, new_state=own, **inputs)
-    if own is not state:
-        state.copy_(own)
-    return y
+    def groups(tensor: torch.Tensor) -> int:
+        return tensor.shape[-2] if tensor.dim() == (3 if one else 4) else 1
 
+    def projection(tensor: torch.Tensor) -> tuple[int, int, int]:
+        return (*strides(tensor), tensor.stride(-2) if groups(tensor) > 1 else 0)
 
-def _step(x, dt, A, B, C, state, new_state, D, z, dt_bias, decay, dt_softplus) -> torch.Tensor:
-    x, dt, z, decay, B, C = (last_contiguous(a) for a in (x, dt, z, decay, B, C))
-    A, D, dt_bias = contiguous(A), contiguous(D), contiguous(dt_bias)
-    key = (
-        tensor_key(x), tensor_key(dt), tensor_key(A), tensor_key(B), tensor_key(C), tensor_key(state),
-        tensor_key(new_state), tensor_key(D), tensor_key(z), tensor_key(dt_bias), tensor_key(decay), dt_softplus,
-        x.device,
+    ngroups = max(groups(B), groups(C))
+    block_n = triton.next_power_of_2(dstate)
+    block_d = min(triton.next_power_of_2(channels), max(1, 1024 // block_n))
+    ints = (
+        1 if one else x.shape[1], channels, dstate, channels // ngroups, *strides(x), *strides(dt),
+        *projection(B), *projection(C), *strides(z), *strides(decay),
     )  # fmt: skip
-    plan = _PLANS.get(key)
-    if plan is None:
-        batch, channels, dstate = state.shape
-        one = x.dim() == 2
+    consts = {"BLOCK_D": block_d, "BLOCK_N": block_n, "SOFTPLUS": bool(dt_softplus)}
+    grid = (triton.cdiv(channels, block_d), batch)
+    launch = Launch(kernels._selective_scan_step_kernel, grid, consts, {"num_warps": 4})
 
-        def strides(tensor: torch.Tensor | None) -> tuple[int, int]:
-            if tensor is None:
-                return 0, 0
-            return tensor.stride(0), 0 if one else tensor.stride(1)
+    def run(x, dt, A, B, C, state, D, z, dt_bias, decay, new_state):
+        y = torch.empty(shape, dtype=x.dtype, device=x.device)
+        launch(current_stream(x.device), x, dt, A, B, C, D, z, dt_bias, decay, state, new_state, y, *ints)
+        return y
 
-        def projection(tensor: torch.Tensor) -> tuple[int, int, int]:
-            grouped = tensor.dim() == (3 if one else 4)
-            return (*strides(tensor), tensor.stride(-2) if grouped else 0)
+    return run
 
-        grouped = B.dim() == (3 if one else 4)
-        ngroups = B.shape[-2] if grouped else 1
-        block_n = triton.next_power_of_2(dstate)
-        block_d = min(triton.next_power_of_2(channels), max(1, 2048 // block_n))
-        ints = (
-            1 if one else x.shape[1], channels, dstate, channels // ngroups, *strides(x), *strides(dt),
-            *projection(B), *projection(C), *strides(z), *strides(decay),
-        )  # fmt: skip
-        consts = {"BLOCK_D": block_d, "BLOCK_N": block_n, "SOFTPLUS": bool(dt_softplus)}
-        grid = (triton.cdiv(channels, block_d), batch)
-        plan = _PLANS[key] = (Launch(kernels._selective_scan_step_kernel, grid, consts, {"num_warps": 4}), ints)
-    launch, ints = plan
-    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    launch(current_stream(x.device), x, dt, A, B, C, D, z, dt_bias, decay, state, new_state, y, *ints)
-    return y
+
+_step_layouts: dict[str, Any] = {
+    "x": last_contiguous, "dt": last_contiguous, "A": contiguous, "B": last_contiguous, "C": last_contiguous,
+    "state": contiguous, "D": contiguous, "z": last_contiguous, "dt_bias": contiguous, "decay": last_contiguous,
+}  # fmt: skip
+
+
+@planned(STEP, **_step_layouts)
+def selective_scan_step(**arguments: Any) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
+    """Plan `refold.ops.selective_scan_step`."""
+    step = _plan_step(**arguments)
+
+    def run(x, dt, A, B, C, state, D, z, dt_bias, decay):
+        new_state = torch.empty(state.shape, dtype=state.dtype, device=state.device)
+        return step(x, dt, A, B, C, state, D, z, dt_bias, decay, new_state), new_state
+
+    return run
+
+
+@planned(STEP, **_step_layouts)
+def selective_scan_step_(**arguments: Any) -> Callable[..., torch.Tensor]:
+    """Plan `refold.ops.selective_scan_step_`: the state, contiguous, is overwritten and the outputs are returned."""
+    step = _plan_step(**arguments)
+    return lambda x, dt, A, B, C, state, D, z, dt_bias, decay: step(x, dt, A, B, C, state, D, z, dt_bias, decay, state)

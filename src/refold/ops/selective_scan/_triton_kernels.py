@@ -50,8 +50,9 @@ def _selective_scan_fwd_kernel(
         end = tl.minimum(begin + segment, seqlen)
     else:
         pid_b = pid_k * 0
-        begin = tl.load(cu_seqlens_ptr + pid_k).to(tl.int32)
-        end = tl.load(cu_seqlens_ptr + pid_k + 1).to(tl.int32)
+        # Wrong offsets must not lead out of the arrays.
+        begin = tl.minimum(tl.maximum(tl.load(cu_seqlens_ptr + pid_k).to(tl.int32), 0), seqlen)
+        end = tl.minimum(tl.load(cu_seqlens_ptr + pid_k + 1).to(tl.int32), seqlen)
     A = tl.load(A_ptr + offs_state, mask=mask, other=0.0).to(tl.float32) * LOG2E
     state = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
     total = tl.zeros((BLOCK_D,), tl.float32) if decay_ptr is None else tl.full((BLOCK_N, BLOCK_D), 1.0, tl.float32)

@@ -8,8 +8,6 @@ decay and step of a pair of tokens are one exp2, and C·Bᵀ with zeros above it
 
 from __future__ import annotations
 
-from typing import Any
-
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -20,7 +18,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_init,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+# Triton 3.6 has other names for these.
+barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
+load_tile = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
+store_tile = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
 
 
 def tile_layout(bits: int, rank: int) -> gl.NVMMASharedLayout:
@@ -28,17 +30,17 @@ def tile_layout(bits: int, rank: int) -> gl.NVMMASharedLayout:
     return gl.NVMMASharedLayout(128, bits, rank)
 
 
-def describe(base: Any, view: dict[str, Any]) -> TensorDescriptor:
-    """Return the copy engine's description of ``base``; ``view`` was checked when the plan was made."""
-    descriptor = object.__new__(TensorDescriptor)
-    descriptor.__dict__ = {"base": base, **view}
-    return descriptor
-
-
 @gluon.jit
 def _exp2(v):
     """2**v, with denormal results flushed to 0."""
     return gl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [v], gl.float32, True, 1)
+
+
+@gluon.jit
+def _silu(v):
+    """Gate with v * sigmoid(v), by the hardware's reciprocal."""
+    u = 1.0 + _exp2(v * -1.4426950408889634)
+    return v * gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [u], gl.float32, True, 1)
 
 
 # The state that a piece leaves behind ---------------------------------------------------------------------------------
@@ -56,10 +58,10 @@ def _fetch_state(
         bar = full.index(stage)
         mbarrier.expect(bar, CHUNK * (HEADS * P + N) * 2)
         start = (end - 1 - i) * CHUNK
-        tma.async_copy_global_to_shared(B_desc, [pid_b, start, pid_g * N], bar, B_smem.index(stage))
+        load_tile(B_desc, [pid_b, start, pid_g * N], bar, B_smem.index(stage))
         for which in gl.static_range(HEADS):
             x_tile = x_smem.index(stage * HEADS + which)
-            tma.async_copy_global_to_shared(x_desc, [pid_b, start, (pid_h + which) * P], bar, x_tile)
+            load_tile(x_desc, [pid_b, start, (pid_h + which) * P], bar, x_tile)
 
 
 @gluon.jit
@@ -87,7 +89,7 @@ def _sum_state(
         row = ((pid_b * nchunks + end - 1 - min(i + 1, count - 1)).to(gl.int64) * nheads + pid_h) * CHUNK
         shifted = gl.load(shifted_ptr + row + offs_t)
         last = gl.load(decay_ptr + row + CHUNK - 1)
-        gl.thread_barrier()
+        barrier()
         # Every warp has waited for the products of the chunk before the last one: its tiles are free.
         mbarrier.arrive(empty.index((i + STAGES - 2) % STAGES), count=1, pred=i > 1)
         mbarrier.wait(full.index(stage), (i // STAGES) & 1)
@@ -197,18 +199,18 @@ def _fetch_scan(
         start = chunk * CHUNK
         for which in gl.static_range(2):
             x_tile = x_smem.index(stage * 2 + which)
-            tma.async_copy_global_to_shared(x_desc, [pid_b, start, (pid_h + which) * P], bar, x_tile)
-        tma.async_copy_global_to_shared(B_desc, [pid_b, start, pid_g * N], bar, B_smem.index(stage))
-        tma.async_copy_global_to_shared(C_desc, [pid_b, start, pid_g * N], bar, C_smem.index(stage))
+            load_tile(x_desc, [pid_b, start, (pid_h + which) * P], bar, x_tile)
+        load_tile(B_desc, [pid_b, start, pid_g * N], bar, B_smem.index(stage))
+        load_tile(C_desc, [pid_b, start, pid_g * N], bar, C_smem.index(stage))
         row = ((pid_b * nchunks + chunk) * ngroups + pid_g) * CHUNK
-        tma.async_copy_global_to_shared(cb_desc, [row, 0], bar, cb_smem.index(stage))
+        load_tile(cb_desc, [row, 0], bar, cb_smem.index(stage))
         if HAS_Z:
             for which in gl.static_range(2):
                 mbarrier.wait(z_empty.index(which), (i & 1) ^ 1)
                 z_bar = z_full.index(which)
                 mbarrier.expect(z_bar, CHUNK * P * 2)
                 z_tile = z_smem.index(which)
-                tma.async_copy_global_to_shared(z_desc, [pid_b, start, (pid_h + which) * P], z_bar, z_tile)
+                load_tile(z_desc, [pid_b, start, (pid_h + which) * P], z_bar, z_tile)
 
 
 @gluon.jit
@@ -253,7 +255,7 @@ def _walk_state(
         mbarrier.wait(state_empty.index(WHICH * 2 + i % 2), ((i // 2) & 1) ^ 1)
         state_smem.index(WHICH * 2 + i % 2).store(state.to(dtype))
         fence_async_shared()
-        gl.thread_barrier()
+        barrier()
         # Every warp has waited for the products of the last chunk: its tiles are free.
         mbarrier.arrive(empty.index((i + STAGES - 1) % STAGES), count=1, pred=i > 0)
         mbarrier.arrive(state_full.index(WHICH * 2 + i % 2), count=1)
@@ -299,12 +301,7 @@ def _walk_y(
         decay_smem.index(WHICH).store(decay)
         shifted_smem.index(WHICH).store(shifted)
         tma.store_wait(0)
-        gl.thread_barrier()
-        # Every warp has waited for the products of the last chunk: its tiles are free.
-        mbarrier.arrive(empty.index((i + STAGES - 1) % STAGES), count=1, pred=i > 0)
-        mbarrier.arrive(state_empty.index(WHICH * 2 + (i + 1) % 2), count=1, pred=i > 0)
-        if HAS_Z:
-            mbarrier.arrive(z_empty.index(WHICH), count=1, pred=i > 0)
+        barrier()
         mbarrier.wait(full.index(stage), (i // STAGES) & 1)
         mbarrier.wait(state_full.index(WHICH * 2 + i % 2), (i // 2) & 1)
         # What came before the chunk, C·stateᵀ; meanwhile the decayed C·Bᵀ of the chunk itself.
@@ -331,12 +328,16 @@ def _walk_y(
             y += D[None, :] * skip.to(gl.float32)
         if HAS_Z:
             mbarrier.wait(z_full.index(WHICH), i & 1)
-            z = z_smem.index(WHICH).reshape([CHUNK, P]).load(acc_y).to(gl.float32)
-            y *= z / (1.0 + _exp2(z * -1.4426950408889634))
+            y *= _silu(z_smem.index(WHICH).reshape([CHUNK, P]).load(acc_y).to(gl.float32))
         y_smem.index(WHICH).reshape([CHUNK, P]).store(y.to(dtype))
         fence_async_shared()
-        gl.thread_barrier()
-        tma.async_copy_shared_to_global(y_desc, [pid_b, (first + i) * CHUNK, pid_h * P], y_smem.index(WHICH))
+        barrier()
+        # Every warp has waited for the products of the chunk: its tiles are free.
+        mbarrier.arrive(empty.index(stage), count=1)
+        mbarrier.arrive(state_empty.index(WHICH * 2 + i % 2), count=1)
+        if HAS_Z:
+            mbarrier.arrive(z_empty.index(WHICH), count=1)
+        store_tile(y_desc, [pid_b, (first + i) * CHUNK, pid_h * P], y_smem.index(WHICH))
     tma.store_wait(0)
 
 

@@ -1,4 +1,4 @@
-"""SSD forward on GPUs with Triton: plans the launches of `_triton_kernels` and keeps the plans.
+"""SSD forward on GPUs with Triton: plans the launches of `_triton_kernels`.
 
 A plan holds everything that does not change while shapes, strides, dtypes and options stay the same: how the time axis
 is cut, the grids, the integer arguments. A call allocates its outputs and workspace and launches; nothing else.
@@ -6,6 +6,7 @@ is cut, the grids, the integer arguments. A call allocates its outputs and works
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,14 +19,13 @@ from refold.ops.launch import (
     contiguous,
     current_stream,
     last_contiguous,
+    planned,
     refusal,
     same_dtype,
-    tensor_key,
 )
 from refold.ops.spec import Meta
 from refold.ops.ssd import _triton_kernels as kernels
-
-_PLANS: dict[Any, Any] = {}
+from refold.ops.ssd.spec import SPEC, STEP
 
 
 def supports(meta: Meta) -> str | None:
@@ -35,30 +35,21 @@ def supports(meta: Meta) -> str | None:
     return same_dtype(meta, "B", "C", "z")
 
 
+@planned(
+    SPEC, x=last_contiguous, A=contiguous, B=last_contiguous, C=last_contiguous, z=last_contiguous, dt_bias=contiguous,
+    initial_state=contiguous, cu_seqlens=contiguous,
+)  # fmt: skip
 def ssd(
     *, x: torch.Tensor, dt: torch.Tensor, A: torch.Tensor, B: torch.Tensor, C: torch.Tensor, D: torch.Tensor | None,
     z: torch.Tensor | None, dt_bias: torch.Tensor | None, initial_state: torch.Tensor | None,
     cu_seqlens: torch.Tensor | None, dt_softplus: bool, dt_limit: tuple[float, float], chunk_size: int | None,
     state_dtype: torch.dtype | None, config: dict[str, int] | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Compute `refold.ops.ssd`; ``config`` overrides entries of the configuration table."""
-    x, B, C, z = last_contiguous(x), last_contiguous(B), last_contiguous(C), last_contiguous(z)
-    A, dt_bias = contiguous(A), contiguous(dt_bias)
-    initial_state, cu_seqlens = contiguous(initial_state), contiguous(cu_seqlens)
-    key = (
-        tensor_key(x), tensor_key(dt), tensor_key(A), tensor_key(B), tensor_key(C), tensor_key(D), tensor_key(z),
-        tensor_key(dt_bias), dt_softplus, *dt_limit, chunk_size, tensor_key(initial_state), tensor_key(cu_seqlens),
-        state_dtype, x.device, None if config is None else tuple(config.items()),
-    )  # fmt: skip
-    plan = _PLANS.get(key)
-    if plan is None:
-        if len(_PLANS) >= 4096:
-            _PLANS.clear()
-        if chunk_size is not None:
-            # A smaller chunk than the table's is granted; a larger one would not fit. The result is the same.
-            config = {"chunk": chunk_size, **(config or {})}
-        plan = _PLANS[key] = _Plan(x, dt, B, C, D, z, dt_softplus, dt_limit, cu_seqlens, state_dtype, config)
-    return plan(x, dt, A, B, C, D, z, dt_bias, initial_state, cu_seqlens)
+) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:  # fmt: skip
+    """Plan `refold.ops.ssd`; ``config`` overrides entries of the configuration table."""
+    if chunk_size is not None:
+        # A smaller chunk than the table's is granted; a larger one would not fit. The result is the same.
+        config = {"chunk": chunk_size, **(config or {})}
+    return _Plan(x, dt, B, C, D, z, dt_softplus, dt_limit, cu_seqlens, state_dtype, config)
 
 
 def choose_cut(nchunks: int, rows: int, slots: int, states: int, state_slots: int, cost: dict) -> tuple[int, int]:
@@ -151,20 +142,18 @@ class _Plan:
         self.passed = npieces > config["fused_pass"]
         self.warm = False
         self.y_shape = (batch, seqlen, nheads, headdim)
-        self.y_dtype = x.dtype
         self.state_shape = (nseqs, nheads, headdim, dstate)
         self.state_dtype = state_dtype or torch.float32
-        # One float32 workspace, cut into: decay, step, C·Bᵀ, piece states, piece decays.
+        # One float32 workspace, cut into: C·Bᵀ, decay, step, piece states, piece decays.
         rows = batch * nchunks * nheads * chunk
         states = batch * npieces * nheads
         parts = 2 if x.dtype == torch.float32 else 1
-        sizes = [rows * parts, rows, batch * nchunks * ngroups * chunk * chunk, states * headdim * dstate, states]
+        sizes = [batch * nchunks * ngroups * chunk * chunk, rows * parts, rows, states * headdim * dstate, states]
         self.cuts = []
         total = 0
         for size in sizes:
             self.cuts.append(total * 4)
             total += -(-size // 32) * 32
-        self.cb_cut = self.cuts[2] // 4
         self.workspace = max(total, 1)
         self.table = nchunks * 4 if varlen else 0
 
@@ -177,7 +166,7 @@ class _Plan:
         shape = {"CHUNK": chunk, "BLOCK_P": block_p, "BLOCK_N": block_n}
         block_h = min(32, max(4, triton.next_power_of_2(nheads)))
         self.chunks = Launch(kernels._ssd_fwd_chunks_kernel, (nseqs + 1,), {"CHUNK": chunk, "BLOCK": 128}, {})
-        self.chunks_ints = (nseqs, nchunks)
+        self.chunks_ints = (nseqs, nchunks, seqlen)
         self.prepare = Launch(
             kernels._ssd_fwd_prepare_kernel, (batch * nchunks, ngroups + triton.cdiv(nheads, block_h)),
             {"CHUNK": chunk, "BLOCK_H": block_h, "BLOCK_N": block_n, "SOFTPLUS": bool(dt_softplus), "VARLEN": varlen,
@@ -216,6 +205,7 @@ class _Plan:
 
     def _plan_hopper(self, x, B, C, z, D_strides, cut) -> None:
         """Plan the Hopper kernels, and describe their tensors to the copy engine."""
+        from refold.ops.mapped import MappedLaunch
         from refold.ops.ssd import _gluon_kernels as hopper
 
         batch, seqlen, nheads, headdim = x.shape
@@ -223,33 +213,30 @@ class _Plan:
         nchunks = self.nchunks
         segment_chunks, piece_chunks, pieces, npieces = cut
         y_strides = (seqlen * nheads * headdim, nheads * headdim, headdim)
-        views = {
-            "x": (nheads * headdim, x.stride(), headdim), "y": (nheads * headdim, y_strides, headdim),
-            "B": (ngroups * dstate, B.stride(), dstate), "C": (ngroups * dstate, C.stride(), dstate),
-        }  # fmt: skip
-        if z is not None:
-            views["z"] = (nheads * headdim, z.stride(), headdim)
         tile = hopper.tile_layout(16, 3)
-        self.views = {
-            name: {"shape": [batch, seqlen, width], "strides": [strides[0], strides[1], 1],
-                   "block_shape": [1, 64, block], "layout": tile, "padding": "zero"}
-            for name, (width, strides, block) in views.items()
-        }  # fmt: skip
-        self.views["cb"] = {
+
+        def view(width: int, strides: tuple[int, ...], block: int) -> dict[str, Any]:
+            return {"shape": [batch, seqlen, width], "strides": [*strides[:2], 1], "block_shape": [1, 64, block],
+                    "layout": tile}  # fmt: skip
+
+        x_view, y_view = view(nheads * headdim, x.stride(), headdim), view(nheads * headdim, y_strides, headdim)
+        z_view = {} if z is None else view(nheads * headdim, z.stride(), headdim)
+        B_view, C_view = view(ngroups * dstate, B.stride(), dstate), view(ngroups * dstate, C.stride(), dstate)
+        cb_view = {
             "shape": [batch * nchunks * ngroups * 64, 64], "strides": [64, 1], "block_shape": [64, 64],
-            "layout": hopper.tile_layout(32, 2), "padding": "zero",
+            "layout": hopper.tile_layout(32, 2),
         }  # fmt: skip
-        self.describe = hopper.describe
         sizes = {"CHUNK": 64, "P": headdim, "N": dstate}
         self.state_ints = (nchunks, piece_chunks, npieces, nheads, ngroups)
-        self.state = Launch(
+        self.state = MappedLaunch(
             hopper._ssd_fwd_state_hopper_kernel, (nheads // self.state_heads, npieces, batch),
-            {"HEADS": self.state_heads, **sizes, "STAGES": 4}, {"num_warps": 4},
+            {"HEADS": self.state_heads, **sizes, "STAGES": 4}, {"num_warps": 4}, [x_view, B_view],
         )  # fmt: skip
         self.scan_ints = (nchunks, segment_chunks, self.nsegments, pieces, npieces, nheads, ngroups, *D_strides)
-        self.scan = Launch(
+        self.scan = MappedLaunch(
             hopper._ssd_fwd_scan_hopper_kernel, (nheads // 2, self.nsegments, batch),
             {**sizes, "STAGES": 2, "PASSED": self.passed, "HAS_Z": z is not None}, {"num_warps": 4},
+            [x_view, z_view, B_view, C_view, cb_view, y_view],
         )  # fmt: skip
 
     @staticmethod
@@ -260,7 +247,7 @@ class _Plan:
 
     def __call__(self, x, dt, A, B, C, D, z, dt_bias, initial, cu_seqlens) -> tuple[torch.Tensor, torch.Tensor]:
         device = x.device
-        y = torch.empty(self.y_shape, dtype=self.y_dtype, device=device)
+        y = x.new_empty(self.y_shape)
         final = torch.empty(self.state_shape, dtype=self.state_dtype, device=device)
         workspace = torch.empty(self.workspace, dtype=torch.float32, device=device)
         if self.warm:  # the compiled kernels take addresses: that saves five views
@@ -268,17 +255,13 @@ class _Plan:
             parts: list[Any] = [base + cut for cut in self.cuts]
         else:
             parts = [workspace[cut // 4 :] for cut in self.cuts]
-            self.warm = not INTERPRETED
-        decay, step, cb, piece_state, piece_decay = parts
+        cb, decay, step, piece_state, piece_decay = parts
         stream = current_stream(device)
         table = None
         if self.table:
             table = torch.empty(self.table, dtype=torch.int32, device=device)
             self.chunks(stream, cu_seqlens, table, *self.chunks_ints)
         self.prepare(stream, table, dt, A, dt_bias, B, C, decay, step, cb, *self.prepare_ints)
-        if self.hopper:
-            views, describe = self.views, self.describe
-            x, B = describe(x, views["x"]), describe(B, views["B"])
         if self.nsegments > 1:
             if self.hopper:
                 self.state(stream, x, B, decay, step, piece_state, piece_decay, *self.state_ints)
@@ -286,68 +269,72 @@ class _Plan:
                 self.state(stream, table, x, B, decay, step, initial, piece_state, piece_decay, *self.state_ints)
             if self.passed:
                 self.pass_(stream, piece_state, piece_decay, initial, *self.pass_ints)
-        if self.hopper:
-            z = None if z is None else describe(z, views["z"])
-            cb = describe(workspace[self.cb_cut :], views["cb"])
-            self.scan(stream, x, z, B, describe(C, views["C"]), cb, describe(y, views["y"]),
-                      decay, step, D, initial, piece_state, piece_decay, final, *self.scan_ints)  # fmt: skip
+        if self.hopper:  # C·Bᵀ is the front of the workspace
+            self.scan(stream, x, z, B, C, workspace, y, decay, step, D, initial, piece_state, piece_decay, final,
+                      *self.scan_ints)  # fmt: skip
         else:
             self.scan(stream, table, x, B, C, cb, decay, step, D, z, initial, piece_state, piece_decay, y, final,
                       *self.scan_ints)  # fmt: skip
+        self.warm = not INTERPRETED
         return y, final
 
 
-def ssd_step(
+def _plan_step(
     *, x: torch.Tensor, dt: torch.Tensor, A: torch.Tensor, B: torch.Tensor, C: torch.Tensor, state: torch.Tensor,
     D: torch.Tensor | None, z: torch.Tensor | None, dt_bias: torch.Tensor | None, dt_softplus: bool,
     dt_limit: tuple[float, float],
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Compute `refold.ops.ssd_step`."""
-    new_state = torch.empty(state.shape, dtype=state.dtype, device=state.device)
-    y = _step(x, dt, A, B, C, contiguous(state), new_state, D, z, dt_bias, dt_softplus, dt_limit)
-    return y, new_state
+) -> Callable[..., torch.Tensor]:  # fmt: skip
+    """Return a function of the arrays and the new state, which may be the state, that returns y."""
+    shape = x.shape
+    batch, nheads, headdim, dstate = state.shape
+    one = x.dim() == 3
+    ntokens = 1 if one else x.shape[1]
 
+    def strides(tensor: torch.Tensor | None) -> tuple[int, int, int]:
+        if tensor is None:
+            return 0, 0, 0
+        return (tensor.stride(0), 0 if one else tensor.stride(1), tensor.stride(1 if one else 2))
 
-def ssd_step_(*, state: torch.Tensor, **inputs: Any) -> torch.Tensor:
-    """Compute `refold.ops.ssd_step_`: the state is overwritten, the outputs are returned."""
-    own = contiguous(state)
-    y = _step(state=own, new_state=own, **inputs)
-    if own is not state:
-        state.copy_(own)
-    return y
-
-
-def _step(x, dt, A, B, C, state, new_state, D, z, dt_bias, dt_softplus, dt_limit) -> torch.Tensor:
-    x, B, C, z = last_contiguous(x), last_contiguous(B), last_contiguous(C), last_contiguous(z)
-    A, dt_bias = contiguous(A), contiguous(dt_bias)
-    key = (
-        tensor_key(x), tensor_key(dt), tensor_key(A), tensor_key(B), tensor_key(C), tensor_key(state),
-        tensor_key(new_state), tensor_key(D), tensor_key(z), tensor_key(dt_bias), dt_softplus, *dt_limit, x.device,
+    block_n = triton.next_power_of_2(dstate)
+    block_p = min(triton.next_power_of_2(headdim), max(1, 4096 // block_n))
+    D_strides = (0, 0) if D is None else (D.stride(0), D.stride(1) if D.dim() == 2 else 0)
+    ints = (
+        ntokens, nheads, B.shape[-2], headdim, dstate, float(dt_limit[0]), float(dt_limit[1]), *strides(x),
+        *strides(dt), *strides(B), *strides(C), *strides(z), *D_strides,
     )  # fmt: skip
-    plan = _PLANS.get(key)
-    if plan is None:
-        batch, nheads, headdim, dstate = state.shape
-        one = x.dim() == 3
-        ntokens = 1 if one else x.shape[1]
+    launch = Launch(
+        kernels._ssd_step_kernel, (triton.cdiv(headdim, block_p), nheads, batch),
+        {"BLOCK_P": block_p, "BLOCK_N": block_n, "SOFTPLUS": bool(dt_softplus)}, {"num_warps": 4},
+    )  # fmt: skip
 
-        def strides(tensor: torch.Tensor | None) -> tuple[int, int, int]:
-            if tensor is None:
-                return 0, 0, 0
-            return (tensor.stride(0), 0 if one else tensor.stride(1), tensor.stride(1 if one else 2))
+    def run(x, dt, A, B, C, state, D, z, dt_bias, new_state):
+        y = torch.empty(shape, dtype=x.dtype, device=x.device)
+        launch(current_stream(x.device), x, dt, A, B, C, D, z, dt_bias, state, new_state, y, *ints)
+        return y
 
-        block_n = triton.next_power_of_2(dstate)
-        block_p = min(triton.next_power_of_2(headdim), max(1, 4096 // block_n))
-        D_strides = (0, 0) if D is None else (D.stride(0), D.stride(1) if D.dim() == 2 else 0)
-        ints = (
-            ntokens, nheads, B.shape[-2], headdim, dstate, float(dt_limit[0]), float(dt_limit[1]), *strides(x),
-            *strides(dt), *strides(B), *strides(C), *strides(z), *D_strides,
-        )  # fmt: skip
-        launch = Launch(
-            kernels._ssd_step_kernel, (triton.cdiv(headdim, block_p), nheads, batch),
-            {"BLOCK_P": block_p, "BLOCK_N": block_n, "SOFTPLUS": bool(dt_softplus)}, {"num_warps": 4},
-        )  # fmt: skip
-        plan = _PLANS[key] = (launch, ints)
-    launch, ints = plan
-    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    launch(current_stream(x.device), x, dt, A, B, C, D, z, dt_bias, state, new_state, y, *ints)
-    return y
+    return run
+
+
+_step_layouts: dict[str, Any] = {
+    "x": last_contiguous, "A": contiguous, "B": last_contiguous, "C": last_contiguous, "state": contiguous,
+    "z": last_contiguous, "dt_bias": contiguous,
+}  # fmt: skip
+
+
+@planned(STEP, **_step_layouts)
+def ssd_step(**arguments: Any) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
+    """Plan `refold.ops.ssd_step`."""
+    step = _plan_step(**arguments)
+
+    def run(x, dt, A, B, C, state, D, z, dt_bias):
+        new_state = torch.empty(state.shape, dtype=state.dtype, device=state.device)
+        return step(x, dt, A, B, C, state, D, z, dt_bias, new_state), new_state
+
+    return run
+
+
+@planned(STEP, **_step_layouts)
+def ssd_step_(**arguments: Any) -> Callable[..., torch.Tensor]:
+    """Plan `refold.ops.ssd_step_`: the state, contiguous, is overwritten and the outputs are returned."""
+    step = _plan_step(**arguments)
+    return lambda x, dt, A, B, C, state, D, z, dt_bias: step(x, dt, A, B, C, state, D, z, dt_bias, state)

@@ -85,7 +85,11 @@ def _load_decay(decay_ptr, row, offs_t, CHUNK: tl.constexpr, PARTS: tl.constexpr
 
 @triton.jit
 def _silu(v):
-    return v / (1.0 + _exp2(v * -LOG2E))
+    """Gate with v * sigmoid(v); the reciprocal is the hardware's, which errs by one unit in the last place."""
+    u = 1.0 + _exp2(v * -LOG2E)
+    if PTX:
+        return v * tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [u], tl.float32, True, 1)
+    return v / u
 
 
 @triton.jit
@@ -100,7 +104,15 @@ def _chunk_span(table_ptr, pid_b, chunk, nchunks, seqlen, CHUNK: tl.constexpr, V
 
 
 @triton.jit
-def _ssd_fwd_chunks_kernel(cu_seqlens_ptr, table_ptr, nseqs, nchunks, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
+def _sequence(cu_seqlens_ptr, seq, mask, seqlen):
+    """Load begin and end of sequences of a pack; wrong offsets must not lead out of the arrays."""
+    begin = tl.minimum(tl.maximum(tl.load(cu_seqlens_ptr + seq, mask=mask, other=0), 0), seqlen)
+    end = tl.minimum(tl.maximum(tl.load(cu_seqlens_ptr + seq + 1, mask=mask, other=0), begin), seqlen)
+    return begin.to(tl.int32), end.to(tl.int32)
+
+
+@triton.jit
+def _ssd_fwd_chunks_kernel(cu_seqlens_ptr, table_ptr, nseqs, nchunks, seqlen, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
     """Grid (sequences + 1): a program writes the rows of one sequence's chunks; the last one fills the unused rows.
 
     Row: start, length, sequence, flags (16 bytes). An empty sequence owns one empty chunk, so that its state passes on.
@@ -109,22 +121,15 @@ def _ssd_fwd_chunks_kernel(cu_seqlens_ptr, table_ptr, nseqs, nchunks, CHUNK: tl.
     before = tl.zeros((BLOCK,), tl.int32)
     for s in range(0, pid_s, BLOCK):
         offs_s = s + tl.arange(0, BLOCK)
-        begin = tl.load(cu_seqlens_ptr + offs_s, mask=offs_s < pid_s, other=0)
-        end = tl.load(cu_seqlens_ptr + offs_s + 1, mask=offs_s < pid_s, other=0)
+        begin, end = _sequence(cu_seqlens_ptr, offs_s, offs_s < pid_s, seqlen)
         count = tl.maximum((end - begin + CHUNK - 1) // CHUNK, 1)
-        before += tl.where(offs_s < pid_s, count, 0).to(tl.int32)
+        before += tl.where(offs_s < pid_s, count, 0)
     base = tl.sum(before, 0)
-    if pid_s < nseqs:
-        begin = tl.load(cu_seqlens_ptr + pid_s).to(tl.int32)
-        end = tl.load(cu_seqlens_ptr + pid_s + 1).to(tl.int32)
-        count = tl.maximum((end - begin + CHUNK - 1) // CHUNK, 1)
-    else:
-        begin = 0
-        end = 0
-        count = nchunks - base
+    begin, end = _sequence(cu_seqlens_ptr, pid_s, pid_s < nseqs, seqlen)
+    count = tl.where(pid_s < nseqs, tl.maximum((end - begin + CHUNK - 1) // CHUNK, 1), nchunks - base)
     for c in range(0, count, BLOCK):
         offs_c = c + tl.arange(0, BLOCK)
-        inside = offs_c < count
+        inside = (offs_c < count) & (base + offs_c < nchunks)
         row = table_ptr + (base + offs_c) * 4
         start = begin + offs_c * CHUNK
         flags = tl.where(offs_c == 0, 1, 0) + tl.where(offs_c == count - 1, 2, 0)
