@@ -178,11 +178,10 @@ def lower(
     along_n: list[Any]
     per_step: list[Any]
     per_rate: list[Any]
-    if positive and n not in spans and len(kept) <= 2:  # the decay is one number a head: matrix products carry the scan
-        heads = [place for place in kept if place in spans | wide] or (kept[:1] if len(kept) == 2 else [])
-        channels = [place for place in kept if place not in heads]
-        if len(channels) != 1:
-            return None
+    heads = [place for place in kept if place in spans | wide] or (kept[:1] if len(kept) == 2 else [])
+    channels = [place for place in kept if place not in heads]
+    if positive and n not in spans and len(kept) <= 2 and len(channels) == 1:
+        # The decay is one number a head: matrix products carry the scan.
         head = heads[0] if heads else None
         state_order, operator_ = [1, head, *channels, n], OPS["ssd"]
         options = (False, [-inf, inf], None, None, "")

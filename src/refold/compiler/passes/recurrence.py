@@ -148,11 +148,11 @@ def _replace(rollup: Rollup, root: Node, join: Join, anchor: Node | None = None,
     new = join(rollup, root)
     if not _scans(new):
         return None
-    operator = "linear_scan"
-    if not rollup.training:
-        for loop in rollup.loops[loops:]:
-            operator, new = _dualise(rollup, loop, new)
-    if dual and operator == "linear_scan":
+    operators = []
+    for loop in [] if rollup.training else rollup.loops[loops:]:
+        operator, new = _dualise(rollup, loop, new)
+        operators.append(operator)
+    if dual and set(operators) <= {"linear_scan"}:
         return None
     build = Builder(anchor)
     new = build.restride(new, value(root))
@@ -170,7 +170,7 @@ def _replace(rollup: Rollup, root: Node, join: Join, anchor: Node | None = None,
         added=added,
         name="roll up loop",
         why="its steps wait for one another, one launch after the other",
-        detail=f"{len(first.steps)} steps of a state of {state or 1} as one {operator}"
+        detail=f"{len(first.steps)} steps of a state of {state or 1} as one {(operators or ['linear_scan'])[0]}"
         + (", against time" if first.reverse else ""),
         multilinear=False,
         terms=len(first.steps),
