@@ -374,16 +374,21 @@ def matmul_product(node: Node) -> Product | None:
 
 
 def expand(product: Product) -> Product:
-    """Read every factor further, through views, products and contractions, down to what is neither."""
+    """Read every factor further, through views, products and contractions, down to what is neither.
+
+    Past `MAX_FACTORS` what is left is taken as it is.
+    """
     factors: list[Factor] = []
     scale, bound, through = product.scale, product.bound, product.through
-    for factor in product.factors:
-        inner = None if factor.steps else _open(factor.node)
+    unread = list(product.factors)
+    while unread:
+        factor = unread.pop(0)
+        full = bool(factor.steps) or len(factors) + len(unread) >= MAX_FACTORS
+        inner = None if full else _open(factor.node)
         if inner is None or not all(unify(x, y) for x, y in zip(inner.labels, factor.labels, strict=True)):
             factors.append(factor)
             continue
-        inner = expand(inner)
-        factors += inner.factors
+        unread = [*inner.factors, *unread]
         scale, bound, through = scale * inner.scale, bound + inner.bound, through + inner.through
     return Product(product.labels, tuple(factors), scale, bound, through)
 

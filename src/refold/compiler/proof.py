@@ -91,13 +91,16 @@ def judge(rewrite: Rewrite, actual: Sequence[Any] | None, settings: Settings) ->
             return verdict
     if settings.accept == "faster" and rewrite.raced_alone:
         log.info("racing %s", rewrite.site)
-        verdict.race, verdict.original_by = _race(rewrite, like, device, settings)
+        rival = _rival(rewrite)
+        verdict.race, verdict.original_by = _race(rewrite, rival, like, device, settings)
         # A region alone is spared what Inductor's fusion recomputes in the whole graph, so the race
-        # is generous to the original. What it cannot decide, the race of the whole graph will.
-        if verdict.race.at_most <= 1 + DELTA:
+        # is generous to the original. What it cannot decide, the race of the whole graph will, unless
+        # this rewrite stands in the way of others.
+        refused = not verdict.race.faster if rival is not None else verdict.race.at_most <= 1 + DELTA
+        if refused:
             verdict.reason = (
                 f"not faster: {verdict.race.speedup:.2f}x of {verdict.original_by}, "
-                f"at most {verdict.race.at_most:.2f}x, must exceed {1 + DELTA:.2f}x"
+                f"between {verdict.race.at_least:.2f}x and {verdict.race.at_most:.2f}x, must exceed {1 + DELTA:.2f}x"
             )
     return verdict
 
@@ -134,7 +137,9 @@ def _examples(rewrite: Rewrite) -> list[Any] | None:
     return made
 
 
-def _race(rewrite: Rewrite, inputs: Sequence[Any], device: torch.device, settings: Settings) -> tuple[Race, str]:
+def _race(
+    rewrite: Rewrite, rival: GraphModule | None, inputs: Sequence[Any], device: torch.device, settings: Settings
+) -> tuple[Race, str]:
     """Race the region against the fastest of its eager and compiled original, and what other rewrites make of it."""
     options = dict(settings.options or {})
     originals: dict[str, Callable[[], object]] = {}
@@ -145,7 +150,6 @@ def _race(rewrite: Rewrite, inputs: Sequence[Any], device: torch.device, setting
         compiled = None if too_long else compile_or_none(rewrite.original, inputs, options)
         if compiled is not None:
             originals["torch.compile"] = lambda: compiled(*inputs)
-        rival = None if too_long else _rival(rewrite)
         otherwise = None if rival is None else compile_or_none(rival, inputs, options)
         if otherwise is not None:
             originals["its other rewrites"] = lambda: otherwise(*inputs)
@@ -161,6 +165,8 @@ def _race(rewrite: Rewrite, inputs: Sequence[Any], device: torch.device, setting
 
 def _rival(rewrite: Rewrite) -> GraphModule | None:
     """Return what the pipeline makes of the region without this rewrite; None if nothing."""
+    if len(rewrite.original.graph.nodes) > INDUCTOR_NODES:
+        return None
     twin = duplicate(rewrite.original)
     (root,) = twin.graph.output_node().all_input_nodes
     return twin if run_pipeline(twin.graph, lambda site: site != root.name) else None

@@ -1,6 +1,6 @@
 """Scans written in chunks become one operator however they are spelled; what is no scan stays as it is."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import pytest
@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 
 import refold
+from refold.verify import Race
 from refold.verify.numerics import unit_roundoff
 
 BATCH, HEADS, GROUPS, CHANNELS, STATES = 2, 4, 2, 5, 6
@@ -327,6 +328,16 @@ def test_another_order_of_time_is_a_scan_in_that_order(rewritten):
     check(rewritten(chunks_as_positions, *inputs(16)), 2)
 
 
+def test_long_products_stay(rewritten):
+    def powers(x, y):
+        total = x
+        for _ in range(1200):
+            total = total * y
+        return total + x * y
+
+    assert NAME not in rewritten(powers, torch.rand(3), torch.rand(3)).names
+
+
 def test_training_keeps_its_intermediates(rewritten):
     outcome = rewritten(Listing(), *(v.requires_grad_() for v in inputs()))
     assert NAME not in outcome.names
@@ -347,3 +358,18 @@ def test_compiled_and_proven():
     assert all(error["passed"] for row in rows for error in row.errors)
     for a, b in zip(got, expected, strict=True):
         assert float((a - b).norm() / b.norm()) < 64 * unit_roundoff(torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("listing", "stands"), [(Listing(einsum=multiplied), False), (Listing(between=difference), True)]
+)
+def test_a_tie_goes_to_the_contractions_if_there_are_any(monkeypatch, listing, stands):
+    torch._dynamo.reset()
+    tie = Race(speedup=1.0, base_ms=1.0, candidate_ms=1.0, at_least=0.9, at_most=1.1, pairs=9, faster=False)
+    monkeypatch.setattr("refold.compiler.proof.race", lambda *args, **kwargs: tie)
+    monkeypatch.setattr("refold.compiler.contest.race", lambda *args, **kwargs: replace(tie, faster=True))
+    compiled = refold.compile(lambda *args: listing(*args)[0], strict=True)
+    with torch.no_grad():
+        compiled(*inputs())
+    assert ({row.name for row in compiled.report.graphs[0].applied} == {NAME}) == stands
+    assert {row.status for row in compiled.report.rewrites if row.name == NAME} == {"applied" if stands else "refused"}

@@ -64,14 +64,14 @@ def _is_candidate(root: Node) -> bool:
 
 @dataclass
 class _Operands:
-    """The factors of each of the operator's arguments."""
+    """The operator's arguments as products."""
 
-    x: list[Factor]
-    dt: list[Factor]
-    A: list[Factor]
-    B: list[Factor]
-    C: list[Factor]
-    free: bool = False
+    x: Product
+    dt: Product
+    A: Product
+    B: Product
+    C: Product
+    free: bool
     """Whether x has no step size in common with the decay: ``dt`` is the log decay, and x is to be divided by it."""
 
 
@@ -81,17 +81,22 @@ def _operands(scan: Scan) -> _Operands:
     steps = [factor for factor in scan.decays.factors if time & set(factor.axes())]
     rates = [factor for factor in scan.decays.factors if factor not in steps]
     written = list(scan.written.factors)
+    free = False
     for step in steps:
         same = [f for f in written if (f.node, f.steps, _axes(f)) == (step.node, step.steps, _axes(step))]
         if not same:
-            steps, rates, written = list(scan.decays.factors), [], list(scan.written.factors)
+            free, written = True, list(scan.written.factors)
             break
         written.remove(same[0])
+    dt, A = Product((), tuple(steps)), Product((), tuple(rates), scan.decays.scale)
+    if free:
+        dt, A = scan.decays, Product((), ())
     keys = [factor for factor in written if summed & set(factor.axes())]
     values = [factor for factor in written if factor not in keys]
-    free = bool(steps) and len(written) == len(scan.written.factors)
     require(keys and values)
-    return _Operands(values, steps, rates, keys, list(scan.queries.factors), free)
+    return _Operands(
+        Product((), tuple(values), scan.written.scale), dt, A, Product((), tuple(keys)), scan.queries, free
+    )
 
 
 def _axes(factor: Factor) -> tuple[Label, ...]:
@@ -105,35 +110,27 @@ def _spanned(factors: Sequence[Factor]) -> set[Axis]:
 def _replace(root: Node, scan: Scan, wanted: Callable[[str], bool]) -> Iterator[Rewrite]:
     """Emit the operator and replace what it computes."""
     given = _operands(scan)
-    factors = [*given.x, *given.dt, *given.A, *given.B, *given.C]
-    require(all(value(factor.node).dtype == value(root).dtype for factor in factors))
+    products = (given.x, given.dt, given.A, given.B, given.C)
+    require(all(value(factor.node).dtype == value(root).dtype for part in products for factor in part.factors))
     # A reciprocal of a small log decay overflows half precision.
     require(not (given.free and value(root).dtype == torch.float16))
     outer = [axis for axis in layout(scan.y) if axis not in resolve(scan.padded)]
-    read = _spanned([*given.B, *given.C])
-    channels = tuple(axis for axis in outer if axis not in read | _spanned([*given.dt, *given.A]))
+    read = _spanned([*given.B.factors, *given.C.factors])
+    channels = tuple(axis for axis in outer if axis not in read | _spanned(scan.decays.factors))
     # Heads are what rates depend on or what shares B and C, and what lies behind time in memory.
-    inputs = max(given.x, key=lambda factor: len(factor.axes())).axes()
+    inputs = max(given.x.factors, key=lambda factor: len(factor.axes())).axes()
     leading = set(inputs[: min((inputs.index(axis) for axis in resolve(scan.time) if axis in inputs), default=0)])
     rest = [axis for axis in outer if axis not in channels]
-    batch = tuple(axis for axis in rest if axis in leading & read and axis not in _spanned(given.A))
+    batch = tuple(axis for axis in rest if axis in leading & read and axis not in _spanned(given.A.factors))
     grouped = tuple(axis for axis in rest if axis in read and axis not in batch)
     heads = (*grouped, *(axis for axis in rest if axis not in read))
 
     build = Builder(root)
     time, summed = resolve(scan.time), resolve(scan.summed)
     order = [*batch, *time, *heads, *channels, *summed]
-    x, dt, A, B, C = (
-        _product(build, factors, scale, order)
-        for factors, scale in (
-            (given.x, scan.written.scale),
-            (given.dt, scan.decays.scale if given.free else 1.0),
-            (given.A, 1.0 if given.free else scan.decays.scale),
-            (given.B, 1.0),
-            (given.C, scan.queries.scale),
-        )
-    )
-    if given.free and dt is not None and x is not None and B is not None:
+    x, B, C = (_multiplied(build, part, order) for part in (given.x, given.B, given.C))
+    dt, A = (_multiplied(build, part, order) if part.factors else None for part in (given.dt, given.A))
+    if given.free and dt is not None:
         dt = Operand(away_from_zero(lambda target, *args, **kwargs: build.call(target, args, kwargs), dt.node), dt.axes)
         if set(dt.axes) <= {*batch, *time, *grouped} and _size(summed) <= _size(channels):
             B = multiply(build, B, dt, order, by=aten.div.Tensor)
@@ -144,8 +141,8 @@ def _replace(root: Node, scan: Scan, wanted: Callable[[str], bool]) -> Iterator[
         _lay(build, part, groups, number, like)
         for part, groups, number in (
             (x, (batch, time, heads, channels), 1.0),
-            (dt, (batch, time, heads), 1.0),
-            (A, (heads,), 1.0 if given.free else scan.decays.scale),
+            (dt, (batch, time, heads), given.dt.scale),
+            (A, (heads,), given.A.scale),
             (B, (batch, time, grouped, summed), 1.0),
             (C, (batch, time, grouped, summed), 1.0),
         )
@@ -188,12 +185,10 @@ def _size(label: Sequence[Axis]) -> int:
     return prod(int(axis.size) for axis in label)
 
 
-def _product(build: Builder, factors: Sequence[Factor], scale: float, order: Sequence[Axis]) -> Operand | None:
-    """Multiply factors; None if there are none."""
-    if not factors:
-        return None
-    x = reduce(lambda a, b: multiply(build, a, b, order), [operand(build, factor) for factor in factors])
-    return x if scale == 1.0 else Operand(build.call(aten.mul.Tensor, (x.node, scale)), x.axes)
+def _multiplied(build: Builder, product: Product, order: Sequence[Axis]) -> Operand:
+    """Multiply the factors of a product."""
+    x = reduce(lambda a, b: multiply(build, a, b, order), [operand(build, factor) for factor in product.factors])
+    return x if product.scale == 1.0 else Operand(build.call(aten.mul.Tensor, (x.node, product.scale)), x.axes)
 
 
 def _lay(build: Builder, x: Operand | None, groups: tuple[Label, ...], number: float, like: torch.Tensor) -> Node:
@@ -254,10 +249,9 @@ def _contract_last_state(root: Node, states: States) -> Rewrite:
     require(_spanned(decays.factors) <= {*resolve(states.chunk), *step, *out})
     require(unify(step, after))
     time = resolve(time)
+    require(set(time) <= _spanned(decays.factors))
     build = Builder(root)
-    a = _product(build, decays.factors, decays.scale, [*out, *time])
-    if a is None or not set(time) <= set(a.axes):
-        raise NotAScan
+    a = _multiplied(build, decays, [*out, *time])
     outer = [axis for axis in a.axes if axis not in time]
     row = lay_out(build, a, Product((*((axis,) for axis in outer), time), ()))
     since = build.call(aten.cumsum.default, (row, len(outer)), {"dtype": torch.float64})
