@@ -18,11 +18,12 @@ from torch._inductor.pattern_matcher import stable_topological_sort
 from torch.fx import Graph, Node
 
 from ...ops.library import OPS
+from ..affine import Loop
 from ..duality import lower, reading
 from ..graph import Builder, region_inputs
 from ..index import arg, is_tensor, same, value
 from ..rewrite import Rewrite, replace_node
-from ..rollup import Loop, Rollup
+from ..rollup import Rollup
 from ..timewise import NotALoop
 
 aten = torch.ops.aten
