@@ -1,6 +1,6 @@
 """Time the torch backend on the CPU against what one would write without it, interleaved, errors checked first.
 
-    OMP_NUM_THREADS=2 python benchmarks/ops_cpu.py [--rounds 15] [--transformers]
+    OMP_NUM_THREADS=2 python benchmarks/ops_cpu.py [--rounds 15] [--transformers] [--out FILE.jsonl]
 
 ``selective_scan`` runs against a Python loop over time and a compiled associative scan, ``ssd`` against the einsum path
 of transformers' Mamba-2 if asked to. Rounds are interleaved, so that load on the machine meets all of them alike.
@@ -9,9 +9,12 @@ of transformers' Mamba-2 if asked to. Rounds are interleaved, so that load on th
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
+import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -55,8 +58,8 @@ def associative(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor) -> Tenso
     return torch.einsum("btdn,btn->btd", states, C)
 
 
-def race(name: str, runners: dict[str, Callable[..., Any]], inputs: tuple[Any, ...], rounds: int) -> None:
-    """Check that all agree, then time them in turns."""
+def race(name: str, runners: dict[str, Callable[..., Any]], inputs: tuple[Any, ...], rounds: int) -> dict[str, Any]:
+    """Check that all agree, then time them in turns; return a row."""
     truth = runners["refold"](*inputs)
     times: dict[str, list[float]] = {}
     for label, runner in runners.items():
@@ -72,6 +75,17 @@ def race(name: str, runners: dict[str, Callable[..., Any]], inputs: tuple[Any, .
     row["median_ms"] = {label: round(m, 2) for label, m in medians.items()}
     row["fastest_ms"] = {label: round(min(t), 2) for label, t in times.items()}
     print(json.dumps(row))
+    return row | {
+        "command": " ".join(["python", *sys.argv]),
+        "date": str(datetime.date.today()),
+        "processor": processor(),
+    }
+
+
+def processor() -> str:
+    """Return the name of the processor."""
+    names = [line.partition(":")[2] for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line]
+    return f"{names[0].strip()}, {torch.backends.cpu.get_cpu_capability()}"
 
 
 def main() -> None:
@@ -79,6 +93,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--transformers", action="store_true", help="time transformers' Mamba-2 too")
+    parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     torch.manual_seed(0)
 
@@ -90,7 +105,7 @@ def main() -> None:
         "loop, channels first": channels_first_loop,
         "compiled associative scan": torch.compile(associative),
     }
-    race("selective_scan 1 x 2048 x 1536 x 16", runners, (x, dt, A, B, C), args.rounds)
+    rows = [race("selective_scan 1 x 2048 x 1536 x 16", runners, (x, dt, A, B, C), args.rounds)]
 
     if args.transformers:
         from transformers.models.mamba2.modeling_mamba2 import mamba2_chunk_scan
@@ -100,7 +115,10 @@ def main() -> None:
         runners = {"refold": lambda *inputs: ops.ssd(*inputs)[0]}
         for size in (64, 128, 256):
             runners[f"transformers, chunks of {size}"] = lambda *inputs, size=size: mamba2_chunk_scan(*inputs, size)
-        race("ssd 1 x 2048 x 24 x 64, n=128", runners, (x, dt, A, B, C), args.rounds)
+        rows.append(race("ssd 1 x 2048 x 24 x 64, n=128", runners, (x, dt, A, B, C), args.rounds))
+    if args.out:
+        with args.out.open("a") as file:
+            file.writelines(json.dumps(row) + "\n" for row in rows)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ import shutil
 
 from .generate.cli import jax_devices
 
-PACKAGES = ("refold", "numpy", "torch", "triton", "jax", "transformers", "opt_einsum")
+PACKAGES = ("refold", "numpy", "torch", "triton", "numba", "jax", "transformers", "opt_einsum")
 
 
 def examine() -> dict[str, dict[str, str]]:
@@ -51,7 +51,13 @@ def _devices() -> dict[str, str]:
 
 
 def _parts() -> dict[str, str]:
-    return {"compiler": _compiler(), "triton": _triton(), "jax": _jax(), "transformers": _transformers()}
+    return {
+        "compiler": _compiler(),
+        "triton": _triton(),
+        "numba": _numba(),
+        "jax": _jax(),
+        "transformers": _transformers(),
+    }
 
 
 def _compiler() -> str:
@@ -72,6 +78,12 @@ def _triton() -> str:
     if os.environ.get("TRITON_INTERPRET") == "1":
         return "interpreted on the CPU, for tests (TRITON_INTERPRET=1)"
     return "no: no GPU; TRITON_INTERPRET=1 runs the kernels on the CPU, slowly"
+
+
+def _numba() -> str:
+    if not _installed("numba"):
+        return "no: numba is not installed (pip install 'refold[numba]'); the torch backend runs the scans instead"
+    return "yes: selective_scan and linear_scan on the CPU"
 
 
 def _jax() -> str:

@@ -4,11 +4,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 
 
-def test_tables_are_rendered_from_stored_results():
+@pytest.mark.parametrize("what", ["tables", "figures"])
+def test_show_stored_results(what):
     done = subprocess.run(
-        [sys.executable, "tools/render_tables.py", "--check"], cwd=ROOT, capture_output=True, text=True, check=False
+        [sys.executable, f"tools/render_{what}.py", "--check"], cwd=ROOT, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr

@@ -44,7 +44,7 @@ WRONG = {
     "limits NaN": ({"dt_limit": (0.0, float("nan"))}, ArgumentError, "dt_limit"),
     "one limit": ({"dt_limit": (1.0,)}, ArgumentError, "dt_limit"),
     "state dtype": ({"state_dtype": "int8"}, ArgumentError, "state_dtype must be None or a float dtype; got 'int8'"),
-    "unknown backend": ({"backend": "cuda"}, ArgumentError, "backend must be one of triton, torch, jax, reference"),
+    "unknown backend": ({"backend": "cuda"}, ArgumentError, "backend must be one of triton, numba, torch, jax, reference"),
     "other framework": ({"backend": "torch"}, BackendUnsupported, "torch: takes torch arrays; these are numpy"),
     "packed batch": ({"cu_seqlens": np.array([0, 9])}, ShapeError, "with cu_seqlens the batch is 1; x has b=2"),
 }  # fmt: skip

@@ -20,10 +20,16 @@ from typing import Any
 from refold.errors import ArgumentError, BackendUnsupported, DtypeError
 from refold.ops.spec import CU_SEQLENS, ArrayMeta, Meta, OpSpec, check_cu_seqlens_values, dtype_name, load
 
-BACKENDS = {"triton": "torch", "torch": "torch", "jax": "jax", "reference": "numpy"}
+BACKENDS = {"triton": "torch", "numba": "torch", "torch": "torch", "jax": "jax", "reference": "numpy"}
 """Backend -> the framework whose arrays it takes. A new kind of backend adds its line here."""
 
-_PACKAGES = {"triton": ("torch", "triton"), "torch": ("torch",), "jax": ("jax",), "reference": ("numpy",)}
+_PACKAGES = {
+    "triton": ("torch", "triton"),
+    "numba": ("torch", "numba"),
+    "torch": ("torch",),
+    "jax": ("jax",),
+    "reference": ("numpy",),
+}
 _FRAMEWORKS = {"torch": "torch", "jax": "jax", "jaxlib": "jax", "numpy": "numpy"}
 _FRAMEWORK_OF_TYPE: dict[type, str | None] = {}
 

@@ -143,7 +143,7 @@ class OpSpec:
     """Floating-point operations of the sequential definition, from the sizes."""
     constraints: Callable[[Meta], Iterator[str]] = lambda meta: iter(())
     """Yields what is wrong beyond axes, dtypes, devices and options; usually nothing."""
-    backends: tuple[str, ...] = ("triton", "torch", "jax", "reference")
+    backends: tuple[str, ...] = ("triton", "numba", "torch", "jax", "reference")
     """Preference order."""
     folder: str = ""
     """Where its implementations live, if not under its own name (steps live beside their scan)."""

@@ -11,7 +11,7 @@ from refold.ops.spec import Case, OpSpec, all_specs
 from refold.ops.testing import CHECKS, check, problem
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-BACKENDS = ("torch", "jax", *(["triton"] if INTERPRETED else []))
+BACKENDS = ("torch", "numba", "jax", *(["triton"] if INTERPRETED else []))
 
 CORE = ("values", "gradients", "no_worse_than_torch")
 SLOW = ("jax", "triton")

@@ -8,8 +8,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import refold.ops as ops
+from refold.ops.dispatch import absence
 from refold.ops.linear_scan.reference import linear_scan as linear_reference
 from refold.ops.selective_scan.reference import selective_scan as selective_reference
+from refold.ops.spec import load
 from refold.ops.ssd import _torch as ssd_torch
 from refold.ops.ssd.reference import ssd as ssd_reference
 
@@ -64,11 +66,14 @@ def test_small_decays_behind_large_ones_keep_their_digits() -> None:
     assert error(y[:, 9:], y_true[:, 9:]) < 8 * EPS
 
 
-def test_selective_scan_long() -> None:
+@pytest.mark.parametrize("backend", ["torch", "numba"])
+def test_selective_scan_long(backend: str) -> None:
+    if reason := absence(load("selective_scan"), backend):
+        pytest.skip(reason)
     rng = np.random.default_rng(2)
     x, B, C, A = drawn(rng, 1, LONG, 2), drawn(rng, 1, LONG, 2), drawn(rng, 1, LONG, 2), -np.ones((2, 2))
     dt = steps_over_five_decades(rng, 1, LONG, 2)
-    y, state = ops.selective_scan(*tensors(x, dt, A, B, C))
+    y, state = ops.selective_scan(*tensors(x, dt, A, B, C), backend=backend)
     y_true, state_true = selective_reference(x, dt, A, B, C)
     assert error(y, y_true) < 16 * EPS
     assert error(state, state_true) < 16 * EPS
@@ -109,6 +114,38 @@ def test_gradients_of_strong_decays_do_not_cancel() -> None:
     y, _ = ops.ssd(x.double(), torch.ones(1, 64, 1).double(), A64, B.double(), B.double())
     (truth,) = torch.autograd.grad(y.sum(), A64)
     assert abs(found.double() - truth) < 1e-3 * abs(truth)
+
+
+def test_the_written_out_exponential_is_exact_to_rounding_and_right_at_its_ends() -> None:
+    pytest.importorskip("numba")
+    # One token from a state of one: the new state is exp2 of the exponent, whose own rounding is taken out.
+    exponents = torch.cat([torch.linspace(-125, 127.9, 5000), torch.tensor([-200.0, -1e30, -torch.inf, 0, 128, 1e30])])
+    rates, one = (exponents / np.log2(np.e))[:, None], torch.ones(1, 1, len(exponents))
+    exact = (rates.double() * np.log2(np.e)).float().double().exp2()[:, 0]
+    zero = torch.zeros(1, 1, 1)
+    _, state = ops.selective_scan(
+        0 * one, one, rates, zero, zero, initial_state=torch.ones(1, len(exponents), 1), backend="numba"
+    )
+    found = state[0, :, 0].double()
+    ends = exact.float().isinf() | (exact < torch.finfo(torch.float32).tiny)
+    assert ((found - exact).abs() <= 2 * EPS * exact)[~ends].all()
+    assert torch.equal(found[ends].float(), exact[ends].float())
+
+
+def test_threads_of_the_cpu_kernel_agree_bit_for_bit() -> None:
+    pytest.importorskip("numba")
+    torch.manual_seed(0)
+    x, dt, A, B = torch.randn(2, 70, 900), torch.rand(2, 70, 900), -torch.rand(900, 8), torch.randn(2, 70, 8)
+    before, results = torch.get_num_threads(), []
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            results.append(ops.selective_scan(x, dt, A, B, B, backend="numba"))
+    finally:
+        torch.set_num_threads(before)
+    for y, state in results[1:]:
+        assert torch.equal(y, results[0][0])
+        assert torch.equal(state, results[0][1])
 
 
 class LargestTensor(TorchDispatchMode):

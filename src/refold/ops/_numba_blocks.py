@@ -1,0 +1,83 @@
+"""What CPU kernels compiled by Numba have in common: sequences cut into blocks of channels, shared out to threads.
+
+Threads are started for a call and joined before it ends, which is safe under fork and from any thread. There are as
+many as torch uses, if there is work for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from refold.ops._torch_chunks import read_offsets
+from refold.ops.spec import Meta
+
+UPDATES_A_THREAD = 1 << 18
+"""State updates that are worth a thread: about 0.1 ms of work, the cost of starting one."""
+
+
+def supports(meta: Meta) -> str | None:
+    """Tell why these arguments cannot be run."""
+    if meta.device != "cpu":
+        return f"runs on the CPU; {next(iter(meta.arrays))} is on {meta.device}"
+    if any(array.dtype == "float64" for array in meta.arrays.values()):
+        return "computes in float32; float64 inputs are the torch backend's"
+    return None
+
+
+def spans_of(op: str, batch: int, seqlen: int, cu_seqlens: Tensor | None) -> list[tuple[int, int, int, int]]:
+    """Return for each sequence its row of the batch, first token, last plus one, and row of the states."""
+    if cu_seqlens is None:
+        return [(row, 0, seqlen, row) for row in range(batch)]
+    return [(0, start, stop, k) for k, (start, stop) in enumerate(pairwise(read_offsets(op, cu_seqlens, seqlen)))]
+
+
+def share_out(
+    sweep: Callable[..., None],
+    arrays: Sequence[Tensor],
+    spans: Sequence[tuple[int, ...]],
+    edges: Sequence[int],
+    width: int,
+    updates: int,
+) -> None:
+    """Call ``sweep(*arrays, blocks)`` until all blocks are done; a block is a span and a range of channels.
+
+    Args:
+        sweep: A compiled function that releases the interpreter lock.
+        arrays: What it takes, as tensors.
+        spans: What `spans_of` returned.
+        edges: Channels at which a block must end, from 0 to the number of channels.
+        width: The most channels of a block.
+        updates: State updates of the whole call.
+    """
+    blocks = np.array(
+        [
+            (*span, low, min(low + width, end))
+            for span in spans
+            for begin, end in pairwise(edges)
+            for low in range(begin, end, width)
+        ]
+    )
+    views = [array.detach().numpy() for array in arrays]
+    workers = max(1, min(torch.get_num_threads(), len(blocks), updates // UPDATES_A_THREAD))
+
+    def work(worker: int) -> None:
+        sweep(*views, blocks[worker::workers].copy())
+
+    if workers == 1:
+        work(0)
+    else:
+        with ThreadPoolExecutor(workers) as pool:
+            list(pool.map(work, range(workers)))
+
+
+def zeros_or_copy(initial: Tensor | None, *shape: int) -> Tensor:
+    """Return the states that the sequences start from, to be overwritten."""
+    if initial is None:
+        return torch.zeros(shape)
+    return initial.float().clone(memory_format=torch.contiguous_format)
