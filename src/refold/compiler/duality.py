@@ -1,16 +1,16 @@
 """From a scan whose states are only read through a contraction to the operator that never writes them.
 
 The states ``h`` of a scan are (time, batch, ..., n). Where ``y = sum over n of h * C`` is all that
-reads them, and the scan's factors are ``exp(dt * A)`` and its inputs ``dt * x * B`` with no factor
-that spans both x's axes and n, that is a selective scan; if the decay depends on neither x's last
-axis nor n, it is a state space dual, which is matrix products. Factors are read in index notation,
-so the spelling does not matter. What cannot be read that way stays a scan.
+reads them, and the scan's factors are ``decay * exp(dt * A)`` and its inputs ``dt * x * B``, where
+decay does not span n and no factor of the inputs spans both x's axes and n, that is a selective
+scan; if the factors are ``exp(dt * A)`` and depend on neither x's last axis nor n, it is a state
+space dual, which is matrix products. Factors are read in index notation, so the spelling does not
+matter. What cannot be read that way stays a scan.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 from math import inf
 from operator import getitem
 from typing import Any
@@ -133,18 +133,18 @@ def lower(
     rank, n = len(shape), read.summed
     kept = [place for place in range(2, rank) if place != n]
     every = tuple(range(rank))
-    rate: float = 1.0
-    decay: list[Term] = []
+    rate, exponent = 0.0, list[Term]()
+    weight, decays = 1.0, list[Term]()
     if scale is not None and scale.node != 1.0:
         if not isinstance(scale.node, Node):
             return None
         factors = emit.padded(scale, rank - 1)
-        found = _exponent(factors, every[rank - value(factors).dim() :])
+        found = _decay(factors, every[rank - value(factors).dim() :], n)
         if found is None:
             return None
-        rate, decay = found
-    steps = [term for term in decay if term.spans() & {0, 1}]
-    rates = [term for term in decay if not term.spans() & {0, 1}]
+        (rate, exponent), (weight, decays) = found
+    steps = [term for term in exponent if term.spans() & {0, 1}]
+    rates = [term for term in exponent if not term.spans() & {0, 1}]
     factor, inputs = terms(emit.padded(offset, rank - 1), every)
     for term in steps:
         if term not in inputs:
@@ -152,15 +152,16 @@ def lower(
         inputs.remove(term)
     keys, values_ = _divide(inputs, n)
     queries, rest = _divide(read.others, n)
-    spans = set().union(*(term.spans() for term in decay)) if decay else set()
-    wide = set().union(*(term.spans() for term in keys + queries)) & set(kept)
+    spans = {place for term in exponent for place in term.spans()}
+    wide = {place for term in keys + queries for place in term.spans()} & set(kept)
+    plain = weight == 1.0 and not decays
     tokens = [1, 0]
     options: tuple[Any, ...] = (False, None, "")
     state_order: list[Any]
     along_n: list[Any]
     per_step: list[Any]
     per_rate: list[Any]
-    if n not in spans and len(kept) <= 2:  # the decay is one number a head: matrix products carry the scan
+    if plain and n not in spans and len(kept) <= 2:  # the decay is one number a head: matrix products carry the scan
         heads = [place for place in kept if place in spans | wide] or (kept[:1] if len(kept) == 2 else [])
         channels = [place for place in kept if place not in heads]
         if len(channels) != 1:
@@ -179,19 +180,24 @@ def lower(
     if x is None:
         return None
     dt = _lay(emit, steps, per_step, shape, 1.0, like=x)
-    rate = rate if decay else 0.0
     A = _lay(emit, rates, per_rate, shape, rate, like=x)
     B, C = (_lay(emit, part, along_n, shape, 1.0, like=x) for part in (keys, queries))
     if dt is None or A is None or B is None or C is None:
         return None
-    operands = [x, dt, A, B, C]
-    if len({value(v).dtype for v in operands}) != 1:
+    operands: list[Node | None] = [x, dt, A, B, C, None, None, None]
+    if operator_ is OPS["selective_scan"]:
+        decay = None if plain else _lay(emit, decays, [*tokens, *kept], shape, weight, like=x)
+        if decay is None and not plain:
+            return None
+        operands.append(decay)
+    if len({value(v).dtype for v in operands if v is not None}) != 1:
         return None
     if initial is not None:
         aligned = emit.permute(initial, [place - 1 for place in state_order if place is not None])
         initial = emit.reshape(aligned, [1 if place is None else shape[place] for place in state_order])
         initial = _dense(emit, emit.cast(initial, value(x).dtype))
-    result = emit.call(operator_, *map(partial(_dense, emit), operands), None, None, None, initial, None, *options)
+    given = [None if v is None else _dense(emit, v) for v in operands]
+    result = emit.call(operator_, *given, initial, None, *options)
     y, last = (emit.call(getitem, result, i) for i in (0, 1))
     y_order = [*tokens, *(place for place in state_order[1:-1] if place is not None)]
     y = emit.reshape(y, [shape[place] for place in y_order])
@@ -223,12 +229,22 @@ def _unalias(node: Node) -> Node:
     return node
 
 
-def _exponent(node: Any, places: tuple[int | None, ...]) -> tuple[float, list[Term]] | None:
-    """Read a decay as exp of a product: (scale, factors of the exponent)."""
+def _decay(
+    node: Any, places: tuple[int | None, ...], n: int
+) -> tuple[tuple[float, list[Term]], tuple[float, list[Term]]] | None:
+    """Read a decay as exp of a product times factors that do not run along ``n``: (exponent, other factors)."""
     scale, parts = terms(node, places)
-    if scale != 1.0 or len(parts) != 1:
-        return None
-    (term,) = parts
+    if scale == 1.0 and len(parts) == 1 and (exponent := _exponent(parts[0])) is not None:
+        return exponent, (1.0, [])
+    powers, others = _divide(parts, n)
+    if not powers:
+        return (0.0, []), (scale, others)
+    exponent = _exponent(powers[0]) if len(powers) == 1 else None
+    return None if exponent is None else (exponent, (scale, others))
+
+
+def _exponent(term: Term) -> tuple[float, list[Term]] | None:
+    """Read a factor as exp of a product: (scale, factors of the exponent)."""
     inner = _unalias(term.node)
     if inner.target is not aten.exp.default or value(inner).dim() != len(term.places):
         return None

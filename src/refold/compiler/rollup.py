@@ -119,7 +119,9 @@ class Rollup(Carries):
         sample = steps[-1]
         if not isinstance(sample, Node) or sample.op != "call_function":
             raise NotALoop("the steps read tensors that are not slices of one")
-        if sample.target is aten.copy.default and all(_plain_copy(step) for step in steps):
+        if any(self._kind(step) != sample.target for step in steps):
+            raise NotALoop("the steps do not all compute the same")
+        if sample.target is aten.copy.default and all(plain_copy(step) for step in steps):
             self.members.update(steps)
             return self._list(tuple(step.args[1] for step in steps), frame, depth + 1, peeled)
         if (read := self._read(steps)) is not None:
@@ -243,7 +245,7 @@ def _carry(steps: tuple[Any, ...], frame: _Frame) -> Affine | None:
     return None
 
 
-def _plain_copy(node: Any) -> bool:
+def plain_copy(node: Any) -> bool:
     """Tell whether a copy into another tensor only passes its source on."""
     source = node.args[1]
     return (

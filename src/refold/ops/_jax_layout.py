@@ -100,7 +100,9 @@ def sequence_of_token(cu_seqlens: Array, seqlen: int) -> Array:
     return jnp.searchsorted(cu_seqlens[1:], jnp.arange(seqlen), side="right")
 
 
-def pad_time(a: Array, length: int) -> Array:
-    """Append zeros on axis 1 up to ``length``."""
+def pad_time(a: Array, length: int, filler: int = 0) -> Array:
+    """Append a number on axis 1 up to ``length``."""
     missing = length - a.shape[1]
-    return a if missing == 0 else jnp.pad(a, [(0, 0), (0, missing)] + [(0, 0)] * (a.ndim - 2))
+    if missing == 0:
+        return a
+    return jnp.pad(a, [(0, 0), (0, missing)] + [(0, 0)] * (a.ndim - 2), constant_values=filler)

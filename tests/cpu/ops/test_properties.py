@@ -43,7 +43,7 @@ def selective_scan_cases(draw: st.DrawFn) -> Case:
         "g": groups,
     }  # fmt: skip
     layout = draw(st.sampled_from([{}, {"B": 1}, {"C": 1}, {"B": 1, "C": 1}]))
-    present = draw(st.sets(st.sampled_from(OPTIONAL)))
+    present = draw(st.sets(st.sampled_from((*OPTIONAL, "decay"))))
     options = {"dt_softplus": draw(st.booleans())}
     return Case(f"drawn_{draw(st.integers(0, 999))}", sizes, frozenset(present), options, lengths, layout)
 

@@ -8,23 +8,26 @@ is left to Inductor.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch._inductor.pattern_matcher import stable_topological_sort
 from torch.fx import Graph, Node
+from torch.fx.node import map_arg
 
 from ...ops.library import OPS
 from ..affine import Loop
 from ..duality import lower, reading
 from ..graph import Builder, region_inputs
-from ..index import arg, is_tensor, same, value
-from ..rewrite import Rewrite, replace_node
+from ..index import arg, is_tensor, is_view, same, value
+from ..rewrite import Rewrite, replace_node, source_line
 from ..rollup import Rollup
-from ..timewise import NotALoop
+from ..timewise import NotALoop, is_pointwise
+from ..writes import content, forward_writes, position
 
 aten = torch.ops.aten
 
@@ -32,6 +35,11 @@ aten = torch.ops.aten
 SHORTEST = 4
 _SCATTERS = (aten.select_scatter.default, aten.slice_scatter.default)
 SCANS = {OPS[name] for name in ("linear_scan", "selective_scan", "ssd")}
+_CONTRACTIONS = (aten.sum.dim_IntList, aten.bmm.default)
+# Shorter chains of equal operations are ordinary layer code, unless their values come together again.
+SHORTEST_CHAIN = 8
+# How many nodes of a step are looked at for the step before it.
+_STEP_NODES = 64
 # How many values a step may add to one sum.
 _TERMS = 4
 
@@ -42,7 +50,7 @@ def roll_up_loops(graph: Graph, wanted: Callable[[str], bool]) -> Iterator[Rewri
     """Replace loops whose carry enters affinely and elementwise by ``linear_scan``."""
     if len(graph.nodes) < 2 * SHORTEST:
         return
-    _forward_writes(graph)
+    forward_writes(graph)
     rollup, changed = Rollup(), False
     # A backward needs the states, so forward and backward are scans that share them.
     rollup.training = any(str(n.target).startswith("tangents") for n in graph.find_nodes(op="placeholder"))
@@ -50,7 +58,7 @@ def roll_up_loops(graph: Graph, wanted: Callable[[str], bool]) -> Iterator[Rewri
         if not wanted(root.name):
             continue
         try:
-            rewrite = _replace(rollup, root, join)
+            rewrite = _replace_reader(rollup, root, join, wanted) or _replace(rollup, root, join)
         except NotALoop:
             continue
         if rewrite is not None:
@@ -60,6 +68,11 @@ def roll_up_loops(graph: Graph, wanted: Callable[[str], bool]) -> Iterator[Rewri
         if wanted(root.name) and (rewrite := _replace(rollup, root, join, after)) is not None:
             yield rewrite
             stable_topological_sort(graph)
+    for steps in _chains(graph, rollup):
+        rewrite = _replace_end(rollup, steps) if wanted(steps[-1].name) else None
+        if rewrite is not None:
+            changed = True
+            yield rewrite
     for node in reversed(rollup.emit.added):
         if not node.users and node.graph is graph and not node._erased:
             graph.erase_node(node)
@@ -71,11 +84,13 @@ def refusals(graph: Graph) -> list[str]:
     """Say of each list of steps why it is no scan; inserts dead nodes and removes them again."""
     reasons: dict[str, None] = {}
     rollup = Rollup()
-    _forward_writes(graph)
-    for root, join in list(_joins(graph)):
+    forward_writes(graph)
+    joins = [(root, partial(join, rollup, root)) for root, join in _joins(graph)]
+    ends = [(steps[-1], partial(rollup.stack, steps, steps[-1])) for steps in _chains(graph, rollup)]
+    for root, attempt in joins + ends:
         try:
             rollup.emit.at(root)
-            join(rollup, root)
+            attempt()
         except NotALoop as reason:
             reasons[str(reason)] = None
     for node in reversed(rollup.emit.added):
@@ -83,17 +98,60 @@ def refusals(graph: Graph) -> list[str]:
     return list(reasons)
 
 
-def _replace(rollup: Rollup, root: Node, join: Join, anchor: Node | None = None) -> Rewrite | None:
-    """Swap a root for its value over all steps; None if no loop is behind it."""
+def _replace_reader(rollup: Rollup, root: Node, join: Join, wanted: Callable[[str], bool]) -> Rewrite | None:
+    """Swap the one contraction that reads the states of all steps for an operator that never writes them."""
+    found = None if rollup.training else _only_reader(root)
+    if found is None or not wanted(found[0].name):
+        return None
+    reader, between = found
+
+    def read(rollup: Rollup, _: Node) -> Node:
+        copies = {root: join(rollup, root)}
+        rollup.emit.at(reader)
+
+        def copy(node: Any) -> Node:
+            if node not in copies:
+                args = map_arg(node.args, lambda x: copy(x) if x in between else x)
+                copies[node] = rollup.emit.call(node.target, *args, **node.kwargs)
+            return copies[node]
+
+        return copy(reader)
+
+    rewrite = _replace(rollup, reader, read, dual=True)
+    rollup.emit.settle()  # what stands before the reader may stand behind the next root
+    return rewrite
+
+
+def _only_reader(root: Node) -> tuple[Node, set[Node]] | None:
+    """Return the contraction that alone reads a value, and the nodes through which it does."""
+    readers: set[Node] = set()
+    between, stack = {root}, [root]
+    while stack:
+        for user in stack.pop().users:
+            if user.target in _CONTRACTIONS:
+                readers.add(user)
+            elif user.op == "call_function" and (is_view(user) or user.target is aten.mul.Tensor):
+                between.add(user)
+                stack.append(user)
+            else:
+                return None
+    return (readers.pop(), between) if len(readers) == 1 else None
+
+
+def _replace(rollup: Rollup, root: Node, join: Join, anchor: Node | None = None, dual: bool = False) -> Rewrite | None:
+    """Swap a root for its value over all steps; None if no loop is behind it, or no ``dual`` where one is asked for."""
     loops = len(rollup.loops)
     anchor = anchor or root
     rollup.emit.at(anchor)
     new = join(rollup, root)
     if not _scans(new):
         return None
-    operators = ["linear_scan"]
+    operator = "linear_scan"
     if not rollup.training:
-        operators = [_dualise(rollup, loop, new) for loop in rollup.loops[loops:]] or operators
+        for loop in rollup.loops[loops:]:
+            operator, new = _dualise(rollup, loop, new)
+    if dual and operator == "linear_scan":
+        return None
     build = Builder(anchor)
     new = build.restride(new, value(root))
     rollup.emit.added += build.added
@@ -110,7 +168,7 @@ def _replace(rollup: Rollup, root: Node, join: Join, anchor: Node | None = None)
         added=added,
         name="roll up loop",
         why="its steps wait for one another, one launch after the other",
-        detail=f"{len(first.steps)} steps of a state of {state or 1} as one {operators[0]}"
+        detail=f"{len(first.steps)} steps of a state of {state or 1} as one {operator}"
         + (", against time" if first.reverse else ""),
         multilinear=False,
         terms=len(first.steps),
@@ -137,16 +195,16 @@ def _region(root: Node, made: list[Node], rollup: Rollup) -> set[Node]:
     return inside
 
 
-def _dualise(rollup: Rollup, loop: Loop, new: Node) -> str:
-    """Replace a scan whose states are only contracted by an operator that never writes them; return its name."""
+def _dualise(rollup: Rollup, loop: Loop, new: Node) -> tuple[str, Node]:
+    """Replace a scan whose states are only contracted by an operator that never writes them; (its name, new)."""
     scan, body = loop.scan, loop.body
     if loop.reverse or scan is None or body is None:
-        return "linear_scan"
+        return "linear_scan", new
     live = _behind(new)
     shape = [len(loop.steps), *value(loop.steps[0]).shape]
-    for node in [n for n in live if n.target in (aten.sum.dim_IntList, aten.bmm.default)]:
+    for node in [n for n in live if n.target in _CONTRACTIONS]:
         read = reading(node, scan, len(shape))
-        if read is None or len(shape) < 3 or node is new:
+        if read is None or len(shape) < 3:
             continue
         initial = loop.initial if isinstance(loop.initial, Node) else None
         if initial is not None and initial.target is aten.full.default and initial.args[1] == 0:
@@ -163,13 +221,14 @@ def _dualise(rollup: Rollup, loop: Loop, new: Node) -> str:
             continue
         node.replace_all_uses_with(y)
         rollup.emit.settle()
-        if scan in _behind(new):  # its states are used otherwise, too
+        result = y if node is new else new
+        if scan in _behind(result):  # its states are used otherwise, too
             y.replace_all_uses_with(node)
             continue
         loop.last = rollup.emit.cast(last, value(loop.steps[0]).dtype)
         stable_topological_sort(new.graph)
-        return "ssd" if any(n.target is OPS["ssd"] for n in _behind(y)) else "selective_scan"
-    return "linear_scan"
+        return "ssd" if any(n.target is OPS["ssd"] for n in _behind(y)) else "selective_scan", result
+    return "linear_scan", new
 
 
 def _behind(node: Node) -> set[Node]:
@@ -221,28 +280,6 @@ def _writes_on(user: Node, node: Node) -> bool:
     return user.target in _SCATTERS and user.args[0] is node
 
 
-def _content(scatter: Any) -> Any:
-    """Return what a write stores, without the copy that functionalisation makes of it."""
-    new = scatter.args[1]
-    while isinstance(new, Node) and new.target is aten.copy.default:
-        source: Any = new.args[1]
-        if not is_tensor(source) or value(source).shape != value(new).shape or value(source).dtype != value(new).dtype:
-            break
-        new = source
-    return new
-
-
-def _position(scatter: Any) -> tuple[int, int, int] | None:
-    """Return (axis, start, width) of a write."""
-    shape, dim = value(scatter).shape, arg(scatter, 2, "dim", 0) % value(scatter).dim()
-    start = arg(scatter, 3, "index" if scatter.target is aten.select_scatter.default else "start", 0) or 0
-    if not isinstance(start, int) or arg(scatter, 5, "step", 1) != 1:
-        return None
-    start = start % shape[dim] if start < 0 else start
-    width = 1 if scatter.target is aten.select_scatter.default else value(scatter.args[1]).shape[dim]
-    return dim, start, width
-
-
 def _writes(root: Node) -> tuple[Node, list[Node]]:
     """Return what a chain of writes starts from, and the writes, first one first."""
     chain: list[Node] = []
@@ -255,12 +292,12 @@ def _writes(root: Node) -> tuple[Node, list[Node]]:
 
 def _written(rollup: Rollup, root: Node) -> Node:
     base, writes = _writes(root)
-    return _place(rollup, root, base, [(write, _content(write)) for write in writes])
+    return _place(rollup, root, base, [(write, content(write)) for write in writes])
 
 
 def _place(rollup: Rollup, root: Node, base: Node, writes: list[tuple[Node, Node]]) -> Node:
     """Write the values of all steps at once."""
-    positions: list[Any] = [_position(write) for write, _ in writes]
+    positions: list[Any] = [position(write) for write, _ in writes]
     first = positions[0]
     if first is None or any(p is None or (p[0], p[2]) != (first[0], first[2]) for p in positions):
         raise NotALoop("the steps write to different axes")
@@ -276,21 +313,6 @@ def _place(rollup: Rollup, root: Node, base: Node, writes: list[tuple[Node, Node
     if same(shape[dim], value(root).shape[dim]):
         return x
     return rollup.emit.call(aten.slice_scatter.default, base, x, dim, starts[0], starts[-1] + width)
-
-
-def _forward_writes(graph: Graph) -> None:
-    """Let a step that reads the slice that was just written read the written value itself."""
-    for node in graph.find_nodes(op="call_function", target=aten.select.int):
-        write = node.args[0]
-        if write.target is not aten.select_scatter.default or not isinstance(arg(node, 2), int):
-            continue
-        rank, size = value(write).dim(), value(write).shape
-        dim = node.args[1] % rank
-        if _position(write) != (dim, node.args[2] % size[dim], 1):
-            continue
-        content = _content(write)
-        if value(content).shape == value(node).shape and value(content).dtype == value(node).dtype:
-            node.replace_all_uses_with(content)
 
 
 # Sums over steps -----------------------------------------------------------------------------
@@ -335,7 +357,7 @@ def _sum(rollup: Rollup, root: Node) -> Node:
     seen: dict[object, int] = defaultdict(int)
     for term in _terms(root):
         if _is_gradient_of_slice(term):
-            place = (term.target, _position(term))
+            place = (term.target, position(term))
             groups[term.target, seen[place]].append(term)
             seen[place] += 1
         else:
@@ -384,3 +406,58 @@ def _last_states(graph: Graph, rollup: Rollup) -> Iterator[tuple[Node, Join, Nod
             return rollup.emit.call(aten.clone.default, last)
 
         yield node, join, (loop.last or states).next
+
+
+# Loops of which only the last state is used ---------------------------------------------------
+
+
+def _chains(graph: Graph, rollup: Rollup) -> Iterator[list[Node]]:
+    """Find nodes of one kind and source line, each fed by the one before it, that no loop accounts for; last first."""
+    live = _behind(graph.output_node())
+    kinds: dict[Any, list[Node]] = defaultdict(list)
+    for node in graph.nodes:
+        if node in live and is_pointwise(node.target) and is_tensor(node) and value(node).is_floating_point():
+            kinds[node.target, source_line(node), str(value(node).shape)].append(node)
+    order = {node: i for i, node in enumerate(graph.nodes)}
+    for nodes in sorted(kinds.values(), key=lambda nodes: -order[nodes[-1]]):
+        members = {node for node in nodes if node not in rollup.members}
+        for end in nodes[::-1]:
+            if end not in members or end in rollup.members or len(members) < SHORTEST_CHAIN:
+                continue
+            chain = [end]
+            while (before := _nearest(chain[-1], members)) is not None:
+                chain.append(before)
+            members -= set(chain)
+            if len(chain) >= SHORTEST_CHAIN:
+                yield chain[::-1]
+
+
+def _nearest(node: Node, members: set[Node]) -> Node | None:
+    """Return the nearest member that feeds a node, looking a step's length back."""
+    seen, queue = {node}, deque([node])
+    while queue and len(seen) < _STEP_NODES:
+        for x in queue.popleft().all_input_nodes:
+            if x in members:
+                return x
+            if x not in seen:
+                seen.add(x)
+                queue.append(x)
+    return None
+
+
+def _replace_end(rollup: Rollup, chain: list[Node]) -> Rewrite | None:
+    """Swap the last of a chain of steps, some of whose kind may stand in one step, for the last state of a scan."""
+    end = chain[-1]
+    for period in range(1, _TERMS + 1):
+        steps = chain[::-1][::period][::-1]
+
+        def last(rollup: Rollup, root: Node, steps: list[Node] = steps) -> Node:
+            state = rollup.emit.call(aten.select.int, rollup.stack(steps, root), 0, len(steps) - 1)
+            stable_topological_sort(root.graph)  # what earlier attempts made stands before later ends
+            return state
+
+        try:
+            return _replace(rollup, end, last)
+        except NotALoop:
+            continue
+    return None

@@ -58,7 +58,7 @@ def ssd(x: Array, dt: Array, A: Array, B: Array, C: Array, *, initial_state: Arr
 def selective_scan(
     x: Array, dt: Array, A: Array, B: Array, C: Array, *, initial_state: Array, axis: str, **options: Any
 ) -> Any:
-    """Compute ``refold.ops.selective_scan`` of a sequence cut over ``axis``; ``dt`` are final step sizes."""
+    """Compute ``refold.ops.selective_scan`` of a sequence cut over ``axis``; ``dt`` are final step sizes, no decay."""
     _, added = ops.selective_scan(x, dt, A, B, C, **{**options, "state_dtype": None})
     log_decay = dt.sum(1)[..., None] * A
     entering, final = pass_states(added, log_decay, initial_state, axis)

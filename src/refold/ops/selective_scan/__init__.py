@@ -20,6 +20,7 @@ def selective_scan(
     D: Any = None,
     z: Any = None,
     dt_bias: Any = None,
+    decay: Any = None,
     dt_softplus: bool = False,
     initial_state: Any = None,
     cu_seqlens: Any = None,
@@ -31,7 +32,7 @@ def selective_scan(
     Per batch row and channel, with state h of n numbers and h[-1] = initial_state::
 
         s[t] = softplus(dt[t] + dt_bias)                        (each part if asked for)
-        h[t] = exp(s[t] * A) * h[t-1] + s[t] * x[t] * B[t]
+        h[t] = decay[t] * exp(s[t] * A) * h[t-1] + s[t] * x[t] * B[t]
         y[t] = (h[t] · C[t] + D * x[t]) * silu(z[t])
 
     Args:
@@ -43,6 +44,7 @@ def selective_scan(
         D: Skip connection, ``(d,)``.
         z: Gate, like ``x``.
         dt_bias: Added to ``dt``, ``(d,)``.
+        decay: Multiplies the state besides ``exp(s * A)``, ``(b, t, d)``; any sign, zero, above one. Ones if None.
         dt_softplus: Pass ``dt`` through softplus (the identity above 20).
         initial_state: ``(b, d, n)``; zeros if None.
         cu_seqlens: Packs sequences along time: ``k + 1`` offsets from 0 to t, on the device of ``x``. The batch is
@@ -74,7 +76,7 @@ def selective_scan(
         >>> y.shape, state.shape
         ((2, 64, 12), (2, 12, 4))
     """
-    arrays = (x, dt, A, B, C, D, z, dt_bias, initial_state, cu_seqlens)
+    arrays = (x, dt, A, B, C, D, z, dt_bias, decay, initial_state, cu_seqlens)
     return call(SPEC, arrays, (dt_softplus, state_dtype), backend)
 
 
@@ -89,6 +91,7 @@ def selective_scan_step(
     D: Any = None,
     z: Any = None,
     dt_bias: Any = None,
+    decay: Any = None,
     dt_softplus: bool = False,
     backend: str | None = None,
 ) -> tuple[Any, Any]:
@@ -104,6 +107,7 @@ def selective_scan_step(
         D: Skip connection, ``(d,)``.
         z: Gate, like ``x``.
         dt_bias: Added to ``dt``, ``(d,)``.
+        decay: Multiplies the state besides ``exp(s * A)``, like ``x``; ones if None.
         dt_softplus: Pass ``dt`` through softplus.
         backend: None picks the first that can run; a name must be able to.
 
@@ -121,7 +125,7 @@ def selective_scan_step(
         >>> y.shape, float(y[0, 0])
         ((2, 12), 4.0)
     """
-    return call(STEP, (x, dt, A, B, C, state, D, z, dt_bias), (dt_softplus,), backend)
+    return call(STEP, (x, dt, A, B, C, state, D, z, dt_bias, decay), (dt_softplus,), backend)
 
 
 def selective_scan_step_(
@@ -135,8 +139,9 @@ def selective_scan_step_(
     D: Any = None,
     z: Any = None,
     dt_bias: Any = None,
+    decay: Any = None,
     dt_softplus: bool = False,
     backend: str | None = None,
 ) -> tuple[Any, Any]:
     """`selective_scan_step` that overwrites ``state`` and returns it; nothing may need a gradient."""
-    return call_in_place(STEP, (x, dt, A, B, C, state, D, z, dt_bias), (dt_softplus,), backend)
+    return call_in_place(STEP, (x, dt, A, B, C, state, D, z, dt_bias, decay), (dt_softplus,), backend)

@@ -35,6 +35,7 @@ def selective_scan(
     D: Array | None = None,
     z: Array | None = None,
     dt_bias: Array | None = None,
+    decay: Array | None = None,
     dt_softplus: bool = False,
     initial_state: Array | None = None,
     cu_seqlens: Array | None = None,
@@ -50,6 +51,8 @@ def selective_scan(
     for a in (B, C):  # one of them may be grouped and the other not
         a = a.astype(acc).reshape(batch, seqlen, -1, dstate)
         inputs.append(jnp.broadcast_to(a, (batch, seqlen, ngroups, dstate)))
+    if decay is not None:
+        inputs.append(decay.astype(acc))
     shape = (ngroups, dim // ngroups)
     rates = A.astype(acc).reshape(*shape, dstate)
 
@@ -68,21 +71,32 @@ def selective_scan(
         filled = pack.filled.reshape(1, -1, 1)
         inputs = [a[:, pack.source] for a in inputs]
         inputs[1] = jnp.where(filled, inputs[1], 0)
+        if decay is not None:
+            inputs[4] = jnp.where(filled, inputs[4], 1)
         own = jnp.zeros((nseq, dim, dstate), acc) if initial_state is None else initial_state.astype(acc)
         own = finals = own.reshape(nseq, *shape, dstate)
         state = jnp.zeros((batch, dim, dstate), acc)
     state = state.reshape(batch, *shape, dstate)
 
-    def lanes(a: Array, *tail: int) -> Array:
+    def lanes(a: Array, *tail: int, filler: int = 0) -> Array:
         """Cut (b, t, ...) to (l, c, b, ...): a step takes one token of every lane."""
-        a = pad_time(a, nlanes * length).reshape(batch, nlanes, length, *tail)
+        a = pad_time(a, nlanes * length, filler).reshape(batch, nlanes, length, *tail)
         return a.transpose(2, 1, 0, *range(3, a.ndim))
 
-    walked = (lanes(inputs[0], *shape), lanes(inputs[1], *shape), *(lanes(a, ngroups, dstate) for a in inputs[2:]))
+    walked: tuple[Any, ...] = (
+        lanes(inputs[0], *shape),
+        lanes(inputs[1], *shape),
+        *(lanes(a, ngroups, dstate) for a in inputs[2:4]),
+        None if decay is None else lanes(inputs[4], *shape, filler=1),
+    )
+
+    def factor(d: Array, decay: Array | None) -> Array:
+        power = jnp.exp(d[..., None] * rates)
+        return power if decay is None else decay[..., None] * power
 
     def step(h: Array, inputs: Any) -> tuple[Array, Array]:
-        x, d, B, C = inputs
-        h = jnp.exp(d[..., None] * rates) * h + (d * x)[..., None] * B[..., None, :]
+        x, d, B, C, decay = inputs
+        h = factor(d, decay) * h + (d * x)[..., None] * B[..., None, :]
         return h, jnp.einsum("cbgrn,cbgn->cbgr", h, C, precision=jax.lax.Precision.HIGHEST)
 
     if nlanes == 1 and cu_seqlens is None:
@@ -90,17 +104,21 @@ def selective_scan(
     else:
         zero = jnp.zeros((nlanes, *state.shape), acc)
         added, _ = _blocked_scan(lambda h, inputs: (step(h, inputs)[0], ()), zero, walked)
-        decay = jnp.exp(walked[1].sum(0)[..., None] * rates)  # (c, b, g, r, n)
+        if decay is None:
+            product = jnp.exp(walked[1].sum(0)[..., None] * rates)  # (c, b, g, r, n)
+        else:  # neither a logarithm of decays, which may be zero, nor products that could overflow apart
+            grow = lambda product, inputs: (factor(inputs[1], inputs[4]) * product, ())  # noqa: E731
+            product, _ = _blocked_scan(grow, jnp.ones_like(zero), walked)
 
         def pass_on(carry: Any, lane: Any) -> tuple[Any, Array]:
             h, finals = carry
-            added, decay, sequence, first, last = lane
+            added, product, sequence, first, last = lane
             h = jnp.where(first, own[jnp.minimum(sequence, len(own) - 1)], h)
-            leaving = decay * h + added
+            leaving = product * h + added
             finals = finals.at[jnp.where(last, sequence, len(finals))].set(leaving[0], mode="drop")
             return (leaving, finals), h
 
-        (_, finals), entering = jax.lax.scan(pass_on, (state, finals), (added, decay, sequence, first, last))
+        (_, finals), entering = jax.lax.scan(pass_on, (state, finals), (added, product, sequence, first, last))
     end, y = _blocked_scan(step, entering, walked)
     y = y.transpose(2, 1, 0, 3, 4).reshape(batch, nlanes * length, dim)
     y = y[:, :seqlen] if cu_seqlens is None else y[:, pack.target]
@@ -151,17 +169,19 @@ def selective_scan_step(
     D: Array | None = None,
     z: Array | None = None,
     dt_bias: Array | None = None,
+    decay: Array | None = None,
     dt_softplus: bool = False,
 ) -> tuple[Array, Array]:
     """Compute :func:`refold.ops.selective_scan_step`: ``x (b, d)`` or a short run ``(b, t, d)``."""
     if x.ndim == 3:
 
         def body(state: Array, inputs: Any) -> tuple[Array, Array]:
-            x, dt, B, C, z = inputs
-            y, state = selective_scan_step(x, dt, A, B, C, state, D=D, z=z, dt_bias=dt_bias, dt_softplus=dt_softplus)
+            x, dt, B, C, z, decay = inputs
+            options = {"D": D, "z": z, "dt_bias": dt_bias, "decay": decay, "dt_softplus": dt_softplus}
+            y, state = selective_scan_step(x, dt, A, B, C, state, **options)
             return state, y
 
-        time_first = [None if a is None else jnp.moveaxis(a, 1, 0) for a in (x, dt, B, C, z)]
+        time_first = [None if a is None else jnp.moveaxis(a, 1, 0) for a in (x, dt, B, C, z, decay)]
         state, y = jax.lax.scan(body, state, tuple(time_first))
         return jnp.moveaxis(y, 0, 1), state
 
@@ -172,7 +192,10 @@ def selective_scan_step(
     B, C = (jnp.broadcast_to(a, (batch, ngroups, a.shape[-1])) for a in (B, C))
     shape = (batch, ngroups, dim // ngroups)
     d = step_sizes(dt, dt_bias, dt_softplus, (0.0, math.inf), acc)
-    decay = jnp.exp(d[..., None] * A.astype(acc)).reshape(*shape, -1)
-    new = decay * state.astype(acc).reshape(*shape, -1) + (d * x.astype(acc)).reshape(*shape, 1) * B[:, :, None]
+    factor = jnp.exp(d[..., None] * A.astype(acc))
+    if decay is not None:
+        factor = decay.astype(acc)[..., None] * factor
+    old = state.astype(acc).reshape(*shape, -1)
+    new = factor.reshape(*shape, -1) * old + (d * x.astype(acc)).reshape(*shape, 1) * B[:, :, None]
     y = jnp.sum(new * C[:, :, None], axis=-1).reshape(batch, dim)
     return _finish(y, x, D, z).astype(x.dtype), new.reshape(state.shape).astype(state.dtype)

@@ -22,17 +22,19 @@ def _token(base_ptr, stride_t, t, offs, mask):
 @triton.jit
 def _selective_scan_fwd_kernel(
     cu_seqlens_ptr, x_ptr, dt_ptr, A_ptr, B_ptr, C_ptr, D_ptr, z_ptr, dt_bias_ptr, initial_ptr,
-    segment_state_ptr, segment_step_ptr, y_ptr, final_ptr,
+    segment_state_ptr, segment_step_ptr, y_ptr, final_ptr, decay_ptr,
     seqlen, segment, nsegments, channels, dstate, group_channels,
     stride_x_b, stride_x_t, stride_dt_b, stride_dt_t, stride_B_b, stride_B_t, stride_B_g,
-    stride_C_b, stride_C_t, stride_C_g, stride_z_b, stride_z_t,
+    stride_C_b, stride_C_t, stride_C_g, stride_z_b, stride_z_t, stride_decay_b, stride_decay_t,
     BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, UNROLL: tl.constexpr, SOFTPLUS: tl.constexpr,
     GROUPED: tl.constexpr, LOCAL: tl.constexpr,
 ):  # fmt: skip
     """Grid (blocks of channels, segments, sequences): a program owns BLOCK_D channels of one segment.
 
     LOCAL writes the segment's own state and summed step; else y, from the state that the segments before it leave
-    behind, and the final state. Reads its inputs once. Float32; the last tokens and channels may be ragged.
+    behind, and the final state. With decays there is no step to sum: the segment's factor is a product, one a state,
+    since decays may have no logarithm and, apart from the powers, overflow. Reads its inputs once. Float32; the last
+    tokens and channels may be ragged.
     """
     pid_s = tl.program_id(1)
     pid_k = tl.program_id(2).to(tl.int64)
@@ -52,16 +54,19 @@ def _selective_scan_fwd_kernel(
         end = tl.load(cu_seqlens_ptr + pid_k + 1).to(tl.int32)
     A = tl.load(A_ptr + offs_state, mask=mask, other=0.0).to(tl.float32) * LOG2E
     state = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
-    total = tl.zeros((BLOCK_D,), tl.float32)
+    total = tl.zeros((BLOCK_D,), tl.float32) if decay_ptr is None else tl.full((BLOCK_N, BLOCK_D), 1.0, tl.float32)
     row = pid_k * nsegments * channels
     if not LOCAL:
         if initial_ptr is not None:
             state = tl.load(initial_ptr + pid_k * channels * dstate + offs_state, mask=mask, other=0.0).to(tl.float32)
         for s in range(pid_s):
             before = row + s * channels
-            step = tl.load(segment_step_ptr + before + offs_d, mask=mask_d, other=0.0)
+            if decay_ptr is None:
+                factor = _exp2(tl.load(segment_step_ptr + before + offs_d, mask=mask_d, other=0.0)[None, :] * A)
+            else:
+                factor = tl.load(segment_step_ptr + before * dstate + offs_state, mask=mask, other=0.0)
             own = tl.load(segment_state_ptr + before * dstate + offs_state, mask=mask, other=0.0)
-            state = state * _exp2(step[None, :] * A) + own
+            state = state * factor + own
     bias = tl.zeros((BLOCK_D,), tl.float32)
     if dt_bias_ptr is not None:
         bias = tl.load(dt_bias_ptr + offs_d, mask=mask_d, other=0.0).to(tl.float32)
@@ -93,9 +98,16 @@ def _selective_scan_fwd_kernel(
             if SOFTPLUS:
                 step = _softplus(step)
             step = tl.where(inside, step, 0.0)
-            state = state * _exp2(step[None, :] * A) + (x * step)[None, :] * B
+            factor = _exp2(step[None, :] * A)
+            if decay_ptr is not None:
+                decay = _token(decay_ptr + pid_b * stride_decay_b, stride_decay_t, t, offs_d, live)
+                factor *= tl.where(inside, decay, 1.0)[None, :]
+            state = state * factor + (x * step)[None, :] * B
             if LOCAL:
-                total += step
+                if decay_ptr is None:
+                    total += step
+                else:
+                    total *= factor
             else:
                 C = _token(C_base, stride_C_t, t, offs_C, live_B)
                 y = tl.sum(state * C, axis=0)
@@ -107,17 +119,20 @@ def _selective_scan_fwd_kernel(
                 tl.store(y_row + offs_d, y.to(y_ptr.dtype.element_ty), mask=live)
     if LOCAL:
         tl.store(segment_state_ptr + (row + pid_s * channels) * dstate + offs_state, state, mask=mask)
-        tl.store(segment_step_ptr + row + pid_s * channels + offs_d, total, mask=mask_d)
+        if decay_ptr is None:
+            tl.store(segment_step_ptr + row + pid_s * channels + offs_d, total, mask=mask_d)
+        else:
+            tl.store(segment_step_ptr + (row + pid_s * channels) * dstate + offs_state, total, mask=mask)
     elif pid_s == nsegments - 1:
         tl.store(final_ptr + pid_k * channels * dstate + offs_state, state.to(final_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
 def _selective_scan_step_kernel(
-    x_ptr, dt_ptr, A_ptr, B_ptr, C_ptr, D_ptr, z_ptr, dt_bias_ptr, state_ptr, new_state_ptr, y_ptr,
+    x_ptr, dt_ptr, A_ptr, B_ptr, C_ptr, D_ptr, z_ptr, dt_bias_ptr, decay_ptr, state_ptr, new_state_ptr, y_ptr,
     ntokens, channels, dstate, group_channels,
     stride_x_b, stride_x_t, stride_dt_b, stride_dt_t, stride_B_b, stride_B_t, stride_B_g,
-    stride_C_b, stride_C_t, stride_C_g, stride_z_b, stride_z_t,
+    stride_C_b, stride_C_t, stride_C_g, stride_z_b, stride_z_t, stride_decay_b, stride_decay_t,
     BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, SOFTPLUS: tl.constexpr,
 ):  # fmt: skip
     """Grid (blocks of channels, batch): a program owns BLOCK_D channels and all their states, for all tokens.
@@ -144,7 +159,11 @@ def _selective_scan_step_kernel(
         C_row = C_ptr + pid_b * stride_C_b + t * stride_C_t + groups[:, None] * stride_C_g
         B = tl.load(B_row + offs_n[None, :], mask=mask, other=0.0).to(tl.float32)
         C = tl.load(C_row + offs_n[None, :], mask=mask, other=0.0).to(tl.float32)
-        state = state * _exp2(step[:, None] * A) + (x * step)[:, None] * B
+        factor = _exp2(step[:, None] * A)
+        if decay_ptr is not None:
+            decay_row = decay_ptr + pid_b * stride_decay_b + t * stride_decay_t
+            factor *= tl.load(decay_row + offs_d, mask=mask_d, other=0.0).to(tl.float32)[:, None]
+        state = state * factor + (x * step)[:, None] * B
         y = tl.sum(state * C, axis=1)
         if D_ptr is not None:
             y += tl.load(D_ptr + offs_d, mask=mask_d, other=0.0).to(tl.float32) * x

@@ -5,10 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import numpy as np
+
 from refold.ops.spec import CU_SEQLENS, INTEGERS, Arg, Case, Meta, OpSpec, Output
 from refold.ops.ssd.spec import DT_SOFTPLUS, STATE_DTYPE, decay_rates, step_sizes
 
 BLOCK = 16  # The lengths of the test cases lie around multiples of the time blocks of the implementations.
+
+
+def signed_decays(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
+    """Draw factors of either sign, some above one, every tenth zero."""
+    return rng.uniform(-0.5, 1.5, shape) * (rng.uniform(size=shape) > 0.1)
+
 
 _INPUTS = (
     Arg("x", ("b t d",)),
@@ -21,6 +29,7 @@ _EXTRAS = (
     Arg("D", ("d",), optional=True, wide=True),
     Arg("z", ("b t d",), optional=True),
     Arg("dt_bias", ("d",), optional=True, wide=True, sample=step_sizes),
+    Arg("decay", ("b t d",), optional=True, sample=signed_decays),
 )
 
 
@@ -38,7 +47,7 @@ def _cases() -> list[Case]:
     def sizes(t: int, **changed: int) -> dict[str, int]:
         return {"b": 2, "t": t, "d": 6, "n": 4, "g": 2, **changed}
 
-    every = frozenset({"D", "z", "dt_bias", "initial_state"})
+    every = frozenset({"D", "z", "dt_bias", "decay", "initial_state"})
     softplus, grouped = {"dt_softplus": True}, {"B": 1, "C": 1}
     cases = [Case(f"plain_t{t}", sizes(t)) for t in (1, BLOCK + 1)]
     for t in (1, 2, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK + 1, 65):
@@ -62,7 +71,7 @@ def _cases() -> list[Case]:
 
 def _step_cases() -> list[Case]:
     sizes = {"b": 3, "d": 6, "n": 4, "g": 2}
-    every, softplus, grouped = frozenset({"D", "z", "dt_bias"}), {"dt_softplus": True}, {"B": 1, "C": 1}
+    every, softplus, grouped = frozenset({"D", "z", "dt_bias", "decay"}), {"dt_softplus": True}, {"B": 1, "C": 1}
     return [
         Case("plain", sizes),
         Case("all", sizes, every, softplus),

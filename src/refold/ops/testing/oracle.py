@@ -37,7 +37,7 @@ def results(problem: Problem, arrays: dict[str, Tensor]) -> tuple[Tensor, ...]:
     if "state" in arrays:
         arrays["initial_state"] = arrays.pop("state")
     if one:
-        arrays = {k: v.unsqueeze(1) if k in ("x", "dt", "B", "C", "z") else v for k, v in arrays.items()}
+        arrays = {k: v.unsqueeze(1) if k in ("x", "dt", "B", "C", "z", "decay") else v for k, v in arrays.items()}
     function = {
         "ssd": _ssd, "selective_scan": _selective_scan, "linear_scan": _linear_scan, "causal_conv1d": _causal_conv1d,
         "gated_rmsnorm": _gated_rmsnorm,
@@ -101,7 +101,10 @@ def _selective_scan(arrays: dict[str, Tensor], options: dict[str, Any]) -> tuple
     B, C = (a.repeat_interleave(x.shape[2] // a.shape[2], 2) for a in (B, C))
 
     def step(row: int, t: int, state: Tensor) -> tuple[Tensor, Tensor]:
-        state = torch.exp(d[row, t, :, None] * arrays["A"]) * state + (d * x)[row, t, :, None] * B[row, t]
+        factor = torch.exp(d[row, t, :, None] * arrays["A"])
+        if "decay" in arrays:
+            factor = arrays["decay"][row, t, :, None] * factor
+        state = factor * state + (d * x)[row, t, :, None] * B[row, t]
         return (state * C[row, t]).sum(-1), state
 
     y, finals = _walk(arrays, torch.zeros_like(arrays["A"]), step)
