@@ -15,8 +15,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from refold.ops._numba_blocks import share_out, spans_of, supports, zeros_or_copy
+from refold.ops import _numba_blocks
+from refold.ops._numba_blocks import share_out, spans_of, zeros_or_copy
 from refold.ops._torch_pointwise import finish, step_size
+from refold.ops.spec import Meta
 
 __all__ = ["selective_scan", "selective_scan_step", "supports"]
 
@@ -24,9 +26,16 @@ CHANNELS = 64
 """Channels of a block. Measured at 2048 x 1536 x 16 on two Xeon cores: 23 ms with 16, 13.5 with 32, 12.0 with 64."""
 
 
+def supports(meta: Meta) -> str | None:
+    """Tell why these arguments cannot be run."""
+    if "decay" in meta.arrays:
+        return "has no decay argument"
+    return _numba_blocks.supports(meta)
+
+
 def selective_scan(
     *, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, z: Tensor | None,
-    dt_bias: Tensor | None, initial_state: Tensor | None, cu_seqlens: Tensor | None, dt_softplus: bool,
+    dt_bias: Tensor | None, decay: Tensor | None, initial_state: Tensor | None, cu_seqlens: Tensor | None, dt_softplus: bool,
     state_dtype: torch.dtype | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Compute `refold.ops.selective_scan`."""
@@ -53,7 +62,7 @@ def selective_scan_step(
         x, dt, B, C = (a[:, None] for a in (x, dt, B, C))
         z = None if z is None else z[:, None]
     y, state = selective_scan(
-        x=x, dt=dt, A=A, B=B, C=C, D=D, z=z, dt_bias=dt_bias, initial_state=state, cu_seqlens=None,
+        x=x, dt=dt, A=A, B=B, C=C, D=D, z=z, dt_bias=dt_bias, decay=None, initial_state=state, cu_seqlens=None,
         dt_softplus=dt_softplus, state_dtype=state.dtype,
     )  # fmt: skip
     return y[:, 0] if one else y, state
