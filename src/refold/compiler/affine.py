@@ -97,6 +97,29 @@ class Carries:
         """Return the node to read a value from outside the loop from."""
         return x
 
+    def _run(self, x: Node, start: int, stop: int, step: int, dim: int = 0) -> Node:
+        """Take positions ``start..stop`` of an axis, in the order that the sign of the step says."""
+        if (start, stop, abs(step)) != (0, value(x).shape[dim], 1):
+            x = self.emit.call(aten.slice.Tensor, x, dim, start, stop, abs(step))
+        return x if step > 0 else self.emit.call(prims.rev.default, x, [dim])
+
+    def _slices(self, x: Node, dim: int, start: int, step: int, width: int, count: int, keep: bool) -> Value:
+        """Read slices of one axis, the first at ``start`` and each ``step`` after the one before, all at once."""
+        low = min(start, start + step * (count - 1))
+        high = max(start, start + step * (count - 1)) + width
+        if width == 1:
+            x = self._run(x, low, high, step, dim)
+        else:
+            x = self._run(x, low, high, 1, dim)
+            shape = value(x).shape
+            x = self.emit.reshape(x, [*shape[:dim], count, width, *shape[dim + 1 :]])
+            x = self._run(x, 0, count, 1 if step > 0 else -1, dim)
+        rank = value(x).dim()
+        x = self.emit.permute(x, [dim, *(d for d in range(rank) if d != dim)])
+        if width == 1 and keep:
+            x = self.emit.call(aten.unsqueeze.default, x, dim + 1)
+        return Value(x, True)
+
     def _affine(self, node: Any, leaves: list[Any], loop: Loop, count: int) -> Affine:
         """Apply one step's operation to functions of the carry."""
         if any(isinstance(x, Affine) and x.loop is not loop for x in leaves):

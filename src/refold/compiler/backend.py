@@ -22,15 +22,17 @@ from ..errors import ArgumentError, CompileError, RefoldWarning
 from ..report import GraphReport, Report
 from .capture import Compiled, Hook, Stopped, inductor
 from .contest import first_line
+from .lift import lifts
 from .loops import serial_loops
 from .passes.recurrence import refusals
 from .proof import Settings
-from .session import GraphCompile, survey
+from .session import GraphCompile, lower_lifted, survey
 
 BUG = "Please report this with the output of `refold doctor`."
 OWN_OPTIONS = ("verify", "accept", "strict", "report")
 
 
+@lifts
 def refold(
     gm: GraphModule,
     example_inputs: Sequence[Any],
@@ -161,9 +163,12 @@ def explain(module: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
     """
     report = Report(target=_name(module), environment=environment())
 
+    @lifts
     def look(gm: GraphModule, inputs: Sequence[Any]) -> Compiled:
         entry = GraphReport(index=len(report.graphs), chosen="eager", reason="this is an explanation only")
         report.graphs.append(entry)
+
+        gm = lower_lifted(entry, gm)
 
         def visit(index: int, graph: Graph) -> None:
             entry.loops += serial_loops(graph)
@@ -195,6 +200,7 @@ def environment() -> dict[str, str]:
 
 
 def _with_options(backend: Callable[..., Compiled], options: Mapping[str, Any], mode: str | None) -> Any:
+    @lifts
     def run(gm: GraphModule, inputs: Sequence[Any]) -> Compiled:
         return backend(gm, inputs, options=options, mode=mode)
 

@@ -14,6 +14,7 @@ from ..report import GraphReport
 from ..verify import median_ms, race
 from ..verify.memory import available_bytes, peak_bytes
 from .capture import Compiled, apart, clone_inputs, inductor, standalone
+from .lowering import unrolled_size
 from .proof import INDUCTOR_NODES, Settings, fastest, undisturbed_rng
 
 log = logging.getLogger("refold")
@@ -44,11 +45,10 @@ def hold(
         contenders["eager"] = _trial(gm, inputs)
     else:
         entry.notes.append("eager was not timed: it does not fit in memory")
-    unrolled = len(gm.graph.nodes) > INDUCTOR_NODES and any(row.name == "roll up loop" for row in entry.applied)
+    size = unrolled_size(gm)
+    unrolled = size > INDUCTOR_NODES and any(row.name == "roll up loop" for row in entry.applied)
     if "eager" in contenders and unrolled:
-        entry.notes.append(
-            f"torch.compile was not timed: an unrolled loop of {len(gm.graph.nodes)} nodes takes it minutes"
-        )
+        entry.notes.append(f"torch.compile was not timed: an unrolled loop of {size} nodes takes it minutes")
     else:
         _add_plain(contenders, gm, inputs, options, entry)
     ours = _trial(compiled, inputs)

@@ -428,7 +428,9 @@ class Lift:
         ]
         name = tx.output.install_subgraph("loop_over_time", loop)
         call = Proxy(root.graph.call_module(name, tuple(operands)), root)
-        call.node.meta["stack_trace"] = next(n.meta.get("stack_trace", "") for n in reversed(tracer.nodes) if n.op.startswith("call"))
+        call.node.meta["stack_trace"] = next(
+            n.meta.get("stack_trace", "") for n in reversed(tracer.nodes) if n.op.startswith("call")
+        )
         values = [_fresh(tx, x) for x in examples[:kept]]
         columns = [[_fresh(tx, x) for _ in range(count)] for x in examples[kept:]]
         set_example_value(call.node, (*values, *columns))
@@ -473,13 +475,29 @@ class Lift:
         return inner, list(outer)
 
 
-def _create_proxy(tx: Translator, create: Callable[..., Any], kind: str, target: Any, args: Any, kwargs: Any, *rest: Any, **options: Any) -> Any:
+def _create_proxy(
+    tx: Translator,
+    create: Callable[..., Any],
+    kind: str,
+    target: Any,
+    args: Any,
+    kwargs: Any,
+    *rest: Any,
+    **options: Any,
+) -> Any:
     """Create a proxy; positions that depend on the step are selected first, for indexing makes them constants."""
-    if kind == "call_function" and target in (operator.getitem, operator.setitem) and isinstance(_example(args[0]), torch.Tensor):
+    if (
+        kind == "call_function"
+        and target in (operator.getitem, operator.setitem)
+        and isinstance(_example(args[0]), torch.Tensor)
+    ):
         x, key = args[:2]
         entries = key if isinstance(key, tuple) else (key,)
         places = [i for i, entry in enumerate(entries) if isinstance(_example(entry), torch.SymInt)]
-        if any(isinstance(_example(entry), torch.Tensor) or isinstance(entry, (bool, list)) for entry in entries) and places:
+        if (
+            any(isinstance(_example(entry), torch.Tensor) or isinstance(entry, (bool, list)) for entry in entries)
+            and places
+        ):
             raise Refused("a tensor is indexed by another and by the step")
         taken = [entry is not None and entry is not Ellipsis for entry in entries]
         for i in reversed(places):
@@ -657,7 +675,11 @@ def _is_marked(backend: Any) -> bool:
         if getattr(backend, "lifts_loops", False):
             return True
         backend = next(
-            (vars(backend)[name] for name in ("_torchdynamo_orig_backend", "compiler_fn", "__wrapped__") if name in getattr(backend, "__dict__", ())),
+            (
+                vars(backend)[name]
+                for name in ("_torchdynamo_orig_backend", "compiler_fn", "__wrapped__")
+                if name in getattr(backend, "__dict__", ())
+            ),
             None,
         )
     return False
@@ -680,10 +702,14 @@ def _visit(tx: Translator, inst: Any) -> None:
     try:
         Lift(tx, inst, *found).run()
     except Exception as error:  # whatever it is: the loop is traced step by step
-        state["refused"][f"{tx.f_code.co_filename}:{tx.lineno}"] = str(error).splitlines()[0] if str(error) else repr(error)
+        state["refused"][f"{tx.f_code.co_filename}:{tx.lineno}"] = (
+            str(error).splitlines()[0] if str(error) else repr(error)
+        )
         import os
+
         if os.environ.get("LIFT_DEBUG"):
             import traceback
+
             traceback.print_exc()
     finally:
         state["busy"] = False

@@ -105,12 +105,6 @@ class Rollup(Carries):
             return Value(self._run(whole.node, at - count + 1, at + 1, -1), True)
         return None
 
-    def _run(self, x: Node, start: int, stop: int, step: int, dim: int = 0) -> Node:
-        """Take positions ``start..stop`` of an axis, in the order that the sign of the step says."""
-        if (start, stop, abs(step)) != (0, value(x).shape[dim], 1):
-            x = self.emit.call(aten.slice.Tensor, x, dim, start, stop, abs(step))
-        return x if step > 0 else self.emit.call(prims.rev.default, x, [dim])
-
     def _new(self, steps: tuple[Any, ...], frame: _Frame, depth: int, peeled: int) -> Value | Affine:
         if depth > DEPTH:
             raise NotALoop("a step is too long")
@@ -214,20 +208,7 @@ class Rollup(Carries):
             raise NotALoop("a tensor is read at positions that are not evenly spaced")
         if any(part[3] - part[2] != width for part in parts) or (width != 1 and abs(step) != width):
             raise NotALoop("a tensor is read in slices that do not tile it")
-        low, high = min(starts), max(starts) + width
-        count = len(steps)
-        if width == 1:
-            x = self._run(source, low, high, step, dim)
-        else:
-            x = self._run(source, low, high, 1, dim)
-            shape = value(x).shape
-            x = self.emit.reshape(x, [*shape[:dim], count, width, *shape[dim + 1 :]])
-            x = self._run(x, 0, count, 1 if step > 0 else -1, dim)
-        rank = value(x).dim()
-        x = self.emit.permute(x, [dim, *(d for d in range(rank) if d != dim)])
-        if width == 1 and keep:
-            x = self.emit.call(aten.unsqueeze.default, x, dim + 1)
-        return Value(x, True)
+        return self._slices(source, dim, starts[0], step, width, len(steps), keep)
 
 
 def _carry(steps: tuple[Any, ...], frame: _Frame) -> Affine | None:

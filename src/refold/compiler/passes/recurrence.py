@@ -20,7 +20,7 @@ from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
 from ...ops.library import OPS
-from ..affine import Loop
+from ..affine import Carries, Loop
 from ..duality import lower, reading
 from ..graph import Builder, region_inputs
 from ..index import arg, is_tensor, is_view, same, value
@@ -149,7 +149,7 @@ def _replace(rollup: Rollup, root: Node, join: Join, anchor: Node | None = None,
     operator = "linear_scan"
     if not rollup.training:
         for loop in rollup.loops[loops:]:
-            operator, new = _dualise(rollup, loop, new)
+            operator, new = dualise(rollup, loop, new)
     if dual and operator == "linear_scan":
         return None
     build = Builder(anchor)
@@ -195,7 +195,7 @@ def _region(root: Node, made: list[Node], rollup: Rollup) -> set[Node]:
     return inside
 
 
-def _dualise(rollup: Rollup, loop: Loop, new: Node) -> tuple[str, Node]:
+def dualise(rollup: Carries, loop: Loop, new: Node) -> tuple[str, Node]:
     """Replace a scan whose states are only contracted by an operator that never writes them; (its name, new)."""
     scan, body = loop.scan, loop.body
     if loop.reverse or scan is None or body is None:
