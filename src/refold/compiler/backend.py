@@ -22,11 +22,24 @@ from ..errors import ArgumentError, CompileError, RefoldWarning
 from ..report import GraphReport, Report
 from .capture import Compiled, Hook, Stopped, inductor
 from .contest import first_line
-from .lift import lifts
 from .loops import serial_loops
 from .passes.recurrence import refusals
 from .proof import Settings
 from .session import GraphCompile, lower_lifted, survey
+
+try:
+    from .lift import lifts, notes
+except (ImportError, AttributeError) as error:  # Dynamo's insides are not PyTorch's interface, and change
+    _missing = str(error)
+
+    def lifts(backend: Callable[..., Any]) -> Any:
+        """Leave a backend as it is: this PyTorch's loops cannot be lifted."""
+        return backend
+
+    def notes() -> list[str]:
+        """Say so."""
+        return [f"loops are traced step by step, for this PyTorch is not as expected: {_missing}"]
+
 
 BUG = "Please report this with the output of `refold doctor`."
 OWN_OPTIONS = ("verify", "accept", "strict", "report")
@@ -65,6 +78,7 @@ def refold(
     settings = check_settings(Settings(**own, options=inductor_options))
     entry = GraphReport(index=len(report.graphs))
     report.graphs.append(entry)
+    entry.notes += notes()
     try:
         return GraphCompile(gm, example_inputs, settings, entry).run()
     except Exception as error:

@@ -32,14 +32,14 @@ prims = torch.ops.prims
 # Spellings of arithmetic. Nothing else may be decomposed before autograd: the derivative of a decomposition can be
 # another than PyTorch's own where an intermediate value is infinite.
 _SPELLINGS = (
-    "_to_copy", "add", "addcdiv", "addmv", "baddbmm", "clone", "div", "lerp", "mul", "new_zeros", "rsub", "stack", "sub",
-    "unsafe_split", "zeros_like", "ones_like", "full_like", "addcmul", "zeros", "ones", "squeeze", "where", "reciprocal",
+    "_to_copy", "add", "addcdiv", "addmv", "lerp", "mul", "new_zeros", "rsub", "stack", "sub", "unsafe_split",
+    "zeros_like", "ones_like", "full_like", "zeros", "ones",
 )  # fmt: skip
 _SCATTERS = (aten.select_scatter.default, aten.slice_scatter.default)
 
 
 @dataclass(frozen=True)
-class Sequence_:
+class Slices:
     """Where a step's item comes from: a position of an axis of a tensor, ``start + step * k``."""
 
     dim: int
@@ -70,7 +70,7 @@ class Traced:
     writes: list[Write]
 
 
-def trace(loop: LiftedLoop, operands: Sequence[torch.Tensor], sequences: Sequence[Sequence_]) -> Traced:
+def trace(loop: LiftedLoop, operands: Sequence[torch.Tensor], sequences: Sequence[Slices]) -> Traced:
     """Trace a loop's body.
 
     Args:
@@ -115,7 +115,8 @@ def _packet(op: Any) -> str:
 
 def _write(copy: Any, placeholders: list[Node], number: StepNumber) -> Write:
     """Read a change of an argument as a write to positions that move with the step."""
-    written, scatter = copy.args
+    written: Any = copy.args[0]
+    scatter: Any = copy.args[1]
     if written not in placeholders or not isinstance(scatter, Node) or scatter.target not in _SCATTERS:
         raise NotALoop("a step changes a tensor in place")
     if scatter.args[0] is not written:
@@ -128,7 +129,7 @@ def _write(copy: Any, placeholders: list[Node], number: StepNumber) -> Write:
     content: Any = scatter.args[1]
     while content.target is aten.copy.default and _plain(content):
         content = content.args[1]
-    return Write(placeholders.index(written), dim % rank, *place, content)
+    return Write(placeholders.index(written), dim % rank, *place, content)  # type: ignore[arg-type]
 
 
 def _plain(copy: Any) -> bool:

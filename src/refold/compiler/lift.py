@@ -21,7 +21,7 @@ import functools
 import operator
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch._dynamo import symbolic_convert
@@ -35,10 +35,11 @@ from torch._dynamo.variables import (
     TensorVariable,
     TupleVariable,
 )
-from torch._dynamo.variables.base import ValueMutationNew, VariableTracker
+from torch._dynamo.variables.base import AttributeMutationExisting, ValueMutationNew, VariableTracker
 from torch._dynamo.variables.builder import wrap_fx_proxy
 from torch._dynamo.variables.iter import ZipVariable
 from torch._dynamo.variables.lists import ListIteratorVariable, RangeIteratorVariable
+from torch._guards import TracingContext
 from torch._ops import HigherOrderOperator
 from torch.fx import GraphModule, Node, Proxy
 
@@ -254,7 +255,7 @@ class Lift:
                 raise Refused("the first step is another program than the next")
         count = trace.number.steps(self.count)
         if count < SHORTEST:
-            raise Refused(f"what a step does depends on its number: {trace.number.guards}")
+            raise Refused("what a step does depends on its number")
         self._emit(form, trace, count)
 
     def _first_form(self) -> tuple[_Form, dict[str, list[torch.Tensor]]]:
@@ -274,7 +275,7 @@ class Lift:
         """Compare the state after the body with the one before it; return a form to try next, None if they agree."""
         new = _Form(dict(form.carried), set(form.written), dict(form.counters), set(form.plain))
         for name in self.stored - form.written:
-            before, after = self.tx.symbolic_locals[name], trace.locals.get(name)
+            before, after = self.tx.symbolic_locals[name], cast(Any, trace.locals.get(name))
             if name in form.carried:
                 tensors = _tensors(after)
                 if len(tensors) != len(form.carried[name]) or type(before.realize()) is not type(after):
@@ -427,10 +428,9 @@ class Lift:
             *(proxy.node for proxy in outer),
         ]
         name = tx.output.install_subgraph("loop_over_time", loop)
-        call = Proxy(root.graph.call_module(name, tuple(operands)), root)
-        call.node.meta["stack_trace"] = next(
-            n.meta.get("stack_trace", "") for n in reversed(tracer.nodes) if n.op.startswith("call")
-        )
+        call: Any = Proxy(root.graph.call_module(name, tuple(operands)), root)
+        lines = [node.meta.get("stack_trace", "") for node in tracer.nodes if node.op.startswith("call")]
+        call.node.meta["stack_trace"] = lines[-1] if lines else ""
         values = [_fresh(tx, x) for x in examples[:kept]]
         columns = [[_fresh(tx, x) for _ in range(count)] for x in examples[kept:]]
         set_example_value(call.node, (*values, *columns))
@@ -476,14 +476,7 @@ class Lift:
 
 
 def _create_proxy(
-    tx: Translator,
-    create: Callable[..., Any],
-    kind: str,
-    target: Any,
-    args: Any,
-    kwargs: Any,
-    *rest: Any,
-    **options: Any,
+    tx: Translator, create: Callable[..., Any], kind: str, target: Any, args: Any, kwargs: Any, *rest: Any, **more: Any
 ) -> Any:
     """Create a proxy; positions that depend on the step are selected first, for indexing makes them constants."""
     if (
@@ -509,7 +502,7 @@ def _create_proxy(
             entries, taken = entries[:i] + entries[i + 1 :], taken[:i] + taken[i + 1 :]
         if places:
             args = (x, entries or Ellipsis, *args[2:])
-    return create(kind, target, args, kwargs, *rest, **options)
+    return create(kind, target, args, kwargs, *rest, **more)
 
 
 def _example(x: Any) -> Any:
@@ -568,9 +561,7 @@ class _World:
 
     def restore(self) -> None:
         """Put the containers' contents back: Dynamo may change them before it finds that it must not."""
-        for container, content in self.containers:
-            container.clear()
-            container.update(content) if isinstance(container, dict) else container.extend(content)
+        _put_back(self.containers)
 
     def unchanged(self, other: _World) -> bool:
         """Tell whether another look at the world found the same."""
@@ -582,6 +573,19 @@ class _World:
 def _same(a: Any, b: Any) -> bool:
     a, b = (list(x.items()) if isinstance(x, dict) else [(None, y) for y in x] for x in (a, b))
     return len(a) == len(b) and all(k == l and x is y for (k, x), (l, y) in zip(a, b, strict=True))
+
+
+def _contents(effects: Any) -> list[tuple[Any, Any]]:
+    """Return the containers in which Dynamo records side effects, with copies; others hold references to them."""
+    found = [x for x in vars(effects).values() if isinstance(x, (dict, list, set))]
+    found += [y for x in found if isinstance(x, dict) for y in x.values() if isinstance(y, (dict, list, set))]
+    return [(x, copy.copy(x)) for x in found]
+
+
+def _put_back(contents: list[tuple[Any, Any]]) -> None:
+    for container, content in contents:
+        container.clear()
+        container.extend(content) if isinstance(container, list) else container.update(content)
 
 
 def _world(tx: Translator) -> _World:
@@ -619,7 +623,8 @@ def _world(tx: Translator) -> _World:
                     stack += [y for y in part if isinstance(y, VariableTracker)]
     flags = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.get_default_dtype()
     counts = len(effects.tensor_hooks), len(effects.save_for_backward), len(output.random_calls)
-    return _World(containers, (flags, counts))
+    existing = {id(x) for x in effects.store_attr_mutations if isinstance(x.mutation_type, AttributeMutationExisting)}
+    return _World(containers, (flags, counts, existing))
 
 
 def _check(graph: torch.fx.Graph) -> None:
@@ -643,8 +648,7 @@ def _kept(tx: Translator) -> Iterator[None]:
     kept |= {name: getattr(tx, name) for name in ("current_speculation", "kw_names", "lineno") if hasattr(tx, name)}
     log, mode = tx.speculation_log, tx.output.fake_mode
     entries, index, cached = log.entries, log.index, mode.cache_enabled
-    effects = tx.output.side_effects
-    saved = effects.clone()
+    effects = _contents(tx.output.side_effects)
     tx.current_speculation = None
     # Speculations in the body must not be found in the log when Dynamo starts over.
     log.entries, log.index = [], 0
@@ -653,7 +657,7 @@ def _kept(tx: Translator) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        tx.output.side_effects = saved
+        _put_back(effects)
         raise
     finally:
         for name, x in kept.items():
@@ -674,45 +678,62 @@ def _is_marked(backend: Any) -> bool:
     while backend is not None:
         if getattr(backend, "lifts_loops", False):
             return True
-        backend = next(
-            (
-                vars(backend)[name]
-                for name in ("_torchdynamo_orig_backend", "compiler_fn", "__wrapped__")
-                if name in getattr(backend, "__dict__", ())
-            ),
-            None,
-        )
+        inner = vars(backend) if hasattr(backend, "__dict__") else {}
+        backend = inner.get("_torchdynamo_orig_backend") or inner.get("compiler_fn") or inner.get("__wrapped__")
     return False
 
 
 def _visit(tx: Translator, inst: Any) -> None:
-    output = tx.output
-    state = vars(output).setdefault("_refold_loops", {"busy": False, "seen": {}, "refused": {}})
-    if state["busy"] or len(output.tracers) > 1:
-        if state["busy"] and (found := _iterator(tx.stack[-1].realize())) and found[0] >= SHORTEST:
-            raise Refused("there is a long loop in the loop")
+    state = _state()
+    if state is None or (len(tx.output.tracers) > 1 and not state.busy):
         return
-    iterator = tx.stack[-1].realize()
-    found = _iterator(iterator)
-    _, tries = state["seen"].get(id(iterator), (iterator, 0))
-    if found is None or found[0] < SHORTEST or tries >= HEADS:
+    where = f"{tx.f_code.co_filename}:{tx.lineno}"
+    try:
+        iterator = tx.stack[-1].realize()
+        found = _iterator(iterator)
+    except Exception as error:
+        state.refused[where] = _first_line(error)
         return
-    state["seen"][id(iterator)] = iterator, tries + 1
-    state["busy"] = True
+    if found is None or found[0] < SHORTEST:
+        return
+    if state.busy:
+        raise Refused("there is a long loop in the loop")
+    _, tries = state.seen.get(id(iterator), (iterator, 0))
+    state.seen[id(iterator)] = iterator, tries + 1
+    if tries >= HEADS:
+        return
+    state.busy = True
     try:
         Lift(tx, inst, *found).run()
+        state.refused.pop(where, None)
     except Exception as error:  # whatever it is: the loop is traced step by step
-        state["refused"][f"{tx.f_code.co_filename}:{tx.lineno}"] = (
-            str(error).splitlines()[0] if str(error) else repr(error)
-        )
-        import os
-
-        if os.environ.get("LIFT_DEBUG"):
-            import traceback
-
-            traceback.print_exc()
+        state.refused[where] = _first_line(error)
     finally:
-        state["busy"] = False
+        state.busy = False
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+@dataclass
+class _State:
+    """What one compile knows of its loops: iterators seen and how often, and why loops were not lifted."""
+
+    busy: bool = False
+    seen: dict[int, tuple[Any, int]] = field(default_factory=dict)
+    refused: dict[str, str] = field(default_factory=dict)
+
+
+def _state() -> _State | None:
+    context = TracingContext.try_get()
+    return None if context is None else vars(context).setdefault("refold_loops", _State())
+
+
+def notes() -> list[str]:
+    """Say of the compile under way which long loops were traced step by step, and why."""
+    state = _state()
+    return [f"a loop is traced step by step: {why} [{at}]" for at, why in state.refused.items()] if state else []
 
 
 def install() -> None:

@@ -13,7 +13,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from .affine import Loop
-from .body import Body, Sequence_, Traced, differentiable, trace
+from .body import Body, Slices, Traced, differentiable, trace
 from .cost import Cost, graph_cost
 from .evaluate import widened
 from .graph import Builder
@@ -86,12 +86,8 @@ class LoopRewrite(Rewrite):
 
 def lifted_loops(gm: GraphModule) -> list[Node]:
     """Return the calls of lifted loops in a graph."""
-    calls = gm.graph.find_nodes(op="call_module") if hasattr(gm.graph, "find_nodes") else []
-    return [
-        node
-        for node in gm.graph.nodes
-        if node in set(calls) and isinstance(gm.get_submodule(str(node.target)), LiftedLoop)
-    ]
+    calls = [node for node in gm.graph.nodes if node.op == "call_module"]
+    return [node for node in calls if isinstance(gm.get_submodule(str(node.target)), LiftedLoop)]
 
 
 def unrolled_size(gm: GraphModule) -> int:
@@ -120,8 +116,8 @@ class Lowering:
         """
         self.gm, self.call = gm, call
         self.loop: Any = gm.get_submodule(str(call.target))
-        loop: LiftedLoop = self.loop
-        self.sequences: list[Sequence_] = []
+        loop: Any = self.loop
+        self.sequences: list[Slices] = []
         self.operands: list[Node] = []
         self._read_operands()
         examples = [_example(node) for node in self.operands]
@@ -134,7 +130,8 @@ class Lowering:
         self.rewrite = self._rewrite()
 
     def _read_operands(self) -> None:
-        loop, args = self.loop, list(self.call.args)
+        loop: Any = self.loop
+        args: list[Any] = list(self.call.args)
         for at, read in enumerate(loop.reads, loop.carried):
             source: Any = args[at]
             given = source.meta["example_value"]
@@ -149,7 +146,7 @@ class Lowering:
             rank, size = _example(source).dim(), _example(source).shape[dim]
             start = read.start + size if read.start < 0 else read.start
             args[at] = source
-            self.sequences.append(Sequence_(dim % rank, start, read.step))
+            self.sequences.append(Slices(dim % rank, start, read.step))
         if not all(isinstance(x, Node) and isinstance(x.meta.get("example_value"), torch.Tensor) for x in args):
             raise NotALoop("it reads something that is not a tensor")
         if not all(isinstance(n, int) for x in args for n in (*_example(x).shape, *_example(x).stride())):
@@ -234,7 +231,7 @@ class Lowering:
     def splice(self) -> None:
         """Put the scan where the loop was."""
         graph, call = self.gm.graph, self.call
-        copies: dict[Node, Node] = {}
+        copies: dict[Any, Node] = {}
         source = self.rewrite.candidate.graph
         for placeholder, node in zip(source.find_nodes(op="placeholder"), self.operands, strict=True):
             copies[placeholder] = node

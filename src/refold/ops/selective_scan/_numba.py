@@ -35,8 +35,8 @@ def supports(meta: Meta) -> str | None:
 
 def selective_scan(
     *, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, z: Tensor | None,
-    dt_bias: Tensor | None, decay: Tensor | None, initial_state: Tensor | None, cu_seqlens: Tensor | None, dt_softplus: bool,
-    state_dtype: torch.dtype | None,
+    dt_bias: Tensor | None, decay: Tensor | None, initial_state: Tensor | None, cu_seqlens: Tensor | None,
+    dt_softplus: bool, state_dtype: torch.dtype | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Compute `refold.ops.selective_scan`."""
     batch, seqlen, channels = x.shape
