@@ -405,6 +405,8 @@ class Lift:
             else:
                 constants[name] = x.value
             del lasts[name]
+        if any(growing.items is getattr(tx.stack[-1], "items", None) for growing in trace.grown):
+            raise Refused("the loop appends to the list that it goes through")
         collected = [item for growing in trace.grown for item in growing.new]
         if not all(type(item) is TensorVariable for item in collected):
             raise Refused("the loop collects something that is not a tensor")
@@ -691,6 +693,8 @@ def _visit(tx: Translator, inst: Any) -> None:
     try:
         iterator = tx.stack[-1].realize()
         found = _iterator(iterator)
+        if torch._C._is_any_autocast_enabled() or torch._C._functorch.peek_interpreter_stack() is not None:
+            raise Refused("autocast or a function transform is active")
     except Exception as error:
         state.refused[where] = _first_line(error)
         return

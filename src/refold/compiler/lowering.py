@@ -126,7 +126,9 @@ class Lowering:
         # Which results anything uses: (index in the body's results, the node of the loop's result).
         self.lists = loop.carried + loop.lasts
         self.uses = sorted((int(user.args[1]), user) for user in call.users if user.users)  # type: ignore[arg-type, call-overload]
-        self.training = torch.is_grad_enabled() and any(x.requires_grad for x in examples)
+        results = torch.utils._pytree.tree_leaves(call.meta["example_value"])
+        self.training = any(x.requires_grad for x in results)
+        self._check_aliases()
         self.rewrite = self._rewrite()
 
     def _read_operands(self) -> None:
@@ -164,6 +166,20 @@ class Lowering:
                 raise NotALoop("it writes to a tensor that is also read, or that comes from outside")
             if write.operand < self.loop.carried or abs(write.step) != write.width:
                 raise NotALoop("the steps do not write next to one another")
+
+    def _check_aliases(self) -> None:
+        """Refuse results of which anybody could see that they are no longer the user's own tensors."""
+        changed = _changed_in_place(self.gm.graph)
+        inner: Any = self.loop.body.graph.output_node().args[0]
+        shared = [_storage(node) for node in self.loop.body.graph.find_nodes(op="placeholder")]
+        shared += [_storage(inner[i]) for i, _ in self.uses]
+        for i, use in self.uses:
+            tensors = torch.utils._pytree.tree_leaves(use.meta.get("example_value", self.call.meta["example_value"][i]))
+            if any(x.untyped_storage()._cdata in changed for x in tensors):
+                raise NotALoop("a result is changed in place behind it")
+            escapes = i < self.lists or any(user.target not in _JOINS for item in use.users for user in item.users)
+            if escapes and shared.count(_storage(inner[i])) > 1:
+                raise NotALoop("a result shares memory with another or with what the loop reads")
 
     def _rewrite(self) -> LoopRewrite:
         loop, traced = self.loop, self.traced
@@ -346,6 +362,22 @@ def _drop_items(graph: Graph, sequences: list[Node]) -> None:
                 graph.erase_node(item)
         if not sequence.users and sequence.target in ("unbind", torch.unbind):
             graph.erase_node(sequence)
+
+
+def _changed_in_place(graph: Graph) -> set[Any]:
+    """Return the storages that a graph's operations write to."""
+    changed = set()
+    for node in graph.nodes:
+        name = getattr(node.target, "__name__", node.target)
+        mutable = isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+        in_place = isinstance(name, str) and ((name.endswith("_") and not name.endswith("__")) or name == "setitem")
+        if node.op.startswith("call") and (mutable or in_place or "out" in node.kwargs or node.target in _IN_PLACE):
+            changed |= {_storage(x) for x in node.all_input_nodes}
+    return changed
+
+
+_ARITHMETIC = ("iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "iand", "ior", "ixor")
+_IN_PLACE = tuple(getattr(operator, name) for name in _ARITHMETIC)
 
 
 def _example(node: Node) -> torch.Tensor:

@@ -84,12 +84,14 @@ class Rollup(Carries):
             raise
         self._memo[steps] = part
         if isinstance(part, Value) and part.timed:
-            val = steps[-1].meta["val"]
+            # A step may carry on from a number.
+            val = next(step for step in steps if isinstance(step, Node)).meta["val"]
             if isinstance(val, torch.Tensor) and tuple(value(part.node).shape) != (len(steps), *val.shape):
                 self._memo[steps] = NotALoop("the steps differ in shape")
                 raise NotALoop("the steps differ in shape")
             for i, step in enumerate(steps):
-                self._place.setdefault(step, (part, steps, i))
+                if isinstance(step, Node):
+                    self._place.setdefault(step, (part, steps, i))
         return part
 
     def _part(self, steps: tuple[Any, ...]) -> Value | None:

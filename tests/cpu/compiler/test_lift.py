@@ -383,6 +383,44 @@ def test_a_lifted_loop_becomes_a_scan(train):
         torch.testing.assert_close(*grads, rtol=1e-3, atol=1e-3)
 
 
+def changed_behind(x):
+    h, ys = torch.zeros_like(x[:, 0]), []
+    for t in range(x.shape[1]):
+        h = 0.5 * h + x[:, t]
+        ys.append(h)
+    h.add_(1)
+    return torch.stack(ys, 1)
+
+
+def items_are_the_state(x):
+    h, ys = torch.zeros_like(x[:, 0]), []
+    for t in range(x.shape[1]):
+        h = 0.5 * h + x[:, t]
+        ys.append(h)
+    return h, ys
+
+
+def under_autocast(x):
+    w, h, ys = x[0, :D], torch.zeros_like(x[:, 0], dtype=torch.bfloat16), []
+    with torch.autocast("cpu", torch.bfloat16):
+        for t in range(x.shape[1]):
+            h = 0.5 * h + x[:, t] @ w
+            ys.append(h)
+    return torch.stack(ys, 1)
+
+
+@pytest.mark.parametrize("fn", [changed_behind, items_are_the_state, under_autocast, writes, in_place])
+def test_memory_and_modes_are_the_users(fn):
+    torch._dynamo.reset()
+    compiled = refold.compile(fn, accept="always", strict=True)
+    got, expected = compiled(xs()), fn(xs())
+    # A sum of D products in bfloat16, carried on with a factor of a half.
+    tolerance = 2 * D * 2.0**-8 * 4 if fn is under_autocast else 1e-4
+    torch.testing.assert_close(got, expected, rtol=tolerance, atol=tolerance)
+    rolled = [row.site for row in compiled.report.rewrites if "loop_over_time" in row.site]
+    assert bool(rolled) == (fn is writes)
+
+
 def gru(x, w, u):
     h, out = torch.zeros_like(x[:, 0]), []
     for t in range(x.shape[1]):
