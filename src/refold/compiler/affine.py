@@ -91,6 +91,8 @@ class Carries:
         if not is_tensor(x):
             raise NotALoop("a step carries something that is not a tensor")
         x = self._known(x)
+        if value(x).dim() > value(like).dim():
+            raise NotALoop("the first step reads a value of another shape")
         return self.emit.expand(x, value(like).shape)
 
     def _known(self, x: Node) -> Node:
