@@ -25,12 +25,27 @@ from .contest import first_line
 from .loops import serial_loops
 from .passes.recurrence import refusals
 from .proof import Settings
-from .session import GraphCompile, survey
+from .session import GraphCompile, lower_lifted, survey
+
+try:
+    from .lift import lifts, notes
+except (ImportError, AttributeError) as error:  # Dynamo's insides are not PyTorch's interface, and change
+    _missing = str(error)
+
+    def lifts(backend: Callable[..., Any]) -> Any:
+        """Leave a backend as it is: this PyTorch's loops cannot be lifted."""
+        return backend
+
+    def notes() -> list[str]:
+        """Say so."""
+        return [f"loops are traced step by step, for this PyTorch is not as expected: {_missing}"]
+
 
 BUG = "Please report this with the output of `refold doctor`."
 OWN_OPTIONS = ("verify", "accept", "strict", "report")
 
 
+@lifts
 def refold(
     gm: GraphModule,
     example_inputs: Sequence[Any],
@@ -63,6 +78,7 @@ def refold(
     settings = check_settings(Settings(**own, options=inductor_options))
     entry = GraphReport(index=len(report.graphs))
     report.graphs.append(entry)
+    entry.notes += notes()
     try:
         return GraphCompile(gm, example_inputs, settings, entry).run()
     except Exception as error:
@@ -161,9 +177,12 @@ def explain(module: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
     """
     report = Report(target=_name(module), environment=environment())
 
+    @lifts
     def look(gm: GraphModule, inputs: Sequence[Any]) -> Compiled:
         entry = GraphReport(index=len(report.graphs), chosen="eager", reason="this is an explanation only")
         report.graphs.append(entry)
+
+        gm = lower_lifted(entry, gm)
 
         def visit(index: int, graph: Graph) -> None:
             entry.loops += serial_loops(graph)
@@ -195,6 +214,7 @@ def environment() -> dict[str, str]:
 
 
 def _with_options(backend: Callable[..., Compiled], options: Mapping[str, Any], mode: str | None) -> Any:
+    @lifts
     def run(gm: GraphModule, inputs: Sequence[Any]) -> Compiled:
         return backend(gm, inputs, options=options, mode=mode)
 

@@ -8,6 +8,7 @@ an axis that the sum keeps. Broadcasting makes that purely positional: it relies
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -41,6 +42,9 @@ class Evaluator(torch.fx.Interpreter):
 
     def run_node(self, n: Node) -> Any:
         """Run one node; large products wait for the sum that reads them."""
+        if n.op == "call_module" and self.double:
+            module: Any = self.fetch_attr(str(n.target))
+            return module.in_float64(*self.fetch_args_kwargs_from_env(n)[0])
         if n.op == "call_function":
             args, kwargs = self.fetch_args_kwargs_from_env(n)
             if n.target is aten.mul.Tensor and _only_summed(n):
@@ -96,6 +100,35 @@ def _widen(values: Any) -> Any:
     if isinstance(values, dict):
         return {key: _widen(v) for key, v in values.items()}
     return values
+
+
+def widened(gm: GraphModule) -> GraphModule:
+    """Copy a graph so that it computes in float64 what it computes in a narrower type."""
+    graph = copy.deepcopy(gm.graph)
+    for node in graph.nodes:
+        node.args, node.kwargs = _widen(node.args), _widen(node.kwargs)
+    return GraphModule(gm, graph)
+
+
+def with_gradients(gm: GraphModule, inputs: Sequence[Any], needed: Sequence[bool], double: bool = False) -> Any:
+    """Run a graph and return its results, followed by the gradients of the inputs that need one.
+
+    The gradients are those of a sum of all results with fixed random weights.
+    """
+    xs = [x.double() if double and isinstance(x, torch.Tensor) and x.is_floating_point() else x for x in inputs]
+    xs = [
+        x.detach().requires_grad_(need) if isinstance(x, torch.Tensor) else x
+        for x, need in zip(xs, needed, strict=True)
+    ]
+    with torch.enable_grad():
+        results = Evaluator(gm, double).run(*xs)
+        results = results if isinstance(results, (tuple, list)) else (results,)
+        roots = [y for y in results if y.requires_grad]
+        generator = torch.Generator().manual_seed(0)
+        weights = [torch.randn(y.shape, generator=generator, dtype=torch.float64).to(y) for y in roots]
+        leaves = [x for x, need in zip(xs, needed, strict=True) if need]
+        gradients = torch.autograd.grad(roots, leaves, weights, allow_unused=True, materialize_grads=True)
+    return tuple(y.detach() for y in (*results, *gradients))
 
 
 def evaluate(gm: GraphModule, inputs: Sequence[Any]) -> Any:

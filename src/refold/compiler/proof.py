@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
-from ..verify import Evidence, Race, check, race
+from ..verify import Evidence, Program, Race, check, race
 from ..verify.memory import available_bytes
 from ..verify.timing import DELTA, once_ms
 from .capture import duplicate, standalone
 from .cost import concrete, graph_cost
-from .evaluate import evaluate, evaluate_float64
+from .evaluate import evaluate, evaluate_float64, with_gradients
 from .pipeline import run as run_pipeline
 from .rewrite import Rewrite
 
@@ -76,9 +76,7 @@ def judge(rewrite: Rewrite, actual: Sequence[Any] | None, settings: Settings) ->
         log.info("proving %s: %s", rewrite.site, rewrite.detail)
         start = time.perf_counter()
         verdict.evidence = check(
-            lambda *xs: evaluate(rewrite.original, xs),
-            lambda *xs: evaluate(rewrite.candidate, xs),
-            lambda *xs: evaluate_float64(rewrite.original, xs),
+            *_programs(rewrite),
             actual,
             like,
             terms=rewrite.terms,
@@ -103,6 +101,22 @@ def judge(rewrite: Rewrite, actual: Sequence[Any] | None, settings: Settings) ->
                 f"between {verdict.race.at_least:.2f}x and {verdict.race.at_most:.2f}x, must exceed {1 + DELTA:.2f}x"
             )
     return verdict
+
+
+def _programs(rewrite: Rewrite) -> tuple[Program, Program, Program]:
+    """Return the original, the candidate, and the original in float64."""
+    original, candidate, needed = rewrite.original, rewrite.candidate, rewrite.differentiated
+    if any(needed):
+        return (
+            lambda *xs: with_gradients(original, xs, needed),
+            lambda *xs: with_gradients(candidate, xs, needed),
+            lambda *xs: with_gradients(original, xs, needed, double=True),
+        )
+    return (
+        lambda *xs: evaluate(original, xs),
+        lambda *xs: evaluate(candidate, xs),
+        lambda *xs: evaluate_float64(original, xs),
+    )
 
 
 def _inputs(rewrite: Rewrite) -> list[Any]:
@@ -146,7 +160,7 @@ def _race(
     with torch.no_grad():
         if fits(rewrite.original, device):
             originals["eager"] = lambda: rewrite.original(*inputs)
-        too_long = len(rewrite.original.graph.nodes) > INDUCTOR_NODES
+        too_long = rewrite.size > INDUCTOR_NODES
         compiled = None if too_long else compile_or_none(rewrite.original, inputs, options)
         if compiled is not None:
             originals["torch.compile"] = lambda: compiled(*inputs)

@@ -34,6 +34,7 @@ class Rewrite:
             of the whole graph decides.
         spread: Standard deviation of the random inputs of the proof. A recurrence over many steps
             overflows at one: there is nothing to compare then.
+        differentiated: For each input, whether its gradient must be right as well; empty if no gradient is taken.
     """
 
     name: str
@@ -48,6 +49,7 @@ class Rewrite:
     terms: int
     raced_alone: bool = True
     spread: float = 1.0
+    differentiated: tuple[bool, ...] = ()
 
     @cached_property
     def before(self) -> Cost:
@@ -60,19 +62,29 @@ class Rewrite:
         return graph_cost(self.candidate.graph.nodes)
 
     @cached_property
+    def size(self) -> int:
+        """Number of nodes of the original."""
+        return len(self.original.graph.nodes)
+
+    @cached_property
     def signature(self) -> str:
         """A digest of both programs and their input types: equal regions need one proof."""
-        types = [str(_kind(n.meta.get("val"))) for n in self.original.graph.find_nodes(op="placeholder")]
-        # Node names differ between equal regions of one graph; positions do not.
-        text = "\n".join([*types, _canonical(self.original), _canonical(self.candidate)])
-        return hashlib.sha256(text.encode()).hexdigest()[:16]
+        return digest(self.candidate, canonical(self.original))
+
+
+def digest(candidate: GraphModule, *facts: object) -> str:
+    """Return a digest of a program, the types of its inputs, and more facts."""
+    types = [str(_kind(n.meta.get("val"))) for n in candidate.graph.find_nodes(op="placeholder")]
+    text = "\n".join([*types, canonical(candidate), *map(str, facts)])
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def _kind(val: object) -> object:
     return (tuple(val.shape), val.dtype, val.device, val.stride()) if isinstance(val, torch.Tensor) else val
 
 
-def _canonical(gm: GraphModule) -> str:
+def canonical(gm: GraphModule) -> str:
+    """Return a graph as text in which nodes are numbered: names differ between equal regions of one graph."""
     position = {node: i for i, node in enumerate(gm.graph.nodes)}
 
     def number(node: Node) -> str:

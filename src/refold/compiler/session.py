@@ -15,14 +15,16 @@ from torch.fx import Graph, GraphModule
 
 from ..errors import RefoldWarning
 from ..report import GraphReport, RewriteReport
-from .capture import Compiled, Hook, Stopped, bind, inductor
+from .capture import Compiled, Hook, Stopped, bind, clone_inputs, duplicate, inductor
 from .contest import first_line, hold
-from .cost import graph_cost
+from .cost import Cost, graph_cost
 from .evaluate import values_at
+from .lowering import Lowering, lifted_loops, serial
 from .passes.scan import keep_scans_external
 from .pipeline import run as run_pipeline
 from .proof import Settings, Verdict, judge, undisturbed_rng
 from .rewrite import Rewrite
+from .timewise import NotALoop
 
 log = logging.getLogger("refold")
 
@@ -52,12 +54,15 @@ class GraphCompile:
     def run(self) -> Compiled:
         """Return the program that runs from now on, and fill the report."""
         start = time.perf_counter()
+        given, saved = self.gm, self._roll_up_lifted()
         compiled = self._compile()
+        self.entry.flops_before += saved.flops
+        self.entry.bytes_before += saved.bytes
         self.entry.compile_s = time.perf_counter() - start - self.entry.proof_s
         self.entry.rewrites = list(self.rows.values())
         if compiled is None:
             self.entry.chosen = "eager"
-            return self.gm
+            return given
         if not self.entry.applied and not self.external_scans:
             self.entry.chosen = "inductor"
             self.entry.reason = "no rewrite stands" if self.rows else ""
@@ -65,10 +70,51 @@ class GraphCompile:
         self.entry.chosen = "refold"
         if self.settings.accept == "faster" and self.entry.applied:
             start = time.perf_counter()
-            compiled = hold(compiled, self.gm, self.inputs, self.settings, self.entry)
+            compiled = hold(compiled, given, self.inputs, self.settings, self.entry)
             self.entry.proof_s += time.perf_counter() - start
         log.info("graph %d: %s runs, %d rewrites", self.entry.index, self.entry.chosen, len(self.entry.applied))
         return compiled
+
+    # Loops that were lifted --------------------------------------------------------------------
+
+    def _roll_up_lifted(self) -> Cost:
+        """Replace lifted loops by scans, where that stands; return what they cost more than their scans."""
+        names = [call.name for call in lifted_loops(self.gm)]
+        if not names:
+            return Cost()
+        self.gm = duplicate(self.gm)
+        saved = Cost()
+        for name in names:
+            call = next(node for node in self.gm.graph.nodes if node.name == name)
+            try:
+                lowering = Lowering(self.gm, call)
+            except NotALoop as reason:
+                self.entry.notes.append(f"a loop over time stays: {reason} [{serial(self.gm, call)}]")
+                continue
+            rewrite = lowering.rewrite
+            row = self.rows[f"lifted:{name}"] = _row(rewrite, None)
+            if self.settings.verify != "off" or self.settings.accept != "always":
+                start = time.perf_counter()
+                verdict = self._verdict(rewrite)
+                self.entry.proof_s += time.perf_counter() - start
+                row = self.rows[f"lifted:{name}"] = _row(rewrite, verdict)
+                if verdict.reason:
+                    row.status = "refused"
+                    continue
+            row.status = "applied"
+            lowering.splice()
+            saved += Cost(rewrite.before.flops - rewrite.after.flops, rewrite.before.bytes - rewrite.after.bytes)
+        self.gm.recompile()
+        return saved
+
+    def _verdict(self, rewrite: Rewrite) -> Verdict:
+        """Judge the rewrite of a lifted loop on the values that it gets from the user's inputs."""
+        if rewrite.signature not in self.verdicts:
+            with undisturbed_rng():
+                found = values_at(self.gm.graph, rewrite.inputs, clone_inputs(self.inputs))
+                actual = [found[name] for name in rewrite.inputs]
+                self.verdicts[rewrite.signature] = judge(rewrite, actual, self.settings)
+        return self.verdicts[rewrite.signature]
 
     # Finding and proving rewrites ------------------------------------------------------------
 
@@ -188,10 +234,26 @@ def _row(rewrite: Rewrite, verdict: Verdict | None) -> RewriteReport:
     return row
 
 
+def lower_lifted(entry: GraphReport, gm: GraphModule) -> GraphModule:
+    """Write into a report what would become of lifted loops; return the graph without those that would be scans."""
+    gm = duplicate(gm)
+    for call in lifted_loops(gm):
+        loop = serial(gm, call)
+        try:
+            lowering = Lowering(gm, call)
+        except NotALoop:
+            continue  # it is found again, and described, when it is unrolled
+        entry.loops.append(loop)
+        entry.rewrites.append(_row(lowering.rewrite, None))
+        lowering.splice()
+    gm.recompile()
+    return gm
+
+
 def survey(entry: GraphReport, graph: Graph) -> None:
     """Write into a report what the pipeline would do with a graph; edits the graph."""
     before = graph_cost(graph.nodes)
-    entry.rewrites = [_row(rewrite, None) for rewrite in run_pipeline(graph)]
+    entry.rewrites += [_row(rewrite, None) for rewrite in run_pipeline(graph)]
     after = graph_cost(graph.nodes)
     entry.flops_before, entry.flops_after = before.flops, after.flops
     entry.bytes_before, entry.bytes_after = before.bytes, after.bytes

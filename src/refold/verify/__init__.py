@@ -7,6 +7,7 @@ the process at each compile; docs/verification.md lists what it does and does no
 
 from .numerics import Evidence as Evidence
 from .numerics import KindResult as KindResult
+from .numerics import Program as Program
 from .numerics import check as check
 from .timing import Race as Race
 from .timing import median_ms as median_ms

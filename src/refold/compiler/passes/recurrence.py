@@ -20,11 +20,12 @@ from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
 from ...ops.library import OPS
+from ..affine import Carries, Loop
 from ..duality import lower, reading
 from ..graph import Builder, region_inputs
 from ..index import arg, is_tensor, is_view, same, value
 from ..rewrite import Rewrite, replace_node, source_line
-from ..rollup import Loop, Rollup
+from ..rollup import Rollup
 from ..timewise import NotALoop, is_pointwise
 from ..writes import content, forward_writes, position
 
@@ -150,7 +151,7 @@ def _replace(rollup: Rollup, root: Node, join: Join, anchor: Node | None = None,
         return None
     operators = []
     for loop in [] if rollup.training else rollup.loops[loops:]:
-        operator, new = _dualise(rollup, loop, new)
+        operator, new = dualise(rollup, loop, new)
         operators.append(operator)
     if dual and set(operators) <= {"linear_scan"}:
         return None
@@ -197,7 +198,7 @@ def _region(root: Node, made: list[Node], rollup: Rollup) -> set[Node]:
     return inside
 
 
-def _dualise(rollup: Rollup, loop: Loop, new: Node) -> tuple[str, Node]:
+def dualise(rollup: Carries, loop: Loop, new: Node) -> tuple[str, Node]:
     """Replace a scan whose states are only contracted by an operator that never writes them; (its name, new)."""
     scan, body = loop.scan, loop.body
     if loop.reverse or scan is None or body is None:
