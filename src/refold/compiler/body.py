@@ -211,7 +211,7 @@ class Body(Carries):
             return Value(self.initial[node])
         if node not in self._memo:
             for argument, new in self.carried.items():
-                if new is node and argument not in self._solved:
+                if new is node and argument not in self._solved and argument.users:
                     self._carry(argument)  # this very node, as a scan
             if node not in self._memo:
                 self._memo[node] = self._step(node)
@@ -230,6 +230,8 @@ class Body(Carries):
                     raise NotALoop("two carries depend on each other")
                 self._memo[new] = self._scan(loop, found)
             else:  # nothing is carried further than one step
+                if value(loop.initial).shape != value(new).shape:
+                    raise NotALoop("the first step reads a value of another shape")
                 loop.states = self.emit.timed(found, self.count)
                 first = self.emit.call(aten.unsqueeze.default, loop.initial, 0)
                 inner = self.emit.call(aten.slice.Tensor, loop.states, 0, 0, self.count - 1)

@@ -9,6 +9,7 @@ from torch.fx import Graph
 from .passes.chunked import contract_last_states, fuse_chunked_scans
 from .passes.contraction import drop_degenerate_sums, recover_contractions
 from .passes.depthwise import unroll_depthwise_convolutions
+from .passes.dual import contract_scans
 from .passes.onednn import prefer_onednn
 from .passes.recurrence import roll_up_loops
 from .passes.segment_sum import difference_segment_sums
@@ -18,6 +19,7 @@ Pass = Callable[[Graph, Callable[[str], bool]], Iterator[Rewrite]]
 
 PASSES: list[tuple[str, Pass]] = [
     ("roll up loops", roll_up_loops),
+    ("contract scans", contract_scans),
     ("fuse chunked scans", fuse_chunked_scans),
     ("contract last states", contract_last_states),
     ("drop degenerate sums", drop_degenerate_sums),

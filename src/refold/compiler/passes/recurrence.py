@@ -45,6 +45,8 @@ _TERMS = 4
 
 Join = Callable[[Rollup, Node], Node]
 
+WHY = "its steps wait for one another, one launch after the other"
+
 
 def roll_up_loops(graph: Graph, wanted: Callable[[str], bool]) -> Iterator[Rewrite]:
     """Replace loops whose carry enters affinely and elementwise by ``linear_scan``."""
@@ -52,20 +54,20 @@ def roll_up_loops(graph: Graph, wanted: Callable[[str], bool]) -> Iterator[Rewri
         return
     forward_writes(graph)
     # A backward needs the states, so forward and backward are scans that share them.
-    training = any(str(n.target).startswith("tangents") for n in graph.find_nodes(op="placeholder"))
+    training = is_training(graph)
     rollup, changed = Rollup(training), False
     for root, join in _joins(graph):
         if not wanted(root.name):
             continue
         try:
-            rewrite = _replace_reader(rollup, root, join, wanted) or _replace(rollup, root, join)
+            rewrite = replace_reader(rollup, root, join, wanted) or replace(rollup, root, join)
         except NotALoop:
             continue
         if rewrite is not None:
             changed = True
             yield rewrite
     for root, join, after in _last_states(graph, rollup):
-        if wanted(root.name) and (rewrite := _replace(rollup, root, join, after)) is not None:
+        if wanted(root.name) and (rewrite := replace(rollup, root, join, after)) is not None:
             yield rewrite
             stable_topological_sort(graph)
     rollups = [rollup]
@@ -81,6 +83,11 @@ def roll_up_loops(graph: Graph, wanted: Callable[[str], bool]) -> Iterator[Rewri
             graph.erase_node(node)
     if changed:
         graph.eliminate_dead_code()
+
+
+def is_training(graph: Graph) -> bool:
+    """Tell whether a graph holds a backward."""
+    return any(str(n.target).startswith("tangents") for n in graph.find_nodes(op="placeholder"))
 
 
 def refusals(graph: Graph) -> list[str]:
@@ -101,7 +108,9 @@ def refusals(graph: Graph) -> list[str]:
     return list(reasons)
 
 
-def _replace_reader(rollup: Rollup, root: Node, join: Join, wanted: Callable[[str], bool]) -> Rewrite | None:
+def replace_reader(
+    rollup: Rollup, root: Node, join: Join, wanted: Callable[[str], bool], why: str = WHY
+) -> Rewrite | None:
     """Swap the one contraction that reads the states of all steps for an operator that never writes them."""
     found = None if rollup.training else _only_reader(root)
     if found is None or not wanted(found[0].name):
@@ -120,7 +129,7 @@ def _replace_reader(rollup: Rollup, root: Node, join: Join, wanted: Callable[[st
 
         return copy(reader)
 
-    rewrite = _replace(rollup, reader, read, dual=True)
+    rewrite = replace(rollup, reader, read, dual=True, why=why)
     rollup.emit.settle()  # what stands before the reader may stand behind the next root
     return rewrite
 
@@ -141,7 +150,9 @@ def _only_reader(root: Node) -> tuple[Node, set[Node]] | None:
     return (readers.pop(), between) if len(readers) == 1 else None
 
 
-def _replace(rollup: Rollup, root: Node, join: Join, anchor: Node | None = None, dual: bool = False) -> Rewrite | None:
+def replace(
+    rollup: Rollup, root: Node, join: Join, anchor: Node | None = None, dual: bool = False, why: str = WHY
+) -> Rewrite | None:
     """Swap a root for its value over all steps; None if no loop is behind it, or no ``dual`` where one is asked for."""
     loops = len(rollup.loops)
     anchor = anchor or root
@@ -170,7 +181,7 @@ def _replace(rollup: Rollup, root: Node, join: Join, anchor: Node | None = None,
         inside=inside,
         added=added,
         name="roll up loop",
-        why="its steps wait for one another, one launch after the other",
+        why=why,
         detail=f"{len(first.steps)} steps of a state of {state or 1} as one {(operators or ['linear_scan'])[0]}"
         + (", against time" if first.reverse else ""),
         multilinear=False,
@@ -458,7 +469,7 @@ def _replace_end(rollup: Rollup, chain: list[Node]) -> Rewrite | None:
             return rollup.emit.call(aten.select.int, rollup.stack(steps, root), 0, len(steps) - 1)
 
         try:
-            return _replace(rollup, end, last)
+            return replace(rollup, end, last)
         except NotALoop:
             continue
     return None

@@ -1,0 +1,110 @@
+"""Scans that are in the graph as such: their states are not written if a contraction alone reads them."""
+
+import pytest
+import torch
+
+import refold
+
+B, T, D, N = 2, 24, 6, 4
+
+
+def tensors():
+    g = torch.Generator().manual_seed(0)
+    x, dt = torch.randn(B, T, D, generator=g), torch.rand(B, T, D, generator=g)
+    projections = (torch.randn(B, T, N, generator=g) for _ in range(2))
+    return x, dt, -torch.rand(D, N, generator=g), *projections
+
+
+def prepared(x, dt, A, Bm):
+    """Form decays and inputs before the loop, as many model files do."""
+    return torch.exp(torch.einsum("btd,dn->btdn", dt, A)), torch.einsum("btd,btn,btd->btdn", dt, Bm, x)
+
+
+def loop(x, dt, A, Bm, C):
+    decays, inputs = prepared(x, dt, A, Bm)
+    h, ys = torch.zeros(x.shape[0], *A.shape), []
+    for t in range(x.shape[1]):
+        h = decays[:, t] * h + inputs[:, t]
+        ys.append(torch.einsum("bdn,bn->bd", h, C[:, t]))
+    return torch.stack(ys, 1)
+
+
+def loop_and_state(x, dt, A, Bm, C):
+    decays, inputs = prepared(x, dt, A, Bm)
+    h, ys = torch.zeros(x.shape[0], *A.shape), []
+    for t in range(x.shape[1]):
+        h = decays[:, t] * h + inputs[:, t]
+        ys.append(torch.einsum("bdn,bn->bd", h, C[:, t]))
+    return torch.stack(ys, 1), h
+
+
+def call(x, dt, A, Bm, C):
+    h, _ = refold.ops.linear_scan(*prepared(x, dt, A, Bm))
+    return torch.einsum("btdn,btn->btd", h, C)
+
+
+def call_one_decay(x, dt, A, Bm, C):
+    decays = torch.exp(dt[..., :1] * A[0, 0])[..., None].expand(*x.shape, A.shape[1])
+    h, _ = refold.ops.linear_scan(decays, (dt[..., :1] * x)[..., None] * Bm[:, :, None])
+    return torch.einsum("btdn,btn->btd", h, C)
+
+
+def states_read_otherwise(x, dt, A, Bm, C):
+    h, _ = refold.ops.linear_scan(*prepared(x, dt, A, Bm))
+    return torch.einsum("btdn,btn->btd", h, C), h.amax((1, 2))
+
+
+def against_time(x, dt, A, Bm, C):
+    h, _ = refold.ops.linear_scan(*prepared(x, dt, A, Bm), reverse=True)
+    return torch.einsum("btdn,btn->btd", h, C)
+
+
+def decays_of_no_known_form(x, dt, A, Bm, C):
+    decays, inputs = prepared(x, dt, A, Bm)
+    h, _ = refold.ops.linear_scan(decays.cos(), inputs)
+    return torch.einsum("btdn,btn->btd", h, C)
+
+
+def compiled(fn, inputs):
+    torch._dynamo.reset()
+    run = refold.compile(fn, accept="always", strict=True)
+    got = run(*inputs)
+    rewrites = [row for graph in run.report.graphs for row in graph.rewrites]
+    assert all(row.status == "applied" for row in rewrites)
+    return got, " ".join(row.detail for row in rewrites)
+
+
+def same(got, want):
+    got, want = ([v] if isinstance(v, torch.Tensor) else v for v in (got, want))
+    for a, b in zip(got, want, strict=True):
+        # Sums over at most T decayed products, in another order.
+        assert (a - b).norm() <= T * torch.finfo(a.dtype).eps * b.norm()
+
+
+@pytest.mark.parametrize(
+    ("fn", "operator"),
+    [(loop, "selective_scan"), (loop_and_state, "selective_scan"), (call, "selective_scan"), (call_one_decay, "ssd")],
+    ids=lambda v: getattr(v, "__name__", v),
+)
+def test_states_are_not_written(fn, operator):
+    with torch.no_grad():
+        got, details = compiled(fn, tensors())
+        same(got, fn(*tensors()))
+    assert f"as one {operator}" in details
+
+
+@pytest.mark.parametrize("fn", [states_read_otherwise, against_time, decays_of_no_known_form])
+def test_states_that_are_needed_are_kept(fn):
+    with torch.no_grad():
+        got, details = compiled(fn, tensors())
+        same(got, fn(*tensors()))
+    assert "as one selective_scan" not in details
+    assert "as one ssd" not in details
+
+
+def test_training_keeps_states_and_gradients():
+    inputs = [x.requires_grad_() for x in tensors()]
+    got, details = compiled(loop, inputs)
+    assert "selective_scan" not in details
+    want = loop(*inputs)
+    same(torch.autograd.grad(got.square().sum(), inputs), torch.autograd.grad(want.square().sum(), inputs))
