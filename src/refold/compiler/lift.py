@@ -95,7 +95,9 @@ def _iterator(it: Any) -> tuple[int, Element] | None:
             return None
         return len(rest), element
     if type(it) is ZipVariable:
-        parts = [_iterator(part.realize()) for part in it.iterable.items]
+        # torch <= 2.11 keeps a list, later ones a tuple of their own kind.
+        iterables = it.iterables if hasattr(it, "iterables") else it.iterable.items
+        parts = [_iterator(part.realize()) for part in iterables]
         if not parts or any(part is None for part in parts):
             return None
         counts = [part[0] for part in parts if part]

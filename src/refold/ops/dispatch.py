@@ -152,6 +152,11 @@ def _framework(kind: type) -> str | None:
     return _FRAMEWORK_OF_TYPE[kind]
 
 
+# What torch.compiler.assume_constant_result sets, without importing torch: Dynamo asks once and does not trace it.
+# Traced, a type that is met for the first time would change the memory that the trace is guarded by.
+_framework._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
 def meta_of(spec: OpSpec, framework: str, arrays: Sequence[Any], options: Sequence[Any]) -> Meta:
     """Reduce arguments to what may be known without reading a value."""
     metas = {}

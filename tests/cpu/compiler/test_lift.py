@@ -229,10 +229,11 @@ def closure(x):
     return h
 
 
-def attribute(x):
-    class State:
-        pass
+class State:
+    pass
 
+
+def attribute(x):
     state = State()
     state.h, state.count = torch.zeros_like(x[:, 0]), 0
     for t in range(x.shape[1]):
