@@ -108,13 +108,13 @@ def serial(gm: GraphModule, call: Node) -> str:
 class Lowering:
     """One lifted loop of a Dynamo graph, as a scan."""
 
-    def __init__(self, gm: GraphModule, call: Node) -> None:
-        """Find the scan.
+    def __init__(self, gm: GraphModule, call: Node, dual: bool = True) -> None:
+        """Find the scan, and unless all its states are wanted its ``dual`` that does not write them.
 
         Raises:
             NotALoop: It says why there is none.
         """
-        self.gm, self.call = gm, call
+        self.gm, self.call, self.dual = gm, call, dual
         self.loop: Any = gm.get_submodule(str(call.target))
         loop: Any = self.loop
         self.sequences: list[Slices] = []
@@ -197,10 +197,9 @@ class Lowering:
             if i < self.lists:
                 body.last(traced.results[i])  # the scan behind it must be there before any is replaced
         output = graph.output((*results.values(), *contents))
-        operators = []
-        for found in body.loops:
-            name, _ = dualise(body, found, output)
-            operators.append(name)
+        for found in body.loops if self.dual else []:
+            dualise(body, found, output)
+        self.dual = any(found.operator != "linear_scan" for found in body.loops)
         made: Any = output.args[0]
         results = dict(zip(results, made, strict=False))
         contents = made[len(results) :]
@@ -223,7 +222,7 @@ class Lowering:
         extra = range(len(traced.results), len(traced.results) + len(contents))
         steps = Stepwise(inner_body, loop.count, loop.carried, [*wanted, *extra], self.lists)
         candidate = GraphModule({}, graph)
-        detail = _detail(loop.count, body.loops, operators)
+        detail = _detail(loop.count, body.loops)
         return LoopRewrite(
             name="roll up loop",
             site=self.call.name,
@@ -389,11 +388,11 @@ def _storage(node: Node) -> Any:
     return example.untyped_storage()._cdata if isinstance(example, torch.Tensor) else id(node)
 
 
-def _detail(count: int, loops: list[Loop], operators: list[str]) -> str:
+def _detail(count: int, loops: list[Loop]) -> str:
     if not loops:
         return f"{count} steps that carry nothing, all at once"
     state = " x ".join(str(size) for size in value(loops[0].steps[0]).shape)
-    return f"{count} steps of a state of {state or 1} as one {operators[0]}"
+    return f"{count} steps of a state of {state or 1} as one {loops[0].operator}"
 
 
 def _without_writes(traced: Traced) -> GraphModule:
@@ -405,6 +404,7 @@ def _without_writes(traced: Traced) -> GraphModule:
     output: Any = graph.output_node()
     output.args = ((*output.args[0], *(twins[write.content] for write in traced.writes)),)
     graph.eliminate_dead_code()
+    differentiable(graph)
     return GraphModule(traced.module, graph)
 
 
