@@ -140,3 +140,9 @@ def test_other_scans_keep_their_states(fn, v):
     torch._dynamo.reset()
     report = refold.explain(fn, *args)
     assert [row.detail.split(" as ")[1] for graph in report.graphs for row in graph.rewrites] == ["one linear_scan"]
+
+
+def test_what_a_loop_became_is_no_loop():
+    torch._dynamo.reset()
+    (graph,) = refold.explain(attention_by_products, *inputs(2 * CHUNK)).graphs
+    assert len(graph.loops) == 1

@@ -497,3 +497,14 @@ def test_a_loop_in_two_dtypes_learns():
     assert "one linear_scan" in run.report.graphs[0].rewrites[0].detail
     for g, w in zip(got, want, strict=True):
         assert (g - w).float().norm() <= 2 * torch.finfo(torch.bfloat16).eps * w.float().norm()
+
+
+def test_what_each_step_computes_anew_is_no_input_of_the_proof():
+    """``1 - a`` is a node of every step; drawn for the first one, it would contradict the others' ``a``."""
+    x, a = (x.requires_grad_() for x in inputs_ema())
+    run = refold.compile(ema_walrus, accept="always", strict=True)
+    got, want = (torch.autograd.grad(fn(x, a).square().sum(), (x, a)) for fn in (run, ema_walrus))
+    (report,) = run.report.graphs
+    assert len(report.applied) == len(report.rewrites) > 1
+    for g, w in zip(got, want, strict=True):
+        assert (g - w).norm() <= T**2 * torch.finfo(torch.float32).eps * w.norm()

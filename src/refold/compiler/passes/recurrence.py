@@ -169,7 +169,8 @@ def replace(
     rollup.emit.added += build.added
     live = _behind(new)
     added = [node for node in rollup.emit.added if node in live]
-    inside = _region(root, added, rollup)
+    again = _computed_anew(added, rollup)
+    inside = _region(root, added, rollup) | again
     found = rollup.loops[loops:] or rollup.loops[-1:]
     first = found[0]
     state = " x ".join(str(size) for size in value(first.steps[0]).shape)
@@ -177,7 +178,7 @@ def replace(
         root,
         new,
         inside=inside,
-        added=added,
+        added=[*added, *again],
         name="roll up loop",
         why=why,
         detail=f"{len(first.steps)} steps of a state of {state or 1} as one {first.operator}"
@@ -186,6 +187,22 @@ def replace(
         terms=len(first.steps),
         spread=0.1,
     )
+
+
+def _computed_anew(added: list[Node], rollup: Rollup) -> set[Node]:
+    """Return nodes of single steps that the new value reads, because all steps compute the same.
+
+    Both versions of the region compute them: as an input beside what they are computed from, the proof would draw
+    values for them that contradict what the other steps compute.
+    """
+    found: set[Node] = set()
+    stack = [x for node in added for x in node.all_input_nodes]
+    while stack:
+        node = stack.pop()
+        if node in rollup.members and node not in found:
+            found.add(node)
+            stack.extend(node.all_input_nodes)
+    return found
 
 
 def _region(root: Node, made: list[Node], rollup: Rollup) -> set[Node]:
