@@ -62,6 +62,13 @@ def _advance(decay, state, next_decay, next_state):
 
 
 @gluon.jit
+def _last(walked, token, layout: gl.constexpr):
+    """Return the last token's row: a sum of integers, since the compiler leaves out adding their zeros."""
+    alone = gl.where(token == walked.shape[0] - 1, walked.to(gl.int32, bitcast=True), 0)
+    return gl.convert_layout(gl.sum(alone, axis=0).to(gl.float32, bitcast=True), layout, assert_trivial=True)
+
+
+@gluon.jit
 def _seen_as(tile, layout: gl.constexpr):
     """Return the same shared memory under another layout."""
     if _REINTERPRET:
@@ -108,18 +115,18 @@ def _fetch(of_channels, of_states, at, channels, t, end):
 @gluon.jit
 def _selective_scan_fwd_lanes_kernel(
     cu_seqlens_ptr, x_ptr, dt_ptr, A_ptr, B_ptr, C_ptr, D_ptr, z_ptr, dt_bias_ptr, initial_ptr,
-    segment_state_ptr, segment_step_ptr, y_ptr, final_ptr,
+    segment_state_ptr, segment_step_ptr, y_ptr, final_ptr, decay_ptr,
     seqlen, segment, nsegments, channels, dstate, group_channels,
     stride_x_b, stride_x_t, stride_dt_b, stride_dt_t, stride_B_b, stride_B_t, stride_B_g,
-    stride_C_b, stride_C_t, stride_C_g, stride_z_b, stride_z_t,
+    stride_C_b, stride_C_t, stride_C_g, stride_z_b, stride_z_t, stride_decay_b, stride_decay_t,
     BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_T: gl.constexpr, GROUP: gl.constexpr, LANES: gl.constexpr,
     SOFTPLUS: gl.constexpr, LOCAL: gl.constexpr,
 ):  # fmt: skip
     """Grid (blocks of channels, segments, sequences): a program owns BLOCK_D channels of one segment.
 
-    LOCAL writes the segment's own state and summed step; else y, from the state that the segments before it leave
-    behind, and the final state. Reads its inputs once. Float32. Rows of x, dt, z, B and C begin at multiples of 16
-    bytes; ``dstate`` is BLOCK_N; tokens and channels may be ragged.
+    LOCAL writes the segment's own state and summed step, or with decays its factor, a product a state; else y, from
+    the state that the segments before it leave behind, and the final state. Reads its inputs once. Float32. Rows of x,
+    dt, decay, z, B and C begin at multiples of 16 bytes; ``dstate`` is BLOCK_N; tokens and channels may be ragged.
     """
     GROUPS: gl.constexpr = BLOCK_T // GROUP
     WARPS: gl.constexpr = gl.num_warps()
@@ -161,6 +168,10 @@ def _selective_scan_fwd_lanes_kernel(
         (next_x, x_ptr + pid_b * stride_x_b + block, stride_x_t),
         (next_dt, dt_ptr + pid_b * stride_dt_b + block, stride_dt_t),
     )
+    if decay_ptr is not None:
+        next_decay = gl.allocate_shared_memory(decay_ptr.dtype.element_ty, [2, BLOCK_T, BLOCK_D], flat)
+        decay_row = decay_ptr + pid_b * stride_decay_b + block
+        of_channels = _append(of_channels, (next_decay, decay_row, stride_decay_t))
     of_states = ((next_B, B_ptr + pid_b * stride_B_b + group * stride_B_g, stride_B_t),)
     if not LOCAL:
         next_C = gl.allocate_shared_memory(C_ptr.dtype.element_ty, [2, BLOCK_T, BLOCK_N], flat)
@@ -184,9 +195,13 @@ def _selective_scan_fwd_lanes_kernel(
             state = gl.load(initial + offs_state, mask=mask, other=0.0).to(gl.float32)
         for earlier in range(pid_s):
             before = row + earlier * channels
-            summed = gl.load(segment_step_ptr + before + offs_d, mask=offs_d < channels, other=0.0)
+            if decay_ptr is None:
+                summed = gl.load(segment_step_ptr + before + offs_d, mask=offs_d < channels, other=0.0)
+                factor = _exp2(summed[:, None] * A)
+            else:
+                factor = gl.load(segment_step_ptr + before * dstate + offs_state, mask=mask, other=0.0)
             own = gl.load(segment_state_ptr + before * dstate + offs_state, mask=mask, other=0.0)
-            state = state * _exp2(summed[:, None] * A) + own
+            state = state * factor + own
     offs_t = gl.arange(0, BLOCK_T, layout=gl.SliceLayout(1, tc))
     offs_c = block + gl.arange(0, BLOCK_D, layout=gl.SliceLayout(0, tc))
     live = offs_c < channels
@@ -209,8 +224,14 @@ def _selective_scan_fwd_lanes_kernel(
     group_step = _seen_as(tile_step, group_of_channels)
     group_input = _seen_as(tile_input, group_of_channels)
     group_B = _seen_as(tile_B, flat)
+    if decay_ptr is not None:
+        tile_decay = gl.allocate_shared_memory(gl.float32, by_channel, tile_of_channels)
+        group_decay = _seen_as(tile_decay, group_of_channels)
     if LOCAL:
-        total = gl.zeros([BLOCK_T, BLOCK_D], gl.float32, layout=tc)
+        if decay_ptr is None:
+            total = gl.zeros([BLOCK_T, BLOCK_D], gl.float32, layout=tc)
+        else:
+            total = gl.full([BLOCK_D, BLOCK_N], 1.0, gl.float32, layout=cn)
     else:
         tile_C = gl.allocate_shared_memory(gl.float32, by_state, tile_of_states)
         group_C = _seen_as(tile_C, flat)
@@ -235,8 +256,12 @@ def _selective_scan_fwd_lanes_kernel(
         tile_step.store(gl.reshape(step, by_channel))
         tile_input.store(gl.reshape(step * x, by_channel))
         tile_B.store(gl.reshape(next_B.index(at).load(tn).to(gl.float32), by_state))
+        if decay_ptr is not None:
+            given = next_decay.index(at).load(tc).to(gl.float32)
+            tile_decay.store(gl.reshape(gl.where(inside, given, 1.0), by_channel))
         if LOCAL:
-            total += step
+            if decay_ptr is None:
+                total += step
         else:
             tile_C.store(gl.reshape(next_C.index(at).load(tn).to(gl.float32), by_state))
             if z_ptr is not None:
@@ -247,13 +272,16 @@ def _selective_scan_fwd_lanes_kernel(
             u = group_input.index(g).load(gl.SliceLayout(2, kcn))
             B = group_B.index(g).load(gl.SliceLayout(1, kcn))
             decay = _exp2(s[:, :, None] * A[None, :, :])
+            if decay_ptr is not None:
+                decay *= group_decay.index(g).load(gl.SliceLayout(2, kcn))[:, :, None]
             fed = u[:, :, None] * B[:, None, :]
             fed = gl.where(token == 0, decay * state[None, :, :] + fed, fed)
-            _, walked = gl.associative_scan((decay, fed), 0, _advance)
-            # The last of them, summed as integers, since the compiler leaves out adding their zeros.
-            last = gl.sum(gl.where(token == GROUP - 1, walked.to(gl.int32, bitcast=True), 0), axis=0)
-            state = gl.convert_layout(last.to(gl.float32, bitcast=True), cn, assert_trivial=True)
-            if not LOCAL:
+            factors, walked = gl.associative_scan((decay, fed), 0, _advance)
+            state = _last(walked, token, cn)
+            if LOCAL:
+                if decay_ptr is not None:
+                    total *= _last(factors, token, cn)
+            else:
                 C = group_C.index(g).load(gl.SliceLayout(1, kcn))
                 products = gl.reshape(walked * C[:, None, :], [GROUP, BLOCK_D, LANES, BLOCK_N // LANES])
                 part = gl.convert_layout(gl.sum(products, axis=3), gl.SliceLayout(0, gkcl), assert_trivial=True)
@@ -270,7 +298,10 @@ def _selective_scan_fwd_lanes_kernel(
             y_row += BLOCK_T * channels
     if LOCAL:
         gl.store(segment_state_ptr + (row + pid_s * channels) * dstate + offs_state, state, mask=mask)
-        gl.store(segment_step_ptr + row + pid_s * channels + offs_c, gl.sum(total, axis=0), mask=live)
+        if decay_ptr is None:
+            gl.store(segment_step_ptr + row + pid_s * channels + offs_c, gl.sum(total, axis=0), mask=live)
+        else:
+            gl.store(segment_step_ptr + (row + pid_s * channels) * dstate + offs_state, total, mask=mask)
     elif pid_s == nsegments - 1:
         final = final_ptr + pid_k * channels * dstate
         gl.store(final + offs_state, state.to(final_ptr.dtype.element_ty), mask=mask)

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents
 
 from refold.ops import launch
 
@@ -152,8 +153,10 @@ def _ssd_fwd_prepare_kernel(
 
     Group programs write C·Bᵀ (CHUNK x CHUNK, float32) on and below the diagonal; head programs write step = dt after
     bias, softplus and limits (0 beyond the chunk) and decay = the running sum of step * A * log2(e), in float32 parts.
-    With SHIFT, decay - log2(step) takes the place of step.
+    With SHIFT, decay - log2(step) takes the place of step, and the next kernel, in Gluon, may start early.
     """
+    if SHIFT:
+        gdc_launch_dependents()
     pid_c = tl.program_id(0)
     pid_g = tl.program_id(1)
     pid_b = pid_c // nchunks
