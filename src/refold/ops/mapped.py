@@ -49,14 +49,14 @@ class MappedLaunch(Launch):
         """Launch with ``args``, the kernel's arguments in front of its constants, on the raw stream handle."""
         if self.parameters is not None:
             with self.lock:  # other threads use the same memory
-                self.parameters.launch(stream, self.grid, args)
+                self.parameters.launch(stream, args)
             return
         compiled = self.compiled
         described = [None if a is None else TensorDescriptor(a, **v) for a, v in zip(args, self.views, strict=False)]
         args = (*described, *args[len(described) :])
         super().__call__(stream, *args)
         if compiled is None:
-            parameters = _Parameters(self.compiled, (*args, *self.tail))
+            parameters = _Parameters(self.compiled, self.grid, (*args, *self.tail))
             self.parameters = parameters if parameters.confirmed() else None
 
 
@@ -67,7 +67,7 @@ class _Parameters:
     adds two pointers to scratch memory. The driver is asked whether that holds; if not, Triton's own launch is used.
     """
 
-    def __init__(self, compiled: Any, args: tuple[Any, ...]) -> None:
+    def __init__(self, compiled: Any, grid: tuple[int, ...], args: tuple[Any, ...]) -> None:
         self.function = compiled.function
         warps, _, shared = compiled.packed_metadata
         self.maps: list[tuple[int, _TensorMap]] = []  # with the position among the arguments
@@ -88,7 +88,7 @@ class _Parameters:
         places = [v.at if isinstance(v, _TensorMap) else ctypes.addressof(v) for v in self.values]
         self.table = (ctypes.c_void_p * len(places))(*places)
         self.early = _Attribute(_EARLY, 0, 1)
-        self.config = _Config(block=(warps * 32, 1, 1), shared=shared, attributes=ctypes.pointer(self.early), count=1)
+        self.config = _Config(grid, (warps * 32, 1, 1), shared, None, ctypes.pointer(self.early), 1)
 
     def confirmed(self) -> bool:
         """Whether the driver knows the kernel with parameters of these sizes, and no more of them."""
@@ -99,13 +99,12 @@ class _Parameters:
             known.append(0 if failed else size.value)
         return known == [*(_MAP_BYTES if isinstance(v, _TensorMap) else ctypes.sizeof(v) for v in self.values), 0]
 
-    def launch(self, stream: int, grid: tuple[int, ...], args: tuple[Any, ...]) -> None:
+    def launch(self, stream: int, args: tuple[Any, ...]) -> None:
         """Put in the addresses and launch."""
         for i, tensor_map in self.maps:
             tensor_map.turn(args[i].data_ptr())
         given = [args[i] for i in self.pointers]
         self.addresses[:] = [a if type(a) is int else a.data_ptr() for a in given]
-        self.config.grid[:] = grid
         self.config.stream = stream
         _check(_driver().cuLaunchKernelEx(ctypes.byref(self.config), self.function, self.table, None))
 

@@ -101,15 +101,18 @@ def _copy(tile, row, stride, columns, live):
 
 
 @gluon.jit
-def _fetch(of_channels, of_states, at, channels, t, end):
-    """Start copying the tiles that begin at token t, as one group; each is of (buffers, rows, stride)."""
-    for i in gl.static_range(len(of_channels)):
-        buffers, rows, stride = of_channels[i]
-        _copy(buffers.index(at), rows + t.to(gl.int64) * stride, stride, channels, end - t)
-    for i in gl.static_range(len(of_states)):
-        buffers, rows, stride = of_states[i]
-        _copy(buffers.index(at), rows + t.to(gl.int64) * stride, stride, buffers.shape[2], end - t)
+def _fetch(tiles, rows, at, live):
+    """Start copying the tiles (buffers, stride, columns) from their ``rows`` on, as one group; return the next rows.
+
+    Moved along, not formed from the token: that is 5 % of the time with 16-bit inputs.
+    """
+    moved = ()
+    for i in gl.static_range(len(tiles)):
+        buffers, stride, columns = tiles[i]
+        _copy(buffers.index(at), rows[i], stride, columns, live)
+        moved = _append(moved, rows[i] + buffers.shape[1] * stride)
     async_copy.commit_group()
+    return moved
 
 
 @gluon.jit
@@ -164,23 +167,28 @@ def _selective_scan_fwd_lanes_kernel(
     next_x = gl.allocate_shared_memory(x_ptr.dtype.element_ty, [2, BLOCK_T, BLOCK_D], flat)
     next_dt = gl.allocate_shared_memory(dt_ptr.dtype.element_ty, [2, BLOCK_T, BLOCK_D], flat)
     next_B = gl.allocate_shared_memory(B_ptr.dtype.element_ty, [2, BLOCK_T, BLOCK_N], flat)
-    of_channels = (
-        (next_x, x_ptr + pid_b * stride_x_b + block, stride_x_t),
-        (next_dt, dt_ptr + pid_b * stride_dt_b + block, stride_dt_t),
+    first = begin.to(gl.int64)
+    left = channels - block
+    tiles = ((next_x, stride_x_t, left), (next_dt, stride_dt_t, left), (next_B, stride_B_t, BLOCK_N))
+    rows = (
+        x_ptr + pid_b * stride_x_b + first * stride_x_t + block,
+        dt_ptr + pid_b * stride_dt_b + first * stride_dt_t + block,
+        B_ptr + pid_b * stride_B_b + first * stride_B_t + group * stride_B_g,
     )
-    if decay_ptr is not None:
-        next_decay = gl.allocate_shared_memory(decay_ptr.dtype.element_ty, [2, BLOCK_T, BLOCK_D], flat)
-        decay_row = decay_ptr + pid_b * stride_decay_b + block
-        of_channels = _append(of_channels, (next_decay, decay_row, stride_decay_t))
-    of_states = ((next_B, B_ptr + pid_b * stride_B_b + group * stride_B_g, stride_B_t),)
     if not LOCAL:
         next_C = gl.allocate_shared_memory(C_ptr.dtype.element_ty, [2, BLOCK_T, BLOCK_N], flat)
-        of_states = _append(of_states, (next_C, C_ptr + pid_b * stride_C_b + group * stride_C_g, stride_C_t))
+        tiles = _append(tiles, (next_C, stride_C_t, BLOCK_N))
+        rows = _append(rows, C_ptr + pid_b * stride_C_b + first * stride_C_t + group * stride_C_g)
         if z_ptr is not None:
             next_z = gl.allocate_shared_memory(z_ptr.dtype.element_ty, [2, BLOCK_T, BLOCK_D], flat)
-            of_channels = _append(of_channels, (next_z, z_ptr + pid_b * stride_z_b + block, stride_z_t))
-    _fetch(of_channels, of_states, 0, channels - block, begin, end)
-    _fetch(of_channels, of_states, 1, channels - block, begin + BLOCK_T, end)
+            tiles = _append(tiles, (next_z, stride_z_t, left))
+            rows = _append(rows, z_ptr + pid_b * stride_z_b + first * stride_z_t + block)
+    if decay_ptr is not None:
+        next_decay = gl.allocate_shared_memory(decay_ptr.dtype.element_ty, [2, BLOCK_T, BLOCK_D], flat)
+        tiles = _append(tiles, (next_decay, stride_decay_t, left))
+        rows = _append(rows, decay_ptr + pid_b * stride_decay_b + first * stride_decay_t + block)
+    rows = _fetch(tiles, rows, 0, end - begin)
+    rows = _fetch(tiles, rows, 1, end - begin - BLOCK_T)
 
     offs_d = block + gl.arange(0, BLOCK_D, layout=gl.SliceLayout(1, cn))
     offs_n = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, cn))
@@ -266,7 +274,7 @@ def _selective_scan_fwd_lanes_kernel(
             tile_C.store(gl.reshape(next_C.index(at).load(tn).to(gl.float32), by_state))
             if z_ptr is not None:
                 z = next_z.index(at).load(tc)
-        _fetch(of_channels, of_states, at, channels - block, t + 2 * BLOCK_T, end)
+        rows = _fetch(tiles, rows, at, end - t - 2 * BLOCK_T)
         for g in gl.static_range(GROUPS):
             s = group_step.index(g).load(gl.SliceLayout(2, kcn))
             u = group_input.index(g).load(gl.SliceLayout(2, kcn))

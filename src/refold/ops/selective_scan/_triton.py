@@ -96,8 +96,10 @@ def _lanes_sizes(
 ) -> dict[str, int] | None:  # fmt: skip
     """Return the sizes of the kernel with hand-made layouts; None where it does not take these arrays.
 
-    It copies 16 bytes at a time asynchronously, so every row has to begin at a multiple of them. A lane owns few states
-    where lanes of the device would else stay idle; where even that does not help, long sequences are cut.
+    It copies 16 bytes at a time asynchronously, so every row has to begin at a multiple of them. A token costs a warp
+    about its states a lane plus one, and the fullest scheduler sets the pace: lanes own few states where schedulers
+    would else be idle or uneven. One warp alone cannot hide its waits. Where even few states do not fill the device,
+    long sequences are cut.
     """
     if not PTX or x.device.type != "cuda" or torch.cuda.get_device_capability(x.device)[0] < 8:
         return None
@@ -107,10 +109,12 @@ def _lanes_sizes(
         return None
     table = lookup("selective_scan_lanes", x.device, x.dtype) | config
     multiprocessors, warps = device_limits(x.device)[0], table["warps"]
-    share = sequences * channels * dstate // (multiprocessors * 128)  # Of each of the 128 lanes that run at a time.
-    cut = share < 2 and tokens >= table["cut"]
-    states = table["states"] if cut or share >= table["states"] else max(2, triton.next_power_of_2(share + 1) // 2)
-    states = max(min(states, dstate), dstate // 32)
+    lanes = multiprocessors * 128  # Those that run at a time.
+    total = sequences * channels * dstate
+    cut = total < 2 * lanes and tokens >= table["cut"]
+    few, most = max(2, dstate // 32), max(min(table["states"], dstate), dstate // 32)
+    powers = [2**i for i in range(10) if few <= 2**i <= most]
+    states = most if cut else min(powers[::-1], key=lambda own: (own + 1) * max(2, triton.cdiv(total, lanes * own)))
     block_d = warps * 32 * states // dstate
     if channels // ngroups % block_d and ngroups > 1:
         return None

@@ -310,7 +310,6 @@ def _walk_y(
         stage = i % STAGES
         decay_smem.index(WHICH).store(decay)
         shifted_smem.index(WHICH).store(shifted)
-        tma.store_wait(0)
         barrier()
         mbarrier.wait(full.index(stage), (i // STAGES) & 1)
         mbarrier.wait(state_full.index(WHICH * 2 + i % 2), (i // 2) & 1)
@@ -334,6 +333,11 @@ def _walk_y(
         if D_ptr is not None:
             skip = x_tile.load(acc_y)
         y = warpgroup_mma_wait(0, deps=[y])
+        # Every warp has waited for the products of the chunk, and the last outputs have left: their tiles are free.
+        tma.store_wait(0)
+        barrier()
+        mbarrier.arrive(empty.index(stage), count=1)
+        mbarrier.arrive(state_empty.index(WHICH * 2 + i % 2), count=1)
         if D_ptr is not None:
             y += D[None, :] * skip.to(gl.float32)
         if HAS_Z:
@@ -342,9 +346,6 @@ def _walk_y(
         y_smem.index(WHICH).reshape([CHUNK, P]).store(y.to(dtype))
         fence_async_shared()
         barrier()
-        # Every warp has waited for the products of the chunk: its tiles are free.
-        mbarrier.arrive(empty.index(stage), count=1)
-        mbarrier.arrive(state_empty.index(WHICH * 2 + i % 2), count=1)
         if HAS_Z:
             mbarrier.arrive(z_empty.index(WHICH), count=1)
         store_tile(y_desc, [pid_b, (first + i) * CHUNK, pid_h * P], y_smem.index(WHICH))

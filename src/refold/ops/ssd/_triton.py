@@ -164,7 +164,7 @@ class _Plan:
             # Triton 3.6 does not compile chains of bfloat16 products of 16 x 16 tiles: they are formed in float32.
             precision = config["precision"]
         shape = {"CHUNK": chunk, "BLOCK_P": block_p, "BLOCK_N": block_n}
-        block_h = min(32, max(4, triton.next_power_of_2(nheads)))
+        block_h = min(16, max(4, triton.next_power_of_2(nheads)))
         self.chunks = Launch(kernels._ssd_fwd_chunks_kernel, (nseqs + 1,), {"CHUNK": chunk, "BLOCK": 128}, {})
         self.chunks_ints = (nseqs, nchunks, seqlen)
         self.prepare = Launch(
@@ -180,7 +180,7 @@ class _Plan:
         self.pass_ints = (npieces, nheads, size)
         self.pass_ = Launch(
             kernels._ssd_fwd_pass_kernel, (triton.cdiv(size, 1024), nheads, batch),
-            {"BLOCK": 1024, "VARLEN": varlen}, {"num_warps": 4},
+            {"BLOCK": 1024, "VARLEN": varlen, "HOPPER": bool(self.hopper)}, {"num_warps": 4},
         )  # fmt: skip
         D_strides = (0, 0) if D is None else (D.stride(0), D.stride(1) if D.dim() == 2 else 0)
         if self.hopper:

@@ -270,13 +270,15 @@ def _ssd_fwd_state_kernel(
 @triton.jit
 def _ssd_fwd_pass_kernel(
     piece_state_ptr, piece_decay_ptr, initial_ptr, npieces, nheads, size,
-    BLOCK: tl.constexpr, VARLEN: tl.constexpr,
+    BLOCK: tl.constexpr, VARLEN: tl.constexpr, HOPPER: tl.constexpr,
 ):  # fmt: skip
     """Grid (blocks of a state, heads, batch): a program owns BLOCK elements of one head's state, for all pieces.
 
     Reads and writes each piece's state once, in place: what a piece leaves behind becomes the state after it.
-    Float32. In a pack, `state` has put the initial states of the sequences in already.
+    Float32. In a pack, `state` has put the initial states of the sequences in already. HOPPER: `scan` may start early.
     """
+    if HOPPER:
+        gdc_launch_dependents()
     offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     pid_h = tl.program_id(1)
     pid_b = tl.program_id(2).to(tl.int64)
