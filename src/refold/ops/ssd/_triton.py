@@ -57,7 +57,8 @@ def choose_cut(nchunks: int, rows: int, slots: int, states: int, state_slots: in
 
     ``rows`` programs a segment of `scan` run on ``slots`` slots, ``states`` programs a piece of `state` on
     ``state_slots``. The unit of cost is the time of a chunk in `scan`: `state` takes cost["state_cost"] a chunk, and
-    launching it costs cost["launch_cost"]. More segments fill the device; fewer have less to compute twice.
+    launching it costs cost["launch_cost"]; the other numbers come from a fit to 1150 measured cuts of 16 shapes on an
+    H200 (benchmarks/LOG.md). More segments fill the device; fewer have less to compute twice.
     """
     best, best_cost = (1, 1), float("inf")
     for nsegments in range(1, min(nchunks, 256) + 1):
@@ -65,12 +66,12 @@ def choose_cut(nchunks: int, rows: int, slots: int, states: int, state_slots: in
             length = -(-nchunks // (nsegments * pieces)) * pieces
             if -(-nchunks // length) != nsegments or (nsegments == 1 and pieces > 1):
                 continue
-            total = -(-rows * nsegments // slots) * (length + 2.0)
+            total = -(-rows * nsegments // slots) * (length + 4.0)
             if nsegments > 1:
                 npieces = (nsegments - 1) * pieces
                 waves = -(-states * npieces // state_slots)
                 total += cost["state_cost"] * waves * (length // pieces + 2.0) + cost["launch_cost"]
-                total += cost["launch_cost"] if npieces > cost["fused_pass"] else 0.25 * npieces
+                total += cost["launch_cost"] + 0.3 * npieces if npieces > cost["fused_pass"] else 0.75 * npieces
             if total < best_cost * 0.99:
                 best, best_cost = (nsegments, pieces), total
     return best

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents
 
 from refold.ops import launch
 
@@ -94,6 +93,12 @@ def _silu(v):
 
 
 @triton.jit
+def _let_next_start():
+    """Let the next kernel on the stream start once all programs are here. Triton's spelling comes for NVIDIA alone."""
+    tl.inline_asm_elementwise("griddepcontrol.launch_dependents; // $0", "=r", [], tl.int32, False, 1)
+
+
+@triton.jit
 def _chunk_span(table_ptr, pid_b, chunk, nchunks, seqlen, CHUNK: tl.constexpr, VARLEN: tl.constexpr):
     """Return start, length, sequence and flags of a chunk."""
     if VARLEN:
@@ -156,7 +161,7 @@ def _ssd_fwd_prepare_kernel(
     With SHIFT, decay - log2(step) takes the place of step, and the next kernel, in Gluon, may start early.
     """
     if SHIFT:
-        gdc_launch_dependents()
+        _let_next_start()
     pid_c = tl.program_id(0)
     pid_g = tl.program_id(1)
     pid_b = pid_c // nchunks
@@ -278,7 +283,7 @@ def _ssd_fwd_pass_kernel(
     Float32. In a pack, `state` has put the initial states of the sequences in already. HOPPER: `scan` may start early.
     """
     if HOPPER:
-        gdc_launch_dependents()
+        _let_next_start()
     offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     pid_h = tl.program_id(1)
     pid_b = tl.program_id(2).to(tl.int64)
