@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import refold
-from refold.compiler.lift import lifts
 from refold.compiler.lifted import LiftedLoop
+from refold.compiler.lifting import lifts
 from refold.compiler.stepnumber import _first_failure
 
 B, T, D, N = 2, 40, 5, 3

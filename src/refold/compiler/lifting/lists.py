@@ -1,0 +1,116 @@
+"""Lists that the loop's steps make longer.
+
+While a body is traced, the items of every list it could append to are replaced by a stand-in. It takes new items at
+either end, and gives back those, and as many of the items before as are assumed to be known (`refold.compiler.lifting.
+state.End`): ``ys[-1]`` is the carry of a loop that keeps it in a list. Everything else that looks at the items refuses.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch._dynamo.variables import ConstantVariable, LazyVariableTracker, ListVariable, TupleVariable
+from torch._dynamo.variables.base import ValueMutationNew
+
+from ..stepnumber import StepNumber
+from .variables import Refused, Translator, Variable
+
+
+class Growing:
+    """Stands in for a list's items: takes new ones, and knows what was asked of the old ones."""
+
+    def __init__(self, owner: ListVariable, number: StepNumber) -> None:
+        self.owner, self.items, self.mutation, self.number = owner, owner.items, owner.mutation_type, number
+        # New items at the front and the back, in the list's order, and the items that were there next to them.
+        self.front: list[Variable] = []
+        self.back: list[Variable] = []
+        self.first: list[Variable] = []
+        self.last: list[Variable] = []
+        self.read = False
+        # How many of the first and last items the body asked for, and by how many items it took the list to grow.
+        self.wants = (0, 0)
+        self.rate: int | None = None
+        owner.items, owner.mutation_type = self, ValueMutationNew()  # type: ignore[assignment]
+        owner.call_method = self._call_method  # type: ignore[method-assign]
+
+    def restore(self) -> None:
+        """Give the list its items back."""
+        self.owner.items, self.owner.mutation_type = self.items, self.mutation
+        del self.owner.call_method
+
+    @property
+    def grown(self) -> bool:
+        """Whether there are new items."""
+        return bool(self.front or self.back)
+
+    def check(self) -> None:
+        """Raise if a position that depends on the step was read as another than it is at later steps."""
+        if self.rate is not None and (self.front or self.rate != len(self.back)):
+            raise Refused("the loop reads a list at a place that moves otherwise than the list grows")
+
+    def append(self, item: Variable) -> None:
+        """Take a new last item."""
+        self.back.append(item)
+
+    def extend(self, items: Any) -> None:
+        """Take new last items."""
+        self.back.extend(items)
+
+    def insert(self, at: Any, item: Variable) -> None:
+        """Take a new first item."""
+        if type(at) is not int or at != 0:
+            self._refuse()
+        self.front.insert(0, item)
+
+    def __getitem__(self, at: Any) -> Variable:
+        self.read = True
+        if isinstance(at, torch.SymInt):
+            at = self._from_the_end(at)
+        if type(at) is not int:
+            self._refuse()
+        known = self.front + self.first if at >= 0 else self.last + self.back
+        wanted = at + 1 if at >= 0 else -at
+        if wanted <= len(known):
+            return known[at]
+        self.wants = (wanted - len(self.front), 0) if at >= 0 else (0, wanted - len(self.back))
+        if max(self.wants) > len(self.items):
+            raise Refused("the loop reads a list where its first step finds nothing")
+        raise Refused("the loop reads a list that it makes longer")
+
+    def _from_the_end(self, at: torch.SymInt) -> int:
+        """Return a position that moves with the step as one from the end, which moves as well."""
+        found = self.number.affine(at)
+        if found is None:
+            return self._refuse()
+        if found[0] == 0:
+            return found[1]
+        self.rate = found[0]
+        place = found[1] - len(self.items) - len(self.back)
+        return place if place < 0 else self._refuse()
+
+    def _call_method(self, tx: Translator, name: str, args: Any, kwargs: Any) -> Any:
+        # Dynamo asks for the length when it extends.
+        if name == "extend" and len(args) == 1 and type(args[0]) in (ListVariable, TupleVariable):
+            self.extend(args[0].items)
+            return ConstantVariable.create(None)
+        return type(self.owner).call_method(self.owner, tx, name, args, kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return self._refuse()
+
+    def _refuse(self, *args: Any) -> Any:
+        self.read = True
+        raise Refused("the loop reads a list that it makes longer")
+
+    __len__ = __iter__ = __contains__ = __add__ = __reversed__ = _refuse
+
+
+def reachable_lists(variables: list[Variable]) -> list[ListVariable]:
+    """Return the lists among variables: those that code may append to."""
+    found = {}
+    for x in variables:
+        x = x.realize() if isinstance(x, LazyVariableTracker) and x.is_realized() else x
+        if type(x) is ListVariable and x.is_mutable():
+            found[id(x)] = x
+    return list(found.values())
