@@ -91,7 +91,7 @@ def element(tx: Translator, it: Variable) -> Element | None:
     if type(it) is RangeIteratorVariable:
         return Numbers(it.start, it.step)
     if isinstance(it, ListIteratorVariable):
-        return _sequence(it.items[it.index :])
+        return sequence(it.items[it.index :])
     if type(it) is ZipVariable:
         parts = _zipped(it)
         if it.strict and len({remaining(tx, part) for part in parts}) > 1:
@@ -103,7 +103,7 @@ def element(tx: Translator, it: Variable) -> Element | None:
             raise Refused("it enumerates from a number that is not known")
         return _together([Numbers(start.value + _is_suspended(it), 1), element(tx, _enumerated(it))])
     if _is_reversed(it):
-        return _sequence(_rest_of_reversed(tx, it))
+        return sequence(_rest_of_reversed(tx, it))
     return None
 
 
@@ -183,8 +183,12 @@ def _together(parts: list[Element | None]) -> Element | None:
     return tuple(part for part in parts if part is not None) if parts and None not in parts else None
 
 
-def _sequence(items: list[Variable]) -> Element | None:
-    """Find the form of a list's items: integers or items of one sequence, evenly spaced, or tuples of those."""
+def sequence(items: list[Variable]) -> Element | None:
+    """Find the form of a list's items: integers or items of one sequence, evenly spaced, or tuples of those.
+
+    Raises:
+        Refused: They are integers or tensors, but not evenly spaced.
+    """
     items = [realized(item) for item in items]
     first = items[0]
     if any(type(item) is not type(first) for item in items):
@@ -195,7 +199,7 @@ def _sequence(items: list[Variable]) -> Element | None:
             raise Refused("it goes through numbers that are not evenly spaced")
         return Numbers(*spaced)
     if type(first) is TupleVariable and len({len(item.items) for item in items}) == 1:
-        return _together([_sequence([item.items[i] for item in items]) for i in range(len(first.items))])
+        return _together([sequence([item.items[i] for item in items]) for i in range(len(first.items))])
     if type(first) is TensorVariable:
         nodes = [item.as_proxy().node for item in items]
         one = all(node.target is operator.getitem and node.args[0] is nodes[0].args[0] for node in nodes)

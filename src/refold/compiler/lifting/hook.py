@@ -16,8 +16,8 @@ from torch._dynamo import symbolic_convert
 from torch._guards import TracingContext
 
 from .elements import ENUMERATE, element, remaining, start_enumeration
-from .induction import SHORTEST, lift
-from .trace import Code
+from .induction import lift
+from .trace import SHORTEST, Code
 from .variables import Refused, Translator, realized
 
 # The first steps may differ (`if h is None`): so many heads of one loop are tried.
@@ -85,15 +85,16 @@ def _meet_while(tx: Translator) -> None:
 
 def _whiles(tx: Translator) -> dict[int, int]:
     """Return where the frame's ``while`` loops begin, and where they end."""
-    known = vars(tx).get("refold_whiles")
+    frame: Any = vars(tx)
+    known = frame.get("refold_whiles")
     if known is None or known[0] is not tx.instructions:
         ends: dict[int, int] = {}
         for at, instruction in enumerate(tx.instructions):
-            target = None if instruction.target is None else tx.indexof.get(instruction.target)
+            target: Any = None if instruction.target is None else tx.indexof.get(instruction.target)
             backward = target is not None and target <= at and "JUMP" in instruction.opname
             if backward and tx.instructions[target].opname not in ("FOR_ITER", "SEND"):
                 ends[target] = at + 1
-        known = vars(tx)["refold_whiles"] = tx.instructions, ends
+        known = frame["refold_whiles"] = tx.instructions, ends
     return known[1]
 
 

@@ -14,11 +14,8 @@ from torch._dynamo.bytecode_analysis import livevars_analysis
 from .elements import advance, goes_through, remaining
 from .emission import emit
 from .state import Form, first_form, refine
-from .trace import TRACES, Code, Trace, trace
+from .trace import SHORTEST, TRACES, Code, Trace, trace
 from .variables import Refused, Translator, example, form, realized, tensors
-
-# Shorter loops are cheap to trace, and often loops over layers.
-SHORTEST = 16
 
 
 def lift(tx: Translator, code: Code) -> None:

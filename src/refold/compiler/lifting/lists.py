@@ -1,12 +1,15 @@
-"""Lists that the loop's steps make longer.
+"""Lists that steps make longer, and lists that they read at a position that moves.
 
-While a body is traced, the items of every list it could append to are replaced by a stand-in. It takes new items at
-either end, and gives back those, and as many of the items before as are assumed to be known (`refold.compiler.lifting.
-state.End`): ``ys[-1]`` is the carry of a loop that keeps it in a list. Everything else that looks at the items refuses.
+While a body is traced, stand-ins take the place of lists' items. `Growing` is for every list that the body could append
+to. It takes new items at either end, and gives back those, and as many of the items before as are assumed to be known
+(`refold.compiler.lifting.state.End`): ``ys[-1]`` is the carry of a loop that keeps it in a list. Everything else that
+looks at the items refuses. `Indexed` is for lists of slices that stay as they are: ``xs[t]`` is then what a loop over
+``xs`` would get.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,6 +17,7 @@ from torch._dynamo.variables import ConstantVariable, LazyVariableTracker, ListV
 from torch._dynamo.variables.base import ValueMutationNew
 
 from ..stepnumber import StepNumber
+from .elements import Items, sequence
 from .variables import Refused, Translator, Variable
 
 
@@ -106,11 +110,37 @@ class Growing:
     __len__ = __iter__ = __contains__ = __add__ = __reversed__ = _refuse
 
 
-def reachable_lists(variables: list[Variable]) -> list[ListVariable]:
-    """Return the lists among variables: those that code may append to."""
+class Indexed(list[Any]):
+    """Stands in for items that do not change: one at a position that moves with the step is an argument of the body."""
+
+    def __init__(self, owner: Variable, number: StepNumber, take: Callable[[Items], Variable]) -> None:
+        super().__init__(owner.items)
+        self.owner, self.items, self.number, self.take = owner, owner.items, number, take
+        owner.items = self
+
+    def restore(self) -> None:
+        """Give the list its items back."""
+        self.owner.items = self.items
+
+    def __getitem__(self, at: Any) -> Any:
+        found = self.number.affine(at) if isinstance(at, torch.SymInt) else None
+        if found is None or not found[0] or not -len(self) <= found[1] < len(self):
+            return super().__getitem__(at)
+        every, first = found
+        low, high = (0, len(self)) if first >= 0 else (-len(self), 0)
+        # Decisions on the step's number: what follows holds as long as the position is in the list, on this side of 0.
+        if not (bool(at >= low) and bool(at < high)):
+            raise IndexError
+        picked = [self.items[k] for k in range(first, high if every > 0 else low - 1, every)]
+        element = sequence(picked) if len(picked) > 1 else None
+        return self.take(element) if isinstance(element, Items) else super().__getitem__(at)
+
+
+def reachable_lists(variables: list[Variable]) -> list[Variable]:
+    """Return the lists and tuples among variables: those that code may read or append to."""
     found = {}
     for x in variables:
         x = x.realize() if isinstance(x, LazyVariableTracker) and x.is_realized() else x
-        if type(x) is ListVariable and x.is_mutable():
+        if type(x) is TupleVariable or (type(x) is ListVariable and x.is_mutable()):
             found[id(x)] = x
     return list(found.values())

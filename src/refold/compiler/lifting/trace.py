@@ -14,20 +14,29 @@ from typing import Any
 
 import torch
 from torch._dynamo.bytecode_transformation import Instruction
-from torch._dynamo.variables import SymNodeVariable, TupleVariable
+from torch._dynamo.variables import ListVariable, SymNodeVariable, TensorVariable, TupleVariable
 from torch._dynamo.variables.builder import wrap_fx_proxy
 from torch._ops import HigherOrderOperator
 from torch.fx import Graph, Node, Proxy
 
 from ..stepnumber import StepNumber
 from .elements import Element, Items, Numbers
-from .lists import Growing, reachable_lists
+from .lists import Growing, Indexed, reachable_lists
 from .state import Cell, End, Form, Local, Place, writable_cells
-from .variables import Refused, Translator, Variable, placeholder, rebuilt, tensors
+from .variables import Refused, Translator, Variable, placeholder, realized, rebuilt, tensors
 from .world import kept, world
 
+# Shorter loops are cheap to trace, and often loops over layers; more of a list's items are not carried either.
+SHORTEST = 16
 # How often a body is traced from one head while the form of its state is found.
 TRACES = 12
+# Instructions that a body must not have.
+_LEAVES = {
+    "YIELD": "it is the loop of a generator",
+    "RETURN": "the loop can be left early",
+    "DELETE": "something is deleted in the loop",
+    "STORE_GLOBAL": "a global variable is set in the loop",
+}
 
 
 @dataclass(frozen=True)
@@ -116,21 +125,25 @@ class _Tracing:
 
     def run(self) -> Trace | None:
         """Trace; None if the form was changed for another attempt."""
-        tx, lists = self.tx, []
+        tx, lists, indexed = self.tx, list[Growing](), list[Indexed]()
         try:
             with kept(tx), tx.output.subtracer("refold_loop", None) as self.tracer, writable_cells(tx) as cells:
                 self.tracer.create_proxy = functools.partial(_create_proxy, tx, self.tracer.create_proxy)
                 contents = {cell: cell.now(tx) for cell in cells}
                 found = reachable_lists([*tx.symbolic_locals.values(), *tx.stack, *contents.values()])
-                lists = [Growing(x, self.number) for x in found if id(x) not in self.assumed.plain]
-                return self._trace(contents, lists)
+                for x in found:
+                    if type(x) is ListVariable and id(x) not in self.assumed.plain:
+                        lists.append(Growing(x, self.number))
+                    elif x.items and type(realized(x.items[0])) is TensorVariable:
+                        indexed.append(Indexed(x, self.number, self._take))
+                return self._trace(contents, lists, indexed)
         except Refused:
             learned = [self._learns(growing) for growing in lists]
             if not any(learned):
                 raise
             return None
 
-    def _trace(self, contents: dict[Cell, Variable | None], lists: list[Growing]) -> Trace:
+    def _trace(self, contents: dict[Cell, Variable | None], lists: list[Growing], indexed: list[Indexed]) -> Trace:
         tx, number = self.tx, self.number
         before = world(tx)
         try:
@@ -150,6 +163,8 @@ class _Tracing:
             before.restore()
             for growing in lists:
                 growing.restore()
+            for items in indexed:
+                items.restore()
         outer = {proxy.node: inner.node for proxy, inner in self.tracer.lifted_freevars.items()}
         return Trace(self.tracer.graph, number, carried, self.items, outer, after, lists, exit)
 
@@ -175,6 +190,10 @@ class _Tracing:
             return TupleVariable([self._item(counted, part) for part in element])
         if isinstance(element, Numbers):
             return element.at(self.tx, counted)
+        return self._take(element)
+
+    def _take(self, element: Items) -> Variable:
+        """Make an item an argument of the body."""
         item = placeholder(self.tx, self.tracer, "item", element.example)
         self.items.append((element, item.as_proxy().node))
         return item
@@ -187,8 +206,8 @@ class _Tracing:
         while True:
             at = tx.instruction_pointer
             instruction = tx.instructions[at]
-            if instruction.opname.startswith(("RETURN", "YIELD", "DELETE", "STORE_GLOBAL")):
-                raise Refused(f"there is a {instruction.opname} in the loop")
+            if reason := next((why for name, why in _LEAVES.items() if instruction.opname.startswith(name)), None):
+                raise Refused(reason)
             decided = len(self.number.pending())
             if not tx.step():
                 raise Refused("the loop ends the function")
@@ -212,7 +231,7 @@ class _Tracing:
         """Assume more of a list that was read: that its ends are carried, or that it does not grow."""
         assumed, (front, back) = self.assumed, growing.wants
         end = End(growing.owner, max(front, back), bool(front))
-        if end.count and tensors(end.now(self.tx)):
+        if 0 < end.count < SHORTEST and tensors(end.now(self.tx)):
             for place in [x for x in assumed.carried if isinstance(x, End) and x.owner is end.owner]:
                 if place.at_front == end.at_front:
                     del assumed.carried[place]
