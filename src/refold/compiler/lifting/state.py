@@ -205,7 +205,7 @@ def refine(
             new.counters[place] = before.value, then.value - before.value
         elif before is None or not new.carry(tx, place):
             new.written.add(place)
-            new.unknown |= {place} if before is not None else set()
+            new.unknown |= {place} if before is not None and not isinstance(then, SymNodeVariable) else set()
     for growing in lists:
         if growing.read and not growing.grown:
             new.plain.add(id(growing.owner))
