@@ -291,6 +291,18 @@ def number_first(x):
     return torch.stack(ys, 1)
 
 
+def time_layers(x):
+    hs = [zero(x) for _ in range(3)]
+    ys = []
+    for t in range(x.shape[1]):
+        y = x[:, t]
+        for l in range(3):
+            hs[l] = 0.5 * hs[l] + y
+            y = hs[l].tanh()
+        ys.append(y)
+    return torch.stack(ys, 1)
+
+
 LIFTED = [
     (walrus, [T]),
     (walrus_zip, [T]),
@@ -326,6 +338,7 @@ LIFTED = [
     (for_else, [T]),
     (layers_time, [T] * 3),
     (number_first, [T - 1]),
+    (time_layers, [T]),
 ]
 
 
@@ -465,18 +478,6 @@ def wrong_position(x):
     return torch.stack(hs, 1)
 
 
-def time_layers(x):
-    hs = [zero(x) for _ in range(3)]
-    ys = []
-    for t in range(x.shape[1]):
-        y = x[:, t]
-        for l in range(3):
-            hs[l] = 0.5 * hs[l] + y
-            y = hs[l].tanh()
-        ys.append(y)
-    return torch.stack(ys, 1)
-
-
 def data_dependent(x):
     h = zero(x)
     for t in range(x.shape[1]):
@@ -521,8 +522,7 @@ NEVER = [
     (genexpr_source, "only running it can end"),
     (mapped, "only running it can end"),
     (python_carry, "w changes"),
-    (wrong_position, "reads a list"),
-    (time_layers, ""),
+    (wrong_position, "a list that is read"),
     (list_is_returned_and_read, "list"),
     (appends_to_what_it_goes_through, "evenly spaced"),
     (cell_of_another_kind, ""),

@@ -110,6 +110,18 @@ class Growing:
     __len__ = __iter__ = __contains__ = __add__ = __reversed__ = _refuse
 
 
+class Written:
+    """Gives a list's owner other items to write to: a list that stays as long as it is."""
+
+    def __init__(self, owner: ListVariable) -> None:
+        self.owner, self.items, self.mutation = owner, owner.items, owner.mutation_type
+        owner.items, owner.mutation_type = list(owner.items), ValueMutationNew()
+
+    def restore(self) -> None:
+        """Give the list its items back."""
+        self.owner.items, self.owner.mutation_type = self.items, self.mutation
+
+
 class Indexed(list[Any]):
     """Stands in for items that do not change: one at a position that moves with the step is an argument of the body."""
 

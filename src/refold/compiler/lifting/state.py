@@ -1,8 +1,8 @@
 """The state at a loop's head: where it is kept, and what is assumed of it at every step's beginning.
 
 A `Place` is where a body can leave something for the next step: a local variable, a cell (a variable that an inner
-function shares, so also the walrus target of a comprehension before Python 3.12), or an end of a list that grows. A
-`Form` says for each place what a trace of the body puts there. `refine` compares with what the body left there, and
+function shares, so also the walrus target of a comprehension before Python 3.12), a list, or an end of one that
+grows. A `Form` says for each place what a trace of the body puts there. `refine` compares with what the body left there, and
 returns the form to try next; when there is none, the form holds at every step by induction.
 """
 
@@ -117,6 +117,28 @@ class End:
         raise Refused("the ends of a list are not of the same kind at every step")
 
 
+@dataclass(frozen=True)
+class Contents:
+    """All items of a list that stays as long as it is, such as the states of a stack of layers."""
+
+    owner: ListVariable
+
+    name = "a list that is read and written"
+
+    def now(self, tx: Translator) -> Variable:
+        """Return the items, in a tuple."""
+        return TupleVariable(list(self.owner.items))
+
+    def put(self, tx: Translator, x: Variable) -> None:
+        """Replace the items."""
+        tx.output.side_effects.mutation(self.owner)
+        self.owner.items[:] = x.items
+
+    def clear(self, tx: Translator) -> None:
+        """Refuse."""
+        raise Refused("a list does not hold the same kind of things at every step")
+
+
 @dataclass
 class Form:
     """What is assumed of the state at every step's beginning."""
@@ -127,8 +149,8 @@ class Form:
     written: set[Place] = field(default_factory=set)
     # Places of integers that grow by a constant: value at the first step, growth.
     counters: dict[Place, tuple[int, int]] = field(default_factory=dict)
-    # Lists that do not grow, by identity.
-    plain: set[int] = field(default_factory=set)
+    # Lists that stay as they are.
+    plain: set[ListVariable] = field(default_factory=set)
     # Of the written places, those whose value changes in a way that no step may see.
     unknown: set[Place] = field(default_factory=set)
 
@@ -208,7 +230,7 @@ def refine(
             new.unknown |= {place} if before is not None and not isinstance(then, SymNodeVariable) else set()
     for growing in lists:
         if growing.read and not growing.grown:
-            new.plain.add(id(growing.owner))
+            new.plain.add(growing.owner)
             for place in [x for x in new.carried if isinstance(x, End) and x.owner is growing.owner]:
                 del new.carried[place]
     same = (new.written, new.counters, new.plain) == (assumed.written, assumed.counters, assumed.plain)

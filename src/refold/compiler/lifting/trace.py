@@ -6,6 +6,7 @@ it is back at the loop's head. What it left behind is noted, and everything is p
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import operator
 from collections.abc import Callable
@@ -21,8 +22,8 @@ from torch.fx import Graph, Node, Proxy
 
 from ..stepnumber import StepNumber
 from .elements import Element, Items, Numbers
-from .lists import Growing, Indexed, reachable_lists
-from .state import Cell, End, Form, Local, Place, writable_cells
+from .lists import Growing, Indexed, Written, reachable_lists
+from .state import Cell, Contents, End, Form, Local, Place, writable_cells
 from .variables import Refused, Translator, Variable, placeholder, realized, rebuilt, tensors
 from .world import kept, world
 
@@ -125,25 +126,37 @@ class _Tracing:
 
     def run(self) -> Trace | None:
         """Trace; None if the form was changed for another attempt."""
-        tx, lists, indexed = self.tx, list[Growing](), list[Indexed]()
+        tx, lists = self.tx, list[Growing]()
         try:
-            with kept(tx), tx.output.subtracer("refold_loop", None) as self.tracer, writable_cells(tx) as cells:
+            with (
+                kept(tx),
+                tx.output.subtracer("refold_loop", None) as self.tracer,
+                writable_cells(tx) as cells,
+                contextlib.ExitStack() as stand_ins,
+            ):
                 self.tracer.create_proxy = functools.partial(_create_proxy, tx, self.tracer.create_proxy)
                 contents = {cell: cell.now(tx) for cell in cells}
-                found = reachable_lists([*tx.symbolic_locals.values(), *tx.stack, *contents.values()])
-                for x in found:
-                    if type(x) is ListVariable and id(x) not in self.assumed.plain:
-                        lists.append(Growing(x, self.number))
-                    elif x.items and type(realized(x.items[0])) is TensorVariable:
-                        indexed.append(Indexed(x, self.number, self._take))
-                return self._trace(contents, lists, indexed)
-        except Refused:
+                for x in reachable_lists([*tx.symbolic_locals.values(), *tx.stack, *contents.values()]):
+                    if (stand_in := self._stand_in(x)) is not None:
+                        stand_ins.callback(stand_in.restore)
+                        lists += [stand_in] if isinstance(stand_in, Growing) else []
+                return self._trace(contents, lists)
+        except Exception as error:
             learned = [self._learns(growing) for growing in lists]
-            if not any(learned):
+            if not any(learned) and (isinstance(error, Refused) or not self._learns_of_writes()):
                 raise
             return None
 
-    def _trace(self, contents: dict[Cell, Variable | None], lists: list[Growing], indexed: list[Indexed]) -> Trace:
+    def _stand_in(self, x: Variable) -> Any:
+        if type(x) is ListVariable and Contents(x) in self.assumed.carried:
+            return Written(x)
+        if type(x) is ListVariable and x not in self.assumed.plain:
+            return Growing(x, self.number)
+        if x.items and type(realized(x.items[0])) is TensorVariable:
+            return Indexed(x, self.number, self._take)
+        return None
+
+    def _trace(self, contents: dict[Cell, Variable | None], lists: list[Growing]) -> Trace:
         tx, number = self.tx, self.number
         before = world(tx)
         try:
@@ -151,8 +164,11 @@ class _Tracing:
             exit = self._steps()
             after: dict[Place, Variable | None] = {x: x.now(tx) for x in self._places()}
             after |= {x: x.now(tx) for x in contents if x.now(tx) is not contents[x]}
+            # What may change is taken out before one looks whether anything else did.
             for cell, content in contents.items():
                 cell.clear(tx) if content is None else cell.put(tx, content)
+            for place in [x for x in carried if isinstance(x, Contents)]:
+                place.put(tx, self.given[place])
             if not before.unchanged(world(tx)):
                 raise Refused("the loop changes something outside of it")
             for growing in lists:
@@ -161,10 +177,6 @@ class _Tracing:
         finally:
             number.take_guards()
             before.restore()
-            for growing in lists:
-                growing.restore()
-            for items in indexed:
-                items.restore()
         outer = {proxy.node: inner.node for proxy, inner in self.tracer.lifted_freevars.items()}
         return Trace(self.tracer.graph, number, carried, self.items, outer, after, lists, exit)
 
@@ -237,9 +249,16 @@ class _Tracing:
                     del assumed.carried[place]
             return assumed.carry(self.tx, end)
         if growing.read and not growing.grown:
-            assumed.plain.add(id(growing.owner))
+            assumed.plain.add(growing.owner)
             return True
         return False
+
+    def _learns_of_writes(self) -> bool:
+        """Assume that short lists of tensors do not stay as they are but are written to."""
+        short = [x for x in self.assumed.plain if len(x.items) < SHORTEST]
+        written = [x for x in short if self.assumed.carry(self.tx, Contents(x))]
+        self.assumed.plain -= set(written)
+        return bool(written)
 
 
 def is_decision(instruction: Instruction) -> bool:
