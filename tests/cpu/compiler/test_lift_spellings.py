@@ -478,6 +478,21 @@ def wrong_position(x):
     return torch.stack(hs, 1)
 
 
+def two_paces(x):
+    hs = list(x.repeat(1, 2, 1).unbind(1))
+    for t in range(x.shape[1]):
+        hs.append(0.5 * hs[2 * t] + 0.25 * hs[t + 2 * T - 1] + x[:, t])
+    return torch.stack(hs, 1)
+
+
+def while_a_number_shrinks(x):
+    h, w = zero(x), 1.0
+    while w > 0.01:
+        h = w * h + x[:, 0]
+        w *= 0.9
+    return h
+
+
 def data_dependent(x):
     h = zero(x)
     for t in range(x.shape[1]):
@@ -522,6 +537,8 @@ NEVER = [
     (genexpr_source, "only running it can end"),
     (mapped, "only running it can end"),
     (python_carry, "w changes"),
+    (two_paces, "list"),
+    (while_a_number_shrinks, "w changes"),
     (wrong_position, "a list that is read"),
     (list_is_returned_and_read, "list"),
     (appends_to_what_it_goes_through, "evenly spaced"),

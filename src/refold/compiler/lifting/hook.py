@@ -43,7 +43,7 @@ class _State:
     # Whether a body is being traced.
     busy: bool = False
     # How often a loop's head was met. The object that is the loop is kept, so that its identity stays its own.
-    met: dict[Any, tuple[Any, int]] = field(default_factory=dict)
+    met: dict[tuple[int, int], tuple[Any, int]] = field(default_factory=dict)
     # Why loops of yet unknown length were not lifted, and why long loops were not, by place in the code.
     doubts: dict[str, str] = field(default_factory=dict)
     refused: dict[str, str] = field(default_factory=dict)
@@ -73,7 +73,7 @@ def _meet_for(tx: Translator, instruction: Any) -> None:
         return None if found is None else Code(tx.instruction_pointer - 1, tx.indexof[instruction.target], found)
 
     if tx.f_code is not ENUMERATE:
-        _meet(tx, iterator, remaining(tx, iterator), code)
+        _meet(tx, (iterator, 0), remaining(tx, iterator), code)
 
 
 def _meet_while(tx: Translator) -> None:
@@ -98,12 +98,12 @@ def _whiles(tx: Translator) -> dict[int, int]:
     return known[1]
 
 
-def _meet(tx: Translator, loop: Any, count: int | None, code: Callable[[], Code | None]) -> None:
+def _meet(tx: Translator, loop: tuple[Any, int], count: int | None, code: Callable[[], Code | None]) -> None:
     """Try to lift a loop at one of its heads.
 
     Args:
         tx: The frame.
-        loop: What is this loop and no other.
+        loop: An object, and a place in it, that are this loop and no other.
         count: How many steps are left, where that is known.
         code: Reads the loop's code; None if it is not a loop over time.
     """
@@ -114,7 +114,7 @@ def _meet(tx: Translator, loop: Any, count: int | None, code: Callable[[], Code 
         if count is not None and code() is not None:
             raise Refused("there is a long loop in the loop")
         return
-    key = tuple(map(id, loop)) if isinstance(loop, tuple) else id(loop)
+    key = id(loop[0]), loop[1]
     _, met = state.met.get(key, (loop, 0))
     state.met[key] = loop, met + 1
     where = f"{tx.f_code.co_filename}:{tx.lineno}"

@@ -34,7 +34,7 @@ class Growing:
         self.read = False
         # How many of the first and last items the body asked for, and by how many items it took the list to grow.
         self.wants = (0, 0)
-        self.rate: int | None = None
+        self.rates: set[int] = set()
         owner.items, owner.mutation_type = self, ValueMutationNew()  # type: ignore[assignment]
         owner.call_method = self._call_method  # type: ignore[method-assign]
 
@@ -50,7 +50,7 @@ class Growing:
 
     def check(self) -> None:
         """Raise if a position that depends on the step was read as another than it is at later steps."""
-        if self.rate is not None and (self.front or self.rate != len(self.back)):
+        if self.rates and (self.front or self.rates != {len(self.back)}):
             raise Refused("the loop reads a list at a place that moves otherwise than the list grows")
 
     def append(self, item: Variable) -> None:
@@ -89,7 +89,7 @@ class Growing:
             return self._refuse()
         if found[0] == 0:
             return found[1]
-        self.rate = found[0]
+        self.rates.add(found[0])
         place = found[1] - len(self.items) - len(self.back)
         return place if place < 0 else self._refuse()
 

@@ -2,8 +2,8 @@
 
 A `Place` is where a body can leave something for the next step: a local variable, a cell (a variable that an inner
 function shares, so also the walrus target of a comprehension before Python 3.12), a list, or an end of one that
-grows. A `Form` says for each place what a trace of the body puts there. `refine` compares with what the body left there, and
-returns the form to try next; when there is none, the form holds at every step by induction.
+grows. A `Form` says for each place what a trace of the body puts there. `refine` compares with what the body left
+there, and returns the form to try next; when there is none, the form holds at every step by induction.
 """
 
 from __future__ import annotations
