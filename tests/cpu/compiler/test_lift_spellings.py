@@ -537,7 +537,7 @@ NEVER = [
     (genexpr_source, "only running it can end"),
     (mapped, "only running it can end"),
     (python_carry, "w changes"),
-    (two_paces, "list"),
+    (two_paces, "evenly spaced"),
     (while_a_number_shrinks, "w changes"),
     (wrong_position, "a list that is read"),
     (list_is_returned_and_read, "list"),
