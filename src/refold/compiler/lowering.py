@@ -171,22 +171,24 @@ class Lowering:
         """Refuse results of which anybody could see that they are no longer the user's own tensors."""
         changed = _changed_in_place(self.gm.graph)
         inner: Any = self.loop.body.graph.output_node().args[0]
-        shared = [_storage(node) for node in self.loop.body.graph.find_nodes(op="placeholder")]
-        shared += [_storage(inner[i]) for i, _ in self.uses]
+        escaping = []
         for i, use in self.uses:
             tensors = torch.utils._pytree.tree_leaves(use.meta.get("example_value", self.call.meta["example_value"][i]))
             if any(x.untyped_storage()._cdata in changed for x in tensors):
                 raise NotALoop("a result is changed in place behind it")
-            escapes = i < self.lists or any(user.target not in _JOINS for item in use.users for user in item.users)
-            if escapes and shared.count(_storage(inner[i])) > 1:
-                raise NotALoop("a result shares memory with another or with what the loop reads")
+            if i < self.lists or any(user.target not in _JOINS for item in use.users for user in item.users):
+                escaping.append(_storage(inner[i]))
+        shared = [_storage(node) for node in self.loop.body.graph.find_nodes(op="placeholder")] + escaping
+        if any(shared.count(storage) > 1 for storage in escaping):
+            raise NotALoop("a result shares memory with another or with what the loop reads")
 
     def _rewrite(self) -> LoopRewrite:
         loop, traced = self.loop, self.traced
         graph = Graph()
         placeholders = []
-        for node, inner in zip(self.operands, traced.placeholders, strict=True):
-            placeholders.append(graph.placeholder(node.name))
+        for i, (node, inner) in enumerate(zip(self.operands, traced.placeholders, strict=True)):
+            # A tensor may be read in more than one way.
+            placeholders.append(graph.placeholder(f"{node.name}_{i}" if node in self.operands[:i] else node.name))
             placeholders[-1].meta = {"val": inner.meta["val"]}
         anchor = graph.call_function(aten.alias.default, (placeholders[0],))
         anchor.meta = {"val": placeholders[0].meta["val"], "stack_trace": self.call.meta.get("stack_trace", "")}
