@@ -1,5 +1,7 @@
 """Every way to spread a model over eight devices (virtual ones: see tests/cpu/conftest.py) equals one device."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -24,6 +26,7 @@ CONFIGS = {
         tied=True,
     ),
 }  # fmt: skip
+CONFIGS["bamba"] = dataclasses.replace(CONFIGS["granite"], layout="bamba", nexperts=0, rope_dim=2, mlp_bias=True)
 
 
 @pytest.fixture(autouse=True)
