@@ -1,4 +1,4 @@
-"""Time the torch backend on the CPU against what one would write without it, interleaved, errors checked first.
+"""Time the operators on the CPU against what one would write without it, interleaved, errors checked first.
 
     OMP_NUM_THREADS=2 python benchmarks/ops_cpu.py [--rounds 15] [--transformers] [--out FILE.jsonl]
 

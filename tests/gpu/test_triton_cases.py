@@ -102,15 +102,44 @@ def test_tensor_core_shapes(dtype, shape, gate):
         assert (one.double() - expected).norm() <= ROUNDING[dtype] * 1.1 * expected.norm()
 
 
+@pytest.mark.parametrize(("tokens", "heads"), [(256, 24), (1024, 128), (8192, 24)])
+def test_replayed_from_a_graph(tokens, heads):
+    """Two, three and four launches, of which the later ones start early, keep their order in a CUDA graph."""
+    import refold
+
+    torch.manual_seed(0)
+    shapes = ((1, tokens, heads, 64), (1, tokens, heads), (1, tokens, 1, 128), (1, tokens, 1, 128))
+    x, dt, B, C = held = [torch.randn(*shape, device="cuda").bfloat16() for shape in shapes]
+    A, initial = -torch.rand(heads, device="cuda"), torch.randn(1, heads, 64, 128, device="cuda")
+
+    def run():
+        return refold.ops.ssd(x, dt, A, B, C, dt_softplus=True, initial_state=initial, backend="triton")
+
+    run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = run()
+    for array in held:
+        array.normal_()
+    for _ in range(10):
+        graph.replay()
+    for one, expected in zip(captured, run(), strict=True):
+        assert torch.equal(one, expected)
+
+
 @pytest.mark.parametrize("dtype", list(ROUNDING), ids=lambda d: str(d)[6:])
 @pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("decays", [False, True])
 @pytest.mark.parametrize("skipped", [1, 16])
 @pytest.mark.parametrize(
     "shape",
     [(1, 77, 37, 1, 12), (2, 129, 208, 1, 16), (1, 2049, 64, 2, 64), (2, 33, 48, 3, 256), (1, 300, 16, 1, 4)],
 )
-def test_selective_scan_shapes(dtype, packed, skipped, shape):
-    """Ragged sizes, rows of a wider array with and without alignment, decays from 1 - 2e-4 to 2e-9."""
+def test_selective_scan_shapes(dtype, packed, decays, skipped, shape):
+    """Ragged sizes, rows of a wider array with and without alignment, exponentials from 1 - 2e-4 to 2e-9.
+
+    Given decays have both signs, some are zero, some above one.
+    """
     import refold
 
     b, t, d, g, n = shape
@@ -119,15 +148,17 @@ def test_selective_scan_shapes(dtype, packed, skipped, shape):
     b, sequences = (1, 4) if packed else (b, b)
     wide = torch.randn(b, t, 3 * d + skipped, device="cuda").to(dtype)
     x, dt, z = (wide[..., skipped + i * d :][..., :d] for i in range(3))
+    given = torch.rand_like(wide).mul_(2.4).sub_(1.2)
+    decay = given.masked_fill_(torch.rand_like(given) < 0.01, 0)[..., skipped : skipped + d] if decays else None
     A = -torch.exp(torch.rand(d, n, device="cuda") * 11 - 8)
     B, C = (torch.randn(b, t, g, n, device="cuda").to(dtype) for _ in range(2))
     more = {"D": torch.randn(d, device="cuda"), "z": z, "dt_bias": torch.randn(d, device="cuda"),
-            "initial_state": torch.randn(sequences, d, n, device="cuda")}  # fmt: skip
+            "initial_state": torch.randn(sequences, d, n, device="cuda"), "decay": decay}  # fmt: skip
     options = {"cu_seqlens": cu_seqlens, "dt_softplus": True}
     got, peer = (
         refold.ops.selective_scan(x, dt, A, B, C, **more, **options, backend=name) for name in ("triton", "torch")
     )
-    double = {name: value.double() for name, value in more.items()}
+    double = {name: None if value is None else value.double() for name, value in more.items()}
     want = refold.ops.selective_scan(*(a.double() for a in (x, dt, A, B, C)), **double, **options, backend="torch")
     for one, other, expected in zip(got, peer, want, strict=True):
         error, bound = ((a.double() - expected).norm() / expected.norm() for a in (one, other))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -23,7 +23,11 @@ aten = torch.ops.aten
 prims = torch.ops.prims
 
 _SAME = (aten.clone.default, aten.alias.default, aten.detach.default)
-_VIEWS = (aten.expand.default, aten.view.default)
+# Views: of a carry only those may occur that add or drop axes of size one.
+_VIEWS = (
+    aten.expand.default, aten.view.default, aten._unsafe_view.default, aten.reshape.default,
+    aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.squeeze.default,
+)  # fmt: skip
 
 
 @dataclass(eq=False)
@@ -39,6 +43,7 @@ class Loop:
         body: What a step does with the carry.
         previous: What each step read of the one before.
         last: The last state, if something cheaper than ``states`` holds it.
+        operator: What computes its states.
     """
 
     steps: tuple[Node, ...]
@@ -49,15 +54,20 @@ class Loop:
     body: Affine | None = None
     previous: Node | None = None
     last: Node | None = None
+    operator: str = "linear_scan"
 
 
 @dataclass(frozen=True)
 class Affine:
-    """``scale * carry + offset``, elementwise; None stands for 1 and for 0."""
+    """``scale * carry + offset``, elementwise; None stands for 1 and for 0.
+
+    ``shape`` is a step's shape: the carry's, but for axes of size one; None before anything was done to the carry.
+    """
 
     loop: Loop
     scale: Value | None = None
     offset: Value | None = None
+    shape: tuple[int, ...] | None = None
 
 
 class Carries:
@@ -74,7 +84,8 @@ class Carries:
         return x
 
     def _apply(self, x: Affine, carry: Node, step: Node) -> Value:
-        out, rank = carry, value(step).dim()
+        shape = tuple(value(step).shape) if x.shape is None else x.shape
+        out, rank = self.emit.reshape(carry, [value(carry).shape[0], *shape]), len(shape)
         if x.scale is not None:
             out = self.emit.call(aten.mul.Tensor, out, self.emit.padded(x.scale, rank))
         if x.offset is not None:
@@ -124,12 +135,21 @@ class Carries:
 
     def _affine(self, node: Any, leaves: list[Any], loop: Loop, count: int) -> Affine:
         """Apply one step's operation to functions of the carry."""
+        found, shape = self._operation(node, leaves, loop, count), tuple(value(node).shape)
+        if _without_ones(shape) != _without_ones(value(loop.steps[-1]).shape):
+            raise NotALoop("the carry is broadcast to another shape")
+        return replace(found, shape=shape)
+
+    def _operation(self, node: Any, leaves: list[Any], loop: Loop, count: int) -> Affine:
         if any(isinstance(x, Affine) and x.loop is not loop for x in leaves):
             raise NotALoop("two carries depend on each other")
         target, operands = node.target, [x for x in leaves if isinstance(x, Affine) or _counts(x)]
         mine: Affine = next(x for x in leaves if isinstance(x, Affine))
-        if target in _SAME or (target in _VIEWS and value(node).shape == value(loop.steps[0]).shape):
+        if target in _SAME:
             return mine
+        if target in _VIEWS and _without_ones(value(node).shape) == _without_ones(value(node.args[0]).shape):
+            scale, offset = (self._viewed(part, node) for part in (mine.scale, mine.offset))
+            return Affine(loop, scale, offset)
         if target is prims.convert_element_type.default and node.args[1].is_floating_point:
             return mine
         if not is_pointwise(target):
@@ -159,8 +179,19 @@ class Carries:
         if target is aten.neg.default:
             return self._scaled(mine, Value(-1.0), loop)
         if target is aten.where.self and isinstance(leaves[0], Value):
-            return self._where(leaves, loop, count)
+            return self._where(node, leaves, loop, count)
         raise NotALoop(f"the carry enters {target}, which is not affine in it")
+
+    def _viewed(self, part: Value | None, view: Any) -> Value | None:
+        """Let what is broadcast against a view's input be broadcast against the view, which moves axes of size one."""
+        if part is None or not is_tensor(part.node):
+            return part
+        given, shape = value(view.args[0]).shape, value(view).shape
+        own = value(part.node).shape[part.timed :]
+        padded = [*[1] * (len(given) - len(own)), *own]
+        kept = iter([size for size, full in zip(padded, given, strict=True) if full != 1])
+        sizes = [1 if full == 1 else next(kept) for full in shape]
+        return Value(self.emit.reshape(part.node, [*value(part.node).shape[: part.timed], *sizes]), part.timed)
 
     def _call(self, target: Any, loop: Loop, *operands: Value) -> Value:
         """Combine what does not depend on the carry."""
@@ -191,20 +222,20 @@ class Carries:
         scale = by if x.scale is None else self._call(aten.mul.Tensor, loop, x.scale, by)
         return Affine(loop, scale, None if x.offset is None else self._call(aten.mul.Tensor, loop, x.offset, by))
 
-    def _where(self, leaves: list[Any], loop: Loop, count: int) -> Affine:
+    def _where(self, node: Node, leaves: list[Any], loop: Loop, count: int) -> Affine:
         """Choose between functions of the carry by a mask that does not depend on it."""
-        like = loop.steps[0]
         mask, sides = leaves[0], leaves[1:]
-        rank, outs = value(like).dim(), []
+        rank, outs = value(node).dim(), []
         for missing, name in ((0.0, "scale"), (0.0, "offset")):
             chosen = []
             for x in sides:
                 part = getattr(x, name) if isinstance(x, Affine) else (x if name == "offset" else Value(missing))
                 if part is None:
                     part = Value(1.0 if name == "scale" else 0.0)
-                chosen.append(self.emit.padded(Value(self.emit.timed(part, count, like), True), rank))
+                chosen.append(self.emit.padded(Value(self.emit.timed(part, count, node), True), rank))
             outs.append(Value(self.emit.call(aten.where.self, self.emit.padded(mask, rank), *chosen), True))
-        return Affine(loop, *outs)
+        scale, offset = outs
+        return Affine(loop, scale, offset)
 
     # The loop itself -------------------------------------------------------------------------
 
@@ -241,6 +272,10 @@ class Carries:
         loop.previous = emit.call(aten.cat.default, pair, 0)
         self.loops.append(loop)
         return Value(loop.states, True)
+
+
+def _without_ones(shape: Any) -> list[Any]:
+    return [size for size in shape if size != 1]
 
 
 def _counts(x: Any) -> bool:

@@ -28,7 +28,7 @@ from .proof import Settings
 from .session import GraphCompile, lower_lifted, survey
 
 try:
-    from .lift import lifts, notes
+    from .lifting import lifts, notes
 except (ImportError, AttributeError) as error:  # Dynamo's insides are not PyTorch's interface, and change
     _missing = str(error)
 

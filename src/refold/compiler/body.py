@@ -296,6 +296,9 @@ def differentiable(graph: Graph) -> None:
                 new = graph.call_function(aten.flip.default, node.args)
             elif node.target is prims.convert_element_type.default:
                 new = graph.call_function(aten._to_copy.default, node.args[:1], {"dtype": node.args[1]})
+            elif node.target is prims.iota.default:
+                kinds = {key: node.kwargs[key] for key in ("dtype", "device")}
+                new = graph.call_function(aten.arange.default, node.args, kinds)
             else:
                 raise NotALoop(f"{node.target} has no gradient")
         new.meta = dict(node.meta)

@@ -21,7 +21,9 @@ from torch.fx import Node
 
 from ..ops.library import OPS
 from .index import Factor, Product, arg, index, is_view, matmul_product, resolve, sum_product, value
+from .keyed import CHUNK, keyed_scan, merged
 from .segments import constant_value
+from .slices import sliced_early
 from .timewise import Emitter, Value
 
 aten = torch.ops.aten
@@ -152,15 +154,15 @@ def lower(
     if scale is not None and scale.node != 1.0:
         if not isinstance(scale.node, Node):
             return None
-        factors = emit.padded(scale, rank - 1)
+        factors = sliced_early(emit, emit.padded(scale, rank - 1))
         places = every[rank - value(factors).dim() :]
         found = _decay(emit, factors, places, n)
         if found is None:
-            return None
+            return _keyed(emit, read, scale, offset, shape, initial)
         (rate, exponent), (weight, decays) = found
     steps = [term for term in exponent if term.spans() & {0, 1}]
     rates = [term for term in exponent if not term.spans() & {0, 1}]
-    factor, inputs = terms(emit, emit.padded(offset, rank - 1), every)
+    factor, inputs = terms(emit, sliced_early(emit, emit.padded(offset, rank - 1)), every)
     if any(term not in inputs for term in steps):  # the inputs have no step size in common with the decay
         steps, rates, rate = [], [], 0.0
         weight, decays = terms(emit, factors, places)
@@ -192,7 +194,7 @@ def lower(
         x = _lay(emit, values_, [*tokens, *kept], shape, factor)
         along_n, per_step, per_rate = [*tokens, n], [*tokens, *kept], [*kept, n]
     else:
-        return None
+        return _keyed(emit, read, scale, offset, shape, initial)
     if x is None:
         return None
     dt = _lay(emit, steps, per_step, shape, 1.0, like=x)
@@ -220,21 +222,70 @@ def lower(
     given = [None if v is None else _dense(emit, v) for v in operands]
     result = emit.call(operator_, *given, initial, None, *options)
     y, last = (emit.call(getitem, result, i) for i in (0, 1))
-    y_order = [*tokens, *(place for place in state_order[1:-1] if place is not None)]
-    y = emit.reshape(y, [shape[place] for place in y_order])
-    y = emit.permute(y, [y_order.index(place) for place in sorted(y_order)])
-    target = sorted(y_order)
-    for term in rest:
-        y = emit.call(aten.mul.Tensor, y, _lay(emit, [term], list(target), shape, 1.0, dense=False))
-    if read.scale != 1.0:
-        y = emit.call(aten.mul.Tensor, y, read.scale)
-    # The contraction's own axes, less those of size one.
-    y = emit.reshape(emit.permute(y, _order(read.out, target, shape)), list(value(read.node).shape))
-    sizes = [shape[place] for place in state_order if place is not None]
-    last = emit.reshape(last, sizes)
     natural = [place for place in state_order if place is not None]
-    last = emit.permute(last, [natural.index(place) for place in range(1, rank)])
-    return emit.cast(y, value(read.node).dtype), last
+    return _results(emit, read, rest, shape, (y, [*tokens, *natural[1:-1]]), (last, natural))
+
+
+def _results(
+    emit: Emitter, read: Reading, rest: list[Term], shape: list[int],
+    y: tuple[Node, list[int]], last: tuple[Node, list[int]],
+) -> tuple[Node, Node]:  # fmt: skip
+    """Lay out what an operator returned as the contraction and the state were; each comes with its axes."""
+    out, order = y
+    target = sorted(order)
+    out = emit.reshape(out, [shape[place] for place in order])
+    out = emit.permute(out, [order.index(place) for place in target])
+    for term in rest:
+        out = emit.call(aten.mul.Tensor, out, _lay(emit, [term], list(target), shape, 1.0, dense=False))
+    if read.scale != 1.0:
+        out = emit.call(aten.mul.Tensor, out, read.scale)
+    # The contraction's own axes, less those of size one.
+    out = emit.reshape(emit.permute(out, _order(read.out, target, shape)), list(value(read.node).shape))
+    state, order = last
+    state = emit.reshape(state, [shape[place] for place in order])
+    state = emit.permute(state, [order.index(place) for place in sorted(order)])
+    return emit.cast(out, value(read.node).dtype), state
+
+
+def _keyed(
+    emit: Emitter, read: Reading, scale: Value | None, offset: Value, shape: list[int], initial: Node | None
+) -> tuple[Node, Node] | None:
+    """Emit `keyed_scan`, if the decay is positive and there is one axis along which only what is added runs."""
+    if scale is None or not isinstance(scale.node, Node):
+        return None
+    rank, n = len(shape), read.summed
+    factors = sliced_early(emit, emit.padded(scale, rank - 1))
+    weight, decays = terms(emit, factors, tuple(range(rank - value(factors).dim(), rank)))
+    if weight <= 0 or not all(_is_positive(term.node) for term in decays):
+        return None
+    factor, inputs = terms(emit, sliced_early(emit, emit.padded(offset, rank - 1)), tuple(range(rank)))
+    keys, values_ = _divide(inputs, n)
+    queries, rest = _divide(read.others, n)
+    wide = {place for term in (*keys, *queries, *decays) for place in term.spans()}
+    heads = [place for place in range(2, rank) if place != n and place in wide]
+    channels = [place for place in range(2, rank) if place not in (*heads, n)]
+    if len(channels) != 1 or shape[channels[0]] < CHUNK or shape[0] < 2 * CHUNK:
+        return None  # the states are hardly larger than what would be computed instead
+    rows: list[int | None] = [1, *heads, 0]
+    v = _lay(emit, values_, [*rows, *channels], shape, factor)
+    if v is None:
+        return None
+    logs: Node | None = None
+    for term in decays:
+        part = _lay(emit, [Term(_logarithm(emit, term), term.places)], [*rows, n], shape, 1.0)
+        logs = part if logs is None or part is None else emit.call(aten.add.Tensor, logs, part)
+    q, k = (_lay(emit, part, [*rows, n], shape, 1.0, like=v) for part in (queries, keys))
+    if q is None or k is None or logs is None or len({value(x).dtype for x in (q, k, v, logs)}) != 1:
+        return None
+    if weight != 1.0:
+        logs = emit.call(aten.add.Tensor, logs, log(weight))
+    state_order = [1, *heads, n, *channels]
+    if initial is not None:
+        initial = emit.cast(emit.permute(initial, [place - 1 for place in state_order]), value(v).dtype)
+        initial = merged(emit, initial, 1 + len(heads))
+    q, k, v, logs = (merged(emit, x, 1 + len(heads)) for x in (q, k, v, logs))
+    y, last = keyed_scan(emit, q, k, v, logs, initial)
+    return _results(emit, read, rest, shape, (y, [1, *heads, 0, *channels]), (last, state_order))
 
 
 def _order(out: tuple[int | None, ...], target: list[int], shape: list[int]) -> list[int]:

@@ -285,6 +285,8 @@ def _look_through(node: Node, absorb: Callable[[Node], bool], top: bool) -> Prod
         return replace(inner, scale=-inner.scale)
     if node.target is aten.sum.dim_IntList and absorb(node):
         return sum_product(node, absorb)
+    if node.target in (aten.mm.default, aten.bmm.default) and same(value(arg(node, 0)).shape[-1], 1):
+        return matmul_product(node)  # an outer product: nothing is summed
     return _push_below_repeat(node, absorb)
 
 

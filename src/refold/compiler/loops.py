@@ -6,6 +6,7 @@ from collections import defaultdict
 
 from torch.fx import Graph, Node
 
+from .index import is_view
 from .rewrite import source_line
 
 # Shorter chains are ordinary layer code.
@@ -13,14 +14,16 @@ SHORTEST = 8
 
 
 def serial_loops(graph: Graph) -> list[str]:
-    """Describe chains of at least `SHORTEST` nodes from one source line that depend on one another.
+    """Describe chains of at least `SHORTEST` operations from one source line that depend on one another.
+
+    Views do not count: one line can well be rewritten to many of them, one after another.
 
     Returns:
         One sentence a loop: the line, the trip count, and what a step costs in launches.
     """
     groups: dict[tuple[str, str], list[Node]] = defaultdict(list)
     for node in graph.nodes:
-        if node.op == "call_function" and (line := source_line(node)):
+        if node.op == "call_function" and not is_view(node) and (line := source_line(node)):
             groups[line, str(node.target)].append(node)
     found: dict[str, tuple[int, int]] = {}
     for (line, _), nodes in groups.items():

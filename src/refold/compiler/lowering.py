@@ -108,13 +108,13 @@ def serial(gm: GraphModule, call: Node) -> str:
 class Lowering:
     """One lifted loop of a Dynamo graph, as a scan."""
 
-    def __init__(self, gm: GraphModule, call: Node) -> None:
-        """Find the scan.
+    def __init__(self, gm: GraphModule, call: Node, dual: bool = True) -> None:
+        """Find the scan, and unless all its states are wanted its ``dual`` that does not write them.
 
         Raises:
             NotALoop: It says why there is none.
         """
-        self.gm, self.call = gm, call
+        self.gm, self.call, self.dual = gm, call, dual
         self.loop: Any = gm.get_submodule(str(call.target))
         loop: Any = self.loop
         self.sequences: list[Slices] = []
@@ -171,22 +171,24 @@ class Lowering:
         """Refuse results of which anybody could see that they are no longer the user's own tensors."""
         changed = _changed_in_place(self.gm.graph)
         inner: Any = self.loop.body.graph.output_node().args[0]
-        shared = [_storage(node) for node in self.loop.body.graph.find_nodes(op="placeholder")]
-        shared += [_storage(inner[i]) for i, _ in self.uses]
+        escaping = []
         for i, use in self.uses:
             tensors = torch.utils._pytree.tree_leaves(use.meta.get("example_value", self.call.meta["example_value"][i]))
             if any(x.untyped_storage()._cdata in changed for x in tensors):
                 raise NotALoop("a result is changed in place behind it")
-            escapes = i < self.lists or any(user.target not in _JOINS for item in use.users for user in item.users)
-            if escapes and shared.count(_storage(inner[i])) > 1:
-                raise NotALoop("a result shares memory with another or with what the loop reads")
+            if i < self.lists or any(user.target not in _JOINS for item in use.users for user in item.users):
+                escaping.append(_storage(inner[i]))
+        shared = [_storage(node) for node in self.loop.body.graph.find_nodes(op="placeholder")] + escaping
+        if any(shared.count(storage) > 1 for storage in escaping):
+            raise NotALoop("a result shares memory with another or with what the loop reads")
 
     def _rewrite(self) -> LoopRewrite:
         loop, traced = self.loop, self.traced
         graph = Graph()
         placeholders = []
-        for node, inner in zip(self.operands, traced.placeholders, strict=True):
-            placeholders.append(graph.placeholder(node.name))
+        for i, (node, inner) in enumerate(zip(self.operands, traced.placeholders, strict=True)):
+            # A tensor may be read in more than one way.
+            placeholders.append(graph.placeholder(f"{node.name}_{i}" if node in self.operands[:i] else node.name))
             placeholders[-1].meta = {"val": inner.meta["val"]}
         anchor = graph.call_function(aten.alias.default, (placeholders[0],))
         anchor.meta = {"val": placeholders[0].meta["val"], "stack_trace": self.call.meta.get("stack_trace", "")}
@@ -197,10 +199,9 @@ class Lowering:
             if i < self.lists:
                 body.last(traced.results[i])  # the scan behind it must be there before any is replaced
         output = graph.output((*results.values(), *contents))
-        operators = []
-        for found in body.loops:
-            name, _ = dualise(body, found, output)
-            operators.append(name)
+        for found in body.loops if self.dual else []:
+            dualise(body, found, output)
+        self.dual = any(found.operator != "linear_scan" for found in body.loops)
         made: Any = output.args[0]
         results = dict(zip(results, made, strict=False))
         contents = made[len(results) :]
@@ -223,7 +224,7 @@ class Lowering:
         extra = range(len(traced.results), len(traced.results) + len(contents))
         steps = Stepwise(inner_body, loop.count, loop.carried, [*wanted, *extra], self.lists)
         candidate = GraphModule({}, graph)
-        detail = _detail(loop.count, body.loops, operators)
+        detail = _detail(loop.count, body.loops)
         return LoopRewrite(
             name="roll up loop",
             site=self.call.name,
@@ -389,11 +390,11 @@ def _storage(node: Node) -> Any:
     return example.untyped_storage()._cdata if isinstance(example, torch.Tensor) else id(node)
 
 
-def _detail(count: int, loops: list[Loop], operators: list[str]) -> str:
+def _detail(count: int, loops: list[Loop]) -> str:
     if not loops:
         return f"{count} steps that carry nothing, all at once"
     state = " x ".join(str(size) for size in value(loops[0].steps[0]).shape)
-    return f"{count} steps of a state of {state or 1} as one {operators[0]}"
+    return f"{count} steps of a state of {state or 1} as one {loops[0].operator}"
 
 
 def _without_writes(traced: Traced) -> GraphModule:
@@ -405,6 +406,7 @@ def _without_writes(traced: Traced) -> GraphModule:
     output: Any = graph.output_node()
     output.args = ((*output.args[0], *(twins[write.content] for write in traced.writes)),)
     graph.eliminate_dead_code()
+    differentiable(graph)
     return GraphModule(traced.module, graph)
 
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch.fx import Graph, GraphModule
+from torch.fx import Graph, GraphModule, Node
 
 from ..errors import RefoldWarning
 from ..report import GraphReport, RewriteReport
@@ -87,25 +87,35 @@ class GraphCompile:
         for name in names:
             call = next(node for node in self.gm.graph.nodes if node.name == name)
             try:
-                lowering = Lowering(self.gm, call)
+                lowering = self._lowered(call)
             except NotALoop as reason:
                 self.entry.notes.append(f"a loop over time stays: {reason} [{serial(self.gm, call)}]")
                 continue
+            if lowering is not None:
+                lowering.splice()
+                before, after = lowering.rewrite.before, lowering.rewrite.after
+                saved += Cost(before.flops - after.flops, before.bytes - after.bytes)
+        self.gm.recompile()
+        return saved
+
+    def _lowered(self, call: Node) -> Lowering | None:
+        """Return a lifted loop as the scan that stands; None if none does."""
+        for dual in (True, False):
+            lowering = Lowering(self.gm, call, dual)
             rewrite = lowering.rewrite
-            row = self.rows[f"lifted:{name}"] = _row(rewrite, None)
+            verdict = None
             if self.settings.verify != "off" or self.settings.accept != "always":
                 start = time.perf_counter()
                 verdict = self._verdict(rewrite)
                 self.entry.proof_s += time.perf_counter() - start
-                row = self.rows[f"lifted:{name}"] = _row(rewrite, verdict)
-                if verdict.reason:
-                    row.status = "refused"
-                    continue
-            row.status = "applied"
-            lowering.splice()
-            saved += Cost(rewrite.before.flops - rewrite.after.flops, rewrite.before.bytes - rewrite.after.bytes)
-        self.gm.recompile()
-        return saved
+            row = self.rows[f"lifted:{call.name}:{dual}"] = _row(rewrite, verdict)
+            if verdict is None or not verdict.reason:
+                row.status = "applied"
+                return lowering
+            row.status = "refused"
+            if not lowering.dual:
+                break  # else what does not write the states rounds too much, or is slower
+        return None
 
     def _verdict(self, rewrite: Rewrite) -> Verdict:
         """Judge the rewrite of a lifted loop on the values that it gets from the user's inputs."""

@@ -28,15 +28,19 @@ class StepNumber:
         self.symint = env.create_symintnode(self.symbol, hint=0, source=source)
         self.guards: list[Any] = []
 
+    def pending(self) -> list[Any]:
+        """Return the guards on the symbol that the environment has recorded."""
+        return [guard for guard in self.env.guards if self.symbol in guard.expr.free_symbols]
+
     def take_guards(self) -> None:
         """Move the guards on the symbol out of the environment: they are not guards of the compiled program."""
-        mine = [guard for guard in self.env.guards if self.symbol in guard.expr.free_symbols]
+        mine = self.pending()
         self.env.guards = [guard for guard in self.env.guards if guard not in mine]
         self.guards += [guard.expr for guard in mine]
 
-    def steps(self, most: int) -> int:
-        """Return for how many steps, from the first one and at most ``most``, all guards hold."""
-        return min((self._first_failure(guard, most) for guard in self.guards), default=most)
+    def steps(self, most: int, guards: slice = slice(None)) -> int:
+        """Return for how many steps, from the first one and at most ``most``, all guards (or some of them) hold."""
+        return min((self._first_failure(guard, most) for guard in self.guards[guards]), default=most)
 
     def affine(self, x: Any) -> tuple[int, int] | None:
         """Read an integer as ``a * step + b``; None if it is something else."""

@@ -27,7 +27,7 @@ DEFAULT: dict[str, dict[str, Any]] = {
 
 # Measured on NVIDIA H200 (compute capability 9.0).
 FAMILIES: dict[str, dict[str, dict[str, Any]]] = {
-    "hopper": {"ssd": {"hopper": 1, "fused_pass": 8}},
+    "hopper": {"ssd": {"hopper": 1, "state_cost": 0.4, "launch_cost": 3.0, "fused_pass": 4}},
 }
 
 

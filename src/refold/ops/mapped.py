@@ -1,8 +1,9 @@
 """Launching kernels that read and write through the copy engine, without describing their tensors anew each time.
 
 Triton encodes a tensor map for every descriptor at every launch, 1.2 microseconds each; a call of `ssd` has seven or
-eight. A `MappedLaunch` lays a kernel's parameters out in memory once, in the form that the driver's ``cuLaunchKernel``
-reads; a call puts in addresses, turns maps to tensors that have moved (``cuTensorMapReplaceAddress``) and launches.
+eight. A `MappedLaunch` lays a kernel's parameters out in memory once, in the form that ``cuLaunchKernelEx`` of the
+driver reads; a call puts in addresses, turns maps to tensors that have moved (``cuTensorMapReplaceAddress``) and
+launches.
 """
 
 from __future__ import annotations
@@ -22,12 +23,15 @@ _NUMBERS: dict[str, Any] = {"i32": ctypes.c_int32, "i64": ctypes.c_int64, "fp32"
 _MAP_BYTES = 128
 _ELEMENTS = {torch.float16: 6, torch.float32: 7, torch.bfloat16: 9}
 _SWIZZLE, _PREFETCH = 3, 2
+# The launch attribute that lets a kernel start early.
+_EARLY = 6
 
 
 class MappedLaunch(Launch):
     """A `Launch` whose first arguments are tensors, or None, that the kernel takes as descriptors.
 
-    ``views`` holds what each descriptor says beside its tensor.
+    ``views`` holds what each descriptor says beside its tensor. The kernel may start before the one in front of it on
+    the stream ends, and has to wait (``griddepcontrol.wait``) before it reads what that one writes.
     """
 
     __slots__ = ("lock", "parameters", "views")
@@ -45,14 +49,14 @@ class MappedLaunch(Launch):
         """Launch with ``args``, the kernel's arguments in front of its constants, on the raw stream handle."""
         if self.parameters is not None:
             with self.lock:  # other threads use the same memory
-                self.parameters.launch(stream, self.grid, args)
+                self.parameters.launch(stream, args)
             return
         compiled = self.compiled
         described = [None if a is None else TensorDescriptor(a, **v) for a, v in zip(args, self.views, strict=False)]
         args = (*described, *args[len(described) :])
         super().__call__(stream, *args)
         if compiled is None:
-            parameters = _Parameters(self.compiled, (*args, *self.tail))
+            parameters = _Parameters(self.compiled, self.grid, (*args, *self.tail))
             self.parameters = parameters if parameters.confirmed() else None
 
 
@@ -63,10 +67,9 @@ class _Parameters:
     adds two pointers to scratch memory. The driver is asked whether that holds; if not, Triton's own launch is used.
     """
 
-    def __init__(self, compiled: Any, args: tuple[Any, ...]) -> None:
+    def __init__(self, compiled: Any, grid: tuple[int, ...], args: tuple[Any, ...]) -> None:
         self.function = compiled.function
         warps, _, shared = compiled.packed_metadata
-        self.block = (warps * 32, 1, 1, shared)
         self.maps: list[tuple[int, _TensorMap]] = []  # with the position among the arguments
         pointers = [i for i, kind in enumerate(compiled.src.signature.values()) if kind.startswith("*")]
         self.pointers, self.addresses = pointers, (ctypes.c_uint64 * len(pointers))()
@@ -84,6 +87,8 @@ class _Parameters:
         self.values += [ctypes.c_uint64(0), ctypes.c_uint64(0)]
         places = [v.at if isinstance(v, _TensorMap) else ctypes.addressof(v) for v in self.values]
         self.table = (ctypes.c_void_p * len(places))(*places)
+        self.early = _Attribute(_EARLY, 0, 1)
+        self.config = _Config(grid, (warps * 32, 1, 1), shared, None, ctypes.pointer(self.early), 1)
 
     def confirmed(self) -> bool:
         """Whether the driver knows the kernel with parameters of these sizes, and no more of them."""
@@ -94,13 +99,29 @@ class _Parameters:
             known.append(0 if failed else size.value)
         return known == [*(_MAP_BYTES if isinstance(v, _TensorMap) else ctypes.sizeof(v) for v in self.values), 0]
 
-    def launch(self, stream: int, grid: tuple[int, ...], args: tuple[Any, ...]) -> None:
+    def launch(self, stream: int, args: tuple[Any, ...]) -> None:
         """Put in the addresses and launch."""
         for i, tensor_map in self.maps:
             tensor_map.turn(args[i].data_ptr())
         given = [args[i] for i in self.pointers]
         self.addresses[:] = [a if type(a) is int else a.data_ptr() for a in given]
-        _check(_driver().cuLaunchKernel(self.function, *grid, *self.block, stream, self.table, None))
+        self.config.stream = stream
+        _check(_driver().cuLaunchKernelEx(ctypes.byref(self.config), self.function, self.table, None))
+
+
+class _Attribute(ctypes.Structure):
+    """A launch attribute whose value is a number."""
+
+    _fields_ = (("name", ctypes.c_int), ("pad", ctypes.c_int), ("value", ctypes.c_int), ("rest", ctypes.c_char * 60))
+
+
+class _Config(ctypes.Structure):
+    """A launch configuration."""
+
+    _fields_ = (
+        ("grid", ctypes.c_uint * 3), ("block", ctypes.c_uint * 3), ("shared", ctypes.c_uint),
+        ("stream", ctypes.c_void_p), ("attributes", ctypes.POINTER(_Attribute)), ("count", ctypes.c_uint),
+    )  # fmt: skip
 
 
 class _TensorMap:
@@ -133,7 +154,7 @@ def _driver() -> ctypes.CDLL:
     """Return the driver; its calls here are too short to be worth letting other threads in."""
     driver = ctypes.PyDLL("libcuda.so.1")
     address, number = ctypes.c_void_p, ctypes.c_uint
-    driver.cuLaunchKernel.argtypes = [address, *[number] * 7, address, address, address]
+    driver.cuLaunchKernelEx.argtypes = [address] * 4
     driver.cuTensorMapReplaceAddress.argtypes = [address, address]
     driver.cuTensorMapEncodeTiled.argtypes = [address, number, number, *[address] * 5, *[number] * 4]
     driver.cuFuncGetParamInfo.argtypes = [address, ctypes.c_size_t, address, address]

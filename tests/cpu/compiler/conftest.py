@@ -1,4 +1,4 @@
-"""A harness that runs the pipeline on a function's ATen graph without generating code."""
+"""Harnesses: the pipeline on a function's ATen graph without generating code, and the lifting of loops alone."""
 
 import copy
 from dataclasses import dataclass
@@ -8,6 +8,8 @@ import torch
 
 from refold.compiler.capture import Hook, Stopped, bind, inductor
 from refold.compiler.evaluate import evaluate
+from refold.compiler.lifted import LiftedLoop
+from refold.compiler.lifting import lifts, notes
 from refold.compiler.pipeline import run
 from refold.compiler.rewrite import Rewrite
 
@@ -76,5 +78,27 @@ def rewritten():
         torch.compile(fn, backend=backend, dynamic=dynamic, fullgraph=True)(*inputs)
         (outcome,) = found
         return outcome
+
+    return go
+
+
+@pytest.fixture
+def lifted():
+    """Return a function: (fn, *inputs) -> (what the compiled function returns, steps of each loop that was lifted).
+
+    Its attribute ``notes`` says why long loops were not lifted.
+    """
+
+    def go(fn, *inputs):
+        steps, go.notes = [], []
+
+        @lifts
+        def backend(gm, _):
+            steps.extend(m.count for m in gm.modules() if isinstance(m, LiftedLoop))
+            go.notes.extend(notes())
+            return gm
+
+        torch._dynamo.reset()
+        return torch.compile(fn, backend=backend)(*inputs), steps
 
     return go

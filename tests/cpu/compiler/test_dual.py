@@ -38,6 +38,27 @@ def loop_and_state(x, dt, A, Bm, C):
     return torch.stack(ys, 1), h
 
 
+def loop_with_another_last_step(x, dt, A, Bm, C):
+    """The last step is not part of the loop, so the loop reads all but the last of what was prepared."""
+    decays, inputs = prepared(x, dt, A, Bm)
+    h, ys = torch.zeros(x.shape[0], *A.shape), []
+    for t in range(x.shape[1]):
+        h = decays[:, t] * h + inputs[:, t]
+        ys.append(torch.einsum("bdn,bn->bd", h, C[:, t]))
+        if t == x.shape[1] - 1:
+            last = 2.0 * h
+    return torch.stack(ys, 1), last
+
+
+def loop_of_the_middle(x, dt, A, Bm, C):
+    decays, inputs = prepared(x, dt, A, Bm)
+    h, ys = torch.zeros(x.shape[0], *A.shape), []
+    for t in range(2, x.shape[1] - 3):
+        h = decays[:, t] * h + inputs[:, t]
+        ys.append(torch.einsum("bdn,bn->bd", h, C[:, t]))
+    return torch.stack(ys, 1)
+
+
 def call(x, dt, A, Bm, C):
     h, _ = refold.ops.linear_scan(*prepared(x, dt, A, Bm))
     return torch.einsum("btdn,btn->btd", h, C)
@@ -83,7 +104,14 @@ def same(got, want):
 
 @pytest.mark.parametrize(
     ("fn", "operator"),
-    [(loop, "selective_scan"), (loop_and_state, "selective_scan"), (call, "selective_scan"), (call_one_decay, "ssd")],
+    [
+        (loop, "selective_scan"),
+        (loop_and_state, "selective_scan"),
+        (loop_with_another_last_step, "selective_scan"),
+        (loop_of_the_middle, "selective_scan"),
+        (call, "selective_scan"),
+        (call_one_decay, "ssd"),
+    ],
     ids=lambda v: getattr(v, "__name__", v),
 )
 def test_states_are_not_written(fn, operator):

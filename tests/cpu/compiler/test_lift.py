@@ -6,30 +6,9 @@ import pytest
 import torch
 
 import refold
-from refold.compiler.lift import lifts
-from refold.compiler.lifted import LiftedLoop
 from refold.compiler.stepnumber import _first_failure
 
 B, T, D, N = 2, 40, 5, 3
-
-
-@pytest.fixture
-def lifted():
-    """Return a function: (fn, *inputs) -> (what the compiled function returns, steps of each loop that was lifted)."""
-
-    def go(fn, *inputs):
-        steps, nodes = [], []
-
-        @lifts
-        def backend(gm, _):
-            steps.extend(m.count for m in gm.modules() if isinstance(m, LiftedLoop))
-            nodes.append(sum(node.op.startswith("call") for node in gm.graph.nodes))
-            return gm
-
-        torch._dynamo.reset()
-        return torch.compile(fn, backend=backend)(*inputs), steps
-
-    return go
 
 
 def xs():
@@ -217,18 +196,6 @@ def dictionary(x):
     return state["h"]
 
 
-def closure(x):
-    h = torch.zeros_like(x[:, 0])
-
-    def step(xt):
-        nonlocal h
-        h = 0.5 * h + xt
-
-    for t in range(x.shape[1]):
-        step(x[:, t])
-    return h
-
-
 class State:
     pass
 
@@ -256,13 +223,6 @@ def generator(x):
     return h
 
 
-def while_loop(x):
-    h, t = torch.zeros_like(x[:, 0]), 0
-    while t < T:
-        h, t = 0.5 * h + x[:, t], t + 1
-    return h
-
-
 def other_shapes(x):
     h = x[:, :1]
     for t in range(1, x.shape[1]):
@@ -280,8 +240,8 @@ def grad_modes(x):
 
 
 AS_THEY_ARE = [
-    every_other, now_and_then, looked_up, reads_its_list, two_names_for_a_list, dictionary, closure,
-    attribute, popped, generator, while_loop, other_shapes, grad_modes,
+    every_other, now_and_then, looked_up, reads_its_list, two_names_for_a_list, dictionary,
+    attribute, popped, generator, other_shapes, grad_modes,
 ]  # fmt: skip
 
 

@@ -443,3 +443,68 @@ def test_end_to_end_with_gradients():
     torch.testing.assert_close(grads[1], grads[0], rtol=1e-4, atol=1e-4)
     applied = [row for graph in compiled.report.graphs for row in graph.applied]
     assert sum(row.name == "roll up loop" for row in applied) >= 5
+
+
+def step_with_another_rank(x, a):
+    """A slice of one step keeps its axis, which the carry drops: a multiplication between them adds it again."""
+    h, out, a = torch.zeros_like(x[:, 0]), [], a.expand_as(x).transpose(0, 1)
+    for xt, at in zip(x.transpose(0, 1).split(1), a.split(1), strict=True):
+        h = (xt + at * h).view(h.shape)
+        out.append(h)
+    return torch.stack(out, 1)
+
+
+def squeezed_carry(x, a):
+    h, out = x.new_zeros(x.shape[0], 1, x.shape[2]), []
+    for t in range(x.shape[1]):
+        h = torch.where(x[:, t] > 0, a * h.squeeze(1) + x[:, t], h.squeeze(1)).unsqueeze(1)
+        out.append(h)
+    return torch.cat(out, 1)
+
+
+def wide_as_long(x, a):
+    """Another axis in front of the state is as long as the loop."""
+    h, out, w = torch.zeros_like(x[:, 0]), [], torch.arange(float(x.shape[1])).view(-1, 1, 1)
+    for t in range(x.shape[1]):
+        out.append((w * h).amax(0))
+        h = a * h + x[:, t]
+    return torch.stack(out, 1)
+
+
+@pytest.mark.parametrize("fn", [step_with_another_rank, squeezed_carry, wide_as_long], ids=lambda fn: fn.__name__)
+def test_axes_of_size_one_come_and_go(rewritten, fn):
+    outcome = rewritten(fn, *inputs_ema())
+    assert outcome.targets.count(SCAN) == 1
+    assert outcome.worst() < T * torch.finfo(torch.float32).eps
+    outcome = rewritten(fn, *(x.requires_grad_() for x in inputs_ema()))
+    assert SCAN in outcome.targets
+    assert outcome.worst() < T**2 * torch.finfo(torch.float32).eps
+
+
+def test_a_loop_in_two_dtypes_learns():
+    """The state is float32, the rest bfloat16: the proof differentiates the conversions of the loop itself."""
+
+    def layer(x, a):
+        h, out = torch.zeros(x[:, 0].shape), torch.zeros_like(x)
+        for t in range(x.shape[1]):
+            h = a[:, t].float() * h + x[:, t].float()
+            out[:, t] = h.to(x.dtype)
+        return out
+
+    x, a = (torch.rand(2, 20, 3, dtype=torch.bfloat16, requires_grad=True) for _ in range(2))
+    run = refold.compile(layer, accept="always", strict=True)
+    got, want = (torch.autograd.grad(fn(x, a).float().sum(), (x, a)) for fn in (run, layer))
+    assert "one linear_scan" in run.report.graphs[0].rewrites[0].detail
+    for g, w in zip(got, want, strict=True):
+        assert (g - w).float().norm() <= 2 * torch.finfo(torch.bfloat16).eps * w.float().norm()
+
+
+def test_what_each_step_computes_anew_is_no_input_of_the_proof():
+    """``1 - a`` is a node of every step; drawn for the first one, it would contradict the others' ``a``."""
+    x, a = (x.requires_grad_() for x in inputs_ema())
+    run = refold.compile(ema_walrus, accept="always", strict=True)
+    got, want = (torch.autograd.grad(fn(x, a).square().sum(), (x, a)) for fn in (run, ema_walrus))
+    (report,) = run.report.graphs
+    assert len(report.applied) == len(report.rewrites) > 1
+    for g, w in zip(got, want, strict=True):
+        assert (g - w).norm() <= T**2 * torch.finfo(torch.float32).eps * w.norm()

@@ -158,20 +158,19 @@ def replace(
     anchor = anchor or root
     rollup.emit.at(anchor)
     new = join(rollup, root)
-    if not _scans(new):
+    if not rollup.loops or not _scans(new):
         return None
-    operators = []
     for loop in [] if rollup.training else rollup.loops[loops:]:
-        operator, new = dualise(rollup, loop, new)
-        operators.append(operator)
-    if dual and set(operators) <= {"linear_scan"}:
+        new = dualise(rollup, loop, new)
+    if dual and all(loop.operator == "linear_scan" for loop in rollup.loops[loops:]):
         return None
     build = Builder(anchor)
     new = build.restride(new, value(root))
     rollup.emit.added += build.added
     live = _behind(new)
     added = [node for node in rollup.emit.added if node in live]
-    inside = _region(root, added, rollup)
+    again = _computed_anew(added, rollup)
+    inside = _region(root, added, rollup) | again
     found = rollup.loops[loops:] or rollup.loops[-1:]
     first = found[0]
     state = " x ".join(str(size) for size in value(first.steps[0]).shape)
@@ -179,15 +178,31 @@ def replace(
         root,
         new,
         inside=inside,
-        added=added,
+        added=[*added, *again],
         name="roll up loop",
         why=why,
-        detail=f"{len(first.steps)} steps of a state of {state or 1} as one {(operators or ['linear_scan'])[0]}"
+        detail=f"{len(first.steps)} steps of a state of {state or 1} as one {first.operator}"
         + (", against time" if first.reverse else ""),
         multilinear=False,
         terms=len(first.steps),
         spread=0.1,
     )
+
+
+def _computed_anew(added: list[Node], rollup: Rollup) -> set[Node]:
+    """Return nodes of single steps that the new value reads, because all steps compute the same.
+
+    Both versions of the region compute them: as an input beside what they are computed from, the proof would draw
+    values for them that contradict what the other steps compute.
+    """
+    found: set[Node] = set()
+    stack = [x for node in added for x in node.all_input_nodes]
+    while stack:
+        node = stack.pop()
+        if node in rollup.members and node not in found:
+            found.add(node)
+            stack.extend(node.all_input_nodes)
+    return found
 
 
 def _region(root: Node, made: list[Node], rollup: Rollup) -> set[Node]:
@@ -209,11 +224,11 @@ def _region(root: Node, made: list[Node], rollup: Rollup) -> set[Node]:
     return inside
 
 
-def dualise(rollup: Carries, loop: Loop, new: Node) -> tuple[str, Node]:
-    """Replace a scan whose states are only contracted by an operator that never writes them; (its name, new)."""
+def dualise(rollup: Carries, loop: Loop, new: Node) -> Node:
+    """Replace a scan whose states are only contracted by an operator that never writes them; returns what is new."""
     scan, body = loop.scan, loop.body
     if loop.reverse or scan is None or body is None:
-        return "linear_scan", new
+        return new
     live = _behind(new)
     shape = [len(loop.steps), *value(loop.steps[0]).shape]
     for node in [n for n in live if n.target in _CONTRACTIONS]:
@@ -241,8 +256,11 @@ def dualise(rollup: Carries, loop: Loop, new: Node) -> tuple[str, Node]:
             continue
         loop.last = rollup.emit.cast(last, value(loop.steps[0]).dtype)
         stable_topological_sort(new.graph)
-        return "ssd" if any(n.target is OPS["ssd"] for n in _behind(y)) else "selective_scan", result
-    return "linear_scan", new
+        behind = {n.target for n in _behind(y)}
+        made = (name for name in ("ssd", "selective_scan") if OPS[name] in behind)
+        loop.operator = next(made, "linear_scan over chunks")
+        return result
+    return new
 
 
 def _behind(node: Node) -> set[Node]:

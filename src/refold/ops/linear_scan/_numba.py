@@ -44,7 +44,9 @@ def _sweep(a: Any, x: Any, h: Any, state: Any, reverse: Any, blocks: Any) -> Non
         last[:width] = state[k, low:high]
         for i in range(start, stop):
             t = start + stop - 1 - i if reverse[0] else i
+            # Slices, because an index that might count from the end keeps a loop from being vectorised.
+            factors, inputs, states = a[row, t, low:high], x[row, t, low:high], h[row, t, low:high]
             for c in range(width):
-                last[c] = a[row, t, low + c] * last[c] + x[row, t, low + c]
-                h[row, t, low + c] = last[c]
+                last[c] = factors[c] * last[c] + inputs[c]
+                states[c] = last[c]
         state[k, low:high] = last[:width]

@@ -38,16 +38,12 @@ def selective_scan(
     ngroups = max(B.shape[2] if B.dim() == 4 else 1, C.shape[2] if C.dim() == 4 else 1)
     sequences = batch if cu_seqlens is None else cu_seqlens.numel() - 1
     tokens = seqlen if cu_seqlens is None else 0  # Those of packed sequences are not cut into segments.
-    sizes: dict[str, int] | None = None
-    plain_ints: tuple[int, ...] = ()
-    if decay is None:
-        sizes = _lanes_sizes(x, dt, B, C, z, dstate, sequences, tokens, ngroups, config or {})
-    if lanes := sizes is not None:
+    sizes = _lanes_sizes(x, dt, B, C, z, decay, dstate, sequences, tokens, ngroups, config or {})
+    if sizes is not None:
         from refold.ops.selective_scan._gluon_kernels import _selective_scan_fwd_lanes_kernel as kernel
     else:
         kernel = kernels._selective_scan_fwd_kernel
         sizes = _plain_sizes(x, sequences, tokens, ngroups, config or {})
-        plain_ints = (0, 0) if decay is None else decay.stride()[:2]
     warps, nsegments, tile = sizes.pop("warps"), sizes.pop("segments"), sizes.get("BLOCK_T", 1)
     segment = triton.cdiv(triton.cdiv(seqlen, nsegments), tile) * tile
     nsegments = triton.cdiv(seqlen, segment)
@@ -60,7 +56,7 @@ def selective_scan(
     scan = Launch(kernel, (blocks, nsegments, sequences), {**consts, "LOCAL": False}, options)
     ints = (
         seqlen, segment, nsegments, channels, dstate, channels // ngroups, *x.stride()[:2], *dt.stride()[:2],
-        *_grouped(B), *_grouped(C), *((0, 0) if z is None else z.stride()[:2]), *plain_ints,
+        *_grouped(B), *_grouped(C), *_rows(z), *_rows(decay),
     )  # fmt: skip
     rows = sequences * nsegments * channels
     final_shape, final_dtype = (sequences, *A.shape), state_dtype or torch.float32
@@ -73,8 +69,7 @@ def selective_scan(
         if local is not None:
             states = torch.empty(rows * dstate, dtype=torch.float32, device=device)
             steps = torch.empty(rows if decay is None else rows * dstate, dtype=torch.float32, device=device)
-        arrays = (cu_seqlens, x, dt, A, B, C, D, z, dt_bias, initial_state, states, steps, y, final)
-        arguments = (*arrays, *ints) if lanes else (*arrays, decay, *ints)
+        arguments = (cu_seqlens, x, dt, A, B, C, D, z, dt_bias, initial_state, states, steps, y, final, decay, *ints)
         stream = current_stream(device)
         if local is not None:
             local(stream, *arguments)
@@ -84,6 +79,11 @@ def selective_scan(
     return run
 
 
+def _rows(array: torch.Tensor | None) -> tuple[int, ...]:
+    """Return the strides of batch and time."""
+    return (0, 0) if array is None else array.stride()[:2]
+
+
 def _grouped(projection: torch.Tensor) -> tuple[int, ...]:
     """Return the strides of batch, time and group of B or C; without a group axis the last is 0."""
     strides = projection.stride()[:-1]
@@ -91,26 +91,30 @@ def _grouped(projection: torch.Tensor) -> tuple[int, ...]:
 
 
 def _lanes_sizes(
-    x: torch.Tensor, dt: torch.Tensor, B: torch.Tensor, C: torch.Tensor, z: torch.Tensor | None, dstate: int,
-    sequences: int, tokens: int, ngroups: int, config: dict[str, int],
+    x: torch.Tensor, dt: torch.Tensor, B: torch.Tensor, C: torch.Tensor, z: torch.Tensor | None,
+    decay: torch.Tensor | None, dstate: int, sequences: int, tokens: int, ngroups: int, config: dict[str, int],
 ) -> dict[str, int] | None:  # fmt: skip
     """Return the sizes of the kernel with hand-made layouts; None where it does not take these arrays.
 
-    It copies 16 bytes at a time asynchronously, so every row has to begin at a multiple of them. A lane owns few states
-    where lanes of the device would else stay idle; where even that does not help, long sequences are cut.
+    It copies 16 bytes at a time asynchronously, so every row has to begin at a multiple of them. A token costs a warp
+    about its states a lane plus one, and the fullest scheduler sets the pace: lanes own few states where schedulers
+    would else be idle or uneven. One warp alone cannot hide its waits. Where even few states do not fill the device,
+    long sequences are cut.
     """
     if not PTX or x.device.type != "cuda" or torch.cuda.get_device_capability(x.device)[0] < 8:
         return None
-    channels, rows = x.shape[2], [a for a in (x, dt, B, C, z) if a is not None]
+    channels, rows = x.shape[2], [a for a in (x, dt, B, C, z, decay) if a is not None]
     aligned = all(a.data_ptr() % 16 == 0 and all(stride % 16 == 0 for stride in a.stride()[:-1]) for a in rows)
     if not aligned or channels % 16 or dstate < 4 or dstate != triton.next_power_of_2(dstate):
         return None
     table = lookup("selective_scan_lanes", x.device, x.dtype) | config
     multiprocessors, warps = device_limits(x.device)[0], table["warps"]
-    share = sequences * channels * dstate // (multiprocessors * 128)  # Of each of the 128 lanes that run at a time.
-    cut = share < 2 and tokens >= table["cut"]
-    states = table["states"] if cut or share >= table["states"] else max(2, triton.next_power_of_2(share + 1) // 2)
-    states = max(min(states, dstate), dstate // 32)
+    lanes = multiprocessors * 128  # Those that run at a time.
+    total = sequences * channels * dstate
+    cut = total < 2 * lanes and tokens >= table["cut"]
+    few, most = max(2, dstate // 32), max(min(table["states"], dstate), dstate // 32)
+    powers = [2**i for i in range(10) if few <= 2**i <= most]
+    states = most if cut else min(powers[::-1], key=lambda own: (own + 1) * max(2, triton.cdiv(total, lanes * own)))
     block_d = warps * 32 * states // dstate
     if channels // ngroups % block_d and ngroups > 1:
         return None

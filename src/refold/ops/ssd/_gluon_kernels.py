@@ -3,7 +3,8 @@
 They take the places of `_ssd_fwd_state_kernel` and `_ssd_fwd_scan_kernel` for 16-bit inputs, 64 channels a head, 64 or
 128 states and an even number of heads a group. Two heads (or four) of a group share a program, so that B, C and C·Bᵀ
 cross the memory system once for all. `prepare` hands over ``shifted`` = decay - log2(step) in place of step, so that
-decay and step of a pair of tokens are one exp2, and C·Bᵀ with zeros above its diagonal.
+decay and step of a pair of tokens are one exp2, and C·Bᵀ with zeros above its diagonal. Both kernels start while the
+one before them ends (``gdc_launch_dependents``): they fetch inputs at once and wait for what it writes (``gdc_wait``).
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_init,
     warpgroup_mma_wait,
 )
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 # Triton 3.6 has other names for these.
 barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
@@ -78,6 +80,7 @@ def _sum_state(
     pid_h = pid_h + WHICH
     offs_t = gl.arange(0, CHUNK, layout=line)
     row = ((pid_b * nchunks + end - 1).to(gl.int64) * nheads + pid_h) * CHUNK
+    gdc_wait()
     shifted = gl.load(shifted_ptr + row + offs_t)
     last = gl.load(decay_ptr + row + CHUNK - 1)
     total = last * 0.0
@@ -116,6 +119,7 @@ def _ssd_fwd_state_hopper_kernel(
     Reads x and B of the piece once, writes the state it leaves behind (float32) and its log2 decay. Ragged ends of the
     time axis are cut by the copy engine.
     """
+    gdc_launch_dependents()
     pid_h = gl.program_id(0) * HEADS
     pid_s = gl.program_id(1)
     pid_b = gl.program_id(2)
@@ -203,6 +207,8 @@ def _fetch_scan(
         load_tile(B_desc, [pid_b, start, pid_g * N], bar, B_smem.index(stage))
         load_tile(C_desc, [pid_b, start, pid_g * N], bar, C_smem.index(stage))
         row = ((pid_b * nchunks + chunk) * ngroups + pid_g) * CHUNK
+        if i == 0:
+            gdc_wait()
         load_tile(cb_desc, [row, 0], bar, cb_smem.index(stage))
         if HAS_Z:
             for which in gl.static_range(2):
@@ -236,17 +242,20 @@ def _walk_state(
     state = gl.zeros([P, N], gl.float32, layout=acc_h)
     if PASSED:
         if pid_s > 0:
+            gdc_wait()
             state = gl.load(piece_state_ptr + (piece + (before - 1) * nheads) * (P * N) + offs_pn)
         elif initial_ptr is not None:
             state = gl.load(initial_ptr + head * (P * N) + offs_pn).to(gl.float32)
     else:
         if initial_ptr is not None:
             state = gl.load(initial_ptr + head * (P * N) + offs_pn).to(gl.float32)
+        gdc_wait()
         for s in range(before):
             own = gl.load(piece_state_ptr + (piece + s * nheads) * (P * N) + offs_pn)
             state = state * _exp2(gl.load(piece_decay_ptr + piece + s * nheads)) + own
     offs_t = gl.arange(0, CHUNK, layout=line)
     row = ((pid_b * nchunks + first).to(gl.int64) * nheads + pid_h) * CHUNK
+    gdc_wait()
     shifted = gl.load(shifted_ptr + row + offs_t)
     last = gl.load(decay_ptr + row + CHUNK - 1)
     for i in range(count):
@@ -294,13 +303,13 @@ def _walk_y(
         D = gl.load(D_ptr + pid_h * stride_D_h + offs_D * stride_D_p).to(gl.float32)
     offs_t = gl.arange(0, CHUNK, layout=line)
     row = ((pid_b * nchunks + first).to(gl.int64) * nheads + pid_h) * CHUNK
+    gdc_wait()
     decay = gl.load(decay_ptr + row + offs_t)
     shifted = gl.load(shifted_ptr + row + offs_t)
     for i in range(count):
         stage = i % STAGES
         decay_smem.index(WHICH).store(decay)
         shifted_smem.index(WHICH).store(shifted)
-        tma.store_wait(0)
         barrier()
         mbarrier.wait(full.index(stage), (i // STAGES) & 1)
         mbarrier.wait(state_full.index(WHICH * 2 + i % 2), (i // 2) & 1)
@@ -324,6 +333,11 @@ def _walk_y(
         if D_ptr is not None:
             skip = x_tile.load(acc_y)
         y = warpgroup_mma_wait(0, deps=[y])
+        # Every warp has waited for the products of the chunk, and the last outputs have left: their tiles are free.
+        tma.store_wait(0)
+        barrier()
+        mbarrier.arrive(empty.index(stage), count=1)
+        mbarrier.arrive(state_empty.index(WHICH * 2 + i % 2), count=1)
         if D_ptr is not None:
             y += D[None, :] * skip.to(gl.float32)
         if HAS_Z:
@@ -332,9 +346,6 @@ def _walk_y(
         y_smem.index(WHICH).reshape([CHUNK, P]).store(y.to(dtype))
         fence_async_shared()
         barrier()
-        # Every warp has waited for the products of the chunk: its tiles are free.
-        mbarrier.arrive(empty.index(stage), count=1)
-        mbarrier.arrive(state_empty.index(WHICH * 2 + i % 2), count=1)
         if HAS_Z:
             mbarrier.arrive(z_empty.index(WHICH), count=1)
         store_tile(y_desc, [pid_b, (first + i) * CHUNK, pid_h * P], y_smem.index(WHICH))

@@ -57,7 +57,8 @@ def choose_cut(nchunks: int, rows: int, slots: int, states: int, state_slots: in
 
     ``rows`` programs a segment of `scan` run on ``slots`` slots, ``states`` programs a piece of `state` on
     ``state_slots``. The unit of cost is the time of a chunk in `scan`: `state` takes cost["state_cost"] a chunk, and
-    launching it costs cost["launch_cost"]. More segments fill the device; fewer have less to compute twice.
+    launching it costs cost["launch_cost"]; the other numbers come from a fit to 1150 measured cuts of 16 shapes on an
+    H200 (benchmarks/LOG.md). More segments fill the device; fewer have less to compute twice.
     """
     best, best_cost = (1, 1), float("inf")
     for nsegments in range(1, min(nchunks, 256) + 1):
@@ -65,12 +66,12 @@ def choose_cut(nchunks: int, rows: int, slots: int, states: int, state_slots: in
             length = -(-nchunks // (nsegments * pieces)) * pieces
             if -(-nchunks // length) != nsegments or (nsegments == 1 and pieces > 1):
                 continue
-            total = -(-rows * nsegments // slots) * (length + 2.0)
+            total = -(-rows * nsegments // slots) * (length + 4.0)
             if nsegments > 1:
                 npieces = (nsegments - 1) * pieces
                 waves = -(-states * npieces // state_slots)
                 total += cost["state_cost"] * waves * (length // pieces + 2.0) + cost["launch_cost"]
-                total += cost["launch_cost"] if npieces > cost["fused_pass"] else 0.25 * npieces
+                total += cost["launch_cost"] + 0.3 * npieces if npieces > cost["fused_pass"] else 0.75 * npieces
             if total < best_cost * 0.99:
                 best, best_cost = (nsegments, pieces), total
     return best
@@ -164,7 +165,7 @@ class _Plan:
             # Triton 3.6 does not compile chains of bfloat16 products of 16 x 16 tiles: they are formed in float32.
             precision = config["precision"]
         shape = {"CHUNK": chunk, "BLOCK_P": block_p, "BLOCK_N": block_n}
-        block_h = min(32, max(4, triton.next_power_of_2(nheads)))
+        block_h = min(16, max(4, triton.next_power_of_2(nheads)))
         self.chunks = Launch(kernels._ssd_fwd_chunks_kernel, (nseqs + 1,), {"CHUNK": chunk, "BLOCK": 128}, {})
         self.chunks_ints = (nseqs, nchunks, seqlen)
         self.prepare = Launch(
@@ -180,7 +181,7 @@ class _Plan:
         self.pass_ints = (npieces, nheads, size)
         self.pass_ = Launch(
             kernels._ssd_fwd_pass_kernel, (triton.cdiv(size, 1024), nheads, batch),
-            {"BLOCK": 1024, "VARLEN": varlen}, {"num_warps": 4},
+            {"BLOCK": 1024, "VARLEN": varlen, "HOPPER": bool(self.hopper)}, {"num_warps": 4},
         )  # fmt: skip
         D_strides = (0, 0) if D is None else (D.stride(0), D.stride(1) if D.dim() == 2 else 0)
         if self.hopper:

@@ -93,6 +93,12 @@ def _silu(v):
 
 
 @triton.jit
+def _let_next_start():
+    """Let the next kernel on the stream start once all programs are here. Triton's spelling comes for NVIDIA alone."""
+    tl.inline_asm_elementwise("griddepcontrol.launch_dependents; // $0", "=r", [], tl.int32, False, 1)
+
+
+@triton.jit
 def _chunk_span(table_ptr, pid_b, chunk, nchunks, seqlen, CHUNK: tl.constexpr, VARLEN: tl.constexpr):
     """Return start, length, sequence and flags of a chunk."""
     if VARLEN:
@@ -152,8 +158,10 @@ def _ssd_fwd_prepare_kernel(
 
     Group programs write C·Bᵀ (CHUNK x CHUNK, float32) on and below the diagonal; head programs write step = dt after
     bias, softplus and limits (0 beyond the chunk) and decay = the running sum of step * A * log2(e), in float32 parts.
-    With SHIFT, decay - log2(step) takes the place of step.
+    With SHIFT, decay - log2(step) takes the place of step, and the next kernel, in Gluon, may start early.
     """
+    if SHIFT:
+        _let_next_start()
     pid_c = tl.program_id(0)
     pid_g = tl.program_id(1)
     pid_b = pid_c // nchunks
@@ -267,13 +275,15 @@ def _ssd_fwd_state_kernel(
 @triton.jit
 def _ssd_fwd_pass_kernel(
     piece_state_ptr, piece_decay_ptr, initial_ptr, npieces, nheads, size,
-    BLOCK: tl.constexpr, VARLEN: tl.constexpr,
+    BLOCK: tl.constexpr, VARLEN: tl.constexpr, HOPPER: tl.constexpr,
 ):  # fmt: skip
     """Grid (blocks of a state, heads, batch): a program owns BLOCK elements of one head's state, for all pieces.
 
     Reads and writes each piece's state once, in place: what a piece leaves behind becomes the state after it.
-    Float32. In a pack, `state` has put the initial states of the sequences in already.
+    Float32. In a pack, `state` has put the initial states of the sequences in already. HOPPER: `scan` may start early.
     """
+    if HOPPER:
+        _let_next_start()
     offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     pid_h = tl.program_id(1)
     pid_b = tl.program_id(2).to(tl.int64)

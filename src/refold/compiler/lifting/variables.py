@@ -1,0 +1,75 @@
+"""Dynamo's variables as lifting sees them: tensors, alone or in tuples, each of a form."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch._dynamo.variables import ConstantVariable, LazyVariableTracker, TensorVariable, TupleVariable
+from torch._dynamo.variables.builder import wrap_fx_proxy
+
+# torch._dynamo.symbolic_convert.InstructionTranslatorBase: the interpreter of one frame.
+Translator = Any
+Variable = Any
+
+
+class Refused(Exception):
+    """A loop is not lifted; the message is a reason for a person."""
+
+
+def realized(x: Variable) -> Variable:
+    """Return what a lazy variable stands for."""
+    return x.realize() if isinstance(x, LazyVariableTracker) else x
+
+
+def is_constant(x: Variable) -> bool:
+    """Tell whether a variable is a Python number, a string or the like."""
+    return type(x) is ConstantVariable
+
+
+def tensors(x: Variable) -> list[Variable]:
+    """Return the tensors that a variable consists of; none if it consists of anything else."""
+    x = realized(x)
+    if type(x) is TensorVariable:
+        return [x]
+    if type(x) is TupleVariable:
+        parts = [tensors(item) for item in x.items]
+        return [y for part in parts for y in part] if all(parts) else []
+    return []
+
+
+def rebuilt(x: Variable, values: Iterator[Variable]) -> Variable:
+    """Put other tensors into the places of a variable's."""
+    x = realized(x)
+    return TupleVariable([rebuilt(item, values) for item in x.items]) if type(x) is TupleVariable else next(values)
+
+
+def example(x: Variable) -> torch.Tensor:
+    """Return the fake value of a tensor."""
+    return x.as_proxy().node.meta["example_value"]
+
+
+def form(x: torch.Tensor) -> tuple[Any, ...]:
+    """Return what a program can ask of a tensor without reading it; sizes must not depend on the step."""
+    return (type(x), _fixed(x.shape), _fixed(x.stride()), x.dtype, x.device, x.requires_grad)
+
+
+def _fixed(sizes: Any) -> tuple[int, ...]:
+    known = [size if isinstance(size, int) else size.node.maybe_as_int() for size in sizes]
+    if any(size is None for size in known):
+        raise Refused("a size is symbolic or depends on the step")
+    return tuple(known)  # type: ignore[arg-type]
+
+
+def fresh(tx: Translator, like: torch.Tensor) -> torch.Tensor:
+    """Make another fake value of the same form."""
+    _, shape, strides, dtype, device, requires_grad = form(like)
+    with tx.output.fake_mode, torch.enable_grad():
+        made = torch.empty_strided(shape, strides, dtype=dtype, device=device, requires_grad=requires_grad)
+        return made.view_as(made) if requires_grad else made
+
+
+def placeholder(tx: Translator, tracer: Any, name: str, like: torch.Tensor) -> Variable:
+    """Add an argument to the graph under construction."""
+    return wrap_fx_proxy(tx, tracer.create_graph_input(name, torch.Tensor, like), example_value=like)

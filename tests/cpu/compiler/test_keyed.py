@@ -1,0 +1,148 @@
+"""Decays that vary along the contracted axis: by chunks, exact for weak, strong and absent decay, any length."""
+
+import pytest
+import torch
+
+import refold
+from refold.compiler.keyed import CHUNK, keyed_scan
+from refold.compiler.timewise import Emitter
+
+H, K, V = 2, 4, CHUNK
+
+
+def attention(q, k, v, gate, state=None):
+    """Gated linear attention with one gate a key; outer product and contraction by broadcasting."""
+    s = torch.zeros(q.shape[0], H, K, v.shape[-1], dtype=q.dtype) if state is None else state
+    out = torch.zeros_like(v)
+    for t in range(q.shape[1]):
+        s = s * gate[:, t].sigmoid()[..., None] + k[:, t, :, :, None] * v[:, t, :, None, :]
+        out[:, t] = (q[:, t, :, :, None] * s).sum(-2)
+    return out
+
+
+def attention_by_products(q, k, v, gate, state=None):
+    """The same, its outer product and contraction spelled as matrix products, with exponentials as gates."""
+    s = torch.zeros(q.shape[0], H, K, v.shape[-1], dtype=q.dtype) if state is None else state
+    out = []
+    for t in range(q.shape[1]):
+        decay = torch.exp(-torch.nn.functional.softplus(-gate[:, t]))
+        s = decay.unsqueeze(-1) * s + k[:, t].unsqueeze(-1) @ v[:, t].unsqueeze(-2)
+        out.append((q[:, t].unsqueeze(-2) @ s).squeeze(-2))
+    return torch.stack(out, 1)
+
+
+def inputs(steps, strength=1.0, v=V, dtype=torch.float32):
+    g = torch.Generator().manual_seed(steps)
+    q, k = (torch.randn(2, steps, H, K, generator=g, dtype=dtype) for _ in range(2))
+    x, gate = torch.randn(2, steps, H, v, generator=g, dtype=dtype), torch.randn(q.shape, generator=g, dtype=dtype)
+    return q, k, x, strength * gate
+
+
+def close(got, want, steps):
+    # Sums over at most all steps and keys, in another order, of products that are rounded a few times.
+    for a, b in zip(got, want, strict=True):
+        assert a.dtype == b.dtype
+        assert (a - b).norm() <= 4 * K * steps**0.5 * torch.finfo(a.dtype).eps * b.norm()
+
+
+@pytest.mark.parametrize("fn", [attention, attention_by_products])
+def test_values_and_gradients(fn):
+    steps = 2 * CHUNK + 5
+    torch._dynamo.reset()
+    run = refold.compile(fn, accept="always", strict=True)
+    for state in ([], [torch.ones(2, H, K, V)]):
+        leaves = [x.requires_grad_() for x in (*inputs(steps), *state)]
+        got, want = run(*leaves), fn(*leaves)
+        close([got], [want], steps)
+        close(torch.autograd.grad(got.sum(), leaves), torch.autograd.grad(want.sum(), leaves), steps)
+    details = [row.detail for graph in run.report.graphs for row in graph.rewrites]
+    assert [detail.split(" as ")[1] for detail in details] == ["one linear_scan over chunks"] * 2
+
+
+def test_float64_is_no_less_exact():
+    """Its proof has no wider type to compare with, so logarithms of gates may be refused; the states are then kept."""
+    args = inputs(2 * CHUNK + 5, dtype=torch.float64)
+    torch._dynamo.reset()
+    run = refold.compile(attention, accept="always", strict=True)
+    with torch.no_grad():
+        close([run(*args)], [attention(*args)], 2 * CHUNK + 5)
+    assert "linear_scan" in run.report.graphs[0].applied[0].detail
+
+
+def emitted(*operands):
+    """Build a graph of the scan alone, and run it."""
+    graph = torch.fx.Graph()
+    mode = torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True)
+    nodes = []
+    for i, x in enumerate(operands):
+        nodes.append(graph.placeholder(f"x{i}"))
+        nodes[-1].meta["val"] = mode.from_tensor(x)
+    anchor = graph.output(nodes[0])
+    anchor.meta["val"] = nodes[0].meta["val"]
+    emit = Emitter()
+    emit.at(anchor)
+    results = keyed_scan(emit, *nodes[:4], nodes[4] if len(nodes) > 4 else None)
+    graph.erase_node(anchor)
+    graph.output(tuple(results))
+    return torch.fx.GraphModule({}, graph)(*operands)
+
+
+def sequential(q, k, v, logs, state):
+    out = []
+    for t in range(q.shape[1]):
+        state = state * logs[:, t, :, None].exp() + k[:, t, :, None] * v[:, t, None, :]
+        out.append((q[:, t, :, None] * state).sum(1))
+    return torch.stack(out, 1), state
+
+
+@pytest.mark.parametrize("steps", [1, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK])
+@pytest.mark.parametrize("strength", [0.0, 1e-4, 1.0, 50.0], ids=lambda s: f"decay{s}")
+def test_lengths_and_strengths(steps, strength):
+    q, k, v, gate = (x[:, :, 0] for x in inputs(steps))
+    logs, state = -strength * gate.abs(), torch.ones(2, K, V)
+    got = emitted(q, k, v, logs, state)
+    want = sequential(*(x.double() for x in (q, k, v, logs, state)))
+    close([x.double().float() for x in got], [x.float() for x in want], steps)
+
+
+def test_growth_and_strong_decay_in_one_chunk():
+    """A decay of e-80 beside growth: the factors of exp(G[i] - G[j]) alone would overflow or vanish."""
+    q, k, v, gate = (x[:, :, 0] for x in inputs(CHUNK + 3))
+    logs = torch.where(gate > 1, -80.0, 0.3 * gate.abs())
+    want = sequential(*(x.double() for x in (q, k, v, logs)), torch.zeros(2, K, V, dtype=torch.float64))
+    got = emitted(q, k, v, logs)
+    assert all(x.isfinite().all() for x in got)
+    close(got, [x.float() for x in want], CHUNK + 3)
+
+
+def negative_gate(q, k, v, gate):
+    s, out = torch.zeros(q.shape[0], H, K, v.shape[-1]), []
+    for t in range(q.shape[1]):
+        s = s * gate[:, t].tanh()[..., None] + k[:, t, :, :, None] * v[:, t, :, None, :]
+        out.append((q[:, t, :, :, None] * s).sum(-2))
+    return torch.stack(out, 1)
+
+
+def gate_along_both(q, k, v, gate):
+    s, out = torch.zeros(q.shape[0], H, K, v.shape[-1]), []
+    for t in range(q.shape[1]):
+        both = gate[:, t].sigmoid()[..., None] * v[:, t].sigmoid()[..., None, :]
+        s = s * both + k[:, t, :, :, None] * v[:, t, :, None, :]
+        out.append((q[:, t, :, :, None] * s).sum(-2))
+    return torch.stack(out, 1)
+
+
+@pytest.mark.parametrize(
+    ("fn", "v"), [(negative_gate, V), (gate_along_both, V), (attention, V - 1)], ids=["signed", "both", "narrow"]
+)
+def test_other_scans_keep_their_states(fn, v):
+    args = inputs(2 * CHUNK, v=v)
+    torch._dynamo.reset()
+    report = refold.explain(fn, *args)
+    assert [row.detail.split(" as ")[1] for graph in report.graphs for row in graph.rewrites] == ["one linear_scan"]
+
+
+def test_what_a_loop_became_is_no_loop():
+    torch._dynamo.reset()
+    (graph,) = refold.explain(attention_by_products, *inputs(2 * CHUNK)).graphs
+    assert len(graph.loops) == 1

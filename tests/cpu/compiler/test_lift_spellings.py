@@ -1,0 +1,571 @@
+"""However a loop over time is spelled, it is lifted with all of its steps, and gradients are the user's own."""
+
+import pytest
+import torch
+from torch._dynamo.symbolic_convert import InstructionTranslatorBase
+
+import refold
+
+B, T, D = 2, 40, 5
+
+
+def xs(steps=T):
+    return torch.randn(B, steps, D, generator=torch.Generator().manual_seed(0))
+
+
+def zero(x):
+    return torch.zeros_like(x[:, 0])
+
+
+def walrus(x):
+    h = zero(x)
+    return torch.stack([h := 0.5 * h + xt for xt in x.unbind(1)], 1), h
+
+
+def walrus_zip(x):
+    h = zero(x)
+    return torch.stack([h := d * h + xt for d, xt in zip(x.sigmoid().unbind(1), x.unbind(1))], 1)  # noqa: B905
+
+
+def walrus_two(x):
+    h, g = zero(x), zero(x)
+    return torch.stack([(h := 0.5 * h + x[:, t]) + (g := 0.3 * g + x[:, t]) for t in range(x.shape[1])], 1)
+
+
+def enumerated(x):
+    h, ys = zero(x), []
+    for t, xt in enumerate(x.unbind(1)):
+        h = 0.5 * h + xt + x[:, t]
+        ys.append(h)
+    return torch.stack(ys, 1), t
+
+
+def enumerated_from_one(x):
+    h = zero(x)
+    for t, xt in enumerate(x.unbind(1), 1):
+        h = 0.5 * h + xt * t
+    return h
+
+
+def enumerated_tensor(x):
+    h, ys = zero(x), []
+    for t, xt in enumerate(x.transpose(0, 1)):  # noqa: B007
+        h = 0.5 * h + xt
+        ys.append(h)
+    return torch.stack(ys, 1)
+
+
+def enumerated_zip(x):
+    h, ys = zero(x), []
+    for t, (a, b) in enumerate(zip(x.unbind(1), x.sigmoid().unbind(1))):  # noqa: B905
+        h = b * h + a
+        ys.append(h * x[:, t])
+    return torch.stack(ys, 1)
+
+
+def zipped_enumeration(x):
+    h, ys = zero(x), []
+    for (t, a), b in zip(enumerate(x.unbind(1)), x.sigmoid().unbind(1)):  # noqa: B905
+        h = b * h + a
+        ys.append(h * x[:, t])
+    return torch.stack(ys, 1)
+
+
+def reversed_list(x):
+    h, ys = zero(x), []
+    for xt in reversed(list(x.unbind(1))):
+        h = 0.5 * h + xt
+        ys.append(h)
+    return torch.stack(ys[::-1], 1)
+
+
+def reversed_tuple(x):
+    h, ys = zero(x), []
+    for xt in reversed(x.unbind(1)):
+        h = 0.5 * h + xt
+        ys.append(h)
+    ys.reverse()
+    return torch.stack(ys, 1)
+
+
+def reversed_range(x):
+    h, ys = zero(x), []
+    for t in reversed(range(x.shape[1])):
+        h = 0.5 * h + x[:, t]
+        ys.insert(0, h)
+    return torch.stack(ys, 1)
+
+
+def sliced(x):
+    h, ys = zero(x), []
+    for xt in x.unbind(1)[::-1]:
+        h = 0.5 * h + xt
+        ys.append(h)
+    return torch.stack(list(reversed(ys)), 1)
+
+
+def down(x):
+    h, ys = zero(x), []
+    for t in range(x.shape[1] - 1, -1, -1):
+        h = 0.5 * h + x[:, t]
+        ys.append(h)
+    return torch.stack(ys, 1)
+
+
+def left_over(x):
+    h, g, ys, zs = zero(x), zero(x), [], []
+    for xt in x.unbind(1):
+        h = 0.5 * h + xt
+        ys.append(h)
+    for xt in torch.stack(ys, 1).unbind(1):
+        g = 0.5 * g + xt
+        zs.append(g)
+    return torch.stack(zs, 1)
+
+
+def used_behind(x):
+    h = zero(x)
+    for xt in x.unbind(1):
+        h = 0.5 * h + xt
+    return h, xt
+
+
+def while_loop(x):
+    h, t = zero(x), 0
+    while t < x.shape[1]:
+        h, t = 0.5 * h + x[:, t], t + 1
+    return h, t
+
+
+def while_down(x):
+    h, t, ys = zero(x), x.shape[1] - 1, []
+    while t >= 0:
+        h = 0.5 * h + x[:, t]
+        ys.append(h)
+        t -= 1
+    return torch.stack(ys, 1), t
+
+
+def while_break(x):
+    h, t = zero(x), 0
+    while True:
+        h = 0.5 * h + x[:, t]
+        t += 1
+        if t == x.shape[1]:
+            break
+    return h
+
+
+def while_else(x):
+    h, t = zero(x), 0
+    while t < x.shape[1]:
+        h = 0.5 * h + x[:, t]
+        t += 2
+    else:
+        h = h + 1
+    return h
+
+
+def last_of_list(x):
+    hs = [zero(x)]
+    for t in range(x.shape[1]):
+        hs.append(0.5 * hs[-1] + x[:, t])
+    return torch.stack(hs[1:], 1)
+
+
+def by_position(x):
+    hs = [zero(x)]
+    for t in range(x.shape[1]):
+        hs.append(0.5 * hs[t] + x[:, t])
+    return torch.stack(hs, 1)
+
+
+def by_position_before(x):
+    hs = [x[:, 0]]
+    for t in range(1, x.shape[1]):
+        hs.append(0.5 * hs[t - 1] + x[:, t])
+    return torch.stack(hs, 1)
+
+
+def two_back(x):
+    hs = [x[:, 0], x[:, 1]]
+    for t in range(2, x.shape[1]):
+        hs.append(0.5 * hs[-1] + 0.25 * hs[-2] + x[:, t])
+    return torch.stack(hs, 1)
+
+
+def first_inserted(x):
+    hs = [zero(x)]
+    for t in range(x.shape[1] - 1, -1, -1):
+        hs.insert(0, 0.5 * hs[0] + x[:, t])
+    return torch.stack(hs[:-1], 1)
+
+
+def appended_then_read(x):
+    hs, ys = [zero(x)], []
+    for t in range(x.shape[1]):
+        hs.append(0.5 * hs[-1] + x[:, t])
+        ys.append(hs[-1] * 2)
+    return torch.stack(ys, 1)
+
+
+def extended(x):
+    h, ys = zero(x), []
+    for t in range(x.shape[1]):
+        h = 0.5 * h + x[:, t]
+        ys += [h, h * 2]
+    return torch.stack(ys, 1)
+
+
+def plain_list(x):
+    ws, h = [x[:, 0], x[:, 1]], zero(x)
+    for t in range(x.shape[1]):
+        h = ws[0] * h + x[:, t] * ws[-1]
+    return h
+
+
+def indexed_tuple(x):
+    h, xs = zero(x), x.unbind(1)
+    for t in range(x.shape[1]):
+        h = 0.5 * h + xs[t]
+    return h
+
+
+def indexed_reversed(x):
+    h, xs = zero(x), list(x.unbind(1))
+    for t in range(len(xs)):
+        h = 0.5 * h + xs[-1 - t] + xs[len(xs) - 1 - t]
+    return h
+
+
+def closure(x):
+    h, ys = zero(x), []
+
+    def step(xt):
+        nonlocal h
+        h = 0.5 * h + xt
+        ys.append(h)
+
+    for t in range(x.shape[1]):
+        step(x[:, t])
+    return torch.stack(ys, 1)
+
+
+def closure_counter(x):
+    h, k = zero(x), 0
+
+    def step(xt):
+        nonlocal h, k
+        h = 0.5 * h + xt * k
+        k += 1
+
+    for t in range(x.shape[1]):
+        step(x[:, t])
+    return h, k
+
+
+def for_else(x):
+    h = zero(x)
+    for t in range(x.shape[1]):
+        h = 0.5 * h + x[:, t]
+    else:
+        h = h * 2
+    return h
+
+
+def layers_time(x):
+    for _ in range(3):
+        h, ys = zero(x), []
+        for xt in x.unbind(1):
+            h = 0.5 * h + xt
+            ys.append(h)
+        x = torch.stack(ys, 1).tanh()
+    return x
+
+
+def number_first(x):
+    h, ys = 0.0, []
+    for t in range(x.shape[1]):
+        h = 0.5 * h + x[:, t]
+        ys.append(h)
+    return torch.stack(ys, 1)
+
+
+def time_layers(x):
+    hs = [zero(x) for _ in range(3)]
+    ys = []
+    for t in range(x.shape[1]):
+        y = x[:, t]
+        for l in range(3):
+            hs[l] = 0.5 * hs[l] + y
+            y = hs[l].tanh()
+        ys.append(y)
+    return torch.stack(ys, 1)
+
+
+LIFTED = [
+    (walrus, [T]),
+    (walrus_zip, [T]),
+    (walrus_two, [T]),
+    (enumerated, [T]),
+    (enumerated_from_one, [T]),
+    (enumerated_tensor, [T]),
+    (enumerated_zip, [T]),
+    (zipped_enumeration, [T]),
+    (reversed_list, [T]),
+    (reversed_tuple, [T]),
+    (reversed_range, [T]),
+    (sliced, [T]),
+    (down, [T]),
+    (left_over, [T, T]),
+    (used_behind, [T]),
+    (while_loop, [T]),
+    (while_down, [T]),
+    (while_break, [T - 2]),
+    (while_else, [T // 2]),
+    (last_of_list, [T]),
+    (by_position, [T]),
+    (by_position_before, [T - 1]),
+    (two_back, [T - 2]),
+    (first_inserted, [T]),
+    (appended_then_read, [T]),
+    (extended, [T]),
+    (plain_list, [T]),
+    (indexed_tuple, [T]),
+    (indexed_reversed, [T]),
+    (closure, [T]),
+    (closure_counter, [T]),
+    (for_else, [T]),
+    (layers_time, [T] * 3),
+    (number_first, [T - 1]),
+    (time_layers, [T]),
+]
+
+
+def differentiable(out):
+    return sum(y.square().sum() for y in torch.utils._pytree.tree_leaves(out) if isinstance(y, torch.Tensor))
+
+
+@pytest.mark.parametrize(("fn", "steps"), LIFTED, ids=[case[0].__name__ for case in LIFTED])
+def test_values_and_gradients(lifted, fn, steps):
+    x = xs().requires_grad_()
+    got, found = lifted(fn, x)
+    expected = fn(x)
+    torch.testing.assert_close(got, expected)
+    torch.testing.assert_close(*[torch.autograd.grad(differentiable(out), x) for out in (got, expected)])
+    assert found == steps
+    assert lifted.notes == []
+
+
+@pytest.mark.parametrize("fn", [case[0] for case in LIFTED], ids=lambda fn: fn.__name__)
+def test_dynamo_executes_as_much_whatever_the_length(lifted, fn, monkeypatch):
+    executed = []
+    original = InstructionTranslatorBase.step
+
+    def counted(tx):
+        executed[-1] += 1
+        return original(tx)
+
+    monkeypatch.setattr(InstructionTranslatorBase, "step", counted)
+    for steps in (T, 3 * T):
+        executed.append(0)
+        lifted(fn, xs(steps))
+    assert executed[0] == executed[1]
+
+
+SCANS = [walrus_zip, walrus, enumerated, reversed_tuple, left_over, last_of_list, first_inserted, closure, while_down]
+
+
+@pytest.mark.parametrize("train", [False, True], ids=["inference", "training"])
+@pytest.mark.parametrize("fn", SCANS, ids=lambda fn: fn.__name__)
+def test_they_become_scans(fn, train):
+    torch._dynamo.reset()
+    x = xs().requires_grad_(train)
+    compiled = refold.compile(fn, accept="always", strict=True)
+    got, expected = compiled(x), fn(x)
+    # A factor of a half at most carries an error on: two of them, for values of a few units.
+    tolerance = 2 * T * torch.finfo(x.dtype).eps
+    torch.testing.assert_close(got, expected, rtol=tolerance, atol=tolerance)
+    rows = [row for row in compiled.report.rewrites if "loop_over_time" in row.site]
+    assert [row.status for row in rows] == ["applied"] * (2 if fn is left_over else 1)
+    if train:
+        grads = [torch.autograd.grad(differentiable(out), x) for out in (got, expected)]
+        torch.testing.assert_close(*grads, rtol=tolerance, atol=tolerance * float(grads[1][0].abs().max()))
+
+
+# Loops that are lifted for the steps that are alike ------------------------------------------------
+
+
+def exception_at_a_step(x):
+    h = zero(x)
+    for t in range(x.shape[1]):
+        try:
+            if t == 30:
+                raise ValueError
+            h = 0.5 * h + x[:, t]
+        except ValueError:
+            h = h - 1
+    return h
+
+
+def shape_changes(x):
+    h = zero(x)
+    for t in range(x.shape[1]):
+        h = 0.5 * h + x[:, t]
+        if t == 25:
+            h = h[:, :1].expand(B, D)
+    return h
+
+
+def dtype_changes(x):
+    h = zero(x)
+    for t in range(x.shape[1]):
+        h = (0.5 * h + x[:, t]).to(torch.float64 if t > 20 else torch.float32)
+    return h
+
+
+PARTLY = [
+    (exception_at_a_step, [30]),
+    (shape_changes, [25]),
+    (dtype_changes, [21, 18]),
+]
+
+
+@pytest.mark.parametrize(("fn", "steps"), PARTLY, ids=[case[0].__name__ for case in PARTLY])
+def test_steps_that_differ_are_traced_by_themselves(lifted, fn, steps):
+    x = xs().requires_grad_()
+    got, found = lifted(fn, x)
+    expected = fn(x)
+    torch.testing.assert_close(got, expected)
+    torch.testing.assert_close(*[torch.autograd.grad(differentiable(out), x) for out in (got, expected)])
+    assert found == steps
+
+
+# Loops that are not lifted --------------------------------------------------------------------------
+
+
+def genexpr_list(x):
+    h = zero(x)
+    return torch.stack(list(h := 0.5 * h + x[:, t] for t in range(x.shape[1])), 1)  # noqa: C400
+
+
+def genexpr_source(x):
+    h = zero(x)
+    for xt in (x[:, t] * 2 for t in range(x.shape[1])):
+        h = 0.5 * h + xt
+    return h
+
+
+def mapped(x):
+    h = zero(x)
+    for xt in map(torch.sigmoid, x.unbind(1)):
+        h = 0.5 * h + xt
+    return h
+
+
+def python_carry(x):
+    h, w = zero(x), 1.0
+    for t in range(x.shape[1]):
+        h = w * h + x[:, t]
+        w *= 0.9
+    return h
+
+
+def wrong_position(x):
+    hs = [zero(x), zero(x)]
+    for t in range(x.shape[1]):
+        hs.append(0.5 * hs[t // 2] + x[:, t])
+    return torch.stack(hs, 1)
+
+
+def two_paces(x):
+    hs = list(x.repeat(1, 2, 1).unbind(1))
+    for t in range(x.shape[1]):
+        hs.append(0.5 * hs[2 * t] + 0.25 * hs[t + 2 * T - 1] + x[:, t])
+    return torch.stack(hs, 1)
+
+
+def while_a_number_shrinks(x):
+    h, w = zero(x), 1.0
+    while w > 0.01:
+        h = w * h + x[:, 0]
+        w *= 0.9
+    return h
+
+
+def data_dependent(x):
+    h = zero(x)
+    for t in range(x.shape[1]):
+        h = 0.5 * h + x[:, t]
+        if h.sum() > 1e9:
+            break
+    return h
+
+
+def list_is_returned_and_read(x):
+    hs = [zero(x)]
+    for t in range(x.shape[1]):
+        hs.append(0.5 * hs[-1] + x[:, t])
+        if len(hs) > 20:
+            hs.append(zero(x))
+    return torch.stack(hs, 1)
+
+
+def appends_to_what_it_goes_through(x):
+    xs, h = list(x.unbind(1)), zero(x)
+    for xt in xs:
+        h = 0.5 * h + xt
+        if len(xs) < 60:
+            xs.append(h)
+    return h
+
+
+def cell_of_another_kind(x):
+    h = zero(x)
+
+    def step(t):
+        nonlocal h
+        h = (h, t) if t % 2 else (h[0] if isinstance(h, tuple) else h) + x[:, t]
+
+    for t in range(x.shape[1]):
+        step(t)
+    return h[0]
+
+
+NEVER = [
+    (genexpr_list, "the loop of a generator"),
+    (genexpr_source, "only running it can end"),
+    (mapped, "only running it can end"),
+    (python_carry, "w changes"),
+    (two_paces, "evenly spaced"),
+    (while_a_number_shrinks, "w changes"),
+    (wrong_position, "a list that is read"),
+    (list_is_returned_and_read, "list"),
+    (appends_to_what_it_goes_through, "evenly spaced"),
+    (cell_of_another_kind, ""),
+]
+
+
+@pytest.mark.parametrize(("fn", "why"), NEVER, ids=[case[0].__name__ for case in NEVER])
+def test_others_run_as_they_are_and_the_notes_say_why(lifted, fn, why):
+    got, found = lifted(fn, xs())
+    torch.testing.assert_close(got, fn(xs()))
+    assert found == []
+    assert any(why in note and "traced step by step" in note for note in lifted.notes)
+
+
+def test_a_break_that_depends_on_data(lifted):
+    x = xs()
+    got, found = lifted(data_dependent, x)
+    torch.testing.assert_close(got, data_dependent(x))
+    assert found == []
+
+
+def test_a_checkpointed_loop_is_traced_as_it_is(lifted):
+    def fn(x):
+        return torch.utils.checkpoint.checkpoint(number_first, x, use_reentrant=False)
+
+    got, found = lifted(fn, xs())
+    torch.testing.assert_close(got, fn(xs()))
+    assert found == []
+    assert any("captured as one operation" in note for note in lifted.notes)
