@@ -21,6 +21,11 @@ def _configs() -> dict[str, tuple[type, object]]:
         "attention_multiplier": 0.2, "tie_word_embeddings": True, "num_local_experts": 0, "num_experts_per_tok": 0,
         "layer_types": ["mamba", "mamba", "attention"] * 2, "initializer_range": 0.2,
     }  # fmt: skip
+    bamba = {
+        **common, "num_hidden_layers": 4, "num_attention_heads": 6, "num_key_value_heads": 2, "intermediate_size": 40,
+        "mamba_n_heads": 6, "mamba_d_state": 12, "mamba_n_groups": 3, "mamba_chunk_size": 32, "initializer_range": 0.2,
+        "attn_layer_indices": [1], "max_position_embeddings": 512,
+    }  # fmt: skip
     mamba2 = {**common, "num_hidden_layers": 3, "num_heads": 6, "head_dim": 16, "state_size": 12, "chunk_size": 32}
     return {
         "mamba": (t.MambaForCausalLM, t.MambaConfig(**common, num_hidden_layers=3, state_size=8)),
@@ -33,6 +38,25 @@ def _configs() -> dict[str, tuple[type, object]]:
                 tie_word_embeddings=False,
                 use_bias=True,
                 use_conv_bias=False,
+            ),
+        ),
+        "falcon-mamba": (
+            t.FalconMambaForCausalLM,
+            t.FalconMambaConfig(**common, num_hidden_layers=2, state_size=8, initializer_range=0.3),
+        ),
+        "bamba": (t.BambaForCausalLM, t.BambaConfig(**bamba)),
+        "bamba-biases": (
+            t.BambaForCausalLM,
+            t.BambaConfig(
+                **{
+                    **bamba,
+                    "attn_layer_indices": [0, 3],
+                    "attention_bias": True,
+                    "mlp_bias": True,
+                    "mamba_proj_bias": True,
+                    "mamba_conv_bias": False,
+                    "tie_word_embeddings": True,
+                }
             ),
         ),
         "mamba2": (t.Mamba2ForCausalLM, t.Mamba2Config(**mamba2, n_groups=1, tie_word_embeddings=True)),
@@ -56,7 +80,10 @@ def _configs() -> dict[str, tuple[type, object]]:
     }
 
 
-NAMES = ("mamba", "mamba-untied", "mamba2", "mamba2-groups", "granite", "granite-moe-rope")
+NAMES = (
+    "mamba", "mamba-untied", "falcon-mamba", "mamba2", "mamba2-groups", "granite", "granite-moe-rope", "bamba",
+    "bamba-biases",
+)  # fmt: skip
 
 
 @functools.cache

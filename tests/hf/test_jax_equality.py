@@ -14,6 +14,7 @@ from checkpoints import NAMES, VOCAB, prompt, saved
 
 from refold.generate.jax import NO_TOKEN, Generator
 from refold.models.checkpoint import load_checkpoint
+from refold.models.configs import MambaConfig
 from refold.models.jax import model_for, to_device
 
 STEPS = 64
@@ -34,7 +35,7 @@ def test_hidden_states(name: str, length: int) -> None:
     model, directory = saved(name)
     config, params = load_checkpoint(directory)
     ids = prompt(length, rows=2)
-    keywords = {} if name.startswith("mamba-") or name == "mamba" else {"chunk_size": 16}
+    keywords = {} if isinstance(config, MambaConfig) else {"chunk_size": 16}
     hidden, _ = model_for(config).forward(config, to_device(params), jnp.asarray(ids), kind="hidden", **keywords)
     backbone = model.model if hasattr(model, "model") else model.backbone
     with torch.no_grad():

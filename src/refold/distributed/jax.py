@@ -22,7 +22,8 @@ _CUT = {
     "embedding": 0, "head": 0,
     "z": 0, "x": 0, "dt": 0, "out_proj": 1, "gated_norm": 0, "A_log": 0, "D": 0, "dt_bias": 0,
     "x_proj": 1, "dt_proj": 0,
-    "q": 0, "k": 0, "v": 0, "o": 1, "q_bias": 0, "k_bias": 0, "v_bias": 0, "mlp_in": 0, "mlp_out": 1,
+    "q": 0, "k": 0, "v": 0, "o": 1, "q_bias": 0, "k_bias": 0, "v_bias": 0, "mlp_in": 0, "mlp_gate": 0,
+    "mlp_up": 0, "mlp_gate_bias": 0, "mlp_up_bias": 0, "mlp_out": 1,
 }  # fmt: skip
 _CUT_STATE = {"ssm": 2, "k": 3, "v": 3}
 

@@ -103,7 +103,8 @@ def layout(config: Config) -> Iterator[Entry]:
     embedding = "embed_tokens" if granite else "embedding" if config.layout == "state-spaces" else "embeddings"
     table = (config.vocab_size, config.d_model)
     yield Entry(f"{root}.{embedding}.weight", table, ("embedding",))
-    yield Entry(f"{root}.{'norm' if granite else 'norm_f'}.weight", (config.d_model,), ("norm",))
+    norm = "norm_f" if not granite else "final_layernorm" if config.layout == "bamba" else "norm"
+    yield Entry(f"{root}.{norm}.weight", (config.d_model,), ("norm",))
     if not config.tied:
         yield Entry("lm_head.weight", table, ("head",))
     if isinstance(config, GraniteHybridConfig):
@@ -163,12 +164,23 @@ def _mamba2_mixer(c: Mixer2Config) -> _Parts:
 
 
 def _granite_layers(c: GraniteHybridConfig) -> Iterator[Entry]:
-    common: _Parts = {
-        "input_layernorm.weight": ("norm", (c.d_model,)),
-        "post_attention_layernorm.weight": ("mlp_norm", (c.d_model,)),
-        "shared_mlp.input_linear.weight": ("mlp_in", (2 * c.shared_dim, c.d_model)),
-        "shared_mlp.output_linear.weight": ("mlp_out", (c.d_model, c.shared_dim)),
-    }
+    common: _Parts = {"input_layernorm.weight": ("norm", (c.d_model,))}
+    if c.layout == "bamba":
+        common["pre_ff_layernorm.weight"] = ("mlp_norm", (c.d_model,))
+        for name, key, rows, columns in (
+            ("mlp_gate", "gate_proj", c.shared_dim, c.d_model),
+            ("mlp_up", "up_proj", c.shared_dim, c.d_model),
+            ("mlp_out", "down_proj", c.d_model, c.shared_dim),
+        ):
+            common[f"feed_forward.{key}.weight"] = (name, (rows, columns))
+            if c.mlp_bias:
+                common[f"feed_forward.{key}.bias"] = (f"{name}_bias", (rows,))
+    else:
+        common |= {
+            "post_attention_layernorm.weight": ("mlp_norm", (c.d_model,)),
+            "shared_mlp.input_linear.weight": ("mlp_in", (2 * c.shared_dim, c.d_model)),
+            "shared_mlp.output_linear.weight": ("mlp_out", (c.d_model, c.shared_dim)),
+        }
     if c.nexperts:
         common |= {
             "block_sparse_moe.router.layer.weight": ("router", (c.nexperts, c.d_model)),

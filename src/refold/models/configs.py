@@ -1,13 +1,13 @@
 """What a checkpoint's ``config.json`` says, in one vocabulary, whoever wrote it.
 
-Two writers are read: transformers (``model_type`` mamba, mamba2, granitemoehybrid) and state-spaces (``ssm_cfg``). A
-setting that refold's models do not compute is refused here, by name, rather than ignored there.
+Two writers are read: transformers (``model_type``, see ``_READERS``) and state-spaces (``ssm_cfg``). A setting that
+refold's models do not compute is refused here, by name, rather than ignored there.
 """
 
 import json
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,10 @@ from refold.errors import CheckpointError
 
 @dataclass(frozen=True)
 class MambaConfig:
-    """Mamba-1. ``layout`` names the writer of the checkpoint, which decides the names of its tensors."""
+    """Mamba-1. ``layout`` names the writer of the checkpoint, which decides the names of its tensors.
+
+    Falcon Mamba normalises the low-rank step, B and C, without weights, with ``selection_eps``; None: they stay as is.
+    """
 
     vocab_size: int
     d_model: int
@@ -28,6 +31,7 @@ class MambaConfig:
     conv_bias: bool = True
     proj_bias: bool = False
     norm_eps: float = 1e-5
+    selection_eps: float | None = None
     tied: bool = True
     stop_tokens: tuple[int, ...] = ()
     layout: str = "transformers"
@@ -84,9 +88,10 @@ class Mamba2Config:
 
 @dataclass(frozen=True)
 class GraniteHybridConfig:
-    """Granite 4: Mamba-2 and attention layers in the order of ``kinds``, each followed by an MLP or experts.
+    """Granite 4 and Bamba: Mamba-2 and attention layers in the order of ``kinds``, each followed by an MLP or experts.
 
-    ``rope_theta`` is None where attention sees no positions. ``nexperts`` 0 means no mixture of experts.
+    ``rope_theta`` is None where attention sees no positions; the first ``rope_dim`` numbers of a head are rotated, all
+    if None. ``nexperts`` 0 means no mixture of experts.
     """
 
     vocab_size: int
@@ -108,6 +113,8 @@ class GraniteHybridConfig:
     max_positions: int
     norm_eps: float
     tied: bool
+    rope_dim: int | None = None
+    mlp_bias: bool = False
     stop_tokens: tuple[int, ...] = ()
     layout: str = "transformers"
 
@@ -212,6 +219,10 @@ def _mamba(s: _Settings) -> MambaConfig:
     )
 
 
+def _falcon_mamba(s: _Settings) -> MambaConfig:
+    return replace(_mamba(s), selection_eps=s.get("mixer_rms_eps", 1e-6))
+
+
 def _mamba2(s: _Settings) -> Mamba2Config:
     s.refuse("hidden_act", ("silu",), "silu")
     mixer = Mixer2Config(
@@ -238,45 +249,49 @@ def _mamba2(s: _Settings) -> Mamba2Config:
 _KINDS = {"mamba": "mamba", "linear_attention": "mamba", "attention": "attention", "full_attention": "attention"}
 
 
+def _hybrid_mixer(s: _Settings, norm_eps: float) -> Mixer2Config:
+    d_model, nheads = s["hidden_size"], s["mamba_n_heads"]
+    headdim = s.get("mamba_d_head", "auto")
+    return Mixer2Config(
+        d_model=d_model,
+        nheads=nheads,
+        headdim=s.get("mamba_expand", 2) * d_model // nheads if headdim == "auto" else headdim,
+        ngroups=s.get("mamba_n_groups", 1),
+        dstate=s["mamba_d_state"],
+        conv_width=s.get("mamba_d_conv", 4),
+        conv_bias=s.get("mamba_conv_bias", True),
+        proj_bias=s.get("mamba_proj_bias", False),
+        norm_eps=s.get("rms_norm_eps", norm_eps),
+        dt_limit=s.limit(),
+    )
+
+
+def _rope_theta(s: _Settings) -> float:
+    rope = s.get("rope_parameters", {})
+    if rope.get("rope_type", "default") != "default" or s.raw.get("rope_scaling"):
+        raise CheckpointError(f"{s.path}: only the default rotary embedding is supported, not {rope!r}.")
+    return float(rope.get("rope_theta", s.get("rope_theta", 10000.0)))
+
+
 def _granite(s: _Settings) -> GraniteHybridConfig:
     s.refuse("hidden_act", ("silu",), "silu")
     s.refuse("position_embedding_type", (None, "rope", "nope"), None)
     d_model, nheads = s["hidden_size"], s["num_attention_heads"]
-    rope = s.get("rope_parameters", {}) or {}
-    if s.raw.get("position_embedding_type") == "rope" and (
-        rope.get("rope_type", "default") != "default" or s.raw.get("rope_scaling")
-    ):
-        raise CheckpointError(f"{s.path}: only the default rotary embedding is supported, not {rope!r}.")
     kinds = s.get("layer_types", None) or s.get("layers_block_type", None) or ["mamba"] * s["num_hidden_layers"]
     if len(kinds) != s["num_hidden_layers"] or any(kind not in _KINDS for kind in kinds):
         raise CheckpointError(
             f"{s.path}: layer_types must name {s['num_hidden_layers']} layers, each one of {', '.join(_KINDS)}; "
             f"it is {kinds!r}."
         )
-    mamba_heads = s["mamba_n_heads"]
-    headdim = s.get("mamba_d_head", "auto")
-    mixer = Mixer2Config(
-        d_model=d_model,
-        nheads=mamba_heads,
-        headdim=s.get("mamba_expand", 2) * d_model // mamba_heads if headdim == "auto" else headdim,
-        ngroups=s.get("mamba_n_groups", 1),
-        dstate=s["mamba_d_state"],
-        conv_width=s.get("mamba_d_conv", 4),
-        conv_bias=s.get("mamba_conv_bias", True),
-        proj_bias=s.get("mamba_proj_bias", False),
-        norm_eps=s.get("rms_norm_eps", 1e-6),
-        dt_limit=s.limit(),
-    )
-    theta = float(rope.get("rope_theta", s.get("rope_theta", 10000.0)))
     return GraniteHybridConfig(
         vocab_size=s["vocab_size"],
         kinds=tuple(_KINDS[kind] for kind in kinds),
-        mixer=mixer,
+        mixer=_hybrid_mixer(s, norm_eps=1e-6),
         nheads=nheads,
         nkvheads=s.get("num_key_value_heads", nheads),
         headdim=s.get("head_dim", d_model // nheads),
         attention_bias=s.get("attention_bias", False),
-        rope_theta=theta if s.raw.get("position_embedding_type") == "rope" else None,
+        rope_theta=_rope_theta(s) if s.raw.get("position_embedding_type") == "rope" else None,
         shared_dim=s["shared_intermediate_size"],
         expert_dim=s.get("intermediate_size", 0),
         nexperts=s.get("num_local_experts", 0),
@@ -289,6 +304,40 @@ def _granite(s: _Settings) -> GraniteHybridConfig:
         norm_eps=s.get("rms_norm_eps", 1e-6),
         tied=s.get("tie_word_embeddings", False),
         stop_tokens=s.stop_tokens(),
+    )
+
+
+def _bamba(s: _Settings) -> GraniteHybridConfig:
+    """Read Bamba: Granite's layers without multipliers and experts, half of each attention head rotated."""
+    s.refuse("hidden_act", ("silu",), "silu")
+    d_model, nheads = s["hidden_size"], s["num_attention_heads"]
+    headdim = s.get("head_dim", d_model // nheads)
+    attention = s.get("attn_layer_indices", ())
+    rope = s.get("rope_parameters", {})
+    return GraniteHybridConfig(
+        vocab_size=s["vocab_size"],
+        kinds=tuple("attention" if layer in attention else "mamba" for layer in range(s["num_hidden_layers"])),
+        mixer=_hybrid_mixer(s, norm_eps=1e-5),
+        nheads=nheads,
+        nkvheads=s.get("num_key_value_heads", nheads),
+        headdim=headdim,
+        attention_bias=s.get("attention_bias", False),
+        rope_theta=_rope_theta(s),
+        rope_dim=int(headdim * rope.get("partial_rotary_factor", s.get("partial_rotary_factor", 0.5))),
+        shared_dim=s["intermediate_size"],
+        mlp_bias=s.get("mlp_bias", False),
+        expert_dim=0,
+        nexperts=0,
+        experts_per_token=0,
+        embedding_multiplier=1.0,
+        residual_multiplier=1.0,
+        attention_multiplier=headdim**-0.5,
+        logits_divisor=1.0,
+        max_positions=s.get("max_position_embeddings", 262144),
+        norm_eps=s.get("rms_norm_eps", 1e-5),
+        tied=s.get("tie_word_embeddings", False),
+        stop_tokens=s.stop_tokens(),
+        layout="bamba",
     )
 
 
@@ -357,7 +406,9 @@ def _state_spaces(s: _Settings) -> MambaConfig | Mamba2Config:
 
 _READERS: dict[str, Callable[[_Settings], Config]] = {
     "mamba": _mamba,
+    "falcon_mamba": _falcon_mamba,
     "mamba2": _mamba2,
     "granitemoehybrid": _granite,
+    "bamba": _bamba,
     "state-spaces": _state_spaces,
 }

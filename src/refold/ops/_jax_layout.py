@@ -64,6 +64,15 @@ def step_sizes(dt: Array, dt_bias: Array | None, softplus: bool, limit: tuple[fl
     return dt
 
 
+def vary_like(a: Array, *inputs: Array | None) -> Array:
+    """Return ``a``, known to vary over every mesh axis over which an input does.
+
+    Inside ``shard_map``, the carry that a scan begins with must vary like the one its body returns; zeros do not.
+    """
+    nothing = [jnp.zeros_like(i, a.dtype, shape=()) for i in inputs if i is not None]
+    return sum(nothing, start=a)
+
+
 class Pack(NamedTuple):
     """Where the tokens of a pack go in a row of chunks; ``nchunks = t // l + k`` of ``l`` slots each.
 

@@ -84,7 +84,13 @@ def test_a_second_copy_of_tied_embeddings_must_agree(directory: Path) -> None:
 @pytest.mark.parametrize(
     ("changed", "says"),
     [
-        ({"model_type": "llama"}, "unknown architecture 'llama'"),
+        *(
+            (
+                {"model_type": kind},
+                f"unknown architecture '{kind}'. refold reads: bamba, falcon_mamba, granite",
+            )
+            for kind in ("llama", "jamba", "zamba2", "falcon_h1", "nemotron_h")
+        ),
         ({"model_type": None}, "unknown architecture"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
         ({"hidden_size": None}, "hidden_size.*positive"),

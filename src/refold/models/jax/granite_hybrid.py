@@ -1,4 +1,4 @@
-"""Granite 4 hybrids: Mamba-2 and attention layers, each followed by a shared MLP and, if configured, experts.
+"""Granite 4 hybrids and Bamba: Mamba-2 and attention layers, each followed by an MLP and, if configured, experts.
 
 Runs of layers of one kind are scanned over, and the shortest period of the layer order is scanned over in turn, so
 that compile time grows with the length of a period's runs, not with depth. Weights are sliced from the stacks inside
@@ -225,7 +225,8 @@ def _attention(
     offset = 0 if time_axis is None else jax.lax.axis_index(time_axis) * seqlen
     position = length[:, None] + offset + jnp.arange(seqlen)  # (b, t)
     if config.rope_theta is not None:
-        q, k = _rotate(q, position, config.rope_theta), _rotate(k, position, config.rope_theta)
+        dim = config.headdim if config.rope_dim is None else config.rope_dim
+        q, k = (_rotate(a, position, config.rope_theta, dim) for a in (q, k))
     written = position
     if time_axis is not None:
         k, v, written = (jax.lax.all_gather(a, time_axis, axis=1, tiled=True) for a in (k, v, position))
@@ -256,19 +257,24 @@ def _attention(
     return linear(y.reshape(batch, seqlen, -1), weights["o"], weights.get("o_bias")), k_cache, v_cache
 
 
-def _rotate(x: Array, position: Array, theta: float) -> Array:
-    """Rotate the halves of ``x (b, t, h, e)`` by angles that grow with ``position (b, t)``."""
-    half = x.shape[-1] // 2
+def _rotate(x: Array, position: Array, theta: float, dim: int) -> Array:
+    """Rotate the halves of the first ``dim`` of ``x (b, t, h, e)`` by angles that grow with ``position (b, t)``."""
+    x, rest = x[..., :dim], x[..., dim:]
+    half = dim // 2
     frequency = 1.0 / theta ** (jnp.arange(half, dtype=jnp.float32) / half)
     angle = (position[..., None] * frequency)[:, :, None]  # (b, t, 1, e/2)
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     cos, sin = jnp.cos(angle), jnp.sin(angle)
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+    turned = [first * cos - second * sin, second * cos + first * sin]
+    return jnp.concatenate([a.astype(x.dtype) for a in (*turned, rest)], axis=-1)
 
 
 def _mlp(common: Tree, x: Array) -> Array:
-    gate, up = jnp.split(linear(x, common["mlp_in"]), 2, axis=-1)
-    return linear(jax.nn.silu(gate) * up, common["mlp_out"])
+    if "mlp_in" in common:
+        gate, up = jnp.split(linear(x, common["mlp_in"]), 2, axis=-1)
+    else:
+        gate, up = (linear(x, common[name], common.get(f"{name}_bias")) for name in ("mlp_gate", "mlp_up"))
+    return linear(jax.nn.silu(gate) * up, common["mlp_out"], common.get("mlp_out_bias"))
 
 
 def _experts(config: GraniteHybridConfig, common: Tree, x: Array) -> Array:

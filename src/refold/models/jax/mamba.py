@@ -118,5 +118,7 @@ def _selection(config: MambaConfig, weights: Tree, x: Array) -> tuple[Array, Arr
     """Return what depends on the input: step sizes (float32), B and C."""
     selected = linear(x, weights["x_proj"])
     dt, B, C = jnp.split(selected, [config.dt_rank, config.dt_rank + config.dstate], axis=-1)
+    if config.selection_eps is not None:
+        dt, B, C = (rms_norm(a, jnp.ones((), a.dtype), config.selection_eps) for a in (dt, B, C))
     raw = product("...r,dr->...d", dt, weights["dt_proj"])
     return step_sizes(raw, weights["dt_bias"], True, (0.0, float("inf")), jnp.float32), B, C

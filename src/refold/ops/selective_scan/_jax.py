@@ -2,8 +2,8 @@
 
 The state differs for every channel, so there is no matrix product to find. On CPU one lane walks the sequence: that
 is the least work, and the state stays in cache. On an accelerator a walk of ``t`` small steps is bound by launches, so
-the sequence is cut into about ``sqrt(t)`` lanes that walk side by side: once for the state each lane adds, then, from
-the states that enter the lanes, once more for the outputs. Steps are checkpointed in blocks for the backward pass.
+the sequence is cut into lanes that walk side by side, several steps a launch: once for the state each lane adds, then,
+from the states that enter the lanes, once more for the outputs. Steps are checkpointed in blocks for the backward pass.
 """
 
 import math
@@ -13,15 +13,20 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from refold.ops._jax_layout import Array, accumulator, pack_chunks, pad_time, read_state, step_sizes
+from refold.ops._jax_layout import Array, accumulator, pack_chunks, pad_time, read_state, step_sizes, vary_like
 
 CHECKPOINT_STEPS = 32
 """Steps whose states are recomputed, not stored, by the backward pass."""
 
 
 def default_lane_length(seqlen: int) -> int:
-    """Return the steps one lane walks: all on CPU, about the square root of the length elsewhere."""
-    return seqlen if jax.default_backend() == "cpu" else max(16, 1 << math.isqrt(seqlen).bit_length() - 1)
+    """Return the steps one lane walks: all on CPU, about half the square root of the length elsewhere."""
+    return seqlen if jax.default_backend() == "cpu" else max(16, 1 << math.isqrt(seqlen).bit_length() - 2)
+
+
+def steps_per_launch() -> int:
+    """Return the steps to write out as one: 16 on an accelerator, where a step is shorter than its launch."""
+    return 1 if jax.default_backend() == "cpu" else 16
 
 
 @partial(jax.jit, static_argnames=("dt_softplus", "state_dtype"))
@@ -76,7 +81,8 @@ def selective_scan(
         own = jnp.zeros((nseq, dim, dstate), acc) if initial_state is None else initial_state.astype(acc)
         own = finals = own.reshape(nseq, *shape, dstate)
         state = jnp.zeros((batch, dim, dstate), acc)
-    state = state.reshape(batch, *shape, dstate)
+    decides = (x, dt, A, B, dt_bias, decay, initial_state, cu_seqlens)
+    state = vary_like(state.reshape(batch, *shape, dstate), *decides)
 
     def lanes(a: Array, *tail: int, filler: int = 0) -> Array:
         """Cut (b, t, ...) to (l, c, b, ...): a step takes one token of every lane."""
@@ -97,12 +103,13 @@ def selective_scan(
     def step(h: Array, inputs: Any) -> tuple[Array, Array]:
         x, d, B, C, decay = inputs
         h = factor(d, decay) * h + (d * x)[..., None] * B[..., None, :]
-        return h, jnp.einsum("cbgrn,cbgn->cbgr", h, C, precision=jax.lax.Precision.HIGHEST)
+        return h, read_state(h, C)
 
     if nlanes == 1 and cu_seqlens is None:
         entering = state[None]
     else:
-        zero = jnp.zeros((nlanes, *state.shape), acc)
+        zero = vary_like(jnp.zeros((nlanes, *state.shape), acc), *decides)
+        finals = vary_like(finals, *decides)
         added, _ = _blocked_scan(lambda h, inputs: (step(h, inputs)[0], ()), zero, walked)
         if decay is None:
             product = jnp.exp(walked[1].sum(0)[..., None] * rates)  # (c, b, g, r, n)
@@ -118,7 +125,8 @@ def selective_scan(
             finals = finals.at[jnp.where(last, sequence, len(finals))].set(leaving[0], mode="drop")
             return (leaving, finals), h
 
-        (_, finals), entering = jax.lax.scan(pass_on, (state, finals), (added, product, sequence, first, last))
+        per_lane = added, product, sequence, first, last
+        (_, finals), entering = jax.lax.scan(pass_on, (state, finals), per_lane, unroll=steps_per_launch())
     end, y = _blocked_scan(step, entering, walked)
     y = y.transpose(2, 1, 0, 3, 4).reshape(batch, nlanes * length, dim)
     y = y[:, :seqlen] if cu_seqlens is None else y[:, pack.target]
@@ -142,7 +150,7 @@ def _blocked_scan(step: Any, carry: Array, inputs: Any) -> tuple[Array, Any]:
     blocks, rest = divmod(nsteps, CHECKPOINT_STEPS)
 
     def scan(carry: Array, inputs: Any) -> tuple[Array, Any]:
-        return jax.lax.scan(step, carry, inputs)
+        return jax.lax.scan(step, carry, inputs, unroll=steps_per_launch())
 
     outputs = []
     if blocks:
@@ -182,6 +190,7 @@ def selective_scan_step(
             return state, y
 
         time_first = [None if a is None else jnp.moveaxis(a, 1, 0) for a in (x, dt, B, C, z, decay)]
+        state = vary_like(state, x, dt, A, B, dt_bias, decay)
         state, y = jax.lax.scan(body, state, tuple(time_first))
         return jnp.moveaxis(y, 0, 1), state
 

@@ -13,7 +13,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from refold.ops._jax_layout import Array, accumulator, pack_chunks, pad_time, product, read_state, step_sizes
+from refold.ops._jax_layout import (
+    Array,
+    accumulator,
+    pack_chunks,
+    pad_time,
+    product,
+    read_state,
+    step_sizes,
+    vary_like,
+)
 
 SEGMENT_CHUNKS = 64
 """Chunks whose states are passed on by one matrix product; more of them are scanned."""
@@ -64,35 +73,38 @@ def ssd(
         nseq = cu_seqlens.shape[0] - 1
         if initial_state is None:
             state = jnp.zeros((nseq, nheads, headdim, dstate), acc)
-        finals = own = state.reshape(nseq, *shape, headdim, dstate)
+        finals = own = state.reshape(nseq, *shape, -1)
 
     nsegments = -(-nchunks // SEGMENT_CHUNKS)
     per_segment = nchunks if nsegments == 1 else SEGMENT_CHUNKS
-    x_, d_, B_, C_ = (
-        pad_time(a, nsegments * per_segment * chunk).reshape(batch, nsegments, per_segment, chunk, *tail)
-        for a, tail in zip(inputs, [(*shape, headdim), shape, (ngroups, dstate), (ngroups, dstate)], strict=True)
-    )
+
+    def segments(a: Array, *tail: int) -> Array:
+        """Cut (b, t, ...) to (segments, m, l, *tail)."""
+        a = pad_time(a, nsegments * per_segment * chunk)
+        a = a.reshape(batch, nsegments, per_segment * chunk, *a.shape[2:]).swapaxes(0, 1)
+        return a.reshape(nsegments, batch * per_segment, chunk, *tail)
+
+    x_, d_ = segments(inputs[0], *shape, headdim), segments(inputs[1], *shape)
+    B_, C_ = (segments(a, ngroups, dstate) for a in inputs[2:])
     rates = A.astype(acc).reshape(shape)
     body: Any = partial(_segment, rates, own)
     carry: Any
     if pack is None:
-        carry = (state.reshape(batch, *shape, headdim, dstate), None)
+        carry = (state.reshape(batch, *shape, -1), None)
         chunks = None
     else:
-        carry = (jnp.zeros((batch, *shape, headdim, dstate), acc), finals)
+        carry = (jnp.zeros((batch, *shape, headdim * dstate), acc), finals)
         behind = nsegments * per_segment - nchunks  # chunks of no sequence that fill the last segment
         borders = jnp.array([pack.nsequences, 0, 0])[:, None] * jnp.ones(behind, int)
         chunks = jnp.concatenate([jnp.stack([pack.sequence, pack.first, pack.last]), borders], 1)
-        chunks = chunks.reshape(3, nsegments, per_segment)
+        chunks = chunks.reshape(3, nsegments, per_segment).swapaxes(0, 1)
 
     if nsegments == 1:
-        carry, y = body(carry, (x_[:, 0], d_[:, 0], B_[:, 0], C_[:, 0], None if chunks is None else chunks[:, 0]))
+        carry, y = body(carry, (x_[0], d_[0], B_[0], C_[0], None if chunks is None else chunks[0]))
     else:
-        first = [jnp.moveaxis(a, 1, 0) for a in (x_, d_, B_, C_)]
-        chunks = None if chunks is None else jnp.moveaxis(chunks, 1, 0)
-        carry, y = jax.lax.scan(jax.checkpoint(body), carry, (*first, chunks))
-        y = jnp.moveaxis(y, 0, 1)
-    y = y.reshape(batch, -1, nheads, headdim)
+        carry = jax.tree.map(lambda a: vary_like(a, x, dt, A, B, dt_bias, initial_state, cu_seqlens), carry)
+        carry, y = jax.lax.scan(jax.checkpoint(body), carry, (x_, d_, B_, C_, chunks))
+    y = y.reshape(nsegments, batch, -1, nheads, headdim).swapaxes(0, 1).reshape(batch, -1, nheads, headdim)
     y = y[:, :seqlen] if pack is None else y[:, pack.target]
     final = carry[0] if pack is None else carry[1]
     final = final.reshape(-1, nheads, headdim, dstate).astype(state_dtype or acc)
@@ -116,29 +128,35 @@ def _finish(y: Array, x: Array, D: Array | None, z: Array | None) -> Array:
 def _segment(A: Array, initial: Array | None, carry: Any, inputs: Any) -> tuple[Any, Array]:
     """Run the chunks of one segment.
 
+    No value has more than five axes: chunks of all rows lie on one axis ``m = b c``, and states are flat, ``q = p n``,
+    where only their sums matter. Gradients under ``vmap`` have one more, and XLA's CPU backend (jaxlib 0.10.2) crashes
+    in sums of products over seven axes.
+
     Args:
         A: Rates, ``(g, r)``.
-        initial: Initial state of each sequence of a pack, ``(k, g, r, p, n)``; None without a pack.
-        carry: State entering the segment, ``(b, g, r, p, n)``, and the final states of a pack.
-        inputs: ``x (b, c, l, g, r, p)``, ``dt (b, c, l, g, r)``, ``B`` and ``C (b, c, l, g, n)``, and for a pack each
-            chunk's sequence, whether it is the sequence's first, and whether its last, ``(3, c)``.
+        initial: Initial state of each sequence of a pack, ``(k, g, r, q)``; None without a pack.
+        carry: State entering the segment, ``(b, g, r, q)``, and the final states of a pack.
+        inputs: ``x (m, l, g, r, p)``, ``dt (m, l, g, r)``, ``B`` and ``C (m, l, g, n)``, and for a pack each chunk's
+            sequence, whether it is the sequence's first, and whether its last, ``(3, c)``.
 
     Returns:
-        The carry, and ``y (b, c, l, g, r, p)`` without skip and gate, in the accumulator's dtype.
+        The carry, and ``y (m, l, g, r, p)`` without skip and gate, in the accumulator's dtype.
     """
     entering, finals = carry
     x, dt, B, C, chunks = inputs
-    nchunks, length = x.shape[1:3]
+    batch, length = entering.shape[0], x.shape[1]
+    nchunks = x.shape[0] // batch
 
     # 1. Cumulative log decay of each chunk, and its total.
     causal = jnp.tril(jnp.ones((length, length), bool))
-    coarse, fine = _cumulative(dt * A, causal)  # (b, c, g, r, l) each; their sum is what is meant
+    coarse, fine = _cumulative(dt * A, causal)  # (m, g, r, l) each; their sum is what is meant
     within = coarse + fine
-    total = within[..., -1]  # (b, c, g, r)
+    total = within[..., -1].reshape(batch, nchunks, *A.shape)
 
     # 2. What each chunk adds to the state.
-    to_end = jnp.exp((coarse[..., -1:] - coarse) + (fine[..., -1:] - fine)).transpose(0, 1, 4, 2, 3)  # (b, c, s, g, r)
-    states = product("bcsgrp,bcsgn->bcgrpn", (x * (dt * to_end)[..., None]).astype(x.dtype), B)
+    to_end = jnp.exp((coarse[..., -1:] - coarse) + (fine[..., -1:] - fine)).transpose(0, 3, 1, 2)  # (m, s, g, r)
+    states = product("msgrp,msgn->mgrpn", (x * (dt * to_end)[..., None]).astype(x.dtype), B)
+    matrix, states = states.shape, states.reshape(batch, nchunks, *A.shape, -1)  # (b, c, g, r, q)
 
     # 3. The state that enters each chunk: what the chunks before it added, and what entered their sequence.
     before = jnp.tril(jnp.ones((nchunks, nchunks), bool), -1)  # (c, j): chunk j comes before chunk c
@@ -147,40 +165,40 @@ def _segment(A: Array, initial: Array | None, carry: Any, inputs: Any) -> tuple[
         sequence, first, last = chunks
         alike = sequence[:, None] == sequence
         same = before & alike
-        begun = jnp.any(alike & (first > 0), axis=1).reshape(1, -1, 1, 1, 1, 1)
+        begun = jnp.any(alike & (first > 0), axis=1).reshape(1, -1, 1, 1, 1)
         entry = jnp.where(begun, initial[jnp.minimum(sequence, len(initial) - 1)], entry)
     since = product("cm,bmgr->bcgr", same.astype(total.dtype), total)
-    prefix = product("bgrcj,bjgrpn->bcgrpn", jnp.exp(jnp.where(same, _sums_between(total), -jnp.inf)), states)
-    prefix = prefix + jnp.exp(since)[..., None, None] * entry
-    leaving = jnp.exp(total)[..., None, None] * prefix + states  # (b, c, g, r, p, n)
+    prefix = product("bgrcj,bjgrq->bcgrq", jnp.exp(jnp.where(same, _sums_between(total), -jnp.inf)), states)
+    prefix = prefix + jnp.exp(since)[..., None] * entry
+    leaving = jnp.exp(total)[..., None] * prefix + states  # (b, c, g, r, q)
     if chunks is not None:
         finals = finals.at[jnp.where(last > 0, sequence, len(finals))].set(leaving[0], mode="drop")
 
     # 4. Output: inside the chunk through C Bᵀ, from before through the entering state.
-    scores = product("bclgn,bcsgn->bcgls", C, B)
+    scores = product("mlgn,msgn->mgls", C, B)
     span = (coarse[..., :, None] - coarse[..., None, :]) + (fine[..., :, None] - fine[..., None, :])
     decay = jnp.exp(jnp.where(causal, span, -jnp.inf))
-    weights = scores[:, :, :, None] * decay * dt.transpose(0, 1, 3, 4, 2)[..., None, :]  # (b, c, g, r, l, s)
-    y = product("bcgrls,bcsgrp->bclgrp", weights.astype(x.dtype), x)
-    carried = product("bclgn,bcgrpn->bclgrp", C, prefix.astype(C.dtype))
-    y = y + carried * jnp.exp(within).transpose(0, 1, 4, 2, 3)[..., None]
+    weights = scores[:, :, None] * decay * dt.transpose(0, 2, 3, 1)[..., None, :]  # (m, g, r, l, s)
+    y = product("mgrls,msgrp->mlgrp", weights.astype(x.dtype), x)
+    carried = product("mlgn,mgrpn->mlgrp", C, prefix.reshape(matrix).astype(C.dtype))
+    y = y + carried * jnp.exp(within).transpose(0, 3, 1, 2)[..., None]
     return (leaving[:, -1], finals), y
 
 
 def _cumulative(log_decay: Array, causal: Array) -> tuple[Array, Array]:
-    """Return the cumulative sums of ``log_decay (b, c, l, g, r)`` over l as two parts, ``(b, c, g, r, l)`` each.
+    """Return the cumulative sums of ``log_decay (m, l, g, r)`` over l as two parts, ``(m, g, r, l)`` each.
 
     A difference of plain float32 sums loses the small decays that follow large ones. Here each term is a multiple of
     a quantum, so coarse that all sums of multiples are exact, and a rest smaller than half of it. Terms are clipped
     where the exponential is zero or infinite anyway: exp(±128) in float32, exp(±1024) in float64.
     """
-    length = log_decay.shape[2]
+    length = log_decay.shape[1]
     number = jnp.finfo(log_decay.dtype)
     quantum = 2.0 ** (math.ceil(math.log2(number.maxexp * length)) - number.nmant - 1)
     log_decay = jnp.clip(log_decay, -number.maxexp, number.maxexp)
     coarse = jax.lax.stop_gradient(jnp.round(log_decay / quantum) * quantum)
     parts = jnp.stack([coarse, log_decay - coarse])
-    coarse, fine = product("ls,kbcsgr->kbcgrl", causal.astype(log_decay.dtype), parts)
+    coarse, fine = product("ls,kmsgr->kmgrl", causal.astype(log_decay.dtype), parts)
     return coarse, fine
 
 
@@ -225,6 +243,7 @@ def ssd_step(
             return state, y
 
         time_first = [None if a is None else jnp.moveaxis(a, 1, 0) for a in (x, dt, B, C, z)]
+        state = vary_like(state, x, dt, A, B, dt_bias)
         state, y = jax.lax.scan(body, state, tuple(time_first))
         return jnp.moveaxis(y, 0, 1), state
 
