@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -160,7 +161,7 @@ def _items(tx: Translator, proxy: Any, column: list[torch.Tensor]) -> list[Varia
     variables = [wrap_fx_proxy(tx, proxy[0], example_value=column[0])]
     first = _node(variables[0])
     for k, x in enumerate(column[1:], 1):
-        node = first.graph.call_function(first.target, (proxy.node, k))
+        node = first.graph.call_function(operator.getitem, (proxy.node, k))
         node.meta |= {**first.meta, "example_value": x}
         variables.append(variables[0].clone(proxy=Proxy(node, proxy.tracer)))
     return variables

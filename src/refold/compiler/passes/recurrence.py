@@ -169,8 +169,8 @@ def replace(
     rollup.emit.added += build.added
     live = _behind(new)
     added = [node for node in rollup.emit.added if node in live]
-    again = _computed_anew(added, rollup)
-    inside = _region(root, added, rollup) | again
+    added += _computed_anew(added, rollup)
+    inside = _region(root, added, rollup)
     found = rollup.loops[loops:] or rollup.loops[-1:]
     first = found[0]
     state = " x ".join(str(size) for size in value(first.steps[0]).shape)
@@ -178,7 +178,7 @@ def replace(
         root,
         new,
         inside=inside,
-        added=[*added, *again],
+        added=added,
         name="roll up loop",
         why=why,
         detail=f"{len(first.steps)} steps of a state of {state or 1} as one {first.operator}"
