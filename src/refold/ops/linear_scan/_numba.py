@@ -26,13 +26,43 @@ def linear_scan(
     """Compute `refold.ops.linear_scan`."""
     batch, seqlen, *rest = x.shape
     spans = spans_of("linear_scan", batch, seqlen, cu_seqlens)
-    factors, inputs = (array.float().flatten(2).contiguous() for array in (a[..., None], x[..., None]))
+    factors, inputs = _flat(a), _flat(x)
     state = zeros_or_copy(initial_state, len(spans), *rest)
     h = torch.empty_like(inputs)
     elements = inputs.shape[2]
     arrays = (factors, inputs, h, state.view(len(spans), elements), torch.tensor([reverse]))
     share_out(_sweep, arrays, spans, (0, elements), CHANNELS, inputs.numel())
     return h.view(x.shape).to(x.dtype), state
+
+
+def linear_scan_backward(
+    *, dh: Tensor | None, dstate: Tensor | None, needs: frozenset[str], a: Tensor, x: Tensor,
+    initial_state: Tensor | None, cu_seqlens: Tensor | None, reverse: bool,
+) -> dict[str, Tensor]:  # fmt: skip
+    """Return the gradients of all array arguments that are present, whatever ``needs`` says.
+
+    With adjoints λ[t] = dh[t] + a[t+1] λ[t+1], x's gradient is λ and a's λ[t] h[t-1]: one sweep against the scan.
+    """
+    batch, seqlen, *rest = x.shape
+    spans = spans_of("linear_scan", batch, seqlen, cu_seqlens)
+    h, _ = linear_scan(a=a, x=x.float(), initial_state=initial_state, cu_seqlens=cu_seqlens, reverse=reverse)
+    factors, h = _flat(a), _flat(h)
+    adjoints = torch.zeros_like(h) if dh is None else _flat(dh).clone()
+    before = zeros_or_copy(initial_state, len(spans), *rest)
+    dinitial = zeros_or_copy(dstate, len(spans), *rest)
+    elements = h.shape[2]
+    states = (array.view(len(spans), elements) for array in (before, dinitial))
+    # λ h[t-1] takes the place of h, as nothing reads a state behind its adjoint.
+    share_out(
+        _sweep_back, (factors, h, adjoints, *states, torch.tensor([reverse])), spans, (0, elements), CHANNELS, h.numel()
+    )
+    grads = {"a": h.view(x.shape), "x": adjoints.view(x.shape)}
+    return grads if initial_state is None else {**grads, "initial_state": dinitial}
+
+
+def _flat(array: Tensor) -> Tensor:
+    """Return a tensor as float32 (batch, time, elements)."""
+    return array[..., None].float().flatten(2).contiguous()
 
 
 @numba.njit(nogil=True, fastmath={"contract"})
@@ -50,3 +80,22 @@ def _sweep(a: Any, x: Any, h: Any, state: Any, reverse: Any, blocks: Any) -> Non
                 last[c] = factors[c] * last[c] + inputs[c]
                 states[c] = last[c]
         state[k, low:high] = last[:width]
+
+
+@numba.njit(nogil=True, fastmath={"contract"})
+def _sweep_back(a: Any, h: Any, adjoints: Any, before: Any, carry: Any, reverse: Any, blocks: Any) -> None:
+    """Turn results' gradients into adjoints, states into a's gradients, and last states' gradients into first ones'."""
+    last = np.empty(CHANNELS, np.float32)
+    for row, start, stop, k, low, high in blocks:
+        width = high - low
+        last[:width] = carry[k, low:high]
+        for i in range(start, stop):
+            t = i if reverse[0] else start + stop - 1 - i
+            factors, grads, states = a[row, t, low:high], adjoints[row, t, low:high], h[row, t, low:high]
+            earlier = before[k, low:high] if i == stop - 1 else h[row, t + 1 if reverse[0] else t - 1, low:high]
+            for c in range(width):
+                adjoint = grads[c] + last[c]
+                grads[c] = adjoint
+                states[c] = adjoint * earlier[c]
+                last[c] = factors[c] * adjoint
+        carry[k, low:high] = last[:width]
