@@ -13,6 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from render_tables import CPUS
+
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 FIGURES = ROOT / "docs" / "figures"
@@ -65,7 +67,11 @@ def draw_operators(rows: Rows, path: Path) -> None:
 def hybrid_layer() -> Rows:
     """Return the rows of the Granite hybrid layer."""
     files = sorted(RESULTS.glob("*/hybrid_layer.jsonl"))
-    return [row for file in files for row in newest(file.parent.name, file.stem, "transformers", "dtype", "batch")]
+    return [
+        {**row, "machine": CPUS.get(file.parent.name, row["report"]["environment"]["device"])}
+        for file in files
+        for row in newest(file.parent.name, file.stem, "transformers", "dtype", "batch")
+    ]
 
 
 def draw_hybrid_layer(rows: Rows, path: Path) -> None:
@@ -86,9 +92,7 @@ def draw_hybrid_layer(rows: Rows, path: Path) -> None:
                 panel.text(left, i + styles[name][1], f" {name} fails", fontsize=7, va="center", color=styles[name][0])
         panel.set_xlabel(unit)
         panel.spines[["top", "right"]].set_visible(False)
-    names = [
-        f"{row['report']['environment']['device']}\n{row['dtype']}, transformers {row['transformers']}" for row in rows
-    ]
+    names = [f"{row['machine']}\n{row['dtype']}, transformers {row['transformers']}" for row in rows]
     panels[0].set_yticks(range(len(rows)), names, fontsize=8)
     panels[0].invert_yaxis()
     figure.legend(*panels[0].get_legend_handles_labels(), frameon=False, fontsize=8, loc="upper center", ncols=3)

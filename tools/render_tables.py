@@ -14,6 +14,8 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 PAGES = ["README.md"]
+# Rows measured on a CPU name no processor; the folders do.
+CPUS = {"amd-epyc-2-threads": "AMD EPYC, 2 threads", "intel-xeon-2-threads": "Intel Xeon, 2 threads"}
 
 
 def hybrid_layer() -> str:
@@ -27,10 +29,10 @@ def hybrid_layer() -> str:
         "| machine | transformers | dtype | batch x tokens | eager | torch.compile | refold | peak, eager -> refold |",
         "|---|---|---|---|---|---|---|---|",
     ]
-    for (_, release, dtype, batch), row in newest.items():
+    for (folder, release, dtype, batch), row in newest.items():
         (graph,) = row["report"]["graphs"]
         times, peaks = graph["times_ms"], graph["peak_bytes"]
-        device = row["report"]["environment"]["device"]
+        device = CPUS.get(folder, row["report"]["environment"]["device"])
         compiled = f"{times['torch.compile']:.1f} ms" if "torch.compile" in times else "fails (torch 2.11)"
         lines.append(
             f"| {device} | {release} | {dtype} | {batch} x {row['tokens']} | {times['eager']:.1f} ms | {compiled} "
