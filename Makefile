@@ -32,9 +32,11 @@ lint: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# Two processes of one thread each: tests spend their time in compilers, which use one.
+test: export OMP_NUM_THREADS = 1
 test: lint $(NEWEST)/.done
-	$(BIN)/python -m pytest tests --ignore=tests/gpu
-	$(NEWEST)/bin/python -m pytest tests/hf/test_layers.py
+	$(BIN)/python -m pytest tests --ignore=tests/gpu -n 2 --dist worksteal
+	$(NEWEST)/bin/python -m pytest tests/hf/test_layers.py -n 2 --dist worksteal
 
 clean:
 	rm -rf $(VENV) $(NEWEST) build dist
