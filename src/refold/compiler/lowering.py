@@ -268,10 +268,11 @@ class Lowering:
                 use.replace_all_uses_with(new)
             else:
                 self._replace_list(use, new)
+        sequences = call.all_input_nodes  # of which an erased node knows nothing
         for use in list(call.users):
             graph.erase_node(use)
         graph.erase_node(call)
-        _drop_items(graph, [node for node in call.args if isinstance(node, Node)])
+        _drop_items(graph, sequences)
 
     def _write(self, write: Any, content: Node) -> None:
         """Write all steps' values at once."""
@@ -357,7 +358,7 @@ def _run_from(tensors: list[Any], at: int, position: dict[Node, int]) -> int:
 
 def _drop_items(graph: Graph, sequences: list[Node]) -> None:
     """Erase what Dynamo unpacked to iterate over, where nothing uses it any more."""
-    for sequence in dict.fromkeys(sequences):
+    for sequence in sequences:
         for item in list(sequence.users):
             if item.target is operator.getitem and not item.users:
                 graph.erase_node(item)

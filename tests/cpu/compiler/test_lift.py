@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import refold
+from refold.compiler import session
 from refold.compiler.stepnumber import _first_failure
 
 B, T, D, N = 2, 40, 5, 3
@@ -380,6 +381,29 @@ def test_memory_and_modes_are_the_users(fn):
     torch.testing.assert_close(got, expected, rtol=tolerance, atol=tolerance)
     rolled = [row.site for row in compiled.report.rewrites if "loop_over_time" in row.site]
     assert bool(rolled) == (fn is writes)
+
+
+def test_what_was_unpacked_to_go_through_it_is_not_traced(monkeypatch):
+    # An `unbind` of thousands of items that nobody reads costs seconds in each tracing.
+    def through_items(x):
+        h, ys = torch.zeros_like(x[:, 0]), []
+        for item, gate in zip(x.unbind(1), torch.sigmoid(x).unbind(1), strict=True):
+            h = gate * h + item
+            ys.append(h)
+        return torch.stack(ys, 1)
+
+    traced = []
+    compile_with = session.inductor
+
+    def recording(gm, *args, **kwargs):
+        traced.append([node.target for node in gm.graph.nodes])
+        return compile_with(gm, *args, **kwargs)
+
+    monkeypatch.setattr(session, "inductor", recording)
+    torch._dynamo.reset()
+    refold.compile(through_items, accept="always", strict=True)(xs())
+    assert traced
+    assert all("unbind" not in targets for targets in traced)
 
 
 def gru(x, w, u):
