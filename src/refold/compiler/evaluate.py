@@ -33,18 +33,22 @@ class _Product:
     b: torch.Tensor
 
 
-class Evaluator(torch.fx.Interpreter):
-    """Runs a graph on real tensors, optionally with every float32, bfloat16 and float16 as float64."""
+# What is computed in a type instead: all that is narrower than the reference, and what float32 is to be tried for.
+_REPLACED = {torch.float64: (torch.float32, torch.float16, torch.bfloat16), torch.float32: (torch.float64,)}
 
-    def __init__(self, gm: GraphModule, double: bool = False) -> None:
+
+class Evaluator(torch.fx.Interpreter):
+    """Runs a graph on real tensors: as it is, with everything narrower in float64, or with float64 in float32."""
+
+    def __init__(self, gm: GraphModule, dtype: torch.dtype | None = None) -> None:
         super().__init__(gm, garbage_collect_values=True)
-        self.double = double
+        self.dtype = dtype
 
     def run_node(self, n: Node) -> Any:
         """Run one node; large products wait for the sum that reads them."""
-        if n.op == "call_module" and self.double:
+        if n.op == "call_module" and self.dtype is not None:
             module: Any = self.fetch_attr(str(n.target))
-            return module.in_float64(*self.fetch_args_kwargs_from_env(n)[0])
+            return module.in_dtype(self.dtype, *self.fetch_args_kwargs_from_env(n)[0])
         if n.op == "call_function":
             args, kwargs = self.fetch_args_kwargs_from_env(n)
             if n.target is aten.mul.Tensor and _only_summed(n):
@@ -58,10 +62,10 @@ class Evaluator(torch.fx.Interpreter):
             # Blocked sums and float64 may lay values out otherwise than the traced graph did.
             if n.target is aten.view.default:
                 return args[0].reshape(args[1])
-            if self.double:
-                args, kwargs = _widen((args, kwargs))
+            if self.dtype is not None:
+                args, kwargs = _replaced((args, kwargs), self.dtype)
             return n.target(*args, **kwargs)  # type: ignore[operator]
-        return super().run_node(n)
+        return _as(super().run_node(n), self.dtype if n.op == "get_attr" else None)
 
     def _sum(self, n: Node, product: _Product, kwargs: dict[str, Any]) -> torch.Tensor:
         dims = sum_dims(n)
@@ -91,57 +95,57 @@ def _only_summed(n: Node) -> bool:
     return bool(n.users) and all(user.target in _SUMS for user in n.users)
 
 
-def _widen(values: Any) -> Any:
-    """Replace half and single precision dtypes among arguments by float64."""
+def _replaced(values: Any, dtype: torch.dtype) -> Any:
+    """Replace the dtypes among arguments that are to be computed in another."""
     if isinstance(values, torch.dtype):
-        return torch.float64 if values in (torch.float32, torch.float16, torch.bfloat16) else values
+        return dtype if values in _REPLACED[dtype] else values
     if isinstance(values, (list, tuple)):
-        return type(values)(_widen(v) for v in values)
+        return type(values)(_replaced(v, dtype) for v in values)
     if isinstance(values, dict):
-        return {key: _widen(v) for key, v in values.items()}
+        return {key: _replaced(v, dtype) for key, v in values.items()}
     return values
 
 
-def widened(gm: GraphModule) -> GraphModule:
-    """Copy a graph so that it computes in float64 what it computes in a narrower type."""
+def _as(x: Any, dtype: torch.dtype | None) -> Any:
+    """Convert a tensor that is to be computed in another dtype."""
+    return x.to(dtype) if dtype and isinstance(x, torch.Tensor) and x.dtype in _REPLACED[dtype] else x
+
+
+def computing_in(gm: GraphModule, dtype: torch.dtype) -> GraphModule:
+    """Copy a graph so that it computes in a dtype what it computes in those that this one replaces."""
     graph = copy.deepcopy(gm.graph)
     for node in graph.nodes:
-        node.args, node.kwargs = _widen(node.args), _widen(node.kwargs)
+        node.args, node.kwargs = _replaced(node.args, dtype), _replaced(node.kwargs, dtype)
     return GraphModule(gm, graph)
 
 
-def with_gradients(gm: GraphModule, inputs: Sequence[Any], needed: Sequence[bool], double: bool = False) -> Any:
+def with_gradients(
+    gm: GraphModule, inputs: Sequence[Any], needed: Sequence[bool], dtype: torch.dtype | None = None
+) -> Any:
     """Run a graph and return its results, followed by the gradients of the inputs that need one.
 
     The gradients are those of a sum of all results with fixed random weights.
     """
-    xs = [x.double() if double and isinstance(x, torch.Tensor) and x.is_floating_point() else x for x in inputs]
+    xs = [_as(x, dtype) for x in inputs]
     xs = [
         x.detach().requires_grad_(need) if isinstance(x, torch.Tensor) else x
         for x, need in zip(xs, needed, strict=True)
     ]
     with torch.enable_grad():
-        results = Evaluator(gm, double).run(*xs)
+        results = Evaluator(gm, dtype).run(*xs)
         results = results if isinstance(results, (tuple, list)) else (results,)
         roots = [y for y in results if y.requires_grad]
         generator = torch.Generator().manual_seed(0)
-        weights = [torch.randn(y.shape, generator=generator, dtype=torch.float64).to(y) for y in roots]
+        weights = [torch.randn(y.shape, generator=generator).to(y) for y in roots]
         leaves = [x for x, need in zip(xs, needed, strict=True) if need]
         gradients = torch.autograd.grad(roots, leaves, weights, allow_unused=True, materialize_grads=True)
     return tuple(y.detach() for y in (*results, *gradients))
 
 
-def evaluate(gm: GraphModule, inputs: Sequence[Any]) -> Any:
-    """Run a graph as it is."""
+def evaluate(gm: GraphModule, inputs: Sequence[Any], dtype: torch.dtype | None = None) -> Any:
+    """Run a graph as it is, or in another dtype: float64 stands in for all narrower ones, float32 for float64."""
     with torch.no_grad():
-        return Evaluator(gm).run(*inputs)
-
-
-def evaluate_float64(gm: GraphModule, inputs: Sequence[Any]) -> Any:
-    """Run a graph with every floating value in float64."""
-    wide = [x.double() if isinstance(x, torch.Tensor) and x.is_floating_point() else x for x in inputs]
-    with torch.no_grad():
-        return Evaluator(gm, double=True).run(*wide)
+        return Evaluator(gm, dtype).run(*(_as(x, dtype) for x in inputs))
 
 
 def values_at(graph: Graph, names: Sequence[str], inputs: Sequence[Any]) -> dict[str, Any]:

@@ -9,13 +9,14 @@ the log decays from its start,
 
 where S0 are the states that enter the chunk: one `linear_scan` over chunks. Exponents are sums of log decays between
 two positions of one chunk, so nothing overflows that would not in the loop. ``exp(G[i]) exp(-G[j])``, which would make
-the first term a matrix product, does overflow. Differences are taken in float64, where strong decays next to weak ones
-may cancel.
+the first term a matrix product, does overflow. Differences are taken in float64, as strong decays next to weak ones
+may cancel; of float64 itself in two parts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial, reduce
 from math import inf, prod
 from operator import getitem
 
@@ -52,14 +53,16 @@ def keyed_scan(
     (rows, steps, k), v = value(keys).shape, value(values).shape[2]
     chunks = -(-steps // CHUNK)
     q, key, x, g = (_chunked(emit, part, chunks) for part in (queries, keys, values, logs))
-    total = emit.call(aten.cumsum.default, emit.cast(g, torch.float64), 2)
-    end = emit.call(aten.slice.Tensor, total, 2, CHUNK - 1, CHUNK)
+    sums = _running_sums(emit, g)
 
     def decay(exponent: Node) -> Node:
         return emit.call(aten.exp.default, emit.cast(exponent, value(x).dtype))
 
     def times(a: Node, b: Node) -> Node:
         return emit.call(aten.mul.Tensor, a, b)
+
+    def plus(parts: Sequence[Node]) -> Node:
+        return reduce(partial(emit.call, aten.add.Tensor), parts)
 
     def product(a: Node, b: Node) -> Node:
         """Multiply the matrices of all chunks."""
@@ -68,16 +71,19 @@ def keyed_scan(
         return emit.reshape(out, [rows, chunks, *value(out).shape[1:]])
 
     # Within a chunk: pairs of positions, the later one in front.
-    later, earlier = (emit.call(aten.unsqueeze.default, total, dim) for dim in (3, 2))
+    apart = [[emit.call(aten.unsqueeze.default, part, dim) for dim in (3, 2)] for part in sums]
+    between = plus([emit.call(aten.sub.Tensor, later, earlier) for later, earlier in apart])
     never = emit.call(aten.full.default, [], -inf, dtype=torch.float64, device=value(x).device)
-    between = emit.call(aten.where.self, _causal(emit, x), emit.call(aten.sub.Tensor, later, earlier), never)
+    between = emit.call(aten.where.self, _causal(emit, x), between, never)
     pairs = times(emit.call(aten.unsqueeze.default, q, 3), emit.call(aten.unsqueeze.default, key, 2))
     scores = emit.call(aten.sum.dim_IntList, times(pairs, decay(between)), [-1])
     near = product(scores, x)
     # What a chunk adds to the state, and the states that enter the chunks.
-    left = times(key, decay(emit.call(aten.sub.Tensor, end, total)))
+    ends = [emit.call(aten.slice.Tensor, part, 2, CHUNK - 1, CHUNK) for part in sums]
+    until = plus([emit.call(aten.sub.Tensor, end, part) for end, part in zip(ends, sums, strict=True)])
+    left = times(key, decay(until))
     added = product(emit.permute(left, [0, 1, 3, 2]), x)
-    whole = emit.expand(emit.reshape(decay(end), [rows, chunks, k, 1]), [rows, chunks, k, v])
+    whole = emit.expand(emit.reshape(decay(plus(ends)), [rows, chunks, k, 1]), [rows, chunks, k, v])
     if initial is None:
         initial = emit.call(aten.full.default, [rows, k, v], 0.0, dtype=value(x).dtype, device=value(x).device)
     dense = [emit.call(aten.clone.default, m, memory_format=torch.contiguous_format) for m in (whole, added, initial)]
@@ -85,7 +91,7 @@ def keyed_scan(
     states, last = (emit.call(getitem, scan, i) for i in (0, 1))
     before = emit.call(aten.slice.Tensor, states, 1, 0, chunks - 1)
     entering = emit.call(aten.cat.default, [emit.call(aten.unsqueeze.default, initial, 1), before], 1)
-    far = product(times(q, decay(total)), entering)
+    far = product(times(q, decay(plus(sums))), entering)
     y = emit.reshape(emit.call(aten.add.Tensor, near, far), [rows, chunks * CHUNK, v])
     return (y if chunks * CHUNK == steps else emit.call(aten.slice.Tensor, y, 1, 0, steps)), last
 
@@ -96,6 +102,17 @@ def _chunked(emit: Emitter, x: Node, chunks: int) -> Node:
     if steps != chunks * CHUNK:
         x = emit.call(aten.constant_pad_nd.default, x, [0, 0, 0, chunks * CHUNK - steps], 0.0)
     return emit.reshape(x, [rows, chunks, CHUNK, width])
+
+
+def _running_sums(emit: Emitter, g: Node) -> list[Node]:
+    """Sum log decays from the start of each chunk in float64; its own, what the sums have lost is summed beside."""
+    wide = emit.cast(g, torch.float64)
+    total = emit.call(aten.cumsum.default, wide, 2)
+    if value(g).dtype != torch.float64:
+        return [total]
+    before = emit.call(aten.constant_pad_nd.default, total, [0, 0, 1, -1], 0.0)
+    lost = emit.call(aten.sub.Tensor, wide, emit.call(aten.sub.Tensor, total, before))
+    return [total, emit.call(aten.cumsum.default, lost, 2)]
 
 
 def _causal(emit: Emitter, like: Node) -> Node:

@@ -15,7 +15,7 @@ from torch.fx import Graph, GraphModule, Node
 from .affine import Loop
 from .body import Body, Slices, Traced, differentiable, trace
 from .cost import Cost, graph_cost
-from .evaluate import widened
+from .evaluate import computing_in
 from .graph import Builder
 from .index import value
 from .lifted import LiftedLoop
@@ -32,18 +32,17 @@ class Stepwise(torch.nn.Module):
     def __init__(self, body: GraphModule, count: int, carried: int, wanted: Sequence[int], lists: int) -> None:
         super().__init__()
         self.body, self.count, self.carried, self.wanted, self.lists = body, count, carried, tuple(wanted), lists
+        self._others: dict[torch.dtype, GraphModule] = {}
 
     def forward(self, *operands: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Run all steps; return the results that are wanted: last values, and stacks of all steps' values."""
         return self._run(self.body, operands)
 
-    def in_float64(self, *operands: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Do the same with every floating value in float64."""
-        return self._run(self._wide, operands)
-
-    @cached_property
-    def _wide(self) -> GraphModule:
-        return widened(self.body)
+    def in_dtype(self, dtype: torch.dtype, *operands: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Do the same in another dtype, see `refold.compiler.evaluate`."""
+        if dtype not in self._others:
+            self._others[dtype] = computing_in(self.body, dtype)
+        return self._run(self._others[dtype], operands)
 
     def _run(self, body: Callable[..., Any], operands: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         state, rest = tuple(operands[: self.carried]), operands[self.carried :]

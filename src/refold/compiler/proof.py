@@ -18,7 +18,7 @@ from ..verify.memory import available_bytes
 from ..verify.timing import DELTA, once_ms
 from .capture import duplicate, standalone
 from .cost import concrete, graph_cost
-from .evaluate import evaluate, evaluate_float64, with_gradients
+from .evaluate import evaluate, with_gradients
 from .pipeline import run as run_pipeline
 from .rewrite import Rewrite
 
@@ -75,13 +75,17 @@ def judge(rewrite: Rewrite, actual: Sequence[Any] | None, settings: Settings) ->
     if settings.verify == "quick":
         log.info("proving %s: %s", rewrite.site, rewrite.detail)
         start = time.perf_counter()
+        original, candidate, reference, narrowed = _programs(rewrite)
         verdict.evidence = check(
-            *_programs(rewrite),
+            original,
+            candidate,
+            reference,
             actual,
             like,
             terms=rewrite.terms,
             multilinear=rewrite.multilinear,
             spread=rewrite.spread,
+            narrowed=narrowed,
         )
         verdict.evidence.seconds = time.perf_counter() - start
         if not verdict.evidence.passed:
@@ -103,19 +107,21 @@ def judge(rewrite: Rewrite, actual: Sequence[Any] | None, settings: Settings) ->
     return verdict
 
 
-def _programs(rewrite: Rewrite) -> tuple[Program, Program, Program]:
-    """Return the original, the candidate, and the original in float64."""
-    original, candidate, needed = rewrite.original, rewrite.candidate, rewrite.differentiated
-    if any(needed):
-        return (
-            lambda *xs: with_gradients(original, xs, needed),
-            lambda *xs: with_gradients(candidate, xs, needed),
-            lambda *xs: with_gradients(original, xs, needed, double=True),
-        )
+def _programs(rewrite: Rewrite) -> tuple[Program, Program, Program, Program]:
+    """Return the original, the candidate, the original in float64, and with float32 in place of float64."""
+    needed = rewrite.differentiated
+
+    def program(gm: GraphModule, dtype: torch.dtype | None = None) -> Program:
+        if any(needed):
+            return lambda *xs: with_gradients(gm, xs, needed, dtype)
+        return lambda *xs: evaluate(gm, xs, dtype)
+
+    original = rewrite.original
     return (
-        lambda *xs: evaluate(original, xs),
-        lambda *xs: evaluate(candidate, xs),
-        lambda *xs: evaluate_float64(original, xs),
+        program(original),
+        program(rewrite.candidate),
+        program(original, torch.float64),
+        program(original, torch.float32),
     )
 
 

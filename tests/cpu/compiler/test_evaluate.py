@@ -5,7 +5,7 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from refold.compiler import evaluate as module
-from refold.compiler.evaluate import evaluate, evaluate_float64
+from refold.compiler.evaluate import evaluate, with_gradients
 from refold.verify.memory import peak_bytes
 
 
@@ -20,7 +20,7 @@ def test_blocked_products_equal_plain_ones(monkeypatch, dims, keepdim):
     a, b = torch.randn(7, 11), torch.randn(13, 11)
     gm = make_fx(fn)(a, b)
     assert torch.allclose(evaluate(gm, [a, b]), fn(a, b), atol=1e-5)
-    exact = evaluate_float64(gm, [a, b])
+    exact = evaluate(gm, [a, b], torch.float64)
     assert exact.dtype == torch.float64
     assert torch.allclose(exact, fn(a.double(), b.double()))
 
@@ -28,10 +28,30 @@ def test_blocked_products_equal_plain_ones(monkeypatch, dims, keepdim):
 def test_memory_stays_bounded():
     a, b = torch.randn(2000, 1, 40), torch.randn(1, 1500, 40)
     gm = make_fx(lambda a, b: (a * b).sum(-1))(a, b)
-    assert peak_bytes(lambda: evaluate_float64(gm, [a, b]), torch.device("cpu")) < 2000 * 1500 * 40 * 8 / 3
+    assert peak_bytes(lambda: evaluate(gm, [a, b], torch.float64), torch.device("cpu")) < 2000 * 1500 * 40 * 8 / 3
 
 
 def test_casts_inside_the_graph_are_widened():
     gm = make_fx(lambda x: (x.to(torch.bfloat16) * 3).float())(torch.randn(4))
     x = torch.randn(4)
-    assert torch.equal(evaluate_float64(gm, [x]), x.double() * 3)
+    assert torch.equal(evaluate(gm, [x], torch.float64), x.double() * 3)
+
+
+def test_float64_inside_the_graph_is_narrowed():
+    def fn(x, y):
+        return (x.to(torch.float64) + torch.full_like(x, 1.0, dtype=torch.float64) / 3) * y
+
+    x, y = torch.randn(4, dtype=torch.float64), torch.randn(4, dtype=torch.bfloat16)
+    got = evaluate(make_fx(fn)(x, y), [x, y], torch.float32)
+    assert torch.equal(got, (x.float() + torch.ones(4) / 3) * y)
+
+
+def test_gradients_in_another_dtype():
+    def fn(x):
+        return x.exp()
+
+    x = torch.randn(5, dtype=torch.float64)
+    narrow, wide = (with_gradients(make_fx(fn)(x), [x], [True], dtype) for dtype in (torch.float32, None))
+    for a, b in zip(narrow, wide, strict=True):
+        assert (a.dtype, b.dtype) == (torch.float32, torch.float64)
+        assert 0 < (a - b).norm() < 4 * torch.finfo(torch.float32).eps * b.norm()

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import refold
+from refold.compiler import keyed
 from refold.compiler.keyed import CHUNK, keyed_scan
 from refold.compiler.timewise import Emitter
 
@@ -59,14 +60,30 @@ def test_values_and_gradients(fn):
     assert [detail.split(" as ")[1] for detail in details] == ["one linear_scan over chunks"] * 2
 
 
-def test_float64_is_no_less_exact():
-    """Its proof has no wider type to compare with, so logarithms of gates may be refused; the states are then kept."""
-    args = inputs(2 * CHUNK + 5, dtype=torch.float64)
+def applied_in_float64(strength):
+    args = inputs(2 * CHUNK + 5, strength, dtype=torch.float64)
     torch._dynamo.reset()
     run = refold.compile(attention, accept="always", strict=True)
     with torch.no_grad():
         close([run(*args)], [attention(*args)], 2 * CHUNK + 5)
-    assert "linear_scan" in run.report.graphs[0].applied[0].detail
+    return [row.detail.split(" as ")[1] for row in run.report.graphs[0].applied]
+
+
+@pytest.mark.parametrize("strength", [0.1, 5.0, 50.0])
+def test_float64_is_no_less_exact(strength):
+    """It has no wider type to sum log decays in, and strong ones stand beside weak ones."""
+    assert applied_in_float64(strength) == ["one linear_scan over chunks"]
+
+
+def test_wrong_float64_is_refused(monkeypatch):
+    """A gate that is wrong by 1e-10 of its logarithm is seen; the states are kept instead."""
+    right = keyed._running_sums
+
+    def wrong(emit, g):
+        return [emit.call(torch.ops.aten.mul.Tensor, part, 1 + 1e-10) for part in right(emit, g)]
+
+    monkeypatch.setattr(keyed, "_running_sums", wrong)
+    assert applied_in_float64(1.0) == ["one linear_scan"]
 
 
 def emitted(*operands):

@@ -84,3 +84,53 @@ def test_wrong_only_on_the_users_data_is_found():
     evidence = judge(lambda a, b: a.clamp(-100, 100) @ b, actual=large)
     assert "actual inputs" in evidence.reason
     assert "normal inputs" not in evidence.reason
+
+
+def in_float64(program, candidate, *inputs):
+    """Judge a float64 candidate against a program that computes in the dtype it is given."""
+    return check(
+        program,
+        candidate,
+        lambda *xs: program(*(x.double() for x in xs)),
+        None,
+        inputs,
+        terms=1,
+        multilinear=False,
+        narrowed=lambda *xs: program(*(x.float() for x in xs)),
+    )
+
+
+def cancelling(by):
+    """Return a program that loses log2(by) bits, and one that loses as many others."""
+    return lambda x: (x + by) - by, lambda x: (x - by) + by
+
+
+@pytest.mark.parametrize("by", [1.0, 30.0, 1000.0])
+def test_float64_originals_allow_their_own_rounding(by):
+    original, honest = cancelling(by)
+    x = torch.randn(1000, dtype=torch.float64)
+    evidence = in_float64(original, honest, x)
+    assert evidence.passed, evidence.reason
+    # What is known of the original is what its own error is: that against exact sums, which are x.
+    error = float((original(x) - x).norm() / x.norm())
+    assert error / 4 < evidence.kinds[0].original_error < 4 * error
+    for wrong in (1e-10, -4e-12):
+        assert not in_float64(original, lambda x, wrong=wrong: original(x) * (1 + wrong), x).passed
+
+
+def flips(x):
+    """A comparison that float32 decides otherwise."""
+    return torch.where(x + 1e8 > 1e8, x, -x)
+
+
+def overflows(x):
+    return (x * 1e30) * (x * 1e30) * 1e-60
+
+
+@pytest.mark.parametrize("original", [cancelling(1e5)[0], flips, overflows], ids=["ill_posed", "flips", "overflows"])
+def test_float32_runs_that_say_nothing_allow_nothing(original):
+    x = torch.randn(1000, dtype=torch.float64)
+    assert in_float64(original, lambda x: original(x) * 1.0, x).passed
+    evidence = in_float64(original, lambda x: original(x) * (1 + 1e-14), x)
+    assert not evidence.passed
+    assert evidence.kinds[0].original_error == 0.0
