@@ -10,8 +10,7 @@ matter. What cannot be read that way stays a scan.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
 from math import inf, log
 from operator import getitem
 from typing import Any
@@ -20,8 +19,9 @@ import torch
 from torch.fx import Node
 
 from ..ops.library import OPS
-from .index import Factor, Product, arg, index, is_view, matmul_product, resolve, sum_product, value
+from .index import arg, is_view, value
 from .keyed import CHUNK, keyed_scan, merged
+from .reading import Reading, Term, terms
 from .segments import constant_value
 from .slices import sliced_early
 from .timewise import Emitter, Value
@@ -31,101 +31,6 @@ aten = torch.ops.aten
 
 # A log decay this small counts as none: its exponential is one in every precision, and x divided by it finite.
 NO_DECAY = 2.0**-60
-
-
-@dataclass(frozen=True)
-class Term:
-    """A factor: a node, and for each of its axes which axis of the states it runs along."""
-
-    node: Node
-    places: tuple[int | None, ...]
-
-    def spans(self) -> set[int]:
-        """Return the axes of the states that it depends on."""
-        return {place for place in self.places if place is not None}
-
-
-def terms(emit: Emitter, node: Node, places: tuple[int | None, ...]) -> tuple[float, list[Term]]:
-    """Split a value into factors as far as index notation sees them; (scale, factors)."""
-    return _split(emit, index(node), node, places)
-
-
-def _split(emit: Emitter, product: Product, node: Node, places: tuple[int | None, ...]) -> tuple[float, list[Term]]:
-    whole = (1.0, [Term(node, places)])
-    where: dict[Any, int | None] = {}
-    for label, place in zip(product.labels, places, strict=True):
-        axes = resolve(label)
-        if len(axes) > 1:
-            return whole
-        where.update(dict.fromkeys(axes, place))
-    scale = product.scale
-    found: list[Term] = []
-    for factor in product.factors:
-        placed = _factor_terms(emit, factor, where, node)
-        if placed is None:
-            return whole
-        scale, found = scale * placed[0], found + placed[1]
-    return scale, found
-
-
-def _factor_terms(
-    emit: Emitter, factor: Factor, where: Mapping[Any, int | None], within: Node | None = None
-) -> tuple[float, list[Term]] | None:
-    """Split a factor further, given where its symbols run; None if it cannot be laid along axes of the states."""
-    axes = factor.axes()
-    if factor.steps or any(axis not in where for axis in axes):
-        return None
-    if any(len(resolve(label)) > 1 for label in factor.labels):  # a matrix product leaves batch and time as one axis
-        split = emit.reshape(factor.node, [int(axis.size) for axis in axes])
-        return 1.0, [Term(split, tuple(where[axis] for axis in axes))]
-    places = tuple(where[label[0]] if (label := resolve(own)) else None for own in factor.labels)
-    return (1.0, [Term(factor.node, places)]) if factor.node is within else terms(emit, factor.node, places)
-
-
-@dataclass
-class Reading:
-    """How ``y`` reads the states: the axis that is summed, and the other factors."""
-
-    node: Node
-    summed: int
-    scale: float
-    others: list[Term]
-    out: tuple[int | None, ...]
-
-
-def reading(emit: Emitter, node: Node, states: Node, rank: int) -> Reading | None:
-    """Read a contraction of the states; ``states`` is (batch, time, ...)."""
-    if node.target is aten.sum.dim_IntList:
-        product = sum_product(node)
-    elif node.target is aten.bmm.default:
-        product = matmul_product(node)
-    else:
-        return None
-    if product is None or [factor.node for factor in product.factors].count(states) != 1:
-        return None
-    (mine,) = (factor for factor in product.factors if factor.node is states)
-    where: dict[Any, int] = {}
-    for place, label in zip((1, 0, *range(2, rank)), mine.labels, strict=True):
-        axes = resolve(label)
-        if len(axes) > 1 or mine.steps:
-            return None
-        where.update(dict.fromkeys(axes, place))
-    bound = resolve(product.bound)
-    if len(bound) != 1 or bound[0] not in where:
-        return None
-    scale = product.scale
-    others: list[Term] = []
-    for factor in product.factors:
-        if factor is mine:
-            continue
-        placed = _factor_terms(emit, factor, where)
-        if placed is None:
-            return None
-        scale, others = scale * placed[0], others + placed[1]
-    layout = [axis for label in product.labels for axis in resolve(label)]
-    if any(axis not in where for axis in layout):
-        return None
-    return Reading(node, where[bound[0]], scale, others, tuple(where[axis] for axis in layout))
 
 
 def lower(
@@ -219,9 +124,14 @@ def lower(
         aligned = emit.permute(initial, [place - 1 for place in state_order if place is not None])
         initial = emit.reshape(aligned, [1 if place is None else shape[place] for place in state_order])
         initial = _dense(emit, emit.cast(initial, value(x).dtype))
+    if read.late:
+        operands[4] = _next(emit, C)
     given = [None if v is None else _dense(emit, v) for v in operands]
     result = emit.call(operator_, *given, initial, None, *options)
     y, last = (emit.call(getitem, result, i) for i in (0, 1))
+    if read.late:
+        query = emit.call(aten.unsqueeze.default, emit.call(aten.select.int, C, 1, 0), -2)
+        y = _one_later(emit, y, query, initial, -1)
     natural = [place for place in state_order if place is not None]
     return _results(emit, read, rest, shape, (y, [*tokens, *natural[1:-1]]), (last, natural))
 
@@ -239,12 +149,43 @@ def _results(
         out = emit.call(aten.mul.Tensor, out, _lay(emit, [term], list(target), shape, 1.0, dense=False))
     if read.scale != 1.0:
         out = emit.call(aten.mul.Tensor, out, read.scale)
+    for product in read.besides:
+        out = emit.call(aten.add.Tensor, out, _contracted(emit, *product, read.summed, target, shape))
     # The contraction's own axes, less those of size one.
     out = emit.reshape(emit.permute(out, _order(read.out, target, shape)), list(value(read.node).shape))
     state, order = last
     state = emit.reshape(state, [shape[place] for place in order])
     state = emit.permute(state, [order.index(place) for place in sorted(order)])
     return emit.cast(out, value(read.node).dtype), state
+
+
+def _contracted(emit: Emitter, scale: float, factors: list[Term], n: int, target: list[int], shape: list[int]) -> Node:
+    """Sum a product over n, and lay it out for broadcasting; what does not run along n is multiplied afterwards."""
+    along, rest = _divide(factors, n)
+    total: Node | None = None
+    if along:
+        total = emit.call(aten.sum.dim_IntList, _lay(emit, along, [*target, n], shape, 1.0, dense=False), [-1])
+    for term in rest:
+        x = _lay(emit, [term], list(target), shape, 1.0, dense=False)
+        total = x if total is None else emit.call(aten.mul.Tensor, total, x)
+    assert total is not None  # a summand is a tensor, and so has a factor
+    scale *= 1.0 if along else shape[n]
+    return total if scale == 1.0 else emit.call(aten.mul.Tensor, total, scale)
+
+
+def _next(emit: Emitter, queries: Node) -> Node:
+    """Let each step, (batch, time, ...), have the query of the next: what that reads before it is what this leaves."""
+    return emit.call(aten.constant_pad_nd.default, queries, [0, 0] * (value(queries).dim() - 2) + [-1, 1], 0.0)
+
+
+def _one_later(emit: Emitter, y: Node, query: Node, initial: Node | None, along: int) -> Node:
+    """Give each step what the one before it has read; the first reads the initial state, summed along its axis n."""
+    later = emit.call(aten.constant_pad_nd.default, y, [0, 0] * (value(y).dim() - 2) + [1, -1], 0.0)
+    if initial is None:
+        return later
+    product = emit.call(aten.mul.Tensor, query, initial)
+    first = emit.call(aten.unsqueeze.default, emit.call(aten.sum.dim_IntList, product, [along]), 1)
+    return emit.call(aten.cat.default, [first, emit.call(aten.slice.Tensor, y, 1, 0, value(y).shape[1] - 1)], 1)
 
 
 def _keyed(
@@ -284,7 +225,9 @@ def _keyed(
         initial = emit.cast(emit.permute(initial, [place - 1 for place in state_order]), value(v).dtype)
         initial = merged(emit, initial, 1 + len(heads))
     q, k, v, logs = (merged(emit, x, 1 + len(heads)) for x in (q, k, v, logs))
-    y, last = keyed_scan(emit, q, k, v, logs, initial)
+    y, last = keyed_scan(emit, _next(emit, q) if read.late else q, k, v, logs, initial)
+    if read.late:
+        y = _one_later(emit, y, emit.call(aten.unsqueeze.default, emit.call(aten.select.int, q, 1, 0), 2), initial, 1)
     return _results(emit, read, rest, shape, (y, [1, *heads, 0, *channels]), (last, state_order))
 
 

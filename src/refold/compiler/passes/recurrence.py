@@ -21,9 +21,10 @@ from torch.fx.node import map_arg
 
 from ...ops.library import OPS
 from ..affine import Carries, Loop
-from ..duality import lower, reading
+from ..duality import lower
 from ..graph import Builder, region_inputs
 from ..index import arg, is_tensor, is_view, same, value
+from ..reading import States, reading
 from ..rewrite import Rewrite, replace_node, source_line
 from ..rollup import Rollup
 from ..timewise import NotALoop, is_pointwise
@@ -229,10 +230,10 @@ def dualise(rollup: Carries, loop: Loop, new: Node) -> Node:
     scan, body = loop.scan, loop.body
     if loop.reverse or scan is None or body is None:
         return new
-    live = _behind(new)
     shape = [len(loop.steps), *value(loop.steps[0]).shape]
-    for node in [n for n in live if n.target in _CONTRACTIONS]:
-        read = reading(rollup.emit, node, scan, len(shape))
+    states = States(scan, loop.previous, shape, _behind(scan, forwards=True))
+    for node in [n for n in _behind(new) if n.target in _CONTRACTIONS and n in states.dependent]:
+        read = reading(rollup.emit, node, states)
         if read is None or len(shape) < 3:
             continue
         initial = loop.initial if isinstance(loop.initial, Node) else None
@@ -263,15 +264,15 @@ def dualise(rollup: Carries, loop: Loop, new: Node) -> Node:
     return new
 
 
-def _behind(node: Node) -> set[Node]:
-    """Return all that a node depends on."""
+def _behind(node: Node, forwards: bool = False) -> set[Node]:
+    """Return a node and all that it depends on; or all that depends on it."""
     stack = [node]
     seen: set[Node] = set()
     while stack:
         x = stack.pop()
         if x not in seen:
             seen.add(x)
-            stack.extend(x.all_input_nodes)
+            stack.extend(x.users if forwards else x.all_input_nodes)
     return seen
 
 

@@ -1,0 +1,183 @@
+"""Outputs that read each state before its step, alone or beside a term of the present step: RWKV and its relatives."""
+
+import pytest
+import torch
+
+import refold
+from refold.compiler import duality
+from refold.compiler.keyed import CHUNK
+
+H, K, V, STEPS = 2, 4, CHUNK, 2 * CHUNK + 5
+CHUNKS = "linear_scan over chunks"
+
+
+def inputs(batch=2, dtype=torch.float32, steps=STEPS):
+    g = torch.Generator().manual_seed(batch)
+    r, k, w = (torch.randn(batch, steps, H, K, generator=g, dtype=dtype) for _ in range(3))
+    v = torch.randn(batch, steps, H, V, generator=g, dtype=dtype)
+    u, state = torch.randn(H, K, generator=g, dtype=dtype), torch.randn(batch, H, K, V, generator=g, dtype=dtype)
+    return r, k, v, -w.abs(), u, state
+
+
+def bonus(r, k, v, w, u, s):
+    """RWKV-6."""
+    out = []
+    for t in range(r.shape[1]):
+        kv = k[:, t, :, :, None] * v[:, t, :, None, :]
+        out.append((r[:, t, :, :, None] * (s + u[..., None] * kv)).sum(-2))
+        s = s * w[:, t].exp()[..., None] + kv
+    return torch.stack(out, 1), s
+
+
+def by_products(r, k, v, w, u, s):
+    """The same by matrix products, writing its outputs, from no state."""
+    s, out = torch.zeros_like(s), torch.zeros_like(v)
+    for t in range(r.shape[1]):
+        a = k[:, t, :, :, None] @ v[:, t, :, None]
+        out[:, t] = (r[:, t, :, None] @ (u[..., None] * a + s))[:, :, 0]
+        s = a + w[:, t].exp()[..., None] * s
+    return out
+
+
+def plain(r, k, v, w, u, s):
+    out = []
+    for t in range(r.shape[1]):
+        out.append((r[:, t, :, :, None] * s).sum(-2))
+        s = s * w[:, t].exp()[..., None] + k[:, t, :, :, None] * v[:, t, :, None, :]
+    return torch.stack(out, 1)
+
+
+def difference(r, k, v, w, u, s):
+    """Several products beside the state, which has factors of its own and a sign."""
+    out = []
+    for t in range(r.shape[1]):
+        kv = k[:, t, :, :, None] * v[:, t, :, None, :]
+        out.append((r[:, t, :, :, None] * (2 * kv + v[:, t, :, None, :] - 0.5 * s * u[..., None])).sum(-2))
+        s = s * w[:, t].exp()[..., None] + kv
+    return torch.stack(out, 1)
+
+
+def one_decay_a_head(r, k, v, w, u, s):
+    rate = w[0, 0, :, 0]
+    out = []
+    for t in range(r.shape[1]):
+        dt = w[:, t, :, 1].square()
+        b = (dt[..., None] * k[:, t])[..., None] * v[:, t, :, None]
+        out.append(torch.einsum("bhk,bhkv->bhv", r[:, t], s + b))
+        s = s * (dt * rate).exp()[..., None, None] + b
+    return torch.stack(out, 1)
+
+
+def output_first(r, k, v, w, u, s):
+    """Mamba-1, its output read before the update."""
+    x, dt, A = v[:, :, 0], v[:, :, 1].sigmoid(), w[0, 0, 0].expand(V, K) * 1.5
+    h, out = s[:, 0].transpose(1, 2), []
+    for t in range(x.shape[1]):
+        out.append((h * r[:, t, 0, None]).sum(-1))
+        h = torch.exp(dt[:, t, :, None] * A) * h + (dt[:, t] * x[:, t])[..., None] * k[:, t, 0, None]
+    return torch.stack(out, 1), h
+
+
+FOUND = [
+    (bonus, CHUNKS), (by_products, CHUNKS), (plain, CHUNKS), (difference, CHUNKS), (one_decay_a_head, "ssd"),
+    (output_first, "selective_scan"),
+]  # fmt: skip
+
+
+def close(got, want):
+    for a, b in zip(got, want, strict=True):
+        assert (a.shape, a.dtype) == (b.shape, b.dtype)
+        # Sums over at most all steps and keys, in another order, of products that are rounded a few times.
+        assert (a - b).norm() <= 4 * K * STEPS**0.5 * torch.finfo(a.dtype).eps * b.norm()
+
+
+def flat(results):
+    return [results] if isinstance(results, torch.Tensor) else list(results)
+
+
+def compiled(fn):
+    torch._dynamo.reset()
+    return refold.compile(fn, accept="always", strict=True)
+
+
+def operators(run):
+    details = [row.detail for graph in run.report.graphs for row in graph.applied]
+    return [detail.split(" as one ")[1] for detail in details if " as one " in detail]
+
+
+@pytest.mark.parametrize(("fn", "operator"), FOUND, ids=[fn.__name__ for fn, _ in FOUND])
+@pytest.mark.parametrize(("batch", "dtype"), [(1, torch.float32), (2, torch.float64)], ids=["one", "two64"])
+def test_values(fn, operator, batch, dtype):
+    run = compiled(fn)
+    with torch.no_grad():
+        close(flat(run(*inputs(batch, dtype))), flat(fn(*inputs(batch, dtype))))
+    assert operators(run) == [operator]
+
+
+@pytest.mark.parametrize(("fn", "operator"), FOUND, ids=[fn.__name__ for fn, _ in FOUND])
+def test_gradients(fn, operator):
+    run, results = compiled(fn), []
+    for program in (run, fn):
+        leaves = [x.requires_grad_() for x in inputs()]
+        loss = sum(y.square().sum() for y in flat(program(*leaves)))
+        results.append(torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True))
+    close(*results)
+    assert operators(run) == [operator]
+
+
+def both(r, k, v, w, u, s):
+    """Before and after the step."""
+    out = []
+    for t in range(r.shape[1]):
+        new = s * w[:, t].exp()[..., None] + k[:, t, :, :, None] * v[:, t, :, None, :]
+        out.append((r[:, t, :, :, None] * (s + new * u[..., None])).sum(-2))
+        s = new
+    return torch.stack(out, 1)
+
+
+def bent(r, k, v, w, u, s):
+    out = []
+    for t in range(r.shape[1]):
+        out.append((r[:, t, :, :, None] * s.tanh()).sum(-2))
+        s = s * w[:, t].exp()[..., None] + k[:, t, :, :, None] * v[:, t, :, None, :]
+    return torch.stack(out, 1)
+
+
+def transposed(r, k, v, w, u, s):
+    """Keys and values are of one size: what is added to the state is not where it looks to be."""
+    x, s, out = v[..., :K], s[..., :K], []
+    for t in range(r.shape[1]):
+        out.append((r[:, t, :, :, None] * (s.transpose(2, 3) + u[..., None])).sum(-2))
+        s = s * w[:, t].exp()[..., None] + k[:, t, :, :, None] * x[:, t, :, None, :]
+    return torch.stack(out, 1)
+
+
+@pytest.mark.parametrize("fn", [both, bent, transposed])
+def test_other_readings_keep_the_states(fn):
+    run = compiled(fn)
+    with torch.no_grad():
+        close([run(*inputs())], [fn(*inputs())])
+    assert operators(run) == ["linear_scan"]
+
+
+def not_shifted(emit, queries):
+    return queries
+
+
+def last_first(emit, y, query, initial, along):
+    return y
+
+
+def nothing(emit, scale, factors, n, target, shape):
+    return emit.call(torch.ops.aten.full.default, [], 0.0, dtype=torch.float32, device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("part", "wrong"), [("_next", not_shifted), ("_one_later", last_first), ("_contracted", nothing)]
+)
+def test_wrong_ones_are_refused(monkeypatch, part, wrong):
+    monkeypatch.setattr(duality, part, wrong)
+    run = compiled(bonus)
+    with torch.no_grad():
+        close(flat(run(*inputs())), flat(bonus(*inputs())))
+    assert operators(run) == ["linear_scan"]
