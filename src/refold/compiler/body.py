@@ -7,7 +7,7 @@ step, or a tensor with a time axis, or an affine function of a carry; carries th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -92,9 +92,7 @@ def trace(loop: LiftedLoop, operands: Sequence[torch.Tensor], sequences: Sequenc
         items = [x.select(s.dim, s.start + s.step * k) for x, s in zip(tensors, sequences, strict=True)]
         return Interpreter(loop.body).run(*state, k, *items, *rest)
 
-    chosen = {op: rule for op, rule in select_decomp_table().items() if _packet(op) in _SPELLINGS}
-    with mode, torch.no_grad(), preserve_node_meta():
-        module = make_fx(functionalize(step, remove="mutations"), decomposition_table=chosen)(number.symint, *fakes)
+    module = to_aten(mode, step, number.symint, *fakes)
     number.take_guards()
     if number.steps(loop.count) < loop.count:
         raise NotALoop("what a step does depends on its number")
@@ -106,6 +104,13 @@ def trace(loop: LiftedLoop, operands: Sequence[torch.Tensor], sequences: Sequenc
     ]
     results = list(graph.output_node().args[0])  # type: ignore[arg-type]
     return Traced(module, number, placeholders, results, writes)
+
+
+def to_aten(mode: FakeTensorMode, fn: Callable[..., Any], *inputs: Any) -> GraphModule:
+    """Trace a function of fake values to ATen, as autograd is to see it."""
+    chosen = {op: rule for op, rule in select_decomp_table().items() if _packet(op) in _SPELLINGS}
+    with mode, torch.no_grad(), preserve_node_meta():
+        return make_fx(functionalize(fn, remove="mutations"), decomposition_table=chosen)(*inputs)
 
 
 def _packet(op: Any) -> str:
@@ -161,15 +166,16 @@ def _at(x: Any, size: int, number: StepNumber) -> tuple[int, int] | None:
 
 
 class Body(Carries):
-    """Emits a body's values, for all steps, into a graph whose placeholders are the loop's operands."""
+    """Emits a body's values, for all steps, into a graph that holds the loop's operands."""
 
-    def __init__(self, loop: LiftedLoop, traced: Traced, graph: Graph, anchor: Node, training: bool) -> None:
+    def __init__(
+        self, loop: LiftedLoop, traced: Traced, operands: Sequence[Node], anchor: Node, training: bool
+    ) -> None:
         super().__init__()
         self.count, self.number, self.training = loop.count, traced.number, training
         self.emit.at(anchor)
-        outer = graph.find_nodes(op="placeholder")
         self.carried = dict(zip(traced.placeholders[: loop.carried], traced.results, strict=False))
-        self.initial = dict(zip(traced.placeholders, outer, strict=True))
+        self.initial = dict(zip(traced.placeholders, operands, strict=True))
         self.written = {traced.placeholders[write.operand] for write in traced.writes}
         self._memo: dict[Node, Value | Affine] = {}
         self._solved: dict[Node, Loop] = {}

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import copy
 import operator
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -14,73 +11,16 @@ from torch.fx import Graph, GraphModule, Node
 
 from .affine import Loop
 from .body import Body, Slices, Traced, differentiable, trace
-from .cost import Cost, graph_cost
-from .evaluate import computing_in
 from .graph import Builder
 from .index import value
 from .lifted import LiftedLoop
 from .passes.recurrence import SCANS, dualise
-from .rewrite import Rewrite, canonical, digest, source_line
+from .prologue import formed, split_off
+from .rewrite import source_line
+from .stepwise import LoopRewrite, Stepwise, calling
 from .timewise import NotALoop
 
 aten = torch.ops.aten
-
-
-class Stepwise(torch.nn.Module):
-    """A loop step by step, as a function of tensors: lists of values are stacked."""
-
-    def __init__(self, body: GraphModule, count: int, carried: int, wanted: Sequence[int], lists: int) -> None:
-        super().__init__()
-        self.body, self.count, self.carried, self.wanted, self.lists = body, count, carried, tuple(wanted), lists
-        self._others: dict[torch.dtype, GraphModule] = {}
-
-    def forward(self, *operands: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Run all steps; return the results that are wanted: last values, and stacks of all steps' values."""
-        return self._run(self.body, operands)
-
-    def in_dtype(self, dtype: torch.dtype, *operands: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Do the same in another dtype, see `refold.compiler.evaluate`."""
-        if dtype not in self._others:
-            self._others[dtype] = computing_in(self.body, dtype)
-        return self._run(self._others[dtype], operands)
-
-    def _run(self, body: Callable[..., Any], operands: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        state, rest = tuple(operands[: self.carried]), operands[self.carried :]
-        rows: list[Any] = []
-        for k in range(self.count):
-            out = body(k, *state, *rest)
-            state = tuple(out[: self.carried])
-            rows.append([out[i] for i in self.wanted if i >= self.lists])
-        columns = iter([torch.stack(column) for column in zip(*rows, strict=True)])
-        return tuple(out[i] if i < self.lists else next(columns) for i in self.wanted)
-
-
-@dataclass(frozen=True, eq=False)
-class LoopRewrite(Rewrite):
-    """The rewrite of a lifted loop: its cost and its size are those of all its steps."""
-
-    steps: Stepwise | None = None
-
-    @cached_property
-    def before(self) -> Cost:
-        """FLOPs and bytes of all steps."""
-        assert self.steps is not None
-        one = graph_cost(self.steps.body.graph.nodes)
-        return Cost(one.flops * self.steps.count, one.bytes * self.steps.count, one.largest)
-
-    @cached_property
-    def size(self) -> int:
-        """Number of nodes of the loop when it is unrolled."""
-        assert self.steps is not None
-        return len(self.steps.body.graph.nodes) * self.steps.count
-
-    @cached_property
-    def signature(self) -> str:
-        """A digest of the body, the number of steps and the candidate."""
-        assert self.steps is not None
-        return digest(
-            self.candidate, canonical(self.steps.body), self.steps.count, self.steps.wanted, self.differentiated
-        )
 
 
 def lifted_loops(gm: GraphModule) -> list[Node]:
@@ -128,7 +68,12 @@ class Lowering:
         results = torch.utils._pytree.tree_leaves(call.meta["example_value"])
         self.training = any(x.requires_grad for x in results)
         self._check_aliases()
-        self.rewrite = self._rewrite()
+        written = {_storage(self.operands[write.operand]) for write in self.traced.writes}
+        before = formed(self.operands, written | _changed_in_place(gm.graph)) if dual else set()
+        self.rewrite = self._rewrite(before)
+        if before and not self.dual:  # what is in front of the loop is not needed to keep the states
+            self.dual = dual
+            self.rewrite = self._rewrite(set())
 
     def _read_operands(self) -> None:
         loop: Any = self.loop
@@ -181,17 +126,15 @@ class Lowering:
         if any(shared.count(storage) > 1 for storage in escaping):
             raise NotALoop("a result shares memory with another or with what the loop reads")
 
-    def _rewrite(self) -> LoopRewrite:
+    def _rewrite(self, before: set[Node]) -> LoopRewrite:
         loop, traced = self.loop, self.traced
-        graph = Graph()
-        placeholders = []
-        for i, (node, inner) in enumerate(zip(self.operands, traced.placeholders, strict=True)):
-            # A tensor may be read in more than one way.
-            placeholders.append(graph.placeholder(f"{node.name}_{i}" if node in self.operands[:i] else node.name))
-            placeholders[-1].meta = {"val": inner.meta["val"]}
-        anchor = graph.call_function(aten.alias.default, (placeholders[0],))
-        anchor.meta = {"val": placeholders[0].meta["val"], "stack_trace": self.call.meta.get("stack_trace", "")}
-        body = Body(loop, traced, graph, anchor, self.training)
+        mode = value(traced.placeholders[0]).fake_mode  # type: ignore[attr-defined]
+        self.inputs, prologue = split_off(self.operands, before, mode)
+        graph, copies = Graph(), dict[Node, Node]()
+        operands: Any = graph.graph_copy(prologue.graph, copies)
+        anchor = graph.call_function(aten.alias.default, (operands[0],))
+        anchor.meta = {"val": value(operands[0]), "stack_trace": self.call.meta.get("stack_trace", "")}
+        body = Body(loop, traced, operands, anchor, self.training)
         results: dict[int, Node] = {i: body.over_time(traced.results[i]) for i, _ in self.uses if i >= self.lists}
         contents = [body.over_time(write.content) for write in traced.writes]
         for i, _ in self.uses:
@@ -221,7 +164,7 @@ class Lowering:
             raise NotALoop("nothing that is used depends on the carry")
         inner_body = _without_writes(traced)
         extra = range(len(traced.results), len(traced.results) + len(contents))
-        steps = Stepwise(inner_body, loop.count, loop.carried, [*wanted, *extra], self.lists)
+        steps = Stepwise(prologue, inner_body, loop.count, loop.carried, [*wanted, *extra], self.lists)
         candidate = GraphModule({}, graph)
         detail = _detail(loop.count, body.loops)
         return LoopRewrite(
@@ -230,13 +173,13 @@ class Lowering:
             source=serial(self.gm, self.call).rsplit(" (", 1)[0],
             why="its steps wait for one another, one launch after the other",
             detail=detail,
-            original=_calling(steps, graph),
+            original=calling(steps, graph),
             candidate=candidate,
-            inputs=tuple(node.name for node in self.operands),
+            inputs=tuple(node.name for node in self.inputs),
             multilinear=False,
             terms=loop.count,
             spread=0.1,
-            differentiated=tuple(_example(x).requires_grad and _example(x).is_floating_point() for x in self.operands)
+            differentiated=tuple(_example(x).requires_grad and _example(x).is_floating_point() for x in self.inputs)
             if self.training
             else (),
             steps=steps,
@@ -249,7 +192,7 @@ class Lowering:
         graph, call = self.gm.graph, self.call
         copies: dict[Any, Node] = {}
         source = self.rewrite.candidate.graph
-        for placeholder, node in zip(source.find_nodes(op="placeholder"), self.operands, strict=True):
+        for placeholder, node in zip(source.find_nodes(op="placeholder"), self.inputs, strict=True):
             copies[placeholder] = node
         with graph.inserting_before(call):
             for node in source.nodes:
@@ -408,15 +351,3 @@ def _without_writes(traced: Traced) -> GraphModule:
     graph.eliminate_dead_code()
     differentiable(graph)
     return GraphModule(traced.module, graph)
-
-
-def _calling(steps: Stepwise, like: Graph) -> GraphModule:
-    graph = Graph()
-    operands = []
-    for node in like.find_nodes(op="placeholder"):
-        operands.append(graph.placeholder(str(node.target)))
-        operands[-1].meta = dict(node.meta)
-    graph.output(graph.call_module("steps", tuple(operands)))
-    root = torch.nn.Module()
-    root.steps = steps
-    return GraphModule(root, graph)

@@ -131,8 +131,9 @@ def test_states_that_are_needed_are_kept(fn):
 
 
 def test_training_keeps_states_and_gradients():
+    """A scan that was called: its states are saved for its backward."""
     inputs = [x.requires_grad_() for x in tensors()]
-    got, details = compiled(loop, inputs)
+    got, details = compiled(call, inputs)
     assert "selective_scan" not in details
-    want = loop(*inputs)
+    want = call(*inputs)
     same(torch.autograd.grad(got.square().sum(), inputs), torch.autograd.grad(want.square().sum(), inputs))

@@ -1,0 +1,197 @@
+"""Decays and inputs that are formed in front of a loop: seen through, in inference and in training."""
+
+import pytest
+import torch
+from torch.nn.functional import softplus
+
+import refold
+from refold.compiler import lowering
+
+B, T, D, N, H = 2, 40, 6, 4, 2
+
+
+def tensors(dtype=torch.float32):
+    g = torch.Generator().manual_seed(0)
+    sizes = (B, T, D), (B, T, D), (D, N), (B, T, N), (B, T, N)
+    return [torch.randn(*size, generator=g, dtype=dtype) for size in sizes]
+
+
+def scanned(decays, inputs, C, h):
+    ys = []
+    for t in range(inputs.shape[1]):
+        h = decays[:, t] * h + inputs[:, t]
+        ys.append((h * C[:, t, None]).sum(-1))
+    return torch.stack(ys, 1), h
+
+
+def mamba(x, dt, A, Bm, C):
+    dt = softplus(dt)
+    decays = torch.exp(dt.unsqueeze(-1) * -torch.exp(A))
+    inputs = (dt * x).unsqueeze(-1) * Bm.unsqueeze(2)
+    return scanned(decays, inputs, C, torch.zeros(x.shape[0], *A.shape, dtype=x.dtype))
+
+
+def mamba_by_einsum(x, dt, A, Bm, C):
+    """Its decays are a method's, its first state depends on an input."""
+    decays = torch.einsum("btd,dn->btdn", softplus(dt), -A.exp()).exp()
+    return scanned(decays, torch.einsum("btd,btn,btd->btdn", softplus(dt), Bm, x), C, x[:, 0, :, None] * A)
+
+
+def one_decay_a_head(x, dt, A, Bm, C):
+    dt = softplus(dt[..., :1])
+    decays = torch.exp(-dt * A[0, 0].square())[..., None].expand(*x.shape, A.shape[1])
+    return scanned(decays, (dt * x)[..., None] * Bm[:, :, None], C, x.new_zeros(x.shape[0], *A.shape))
+
+
+def constant_decay_a_key(x, dt, A, Bm, C):
+    """RWKV-5: that the decay is positive shows in front of the loop only."""
+    w, v = torch.exp(-torch.exp(A[0]))[:, None], torch.stack([x.repeat(1, 1, 3), dt.repeat(1, 1, 3)], 2)
+    s, ys = v.new_zeros(v.shape[0], 2, N, v.shape[3]), []
+    for t in range(v.shape[1]):
+        kv = Bm[:, t, None, :, None] * v[:, t, :, None, :]
+        ys.append((torch.stack([C, Bm], 2)[:, t, :, :, None] * (s + A[1:3, :, None] * kv)).sum(2))
+        s = w * s + kv
+    return torch.stack(ys, 1), s
+
+
+FOUND = [
+    (mamba, "selective_scan"), (mamba_by_einsum, "selective_scan"), (one_decay_a_head, "ssd"),
+    (constant_decay_a_key, "linear_scan over chunks"),
+]  # fmt: skip
+
+
+def flat(results):
+    return [results] if isinstance(results, torch.Tensor) else list(results)
+
+
+def close(got, want):
+    for a, b in zip(got, want, strict=True):
+        assert (a.shape, a.dtype) == (b.shape, b.dtype)
+        # Sums over at most T decayed products, in another order.
+        assert (a - b).norm() <= T * torch.finfo(a.dtype).eps * b.norm()
+
+
+def compiled(fn):
+    torch._dynamo.reset()
+    return refold.compile(fn, accept="always", strict=True)
+
+
+def operators(run):
+    details = [row.detail for graph in run.report.graphs for row in graph.applied]
+    return [detail.split(" as one ")[1] for detail in details if " as one " in detail]
+
+
+def with_gradients(program, inputs):
+    leaves = [x.clone().requires_grad_() for x in inputs]
+    results = flat(program(*leaves))
+    loss = sum(y.square().sum() for y in results)
+    gradients = torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True)
+    return [y.detach() for y in results], gradients
+
+
+@pytest.mark.parametrize(("fn", "operator"), FOUND, ids=[fn.__name__ for fn, _ in FOUND])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_training(fn, operator, dtype):
+    run = compiled(fn)
+    for got, want in zip(with_gradients(run, tensors(dtype)), with_gradients(fn, tensors(dtype)), strict=True):
+        close(got, want)
+    assert operators(run) == [operator]
+
+
+@pytest.mark.parametrize(("fn", "operator"), FOUND, ids=[fn.__name__ for fn, _ in FOUND])
+def test_inference(fn, operator):
+    run = compiled(fn)
+    with torch.no_grad():
+        close(flat(run(*tensors())), flat(fn(*tensors())))
+    assert operators(run) == [operator]
+
+
+def changed_afterwards(x, dt, A, Bm, C):
+    """What the decays were formed from is another value when the loop runs."""
+    dt = softplus(dt)
+    decays = torch.exp(dt.unsqueeze(-1) * -torch.exp(A))
+    inputs = (dt * x).unsqueeze(-1) * Bm.unsqueeze(2)
+    dt.zero_()
+    return scanned(decays, inputs, C, x.new_zeros(x.shape[0], *A.shape))
+
+
+def changed_itself(x, dt, A, Bm, C):
+    decays = torch.exp(dt.unsqueeze(-1) * -torch.exp(A))
+    inputs = (dt * x).unsqueeze(-1) * Bm.unsqueeze(2)
+    inputs[:, 3] = 1.0
+    return scanned(decays, inputs, C, x.new_zeros(x.shape[0], *A.shape))
+
+
+@pytest.mark.parametrize("fn", [changed_afterwards, changed_itself])
+def test_what_changes_is_read_when_it_was(fn):
+    inputs = tensors()
+    inputs[1] = inputs[1].sigmoid()
+    run = compiled(fn)
+    with torch.no_grad():
+        close(run(*inputs), fn(*inputs))
+    assert run.report.graphs[0].applied
+
+
+def detached(x, dt, A, Bm, C):
+    decays = torch.exp(softplus(dt).unsqueeze(-1) * -torch.exp(A)).detach()
+    return scanned(decays, x.unsqueeze(-1) * Bm.unsqueeze(2), C, x.new_zeros(x.shape[0], *A.shape))
+
+
+def without_gradient(x, dt, A, Bm, C):
+    with torch.no_grad():
+        decays = torch.exp(softplus(dt).unsqueeze(-1) * -torch.exp(A))
+    return scanned(decays, x.unsqueeze(-1) * Bm.unsqueeze(2), C, x.new_zeros(x.shape[0], *A.shape))
+
+
+class Straight(torch.autograd.Function):
+    """An exponential with a gradient of its own."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.exp()
+
+    @staticmethod
+    def backward(ctx, g):
+        return 3 * g
+
+
+def own_gradient(x, dt, A, Bm, C):
+    decays = Straight.apply(softplus(dt).unsqueeze(-1) * -torch.exp(A))
+    return scanned(decays, x.unsqueeze(-1) * Bm.unsqueeze(2), C, x.new_zeros(x.shape[0], *A.shape))
+
+
+@pytest.mark.parametrize("fn", [detached, without_gradient, own_gradient])
+def test_gradients_that_are_not_the_formulas_own(fn):
+    for got, want in zip(with_gradients(compiled(fn), tensors()), with_gradients(fn, tensors()), strict=True):
+        close(got, want)
+
+
+def dropped(x, dt, A, Bm, C):
+    decays = torch.exp(softplus(dt).unsqueeze(-1) * -torch.exp(A))
+    inputs = torch.nn.functional.dropout(x.unsqueeze(-1) * Bm.unsqueeze(2), 0.5)
+    return scanned(decays, inputs, C, x.new_zeros(x.shape[0], *A.shape))
+
+
+def projected(x, dt, A, Bm, C):
+    decays = torch.exp(softplus(dt).unsqueeze(-1) * -torch.exp(A))
+    return scanned(decays, ((x @ A) @ A.mT).unsqueeze(-1) * Bm.unsqueeze(2), C, x.new_zeros(x.shape[0], *A.shape))
+
+
+def reads_of(fn, monkeypatch):
+    """Return the nodes in front of its loop that were taken into the rewrite."""
+    found, original = [], lowering.formed
+
+    def formed(*args):
+        found.append({str(getattr(node.target, "__name__", node.target)) for node in original(*args)})
+        return original(*args)
+
+    monkeypatch.setattr(lowering, "formed", formed)
+    torch._dynamo.reset()
+    refold.explain(fn, *tensors())
+    return found[0]
+
+
+def test_only_what_is_elementwise_is_done_again(monkeypatch):
+    assert reads_of(mamba, monkeypatch) == {"softplus", "unsqueeze", "exp", "neg", "mul", "zeros"}
+    assert "dropout" not in reads_of(dropped, monkeypatch)
+    assert not {"matmul", "transpose"} & reads_of(projected, monkeypatch)
