@@ -24,6 +24,7 @@ from .keyed import CHUNK, keyed_scan, merged
 from .reading import Reading, Term, terms
 from .segments import constant_value
 from .slices import sliced_early
+from .steady import steady_scan
 from .timewise import Emitter, Value
 
 aten = torch.ops.aten
@@ -56,9 +57,11 @@ def lower(
     every = tuple(range(rank))
     rate, exponent = 0.0, list[Term]()
     weight, decays = 1.0, list[Term]()
-    if scale is not None and scale.node != 1.0:
-        if not isinstance(scale.node, Node):
-            return None
+    if (steady := _steady(emit, read, scale, offset, shape, initial)) is not None:
+        return steady
+    if scale is not None and not isinstance(scale.node, Node):
+        weight = float(scale.node)
+    elif scale is not None:
         factors = sliced_early(emit, emit.padded(scale, rank - 1))
         places = every[rank - value(factors).dim() :]
         found = _decay(emit, factors, places, n)
@@ -188,6 +191,40 @@ def _one_later(emit: Emitter, y: Node, query: Node, initial: Node | None, along:
     return emit.call(aten.cat.default, [first, emit.call(aten.slice.Tensor, y, 1, 0, value(y).shape[1] - 1)], 1)
 
 
+def _steady(
+    emit: Emitter, read: Reading, scale: Value | None, offset: Value, shape: list[int], initial: Node | None
+) -> tuple[Node, Node] | None:
+    """Emit `steady_scan`, if decays differ along n and nothing but one factor of what is added depends on time."""
+    if scale is None or not isinstance(scale.node, Node):
+        return None
+    rank, n = len(shape), read.summed
+    factors = sliced_early(emit, emit.padded(scale, rank - 1))
+    weight, decays = terms(emit, factors, tuple(range(rank - value(factors).dim(), rank)))
+    factor, inputs = terms(emit, sliced_early(emit, emit.padded(offset, rank - 1)), tuple(range(rank)))
+    keys, values_ = _divide(inputs, n)
+    queries, rest = _divide(read.others, n)
+    spans = {place for term in (*keys, *queries, *decays) for place in term.spans()}
+    if spans & {0, 1} or not any(n in term.spans() for term in decays):
+        return None
+    heads = [place for place in range(2, rank) if place != n and place in spans]
+    columns = [1, *(place for place in range(2, rank) if place not in (*heads, n))]
+    x = _lay(emit, values_, [*heads, 0, *columns], shape, factor)
+    if x is None:
+        return None
+    decay = _lay(emit, decays, [*heads, n], shape, weight)
+    q, k = (_lay(emit, part, [*heads, n], shape, 1.0, like=x) for part in (queries, keys))
+    if q is None or k is None or decay is None or len({value(v).dtype for v in (q, k, decay, x)}) != 1:
+        return None
+    if initial is not None:
+        initial = emit.cast(emit.permute(initial, [place - 1 for place in (*heads, n, *columns)]), value(x).dtype)
+        initial = merged(emit, initial, len(heads), 1)
+    q, k, decay = (merged(emit, v, len(heads), 1) for v in (q, k, decay))
+    y, last = steady_scan(emit, q, k, decay, merged(emit, x, len(heads), 1), initial)
+    if read.late:
+        y = _one_later(emit, y, emit.call(aten.unsqueeze.default, q, 2), initial, 1)
+    return _results(emit, read, rest, shape, (y, [*heads, 0, *columns]), (last, [*heads, n, *columns]))
+
+
 def _keyed(
     emit: Emitter, read: Reading, scale: Value | None, offset: Value, shape: list[int], initial: Node | None
 ) -> tuple[Node, Node] | None:
@@ -263,7 +300,7 @@ def _is_positive(node: Node) -> bool:
     node = _unalias(node)
     if node.target in (aten.sigmoid.default, aten.exp.default, aten.exp2.default, aten.relu.default):
         return True
-    if is_view(node):
+    if is_view(node) or node.target is aten.pow.Tensor_Scalar:
         return _is_positive(arg(node, 0))
     constant = constant_value(node)
     return constant is not None and bool((constant >= 0).all())

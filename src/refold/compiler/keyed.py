@@ -123,7 +123,8 @@ def _causal(emit: Emitter, like: Node) -> Node:
     return emit.call(aten.ge.Tensor, rows, columns)
 
 
-def merged(emit: Emitter, x: Node, leading: int) -> Node:
-    """Merge the leading axes into one."""
+def merged(emit: Emitter, x: Node, leading: int, kept: int = 2) -> Node:
+    """Merge the leading axes into one, and, behind those that are kept, the others into one."""
     shape: Sequence[int] = value(x).shape
-    return emit.reshape(x, [prod(shape[:leading]), *shape[leading:]])
+    front, rest = leading + kept, shape[leading + kept :]
+    return emit.reshape(x, [prod(shape[:leading]), *shape[leading:front], *([prod(rest)] if rest else [])])

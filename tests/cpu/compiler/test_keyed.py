@@ -32,6 +32,16 @@ def attention_by_products(q, k, v, gate, state=None):
     return torch.stack(out, 1)
 
 
+def attention_with_roots(q, k, v, gate, state=None):
+    """Its gates, roots of sigmoids, are formed in front of the loop."""
+    s = torch.zeros(q.shape[0], H, K, v.shape[-1], dtype=q.dtype) if state is None else state
+    gates, out = gate.sigmoid() ** (1 / 16), []
+    for t in range(q.shape[1]):
+        s = s * gates[:, t][..., None] + k[:, t, :, :, None] * v[:, t, :, None, :]
+        out.append((q[:, t, :, :, None] * s).sum(-2))
+    return torch.stack(out, 1)
+
+
 def inputs(steps, strength=1.0, v=V, dtype=torch.float32):
     g = torch.Generator().manual_seed(steps)
     q, k = (torch.randn(2, steps, H, K, generator=g, dtype=dtype) for _ in range(2))
@@ -46,7 +56,7 @@ def close(got, want, steps):
         assert (a - b).norm() <= 4 * K * steps**0.5 * torch.finfo(a.dtype).eps * b.norm()
 
 
-@pytest.mark.parametrize("fn", [attention, attention_by_products])
+@pytest.mark.parametrize("fn", [attention, attention_by_products, attention_with_roots])
 def test_values_and_gradients(fn):
     steps = 2 * CHUNK + 5
     torch._dynamo.reset()

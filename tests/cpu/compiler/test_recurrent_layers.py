@@ -96,6 +96,27 @@ def test_other_decays_of_selective_scans(rewritten, fn):
     assert outcome.worst() < 1e-5
 
 
+def decaying_by(number):
+    """Return linear attention whose decay is a Python number, as a toy RetNet has it."""
+
+    def fn(x, f, A, B_, C):
+        h, ys = torch.zeros(x.shape[0], x.shape[2], A.shape[1]), []
+        for t in range(x.shape[1]):
+            h = number * h + x[:, t, :, None] * B_[:, t, None, :]
+            ys.append((h * C[:, t, None, :]).sum(-1))
+        return torch.stack(ys, 1)
+
+    return fn
+
+
+@pytest.mark.parametrize(("number", "operator"), [(0.9, "ssd"), (1.0, "ssd"), (1.1, "ssd"), (-0.9, "selective_scan")])
+def test_decays_that_are_numbers(rewritten, number, operator):
+    outcome = rewritten(decaying_by(number), *inputs_selective())
+    assert outcome.targets.count(f"refold.{operator}.default") == 1
+    assert SCAN not in outcome.targets
+    assert outcome.worst() < T * torch.finfo(torch.float32).eps
+
+
 def decay_of_state_and_time(x, f, A, B_, C):
     """No factor of the decay is left for time alone: sigmoid of a product is no product."""
     h, ys = torch.zeros(x.shape[0], x.shape[2], A.shape[1]), []

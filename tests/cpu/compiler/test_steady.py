@@ -1,0 +1,177 @@
+"""Scans that do the same at every step: S4D, any decay, any length, one chunk or several, values and gradients."""
+
+import pytest
+import torch
+
+import refold
+from refold.compiler import steady
+from refold.compiler.steady import CHUNK, steady_scan
+from refold.compiler.timewise import Emitter
+
+B, D, N = 2, 6, 8
+CHUNKS = "linear_scan over chunks"
+
+
+def inputs(steps=2 * CHUNK + 5, batch=B, dtype=torch.float32):
+    g = torch.Generator().manual_seed(steps + batch)
+    u, rate, b, c = (torch.randn(*size, generator=g, dtype=dtype) for size in ((batch, steps, D), *[(D, N)] * 3))
+    return u, rate, b, c, torch.randn(batch, D, N, generator=g, dtype=dtype)
+
+
+def s4d(u, rate, b, c, h):
+    """Discretised in front of the loop, from no state."""
+    step = rate[:, :1].sigmoid()
+    a, b = torch.exp(-torch.exp(rate) * step), b * step
+    h, ys = torch.zeros_like(h), []
+    for t in range(u.shape[1]):
+        h = a * h + b * u[:, t, :, None]
+        ys.append((h * c).sum(-1))
+    return torch.stack(ys, 1), h
+
+
+def signed(u, rate, b, c, h):
+    """Decays of either sign, a state to start from, a skip connection, an input that is not the batch's first axis."""
+    ys = []
+    for t in range(u.shape[1]):
+        h = rate.tanh() * h + b * u[:, t, :, None]
+        ys.append(torch.einsum("bdn,dn->bd", h, c) + u[:, t])
+    return torch.stack(ys, 1), h
+
+
+def output_first(u, rate, b, c, h):
+    ys = []
+    for t in range(u.shape[1]):
+        ys.append(torch.einsum("bdn,dn->bd", h, c))
+        h = rate.sigmoid() * h + b * u[:, t, :, None]
+    return torch.stack(ys, 1), h
+
+
+def one_system(u, rate, b, c, h):
+    """All channels through one system: what the input is multiplied by has no channels."""
+    h, ys = h * 0, []
+    for t in range(u.shape[1]):
+        h = rate[0].sigmoid() * h + b[0] * u[:, t, :, None]
+        ys.append(h @ c[0])
+    return torch.stack(ys, 1), h
+
+
+FOUND = [s4d, signed, output_first, one_system]
+
+
+def flat(results):
+    return [results] if isinstance(results, torch.Tensor) else list(results)
+
+
+def close(got, want):
+    for a, b in zip(got, want, strict=True):
+        assert (a.shape, a.dtype) == (b.shape, b.dtype)
+        # Sums over the steps of a chunk and over states, in another order, of products that are rounded a few times.
+        assert (a - b).norm() <= 4 * N * CHUNK**0.5 * torch.finfo(a.dtype).eps * b.norm()
+
+
+def compiled(fn):
+    torch._dynamo.reset()
+    return refold.compile(fn, accept="always", strict=True)
+
+
+def operators(run):
+    details = [row.detail for graph in run.report.graphs for row in graph.applied]
+    return [detail.split(" as one ")[1] for detail in details if " as one " in detail]
+
+
+@pytest.mark.parametrize("fn", FOUND)
+@pytest.mark.parametrize(("batch", "dtype"), [(1, torch.float32), (2, torch.float64)], ids=["one", "two64"])
+def test_values_and_gradients(fn, batch, dtype):
+    run, results = compiled(fn), []
+    for program in (run, fn):
+        leaves = [x.requires_grad_() for x in inputs(batch=batch, dtype=dtype)]
+        ys = flat(program(*leaves))
+        weights = [torch.randn(y.shape, generator=torch.Generator().manual_seed(1), dtype=dtype) for y in ys]
+        gradients = torch.autograd.grad(ys, leaves, weights, allow_unused=True, materialize_grads=True)
+        results.append([*(y.detach() for y in ys), *gradients])
+    close(*results)
+    assert operators(run) == [CHUNKS]
+
+
+def test_inference():
+    run = compiled(signed)
+    with torch.no_grad():
+        close(flat(run(*inputs())), flat(signed(*inputs())))
+    assert operators(run) == [CHUNKS]
+
+
+def emitted(*operands):
+    """Build a graph of the scan alone, and run it."""
+    graph = torch.fx.Graph()
+    mode = torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True)
+    nodes = []
+    for i, x in enumerate(operands):
+        nodes.append(graph.placeholder(f"x{i}"))
+        nodes[-1].meta["val"] = mode.from_tensor(x)
+    anchor = graph.output(nodes[0])
+    anchor.meta["val"] = nodes[0].meta["val"]
+    emit = Emitter()
+    emit.at(anchor)
+    results = steady_scan(emit, *nodes)
+    graph.erase_node(anchor)
+    graph.output(tuple(results))
+    return torch.fx.GraphModule({}, graph)(*operands)
+
+
+@pytest.mark.parametrize("steps", [1, 7, CHUNK, CHUNK + 1, 3 * CHUNK])
+@pytest.mark.parametrize("decay", [0.0, 1e-30, 1.0, -0.9, 1.02], ids=lambda a: f"decay{a}")
+def test_lengths_and_decays(steps, decay):
+    u, rate, b, c, h = inputs(steps, dtype=torch.float64)
+    a = torch.where(rate > 0, decay, 0.5)
+    states, ys = h, []
+    for t in range(steps):
+        states = a * states + b * u[:, t, :, None]
+        ys.append((states * c).sum(-1))
+    y, last = emitted(*(x.float() for x in (c, b, a, u.permute(2, 1, 0), h.permute(1, 2, 0))))
+    close([y.permute(2, 1, 0), last.permute(2, 0, 1)], [torch.stack(ys, 1).float(), states.float()])
+
+
+def decay_in_time(u, rate, b, c, h):
+    ys = []
+    for t in range(u.shape[1]):
+        h = (rate * u[:, t, :, None]).sigmoid() * h + b * u[:, t, :, None]
+        ys.append((h * c).sum(-1))
+    return torch.stack(ys, 1)
+
+
+def decay_of_each_sequence(u, rate, b, c, h):
+    a, ys = h.sigmoid(), []
+    for t in range(u.shape[1]):
+        h = a * h + b * u[:, t, :, None]
+        ys.append((h * c).sum(-1))
+    return torch.stack(ys, 1)
+
+
+def states_used_otherwise(u, rate, b, c, h):
+    ys, zs = [], []
+    for t in range(u.shape[1]):
+        h = rate.sigmoid() * h + b * u[:, t, :, None]
+        ys.append((h * c).sum(-1))
+        zs.append(h.amax(-1))
+    return torch.stack(ys, 1), torch.stack(zs, 1)
+
+
+@pytest.mark.parametrize("fn", [decay_in_time, decay_of_each_sequence, states_used_otherwise])
+def test_other_scans_keep_their_states(fn):
+    run = compiled(fn)
+    with torch.no_grad():
+        close(flat(run(*inputs())), flat(fn(*inputs())))
+    assert operators(run) == ["linear_scan"]
+
+
+def test_wrong_ones_are_refused(monkeypatch):
+    right = steady._positions
+
+    def wrong(emit, like, count):
+        return emit.call(torch.ops.aten.add.Tensor, right(emit, like, count), 1)
+
+    monkeypatch.setattr(steady, "_positions", wrong)
+    run = compiled(s4d)
+    with torch.no_grad():
+        close(flat(run(*inputs())), flat(s4d(*inputs())))
+    assert operators(run) == ["linear_scan"]
