@@ -10,6 +10,7 @@ matter. What cannot be read that way stays a scan.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from math import inf, log
 from operator import getitem
@@ -71,7 +72,7 @@ def lower(
     steps = [term for term in exponent if term.spans() & {0, 1}]
     rates = [term for term in exponent if not term.spans() & {0, 1}]
     factor, inputs = terms(emit, sliced_early(emit, emit.padded(offset, rank - 1)), every)
-    if any(term not in inputs for term in steps):  # the inputs have no step size in common with the decay
+    if Counter(steps) - Counter(inputs):  # the inputs have no step size in common with the decay
         steps, rates, rate = [], [], 0.0
         weight, decays = terms(emit, factors, places)
     for term in steps:

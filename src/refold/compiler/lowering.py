@@ -14,6 +14,7 @@ from .body import Body, Slices, Traced, differentiable, trace
 from .graph import Builder
 from .index import value
 from .lifted import LiftedLoop
+from .mutation import changed_in_place
 from .passes.recurrence import SCANS, dualise
 from .prologue import formed, split_off
 from .rewrite import source_line
@@ -68,8 +69,7 @@ class Lowering:
         results = torch.utils._pytree.tree_leaves(call.meta["example_value"])
         self.training = any(x.requires_grad for x in results)
         self._check_aliases()
-        written = {_storage(self.operands[write.operand]) for write in self.traced.writes}
-        before = formed(self.operands, written | _changed_in_place(gm.graph)) if dual else set()
+        before = formed(self.operands, changed_in_place(gm, True, call) | self._written()) if dual else set()
         self.rewrite = self._rewrite(before)
         if before and not self.dual:  # what is in front of the loop is not needed to keep the states
             self.dual = dual
@@ -99,6 +99,10 @@ class Lowering:
             raise NotALoop("sizes are symbolic")
         self.operands = args
 
+    def _written(self) -> set[Any]:
+        """Return the storages that the loop itself writes to."""
+        return {_storage(self.operands[write.operand]) for write in self.traced.writes}
+
     def _check_writes(self) -> None:
         """Refuse writes that anything else could see in between."""
         for write in self.traced.writes:
@@ -113,7 +117,7 @@ class Lowering:
 
     def _check_aliases(self) -> None:
         """Refuse results of which anybody could see that they are no longer the user's own tensors."""
-        changed = _changed_in_place(self.gm.graph)
+        changed = changed_in_place(self.gm)
         inner: Any = self.loop.body.graph.output_node().args[0]
         escaping = []
         for i, use in self.uses:
@@ -223,6 +227,9 @@ class Lowering:
         target = graph.call_function(
             aten.slice.Tensor, (self.operands[write.operand], write.dim, low, low + write.width * count)
         )
+        # What reads the tensor behind this loop must see that it has changed.
+        written = _example(self.operands[write.operand])
+        target.meta["example_value"] = aten.slice.Tensor(written, *target.args[1:])
         if write.step < 0:
             content = graph.call_function(aten.flip.default, (content, [0]))
         shape = list(_example(self.operands[write.operand]).shape)
@@ -306,22 +313,6 @@ def _drop_items(graph: Graph, sequences: list[Node]) -> None:
                 graph.erase_node(item)
         if not sequence.users and sequence.target in ("unbind", torch.unbind):
             graph.erase_node(sequence)
-
-
-def _changed_in_place(graph: Graph) -> set[Any]:
-    """Return the storages that a graph's operations write to."""
-    changed = set()
-    for node in graph.nodes:
-        name = getattr(node.target, "__name__", node.target)
-        mutable = isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
-        in_place = isinstance(name, str) and ((name.endswith("_") and not name.endswith("__")) or name == "setitem")
-        if node.op.startswith("call") and (mutable or in_place or "out" in node.kwargs or node.target in _IN_PLACE):
-            changed |= {_storage(x) for x in node.all_input_nodes}
-    return changed
-
-
-_ARITHMETIC = ("iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "iand", "ior", "ixor")
-_IN_PLACE = tuple(getattr(operator, name) for name in _ARITHMETIC)
 
 
 def _example(node: Node) -> torch.Tensor:

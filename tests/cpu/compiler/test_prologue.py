@@ -122,7 +122,38 @@ def changed_itself(x, dt, A, Bm, C):
     return scanned(decays, inputs, C, x.new_zeros(x.shape[0], *A.shape))
 
 
-@pytest.mark.parametrize("fn", [changed_afterwards, changed_itself])
+def changed_by_relu(x, dt, A, Bm, C):
+    d = dt * 1.0
+    decays, inputs = torch.exp(-d.unsqueeze(-1) * torch.exp(A)), (d * x).unsqueeze(-1) * Bm.unsqueeze(2)
+    torch.nn.functional.relu(d.sub_(0.5), True)
+    return *scanned(decays, inputs, C, x.new_zeros(x.shape[0], *A.shape)), d
+
+
+def written_by_a_loop(step):
+    """Return a model whose second loop reads what the first has written to a tensor of zeros."""
+
+    def fn(x, dt, A, Bm, C):
+        written, carry = torch.zeros_like(x), x.new_zeros(x.shape[0], D)
+        for t in range(x.shape[1]):
+            carry = step(carry, x[:, t])
+            written[:, t] = carry
+        decays = torch.exp(-dt.unsqueeze(-1) * torch.exp(A))
+        inputs = (dt * (2.0 * written)).unsqueeze(-1) * Bm.unsqueeze(2)
+        return scanned(decays, inputs, C, x.new_zeros(x.shape[0], *A.shape))
+
+    return fn
+
+
+CHANGED = {
+    "afterwards": changed_afterwards,
+    "itself": changed_itself,
+    "relu": changed_by_relu,
+    "scan": written_by_a_loop(lambda h, x: 0.5 * h + x),
+    "no_scan": written_by_a_loop(lambda h, x: torch.tanh(0.5 * h + x)),
+}
+
+
+@pytest.mark.parametrize("fn", CHANGED.values(), ids=CHANGED)
 def test_what_changes_is_read_when_it_was(fn):
     inputs = tensors()
     inputs[1] = inputs[1].sigmoid()
@@ -175,6 +206,19 @@ def dropped(x, dt, A, Bm, C):
 def projected(x, dt, A, Bm, C):
     decays = torch.exp(softplus(dt).unsqueeze(-1) * -torch.exp(A))
     return scanned(decays, ((x @ A) @ A.mT).unsqueeze(-1) * Bm.unsqueeze(2), C, x.new_zeros(x.shape[0], *A.shape))
+
+
+def test_a_step_size_that_the_inputs_have_once():
+    """The decay has it squared."""
+
+    def fn(x, dt, A, Bm, C):
+        decays = torch.exp(-(dt * dt).unsqueeze(-1) * torch.exp(A))
+        return scanned(decays, (dt * x).unsqueeze(-1) * Bm.unsqueeze(2), C, x.new_zeros(x.shape[0], *A.shape))
+
+    run = compiled(fn)
+    with torch.no_grad():
+        close(run(*tensors()), fn(*tensors()))
+    assert operators(run) == ["linear_scan"]
 
 
 def reads_of(fn, monkeypatch):
