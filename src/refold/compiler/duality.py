@@ -20,12 +20,12 @@ import torch
 from torch.fx import Node
 
 from ..ops.library import OPS
+from . import steady
 from .index import arg, is_view, value
 from .keyed import CHUNK, keyed_scan, merged
 from .reading import Reading, Term, terms
 from .segments import constant_value
 from .slices import sliced_early
-from .steady import steady_scan
 from .timewise import Emitter, Value
 
 aten = torch.ops.aten
@@ -58,8 +58,8 @@ def lower(
     every = tuple(range(rank))
     rate, exponent = 0.0, list[Term]()
     weight, decays = 1.0, list[Term]()
-    if (steady := _steady(emit, read, scale, offset, shape, initial)) is not None:
-        return steady
+    if (same_every_step := _steady(emit, read, scale, offset, shape, initial)) is not None:
+        return same_every_step
     if scale is not None and not isinstance(scale.node, Node):
         weight = float(scale.node)
     elif scale is not None:
@@ -196,7 +196,7 @@ def _steady(
     emit: Emitter, read: Reading, scale: Value | None, offset: Value, shape: list[int], initial: Node | None
 ) -> tuple[Node, Node] | None:
     """Emit `steady_scan`, if decays differ along n and nothing but one factor of what is added depends on time."""
-    if scale is None or not isinstance(scale.node, Node):
+    if scale is None or not isinstance(scale.node, Node) or shape[0] < steady.CHUNK:
         return None
     rank, n = len(shape), read.summed
     factors = sliced_early(emit, emit.padded(scale, rank - 1))
@@ -220,7 +220,7 @@ def _steady(
         initial = emit.cast(emit.permute(initial, [place - 1 for place in (*heads, n, *columns)]), value(x).dtype)
         initial = merged(emit, initial, len(heads), 1)
     q, k, decay = (merged(emit, v, len(heads), 1) for v in (q, k, decay))
-    y, last = steady_scan(emit, q, k, decay, merged(emit, x, len(heads), 1), initial)
+    y, last = steady.steady_scan(emit, q, k, decay, merged(emit, x, len(heads), 1), initial)
     if read.late:
         y = _one_later(emit, y, emit.call(aten.unsqueeze.default, q, 2), initial, 1)
     return _results(emit, read, rest, shape, (y, [*heads, 0, *columns]), (last, [*heads, n, *columns]))
