@@ -394,14 +394,15 @@ def _ssd_fwd_scan_hopper_kernel(
     state_full = gl.allocate_shared_memory(gl.int64, [4, 1], mbarrier.MBarrierLayout())
     state_empty = gl.allocate_shared_memory(gl.int64, [4, 1], mbarrier.MBarrierLayout())
     initial_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=4)
-    for i in gl.static_range(2):
-        mbarrier.init(z_full.index(i), count=1)
-        mbarrier.init(z_empty.index(i), count=1)
-        mbarrier.init(initial_full.index(i), count=1)
+    # In one loop: the compiler puts a barrier between two that belong to the same allocation.
     for i in gl.static_range(4):
+        if i < STAGES:
+            mbarrier.init(full.index(i), count=1)
+            mbarrier.init(empty.index(i), count=4)
+        if i < 2:
+            mbarrier.init(z_full.index(i), count=1)
+            mbarrier.init(z_empty.index(i), count=1)
+            mbarrier.init(initial_full.index(i), count=1)
         mbarrier.init(state_full.index(i), count=1)
         mbarrier.init(state_empty.index(i), count=1)
     # The copy engine counts on these barriers: it has to see them set up.
