@@ -24,6 +24,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 # Triton 3.6 has other names for these.
 barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 load_tile = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
+_memory = gl.shared_memory_descriptor
+reinterpret = _memory.reinterpret if hasattr(_memory, "reinterpret") else _memory._reinterpret
 store_tile = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
 
 
@@ -411,7 +413,7 @@ def _ssd_fwd_scan_hopper_kernel(
     if initial_desc is not None:
         # A head has room for two 16-bit copies: for one state in float32, or one in 16 bits and a gap.
         bits: gl.constexpr = initial_desc.dtype.primitive_bitwidth
-        initial_smem = state_smem._reinterpret(initial_desc.dtype, [64 // bits, P, N], initial_desc.layout)
+        initial_smem = reinterpret(state_smem, initial_desc.dtype, [64 // bits, P, N], initial_desc.layout)
         if (pid_s == 0) | (not PASSED):
             for which in gl.static_range(2):
                 bar = initial_full.index(which)
