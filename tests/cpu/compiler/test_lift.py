@@ -190,26 +190,6 @@ def two_names_for_a_list(x):
     return torch.stack(ys, 1)
 
 
-def dictionary(x):
-    state = {"h": torch.zeros_like(x[:, 0])}
-    for t in range(x.shape[1]):
-        state["h"] = 0.5 * state["h"] + x[:, t]
-    return state["h"]
-
-
-class State:
-    pass
-
-
-def attribute(x):
-    state = State()
-    state.h, state.count = torch.zeros_like(x[:, 0]), 0
-    for t in range(x.shape[1]):
-        state.count += 1
-        state.h = 0.5 * state.h + x[:, t] * state.count
-    return state.h
-
-
 def popped(x):
     rest, h = list(x.unbind(1)), torch.zeros_like(x[:, 0])
     for _ in range(x.shape[1]):
@@ -241,8 +221,8 @@ def grad_modes(x):
 
 
 AS_THEY_ARE = [
-    every_other, now_and_then, looked_up, reads_its_list, two_names_for_a_list, dictionary,
-    attribute, popped, generator, other_shapes, grad_modes,
+    every_other, now_and_then, looked_up, reads_its_list, two_names_for_a_list, popped, generator, other_shapes,
+    grad_modes,
 ]  # fmt: skip
 
 

@@ -13,7 +13,8 @@ from torch._dynamo.variables.builder import wrap_fx_proxy
 from torch.fx import GraphModule, Node, Proxy
 
 from ..lifted import LiftedLoop
-from .state import End, Form, Local, Place
+from .places import End, Local, Place
+from .state import Form
 from .trace import Trace
 from .variables import Refused, Translator, Variable, example, form, fresh, is_constant, rebuilt, tensors
 

@@ -9,42 +9,51 @@ from __future__ import annotations
 
 import contextlib
 import copy
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch._dynamo.variables import ConstantVariable, LazyVariableTracker, SymNodeVariable, TensorVariable
-from torch._dynamo.variables.base import AttributeMutationExisting, VariableTracker
+from torch._dynamo.variables.base import AttributeMutationExisting, ValueMutationExisting, VariableTracker
+from torch._dynamo.variables.functions import LocalGeneratorObjectVariable
 
 from .variables import Translator
 
-_REGISTERS = ("stack", "symbolic_locals", "block_stack", "instruction_pointer", "current_instruction")
-# Not in every version of PyTorch or of Python.
-_MORE_REGISTERS = ("current_speculation", "kw_names", "lineno")
+# Of a frame; not all of them in every version of PyTorch or of Python, or only in generators' frames.
+_REGISTERS = (
+    "stack", "symbolic_locals", "block_stack", "instruction_pointer", "current_instruction", "current_speculation",
+    "accept_prefix_inst", "prefix_insts", "kw_names", "lineno", "generator_exhausted", "generated_items",
+)  # fmt: skip
+_CONTAINERS = (list, dict, deque)
 
 
 @dataclass
 class World:
-    """Contents of containers, and counts of everything that is only added to."""
+    """Contents of containers, where generators stand, and counts of everything that is only added to."""
 
     containers: list[tuple[Any, Any]]
+    generators: list[tuple[Translator, dict[str, Any]]]
     rest: tuple[Any, ...]
 
     def restore(self) -> None:
-        """Put the containers' contents back: Dynamo may change them before it finds that it must not."""
+        """Put it all back: Dynamo may change something before it finds that it must not."""
         _put_back(self.containers)
+        for frame, registers in self.generators:
+            frame.__dict__.update(registers)
 
     def unchanged(self, other: World) -> bool:
         """Tell whether another look at the world found the same."""
         before = {id(container): content for container, content in self.containers}
         pairs = [(before[id(x)], content) for x, content in other.containers if id(x) in before]
-        return self.rest == other.rest and all(_same(a, b) for a, b in pairs)
+        stood = [frame.instruction_pointer == at["instruction_pointer"] for frame, at in self.generators]
+        return self.rest == other.rest and all(_same(a, b) for a, b in pairs) and all(stood)
 
 
 def world(tx: Translator) -> World:
     """Look at everything that a frame's code can reach: attributes, containers, hooks, random state, modes."""
-    output, containers = tx.output, []
+    output, containers, generators = tx.output, [], []
     effects = output.side_effects
     stack: list[Any] = [*effects.id_to_variable.values()]
 
@@ -68,9 +77,13 @@ def world(tx: Translator) -> World:
         seen.add(id(x))
         if isinstance(x, LazyVariableTracker):
             stack += [x.realize()] if x.is_realized() else []
+        elif isinstance(x, LocalGeneratorObjectVariable):
+            frame = x.inline_tracer
+            generators.append((frame, _registers(frame)))
+            stack += [*frame.stack, *frame.symbolic_locals.values()]
         elif isinstance(x, VariableTracker):
             for name, part in vars(x).items():
-                if name == "items" and isinstance(part, (list, dict)):
+                if name == "items" and isinstance(part, _CONTAINERS):
                     watch(part)
                 elif isinstance(part, VariableTracker):
                     stack.append(part)
@@ -79,18 +92,19 @@ def world(tx: Translator) -> World:
     flags = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.get_default_dtype()
     counts = len(effects.tensor_hooks), len(effects.save_for_backward), len(output.random_calls)
     existing = {id(x) for x in effects.store_attr_mutations if isinstance(x.mutation_type, AttributeMutationExisting)}
-    return World(containers, (flags, counts, existing))
+    return World(containers, generators, (flags, counts, existing))
 
 
 @contextlib.contextmanager
 def kept(tx: Translator) -> Iterator[None]:
     """Put a translator's registers back afterwards, and on failure what Dynamo noted of side effects."""
-    registers = {name: copy.copy(getattr(tx, name)) for name in _REGISTERS}
-    registers |= {name: getattr(tx, name) for name in _MORE_REGISTERS if hasattr(tx, name)}
+    registers = _registers(tx)
     exceptions = {name: copy.copy(x) for name, x in vars(tx.exn_vt_stack).items()}
     log, mode = tx.speculation_log, tx.output.fake_mode
     entries, index, cached = log.entries, log.index, mode.cache_enabled
-    effects = _contents(tx.output.side_effects)
+    effects, signatures = tx.output.side_effects, tx.output.signature_cache.copy()
+    contents, known = _contents(effects), effects.id_to_variable
+    effects.id_to_variable = found = _Found(known)
     tx.current_speculation = None
     # Speculations in the body must not be found in the log when Dynamo starts over.
     log.entries, log.index = [], 0
@@ -98,14 +112,53 @@ def kept(tx: Translator) -> Iterator[None]:
     mode.cache_enabled = False
     try:
         yield
+        known.update(found)
     except BaseException:
-        _put_back(effects)
+        _put_back(contents)
+        known.update(found.as_it_was())
+        # Objects that Dynamo made on the way, whose attributes were just forgotten.
+        _put_back([(tx.output.signature_cache, signatures)])
         raise
     finally:
-        for name, x in registers.items():
-            setattr(tx, name, x)
+        effects.id_to_variable = known
+        tx.__dict__.update(registers)
         vars(tx.exn_vt_stack).update(exceptions)
         log.entries, log.index, mode.cache_enabled = entries, index, cached
+
+
+def _registers(frame: Translator) -> dict[str, Any]:
+    held = vars(frame)
+    return {
+        name: copy.copy(held[name]) if isinstance(held[name], (list, dict)) else held[name]
+        for name in _REGISTERS
+        if name in held
+    }
+
+
+class _Found(dict[int, Any]):
+    """The objects that Dynamo knows; remembers what those held that it came to know during a trace.
+
+    What it found once it does not look for again, so it must be known when the trace is forgotten: a change that Dynamo
+    sees at an object that it does not know is lost.
+    """
+
+    def __init__(self, known: dict[int, Any]) -> None:
+        super().__init__(known)
+        self.contents: dict[int, list[tuple[Any, Any]]] = {}
+
+    def __setitem__(self, key: int, x: Any) -> None:
+        super().__setitem__(key, x)
+        holders = [x, *(part for part in vars(x).values() if isinstance(part, VariableTracker))]
+        items = [vars(holder).get("items") for holder in holders if not isinstance(holder, LazyVariableTracker)]
+        self.contents[key] = [(part, copy.copy(part)) for part in items if isinstance(part, _CONTAINERS)]
+
+    def as_it_was(self) -> dict[int, Any]:
+        """Return the objects that were found, and were there before the trace, with what they held."""
+        mutations = AttributeMutationExisting, ValueMutationExisting
+        found = {key: self[key] for key in self.contents if isinstance(self[key].mutation_type, mutations)}
+        for key in found:
+            _put_back(self.contents[key])
+        return found
 
 
 def _same(a: Any, b: Any) -> bool:
@@ -115,7 +168,8 @@ def _same(a: Any, b: Any) -> bool:
 
 def _contents(effects: Any) -> list[tuple[Any, Any]]:
     """Return the containers in which Dynamo records side effects, with copies; others hold references to them."""
-    found = [x for x in vars(effects).values() if isinstance(x, (dict, list, set))]
+    # What it keeps alive it may still know.
+    found = [x for name, x in vars(effects).items() if isinstance(x, (dict, list, set)) and name != "keepalive"]
     found += [y for x in found if isinstance(x, dict) for y in x.values() if isinstance(y, (dict, list, set))]
     return [(x, copy.copy(x)) for x in found]
 
@@ -123,4 +177,4 @@ def _contents(effects: Any) -> list[tuple[Any, Any]]:
 def _put_back(contents: list[tuple[Any, Any]]) -> None:
     for container, content in contents:
         container.clear()
-        container.extend(content) if isinstance(container, list) else container.update(content)
+        container.extend(content) if isinstance(container, (list, deque)) else container.update(content)
