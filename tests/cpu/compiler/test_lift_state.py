@@ -215,6 +215,46 @@ def enumeration_from_outside(x, held):
     return h, next(pairs)
 
 
+def generator_that_never_ends(x, held):
+    def numbers():
+        k = 0.1
+        while True:
+            yield k
+            k = k + 0.1
+
+    h, source = x[:, 0] * 0, numbers()
+    for t in range(x.shape[1]):
+        h = 0.5 * h + x[:, t] * next(source)
+    return h, next(source)
+
+
+def generator_that_is_sent_to(x, held):
+    def smoothed():
+        h = x[:, 0] * 0
+        while True:
+            h = 0.5 * h + (yield h)
+
+    filtered, ys = smoothed(), []
+    next(filtered)
+    for xt in x.unbind(1):
+        ys.append(filtered.send(xt))
+    return torch.stack(ys, 1)
+
+
+def short_generator(x, held):
+    h, numbers = x[:, 0] * 0, (0.1 * k for k in range(10))
+    for t in range(x.shape[1]):
+        h = 0.5 * h + x[:, t] * next(numbers, 7.0)
+    return h
+
+
+def range_from_outside(x, held):
+    h, numbers = x[:, 0] * 0, iter(range(100))
+    for t in range(x.shape[1]):
+        h = 0.5 * h + x[:, t] * next(numbers)
+    return h, next(numbers)
+
+
 def the_same_object_from_the_second_step(x, held):
     h, before = x[:, 0] * 0, x[:, 0] * 0
     for t in range(x.shape[1]):
@@ -233,6 +273,7 @@ def the_same_object_at_the_first_step(x, held):
 AS_THEY_ARE = [
     new_keys, deleted_key, number_in_an_attribute, number_in_a_dictionary, shape_of_an_attribute, window, seen,
     generator_from_outside, enumeration_from_outside,
+    generator_that_never_ends, generator_that_is_sent_to, short_generator, range_from_outside,
     the_same_object_from_the_second_step, the_same_object_at_the_first_step,
 ]  # fmt: skip
 

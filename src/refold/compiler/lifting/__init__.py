@@ -18,6 +18,7 @@ elements.py     what a ``for`` goes through, as a function of the step's number
 state.py        what is assumed of the state at every step
 places.py       where the state is kept: variables, attributes, dictionaries, lists
 lists.py        the items of lists that grow
+generators.py   what generators yield, where it goes into a list
 trace.py        one trace of the body
 world.py        what the body must leave alone
 emission.py     the loop as a node, and the state behind it

@@ -17,6 +17,7 @@ from torch._dynamo.variables import TensorVariable
 from torch._guards import TracingContext
 
 from .elements import ENUMERATE, element, remaining, start_enumeration
+from .generators import install
 from .induction import lift
 from .trace import SHORTEST, Code
 from .variables import Refused, Translator, realized
@@ -178,6 +179,7 @@ def _install() -> None:
                     _meet_while(tx)
 
             table[opcode] = jump
+    install()
 
 
 _install()

@@ -285,10 +285,10 @@ def _of_this_scope(mutation: Any) -> Any:
     return mine
 
 
-def containers(tx: Translator) -> list[Variable]:
-    """Return the lists, tuples and dictionaries that a frame's code can reach, and that Dynamo has looked at."""
+def containers(tx: Translator, other: Variable | None) -> list[Variable]:
+    """Return the lists, tuples and dictionaries that Dynamo knows and a frame's code, or another object, leads to."""
     effects = tx.output.side_effects
-    stack = [*tx.symbolic_locals.values(), *tx.stack, *effects.id_to_variable.values()]
+    stack = [other, *tx.symbolic_locals.values(), *tx.stack, *effects.id_to_variable.values()]
     stack += [y for stored in effects.store_attr_mutations.values() for y in stored.values()]
     found: dict[int, Variable] = {}
     while stack:

@@ -18,6 +18,7 @@ import torch
 from torch._dynamo.variables import ConstantVariable, LazyVariableTracker, SymNodeVariable, TensorVariable
 from torch._dynamo.variables.base import AttributeMutationExisting, ValueMutationExisting, VariableTracker
 from torch._dynamo.variables.functions import LocalGeneratorObjectVariable
+from torch._dynamo.variables.iter import IteratorVariable
 
 from .variables import Translator
 
@@ -31,29 +32,31 @@ _CONTAINERS = (list, dict, deque)
 
 @dataclass
 class World:
-    """Contents of containers, where generators stand, and counts of everything that is only added to."""
+    """Contents of containers, where iterators and generators stand, and counts of everything that is only added to."""
 
     containers: list[tuple[Any, Any]]
-    generators: list[tuple[Translator, dict[str, Any]]]
+    iterators: list[tuple[Any, dict[str, Any]]]
     rest: tuple[Any, ...]
 
     def restore(self) -> None:
         """Put it all back: Dynamo may change something before it finds that it must not."""
         _put_back(self.containers)
-        for frame, registers in self.generators:
-            frame.__dict__.update(registers)
+        for x, state in self.iterators:
+            x.__dict__.update({name: copy.copy(y) if isinstance(y, _CONTAINERS) else y for name, y in state.items()})
 
     def unchanged(self, other: World) -> bool:
         """Tell whether another look at the world found the same."""
         before = {id(container): content for container, content in self.containers}
         pairs = [(before[id(x)], content) for x, content in other.containers if id(x) in before]
-        stood = [frame.instruction_pointer == at["instruction_pointer"] for frame, at in self.generators]
-        return self.rest == other.rest and all(_same(a, b) for a, b in pairs) and all(stood)
+        stood = {id(x): state for x, state in self.iterators}
+        pairs += [(stood[id(x)], state) for x, state in other.iterators if id(x) in stood]
+        return self.rest == other.rest and all(_same(a, b) for a, b in pairs)
 
 
 def world(tx: Translator) -> World:
     """Look at everything that a frame's code can reach: attributes, containers, hooks, random state, modes."""
-    output, containers, generators = tx.output, [], []
+    output, containers = tx.output, []
+    iterators: list[tuple[Any, dict[str, Any]]] = []
     effects = output.side_effects
     stack: list[Any] = [*effects.id_to_variable.values()]
 
@@ -78,10 +81,13 @@ def world(tx: Translator) -> World:
         if isinstance(x, LazyVariableTracker):
             stack += [x.realize()] if x.is_realized() else []
         elif isinstance(x, LocalGeneratorObjectVariable):
-            frame = x.inline_tracer
-            generators.append((frame, _registers(frame)))
-            stack += [*frame.stack, *frame.symbolic_locals.values()]
+            inner = x.inline_tracer
+            if inner is not tx:
+                iterators.append((inner, _registers(inner)))
+                stack += [*inner.stack, *inner.symbolic_locals.values()]
         elif isinstance(x, VariableTracker):
+            if isinstance(x, IteratorVariable):
+                iterators.append((x, {key: y for key, y in vars(x).items() if not isinstance(y, _CONTAINERS)}))
             for name, part in vars(x).items():
                 if name == "items" and isinstance(part, _CONTAINERS):
                     watch(part)
@@ -92,7 +98,7 @@ def world(tx: Translator) -> World:
     flags = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.get_default_dtype()
     counts = len(effects.tensor_hooks), len(effects.save_for_backward), len(output.random_calls)
     existing = {id(x) for x in effects.store_attr_mutations if isinstance(x.mutation_type, AttributeMutationExisting)}
-    return World(containers, generators, (flags, counts, existing))
+    return World(containers, iterators, (flags, counts, existing))
 
 
 @contextlib.contextmanager
@@ -127,12 +133,8 @@ def kept(tx: Translator) -> Iterator[None]:
 
 
 def _registers(frame: Translator) -> dict[str, Any]:
-    held = vars(frame)
-    return {
-        name: copy.copy(held[name]) if isinstance(held[name], (list, dict)) else held[name]
-        for name in _REGISTERS
-        if name in held
-    }
+    held = {name: vars(frame)[name] for name in _REGISTERS if name in vars(frame)}
+    return {name: copy.copy(y) if isinstance(y, _CONTAINERS) else y for name, y in held.items()}
 
 
 class _Found(dict[int, Any]):
@@ -162,8 +164,16 @@ class _Found(dict[int, Any]):
 
 
 def _same(a: Any, b: Any) -> bool:
-    a, b = (list(x.items()) if isinstance(x, dict) else [(None, y) for y in x] for x in (a, b))
-    return len(a) == len(b) and all(k == l and x is y for (k, x), (l, y) in zip(a, b, strict=True))
+    """Tell whether two copies of a container hold the same objects."""
+    if isinstance(a, dict):
+        return list(a) == list(b) and all(_equal(x, b[key]) for key, x in a.items())
+    return len(a) == len(b) and all(map(_equal, a, b))
+
+
+def _equal(x: Any, y: Any) -> bool:
+    if isinstance(x, _CONTAINERS):
+        return type(x) is type(y) and _same(x, y)
+    return x is y or (type(x) is type(y) is int and x == y)
 
 
 def _contents(effects: Any) -> list[tuple[Any, Any]]:
