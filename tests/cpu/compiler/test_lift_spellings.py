@@ -371,6 +371,26 @@ def reduced(x):
     return functools.reduce(lambda h, xt: 0.5 * h + xt, x.unbind(1))
 
 
+def mapped(x):
+    h = zero(x)
+    for xt in map(torch.sigmoid, x.unbind(1)):
+        h = 0.5 * h + xt
+    return h
+
+
+def mapped_with_numbers(x):
+    h, ys, seen = zero(x), [], []
+
+    def gated(xt, t):
+        seen.append(xt)
+        return xt * t, xt.sigmoid()
+
+    for t, (xt, gate) in enumerate(map(gated, x.unbind(1), range(100))):
+        h = gate * h + xt + t
+        ys.append(h)
+    return torch.stack(ys, 1), torch.stack(seen, 1)
+
+
 def pairs(x):
     h, ys = zero(x), []
     for xt in x.unbind(1):
@@ -425,6 +445,8 @@ LIFTED = [
     (generator_of_pairs, [T]),
     (accumulated, [T - 1]),
     (reduced, [T - 1]),
+    (mapped, [T]),
+    (mapped_with_numbers, [T]),
     (pairs, [T]),
 ]
 
@@ -580,13 +602,6 @@ def genexpr_source(x):
     return h
 
 
-def mapped(x):
-    h = zero(x)
-    for xt in map(torch.sigmoid, x.unbind(1)):
-        h = 0.5 * h + xt
-    return h
-
-
 def python_carry(x):
     h, w = zero(x), 1.0
     for t in range(x.shape[1]):
@@ -658,7 +673,6 @@ def cell_of_another_kind(x):
 
 NEVER = [
     (genexpr_source, "only running it can end"),
-    (mapped, "only running it can end"),
     (python_carry, "w changes"),
     (two_paces, "evenly spaced"),
     (while_a_number_shrinks, "w changes"),

@@ -37,11 +37,12 @@ class Growing:
         self.rates: set[int] = set()
         owner.items, owner.mutation_type = self, ValueMutationNew()  # type: ignore[assignment]
         owner.call_method = self._call_method  # type: ignore[method-assign]
+        owner.as_python_constant = self._as_python_constant  # type: ignore[method-assign]
 
     def restore(self) -> None:
         """Give the list its items back."""
         self.owner.items, self.owner.mutation_type = self.items, self.mutation
-        del self.owner.call_method
+        del self.owner.call_method, self.owner.as_python_constant
 
     @property
     def grown(self) -> bool:
@@ -99,6 +100,10 @@ class Growing:
             self.extend(args[0].items)
             return ConstantVariable.create(None)
         return type(self.owner).call_method(self.owner, tx, name, args, kwargs)
+
+    def _as_python_constant(self) -> Any:
+        # Dynamo asks of its own accord, for one, when it makes a function of a closure.
+        raise NotImplementedError
 
     def __getattr__(self, name: str) -> Any:
         return self._refuse()

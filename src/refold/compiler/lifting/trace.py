@@ -21,7 +21,7 @@ from torch._ops import HigherOrderOperator
 from torch.fx import Graph, Node, Proxy
 
 from ..stepnumber import StepNumber
-from .elements import Element, Items, Numbers
+from .elements import Calls, Element, Items, Numbers
 from .generators import step_over_yield, yielded
 from .lists import Growing, Indexed
 from .places import Contents, Dictionary, End, Local, Objects, Place, Written, containers
@@ -207,6 +207,8 @@ class _Tracing:
             return TupleVariable([self._item(counted, part) for part in element])
         if isinstance(element, Numbers):
             return element.at(self.tx, counted)
+        if isinstance(element, Calls):
+            return element.fn.call_function(self.tx, [self._item(counted, part) for part in element.arguments], {})
         return self._take(element)
 
     def _take(self, element: Items) -> Variable:
