@@ -77,13 +77,86 @@ def _configs() -> dict[str, tuple[type, object]]:
                 }
             ),
         ),
+        # sizes that nothing divides, ones, and what the published models leave at its default
+        "mamba-odd": (
+            t.MambaForCausalLM,
+            t.MambaConfig(
+                **common,
+                num_hidden_layers=2,
+                state_size=1,
+                expand=3,
+                time_step_rank=7,
+                conv_kernel=3,
+                layer_norm_epsilon=1e-3,
+                residual_in_fp32=False,
+            ),
+        ),
+        "mamba2-odd": (
+            t.Mamba2ForCausalLM,
+            t.Mamba2Config(
+                **{**common, "hidden_size": 30},
+                num_hidden_layers=2,
+                num_heads=5,
+                head_dim=12,
+                n_groups=5,
+                state_size=1,
+                chunk_size=7,
+                conv_kernel=2,
+                use_conv_bias=False,
+                layer_norm_epsilon=1e-3,
+            ),
+        ),
+        "mamba2-one-channel-heads": (
+            t.Mamba2ForCausalLM,
+            t.Mamba2Config(
+                **{**common, "hidden_size": 30}, num_hidden_layers=2, num_heads=60, head_dim=1, n_groups=4, state_size=9
+            ),
+        ),
+        "granite-attention": (
+            t.GraniteMoeHybridForCausalLM,
+            t.GraniteMoeHybridConfig(
+                **{
+                    **granite,
+                    "layer_types": ["attention"] * 6,
+                    "num_key_value_heads": 6,
+                    "position_embedding_type": "rope",
+                    "rope_parameters": {"rope_type": "default", "rope_theta": 50.0},
+                    "num_local_experts": 3,
+                    "num_experts_per_tok": 1,
+                }
+            ),
+        ),
+        "granite-odd": (
+            t.GraniteMoeHybridForCausalLM,
+            t.GraniteMoeHybridConfig(
+                **{
+                    **granite,
+                    "layer_types": ["mamba"] * 5 + ["attention"],  # transformers refuses to go without one
+                    "mamba_n_heads": 10,
+                    "mamba_d_head": 9,
+                    "hidden_size": 45,
+                    "num_attention_heads": 5,
+                    "num_key_value_heads": 1,
+                    "mamba_n_groups": 5,
+                    "rms_norm_eps": 1e-2,
+                    "mamba_proj_bias": True,
+                }
+            ),
+        ),
+        "bamba-whole-rotation": (
+            t.BambaForCausalLM,
+            t.BambaConfig(
+                **{
+                    **bamba,
+                    "attn_layer_indices": [3],
+                    "rope_parameters": {"rope_type": "default", "rope_theta": 30.0, "partial_rotary_factor": 1.0},
+                }
+            ),
+        ),
     }
 
 
-NAMES = (
-    "mamba", "mamba-untied", "falcon-mamba", "mamba2", "mamba2-groups", "granite", "granite-moe-rope", "bamba",
-    "bamba-biases",
-)  # fmt: skip
+NAMES = tuple(name for name in _configs() if name != "mamba2-limited")  # which differs from transformers; tested apart
 
 
 @functools.cache

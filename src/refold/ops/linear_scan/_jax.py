@@ -9,6 +9,32 @@ import jax.numpy as jnp
 from refold.ops._jax_layout import Array, accumulator
 
 
+def _solve(a: Array, x: Array, reverse: bool) -> Array:
+    """Solve ``h[t] - a[t] h[t - 1] = x[t]`` (with ``reverse``, ``t + 1``), where h is zero outside of the sequence.
+
+    JAX is told that this is a linear system, so that its derivatives are scans as well: that of x is the transposed
+    system, solved the other way round, and that of a follows from the equation. Derived step by step, the scan would
+    keep all of its levels for the gradient, and XLA 0.11 crashes on the CPU when it compiles that under ``shard_map``.
+    """
+
+    def neighbour(h: Array, later: bool) -> Array:
+        edge = jnp.zeros_like(h[:, :1])
+        return jnp.concatenate([h[:, 1:], edge] if later else [edge, h[:, :-1]], axis=1)
+
+    def combine(left: tuple[Array, Array], right: tuple[Array, Array]) -> tuple[Array, Array]:
+        return left[0] * right[0], right[0] * left[1] + right[1]
+
+    def scan(a: Array, x: Array, reverse: bool) -> Array:
+        return jax.lax.associative_scan(combine, (a, x), reverse=reverse, axis=1)[1]
+
+    return jax.lax.custom_linear_solve(
+        lambda h: h - a * neighbour(h, reverse),
+        x,
+        lambda _, x: scan(a, x, reverse),
+        lambda _, x: scan(neighbour(a, not reverse), x, not reverse),
+    )
+
+
 @partial(jax.jit, static_argnames=("reverse",))
 def linear_scan(
     a: Array,
@@ -40,9 +66,6 @@ def linear_scan(
         values = values.at[0, begin].add(factors[0, jnp.minimum(begin, seqlen - 1)] * state, mode="drop")
         factors = factors.at[0, begin].set(0, mode="drop")
 
-    def combine(left: tuple[Array, Array], right: tuple[Array, Array]) -> tuple[Array, Array]:
-        return left[0] * right[0], right[0] * left[1] + right[1]
-
-    h = jax.lax.associative_scan(combine, (factors, values), reverse=reverse, axis=1)[1]
+    h = _solve(factors, values, reverse)
     final = h[:, end] if cu_seqlens is None else jnp.where(nonempty, h[0, end], state)
     return h.astype(x.dtype), final
