@@ -20,7 +20,7 @@ from torch._dynamo.variables.base import AttributeMutationExisting, ValueMutatio
 from torch._dynamo.variables.functions import LocalGeneratorObjectVariable
 from torch._dynamo.variables.iter import IteratorVariable
 
-from .variables import Translator
+from .variables import Refused, Translator
 
 # Of a frame; not all of them in every version of PyTorch or of Python, or only in generators' frames.
 _REGISTERS = (
@@ -111,6 +111,7 @@ def kept(tx: Translator) -> Iterator[None]:
     effects, signatures = tx.output.side_effects, tx.output.signature_cache.copy()
     contents, known = _contents(effects), effects.id_to_variable
     effects.id_to_variable = found = _Found(known)
+    effects.clone = _refuse
     tx.current_speculation = None
     # Speculations in the body must not be found in the log when Dynamo starts over.
     log.entries, log.index = [], 0
@@ -127,9 +128,15 @@ def kept(tx: Translator) -> Iterator[None]:
         raise
     finally:
         effects.id_to_variable = known
+        del effects.clone
         tx.__dict__.update(registers)
         vars(tx.exn_vt_stack).update(exceptions)
         log.entries, log.index, mode.cache_enabled = entries, index, cached
+
+
+def _refuse() -> None:
+    # Dynamo would go on with a copy of what it knows.
+    raise Refused("there is an operation in the loop that is made of a function, as checkpointing is")
 
 
 def _registers(frame: Translator) -> dict[str, Any]:
