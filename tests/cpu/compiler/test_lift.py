@@ -366,11 +366,12 @@ def test_memory_and_modes_are_the_users(fn):
 def test_what_was_unpacked_to_go_through_it_is_not_traced(monkeypatch):
     # An `unbind` of thousands of items that nobody reads costs seconds in each tracing.
     def through_items(x):
-        h, ys = torch.zeros_like(x[:, 0]), []
-        for item, gate in zip(x.unbind(1), torch.sigmoid(x).unbind(1), strict=True):
+        items = x.unbind(1)
+        h, ys = torch.zeros_like(items[0]), []
+        for item, gate in zip(items, torch.sigmoid(x).unbind(1), strict=True):
             h = gate * h + item
             ys.append(h)
-        return torch.stack(ys, 1)
+        return torch.stack(ys, 1) + items[-1][:, None]
 
     traced = []
     compile_with = session.inductor
