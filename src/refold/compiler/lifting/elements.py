@@ -17,7 +17,7 @@ import torch
 from torch._dynamo.polyfills import builtins as polyfills
 from torch._dynamo.utils import set_example_value
 from torch._dynamo.variables import ConstantVariable, SymNodeVariable, TensorVariable, TupleVariable
-from torch._dynamo.variables.base import VariableTracker
+from torch._dynamo.variables.base import ValueMutationNew, VariableTracker
 from torch._dynamo.variables.functions import LocalGeneratorObjectVariable
 from torch._dynamo.variables.iter import MapVariable, ZipVariable
 from torch._dynamo.variables.lists import ListIteratorVariable, RangeIteratorVariable
@@ -159,8 +159,13 @@ def start_enumeration(tx: Translator, it: Variable) -> None:
 
 
 def _zipped(it: Any) -> list[Variable]:
-    # torch <= 2.11 keeps a list, later ones a tuple of their own kind.
-    return [realized(part) for part in (it.iterables if hasattr(it, "iterables") else it.iterable.items)]
+    if not hasattr(it, "iterables"):
+        return [realized(part) for part in it.iterable.items]
+    # torch <= 2.11 keeps a list of its own, and in it the items of sequences, with one position for all of them.
+    for i, part in enumerate(it.iterables):
+        if isinstance(part, list):
+            it.iterables[i] = ListIteratorVariable(part[it.index :], mutation_type=ValueMutationNew())
+    return [realized(part) for part in it.iterables]
 
 
 def _is_enumeration(it: Variable) -> bool:
