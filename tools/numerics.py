@@ -39,7 +39,8 @@ represent, so what shows is rounding inside the operator and of its results. One
 float32, 4e-3 in bfloat16, 5e-4 in float16. Results and gradients of states, `A`, `D` and `dt_bias` are float32
 throughout.
 
-This page is generated: `python tools/numerics.py measure --backend torch`, then `python tools/numerics.py render`.
+This page is generated: `python tools/numerics.py measure --backend torch`, on a GPU
+`python tools/numerics.py measure --backend triton --device cuda`, then `python tools/numerics.py render`.
 """
 
 

@@ -102,6 +102,27 @@ def test_tensor_core_shapes(dtype, shape, gate):
         assert (one.double() - expected).norm() <= ROUNDING[dtype] * 1.1 * expected.norm()
 
 
+@pytest.mark.parametrize("dtype", list(ROUNDING), ids=lambda d: str(d)[6:])
+@pytest.mark.parametrize("skipped", [0, 1, 8])
+@pytest.mark.parametrize(("tokens", "heads", "n"), [(200, 8, 128), (200, 8, 64), (1024, 128, 128), (8192, 24, 128)])
+def test_initial_states(dtype, skipped, tokens, heads, n):
+    """Initial states of any dtype and alignment, for time in one piece, in pieces chained by the scan and passed on."""
+    import refold
+
+    torch.manual_seed(0)
+    shapes = ((2, tokens, heads, 64), (2, tokens, heads), (2, tokens, 1, n), (2, tokens, 1, n))
+    x, dt, B, C = (torch.randn(*shape, device="cuda").bfloat16() for shape in shapes)
+    A, size = -torch.rand(heads, device="cuda") / 64, 2 * heads * 64 * n
+    for _ in range(2):  # The first call plans.
+        wide = torch.full((skipped + size + 1,), float("nan"), device="cuda", dtype=dtype)
+        initial = wide[skipped:-1].normal_().view(2, heads, 64, n)
+        y, state = refold.ops.ssd(x, dt, A, B, C, dt_softplus=True, initial_state=initial, backend="triton")
+    exact = [a.double() for a in (x, dt, A, B, C)]
+    want = refold.ops.ssd(*exact, dt_softplus=True, initial_state=initial.double(), backend="torch")
+    for one, expected in zip((y, state), want, strict=True):
+        assert (one.double() - expected).norm() <= ROUNDING[torch.bfloat16] * 1.1 * expected.norm()
+
+
 @pytest.mark.parametrize(("tokens", "heads"), [(256, 24), (1024, 128), (8192, 24)])
 def test_replayed_from_a_graph(tokens, heads):
     """Two, three and four launches, of which the later ones start early, keep their order in a CUDA graph."""

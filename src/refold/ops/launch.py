@@ -36,6 +36,11 @@ class Launch:
         self.compiled = None
         self.tail: tuple[Any, ...] = ()
 
+    @property
+    def takes_addresses(self) -> bool:
+        """Whether tensors may be given by their addresses, for which the driver is asked less."""
+        return self.compiled is not None
+
     def __call__(self, stream: int, *args: Any) -> None:
         """Launch with ``args``, the kernel's arguments in front of its constants, on the raw stream handle."""
         compiled = self.compiled
@@ -48,9 +53,12 @@ class Launch:
             self.compiled = compiled
             return
         hooks = triton.knobs.runtime
+        enter, leave = hooks.launch_enter_hook, hooks.launch_exit_hook
         x, y, z = self.grid
+        # Triton would call its chains of hooks even where they are empty.
         compiled.run(x, y, z, stream, compiled.function, compiled.packed_metadata, None,
-                     hooks.launch_enter_hook, hooks.launch_exit_hook, *args, *self.tail)  # fmt: skip
+                     enter if getattr(enter, "calls", enter) else None,
+                     leave if getattr(leave, "calls", leave) else None, *args, *self.tail)  # fmt: skip
 
 
 class Planned:

@@ -78,7 +78,11 @@ def _plain_signature(arrays: Sequence[Tensor | None], options: Sequence[Any], ba
 def _signature(arrays: Sequence[Tensor | None], options: Sequence[Any], backend: str) -> Signature:
     """Return all that checks, the choice of a backend and its plans may depend on."""
     return (
-        *[a if a is None else (a.shape, a.stride(), a.dtype, a.device, a.data_ptr() % 16) for a in arrays],
+        # Strides that follow from the shape cost more to get and to compare than to leave out.
+        *[
+            a if a is None else (a.shape, a.is_contiguous() or a.stride(), a.dtype, a.device, a.data_ptr() % 16)
+            for a in arrays
+        ],
         *options,
         *map(type, options),  # 1, 1.0 and True are equal
         backend,

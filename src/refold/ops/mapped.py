@@ -45,6 +45,11 @@ class MappedLaunch(Launch):
         self.parameters: _Parameters | None = None
         self.lock = Lock()
 
+    @property
+    def takes_addresses(self) -> bool:
+        """Whether tensors may be given by their addresses."""
+        return self.parameters is not None
+
     def __call__(self, stream: int, *args: Any) -> None:
         """Launch with ``args``, the kernel's arguments in front of its constants, on the raw stream handle."""
         if self.parameters is not None:
@@ -70,15 +75,17 @@ class _Parameters:
     def __init__(self, compiled: Any, grid: tuple[int, ...], args: tuple[Any, ...]) -> None:
         self.function = compiled.function
         warps, _, shared = compiled.packed_metadata
-        self.maps: list[tuple[int, _TensorMap]] = []  # with the position among the arguments
-        pointers = [i for i, kind in enumerate(compiled.src.signature.values()) if kind.startswith("*")]
-        self.pointers, self.addresses = pointers, (ctypes.c_uint64 * len(pointers))()
+        self.maps: list[_TensorMap] = []
+        kinds = list(compiled.src.signature.values())
+        pointers = [i for i, kind in enumerate(kinds) if kind.startswith("*")]
+        self.places = [i for i, kind in enumerate(kinds) if kind.startswith("tensordesc")] + pointers
+        self.addresses = (ctypes.c_uint64 * len(pointers))()
         self.values: list[Any] = []
         boxes = iter(compiled.metadata.tensordesc_meta)
-        for i, (kind, arg) in enumerate(zip(compiled.src.signature.values(), args, strict=True)):
+        for i, (kind, arg) in enumerate(zip(kinds, args, strict=True)):
             if kind.startswith("tensordesc"):
-                self.maps.append((i, _TensorMap(arg, next(boxes)["block_size"])))
-                self.values.append(self.maps[-1][1])
+                self.maps.append(_TensorMap(arg, next(boxes)["block_size"]))
+                self.values.append(self.maps[-1])
                 self.values += [ctypes.c_int32(n) for n in arg.shape] + [ctypes.c_int64(n) for n in arg.strides]
             elif kind.startswith("*"):
                 self.values.append(ctypes.c_uint64.from_buffer(self.addresses, 8 * pointers.index(i)))
@@ -89,6 +96,8 @@ class _Parameters:
         self.table = (ctypes.c_void_p * len(places))(*places)
         self.early = _Attribute(_EARLY, 0, 1)
         self.config = _Config(grid, (warps * 32, 1, 1), shared, None, ctypes.pointer(self.early), 1)
+        self.front = ctypes.byref(self.config)
+        self.mapped = [m.address for m in self.maps]
 
     def confirmed(self) -> bool:
         """Whether the driver knows the kernel with parameters of these sizes, and no more of them."""
@@ -100,13 +109,18 @@ class _Parameters:
         return known == [*(_MAP_BYTES if isinstance(v, _TensorMap) else ctypes.sizeof(v) for v in self.values), 0]
 
     def launch(self, stream: int, args: tuple[Any, ...]) -> None:
-        """Put in the addresses and launch."""
-        for i, tensor_map in self.maps:
-            tensor_map.turn(args[i].data_ptr())
-        given = [args[i] for i in self.pointers]
-        self.addresses[:] = [a if type(a) is int else a.data_ptr() for a in given]
+        """Put in the addresses and launch; ``args`` has tensors, or has addresses."""
+        given = [args[i] for i in self.places]
+        if type(given[0]) is not int:
+            given = [a.data_ptr() for a in given]
+        split = len(self.maps)
+        if given[:split] != self.mapped:
+            self.mapped = given[:split]
+            for tensor_map, address in zip(self.maps, self.mapped, strict=True):
+                tensor_map.turn(address)
+        self.addresses[:] = given[split:]
         self.config.stream = stream
-        _check(_driver().cuLaunchKernelEx(ctypes.byref(self.config), self.function, self.table, None))
+        _check(_driver().cuLaunchKernelEx(self.front, self.function, self.table, None))
 
 
 class _Attribute(ctypes.Structure):

@@ -24,6 +24,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 # Triton 3.6 has other names for these.
 barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 load_tile = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
+_memory = gl.shared_memory_descriptor
+reinterpret = _memory.reinterpret if hasattr(_memory, "reinterpret") else _memory._reinterpret
 store_tile = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
 
 
@@ -221,11 +223,11 @@ def _fetch_scan(
 
 @gluon.jit
 def _walk_state(
-    x_smem, B_smem, state_smem, weight_smem, full, empty, state_full, state_empty,
-    decay_ptr, shifted_ptr, initial_ptr, piece_state_ptr, piece_decay_ptr, final_ptr,
+    x_smem, B_smem, state_smem, initial_smem, weight_smem, full, empty, state_full, state_empty, initial_full,
+    decay_ptr, shifted_ptr, piece_state_ptr, piece_decay_ptr, final_ptr,
     pid_b, pid_s, pid_h, first, count, nchunks, nsegments, segment_pieces, npieces, nheads,
     WHICH: gl.constexpr, CHUNK: gl.constexpr, P: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr,
-    PASSED: gl.constexpr,
+    PASSED: gl.constexpr, HAS_INITIAL: gl.constexpr,
 ):  # fmt: skip
     """One warp group: one head's state (P x N, float32) from chunk to chunk; a 16-bit copy of it goes to `_walk_y`."""
     dtype: gl.constexpr = x_smem.dtype
@@ -240,22 +242,22 @@ def _walk_state(
     piece = pid_b.to(gl.int64) * npieces * nheads + pid_h
     before = pid_s * segment_pieces
     state = gl.zeros([P, N], gl.float32, layout=acc_h)
+    if HAS_INITIAL:  # noqa: SIM102 (a constant, then a value)
+        if (pid_s == 0) | (not PASSED):
+            mbarrier.wait(initial_full.index(WHICH), 0)
+            at: gl.constexpr = WHICH * (32 // initial_smem.dtype.primitive_bitwidth)
+            state = initial_smem.index(at).load(acc_h).to(gl.float32)
+            barrier()  # Every warp has its part: copies of later states may take its place.
+    gdc_wait()
     if PASSED:
         if pid_s > 0:
-            gdc_wait()
             state = gl.load(piece_state_ptr + (piece + (before - 1) * nheads) * (P * N) + offs_pn)
-        elif initial_ptr is not None:
-            state = gl.load(initial_ptr + head * (P * N) + offs_pn).to(gl.float32)
     else:
-        if initial_ptr is not None:
-            state = gl.load(initial_ptr + head * (P * N) + offs_pn).to(gl.float32)
-        gdc_wait()
         for s in range(before):
             own = gl.load(piece_state_ptr + (piece + s * nheads) * (P * N) + offs_pn)
             state = state * _exp2(gl.load(piece_decay_ptr + piece + s * nheads)) + own
     offs_t = gl.arange(0, CHUNK, layout=line)
     row = ((pid_b * nchunks + first).to(gl.int64) * nheads + pid_h) * CHUNK
-    gdc_wait()
     shifted = gl.load(shifted_ptr + row + offs_t)
     last = gl.load(decay_ptr + row + CHUNK - 1)
     for i in range(count):
@@ -354,8 +356,8 @@ def _walk_y(
 
 @gluon.jit
 def _ssd_fwd_scan_hopper_kernel(
-    x_desc, z_desc, B_desc, C_desc, cb_desc, y_desc,
-    decay_ptr, shifted_ptr, D_ptr, initial_ptr, piece_state_ptr, piece_decay_ptr, final_ptr,
+    x_desc, z_desc, B_desc, C_desc, cb_desc, y_desc, initial_desc,
+    decay_ptr, shifted_ptr, D_ptr, piece_state_ptr, piece_decay_ptr, final_ptr,
     nchunks, segment_chunks, nsegments, segment_pieces, npieces, nheads, ngroups, stride_D_h, stride_D_p,
     CHUNK: gl.constexpr, P: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr, PASSED: gl.constexpr,
     HAS_Z: gl.constexpr,
@@ -363,7 +365,8 @@ def _ssd_fwd_scan_hopper_kernel(
     """Grid (heads / 2, segments, batch): a program owns one segment of two neighbouring heads of a group.
 
     Reads x, z, B, C and C·Bᵀ of the segment once and writes y once, through the copy engine, which also cuts ragged
-    ends of the time axis. Four warp groups: states and outputs of each head, both float32 in registers.
+    ends of the time axis. Four warp groups: states and outputs of each head, both float32 in registers. Initial states
+    come first and lie, until they are in registers, where copies of later states will.
     """
     pid_h = gl.program_id(0) * 2
     pid_s = gl.program_id(1)
@@ -392,17 +395,31 @@ def _ssd_fwd_scan_hopper_kernel(
     z_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     state_full = gl.allocate_shared_memory(gl.int64, [4, 1], mbarrier.MBarrierLayout())
     state_empty = gl.allocate_shared_memory(gl.int64, [4, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=4)
-    for i in gl.static_range(2):
-        mbarrier.init(z_full.index(i), count=1)
-        mbarrier.init(z_empty.index(i), count=1)
+    initial_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    # In one loop: the compiler puts a barrier between two that belong to the same allocation.
     for i in gl.static_range(4):
+        if i < STAGES:
+            mbarrier.init(full.index(i), count=1)
+            mbarrier.init(empty.index(i), count=4)
+        if i < 2:
+            mbarrier.init(z_full.index(i), count=1)
+            mbarrier.init(z_empty.index(i), count=1)
+            mbarrier.init(initial_full.index(i), count=1)
         mbarrier.init(state_full.index(i), count=1)
         mbarrier.init(state_empty.index(i), count=1)
     # The copy engine counts on these barriers: it has to see them set up.
     fence_async_shared()
+    initial_smem = state_smem
+    if initial_desc is not None:
+        # A head has room for two 16-bit copies: for one state in float32, or one in 16 bits and a gap.
+        bits: gl.constexpr = initial_desc.dtype.primitive_bitwidth
+        initial_smem = reinterpret(state_smem, initial_desc.dtype, [64 // bits, P, N], initial_desc.layout)
+        if (pid_s == 0) | (not PASSED):
+            for which in gl.static_range(2):
+                bar = initial_full.index(which)
+                mbarrier.expect(bar, P * N * bits // 8)
+                row = ((pid_b * nheads) + pid_h + which) * P
+                load_tile(initial_desc, [row, 0], bar, initial_smem.index(which * (32 // bits)))
     gl.warp_specialize(
         [
             (_walk_y, (
@@ -416,16 +433,16 @@ def _ssd_fwd_scan_hopper_kernel(
                 pid_b, pid_h, first, count, nchunks, nheads, stride_D_h, stride_D_p, 1, CHUNK, P, N, STAGES, HAS_Z,
             )),
             (_walk_state, (
-                x_smem, B_smem, state_smem, weight_smem, full, empty, state_full, state_empty,
-                decay_ptr, shifted_ptr, initial_ptr, piece_state_ptr, piece_decay_ptr, final_ptr,
+                x_smem, B_smem, state_smem, initial_smem, weight_smem, full, empty, state_full, state_empty,
+                initial_full, decay_ptr, shifted_ptr, piece_state_ptr, piece_decay_ptr, final_ptr,
                 pid_b, pid_s, pid_h, first, count, nchunks, nsegments, segment_pieces, npieces, nheads,
-                0, CHUNK, P, N, STAGES, PASSED,
+                0, CHUNK, P, N, STAGES, PASSED, initial_desc is not None,
             )),
             (_walk_state, (
-                x_smem, B_smem, state_smem, weight_smem, full, empty, state_full, state_empty,
-                decay_ptr, shifted_ptr, initial_ptr, piece_state_ptr, piece_decay_ptr, final_ptr,
+                x_smem, B_smem, state_smem, initial_smem, weight_smem, full, empty, state_full, state_empty,
+                initial_full, decay_ptr, shifted_ptr, piece_state_ptr, piece_decay_ptr, final_ptr,
                 pid_b, pid_s, pid_h, first, count, nchunks, nsegments, segment_pieces, npieces, nheads,
-                1, CHUNK, P, N, STAGES, PASSED,
+                1, CHUNK, P, N, STAGES, PASSED, initial_desc is not None,
             )),
             (_fetch_scan, (
                 x_desc, z_desc, B_desc, C_desc, cb_desc, x_smem, z_smem, B_smem, C_smem, cb_smem,

@@ -73,7 +73,7 @@ def ssd(
         nseq = cu_seqlens.shape[0] - 1
         if initial_state is None:
             state = jnp.zeros((nseq, nheads, headdim, dstate), acc)
-        finals = own = state.reshape(nseq, *shape, -1)
+        finals = own = state
 
     nsegments = -(-nchunks // SEGMENT_CHUNKS)
     per_segment = nchunks if nsegments == 1 else SEGMENT_CHUNKS
@@ -90,10 +90,10 @@ def ssd(
     body: Any = partial(_segment, rates, own)
     carry: Any
     if pack is None:
-        carry = (state.reshape(batch, *shape, -1), None)
+        carry = (state, None)
         chunks = None
     else:
-        carry = (jnp.zeros((batch, *shape, headdim * dstate), acc), finals)
+        carry = (jnp.zeros((batch, nheads, headdim, dstate), acc), finals)
         behind = nsegments * per_segment - nchunks  # chunks of no sequence that fill the last segment
         borders = jnp.array([pack.nsequences, 0, 0])[:, None] * jnp.ones(behind, int)
         chunks = jnp.concatenate([jnp.stack([pack.sequence, pack.first, pack.last]), borders], 1)
@@ -107,8 +107,7 @@ def ssd(
     y = y.reshape(nsegments, batch, -1, nheads, headdim).swapaxes(0, 1).reshape(batch, -1, nheads, headdim)
     y = y[:, :seqlen] if pack is None else y[:, pack.target]
     final = carry[0] if pack is None else carry[1]
-    final = final.reshape(-1, nheads, headdim, dstate).astype(state_dtype or acc)
-    return _finish(y, x, D, z).astype(x.dtype), final
+    return _finish(y, x, D, z).astype(x.dtype), final.astype(state_dtype or acc)
 
 
 def _like(mask: Array, a: Array) -> Array:
@@ -128,14 +127,14 @@ def _finish(y: Array, x: Array, D: Array | None, z: Array | None) -> Array:
 def _segment(A: Array, initial: Array | None, carry: Any, inputs: Any) -> tuple[Any, Array]:
     """Run the chunks of one segment.
 
-    No value has more than five axes: chunks of all rows lie on one axis ``m = b c``, and states are flat, ``q = p n``,
-    where only their sums matter. Gradients under ``vmap`` have one more, and XLA's CPU backend (jaxlib 0.10.2) crashes
-    in sums of products over seven axes.
+    No value has more than five axes: chunks of all rows lie on one axis ``m = b c``, and heads of all groups on one,
+    ``h = g r``, where groups do not matter. Gradients under ``vmap`` have one more, and XLA's CPU backend (jaxlib
+    0.10.2) crashes in sums of products over seven axes.
 
     Args:
         A: Rates, ``(g, r)``.
-        initial: Initial state of each sequence of a pack, ``(k, g, r, q)``; None without a pack.
-        carry: State entering the segment, ``(b, g, r, q)``, and the final states of a pack.
+        initial: Initial state of each sequence of a pack, ``(k, h, p, n)``; None without a pack.
+        carry: State entering the segment, ``(b, h, p, n)``, and the final states of a pack.
         inputs: ``x (m, l, g, r, p)``, ``dt (m, l, g, r)``, ``B`` and ``C (m, l, g, n)``, and for a pack each chunk's
             sequence, whether it is the sequence's first, and whether its last, ``(3, c)``.
 
@@ -151,12 +150,12 @@ def _segment(A: Array, initial: Array | None, carry: Any, inputs: Any) -> tuple[
     causal = jnp.tril(jnp.ones((length, length), bool))
     coarse, fine = _cumulative(dt * A, causal)  # (m, g, r, l) each; their sum is what is meant
     within = coarse + fine
-    total = within[..., -1].reshape(batch, nchunks, *A.shape)
+    total = within[..., -1].reshape(batch, nchunks, -1)  # (b, c, h)
 
     # 2. What each chunk adds to the state.
     to_end = jnp.exp((coarse[..., -1:] - coarse) + (fine[..., -1:] - fine)).transpose(0, 3, 1, 2)  # (m, s, g, r)
     states = product("msgrp,msgn->mgrpn", (x * (dt * to_end)[..., None]).astype(x.dtype), B)
-    matrix, states = states.shape, states.reshape(batch, nchunks, *A.shape, -1)  # (b, c, g, r, q)
+    matrix, states = states.shape, states.reshape(batch, nchunks, -1, *states.shape[-2:])  # (b, c, h, p, n)
 
     # 3. The state that enters each chunk: what the chunks before it added, and what entered their sequence.
     before = jnp.tril(jnp.ones((nchunks, nchunks), bool), -1)  # (c, j): chunk j comes before chunk c
@@ -167,10 +166,10 @@ def _segment(A: Array, initial: Array | None, carry: Any, inputs: Any) -> tuple[
         same = before & alike
         begun = jnp.any(alike & (first > 0), axis=1).reshape(1, -1, 1, 1, 1)
         entry = jnp.where(begun, initial[jnp.minimum(sequence, len(initial) - 1)], entry)
-    since = product("cm,bmgr->bcgr", same.astype(total.dtype), total)
-    prefix = product("bgrcj,bjgrq->bcgrq", jnp.exp(jnp.where(same, _sums_between(total), -jnp.inf)), states)
-    prefix = prefix + jnp.exp(since)[..., None] * entry
-    leaving = jnp.exp(total)[..., None] * prefix + states  # (b, c, g, r, q)
+    since = product("cm,bmh->bch", same.astype(total.dtype), total)
+    prefix = product("bhcj,bjhpn->bchpn", jnp.exp(jnp.where(same, _sums_between(total), -jnp.inf)), states)
+    prefix = prefix + jnp.exp(since)[..., None, None] * entry
+    leaving = jnp.exp(total)[..., None, None] * prefix + states  # (b, c, h, p, n)
     if chunks is not None:
         finals = finals.at[jnp.where(last > 0, sequence, len(finals))].set(leaving[0], mode="drop")
 
@@ -203,14 +202,14 @@ def _cumulative(log_decay: Array, causal: Array) -> tuple[Array, Array]:
 
 
 def _sums_between(total: Array) -> Array:
-    """Return the sum of ``total[m]`` over ``j < m < c`` as ``(b, g, r, c, j)``.
+    """Return the sum of ``total[m]`` over ``j < m < c`` as ``(b, h, c, j)``.
 
     Summed term by term rather than as a difference of cumulative sums, which would cancel over a long segment.
     """
     nchunks = total.shape[1]
     before = jnp.tril(jnp.ones((nchunks, nchunks), bool), -1)
-    terms = jnp.where(before, jnp.moveaxis(total, 1, -1)[..., None], 0)  # (b, g, r, m, j)
-    return product("cm,bgrmj->bgrcj", before.astype(total.dtype), terms)
+    terms = jnp.where(before, jnp.moveaxis(total, 1, -1)[..., None], 0)  # (b, h, m, j)
+    return product("cm,bhmj->bhcj", before.astype(total.dtype), terms)
 
 
 @partial(jax.jit, static_argnames=("dt_softplus", "dt_limit"))

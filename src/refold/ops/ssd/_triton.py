@@ -49,7 +49,7 @@ def ssd(
     if chunk_size is not None:
         # A smaller chunk than the table's is granted; a larger one would not fit. The result is the same.
         config = {"chunk": chunk_size, **(config or {})}
-    return _Plan(x, dt, B, C, D, z, dt_softplus, dt_limit, cu_seqlens, state_dtype, config)
+    return _Plan(x, dt, B, C, D, z, initial_state, dt_softplus, dt_limit, cu_seqlens, state_dtype, config)
 
 
 def choose_cut(nchunks: int, rows: int, slots: int, states: int, state_slots: int, cost: dict) -> tuple[int, int]:
@@ -77,7 +77,7 @@ def choose_cut(nchunks: int, rows: int, slots: int, states: int, state_slots: in
     return best
 
 
-def _hopper_fits(x, B, C, z) -> bool:
+def _hopper_fits(x, B, C, z, initial) -> bool:
     """Say whether the Hopper scan takes these tensors: 16 bits, 64 channels, 64 or 128 states, heads in pairs."""
     nheads, headdim = x.shape[-2:]
     ngroups, dstate = B.shape[-2:]
@@ -92,6 +92,8 @@ def _hopper_fits(x, B, C, z) -> bool:
         if z.dtype != x.dtype:
             return False
         tiles.append((z, headdim))
+    if initial is not None and initial.data_ptr() % 16:
+        return False
     return all(
         t.stride(2) == width and t.stride(0) % 8 == 0 and t.stride(1) % 8 == 0 and t.data_ptr() % 16 == 0
         for t, width in tiles
@@ -101,7 +103,7 @@ def _hopper_fits(x, B, C, z) -> bool:
 class _Plan:
     """How one combination of shapes, strides, dtypes and options runs."""
 
-    def __init__(self, x, dt, B, C, D, z, dt_softplus, dt_limit, cu_seqlens, state_dtype, config) -> None:
+    def __init__(self, x, dt, B, C, D, z, initial, dt_softplus, dt_limit, cu_seqlens, state_dtype, config) -> None:
         batch, seqlen, nheads, headdim = x.shape
         ngroups, dstate = B.shape[-2:]
         varlen = cu_seqlens is not None
@@ -125,7 +127,8 @@ class _Plan:
         self.nchunks = nchunks = seqlen // chunk + nseqs if varlen else max(1, triton.cdiv(seqlen, chunk))
         blocks_p = triton.cdiv(headdim, block_p)
         steps_positive = dt_softplus or dt_limit[0] >= 0
-        self.hopper = config["hopper"] and not varlen and chunk == 64 and steps_positive and _hopper_fits(x, B, C, z)
+        hopper = config["hopper"] and not varlen and chunk == 64 and steps_positive
+        self.hopper = hopper and _hopper_fits(x, B, C, z, initial)
         rows, slots = batch * nheads * blocks_p, sms * config["slots"]
         states, state_slots = rows, slots
         if self.hopper:
@@ -142,7 +145,6 @@ class _Plan:
         npieces = (nsegments - 1) * pieces
         self.passed = npieces > config["fused_pass"]
         self.warm = False
-        self.y_shape = (batch, seqlen, nheads, headdim)
         self.state_shape = (nseqs, nheads, headdim, dstate)
         self.state_dtype = state_dtype or torch.float32
         # One float32 workspace, cut into: C·Bᵀ, decay, step, piece states, piece decays.
@@ -186,7 +188,7 @@ class _Plan:
         D_strides = (0, 0) if D is None else (D.stride(0), D.stride(1) if D.dim() == 2 else 0)
         if self.hopper:
             cut = (segment_chunks, piece_chunks, pieces, npieces)
-            self._plan_hopper(x, B, C, z, D_strides, cut)
+            self._plan_hopper(x, B, C, z, initial, D_strides, cut)
             return
         loop = {"VARLEN": varlen, "PARTS": parts, "PRECISION": precision, "STAGES": stages}
         sizes_ints = (nheads, ngroups, headdim, dstate)
@@ -204,7 +206,7 @@ class _Plan:
             {**shape, **loop, "PASSED": self.passed}, {"num_warps": config["warps"], "num_stages": stages},
         )  # fmt: skip
 
-    def _plan_hopper(self, x, B, C, z, D_strides, cut) -> None:
+    def _plan_hopper(self, x, B, C, z, initial, D_strides, cut) -> None:
         """Plan the Hopper kernels, and describe their tensors to the copy engine."""
         from refold.ops.mapped import MappedLaunch
         from refold.ops.ssd import _gluon_kernels as hopper
@@ -227,6 +229,10 @@ class _Plan:
             "shape": [batch * nchunks * ngroups * 64, 64], "strides": [64, 1], "block_shape": [64, 64],
             "layout": hopper.tile_layout(32, 2),
         }  # fmt: skip
+        initial_view = {} if initial is None else {
+            "shape": [batch * nheads * headdim, dstate], "strides": [dstate, 1], "block_shape": [headdim, dstate],
+            "layout": hopper.tile_layout(8 * initial.element_size(), 2),
+        }  # fmt: skip
         sizes = {"CHUNK": 64, "P": headdim, "N": dstate}
         self.state_ints = (nchunks, piece_chunks, npieces, nheads, ngroups)
         self.state = MappedLaunch(
@@ -237,7 +243,7 @@ class _Plan:
         self.scan = MappedLaunch(
             hopper._ssd_fwd_scan_hopper_kernel, (nheads // 2, self.nsegments, batch),
             {**sizes, "STAGES": 2, "PASSED": self.passed, "HAS_Z": z is not None}, {"num_warps": 4},
-            [x_view, z_view, B_view, C_view, cb_view, y_view],
+            [x_view, z_view, B_view, C_view, cb_view, y_view, initial_view],
         )  # fmt: skip
 
     @staticmethod
@@ -248,15 +254,19 @@ class _Plan:
 
     def __call__(self, x, dt, A, B, C, D, z, dt_bias, initial, cu_seqlens) -> tuple[torch.Tensor, torch.Tensor]:
         device = x.device
-        y = x.new_empty(self.y_shape)
-        final = torch.empty(self.state_shape, dtype=self.state_dtype, device=device)
-        workspace = torch.empty(self.workspace, dtype=torch.float32, device=device)
-        if self.warm:  # the compiled kernels take addresses: that saves five views
+        y = torch.empty_like(x, memory_format=torch.contiguous_format)
+        final = x.new_empty(self.state_shape, dtype=self.state_dtype)
+        workspace = x.new_empty(self.workspace, dtype=torch.float32)
+        arrays: list[Any] = [x, dt, A, B, C, D, z, dt_bias, initial, y, final]
+        if self.warm:  # addresses save views of the workspace, and the driver a look at every tensor
             base = workspace.data_ptr()
             parts: list[Any] = [base + cut for cut in self.cuts]
+            arrays = [a if a is None else a.data_ptr() for a in arrays]
         else:
             parts = [workspace[cut // 4 :] for cut in self.cuts]
         cb, decay, step, piece_state, piece_decay = parts
+        results = y, final
+        x, dt, A, B, C, D, z, dt_bias, initial, y, final = arrays
         stream = current_stream(device)
         table = None
         if self.table:
@@ -270,14 +280,15 @@ class _Plan:
                 self.state(stream, table, x, B, decay, step, initial, piece_state, piece_decay, *self.state_ints)
             if self.passed:
                 self.pass_(stream, piece_state, piece_decay, initial, *self.pass_ints)
-        if self.hopper:  # C·Bᵀ is the front of the workspace
-            self.scan(stream, x, z, B, C, workspace, y, decay, step, D, initial, piece_state, piece_decay, final,
+        if self.hopper:
+            self.scan(stream, x, z, B, C, cb, y, initial, decay, step, D, piece_state, piece_decay, final,
                       *self.scan_ints)  # fmt: skip
         else:
             self.scan(stream, table, x, B, C, cb, decay, step, D, z, initial, piece_state, piece_decay, y, final,
                       *self.scan_ints)  # fmt: skip
-        self.warm = not INTERPRETED
-        return y, final
+        if not self.warm:
+            self.warm = self.scan.takes_addresses and (self.nsegments == 1 or self.state.takes_addresses)
+        return results
 
 
 def _plan_step(
