@@ -140,11 +140,37 @@ def layers_in_an_attribute(x, held):
     return held.layers[-1] * 1
 
 
+def objects_in_a_list(x, held):
+    cells, ys = [Held(), Held()], []
+    for t in range(x.shape[1]):
+        y = x[:, t]
+        for cell in cells:
+            cell.h = 0.5 * cell.h + y
+            y = cell.h.tanh()
+        ys.append(y)
+    return torch.stack(ys, 1), cells[1].h
+
+
+def two_names_for_a_dictionary(x, held):
+    state = other = {"h": x[:, 0] * 0}
+    for t in range(x.shape[1]):
+        state["h"] = 0.5 * other["h"] + x[:, t]
+    return other["h"]
+
+
+def swapped(x, held):
+    held.a, held.b = x[:, 0], x[:, 1]
+    for t in range(x.shape[1]):
+        held.a, held.b = held.b, 0.5 * held.a + x[:, t]
+    return held.a * held.b
+
+
 LIFTED = [
     (attribute, [T]), (attribute_of_a_new_object, [T]), (attribute_from_before, [T - 1]),
     (attribute_that_was_none, [T - 1]), (buffer, [T - 1]), (in_a_method, [T]), (dictionary, [T]),
     (dictionary_from_before, [T - 1]), (dictionary_of_layers, [T]), (dictionary_of_outputs, [T]),
     (dictionary_in_an_attribute, [T]), (list_in_an_attribute, [T - 1]), (layers_in_an_attribute, [T - 1]),
+    (objects_in_a_list, [T - 1]), (two_names_for_a_dictionary, [T]), (swapped, [T]),
 ]  # fmt: skip
 
 # Not lifted: (function, why) ------------------------------------------------------------------------

@@ -38,11 +38,12 @@ class Growing:
         owner.items, owner.mutation_type = self, ValueMutationNew()  # type: ignore[assignment]
         owner.call_method = self._call_method  # type: ignore[method-assign]
         owner.as_python_constant = self._as_python_constant  # type: ignore[method-assign]
+        owner.tp_iter_impl = self._refuse  # type: ignore[assignment]
 
     def restore(self) -> None:
         """Give the list its items back."""
         self.owner.items, self.owner.mutation_type = self.items, self.mutation
-        del self.owner.call_method, self.owner.as_python_constant
+        del self.owner.call_method, self.owner.as_python_constant, self.owner.tp_iter_impl
 
     @property
     def grown(self) -> bool:
@@ -99,6 +100,8 @@ class Growing:
         if name == "extend" and len(args) == 1 and type(args[0]) in (ListVariable, TupleVariable):
             self.extend(args[0].items)
             return ConstantVariable.create(None)
+        if name == "__iter__":  # torch <= 2.11 goes through a list this way
+            self._refuse()
         return type(self.owner).call_method(self.owner, tx, name, args, kwargs)
 
     def _as_python_constant(self) -> Any:
