@@ -21,6 +21,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.fx.traceback import preserve_node_meta
 
 from .affine import Affine, Carries, Loop
+from .counting import OF_TENSORS, Counting, is_number
 from .index import arg, is_tensor, value
 from .lifted import LiftedLoop
 from .stepnumber import StepNumber
@@ -65,6 +66,7 @@ class Traced:
 
     module: GraphModule
     number: StepNumber
+    step: Node
     placeholders: list[Node]
     results: list[Any]
     writes: list[Write]
@@ -98,12 +100,12 @@ def trace(loop: LiftedLoop, operands: Sequence[torch.Tensor], sequences: Sequenc
         raise NotALoop("what a step does depends on its number")
     graph = module.graph
     graph.eliminate_dead_code()
-    placeholders = graph.find_nodes(op="placeholder")[1:]
+    counted, *placeholders = graph.find_nodes(op="placeholder")
     writes = [
         _write(node, placeholders, number) for node in graph.find_nodes(op="call_function", target=aten.copy_.default)
     ]
     results = list(graph.output_node().args[0])  # type: ignore[arg-type]
-    return Traced(module, number, placeholders, results, writes)
+    return Traced(module, number, counted, placeholders, results, writes)
 
 
 def to_aten(mode: FakeTensorMode, fn: Callable[..., Any], *inputs: Any) -> GraphModule:
@@ -177,6 +179,7 @@ class Body(Carries):
         self.carried = dict(zip(traced.placeholders[: loop.carried], traced.results, strict=False))
         self.initial = dict(zip(traced.placeholders, operands, strict=True))
         self.written = {traced.placeholders[write.operand] for write in traced.writes}
+        self.counting = Counting(self.emit, traced.step, loop.count)
         self._memo: dict[Node, Value | Affine] = {}
         self._solved: dict[Node, Loop] = {}
 
@@ -254,7 +257,9 @@ class Body(Carries):
         if any(isinstance(leaf, Node) for leaf in torch.utils._pytree.tree_leaves(node.kwargs)):
             raise NotALoop(f"{node.target} reads a tensor by keyword")
         flat, spec = torch.utils._pytree.tree_flatten(node.args)
-        leaves: list[Any] = [self._operand(x) if isinstance(x, Node) else Value(x) for x in flat]
+        if any(map(is_number, flat)):
+            return self._numbered(node)
+        leaves: list[Any] = [self._value(x) if isinstance(x, Node) else Value(x) for x in flat]
         if any(isinstance(x, Affine) for x in leaves):
             carried = next(x for x in leaves if isinstance(x, Affine))
             if node.target is aten.detach.default and self.training:
@@ -266,10 +271,20 @@ class Body(Carries):
         plain = torch.utils._pytree.tree_unflatten([x.node for x in leaves], spec)
         return Value(self.emit.call(node.target, *plain, **node.kwargs))
 
-    def _operand(self, x: Node) -> Value | Affine:
-        if isinstance(x.meta.get("val"), (torch.SymInt, torch.SymFloat, torch.SymBool)):
-            raise NotALoop("a step computes with its number")
-        return self._value(x)
+    def _numbered(self, node: Any) -> Value | Affine:
+        """Run an operation that takes a number which the step computes."""
+        emit, like = self.emit, value(node)
+        if node.target in (aten.full.default, aten.scalar_tensor.default) and is_number(node.args[-1]):
+            filled = self.counting.over_time(node.args[-1], like.dtype, like.device)
+            return Value(emit.expand(emit.padded(filled, like.dim()), [self.count, *like.shape]), True)
+        if node.target not in OF_TENSORS or len(node.args) != 2 or node.kwargs:
+            raise NotALoop(f"a step passes {node.target} its number")
+        leaves = self.counting.combined(node, [x if is_number(x) else self._value(x) for x in node.args])
+        for x in leaves:
+            if isinstance(x, Affine):
+                return self._affine(node, leaves, x.loop, self.count)
+        out = emit.call(OF_TENSORS[node.target], *(emit.padded(x, like.dim()) for x in leaves))
+        return Value(emit.cast(out, like.dtype), True)
 
     def _read(self, node: Any) -> Value | None:
         """Match a slice whose position moves with the step."""

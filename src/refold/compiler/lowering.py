@@ -84,9 +84,8 @@ class Lowering:
             dim = 0
             if isinstance(given, torch.Tensor):
                 pass
-            elif source.target in ("unbind", torch.unbind, torch.Tensor.unbind, aten.unbind.int):
-                dim = source.args[1] if len(source.args) > 1 else source.kwargs.get("dim", 0)
-                source = source.args[0]
+            elif source.target in _UNBINDS:
+                source, dim = _unbound(source)
             else:
                 raise NotALoop("it reads a list of tensors that are not slices of one")
             rank, size = _example(source).dim(), _example(source).shape[dim]
@@ -305,13 +304,28 @@ def _run_from(tensors: list[Any], at: int, position: dict[Node, int]) -> int:
     return run
 
 
+_UNBINDS = ("unbind", torch.unbind, torch.Tensor.unbind, aten.unbind.int)
+
+
+def _unbound(unbind: Any) -> tuple[Node, int]:
+    """Return what is unbound, and along which axis."""
+    return unbind.args[0], unbind.args[1] if len(unbind.args) > 1 else unbind.kwargs.get("dim", 0)
+
+
 def _drop_items(graph: Graph, sequences: list[Node]) -> None:
-    """Erase what Dynamo unpacked to iterate over, where nothing uses it any more."""
+    """Erase what Dynamo unpacked to iterate over; the few items that are still used are selected one by one."""
     for sequence in sequences:
         for item in list(sequence.users):
             if item.target is operator.getitem and not item.users:
                 graph.erase_node(item)
-        if not sequence.users and sequence.target in ("unbind", torch.unbind):
+        if sequence.target in _UNBINDS and all(item.target is operator.getitem for item in sequence.users):
+            source, dim = _unbound(sequence)
+            for item in list(sequence.users):
+                with graph.inserting_before(item):
+                    new = graph.call_function(torch.select, (source, dim, item.args[1]))
+                new.meta = dict(item.meta)
+                item.replace_all_uses_with(new)
+                graph.erase_node(item)
             graph.erase_node(sequence)
 
 

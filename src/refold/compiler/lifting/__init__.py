@@ -8,15 +8,17 @@ same form, that trace is, by induction, the program of every step for which the 
 (`refold.compiler.stepnumber`) are the same. It becomes one `LiftedLoop` in Dynamo's graph, the variables become its
 results, and Dynamo goes on behind the loop, or at the step that decides otherwise.
 
-Whatever else the body does to the world (attributes, dictionaries, random state, graph breaks) Dynamo refuses in a
-graph of its own; then the state is put back and the loop is traced step by step, as without this package.
+Whatever else the body does to the world (sets, new keys, random state, graph breaks) Dynamo refuses in a graph of its
+own; then the state is put back and the loop is traced step by step, as without this package.
 
 ==============  ====================================================================================
 hook.py         where the interpreter meets loops; which are tried; why others were not lifted
 induction.py    trace a body until the state it leaves has the form of the state it began with
 elements.py     what a ``for`` goes through, as a function of the step's number
-state.py        where the state is kept, and what is assumed of it
+state.py        what is assumed of the state at every step
+places.py       where the state is kept: variables, attributes, dictionaries, lists
 lists.py        the items of lists that grow
+generators.py   what generators yield, where it goes into a list
 trace.py        one trace of the body
 world.py        what the body must leave alone
 emission.py     the loop as a node, and the state behind it

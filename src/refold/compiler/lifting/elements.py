@@ -1,8 +1,8 @@
 """What a loop goes through: iterators whose elements are known in closed form.
 
-Dynamo models ``range``, lists, tuples and unbound tensors, ``zip``, ``reversed`` and ``enumerate`` as iterators that it
-advances one element at a time. Here such an iterator is read as a function of the step's number (`Element`), and
-advanced by many elements at once.
+Dynamo models ``range``, lists, tuples and unbound tensors, ``zip``, ``map``, ``reversed`` and ``enumerate`` as
+iterators that it advances one element at a time. Here such an iterator is read as a function of the step's number
+(`Element`), and advanced by many elements at once.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ import torch
 from torch._dynamo.polyfills import builtins as polyfills
 from torch._dynamo.utils import set_example_value
 from torch._dynamo.variables import ConstantVariable, SymNodeVariable, TensorVariable, TupleVariable
-from torch._dynamo.variables.base import VariableTracker
+from torch._dynamo.variables.base import ValueMutationNew, VariableTracker
 from torch._dynamo.variables.functions import LocalGeneratorObjectVariable
-from torch._dynamo.variables.iter import ZipVariable
+from torch._dynamo.variables.iter import MapVariable, ZipVariable
 from torch._dynamo.variables.lists import ListIteratorVariable, RangeIteratorVariable
 from torch.fx import Node
 
@@ -28,6 +28,7 @@ from .variables import Refused, Translator, Variable, example, form, is_constant
 
 # What Dynamo runs instead of CPython's own; torch <= 2.11 makes a tuple of what is reversed.
 ENUMERATE = polyfills.enumerate.__torch_dynamo_polyfill__.__code__  # type: ignore[attr-defined]
+_ZIPS = (ZipVariable, MapVariable)
 _REVERSED = getattr(polyfills, "_ReversedSequenceIterator", None)
 
 
@@ -63,7 +64,15 @@ class Items:
         return example(self.items[0])
 
 
-Element = Numbers | Items | tuple["Element", ...]
+@dataclass(frozen=True)
+class Calls:
+    """What a function returns for each element, or for elements of several sequences."""
+
+    fn: Variable
+    arguments: tuple[Element, ...]
+
+
+Element = Numbers | Items | Calls | tuple["Element", ...]
 
 
 def remaining(tx: Translator, it: Variable) -> int | None:
@@ -72,7 +81,7 @@ def remaining(tx: Translator, it: Variable) -> int | None:
         return it.len
     if isinstance(it, ListIteratorVariable):
         return 0 if it.is_exhausted else len(it.items) - it.index
-    if type(it) is ZipVariable:
+    if type(it) in _ZIPS:
         counts = [remaining(tx, part) for part in _zipped(it)]
         return None if None in counts else min(counts, default=0)  # type: ignore[type-var]
     if _is_enumeration(it):
@@ -92,6 +101,9 @@ def element(tx: Translator, it: Variable) -> Element | None:
         return Numbers(it.start, it.step)
     if isinstance(it, ListIteratorVariable):
         return sequence(it.items[it.index :])
+    if type(it) is MapVariable:
+        arguments = _together([element(tx, part) for part in _zipped(it)])
+        return arguments and Calls(it.fn, arguments)  # type: ignore[arg-type]
     if type(it) is ZipVariable:
         parts = _zipped(it)
         if it.strict and len({remaining(tx, part) for part in parts}) > 1:
@@ -114,7 +126,7 @@ def advance(tx: Translator, it: Variable, count: int) -> None:
     elif isinstance(it, ListIteratorVariable):
         tx.output.side_effects.mutation(it)
         it.index += count
-    elif type(it) is ZipVariable:
+    elif type(it) in _ZIPS:
         for part in _zipped(it):
             advance(tx, part, count)
     elif _is_enumeration(it):
@@ -128,7 +140,7 @@ def advance(tx: Translator, it: Variable, count: int) -> None:
 
 def goes_through(it: Variable, items: list[Variable]) -> bool:
     """Tell whether an iterator takes its elements from this very list."""
-    if type(it) is ZipVariable:
+    if type(it) in _ZIPS:
         return any(goes_through(part, items) for part in _zipped(it))
     if _is_enumeration(it):
         return goes_through(_enumerated(it), items)
@@ -141,14 +153,19 @@ def start_enumeration(tx: Translator, it: Variable) -> None:
         names = it.inline_tracer.symbolic_locals
         names["iterable"] = VariableTracker.build(tx, builtins.iter).call_function(tx, [names["iterable"]], {})
         start_enumeration(tx, names["iterable"])
-    elif type(it) is ZipVariable:
+    elif type(it) in _ZIPS:
         for part in _zipped(it):
             start_enumeration(tx, part)
 
 
 def _zipped(it: Any) -> list[Variable]:
-    # torch <= 2.11 keeps a list, later ones a tuple of their own kind.
-    return [realized(part) for part in (it.iterables if hasattr(it, "iterables") else it.iterable.items)]
+    if not hasattr(it, "iterables"):
+        return [realized(part) for part in it.iterable.items]
+    # torch <= 2.11 keeps a list of its own, and in it the items of sequences, with one position for all of them.
+    for i, part in enumerate(it.iterables):
+        if isinstance(part, list):
+            it.iterables[i] = ListIteratorVariable(part[it.index :], mutation_type=ValueMutationNew())
+    return [realized(part) for part in it.iterables]
 
 
 def _is_enumeration(it: Variable) -> bool:

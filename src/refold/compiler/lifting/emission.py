@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch._dynamo.utils import set_example_value
-from torch._dynamo.variables import ConstantVariable, SymNodeVariable, TensorVariable
+from torch._dynamo.variables import ConstantVariable, SymNodeVariable
 from torch._dynamo.variables.builder import wrap_fx_proxy
 from torch.fx import GraphModule, Node, Proxy
 
 from ..lifted import LiftedLoop
-from .state import End, Form, Local, Place
+from .places import End, Local, Place
+from .state import Form
 from .trace import Trace
 from .variables import Refused, Translator, Variable, example, form, fresh, is_constant, rebuilt, tensors
 
@@ -43,9 +45,10 @@ def emit(tx: Translator, assumed: Form, found: Trace, count: int, live: set[str]
     Raises:
         Refused: Something that is needed behind the loop is no tensor and no number; nothing is changed then.
     """
-    columns = [item for growing in found.lists for item in (*growing.front, *growing.back)]
-    if not all(type(item) is TensorVariable for item in columns):
+    collected = [item for growing in found.lists for item in (*growing.front, *growing.back)]
+    if not all(tensors(item) for item in collected):
         raise Refused("the loop collects something that is not a tensor")
+    columns = [x for item in collected for x in tensors(item)]
     results = _results(assumed, found, count, live, columns)
     # What the last step only passes on is known without the loop.
     last = {node: items.items[count - 1] for items, node in found.items}
@@ -70,15 +73,14 @@ def emit(tx: Translator, assumed: Form, found: Trace, count: int, live: set[str]
         then = [last.get(_node(x), x) for x in tensors(found.after[place])]
         after[place] = rebuilt(found.after[place], iter(then))
     after |= {place: ConstantVariable.create(x) for place, x in results.constants.items()}
-    filled = [_items(tx, call[i], column) for i, column in enumerate(stacks, split[1])]
+    filled = iter([_items(tx, call[i], column) for i, column in enumerate(stacks, split[1])])
     # Now nothing can fail any more.
     for place in assumed.written - after.keys():
         place.clear(tx)
     for place, x in after.items():
         place.put(tx, x)
     for growing in found.lists:
-        front = [filled.pop(0) for _ in growing.front]
-        back = [filled.pop(0) for _ in growing.back]
+        front, back = ([_rows(item, filled, count) for item in items] for items in (growing.front, growing.back))
         if growing.grown:
             tx.output.side_effects.mutation(growing.owner)
         growing.owner.items[:0] = [x for step in reversed(list(zip(*front, strict=True))) for x in step]
@@ -150,6 +152,12 @@ def _call(
     lines = [node.meta.get("stack_trace", "") for node in graph.nodes if node.op.startswith("call")]
     call.node.meta["stack_trace"] = lines[-1] if lines else ""
     return call
+
+
+def _rows(item: Variable, filled: Iterator[list[Variable]], count: int) -> list[Variable]:
+    """Return what one step collects, for all steps."""
+    steps = zip(*[next(filled) for _ in tensors(item)], strict=True)
+    return [rebuilt(item, iter(row)) for row in steps]
 
 
 def _items(tx: Translator, proxy: Any, column: list[torch.Tensor]) -> list[Variable]:

@@ -13,9 +13,11 @@ from typing import Any
 
 import torch
 from torch._dynamo import symbolic_convert
+from torch._dynamo.variables import TensorVariable
 from torch._guards import TracingContext
 
 from .elements import ENUMERATE, element, remaining, start_enumeration
+from .generators import install
 from .induction import lift
 from .trace import SHORTEST, Code
 from .variables import Refused, Translator, realized
@@ -135,6 +137,13 @@ def _meet(tx: Translator, loop: tuple[Any, int], count: int | None, code: Callab
         state.busy = False
 
 
+def _check_identity(tx: Translator) -> None:
+    """Refuse to compare tensors by identity in a body: those that stand for every step's are nobody's own."""
+    state = _state()
+    if state is not None and state.busy and all(type(realized(x)) is TensorVariable for x in tx.stack[-2:]):
+        raise Refused("the loop asks whether two tensors are the same object")
+
+
 def _first_line(error: Exception) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]
 
@@ -157,7 +166,11 @@ def _install() -> None:
                 _meet_for(tx, instruction)
             original(tx, instruction)
 
-        table[dis.opmap["FOR_ITER"]] = for_iter
+        def is_op(tx: Translator, instruction: Any, original: Any = table[dis.opmap["IS_OP"]]) -> None:
+            _check_identity(tx)
+            original(tx, instruction)
+
+        table[dis.opmap["FOR_ITER"]], table[dis.opmap["IS_OP"]] = for_iter, is_op
         for opcode in jumps:
 
             def jump(tx: Translator, instruction: Any, original: Any = table[opcode]) -> None:
@@ -166,6 +179,7 @@ def _install() -> None:
                     _meet_while(tx)
 
             table[opcode] = jump
+    install()
 
 
 _install()

@@ -2,7 +2,7 @@
 
 While a body is traced, stand-ins take the place of lists' items. `Growing` is for every list that the body could append
 to. It takes new items at either end, and gives back those, and as many of the items before as are assumed to be known
-(`refold.compiler.lifting.state.End`): ``ys[-1]`` is the carry of a loop that keeps it in a list. Everything else that
+(`refold.compiler.lifting.places.End`): ``ys[-1]`` is the carry of a loop that keeps it in a list. Everything else that
 looks at the items refuses. `Indexed` is for lists of slices that stay as they are: ``xs[t]`` is then what a loop over
 ``xs`` would get.
 """
@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch._dynamo.variables import ConstantVariable, LazyVariableTracker, ListVariable, TupleVariable
+from torch._dynamo.variables import ConstantVariable, ListVariable, TupleVariable
 from torch._dynamo.variables.base import ValueMutationNew
 
 from ..stepnumber import StepNumber
@@ -37,11 +37,13 @@ class Growing:
         self.rates: set[int] = set()
         owner.items, owner.mutation_type = self, ValueMutationNew()  # type: ignore[assignment]
         owner.call_method = self._call_method  # type: ignore[method-assign]
+        owner.as_python_constant = self._as_python_constant  # type: ignore[method-assign]
+        owner.tp_iter_impl = self._refuse  # type: ignore[assignment]
 
     def restore(self) -> None:
         """Give the list its items back."""
         self.owner.items, self.owner.mutation_type = self.items, self.mutation
-        del self.owner.call_method
+        del self.owner.call_method, self.owner.as_python_constant, self.owner.tp_iter_impl
 
     @property
     def grown(self) -> bool:
@@ -98,7 +100,13 @@ class Growing:
         if name == "extend" and len(args) == 1 and type(args[0]) in (ListVariable, TupleVariable):
             self.extend(args[0].items)
             return ConstantVariable.create(None)
+        if name == "__iter__":  # torch <= 2.11 goes through a list this way
+            self._refuse()
         return type(self.owner).call_method(self.owner, tx, name, args, kwargs)
+
+    def _as_python_constant(self) -> Any:
+        # Dynamo asks of its own accord, for one, when it makes a function of a closure.
+        raise NotImplementedError
 
     def __getattr__(self, name: str) -> Any:
         return self._refuse()
@@ -108,18 +116,6 @@ class Growing:
         raise Refused("the loop reads a list that it makes longer")
 
     __len__ = __iter__ = __contains__ = __add__ = __reversed__ = _refuse
-
-
-class Written:
-    """Gives a list's owner other items to write to: a list that stays as long as it is."""
-
-    def __init__(self, owner: ListVariable) -> None:
-        self.owner, self.items, self.mutation = owner, owner.items, owner.mutation_type
-        owner.items, owner.mutation_type = list(owner.items), ValueMutationNew()
-
-    def restore(self) -> None:
-        """Give the list its items back."""
-        self.owner.items, self.owner.mutation_type = self.items, self.mutation
 
 
 class Indexed(list[Any]):
@@ -146,13 +142,3 @@ class Indexed(list[Any]):
         picked = [self.items[k] for k in range(first, high if every > 0 else low - 1, every)]
         element = sequence(picked) if len(picked) > 1 else None
         return self.take(element) if isinstance(element, Items) else super().__getitem__(at)
-
-
-def reachable_lists(variables: list[Variable]) -> list[Variable]:
-    """Return the lists and tuples among variables: those that code may read or append to."""
-    found = {}
-    for x in variables:
-        x = x.realize() if isinstance(x, LazyVariableTracker) and x.is_realized() else x
-        if type(x) is TupleVariable or (type(x) is ListVariable and x.is_mutable()):
-            found[id(x)] = x
-    return list(found.values())

@@ -1,142 +1,23 @@
-"""The state at a loop's head: where it is kept, and what is assumed of it at every step's beginning.
+"""What is assumed of the state at a loop's head, at every step's beginning.
 
-A `Place` is where a body can leave something for the next step: a local variable, a cell (a variable that an inner
-function shares, so also the walrus target of a comprehension before Python 3.12), a list, or an end of one that
-grows. A `Form` says for each place what a trace of the body puts there. `refine` compares with what the body left
-there, and returns the form to try next; when there is none, the form holds at every step by induction.
+A `Form` says for each place (`refold.compiler.lifting.places`) what a trace of the body puts there. `refine` compares
+with what the body left there, and returns the form to try next; when there is none, the form holds at every step by
+induction.
 """
 
 from __future__ import annotations
 
-import contextlib
-import copy
 import dataclasses
-from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from torch._dynamo.variables import ListVariable, SymNodeVariable, TupleVariable
-from torch._dynamo.variables.base import AttributeMutationNew
-from torch._dynamo.variables.misc import CellVariable
+from torch._dynamo.variables import ListVariable, SymNodeVariable
 
 from ..stepnumber import StepNumber
 from .lists import Growing
+from .places import End, Local, Place
 from .variables import Refused, Translator, Variable, example, form, fresh, is_constant, realized, tensors
-
-CONTENTS = "cell_contents"
-
-
-class Place(Protocol):
-    """Where a body can leave something for the next step."""
-
-    @property
-    def name(self) -> str:
-        """What a person calls it."""
-
-    def now(self, tx: Translator) -> Variable | None:
-        """Return what is there, if anything."""
-
-    def put(self, tx: Translator, x: Variable) -> None:
-        """Leave something there."""
-
-    def clear(self, tx: Translator) -> None:
-        """Leave nothing there: to read it fails."""
-
-
-@dataclass(frozen=True)
-class Local:
-    """A local variable of the frame."""
-
-    name: str
-
-    def now(self, tx: Translator) -> Variable | None:
-        """Return what is there, if anything."""
-        return tx.symbolic_locals.get(self.name)
-
-    def put(self, tx: Translator, x: Variable) -> None:
-        """Leave something there."""
-        tx.symbolic_locals[self.name] = x
-
-    def clear(self, tx: Translator) -> None:
-        """Leave nothing there."""
-        tx.symbolic_locals.pop(self.name, None)
-
-
-@dataclass(frozen=True)
-class Cell:
-    """A variable that functions share."""
-
-    cell: CellVariable
-
-    @property
-    def name(self) -> str:
-        """Its name in the compiled function, if it has one there."""
-        return self.cell.local_name or "a variable of an outer function"
-
-    def now(self, tx: Translator) -> Variable | None:
-        """Return what is there, if anything."""
-        stored = tx.output.side_effects.store_attr_mutations.get(self.cell, {})
-        return stored.get(CONTENTS, self.cell.pre_existing_contents)
-
-    def put(self, tx: Translator, x: Variable) -> None:
-        """Leave something there."""
-        tx.output.side_effects.store_cell(self.cell, x)
-
-    def clear(self, tx: Translator) -> None:
-        """Leave nothing there."""
-        tx.output.side_effects.store_attr_mutations.get(self.cell, {}).pop(CONTENTS, None)
-        self.cell.pre_existing_contents = None
-
-
-@dataclass(frozen=True)
-class End:
-    """The first or last items of a list that grows."""
-
-    owner: ListVariable
-    count: int
-    at_front: bool
-
-    name = "the end of a list"
-
-    def now(self, tx: Translator) -> Variable:
-        """Return the items, in a tuple."""
-        items: Any = self.owner.items
-        if self.at_front:
-            return TupleVariable((items.front + items.first if isinstance(items, Growing) else items)[: self.count])
-        return TupleVariable((items.last + items.back if isinstance(items, Growing) else items)[-self.count :])
-
-    def put(self, tx: Translator, x: Variable) -> None:
-        """Take the items of a tuple for those at this end while the body is traced; else the list has them itself."""
-        items: Any = self.owner.items
-        if isinstance(items, Growing):
-            setattr(items, "first" if self.at_front else "last", list(x.items))
-
-    def clear(self, tx: Translator) -> None:
-        """Refuse."""
-        raise Refused("the ends of a list are not of the same kind at every step")
-
-
-@dataclass(frozen=True)
-class Contents:
-    """All items of a list that stays as long as it is, such as the states of a stack of layers."""
-
-    owner: ListVariable
-
-    name = "a list that is read and written"
-
-    def now(self, tx: Translator) -> Variable:
-        """Return the items, in a tuple."""
-        return TupleVariable(list(self.owner.items))
-
-    def put(self, tx: Translator, x: Variable) -> None:
-        """Replace the items."""
-        tx.output.side_effects.mutation(self.owner)
-        self.owner.items[:] = x.items
-
-    def clear(self, tx: Translator) -> None:
-        """Refuse."""
-        raise Refused("a list does not hold the same kind of things at every step")
 
 
 @dataclass
@@ -238,22 +119,3 @@ def refine(
         new.carried[x] is assumed.carried[x] for x in new.carried
     )
     return None if same and carried_same else new
-
-
-@contextlib.contextmanager
-def writable_cells(tx: Translator) -> Iterator[list[Cell]]:
-    """Let cells of outer scopes be written, and put them back afterwards."""
-    attributes = tx.output.side_effects.store_attr_mutations
-    cells = [x for x in tx.output.side_effects.id_to_variable.values() if isinstance(x, CellVariable)]
-    cells = [x for x in cells if x.mutation_type is not None]
-    before = [(x, x.mutation_type, x.pre_existing_contents, copy.copy(attributes.get(x))) for x in cells]
-    try:
-        for x in cells:
-            x.mutation_type = AttributeMutationNew()
-        yield [Cell(x) for x in cells]
-    finally:
-        for x, mutation, contents, stored in before:
-            x.mutation_type, x.pre_existing_contents = mutation, contents
-            attributes.pop(x, None)
-            if stored is not None:
-                attributes[x] = stored

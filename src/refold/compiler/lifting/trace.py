@@ -15,15 +15,17 @@ from typing import Any
 
 import torch
 from torch._dynamo.bytecode_transformation import Instruction
-from torch._dynamo.variables import ListVariable, SymNodeVariable, TensorVariable, TupleVariable
+from torch._dynamo.variables import ConstDictVariable, ListVariable, SymNodeVariable, TensorVariable, TupleVariable
 from torch._dynamo.variables.builder import wrap_fx_proxy
 from torch._ops import HigherOrderOperator
 from torch.fx import Graph, Node, Proxy
 
 from ..stepnumber import StepNumber
-from .elements import Element, Items, Numbers
-from .lists import Growing, Indexed, Written, reachable_lists
-from .state import Cell, Contents, End, Form, Local, Place, writable_cells
+from .elements import Calls, Element, Items, Numbers
+from .generators import step_over_yield, yielded
+from .lists import Growing, Indexed
+from .places import Contents, Dictionary, End, Local, Objects, Place, Written, containers
+from .state import Form
 from .variables import Refused, Translator, Variable, placeholder, realized, rebuilt, tensors
 from .world import kept, world
 
@@ -33,7 +35,8 @@ SHORTEST = 16
 TRACES = 12
 # Instructions that a body must not have.
 _LEAVES = {
-    "YIELD": "it is the loop of a generator",
+    "YIELD": "it is the loop of a generator that is read item by item",
+    "SEND": "there is a generator in the loop of a generator",
     "RETURN": "the loop can be left early",
     "DELETE": "something is deleted in the loop",
     "STORE_GLOBAL": "a global variable is set in the loop",
@@ -131,16 +134,17 @@ class _Tracing:
             with (
                 kept(tx),
                 tx.output.subtracer("refold_loop", None) as self.tracer,
-                writable_cells(tx) as cells,
                 contextlib.ExitStack() as stand_ins,
             ):
                 self.tracer.create_proxy = functools.partial(_create_proxy, tx, self.tracer.create_proxy)
-                contents = {cell: cell.now(tx) for cell in cells}
-                for x in reachable_lists([*tx.symbolic_locals.values(), *tx.stack, *contents.values()]):
+                made: list[Any] = [Objects(tx)]
+                stand_ins.callback(made[0].restore)
+                for x in containers(tx, yielded(tx)):
                     if (stand_in := self._stand_in(x)) is not None:
                         stand_ins.callback(stand_in.restore)
-                        lists += [stand_in] if isinstance(stand_in, Growing) else []
-                return self._trace(contents, lists)
+                        made.append(stand_in)
+                lists += [x for x in made if isinstance(x, Growing)]
+                return self._trace([x for x in made if not isinstance(x, (Growing, Indexed))], lists)
         except Exception as error:
             learned = [self._learns(growing) for growing in lists]
             if not any(learned) and (isinstance(error, Refused) or not self._learns_of_writes()):
@@ -148,27 +152,28 @@ class _Tracing:
             return None
 
     def _stand_in(self, x: Variable) -> Any:
+        if type(x) is ConstDictVariable:
+            return Dictionary(x) if x.is_mutable() else None
         if type(x) is ListVariable and Contents(x) in self.assumed.carried:
             return Written(x)
-        if type(x) is ListVariable and x not in self.assumed.plain:
+        if type(x) is ListVariable and x.is_mutable() and x not in self.assumed.plain:
             return Growing(x, self.number)
         if x.items and type(realized(x.items[0])) is TensorVariable:
             return Indexed(x, self.number, self._take)
         return None
 
-    def _trace(self, contents: dict[Cell, Variable | None], lists: list[Growing]) -> Trace:
+    def _trace(self, writable: list[Any], lists: list[Growing]) -> Trace:
         tx, number = self.tx, self.number
         before = world(tx)
         try:
             carried = self._begin()
             exit = self._steps()
             after: dict[Place, Variable | None] = {x: x.now(tx) for x in self._places()}
-            after |= {x: x.now(tx) for x in contents if x.now(tx) is not contents[x]}
+            for x in writable:
+                after |= x.changed(tx)
             # What may change is taken out before one looks whether anything else did.
-            for cell, content in contents.items():
-                cell.clear(tx) if content is None else cell.put(tx, content)
-            for place in [x for x in carried if isinstance(x, Contents)]:
-                place.put(tx, self.given[place])
+            for x in writable:
+                x.put_back()
             if not before.unchanged(world(tx)):
                 raise Refused("the loop changes something outside of it")
             for growing in lists:
@@ -202,6 +207,8 @@ class _Tracing:
             return TupleVariable([self._item(counted, part) for part in element])
         if isinstance(element, Numbers):
             return element.at(self.tx, counted)
+        if isinstance(element, Calls):
+            return element.fn.call_function(self.tx, [self._item(counted, part) for part in element.arguments], {})
         return self._take(element)
 
     def _take(self, element: Items) -> Variable:
@@ -218,6 +225,8 @@ class _Tracing:
         while True:
             at = tx.instruction_pointer
             instruction = tx.instructions[at]
+            if step_over_yield(tx, instruction):
+                continue
             if reason := next((why for name, why in _LEAVES.items() if instruction.opname.startswith(name)), None):
                 raise Refused(reason)
             decided = len(self.number.pending())
