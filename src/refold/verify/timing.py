@@ -5,6 +5,11 @@ The candidate is accepted when the lower confidence bound of the *median* of d (
 normality, no outlier can move it) exceeds ``log(1 + delta)``. The rule is looked at after 9, 30 and
 60 pairs, each look at an equal share of the error probability alpha; the same bound from above ends
 a hopeless race early.
+
+Where the candidate takes a fraction of the baseline's time, nine runs of a slow baseline are more
+than it takes to know: three of them, at random places among twelve runs of the candidate, are all
+slower than all of these with probability 1 / 455 if the two are equal (the rank-sum test). That is
+looked at first. An interval of the ratio is then what all the ratios between the two lie in.
 """
 
 from __future__ import annotations
@@ -19,7 +24,11 @@ from dataclasses import dataclass
 import torch
 
 LOOKS = (9, 30, 60)
+FEW, MANY = 3, 12
+# Then the many runs of the candidate take less time than the few of the baseline.
+LOPSIDED = MANY / FEW
 ALPHA = 0.01
+SHARE = ALPHA / (1 + len(LOOKS))  # of a look
 DELTA = 0.02
 # A busy machine delays calls and never speeds one up, so a short call is sampled as the best of a few.
 BEST_OF = 3
@@ -36,7 +45,7 @@ class Race:
         speedup: Median of the paired ratios.
         at_least: Lower confidence bound of that median.
         at_most: Upper confidence bound of that median.
-        pairs: Number of pairs run.
+        pairs: Number of pairs run; of a lopsided race, runs of the baseline.
         faster: Whether ``at_least`` exceeds 1.02.
     """
 
@@ -94,8 +103,8 @@ def race(
     """Time a candidate against a baseline, interleaved in random order.
 
     Args:
-        base: The callable to beat; warm.
-        candidate: The callable to judge; warm.
+        base: The callable to beat.
+        candidate: The callable to judge. A first call of each, which is not judged, warms them up.
         device: Where their work runs.
         budget_s: After this many seconds the race ends; what is undecided then is not accepted.
         seed: Seeds the order within pairs.
@@ -104,6 +113,10 @@ def race(
         The medians and the verdict.
     """
     order = random.Random(seed)
+    if once_ms(base, device) > LOPSIDED * once_ms(candidate, device):
+        outcome = _few_among_many(base, candidate, device, order)
+        if outcome.faster:
+            return outcome
     base_times: list[float] = []
     candidate_times: list[float] = []
     deadline = time.perf_counter() + budget_s
@@ -117,7 +130,7 @@ def race(
             for run, times in pair:
                 times.append(_sample_ms(run, device))
         logs = sorted(math.log(b / c) for b, c in zip(base_times, candidate_times, strict=True))
-        lower, upper = median_bounds(logs, ALPHA / len(LOOKS))
+        lower, upper = median_bounds(logs, SHARE)
         if lower > math.log1p(DELTA) or upper < math.log1p(DELTA) or len(logs) < look:
             break
     return Race(
@@ -129,6 +142,19 @@ def race(
         len(logs),
         lower > math.log1p(DELTA),
     )
+
+
+def _few_among_many(
+    base: Callable[[], object], candidate: Callable[[], object], device: torch.device, order: random.Random
+) -> Race:
+    """Time a few runs of the baseline at random places among many of the candidate."""
+    turns = [True] * FEW + [False] * MANY
+    order.shuffle(turns)
+    times = [(turn, once_ms(base if turn else candidate, device)) for turn in turns]
+    slow, fast = (sorted(ms for turn, ms in times if turn is kind) for kind in (True, False))
+    middle = statistics.median(slow), statistics.median(fast)
+    at_least = slow[0] / fast[-1]
+    return Race(*middle, middle[0] / middle[1], at_least, slow[-1] / fast[0], FEW, at_least > 1 + DELTA)
 
 
 def median_bounds(ordered: list[float], alpha: float) -> tuple[float, float]:

@@ -1,5 +1,6 @@
 """The accept rule, on a fake clock."""
 
+import math
 import random
 
 import pytest
@@ -35,6 +36,28 @@ def test_ten_percent_is_always_seen(clock, seed):
 
 def test_a_clear_win_needs_nine_pairs(clock):
     assert timing.race(noisy(2.0, 0), noisy(1.0, 1), CPU).pairs == 9
+
+
+def test_an_overwhelming_win_needs_three_runs_of_the_baseline(clock):
+    calls = []
+    slow = noisy(10.0, 0)
+    outcome = timing.race(lambda: calls.append(1) or slow(), noisy(1.0, 1), CPU, budget_s=0.0)
+    assert len(calls) == 4  # one warms up
+    assert outcome.faster
+    assert 3 < outcome.at_least <= outcome.speedup <= outcome.at_most < 40
+
+
+def test_a_slow_first_call_decides_nothing(clock):
+    first = iter([100.0])
+    equal = noisy(1.0, 0)
+    assert not timing.race(lambda: next(first, None) or equal(), noisy(1.0, 1), CPU).faster
+
+
+def test_equal_programs_seldom_separate(clock):
+    assert 1 / math.comb(timing.FEW + timing.MANY, timing.FEW) <= timing.SHARE
+    rng = random.Random(0)
+    draws = [timing._few_among_many(rng.random, rng.random, CPU, rng) for _ in range(4000)]
+    assert sum(race.at_least > 1 for race in draws) / len(draws) <= 2 * timing.SHARE
 
 
 def test_a_hopeless_race_ends_early(clock):
