@@ -91,12 +91,20 @@ def lower(
     per_rate: list[Any]
     heads = [place for place in kept if place in spans | wide] or (kept[:1] if len(kept) == 2 else [])
     channels = [place for place in kept if place not in heads]
-    if positive and n not in spans and len(kept) <= 2 and len(channels) == 1:
+    # Where no gradient is taken, signs can be kept apart: that of a logarithm says nothing at a decay of zero.
+    signed = weight != 0 and not positive and not torch.is_grad_enabled()
+    signs: Node | None = None
+    if (positive or signed) and n not in spans and len(kept) <= 2 and len(channels) == 1:
         # The decay is one number a head: matrix products carry the scan.
         head = heads[0] if heads else None
+        if signed:
+            signs = _signs(emit, decays, weight, [*tokens, head], shape)
+            weight, decays = abs(weight), [Term(emit.call(aten.abs.default, t.node), t.places) for t in decays]
         state_order, operator_ = [1, head, *channels, n], OPS["ssd"]
         options = (False, [-inf, inf], None, None, "")
         x = _lay(emit, values_, [*tokens, head, *channels], shape, factor)
+        if signs is not None and x is not None:
+            x = emit.call(aten.mul.Tensor, x, signs)
         along_n, per_step, per_rate = [*tokens, head if wide else None, n], [*tokens, head], [head]
     elif len(kept) == 1 and not wide and all(n not in term.spans() for term in decays):
         state_order, operator_ = [1, *kept, n], OPS["selective_scan"]
@@ -133,11 +141,28 @@ def lower(
     given = [None if v is None else _dense(emit, v) for v in operands]
     result = emit.call(operator_, *given, initial, None, *options)
     y, last = (emit.call(getitem, result, i) for i in (0, 1))
+    if signs is not None:
+        y = emit.call(aten.mul.Tensor, y, signs)
+        final = emit.call(aten.select.int, signs, 1, shape[0] - 1)
+        last = emit.call(aten.mul.Tensor, last, emit.call(aten.unsqueeze.default, final, -1))
     if read.late:
         query = emit.call(aten.unsqueeze.default, emit.call(aten.select.int, C, 1, 0), -2)
         y = _one_later(emit, y, query, initial, -1)
     natural = [place for place in state_order if place is not None]
     return _results(emit, read, rest, shape, (y, [*tokens, *natural[1:-1]]), (last, natural))
+
+
+def _signs(emit: Emitter, decays: list[Term], weight: float, order: list[Any], shape: list[int]) -> Node:
+    """Return the sign P of the product of all decays up to each step, (batch, time, head, 1).
+
+    States with these signs, ``P[t] h[t] = |a[t]| P[t-1] h[t-1] + P[t] x[t]``, have decays that are nowhere negative.
+    """
+    laid = _lay(emit, decays, [*order, None], shape, weight)
+    assert laid is not None  # decays run along no other axis
+    val = value(laid)
+    one, minus = (emit.call(aten.full.default, [], s, dtype=val.dtype, device=val.device) for s in (1.0, -1.0))
+    signs = emit.call(aten.where.self, emit.call(aten.lt.Scalar, laid, 0), minus, one)
+    return emit.call(aten.cumprod.default, signs, 1)
 
 
 def _results(

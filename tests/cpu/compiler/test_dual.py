@@ -137,3 +137,58 @@ def test_training_keeps_states_and_gradients():
     assert "selective_scan" not in details
     want = call(*inputs)
     same(torch.autograd.grad(got.square().sum(), inputs), torch.autograd.grad(want.square().sum(), inputs))
+
+
+def retention(q, k, v, decay, state):
+    """Decays are an argument: one a head, of any sign."""
+    ys = []
+    for t in range(q.shape[2]):
+        state = decay.view(1, -1, 1, 1) * state + k[:, :, t].unsqueeze(-1) @ v[:, :, t].unsqueeze(-2)
+        ys.append((q[:, :, t].unsqueeze(-2) @ state).squeeze(-2))
+    return torch.stack(ys, 2), state
+
+
+def read_first(q, k, v, decay, state):
+    """Decays are an argument: one a head and step, of any sign; what is read is the state before the step."""
+    ys = []
+    for t in range(q.shape[2]):
+        ys.append((q[:, :, t, :, None] * state).sum(-2))
+        state = decay[:, :, t, None, None] * state + k[:, :, t, :, None] * v[:, :, t, None]
+    return torch.stack(ys, 2), state
+
+
+def heads():
+    g = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(B, 4, T, 8, generator=g) for _ in range(3))
+    return q, k, v, torch.randn(B, 4, 8, 8, generator=g)
+
+
+def signed_decays(timed):
+    decay = torch.tensor([0.9, -0.8, 0.0, -1.01])
+    if timed:
+        flips = torch.randn(B, 4, T, generator=torch.Generator().manual_seed(1)).sign()
+        decay = decay[:, None] * flips
+        decay[:, :, T // 2] = 0
+    return decay
+
+
+@pytest.mark.parametrize(("fn", "timed"), [(retention, False), (read_first, True)])
+def test_decays_of_any_sign_become_products(fn, timed):
+    *projections, state = heads()
+    inputs = (*projections, signed_decays(timed), state)
+    with torch.no_grad():
+        got, details = compiled(fn, inputs)
+        same(got, fn(*inputs))
+    assert "as one ssd" in details
+
+
+def test_decays_of_any_sign_keep_their_gradients():
+    """Also at zero, where their logarithm has none."""
+    *projections, state = heads()
+    inputs = [x.requires_grad_() for x in (*projections, signed_decays(False), state)]
+    got, details = compiled(retention, inputs)
+    assert "ssd" not in details
+    want = retention(*inputs)
+    found, expected = (torch.autograd.grad(sum(y.square().sum() for y in ys), inputs) for ys in (got, want))
+    assert expected[3][2] != 0
+    same(found, expected)
