@@ -28,7 +28,6 @@ from .index import value
 from .timewise import Emitter
 
 aten = torch.ops.aten
-prims = torch.ops.prims
 
 # Positions of a chunk: their pairs are computed one by one for each key, their states are kept one a chunk.
 CHUNK = 16
@@ -117,8 +116,7 @@ def _running_sums(emit: Emitter, g: Node) -> list[Node]:
 
 def _causal(emit: Emitter, like: Node) -> Node:
     """Return which position of a chunk, the first axis, is not before which, the second."""
-    device = value(like).device
-    at = emit.call(prims.iota.default, CHUNK, start=0, step=1, dtype=torch.int64, device=device, requires_grad=False)
+    at = emit.positions(CHUNK, value(like).device)
     rows, columns = (emit.reshape(at, shape) for shape in ([CHUNK, 1, 1], [1, CHUNK, 1]))
     return emit.call(aten.ge.Tensor, rows, columns)
 

@@ -60,7 +60,7 @@ def steady_scan(emit: Emitter, query: Node, key: Node, decay: Node, x: Node, ini
             aten.mul.Tensor, call(aten.slice.Tensor, powers, 1, low, high), call(aten.unsqueeze.default, weights, 1)
         )
 
-    at = _positions(emit, x, length + 1)
+    at = emit.positions(length + 1, value(x).device)
     exponents = emit.reshape(emit.cast(at, value(x).dtype), [1, length + 1, 1])
     powers = call(aten.pow.Tensor_Tensor, call(aten.unsqueeze.default, decay, 1), exponents)  # (rows, length + 1, k)
     # From each input of a chunk to each of its outputs.
@@ -100,8 +100,3 @@ def steady_scan(emit: Emitter, query: Node, key: Node, decay: Node, x: Node, ini
                    call(aten.slice.Tensor, own, 1, 0, tail))  # fmt: skip
         last = call(aten.add.Tensor, kept, own)
     return y, last
-
-
-def _positions(emit: Emitter, like: Node, count: int) -> Node:
-    device = value(like).device
-    return emit.call(prims.iota.default, count, start=0, step=1, dtype=torch.int64, device=device, requires_grad=False)

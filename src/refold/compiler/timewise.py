@@ -78,6 +78,12 @@ class Emitter:
         """Expand, unless the shape is right already."""
         return x if tuple(value(x).shape) == tuple(shape) else self.call(aten.expand.default, x, list(shape))
 
+    def positions(self, count: int, device: torch.device) -> Node:
+        """Return 0, 1, ... as int64."""
+        return self.call(
+            prims.iota.default, count, start=0, step=1, dtype=torch.int64, device=device, requires_grad=False
+        )
+
     def cast(self, x: Node, dtype: torch.dtype) -> Node:
         """Convert, unless the dtype is right already."""
         return x if value(x).dtype == dtype else self.call(prims.convert_element_type.default, x, dtype)

@@ -1,7 +1,9 @@
 """Harnesses: the pipeline on a function's ATen graph without generating code, and the lifting of loops alone."""
 
 import copy
+import sys
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +14,8 @@ from refold.compiler.lifted import LiftedLoop
 from refold.compiler.lifting import lifts, notes
 from refold.compiler.pipeline import run
 from refold.compiler.rewrite import Rewrite
+
+sys.path.insert(0, str(Path(__file__).parent))
 
 
 @dataclass

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
+from scans import emitted
 
 import refold
 from refold.compiler import keyed
 from refold.compiler.keyed import CHUNK, keyed_scan
-from refold.compiler.timewise import Emitter
 
 H, K, V = 2, 4, CHUNK
 
@@ -96,24 +96,6 @@ def test_wrong_float64_is_refused(monkeypatch):
     assert applied_in_float64(1.0) == ["one linear_scan"]
 
 
-def emitted(*operands):
-    """Build a graph of the scan alone, and run it."""
-    graph = torch.fx.Graph()
-    mode = torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True)
-    nodes = []
-    for i, x in enumerate(operands):
-        nodes.append(graph.placeholder(f"x{i}"))
-        nodes[-1].meta["val"] = mode.from_tensor(x)
-    anchor = graph.output(nodes[0])
-    anchor.meta["val"] = nodes[0].meta["val"]
-    emit = Emitter()
-    emit.at(anchor)
-    results = keyed_scan(emit, *nodes[:4], nodes[4] if len(nodes) > 4 else None)
-    graph.erase_node(anchor)
-    graph.output(tuple(results))
-    return torch.fx.GraphModule({}, graph)(*operands)
-
-
 def sequential(q, k, v, logs, state):
     out = []
     for t in range(q.shape[1]):
@@ -127,7 +109,7 @@ def sequential(q, k, v, logs, state):
 def test_lengths_and_strengths(steps, strength):
     q, k, v, gate = (x[:, :, 0] for x in inputs(steps))
     logs, state = -strength * gate.abs(), torch.ones(2, K, V)
-    got = emitted(q, k, v, logs, state)
+    got = emitted(keyed_scan, q, k, v, logs, state)
     want = sequential(*(x.double() for x in (q, k, v, logs, state)))
     close([x.double().float() for x in got], [x.float() for x in want], steps)
 
@@ -137,7 +119,7 @@ def test_growth_and_strong_decay_in_one_chunk():
     q, k, v, gate = (x[:, :, 0] for x in inputs(CHUNK + 3))
     logs = torch.where(gate > 1, -80.0, 0.3 * gate.abs())
     want = sequential(*(x.double() for x in (q, k, v, logs)), torch.zeros(2, K, V, dtype=torch.float64))
-    got = emitted(q, k, v, logs)
+    got = emitted(lambda *given: keyed_scan(*given, None), q, k, v, logs)
     assert all(x.isfinite().all() for x in got)
     close(got, [x.float() for x in want], CHUNK + 3)
 

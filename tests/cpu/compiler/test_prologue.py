@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from scans import compiled, flat, operators
 from torch.nn.functional import softplus
 
 import refold
@@ -60,25 +61,11 @@ FOUND = [
 ]  # fmt: skip
 
 
-def flat(results):
-    return [results] if isinstance(results, torch.Tensor) else list(results)
-
-
 def close(got, want):
     for a, b in zip(got, want, strict=True):
         assert (a.shape, a.dtype) == (b.shape, b.dtype)
         # Sums over at most T decayed products, in another order.
         assert (a - b).norm() <= T * torch.finfo(a.dtype).eps * b.norm()
-
-
-def compiled(fn):
-    torch._dynamo.reset()
-    return refold.compile(fn, accept="always", strict=True)
-
-
-def operators(run):
-    details = [row.detail for graph in run.report.graphs for row in graph.applied]
-    return [detail.split(" as one ")[1] for detail in details if " as one " in detail]
 
 
 def with_gradients(program, inputs):

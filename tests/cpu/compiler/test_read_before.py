@@ -2,8 +2,8 @@
 
 import pytest
 import torch
+from scans import compiled, flat, operators
 
-import refold
 from refold.compiler import duality
 from refold.compiler.keyed import CHUNK
 
@@ -89,20 +89,6 @@ def close(got, want):
         assert (a.shape, a.dtype) == (b.shape, b.dtype)
         # Sums over at most all steps and keys, in another order, of products that are rounded a few times.
         assert (a - b).norm() <= 4 * K * STEPS**0.5 * torch.finfo(a.dtype).eps * b.norm()
-
-
-def flat(results):
-    return [results] if isinstance(results, torch.Tensor) else list(results)
-
-
-def compiled(fn):
-    torch._dynamo.reset()
-    return refold.compile(fn, accept="always", strict=True)
-
-
-def operators(run):
-    details = [row.detail for graph in run.report.graphs for row in graph.applied]
-    return [detail.split(" as one ")[1] for detail in details if " as one " in detail]
 
 
 @pytest.mark.parametrize(("fn", "operator"), FOUND, ids=[fn.__name__ for fn, _ in FOUND])

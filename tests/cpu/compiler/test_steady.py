@@ -2,9 +2,8 @@
 
 import pytest
 import torch
+from scans import compiled, emitted, flat, operators
 
-import refold
-from refold.compiler import steady
 from refold.compiler.steady import CHUNK, steady_scan
 from refold.compiler.timewise import Emitter
 
@@ -58,25 +57,11 @@ def one_system(u, rate, b, c, h):
 FOUND = [s4d, signed, output_first, one_system]
 
 
-def flat(results):
-    return [results] if isinstance(results, torch.Tensor) else list(results)
-
-
 def close(got, want):
     for a, b in zip(got, want, strict=True):
         assert (a.shape, a.dtype) == (b.shape, b.dtype)
         # Sums over the steps of a chunk and over states, in another order, of products that are rounded a few times.
         assert (a - b).norm() <= 4 * N * CHUNK**0.5 * torch.finfo(a.dtype).eps * b.norm()
-
-
-def compiled(fn):
-    torch._dynamo.reset()
-    return refold.compile(fn, accept="always", strict=True)
-
-
-def operators(run):
-    details = [row.detail for graph in run.report.graphs for row in graph.applied]
-    return [detail.split(" as one ")[1] for detail in details if " as one " in detail]
 
 
 @pytest.mark.parametrize("fn", FOUND)
@@ -100,24 +85,6 @@ def test_inference():
     assert operators(run) == [CHUNKS]
 
 
-def emitted(*operands):
-    """Build a graph of the scan alone, and run it."""
-    graph = torch.fx.Graph()
-    mode = torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True)
-    nodes = []
-    for i, x in enumerate(operands):
-        nodes.append(graph.placeholder(f"x{i}"))
-        nodes[-1].meta["val"] = mode.from_tensor(x)
-    anchor = graph.output(nodes[0])
-    anchor.meta["val"] = nodes[0].meta["val"]
-    emit = Emitter()
-    emit.at(anchor)
-    results = steady_scan(emit, *nodes)
-    graph.erase_node(anchor)
-    graph.output(tuple(results))
-    return torch.fx.GraphModule({}, graph)(*operands)
-
-
 @pytest.mark.parametrize("steps", [1, 7, CHUNK, CHUNK + 1, 3 * CHUNK])
 @pytest.mark.parametrize("decay", [0.0, 1e-30, 1.0, -0.9, 1.02], ids=lambda a: f"decay{a}")
 def test_lengths_and_decays(steps, decay):
@@ -127,7 +94,7 @@ def test_lengths_and_decays(steps, decay):
     for t in range(steps):
         states = a * states + b * u[:, t, :, None]
         ys.append((states * c).sum(-1))
-    y, last = emitted(*(x.float() for x in (c, b, a, u.permute(2, 1, 0), h.permute(1, 2, 0))))
+    y, last = emitted(steady_scan, *(x.float() for x in (c, b, a, u.permute(2, 1, 0), h.permute(1, 2, 0))))
     close([y.permute(2, 1, 0), last.permute(2, 0, 1)], [torch.stack(ys, 1).float(), states.float()])
 
 
@@ -165,12 +132,12 @@ def test_other_scans_keep_their_states(fn):
 
 
 def test_wrong_ones_are_refused(monkeypatch):
-    right = steady._positions
+    right = Emitter.positions
 
-    def wrong(emit, like, count):
-        return emit.call(torch.ops.aten.add.Tensor, right(emit, like, count), 1)
+    def wrong(emit, count, device):
+        return emit.call(torch.ops.aten.add.Tensor, right(emit, count, device), 1)
 
-    monkeypatch.setattr(steady, "_positions", wrong)
+    monkeypatch.setattr(Emitter, "positions", wrong)
     run = compiled(s4d)
     with torch.no_grad():
         close(flat(run(*inputs())), flat(s4d(*inputs())))

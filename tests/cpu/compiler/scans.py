@@ -1,0 +1,39 @@
+"""What tests of scans share: compile, name what was found, and run an emitted scan by itself."""
+
+import torch
+
+import refold
+from refold.compiler.timewise import Emitter
+
+
+def flat(results):
+    return [results] if isinstance(results, torch.Tensor) else list(results)
+
+
+def compiled(fn):
+    torch._dynamo.reset()
+    return refold.compile(fn, accept="always", strict=True)
+
+
+def operators(run):
+    """Name the operators that loops became."""
+    details = [row.detail for graph in run.report.graphs for row in graph.applied]
+    return [detail.split(" as one ")[1] for detail in details if " as one " in detail]
+
+
+def emitted(scan, *operands):
+    """Build a graph of the scan alone, and run it."""
+    graph = torch.fx.Graph()
+    mode = torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True)
+    nodes = []
+    for i, x in enumerate(operands):
+        nodes.append(graph.placeholder(f"x{i}"))
+        nodes[-1].meta["val"] = mode.from_tensor(x)
+    anchor = graph.output(nodes[0])
+    anchor.meta["val"] = nodes[0].meta["val"]
+    emit = Emitter()
+    emit.at(anchor)
+    results = scan(emit, *nodes)
+    graph.erase_node(anchor)
+    graph.output(tuple(results))
+    return torch.fx.GraphModule({}, graph)(*operands)
