@@ -89,12 +89,12 @@ def explain(op: str, *args: Any, **kwargs: Any) -> Explanation:
 
 def call(spec: OpSpec, arrays: Sequence[Any], options: Sequence[Any], backend: str | None) -> Any:
     """Run an operator: its public function hands over its arguments here, in the order of the spec."""
-    framework = framework_of(spec, arrays)
-    if framework == "torch":
+    if _framework(type(arrays[0])) == "torch":
         # Checks and the choice of backend happen there, once a signature, and out of sight of what traces calls.
         from refold.ops import library
 
-        return library.run(spec.name, arrays, options, backend or "")
+        return library.run(spec.name, spec, arrays, options, backend or "")
+    framework = framework_of(spec, arrays)
     meta = spec.validate(meta_of(spec, framework, arrays, options))
     run = getattr(resolve(spec, meta, backend or ""), spec.name)
     keywords = keyword_arguments(spec, arrays, options)
@@ -111,19 +111,16 @@ def call(spec: OpSpec, arrays: Sequence[Any], options: Sequence[Any], backend: s
 
 
 def call_in_place(spec: OpSpec, arrays: Sequence[Any], options: Sequence[Any], backend: str | None) -> Any:
-    """Run the twin of an operator that overwrites ``spec.updates``, and return what the operator returns."""
-    framework = framework_of(spec, arrays)
-    at = next(i for i, arg in enumerate(spec.args) if arg.name == spec.updates)
-    if framework == "torch":
+    """Run the twin of an operator that overwrites ``spec.updates``, and return the other result."""
+    if _framework(type(arrays[0])) == "torch":
         from refold.ops import library
 
-        library.refuse_gradients(f"{spec.name}_", arrays)
-        return library.run(f"{spec.name}_", arrays, options, backend or ""), arrays[at]
-    if framework == "jax":
+        return library.run(f"{spec.name}_", spec, arrays, options, backend or "")
+    if framework_of(spec, arrays) == "jax":
         raise BackendUnsupported(f"{spec.name}_: jax arrays cannot be written. Use {spec.name} and keep its state.")
     y, state = call(spec, arrays, options, backend)
-    arrays[at][...] = state
-    return y, arrays[at]
+    next(array for arg, array in zip(spec.args, arrays, strict=True) if arg.name == spec.updates)[...] = state
+    return y
 
 
 def framework_of(spec: OpSpec, arrays: Sequence[Any]) -> str:

@@ -16,6 +16,8 @@ options) in eager mode.
 A step of decoding has tens of microseconds to spend and the node, its autograd layer and conversions take twenty of
 them. So `run` makes the call a node only where something could see one: gradients, tracing, modes, transforms,
 subclasses. For the same reason nodes are registered at the low level: ``torch.library.custom_op`` costs twice as much.
+Layers call an operator one after the other with the same few signatures. So the last ones are compared first, by the
+guards that Dynamo has for its graphs: one call for all tensors, where Python takes half a microsecond for each.
 """
 
 from __future__ import annotations
@@ -26,10 +28,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._dynamo.guards import TensorGuards
 from torch.utils.flop_counter import register_flop_formula
 
 from refold.errors import ArgumentError
-from refold.ops.dispatch import backend_module, keyword_arguments, meta_of, resolve
+from refold.ops.dispatch import backend_module, framework_of, keyword_arguments, meta_of, resolve
 from refold.ops.spec import CU_SEQLENS, OpSpec, all_specs, check_cu_seqlens_values
 
 Signature = tuple[Any, ...]
@@ -42,14 +45,23 @@ RUNNERS: dict[str, _Runner] = {}
 
 _LIBRARY = torch.library.Library("refold", "FRAGMENT")
 _FOUND_LIMIT = 4096  # Distinct signatures that are remembered; then the memory starts afresh.
+_RECENT = 4  # Of them, those that are compared before one is formed.
 _PLAIN_TENSORS = {type(None), Tensor, torch.nn.Parameter}
 _PLAIN_OPTIONS = {type(None), bool, int, float, str, tuple, torch.dtype}
 
 
-def run(name: str, arrays: Sequence[Tensor | None], options: Sequence[Any], backend: str) -> Any:
-    """Run the op ``name``: as a dispatcher node where something could see one, else directly."""
-    if not _watched() and (signature := _plain_signature(arrays, options, backend)) is not None:
-        return RUNNERS[name](signature, arrays, options, backend)
+def run(name: str, spec: OpSpec, arrays: Sequence[Any], options: Sequence[Any], backend: str) -> Any:
+    """Run an op of ``spec``: as a dispatcher node where something could see one, else directly."""
+    watched = _watched()
+    if not watched:
+        for known in RUNNERS[name].recent:
+            if known.holds(arrays, options, backend):
+                return known.run(*arrays)
+    framework_of(spec, arrays)
+    if not watched and _plain(arrays, options):
+        return RUNNERS[name](arrays, options, backend)
+    if name.endswith("_"):
+        _refuse_gradients(name, arrays)
     return OPS[name](*arrays, *options, backend)
 
 
@@ -64,29 +76,64 @@ def _watched() -> bool:
     )
 
 
-def _plain_signature(arrays: Sequence[Tensor | None], options: Sequence[Any], backend: str) -> Signature | None:
-    """Return the signature of a call; None if a subclass or a gradient needs the dispatcher."""
+def _plain(arrays: Sequence[Tensor | None], options: Sequence[Any]) -> bool:
+    """Whether a call has nothing that only the dispatcher treats: subclasses, gradients, signs not yet applied."""
     if not (_PLAIN_TENSORS.issuperset(map(type, arrays)) and _PLAIN_OPTIONS.issuperset(map(type, options))):
-        return None
-    if torch.is_grad_enabled():
-        for array in arrays:
-            if array is not None and array.requires_grad:
-                return None
-    return _signature(arrays, options, backend)
+        return False
+    needs_grad = torch.is_grad_enabled()
+    return not any(a is not None and (a.is_neg() or (needs_grad and a.requires_grad)) for a in arrays)
 
 
 def _signature(arrays: Sequence[Tensor | None], options: Sequence[Any], backend: str) -> Signature:
     """Return all that checks, the choice of a backend and its plans may depend on."""
     return (
-        # Strides that follow from the shape cost more to get and to compare than to leave out.
-        *[
-            a if a is None else (a.shape, a.is_contiguous() or a.stride(), a.dtype, a.device, a.data_ptr() % 16)
-            for a in arrays
-        ],
+        *[a if a is None else (a.shape, a.stride(), a.dtype, a.device, a.data_ptr() % 16) for a in arrays],
         *options,
         *map(type, options),  # 1, 1.0 and True are equal
         backend,
     )
+
+
+class _Known:
+    """What runs a plain call, and a quick look at whether another call has its signature.
+
+    The guards compare types, dispatch keys, dtypes, devices, shapes, strides and requires_grad, so that a call that
+    holds is a plain one too. They refuse a tensor that is given twice; they get it once.
+    """
+
+    __slots__ = ("addresses", "backend", "copies", "guards", "options", "places", "requires_grad", "run", "types")
+
+    def __init__(
+        self, arrays: Sequence[Tensor | None], options: Sequence[Any], backend: str, run: Callable[..., Any]
+    ) -> None:
+        first = [next(i for i, other in enumerate(arrays) if other is array) for array in arrays]
+        self.places = [i for i in sorted(set(first)) if arrays[i] is not None]
+        self.copies = [(i, j) for i, j in enumerate(first) if i != j and arrays[i] is not None]
+        given = [a for i in self.places if (a := arrays[i]) is not None]
+        # Lists of what may be None, for sizes that Dynamo lets vary; here all are compared.
+        sizes: Any = [list(a.shape) for a in given]
+        strides: Any = [list(a.stride()) for a in given]
+        self.guards = TensorGuards(*given, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
+        self.requires_grad = any(a.requires_grad for a in given)
+        self.addresses = [a.data_ptr() % 16 for a in given]
+        self.types = [*map(type, arrays), *map(type, options)]
+        self.options = options
+        self.backend = backend
+        self.run = run
+
+    def holds(self, arrays: Sequence[Any], options: Sequence[Any], backend: str) -> bool:
+        """Whether a call with these arguments may run what this one runs."""
+        if [*map(type, arrays), *map(type, options)] != self.types:  # None is a type too; 1, 1.0 and True are equal
+            return False
+        given = [arrays[i] for i in self.places]
+        return (
+            self.guards.check(*given)
+            and [a.data_ptr() % 16 for a in given] == self.addresses
+            and options == self.options
+            and backend == self.backend
+            and not (self.requires_grad and torch.is_grad_enabled())
+            and not (self.copies and any(arrays[i] is not arrays[j] for i, j in self.copies))
+        )
 
 
 class _Runner:
@@ -98,23 +145,28 @@ class _Runner:
         names = [a.name for a in spec.args]
         self.offsets = names.index(CU_SEQLENS) if CU_SEQLENS in names else None
         self.found: dict[Signature, Callable[..., Any]] = {}
+        self.recent: tuple[_Known, ...] = ()  # Replaced as a whole: other threads may be reading it.
 
-    def __call__(
-        self, signature: Signature, arrays: Sequence[Tensor | None], options: Sequence[Any], backend: str
-    ) -> Any:
-        """Return the results of the op."""
-        found = self.found.get(signature)
-        if found is None:
-            if len(self.found) >= _FOUND_LIMIT:
-                self.found.clear()
-            found = self.found[signature] = self._find(arrays, options, backend)
-        return found(*arrays)
+    def __call__(self, arrays: Sequence[Tensor | None], options: Sequence[Any], backend: str) -> Any:
+        """Return the results of a plain call."""
+        run = self._remembered(arrays, options, backend)
+        self.recent = (_Known(arrays, options, backend, run), *self.recent[: _RECENT - 1])
+        return run(*arrays)
 
     def node(self, *args: Any) -> Any:
         """Run the op as the dispatcher calls it."""
         narrays = len(self.spec.args)
         arrays, options = args[:narrays], [tuple(o) if isinstance(o, list) else o for o in args[narrays:-1]]
-        return self(_signature(arrays, options, args[-1]), arrays, options, args[-1])
+        return self._remembered(arrays, options, args[-1])(*arrays)
+
+    def _remembered(self, arrays: Sequence[Tensor | None], options: Sequence[Any], backend: str) -> Callable[..., Any]:
+        signature = _signature(arrays, options, backend)
+        found = self.found.get(signature)
+        if found is None:
+            if len(self.found) >= _FOUND_LIMIT:
+                self.found.clear()
+            found = self.found[signature] = self._find(arrays, options, backend)
+        return found
 
     def module(self, arrays: Sequence[Tensor | None], options: Sequence[Any], backend: str) -> ModuleType:
         """Check the arguments and return the file of the backend."""
@@ -283,7 +335,7 @@ def _autograd_backward(spec: OpSpec) -> Callable[..., Any]:
     return backward
 
 
-def refuse_gradients(op: str, arrays: Sequence[Any]) -> None:
+def _refuse_gradients(op: str, arrays: Sequence[Any]) -> None:
     """Raise if an in-place call would have to be differentiated."""
     if torch.is_grad_enabled() and any(isinstance(a, Tensor) and a.requires_grad for a in arrays):
         raise ArgumentError(f"{op}: it overwrites the state and has no gradient. Use {op[:-1]}, or torch.no_grad().")

@@ -94,4 +94,4 @@ def causal_conv1d_step_(
     x: Any, weight: Any, state: Any, bias: Any = None, *, activation: str | None = None, backend: str | None = None
 ) -> tuple[Any, Any]:
     """`causal_conv1d_step` that overwrites ``state`` and returns it; nothing may need a gradient."""
-    return call_in_place(STEP, (x, weight, state, bias), (activation,), backend)
+    return call_in_place(STEP, (x, weight, state, bias), (activation,), backend), state

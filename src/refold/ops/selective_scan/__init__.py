@@ -144,4 +144,4 @@ def selective_scan_step_(
     backend: str | None = None,
 ) -> tuple[Any, Any]:
     """`selective_scan_step` that overwrites ``state`` and returns it; nothing may need a gradient."""
-    return call_in_place(STEP, (x, dt, A, B, C, state, D, z, dt_bias, decay), (dt_softplus,), backend)
+    return call_in_place(STEP, (x, dt, A, B, C, state, D, z, dt_bias, decay), (dt_softplus,), backend), state

@@ -154,4 +154,4 @@ def ssd_step_(
     backend: str | None = None,
 ) -> tuple[Any, Any]:
     """`ssd_step` that overwrites ``state`` and returns it; for decoding, where nothing needs a gradient."""
-    return call_in_place(STEP, (x, dt, A, B, C, state, D, z, dt_bias), (dt_softplus, dt_limit), backend)
+    return call_in_place(STEP, (x, dt, A, B, C, state, D, z, dt_bias), (dt_softplus, dt_limit), backend), state
