@@ -9,7 +9,8 @@ pointers): an operator is `planned` once a signature, and `refold.ops.library` k
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -101,6 +102,12 @@ def _as_it_is(array: Any) -> Any:
 def current_stream(device: torch.device) -> int:
     """Return the raw handle of the current stream of ``device`` (0 under the interpreter)."""
     return 0 if INTERPRETED else torch._C._cuda_getCurrentRawStream(device.index)
+
+
+def fresh(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Callable[[], torch.Tensor]:
+    """Return what makes contiguous tensors: with the strides known, in two thirds of the time of ``torch.empty``."""
+    strides = torch.empty(shape, device="meta").stride()
+    return partial(torch.empty_strided, tuple(shape), strides, dtype=dtype, device=device)
 
 
 def contiguous(tensor: torch.Tensor | None) -> Any:

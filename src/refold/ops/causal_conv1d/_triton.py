@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from refold.ops.causal_conv1d.spec import SPEC, STEP
-from refold.ops.launch import Launch, contiguous, current_stream, last_contiguous, planned, refusal
+from refold.ops.launch import Launch, contiguous, current_stream, fresh, last_contiguous, planned, refusal
 from refold.ops.spec import Meta
 from refold.ops.ssd._triton_kernels import _silu
 
@@ -173,7 +173,7 @@ def causal_conv1d(
     cu_seqlens: torch.Tensor | None, activation: str | None,
 ) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:  # fmt: skip
     """Plan `refold.ops.causal_conv1d`."""
-    shape = batch, seqlen, channels = x.shape
+    batch, seqlen, channels = x.shape
     width = weight.shape[1]
     nseqs = batch if cu_seqlens is None else cu_seqlens.numel() - 1
     blocks_d = triton.cdiv(channels, BLOCK_D)
@@ -185,13 +185,12 @@ def causal_conv1d(
     grid = (blocks_d, triton.cdiv(seqlen, tiles * ROWS), batch)
     launch = Launch(_causal_conv1d_fwd_kernel, grid, consts, {"num_warps": 1})
     ints = (seqlen, channels, nseqs, *x.stride()[:2])
-    state_shape = (nseqs, channels, width - 1)
+    new_y = fresh(x.shape, x.dtype, x.device)
+    new_final = fresh((nseqs, channels, width - 1), x.dtype, x.device)
 
     def run(x, weight, bias, initial_state, cu_seqlens):
-        device, dtype = x.device, x.dtype
-        y = torch.empty(shape, dtype=dtype, device=device)
-        final = torch.empty(state_shape, dtype=dtype, device=device)
-        launch(current_stream(device), cu_seqlens, x, weight, bias, initial_state, y, final, *ints)
+        y, final = new_y(), new_final()
+        launch(current_stream(x.device), cu_seqlens, x, weight, bias, initial_state, y, final, *ints)
         return y, final
 
     return run
@@ -201,7 +200,6 @@ def _plan_step(
     *, x: torch.Tensor, weight: torch.Tensor, state: torch.Tensor, bias: torch.Tensor | None, activation: str | None
 ) -> Callable[..., torch.Tensor]:
     """Return a function of the arrays and the new state, which may be the state, that returns y."""
-    shape = x.shape
     batch, channels, _ = state.shape
     width = weight.shape[1]
     one = x.dim() == 2
@@ -211,9 +209,10 @@ def _plan_step(
     }  # fmt: skip
     launch = Launch(_causal_conv1d_step_kernel, (triton.cdiv(channels, 256), batch), consts, {"num_warps": 4})
     ints = (1 if one else x.shape[1], channels, x.stride(0), 0 if one else x.stride(1))
+    new_y = fresh(x.shape, x.dtype, x.device)
 
     def run(x, weight, state, bias, new_state):
-        y = torch.empty(shape, dtype=x.dtype, device=x.device)
+        y = new_y()
         launch(current_stream(x.device), x, weight, bias, state, new_state, y, *ints)
         return y
 
@@ -229,9 +228,11 @@ _step_layouts: dict[str, Any] = {
 def causal_conv1d_step(**arguments: Any) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
     """Plan `refold.ops.causal_conv1d_step`."""
     step = _plan_step(**arguments)
+    state = arguments["state"]
+    fresh_state = fresh(state.shape, state.dtype, state.device)
 
     def run(x, weight, state, bias):
-        new_state = torch.empty(state.shape, dtype=state.dtype, device=state.device)
+        new_state = fresh_state()
         return step(x, weight, state, bias, new_state), new_state
 
     return run

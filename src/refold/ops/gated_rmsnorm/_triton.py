@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from refold.ops.gated_rmsnorm.spec import SPEC
-from refold.ops.launch import Launch, contiguous, current_stream, planned, refusal
+from refold.ops.launch import Launch, contiguous, current_stream, fresh, planned, refusal
 from refold.ops.spec import Meta
 from refold.ops.ssd._triton_kernels import _silu
 
@@ -78,7 +78,7 @@ def gated_rmsnorm(
     norm_before_gate: bool,
 ) -> Callable[..., torch.Tensor]:  # fmt: skip
     """Plan `refold.ops.gated_rmsnorm`."""
-    shape, channels = x.shape, x.shape[-1]
+    channels = x.shape[-1]
     nrows = x.numel() // channels
     group = group_size or channels
     # Threads hold 8 neighbouring channels (16 bytes of 16 bits) a part; few, full parts waste the fewest lanes.
@@ -91,10 +91,11 @@ def gated_rmsnorm(
     grid = (triton.cdiv(nrows, consts["ROWS"]), channels // group)
     launch = Launch(_gated_rmsnorm_fwd_kernel, grid, consts, {"num_warps": warps})
     stride_x, stride_z = (0 if a is None else a.reshape(-1, channels).stride(0) for a in (x, z))
+    new_y = fresh(x.shape, x.dtype, x.device)
     numbers = (nrows, channels, stride_x, stride_z, group, float(eps))
 
     def run(x, z, weight):
-        y = torch.empty(shape, dtype=x.dtype, device=x.device)
+        y = new_y()
         launch(current_stream(x.device), x, z, weight, y, *numbers)
         return y
 

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from refold.ops.configs import device_limits
-from refold.ops.launch import Launch, contiguous, current_stream, planned, refusal
+from refold.ops.launch import Launch, contiguous, current_stream, fresh, planned, refusal
 from refold.ops.linear_scan.spec import SPEC
 from refold.ops.spec import Meta
 
@@ -96,16 +96,15 @@ def linear_scan(
         local = Launch(_linear_scan_fwd_kernel, grid, {**consts, "LOCAL": True}, options)
     scan = Launch(_linear_scan_fwd_kernel, (blocks, nsegments, nseqs), {**consts, "LOCAL": False}, options)
     ints = (seqlen, segment, nsegments, channels)
-    shape, state_shape, rows = x.shape, (nseqs, *x.shape[2:]), nseqs * nsegments * channels
+    new_h = fresh(x.shape, x.dtype, x.device)
+    new_final = fresh((nseqs, *x.shape[2:]), torch.float32, x.device)
+    new_rows = fresh((nseqs * nsegments * channels,), torch.float32, x.device)
 
     def run(a, x, initial_state, cu_seqlens):
-        device = x.device
-        h = torch.empty(shape, dtype=x.dtype, device=device)
-        final = torch.empty(state_shape, dtype=torch.float32, device=device)
-        stream = current_stream(device)
+        h, final, stream = new_h(), new_final(), current_stream(x.device)
         states = factors = final  # never read where there is one segment
         if local is not None:
-            states, factors = torch.empty((2, rows), dtype=torch.float32, device=device)
+            states, factors = new_rows(), new_rows()
             local(stream, cu_seqlens, a, x, initial_state, states, factors, h, final, *ints)
         scan(stream, cu_seqlens, a, x, initial_state, states, factors, h, final, *ints)
         return h, final

@@ -9,7 +9,7 @@ import torch
 import triton
 
 from refold.ops.configs import device_limits, lookup
-from refold.ops.launch import PTX, Launch, contiguous, current_stream, last_contiguous, planned, refusal
+from refold.ops.launch import PTX, Launch, contiguous, current_stream, fresh, last_contiguous, planned, refusal
 from refold.ops.selective_scan import _triton_kernels as kernels
 from refold.ops.selective_scan.spec import SPEC, STEP
 from refold.ops.spec import Meta
@@ -33,7 +33,7 @@ def selective_scan(
     state_dtype: torch.dtype | None, config: dict[str, int] | None = None,
 ) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:  # fmt: skip
     """Plan `refold.ops.selective_scan`; ``config`` overrides entries of the configuration table."""
-    batch, seqlen, channels = shape = x.shape
+    batch, seqlen, channels = x.shape
     dstate = A.shape[1]
     ngroups = max(B.shape[2] if B.dim() == 4 else 1, C.shape[2] if C.dim() == 4 else 1)
     sequences = batch if cu_seqlens is None else cu_seqlens.numel() - 1
@@ -59,18 +59,18 @@ def selective_scan(
         *_grouped(B), *_grouped(C), *_rows(z), *_rows(decay),
     )  # fmt: skip
     rows = sequences * nsegments * channels
-    final_shape, final_dtype = (sequences, *A.shape), state_dtype or torch.float32
+    new_y = fresh(x.shape, x.dtype, x.device)
+    new_final = fresh((sequences, *A.shape), state_dtype or torch.float32, x.device)
+    new_states = fresh((rows * dstate,), torch.float32, x.device)
+    new_steps = fresh((rows if decay is None else rows * dstate,), torch.float32, x.device)
 
     def run(x, dt, A, B, C, D, z, dt_bias, decay, initial_state, cu_seqlens):
-        device = x.device
-        y = torch.empty(shape, dtype=x.dtype, device=device)
-        final = torch.empty(final_shape, dtype=final_dtype, device=device)
+        y, final = new_y(), new_final()
         states = steps = final  # never read where there is one segment
         if local is not None:
-            states = torch.empty(rows * dstate, dtype=torch.float32, device=device)
-            steps = torch.empty(rows if decay is None else rows * dstate, dtype=torch.float32, device=device)
+            states, steps = new_states(), new_steps()
         arguments = (cu_seqlens, x, dt, A, B, C, D, z, dt_bias, initial_state, states, steps, y, final, decay, *ints)
-        stream = current_stream(device)
+        stream = current_stream(x.device)
         if local is not None:
             local(stream, *arguments)
         scan(stream, *arguments)
@@ -144,7 +144,6 @@ def _plan_step(
     dt_softplus: bool,
 ) -> Callable[..., torch.Tensor]:  # fmt: skip
     """Return a function of the arrays and the new state, which may be the state, that returns y."""
-    shape = x.shape
     batch, channels, dstate = state.shape
     one = x.dim() == 2
 
@@ -170,8 +169,10 @@ def _plan_step(
     grid = (triton.cdiv(channels, block_d), batch)
     launch = Launch(kernels._selective_scan_step_kernel, grid, consts, {"num_warps": 4})
 
+    new_y = fresh(x.shape, x.dtype, x.device)
+
     def run(x, dt, A, B, C, state, D, z, dt_bias, decay, new_state):
-        y = torch.empty(shape, dtype=x.dtype, device=x.device)
+        y = new_y()
         launch(current_stream(x.device), x, dt, A, B, C, D, z, dt_bias, decay, state, new_state, y, *ints)
         return y
 
@@ -188,9 +189,11 @@ _step_layouts: dict[str, Any] = {
 def selective_scan_step(**arguments: Any) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
     """Plan `refold.ops.selective_scan_step`."""
     step = _plan_step(**arguments)
+    state = arguments["state"]
+    fresh_state = fresh(state.shape, state.dtype, state.device)
 
     def run(x, dt, A, B, C, state, D, z, dt_bias, decay):
-        new_state = torch.empty(state.shape, dtype=state.dtype, device=state.device)
+        new_state = fresh_state()
         return step(x, dt, A, B, C, state, D, z, dt_bias, decay, new_state), new_state
 
     return run

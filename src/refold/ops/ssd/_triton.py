@@ -18,6 +18,7 @@ from refold.ops.launch import (
     Launch,
     contiguous,
     current_stream,
+    fresh,
     last_contiguous,
     planned,
     refusal,
@@ -145,8 +146,8 @@ class _Plan:
         npieces = (nsegments - 1) * pieces
         self.passed = npieces > config["fused_pass"]
         self.warm = False
-        self.state_shape = (nseqs, nheads, headdim, dstate)
-        self.state_dtype = state_dtype or torch.float32
+        self.new_y = fresh(x.shape, x.dtype, x.device)
+        self.new_final = fresh((nseqs, nheads, headdim, dstate), state_dtype or torch.float32, x.device)
         # One float32 workspace, cut into: C·Bᵀ, decay, step, piece states, piece decays.
         rows = batch * nchunks * nheads * chunk
         states = batch * npieces * nheads
@@ -157,8 +158,8 @@ class _Plan:
         for size in sizes:
             self.cuts.append(total * 4)
             total += -(-size // 32) * 32
-        self.workspace = max(total, 1)
-        self.table = nchunks * 4 if varlen else 0
+        self.new_workspace = fresh((max(total, 1),), torch.float32, x.device)
+        self.new_table = fresh((nchunks * 4,), torch.int32, x.device) if varlen else None
 
         precision = "ieee"
         if INTERPRETED:
@@ -254,9 +255,7 @@ class _Plan:
 
     def __call__(self, x, dt, A, B, C, D, z, dt_bias, initial, cu_seqlens) -> tuple[torch.Tensor, torch.Tensor]:
         device = x.device
-        y = torch.empty_like(x, memory_format=torch.contiguous_format)
-        final = x.new_empty(self.state_shape, dtype=self.state_dtype)
-        workspace = x.new_empty(self.workspace, dtype=torch.float32)
+        y, final, workspace = self.new_y(), self.new_final(), self.new_workspace()
         arrays: list[Any] = [x, dt, A, B, C, D, z, dt_bias, initial, y, final]
         if self.warm:  # addresses save views of the workspace, and the driver a look at every tensor
             base = workspace.data_ptr()
@@ -269,8 +268,8 @@ class _Plan:
         x, dt, A, B, C, D, z, dt_bias, initial, y, final = arrays
         stream = current_stream(device)
         table = None
-        if self.table:
-            table = torch.empty(self.table, dtype=torch.int32, device=device)
+        if self.new_table is not None:
+            table = self.new_table()
             self.chunks(stream, cu_seqlens, table, *self.chunks_ints)
         self.prepare(stream, table, dt, A, dt_bias, B, C, decay, step, cb, *self.prepare_ints)
         if self.nsegments > 1:
@@ -297,7 +296,6 @@ def _plan_step(
     dt_limit: tuple[float, float],
 ) -> Callable[..., torch.Tensor]:  # fmt: skip
     """Return a function of the arrays and the new state, which may be the state, that returns y."""
-    shape = x.shape
     batch, nheads, headdim, dstate = state.shape
     one = x.dim() == 3
     ntokens = 1 if one else x.shape[1]
@@ -319,8 +317,10 @@ def _plan_step(
         {"BLOCK_P": block_p, "BLOCK_N": block_n, "SOFTPLUS": bool(dt_softplus)}, {"num_warps": 4},
     )  # fmt: skip
 
+    new_y = fresh(x.shape, x.dtype, x.device)
+
     def run(x, dt, A, B, C, state, D, z, dt_bias, new_state):
-        y = torch.empty(shape, dtype=x.dtype, device=x.device)
+        y = new_y()
         launch(current_stream(x.device), x, dt, A, B, C, D, z, dt_bias, state, new_state, y, *ints)
         return y
 
@@ -337,9 +337,11 @@ _step_layouts: dict[str, Any] = {
 def ssd_step(**arguments: Any) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
     """Plan `refold.ops.ssd_step`."""
     step = _plan_step(**arguments)
+    state = arguments["state"]
+    fresh_state = fresh(state.shape, state.dtype, state.device)
 
     def run(x, dt, A, B, C, state, D, z, dt_bias):
-        new_state = torch.empty(state.shape, dtype=state.dtype, device=state.device)
+        new_state = fresh_state()
         return step(x, dt, A, B, C, state, D, z, dt_bias, new_state), new_state
 
     return run
