@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 from functools import cache
+from operator import itemgetter
 from threading import Lock
 from typing import Any
 
@@ -73,12 +74,11 @@ class _Parameters:
     """
 
     def __init__(self, compiled: Any, grid: tuple[int, ...], args: tuple[Any, ...]) -> None:
-        self.function = compiled.function
         warps, _, shared = compiled.packed_metadata
         self.maps: list[_TensorMap] = []
         kinds = list(compiled.src.signature.values())
         pointers = [i for i, kind in enumerate(kinds) if kind.startswith("*")]
-        self.places = [i for i, kind in enumerate(kinds) if kind.startswith("tensordesc")] + pointers
+        self.gather = itemgetter(*[i for i, kind in enumerate(kinds) if kind.startswith("tensordesc")], *pointers)
         self.addresses = (ctypes.c_uint64 * len(pointers))()
         self.values: list[Any] = []
         boxes = iter(compiled.metadata.tensordesc_meta)
@@ -96,8 +96,12 @@ class _Parameters:
         self.table = (ctypes.c_void_p * len(places))(*places)
         self.early = _Attribute(_EARLY, 0, 1)
         self.config = _Config(grid, (warps * 32, 1, 1), shared, None, ctypes.pointer(self.early), 1)
-        self.front = ctypes.byref(self.config)
-        self.mapped = [m.address for m in self.maps]
+        self.function = ctypes.c_void_p(compiled.function)
+        # Converted once: what the driver is given at each launch.
+        front, table = (ctypes.c_void_p(ctypes.addressof(memory)) for memory in (self.config, self.table))
+        self.given = (front, self.function, table, None)
+        self.start = _driver().cuLaunchKernelEx
+        self.mapped = tuple(m.address for m in self.maps)
 
     def confirmed(self) -> bool:
         """Whether the driver knows the kernel with parameters of these sizes, and no more of them."""
@@ -110,9 +114,9 @@ class _Parameters:
 
     def launch(self, stream: int, args: tuple[Any, ...]) -> None:
         """Put in the addresses and launch; ``args`` has tensors, or has addresses."""
-        given = [args[i] for i in self.places]
+        given = self.gather(args)
         if type(given[0]) is not int:
-            given = [a.data_ptr() for a in given]
+            given = tuple(a.data_ptr() for a in given)
         split = len(self.maps)
         if given[:split] != self.mapped:
             self.mapped = given[:split]
@@ -120,7 +124,7 @@ class _Parameters:
                 tensor_map.turn(address)
         self.addresses[:] = given[split:]
         self.config.stream = stream
-        _check(_driver().cuLaunchKernelEx(self.front, self.function, self.table, None))
+        _check(self.start(*self.given))
 
 
 class _Attribute(ctypes.Structure):
