@@ -7,6 +7,9 @@ A case is refused if its error against a float64 scan of a slice of it is above 
 - ``hot_ms``: the same without the overwriting; what fits into the L2 cache (60 MB) is found there. The host does not
   run ahead, so that for short calls its own time shows.
 - ``host_us``: the host's time for a call, with the device kept busy; only where the device may be the faster one.
+- ``graph_ms``: for steps that overwrite their state, the time a layer of one replayed CUDA graph of 16 to 512 layers, as
+  decoding runs. Each has copies of all arguments of its own, together 8 times the L2 cache, so that no replay finds
+  its arguments there; and the launch of a single kernel, which weighs on ``median_ms``, is hidden.
 - ``bytes``: what any implementation must read and write once. ``share_of_copy``: their rate over that of a device copy
   of 8.6 GB (bytes read plus bytes written). ``copy_ms``: a device copy of as many bytes, timed like ``median_ms``:
   launch and ramp weigh on it as on the operator.
@@ -220,6 +223,20 @@ def host_us(run: Callable[[], Any]) -> float:
     return statistics.median(times)
 
 
+def graph_ms(case: Case) -> float:
+    """Return the time a layer of a CUDA graph that calls the operator once for each of many layers."""
+    given, run = case.arguments, getattr(refold.ops, case.op)
+    size = sum(a.nbytes for a in given.values() if isinstance(a, torch.Tensor))
+    count = min(512, max(16, math.ceil(8 * torch.cuda.get_device_properties().L2_cache_size / size)))
+    layers = [{k: a.clone() if isinstance(a, torch.Tensor) else a for k, a in given.items()} for _ in range(count)]
+    run(**layers[0])
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for layer in layers:
+            run(**layer)
+    return statistics.median(time_ms(graph.replay, cold=False)) / count
+
+
 def environment() -> dict[str, Any]:
     """Say where the numbers come from."""
     return {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__,
@@ -266,6 +283,7 @@ def measure(case: Case, copy_rate: float) -> dict[str, Any]:
         "share_of_copy": moved / median / copy_rate,
         "copy_ms": copy_ms(moved),
         "host_us": host_us(case.run) if median < 0.2 else None,
+        "graph_ms": graph_ms(case) if case.op.endswith("_") else None,
         "mamba_ssm_ms": "not run" if case.peer is None else statistics.median(time_ms(case.peer, 9)),
     }
 
