@@ -7,8 +7,8 @@ A case is refused if its error against a float64 scan of a slice of it is above 
 - ``hot_ms``: the same without the overwriting; what fits into the L2 cache (60 MB) is found there. The host does not
   run ahead, so that for short calls its own time shows.
 - ``host_us``: the host's time for a call, with the device kept busy; only where the device may be the faster one.
-- ``graph_ms``: for steps that overwrite their state, the time a layer of one replayed CUDA graph of 16 to 512 layers, as
-  decoding runs. Each has copies of all arguments of its own, together 8 times the L2 cache, so that no replay finds
+- ``graph_ms``: for steps that overwrite their state, the time a layer of one replayed CUDA graph of 16 to 512 layers,
+  as decoding runs. Each has copies of all arguments of its own, together 8 times the L2 cache, so that no replay finds
   its arguments there; and the launch of a single kernel, which weighs on ``median_ms``, is hidden.
 - ``bytes``: what any implementation must read and write once. ``share_of_copy``: their rate over that of a device copy
   of 8.6 GB (bytes read plus bytes written). ``copy_ms``: a device copy of as many bytes, timed like ``median_ms``:
