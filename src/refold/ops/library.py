@@ -29,6 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._C._dynamo.guards import TensorGuards
+from torch.autograd import forward_ad
 from torch.utils.flop_counter import register_flop_formula
 
 from refold.errors import ArgumentError
@@ -62,6 +63,7 @@ def run(name: str, spec: OpSpec, arrays: Sequence[Any], options: Sequence[Any], 
         return RUNNERS[name](arrays, options, backend)
     if name.endswith("_"):
         _refuse_gradients(name, arrays)
+    _refuse_tangents(name, arrays)
     return OPS[name](*arrays, *options, backend)
 
 
@@ -73,6 +75,7 @@ def _watched() -> bool:
         or torch._C._len_torch_function_stack() > 0
         or torch._C._functorch.peek_interpreter_stack() is not None
         or torch.jit.is_tracing()
+        or forward_ad._current_level >= 0
     )
 
 
@@ -239,6 +242,9 @@ def _register(spec: OpSpec) -> None:
         _backward_fake(spec),
     )
     torch.library.register_autograd(
+        f"refold::{spec.name}_backward", _refuse_second_derivative, setup_context=_setup_name(spec.name), lib=_LIBRARY
+    )
+    torch.library.register_autograd(
         f"refold::{spec.name}", _autograd_backward(spec), setup_context=_setup_context(spec), lib=_LIBRARY
     )
     register_flop_formula(getattr(torch.ops.refold, spec.name), get_raw=True)(_flops(spec))
@@ -319,6 +325,13 @@ def _setup_context(spec: OpSpec) -> Callable[..., None]:
     return setup_context
 
 
+def _setup_name(name: str) -> Callable[..., None]:
+    def setup_context(ctx: Any, inputs: Sequence[Any], output: Any) -> None:
+        ctx.op = name
+
+    return setup_context
+
+
 def _autograd_backward(spec: OpSpec) -> Callable[..., Any]:
     narrays, noptions = len(spec.args), len(spec.options)
 
@@ -339,6 +352,20 @@ def _refuse_gradients(op: str, arrays: Sequence[Any]) -> None:
     """Raise if an in-place call would have to be differentiated."""
     if torch.is_grad_enabled() and any(isinstance(a, Tensor) and a.requires_grad for a in arrays):
         raise ArgumentError(f"{op}: it overwrites the state and has no gradient. Use {op[:-1]}, or torch.no_grad().")
+
+
+def _refuse_tangents(op: str, arrays: Sequence[Any]) -> None:
+    """Raise where a forward-mode derivative would be zero without a word."""
+    if forward_ad._current_level < 0:
+        return
+    if any(a is not None and forward_ad.unpack_dual(a).tangent is not None for a in arrays):
+        raise ArgumentError(
+            f"{op}: it has no forward-mode derivative. Use reverse mode: torch.func.vjp, jacrev, backward."
+        )
+
+
+def _refuse_second_derivative(ctx: Any, *gradients: Any) -> Any:
+    raise ArgumentError(f"{ctx.op}: it has no second derivative. Differentiate it once, without create_graph.")
 
 
 for _spec in all_specs():

@@ -51,6 +51,25 @@ def test_named_backend_runs_or_raises() -> None:
             ops.ssd(**arrays(), backend="triton")
 
 
+@pytest.mark.parametrize("backend", ["torch", "numba"])
+def test_derivatives_that_do_not_exist_are_refused(backend: str) -> None:
+    x = torch.rand(1, 6, 3)
+
+    def scan(x: torch.Tensor) -> torch.Tensor:
+        return ops.linear_scan(x, x, backend=backend)[0]
+
+    with pytest.raises(ArgumentError, match="linear_scan: it has no forward-mode derivative"):
+        torch.func.jvp(scan, (x,), (x,))
+    with torch.autograd.forward_ad.dual_level():
+        scan(x)
+        with pytest.raises(ArgumentError, match="linear_scan: it has no forward-mode derivative"):
+            scan(torch.autograd.forward_ad.make_dual(x, x))
+    x.requires_grad_()
+    (dx,) = torch.autograd.grad(scan(x).square().sum(), x, create_graph=True)
+    with pytest.raises(ArgumentError, match="linear_scan: it has no second derivative"):
+        dx.sum().backward()
+
+
 def test_subclasses_and_parameters_are_torch_arrays() -> None:
     class Tagged(torch.Tensor):
         pass
