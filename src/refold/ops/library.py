@@ -359,9 +359,7 @@ def _refuse_tangents(op: str, arrays: Sequence[Any]) -> None:
     if forward_ad._current_level < 0:
         return
     if any(a is not None and forward_ad.unpack_dual(a).tangent is not None for a in arrays):
-        raise ArgumentError(
-            f"{op}: it has no forward-mode derivative. Use reverse mode: torch.func.vjp, jacrev, backward."
-        )
+        raise ArgumentError(f"{op}: it has no forward-mode derivative. Use reverse mode: torch.autograd.grad.")
 
 
 def _refuse_second_derivative(ctx: Any, *gradients: Any) -> Any:

@@ -70,6 +70,12 @@ def test_derivatives_that_do_not_exist_are_refused(backend: str) -> None:
         dx.sum().backward()
 
 
+@pytest.mark.parametrize("limit", [0.1, None, (0.0,), (1.0, 0.0), (float("nan"), 1.0)])
+def test_limits_that_are_no_ordered_pair_are_refused(limit: object) -> None:
+    with pytest.raises(ArgumentError, match="dt_limit must be a pair of numbers"):
+        ops.ssd(**arrays(), dt_limit=limit)
+
+
 def test_subclasses_and_parameters_are_torch_arrays() -> None:
     class Tagged(torch.Tensor):
         pass

@@ -36,7 +36,8 @@ def step_sizes(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
 
 def valid_limits(value: Any) -> bool:
     """Whether ``value`` is an ordered pair of numbers."""
-    return len(value) == 2 and not any(math.isnan(v) for v in value) and value[0] <= value[1]
+    pair = isinstance(value, (tuple, list)) and len(value) == 2
+    return pair and not any(math.isnan(v) for v in value) and value[0] <= value[1]
 
 
 DT_SOFTPLUS = Option("dt_softplus", False, "bool", lambda v: isinstance(v, bool), "a bool")
