@@ -186,6 +186,24 @@ def test_selective_scan_shapes(dtype, packed, decays, skipped, shape):
         assert error <= 2 * bound + ROUNDING[dtype], (float(error), float(bound))
 
 
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize(("spec", "case"), CASES, ids=[f"{s.name}-{c.name}" for s, c in CASES])
+def test_second_gpu_while_the_first_is_current(spec, case):
+    """Two calls on each: the first one plans and loads kernels."""
+    import refold
+
+    values = arguments(spec, case, torch.bfloat16)
+    there = {name: v.to("cuda:1") if torch.is_tensor(v) else v for name, v in values.items()}
+    run = getattr(refold.ops, spec.name)
+    for _ in range(2):
+        here, other = (run(**given, backend="triton") for given in (values, there))
+        here, other = ((r if isinstance(r, tuple) else (r,)) for r in (here, other))
+        assert torch.cuda.current_device() == 0
+        for one, same in zip(here, other, strict=True):
+            assert same.device.index == 1
+            assert torch.equal(one, same.to(one.device))
+
+
 @pytest.mark.parametrize("offsets", [[0, 1 << 30, 50], [0, 40, -7, 50], [30, 0, 50, 10], [0, 50, 0, 50, 0, 50]])
 @pytest.mark.parametrize("op", ["ssd", "selective_scan", "linear_scan", "causal_conv1d"])
 def test_wrong_offsets_stay_inside(op, offsets):

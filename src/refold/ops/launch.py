@@ -78,6 +78,20 @@ class Planned:
 
     def plan(self, **arguments: Any) -> Callable[..., Any]:
         """Return the plan for calls with this signature: a function of the arrays in the order of the spec."""
+        device = next(a.device for a in arguments.values() if isinstance(a, torch.Tensor))
+        if device.type != "cuda" or torch.cuda.device_count() == 1:
+            return self._plan(arguments)
+        # Kernels are loaded on, and launched on, the current device.
+        with torch.cuda.device(device):
+            plan = self._plan(arguments)
+
+        def there(*arrays: Any) -> Any:
+            with torch.cuda.device(device):
+                return plan(*arrays)
+
+        return there
+
+    def _plan(self, arguments: dict[str, Any]) -> Callable[..., Any]:
         readable = {name: make(arguments[name]) for name, make in self.layouts.items()}
         plan: Callable[..., Any] = self.make(**(arguments | readable))
         if all(array is arguments[name] for name, array in readable.items()):

@@ -59,8 +59,10 @@ def run(name: str, spec: OpSpec, arrays: Sequence[Any], options: Sequence[Any], 
             if known.holds(arrays, options, backend):
                 return known.run(*arrays)
     framework_of(spec, arrays)
-    if not watched and _plain(arrays, options):
-        return RUNNERS[name](arrays, options, backend)
+    if not watched:
+        _check_options(spec, options)
+        if _plain(arrays, options):
+            return RUNNERS[name](arrays, options, backend)
     if name.endswith("_"):
         _refuse_gradients(name, arrays)
     _refuse_tangents(name, arrays)
@@ -77,6 +79,15 @@ def _watched() -> bool:
         or torch.jit.is_tracing()
         or forward_ad._current_level >= 0
     )
+
+
+def _check_options(spec: OpSpec, options: Sequence[Any]) -> None:
+    """Refuse values that fit no schema, and dtypes by name, before PyTorch refuses them without a remedy."""
+    for option, value in zip(spec.options, options, strict=True):
+        named = option.schema.startswith("ScalarType") and isinstance(value, str)
+        if named or not option.check(value):
+            expected = option.expected.replace("dtype", "torch.dtype") if named else option.expected
+            raise ArgumentError(f"{spec.name}: {option.name} must be {expected}; got {value!r}.")
 
 
 def _plain(arrays: Sequence[Tensor | None], options: Sequence[Any]) -> bool:

@@ -1,5 +1,6 @@
 """Long sequences, extreme decays, growth, and the memory of the backward."""
 
+import os
 from typing import Any
 
 import numpy as np
@@ -65,6 +66,40 @@ def test_small_decays_behind_large_ones_keep_their_digits(dtype: torch.dtype) ->
     y, _ = ops.ssd(*(torch.from_numpy(a).to(dtype) for a in (x, dt, A, B, C)), chunk_size=64)
     y_true = ssd_reference(x, dt, A, B, C)[0]
     assert error(y[:, 9:], y_true[:, 9:]) < 8 * torch.finfo(dtype).eps
+
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+
+@pytest.mark.parametrize("backend", ["torch", *(["triton"] if INTERPRETED else [])])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("huge", [1e3, 1e9, 1e12, 1e30])
+def test_ssd_decays_beyond_any_state(huge: float, dtype: torch.dtype, backend: str) -> None:
+    rng = np.random.default_rng(3)
+    x, B, C, A = drawn(rng, 1, 40, 1, 4), drawn(rng, 1, 40, 1, 4), drawn(rng, 1, 40, 1, 4), -np.full(1, huge)
+    dt = np.where(np.arange(40) % 7 == 3, 1.0, 0.01 / huge)[None, :, None]
+    given = [torch.from_numpy(a).to(dtype) for a in (x, dt)] + [torch.from_numpy(A).float()]
+    given += [torch.from_numpy(a).to(dtype) for a in (B, C)]
+    y, state = ops.ssd(*given, backend=backend)
+    y_true, state_true = ssd_reference(*(a.double().numpy() for a in given))
+    rounding = 4 * torch.finfo(dtype).eps
+    assert error(y, y_true) < rounding
+    assert error(state, state_true) < rounding
+
+
+@pytest.mark.parametrize("backend", ["torch", *(["triton"] if INTERPRETED else [])])
+@pytest.mark.parametrize("limit", [(0.0, float("inf")), (0.1, 1.0)])
+@pytest.mark.parametrize("softplus", [False, True])
+def test_ssd_nan_is_not_clipped_away(limit: tuple[float, float], softplus: bool, backend: str) -> None:
+    x, dt, B = torch.ones(1, 20, 1, 4), torch.ones(1, 20, 1), torch.ones(1, 20, 1, 4)
+    dt[0, 7] = float("nan")
+    options: dict[str, Any] = {"dt_limit": limit, "dt_softplus": softplus, "backend": backend}
+    y, state = ops.ssd(x, dt, -torch.ones(1), B, B, **options)
+    assert torch.isnan(y[:, 7:]).all()
+    assert torch.isnan(state).all()
+    y, state = ops.ssd_step(x[:, 7], dt[:, 7], -torch.ones(1), B[:, 7], B[:, 7], torch.ones(1, 1, 4, 4), **options)
+    assert torch.isnan(y).all()
+    assert torch.isnan(state).all()
 
 
 @pytest.mark.parametrize("backend", ["torch", "numba"])

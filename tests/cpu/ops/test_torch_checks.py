@@ -34,6 +34,13 @@ def test_errors_do_not_become_remembered_answers() -> None:
             ops.ssd(**arrays(), chunk_size=0)
 
 
+def test_options_no_schema_takes() -> None:
+    with pytest.raises(ArgumentError, match=r"state_dtype must be None or a float torch\.dtype; got 'float16'"):
+        ops.ssd(**arrays(), state_dtype="float16")
+    with pytest.raises(ArgumentError, match="activation must be None or 'silu'; got "):
+        ops.causal_conv1d(torch.ones(1, 6, 3), torch.ones(3, 2), activation=["silu"])
+
+
 @pytest.mark.parametrize("offsets", [[1, 6], [0, 4], [0, 7], [0, 5, 3, 6]])
 def test_inconsistent_packs_on_the_host_are_found_on_every_call(offsets: list[int]) -> None:
     ops.ssd(**arrays(), cu_seqlens=torch.tensor([0] * (len(offsets) - 1) + [6]))

@@ -20,9 +20,9 @@ CASES = {
 
 def test_contract_interpreted() -> None:
     """In a process of its own: Triton decides while it is imported whether kernels are interpreted."""
-    contract = Path(__file__).with_name("test_contract.py")
+    files = [str(Path(__file__).with_name(name)) for name in ("test_contract.py", "test_extremes.py")]
     chosen = [f"test_float32 and {op}-triton-{case}" for op, cases in CASES.items() for case in cases]
-    chosen.append("test_half_precision and ssd-triton-plain_t1")
-    command = [sys.executable, "-m", "pytest", str(contract), "-k", " or ".join(f"({c})" for c in chosen), "--tb=short"]
+    chosen += ["test_half_precision and ssd-triton-plain_t1", "test_ssd_decays and triton", "test_ssd_nan and triton"]
+    command = [sys.executable, "-m", "pytest", *files, "-k", " or ".join(f"({c})" for c in chosen), "--tb=short"]
     done = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr

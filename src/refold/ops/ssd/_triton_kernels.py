@@ -45,6 +45,13 @@ def _softplus(v):
 
 
 @triton.jit
+def _clip(v, low, high):
+    """Clip to a range, and keep NaN, which tl.minimum and tl.maximum drop."""
+    v = tl.where(v < low, low, v)
+    return tl.where(v > high, high, v)
+
+
+@triton.jit
 def _bf16_parts(v):
     high = v.to(tl.bfloat16)
     rest = v - high.to(tl.float32)
@@ -192,16 +199,18 @@ def _ssd_fwd_prepare_kernel(
             step += tl.load(dt_bias_ptr + offs_h, mask=heads, other=0.0).to(tl.float32)[:, None]
         if SOFTPLUS:
             step = _softplus(step)
-        step = tl.where(mask, tl.minimum(tl.maximum(step, dt_min), dt_max), 0.0)
+        step = tl.where(mask, _clip(step, dt_min, dt_max), 0.0)
         A = tl.load(A_ptr + offs_h, mask=heads, other=0.0).to(tl.float32)
         rows = (pid_c.to(tl.int64) * nheads + offs_h[:, None]) * CHUNK + offs_t[None, :]
+        # A token that decays by 2^-256 leaves nothing; the sum with a larger one would lose what comes after it.
         if PARTS == 2:
-            total = tl.cumsum(step.to(tl.float64) * A.to(tl.float64)[:, None], axis=1)
-            total *= tl.full((1, 1), LOG2E, tl.float64)
+            log2_decay = step.to(tl.float64) * A.to(tl.float64)[:, None] * tl.full((1, 1), LOG2E, tl.float64)
+            total = tl.cumsum(_clip(log2_decay, -256.0, 256.0), axis=1)
             decay = total.to(tl.float32)
             low = (total - decay.to(tl.float64)).to(tl.float32)
         else:
-            decay = tl.cumsum(step * (A * LOG2E)[:, None], axis=1)
+            log2_decay = step * (A * LOG2E)[:, None]
+            decay = tl.cumsum(_clip(log2_decay, -256.0, 256.0), axis=1)
         if SHIFT:
             step = decay - tl.log2(step)
         tl.store(step_ptr + rows, step, mask=heads[:, None])
@@ -435,7 +444,7 @@ def _ssd_step_kernel(
             step += tl.load(dt_bias_ptr + pid_h).to(tl.float32)
         if SOFTPLUS:
             step = _softplus(step)
-        step = tl.minimum(tl.maximum(step, dt_min), dt_max)
+        step = _clip(step, dt_min, dt_max)
         x_row = x_ptr + pid_b * stride_x_b + t * stride_x_t + pid_h * stride_x_h
         x = tl.load(x_row + offs_p, mask=mask_p, other=0.0).to(tl.float32)
         B = tl.load(B_ptr + pid_b * stride_B_b + t * stride_B_t + pid_g * stride_B_g + offs_n, mask=mask_n, other=0.0)
