@@ -191,14 +191,17 @@ def _ssd_fwd_state_hopper_kernel(
 
 @gluon.jit
 def _fetch_scan(
-    x_desc, z_desc, B_desc, C_desc, cb_desc, x_smem, z_smem, B_smem, C_smem, cb_smem, full, empty, z_full, z_empty,
-    pid_b, pid_h, pid_g, first, count, nchunks, ngroups,
-    CHUNK: gl.constexpr, P: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr, HAS_Z: gl.constexpr,
+    x_desc, z_desc, B_desc, C_desc, cb_desc, x_smem, z_smem, B_smem, C_smem, cb_smem, full, state_full, state_empty,
+    z_full, z_empty, pid_b, pid_h, pid_g, first, count, nchunks, ngroups,
+    CHUNK: gl.constexpr, P: gl.constexpr, N: gl.constexpr, HAS_Z: gl.constexpr,
 ):  # fmt: skip
-    """One warp: fills a stage of shared memory a chunk, as soon as all four warp groups are done with it."""
+    """One warp: fills one of two stages of shared memory a chunk, as soon as all four warp groups are done with it."""
     for i in range(count):
-        stage = i % STAGES
-        mbarrier.wait(empty.index(stage), ((i // STAGES) & 1) ^ 1)
+        stage = i % 2
+        for which in gl.static_range(2):
+            # Outputs of the chunk before the last one are there, and with the last one's state that chunk's is summed.
+            mbarrier.wait(state_empty.index(which * 2 + stage), ((i // 2) & 1) ^ 1)
+            mbarrier.wait(state_full.index(which * 2 + 1 - stage), (((i + 1) // 2) & 1) ^ 1, pred=i > 1)
         bar = full.index(stage)
         mbarrier.expect(bar, CHUNK * (2 * P + 2 * N) * 2 + CHUNK * CHUNK * 4)
         chunk = first + i
@@ -223,10 +226,10 @@ def _fetch_scan(
 
 @gluon.jit
 def _walk_state(
-    x_smem, B_smem, state_smem, initial_smem, weight_smem, full, empty, state_full, state_empty, initial_full,
+    x_smem, B_smem, state_smem, initial_smem, weight_smem, full, state_full, state_empty, initial_full,
     decay_ptr, shifted_ptr, piece_state_ptr, piece_decay_ptr, final_ptr,
     pid_b, pid_s, pid_h, first, count, nchunks, nsegments, segment_pieces, npieces, nheads,
-    WHICH: gl.constexpr, CHUNK: gl.constexpr, P: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr,
+    WHICH: gl.constexpr, CHUNK: gl.constexpr, P: gl.constexpr, N: gl.constexpr,
     PASSED: gl.constexpr, HAS_INITIAL: gl.constexpr,
 ):  # fmt: skip
     """One warp group: one head's state (P x N, float32) from chunk to chunk; a 16-bit copy of it goes to `_walk_y`."""
@@ -261,21 +264,21 @@ def _walk_state(
     shifted = gl.load(shifted_ptr + row + offs_t)
     last = gl.load(decay_ptr + row + CHUNK - 1)
     for i in range(count):
-        stage = i % STAGES
+        stage = i % 2
         weight_smem.index(WHICH).store(_exp2(last - shifted))
-        mbarrier.wait(state_empty.index(WHICH * 2 + i % 2), ((i // 2) & 1) ^ 1)
-        state_smem.index(WHICH * 2 + i % 2).store(state.to(dtype))
-        fence_async_shared()
-        barrier()
-        # Every warp has waited for the products of the last chunk: its tiles are free.
-        mbarrier.arrive(empty.index((i + STAGES - 1) % STAGES), count=1, pred=i > 0)
-        mbarrier.arrive(state_full.index(WHICH * 2 + i % 2), count=1)
-        state = state * _exp2(last)
+        whole = _exp2(last)
         row = ((pid_b * nchunks + first + min(i + 1, count - 1)).to(gl.int64) * nheads + pid_h) * CHUNK
         shifted = gl.load(shifted_ptr + row + offs_t)
         last = gl.load(decay_ptr + row + CHUNK - 1)
+        mbarrier.wait(state_empty.index(WHICH * 2 + i % 2), ((i // 2) & 1) ^ 1)
+        state_smem.index(WHICH * 2 + i % 2).store(state.to(dtype))
+        fence_async_shared()
+        # Every warp has waited for the products of the last chunk: its tiles are free, too.
+        barrier()
+        mbarrier.arrive(state_full.index(WHICH * 2 + i % 2), count=1)
+        state = state * whole
         weight = weight_smem.index(WHICH).load(gl.SliceLayout(0, op_h))
-        mbarrier.wait(full.index(stage), (i // STAGES) & 1)
+        mbarrier.wait(full.index(stage), (i // 2) & 1)
         x_tile = x_smem.index(stage * 2 + WHICH).reshape([CHUNK, P]).permute((1, 0)).load(op_h)
         x_weighted = (x_tile.to(gl.float32) * weight[None, :]).to(dtype)
         state = warpgroup_mma(x_weighted, B_smem.index(stage).reshape([CHUNK, N]), state, is_async=True)
@@ -286,10 +289,10 @@ def _walk_state(
 
 @gluon.jit
 def _walk_y(
-    y_desc, x_smem, z_smem, C_smem, cb_smem, state_smem, y_smem, decay_smem, shifted_smem,
-    full, empty, z_full, z_empty, state_full, state_empty, decay_ptr, shifted_ptr, D_ptr,
+    y_desc, x_smem, z_smem, C_smem, cb_smem, state_smem, y_smem, shifted_smem,
+    full, state_full, state_empty, z_full, z_empty, decay_ptr, shifted_ptr, D_ptr,
     pid_b, pid_h, first, count, nchunks, nheads, stride_D_h, stride_D_p,
-    WHICH: gl.constexpr, CHUNK: gl.constexpr, P: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr,
+    WHICH: gl.constexpr, CHUNK: gl.constexpr, P: gl.constexpr, N: gl.constexpr,
     HAS_Z: gl.constexpr,
 ):  # fmt: skip
     """One warp group: one head's outputs, chunk by chunk."""
@@ -297,6 +300,11 @@ def _walk_y(
     acc_y: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, P, 16])
     op_y: gl.constexpr = gl.DotOperandLayout(0, acc_y, 2)
     line: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    # The elements of acc_y where `prepare` has put them: of a row, a thread's lie next to each other.
+    wide: gl.constexpr = gl.DistributedLinearLayout(
+        [[0, 1], [0, 2], [0, 4], [0, 32], [8, 0]], [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [],
+        [CHUNK, CHUNK],
+    )  # fmt: skip
     rows_y: gl.constexpr = gl.SliceLayout(1, acc_y)
     cols_y: gl.constexpr = gl.SliceLayout(0, acc_y)
     pid_h = pid_h + WHICH
@@ -306,27 +314,29 @@ def _walk_y(
     offs_t = gl.arange(0, CHUNK, layout=line)
     row = ((pid_b * nchunks + first).to(gl.int64) * nheads + pid_h) * CHUNK
     gdc_wait()
-    decay = gl.load(decay_ptr + row + offs_t)
+    offs_r = gl.arange(0, CHUNK, layout=rows_y)
+    decay = gl.load(decay_ptr + row + offs_r)
     shifted = gl.load(shifted_ptr + row + offs_t)
     for i in range(count):
-        stage = i % STAGES
-        decay_smem.index(WHICH).store(decay)
+        stage = i % 2
+        decay_t = decay
         shifted_smem.index(WHICH).store(shifted)
         barrier()
-        mbarrier.wait(full.index(stage), (i // STAGES) & 1)
+        row = ((pid_b * nchunks + first + min(i + 1, count - 1)).to(gl.int64) * nheads + pid_h) * CHUNK
+        decay = gl.load(decay_ptr + row + offs_r)
+        shifted = gl.load(shifted_ptr + row + offs_t)
+        mbarrier.wait(full.index(stage), (i // 2) & 1)
         mbarrier.wait(state_full.index(WHICH * 2 + i % 2), (i // 2) & 1)
         # What came before the chunk, C·stateᵀ; meanwhile the decayed C·Bᵀ of the chunk itself.
         y = gl.zeros([CHUNK, P], gl.float32, layout=acc_y)
         C_tile = C_smem.index(stage).reshape([CHUNK, N])
         y = warpgroup_mma(C_tile, state_smem.index(WHICH * 2 + i % 2).permute((1, 0)), y, use_acc=False, is_async=True)
-        row = ((pid_b * nchunks + first + min(i + 1, count - 1)).to(gl.int64) * nheads + pid_h) * CHUNK
-        decay = gl.load(decay_ptr + row + offs_t)
-        shifted = gl.load(shifted_ptr + row + offs_t)
-        decay_t = decay_smem.index(WHICH).load(rows_y)
         shifted_s = shifted_smem.index(WHICH).load(cols_y)
         # Above the diagonal C·Bᵀ is 0 and the exponent only has to stay finite.
         grown = _exp2(gl.minimum(decay_t[:, None] - shifted_s[None, :], 126.0))
-        mix = gl.convert_layout((cb_smem.index(stage).load(acc_y) * grown).to(dtype), op_y)
+        cb = cb_smem.index(stage).load(wide).reshape([CHUNK, 2, 4, 2, 2, 2]).permute((0, 1, 3, 4, 2, 5))
+        cb = gl.convert_layout(cb.reshape([CHUNK, CHUNK]), acc_y)
+        mix = gl.convert_layout((cb * grown).to(dtype), op_y)
         from_start = _exp2(decay_t)
         y = warpgroup_mma_wait(0, deps=[y])
         y = y * from_start[:, None]
@@ -338,7 +348,6 @@ def _walk_y(
         # Every warp has waited for the products of the chunk, and the last outputs have left: their tiles are free.
         tma.store_wait(0)
         barrier()
-        mbarrier.arrive(empty.index(stage), count=1)
         mbarrier.arrive(state_empty.index(WHICH * 2 + i % 2), count=1)
         if D_ptr is not None:
             y += D[None, :] * skip.to(gl.float32)
@@ -359,7 +368,7 @@ def _ssd_fwd_scan_hopper_kernel(
     x_desc, z_desc, B_desc, C_desc, cb_desc, y_desc, initial_desc,
     decay_ptr, shifted_ptr, D_ptr, piece_state_ptr, piece_decay_ptr, final_ptr,
     nchunks, segment_chunks, nsegments, segment_pieces, npieces, nheads, ngroups, stride_D_h, stride_D_p,
-    CHUNK: gl.constexpr, P: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr, PASSED: gl.constexpr,
+    CHUNK: gl.constexpr, P: gl.constexpr, N: gl.constexpr, PASSED: gl.constexpr,
     HAS_Z: gl.constexpr,
 ):  # fmt: skip
     """Grid (heads / 2, segments, batch): a program owns one segment of two neighbouring heads of a group.
@@ -376,21 +385,19 @@ def _ssd_fwd_scan_hopper_kernel(
     count = min(segment_chunks, nchunks - first)
     dtype: gl.constexpr = x_desc.dtype
     vector: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    x_smem = gl.allocate_shared_memory(dtype, [STAGES * 2, 1, CHUNK, P], x_desc.layout)
-    B_smem = gl.allocate_shared_memory(dtype, [STAGES, 1, CHUNK, N], B_desc.layout)
-    C_smem = gl.allocate_shared_memory(dtype, [STAGES, 1, CHUNK, N], C_desc.layout)
-    cb_smem = gl.allocate_shared_memory(gl.float32, [STAGES, CHUNK, CHUNK], cb_desc.layout)
+    x_smem = gl.allocate_shared_memory(dtype, [4, 1, CHUNK, P], x_desc.layout)
+    B_smem = gl.allocate_shared_memory(dtype, [2, 1, CHUNK, N], B_desc.layout)
+    C_smem = gl.allocate_shared_memory(dtype, [2, 1, CHUNK, N], C_desc.layout)
+    cb_smem = gl.allocate_shared_memory(gl.float32, [2, CHUNK, CHUNK], cb_desc.layout)
     if HAS_Z:  # noqa: SIM108 (the other branch must not be traced)
         z_smem = gl.allocate_shared_memory(dtype, [2, 1, CHUNK, P], z_desc.layout)
     else:
         z_smem = x_smem
     y_smem = gl.allocate_shared_memory(dtype, [2, 1, CHUNK, P], y_desc.layout)
     state_smem = gl.allocate_shared_memory(dtype, [4, P, N], gl.NVMMASharedLayout(128, 16, 2))
-    decay_smem = gl.allocate_shared_memory(gl.float32, [2, CHUNK], vector)
     shifted_smem = gl.allocate_shared_memory(gl.float32, [2, CHUNK], vector)
     weight_smem = gl.allocate_shared_memory(gl.float32, [2, CHUNK], vector)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     z_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     z_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     state_full = gl.allocate_shared_memory(gl.int64, [4, 1], mbarrier.MBarrierLayout())
@@ -398,10 +405,8 @@ def _ssd_fwd_scan_hopper_kernel(
     initial_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     # In one loop: the compiler puts a barrier between two that belong to the same allocation.
     for i in gl.static_range(4):
-        if i < STAGES:
-            mbarrier.init(full.index(i), count=1)
-            mbarrier.init(empty.index(i), count=4)
         if i < 2:
+            mbarrier.init(full.index(i), count=1)
             mbarrier.init(z_full.index(i), count=1)
             mbarrier.init(z_empty.index(i), count=1)
             mbarrier.init(initial_full.index(i), count=1)
@@ -423,31 +428,31 @@ def _ssd_fwd_scan_hopper_kernel(
     gl.warp_specialize(
         [
             (_walk_y, (
-                y_desc, x_smem, z_smem, C_smem, cb_smem, state_smem, y_smem, decay_smem, shifted_smem,
-                full, empty, z_full, z_empty, state_full, state_empty, decay_ptr, shifted_ptr, D_ptr,
-                pid_b, pid_h, first, count, nchunks, nheads, stride_D_h, stride_D_p, 0, CHUNK, P, N, STAGES, HAS_Z,
+                y_desc, x_smem, z_smem, C_smem, cb_smem, state_smem, y_smem, shifted_smem,
+                full, state_full, state_empty, z_full, z_empty, decay_ptr, shifted_ptr, D_ptr,
+                pid_b, pid_h, first, count, nchunks, nheads, stride_D_h, stride_D_p, 0, CHUNK, P, N, HAS_Z,
             )),
             (_walk_y, (
-                y_desc, x_smem, z_smem, C_smem, cb_smem, state_smem, y_smem, decay_smem, shifted_smem,
-                full, empty, z_full, z_empty, state_full, state_empty, decay_ptr, shifted_ptr, D_ptr,
-                pid_b, pid_h, first, count, nchunks, nheads, stride_D_h, stride_D_p, 1, CHUNK, P, N, STAGES, HAS_Z,
+                y_desc, x_smem, z_smem, C_smem, cb_smem, state_smem, y_smem, shifted_smem,
+                full, state_full, state_empty, z_full, z_empty, decay_ptr, shifted_ptr, D_ptr,
+                pid_b, pid_h, first, count, nchunks, nheads, stride_D_h, stride_D_p, 1, CHUNK, P, N, HAS_Z,
             )),
             (_walk_state, (
-                x_smem, B_smem, state_smem, initial_smem, weight_smem, full, empty, state_full, state_empty,
+                x_smem, B_smem, state_smem, initial_smem, weight_smem, full, state_full, state_empty,
                 initial_full, decay_ptr, shifted_ptr, piece_state_ptr, piece_decay_ptr, final_ptr,
                 pid_b, pid_s, pid_h, first, count, nchunks, nsegments, segment_pieces, npieces, nheads,
-                0, CHUNK, P, N, STAGES, PASSED, initial_desc is not None,
+                0, CHUNK, P, N, PASSED, initial_desc is not None,
             )),
             (_walk_state, (
-                x_smem, B_smem, state_smem, initial_smem, weight_smem, full, empty, state_full, state_empty,
+                x_smem, B_smem, state_smem, initial_smem, weight_smem, full, state_full, state_empty,
                 initial_full, decay_ptr, shifted_ptr, piece_state_ptr, piece_decay_ptr, final_ptr,
                 pid_b, pid_s, pid_h, first, count, nchunks, nsegments, segment_pieces, npieces, nheads,
-                1, CHUNK, P, N, STAGES, PASSED, initial_desc is not None,
+                1, CHUNK, P, N, PASSED, initial_desc is not None,
             )),
             (_fetch_scan, (
                 x_desc, z_desc, B_desc, C_desc, cb_desc, x_smem, z_smem, B_smem, C_smem, cb_smem,
-                full, empty, z_full, z_empty, pid_b, pid_h, pid_g, first, count, nchunks, ngroups,
-                CHUNK, P, N, STAGES, HAS_Z,
+                full, state_full, state_empty, z_full, z_empty, pid_b, pid_h, pid_g, first, count, nchunks, ngroups,
+                CHUNK, P, N, HAS_Z,
             )),
         ],
         [4, 4, 4, 1],

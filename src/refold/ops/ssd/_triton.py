@@ -243,7 +243,7 @@ class _Plan:
         self.scan_ints = (nchunks, segment_chunks, self.nsegments, pieces, npieces, nheads, ngroups, *D_strides)
         self.scan = MappedLaunch(
             hopper._ssd_fwd_scan_hopper_kernel, (nheads // 2, self.nsegments, batch),
-            {**sizes, "STAGES": 2, "PASSED": self.passed, "HAS_Z": z is not None}, {"num_warps": 4},
+            {**sizes, "PASSED": self.passed, "HAS_Z": z is not None}, {"num_warps": 4},
             [x_view, z_view, B_view, C_view, cb_view, y_view, initial_view],
         )  # fmt: skip
 

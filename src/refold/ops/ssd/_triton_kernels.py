@@ -165,7 +165,8 @@ def _ssd_fwd_prepare_kernel(
 
     Group programs write C·Bᵀ (CHUNK x CHUNK, float32) on and below the diagonal; head programs write step = dt after
     bias, softplus and limits (0 beyond the chunk) and decay = the running sum of step * A * log2(e), in float32 parts.
-    With SHIFT, decay - log2(step) takes the place of step, and the next kernel, in Gluon, may start early.
+    With SHIFT, for the kernels in Gluon, decay - log2(step) takes the place of step, columns of C·Bᵀ come in another
+    order, and the next kernel may start early.
     """
     if SHIFT:
         _let_next_start()
@@ -179,13 +180,17 @@ def _ssd_fwd_prepare_kernel(
     start = start.to(tl.int64)
     if pid_g < ngroups:
         offs_n = tl.arange(0, BLOCK_N)
+        offs_s = offs_t
+        if SHIFT:  # the order of columns in which `_walk_y` reads them, four at a time and without bank conflicts
+            offs_s = offs_t // 32 * 32 + offs_t % 8 // 2 * 8 + offs_t % 32 // 8 * 2 + offs_t % 2
         mask_tn = inside[:, None] & (offs_n[None, :] < dstate)
+        mask_sn = (offs_s < length)[:, None] & (offs_n[None, :] < dstate)
         C_rows = C_ptr + pid_b * stride_C_b + start * stride_C_t + pid_g * stride_C_g
         B_rows = B_ptr + pid_b * stride_B_b + start * stride_B_t + pid_g * stride_B_g
         C_tile = tl.load(C_rows + offs_t[:, None] * stride_C_t + offs_n[None, :], mask=mask_tn, other=0.0)
-        B_tile = tl.load(B_rows + offs_t[:, None] * stride_B_t + offs_n[None, :], mask=mask_tn, other=0.0)
+        B_tile = tl.load(B_rows + offs_s[:, None] * stride_B_t + offs_n[None, :], mask=mask_sn, other=0.0)
         cb = _dot(C_tile, tl.trans(B_tile), None, PRECISION)
-        cb = tl.where(offs_t[:, None] >= offs_t[None, :], cb, 0.0)
+        cb = tl.where(offs_t[:, None] >= offs_s[None, :], cb, 0.0)
         cb_rows = cb_ptr + (pid_c.to(tl.int64) * ngroups + pid_g) * CHUNK * CHUNK
         tl.store(cb_rows + offs_t[:, None] * CHUNK + offs_t[None, :], cb.to(cb_ptr.dtype.element_ty))
     else:
