@@ -1,0 +1,56 @@
+"""Loops of tests/cpu/compiler on a GPU: they become the same operators, and err no more than the loop itself."""
+
+import importlib
+import sys
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+if not torch.cuda.is_available():
+    pytest.skip("needs a CUDA device", allow_module_level=True)
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "cpu" / "compiler"))
+from scans import compiled, flat, operators  # noqa: E402
+
+pytestmark = pytest.mark.gpu
+CHUNKS = "linear_scan over chunks"
+LOOPS = {
+    "test_read_before": {"bonus": CHUNKS, "by_products": CHUNKS, "plain": CHUNKS, "one_decay_a_head": "ssd",
+                         "output_first": "selective_scan"},
+    "test_keyed": {"attention": CHUNKS, "attention_with_roots": CHUNKS},
+    "test_dual": {"retention": "ssd", "read_first": "ssd", "loop": "selective_scan"},
+    "test_steady": {"s4d": CHUNKS, "signed": CHUNKS, "one_system": CHUNKS},
+    "test_prologue": {"mamba": "selective_scan", "one_decay_a_head": "ssd"},
+}  # fmt: skip
+
+
+def arguments(module, loop):
+    if module.__name__ == "test_keyed":
+        return module.inputs(200)
+    if loop in ("retention", "read_first"):
+        q, k, v, state = module.heads()
+        return q, k, v, module.signed_decays(timed=loop == "read_first"), state
+    return module.tensors() if hasattr(module, "tensors") else module.inputs()
+
+
+@pytest.fixture
+def cuda():
+    yield torch.device("cuda")
+    torch.set_default_device(None)
+
+
+@pytest.mark.parametrize(("name", "loop"), [(name, loop) for name, loops in LOOPS.items() for loop in loops])
+def test_loop(name, loop, cuda):
+    module = importlib.import_module(name)
+    given = [a.to(cuda) for a in arguments(module, loop)]
+    torch.set_default_device(cuda)
+    function = getattr(module, loop)
+    with torch.no_grad():
+        run = compiled(function)
+        got, eager = flat(run(*given)), flat(function(*given))
+        exact = flat(function(*(a.double() for a in given)))
+    assert operators(run) == [LOOPS[name][loop]]
+    for one, other, want in zip(got, eager, exact, strict=True):
+        error, bound = ((a.double() - want).norm() / want.norm() for a in (one, other))
+        assert error <= 4 * bound + torch.finfo(one.dtype).eps
