@@ -159,26 +159,33 @@ class _Runner:
         names = [a.name for a in spec.args]
         self.offsets = names.index(CU_SEQLENS) if CU_SEQLENS in names else None
         self.found: dict[Signature, Callable[..., Any]] = {}
+        self.known: dict[Signature, _Known] = {}
         self.recent: tuple[_Known, ...] = ()  # Replaced as a whole: other threads may be reading it.
 
     def __call__(self, arrays: Sequence[Tensor | None], options: Sequence[Any], backend: str) -> Any:
         """Return the results of a plain call."""
-        run = self._remembered(arrays, options, backend)
-        self.recent = (_Known(arrays, options, backend, run), *self.recent[: _RECENT - 1])
-        return run(*arrays)
+        signature = _signature(arrays, options, backend)
+        known = self.known.get(signature)
+        if known is None or not known.holds(arrays, options, backend):
+            run = self._remembered(signature, arrays, options, backend)
+            known = self.known[signature] = _Known(arrays, options, backend, run)
+        self.recent = (known, *[other for other in self.recent if other is not known][: _RECENT - 1])
+        return known.run(*arrays)
 
     def node(self, *args: Any) -> Any:
         """Run the op as the dispatcher calls it."""
         narrays = len(self.spec.args)
         arrays, options = args[:narrays], [tuple(o) if isinstance(o, list) else o for o in args[narrays:-1]]
-        return self._remembered(arrays, options, args[-1])(*arrays)
+        return self._remembered(_signature(arrays, options, args[-1]), arrays, options, args[-1])(*arrays)
 
-    def _remembered(self, arrays: Sequence[Tensor | None], options: Sequence[Any], backend: str) -> Callable[..., Any]:
-        signature = _signature(arrays, options, backend)
+    def _remembered(
+        self, signature: Signature, arrays: Sequence[Tensor | None], options: Sequence[Any], backend: str
+    ) -> Callable[..., Any]:
         found = self.found.get(signature)
         if found is None:
             if len(self.found) >= _FOUND_LIMIT:
                 self.found.clear()
+                self.known.clear()
             found = self.found[signature] = self._find(arrays, options, backend)
         return found
 

@@ -38,6 +38,7 @@ def call(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
 
     def answer(before: Sequence[Any], after: Sequence[Any], *rest: Any) -> Any:
         monkeypatch.setattr(library.RUNNERS["ssd"], "recent", ())
+        monkeypatch.setattr(library.RUNNERS["ssd"], "known", {})
         run(before)
         (known,) = library.RUNNERS["ssd"].recent
         known.run = lambda *_: REMEMBERED
@@ -150,6 +151,18 @@ def test_transforms_and_traces_are_not_served(call: Callable[..., Any]) -> None:
     torch._dynamo.reset()
     compiled = torch.compile(lambda *a: ops.ssd(*a, D=given[5], dt_softplus=True, chunk_size=4), backend="eager")
     assert compiled(*given[:5])[0].shape == given[0].shape
+
+
+def test_many_signatures_in_turn_are_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+    known = library._Known
+    monkeypatch.setattr(library, "_Known", lambda *given: made.append(given[0][0].shape) or known(*given))
+    lengths = range(40, 42 + library._RECENT)
+    for _ in range(3):
+        for seqlen in lengths:
+            x = torch.randn(1, seqlen, 3)
+            assert torch.equal(ops.linear_scan(torch.zeros_like(x), x)[0], x)
+    assert made == [(1, seqlen, 3) for seqlen in lengths]
 
 
 def test_threads_with_different_signatures_get_their_own_results() -> None:
