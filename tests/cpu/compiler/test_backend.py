@@ -126,11 +126,13 @@ def test_dropout_is_not_crossed_and_the_random_state_is_not_disturbed():
 
     x, y = pair(2)
     torch.manual_seed(1)
-    refold.compile(fn, strict=True)(x, y)
+    run = refold.compile(fn, strict=True)
+    run(x, y)
     after_ours = torch.rand(3)
     torch._dynamo.reset()
     torch.manual_seed(1)
-    torch.compile(fn)(x, y)
+    # Eager, if it won the race, draws other numbers than Inductor.
+    (fn if run.report.graphs[0].chosen == "eager" else torch.compile(fn))(x, y)
     assert torch.equal(after_ours, torch.rand(3))
 
 
