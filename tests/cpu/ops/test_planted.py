@@ -67,6 +67,7 @@ def plant(monkeypatch: pytest.MonkeyPatch) -> Any:
         monkeypatch.setattr(library, "resolve", lambda *args: module)
         for spec_runner in library.RUNNERS.values():
             monkeypatch.setattr(spec_runner, "found", {})
+            monkeypatch.setattr(spec_runner, "known", {})
             monkeypatch.setattr(spec_runner, "recent", ())
 
     return install
