@@ -93,7 +93,7 @@ def call(spec: OpSpec, arrays: Sequence[Any], options: Sequence[Any], backend: s
         # Checks and the choice of backend happen there, once a signature, and out of sight of what traces calls.
         from refold.ops import library
 
-        return library.run(spec.name, spec, arrays, options, backend or "")
+        return library.run(spec.name, arrays, options, backend or "")
     framework = framework_of(spec, arrays)
     meta = spec.validate(meta_of(spec, framework, arrays, options))
     run = getattr(resolve(spec, meta, backend or ""), spec.name)
@@ -115,7 +115,7 @@ def call_in_place(spec: OpSpec, arrays: Sequence[Any], options: Sequence[Any], b
     if _framework(type(arrays[0])) == "torch":
         from refold.ops import library
 
-        return library.run(f"{spec.name}_", spec, arrays, options, backend or "")
+        return library.run(f"{spec.name}_", arrays, options, backend or "")
     if framework_of(spec, arrays) == "jax":
         raise BackendUnsupported(f"{spec.name}_: jax arrays cannot be written. Use {spec.name} and keep its state.")
     y, state = call(spec, arrays, options, backend)

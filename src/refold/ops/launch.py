@@ -124,6 +124,11 @@ def fresh(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Cal
     return partial(torch.empty_strided, tuple(shape), strides, dtype=dtype, device=device)
 
 
+def fresh_like(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+    """Return what makes contiguous tensors of the shape, dtype and device of another."""
+    return fresh(tensor.shape, tensor.dtype, tensor.device)
+
+
 def contiguous(tensor: torch.Tensor | None) -> Any:
     """Return the tensor itself where its layout is that of a fresh one, else a copy."""
     return tensor if tensor is None or tensor.is_contiguous() else tensor.contiguous()

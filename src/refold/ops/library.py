@@ -51,19 +51,19 @@ _PLAIN_TENSORS = {type(None), Tensor, torch.nn.Parameter}
 _PLAIN_OPTIONS = {type(None), bool, int, float, str, tuple, torch.dtype}
 
 
-def run(name: str, spec: OpSpec, arrays: Sequence[Any], options: Sequence[Any], backend: str) -> Any:
-    """Run an op of ``spec``: as a dispatcher node where something could see one, else directly."""
-    watched = _watched()
+def run(name: str, arrays: Sequence[Any], options: Sequence[Any], backend: str) -> Any:
+    """Run the op ``name``: as a dispatcher node where something could see one, else directly."""
+    watched, runner = _watched(), RUNNERS[name]
     if not watched:
-        for known in RUNNERS[name].recent:
+        for known in runner.recent:
             if known.holds(arrays, options, backend):
                 return known.run(*arrays)
-    framework_of(spec, arrays)
+    framework_of(runner.spec, arrays)
     if not watched:
-        _check_options(spec, options)
+        _check_options(runner.spec, options)
         if _plain(arrays, options):
-            return RUNNERS[name](arrays, options, backend)
-    if name.endswith("_"):
+            return runner(arrays, options, backend)
+    if runner.in_place:
         _refuse_gradients(name, arrays)
     _refuse_tangents(name, arrays)
     return OPS[name](*arrays, *options, backend)
@@ -83,10 +83,10 @@ def _watched() -> bool:
 
 def _check_options(spec: OpSpec, options: Sequence[Any]) -> None:
     """Refuse values that fit no schema, and dtypes by name, before PyTorch refuses them without a remedy."""
+    spec.check_options(options)
     for option, value in zip(spec.options, options, strict=True):
-        named = option.schema.startswith("ScalarType") and isinstance(value, str)
-        if named or not option.check(value):
-            expected = option.expected.replace("dtype", "torch.dtype") if named else option.expected
+        if option.schema.startswith("ScalarType") and isinstance(value, str):
+            expected = option.expected.replace("dtype", "torch.dtype")
             raise ArgumentError(f"{spec.name}: {option.name} must be {expected}; got {value!r}.")
 
 

@@ -12,7 +12,7 @@ Nothing here imports a framework: arrays have been reduced to shape, dtype name 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from importlib import import_module
@@ -176,14 +176,17 @@ class OpSpec:
         _check_present(self, meta)
         _check_dtypes_and_devices(self, meta)
         sizes = _read_sizes(self, meta)
-        for option in self.options:
-            value = meta.options[option.name]
-            if not option.check(value):
-                raise ArgumentError(f"{self.name}: {option.name} must be {option.expected}; got {value!r}.")
+        self.check_options([meta.options[option.name] for option in self.options])
         meta = Meta(meta.op, meta.framework, meta.arrays, meta.options, sizes)
         for complaint in self.constraints(meta):
             raise ShapeError(f"{self.name}: {complaint}")
         return meta
+
+    def check_options(self, values: Sequence[Any]) -> None:
+        """Raise the error that names the first option with a value it cannot have; values are in their order."""
+        for option, value in zip(self.options, values, strict=True):
+            if not option.check(value):
+                raise ArgumentError(f"{self.name}: {option.name} must be {option.expected}; got {value!r}.")
 
 
 @cache

@@ -15,7 +15,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import refold.ops as ops
 from refold.errors import RefoldError
 from refold.ops import library
-from refold.ops.ssd.spec import SPEC
 
 NAMES = ["x", "dt", "A", "B", "C", "D", "z", "dt_bias", "initial_state", "cu_seqlens"]
 OPTIONS = (True, (0.0, inf), 4, None)
@@ -23,7 +22,7 @@ REMEMBERED = "what ran before"
 
 
 def run(arrays: Sequence[Any], options: Sequence[Any] = OPTIONS, backend: str = "") -> Any:
-    return library.run("ssd", SPEC, arrays, options, backend)
+    return library.run("ssd", arrays, options, backend)
 
 
 def arrays() -> list[Any]:

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from refold.ops.causal_conv1d.spec import SPEC, STEP
-from refold.ops.launch import Launch, contiguous, current_stream, fresh, last_contiguous, planned, refusal
+from refold.ops.launch import Launch, contiguous, current_stream, fresh, fresh_like, last_contiguous, planned, refusal
 from refold.ops.spec import Meta
 from refold.ops.ssd._triton_kernels import _silu
 
@@ -185,7 +185,7 @@ def causal_conv1d(
     grid = (blocks_d, triton.cdiv(seqlen, tiles * ROWS), batch)
     launch = Launch(_causal_conv1d_fwd_kernel, grid, consts, {"num_warps": 1})
     ints = (seqlen, channels, nseqs, *x.stride()[:2])
-    new_y = fresh(x.shape, x.dtype, x.device)
+    new_y = fresh_like(x)
     new_final = fresh((nseqs, channels, width - 1), x.dtype, x.device)
 
     def run(x, weight, bias, initial_state, cu_seqlens):
@@ -209,7 +209,7 @@ def _plan_step(
     }  # fmt: skip
     launch = Launch(_causal_conv1d_step_kernel, (triton.cdiv(channels, 256), batch), consts, {"num_warps": 4})
     ints = (1 if one else x.shape[1], channels, x.stride(0), 0 if one else x.stride(1))
-    new_y = fresh(x.shape, x.dtype, x.device)
+    new_y = fresh_like(x)
 
     def run(x, weight, state, bias, new_state):
         y = new_y()
@@ -228,8 +228,7 @@ _step_layouts: dict[str, Any] = {
 def causal_conv1d_step(**arguments: Any) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
     """Plan `refold.ops.causal_conv1d_step`."""
     step = _plan_step(**arguments)
-    state = arguments["state"]
-    fresh_state = fresh(state.shape, state.dtype, state.device)
+    fresh_state = fresh_like(arguments["state"])
 
     def run(x, weight, state, bias):
         new_state = fresh_state()

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from refold.ops.gated_rmsnorm.spec import SPEC
-from refold.ops.launch import Launch, contiguous, current_stream, fresh, planned, refusal
+from refold.ops.launch import Launch, contiguous, current_stream, fresh_like, planned, refusal
 from refold.ops.spec import Meta
 from refold.ops.ssd._triton_kernels import _silu
 
@@ -91,7 +91,7 @@ def gated_rmsnorm(
     grid = (triton.cdiv(nrows, consts["ROWS"]), channels // group)
     launch = Launch(_gated_rmsnorm_fwd_kernel, grid, consts, {"num_warps": warps})
     stride_x, stride_z = (0 if a is None else a.reshape(-1, channels).stride(0) for a in (x, z))
-    new_y = fresh(x.shape, x.dtype, x.device)
+    new_y = fresh_like(x)
     numbers = (nrows, channels, stride_x, stride_z, group, float(eps))
 
     def run(x, z, weight):

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from refold.ops.configs import device_limits
-from refold.ops.launch import Launch, contiguous, current_stream, fresh, planned, refusal
+from refold.ops.launch import Launch, contiguous, current_stream, fresh, fresh_like, planned, refusal
 from refold.ops.linear_scan.spec import SPEC
 from refold.ops.spec import Meta
 
@@ -96,7 +96,7 @@ def linear_scan(
         local = Launch(_linear_scan_fwd_kernel, grid, {**consts, "LOCAL": True}, options)
     scan = Launch(_linear_scan_fwd_kernel, (blocks, nsegments, nseqs), {**consts, "LOCAL": False}, options)
     ints = (seqlen, segment, nsegments, channels)
-    new_h = fresh(x.shape, x.dtype, x.device)
+    new_h = fresh_like(x)
     new_final = fresh((nseqs, *x.shape[2:]), torch.float32, x.device)
     new_rows = fresh((nseqs * nsegments * channels,), torch.float32, x.device)
 

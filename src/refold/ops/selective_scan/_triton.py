@@ -9,7 +9,17 @@ import torch
 import triton
 
 from refold.ops.configs import device_limits, lookup
-from refold.ops.launch import PTX, Launch, contiguous, current_stream, fresh, last_contiguous, planned, refusal
+from refold.ops.launch import (
+    PTX,
+    Launch,
+    contiguous,
+    current_stream,
+    fresh,
+    fresh_like,
+    last_contiguous,
+    planned,
+    refusal,
+)
 from refold.ops.selective_scan import _triton_kernels as kernels
 from refold.ops.selective_scan.spec import SPEC, STEP
 from refold.ops.spec import Meta
@@ -59,7 +69,7 @@ def selective_scan(
         *_grouped(B), *_grouped(C), *_rows(z), *_rows(decay),
     )  # fmt: skip
     rows = sequences * nsegments * channels
-    new_y = fresh(x.shape, x.dtype, x.device)
+    new_y = fresh_like(x)
     new_final = fresh((sequences, *A.shape), state_dtype or torch.float32, x.device)
     new_states = fresh((rows * dstate,), torch.float32, x.device)
     new_steps = fresh((rows if decay is None else rows * dstate,), torch.float32, x.device)
@@ -169,7 +179,7 @@ def _plan_step(
     grid = (triton.cdiv(channels, block_d), batch)
     launch = Launch(kernels._selective_scan_step_kernel, grid, consts, {"num_warps": 4})
 
-    new_y = fresh(x.shape, x.dtype, x.device)
+    new_y = fresh_like(x)
 
     def run(x, dt, A, B, C, state, D, z, dt_bias, decay, new_state):
         y = new_y()
@@ -189,8 +199,7 @@ _step_layouts: dict[str, Any] = {
 def selective_scan_step(**arguments: Any) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
     """Plan `refold.ops.selective_scan_step`."""
     step = _plan_step(**arguments)
-    state = arguments["state"]
-    fresh_state = fresh(state.shape, state.dtype, state.device)
+    fresh_state = fresh_like(arguments["state"])
 
     def run(x, dt, A, B, C, state, D, z, dt_bias, decay):
         new_state = fresh_state()

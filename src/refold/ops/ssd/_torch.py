@@ -7,7 +7,8 @@ With c the running sum of log decays inside a chunk and X = d x, a chunk compute
 
 C·Bᵀ is formed once a group, and the heads of a group share one product where states are read and written. Sums c are
 kept in float64, for float64 inputs in two parts, because differences lose small decays behind large ones. No
-exponent is clamped and no quotient of decays is formed, so rates of either sign are right.
+quotient of decays is formed, and an exponent is clamped only where its decay is 0 or infinite anyway, so rates of
+either sign are right.
 
 The backward keeps the state at the entry of each block of chunks and recomputes the rest, so that its memory is that
 of one block. The gradient of a log decay is a sum over the pairs of tokens that it lies between, formed by a

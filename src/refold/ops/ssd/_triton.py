@@ -19,6 +19,7 @@ from refold.ops.launch import (
     contiguous,
     current_stream,
     fresh,
+    fresh_like,
     last_contiguous,
     planned,
     refusal,
@@ -146,7 +147,7 @@ class _Plan:
         npieces = (nsegments - 1) * pieces
         self.passed = npieces > config["fused_pass"]
         self.warm = False
-        self.new_y = fresh(x.shape, x.dtype, x.device)
+        self.new_y = fresh_like(x)
         self.new_final = fresh((nseqs, nheads, headdim, dstate), state_dtype or torch.float32, x.device)
         # One float32 workspace, cut into: C·Bᵀ, decay, step, piece states, piece decays.
         rows = batch * nchunks * nheads * chunk
@@ -317,7 +318,7 @@ def _plan_step(
         {"BLOCK_P": block_p, "BLOCK_N": block_n, "SOFTPLUS": bool(dt_softplus)}, {"num_warps": 4},
     )  # fmt: skip
 
-    new_y = fresh(x.shape, x.dtype, x.device)
+    new_y = fresh_like(x)
 
     def run(x, dt, A, B, C, state, D, z, dt_bias, new_state):
         y = new_y()
@@ -337,8 +338,7 @@ _step_layouts: dict[str, Any] = {
 def ssd_step(**arguments: Any) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
     """Plan `refold.ops.ssd_step`."""
     step = _plan_step(**arguments)
-    state = arguments["state"]
-    fresh_state = fresh(state.shape, state.dtype, state.device)
+    fresh_state = fresh_like(arguments["state"])
 
     def run(x, dt, A, B, C, state, D, z, dt_bias):
         new_state = fresh_state()
