@@ -50,7 +50,7 @@ def selective_scan(
     batch, seqlen, dim = x.shape
     dstate = A.shape[1]
     acc = accumulator(x.dtype)
-    d = step_sizes(dt, dt_bias, dt_softplus, (0.0, math.inf), acc)
+    d = step_sizes(dt, dt_bias, dt_softplus, (-math.inf, math.inf), acc)
     ngroups = max(a.shape[2] if a.ndim == 4 else 1 for a in (B, C))
     inputs = [x.astype(acc), d]
     for a in (B, C):  # one of them may be grouped and the other not
@@ -195,7 +195,7 @@ def selective_scan_step(
         return jnp.moveaxis(y, 0, 1), state
 
     acc = accumulator(x.dtype)
-    d = step_sizes(dt, dt_bias, dt_softplus, (0.0, math.inf), acc)
+    d = step_sizes(dt, dt_bias, dt_softplus, (-math.inf, math.inf), acc)
     B, C = B.astype(acc), C.astype(acc)
     B = jnp.repeat(B, x.shape[1] // B.shape[1], axis=1) if B.ndim == 3 else B[:, None]  # (b, d or 1, n)
     factor = jnp.exp(d[..., None] * A.astype(acc))
