@@ -59,7 +59,8 @@ def selective_scan(
     if decay is not None:
         inputs.append(decay.astype(acc))
     shape = (ngroups, dim // ngroups)
-    rates = A.astype(acc).reshape(*shape, dstate)
+    # A rate of -inf must not make NaN of the tokens that fill a lane, whose step is zero.
+    rates = jnp.maximum(A.astype(acc), jnp.finfo(acc).min).reshape(*shape, dstate)
 
     if cu_seqlens is None:
         length = default_lane_length(seqlen)
@@ -73,11 +74,11 @@ def selective_scan(
         length = max(1, min(default_lane_length(seqlen), seqlen // nseq))
         pack = pack_chunks(cu_seqlens, seqlen, length)
         nlanes, sequence, first, last = pack.sequence.shape[0], pack.sequence, pack.first, pack.last
-        filled = pack.filled.reshape(1, -1, 1)
-        inputs = [a[:, pack.source] for a in inputs]
-        inputs[1] = jnp.where(filled, inputs[1], 0)
-        if decay is not None:
-            inputs[4] = jnp.where(filled, inputs[4], 1)
+        fillers = (0, 0, 0, 0, 1)  # of all of them: what is not finite would reach the states even so
+        inputs = [
+            jnp.where(pack.filled.reshape(1, -1, *[1] * (a.ndim - 2)), a[:, pack.source], filler)
+            for a, filler in zip(inputs, fillers, strict=False)
+        ]
         own = jnp.zeros((nseq, dim, dstate), acc) if initial_state is None else initial_state.astype(acc)
         own = finals = own.reshape(nseq, *shape, dstate)
         state = jnp.zeros((batch, dim, dstate), acc)
