@@ -75,7 +75,7 @@ def ssd(
 
 
 def _core(chunk: int, cu_seqlens: Array | None, *operands: Array) -> tuple[Array, Array]:
-    """Return y before skip and gate, and the final states, of finite operands: x, steps, log decays, B, C and states."""
+    """Return y before skip and gate, and the final states, of finite x, steps, log decays, B, C and states."""
     *inputs, state = operands
     x, dt, _, B, _ = inputs
     batch, seqlen, nheads, headdim = x.shape
@@ -126,7 +126,7 @@ def _core(chunk: int, cu_seqlens: Array | None, *operands: Array) -> tuple[Array
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _careful(chunk: int, operands: tuple[Array, ...], cu_seqlens: Array | None) -> tuple[Array, Array]:
-    """Compute `_core` of operands that may not be finite: of zeros in their place, with NaN where the definition has it."""
+    """Compute `_core` of any operands: with zeros for what is not finite, then NaN where the definition has it."""
     bad = _bad(operands)
     y, final = _core(chunk, cu_seqlens, *_without(bad, operands))
     spoiled_y, spoiled_final = spoiled_results(_line(operands, cu_seqlens), bad)
@@ -289,7 +289,7 @@ def _log_decays(log_decay: Array) -> tuple[Array, Array, Array]:
 
 @_log_decays.defjvp
 def _log_decays_jvp(primals: Any, tangents: Any) -> Any:
-    """Differentiate each sum term by term: in the gradient, differences of sums would cancel where decays are strong."""
+    """Differentiate term by term: in gradients, differences of sums would cancel where decays are strong."""
     change = jnp.moveaxis(tangents[0], 1, -1)  # (m, g, r, k)
     length = change.shape[-1]
     causal = jnp.tril(jnp.ones((length, length), bool))  # row not before column
