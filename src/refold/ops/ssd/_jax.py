@@ -141,15 +141,15 @@ def _careful_jvp(chunk: int, primals: Any, tangents: Any) -> Any:
     this solves ``(u, v - J u) = (tangents, 0)``, whose v is what is wanted and whose transpose uses that of J.
     """
     operands, cu_seqlens = primals
-    line, bad = _line(operands, cu_seqlens), _bad(operands)
+    bad = _bad(operands)
     clean = _without(bad, operands)
     results, jacobian = jax.linearize(partial(_core, chunk, cu_seqlens), *clean)
-    spoiled_y, spoiled_final = spoiled_results(line, bad)
+    spoiled_y, spoiled_final = spoiled_results(_line(operands, cu_seqlens), bad)
     results = jnp.where(spoiled_y, jnp.nan, results[0]), jnp.where(spoiled_final, jnp.nan, results[1])
 
     def transposed(cotangents: tuple[Array, Array]) -> tuple[Array, ...]:
         bad_dy, bad_dfinal = (~jnp.isfinite(a) for a in cotangents)
-        spoiled = spoiled_gradients(line, replace(bad, dy=bad_dy, dfinal=bad_dfinal))
+        spoiled = spoiled_gradients(_line(operands, cu_seqlens), replace(bad, dy=bad_dy, dfinal=bad_dfinal))
         dy, dfinal = (jnp.where(jnp.isfinite(a), a, 0) for a in cotangents)
         found = jax.linear_transpose(jacobian, *clean)((dy, dfinal))
         # X is x times a step: a bad step spoils the gradient of x, and a bad x that of the step.
