@@ -6,14 +6,13 @@ import copy
 import functools
 import logging
 import time
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch.fx import Graph, GraphModule, Node
 
-from ..errors import RefoldWarning
+from ..errors import warn
 from ..report import GraphReport, RewriteReport
 from .dynamo.to_scan import Lowering, lifted_loops, serial
 from .external_cumsum import keep_scans_external
@@ -208,7 +207,7 @@ class GraphCompile:
             return True
         if self.settings.strict:
             raise error
-        warnings.warn(f"Inductor failed on this graph ({text}); it runs eagerly", RefoldWarning, stacklevel=2)
+        warn(f"Inductor failed on this graph ({text}); it runs eagerly")
         self.entry.notes.append(f"Inductor failed ({text}); the graph runs eagerly")
         return False
 

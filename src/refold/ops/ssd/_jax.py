@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from refold.ops.jax.layout import (
     Array,
     accumulator,
+    finite_rates,
     pack_chunks,
     pad_time,
     product,
@@ -61,8 +62,7 @@ def ssd(
     chunk = min(chunk_size or default_chunk_size(), seqlen)
 
     d = step_sizes(dt, dt_bias, dt_softplus, dt_limit, acc)
-    # A rate of -inf must not make NaN of the tokens that fill a chunk, whose step is zero.
-    log_decay = d * jnp.maximum(A.astype(acc), jnp.finfo(acc).min)
+    log_decay = d * finite_rates(A, acc)
     inputs: list[Array] = [x, d, log_decay, B, C]
     if jax.default_backend() == "cpu":  # no 16-bit matrix units: XLA would widen each product, and round in between
         inputs = [a.astype(acc) for a in inputs]
@@ -171,7 +171,7 @@ def _careful_jvp(chunk: int, primals: Any, tangents: Any) -> Any:
         return given, jax.tree.map(jnp.subtract, found, jacobian(*given))
 
     # All of the right side has to depend on what JAX differentiates: add a zero that does, whatever its value.
-    link = sum(jnp.where(False, a.ravel()[0], 0).astype(results[1].dtype) for a in tangents[0])
+    link: Any = sum(jnp.where(False, a.ravel()[0], 0).astype(results[1].dtype) for a in tangents[0])
     right = jax.tree.map(lambda a: a + link.astype(a.dtype), (tangents[0], jax.tree.map(jnp.zeros_like, results)))
     return results, jax.lax.custom_linear_solve(system, right, solve, solve_transposed)[1]
 
@@ -364,7 +364,7 @@ def ssd_step(
 
     acc = accumulator(x.dtype)
     d = step_sizes(dt, dt_bias, dt_softplus, dt_limit, acc)
-    decay, dx = jnp.exp(d * A.astype(acc)), d[..., None] * x.astype(acc)
+    decay, dx = jnp.exp(d * finite_rates(A, acc)), d[..., None] * x.astype(acc)
     B, C = (jnp.repeat(a.astype(acc), x.shape[1] // a.shape[1], axis=1) for a in (B, C))  # (b, h, n)
     new = decay[..., None, None] * state.astype(acc) + dx[..., None] * B[:, :, None]
     y = read_state(new, C)

@@ -134,7 +134,7 @@ def _gradients(
         dout, zc = scan.take(dy, low, high), None if z is None else scan.take(z, low, high)
         y = None
         if z is not None:
-            y = scan.spoil(block.read(entering), spoiled and spoiled["y"], low, high)
+            y = scan.spoil(block.read(entering), None if spoiled is None else spoiled["y"], low, high)
         dY, dD_tokens, dz = finish_gradient(dout, y, x_, skip, zc)
         dY_ = zeros_for_bad(dY) if careful else dY
         leaving, carried = clean.pass_gradients(block, dY_, low, carried, dfinal, dinitial)

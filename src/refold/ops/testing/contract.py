@@ -137,7 +137,7 @@ def check_strong_decays(problem: Problem, backend: str, frame: Frame) -> None:
 
 
 def check_nonfinite(problem: Problem, backend: str, frame: Frame) -> None:
-    """What is not finite spoils the results that the definition spoils, and no others."""
+    """Values that are not finite spoil the results that the definition spoils, and no others."""
     for where, bad in _with_bad_values(problem):
         with np.errstate(invalid="ignore", over="ignore"):
             expected = bad.reference()
@@ -160,7 +160,7 @@ def check_nonfinite_gradients(problem: Problem, backend: str, frame: Frame) -> N
 
 
 def check_zero_decay(problem: Problem, backend: str, frame: Frame) -> None:
-    """A rate of -inf forgets everything at each token: results and gradients stay finite and right."""
+    """Results and gradients stay finite and right where a rate of -inf forgets everything at each token."""
     if "A" not in problem.arrays:
         return
     A = problem.arrays["A"].copy()
@@ -177,7 +177,7 @@ def check_zero_decay(problem: Problem, backend: str, frame: Frame) -> None:
 
 
 def check_surroundings(problem: Problem, backend: str, frame: Frame) -> None:
-    """What is set around a call changes no bit: the dtypes of arguments decide."""
+    """Autocast and default dtypes around a call change no bit: the dtypes of arguments decide."""
     function, arrays = _function(problem, backend), _arrays(problem, frame)
     cotangents = [np.ones(truth.shape) for truth in problem.reference()]
 
@@ -341,7 +341,7 @@ def _bits(frame: Frame, array: Any) -> np.ndarray:
 
 
 def _with_bad_values(problem: Problem) -> Iterator[tuple[str, Problem]]:
-    """Yield the problem with one value of an argument that is not finite, for some of the arguments of tokens and states."""
+    """Yield the problem with one value that is not finite, in some of the arguments of tokens and states."""
     rng = np.random.default_rng(zlib.crc32(problem.case.name.encode()))
     given = [n for n, array in problem.arrays.items() if array.size]
     names = [n for n in given if problem.time_axis(n) is not None or "state" in n]
@@ -356,8 +356,8 @@ def _same_class(problem: Problem, names: list[str], values: Any, truths: Any, wh
         finite = np.isfinite(truth)
         wrong = np.argwhere(np.isfinite(value) != finite)
         assert not len(wrong), (
-            f"{problem.spec.name}[{problem.case.name}] {where}: {name} is {value[tuple(wrong[0])]} at {wrong[0].tolist()}, "
-            f"where the definition has {truth[tuple(wrong[0])]}; so at {len(wrong)} places"
+            f"{problem.spec.name}[{problem.case.name}] {where}: {name} is {value[tuple(wrong[0])]}, in the definition "
+            f"{truth[tuple(wrong[0])]}, at {wrong[0].tolist()}; likewise at {len(wrong)} places"
         )
         _close(problem, [name], [np.where(finite, value, 0.0)], [np.where(finite, truth, 0.0)], where)
 

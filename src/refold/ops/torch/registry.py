@@ -60,6 +60,7 @@ def run(name: str, arrays: Sequence[Any], options: Sequence[Any], backend: str) 
             if known.holds(arrays, options, backend):
                 return known.run(*arrays)
     framework_of(runner.spec, arrays)
+    options = runner.spec.plain_options(options)
     if not watched:
         _check_options(runner.spec, options)
         if _plain(arrays, options):
