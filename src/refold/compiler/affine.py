@@ -23,10 +23,10 @@ aten = torch.ops.aten
 prims = torch.ops.prims
 
 _SAME = (aten.clone.default, aten.alias.default, aten.detach.default)
-# Views: of a carry only those may occur that add or drop axes of size one.
+# Views: of a carry only those may occur that add or drop axes of size one, or take all of an axis.
 _VIEWS = (
     aten.expand.default, aten.view.default, aten._unsafe_view.default, aten.reshape.default,
-    aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.squeeze.default,
+    aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.squeeze.default, aten.slice.Tensor, aten.select.int,
 )  # fmt: skip
 
 
@@ -135,6 +135,8 @@ class Carries:
 
     def _affine(self, node: Any, leaves: list[Any], loop: Loop, count: int) -> Affine:
         """Apply one step's operation to functions of the carry."""
+        if value(loop.steps[-1]).is_complex():
+            raise NotALoop("the carry is complex, and the operators compute with real numbers")
         found, shape = self._operation(node, leaves, loop, count), tuple(value(node).shape)
         if _without_ones(shape) != _without_ones(value(loop.steps[-1]).shape):
             raise NotALoop("the carry is broadcast to another shape")
@@ -280,4 +282,4 @@ def _without_ones(shape: Any) -> list[Any]:
 
 def _counts(x: Any) -> bool:
     """Tell whether a leaf is an operand: a tensor or a number."""
-    return isinstance(x, Value) and (isinstance(x.node, Node) or type(x.node) in (int, float))
+    return isinstance(x, Value) and (isinstance(x.node, Node) or type(x.node) in (int, float, complex))
