@@ -20,15 +20,15 @@ from torch.fx import Graph, GraphModule
 from .. import __version__
 from ..errors import ArgumentError, CompileError, RefoldWarning
 from ..report import GraphReport, Report
-from .capture import Compiled, Hook, Stopped, inductor
-from .contest import first_line
-from .loops import serial_loops
-from .passes.recurrence import refusals
-from .proof import Settings
+from .inductor import Compiled, Hook, Stopped, inductor
+from .passes.reroll_loops import refusals
+from .recurrence.serial_chains import serial_loops
 from .session import GraphCompile, lower_lifted, survey
+from .validate.program import first_line
+from .validate.region import Settings
 
 try:
-    from .lifting import lifts, notes
+    from .dynamo.capture import lifts, notes
 except (ImportError, AttributeError) as error:  # Dynamo's insides are not PyTorch's interface, and change
     _missing = str(error)
 

@@ -6,14 +6,14 @@ from collections.abc import Callable, Iterator
 
 from torch.fx import Graph
 
-from .passes.chunked import contract_last_states, fuse_chunked_scans
-from .passes.contraction import drop_degenerate_sums, recover_contractions
-from .passes.depthwise import unroll_depthwise_convolutions
-from .passes.dual import contract_scans
-from .passes.onednn import prefer_onednn
-from .passes.recurrence import roll_up_loops
-from .passes.segment_sum import difference_segment_sums
-from .rewrite import Rewrite
+from .ir.rewrite import Rewrite
+from .passes.contract_scans import contract_scans
+from .passes.difference_segment_sums import difference_segment_sums
+from .passes.fuse_chunked_scans import contract_last_states, fuse_chunked_scans
+from .passes.prefer_onednn import prefer_onednn
+from .passes.recover_contractions import drop_degenerate_sums, recover_contractions
+from .passes.reroll_loops import roll_up_loops
+from .passes.unroll_depthwise_convolutions import unroll_depthwise_convolutions
 
 Pass = Callable[[Graph, Callable[[str], bool]], Iterator[Rewrite]]
 

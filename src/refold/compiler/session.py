@@ -15,16 +15,16 @@ from torch.fx import Graph, GraphModule, Node
 
 from ..errors import RefoldWarning
 from ..report import GraphReport, RewriteReport
-from .capture import Compiled, Hook, Stopped, bind, clone_inputs, duplicate, inductor
-from .contest import first_line, hold
-from .cost import Cost, graph_cost
-from .evaluate import values_at
-from .lowering import Lowering, lifted_loops, serial
-from .passes.scan import keep_scans_external
+from .dynamo.to_scan import Lowering, lifted_loops, serial
+from .external_cumsum import keep_scans_external
+from .inductor import Compiled, Hook, Stopped, bind, clone_inputs, duplicate, inductor
+from .ir.cost import Cost, graph_cost
+from .ir.evaluate import values_at
+from .ir.rewrite import Rewrite
 from .pipeline import run as run_pipeline
-from .proof import Settings, Verdict, judge, undisturbed_rng
-from .rewrite import Rewrite
-from .timewise import NotALoop
+from .recurrence.vectorize import NotALoop
+from .validate.program import first_line, hold
+from .validate.region import Settings, Verdict, judge, undisturbed_rng
 
 log = logging.getLogger("refold")
 

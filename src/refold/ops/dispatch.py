@@ -91,7 +91,7 @@ def call(spec: OpSpec, arrays: Sequence[Any], options: Sequence[Any], backend: s
     """Run an operator: its public function hands over its arguments here, in the order of the spec."""
     if _framework(type(arrays[0])) == "torch":
         # Checks and the choice of backend happen there, once a signature, and out of sight of what traces calls.
-        from refold.ops import library
+        from refold.ops.torch import registry as library
 
         return library.run(spec.name, arrays, options, backend or "")
     framework = framework_of(spec, arrays)
@@ -117,7 +117,7 @@ def call(spec: OpSpec, arrays: Sequence[Any], options: Sequence[Any], backend: s
 def call_in_place(spec: OpSpec, arrays: Sequence[Any], options: Sequence[Any], backend: str | None) -> Any:
     """Run the twin of an operator that overwrites ``spec.updates``, and return the other result."""
     if _framework(type(arrays[0])) == "torch":
-        from refold.ops import library
+        from refold.ops.torch import registry as library
 
         return library.run(f"{spec.name}_", arrays, options, backend or "")
     if framework_of(spec, arrays) == "jax":

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from refold.compiler.capture import Hook, Stopped, bind, inductor
-from refold.compiler.evaluate import evaluate
-from refold.compiler.lifted import LiftedLoop
-from refold.compiler.lifting import lifts, notes
+from refold.compiler.dynamo.capture import lifts, notes
+from refold.compiler.dynamo.loop import LiftedLoop
+from refold.compiler.inductor import Hook, Stopped, bind, inductor
+from refold.compiler.ir.evaluate import evaluate
+from refold.compiler.ir.rewrite import Rewrite
 from refold.compiler.pipeline import run
-from refold.compiler.rewrite import Rewrite
 
 sys.path.insert(0, str(Path(__file__).parent))
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from refold.compiler import evaluate as module
-from refold.compiler.evaluate import evaluate, with_gradients
+from refold.compiler.ir import evaluate as module
+from refold.compiler.ir.evaluate import evaluate, with_gradients
 from refold.verify.memory import peak_bytes
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import refold
-from refold.compiler.lifting import lifts
+from refold.compiler.dynamo.capture import lifts
 
 B, T, D = 2, 40, 5
 

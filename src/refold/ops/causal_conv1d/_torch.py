@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from refold.ops._torch_chunks import read_offsets
-from refold.ops._torch_pointwise import accumulator
+from refold.ops.torch.chunks import read_offsets
+from refold.ops.torch.pointwise import accumulator
 
 
 def causal_conv1d(

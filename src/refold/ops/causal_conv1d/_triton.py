@@ -10,9 +10,18 @@ import triton
 import triton.language as tl
 
 from refold.ops.causal_conv1d.spec import SPEC, STEP
-from refold.ops.launch import Launch, contiguous, current_stream, fresh, fresh_like, last_contiguous, planned, refusal
 from refold.ops.spec import Meta
 from refold.ops.ssd._triton_kernels import _silu
+from refold.ops.torch.launch import (
+    Launch,
+    contiguous,
+    current_stream,
+    fresh,
+    fresh_like,
+    last_contiguous,
+    planned,
+    refusal,
+)
 
 ROWS = 10  # Tokens whose loads are in flight together.
 BLOCK_D = 128  # Channels a program, which is one warp.

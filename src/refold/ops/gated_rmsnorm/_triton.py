@@ -10,9 +10,9 @@ import triton
 import triton.language as tl
 
 from refold.ops.gated_rmsnorm.spec import SPEC
-from refold.ops.launch import Launch, contiguous, current_stream, fresh_like, planned, refusal
 from refold.ops.spec import Meta
 from refold.ops.ssd._triton_kernels import _silu
+from refold.ops.torch.launch import Launch, contiguous, current_stream, fresh_like, planned, refusal
 
 MAX_GROUP = 65536
 MAX_PARTS = 8

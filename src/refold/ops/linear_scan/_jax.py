@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from refold.ops._jax_layout import Array, accumulator
+from refold.ops.jax.layout import Array, accumulator
 
 
 def _solve(a: Array, x: Array, reverse: bool) -> Array:

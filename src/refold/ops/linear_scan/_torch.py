@@ -17,8 +17,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from refold.ops._torch_chunks import read_offsets
-from refold.ops._torch_pointwise import accumulator
+from refold.ops.torch.chunks import read_offsets
+from refold.ops.torch.pointwise import accumulator
 
 LARGE_STATE = 4096
 """Elements of a state from which a call per token has enough to do."""

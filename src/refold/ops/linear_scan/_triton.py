@@ -8,10 +8,10 @@ import torch
 import triton
 import triton.language as tl
 
-from refold.ops.configs import device_limits
-from refold.ops.launch import Launch, contiguous, current_stream, fresh, fresh_like, planned, refusal
 from refold.ops.linear_scan.spec import SPEC
 from refold.ops.spec import Meta
+from refold.ops.torch.launch import Launch, contiguous, current_stream, fresh, fresh_like, planned, refusal
+from refold.ops.torch.tables import device_limits
 
 UNROLL = 8
 

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from refold.ops._jax_layout import Array, accumulator, pack_chunks, pad_time, read_state, step_sizes, vary_like
+from refold.ops.jax.layout import Array, accumulator, pack_chunks, pad_time, read_state, step_sizes, vary_like
 
 CHECKPOINT_STEPS = 32
 """Steps whose states are recomputed, not stored, by the backward pass."""

@@ -22,8 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from refold.ops._torch_chunks import read_offsets
-from refold.ops._torch_pointwise import accumulator, finish, finish_gradient, step_size, step_size_gradient
+from refold.ops.torch.chunks import read_offsets
+from refold.ops.torch.pointwise import accumulator, finish, finish_gradient, step_size, step_size_gradient
 
 BLOCK_ELEMENTS = 1 << 20
 """State elements of a block of tokens. Measured at 2048 x 1536 x 16 on two EPYC cores: 43 ms at 2^17, 31 ms at 2^20."""

@@ -8,8 +8,10 @@ from typing import Any
 import torch
 import triton
 
-from refold.ops.configs import device_limits, lookup
-from refold.ops.launch import (
+from refold.ops.selective_scan import _triton_kernels as kernels
+from refold.ops.selective_scan.spec import SPEC, STEP
+from refold.ops.spec import Meta
+from refold.ops.torch.launch import (
     PTX,
     Launch,
     contiguous,
@@ -20,9 +22,7 @@ from refold.ops.launch import (
     planned,
     refusal,
 )
-from refold.ops.selective_scan import _triton_kernels as kernels
-from refold.ops.selective_scan.spec import SPEC, STEP
-from refold.ops.spec import Meta
+from refold.ops.torch.tables import device_limits, lookup
 
 
 def supports(meta: Meta) -> str | None:

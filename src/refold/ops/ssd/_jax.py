@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from refold.ops._jax_layout import (
+from refold.ops.jax.layout import (
     Array,
     accumulator,
     pack_chunks,

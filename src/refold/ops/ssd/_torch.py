@@ -26,8 +26,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from refold.ops._torch_chunks import Chunks
-from refold.ops._torch_pointwise import accumulator, finish, finish_gradient, step_size, step_size_gradient
+from refold.ops.torch.chunks import Chunks
+from refold.ops.torch.pointwise import accumulator, finish, finish_gradient, step_size, step_size_gradient
 
 CHUNK_SIZE = 64
 BLOCK_ELEMENTS = 1 << 19

@@ -12,8 +12,10 @@ from typing import Any
 import torch
 import triton
 
-from refold.ops.configs import device_limits, lookup
-from refold.ops.launch import (
+from refold.ops.spec import Meta
+from refold.ops.ssd import _triton_kernels as kernels
+from refold.ops.ssd.spec import SPEC, STEP
+from refold.ops.torch.launch import (
     INTERPRETED,
     Launch,
     contiguous,
@@ -25,9 +27,7 @@ from refold.ops.launch import (
     refusal,
     same_dtype,
 )
-from refold.ops.spec import Meta
-from refold.ops.ssd import _triton_kernels as kernels
-from refold.ops.ssd.spec import SPEC, STEP
+from refold.ops.torch.tables import device_limits, lookup
 
 
 def supports(meta: Meta) -> str | None:
@@ -210,8 +210,8 @@ class _Plan:
 
     def _plan_hopper(self, x, B, C, z, initial, D_strides, cut) -> None:
         """Plan the Hopper kernels, and describe their tensors to the copy engine."""
-        from refold.ops.mapped import MappedLaunch
         from refold.ops.ssd import _gluon_kernels as hopper
+        from refold.ops.torch.tma_launch import MappedLaunch
 
         batch, seqlen, nheads, headdim = x.shape
         ngroups, dstate = B.shape[-2:]

@@ -19,7 +19,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from refold.ops import launch
+from refold.ops.torch import launch
 
 PTX = tl.constexpr(launch.PTX)
 LOG2E = tl.constexpr(1.4426950408889634)

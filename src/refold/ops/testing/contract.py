@@ -17,7 +17,7 @@ import numpy as np
 
 import refold.ops
 from refold.ops.spec import ArrayMeta, Meta, load
-from refold.ops.testing.frames import Frame, frame_of
+from refold.ops.testing.frameworks import Frame, frame_of
 from refold.ops.testing.problems import Problem, round_to
 
 Results = list[np.ndarray]

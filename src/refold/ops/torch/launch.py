@@ -1,0 +1,155 @@
+"""Launching Triton kernels with little host time.
+
+A Triton launch through ``kernel[grid](...)`` binds, specialises and hashes every argument: 15 to 30 microseconds for
+a kernel with thirty of them. A `Launch` does that once and afterwards calls the compiled kernel directly. So it is part
+of a plan, which holds while all that Triton specialises on stays the same (dtypes, integers, 16-byte alignment of
+pointers): an operator is `planned` once a signature, and `refold.ops.torch.registry` keeps the plans.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import triton
+
+from refold.ops.spec import Meta, OpSpec
+
+PTX = os.environ.get("TRITON_INTERPRET", "0") != "1" and torch.version.hip is None
+"""Whether kernels may hold PTX: the plain exp2 spends two more instructions a value on denormal results."""
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
+
+
+class Launch:
+    """One kernel at one grid with fixed integers and constants; only its tensors change from call to call."""
+
+    __slots__ = ("compiled", "consts", "grid", "kernel", "options", "tail")
+
+    def __init__(self, kernel: Any, grid: tuple[int, ...], consts: dict[str, Any], options: dict[str, Any]) -> None:
+        self.kernel = kernel
+        self.grid = (*grid, 1, 1)[:3]
+        self.consts = consts
+        self.options = options
+        self.compiled = None
+        self.tail: tuple[Any, ...] = ()
+
+    @property
+    def takes_addresses(self) -> bool:
+        """Whether tensors may be given by their addresses, for which the driver is asked less."""
+        return self.compiled is not None
+
+    def __call__(self, stream: int, *args: Any) -> None:
+        """Launch with ``args``, the kernel's arguments in front of its constants, on the raw stream handle."""
+        compiled = self.compiled
+        if compiled is None:
+            compiled = self.kernel[self.grid](*args, **self.consts, **self.options)
+            if INTERPRETED:
+                return
+            names = [p.name for p in self.kernel.params[len(args) :]]
+            self.tail = tuple(self.consts[name] for name in names)
+            self.compiled = compiled
+            return
+        hooks = triton.knobs.runtime
+        enter, leave = hooks.launch_enter_hook, hooks.launch_exit_hook
+        x, y, z = self.grid
+        # Triton would call its chains of hooks even where they are empty.
+        compiled.run(x, y, z, stream, compiled.function, compiled.packed_metadata, None,
+                     enter if getattr(enter, "calls", enter) else None,
+                     leave if getattr(leave, "calls", leave) else None, *args, *self.tail)  # fmt: skip
+
+
+class Planned:
+    """An operator made of a function that takes all arguments and returns a function of the arrays, the plan.
+
+    A plan has decided whatever does not change while shapes, strides, dtypes, devices, alignment and options stay the
+    same: how work is cut, grids, integer arguments. ``layouts`` gives, for some arrays, what makes their layout one
+    that kernels can read.
+    """
+
+    def __init__(self, spec: OpSpec, layouts: dict[str, Callable[[Any], Any]], make: Callable[..., Any]) -> None:
+        self.names = [arg.name for arg in spec.args]
+        self.layouts = layouts
+        self.make = make
+        self.__doc__ = make.__doc__
+
+    def plan(self, **arguments: Any) -> Callable[..., Any]:
+        """Return the plan for calls with this signature: a function of the arrays in the order of the spec."""
+        device = next(a.device for a in arguments.values() if isinstance(a, torch.Tensor))
+        if device.type != "cuda" or torch.cuda.device_count() == 1:
+            return self._plan(arguments)
+        # Kernels are loaded on, and launched on, the current device.
+        with torch.cuda.device(device):
+            plan = self._plan(arguments)
+
+        def there(*arrays: Any) -> Any:
+            with torch.cuda.device(device):
+                return plan(*arrays)
+
+        return there
+
+    def _plan(self, arguments: dict[str, Any]) -> Callable[..., Any]:
+        readable = {name: make(arguments[name]) for name, make in self.layouts.items()}
+        plan: Callable[..., Any] = self.make(**(arguments | readable))
+        if all(array is arguments[name] for name, array in readable.items()):
+            return plan
+        layouts = [self.layouts.get(name, _as_it_is) for name in self.names]
+        return lambda *arrays: plan(*[make(array) for make, array in zip(layouts, arrays, strict=True)])
+
+    def __call__(self, **arguments: Any) -> Any:
+        """Plan and run."""
+        return self.plan(**arguments)(*[arguments[name] for name in self.names])
+
+
+def planned(spec: OpSpec, **layouts: Callable[[Any], Any]) -> Callable[[Callable[..., Any]], Planned]:
+    """Make an operator of the function that plans it; see `Planned`."""
+    return lambda make: Planned(spec, layouts, make)
+
+
+def _as_it_is(array: Any) -> Any:
+    return array
+
+
+def current_stream(device: torch.device) -> int:
+    """Return the raw handle of the current stream of ``device`` (0 under the interpreter)."""
+    return 0 if INTERPRETED else torch._C._cuda_getCurrentRawStream(device.index)
+
+
+def fresh(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Callable[[], torch.Tensor]:
+    """Return what makes contiguous tensors: with the strides known, in two thirds of the time of ``torch.empty``."""
+    strides = torch.empty(shape, device="meta").stride()
+    return partial(torch.empty_strided, tuple(shape), strides, dtype=dtype, device=device)
+
+
+def fresh_like(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+    """Return what makes contiguous tensors of the shape, dtype and device of another."""
+    return fresh(tensor.shape, tensor.dtype, tensor.device)
+
+
+def contiguous(tensor: torch.Tensor | None) -> Any:
+    """Return the tensor itself where its layout is that of a fresh one, else a copy."""
+    return tensor if tensor is None or tensor.is_contiguous() else tensor.contiguous()
+
+
+def last_contiguous(tensor: torch.Tensor | None) -> Any:
+    """Return the tensor itself where its last axis is contiguous, else a copy."""
+    return tensor if tensor is None or tensor.stride(-1) == 1 else tensor.contiguous()
+
+
+def refusal(meta: Meta) -> str | None:
+    """Say why no Triton kernel can run on this device or dtype; None if one can."""
+    if meta.device != "cuda" and not INTERPRETED:
+        return f"needs a GPU; these arrays are on {meta.device}"
+    wide = [name for name, array in meta.arrays.items() if array.dtype == "float64"]
+    return f"takes no float64; {wide[0]} is float64" if wide else None
+
+
+def same_dtype(meta: Meta, *names: str) -> str | None:
+    """Say which of the named arrays has another dtype than x; None if none has."""
+    for name in names:
+        if name in meta.arrays and meta.arrays[name].dtype != meta.dtype:
+            return f"{name} must have the dtype of x, {meta.dtype}; it is {meta.arrays[name].dtype}"
+    return None
