@@ -157,12 +157,9 @@ class Carries:
         if not is_pointwise(target):
             raise NotALoop(f"{target} mixes elements of the carry, so no elementwise scan computes it")
         if target in (aten.add.Tensor, aten.sub.Tensor):
-            if node.kwargs or len(operands) != 2:
-                raise NotALoop("an addition with a factor")
-            a, b = operands
-            if target is aten.sub.Tensor:
-                b = self._scaled(b, Value(-1.0), loop)
-            return self._plus(a, b, loop)
+            a, b = operands[:2]  # the factor may be the third
+            alpha = node.kwargs.get("alpha", 1) * (-1.0 if target is aten.sub.Tensor else 1.0)
+            return self._plus(a, b if alpha == 1 else self._scaled(b, Value(alpha), loop), loop)
         if target is aten.mul.Tensor:
             a, b = operands
             if isinstance(a, Affine) and isinstance(b, Affine):
