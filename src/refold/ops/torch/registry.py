@@ -183,9 +183,22 @@ class _Runner:
         """Check the arguments and return the file of the backend."""
         return resolve(self.spec, self.spec.validate(meta_of(self.spec, "torch", arrays, options)), backend)
 
+    def _empty(self, arrays: Sequence[Tensor | None], options: Sequence[Any]) -> Callable[..., Any]:
+        """Return what gives the results of an empty batch, which no backend has to know of."""
+        metas = self.spec.output_metas(self.spec.validate(meta_of(self.spec, "torch", arrays, options)))
+        metas = metas[:1] if self.in_place else metas
+
+        def run(first: Tensor, *rest: Any) -> Any:
+            results = tuple(first.new_zeros(shape, dtype=getattr(torch, dtype)) for shape, dtype in metas)
+            return results if len(results) > 1 else results[0]
+
+        return run
+
     def _find(self, arrays: Sequence[Tensor | None], options: Sequence[Any], backend: str) -> Callable[..., Any]:
         """Return a function of the arrays."""
         module, name = self.module(arrays, options, backend), self.spec.name
+        if _is_empty(arrays):
+            return self._empty(arrays, options)
         if self.in_place:
             return self._updating(module, arrays, options)
         found = _bound(self.spec, getattr(module, name), arrays, options)
@@ -224,6 +237,11 @@ class _Runner:
             return y
 
         return updating
+
+
+def _is_empty(arrays: Sequence[Tensor | None]) -> bool:
+    """Whether a call that was checked has a batch of nothing: the first argument has all axes that may be empty."""
+    return arrays[0] is not None and arrays[0].numel() == 0
 
 
 def _bound(
@@ -306,6 +324,8 @@ def _backward(spec: OpSpec, runner: _Runner) -> Callable[..., Any]:
         module, keywords = runner.module(arrays, options, backend), keyword_arguments(spec, arrays, options)
         run = getattr(module, name, None) or getattr(backend_module(spec, "torch"), name)
         wanted = [arg.name for arg, need in zip(spec.args, needs, strict=True) if need]
+        if _is_empty(arrays):
+            return [keywords[n].new_zeros(keywords[n].shape) for n in wanted]
         named = {f"d{o.name}": g for o, g in zip(spec.outputs, gradients, strict=True)}
         found = run(**named, **keywords, needs=frozenset(wanted))
         return [found[n].to(keywords[n].dtype).contiguous() for n in wanted]
