@@ -132,19 +132,21 @@ def check(
         if any(_shares_memory(x, y) for x in inputs for y in ys):
             evidence.failure = "its output shares memory with an input"
             return evidence
-        os, rs = _several(original(*inputs)), _several(reference(*inputs))
+        rs = _several(reference(*inputs))
+        if kind == "integers":  # what the original errs is not asked where arithmetic is exact
+            found = [_exact(r, y) for r, y in zip(rs, ys, strict=True)]
+            evidence.kinds.append(min(found, key=lambda one: one.passed))
+            continue
+        os = _several(original(*inputs))
         if failure := next(filter(None, map(_metadata, os, ys)), ""):
             evidence.failure = failure
             return evidence
-        if kind == "integers":
-            found = [_exact(r, o, y) for r, o, y in zip(rs, os, ys, strict=True)]
-        else:
-            scales = _several(reference(*[_absolute(x) for x in inputs])) if multilinear else [None] * len(rs)
-            known = [(0.0, 0.0)] * len(rs)
-            if narrowed is not None and any(y.dtype == torch.float64 for y in ys):
-                known = _estimated(narrowed, reference, inputs, multilinear)
-            results = zip(rs, os, ys, scales, known, strict=True)
-            found = [_compare(kind, r, o, y, scale, terms, least) for r, o, y, scale, least in results]
+        scales = _several(reference(*[_absolute(x) for x in inputs])) if multilinear else [None] * len(rs)
+        known = [(0.0, 0.0)] * len(rs)
+        if narrowed is not None and any(y.dtype == torch.float64 for y in ys):
+            known = _estimated(narrowed, reference, inputs, multilinear)
+        results = zip(rs, os, ys, scales, known, strict=True)
+        found = [_compare(kind, r, o, y, scale, terms, least) for r, o, y, scale, least in results]
         # One result stands for all: the first that fails, else the one nearest to its bound.
         evidence.kinds.append(min(found, key=lambda one: (one.passed, -one.error / (one.bound or 1.0))))
     return evidence
@@ -210,12 +212,12 @@ def _finite_only(r: torch.Tensor, o: torch.Tensor, y: torch.Tensor) -> list[torc
     return [torch.where(good, v.double(), 0.0) for v in (r, o, y)]
 
 
-def _exact(r: torch.Tensor, o: torch.Tensor, y: torch.Tensor) -> KindResult:
+def _exact(r: torch.Tensor, y: torch.Tensor) -> KindResult:
     expected = r.to(y.dtype)
     wrong = int((y != expected).sum())
     reason = f"{wrong} of {y.numel()} elements differ where arithmetic is exact" if wrong else ""
-    e = [_relative(v.double() - r, r) for v in (y, o)]
-    return KindResult("integers", not wrong, e[0], e[1], float((y.double() - r).abs().max()), 0.0, reason)
+    difference = y.double() - r
+    return KindResult("integers", not wrong, _relative(difference, r), 0.0, float(difference.abs().max()), 0.0, reason)
 
 
 def _estimated(narrowed: Program, reference: Program, inputs: Values, multilinear: bool) -> list[tuple[float, float]]:
