@@ -152,6 +152,33 @@ def check(
     return evidence
 
 
+def agree(
+    kind: str, r: torch.Tensor, o: torch.Tensor, y: torch.Tensor, terms: int, known: tuple[float, float] = (0.0, 0.0)
+) -> KindResult:
+    """Compare one result of a whole program, of any dtype, with the original's.
+
+    Of integers and truth values the bound is a number of elements: eight times as many as the original has otherwise
+    than the reference.
+
+    Args:
+        kind: What the result is called.
+        r: The reference, in float64 where the program computes in floating point.
+        o: The original.
+        y: The candidate.
+        terms: Number of terms added up for one element.
+        known: Errors (E2, Einf) that the original is known to make, whatever ``o`` says.
+    """
+    if failure := _metadata(o, y):
+        return KindResult(kind, False, math.inf, 0.0, math.inf, 0.0, failure)
+    if y.is_complex():
+        r, o, y = (torch.view_as_real(v.resolve_conj()) for v in (r, o, y))
+    if y.is_floating_point():
+        return _compare(kind, r, o, y, None, terms, known)
+    wrong, own = (float((v != r).sum()) for v in (y, o))
+    reason = f"{wrong:.0f} of {y.numel()} elements differ, of the original {own:.0f}" if wrong > 8 * own else ""
+    return KindResult(kind, not reason, wrong, own, wrong, 8 * own, reason)
+
+
 def _several(results: Any) -> Sequence[torch.Tensor]:
     return results if isinstance(results, (tuple, list)) else [results]
 
@@ -225,15 +252,24 @@ def _estimated(narrowed: Program, reference: Program, inputs: Values, multilinea
     rounded = [x.float().double() if isinstance(x, torch.Tensor) and x.dtype == torch.float64 else x for x in inputs]
     rs, os = _several(reference(*rounded)), _several(narrowed(*rounded))
     scales = _several(reference(*[_absolute(x) for x in rounded])) if multilinear else [None] * len(rs)
+    return [narrow_errors(r, o, scale) for r, o, scale in zip(rs, os, scales, strict=True)]
+
+
+def narrow_errors(r: torch.Tensor, narrow: torch.Tensor, scale: torch.Tensor | None = None) -> tuple[float, float]:
+    """Estimate E2 and Einf of a float64 result from a float32 run; zeros where that says nothing."""
     unit = unit_roundoff(torch.float32)
-    found = []
-    for r, o, scale in zip(rs, os, scales, strict=True):
-        r, wide, _ = _finite_only(r, o, o)
-        errors = [measure[0] for measure in _errors(r, scale, wide)]
-        proportional = o.dtype == torch.float32 and max(errors) <= math.sqrt(unit)
-        e2, einf = (e * _ROUNDOFF[torch.float64] / unit if proportional else 0.0 for e in errors)
-        found.append((e2, einf))
-    return found
+    r, wide, _ = _finite_only(r, narrow, narrow)
+    errors = [measure[0] for measure in _errors(r, scale, wide)]
+    proportional = narrow.dtype == torch.float32 and max(errors) <= math.sqrt(unit)
+    e2, einf = (e * _ROUNDOFF[torch.float64] / unit if proportional else 0.0 for e in errors)
+    return e2, einf
+
+
+def own_errors(r: torch.Tensor, o: torch.Tensor) -> tuple[float, float]:
+    """Return E2 and Einf of a result against its reference."""
+    r, o, _ = _finite_only(r, o, o)
+    e2, einf = (measure[0] for measure in _errors(r, None, o))
+    return e2, einf
 
 
 def _errors(r: torch.Tensor, scale: torch.Tensor | None, *values: torch.Tensor) -> tuple[list[float], list[float]]:
