@@ -111,7 +111,12 @@ def compare(
         _add_narrow(known, original, inputs, draws)
     found.results = _judge(reference, mine, got, inputs, terms, known)
     failed = [one.kind for one in found.results if not one.passed]
-    if failed and own is not None and reference is not mine and all(got[name].numel() < FEW for name in failed):
+    if (
+        failed
+        and own is not None
+        and reference is not mine
+        and all(name in got and got[name].numel() < FEW for name in failed)
+    ):
         _add_moved(known, reference, own, inputs)
         found.results = _judge(reference, mine, got, inputs, terms, known)
     if mine is not None:
