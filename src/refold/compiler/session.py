@@ -15,7 +15,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from ..errors import RefoldWarning
 from ..report import GraphReport, RewriteReport
-from .dynamo.to_scan import Lowering, lifted_loops, serial
+from .dynamo.loop import lifted_loops
 from .external_cumsum import keep_scans_external
 from .inductor import Compiled, Hook, Stopped, bind, clone_inputs, duplicate, inductor
 from .ir.cost import Cost, graph_cost
@@ -93,6 +93,8 @@ class GraphCompile:
         names = [call.name for call in lifted_loops(self.gm)]
         if not names:
             return Cost()
+        from .dynamo.to_scan import serial
+
         self.gm = duplicate(self.gm)
         saved = Cost()
         for name in names:
@@ -109,8 +111,10 @@ class GraphCompile:
         self.gm.recompile()
         return saved
 
-    def _lowered(self, call: Node) -> Lowering | None:
+    def _lowered(self, call: Node) -> Any:
         """Return a lifted loop as the scan that stands; None if none does."""
+        from .dynamo.to_scan import Lowering
+
         for dual in (True, False):
             lowering = Lowering(self.gm, call, dual)
             rewrite = lowering.rewrite
@@ -261,6 +265,8 @@ def lower_lifted(entry: GraphReport, gm: GraphModule) -> GraphModule:
     """Write into a report what would become of lifted loops; return the graph without those that would be scans."""
     gm = duplicate(gm)
     for call in lifted_loops(gm):
+        from .dynamo.to_scan import Lowering, serial
+
         loop = serial(gm, call)
         try:
             lowering = Lowering(gm, call)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from refold.compiler.dynamo.capture import lifts, notes
+from refold.compiler.dynamo import captures_loops, notes
 from refold.compiler.dynamo.loop import LiftedLoop
 from refold.compiler.inductor import Hook, Stopped, bind, inductor
 from refold.compiler.ir.evaluate import evaluate
@@ -96,7 +96,7 @@ def lifted():
     def go(fn, *inputs):
         steps, go.notes = [], []
 
-        @lifts
+        @captures_loops
         def backend(gm, _):
             steps.extend(m.count for m in gm.modules() if isinstance(m, LiftedLoop))
             go.notes.extend(notes())

@@ -14,7 +14,7 @@ from torch.fx import GraphModule
 from ...report import GraphReport
 from ...verify import median_ms, race
 from ...verify.memory import available_bytes, peak_bytes
-from ..dynamo.to_scan import unrolled_size
+from ..dynamo.loop import unrolled_size
 from ..inductor import Compiled, apart, clone_inputs, inductor, standalone
 from .region import INDUCTOR_NODES, Settings, first_times, undisturbed_rng
 from .whole import compare

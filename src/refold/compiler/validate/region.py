@@ -39,12 +39,14 @@ class Settings:
         verify: ``quick`` proves each rewrite against float64; ``off`` trusts the algebra.
         accept: ``faster`` keeps only what is measured to be faster; ``always`` keeps all that is right.
         strict: Raise refold's own errors instead of falling back with a warning.
+        loops: ``capture`` traces the body of a long loop once; ``unroll`` lets Dynamo execute every step.
         options: Options passed on to Inductor.
     """
 
     verify: str = "quick"
     accept: str = "faster"
     strict: bool = False
+    loops: str = "capture"
     options: Mapping[str, Any] | None = None
 
 
