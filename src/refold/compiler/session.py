@@ -23,7 +23,7 @@ from .ir.evaluate import values_at
 from .ir.rewrite import Rewrite
 from .pipeline import run as run_pipeline
 from .recurrence.vectorize import NotALoop
-from .validate.program import first_line, hold
+from .validate.program import Rewritten, first_line, last_word
 from .validate.region import Settings, Verdict, judge, undisturbed_rng
 
 log = logging.getLogger("refold")
@@ -50,6 +50,8 @@ class GraphCompile:
         self.rows: dict[str, RewriteReport] = {}
         # How many sizes of cumulative sums are handed to ATen, and how many there are.
         self.external_scans, self.scan_sizes = 0, 0
+        # The number of terms in the longest sum that was rewritten.
+        self.terms = 1
 
     def run(self) -> Compiled:
         """Return the program that runs from now on, and fill the report."""
@@ -68,11 +70,20 @@ class GraphCompile:
             self.entry.reason = "no rewrite stands" if self.rows else ""
             return compiled
         self.entry.chosen = "refold"
-        if self.settings.accept == "faster" and self.entry.applied:
+        if self.entry.applied and (self.settings.verify != "off" or self.settings.accept == "faster"):
             start = time.perf_counter()
-            compiled = hold(compiled, given, self.inputs, self.settings, self.entry)
+            rewritten = Rewritten(compiled, self._repeatable, self.terms)
+            compiled = last_word(rewritten, given, self.inputs, self.settings, self.entry)
             self.entry.proof_s += time.perf_counter() - start
         log.info("graph %d: %s runs, %d rewrites", self.entry.index, self.entry.chosen, len(self.entry.applied))
+        return compiled
+
+    def _repeatable(self) -> Compiled:
+        """Compile the graph again, with random numbers drawn as eager draws them."""
+        self.options["fallback_random"] = True
+        compiled = self._compile()
+        if compiled is None:
+            raise RuntimeError("Inductor cannot compile the graph with eager's random numbers")
         return compiled
 
     # Loops that were lifted --------------------------------------------------------------------
@@ -115,6 +126,7 @@ class GraphCompile:
             row = self.rows[f"lifted:{call.name}:{dual}"] = _row(rewrite, verdict)
             if verdict is None or not verdict.reason:
                 row.status = "applied"
+                self.terms = max(self.terms, rewrite.terms)
                 return lowering
             row.status = "refused"
             if not lowering.dual:
@@ -169,6 +181,7 @@ class GraphCompile:
             raise Stopped
         for rewrite in rewrites:
             self.rows[f"{index}:{rewrite.site}"].status = "applied"
+            self.terms = max(self.terms, rewrite.terms)
         after = graph_cost(graph.nodes) if rewrites else before
         self.entry.flops_before += before.flops
         self.entry.flops_after += after.flops
