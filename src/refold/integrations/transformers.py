@@ -46,11 +46,11 @@ class Acceleration:
         """Name of a module -> what its forward was."""
         self.kept: dict[str, str] = {}
         """Name of a recurrent module that runs as it did -> why."""
-        self._before: list[tuple[nn.Module, type, type]] = []
+        self._changed: list[nn.Module] = []
         self._hooks: list[Any] = []
 
     def _become(self, module: nn.Module, ours: type) -> None:
-        self._before.append((module, type(module), ours))
+        self._changed.append(module)
         _set_class(module, ours)
 
     def undo(self) -> None:
@@ -59,17 +59,17 @@ class Acceleration:
         Raises:
             RefoldError: Something else has changed a layer's class since; undo that first. Nothing was changed then.
         """
-        for module, _, ours in self._before:
-            if type(module) is not ours:
+        for module in self._changed:
+            if "_refold_original" not in vars(type(module)):
                 raise RefoldError(
-                    f"refold.accelerate: a {ours.__name__} has since become a {type(module).__name__}. Undo what made "
-                    "it so first."
+                    f"refold.accelerate: the class of a layer was changed to {type(module).__name__} since. Undo what "
+                    "changed it first."
                 )
-        for module, before, _ in self._before:
-            _set_class(module, before)
+        for module in self._changed:
+            _set_class(module, type(module)._refold_original)  # type: ignore[attr-defined]
         for hook in self._hooks:
             hook.remove()
-        self._before, self._hooks = [], []
+        self._changed, self._hooks = [], []
         vars(self.model).pop(_MARK, None)
 
     def __str__(self) -> str:
