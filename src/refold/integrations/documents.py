@@ -10,66 +10,20 @@ from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from refold.compat.documents import Documents
 from refold.errors import ArgumentError, ShapeError
 
 _OFFSETS = ("cu_seq_lens_q", "cu_seqlens")
 _INDEX = "seq_idx"
 _POSITIONS = "position_ids"
-
-
-@dataclass(frozen=True)
-class Documents:
-    """Where documents begin and end in a batch of b rows, seen as one row of ``b * t`` tokens."""
-
-    cu_seqlens: Tensor
-    """``(k + 1,)`` offsets of the k documents in that row."""
-    first: Tensor
-    """``(b,)``: the document that each row begins with."""
-    last: Tensor
-    """``(b,)``: the document that each row ends with."""
-    fresh: Tensor | None = None
-    """``(b,)``: whether a row's first token begins a document. Else, and if None, it goes on with what a cache holds."""
-
-    def run(self, operator: Callable[..., Any], tokens: Mapping[str, Tensor | None], state: Tensor | None, **rest: Any):
-        """Run an operator over ``tokens``, each ``(b, t, ...)``; return ``y`` and the state of each row's end."""
-        batch, seqlen = next(v.shape[:2] for v in tokens.values() if v is not None)
-        flat = {name: None if v is None else v.flatten(0, 1)[None] for name, v in tokens.items()}
-        offsets = self.cu_seqlens.to(flat["x"].device)
-        y, states = operator(**flat, initial_state=self._initial(state), cu_seqlens=offsets, **rest)
-        return y[0].unflatten(0, (batch, seqlen)), states.index_select(0, self.last.to(states.device))
-
-    def _initial(self, state: Tensor | None) -> Tensor | None:
-        if state is None:
-            return None
-        if self.fresh is not None:
-            state = torch.where(self._rows(self.fresh, state), 0, state)
-        count = self.cu_seqlens.numel() - 1
-        return state.new_zeros(count, *state.shape[1:]).index_copy(0, self.first.to(state.device), state)
-
-    @staticmethod
-    def _rows(flags: Tensor, like: Tensor) -> Tensor:
-        return flags.to(like.device).view(-1, *[1] * (like.ndim - 1))
-
-    def last_document(self, x: Tensor) -> Tensor:
-        """Return ``x`` (b, t, d) with zeros at all tokens but those of each row's last document."""
-        token = torch.arange(x.shape[0] * x.shape[1], device=x.device).view(x.shape[:2])
-        start = self.cu_seqlens.to(x.device)[self.last.to(x.device)]
-        return torch.where((token >= start[:, None])[..., None], x, 0)
-
-    def forget(self, state: Tensor) -> None:
-        """Zero the rows of a cached ``state`` (b, ...) that what their row ends with does not go on from."""
-        over = self.first != self.last
-        over = over if self.fresh is None else over | self.fresh
-        state.masked_fill_(self._rows(over, state), 0)
 
 
 def read(arguments: Mapping[str, Any], positions: bool = True) -> Documents | None:
@@ -89,9 +43,7 @@ def read(arguments: Mapping[str, Any], positions: bool = True) -> Documents | No
             return _from_offsets(name, offsets, arguments)
     if (index := arguments.get(_INDEX)) is not None:
         _check_tokens(_INDEX, index, arguments)
-        changes = torch.ones_like(index, dtype=torch.bool)
-        changes[:, 1:] = index[:, 1:] != index[:, :-1]
-        return _from_starts(changes, None)
+        return Documents.from_index(index)
     if positions and (ids := arguments.get(_POSITIONS)) is not None and ids.shape[-1] > 1:
         return _from_positions(ids, arguments)
     return None
@@ -108,8 +60,7 @@ def _from_offsets(name: str, offsets: Tensor, arguments: Mapping[str, Any]) -> D
         )
     if (size := _batch_size(arguments)) is not None and size[0] != 1:
         raise ShapeError(f"{name} needs a batch of one row; got {size[0]}. Put the documents one behind the other.")
-    first = torch.zeros(1, dtype=torch.long, device=offsets.device)
-    return Documents(offsets, first, first + (offsets.numel() - 2))
+    return Documents.from_offsets(offsets)
 
 
 def _from_positions(ids: Tensor, arguments: Mapping[str, Any]) -> Documents | None:
@@ -134,17 +85,7 @@ def _from_positions(ids: Tensor, arguments: Mapping[str, Any]) -> Documents | No
     begun = starts if fresh is None else starts | fresh[:, None]
     if not bool(begun.any()):
         return None
-    starts[:, 0] = True
-    return _from_starts(starts, fresh)
-
-
-def _from_starts(starts: Tensor, fresh: Tensor | None) -> Documents:
-    flat = starts.clone()
-    flat[:, 0] = True
-    flat = flat.flatten()
-    offsets = torch.cat([flat.nonzero()[:, 0], torch.tensor([flat.numel()], device=flat.device)]).int()
-    document = (flat.cumsum(0) - 1).view(starts.shape)
-    return Documents(offsets, document[:, 0], document[:, -1], fresh)
+    return Documents.from_starts(starts, fresh)
 
 
 def _check_tokens(name: str, values: Tensor, arguments: Mapping[str, Any]) -> None:

@@ -18,8 +18,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from refold import ops
+from refold.compat.documents import Documents
 from refold.errors import ArgumentError
-from refold.integrations.documents import Documents, current, read
+from refold.integrations.documents import current, read
 
 try:
     from transformers.integrations.accelerate import force_accelerate_hooks
@@ -199,7 +200,8 @@ def _scan(
     if documents is None:
         y, after = operator(**tokens, initial_state=state, **parameters)
     else:
-        y, after = documents.run(operator, tokens, state, **parameters)
+        y, states = documents.run(operator, tokens, state, **parameters)
+        after = documents.ends(states)
     if cache is not None:
         cache.update_recurrent_state(store(after), layer)
     return y
