@@ -188,8 +188,7 @@ def _linear_scan_bwd_kernel(
             befores += (state,)
             factors += (a,)
             state = a * state + tl.load(x_ptr + place, mask=live, other=0.0).to(tl.float32)
-        for i in tl.static_range(TOKENS):
-            k: tl.constexpr = TOKENS - 1 - i
+        for k in tl.static_range(TOKENS - 1, -1, -1):
             t = first + k
             live = mask & (t + tl.zeros((BLOCK,), tl.int32) < end)
             place = (origin + (length - 1 - t if REVERSE else t)) * channels + offs

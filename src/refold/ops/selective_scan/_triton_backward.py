@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import triton
@@ -10,6 +11,7 @@ import triton
 from refold.ops.selective_scan import _triton_backward_kernels as kernels
 from refold.ops.selective_scan.spec import SPEC
 from refold.ops.torch.launch import (
+    PTX,
     Launch,
     contiguous,
     current_stream,
@@ -20,6 +22,8 @@ from refold.ops.torch.launch import (
 )
 from refold.ops.torch.row_sums import RowSums
 from refold.ops.torch.tables import device_limits, lookup
+
+UNROLL = 8  # Tokens of which a segment's walk loads at a time.
 
 
 @planned_backward(
@@ -38,8 +42,8 @@ def selective_scan_backward(
     ngroups = max(B.shape[2] if B.dim() == 4 else 1, C.shape[2] if C.dim() == 4 else 1)
     group_channels = channels // ngroups
     nseqs = batch if cu_seqlens is None else cu_seqlens.numel() - 1
-    table = lookup("selective_scan_backward", device, x.dtype)
-    sizes = {"BLOCK_D": min(table["block_d"], triton.next_power_of_2(group_channels)), "TOKENS": table["tokens"]}
+    given = {"x": x, "dt": dt, "B": B, "C": C, "z": z, "decay": decay, "dy": dy}
+    kernel, sizes, table = _kernel(given, dstate_size, group_channels)
     group_blocks = triton.cdiv(group_channels, sizes["BLOCK_D"])
     tokens = sizes["TOKENS"]
     slots = max(1, device_limits(device)[0] * table["slots"] // (ngroups * group_blocks))
@@ -53,10 +57,10 @@ def selective_scan_backward(
     options = {"num_warps": table["warps"]}
     local = None
     if nsegments > 1:
-        local_consts = {name: consts[name] for name in ("BLOCK_D", "BLOCK_N", "SOFTPLUS")}
+        local_consts = {name: consts[name] for name in ("BLOCK_D", "BLOCK_N", "SOFTPLUS")} | {"UNROLL": UNROLL}
         grid = (ngroups * group_blocks, nsegments, batch)
         local = Launch(kernels._selective_scan_bwd_segments_kernel, grid, local_consts, options)
-    main = Launch(kernels._selective_scan_bwd_kernel, (ngroups * group_blocks, nsegments, nrows), consts, options)
+    main = Launch(kernel, (ngroups * group_blocks, nsegments, nrows), consts, options)
 
     strides = (
         *x.stride()[:2], *dt.stride()[:2], *_grouped(B), *_grouped(C), *_rows(z), *_rows(decay),
@@ -107,6 +111,34 @@ def selective_scan_backward(
         return found
 
     return run
+
+
+def _kernel(
+    arrays: dict[str, torch.Tensor | None], dstate: int, group_channels: int
+) -> tuple[Any, dict[str, int], dict[str, Any]]:
+    """Return the kernel that takes these arrays, its sizes, and its row of the tables.
+
+    The one with hand-made layouts copies 16 bytes at a time, so every row has to begin at a multiple of them.
+    """
+    x, rows = arrays["x"], [a for a in arrays.values() if a is not None]
+    assert x is not None
+    aligned = all(a.data_ptr() % 16 == 0 and all(stride % 16 == 0 for stride in a.stride()[:-1]) for a in rows)
+    states = dstate == triton.next_power_of_2(dstate) and 4 <= dstate <= 64
+    if PTX and x.device.type == "cuda" and torch.cuda.get_device_capability(x.device)[0] >= 8 and aligned and states:
+        if arrays["dy"] is not None and group_channels % 16 == 0:
+            from refold.ops.selective_scan._gluon_backward_kernels import _selective_scan_bwd_lanes_kernel
+
+            table = lookup("selective_scan_backward_lanes", x.device, x.dtype) | TUNED
+            lanes = dstate // table["states"]
+            sizes = {"BLOCK_D": table["warps"] * 32 // lanes * table["own"], "LANES": lanes,
+                     "TOKENS": table["tokens"], "GROUP": table["group"]}  # fmt: skip
+            return _selective_scan_bwd_lanes_kernel, sizes, table
+    table = lookup("selective_scan_backward", x.device, x.dtype)
+    sizes = {"BLOCK_D": min(table["block_d"], triton.next_power_of_2(group_channels)), "TOKENS": table["tokens"]}
+    return kernels._selective_scan_bwd_kernel, sizes, table
+
+
+TUNED: dict[str, Any] = {}  # XXX
 
 
 def _sums_into(projection: torch.Tensor, ngroups: int) -> bool:

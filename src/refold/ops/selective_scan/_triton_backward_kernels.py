@@ -36,7 +36,7 @@ def _selective_scan_bwd_segments_kernel(
     seqlen, segment, nsegments, channels, dstate, group_channels, group_blocks,
     stride_x_b, stride_x_t, stride_dt_b, stride_dt_t, stride_B_b, stride_B_t, stride_B_g,
     stride_C_b, stride_C_t, stride_C_g, stride_z_b, stride_z_t, stride_decay_b, stride_decay_t,
-    BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, SOFTPLUS: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, UNROLL: tl.constexpr, SOFTPLUS: tl.constexpr,
 ):  # fmt: skip
     """Grid (blocks of channels, segments, batch): of a segment its own state, its adjoint at its begin, its factor."""
     group = tl.program_id(0) // group_blocks
@@ -57,25 +57,32 @@ def _selective_scan_bwd_segments_kernel(
     adjoint = tl.zeros((BLOCK_D, BLOCK_N), tl.float32)
     factor = tl.full((BLOCK_D, BLOCK_N), 1.0, tl.float32)
     begin = pid_s * segment
-    for t in range(begin, tl.minimum(begin + segment, seqlen)):
-        t = begin * 0 + t
-        x = _token(x_ptr + pid_b * stride_x_b, stride_x_t, t, offs_d, mask_d)
-        step = _token(dt_ptr + pid_b * stride_dt_b, stride_dt_t, t, offs_d, mask_d) + bias
-        if SOFTPLUS:
-            step = _softplus(step)
-        B = _token(B_ptr + pid_b * stride_B_b + group * stride_B_g, stride_B_t, t, offs_n, mask_n)
-        C = _token(C_ptr + pid_b * stride_C_b + group * stride_C_g, stride_C_t, t, offs_n, mask_n)
-        own = _exp2(step[:, None] * A)
-        if decay_ptr is not None:
-            own *= _token(decay_ptr + pid_b * stride_decay_b, stride_decay_t, t, offs_d, mask_d)[:, None]
-        factor *= own
-        state = state * own + (x * step)[:, None] * B[None, :]
-        if dy_ptr is not None:
-            dy = _token(dy_ptr + pid_b * seqlen * channels, channels, t, offs_d, mask_d)
-            if z_ptr is not None:
-                z = _token(z_ptr + pid_b * stride_z_b, stride_z_t, t, offs_d, mask_d)
-                dy *= z * _sigmoid(z)
-            adjoint += factor * dy[:, None] * C[None, :]
+    end = tl.minimum(begin + segment, seqlen)
+    for first in range(begin, end, UNROLL):
+        for i in tl.static_range(UNROLL):
+            t = first + i
+            inside = t + tl.zeros((BLOCK_D,), tl.int32) < end
+            live = mask_d & inside
+            live_n = mask_n & (t + tl.zeros((BLOCK_N,), tl.int32) < end)
+            x = _token(x_ptr + pid_b * stride_x_b, stride_x_t, t, offs_d, live)
+            step = _token(dt_ptr + pid_b * stride_dt_b, stride_dt_t, t, offs_d, live) + bias
+            if SOFTPLUS:
+                step = _softplus(step)
+            step = tl.where(inside, step, 0.0)
+            B = _token(B_ptr + pid_b * stride_B_b + group * stride_B_g, stride_B_t, t, offs_n, live_n)
+            C = _token(C_ptr + pid_b * stride_C_b + group * stride_C_g, stride_C_t, t, offs_n, live_n)
+            own = _exp2(step[:, None] * A)
+            if decay_ptr is not None:
+                decay = _token(decay_ptr + pid_b * stride_decay_b, stride_decay_t, t, offs_d, live)
+                own *= tl.where(inside, decay, 1.0)[:, None]
+            factor *= own
+            state = state * own + (x * step)[:, None] * B[None, :]
+            if dy_ptr is not None:
+                dy = _token(dy_ptr + pid_b * seqlen * channels, channels, t, offs_d, live)
+                if z_ptr is not None:
+                    z = _token(z_ptr + pid_b * stride_z_b, stride_z_t, t, offs_d, live)
+                    dy *= z * _sigmoid(z)
+                adjoint += factor * dy[:, None] * C[None, :]
     place = (pid_b * nsegments + pid_s) * channels * dstate + offs_state
     tl.store(state_ptr + place, state, mask=mask)
     tl.store(adjoint_ptr + place, adjoint, mask=mask)
@@ -225,10 +232,9 @@ def _selective_scan_bwd_kernel(
                     dy *= z * gate
                 dys += (dy,)
                 dC = tl.sum(state * dy[:, None], axis=0)
-                cell = ((block * batch * seqlen + token) * ngroups + group) * dstate + offs_n
+                cell = ((block.to(tl.int64) * batch * seqlen + token) * ngroups + group) * dstate + offs_n
                 tl.store(dC_ptr + cell, dC, mask=live_n)
-            for i in tl.static_range(TOKENS):
-                k: tl.constexpr = TOKENS - 1 - i
+            for k in tl.static_range(TOKENS - 1, -1, -1):
                 t = first + k
                 inside = t + tl.zeros((BLOCK_D,), tl.int32) < end
                 live = mask_d & inside
@@ -253,7 +259,7 @@ def _selective_scan_bwd_kernel(
                     draw *= tl.where(raws[k] > 20.0, 1.0, _sigmoid(raws[k]))
                 draw = tl.where(inside, draw, 0.0)
                 dB = tl.sum(adjoint * (xs[k] * steps[k])[:, None], axis=0)
-                cell = ((block * batch * seqlen + token) * ngroups + group) * dstate + offs_n
+                cell = ((block.to(tl.int64) * batch * seqlen + token) * ngroups + group) * dstate + offs_n
                 tl.store(dB_ptr + cell, dB, mask=live_n)
                 tl.store(ddt_ptr + token * channels + offs_d, draw.to(ddt_ptr.dtype.element_ty), mask=live)
                 dx = dinput * steps[k]
