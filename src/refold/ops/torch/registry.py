@@ -28,13 +28,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._dynamo.guards import TensorGuards
 from torch.autograd import forward_ad
 from torch.utils.flop_counter import register_flop_formula
 
 from refold.errors import ArgumentError
 from refold.ops.dispatch import backend_module, framework_of, keyword_arguments, meta_of, resolve
 from refold.ops.spec import CU_SEQLENS, OpSpec, all_specs, check_cu_seqlens_values
+from refold.ops.torch import private
 
 Signature = tuple[Any, ...]
 
@@ -53,7 +53,7 @@ _PLAIN_OPTIONS = {type(None), bool, int, float, str, tuple, torch.dtype}
 
 def run(name: str, arrays: Sequence[Any], options: Sequence[Any], backend: str) -> Any:
     """Run the op ``name``: as a dispatcher node where something could see one, else directly."""
-    watched, runner = _watched(), RUNNERS[name]
+    watched, runner = private.watched(), RUNNERS[name]
     if not watched:
         for known in runner.recent:
             if known.holds(arrays, options, backend):
@@ -67,18 +67,6 @@ def run(name: str, arrays: Sequence[Any], options: Sequence[Any], backend: str) 
         _refuse_gradients(name, arrays)
     _refuse_tangents(name, arrays)
     return OPS[name](*arrays, *options, backend)
-
-
-def _watched() -> bool:
-    """Whether calls are traced, or go through modes or transforms."""
-    return (
-        torch.compiler.is_compiling()
-        or torch._C._len_torch_dispatch_stack() > 0
-        or torch._C._len_torch_function_stack() > 0
-        or torch._C._functorch.peek_interpreter_stack() is not None
-        or torch.jit.is_tracing()
-        or forward_ad._current_level >= 0
-    )
 
 
 def _check_options(spec: OpSpec, options: Sequence[Any]) -> None:
@@ -127,7 +115,7 @@ class _Known:
         # Lists of what may be None, for sizes that Dynamo lets vary; here all are compared.
         sizes: Any = [list(a.shape) for a in given]
         strides: Any = [list(a.stride()) for a in given]
-        self.guards = TensorGuards(*given, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
+        self.guards = private.TensorGuards(*given, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
         self.requires_grad = any(a.requires_grad for a in given)
         self.addresses = [a.data_ptr() % 16 for a in given]
         self.types = [*map(type, arrays), *map(type, options)]
@@ -165,6 +153,8 @@ class _Runner:
     def __call__(self, arrays: Sequence[Tensor | None], options: Sequence[Any], backend: str) -> Any:
         """Return the results of a plain call."""
         signature = _signature(arrays, options, backend)
+        if private.TensorGuards is None:
+            return self._remembered(signature, arrays, options, backend)(*arrays)
         known = self.known.get(signature)
         if known is None or not known.holds(arrays, options, backend):
             run = self._remembered(signature, arrays, options, backend)
@@ -374,7 +364,7 @@ def _refuse_gradients(op: str, arrays: Sequence[Any]) -> None:
 
 def _refuse_tangents(op: str, arrays: Sequence[Any]) -> None:
     """Raise where a forward-mode derivative would be zero without a word."""
-    if forward_ad._current_level < 0:
+    if getattr(forward_ad, "_current_level", 0) < 0:
         return
     if any(a is not None and forward_ad.unpack_dual(a).tangent is not None for a in arrays):
         raise ArgumentError(f"{op}: it has no forward-mode derivative. Use reverse mode: torch.autograd.grad.")
