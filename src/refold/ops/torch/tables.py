@@ -21,6 +21,8 @@ DEFAULT: dict[str, dict[str, Any]] = {
     "ssd": {"chunk": 64, "block_p": 64, "tile": 8192, "warps": 4, "stages": 2, "state_warps": 4, "slots": 2,
             "state_cost": 0.5, "launch_cost": 4.0, "fused_pass": 4, "hopper": 0},
     "selective_scan": {"block_d": 64, "warps": 2, "unroll": 4, "slots": 16},
+    "selective_scan_backward": {"block_d": 32, "warps": 1, "tokens": 4, "slots": 16},
+    "selective_scan_backward_lanes": {"warps": 4, "states": 4, "own": 1, "tokens": 16, "group": 8, "slots": 2},
     "selective_scan_lanes": {"warps": 2, "states": 8, "slots": 8, "cut": 1024},
     "ssd/float32": {"chunk": 32, "block_p": 32, "warps": 4, "stages": 1, "precision": "bf16x6"},
 }  # fmt: skip
