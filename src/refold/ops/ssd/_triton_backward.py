@@ -83,7 +83,7 @@ class _Plan:
         size = headdim * dstate
 
         # Blocks of heads, so that their states take at most `memory` bytes.
-        most = max(1, (config["memory"] << 20) // (2 * rows * ngroups * size * x.element_size()))
+        most = max(1, int(config["memory"] * 2**20) // (2 * rows * ngroups * size * x.element_size()))
         nblocks = triton.cdiv(heads, most)
         self.count = count = triton.cdiv(heads, nblocks)
         self.firsts = list(range(0, heads, count))

@@ -228,13 +228,15 @@ def _ssd_bwd_gradients_kernel(
                 z = z.to(tl.float32)
                 gate = _sigmoid(z)
                 dout = dy_tile.to(tl.float32)
-                dy_tile = (dout * z * gate).to(x_tile.dtype)
+                dy_wide = dout * z * gate
+                dy_tile = dy_wide.to(x_tile.dtype)
+            else:
+                dy_wide = dy_tile.to(tl.float32)
             states = offs_p[:, None] * dstate + offs_n[None, :]
             mask_pn = mask_p[:, None] & mask_n[None, :]
             H = tl.load(entering_ptr + place + states, mask=mask_pn, other=0.0)
             dH = tl.load(leaving_ptr + place + states, mask=mask_pn, other=0.0)
             x_wide = x_tile.to(tl.float32)
-            dy_wide = dy_tile.to(tl.float32)
             dB = _dot((x_wide * (to_end * step)[:, None]).to(x_tile.dtype), dH, dB, PRECISION)
             dC = _dot((dy_wide * from_start[:, None]).to(x_tile.dtype), H, dC, PRECISION)
             if LEAD:
