@@ -91,7 +91,7 @@ def _ssd_bwd_states_kernel(
         key = tl.load(key_base + start * stride_key_t + offs_t[:, None] * stride_key_t + offs_n[None, :],
                       mask=inside[:, None] & mask_n[None, :], other=0.0)  # fmt: skip
         step = tl.load(step_ptr + row * CHUNK + offs_t)
-        from_start, to_end, whole, _, _, _ = _load_decay(decay_ptr, row, offs_t, CHUNK, PARTS)
+        from_start, to_end, whole, _last, _high, _low = _load_decay(decay_ptr, row, offs_t, CHUNK, PARTS)
         weight = tl.where((offs_t * 0 + reverse) != 0, from_start, to_end * step)
         begins = (flags & begin_flag) != 0
         begins_pn = ((offs_pn * 0 + flags) & begin_flag) != 0
@@ -178,7 +178,7 @@ def _ssd_bwd_gradients_kernel(
         pid_h = pid_g * (nheads // ngroups) + first + r
         row = pid_c * nheads + pid_h
         step = tl.load(step_ptr + row * CHUNK + offs_t)
-        from_start, to_end, whole, _, decay, low = _load_decay(decay_ptr, row, offs_t, CHUNK, PARTS)
+        from_start, to_end, whole, _last, decay, low = _load_decay(decay_ptr, row, offs_t, CHUNK, PARTS)
         x_rows = x_ptr + pid_b * stride_x_b + start * stride_x_t + pid_h * stride_x_h + offs_t[:, None] * stride_x_t
         dy_rows = (dy_ptr + pid_b * stride_dy_b + start * stride_dy_t + pid_h * stride_dy_h
                    + offs_t[:, None] * stride_dy_t)  # fmt: skip
