@@ -44,7 +44,9 @@ def logits_and_gradients(model, ids, **keywords):
     keep = keywords.get("attention_mask", torch.ones_like(ids)).bool()
     weights = torch.linspace(-1, 1, VOCAB, dtype=logits.dtype)
     parameters = dict(model.named_parameters())
-    found = torch.autograd.grad((logits[keep] * weights).sum() / keep.sum(), list(parameters.values()), allow_unused=True)
+    found = torch.autograd.grad(
+        (logits[keep] * weights).sum() / keep.sum(), list(parameters.values()), allow_unused=True
+    )
     return logits[keep], {name: g for name, g in zip(parameters, found, strict=True) if g is not None}
 
 
@@ -178,7 +180,9 @@ def test_rows_of_documents_with_padding_between_and_behind():
     mask = torch.ones_like(ids)
     mask[1, [6, 7, 18, 19]] = 0
     with torch.no_grad():
-        expected = [model(part, use_cache=False).logits for part in (ids[:1, :7], ids[:1, 7:], ids[1:, :6], ids[1:, 8:18])]
+        expected = [
+            model(part, use_cache=False).logits for part in (ids[:1, :7], ids[:1, 7:], ids[1:, :6], ids[1:, 8:18])
+        ]
         refold.accelerate(model)
         found = model(ids, use_cache=False, position_ids=positions, attention_mask=mask).logits
     for a, b in zip((found[:1, :7], found[:1, 7:], found[1:, :6], found[1:, 8:18]), expected, strict=True):
@@ -363,10 +367,9 @@ def test_offloading_hooks(first):
     summary = refold.accelerate(model)
     ran = []
     original = type(mixer).forward
-    with torch.no_grad():
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("refold.ops.ssd", lambda *a, f=refold.ops.ssd, **k: (ran.append(1), f(*a, **k))[1])
-            found = model(ids).logits
+    with torch.no_grad(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr("refold.ops.ssd", lambda *a, f=refold.ops.ssd, **k: (ran.append(1), f(*a, **k))[1])
+        found = model(ids).logits
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
     assert len(ran) == 2, "both layers ran on refold"
     assert hook.seen.count("Conv1d before") == hook.seen.count("Conv1d after") == 1
@@ -495,7 +498,8 @@ def test_compiled_whole(name):
     model.train()
     parameters = [p for n, p in model.named_parameters() if n.endswith(("in_proj.weight", "A_log"))]
     found, expected = (
-        torch.autograd.grad((run(ids, use_cache=False).logits * weights).mean(), parameters) for run in (compiled, model)
+        torch.autograd.grad((run(ids, use_cache=False).logits * weights).mean(), parameters)
+        for run in (compiled, model)
     )
     for a, b in zip(found, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)

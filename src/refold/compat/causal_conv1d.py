@@ -53,7 +53,9 @@ def causal_conv1d_fn(
         raise ArgumentError(f"{op}: final_states_out needs return_final_states=True; got False.")
     tokens = {"x": _time_second(op, x)}
     if seq_idx is None:
-        y, states = ops.causal_conv1d(**tokens, weight=weight, bias=bias, activation=fused, initial_state=initial_states)
+        y, states = ops.causal_conv1d(
+            **tokens, weight=weight, bias=bias, activation=fused, initial_state=initial_states
+        )
     else:
         check_index(op, seq_idx, tokens["x"])
         documents = Documents.from_index(seq_idx)

@@ -379,7 +379,12 @@ def selective_state_update(
             f"{tuple(state.shape)} and {tuple(x.shape)}."
         )
     shape = tuple(x.shape[-2:] if heads else x.shape[-1:]) + tuple(state.shape[-1:])
-    for name, array, wanted in (("A", A, shape), ("dt_bias", dt_bias, shape[:-1]), ("D", D, shape[:-1]), ("dt", dt, x.shape)):
+    for name, array, wanted in (
+        ("A", A, shape),
+        ("dt_bias", dt_bias, shape[:-1]),
+        ("D", D, shape[:-1]),
+        ("dt", dt, x.shape),
+    ):
         if array is not None and array.shape != wanted:
             raise ShapeError(f"{op}: {name} must have the shape {tuple(wanted)}; got {tuple(array.shape)}.")
     rank = B.ndim - (x.ndim == state.ndim)

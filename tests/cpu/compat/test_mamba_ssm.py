@@ -176,7 +176,10 @@ def test_causal_conv1d_fn_padding_and_refusals():
     index = torch.tensor([[0] * 5 + [-1] * 2 + [1] * 4])
     out = causal_conv1d_fn(x, weight, rand(d), index)
     assert (out[..., 5:7] == 0).all()
-    close(out[..., :5], causal_conv1d_fn(x[..., :5], weight, out.new_zeros(d)) + (out[..., :1] - x[..., :1] * weight[:, -1:]))
+    close(
+        out[..., :5],
+        causal_conv1d_fn(x[..., :5], weight, out.new_zeros(d)) + (out[..., :1] - x[..., :1] * weight[:, -1:]),
+    )
     with pytest.raises(ArgumentError, match="activation must be None, 'silu' or 'swish'; got 'gelu'"):
         causal_conv1d_fn(x, weight, activation="gelu")
     with pytest.raises(ArgumentError, match="final_states_out needs return_final_states=True"):
@@ -459,11 +462,24 @@ def test_gradients():
     """Of every floating-point argument, by finite differences, in packs."""
     x, dt, A, B, C, D, z, bias, initial = ssd_arguments()
     index = torch.tensor([[0, 0, 1]])
-    small = [v[:1, :3] for v in (x, dt)] + [A] + [v[:1, :3] for v in (B, C)] + [8, D, z[:1, :3], bias, initial[:1], index]
+    small = (
+        [v[:1, :3] for v in (x, dt)] + [A] + [v[:1, :3] for v in (B, C)] + [8, D, z[:1, :3], bias, initial[:1], index]
+    )
     run = lambda *a: mamba_chunk_scan_combined(*a, dt_softplus=True, return_final_states=True)  # noqa: E731
     assert torch.autograd.gradcheck(run, differentiable(*small), fast_mode=True)
     u = rand(1, d, 3)
-    scan = (u, rand(1, d, 3), -rand(d, n).exp(), rand(d, n), rand(1, g, n, 3), rand(d), rand(1, d, 3), rand(d), True, True)
+    scan = (
+        u,
+        rand(1, d, 3),
+        -rand(d, n).exp(),
+        rand(d, n),
+        rand(1, g, n, 3),
+        rand(d),
+        rand(1, d, 3),
+        rand(d),
+        True,
+        True,
+    )
     assert torch.autograd.gradcheck(selective_scan_fn, differentiable(*scan), fast_mode=True)
     conv = (rand(1, d, 3), rand(d, w), rand(d), index, rand(1, d, w - 1), True, None, "silu")
     assert torch.autograd.gradcheck(causal_conv1d_fn, differentiable(*conv), fast_mode=True)

@@ -14,8 +14,6 @@ that need the sums, at the price of one addition a value and two accesses of 16 
 
 from __future__ import annotations
 
-from typing import Any
-
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
