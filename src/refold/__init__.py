@@ -14,6 +14,7 @@ _EXPORTS: dict[str, tuple[str, str | None]] = {
     "errors": ("refold.errors", None),
     "ops": ("refold.ops", None),
     "compile": ("refold.compiler.backend", "compile"),
+    "accelerate": ("refold.integrations.transformers", "accelerate"),
     "explain": ("refold.compiler.backend", "explain"),
 }
 

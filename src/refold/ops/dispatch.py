@@ -98,6 +98,10 @@ def call(spec: OpSpec, arrays: Sequence[Any], options: Sequence[Any], backend: s
     meta = spec.validate(meta_of(spec, framework, arrays, options))
     run = getattr(resolve(spec, meta, backend or ""), spec.name)
     keywords = keyword_arguments(spec, arrays, options)
+    if 0 in arrays[0].shape:  # of what was checked, only a batch can be empty
+        zeros = import_module("jax.numpy" if framework == "jax" else "numpy").zeros
+        empty = tuple(zeros(shape, dtype) for shape, dtype in spec.output_metas(meta))
+        return empty if len(empty) > 1 else empty[0]
     if framework == "numpy":
         if (offsets := keywords.get(CU_SEQLENS)) is not None:
             check_cu_seqlens_values(spec.name, offsets.tolist(), meta.sizes["t"])
