@@ -76,7 +76,7 @@ def rewritten():
             before, after = (
                 _tensors(evaluate(torch.fx.GraphModule(graph.owning_module, g), values)) for g in (original, graph)
             )
-            assert not stale(torch.fx.GraphModule(graph.owning_module, graph))
+            assert not stale(graph)
             targets = [str(node.target) for node in graph.nodes if node.op == "call_function"]
             found.append(Outcome(rewrites, before, after, targets))
             return gm

@@ -126,7 +126,7 @@ def _misdescribed(rewrite: Rewrite) -> str:
     old, new = (gm.graph.output_node().args[0] for gm in (rewrite.original, rewrite.candidate))
     if not (isinstance(old, Node) and isinstance(new, Node)):
         return ""  # a captured loop: AOTAutograd traces anew what replaces it
-    if wrong := stale(rewrite.candidate):
+    if wrong := stale(rewrite.candidate.graph):
         return f"its metadata is wrong: {wrong}"
     old, new = old.meta["val"], new.meta["val"]
     same = old.shape == new.shape and old.dtype == new.dtype and same_strides(old, new)
