@@ -13,11 +13,12 @@ from typing import Any
 
 import torch
 from torch._dynamo import symbolic_convert
+from torch._dynamo.exc import RestartAnalysis
 from torch._dynamo.variables import TensorVariable
 from torch._guards import TracingContext
 
+from . import generators, lengths
 from .fixpoint import lift
-from .generators import install
 from .iterators import ENUMERATE, element, remaining, start_enumeration
 from .trace import SHORTEST, Code
 from .variables import Refused, Translator, realized
@@ -131,6 +132,8 @@ def _meet(tx: Translator, loop: tuple[Any, int], count: int | None, code: Callab
         if (found := code()) is not None:
             lift(tx, found)
             reasons.pop(where, None)
+    except RestartAnalysis:
+        raise
     except Exception as error:  # whatever it is: the loop is traced step by step
         reasons[where] = _first_line(error)
     finally:
@@ -179,7 +182,8 @@ def _install() -> None:
                     _meet_while(tx)
 
             table[opcode] = jump
-    install()
+    generators.install()
+    lengths.install(_is_marked)
 
 
 _install()
