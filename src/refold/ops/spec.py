@@ -322,7 +322,7 @@ def _match(
         if known not in sizes:
             sizes[known], owner[known] = size, arg.name
             for one in size if letter == "*" else (size,):
-                if one < (letter not in MAY_BE_EMPTY):
+                if letter not in MAY_BE_EMPTY and one < 1:
                     raise ShapeError(
                         f"{spec.name}: axis {letter} ({AXES.get(letter, 'any')}) of {arg.name} is empty: {one} in "
                         f"{tuple(shape)}. Skip the call when there is nothing to compute."

@@ -230,7 +230,7 @@ def dualise(rollup: Carries, loop: Loop, new: Node) -> Node:
     scan, body = loop.scan, loop.body
     if loop.reverse or scan is None or body is None:
         return new
-    shape = [len(loop.steps), *value(loop.steps[0]).shape]
+    shape = [loop.length, *value(loop.steps[0]).shape]
     states = States(scan, loop.previous, shape, _behind(scan, forwards=True))
     for node in [n for n in _behind(new) if n.target in _CONTRACTIONS and n in states.dependent]:
         read = reading(rollup.emit, node, states)

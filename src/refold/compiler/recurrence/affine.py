@@ -44,6 +44,7 @@ class Loop:
         previous: What each step read of the one before.
         last: The last state, if something cheaper than ``states`` holds it.
         operator: What computes its states.
+        count: How many steps there are, if one node stands for all of them.
     """
 
     steps: tuple[Node, ...]
@@ -55,6 +56,12 @@ class Loop:
     previous: Node | None = None
     last: Node | None = None
     operator: str = "linear_scan"
+    count: Any = None
+
+    @property
+    def length(self) -> Any:
+        """How many steps there are."""
+        return len(self.steps) if self.count is None else self.count
 
 
 @dataclass(frozen=True)
@@ -240,7 +247,7 @@ class Carries:
 
     def _scan(self, loop: Loop, body: Affine) -> Value:
         """Compute all states at once, and note what each step read."""
-        emit, like, count = self.emit, loop.steps[-1], len(loop.steps)
+        emit, like, count = self.emit, loop.steps[-1], loop.length
         val = value(like)
         if not (val.is_floating_point() and all(isinstance(size, int) for size in val.shape)):
             raise NotALoop("the carry is not a floating-point tensor of known shape")
