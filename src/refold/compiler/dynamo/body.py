@@ -25,7 +25,7 @@ from ..ir.index import arg, is_tensor, value
 from ..recurrence.affine import Affine, Carries, Loop
 from ..recurrence.vectorize import NotALoop, Value, run
 from .induction_variable import StepNumber
-from .loop import LiftedLoop
+from .loop import LiftedLoop, known
 from .step_arithmetic import OF_TENSORS, Counting, is_number
 
 aten = torch.ops.aten
@@ -122,12 +122,6 @@ def twin(x: Any) -> Any:
         return x if isinstance(x, int) else known(x)
     shape, strides = ([known(n) for n in sizes] for sizes in (x.shape, x.stride()))
     return torch.empty_strided(shape, strides, dtype=x.dtype, device=x.device)
-
-
-def known(size: Any) -> Any:
-    """Return a size as a number, if it is one by now."""
-    number = size if isinstance(size, int) else size.node.maybe_as_int()
-    return size if number is None else number
 
 
 def _environment(values: Sequence[Any]) -> Any:

@@ -15,30 +15,13 @@ from ..ir.rewrite import source_line
 from ..passes.reroll_loops import SCANS, dualise
 from ..recurrence.affine import Loop
 from ..recurrence.vectorize import NotALoop
-from .body import Body, Slices, Traced, differentiable, known, trace
-from .loop import LiftedLoop
+from .body import Body, Slices, Traced, differentiable, trace
+from .loop import known, step_count
 from .mutation import changed_in_place
 from .producers import formed, split_off
 from .sequential import LoopRewrite, Stepwise, calling
 
 aten = torch.ops.aten
-
-
-def lifted_loops(gm: GraphModule) -> list[Node]:
-    """Return the calls of lifted loops in a graph."""
-    calls = [node for node in gm.graph.nodes if node.op == "call_module"]
-    return [node for node in calls if isinstance(gm.get_submodule(str(node.target)), LiftedLoop)]
-
-
-def unrolled_size(gm: GraphModule) -> int:
-    """Return how many nodes a graph has when its loops are unrolled."""
-    loops: list[Any] = [(gm.get_submodule(str(node.target)), node) for node in lifted_loops(gm)]
-    return len(gm.graph.nodes) + sum(len(loop.body.graph.nodes) * concrete(_count(loop, node)) for loop, node in loops)
-
-
-def _count(loop: Any, call: Node) -> Any:
-    """Return how many steps a loop has: a number, or a symbol."""
-    return known(_example(call.args[-1])) if loop.count is None else loop.count  # type: ignore[arg-type]
 
 
 def serial(gm: GraphModule, call: Node) -> str:
@@ -47,7 +30,7 @@ def serial(gm: GraphModule, call: Node) -> str:
     lines = [source_line(node) for node in loop.body.graph.nodes if node.op.startswith("call")]
     carried = [x for x in loop.body.graph.output_node().args[0][: loop.carried] if x.op.startswith("call")]
     line = source_line(carried[0]) if carried else lines[-1]
-    return f"{line} ({concrete(_count(loop, call))} steps one after another, {lines.count(line)} operations a step)"
+    return f"{line} ({concrete(step_count(loop, call))} steps one after another, {lines.count(line)} operations a step)"
 
 
 class Lowering:
@@ -62,7 +45,7 @@ class Lowering:
         self.gm, self.call, self.dual = gm, call, dual
         self.loop: Any = gm.get_submodule(str(call.target))
         loop: Any = self.loop
-        self.count = _count(loop, call)
+        self.count = step_count(loop, call)
         self.sequences: list[Slices] = []
         self.operands: list[Node] = []
         self._read_operands()

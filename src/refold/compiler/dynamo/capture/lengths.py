@@ -8,6 +8,7 @@ start over, with numbers for lengths: then each length has a compile of its own,
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -23,8 +24,11 @@ from torch._dynamo.variables.builtin import BuiltinVariable
 from torch._dynamo.variables.lists import RangeIteratorVariable, RangeVariable
 from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 
+from ... import dynamo
 from .variables import Refused, Translator, Variable, example, is_constant, realized
 
+# What is set of Dynamo's log, which outlives its attempts at one frame, once lengths are to be numbers.
+_KNOWN = "refold_known_lengths"
 JOINS = (torch.stack, torch.cat, torch.concat, torch.concatenate)
 
 
@@ -168,41 +172,44 @@ def _call(tx: Translator, fn: Any, x: Any, *rest: Any, **options: Any) -> Variab
 
 def start_over(log: Any) -> exc.RestartAnalysis:
     """Return what makes Dynamo trace the frame again, with numbers for lengths."""
-    log.refold_known_lengths = True
+    setattr(log, _KNOWN, True)
     return exc.RestartAnalysis(restart_reason="a list of unknown length was looked at")
 
 
-def install(is_marked: Callable[[Any], bool]) -> None:
-    """Let ``range`` keep symbols, for marked backends, where this PyTorch has what it takes."""
+def install() -> Callable[[], None]:
+    """Let ``range`` keep symbols, for marked backends, where this PyTorch has what it takes; return what ends that."""
     if not hasattr(RangeVariable, "tp_iter_impl"):
-        return
-    call_range: Any = BuiltinVariable.call_range
+        return lambda: None
+    function: Any = TorchInGraphFunctionVariable
+    originals = BuiltinVariable.call_range, function.call_function
+    BuiltinVariable.call_range = functools.partialmethod(_symbolic_range, originals[0])  # type: ignore
+    function.call_function = functools.partialmethod(_join, originals[1])
+    BuiltinVariable.call_function_handler_cache.clear()  # it may remember how ranges were made
 
-    def symbolic_range(self: Any, tx: Translator, *args: Variable) -> Any:
-        bounds = [realized(x) for x in args]
-        symbols = [x for x in bounds if isinstance(x, SymNodeVariable)]
-        plain = all(isinstance(x.sym_num, torch.SymInt) for x in symbols) and all(
-            is_constant(x) or x in symbols for x in bounds
-        )
-        if symbols and plain and not any(is_known(x.sym_num) for x in symbols) and is_marked(tx.output.compiler_fn) and not _are_lengths_known(tx):
+    def remove() -> None:
+        BuiltinVariable.call_range, function.call_function = originals  # type: ignore
+        BuiltinVariable.call_function_handler_cache.clear()
+
+    return remove
+
+
+def _symbolic_range(self: Any, original: Any, tx: Translator, *args: Variable) -> Any:
+    bounds = [realized(x) for x in args]
+    symbols = [x for x in bounds if isinstance(x, SymNodeVariable)]
+    plain = all(is_constant(x) or isinstance(_number(x), torch.SymInt) for x in bounds if is_constant(x) or x in symbols)
+    if len(symbols) and plain and all(is_constant(x) or x in symbols for x in bounds):
+        known = any(is_known(x.sym_num) for x in symbols) or getattr(tx.speculation_log, _KNOWN, False)
+        if not known and dynamo.is_marked(tx.output.compiler_fn):
             return SymbolicRange(bounds)
-        return call_range(self, tx, *args)
-
-    BuiltinVariable.call_range = symbolic_range  # type: ignore[method-assign]
-    call_function: Any = TorchInGraphFunctionVariable.call_function
-
-    def call(self: Any, tx: Translator, args: Any, kwargs: Any) -> Any:
-        given = {**dict(zip(("tensors", "dim"), args, strict=False)), **kwargs}
-        items = getattr(realized(given["tensors"]), "items", None) if self.value in JOINS and "tensors" in given else None
-        if isinstance(items, Stacked):
-            dim = realized(given.get("dim", ConstantVariable.create(0)))
-            if given.keys() == {"tensors"} | (given.keys() & {"dim"}) and is_constant(dim):
-                return items.joined(tx, self.value, dim.value)
-            items.refuse()
-        return call_function(self, tx, args, kwargs)
-
-    TorchInGraphFunctionVariable.call_function = call  # type: ignore[method-assign]
+    return original(self, tx, *args)
 
 
-def _are_lengths_known(tx: Translator) -> bool:
-    return getattr(tx.speculation_log, "refold_known_lengths", False)
+def _join(self: Any, original: Any, tx: Translator, args: Any, kwargs: Any) -> Any:
+    given = {**dict(zip(("tensors", "dim"), args, strict=False)), **kwargs} if self.value in JOINS else {}
+    items = getattr(realized(given["tensors"]), "items", None) if "tensors" in given else None
+    if isinstance(items, Stacked):
+        dim = realized(given.get("dim", ConstantVariable.create(0)))
+        if len(args) <= 2 and given.keys() <= {"tensors", "dim"} and is_constant(dim):
+            return items.joined(tx, self.value, dim.value)
+        items.refuse()
+    return original(self, tx, args, kwargs)
