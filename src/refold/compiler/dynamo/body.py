@@ -21,11 +21,11 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.fx.traceback import preserve_node_meta
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..ir.index import arg, is_tensor, value
+from ..ir.index import arg, is_tensor, known, value
 from ..recurrence.affine import Affine, Carries, Loop
 from ..recurrence.vectorize import NotALoop, Value, run
 from .induction_variable import StepNumber
-from .loop import LiftedLoop, known
+from .loop import LiftedLoop
 from .step_arithmetic import OF_TENSORS, Counting, is_number
 
 aten = torch.ops.aten
@@ -246,12 +246,12 @@ class Body(Carries):
         loop = next((loop for loop in self._solved.values() if loop.steps[0] is x), None)
         if loop is not None and loop.last is not None:
             return loop.last
-        return self.emit.call(aten.select.int, found.node, 0, self.count - 1)
+        return self.emit.call(aten.select.int, found.node, 0, -1)
 
     def over_time_last(self, x: Node) -> Node:
         """Return an argument as the last step passes it on."""
         if x in self.carried and self.carried[x] is not x:
-            return self.emit.call(aten.select.int, self.over_time(x), 0, self.count - 1)
+            return self.emit.call(aten.select.int, self.over_time(x), 0, -1)
         return self.initial[x]
 
     def _value(self, node: Node) -> Value | Affine:

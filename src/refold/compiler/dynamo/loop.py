@@ -10,7 +10,7 @@ import torch
 from torch.fx import GraphModule, Interpreter, Node
 from torch.fx.traceback import has_preserved_node_meta
 
-from ..ir.index import concrete
+from ..ir.index import concrete, known
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,11 @@ class LiftedLoop(torch.nn.Module):
             collected.append(tuple(out[carried:]))
         columns = [list(column) for column in zip(*collected, strict=True)]
         lasts, lists = columns[: kept - carried], columns[kept - carried :]
-        return (*state, *(column[-1] for column in lasts), *(lists if self.count is not None else map(torch.stack, lists)))
+        return (
+            *state,
+            *(column[-1] for column in lasts),
+            *(lists if self.count is not None else map(torch.stack, lists)),
+        )
 
 
 def lifted_loops(gm: GraphModule) -> list[Node]:
@@ -74,7 +78,9 @@ def lifted_loops(gm: GraphModule) -> list[Node]:
 def unrolled_size(gm: GraphModule) -> int:
     """Return how many nodes a graph has when its loops are unrolled."""
     loops: list[Any] = [(gm.get_submodule(str(node.target)), node) for node in lifted_loops(gm)]
-    return len(gm.graph.nodes) + sum(len(loop.body.graph.nodes) * concrete(step_count(loop, node)) for loop, node in loops)
+    return len(gm.graph.nodes) + sum(
+        len(loop.body.graph.nodes) * concrete(step_count(loop, node)) for loop, node in loops
+    )
 
 
 def step_count(loop: LiftedLoop, call: Node) -> Any:
@@ -83,9 +89,3 @@ def step_count(loop: LiftedLoop, call: Node) -> Any:
         return loop.count
     operand: Any = call.args[-1]
     return known(operand.meta["example_value"])
-
-
-def known(size: Any) -> Any:
-    """Return a size as a number, if it is one by now."""
-    number = size if isinstance(size, int) else size.node.maybe_as_int()
-    return size if number is None else number

@@ -10,13 +10,13 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from ..ir.builder import Builder
-from ..ir.index import concrete, is_tensor, value
+from ..ir.index import concrete, is_tensor, known, value
 from ..ir.rewrite import source_line
 from ..passes.reroll_loops import SCANS, dualise
 from ..recurrence.affine import Loop
 from ..recurrence.vectorize import NotALoop
 from .body import Body, Slices, Traced, differentiable, trace
-from .loop import known, step_count
+from .loop import step_count
 from .mutation import changed_in_place
 from .producers import formed, split_off
 from .sequential import LoopRewrite, Stepwise, calling
@@ -33,6 +33,34 @@ def serial(gm: GraphModule, call: Node) -> str:
     return f"{line} ({concrete(step_count(loop, call))} steps one after another, {lines.count(line)} operations a step)"
 
 
+def lowering(gm: GraphModule, call: Node, dual: bool = True) -> Lowering:
+    """Find the scan that a lifted loop is: for all lengths, or else for the one at hand, which then is a guard.
+
+    Raises:
+        NotALoop: It says why there is none.
+    """
+    try:
+        return Lowering(gm, call, dual)
+    except Exception as error:  # whatever it is, it may be otherwise with numbers for sizes
+        if not _make_sizes_known(gm, call):
+            raise
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+    found = Lowering(gm, call, dual)
+    found.fixed = reason
+    return found
+
+
+def _make_sizes_known(gm: GraphModule, call: Node) -> bool:
+    """Make all sizes that a lifted loop depends on numbers; tell whether one was not."""
+    examples: list[Any] = [node.meta["example_value"] for node in call.all_input_nodes]
+    tensors = [x for x in examples if isinstance(x, torch.Tensor)]
+    sizes = [n for x in tensors for n in (*x.shape, *x.stride())] + [x for x in examples if isinstance(x, torch.SymInt)]
+    symbols = [size for size in sizes if not isinstance(known(size), int)]
+    for size in symbols:
+        int(size)  # a guard of the compiled program
+    return bool(symbols)
+
+
 class Lowering:
     """One lifted loop of a Dynamo graph, as a scan."""
 
@@ -43,6 +71,8 @@ class Lowering:
             NotALoop: It says why there is none.
         """
         self.gm, self.call, self.dual = gm, call, dual
+        # Why there is a scan for the sizes at hand only, if so.
+        self.fixed = ""
         self.loop: Any = gm.get_submodule(str(call.target))
         loop: Any = self.loop
         self.count = step_count(loop, call)
@@ -115,7 +145,9 @@ class Lowering:
             if any(x.untyped_storage()._cdata in changed for x in tensors):
                 raise NotALoop("a result is changed in place behind it")
             together = isinstance(self.call.meta["example_value"][i], torch.Tensor)
-            if i < self.lists or (not together and any(user.target not in _JOINS for item in use.users for user in item.users)):
+            if i < self.lists or (
+                not together and any(user.target not in _JOINS for item in use.users for user in item.users)
+            ):
                 escaping.append(_storage(inner[i]))
         shared = [_storage(node) for node in self.loop.body.graph.find_nodes(op="placeholder")] + escaping
         if any(shared.count(storage) > 1 for storage in escaping):
@@ -175,9 +207,7 @@ class Lowering:
             multilinear=False,
             terms=count,
             spread=0.1,
-            differentiated=tuple(_has_gradient(_example(x)) for x in self.inputs)
-            if self.training
-            else (),
+            differentiated=tuple(_has_gradient(_example(x)) for x in self.inputs) if self.training else (),
             steps=steps,
         )
 
@@ -348,9 +378,8 @@ def _storage(node: Node) -> Any:
 
 def _detail(count: Any, loops: list[Loop]) -> str:
     if not loops:
-        return f"{count} steps that carry nothing, all at once"
-    state = " x ".join(str(size) for size in value(loops[0].steps[0]).shape)
-    return f"{count} steps of a state of {state or 1} as one {loops[0].operator}"
+        return f"{count if isinstance(count, int) else 'any number of'} steps that carry nothing, all at once"
+    return loops[0].described
 
 
 def _without_writes(traced: Traced) -> GraphModule:

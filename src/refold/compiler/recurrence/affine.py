@@ -16,7 +16,7 @@ import torch
 from torch.fx import Node
 
 from ...ops.torch.registry import OPS
-from ..ir.index import is_tensor, value
+from ..ir.index import is_tensor, known, value
 from .vectorize import Emitter, NotALoop, Value, is_pointwise
 
 aten = torch.ops.aten
@@ -61,7 +61,13 @@ class Loop:
     @property
     def length(self) -> Any:
         """How many steps there are."""
-        return len(self.steps) if self.count is None else self.count
+        return len(self.steps) if self.count is None else known(self.count)
+
+    @property
+    def described(self) -> str:
+        """What it is, for a person."""
+        steps = self.length if isinstance(self.length, int) else "any number of"
+        return f"{steps} steps of a state of {' x '.join(map(str, value(self.steps[0]).shape)) or 1} as one {self.operator}"
 
 
 @dataclass(frozen=True)

@@ -102,7 +102,9 @@ def keyed_scan(
     entering = emit.call(aten.cat.default, [emit.call(aten.unsqueeze.default, initial, 1), before], 1)
     far = product(times(q, decay(plus(sums))), entering)
     y = emit.reshape(emit.call(aten.add.Tensor, near, far), [rows, chunks * CHUNK, v])
-    return (y if isinstance(steps, int) and chunks * CHUNK == steps else emit.call(aten.slice.Tensor, y, 1, 0, steps)), last
+    return (
+        y if isinstance(steps, int) and chunks * CHUNK == steps else emit.call(aten.slice.Tensor, y, 1, 0, steps)
+    ), last
 
 
 def finite_part(emit: Emitter, x: Node, time: int) -> tuple[Node, Node]:

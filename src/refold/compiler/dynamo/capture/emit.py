@@ -101,7 +101,9 @@ def emit(tx: Translator, assumed: Form, found: Trace, count: Any, live: set[str]
 
 def _is_column(growing: Growing) -> bool:
     """Tell whether each step appends one tensor, or nothing, to a list."""
-    return not growing.front and len(growing.back) <= 1 and all(type(realized(x)) is TensorVariable for x in growing.back)
+    return (
+        not growing.front and len(growing.back) <= 1 and all(type(realized(x)) is TensorVariable for x in growing.back)
+    )
 
 
 def _constant(tx: Translator, x: Any) -> Variable:

@@ -196,7 +196,9 @@ def install() -> Callable[[], None]:
 def _symbolic_range(self: Any, original: Any, tx: Translator, *args: Variable) -> Any:
     bounds = [realized(x) for x in args]
     symbols = [x for x in bounds if isinstance(x, SymNodeVariable)]
-    plain = all(is_constant(x) or isinstance(_number(x), torch.SymInt) for x in bounds if is_constant(x) or x in symbols)
+    plain = all(
+        is_constant(x) or isinstance(_number(x), torch.SymInt) for x in bounds if is_constant(x) or x in symbols
+    )
     if len(symbols) and plain and all(is_constant(x) or x in symbols for x in bounds):
         known = any(is_known(x.sym_num) for x in symbols) or getattr(tx.speculation_log, _KNOWN, False)
         if not known and dynamo.is_marked(tx.output.compiler_fn):
