@@ -99,24 +99,24 @@ class GraphCompile:
         for name in names:
             call = next(node for node in self.gm.graph.nodes if node.name == name)
             try:
-                lowering = self._lowered(call)
+                found = self._lowered(call)
             except NotALoop as reason:
                 self.entry.notes.append(f"a loop over time stays: {reason} [{serial(self.gm, call)}]")
                 continue
-            if lowering is not None:
-                lowering.splice()
-                before, after = lowering.rewrite.before, lowering.rewrite.after
+            if found is not None:
+                found.splice()
+                before, after = found.rewrite.before, found.rewrite.after
                 saved += Cost(before.flops - after.flops, before.bytes - after.bytes)
         self.gm.recompile()
         return saved
 
     def _lowered(self, call: Node) -> Any:
         """Return a lifted loop as the scan that stands; None if none does."""
-        from .dynamo.to_scan import Lowering
+        from .dynamo.to_scan import lowering
 
         for dual in (True, False):
-            lowering = Lowering(self.gm, call, dual)
-            rewrite = lowering.rewrite
+            found = lowering(self.gm, call, dual)
+            rewrite = found.rewrite
             verdict = None
             if self.settings.verify != "off" or self.settings.accept != "always":
                 start = time.perf_counter()
@@ -126,9 +126,11 @@ class GraphCompile:
             if verdict is None or not verdict.reason:
                 row.status = "applied"
                 self.terms = max(self.terms, rewrite.terms)
-                return lowering
+                if found.fixed:
+                    self.entry.notes.append(f"this compile is for these sizes alone: {found.fixed} [{call.name}]")
+                return found
             row.status = "refused"
-            if not lowering.dual:
+            if not found.dual:
                 break  # else what does not write the states rounds too much, or is slower
         return None
 
@@ -264,16 +266,16 @@ def lower_lifted(entry: GraphReport, gm: GraphModule) -> GraphModule:
     """Write into a report what would become of lifted loops; return the graph without those that would be scans."""
     gm = duplicate(gm)
     for call in lifted_loops(gm):
-        from .dynamo.to_scan import Lowering, serial
+        from .dynamo.to_scan import lowering, serial
 
         loop = serial(gm, call)
         try:
-            lowering = Lowering(gm, call)
+            found = lowering(gm, call)
         except NotALoop:
             continue  # it is found again, and described, when it is unrolled
         entry.loops.append(loop)
-        entry.rewrites.append(_row(lowering.rewrite, None))
-        lowering.splice()
+        entry.rewrites.append(_row(found.rewrite, None))
+        found.splice()
     gm.recompile()
     return gm
 

@@ -102,7 +102,9 @@ def keyed_scan(
     entering = emit.call(aten.cat.default, [emit.call(aten.unsqueeze.default, initial, 1), before], 1)
     far = product(times(q, decay(plus(sums))), entering)
     y = emit.reshape(emit.call(aten.add.Tensor, near, far), [rows, chunks * CHUNK, v])
-    return (y if chunks * CHUNK == steps else emit.call(aten.slice.Tensor, y, 1, 0, steps)), last
+    return (
+        y if isinstance(steps, int) and chunks * CHUNK == steps else emit.call(aten.slice.Tensor, y, 1, 0, steps)
+    ), last
 
 
 def finite_part(emit: Emitter, x: Node, time: int) -> tuple[Node, Node]:
@@ -122,8 +124,10 @@ def finite_part(emit: Emitter, x: Node, time: int) -> tuple[Node, Node]:
 def _chunked(emit: Emitter, x: Node, chunks: int) -> Node:
     """Cut time into chunks; what is missing of the last one neither decays nor adds anything."""
     rows, steps, width = value(x).shape
-    if steps != chunks * CHUNK:
-        x = emit.call(aten.constant_pad_nd.default, x, [0, 0, 0, chunks * CHUNK - steps], 0.0)
+    if not isinstance(steps, int) or steps != chunks * CHUNK:  # of a symbolic length it may be nothing
+        kind = {"dtype": value(x).dtype, "device": value(x).device}
+        missing = emit.call(aten.full.default, [rows, chunks * CHUNK - steps, width], 0.0, **kind)
+        x = emit.call(aten.cat.default, [x, missing], 1)
     return emit.reshape(x, [rows, chunks, CHUNK, width])
 
 
