@@ -38,9 +38,9 @@ def test_stale_metadata_is_found_and_refreshed():
     fn = lambda x: (x.exp() * 2).tanh().view(6, 20)  # noqa: E731
     gm = traced(fn, x)
     readers = relaid(gm)
-    assert "says" in stale(gm)
+    assert "says" in stale(gm.graph)
     refresh(gm.graph, readers)
-    assert stale(gm) == ""
+    assert stale(gm.graph) == ""
     gm.recompile()
     got, want = gm(x), fn(x)
     assert torch.equal(got, want)
@@ -104,7 +104,7 @@ def test_a_scan_read_by_more_than_its_contraction_leaves_no_stale_strides(rewrit
     gradient = torch.func.grad(lambda *xs: attention(*xs).sin().sum(), argnums=(0, 3))
     outcome = rewritten(gradient, q, k, v, -g.abs())
     assert any("over chunks" in rewrite.detail for rewrite in outcome.rewrites)
-    assert all(not stale(rewrite.candidate) for rewrite in outcome.rewrites)
+    assert all(not stale(rewrite.candidate.graph) for rewrite in outcome.rewrites)
     # Its region starts where both programs do: values of one that the other lacks cannot be made up.
     inputs = {
         node.name for rewrite in outcome.rewrites for node in rewrite.candidate.graph.find_nodes(op="placeholder")

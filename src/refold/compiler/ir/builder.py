@@ -159,6 +159,24 @@ def same_strides(a: torch.Tensor, b: torch.Tensor) -> bool:
     return all(same(a.stride(dim), b.stride(dim)) for dim in dims)
 
 
+def sort_topologically(graph: Graph) -> None:
+    """Put every node after its inputs; nodes that are in order stay in order."""
+    placed: set[Node] = set()
+    output = graph.output_node()
+    for root in list(graph.nodes):
+        stack = [root]
+        while stack:
+            node = stack[-1]
+            missing = [x for x in node.all_input_nodes if x not in placed]
+            if node in placed or not missing:
+                stack.pop()
+                if node not in placed and node is not output:
+                    output.prepend(node)
+                placed.add(node)
+            else:
+                stack += missing[::-1]
+
+
 def is_constant(node: Node) -> bool:
     """Tell whether a node computes the same value every time, from no input of the graph."""
     stack, seen = [node], set()

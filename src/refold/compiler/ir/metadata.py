@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 from torch.utils._pytree import tree_leaves
 
@@ -74,9 +74,9 @@ def refresh(graph: Graph, changed: Iterable[Node], but: Node | None = None) -> N
                 before[node] = old
 
 
-def stale(gm: GraphModule) -> str:
+def stale(graph: Graph) -> str:
     """Say which node of a graph is not what its fake value claims; empty if none is."""
-    for node in gm.graph.nodes:
+    for node in graph.nodes:
         if _follows(node) and not _alike(node.meta["val"], real := _evaluated(node)):
             return f"{node.target} makes {_described(real)}, its metadata says {_described(node.meta['val'])}"
     return ""

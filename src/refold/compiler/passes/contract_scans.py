@@ -13,10 +13,10 @@ from operator import getitem
 from typing import Any
 
 import torch
-from torch._inductor.pattern_matcher import stable_topological_sort
 from torch.fx import Graph, Node
 
 from ...ops.torch.registry import OPS
+from ..ir.builder import sort_topologically
 from ..ir.index import arg, value
 from ..ir.metadata import refresh, substitute
 from ..ir.rewrite import Rewrite
@@ -50,7 +50,7 @@ def contract_scans(graph: Graph, wanted: Callable[[str], bool]) -> Iterator[Rewr
             loop: Any = rollup.loops[-1]
             if (rest := replace(rollup, last, partial(_copied, loop), loop.last.next, why=WHY)) is not None:
                 yield rest
-                stable_topological_sort(graph)
+                sort_topologically(graph)
     for node in reversed(rollup.emit.added):
         if not node.users and node.graph is graph and not node._erased:
             graph.erase_node(node)

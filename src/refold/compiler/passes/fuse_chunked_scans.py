@@ -15,11 +15,10 @@ from math import inf, prod
 from operator import getitem
 
 import torch
-from torch._inductor.pattern_matcher import stable_topological_sort
 from torch.fx import Graph, Node
 
 from ...ops.torch.registry import OPS
-from ..ir.builder import Builder, Operand, between, lay_out, multiply, operand
+from ..ir.builder import Builder, Operand, between, lay_out, multiply, operand, sort_topologically
 from ..ir.index import Axis, Factor, Label, Product, arg, is_tensor, layout, resolve, unify, value
 from ..ir.rewrite import Rewrite, replace_node
 from ..recurrence.chunked_form import NotAScan, Scan, States, read_scan, read_states, require, with_label
@@ -43,7 +42,7 @@ def fuse_chunked_scans(graph: Graph, wanted: Callable[[str], bool]) -> Iterator[
                 yield from _replace(root, read_scan(within, across), wanted)
             except NotAScan:
                 continue
-            stable_topological_sort(graph)  # the last state may have been read before the outputs
+            sort_topologically(graph)  # the last state may have been read before the outputs
             graph.eliminate_dead_code()
             break
 

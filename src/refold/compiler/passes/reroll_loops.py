@@ -15,12 +15,11 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from torch._inductor.pattern_matcher import stable_topological_sort
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
 from ...ops.torch.registry import OPS
-from ..ir.builder import Builder, downstream, region_inputs, upstream
+from ..ir.builder import Builder, downstream, region_inputs, sort_topologically, upstream
 from ..ir.index import arg, is_tensor, is_view, same, value
 from ..ir.metadata import refresh
 from ..ir.rewrite import Rewrite, replace_node, source_line
@@ -71,7 +70,7 @@ def roll_up_loops(graph: Graph, wanted: Callable[[str], bool]) -> Iterator[Rewri
     for root, join, after in _last_states(graph, rollup):
         if wanted(root.name) and (rewrite := replace(rollup, root, join, after)) is not None:
             yield rewrite
-            stable_topological_sort(graph)
+            sort_topologically(graph)
     rollups = [rollup]
     for steps in _chains(graph, rollup.members):
         if wanted(steps[-1].name):
@@ -258,7 +257,7 @@ def dualise(rollup: Carries, loop: Loop, new: Node) -> Node:
             y.replace_all_uses_with(node)
             continue
         loop.last = rollup.emit.cast(last, value(loop.steps[0]).dtype)
-        stable_topological_sort(new.graph)
+        sort_topologically(new.graph)
         refresh(new.graph, readers, but=new if new.op == "output" else None)
         used = {n.target for n in upstream(y)}
         made = (name for name in ("ssd", "selective_scan") if OPS[name] in used)
