@@ -20,6 +20,10 @@ if find_spec("jaxlib") and version("jaxlib").startswith("0.10."):
 os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *_CHEAP]).strip()
 
 
+# No test reads or writes the user's own decisions; tests of them name a folder of their own.
+os.environ["REFOLD_CACHE"] = "off"
+
+
 @pytest.fixture(autouse=True)
 def _seed(request):
     """Seed every framework that is loaded from the test's own name."""

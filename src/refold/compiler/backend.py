@@ -12,14 +12,17 @@ from __future__ import annotations
 import platform
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from os import PathLike
 from typing import Any
 
 import torch
 from torch.fx import Graph, GraphModule
 
 from .. import __version__
-from ..errors import ArgumentError, CompileError, RefoldWarning
+from ..errors import ArgumentError, CompileError, PlanError, RefoldWarning
 from ..report import GraphReport, Report
+from .decisions import Plan, folder_for
 from .dynamo import captures_loops, notes
 from .inductor import Compiled, Hook, Stopped, inductor
 from .passes.reroll_loops import refusals
@@ -29,7 +32,7 @@ from .validate.program import first_line
 from .validate.region import Settings
 
 BUG = "Please report this with the output of `refold doctor`."
-OWN_OPTIONS = ("verify", "accept", "strict", "loops", "report")
+OWN_OPTIONS = ("verify", "accept", "strict", "loops", "cache", "plan", "report")
 
 
 @captures_loops
@@ -46,8 +49,8 @@ def refold(
         gm: The graph that Dynamo captured.
         example_inputs: The values it was captured with.
         options: refold's own ``verify`` ("quick" or "off"), ``accept`` ("faster" or "always"),
-            ``strict`` (bool), ``loops`` ("capture" or "unroll") and ``report`` (a `refold.report.Report` to
-            add to); everything else is passed to Inductor.
+            ``strict`` (bool), ``loops`` ("capture" or "unroll"), ``cache`` (bool or a folder), ``plan`` (a report or
+            a path to one) and ``report`` (a `refold.report.Report` to add to); everything else is passed to Inductor.
         mode: A mode of ``torch.compile``, passed to Inductor.
 
     Returns:
@@ -56,6 +59,7 @@ def refold(
     Raises:
         ArgumentError: An option has an unknown value.
         CompileError: refold itself failed, and ``strict`` was set.
+        PlanError: The plan does not fit, and ``strict`` was set.
     """
     given = dict(options or {})
     own = {key: given.pop(key) for key in OWN_OPTIONS if key in given}
@@ -68,6 +72,8 @@ def refold(
     entry.notes += notes()
     try:
         return GraphCompile(gm, example_inputs, settings, entry).run()
+    except PlanError:
+        raise
     except Exception as error:
         if settings.strict:
             raise CompileError(f"refold failed on graph {entry.index}: {first_line(error)}. {BUG}") from error
@@ -97,7 +103,8 @@ def check_settings(settings: Settings) -> Settings:
     ):
         if (got := getattr(settings, name)) not in allowed:
             raise ArgumentError(f"{name} must be one of {', '.join(map(repr, allowed))}, not {got!r}")
-    return settings
+    folder_for(settings.cache)
+    return settings if settings.plan is None else replace(settings, plan=Plan.read(settings.plan))
 
 
 def compile(
@@ -107,6 +114,8 @@ def compile(
     accept: str = "faster",
     strict: bool = False,
     loops: str = "capture",
+    cache: bool | str | PathLike[str] = True,
+    plan: Report | Mapping[str, Any] | str | PathLike[str] | None = None,
     fullgraph: bool = False,
     dynamic: bool | None = None,
     mode: str | None = None,
@@ -124,6 +133,10 @@ def compile(
         loops: ``"capture"`` traces the body of a long loop over time once; ``"unroll"`` leaves Dynamo's
             interpreter alone, which then executes every step. The environment variable
             ``REFOLD_LOOPS=unroll`` does the same for a whole process.
+        cache: Where decisions are kept, so that neither a recompile nor the next process takes them again: True
+            for the default folder (``$REFOLD_CACHE``, else ``~/.cache/refold``), a folder, or False for nowhere.
+        plan: Decisions to replay without timing anything: the ``report`` of a compiled callable, or the path that
+            its ``save`` wrote. Two runs with one plan run the same programs.
         fullgraph: As for ``torch.compile``.
         dynamic: As for ``torch.compile``.
         mode: As for ``torch.compile``.
@@ -134,7 +147,7 @@ def compile(
         that is at the first call with each new kind of input.
 
     Raises:
-        ArgumentError: An option has an unknown value.
+        ArgumentError: An option has an unknown value, or ``plan`` is no report.
 
     Example:
         >>> import torch, refold
@@ -146,9 +159,10 @@ def compile(
     """
     if not callable(module):
         raise ArgumentError(f"module must be a torch.nn.Module or a function, not {type(module).__name__}")
-    check_settings(Settings(verify, accept, strict, loops))
+    plan = check_settings(Settings(verify, accept, strict, loops, cache=cache, plan=plan)).plan
     report = Report(target=_name(module), environment=environment())
-    own = {"verify": verify, "accept": accept, "strict": strict, "loops": loops, "report": report}
+    own = {"verify": verify, "accept": accept, "strict": strict, "loops": loops}
+    own |= {"cache": cache, "plan": plan, "report": report}
     backend = _with_options(refold, {**(options or {}), **own}, mode)
     compiled = torch.compile(module, backend=backend, fullgraph=fullgraph, dynamic=dynamic)
     # OptimizedModule forwards plain attribute writes to the user's module.
