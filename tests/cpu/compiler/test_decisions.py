@@ -149,8 +149,7 @@ def test_files_that_are_not_decisions_are_ignored_with_a_note(folder, judged, co
 
 
 @pytest.mark.parametrize("key", ["chosen", "rewrites"])
-def test_a_decision_that_does_not_fit_is_taken_again(folder, key, monkeypatch):
-    monkeypatch.setattr(torch._functorch.config, "enable_autograd_cache", False)  # the graph is to be looked at
+def test_a_decision_that_does_not_fit_is_taken_again(folder, key):
     afresh(scores, folder, *pair())
     (path,) = folder.rglob("graph-*.json")
     read = json.loads(path.read_text())
@@ -159,7 +158,8 @@ def test_a_decision_that_does_not_fit_is_taken_again(folder, key, monkeypatch):
     else:
         read["data"]["rewrites"][0]["signature"] = "another"
     path.write_text(json.dumps(read))
-    _, graph = afresh(scores, folder, *pair())
+    with torch._functorch.config.patch(enable_autograd_cache=False):  # the graph is to be looked at
+        _, graph = afresh(scores, folder, *pair())
     assert graph.remembered == ""
     assert graph.chosen == "refold"
     assert any("does not fit" in note for note in graph.notes)
