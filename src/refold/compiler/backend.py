@@ -67,7 +67,7 @@ def refold(
     report = Report() if report is None else report
     inductor_options = {**(torch._inductor.list_mode_options(mode) if mode else {}), **given}
     settings = check_settings(Settings(**own, options=inductor_options))
-    entry = GraphReport(index=len(report.graphs))
+    entry = GraphReport(index=len(report.graphs), mode="training" if _is_training(gm) else "inference")
     report.graphs.append(entry)
     entry.notes += notes()
     try:
@@ -87,6 +87,12 @@ def refold(
         for row in entry.rewrites:
             row.status, row.reason = "refused", "refold failed"
         return inductor(gm, example_inputs, options=inductor_options)
+
+
+def _is_training(gm: GraphModule) -> bool:
+    """Tell whether a result of the graph has a gradient."""
+    results = [node.meta.get("example_value") for node in gm.graph.output_node().all_input_nodes]
+    return torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in results)
 
 
 def check_settings(settings: Settings) -> Settings:

@@ -12,6 +12,10 @@ norms are needed: the first sees a loss of precision, the second a few wrong ele
 absolute tolerance. Sums of products are run on small integers besides, where every honest order of
 summation gives the same bits.
 
+Where the original is not finite, nothing is asked. But a rewrite must not lose finite results: the program is also run
+with one infinity in each input (the past must not see it, and a decay of ``exp(-inf)`` forgets), where the candidate
+must be finite, and near the original, wherever that is finite.
+
 Of a float64 program ``o`` and ``r`` are one, so nothing is known of ``E(o)``. It is estimated: rounding errors
 are proportional to the unit as long as their squares do not count, so the program is run with float32 in place
 of float64, on inputs that float32 holds exactly, and its errors are taken times the ratio of the units. If they
@@ -41,7 +45,7 @@ class KindResult:
     """The outcome for one kind of input.
 
     Attributes:
-        kind: ``actual``, ``normal`` or ``integers``.
+        kind: ``actual``, ``normal``, ``integers`` or ``infinities``.
         passed: Whether the candidate is accepted on this kind.
         error: E2 of the candidate against float64.
         original_error: E2 of the original against float64; of a float64 original, what a float32 run says of it.
@@ -122,6 +126,7 @@ def check(
     kinds.append(("normal", [_normal(x, generator, spread) for x in like]))
     if multilinear:
         kinds.append(("integers", [_integers(x, terms, generator) for x in like]))
+    bounds: list[float] = []
     for kind, inputs in kinds:
         before = [x.clone() if isinstance(x, torch.Tensor) else x for x in inputs]
         ys = _several(candidate(*inputs))
@@ -147,7 +152,12 @@ def check(
             known = _estimated(narrowed, reference, inputs, multilinear)
         results = zip(rs, os, ys, scales, known, strict=True)
         found = [_compare(kind, r, o, y, scale, terms, least) for r, o, y, scale, least in results]
+        bounds = [max(pair) for pair in zip(bounds or [0.0] * len(ys), (one.bound for one in found), strict=True)]
         # One result stands for all: the first that fails, else the one nearest to its bound.
+        evidence.kinds.append(min(found, key=lambda one: (one.passed, -one.error / (one.bound or 1.0))))
+    if evidence.passed:
+        inputs = [_with_infinity(x, generator, spread) for x in like]
+        found = list(map(_where_finite, _several(original(*inputs)), _several(candidate(*inputs)), bounds))
         evidence.kinds.append(min(found, key=lambda one: (one.passed, -one.error / (one.bound or 1.0))))
     return evidence
 
@@ -188,6 +198,16 @@ def _normal(x: Any, generator: torch.Generator, spread: float) -> Any:
     if not (isinstance(x, torch.Tensor) and x.is_floating_point()):
         return x
     return _like(x, spread * torch.randn(x.shape, generator=generator))
+
+
+def _with_infinity(x: Any, generator: torch.Generator, spread: float) -> Any:
+    """Draw as above, with one negative infinity in the second half of the memory: time goes on there."""
+    if not (isinstance(x, torch.Tensor) and x.is_floating_point() and x.numel()):
+        return x
+    values = spread * torch.randn(x.shape, generator=generator)
+    at = int(torch.randint(x.numel() // 2, x.numel(), (), generator=generator))
+    values.view(-1)[at] = -math.inf
+    return _like(x, values)
 
 
 def _integers(x: Any, terms: int, generator: torch.Generator) -> Any:
@@ -300,6 +320,20 @@ def _compare(
     elif not worst[0] <= worst_bound:
         reason = f"largest error {worst[0]:.1e} exceeds {worst_bound:.1e} (original {worst[1]:.1e})"
     return KindResult(kind, not reason, errors[0], errors[1], worst[0], bound, reason)
+
+
+def _where_finite(o: torch.Tensor, y: torch.Tensor, known: float) -> KindResult:
+    """Compare a candidate with the original where that is finite; each may be as far off as was found before."""
+    _, o, y = _finite_only(o, o, y)
+    (error,), (worst,) = _errors(o, None, y)
+    bound = 2 * known
+    lost = int((~y.isfinite()).sum())
+    reason = ""
+    if lost:
+        reason = f"{lost} of {y.numel()} elements are not finite where the original's are"
+    elif not error <= bound:
+        reason = f"relative difference {error:.1e} exceeds {bound:.1e}"
+    return KindResult("infinities", not reason, error, 0.0, worst, bound, reason)
 
 
 def _relative(difference: torch.Tensor, r: torch.Tensor) -> float:

@@ -12,6 +12,7 @@ from refold.compiler.dynamo import captures_loops, notes
 from refold.compiler.dynamo.loop import LiftedLoop
 from refold.compiler.inductor import Hook, Stopped, bind, inductor
 from refold.compiler.ir.evaluate import evaluate
+from refold.compiler.ir.metadata import stale
 from refold.compiler.ir.rewrite import Rewrite
 from refold.compiler.pipeline import run
 
@@ -75,6 +76,7 @@ def rewritten():
             before, after = (
                 _tensors(evaluate(torch.fx.GraphModule(graph.owning_module, g), values)) for g in (original, graph)
             )
+            assert not stale(graph)
             targets = [str(node.target) for node in graph.nodes if node.op == "call_function"]
             found.append(Outcome(rewrites, before, after, targets))
             return gm

@@ -144,7 +144,10 @@ def computing_in(gm: GraphModule, dtype: torch.dtype) -> GraphModule:
     graph = copy.deepcopy(gm.graph)
     for node in graph.nodes:
         node.args, node.kwargs = _replaced(node.args, dtype), _replaced(node.kwargs, dtype)
-    return GraphModule(gm, graph)
+    twin = GraphModule(gm, graph)
+    for node in graph.find_nodes(op="get_attr"):
+        setattr(twin, str(node.target), _as(getattr(gm, str(node.target)), dtype))
+    return twin
 
 
 def with_gradients(

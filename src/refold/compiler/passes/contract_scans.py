@@ -18,6 +18,7 @@ from torch.fx import Graph, Node
 from ...ops.torch.registry import OPS
 from ..ir.builder import sort_topologically
 from ..ir.index import arg, value
+from ..ir.metadata import refresh, substitute
 from ..ir.rewrite import Rewrite
 from ..recurrence.affine import Affine, Loop
 from ..recurrence.reroll import Rollup
@@ -62,7 +63,7 @@ def _result(scan: Node, index: int) -> Any:
 def _last_state(graph: Graph, scan: Node, states: Node) -> Any:
     """Let what reads the last of all states read the scan's second result; return that, if anything uses it."""
     last = _result(scan, 1)
-    size = value(states).shape[1]
+    size, changed = value(states).shape[1], set[Node]()
     for view, time in [(states, 1), *((user, _time_of(user)) for user in states.users)]:
         users: list[Any] = list(view.users)
         for user in users:
@@ -75,8 +76,9 @@ def _last_state(graph: Graph, scan: Node, states: Node) -> Any:
                     last = graph.call_function(getitem, (scan, 1))
                 last.meta = {**scan.meta, "val": scan.meta["val"][1]}
             if value(user).shape == value(last).shape:
-                user.replace_all_uses_with(last)
+                changed.update(substitute(user, last))
                 graph.erase_node(user)
+    refresh(graph, changed)
     return last if last is not None and last.users else None
 
 

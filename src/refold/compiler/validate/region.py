@@ -11,15 +11,17 @@ from math import inf
 from typing import Any
 
 import torch
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 from torch.utils.flop_counter import flop_registry
 
 from ...verify import Evidence, KindResult, Program, Race, check, race
 from ...verify.memory import available_bytes
 from ...verify.timing import DELTA, once_ms
 from ..inductor import duplicate, standalone
+from ..ir.builder import same_strides
 from ..ir.cost import clearly_less, concrete, graph_cost, node_cost
 from ..ir.evaluate import evaluate, with_gradients
+from ..ir.metadata import stale
 from ..ir.rewrite import Rewrite
 from ..pipeline import run as run_pipeline
 
@@ -94,6 +96,9 @@ def judge(rewrite: Rewrite, actual: Sequence[Any] | None, settings: Settings) ->
     if settings.verify == "quick":
         log.info("proving %s: %s", rewrite.site, rewrite.detail)
         start = time.perf_counter()
+        if reason := _misdescribed(rewrite):
+            verdict.reason = reason
+            return verdict
         original, candidate, reference, narrowed = _programs(rewrite)
         verdict.evidence = check(
             original,
@@ -129,6 +134,21 @@ def judge(rewrite: Rewrite, actual: Sequence[Any] | None, settings: Settings) ->
                 f"between {verdict.race.at_least:.2f}x and {verdict.race.at_most:.2f}x, must exceed {1 + DELTA:.2f}x"
             )
     return verdict
+
+
+def _misdescribed(rewrite: Rewrite) -> str:
+    """Say what about a candidate's metadata is wrong; empty if nothing is.
+
+    Code is generated from it, while the numbers are compared on a run that does without.
+    """
+    old, new = (gm.graph.output_node().args[0] for gm in (rewrite.original, rewrite.candidate))
+    if not (isinstance(old, Node) and isinstance(new, Node)):
+        return ""  # a captured loop: AOTAutograd traces anew what replaces it
+    if wrong := stale(rewrite.candidate.graph):
+        return f"its metadata is wrong: {wrong}"
+    old, new = old.meta["val"], new.meta["val"]
+    same = old.shape == new.shape and old.dtype == new.dtype and same_strides(old, new)
+    return "" if same else f"its result has strides {tuple(new.stride())}, the original's {tuple(old.stride())}"
 
 
 def _programs(rewrite: Rewrite) -> tuple[Program, Program, Program, Program]:

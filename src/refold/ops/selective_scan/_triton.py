@@ -9,6 +9,7 @@ import torch
 import triton
 
 from refold.ops.selective_scan import _triton_kernels as kernels
+from refold.ops.selective_scan._triton_backward import selective_scan_backward as selective_scan_backward
 from refold.ops.selective_scan.spec import SPEC, STEP
 from refold.ops.spec import Meta
 from refold.ops.torch.launch import (
