@@ -15,7 +15,6 @@ import torch
 from torch._dynamo.source import ConstantSource
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
-
 # Where an environment keeps its symbols that count steps.
 _STEPS = "refold_steps"
 
