@@ -44,7 +44,9 @@ def logits_and_gradients(model, ids, **keywords):
     keep = keywords.get("attention_mask", torch.ones_like(ids)).bool()
     weights = torch.linspace(-1, 1, VOCAB, dtype=logits.dtype)
     parameters = dict(model.named_parameters())
-    found = torch.autograd.grad((logits[keep] * weights).sum() / keep.sum(), list(parameters.values()), allow_unused=True)
+    found = torch.autograd.grad(
+        (logits[keep] * weights).sum() / keep.sum(), list(parameters.values()), allow_unused=True
+    )
     return logits[keep], {name: g for name, g in zip(parameters, found, strict=True) if g is not None}
 
 
@@ -178,7 +180,9 @@ def test_rows_of_documents_with_padding_between_and_behind():
     mask = torch.ones_like(ids)
     mask[1, [6, 7, 18, 19]] = 0
     with torch.no_grad():
-        expected = [model(part, use_cache=False).logits for part in (ids[:1, :7], ids[:1, 7:], ids[1:, :6], ids[1:, 8:18])]
+        expected = [
+            model(part, use_cache=False).logits for part in (ids[:1, :7], ids[:1, 7:], ids[1:, :6], ids[1:, 8:18])
+        ]
         refold.accelerate(model)
         found = model(ids, use_cache=False, position_ids=positions, attention_mask=mask).logits
     for a, b in zip((found[:1, :7], found[:1, 7:], found[1:, :6], found[1:, 8:18]), expected, strict=True):
@@ -315,8 +319,13 @@ def test_hooks_of_projections_run_in_order():
     mixer, calls = model.backbone.layers[0].mixer, []
     for name, child in mixer.named_children():
         if isinstance(child, nn.Linear):
-            kept = child.weight.data
-            child.register_forward_pre_hook(lambda m, a, name=name, kept=kept: (calls.append(name), setattr(m.weight, "data", kept))[0])  # fmt: skip
+            weight = child.weight.data
+
+            def gather(module, args, name=name, weight=weight):
+                calls.append(name)
+                module.weight.data = weight
+
+            child.register_forward_pre_hook(gather)
             child.register_forward_hook(lambda m, a, o: setattr(m.weight, "data", torch.empty(0)))
             child.weight.data = torch.empty(0)
     with torch.no_grad():
@@ -363,10 +372,9 @@ def test_offloading_hooks(first):
     summary = refold.accelerate(model)
     ran = []
     original = type(mixer).forward
-    with torch.no_grad():
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("refold.ops.ssd", lambda *a, f=refold.ops.ssd, **k: (ran.append(1), f(*a, **k))[1])
-            found = model(ids).logits
+    with torch.no_grad(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr("refold.ops.ssd", lambda *a, f=refold.ops.ssd, **k: (ran.append(1), f(*a, **k))[1])
+        found = model(ids).logits
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
     assert len(ran) == 2, "both layers ran on refold"
     assert hook.seen.count("Conv1d before") == hook.seen.count("Conv1d after") == 1
@@ -455,7 +463,7 @@ def test_layers_that_are_kept_say_why():
         "backbone.layers.0.mixer": "its class Mine has a forward of its own",
         "backbone.layers.1.mixer": "its forward was replaced on the instance",
     }
-    with pytest.raises(ArgumentError, match="model must be a torch.nn.Module; got str"):
+    with pytest.raises(ArgumentError, match=r"model must be a torch\.nn\.Module; got str"):
         refold.accelerate("mamba")
     with pytest.warns(RefoldWarning, match="Linear has no layer"):
         refold.accelerate(nn.Linear(2, 2))
@@ -495,7 +503,8 @@ def test_compiled_whole(name):
     model.train()
     parameters = [p for n, p in model.named_parameters() if n.endswith(("in_proj.weight", "A_log"))]
     found, expected = (
-        torch.autograd.grad((run(ids, use_cache=False).logits * weights).mean(), parameters) for run in (compiled, model)
+        torch.autograd.grad((run(ids, use_cache=False).logits * weights).mean(), parameters)
+        for run in (compiled, model)
     )
     for a, b in zip(found, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
@@ -503,10 +512,8 @@ def test_compiled_whole(name):
     offsets = torch.tensor([0, 5, 12], dtype=torch.int32)
     with torch.no_grad():
         for keywords in ({"cu_seq_lens_q": offsets}, {}):
-            torch.testing.assert_close(
-                compiled(ids[:1], use_cache=False, **keywords).logits, model(ids[:1], use_cache=False, **keywords).logits,
-                rtol=1e-4, atol=1e-5,
-            )  # fmt: skip
+            found, expected = (run(ids[:1], use_cache=False, **keywords).logits for run in (compiled, model))
+            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["mamba", "mamba2"])

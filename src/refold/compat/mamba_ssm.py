@@ -49,7 +49,7 @@ def mamba_chunk_scan_combined(
     return_varlen_states: bool = False,
     state_dtype: torch.dtype | None = None,
 ) -> Any:
-    """The Mamba-2 scan, `refold.ops.ssd`.
+    """Scan as Mamba-2 does, by `refold.ops.ssd`.
 
     Args:
         x: ``(b, t, h, p)``.
@@ -84,12 +84,12 @@ def mamba_chunk_scan_combined(
         raise ArgumentError(f"{op}: return_varlen_states=True needs cu_seqlens; got None.")
     documents = _documents(op, x, seq_idx, cu_seqlens)
     tokens = {"x": x, "dt": dt, "B": B, "C": C, "z": z}
-    rest = {"A": A, "D": D, "dt_bias": dt_bias, "dt_softplus": dt_softplus, "dt_limit": tuple(dt_limit)}
+    rest: dict[str, Any] = {"A": A, "D": D, "dt_bias": dt_bias, "dt_softplus": dt_softplus, "dt_limit": tuple(dt_limit)}
     if documents is None:
-        out, states = ops.ssd(**tokens, **rest, initial_state=initial_states)
+        out, states = ops.ssd(x, dt, B=B, C=C, z=z, **rest, initial_state=initial_states)
         return (out, states) if return_final_states else out
     out, states = documents.run(ops.ssd, tokens, initial_states, **rest)
-    results = (out,)
+    results: tuple[Tensor, ...] = (out,)
     if return_final_states:
         results += (documents.ends(states),)
     if return_varlen_states:
@@ -119,7 +119,7 @@ def mamba_split_conv1d_scan_combined(
     norm_before_gate: bool = True,
     state_dtype: torch.dtype | None = None,
 ) -> Any:
-    """A Mamba-2 layer between its projections: split, convolution, scan, gated norm, and the output product.
+    """Compute a Mamba-2 layer after its input projection: convolution, scan, gated norm, and the output product.
 
     A layer that hands over ``outproj_weight`` never calls its output projection, so LoRA, quantisation or a hook there
     does nothing. Where that matters, leave it None and call the projection on the result.
@@ -203,7 +203,7 @@ def selective_scan_fn(
     delta_softplus: bool = False,
     return_last_state: bool = False,
 ) -> Any:
-    """The Mamba-1 scan, `refold.ops.selective_scan`.
+    """Scan as Mamba-1 does, by `refold.ops.selective_scan`.
 
     Args:
         u: Inputs, ``(b, d, t)``.
@@ -258,7 +258,7 @@ def mamba_inner_fn(
     dt_rms_weight: Tensor | None = None,
     b_c_dt_rms_eps: float = 1e-6,
 ) -> Tensor:
-    """A Mamba-1 layer after its input projection: convolution, projections, scan, gate, and the output product.
+    """Compute a Mamba-1 layer after its input projection, with the output product.
 
     Args:
         xz: ``(b, 2 d, t)``: inputs and gate.
@@ -341,7 +341,7 @@ def selective_state_update(
     pad_slot_id: int = -1,
     out: Tensor | None = None,
 ) -> Tensor:
-    """One token of a Mamba-1 or Mamba-2 layer, or a few; ``state`` is overwritten.
+    """Take one token of a Mamba-1 or Mamba-2 layer, or a few, in; ``state`` is overwritten.
 
     Where ``A``, ``dt`` and ``dt_bias`` are expanded over the channels and states of a head (strides of zero), this is
     `refold.ops.ssd_step_`, else `refold.ops.selective_scan_step_` over all channels of all heads.
@@ -379,7 +379,12 @@ def selective_state_update(
             f"{tuple(state.shape)} and {tuple(x.shape)}."
         )
     shape = tuple(x.shape[-2:] if heads else x.shape[-1:]) + tuple(state.shape[-1:])
-    for name, array, wanted in (("A", A, shape), ("dt_bias", dt_bias, shape[:-1]), ("D", D, shape[:-1]), ("dt", dt, x.shape)):
+    for name, array, wanted in (
+        ("A", A, shape),
+        ("dt_bias", dt_bias, shape[:-1]),
+        ("D", D, shape[:-1]),
+        ("dt", dt, x.shape),
+    ):
         if array is not None and array.shape != wanted:
             raise ShapeError(f"{op}: {name} must have the shape {tuple(wanted)}; got {tuple(array.shape)}.")
     rank = B.ndim - (x.ndim == state.ndim)
@@ -427,7 +432,7 @@ def rmsnorm_fn(
     group_size: int | None = None,
     norm_before_gate: bool = True,
 ) -> Tensor:
-    """RMS norm over groups of channels, with a gate, `refold.ops.gated_rmsnorm`.
+    """Normalise groups of channels by their RMS, with a gate, by `refold.ops.gated_rmsnorm`.
 
     Args:
         x: ``(..., d)``.
