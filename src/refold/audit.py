@@ -154,6 +154,10 @@ def _compare(
             yield f"gradient of {name}", a, b
 
 
+def _exact(given: dict[str, Any]) -> dict[str, Any]:
+    return {k: v.double().cpu() if isinstance(v, Tensor) else v for k, v in given.items()}
+
+
 def _ssd_arguments(
     device: torch.device, dtype: torch.dtype, seqlen: int = 700, strided: bool = False
 ) -> dict[str, Any]:
@@ -187,7 +191,7 @@ def _ssd(strided: bool = False, grads: bool = False, pack: bool = False) -> Call
 
 
 def _ssd_long(theirs: Callable[..., Any], device: torch.device, dtype: torch.dtype) -> Compared:
-    """Views of a projection of more than 2^31 elements; the states forget what lies 768 tokens back."""
+    """Read views of a projection of more than 2^31 elements; states forget what lies 768 tokens back."""
     seqlen, width, seen = 140_000, 16_384, 1024
     given = _ssd_arguments(device, dtype, 8)
     wide = torch.empty(1, seqlen, width, device=device, dtype=dtype)
@@ -202,7 +206,7 @@ def _ssd_long(theirs: Callable[..., Any], device: torch.device, dtype: torch.dty
         tails[name] = given[name][:, -seen:].clone()
     given["dt_bias"] = torch.zeros_like(given["dt_bias"])
     out = theirs(**given)
-    exact = {k: v.double().cpu() if isinstance(v, Tensor) else v for k, v in (given | tails).items()}
+    exact = _exact(given | tails)
     expected = mamba.mamba_chunk_scan_combined(**exact)
     yield "the last 256 tokens", out[:, -256:], expected[:, -256:]
 
@@ -224,7 +228,14 @@ def _selective_scan_long(theirs: Callable[..., Any], device: torch.device, dtype
     b, d, n, t, seen = 70, 1024, 4, 30_720, 64
     u, delta = (torch.randn(b, d, t, device=device, dtype=dtype) for _ in range(2))
     B, C = (torch.randn(b, n, t, device=device, dtype=dtype) for _ in range(2))
-    given = {"u": u, "delta": delta, "A": -torch.rand(d, n, device=device) - 4, "B": B, "C": C, "delta_softplus": True}
+    given: dict[str, Any] = {
+        "u": u,
+        "delta": delta,
+        "A": -torch.rand(d, n, device=device) - 4,
+        "B": B,
+        "C": C,
+        "delta_softplus": True,
+    }
     out = theirs(**given)[-1:, -32:, -16:]
     exact = {k: v[-1:, ..., -seen:].double().cpu() for k, v in given.items() if k in ("u", "delta", "B", "C")}
     exact |= {k: exact[k][:, -32:] for k in ("u", "delta")}
@@ -255,7 +266,7 @@ def _state_update(slots: int) -> Callable[..., Compared]:
             "dt_bias": bias[:, None].expand(-1, p), "dt_softplus": True,
         }  # fmt: skip
         out = theirs(state=state, **given, state_batch_indices=index)
-        exact = {k: v.double().cpu() if isinstance(v, Tensor) else v for k, v in given.items()}
+        exact = _exact(given)
         after = rows.double().cpu()
         expected = mamba.selective_state_update(after, **exact)
         yield "the result", out, expected
@@ -269,7 +280,7 @@ def _norm(rows: int) -> Callable[..., Compared]:
         d = 1024
         x, z = (torch.randn(1, rows, d, device=device, dtype=dtype) for _ in range(2))
         weight = torch.randn(d, device=device)
-        rest = {"bias": None, "eps": 1e-5, "group_size": d // 4, "norm_before_gate": False}
+        rest: dict[str, Any] = {"bias": None, "eps": 1e-5, "group_size": d // 4, "norm_before_gate": False}
         out = theirs(x=x, weight=weight, z=z, **rest)[:, -512:]
         x, z = (v[:, -512:].double().cpu() for v in (x, z))
         yield "the last rows", out, mamba.rmsnorm_fn(x=x, weight=weight.double().cpu(), z=z, **rest)

@@ -6,6 +6,8 @@ meaning, such as initial states in a pack, this gives it that meaning; a value w
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -26,7 +28,7 @@ def causal_conv1d_fn(
     return_final_states: bool = False,
     final_states_out: Tensor | None = None,
     activation: str | None = None,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Any:
     """Causal depthwise convolution along time, `refold.ops.causal_conv1d` in this package's layout.
 
     Args:

@@ -170,7 +170,7 @@ def mamba_split_conv1d_scan_combined(
     if rmsnorm_weight is not None and dim % ngroups:
         raise ShapeError(f"{op}: ngroups must divide h p = {dim}; got {ngroups}.")
     gated, z, xBC, dt = zxbcdt.split([mlp, dim, dim + 2 * states, nheads], -1)
-    xBC = causal_conv1d_fn(xBC.mT, conv1d_weight, conv1d_bias, seq_idx, activation=activation).mT  # type: ignore[union-attr]
+    xBC = causal_conv1d_fn(xBC.mT, conv1d_weight, conv1d_bias, seq_idx, activation=activation).mT
     x, B, C = xBC.split([dim, states, states], -1)
     heads, groups = (nheads, headdim), (ngroups, states // ngroups)
     out, final = mamba_chunk_scan_combined(
@@ -303,7 +303,7 @@ def mamba_inner_fn(
             )
     rank, dstate = delta_proj_weight.shape[1], A.shape[1]
     x, z = xz.chunk(2, 1)
-    x = causal_conv1d_fn(x, conv1d_weight.squeeze(1), conv1d_bias, activation="silu").mT  # type: ignore[union-attr]
+    x = causal_conv1d_fn(x, conv1d_weight.squeeze(1), conv1d_bias, activation="silu").mT
     projected = F.linear(x, x_proj_weight)
     delta = F.linear(projected[..., :rank], delta_proj_weight)
     if dt_rms_weight is not None:
