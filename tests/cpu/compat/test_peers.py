@@ -143,7 +143,14 @@ def test_state_update(theirs):
         state = torch.randn(b, *lead, n)
         twin = state.clone()
         x, dt, z = (torch.randn(b, *lead) for _ in range(3))
-        rest = (-torch.rand(*lead, n), torch.randn(b, g, n), torch.randn(b, g, n), torch.randn(lead), z, torch.randn(lead))
+        rest = (
+            -torch.rand(*lead, n),
+            torch.randn(b, g, n),
+            torch.randn(b, g, n),
+            torch.randn(lead),
+            z,
+            torch.randn(lead),
+        )
         if not heads:  # their reference takes no groups then
             rest = (rest[0], *(v[:, 0] for v in rest[1:3]), *rest[3:])
         expected = theirs.update.selective_state_update_ref(twin, x, dt, *rest, True)
