@@ -189,6 +189,19 @@ def test_rows_of_documents_with_padding_between_and_behind():
         assert (a - b).abs().max() <= 64 * 2**-24 * b.abs().max()
 
 
+@pytest.mark.parametrize("name", ["mamba", "mamba2"])
+def test_padding_inside_a_document_does_not_end_it(name):
+    model, ids, mask = make(name), ids_of(2, 14), torch.ones(2, 14, dtype=torch.long)
+    mask[0, [0, 1, 6, 7]] = 0
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    with torch.no_grad():
+        expected = model(ids, use_cache=False, attention_mask=mask).logits
+        refold.accelerate(model)
+        found = model(ids, use_cache=False, attention_mask=mask, position_ids=positions).logits
+    keep = mask.bool()
+    assert (found - expected)[keep].abs().max() <= 64 * 2**-24 * expected.abs().max()
+
+
 @pytest.mark.parametrize("name", ["mamba", "mamba2", "zamba2"])
 def test_a_cache_goes_on_from_the_last_document(name):
     model = refold.accelerate(make(name)).model
@@ -207,6 +220,13 @@ def test_a_cache_goes_on_from_the_last_document(name):
         cache = model(ids_of(1, 3), use_cache=True)[keyword]
         again = model(apart[0], position_ids=positions[:, :12], use_cache=True, **{keyword: cache}).logits
         alone = model(apart[0], use_cache=False).logits
+        # So does one that ends with a document shorter than the convolution's window.
+        cache = model(ids_of(1, 3), use_cache=True)[keyword]
+        model(ids_of(1, 1), use_cache=True, **{keyword: cache})
+        piece = torch.cat([ids_of(1, 1), apart[1]], 1)
+        model(piece, position_ids=torch.tensor([[4, 0, 1]]), use_cache=True, **{keyword: cache})
+        after = model(step, use_cache=True, **{keyword: cache}).logits
+    assert (after - expected).abs().max() <= 64 * 2**-24 * expected.abs().max()
     assert (found - expected).abs().max() <= 64 * 2**-24 * expected.abs().max()
     assert (again - alone).abs().max() <= 64 * 2**-24 * alone.abs().max()
 

@@ -86,7 +86,7 @@ class mamba_chunk_scan_combined(nn.Module):
         **kwargs: Any,
     ) -> Any:  # fmt: skip
         """Return the output, and the last state if asked for."""
-        tokens = {"x": hidden_states, "dt": dt, "B": B, "C": C, "z": kwargs.get("z")}
+        tokens: dict[str, Any] = {"x": hidden_states, "dt": dt, "B": B, "C": C, "z": kwargs.get("z")}
         rest: dict[str, Any] = {"A": A, "D": D, "dt_bias": dt_bias, "dt_softplus": dt_softplus}
         rest["dt_limit"] = tuple(dt_limit)
         documents = read(kwargs)
