@@ -255,7 +255,8 @@ class Carries:
         """Compute all states at once, and note what each step read."""
         emit, like, count = self.emit, loop.steps[-1], loop.length
         val = value(like)
-        if not (val.is_floating_point() and all(isinstance(size, int) for size in val.shape)):
+        static = loop.count is not None or all(isinstance(size, int) for size in val.shape)
+        if not (val.is_floating_point() and static):
             raise NotALoop("the carry is not a floating-point tensor of known shape")
         initial = self._tensor(loop.initial, like)
         shape = [count, *val.shape]
