@@ -67,7 +67,8 @@ class Loop:
     def described(self) -> str:
         """What it is, for a person."""
         steps = self.length if isinstance(self.length, int) else "any number of"
-        return f"{steps} steps of a state of {' x '.join(map(str, value(self.steps[0]).shape)) or 1} as one {self.operator}"
+        sizes = [str(size) if isinstance(known(size), int) else "any" for size in value(self.steps[0]).shape]
+        return f"{steps} steps of a state of {' x '.join(sizes) or 1} as one {self.operator}"
 
 
 @dataclass(frozen=True)

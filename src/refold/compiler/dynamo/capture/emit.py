@@ -166,7 +166,12 @@ def _call(
         graph.erase_node(node)
     graph.output(tuple(inner))
     # Sizes of what is carried have become arguments where they were met.
-    order = [*(x for place in carried for x in found.carried[place]), found.step, *(x for _, x in items), *outer.values()]
+    order = [
+        *(x for place in carried for x in found.carried[place]),
+        found.step,
+        *(x for _, x in items),
+        *outer.values(),
+    ]
     for node in reversed(order):
         next(iter(graph.nodes)).prepend(node)
     assert graph.find_nodes(op="placeholder") == order, "an argument of the body comes from nowhere"
