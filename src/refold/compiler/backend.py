@@ -50,8 +50,9 @@ def refold(
         gm: The graph that Dynamo captured.
         example_inputs: The values it was captured with.
         options: refold's own ``verify`` ("quick" or "off"), ``accept`` ("faster" or "always"),
-            ``strict`` (bool), ``loops`` ("capture" or "unroll"), ``compile_budget`` (seconds), ``cache`` (bool or a folder), ``plan`` (a report or
-            a path to one) and ``report`` (a `refold.report.Report` to add to); everything else is passed to Inductor.
+            ``strict`` (bool), ``loops`` ("capture" or "unroll"), ``compile_budget`` (seconds), ``cache`` (bool or a
+            folder), ``plan`` (a report or a path to one) and ``report`` (a `refold.report.Report` to add to); everything
+            else is passed to Inductor.
         mode: A mode of ``torch.compile``, passed to Inductor.
 
     Returns:
@@ -186,6 +187,8 @@ def compile(
         loops: ``"capture"`` traces the body of a long loop over time once; ``"unroll"`` leaves Dynamo's
             interpreter alone, which then executes every step. The environment variable
             ``REFOLD_LOOPS=unroll`` does the same for a whole process.
+        compile_budget: How many seconds Inductor may take, as estimated before it is started, for unrolled loops
+            over time that nobody can rewrite. Beyond that the graph runs eagerly, and the report says so.
         cache: Where decisions are kept, so that neither a recompile nor the next process takes them again: True
             for the default folder (``$REFOLD_CACHE``, else ``~/.cache/refold``), a folder, or False for nowhere.
         plan: Decisions to replay without timing anything: the ``report`` of a compiled callable, or the path that

@@ -140,7 +140,7 @@ class GraphCompile:
         entry.chosen, entry.reason = "eager", f"because {reason}"
         entry.notes.append(f"the graph runs eagerly: {reason}")
         log.warning("graph %d runs eagerly: %s", entry.index, reason)
-        compiled = self.given
+        compiled: Compiled = self.given
         if entry.applied:
             entry.chosen = "refold"
             for name in ("flops_before", "flops_after", "bytes_before", "bytes_after"):
@@ -412,7 +412,8 @@ class GraphCompile:
             self.entry.flops_before = self.entry.flops_after = self.entry.bytes_before = self.entry.bytes_after = 0
         before = graph_cost(graph.nodes)
         original = _copy(graph)
-        rewrites = run_pipeline(graph, lambda site: self._wanted(f"{index}:{site}"), notes := [])
+        notes: list[str] = []
+        rewrites = run_pipeline(graph, lambda site: self._wanted(f"{index}:{site}"), notes)
         self.entry.notes += [note for note in notes if note not in self.entry.notes]
         for rewrite in rewrites:
             key = f"{index}:{rewrite.site}"

@@ -26,7 +26,8 @@ _SAME = (aten.clone.default, aten.alias.default, aten.detach.default)
 # Views: of a carry only those may occur that add or drop axes of size one, or take all of an axis.
 _VIEWS = (
     aten.expand.default, aten.view.default, aten._unsafe_view.default, aten.reshape.default,
-    aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.squeeze.default, aten.slice.Tensor, aten.select.int,
+    aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.squeeze.default, aten.slice.Tensor,
+    aten.select.int,
 )  # fmt: skip
 
 

@@ -89,7 +89,7 @@ def emit(tx: Translator, assumed: Form, found: Trace, count: Any, live: set[str]
     for growing in found.lists:
         if not known:
             if growing.grown:
-                growing.owner.items = Stacked(tx, growing.items, next(filled))
+                growing.owner.items = Stacked(tx, growing.items, next(filled))  # type: ignore[assignment]
                 tx.output.side_effects.mutation(growing.owner)
             continue
         front, back = ([_rows(item, filled) for item in items] for items in (growing.front, growing.back))

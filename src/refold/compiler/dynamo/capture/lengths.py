@@ -81,7 +81,7 @@ class SymbolicRange(RangeVariable):
         return self._known(2)
 
     def is_python_constant(self) -> bool:
-        """It is none yet."""
+        """Say no: as long as it is symbolic it is none."""
         return False
 
     def tp_iter_impl(self, tx: Translator) -> Variable:
