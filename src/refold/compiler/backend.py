@@ -51,8 +51,8 @@ def refold(
         example_inputs: The values it was captured with.
         options: refold's own ``verify`` ("quick" or "off"), ``accept`` ("faster" or "always"),
             ``strict`` (bool), ``loops`` ("capture" or "unroll"), ``compile_budget`` (seconds), ``cache`` (bool or a
-            folder), ``plan`` (a report or a path to one) and ``report`` (a `refold.report.Report` to add to); everything
-            else is passed to Inductor.
+            folder), ``plan`` (a report or a path to one) and ``report`` (a `refold.report.Report` to add to); all else
+            is passed to Inductor.
         mode: A mode of ``torch.compile``, passed to Inductor.
 
     Returns:

@@ -56,14 +56,10 @@ def test_scans_of_such_a_graph_still_run():
     assert any("runs eagerly" in note for note in graph.notes)
 
 
-def test_graphs_without_loops_have_no_budget():
-    def layers(x):
-        for i in range(30):
-            x = torch.tanh(x * i) if i % 2 else torch.nn.functional.softmax(x, -1)
-        return x
-
+def test_layers_are_no_loop():
+    layers = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh()) for _ in range(12)))
     compiled = refold.compile(layers, strict=True, cache=False, compile_budget=0.0001)
-    compiled(torch.randn(4, 8))
+    compiled(torch.randn(4, 4))
     assert compiled.report.graphs[0].chosen == "inductor"
 
 

@@ -1,4 +1,4 @@
-"""One compile for all lengths, where Dynamo knows the length as a symbol; and else one for each, never a wrong result."""
+"""One compile for all lengths, where Dynamo knows the length as a symbol; else one for each, and right results."""
 
 import pytest
 import torch

@@ -26,8 +26,12 @@ def serial_loops(graph: Graph) -> list[str]:
 
 
 def unrolled_operations(graph: Graph) -> int:
-    """Return how many operations are part of such chains, or of what their lines compute beside them."""
-    chains = _chains(graph)
+    """Return how many operations the lines of such chains compute, if their steps are steps in time.
+
+    Layers are chains of one line, too, but each of them has parameters of its own: then there are more inputs than steps.
+    """
+    inputs = len(graph.find_nodes(op="placeholder"))
+    chains = {line for line, (steps, _) in _chains(graph).items() if steps > inputs}
     nodes = [node for node in graph.nodes if node.op == "call_function"]
     return sum(source_line(node) in chains for node in nodes) if chains else 0
 
