@@ -28,7 +28,7 @@ def serial_loops(graph: Graph) -> list[str]:
 def unrolled_operations(graph: Graph) -> int:
     """Return how many operations the lines of such chains compute, if their steps are steps in time.
 
-    Layers are chains of one line, too, but each of them has parameters of its own: then there are more inputs than steps.
+    Layers are chains of one line, too, but each has parameters of its own: then there are more inputs than steps.
     """
     inputs = len(graph.find_nodes(op="placeholder"))
     chains = {line for line, (steps, _) in _chains(graph).items() if steps > inputs}
