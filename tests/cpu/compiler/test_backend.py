@@ -178,7 +178,7 @@ def test_integer_and_complex_dtypes_pass_through():
 
 
 def test_a_wrong_rewrite_is_dropped_and_named(monkeypatch):
-    def wrong(graph, wanted=lambda site: True):
+    def wrong(graph, wanted=lambda site: True, notes=None):
         rewrites = honest(graph, wanted)
         for rewrite in rewrites:
             _break(rewrite.candidate)

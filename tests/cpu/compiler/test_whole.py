@@ -30,7 +30,7 @@ def planted(monkeypatch):
     """Return a function: let all regions pass, and make the n-th product of matrices wrong by a thousandth."""
 
     def plant(n):
-        def wrong(graph, wanted=lambda site: True):
+        def wrong(graph, wanted=lambda site: True, notes=None):
             rewrites = honest(graph, wanted)
             products = [node for node in graph.nodes if node.target is aten.bmm.default]
             if rewrites:
