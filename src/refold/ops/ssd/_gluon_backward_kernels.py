@@ -60,7 +60,7 @@ def _add_part(out, values, first, CHUNK: gl.constexpr, N: gl.constexpr):
 def _walk_keys(
     dx_desc, x_smem, dy_smem, H_smem, K_smem, B_smem, C_smem, dx_smem, dcb_smem, cb_smem, decay_smem, step_smem,
     full, empty, keys_full, dcb_full, decay_ptr, step_ptr, D_ptr, dB_ptr, kept_ptr, direct_ptr, skip_ptr,
-    through_ptr, sums_ptr, pid_b, pid_h, start, row, part, count, first, nheads, columns, stride_D_h, stride_D_p,
+    through_ptr, sums_ptr, pid_b, pid_h, start, row, part, count, first, stride_D_h, stride_D_p,
     CHUNK: gl.constexpr, P: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr, D_CHANNELS: gl.constexpr,
 ):  # fmt: skip
     """One warp group: dx of each head and dB; matrices of pairs of tokens are (j, i)."""
@@ -215,8 +215,8 @@ def _walk_queries(
         dcb += pairs
         # A product with a triangle of ones sums over the tokens before k; those from k on are summed in registers.
         crossing = gl.zeros([CHUNK, CHUNK], gl.float32, layout=acc_t)
-        crossing = warpgroup_mma(gl.convert_layout((pairs * cb_smem.load(acc_t)).to(dtype), op_t), before_smem, crossing,
-                                 use_acc=False, is_async=True)  # fmt: skip
+        mixed = gl.convert_layout((pairs * cb_smem.load(acc_t)).to(dtype), op_t)
+        crossing = warpgroup_mma(mixed, before_smem, crossing, use_acc=False, is_async=True)
         y = warpgroup_mma_wait(1, deps=[y])
         dy = dy_tile.load(acc_p).to(gl.float32) * _exp2(decay_smem.load(rows_p))[:, None]
         reads = gl.convert_layout(gl.sum(y * dy, 1), rows_t)
@@ -291,15 +291,15 @@ def _ssd_bwd_walk_hopper_kernel(
         [
             (_walk_queries, (
                 x_smem, dy_smem, H_smem, B_smem, C_smem, dcb_smem, before_smem, cb_smem.index(0), vectors.index(0),
-                vectors.index(1), full, empty, once.index(0), once.index(1), decay_ptr, step_ptr, dC_ptr, late_ptr, row, part, count,
-                first, CHUNK, P, N, STAGES,
+                vectors.index(1), full, empty, once.index(0), once.index(1), decay_ptr, step_ptr, dC_ptr, late_ptr,
+                row, part, count, first, CHUNK, P, N, STAGES,
             )),
             (_walk_keys, (
                 dx_desc, x_smem, dy_smem, H_smem, K_smem, B_smem, C_smem, dx_smem, dcb_smem, cb_smem.index(1),
-                vectors.index(2), vectors.index(3), full, empty, once.index(0), once.index(1), decay_ptr, step_ptr, D_ptr, dB_ptr,
-                kept_ptr, direct_ptr, skip_ptr, through_ptr, sums_ptr + pid_c.to(gl.int64) * columns + 2 * nheads,
-                pid_b, pid_h, start, row, part, count, first, nheads, columns, stride_D_h, stride_D_p,
-                CHUNK, P, N, STAGES, D_CHANNELS,
+                vectors.index(2), vectors.index(3), full, empty, once.index(0), once.index(1), decay_ptr, step_ptr,
+                D_ptr, dB_ptr, kept_ptr, direct_ptr, skip_ptr, through_ptr,
+                sums_ptr + pid_c.to(gl.int64) * columns + 2 * nheads, pid_b, pid_h, start, row, part, count, first,
+                stride_D_h, stride_D_p, CHUNK, P, N, STAGES, D_CHANNELS,
             )),
             (_fetch_heads, (
                 x_desc, dy_desc, H_desc, K_desc, B_desc, C_desc, x_smem, dy_smem, H_smem, K_smem, B_smem, C_smem,

@@ -88,6 +88,15 @@ def choose_splits(rows: int, heads: int, slots: int) -> int:
     return best
 
 
+def _copied_wide(headdim: int, dstate: int, *tensors: torch.Tensor) -> bool:
+    """Say whether rows of tiles begin at multiples of 16 bytes and are whole multiples of 16 elements."""
+    return (
+        headdim % 16 == 0
+        and dstate % 16 == 0
+        and all(t.data_ptr() % 16 == 0 and all(s % 16 == 0 for s in t.stride()[:3]) for t in tensors)
+    )
+
+
 def _hopper_fits(x, dy, B, C) -> bool:
     """Say whether the Hopper kernel takes these tensors: 16 bits, 64 channels, 64 or 128 states."""
     headdim, dstate = x.shape[-1], B.shape[-1]
@@ -113,11 +122,16 @@ class _Plan:
         table = lookup("ssd_backward", x.device, x.dtype)
         config = table | (config or {})
         chunk = min(table["chunk"], max(16, triton.next_power_of_2(config["chunk"])))
-        block_p = min(max(16, triton.next_power_of_2(headdim)), config["block_p"])
-        block_n = min(max(16, triton.next_power_of_2(dstate)), config["block_n"])
         wide_n = max(16, triton.next_power_of_2(dstate))
+        block_n, tile = min(wide_n, config["block_n"]), config["tile"]
+        if headdim > 64 or dstate > 128 or not _copied_wide(headdim, dstate, x, dy, B, C):
+            # Tiles that are not copied ahead go through registers. Triton 3.6 may then fence what it writes for
+            # asynchronous products after the barrier, not before it; products of 32 rows are none of these.
+            chunk, tile = min(chunk, 32), min(tile, 32 * wide_n)
+            block_n = min(wide_n, 2 * config["block_n"] if x.dtype != torch.float32 else config["block_n"])
+        block_p = min(max(16, triton.next_power_of_2(headdim)), config["block_p"])
         state_p = block_p
-        while state_p > 16 and state_p * wide_n > config["tile"]:
+        while state_p > 16 and state_p * wide_n > tile:
             state_p //= 2
         nseqs = cu_seqlens.numel() - 1 if varlen else batch
         nchunks = seqlen // chunk + nseqs if varlen else max(1, triton.cdiv(seqlen, chunk))
@@ -149,7 +163,17 @@ class _Plan:
             {"CHUNK": chunk, "BLOCK_H": block_h, "BLOCK_N": block_n, "SOFTPLUS": bool(dt_softplus), "VARLEN": varlen,
              "SHIFT": False, "PARTS": parts, "PRECISION": precision}, {"num_warps": 4},
         )  # fmt: skip
-        self.prepare_ints = (seqlen, nchunks, nheads, 0, dstate, *limits, *dt.stride(), *B.stride()[:3], *C.stride()[:3])
+        self.prepare_ints = (
+            seqlen,
+            nchunks,
+            nheads,
+            0,
+            dstate,
+            *limits,
+            *dt.stride(),
+            *B.stride()[:3],
+            *C.stride()[:3],
+        )
 
         sizes = (seqlen, nchunks, nheads, ngroups, headdim, dstate)
         x_strides, dy_strides, B_strides, C_strides = (a.stride()[:3] for a in (x, dy, B, C))
@@ -174,7 +198,9 @@ class _Plan:
             walks: list[tuple[Any, ...]] = []
             if self.hopper:
                 ints = (nchunks, nheads, ngroups, first, held, split_heads, columns, *D_strides)
-                walks.append((self._hopper(x, dy, B, C, nchunks, held, nsplits, config["hopper_stages"], self.D_channels), ints))
+                walks.append(
+                    (self._hopper(x, dy, B, C, nchunks, held, nsplits, config["hopper_stages"], self.D_channels), ints)
+                )
                 self.blocks.append((states, (*sizes, first, held, *strides), walks))
                 continue
             for lead in (True, False)[: min(blocks_n, 2)]:
@@ -234,8 +260,9 @@ class _Plan:
                   "block_shape": [headdim, dstate], "layout": tile_layout(16, 2)}  # fmt: skip
         dx_strides = (seqlen * nheads * headdim, nheads * headdim)
         heads, keys = nheads * headdim, ngroups * dstate
-        views = [view(heads, x.stride(), headdim), view(heads, dy.stride(), headdim), states, states,
-                 view(keys, B.stride(), dstate), view(keys, C.stride(), dstate), view(heads, dx_strides, headdim)]  # fmt: skip
+        inputs = [view(heads, a.stride(), headdim) for a in (x, dy)]
+        views = [*inputs, states, states, *[view(keys, a.stride(), dstate) for a in (B, C)],
+                 view(heads, dx_strides, headdim)]  # fmt: skip
         consts = {"CHUNK": 64, "P": headdim, "N": dstate, "STAGES": stages, "D_CHANNELS": D_channels}
         grid = (batch * nchunks, ngroups * nsplits)
         return MappedLaunch(hopper._ssd_bwd_walk_hopper_kernel, grid, consts, {"num_warps": 4}, views)
@@ -243,7 +270,7 @@ class _Plan:
     def __call__(self, dy, dstate, x, dt, A, B, C, D, dt_bias, initial, cu_seqlens) -> dict[str, torch.Tensor]:
         stream = current_stream(x.device)
         workspace, states = self.new_workspace(), self.new_states()
-        parts = [workspace[cut:] for cut in self.cuts]
+        parts: list[Any] = [workspace[cut:] for cut in self.cuts]
         decay, step, late, kept, direct, skip, through, dB_part, dC_part, sums_part = parts
         if D is None or self.D_channels:
             skip = None
