@@ -3,7 +3,7 @@
 import torch
 
 import refold
-from refold.compiler.timewise import Emitter
+from refold.compiler.recurrence.vectorize import Emitter
 
 
 def flat(results):

@@ -5,8 +5,8 @@ import torch
 from scans import emitted
 
 import refold
-from refold.compiler import keyed
-from refold.compiler.keyed import CHUNK, keyed_scan
+from refold.compiler.recurrence import gated_chunks as keyed
+from refold.compiler.recurrence.gated_chunks import CHUNK, keyed_scan
 
 H, K, V = 2, 4, CHUNK
 

@@ -7,7 +7,7 @@ import torch
 
 import refold
 from refold.compiler import session
-from refold.compiler.stepnumber import _first_failure
+from refold.compiler.dynamo.induction_variable import _first_failure
 
 B, T, D, N = 2, 40, 5, 3
 

@@ -6,7 +6,7 @@ from scans import compiled, flat, operators
 from torch.nn.functional import softplus
 
 import refold
-from refold.compiler import lowering
+from refold.compiler.dynamo import to_scan as lowering
 
 B, T, D, N, H = 2, 40, 6, 4, 2
 

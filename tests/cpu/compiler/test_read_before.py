@@ -4,8 +4,8 @@ import pytest
 import torch
 from scans import compiled, flat, operators
 
-from refold.compiler import duality
-from refold.compiler.keyed import CHUNK
+from refold.compiler.recurrence import duality
+from refold.compiler.recurrence.gated_chunks import CHUNK
 
 H, K, V, STEPS = 2, 4, CHUNK, 2 * CHUNK + 5
 CHUNKS = "linear_scan over chunks"

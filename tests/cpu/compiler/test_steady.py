@@ -4,8 +4,8 @@ import pytest
 import torch
 from scans import compiled, emitted, flat, operators
 
-from refold.compiler.steady import CHUNK, steady_scan
-from refold.compiler.timewise import Emitter
+from refold.compiler.recurrence.lti_chunks import CHUNK, steady_scan
+from refold.compiler.recurrence.vectorize import Emitter
 
 B, D, N = 2, 6, 8
 CHUNKS = "linear_scan over chunks"

@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from refold.ops import library
 from refold.ops.spec import load
 from refold.ops.ssd import _torch as right
 from refold.ops.testing import CHECKS, check, problem
+from refold.ops.torch import registry as library
 
 CHUNK = 8
 

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import refold.ops as ops
 from refold.errors import RefoldError
-from refold.ops import library
+from refold.ops.torch import registry as library
 
 NAMES = ["x", "dt", "A", "B", "C", "D", "z", "dt_bias", "initial_state", "cu_seqlens"]
 OPTIONS = (True, (0.0, inf), 4, None)

@@ -14,9 +14,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import refold.ops as ops
 from refold.errors import ArgumentError
-from refold.ops import library
 from refold.ops.spec import Case, OpSpec, all_specs
 from refold.ops.testing import frame_of, problem
+from refold.ops.torch import registry as library
 
 COMPLETE = {
     "ssd": "all_t9", "ssd_step": "few_tokens", "selective_scan": "all_t17", "selective_scan_step": "all",

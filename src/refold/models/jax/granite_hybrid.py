@@ -15,7 +15,7 @@ from refold.models.configs import GraniteHybridConfig
 from refold.models.jax import time_shards
 from refold.models.jax.layers import Array, Tree, embed, layer_of, linear, output, rms_norm, valid_tokens
 from refold.models.jax.mamba2 import mixer, mixer_state, mixer_step
-from refold.ops._jax_layout import product
+from refold.ops.jax.layout import product
 
 QUERY_BLOCK = 512
 """Queries whose scores against the whole cache are held at one time."""

@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from refold.ops._jax_layout import product
+from refold.ops.jax.layout import product
 
 Array = jax.Array
 Tree = Any

@@ -23,7 +23,7 @@ from refold.models.jax.layers import (
     select,
     valid_tokens,
 )
-from refold.ops._jax_layout import step_sizes
+from refold.ops.jax.layout import step_sizes
 
 
 def init_state(config: Mamba2Config, batch: int, dtype: Any = jnp.float32, state_dtype: Any = jnp.float32) -> Tree:

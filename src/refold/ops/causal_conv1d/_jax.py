@@ -5,7 +5,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from refold.ops._jax_layout import Array, accumulator, sequence_of_token
+from refold.ops.jax.layout import Array, accumulator, sequence_of_token
 
 
 @partial(jax.jit, static_argnames=("activation",))

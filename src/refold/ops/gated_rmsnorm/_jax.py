@@ -5,7 +5,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from refold.ops._jax_layout import Array, accumulator
+from refold.ops.jax.layout import Array, accumulator
 
 
 @partial(jax.jit, static_argnames=("eps", "group_size", "norm_before_gate"))

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from refold.ops._torch_pointwise import accumulator
+from refold.ops.torch.pointwise import accumulator
 
 
 def gated_rmsnorm(

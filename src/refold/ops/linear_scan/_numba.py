@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from refold.ops._numba_blocks import share_out, spans_of, supports, zeros_or_copy
+from refold.ops.numba.blocks import share_out, spans_of, supports, zeros_or_copy
 
 __all__ = ["linear_scan", "supports"]
 

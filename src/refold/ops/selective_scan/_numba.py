@@ -15,9 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from refold.ops._numba_blocks import share_out, spans_of, supports, zeros_or_copy
-from refold.ops._numba_tiles import read_tile, tile_of, widest_vectors, write_tile
-from refold.ops._torch_pointwise import finish, step_size
+from refold.ops.numba.blocks import share_out, spans_of, supports, zeros_or_copy
+from refold.ops.numba.tiles import read_tile, tile_of, widest_vectors, write_tile
+from refold.ops.torch.pointwise import finish, step_size
 
 __all__ = ["selective_scan", "selective_scan_step", "supports"]
 

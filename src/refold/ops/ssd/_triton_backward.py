@@ -8,8 +8,10 @@ from typing import Any
 import torch
 import triton
 
-from refold.ops.configs import device_limits, lookup
-from refold.ops.launch import (
+from refold.ops.ssd import _triton_backward_kernels as kernels
+from refold.ops.ssd import _triton_kernels as forward
+from refold.ops.ssd.spec import SPEC
+from refold.ops.torch.launch import (
     INTERPRETED,
     Launch,
     contiguous,
@@ -19,9 +21,7 @@ from refold.ops.launch import (
     last_contiguous,
     planned,
 )
-from refold.ops.ssd import _triton_backward_kernels as kernels
-from refold.ops.ssd import _triton_kernels as forward
-from refold.ops.ssd.spec import SPEC
+from refold.ops.torch.tables import device_limits, lookup
 
 
 @planned(
@@ -245,9 +245,9 @@ class _Plan:
     @staticmethod
     def _hopper(x, dy, B, C, nchunks: int, held: int, nsplits: int, stages: int, D_channels: bool) -> Launch:
         """Plan the Hopper kernel for ``held`` heads of each group, and describe its tensors to the copy engine."""
-        from refold.ops.mapped import MappedLaunch
         from refold.ops.ssd import _gluon_backward_kernels as hopper
         from refold.ops.ssd._gluon_kernels import tile_layout
+        from refold.ops.torch.tma_launch import MappedLaunch
 
         batch, seqlen, nheads, headdim = x.shape
         ngroups, dstate = B.shape[-2:]

@@ -1,0 +1,378 @@
+"""The body of a lifted loop, computed for all steps at once.
+
+The body is traced to ATen once, with the number of the step as a symbol. Each of its values is then the same at every
+step, or a tensor with a time axis, or an affine function of a carry; carries that are affine in themselves are scans
+(`refold.compiler.recurrence.affine`). Nothing here is proportional to the number of steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._inductor.decomposition import select_decomp_table
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.func import functionalize
+from torch.fx import Graph, GraphModule, Interpreter, Node
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.fx.traceback import preserve_node_meta
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ..ir.index import arg, is_tensor, known, value
+from ..recurrence.affine import Affine, Carries, Loop
+from ..recurrence.vectorize import NotALoop, Value, run
+from .induction_variable import StepNumber
+from .loop import LiftedLoop
+from .step_arithmetic import OF_TENSORS, Counting, is_number
+
+aten = torch.ops.aten
+prims = torch.ops.prims
+
+# Spellings of arithmetic. Nothing else may be decomposed before autograd: the derivative of a decomposition can be
+# another than PyTorch's own where an intermediate value is infinite.
+_SPELLINGS = (
+    "_to_copy", "add", "addcdiv", "addmv", "lerp", "mul", "new_zeros", "rsub", "stack", "sub", "unsafe_split",
+    "zeros_like", "ones_like", "full_like", "zeros", "ones",
+)  # fmt: skip
+# Larger constants of a body are not written into the graph number by number.
+_CONSTANT = 4096
+_SCATTERS = (aten.select_scatter.default, aten.slice_scatter.default)
+
+
+@dataclass(frozen=True)
+class Slices:
+    """Where a step's item comes from: a position of an axis of a tensor, ``start + step * k``."""
+
+    dim: int
+    start: int
+    step: int
+
+
+@dataclass
+class Write:
+    """What all steps write to a tensor: positions of an axis, and the content's node."""
+
+    operand: int
+    dim: int
+    start: int
+    step: int
+    width: int
+    content: Node
+
+
+@dataclass
+class Traced:
+    """A loop's body in ATen: takes the step's number and all operands; what it returns, and what it writes."""
+
+    module: GraphModule
+    mode: FakeTensorMode
+    number: StepNumber
+    step: Node
+    placeholders: list[Node]
+    results: list[Any]
+    writes: list[Write]
+
+
+def trace(loop: LiftedLoop, count: Any, operands: Sequence[Any], sequences: Sequence[Slices]) -> Traced:
+    """Trace a loop's body.
+
+    Args:
+        loop: The loop.
+        count: How many steps it has.
+        operands: Example values: the carried, the tensors that items are slices of, the rest.
+        sequences: For each item, which slice.
+
+    Raises:
+        NotALoop: The body changes its arguments otherwise than by writing slices that no step reads.
+    """
+    # What is decided on sizes that are symbols is decided for the compiled program.
+    mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=_environment([count, *operands]))
+    with mode:
+        fakes = [twin(x) for x in operands]
+    number = StepNumber(mode.shape_env)  # type: ignore[arg-type]
+    split = loop.carried, loop.carried + len(sequences)
+
+    def step(k: Any, *xs: Any) -> Any:
+        state, tensors, rest = xs[: split[0]], xs[split[0] : split[1]], xs[split[1] :]
+        items = [x.select(s.dim, s.start + s.step * k) for x, s in zip(tensors, sequences, strict=True)]
+        return Interpreter(loop.body).run(*state, k, *items, *rest)
+
+    if _draws(mode, step, fakes):
+        raise NotALoop("there is randomness in the loop")
+    module = to_aten(mode, step, number.symint, *fakes)
+    number.take_guards()
+    if not number.hold(count) if isinstance(count, torch.SymInt) else number.steps(count) < count:
+        raise NotALoop("what a step does depends on its number")
+    graph = module.graph
+    graph.eliminate_dead_code()
+    counted, *placeholders = graph.find_nodes(op="placeholder")
+    writes = [
+        _write(node, placeholders, number) for node in graph.find_nodes(op="call_function", target=aten.copy_.default)
+    ]
+    results = list(graph.output_node().args[0])  # type: ignore[arg-type]
+    return Traced(module, mode, number, counted, placeholders, results, writes)
+
+
+def twin(x: Any) -> Any:
+    """Make another tensor of the same form, with numbers for the sizes that are known by now; return all else."""
+    if not isinstance(x, torch.Tensor):
+        return x if isinstance(x, int) else known(x)
+    shape, strides = ([known(n) for n in sizes] for sizes in (x.shape, x.stride()))
+    return torch.empty_strided(shape, strides, dtype=x.dtype, device=x.device)
+
+
+def _environment(values: Sequence[Any]) -> Any:
+    sizes = [n for x in values for n in ((*x.shape, *x.stride()) if isinstance(x, torch.Tensor) else (x,))]
+    symbols = [n for n in sizes if not isinstance(known(n), int)]
+    return symbols[0].node.shape_env if symbols else ShapeEnv()
+
+
+def _draws(mode: FakeTensorMode, step: Callable[..., Any], fakes: Sequence[Any]) -> bool:
+    """Tell whether a step draws random numbers, from a run of the first one on fake values."""
+    with mode, torch.no_grad(), Operations() as ran:
+        step(0, *map(twin, fakes))
+    return any(torch.Tag.nondeterministic_seeded in func.tags for func in ran.seen)
+
+
+class Operations(TorchDispatchMode):
+    """Notes which ATen operations run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Any] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace != "prim":  # questions, such as which device
+            self.seen.append(func)
+        return func(*args, **(kwargs or {}))
+
+
+def to_aten(mode: FakeTensorMode, fn: Callable[..., Any], *inputs: Any) -> GraphModule:
+    """Trace a function of fake values to ATen, as autograd is to see it."""
+    chosen = {op: rule for op, rule in select_decomp_table().items() if _packet(op) in _SPELLINGS}
+    with mode, torch.no_grad(), preserve_node_meta():
+        return make_fx(functionalize(fn, remove="mutations"), decomposition_table=chosen)(*inputs)
+
+
+def _packet(op: Any) -> str:
+    name = str(op)
+    return name.removeprefix("aten.").split(".")[0] if name.startswith("aten.") else ""
+
+
+def _write(copy: Any, placeholders: list[Node], number: StepNumber) -> Write:
+    """Read a change of an argument as a write to positions that move with the step."""
+    written: Any = copy.args[0]
+    scatter: Any = copy.args[1]
+    if written not in placeholders or not isinstance(scatter, Node) or scatter.target not in _SCATTERS:
+        raise NotALoop("a step changes a tensor in place")
+    if scatter.args[0] is not written:
+        raise NotALoop("a step writes to several places of a tensor")
+    rank, dim = value(scatter).dim(), arg(scatter, 2, "dim", 0)
+    single = scatter.target is aten.select_scatter.default
+    place = slice_of(scatter, 3, single, number)
+    if place is None:
+        raise NotALoop("the steps do not write next to one another")
+    content: Any = scatter.args[1]
+    while content.target is aten.copy.default and _plain(content):
+        content = content.args[1]
+    return Write(placeholders.index(written), dim % rank, *place, content)  # type: ignore[arg-type]
+
+
+def _plain(copy: Any) -> bool:
+    source = copy.args[1]
+    return is_tensor(source) and (value(source).shape, value(source).dtype) == (value(copy).shape, value(copy).dtype)
+
+
+def slice_of(node: Any, at: int, single: bool, number: StepNumber) -> tuple[int, int, int] | None:
+    """Read the positions of a slice as (start, step, width); None if they do not move evenly with the step."""
+    size = value(node.args[0]).shape[arg(node, at - 1 if at == 3 else 1, "dim", 0)]
+    first = _at(arg(node, at, "index" if single else "start", 0), size, number)
+    if first is None:
+        return None
+    if single:
+        return first[1], first[0], 1
+    last = _at(arg(node, at + 1, "end", size), size, number)
+    if last is None or last[0] != first[0] or arg(node, at + 2, "step", 1) != 1:
+        return None
+    return first[1], first[0], last[1] - first[1]
+
+
+def _at(x: Any, size: int, number: StepNumber) -> tuple[int, int] | None:
+    if x is None:
+        return 0, 0
+    found = number.affine(x.meta["val"] if isinstance(x, Node) else x)
+    if found is None:
+        return None
+    return (found[0], found[1] + size) if found[1] < 0 else found
+
+
+class Body(Carries):
+    """Emits a body's values, for all steps, into a graph that holds the loop's operands."""
+
+    def __init__(
+        self, loop: LiftedLoop, count: Any, traced: Traced, operands: Sequence[Node], anchor: Node, training: bool
+    ) -> None:
+        super().__init__()
+        self.count, self.number, self.training = count, traced.number, training
+        self.module = traced.module
+        self.emit.at(anchor)
+        self.carried = dict(zip(traced.placeholders[: loop.carried], traced.results, strict=False))
+        self.initial = dict(zip(traced.placeholders, operands, strict=True))
+        self.written = {traced.placeholders[write.operand] for write in traced.writes}
+        self.counting = Counting(self.emit, traced.step, count)
+        self._memo: dict[Node, Value | Affine] = {}
+        self._solved: dict[Node, Loop] = {}
+
+    def over_time(self, x: Any) -> Node:
+        """Return a value of the body with a time axis in front."""
+        if not isinstance(x, Node):
+            raise NotALoop("the loop returns something that is not a tensor")
+        found = self._closed(self._value(x))
+        if isinstance(found, Affine):
+            raise NotALoop("two carries depend on each other")
+        return self.emit.timed(found, self.count)
+
+    def last(self, x: Any) -> Node:
+        """Return the last step's value."""
+        if x in self.initial:
+            return self.over_time_last(x)
+        found = self._closed(self._value(x))
+        assert isinstance(found, Value)
+        if not found.timed:
+            return found.node
+        loop = next((loop for loop in self._solved.values() if loop.steps[0] is x), None)
+        if loop is not None and loop.last is not None:
+            return loop.last
+        return self.emit.call(aten.select.int, found.node, 0, -1)
+
+    def over_time_last(self, x: Node) -> Node:
+        """Return an argument as the last step passes it on."""
+        if x in self.carried and self.carried[x] is not x:
+            return self.emit.call(aten.select.int, self.over_time(x), 0, -1)
+        return self.initial[x]
+
+    def _value(self, node: Node) -> Value | Affine:
+        if node in self.written:
+            raise NotALoop("a step reads a tensor that steps write to")
+        if node in self.carried and self.carried[node] is not node:
+            return self._carry(node)
+        if node in self.initial:
+            return Value(self.initial[node])
+        if node not in self._memo:
+            for argument, new in self.carried.items():
+                if new is node and argument not in self._solved and argument.users:
+                    self._carry(argument)  # this very node, as a scan
+            if node not in self._memo:
+                self._memo[node] = self._step(node)
+        return self._closed(self._memo[node])
+
+    def _carry(self, node: Node) -> Value | Affine:
+        loop = self._solved.get(node)
+        if loop is None:
+            new = self.carried[node]
+            if not isinstance(new, Node):
+                raise NotALoop("a step carries something that is not a tensor")
+            loop = self._solved[node] = Loop((new,), initial=self.initial[node], count=self.count)
+            found = self._value(new)
+            if isinstance(found, Affine):
+                if found.loop is not loop:
+                    raise NotALoop("two carries depend on each other")
+                self._memo[new] = self._scan(loop, found)
+            else:  # nothing is carried further than one step
+                if value(loop.initial).shape != value(new).shape:
+                    raise NotALoop("the first step reads a value of another shape")
+                loop.states = self.emit.timed(found, self.count)
+                first = self.emit.call(aten.unsqueeze.default, loop.initial, 0)
+                inner = self.emit.call(aten.slice.Tensor, loop.states, 0, 0, self.count - 1)
+                loop.previous = self.emit.call(aten.cat.default, [first, inner], 0)
+        return Affine(loop) if loop.previous is None else Value(loop.previous, True)
+
+    def _step(self, node: Any) -> Value | Affine:
+        if node.op == "get_attr":
+            return self._constant(getattr(self.module, node.target))
+        if node.target in (aten.lift_fresh.default, aten.lift_fresh_copy.default):
+            return self._value(node.args[0])
+        if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
+            raise NotALoop("there is randomness in the loop")
+        if (read := self._read(node)) is not None:
+            return read
+        if any(isinstance(leaf, Node) for leaf in torch.utils._pytree.tree_leaves(node.kwargs)):
+            raise NotALoop(f"{node.target} reads a tensor by keyword")
+        flat, spec = torch.utils._pytree.tree_flatten(node.args)
+        if any(map(is_number, flat)):
+            return self._numbered(node)
+        leaves: list[Any] = [self._value(x) if isinstance(x, Node) else Value(x) for x in flat]
+        if any(isinstance(x, Affine) for x in leaves):
+            carried = next(x for x in leaves if isinstance(x, Affine))
+            if node.target is aten.detach.default and self.training:
+                raise NotALoop("the carry is detached")
+            return self._affine(node, leaves, carried.loop, self.count)
+        if any(x.timed for x in leaves):
+            packed = [x if isinstance(x.node, Node) else x.node for x in leaves]
+            return run(self.emit, node, list(torch.utils._pytree.tree_unflatten(packed, spec)), self.count)
+        plain = torch.utils._pytree.tree_unflatten([x.node for x in leaves], spec)
+        return Value(self.emit.call(node.target, *plain, **node.kwargs))
+
+    def _constant(self, x: torch.Tensor) -> Value:
+        """Write out a constant that the body makes of Python's numbers."""
+        if x.numel() > _CONSTANT:
+            raise NotALoop("a step makes a large tensor of Python's numbers")
+        return Value(self.emit.call(torch.tensor, x.tolist(), dtype=x.dtype, device=x.device))
+
+    def _numbered(self, node: Any) -> Value | Affine:
+        """Run an operation that takes a number which the step computes."""
+        emit, like = self.emit, value(node)
+        if node.target in (aten.full.default, aten.scalar_tensor.default) and is_number(node.args[-1]):
+            filled = self.counting.over_time(node.args[-1], like.dtype, like.device)
+            return Value(emit.expand(emit.padded(filled, like.dim()), [self.count, *like.shape]), True)
+        if node.target not in OF_TENSORS or len(node.args) != 2 or node.kwargs:
+            raise NotALoop(f"a step passes {node.target} its number")
+        leaves = self.counting.combined(node, [x if is_number(x) else self._value(x) for x in node.args])
+        for x in leaves:
+            if isinstance(x, Affine):
+                return self._affine(node, leaves, x.loop, self.count)
+        out = emit.call(OF_TENSORS[node.target], *(emit.padded(x, like.dim()) for x in leaves))
+        return Value(emit.cast(out, like.dtype), True)
+
+    def _read(self, node: Any) -> Value | None:
+        """Match a slice whose position moves with the step."""
+        if node.target not in (aten.select.int, aten.slice.Tensor) or not any(
+            isinstance(x, Node) for x in node.args[1:]
+        ):
+            return None
+        source = self._value(node.args[0])
+        if isinstance(source, Affine) or source.timed:
+            raise NotALoop("a step reads a position of a tensor that it computes")
+        single = node.target is aten.select.int
+        place = slice_of(node, 2, single, self.number)
+        if place is None:
+            raise NotALoop("a tensor is read at positions that are not evenly spaced")
+        start, step, width = place
+        if not step or (width != 1 and abs(step) != width):
+            raise NotALoop("a tensor is read in slices that do not tile it")
+        return self._slices(
+            source.node, node.args[1] % value(source.node).dim(), start, step, width, self.count, not single
+        )
+
+
+def differentiable(graph: Graph) -> None:
+    """Replace operations that autograd does not know by their equals that it knows."""
+    for node in list(graph.nodes):
+        if getattr(node.target, "namespace", "") != "prims":
+            continue
+        with graph.inserting_before(node):
+            if node.target is prims.rev.default:
+                new = graph.call_function(aten.flip.default, node.args)
+            elif node.target is prims.convert_element_type.default:
+                new = graph.call_function(aten._to_copy.default, node.args[:1], {"dtype": node.args[1]})
+            elif node.target is prims.iota.default:
+                kinds = {key: node.kwargs[key] for key in ("dtype", "device")}
+                new = graph.call_function(aten.arange.default, node.args, kinds)
+            else:
+                raise NotALoop(f"{node.target} has no gradient")
+        new.meta = dict(node.meta)
+        node.replace_all_uses_with(new)
+        graph.erase_node(node)

@@ -1,0 +1,208 @@
+"""Put a traced body into Dynamo's graph as a `LiftedLoop`, and the translator behind all of its steps."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch._dynamo.utils import set_example_value
+from torch._dynamo.variables import ConstantVariable, SymNodeVariable, TensorVariable
+from torch._dynamo.variables.builder import wrap_fx_proxy
+from torch.fx import GraphModule, Node, Proxy
+
+from ..loop import LiftedLoop
+from .carried import Form
+from .lengths import Stacked, variable
+from .lists import Growing
+from .locations import End, Local, Place
+from .trace import Trace
+from .variables import Refused, Translator, Variable, example, form, fresh, is_constant, realized, rebuilt, tensors
+
+
+@dataclass
+class _Results:
+    """What is known of the state behind the loop, place by place."""
+
+    # Places whose tensors each step takes from the step before.
+    carried: list[Place]
+    # Places whose tensors only the last step decides.
+    lasts: list[Place] = field(default_factory=list)
+    # Places of numbers.
+    constants: dict[Place, Any] = field(default_factory=dict)
+
+
+def emit(tx: Translator, assumed: Form, found: Trace, count: Any, live: set[str]) -> None:
+    """Emit a loop.
+
+    Args:
+        tx: The frame, at the loop's head; behind ``count`` steps afterwards.
+        assumed: The form that the body leads from and to.
+        found: The trace that shows it.
+        count: For how many steps; where it is a symbol, lists get one tensor of all steps' values.
+        live: Local variables that are read behind the loop.
+
+    Raises:
+        Refused: Something that is needed behind the loop is no tensor and no number; nothing is changed then.
+    """
+    collected = [item for growing in found.lists for item in (*growing.front, *growing.back)]
+    if not all(tensors(item) for item in collected):
+        raise Refused("the loop collects something that is not a tensor")
+    columns = [x for item in collected for x in tensors(item)]
+    known = isinstance(count, int)
+    if not known and (found.items or not all(map(_is_column, found.lists))):
+        raise Refused("it collects otherwise than one tensor a step")
+    results = _results(assumed, found, count, live, columns)
+    # What the last step only passes on is known without the loop.
+    last = {node: items.items[count - 1] for items, node in found.items}
+    last |= {node: x for place in results.lasts for node, x in _passed_on(tx, found, place)}
+    lasts = {_node(x): x for place in results.lasts for x in tensors(found.after[place])}
+    wanted = [x for node, x in lasts.items() if node not in last and node.graph is found.graph]
+    outputs = [x for place in results.carried for x in tensors(found.after[place])]
+    split = len(outputs), len(outputs) + len(wanted)
+    outputs += [*wanted, *columns]
+    examples = [example(x) for x in outputs]
+    for x in examples:
+        form(x)  # raises where a size depends on the step
+    call = _call(tx, found, results.carried, outputs, split, count)
+    values = [fresh(tx, x) for x in examples[: split[1]]]
+    rest = examples[split[1] :]
+    stacks: list[Any] = [[fresh(tx, x) for _ in range(count)] if known else fresh(tx, x, count) for x in rest]
+    set_example_value(call.node, (*values, *stacks))
+    made = [wrap_fx_proxy(tx, call[i], example_value=x) for i, x in enumerate(values)]
+    last |= {_node(x): y for x, y in zip(wanted, made[split[0] :], strict=True)}
+    taken = iter(made[: split[0]])
+    after = {place: rebuilt(found.after[place], taken) for place in results.carried}
+    for place in results.lasts:
+        then = [last.get(_node(x), x) for x in tensors(found.after[place])]
+        after[place] = rebuilt(found.after[place], iter(then))
+    after |= {place: _constant(tx, x) for place, x in results.constants.items()}
+    collect = _items if known else _rows_together
+    filled: Iterator[Any] = iter([collect(tx, call[i], column) for i, column in enumerate(stacks, split[1])])
+    # Now nothing can fail any more.
+    for place in assumed.written - after.keys():
+        place.clear(tx)
+    for place, x in after.items():
+        place.put(tx, x)
+    for growing in found.lists:
+        if not known:
+            if growing.grown:
+                growing.owner.items = Stacked(tx, growing.items, next(filled))
+                tx.output.side_effects.mutation(growing.owner)
+            continue
+        front, back = ([_rows(item, filled) for item in items] for items in (growing.front, growing.back))
+        if growing.grown:
+            tx.output.side_effects.mutation(growing.owner)
+        growing.owner.items[:0] = [x for step in reversed(list(zip(*front, strict=True))) for x in step]
+        growing.owner.items.extend(x for step in zip(*back, strict=True) for x in step)
+
+
+def _is_column(growing: Growing) -> bool:
+    """Tell whether each step appends one tensor, or nothing, to a list."""
+    return (
+        not growing.front and len(growing.back) <= 1 and all(type(realized(x)) is TensorVariable for x in growing.back)
+    )
+
+
+def _constant(tx: Translator, x: Any) -> Variable:
+    return variable(tx, x) if isinstance(x, (int, torch.SymInt)) else ConstantVariable.create(x)
+
+
+def _rows_together(tx: Translator, proxy: Any, rows: torch.Tensor) -> Variable:
+    return wrap_fx_proxy(tx, proxy, example_value=rows)
+
+
+def _results(assumed: Form, found: Trace, count: Any, live: set[str], columns: list[Variable]) -> _Results:
+    results = _Results(list(assumed.carried))
+    results.constants = {place: start + growth * count for place, (start, growth) in assumed.counters.items()}
+    for place in assumed.written:
+        then = found.after[place]
+        if then is None or (isinstance(place, Local) and place.name not in live):
+            continue
+        affine = found.number.affine(then.sym_num) if isinstance(then, SymNodeVariable) else None
+        if tensors(then):
+            results.lasts.append(place)
+        elif affine is not None:
+            results.constants[place] = affine[0] * (count - 1) + affine[1]
+        elif is_constant(then):
+            results.constants[place] = then.value  # type: ignore[attr-defined]
+        else:
+            raise Refused(f"{place.name} is used behind the loop, and is neither a tensor nor an integer")
+    while unread := [place for place in results.carried if not _is_read(place, results, found, columns)]:
+        # Only what the last step leaves in such a place counts; the end of a list is kept with the list.
+        results.carried = [place for place in results.carried if place not in unread]
+        results.lasts += [place for place in unread if not isinstance(place, End)]
+    return results
+
+
+def _is_read(place: Place, results: _Results, found: Trace, columns: list[Variable]) -> bool:
+    """Tell whether a step takes anything from a place but to leave it there."""
+    others = [x for x in (*results.carried, *results.lasts) if x != place]
+    passed = {_node(x) for x in [*columns, *(x for other in others for x in tensors(found.after[other]))]}
+    return any(node.users or node in passed for node in found.carried[place])
+
+
+def _passed_on(tx: Translator, found: Trace, place: Place) -> list[tuple[Node, Variable]]:
+    """Return what is before the loop where steps take it from."""
+    return list(zip(found.carried.get(place, []), tensors(place.now(tx)), strict=False))
+
+
+def _call(
+    tx: Translator, found: Trace, carried: list[Place], outputs: list[Variable], split: tuple[int, int], count: Any
+) -> Any:
+    """Make the traced graph a module of Dynamo's graph, and call it."""
+    graph, outer = found.graph, dict(found.outer)
+    inner = [_node(x) for x in outputs]
+    for node in dict.fromkeys(node for node in inner if node.graph is not graph and node not in outer):
+        with graph.inserting_after(graph.find_nodes(op="placeholder")[-1]):
+            outer[node] = graph.placeholder(node.name)
+        outer[node].meta["example_value"] = node.meta["example_value"]
+    inner = [node if node.graph is graph else outer[node] for node in inner]
+    unread = [node for place in found.carried if place not in carried for node in found.carried[place]]
+    items = [(items, node) for items, node in found.items if node.users or node in inner]
+    for node in [*unread, *(node for _, node in found.items if not node.users and node not in inner)]:
+        graph.erase_node(node)
+    graph.output(tuple(inner))
+    body = GraphModule(tx.output.nn_modules, graph)
+    reads = [element.reads for element, _ in items]
+    known = isinstance(count, int)
+    loop = LiftedLoop(body, count if known else None, split[0], split[1] - split[0], reads)
+    root = tx.output.root_tracer
+    operands = [
+        *(_node(x) for place in carried for x in tensors(place.now(tx))),
+        *(element.source for element, _ in items),
+        *outer,
+        *([] if known else [_node(variable(tx, count))]),
+    ]
+    name = tx.output.install_subgraph("loop_over_time", loop)
+    call: Any = Proxy(root.graph.call_module(name, tuple(operands)), root)
+    lines = [node.meta.get("stack_trace", "") for node in graph.nodes if node.op.startswith("call")]
+    call.node.meta["stack_trace"] = lines[-1] if lines else ""
+    return call
+
+
+def _rows(item: Variable, filled: Iterator[list[Variable]]) -> list[Variable]:
+    """Return what one step collects, for all steps."""
+    steps = zip(*[next(filled) for _ in tensors(item)], strict=True)
+    return [rebuilt(item, iter(row)) for row in steps]
+
+
+def _items(tx: Translator, proxy: Any, column: list[torch.Tensor]) -> list[Variable]:
+    """Return the variables for all steps' values of one that is collected.
+
+    They differ in their node alone, so Dynamo makes the first and the others are copies: it takes a millisecond each.
+    """
+    set_example_value(proxy.node, column)
+    variables = [wrap_fx_proxy(tx, proxy[0], example_value=column[0])]
+    first = _node(variables[0])
+    for k, x in enumerate(column[1:], 1):
+        node = first.graph.call_function(operator.getitem, (proxy.node, k))
+        node.meta |= {**first.meta, "example_value": x}
+        variables.append(variables[0].clone(proxy=Proxy(node, proxy.tracer)))
+    return variables
+
+
+def _node(x: Variable) -> Node:
+    return x.as_proxy().node

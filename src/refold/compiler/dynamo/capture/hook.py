@@ -1,0 +1,214 @@
+"""Where Dynamo's interpreter meets a loop: ``for`` at its ``FOR_ITER``, ``while`` where a jump leads to its body.
+
+`install` replaces one method of Dynamo's interpreter, ``run``. For a marked backend (`dynamo.captures_loops`) it gives
+that one interpreter its own table of instructions; for all others it calls the original. Whatever goes wrong, the
+interpreter is as it was, and goes on to execute the loop step by step; `notes` tells why.
+"""
+
+from __future__ import annotations
+
+import dis
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch._dynamo import symbolic_convert
+from torch._dynamo.exc import RestartAnalysis, TorchDynamoException
+from torch._dynamo.variables import TensorVariable
+from torch._guards import TracingContext
+
+from ... import dynamo
+from . import lengths
+from .fixpoint import lift
+from .iterators import ENUMERATE, element, remaining, start_enumeration
+from .trace import SHORTEST, Code
+from .variables import Refused, Translator, realized
+
+# The first steps may differ (`if h is None`): so many heads of one loop are tried.
+HEADS = 3
+
+
+def notes() -> list[str]:
+    """Say of the compile under way which long loops were traced step by step, and why."""
+    state = _state()
+    return [f"a loop is traced step by step: {why} [{at}]" for at, why in state.refused.items()] if state else []
+
+
+@dataclass
+class _State:
+    """What one compile knows of its loops."""
+
+    # Whether a body is being traced.
+    busy: bool = False
+    # How often a loop's head was met. The object that is the loop is kept, so that its identity stays its own.
+    met: dict[tuple[int, int], tuple[Any, int]] = field(default_factory=dict)
+    # Why loops of yet unknown length were not lifted, and why long loops were not, by place in the code.
+    doubts: dict[str, str] = field(default_factory=dict)
+    refused: dict[str, str] = field(default_factory=dict)
+
+
+def _state() -> _State | None:
+    context = TracingContext.try_get()
+    return None if context is None else vars(context).setdefault("refold_loops", _State())
+
+
+def _meet_for(tx: Translator, instruction: Any) -> None:
+    """Try to lift the ``for`` whose next step is due."""
+    iterator = realized(tx.stack[-1])
+
+    def code() -> Code | None:
+        start_enumeration(tx, iterator)
+        found = element(tx, iterator)
+        return None if found is None else Code(tx.instruction_pointer - 1, tx.indexof[instruction.target], found)
+
+    if tx.f_code is not ENUMERATE:
+        _meet(tx, (iterator, 0), remaining(tx, iterator), code)
+
+
+def _meet_while(tx: Translator) -> None:
+    """Try to lift the ``while`` whose body is due, if there is one."""
+    head: Any = tx.instruction_pointer
+    if head in (ends := _whiles(tx)):
+        _meet(tx, (tx, head), None, lambda: Code(head, ends[head], None))
+
+
+def _whiles(tx: Translator) -> dict[int, int]:
+    """Return where the frame's ``while`` loops begin, and where they end."""
+    frame: Any = vars(tx)
+    known = frame.get("refold_whiles")
+    if known is None or known[0] is not tx.instructions:
+        ends: dict[int, int] = {}
+        for at, instruction in enumerate(tx.instructions):
+            target: Any = None if instruction.target is None else tx.indexof.get(instruction.target)
+            backward = target is not None and target <= at and "JUMP" in instruction.opname
+            if backward and tx.instructions[target].opname not in ("FOR_ITER", "SEND"):
+                ends[target] = at + 1
+        known = frame["refold_whiles"] = tx.instructions, ends
+    return known[1]
+
+
+def _meet(tx: Translator, loop: tuple[Any, int], count: int | None, code: Callable[[], Code | None]) -> None:
+    """Try to lift a loop at one of its heads.
+
+    Args:
+        tx: The frame.
+        loop: An object, and a place in it, that are this loop and no other.
+        count: How many steps are left, where that is known.
+        code: Reads the loop's code; None if it is not a loop over time.
+    """
+    state = _state()
+    if state is None or (count is not None and count < SHORTEST):
+        return
+    if state.busy:
+        if count is not None and code() is not None:
+            raise Refused("there is a long loop in the loop")
+        return
+    key = id(loop[0]), loop[1]
+    _, met = state.met.get(key, (loop, 0))
+    state.met[key] = loop, met + 1
+    where = f"{tx.f_code.co_filename}:{tx.lineno}"
+    if count is None and met + 1 == SHORTEST:
+        state.refused[where] = state.doubts.get(where, "it goes through an iterator that only running it can end")
+    if met >= HEADS:
+        return
+    reasons = state.doubts if count is None else state.refused
+    state.busy = True
+    try:
+        _check_modes(tx)
+        if (found := code()) is not None:
+            lift(tx, found)
+            reasons.pop(where, None)
+    except RestartAnalysis:
+        raise
+    except Exception as error:  # whatever it is: the loop is traced step by step
+        reasons[where] = _first_line(error)
+    finally:
+        state.busy = False
+
+
+def _check_identity(tx: Translator) -> None:
+    """Refuse to compare tensors by identity in a body: those that stand for every step's are nobody's own."""
+    state = _state()
+    if state is not None and state.busy and all(type(realized(x)) is TensorVariable for x in tx.stack[-2:]):
+        raise Refused("the loop asks whether two tensors are the same object")
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+def _check_modes(tx: Translator) -> None:
+    if len(tx.output.tracers) > 1:
+        raise Refused("it is in a function that is captured as one operation, as checkpointing does")
+    if torch._C._is_any_autocast_enabled() or torch._C._functorch.peek_interpreter_stack() is not None:
+        raise Refused("autocast or a function transform is active")
+
+
+def install() -> Callable[[], None]:
+    """Let marked backends capture loops.
+
+    Returns:
+        A function that removes everything again.
+    """
+    tables = {
+        kind: _table(kind.dispatch_table)
+        for name in ("InstructionTranslator", "InliningInstructionTranslator", "InliningGeneratorInstructionTranslator")
+        for kind in [getattr(symbolic_convert, name)]
+    }
+    interpreter: Any = symbolic_convert.InstructionTranslatorBase
+    original = interpreter.run
+
+    def run(tx: Translator) -> Any:
+        try:
+            if (table := tables.get(type(tx))) is not None and dynamo.is_marked(tx.output.compiler_fn):
+                tx.dispatch_table = table
+        except Exception as error:  # Dynamo has changed
+            dynamo.switch_off(error)
+        return original(tx)
+
+    interpreter.run = run
+    forget = lengths.install()
+
+    def remove() -> None:
+        forget()
+        interpreter.run = original
+
+    return remove
+
+
+def _table(originals: list[Any]) -> list[Any]:
+    """Return a table of instructions that tries to capture loops before, or after, it does what Dynamo does."""
+    table = list(originals)
+    begin, compare = dis.opmap["FOR_ITER"], dis.opmap["IS_OP"]
+
+    def for_iter(tx: Translator, instruction: Any) -> None:
+        _attempt(lambda: _meet_for(tx, instruction))
+        originals[begin](tx, instruction)
+
+    def is_op(tx: Translator, instruction: Any) -> None:
+        _attempt(lambda: _check_identity(tx))
+        originals[compare](tx, instruction)
+
+    table[begin], table[compare] = for_iter, is_op
+    for name, opcode in dis.opmap.items():
+        if "JUMP" in name and ("_IF_" in name or name == "JUMP_BACKWARD"):
+
+            def jump(tx: Translator, instruction: Any, original: Any = originals[opcode]) -> None:
+                original(tx, instruction)
+                _attempt(lambda: _meet_while(tx))
+
+            table[opcode] = jump
+    return table
+
+
+def _attempt(act: Callable[[], None]) -> None:
+    """Do one of refold's own parts; all but refusals and Dynamo's own errors mean that it has changed."""
+    if dynamo.unavailable() is not None:  # since this frame began
+        return
+    try:
+        act()
+    except (Refused, TorchDynamoException):  # ends the trace of a body
+        raise
+    except Exception as error:
+        dynamo.switch_off(error)

@@ -1,0 +1,248 @@
+"""What a loop goes through: iterators whose elements are known in closed form.
+
+Dynamo models ``range``, lists, tuples and unbound tensors, ``zip``, ``map``, ``reversed`` and ``enumerate`` as
+iterators that it advances one element at a time. Here such an iterator is read as a function of the step's number
+(`Element`), and advanced by many elements at once.
+"""
+
+from __future__ import annotations
+
+import builtins
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch._dynamo.polyfills import builtins as polyfills
+from torch._dynamo.utils import set_example_value
+from torch._dynamo.variables import ConstantVariable, SymNodeVariable, TensorVariable, TupleVariable
+from torch._dynamo.variables.base import ValueMutationNew, VariableTracker
+from torch._dynamo.variables.functions import LocalGeneratorObjectVariable
+from torch._dynamo.variables.iter import MapVariable, ZipVariable
+from torch._dynamo.variables.lists import ListIteratorVariable, RangeIteratorVariable
+from torch.fx import Node
+
+from ..loop import Reads
+from .lengths import SymbolicIterator, variable
+from .variables import Refused, Translator, Variable, example, form, is_constant, realized
+
+# What Dynamo runs instead of CPython's own; torch <= 2.11 makes a tuple of what is reversed.
+ENUMERATE = polyfills.enumerate.__torch_dynamo_polyfill__.__code__  # type: ignore[attr-defined]
+_ZIPS = (ZipVariable, MapVariable)
+_REVERSED = getattr(polyfills, "_ReversedSequenceIterator", None)
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """Integers ``start + step * k``."""
+
+    start: Any
+    step: int
+
+    def at(self, tx: Translator, counted: Variable) -> Variable:
+        """Return the integer of the step whose number is given."""
+        number, proxy = counted.sym_num, counted.as_proxy()
+        for apply, by, neutral in ((operator.mul, self.step, 1), (operator.add, self.start, 0)):
+            if not isinstance(by, int) or by != neutral:
+                number = apply(number, by)
+                proxy = tx.output.create_proxy("call_function", apply, (proxy, variable(tx, by).as_proxy()), {})
+                set_example_value(proxy.node, number)
+        return SymNodeVariable.create(tx, proxy, number)
+
+
+@dataclass(frozen=True)
+class Items:
+    """Items of a sequence of tensors: the node that computes the sequence, which items, and the items themselves."""
+
+    source: Node
+    reads: Reads
+    items: Sequence[Variable] = field(repr=False)
+
+    @property
+    def example(self) -> torch.Tensor:
+        """The fake value of every item."""
+        return example(self.items[0])
+
+
+@dataclass(frozen=True)
+class Calls:
+    """What a function returns for each element, or for elements of several sequences."""
+
+    fn: Variable
+    arguments: tuple[Element, ...]
+
+
+Element = Numbers | Items | Calls | tuple["Element", ...]
+
+
+def remaining(tx: Translator, it: Variable) -> Any:
+    """Return how many elements an iterator has left, which may be a symbol; None if only running it can tell."""
+    if type(it) is SymbolicIterator:
+        return it.count
+    if type(it) is RangeIteratorVariable:
+        return it.len
+    if isinstance(it, ListIteratorVariable):
+        return 0 if it.is_exhausted else len(it.items) - it.index
+    if type(it) in _ZIPS:
+        for part in _zipped(it):
+            if type(part) is SymbolicIterator:
+                part.known()
+        counts = [remaining(tx, part) for part in _zipped(it)]
+        return None if None in counts else min(counts, default=0)  # type: ignore[type-var]
+    if _is_enumeration(it):
+        inner = _enumerated(it)
+        if type(inner) is SymbolicIterator:
+            inner.known()
+        return remaining(tx, inner)
+    if _is_reversed(it):
+        return len(_rest_of_reversed(tx, it))
+    return None
+
+
+def element(tx: Translator, it: Variable) -> Element | None:
+    """Return the form of an iterator's elements; None if they are no tensors or integers, as in a loop over layers.
+
+    Raises:
+        Refused: They are, but not in closed form.
+    """
+    if type(it) is SymbolicIterator:
+        return Numbers(it.first, it.step_by)
+    if type(it) is RangeIteratorVariable:
+        return Numbers(it.start, it.step)
+    if isinstance(it, ListIteratorVariable):
+        return sequence(it.items[it.index :])
+    if type(it) is MapVariable:
+        arguments = _together([element(tx, part) for part in _zipped(it)])
+        return arguments and Calls(it.fn, arguments)  # type: ignore[arg-type]
+    if type(it) is ZipVariable:
+        parts = _zipped(it)
+        if it.strict and len({remaining(tx, part) for part in parts}) > 1:
+            raise Refused("it zips sequences of different lengths")
+        return _together([element(tx, part) for part in parts])
+    if _is_enumeration(it):
+        start = it.inline_tracer.symbolic_locals["start"]
+        if not is_constant(start):
+            raise Refused("it enumerates from a number that is not known")
+        return _together([Numbers(start.value + _is_suspended(it), 1), element(tx, _enumerated(it))])
+    if _is_reversed(it):
+        return sequence(_rest_of_reversed(tx, it))
+    return None
+
+
+def advance(tx: Translator, it: Variable, count: int) -> None:
+    """Drop the first elements of an iterator that has a form."""
+    if type(it) is SymbolicIterator:
+        it.exhaust()
+    elif type(it) is RangeIteratorVariable:
+        it.start, it.len = it.start + it.step * count, it.len - count
+    elif isinstance(it, ListIteratorVariable):
+        tx.output.side_effects.mutation(it)
+        it.index += count
+    elif type(it) in _ZIPS:
+        for part in _zipped(it):
+            advance(tx, part, count)
+    elif _is_enumeration(it):
+        advance(tx, _enumerated(it), count)
+        names = it.inline_tracer.symbolic_locals
+        names["start"] = ConstantVariable.create(names["start"].value + count)
+    else:
+        left = len(_rest_of_reversed(tx, it)) - count
+        tx.output.side_effects.store_attr(it, "index", ConstantVariable.create(left - 1))
+
+
+def goes_through(it: Variable, items: list[Variable]) -> bool:
+    """Tell whether an iterator takes its elements from this very list."""
+    if type(it) in _ZIPS:
+        return any(goes_through(part, items) for part in _zipped(it))
+    if _is_enumeration(it):
+        return goes_through(_enumerated(it), items)
+    return isinstance(it, ListIteratorVariable) and it.items is items
+
+
+def start_enumeration(tx: Translator, it: Variable) -> None:
+    """Let an enumeration take the iterator of what it enumerates, as it does when its first element is asked for."""
+    if _is_enumeration(it) and not _is_suspended(it):
+        names = it.inline_tracer.symbolic_locals
+        names["iterable"] = VariableTracker.build(tx, builtins.iter).call_function(tx, [names["iterable"]], {})
+        start_enumeration(tx, names["iterable"])
+    elif type(it) in _ZIPS:
+        for part in _zipped(it):
+            start_enumeration(tx, part)
+
+
+def _zipped(it: Any) -> list[Variable]:
+    if not hasattr(it, "iterables"):
+        return [realized(part) for part in it.iterable.items]
+    # torch <= 2.11 keeps a list of its own, and in it the items of sequences, with one position for all of them.
+    for i, part in enumerate(it.iterables):
+        if isinstance(part, list):
+            it.iterables[i] = ListIteratorVariable(part[it.index :], mutation_type=ValueMutationNew())
+    return [realized(part) for part in it.iterables]
+
+
+def _is_enumeration(it: Variable) -> bool:
+    """Tell whether this is Dynamo's generator for ``enumerate``."""
+    return isinstance(it, LocalGeneratorObjectVariable) and it.code is ENUMERATE
+
+
+def _is_suspended(it: Any) -> bool:
+    """Tell whether a generator has begun: it stands behind a ``yield`` then, with its iterator on the stack."""
+    return not it._is_generator_just_started()
+
+
+def _enumerated(it: Any) -> Variable:
+    frame = it.inline_tracer
+    return realized(frame.stack[0] if _is_suspended(it) and frame.stack else frame.symbolic_locals["iterable"])
+
+
+def _is_reversed(it: Variable) -> bool:
+    """Tell whether this is Dynamo's iterator for ``reversed`` of what is not a list."""
+    return _REVERSED is not None and getattr(it, "value_type", None) is _REVERSED
+
+
+def _rest_of_reversed(tx: Translator, it: Variable) -> list[Variable]:
+    """Return the items that are left; none if they are not those of a tuple, which nobody can change."""
+    effects = tx.output.side_effects
+    of, index = (realized(effects.load_attr(it, name)) for name in ("seq", "index"))
+    known = isinstance(of, TupleVariable) and is_constant(index) and index.value >= 0
+    return of.items[index.value :: -1] if known else []
+
+
+def _together(parts: list[Element | None]) -> Element | None:
+    return tuple(part for part in parts if part is not None) if parts and None not in parts else None
+
+
+def sequence(items: list[Variable]) -> Element | None:
+    """Find the form of a list's items: integers or items of one sequence, evenly spaced, or tuples of those.
+
+    Raises:
+        Refused: They are integers or tensors, but not evenly spaced.
+    """
+    items = [realized(item) for item in items]
+    first = items[0]
+    if any(type(item) is not type(first) for item in items):
+        return None
+    if type(first) is ConstantVariable and all(type(item.value) is int for item in items):
+        spaced = _spaced([item.value for item in items])
+        if spaced is None:
+            raise Refused("it goes through numbers that are not evenly spaced")
+        return Numbers(*spaced)
+    if type(first) is TupleVariable and len({len(item.items) for item in items}) == 1:
+        return _together([sequence([item.items[i] for item in items]) for i in range(len(first.items))])
+    if type(first) is TensorVariable:
+        nodes = [item.as_proxy().node for item in items]
+        one = all(node.target is operator.getitem and node.args[0] is nodes[0].args[0] for node in nodes)
+        spaced = _spaced([node.args[1] for node in nodes]) if one else None
+        if spaced is None or len({form(example(item)) for item in items}) > 1:
+            raise Refused("it goes through tensors that are not evenly spaced items of one")
+        return Items(nodes[0].args[0], Reads(*spaced), items)
+    return None
+
+
+def _spaced(numbers: list[Any]) -> tuple[int, int] | None:
+    if any(type(number) is not int for number in numbers):
+        return None
+    step = numbers[1] - numbers[0]
+    even = all(number == numbers[0] + step * k for k, number in enumerate(numbers))
+    return (numbers[0], step) if even and step else None

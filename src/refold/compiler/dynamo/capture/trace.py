@@ -1,0 +1,319 @@
+"""One trace of a loop's body, by Dynamo's own interpreter, in a graph of its own.
+
+The translator is put at the beginning of the body with the state that a `Form` assumes, and executes instructions until
+it is back at the loop's head. What it left behind is noted, and everything is put back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._dynamo.bytecode_transformation import Instruction
+from torch._dynamo.variables import ConstDictVariable, ListVariable, SymNodeVariable, TensorVariable, TupleVariable
+from torch._dynamo.variables.builder import wrap_fx_proxy
+from torch._ops import HigherOrderOperator
+from torch.fx import Graph, Node, Proxy
+
+from ..induction_variable import StepNumber
+from .carried import Form
+from .iterators import Calls, Element, Items, Numbers
+from .lists import Growing, Indexed
+from .locations import Contents, Dictionary, End, Local, Objects, Place, Written, containers
+from .side_effects import kept, world
+from .variables import Refused, Translator, Variable, placeholder, realized, rebuilt, tensors
+
+# Shorter loops are cheap to trace, and often loops over layers; more of a list's items are not carried either.
+SHORTEST = 16
+# How often a body is traced from one head while the form of its state is found.
+TRACES = 12
+# Instructions that a body must not have.
+_LEAVES = {
+    "YIELD": "it is the loop of a generator",
+    "SEND": "it is the loop of a generator",
+    "RETURN": "the loop can be left early",
+    "DELETE": "something is deleted in the loop",
+    "STORE_GLOBAL": "a global variable is set in the loop",
+}
+
+
+@dataclass(frozen=True)
+class Code:
+    """A loop in a frame's instructions: ``for`` begins with its ``FOR_ITER``, ``while`` with its body."""
+
+    head: int
+    # The first instruction that is no longer the loop's.
+    end: int
+    # What a ``for`` goes through.
+    element: Element | None
+
+    @property
+    def begin(self) -> int:
+        """The body's first instruction."""
+        return self.head if self.element is None else self.head + 1
+
+    def stored(self, instructions: list[Instruction]) -> set[str]:
+        """Return the local variables that the body writes."""
+        stores = [i for i in instructions[self.begin : self.end] if i.opname.startswith("STORE_FAST")]
+        names = [i.argval if isinstance(i.argval, tuple) else (i.argval,) for i in stores]
+        return {name for some in names for name in some}
+
+
+@dataclass(frozen=True)
+class Exit:
+    """The last decision of a body, on which depends whether there is another step."""
+
+    # Where the other branch goes.
+    to: int
+    # How many decisions on the step's number were made before.
+    decided: int
+
+
+@dataclass
+class Trace:
+    """What one trace of the body found."""
+
+    graph: Graph
+    number: StepNumber
+    # The graph's placeholders, in this order: what is carried, the step's number, items, and values from outside.
+    carried: dict[Place, list[Node]]
+    items: list[tuple[Items, Node]]
+    outer: dict[Node, Node]
+    # What the body left in the places that it may have written, and lists that could be appended to.
+    after: dict[Place, Variable | None]
+    lists: list[Growing]
+    exit: Exit | None
+
+    def program(self) -> list[Any]:
+        """Return the graph as data: equal for equal programs."""
+        # Which sizes are arguments as well depends on the form of the carried values, not on what is computed.
+        calls = [node for node in self.graph.nodes if node.op != "placeholder"]
+        name: dict[Node, Any] = {node: f"%{i}" for i, node in enumerate(calls)}
+        name |= {node: f"carried {i}" for i, node in enumerate(x for some in self.carried.values() for x in some)}
+        name |= {node: f"item {i}" for i, (_, node) in enumerate(self.items)}
+        name |= {inner: f"outer {id(node)}" for node, inner in self.outer.items()}
+        named = functools.partial(torch.fx.node.map_arg, fn=lambda n: name.get(n, n.name))
+        return [(n.op, n.target, str(named(n.args)), str(named(n.kwargs))) for n in calls]
+
+
+def trace(tx: Translator, code: Code, assumed: Form) -> Trace:
+    """Trace the body once.
+
+    Args:
+        tx: The frame, at the loop's head; it is unchanged afterwards.
+        code: Where the loop is.
+        assumed: The state to begin with; ends of lists that turn out to be read, and lists that turn out not to
+            grow, are added to it.
+
+    Raises:
+        Refused: The body does what no trace can stand for. Dynamo's own exceptions mean the same.
+    """
+    for _ in range(TRACES):
+        found = _Tracing(tx, code, assumed).run()
+        if found is not None:
+            return found
+    raise Refused("the state does not settle")
+
+
+class _Tracing:
+    def __init__(self, tx: Translator, code: Code, assumed: Form) -> None:
+        self.tx, self.code, self.assumed = tx, code, assumed
+        self.number = StepNumber(tx.output.shape_env)
+        self.items: list[tuple[Items, Node]] = []
+        self.given = {place: place.now(tx) for place in assumed.carried}
+        self.tracer: Any = None
+
+    def run(self) -> Trace | None:
+        """Trace; None if the form was changed for another attempt."""
+        tx, lists = self.tx, list[Growing]()
+        try:
+            with (
+                kept(tx),
+                tx.output.subtracer("refold_loop", None) as self.tracer,
+                contextlib.ExitStack() as stand_ins,
+            ):
+                self.tracer.create_proxy = functools.partial(_create_proxy, tx, self.tracer.create_proxy)
+                made: list[Any] = [Objects(tx)]
+                stand_ins.callback(made[0].restore)
+                for x in containers(tx):
+                    if (stand_in := self._stand_in(x)) is not None:
+                        stand_ins.callback(stand_in.restore)
+                        made.append(stand_in)
+                lists += [x for x in made if isinstance(x, Growing)]
+                return self._trace([x for x in made if not isinstance(x, (Growing, Indexed))], lists)
+        except Exception as error:
+            learned = [self._learns(growing) for growing in lists]
+            if not any(learned) and (isinstance(error, Refused) or not self._learns_of_writes()):
+                raise
+            return None
+
+    def _stand_in(self, x: Variable) -> Any:
+        if type(x) is ConstDictVariable:
+            return Dictionary(x) if x.is_mutable() else None
+        if type(x) is ListVariable and Contents(x) in self.assumed.carried:
+            return Written(x)
+        if type(x) is ListVariable and x.is_mutable() and x not in self.assumed.plain:
+            return Growing(x, self.number)
+        if x.items and type(realized(x.items[0])) is TensorVariable:
+            return Indexed(x, self.number, self._take)
+        return None
+
+    def _trace(self, writable: list[Any], lists: list[Growing]) -> Trace:
+        tx, number = self.tx, self.number
+        before = world(tx)
+        try:
+            carried = self._begin()
+            exit = self._steps()
+            after: dict[Place, Variable | None] = {x: x.now(tx) for x in self._places()}
+            for x in writable:
+                after |= x.changed(tx)
+            # What may change is taken out before one looks whether anything else did.
+            for x in writable:
+                x.put_back()
+            if not before.unchanged(world(tx)):
+                raise Refused("the loop changes something outside of it")
+            for growing in lists:
+                growing.check()
+            _check(self.tracer.graph)
+        finally:
+            number.take_guards()
+            before.restore()
+        outer = {proxy.node: inner.node for proxy, inner in self.tracer.lifted_freevars.items()}
+        return Trace(self.tracer.graph, number, carried, self.items, outer, after, lists, exit)
+
+    def _begin(self) -> dict[Place, list[Node]]:
+        """Put the assumed state in place."""
+        tx, assumed, nodes = self.tx, self.assumed, {}
+        for place in assumed.written:
+            place.clear(tx)
+        for place, examples in assumed.carried.items():
+            values = [placeholder(tx, self.tracer, "carried", like) for like in examples]
+            nodes[place] = [x.as_proxy().node for x in values]
+            place.put(tx, rebuilt(self.given[place], iter(values)))
+        step = self.tracer.create_graph_input("step", int, self.number.symint)
+        counted = SymNodeVariable.create(tx, step, self.number.symint)
+        for place, (start, growth) in assumed.counters.items():
+            place.put(tx, Numbers(start, growth).at(tx, counted))
+        if self.code.element is not None:
+            tx.push(self._item(counted, self.code.element))
+        return nodes
+
+    def _item(self, counted: Any, element: Element) -> Variable:
+        if isinstance(element, tuple):
+            return TupleVariable([self._item(counted, part) for part in element])
+        if isinstance(element, Numbers):
+            return element.at(self.tx, counted)
+        if isinstance(element, Calls):
+            return element.fn.call_function(self.tx, [self._item(counted, part) for part in element.arguments], {})
+        return self._take(element)
+
+    def _take(self, element: Items) -> Variable:
+        """Make an item an argument of the body."""
+        item = placeholder(self.tx, self.tracer, "item", element.example)
+        self.items.append((element, item.as_proxy().node))
+        return item
+
+    def _steps(self) -> Exit | None:
+        """Let the translator run the body; return the decision to go on for another step, if it ends with one."""
+        tx, code = self.tx, self.code
+        below = list(tx.stack if code.element is None else tx.stack[:-1])
+        tx.instruction_pointer, exit = code.begin, None
+        while True:
+            at = tx.instruction_pointer
+            instruction = tx.instructions[at]
+            if reason := next((why for name, why in _LEAVES.items() if instruction.opname.startswith(name)), None):
+                raise Refused(reason)
+            decided = len(self.number.pending())
+            if not tx.step():
+                raise Refused("the loop ends the function")
+            if is_decision(instruction):
+                other = {at + 1, tx.indexof[instruction.target]} - {tx.instruction_pointer}
+                exit = Exit(other.pop(), decided) if other else None
+            elif not instruction.opname.startswith(("JUMP", "NOP", "EXTENDED_ARG", "NOT_TAKEN")):
+                exit = None
+            if tx.instruction_pointer == code.head:
+                break
+            if tx.instruction_pointer is None or not code.begin <= tx.instruction_pointer < code.end:
+                raise Refused("the loop can be left early")
+        if len(tx.stack) != len(below) or any(a is not b for a, b in zip(tx.stack, below, strict=True)):
+            raise Refused("the loop leaves something on the stack")
+        return exit if exit is not None and not code.head <= exit.to < code.end else None
+
+    def _places(self) -> set[Place]:
+        return self.assumed.places | {Local(name) for name in self.code.stored(self.tx.instructions)}
+
+    def _learns(self, growing: Growing) -> bool:
+        """Assume more of a list that was read: that its ends are carried, or that it does not grow."""
+        assumed, (front, back) = self.assumed, growing.wants
+        end = End(growing.owner, max(front, back), bool(front))
+        if 0 < end.count < SHORTEST and tensors(end.now(self.tx)):
+            for place in [x for x in assumed.carried if isinstance(x, End) and x.owner is end.owner]:
+                if place.at_front == end.at_front:
+                    del assumed.carried[place]
+            return assumed.carry(self.tx, end)
+        if growing.read and not growing.grown:
+            assumed.plain.add(growing.owner)
+            return True
+        return False
+
+    def _learns_of_writes(self) -> bool:
+        """Assume that short lists of tensors do not stay as they are but are written to."""
+        short = [x for x in self.assumed.plain if len(x.items) < SHORTEST]
+        written = [x for x in short if self.assumed.carry(self.tx, Contents(x))]
+        self.assumed.plain -= set(written)
+        return bool(written)
+
+
+def is_decision(instruction: Instruction) -> bool:
+    """Tell whether this is a conditional jump."""
+    return "JUMP" in instruction.opname and "_IF_" in instruction.opname
+
+
+def _create_proxy(
+    tx: Translator, create: Callable[..., Any], kind: str, target: Any, args: Any, kwargs: Any, *rest: Any, **more: Any
+) -> Any:
+    """Create a proxy; positions that depend on the step are selected first, for indexing makes them constants."""
+    if (
+        kind == "call_function"
+        and target in (operator.getitem, operator.setitem)
+        and isinstance(_example(args[0]), torch.Tensor)
+    ):
+        x, key = args[:2]
+        entries = key if isinstance(key, tuple) else (key,)
+        places = [i for i, entry in enumerate(entries) if isinstance(_example(entry), torch.SymInt)]
+        if (
+            any(isinstance(_example(entry), torch.Tensor) or isinstance(entry, (bool, list)) for entry in entries)
+            and places
+        ):
+            raise Refused("a tensor is indexed by another and by the step")
+        taken = [entry is not None and entry is not Ellipsis for entry in entries]
+        for i in reversed(places):
+            dim = sum(taken[:i])
+            if Ellipsis in entries[:i]:
+                dim -= sum(taken)
+            x = create("call_function", torch.select, (x, dim, entries[i]), {})
+            wrap_fx_proxy(tx, x)
+            entries, taken = entries[:i] + entries[i + 1 :], taken[:i] + taken[i + 1 :]
+        if places:
+            args = (x, entries or Ellipsis, *args[2:])
+    return create(kind, target, args, kwargs, *rest, **more)
+
+
+def _example(x: Any) -> Any:
+    return x.node.meta.get("example_value") if isinstance(x, Proxy) else None
+
+
+def _check(graph: Graph) -> None:
+    """Raise if a node does more than compute tensors from tensors."""
+    for node in graph.nodes:
+        if node.op in ("placeholder", "output"):
+            continue
+        if isinstance(node.target, HigherOrderOperator) or node.op == "call_module":
+            raise Refused(f"there is a {node.target} in the loop")
+        if node.meta.get("example_value") is None and node.target is not operator.setitem:
+            raise Refused(f"{node.target} in the loop computes no tensor")

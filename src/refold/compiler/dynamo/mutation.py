@@ -1,0 +1,66 @@
+"""Which tensors a Dynamo graph changes in place: what is in them depends on when they are read."""
+
+from __future__ import annotations
+
+import inspect
+import operator
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+from torch.utils._pytree import tree_leaves
+
+from .loop import LiftedLoop
+
+_ARITHMETIC = ("iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "iand", "ior", "ixor")
+_IN_PLACE = tuple(getattr(operator, name) for name in _ARITHMETIC)
+
+
+def changed_in_place(gm: GraphModule, cautious: bool = False, but: Node | None = None) -> set[Any]:
+    """Return the storages that a graph's operations write to.
+
+    Args:
+        gm: The graph.
+        cautious: Count what is given to graphs inside of the graph as well, which may write to it.
+        but: One of these that does not count.
+    """
+    changed = set()
+    for node in gm.graph.nodes:
+        inner = node.op == "call_module" or isinstance(node.target, torch._ops.HigherOrderOperator)
+        if (cautious and inner and node is not but and not _is_harmless(gm, node)) or _writes(node):
+            changed |= {storage for x in node.all_input_nodes for storage in _storages(x)}
+    return changed
+
+
+def _is_harmless(gm: GraphModule, call: Node) -> bool:
+    """Tell whether a call is that of a lifted loop whose body writes to none of its arguments."""
+    loop = gm.get_submodule(str(call.target)) if call.op == "call_module" else None
+    if not isinstance(loop, LiftedLoop):
+        return False
+    given = {storage for x in loop.body.graph.find_nodes(op="placeholder") for storage in _storages(x)}
+    return not given & changed_in_place(loop.body, cautious=True)
+
+
+def _writes(node: Node) -> bool:
+    """Tell whether a call changes one of its arguments."""
+    if not node.op.startswith("call") or node.op == "call_module":
+        return False
+    name = getattr(node.target, "__name__", node.target)
+    mutable = isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+    in_place = isinstance(name, str) and ((name.endswith("_") and not name.endswith("__")) or name == "setitem")
+    return mutable or in_place or "out" in node.kwargs or node.target in _IN_PLACE or _asked_to(node)
+
+
+def _asked_to(node: Node) -> bool:
+    """Tell whether a function is called with ``inplace=True``, by keyword or position."""
+    if node.kwargs.get("inplace") or not inspect.isfunction(node.target):
+        return bool(node.kwargs.get("inplace"))
+    parameters = list(inspect.signature(node.target).parameters)
+    at = parameters.index("inplace") if "inplace" in parameters else len(node.args)
+    return at < len(node.args) and bool(node.args[at])
+
+
+def _storages(node: Node) -> set[Any]:
+    """Return the storages of a value, and of the items of a list of values."""
+    leaves = tree_leaves(node.meta.get("example_value"))
+    return {x.untyped_storage()._cdata for x in leaves if isinstance(x, torch.Tensor)}

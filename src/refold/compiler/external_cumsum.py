@@ -1,0 +1,47 @@
+"""Hand cumulative sums to ATen where Inductor cannot generate code for them.
+
+Inductor of torch 2.11 raises ``TypeError: list indices must be integers`` in the code generation of
+a split scan on CUDA when its loads come from a padded or concatenated buffer, as in the cumulative
+decay of transformers' Mamba-2 layers. The pipeline does not run this pass by default; the backend
+asks for it after a failed compile, and says so in the report.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.fx import Graph
+
+from .ir.cost import numel
+from .ir.index import value
+
+aten = torch.ops.aten
+
+
+@torch.library.custom_op("refold::cumsum", mutates_args=())
+def cumsum(x: torch.Tensor, dim: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Cumulative sum as one opaque node."""
+    return torch.cumsum(x, dim, dtype=dtype)
+
+
+@cumsum.register_fake
+def _(x: torch.Tensor, dim: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+    return torch.cumsum(x, dim, dtype=dtype)
+
+
+def keep_scans_external(graph: Graph, level: int) -> int:
+    """Replace the smallest ``aten.cumsum`` calls by opaque ones, in place.
+
+    Args:
+        graph: The graph.
+        level: How many distinct sizes to hand over, smallest first: an opaque scan costs a round
+            trip through memory, so large ones stay with Inductor as long as it can compile them.
+
+    Returns:
+        How many distinct sizes there are.
+    """
+    nodes = graph.find_nodes(op="call_function", target=aten.cumsum.default)
+    sizes = sorted({numel(value(node)) for node in nodes})
+    for node in nodes:
+        if numel(value(node)) in sizes[:level]:
+            node.target = torch.ops.refold.cumsum.default
+    return len(sizes)

@@ -1,0 +1,186 @@
+"""Drive Inductor: hand it a graph, get at the ATen graph before code is generated, get a callable back.
+
+Dynamo and AOTAutograd do the work of capture. `Hook` sits where Inductor offers custom passes, on
+the joint or inference graph: after functionalisation and autograd, so that aliasing, mutation and
+gradients are already explicit and a rewrite need not know of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch._guards import tracing
+from torch._inductor import config as inductor_config
+from torch._inductor.compile_fx import compile_fx
+from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch.fx import Graph, GraphModule
+
+from .. import __version__
+from .ir.index import concrete
+
+Compiled = Callable[..., Any]
+
+
+class Stopped(Exception):
+    """Raised by a hook to end a compile after the graph has been seen."""
+
+
+class Hook(CustomGraphPass):
+    """Calls back with every ATen graph that one compile produces, numbered in order.
+
+    Args:
+        visit: Called with the number and the graph.
+        outcome: Names what the callback makes of any graph.
+        settled: Whether that is known beforehand. AOTAutograd's cache, which knows the graph before the pass, may then
+            be asked; where it knows the result, the callback is not called.
+    """
+
+    def __init__(self, visit: Callable[[int, Graph], None], outcome: str = "", settled: bool = False) -> None:
+        self.visit = visit
+        self.outcome, self.settled = outcome, settled
+        self.count = 0
+        self.stopped = False
+        # What the callback raised otherwise: Inductor may wrap it, and it is not Inductor's failure.
+        self.error: Exception | None = None
+
+    def __call__(self, graph: Graph) -> None:
+        """Visit one graph; may edit it in place or raise `Stopped`."""
+        index, self.count = self.count, self.count + 1
+        try:
+            self.visit(index, graph)
+        except Stopped:
+            self.stopped = True
+            raise
+        except Exception as error:
+            self.error = error
+            raise
+
+    def uuid(self) -> str:
+        """Identify the pass to the caches of Inductor, keyed by the graph *after* it, and of AOTAutograd."""
+        return f"refold-{__version__}-{self.outcome}"
+
+
+class _Chain(CustomGraphPass):
+    """The user's own pass, then ours."""
+
+    def __init__(self, first: Any, second: Hook) -> None:
+        self.first, self.second = first, second
+
+    def __call__(self, graph: Graph) -> None:
+        self.first(graph)
+        self.second(graph)
+
+    def uuid(self) -> Any:
+        first = self.first.uuid() if hasattr(self.first, "uuid") else None
+        return None if first is None else (first, self.second.uuid())
+
+
+def inductor(
+    gm: GraphModule, inputs: Sequence[Any], *, hook: Hook | None = None, options: dict[str, Any] | None = None
+) -> Compiled:
+    """Compile a Dynamo graph with Inductor.
+
+    Args:
+        gm: The graph; not changed.
+        inputs: The values that Dynamo traced with.
+        hook: Sees, and may edit, each ATen graph.
+        options: Inductor options, as for ``torch.compile(options=...)``.
+    """
+    patches = dict(options or {})
+    if hook is not None:
+        user = patches.get("joint_custom_pre_pass", inductor_config.joint_custom_pre_pass)
+        patches["joint_custom_pre_pass"] = hook if user is None else _Chain(user, hook)
+    # AOTAutograd's cache would skip a hook of which nobody knows yet what it will do, and with it the report.
+    unsettled = hook is not None and not hook.settled
+    with torch._functorch.config.patch(enable_autograd_cache=False) if unsettled else contextlib.nullcontext():
+        return compile_fx(duplicate(gm), list(inputs), config_patches=patches or None)  # type: ignore[return-value]
+
+
+def standalone(gm: GraphModule, inputs: Sequence[Any], options: dict[str, Any] | None = None) -> Compiled:
+    """Compile a graph for exactly these inputs, apart from whatever compile is under way."""
+    with apart():
+        return inductor(gm, inputs, options=options)
+
+
+@contextlib.contextmanager
+def apart() -> Iterator[None]:
+    """Hide the compile under way, so that another one, or a backward that compiles lazily, can run inside it."""
+    import torch._dynamo.utils as dynamo
+    from torch._dynamo.metrics_context import MetricsContext
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    # One metric may be set once a compile. torch <= 2.11 keeps them in a global, later ones a thread.
+    local = getattr(dynamo, "_metrics_context_tls", None)
+    holder, name = (dynamo, "_METRICS_CONTEXT") if local is None else (local, "metrics_context")
+    outer = dynamo.get_metrics_context()
+    setattr(holder, name, MetricsContext(on_exit=lambda *_: None))
+    try:
+        with tracing(None), _disable_current_modes():
+            yield
+    finally:
+        setattr(holder, name, outer)
+
+
+def duplicate(gm: GraphModule) -> GraphModule:
+    """Copy a graph module's graph; parameters, buffers and attributes stay shared."""
+    twin = GraphModule(gm, copy.deepcopy(gm.graph))
+    # Dynamo leaves notes for AOTAutograd on the module and on its placeholders.
+    for old, new in [(gm, twin), *zip(gm.graph.nodes, twin.graph.nodes, strict=True)]:
+        for name, entry in vars(old).items():
+            vars(new).setdefault(name, entry)
+    twin.meta = dict(getattr(gm, "meta", {}))
+    return twin
+
+
+def bind(graph: Graph, inputs: Sequence[Any]) -> list[Any] | None:
+    """Match the placeholders of an ATen graph with a compile's inputs.
+
+    Returns:
+        A value for each placeholder, tangents drawn at random; None if the graph takes something
+        else (a subgraph, or inputs that AOTAutograd merged because they alias).
+    """
+    values: list[Any] = []
+    rest = list(inputs)
+    generator = torch.Generator().manual_seed(0)
+    for node in graph.find_nodes(op="placeholder"):
+        expected = node.meta.get("val")
+        if str(node.target).startswith("tangents") and isinstance(expected, torch.Tensor):
+            shape = [concrete(size) for size in expected.shape]
+            drawn = torch.randn(shape, generator=generator) if expected.is_floating_point() else torch.zeros(shape)
+            values.append(drawn.to(expected.device, expected.dtype))
+            continue
+        if not rest:
+            return None
+        got = rest.pop(0)
+        if isinstance(expected, torch.Tensor) != isinstance(got, torch.Tensor):
+            return None
+        if isinstance(got, torch.Tensor) and (
+            type(got) not in (torch.Tensor, torch.nn.Parameter)
+            or (got.dtype, got.device, got.dim()) != (expected.dtype, expected.device, expected.dim())
+            or any(isinstance(e, int) and e != g for e, g in zip(expected.shape, got.shape, strict=True))
+        ):
+            return None
+        values.append(got.detach() if isinstance(got, torch.Tensor) else concrete(got))
+    return None if rest else values
+
+
+def clone_inputs(inputs: Sequence[Any]) -> list[Any]:
+    """Copy tensors so that a trial run cannot touch the user's; storage shared between inputs stays shared."""
+    storages: dict[int, torch.UntypedStorage] = {}
+    clones: list[Any] = []
+    for x in inputs:
+        if not isinstance(x, torch.Tensor):
+            clones.append(concrete(x))
+            continue
+        storage = x.untyped_storage()
+        if storage.data_ptr() not in storages:
+            storages[storage.data_ptr()] = storage.clone()
+        own = storages[storage.data_ptr()] if storage.nbytes() else storage.clone()
+        twin = torch.empty(0, dtype=x.dtype, device=x.device)
+        twin.set_(own, x.storage_offset(), x.shape, x.stride())
+        clones.append(twin.requires_grad_(x.requires_grad))
+    return clones

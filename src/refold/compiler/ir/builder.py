@@ -1,0 +1,287 @@
+"""Small tools on ATen graphs: insert nodes that know their values, cut regions out."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.node import map_aggregate
+from torch.utils._sympy.functions import FloorDiv, Mod, PythonMod
+
+from .index import Axis, Factor, Product, Size, concrete, layout, resolve, same, value
+
+aten = torch.ops.aten
+
+
+_ARITHMETIC = {FloorDiv: operator.floordiv, Mod: operator.mod, PythonMod: operator.mod}
+
+
+class UnknownSize(Exception):
+    """A symbolic size has no node in the graph that computes it; the rewrite is not possible."""
+
+
+class Builder:
+    """Inserts nodes before an anchor, each with the fake value that Inductor expects in its metadata."""
+
+    def __init__(self, anchor: Node, replaced: Iterable[Node] = (), like: Node | None = None) -> None:
+        """Insert before ``anchor``; never read ``replaced`` nodes, which the rewrite makes dead.
+
+        An anchor without a fake value, such as an output, borrows the fake mode of ``like``.
+        """
+        self.graph: Graph = anchor.graph
+        self.anchor = anchor
+        self.fake_mode = value(like or anchor).fake_mode  # type: ignore[attr-defined]
+        self.added: list[Node] = []
+        self.replaced = set(replaced)
+        self._meta = {key: entry for key, entry in anchor.meta.items() if key not in ("val", "tensor_meta")}
+
+    def call(self, target: Any, args: Sequence[Any], kwargs: dict[str, Any] | None = None) -> Node:
+        """Insert a call and compute its fake value."""
+        args, kwargs = map_aggregate((tuple(args), kwargs or {}), self._argument)  # type: ignore[assignment]
+        fake_args, fake_kwargs = torch.fx.node.map_arg((tuple(args), kwargs), lambda n: n.meta["val"])
+        with self.fake_mode:
+            val = target(*fake_args, **fake_kwargs)
+        with self.graph.inserting_before(self.anchor):
+            node = self.graph.call_function(target, tuple(args), kwargs)
+        node.meta.update(self._meta)
+        node.meta["val"] = val
+        self.added.append(node)
+        return node
+
+    def _argument(self, x: Any) -> Any:
+        return self.number(x.node.expr, x.node.shape_env) if isinstance(x, torch.SymInt) else x
+
+    def number(self, x: Any, env: Any) -> Any:
+        """Return an argument for an expression in symbolic sizes: a number, or the node that computes it."""
+        if x.is_Integer:
+            return int(x)
+        if x.is_Symbol:
+            return self.size(env.create_symintnode(x, hint=None))
+        if type(x) not in _ARITHMETIC and not x.is_Add and not x.is_Mul:
+            raise UnknownSize(str(x))
+        apply = operator.add if x.is_Add else operator.mul if x.is_Mul else _ARITHMETIC[type(x)]
+        parts = [self.number(part, env) for part in x.args]
+        while len(parts) > 1:
+            parts[:2] = [self.call(apply, parts[:2])]
+        return parts[0]
+
+    def undo(self) -> None:
+        """Remove every node inserted so far."""
+        for node in reversed(self.added):
+            self.graph.erase_node(node)
+        self.added.clear()
+
+    def size(self, size: Size) -> Any:
+        """Return an argument for a size: the number, or the node that computes the symbol."""
+        if isinstance(size, int):
+            return size
+        for node in self.graph.nodes:
+            if node is self.anchor:
+                break
+            if node in self.replaced:
+                continue
+            val = node.meta.get("val")
+            if isinstance(val, torch.SymInt) and same(val, size):
+                return node
+            if isinstance(val, torch.Tensor):
+                for dim, own in enumerate(val.shape):
+                    if isinstance(own, torch.SymInt) and same(own, size):
+                        return self.call(aten.sym_size.int, (node, dim))
+        raise UnknownSize(str(size))
+
+    def product(self, sizes: Sequence[Size]) -> Any:
+        """Return an argument for a product of sizes."""
+        numbers = [size for size in sizes if isinstance(size, int)]
+        result: Any = math.prod(numbers)
+        for symbol in (size for size in sizes if not isinstance(size, int)):
+            node = self.size(symbol)
+            result = node if isinstance(result, int) and result == 1 else self.call(operator.mul, (result, node))
+        return result
+
+    def reshape(self, x: Node, groups: Sequence[Sequence[Size]]) -> Node:
+        """Reshape so that each axis is the product of a group of sizes; copies only if it must."""
+        shape = [math.prod(group) for group in groups]
+        own = value(x).shape
+        if len(own) == len(shape) and all(same(a, b) for a, b in zip(own, shape, strict=True)):
+            return x
+        sizes = [self.product(group) for group in groups]
+        try:
+            return self.call(aten.view.default, (x, sizes))
+        except (RuntimeError, ValueError):  # strides do not allow a view
+            dense = self.call(aten.clone.default, (x,), {"memory_format": torch.contiguous_format})
+            return self.call(aten.view.default, (dense, sizes))
+
+    def permute(self, x: Node, order: Sequence[int]) -> Node:
+        """Permute axes, unless they are in order already."""
+        return x if list(order) == list(range(len(order))) else self.call(aten.permute.default, (x, list(order)))
+
+    def restride(self, x: Node, like: torch.Tensor) -> Node:
+        """Give ``x`` the memory layout of ``like``, so that nothing downstream can tell them apart.
+
+        Inductor inlines the copy into elementwise consumers; it costs memory traffic only before
+        an external kernel.
+        """
+        if same_strides(value(x), like):
+            return x
+        # Dense copies in the order of like's strides, outermost first.
+        order = sorted(range(like.dim()), key=lambda dim: concrete(like.stride()[dim]), reverse=True)
+        dense = self.call(aten.clone.default, (self.permute(x, order),), {"memory_format": torch.contiguous_format})
+        return self.permute(dense, [order.index(dim) for dim in range(like.dim())])
+
+
+@dataclass
+class Operand:
+    """A node whose axes are exactly ``axes``, one atomic symbol each."""
+
+    node: Node
+    axes: list[Axis]
+
+
+def operand(build: Builder, factor: Factor) -> Operand:
+    """Insert a factor's pending steps and give every symbol an axis of its own."""
+    node = factor.node
+    for step in factor.steps:
+        node = step(build, node)
+    axes = list(factor.axes())
+    return Operand(build.reshape(node, [[axis.size] for axis in axes]), axes)
+
+
+def multiply(build: Builder, a: Operand, b: Operand, out: Sequence[Axis], by: Any = aten.mul.Tensor) -> Operand:
+    """Multiply elementwise, broadcasting; axes in the order of ``out`` where they reach it. ``by`` may divide."""
+    axes = sorted({*a.axes, *b.axes}, key=lambda axis: out.index(axis) if axis in out else len(out))
+    nodes = []
+    for x in (a, b):
+        node = build.permute(x.node, [x.axes.index(axis) for axis in axes if axis in x.axes])
+        for dim, axis in enumerate(axes):
+            if axis not in x.axes:
+                node = build.call(aten.unsqueeze.default, (node, dim))
+        nodes.append(node)
+    return Operand(build.call(by, tuple(nodes)), axes)
+
+
+def lay_out(build: Builder, x: Operand, product: Product) -> Node:
+    """Permute, repeat and merge axes into the labels of a product."""
+    axes = layout(product)
+    node = build.permute(x.node, [x.axes.index(axis) for axis in axes if axis in x.axes])
+    if missing := [dim for dim, axis in enumerate(axes) if axis not in x.axes]:
+        for dim in missing:
+            node = build.call(aten.unsqueeze.default, (node, dim))
+        node = build.call(aten.expand.default, (node, [build.size(axis.size) for axis in axes]))
+    return build.reshape(node, [[axis.size for axis in resolve(label)] for label in product.labels])
+
+
+def same_strides(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Tell whether two tensors of one shape lie in memory alike; axes of size one do not count."""
+    dims = [dim for dim, size in enumerate(b.shape) if not same(size, 1)]
+    return all(same(a.stride(dim), b.stride(dim)) for dim in dims)
+
+
+def sort_topologically(graph: Graph) -> None:
+    """Put every node after its inputs; nodes that are in order stay in order."""
+    placed: set[Node] = set()
+    output = graph.output_node()
+    for root in list(graph.nodes):
+        stack = [root]
+        while stack:
+            node = stack[-1]
+            missing = [x for x in node.all_input_nodes if x not in placed]
+            if node in placed or not missing:
+                stack.pop()
+                if node not in placed and node is not output:
+                    output.prepend(node)
+                placed.add(node)
+            else:
+                stack += missing[::-1]
+
+
+def is_constant(node: Node) -> bool:
+    """Tell whether a node computes the same value every time, from no input of the graph."""
+    stack, seen = [node], set()
+    while stack:
+        x = stack.pop()
+        if x in seen:
+            continue
+        seen.add(x)
+        if x.op != "call_function" or torch.Tag.nondeterministic_seeded in getattr(x.target, "tags", ()):
+            return False
+        stack.extend(x.all_input_nodes)
+    return True
+
+
+def upstream(node: Node) -> set[Node]:
+    """Return a node and all that it depends on."""
+    return _reached(node, lambda x: x.all_input_nodes)
+
+
+def downstream(node: Node) -> set[Node]:
+    """Return a node and all that depends on it."""
+    return _reached(node, lambda x: x.users)
+
+
+def _reached(node: Node, neighbours: Callable[[Node], Iterable[Node]]) -> set[Node]:
+    stack, seen = [node], set[Node]()
+    while stack:
+        x = stack.pop()
+        if x not in seen:
+            seen.add(x)
+            stack.extend(neighbours(x))
+    return seen
+
+
+def region_inputs(root: Node, inside: Iterable[Node]) -> list[Node]:
+    """Return the nodes that feed ``root`` from outside the given nodes, in graph order.
+
+    Constants, such as masks, belong to the region.
+    """
+    members = {root, *inside}
+    feeding = {x for node in members for x in node.all_input_nodes if x not in members and not is_constant(x)}
+    return [node for node in root.graph.nodes if node in feeding]
+
+
+def between(root: Node, sources: Iterable[Node]) -> set[Node]:
+    """Return the nodes that lie on a path from some of the sources to ``root``, without either end."""
+    sources = set(sources)
+    reached: set[Node] = set()
+    for node in root.graph.nodes:
+        if node not in sources and any(x in sources or x in reached for x in node.all_input_nodes):
+            reached.add(node)
+    inside: set[Node] = set()
+    stack = [root]
+    while stack:
+        for x in stack.pop().all_input_nodes:
+            if x in reached and x not in inside:
+                inside.add(x)
+                stack.append(x)
+    return inside
+
+
+def extract(root: Node, inputs: Sequence[Node]) -> GraphModule:
+    """Copy the nodes between ``inputs`` and ``root`` into a module of their own."""
+    needed: set[Node] = set()
+    stack = [root]
+    while stack:
+        node = stack.pop()
+        if node in needed or node in inputs:
+            continue
+        needed.add(node)
+        stack.extend(node.all_input_nodes)
+    graph = Graph()
+    copies: dict[Node, Node] = {}
+    for node in inputs:
+        copies[node] = graph.placeholder(node.name)
+        copies[node].meta = dict(node.meta)
+    attributes = {}
+    for node in root.graph.nodes:
+        if node in needed:
+            if node.op == "placeholder":
+                raise AssertionError(f"{node} is read by the region but is not one of its inputs")
+            if node.op == "get_attr":
+                attributes[node.target] = operator.attrgetter(node.target)(root.graph.owning_module)
+            copies[node] = graph.node_copy(node, lambda n: copies[n])
+    graph.output(copies[root])
+    return GraphModule(attributes, graph)

@@ -1,0 +1,172 @@
+"""A rewrite: one region of a graph, what it was, what it became, and what that saves."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from .builder import extract, region_inputs, upstream
+from .cost import Cost, graph_cost
+
+
+@dataclass(frozen=True, eq=False)
+class Rewrite:
+    """One change to a graph.
+
+    Attributes:
+        name: The pass that made it, as an imperative phrase.
+        site: Name of the node that was replaced; stable from one trace of a module to the next.
+        source: The user's line, ``file:line: code``; empty if the tracer did not keep it.
+        why: What is wasteful about the original, in a few words.
+        detail: What was recognised, e.g. the einsum with its sizes.
+        original: The region as it was; takes the region's inputs, returns one tensor.
+        candidate: The region as it became; same inputs, same output shape, dtype and strides.
+        inputs: Names of the region's inputs in the graph.
+        multilinear: Whether the region is a sum of products, so that small integers come out exactly.
+        terms: How many products are added up for one output element.
+        raced_alone: Whether timing the region by itself means anything. It does not when the candidate
+            does no arithmetic, or pays off by being fused with what surrounds it; then only the race
+            of the whole graph decides.
+        spread: Standard deviation of the random inputs of the proof. A recurrence over many steps
+            overflows at one: there is nothing to compare then.
+        differentiated: For each input, whether its gradient must be right as well; empty if no gradient is taken.
+    """
+
+    name: str
+    site: str
+    source: str
+    why: str
+    detail: str
+    original: GraphModule
+    candidate: GraphModule
+    inputs: tuple[str, ...]
+    multilinear: bool
+    terms: int
+    raced_alone: bool = True
+    spread: float = 1.0
+    differentiated: tuple[bool, ...] = ()
+
+    @cached_property
+    def before(self) -> Cost:
+        """FLOPs and bytes of the region as it was."""
+        return graph_cost(self.original.graph.nodes)
+
+    @cached_property
+    def after(self) -> Cost:
+        """FLOPs and bytes of the region as it became."""
+        return graph_cost(self.candidate.graph.nodes)
+
+    @cached_property
+    def size(self) -> int:
+        """Number of nodes of the original."""
+        return len(self.original.graph.nodes)
+
+    @cached_property
+    def signature(self) -> str:
+        """A digest of both programs and their input types: equal regions need one proof."""
+        return digest(self.candidate, canonical(self.original))
+
+
+def digest(candidate: GraphModule, *facts: object) -> str:
+    """Return a digest of a program, the types of its inputs, and more facts."""
+    types = [str(_kind(n.meta.get("val"))) for n in candidate.graph.find_nodes(op="placeholder")]
+    text = "\n".join([*types, canonical(candidate), *map(str, facts)])
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _kind(val: object) -> object:
+    return (tuple(val.shape), val.dtype, val.device, val.stride()) if isinstance(val, torch.Tensor) else val
+
+
+def canonical(gm: GraphModule) -> str:
+    """Return a graph as text in which nodes are numbered: names differ between equal regions of one graph."""
+    position = {node: i for i, node in enumerate(gm.graph.nodes)}
+
+    def number(node: Node) -> str:
+        return f"%{position[node]}"
+
+    def called(node: Node) -> str:
+        if node.op != "get_attr":
+            return str(node.target if node.op == "call_function" else node.op)
+        constant: Any = getattr(gm, str(node.target), None)
+        if isinstance(constant, GraphModule):
+            return canonical(constant)
+        if type(constant) is not torch.Tensor:
+            return f"{type(constant)} {id(constant)}"
+        content = constant.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+        return f"constant {_kind(constant)} {hashlib.sha256(content.tobytes()).hexdigest()}"
+
+    return "\n".join(
+        f"{called(node)} {torch.fx.node.map_arg((node.args, node.kwargs), number)}" for node in gm.graph.nodes
+    )
+
+
+def source_line(node: Node) -> str:
+    """Return the innermost line of the user's code behind a node."""
+    lines = [line.strip() for line in (node.meta.get("stack_trace") or "").splitlines() if line.strip()]
+    frames = [i for i, line in enumerate(lines) if line.startswith("File ")]
+    if not frames:
+        return ""
+    last = frames[-1]
+    where = lines[last].replace('File "', "").replace('", line ', ":").split(",")[0]
+    code = lines[last + 1] if last + 1 < len(lines) else ""
+    return f"{where}: {code}".rstrip(": ")
+
+
+def replace_node(
+    root: Node,
+    new: Node,
+    *,
+    inside: Iterable[Node],
+    added: Iterable[Node],
+    name: str,
+    why: str,
+    detail: str,
+    multilinear: bool,
+    terms: int,
+    raced_alone: bool = True,
+    spread: float = 1.0,
+) -> Rewrite:
+    """Swap ``root`` for ``new`` and return the record of it.
+
+    Args:
+        root: The node whose value is now computed otherwise.
+        new: The node that computes it.
+        inside: Nodes of the original computation between its inputs and ``root``.
+        added: Nodes made for the new computation.
+        name: See `Rewrite`, as for the rest.
+        why: See `Rewrite`.
+        detail: See `Rewrite`.
+        multilinear: See `Rewrite`.
+        terms: See `Rewrite`.
+        raced_alone: See `Rewrite`.
+        spread: See `Rewrite`.
+    """
+    order = {node: i for i, node in enumerate(root.graph.nodes)}
+    inside = set(inside) & upstream(root)
+    inputs = {*region_inputs(root, inside), *region_inputs(new, added)}
+    if inputs & inside:
+        raise AssertionError(f"the rewrite of {root} reads {inputs & inside}, which it replaces")
+    ordered = sorted(inputs, key=order.__getitem__)
+    record = Rewrite(
+        name=name,
+        site=root.name,
+        source=source_line(root),
+        why=why,
+        detail=detail,
+        original=extract(root, ordered),
+        candidate=extract(new, ordered),
+        inputs=tuple(node.name for node in ordered),
+        multilinear=multilinear,
+        terms=terms,
+        raced_alone=raced_alone,
+        spread=spread,
+    )
+    root.replace_all_uses_with(new)
+    return record

@@ -1,0 +1,112 @@
+"""Find the dual of scans that are in the graph as such: loops that were lifted, or the user's own calls.
+
+A lifted loop becomes a scan before autograd, when what feeds it is not decomposed yet. Here it is: if a contraction
+alone reads the states, and their factors are those of a selective scan or a state space dual, they are never written.
+A backward needs the states, so graphs for training are left alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from operator import getitem
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+from ...ops.torch.registry import OPS
+from ..ir.builder import sort_topologically
+from ..ir.index import arg, place, same, value
+from ..ir.metadata import refresh, substitute
+from ..ir.rewrite import Rewrite
+from ..recurrence.affine import Affine, Loop
+from ..recurrence.reroll import Rollup
+from ..recurrence.vectorize import Value
+from .reroll_loops import is_training, replace, replace_reader
+
+aten = torch.ops.aten
+
+WHY = "every state is written, only to be contracted"
+
+
+def contract_scans(graph: Graph, wanted: Callable[[str], bool]) -> Iterator[Rewrite]:
+    """Replace each ``linear_scan`` whose states are only contracted by an operator that does not write them."""
+    scans = graph.find_nodes(op="call_function", target=OPS["linear_scan"])
+    if not scans or is_training(graph):
+        return
+    rollup = Rollup()
+    for scan in scans:
+        states = _result(scan, 0)
+        _, _, _, offsets, reverse, _ = scan.args
+        if states is None or reverse or offsets is not None:
+            continue
+        last = _last_state(graph, scan, states)
+        rewrite = replace_reader(rollup, states, partial(_again, scan), wanted, WHY)
+        if rewrite is None:
+            continue
+        yield rewrite
+        if last is not None and wanted(last.name):
+            loop: Any = rollup.loops[-1]
+            if (rest := replace(rollup, last, partial(_copied, loop), loop.last.next, why=WHY)) is not None:
+                yield rest
+                sort_topologically(graph)
+    for node in reversed(rollup.emit.added):
+        if not node.users and node.graph is graph and not node._erased:
+            graph.erase_node(node)
+
+
+def _result(scan: Node, index: int) -> Any:
+    return next((user for user in scan.users if user.target is getitem and user.args[1] == index), None)
+
+
+def _last_state(graph: Graph, scan: Node, states: Node) -> Any:
+    """Let what reads the last of all states read the scan's second result; return that, if anything uses it."""
+    last = _result(scan, 1)
+    size, changed = value(states).shape[1], set[Node]()
+    for view, time in [(states, 1), *((user, _time_of(user)) for user in states.users)]:
+        users: list[Any] = list(view.users)
+        for user in users:
+            if user.target is not aten.select.int or time is None or user.args[1] % value(view).dim() != time:
+                continue
+            at = arg(user, 2)
+            at = place(at.meta["val"] if isinstance(at, Node) else at, size)
+            if (
+                not (arg(user, 2) == -1 or (at is not None and same(at, size - 1)))
+                or scan.meta["val"][1].dtype != value(user).dtype
+            ):
+                continue
+            if last is None:
+                with graph.inserting_after(scan):
+                    last = graph.call_function(getitem, (scan, 1))
+                last.meta = {**scan.meta, "val": scan.meta["val"][1]}
+            if value(user).shape == value(last).shape:
+                changed.update(substitute(user, last))
+                graph.erase_node(user)
+    refresh(graph, changed)
+    return last if last is not None and last.users else None
+
+
+def _time_of(view: Node) -> int | None:
+    """Return where a permutation of the states has the time axis."""
+    order: Any = view.args[1] if view.target is aten.permute.default else ()
+    return list(order).index(1) if 1 in order else None
+
+
+def _again(scan: Any, rollup: Rollup, states: Node) -> Node:
+    """Emit the scan once more, as a loop whose dual can be looked for."""
+    emit, (a, x, initial, *_) = rollup.emit, scan.args
+    twin = emit.call(getitem, emit.call(scan.target, *scan.args), 0)
+    order = [1, 0, *range(2, value(x).dim())]
+    while isinstance(initial, Node) and initial.target in (aten.clone.default, aten.expand.default):
+        initial = initial.args[0]
+    step = emit.call(aten.select.int, twin, 1, 0)
+    factors, inputs = (Value(emit.permute(part, order), True) for part in (a, x))
+    loop = Loop((step,), count=value(x).shape[1], initial=0 if initial is None else initial, scan=twin)
+    loop.body = Affine(loop, factors, inputs)
+    rollup.loops.append(loop)
+    return twin
+
+
+def _copied(loop: Any, rollup: Rollup, last: Node) -> Node:
+    return rollup.emit.call(aten.clone.default, loop.last)

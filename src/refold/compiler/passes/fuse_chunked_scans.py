@@ -1,0 +1,288 @@
+"""Hand a scan that was written in chunks to the operator that it is.
+
+`refold.compiler.recurrence.chunked_form` reads it. Its outputs and its last state come from one ``ssd``. Where nothing
+but the last state is wanted, that is one product over all of time,
+
+    H = sum over t of exp(S[t,end]) B[t] X[t] + exp(S[start,end]) H[initial].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import reduce
+from math import inf, prod
+from operator import getitem
+
+import torch
+from torch.fx import Graph, Node
+
+from ...ops.torch.registry import OPS
+from ..ir.builder import Builder, Operand, between, lay_out, multiply, operand, sort_topologically
+from ..ir.index import Axis, Factor, Label, Product, arg, is_tensor, layout, resolve, unify, value
+from ..ir.rewrite import Rewrite, replace_node
+from ..recurrence.chunked_form import NotAScan, Scan, States, read_scan, read_states, require, with_label
+from ..recurrence.duality import divisor
+from ..recurrence.gated_chunks import FORGETS
+from .recover_contractions import contract
+
+aten = torch.ops.aten
+
+
+def fuse_chunked_scans(graph: Graph, wanted: Callable[[str], bool]) -> Iterator[Rewrite]:
+    """Replace chunked scans by ``ssd``: their outputs and their last states."""
+    if _is_training(graph):
+        return
+    for root in graph.find_nodes(op="call_function", target=aten.add.Tensor):
+        if not (_is_candidate(root) and wanted(root.name)):
+            continue
+        a, b = root.all_input_nodes
+        for within, across in ((a, b), (b, a)):
+            try:
+                yield from _replace(root, read_scan(within, across), wanted)
+            except NotAScan:
+                continue
+            sort_topologically(graph)  # the last state may have been read before the outputs
+            graph.eliminate_dead_code()
+            break
+
+
+def _is_training(graph: Graph) -> bool:
+    """Tell whether a backward reads what a fused scan never writes."""
+    return any(str(node.target).startswith("tangents") for node in graph.find_nodes(op="placeholder"))
+
+
+def _is_candidate(root: Node) -> bool:
+    return (
+        not root.kwargs
+        and len(root.all_input_nodes) == 2
+        and all(is_tensor(x) and value(x).shape == value(root).shape for x in root.all_input_nodes)
+        and value(root).is_floating_point()
+        and all(isinstance(size, int) and size for size in value(root).shape)
+    )
+
+
+@dataclass
+class _Operands:
+    """The operator's arguments as products."""
+
+    x: Product
+    dt: Product
+    A: Product
+    B: Product
+    C: Product
+    free: bool
+    """Whether x has no step size in common with the decay: ``dt`` is the log decay, and x is to be divided by it."""
+
+
+def _operands(scan: Scan) -> _Operands:
+    """Divide the factors among the arguments, taking the step size out of the log decay if x has it, too."""
+    time, summed = set(resolve(scan.time)), set(resolve(scan.summed))
+    steps = [factor for factor in scan.decays.factors if time & set(factor.axes())]
+    rates = [factor for factor in scan.decays.factors if factor not in steps]
+    written = list(scan.written.factors)
+    free = False
+    for step in steps:
+        same = [f for f in written if (f.node, f.steps, _axes(f)) == (step.node, step.steps, _axes(step))]
+        if not same:
+            free, written = True, list(scan.written.factors)
+            break
+        written.remove(same[0])
+    dt, A = Product((), tuple(steps)), Product((), tuple(rates), scan.decays.scale)
+    if free:
+        dt, A = scan.decays, Product((), ())
+    keys = [factor for factor in written if summed & set(factor.axes())]
+    values = [factor for factor in written if factor not in keys]
+    require(keys and values)
+    return _Operands(
+        Product((), tuple(values), scan.written.scale), dt, A, Product((), tuple(keys)), scan.queries, free
+    )
+
+
+def _axes(factor: Factor) -> tuple[Label, ...]:
+    return tuple(resolve(label) for label in factor.labels)
+
+
+def _spanned(factors: Sequence[Factor]) -> set[Axis]:
+    return {axis for factor in factors for axis in factor.axes()}
+
+
+def _replace(root: Node, scan: Scan, wanted: Callable[[str], bool]) -> Iterator[Rewrite]:
+    """Emit the operator and replace what it computes."""
+    given = _operands(scan)
+    products = (given.x, given.dt, given.A, given.B, given.C)
+    require(all(value(factor.node).dtype == value(root).dtype for part in products for factor in part.factors))
+    # A reciprocal of a small log decay overflows half precision.
+    require(not (given.free and value(root).dtype == torch.float16))
+    outer = [axis for axis in layout(scan.y) if axis not in resolve(scan.padded)]
+    read = _spanned([*given.B.factors, *given.C.factors])
+    channels = tuple(axis for axis in outer if axis not in read | _spanned(scan.decays.factors))
+    # Heads are what rates depend on or what shares B and C, and what lies behind time in memory.
+    inputs = max(given.x.factors, key=lambda factor: len(factor.axes())).axes()
+    leading = set(inputs[: min((inputs.index(axis) for axis in resolve(scan.time) if axis in inputs), default=0)])
+    rest = [axis for axis in outer if axis not in channels]
+    batch = tuple(axis for axis in rest if axis in leading & read and axis not in _spanned(given.A.factors))
+    grouped = tuple(axis for axis in rest if axis in read and axis not in batch)
+    heads = (*grouped, *(axis for axis in rest if axis not in read))
+
+    build = Builder(root)
+    time, summed = resolve(scan.time), resolve(scan.summed)
+    order = [*batch, *time, *heads, *channels, *summed]
+    x, B, C = (_multiplied(build, part, order) for part in (given.x, given.B, given.C))
+    dt, A = (_multiplied(build, part, order) if part.factors else None for part in (given.dt, given.A))
+    if given.free and dt is not None:
+        dt = Operand(divisor(lambda target, *args, **kwargs: build.call(target, args, kwargs), dt.node), dt.axes)
+        if set(dt.axes) <= {*batch, *time, *grouped} and _size(summed) <= _size(channels):
+            B = multiply(build, B, dt, order, by=aten.div.Tensor)
+        else:
+            x = multiply(build, x, dt, order, by=aten.div.Tensor)
+    like = value(root)
+    arguments = [
+        _lay(build, part, groups, number, like)
+        for part, groups, number in (
+            (x, (batch, time, heads, channels), 1.0),
+            (dt, (batch, time, heads), given.dt.scale),
+            (A, (heads,), given.A.scale),
+            (B, (batch, time, grouped, summed), 1.0),
+            (C, (batch, time, grouped, summed), 1.0),
+        )
+    ]
+    initial = None
+    if scan.states.initial is not None:
+        initial = _lay(build, operand(build, scan.states.initial), (batch, heads, channels, summed), 1.0, like)
+    options = (False, [-inf, inf], None, None, "")
+    result = build.call(OPS["ssd"], (*arguments, None, None, None, initial, None, *options))
+    y, last = (build.call(getitem, (result, i)) for i in (0, 1))
+    if missing := _size(resolve(scan.padded)) - _size(time):
+        y = build.call(aten.constant_pad_nd.default, (y, [0, 0, 0, 0, 0, missing]))
+    axes = [*batch, *resolve(scan.padded), *heads, *channels]
+    y = lay_out(build, Operand(build.reshape(y, [[axis.size] for axis in axes]), axes), scan.y)
+    y = build.restride(y, like)
+    axes = [*batch, *heads, *channels, *summed]
+    state = Operand(build.reshape(last, [[axis.size] for axis in axes]), axes)
+    lasts = [(node, _lay_last(build, node, state, scan.states)) for node in scan.states.lasts()]
+
+    made = set(build.added)
+    sources = {x for node in made for x in node.all_input_nodes if x not in made}
+    detail = f"{_size(time)} tokens, {_size(heads)} heads of {_size(channels)} x {_size(summed)} as one ssd"
+    for old, new in [(root, y), *((node, new) for node, new in lasts if wanted(node.name))]:
+        yield replace_node(
+            old,
+            new,
+            inside=between(old, sources),
+            added=made,
+            name="fuse chunked scan",
+            why="decays and products of each chunk are written out and read again",
+            detail=detail,
+            multilinear=False,
+            terms=_size(time),
+            raced_alone=old is root,  # the last state falls off while the outputs are computed
+            spread=0.1,
+        )
+
+
+def _size(label: Sequence[Axis]) -> int:
+    return prod(int(axis.size) for axis in label)
+
+
+def _multiplied(build: Builder, product: Product, order: Sequence[Axis]) -> Operand:
+    """Multiply the factors of a product."""
+    x = reduce(lambda a, b: multiply(build, a, b, order), [operand(build, factor) for factor in product.factors])
+    return x if product.scale == 1.0 else Operand(build.call(aten.mul.Tensor, (x.node, product.scale)), x.axes)
+
+
+def _lay(build: Builder, x: Operand | None, groups: tuple[Label, ...], number: float, like: torch.Tensor) -> Node:
+    """Lay a product out dense, each axis a group of symbols; a number if there is no product."""
+    if x is None:
+        sizes = [_size(group) for group in groups]
+        return build.call(aten.full.default, (sizes, number), {"dtype": like.dtype, "device": like.device})
+    node = lay_out(build, x, Product(groups, ()))
+    if value(node).is_contiguous():
+        return node
+    return build.call(aten.clone.default, (node,), {"memory_format": torch.contiguous_format})
+
+
+def _lay_last(build: Builder, node: Node, state: Operand, states: States) -> Node:
+    like = value(states.node)
+    x = lay_out(build, state, Product(with_label(states.layout.labels, states.dim, ()), ()))
+    if value(x).dtype != like.dtype:
+        x = build.call(torch.ops.prims.convert_element_type.default, (x, like.dtype))
+    return _last_of(build, x, node, states)
+
+
+def _last_of(build: Builder, x: Node, node: Node, states: States) -> Node:
+    """Make the last state a part of all states, which gives it their strides; Inductor writes that part only."""
+    like, dim = value(states.node), states.dim
+    before = [0, 0] * (like.dim() - 1 - dim) + [like.shape[dim] - 1, 0]
+    padded = build.restride(build.call(aten.constant_pad_nd.default, (x, before)), like)
+    return build.call(aten.select.int, (padded, dim, arg(node, 2)))
+
+
+# The last state alone ------------------------------------------------------------------------
+
+
+def contract_last_states(graph: Graph, wanted: Callable[[str], bool]) -> Iterator[Rewrite]:
+    """Compute a last state that is all that is read of the states as one product over all of time."""
+    if _is_training(graph):
+        return
+    for root in graph.find_nodes(op="call_function", target=aten.select.int):
+        node = arg(root, 0)
+        if not (wanted(root.name) and value(root).is_floating_point() and len(node.users) == 1):
+            continue
+        try:
+            states = read_states(node, arg(root, 1) % value(node).dim())
+            require(states.lasts() == [root])
+            yield _contract_last_state(root, states)
+        except NotAScan:
+            continue
+        graph.eliminate_dead_code()
+
+
+def _contract_last_state(root: Node, states: States) -> Rewrite:
+    """Emit the product and replace the state."""
+    after, step, decays = resolve(states.end.after or ()), resolve(states.end.step), states.end.source
+    time = (*resolve(states.chunk), *after)
+    labels = with_label(states.layout.labels, states.dim, ())
+    out = [axis for label in labels for axis in resolve(label)]
+    require(len({*time, *step, *out}) == len(time) + len(step) + len(out))
+    require(_spanned(states.written.factors) <= {*time, *out})
+    require(_spanned(decays.factors) <= {*resolve(states.chunk), *step, *out})
+    require(unify(step, after))
+    time = resolve(time)
+    require(set(time) <= _spanned(decays.factors))
+    build = Builder(root)
+    a = _multiplied(build, decays, [*out, *time])
+    outer = [axis for axis in a.axes if axis not in time]
+    row = lay_out(build, a, Product((*((axis,) for axis in outer), time), ()))
+    bounded = build.call(aten.clamp_min.default, (row, FORGETS))
+    since = build.call(aten.cumsum.default, (bounded, len(outer)), {"dtype": torch.float64})
+    total = build.call(aten.slice.Tensor, (since, len(outer), _size(time) - 1, _size(time)))
+    to_end = _exponential(build, build.call(aten.sub.Tensor, (total, since)), [*outer, *time], value(root).dtype)
+    written = sorted((operand(build, factor) for factor in states.written.factors), key=lambda x: value(x.node).numel())
+    state = contract(build, [to_end, *written], set(out), out)
+    if states.written.scale != 1.0:
+        state = Operand(build.call(aten.mul.Tensor, (state.node, states.written.scale)), state.axes)
+    new = lay_out(build, state, Product(labels, ()))
+    if states.initial is not None:
+        through = _exponential(build, total, outer, value(root).dtype)
+        first = multiply(build, through, operand(build, states.initial), out)
+        new = build.call(aten.add.Tensor, (new, lay_out(build, first, Product(labels, ()))))
+    new = _last_of(build, new, root, states)
+    sources = {x for node in build.added for x in node.all_input_nodes if x not in build.added}
+    return replace_node(
+        root,
+        new,
+        inside=between(root, sources),
+        added=build.added,
+        name="contract last state",
+        why="the state behind each chunk is written out, and only the last is read",
+        detail=f"the state behind {_size(time)} tokens as one product",
+        multilinear=False,
+        terms=_size(time),
+        spread=0.1,
+    )
+
+
+def _exponential(build: Builder, x: Node, axes: list[Axis], dtype: torch.dtype) -> Operand:
+    narrow = build.call(torch.ops.prims.convert_element_type.default, (x, dtype))
+    return Operand(build.reshape(build.call(aten.exp.default, (narrow,)), [[axis.size] for axis in axes]), axes)

@@ -1,0 +1,265 @@
+"""Recover contractions: a broadcast multiply and a sum is a matrix product, however it is spelled.
+
+The sum is read in index notation (`refold.compiler.ir.index`): a product of factors over symbols, some
+of them summed. Symbols that no factor reads fall out (that alone removes the repeat of one ``B, C``
+group to every head), ``opt_einsum`` orders the factors, and each pair becomes ``mm`` or ``bmm``.
+Matrix products that are in the graph already are read the same way, and rewritten if a repeat falls
+out of them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+import opt_einsum
+import torch
+from torch.fx import Graph, Node
+
+from ..ir.builder import Builder, Operand, UnknownSize, lay_out, multiply, operand
+from ..ir.index import (
+    Axis,
+    Product,
+    arg,
+    concrete,
+    is_view,
+    layout,
+    matmul_product,
+    resolve,
+    same,
+    sum_dims,
+    sum_product,
+    value,
+)
+from ..ir.rewrite import Rewrite, replace_node
+
+aten = torch.ops.aten
+
+SUMS = (aten.sum.dim_IntList, aten.sum.default, aten.mean.dim, aten.mean.default)
+MATMULS = (aten.mm.default, aten.bmm.default)
+# A product must shrink at least this much for an existing matmul, or a sum without one, to be redone.
+WORTHWHILE = 2
+
+
+def drop_degenerate_sums(graph: Graph, wanted: Callable[[str], bool]) -> Iterator[Rewrite]:
+    """Replace a sum over axes of size one by a view."""
+    for root in list(graph.nodes):
+        if root.target not in SUMS or not wanted(root.name):
+            continue
+        x = arg(root, 0)
+        dims = sum_dims(root)
+        if value(x).dtype != value(root).dtype or not dims or not all(same(value(x).shape[d], 1) for d in dims):
+            continue
+        build = Builder(root)
+        view = x if value(root).dim() == value(x).dim() else build.call(aten.squeeze.dims, (x, dims))
+        # A sum never aliases its input, so neither may this; Inductor inlines the copy.
+        new = build.restride(build.call(aten.clone.default, (view,)), value(root))
+        yield replace_node(
+            root,
+            new,
+            inside=(),
+            added=build.added,
+            name="drop degenerate sum",
+            why="nothing is added up",
+            detail=f"sum over axes of size 1 {dims}",
+            multilinear=True,
+            terms=1,
+            raced_alone=False,
+        )
+        graph.erase_node(root)
+
+
+def recover_contractions(graph: Graph, wanted: Callable[[str], bool]) -> Iterator[Rewrite]:
+    """Turn multiply-and-sum into matrix products, and drop repeats from matrix products."""
+    for absorb in (_single_use, lambda _: False):
+        for root in list(graph.nodes):
+            if root.target not in (*SUMS, *MATMULS) or not wanted(root.name) or not root.users:
+                continue
+            if absorb is _single_use and _feeds_sum(root):
+                continue  # the sum that it feeds sees further
+            found = _read(root, absorb)
+            if found is None or (plan := _plan(root, found)) is None or not _consumed(root, found):
+                continue
+            build = Builder(root, found.through)
+            try:
+                new = build.restride(plan.lower(build), value(root))
+            except UnknownSize:
+                build.undo()
+                continue
+            yield replace_node(
+                root,
+                new,
+                inside=found.through,
+                added=build.added,
+                name="recover contraction" if root.target in SUMS else "drop repeat from product",
+                why=plan.why(),
+                detail=plan.describe(),
+                multilinear=all(factor.linear for factor in found.factors),
+                terms=plan.terms,
+            )
+            graph.eliminate_dead_code()
+
+
+def _single_use(node: Node) -> bool:
+    return len(node.users) == 1
+
+
+def _feeds_sum(node: Node) -> bool:
+    """Tell whether a node's only use, through views, is a sum."""
+    while len(node.users) == 1:
+        (node,) = node.users
+        if node.target is aten.sum.dim_IntList:
+            return True
+        if not is_view(node):
+            return False
+    return False
+
+
+def _read(root: Node, absorb: Callable[[Node], bool]) -> Product | None:
+    if any(same(size, 0) for arg in root.all_input_nodes for size in value(arg).shape):
+        return None
+    return matmul_product(root) if root.target in MATMULS else sum_product(root, absorb)
+
+
+def _consumed(root: Node, product: Product) -> bool:
+    """Tell whether the rewrite frees the large intermediate: nobody else reads the products."""
+    inside = {*product.through, root}
+    return root.target in MATMULS or all(
+        user in inside or user.target in SUMS
+        for node in product.through
+        if node.target is aten.mul.Tensor and node in root.all_input_nodes
+        for user in node.users
+    )
+
+
+@dataclass
+class _Plan:
+    """An einsum and the order in which to do it."""
+
+    root: Node
+    product: Product
+    path: list[tuple[int, ...]]
+    scale: float
+    terms: int
+
+    def describe(self) -> str:
+        """Spell the einsum with the sizes of its symbols."""
+        letters: dict[Axis, str] = {}
+        terms = [_spell(factor.axes(), letters) for factor in self.product.factors]
+        out = _spell([axis for axis in layout(self.product) if axis in self.product.present()], letters)
+        sizes = " ".join(f"{letter}={axis.size}" for axis, letter in letters.items())
+        repeats = [str(axis.size) for axis in self.product.repeated()]
+        dropped = f", repeat of {' x '.join(repeats)} dropped" if repeats else ""
+        return f"{','.join(terms)}->{out} ({sizes}{dropped})"
+
+    def why(self) -> str:
+        """Say what is wasteful about the original."""
+        copies = math.prod(concrete(axis.size) for axis in self.product.repeated())
+        reasons = [f"it is computed for {copies} equal copies"] if copies > 1 else []
+        if self.root.target in SUMS:
+            reasons.insert(0, "products are written out only to be summed")
+        elif not reasons:
+            reasons.append("its factors allow a cheaper order")
+        return ", and ".join(reasons)
+
+    def lower(self, build: Builder) -> Node:
+        """Insert the matrix products and lay the result out as the root had it."""
+        operands = [operand(build, factor) for factor in self.product.factors]
+        out = [axis for axis in layout(self.product) if axis in self.product.present()]
+        for group in self.path:
+            chosen = [operands[i] for i in group]
+            operands = [x for i, x in enumerate(operands) if i not in group]
+            keep = {*out, *(axis for x in operands for axis in x.axes)}
+            operands.append(contract(build, chosen, keep, out))
+        (result,) = operands
+        x = _sum_out(build, result, set(out))
+        if self.scale != 1.0:
+            x = Operand(build.call(aten.mul.Tensor, (x.node, self.scale)), x.axes)
+        if self.root.target in (aten.mean.dim, aten.mean.default):
+            count = build.product([value(arg(self.root, 0)).shape[dim] for dim in sum_dims(self.root)])
+            x = Operand(build.call(aten.div.Tensor, (x.node, count)), x.axes)
+        return lay_out(build, x, self.product)
+
+
+def _plan(root: Node, product: Product) -> _Plan | None:
+    """Decide how to compute a product, or None if it is not worth a matrix product."""
+    bound = resolve(product.bound)
+    present = product.present()
+    absent = [axis.size for axis in bound if axis not in present]
+    if not bound or not all(isinstance(size, int) for size in absent):
+        return None
+    everything = {*bound, *(axis for label in product.labels for axis in resolve(label))}
+    out = [axis for axis in layout(product) if axis in present]
+    letters: dict[Axis, str] = {}
+    terms = [_spell(factor.axes(), letters) for factor in product.factors]
+    shapes = [tuple(concrete(axis.size) for axis in factor.axes()) for factor in product.factors]
+    if len(terms) == 1:
+        path: list[tuple[int, ...]] = []
+    else:
+        path, _ = opt_einsum.contract_path(f"{','.join(terms)}->{_spell(out, letters)}", *shapes, shapes=True)
+    naive = math.prod(concrete(axis.size) for axis in everything)
+    work, matmul = _work([set(factor.axes()) for factor in product.factors], path, set(out))
+    shrinks = work * WORTHWHILE <= naive
+    if not (shrinks or (matmul and root.target in SUMS)):
+        return None
+    scale = product.scale * math.prod(absent)
+    return _Plan(root, product, list(path), float(scale), math.prod(concrete(axis.size) for axis in bound))
+
+
+def _work(factors: list[set[Axis]], path: list[tuple[int, ...]], out: set[Axis]) -> tuple[int, bool]:
+    """Return the multiply-adds of a path, and whether it has a true matrix product (M, N, K > 1)."""
+    total = sum(math.prod(concrete(axis.size) for axis in factor) for factor in factors) if not path else 0
+    matmul = False
+    for group in path:
+        chosen = [factors[i] for i in group]
+        factors = [factor for i, factor in enumerate(factors) if i not in group]
+        union: set[Axis] = set().union(*chosen)
+        keep = union & out.union(*factors)
+        total += math.prod(concrete(axis.size) for axis in union)
+        if len(chosen) == 2:
+            a, b = chosen
+            matmul = matmul or bool((a & b) - keep and (a & keep) - b and (b & keep) - a)
+        factors.append(keep)
+    return total, matmul
+
+
+def _spell(axes: Iterable[Axis], letters: dict[Axis, str]) -> str:
+    return "".join(letters.setdefault(axis, opt_einsum.get_symbol(len(letters))) for axis in axes)
+
+
+def _sum_out(build: Builder, x: Operand, keep: set[Axis]) -> Operand:
+    """Sum over the axes that nothing else reads."""
+    dims = [i for i, axis in enumerate(x.axes) if axis not in keep]
+    if not dims:
+        return x
+    return Operand(build.call(aten.sum.dim_IntList, (x.node, dims)), [axis for axis in x.axes if axis in keep])
+
+
+def contract(build: Builder, operands: list[Operand], keep: set[Axis], out: list[Axis]) -> Operand:
+    """Multiply operands and sum over what is not kept; two at a time."""
+    *rest, last = operands
+    if not rest:
+        return _sum_out(build, last, keep)
+    a = rest[0] if len(rest) == 1 else contract(build, rest, {*keep, *last.axes}, out)
+    a = _sum_out(build, a, {*keep, *last.axes})
+    b = _sum_out(build, last, {*keep, *a.axes})
+    shared = [axis for axis in a.axes if axis in b.axes]
+    summed = [axis for axis in shared if axis not in keep]
+    rows = [axis for axis in a.axes if axis not in b.axes]
+    columns = [axis for axis in b.axes if axis not in a.axes]
+    if not (summed and rows and columns):
+        return _sum_out(build, multiply(build, a, b, out), keep)
+    batch = [axis for axis in shared if axis in keep]
+    left = _matrix(build, a, batch, rows, summed)
+    right = _matrix(build, b, batch, summed, columns)
+    result = build.call(aten.bmm.default if batch else aten.mm.default, (left, right))
+    axes = [*batch, *rows, *columns]
+    return Operand(build.reshape(result, [[axis.size] for axis in axes]), axes)
+
+
+def _matrix(build: Builder, x: Operand, *groups: list[Axis]) -> Node:
+    """Merge axes into (batch,) rows and columns."""
+    order = [x.axes.index(axis) for group in groups for axis in group]
+    groups = groups if groups[0] else groups[1:]
+    return build.reshape(build.permute(x.node, order), [[axis.size for axis in group] for group in groups])

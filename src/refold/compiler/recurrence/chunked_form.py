@@ -1,0 +1,284 @@
+"""Read a scan that was written in chunks.
+
+State space dual code cuts time into chunks and adds up two products (Dao & Gu 2024, listing 1):
+
+    within a chunk    Y[c,i]  = sum over j <= i of (C[c,i] . B[c,j]) exp(S[j,i]) X[c,j]
+    between chunks    Y[c,i] += exp(S[start,i]) C[c,i] . H[c]
+
+where ``S`` are sums of one log decay ``a`` between two positions, and ``H[c]``, the state that enters
+chunk ``c``, is itself a product: decays between chunks times what each chunk adds to the state,
+
+    sum over j of exp(S[j,end]) B[c,j] X[c,j],        the first of them being the initial state.
+
+That is ``H <- exp(a) H + X B`` and ``y = C . H`` at every token: `refold.ops.ssd`. Both products are
+read in index notation down to their last factors, so that any order and spelling of the products
+looks the same, and are the same scan only if B, C, X and the source of all five decays are the same
+nodes at the same symbols. Chunks that were padded to their length are read without the padding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from ..ir.index import Axis, Factor, Label, Product, arg, expand, index, layout, resolve, unify, value
+from .segment_sums import Segments, decay, pair, same_source, segments, unify_all
+
+aten = torch.ops.aten
+
+
+class NotAScan(Exception):
+    """The products are no scan, or one that the operator cannot express."""
+
+
+@dataclass
+class States:
+    """The states between chunks, ``H[c+1] = exp(S[start,end]) H[c] + sum over j of exp(S[j,end]) written[c,j]``.
+
+    Attributes:
+        node: Holds the state that enters each chunk, and behind them the last state.
+        layout: Its axes.
+        dim: Its axis that counts chunks.
+        chunk: The symbols that count chunks in ``end`` and ``written``.
+        end: The decay from each position of a chunk to its end.
+        written: B and X.
+        initial: The initial state; None for zeros.
+    """
+
+    node: Node
+    layout: Product
+    dim: int
+    chunk: Label
+    end: Segments
+    written: Product
+    initial: Factor | None
+
+    def lasts(self) -> list[Node]:
+        """Return the nodes that read the state behind the last chunk."""
+        rank, size = value(self.node).dim(), value(self.node).shape[self.dim]
+        reads = [node for node in self.node.users if node.target is aten.select.int]
+        return [node for node in reads if arg(node, 1) % rank == self.dim and arg(node, 2) in (-1, size - 1)]
+
+
+@dataclass
+class Scan:
+    """``H <- exp(decays) H + written``, ``y = queries . H``, as factors at common symbols.
+
+    Attributes:
+        y: The layout of the outputs.
+        states: What is known of the states.
+        decays: The log decay.
+        queries: C.
+        written: B and X.
+        time: The symbols of time in the factors.
+        padded: The symbols of time in ``y``: the chunk and the position in it.
+        summed: The symbols that the states have and ``y`` has not.
+    """
+
+    y: Product
+    states: States
+    decays: Product
+    queries: Product
+    written: Product
+    time: Label
+    padded: Label
+    summed: Label
+
+
+def require(condition: object) -> None:
+    """Raise `NotAScan` unless a condition holds."""
+    if not condition:
+        raise NotAScan
+
+
+def _only(found: Sequence[Any]) -> Any:
+    require(len(found) == 1)
+    return found[0]
+
+
+def _split(product: Product) -> tuple[Segments, list[Factor]]:
+    """Return what the one factor that is a decay means, and the other factors."""
+    found = [(factor, read) for factor in product.factors if not factor.steps and (read := decay(factor.node))]
+    factor, read = _only(found)
+    require(unify_all(read.labels, factor.labels))
+    return read, [other for other in product.factors if other is not factor]
+
+
+def _known(label: Label | None) -> Label:
+    if not label:
+        raise NotAScan
+    return resolve(label)
+
+
+def read_scan(within: Node, across: Node) -> Scan:
+    """Read both products, or raise `NotAScan`."""
+    diagonal = expand(index(within))
+    pairs, rest = _split(diagonal)
+    require(pairs.causal)
+    upto, after = _known(pairs.upto), _known(pairs.after)
+    queries = [factor for factor in rest if set(upto) & set(factor.axes())]
+    written = [factor for factor in rest if not set(upto) & set(factor.axes())]
+    require(queries and all(set(after) & set(factor.axes()) for factor in written))
+
+    carried = expand(index(across))
+    require(unify_all(carried.labels, diagonal.labels))
+    start, rest = _split(carried)
+    require(start.after is None and not start.causal)
+    entering = _only([factor for factor in rest if factor.node not in {query.node for query in queries}])
+    require(unify(_known(start.upto), upto) and same_source(start, pairs))
+    require(pair(queries, [factor for factor in rest if factor is not entering]))
+
+    node, dim = _all_but_last(entering)
+    states = read_states(node, dim)
+    require(unify_all(states.layout.labels, entering.labels, but=dim) and unify(states.chunk, entering.labels[dim]))
+    require(unify(_known(states.end.after), after) and same_source(states.end, pairs))
+    require(pair(written, states.written.factors))
+    require(diagonal.scale == carried.scale * states.written.scale)
+
+    time = resolve((*states.chunk, *upto))
+    scan = Scan(
+        y=diagonal,
+        states=states,
+        decays=pairs.source,
+        queries=Product((), tuple(queries), carried.scale),
+        written=replace(states.written, factors=tuple(written)),
+        time=time,
+        padded=time,
+        summed=carried.bound,
+    )
+    _check_symbols(scan, pairs, diagonal.bound)
+    _drop_padding(scan, pairs)
+    return scan
+
+
+def read_states(node: Node, dim: int) -> States:
+    """Read the states before all chunks and behind the last, or raise `NotAScan`."""
+    layout = expand(index(node))
+    jump, rest = _split(layout)
+    require(layout.scale == 1.0 and jump.causal and _known(jump.upto) == resolve(layout.labels[dim]))
+    require(set(_known(jump.after)) == set(resolve(layout.bound)))
+    joined = _only(rest)
+    initial, added, axis = _joined(joined, _known(jump.after))
+
+    local = expand(index(added))
+    chunk = local.labels[axis]
+    require(unify_all(local.labels, joined.labels, but=axis))
+    end, rest = _split(local)
+    require(end.upto is None and not end.causal and same_source(_totals(jump, chunk), end))
+    require(set(_known(end.after)) == set(resolve(local.bound)))
+    first = None if _is_zero(initial) else Factor(initial, with_label(joined.labels, axis, ()))
+    return States(node, layout, dim, chunk, end, Product((), tuple(rest), local.scale), first)
+
+
+def _all_but_last(entering: Factor) -> tuple[Node, int]:
+    """Read ``states[:, :-1]``: (states, the axis)."""
+    node = entering.node
+    require(not entering.steps and node.target is aten.slice.Tensor)
+    states = arg(node, 0)
+    dim = arg(node, 1, "dim", 0) % value(states).dim()
+    size = value(states).shape[dim]
+    require(arg(node, 2, "start") in (0, None) and arg(node, 3, "end") in (-1, size - 1))
+    require(arg(node, 4, "step", 1) == 1)
+    return states, dim
+
+
+def _joined(factor: Factor, place: Label) -> tuple[Node, Node, int]:
+    """Read ``cat([initial, added])`` along the axis with these symbols."""
+    labels = [resolve(label) for label in factor.labels]
+    require(not factor.steps and factor.node.target is aten.cat.default and resolve(place) in labels)
+    axis = labels.index(resolve(place))
+    parts = arg(factor.node, 0)
+    dim = arg(factor.node, 1, "dim", 0) % value(factor.node).dim()
+    require(len(parts) == 2 and dim == axis and value(parts[0]).shape[axis] == 1)
+    require(all(value(part).dtype == value(factor.node).dtype for part in parts))
+    return parts[0], parts[1], axis
+
+
+def _totals(jump: Segments, chunk: Label) -> Segments:
+    """Read the decays between chunks: segment sums over the totals of the chunks, the first being zero."""
+    factor = _only(jump.source.factors)
+    labels = [resolve(label) for label in factor.labels]
+    require(jump.source.scale == 1.0 and not factor.steps and factor.node.target is aten.constant_pad_nd.default)
+    require(resolve(jump.step) in labels)
+    dim = labels.index(resolve(jump.step))
+    require(_padding(factor.node) == {dim: (1, 0)} and not any(factor.node.args[2:]))
+    total = segments(arg(factor.node, 0))
+    if total is None:
+        raise NotAScan
+    require(total.upto is None and total.after is None)
+    require(unify_all(total.labels, factor.labels, but=dim) and unify(total.labels[dim], chunk))
+    return total
+
+
+def with_label(labels: tuple[Label, ...], axis: int, label: Label) -> tuple[Label, ...]:
+    """Return labels with another one for one axis."""
+    return (*labels[:axis], label, *labels[axis + 1 :])
+
+
+def _padding(node: Node) -> dict[int, tuple[int, int]]:
+    pad, rank = arg(node, 1), value(node).dim()
+    pairs = {rank - 1 - k: (pad[2 * k], pad[2 * k + 1]) for k in range(len(pad) // 2)}
+    return {dim: pair for dim, pair in pairs.items() if pair != (0, 0)}
+
+
+def _is_zero(node: Node) -> bool:
+    return node.target is aten.full.default and arg(node, 1) == 0
+
+
+def _check_symbols(scan: Scan, pairs: Segments, within: Label) -> None:
+    """Require every symbol to play one part only: where unification had to collapse two, this is no scan."""
+    out = layout(scan.y)
+    c, i, j, t = (set(resolve(label or ())) for label in (scan.states.chunk, pairs.upto, pairs.after, pairs.step))
+    n = set(resolve(scan.summed))
+    require(i and j and t and set(resolve(within)) == j | n)
+    rest = set(out) - c - i
+    parts = [c, i, j, t, n, rest]
+    require(c <= set(out) and len(out) == len(set(out)) and sum(map(len, parts)) == len(set().union(*parts)))
+    for product, own in ((scan.decays, t), (scan.queries, i | n), (scan.written, j | n)):
+        require(all(set(factor.axes()) <= rest | c | own for factor in product.factors))
+
+
+def _drop_padding(scan: Scan, pairs: Segments) -> None:
+    """Read the factors as they were before zeros filled the last chunk; else give all positions one symbol."""
+    places = [(scan.decays, pairs.step), (scan.queries, pairs.upto), (scan.written, pairs.after)]
+    timed = [(product, resolve((*scan.states.chunk, *(place or ())))) for product, place in places]
+    lengths = {
+        _length_before_padding(factor, time)
+        for product, time in timed
+        for factor in product.factors
+        if set(time) & set(factor.axes())
+    }
+    (length, *others) = lengths
+    if others or length is None:
+        require(unify(pairs.after or (), pairs.upto or ()) and unify(pairs.step, pairs.upto or ()))
+        return
+    scan.time = (Axis(length),)
+    scan.decays, scan.queries, scan.written = (
+        expand(replace(product, factors=tuple(_before_padding(factor, time, scan.time) for factor in product.factors)))
+        for product, time in timed
+    )
+
+
+def _length_before_padding(factor: Factor, time: Label) -> int | None:
+    """Return how many tokens there were before zeros were put behind them; None if that was not done."""
+    node = factor.steps[-1].node if factor.steps else factor.node
+    if node.target is not aten.constant_pad_nd.default or any(node.args[2:]):
+        return None
+    if len(padding := _padding(node)) != 1 or (factor.steps and factor.steps[-1].scale != 1.0):
+        return None
+    ((dim, (before, behind)),) = padding.items()
+    place = dict(factor.steps[-1].dims)[dim] if factor.steps else dim
+    if before or behind < 0 or resolve(factor.labels[place]) != time:
+        return None
+    return int(value(node).shape[dim]) - behind
+
+
+def _before_padding(factor: Factor, time: Label, short: Label) -> Factor:
+    if not set(time) & set(factor.axes()):
+        return factor
+    labels = tuple(short if resolve(label) == time else label for label in factor.labels)
+    return Factor(factor.node, labels, factor.steps[:-1]) if factor.steps else Factor(arg(factor.node, 0), labels)

@@ -1,0 +1,194 @@
+"""How a contraction reads the states of a scan: as one of the factors that it multiplies and sums.
+
+Values are split into factors in index notation, each with the axes of the states that it runs along. States may be
+read after their step or before it (``loop.previous``), and beside other products: in ``sum over n of C * (h + u * B)``
+the sum is multiplied out, and what does not hold the states is kept apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Set
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from ..ir.index import Factor, Product, index, matmul_product, resolve, sum_product, value
+from .vectorize import Emitter
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Term:
+    """A factor: a node, and for each of its axes which axis of the states it runs along."""
+
+    node: Node
+    places: tuple[int | None, ...]
+
+    def spans(self) -> set[int]:
+        """Return the axes of the states that it depends on."""
+        return {place for place in self.places if place is not None}
+
+
+def terms(emit: Emitter, node: Node, places: tuple[int | None, ...]) -> tuple[float, list[Term]]:
+    """Split a value into factors as far as index notation sees them; (scale, factors)."""
+    return _split(emit, index(node), node, places)
+
+
+def _split(emit: Emitter, product: Product, node: Node, places: tuple[int | None, ...]) -> tuple[float, list[Term]]:
+    whole = (1.0, [Term(node, places)])
+    where: dict[Any, int | None] = {}
+    for label, place in zip(product.labels, places, strict=True):
+        axes = resolve(label)
+        if len(axes) > 1:
+            return whole
+        where.update(dict.fromkeys(axes, place))
+    scale = product.scale
+    found: list[Term] = []
+    for factor in product.factors:
+        placed = _factor_terms(emit, factor, where, node)
+        if placed is None:
+            return whole
+        scale, found = scale * placed[0], found + placed[1]
+    return scale, found
+
+
+def _factor_terms(
+    emit: Emitter, factor: Factor, where: Mapping[Any, int | None], within: Node | None = None
+) -> tuple[float, list[Term]] | None:
+    """Split a factor further, given where its symbols run; None if it cannot be laid along axes of the states."""
+    axes = factor.axes()
+    if factor.steps or any(axis not in where for axis in axes):
+        return None
+    if any(len(resolve(label)) > 1 for label in factor.labels):  # a matrix product leaves batch and time as one axis
+        split = emit.reshape(factor.node, [int(axis.size) for axis in axes])
+        return 1.0, [Term(split, tuple(where[axis] for axis in axes))]
+    places = tuple(where[label[0]] if (label := resolve(own)) else None for own in factor.labels)
+    return (1.0, [Term(factor.node, places)]) if factor.node is within else terms(emit, factor.node, places)
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How ``y`` reads the states.
+
+    Attributes:
+        node: ``y``.
+        summed: The axis of the states that is summed.
+        scale: A number that the product has as a factor.
+        others: The other factors.
+        out: Which axis of the states each axis of ``y`` is.
+        late: Whether it reads each step's state before the step.
+        besides: Products of no state that are summed as well, each a number and factors.
+    """
+
+    node: Node
+    summed: int
+    scale: float
+    others: list[Term]
+    out: tuple[int | None, ...]
+    late: bool
+    besides: list[tuple[float, list[Term]]]
+
+
+@dataclass(frozen=True)
+class States:
+    """Where the states of a scan are in a graph.
+
+    Attributes:
+        after: The scan's result, (batch, time, ...).
+        before: The states before each step, (time, batch, ...).
+        shape: (time, batch, ...).
+        dependent: All nodes that depend on the scan.
+    """
+
+    after: Node
+    before: Node | None
+    shape: list[int]
+    dependent: Set[Node]
+
+    def places(self, node: Node) -> tuple[int, ...] | None:
+        """Return which axis of the states each axis of a node is, if the node is the states or a sum with them."""
+        rank = len(self.shape)
+        if node is self.after:
+            return (1, 0, *range(2, rank))
+        if node is self.before or (node.target in _SUMS and list(value(node).shape) == self.shape):
+            return tuple(range(rank))
+        return None
+
+    def without_ones(self, node: Node) -> tuple[int | None, ...]:
+        """Do the same as factors have it: an axis of size one runs along none."""
+        return tuple(place if self.shape[place] != 1 else None for place in self.places(node) or ())
+
+
+_SUMS = (aten.add.Tensor, aten.sub.Tensor)
+
+
+def reading(emit: Emitter, node: Node, states: States) -> Reading | None:
+    """Read a contraction of the states; None if it is none, or reads them otherwise."""
+    if node.target is aten.sum.dim_IntList:
+        product = sum_product(node)
+    elif node.target is aten.bmm.default:
+        product = matmul_product(node)
+    else:
+        return None
+    holding = [] if product is None else [factor for factor in product.factors if factor.node in states.dependent]
+    if product is None or len(holding) != 1:
+        return None
+    (mine,) = holding
+    places = states.places(mine.node)
+    if places is None or mine.steps:
+        return None
+    where: dict[Any, int] = {}
+    for place, label in zip(places, mine.labels, strict=True):
+        axes = resolve(label)
+        if len(axes) > 1:
+            return None
+        where.update(dict.fromkeys(axes, place))
+    bound = resolve(product.bound)
+    layout = [axis for label in product.labels for axis in resolve(label)]
+    if len(bound) != 1 or any(axis not in where for axis in (*bound, *layout)):
+        return None
+    scale, others = product.scale, list[Term]()
+    for factor in product.factors:
+        if factor is mine:
+            continue
+        placed = _factor_terms(emit, factor, where)
+        if placed is None:
+            return None
+        scale, others = scale * placed[0], others + placed[1]
+    found = _multiplied_out(emit, scale, [Term(mine.node, places), *others], states)
+    held = [product for product in found or [] if any(term.node in states.dependent for term in product[1])]
+    if found is None or len(held) != 1:
+        return None
+    (scale, factors), besides = held[0], [product for product in found if product is not held[0]]
+    (own,) = (term for term in factors if term.node in states.dependent)
+    if own.places != states.without_ones(own.node) and own.node is not mine.node:
+        return None
+    others = [term for term in factors if term is not own]
+    out = tuple(where[axis] for axis in layout)
+    return Reading(node, where[bound[0]], scale, others, out, own.node is states.before, besides)
+
+
+def _multiplied_out(
+    emit: Emitter, scale: float, factors: list[Term], states: States
+) -> list[tuple[float, list[Term]]] | None:
+    """Turn a product of sums that hold the states into a sum of products."""
+    total = next((term for term in factors if term.node in states.dependent and term.node.target in _SUMS), None)
+    if total is None:
+        return [(scale, factors)]
+    sides, others = total.node.args, [term for term in factors if term is not total]
+    if total.node.kwargs or not all(isinstance(side, Node) for side in sides):
+        return None
+    products: list[tuple[float, list[Term]]] = []
+    for side, sign in zip(sides, (1.0, -1.0 if total.node.target is aten.sub.Tensor else 1.0), strict=True):
+        assert isinstance(side, Node)
+        shape = value(side).shape
+        own = total.places[len(total.places) - len(shape) :]
+        number, parts = terms(emit, side, tuple(p if size != 1 else None for p, size in zip(own, shape, strict=True)))
+        found = _multiplied_out(emit, scale * sign * number, parts + others, states)
+        if found is None:
+            return None
+        products += found
+    return products

@@ -1,0 +1,307 @@
+"""Roll up unrolled loops: the values of all steps of a loop become one tensor with a time axis.
+
+`Rollup.stack` takes one node a step and works backwards. If all steps apply the same operation, its
+arguments are one node a step again, and are stacked first. It ends where all steps read the same
+node, or the same tensor at positions in arithmetic progression. And where it meets, one step late,
+a list of nodes that it is just stacking: that is the carry of a loop. From there on back up, values
+are affine functions of the carry, or the loop is refused. Nothing depends on names, on the order of
+nodes or on how the steps were written. Every list is stacked once, so the work is linear in the
+size of the graph.
+"""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from ..ir.cost import numel
+from ..ir.index import is_tensor, known, place, value
+from .affine import Affine, Carries, Loop
+from .vectorize import NotALoop, Value, run
+
+aten = torch.ops.aten
+prims = torch.ops.prims
+
+# Values that the first or last step may compute otherwise, and how deep a step may be.
+PEELS = 3
+DEPTH = 150
+
+
+@dataclass
+class _Frame:
+    """One attempt: the lists being stacked, none of which a peeled list may see."""
+
+    open: dict[Node, Loop] = field(default_factory=dict)
+
+
+class Rollup(Carries):
+    """Stacks lists of nodes of one graph, and remembers what it has stacked."""
+
+    def __init__(self, training: bool = False) -> None:
+        super().__init__()
+        self.members: set[Node] = set()
+        self.training = training
+        self._memo: dict[tuple[Any, ...], Value | Affine | NotALoop] = {}
+        # Node -> the stacked list it is in, and where.
+        self._place: dict[Node, tuple[Value, tuple[Any, ...], int]] = {}
+
+    def stack(self, steps: Sequence[Node], anchor: Node) -> Node:
+        """Return a node whose axis 0 holds the given nodes' values; new nodes go before the anchor.
+
+        Raises:
+            NotALoop: It says why there is none.
+        """
+        self.emit.at(anchor)
+        found = self._list(tuple(steps), _Frame(), 0, 0)
+        if isinstance(found, Affine):
+            raise NotALoop("the list depends on a loop that is not finished")
+        return self.emit.timed(found, len(steps))
+
+    def _list(self, steps: tuple[Any, ...], frame: _Frame, depth: int, peeled: int) -> Value | Affine:
+        first = steps[0]
+        if all(step is first for step in steps):
+            return Value(first)
+        if not isinstance(first, Node) and all(type(x) is type(first) and x == first for x in steps):
+            return Value(first)
+        if (carry := _carry(steps, frame)) is not None:
+            return carry
+        known = self._memo.get(steps)
+        if isinstance(known, NotALoop):
+            raise known
+        if known is not None:
+            return self._closed(known)
+        try:
+            part: Value | Affine | None = self._part(steps)
+            if part is None:
+                part = self._new(steps, frame, depth, peeled)
+        except NotALoop as reason:
+            self._memo[steps] = reason
+            raise
+        self._memo[steps] = part
+        if isinstance(part, Value) and part.timed:
+            # A step may carry on from a number.
+            ends = [step for step in (steps[0], steps[-1]) if isinstance(step, Node)]
+            val = max((step.meta["val"] for step in ends), key=numel)
+            if isinstance(val, torch.Tensor) and tuple(value(part.node).shape) != (len(steps), *val.shape):
+                self._memo[steps] = NotALoop("the steps differ in shape")
+                raise NotALoop("the steps differ in shape")
+            for i, step in enumerate(steps):
+                if isinstance(step, Node):
+                    self._place.setdefault(step, (part, steps, i))
+        return part
+
+    def _part(self, steps: tuple[Any, ...]) -> Value | None:
+        """Find steps as a run, forwards or backwards, of a list that is stacked already."""
+        found = self._place.get(steps[0])
+        if found is None:
+            return None
+        whole, among, at = found
+        if not is_tensor(whole.node):  # several tensors a step
+            return None
+        count = len(steps)
+        if among[at : at + count] == steps:
+            return Value(self._run(whole.node, at, at + count, 1), True)
+        if at - count + 1 >= 0 and among[at - count + 1 : at + 1] == steps[::-1]:
+            return Value(self._run(whole.node, at - count + 1, at + 1, -1), True)
+        return None
+
+    def _new(self, steps: tuple[Any, ...], frame: _Frame, depth: int, peeled: int) -> Value | Affine:
+        if depth > DEPTH:
+            raise NotALoop("a step is too long")
+        if (end := self._odd_end(steps)) is not None:
+            return self._peel(steps, end, peeled)
+        sample = steps[-1]
+        if not isinstance(sample, Node) or sample.op != "call_function":
+            raise NotALoop("the steps read tensors that are not slices of one")
+        if any(self._kind(step) != sample.target for step in steps):
+            raise NotALoop("the steps do not all compute the same")
+        if sample.target is aten.copy.default and all(plain_copy(step) for step in steps):
+            self.members.update(steps)
+            return self._list(tuple(step.args[1] for step in steps), frame, depth + 1, peeled)
+        if (read := self._read(steps)) is not None:
+            self.members.update(steps)
+            return read
+        rows = [list(_leaves((step.args, step.kwargs))) for step in steps]
+        if any(len(row) != len(rows[0]) for row in rows):
+            raise NotALoop("the steps differ in their number of arguments")
+        tags = getattr(sample.target, "tags", ())
+        if torch.Tag.nondeterministic_seeded in tags:
+            raise NotALoop("there is randomness in the loop")
+        if any(isinstance(leaf, Node) for leaf in _leaves(sample.kwargs)):
+            raise NotALoop(f"{sample.target} reads a tensor by keyword")
+        loop = Loop(steps)
+        frame.open.setdefault(steps[0], loop)
+        frame.open.setdefault(steps[-1], loop)
+        try:
+            leaves: list[Any] = [self._list(column, frame, depth + 1, peeled) for column in zip(*rows, strict=True)]
+        finally:
+            for key in (steps[0], steps[-1]):
+                if frame.open.get(key) is loop:
+                    del frame.open[key]
+        self.members.update(steps)
+        carries = [leaf for leaf in leaves if isinstance(leaf, Affine)]
+        if not carries:
+            if not any(leaf.timed for leaf in leaves):
+                return Value(steps[0])  # computed anew at every step, but always the same
+            return run(self.emit, sample, _rebuild(sample.args, iter(leaves)), len(steps))
+        body = self._affine(sample, leaves, carries[0].loop, len(steps))
+        return self._scan(loop, body) if body.loop is loop else body
+
+    def _odd_end(self, steps: tuple[Any, ...]) -> int | None:
+        """Tell which end, 0 or -1, is computed otherwise than the rest, if just one is."""
+        if len(steps) < 3:
+            return None
+        a, b, c, d = (self._kind(steps[i]) for i in (0, 1, -2, -1))
+        if a != b and b == c:
+            return 0
+        if c != d and b == c:
+            return -1
+        # A known list with another value in front of it or behind it.
+        if self._follow(steps[1], steps[2]) and not self._follow(steps[0], steps[1]):
+            return 0
+        if self._follow(steps[-3], steps[-2]) and not self._follow(steps[-2], steps[-1]):
+            return -1
+        return None
+
+    def _kind(self, step: Any) -> Any:
+        return step.target if isinstance(step, Node) and step.op == "call_function" else type(step)
+
+    def _follow(self, a: Any, b: Any) -> bool:
+        """Tell whether two nodes are neighbours in a list that is stacked already."""
+        x, y = self._place.get(a), self._place.get(b)
+        return x is not None and y is not None and x[1] is y[1] and abs(x[2] - y[2]) == 1
+
+    def _peel(self, steps: tuple[Any, ...], end: int, peeled: int) -> Value:
+        """Stack all steps but one at the end, which stays as it is."""
+        if peeled >= PEELS:
+            raise NotALoop("the steps differ from one another")
+        rest = self._list(steps[1:] if end == 0 else steps[:-1], _Frame(), 0, peeled + 1)
+        odd = steps[end]
+        if isinstance(rest, Affine):
+            raise NotALoop("the list depends on a loop that is not finished")
+        like = steps[1] if end == 0 else steps[-2]
+        if not is_tensor(like):
+            raise NotALoop("the steps differ in what is no tensor")
+        core = self.emit.timed(rest, len(steps) - 1)
+        if is_tensor(odd) and numel(value(odd)) > numel(value(like)):  # a factor of a gradient that had no step before
+            shape = value(odd).shape
+            core = self.emit.expand(self.emit.padded(Value(core, True), len(shape)), [len(steps) - 1, *shape])
+        else:
+            odd = self._tensor(odd, like)
+        if value(odd).dtype != value(core).dtype:
+            raise NotALoop("the dtype changes from step to step")
+        own = self.emit.call(aten.unsqueeze.default, odd, 0)
+        return Value(self.emit.call(aten.cat.default, [own, core] if end == 0 else [core, own], 0), True)
+
+    def _known(self, x: Node) -> Node:
+        """Read a value from the stacked list it is in, so that the list's own steps become dead."""
+        if x not in self._place:
+            return x
+        whole, _, at = self._place[x]
+        return self.emit.call(aten.select.int, whole.node, 0, at) if whole.timed else whole.node
+
+    # Reads -----------------------------------------------------------------------------------
+
+    def _read(self, steps: tuple[Node, ...]) -> Value | None:
+        """Match slices of one tensor at positions in arithmetic progression."""
+        parts: list[Any] = [_slice_of(step) for step in steps]
+        if parts[0] is None or any(part is None or part[:2] != parts[0][:2] for part in parts):
+            return None
+        source, dim, start, stop, keep = parts[0]
+        starts = [part[2] for part in parts]
+        step, width = starts[1] - starts[0], stop - start
+        if any(b - a != step for a, b in itertools.pairwise(starts)) or not step:
+            raise NotALoop("a tensor is read at positions that are not evenly spaced")
+        if any(part[3] - part[2] != width for part in parts) or (width != 1 and abs(step) != width):
+            raise NotALoop("a tensor is read in slices that do not tile it")
+        return self._slices(source, dim, starts[0], step, width, len(steps), keep)
+
+
+def _carry(steps: tuple[Any, ...], frame: _Frame) -> Affine | None:
+    """Recognise a list that is being stacked, one step late."""
+    for key, reverse in ((steps[1], False), (steps[-2], True)):
+        loop = frame.open.get(key)
+        if loop is None or len(loop.steps) != len(steps):
+            continue
+        if (steps[:-1] == loop.steps[1:]) if reverse else (steps[1:] == loop.steps[:-1]):
+            initial = steps[-1] if reverse else steps[0]
+            if loop.initial is not None and loop.initial is not initial:
+                raise NotALoop("a step reads two different initial states")
+            loop.initial, loop.reverse = initial, reverse
+            return Affine(loop)
+    return None
+
+
+def plain_copy(node: Any) -> bool:
+    """Tell whether a copy into another tensor only passes its source on."""
+    source = node.args[1]
+    return (
+        isinstance(source, Node)
+        and is_tensor(source)
+        and value(source).shape == value(node).shape
+        and value(source).dtype == value(node).dtype
+    )
+
+
+def _leaves(x: Any) -> Iterator[Any]:
+    """Walk arguments in a fixed order."""
+    if isinstance(x, (list, tuple)):
+        for y in x:
+            yield from _leaves(y)
+    elif isinstance(x, dict):
+        for key in sorted(x):
+            yield from _leaves(x[key])
+    else:
+        yield x
+
+
+def _rebuild(x: Any, leaves: Iterator[Any]) -> Any:
+    """Put leaves back where they were: values of nodes, and all else as itself."""
+    if isinstance(x, (list, tuple)):
+        return [_rebuild(y, leaves) for y in x]
+    leaf = next(leaves)
+    return leaf if isinstance(leaf.node, Node) else leaf.node
+
+
+def _slice_of(node: Any) -> tuple[Node, int, int, int, bool] | None:
+    """Read a node as positions of an axis of a tensor: (tensor, axis, start, stop, axis is kept)."""
+    if not isinstance(node, Node) or node.op != "call_function" or not node.args:
+        return None
+    args: Any = node.args
+    source: Any = args[0]
+    if node.target is operator.getitem:
+        split, at = args
+        if split.target not in (aten.unbind.int, aten.split.Tensor, aten.split_with_sizes.default):
+            return None
+        source = split.args[0]
+        single = split.target is aten.unbind.int
+        position = 1 if single else 2
+        dim = (split.args[position] if len(split.args) > position else 0) % value(source).dim()
+        if single:
+            return source, dim, at, at + 1, False
+        sizes = [part.shape[dim] for part in split.meta["val"]]
+        start = sum(sizes[:at])
+        return source, dim, start, start + sizes[at], True
+    if not is_tensor(source):
+        return None
+    rank, shape = value(source).dim(), value(source).shape
+    if node.target is aten.select.int:
+        dim = args[1] % rank
+        at = None if isinstance(args[2], Node) else place(args[2], shape[dim])
+        return None if at is None else (source, dim, at, at + 1, False)
+    if node.target is aten.slice.Tensor:
+        dim = (args[1] if len(args) > 1 else 0) % rank
+        start = args[2] if len(args) > 2 and args[2] is not None else 0
+        step = args[4] if len(args) > 4 else 1
+        size, width = known(shape[dim]), known(value(node).shape[dim])
+        if not all(isinstance(x, int) for x in (start, size, width)) or step != 1:
+            return None
+        start = min(start % size if start < 0 else start, size)
+        return source, dim, start, start + width, True
+    return None

@@ -1,0 +1,44 @@
+"""Find serial loops in an unrolled graph: the same line of code, each time fed by the time before."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+from torch.fx import Graph, Node
+
+from ..ir.index import is_view
+from ..ir.rewrite import source_line
+
+# Shorter chains are ordinary layer code.
+SHORTEST = 8
+
+
+def serial_loops(graph: Graph) -> list[str]:
+    """Describe chains of at least `SHORTEST` operations from one source line that depend on one another.
+
+    Views do not count: one line can well be rewritten to many of them, one after another.
+
+    Returns:
+        One sentence a loop: the line, the trip count, and what a step costs in launches.
+    """
+    groups: dict[tuple[str, str], list[Node]] = defaultdict(list)
+    for node in graph.nodes:
+        if node.op == "call_function" and not is_view(node) and (line := source_line(node)):
+            groups[line, str(node.target)].append(node)
+    found: dict[str, tuple[int, int]] = {}
+    for (line, _), nodes in groups.items():
+        if len(nodes) < SHORTEST:
+            continue
+        members = set(nodes)
+        depth: dict[Node, int] = {}
+        for node in graph.nodes:
+            reached = max((depth.get(arg, 0) for arg in node.all_input_nodes), default=0)
+            depth[node] = reached + (node in members)
+        longest = max(depth[node] for node in nodes)
+        if longest >= SHORTEST:
+            steps, launches = found.get(line, (0, 0))
+            found[line] = (max(steps, longest), launches + len(nodes))
+    return [
+        f"{line} ({steps} steps one after another, {launches // steps} operations a step)"
+        for line, (steps, launches) in found.items()
+    ]

@@ -1,0 +1,291 @@
+"""Run one operation for all time steps at once: how each ATen operation takes a leading time axis.
+
+A `Value` is what an argument is over all steps: the same node every time, or a node whose axis 0 is
+time. `run` gives a call the time axis; the fake value of what it emits must be the step's value with
+time in front, so that a rule which is wrong cannot go unnoticed.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from ..ir.builder import Builder
+from ..ir.index import is_tensor, value
+
+aten = torch.ops.aten
+prims = torch.ops.prims
+
+
+class NotALoop(Exception):
+    """Steps cannot be merged; the message is a reason for a person."""
+
+
+@dataclass(frozen=True)
+class Value:
+    """An argument over all steps: a node or a number; ``timed`` if axis 0 of the node is time."""
+
+    node: Any
+    timed: bool = False
+
+
+class Emitter:
+    """Inserts nodes, and equal ones only once, so that equal reads stay recognisable as equal."""
+
+    def __init__(self) -> None:
+        self.made: dict[Any, Node] = {}
+        self.added: list[Node] = []
+        self.build: Builder | None = None
+
+    def at(self, anchor: Node) -> None:
+        """Insert before this node from now on; anchors must come in graph order."""
+        self.build = Builder(anchor)
+
+    def call(self, target: Any, *args: Any, **kwargs: Any) -> Node:
+        """Insert a call, or return the one that is there already."""
+        assert self.build is not None
+        key = (target, _frozen(args), _frozen(kwargs))
+        if key not in self.made:
+            self.made[key] = self.build.call(target, args, kwargs)
+            self.added.append(self.made[key])
+        return self.made[key]
+
+    def settle(self) -> None:
+        """Forget which calls were made: their arguments may have been replaced since."""
+        self.made.clear()
+
+    def reshape(self, x: Node, shape: Sequence[int]) -> Node:
+        """Reshape; copies only if it must."""
+        if tuple(value(x).shape) == tuple(shape):
+            return x
+        try:
+            return self.call(aten.view.default, x, list(shape))
+        except (RuntimeError, ValueError):  # strides do not allow a view
+            dense = self.call(aten.clone.default, x, memory_format=torch.contiguous_format)
+            return self.call(aten.view.default, dense, list(shape))
+
+    def permute(self, x: Node, order: Sequence[int]) -> Node:
+        """Permute axes, unless they are in order already."""
+        return x if list(order) == list(range(len(order))) else self.call(aten.permute.default, x, list(order))
+
+    def expand(self, x: Node, shape: Sequence[int]) -> Node:
+        """Expand, unless the shape is right already."""
+        return x if tuple(value(x).shape) == tuple(shape) else self.call(aten.expand.default, x, list(shape))
+
+    def positions(self, count: int, device: torch.device) -> Node:
+        """Return 0, 1, ... as int64."""
+        return self.call(
+            prims.iota.default, count, start=0, step=1, dtype=torch.int64, device=device, requires_grad=False
+        )
+
+    def cast(self, x: Node, dtype: torch.dtype) -> Node:
+        """Convert, unless the dtype is right already."""
+        return x if value(x).dtype == dtype else self.call(prims.convert_element_type.default, x, dtype)
+
+    def padded(self, v: Value, rank: int) -> Any:
+        """Return an operand for broadcasting against steps of this rank: ones go behind the time axis."""
+        if not (v.timed and is_tensor(v.node)):
+            return v.node
+        shape = list(value(v.node).shape)
+        return self.reshape(v.node, [shape[0], *([1] * (rank + 1 - len(shape))), *shape[1:]])
+
+    def timed(self, v: Value, steps: int, like: Node | None = None) -> Node:
+        """Return a tensor with a time axis, repeating what is the same at every step."""
+        if v.timed:
+            return v.node
+        if not isinstance(v.node, Node):
+            assert like is not None
+            val = value(like)
+            return self.call(aten.full.default, [steps, *val.shape], v.node, dtype=val.dtype, device=val.device)
+        return self.call(aten.expand.default, v.node, [steps, *value(v.node).shape])
+
+
+def _frozen(x: Any) -> Any:
+    if isinstance(x, (list, tuple)):
+        return tuple(_frozen(y) for y in x)
+    if isinstance(x, dict):
+        return tuple(sorted((key, _frozen(y)) for key, y in x.items()))
+    if isinstance(x, torch.SymInt):
+        return (torch.SymInt, str(x.node.expr))
+    return (type(x), x)
+
+
+# A rule: (emitter, a step's node, its arguments with `Value`s for nodes, steps) -> node with time in front.
+Rule = Callable[[Emitter, Node, list[Any], int], Node]
+
+
+def _dim(d: int, rank: int) -> int:
+    return d % rank + 1 if rank else 1
+
+
+def _rank(args: list[Any]) -> int:
+    """Return the rank of a step's first argument."""
+    first: Value = args[0]
+    return value(first.node).dim() - first.timed
+
+
+def _pointwise(emit: Emitter, node: Node, args: list[Any], steps: int) -> Node:
+    rank = value(node).dim()
+    plain = [emit.padded(a, rank) if isinstance(a, Value) else a for a in args]
+    return emit.call(node.target, *plain, **node.kwargs)
+
+
+def _along_dim(emit: Emitter, node: Node, args: list[Any], steps: int) -> Node:
+    """Operations whose second argument is an axis of the input."""
+    dim = args[1] if len(args) > 1 else 0
+    rank = _rank(args)
+    return emit.call(node.target, args[0].node, _dim(dim, rank), *args[2:], **node.kwargs)
+
+
+def _sized_split(emit: Emitter, node: Node, args: list[Any], steps: int) -> Node:
+    dim = args[2] if len(args) > 2 else 0
+    return emit.call(node.target, args[0].node, args[1], _dim(dim, _rank(args)))
+
+
+def _unsqueeze(emit: Emitter, node: Node, args: list[Any], steps: int) -> Node:
+    return emit.call(node.target, args[0].node, _dim(args[1], _rank(args) + 1))
+
+
+def _reduce(emit: Emitter, node: Any, args: list[Any], steps: int) -> Node:
+    rank = _rank(args)
+    given = args[1] if len(args) > 1 else node.kwargs.get("dim")
+    dims = [given] if isinstance(given, int) else list(given or range(rank))
+    kwargs = {k: v for k, v in node.kwargs.items() if k != "dim"}
+    return emit.call(node.target, args[0].node, [_dim(d, rank) for d in dims], *args[2:], **kwargs)
+
+
+def _reduce_all(emit: Emitter, node: Any, args: list[Any], steps: int) -> Node:
+    target = {aten.sum.default: aten.sum.dim_IntList, aten.mean.default: aten.mean.dim}[node.target]
+    return emit.call(target, args[0].node, list(range(1, _rank(args) + 1)), **node.kwargs)
+
+
+def _reshape(emit: Emitter, node: Node, args: list[Any], steps: int) -> Node:
+    return emit.reshape(args[0].node, [steps, *value(node).shape])
+
+
+def _expand(emit: Emitter, node: Node, args: list[Any], steps: int) -> Node:
+    return emit.expand(emit.padded(args[0], value(node).dim()), [steps, *value(node).shape])
+
+
+def _permute(emit: Emitter, node: Node, args: list[Any], steps: int) -> Node:
+    rank = _rank(args)
+    if node.target is aten.permute.default:
+        order = [d % rank for d in args[1]]
+    else:
+        order = list(range(rank))
+        i, j = (args[1], args[2]) if node.target is aten.transpose.int else (0, -1)
+        if rank > 1:
+            order[i], order[j] = order[j], order[i]
+    return emit.permute(args[0].node, [0, *(d + 1 for d in order)])
+
+
+def _cat(emit: Emitter, node: Any, args: list[Any], steps: int) -> Node:
+    dim = args[1] if len(args) > 1 else node.kwargs.get("dim", 0)
+    return emit.call(aten.cat.default, [emit.timed(v, steps) for v in args[0]], _dim(dim, value(node).dim()))
+
+
+def _layer_norm(emit: Emitter, node: Node, args: list[Any], steps: int) -> Node:
+    if any(isinstance(a, Value) and a.timed for a in args[1:]):
+        raise NotALoop("a step normalises with weights of its own")
+    plain = [a.node if isinstance(a, Value) else a for a in args]
+    return emit.call(node.target, *plain, **node.kwargs)
+
+
+def _getitem(emit: Emitter, node: Node, args: list[Any], steps: int) -> Node:
+    return emit.call(operator.getitem, args[0].node, args[1])
+
+
+def _mm(emit: Emitter, node: Node, args: list[Any], steps: int) -> Node:
+    a, b = args[-2:]
+    if a.timed and not b.timed:  # rows of all steps under one another
+        rows = emit.reshape(a.node, [math.prod(value(a.node).shape[:2]), value(a.node).shape[2]])
+        out = emit.reshape(emit.call(aten.mm.default, rows, b.node), [steps, *value(node).shape])
+    else:
+        out = emit.call(aten.bmm.default, emit.timed(a, steps), emit.timed(b, steps))
+    if node.target is aten.addmm.default:
+        if node.kwargs:
+            raise NotALoop("a scaled addmm")
+        out = emit.call(aten.add.Tensor, emit.padded(args[0], 2), out)
+    return out
+
+
+def _bmm(emit: Emitter, node: Node, args: list[Any], steps: int) -> Node:
+    merged = []
+    for v in args:
+        x = emit.timed(v, steps)
+        merged.append(emit.reshape(x, [steps * value(x).shape[1], *value(x).shape[2:]]))
+    return emit.reshape(emit.call(aten.bmm.default, *merged), [steps, *value(node).shape])
+
+
+def _contract(emit: Emitter, node: Node, args: list[Any], steps: int) -> Node:
+    """``mv`` and ``dot``: their matrix products with the time axis as batch."""
+    a, b = (emit.timed(v, steps) for v in args)
+    vector = [*value(b).shape, 1]
+    left = a if node.target is aten.mv.default else emit.reshape(a, [steps, 1, value(a).shape[1]])
+    return emit.reshape(emit.call(aten.bmm.default, left, emit.reshape(b, vector)), [steps, *value(node).shape])
+
+
+_CASTS = (prims.convert_element_type.default, aten._to_copy.default, aten.clone.default, aten.alias.default)
+
+RULES: dict[Any, Rule] = {
+    **dict.fromkeys((*_CASTS, aten.detach.default), _pointwise),
+    **dict.fromkeys((aten.select.int, aten.slice.Tensor, aten.squeeze.dim, aten.unbind.int), _along_dim),
+    **dict.fromkeys((aten._softmax.default, aten._log_softmax.default, aten.cumsum.default), _along_dim),
+    **dict.fromkeys((aten.split.Tensor, aten.split_with_sizes.default), _sized_split),
+    **dict.fromkeys((aten.sum.dim_IntList, aten.mean.dim, aten.amax.default, aten.amin.default), _reduce),
+    **dict.fromkeys((aten.squeeze.dims, aten.var.correction), _reduce),
+    **dict.fromkeys((aten.sum.default, aten.mean.default), _reduce_all),
+    **dict.fromkeys((aten.view.default, aten._unsafe_view.default, aten.reshape.default), _reshape),
+    **dict.fromkeys((aten.permute.default, aten.transpose.int, aten.t.default), _permute),
+    **dict.fromkeys((aten.mm.default, aten.addmm.default), _mm),
+    **dict.fromkeys((aten.mv.default, aten.dot.default), _contract),
+    aten.unsqueeze.default: _unsqueeze,
+    aten.expand.default: _expand,
+    aten.cat.default: _cat,
+    aten.bmm.default: _bmm,
+    aten.native_layer_norm.default: _layer_norm,
+    aten._fused_rms_norm.default: _layer_norm,
+    operator.getitem: _getitem,
+}
+
+
+def is_pointwise(target: Any) -> bool:
+    """Tell whether an operation works on each element by itself, the same way every time."""
+    tags = getattr(target, "tags", ())
+    return torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags
+
+
+def run(emit: Emitter, node: Node, args: list[Any], steps: int) -> Value:
+    """Emit a step's operation for all steps.
+
+    Args:
+        emit: Where to.
+        node: The operation at one of the steps.
+        args: Its arguments, with a `Value` for each node.
+        steps: How many steps there are.
+
+    Raises:
+        NotALoop: There is no rule for this operation.
+    """
+    rule = RULES.get(node.target, _pointwise if is_pointwise(node.target) else None)
+    if rule is None:
+        raise NotALoop(f"{node.target} in the loop has no form over all steps")
+    try:
+        new = rule(emit, node, args, steps)
+    except (RuntimeError, ValueError, TypeError, AttributeError) as error:
+        raise NotALoop(f"{node.target} could not be given a time axis") from error
+    for own, step in zip(_tensors(new), _tensors(node), strict=False):
+        if tuple(own.shape) != (steps, *step.shape) or own.dtype != step.dtype:
+            raise NotALoop(f"{node.target} over all steps is not its steps stacked")
+    return Value(new, True)
+
+
+def _tensors(node: Node) -> list[torch.Tensor]:
+    val = node.meta["val"]
+    return list(val) if isinstance(val, (list, tuple)) else [val]

@@ -1,0 +1,185 @@
+"""The last word on a rewritten graph: is it right as a whole, and is it the fastest? On copies of the user's inputs."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import GraphModule
+
+from ...report import GraphReport
+from ...verify import median_ms, race
+from ...verify.memory import available_bytes, peak_bytes
+from ..dynamo.loop import unrolled_size
+from ..inductor import Compiled, apart, clone_inputs, inductor, standalone
+from ..ir.cost import Cost, clearly_less
+from .region import INDUCTOR_NODES, Settings, first_times, undisturbed_rng
+from .whole import compare
+
+log = logging.getLogger("refold")
+
+# A race may take this long.
+RACE_BUDGET_S = 20.0
+# What takes longer than this, and is not the fastest, is timed no more often than it takes to know that.
+SLOW_MS = 200.0
+
+
+@dataclass(frozen=True)
+class Rewritten:
+    """A graph that was rewritten and compiled.
+
+    Attributes:
+        run: The program.
+        repeatable: Compiles it again, so that it draws the same random numbers as the original.
+        terms: Number of terms in the longest sum that was rewritten.
+    """
+
+    run: Compiled
+    repeatable: Callable[[], Compiled]
+    terms: int
+
+
+def last_word(
+    rewritten: Rewritten, gm: GraphModule, inputs: Sequence[Any], settings: Settings, entry: GraphReport
+) -> Compiled:
+    """Compare a rewritten graph with the original, race it against eager and plain Inductor, and record both.
+
+    Args:
+        rewritten: The rewritten graph.
+        gm: The graph as it was.
+        inputs: The values it was captured with; copies of them are used.
+        settings: What to require, and the options for Inductor.
+        entry: The report to write into.
+
+    Returns:
+        What is to run: the fastest of the three, and never the rewritten graph if it differs from the original.
+    """
+    options = dict(settings.options or {})
+    originals: dict[str, Compiled] = {}
+    if 2 * max(row.largest_before for row in entry.applied) < available_bytes(_device(inputs)):
+        originals["eager"] = gm
+    else:
+        entry.notes.append("eager was not timed: it does not fit in memory")
+    size = unrolled_size(gm)
+    unrolled = size > INDUCTOR_NODES and any(row.name == "roll up loop" for row in entry.applied)
+    if "eager" in originals and unrolled:
+        entry.notes.append(f"torch.compile was not timed: an unrolled loop of {size} nodes takes it minutes")
+    elif settings.accept == "faster" or not originals:
+        _add_plain(originals, gm, inputs, options, entry)
+    if settings.verify != "off" and (reason := _compared(rewritten, gm, originals, inputs, entry)):
+        log.warning("graph %d is left to Inductor: %s", entry.index, reason)
+        entry.chosen, entry.reason = "inductor", f"because the rewritten graph {reason}"
+    elif settings.accept == "faster":
+        _race(rewritten.run, originals, inputs, entry, peaks=not unrolled)
+    if entry.chosen == "refold":
+        return rewritten.run
+    for row in entry.applied:
+        row.status, row.reason = "refused", entry.reason.removeprefix("because ")
+    return gm if entry.chosen == "eager" else inductor(gm, inputs, options=options)
+
+
+def _compared(
+    rewritten: Rewritten, gm: GraphModule, originals: dict[str, Compiled], inputs: Sequence[Any], entry: GraphReport
+) -> str:
+    """Compare the rewritten graph with the original; return what is wrong with it."""
+    log.info("checking the whole graph")
+    own = next(iter(originals.values()), None)
+    with undisturbed_rng(), apart():
+        found = compare(rewritten.run, gm, own, inputs, rewritten.terms, rewritten.repeatable)
+    entry.checked_against = found.against
+    entry.checks = [vars(one) for one in found.results]
+    if "eager" in originals:
+        entry.difference_from_eager = found.difference
+    if found.against != "float64":
+        what = f"only compared with {found.against}" if found.against else "not checked as a whole, only its regions"
+        entry.notes.append(f"the graph was {what}: {found.note}")
+    return f"differs from the original: {found.reason}" if found.reason else ""
+
+
+def _race(
+    program: Compiled, originals: dict[str, Compiled], inputs: Sequence[Any], entry: GraphReport, *, peaks: bool
+) -> None:
+    """Race a program against the original, and record which is to run."""
+    device = _device(inputs)
+    ours, rivals = _trial(program, inputs), {name: _trial(run, inputs) for name, run in originals.items()}
+    with undisturbed_rng(), apart():
+        ours()
+        if not rivals:
+            entry.times_ms["refold"] = median_ms(ours, device)
+            return
+        log.info("racing the whole graph")
+        times = first_times(rivals, device)
+        name = min(times, key=times.__getitem__)
+        result = race(rivals[name], ours, device, budget_s=RACE_BUDGET_S)
+        for other, run in rivals.items():
+            slow = times[other] > SLOW_MS
+            entry.times_ms[other] = (
+                result.base_ms if other == name else times[other] if slow else median_ms(run, device)
+            )
+            # On the CPU memory is traced operation by operation, which takes a long loop many times its run time.
+            if peaks or device.type != "cpu":
+                entry.peak_bytes[other] = peak_bytes(run, device)
+        entry.times_ms["refold"] = result.candidate_ms
+        entry.peak_bytes["refold"] = peak_bytes(ours, device)
+        entry.speedup, entry.speedup_at_least = result.speedup, result.at_least
+    entry.busy = result.busy
+    before, after = Cost(entry.flops_before, entry.bytes_before), Cost(entry.flops_after, entry.bytes_after)
+    if not result.faster and result.busy and clearly_less(after, before):
+        fewer = entry.bytes_before / max(entry.bytes_after, 1)
+        entry.reason = f"because the machine was too busy to tell, and it moves {fewer:.0f} times fewer bytes"
+    elif not result.faster:
+        entry.chosen = "eager" if name == "eager" else "inductor"
+        entry.reason = f"because the rewritten graph is not faster than {name} ({result.speedup:.2f}x)"
+
+
+def _add_plain(
+    originals: dict[str, Compiled],
+    gm: GraphModule,
+    inputs: Sequence[Any],
+    options: dict[str, Any],
+    entry: GraphReport,
+) -> None:
+    """Add plain Inductor to what is raced against, if it can compile the graph."""
+    log.info("compiling the original with Inductor, to race against it")
+    start = time.perf_counter()
+    try:
+        # With symbolic sizes the baseline must be compiled for them too, in the context that knows them.
+        dynamic = any(isinstance(x, torch.SymInt) for x in inputs)
+        plain = (inductor if dynamic else standalone)(gm, inputs, options=options)
+        with undisturbed_rng(), apart():
+            _trial(plain, inputs)()
+        originals["torch.compile"] = plain
+        entry.inductor_compile_s = time.perf_counter() - start
+    except Exception as error:  # Inductor's failures have no common type
+        entry.notes.append(f"torch.compile alone fails on this graph: {first_line(error)}")
+
+
+def first_line(error: BaseException) -> str:
+    """Return an error's type and the first line of its message."""
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+
+
+def _device(inputs: Sequence[Any]) -> torch.device:
+    devices = [x.device for x in inputs if isinstance(x, torch.Tensor)]
+    return next((device for device in devices if device.type != "cpu"), torch.device("cpu"))
+
+
+def _trial(run: Compiled, inputs: Sequence[Any]) -> Callable[[], object]:
+    """Return a call on copies of the inputs, with backward where the outputs ask for it."""
+    own = clone_inputs(inputs)
+    leaves = [x for x in own if isinstance(x, torch.Tensor) and x.requires_grad]
+
+    def call() -> object:
+        out = run(*own)
+        outputs = [y for y in (out if isinstance(out, (tuple, list)) else [out]) if isinstance(y, torch.Tensor)]
+        if torch.is_grad_enabled() and leaves:
+            roots = [y for y in outputs if y.requires_grad]
+            if roots:
+                torch.autograd.grad(roots, leaves, [torch.ones_like(y) for y in roots], allow_unused=True)
+        return [y.detach() for y in outputs]
+
+    return call

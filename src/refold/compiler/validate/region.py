@@ -1,0 +1,283 @@
+"""Prove one rewrite, then race it: the bridge from compiler regions to `refold.verify`."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from math import inf
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+from torch.utils.flop_counter import flop_registry
+
+from ...verify import Evidence, KindResult, Program, Race, check, race
+from ...verify.memory import available_bytes
+from ...verify.timing import DELTA, once_ms
+from ..inductor import duplicate, standalone
+from ..ir.builder import same_strides
+from ..ir.cost import clearly_less, concrete, graph_cost, node_cost
+from ..ir.evaluate import evaluate, with_gradients
+from ..ir.metadata import stale
+from ..ir.rewrite import Rewrite
+from ..pipeline import run as run_pipeline
+
+log = logging.getLogger("refold")
+
+# A region may take this many seconds of pair timing before the race is called.
+RACE_BUDGET_S = 5.0
+# Inductor needs minutes for more nodes than these: an unrolled loop of that length is raced as eager runs it.
+INDUCTOR_NODES = 1000
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How careful to be.
+
+    Attributes:
+        verify: ``quick`` proves each rewrite against float64; ``off`` trusts the algebra.
+        accept: ``faster`` keeps only what is measured to be faster; ``always`` keeps all that is right.
+        strict: Raise refold's own errors instead of falling back with a warning.
+        loops: ``capture`` traces the body of a long loop once; ``unroll`` lets Dynamo execute every step.
+        options: Options passed on to Inductor.
+        cache: Where decisions are kept: True for the default folder, False for nowhere, or a folder.
+        plan: Decisions to replay: a report, its data, or a file.
+    """
+
+    verify: str = "quick"
+    accept: str = "faster"
+    strict: bool = False
+    loops: str = "capture"
+    options: Mapping[str, Any] | None = None
+    cache: Any = True
+    plan: Any = None
+
+
+@dataclass
+class Verdict:
+    """What was found out about one rewrite; ``reason`` is empty if it stands."""
+
+    reason: str = ""
+    evidence: Evidence | None = None
+    race: Race | None = None
+    original_by: str = ""
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Verdict:
+        """Return the verdict that ``dataclasses.asdict`` wrote.
+
+        Raises:
+            KeyError or TypeError: The data is not that of a verdict.
+        """
+        evidence, timed = data["evidence"], data["race"]
+        if evidence is not None:
+            evidence = Evidence(**{**evidence, "kinds": [KindResult(**kind) for kind in evidence["kinds"]]})
+        return cls(data["reason"], evidence, None if timed is None else Race(**timed), data["original_by"])
+
+
+def judge(rewrite: Rewrite, actual: Sequence[Any] | None, settings: Settings) -> Verdict:
+    """Decide whether a rewrite is right and faster.
+
+    Args:
+        rewrite: The rewrite.
+        actual: Its inputs as the user's data makes them; None if they could not be had.
+        settings: What to require.
+    """
+    verdict = Verdict()
+    actual = None if actual is None else [_as_traced(*pair) for pair in zip(_inputs(rewrite), actual, strict=True)]
+    like = list(actual) if actual is not None else _examples(rewrite)
+    if like is None:
+        verdict.reason = "its inputs could not be made up: they are not all floating-point tensors"
+        return verdict
+    device = next(x.device for x in like if isinstance(x, torch.Tensor))
+    if settings.verify == "quick":
+        log.info("proving %s: %s", rewrite.site, rewrite.detail)
+        start = time.perf_counter()
+        if reason := _misdescribed(rewrite):
+            verdict.reason = reason
+            return verdict
+        original, candidate, reference, narrowed = _programs(rewrite)
+        verdict.evidence = check(
+            original,
+            candidate,
+            reference,
+            actual,
+            like,
+            terms=rewrite.terms,
+            multilinear=rewrite.multilinear,
+            spread=rewrite.spread,
+            narrowed=narrowed,
+            differentiated=rewrite.differentiated,
+        )
+        verdict.evidence.seconds = time.perf_counter() - start
+        if not verdict.evidence.passed:
+            verdict.reason = f"not equal to the original: {verdict.evidence.reason}"
+            return verdict
+    if settings.accept == "faster" and rewrite.raced_alone:
+        rival = _rival(rewrite)
+        if rival is not None and device.type == "cpu" and clearly_less(rewrite.after, graph_cost(rival.graph.nodes)):
+            # To compile the rival for the CPU takes longest of all. The race of the whole graph decides.
+            return verdict
+        log.info("racing %s", rewrite.site)
+        verdict.race, verdict.original_by = _race(rewrite, rival, like, device, settings)
+        # A region alone is spared what Inductor's fusion recomputes in the whole graph, so the race
+        # is generous to the original. What it cannot decide, the race of the whole graph will, unless
+        # this rewrite stands in the way of others.
+        refused = not verdict.race.faster if rival is not None else verdict.race.at_most <= 1 + DELTA
+        if verdict.race.busy and clearly_less(rewrite.after, rewrite.before):
+            return verdict  # a busy machine does not decide
+        if refused:
+            verdict.reason = (
+                f"not faster: {verdict.race.speedup:.2f}x of {verdict.original_by}, "
+                f"between {verdict.race.at_least:.2f}x and {verdict.race.at_most:.2f}x, must exceed {1 + DELTA:.2f}x"
+            )
+    return verdict
+
+
+def _misdescribed(rewrite: Rewrite) -> str:
+    """Say what about a candidate's metadata is wrong; empty if nothing is.
+
+    Code is generated from it, while the numbers are compared on a run that does without.
+    """
+    old, new = (gm.graph.output_node().args[0] for gm in (rewrite.original, rewrite.candidate))
+    if not (isinstance(old, Node) and isinstance(new, Node)):
+        return ""  # a captured loop: AOTAutograd traces anew what replaces it
+    if wrong := stale(rewrite.candidate.graph):
+        return f"its metadata is wrong: {wrong}"
+    old, new = old.meta["val"], new.meta["val"]
+    same = old.shape == new.shape and old.dtype == new.dtype and same_strides(old, new)
+    return "" if same else f"its result has strides {tuple(new.stride())}, the original's {tuple(old.stride())}"
+
+
+def _programs(rewrite: Rewrite) -> tuple[Program, Program, Program, Program]:
+    """Return the original, the candidate, the original in float64, and with float32 in place of float64."""
+    needed = rewrite.differentiated
+
+    def program(gm: GraphModule, dtype: torch.dtype | None = None) -> Program:
+        if any(needed):
+            return lambda *xs: with_gradients(gm, xs, needed, dtype)
+        return lambda *xs: evaluate(gm, xs, dtype)
+
+    original = rewrite.original
+    return (
+        program(original),
+        program(rewrite.candidate),
+        program(original, torch.float64),
+        program(original, torch.float32),
+    )
+
+
+def _inputs(rewrite: Rewrite) -> list[Any]:
+    """Return the fake values of a region's inputs."""
+    return [node.meta.get("val") for node in rewrite.original.graph.find_nodes(op="placeholder")]
+
+
+def _as_traced(expected: Any, x: Any) -> Any:
+    """Give a value the strides that the graph was traced with; the region's views rely on them."""
+    if not isinstance(x, torch.Tensor):
+        return x
+    strides = [concrete(stride) for stride in expected.stride()]
+    return (
+        x
+        if list(x.stride()) == strides
+        else torch.empty_strided(x.shape, strides, dtype=x.dtype, device=x.device).copy_(x)
+    )
+
+
+def _examples(rewrite: Rewrite) -> list[Any] | None:
+    """Make up region inputs from their types; None if something other than a float tensor is needed."""
+    made: list[Any] = []
+    for val in _inputs(rewrite):
+        if isinstance(val, (int, torch.SymInt)):
+            made.append(concrete(val))
+        elif isinstance(val, torch.Tensor) and val.is_floating_point():
+            shape = [concrete(size) for size in val.shape]
+            strides = [concrete(stride) for stride in val.stride()]
+            made.append(torch.empty_strided(shape, strides, dtype=val.dtype, device=val.device).normal_())
+        else:
+            return None
+    return made
+
+
+def _race(
+    rewrite: Rewrite, rival: GraphModule | None, inputs: Sequence[Any], device: torch.device, settings: Settings
+) -> tuple[Race, str]:
+    """Race the region against the fastest of its eager and compiled original, and what other rewrites make of it.
+
+    What other rewrites make of it stands in for the compiled original: that one is in the race of the whole graph, and
+    takes Inductor longest.
+    """
+    options = dict(settings.options or {})
+    originals: dict[str, Callable[[], object]] = {}
+    with torch.no_grad():
+        if fits(rewrite.original, device):
+            originals["eager"] = lambda: rewrite.original(*inputs)
+        otherwise = None if rival is None else compile_or_none(rival, inputs, options)
+        if otherwise is not None:
+            originals["its other rewrites"] = lambda: otherwise(*inputs)
+        elif rewrite.size <= INDUCTOR_NODES and not (originals and _one_library_call(rewrite.original)):
+            compiled = compile_or_none(rewrite.original, inputs, options)
+            if compiled is not None:
+                originals["torch.compile"] = lambda: compiled(*inputs)
+        fast = None if _one_library_call(rewrite.candidate) else compile_or_none(rewrite.candidate, inputs, options)
+        run = (lambda: fast(*inputs)) if fast is not None else (lambda: rewrite.candidate(*inputs))
+        run()
+        if not originals:  # cannot be run at all the way it was: anything that runs is faster
+            ms = once_ms(run, device)
+            return Race(inf, ms, inf, inf, inf, 0, True), "nothing (does not fit in memory)"
+        name = min(times := first_times(originals, device), key=times.__getitem__)
+        return race(originals[name], run, device, budget_s=RACE_BUDGET_S), name
+
+
+def _one_library_call(gm: GraphModule) -> bool:
+    """Tell whether a graph calls one matrix product or convolution and else only views: Inductor calls the same."""
+    calls = [node for node in gm.graph.nodes if node.op.startswith("call") and node_cost(node).bytes]
+    return len(calls) == 1 and (
+        calls[0].target.namespace == "mkldnn" or calls[0].target.overloadpacket in flop_registry
+    )
+
+
+def _rival(rewrite: Rewrite) -> GraphModule | None:
+    """Return what the pipeline makes of the region without this rewrite; None if nothing."""
+    if len(rewrite.original.graph.nodes) > INDUCTOR_NODES:
+        return None
+    twin = duplicate(rewrite.original)
+    (root,) = twin.graph.output_node().all_input_nodes
+    return twin if run_pipeline(twin.graph, lambda site: site != root.name) else None
+
+
+def compile_or_none(gm: GraphModule, inputs: Sequence[Any], options: dict[str, Any]) -> Callable[..., Any] | None:
+    """Compile a graph apart from the compile under way; None if Inductor cannot."""
+    try:
+        compiled = standalone(gm, inputs, options)
+        compiled(*inputs)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception:  # Inductor's failures have no common type
+        return None
+    return compiled
+
+
+def fits(gm: GraphModule, device: torch.device) -> bool:
+    """Tell whether a graph can be run node by node: its largest value must fit twice."""
+    return 2 * graph_cost(gm.graph.nodes).largest < available_bytes(device)
+
+
+def first_times(runs: dict[str, Callable[[], object]], device: torch.device) -> dict[str, float]:
+    """Return the time of each of several callables in milliseconds, taken once where that says who is fastest."""
+    times = {name: once_ms(run, device) for name, run in runs.items()}
+    best = min(times.values())
+    for name, run in runs.items():
+        # A slow first call decides by itself: nobody's second call is ten times faster.
+        if len(runs) > 1 and times[name] < 10 * best:
+            times[name] = min(once_ms(run, device) for _ in range(2))
+    return times
+
+
+def undisturbed_rng() -> AbstractContextManager[None]:
+    """Keep trial runs from advancing the user's random state."""
+    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
+    return torch.random.fork_rng(devices=devices)

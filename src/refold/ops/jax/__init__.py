@@ -1,0 +1,1 @@
+"""What the JAX backends of all operators share."""

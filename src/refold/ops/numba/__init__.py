@@ -1,0 +1,1 @@
+"""What the Numba backends of all operators share."""

@@ -1,0 +1,277 @@
+"""Launching Triton kernels with little host time.
+
+A Triton launch through ``kernel[grid](...)`` binds, specialises and hashes every argument: 15 to 30 microseconds for
+a kernel with thirty of them. A `Launch` does that once and afterwards calls the compiled kernel directly. So it is part
+of a plan, which holds while all that Triton specialises on stays the same (dtypes, integers, 16-byte alignment of
+pointers): an operator is `planned` once a signature, and `refold.ops.torch.registry` keeps the plans.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Sequence
+from functools import cache, partial
+from importlib import import_module
+from types import ModuleType
+from typing import Any
+
+import torch
+import triton
+
+from refold.errors import RefoldWarning
+from refold.ops.spec import Meta, OpSpec
+from refold.ops.torch import private
+
+PTX = os.environ.get("TRITON_INTERPRET", "0") != "1" and torch.version.hip is None
+"""Whether kernels may hold PTX: the plain exp2 spends two more instructions a value on denormal results."""
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
+
+
+TESTED_TRITON = ((3, 6), (3, 9))
+"""The Triton releases, first and last, whose compiled kernels are launched directly."""
+
+
+@cache
+def _directly() -> bool:
+    """Whether this Triton's compiled kernels may be launched directly; warns once if not."""
+    release = tuple(int(part) for part in triton.__version__.split(".")[:2])
+    if TESTED_TRITON[0] <= release <= TESTED_TRITON[1]:
+        return True
+    warn_slow(f"Triton {triton.__version__} is not a tested version")
+    return False
+
+
+def warn_slow(why: str) -> None:
+    """Say that Triton's own launch runs."""
+    warnings.warn(
+        f"kernels are launched by Triton itself, 15 to 30 microseconds slower a launch: {why}",
+        RefoldWarning,
+        stacklevel=2,
+    )
+
+
+@cache
+def gluon(*modules: str) -> ModuleType | None:
+    """Import kernels in Gluon and what they need; the first is returned.
+
+    Gluon is an experimental part of Triton, and its names change. Without one of them the plain kernels run, and a
+    `RefoldWarning` says so once.
+    """
+    try:
+        first, *_ = map(import_module, modules)
+    except (ImportError, AttributeError) as error:
+        warnings.warn(
+            f"Triton {triton.__version__} has not all of Gluon that {modules[0]} needs ({error}); the plain Triton "
+            "kernels run, slower.",
+            RefoldWarning,
+            stacklevel=2,
+        )
+        return None
+    return first
+
+
+class Launch:
+    """One kernel at one grid with fixed integers and constants; only its tensors change from call to call.
+
+    The first call goes through Triton and compiles. The second is the first direct one: if it fails before the kernel
+    starts, Triton's own launch is used from then on, and a `RefoldWarning` says so.
+    """
+
+    __slots__ = ("compiled", "consts", "direct", "grid", "kernel", "options", "tail")
+
+    def __init__(self, kernel: Any, grid: tuple[int, ...], consts: dict[str, Any], options: dict[str, Any]) -> None:
+        self.kernel = kernel
+        self.grid = (*grid, 1, 1)[:3]
+        self.consts = consts
+        self.options = options
+        self.compiled: Any = None
+        self.direct: bool | None = None
+        """Whether a direct launch has worked; None before the first one."""
+        self.tail: tuple[Any, ...] = ()
+
+    @property
+    def takes_addresses(self) -> bool:
+        """Whether tensors may be given by their addresses, for which the driver is asked less."""
+        return bool(self.direct)
+
+    def __call__(self, stream: int, *args: Any) -> None:
+        """Launch with ``args``, the kernel's arguments before its constants, on the raw stream handle."""
+        if self.direct:
+            self._launch(stream, args)
+        elif self.compiled is None or self.direct is False:
+            self._through_triton(args)
+        else:
+            try:
+                self._launch(stream, args)
+                self.direct = True
+            except (AttributeError, TypeError, ValueError) as error:  # another interface, seen before the kernel starts
+                warn_slow(f"a direct launch failed ({error})")
+                self.direct = False
+                self._through_triton(args)
+
+    def _through_triton(self, args: tuple[Any, ...]) -> None:
+        compiled = self.kernel[self.grid](*args, **self.consts, **self.options)
+        if INTERPRETED or self.compiled is not None:
+            return
+        names = [p.name for p in self.kernel.params[len(args) :]]
+        self.tail = tuple(self.consts[name] for name in names)
+        self.compiled = compiled
+        if not _directly():
+            self.direct = False
+
+    def _launch(self, stream: int, args: tuple[Any, ...]) -> None:
+        compiled, hooks = self.compiled, triton.knobs.runtime
+        enter, leave = hooks.launch_enter_hook, hooks.launch_exit_hook
+        x, y, z = self.grid
+        # Triton would call its chains of hooks even where they are empty.
+        compiled.run(x, y, z, stream, compiled.function, compiled.packed_metadata, None,
+                     enter if getattr(enter, "calls", enter) else None,
+                     leave if getattr(leave, "calls", leave) else None, *args, *self.tail)  # fmt: skip
+
+
+class Planned:
+    """An operator made of a function that takes all arguments and returns a function of the arrays, the plan.
+
+    A plan has decided whatever does not change while shapes, strides, dtypes, devices, alignment and options stay the
+    same: how work is cut, grids, integer arguments. ``layouts`` gives, for some arrays, what makes their layout one
+    that kernels can read.
+    """
+
+    def __init__(
+        self, spec: OpSpec, backward: bool, layouts: dict[str, Callable[[Any], Any]], make: Callable[..., Any]
+    ) -> None:
+        self.names = [f"d{output.name}" for output in spec.outputs] if backward else []
+        self.names += [arg.name for arg in spec.args]
+        self.layouts = layouts
+        self.make = make
+        self.__doc__ = make.__doc__
+
+    def plan(self, **arguments: Any) -> Callable[..., Any]:
+        """Return the plan for calls with this signature: a function of the arrays in the order of the spec."""
+        device = next(a.device for a in arguments.values() if isinstance(a, torch.Tensor))
+        if device.type != "cuda" or torch.cuda.device_count() == 1:
+            return self._plan(arguments)
+        # Kernels are loaded on, and launched on, the current device.
+        with torch.cuda.device(device):
+            plan = self._plan(arguments)
+
+        def there(*arrays: Any) -> Any:
+            with torch.cuda.device(device):
+                return plan(*arrays)
+
+        return there
+
+    def _plan(self, arguments: dict[str, Any]) -> Callable[..., Any]:
+        readable = {name: make(arguments[name]) for name, make in self.layouts.items()}
+        plan: Callable[..., Any] = self.make(**(arguments | readable))
+        if all(array is arguments[name] for name, array in readable.items()):
+            return plan
+        layouts = [self.layouts.get(name, _as_it_is) for name in self.names]
+        return lambda *arrays: plan(*[make(array) for make, array in zip(layouts, arrays, strict=True)])
+
+    def __call__(self, **arguments: Any) -> Any:
+        """Plan and run."""
+        return self.plan(**arguments)(*[arguments[name] for name in self.names])
+
+
+def planned(
+    spec: OpSpec, backward: bool = False, **layouts: Callable[[Any], Any]
+) -> Callable[[Callable[..., Any]], Planned]:
+    """Make an operator, or its backward, of the function that plans it; see `Planned`.
+
+    The arrays of a backward are the gradients of the results and then the arguments.
+    """
+    return lambda make: Planned(spec, backward, layouts, make)
+
+
+class PlannedBackward:
+    """The backward of an operator, planned once a signature as the forward is.
+
+    It is made of a function that takes the gradients of the results, ``needs`` and all arguments, and returns a
+    function of the gradients and the arrays, in the order of the spec. The gradients come contiguous, or None.
+    """
+
+    def __init__(self, spec: OpSpec, layouts: dict[str, Callable[[Any], Any]], make: Callable[..., Any]) -> None:
+        gradients = [f"d{out.name}" for out in spec.outputs]
+        self.names = [*gradients, *[arg.name for arg in spec.args]]
+        self.layouts = dict.fromkeys(gradients, contiguous) | layouts
+        self.options = [option.name for option in spec.options]
+        self.make = make
+        self.plans: dict[tuple[Any, ...], Callable[..., Any]] = {}
+        self.__doc__ = make.__doc__
+
+    def __call__(self, *, needs: frozenset[str], **arguments: Any) -> dict[str, torch.Tensor]:
+        """Return the gradients of the array arguments, among them those in ``needs``."""
+        given = [self.layouts.get(name, _as_it_is)(arguments[name]) for name in self.names]
+        options = {name: arguments[name] for name in self.options}
+        key = (
+            needs,
+            *[a if a is None else (a.shape, a.stride(), a.dtype, a.device, a.data_ptr() % 16) for a in given],
+            *options.values(),
+        )
+        device = next(a.device for a in given if a is not None)
+        with torch.cuda.device(device.index if device.type == "cuda" else -1):
+            plan = self.plans.get(key)
+            if plan is None:
+                if len(self.plans) >= _PLANS:
+                    self.plans.clear()
+                plan = self.plans[key] = self.make(needs=needs, **dict(zip(self.names, given, strict=True)), **options)
+            return plan(*given)
+
+
+_PLANS = 1024  # Signatures whose backward is kept; then the memory starts afresh.
+
+
+def planned_backward(
+    spec: OpSpec, **layouts: Callable[[Any], Any]
+) -> Callable[[Callable[..., Any]], PlannedBackward]:  # fmt: skip
+    """Make the backward of an operator of the function that plans it; see `PlannedBackward`."""
+    return lambda make: PlannedBackward(spec, layouts, make)
+
+
+def _as_it_is(array: Any) -> Any:
+    return array
+
+
+def current_stream(device: torch.device) -> int:
+    """Return the raw handle of the current stream of ``device`` (0 under the interpreter)."""
+    return 0 if INTERPRETED else private.raw_stream(device.index)
+
+
+def fresh(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Callable[[], torch.Tensor]:
+    """Return what makes contiguous tensors: with the strides known, in two thirds of the time of ``torch.empty``."""
+    strides = torch.empty(shape, device="meta").stride()
+    return partial(torch.empty_strided, tuple(shape), strides, dtype=dtype, device=device)
+
+
+def fresh_like(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+    """Return what makes contiguous tensors of the shape, dtype and device of another."""
+    return fresh(tensor.shape, tensor.dtype, tensor.device)
+
+
+def contiguous(tensor: torch.Tensor | None) -> Any:
+    """Return the tensor itself where its layout is that of a fresh one, else a copy."""
+    return tensor if tensor is None or tensor.is_contiguous() else tensor.contiguous()
+
+
+def last_contiguous(tensor: torch.Tensor | None) -> Any:
+    """Return the tensor itself where its last axis is contiguous, else a copy."""
+    return tensor if tensor is None or tensor.stride(-1) == 1 else tensor.contiguous()
+
+
+def refusal(meta: Meta) -> str | None:
+    """Say why no Triton kernel can run on this device or dtype; None if one can."""
+    if meta.device != "cuda" and not INTERPRETED:
+        return f"needs a GPU; these arrays are on {meta.device}"
+    wide = [name for name, array in meta.arrays.items() if array.dtype == "float64"]
+    return f"takes no float64; {wide[0]} is float64" if wide else None
+
+
+def same_dtype(meta: Meta, *names: str) -> str | None:
+    """Say which of the named arrays has another dtype than x; None if none has."""
+    for name in names:
+        if name in meta.arrays and meta.arrays[name].dtype != meta.dtype:
+            return f"{name} must have the dtype of x, {meta.dtype}; it is {meta.arrays[name].dtype}"
+    return None

@@ -1,0 +1,454 @@
+"""The operators as torch.library ops: one node each under Dynamo, export and AOTAutograd.
+
+For every spec this file registers
+
+- ``refold::<op>(arrays..., options..., str backend)``: checks, picks the backend, runs it;
+- ``refold::<op>_backward(gradients of the results, arrays, options, needs, backend)``: the gradients of the arrays that
+  ``needs`` marks, in order. Inputs are all that is saved; a backend without a ``<op>_backward`` of its own uses the
+  chunked one of the torch backend;
+- the floating-point operations of the forward, for ``torch.utils.flop_counter``;
+- ``refold::<op>_`` for steps: the same, but overwriting the state. It has no gradient.
+
+The backend is part of the node as a string and is chosen when the node runs, so a graph captured on one device keeps
+no trace of it. Checks run in the fake kernels while tracing, and once a signature (shapes, strides, dtypes, devices,
+options) in eager mode.
+
+A step of decoding has tens of microseconds to spend and the node, its autograd layer and conversions take twenty of
+them. So `run` makes the call a node only where something could see one: gradients, tracing, modes, transforms,
+subclasses. For the same reason nodes are registered at the low level: ``torch.library.custom_op`` costs twice as much.
+Layers call an operator one after the other with the same few signatures. So the last ones are compared first, by the
+guards that Dynamo has for its graphs: one call for all tensors, where Python takes half a microsecond for each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.utils.flop_counter import register_flop_formula
+
+from refold.errors import ArgumentError
+from refold.ops.dispatch import backend_module, framework_of, keyword_arguments, meta_of, resolve
+from refold.ops.spec import CU_SEQLENS, OpSpec, all_specs, check_cu_seqlens_values
+from refold.ops.torch import private
+
+Signature = tuple[Any, ...]
+
+OPS: dict[str, Any] = {}
+"""Name -> overload, with the in-place twins and the backwards."""
+
+RUNNERS: dict[str, _Runner] = {}
+"""Name -> what checks its calls and remembers the answers; in-place twins have their own."""
+
+_LIBRARY = torch.library.Library("refold", "FRAGMENT")
+_FOUND_LIMIT = 4096  # Distinct signatures that are remembered; then the memory starts afresh.
+_RECENT = 4  # Of them, those that are compared before one is formed.
+_PLAIN_TENSORS = {type(None), Tensor, torch.nn.Parameter}
+_PLAIN_OPTIONS = {type(None), bool, int, float, str, tuple, torch.dtype}
+
+
+def run(name: str, arrays: Sequence[Any], options: Sequence[Any], backend: str) -> Any:
+    """Run the op ``name``: as a dispatcher node where something could see one, else directly."""
+    watched, runner = private.watched(), RUNNERS[name]
+    if not watched:
+        for known in runner.recent:
+            if known.holds(arrays, options, backend):
+                return known.run(*arrays)
+    framework_of(runner.spec, arrays)
+    options = runner.spec.plain_options(options)
+    if not watched:
+        _check_options(runner.spec, options)
+        if _plain(arrays, options):
+            return runner(arrays, options, backend)
+    if runner.in_place:
+        _refuse_gradients(name, arrays)
+    _refuse_tangents(name, arrays)
+    return OPS[name](*arrays, *options, backend)
+
+
+def _check_options(spec: OpSpec, options: Sequence[Any]) -> None:
+    """Refuse values that fit no schema, and dtypes by name, before PyTorch refuses them without a remedy."""
+    spec.check_options(options)
+    for option, value in zip(spec.options, options, strict=True):
+        if option.schema.startswith("ScalarType") and isinstance(value, str):
+            expected = option.expected.replace("dtype", "torch.dtype")
+            raise ArgumentError(f"{spec.name}: {option.name} must be {expected}; got {value!r}.")
+
+
+def _plain(arrays: Sequence[Tensor | None], options: Sequence[Any]) -> bool:
+    """Whether a call has nothing that only the dispatcher treats: subclasses, gradients, signs not yet applied."""
+    if not (_PLAIN_TENSORS.issuperset(map(type, arrays)) and _PLAIN_OPTIONS.issuperset(map(type, options))):
+        return False
+    needs_grad = torch.is_grad_enabled()
+    return not any(a is not None and (a.is_neg() or (needs_grad and a.requires_grad)) for a in arrays)
+
+
+def _signature(arrays: Sequence[Tensor | None], options: Sequence[Any], backend: str) -> Signature:
+    """Return all that checks, the choice of a backend and its plans may depend on."""
+    return (
+        *[a if a is None else (a.shape, a.stride(), a.dtype, a.device, a.data_ptr() % 16) for a in arrays],
+        *options,
+        *map(type, options),  # 1, 1.0 and True are equal
+        backend,
+    )
+
+
+class _Known:
+    """What runs a plain call, and a quick look at whether another call has its signature.
+
+    The guards compare types, dispatch keys, dtypes, devices, shapes, strides and requires_grad, so that a call that
+    holds is a plain one too, and one under ``torch.autocast`` only if that one was. They refuse a tensor that is given
+    twice; they get it once.
+    """
+
+    __slots__ = ("addresses", "backend", "copies", "guards", "options", "places", "requires_grad", "run", "types")
+
+    def __init__(
+        self, arrays: Sequence[Tensor | None], options: Sequence[Any], backend: str, run: Callable[..., Any]
+    ) -> None:
+        first = [next(i for i, other in enumerate(arrays) if other is array) for array in arrays]
+        self.places = [i for i in sorted(set(first)) if arrays[i] is not None]
+        self.copies = [(i, j) for i, j in enumerate(first) if i != j and arrays[i] is not None]
+        given = [a for i in self.places if (a := arrays[i]) is not None]
+        # Lists of what may be None, for sizes that Dynamo lets vary; here all are compared.
+        sizes: Any = [list(a.shape) for a in given]
+        strides: Any = [list(a.stride()) for a in given]
+        self.guards = private.TensorGuards(*given, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
+        self.requires_grad = any(a.requires_grad for a in given)
+        self.addresses = [a.data_ptr() % 16 for a in given]
+        self.types = [*map(type, arrays), *map(type, options)]
+        self.options = options
+        self.backend = backend
+        self.run = run
+
+    def holds(self, arrays: Sequence[Any], options: Sequence[Any], backend: str) -> bool:
+        """Whether a call with these arguments may run what this one runs."""
+        if [*map(type, arrays), *map(type, options)] != self.types:  # None is a type too; 1, 1.0 and True are equal
+            return False
+        given = [arrays[i] for i in self.places]
+        # The guards would end the process at a nested tensor. A list: a generator takes twice as long.
+        if True in [a.is_nested for a in given]:
+            return False
+        return (
+            self.guards.check(*given)
+            and [a.data_ptr() % 16 for a in given] == self.addresses
+            and options == self.options
+            and backend == self.backend
+            and not (self.requires_grad and torch.is_grad_enabled())
+            and not (self.copies and any(arrays[i] is not arrays[j] for i, j in self.copies))
+        )
+
+
+class _Runner:
+    """Checks a call and finds what runs it, once a signature."""
+
+    def __init__(self, spec: OpSpec, in_place: bool = False) -> None:
+        self.spec = spec
+        self.in_place = in_place
+        names = [a.name for a in spec.args]
+        self.offsets = names.index(CU_SEQLENS) if CU_SEQLENS in names else None
+        self.found: dict[Signature, Callable[..., Any]] = {}
+        self.known: dict[tuple[bool, Signature], _Known] = {}
+        self.recent: tuple[_Known, ...] = ()  # Replaced as a whole: other threads may be reading it.
+
+    def __call__(self, arrays: Sequence[Tensor | None], options: Sequence[Any], backend: str) -> Any:
+        """Return the results of a plain call."""
+        signature = _signature(arrays, options, backend)
+        device = arrays[0].device.type  # type: ignore[union-attr]
+        cast = torch.is_autocast_enabled(device)
+        known = self.known.get((cast, signature))
+        if known is None or not known.holds(arrays, options, backend):
+            run = self._remembered(signature, arrays, options, backend)
+            run = partial(_without_autocast, device, run) if cast else run
+            if private.TensorGuards is None:
+                return run(*arrays)
+            known = self.known[cast, signature] = _Known(arrays, options, backend, run)
+        self.recent = (known, *[other for other in self.recent if other is not known][: _RECENT - 1])
+        return known.run(*arrays)
+
+    def node(self, *args: Any) -> Any:
+        """Run the op as the dispatcher calls it."""
+        narrays = len(self.spec.args)
+        arrays, options = args[:narrays], [tuple(o) if isinstance(o, list) else o for o in args[narrays:-1]]
+        return self._remembered(_signature(arrays, options, args[-1]), arrays, options, args[-1])(*arrays)
+
+    def _remembered(
+        self, signature: Signature, arrays: Sequence[Tensor | None], options: Sequence[Any], backend: str
+    ) -> Callable[..., Any]:
+        found = self.found.get(signature)
+        if found is None:
+            if len(self.found) >= _FOUND_LIMIT:
+                self.found.clear()
+                self.known.clear()
+            found = self.found[signature] = self._find(arrays, options, backend)
+        return found
+
+    def differentiated(
+        self, gradients: Sequence[Tensor | None], arrays: Sequence[Tensor | None], options: Sequence[Any],
+        needs: Sequence[bool], backend: str,
+    ) -> list[Tensor]:  # fmt: skip
+        """Return the gradients of the arrays that ``needs`` marks, in order."""
+        signature = (*_signature((*gradients, *arrays), options, backend), *needs)
+        found = self.found.get(signature)
+        if found is None:
+            found = self._find_backward(gradients, arrays, options, needs, backend)
+            if len(self.found) >= _FOUND_LIMIT:
+                self.found.clear()
+                self.known.clear()
+            self.found[signature] = found
+        result: list[Tensor] = found(*gradients, *arrays)
+        return result
+
+    def _find_backward(
+        self, gradients: Sequence[Tensor | None], arrays: Sequence[Tensor | None], options: Sequence[Any],
+        needs: Sequence[bool], backend: str,
+    ) -> Callable[..., list[Tensor]]:  # fmt: skip
+        """Return a function of the gradients and arrays; a backend without a backward has that of the torch backend."""
+        spec, name = self.spec, f"{self.spec.name}_backward"
+        run = getattr(self.module(arrays, options, backend), name, None)
+        run = run or getattr(backend_module(spec, "torch"), name)
+        wanted = [arg.name for arg, need in zip(spec.args, needs, strict=True) if need]
+
+        def named(*arrays: Tensor | None) -> dict[str, Any]:
+            first = {f"d{o.name}": g for o, g in zip(spec.outputs, arrays, strict=False)}
+            given = keyword_arguments(spec, arrays[len(spec.outputs) :], options)
+            return first | given | {"needs": frozenset(wanted)}
+
+        plan = getattr(run, "plan", None)
+        bound = plan(**named(*gradients, *arrays)) if plan else lambda *arrays: run(**named(*arrays))
+        dtypes = {arg.name: a.dtype for arg, a in zip(spec.args, arrays, strict=True) if a is not None}
+
+        def differentiated(*arrays: Tensor | None) -> list[Tensor]:
+            found = bound(*arrays)
+            return [found[n].to(dtypes[n]).contiguous() for n in wanted]
+
+        return differentiated
+
+    def module(self, arrays: Sequence[Tensor | None], options: Sequence[Any], backend: str) -> ModuleType:
+        """Check the arguments and return the file of the backend."""
+        return resolve(self.spec, self.spec.validate(meta_of(self.spec, "torch", arrays, options)), backend)
+
+    def _empty(self, arrays: Sequence[Tensor | None], options: Sequence[Any]) -> Callable[..., Any]:
+        """Return what gives the results of an empty batch, which no backend has to know of."""
+        metas = self.spec.output_metas(self.spec.validate(meta_of(self.spec, "torch", arrays, options)))
+        metas = metas[:1] if self.in_place else metas
+
+        def run(first: Tensor, *rest: Any) -> Any:
+            results = tuple(first.new_zeros(shape, dtype=getattr(torch, dtype)) for shape, dtype in metas)
+            return results if len(results) > 1 else results[0]
+
+        return run
+
+    def _find(self, arrays: Sequence[Tensor | None], options: Sequence[Any], backend: str) -> Callable[..., Any]:
+        """Return a function of the arrays."""
+        module, name = self.module(arrays, options, backend), self.spec.name
+        if _is_empty(arrays):
+            return self._empty(arrays, options)
+        if self.in_place:
+            return self._updating(module, arrays, options)
+        found = _bound(self.spec, getattr(module, name), arrays, options)
+        at = self.offsets
+        if at is None or (offsets := arrays[at]) is None or offsets.device.type != "cpu":
+            return found
+        seqlen = next(a for a in arrays if a is not None).shape[1]
+
+        def checked(*arrays: Any) -> Any:
+            check_cu_seqlens_values(name, arrays[at].tolist(), seqlen)
+            return found(*arrays)
+
+        return checked
+
+    def _updating(
+        self, module: ModuleType, arrays: Sequence[Tensor | None], options: Sequence[Any]
+    ) -> Callable[..., Tensor]:
+        at = next(i for i, arg in enumerate(self.spec.args) if arg.name == self.spec.updates)
+        state = arrays[at]
+        # A backend's own in-place twin writes a contiguous state as it goes; all else pays one copy of the state.
+        in_place = getattr(module, f"{self.spec.name}_", None)
+        assert state is not None
+        if in_place is None or not state.is_contiguous():
+            step = _bound(self.spec, getattr(module, self.spec.name), arrays, options)
+
+            def write(*arrays: Any) -> Tensor:
+                y, new_state = step(*arrays)
+                arrays[at].copy_(new_state)
+                return y
+        else:
+            write = _bound(self.spec, in_place, arrays, options)
+
+        def updating(*arrays: Any) -> Tensor:
+            y = write(*arrays)
+            torch.autograd.graph.increment_version(arrays[at])
+            return y
+
+        return updating
+
+
+def _is_empty(arrays: Sequence[Tensor | None]) -> bool:
+    """Whether a call that was checked has a batch of nothing: the first argument has all axes that may be empty."""
+    return arrays[0] is not None and arrays[0].numel() == 0
+
+
+def _bound(
+    spec: OpSpec, function: Callable[..., Any], arrays: Sequence[Tensor | None], options: Sequence[Any]
+) -> Callable[..., Any]:
+    """Return ``function`` as a function of the arrays alone: its plan for this signature, if it makes plans."""
+    if (plan := getattr(function, "plan", None)) is not None:
+        planned: Callable[..., Any] = plan(**keyword_arguments(spec, arrays, options))
+        return planned
+    return lambda *arrays: function(**keyword_arguments(spec, arrays, options))
+
+
+def _register(spec: OpSpec) -> None:
+    runner = RUNNERS[spec.name] = _Runner(spec)
+    arrays = ", ".join(f"Tensor{'?' if a.optional else ''} {a.name}" for a in spec.args)
+    options = "".join(f", {o.schema} {o.name}" for o in spec.options)
+    results = "(" + ", ".join("Tensor" for _ in spec.outputs) + ")"
+    _define(spec.name, f"({arrays}{options}, str backend) -> {results}", runner.node, _forward_fake(spec))
+    gradients = ", ".join(f"Tensor? d{o.name}" for o in spec.outputs)
+    _define(
+        f"{spec.name}_backward",
+        f"({gradients}, {arrays}{options}, bool[] needs, str backend) -> Tensor[]",
+        _backward(spec, runner),
+        _backward_fake(spec),
+    )
+    torch.library.register_autograd(
+        f"refold::{spec.name}_backward", _refuse_second_derivative, setup_context=_setup_name(spec.name), lib=_LIBRARY
+    )
+    torch.library.register_autograd(
+        f"refold::{spec.name}", _autograd_backward(spec), setup_context=_setup_context(spec), lib=_LIBRARY
+    )
+    register_flop_formula(getattr(torch.ops.refold, spec.name), get_raw=True)(_flops(spec))
+    if spec.updates:
+        written = arrays.replace(f"Tensor {spec.updates}", f"Tensor(a!) {spec.updates}")
+        twin = RUNNERS[f"{spec.name}_"] = _Runner(spec, in_place=True)
+        _define(
+            f"{spec.name}_",
+            f"({written}{options}, str backend) -> Tensor",
+            twin.node,
+            lambda *args: _forward_fake(spec)(*args)[0],
+        )
+
+
+def _without_autocast(device: str, run: Callable[..., Any], *args: Any) -> Any:
+    """Run what an operator is made of in the dtypes that it chose itself: those of its arguments decide."""
+    with torch.autocast(device, enabled=False):
+        return run(*args)
+
+
+def _define(name: str, schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> None:
+    def implementation(*args: Any) -> Any:
+        device = next(a for a in args if isinstance(a, Tensor)).device.type
+        return _without_autocast(device, run, *args) if torch.is_autocast_enabled(device) else run(*args)
+
+    _LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides))
+    _LIBRARY.impl(name, implementation, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"refold::{name}", fake, lib=_LIBRARY)
+    OPS[name] = getattr(torch.ops.refold, name).default
+
+
+def _flops(spec: OpSpec) -> Callable[..., int]:
+    """Return the formula of an operator for torch's flop counter: that of its sequential definition."""
+
+    def flops(*args: Any, out_val: Any = None) -> int:
+        arrays, options = args[: len(spec.args)], args[len(spec.args) : -1]
+        return spec.flops(spec.validate(meta_of(spec, "torch", arrays, options)).sizes)
+
+    return flops
+
+
+def _forward_fake(spec: OpSpec) -> Callable[..., Any]:
+    def fake(*args: Any) -> Any:
+        arrays, options, backend = args[: len(spec.args)], args[len(spec.args) : -1], args[-1]
+        meta = spec.validate(meta_of(spec, "torch", arrays, options))
+        resolve(spec, meta, backend)
+        results = tuple(
+            arrays[0].new_empty(shape, dtype=getattr(torch, dtype)) for shape, dtype in spec.output_metas(meta)
+        )
+        return results if len(results) > 1 else results[0]
+
+    return fake
+
+
+def _backward(spec: OpSpec, runner: _Runner) -> Callable[..., Any]:
+    ngradients = len(spec.outputs)
+
+    def backward(*args: Any) -> list[Tensor]:
+        gradients, inputs, needs, backend = args[:ngradients], args[ngradients:-2], args[-2], args[-1]
+        arrays, options = inputs[: len(spec.args)], inputs[len(spec.args) :]
+        if _is_empty(arrays):
+            return [a.new_zeros(a.shape) for a, need in zip(arrays, needs, strict=True) if need]
+        options = [tuple(o) if isinstance(o, list) else o for o in options]
+        return runner.differentiated(gradients, arrays, options, needs, backend)
+
+    return backward
+
+
+def _backward_fake(spec: OpSpec) -> Callable[..., Any]:
+    def fake(*args: Any) -> list[Tensor]:
+        inputs, needs = args[len(spec.outputs) : -2], args[-2]
+        arrays = inputs[: len(spec.args)]
+        return [a.new_empty(a.shape) for a, need in zip(arrays, needs, strict=True) if need]
+
+    return fake
+
+
+def _setup_context(spec: OpSpec) -> Callable[..., None]:
+    narrays = len(spec.args)
+
+    def setup_context(ctx: Any, inputs: Sequence[Any], output: Any) -> None:
+        ctx.save_for_backward(*inputs[:narrays])
+        ctx.options = inputs[narrays:]
+        ctx.set_materialize_grads(False)
+
+    return setup_context
+
+
+def _setup_name(name: str) -> Callable[..., None]:
+    def setup_context(ctx: Any, inputs: Sequence[Any], output: Any) -> None:
+        ctx.op = name
+
+    return setup_context
+
+
+def _autograd_backward(spec: OpSpec) -> Callable[..., Any]:
+    narrays, noptions = len(spec.args), len(spec.options)
+
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
+        arrays = ctx.saved_tensors
+        needs = [
+            need and arg.differentiable for arg, need in zip(spec.args, ctx.needs_input_grad[:narrays], strict=True)
+        ]
+        if all(g is None for g in gradients):
+            return (None,) * (narrays + noptions + 1)
+        found = iter(OPS[f"{spec.name}_backward"](*gradients, *arrays, *ctx.options[:-1], needs, ctx.options[-1]))
+        return tuple(next(found) if need else None for need in needs) + (None,) * (noptions + 1)
+
+    return backward
+
+
+def _refuse_gradients(op: str, arrays: Sequence[Any]) -> None:
+    """Raise if an in-place call would have to be differentiated."""
+    if torch.is_grad_enabled() and any(isinstance(a, Tensor) and a.requires_grad for a in arrays):
+        raise ArgumentError(f"{op}: it overwrites the state and has no gradient. Use {op[:-1]}, or torch.no_grad().")
+
+
+def _refuse_tangents(op: str, arrays: Sequence[Any]) -> None:
+    """Raise where a forward-mode derivative would be zero without a word."""
+    if getattr(forward_ad, "_current_level", 0) < 0:
+        return
+    if any(a is not None and forward_ad.unpack_dual(a).tangent is not None for a in arrays):
+        raise ArgumentError(f"{op}: it has no forward-mode derivative. Use reverse mode: torch.autograd.grad.")
+
+
+def _refuse_second_derivative(ctx: Any, *gradients: Any) -> Any:
+    raise ArgumentError(f"{ctx.op}: it has no second derivative. Differentiate it once, without create_graph.")
+
+
+for _spec in all_specs():
+    _register(_spec)
