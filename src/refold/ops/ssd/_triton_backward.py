@@ -18,10 +18,16 @@ from refold.ops.torch.launch import (
     current_stream,
     fresh,
     fresh_like,
+    gluon,
     last_contiguous,
     planned,
 )
+from refold.ops.torch.row_sums import RowSums
 from refold.ops.torch.tables import device_limits, lookup
+
+HOPPER = (
+    "refold.ops.ssd._gluon_backward_kernels", "refold.ops.ssd._gluon_kernels", "refold.ops.torch.tma_launch"
+)  # fmt: skip
 
 
 @planned(
@@ -189,7 +195,7 @@ class _Plan:
                        "BLOCK_N": block_n, "BLOCKS_N": blocks_n, **loop, "STAGES": config["stages"]}  # fmt: skip
         walk_options = {"num_warps": config["warps"], "num_stages": config["stages"]}
         hopper = config["hopper"] and not varlen and chunk == 64 and (dt_softplus or dt_limit[0] >= 0)
-        self.hopper = hopper and _hopper_fits(x, dy, B, C)
+        self.hopper = hopper and _hopper_fits(x, dy, B, C) and gluon(*HOPPER) is not None
         self.blocks: list[tuple[Any, ...]] = []
         for first in range(0, heads, count):
             held = min(count, heads - first)
@@ -219,23 +225,19 @@ class _Plan:
              "VARLEN": varlen}, {"num_warps": 4},
         )  # fmt: skip
         self.tokens_ints = (seqlen, nchunks, nheads, ngroups, dstate, nsplits, columns, *limits, *dt.stride())
-        self.sums = Launch(
-            kernels._ssd_bwd_sums_kernel, (triton.cdiv(columns, 16),), {"BLOCK_R": 128, "BLOCK_C": 16}, {"num_warps": 4}
-        )
-        self.sums_ints = (rows, columns)
+        self.sums = RowSums(rows, (columns,), torch.float32, x.device)
 
-        # One float32 workspace, cut into: decay, step, late, kept, direct, skip, through, parts of dB, of dC, of sums.
+        # One float32 workspace, cut into: decay, step, late, kept, direct, skip, through, parts of dB, of dC.
         per_token, keyed = rows * nheads * chunk, nsplits * rows * ngroups * chunk * dstate
         skips = 0 if D is None or self.D_channels else per_token
         through = rows * nheads * 16 if self.hopper else 0
         self.cuts, total = [], 0
-        for length in (per_token * parts, *[per_token] * 4, skips, through, keyed, keyed, rows * columns):
+        for length in (per_token * parts, *[per_token] * 4, skips, through, keyed, keyed):
             self.cuts.append(total)
             total += -(-length // 32) * 32
         self.new_workspace = fresh((total,), torch.float32, x.device)
         self.new_states = fresh((2, rows * ngroups * count * size), x.dtype, x.device)
         self.new_table = fresh((nchunks * 4,), torch.int32, x.device) if varlen else None
-        self.new_sums = fresh((columns,), torch.float32, x.device)
         self.new = {"x": fresh_like(x), "dt": fresh_like(dt), "B": fresh_like(B), "C": fresh_like(C)}
         state_shape = (nseqs, nheads, headdim, dstate)
         self.new_initial = None if initial is None else fresh(state_shape, torch.float32, x.device)
@@ -245,7 +247,7 @@ class _Plan:
     @staticmethod
     def _hopper(x, dy, B, C, nchunks: int, held: int, nsplits: int, stages: int, D_channels: bool) -> Launch:
         """Plan the Hopper kernel for ``held`` heads of each group, and describe its tensors to the copy engine."""
-        from refold.ops.ssd import _gluon_backward_kernels as hopper
+        hopper: Any = gluon(*HOPPER)
         from refold.ops.ssd._gluon_kernels import tile_layout
         from refold.ops.torch.tma_launch import MappedLaunch
 
@@ -271,7 +273,8 @@ class _Plan:
         stream = current_stream(x.device)
         workspace, states = self.new_workspace(), self.new_states()
         parts: list[Any] = [workspace[cut:] for cut in self.cuts]
-        decay, step, late, kept, direct, skip, through, dB_part, dC_part, sums_part = parts
+        decay, step, late, kept, direct, skip, through, dB_part, dC_part = parts
+        sums_part = self.sums.rows()
         if D is None or self.D_channels:
             skip = None
         if not self.hopper:
@@ -279,7 +282,7 @@ class _Plan:
         entering, leaving = states
         grads = {name: make() for name, make in self.new.items()}
         dinitial = None if self.new_initial is None else self.new_initial()
-        sums, table = self.new_sums(), None
+        table = None
         if self.new_table is not None:
             table = self.new_table()
             self.chunks(stream, cu_seqlens, table, *self.chunks_ints)
@@ -298,8 +301,7 @@ class _Plan:
                 queries(stream, table, x, dy, B, C, decay, step, entering, leaving, dC_part, late, *queries_ints)
         self.tokens(stream, table, dt, A, dt_bias, step, late, kept, direct, skip, through, dB_part, dC_part,
                     grads["dt"], grads["B"], grads["C"], sums_part, *self.tokens_ints)  # fmt: skip
-        self.sums(stream, sums_part, sums, *self.sums_ints)
-        nheads = self.nheads
+        sums, nheads = self.sums(stream, sums_part), self.nheads
         grads["A"], grads["dt_bias"] = sums[:nheads], sums[nheads : 2 * nheads]
         if self.D_shape is not None:
             grads["D"] = sums[2 * nheads :].view(self.D_shape)

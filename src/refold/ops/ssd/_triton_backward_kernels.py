@@ -9,7 +9,7 @@ bounded memory:
 3. keys     per chunk and group: walks over heads with dB in registers; writes dx
    queries  the same with dC, and what the log decays gain from what reads them
 4. tokens   d(dt) of each token; sums dB and dC over splits of the heads
-5. sums     dA, dD and d(dt_bias), summed over chunks
+5. a sum of rows, for dA, dD and d(dt_bias)
 
 With c the running sum of log decays in a chunk, X = step * x, H the state that enters and K the gradient of the one
 that leaves, a chunk computes (i and j positions, j <= i)
@@ -33,7 +33,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from refold.ops.ssd._triton_kernels import LOG2E, _chunk_span, _dot, _exp2, _load_decay, _softplus
+from refold.ops.ssd._triton_kernels import LOG2E, _chunk_span, _clip, _dot, _exp2, _load_decay, _softplus
 
 
 @triton.jit
@@ -424,12 +424,13 @@ def _ssd_bwd_tokens_kernel(
         heads = offs_h < nheads
         rows = (pid_c * nheads + offs_h[:, None]) * CHUNK + offs_t[None, :]
         mask = heads[:, None] & inside[None, :]
-        kept = tl.load(kept_ptr + rows, mask=mask, other=0.0)
-        dlog = tl.load(late_ptr + rows, mask=mask, other=0.0) + (tl.cumsum(kept, axis=1) - kept)
+        # Shifted by a token: a sum less its last term would lose what is small before a large one.
+        kept = tl.load(kept_ptr + rows - 1, mask=mask & (offs_t > 0)[None, :], other=0.0)
+        dlog = tl.load(late_ptr + rows, mask=mask, other=0.0) + tl.cumsum(kept, axis=1)
         if through_ptr is not None:  # what `late` lacks: the parts of exp(c_last) <H, K>
             parts = (pid_c * nheads + offs_h[:, None]) * 16 + tl.arange(0, 16)[None, :]
             dlog += tl.sum(tl.load(through_ptr + parts, mask=heads[:, None], other=0.0), axis=1)[:, None]
-        A = tl.load(A_ptr + offs_h, mask=heads, other=0.0).to(tl.float32)
+        A = _clip(tl.load(A_ptr + offs_h, mask=heads, other=0.0).to(tl.float32), -1e38, 1e38)
         dstep = tl.load(direct_ptr + rows, mask=mask, other=0.0) + dlog * A[:, None]
         dt_rows = dt_ptr + pid_b * stride_dt_b + (start + offs_t).to(tl.int64)[None, :] * stride_dt_t
         raw = tl.load(dt_rows + offs_h[:, None] * stride_dt_h, mask=mask, other=0.0).to(tl.float32)
@@ -450,15 +451,3 @@ def _ssd_bwd_tokens_kernel(
         if skip_ptr is not None:
             skip = tl.load(skip_ptr + rows, mask=mask, other=0.0)
             tl.store(sums + 2 * nheads, tl.sum(skip, axis=1), mask=heads)
-
-
-@triton.jit
-def _ssd_bwd_sums_kernel(sums_ptr, total_ptr, rows, columns, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr):
-    """Grid (blocks of columns): sums BLOCK_C columns over all chunks, always in the same order."""
-    offs_c = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
-    total = tl.zeros((BLOCK_R, BLOCK_C), tl.float32)
-    for r in range(0, rows, BLOCK_R):
-        offs_r = r + tl.arange(0, BLOCK_R)
-        mask = (offs_r < rows)[:, None] & (offs_c < columns)[None, :]
-        total += tl.load(sums_ptr + offs_r.to(tl.int64)[:, None] * columns + offs_c[None, :], mask=mask, other=0.0)
-    tl.store(total_ptr + offs_c, tl.sum(total, axis=0), mask=offs_c < columns)
