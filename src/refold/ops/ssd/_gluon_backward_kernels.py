@@ -1,7 +1,8 @@
-"""The heavy kernel of the SSD backward pass written for Hopper: copy engine, asynchronous products, warp roles.
+"""The two heavy kernels of the SSD backward pass written for Hopper: copy engine, asynchronous products, warp roles.
 
-It takes the places of `_ssd_bwd_keys_kernel` and `_ssd_bwd_queries_kernel` for 16-bit inputs, chunks of 64 tokens, 64
-channels a head and 64 or 128 states. One warp group does the work of each, on the same tiles, which one warp fetches.
+They take the places of `_ssd_bwd_states_kernel`, and of `_ssd_bwd_keys_kernel` and `_ssd_bwd_queries_kernel`, for
+16-bit inputs, chunks of 64 tokens, 64 channels a head and 64 or 128 states. In the second kernel one warp group does
+the work of each of those two, on the same tiles, which one warp fetches.
 """
 
 from __future__ import annotations
@@ -21,6 +22,144 @@ from refold.ops.ssd._gluon_kernels import _exp2, barrier, load_tile, store_tile
 
 # Of decays between tokens of a chunk: what lies above the diagonal has to stay finite.
 GREATEST = gl.constexpr(96.0)
+
+
+# States and their gradients ---------------------------------------------------------------------------------------
+
+
+@gluon.jit
+def _fetch_chunks(
+    x_desc, dy_desc, B_desc, C_desc, tile_smem, key_smem, full, empty, reverse, pid_b, pid_h, key_at, nchunks,
+    CHUNK: gl.constexpr, P: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """One warp: fills a stage of shared memory a chunk."""
+    gdc_wait()
+    for i in range(nchunks):
+        stage = i % STAGES
+        mbarrier.wait(empty.index(stage), ((i // STAGES) & 1) ^ 1)
+        bar = full.index(stage)
+        mbarrier.expect(bar, CHUNK * (P + BLOCK_N) * 2)
+        if reverse != 0:
+            start = (nchunks - 1 - i) * CHUNK
+            load_tile(dy_desc, [pid_b, start, pid_h * P], bar, tile_smem.index(stage))
+            load_tile(C_desc, [pid_b, start, key_at], bar, key_smem.index(stage))
+        else:
+            load_tile(x_desc, [pid_b, i * CHUNK, pid_h * P], bar, tile_smem.index(stage))
+            load_tile(B_desc, [pid_b, i * CHUNK, key_at], bar, key_smem.index(stage))
+
+
+@gluon.jit
+def _walk_chunks(
+    H_desc, K_desc, tile_smem, key_smem, state_smem, weight_smem, full, empty, decay_ptr, step_ptr, initial_ptr,
+    dfinal_ptr, dinitial_ptr, reverse, pid_b, pid_h, pid_r, nheads, heads, nchunks, first_n,
+    CHUNK: gl.constexpr, P: gl.constexpr, N: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """One warp group: a state, or its gradient (P x BLOCK_N, float32), from chunk to chunk."""
+    dtype: gl.constexpr = tile_smem.dtype
+    acc_h: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    op_h: gl.constexpr = gl.DotOperandLayout(0, acc_h, 2)
+    line: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    offs_p = gl.arange(0, P, layout=gl.SliceLayout(1, acc_h))
+    offs_n = first_n + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, acc_h))
+    offs_pn = offs_p[:, None] * N + offs_n[None, :]
+    offs_t = gl.arange(0, CHUNK, layout=line)
+    head = (pid_b.to(gl.int64) * nheads + pid_h) * (P * N)
+    state = gl.zeros([P, BLOCK_N], gl.float32, layout=acc_h)
+    gdc_wait()
+    if reverse != 0:
+        if dfinal_ptr is not None:
+            state = gl.load(dfinal_ptr + head + offs_pn).to(gl.float32)
+    else:
+        if initial_ptr is not None:
+            state = gl.load(initial_ptr + head + offs_pn).to(gl.float32)
+    chunk = reverse * (nchunks - 1)
+    row = ((pid_b * nchunks + chunk).to(gl.int64) * nheads + pid_h) * CHUNK
+    decay = gl.load(decay_ptr + row + offs_t)
+    step = gl.load(step_ptr + row + offs_t)
+    last = gl.load(decay_ptr + row + CHUNK - 1)
+    for i in range(nchunks):
+        stage = i % STAGES
+        weight = gl.where(reverse != 0, decay, last - decay)
+        weight_smem.store(_exp2(weight) * gl.where(reverse != 0, 1.0, step))
+        whole = _exp2(last)
+        tma.store_wait(1)
+        # Every warp has waited for the products of the last chunk, and the copy of the one before it has left.
+        barrier()
+        mbarrier.arrive(empty.index((i + STAGES - 1) % STAGES), count=1, pred=i > 0)
+        state_smem.index(i % 2).store(state.to(dtype))
+        fence_async_shared()
+        barrier()
+        place = ((pid_b * nchunks + chunk) * heads + pid_r) * P
+        if reverse != 0:
+            store_tile(K_desc, [place, first_n], state_smem.index(i % 2))
+        else:
+            store_tile(H_desc, [place, first_n], state_smem.index(i % 2))
+        after = min(i + 1, nchunks - 1)
+        chunk = after + reverse * (nchunks - 1 - 2 * after)
+        row = ((pid_b * nchunks + chunk).to(gl.int64) * nheads + pid_h) * CHUNK
+        decay = gl.load(decay_ptr + row + offs_t)
+        step = gl.load(step_ptr + row + offs_t)
+        last = gl.load(decay_ptr + row + CHUNK - 1)
+        state = state * whole
+        weights = weight_smem.load(gl.SliceLayout(0, op_h))
+        mbarrier.wait(full.index(stage), (i // STAGES) & 1)
+        tile = tile_smem.index(stage).reshape([CHUNK, P]).permute((1, 0)).load(op_h)
+        weighted = (tile.to(gl.float32) * weights[None, :]).to(dtype)
+        state = warpgroup_mma(weighted, key_smem.index(stage).reshape([CHUNK, BLOCK_N]), state, is_async=True)
+        state = warpgroup_mma_wait(0, deps=[state])
+    if dinitial_ptr is not None:  # noqa: SIM102 (a constant, then a value)
+        if reverse != 0:
+            gl.store(dinitial_ptr + head + offs_pn, state)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def _ssd_bwd_states_hopper_kernel(
+    x_desc, dy_desc, B_desc, C_desc, H_desc, K_desc, decay_ptr, step_ptr, initial_ptr, dfinal_ptr, dinitial_ptr,
+    nchunks, nheads, ngroups, first, held,
+    CHUNK: gl.constexpr, P: gl.constexpr, N: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """Grid (2 * blocks of states * heads of the block, batch): a program walks one head in one direction of time.
+
+    As `_ssd_bwd_states_kernel`; states leave through the copy engine, in 16 bits.
+    """
+    reverse = gl.program_id(0) % 2
+    blocks_n: gl.constexpr = N // BLOCK_N
+    first_n = gl.program_id(0) // 2 % blocks_n * BLOCK_N
+    pid_r = gl.program_id(0) // 2 // blocks_n
+    pid_b = gl.program_id(1)
+    pid_g = pid_r // held
+    pid_h = pid_g * (nheads // ngroups) + first + pid_r % held
+    dtype: gl.constexpr = x_desc.dtype
+    tile_smem = gl.allocate_shared_memory(dtype, [STAGES, 1, CHUNK, P], x_desc.layout)
+    key_smem = gl.allocate_shared_memory(dtype, [STAGES, 1, CHUNK, BLOCK_N], B_desc.layout)
+    state_smem = gl.allocate_shared_memory(dtype, [2, P, BLOCK_N], H_desc.layout)
+    weight_smem = gl.allocate_shared_memory(gl.float32, [CHUNK], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=1)
+    # The copy engine counts on these barriers: it has to see them set up.
+    fence_async_shared()
+    gl.warp_specialize(
+        [
+            (_walk_chunks, (
+                H_desc, K_desc, tile_smem, key_smem, state_smem, weight_smem, full, empty, decay_ptr, step_ptr,
+                initial_ptr, dfinal_ptr, dinitial_ptr, reverse, pid_b, pid_h, pid_r, nheads, ngroups * held, nchunks,
+                first_n, CHUNK, P, N, BLOCK_N, STAGES,
+            )),
+            (_fetch_chunks, (
+                x_desc, dy_desc, B_desc, C_desc, tile_smem, key_smem, full, empty, reverse, pid_b, pid_h,
+                pid_g * N + first_n, nchunks, CHUNK, P, BLOCK_N, STAGES,
+            )),
+        ],
+        [1],
+        [24],
+    )  # fmt: skip
+
+
+# Gradients of tokens ----------------------------------------------------------------------------------------------
 
 
 @gluon.jit

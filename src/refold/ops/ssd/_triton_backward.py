@@ -199,16 +199,15 @@ class _Plan:
         self.blocks: list[tuple[Any, ...]] = []
         for first in range(0, heads, count):
             held = min(count, heads - first)
+            if self.hopper:
+                states, walk = self._hopper(x, dy, B, C, nchunks, held, nsplits, config, self.D_channels)
+                state_ints = (nchunks, nheads, ngroups, first, held)
+                ints = (*state_ints, split_heads, columns, *D_strides)
+                self.blocks.append((states, state_ints, [(walk, ints)]))
+                continue
             grid = (2 * triton.cdiv(headdim, state_p) * ngroups * held, batch)
             states = Launch(kernels._ssd_bwd_states_kernel, grid, state_consts, state_options)
             walks: list[tuple[Any, ...]] = []
-            if self.hopper:
-                ints = (nchunks, nheads, ngroups, first, held, split_heads, columns, *D_strides)
-                walks.append(
-                    (self._hopper(x, dy, B, C, nchunks, held, nsplits, config["hopper_stages"], self.D_channels), ints)
-                )
-                self.blocks.append((states, (*sizes, first, held, *strides), walks))
-                continue
             for lead in (True, False)[: min(blocks_n, 2)]:
                 grid3 = (rows, ngroups * nsplits, 1 if lead else blocks_n - 1)
                 ints = (*sizes, first, held, split_heads, 0 if lead else 1)
@@ -245,29 +244,44 @@ class _Plan:
         self.nheads = nheads
 
     @staticmethod
-    def _hopper(x, dy, B, C, nchunks: int, held: int, nsplits: int, stages: int, D_channels: bool) -> Launch:
-        """Plan the Hopper kernel for ``held`` heads of each group, and describe its tensors to the copy engine."""
+    def _hopper(
+        x, dy, B, C, nchunks: int, held: int, nsplits: int, config: dict[str, Any], D_channels: bool
+    ) -> tuple[Launch, Launch]:
+        """Plan the Hopper kernels for ``held`` heads of each group, and describe their tensors to the copy engine."""
         hopper: Any = gluon(*HOPPER)
         from refold.ops.ssd._gluon_kernels import tile_layout
         from refold.ops.torch.tma_launch import MappedLaunch
 
         batch, seqlen, nheads, headdim = x.shape
         ngroups, dstate = B.shape[-2:]
+        heads, keys = nheads * headdim, ngroups * dstate
+        rows = batch * nchunks * ngroups * held * headdim
 
         def view(width: int, strides: tuple[int, ...], block: int) -> dict[str, Any]:
             return {"shape": [batch, seqlen, width], "strides": [*strides[:2], 1], "block_shape": [1, 64, block],
                     "layout": tile_layout(16, 3)}  # fmt: skip
 
-        states = {"shape": [batch * nchunks * ngroups * held * headdim, dstate], "strides": [dstate, 1],
-                  "block_shape": [headdim, dstate], "layout": tile_layout(16, 2)}  # fmt: skip
-        dx_strides = (seqlen * nheads * headdim, nheads * headdim)
-        heads, keys = nheads * headdim, ngroups * dstate
-        inputs = [view(heads, a.stride(), headdim) for a in (x, dy)]
-        views = [*inputs, states, states, *[view(keys, a.stride(), dstate) for a in (B, C)],
-                 view(heads, dx_strides, headdim)]  # fmt: skip
-        consts = {"CHUNK": 64, "P": headdim, "N": dstate, "STAGES": stages, "D_CHANNELS": D_channels}
-        grid = (batch * nchunks, ngroups * nsplits)
-        return MappedLaunch(hopper._ssd_bwd_walk_hopper_kernel, grid, consts, {"num_warps": 4}, views)
+        def state_view(block_n: int) -> dict[str, Any]:
+            return {"shape": [rows, dstate], "strides": [dstate, 1], "block_shape": [headdim, block_n],
+                    "layout": tile_layout(16, 2)}  # fmt: skip
+
+        tokens = [view(heads, a.stride(), headdim) for a in (x, dy)]
+        dx = view(heads, (seqlen * heads, heads), headdim)
+        consts = {"CHUNK": 64, "P": headdim, "N": dstate}
+        # A walk over chunks is short of programs rather than of bytes: half of the states each.
+        block_n = config["hopper_block_n"]
+        views = [*tokens, *[view(keys, a.stride(), block_n) for a in (B, C)], *[state_view(block_n)] * 2]
+        states = MappedLaunch(
+            hopper._ssd_bwd_states_hopper_kernel, (2 * dstate // block_n * ngroups * held, batch),
+            {**consts, "BLOCK_N": block_n, "STAGES": config["hopper_state_stages"]},
+            {"num_warps": 4, "maxnreg": config["hopper_state_registers"]}, views,
+        )  # fmt: skip
+        views = [*tokens, *[state_view(dstate)] * 2, *[view(keys, a.stride(), dstate) for a in (B, C)], dx]
+        walk = MappedLaunch(
+            hopper._ssd_bwd_walk_hopper_kernel, (batch * nchunks, ngroups * nsplits),
+            {**consts, "STAGES": config["hopper_stages"], "D_CHANNELS": D_channels}, {"num_warps": 4}, views,
+        )  # fmt: skip
+        return states, walk
 
     def __call__(self, dy, dstate, x, dt, A, B, C, D, dt_bias, initial, cu_seqlens) -> dict[str, torch.Tensor]:
         stream = current_stream(x.device)
@@ -288,13 +302,15 @@ class _Plan:
             self.chunks(stream, cu_seqlens, table, *self.chunks_ints)
         self.prepare(stream, table, dt, A, dt_bias, B, C, decay, step, workspace, *self.prepare_ints)
         for walk_states, states_ints, walks in self.blocks:
-            walk_states(stream, table, x, dy, B, C, decay, step, initial, dstate, entering, leaving, dinitial,
-                        *states_ints)  # fmt: skip
             if self.hopper:
+                walk_states(stream, x, dy, B, C, entering, leaving, decay, step, initial, dstate, dinitial,
+                            *states_ints)  # fmt: skip
                 [(walk, ints)] = walks
                 walk(stream, x, dy, entering, leaving, B, C, grads["x"], decay, step, D, dB_part, dC_part, late, kept,
                      direct, skip, through, sums_part, *ints)  # fmt: skip
                 continue
+            walk_states(stream, table, x, dy, B, C, decay, step, initial, dstate, entering, leaving, dinitial,
+                        *states_ints)  # fmt: skip
             for keys, keys_ints, queries, queries_ints in walks:
                 keys(stream, table, x, dy, B, C, D, decay, step, leaving, grads["x"], dB_part, kept, direct, skip,
                      sums_part, *keys_ints)  # fmt: skip
