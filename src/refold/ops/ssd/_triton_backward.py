@@ -145,9 +145,12 @@ class _Plan:
         parts = 2 if x.dtype == torch.float32 else 1
         size = headdim * dstate
 
-        # Blocks of heads, so that their states take at most `memory` bytes.
-        most = max(1, int(config["memory"] * 2**20) // (2 * rows * ngroups * size * x.element_size()))
-        nblocks = triton.cdiv(heads, most)
+        # Blocks of heads, so that their states take at most `memory` MiB; but no fewer heads than fill the device, as
+        # the time of long sequences would be that of a walk over chunks, once a block.
+        head_bytes = 2 * rows * ngroups * size * x.element_size()
+        most = max(1, int(config["memory"] * 2**20) // head_bytes)
+        least = min(triton.cdiv(sms, 4 * batch * ngroups), int(config["most_memory"] * 2**20) // head_bytes)
+        nblocks = triton.cdiv(heads, max(most, least))
         count = triton.cdiv(heads, nblocks)
         slots = sms * config["slots"]
         nsplits = min(config.get("splits") or choose_splits(rows * ngroups, count, slots), count)
