@@ -339,9 +339,7 @@ def measure_backward(case: Case) -> dict[str, Any]:
     def both(run: Callable[[], Any]) -> Callable[[], Any]:
         return lambda: torch.autograd.grad(y(run), leaves, dy)
 
-    result = y(case.run)
-    times = time_ms(lambda: torch.autograd.grad(result, leaves, dy, retain_graph=True), 15)
-    del result
+    times = backward_ms(y(case.run), leaves, dy)
     row |= {
         "median_ms": times[len(times) // 2],
         "p20_ms": times[len(times) // 5],
@@ -349,12 +347,17 @@ def measure_backward(case: Case) -> dict[str, Any]:
         "both_ms": statistics.median(time_ms(both(case.run), 15)),
         "extra_gib": extra_gib(lambda: (y(case.run), dy), leaves),
     }
-    if case.peer is None:
+    if (peer := case.peer) is None:
         return row | {"mamba_ssm_both_ms": "not run"}
     return row | {
-        "mamba_ssm_both_ms": statistics.median(time_ms(both(case.peer), 9)),
-        "mamba_ssm_extra_gib": extra_gib(lambda: (y(case.peer), dy), leaves),
+        "mamba_ssm_both_ms": statistics.median(time_ms(both(peer), 9)),
+        "mamba_ssm_extra_gib": extra_gib(lambda: (y(peer), dy), leaves),
     }
+
+
+def backward_ms(y: torch.Tensor, leaves: list[torch.Tensor], dy: torch.Tensor) -> list[float]:
+    """Return the sorted times of the gradients of one result."""
+    return time_ms(lambda: torch.autograd.grad(y, leaves, dy, retain_graph=True), 15)
 
 
 def extra_gib(run: Callable[[], tuple[torch.Tensor, torch.Tensor]], leaves: list[torch.Tensor]) -> float:

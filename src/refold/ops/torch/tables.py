@@ -15,9 +15,9 @@ import torch
 # scan, warps of the state pass, slots (programs resident on a multiprocessor), state_cost (time of the state pass over
 # that of the scan), launch_cost (a launch, in chunks of a scan), fused_pass (up to how many pieces the scan chains the
 # states itself), hopper (whether the kernels in Gluon may run), precision (of products of float32).
-# Keys of "ssd_backward": likewise, block_n (states a program), memory and most_memory (MiB that the states of a block of
-# heads may take, and may take where fewer heads would not fill the device), slots of the walks over heads, and of the
-# kernels in Gluon the stages, the states a program and, of the first one, the registers a thread.
+# Keys of "ssd_backward": likewise, block_n (states a program), memory and most_memory (MiB that the states of a block
+# of heads may take, and may take where fewer heads would not fill the device), slots of the walks over heads, and of
+# the kernels in Gluon the stages, the states a program and, of the first one, the registers a thread.
 # Keys of "selective_scan": block_d (channels a program), warps, unroll (tokens), slots (programs a multiprocessor).
 # Keys of "selective_scan_lanes": warps, states (at most, a lane), slots, cut (tokens from which time may be cut).
 DEFAULT: dict[str, dict[str, Any]] = {
