@@ -124,7 +124,7 @@ class _Plan:
         ngroups, dstate = B.shape[-2:]
         heads = nheads // ngroups  # of a group
         varlen = cu_seqlens is not None
-        sms, _shared = device_limits(x.device)
+        sms, shared = device_limits(x.device)
         table = lookup("ssd_backward", x.device, x.dtype)
         config = table | (config or {})
         chunk = min(table["chunk"], max(16, triton.next_power_of_2(config["chunk"])))
@@ -139,6 +139,11 @@ class _Plan:
         state_p = block_p
         while state_p > 16 and state_p * wide_n > tile:
             state_p //= 2
+        # Shared memory of a walk over heads: the tiles that are copied ahead, and two matrices of pairs of tokens.
+        ahead = 2 * (chunk * (block_p + block_n) + block_p * block_n) * x.element_size()
+        stages = config["stages"]
+        while stages > 1 and ahead * (stages - 1) + 2 * chunk * chunk * x.element_size() > shared:
+            stages -= 1
         nseqs = cu_seqlens.numel() - 1 if varlen else batch
         nchunks = seqlen // chunk + nseqs if varlen else max(1, triton.cdiv(seqlen, chunk))
         rows = batch * nchunks
@@ -195,8 +200,8 @@ class _Plan:
         state_consts = {"CHUNK": chunk, "BLOCK_P": state_p, "BLOCK_N": wide_n, **loop, "STAGES": config["state_stages"]}
         state_options = {"num_warps": config["state_warps"], "num_stages": config["state_stages"]}
         walk_consts = {"CHUNK": chunk, "BLOCK_P": block_p, "BLOCKS_P": triton.cdiv(headdim, block_p),
-                       "BLOCK_N": block_n, "BLOCKS_N": blocks_n, **loop, "STAGES": config["stages"]}  # fmt: skip
-        walk_options = {"num_warps": config["warps"], "num_stages": config["stages"]}
+                       "BLOCK_N": block_n, "BLOCKS_N": blocks_n, **loop, "STAGES": stages}  # fmt: skip
+        walk_options = {"num_warps": config["warps"], "num_stages": stages}
         hopper = config["hopper"] and not varlen and chunk == 64 and (dt_softplus or dt_limit[0] >= 0)
         self.hopper = hopper and _hopper_fits(x, dy, B, C) and gluon(*HOPPER) is not None
         self.blocks: list[tuple[Any, ...]] = []
