@@ -130,7 +130,10 @@ class _Plan:
         chunk = min(table["chunk"], max(16, triton.next_power_of_2(config["chunk"])))
         wide_n = max(16, triton.next_power_of_2(dstate))
         block_n, tile = min(wide_n, config["block_n"]), config["tile"]
-        if headdim > 64 or dstate > 128 or not _copied_wide(headdim, dstate, x, dy, B, C):
+        hopper = config["hopper"] and not varlen and chunk == 64 and (dt_softplus or dt_limit[0] >= 0)
+        self.hopper = hopper and _hopper_fits(x, dy, B, C) and gluon(*HOPPER) is not None
+        wide = headdim <= 64 and dstate <= 128 and _copied_wide(headdim, dstate, x, dy, B, C)
+        if not self.hopper and not wide:
             # Tiles that are not copied ahead go through registers. Triton 3.6 may then fence what it writes for
             # asynchronous products after the barrier, not before it; products of 32 rows are none of these.
             chunk, tile = min(chunk, 32), min(tile, 32 * wide_n)
@@ -178,16 +181,8 @@ class _Plan:
              "SHIFT": False, "PARTS": parts, "PRECISION": precision}, {"num_warps": 4},
         )  # fmt: skip
         self.prepare_ints = (
-            seqlen,
-            nchunks,
-            nheads,
-            0,
-            dstate,
-            *limits,
-            *dt.stride(),
-            *B.stride()[:3],
-            *C.stride()[:3],
-        )
+            seqlen, nchunks, nheads, 0, dstate, *limits, *dt.stride(), *B.stride()[:3], *C.stride()[:3],
+        )  # fmt: skip
 
         sizes = (seqlen, nchunks, nheads, ngroups, headdim, dstate)
         x_strides, dy_strides, B_strides, C_strides = (a.stride()[:3] for a in (x, dy, B, C))
@@ -202,8 +197,6 @@ class _Plan:
         walk_consts = {"CHUNK": chunk, "BLOCK_P": block_p, "BLOCKS_P": triton.cdiv(headdim, block_p),
                        "BLOCK_N": block_n, "BLOCKS_N": blocks_n, **loop, "STAGES": stages}  # fmt: skip
         walk_options = {"num_warps": config["warps"], "num_stages": stages}
-        hopper = config["hopper"] and not varlen and chunk == 64 and (dt_softplus or dt_limit[0] >= 0)
-        self.hopper = hopper and _hopper_fits(x, dy, B, C) and gluon(*HOPPER) is not None
         self.blocks: list[tuple[Any, ...]] = []
         for first in range(0, heads, count):
             held = min(count, heads - first)
