@@ -440,7 +440,7 @@ class Outcome:
 def traced(program: Program) -> GraphModule:
     """Trace a program to ATen; with gradients, to the joint graph of values and gradients."""
     if not program.gradient:
-        fn = torch.func.functionalize(program.fn, remove="mutations_and_views")
+        fn = torch.func.functionalize(program.fn, remove="mutations")
         return make_fx(fn, tracing_mode="fake", decomposition_table=_TABLE)(*program.inputs)
     leaves = tuple(x.detach().requires_grad_() for x in program.inputs)
     own = lambda *xs: tuple(y.clone() for y in program.fn(*xs))  # noqa: E731  # no result may be a view
