@@ -26,7 +26,7 @@ from operator import getitem
 import torch
 from torch.fx import Node
 
-from ...ops.torch.registry import OPS
+from ...ops.torch.registry import OPS, node_args
 from ..ir.index import value
 from .vectorize import Emitter
 
@@ -104,13 +104,15 @@ def keyed_scan(
     if initial is None:
         initial = emit.call(aten.full.default, [rows, k, v], 0.0, dtype=value(x).dtype, device=value(x).device)
     dense = [emit.call(aten.clone.default, m, memory_format=torch.contiguous_format) for m in (whole, added, initial)]
-    scan = emit.call(OPS["linear_scan"], *dense, None, False, "")
+    scan = emit.call(OPS["linear_scan"], *node_args("linear_scan", a=dense[0], x=dense[1], initial_state=dense[2]))
     states, last = (emit.call(getitem, scan, i) for i in (0, 1))
     before = emit.call(aten.slice.Tensor, states, 1, 0, chunks - 1)
     entering = emit.call(aten.cat.default, [emit.call(aten.unsqueeze.default, initial, 1), before], 1)
     far = product(times(q, decay(plus(sums))), entering)
     y = emit.reshape(emit.call(aten.add.Tensor, near, far), [rows, chunks * CHUNK, v])
-    return (y if chunks * CHUNK == steps else emit.call(aten.slice.Tensor, y, 1, 0, steps)), last
+    return (
+        y if isinstance(steps, int) and chunks * CHUNK == steps else emit.call(aten.slice.Tensor, y, 1, 0, steps)
+    ), last
 
 
 def finite_part(emit: Emitter, x: Node, time: int) -> tuple[Node, Node]:
@@ -130,8 +132,10 @@ def finite_part(emit: Emitter, x: Node, time: int) -> tuple[Node, Node]:
 def _chunked(emit: Emitter, x: Node, chunks: int) -> Node:
     """Cut time into chunks; what is missing of the last one neither decays nor adds anything."""
     rows, steps, width = value(x).shape
-    if steps != chunks * CHUNK:
-        x = emit.call(aten.constant_pad_nd.default, x, [0, 0, 0, chunks * CHUNK - steps], 0.0)
+    if not isinstance(steps, int) or steps != chunks * CHUNK:  # of a symbolic length it may be nothing
+        kind = {"dtype": value(x).dtype, "device": value(x).device}
+        missing = emit.call(aten.full.default, [rows, chunks * CHUNK - steps, width], 0.0, **kind)
+        x = emit.call(aten.cat.default, [x, missing], 1)
     return emit.reshape(x, [rows, chunks, CHUNK, width])
 
 
