@@ -189,6 +189,16 @@ def test_other_floating_dtypes(rewritten, dtype):
     assert outcome.worst() <= (8 + K**0.5 / 2) * unit_roundoff(dtype)
 
 
+def test_half_precision_does_not_overflow_where_the_original_does_not(rewritten):
+    x, y = (torch.full((8, 4096), 100.0, dtype=torch.float16) for _ in range(2))
+    scaled = rewritten(lambda x, y: (x[:, None] * 1e-4 * y[None]).sum(-1), x, y)
+    assert scaled.names == ["recover contraction"]
+    mean = rewritten(lambda x, y: (x[:, None] * y[None]).mean(-1), x, y)
+    for outcome in (scaled, mean):
+        assert bool(outcome.before[0].isfinite().all())
+        assert outcome.worst() < 0.01
+
+
 @pytest.mark.parametrize("layout", ["transposed", "expanded", "offset", "strided"])
 def test_input_layouts(rewritten, layout):
     x = {
