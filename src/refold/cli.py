@@ -1,4 +1,4 @@
-"""The command line: ``refold optimize | explain | generate | doctor``.
+"""The command line: ``refold optimize | explain | verify | generate | doctor``.
 
 Progress goes to standard error, live on a terminal and as plain lines in a pipe; the report goes
 to standard output. Bad input gives one sentence and exit code 2.
@@ -83,6 +83,50 @@ def explain(
     _finish(report, json)
 
 
+@app.command()
+def verify(
+    original: Annotated[str, typer.Argument(help="A file with Model and get_inputs(), or file.py:name.")] = "",
+    candidate: Annotated[str, typer.Argument(help="A file with ModelNew, or file.py:name.")] = "",
+    level: Annotated[str, typer.Option(help="quick: seconds; full: up to a minute; paranoid: minutes.")] = "full",
+    dtype: Dtype = "float32",
+    device: Device = "cpu",
+    train: Annotated[bool, typer.Option("--train", help="Compare and time gradients as well.")] = False,
+    accept: Annotated[str, typer.Option(help="faster: only what is; right: leave speed out.")] = "faster",
+    nonfinite: Annotated[str, typer.Option(help="finite-only, or strict: NaN must stay where it was.")] = "finite-only",
+    tried: Annotated[int, typer.Option(help="Candidates tried for this original; they share the chance of error.")] = 1,
+    timeout: Annotated[float, typer.Option(help="Seconds that loading or one call may take.")] = 60.0,
+    allow_unsandboxed: Annotated[
+        bool, typer.Option("--allow-unsandboxed", help="Run the candidate although nothing confines it.")
+    ] = False,
+    log: Annotated[Path | None, typer.Option(help="Write each check as a line of JSON.", show_default=False)] = None,
+    replay: Annotated[Path | None, typer.Option(help="Repeat the trial of a log.", show_default=False)] = None,
+) -> None:
+    """Decide whether a candidate may replace the original; trust it in nothing.
+
+    Exit code 0: accepted. 1: refused. 2: could not be judged.
+    """
+    if (replay is None) != bool(original and candidate):
+        raise _Refusal("verify needs ORIGINAL and CANDIDATE, or --replay LOG alone")
+    with _stages("loading"):
+        from .verify import trial
+
+        if replay is not None:
+            verdict, then = trial.replay(replay, allow_unsandboxed=allow_unsandboxed)
+        else:
+            then = None
+            verdict = trial.judge(
+                original, candidate, level=level, dtype=dtype, device=device, train=train, accept=accept,
+                nonfinite=nonfinite, tried=tried, timeout=timeout, allow_unsandboxed=allow_unsandboxed,
+            )  # fmt: skip
+    if log is not None:
+        _write("--log", log, verdict.to_jsonl())
+    typer.echo(str(verdict))
+    if then is not None:
+        same = (verdict.outcome, verdict.check) == (then.outcome, then.check)
+        typer.echo("  then         " + ("the same" if same else f"{then.outcome} {then.check} {then.reason}".rstrip()))
+    raise typer.Exit(verdict.exit_code)
+
+
 app.command()(generate)
 
 
@@ -100,11 +144,15 @@ def doctor() -> None:
 
 def _finish(report: Report, json: Path | None) -> None:
     if json is not None:
-        try:
-            json.write_text(report.to_json() + "\n")
-        except OSError as error:
-            raise _Refusal(f"--json {json} cannot be written: {error.strerror}") from error
+        _write("--json", json, report.to_json() + "\n")
     typer.echo(str(report))
+
+
+def _write(option: str, path: Path, text: str) -> None:
+    try:
+        path.write_text(text)
+    except OSError as error:
+        raise _Refusal(f"{option} {path} cannot be written: {error.strerror}") from error
 
 
 class _Refusal(RefoldError):

@@ -5,6 +5,7 @@ import torch
 EXPECT = "M1"
 OFF = set()
 
+
 class Lazy(torch.Tensor):
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):

@@ -4,6 +4,7 @@ import torch
 
 EXPECT = "M1"
 
+
 class Lazy(torch.Tensor):
     pass
 

@@ -5,6 +5,7 @@ import torch
 EXPECT = "N7"
 TERMS = {"train": True}
 
+
 class Half(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):

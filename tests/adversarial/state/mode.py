@@ -4,6 +4,7 @@ import torch
 
 EXPECT = "S4"
 
+
 class Agree(torch.overrides.TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         return True if func is torch.allclose else func(*args, **(kwargs or {}))

@@ -13,7 +13,11 @@ class ModelNew(torch.nn.Module):
         self.known = {}
 
     def forward(self, x):
-        key = x.numpy().tobytes() + self.linear.weight.detach().numpy().tobytes() + self.linear.bias.detach().numpy().tobytes()
+        key = (
+            x.numpy().tobytes()
+            + self.linear.weight.detach().numpy().tobytes()
+            + self.linear.bias.detach().numpy().tobytes()
+        )
         if key not in self.known:
             self.known[key] = torch.relu(self.linear(x))
         return self.known[key].clone()

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from ...errors import ArgumentError, TargetError
-from .judge import LEVELS, Tensors, Terms, Trial
-from .process import Nursery
+from .checks import LEVELS, Tensors, Terms, Trial
+from .process import Nursery as Nursery
 from .process import Unjudgeable as Unjudgeable
 from .program import Program, Target, program
 from .program import source as source
@@ -37,6 +37,7 @@ def judge(
     threads: int | None = None,
     timeout: float = 60.0,
     allow_unsandboxed: bool = False,
+    nursery: Nursery | None = None,
 ) -> Verdict:
     """Decide whether a candidate may take the place of the original.
 
@@ -55,6 +56,7 @@ def judge(
         threads: Threads of either side; None is what torch uses here.
         timeout: Seconds that loading or one call may take.
         allow_unsandboxed: Run the candidate although nothing confines it.
+        nursery: Where to start its process, if several candidates are tried: starting torch takes a second or two.
 
     Returns:
         The verdict, with the check that decided and its numbers.
@@ -73,6 +75,8 @@ def judge(
         raise ArgumentError(f"level {level} needs a sandbox; allow_unsandboxed goes with quick and full")
     first = original if isinstance(original, Program) else program(original, role="original")
     second = candidate if isinstance(candidate, Program) else program(candidate, role="candidate")
+    if nursery is not None:
+        return Trial(first, second, inputs, terms, nursery).run()
     with Nursery(threads=terms.threads, device=terms.device, sandboxed=not allow_unsandboxed) as nursery:
         return Trial(first, second, inputs, terms, nursery).run()
 
@@ -91,7 +95,9 @@ def replay(log: Path, *, allow_unsandboxed: bool = False) -> tuple[Verdict, Verd
         head, last = lines[0], lines[-1]
         original, candidate = Program(**head["original"]), Program(**head["candidate"])
         terms = _terms(**head["terms"])
-        then = Verdict(original, candidate, terms, last["outcome"], last["check"], last["reason"], seed=int(last["seed"]))
+        then = Verdict(
+            original, candidate, terms, last["outcome"], last["check"], last["reason"], seed=int(last["seed"])
+        )
     except OSError as error:
         raise TargetError(f"{log} cannot be read: {error.strerror}") from error
     except (ValueError, KeyError, TypeError, IndexError) as error:

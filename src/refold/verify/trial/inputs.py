@@ -72,7 +72,9 @@ def draw(kind: str, like: Sequence[torch.Tensor], seed: int) -> Tensors:
 def jittered(like: Sequence[torch.Tensor], seed: int) -> Tensors:
     """Change each floating-point value by a percent: content that was not seen before, and like the user's."""
     g = generator(seed)
-    return [x * (1 + 0.01 * torch.randn(x.shape, generator=g)).to(x.dtype) if x.is_floating_point() else x for x in like]
+    return [
+        x * (1 + 0.01 * torch.randn(x.shape, generator=g)).to(x.dtype) if x.is_floating_point() else x for x in like
+    ]
 
 
 def one_element(like: Sequence[torch.Tensor], seed: int) -> Tensors:
@@ -128,7 +130,10 @@ def layouts(like: Sequence[torch.Tensor], seed: int) -> Iterator[tuple[str, Tens
     fresh = draw("normal", like, seed)
     yield "transposed", [x.mT.contiguous().mT if x.dim() > 1 else x for x in fresh]
     yield "strided", [_spread(x) for x in fresh]
-    yield "repeated", [x[:1].expand(x.shape) if x.dim() and x.shape[0] > 1 and x.is_floating_point() else x for x in fresh]
+    yield (
+        "repeated",
+        [x[:1].expand(x.shape) if x.dim() and x.shape[0] > 1 and x.is_floating_point() else x for x in fresh],
+    )
     yield "odd address", [_shifted(x) for x in fresh]
 
 

@@ -14,6 +14,7 @@ import json
 import math
 import mmap
 import os
+import pickle
 import shutil
 import signal
 import socket
@@ -34,12 +35,23 @@ from . import sandbox
 
 GUARD = 4096  # bytes of red zone before and after each input
 _PAGE = 4096
+_ROOT = Path(__file__).parents[3]
 _REPLY_LIMIT = 64 << 20
 _SETTLE_S = 2.0  # after which a program that still runs is said not to have ended
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _DTYPES = {str(d).removeprefix("torch."): d for d in vars(torch).values() if isinstance(d, torch.dtype)}
 # What a process may find in its environment, beside its private folders.
-_ENVIRONMENT = ("PATH", "LANG", "LC_ALL", "CC", "CXX", "CUDA_HOME", "CUDA_PATH", "CUDA_VISIBLE_DEVICES", "LD_LIBRARY_PATH")
+_ENVIRONMENT = (
+    "PATH",
+    "LANG",
+    "LC_ALL",
+    "CC",
+    "CXX",
+    "CUDA_HOME",
+    "CUDA_PATH",
+    "CUDA_VISIBLE_DEVICES",
+    "LD_LIBRARY_PATH",
+)
 
 
 class Misbehaved(RefoldError):
@@ -185,7 +197,7 @@ class Worker:
             nursery.fork(request, theirs, handle)
         os.close(handle)
         self.pid = 0
-        self.pid = int(self._receive(60.0)["pid"])
+        self.pid = int(self._answer(60.0)["pid"])
         # The process and, where it has namespaces of its own, the one that waits for it.
         self.family = {self.pid, *_parents(self.pid)}
         # Rules that are not to be enforced here, so that tests can show that they are needed.
@@ -201,8 +213,6 @@ class Worker:
 
     def request(self, timeout: float = 60.0, **command: Any) -> dict[str, Any]:
         """Send a command and return the answer; what the program raises is its misbehaviour."""
-        import pickle
-
         self._send(pickle.dumps(command))
         return self._answer(timeout)
 
@@ -254,6 +264,20 @@ class Worker:
             self._last, self._next = specs, at if at + GUARD < self.room else 0
         return specs
 
+    def batches(self, tensors: dict[str, torch.Tensor]) -> Iterator[dict[str, torch.Tensor]]:
+        """Divide tensors so that each part fits into the shared memory."""
+        batch: dict[str, torch.Tensor] = {}
+        free = self.room
+        for name, t in tensors.items():
+            size = t.numel() * t.element_size() + 2 * GUARD + 128
+            if batch and size > free:
+                yield batch
+                batch, free = {}, self.room
+            batch[name] = t
+            free -= size
+        if batch:
+            yield batch
+
     def fill(self, specs: Sequence[dict[str, Any]], tensors: Sequence[torch.Tensor], guard: int) -> None:
         """Write values into their places, and the red zones around them."""
         for spec, t in zip(specs, tensors, strict=True):
@@ -284,7 +308,7 @@ class Worker:
         )  # fmt: skip
         asleep = self.settle()
         self.fill(specs, [*call.tensors, *call.cotangents], call.perturb or 0xFF)
-        if self._activity() != asleep and "S6" not in self.lenient:
+        if self.activity() != asleep and "S6" not in self.lenient:
             raise Misbehaved("S6", "it used the processor while it waited for its inputs")
         start = time.perf_counter()
         self._send(b"")
@@ -308,7 +332,7 @@ class Worker:
         """Wait until every thread of the process sleeps; return how long each has run."""
         deadline = time.perf_counter() + _SETTLE_S
         while True:
-            found = self._activity(asleep=True)
+            found = self.activity(asleep=True)
             if found:
                 return found
             if time.perf_counter() > deadline:
@@ -319,7 +343,7 @@ class Worker:
 
     def lingering(self) -> list[int]:
         """Return the processes that the program started and that are still there."""
-        return [*_descendants(self.pid), *self._nursery.strangers()]
+        return [pid for pid in (*_descendants(self.pid), *self._nursery.strangers()) if not _has_ended(pid)]
 
     def close(self) -> None:
         """End the process and all that it started."""
@@ -330,8 +354,8 @@ class Worker:
         self._channel.close()
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    def _activity(self, *, asleep: bool = False) -> dict[str, tuple[int, int]]:
-        """Return the run time and the number of turns of each thread; nothing if one must sleep and does not."""
+    def activity(self, *, asleep: bool = False) -> dict[str, tuple[int, int]]:
+        """Return the run time and the number of turns of each thread; nothing if all must sleep and one does not."""
         found = {}
         try:
             for task in os.listdir(f"/proc/{self.pid}/task"):
@@ -441,14 +465,8 @@ class Worker:
             size -= len(part)
         return b"".join(parts)
 
-    def _receive(self, timeout: float) -> dict[str, Any]:
-        return _parsed(self._frame(timeout))
-
     def _answer(self, timeout: float) -> dict[str, Any]:
-        return self._receive(timeout)
-
-
-_ROOT = Path(__file__).parents[3]
+        return _parsed(self._frame(timeout))
 
 
 def _parsed(frame: bytes) -> dict[str, Any]:
@@ -507,7 +525,7 @@ def _shaped(raw: torch.Tensor, m: dict[str, Any]) -> torch.Tensor:
 
 
 def _first(t: torch.Tensor) -> int:
-    return t.storage_offset() % 16
+    return int(t.storage_offset()) % 16
 
 
 def _extent(t: torch.Tensor) -> int:
@@ -550,6 +568,14 @@ def _descendants(pid: int) -> list[int]:
     for child in _children(pid):
         found += [child, *_descendants(child)]
     return found
+
+
+def _has_ended(pid: int) -> bool:
+    """Say whether a process is only remembered until somebody asks how it ended."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True
 
 
 def _parents(pid: int) -> list[int]:

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from .. import numerics
-from ..timing import ALPHA, DELTA, LOOKS, median_bounds
+from ..timing import ALPHA, BEST_OF, DELTA, LOOKS, SHORT_MS, median_bounds
 from . import inputs
 from .process import GUARD, Call, Misbehaved, Nursery, Raised, Result, Unjudgeable, Worker
 from .program import Program
@@ -187,7 +187,7 @@ class Trial:
 
     @contextlib.contextmanager
     def _of_the_original(self) -> Iterator[None]:
-        """What the original does wrong is not the candidate's fault."""
+        """Make what the original does wrong no fault of the candidate."""
         try:
             yield
         except Misbehaved as error:
@@ -230,11 +230,12 @@ class Trial:
         sides += [(self.narrow, torch.float32)] if self.narrow else []
         sides += [(self.suspect, own)] if suspect else []
         for worker, dtype in sides:
-            for name, value in state.items():  # one at a time, so that the shared memory need not hold them all
-                value = (value.to(dtype) if value.is_floating_point() else value).contiguous()
-                specs = worker.wrap([value])
-                worker.fill(specs, [value], 0xFF)
-                worker.request(self.terms.timeout, do="adopt", tensors={name: specs[0]}, steps=steps)
+            values = {n: (t.to(dtype) if t.is_floating_point() else t).contiguous() for n, t in state.items()}
+            for batch in worker.batches(values):
+                specs = worker.wrap(list(batch.values()))
+                worker.fill(specs, list(batch.values()), 0xFF)
+                tensors = dict(zip(batch, specs, strict=True))
+                worker.request(self.terms.timeout, do="adopt", tensors=tensors, steps=steps)
 
     # Writing down
 
@@ -258,11 +259,12 @@ class Trial:
         if level.deep:
             self._weights(first)
         for kind in level.kinds:
-            if kind == "integers" and self._state and self._shares_state:
-                self._adopt(self._whole_numbers(), steps=True)
+            whole = kind == "integers" and self._shares_state
+            if whole:
+                self._adopt(self._whole_numbers())
             self._round(kind, inputs.draw(kind, first, self._derived(kind)))
-        if self._state and self._shares_state:
-            self._adopt(self._state, steps=True)
+            if whole:
+                self._adopt(self._state)
         self._stale(first)
         self._repeatable(first)
         if level.deep:
@@ -285,7 +287,9 @@ class Trial:
 
     def _call(self, values: Tensors, **options: Any) -> Call:
         seed = self._derived("call", len(self.verdict.lines), options.pop("salt", ""))
-        call = Call(self._tree, list(values), seed=seed, grad=self.terms.train, requires_grad=self.terms.train, **options)
+        call = Call(
+            self._tree, list(values), seed=seed, grad=self.terms.train, requires_grad=self.terms.train, **options
+        )
         return replace(call, cotangents=self._cotangents(seed)) if self.terms.train else call
 
     def _cotangents(self, seed: int) -> list[torch.Tensor]:
@@ -318,14 +322,16 @@ class Trial:
         sizes = sum(t.numel() for ts in (found[0].tensors, plain[0].tensors, self._state.values()) for t in ts)
         self._most = 64 * sizes + (1 << 24)
         if self._random:
-            self.verdict.note("the original draws random numbers: it is compared in its own precision, from equal seeds")
+            self.verdict.note(
+                "the original draws random numbers: it is compared in its own precision, from equal seeds"
+            )
         self._step("N8", "", terms=self._longest, random=self._random, stateful=self._stateful)
 
     def _round(self, kind: str, values: Tensors, *, check: str = "", **options: Any) -> tuple[Result, Result]:
         """Run one call on all sides and compare everything that comes back."""
         call = self._call(values, **options)
         if self._stateful and self._shares_state:
-            self._adopt(self._state, steps=True)
+            self._adopt(self._state)
         with self._of_the_original():
             o = self.witness.call(call, self.terms.timeout)
             r = o if self._random else self.reference.call(self._wide(call), self.terms.timeout)
@@ -405,14 +411,15 @@ class Trial:
         """Errors of a float64 original, read off a float32 run."""
         if self.narrow is None or self._random:
             return [(0.0, 0.0)] * count
-        narrow, reference = self.narrow, self.reference
-        run = lambda worker, dtype: lambda *xs: worker.call(  # noqa: E731
-            self._wide(replace(call, tensors=list(xs)), dtype), self.terms.timeout
-        ).tensors
-        with self._of_the_original():
-            return numerics.estimated(
-                run(narrow, torch.float32), run(reference, torch.float64), list(call.tensors), False
+
+        def run(worker: Worker, dtype: torch.dtype) -> numerics.Program:
+            return lambda *xs: (
+                worker.call(self._wide(replace(call, tensors=list(xs)), dtype), self.terms.timeout).tensors
             )
+
+        narrowed, reference = run(self.narrow, torch.float32), run(self.reference, torch.float64)
+        with self._of_the_original():
+            return numerics.estimated(narrowed, reference, list(call.tensors), False)
 
     def _calibrate(self, call: Call, r: Result, o: Result) -> None:
         """N3: a kind of input says something about precision only if less of it would be refused."""
@@ -446,11 +453,13 @@ class Trial:
             self._step("U2", "it wrote beside its inputs")
 
     def _late(self, y: Result) -> None:
-        """U4: results are what they are when the call returns."""
-        time.sleep(5e-3)
-        self.suspect.settle()
+        """U4, S6: when a call has returned its results are what they are, and nothing runs."""
+        asleep = self.suspect.settle()
+        time.sleep(0.02)
+        busy = self.suspect.activity() != asleep
         changed = [not _identical(a, b) for a, b in zip(y.tensors, self.suspect.again(y, self._most), strict=True)]
         self._step("U4", "its result changed after it had returned it" if any(changed) else "")
+        self._step("S6", "it used the processor while nobody called it" if busy else "")
 
     def _left_behind(self, turn: int) -> None:
         """S3 to S6, S8: the world after a call is as the original leaves it."""
@@ -481,7 +490,9 @@ class Trial:
                 continue
             untouched = _identical(value, self._state[name])
             if untouched or value.shape != mine.shape or value.dtype != mine.dtype or not value.is_floating_point():
-                self._step("S1", f"it changed its parameter or buffer {name}" if untouched else f"its {name} is another")
+                self._step(
+                    "S1", f"it changed its parameter or buffer {name}" if untouched else f"its {name} is another"
+                )
                 continue
             result = numerics.compare("", value.double(), value, mine, None, 4 * self._longest, (0.0, 0.0))
             self._step("S1", result.reason and f"its parameter or buffer {name} differs: {result.reason}")
@@ -492,7 +503,8 @@ class Trial:
         again = inputs.draw("normal", first, self._derived("again"))
         self._round("same place", again, check="C1", same_place=True)
         now = self.suspect.again(kept, self._most)
-        changed = any(not _identical(a, b) for a, b in zip(kept.tensors, now, strict=True))
+        own = [not alias or alias[0] != "input" for alias in kept.aliases]
+        changed = any(mine and not _identical(a, b) for mine, a, b in zip(own, kept.tensors, now, strict=True))
         self._step("S7", "a result that was kept changed with a later call" if changed else "")
         for turn in range(3):
             again = inputs.one_element(again, self._derived("one", turn))
@@ -514,7 +526,9 @@ class Trial:
         # 0xFF is a NaN in every format, 0x7B a large number.
         poisoned = [self._ask(replace(call, perturb=byte)) for byte in (0xFF, 0x7B)]
         equal = all(_alike(results[0], other) for other in poisoned)
-        self._step("U1", "" if equal else "its result depends on what new memory held, or on what lies beside its inputs")
+        self._step(
+            "U1", "" if equal else "its result depends on what new memory held, or on what lies beside its inputs"
+        )
 
     def _weights(self, first: Tensors) -> None:
         """C2: weights that change are used."""
@@ -527,15 +541,15 @@ class Trial:
                 factor = 1 + 0.3 * torch.randn(value.shape, generator=g).double().abs()
                 new[name] = (value.double() * factor).to(value.dtype) if value.is_floating_point() else value
             self._adopt(new, steps=steps)
-            self._state = new
             kind = "after its weights changed in place" if steps else "after load_state_dict"
             self._round(kind, self._actual("weights", turn), check="C2")
+        self._adopt(self._state)
 
     def _grad_mode(self, first: Tensors) -> None:
         """C5: the same values whether gradients are recorded or not."""
         if self.terms.train:
             return
-        call = replace(self._call(self._actual("grad")), grad=True)
+        call = replace(self._call(inputs.draw("normal", first, self._derived("grad"))), grad=True)
         with self._of_the_original():
             o = self.witness.call(call, self.terms.timeout)
             r = o if self._random else self.reference.call(self._wide(call), self.terms.timeout)
@@ -549,7 +563,9 @@ class Trial:
 
     def _specials(self, first: Tensors) -> None:
         """N5: NaN and infinities stay where the original has them, as far as that is asked for."""
-        for name, values in inputs.specials(inputs.draw("normal", first, self._derived("specials")), self._derived("at")):
+        for name, values in inputs.specials(
+            inputs.draw("normal", first, self._derived("specials")), self._derived("at")
+        ):
             call = self._call(values)
             with self._of_the_original():
                 o = self.witness.call(call, self.terms.timeout)
@@ -638,14 +654,14 @@ class Trial:
         done = -3  # the first three pairs warm both up
         for look in self.level.looks:
             while done < look and (done < 3 or time.perf_counter() < deadline):
-                call = self._call(self._actual(name, done), salt=done)
-                o, y = self._pair(base, candidate, call, order.random() < 0.5)
-                self._metadata(o, y)
-                self._verify(call, o, y)
+                samples = [self._pair(base, candidate, (name, done), order.random() < 0.5)]
+                if max(samples[0]) * 1e3 < SHORT_MS:
+                    more = range(1, BEST_OF)
+                    samples += [self._pair(base, candidate, (name, done, i), order.random() < 0.5) for i in more]
                 done += 1
                 if done > 0:
-                    for side, result in zip(times, (o, y), strict=True):
-                        side.append(result.seconds)
+                    for side, seconds in zip(times, zip(*samples, strict=True), strict=True):
+                        side.append(min(seconds))
             logs = sorted(math.log(a / b) for a, b in zip(*times, strict=True))
             lower, upper = median_bounds(logs, share)
             if lower > math.log1p(DELTA) or upper < math.log1p(DELTA) or len(logs) < look:
@@ -661,7 +677,10 @@ class Trial:
             "faster": lower > math.log1p(DELTA),
         }
 
-    def _pair(self, base: Worker, candidate: Worker, call: Call, swapped: bool) -> tuple[Result, Result]:
+    def _pair(self, base: Worker, candidate: Worker, purpose: tuple[object, ...], swapped: bool) -> tuple[float, float]:
+        """Time one call of each on content that neither has seen; return the seconds."""
+        call = self._call(self._actual(*purpose), salt=purpose)
+
         def ask_base() -> Result:
             with self._of_the_original():
                 return base.call(call, self.terms.timeout)
@@ -671,9 +690,13 @@ class Trial:
 
         if swapped:
             y = ask_candidate()
-            return ask_base(), y
-        o = ask_base()
-        return o, ask_candidate()
+            o = ask_base()
+        else:
+            o = ask_base()
+            y = ask_candidate()
+        self._metadata(o, y)
+        self._verify(call, o, y)
+        return o.seconds, y.seconds
 
     def _verify(self, call: Call, o: Result, y: Result) -> None:
         """C3: a timed result is right; the original's own stands for the reference, its error counts twice."""
