@@ -20,9 +20,10 @@ ORDER = [
     ["models"],
     ["generate"],
     ["distributed"],
+    ["compat"],
     ["integrations"],
     ["bench"],
-    ["targets", "doctor"],
+    ["targets", "doctor", "audit"],
     ["cli"],
 ]
 RANK = {part: rank for rank, parts in enumerate(ORDER) for part in parts}

@@ -174,7 +174,9 @@ def test_a_target_that_is_none(target):
 
 def test_many_candidates_share_the_chance_of_error(nursery):
     """With a thousand tried, nine equal-looking wins of a race are not enough; with one they are."""
-    slow = ORIGINAL.replace("        return a @ b", "        for _ in range(3000):\n            c = a @ b\n        return c")
+    slow = ORIGINAL.replace(
+        "        return a @ b", "        for _ in range(3000):\n            c = a @ b\n        return c"
+    )
     first, second = source(slow, name="original.py", role="original"), source(RIGHT)
     pairs = {}
     for tried in (1, 1000):
