@@ -40,6 +40,14 @@ Seed = Annotated[int, typer.Option(help="Seeds parameters and inputs.")]
 Json = Annotated[Path | None, typer.Option("--json", help="Also write the report to this file.", show_default=False)]
 
 
+UNSANDBOXED = "--allow-unsandboxed"
+FORMS = "rules (the compiler), file:PATH, command:COMMAND, replay:FOLDER, openai:MODEL or anthropic:MODEL"
+
+
+def _proposals(text: str, *names: str, **options: Any) -> Any:
+    return typer.Option(*names, help=text, rich_help_panel="Proposals", **options)
+
+
 @app.command()
 def optimize(
     target: Target,
@@ -50,8 +58,34 @@ def optimize(
     verify: Annotated[str, typer.Option(help="quick: prove each rewrite against float64; off: trust it.")] = "quick",
     accept: Annotated[str, typer.Option(help="faster: keep only what is measured to be; always: keep all.")] = "faster",
     train: Annotated[bool, typer.Option("--train", help="Optimize forward and backward together.")] = False,
+    propose: Annotated[str, _proposals(f"Who proposes: {FORMS}.")] = "rules",
+    base_url: Annotated[str, _proposals("The endpoint of openai:MODEL or anthropic:MODEL.")] = "",
+    run: Annotated[Path | None, _proposals("Where to keep the record of proposals.", show_default=False)] = None,
+    resume: Annotated[bool, _proposals("Go on with the run in that folder.", "--resume")] = False,
+    level: Annotated[str, _proposals("How proposals are tried: quick, full or paranoid.")] = "full",
+    parallel: Annotated[int, _proposals("Proposals asked for at a time.")] = 1,
+    rounds: Annotated[int, _proposals("Requests to the proposer.")] = 4,
+    seconds: Annotated[float, _proposals("Time for the whole run.")] = 1800.0,
+    tokens: Annotated[float, _proposals("Tokens for the whole run.")] = float("inf"),
+    money: Annotated[float, _proposals("Money for the whole run, by --price.")] = float("inf"),
+    price: Annotated[tuple[float, float], _proposals("Money for a million tokens, in and out.")] = (0.0, 0.0),
+    allow_unsandboxed: Annotated[bool, _proposals("Try them although nothing confines them.", UNSANDBOXED)] = False,
 ) -> None:
-    """Rewrite a layer, prove each rewrite, measure the result, print the evidence."""
+    """Rewrite a layer, prove each rewrite, measure the result, print the evidence.
+
+    With --propose, replacements come from somewhere else; each is tried in a sandbox against the original.
+    """
+    if propose != "rules":
+        from .propose import Budget
+
+        budget = Budget(rounds, seconds, tokens, money)
+        _search(
+            target, propose, base_url, price, run, budget, parallel=parallel, resume=resume, level=level,
+            dtype=dtype, device=device, train=train, allow_unsandboxed=allow_unsandboxed,
+        )  # fmt: skip
+        return
+    if run or resume or base_url:
+        raise _Refusal("--run, --resume and --base-url go with --propose")
     _check_writable(json)
     with _stages("loading"):
         torch = _torch()
@@ -113,6 +147,7 @@ def verify(
         raise _Refusal("verify needs ORIGINAL and CANDIDATE, or --replay LOG alone")
     _check_writable(log, "--log")
     with _stages("loading"):
+        _torch()
         from .verify import trial
 
         if replay is not None:
@@ -180,6 +215,31 @@ def _torch() -> Any:
             "this command needs PyTorch, which is not installed (pip install 'refold[torch]')"
         ) from error
     return torch
+
+
+def _search(
+    target: str, propose: str, base_url: str, price: tuple[float, float], run: Path | None, budget: Any, **options: Any
+) -> None:
+    """Let somebody propose replacements for a file, and print what was accepted."""
+    if run is None:
+        raise _Refusal("--propose needs --run FOLDER, where the record is kept")
+    if ":" in target:
+        raise _Refusal(f"--propose takes a Python file with Model and get_inputs(), not {target}")
+    with _stages("loading"):
+        torch = _torch()
+        from . import propose as proposers
+        from .verify import trial
+
+        names = ("level", "dtype", "device", "train")
+        terms = trial.terms(**{name: options.pop(name) for name in names}, threads=torch.get_num_threads())
+        original = trial.program(target, role="original")
+        proposer = proposers.proposer(propose, base_url=base_url, prices=price)
+        if proposer.destination:
+            said = "sending the source of %s, the verdicts and the facts of this machine to %s"
+            logging.getLogger("refold").info(said, target, proposer.destination)
+        found = proposers.search(original, proposer, run, terms, budget=budget, **options)
+    typer.echo(str(found))
+    raise typer.Exit(0 if found.accepted else 1)
 
 
 def _check_writable(json: Path | None, option: str = "--json") -> None:
