@@ -19,8 +19,9 @@ HOSTILE = attacks.entries(ROOT / "tests" / "adversarial")
 HONEST = attacks.entries(ROOT / "tests" / "benign")
 NEEDED = [entry for entry in HOSTILE if entry.off]
 BETWEEN = [(entry, check) for entry in NEEDED if len(entry.off) > 1 for check in sorted(entry.off)]
-# Checks that no attack can show alone: they end the trial, say something of the original, or another sees the same.
-NOT_ALONE = {"P3", "P4", "N8", "N3", "M4"}
+# Checks that no attack shows alone: they end the trial, say something of the original, see what another sees too, or
+# need a second processor that is free.
+NOT_ALONE = {"P3", "P4", "N8", "N3", "M4", "T1"}
 SEED = 20
 
 

@@ -48,6 +48,7 @@ CHECKS = {
     "C2": "changed weights count",
     "C3": "each timed result is right",
     "C5": "it is right with gradients recorded, too",
+    "T1": "it uses no more processors than it was given",
     "T7": "it is faster beyond noise",
 }
 EXIT_CODES = {"accepted": 0, "refused": 1, "unjudged": 2}

@@ -96,7 +96,7 @@ def _settings() -> dict[str, str]:
         "timers": [signal.getitimer(kind)[0] > 0 for kind in (0, 1, 2)],
         "signal handlers": {n: str(signal.getsignal(n)) for n in signal.valid_signals()},
         "tracing": (str(sys.gettrace()), str(sys.getprofile())),
-        "garbage collection": (gc.isenabled(), gc.get_threshold(), len(gc.callbacks)),
+        "garbage collection": (gc.isenabled(), gc.get_threshold()),
     }
     if "torch._dynamo" in sys.modules:
         values["dynamo disabled"] = torch._dynamo.config.disable
@@ -205,6 +205,7 @@ class Stub:
         self._inputs_of: Any = None
         self._source: Any = None
         self._held: deque[Any] = deque(maxlen=HELD)
+        self._kept: list[Any] = []
         self._before = _settings(), _patched()
         self._ready: tuple[Any, ...] | None = None
 
@@ -309,7 +310,7 @@ class Stub:
         return {"terms": terms.longest}
 
     def do_prepare(
-        self, tree: Any, tensors: Any, seed: int, grad: bool, perturb: int, cotangents: Any, hold: bool
+        self, tree: Any, tensors: Any, seed: int, grad: bool, perturb: int, cotangents: Any, hold: bool, keep: bool
     ) -> dict[str, Any]:
         """Wrap the places where inputs are going to be; the judge fills them afterwards."""
         leaves = [self._tensor(spec) for spec in tensors]
@@ -321,13 +322,13 @@ class Stub:
             ctypes.CDLL(None).mallopt(_M_PERTURB, perturb ^ 0xFF if perturb else 0)
         torch.manual_seed(seed)
         random.seed(seed)
-        self._ready = args, leaves, places, grad
+        self._ready = args, leaves, places, grad, keep
         return {}
 
     def go(self) -> dict[str, Any]:
         """Call the program on what lies in the prepared places."""
         assert self._ready is not None
-        args, leaves, places, grad = self._ready
+        args, leaves, places, grad, keep = self._ready
         with torch.set_grad_enabled(grad):
             result = self._program(*args)
             outputs: list[torch.Tensor] = []
@@ -336,6 +337,8 @@ class Stub:
                 gradients = _flatten(self._gradients(list(outputs), leaves, places), outputs, result=True)
                 tree = {"sequence": "with gradients", "items": [tree, gradients]}
         self._held.append((result, outputs))
+        if keep:
+            self._kept.append((result, outputs))
         return {"tree": tree, "tensors": [_describe(t) for t in outputs]}
 
     def _gradients(self, outputs: Any, leaves: Any, places: Any) -> Any:
