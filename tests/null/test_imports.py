@@ -15,6 +15,7 @@ ORDER = [
     ["errors", "axes"],
     ["ops"],
     ["verify"],
+    ["propose"],
     ["report"],
     ["compiler"],
     ["models"],
