@@ -63,28 +63,30 @@ class Finding:
         return f"{self.verdict:8} {what}: {self.detail}"
 
 
-def audit(device: str | None = None) -> list[Finding]:
-    """Run every case of every package that can be imported.
+def audit(device: str | None = None) -> Iterator[Finding]:
+    """Run every case of every package that can be imported, and yield what came of it.
 
     Args:
         device: Where to run; None is the GPU if there is one, else the CPU.
     """
     where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    found, absent = [], set()
-    for case in CASES:
-        if importlib.util.find_spec(case.package) is None:
-            if case.package not in absent:
-                absent.add(case.package)
-                found.append(Finding(case.package, "", "all cases", "not run", "the package is not installed"))
+    for package in dict.fromkeys(case.package for case in CASES):
+        if importlib.util.find_spec(package) is None:
+            yield Finding(package, "", "all cases", "not run", "the package is not installed")
             continue
-        try:
-            function = getattr(importlib.import_module(case.module), case.function)
-        except Exception as error:  # whatever another package raises on import is a reason
-            found.append(_not_run(case, f"{case.module} cannot be imported: {_first_line(error)}"))
-            continue
-        for dtype in case.dtypes:
-            found.append(_judge(case, function, where, dtype))
-    return found
+        for case in CASES:
+            if case.package == package:
+                yield from _run(case, where)
+
+
+def _run(case: Case, device: torch.device) -> Iterator[Finding]:
+    try:
+        function = getattr(importlib.import_module(case.module), case.function)
+    except Exception as error:  # whatever another package raises on import is a reason
+        yield _not_run(case, f"{case.module} cannot be imported: {_first_line(error)}")
+        return
+    for dtype in case.dtypes:
+        yield _judge(case, function, device, dtype)
 
 
 def _judge(case: Case, function: Callable[..., Any], device: torch.device, dtype: torch.dtype) -> Finding:

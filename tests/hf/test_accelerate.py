@@ -20,7 +20,6 @@ from refold.errors import ArgumentError, RefoldError, RefoldWarning, ShapeError
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:transformers.*", "ignore::FutureWarning:transformers.*")
 
 FAMILIES = tuple(name for name in NAMES if "-" not in name)
-WITHOUT_KEYWORDS = ("mamba", "falcon_mamba", "jamba")  # whose blocks hand none to their recurrent layers
 
 
 def ids_of(*shape):
@@ -97,6 +96,14 @@ def test_greedy_tokens(name):
     assert len(set(expected[0][0])) > 4  # a model that repeats one token would prove nothing
 
 
+@pytest.mark.parametrize("way", [{"num_beams": 3}, {"cache_implementation": "static"}], ids=["beams", "static"])
+def test_other_ways_to_generate(way):
+    model, ids = make("bamba"), ids_of(2, 7)
+    expected = generate(model, ids, torch.ones_like(ids), max_new_tokens=10, **way)
+    refold.accelerate(model)
+    assert generate(model, ids, torch.ones_like(ids), max_new_tokens=10, **way) == expected
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 def test_prompt_read_in_pieces(name):
     """A cache goes on where it was, also where transformers starts its Mamba-1 layers afresh."""
@@ -123,11 +130,15 @@ def packed(lengths, seed=0):
     return ids, positions, list(ids.split(lengths, 1))
 
 
-@pytest.mark.parametrize("checkpointing", [None, False, True], ids=["plain", "checkpoint", "reentrant"])
-@pytest.mark.parametrize("name", FAMILIES)
+CHECKPOINTED = [(name, way) for name in ("jamba", "zamba", "mamba2") for way in (False, True)]
+
+
+@pytest.mark.parametrize(
+    ("name", "checkpointing"),
+    [(name, None) for name in FAMILIES] + CHECKPOINTED,  # one family of each way to call a block
+    ids=lambda v: {None: "plain", False: "checkpoint", True: "reentrant"}.get(v, v),
+)
 def test_documents_of_a_row_do_not_see_each_other(name, checkpointing):
-    if checkpointing is not None and name not in ("jamba", "zamba", "mamba2"):
-        pytest.skip("one family of each way to call a block")
     model = make(name).train()
     ids, positions, apart = packed([9, 1, 2, 14])
     parameters = [p for n, p in model.named_parameters() if n.endswith(("in_proj.weight", "conv1d.weight", "A_log"))]
