@@ -17,9 +17,8 @@ from torch._functorch.compile_utils import fx_graph_cse
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, GraphModule, Interpreter, Node
 from torch.fx.node import map_arg
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from .body import to_aten
+from .body import Operations, to_aten, twin
 
 aten = torch.ops.aten
 
@@ -30,19 +29,6 @@ _CONSTANTS = (
     aten.new_full,
 )  # fmt: skip
 _COPIES = (aten.clone, aten._to_copy, aten._unsafe_view, aten._reshape_alias)
-
-
-class _Operations(TorchDispatchMode):
-    """Notes which ATen operations run."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[Any] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace != "prim":  # questions, such as which device
-            self.seen.append(func)
-        return func(*args, **(kwargs or {}))
 
 
 def formed(operands: Sequence[Node], changed: set[Any]) -> set[Node]:
@@ -68,15 +54,16 @@ def _is_elementwise(node: Node, changed: set[Any]) -> bool:
     tensors = [example, *inputs]
     if node.op not in ("call_function", "call_method") or isinstance(node.target, torch._ops.HigherOrderOperator):
         return False
-    if not all(type(x) is torch._subclasses.FakeTensor and _is_static(x) for x in tensors):
+    tensors = [x for x in tensors if not isinstance(x, (int, torch.SymInt))]
+    if not isinstance(example, torch.Tensor) or not all(type(x) is torch._subclasses.FakeTensor for x in tensors):
         return False
     if any(x.untyped_storage()._cdata in changed for x in tensors):
         return False
-    if example.requires_grad != any(x.requires_grad for x in inputs):  # detached, or without gradients
+    if example.requires_grad != any(x.requires_grad for x in tensors[1:]):  # detached, or without gradients
         return False
-    operations = _Operations()
+    operations = Operations()
     with torch.no_grad(), example.fake_mode, operations:
-        args, kwargs = map_arg((node.args, node.kwargs), lambda x: _twin(x.meta["example_value"]))
+        args, kwargs = map_arg((node.args, node.kwargs), lambda x: twin(x.meta["example_value"]))
         operations.seen.clear()
         if node.op == "call_method":
             out = getattr(args[0], str(node.target))(*args[1:], **kwargs)
@@ -89,16 +76,10 @@ def _is_elementwise(node: Node, changed: set[Any]) -> bool:
     )
 
 
-def _is_static(x: torch.Tensor) -> bool:
-    return all(isinstance(n, int) for n in (*x.shape, *x.stride()))
-
-
-def _twin(x: torch.Tensor) -> torch.Tensor:
-    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
-
-
 def _is_plain(func: Any) -> bool:
     if func._schema.is_mutable or torch.Tag.nondeterministic_seeded in func.tags:
+        return False
+    if func.overloadpacket is aten.lift_fresh:  # a constant tensor, whose values are not in the graph
         return False
     return torch.Tag.pointwise in func.tags or func.is_view or func.overloadpacket in (*_CONSTANTS, *_COPIES)
 
@@ -124,7 +105,7 @@ def split_off(operands: Sequence[Node], nodes: set[Node], mode: FakeTensorMode) 
             copies[node] = graph.placeholder(node.name)
     graph.output(tuple(copies[x] for x in operands))
     with mode:
-        fakes = [_twin(x.meta["example_value"]) for x in inputs]
+        fakes = [twin(x.meta["example_value"]) for x in inputs]
     module = to_aten(mode, Interpreter(GraphModule({}, graph)).run, *fakes)
     # A step size that is computed twice is the decay's and the input's all the same.
     return inputs, GraphModule(module, fx_graph_cse(module.graph))

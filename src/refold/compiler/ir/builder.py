@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.fx import Graph, GraphModule, Node
+from torch.fx.node import map_aggregate
+from torch.utils._sympy.functions import FloorDiv, Mod, PythonMod
 
 from .index import Axis, Factor, Product, Size, concrete, layout, resolve, same, value
 
 aten = torch.ops.aten
+
+
+_ARITHMETIC = {FloorDiv: operator.floordiv, Mod: operator.mod, PythonMod: operator.mod}
 
 
 class UnknownSize(Exception):
@@ -23,18 +28,21 @@ class UnknownSize(Exception):
 class Builder:
     """Inserts nodes before an anchor, each with the fake value that Inductor expects in its metadata."""
 
-    def __init__(self, anchor: Node, replaced: Iterable[Node] = ()) -> None:
-        """Insert before ``anchor``; never read ``replaced`` nodes, which the rewrite makes dead."""
+    def __init__(self, anchor: Node, replaced: Iterable[Node] = (), like: Node | None = None) -> None:
+        """Insert before ``anchor``; never read ``replaced`` nodes, which the rewrite makes dead.
+
+        An anchor without a fake value, such as an output, borrows the fake mode of ``like``.
+        """
         self.graph: Graph = anchor.graph
         self.anchor = anchor
-        self.fake_mode = value(anchor).fake_mode  # type: ignore[attr-defined]
+        self.fake_mode = value(like or anchor).fake_mode  # type: ignore[attr-defined]
         self.added: list[Node] = []
         self.replaced = set(replaced)
         self._meta = {key: entry for key, entry in anchor.meta.items() if key not in ("val", "tensor_meta")}
 
     def call(self, target: Any, args: Sequence[Any], kwargs: dict[str, Any] | None = None) -> Node:
         """Insert a call and compute its fake value."""
-        kwargs = kwargs or {}
+        args, kwargs = map_aggregate((tuple(args), kwargs or {}), self._argument)  # type: ignore[assignment]
         fake_args, fake_kwargs = torch.fx.node.map_arg((tuple(args), kwargs), lambda n: n.meta["val"])
         with self.fake_mode:
             val = target(*fake_args, **fake_kwargs)
@@ -44,6 +52,23 @@ class Builder:
         node.meta["val"] = val
         self.added.append(node)
         return node
+
+    def _argument(self, x: Any) -> Any:
+        return self.number(x.node.expr, x.node.shape_env) if isinstance(x, torch.SymInt) else x
+
+    def number(self, x: Any, env: Any) -> Any:
+        """Return an argument for an expression in symbolic sizes: a number, or the node that computes it."""
+        if x.is_Integer:
+            return int(x)
+        if x.is_Symbol:
+            return self.size(env.create_symintnode(x, hint=None))
+        if type(x) not in _ARITHMETIC and not x.is_Add and not x.is_Mul:
+            raise UnknownSize(str(x))
+        apply = operator.add if x.is_Add else operator.mul if x.is_Mul else _ARITHMETIC[type(x)]
+        parts = [self.number(part, env) for part in x.args]
+        while len(parts) > 1:
+            parts[:2] = [self.call(apply, parts[:2])]
+        return parts[0]
 
     def undo(self) -> None:
         """Remove every node inserted so far."""
@@ -101,7 +126,7 @@ class Builder:
         Inductor inlines the copy into elementwise consumers; it costs memory traffic only before
         an external kernel.
         """
-        if _same_strides(value(x), like):
+        if same_strides(value(x), like):
             return x
         # Dense copies in the order of like's strides, outermost first.
         order = sorted(range(like.dim()), key=lambda dim: concrete(like.stride()[dim]), reverse=True)
@@ -150,9 +175,28 @@ def lay_out(build: Builder, x: Operand, product: Product) -> Node:
     return build.reshape(node, [[axis.size for axis in resolve(label)] for label in product.labels])
 
 
-def _same_strides(a: torch.Tensor, b: torch.Tensor) -> bool:
+def same_strides(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Tell whether two tensors of one shape lie in memory alike; axes of size one do not count."""
     dims = [dim for dim, size in enumerate(b.shape) if not same(size, 1)]
     return all(same(a.stride(dim), b.stride(dim)) for dim in dims)
+
+
+def sort_topologically(graph: Graph) -> None:
+    """Put every node after its inputs; nodes that are in order stay in order."""
+    placed: set[Node] = set()
+    output = graph.output_node()
+    for root in list(graph.nodes):
+        stack = [root]
+        while stack:
+            node = stack[-1]
+            missing = [x for x in node.all_input_nodes if x not in placed]
+            if node in placed or not missing:
+                stack.pop()
+                if node not in placed and node is not output:
+                    output.prepend(node)
+                placed.add(node)
+            else:
+                stack += missing[::-1]
 
 
 def is_constant(node: Node) -> bool:
@@ -167,6 +211,26 @@ def is_constant(node: Node) -> bool:
             return False
         stack.extend(x.all_input_nodes)
     return True
+
+
+def upstream(node: Node) -> set[Node]:
+    """Return a node and all that it depends on."""
+    return _reached(node, lambda x: x.all_input_nodes)
+
+
+def downstream(node: Node) -> set[Node]:
+    """Return a node and all that depends on it."""
+    return _reached(node, lambda x: x.users)
+
+
+def _reached(node: Node, neighbours: Callable[[Node], Iterable[Node]]) -> set[Node]:
+    stack, seen = [node], set[Node]()
+    while stack:
+        x = stack.pop()
+        if x not in seen:
+            seen.add(x)
+            stack.extend(neighbours(x))
+    return seen
 
 
 def region_inputs(root: Node, inside: Iterable[Node]) -> list[Node]:

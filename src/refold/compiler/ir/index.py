@@ -121,6 +121,20 @@ def concrete(size: Any) -> Any:
     return int(size.node.hint) if isinstance(size, torch.SymInt) else size
 
 
+def known(size: Any) -> Any:
+    """Return a size as a number, if it is one by now: Dynamo may have decided on a symbol."""
+    number = size.node.maybe_as_int() if isinstance(size, torch.SymInt) else size
+    return size if number is None else number
+
+
+def place(at: Any, size: Any) -> int | None:
+    """Return a position counted from the front; None if it is not known as a number."""
+    at, size = known(at), known(size)
+    if not isinstance(at, int) or (at < 0 and not isinstance(size, int)):
+        return None
+    return at + size if at < 0 else at
+
+
 def value(node: Node) -> torch.Tensor:
     """Return the fake tensor that a graph node carries."""
     return node.meta["val"]
@@ -421,15 +435,16 @@ def _push_below_repeat(node: Node, absorb: Callable[[Node], bool]) -> Product | 
         return None
     (factor,) = inner.factors
     scale = inner.scale
-    renamed: dict[Axis, Axis] = {}
+    renamed: dict[Axis, Label] = {}
     for dim in moved:
         label = resolve(inner.labels[dim])
         if len(label) != 1 or label not in [resolve(own) for own in factor.labels]:
             return None  # the resized axis is merged with others, or is itself the repeat
-        renamed[label[0]] = Axis(value(node).shape[dim])
+        size = value(node).shape[dim]
+        renamed[label[0]] = () if same(size, 1) else (Axis(size),)
 
     def rename(labels: Sequence[Label]) -> tuple[Label, ...]:
-        return tuple(tuple(renamed.get(axis, axis) for axis in resolve(label)) for label in labels)
+        return tuple(tuple(new for axis in resolve(label) for new in renamed.get(axis, (axis,))) for label in labels)
 
     position = {own[0]: i for i, label in enumerate(factor.labels) if len(own := resolve(label)) == 1}
     dims = {dim: position[resolve(inner.labels[dim])[0]] for dim in moved}

@@ -6,11 +6,12 @@ import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
 
-from .builder import extract, region_inputs
+from .builder import extract, region_inputs, upstream
 from .cost import Cost, graph_cost
 
 
@@ -90,10 +91,19 @@ def canonical(gm: GraphModule) -> str:
     def number(node: Node) -> str:
         return f"%{position[node]}"
 
+    def called(node: Node) -> str:
+        if node.op != "get_attr":
+            return str(node.target if node.op == "call_function" else node.op)
+        constant: Any = getattr(gm, str(node.target), None)
+        if isinstance(constant, GraphModule):
+            return canonical(constant)
+        if type(constant) is not torch.Tensor:
+            return f"{type(constant)} {id(constant)}"
+        content = constant.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+        return f"constant {_kind(constant)} {hashlib.sha256(content.tobytes()).hexdigest()}"
+
     return "\n".join(
-        f"{node.target if node.op == 'call_function' else node.op} "
-        f"{torch.fx.node.map_arg((node.args, node.kwargs), number)}"
-        for node in gm.graph.nodes
+        f"{called(node)} {torch.fx.node.map_arg((node.args, node.kwargs), number)}" for node in gm.graph.nodes
     )
 
 
@@ -139,7 +149,7 @@ def replace_node(
         spread: See `Rewrite`.
     """
     order = {node: i for i, node in enumerate(root.graph.nodes)}
-    inside = set(inside)
+    inside = set(inside) & upstream(root)
     inputs = {*region_inputs(root, inside), *region_inputs(new, added)}
     if inputs & inside:
         raise AssertionError(f"the rewrite of {root} reads {inputs & inside}, which it replaces")

@@ -16,17 +16,17 @@ import torch
 from torch.fx import Node
 
 from ...ops.torch.registry import OPS
-from ..ir.index import is_tensor, value
+from ..ir.index import is_tensor, known, value
 from .vectorize import Emitter, NotALoop, Value, is_pointwise
 
 aten = torch.ops.aten
 prims = torch.ops.prims
 
 _SAME = (aten.clone.default, aten.alias.default, aten.detach.default)
-# Views: of a carry only those may occur that add or drop axes of size one.
+# Views: of a carry only those may occur that add or drop axes of size one, or take all of an axis.
 _VIEWS = (
     aten.expand.default, aten.view.default, aten._unsafe_view.default, aten.reshape.default,
-    aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.squeeze.default,
+    aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.squeeze.default, aten.slice.Tensor, aten.select.int,
 )  # fmt: skip
 
 
@@ -44,6 +44,7 @@ class Loop:
         previous: What each step read of the one before.
         last: The last state, if something cheaper than ``states`` holds it.
         operator: What computes its states.
+        count: How many steps there are, if one node stands for all of them.
     """
 
     steps: tuple[Node, ...]
@@ -55,6 +56,18 @@ class Loop:
     previous: Node | None = None
     last: Node | None = None
     operator: str = "linear_scan"
+    count: Any = None
+
+    @property
+    def length(self) -> Any:
+        """How many steps there are."""
+        return len(self.steps) if self.count is None else known(self.count)
+
+    @property
+    def described(self) -> str:
+        """What it is, for a person."""
+        steps = self.length if isinstance(self.length, int) else "any number of"
+        return f"{steps} steps of a state of {' x '.join(map(str, value(self.steps[0]).shape)) or 1} as one {self.operator}"
 
 
 @dataclass(frozen=True)
@@ -135,6 +148,8 @@ class Carries:
 
     def _affine(self, node: Any, leaves: list[Any], loop: Loop, count: int) -> Affine:
         """Apply one step's operation to functions of the carry."""
+        if value(loop.steps[-1]).is_complex():
+            raise NotALoop("the carry is complex, and the operators compute with real numbers")
         found, shape = self._operation(node, leaves, loop, count), tuple(value(node).shape)
         if _without_ones(shape) != _without_ones(value(loop.steps[-1]).shape):
             raise NotALoop("the carry is broadcast to another shape")
@@ -155,12 +170,9 @@ class Carries:
         if not is_pointwise(target):
             raise NotALoop(f"{target} mixes elements of the carry, so no elementwise scan computes it")
         if target in (aten.add.Tensor, aten.sub.Tensor):
-            if node.kwargs or len(operands) != 2:
-                raise NotALoop("an addition with a factor")
-            a, b = operands
-            if target is aten.sub.Tensor:
-                b = self._scaled(b, Value(-1.0), loop)
-            return self._plus(a, b, loop)
+            a, b = operands[:2]  # the factor may be the third
+            alpha = node.kwargs.get("alpha", 1) * (-1.0 if target is aten.sub.Tensor else 1.0)
+            return self._plus(a, b if alpha == 1 else self._scaled(b, Value(alpha), loop), loop)
         if target is aten.mul.Tensor:
             a, b = operands
             if isinstance(a, Affine) and isinstance(b, Affine):
@@ -241,7 +253,7 @@ class Carries:
 
     def _scan(self, loop: Loop, body: Affine) -> Value:
         """Compute all states at once, and note what each step read."""
-        emit, like, count = self.emit, loop.steps[-1], len(loop.steps)
+        emit, like, count = self.emit, loop.steps[-1], loop.length
         val = value(like)
         if not (val.is_floating_point() and all(isinstance(size, int) for size in val.shape)):
             raise NotALoop("the carry is not a floating-point tensor of known shape")
@@ -280,4 +292,4 @@ def _without_ones(shape: Any) -> list[Any]:
 
 def _counts(x: Any) -> bool:
     """Tell whether a leaf is an operand: a tensor or a number."""
-    return isinstance(x, Value) and (isinstance(x.node, Node) or type(x.node) in (int, float))
+    return isinstance(x, Value) and (isinstance(x.node, Node) or type(x.node) in (int, float, complex))

@@ -21,7 +21,7 @@ import torch
 from torch.fx import Node
 
 from ..ir.cost import numel
-from ..ir.index import is_tensor, value
+from ..ir.index import is_tensor, known, place, value
 from .affine import Affine, Carries, Loop
 from .vectorize import NotALoop, Value, run
 
@@ -102,6 +102,8 @@ class Rollup(Carries):
         if found is None:
             return None
         whole, among, at = found
+        if not is_tensor(whole.node):  # several tensors a step
+            return None
         count = len(steps)
         if among[at : at + count] == steps:
             return Value(self._run(whole.node, at, at + count, 1), True)
@@ -184,6 +186,8 @@ class Rollup(Carries):
         if isinstance(rest, Affine):
             raise NotALoop("the list depends on a loop that is not finished")
         like = steps[1] if end == 0 else steps[-2]
+        if not is_tensor(like):
+            raise NotALoop("the steps differ in what is no tensor")
         core = self.emit.timed(rest, len(steps) - 1)
         if is_tensor(odd) and numel(value(odd)) > numel(value(like)):  # a factor of a gradient that had no step before
             shape = value(odd).shape
@@ -289,14 +293,15 @@ def _slice_of(node: Any) -> tuple[Node, int, int, int, bool] | None:
     rank, shape = value(source).dim(), value(source).shape
     if node.target is aten.select.int:
         dim = args[1] % rank
-        at = args[2]
-        return (source, dim, at % shape[dim], at % shape[dim] + 1, False) if isinstance(at, int) else None
+        at = None if isinstance(args[2], Node) else place(args[2], shape[dim])
+        return None if at is None else (source, dim, at, at + 1, False)
     if node.target is aten.slice.Tensor:
         dim = (args[1] if len(args) > 1 else 0) % rank
         start = args[2] if len(args) > 2 and args[2] is not None else 0
         step = args[4] if len(args) > 4 else 1
-        if not isinstance(start, int) or step != 1:
+        size, width = known(shape[dim]), known(value(node).shape[dim])
+        if not all(isinstance(x, int) for x in (start, size, width)) or step != 1:
             return None
-        start = min(start % shape[dim] if start < 0 else start, shape[dim])
-        return source, dim, start, start + value(node).shape[dim], True
+        start = min(start % size if start < 0 else start, size)
+        return source, dim, start, start + width, True
     return None

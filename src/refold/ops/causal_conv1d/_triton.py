@@ -11,7 +11,7 @@ import triton.language as tl
 
 from refold.ops.causal_conv1d.spec import SPEC, STEP
 from refold.ops.spec import Meta
-from refold.ops.ssd._triton_kernels import _silu
+from refold.ops.ssd._triton_kernels import LOG2E, _exp2, _silu
 from refold.ops.torch.launch import (
     Launch,
     contiguous,
@@ -20,11 +20,16 @@ from refold.ops.torch.launch import (
     fresh_like,
     last_contiguous,
     planned,
+    planned_backward,
     refusal,
 )
+from refold.ops.torch.row_sums import RowSums
+from refold.ops.torch.tables import device_limits
 
 ROWS = 10  # Tokens whose loads are in flight together.
 BLOCK_D = 128  # Channels a program, which is one warp.
+# The same of the backward, whose programs own several tiles; programs a multiprocessor that are enough.
+BACKWARD_ROWS, BACKWARD_BLOCK_D, BACKWARD_TILES, BACKWARD_PROGRAMS = 8, 64, 16, 32
 
 
 def supports(meta: Meta) -> str | None:
@@ -42,6 +47,18 @@ def _offset(cu_seqlens_ptr, i, seqlen):
 def _live(mask_d, offs_d, condition):
     """Return the mask of channels where a scalar condition holds; the interpreter takes no scalar into a mask."""
     return mask_d & (offs_d * 0 + condition != 0)
+
+
+@triton.jit
+def _sequence_of(cu_seqlens_ptr, token, nseqs):
+    """Return the last sequence that begins at or before a token; of empty ones, the one that holds it."""
+    seq = token * 0
+    span = nseqs
+    while span > 1:
+        half = span // 2
+        seq = tl.where(tl.load(cu_seqlens_ptr + seq + half).to(tl.int32) <= token, seq + half, seq)
+        span -= half
+    return seq
 
 
 @triton.jit
@@ -64,13 +81,7 @@ def _causal_conv1d_fwd_kernel(
     y_base = y_ptr + pid_b * seqlen * channels + offs_d
     first = pid_t * (TILES * ROWS)
     if VARLEN:
-        # The last sequence that begins at or before the first token; of empty ones, the one that holds it.
-        seq = pid_t * 0
-        span = nseqs
-        while span > 1:
-            half = span // 2
-            seq = tl.where(tl.load(cu_seqlens_ptr + seq + half).to(tl.int32) <= first, seq + half, seq)
-            span -= half
+        seq = _sequence_of(cu_seqlens_ptr, first, nseqs)
         begin = _offset(cu_seqlens_ptr, seq, seqlen)
         end = _offset(cu_seqlens_ptr, seq + 1, seqlen)
     bias = tl.zeros((BLOCK_D,), tl.float32)
@@ -138,6 +149,172 @@ def _causal_conv1d_fwd_kernel(
 
 
 @triton.jit
+def _silu_slope(v):
+    gate = 1.0 / (1.0 + _exp2(-v * LOG2E))
+    return gate * (1.0 + v * (1.0 - gate))
+
+
+@triton.jit
+def _causal_conv1d_bwd_kernel(
+    cu_seqlens_ptr, x_ptr, weight_ptr, bias_ptr, initial_ptr, dy_ptr, dfinal_ptr, dx_ptr, dinitial_ptr, sums_ptr,
+    seqlen, channels, nseqs, stride_x_b, stride_x_t,
+    WIDTH: tl.constexpr, ROWS: tl.constexpr, TILES: tl.constexpr, BLOCK_D: tl.constexpr, SILU: tl.constexpr,
+    VARLEN: tl.constexpr,
+):  # fmt: skip
+    """Grid (blocks of channels, blocks of time, batch): a program owns TILES * ROWS tokens of dx.
+
+    It walks over them and WIDTH - 1 more, with the last WIDTH - 1 inputs and gradients g of the sums before the
+    activation in registers: dx[t] = Σ_j weight[j] g[t + (w-1) - j]. Its tokens' parts of dweight and dbias leave as a
+    row of ``sums_ptr``, (channels, WIDTH + 1). The first programs form dinitial. Float32; all sizes may be ragged.
+    """
+    FRONT: tl.constexpr = WIDTH - 1
+    offs_d = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D)
+    pid_t = tl.program_id(1)
+    pid_b = tl.program_id(2).to(tl.int64)
+    mask_d = offs_d < channels
+    x_base = x_ptr + pid_b * stride_x_b + offs_d
+    dy_base = dy_ptr + pid_b * seqlen * channels + offs_d
+    dx_base = dx_ptr + pid_b * seqlen * channels + offs_d
+    first = pid_t * (TILES * ROWS)
+    last = tl.minimum(first + TILES * ROWS, seqlen)
+    # The sequences of the token read and of the token written, WIDTH - 1 tokens before.
+    seq = pid_t * 0
+    begin = 0
+    end = seqlen
+    out_seq = seq
+    out_end = end
+    if VARLEN:
+        seq = _sequence_of(cu_seqlens_ptr, first, nseqs)
+        begin = _offset(cu_seqlens_ptr, seq, seqlen)
+        end = _offset(cu_seqlens_ptr, seq + 1, seqlen)
+        out_seq = seq
+        out_end = end
+    bias = tl.zeros((BLOCK_D,), tl.float32)
+    if bias_ptr is not None:
+        bias = tl.load(bias_ptr + offs_d, mask=mask_d, other=0.0).to(tl.float32)
+    weights = ()  # type: Any
+    dweights = ()  # type: Any
+    for k in tl.static_range(WIDTH):
+        weights += (tl.load(weight_ptr + offs_d * WIDTH + k, mask=mask_d, other=0.0).to(tl.float32),)
+        dweights += (tl.zeros((BLOCK_D,), tl.float32),)
+    dbias = tl.zeros((BLOCK_D,), tl.float32)
+    window = ()  # type: Any
+    slopes = ()  # type: Any
+    for k in tl.static_range(FRONT):
+        t = first + k - FRONT
+        inside = (t >= 0) & (t < seqlen)
+        tap = tl.load(x_base + t.to(tl.int64) * stride_x_t, mask=_live(mask_d, offs_d, inside), other=0.0)
+        tap = tap.to(tl.float32)
+        if initial_ptr is not None and not VARLEN:
+            cell = (pid_b * channels + offs_d) * FRONT + (t + FRONT)
+            tap += tl.load(initial_ptr + cell, mask=_live(mask_d, offs_d, t < 0), other=0.0).to(tl.float32)
+        window += (tap,)
+        slopes += (tl.zeros((BLOCK_D,), tl.float32),)
+    for i in range(TILES + (FRONT + ROWS - 1) // ROWS):
+        rows = window
+        gradients = ()  # type: Any
+        for j in tl.static_range(ROWS):
+            t = first + i * ROWS + j
+            live = _live(mask_d, offs_d, (t < seqlen) & (t < first + TILES * ROWS + FRONT))
+            rows += (tl.load(x_base + t.to(tl.int64) * stride_x_t, mask=live, other=0.0).to(tl.float32),)
+            gradient = tl.zeros((BLOCK_D,), tl.float32)
+            if dy_ptr is not None:
+                gradient = tl.load(dy_base + t.to(tl.int64) * channels, mask=live, other=0.0).to(tl.float32)
+            gradients += (gradient,)
+        for j in tl.static_range(ROWS):
+            t = first + i * ROWS + j
+            if VARLEN:
+                while (t >= end) & (seq < nseqs - 1):
+                    seq += 1
+                    begin = _offset(cu_seqlens_ptr, seq, seqlen)
+                    end = _offset(cu_seqlens_ptr, seq + 1, seqlen)
+            taps = ()  # type: Any
+            for k in tl.static_range(WIDTH):
+                tap = rows[j + k]
+                if VARLEN and k < FRONT:
+                    place = t - begin + k  # in initial state and inputs of the sequence, one after the other
+                    tap = tl.where(place >= FRONT, tap, 0.0)
+                    if initial_ptr is not None:
+                        cell = (seq.to(tl.int64) * channels + offs_d) * FRONT + place
+                        early = _live(mask_d, offs_d, (place >= 0) & (place < FRONT) & (t < seqlen))
+                        tap += tl.load(initial_ptr + cell, mask=early, other=0.0).to(tl.float32)
+                taps += (tap,)
+            slope = gradients[j]
+            if SILU:
+                sum = bias
+                for k in tl.static_range(WIDTH):
+                    sum += taps[k] * weights[k]
+                slope *= _silu_slope(sum)
+            mine = _live(mask_d, offs_d, t < last)
+            own = tl.where(mine, slope, 0.0)
+            dbias += own
+            summed = ()  # type: Any
+            for k in tl.static_range(WIDTH):
+                summed += (dweights[k] + own * tl.where(mine, taps[k], 0.0),)
+            dweights = summed
+            slopes += (tl.where(_live(mask_d, offs_d, t < seqlen), slope, 0.0),)
+            # Now all that reaches the input WIDTH - 1 tokens before is known.
+            s = t - FRONT
+            if VARLEN:
+                while (s >= out_end) & (out_seq < nseqs - 1):
+                    out_seq += 1
+                    out_end = _offset(cu_seqlens_ptr, out_seq + 1, seqlen)
+            dx = tl.zeros((BLOCK_D,), tl.float32)
+            for k in tl.static_range(WIDTH):
+                part = slopes[j + FRONT - k] * weights[k]
+                if VARLEN:
+                    part = tl.where(t - k < out_end, part, 0.0)
+                dx += part
+            written = _live(mask_d, offs_d, (s >= first) & (s < last))
+            if dfinal_ptr is not None:
+                place = s - out_end + FRONT
+                cell = ((pid_b + out_seq) * channels + offs_d) * FRONT + place
+                held = written & _live(mask_d, offs_d, (place >= 0) & (place < FRONT))
+                dx += tl.load(dfinal_ptr + cell, mask=held, other=0.0).to(tl.float32)
+            tl.store(dx_base + s.to(tl.int64) * channels, dx.to(dx_ptr.dtype.element_ty), mask=written)
+        window = rows[ROWS:]
+        slopes = slopes[ROWS:]
+    row = sums_ptr + ((pid_b * tl.num_programs(1) + pid_t) * channels + offs_d) * (WIDTH + 1)
+    for k in tl.static_range(WIDTH):
+        tl.store(row + k, dweights[k], mask=mask_d)
+    tl.store(row + WIDTH, dbias, mask=mask_d)
+    if dinitial_ptr is not None:
+        for s in range(pid_t, nseqs if VARLEN else 1, tl.num_programs(1)):
+            origin = 0
+            length = seqlen
+            if VARLEN:
+                origin = _offset(cu_seqlens_ptr, s, seqlen)
+                length = tl.maximum(_offset(cu_seqlens_ptr, s + 1, seqlen) - origin, 0)
+            cells = ((pid_b + s) * channels + offs_d) * FRONT
+            early_slopes = ()  # type: Any
+            for i in tl.static_range(FRONT):
+                live = _live(mask_d, offs_d, i < length)
+                slope = tl.zeros((BLOCK_D,), tl.float32)
+                if dy_ptr is not None:
+                    place = dy_base + (origin + i).to(tl.int64) * channels
+                    slope = tl.load(place, mask=live, other=0.0).to(tl.float32)
+                if SILU:
+                    sum = bias
+                    for k in tl.static_range(WIDTH):
+                        if i + k >= FRONT:
+                            source = (origin + (i + k - FRONT)).to(tl.int64) * stride_x_t
+                            tap = tl.load(x_base + source, mask=live, other=0.0).to(tl.float32)
+                        else:
+                            tap = tl.load(initial_ptr + cells + i + k, mask=mask_d, other=0.0).to(tl.float32)
+                        sum += tap * weights[k]
+                    slope *= _silu_slope(sum)
+                early_slopes += (tl.where(live, slope, 0.0),)
+            for i in tl.static_range(FRONT):
+                dinitial = tl.zeros((BLOCK_D,), tl.float32)
+                for k in tl.static_range(i + 1):
+                    dinitial += early_slopes[i - k] * weights[k]
+                if dfinal_ptr is not None:
+                    kept = _live(mask_d, offs_d, i >= length)
+                    dinitial += tl.load(dfinal_ptr + cells + i - length, mask=kept, other=0.0).to(tl.float32)
+                tl.store(dinitial_ptr + cells + i, dinitial.to(dinitial_ptr.dtype.element_ty), mask=mask_d)
+
+
+@triton.jit
 def _causal_conv1d_step_kernel(
     x_ptr, weight_ptr, bias_ptr, state_ptr, new_state_ptr, y_ptr, ntokens, channels, stride_x_b, stride_x_t,
     WIDTH: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_D: tl.constexpr, SILU: tl.constexpr,
@@ -201,6 +378,50 @@ def causal_conv1d(
         y, final = new_y(), new_final()
         launch(current_stream(x.device), cu_seqlens, x, weight, bias, initial_state, y, final, *ints)
         return y, final
+
+    return run
+
+
+@planned_backward(
+    SPEC, x=last_contiguous, weight=contiguous, bias=contiguous, initial_state=contiguous, cu_seqlens=contiguous
+)
+def causal_conv1d_backward(
+    *, dy: torch.Tensor | None, dstate: torch.Tensor | None, needs: frozenset[str], x: torch.Tensor,
+    weight: torch.Tensor, bias: torch.Tensor | None, initial_state: torch.Tensor | None,
+    cu_seqlens: torch.Tensor | None, activation: str | None,
+) -> Callable[..., dict[str, torch.Tensor]]:  # fmt: skip
+    """Plan the gradients of all array arguments that are present, whatever ``needs`` says."""
+    batch, seqlen, channels = x.shape
+    width = weight.shape[1]
+    nseqs = batch if cu_seqlens is None else cu_seqlens.numel() - 1
+    # Long enough that rows of the weight's gradient weigh little, short enough to fill the device.
+    blocks_d = triton.cdiv(channels, BACKWARD_BLOCK_D)
+    most = triton.cdiv(blocks_d * batch * seqlen, device_limits(x.device)[0] * BACKWARD_PROGRAMS * BACKWARD_ROWS)
+    tiles = max(triton.cdiv(seqlen, BACKWARD_ROWS * 65535), min(most, BACKWARD_TILES))
+    consts = {
+        "WIDTH": width, "ROWS": BACKWARD_ROWS, "TILES": tiles, "BLOCK_D": BACKWARD_BLOCK_D,
+        "SILU": activation == "silu", "VARLEN": cu_seqlens is not None,
+    }  # fmt: skip
+    grid = (blocks_d, triton.cdiv(seqlen, tiles * BACKWARD_ROWS), batch)
+    launch = Launch(_causal_conv1d_bwd_kernel, grid, consts, {"num_warps": 1})
+    ints = (seqlen, channels, nseqs, *x.stride()[:2])
+    sums = RowSums(grid[1] * batch, (channels, width + 1), torch.float32, x.device)
+    new_dx, new_dinitial = fresh_like(x), None if initial_state is None else fresh_like(initial_state)
+
+    def run(dy, dstate, x, weight, bias, initial_state, cu_seqlens):
+        stream, rows = current_stream(x.device), sums.rows()
+        found = {"x": new_dx()}
+        if new_dinitial is not None:
+            found["initial_state"] = new_dinitial()
+        launch(
+            stream, cu_seqlens, x, weight, bias, initial_state, dy, dstate, found["x"], found.get("initial_state"),
+            rows, *ints,
+        )  # fmt: skip
+        total = sums(stream, rows)
+        found["weight"] = total[:, :width]
+        if bias is not None:
+            found["bias"] = total[:, width]
+        return found
 
     return run
 

@@ -11,11 +11,14 @@ import triton.language as tl
 
 from refold.ops.gated_rmsnorm.spec import SPEC
 from refold.ops.spec import Meta
-from refold.ops.ssd._triton_kernels import _silu
-from refold.ops.torch.launch import Launch, contiguous, current_stream, fresh_like, planned, refusal
+from refold.ops.ssd._triton_kernels import LOG2E, _exp2, _silu
+from refold.ops.torch.launch import Launch, contiguous, current_stream, fresh_like, planned, planned_backward, refusal
+from refold.ops.torch.row_sums import RowSums
+from refold.ops.torch.tables import device_limits
 
 MAX_GROUP = 65536
 MAX_PARTS = 8
+PROGRAM_WARPS = 16  # Of the backward, that a multiprocessor holds at a time.
 
 
 def supports(meta: Meta) -> str | None:
@@ -64,12 +67,101 @@ def _gated_rmsnorm_fwd_kernel(
         tl.store(rows, y.to(y_ptr.dtype.element_ty), mask=(offs_r < nrows) & mask_c[None, :])
 
 
+@triton.jit
+def _gated_rmsnorm_bwd_kernel(
+    x_ptr, z_ptr, weight_ptr, dy_ptr, dx_ptr, dz_ptr, dweight_ptr, nrows, channels, stride_x, stride_z, group_size, eps,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, NORM_FIRST: tl.constexpr,
+):  # fmt: skip
+    """Grid (programs, groups): a program takes every so many blocks of ROWS rows of one group of channels.
+
+    With v the normalised values, n = v scale and dn = dy weight: dv = scale (dn - n mean(dn n)). Reads x, z, dy once,
+    writes dx, dz once, and one row of the weight's gradient at the end. Float32 sums. Ragged rows and groups.
+    """
+    offs_in = tl.arange(0, BLOCK)
+    offs_c = tl.program_id(1) * group_size + offs_in
+    weights = ()  # type: Any
+    totals = ()  # type: Any
+    for i in tl.static_range(PARTS):
+        mask_c = offs_in + i * BLOCK < group_size
+        weights += (tl.load(weight_ptr + offs_c + i * BLOCK, mask=mask_c, other=0.0).to(tl.float32),)
+        totals += (tl.zeros((ROWS, BLOCK), tl.float32),)
+    for first in range(tl.program_id(0) * ROWS, nrows, tl.num_programs(0) * ROWS):
+        offs_r = tl.program_id(0).to(tl.int64) * 0 + first + tl.arange(0, ROWS)[:, None]
+        squares = tl.zeros((ROWS, BLOCK), tl.float32)
+        products = tl.zeros((ROWS, BLOCK), tl.float32)
+        xs = ()  # type: Any
+        zs = ()  # type: Any
+        dys = ()  # type: Any
+        for i in tl.static_range(PARTS):
+            mask = (offs_r < nrows) & (offs_in + i * BLOCK < group_size)[None, :]
+            offs = (offs_c + i * BLOCK)[None, :]
+            x = tl.load(x_ptr + offs_r * stride_x + offs, mask=mask, other=0.0)
+            dy = tl.load(dy_ptr + offs_r * channels + offs, mask=mask, other=0.0)
+            xs += (x,)
+            dys += (dy,)
+            v = x.to(tl.float32)
+            dn = dy.to(tl.float32) * weights[i][None, :]
+            if z_ptr is not None:
+                z = tl.load(z_ptr + offs_r * stride_z + offs, mask=mask, other=0.0)
+                zs += (z,)
+                gate = _silu(z.to(tl.float32))
+                if NORM_FIRST:
+                    dn *= gate
+                else:
+                    v *= gate
+            squares += v * v
+            products += dn * v
+        scale = 1.0 / tl.sqrt(tl.sum(squares, axis=1) / group_size + eps)
+        mean = tl.sum(products, axis=1) * scale / group_size
+        scale, mean = scale[:, None], mean[:, None]
+        sums = ()  # type: Any
+        for i in tl.static_range(PARTS):
+            mask = (offs_r < nrows) & (offs_in + i * BLOCK < group_size)[None, :]
+            offs = offs_r * channels + (offs_c + i * BLOCK)[None, :]
+            x, dy = xs[i].to(tl.float32), dys[i].to(tl.float32)
+            v = x
+            if z_ptr is not None:
+                z = zs[i].to(tl.float32)
+                logistic = 1.0 / (1.0 + _exp2(-z * LOG2E))
+                gate = z * logistic
+                slope = logistic + gate * (1.0 - logistic)
+                if NORM_FIRST:
+                    dz = dy * x * scale * weights[i][None, :] * slope
+                    dy *= gate
+                else:
+                    v *= gate
+            n = v * scale
+            sums += (totals[i] + dy * n,)
+            dx = scale * (dy * weights[i][None, :] - n * mean)
+            if z_ptr is not None:
+                if not NORM_FIRST:
+                    dz = dx * x * slope
+                    dx *= gate
+                tl.store(dz_ptr + offs, dz.to(dz_ptr.dtype.element_ty), mask=mask)
+            tl.store(dx_ptr + offs, dx.to(dx_ptr.dtype.element_ty), mask=mask)
+        totals = sums
+    for i in tl.static_range(PARTS):
+        total = tl.sum(totals[i], axis=0)
+        row = dweight_ptr + tl.program_id(0) * channels + offs_c + i * BLOCK
+        tl.store(row, total, mask=offs_in + i * BLOCK < group_size)
+
+
 def _even_rows(tensor: torch.Tensor | None) -> torch.Tensor | None:
     """Return the tensor itself where it is rows of channels that are evenly spaced, else a copy."""
     if tensor is None:
         return None
     rows = tensor.reshape(-1, tensor.shape[-1])
     return tensor if rows.data_ptr() == tensor.data_ptr() and rows.stride(1) == 1 else tensor.contiguous()
+
+
+def _sizes(group: int) -> tuple[dict[str, int], int]:
+    """Return the sizes of a program's tile, and its warps.
+
+    Threads hold 8 neighbouring channels (16 bytes of 16 bits) a part; few, full parts waste the fewest lanes.
+    """
+    warps = min(16, max(4, triton.next_power_of_2(triton.cdiv(group, 8 * 32 * MAX_PARTS))))
+    block = min(triton.next_power_of_2(group), max(8 * 32 * warps, triton.next_power_of_2(group) // MAX_PARTS))
+    return {"ROWS": max(1, 1024 // block), "BLOCK": block, "PARTS": triton.cdiv(group, block)}, warps
 
 
 @planned(SPEC, x=_even_rows, z=_even_rows, weight=contiguous)
@@ -81,13 +173,8 @@ def gated_rmsnorm(
     channels = x.shape[-1]
     nrows = x.numel() // channels
     group = group_size or channels
-    # Threads hold 8 neighbouring channels (16 bytes of 16 bits) a part; few, full parts waste the fewest lanes.
-    warps = min(16, max(4, triton.next_power_of_2(triton.cdiv(group, 8 * 32 * MAX_PARTS))))
-    block = min(triton.next_power_of_2(group), max(8 * 32 * warps, triton.next_power_of_2(group) // MAX_PARTS))
-    consts: dict[str, Any] = {
-        "ROWS": max(1, 1024 // block), "BLOCK": block, "PARTS": triton.cdiv(group, block),
-        "NORM_FIRST": bool(norm_before_gate),
-    }  # fmt: skip
+    sizes, warps = _sizes(group)
+    consts: dict[str, Any] = {**sizes, "NORM_FIRST": bool(norm_before_gate)}
     grid = (triton.cdiv(nrows, consts["ROWS"]), channels // group)
     launch = Launch(_gated_rmsnorm_fwd_kernel, grid, consts, {"num_warps": warps})
     stride_x, stride_z = (0 if a is None else a.reshape(-1, channels).stride(0) for a in (x, z))
@@ -98,5 +185,37 @@ def gated_rmsnorm(
         y = new_y()
         launch(current_stream(x.device), x, z, weight, y, *numbers)
         return y
+
+    return run
+
+
+@planned_backward(SPEC, x=_even_rows, z=_even_rows, weight=contiguous)
+def gated_rmsnorm_backward(
+    *, dy: torch.Tensor | None, needs: frozenset[str], x: torch.Tensor, z: torch.Tensor | None, weight: torch.Tensor,
+    eps: float, group_size: int | None, norm_before_gate: bool,
+) -> Callable[..., dict[str, torch.Tensor]]:  # fmt: skip
+    """Plan the gradients of all array arguments that are present, whatever ``needs`` says."""
+    channels = x.shape[-1]
+    nrows = x.numel() // channels
+    group = group_size or channels
+    sizes, warps = _sizes(group)
+    consts = {**sizes, "NORM_FIRST": bool(norm_before_gate)}
+    ngroups, blocks = channels // group, triton.cdiv(nrows, sizes["ROWS"])
+    resident = device_limits(x.device)[0] * max(1, PROGRAM_WARPS // warps)
+    programs = max(1, min(blocks, resident // ngroups))
+    launch = Launch(_gated_rmsnorm_bwd_kernel, (programs, ngroups), consts, {"num_warps": warps})
+    stride_x, stride_z = (0 if a is None else a.reshape(-1, channels).stride(0) for a in (x, z))
+    weights = RowSums(programs, (channels,), weight.dtype, x.device)
+    new_dx, new_dz = fresh_like(x), None if z is None else fresh_like(z)
+    numbers = (nrows, channels, stride_x, stride_z, group, float(eps))
+
+    def run(dy, x, z, weight):
+        stream, rows = current_stream(x.device), weights.rows()
+        found = {"x": new_dx()}
+        if new_dz is not None:
+            found["z"] = new_dz()
+        launch(stream, x, z, weight, dy, found["x"], found.get("z"), rows, *numbers)
+        found["weight"] = weights(stream, rows)
+        return found
 
     return run

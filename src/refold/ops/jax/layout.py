@@ -57,11 +57,17 @@ def step_sizes(dt: Array, dt_bias: Array | None, softplus: bool, limit: tuple[fl
         # The inner where keeps the gradient of the branch that is not taken finite.
         dt = jnp.where(dt > 20, dt, jnp.log1p(jnp.exp(jnp.where(dt > 20, 0, dt))))
     low, high = limit
-    if low > 0:
-        dt = jnp.maximum(dt, low)
+    # Not maximum and minimum, whose gradient is half where a step lies on a limit, as those of padding do.
+    if low > (0 if softplus else -float("inf")):
+        dt = jnp.where(dt < low, low, dt)
     if high < float("inf"):
-        dt = jnp.minimum(dt, high)
+        dt = jnp.where(dt > high, high, dt)
     return dt
+
+
+def finite_rates(A: Array, dtype: Any) -> Array:
+    """Return rates, the lowest number for -inf: its product with zero, a step of padding or a gradient, is no NaN."""
+    return jnp.maximum(A.astype(dtype), jnp.finfo(dtype).min)
 
 
 def vary_like(a: Array, *inputs: Array | None) -> Array:

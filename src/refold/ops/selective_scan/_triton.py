@@ -9,6 +9,7 @@ import torch
 import triton
 
 from refold.ops.selective_scan import _triton_kernels as kernels
+from refold.ops.selective_scan._triton_backward import selective_scan_backward as selective_scan_backward
 from refold.ops.selective_scan.spec import SPEC, STEP
 from refold.ops.spec import Meta
 from refold.ops.torch.launch import (
@@ -18,6 +19,7 @@ from refold.ops.torch.launch import (
     current_stream,
     fresh,
     fresh_like,
+    gluon,
     last_contiguous,
     planned,
     refusal,
@@ -49,11 +51,10 @@ def selective_scan(
     sequences = batch if cu_seqlens is None else cu_seqlens.numel() - 1
     tokens = seqlen if cu_seqlens is None else 0  # Those of packed sequences are not cut into segments.
     sizes = _lanes_sizes(x, dt, B, C, z, decay, dstate, sequences, tokens, ngroups, config or {})
-    if sizes is not None:
-        from refold.ops.selective_scan._gluon_kernels import _selective_scan_fwd_lanes_kernel as kernel
-    else:
-        kernel = kernels._selective_scan_fwd_kernel
+    lanes: Any = gluon("refold.ops.selective_scan._gluon_kernels") if sizes is not None else None
+    if sizes is None or lanes is None:
         sizes = _plain_sizes(x, sequences, tokens, ngroups, config or {})
+    kernel = kernels._selective_scan_fwd_kernel if lanes is None else lanes._selective_scan_fwd_lanes_kernel
     warps, nsegments, tile = sizes.pop("warps"), sizes.pop("segments"), sizes.get("BLOCK_T", 1)
     segment = triton.cdiv(triton.cdiv(seqlen, nsegments), tile) * tile
     nsegments = triton.cdiv(seqlen, segment)

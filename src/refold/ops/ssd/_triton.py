@@ -14,6 +14,7 @@ import triton
 
 from refold.ops.spec import Meta
 from refold.ops.ssd import _triton_kernels as kernels
+from refold.ops.ssd._triton_backward import ssd_backward as ssd_backward
 from refold.ops.ssd.spec import SPEC, STEP
 from refold.ops.torch.launch import (
     INTERPRETED,
@@ -22,12 +23,15 @@ from refold.ops.torch.launch import (
     current_stream,
     fresh,
     fresh_like,
+    gluon,
     last_contiguous,
     planned,
     refusal,
     same_dtype,
 )
 from refold.ops.torch.tables import device_limits, lookup
+
+HOPPER = ("refold.ops.ssd._gluon_kernels", "refold.ops.torch.tma_launch")
 
 
 def supports(meta: Meta) -> str | None:
@@ -130,7 +134,7 @@ class _Plan:
         blocks_p = triton.cdiv(headdim, block_p)
         steps_positive = dt_softplus or dt_limit[0] >= 0
         hopper = config["hopper"] and not varlen and chunk == 64 and steps_positive
-        self.hopper = hopper and _hopper_fits(x, B, C, z, initial)
+        self.hopper = hopper and _hopper_fits(x, B, C, z, initial) and gluon(*HOPPER) is not None
         rows, slots = batch * nheads * blocks_p, sms * config["slots"]
         states, state_slots = rows, slots
         if self.hopper:
@@ -210,8 +214,9 @@ class _Plan:
 
     def _plan_hopper(self, x, B, C, z, initial, D_strides, cut) -> None:
         """Plan the Hopper kernels, and describe their tensors to the copy engine."""
-        from refold.ops.ssd import _gluon_kernels as hopper
         from refold.ops.torch.tma_launch import MappedLaunch
+
+        hopper: Any = gluon(*HOPPER)
 
         batch, seqlen, nheads, headdim = x.shape
         ngroups, dstate = B.shape[-2:]
@@ -287,7 +292,11 @@ class _Plan:
             self.scan(stream, table, x, B, C, cb, decay, step, D, z, initial, piece_state, piece_decay, y, final,
                       *self.scan_ints)  # fmt: skip
         if not self.warm:
-            self.warm = self.scan.takes_addresses and (self.nsegments == 1 or self.state.takes_addresses)
+            launches = [self.prepare, self.scan]
+            launches += [self.state] if self.nsegments > 1 else []
+            launches += [self.pass_] if self.nsegments > 1 and self.passed else []
+            launches += [self.chunks] if table is not None else []
+            self.warm = all(launch.takes_addresses for launch in launches)
         return results
 
 

@@ -9,14 +9,19 @@ pointers): an operator is `planned` once a signature, and `refold.ops.torch.regi
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
+from importlib import import_module
+from types import ModuleType
 from typing import Any
 
 import torch
 import triton
 
+from refold.errors import RefoldWarning
 from refold.ops.spec import Meta, OpSpec
+from refold.ops.torch import private
 
 PTX = os.environ.get("TRITON_INTERPRET", "0") != "1" and torch.version.hip is None
 """Whether kernels may hold PTX: the plain exp2 spends two more instructions a value on denormal results."""
@@ -24,36 +29,100 @@ PTX = os.environ.get("TRITON_INTERPRET", "0") != "1" and torch.version.hip is No
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 
-class Launch:
-    """One kernel at one grid with fixed integers and constants; only its tensors change from call to call."""
+TESTED_TRITON = ((3, 6), (3, 9))
+"""The Triton releases, first and last, whose compiled kernels are launched directly."""
 
-    __slots__ = ("compiled", "consts", "grid", "kernel", "options", "tail")
+
+@cache
+def _directly() -> bool:
+    """Whether this Triton's compiled kernels may be launched directly; warns once if not."""
+    release = tuple(int(part) for part in triton.__version__.split(".")[:2])
+    if TESTED_TRITON[0] <= release <= TESTED_TRITON[1]:
+        return True
+    warn_slow(f"Triton {triton.__version__} is not a tested version")
+    return False
+
+
+def warn_slow(why: str) -> None:
+    """Say that Triton's own launch runs."""
+    warnings.warn(
+        f"kernels are launched by Triton itself, 15 to 30 microseconds slower a launch: {why}",
+        RefoldWarning,
+        stacklevel=2,
+    )
+
+
+@cache
+def gluon(*modules: str) -> ModuleType | None:
+    """Import kernels in Gluon and what they need; the first is returned.
+
+    Gluon is an experimental part of Triton, and its names change. Without one of them the plain kernels run, and a
+    `RefoldWarning` says so once.
+    """
+    try:
+        first, *_ = map(import_module, modules)
+    except (ImportError, AttributeError) as error:
+        warnings.warn(
+            f"Triton {triton.__version__} has not all of Gluon that {modules[0]} needs ({error}); the plain Triton "
+            "kernels run, slower.",
+            RefoldWarning,
+            stacklevel=2,
+        )
+        return None
+    return first
+
+
+class Launch:
+    """One kernel at one grid with fixed integers and constants; only its tensors change from call to call.
+
+    The first call goes through Triton and compiles. The second is the first direct one: if it fails before the kernel
+    starts, Triton's own launch is used from then on, and a `RefoldWarning` says so.
+    """
+
+    __slots__ = ("compiled", "consts", "direct", "grid", "kernel", "options", "tail")
 
     def __init__(self, kernel: Any, grid: tuple[int, ...], consts: dict[str, Any], options: dict[str, Any]) -> None:
         self.kernel = kernel
         self.grid = (*grid, 1, 1)[:3]
         self.consts = consts
         self.options = options
-        self.compiled = None
+        self.compiled: Any = None
+        self.direct: bool | None = None
+        """Whether a direct launch has worked; None before the first one."""
         self.tail: tuple[Any, ...] = ()
 
     @property
     def takes_addresses(self) -> bool:
         """Whether tensors may be given by their addresses, for which the driver is asked less."""
-        return self.compiled is not None
+        return bool(self.direct)
 
     def __call__(self, stream: int, *args: Any) -> None:
-        """Launch with ``args``, the kernel's arguments in front of its constants, on the raw stream handle."""
-        compiled = self.compiled
-        if compiled is None:
-            compiled = self.kernel[self.grid](*args, **self.consts, **self.options)
-            if INTERPRETED:
-                return
-            names = [p.name for p in self.kernel.params[len(args) :]]
-            self.tail = tuple(self.consts[name] for name in names)
-            self.compiled = compiled
+        """Launch with ``args``, the kernel's arguments before its constants, on the raw stream handle."""
+        if self.direct:
+            self._launch(stream, args)
+        elif self.compiled is None or self.direct is False:
+            self._through_triton(args)
+        else:
+            try:
+                self._launch(stream, args)
+                self.direct = True
+            except (AttributeError, TypeError, ValueError) as error:  # another interface, seen before the kernel starts
+                warn_slow(f"a direct launch failed ({error})")
+                self.direct = False
+                self._through_triton(args)
+
+    def _through_triton(self, args: tuple[Any, ...]) -> None:
+        compiled = self.kernel[self.grid](*args, **self.consts, **self.options)
+        if INTERPRETED or self.compiled is not None:
             return
-        hooks = triton.knobs.runtime
+        names = [p.name for p in self.kernel.params[len(args) :]]
+        self.tail = tuple(self.consts[name] for name in names)
+        self.compiled = compiled
+        if not _directly():
+            self.direct = False
+
+    def _launch(self, stream: int, args: tuple[Any, ...]) -> None:
+        compiled, hooks = self.compiled, triton.knobs.runtime
         enter, leave = hooks.launch_enter_hook, hooks.launch_exit_hook
         x, y, z = self.grid
         # Triton would call its chains of hooks even where they are empty.
@@ -70,8 +139,11 @@ class Planned:
     that kernels can read.
     """
 
-    def __init__(self, spec: OpSpec, layouts: dict[str, Callable[[Any], Any]], make: Callable[..., Any]) -> None:
-        self.names = [arg.name for arg in spec.args]
+    def __init__(
+        self, spec: OpSpec, backward: bool, layouts: dict[str, Callable[[Any], Any]], make: Callable[..., Any]
+    ) -> None:
+        self.names = [f"d{output.name}" for output in spec.outputs] if backward else []
+        self.names += [arg.name for arg in spec.args]
         self.layouts = layouts
         self.make = make
         self.__doc__ = make.__doc__
@@ -104,9 +176,59 @@ class Planned:
         return self.plan(**arguments)(*[arguments[name] for name in self.names])
 
 
-def planned(spec: OpSpec, **layouts: Callable[[Any], Any]) -> Callable[[Callable[..., Any]], Planned]:
-    """Make an operator of the function that plans it; see `Planned`."""
-    return lambda make: Planned(spec, layouts, make)
+def planned(
+    spec: OpSpec, backward: bool = False, **layouts: Callable[[Any], Any]
+) -> Callable[[Callable[..., Any]], Planned]:
+    """Make an operator, or its backward, of the function that plans it; see `Planned`.
+
+    The arrays of a backward are the gradients of the results and then the arguments.
+    """
+    return lambda make: Planned(spec, backward, layouts, make)
+
+
+class PlannedBackward:
+    """The backward of an operator, planned once a signature as the forward is.
+
+    It is made of a function that takes the gradients of the results, ``needs`` and all arguments, and returns a
+    function of the gradients and the arrays, in the order of the spec. The gradients come contiguous, or None.
+    """
+
+    def __init__(self, spec: OpSpec, layouts: dict[str, Callable[[Any], Any]], make: Callable[..., Any]) -> None:
+        gradients = [f"d{out.name}" for out in spec.outputs]
+        self.names = [*gradients, *[arg.name for arg in spec.args]]
+        self.layouts = dict.fromkeys(gradients, contiguous) | layouts
+        self.options = [option.name for option in spec.options]
+        self.make = make
+        self.plans: dict[tuple[Any, ...], Callable[..., Any]] = {}
+        self.__doc__ = make.__doc__
+
+    def __call__(self, *, needs: frozenset[str], **arguments: Any) -> dict[str, torch.Tensor]:
+        """Return the gradients of the array arguments, among them those in ``needs``."""
+        given = [self.layouts.get(name, _as_it_is)(arguments[name]) for name in self.names]
+        options = {name: arguments[name] for name in self.options}
+        key = (
+            needs,
+            *[a if a is None else (a.shape, a.stride(), a.dtype, a.device, a.data_ptr() % 16) for a in given],
+            *options.values(),
+        )
+        device = next(a.device for a in given if a is not None)
+        with torch.cuda.device(device.index if device.type == "cuda" else -1):
+            plan = self.plans.get(key)
+            if plan is None:
+                if len(self.plans) >= _PLANS:
+                    self.plans.clear()
+                plan = self.plans[key] = self.make(needs=needs, **dict(zip(self.names, given, strict=True)), **options)
+            return plan(*given)
+
+
+_PLANS = 1024  # Signatures whose backward is kept; then the memory starts afresh.
+
+
+def planned_backward(
+    spec: OpSpec, **layouts: Callable[[Any], Any]
+) -> Callable[[Callable[..., Any]], PlannedBackward]:  # fmt: skip
+    """Make the backward of an operator of the function that plans it; see `PlannedBackward`."""
+    return lambda make: PlannedBackward(spec, layouts, make)
 
 
 def _as_it_is(array: Any) -> Any:
@@ -115,7 +237,7 @@ def _as_it_is(array: Any) -> Any:
 
 def current_stream(device: torch.device) -> int:
     """Return the raw handle of the current stream of ``device`` (0 under the interpreter)."""
-    return 0 if INTERPRETED else torch._C._cuda_getCurrentRawStream(device.index)
+    return 0 if INTERPRETED else private.raw_stream(device.index)
 
 
 def fresh(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Callable[[], torch.Tensor]:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from refold.ops.torch.launch import Launch
+from refold.ops.torch.launch import Launch, warn_slow
 
 _NUMBERS: dict[str, Any] = {"i32": ctypes.c_int32, "i64": ctypes.c_int64, "fp32": ctypes.c_float}
 # Of the driver's interface (cuda.h): bytes of a tensor map, element types, swizzle and prefetch of 128 bytes.
@@ -57,13 +57,24 @@ class MappedLaunch(Launch):
             with self.lock:  # other threads use the same memory
                 self.parameters.launch(stream, args)
             return
-        compiled = self.compiled
         described = [None if a is None else TensorDescriptor(a, **v) for a, v in zip(args, self.views, strict=False)]
         args = (*described, *args[len(described) :])
+        compiles = self.compiled is None
         super().__call__(stream, *args)
-        if compiled is None:
+        if compiles and self.direct is None:
+            self.parameters = self._laid_out(args)
+
+    def _laid_out(self, args: tuple[Any, ...]) -> _Parameters | None:
+        """Return the parameters in memory; None, with a warning, if this kernel's are not what is expected."""
+        try:
             parameters = _Parameters(self.compiled, self.grid, (*args, *self.tail))
-            self.parameters = parameters if parameters.confirmed() else None
+            if parameters.confirmed():
+                return parameters
+            why = "the driver reports other parameters"
+        except Exception as error:  # whatever Triton has changed; nothing has been launched
+            why = f"{type(error).__name__}: {error}"
+        warn_slow(f"tensor maps cannot be kept from launch to launch ({why})")
+        return None
 
 
 class _Parameters:
@@ -75,6 +86,8 @@ class _Parameters:
 
     def __init__(self, compiled: Any, grid: tuple[int, ...], args: tuple[Any, ...]) -> None:
         warps, _, shared = compiled.packed_metadata
+        if any(getattr(compiled.metadata, f"{kind}_scratch_size", 0) for kind in ("global", "profile")):
+            raise ValueError("the kernel needs scratch memory")
         self.maps: list[_TensorMap] = []
         kinds = list(compiled.src.signature.values())
         pointers = [i for i, kind in enumerate(kinds) if kind.startswith("*")]

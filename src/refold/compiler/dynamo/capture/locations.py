@@ -17,6 +17,7 @@ from torch._dynamo.variables import ConstDictVariable, LazyVariableTracker, List
 from torch._dynamo.variables.base import AttributeMutation
 from torch._dynamo.variables.misc import CellVariable
 
+from .lengths import Stacked
 from .lists import Growing
 from .variables import Refused, Translator, Variable, is_constant
 
@@ -285,10 +286,10 @@ def _of_this_scope(mutation: Any) -> Any:
     return mine
 
 
-def containers(tx: Translator, other: Variable | None) -> list[Variable]:
-    """Return the lists, tuples and dictionaries that Dynamo knows and a frame's code, or another object, leads to."""
+def containers(tx: Translator) -> list[Variable]:
+    """Return the lists, tuples and dictionaries that Dynamo knows and a frame's code leads to."""
     effects = tx.output.side_effects
-    stack = [other, *tx.symbolic_locals.values(), *tx.stack, *effects.id_to_variable.values()]
+    stack: list[Any] = [*tx.symbolic_locals.values(), *tx.stack, *effects.id_to_variable.values()]
     stack += [y for stored in effects.store_attr_mutations.values() for y in stored.values()]
     found: dict[int, Variable] = {}
     while stack:
@@ -298,6 +299,8 @@ def containers(tx: Translator, other: Variable | None) -> list[Variable]:
         if isinstance(x, CellVariable) and x.pre_existing_contents is not None:
             stack.append(x.pre_existing_contents)
         elif type(x) in (ListVariable, TupleVariable, ConstDictVariable) and id(x) not in found:
+            if isinstance(x.items, Stacked):
+                continue
             found[id(x)] = x
             stack += x.items.values() if type(x) is ConstDictVariable else x.items
     return list(found.values())

@@ -1,0 +1,78 @@
+"""Names of PyTorch that are not its public interface, as far as the operators use them.
+
+Each has a substitute that is slower and just as right, so that a PyTorch that renames one costs time and nothing else.
+A substitute says so once, by a `RefoldWarning`.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from refold.errors import RefoldWarning
+
+
+def _without(name: str, cost: str) -> None:
+    warnings.warn(
+        f"PyTorch {torch.__version__} has no {name}; {cost}. Results are the same. Use a tested version of PyTorch, or "
+        "a newer refold.",
+        RefoldWarning,
+        stacklevel=3,
+    )
+
+
+def _find_guards() -> Any:
+    try:
+        from torch._C._dynamo.guards import TensorGuards
+    except ImportError:
+        _without("torch._C._dynamo.guards.TensorGuards", "each call of an operator takes some microseconds more")
+        return None
+    return TensorGuards
+
+
+def _find_watched() -> Callable[[], bool]:
+    """Return what tells whether calls are traced, or go through modes or transforms."""
+    try:
+        from torch.autograd import forward_ad
+
+        dispatch_modes = torch._C._len_torch_dispatch_stack
+        function_modes = torch._C._len_torch_function_stack
+        transforms = torch._C._functorch.peek_interpreter_stack
+        if not isinstance(forward_ad._current_level, int):
+            raise AttributeError("torch.autograd.forward_ad._current_level")
+    except AttributeError as error:
+        _without(str(error), "each call of an operator goes through the dispatcher, 20 microseconds more")
+        return lambda: True
+
+    def watched() -> bool:
+        return (
+            torch.compiler.is_compiling()
+            or dispatch_modes() > 0
+            or function_modes() > 0
+            or transforms() is not None
+            or torch.jit.is_tracing()
+            or forward_ad._current_level >= 0
+        )
+
+    return watched
+
+
+def _find_stream() -> Callable[[int], int]:
+    """Return what gives the raw handle of a device's current stream."""
+    try:
+        return torch._C._cuda_getCurrentRawStream
+    except AttributeError:
+        # A PyTorch without CUDA lacks the name too, and never asks.
+        if torch.cuda.is_available():
+            _without("torch._C._cuda_getCurrentRawStream", "each launch takes a microsecond more")
+        return lambda index: torch.cuda.current_stream(index).cuda_stream
+
+
+TensorGuards: Any = _find_guards()
+"""Dynamo's comparison of tensors with those of an earlier call; None where PyTorch has none."""
+
+watched = _find_watched()
+raw_stream = _find_stream()
