@@ -85,12 +85,16 @@ def generate(model, ids, mask, **keywords):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_greedy_tokens(name):
-    """One row, then four of different lengths."""
-    model = make(name)
+    """One row, then four of different lengths.
+
+    The gated norm of transformers' Falcon-H1 drops the axis of time where it sees one token, and mixes the rows of a
+    batch so; without a cache it does not.
+    """
+    model, rest = make(name), {"use_cache": False} if name == "falcon_h1-normed" else {}
     prompts = [(ids_of(1, 7), torch.ones(1, 7, dtype=torch.long)), (ids_of(4, 18), torch.ones(4, 18, dtype=torch.long))]
     for row, padding in enumerate((0, 3, 11, 17)):
         prompts[1][1][row, :padding] = 0
-    expected = [generate(model, *prompt) for prompt in prompts]
+    expected = [generate(model, *prompt, **rest) for prompt in prompts]
     refold.accelerate(model)
     assert [generate(model, *prompt) for prompt in prompts] == expected
     assert len(set(expected[0][0])) > 4  # a model that repeats one token would prove nothing
