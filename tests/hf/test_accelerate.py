@@ -368,6 +368,39 @@ def test_hooks_of_projections_run_in_order():
     assert calls == ["in_proj", "x_proj", "dt_proj", "out_proj"]
 
 
+@pytest.fixture
+def group():
+    """A process group of this process alone."""
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield torch.distributed.init_device_mesh("cpu", (1,))
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view")  # of any linear layer with a bias
+@pytest.mark.parametrize("name", ["mamba", "mamba2"])
+@pytest.mark.parametrize("first", ["sharded", "accelerated"])
+def test_fully_sharded(name, first, group):
+    from torch.distributed.fsdp import fully_shard
+
+    model, alone = make(name).train(), make(name).train()
+    ids, positions, _ = packed([5, 7])
+    if first == "accelerated":
+        refold.accelerate(model)
+    for block in model.backbone.layers:
+        for linear in [m for m in block.modules() if type(m) is nn.Linear]:
+            fully_shard(linear, mesh=group)
+        fully_shard(block, mesh=group)
+    fully_shard(model, mesh=group)
+    runs = [(model, refold.accelerate(model)), (alone, refold.accelerate(alone))]
+    found, expected = (run(ids, position_ids=positions, use_cache=False).logits for run, _ in runs)
+    assert len(runs[0][1].replaced) == 2
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    found.square().mean().backward()
+    expected.square().mean().backward()
+    for (key, p), q in zip(model.named_parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(p.grad.full_tensor(), q.grad, rtol=1e-4, atol=1e-5, msg=key)
+
+
 class OffloadHook:
     """What the package accelerate calls around a forward."""
 
