@@ -5,7 +5,7 @@ numbers. Each case calls a function of an installed package as its users do, and
 `refold.compat`, in float64 on the CPU, with the same arguments.
 
 Errors are taken over blocks of tokens: a mistake in a few tokens must not drown in the size of the rest. What is
-allowed is four roundings of the arithmetic that such kernels do: bfloat16 for bfloat16, TensorFloat-32 for float32.
+allowed is eight roundings of the arithmetic that such kernels do: bfloat16 for bfloat16, TensorFloat-32 for float32.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from refold.compat import causal_conv1d as conv
 from refold.compat import mamba_ssm as mamba
 
 ROUNDING = {torch.float32: 2.0**-11, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
-ALLOWED = 4  # roundings
+ALLOWED = 8  # roundings
 BLOCK = 64  # tokens
 
 Compared = Iterator[tuple[str, Tensor, Tensor]]
@@ -117,7 +117,8 @@ def error_of(theirs: Tensor, exact: Tensor) -> float:
     """Return the largest error of a block of tokens over its size (or a hundredth of what blocks have on average)."""
     if theirs.shape != exact.shape:
         return float("inf")
-    squares = torch.stack([(theirs.detach().double().cpu() - exact).square(), exact.detach().square()])
+    exact = exact.detach()
+    squares = torch.stack([(theirs.detach().double().cpu() - exact).square(), exact.square()])
     if squares.ndim < 3:
         squares = squares[:, None]
     blocks = torch.stack([piece.flatten(2).sum(-1) for piece in squares.split(BLOCK, 2)], -1)  # (2, b, c)

@@ -127,6 +127,22 @@ def test_prompt_read_in_pieces(name):
     assert_equal(torch.cat(found, 1), reference, exact)
 
 
+@pytest.mark.parametrize("name", ["mamba", "mamba2", "bamba"])
+def test_padded_prompts_read_in_pieces(name):
+    model, ids, mask = make(name), ids_of(2, 20), torch.ones(2, 20, dtype=torch.long)
+    mask[1, :12] = 0  # more than the first piece
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    with torch.no_grad():
+        expected = model(ids, attention_mask=mask, use_cache=False).logits[:, -1]
+        refold.accelerate(model)
+        keyword = cached_call(model)
+        given = {"attention_mask": mask[:, :9], "position_ids": positions[:, :9]}
+        cache = model(ids[:, :9], use_cache=True, **given)[keyword]
+        given = {"attention_mask": mask, "position_ids": positions[:, 9:], keyword: cache}
+        found = model(ids[:, 9:], use_cache=True, **given).logits[:, -1]
+    assert (found - expected).abs().max() <= 64 * 2**-24 * expected.abs().max()
+
+
 def packed(lengths, seed=0):
     """Return ids of documents in one row, their positions, and each document by itself."""
     ids = ids_of(1, sum(lengths))
