@@ -322,7 +322,7 @@ def test_low_rank_projections_are_called_and_trained(name, layer, projection):
         steps = [model(ids[:, t : t + 1], use_cache=True, cache_params=cache).logits for t in (7, 8)]
     torch.testing.assert_close(torch.cat(steps, 1), logits[:, 7:], rtol=1e-4, atol=1e-5)
     if projection == "conv1d":
-        with pytest.raises(ArgumentError, match="conv1d is a LowRank, which takes no documents"):
+        with pytest.raises(ArgumentError, match="conv1d is a LowRank that must be called"):
             model(ids[:1], cu_seq_lens_q=torch.tensor([0, 4, 9]))
 
 
@@ -399,16 +399,16 @@ def test_fully_sharded(name, first, group):
     from torch.distributed.fsdp import fully_shard
 
     model, alone = make(name).train(), make(name).train()
-    ids, positions, _ = packed([5, 7])
+    ids = ids_of(2, 12)
     if first == "accelerated":
         refold.accelerate(model)
     for block in model.backbone.layers:
-        for linear in [m for m in block.modules() if type(m) is nn.Linear]:
-            fully_shard(linear, mesh=group)
+        for projection in [m for m in block.modules() if type(m) in (nn.Linear, nn.Conv1d)]:
+            fully_shard(projection, mesh=group)
         fully_shard(block, mesh=group)
     fully_shard(model, mesh=group)
     runs = [(model, refold.accelerate(model)), (alone, refold.accelerate(alone))]
-    found, expected = (run(ids, position_ids=positions, use_cache=False).logits for run, _ in runs)
+    found, expected = (run(ids, use_cache=False).logits for run, _ in runs)
     assert len(runs[0][1].replaced) == 2
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
     found.square().mean().backward()

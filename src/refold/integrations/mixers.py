@@ -174,7 +174,8 @@ def _convolve(self: Any, x: Tensor, window: Tensor | None, cache: Any, documents
     before = None if window is None else window[..., 1 - self.conv_kernel_size :]
     if before is not None and torch.is_grad_enabled():
         before = before.clone()  # what is overwritten below may be needed for gradients
-    if isinstance(conv, nn.Conv1d):
+    # Weights that accelerate's hooks move are there: force_accelerate_hooks has run them.
+    if type(conv).forward is nn.Conv1d.forward and (_untouched(conv) or "_old_forward" in vars(conv)):
         rest: dict[str, Any] = {"weight": conv.weight.squeeze(1), "bias": conv.bias}
         rest["activation"] = "silu" if fused else None
         if documents is None:
@@ -193,11 +194,11 @@ def _convolve(self: Any, x: Tensor, window: Tensor | None, cache: Any, documents
 
 
 def _call_convolution(conv: nn.Module, x: Tensor, before: Tensor | None, documents: Documents | None) -> Tensor:
-    """Call a convolution that is more than its weight, such as one with LoRA; it pads both ends by its width - 1."""
+    """Call a convolution that is more than its weight; it pads both ends by its width - 1."""
     if documents is not None:
         raise ArgumentError(
-            f"conv1d is a {type(conv).__name__}, which takes no documents: they would see each other. Merge it into "
-            "the convolution, or give each document a row of its own."
+            f"conv1d is a {type(conv).__name__} that must be called (an adapter, hooks, shards of its own), and a call "
+            "takes no documents: they would see each other. Merge or remove that, or give each document its own row."
         )
     if before is not None:
         x = torch.cat([before.mT.to(x.dtype), x], 1)
