@@ -188,10 +188,11 @@ def doctor(
         from .audit import audit as check
 
         console.print("[bold]audit[/bold]")
-        findings = check()
-        for finding in findings:
+        wrong = False
+        for finding in check():
             console.print(f"  {finding}", highlight=False, markup=False, soft_wrap=True)
-        if any(finding.verdict == "wrong" for finding in findings):
+            wrong |= finding.verdict == "wrong"
+        if wrong:
             raise typer.Exit(1)
 
 

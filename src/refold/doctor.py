@@ -94,4 +94,8 @@ def _jax() -> str:
 
 
 def _transformers() -> str:
-    return "yes" if _installed("transformers") else "no: transformers is not installed (pip install 'refold[hf]')"
+    return (
+        "yes: refold.accelerate(model)"
+        if _installed("transformers")
+        else "no: transformers is not installed (pip install 'refold[hf]')"
+    )
