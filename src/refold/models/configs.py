@@ -324,7 +324,7 @@ def _mamba2(s: _Settings) -> Mamba2Config:
         vocab_size=s["vocab_size"],
         nlayers=s["num_hidden_layers"],
         mixer=mixer,
-        tied=s.get("tie_word_embeddings", False),
+        tied=s.flag("tie_word_embeddings", False),
         stop_tokens=s.stop_tokens(),
     )
 
