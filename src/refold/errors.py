@@ -41,6 +41,10 @@ class CompileError(RefoldError, RuntimeError):
     """The compiler failed on a graph; raised only with ``strict=True``, else reported with a warning."""
 
 
+class PlanError(CompileError):
+    """A plan does not fit the program; raised only with ``strict=True``, else reported with a warning."""
+
+
 class TargetError(RefoldError, ValueError):
     """A command-line target does not name a module with inputs."""
 

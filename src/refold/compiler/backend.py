@@ -12,15 +12,18 @@ from __future__ import annotations
 import difflib
 import platform
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import cache
+from os import PathLike
 from typing import Any
 
 import torch
 from torch.fx import Graph, GraphModule
 
 from .. import __version__
-from ..errors import ArgumentError, CompileError, warn
+from ..errors import ArgumentError, CompileError, PlanError, warn
 from ..report import GraphReport, Report
+from .decisions import Plan, folder_for
 from .dynamo import captures_loops, notes
 from .inductor import Compiled, Hook, Stopped, inductor
 from .passes.reroll_loops import refusals
@@ -30,7 +33,7 @@ from .validate.program import first_line
 from .validate.region import Settings
 
 BUG = "Please report this with the output of `refold doctor`."
-OWN_OPTIONS = ("verify", "accept", "strict", "loops", "report")
+OWN_OPTIONS = ("verify", "accept", "strict", "loops", "cache", "plan", "report")
 
 
 @captures_loops
@@ -47,8 +50,8 @@ def refold(
         gm: The graph that Dynamo captured.
         example_inputs: The values it was captured with.
         options: refold's own ``verify`` ("quick" or "off"), ``accept`` ("faster" or "always"),
-            ``strict`` (bool), ``loops`` ("capture" or "unroll") and ``report`` (a `refold.report.Report` to
-            add to); everything else is passed to Inductor.
+            ``strict`` (bool), ``loops`` ("capture" or "unroll"), ``cache`` (bool or a folder), ``plan`` (a report or
+            a path to one) and ``report`` (a `refold.report.Report` to add to); everything else is passed to Inductor.
         mode: A mode of ``torch.compile``, passed to Inductor.
 
     Returns:
@@ -57,6 +60,7 @@ def refold(
     Raises:
         ArgumentError: An option has an unknown value.
         CompileError: refold itself failed, and ``strict`` was set.
+        PlanError: The plan does not fit, and ``strict`` was set.
     """
     given = dict(options or {})
     own = {key: given.pop(key) for key in OWN_OPTIONS if key in given}
@@ -70,6 +74,8 @@ def refold(
     entry.notes += notes()
     try:
         return GraphCompile(gm, example_inputs, settings, entry).run()
+    except PlanError:
+        raise
     except Exception as error:
         if settings.strict:
             raise CompileError(f"refold failed on graph {entry.index}: {first_line(error)}. {BUG}") from error
@@ -101,7 +107,8 @@ def check_settings(settings: Settings) -> Settings:
     ):
         if (got := getattr(settings, name)) not in allowed:
             raise ArgumentError(f"{name} must be one of {', '.join(map(repr, allowed))}, not {got!r}")
-    return settings
+    folder_for(settings.cache)
+    return settings if settings.plan is None else replace(settings, plan=Plan.read(settings.plan))
 
 
 def check_inductor_options(options: Mapping[str, Any], mode: str | None) -> None:
@@ -143,6 +150,8 @@ def compile(
     accept: str = "faster",
     strict: bool = False,
     loops: str = "capture",
+    cache: bool | str | PathLike[str] = True,
+    plan: Report | Mapping[str, Any] | str | PathLike[str] | None = None,
     fullgraph: bool = False,
     dynamic: bool | None = None,
     mode: str | None = None,
@@ -161,6 +170,10 @@ def compile(
         loops: ``"capture"`` traces the body of a long loop over time once; ``"unroll"`` leaves Dynamo's
             interpreter alone, which then executes every step. The environment variable
             ``REFOLD_LOOPS=unroll`` does the same for a whole process.
+        cache: Where decisions are kept, so that neither a recompile nor the next process takes them again: True
+            for the default folder (``$REFOLD_CACHE``, else ``~/.cache/refold``), a folder, or False for nowhere.
+        plan: Decisions to replay without timing anything: the ``report`` of a compiled callable, or the path that
+            its ``save`` wrote. Two runs with one plan run the same programs.
         fullgraph: As for ``torch.compile``.
         dynamic: As for ``torch.compile``.
         mode: As for ``torch.compile``.
@@ -172,7 +185,8 @@ def compile(
         so far, and compile for themselves.
 
     Raises:
-        ArgumentError: ``module`` is no module or function, or an option is unknown or has an unknown value.
+        ArgumentError: ``module`` is no module or function, an option is unknown or has an unknown value, or ``plan`` is
+            no report.
 
     Example:
         >>> import torch, refold
@@ -182,9 +196,9 @@ def compile(
         >>> scores(torch.ones(3, 8), torch.ones(5, 8)).shape
         torch.Size([3, 5])
     """
-    check_settings(Settings(verify, accept, strict, loops))
+    plan = check_settings(Settings(verify, accept, strict, loops, cache=cache, plan=plan)).plan
     check_inductor_options(options or {}, mode)
-    own = {"verify": verify, "accept": accept, "strict": strict, "loops": loops}
+    own = {"verify": verify, "accept": accept, "strict": strict, "loops": loops, "cache": cache, "plan": plan}
     arguments: dict[str, Any] = {"fullgraph": fullgraph, "dynamic": dynamic, "mode": mode}
     arguments["options"] = {**(options or {}), **own}
     if module is None:
