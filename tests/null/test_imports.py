@@ -25,6 +25,7 @@ ORDER = [
     ["bench"],
     ["targets", "doctor"],
     ["cli"],
+    ["__main__"],
 ]
 RANK = {part: rank for rank, parts in enumerate(ORDER) for part in parts}
 

@@ -217,7 +217,8 @@ def test_pickles_of_anything_but_names_and_dense_tensors_are_refused(directory: 
 
 
 @pytest.mark.parametrize(
-    "index", ["[]", "null", "{", '{"weight_map": [1]}', '{"weight_map": {"a": 1}}', '{"weight_map": {"a": null}}', "\xff"]
+    "index",
+    ["[]", "null", "{", '{"weight_map": [1]}', '{"weight_map": {"a": 1}}', '{"weight_map": {"a": null}}', "\xff"],
 )
 def test_an_index_that_is_none(directory: Path, index: str) -> None:
     (directory / "model.safetensors").unlink()
@@ -249,12 +250,24 @@ def test_impossible_settings_are_refused_at_once(directory: Path, key: str, valu
     settings(directory, **{key: value})
     with pytest.raises(CheckpointError) as caught:
         load_checkpoint(directory)
-    assert key in str(caught.value) or "layers" in str(caught.value) or "groups" in str(caught.value) or key == "model_type"
+    assert (
+        key in str(caught.value)
+        or "layers" in str(caught.value)
+        or "groups" in str(caught.value)
+        or key == "model_type"
+    )
 
 
 @pytest.mark.parametrize(("key", "value"), [("time_step_rank", "x"), ("expand", "x"), ("expand", 10**300)])
 def test_impossible_settings_of_mamba(tmp_path: Path, key: str, value: object) -> None:
-    raw = {"model_type": "mamba", "vocab_size": 8, "hidden_size": 4, "num_hidden_layers": 1, "state_size": 2, key: value}
+    raw = {
+        "model_type": "mamba",
+        "vocab_size": 8,
+        "hidden_size": 4,
+        "num_hidden_layers": 1,
+        "state_size": 2,
+        key: value,
+    }
     (tmp_path / "config.json").write_text(json.dumps(raw))
     with pytest.raises(CheckpointError, match=f"{key}|intermediate_size"):
         read_config(tmp_path)

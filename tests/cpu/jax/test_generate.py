@@ -222,7 +222,7 @@ def test_a_damaged_conversation_is_refused(name: str, generators, tmp_path) -> N
         damaged |= {"k": whole["k"][:, :, 1:], "v": whole["v"][..., 1:]}
     for part, array in damaged.items():
         save_file({**whole, part: np.ascontiguousarray(array)}, tmp_path / "d")
-        with pytest.raises(CheckpointError, match="is damaged|another model"):
+        with pytest.raises(CheckpointError, match=r"is damaged|another model"):
             generators[name].load(tmp_path / "d")
     for length in (np.zeros(0, np.int32), np.int32(1)):
         save_file({**whole, "length": np.asarray(length)}, tmp_path / "d")
