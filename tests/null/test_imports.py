@@ -23,7 +23,7 @@ ORDER = [
     ["compat"],
     ["integrations"],
     ["bench"],
-    ["targets", "doctor"],
+    ["targets", "doctor", "audit"],
     ["cli"],
     ["__main__"],
 ]
