@@ -32,7 +32,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from refold.ops.ssd._triton_kernels import LOG2E, _chunk_span, _dot, _exp2, _load_decay, _softplus
+from refold.ops.ssd._triton_kernels import LOG2E, _chunk_span, _clip, _dot, _exp2, _load_decay, _softplus
 
 
 @triton.jit
@@ -410,7 +410,7 @@ def _ssd_bwd_tokens_kernel(
         if through_ptr is not None:  # what `late` lacks: the parts of exp(c_last) <H, K>
             parts = (pid_c * nheads + offs_h[:, None]) * 16 + tl.arange(0, 16)[None, :]
             dlog += tl.sum(tl.load(through_ptr + parts, mask=heads[:, None], other=0.0), axis=1)[:, None]
-        A = tl.load(A_ptr + offs_h, mask=heads, other=0.0).to(tl.float32)
+        A = _clip(tl.load(A_ptr + offs_h, mask=heads, other=0.0).to(tl.float32), -1e38, 1e38)
         dstep = tl.load(direct_ptr + rows, mask=mask, other=0.0) + dlog * A[:, None]
         dt_rows = dt_ptr + pid_b * stride_dt_b + (start + offs_t).to(tl.int64)[None, :] * stride_dt_t
         raw = tl.load(dt_rows + offs_h[:, None] * stride_dt_h, mask=mask, other=0.0).to(tl.float32)
