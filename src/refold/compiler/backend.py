@@ -27,6 +27,7 @@ from .dynamo import captures_loops, notes
 from .inductor import Compiled, Hook, Stopped, inductor
 from .passes.reroll_loops import refusals
 from .recurrence.serial_chains import serial_loops
+from .patience import patience
 from .session import GraphCompile, lower_lifted, survey
 from .validate.program import first_line
 from .validate.region import Settings
@@ -71,7 +72,8 @@ def refold(
     report.graphs.append(entry)
     entry.notes += notes()
     try:
-        return GraphCompile(gm, example_inputs, settings, entry).run()
+        with patience():
+            return GraphCompile(gm, example_inputs, settings, entry).run()
     except PlanError:
         raise
     except Exception as error:
@@ -224,9 +226,13 @@ def environment() -> dict[str, str]:
     versions = {"refold": __version__, "torch": torch.__version__}
     versions["python"] = platform.python_version()
     versions["device"] = (
-        torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU, {torch.get_num_threads()} threads"
+        torch.cuda.get_device_name() if torch.cuda.is_available() else _threads(torch.get_num_threads())
     )
     return versions
+
+
+def _threads(count: int) -> str:
+    return f"CPU, {count} thread" + ("s" if count != 1 else "")
 
 
 def _with_options(backend: Callable[..., Compiled], options: Mapping[str, Any], mode: str | None) -> Any:

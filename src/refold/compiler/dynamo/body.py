@@ -102,7 +102,7 @@ def trace(loop: LiftedLoop, operands: Sequence[torch.Tensor], sequences: Sequenc
     module = to_aten(mode, step, number.symint, *fakes)
     number.take_guards()
     if number.steps(loop.count) < loop.count:
-        raise NotALoop("what a step does depends on its number")
+        raise NotALoop("what a step does depends on its number: put what differs from step to step into a tensor")
     graph = module.graph
     graph.eliminate_dead_code()
     counted, *placeholders = graph.find_nodes(op="placeholder")

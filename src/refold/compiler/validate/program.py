@@ -14,6 +14,7 @@ from torch.fx import GraphModule
 from ...report import GraphReport
 from ...verify import median_ms, race
 from ...verify.memory import available_bytes, peak_bytes
+from ...verify.timing import DELTA
 from ..dynamo.loop import unrolled_size
 from ..inductor import Compiled, apart, clone_inputs, inductor, standalone
 from ..ir.cost import Cost, clearly_less
@@ -71,8 +72,10 @@ def last_word(
     elif settings.accept == "faster" or not originals:
         _add_plain(originals, gm, inputs, options, entry)
     if settings.verify != "off" and (reason := _compared(rewritten, gm, originals, inputs, entry)):
-        log.warning("graph %d is left to Inductor: %s", entry.index, reason)
-        entry.chosen, entry.reason = "inductor", f"because the rewritten graph {reason}"
+        # An unrolled loop of that length takes Inductor minutes.
+        entry.chosen = "eager" if unrolled and "eager" in originals else "inductor"
+        entry.reason = f"because the rewritten graph {reason}"
+        log.warning("refold: graph %d: %s runs, %s", entry.index, entry.chosen, entry.reason)
     elif settings.accept == "faster":
         _race(rewritten.run, originals, inputs, entry, peaks=not unrolled)
     if entry.chosen == "refold":
@@ -125,7 +128,7 @@ def _race(
                 entry.peak_bytes[other] = peak_bytes(run, device)
         entry.times_ms["refold"] = result.candidate_ms
         entry.peak_bytes["refold"] = peak_bytes(ours, device)
-        entry.speedup, entry.speedup_at_least = result.speedup, result.at_least
+        entry.speedup, entry.speedup_at_least, entry.speedup_at_most = result.speedup, result.at_least, result.at_most
     entry.busy = result.busy
     before, after = Cost(entry.flops_before, entry.bytes_before), Cost(entry.flops_after, entry.bytes_after)
     if not result.faster and result.busy and clearly_less(after, before):
@@ -133,7 +136,10 @@ def _race(
         entry.reason = f"because the machine was too busy to tell, and it moves {fewer:.0f} times fewer bytes"
     elif not result.faster:
         entry.chosen = "eager" if name == "eager" else "inductor"
-        entry.reason = f"because the rewritten graph is not faster than {name} ({result.speedup:.2f}x)"
+        entry.reason = (
+            f"because the rewritten graph is not measurably faster than {name}: "
+            f"between {result.at_least:.2f}x and {result.at_most:.2f}x, must exceed {1 + DELTA:.2f}x for certain"
+        )
 
 
 def _add_plain(

@@ -34,7 +34,7 @@ def lift(tx: Translator, code: Code) -> None:
             raise Refused("the loop appends to the list that it goes through")
         count = found.number.steps(remaining(tx, iterator) or 0)
     if count < SHORTEST:
-        raise Refused("what a step does depends on its number")
+        raise Refused("what a step does depends on its number: put what differs from step to step into a tensor")
     emit(tx, assumed, found, count, live)
     if code.element is not None:
         advance(tx, iterator, count)
