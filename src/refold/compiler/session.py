@@ -8,14 +8,13 @@ import functools
 import json
 import logging
 import time
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch.fx import Graph, GraphModule, Node
 
-from ..errors import PlanError, RefoldWarning
+from ..errors import PlanError, warn
 from ..report import GraphReport, RewriteReport
 from .decisions import Key, Plan, Store, Unnameable, digest, folder_for, name_program, place, versions
 from .dynamo.loop import lifted_loops
@@ -176,7 +175,7 @@ class GraphCompile:
             text = f"the plan does not fit graph {entry.index}: {misfit}"
             if self.settings.strict:
                 raise PlanError(f"{text}. Make a new one with report.save(path)") from None
-            warnings.warn(f"{text}; Inductor compiles it", RefoldWarning, stacklevel=2)
+            warn(f"{text}; Inductor compiles it")
             entry.notes.append(text)
             entry.chosen, entry.reason = "inductor", "because the plan does not fit"
             for row in entry.rewrites:
@@ -289,32 +288,32 @@ class GraphCompile:
         for name in names:
             call = next(node for node in self.gm.graph.nodes if node.name == name)
             try:
-                lowering = self._lowered(call)
+                found = self._lowered(call)
             except NotALoop as reason:
                 self.entry.notes.append(f"a loop over time stays: {reason} [{serial(self.gm, call)}]")
                 continue
-            if lowering is not None:
-                lowering.splice()
-                before, after = lowering.rewrite.before, lowering.rewrite.after
+            if found is not None:
+                found.splice()
+                before, after = found.rewrite.before, found.rewrite.after
                 saved += Cost(before.flops - after.flops, before.bytes - after.bytes)
         self.gm.recompile()
         return saved
 
     def _lowered(self, call: Node) -> Any:
         """Return a lifted loop as the scan that stands; None if none does."""
-        from .dynamo.to_scan import Lowering
+        from .dynamo.to_scan import lowering
 
         for dual in (True, False):
             key = f"lifted:{call.name}:{dual}"
             if self.decided is not None and (key not in self.decided or self.decided[key].status != "applied"):
                 continue
-            lowering = Lowering(self.gm, call, dual)
-            rewrite = lowering.rewrite
+            found = lowering(self.gm, call, dual)
+            rewrite = found.rewrite
             if self.decided is not None:
                 self._as_decided(key, rewrite)
                 if not self.trusted and (reason := self._verdict(rewrite).reason):
                     raise Misfit(f"{rewrite.name} [{rewrite.site}] is {reason}")
-                return lowering
+                return found
             verdict = None
             if self.settings.verify != "off" or self.settings.accept != "always":
                 start = time.perf_counter()
@@ -324,9 +323,11 @@ class GraphCompile:
             if verdict is None or not verdict.reason:
                 row.status = "applied"
                 self.terms = max(self.terms, rewrite.terms)
-                return lowering
+                if found.fixed:
+                    self.entry.notes.append(f"this compile is for these sizes alone: {found.fixed} [{call.name}]")
+                return found
             row.status = "refused"
-            if not lowering.dual:
+            if not found.dual:
                 break  # else what does not write the states rounds too much, or is slower
         return None
 
@@ -446,7 +447,7 @@ class GraphCompile:
             return True
         if self.settings.strict:
             raise error
-        warnings.warn(f"Inductor failed on this graph ({text}); it runs eagerly", RefoldWarning, stacklevel=2)
+        warn(f"Inductor failed on this graph ({text}); it runs eagerly")
         self.entry.notes.append(f"Inductor failed ({text}); the graph runs eagerly")
         return False
 
@@ -488,16 +489,16 @@ def lower_lifted(entry: GraphReport, gm: GraphModule) -> GraphModule:
     """Write into a report what would become of lifted loops; return the graph without those that would be scans."""
     gm = duplicate(gm)
     for call in lifted_loops(gm):
-        from .dynamo.to_scan import Lowering, serial
+        from .dynamo.to_scan import lowering, serial
 
         loop = serial(gm, call)
         try:
-            lowering = Lowering(gm, call)
+            found = lowering(gm, call)
         except NotALoop:
             continue  # it is found again, and described, when it is unrolled
         entry.loops.append(loop)
-        entry.rewrites.append(_row(lowering.rewrite, "", None))
-        lowering.splice()
+        entry.rewrites.append(_row(found.rewrite, "", None))
+        found.splice()
     gm.recompile()
     return gm
 

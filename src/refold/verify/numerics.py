@@ -102,6 +102,7 @@ def check(
     spread: float = 1.0,
     seed: int = 0,
     narrowed: Program | None = None,
+    differentiated: Sequence[bool] = (),
 ) -> Evidence:
     """Compare a candidate with the original at level "quick".
 
@@ -116,6 +117,7 @@ def check(
         spread: Standard deviation of the random inputs.
         seed: Seeds the random inputs.
         narrowed: The original with float32 in place of float64, from the same inputs; None if there is none.
+        differentiated: For each input, whether its gradient is among the results, which end with these.
 
     Returns:
         The evidence; ``passed`` only if every kind passed.
@@ -157,7 +159,11 @@ def check(
         evidence.kinds.append(min(found, key=lambda one: (one.passed, -one.error / (one.bound or 1.0))))
     if evidence.passed:
         inputs = [_with_infinity(x, generator, spread) for x in like]
-        found = list(map(_where_finite, _several(original(*inputs)), _several(candidate(*inputs)), bounds))
+        os, ys = list(_several(original(*inputs))), _several(candidate(*inputs))
+        leaves = [x for x, need in zip(inputs, differentiated, strict=False) if need]
+        for at, x in enumerate(leaves, len(os) - len(leaves)):  # nobody asks for the gradient at an infinity
+            os[at] = torch.where(x.isfinite(), os[at], math.nan)
+        found = list(map(_where_finite, os, ys, bounds))
         evidence.kinds.append(min(found, key=lambda one: (one.passed, -one.error / (one.bound or 1.0))))
     return evidence
 

@@ -17,7 +17,7 @@ from torch.fx import Graph, Node
 
 from ...ops.torch.registry import OPS
 from ..ir.builder import sort_topologically
-from ..ir.index import arg, value
+from ..ir.index import arg, place, same, value
 from ..ir.metadata import refresh, substitute
 from ..ir.rewrite import Rewrite
 from ..recurrence.affine import Affine, Loop
@@ -69,7 +69,12 @@ def _last_state(graph: Graph, scan: Node, states: Node) -> Any:
         for user in users:
             if user.target is not aten.select.int or time is None or user.args[1] % value(view).dim() != time:
                 continue
-            if arg(user, 2) % size != size - 1 or scan.meta["val"][1].dtype != value(user).dtype:
+            at = arg(user, 2)
+            at = place(at.meta["val"] if isinstance(at, Node) else at, size)
+            if (
+                not (arg(user, 2) == -1 or (at is not None and same(at, size - 1)))
+                or scan.meta["val"][1].dtype != value(user).dtype
+            ):
                 continue
             if last is None:
                 with graph.inserting_after(scan):
@@ -97,7 +102,7 @@ def _again(scan: Any, rollup: Rollup, states: Node) -> Node:
         initial = initial.args[0]
     step = emit.call(aten.select.int, twin, 1, 0)
     factors, inputs = (Value(emit.permute(part, order), True) for part in (a, x))
-    loop = Loop((step,) * value(x).shape[1], initial=0 if initial is None else initial, scan=twin)
+    loop = Loop((step,), count=value(x).shape[1], initial=0 if initial is None else initial, scan=twin)
     loop.body = Affine(loop, factors, inputs)
     rollup.loops.append(loop)
     return twin

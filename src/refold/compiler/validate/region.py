@@ -110,6 +110,7 @@ def judge(rewrite: Rewrite, actual: Sequence[Any] | None, settings: Settings) ->
             multilinear=rewrite.multilinear,
             spread=rewrite.spread,
             narrowed=narrowed,
+            differentiated=rewrite.differentiated,
         )
         verdict.evidence.seconds = time.perf_counter() - start
         if not verdict.evidence.passed:

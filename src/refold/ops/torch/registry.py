@@ -60,6 +60,7 @@ def run(name: str, arrays: Sequence[Any], options: Sequence[Any], backend: str) 
             if known.holds(arrays, options, backend):
                 return known.run(*arrays)
     framework_of(runner.spec, arrays)
+    options = runner.spec.plain_options(options)
     if not watched:
         _check_options(runner.spec, options)
         if _plain(arrays, options):
@@ -101,7 +102,8 @@ class _Known:
     """What runs a plain call, and a quick look at whether another call has its signature.
 
     The guards compare types, dispatch keys, dtypes, devices, shapes, strides and requires_grad, so that a call that
-    holds is a plain one too, and one under ``torch.autocast`` only if that one was. They refuse a tensor that is given twice; they get it once.
+    holds is a plain one too, and one under ``torch.autocast`` only if that one was. They refuse a tensor that is given
+    twice; they get it once.
     """
 
     __slots__ = ("addresses", "backend", "copies", "guards", "options", "places", "requires_grad", "run", "types")
