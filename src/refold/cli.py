@@ -91,7 +91,11 @@ app.command()(generate)
 
 
 @app.command()
-def doctor() -> None:
+def doctor(
+    audit: Annotated[
+        bool, typer.Option("--audit", help="Check the scan packages installed here against float64.")
+    ] = False,
+) -> None:
     """Print versions, devices, and which parts are usable, with reasons."""
     from .doctor import examine
 
@@ -100,6 +104,15 @@ def doctor() -> None:
         console.print(f"[bold]{section}[/bold]")
         for name, text in lines.items():
             console.print(f"  {name:14} {text}", highlight=False, markup=False, soft_wrap=True)
+    if audit:
+        from .audit import audit as check
+
+        console.print("[bold]audit[/bold]")
+        findings = check()
+        for finding in findings:
+            console.print(f"  {finding}", highlight=False, markup=False, soft_wrap=True)
+        if any(finding.verdict == "wrong" for finding in findings):
+            raise typer.Exit(1)
 
 
 @app.callback(invoke_without_command=True)
