@@ -41,7 +41,7 @@ def test_report_holds_the_evidence():
     (rewrite,) = graph.applied
     assert graph.chosen == "refold"
     assert rewrite.source.endswith("return (x[:, :, None] * y[:, None]).sum(-1)")
-    assert {error["kind"] for error in rewrite.errors} == {"actual", "normal", "integers"}
+    assert {error["kind"] for error in rewrite.errors} == {"actual", "normal", "integers", "infinities"}
     assert all(error["passed"] for error in rewrite.errors)
     assert rewrite.bytes_after < rewrite.bytes_before
     assert json.loads(compiled.report.to_json())["graphs"][0]["rewrites"][0]["status"] == "applied"

@@ -269,7 +269,7 @@ def _bytes(x: torch.Tensor) -> bytes:
 def _module(module: Any) -> Iterator[str]:
     if not isinstance(module, LiftedLoop):
         raise Unnameable(f"it calls a module of its own, {type(module).__name__}")
-    yield f"{_exact(module.count)} {(module.carried, module.lasts, module.reads)}"
+    yield f"{module.count} {(module.carried, module.lasts, module.reads)}"
     yield from _graph(module.body)
 
 
