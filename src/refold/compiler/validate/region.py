@@ -94,7 +94,7 @@ def judge(rewrite: Rewrite, actual: Sequence[Any] | None, settings: Settings) ->
         return verdict
     device = next(x.device for x in like if isinstance(x, torch.Tensor))
     if settings.verify == "quick":
-        log.info("proving %s: %s", rewrite.site, rewrite.detail)
+        log.info("checking %s: %s", rewrite.site, rewrite.detail)
         start = time.perf_counter()
         if reason := _misdescribed(rewrite):
             verdict.reason = reason
