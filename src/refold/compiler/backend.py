@@ -27,9 +27,10 @@ from .decisions import Plan, folder_for
 from .dynamo import captures_loops, notes
 from .inductor import Compiled, Hook, Stopped, inductor
 from .passes.reroll_loops import refusals
-from .recurrence.serial_chains import serial_loops
 from .patience import patience
-from .session import GraphCompile, lower_lifted, survey
+from .recurrence.serial_chains import serial_loops
+from .replay import Remembering
+from .session import lower_lifted, survey
 from .validate.program import first_line
 from .validate.region import Settings
 
@@ -75,7 +76,7 @@ def refold(
     entry.notes += notes()
     try:
         with patience():
-            return GraphCompile(gm, example_inputs, settings, entry).run()
+            return Remembering(gm, example_inputs, settings, entry).run()
     except PlanError:
         raise
     except Exception as error:

@@ -12,7 +12,7 @@ import torch
 import torch.nn as nn
 
 import refold
-from refold.compiler import session
+from refold.compiler import replay, session
 from refold.compiler.decisions import Unnameable, forget, name_program, place, store
 from refold.compiler.decisions.store import Store, default_folder
 from refold.errors import ArgumentError, RefoldWarning
@@ -281,7 +281,7 @@ def test_times_of_a_busy_machine_are_not_kept_on_disk(folder, monkeypatch, faste
 def test_a_graph_of_microseconds_is_not_raced_for_every_length(folder, monkeypatch):
     races = []
     timed(monkeypatch, True)
-    monkeypatch.setattr(session, "TINY_MS", 1e9)
+    monkeypatch.setattr(replay, "TINY_MS", 1e9)
     real = session.last_word
 
     def last_word(rewritten, gm, inputs, settings, entry):
