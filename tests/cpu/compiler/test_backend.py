@@ -187,7 +187,9 @@ def test_a_wrong_rewrite_is_dropped_and_named(monkeypatch):
     def _break(gm):
         output = next(iter(gm.graph.find_nodes(op="output")))
         with gm.graph.inserting_before(output):
-            output.args = (gm.graph.call_function(torch.ops.aten.mul.Tensor, (output.args[0], 1.001)),)
+            new = gm.graph.call_function(torch.ops.aten.mul.Tensor, (output.args[0], 1.001))
+        new.meta = dict(output.args[0].meta)
+        output.args = (new,)
         gm.recompile()
 
     honest = session.run_pipeline
