@@ -39,7 +39,7 @@ def _say() -> None:
         return  # who sees every step needs no such line
     _last = time.monotonic()
     log.warning(
-        "refold: the first call compiles for more than %.0f s: rewrites are checked and timed, once for this program. "
+        "refold: this call compiles for more than %.0f s. A program is checked and timed once, and then remembered. "
         'logging.basicConfig(); logging.getLogger("refold").setLevel(logging.INFO) shows each step.',
         PATIENCE_S,
     )
