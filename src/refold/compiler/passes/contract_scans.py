@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from ...ops.torch.registry import OPS
+from ...ops.torch.registry import OPS, named_args
 from ..ir.builder import sort_topologically
 from ..ir.index import arg, place, same, value
 from ..ir.metadata import refresh, substitute
@@ -38,8 +38,8 @@ def contract_scans(graph: Graph, wanted: Callable[[str], bool]) -> Iterator[Rewr
     rollup = Rollup()
     for scan in scans:
         states = _result(scan, 0)
-        _, _, _, offsets, reverse, _ = scan.args
-        if states is None or reverse or offsets is not None:
+        given = named_args("linear_scan", scan.args)
+        if states is None or given["reverse"] or given["cu_seqlens"] is not None:
             continue
         last = _last_state(graph, scan, states)
         rewrite = replace_reader(rollup, states, partial(_again, scan), wanted, WHY)
@@ -95,7 +95,8 @@ def _time_of(view: Node) -> int | None:
 
 def _again(scan: Any, rollup: Rollup, states: Node) -> Node:
     """Emit the scan once more, as a loop whose dual can be looked for."""
-    emit, (a, x, initial, *_) = rollup.emit, scan.args
+    emit, given = rollup.emit, named_args("linear_scan", scan.args)
+    a, x, initial = (given[name] for name in ("a", "x", "initial_state"))
     twin = emit.call(getitem, emit.call(scan.target, *scan.args), 0)
     order = [1, 0, *range(2, value(x).dim())]
     while isinstance(initial, Node) and initial.target in (aten.clone.default, aten.expand.default):

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from ...ops.torch.registry import OPS
+from ...ops.torch.registry import OPS, node_args
 from ..ir.index import is_tensor, known, value
 from .vectorize import Emitter, NotALoop, Value, is_pointwise
 
@@ -275,7 +275,8 @@ class Carries:
         if not val.dim():
             operands = [emit.call(aten.unsqueeze.default, x, 0) for x in operands]
         first, a, x = (emit.call(aten.clone.default, x, memory_format=torch.contiguous_format) for x in operands)
-        scan = emit.call(OPS["linear_scan"], a, x, first, None, loop.reverse, "")
+        given = node_args("linear_scan", a=a, x=x, initial_state=first, reverse=loop.reverse)
+        scan = emit.call(OPS["linear_scan"], *given)
         out = emit.call(operator.getitem, scan, 0)
         loop.scan, loop.body = out, body
         out = emit.permute(out, order) if val.dim() else emit.call(aten.squeeze.dim, out, 0)
