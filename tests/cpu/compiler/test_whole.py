@@ -119,6 +119,37 @@ def test_dropout_draws_the_same_numbers_in_all_runs(training):
     assert not torch.equal(state, torch.random.get_rng_state())
 
 
+def test_a_checkpoint_with_dropout():
+    """Inductor draws again what a checkpoint recomputes, with eager's numbers or its own: that is no mistake of ours."""
+    layer = nn.Linear(16, 16)
+
+    def inner(x, y):
+        return scores(nn.functional.dropout(layer(x), 0.1), y).tanh()
+
+    compiled = refold.compile(
+        lambda x, y: torch.utils.checkpoint.checkpoint(inner, x, y, use_reentrant=False), **ALWAYS
+    )
+    compiled(*pair())
+    (graph,) = compiled.report.graphs
+    assert graph.chosen == "refold", graph.reason
+    assert any(check["kind"] == "output 0" for check in graph.checks)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+@pytest.mark.parametrize("accept", ["always", "faster"])
+def test_an_input_with_a_gradient_that_changes_in_place(accept):
+    def fn(x, y):
+        return scores(x.mul_(2), y)
+
+    x, y = pair(grad=True)
+    compiled = refold.compile(fn, accept=accept, strict=True)
+    expected = torch.autograd.grad(fn(x * 1, y).sum(), [x, y])
+    got = torch.autograd.grad(compiled(x * 1, y).sum(), [x, y])
+    assert all(torch.allclose(a, b, rtol=1e-5, atol=1e-5) for a, b in zip(got, expected, strict=True))
+    (graph,) = compiled.report.graphs
+    assert {"output 0", "input 0"} <= {check["kind"] for check in graph.checks}
+
+
 def test_dropout_hides_no_mistake(planted):
     planted(0)
     compiled = refold.compile(lambda x, y: nn.functional.dropout(scores(x, y), 0.5), **ALWAYS)

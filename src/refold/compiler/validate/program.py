@@ -16,7 +16,7 @@ from ...verify import median_ms, race
 from ...verify.memory import available_bytes, peak_bytes
 from ...verify.timing import DELTA
 from ..dynamo.loop import unrolled_size
-from ..inductor import Compiled, apart, clone_inputs, inductor, standalone
+from ..inductor import Compiled, apart, arguments, clone_inputs, inductor, standalone
 from ..ir.cost import Cost, clearly_less
 from .region import INDUCTOR_NODES, Settings, first_times, undisturbed_rng
 from .whole import compare
@@ -71,7 +71,7 @@ def last_word(
         entry.notes.append(f"torch.compile was not timed: an unrolled loop of {size} nodes takes it minutes")
     elif settings.accept == "faster" or not originals:
         _add_plain(originals, gm, inputs, options, entry)
-    if settings.verify != "off" and (reason := _compared(rewritten, gm, originals, inputs, entry)):
+    if settings.verify != "off" and (reason := _compared(rewritten, gm, originals, inputs, options, entry)):
         # An unrolled loop of that length takes Inductor minutes.
         entry.chosen = "eager" if unrolled and "eager" in originals else "inductor"
         entry.reason = f"because the rewritten graph {reason}"
@@ -86,13 +86,22 @@ def last_word(
 
 
 def _compared(
-    rewritten: Rewritten, gm: GraphModule, originals: dict[str, Compiled], inputs: Sequence[Any], entry: GraphReport
+    rewritten: Rewritten,
+    gm: GraphModule,
+    originals: dict[str, Compiled],
+    inputs: Sequence[Any],
+    options: dict[str, Any],
+    entry: GraphReport,
 ) -> str:
     """Compare the rewritten graph with the original; return what is wrong with it."""
     log.info("checking the whole graph")
     own = next(iter(originals.values()), None)
+
+    def control() -> Compiled:
+        return inductor(gm, inputs, options={**options, "fallback_random": True})
+
     with undisturbed_rng(), apart():
-        found = compare(rewritten.run, gm, own, inputs, rewritten.terms, rewritten.repeatable)
+        found = compare(rewritten.run, gm, own, inputs, rewritten.terms, rewritten.repeatable, control)
     entry.checked_against = found.against
     entry.checks = [vars(one) for one in found.results]
     if "eager" in originals:
@@ -100,6 +109,8 @@ def _compared(
     if found.against != "float64":
         what = f"only compared with {found.against}" if found.against else "not checked as a whole, only its regions"
         entry.notes.append(f"the graph was {what}: {found.note}")
+    elif found.note:
+        entry.notes.append(found.note)
     return f"differs from the original: {found.reason}" if found.reason else ""
 
 
@@ -180,7 +191,7 @@ def _trial(run: Compiled, inputs: Sequence[Any]) -> Callable[[], object]:
     leaves = [x for x in own if isinstance(x, torch.Tensor) and x.requires_grad]
 
     def call() -> object:
-        out = run(*own)
+        out = run(*arguments(own, inputs))
         outputs = [y for y in (out if isinstance(out, (tuple, list)) else [out]) if isinstance(y, torch.Tensor)]
         if torch.is_grad_enabled() and leaves:
             roots = [y for y in outputs if y.requires_grad]
