@@ -199,7 +199,6 @@ def arguments(leaves: Sequence[Any], inputs: Sequence[Any]) -> list[Any]:
     passed: list[Any] = []
     for leaf, x in zip(leaves, inputs, strict=True):
         made = isinstance(x, torch.Tensor) and leaf.requires_grad and not x.is_leaf and torch.is_grad_enabled()
-        if made:
-            leaf = torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=leaf.device).copy_(leaf)
-        passed.append(leaf)
+        twin = leaf.clone() if made else leaf
+        passed.append(twin if not made or twin.stride() == leaf.stride() else leaf)
     return passed

@@ -105,7 +105,12 @@ def compare(
     if reference is None and mine is None:
         found.against = ""
         return found
-    got = _observe(program, inputs)
+    try:
+        got = _observe(program, inputs)
+    except RuntimeError as error:  # the original just ran on the same inputs
+        reason = f"it fails: {str(error).partition(chr(10))[0]}"
+        found.results = [KindResult("the program", False, 0.0, 0.0, 0.0, 0.0, reason)]
+        return found
     known: dict[str, list[tuple[float, float]]] = defaultdict(lambda: [(0.0, 0.0)])
     if reference is None:
         reference = mine
