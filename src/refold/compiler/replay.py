@@ -10,7 +10,7 @@ import copy
 import dataclasses
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch.fx import GraphModule
@@ -20,7 +20,7 @@ from ..report import GraphReport, RewriteReport
 from .decisions import Key, Plan, Store, Unnameable, digest, folder_for, name_program, place
 from .inductor import Compiled, inductor
 from .ir.rewrite import Rewrite
-from .session import GraphCompile
+from .session import GraphCompile, TooLong
 from .validate.region import Settings, Verdict
 
 log = logging.getLogger("refold")
@@ -79,7 +79,12 @@ class Replay(GraphCompile):
         if decision.chosen == "inductor" and decision.rewrites:
             return inductor(self.given, self.inputs, options=self.options)
         self._roll_up_lifted()
-        compiled = self._compile()
+        eager: Callable[[], Compiled] | None = None
+        try:
+            compiled = self._built()
+        except TooLong:
+            compiled = self.gm
+            eager = lambda: self.gm  # noqa: E731
         if compiled is None:
             raise Misfit("Inductor cannot compile it any more")
         if self.seen and (missing := self.decided.keys() - self.rows.keys()):
@@ -87,7 +92,7 @@ class Replay(GraphCompile):
         entry.flops_before, entry.bytes_before = decision.flops_before, decision.bytes_before
         entry.compile_s = time.perf_counter() - start - entry.proof_s
         if not self._unjudged and self.decided:
-            self._last_word(compiled)
+            self._last_word(compiled, eager)
             if entry.chosen != "refold":
                 raise Misfit(entry.reason)
         return compiled
@@ -116,7 +121,7 @@ class Remembering:
         self.gm, self.inputs, self.settings, self.entry = gm, inputs, settings, entry
         self.key: Key | None = None
         try:
-            facts = {name: getattr(settings, name) for name in ("verify", "accept", "loops")}
+            facts = {name: getattr(settings, name) for name in ("verify", "accept", "loops", "compile_budget")}
             self.key = name_program(gm, inputs, {**facts, "options": dict(settings.options or {})})
         except Unnameable as reason:
             log.info("graph %d is not remembered: %s", entry.index, reason)

@@ -8,7 +8,7 @@ import functools
 import json
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from ..errors import warn
 from ..report import GraphReport, RewriteReport
+from .compile_time import inductor_seconds, unrolled_seconds
 from .decisions import Store, digest, versions
 from .dynamo.loop import lifted_loops
 from .external_cumsum import keep_scans_external
@@ -24,6 +25,7 @@ from .ir.cost import Cost, graph_cost
 from .ir.evaluate import values_at
 from .ir.rewrite import Rewrite
 from .pipeline import run as run_pipeline
+from .recurrence.serial_chains import unrolled_operations
 from .recurrence.vectorize import NotALoop
 from .validate.program import Rewritten, first_line, last_word
 from .validate.region import Settings, Verdict, judge, undisturbed_rng
@@ -39,6 +41,10 @@ class _Pending:
     original: Graph
     rewritten: Graph
     rewrites: list[Rewrite]
+
+
+class TooLong(Exception):
+    """Inductor would take longer for an unrolled loop than it may; the message says how long."""
 
 
 class GraphCompile:
@@ -68,7 +74,10 @@ class GraphCompile:
         start = time.perf_counter()
         entry = self.entry
         saved = self._roll_up_lifted()
-        compiled = self._compile()
+        try:
+            compiled = self._built()
+        except TooLong as reason:
+            return self._left_eager(reason)
         entry.flops_before += saved.flops
         entry.bytes_before += saved.bytes
         entry.compile_s = time.perf_counter() - start - entry.proof_s
@@ -89,10 +98,36 @@ class GraphCompile:
         log.info("graph %d: %s runs, %d rewrites", entry.index, entry.chosen, len(entry.applied))
         return compiled
 
-    def _last_word(self, compiled: Compiled) -> Compiled:
+    def _built(self) -> Compiled | None:
+        """Compile the graph, unless that takes too long.
+
+        Raises:
+            TooLong: It would.
+        """
+        self._check_time(unrolled_seconds(self.gm, self.entry.mode))
+        return self._compile()
+
+    def _left_eager(self, reason: TooLong) -> Compiled:
+        """Let the graph run eagerly, with scans for those of its loops that are some."""
+        entry = self.entry
+        for key, row in self.rows.items():
+            if not key.startswith("lifted:") and row.status != "refused":
+                row.status, row.reason = "refused", "the graph runs eagerly"
+        entry.rewrites = list(self.rows.values())
+        entry.chosen, entry.reason = "eager", f"because {reason}"
+        entry.notes.append(f"the graph runs eagerly: {reason}")
+        log.warning("refold: graph %d runs eagerly: %s", entry.index, reason)
+        if not entry.applied:
+            return self.given
+        entry.chosen = "refold"
+        for name in ("flops_before", "flops_after", "bytes_before", "bytes_after"):
+            setattr(entry, name, sum(getattr(row, name) for row in entry.applied))
+        return self._last_word(self.gm, lambda: self.gm)
+
+    def _last_word(self, compiled: Compiled, repeatable: Callable[[], Compiled] | None = None) -> Compiled:
         """Check the whole graph, and race it if that is wanted."""
         start = time.perf_counter()
-        rewritten = Rewritten(compiled, self._repeatable, self.terms)
+        rewritten = Rewritten(compiled, repeatable or self._repeatable, self.terms)
         try:
             return last_word(rewritten, self.given, self.inputs, self.settings, self.entry)
         finally:
@@ -222,7 +257,9 @@ class GraphCompile:
             self.entry.flops_before = self.entry.flops_after = self.entry.bytes_before = self.entry.bytes_after = 0
         before = graph_cost(graph.nodes)
         original = _copy(graph)
-        rewrites = run_pipeline(graph, lambda site: self._wanted(f"{index}:{site}"))
+        notes: list[str] = []
+        rewrites = run_pipeline(graph, lambda site: self._wanted(f"{index}:{site}"), notes)
+        self.entry.notes += [note for note in notes if note not in self.entry.notes]
         verdicts = [self.verdicts.get(rewrite.signature) for rewrite in rewrites]
         if not self._unjudged and any(verdict is None or verdict.reason for verdict in verdicts):
             pending.append(_Pending(index, original, graph, rewrites))
@@ -230,12 +267,21 @@ class GraphCompile:
         for rewrite, verdict in zip(rewrites, verdicts, strict=True):
             self._note(f"{index}:{rewrite.site}", rewrite, verdict).status = "applied"
             self.terms = max(self.terms, rewrite.terms)
+        if inductor_seconds(len(graph.nodes)) > self.settings.compile_budget:
+            self._check_time(inductor_seconds(unrolled_operations(graph)))
         after = graph_cost(graph.nodes) if rewrites else before
         self.entry.flops_before += before.flops
         self.entry.flops_after += after.flops
         self.entry.bytes_before += before.bytes
         self.entry.bytes_after += after.bytes
         self.scan_sizes = max(self.scan_sizes, keep_scans_external(graph, self.external_scans))
+
+    def _check_time(self, seconds: float) -> None:
+        """Raise if Inductor would take longer for unrolled loops than it may."""
+        if seconds > (budget := self.settings.compile_budget):
+            raise TooLong(
+                f"Inductor would take about {seconds:.0f} s to compile an unrolled loop; compile_budget is {budget:g} s"
+            )
 
     def _judge(self, found: _Pending) -> None:
         """Judge rewrites not seen before, on values from the user's own inputs where possible."""

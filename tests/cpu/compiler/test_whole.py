@@ -120,7 +120,7 @@ def test_dropout_draws_the_same_numbers_in_all_runs(training):
 
 
 def test_a_checkpoint_with_dropout():
-    """Inductor draws again what a checkpoint recomputes, with eager's numbers or its own: that is no mistake of ours."""
+    """Inductor draws other numbers than eager when a checkpoint recomputes; that is no mistake of a rewrite."""
     layer = nn.Linear(16, 16)
 
     def inner(x, y):
