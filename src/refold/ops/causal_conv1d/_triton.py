@@ -287,31 +287,31 @@ def _causal_conv1d_bwd_kernel(
                 length = tl.maximum(_offset(cu_seqlens_ptr, s + 1, seqlen) - origin, 0)
             cells = ((pid_b + s) * channels + offs_d) * FRONT
             early_slopes = ()  # type: Any
-            for i in tl.static_range(FRONT):
-                live = _live(mask_d, offs_d, i < length)
+            for e in tl.static_range(FRONT):
+                live = _live(mask_d, offs_d, e < length)
                 slope = tl.zeros((BLOCK_D,), tl.float32)
                 if dy_ptr is not None:
-                    place = dy_base + (origin + i).to(tl.int64) * channels
+                    place = dy_base + (origin + e).to(tl.int64) * channels
                     slope = tl.load(place, mask=live, other=0.0).to(tl.float32)
                 if SILU:
                     sum = bias
                     for k in tl.static_range(WIDTH):
-                        if i + k >= FRONT:
-                            source = (origin + (i + k - FRONT)).to(tl.int64) * stride_x_t
+                        if e + k >= FRONT:
+                            source = (origin + (e + k - FRONT)).to(tl.int64) * stride_x_t
                             tap = tl.load(x_base + source, mask=live, other=0.0).to(tl.float32)
                         else:
-                            tap = tl.load(initial_ptr + cells + i + k, mask=mask_d, other=0.0).to(tl.float32)
+                            tap = tl.load(initial_ptr + cells + e + k, mask=mask_d, other=0.0).to(tl.float32)
                         sum += tap * weights[k]
                     slope *= _silu_slope(sum)
                 early_slopes += (tl.where(live, slope, 0.0),)
-            for i in tl.static_range(FRONT):
+            for e in tl.static_range(FRONT):
                 dinitial = tl.zeros((BLOCK_D,), tl.float32)
-                for k in tl.static_range(i + 1):
-                    dinitial += early_slopes[i - k] * weights[k]
+                for k in tl.static_range(e + 1):
+                    dinitial += early_slopes[e - k] * weights[k]
                 if dfinal_ptr is not None:
-                    kept = _live(mask_d, offs_d, i >= length)
-                    dinitial += tl.load(dfinal_ptr + cells + i - length, mask=kept, other=0.0).to(tl.float32)
-                tl.store(dinitial_ptr + cells + i, dinitial.to(dinitial_ptr.dtype.element_ty), mask=mask_d)
+                    kept = _live(mask_d, offs_d, e >= length)
+                    dinitial += tl.load(dfinal_ptr + cells + e - length, mask=kept, other=0.0).to(tl.float32)
+                tl.store(dinitial_ptr + cells + e, dinitial.to(dinitial_ptr.dtype.element_ty), mask=mask_d)
 
 
 @triton.jit

@@ -14,7 +14,7 @@ that need the sums, at the price of one addition a value and two accesses of 16 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any  # noqa: F401 - in type comments
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -175,7 +175,7 @@ def _selective_scan_bwd_lanes_kernel(
     dbias = gl.zeros([GROUP, BLOCK_D], gl.float32, layout=tc)
     size = channels.to(gl.int64) * dstate
     for turn in range(gl.program_id(2), nseqs, gl.num_programs(2)):
-        sequence = turn.to(gl.int64)
+        sequence = gl.program_id(2).to(gl.int64) * 0 + turn
         if cu_seqlens_ptr is None:
             row = sequence
             begin = pid_s * segment

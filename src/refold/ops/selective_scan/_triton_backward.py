@@ -17,6 +17,7 @@ from refold.ops.torch.launch import (
     current_stream,
     fresh,
     fresh_like,
+    gluon,
     last_contiguous,
     planned_backward,
 )
@@ -125,14 +126,13 @@ def _kernel(
     aligned = all(a.data_ptr() % 16 == 0 and all(stride % 16 == 0 for stride in a.stride()[:-1]) for a in rows)
     states = dstate == triton.next_power_of_2(dstate) and 4 <= dstate <= 64
     if PTX and x.device.type == "cuda" and torch.cuda.get_device_capability(x.device)[0] >= 8 and aligned and states:
-        if arrays["dy"] is not None and group_channels % 16 == 0:
-            from refold.ops.selective_scan._gluon_backward_kernels import _selective_scan_bwd_lanes_kernel
-
+        lanes_kernels = gluon("refold.ops.selective_scan._gluon_backward_kernels")
+        if arrays["dy"] is not None and group_channels % 16 == 0 and lanes_kernels is not None:
             table = lookup("selective_scan_backward_lanes", x.device, x.dtype) | TUNED
             lanes = dstate // table["states"]
             sizes = {"BLOCK_D": table["warps"] * 32 // lanes * table["own"], "LANES": lanes,
                      "TOKENS": table["tokens"], "GROUP": table["group"]}  # fmt: skip
-            return _selective_scan_bwd_lanes_kernel, sizes, table
+            return lanes_kernels._selective_scan_bwd_lanes_kernel, sizes, table
     table = lookup("selective_scan_backward", x.device, x.dtype)
     sizes = {"BLOCK_D": min(table["block_d"], triton.next_power_of_2(group_channels)), "TOKENS": table["tokens"]}
     return kernels._selective_scan_bwd_kernel, sizes, table

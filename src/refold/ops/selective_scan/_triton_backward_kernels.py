@@ -16,6 +16,8 @@ float32, which `refold.ops.torch.row_sums` adds up in a fixed order.
 
 from __future__ import annotations
 
+from typing import Any  # noqa: F401 - in type comments
+
 import triton
 import triton.language as tl
 
