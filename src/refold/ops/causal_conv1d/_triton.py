@@ -11,7 +11,7 @@ import triton.language as tl
 
 from refold.ops.causal_conv1d.spec import SPEC, STEP
 from refold.ops.spec import Meta
-from refold.ops.ssd._triton_kernels import LOG2E, _exp2, _silu
+from refold.ops.ssd._triton_kernels import _sigmoid, _silu
 from refold.ops.torch.launch import (
     Launch,
     contiguous,
@@ -150,7 +150,7 @@ def _causal_conv1d_fwd_kernel(
 
 @triton.jit
 def _silu_slope(v):
-    gate = 1.0 / (1.0 + _exp2(-v * LOG2E))
+    gate = _sigmoid(v)
     return gate * (1.0 + v * (1.0 - gate))
 
 
@@ -176,7 +176,6 @@ def _causal_conv1d_bwd_kernel(
     dy_base = dy_ptr + pid_b * seqlen * channels + offs_d
     dx_base = dx_ptr + pid_b * seqlen * channels + offs_d
     first = pid_t * (TILES * ROWS)
-    last = tl.minimum(first + TILES * ROWS, seqlen)
     # The sequences of the token read and of the token written, WIDTH - 1 tokens before.
     seq = pid_t * 0
     begin = 0
@@ -210,71 +209,73 @@ def _causal_conv1d_bwd_kernel(
             tap += tl.load(initial_ptr + cell, mask=_live(mask_d, offs_d, t < 0), other=0.0).to(tl.float32)
         window += (tap,)
         slopes += (tl.zeros((BLOCK_D,), tl.float32),)
-    for i in range(TILES + (FRONT + ROWS - 1) // ROWS):
-        rows = window
-        gradients = ()  # type: Any
-        for j in tl.static_range(ROWS):
-            t = first + i * ROWS + j
-            live = _live(mask_d, offs_d, (t < seqlen) & (t < first + TILES * ROWS + FRONT))
-            rows += (tl.load(x_base + t.to(tl.int64) * stride_x_t, mask=live, other=0.0).to(tl.float32),)
-            gradient = tl.zeros((BLOCK_D,), tl.float32)
-            if dy_ptr is not None:
-                gradient = tl.load(dy_base + t.to(tl.int64) * channels, mask=live, other=0.0).to(tl.float32)
-            gradients += (gradient,)
-        for j in tl.static_range(ROWS):
-            t = first + i * ROWS + j
-            if VARLEN:
-                while (t >= end) & (seq < nseqs - 1):
-                    seq += 1
-                    begin = _offset(cu_seqlens_ptr, seq, seqlen)
-                    end = _offset(cu_seqlens_ptr, seq + 1, seqlen)
-            taps = ()  # type: Any
-            for k in tl.static_range(WIDTH):
-                tap = rows[j + k]
-                if VARLEN and k < FRONT:
-                    place = t - begin + k  # in initial state and inputs of the sequence, one after the other
-                    tap = tl.where(place >= FRONT, tap, 0.0)
-                    if initial_ptr is not None:
-                        cell = (seq.to(tl.int64) * channels + offs_d) * FRONT + place
-                        early = _live(mask_d, offs_d, (place >= 0) & (place < FRONT) & (t < seqlen))
-                        tap += tl.load(initial_ptr + cell, mask=early, other=0.0).to(tl.float32)
-                taps += (tap,)
-            slope = gradients[j]
-            if SILU:
-                sum = bias
-                for k in tl.static_range(WIDTH):
-                    sum += taps[k] * weights[k]
-                slope *= _silu_slope(sum)
-            mine = _live(mask_d, offs_d, t < last)
-            own = tl.where(mine, slope, 0.0)
-            dbias += own
-            summed = ()  # type: Any
-            for k in tl.static_range(WIDTH):
-                summed += (dweights[k] + own * tl.where(mine, taps[k], 0.0),)
-            dweights = summed
-            slopes += (tl.where(_live(mask_d, offs_d, t < seqlen), slope, 0.0),)
-            # Now all that reaches the input WIDTH - 1 tokens before is known.
-            s = t - FRONT
-            if VARLEN:
-                while (s >= out_end) & (out_seq < nseqs - 1):
-                    out_seq += 1
-                    out_end = _offset(cu_seqlens_ptr, out_seq + 1, seqlen)
-            dx = tl.zeros((BLOCK_D,), tl.float32)
-            for k in tl.static_range(WIDTH):
-                part = slopes[j + FRONT - k] * weights[k]
-                if VARLEN:
-                    part = tl.where(t - k < out_end, part, 0.0)
-                dx += part
-            written = _live(mask_d, offs_d, (s >= first) & (s < last))
-            if dfinal_ptr is not None:
-                place = s - out_end + FRONT
-                cell = ((pid_b + out_seq) * channels + offs_d) * FRONT + place
-                held = written & _live(mask_d, offs_d, (place >= 0) & (place < FRONT))
-                dx += tl.load(dfinal_ptr + cell, mask=held, other=0.0).to(tl.float32)
-            tl.store(dx_base + s.to(tl.int64) * channels, dx.to(dx_ptr.dtype.element_ty), mask=written)
-        window = rows[ROWS:]
-        slopes = slopes[ROWS:]
     row = sums_ptr + ((pid_b * tl.num_programs(1) + pid_t) * channels + offs_d) * (WIDTH + 1)
+    # Its own tokens; then those after them that its inputs reach.
+    for part in tl.static_range(2):
+        for i in range(TILES if part == 0 else 1):
+            rows = window
+            gradients = ()  # type: Any
+            for j in tl.static_range(ROWS if part == 0 else FRONT):
+                t = first + i * ROWS + part * (TILES * ROWS) + j
+                live = _live(mask_d, offs_d, t < seqlen)
+                rows += (tl.load(x_base + t.to(tl.int64) * stride_x_t, mask=live, other=0.0).to(tl.float32),)
+                gradient = tl.zeros((BLOCK_D,), tl.float32)
+                if dy_ptr is not None:
+                    gradient = tl.load(dy_base + t.to(tl.int64) * channels, mask=live, other=0.0).to(tl.float32)
+                gradients += (gradient,)
+            for j in tl.static_range(ROWS if part == 0 else FRONT):
+                t = first + i * ROWS + part * (TILES * ROWS) + j
+                if VARLEN:
+                    while (t >= end) & (seq < nseqs - 1):
+                        seq += 1
+                        begin = _offset(cu_seqlens_ptr, seq, seqlen)
+                        end = _offset(cu_seqlens_ptr, seq + 1, seqlen)
+                taps = ()  # type: Any
+                for k in tl.static_range(WIDTH):
+                    tap = rows[j + k]
+                    if VARLEN and k < FRONT:
+                        place = t - begin + k  # in initial state and inputs of the sequence, one after the other
+                        tap = tl.where(place >= FRONT, tap, 0.0)
+                        if initial_ptr is not None:
+                            cell = (seq.to(tl.int64) * channels + offs_d) * FRONT + place
+                            early = _live(mask_d, offs_d, (place >= 0) & (place < FRONT) & (t < seqlen))
+                            tap += tl.load(initial_ptr + cell, mask=early, other=0.0).to(tl.float32)
+                    taps += (tap,)
+                slope = gradients[j]
+                if SILU:
+                    sum = bias
+                    for k in tl.static_range(WIDTH):
+                        sum += taps[k] * weights[k]
+                    slope *= _silu_slope(sum)
+                slopes += (slope,)
+                if part == 0:
+                    dbias += slope
+                    summed = ()  # type: Any
+                    for k in tl.static_range(WIDTH):
+                        summed += (dweights[k] + slope * taps[k],)
+                    dweights = summed
+                # Now all that reaches the input WIDTH - 1 tokens before is known.
+                s = t - FRONT
+                if VARLEN:
+                    while (s >= out_end) & (out_seq < nseqs - 1):
+                        out_seq += 1
+                        out_end = _offset(cu_seqlens_ptr, out_seq + 1, seqlen)
+                dx = tl.zeros((BLOCK_D,), tl.float32)
+                for k in tl.static_range(WIDTH):
+                    reached = slopes[j + FRONT - k] * weights[k]
+                    if VARLEN:
+                        reached = tl.where(t - k < out_end, reached, 0.0)
+                    dx += reached
+                written = _live(mask_d, offs_d, (s >= first) & (s < seqlen))
+                if dfinal_ptr is not None:
+                    place = s - out_end + FRONT
+                    cell = ((pid_b + out_seq) * channels + offs_d) * FRONT + place
+                    held = written & _live(mask_d, offs_d, (place >= 0) & (place < FRONT))
+                    dx += tl.load(dfinal_ptr + cell, mask=held, other=0.0).to(tl.float32)
+                tl.store(dx_base + s.to(tl.int64) * channels, dx.to(dx_ptr.dtype.element_ty), mask=written)
+            if part == 0:
+                window = rows[ROWS:]
+                slopes = slopes[ROWS:]
     for k in tl.static_range(WIDTH):
         tl.store(row + k, dweights[k], mask=mask_d)
     tl.store(row + WIDTH, dbias, mask=mask_d)

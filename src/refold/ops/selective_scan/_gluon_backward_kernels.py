@@ -58,17 +58,36 @@ def _line(tile, i, layout: gl.constexpr):
 
 
 @gluon.jit
-def _over_states(products, LANES: gl.constexpr, layout: gl.constexpr):
-    """Sum (channels, states) over the states of a lane: (channels, lanes)."""
+def _over_states(parts, slot, i: gl.constexpr, products, LANES: gl.constexpr, layout: gl.constexpr):
+    """Put the sums of (channels, states) over the states of a lane, (channels, lanes), into the parts of token i."""
     split = gl.reshape(products, [products.shape[0], LANES, products.shape[1] // LANES])
-    return gl.convert_layout(gl.sum(split, axis=2), layout, assert_trivial=True)
+    sums = gl.convert_layout(gl.sum(split, axis=2), gl.SliceLayout(0, layout), assert_trivial=True)
+    return gl.where(slot == i, sums[None, :, :], parts)
 
 
 @gluon.jit
-def _over_channels(products, OWN: gl.constexpr, layout: gl.constexpr):
-    """Sum (channels, states) over the channels of a lane: (lanes of channels, states)."""
-    split = gl.reshape(products, [OWN, products.shape[0] // OWN, products.shape[1]])
-    return gl.convert_layout(gl.sum(split, axis=0), layout, assert_trivial=True)
+def _over_channels(parts, slot, i: gl.constexpr, products, layout: gl.constexpr):
+    """Put the sums of (channels, states) over the channels of a lane into the parts of token i."""
+    across: gl.constexpr = parts.shape[1]
+    split = gl.reshape(products, [products.shape[0] // across, across, products.shape[1]])
+    sums = gl.convert_layout(gl.sum(split, axis=0), gl.SliceLayout(0, layout), assert_trivial=True)
+    return gl.where(slot == i, sums[None, :, :], parts)
+
+
+@gluon.jit
+def _by_lane(parts, LANES: gl.constexpr):
+    """Lay (tokens, lanes of channels, states) out so that lanes of channels lie next to each other."""
+    split = gl.reshape(parts, [parts.shape[0], parts.shape[1], LANES, parts.shape[2] // LANES])
+    return gl.reshape(gl.permute(split, [0, 2, 1, 3]), [parts.shape[0], LANES, parts.shape[1] * parts.shape[2] // LANES])
+
+
+@gluon.jit
+def _sum_channels(part, layout: gl.constexpr, out_layout: gl.constexpr, STATES: gl.constexpr):
+    """Read what `_by_lane` laid out and sum over channels: (tokens, states)."""
+    parts = part.load(layout)
+    split = gl.reshape(parts, [parts.shape[0], parts.shape[1], parts.shape[2] // STATES, STATES])
+    sums = gl.reshape(gl.sum(split, axis=2), [parts.shape[0], parts.shape[1] * STATES])
+    return gl.convert_layout(sums, out_layout, assert_trivial=True)
 
 
 @gluon.jit
@@ -80,7 +99,7 @@ def _selective_scan_bwd_lanes_kernel(
     stride_x_b, stride_x_t, stride_dt_b, stride_dt_t, stride_B_b, stride_B_t, stride_B_g,
     stride_C_b, stride_C_t, stride_C_g, stride_z_b, stride_z_t, stride_decay_b, stride_decay_t,
     BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr, TOKENS: gl.constexpr, GROUP: gl.constexpr, LANES: gl.constexpr,
-    SOFTPLUS: gl.constexpr,
+    SOFTPLUS: gl.constexpr, HOLD: gl.constexpr,
 ):  # fmt: skip
     """Grid (blocks of channels, segments, rows), as `_selective_scan_bwd_kernel`; TOKENS are those of a tile.
 
@@ -90,18 +109,21 @@ def _selective_scan_bwd_lanes_kernel(
     GROUPS: gl.constexpr = TOKENS // GROUP
     STATES: gl.constexpr = BLOCK_N // LANES  # a lane
     ACROSS: gl.constexpr = 32 // LANES * WARPS  # lanes of different channels
-    OWN: gl.constexpr = BLOCK_D // ACROSS  # channels a lane
-    # (tokens, channels, states); (tokens, channels, lanes) and (tokens, lanes of channels, states) of partial sums.
-    kcn: gl.constexpr = gl.BlockedLayout([GROUP, 1, STATES], [1, 32 // LANES, LANES], [1, WARPS, 1], [2, 1, 0])
-    kcl: gl.constexpr = gl.BlockedLayout([GROUP, 1, 1], [1, 32 // LANES, LANES], [1, WARPS, 1], [2, 1, 0])
+    # (tokens, channels, states) of partial sums over channels, (tokens, channels, lanes) of those over states.
+    kcn: gl.constexpr = gl.BlockedLayout([GROUP, 1, STATES], [1, 32 // LANES, LANES], [1, WARPS, 1], [1, 2, 0])
+    kcl: gl.constexpr = gl.BlockedLayout([GROUP, 1, 1], [1, 32 // LANES, LANES], [1, WARPS, 1], [1, 2, 0])
     cn: gl.constexpr = gl.SliceLayout(0, kcn)
-    # Tiles: (tokens, channels), the same with partial sums of lanes, (tokens, states), and those with lanes.
-    c_lanes: gl.constexpr = min(32, BLOCK_D // 2)
+    # The same as their sums read them; (tokens, states) of the sums.
+    kls: gl.constexpr = gl.BlockedLayout([1, 1, STATES], [1, LANES, 32 // LANES], [WARPS, 1, 1], [2, 1, 0])
+    kn: gl.constexpr = gl.SliceLayout(
+        2, gl.BlockedLayout([1, STATES, 1], [1, LANES, 32 // LANES], [WARPS, 1, 1], [2, 1, 0])
+    )
+    # Tiles: (tokens, channels), the same with partial sums of lanes, (tokens, states).
+    c_lanes: gl.constexpr = min(32, BLOCK_D)
     n_lanes: gl.constexpr = min(32, BLOCK_N // 4)
-    tc: gl.constexpr = gl.BlockedLayout([1, 2], [32 // c_lanes, c_lanes], [WARPS, 1], [1, 0])
-    tcl: gl.constexpr = gl.BlockedLayout([1, 2 * LANES], [32 // c_lanes, c_lanes], [WARPS, 1], [1, 0])
+    tc: gl.constexpr = gl.BlockedLayout([1, 1], [32 // c_lanes, c_lanes], [WARPS, 1], [1, 0])
+    tcl: gl.constexpr = gl.BlockedLayout([1, LANES], [32 // c_lanes, c_lanes], [WARPS, 1], [1, 0])
     tn: gl.constexpr = gl.BlockedLayout([1, 4], [32 // n_lanes, n_lanes], [WARPS, 1], [1, 0])
-    tan: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16], [WARPS, 1], [1, 0])
 
     ngroups = gl.num_programs(0) // group_blocks
     group = gl.program_id(0) // group_blocks
@@ -142,8 +164,9 @@ def _selective_scan_bwd_lanes_kernel(
         decays = _seen_as(tile_decay, line)
     part_step = gl.allocate_shared_memory(gl.float32, [GROUP, BLOCK_D * LANES], flat)
     part_input = gl.allocate_shared_memory(gl.float32, [GROUP, BLOCK_D * LANES], flat)
-    part_B = gl.allocate_shared_memory(gl.float32, [GROUP, ACROSS * BLOCK_N], flat)
-    part_C = gl.allocate_shared_memory(gl.float32, [GROUP, ACROSS * BLOCK_N], flat)
+    by_lane: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
+    part_B = gl.allocate_shared_memory(gl.float32, [GROUP, LANES, ACROSS * STATES], by_lane)
+    part_C = gl.allocate_shared_memory(gl.float32, [GROUP, LANES, ACROSS * STATES], by_lane)
     if z_ptr is not None:
         part_y = gl.allocate_shared_memory(gl.float32, [GROUP, BLOCK_D * LANES], flat)
     if decay_ptr is not None:
@@ -165,10 +188,12 @@ def _selective_scan_bwd_lanes_kernel(
     if D_ptr is not None:
         D = gl.load(D_ptr + origin + offs_c, mask=live, other=0.0).to(gl.float32)
     offs_out = offs_g[:, None] * channels + offs_c[None, :]
-    token_l = gl.arange(0, GROUP, layout=gl.SliceLayout(1, gl.SliceLayout(2, kcl)))[:, None, None]
-    token_a = gl.arange(0, GROUP, layout=gl.SliceLayout(1, gl.SliceLayout(2, kcn)))[:, None, None]
-    offs_at = gl.arange(0, GROUP, layout=gl.SliceLayout(1, tan))
-    offs_an = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, tan))
+    offs_kt = gl.arange(0, GROUP, layout=gl.SliceLayout(1, kn))
+    offs_kn = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, kn))
+    slot_n = gl.arange(0, GROUP, layout=gl.SliceLayout(1, gl.SliceLayout(2, kcn)))[:, None, None]
+    slot_l = gl.arange(0, GROUP, layout=gl.SliceLayout(1, gl.SliceLayout(2, kcl)))[:, None, None]
+    none_n = gl.zeros([GROUP, ACROSS, BLOCK_N], gl.float32, layout=kcn)
+    none_l = gl.zeros([GROUP, BLOCK_D, LANES], gl.float32, layout=kcl)
 
     dA = gl.zeros([BLOCK_D, BLOCK_N], gl.float32, layout=cn)
     dD = gl.zeros([GROUP, BLOCK_D], gl.float32, layout=tc)
@@ -297,55 +322,61 @@ def _selective_scan_bwd_lanes_kernel(
                 state = starts[g]
                 powers = ()  # type: Any
                 reached = ()  # type: Any
-                ys = gl.zeros([GROUP, BLOCK_D, LANES], gl.float32, layout=kcl)
-                dCs = gl.zeros([GROUP, ACROSS, BLOCK_N], gl.float32, layout=kcn)
+                held = ()  # type: Any
+                ys, dCs = none_l, none_n
                 for i in gl.static_range(GROUP):
-                    power = _exp2(_column(steps, g * GROUP + i, cn) * A)
+                    token = g * GROUP + i
+                    step_i = _column(steps, token, cn)
+                    input_i = _column(inputs, token, cn)
+                    dy_i = _column(dys, token, cn)
+                    B_i = _line(Bs, token, cn)
+                    C_i = _line(Cs, token, cn)
+                    if HOLD:
+                        held = _append(held, (step_i, input_i, dy_i, B_i, C_i))
+                    power = _exp2(step_i * A)
                     before = power * state
                     powers = _append(powers, power)
                     reached = _append(reached, before)
                     if decay_ptr is not None:
-                        before *= _column(decays, g * GROUP + i, cn)
-                    u = _column(inputs, g * GROUP + i, cn)
-                    state = before + u * _line(Bs, g * GROUP + i, cn)
+                        before *= _column(decays, token, cn)
+                    state = before + input_i * B_i
                     if z_ptr is not None:
-                        read = state * _line(Cs, g * GROUP + i, cn)
-                        ys = gl.where(token_l == i, _over_states(read, LANES, gl.SliceLayout(0, kcl))[None, :, :], ys)
-                    fed = state * _column(dys, g * GROUP + i, cn)
-                    dCs = gl.where(token_a == i, _over_channels(fed, OWN, gl.SliceLayout(0, kcn))[None, :, :], dCs)
+                        ys = _over_states(ys, slot_l, i, state * C_i, LANES, kcl)
+                    dCs = _over_channels(dCs, slot_n, i, state * dy_i, kcn)
                 if z_ptr is not None:
                     part_y.store(gl.reshape(ys, [GROUP, BLOCK_D * LANES]))
-                part_C.store(gl.reshape(dCs, [GROUP, ACROSS * BLOCK_N]))
-                gl.thread_barrier()  # Else the compiler keeps what was read above in registers that it lacks.
-                dsteps = gl.zeros([GROUP, BLOCK_D, LANES], gl.float32, layout=kcl)
-                dinputs = gl.zeros([GROUP, BLOCK_D, LANES], gl.float32, layout=kcl)
-                ddecays = gl.zeros([GROUP, BLOCK_D, LANES], gl.float32, layout=kcl)
-                dBs = gl.zeros([GROUP, ACROSS, BLOCK_N], gl.float32, layout=kcn)
+                part_C.store(_by_lane(dCs, LANES))
+                dsteps, dinputs, ddecays, dBs = none_l, none_l, none_l, none_n
+                if not HOLD:
+                    gl.thread_barrier()  # Else the compiler keeps what was read above in registers that it lacks.
                 for i in gl.static_range(GROUP - 1, -1, -1):
-                    dy_i = _column(dys, g * GROUP + i, cn)
-                    adjoint = dy_i * _line(Cs, g * GROUP + i, cn) + carried
+                    token = g * GROUP + i
+                    if HOLD:
+                        step_i, input_i, dy_i, B_i, C_i = held[i]
+                    else:
+                        step_i = _column(steps, token, cn)
+                        input_i = _column(inputs, token, cn)
+                        dy_i = _column(dys, token, cn)
+                        B_i = _line(Bs, token, cn)
+                        C_i = _line(Cs, token, cn)
+                    adjoint = dy_i * C_i + carried
                     # With the power before the decay: a decay of zero has a gradient, too.
                     dlog = reached[i] * adjoint
                     carried = powers[i] * adjoint
                     if decay_ptr is not None:
-                        partial = _over_states(dlog, LANES, gl.SliceLayout(0, kcl))
-                        ddecays = gl.where(token_l == i, partial[None, :, :], ddecays)
-                        given_i = _column(decays, g * GROUP + i, cn)
-                        dlog *= given_i
-                        carried *= given_i
-                    dA += _column(steps, g * GROUP + i, cn) * dlog
-                    partial = _over_states(dlog * A, LANES, gl.SliceLayout(0, kcl))
-                    dsteps = gl.where(token_l == i, partial[None, :, :], dsteps)
-                    B_i = _line(Bs, g * GROUP + i, cn)
-                    partial = _over_states(adjoint * B_i, LANES, gl.SliceLayout(0, kcl))
-                    dinputs = gl.where(token_l == i, partial[None, :, :], dinputs)
-                    fed = adjoint * _column(inputs, g * GROUP + i, cn)
-                    dBs = gl.where(token_a == i, _over_channels(fed, OWN, gl.SliceLayout(0, kcn))[None, :, :], dBs)
+                        ddecays = _over_states(ddecays, slot_l, i, dlog, LANES, kcl)
+                        decay_i = _column(decays, token, cn)
+                        dlog *= decay_i
+                        carried *= decay_i
+                    dA += step_i * dlog
+                    dsteps = _over_states(dsteps, slot_l, i, dlog * A, LANES, kcl)
+                    dinputs = _over_states(dinputs, slot_l, i, adjoint * B_i, LANES, kcl)
+                    dBs = _over_channels(dBs, slot_n, i, adjoint * input_i, kcn)
                 part_step.store(gl.reshape(dsteps, [GROUP, BLOCK_D * LANES]))
                 part_input.store(gl.reshape(dinputs, [GROUP, BLOCK_D * LANES]))
                 if decay_ptr is not None:
                     part_decay.store(gl.reshape(ddecays, [GROUP, BLOCK_D * LANES]))
-                part_B.store(gl.reshape(dBs, [GROUP, ACROSS * BLOCK_N]))
+                part_B.store(_by_lane(dBs, LANES))
 
                 # The sums, and what follows from them token by token.
                 here = t + g * GROUP
@@ -387,12 +418,10 @@ def _selective_scan_bwd_lanes_kernel(
                     ddecay = gl.convert_layout(ddecay, tc, assert_trivial=True)
                     gl.store(ddecay_ptr + out + offs_out, ddecay.to(ddecay_ptr.dtype.element_ty), mask=inside)
                 cells = (((block.to(gl.int64) * batch * seqlen + token_row) * ngroups) + group) * dstate
-                offs_cell = (offs_at * (ngroups * dstate))[:, None] + offs_an[None, :]
-                inside_n = (here + offs_at < end)[:, None] & (offs_an >= 0)[None, :]
-                sums = gl.sum(gl.reshape(part_B.load(tan), [GROUP, ACROSS, BLOCK_N]), axis=1)
-                gl.store(dB_ptr + cells + offs_cell, gl.convert_layout(sums, tan, assert_trivial=True), mask=inside_n)
-                sums = gl.sum(gl.reshape(part_C.load(tan), [GROUP, ACROSS, BLOCK_N]), axis=1)
-                gl.store(dC_ptr + cells + offs_cell, gl.convert_layout(sums, tan, assert_trivial=True), mask=inside_n)
+                offs_cell = (offs_kt * (ngroups * dstate))[:, None] + offs_kn[None, :]
+                inside_n = (here + offs_kt < end)[:, None] & (offs_kn >= 0)[None, :]
+                gl.store(dB_ptr + cells + offs_cell, _sum_channels(part_B, kls, kn, STATES), mask=inside_n)
+                gl.store(dC_ptr + cells + offs_cell, _sum_channels(part_C, kls, kn, STATES), mask=inside_n)
             rows = _fetch(back, rows, at, (j - 1) * TOKENS, -1)
         async_copy.wait_group(0)
         if dinitial_ptr is not None:

@@ -131,7 +131,7 @@ def _kernel(
             table = lookup("selective_scan_backward_lanes", x.device, x.dtype) | TUNED
             lanes = dstate // table["states"]
             sizes = {"BLOCK_D": table["warps"] * 32 // lanes * table["own"], "LANES": lanes,
-                     "TOKENS": table["tokens"], "GROUP": table["group"]}  # fmt: skip
+                     "TOKENS": table["tokens"], "GROUP": table["group"], "HOLD": bool(table.get("hold", 1))}  # fmt: skip
             return lanes_kernels._selective_scan_bwd_lanes_kernel, sizes, table
     table = lookup("selective_scan_backward", x.device, x.dtype)
     sizes = {"BLOCK_D": min(table["block_d"], triton.next_power_of_2(group_channels)), "TOKENS": table["tokens"]}
