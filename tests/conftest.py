@@ -17,6 +17,8 @@ _CHEAP = [
 # XLA ends the process at a flag it does not know, and later releases do not know this one.
 if find_spec("jaxlib") and version("jaxlib").startswith("0.10."):
     _CHEAP.append("--xla_cpu_use_fusion_emitters=false")
+# The compiler checks its graphs after every pass.
+os.environ.setdefault("REFOLD_CHECK_GRAPHS", "1")
 os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *_CHEAP]).strip()
 
 

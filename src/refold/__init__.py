@@ -12,6 +12,7 @@ __version__ = "0.1.0"
 _EXPORTS: dict[str, tuple[str, str | None]] = {
     "ops": ("refold.ops", None),
     "compile": ("refold.compiler.backend", "compile"),
+    "accelerate": ("refold.integrations.transformers", "accelerate"),
     "explain": ("refold.compiler.backend", "explain"),
 }
 

@@ -20,6 +20,7 @@ ORDER = [
     ["models"],
     ["generate"],
     ["distributed"],
+    ["compat"],
     ["integrations"],
     ["bench"],
     ["targets", "doctor"],

@@ -20,6 +20,7 @@ from torch.fx import Graph, GraphModule
 from .. import __version__
 from ..errors import ArgumentError, CompileError, RefoldWarning
 from ..report import GraphReport, Report
+from .dynamo import captures_loops, notes
 from .inductor import Compiled, Hook, Stopped, inductor
 from .passes.reroll_loops import refusals
 from .recurrence.serial_chains import serial_loops
@@ -27,25 +28,11 @@ from .session import GraphCompile, lower_lifted, survey
 from .validate.program import first_line
 from .validate.region import Settings
 
-try:
-    from .dynamo.capture import lifts, notes
-except (ImportError, AttributeError) as error:  # Dynamo's insides are not PyTorch's interface, and change
-    _missing = str(error)
-
-    def lifts(backend: Callable[..., Any]) -> Any:
-        """Leave a backend as it is: this PyTorch's loops cannot be lifted."""
-        return backend
-
-    def notes() -> list[str]:
-        """Say so."""
-        return [f"loops are traced step by step, for this PyTorch is not as expected: {_missing}"]
-
-
 BUG = "Please report this with the output of `refold doctor`."
-OWN_OPTIONS = ("verify", "accept", "strict", "report")
+OWN_OPTIONS = ("verify", "accept", "strict", "loops", "report")
 
 
-@lifts
+@captures_loops
 def refold(
     gm: GraphModule,
     example_inputs: Sequence[Any],
@@ -59,8 +46,8 @@ def refold(
         gm: The graph that Dynamo captured.
         example_inputs: The values it was captured with.
         options: refold's own ``verify`` ("quick" or "off"), ``accept`` ("faster" or "always"),
-            ``strict`` (bool) and ``report`` (a `refold.report.Report` to add to); everything else
-            is passed to Inductor.
+            ``strict`` (bool), ``loops`` ("capture" or "unroll") and ``report`` (a `refold.report.Report` to
+            add to); everything else is passed to Inductor.
         mode: A mode of ``torch.compile``, passed to Inductor.
 
     Returns:
@@ -76,7 +63,7 @@ def refold(
     report = Report() if report is None else report
     inductor_options = {**(torch._inductor.list_mode_options(mode) if mode else {}), **given}
     settings = check_settings(Settings(**own, options=inductor_options))
-    entry = GraphReport(index=len(report.graphs))
+    entry = GraphReport(index=len(report.graphs), mode="training" if _is_training(gm) else "inference")
     report.graphs.append(entry)
     entry.notes += notes()
     try:
@@ -96,13 +83,24 @@ def refold(
         return inductor(gm, example_inputs, options=inductor_options)
 
 
+def _is_training(gm: GraphModule) -> bool:
+    """Tell whether a result of the graph has a gradient."""
+    results = [node.meta.get("example_value") for node in gm.graph.output_node().all_input_nodes]
+    return torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in results)
+
+
 def check_settings(settings: Settings) -> Settings:
     """Refuse unknown option values.
 
     Raises:
         ArgumentError: Names the option, its value and what is allowed.
     """
-    for name, allowed in (("verify", ("quick", "off")), ("accept", ("faster", "always")), ("strict", (True, False))):
+    for name, allowed in (
+        ("verify", ("quick", "off")),
+        ("accept", ("faster", "always")),
+        ("strict", (True, False)),
+        ("loops", ("capture", "unroll")),
+    ):
         if (got := getattr(settings, name)) not in allowed:
             raise ArgumentError(f"{name} must be one of {', '.join(map(repr, allowed))}, not {got!r}")
     return settings
@@ -114,6 +112,7 @@ def compile(
     verify: str = "quick",
     accept: str = "faster",
     strict: bool = False,
+    loops: str = "capture",
     fullgraph: bool = False,
     dynamic: bool | None = None,
     mode: str | None = None,
@@ -128,6 +127,9 @@ def compile(
         accept: ``"faster"`` keeps what is measured to be faster than the best of eager and
             ``torch.compile`` on this machine at these shapes; ``"always"`` keeps all that is right.
         strict: Raise refold's own failures instead of falling back to Inductor with a warning.
+        loops: ``"capture"`` traces the body of a long loop over time once; ``"unroll"`` leaves Dynamo's
+            interpreter alone, which then executes every step. The environment variable
+            ``REFOLD_LOOPS=unroll`` does the same for a whole process.
         fullgraph: As for ``torch.compile``.
         dynamic: As for ``torch.compile``.
         mode: As for ``torch.compile``.
@@ -150,9 +152,9 @@ def compile(
     """
     if not callable(module):
         raise ArgumentError(f"module must be a torch.nn.Module or a function, not {type(module).__name__}")
-    check_settings(Settings(verify, accept, strict))
+    check_settings(Settings(verify, accept, strict, loops))
     report = Report(target=_name(module), environment=environment())
-    own = {"verify": verify, "accept": accept, "strict": strict, "report": report}
+    own = {"verify": verify, "accept": accept, "strict": strict, "loops": loops, "report": report}
     backend = _with_options(refold, {**(options or {}), **own}, mode)
     compiled = torch.compile(module, backend=backend, fullgraph=fullgraph, dynamic=dynamic)
     # OptimizedModule forwards plain attribute writes to the user's module.
@@ -177,7 +179,7 @@ def explain(module: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
     """
     report = Report(target=_name(module), environment=environment())
 
-    @lifts
+    @captures_loops
     def look(gm: GraphModule, inputs: Sequence[Any]) -> Compiled:
         entry = GraphReport(index=len(report.graphs), chosen="eager", reason="this is an explanation only")
         report.graphs.append(entry)
@@ -214,12 +216,11 @@ def environment() -> dict[str, str]:
 
 
 def _with_options(backend: Callable[..., Compiled], options: Mapping[str, Any], mode: str | None) -> Any:
-    @lifts
     def run(gm: GraphModule, inputs: Sequence[Any]) -> Compiled:
         return backend(gm, inputs, options=options, mode=mode)
 
     run.__name__ = "refold"
-    return run
+    return captures_loops(run) if options.get("loops") == "capture" else run
 
 
 def _name(module: Callable[..., Any]) -> str:

@@ -1,11 +1,20 @@
-"""The compiler, on one screen: named passes in the order in which they run."""
+"""The compiler, on one screen: named passes in the order in which they run.
+
+To see what each pass does to a graph, set the logger ``refold.graphs`` to ``DEBUG``, or the environment variable
+``REFOLD_LOG_GRAPHS`` to 1. With ``REFOLD_CHECK_GRAPHS=1``, as in the tests, the invariants of
+`refold.compiler.ir.invariants` are checked after every pass that changed something.
+"""
 
 from __future__ import annotations
 
+import logging
+import os
+import sys
 from collections.abc import Callable, Iterator
 
 from torch.fx import Graph
 
+from .ir.invariants import check_invariants
 from .ir.rewrite import Rewrite
 from .passes.contract_scans import contract_scans
 from .passes.difference_segment_sums import difference_segment_sums
@@ -14,6 +23,12 @@ from .passes.prefer_onednn import prefer_onednn
 from .passes.recover_contractions import drop_degenerate_sums, recover_contractions
 from .passes.reroll_loops import roll_up_loops
 from .passes.unroll_depthwise_convolutions import unroll_depthwise_convolutions
+
+log = logging.getLogger("refold.graphs")
+
+LOG = "REFOLD_LOG_GRAPHS"
+CHECK = "REFOLD_CHECK_GRAPHS"
+"""Environment variables, read when the passes run."""
 
 Pass = Callable[[Graph, Callable[[str], bool]], Iterator[Rewrite]]
 
@@ -40,8 +55,28 @@ def run(graph: Graph, wanted: Callable[[str], bool] = lambda _: True) -> list[Re
     Returns:
         What was changed, in order.
     """
-    rewrites = [rewrite for _, apply in PASSES for rewrite in apply(graph, wanted)]
+    rewrites: list[Rewrite] = []
+    _dump("as it was", graph)
+    for name, apply in PASSES:
+        found = list(apply(graph, wanted))
+        if found:
+            rewrites += found
+            _dump(f'after "{name}"', graph)
+            if os.environ.get(CHECK) == "1":
+                check_invariants(graph, name)
     if rewrites:
         graph.eliminate_dead_code()
         graph.lint()
     return rewrites
+
+
+def _dump(when: str, graph: Graph) -> None:
+    """Print a graph to the logger, or to standard error if the environment asks for it."""
+    wanted = os.environ.get(LOG) == "1"
+    if not wanted and not log.isEnabledFor(logging.DEBUG):
+        return
+    text = f"graph {when}:\n{graph.python_code('self', verbose=True).src}"
+    if wanted:
+        sys.stderr.write(f"[refold.graphs] {text}\n")
+    else:
+        log.debug(text)

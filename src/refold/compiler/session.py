@@ -15,7 +15,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from ..errors import RefoldWarning
 from ..report import GraphReport, RewriteReport
-from .dynamo.to_scan import Lowering, lifted_loops, serial
+from .dynamo.loop import lifted_loops
 from .external_cumsum import keep_scans_external
 from .inductor import Compiled, Hook, Stopped, bind, clone_inputs, duplicate, inductor
 from .ir.cost import Cost, graph_cost
@@ -23,7 +23,7 @@ from .ir.evaluate import values_at
 from .ir.rewrite import Rewrite
 from .pipeline import run as run_pipeline
 from .recurrence.vectorize import NotALoop
-from .validate.program import first_line, hold
+from .validate.program import Rewritten, first_line, last_word
 from .validate.region import Settings, Verdict, judge, undisturbed_rng
 
 log = logging.getLogger("refold")
@@ -50,6 +50,8 @@ class GraphCompile:
         self.rows: dict[str, RewriteReport] = {}
         # How many sizes of cumulative sums are handed to ATen, and how many there are.
         self.external_scans, self.scan_sizes = 0, 0
+        # The number of terms in the longest sum that was rewritten.
+        self.terms = 1
 
     def run(self) -> Compiled:
         """Return the program that runs from now on, and fill the report."""
@@ -68,11 +70,20 @@ class GraphCompile:
             self.entry.reason = "no rewrite stands" if self.rows else ""
             return compiled
         self.entry.chosen = "refold"
-        if self.settings.accept == "faster" and self.entry.applied:
+        if self.entry.applied and (self.settings.verify != "off" or self.settings.accept == "faster"):
             start = time.perf_counter()
-            compiled = hold(compiled, given, self.inputs, self.settings, self.entry)
+            rewritten = Rewritten(compiled, self._repeatable, self.terms)
+            compiled = last_word(rewritten, given, self.inputs, self.settings, self.entry)
             self.entry.proof_s += time.perf_counter() - start
         log.info("graph %d: %s runs, %d rewrites", self.entry.index, self.entry.chosen, len(self.entry.applied))
+        return compiled
+
+    def _repeatable(self) -> Compiled:
+        """Compile the graph again, with random numbers drawn as eager draws them."""
+        self.options["fallback_random"] = True
+        compiled = self._compile()
+        if compiled is None:
+            raise RuntimeError("Inductor cannot compile the graph with eager's random numbers")
         return compiled
 
     # Loops that were lifted --------------------------------------------------------------------
@@ -82,6 +93,8 @@ class GraphCompile:
         names = [call.name for call in lifted_loops(self.gm)]
         if not names:
             return Cost()
+        from .dynamo.to_scan import serial
+
         self.gm = duplicate(self.gm)
         saved = Cost()
         for name in names:
@@ -98,8 +111,10 @@ class GraphCompile:
         self.gm.recompile()
         return saved
 
-    def _lowered(self, call: Node) -> Lowering | None:
+    def _lowered(self, call: Node) -> Any:
         """Return a lifted loop as the scan that stands; None if none does."""
+        from .dynamo.to_scan import Lowering
+
         for dual in (True, False):
             lowering = Lowering(self.gm, call, dual)
             rewrite = lowering.rewrite
@@ -111,6 +126,7 @@ class GraphCompile:
             row = self.rows[f"lifted:{call.name}:{dual}"] = _row(rewrite, verdict)
             if verdict is None or not verdict.reason:
                 row.status = "applied"
+                self.terms = max(self.terms, rewrite.terms)
                 return lowering
             row.status = "refused"
             if not lowering.dual:
@@ -165,6 +181,7 @@ class GraphCompile:
             raise Stopped
         for rewrite in rewrites:
             self.rows[f"{index}:{rewrite.site}"].status = "applied"
+            self.terms = max(self.terms, rewrite.terms)
         after = graph_cost(graph.nodes) if rewrites else before
         self.entry.flops_before += before.flops
         self.entry.flops_after += after.flops
@@ -248,6 +265,8 @@ def lower_lifted(entry: GraphReport, gm: GraphModule) -> GraphModule:
     """Write into a report what would become of lifted loops; return the graph without those that would be scans."""
     gm = duplicate(gm)
     for call in lifted_loops(gm):
+        from .dynamo.to_scan import Lowering, serial
+
         loop = serial(gm, call)
         try:
             lowering = Lowering(gm, call)

@@ -98,6 +98,10 @@ def call(spec: OpSpec, arrays: Sequence[Any], options: Sequence[Any], backend: s
     meta = spec.validate(meta_of(spec, framework, arrays, options))
     run = getattr(resolve(spec, meta, backend or ""), spec.name)
     keywords = keyword_arguments(spec, arrays, options)
+    if 0 in arrays[0].shape:  # of what was checked, only a batch can be empty
+        zeros = import_module("jax.numpy" if framework == "jax" else "numpy").zeros
+        empty = tuple(zeros(shape, dtype) for shape, dtype in spec.output_metas(meta))
+        return empty if len(empty) > 1 else empty[0]
     if framework == "numpy":
         if (offsets := keywords.get(CU_SEQLENS)) is not None:
             check_cu_seqlens_values(spec.name, offsets.tolist(), meta.sizes["t"])
@@ -127,6 +131,8 @@ def framework_of(spec: OpSpec, arrays: Sequence[Any]) -> str:
     """Return the framework that all arrays share, or raise naming the one that differs."""
     framework = _framework(type(arrays[0]))
     if framework is not None and all(_framework(kind) == framework for kind in set(map(type, arrays)) - {type(None)}):
+        if framework == "torch":
+            _refuse_layouts(spec, arrays)
         return framework
     if framework is None:
         raise DtypeError(
@@ -140,6 +146,18 @@ def framework_of(spec: OpSpec, arrays: Sequence[Any]) -> str:
                 f"{spec.args[0].name} is a {framework} array. Convert {arg.name}."
             )
     return framework
+
+
+def _refuse_layouts(spec: OpSpec, arrays: Sequence[Any]) -> None:
+    """Raise at a tensor that is not dense: it has no strides, and asking for them may end the process."""
+    import torch
+
+    for arg, array in zip(spec.args, arrays, strict=True):
+        if array is None or (array.layout == torch.strided and not array.is_nested):
+            continue
+        layout = "nested" if array.is_nested else str(array.layout).removeprefix("torch.")
+        remedy = "Pack its sequences along time" if array.is_nested else f"Pass {arg.name}.to_dense()"
+        raise ArgumentError(f"{spec.name}: {arg.name} must be a dense tensor; it is {layout}. {remedy}.")
 
 
 def _framework(kind: type) -> str | None:

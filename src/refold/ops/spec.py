@@ -30,6 +30,8 @@ OPERATORS = ("ssd", "selective_scan", "linear_scan", "causal_conv1d", "gated_rms
 FLOATS = ("float32", "bfloat16", "float16", "float64")
 INTEGERS = ("int32", "int64")
 CU_SEQLENS = "cu_seqlens"
+MAY_BE_EMPTY = "b", "*"
+"""Axes of a batch: where there is nothing in it, results are empty and gradients of parameters are zero."""
 
 Sampler = Callable[[np.random.Generator, tuple[int, ...]], np.ndarray]
 
@@ -320,7 +322,7 @@ def _match(
         if known not in sizes:
             sizes[known], owner[known] = size, arg.name
             for one in size if letter == "*" else (size,):
-                if one < 1:
+                if letter not in MAY_BE_EMPTY and one < 1:
                     raise ShapeError(
                         f"{spec.name}: axis {letter} ({AXES.get(letter, 'any')}) of {arg.name} is empty: {one} in "
                         f"{tuple(shape)}. Skip the call when there is nothing to compute."

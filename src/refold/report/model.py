@@ -39,7 +39,8 @@ class RewriteReport:
 class GraphReport:
     """One graph that Dynamo handed over.
 
-    ``chosen`` is what runs from now on: ``refold``, ``inductor`` or ``eager``.
+    ``chosen`` is what runs from now on: ``refold``, ``inductor`` or ``eager``. ``checks`` has an entry for each output,
+    gradient and written input of the whole graph, and ``checked_against`` says with what they were compared.
     """
 
     index: int
@@ -57,6 +58,8 @@ class GraphReport:
     peak_bytes: dict[str, int] = field(default_factory=dict)
     speedup: float | None = None
     speedup_at_least: float | None = None
+    checked_against: str = ""
+    checks: list[dict[str, Any]] = field(default_factory=list)
     difference_from_eager: float | None = None
     compile_s: float = 0.0
     inductor_compile_s: float | None = None

@@ -33,6 +33,8 @@ def _graph(graph: GraphReport) -> list[str]:
             f"  whole graph: {_count(graph.flops_before)}FLOP -> {_count(graph.flops_after)}FLOP, "
             f"{_size(graph.bytes_before)} -> {_size(graph.bytes_after)} moved when run node by node"
         )
+    if graph.checks:
+        lines.append(f"  {_checks(graph)}")
     if graph.times_ms:
         lines += ["", *_table(graph)]
     if graph.speedup is not None:
@@ -75,6 +77,17 @@ def _rewrite(rewrite: RewriteReport) -> list[str]:
             f"{rewrite.speedup:.1f}x, at least {rewrite.at_least:.1f}x"
         )
     return lines
+
+
+def _checks(graph: GraphReport) -> str:
+    """Say how the whole graph compares with the original."""
+    count = len(graph.checks)
+    worst = min(graph.checks, key=lambda one: (one["passed"], -one["error"] / (one["bound"] or 1.0)))
+    results = "result" if count == 1 else f"results, of which {worst['kind']} is nearest to its bound"
+    return (
+        f"whole graph: {count} {results}: {worst['error']:.1e} against {graph.checked_against} "
+        f"(original {worst['original_error']:.1e}, bound {worst['bound']:.1e})"
+    )
 
 
 def _table(graph: GraphReport) -> list[str]:

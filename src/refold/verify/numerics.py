@@ -12,6 +12,10 @@ norms are needed: the first sees a loss of precision, the second a few wrong ele
 absolute tolerance. Sums of products are run on small integers besides, where every honest order of
 summation gives the same bits.
 
+Where the original is not finite, nothing is asked. But a rewrite must not lose finite results: the program is also run
+with one infinity in each input (the past must not see it, and a decay of ``exp(-inf)`` forgets), where the candidate
+must be finite, and near the original, wherever that is finite.
+
 Of a float64 program ``o`` and ``r`` are one, so nothing is known of ``E(o)``. It is estimated: rounding errors
 are proportional to the unit as long as their squares do not count, so the program is run with float32 in place
 of float64, on inputs that float32 holds exactly, and its errors are taken times the ratio of the units. If they
@@ -41,7 +45,7 @@ class KindResult:
     """The outcome for one kind of input.
 
     Attributes:
-        kind: ``actual``, ``normal`` or ``integers``.
+        kind: ``actual``, ``normal``, ``integers`` or ``infinities``.
         passed: Whether the candidate is accepted on this kind.
         error: E2 of the candidate against float64.
         original_error: E2 of the original against float64; of a float64 original, what a float32 run says of it.
@@ -122,6 +126,7 @@ def check(
     kinds.append(("normal", [_normal(x, generator, spread) for x in like]))
     if multilinear:
         kinds.append(("integers", [_integers(x, terms, generator) for x in like]))
+    bounds: list[float] = []
     for kind, inputs in kinds:
         before = [x.clone() if isinstance(x, torch.Tensor) else x for x in inputs]
         ys = _several(candidate(*inputs))
@@ -132,22 +137,56 @@ def check(
         if any(_shares_memory(x, y) for x in inputs for y in ys):
             evidence.failure = "its output shares memory with an input"
             return evidence
-        os, rs = _several(original(*inputs)), _several(reference(*inputs))
+        rs = _several(reference(*inputs))
+        if kind == "integers":  # what the original errs is not asked where arithmetic is exact
+            found = [_exact(r, y) for r, y in zip(rs, ys, strict=True)]
+            evidence.kinds.append(min(found, key=lambda one: one.passed))
+            continue
+        os = _several(original(*inputs))
         if failure := next(filter(None, map(_metadata, os, ys)), ""):
             evidence.failure = failure
             return evidence
-        if kind == "integers":
-            found = [_exact(r, o, y) for r, o, y in zip(rs, os, ys, strict=True)]
-        else:
-            scales = _several(reference(*[_absolute(x) for x in inputs])) if multilinear else [None] * len(rs)
-            known = [(0.0, 0.0)] * len(rs)
-            if narrowed is not None and any(y.dtype == torch.float64 for y in ys):
-                known = _estimated(narrowed, reference, inputs, multilinear)
-            results = zip(rs, os, ys, scales, known, strict=True)
-            found = [_compare(kind, r, o, y, scale, terms, least) for r, o, y, scale, least in results]
+        scales = _several(reference(*[_absolute(x) for x in inputs])) if multilinear else [None] * len(rs)
+        known = [(0.0, 0.0)] * len(rs)
+        if narrowed is not None and any(y.dtype == torch.float64 for y in ys):
+            known = _estimated(narrowed, reference, inputs, multilinear)
+        results = zip(rs, os, ys, scales, known, strict=True)
+        found = [_compare(kind, r, o, y, scale, terms, least) for r, o, y, scale, least in results]
+        bounds = [max(pair) for pair in zip(bounds or [0.0] * len(ys), (one.bound for one in found), strict=True)]
         # One result stands for all: the first that fails, else the one nearest to its bound.
         evidence.kinds.append(min(found, key=lambda one: (one.passed, -one.error / (one.bound or 1.0))))
+    if evidence.passed:
+        inputs = [_with_infinity(x, generator, spread) for x in like]
+        found = list(map(_where_finite, _several(original(*inputs)), _several(candidate(*inputs)), bounds))
+        evidence.kinds.append(min(found, key=lambda one: (one.passed, -one.error / (one.bound or 1.0))))
     return evidence
+
+
+def agree(
+    kind: str, r: torch.Tensor, o: torch.Tensor, y: torch.Tensor, terms: int, known: tuple[float, float] = (0.0, 0.0)
+) -> KindResult:
+    """Compare one result of a whole program, of any dtype, with the original's.
+
+    Of integers and truth values the bound is a number of elements: eight times as many as the original has otherwise
+    than the reference.
+
+    Args:
+        kind: What the result is called.
+        r: The reference, in float64 where the program computes in floating point.
+        o: The original.
+        y: The candidate.
+        terms: Number of terms added up for one element.
+        known: Errors (E2, Einf) that the original is known to make, whatever ``o`` says.
+    """
+    if failure := _metadata(o, y):
+        return KindResult(kind, False, math.inf, 0.0, math.inf, 0.0, failure)
+    if y.is_complex():
+        r, o, y = (torch.view_as_real(v.resolve_conj()) for v in (r, o, y))
+    if y.is_floating_point():
+        return _compare(kind, r, o, y, None, terms, known)
+    wrong, own = (float((v != r).sum()) for v in (y, o))
+    reason = f"{wrong:.0f} of {y.numel()} elements differ, of the original {own:.0f}" if wrong > 8 * own else ""
+    return KindResult(kind, not reason, wrong, own, wrong, 8 * own, reason)
 
 
 def _several(results: Any) -> Sequence[torch.Tensor]:
@@ -159,6 +198,16 @@ def _normal(x: Any, generator: torch.Generator, spread: float) -> Any:
     if not (isinstance(x, torch.Tensor) and x.is_floating_point()):
         return x
     return _like(x, spread * torch.randn(x.shape, generator=generator))
+
+
+def _with_infinity(x: Any, generator: torch.Generator, spread: float) -> Any:
+    """Draw as above, with one negative infinity in the second half of the memory: time goes on there."""
+    if not (isinstance(x, torch.Tensor) and x.is_floating_point() and x.numel()):
+        return x
+    values = spread * torch.randn(x.shape, generator=generator)
+    at = int(torch.randint(x.numel() // 2, x.numel(), (), generator=generator))
+    values.view(-1)[at] = -math.inf
+    return _like(x, values)
 
 
 def _integers(x: Any, terms: int, generator: torch.Generator) -> Any:
@@ -210,12 +259,12 @@ def _finite_only(r: torch.Tensor, o: torch.Tensor, y: torch.Tensor) -> list[torc
     return [torch.where(good, v.double(), 0.0) for v in (r, o, y)]
 
 
-def _exact(r: torch.Tensor, o: torch.Tensor, y: torch.Tensor) -> KindResult:
+def _exact(r: torch.Tensor, y: torch.Tensor) -> KindResult:
     expected = r.to(y.dtype)
     wrong = int((y != expected).sum())
     reason = f"{wrong} of {y.numel()} elements differ where arithmetic is exact" if wrong else ""
-    e = [_relative(v.double() - r, r) for v in (y, o)]
-    return KindResult("integers", not wrong, e[0], e[1], float((y.double() - r).abs().max()), 0.0, reason)
+    difference = y.double() - r
+    return KindResult("integers", not wrong, _relative(difference, r), 0.0, float(difference.abs().max()), 0.0, reason)
 
 
 def _estimated(narrowed: Program, reference: Program, inputs: Values, multilinear: bool) -> list[tuple[float, float]]:
@@ -223,15 +272,24 @@ def _estimated(narrowed: Program, reference: Program, inputs: Values, multilinea
     rounded = [x.float().double() if isinstance(x, torch.Tensor) and x.dtype == torch.float64 else x for x in inputs]
     rs, os = _several(reference(*rounded)), _several(narrowed(*rounded))
     scales = _several(reference(*[_absolute(x) for x in rounded])) if multilinear else [None] * len(rs)
+    return [narrow_errors(r, o, scale) for r, o, scale in zip(rs, os, scales, strict=True)]
+
+
+def narrow_errors(r: torch.Tensor, narrow: torch.Tensor, scale: torch.Tensor | None = None) -> tuple[float, float]:
+    """Estimate E2 and Einf of a float64 result from a float32 run; zeros where that says nothing."""
     unit = unit_roundoff(torch.float32)
-    found = []
-    for r, o, scale in zip(rs, os, scales, strict=True):
-        r, wide, _ = _finite_only(r, o, o)
-        errors = [measure[0] for measure in _errors(r, scale, wide)]
-        proportional = o.dtype == torch.float32 and max(errors) <= math.sqrt(unit)
-        e2, einf = (e * _ROUNDOFF[torch.float64] / unit if proportional else 0.0 for e in errors)
-        found.append((e2, einf))
-    return found
+    r, wide, _ = _finite_only(r, narrow, narrow)
+    errors = [measure[0] for measure in _errors(r, scale, wide)]
+    proportional = narrow.dtype == torch.float32 and max(errors) <= math.sqrt(unit)
+    e2, einf = (e * _ROUNDOFF[torch.float64] / unit if proportional else 0.0 for e in errors)
+    return e2, einf
+
+
+def own_errors(r: torch.Tensor, o: torch.Tensor) -> tuple[float, float]:
+    """Return E2 and Einf of a result against its reference."""
+    r, o, _ = _finite_only(r, o, o)
+    e2, einf = (measure[0] for measure in _errors(r, None, o))
+    return e2, einf
 
 
 def _errors(r: torch.Tensor, scale: torch.Tensor | None, *values: torch.Tensor) -> tuple[list[float], list[float]]:
@@ -262,6 +320,20 @@ def _compare(
     elif not worst[0] <= worst_bound:
         reason = f"largest error {worst[0]:.1e} exceeds {worst_bound:.1e} (original {worst[1]:.1e})"
     return KindResult(kind, not reason, errors[0], errors[1], worst[0], bound, reason)
+
+
+def _where_finite(o: torch.Tensor, y: torch.Tensor, known: float) -> KindResult:
+    """Compare a candidate with the original where that is finite; each may be as far off as was found before."""
+    _, o, y = _finite_only(o, o, y)
+    (error,), (worst,) = _errors(o, None, y)
+    bound = 2 * known
+    lost = int((~y.isfinite()).sum())
+    reason = ""
+    if lost:
+        reason = f"{lost} of {y.numel()} elements are not finite where the original's are"
+    elif not error <= bound:
+        reason = f"relative difference {error:.1e} exceeds {bound:.1e}"
+    return KindResult("infinities", not reason, error, 0.0, worst, bound, reason)
 
 
 def _relative(difference: torch.Tensor, r: torch.Tensor) -> float:

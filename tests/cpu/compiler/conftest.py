@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from refold.compiler.dynamo.capture import lifts, notes
+from refold.compiler.dynamo import captures_loops, notes
 from refold.compiler.dynamo.loop import LiftedLoop
 from refold.compiler.inductor import Hook, Stopped, bind, inductor
 from refold.compiler.ir.evaluate import evaluate
+from refold.compiler.ir.metadata import stale
 from refold.compiler.ir.rewrite import Rewrite
 from refold.compiler.pipeline import run
 
@@ -75,6 +76,7 @@ def rewritten():
             before, after = (
                 _tensors(evaluate(torch.fx.GraphModule(graph.owning_module, g), values)) for g in (original, graph)
             )
+            assert not stale(graph)
             targets = [str(node.target) for node in graph.nodes if node.op == "call_function"]
             found.append(Outcome(rewrites, before, after, targets))
             return gm
@@ -96,7 +98,7 @@ def lifted():
     def go(fn, *inputs):
         steps, go.notes = [], []
 
-        @lifts
+        @captures_loops
         def backend(gm, _):
             steps.extend(m.count for m in gm.modules() if isinstance(m, LiftedLoop))
             go.notes.extend(notes())

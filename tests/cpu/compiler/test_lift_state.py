@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import refold
-from refold.compiler.dynamo.capture import lifts
+from refold.compiler.dynamo import captures_loops
 
 B, T, D = 2, 40, 5
 
@@ -363,7 +363,7 @@ def test_they_become_scans(fn):
 
 
 def test_a_second_call_goes_on_from_what_the_first_left():
-    @lifts
+    @captures_loops
     def backend(gm, _):
         return gm
 

@@ -134,3 +134,42 @@ def test_float32_runs_that_say_nothing_allow_nothing(original):
     evidence = in_float64(original, lambda x: original(x) * (1 + 1e-14), x)
     assert not evidence.passed
     assert evidence.kinds[0].original_error == 0.0
+
+
+def resets(g, x):
+    """A scan whose decays are exponentials: minus infinity forgets."""
+    state, out = torch.zeros_like(x[0]), []
+    for gate, value in zip(g, x, strict=True):
+        state = state * (-gate.abs()).exp() + value
+        out.append(state)
+    return torch.stack(out)
+
+
+def by_differences(where):
+    """The same as one masked product; ``where`` the mask is applied matters only for infinities."""
+
+    def scan(g, x):
+        sums = (-g.abs()).cumsum(0)
+        later = torch.ones(len(g), len(g), dtype=torch.bool).tril()[..., None]
+        if where == "after":
+            weights = (sums[:, None] - sums[None]).exp() * later
+        else:
+            weights = torch.stack([torch.stack([(-g[j + 1 : i + 1].abs()).sum(0) for j in range(len(g))])
+                                   for i in range(len(g))]).exp()  # fmt: skip
+            weights = torch.where(later, weights, 0)
+        if where == "products":
+            return (weights * torch.where(later, x[None], 0)).sum(1)
+        return (weights * x[None]).sum(1)
+
+    return scan
+
+
+@pytest.mark.parametrize(("where", "kept"), [("after", False), ("weights", False), ("products", True)])
+def test_a_candidate_must_be_finite_where_the_original_is(where, kept):
+    like = [torch.randn(12, 4), torch.randn(12, 4)]
+    reference = lambda *xs: resets(*(x.double() for x in xs))  # noqa: E731
+    evidence = check(resets, by_differences(where), reference, like, like, terms=12, multilinear=False)
+    assert evidence.passed == kept
+    if not kept:
+        assert "not finite where the original's are" in evidence.reason
+        assert "infinities inputs" in evidence.reason

@@ -19,6 +19,7 @@ from torch.fx import Graph, GraphModule, Interpreter, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.fx.traceback import preserve_node_meta
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..ir.index import arg, is_tensor, value
 from ..recurrence.affine import Affine, Carries, Loop
@@ -36,6 +37,8 @@ _SPELLINGS = (
     "_to_copy", "add", "addcdiv", "addmv", "lerp", "mul", "new_zeros", "rsub", "stack", "sub", "unsafe_split",
     "zeros_like", "ones_like", "full_like", "zeros", "ones",
 )  # fmt: skip
+# Larger constants of a body are not written into the graph number by number.
+_CONSTANT = 4096
 _SCATTERS = (aten.select_scatter.default, aten.slice_scatter.default)
 
 
@@ -94,6 +97,8 @@ def trace(loop: LiftedLoop, operands: Sequence[torch.Tensor], sequences: Sequenc
         items = [x.select(s.dim, s.start + s.step * k) for x, s in zip(tensors, sequences, strict=True)]
         return Interpreter(loop.body).run(*state, k, *items, *rest)
 
+    if _draws(mode, step, fakes):
+        raise NotALoop("there is randomness in the loop")
     module = to_aten(mode, step, number.symint, *fakes)
     number.take_guards()
     if number.steps(loop.count) < loop.count:
@@ -106,6 +111,26 @@ def trace(loop: LiftedLoop, operands: Sequence[torch.Tensor], sequences: Sequenc
     ]
     results = list(graph.output_node().args[0])  # type: ignore[arg-type]
     return Traced(module, number, counted, placeholders, results, writes)
+
+
+def _draws(mode: FakeTensorMode, step: Callable[..., Any], fakes: list[torch.Tensor]) -> bool:
+    """Tell whether a step draws random numbers, from a run of the first one on fake values."""
+    with mode, torch.no_grad(), Operations() as ran:
+        step(0, *[torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device) for x in fakes])
+    return any(torch.Tag.nondeterministic_seeded in func.tags for func in ran.seen)
+
+
+class Operations(TorchDispatchMode):
+    """Notes which ATen operations run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Any] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace != "prim":  # questions, such as which device
+            self.seen.append(func)
+        return func(*args, **(kwargs or {}))
 
 
 def to_aten(mode: FakeTensorMode, fn: Callable[..., Any], *inputs: Any) -> GraphModule:
@@ -175,6 +200,7 @@ class Body(Carries):
     ) -> None:
         super().__init__()
         self.count, self.number, self.training = loop.count, traced.number, training
+        self.module = traced.module
         self.emit.at(anchor)
         self.carried = dict(zip(traced.placeholders[: loop.carried], traced.results, strict=False))
         self.initial = dict(zip(traced.placeholders, operands, strict=True))
@@ -248,8 +274,10 @@ class Body(Carries):
         return Affine(loop) if loop.previous is None else Value(loop.previous, True)
 
     def _step(self, node: Any) -> Value | Affine:
-        if node.op != "call_function":
-            raise NotALoop("a step reads a constant tensor of its own")
+        if node.op == "get_attr":
+            return self._constant(getattr(self.module, node.target))
+        if node.target in (aten.lift_fresh.default, aten.lift_fresh_copy.default):
+            return self._value(node.args[0])
         if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
             raise NotALoop("there is randomness in the loop")
         if (read := self._read(node)) is not None:
@@ -270,6 +298,12 @@ class Body(Carries):
             return run(self.emit, node, list(torch.utils._pytree.tree_unflatten(packed, spec)), self.count)
         plain = torch.utils._pytree.tree_unflatten([x.node for x in leaves], spec)
         return Value(self.emit.call(node.target, *plain, **node.kwargs))
+
+    def _constant(self, x: torch.Tensor) -> Value:
+        """Write out a constant that the body makes of Python's numbers."""
+        if x.numel() > _CONSTANT:
+            raise NotALoop("a step makes a large tensor of Python's numbers")
+        return Value(self.emit.call(torch.tensor, x.tolist(), dtype=x.dtype, device=x.device))
 
     def _numbered(self, node: Any) -> Value | Affine:
         """Run an operation that takes a number which the step computes."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.fx import GraphModule, Interpreter
+from torch.fx import GraphModule, Interpreter, Node
 from torch.fx.traceback import has_preserved_node_meta
 
 
@@ -56,3 +56,15 @@ class LiftedLoop(torch.nn.Module):
             collected.append(tuple(out[carried:]))
         columns = [list(column) for column in zip(*collected, strict=True)]
         return (*state, *(column[-1] for column in columns[: kept - carried]), *columns[kept - carried :])
+
+
+def lifted_loops(gm: GraphModule) -> list[Node]:
+    """Return the calls of lifted loops in a graph."""
+    calls = [node for node in gm.graph.nodes if node.op == "call_module"]
+    return [node for node in calls if isinstance(gm.get_submodule(str(node.target)), LiftedLoop)]
+
+
+def unrolled_size(gm: GraphModule) -> int:
+    """Return how many nodes a graph has when its loops are unrolled."""
+    loops: list[Any] = [gm.get_submodule(str(node.target)) for node in lifted_loops(gm)]
+    return len(gm.graph.nodes) + sum(len(loop.body.graph.nodes) * loop.count for loop in loops)

@@ -17,9 +17,8 @@ from torch._functorch.compile_utils import fx_graph_cse
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, GraphModule, Interpreter, Node
 from torch.fx.node import map_arg
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from .body import to_aten
+from .body import Operations, to_aten
 
 aten = torch.ops.aten
 
@@ -30,19 +29,6 @@ _CONSTANTS = (
     aten.new_full,
 )  # fmt: skip
 _COPIES = (aten.clone, aten._to_copy, aten._unsafe_view, aten._reshape_alias)
-
-
-class _Operations(TorchDispatchMode):
-    """Notes which ATen operations run."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[Any] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace != "prim":  # questions, such as which device
-            self.seen.append(func)
-        return func(*args, **(kwargs or {}))
 
 
 def formed(operands: Sequence[Node], changed: set[Any]) -> set[Node]:
@@ -74,7 +60,7 @@ def _is_elementwise(node: Node, changed: set[Any]) -> bool:
         return False
     if example.requires_grad != any(x.requires_grad for x in inputs):  # detached, or without gradients
         return False
-    operations = _Operations()
+    operations = Operations()
     with torch.no_grad(), example.fake_mode, operations:
         args, kwargs = map_arg((node.args, node.kwargs), lambda x: _twin(x.meta["example_value"]))
         operations.seen.clear()
@@ -99,6 +85,8 @@ def _twin(x: torch.Tensor) -> torch.Tensor:
 
 def _is_plain(func: Any) -> bool:
     if func._schema.is_mutable or torch.Tag.nondeterministic_seeded in func.tags:
+        return False
+    if func.overloadpacket is aten.lift_fresh:  # a constant tensor, whose values are not in the graph
         return False
     return torch.Tag.pointwise in func.tags or func.is_view or func.overloadpacket in (*_CONSTANTS, *_COPIES)
 

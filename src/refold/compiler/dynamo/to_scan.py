@@ -16,24 +16,11 @@ from ..passes.reroll_loops import SCANS, dualise
 from ..recurrence.affine import Loop
 from ..recurrence.vectorize import NotALoop
 from .body import Body, Slices, Traced, differentiable, trace
-from .loop import LiftedLoop
 from .mutation import changed_in_place
 from .producers import formed, split_off
 from .sequential import LoopRewrite, Stepwise, calling
 
 aten = torch.ops.aten
-
-
-def lifted_loops(gm: GraphModule) -> list[Node]:
-    """Return the calls of lifted loops in a graph."""
-    calls = [node for node in gm.graph.nodes if node.op == "call_module"]
-    return [node for node in calls if isinstance(gm.get_submodule(str(node.target)), LiftedLoop)]
-
-
-def unrolled_size(gm: GraphModule) -> int:
-    """Return how many nodes a graph has when its loops are unrolled."""
-    loops: list[Any] = [gm.get_submodule(str(node.target)) for node in lifted_loops(gm)]
-    return len(gm.graph.nodes) + sum(len(loop.body.graph.nodes) * loop.count for loop in loops)
 
 
 def serial(gm: GraphModule, call: Node) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,11 +23,14 @@ class UnknownSize(Exception):
 class Builder:
     """Inserts nodes before an anchor, each with the fake value that Inductor expects in its metadata."""
 
-    def __init__(self, anchor: Node, replaced: Iterable[Node] = ()) -> None:
-        """Insert before ``anchor``; never read ``replaced`` nodes, which the rewrite makes dead."""
+    def __init__(self, anchor: Node, replaced: Iterable[Node] = (), like: Node | None = None) -> None:
+        """Insert before ``anchor``; never read ``replaced`` nodes, which the rewrite makes dead.
+
+        An anchor without a fake value, such as an output, borrows the fake mode of ``like``.
+        """
         self.graph: Graph = anchor.graph
         self.anchor = anchor
-        self.fake_mode = value(anchor).fake_mode  # type: ignore[attr-defined]
+        self.fake_mode = value(like or anchor).fake_mode  # type: ignore[attr-defined]
         self.added: list[Node] = []
         self.replaced = set(replaced)
         self._meta = {key: entry for key, entry in anchor.meta.items() if key not in ("val", "tensor_meta")}
@@ -101,7 +104,7 @@ class Builder:
         Inductor inlines the copy into elementwise consumers; it costs memory traffic only before
         an external kernel.
         """
-        if _same_strides(value(x), like):
+        if same_strides(value(x), like):
             return x
         # Dense copies in the order of like's strides, outermost first.
         order = sorted(range(like.dim()), key=lambda dim: concrete(like.stride()[dim]), reverse=True)
@@ -150,9 +153,28 @@ def lay_out(build: Builder, x: Operand, product: Product) -> Node:
     return build.reshape(node, [[axis.size for axis in resolve(label)] for label in product.labels])
 
 
-def _same_strides(a: torch.Tensor, b: torch.Tensor) -> bool:
+def same_strides(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Tell whether two tensors of one shape lie in memory alike; axes of size one do not count."""
     dims = [dim for dim, size in enumerate(b.shape) if not same(size, 1)]
     return all(same(a.stride(dim), b.stride(dim)) for dim in dims)
+
+
+def sort_topologically(graph: Graph) -> None:
+    """Put every node after its inputs; nodes that are in order stay in order."""
+    placed: set[Node] = set()
+    output = graph.output_node()
+    for root in list(graph.nodes):
+        stack = [root]
+        while stack:
+            node = stack[-1]
+            missing = [x for x in node.all_input_nodes if x not in placed]
+            if node in placed or not missing:
+                stack.pop()
+                if node not in placed and node is not output:
+                    output.prepend(node)
+                placed.add(node)
+            else:
+                stack += missing[::-1]
 
 
 def is_constant(node: Node) -> bool:
@@ -167,6 +189,26 @@ def is_constant(node: Node) -> bool:
             return False
         stack.extend(x.all_input_nodes)
     return True
+
+
+def upstream(node: Node) -> set[Node]:
+    """Return a node and all that it depends on."""
+    return _reached(node, lambda x: x.all_input_nodes)
+
+
+def downstream(node: Node) -> set[Node]:
+    """Return a node and all that depends on it."""
+    return _reached(node, lambda x: x.users)
+
+
+def _reached(node: Node, neighbours: Callable[[Node], Iterable[Node]]) -> set[Node]:
+    stack, seen = [node], set[Node]()
+    while stack:
+        x = stack.pop()
+        if x not in seen:
+            seen.add(x)
+            stack.extend(neighbours(x))
+    return seen
 
 
 def region_inputs(root: Node, inside: Iterable[Node]) -> list[Node]:

@@ -45,6 +45,15 @@ class Cost:
         return Cost(self.flops + other.flops, self.bytes + other.bytes, max(self.largest, other.largest))
 
 
+# So many times fewer bytes are "several times fewer".
+SEVERAL = 4
+
+
+def clearly_less(new: Cost, old: Cost) -> bool:
+    """Tell whether something does no more operations than something else and moves several times fewer bytes."""
+    return new.flops <= old.flops and SEVERAL * new.bytes <= old.bytes
+
+
 def numel(val: Any) -> int:
     """Return the number of elements of a (fake) tensor; 0 for anything else."""
     return math.prod(concrete(size) for size in val.shape) if isinstance(val, torch.Tensor) else 0

@@ -2,13 +2,15 @@
 
 A naive layer may multiply two tensors into one of 48 GiB only to sum it. Run node by node, in
 float64, that needs twice as much. So a multiplication that only feeds a sum is done in blocks along
-an axis that the sum keeps. Broadcasting makes that purely positional: it relies on nothing that
-`refold.compiler.ir.index` concluded, which is what the reference is there to check.
+an axis that the sum keeps; in the float64 reference it becomes a product of matrices over the axes by
+their position. Both are purely positional: they rely on nothing that `refold.compiler.ir.index`
+concluded, which is what the reference is there to check.
 """
 
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +24,8 @@ aten = torch.ops.aten
 
 # Products up to this many elements are written out as they are.
 BLOCK = 1 << 24
+# In float64 there is no rounding to imitate, and from this many elements on a product of matrices is quicker.
+WRITTEN_OUT = 1 << 16
 _SUMS = (aten.sum.dim_IntList, aten.mean.dim)
 
 
@@ -55,7 +59,8 @@ class Evaluator(torch.fx.Interpreter):
                 a, b = args
                 if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) and a.dtype == b.dtype:
                     shape = torch.broadcast_shapes(a.shape, b.shape)
-                    if shape.numel() > BLOCK:
+                    exact = a.dtype == self.dtype == torch.float64
+                    if shape.numel() > (WRITTEN_OUT if exact else BLOCK):
                         return _Product(a.expand(shape), b.expand(shape))
             if args and isinstance(args[0], _Product):
                 return self._sum(n, args[0], kwargs)
@@ -70,13 +75,16 @@ class Evaluator(torch.fx.Interpreter):
     def _sum(self, n: Node, product: _Product, kwargs: dict[str, Any]) -> torch.Tensor:
         dims = sum_dims(n)
         rest = n.args[2:]
+        keepdim = bool(rest[0] if rest else kwargs.get("keepdim", False))
+        if self.dtype == product.a.dtype == torch.float64:
+            total = contracted(product.a, product.b, dims, keepdim)
+            return total / math.prod(product.a.shape[d] for d in dims) if n.target is aten.mean.dim else total
         kept = [d for d in range(product.a.dim()) if d not in dims]
         axis = max(kept, key=lambda d: product.a.shape[d], default=None)
         if axis is None:
             return n.target(product.a * product.b, dims, *rest, **kwargs)  # type: ignore[operator]
         size = product.a.shape[axis]
         width = max(1, BLOCK * size // product.a.numel())
-        keepdim = bool(rest[0] if rest else kwargs.get("keepdim", False))
         out_axis = axis if keepdim else axis - sum(d < axis for d in dims)
         blocks = [
             n.target(  # type: ignore[operator]
@@ -89,6 +97,26 @@ class Evaluator(torch.fx.Interpreter):
             for start in range(0, size, width)
         ]
         return torch.cat(blocks, out_axis)
+
+
+def contracted(a: torch.Tensor, b: torch.Tensor, dims: Sequence[int], keepdim: bool) -> torch.Tensor:
+    """Return ``(a * b).sum(dims, keepdim)`` of two tensors of one shape, without writing the product out.
+
+    An axis along which an operand was expanded is left out of it, so that ``torch.einsum`` has the
+    operands as they were; an axis that neither has is counted at the end.
+    """
+    shape, every = a.shape, range(a.dim())
+    axes = [[d for d in every if x.shape[d] > 1 and x.stride(d) != 0] for x in (a, b)]
+    small = [x[tuple(slice(None) if d in own else 0 for d in every)] for x, own in zip((a, b), axes, strict=True)]
+    out = [d for d in every if d not in dims and (d in axes[0] or d in axes[1])]
+    total = torch.einsum(small[0], axes[0], small[1], axes[1], out)
+    counted = math.prod(shape[d] for d in dims if d not in axes[0] and d not in axes[1])
+    total = total * counted if counted != 1 else total
+    for d in every:
+        if d not in out and (d not in dims or keepdim):
+            total = total.unsqueeze(d if keepdim else d - sum(other < d for other in dims))
+    kept = [d for d in every if d not in dims or keepdim]
+    return total.expand([1 if d in dims else shape[d] for d in kept])
 
 
 def _only_summed(n: Node) -> bool:
@@ -116,7 +144,10 @@ def computing_in(gm: GraphModule, dtype: torch.dtype) -> GraphModule:
     graph = copy.deepcopy(gm.graph)
     for node in graph.nodes:
         node.args, node.kwargs = _replaced(node.args, dtype), _replaced(node.kwargs, dtype)
-    return GraphModule(gm, graph)
+    twin = GraphModule(gm, graph)
+    for node in graph.find_nodes(op="get_attr"):
+        setattr(twin, str(node.target), _as(getattr(gm, str(node.target)), dtype))
+    return twin
 
 
 def with_gradients(

@@ -421,15 +421,16 @@ def _push_below_repeat(node: Node, absorb: Callable[[Node], bool]) -> Product | 
         return None
     (factor,) = inner.factors
     scale = inner.scale
-    renamed: dict[Axis, Axis] = {}
+    renamed: dict[Axis, Label] = {}
     for dim in moved:
         label = resolve(inner.labels[dim])
         if len(label) != 1 or label not in [resolve(own) for own in factor.labels]:
             return None  # the resized axis is merged with others, or is itself the repeat
-        renamed[label[0]] = Axis(value(node).shape[dim])
+        size = value(node).shape[dim]
+        renamed[label[0]] = () if same(size, 1) else (Axis(size),)
 
     def rename(labels: Sequence[Label]) -> tuple[Label, ...]:
-        return tuple(tuple(renamed.get(axis, axis) for axis in resolve(label)) for label in labels)
+        return tuple(tuple(new for axis in resolve(label) for new in renamed.get(axis, (axis,))) for label in labels)
 
     position = {own[0]: i for i, label in enumerate(factor.labels) if len(own := resolve(label)) == 1}
     dims = {dim: position[resolve(inner.labels[dim])[0]] for dim in moved}

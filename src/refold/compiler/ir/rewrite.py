@@ -10,7 +10,7 @@ from functools import cached_property
 import torch
 from torch.fx import GraphModule, Node
 
-from .builder import extract, region_inputs
+from .builder import extract, region_inputs, upstream
 from .cost import Cost, graph_cost
 
 
@@ -139,7 +139,7 @@ def replace_node(
         spread: See `Rewrite`.
     """
     order = {node: i for i, node in enumerate(root.graph.nodes)}
-    inside = set(inside)
+    inside = set(inside) & upstream(root)
     inputs = {*region_inputs(root, inside), *region_inputs(new, added)}
     if inputs & inside:
         raise AssertionError(f"the rewrite of {root} reads {inputs & inside}, which it replaces")

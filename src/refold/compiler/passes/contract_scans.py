@@ -13,11 +13,12 @@ from operator import getitem
 from typing import Any
 
 import torch
-from torch._inductor.pattern_matcher import stable_topological_sort
 from torch.fx import Graph, Node
 
 from ...ops.torch.registry import OPS
+from ..ir.builder import sort_topologically
 from ..ir.index import arg, value
+from ..ir.metadata import refresh, substitute
 from ..ir.rewrite import Rewrite
 from ..recurrence.affine import Affine, Loop
 from ..recurrence.reroll import Rollup
@@ -49,7 +50,7 @@ def contract_scans(graph: Graph, wanted: Callable[[str], bool]) -> Iterator[Rewr
             loop: Any = rollup.loops[-1]
             if (rest := replace(rollup, last, partial(_copied, loop), loop.last.next, why=WHY)) is not None:
                 yield rest
-                stable_topological_sort(graph)
+                sort_topologically(graph)
     for node in reversed(rollup.emit.added):
         if not node.users and node.graph is graph and not node._erased:
             graph.erase_node(node)
@@ -62,7 +63,7 @@ def _result(scan: Node, index: int) -> Any:
 def _last_state(graph: Graph, scan: Node, states: Node) -> Any:
     """Let what reads the last of all states read the scan's second result; return that, if anything uses it."""
     last = _result(scan, 1)
-    size = value(states).shape[1]
+    size, changed = value(states).shape[1], set[Node]()
     for view, time in [(states, 1), *((user, _time_of(user)) for user in states.users)]:
         users: list[Any] = list(view.users)
         for user in users:
@@ -75,8 +76,9 @@ def _last_state(graph: Graph, scan: Node, states: Node) -> Any:
                     last = graph.call_function(getitem, (scan, 1))
                 last.meta = {**scan.meta, "val": scan.meta["val"][1]}
             if value(user).shape == value(last).shape:
-                user.replace_all_uses_with(last)
+                changed.update(substitute(user, last))
                 graph.erase_node(user)
+    refresh(graph, changed)
     return last if last is not None and last.users else None
 
 

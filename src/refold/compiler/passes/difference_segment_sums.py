@@ -6,17 +6,19 @@ again. With ``P`` the prefix sum of ``a``, ``s[i, j] = P[i] - P[j]``: elementwis
 stored. In single precision the difference would cancel where ``|P|`` is large, so ``P`` and the
 difference are float64; the result is more exact than the original's running sum.
 
-Infinities are the one difference: if some ``a`` is infinite, ``P[i] - P[j]`` can be NaN where the
-original is finite.
+Infinities are counted apart, since ``P[i] - P[j]`` would be NaN after them: ``P`` is that of the
+finite values, and a second prefix sum counts minus infinities, as 1, and what else is not finite, as
+2^32. Where its difference is not zero, the segment is minus infinity, or no number.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from math import inf, nan
 
 import torch
-from torch.fx import Graph
+from torch.fx import Graph, Node
 
 from ..ir.builder import Builder, lay_out, operand
 from ..ir.index import arg, is_view, value
@@ -24,6 +26,9 @@ from ..ir.rewrite import Rewrite, replace_node
 from ..recurrence.segment_sums import masked_copies
 
 aten = torch.ops.aten
+
+# Counts for more than all minus infinities of a sum.
+_OTHER = 2.0**32
 
 
 def difference_segment_sums(graph: Graph, wanted: Callable[[str], bool]) -> Iterator[Rewrite]:
@@ -46,12 +51,16 @@ def difference_segment_sums(graph: Graph, wanted: Callable[[str], bool]) -> Iter
         # The copies are equal along j: sum up one of them.
         one = replace(read, labels=(*read.labels[:j], *read.labels[j + 1 :]))
         row = lay_out(build, operand(build, read.factors[0]), one)
-        prefix = build.call(aten.cumsum.default, (row, i - (j < i)), {"dtype": torch.float64})
-        ahead = build.call(aten.unsqueeze.default, (prefix, j))
-        behind = build.call(aten.unsqueeze.default, (build.permute(prefix, _moved(rank, i, j)), i))
-        difference = build.call(aten.sub.Tensor, (ahead, behind))
+        zero, never, unknown, one_, other = (_scalar(build, number, root) for number in (0.0, -inf, nan, 1.0, _OTHER))
+        finite = build.call(aten.lt.Scalar, (build.call(aten.abs.default, (row,)), inf))
+        forgets = build.call(aten.eq.Scalar, (row, -inf))
+        counted = build.call(aten.where.self, (forgets, one_, build.call(aten.where.self, (finite, zero, other))))
+        difference, passed = (
+            _difference(build, part, i, j, rank) for part in (build.call(aten.where.self, (finite, row, zero)), counted)
+        )
         narrow = build.call(torch.ops.prims.convert_element_type.default, (difference, torch.float32))
-        zero = build.call(aten.scalar_tensor.default, (0.0,), {"dtype": torch.float32, "device": value(root).device})
+        infinite = build.call(aten.where.self, (build.call(aten.lt.Scalar, (passed, _OTHER)), never, unknown))
+        narrow = build.call(aten.where.self, (build.call(aten.eq.Scalar, (passed, 0)), narrow, infinite))
         new = build.call(aten.where.self, (keep, narrow, zero))
         yield replace_node(
             root,
@@ -65,6 +74,18 @@ def difference_segment_sums(graph: Graph, wanted: Callable[[str], bool]) -> Iter
             terms=int(value(root).shape[i]),
             raced_alone=False,
         )
+
+
+def _scalar(build: Builder, number: float, like: Node) -> Node:
+    return build.call(aten.scalar_tensor.default, (number,), {"dtype": torch.float32, "device": value(like).device})
+
+
+def _difference(build: Builder, row: Node, i: int, j: int, rank: int) -> Node:
+    """Return ``P[i] - P[j]`` in float64, P the prefix sums along i of a value without axis j."""
+    prefix = build.call(aten.cumsum.default, (row, i - (j < i)), {"dtype": torch.float64})
+    later = build.call(aten.unsqueeze.default, (prefix, j))
+    earlier = build.call(aten.unsqueeze.default, (build.permute(prefix, _moved(rank, i, j)), i))
+    return build.call(aten.sub.Tensor, (later, earlier))
 
 
 def _moved(rank: int, i: int, j: int) -> list[int]:

@@ -15,15 +15,15 @@ from math import inf, prod
 from operator import getitem
 
 import torch
-from torch._inductor.pattern_matcher import stable_topological_sort
 from torch.fx import Graph, Node
 
 from ...ops.torch.registry import OPS
-from ..ir.builder import Builder, Operand, between, lay_out, multiply, operand
+from ..ir.builder import Builder, Operand, between, lay_out, multiply, operand, sort_topologically
 from ..ir.index import Axis, Factor, Label, Product, arg, is_tensor, layout, resolve, unify, value
 from ..ir.rewrite import Rewrite, replace_node
 from ..recurrence.chunked_form import NotAScan, Scan, States, read_scan, read_states, require, with_label
-from ..recurrence.duality import away_from_zero
+from ..recurrence.duality import divisor
+from ..recurrence.gated_chunks import FORGETS
 from .recover_contractions import contract
 
 aten = torch.ops.aten
@@ -42,7 +42,7 @@ def fuse_chunked_scans(graph: Graph, wanted: Callable[[str], bool]) -> Iterator[
                 yield from _replace(root, read_scan(within, across), wanted)
             except NotAScan:
                 continue
-            stable_topological_sort(graph)  # the last state may have been read before the outputs
+            sort_topologically(graph)  # the last state may have been read before the outputs
             graph.eliminate_dead_code()
             break
 
@@ -131,7 +131,7 @@ def _replace(root: Node, scan: Scan, wanted: Callable[[str], bool]) -> Iterator[
     x, B, C = (_multiplied(build, part, order) for part in (given.x, given.B, given.C))
     dt, A = (_multiplied(build, part, order) if part.factors else None for part in (given.dt, given.A))
     if given.free and dt is not None:
-        dt = Operand(away_from_zero(lambda target, *args, **kwargs: build.call(target, args, kwargs), dt.node), dt.axes)
+        dt = Operand(divisor(lambda target, *args, **kwargs: build.call(target, args, kwargs), dt.node), dt.axes)
         if set(dt.axes) <= {*batch, *time, *grouped} and _size(summed) <= _size(channels):
             B = multiply(build, B, dt, order, by=aten.div.Tensor)
         else:
@@ -254,7 +254,8 @@ def _contract_last_state(root: Node, states: States) -> Rewrite:
     a = _multiplied(build, decays, [*out, *time])
     outer = [axis for axis in a.axes if axis not in time]
     row = lay_out(build, a, Product((*((axis,) for axis in outer), time), ()))
-    since = build.call(aten.cumsum.default, (row, len(outer)), {"dtype": torch.float64})
+    bounded = build.call(aten.clamp_min.default, (row, FORGETS))
+    since = build.call(aten.cumsum.default, (bounded, len(outer)), {"dtype": torch.float64})
     total = build.call(aten.slice.Tensor, (since, len(outer), _size(time) - 1, _size(time)))
     to_end = _exponential(build, build.call(aten.sub.Tensor, (total, since)), [*outer, *time], value(root).dtype)
     written = sorted((operand(build, factor) for factor in states.written.factors), key=lambda x: value(x.node).numel())

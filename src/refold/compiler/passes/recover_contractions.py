@@ -177,7 +177,7 @@ class _Plan:
         if self.scale != 1.0:
             x = Operand(build.call(aten.mul.Tensor, (x.node, self.scale)), x.axes)
         if self.root.target in (aten.mean.dim, aten.mean.default):
-            count = build.product([axis.size for axis in resolve(self.product.bound)])
+            count = build.product([value(arg(self.root, 0)).shape[dim] for dim in sum_dims(self.root)])
             x = Operand(build.call(aten.div.Tensor, (x.node, count)), x.axes)
         return lay_out(build, x, self.product)
 

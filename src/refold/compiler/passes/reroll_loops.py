@@ -15,13 +15,13 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from torch._inductor.pattern_matcher import stable_topological_sort
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
 from ...ops.torch.registry import OPS
-from ..ir.builder import Builder, region_inputs
+from ..ir.builder import Builder, downstream, region_inputs, sort_topologically, upstream
 from ..ir.index import arg, is_tensor, is_view, same, value
+from ..ir.metadata import refresh
 from ..ir.rewrite import Rewrite, replace_node, source_line
 from ..recurrence.affine import Carries, Loop
 from ..recurrence.duality import lower
@@ -70,7 +70,7 @@ def roll_up_loops(graph: Graph, wanted: Callable[[str], bool]) -> Iterator[Rewri
     for root, join, after in _last_states(graph, rollup):
         if wanted(root.name) and (rewrite := replace(rollup, root, join, after)) is not None:
             yield rewrite
-            stable_topological_sort(graph)
+            sort_topologically(graph)
     rollups = [rollup]
     for steps in _chains(graph, rollup.members):
         if wanted(steps[-1].name):
@@ -168,7 +168,7 @@ def replace(
     build = Builder(anchor)
     new = build.restride(new, value(root))
     rollup.emit.added += build.added
-    live = _behind(new)
+    live = upstream(new)
     added = [node for node in rollup.emit.added if node in live]
     added += _computed_anew(added, rollup)
     inside = _region(root, added, rollup)
@@ -211,17 +211,17 @@ def _region(root: Node, made: list[Node], rollup: Rollup) -> set[Node]:
     added = set(made)
     read = {x for node in added for x in node.all_input_nodes if x not in added}
     inside = rollup.members - read
-    # The operators' arguments may be read from further up than the loop did, behind a negation say.
-    behind: set[Node] = set()
+    # The operators' arguments may be read from further up than the loop did, before a negation say.
+    after: set[Node] = set()
     for node in root.graph.nodes:
-        if any(x in read or x in behind for x in node.all_input_nodes):
-            behind.add(node)
-    stack = [x for x in region_inputs(root, inside) if x in behind and x not in read]
+        if any(x in read or x in after for x in node.all_input_nodes):
+            after.add(node)
+    stack = [x for x in region_inputs(root, inside) if x in after and x not in read]
     while stack:
         node = stack.pop()
         if node not in inside and node not in added:
             inside.add(node)
-            stack.extend(x for x in node.all_input_nodes if x in behind and x not in read)
+            stack.extend(x for x in node.all_input_nodes if x in after and x not in read)
     return inside
 
 
@@ -231,8 +231,8 @@ def dualise(rollup: Carries, loop: Loop, new: Node) -> Node:
     if loop.reverse or scan is None or body is None:
         return new
     shape = [len(loop.steps), *value(loop.steps[0]).shape]
-    states = States(scan, loop.previous, shape, _behind(scan, forwards=True))
-    for node in [n for n in _behind(new) if n.target in _CONTRACTIONS and n in states.dependent]:
+    states = States(scan, loop.previous, shape, downstream(scan))
+    for node in [n for n in upstream(new) if n.target in _CONTRACTIONS and n in states.dependent]:
         read = reading(rollup.emit, node, states)
         if read is None or len(shape) < 3:
             continue
@@ -249,36 +249,26 @@ def dualise(rollup: Carries, loop: Loop, new: Node) -> Node:
         y, last = found
         if value(y).shape != value(node).shape:
             continue
+        readers = list(node.users)
         node.replace_all_uses_with(y)
         rollup.emit.settle()
         result = y if node is new else new
-        if scan in _behind(result):  # its states are used otherwise, too
+        if scan in upstream(result):  # its states are used otherwise, too
             y.replace_all_uses_with(node)
             continue
         loop.last = rollup.emit.cast(last, value(loop.steps[0]).dtype)
-        stable_topological_sort(new.graph)
-        behind = {n.target for n in _behind(y)}
-        made = (name for name in ("ssd", "selective_scan") if OPS[name] in behind)
+        sort_topologically(new.graph)
+        refresh(new.graph, readers, but=new if new.op == "output" else None)
+        used = {n.target for n in upstream(y)}
+        made = (name for name in ("ssd", "selective_scan") if OPS[name] in used)
         loop.operator = next(made, "linear_scan over chunks")
         return result
     return new
 
 
-def _behind(node: Node, forwards: bool = False) -> set[Node]:
-    """Return a node and all that it depends on; or all that depends on it."""
-    stack = [node]
-    seen: set[Node] = set()
-    while stack:
-        x = stack.pop()
-        if x not in seen:
-            seen.add(x)
-            stack.extend(x.users if forwards else x.all_input_nodes)
-    return seen
-
-
 def _scans(new: Node) -> bool:
     """Tell whether a value comes out of a scan."""
-    return any(node.target in SCANS for node in _behind(new))
+    return any(node.target in SCANS for node in upstream(new))
 
 
 def _joins(graph: Graph) -> Iterator[tuple[Node, Join]]:
@@ -427,7 +417,7 @@ def _sums(rollup: Rollup, root: Node, terms: list[Node]) -> list[Node]:
 
 
 def _last_states(graph: Graph, rollup: Rollup) -> Iterator[tuple[Node, Join, Node]]:
-    live = _behind(graph.output_node()) if rollup.loops else set()
+    live = upstream(graph.output_node()) if rollup.loops else set()
     for loop in rollup.loops:
         at = 0 if loop.reverse else len(loop.steps) - 1
         node, states = loop.steps[at], loop.states
@@ -446,7 +436,7 @@ def _last_states(graph: Graph, rollup: Rollup) -> Iterator[tuple[Node, Join, Nod
 
 def _chains(graph: Graph, rolled_up: set[Node]) -> Iterator[list[Node]]:
     """Find nodes of one kind and source line, each fed by the one before it, that no loop accounts for; last first."""
-    live = _behind(graph.output_node())
+    live = upstream(graph.output_node())
     kinds: dict[Any, list[Node]] = defaultdict(list)
     for node in graph.nodes:
         if node in live and is_pointwise(node.target) and is_tensor(node) and value(node).is_floating_point():

@@ -23,10 +23,10 @@ aten = torch.ops.aten
 prims = torch.ops.prims
 
 _SAME = (aten.clone.default, aten.alias.default, aten.detach.default)
-# Views: of a carry only those may occur that add or drop axes of size one.
+# Views: of a carry only those may occur that add or drop axes of size one, or take all of an axis.
 _VIEWS = (
     aten.expand.default, aten.view.default, aten._unsafe_view.default, aten.reshape.default,
-    aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.squeeze.default,
+    aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.squeeze.default, aten.slice.Tensor, aten.select.int,
 )  # fmt: skip
 
 
@@ -135,6 +135,8 @@ class Carries:
 
     def _affine(self, node: Any, leaves: list[Any], loop: Loop, count: int) -> Affine:
         """Apply one step's operation to functions of the carry."""
+        if value(loop.steps[-1]).is_complex():
+            raise NotALoop("the carry is complex, and the operators compute with real numbers")
         found, shape = self._operation(node, leaves, loop, count), tuple(value(node).shape)
         if _without_ones(shape) != _without_ones(value(loop.steps[-1]).shape):
             raise NotALoop("the carry is broadcast to another shape")
@@ -155,12 +157,9 @@ class Carries:
         if not is_pointwise(target):
             raise NotALoop(f"{target} mixes elements of the carry, so no elementwise scan computes it")
         if target in (aten.add.Tensor, aten.sub.Tensor):
-            if node.kwargs or len(operands) != 2:
-                raise NotALoop("an addition with a factor")
-            a, b = operands
-            if target is aten.sub.Tensor:
-                b = self._scaled(b, Value(-1.0), loop)
-            return self._plus(a, b, loop)
+            a, b = operands[:2]  # the factor may be the third
+            alpha = node.kwargs.get("alpha", 1) * (-1.0 if target is aten.sub.Tensor else 1.0)
+            return self._plus(a, b if alpha == 1 else self._scaled(b, Value(alpha), loop), loop)
         if target is aten.mul.Tensor:
             a, b = operands
             if isinstance(a, Affine) and isinstance(b, Affine):
@@ -280,4 +279,4 @@ def _without_ones(shape: Any) -> list[Any]:
 
 def _counts(x: Any) -> bool:
     """Tell whether a leaf is an operand: a tensor or a number."""
-    return isinstance(x, Value) and (isinstance(x.node, Node) or type(x.node) in (int, float))
+    return isinstance(x, Value) and (isinstance(x.node, Node) or type(x.node) in (int, float, complex))

@@ -356,27 +356,37 @@ def _log_decay(
     sizes = [1 if place is None else shape[place] for place in per_step]
     heads = [1 if place is None else shape[place] for place in per_head]
     if not timed:
-        return x, _constant(emit, x, sizes, 1.0), total
+        bounded = emit.call(aten.clamp_min.default, total, forgets(value(x).dtype))
+        return x, _constant(emit, x, sizes, 1.0), bounded
     if value(x).dtype == torch.float16:  # a small reciprocal overflows
         return None
-    dt = away_from_zero(emit.call, total)
+    dt = divisor(emit.call, total)
     return emit.call(aten.div.Tensor, x, emit.reshape(dt, [*sizes, 1])), dt, _constant(emit, x, heads, 1.0)
 
 
 def _logarithm(emit: Emitter, term: Term) -> Node:
-    """Return the logarithm of a factor; what is smaller than any normal number counts as the smallest."""
+    """Return the logarithm of a factor: of zero minus infinity, and none below that of the smallest normal number."""
     inner = _unalias(term.node)
     if inner.target is aten.exp.default and value(inner).dim() == len(term.places):
         return arg(inner, 0)
-    least = torch.finfo(value(term.node).dtype).tiny
-    return emit.call(aten.log.default, emit.call(aten.clamp_min.default, term.node, least))
+    val = value(term.node)
+    log = emit.call(aten.log.default, emit.call(aten.clamp_min.default, term.node, torch.finfo(val.dtype).tiny))
+    never = emit.call(aten.full.default, [], -inf, dtype=val.dtype, device=val.device)
+    # Where the factor is zero no gradient may pass the logarithm; a NaN stays one.
+    return emit.call(aten.where.self, emit.call(aten.le.Scalar, term.node, 0), never, log)
 
 
-def away_from_zero(call: Callable[..., Node], a: Node) -> Node:
-    """Replace log decays too small to matter, so that one can divide by them."""
+def divisor(call: Callable[..., Node], a: Node) -> Node:
+    """Bound log decays so that one can divide by them and multiply again, their exponentials being the same."""
+    val = value(a)
     small = call(aten.lt.Scalar, call(aten.abs.default, a), NO_DECAY)
-    least = call(aten.full.default, [], NO_DECAY, dtype=value(a).dtype, device=value(a).device)
-    return call(aten.where.self, small, least, a)
+    least = call(aten.full.default, [], NO_DECAY, dtype=val.dtype, device=val.device)
+    return call(aten.clamp_min.default, call(aten.where.self, small, least, a), forgets(val.dtype))
+
+
+def forgets(dtype: torch.dtype) -> float:
+    """Return a log decay whose exponential is zero: operators sum up log decays, so one no larger than it must be."""
+    return -746.0 if dtype == torch.float64 else -104.0
 
 
 def _exponent(emit: Emitter, term: Term) -> tuple[float, list[Term]] | None:

@@ -11,13 +11,16 @@ where S0 are the states that enter the chunk: one `linear_scan` over chunks. Exp
 two positions of one chunk, so nothing overflows that would not in the loop. ``exp(G[i]) exp(-G[j])``, which would make
 the first term a matrix product, does overflow. Differences are taken in float64, as strong decays next to weak ones
 may cancel; of float64 itself in two parts.
+
+A product with zero is no mask: zero times infinity is not a number. So what a position must not see is replaced before
+it is multiplied, and a log decay of minus infinity, which forgets, by one whose exponential is zero all the same.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial, reduce
-from math import inf, prod
+from math import inf, nan, prod
 from operator import getitem
 
 import torch
@@ -31,6 +34,8 @@ aten = torch.ops.aten
 
 # Positions of a chunk: their pairs are computed one by one for each key, their states are kept one a chunk.
 CHUNK = 16
+# The exponential of this log decay is zero in every precision, and sums of a chunk of them are exact enough.
+FORGETS = -1e4
 
 
 def keyed_scan(
@@ -51,7 +56,8 @@ def keyed_scan(
     """
     (rows, steps, k), v = value(keys).shape, value(values).shape[2]
     chunks = -(-steps // CHUNK)
-    q, key, x, g = (_chunked(emit, part, chunks) for part in (queries, keys, values, logs))
+    bounded = emit.call(aten.clamp_min.default, logs, FORGETS)
+    q, key, x, g = (_chunked(emit, part, chunks) for part in (queries, keys, values, bounded))
     sums = _running_sums(emit, g)
 
     def decay(exponent: Node) -> Node:
@@ -73,10 +79,14 @@ def keyed_scan(
     apart = [[emit.call(aten.unsqueeze.default, part, dim) for dim in (3, 2)] for part in sums]
     between = plus([emit.call(aten.sub.Tensor, later, earlier) for later, earlier in apart])
     never = emit.call(aten.full.default, [], -inf, dtype=torch.float64, device=value(x).device)
-    between = emit.call(aten.where.self, _causal(emit, x), between, never)
-    pairs = times(emit.call(aten.unsqueeze.default, q, 3), emit.call(aten.unsqueeze.default, key, 2))
+    causal = _causal(emit, x)
+    between = emit.call(aten.where.self, causal, between, never)
+    zero = emit.call(aten.full.default, [], 0.0, dtype=value(x).dtype, device=value(x).device)
+    earlier = emit.call(aten.where.self, causal, emit.call(aten.unsqueeze.default, key, 2), zero)
+    pairs = times(emit.call(aten.unsqueeze.default, q, 3), earlier)
     scores = emit.call(aten.sum.dim_IntList, times(pairs, decay(between)), [-1])
-    near = product(scores, x)
+    seen, unbounded = finite_part(emit, x, 2)
+    near = plus([product(scores, seen), unbounded])
     # What a chunk adds to the state, and the states that enter the chunks.
     ends = [emit.call(aten.slice.Tensor, part, 2, CHUNK - 1, CHUNK) for part in sums]
     until = plus([emit.call(aten.sub.Tensor, end, part) for end, part in zip(ends, sums, strict=True)])
@@ -93,6 +103,20 @@ def keyed_scan(
     far = product(times(q, decay(plus(sums))), entering)
     y = emit.reshape(emit.call(aten.add.Tensor, near, far), [rows, chunks * CHUNK, v])
     return (y if chunks * CHUNK == steps else emit.call(aten.slice.Tensor, y, 1, 0, steps)), last
+
+
+def finite_part(emit: Emitter, x: Node, time: int) -> tuple[Node, Node]:
+    """Split values so that a product over all of a time axis can be causal: zeros of a matrix do not stop infinities.
+
+    Returns:
+        The values, with zeros for those that are not finite; and what is to be added to the product: NaN from the first
+        value on that is not finite, zero before.
+    """
+    val = value(x)
+    zero, never = (emit.call(aten.full.default, [], c, dtype=val.dtype, device=val.device) for c in (0.0, nan))
+    finite = emit.call(aten.lt.Scalar, emit.call(aten.abs.default, x), inf)
+    since = emit.call(aten.cumsum.default, emit.call(aten.where.self, finite, zero, never), time)
+    return emit.call(aten.where.self, finite, x, zero), since
 
 
 def _chunked(emit: Emitter, x: Node, chunks: int) -> Node:

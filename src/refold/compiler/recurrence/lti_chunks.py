@@ -21,6 +21,7 @@ from torch.fx import Node
 
 from ...ops.torch.registry import OPS
 from ..ir.index import value
+from .gated_chunks import finite_part
 from .vectorize import Emitter
 
 aten = torch.ops.aten
@@ -73,7 +74,8 @@ def steady_scan(emit: Emitter, query: Node, key: Node, decay: Node, x: Node, ini
     toeplitz = call(aten.where.self, call(aten.ge.Scalar, apart, 0), toeplitz, zero)
     inputs = emit.permute(emit.reshape(x, [rows, chunks, length, columns]), [0, 2, 1, 3])
     inputs = emit.reshape(inputs, [rows, length, chunks * columns])
-    near = call(aten.bmm.default, toeplitz, inputs)
+    seen, unbounded = finite_part(emit, inputs, 1)
+    near = call(aten.add.Tensor, call(aten.bmm.default, toeplitz, seen), unbounded)
     # What each chunk leaves behind, and the states that enter the chunks.
     left = call(prims.rev.default, weighted(key, 0, length), [1])
     left = emit.permute(left, [0, 2, 1])

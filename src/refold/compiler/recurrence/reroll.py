@@ -102,6 +102,8 @@ class Rollup(Carries):
         if found is None:
             return None
         whole, among, at = found
+        if not is_tensor(whole.node):  # several tensors a step
+            return None
         count = len(steps)
         if among[at : at + count] == steps:
             return Value(self._run(whole.node, at, at + count, 1), True)
@@ -184,6 +186,8 @@ class Rollup(Carries):
         if isinstance(rest, Affine):
             raise NotALoop("the list depends on a loop that is not finished")
         like = steps[1] if end == 0 else steps[-2]
+        if not is_tensor(like):
+            raise NotALoop("the steps differ in what is no tensor")
         core = self.emit.timed(rest, len(steps) - 1)
         if is_tensor(odd) and numel(value(odd)) > numel(value(like)):  # a factor of a gradient that had no step before
             shape = value(odd).shape

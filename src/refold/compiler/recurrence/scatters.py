@@ -15,6 +15,7 @@ from torch.fx import Graph, Node
 
 from ..ir.builder import Builder
 from ..ir.index import arg, value
+from ..ir.metadata import refresh, substitute
 from .reroll import plain_copy
 
 aten = torch.ops.aten
@@ -51,7 +52,11 @@ class _Written:
 
 
 def forward_writes(graph: Graph) -> None:
-    """Let reads of one position of a tensor read what was written there, or the tensor as it was before."""
+    """Let reads of one position of a tensor read what was written there, or the tensor as it was before.
+
+    Not what leaves the graph: that must not share memory with anything else that does.
+    """
+    changed: set[Node] = set()
     # A tensor that was written to -> the chain, and how many of its writes the tensor has seen.
     seen: dict[Node, tuple[_Written, int]] = {}
     for node in list(graph.nodes):
@@ -67,12 +72,13 @@ def forward_writes(graph: Graph) -> None:
             seen[node] = chain, chain.count
         elif node.target is aten.select.int and isinstance(arg(node, 2), int):
             if node.args[0] in seen:
-                _forward_read(node, seen)
+                _forward_read(node, seen, changed)
             else:
-                _read_end(node)
+                _read_end(node, changed)
+    refresh(graph, changed)
 
 
-def _forward_read(node: Any, seen: dict[Node, tuple[_Written, int]]) -> None:
+def _forward_read(node: Any, seen: dict[Node, tuple[_Written, int]], changed: set[Node]) -> None:
     source, shape = node.args[0], value(node.args[0]).shape
     dim = node.args[1] % len(shape)
     at = node.args[2] % shape[dim]
@@ -83,26 +89,25 @@ def _forward_read(node: Any, seen: dict[Node, tuple[_Written, int]]) -> None:
         written = [content for number, content in chain.content.get(at, ()) if number <= count]
         if written:
             if value(written[-1]).shape == value(node).shape and value(written[-1]).dtype == value(node).dtype:
-                node.replace_all_uses_with(written[-1])
+                changed.update(substitute(node, written[-1], outside=False))
             return
         source = chain.base
     new = Builder(node).call(aten.select.int, (source, dim, at))
-    if value(new).stride() == value(node).stride():
-        node.replace_all_uses_with(new)
-    else:
-        node.graph.erase_node(new)
+    changed.update(substitute(node, new, outside=False))
 
 
-def _read_end(node: Any) -> None:
+def _read_end(node: Any, changed: set[Node]) -> None:
     """Let a read of the first or last of stacked tensors read that tensor: the others may not be needed."""
     stacked = node.args[0]
     cat = stacked.args[0] if stacked.target is aten.view.default else stacked
-    if cat.target not in (aten.cat.default, aten.stack.default) or any(user.op == "output" for user in node.users):
+    if cat.target not in (aten.cat.default, aten.stack.default):
         return
     parts, dim = cat.args[0], arg(cat, 1, "dim", 0) % value(stacked).dim()
     shape = list(value(parts[0]).shape)
     at = node.args[2] % value(stacked).shape[dim]
     if list(value(stacked).shape) != [*shape[:dim], len(parts), *shape[dim:]] or node.args[1] % len(shape) != dim:
         return
+    if value(parts[at]).dtype != value(node).dtype:
+        return
     if at in (0, len(parts) - 1) and value(parts[at]).is_contiguous():
-        node.replace_all_uses_with(parts[at])
+        changed.update(substitute(node, parts[at], outside=False))

@@ -188,6 +188,13 @@ def _cat(emit: Emitter, node: Any, args: list[Any], steps: int) -> Node:
     return emit.call(aten.cat.default, [emit.timed(v, steps) for v in args[0]], _dim(dim, value(node).dim()))
 
 
+def _layer_norm(emit: Emitter, node: Node, args: list[Any], steps: int) -> Node:
+    if any(isinstance(a, Value) and a.timed for a in args[1:]):
+        raise NotALoop("a step normalises with weights of its own")
+    plain = [a.node if isinstance(a, Value) else a for a in args]
+    return emit.call(node.target, *plain, **node.kwargs)
+
+
 def _getitem(emit: Emitter, node: Node, args: list[Any], steps: int) -> Node:
     return emit.call(operator.getitem, args[0].node, args[1])
 
@@ -240,6 +247,8 @@ RULES: dict[Any, Rule] = {
     aten.expand.default: _expand,
     aten.cat.default: _cat,
     aten.bmm.default: _bmm,
+    aten.native_layer_norm.default: _layer_norm,
+    aten._fused_rms_norm.default: _layer_norm,
     operator.getitem: _getitem,
 }
 

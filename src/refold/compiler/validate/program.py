@@ -1,10 +1,11 @@
-"""The last word: the rewritten graph against eager and plain Inductor, on copies of the user's inputs."""
+"""The last word on a rewritten graph: is it right as a whole, and is it the fastest? On copies of the user's inputs."""
 
 from __future__ import annotations
 
 import logging
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,74 +14,124 @@ from torch.fx import GraphModule
 from ...report import GraphReport
 from ...verify import median_ms, race
 from ...verify.memory import available_bytes, peak_bytes
-from ..dynamo.to_scan import unrolled_size
+from ..dynamo.loop import unrolled_size
 from ..inductor import Compiled, apart, clone_inputs, inductor, standalone
-from .region import INDUCTOR_NODES, Settings, fastest, undisturbed_rng
+from .region import INDUCTOR_NODES, Settings, first_times, undisturbed_rng
+from .whole import compare
 
 log = logging.getLogger("refold")
 
 # A race may take this long.
 RACE_BUDGET_S = 20.0
+# What takes longer than this, and is not the fastest, is timed no more often than it takes to know that.
+SLOW_MS = 200.0
 
 
-def hold(
-    compiled: Compiled, gm: GraphModule, inputs: Sequence[Any], settings: Settings, entry: GraphReport
+@dataclass(frozen=True)
+class Rewritten:
+    """A graph that was rewritten and compiled.
+
+    Attributes:
+        run: The program.
+        repeatable: Compiles it again, so that it draws the same random numbers as the original.
+        terms: Number of terms in the longest sum that was rewritten.
+    """
+
+    run: Compiled
+    repeatable: Callable[[], Compiled]
+    terms: int
+
+
+def last_word(
+    rewritten: Rewritten, gm: GraphModule, inputs: Sequence[Any], settings: Settings, entry: GraphReport
 ) -> Compiled:
-    """Race a rewritten graph against eager and plain Inductor, and record the outcome.
+    """Compare a rewritten graph with the original, race it against eager and plain Inductor, and record both.
 
     Args:
-        compiled: The rewritten graph.
+        rewritten: The rewritten graph.
         gm: The graph as it was.
         inputs: The values it was captured with; copies of them are used.
-        settings: Carries the options for Inductor.
+        settings: What to require, and the options for Inductor.
         entry: The report to write into.
 
     Returns:
-        The fastest of the three.
+        What is to run: the fastest of the three, and never the rewritten graph if it differs from the original.
     """
-    device = _device(inputs)
     options = dict(settings.options or {})
-    contenders: dict[str, Callable[[], object]] = {}
-    if 2 * max(row.largest_before for row in entry.rewrites) < available_bytes(device):
-        contenders["eager"] = _trial(gm, inputs)
+    originals: dict[str, Compiled] = {}
+    if 2 * max(row.largest_before for row in entry.applied) < available_bytes(_device(inputs)):
+        originals["eager"] = gm
     else:
         entry.notes.append("eager was not timed: it does not fit in memory")
     size = unrolled_size(gm)
     unrolled = size > INDUCTOR_NODES and any(row.name == "roll up loop" for row in entry.applied)
-    if "eager" in contenders and unrolled:
+    if "eager" in originals and unrolled:
         entry.notes.append(f"torch.compile was not timed: an unrolled loop of {size} nodes takes it minutes")
-    else:
-        _add_plain(contenders, gm, inputs, options, entry)
-    ours = _trial(compiled, inputs)
+    elif settings.accept == "faster" or not originals:
+        _add_plain(originals, gm, inputs, options, entry)
+    if settings.verify != "off" and (reason := _compared(rewritten, gm, originals, inputs, entry)):
+        log.warning("graph %d is left to Inductor: %s", entry.index, reason)
+        entry.chosen, entry.reason = "inductor", f"because the rewritten graph {reason}"
+    elif settings.accept == "faster":
+        _race(rewritten.run, originals, inputs, entry, peaks=not unrolled)
+    if entry.chosen == "refold":
+        return rewritten.run
+    for row in entry.applied:
+        row.status, row.reason = "refused", entry.reason.removeprefix("because ")
+    return gm if entry.chosen == "eager" else inductor(gm, inputs, options=options)
+
+
+def _compared(
+    rewritten: Rewritten, gm: GraphModule, originals: dict[str, Compiled], inputs: Sequence[Any], entry: GraphReport
+) -> str:
+    """Compare the rewritten graph with the original; return what is wrong with it."""
+    log.info("checking the whole graph")
+    own = next(iter(originals.values()), None)
+    with undisturbed_rng(), apart():
+        found = compare(rewritten.run, gm, own, inputs, rewritten.terms, rewritten.repeatable)
+    entry.checked_against = found.against
+    entry.checks = [vars(one) for one in found.results]
+    if "eager" in originals:
+        entry.difference_from_eager = found.difference
+    if found.against != "float64":
+        what = f"only compared with {found.against}" if found.against else "not checked as a whole, only its regions"
+        entry.notes.append(f"the graph was {what}: {found.note}")
+    return f"differs from the original: {found.reason}" if found.reason else ""
+
+
+def _race(
+    program: Compiled, originals: dict[str, Compiled], inputs: Sequence[Any], entry: GraphReport, *, peaks: bool
+) -> None:
+    """Race a program against the original, and record which is to run."""
+    device = _device(inputs)
+    ours, rivals = _trial(program, inputs), {name: _trial(run, inputs) for name, run in originals.items()}
     with undisturbed_rng(), apart():
         ours()
-        if not contenders:
+        if not rivals:
             entry.times_ms["refold"] = median_ms(ours, device)
-            return compiled
+            return
         log.info("racing the whole graph")
-        name, base = fastest(contenders, device)
-        result = race(base, ours, device, budget_s=RACE_BUDGET_S)
-        for other, run in contenders.items():
-            entry.times_ms[other] = result.base_ms if other == name else median_ms(run, device)
+        times = first_times(rivals, device)
+        name = min(times, key=times.__getitem__)
+        result = race(rivals[name], ours, device, budget_s=RACE_BUDGET_S)
+        for other, run in rivals.items():
+            slow = times[other] > SLOW_MS
+            entry.times_ms[other] = (
+                result.base_ms if other == name else times[other] if slow else median_ms(run, device)
+            )
             # On the CPU memory is traced operation by operation, which takes a long loop many times its run time.
-            if not unrolled or device.type != "cpu":
+            if peaks or device.type != "cpu":
                 entry.peak_bytes[other] = peak_bytes(run, device)
         entry.times_ms["refold"] = result.candidate_ms
         entry.peak_bytes["refold"] = peak_bytes(ours, device)
         entry.speedup, entry.speedup_at_least = result.speedup, result.at_least
-        if "eager" in contenders and entry.mode == "inference":
-            entry.difference_from_eager = _difference(contenders["eager"](), ours())
-    if result.faster:
-        return compiled
-    entry.chosen = "eager" if name == "eager" else "inductor"
-    entry.reason = f"because the rewritten graph is not faster than {name} ({result.speedup:.2f}x)"
-    for row in entry.applied:
-        row.status, row.reason = "refused", "the whole graph is not faster with the rewrites"
-    return gm if name == "eager" else inductor(gm, inputs, options=options)
+    if not result.faster:
+        entry.chosen = "eager" if name == "eager" else "inductor"
+        entry.reason = f"because the rewritten graph is not faster than {name} ({result.speedup:.2f}x)"
 
 
 def _add_plain(
-    contenders: dict[str, Callable[[], object]],
+    originals: dict[str, Compiled],
     gm: GraphModule,
     inputs: Sequence[Any],
     options: dict[str, Any],
@@ -92,10 +143,10 @@ def _add_plain(
     try:
         # With symbolic sizes the baseline must be compiled for them too, in the context that knows them.
         dynamic = any(isinstance(x, torch.SymInt) for x in inputs)
-        plain = _trial((inductor if dynamic else standalone)(gm, inputs, options=options), inputs)
+        plain = (inductor if dynamic else standalone)(gm, inputs, options=options)
         with undisturbed_rng(), apart():
-            plain()
-        contenders["torch.compile"] = plain
+            _trial(plain, inputs)()
+        originals["torch.compile"] = plain
         entry.inductor_compile_s = time.perf_counter() - start
     except Exception as error:  # Inductor's failures have no common type
         entry.notes.append(f"torch.compile alone fails on this graph: {first_line(error)}")
@@ -126,14 +177,3 @@ def _trial(run: Compiled, inputs: Sequence[Any]) -> Callable[[], object]:
         return [y.detach() for y in outputs]
 
     return call
-
-
-def _difference(expected: Any, got: Any) -> float:
-    """Return the largest relative L2 difference over the floating-point outputs."""
-    worst = 0.0
-    for a, b in zip(expected, got, strict=True):
-        if a.is_floating_point():
-            a, b = a.double(), b.double()
-            norm = float(torch.linalg.vector_norm(a)) or 1.0
-            worst = max(worst, float(torch.linalg.vector_norm(b - a)) / norm)
-    return worst

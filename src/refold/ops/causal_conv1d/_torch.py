@@ -43,12 +43,11 @@ def causal_conv1d_backward(
         raw = windows.tokens(_convolve(extended, weight, bias))
         gate = torch.sigmoid(raw)
         dout = dout * gate * (1 + raw * (1 - gate))
-    spread = windows.spread(dout)
-    dextended, count = torch.zeros_like(extended), spread.shape[1]
+    dextended = torch.zeros_like(extended)
     dweight = torch.empty(weight.shape, dtype=extended.dtype, device=weight.device)
     for j, tap in enumerate(weight.to(extended.dtype).unbind(1)):
-        dextended[:, j : j + count].addcmul_(spread, tap.expand_as(spread))
-        dweight[:, j] = (extended[:, j : j + count] * spread).sum((0, 1))
+        windows.add_to(dextended, j, dout, tap)
+        dweight[:, j] = (windows.read(extended, j) * dout).sum((0, 1))
     if dstate is not None:
         windows.add_final_gradient(dextended, dstate)
     grads = {"x": windows.inputs(dextended), "weight": dweight}
@@ -134,12 +133,18 @@ class _Windows:
         """Return the results at tokens, (b, t, d), of those at every full window."""
         return out if not self.packed else out.index_select(1, self.where[: self.seqlen] - self.front)
 
-    def spread(self, values: Tensor) -> Tensor:
-        """Return values at tokens as values at every full window, zeros elsewhere."""
+    def read(self, extended: Tensor, j: int) -> Tensor:
+        """Return what tap ``j`` reads for each token, (b, t, d)."""
         if not self.packed:
-            return values
-        out = values.new_zeros(1, len(self.place) - self.front, self.channels)
-        return out.index_copy_(1, self.where[: self.seqlen] - self.front, values)
+            return extended[:, j : j + self.seqlen]
+        return extended.index_select(1, self.where[: self.seqlen] - self.front + j)
+
+    def add_to(self, extended: Tensor, j: int, values: Tensor, tap: Tensor) -> None:
+        """Add ``tap * values`` (b, t, d) to what tap ``j`` reads."""
+        if not self.packed:
+            extended[:, j : j + self.seqlen].addcmul_(values, tap.expand_as(values))
+        else:
+            extended.index_add_(1, self.where[: self.seqlen] - self.front + j, values * tap)
 
     def final(self, extended: Tensor) -> Tensor:
         """Return the last w - 1 inputs of each sequence, (k, d, w - 1)."""

@@ -57,10 +57,11 @@ def step_sizes(dt: Array, dt_bias: Array | None, softplus: bool, limit: tuple[fl
         # The inner where keeps the gradient of the branch that is not taken finite.
         dt = jnp.where(dt > 20, dt, jnp.log1p(jnp.exp(jnp.where(dt > 20, 0, dt))))
     low, high = limit
-    if low > 0:
-        dt = jnp.maximum(dt, low)
+    # Not maximum and minimum, whose gradient is half where a step lies on a limit, as those of padding do.
+    if low > (0 if softplus else -float("inf")):
+        dt = jnp.where(dt < low, low, dt)
     if high < float("inf"):
-        dt = jnp.minimum(dt, high)
+        dt = jnp.where(dt > high, high, dt)
     return dt
 
 

@@ -9,8 +9,11 @@ import jax.numpy as jnp
 from refold.ops.jax.layout import Array, accumulator
 
 
-def _solve(a: Array, x: Array, reverse: bool) -> Array:
+def _solve(a: Array, x: Array, first: Array | None, reverse: bool) -> Array:
     """Solve ``h[t] - a[t] h[t - 1] = x[t]`` (with ``reverse``, ``t + 1``), where h is zero outside of the sequence.
+
+    ``first`` (1, t, ...) marks the tokens of a pack at which a sequence begins. A factor of zero would not do there:
+    zero times a state that is not finite is NaN.
 
     JAX is told that this is a linear system, so that its derivatives are scans as well: that of x is the transposed
     system, solved the other way round, and that of a follows from the equation. Derived step by step, the scan would
@@ -21,17 +24,27 @@ def _solve(a: Array, x: Array, reverse: bool) -> Array:
         edge = jnp.zeros_like(h[:, :1])
         return jnp.concatenate([h[:, 1:], edge] if later else [edge, h[:, :-1]], axis=1)
 
-    def combine(left: tuple[Array, Array], right: tuple[Array, Array]) -> tuple[Array, Array]:
-        return left[0] * right[0], right[0] * left[1] + right[1]
+    def before(h: Array) -> Array:
+        h = neighbour(h, reverse)
+        return h if first is None else jnp.where(first, 0, h)
 
-    def scan(a: Array, x: Array, reverse: bool) -> Array:
-        return jax.lax.associative_scan(combine, (a, x), reverse=reverse, axis=1)[1]
+    def combine(left: tuple[Array, ...], right: tuple[Array, ...]) -> tuple[Array, ...]:
+        if first is None:
+            return left[0] * right[0], right[0] * left[1] + right[1]
+        factor, value = jnp.where(right[2], 0, left[0] * right[0]), jnp.where(right[2], 0, right[0] * left[1])
+        return factor, value + right[1], left[2] | right[2]
+
+    def scan(a: Array, x: Array, first: Array | None, reverse: bool) -> Array:
+        marks = () if first is None else (jnp.broadcast_to(first, (1, x.shape[1], *[1] * (x.ndim - 2))),)
+        return jax.lax.associative_scan(combine, (a, x, *marks), reverse=reverse, axis=1)[1]
 
     return jax.lax.custom_linear_solve(
-        lambda h: h - a * neighbour(h, reverse),
+        lambda h: h - a * before(h),
         x,
-        lambda _, x: scan(a, x, reverse),
-        lambda _, x: scan(neighbour(a, not reverse), x, not reverse),
+        lambda _, x: scan(a, x, first, reverse),
+        lambda _, x: scan(
+            neighbour(a, not reverse), x, None if first is None else neighbour(first, not reverse), not reverse
+        ),
     )
 
 
@@ -46,17 +59,17 @@ def linear_scan(
 ) -> tuple[Array, Array]:
     """Compute :func:`refold.ops.linear_scan` on JAX arrays; see there for the equations and the arguments.
 
-    A state enters where a sequence begins: it is added to the first input there, and the factor is set to zero, which
-    cuts the sequence off from the one before.
+    A state enters where a sequence begins: it is added to the first input there.
     """
     acc = accumulator(x.dtype)
     seqlen = x.shape[1]
     factors, values = (jnp.broadcast_to(v, jnp.broadcast_shapes(a.shape, x.shape)).astype(acc) for v in (a, x))
+    first = None
     if cu_seqlens is None:
         begin: Any = -1 if reverse else 0
         end: Any = 0 if reverse else -1
-        if initial_state is not None:
-            values = values.at[:, begin].add(factors[:, begin] * initial_state.astype(acc))
+        state: Any = 0 if initial_state is None else initial_state.astype(acc)
+        values = values.at[:, begin].add(factors[:, begin] * state)
     else:
         starts, stops = cu_seqlens[:-1], cu_seqlens[1:]
         begin, end = (stops - 1, starts) if reverse else (starts, stops - 1)
@@ -64,8 +77,8 @@ def linear_scan(
         begin = jnp.where(stops > starts, begin, seqlen)  # an empty sequence begins nowhere
         state = jnp.zeros((len(starts), *x.shape[2:]), acc) if initial_state is None else initial_state.astype(acc)
         values = values.at[0, begin].add(factors[0, jnp.minimum(begin, seqlen - 1)] * state, mode="drop")
-        factors = factors.at[0, begin].set(0, mode="drop")
+        first = jnp.zeros((1, seqlen), bool).at[0, begin].set(True, mode="drop").reshape(1, seqlen, *[1] * (x.ndim - 2))
 
-    h = _solve(factors, values, reverse)
+    h = _solve(factors, values, first, reverse)
     final = h[:, end] if cu_seqlens is None else jnp.where(nonempty, h[0, end], state)
     return h.astype(x.dtype), final

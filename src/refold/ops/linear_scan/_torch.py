@@ -4,9 +4,9 @@ A small state leaves a call per token with nothing to do but its overhead. There
 that advance together; then one pass carries states from lane to lane and adds what they contribute. Only products of
 factors are formed, never quotients, so signs and zeros are no special cases.
 
-A sequence begins by clearing its first factor and adding what its initial state contributes to its first input, so
-that the loops know nothing of packs. Offsets are read on the host: on an accelerator that is one synchronisation a
-call.
+What the initial state of a sequence contributes is added to its first input. There the loops read nothing of the
+sequence before it: zero times a state that is not finite would be NaN. Offsets are read on the host: on an accelerator
+that is one synchronisation a call.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def linear_scan(
     dtype = accumulator(x.dtype)
     factors, h = (_ordered(array, reverse, dtype) for array in (a, x))
     borders.enter(factors, h, initial_state)
-    _scan(factors, h)
+    _scan(factors, h, borders.cuts)
     state = borders.final(h, initial_state)
     return _ordered(h, reverse, x.dtype).contiguous(), state
 
@@ -44,21 +44,20 @@ def linear_scan_backward(
     """Return the gradients of all array arguments that are present, whatever ``needs`` says."""
     borders = _Borders(x, cu_seqlens, reverse)
     dtype = accumulator(x.dtype)
-    original = _ordered(a, reverse, dtype)
-    factors, h = original.clone(), _ordered(x, reverse, dtype)
+    factors, h = (_ordered(array, reverse, dtype) for array in (a, x))
     borders.enter(factors, h, initial_state)
-    _scan(factors, h)
+    _scan(factors, h, borders.cuts)
 
     # Adjoints λ[t] = dh[t] + a[t+1] λ[t+1]: the same recurrence against time, with factors one token later.
     adjoints = torch.zeros_like(h) if dh is None else _ordered(dh, reverse, dtype)
     borders.add_final_gradient(adjoints, dstate)
     later = torch.cat([factors[:, 1:], torch.zeros_like(factors[:, :1])], 1)
     against = adjoints.flip(1)
-    _scan(later.flip(1), against)
+    _scan(later.flip(1), against, [x.shape[1] - cut for cut in borders.cuts])
     adjoints = against.flip(1)
 
     before = torch.cat([torch.zeros_like(h[:, :1]), h[:, :-1]], 1)
-    dinitial = borders.leave(before, original, adjoints, initial_state, dstate)
+    dinitial = borders.leave(before, factors, adjoints, initial_state, dstate)
     grads = {"a": _ordered(before.mul_(adjoints), reverse, dtype), "x": _ordered(adjoints, reverse, dtype)}
     return grads if initial_state is None else {**grads, "initial_state": dinitial}
 
@@ -68,30 +67,41 @@ def _ordered(array: Tensor, reverse: bool, dtype: torch.dtype) -> Tensor:
     return (array.flip(1) if reverse else array).to(dtype, copy=not reverse)
 
 
-def _scan(factors: Tensor, h: Tensor) -> None:
-    """Turn inputs into states in place; the first factor counts for nothing."""
+def _scan(factors: Tensor, h: Tensor, cuts: list[int]) -> None:
+    """Turn inputs into states in place; the factors of the first token, and of those in ``cuts``, count for nothing."""
     batch, seqlen = h.shape[:2]
     elements = h[:, 0].numel()
     if elements >= LARGE_STATE or seqlen < 16:
-        _advance(factors, h, axis=1)
+        steps, decays, first = h.unbind(1), factors.unbind(1), set(cuts)
+        for t in range(1, seqlen):
+            if t not in first:
+                steps[t].addcmul_(decays[t], steps[t - 1])
         return
     length = math.isqrt(seqlen - 1) + 1
     nlanes = -(-seqlen // length)
     padded_factors, padded = (array.new_zeros(batch, nlanes * length, *array.shape[2:]) for array in (factors, h))
     padded_factors[:, :seqlen], padded[:, :seqlen] = factors, h
     lanes, lane_factors = padded.unflatten(1, (nlanes, length)), padded_factors.unflatten(1, (nlanes, length))
-    _advance(lane_factors, lanes, axis=2)
+    cut = torch.zeros(nlanes * length, dtype=torch.bool)
+    cut[cuts] = True
+    cut = cut.view(nlanes, length)
+    closed = cut.cummax(1).values  # whether what enters the lane ended before this token
+    some, ending = cut.any(0).tolist(), closed[:, -1].tolist()
+    cut, closed = (mask.to(h.device).view(nlanes, length, *(1 for _ in h.shape[2:])) for mask in (cut, closed))
+    steps, decays = lanes.unbind(2), lane_factors.unbind(2)
+    for t in range(1, length):
+        before = steps[t - 1].masked_fill(cut[:, t], 0.0) if some[t] else steps[t - 1]
+        steps[t].addcmul_(decays[t].masked_fill(cut[:, t], 0.0) if some[t] else decays[t], before)
     reach = lane_factors.cumprod(2)  # what is left in a lane of the state that enters it
     ends = lanes[:, :, -1].clone()
-    _advance(reach[:, :, -1], ends, axis=1)
-    lanes[:, 1:].addcmul_(reach[:, 1:], ends[:, :-1, None])
+    for lane in range(1, nlanes):
+        if not ending[lane]:
+            ends[:, lane].addcmul_(reach[:, lane, -1], ends[:, lane - 1])
+    if cuts:
+        lanes[:, 1:] += (reach[:, 1:] * ends[:, :-1, None]).masked_fill_(closed[1:], 0.0)
+    else:
+        lanes[:, 1:].addcmul_(reach[:, 1:], ends[:, :-1, None])
     h.copy_(padded[:, :seqlen])
-
-
-def _advance(factors: Tensor, h: Tensor, axis: int) -> None:
-    steps, decays = h.unbind(axis), factors.unbind(axis)
-    for t in range(1, len(steps)):
-        steps[t].addcmul_(decays[t], steps[t - 1])
 
 
 class _Borders:
@@ -104,6 +114,8 @@ class _Borders:
         # Batch rows, first tokens, last tokens, sequences.
         self.row, self.sequence = every, every
         self.first, self.last = torch.zeros_like(every), torch.full_like(every, seqlen - 1)
+        self.cuts: list[int] = []
+        """First tokens of all sequences of a pack but the first."""
         if cu_seqlens is not None:
             offsets = read_offsets("linear_scan", cu_seqlens, seqlen)
             pairs = [(k, s, e - 1) for k, (s, e) in enumerate(pairwise(offsets)) if e > s]
@@ -111,13 +123,14 @@ class _Borders:
             self.shape = (len(offsets) - 1, *x.shape[2:])
             self.row, self.sequence = torch.zeros_like(sequence), sequence
             self.first, self.last = (seqlen - 1 - last, seqlen - 1 - first) if reverse else (first, last)
+            self.cuts = [seqlen - 1 - end if reverse else start for _, start, end in pairs]
+            self.cuts.remove(0)
 
     def enter(self, factors: Tensor, h: Tensor, initial: Tensor | None) -> None:
         """Let each sequence start from its initial state."""
         at = (self.row, self.first)
-        if initial is not None:
-            h[at] = torch.addcmul(h[at], factors[at], initial.to(h.dtype)[self.sequence])
-        factors[at] = 0.0
+        before = torch.zeros_like(h[at]) if initial is None else initial.to(h.dtype)[self.sequence]
+        h[at] = torch.addcmul(h[at], factors[at], before)
 
     def final(self, h: Tensor, initial: Tensor | None) -> Tensor:
         """Return the last state of each sequence."""

@@ -50,7 +50,7 @@ def selective_scan(
     batch, seqlen, dim = x.shape
     dstate = A.shape[1]
     acc = accumulator(x.dtype)
-    d = step_sizes(dt, dt_bias, dt_softplus, (0.0, math.inf), acc)
+    d = step_sizes(dt, dt_bias, dt_softplus, (-math.inf, math.inf), acc)
     ngroups = max(a.shape[2] if a.ndim == 4 else 1 for a in (B, C))
     inputs = [x.astype(acc), d]
     for a in (B, C):  # one of them may be grouped and the other not
@@ -59,7 +59,8 @@ def selective_scan(
     if decay is not None:
         inputs.append(decay.astype(acc))
     shape = (ngroups, dim // ngroups)
-    rates = A.astype(acc).reshape(*shape, dstate)
+    # A rate of -inf must not make NaN of the tokens that fill a lane, whose step is zero.
+    rates = jnp.maximum(A.astype(acc), jnp.finfo(acc).min).reshape(*shape, dstate)
 
     if cu_seqlens is None:
         length = default_lane_length(seqlen)
@@ -73,11 +74,11 @@ def selective_scan(
         length = max(1, min(default_lane_length(seqlen), seqlen // nseq))
         pack = pack_chunks(cu_seqlens, seqlen, length)
         nlanes, sequence, first, last = pack.sequence.shape[0], pack.sequence, pack.first, pack.last
-        filled = pack.filled.reshape(1, -1, 1)
-        inputs = [a[:, pack.source] for a in inputs]
-        inputs[1] = jnp.where(filled, inputs[1], 0)
-        if decay is not None:
-            inputs[4] = jnp.where(filled, inputs[4], 1)
+        fillers = (0, 0, 0, 0, 1)  # of all of them: what is not finite would reach the states even so
+        inputs = [
+            jnp.where(pack.filled.reshape(1, -1, *[1] * (a.ndim - 2)), a[:, pack.source], filler)
+            for a, filler in zip(inputs, fillers, strict=False)
+        ]
         own = jnp.zeros((nseq, dim, dstate), acc) if initial_state is None else initial_state.astype(acc)
         own = finals = own.reshape(nseq, *shape, dstate)
         state = jnp.zeros((batch, dim, dstate), acc)
@@ -195,7 +196,7 @@ def selective_scan_step(
         return jnp.moveaxis(y, 0, 1), state
 
     acc = accumulator(x.dtype)
-    d = step_sizes(dt, dt_bias, dt_softplus, (0.0, math.inf), acc)
+    d = step_sizes(dt, dt_bias, dt_softplus, (-math.inf, math.inf), acc)
     B, C = B.astype(acc), C.astype(acc)
     B = jnp.repeat(B, x.shape[1] // B.shape[1], axis=1) if B.ndim == 3 else B[:, None]  # (b, d or 1, n)
     factor = jnp.exp(d[..., None] * A.astype(acc))

@@ -5,9 +5,9 @@ quotient of two factors overflows. So the work is the sequential one, arranged w
 and inputs are formed at once as (b, t, n, d), then each token costs one `addcmul` over the whole state, then one small
 product reads the block. Everything a block touches stays in cache; nothing of size (t, d, n) is ever stored.
 
-A sequence of a pack begins by clearing the decay of its first token and adding what its initial state contributes to
-that token's input, so that the loop knows nothing of packs. Offsets are read on the host: on an accelerator that is one
-synchronisation a call, which the Triton backend does not need.
+Where a sequence of a pack begins, the loop goes on from its initial state; nothing of the sequence before it is
+multiplied by zero, for that may be NaN. Offsets are read on the host: on an accelerator that is one synchronisation a
+call, which the Triton backend does not need.
 
 The backward keeps the state at the entry of each block and recomputes the block.
 """
@@ -69,7 +69,7 @@ def selective_scan_backward(
     dfinal = torch.zeros_like(final) if dstate is None else dstate.to(final.dtype).mT
     dinitial = dfinal.clone()  # an empty sequence hands its gradient through
     workspace = torch.empty_like(scan.buffers[0])
-    carried = torch.zeros_like(scan.first_state())  # decay of the next token times its adjoint
+    carried = nothing = scan.first_state()  # decay of the next token times its adjoint
 
     for (low, high), start in zip(reversed(list(scan.blocks())), reversed(starts), strict=True):
         decays, states = scan.run(low, high, start, scan.new_final())
@@ -82,18 +82,17 @@ def selective_scan_backward(
         for t, rows in scan.ends_in(low, high):
             adjoints[:, t - low] += dfinal[rows]
         adjoints[:, -1] += carried
+        begins = dict(scan.begins_in(low, high))
         for t in range(high - low - 2, -1, -1):
-            adjoints[:, t].addcmul_(decays[:, t + 1], adjoints[:, t + 1])
-        carried = decays[:, 0] * adjoints[:, 0]
+            if low + t + 1 not in begins:
+                adjoints[:, t].addcmul_(decays[:, t + 1], adjoints[:, t + 1])
+        carried = nothing if low in begins else decays[:, 0] * adjoints[:, 0]
         # What each decay multiplied: the state before it, or the initial state where a sequence begins.
         before = torch.cat([start[:, None], states[:, :-1]], 1)
-        powers = decays if scan.decay is None else scan.powers(low, high, out=decays)
-        for t, rows in scan.begins_in(low, high):
-            scan.powers(t, t + 1, out=powers[:, t - low : t - low + 1])
+        for t, rows in begins.items():
             before[:, t - low] = 0.0 if scan.initial is None else scan.initial[rows]
-            dinitial[rows] = powers[:, t - low] * adjoints[:, t - low]
-            if scan.decay is not None:
-                dinitial[rows] *= scan.decay[:, t, None]
+            dinitial[rows] = decays[:, t - low] * adjoints[:, t - low]
+        powers = decays if scan.decay is None else scan.powers(low, high, out=decays)
         dlog = before.mul_(powers).mul_(adjoints)  # (b, t, n, d)
         if scan.decay is not None:
             grads["decay"][:, low:high] = dlog.sum(2)
@@ -198,7 +197,7 @@ class _Scan:
         return [(e - 1, slice(k, k + 1)) for k, (s, e) in enumerate(self.pack) if low < e <= high and e > s]
 
     def first_state(self) -> Tensor:
-        """Return zeros: the decay of a sequence's first token is cleared, so that what came before does not matter."""
+        """Return the state of a sequence that has none to begin with."""
         return torch.zeros(self.batch, *self.A.shape, dtype=self.dtype, device=self.x.device)
 
     def new_final(self) -> Tensor:
@@ -218,11 +217,10 @@ class _Scan:
         if self.decay is not None:
             decays.mul_(self.decay[:, low:high, None])
         self.outer(self.B, low, high, self.step[:, low:high] * self.x[:, low:high], out=states)
-        for t, rows in self.begins_in(low, high):
-            if self.initial is not None:
-                states[:, t - low].addcmul_(decays[:, t - low], self.initial[rows])
-            decays[:, t - low] = 0.0
-        for decay, after in itertools.islice(self.tokens, high - low):
+        begins = dict(self.begins_in(low, high))
+        for t, (decay, after) in enumerate(itertools.islice(self.tokens, high - low), low):
+            if (rows := begins.get(t)) is not None:
+                state = self.first_state() if self.initial is None else self.initial[rows]
             state = after.addcmul_(decay, state)
         for t, rows in self.ends_in(low, high):
             final[rows] = states[:, t - low]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from refold.ops.ssd._triton_kernels import LOG2E, _exp2, _silu, _softplus
+from refold.ops.ssd._triton_kernels import LOG2E, _clip, _exp2, _silu, _softplus
 
 
 @triton.jit
@@ -53,7 +53,8 @@ def _selective_scan_fwd_kernel(
         # Wrong offsets must not lead out of the arrays.
         begin = tl.minimum(tl.maximum(tl.load(cu_seqlens_ptr + pid_k).to(tl.int32), 0), seqlen)
         end = tl.minimum(tl.load(cu_seqlens_ptr + pid_k + 1).to(tl.int32), seqlen)
-    A = tl.load(A_ptr + offs_state, mask=mask, other=0.0).to(tl.float32) * LOG2E
+    # A rate of -inf must not make NaN of the tokens that fill a block, whose step is zero.
+    A = _clip(tl.load(A_ptr + offs_state, mask=mask, other=0.0).to(tl.float32), -1e38, 1e38) * LOG2E
     state = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
     total = tl.zeros((BLOCK_D,), tl.float32) if decay_ptr is None else tl.full((BLOCK_N, BLOCK_D), 1.0, tl.float32)
     row = pid_k * nsegments * channels

@@ -7,6 +7,7 @@ memory does not grow with the square of the length. Decays stay in log space and
 """
 
 import math
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -20,9 +21,11 @@ from refold.ops.jax.layout import (
     pad_time,
     product,
     read_state,
+    sequence_of_token,
     step_sizes,
     vary_like,
 )
+from refold.ops.ssd.nonfinite import NEVER_AFTER, NEVER_BEFORE, Bad, Line, spoiled_gradients, spoiled_results
 
 SEGMENT_CHUNKS = 64
 """Chunks whose states are passed on by one matrix product; more of them are scanned."""
@@ -53,26 +56,39 @@ def ssd(
 ) -> tuple[Array, Array]:
     """Compute :func:`refold.ops.ssd` on JAX arrays; see there for the equations and the arguments."""
     batch, seqlen, nheads, headdim = x.shape
-    ngroups, dstate = B.shape[2:]
+    dstate = B.shape[3]
     acc = accumulator(x.dtype)
     chunk = min(chunk_size or default_chunk_size(), seqlen)
-    shape = (ngroups, nheads // ngroups)  # heads as (g, r): r heads read one group
 
     d = step_sizes(dt, dt_bias, dt_softplus, dt_limit, acc)
-    inputs: list[Array] = [x, d, B, C]
+    # A rate of -inf must not make NaN of the tokens that fill a chunk, whose step is zero.
+    log_decay = d * jnp.maximum(A.astype(acc), jnp.finfo(acc).min)
+    inputs: list[Array] = [x, d, log_decay, B, C]
     if jax.default_backend() == "cpu":  # no 16-bit matrix units: XLA would widen each product, and round in between
         inputs = [a.astype(acc) for a in inputs]
+    nseq = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    none = jnp.zeros((nseq, nheads, headdim, dstate), acc)
+    inputs.append(none if initial_state is None else initial_state.astype(acc))
+    inputs = [vary_like(a, *(other for other in inputs if other is not a)) for a in inputs]
+    y, final = _careful(chunk, tuple(inputs), cu_seqlens)
+    return _finish(y, x, D, z).astype(x.dtype), final.astype(state_dtype or acc)
+
+
+def _core(chunk: int, cu_seqlens: Array | None, *operands: Array) -> tuple[Array, Array]:
+    """Return y before skip and gate, and the final states, of finite operands: x, steps, log decays, B, C and states."""
+    *inputs, state = operands
+    x, dt, _, B, _ = inputs
+    batch, seqlen, nheads, headdim = x.shape
+    ngroups, dstate = B.shape[2:]
+    acc = dt.dtype
+    shape = (ngroups, nheads // ngroups)  # heads as (g, r): r heads read one group
     pack, finals, own = None, None, None
-    state = jnp.zeros((batch, nheads, headdim, dstate), acc) if initial_state is None else initial_state.astype(acc)
     if cu_seqlens is None:
         nchunks = -(-seqlen // chunk)
     else:
         pack = pack_chunks(cu_seqlens, seqlen, chunk)
         nchunks = pack.sequence.shape[0]
         inputs = [jnp.where(_like(pack.filled, a), a[:, pack.source], 0) for a in inputs]
-        nseq = cu_seqlens.shape[0] - 1
-        if initial_state is None:
-            state = jnp.zeros((nseq, nheads, headdim, dstate), acc)
         finals = own = state
 
     nsegments = -(-nchunks // SEGMENT_CHUNKS)
@@ -84,10 +100,9 @@ def ssd(
         a = a.reshape(batch, nsegments, per_segment * chunk, *a.shape[2:]).swapaxes(0, 1)
         return a.reshape(nsegments, batch * per_segment, chunk, *tail)
 
-    x_, d_ = segments(inputs[0], *shape, headdim), segments(inputs[1], *shape)
-    B_, C_ = (segments(a, ngroups, dstate) for a in inputs[2:])
-    rates = A.astype(acc).reshape(shape)
-    body: Any = partial(_segment, rates, own)
+    per_token = segments(inputs[0], *shape, headdim), *(segments(a, *shape) for a in inputs[1:3])
+    per_token += tuple(segments(a, ngroups, dstate) for a in inputs[3:])
+    body: Any = partial(_segment, own)
     carry: Any
     if pack is None:
         carry = (state, None)
@@ -100,14 +115,92 @@ def ssd(
         chunks = chunks.reshape(3, nsegments, per_segment).swapaxes(0, 1)
 
     if nsegments == 1:
-        carry, y = body(carry, (x_[0], d_[0], B_[0], C_[0], None if chunks is None else chunks[0]))
+        carry, y = body(carry, (*(a[0] for a in per_token), None if chunks is None else chunks[0]))
     else:
-        carry = jax.tree.map(lambda a: vary_like(a, x, dt, A, B, dt_bias, initial_state, cu_seqlens), carry)
-        carry, y = jax.lax.scan(jax.checkpoint(body), carry, (x_, d_, B_, C_, chunks))
+        carry = jax.tree.map(lambda a: vary_like(a, *operands, cu_seqlens), carry)
+        carry, y = jax.lax.scan(jax.checkpoint(body), carry, (*per_token, chunks))
     y = y.reshape(nsegments, batch, -1, nheads, headdim).swapaxes(0, 1).reshape(batch, -1, nheads, headdim)
     y = y[:, :seqlen] if pack is None else y[:, pack.target]
-    final = carry[0] if pack is None else carry[1]
-    return _finish(y, x, D, z).astype(x.dtype), final.astype(state_dtype or acc)
+    return y, carry[0] if pack is None else carry[1]
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _careful(chunk: int, operands: tuple[Array, ...], cu_seqlens: Array | None) -> tuple[Array, Array]:
+    """Compute `_core` of operands that may not be finite: of zeros in their place, with NaN where the definition has it."""
+    bad = _bad(operands)
+    y, final = _core(chunk, cu_seqlens, *_without(bad, operands))
+    spoiled_y, spoiled_final = spoiled_results(_line(operands, cu_seqlens), bad)
+    return jnp.where(spoiled_y, jnp.nan, y), jnp.where(spoiled_final, jnp.nan, final)
+
+
+@_careful.defjvp
+def _careful_jvp(chunk: int, primals: Any, tangents: Any) -> Any:
+    """Differentiate with the same care in reverse.
+
+    JAX lets a function have a derivative of its own, forward or reverse, but not both. Linear systems may have both, so
+    this solves ``(u, v - J u) = (tangents, 0)``, whose v is what is wanted and whose transpose uses that of J.
+    """
+    operands, cu_seqlens = primals
+    line, bad = _line(operands, cu_seqlens), _bad(operands)
+    clean = _without(bad, operands)
+    results, jacobian = jax.linearize(partial(_core, chunk, cu_seqlens), *clean)
+    spoiled_y, spoiled_final = spoiled_results(line, bad)
+    results = jnp.where(spoiled_y, jnp.nan, results[0]), jnp.where(spoiled_final, jnp.nan, results[1])
+
+    def transposed(cotangents: tuple[Array, Array]) -> tuple[Array, ...]:
+        bad_dy, bad_dfinal = (~jnp.isfinite(a) for a in cotangents)
+        spoiled = spoiled_gradients(line, replace(bad, dy=bad_dy, dfinal=bad_dfinal))
+        dy, dfinal = (jnp.where(jnp.isfinite(a), a, 0) for a in cotangents)
+        found = jax.linear_transpose(jacobian, *clean)((dy, dfinal))
+        # X is x times a step: a bad step spoils the gradient of x, and a bad x that of the step.
+        of_x = spoiled["X"] | ~jnp.isfinite(operands[1])[..., None]
+        of_step = (spoiled["X"] | bad.X).any(-1)
+        marks = of_x, of_step, *(spoiled[name] for name in ("log_decay", "B", "C", "initial_state"))
+        return tuple(jnp.where(mark, jnp.nan, a) for mark, a in zip(marks, found, strict=True))
+
+    def solve(_: Any, right: Any) -> Any:
+        given, rest = right
+        return given, jax.tree.map(jnp.add, jacobian(*given), rest)
+
+    def solve_transposed(_: Any, right: Any) -> Any:
+        given, cotangents = right
+        return jax.tree.map(jnp.add, given, transposed(cotangents)), cotangents
+
+    def system(unknowns: Any) -> Any:
+        given, found = unknowns
+        return given, jax.tree.map(jnp.subtract, found, jacobian(*given))
+
+    # All of the right side has to depend on what JAX differentiates: add a zero that does, whatever its value.
+    link = sum(jnp.where(False, a.ravel()[0], 0).astype(results[1].dtype) for a in tangents[0])
+    right = jax.tree.map(lambda a: a + link.astype(a.dtype), (tangents[0], jax.tree.map(jnp.zeros_like, results)))
+    return results, jax.lax.custom_linear_solve(system, right, solve, solve_transposed)[1]
+
+
+def _bad(operands: tuple[Array, ...]) -> Bad:
+    x, dt, log_decay, B, C, state = operands
+    X, B, C, state = (~jnp.isfinite(a) for a in (x * dt[..., None], B, C, state))
+    return Bad(X, jnp.isnan(log_decay) | (log_decay == jnp.inf), B, C, state)
+
+
+def _without(bad: Bad, operands: tuple[Array, ...]) -> tuple[Array, ...]:
+    _, dt, *_ = operands
+    marks = bad.X, ~jnp.isfinite(dt), bad.decay, bad.B, bad.C, bad.initial
+    return tuple(jnp.where(mark, 0, a) for mark, a in zip(marks, operands, strict=True))
+
+
+def _line(operands: tuple[Array, ...], cu_seqlens: Array | None) -> Line:
+    seqlen = operands[0].shape[1]
+    token = jnp.arange(seqlen)[None]
+    if cu_seqlens is None:
+        return Line(jnp, token, lambda a: a.min(1), lambda a: a.max(1), lambda a: a[:, None])
+    sequence, count = sequence_of_token(cu_seqlens, seqlen), cu_seqlens.shape[0] - 1
+    return Line(
+        jnp,
+        token,
+        lambda a: jnp.minimum(jax.ops.segment_min(a[0], sequence, count), NEVER_AFTER),
+        lambda a: jnp.maximum(jax.ops.segment_max(a[0], sequence, count), NEVER_BEFORE),
+        lambda a: a[sequence][None],
+    )
 
 
 def _like(mask: Array, a: Array) -> Array:
@@ -124,7 +217,7 @@ def _finish(y: Array, x: Array, D: Array | None, z: Array | None) -> Array:
     return y
 
 
-def _segment(A: Array, initial: Array | None, carry: Any, inputs: Any) -> tuple[Any, Array]:
+def _segment(initial: Array | None, carry: Any, inputs: Any) -> tuple[Any, Array]:
     """Run the chunks of one segment.
 
     No value has more than five axes: chunks of all rows lie on one axis ``m = b c``, and heads of all groups on one,
@@ -132,28 +225,26 @@ def _segment(A: Array, initial: Array | None, carry: Any, inputs: Any) -> tuple[
     0.10.2) crashes in sums of products over seven axes.
 
     Args:
-        A: Rates, ``(g, r)``.
         initial: Initial state of each sequence of a pack, ``(k, h, p, n)``; None without a pack.
         carry: State entering the segment, ``(b, h, p, n)``, and the final states of a pack.
-        inputs: ``x (m, l, g, r, p)``, ``dt (m, l, g, r)``, ``B`` and ``C (m, l, g, n)``, and for a pack each chunk's
-            sequence, whether it is the sequence's first, and whether its last, ``(3, c)``.
+        inputs: ``x (m, l, g, r, p)``, ``dt`` and log decays ``(m, l, g, r)``, ``B`` and ``C (m, l, g, n)``, and for a
+            pack each chunk's sequence, whether it is the sequence's first, and whether its last, ``(3, c)``.
 
     Returns:
         The carry, and ``y (m, l, g, r, p)`` without skip and gate, in the accumulator's dtype.
     """
     entering, finals = carry
-    x, dt, B, C, chunks = inputs
+    x, dt, log_decay, B, C, chunks = inputs
     batch, length = entering.shape[0], x.shape[1]
     nchunks = x.shape[0] // batch
 
-    # 1. Cumulative log decay of each chunk, and its total.
+    # 1. Log decays between tokens, from the chunk's begin, to its end, and of all of it.
     causal = jnp.tril(jnp.ones((length, length), bool))
-    coarse, fine = _cumulative(dt * A, causal)  # (m, g, r, l) each; their sum is what is meant
-    within = coarse + fine
+    between, within, after = _log_decays(log_decay)  # (m, g, r, l, s), (m, g, r, l), (m, g, r, s)
     total = within[..., -1].reshape(batch, nchunks, -1)  # (b, c, h)
 
     # 2. What each chunk adds to the state.
-    to_end = jnp.exp((coarse[..., -1:] - coarse) + (fine[..., -1:] - fine)).transpose(0, 3, 1, 2)  # (m, s, g, r)
+    to_end = jnp.exp(after).transpose(0, 3, 1, 2)  # (m, s, g, r)
     states = product("msgrp,msgn->mgrpn", (x * (dt * to_end)[..., None]).astype(x.dtype), B)
     matrix, states = states.shape, states.reshape(batch, nchunks, -1, *states.shape[-2:])  # (b, c, h, p, n)
 
@@ -174,9 +265,8 @@ def _segment(A: Array, initial: Array | None, carry: Any, inputs: Any) -> tuple[
         finals = finals.at[jnp.where(last > 0, sequence, len(finals))].set(leaving[0], mode="drop")
 
     # 4. Output: inside the chunk through C Bᵀ, from before through the entering state.
-    scores = product("mlgn,msgn->mgls", C, B)
-    span = (coarse[..., :, None] - coarse[..., None, :]) + (fine[..., :, None] - fine[..., None, :])
-    decay = jnp.exp(jnp.where(causal, span, -jnp.inf))
+    scores = jnp.where(causal, product("mlgn,msgn->mgls", C, B), 0)
+    decay = jnp.exp(jnp.where(causal, between, -jnp.inf))
     weights = scores[:, :, None] * decay * dt.transpose(0, 2, 3, 1)[..., None, :]  # (m, g, r, l, s)
     y = product("mgrls,msgrp->mlgrp", weights.astype(x.dtype), x)
     carried = product("mlgn,mgrpn->mlgrp", C, prefix.reshape(matrix).astype(C.dtype))
@@ -184,7 +274,33 @@ def _segment(A: Array, initial: Array | None, carry: Any, inputs: Any) -> tuple[
     return (leaving[:, -1], finals), y
 
 
-def _cumulative(log_decay: Array, causal: Array) -> tuple[Array, Array]:
+@jax.custom_jvp
+def _log_decays(log_decay: Array) -> tuple[Array, Array, Array]:
+    """Return the sums of ``log_decay (m, l, g, r)`` over what lies between two tokens of a chunk, and to its ends.
+
+    Returns:
+        From after token s to token l, ``(m, g, r, l, s)``, of use where s comes before l; up to token l,
+        ``(m, g, r, l)``; from after token s on, ``(m, g, r, s)``.
+    """
+    coarse, fine = _cumulative(log_decay)  # their sum is what is meant
+    between = (coarse[..., :, None] - coarse[..., None, :]) + (fine[..., :, None] - fine[..., None, :])
+    return between, coarse + fine, (coarse[..., -1:] - coarse) + (fine[..., -1:] - fine)
+
+
+@_log_decays.defjvp
+def _log_decays_jvp(primals: Any, tangents: Any) -> Any:
+    """Differentiate each sum term by term: in the gradient, differences of sums would cancel where decays are strong."""
+    change = jnp.moveaxis(tangents[0], 1, -1)  # (m, g, r, k)
+    length = change.shape[-1]
+    causal = jnp.tril(jnp.ones((length, length), bool))  # row not before column
+    strict = causal & ~jnp.eye(length, dtype=bool)
+    ones = causal.astype(change.dtype)
+    between = product("lk,mgrks->mgrls", ones, jnp.where(strict, change[..., None], 0))
+    after = product("ks,mgrk->mgrs", strict.astype(change.dtype), change)
+    return _log_decays(*primals), (between, product("lk,mgrk->mgrl", ones, change), after)
+
+
+def _cumulative(log_decay: Array) -> tuple[Array, Array]:
     """Return the cumulative sums of ``log_decay (m, l, g, r)`` over l as two parts, ``(m, g, r, l)`` each.
 
     A difference of plain float32 sums loses the small decays that follow large ones. Here each term is a multiple of
@@ -195,9 +311,9 @@ def _cumulative(log_decay: Array, causal: Array) -> tuple[Array, Array]:
     number = jnp.finfo(log_decay.dtype)
     quantum = 2.0 ** (math.ceil(math.log2(number.maxexp * length)) - number.nmant - 1)
     log_decay = jnp.clip(log_decay, -number.maxexp, number.maxexp)
-    coarse = jax.lax.stop_gradient(jnp.round(log_decay / quantum) * quantum)
+    coarse = jnp.round(log_decay / quantum) * quantum
     parts = jnp.stack([coarse, log_decay - coarse])
-    coarse, fine = product("ls,kmsgr->kmgrl", causal.astype(log_decay.dtype), parts)
+    coarse, fine = product("ls,kmsgr->kmgrl", jnp.tril(jnp.ones((length, length), log_decay.dtype)), parts)
     return coarse, fine
 
 

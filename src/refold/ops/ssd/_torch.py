@@ -18,16 +18,27 @@ triangular product; the shorter difference of row and column sums cancels where 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from copy import copy
 from dataclasses import dataclass
 from functools import reduce
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from refold.ops.ssd.nonfinite import NEVER_AFTER, NEVER_BEFORE, Bad, Line, spoiled_gradients, spoiled_results
 from refold.ops.torch.chunks import Chunks
-from refold.ops.torch.pointwise import accumulator, finish, finish_gradient, step_size, step_size_gradient
+from refold.ops.torch.pointwise import (
+    accumulator,
+    carefully_if_needed,
+    finish,
+    finish_gradient,
+    step_size,
+    step_size_gradient,
+    zeros_for_bad,
+)
 
 CHUNK_SIZE = 64
 BLOCK_ELEMENTS = 1 << 19
@@ -41,15 +52,28 @@ def ssd(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Compute `refold.ops.ssd`."""
     scan = _Scan(x, dt, A, B, C, dt_bias, initial_state, cu_seqlens, dt_softplus, dt_limit, chunk_size)
-    y = torch.empty_like(x, memory_format=torch.contiguous_format)
-    final, state = scan.new_final(), None
-    skip = None if D is None else D.view(x.shape[2], -1)
-    for low, high in scan.blocks():
-        block = scan.load(low, high)
-        entering, state = scan.pass_states(block, low, state, final)
-        part = finish(block.read(entering), block.x, skip, None if z is None else scan.take(z, low, high))
-        scan.chunks.put(y, low, high, part)
+    y, final = carefully_if_needed(lambda careful: _results(scan, D, z, careful), x.device)
     return y, final.to(state_dtype or final.dtype)
+
+
+def _results(scan: _Scan, D: Tensor | None, z: Tensor | None, careful: bool) -> tuple[Tensor, Tensor]:
+    """Return y and the final states; ``careful``: of inputs that may not be finite."""
+    clean, spoiled_y, spoiled_final = scan, None, None
+    if careful:
+        bad = scan.bad()
+        clean = scan.without(bad)
+        spoiled_y, spoiled_final = spoiled_results(scan.line(), bad)
+    y = torch.empty_like(scan.x, memory_format=torch.contiguous_format)
+    final, state = clean.new_final(), None
+    skip = None if D is None else D.view(scan.x.shape[2], -1)
+    for low, high in scan.blocks():
+        block = clean.load(low, high)
+        entering, state = clean.pass_states(block, low, state, final)
+        read = scan.spoil(block.read(entering), spoiled_y, low, high)
+        x = scan.take(scan.x, low, high) if careful else block.x
+        part = finish(read, x, skip, None if z is None else scan.take(z, low, high))
+        scan.chunks.put(y, low, high, part)
+    return y, final if spoiled_final is None else final.masked_fill_(spoiled_final, math.nan)
 
 
 def ssd_backward(
@@ -60,55 +84,80 @@ def ssd_backward(
 ) -> dict[str, Tensor]:  # fmt: skip
     """Return the gradients of all array arguments that are present, whatever ``needs`` says."""
     scan = _Scan(x, dt, A, B, C, dt_bias, initial_state, cu_seqlens, dt_softplus, dt_limit, chunk_size)
-    if dy is None:
-        dy = torch.zeros_like(x)
+    dy = torch.zeros_like(x) if dy is None else dy
+    grads = carefully_if_needed(lambda careful: _gradients(scan, dy, dstate, D, z, careful), x.device)
+    grads["dt"] = step_size_gradient(grads["dt"], dt, dt_bias, dt_softplus, dt_limit)
+    if dt_bias is not None:
+        grads["dt_bias"] = grads["dt"].sum((0, 1))
+    return grads
+
+
+def _gradients(
+    scan: _Scan, dy: Tensor, dstate: Tensor | None, D: Tensor | None, z: Tensor | None, careful: bool
+) -> dict[str, Tensor]:
+    """Return the gradients of inputs, D and z; that of ``dt`` is one of the step size."""
+    x, B, C = scan.x, scan.B, scan.C
+    clean, spoiled = scan, None
+    if careful:
+        gated = (
+            dy.to(scan.dtype) if z is None else finish_gradient(dy.to(scan.dtype), None, x, None, z.to(scan.dtype))[0]
+        )
+        bad = scan.bad(gated, dstate)
+        clean, spoiled = scan.without(bad), spoiled_gradients(scan.line(), bad)
     skip = None if D is None else D.view(x.shape[2], -1)
 
     # Forward over the states alone, keeping one a block.
     starts: list[Tensor | None] = []
-    final, state = scan.new_final(), None
+    final, state = clean.new_final(), None
     for low, high in scan.blocks():
         starts.append(state)
         if high < scan.chunks.count:
-            state = scan.pass_states(scan.load(low, high), low, state, final)[1]
+            state = clean.pass_states(clean.load(low, high), low, state, final)[1]
 
     def gradient_like(array: Tensor) -> Tensor:
         return torch.empty(array.shape, dtype=array.dtype, device=array.device)
 
     grads = {name: gradient_like(array) for name, array in (("x", x), ("B", B), ("C", C))}
-    grads["dt"] = torch.empty(dt.shape, dtype=scan.dtype, device=dt.device)
+    grads["dt"] = gradient_like(scan.step)
     if z is not None:
         grads["z"] = gradient_like(z)
-    dA, dD = torch.zeros_like(A, dtype=scan.dtype), None if skip is None else torch.zeros_like(skip, dtype=scan.dtype)
+    dA, dD = torch.zeros_like(scan.A), None if skip is None else torch.zeros_like(skip, dtype=scan.dtype)
     dfinal = torch.zeros_like(final) if dstate is None else dstate.to(final.dtype)
+    dfinal = zeros_for_bad(dfinal) if careful else dfinal
     dinitial, carried = dfinal.clone(), None  # an empty sequence hands its gradient through
 
     for (low, high), start in zip(reversed(list(scan.blocks())), reversed(starts), strict=True):
-        block = scan.load(low, high)
-        entering, _ = scan.pass_states(block, low, start, final)
+        block = clean.load(low, high)
+        entering, _ = clean.pass_states(block, low, start, final)
+        x_, d = (scan.take(a, low, high) for a in (x, scan.step)) if careful else (block.x, block.d)
         dout, zc = scan.take(dy, low, high), None if z is None else scan.take(z, low, high)
-        y = block.read(entering) if z is not None else None
-        dY, dD_tokens, dz = finish_gradient(dout, y, block.x, skip, zc)
-        leaving, carried = scan.pass_gradients(block, dY, low, carried, dfinal, dinitial)
-        dX, dB, dC, dlog = block.gradients(dY, entering, leaving)
-        dx = dX * block.d[..., None]
+        y = None
+        if z is not None:
+            y = scan.spoil(block.read(entering), spoiled and spoiled["y"], low, high)
+        dY, dD_tokens, dz = finish_gradient(dout, y, x_, skip, zc)
+        dY_ = zeros_for_bad(dY) if careful else dY
+        leaving, carried = clean.pass_gradients(block, dY_, low, carried, dfinal, dinitial)
+        dX, dB, dC, dlog = block.gradients(dY_, entering, leaving)
+        if spoiled is not None:
+            parts = (("X", dX), ("B", dB), ("C", dC), ("log_decay", dlog))
+            dX, dB, dC, dlog = (scan.spoil(part, spoiled[name], low, high) for name, part in parts)
+        dx = dX * d[..., None]
         if skip is not None and dD is not None and dD_tokens is not None:
             dD += dD_tokens.sum((0, 1, 2)).sum_to_size(dD.shape)
             dx.addcmul_(dY, skip.to(dY.dtype).expand_as(dY))
-        dA += (dlog * block.d).sum((0, 1, 2))
-        dstep = dlog * scan.A + (dX * block.x).sum(-1)
+        dA += (dlog * d).sum((0, 1, 2))
+        dstep = dlog * scan.A + (dX * x_).sum(-1)
         for name, part in (("x", dx), ("B", dB), ("C", dC), ("dt", dstep), ("z", dz)):
             if part is not None:
                 scan.chunks.put(grads[name], low, high, part)
 
-    grads["dt"] = step_size_gradient(grads["dt"], dt, dt_bias, dt_softplus, dt_limit)
     grads["A"] = dA
-    if dt_bias is not None:
-        grads["dt_bias"] = grads["dt"].sum((0, 1))
     if D is not None and dD is not None:
         grads["D"] = dD.view(D.shape)
-    if initial_state is not None:
-        grads["initial_state"] = dinitial
+    if scan.initial is not None:
+        grads["initial_state"] = (
+            dinitial if spoiled is None else dinitial.masked_fill_(spoiled["initial_state"], math.nan)
+        )
     return grads
 
 
@@ -161,8 +210,10 @@ class _Scan:
     ) -> None:  # fmt: skip
         batch, seqlen, nheads, headdim = x.shape
         self.dtype = accumulator(x.dtype)
-        self.x, self.B, self.C, self.A = x, B, C, A.to(self.dtype)
+        # A rate of -inf must not make NaN of the tokens that fill a chunk, whose step is zero.
+        self.x, self.B, self.C, self.A = x, B, C, A.to(self.dtype).clamp(min=torch.finfo(self.dtype).min)
         self.step = step_size(dt, dt_bias, dt_softplus, dt_limit).to(self.dtype)
+        self.log_decay: Tensor | None = None  # where it is not step times A
         self.chunks = Chunks(seqlen, batch, chunk_size or CHUNK_SIZE, cu_seqlens)
         nsequences = batch if cu_seqlens is None else len(cu_seqlens) - 1
         self.state_shape = (nsequences, nheads, headdim, B.shape[-1])
@@ -178,10 +229,54 @@ class _Scan:
         return self.chunks.take(array, low, high, self.dtype)
 
     def load(self, low: int, high: int) -> _Block:
-        d = self.take(self.step, low, high)
-        return _Block.of(
-            self.take(self.x, low, high), d, d * self.A, self.take(self.B, low, high), self.take(self.C, low, high)
-        )
+        x, d, B, C = (self.take(a, low, high) for a in (self.x, self.step, self.B, self.C))
+        log_decay = d * self.A if self.log_decay is None else self.take(self.log_decay, low, high)
+        return _Block.of(x, d, log_decay, B, C)
+
+    def bad(self, dy: Tensor | None = None, dfinal: Tensor | None = None) -> Bad:
+        """Return where the operands are not finite."""
+
+        def bad(array: Tensor | None) -> Tensor | None:
+            return None if array is None else ~torch.isfinite(array)
+
+        log_decay = self.step * self.A
+        X, decay = bad(self.x * self.step[..., None]), log_decay.isnan() | (log_decay == math.inf)
+        return Bad(X, decay, bad(self.B), bad(self.C), bad(self.initial), bad(dy), bad(dfinal))
+
+    def without(self, bad: Bad) -> _Scan:
+        """Return the scan of finite operands."""
+        clean = copy(self)
+        clean.x = self.x.masked_fill(bad.X, 0.0)
+        # An infinite step with a rate below zero leaves nothing of the state: that decay is no bad one.
+        clean.log_decay = (self.step * self.A).masked_fill(bad.decay, 0.0)
+        clean.step, clean.B, clean.C = (zeros_for_bad(a) for a in (self.step, self.B, self.C))
+        clean.initial = None if self.initial is None else zeros_for_bad(self.initial)
+        return clean
+
+    def line(self) -> Line:
+        """Return how tokens lie in sequences."""
+        seqlen, device = self.x.shape[1], self.x.device
+        token, offsets = torch.arange(seqlen, device=device)[None], self.chunks.offsets
+        if offsets is None:
+            return Line(torch, token, lambda a: a.amin(1), lambda a: a.amax(1), lambda a: a[:, None])
+
+        def each(reduce: Callable[[Tensor], Tensor], nothing: int) -> Callable[[Tensor], Tensor]:
+            def of_sequences(a: Tensor) -> Tensor:
+                none = torch.full_like(a[0, 0], nothing)
+                return torch.stack([reduce(a[0, s:e]) if e > s else none for s, e in pairwise(offsets)])
+
+            return of_sequences
+
+        lengths = torch.tensor(offsets).diff()
+        sequence = torch.arange(len(lengths)).repeat_interleave(lengths).to(device)
+        least, most = each(lambda a: a.amin(0), NEVER_AFTER), each(lambda a: a.amax(0), NEVER_BEFORE)
+        return Line(torch, token, least, most, lambda a: a[sequence][None])
+
+    def spoil(self, values: Tensor, spoiled: Tensor | None, low: int, high: int) -> Tensor:
+        """Put NaN where the definition has it; ``values`` are those of chunks."""
+        if spoiled is None:
+            return values
+        return values.masked_fill_(self.chunks.take(spoiled, low, high, torch.bool), math.nan)
 
     def new_final(self) -> Tensor:
         """Return the final states as they are if no token comes."""
@@ -264,7 +359,8 @@ class _Block:
 
     def mixing(self) -> Tensor:
         """Return what multiplies X: (C_i·B_j) exp(c_i - c_j), (b, c, h, l, l)."""
-        products = self.C @ self.B.mT  # (b, c, g, l, l)
+        # Without the upper triangle, which may overflow although no token asks for it.
+        products = (self.C @ self.B.mT).tril_()  # (b, c, g, l, l)
         return (self.within.unflatten(2, (self.ngroups, -1)) * products[:, :, :, None]).flatten(2, 3)
 
     def inputs(self) -> Tensor:

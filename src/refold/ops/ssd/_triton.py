@@ -14,6 +14,7 @@ import triton
 
 from refold.ops.spec import Meta
 from refold.ops.ssd import _triton_kernels as kernels
+from refold.ops.ssd._triton_backward import ssd_backward as ssd_backward
 from refold.ops.ssd.spec import SPEC, STEP
 from refold.ops.torch.launch import (
     INTERPRETED,

@@ -205,7 +205,8 @@ def _ssd_fwd_prepare_kernel(
         if SOFTPLUS:
             step = _softplus(step)
         step = tl.where(mask, _clip(step, dt_min, dt_max), 0.0)
-        A = tl.load(A_ptr + offs_h, mask=heads, other=0.0).to(tl.float32)
+        # A rate of -inf must not make NaN of the tokens that fill a chunk, whose step is zero.
+        A = _clip(tl.load(A_ptr + offs_h, mask=heads, other=0.0).to(tl.float32), -1e38, 1e38)
         rows = (pid_c.to(tl.int64) * nheads + offs_h[:, None]) * CHUNK + offs_t[None, :]
         # A token that decays by 2^-256 leaves nothing; the sum with a larger one would lose what comes after it.
         if PARTS == 2:
@@ -402,7 +403,11 @@ def _ssd_fwd_scan_kernel(
             between += low[:, None] - low[None, :]
         grown = _exp2(tl.where(causal, between, 0.0))
         mix = tl.where(causal, cb * grown * step[None, :], 0.0)
-        y = _dot(mix.to(x_tile.dtype), x_tile, y, PRECISION)
+        # In the product, what is not finite would reach the tokens before it as well: zero times it is NaN.
+        finite = tl.abs(x_tile.to(tl.float32)) < float("inf")
+        y = _dot(mix.to(x_tile.dtype), tl.where(finite, x_tile, 0.0).to(x_tile.dtype), y, PRECISION)
+        bad = tl.min(tl.where(finite, CHUNK, offs_t[:, None]), axis=0)  # first token that is not, a channel
+        y = tl.where(offs_t[:, None] >= bad[None, :], float("nan"), y)
         x_weighted = (x_tile * (to_end * step)[:, None]).to(x_tile.dtype)
         state = _dot(tl.trans(B_tile), x_weighted, state * whole, PRECISION)
         if D_ptr is not None:

@@ -28,6 +28,8 @@ class Chunks:
 
     def __init__(self, seqlen: int, batch: int, length: int, cu_seqlens: Tensor | None) -> None:
         self.seqlen, self.cu_seqlens = seqlen, cu_seqlens
+        self.offsets: list[int] | None = None
+        """Those of a pack."""
         self.begins: dict[int, slice] = {}
         """Chunk -> the rows of the initial state that enter before it."""
         self.ends: dict[int, slice] = {}
@@ -36,7 +38,7 @@ class Chunks:
             self.length, self.count = min(length, seqlen), -(-seqlen // min(length, seqlen))
             self.begins[0] = self.ends[self.count - 1] = slice(0, batch)
             return
-        offsets = read_offsets("ssd", cu_seqlens, seqlen)
+        offsets = self.offsets = read_offsets("ssd", cu_seqlens, seqlen)
         mean = -(-seqlen // (len(offsets) - 1))
         # Not longer than the sequences are on average, so that padding at most doubles the work.
         self.length = min(length, 1 << (mean - 1).bit_length())

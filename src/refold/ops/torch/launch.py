@@ -139,8 +139,11 @@ class Planned:
     that kernels can read.
     """
 
-    def __init__(self, spec: OpSpec, layouts: dict[str, Callable[[Any], Any]], make: Callable[..., Any]) -> None:
-        self.names = [arg.name for arg in spec.args]
+    def __init__(
+        self, spec: OpSpec, backward: bool, layouts: dict[str, Callable[[Any], Any]], make: Callable[..., Any]
+    ) -> None:
+        self.names = [f"d{output.name}" for output in spec.outputs] if backward else []
+        self.names += [arg.name for arg in spec.args]
         self.layouts = layouts
         self.make = make
         self.__doc__ = make.__doc__
@@ -173,9 +176,14 @@ class Planned:
         return self.plan(**arguments)(*[arguments[name] for name in self.names])
 
 
-def planned(spec: OpSpec, **layouts: Callable[[Any], Any]) -> Callable[[Callable[..., Any]], Planned]:
-    """Make an operator of the function that plans it; see `Planned`."""
-    return lambda make: Planned(spec, layouts, make)
+def planned(
+    spec: OpSpec, backward: bool = False, **layouts: Callable[[Any], Any]
+) -> Callable[[Callable[..., Any]], Planned]:
+    """Make an operator, or its backward, of the function that plans it; see `Planned`.
+
+    The arrays of a backward are the gradients of the results and then the arguments.
+    """
+    return lambda make: Planned(spec, backward, layouts, make)
 
 
 class PlannedBackward:

@@ -5,6 +5,9 @@ Hand-written gradients, because torch.library implementations run below autograd
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+from typing import TypeVar
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -13,6 +16,29 @@ from torch import Tensor
 def accumulator(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype to compute in: float32, or float64 for float64 inputs."""
     return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+Results = TypeVar("Results", bound=Iterable[Tensor] | dict[str, Tensor])
+
+
+def carefully_if_needed(compute: Callable[[bool], Results], device: torch.device) -> Results:
+    """Return ``compute(False)`` where that is finite, else ``compute(True)``, which minds what is not.
+
+    Whatever is not finite in the inputs shows in the results. Asking takes one pass over them; on an accelerator it
+    would wait for the device, so there the careful way is always taken.
+    """
+    if device.type == "cpu":
+        results = compute(False)
+        found = results.values() if isinstance(results, dict) else results
+        sums = [r.sum(dtype=accumulator(r.dtype)) for r in found]
+        if torch.stack([s.double() for s in sums]).isfinite().all():
+            return results
+    return compute(True)
+
+
+def zeros_for_bad(array: Tensor) -> Tensor:
+    """Return an array with zeros for what is not finite."""
+    return torch.nan_to_num(array, 0.0, 0.0, 0.0)
 
 
 def step_size(dt: Tensor, bias: Tensor | None, softplus: bool, limit: tuple[float, float] | None) -> Tensor:

@@ -23,6 +23,7 @@ guards that Dynamo has for its graphs: one call for all tensors, where Python ta
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -100,7 +101,7 @@ class _Known:
     """What runs a plain call, and a quick look at whether another call has its signature.
 
     The guards compare types, dispatch keys, dtypes, devices, shapes, strides and requires_grad, so that a call that
-    holds is a plain one too. They refuse a tensor that is given twice; they get it once.
+    holds is a plain one too, and one under ``torch.autocast`` only if that one was. They refuse a tensor that is given twice; they get it once.
     """
 
     __slots__ = ("addresses", "backend", "copies", "guards", "options", "places", "requires_grad", "run", "types")
@@ -128,6 +129,9 @@ class _Known:
         if [*map(type, arrays), *map(type, options)] != self.types:  # None is a type too; 1, 1.0 and True are equal
             return False
         given = [arrays[i] for i in self.places]
+        # The guards would end the process at a nested tensor. A list: a generator takes twice as long.
+        if True in [a.is_nested for a in given]:
+            return False
         return (
             self.guards.check(*given)
             and [a.data_ptr() % 16 for a in given] == self.addresses
@@ -147,18 +151,21 @@ class _Runner:
         names = [a.name for a in spec.args]
         self.offsets = names.index(CU_SEQLENS) if CU_SEQLENS in names else None
         self.found: dict[Signature, Callable[..., Any]] = {}
-        self.known: dict[Signature, _Known] = {}
+        self.known: dict[tuple[bool, Signature], _Known] = {}
         self.recent: tuple[_Known, ...] = ()  # Replaced as a whole: other threads may be reading it.
 
     def __call__(self, arrays: Sequence[Tensor | None], options: Sequence[Any], backend: str) -> Any:
         """Return the results of a plain call."""
         signature = _signature(arrays, options, backend)
-        if private.TensorGuards is None:
-            return self._remembered(signature, arrays, options, backend)(*arrays)
-        known = self.known.get(signature)
+        device = arrays[0].device.type  # type: ignore[union-attr]
+        cast = torch.is_autocast_enabled(device)
+        known = self.known.get((cast, signature))
         if known is None or not known.holds(arrays, options, backend):
             run = self._remembered(signature, arrays, options, backend)
-            known = self.known[signature] = _Known(arrays, options, backend, run)
+            run = partial(_without_autocast, device, run) if cast else run
+            if private.TensorGuards is None:
+                return run(*arrays)
+            known = self.known[cast, signature] = _Known(arrays, options, backend, run)
         self.recent = (known, *[other for other in self.recent if other is not known][: _RECENT - 1])
         return known.run(*arrays)
 
@@ -179,13 +186,67 @@ class _Runner:
             found = self.found[signature] = self._find(arrays, options, backend)
         return found
 
+    def differentiated(
+        self, gradients: Sequence[Tensor | None], arrays: Sequence[Tensor | None], options: Sequence[Any],
+        needs: Sequence[bool], backend: str,
+    ) -> list[Tensor]:  # fmt: skip
+        """Return the gradients of the arrays that ``needs`` marks, in order."""
+        signature = (*_signature((*gradients, *arrays), options, backend), *needs)
+        found = self.found.get(signature)
+        if found is None:
+            found = self._find_backward(gradients, arrays, options, needs, backend)
+            if len(self.found) >= _FOUND_LIMIT:
+                self.found.clear()
+                self.known.clear()
+            self.found[signature] = found
+        result: list[Tensor] = found(*gradients, *arrays)
+        return result
+
+    def _find_backward(
+        self, gradients: Sequence[Tensor | None], arrays: Sequence[Tensor | None], options: Sequence[Any],
+        needs: Sequence[bool], backend: str,
+    ) -> Callable[..., list[Tensor]]:  # fmt: skip
+        """Return a function of the gradients and arrays; a backend without a backward has that of the torch backend."""
+        spec, name = self.spec, f"{self.spec.name}_backward"
+        run = getattr(self.module(arrays, options, backend), name, None)
+        run = run or getattr(backend_module(spec, "torch"), name)
+        wanted = [arg.name for arg, need in zip(spec.args, needs, strict=True) if need]
+
+        def named(*arrays: Tensor | None) -> dict[str, Any]:
+            first = {f"d{o.name}": g for o, g in zip(spec.outputs, arrays, strict=False)}
+            given = keyword_arguments(spec, arrays[len(spec.outputs) :], options)
+            return first | given | {"needs": frozenset(wanted)}
+
+        plan = getattr(run, "plan", None)
+        bound = plan(**named(*gradients, *arrays)) if plan else lambda *arrays: run(**named(*arrays))
+        dtypes = {arg.name: a.dtype for arg, a in zip(spec.args, arrays, strict=True) if a is not None}
+
+        def differentiated(*arrays: Tensor | None) -> list[Tensor]:
+            found = bound(*arrays)
+            return [found[n].to(dtypes[n]).contiguous() for n in wanted]
+
+        return differentiated
+
     def module(self, arrays: Sequence[Tensor | None], options: Sequence[Any], backend: str) -> ModuleType:
         """Check the arguments and return the file of the backend."""
         return resolve(self.spec, self.spec.validate(meta_of(self.spec, "torch", arrays, options)), backend)
 
+    def _empty(self, arrays: Sequence[Tensor | None], options: Sequence[Any]) -> Callable[..., Any]:
+        """Return what gives the results of an empty batch, which no backend has to know of."""
+        metas = self.spec.output_metas(self.spec.validate(meta_of(self.spec, "torch", arrays, options)))
+        metas = metas[:1] if self.in_place else metas
+
+        def run(first: Tensor, *rest: Any) -> Any:
+            results = tuple(first.new_zeros(shape, dtype=getattr(torch, dtype)) for shape, dtype in metas)
+            return results if len(results) > 1 else results[0]
+
+        return run
+
     def _find(self, arrays: Sequence[Tensor | None], options: Sequence[Any], backend: str) -> Callable[..., Any]:
         """Return a function of the arrays."""
         module, name = self.module(arrays, options, backend), self.spec.name
+        if _is_empty(arrays):
+            return self._empty(arrays, options)
         if self.in_place:
             return self._updating(module, arrays, options)
         found = _bound(self.spec, getattr(module, name), arrays, options)
@@ -224,6 +285,11 @@ class _Runner:
             return y
 
         return updating
+
+
+def _is_empty(arrays: Sequence[Tensor | None]) -> bool:
+    """Whether a call that was checked has a batch of nothing: the first argument has all axes that may be empty."""
+    return arrays[0] is not None and arrays[0].numel() == 0
 
 
 def _bound(
@@ -267,9 +333,19 @@ def _register(spec: OpSpec) -> None:
         )
 
 
+def _without_autocast(device: str, run: Callable[..., Any], *args: Any) -> Any:
+    """Run what an operator is made of in the dtypes that it chose itself: those of its arguments decide."""
+    with torch.autocast(device, enabled=False):
+        return run(*args)
+
+
 def _define(name: str, schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> None:
+    def implementation(*args: Any) -> Any:
+        device = next(a for a in args if isinstance(a, Tensor)).device.type
+        return _without_autocast(device, run, *args) if torch.is_autocast_enabled(device) else run(*args)
+
     _LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides))
-    _LIBRARY.impl(name, run, "CompositeExplicitAutograd")
+    _LIBRARY.impl(name, implementation, "CompositeExplicitAutograd")
     torch.library.register_fake(f"refold::{name}", fake, lib=_LIBRARY)
     OPS[name] = getattr(torch.ops.refold, name).default
 
@@ -298,17 +374,15 @@ def _forward_fake(spec: OpSpec) -> Callable[..., Any]:
 
 
 def _backward(spec: OpSpec, runner: _Runner) -> Callable[..., Any]:
-    ngradients, name = len(spec.outputs), f"{spec.name}_backward"
+    ngradients = len(spec.outputs)
 
     def backward(*args: Any) -> list[Tensor]:
         gradients, inputs, needs, backend = args[:ngradients], args[ngradients:-2], args[-2], args[-1]
         arrays, options = inputs[: len(spec.args)], inputs[len(spec.args) :]
-        module, keywords = runner.module(arrays, options, backend), keyword_arguments(spec, arrays, options)
-        run = getattr(module, name, None) or getattr(backend_module(spec, "torch"), name)
-        wanted = [arg.name for arg, need in zip(spec.args, needs, strict=True) if need]
-        named = {f"d{o.name}": g for o, g in zip(spec.outputs, gradients, strict=True)}
-        found = run(**named, **keywords, needs=frozenset(wanted))
-        return [found[n].to(keywords[n].dtype).contiguous() for n in wanted]
+        if _is_empty(arrays):
+            return [a.new_zeros(a.shape) for a, need in zip(arrays, needs, strict=True) if need]
+        options = [tuple(o) if isinstance(o, list) else o for o in options]
+        return runner.differentiated(gradients, arrays, options, needs, backend)
 
     return backward
 

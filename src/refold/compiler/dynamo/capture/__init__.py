@@ -18,13 +18,9 @@ iterators.py     what a ``for`` goes through, as a function of the step's number
 carried.py       what is assumed of the state at every step
 locations.py     where the state is kept: variables, attributes, dictionaries, lists
 lists.py         the items of lists that grow
-generators.py    what generators yield, where it goes into a list
 trace.py         one trace of the body
 side_effects.py  what the body must leave alone
 emit.py          the loop as a node, and the state behind it
 variables.py     Dynamo's variables as this package sees them
 ===============  ====================================================================================
 """
-
-from .hook import lifts as lifts
-from .hook import notes as notes

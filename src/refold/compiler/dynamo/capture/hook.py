@@ -1,7 +1,8 @@
 """Where Dynamo's interpreter meets a loop: ``for`` at its ``FOR_ITER``, ``while`` where a jump leads to its body.
 
-Only code that is compiled for a marked backend (`lifts`) is looked at. Whatever goes wrong, the translator is as it
-was, and goes on to trace the loop step by step; `notes` tells why.
+`install` replaces one method of Dynamo's interpreter, ``run``. For a marked backend (`dynamo.captures_loops`) it gives
+that one interpreter its own table of instructions; for all others it calls the original. Whatever goes wrong, the
+interpreter is as it was, and goes on to execute the loop step by step; `notes` tells why.
 """
 
 from __future__ import annotations
@@ -13,23 +14,18 @@ from typing import Any
 
 import torch
 from torch._dynamo import symbolic_convert
+from torch._dynamo.exc import TorchDynamoException
 from torch._dynamo.variables import TensorVariable
 from torch._guards import TracingContext
 
+from ... import dynamo
 from .fixpoint import lift
-from .generators import install
 from .iterators import ENUMERATE, element, remaining, start_enumeration
 from .trace import SHORTEST, Code
 from .variables import Refused, Translator, realized
 
 # The first steps may differ (`if h is None`): so many heads of one loop are tried.
 HEADS = 3
-
-
-def lifts(backend: Callable[..., Any]) -> Any:
-    """Mark a backend: loops in what is compiled for it are lifted."""
-    backend.lifts_loops = True  # type: ignore[attr-defined]
-    return backend
 
 
 def notes() -> list[str]:
@@ -54,15 +50,6 @@ class _State:
 def _state() -> _State | None:
     context = TracingContext.try_get()
     return None if context is None else vars(context).setdefault("refold_loops", _State())
-
-
-def _is_marked(backend: Any) -> bool:
-    while backend is not None:
-        if getattr(backend, "lifts_loops", False):
-            return True
-        inner = vars(backend) if hasattr(backend, "__dict__") else {}
-        backend = inner.get("_torchdynamo_orig_backend") or inner.get("compiler_fn") or inner.get("__wrapped__")
-    return False
 
 
 def _meet_for(tx: Translator, instruction: Any) -> None:
@@ -155,31 +142,68 @@ def _check_modes(tx: Translator) -> None:
         raise Refused("autocast or a function transform is active")
 
 
-def _install() -> None:
-    """Make Dynamo's translators try to lift loops, for marked backends."""
-    jumps = [i for name, i in dis.opmap.items() if "JUMP" in name and ("_IF_" in name or name == "JUMP_BACKWARD")]
-    for name in ("InstructionTranslator", "InliningInstructionTranslator", "InliningGeneratorInstructionTranslator"):
-        table: Any = getattr(symbolic_convert, name).dispatch_table
+def install() -> Callable[[], None]:
+    """Let marked backends capture loops.
 
-        def for_iter(tx: Translator, instruction: Any, original: Any = table[dis.opmap["FOR_ITER"]]) -> None:
-            if _is_marked(tx.output.compiler_fn):
-                _meet_for(tx, instruction)
-            original(tx, instruction)
+    Returns:
+        A function that removes everything again.
+    """
+    tables = {
+        kind: _table(kind.dispatch_table)
+        for name in ("InstructionTranslator", "InliningInstructionTranslator", "InliningGeneratorInstructionTranslator")
+        for kind in [getattr(symbolic_convert, name)]
+    }
+    interpreter: Any = symbolic_convert.InstructionTranslatorBase
+    original = interpreter.run
 
-        def is_op(tx: Translator, instruction: Any, original: Any = table[dis.opmap["IS_OP"]]) -> None:
-            _check_identity(tx)
-            original(tx, instruction)
+    def run(tx: Translator) -> Any:
+        try:
+            if (table := tables.get(type(tx))) is not None and dynamo.is_marked(tx.output.compiler_fn):
+                tx.dispatch_table = table
+        except Exception as error:  # Dynamo has changed
+            dynamo.switch_off(error)
+        return original(tx)
 
-        table[dis.opmap["FOR_ITER"]], table[dis.opmap["IS_OP"]] = for_iter, is_op
-        for opcode in jumps:
+    interpreter.run = run
 
-            def jump(tx: Translator, instruction: Any, original: Any = table[opcode]) -> None:
+    def remove() -> None:
+        interpreter.run = original
+
+    return remove
+
+
+def _table(originals: list[Any]) -> list[Any]:
+    """Return a table of instructions that tries to capture loops before, or after, it does what Dynamo does."""
+    table = list(originals)
+    begin, compare = dis.opmap["FOR_ITER"], dis.opmap["IS_OP"]
+
+    def for_iter(tx: Translator, instruction: Any) -> None:
+        _attempt(lambda: _meet_for(tx, instruction))
+        originals[begin](tx, instruction)
+
+    def is_op(tx: Translator, instruction: Any) -> None:
+        _attempt(lambda: _check_identity(tx))
+        originals[compare](tx, instruction)
+
+    table[begin], table[compare] = for_iter, is_op
+    for name, opcode in dis.opmap.items():
+        if "JUMP" in name and ("_IF_" in name or name == "JUMP_BACKWARD"):
+
+            def jump(tx: Translator, instruction: Any, original: Any = originals[opcode]) -> None:
                 original(tx, instruction)
-                if _is_marked(tx.output.compiler_fn):
-                    _meet_while(tx)
+                _attempt(lambda: _meet_while(tx))
 
             table[opcode] = jump
-    install()
+    return table
 
 
-_install()
+def _attempt(act: Callable[[], None]) -> None:
+    """Do one of refold's own parts; all but refusals and Dynamo's own errors mean that it has changed."""
+    if dynamo.unavailable() is not None:  # since this frame began
+        return
+    try:
+        act()
+    except (Refused, TorchDynamoException):  # ends the trace of a body
+        raise
+    except Exception as error:
+        dynamo.switch_off(error)

@@ -285,10 +285,10 @@ def _of_this_scope(mutation: Any) -> Any:
     return mine
 
 
-def containers(tx: Translator, other: Variable | None) -> list[Variable]:
-    """Return the lists, tuples and dictionaries that Dynamo knows and a frame's code, or another object, leads to."""
+def containers(tx: Translator) -> list[Variable]:
+    """Return the lists, tuples and dictionaries that Dynamo knows and a frame's code leads to."""
     effects = tx.output.side_effects
-    stack = [other, *tx.symbolic_locals.values(), *tx.stack, *effects.id_to_variable.values()]
+    stack: list[Any] = [*tx.symbolic_locals.values(), *tx.stack, *effects.id_to_variable.values()]
     stack += [y for stored in effects.store_attr_mutations.values() for y in stored.values()]
     found: dict[int, Variable] = {}
     while stack:

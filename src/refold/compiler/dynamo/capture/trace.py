@@ -22,7 +22,6 @@ from torch.fx import Graph, Node, Proxy
 
 from ..induction_variable import StepNumber
 from .carried import Form
-from .generators import step_over_yield, yielded
 from .iterators import Calls, Element, Items, Numbers
 from .lists import Growing, Indexed
 from .locations import Contents, Dictionary, End, Local, Objects, Place, Written, containers
@@ -35,8 +34,8 @@ SHORTEST = 16
 TRACES = 12
 # Instructions that a body must not have.
 _LEAVES = {
-    "YIELD": "it is the loop of a generator that is read item by item",
-    "SEND": "there is a generator in the loop of a generator",
+    "YIELD": "it is the loop of a generator",
+    "SEND": "it is the loop of a generator",
     "RETURN": "the loop can be left early",
     "DELETE": "something is deleted in the loop",
     "STORE_GLOBAL": "a global variable is set in the loop",
@@ -139,7 +138,7 @@ class _Tracing:
                 self.tracer.create_proxy = functools.partial(_create_proxy, tx, self.tracer.create_proxy)
                 made: list[Any] = [Objects(tx)]
                 stand_ins.callback(made[0].restore)
-                for x in containers(tx, yielded(tx)):
+                for x in containers(tx):
                     if (stand_in := self._stand_in(x)) is not None:
                         stand_ins.callback(stand_in.restore)
                         made.append(stand_in)
@@ -225,8 +224,6 @@ class _Tracing:
         while True:
             at = tx.instruction_pointer
             instruction = tx.instructions[at]
-            if step_over_yield(tx, instruction):
-                continue
             if reason := next((why for name, why in _LEAVES.items() if instruction.opname.startswith(name)), None):
                 raise Refused(reason)
             decided = len(self.number.pending())

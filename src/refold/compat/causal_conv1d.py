@@ -1,0 +1,168 @@
+"""The functions of the package causal-conv1d, under its signatures.
+
+Layouts, defaults and the number of results are that package's. Where it refuses or leaves out an argument that has a
+meaning, such as initial states in a pack, this gives it that meaning; a value with none raises an error naming it.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from refold import ops
+from refold.compat.documents import Documents
+from refold.compat.slots import Slots
+from refold.errors import ArgumentError, ShapeError
+
+__all__ = ["causal_conv1d_fn", "causal_conv1d_update"]
+
+
+def causal_conv1d_fn(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    seq_idx: Tensor | None = None,
+    initial_states: Tensor | None = None,
+    return_final_states: bool = False,
+    final_states_out: Tensor | None = None,
+    activation: str | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Causal depthwise convolution along time, `refold.ops.causal_conv1d` in this package's layout.
+
+    Args:
+        x: Inputs, ``(b, d, t)``, contiguous along time or along channels.
+        weight: ``(d, w)``, any width.
+        bias: ``(d,)``.
+        seq_idx: ``(b, t)``, the number of each token's document; documents do not see each other. Tokens with a
+            negative number are padding: their outputs are zero. Reading it waits for a GPU.
+        initial_states: ``(b, d, w-1)``, the inputs before each row; its first document goes on from them.
+        return_final_states: Return the last ``w - 1`` inputs of each row's last document, too.
+        final_states_out: ``(b, d, w-1)``, where to write them.
+        activation: None, ``"silu"`` or ``"swish"``, which are one.
+
+    Returns:
+        ``out`` like ``x``, or ``(out, final_states)``.
+
+    Raises:
+        ArgumentError: An argument has no meaning here; the message names it.
+        ShapeError: Axes disagree.
+    """
+    op = "causal_conv1d_fn"
+    fused = _silu(op, activation)
+    if final_states_out is not None and not return_final_states:
+        raise ArgumentError(f"{op}: final_states_out needs return_final_states=True; got False.")
+    tokens = {"x": _time_second(op, x)}
+    if seq_idx is None:
+        y, states = ops.causal_conv1d(
+            **tokens, weight=weight, bias=bias, activation=fused, initial_state=initial_states
+        )
+    else:
+        check_index(op, seq_idx, tokens["x"])
+        documents = Documents.from_index(seq_idx)
+        y, ends = documents.run(ops.causal_conv1d, tokens, initial_states, weight=weight, bias=bias, activation=fused)
+        y, states = torch.where((seq_idx < 0)[..., None], 0, y), documents.ends(ends)
+    out = time_last(y, x)
+    if not return_final_states:
+        return out
+    return out, states if final_states_out is None else final_states_out.copy_(states)
+
+
+def causal_conv1d_update(
+    x: Tensor,
+    conv_state: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    cache_seqlens: Tensor | None = None,
+    conv_state_indices: Tensor | None = None,
+    *,
+    pad_slot_id: int = -1,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Convolve one token or a few, and keep the last inputs in ``conv_state``, in place.
+
+    Args:
+        x: ``(b, d)``, or ``(b, d, t)`` for a few tokens.
+        conv_state: The last inputs, ``(b, d, s)`` with ``s >= w - 1``, oldest first; with ``conv_state_indices``
+            ``(slots, d, s)``.
+        weight: ``(d, w)``.
+        bias: ``(d,)``.
+        activation: None, ``"silu"`` or ``"swish"``.
+        cache_seqlens: ``(b,)``, how many tokens were read before: ``conv_state`` is then a ring, and the next token's
+            place in it is that number modulo s.
+        conv_state_indices: ``(b,)``, the slot of each row. Rows with a negative slot are padding: zeros are returned
+            for them and nothing is written.
+        pad_slot_id: A slot that means padding, too. (Not in the package.)
+        out: Where to write the result, like ``x``. (Not in the package.)
+
+    Returns:
+        ``out``, like ``x``.
+
+    Raises:
+        ArgumentError: An argument has no meaning here; the message names it.
+        ShapeError: Axes disagree.
+    """
+    op = "causal_conv1d_update"
+    fused, width = _silu(op, activation), weight.shape[-1]
+    tokens = _time_second(op, x[..., None] if x.ndim == 2 else x)
+    length = conv_state.shape[-1]
+    if conv_state.ndim != 3 or length < width - 1:
+        raise ShapeError(
+            f"{op}: conv_state must be (b, d, s) with s >= {width - 1}, one less than the width of weight; got "
+            f"{tuple(conv_state.shape)}."
+        )
+    if cache_seqlens is not None and cache_seqlens.shape != (len(x),):
+        raise ShapeError(f"{op}: cache_seqlens must have the shape ({len(x)},); got {tuple(cache_seqlens.shape)}.")
+
+    def step(state: Tensor) -> tuple[Tensor, Tensor]:
+        if cache_seqlens is None:
+            before, after = state, torch.cat([state, tokens.mT.to(state.dtype)], -1)[..., -length:]
+        else:
+            place = (cache_seqlens[:, None] + torch.arange(-length, 0, device=state.device)) % length
+            before = state.gather(2, place[:, None].expand_as(state))
+            count = min(tokens.shape[1], length)  # of more tokens than there are places, the last are kept
+            place = cache_seqlens[:, None] + torch.arange(tokens.shape[1], device=state.device)
+            kept = place[:, None, -count:].expand(*state.shape[:2], -1) % length
+            after = state.scatter(2, kept.long(), tokens.mT[..., -count:].to(state.dtype))
+        window = before[..., before.shape[-1] - (width - 1) :]
+        return ops.causal_conv1d_step(tokens, weight, window, bias, activation=fused)[0], after
+
+    slots = Slots.of(op, len(x), pad_slot_id, conv_state_indices=conv_state_indices)
+    if slots is not None:
+        y = slots.update(conv_state, step)
+    else:
+        y, after = step(conv_state)
+        conv_state.copy_(after)
+    return into(op, out, y[:, 0] if x.ndim == 2 else time_last(y, x))
+
+
+def into(op: str, out: Tensor | None, y: Tensor) -> Tensor:
+    """Return ``y``, written to ``out`` if that is given."""
+    if out is None:
+        return y
+    if out.shape != y.shape:
+        raise ShapeError(f"{op}: out must have the shape {tuple(y.shape)}; got {tuple(out.shape)}.")
+    return out.copy_(y)
+
+
+def time_last(y: Tensor, like: Tensor) -> Tensor:
+    """Return ``y`` (b, t, d) as (b, d, t), with time or channels next to each other in memory as in ``like``."""
+    return y.mT if like.stride(1) == 1 and like.stride(-1) != 1 else y.mT.contiguous()
+
+
+def check_index(op: str, index: Tensor, tokens: Tensor) -> None:
+    """Refuse a ``seq_idx`` that does not have one number a token."""
+    if index.shape != tokens.shape[:2]:
+        raise ShapeError(f"{op}: seq_idx must have the shape {tuple(tokens.shape[:2])}; got {tuple(index.shape)}.")
+
+
+def _silu(op: str, activation: str | None) -> str | None:
+    if activation not in (None, "silu", "swish"):
+        raise ArgumentError(f"{op}: activation must be None, 'silu' or 'swish'; got {activation!r}.")
+    return None if activation is None else "silu"
+
+
+def _time_second(op: str, x: Tensor) -> Tensor:
+    if x.ndim != 3:
+        raise ShapeError(f"{op}: x must be (b, d, t); got shape {tuple(x.shape)}.")
+    return x.mT

@@ -1,0 +1,90 @@
+"""Documents that share a row of a batch: where they begin and end, and operators that keep them apart."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Documents:
+    """Where documents begin and end in a batch of b rows of t tokens, seen as one row of ``b * t`` tokens."""
+
+    cu_seqlens: Tensor
+    """``(k + 1,)`` offsets of the k documents in that row."""
+    first: Tensor
+    """``(b,)``: the document that each row begins with."""
+    last: Tensor
+    """``(b,)``: the document that each row ends with."""
+    fresh: Tensor | None = None
+    """``(b,)``: whether a row's first token begins a document. Else, and if None, it goes on from an earlier state."""
+
+    @classmethod
+    def from_offsets(cls, cu_seqlens: Tensor) -> Documents:
+        """Take the offsets of documents in a batch of one row."""
+        first = torch.zeros(1, dtype=torch.long, device=cu_seqlens.device)
+        return cls(cu_seqlens, first, first + (cu_seqlens.numel() - 2))
+
+    @classmethod
+    def from_index(cls, index: Tensor) -> Documents:
+        """Take the number of each token's document, ``(b, t)``: where it changes, a document begins. Waits for a GPU."""
+        starts = torch.zeros_like(index, dtype=torch.bool)
+        starts[:, 1:] = index[:, 1:] != index[:, :-1]
+        return cls.from_starts(starts)
+
+    @classmethod
+    def from_starts(cls, starts: Tensor, fresh: Tensor | None = None) -> Documents:
+        """Take a mark, ``(b, t)``, on each token that begins a document; first tokens do anyway. Waits for a GPU."""
+        flat = starts.clone()
+        flat[:, 0] = True
+        flat = flat.flatten()
+        end = torch.tensor([flat.numel()], device=flat.device)
+        document = (flat.cumsum(0) - 1).view(starts.shape)
+        return cls(torch.cat([flat.nonzero()[:, 0], end]).int(), document[:, 0], document[:, -1], fresh)
+
+    def run(
+        self, operator: Callable[..., Any], tokens: Mapping[str, Tensor | None], state: Tensor | None, **rest: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Run an operator over ``tokens``, each ``(b, t, ...)``, after a ``state`` a row.
+
+        Returns:
+            ``y``, ``(b, t, ...)``, and the state after each document, ``(k, ...)``.
+        """
+        batch, seqlen = next(v.shape[:2] for v in tokens.values() if v is not None)
+        flat = {name: None if v is None else v.flatten(0, 1)[None] for name, v in tokens.items()}
+        device = next(v.device for v in flat.values() if v is not None)
+        offsets = self.cu_seqlens.to(device)
+        y, states = operator(**flat, initial_state=self._initial(state), cu_seqlens=offsets, **rest)
+        return y[0].unflatten(0, (batch, seqlen)), states
+
+    def ends(self, states: Tensor) -> Tensor:
+        """Return of the states after each document, ``(k, ...)``, those after each row, ``(b, ...)``."""
+        return states.index_select(0, self.last.to(states.device))
+
+    def _initial(self, state: Tensor | None) -> Tensor | None:
+        if state is None:
+            return None
+        if self.fresh is not None:
+            state = torch.where(_rows(self.fresh, state), 0, state)
+        count = self.cu_seqlens.numel() - 1
+        return state.new_zeros(count, *state.shape[1:]).index_copy(0, self.first.to(state.device), state)
+
+    def last_document(self, x: Tensor) -> Tensor:
+        """Return ``x`` (b, t, d) with zeros at all tokens but those of each row's last document."""
+        token = torch.arange(x.shape[0] * x.shape[1], device=x.device).view(x.shape[:2])
+        start = self.cu_seqlens.to(x.device)[self.last.to(x.device)]
+        return torch.where((token >= start[:, None])[..., None], x, 0)
+
+    def forget(self, state: Tensor) -> None:
+        """Zero the rows of a ``state`` (b, ...) that their row's last document does not go on from."""
+        over = self.first != self.last
+        over = over if self.fresh is None else over | self.fresh
+        state.masked_fill_(_rows(over, state), 0)
+
+
+def _rows(flags: Tensor, like: Tensor) -> Tensor:
+    return flags.to(like.device).view(-1, *[1] * (like.ndim - 1))

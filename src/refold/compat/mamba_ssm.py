@@ -1,0 +1,506 @@
+"""The functions of the package mamba-ssm, under its signatures.
+
+Layouts, defaults and the number of results are that package's. Where it ignores an argument that has a meaning, such
+as offsets of documents without their numbers, this gives it that meaning; a value with none raises an error naming it.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from refold import ops
+from refold.compat.causal_conv1d import causal_conv1d_fn, check_index, into, time_last
+from refold.compat.documents import Documents
+from refold.compat.slots import Slots
+from refold.errors import ArgumentError, DtypeError, ShapeError
+from refold.ops.spec import check_cu_seqlens_values
+
+__all__ = [
+    "mamba_chunk_scan_combined",
+    "mamba_inner_fn",
+    "mamba_split_conv1d_scan_combined",
+    "rmsnorm_fn",
+    "selective_scan_fn",
+    "selective_state_update",
+]
+
+
+def mamba_chunk_scan_combined(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    chunk_size: int,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    initial_states: Tensor | None = None,
+    seq_idx: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = (0.0, math.inf),
+    return_final_states: bool = False,
+    return_varlen_states: bool = False,
+    state_dtype: torch.dtype | None = None,
+) -> Any:
+    """The Mamba-2 scan, `refold.ops.ssd`.
+
+    Args:
+        x: ``(b, t, h, p)``.
+        dt: ``(b, t, h)``.
+        A: ``(h,)``.
+        B: ``(b, t, g, n)``.
+        C: ``(b, t, g, n)``.
+        chunk_size: Checked, and otherwise left to refold: it only changes rounding.
+        D: ``(h,)`` or ``(h, p)``.
+        z: ``(b, t, h, p)``.
+        dt_bias: ``(h,)``.
+        initial_states: ``(b, h, p, n)``; each row's first document goes on from them.
+        seq_idx: ``(b, t)``, the number of each token's document. Reading it waits for a GPU.
+        cu_seqlens: ``(k + 1,)``, offsets of documents in a batch of one row. They separate documents with and without
+            ``seq_idx``, which must tell the same if given (checked on the CPU).
+        dt_softplus: Pass ``dt`` through softplus.
+        dt_limit: Clip step sizes to this range.
+        return_final_states: Return the state of each row's end, ``(b, h, p, n)``, float32.
+        return_varlen_states: Return the state of each document's end, ``(k, h, p, n)``; needs ``cu_seqlens``.
+        state_dtype: Dtype of the states of documents; None is that of ``C``. Inside they are at least float32.
+
+    Returns:
+        ``out``, followed by what was asked for, in this order.
+
+    Raises:
+        ArgumentError: An argument has no meaning here; the message names it.
+        ShapeError: Axes disagree.
+    """
+    op = "mamba_chunk_scan_combined"
+    _positive(op, "chunk_size", chunk_size)
+    if return_varlen_states and cu_seqlens is None:
+        raise ArgumentError(f"{op}: return_varlen_states=True needs cu_seqlens; got None.")
+    documents = _documents(op, x, seq_idx, cu_seqlens)
+    tokens = {"x": x, "dt": dt, "B": B, "C": C, "z": z}
+    rest = {"A": A, "D": D, "dt_bias": dt_bias, "dt_softplus": dt_softplus, "dt_limit": tuple(dt_limit)}
+    if documents is None:
+        out, states = ops.ssd(**tokens, **rest, initial_state=initial_states)
+        return (out, states) if return_final_states else out
+    out, states = documents.run(ops.ssd, tokens, initial_states, **rest)
+    results = (out,)
+    if return_final_states:
+        results += (documents.ends(states),)
+    if return_varlen_states:
+        results += (states.to(C.dtype if state_dtype is None else state_dtype),)
+    return results if len(results) > 1 else out
+
+
+def mamba_split_conv1d_scan_combined(
+    zxbcdt: Tensor,
+    conv1d_weight: Tensor,
+    conv1d_bias: Tensor | None,
+    dt_bias: Tensor,
+    A: Tensor,
+    D: Tensor,
+    chunk_size: int,
+    initial_states: Tensor | None = None,
+    seq_idx: Tensor | None = None,
+    dt_limit: tuple[float, float] = (0.0, math.inf),
+    return_final_states: bool = False,
+    activation: str | None = "silu",
+    rmsnorm_weight: Tensor | None = None,
+    rmsnorm_eps: float = 1e-6,
+    outproj_weight: Tensor | None = None,
+    outproj_bias: Tensor | None = None,
+    headdim: int | None = None,
+    ngroups: int = 1,
+    norm_before_gate: bool = True,
+    state_dtype: torch.dtype | None = None,
+) -> Any:
+    """A Mamba-2 layer between its projections: split, convolution, scan, gated norm, and the output product.
+
+    A layer that hands over ``outproj_weight`` never calls its output projection, so LoRA, quantisation or a hook there
+    does nothing. Where that matters, leave it None and call the projection on the result.
+
+    Args:
+        zxbcdt: ``(b, t, 2 m + 2 h p + 2 g n + h)``: channels of a gated MLP (m may be 0), z, x, B, C, dt.
+        conv1d_weight: ``(h p + 2 g n, w)``.
+        conv1d_bias: ``(h p + 2 g n,)``.
+        dt_bias: ``(h,)``.
+        A: ``(h,)``.
+        D: ``(h,)``, or ``(h, p)``.
+        chunk_size: Checked, and otherwise left to refold.
+        initial_states: ``(b, h, p, n)``.
+        seq_idx: ``(b, t)``, the number of each token's document, for convolution and scan.
+        dt_limit: Clip step sizes to this range, after softplus.
+        return_final_states: Return the state of each row's end, too.
+        activation: Of the convolution: None, ``"silu"`` or ``"swish"``.
+        rmsnorm_weight: ``(h p,)``: the norm over each of ``ngroups`` groups. None gates without a norm.
+        rmsnorm_eps: Its epsilon.
+        outproj_weight: ``(out, m + h p)``.
+        outproj_bias: ``(out,)``.
+        headdim: p; needed where D is ``(h,)``.
+        ngroups: g.
+        norm_before_gate: Gate the normalised values rather than the inputs of the norm.
+        state_dtype: None or a float dtype; states are at least float32 inside.
+
+    Returns:
+        ``out`` ``(b, t, m + h p)``, or of the output product; or ``(out, final_states)``.
+
+    Raises:
+        ArgumentError: An argument has no meaning here; the message names it.
+        ShapeError: Axes disagree.
+    """
+    op = "mamba_split_conv1d_scan_combined"
+    if D.ndim == 1 and headdim is None:
+        raise ArgumentError(f"{op}: headdim is needed where D has the shape (h,); got None.")
+    if outproj_bias is not None and outproj_weight is None:
+        raise ArgumentError(f"{op}: outproj_bias needs outproj_weight; got None.")
+    nheads, headdim = (len(D), headdim) if D.ndim == 1 else tuple(D.shape)
+    dim = nheads * headdim  # type: ignore[operator]
+    states = (conv1d_weight.shape[0] - dim) // 2
+    mlp = zxbcdt.shape[-1] - 2 * dim - 2 * states - nheads
+    if states < ngroups or states % ngroups or mlp < 0 or mlp % 2 or conv1d_weight.shape[0] != dim + 2 * states:
+        raise ShapeError(
+            f"{op}: zxbcdt must have 2 m + 2 h p + 2 g n + h channels and conv1d_weight h p + 2 g n rows; got "
+            f"{zxbcdt.shape[-1]} and {conv1d_weight.shape[0]} with h={nheads}, p={headdim}, g={ngroups}."
+        )
+    if rmsnorm_weight is not None and dim % ngroups:
+        raise ShapeError(f"{op}: ngroups must divide h p = {dim}; got {ngroups}.")
+    gated, z, xBC, dt = zxbcdt.split([mlp, dim, dim + 2 * states, nheads], -1)
+    xBC = causal_conv1d_fn(xBC.mT, conv1d_weight, conv1d_bias, seq_idx, activation=activation).mT  # type: ignore[union-attr]
+    x, B, C = xBC.split([dim, states, states], -1)
+    heads, groups = (nheads, headdim), (ngroups, states // ngroups)
+    out, final = mamba_chunk_scan_combined(
+        x.unflatten(-1, heads), dt, A, B.unflatten(-1, groups), C.unflatten(-1, groups), chunk_size, D=D,
+        z=z.unflatten(-1, heads) if rmsnorm_weight is None else None, dt_bias=dt_bias, initial_states=initial_states,
+        seq_idx=seq_idx, dt_softplus=True, dt_limit=dt_limit, return_final_states=True, state_dtype=state_dtype,
+    )  # fmt: skip
+    out = out.flatten(-2)
+    if rmsnorm_weight is not None:
+        out = ops.gated_rmsnorm(
+            out, z, rmsnorm_weight, eps=rmsnorm_eps, group_size=dim // ngroups, norm_before_gate=norm_before_gate
+        )
+    if mlp:
+        first, second = gated.chunk(2, -1)
+        out = torch.cat([F.silu(first) * second, out], -1)
+    if outproj_weight is not None:
+        out = F.linear(out, outproj_weight, outproj_bias)
+    return (out, final) if return_final_states else out
+
+
+def selective_scan_fn(
+    u: Tensor,
+    delta: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    delta_bias: Tensor | None = None,
+    delta_softplus: bool = False,
+    return_last_state: bool = False,
+) -> Any:
+    """The Mamba-1 scan, `refold.ops.selective_scan`.
+
+    Args:
+        u: Inputs, ``(b, d, t)``.
+        delta: Step sizes, ``(b, d, t)``.
+        A: ``(d, n)``, real.
+        B: ``(d, n)`` for all tokens, or ``(b, n, t)``, or ``(b, g, n, t)``.
+        C: Like ``B``, independently of it.
+        D: ``(d,)``.
+        z: ``(b, d, t)``.
+        delta_bias: ``(d,)``.
+        delta_softplus: Pass ``delta`` through softplus.
+        return_last_state: Return the last state, ``(b, d, n)``, too. Gradients flow from it, unlike in the package.
+
+    Returns:
+        ``out`` like ``u``, or ``(out, last_state)``.
+
+    Raises:
+        DtypeError: ``A`` is complex.
+        ShapeError: Axes disagree.
+    """
+    op = "selective_scan_fn"
+    _real(op, A)
+    if u.ndim != 3:
+        raise ShapeError(f"{op}: u must be (b, d, t); got shape {tuple(u.shape)}.")
+    y, state = ops.selective_scan(
+        u.mT, delta.mT, A, *_alike(_projection(op, "B", B, u), _projection(op, "C", C, u), u.shape[1]), D=D,
+        z=None if z is None else z.mT, dt_bias=delta_bias, dt_softplus=bool(delta_softplus),
+    )  # fmt: skip
+    out = time_last(y, u)
+    return (out, state) if return_last_state else out
+
+
+def mamba_inner_fn(
+    xz: Tensor,
+    conv1d_weight: Tensor,
+    conv1d_bias: Tensor | None,
+    x_proj_weight: Tensor,
+    delta_proj_weight: Tensor,
+    out_proj_weight: Tensor,
+    out_proj_bias: Tensor | None,
+    A: Tensor,
+    B: Tensor | None = None,
+    C: Tensor | None = None,
+    D: Tensor | None = None,
+    delta_bias: Tensor | None = None,
+    B_proj_bias: Tensor | None = None,
+    C_proj_bias: Tensor | None = None,
+    delta_softplus: bool = True,
+    checkpoint_lvl: int = 1,
+    b_rms_weight: Tensor | None = None,
+    c_rms_weight: Tensor | None = None,
+    dt_rms_weight: Tensor | None = None,
+    b_c_dt_rms_eps: float = 1e-6,
+) -> Tensor:
+    """A Mamba-1 layer after its input projection: convolution, projections, scan, gate, and the output product.
+
+    Args:
+        xz: ``(b, 2 d, t)``: inputs and gate.
+        conv1d_weight: ``(d, 1, w)``.
+        conv1d_bias: ``(d,)``.
+        x_proj_weight: ``(r + 2 n, d)``; without the n rows of a ``B`` that is given.
+        delta_proj_weight: ``(d, r)``.
+        out_proj_weight: ``(out, d)``. As in the package, the projection itself is never called.
+        out_proj_bias: ``(out,)``.
+        A: ``(d, n)``, real.
+        B: None to project it from the inputs, else as in `selective_scan_fn`.
+        C: Likewise.
+        D: ``(d,)``.
+        delta_bias: ``(d,)``.
+        B_proj_bias: ``(n,)``, added to a projected ``B``.
+        C_proj_bias: ``(n,)``, added to a projected ``C``.
+        delta_softplus: Pass step sizes through softplus.
+        checkpoint_lvl: 0 or 1. Only the operators' inputs are kept for the backward either way.
+        b_rms_weight: ``(n,)``: norm of a projected ``B``.
+        c_rms_weight: ``(n,)``: norm of a projected ``C``.
+        dt_rms_weight: ``(d,)``: norm of the step sizes, over channels, before bias and softplus.
+        b_c_dt_rms_eps: Epsilon of these norms.
+
+    Returns:
+        ``(b, t, out)``.
+
+    Raises:
+        ArgumentError: An argument has no meaning beside another; the message names both.
+        DtypeError: ``A`` is complex.
+        ShapeError: Axes disagree.
+    """
+    op = "mamba_inner_fn"
+    _real(op, A)
+    if checkpoint_lvl not in (0, 1):
+        raise ArgumentError(f"{op}: checkpoint_lvl must be 0 or 1; got {checkpoint_lvl!r}.")
+    given = {"B": (B, B_proj_bias, b_rms_weight), "C": (C, C_proj_bias, c_rms_weight)}
+    for name, (value, bias, weight) in given.items():
+        if value is not None and (bias is not None or weight is not None):
+            raise ArgumentError(
+                f"{op}: {name}_proj_bias and {name.lower()}_rms_weight belong to a projected {name}; {name} is given. "
+                "Apply them to it before the call."
+            )
+    rank, dstate = delta_proj_weight.shape[1], A.shape[1]
+    x, z = xz.chunk(2, 1)
+    x = causal_conv1d_fn(x, conv1d_weight.squeeze(1), conv1d_bias, activation="silu").mT  # type: ignore[union-attr]
+    projected = F.linear(x, x_proj_weight)
+    delta = F.linear(projected[..., :rank], delta_proj_weight)
+    if dt_rms_weight is not None:
+        delta = ops.gated_rmsnorm(delta, None, dt_rms_weight, eps=b_c_dt_rms_eps)
+
+    def project(name: str, place: slice) -> Tensor:
+        value, bias, weight = given[name]
+        if value is not None:
+            return _projection(op, name, value, x.mT)
+        value = projected[..., place]
+        value = value if bias is None else value + bias.to(value.dtype)
+        return value if weight is None else ops.gated_rmsnorm(value, None, weight, eps=b_c_dt_rms_eps)
+
+    y, _ = ops.selective_scan(
+        x, delta, A, *_alike(project("B", slice(rank, rank + dstate)), project("C", slice(-dstate, None)), x.shape[-1]),
+        D=D, z=z.mT, dt_bias=delta_bias, dt_softplus=delta_softplus,
+    )  # fmt: skip
+    return F.linear(y, out_proj_weight, out_proj_bias)
+
+
+def selective_state_update(
+    state: Tensor,
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    dt_softplus: bool = False,
+    state_batch_indices: Tensor | None = None,
+    *,
+    dst_state_batch_indices: Tensor | None = None,
+    pad_slot_id: int = -1,
+    out: Tensor | None = None,
+) -> Tensor:
+    """One token of a Mamba-1 or Mamba-2 layer, or a few; ``state`` is overwritten.
+
+    Where ``A``, ``dt`` and ``dt_bias`` are expanded over the channels and states of a head (strides of zero), this is
+    `refold.ops.ssd_step_`, else `refold.ops.selective_scan_step_` over all channels of all heads.
+
+    Args:
+        state: ``(b, d, n)`` or ``(b, h, p, n)``; with slots ``(slots, ...)``.
+        x: ``(b, d)`` or ``(b, h, p)``; with one axis more after the batch, a few tokens. (Not in the package.)
+        dt: Like ``x``.
+        A: ``(d, n)`` or ``(h, p, n)``.
+        B: ``(b, n)`` or ``(b, g, n)``, with the axis of tokens if ``x`` has it.
+        C: Like ``B``.
+        D: ``(d,)`` or ``(h, p)``.
+        z: Like ``x``.
+        dt_bias: ``(d,)`` or ``(h, p)``.
+        dt_softplus: Pass ``dt`` through softplus.
+        state_batch_indices: ``(b,)``, the slot of ``state`` that each row reads. Rows with a negative slot are padding:
+            zeros are returned for them and nothing is written.
+        dst_state_batch_indices: ``(b,)``, the slots that are written; None writes those that are read. (Not in the
+            package.)
+        pad_slot_id: A slot that means padding, too. (Not in the package.)
+        out: Where to write the result, like ``x``. (Not in the package.)
+
+    Returns:
+        ``out``, like ``x``.
+
+    Raises:
+        ArgumentError: A gradient is needed: use the functions of `refold.ops` without underscore.
+        ShapeError: Axes disagree.
+    """
+    op = "selective_state_update"
+    heads = state.ndim == 4
+    if state.ndim not in (3, 4) or x.ndim not in (state.ndim - 1, state.ndim):
+        raise ShapeError(
+            f"{op}: state must be (b, d, n) or (b, h, p, n), and x have an axis less, or as many for a few tokens; got "
+            f"{tuple(state.shape)} and {tuple(x.shape)}."
+        )
+    shape = tuple(x.shape[-2:] if heads else x.shape[-1:]) + tuple(state.shape[-1:])
+    for name, array, wanted in (
+        ("A", A, shape),
+        ("dt_bias", dt_bias, shape[:-1]),
+        ("D", D, shape[:-1]),
+        ("dt", dt, x.shape),
+    ):
+        if array is not None and array.shape != wanted:
+            raise ShapeError(f"{op}: {name} must have the shape {tuple(wanted)}; got {tuple(array.shape)}.")
+    rank = B.ndim - (x.ndim == state.ndim)
+    if heads and rank == 2:
+        B, C = B.unsqueeze(-2), C.unsqueeze(-2)
+    tied = heads and _same(A, -1) and _same(A, -2) and _same(dt, -1) and (dt_bias is None or _same(dt_bias, -1))
+
+    def step(rows: Tensor) -> Tensor:
+        if tied:
+            return ops.ssd_step_(
+                x, dt[..., 0], A[:, 0, 0], B, C, rows, D=D, z=z, dt_bias=None if dt_bias is None else dt_bias[:, 0],
+                dt_softplus=dt_softplus,
+            )[0]  # fmt: skip
+        if not heads:
+            return ops.selective_scan_step_(
+                x, dt, A, B, C, rows, D=D, z=z, dt_bias=dt_bias, dt_softplus=dt_softplus
+            )[0]  # fmt: skip
+        flat = rows.flatten(1, 2)  # of a state that cannot be seen so, a copy
+        y, _ = ops.selective_scan_step_(
+            x.flatten(-2), dt.flatten(-2), A.flatten(0, 1), B, C, flat, D=None if D is None else D.flatten(),
+            z=None if z is None else z.flatten(-2), dt_bias=None if dt_bias is None else dt_bias.flatten(),
+            dt_softplus=dt_softplus,
+        )  # fmt: skip
+        if flat.data_ptr() != rows.data_ptr():
+            rows.copy_(flat.view_as(rows))
+        return y.view_as(x) if y.is_contiguous() else y.reshape(x.shape)
+
+    indices = {"state_batch_indices": state_batch_indices, "dst_state_batch_indices": dst_state_batch_indices}
+    slots = Slots.of(op, len(x), pad_slot_id, **indices)
+    if slots is None:
+        return into(op, out, step(state))
+
+    def on_slots(rows: Tensor) -> tuple[Tensor, Tensor]:
+        return step(rows), rows
+
+    return into(op, out, slots.update(state, on_slots))
+
+
+def rmsnorm_fn(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    z: Tensor | None = None,
+    eps: float = 1e-6,
+    group_size: int | None = None,
+    norm_before_gate: bool = True,
+) -> Tensor:
+    """RMS norm over groups of channels, with a gate, `refold.ops.gated_rmsnorm`.
+
+    Args:
+        x: ``(..., d)``.
+        weight: ``(d,)``.
+        bias: ``(d,)``, added to the scaled norm, or None.
+        z: Gate, like ``x``.
+        eps: Added to the mean square.
+        group_size: Channels normalised together; None is all.
+        norm_before_gate: Gate the normalised values rather than the inputs.
+
+    Returns:
+        Like ``x``.
+
+    Raises:
+        ShapeError: Axes disagree.
+    """
+    if bias is None:
+        return ops.gated_rmsnorm(x, z, weight, eps=eps, group_size=group_size, norm_before_gate=norm_before_gate)
+    wide = torch.promote_types(x.dtype, torch.float32)
+    gate, values = None if z is None else z.to(wide), x.to(wide)
+    inside = None if norm_before_gate else gate
+    y = ops.gated_rmsnorm(values, inside, weight, eps=eps, group_size=group_size) + bias.to(wide)
+    return (y if gate is None or not norm_before_gate else y * F.silu(gate)).to(x.dtype)
+
+
+def _documents(op: str, x: Tensor, seq_idx: Tensor | None, cu_seqlens: Tensor | None) -> Documents | None:
+    if seq_idx is not None:
+        check_index(op, seq_idx, x)
+    if cu_seqlens is None:
+        return None if seq_idx is None else Documents.from_index(seq_idx)
+    if len(x) != 1:
+        raise ShapeError(f"{op}: with cu_seqlens the batch is 1; got {len(x)}. Put documents one behind the other.")
+    if seq_idx is not None and not cu_seqlens.is_cuda:
+        check_cu_seqlens_values(op, cu_seqlens.tolist(), x.shape[1])
+        if not torch.equal(Documents.from_index(seq_idx).cu_seqlens.cpu(), cu_seqlens.unique().int()):
+            raise ArgumentError(f"{op}: seq_idx changes elsewhere than cu_seqlens says. Pass one of them.")
+    return Documents.from_offsets(cu_seqlens)
+
+
+def _projection(op: str, name: str, value: Tensor, u: Tensor) -> Tensor:
+    """Return B or C, in any of the package's layouts, as (b, t, n) or (b, t, g, n); ``u`` is (b, d, t)."""
+    batch, channels, seqlen = u.shape
+    if value.ndim == 2:
+        if value.shape[0] != channels:
+            raise ShapeError(f"{op}: {name} must be (d, n) with d={channels}; got shape {tuple(value.shape)}.")
+        return value.expand(batch, seqlen, *value.shape)
+    if value.ndim not in (3, 4):
+        raise ShapeError(f"{op}: {name} must be (d, n), (b, n, t) or (b, g, n, t); got shape {tuple(value.shape)}.")
+    return value.movedim(-1, 1)
+
+
+def _alike(B: Tensor, C: Tensor, channels: int) -> tuple[Tensor, Tensor]:
+    """Give a group to each channel where B and C have different groups: one is constant, the other not."""
+    if B.ndim == C.ndim == 4 and B.shape[2] != C.shape[2]:
+        B, C = (v.repeat_interleave(channels // v.shape[2], 2) for v in (B, C))
+    return B, C
+
+
+def _real(op: str, A: Tensor) -> None:
+    if A.is_complex():
+        raise DtypeError(f"{op}: A must be real; got {A.dtype}. refold has no complex scan.")
+
+
+def _positive(op: str, name: str, value: Any) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ArgumentError(f"{op}: {name} must be a positive integer; got {value!r}.")
+
+
+def _same(a: Tensor, axis: int) -> bool:
+    """Whether all entries along an axis are one, by the way it is laid out."""
+    return a.stride(axis) == 0 or a.shape[axis] == 1

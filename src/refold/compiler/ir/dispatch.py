@@ -1,0 +1,208 @@
+"""Run any PyTorch program, autograd included, in another dtype: operation by operation, below autograd.
+
+`refold.compiler.ir.evaluate` does the same to an ATen graph. A whole program as Dynamo captured it has
+loops, mutation and autograd, and is not one graph; here a dispatch mode sees each operation that it runs.
+
+A product that is only summed is not written out: it stays a pair of factors until something else than
+a sum asks for it. The tensor that stands for it has no memory of its own, so nothing may write to it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from ...verify.memory import available_bytes
+from .evaluate import BLOCK, contracted
+
+aten = torch.ops.aten
+
+WIDER = {
+    torch.float32: torch.float64,
+    torch.float16: torch.float64,
+    torch.bfloat16: torch.float64,
+    torch.complex64: torch.complex128,
+}
+NARROWER = {torch.float64: torch.float32, torch.complex128: torch.complex64}
+_SUMS = (aten.sum.dim_IntList, aten.mean.dim)
+# What draws random numbers and nothing else. The results of these are recorded, and replayed in another dtype.
+_DRAWS = ("bernoulli", "cauchy", "exponential", "geometric", "log_normal", "normal", "rand", "random", "uniform")
+
+
+class Impossible(Exception):
+    """A program cannot be run in another dtype; the message says why."""
+
+
+class _Lazy(Impossible):
+    """Something writes to a product that was not written out."""
+
+
+class Computing(TorchDispatchMode):
+    """Computes in float64 what the program computes in narrower types, or in float32 what it computes in float64."""
+
+    def __init__(self, dtype: torch.dtype, draws: Sequence[torch.Tensor] = (), *, lazy: bool = True) -> None:
+        super().__init__()
+        self.into = WIDER if dtype == torch.float64 else NARROWER
+        self.draws = iter(draws)
+        self.lazy = lazy
+        # By the address of the memory that stands for them: that memory, and the factors.
+        self.products: dict[int, tuple[torch.UntypedStorage, torch.Tensor, torch.Tensor]] = {}
+        # Where they, their factors, and those written out for once, lie.
+        self.in_use: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run one operation in the other dtype."""
+        kwargs = kwargs or {}
+        if func in (aten.view.dtype, aten.view_copy.dtype):
+            raise Impossible("it reads the bits of a tensor as another type")
+        if kind := _randomness(func, args, kwargs):
+            return self._replay(func, args, kind)
+        if self.products:
+            if func in _SUMS and not kwargs.get("dtype") and (found := self._find(args[0])):
+                return self._sum(func, found, *args[1:], **kwargs)
+            self._check_writes(func, (args, kwargs))
+            args, kwargs = tree_map(self._written_out, (args, kwargs))
+        args, kwargs = self._replaced(args), self._replaced(kwargs)
+        if func is aten.mul.Tensor and self.lazy and (product := self._postponed(*args)) is not None:
+            return product
+        _check_room(args)
+        return func(*args, **kwargs)
+
+    def _replaced(self, x: Any) -> Any:
+        if isinstance(x, torch.Tensor):
+            return x.to(self.into[x.dtype]) if x.dtype in self.into else x
+        if isinstance(x, torch.dtype):
+            return self.into.get(x, x)
+        if isinstance(x, (list, tuple)):
+            return type(x)(map(self._replaced, x))
+        return {key: self._replaced(v) for key, v in x.items()} if isinstance(x, dict) else x
+
+    def _replay(self, func: Any, args: Sequence[Any], kind: str) -> Any:
+        drawn = next(self.draws, None)
+        if drawn is None:
+            raise Random
+        drawn = self._replaced(drawn)
+        if kind == "dropout":
+            x, p = args[:2]
+            return x * drawn / (1 - p) if p < 1 else x * 0, drawn
+        return args[0].copy_(drawn) if func._schema.is_mutable else drawn
+
+    # Products that are not written out ------------------------------------------------------------
+
+    def _postponed(self, a: Any, b: Any) -> torch.Tensor | None:
+        if not (isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) and a.dtype == b.dtype == torch.float64):
+            return None
+        shape = torch.broadcast_shapes(a.shape, b.shape)
+        if shape.numel() <= BLOCK:
+            return None
+        stands = a.new_empty(1)
+        self.products[_address(stands)] = stands.untyped_storage(), a.expand(shape), b.expand(shape)
+        self.in_use |= {_address(stands), _address(a), _address(b)}
+        return stands.expand(shape)
+
+    def _find(self, x: Any) -> tuple[torch.Tensor, torch.Tensor] | None:
+        found = self.products.get(_address(x)) if isinstance(x, torch.Tensor) else None
+        return found and found[1:]
+
+    def _sum(
+        self, func: Any, product: tuple[torch.Tensor, torch.Tensor], dims: Any, keepdim: bool = False, **_: Any
+    ) -> torch.Tensor:
+        a, b = product
+        dims = [d % a.dim() for d in (dims if dims else range(a.dim()))]
+        total = contracted(a, b, dims, keepdim)
+        return (total / math.prod(a.shape[d] for d in dims) if func is aten.mean.dim else total).contiguous()
+
+    def _written_out(self, x: Any) -> Any:
+        found = self._find(x)
+        if found is None:
+            return x
+        _check_room(found)
+        whole = found[0] * found[1]
+        self.in_use.add(_address(whole))
+        return whole
+
+    def _check_writes(self, func: Any, args: Any) -> None:
+        """Refuse what writes to such a product or its factors, or relies on how the product lies in memory."""
+        strides = any("stride" in argument.name for argument in func._schema.arguments)
+        if func._schema.is_mutable or strides:
+            tensors = [x for x in tree_leaves(args) if isinstance(x, torch.Tensor)]
+            if any(_address(x) in (self.in_use if func._schema.is_mutable else self.products) for x in tensors):
+                raise _Lazy
+
+
+class Random(Exception):
+    """A program drew random numbers that were not recorded."""
+
+
+class Recording(TorchDispatchMode):
+    """Keeps the random numbers that a program draws."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.draws: list[torch.Tensor] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run one operation."""
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if kind := _randomness(func, args, kwargs):
+            self.draws.append((result[1] if kind == "dropout" else result).clone())
+        return result
+
+
+def _randomness(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> str:
+    """Return how an operation is random: ``draws``, ``dropout``, or not at all.
+
+    Raises:
+        Impossible: It is in another way.
+    """
+    if torch.Tag.nondeterministic_seeded not in func.tags:
+        return ""
+    name = func._schema.name.partition("::")[2].rstrip("_")
+    if name == "native_dropout":
+        return "dropout" if args[2] is not False else ""
+    if name.startswith(_DRAWS):
+        return "draws"
+    names = [argument.name for argument in func._schema.arguments]
+    given = dict(zip(names, args, strict=False)) | kwargs
+    defaults = {argument.name: argument.default_value for argument in func._schema.arguments}
+    if "dropout_p" in names and not given.get("dropout_p", defaults["dropout_p"]):
+        return ""
+    raise Impossible(f"{name} is random in a way that cannot be replayed")
+
+
+def _check_room(args: Sequence[Any]) -> None:
+    """Refuse to broadcast tensors to one that does not fit in memory."""
+    tensors = [x for x in args if isinstance(x, torch.Tensor)]
+    if len(tensors) < 2 or sum(x.dim() > 0 for x in tensors) < 2:
+        return
+    try:
+        shape = torch.broadcast_shapes(*(x.shape for x in tensors))
+    except RuntimeError:
+        return
+    if shape.numel() > BLOCK and 2 * shape.numel() * 8 > available_bytes(tensors[0].device):
+        raise Impossible("in float64 it does not fit in memory")
+
+
+def _address(x: torch.Tensor) -> int:
+    return x.untyped_storage().data_ptr() if x.layout == torch.strided else 0
+
+
+def in_dtype(run: Callable[[], Any], dtype: torch.dtype, draws: Sequence[torch.Tensor] = ()) -> Any:
+    """Call a program with all it computes in another dtype.
+
+    Raises:
+        Impossible: It cannot be done.
+        Random: It draws more random numbers than were recorded.
+    """
+    try:
+        with Computing(dtype, draws):
+            return run()
+    except _Lazy:
+        with Computing(dtype, draws, lazy=False):
+            return run()

@@ -1,0 +1,126 @@
+"""Fake values that graph nodes carry: keep them true after an edit, and tell whether they are.
+
+Inductor takes shapes, dtypes and strides from a node's fake value and generates code that relies on them. A value that
+is computed in another way may lie in memory in another way. Then the fake values of all that reads it are out of date,
+although every operation by itself is right: run step by step, the graph gives the right numbers; compiled, it does not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+from torch.fx.node import map_arg
+from torch.utils._pytree import tree_leaves
+
+from .builder import Builder, same_strides
+from .index import value
+
+aten = torch.ops.aten
+
+_VIEWS = (aten.view.default, aten._unsafe_view.default)
+_BY_VALUE = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+
+
+def substitute(node: Node, new: Node, outside: bool = True) -> list[Node]:
+    """Let what reads a node read another of the same shape and dtype.
+
+    Args:
+        node: The node.
+        new: What to read instead.
+        outside: Whether that holds for what leaves the graph or enters another, too. It keeps its strides.
+
+    Returns:
+        The readers whose fake values are to be refreshed.
+    """
+    readers = []
+    for user in list(node.users):
+        if _follows(user):
+            readers.append(user)
+            user.replace_input_with(node, new)
+        elif outside:
+            user.replace_input_with(node, Builder(user, like=new).restride(new, value(node)))
+    return readers
+
+
+def refresh(graph: Graph, changed: Iterable[Node], but: Node | None = None) -> None:
+    """Compute fake values anew, from nodes on of which an argument was replaced.
+
+    A view that the new strides do not allow gets a copy to look at. What leaves the graph or enters another keeps its
+    strides.
+
+    Args:
+        graph: The graph, its nodes in order.
+        changed: Nodes of which an argument was replaced by one of other strides.
+        but: A node that takes any strides.
+    """
+    dirty = set(changed)
+    if not dirty:
+        return
+    before: dict[Node, torch.Tensor] = {}
+    for node in list(graph.nodes):
+        if node is but or not (node in dirty or any(x in before for x in node.all_input_nodes)):
+            continue
+        if not _follows(node):
+            for x in node.all_input_nodes:
+                if x in before and not same_strides(value(x), before[x]):
+                    node.replace_input_with(x, Builder(node, like=x).restride(x, before[x]))
+        else:
+            old = node.meta["val"]
+            node.meta["val"] = _computed(node)
+            if not _alike(old, node.meta["val"]):
+                before[node] = old
+
+
+def stale(graph: Graph) -> str:
+    """Say which node of a graph is not what its fake value claims; empty if none is."""
+    for node in graph.nodes:
+        if _follows(node) and not _alike(node.meta["val"], real := _evaluated(node)):
+            return f"{node.target} makes {_described(real)}, its metadata says {_described(node.meta['val'])}"
+    return ""
+
+
+def _follows(node: Node) -> bool:
+    """Tell whether a node's fake value follows from those of its arguments."""
+    return (
+        node.op == "call_function"
+        and not isinstance(node.target, torch._ops.HigherOrderOperator)
+        and not _BY_VALUE & set(getattr(node.target, "tags", ()))
+        and bool(_tensors(node.meta.get("val")))
+        and all("val" in x.meta for x in node.all_input_nodes)
+    )
+
+
+def _computed(node: Node) -> Any:
+    """Return a node's fake value; a view that is no longer possible gets a copy first."""
+    try:
+        return _evaluated(node)
+    except (RuntimeError, ValueError):
+        if node.target not in _VIEWS:
+            raise
+    source: Any = node.args[0]
+    dense = Builder(node).call(aten.clone.default, (source,), {"memory_format": torch.contiguous_format})
+    node.replace_input_with(source, dense)
+    return _evaluated(node)
+
+
+def _evaluated(node: Node) -> Any:
+    args, kwargs = map_arg((node.args, node.kwargs), lambda x: x.meta["val"])
+    fakes = _tensors((args, kwargs)) or _tensors(node.meta["val"])
+    with fakes[0].fake_mode:
+        return node.target(*args, **kwargs)  # type: ignore[operator]
+
+
+def _tensors(val: Any) -> list[Any]:
+    return [x for x in tree_leaves(val) if isinstance(x, torch.Tensor)]
+
+
+def _alike(a: Any, b: Any) -> bool:
+    pairs = zip(_tensors(a), _tensors(b), strict=True)
+    return all((x.shape, x.dtype, x.device) == (y.shape, y.dtype, y.device) and same_strides(x, y) for x, y in pairs)
+
+
+def _described(val: Any) -> str:
+    return " and ".join(f"{x.dtype} {tuple(x.shape)} with strides {tuple(x.stride())}" for x in _tensors(val))

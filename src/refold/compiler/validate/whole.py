@@ -1,0 +1,219 @@
+"""Compare a whole program with the original before it may run: outputs, gradients, and inputs that are written to.
+
+Regions are checked one by one in `refold.compiler.validate.region`. What that cannot see is how they were put
+together: a region that was cut out wrongly, a loop whose body is not the user's step, a mistake of Inductor's. So the
+program that is about to run is called once on copies of the user's inputs, and so is the original, as it is and in
+float64, with the same random numbers and the same cotangents. The bound is that of a region (`refold.verify.numerics`).
+
+Two things differ from a region. A result of a few elements (a loss, say) is one draw of the original's rounding, which
+may be small by luck. If such results are all that fails, the original is run on inputs that are moved by at most one
+rounding as well, and the largest error seen is its error. And where the original cannot be run in float64 (too little
+memory, an operation that is not made for it) the original is its own reference, and its error is how far such inputs
+move it.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from ...verify import KindResult, agree, narrow_errors, own_errors, unit_roundoff
+from ..inductor import Compiled, clone_inputs
+from ..ir.dispatch import NARROWER, WIDER, Random, Recording, in_dtype
+
+# A result of fewer elements than these may have a small error by luck.
+FEW = 64
+# So often inputs are moved.
+MOVES = 3
+SEED = 0
+
+Results = dict[str, torch.Tensor]
+
+
+@dataclass
+class Comparison:
+    """How a program compares with the original.
+
+    Attributes:
+        results: One entry for each result that was compared.
+        against: What the reference was: ``float64``, ``the original``, or nothing if no memory allowed any.
+        note: Why it was not float64.
+        difference: Largest relative L2 difference from the original.
+    """
+
+    results: list[KindResult] = field(default_factory=list)
+    against: str = "float64"
+    note: str = ""
+    difference: float = 0.0
+
+    @property
+    def worst(self) -> KindResult | None:
+        """The first result that fails, else the one nearest to its bound."""
+        return min(self.results, key=lambda one: (one.passed, -one.error / (one.bound or 1.0)), default=None)
+
+    @property
+    def reason(self) -> str:
+        """What is beyond its bound; empty if nothing is."""
+        return "; ".join(f"{one.kind}: {one.reason}" for one in self.results if not one.passed)
+
+
+def compare(
+    program: Compiled,
+    original: Compiled,
+    own: Compiled | None,
+    inputs: Sequence[Any],
+    terms: int,
+    repeatable: Callable[[], Compiled],
+) -> Comparison:
+    """Compare a program with the original on copies of the inputs.
+
+    Args:
+        program: The program that is about to run.
+        original: What it stands for, a program that runs operation by operation.
+        own: The original as it can be run in its own dtypes: itself, or compiled; None if memory allows neither.
+        inputs: The values that the original was captured with.
+        terms: Number of terms in the longest sum that was rewritten.
+        repeatable: Makes a version of the program that draws the same random numbers as the original; called only if
+            that draws any.
+
+    Returns:
+        The comparison. ``reason`` is empty if the program may run.
+    """
+    found = Comparison()
+    draws: Sequence[torch.Tensor] = ()
+    reference = mine = None
+    try:
+        try:
+            reference = _observe(original, inputs, torch.float64)
+        except Random:
+            with Recording() as recording:
+                mine = _observe(original, inputs)
+            draws, program = recording.draws, repeatable()
+            reference = _observe(original, inputs, torch.float64, draws)
+    except Exception as error:  # what is not made for float64 has no common error
+        found.against, found.note = "the original", str(error).partition("\n")[0] or type(error).__name__
+    if mine is None and own is not None:
+        mine = _observe(own, inputs)
+    if reference is None and mine is None:
+        found.against = ""
+        return found
+    got = _observe(program, inputs)
+    known: dict[str, list[tuple[float, float]]] = defaultdict(lambda: [(0.0, 0.0)])
+    if reference is None:
+        reference = mine
+        _add_moved(known, reference, own, inputs)
+    elif any(y.dtype == torch.float64 for y in got.values()):
+        _add_narrow(known, original, inputs, draws)
+    found.results = _judge(reference, mine, got, inputs, terms, known)
+    failed = [one.kind for one in found.results if not one.passed]
+    if (
+        failed
+        and own is not None
+        and reference is not mine
+        and all(name in got and got[name].numel() < FEW for name in failed)
+    ):
+        _add_moved(known, reference, own, inputs)
+        found.results = _judge(reference, mine, got, inputs, terms, known)
+    if mine is not None:
+        alike = (own_errors(mine[k], y)[0] for k, y in got.items() if k in mine and y.is_floating_point())
+        found.difference = max(alike, default=0.0)
+    return found
+
+
+def _judge(
+    reference: Any, mine: Results | None, got: Results, inputs: Sequence[Any], terms: int, known: Any
+) -> list[KindResult]:
+    """Compare result by result. What only one of the programs wrote to is what it was in the others."""
+    results = []
+    for name in dict.fromkeys([*reference, *(mine or ()), *got]):
+        written = name.startswith("input")
+        was = inputs[int(name.split()[1])].detach() if written else None
+        r, y = reference.get(name, was), got.get(name, was)
+        o = r.to(y.dtype) if mine is None and r is not None and y is not None else (mine or {}).get(name, was)
+        if r is None or o is None or y is None:
+            results.append(KindResult(name, False, 0.0, 0.0, 0.0, 0.0, "not all programs have it"))
+        else:
+            errors = known[name]
+            results.append(agree(name, r, o, y, terms, (max(e for e, _ in errors), max(e for _, e in errors))))
+    return results
+
+
+def _observe(
+    run: Compiled, inputs: Sequence[Any], dtype: torch.dtype | None = None, draws: Sequence[torch.Tensor] = ()
+) -> Results:
+    """Call a program on copies of inputs, with its backward; return all that it computes and changes."""
+    own = [_in_dtype(x, dtype) for x in clone_inputs(inputs)]
+
+    def call() -> Results:
+        out = run(*own)
+        listed = list(out) if isinstance(out, (tuple, list)) else [out]
+        outputs = {f"output {i}": y for i, y in enumerate(listed) if isinstance(y, torch.Tensor)}
+        results = {name: y.detach().clone() for name, y in outputs.items()}
+        for i, (x, was) in enumerate(zip(own, inputs, strict=True)):
+            if isinstance(x, torch.Tensor) and not torch.equal(x.detach(), was.detach().to(x.dtype)):
+                results[f"input {i}"] = x.detach().clone()
+        leaves = {i: x for i, x in enumerate(own) if isinstance(x, torch.Tensor) and x.requires_grad}
+        roots = [y for y in outputs.values() if y.requires_grad]
+        if torch.is_grad_enabled() and leaves and roots:
+            cotangents = [_cotangent(i, y) for i, y in enumerate(roots)]
+            gradients = torch.autograd.grad(
+                roots, list(leaves.values()), cotangents, allow_unused=True, materialize_grads=True
+            )
+            results |= {f"gradient of input {i}": g.detach() for i, g in zip(leaves, gradients, strict=True)}
+        return results
+
+    torch.manual_seed(SEED)
+    return call() if dtype is None else in_dtype(call, dtype, draws)
+
+
+def _cotangent(index: int, y: torch.Tensor) -> torch.Tensor:
+    """Draw what every dtype holds exactly, by NumPy: torch's own draws may be recorded or replayed here."""
+    drawn = np.random.default_rng(SEED + index).integers(-4, 5, tuple(y.shape)) / 4
+    return torch.from_numpy(np.asarray(drawn)).to(y.device, y.dtype)
+
+
+def _in_dtype(x: Any, dtype: torch.dtype | None) -> Any:
+    into = WIDER if dtype == torch.float64 else NARROWER
+    if dtype is None or not isinstance(x, torch.Tensor) or x.dtype not in into:
+        return x
+    return x.detach().to(into[x.dtype]).requires_grad_(x.requires_grad)
+
+
+def _add_moved(known: Any, reference: Any, own: Any, inputs: Sequence[Any]) -> None:
+    """Add the errors that the original makes on inputs that are moved by at most one rounding."""
+    for i in range(MOVES):
+        generator = torch.Generator().manual_seed(SEED + 1 + i)
+        for name, o in _observe(own, [_moved(x, generator) for x in inputs]).items():
+            if o.is_floating_point() and name in reference:
+                known[name].append(own_errors(reference[name], o))
+
+
+def _moved(x: Any, generator: torch.Generator) -> Any:
+    if not (isinstance(x, torch.Tensor) and x.is_floating_point()):
+        return x
+    by = torch.rand(x.shape, generator=generator).mul_(2).sub_(1).to(x.device).double() * unit_roundoff(x.dtype)
+    twin = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
+    return twin.copy_(x.detach().double() * (1 + by)).requires_grad_(x.requires_grad)
+
+
+def _add_narrow(known: Any, original: Compiled, inputs: Sequence[Any], draws: Sequence[torch.Tensor]) -> None:
+    """Add the errors of results in float64, of which the original is its own reference, read off a float32 run."""
+    rounded = [
+        x.detach().float().double().requires_grad_(x.requires_grad)
+        if isinstance(x, torch.Tensor) and x.dtype == torch.float64
+        else x
+        for x in inputs
+    ]
+    try:
+        wide = _observe(original, rounded, torch.float64, draws)
+        narrow = _observe(original, rounded, torch.float32, draws)
+    except Exception:  # what is not made for float32 has no common error; the floor alone holds
+        return
+    for name in wide.keys() & narrow.keys():
+        if wide[name].dtype == torch.float64:
+            known[name].append(narrow_errors(wide[name], narrow[name]))

@@ -1,0 +1,157 @@
+"""Documents that share a row of a batch, and how their borders reach every layer of a model.
+
+Models take the borders in one of three spellings, and most of them drop all three on the way to their recurrent
+layers. So they are read where the model is called (`watch`), kept for as long as that call lasts, and handed to blocks
+as an argument of their own, so that a block that is run again for its gradients (gradient checkpointing) gets those of
+its own call.
+"""
+
+from __future__ import annotations
+
+import inspect
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from refold.compat.documents import Documents
+from refold.errors import ArgumentError, ShapeError
+
+_OFFSETS = ("cu_seq_lens_q", "cu_seqlens")
+_INDEX = "seq_idx"
+_POSITIONS = "position_ids"
+
+
+def read(arguments: Mapping[str, Any], positions: bool = True) -> Documents | None:
+    """Return the documents that the arguments of a model's forward describe; None if each row is one.
+
+    Args:
+        arguments: What the caller gave, by name. Looked at are ``cu_seq_lens_q`` or ``cu_seqlens``, else ``seq_idx``,
+            else ``position_ids``: where a position does not follow the one before it, a document begins.
+        positions: Whether to look at ``position_ids``.
+
+    Raises:
+        ShapeError: One of them does not have the shape that it must have.
+        ArgumentError: ``cu_seq_lens_k`` differs from ``cu_seq_lens_q``.
+    """
+    for name in _OFFSETS:
+        if (offsets := arguments.get(name)) is not None:
+            return _from_offsets(name, offsets, arguments)
+    if (index := arguments.get(_INDEX)) is not None:
+        _check_tokens(_INDEX, index, arguments)
+        return Documents.from_index(index)
+    if positions and (ids := arguments.get(_POSITIONS)) is not None and ids.shape[-1] > 1:
+        return _from_positions(ids, arguments)
+    return None
+
+
+def _from_offsets(name: str, offsets: Tensor, arguments: Mapping[str, Any]) -> Documents:
+    if offsets.ndim != 1 or offsets.numel() < 2:
+        raise ShapeError(f"{name} must be 1-D with at least two offsets; got shape {tuple(offsets.shape)}.")
+    keys = arguments.get("cu_seq_lens_k")
+    if name == "cu_seq_lens_q" and keys is not None and keys is not offsets and keys.shape != offsets.shape:
+        raise ArgumentError(
+            f"cu_seq_lens_k must be cu_seq_lens_q; got {keys.numel()} and {offsets.numel()} offsets. A recurrent layer "
+            "has one length a document. Pass one of them twice."
+        )
+    if (size := _batch_size(arguments)) is not None and size[0] != 1:
+        raise ShapeError(f"{name} needs a batch of one row; got {size[0]}. Put the documents one behind the other.")
+    return Documents.from_offsets(offsets)
+
+
+def _from_positions(ids: Tensor, arguments: Mapping[str, Any]) -> Documents | None:
+    _check_tokens(_POSITIONS, ids, arguments)
+    size, mask = _batch_size(arguments), arguments.get("attention_mask")
+    if size is not None and ids.shape[0] == 1:
+        ids = ids.expand(size)
+    seqlen = ids.shape[1]
+    starts = torch.zeros_like(ids, dtype=torch.bool)
+    if isinstance(mask, Tensor) and mask.ndim == 2:
+        # Padding has positions that mean nothing: each token is compared with the last one that is not padding.
+        real = mask[:, -seqlen:].bool().expand(ids.shape).to(ids.device)
+        place = torch.where(real, torch.arange(seqlen, device=ids.device), -1).cummax(1).values
+        before = place[:, :-1]
+        follows = ids[:, 1:] == ids.gather(1, before.clamp(min=0)) + 1
+        starts[:, 1:] = real[:, 1:] & (before >= 0) & ~follows
+        head = ids.gather(1, real.int().argmax(1, keepdim=True))[:, 0]
+    else:
+        starts[:, 1:] = ids[:, 1:] != ids[:, :-1] + 1
+        head = ids[:, 0]
+    fresh = head == 0 if _continues(arguments) else None
+    begun = starts if fresh is None else starts | fresh[:, None]
+    if not bool(begun.any()):
+        return None
+    return Documents.from_starts(starts, fresh)
+
+
+def _check_tokens(name: str, values: Tensor, arguments: Mapping[str, Any]) -> None:
+    size = _batch_size(arguments)
+    wanted = "(batch, tokens)" if size is None else f"{tuple(size)}"
+    if values.ndim != 2 or (size is not None and (values.shape[0] not in (1, size[0]) or values.shape[1] != size[1])):
+        raise ShapeError(f"{name} must have the shape {wanted}; got {tuple(values.shape)}. One entry a token.")
+
+
+def _batch_size(arguments: Mapping[str, Any]) -> torch.Size | None:
+    for name in ("input_ids", "inputs_embeds"):
+        if isinstance(tokens := arguments.get(name), Tensor):
+            return tokens.shape[:2]
+    return None
+
+
+def _continues(arguments: Mapping[str, Any]) -> bool:
+    """Whether a cache is given that has read tokens before."""
+    cache = next((c for n in ("past_key_values", "cache_params") if (c := arguments.get(n)) is not None), None)
+    return cache is not None and bool(cache.has_previous_state())
+
+
+class _Calls(threading.local):
+    """The calls of models that this thread is inside of: for each its documents, and whether it named any."""
+
+    def __init__(self) -> None:
+        self.stack: list[tuple[Documents | None, bool]] = []
+
+
+_CALLS = _Calls()
+
+
+def current() -> Documents | None:
+    """Return the documents of the call that this thread is inside of."""
+    return _CALLS.stack[-1][0] if _CALLS.stack else None
+
+
+@contextmanager
+def reading(documents: Documents | None) -> Iterator[None]:
+    """Make ``documents`` the current ones."""
+    _CALLS.stack.append((documents, True))
+    try:
+        yield
+    finally:
+        _CALLS.stack.pop()
+
+
+def watch(model: nn.Module, positions: bool) -> list[Any]:
+    """Read the documents of every call of ``model``; return the handles of the hooks that do."""
+    names = tuple(inspect.signature(model.forward).parameters)
+    enter = partial(_enter, names, positions)
+    return [
+        model.register_forward_pre_hook(enter, prepend=True, with_kwargs=True),
+        model.register_forward_hook(_leave, always_call=True),
+    ]
+
+
+def _enter(names: tuple[str, ...], positions: bool, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+    if _CALLS.stack and _CALLS.stack[-1][1]:  # A model inside of another: what was given there holds.
+        _CALLS.stack.append(_CALLS.stack[-1])
+        return
+    given = dict(zip(names, args, strict=False)) | kwargs
+    asked = any(given.get(name) is not None for name in (*_OFFSETS, _INDEX, _POSITIONS))
+    _CALLS.stack.append((read(given, positions), asked))
+
+
+def _leave(module: nn.Module, args: Any, output: Any) -> None:
+    if _CALLS.stack:  # Empty if what was given could not be read, and raised.
+        _CALLS.stack.pop()

@@ -1,0 +1,223 @@
+"""`refold.accelerate`: the Mamba layers of a transformers model run on refold's operators, this model's alone.
+
+Each layer gets a subclass of its own class that differs in nothing but its forward, and so does each block around one,
+to carry documents past gradient checkpointing. A class can be put back exactly, is kept by copies and replicas, and is
+what hooks, sharding and compilers expect; a forward bound to the instance would follow none of them.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import warnings
+from collections import Counter
+from functools import cache
+from types import MethodType
+from typing import Any
+
+from torch import nn
+
+from refold.errors import ArgumentError, RefoldError, RefoldWarning
+from refold.integrations import documents, mixers
+from refold.integrations.documents import reading
+
+MIXERS = {
+    "MambaMixer": mixers.mamba,
+    "FalconMambaMixer": mixers.mamba,
+    "JambaMambaMixer": mixers.mamba,
+    "ZambaMambaMixer": mixers.zamba,
+    "Mamba2Mixer": mixers.mamba2,
+    "BambaMixer": mixers.mamba2,
+    "GraniteMoeHybridMambaLayer": mixers.mamba2,
+    "FalconH1Mixer": mixers.mamba2,
+    "NemotronHMamba2Mixer": mixers.mamba2,
+    "Zamba2MambaMixer": mixers.mamba2,
+}
+"""Name of a layer's class in transformers -> the forward that takes its place."""
+
+_MARK = "_refold_acceleration"
+
+
+class Acceleration:
+    """What `accelerate` replaced in a model and what not, and the way back; prints as a table."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.replaced: dict[str, str] = {}
+        """Name of a module -> what its forward was."""
+        self.kept: dict[str, str] = {}
+        """Name of a recurrent module that runs as it did -> why."""
+        self._changed: list[nn.Module] = []
+        self._hooks: list[Any] = []
+
+    def _become(self, module: nn.Module, ours: type) -> None:
+        self._changed.append(module)
+        _set_class(module, ours)
+
+    def undo(self) -> None:
+        """Put every class and hook back as it was.
+
+        Raises:
+            RefoldError: Something else has changed a layer's class since; undo that first. Nothing was changed then.
+        """
+        for module in self._changed:
+            if "_refold_original" not in vars(type(module)):
+                raise RefoldError(
+                    f"refold.accelerate: the class of a layer was changed to {type(module).__name__} since. Undo what "
+                    "changed it first."
+                )
+        for module in self._changed:
+            _set_class(module, type(module)._refold_original)  # type: ignore[attr-defined]
+        for hook in self._hooks:
+            hook.remove()
+        self._changed, self._hooks = [], []
+        vars(self.model).pop(_MARK, None)
+
+    def __str__(self) -> str:
+        """Return a line a kind of layer that was replaced, and one a reason for those that were not."""
+        lines = [f"refold.accelerate: {type(self.model).__name__}, transformers {_version()}"]
+        lines += [f"  {count:4} x {kind} replaced" for kind, count in Counter(self.replaced.values()).items()]
+        for reason, count in Counter(self.kept.values()).items():
+            first = next(path for path, why in self.kept.items() if why == reason)
+            lines.append(f"  {count:4} x kept, such as {first}: {reason}")
+        return "\n".join(lines)
+
+    __repr__ = __str__
+
+
+def accelerate(model: nn.Module, *, positions: bool = True) -> Acceleration:
+    """Let the Mamba layers of a transformers model run on refold's operators.
+
+    Only this instance changes. Parameters, the cache and its layout, projections and norms stay what they are, so
+    ``generate``, training, gradient checkpointing, LoRA, quantised projections and ``torch.compile`` go on working. A
+    second call changes nothing and returns the same summary. docs/accelerate.md says where results differ on purpose.
+
+    Args:
+        model: A transformers model with layers of mamba, falcon_mamba, jamba, zamba, mamba2, bamba, granitemoehybrid,
+            falcon_h1, nemotron_h or zamba2, or a module that holds one.
+        positions: Take ``position_ids`` that do not follow each other as borders between documents. Their values must
+            be read for that, where there are several tokens: one synchronisation a call on a GPU, a graph break under
+            ``torch.compile``. False reads none; ``cu_seq_lens_q`` and ``seq_idx`` are always read.
+
+    Returns:
+        The summary: ``replaced``, ``kept`` with reasons, ``undo()``; readable when printed.
+
+    Raises:
+        ArgumentError: ``model`` is no module.
+
+    Warns:
+        RefoldWarning: No layer was replaced.
+
+    Example:
+        >>> summary = refold.accelerate(model)
+        >>> print(summary)
+        refold.accelerate: Mamba2ForCausalLM, transformers 5.17.0
+            24 x Mamba2Mixer replaced
+    """
+    if not isinstance(model, nn.Module):
+        raise ArgumentError(f"accelerate: model must be a torch.nn.Module; got {type(model).__name__}. Pass a model.")
+    if (found := vars(model).get(_MARK)) is not None:
+        return found
+    done = Acceleration(model)
+    for name, module in model.named_modules():
+        kind = _kind(module)
+        if kind is not None and (reason := _refusal(module, kind)) is None:
+            done.replaced[name] = kind.__name__
+        elif kind is not None:
+            done.kept[name] = reason
+        elif hasattr(module, "A_log") or "conv1d" in module._modules:
+            done.kept[name] = f"refold has no forward for {type(module).__name__}"
+    if not done.replaced:
+        warnings.warn(
+            f"accelerate: {type(model).__name__} has no layer that refold can replace; it runs as before.\n{done}",
+            RefoldWarning,
+            stacklevel=2,
+        )
+        return done
+    for name, module in model.named_modules():
+        around = any(path.startswith(f"{name}.") or not name for path in done.replaced)
+        if name in done.replaced:
+            done._become(module, _mixer(type(module)))
+        elif around and _inherits(module, "GradientCheckpointingLayer") and not _hidden(module):
+            done._become(module, _block(type(module)))
+        if not name or (around and _inherits(module, "PreTrainedModel")):
+            done._hooks += documents.watch(module, positions)
+    setattr(model, _MARK, done)
+    return done
+
+
+def _kind(module: nn.Module) -> type | None:
+    """Return the class of transformers that a layer is of, if there is a forward for it."""
+    for kind in type(module).__mro__:
+        if kind.__name__ in MIXERS and kind.__module__.startswith("transformers.models."):
+            return kind
+    return None
+
+
+def _refusal(module: nn.Module, kind: type) -> str | None:
+    """Return None if a layer can be replaced, else why not."""
+    if hasattr(module, "_refold_original"):
+        return "it belongs to a model that was accelerated by itself"
+    if type(module).forward is not kind.forward:  # type: ignore[attr-defined]
+        return f"its class {type(module).__name__} has a forward of its own"
+    return "its forward was replaced on the instance" if _hidden(module) else None
+
+
+def _hidden(module: nn.Module) -> bool:
+    """Whether the forward of a module's class is not what runs, nor what a hook of accelerate's calls."""
+    return "forward" in vars(module) and "_old_forward" not in vars(module)
+
+
+def _inherits(module: nn.Module, name: str) -> bool:
+    return any(kind.__name__ == name for kind in type(module).__mro__)
+
+
+def _version() -> str:
+    try:
+        return importlib.metadata.version("transformers")
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _set_class(module: nn.Module, kind: type) -> None:
+    module.__class__ = kind
+    if "_old_forward" in vars(module):  # hooks of the package accelerate keep the forward that they wrap there
+        module._old_forward = MethodType(kind.forward, module)  # type: ignore[attr-defined]
+
+
+@cache
+def _mixer(kind: type) -> type:
+    """Return the subclass of a layer's class with refold's forward."""
+    forward = MIXERS[next(base.__name__ for base in kind.__mro__ if base.__name__ in MIXERS)]
+    return _subclass(kind, {"forward": forward})
+
+
+@cache
+def _block(kind: type) -> type:
+    """Return the subclass of a block's class that carries documents to where its forward runs, now or again."""
+
+    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
+        given = documents.current()
+        return kind.__call__(self, *args, **(kwargs if given is None else {**kwargs, "documents": given}))
+
+    def forward(self: Any, *args: Any, documents: Any = None, **kwargs: Any) -> Any:
+        if documents is None:
+            return kind.forward(self, *args, **kwargs)  # type: ignore[attr-defined]
+        with reading(documents):
+            return kind.forward(self, *args, **kwargs)  # type: ignore[attr-defined]
+
+    return _subclass(kind, {"__call__": __call__, "forward": forward})
+
+
+def _subclass(kind: type, members: dict[str, Any]) -> type:
+    def __reduce_ex__(self: Any, protocol: Any) -> Any:
+        _, _, *rest = object.__reduce_ex__(self, protocol)
+        return (_renew, (kind, "__call__" in members), *rest)
+
+    members |= {"_refold_original": kind, "__reduce_ex__": __reduce_ex__, "__module__": __name__}
+    return type(f"Accelerated{kind.__name__}", (kind,), members)
+
+
+def _renew(kind: type, block: bool) -> Any:
+    """Make an empty layer or block, for copies and pickles."""
+    ours = (_block if block else _mixer)(kind)
+    return ours.__new__(ours)

@@ -1,0 +1,293 @@
+"""SSD backward on GPUs with Triton: plans the launches of `_triton_backward_kernels`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import triton
+
+from refold.ops.ssd import _triton_backward_kernels as kernels
+from refold.ops.ssd import _triton_kernels as forward
+from refold.ops.ssd.spec import SPEC
+from refold.ops.torch.launch import (
+    INTERPRETED,
+    Launch,
+    contiguous,
+    current_stream,
+    fresh,
+    fresh_like,
+    last_contiguous,
+    planned,
+)
+from refold.ops.torch.tables import device_limits, lookup
+
+
+@planned(
+    SPEC, backward=True, dy=last_contiguous, dstate=contiguous, x=last_contiguous, A=contiguous, B=last_contiguous,
+    C=last_contiguous, z=last_contiguous, dt_bias=contiguous, initial_state=contiguous, cu_seqlens=contiguous,
+)  # fmt: skip
+def ssd_backward(
+    *, dy: torch.Tensor | None, dstate: torch.Tensor | None, needs: frozenset[str], x: torch.Tensor, dt: torch.Tensor,
+    A: torch.Tensor, B: torch.Tensor, C: torch.Tensor, D: torch.Tensor | None, z: torch.Tensor | None,
+    dt_bias: torch.Tensor | None, initial_state: torch.Tensor | None, cu_seqlens: torch.Tensor | None,
+    dt_softplus: bool, dt_limit: tuple[float, float], chunk_size: int | None, state_dtype: torch.dtype | None,
+    config: dict[str, int] | None = None,
+) -> Callable[..., dict[str, torch.Tensor]]:  # fmt: skip
+    """Plan the gradients of `refold.ops.ssd`; ``config`` overrides entries of the configuration table."""
+    if chunk_size is not None:
+        config = {"chunk": chunk_size, **(config or {})}
+    new_dy = fresh_like(x)
+    if dy is None:  # the final state alone was read
+        dy = new_dy()
+        plan = _Plan(dy, x, dt, B, C, D, initial_state, cu_seqlens, dt_softplus, dt_limit, config)
+
+        def without_y(_dy, dstate, x, dt, A, B, C, D, z, *rest):
+            found = plan(new_dy().zero_(), dstate, x, dt, A, B, C, D, *rest)
+            return found if z is None else found | {"z": new_dy().zero_()}
+
+        return without_y
+    if z is None:
+        plan = _Plan(dy, x, dt, B, C, D, initial_state, cu_seqlens, dt_softplus, dt_limit, config)
+        return lambda dy, dstate, x, dt, A, B, C, D, z, *rest: plan(dy, dstate, x, dt, A, B, C, D, *rest)
+
+    from refold.ops.ssd._triton import ssd  # that file imports this one
+
+    before_gate = ssd.make(
+        x=x, dt=dt, A=A, B=B, C=C, D=D, z=None, dt_bias=dt_bias, initial_state=initial_state, cu_seqlens=cu_seqlens,
+        dt_softplus=dt_softplus, dt_limit=dt_limit, chunk_size=chunk_size, state_dtype=None,
+    )  # fmt: skip
+    plan = _Plan(new_dy(), x, dt, B, C, D, initial_state, cu_seqlens, dt_softplus, dt_limit, config)
+    batch, seqlen, nheads, headdim = x.shape
+    gate = Launch(
+        kernels._ssd_bwd_gate_kernel, (batch * seqlen, triton.cdiv(nheads * headdim, 1024)), {"BLOCK": 1024},
+        {"num_warps": 4},
+    )  # fmt: skip
+    ints = (seqlen, nheads * headdim, headdim, *dy.stride()[:3], *z.stride()[:3])
+
+    def gated(dout, dstate, x, dt, A, B, C, D, z, *rest):
+        dy, _ = before_gate(x, dt, A, B, C, D, None, *rest)
+        dz = new_dy()
+        gate(current_stream(x.device), dout, dy, z, dz, *ints)
+        return plan(dy, dstate, x, dt, A, B, C, D, *rest) | {"z": dz}
+
+    return gated
+
+
+def choose_splits(rows: int, heads: int, slots: int) -> int:
+    """Return in how many parts the heads of a group are cut, where ``rows`` programs walk over each part.
+
+    A program spends the time of 3 heads before and after its walk, and what a part has summed up is read once more.
+    """
+    best, best_cost = 1, float("inf")
+    for nsplits in range(1, heads + 1):
+        cost = -(-rows * nsplits // slots) * (-(-heads // nsplits) + 3.0) + 0.25 * nsplits * rows / slots
+        if cost < best_cost * 0.99:
+            best, best_cost = nsplits, cost
+    return best
+
+
+def _hopper_fits(x, dy, B, C) -> bool:
+    """Say whether the Hopper kernel takes these tensors: 16 bits, 64 channels, 64 or 128 states."""
+    headdim, dstate = x.shape[-1], B.shape[-1]
+    if INTERPRETED or x.device.type != "cuda" or torch.cuda.get_device_capability(x.device)[0] != 9:
+        return False
+    if x.dtype not in (torch.bfloat16, torch.float16) or headdim != 64 or dstate not in (64, 128):
+        return False
+    return all(
+        t.stride(2) == width and t.stride(0) % 8 == 0 and t.stride(1) % 8 == 0 and t.data_ptr() % 16 == 0
+        for t, width in ((x, headdim), (dy, headdim), (B, dstate), (C, dstate))
+    )
+
+
+class _Plan:
+    """How one combination of shapes, strides, dtypes and options runs backward."""
+
+    def __init__(self, dy, x, dt, B, C, D, initial, cu_seqlens, dt_softplus, dt_limit, config) -> None:
+        batch, seqlen, nheads, headdim = x.shape
+        ngroups, dstate = B.shape[-2:]
+        heads = nheads // ngroups  # of a group
+        varlen = cu_seqlens is not None
+        sms, _shared = device_limits(x.device)
+        table = lookup("ssd_backward", x.device, x.dtype)
+        config = table | (config or {})
+        chunk = min(table["chunk"], max(16, triton.next_power_of_2(config["chunk"])))
+        block_p = min(max(16, triton.next_power_of_2(headdim)), config["block_p"])
+        block_n = min(max(16, triton.next_power_of_2(dstate)), config["block_n"])
+        wide_n = max(16, triton.next_power_of_2(dstate))
+        state_p = block_p
+        while state_p > 16 and state_p * wide_n > config["tile"]:
+            state_p //= 2
+        nseqs = cu_seqlens.numel() - 1 if varlen else batch
+        nchunks = seqlen // chunk + nseqs if varlen else max(1, triton.cdiv(seqlen, chunk))
+        rows = batch * nchunks
+        parts = 2 if x.dtype == torch.float32 else 1
+        size = headdim * dstate
+
+        # Blocks of heads, so that their states take at most `memory` bytes.
+        most = max(1, int(config["memory"] * 2**20) // (2 * rows * ngroups * size * x.element_size()))
+        nblocks = triton.cdiv(heads, most)
+        count = triton.cdiv(heads, nblocks)
+        slots = sms * config["slots"]
+        nsplits = min(config.get("splits") or choose_splits(rows * ngroups, count, slots), count)
+        split_heads = triton.cdiv(count, nsplits)
+        nsplits = triton.cdiv(count, split_heads)
+
+        precision = "ieee"
+        if INTERPRETED:
+            precision = "widen"
+        elif x.dtype == torch.float32 and (config["precision"] != "bf16x6" or min(chunk, block_p, block_n) >= 32):
+            precision = config["precision"]
+        limits = float(dt_limit[0]), float(dt_limit[1])
+        block_h = min(16, max(4, triton.next_power_of_2(nheads)))
+        self.chunks = Launch(forward._ssd_fwd_chunks_kernel, (nseqs + 1,), {"CHUNK": chunk, "BLOCK": 128}, {})
+        self.chunks_ints = (nseqs, nchunks, seqlen)
+        # No groups: C·Bᵀ is formed where it is used.
+        self.prepare = Launch(
+            forward._ssd_fwd_prepare_kernel, (rows, triton.cdiv(nheads, block_h)),
+            {"CHUNK": chunk, "BLOCK_H": block_h, "BLOCK_N": block_n, "SOFTPLUS": bool(dt_softplus), "VARLEN": varlen,
+             "SHIFT": False, "PARTS": parts, "PRECISION": precision}, {"num_warps": 4},
+        )  # fmt: skip
+        self.prepare_ints = (
+            seqlen,
+            nchunks,
+            nheads,
+            0,
+            dstate,
+            *limits,
+            *dt.stride(),
+            *B.stride()[:3],
+            *C.stride()[:3],
+        )
+
+        sizes = (seqlen, nchunks, nheads, ngroups, headdim, dstate)
+        x_strides, dy_strides, B_strides, C_strides = (a.stride()[:3] for a in (x, dy, B, C))
+        strides = (*x_strides, *dy_strides, *B_strides, *C_strides)
+        D_strides = (0, 0) if D is None else (D.stride(0), D.stride(1) if D.dim() == 2 else 0)
+        self.D_channels = D is not None and D.dim() == 2
+        columns = 2 * nheads + (0 if D is None else D.numel())
+        blocks_n = triton.cdiv(dstate, block_n)
+        loop = {"VARLEN": varlen, "PARTS": parts, "PRECISION": precision}
+        state_consts = {"CHUNK": chunk, "BLOCK_P": state_p, "BLOCK_N": wide_n, **loop, "STAGES": config["state_stages"]}
+        state_options = {"num_warps": config["state_warps"], "num_stages": config["state_stages"]}
+        walk_consts = {"CHUNK": chunk, "BLOCK_P": block_p, "BLOCKS_P": triton.cdiv(headdim, block_p),
+                       "BLOCK_N": block_n, "BLOCKS_N": blocks_n, **loop, "STAGES": config["stages"]}  # fmt: skip
+        walk_options = {"num_warps": config["warps"], "num_stages": config["stages"]}
+        hopper = config["hopper"] and not varlen and chunk == 64 and (dt_softplus or dt_limit[0] >= 0)
+        self.hopper = hopper and _hopper_fits(x, dy, B, C)
+        self.blocks: list[tuple[Any, ...]] = []
+        for first in range(0, heads, count):
+            held = min(count, heads - first)
+            grid = (2 * triton.cdiv(headdim, state_p) * ngroups * held, batch)
+            states = Launch(kernels._ssd_bwd_states_kernel, grid, state_consts, state_options)
+            walks: list[tuple[Any, ...]] = []
+            if self.hopper:
+                ints = (nchunks, nheads, ngroups, first, held, split_heads, columns, *D_strides)
+                walks.append(
+                    (self._hopper(x, dy, B, C, nchunks, held, nsplits, config["hopper_stages"], self.D_channels), ints)
+                )
+                self.blocks.append((states, (*sizes, first, held, *strides), walks))
+                continue
+            for lead in (True, False)[: min(blocks_n, 2)]:
+                grid3 = (rows, ngroups * nsplits, 1 if lead else blocks_n - 1)
+                ints = (*sizes, first, held, split_heads, 0 if lead else 1)
+                consts = {**walk_consts, "LEAD": lead}
+                keys = Launch(
+                    kernels._ssd_bwd_keys_kernel, grid3, {**consts, "D_CHANNELS": self.D_channels}, walk_options
+                )
+                queries = Launch(kernels._ssd_bwd_queries_kernel, grid3, consts, walk_options)
+                walks.append((keys, (*ints, columns, *strides, *D_strides), queries, (*ints, *strides)))
+            self.blocks.append((states, (*sizes, first, held, *strides), walks))
+        self.tokens = Launch(
+            kernels._ssd_bwd_tokens_kernel, (rows, ngroups + triton.cdiv(nheads, block_h)),
+            {"CHUNK": chunk, "BLOCK_H": block_h, "BLOCK_N": min(block_n, 64), "SOFTPLUS": bool(dt_softplus),
+             "VARLEN": varlen}, {"num_warps": 4},
+        )  # fmt: skip
+        self.tokens_ints = (seqlen, nchunks, nheads, ngroups, dstate, nsplits, columns, *limits, *dt.stride())
+        self.sums = Launch(
+            kernels._ssd_bwd_sums_kernel, (triton.cdiv(columns, 16),), {"BLOCK_R": 128, "BLOCK_C": 16}, {"num_warps": 4}
+        )
+        self.sums_ints = (rows, columns)
+
+        # One float32 workspace, cut into: decay, step, late, kept, direct, skip, through, parts of dB, of dC, of sums.
+        per_token, keyed = rows * nheads * chunk, nsplits * rows * ngroups * chunk * dstate
+        skips = 0 if D is None or self.D_channels else per_token
+        through = rows * nheads * 16 if self.hopper else 0
+        self.cuts, total = [], 0
+        for length in (per_token * parts, *[per_token] * 4, skips, through, keyed, keyed, rows * columns):
+            self.cuts.append(total)
+            total += -(-length // 32) * 32
+        self.new_workspace = fresh((total,), torch.float32, x.device)
+        self.new_states = fresh((2, rows * ngroups * count * size), x.dtype, x.device)
+        self.new_table = fresh((nchunks * 4,), torch.int32, x.device) if varlen else None
+        self.new_sums = fresh((columns,), torch.float32, x.device)
+        self.new = {"x": fresh_like(x), "dt": fresh_like(dt), "B": fresh_like(B), "C": fresh_like(C)}
+        state_shape = (nseqs, nheads, headdim, dstate)
+        self.new_initial = None if initial is None else fresh(state_shape, torch.float32, x.device)
+        self.D_shape = None if D is None else D.shape
+        self.nheads = nheads
+
+    @staticmethod
+    def _hopper(x, dy, B, C, nchunks: int, held: int, nsplits: int, stages: int, D_channels: bool) -> Launch:
+        """Plan the Hopper kernel for ``held`` heads of each group, and describe its tensors to the copy engine."""
+        from refold.ops.ssd import _gluon_backward_kernels as hopper
+        from refold.ops.ssd._gluon_kernels import tile_layout
+        from refold.ops.torch.tma_launch import MappedLaunch
+
+        batch, seqlen, nheads, headdim = x.shape
+        ngroups, dstate = B.shape[-2:]
+
+        def view(width: int, strides: tuple[int, ...], block: int) -> dict[str, Any]:
+            return {"shape": [batch, seqlen, width], "strides": [*strides[:2], 1], "block_shape": [1, 64, block],
+                    "layout": tile_layout(16, 3)}  # fmt: skip
+
+        states = {"shape": [batch * nchunks * ngroups * held * headdim, dstate], "strides": [dstate, 1],
+                  "block_shape": [headdim, dstate], "layout": tile_layout(16, 2)}  # fmt: skip
+        dx_strides = (seqlen * nheads * headdim, nheads * headdim)
+        heads, keys = nheads * headdim, ngroups * dstate
+        views = [view(heads, x.stride(), headdim), view(heads, dy.stride(), headdim), states, states,
+                 view(keys, B.stride(), dstate), view(keys, C.stride(), dstate), view(heads, dx_strides, headdim)]  # fmt: skip
+        consts = {"CHUNK": 64, "P": headdim, "N": dstate, "STAGES": stages, "D_CHANNELS": D_channels}
+        grid = (batch * nchunks, ngroups * nsplits)
+        return MappedLaunch(hopper._ssd_bwd_walk_hopper_kernel, grid, consts, {"num_warps": 4}, views)
+
+    def __call__(self, dy, dstate, x, dt, A, B, C, D, dt_bias, initial, cu_seqlens) -> dict[str, torch.Tensor]:
+        stream = current_stream(x.device)
+        workspace, states = self.new_workspace(), self.new_states()
+        parts = [workspace[cut:] for cut in self.cuts]
+        decay, step, late, kept, direct, skip, through, dB_part, dC_part, sums_part = parts
+        if D is None or self.D_channels:
+            skip = None
+        if not self.hopper:
+            through = None
+        entering, leaving = states
+        grads = {name: make() for name, make in self.new.items()}
+        dinitial = None if self.new_initial is None else self.new_initial()
+        sums, table = self.new_sums(), None
+        if self.new_table is not None:
+            table = self.new_table()
+            self.chunks(stream, cu_seqlens, table, *self.chunks_ints)
+        self.prepare(stream, table, dt, A, dt_bias, B, C, decay, step, workspace, *self.prepare_ints)
+        for walk_states, states_ints, walks in self.blocks:
+            walk_states(stream, table, x, dy, B, C, decay, step, initial, dstate, entering, leaving, dinitial,
+                        *states_ints)  # fmt: skip
+            if self.hopper:
+                [(walk, ints)] = walks
+                walk(stream, x, dy, entering, leaving, B, C, grads["x"], decay, step, D, dB_part, dC_part, late, kept,
+                     direct, skip, through, sums_part, *ints)  # fmt: skip
+                continue
+            for keys, keys_ints, queries, queries_ints in walks:
+                keys(stream, table, x, dy, B, C, D, decay, step, leaving, grads["x"], dB_part, kept, direct, skip,
+                     sums_part, *keys_ints)  # fmt: skip
+                queries(stream, table, x, dy, B, C, decay, step, entering, leaving, dC_part, late, *queries_ints)
+        self.tokens(stream, table, dt, A, dt_bias, step, late, kept, direct, skip, through, dB_part, dC_part,
+                    grads["dt"], grads["B"], grads["C"], sums_part, *self.tokens_ints)  # fmt: skip
+        self.sums(stream, sums_part, sums, *self.sums_ints)
+        nheads = self.nheads
+        grads["A"], grads["dt_bias"] = sums[:nheads], sums[nheads : 2 * nheads]
+        if self.D_shape is not None:
+            grads["D"] = sums[2 * nheads :].view(self.D_shape)
+        if dinitial is not None:
+            grads["initial_state"] = dinitial
+        return grads

@@ -1,0 +1,445 @@
+"""The Triton kernels of the SSD backward pass, for what `_triton_kernels` takes, cut into the same chunks.
+
+After `chunks` and `prepare` of the forward pass come, the second and third once a block of heads, so that states take
+bounded memory:
+
+1. gate     (with z only) dz, and dy before the gate, from what the forward pass gives without one
+2. states   per head, in both directions of time: the state that enters each chunk, and the gradient of the state that
+            leaves it
+3. keys     per chunk and group: walks over heads with dB in registers; writes dx
+   queries  the same with dC, and what the log decays gain from what reads them
+4. tokens   d(dt) of each token; sums dB and dC over splits of the heads
+5. sums     dA, dD and d(dt_bias), summed over chunks
+
+With c the running sum of log decays in a chunk, X = step * x, H the state that enters and K the gradient of the one
+that leaves, a chunk computes (i and j positions, j <= i)
+
+    M_ij = (C_i·B_j) exp(c_i - c_j)        G_ij = dy_i·x_j        d(C·Bᵀ)_ij = G_ij exp(c_i - c_j) step_j
+    dX_j = Σ_i M_ij dy_i + exp(c_last - c_j) K B_j
+    dB_j = Σ_i d(C·Bᵀ)_ij C_i + exp(c_last - c_j) Kᵀ X_j
+    dC_i = Σ_j d(C·Bᵀ)_ij B_j + exp(c_i) Hᵀ dy_i
+
+The log decay of token k multiplies whatever goes from before k to k or later. Its gradient is the sum of those parts,
+
+    Σ_{j<k<=i} step_j M_ij G_ij + Σ_{i>=k} exp(c_i) dy_i·H C_i + exp(c_last) <H, K> + Σ_{j<k} exp(c_last - c_j) X_j·K B_j
+
+the first by a product with a triangle of ones: a difference of sums of rows and columns would cancel where decays are
+strong. `queries` leaves the first three parts (late), `keys` the terms of the last (kept) and dX_j·x_j (direct).
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from refold.ops.ssd._triton_kernels import LOG2E, _chunk_span, _dot, _exp2, _load_decay, _softplus
+
+
+@triton.jit
+def _sigmoid(v):
+    return 1.0 / (1.0 + _exp2(v * -LOG2E))
+
+
+@triton.jit
+def _ssd_bwd_gate_kernel(
+    dout_ptr, y_ptr, z_ptr, dz_ptr, seqlen, channels, headdim, stride_dout_b, stride_dout_t, stride_dout_h,
+    stride_z_b, stride_z_t, stride_z_h, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Grid (tokens, blocks of channels): y, the result before the gate, makes room for its gradient."""
+    token = tl.program_id(0).to(tl.int64)
+    offs = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = offs < channels
+    pid_b, t, heads, p = token // seqlen, token % seqlen, offs // headdim, offs % headdim
+    dout_row = dout_ptr + pid_b * stride_dout_b + t * stride_dout_t
+    z_row = z_ptr + pid_b * stride_z_b + t * stride_z_t
+    dout = tl.load(dout_row + heads * stride_dout_h + p, mask=mask, other=0.0).to(tl.float32)
+    z = tl.load(z_row + heads * stride_z_h + p, mask=mask, other=0.0).to(tl.float32)
+    y = tl.load(y_ptr + token * channels + offs, mask=mask, other=0.0).to(tl.float32)
+    gate = _sigmoid(z)
+    dz = dout * y * gate * (1.0 + z * (1.0 - gate))
+    tl.store(dz_ptr + token * channels + offs, dz.to(dz_ptr.dtype.element_ty), mask=mask)
+    tl.store(y_ptr + token * channels + offs, (dout * z * gate).to(y_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _ssd_bwd_states_kernel(
+    table_ptr, x_ptr, dy_ptr, B_ptr, C_ptr, decay_ptr, step_ptr, initial_ptr, dfinal_ptr,
+    entering_ptr, leaving_ptr, dinitial_ptr,
+    seqlen, nchunks, nheads, ngroups, headdim, dstate, first, count,
+    stride_x_b, stride_x_t, stride_x_h, stride_dy_b, stride_dy_t, stride_dy_h,
+    stride_B_b, stride_B_t, stride_B_g, stride_C_b, stride_C_t, stride_C_g,
+    CHUNK: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, VARLEN: tl.constexpr, PARTS: tl.constexpr,
+    PRECISION: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Grid (2 * blocks of channels * heads of the block, batch): a program walks one head in one direction of time.
+
+    Forward it reads x and B and writes the state that enters each chunk; in reverse it reads dy and C and writes the
+    gradient of the state that leaves each chunk. The state (channels, states) stays in float32 registers.
+    """
+    reverse = tl.program_id(0) % 2
+    blocks_p = tl.cdiv(headdim, BLOCK_P)
+    pid_p = tl.program_id(0) // 2 % blocks_p
+    pid_r = tl.program_id(0) // 2 // blocks_p
+    pid_b = tl.program_id(1).to(tl.int64)
+    pid_g = pid_r // count
+    pid_h = pid_g * (nheads // ngroups) + first + pid_r % count
+    offs_t = tl.arange(0, CHUNK)
+    offs_n = tl.arange(0, BLOCK_N)
+    offs_p = pid_p * BLOCK_P + tl.arange(0, BLOCK_P)
+    mask_n = offs_n < dstate
+    mask_p = offs_p < headdim
+    mask_pn = mask_p[:, None] & mask_n[None, :]
+    offs_pn = offs_p[:, None] * dstate + offs_n[None, :]
+    in_base = x_ptr + pid_b * stride_x_b + pid_h * stride_x_h
+    key_base = B_ptr + pid_b * stride_B_b + pid_g * stride_B_g
+    out_base = entering_ptr
+    stride_in_t, stride_key_t, begin_flag, end_flag = stride_x_t, stride_B_t, 1, 2
+    if reverse:
+        in_base = dy_ptr + pid_b * stride_dy_b + pid_h * stride_dy_h
+        key_base = C_ptr + pid_b * stride_C_b + pid_g * stride_C_g
+        out_base = leaving_ptr
+        stride_in_t, stride_key_t, begin_flag, end_flag = stride_dy_t, stride_C_t, 2, 1
+    # Flags as tensors: the interpreter takes no scalar into a mask.
+    forward_pn = mask_pn & ((offs_pn * 0 + reverse) == 0)
+    reverse_pn = mask_pn & ((offs_pn * 0 + reverse) != 0)
+    state = tl.zeros((BLOCK_P, BLOCK_N), tl.float32)
+    for i in tl.range(0, nchunks, num_stages=STAGES):
+        chunk = i + reverse * (nchunks - 1 - 2 * i)
+        start, length, seq, flags = _chunk_span(table_ptr, pid_b.to(tl.int32), chunk, nchunks, seqlen, CHUNK, VARLEN)
+        inside = offs_t < length
+        start = start.to(tl.int64)
+        row = (pid_b * nchunks + chunk) * nheads + pid_h
+        mask_tp = inside[:, None] & mask_p[None, :]
+        tile = tl.load(in_base + start * stride_in_t + offs_t[:, None] * stride_in_t + offs_p[None, :],
+                       mask=mask_tp, other=0.0)  # fmt: skip
+        key = tl.load(key_base + start * stride_key_t + offs_t[:, None] * stride_key_t + offs_n[None, :],
+                      mask=inside[:, None] & mask_n[None, :], other=0.0)  # fmt: skip
+        step = tl.load(step_ptr + row * CHUNK + offs_t)
+        from_start, to_end, whole, _last, _high, _low = _load_decay(decay_ptr, row, offs_t, CHUNK, PARTS)
+        weight = tl.where((offs_t * 0 + reverse) != 0, from_start, to_end * step)
+        begins = (flags & begin_flag) != 0
+        begins_pn = ((offs_pn * 0 + flags) & begin_flag) != 0
+        state = tl.where(begins, 0.0, state)
+        seq_row = (seq.to(tl.int64) * nheads + pid_h) * headdim * dstate
+        if initial_ptr is not None:
+            state += tl.load(initial_ptr + seq_row + offs_pn, mask=forward_pn & begins_pn, other=0.0).to(tl.float32)
+        if dfinal_ptr is not None:
+            state += tl.load(dfinal_ptr + seq_row + offs_pn, mask=reverse_pn & begins_pn, other=0.0).to(tl.float32)
+        place = ((pid_b * nchunks + chunk) * (ngroups * count) + pid_r) * headdim * dstate
+        tl.store(out_base + place + offs_pn, state.to(entering_ptr.dtype.element_ty), mask=mask_pn)
+        weighted = (tile * weight[:, None]).to(key.dtype)
+        state = _dot(tl.trans(weighted), key, state * whole, PRECISION)
+        if dinitial_ptr is not None:
+            ends_pn = ((offs_pn * 0 + flags) & end_flag) != 0
+            tl.store(dinitial_ptr + seq_row + offs_pn, state, mask=reverse_pn & ends_pn)
+
+
+@triton.jit
+def _pairs(
+    left_rows, right_rows, inside, dstate, CHUNK: tl.constexpr, BLOCK_N: tl.constexpr, BLOCKS_N: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Return the products of the rows of B and C of a chunk, (tokens of left, tokens of right)."""
+    pairs = tl.zeros((CHUNK, CHUNK), tl.float32)
+    for n in range(BLOCKS_N):
+        offs_n = n * BLOCK_N + tl.arange(0, BLOCK_N)
+        mask = inside[:, None] & (offs_n < dstate)[None, :]
+        left = tl.load(left_rows + offs_n[None, :], mask=mask, other=0.0)
+        right = tl.load(right_rows + offs_n[None, :], mask=mask, other=0.0)
+        pairs = _dot(left, tl.trans(right), pairs, PRECISION)
+    return pairs
+
+
+@triton.jit
+def _ssd_bwd_keys_kernel(
+    table_ptr, x_ptr, dy_ptr, B_ptr, C_ptr, D_ptr, decay_ptr, step_ptr, leaving_ptr,
+    dx_ptr, dB_ptr, kept_ptr, direct_ptr, skip_ptr, sums_ptr,
+    seqlen, nchunks, nheads, ngroups, headdim, dstate, first, count, split_heads, first_block_n, columns,
+    stride_x_b, stride_x_t, stride_x_h, stride_dy_b, stride_dy_t, stride_dy_h,
+    stride_B_b, stride_B_t, stride_B_g, stride_C_b, stride_C_t, stride_C_g, stride_D_h, stride_D_p,
+    CHUNK: tl.constexpr, BLOCK_P: tl.constexpr, BLOCKS_P: tl.constexpr, BLOCK_N: tl.constexpr, BLOCKS_N: tl.constexpr,
+    LEAD: tl.constexpr, D_CHANNELS: tl.constexpr, VARLEN: tl.constexpr, PARTS: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Grid (batch * chunks, groups * splits, blocks of states): a program owns one chunk of some heads of one group.
+
+    It sums dB of its block of states over its heads (float32, onto what earlier blocks of heads have left). With LEAD,
+    whose program owns the first block of states, it also writes dx, kept, direct and, where there is a D, dy·x of each
+    token (skip) or its part of dD. Matrices of pairs of tokens are (j, i).
+    """
+    pid_c = tl.program_id(0).to(tl.int64)
+    nsplits = tl.num_programs(1) // ngroups
+    pid_g = tl.program_id(1) // nsplits
+    pid_s = tl.program_id(1) % nsplits
+    pid_b = pid_c // nchunks
+    chunk = (pid_c % nchunks).to(tl.int32)
+    start, length, _seq, _flags = _chunk_span(table_ptr, pid_b.to(tl.int32), chunk, nchunks, seqlen, CHUNK, VARLEN)
+    start = start.to(tl.int64)
+    offs_t = tl.arange(0, CHUNK)
+    offs_n = (first_block_n + tl.program_id(2)) * BLOCK_N + tl.arange(0, BLOCK_N)
+    inside = offs_t < length
+    mask_n = offs_n < dstate
+    mask_tn = inside[:, None] & mask_n[None, :]
+    B_rows = B_ptr + pid_b * stride_B_b + start * stride_B_t + pid_g * stride_B_g + offs_t[:, None] * stride_B_t
+    C_rows = C_ptr + pid_b * stride_C_b + start * stride_C_t + pid_g * stride_C_g + offs_t[:, None] * stride_C_t
+    causal = offs_t[:, None] <= offs_t[None, :]
+    cb = _pairs(B_rows, C_rows, inside, dstate, CHUNK, BLOCK_N, BLOCKS_N, PRECISION)
+    cb = tl.where(causal, cb, 0.0)
+
+    # What earlier blocks of heads have left in this split.
+    part = (pid_s * tl.num_programs(0) + pid_c) * ngroups + pid_g
+    offs_part = part * CHUNK * dstate + offs_t[:, None] * dstate + offs_n[None, :]
+    onto = mask_tn & ((offs_t * 0 + first) > 0)[:, None]
+    dB = tl.load(dB_ptr + offs_part, mask=onto, other=0.0)
+    dcb = tl.zeros((CHUNK, CHUNK), tl.float32)
+    last_head = tl.minimum((pid_s + 1) * split_heads, count)
+    for r in tl.range(pid_s * split_heads, last_head, num_stages=STAGES):
+        pid_h = pid_g * (nheads // ngroups) + first + r
+        row = pid_c * nheads + pid_h
+        step = tl.load(step_ptr + row * CHUNK + offs_t)
+        _since, to_end, _whole, _last, decay, low = _load_decay(decay_ptr, row, offs_t, CHUNK, PARTS)
+        x_rows = x_ptr + pid_b * stride_x_b + start * stride_x_t + pid_h * stride_x_h + offs_t[:, None] * stride_x_t
+        dy_rows = (dy_ptr + pid_b * stride_dy_b + start * stride_dy_t + pid_h * stride_dy_h
+                   + offs_t[:, None] * stride_dy_t)  # fmt: skip
+        place = (pid_c * (ngroups * count) + pid_g * count + r) * headdim * dstate
+        pairs = tl.zeros((CHUNK, CHUNK), tl.float32)
+        for p in tl.static_range(BLOCKS_P):
+            offs_p = p * BLOCK_P + tl.arange(0, BLOCK_P)
+            mask_tp = inside[:, None] & (offs_p < headdim)[None, :]
+            x_tile = tl.load(x_rows + offs_p[None, :], mask=mask_tp, other=0.0)
+            dy_tile = tl.load(dy_rows + offs_p[None, :], mask=mask_tp, other=0.0)
+            pairs = _dot(x_tile, tl.trans(dy_tile), pairs, PRECISION)
+        between = decay[None, :] - decay[:, None]
+        if PARTS == 2:
+            between += low[None, :] - low[:, None]
+        grown = _exp2(tl.where(causal, between, 0.0))
+        dcb += pairs * grown * step[:, None]
+        if LEAD:
+            mix = (cb * grown).to(x_ptr.dtype.element_ty)
+            kept = tl.zeros((CHUNK,), tl.float32)
+            direct = tl.zeros((CHUNK,), tl.float32)
+            skip = tl.zeros((CHUNK,), tl.float32)
+        for p in tl.static_range(BLOCKS_P):
+            offs_p = p * BLOCK_P + tl.arange(0, BLOCK_P)
+            mask_p = offs_p < headdim
+            mask_tp = inside[:, None] & mask_p[None, :]
+            if BLOCKS_P > 1:
+                x_tile = tl.load(x_rows + offs_p[None, :], mask=mask_tp, other=0.0)
+                if LEAD:
+                    dy_tile = tl.load(dy_rows + offs_p[None, :], mask=mask_tp, other=0.0)
+            offs_pn = offs_p[:, None] * dstate + offs_n[None, :]
+            K = tl.load(leaving_ptr + place + offs_pn, mask=mask_p[:, None] & mask_n[None, :], other=0.0)
+            dB = _dot((x_tile * (to_end * step)[:, None]).to(x_tile.dtype), K, dB, PRECISION)
+            if LEAD:
+                dX = tl.zeros((CHUNK, BLOCK_P), tl.float32)
+                for n in tl.static_range(BLOCKS_N):
+                    offs_m = n * BLOCK_N + tl.arange(0, BLOCK_N)
+                    mask_m = (offs_m < dstate)[None, :]
+                    B_part = tl.load(B_rows + offs_m[None, :], mask=inside[:, None] & mask_m, other=0.0)
+                    if n > 0:
+                        offs_pm = offs_p[:, None] * dstate + offs_m[None, :]
+                        K = tl.load(leaving_ptr + place + offs_pm, mask=mask_p[:, None] & mask_m, other=0.0)
+                    dX = _dot(B_part, tl.trans(K), dX, PRECISION)
+                dX *= to_end[:, None]
+                kept += tl.sum(dX * x_tile, axis=1)
+                dX = _dot(mix, dy_tile, dX, PRECISION)
+                direct += tl.sum(dX * x_tile, axis=1)
+                dx = dX * step[:, None]
+                if D_ptr is not None:
+                    D = tl.load(D_ptr + pid_h * stride_D_h + offs_p * stride_D_p, mask=mask_p, other=0.0)
+                    dx += D.to(tl.float32)[None, :] * dy_tile
+                    dyx = dy_tile.to(tl.float32) * x_tile
+                    if D_CHANNELS:
+                        at = sums_ptr + pid_c * columns + 2 * nheads + pid_h * headdim
+                        tl.store(at + offs_p, tl.sum(dyx, axis=0), mask=mask_p)
+                    else:
+                        skip += tl.sum(dyx, axis=1)
+                out = ((pid_b * seqlen + start) * nheads + pid_h) * headdim
+                offs_out = out + offs_t[:, None] * (nheads * headdim) + offs_p[None, :]
+                tl.store(dx_ptr + offs_out, dx.to(dx_ptr.dtype.element_ty), mask=mask_tp)
+        if LEAD:
+            tl.store(kept_ptr + row * CHUNK + offs_t, kept * step)
+            tl.store(direct_ptr + row * CHUNK + offs_t, direct)
+            if D_ptr is not None and not D_CHANNELS:
+                tl.store(skip_ptr + row * CHUNK + offs_t, skip)
+
+    dcb = tl.where(causal, dcb, 0.0).to(x_ptr.dtype.element_ty)
+    C_tile = tl.load(C_rows + offs_n[None, :], mask=mask_tn, other=0.0)
+    tl.store(dB_ptr + offs_part, _dot(dcb, C_tile, dB, PRECISION), mask=mask_tn)
+
+
+@triton.jit
+def _ssd_bwd_queries_kernel(
+    table_ptr, x_ptr, dy_ptr, B_ptr, C_ptr, decay_ptr, step_ptr, entering_ptr, leaving_ptr,
+    dC_ptr, late_ptr,
+    seqlen, nchunks, nheads, ngroups, headdim, dstate, first, count, split_heads, first_block_n,
+    stride_x_b, stride_x_t, stride_x_h, stride_dy_b, stride_dy_t, stride_dy_h,
+    stride_B_b, stride_B_t, stride_B_g, stride_C_b, stride_C_t, stride_C_g,
+    CHUNK: tl.constexpr, BLOCK_P: tl.constexpr, BLOCKS_P: tl.constexpr, BLOCK_N: tl.constexpr, BLOCKS_N: tl.constexpr,
+    LEAD: tl.constexpr, VARLEN: tl.constexpr, PARTS: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Grid (batch * chunks, groups * splits, blocks of states): a program owns one chunk of some heads of one group.
+
+    It sums dC of its block of states over its heads (float32, onto what earlier blocks of heads have left). With LEAD,
+    whose program owns the first block of states, it also writes late. Matrices of pairs of tokens are (i, j).
+    """
+    pid_c = tl.program_id(0).to(tl.int64)
+    nsplits = tl.num_programs(1) // ngroups
+    pid_g = tl.program_id(1) // nsplits
+    pid_s = tl.program_id(1) % nsplits
+    pid_b = pid_c // nchunks
+    chunk = (pid_c % nchunks).to(tl.int32)
+    start, length, _seq, _flags = _chunk_span(table_ptr, pid_b.to(tl.int32), chunk, nchunks, seqlen, CHUNK, VARLEN)
+    start = start.to(tl.int64)
+    offs_t = tl.arange(0, CHUNK)
+    offs_n = (first_block_n + tl.program_id(2)) * BLOCK_N + tl.arange(0, BLOCK_N)
+    inside = offs_t < length
+    mask_n = offs_n < dstate
+    mask_tn = inside[:, None] & mask_n[None, :]
+    B_rows = B_ptr + pid_b * stride_B_b + start * stride_B_t + pid_g * stride_B_g + offs_t[:, None] * stride_B_t
+    C_rows = C_ptr + pid_b * stride_C_b + start * stride_C_t + pid_g * stride_C_g + offs_t[:, None] * stride_C_t
+    causal = offs_t[:, None] >= offs_t[None, :]
+    cb = _pairs(C_rows, B_rows, inside, dstate, CHUNK, BLOCK_N, BLOCKS_N, PRECISION)
+    cb = tl.where(causal, cb, 0.0)
+    before = tl.where(offs_t[:, None] < offs_t[None, :], 1.0, 0.0).to(x_ptr.dtype.element_ty)  # (j, k)
+
+    # What earlier blocks of heads have left in this split.
+    part = (pid_s * tl.num_programs(0) + pid_c) * ngroups + pid_g
+    offs_part = part * CHUNK * dstate + offs_t[:, None] * dstate + offs_n[None, :]
+    onto = mask_tn & ((offs_t * 0 + first) > 0)[:, None]
+    dC = tl.load(dC_ptr + offs_part, mask=onto, other=0.0)
+    dcb = tl.zeros((CHUNK, CHUNK), tl.float32)
+    last_head = tl.minimum((pid_s + 1) * split_heads, count)
+    for r in tl.range(pid_s * split_heads, last_head, num_stages=STAGES):
+        pid_h = pid_g * (nheads // ngroups) + first + r
+        row = pid_c * nheads + pid_h
+        step = tl.load(step_ptr + row * CHUNK + offs_t)
+        from_start, _to_end, whole, _last, decay, low = _load_decay(decay_ptr, row, offs_t, CHUNK, PARTS)
+        x_rows = x_ptr + pid_b * stride_x_b + start * stride_x_t + pid_h * stride_x_h + offs_t[:, None] * stride_x_t
+        dy_rows = (dy_ptr + pid_b * stride_dy_b + start * stride_dy_t + pid_h * stride_dy_h
+                   + offs_t[:, None] * stride_dy_t)  # fmt: skip
+        place = (pid_c * (ngroups * count) + pid_g * count + r) * headdim * dstate
+        pairs = tl.zeros((CHUNK, CHUNK), tl.float32)
+        for p in tl.static_range(BLOCKS_P):
+            offs_p = p * BLOCK_P + tl.arange(0, BLOCK_P)
+            mask_tp = inside[:, None] & (offs_p < headdim)[None, :]
+            x_tile = tl.load(x_rows + offs_p[None, :], mask=mask_tp, other=0.0)
+            dy_tile = tl.load(dy_rows + offs_p[None, :], mask=mask_tp, other=0.0)
+            pairs = _dot(dy_tile, tl.trans(x_tile), pairs, PRECISION)
+        between = decay[:, None] - decay[None, :]
+        if PARTS == 2:
+            between += low[:, None] - low[None, :]
+        pairs *= _exp2(tl.where(causal, between, 0.0)) * step[None, :]
+        dcb += pairs
+        if LEAD:
+            reads = tl.zeros((CHUNK,), tl.float32)
+            through = tl.zeros((BLOCK_P,), tl.float32)
+        for p in tl.static_range(BLOCKS_P):
+            offs_p = p * BLOCK_P + tl.arange(0, BLOCK_P)
+            mask_p = offs_p < headdim
+            if BLOCKS_P > 1:
+                mask_tp = inside[:, None] & mask_p[None, :]
+                dy_tile = tl.load(dy_rows + offs_p[None, :], mask=mask_tp, other=0.0)
+            offs_pn = offs_p[:, None] * dstate + offs_n[None, :]
+            H = tl.load(entering_ptr + place + offs_pn, mask=mask_p[:, None] & mask_n[None, :], other=0.0)
+            dC = _dot((dy_tile * from_start[:, None]).to(x_ptr.dtype.element_ty), H, dC, PRECISION)
+            if LEAD:
+                y = tl.zeros((CHUNK, BLOCK_P), tl.float32)
+                for n in tl.static_range(BLOCKS_N):
+                    offs_m = n * BLOCK_N + tl.arange(0, BLOCK_N)
+                    mask_m = (offs_m < dstate)[None, :]
+                    offs_pm = offs_p[:, None] * dstate + offs_m[None, :]
+                    C_part = tl.load(C_rows + offs_m[None, :], mask=inside[:, None] & mask_m, other=0.0)
+                    if n > 0:
+                        H = tl.load(entering_ptr + place + offs_pm, mask=mask_p[:, None] & mask_m, other=0.0)
+                    K = tl.load(leaving_ptr + place + offs_pm, mask=mask_p[:, None] & mask_m, other=0.0)
+                    y = _dot(C_part, tl.trans(H), y, PRECISION)
+                    through += tl.sum(H.to(tl.float32) * K.to(tl.float32), axis=1)
+                reads += tl.sum(y * dy_tile, axis=1)
+        if LEAD:
+            crossing = _dot((pairs * cb).to(x_ptr.dtype.element_ty), before, None, PRECISION)  # (i, k)
+            late = tl.sum(tl.where(causal, crossing + (reads * from_start)[:, None], 0.0), axis=0)
+            tl.store(late_ptr + row * CHUNK + offs_t, late + tl.sum(through, axis=0) * whole)
+
+    dcb = tl.where(causal, dcb, 0.0).to(x_ptr.dtype.element_ty)
+    B_tile = tl.load(B_rows + offs_n[None, :], mask=mask_tn, other=0.0)
+    tl.store(dC_ptr + offs_part, _dot(dcb, B_tile, dC, PRECISION), mask=mask_tn)
+
+
+@triton.jit
+def _ssd_bwd_tokens_kernel(
+    table_ptr, dt_ptr, A_ptr, dt_bias_ptr, step_ptr, late_ptr, kept_ptr, direct_ptr, skip_ptr, through_ptr,
+    dB_part_ptr, dC_part_ptr, ddt_ptr, dB_ptr, dC_ptr, sums_ptr,
+    seqlen, nchunks, nheads, ngroups, dstate, nsplits, columns, dt_min, dt_max,
+    stride_dt_b, stride_dt_t, stride_dt_h,
+    CHUNK: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, SOFTPLUS: tl.constexpr, VARLEN: tl.constexpr,
+):  # fmt: skip
+    """Grid (batch * chunks, groups + head blocks): a program owns one chunk of one group, or of BLOCK_H heads.
+
+    Group programs sum dB and dC over the splits of heads, always in the same order; head programs write d(dt) and the
+    chunk's part of dA, d(dt_bias) and, where there is a D for each head, dD.
+    """
+    pid_c = tl.program_id(0).to(tl.int64)
+    pid_g = tl.program_id(1)
+    pid_b = pid_c // nchunks
+    chunk = (pid_c % nchunks).to(tl.int32)
+    start, length, _seq, _flags = _chunk_span(table_ptr, pid_b.to(tl.int32), chunk, nchunks, seqlen, CHUNK, VARLEN)
+    offs_t = tl.arange(0, CHUNK)
+    inside = offs_t < length
+    tokens = pid_b * seqlen + start + offs_t
+    if pid_g < ngroups:
+        for n in range(0, dstate, BLOCK_N):
+            offs_n = n + tl.arange(0, BLOCK_N)
+            mask = inside[:, None] & (offs_n < dstate)[None, :]
+            offs = (pid_c * ngroups + pid_g) * CHUNK * dstate + offs_t[:, None] * dstate + offs_n[None, :]
+            dB = tl.zeros((CHUNK, BLOCK_N), tl.float32)
+            dC = tl.zeros((CHUNK, BLOCK_N), tl.float32)
+            for _split in range(nsplits):
+                dB += tl.load(dB_part_ptr + offs, mask=mask, other=0.0)
+                dC += tl.load(dC_part_ptr + offs, mask=mask, other=0.0)
+                offs += (pid_c * 0 + tl.num_programs(0)) * ngroups * CHUNK * dstate
+            out = (tokens * ngroups + pid_g)[:, None] * dstate + offs_n[None, :]
+            tl.store(dB_ptr + out, dB.to(dB_ptr.dtype.element_ty), mask=mask)
+            tl.store(dC_ptr + out, dC.to(dC_ptr.dtype.element_ty), mask=mask)
+    else:
+        offs_h = (pid_g - ngroups) * BLOCK_H + tl.arange(0, BLOCK_H)
+        heads = offs_h < nheads
+        rows = (pid_c * nheads + offs_h[:, None]) * CHUNK + offs_t[None, :]
+        mask = heads[:, None] & inside[None, :]
+        kept = tl.load(kept_ptr + rows, mask=mask, other=0.0)
+        dlog = tl.load(late_ptr + rows, mask=mask, other=0.0) + (tl.cumsum(kept, axis=1) - kept)
+        if through_ptr is not None:  # what `late` lacks: the parts of exp(c_last) <H, K>
+            parts = (pid_c * nheads + offs_h[:, None]) * 16 + tl.arange(0, 16)[None, :]
+            dlog += tl.sum(tl.load(through_ptr + parts, mask=heads[:, None], other=0.0), axis=1)[:, None]
+        A = tl.load(A_ptr + offs_h, mask=heads, other=0.0).to(tl.float32)
+        dstep = tl.load(direct_ptr + rows, mask=mask, other=0.0) + dlog * A[:, None]
+        dt_rows = dt_ptr + pid_b * stride_dt_b + (start + offs_t).to(tl.int64)[None, :] * stride_dt_t
+        raw = tl.load(dt_rows + offs_h[:, None] * stride_dt_h, mask=mask, other=0.0).to(tl.float32)
+        if dt_bias_ptr is not None:
+            raw += tl.load(dt_bias_ptr + offs_h, mask=heads, other=0.0).to(tl.float32)[:, None]
+        unclipped = raw
+        if SOFTPLUS:
+            unclipped = _softplus(raw)
+        dstep = tl.where((unclipped < dt_min) | (unclipped > dt_max), 0.0, dstep)
+        if SOFTPLUS:
+            dstep *= tl.where(raw > 20.0, 1.0, _sigmoid(raw))
+        dstep = tl.where(mask, dstep, 0.0)
+        tl.store(ddt_ptr + tokens[None, :] * nheads + offs_h[:, None], dstep.to(ddt_ptr.dtype.element_ty), mask=mask)
+        step = tl.load(step_ptr + rows, mask=mask, other=0.0)
+        sums = sums_ptr + pid_c * columns + offs_h
+        tl.store(sums, tl.sum(dlog * step, axis=1), mask=heads)
+        tl.store(sums + nheads, tl.sum(dstep, axis=1), mask=heads)
+        if skip_ptr is not None:
+            skip = tl.load(skip_ptr + rows, mask=mask, other=0.0)
+            tl.store(sums + 2 * nheads, tl.sum(skip, axis=1), mask=heads)
+
+
+@triton.jit
+def _ssd_bwd_sums_kernel(sums_ptr, total_ptr, rows, columns, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr):
+    """Grid (blocks of columns): sums BLOCK_C columns over all chunks, always in the same order."""
+    offs_c = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
+    total = tl.zeros((BLOCK_R, BLOCK_C), tl.float32)
+    for r in range(0, rows, BLOCK_R):
+        offs_r = r + tl.arange(0, BLOCK_R)
+        mask = (offs_r < rows)[:, None] & (offs_c < columns)[None, :]
+        total += tl.load(sums_ptr + offs_r.to(tl.int64)[:, None] * columns + offs_c[None, :], mask=mask, other=0.0)
+    tl.store(total_ptr + offs_c, tl.sum(total, axis=0), mask=offs_c < columns)

@@ -1,0 +1,119 @@
+"""What a step may hold besides arithmetic: constants, normalisation, slices that take all; and what is left alone."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import refold
+
+B, T, D = 2, 24, 4
+
+
+def xs(dtype=torch.float32, grad=False):
+    x = torch.randn(B, T, D, generator=torch.Generator().manual_seed(0)).to(dtype)
+    return x.requires_grad_(grad)
+
+
+def loop_of(step):
+    def fn(x):
+        h, ys = torch.zeros_like(x[:, 0]), []
+        for t in range(x.shape[1]):
+            h = step(t, h, x[:, t])
+            ys.append(h)
+        return torch.stack(ys, 1)
+
+    return fn
+
+
+def constant_before(x):
+    a = torch.tensor([0.9, 0.8, 0.0, -0.5])
+    return loop_of(lambda t, h, u: a * h + u)(x) * torch.tensor(2.0)
+
+
+def constant_by_step(x):
+    a = torch.tensor([0.9 - 0.01 * i for i in range(T)])
+    return loop_of(lambda t, h, u: a[t] * h + u)(x)
+
+
+def gated(x, w):
+    h, ys = None, []
+    for t in range(x.shape[1]):
+        hidden, gate = (x[:, t : t + 1] @ w).chunk(2, dim=-1)
+        h = hidden * gate.sigmoid() if h is None else torch.lerp(h, hidden, gate.sigmoid())
+        h = h[:, -1:]  # takes all
+        ys.append(h)
+    return torch.cat(ys, 1)
+
+
+def takes_all(x):
+    h, ys = torch.zeros_like(x[:, :1]), []
+    for t in range(x.shape[1]):
+        h = (0.5 * h + x[:, t : t + 1])[:, -1:]
+        ys.append(h[:, 0])
+    return torch.stack(ys, 1)
+
+
+SCANS = {
+    "constant before": constant_before,
+    "constant by step": constant_by_step,
+    "constant inside": loop_of(lambda t, h, u: torch.tensor([0.9, 0.8, 0.0, -0.5]) * h + u * torch.tensor(2.0)),
+    "lerp": loop_of(lambda t, h, u: torch.lerp(h, u, 0.1)),
+    "lerp by gates": loop_of(lambda t, h, u: h.lerp(u.tanh(), u.sigmoid())),
+    "in place with a factor": loop_of(lambda t, h, u: h.clone().mul_(0.9).add_(u, alpha=0.1)),
+    "less a part": loop_of(lambda t, h, u: torch.sub(u, h, alpha=0.5)),
+    "layer norm": loop_of(lambda t, h, u: 0.9 * h + F.layer_norm(u, (D,))),
+    "rms norm": loop_of(lambda t, h, u: 0.9 * h + F.rms_norm(u, (D,))),
+    "gated": lambda x: gated(x, torch.linspace(-1, 1, 2 * D * D).view(D, 2 * D)),
+    "slice takes all": takes_all,
+}
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("name", SCANS)
+def test_they_become_scans(name, grad):
+    fn, x = SCANS[name], xs(grad=grad)
+    compiled = refold.compile(fn, accept="always", strict=True, verify="off")
+    got, expected = compiled(x), fn(x)
+    torch.testing.assert_close(got, expected)
+    (graph,) = compiled.report.graphs
+    assert (graph.mode, [row.status for row in graph.rewrites]) == ("training" if grad else "inference", ["applied"])
+    if grad:
+        (own,), (eager,) = (torch.autograd.grad(y.sin().sum(), x) for y in (got, expected))
+        torch.testing.assert_close(own, eager, rtol=1e-4, atol=1e-5)
+
+
+def test_two_loops_that_differ_in_a_constant_are_two_programs():
+    def both(x):
+        first = loop_of(lambda t, h, u: torch.tensor([0.9, 0.8, 0.0, -0.5]) * h + u)(x)
+        return first, loop_of(lambda t, h, u: torch.tensor([0.1, 0.2, 0.3, 0.4]) * h + u)(x)
+
+    compiled = refold.compile(both, accept="always", strict=True)
+    for got, expected in zip(compiled(xs()), both(xs()), strict=True):
+        torch.testing.assert_close(got, expected)
+    assert [row.status for row in compiled.report.rewrites] == ["applied", "applied"]
+
+
+def test_a_complex_carry_is_left_alone():
+    fn = loop_of(lambda t, h, u: (0.5 + 0.5j) * h + u)
+    (graph,) = refold.explain(fn, xs(torch.complex64)).graphs
+    assert graph.rewrites == []
+    assert any("the carry is complex" in note for note in graph.notes)
+
+
+def test_draws_are_those_of_torch_compile():
+    def fn(x):
+        return loop_of(lambda t, h, u: 0.9 * h + F.dropout(u, 0.3, True))(x[:, :16])
+
+    results = []
+    for compiled in (torch.compile(fn), refold.compile(fn, strict=True, accept="always", verify="off")):
+        torch._dynamo.reset()
+        x = xs(grad=True)
+        compiled(x)  # what compiling draws does not count
+        torch.manual_seed(0)
+        y = compiled(x)
+        results.append((y, *torch.autograd.grad(y.sum(), x), torch.rand(1)))
+    for got, expected in zip(*results, strict=True):
+        torch.testing.assert_close(got, expected)
+    (graph,) = compiled.report.graphs
+    assert graph.mode == "training"
+    assert any("there is randomness in the loop" in note for note in graph.notes)

@@ -1,0 +1,266 @@
+"""The check of the whole graph: what the checks of regions let pass is caught, and what is right is let pass."""
+
+import pytest
+import torch
+import torch.nn as nn
+
+import refold
+from refold.compiler import session
+from refold.compiler.ir import dispatch
+from refold.compiler.ir.dispatch import Impossible, Random, Recording, in_dtype
+from refold.compiler.validate import whole
+from refold.compiler.validate.region import Verdict
+from refold.compiler.validate.whole import compare
+from refold.verify.memory import peak_bytes
+
+ALWAYS = {"accept": "always", "strict": True}
+aten = torch.ops.aten
+
+
+def scores(x, y):
+    return (x[:, :, None] * y[:, None]).sum(-1)
+
+
+def pair(dtype=torch.float32, grad=False):
+    return tuple(torch.randn(2, n, 16, dtype=dtype).requires_grad_(grad) for n in (9, 8))
+
+
+@pytest.fixture
+def planted(monkeypatch):
+    """Return a function: let all regions pass, and make the n-th product of matrices wrong by a thousandth."""
+
+    def plant(n):
+        def wrong(graph, wanted=lambda site: True):
+            rewrites = honest(graph, wanted)
+            products = [node for node in graph.nodes if node.target is aten.bmm.default]
+            if rewrites:
+                with graph.inserting_after(products[n]):
+                    new = graph.call_function(aten.mul.Tensor, (products[n], 1.001))
+                new.meta = dict(products[n].meta)
+                products[n].replace_all_uses_with(new, delete_user_cb=lambda user: user is not new)
+            return rewrites
+
+        honest = session.run_pipeline
+        monkeypatch.setattr(session, "run_pipeline", wrong)
+        monkeypatch.setattr(session, "judge", lambda *args: Verdict())
+
+    return plant
+
+
+def test_a_wrong_output_is_caught(planted):
+    planted(0)
+    x, y = pair()
+    compiled = refold.compile(scores, **ALWAYS)
+    assert torch.allclose(compiled(x, y), scores(x, y), rtol=1e-5, atol=1e-5)
+    (graph,) = compiled.report.graphs
+    assert graph.chosen == "inductor"
+    assert "differs from the original: output 0: relative error 1.0e-03" in graph.reason
+    assert [row.status for row in graph.rewrites] == ["refused"]
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_wrong_gradient_is_caught(planted, n):
+    planted(n)
+    x, y = pair(grad=True)
+    compiled = refold.compile(scores, **ALWAYS)
+    expected = torch.autograd.grad(scores(x, y).square().sum(), [x, y])
+    got = torch.autograd.grad(compiled(x, y).square().sum(), [x, y])
+    assert all(torch.allclose(a, b, rtol=1e-4, atol=1e-4) for a, b in zip(got, expected, strict=True))
+    (graph,) = compiled.report.graphs
+    assert graph.chosen == "inductor"
+    assert "gradient of input" in graph.reason
+    assert "output" not in graph.reason.partition("original:")[2]
+
+
+def test_a_wrong_update_of_a_buffer_is_caught(planted):
+    planted(0)
+
+    class Stateful(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("state", torch.zeros(2, 9, 8))
+
+        def forward(self, x, y):
+            self.state.add_(scores(x, y))
+            return x + 1
+
+    x, y = pair()
+    layer = Stateful()
+    compiled = refold.compile(layer, **ALWAYS)
+    with torch.no_grad():
+        compiled(x, y)
+    assert torch.allclose(layer.state, scores(x, y), rtol=1e-5, atol=1e-5)
+    (graph,) = compiled.report.graphs
+    assert graph.chosen == "inductor"
+    assert "differs from the original: input" in graph.reason
+
+
+def test_verify_off_checks_nothing(planted):
+    planted(0)
+    x, y = pair()
+    compiled = refold.compile(scores, verify="off", **ALWAYS)
+    assert not torch.allclose(compiled(x, y), scores(x, y), rtol=1e-5)
+    assert compiled.report.graphs[0].checks == []
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_dropout_draws_the_same_numbers_in_all_runs(training):
+    def fn(x, y):
+        return nn.functional.dropout(scores(x, y), 0.5) * torch.rand(2, 9, 8)
+
+    compiled = refold.compile(fn, **ALWAYS)
+    state = torch.random.get_rng_state()
+    compiled(*pair(grad=training))
+    (graph,) = compiled.report.graphs
+    assert graph.chosen == "refold"
+    assert graph.checked_against == "float64"
+    assert len(graph.checks) == (3 if training else 1)
+    assert max(check["error"] for check in graph.checks) < 1e-6
+    assert not torch.equal(state, torch.random.get_rng_state())
+
+
+def test_dropout_hides_no_mistake(planted):
+    planted(0)
+    compiled = refold.compile(lambda x, y: nn.functional.dropout(scores(x, y), 0.5), **ALWAYS)
+    compiled(*pair())
+    assert "output 0: relative error 1.0e-03" in compiled.report.graphs[0].reason
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_other_dtypes_are_checked(dtype):
+    compiled = refold.compile(scores, **ALWAYS)
+    compiled(*pair(dtype, grad=True))
+    (graph,) = compiled.report.graphs
+    assert graph.chosen == "refold", graph.reason
+    assert graph.checked_against == "float64"
+    assert len(graph.checks) == 3
+    assert all(check["bound"] < (1e-12 if dtype == torch.float64 else 0.1) for check in graph.checks)
+
+
+def test_integers_and_complex_results_are_compared():
+    def original(x):
+        return (x > 0).sum(), torch.complex(x, x), x.argmax()
+
+    x = torch.randn(50)
+    assert not compare(original, original, original, [x], 1, None).reason
+    wrong = [
+        (lambda x: (original(x)[0] + 1, *original(x)[1:]), "output 0: 1 of 1 elements differ"),
+        (lambda x: (original(x)[0], original(x)[1].conj(), original(x)[2]), "output 1: relative error"),
+        (lambda x: (*original(x)[:2], original(x)[2].int()), "output 2: its output has dtype torch.int32"),
+        (lambda x: original(x)[:2], "output 2: not all programs have it"),
+    ]
+    for program, reason in wrong:
+        assert reason in compare(program, original, original, [x], 1, None).reason
+
+
+def test_a_sum_that_cancels_may_round():
+    """One number is one draw of its rounding: its bound is what roundings of the inputs move it by."""
+
+    def original(x, w):
+        return (x * w).sum()
+
+    def other(x, w):
+        return (x * w).flip(0).cumsum(0)[-1]
+
+    x = torch.randn(4000)
+    w = torch.cat([torch.ones(2000), -torch.ones(2000)])
+    x = torch.cat([x[:2000], x[:2000] + 1e-4 * torch.randn(2000)])
+    assert not compare(other, original, original, [x, w], 1, None).reason
+    assert compare(lambda x, w: original(x, w) * 1.5, original, original, [x, w], 1, None).reason
+
+
+def test_what_cannot_be_run_in_float64_is_its_own_reference():
+    def original(x):
+        return x.view(torch.int32).bitwise_and(-2).view(torch.float32) * 3
+
+    x = torch.randn(200)
+    found = compare(original, original, original, [x], 1, None)
+    assert (found.against, found.reason) == ("the original", "")
+    assert "bits of a tensor" in found.note
+    assert compare(lambda x: original(x) * 1.001, original, original, [x], 1, None).reason
+
+
+# Running a program in another dtype --------------------------------------------------------------
+
+
+def test_large_products_are_not_written_out(monkeypatch):
+    monkeypatch.setattr(dispatch, "BLOCK", 1000)
+    a, b = (torch.randn(2000, 40, dtype=torch.float64).requires_grad_() for _ in range(2))
+
+    def run():
+        y = (a[:, None] * b[None]).sum(-1).tanh().mean()
+        return [y, *torch.autograd.grad(y, [a, b])]
+
+    peak = peak_bytes(lambda: in_dtype(run, torch.float64), torch.device("cpu"))
+    assert peak < 2000 * 2000 * 40 * 8 / 3
+    wide = [x.detach().double().requires_grad_() for x in (a, b)]
+    y = (wide[0][:, None] * wide[1][None]).sum(-1).tanh().mean()
+    for got, expected in zip(in_dtype(run, torch.float64), [y, *torch.autograd.grad(y, wide)], strict=True):
+        assert got.dtype == torch.float64
+        assert torch.allclose(got, expected, rtol=1e-12)
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda p: p.sin().sum(-1),
+        lambda p: p.reshape(-1, 2).sum(-1),
+        lambda p: p.add_(1).sum(-1),
+        lambda p: (p.view(-1).add_(1), p.sum(-1))[1],
+        lambda p: p.as_strided((30,), (3,)).sum(),
+        lambda p: p[3:].mean((0, 2)) + p.amax(),
+        lambda p: torch.cat([p, p]).prod(-1),
+    ],
+)
+def test_products_that_are_used_otherwise_are_right(monkeypatch, use):
+    monkeypatch.setattr(dispatch, "BLOCK", 10)
+    a, b = torch.randn(6, 1, 4), torch.randn(1, 5, 4)
+    expected = use(a.double() * b.double())
+    assert torch.allclose(in_dtype(lambda: use(a * b), torch.float64), expected, rtol=1e-12)
+
+
+def test_a_factor_that_changes_afterwards(monkeypatch):
+    monkeypatch.setattr(dispatch, "BLOCK", 10)
+
+    def run(a, b):
+        p = a * b
+        a.zero_()
+        return p.sum(-1)
+
+    a, b = torch.randn(6, 1, 4, dtype=torch.float64), torch.randn(1, 5, 4, dtype=torch.float64)
+    expected = run(a.clone(), b)
+    assert torch.equal(in_dtype(lambda: run(a.clone(), b), torch.float64), expected)
+
+
+def test_draws_are_replayed():
+    def run(x):
+        y = nn.functional.dropout(x, 0.25) + torch.randn(7) + torch.empty(7).uniform_(2, 3)
+        return torch.native_dropout(y, 0.5, True)[0]
+
+    x = torch.randn(7)
+    with Recording() as recording:
+        narrow = run(x)
+    assert torch.allclose(in_dtype(lambda: run(x.double()), torch.float64, recording.draws).float(), narrow, rtol=1e-5)
+    with pytest.raises(Random):
+        in_dtype(lambda: run(x.double()), torch.float64)
+
+
+def test_randomness_inside_other_operations_is_refused():
+    q = torch.randn(1, 1, 4, 4)
+    attention = nn.functional.scaled_dot_product_attention
+    assert in_dtype(lambda: attention(q, q, q), torch.float64).dtype == torch.float64
+    with pytest.raises(Impossible, match="random"):
+        in_dtype(lambda: torch.nn.functional.rrelu(q, training=True), torch.float64)
+
+
+def test_what_does_not_fit_is_refused(monkeypatch):
+    monkeypatch.setattr(dispatch, "BLOCK", 10)
+    monkeypatch.setattr(dispatch, "available_bytes", lambda device: 100)
+    with pytest.raises(Impossible, match="does not fit in memory"):
+        in_dtype(lambda: torch.ones(20, 1) + torch.ones(20), torch.float64)
+
+
+def test_cotangents_are_exact_in_every_dtype():
+    for dtype in (torch.float16, torch.bfloat16, torch.float32):
+        y = torch.empty(50, dtype=dtype)
+        assert torch.equal(whole._cotangent(0, y).double(), whole._cotangent(0, y.double()))

@@ -1,0 +1,66 @@
+"""A small random model of every family that refold accelerates."""
+
+from __future__ import annotations
+
+import torch
+import transformers as t
+
+VOCAB = 97
+_COMMON = {"vocab_size": VOCAB, "hidden_size": 48, "eos_token_id": None, "pad_token_id": None, "bos_token_id": None}
+_ATTENTION = {"num_attention_heads": 6, "num_key_value_heads": 2, "intermediate_size": 40}
+_MAMBA1 = {**_COMMON, "num_hidden_layers": 2, "state_size": 8}
+_HEADS = {"mamba_n_heads": 6, "mamba_d_state": 12, "mamba_n_groups": 3, "mamba_chunk_size": 16}
+
+
+def _configs() -> dict[str, tuple[type, object]]:
+    common, attention = _COMMON, _ATTENTION
+    return {
+        "mamba": (t.MambaForCausalLM, t.MambaConfig(**_MAMBA1, use_bias=True)),
+        "falcon_mamba": (t.FalconMambaForCausalLM, t.FalconMambaConfig(**_MAMBA1)),
+        "jamba": (t.JambaForCausalLM, t.JambaConfig(
+            **common, **attention, num_hidden_layers=3, attn_layer_period=3, attn_layer_offset=1,
+            expert_layer_period=2, expert_layer_offset=1, num_experts=3, num_experts_per_tok=2, mamba_d_state=8,
+            mamba_dt_rank=5, mamba_proj_bias=True)),
+        "zamba": (t.ZambaForCausalLM, t.ZambaConfig(
+            **common, **attention, num_hidden_layers=5, attn_layer_period=3, attn_layer_offset=1, n_mamba_heads=2,
+            mamba_d_state=8, mamba_dt_rank=5, tie_word_embeddings=False)),
+        "mamba2": (t.Mamba2ForCausalLM, t.Mamba2Config(
+            **common, num_hidden_layers=2, num_heads=6, head_dim=16, state_size=12, n_groups=3, chunk_size=16)),
+        "bamba": (t.BambaForCausalLM, t.BambaConfig(
+            **common, **attention, **_HEADS, num_hidden_layers=2, attn_layer_indices=[1], mamba_conv_bias=False)),
+        "granitemoehybrid": (t.GraniteMoeHybridForCausalLM, t.GraniteMoeHybridConfig(
+            **common, **attention, **_HEADS, num_hidden_layers=2, shared_intermediate_size=40, num_local_experts=3,
+            num_experts_per_tok=2, layer_types=["mamba", "attention"])),
+        "falcon_h1": (t.FalconH1ForCausalLM, t.FalconH1Config(
+            **common, **attention, **_HEADS, num_hidden_layers=2, mamba_d_ssm=96, mamba_d_head=16,
+            ssm_in_multiplier=0.7, ssm_multipliers=[0.9, 1.1, 0.8, 1.2, 0.7])),
+        "falcon_h1-normed": (t.FalconH1ForCausalLM, t.FalconH1Config(
+            **common, **attention, **_HEADS, num_hidden_layers=1, mamba_d_ssm=96, mamba_d_head=16,
+            mamba_rms_norm=True)),
+        "nemotron_h": (t.NemotronHForCausalLM, t.NemotronHConfig(
+            **common, **attention, layers_block_type=["mamba", "attention"], mamba_num_heads=6, mamba_head_dim=16,
+            ssm_state_size=12, n_groups=3, chunk_size=16, head_dim=8)),
+        "zamba2": (t.Zamba2ForCausalLM, t.Zamba2Config(
+            **common, **attention, num_hidden_layers=3, layers_block_type=["mamba", "hybrid", "mamba"],
+            mamba_headdim=16, mamba_d_state=12, mamba_ngroups=3, chunk_size=16, n_mamba_heads=6, num_mem_blocks=1,
+            use_mem_rope=True)),
+    }  # fmt: skip
+
+
+NAMES = tuple(_configs())
+
+
+def make(name: str, **changed: object) -> torch.nn.Module:
+    """Return a model whose every parameter matters."""
+    t.logging.set_verbosity_error()
+    kind, config = _configs()[name]
+    for key, value in changed.items():
+        setattr(config, key, value)
+    torch.manual_seed(sum(map(ord, name)))
+    model = kind(config).eval()
+    model.set_experts_implementation("eager")  # the default product of experts knows no float64
+    with torch.no_grad():
+        for key, p in model.named_parameters():
+            if p.ndim == 1 or "proj" in key or "embed" in key:
+                p += 0.2 * torch.randn_like(p)
+    return model

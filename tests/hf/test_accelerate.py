@@ -1,0 +1,537 @@
+"""`refold.accelerate` equals the model that it was given, in every family and in every way a model is used."""
+
+import copy
+import io
+import pickle
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+sys.path.insert(0, str(Path(__file__).parent))
+from families import NAMES, VOCAB, make
+
+import refold
+from refold.errors import ArgumentError, RefoldError, RefoldWarning, ShapeError
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:transformers.*", "ignore::FutureWarning:transformers.*")
+
+FAMILIES = tuple(name for name in NAMES if "-" not in name)
+WITHOUT_KEYWORDS = ("mamba", "falcon_mamba", "jamba")  # whose blocks hand none to their recurrent layers
+
+
+def ids_of(*shape):
+    return torch.randint(0, VOCAB, shape)
+
+
+def cached_call(model):
+    """Return the name under which a model takes its cache."""
+    return "cache_params" if type(model).__name__.startswith(("Mamba", "FalconMamba")) else "past_key_values"
+
+
+def assert_equal(found, reference, exact, what=""):
+    """Allow four times what the reference itself loses against its run in float64, and a few roundings."""
+    bound = 4 * (reference.double() - exact).abs().max() + 16 * torch.finfo(torch.float32).eps * exact.abs().max()
+    error = (found.double() - exact).abs().max()
+    assert error <= bound, (what, float(error), float(bound))
+
+
+def logits_and_gradients(model, ids, **keywords):
+    logits = model(ids, use_cache=False, **keywords).logits
+    keep = keywords.get("attention_mask", torch.ones_like(ids)).bool()
+    weights = torch.linspace(-1, 1, VOCAB, dtype=logits.dtype)
+    parameters = dict(model.named_parameters())
+    found = torch.autograd.grad(
+        (logits[keep] * weights).sum() / keep.sum(), list(parameters.values()), allow_unused=True
+    )
+    return logits[keep], {name: g for name, g in zip(parameters, found, strict=True) if g is not None}
+
+
+def compare(model, ids, **keywords):
+    """Compare logits and the gradient of every parameter with those before acceleration; return the summary."""
+    reference = logits_and_gradients(model, ids, **keywords)
+    exact = logits_and_gradients(copy.deepcopy(model).double(), ids, **keywords)
+    summary = refold.accelerate(model)
+    found = logits_and_gradients(model, ids, **keywords)
+    assert_equal(found[0], reference[0], exact[0], "logits")
+    assert found[1].keys() == reference[1].keys()
+    for name, gradient in found[1].items():
+        assert_equal(gradient, reference[1][name], exact[1][name], name)
+    return summary
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_logits_and_gradients_in_training_with_padding_on_the_left(name):
+    model = make(name).train()
+    mask = torch.ones(3, 21, dtype=torch.long)
+    mask[1, :4] = 0
+    mask[2, :20] = 0
+    compare(model, ids_of(3, 21), attention_mask=mask)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_padding_on_the_right(name):
+    mask = torch.ones(2, 19, dtype=torch.long)
+    mask[1, 5:] = 0
+    compare(make(name), ids_of(2, 19), attention_mask=mask)
+
+
+def generate(model, ids, mask, **keywords):
+    keywords = {"max_new_tokens": 64, "do_sample": False, "eos_token_id": None, "pad_token_id": 0} | keywords
+    return model.generate(ids, attention_mask=mask, **keywords)[:, ids.shape[1] :].tolist()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_greedy_tokens(name):
+    """One row, then four of different lengths."""
+    model = make(name)
+    prompts = [(ids_of(1, 7), torch.ones(1, 7, dtype=torch.long)), (ids_of(4, 18), torch.ones(4, 18, dtype=torch.long))]
+    for row, padding in enumerate((0, 3, 11, 17)):
+        prompts[1][1][row, :padding] = 0
+    expected = [generate(model, *prompt) for prompt in prompts]
+    refold.accelerate(model)
+    assert [generate(model, *prompt) for prompt in prompts] == expected
+    assert len(set(expected[0][0])) > 4  # a model that repeats one token would prove nothing
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_prompt_read_in_pieces(name):
+    """A cache goes on where it was, also where transformers starts its Mamba-1 layers afresh."""
+    model, ids = make(name), ids_of(2, 40)
+    with torch.no_grad():
+        reference = model(ids, use_cache=False).logits
+        exact = copy.deepcopy(model).double()(ids, use_cache=False).logits
+        refold.accelerate(model)
+        keyword, cache, found = cached_call(model), None, []
+        positions = torch.arange(40).expand(2, -1).split([17, 2, 1, 19, 1], 1)
+        for piece, places in zip(ids.split([17, 2, 1, 19, 1], 1), positions, strict=True):
+            out = model(piece, position_ids=places, use_cache=True, **({} if cache is None else {keyword: cache}))
+            cache = out[keyword]
+            found.append(out.logits)
+    if found[0].shape[1] == 1:  # Zamba and others only compute the last
+        reference, exact = reference[:, [16, 18, 19, 38, 39]], exact[:, [16, 18, 19, 38, 39]]
+    assert_equal(torch.cat(found, 1), reference, exact)
+
+
+def packed(lengths, seed=0):
+    """Return ids of documents in one row, their positions, and each document by itself."""
+    ids = ids_of(1, sum(lengths))
+    positions = torch.cat([torch.arange(n) for n in lengths])[None]
+    return ids, positions, list(ids.split(lengths, 1))
+
+
+@pytest.mark.parametrize("checkpointing", [None, False, True], ids=["plain", "checkpoint", "reentrant"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_documents_of_a_row_do_not_see_each_other(name, checkpointing):
+    if checkpointing is not None and name not in ("jamba", "zamba", "mamba2"):
+        pytest.skip("one family of each way to call a block")
+    model = make(name).train()
+    ids, positions, apart = packed([9, 1, 2, 14])
+    parameters = [p for n, p in model.named_parameters() if n.endswith(("in_proj.weight", "conv1d.weight", "A_log"))]
+
+    keywords = {"position_ids": positions}
+    if name == "granitemoehybrid":  # whose attention has to be told apart
+        document = (positions == 0).cumsum(1)
+        seen = (document[:, None] == document[..., None]) & torch.ones(26, 26).tril().bool()
+        keywords["attention_mask"] = torch.where(seen, 0.0, -torch.inf)[:, None]
+
+    def run(model, *rows, **keywords):
+        model.zero_grad()
+        logits = torch.cat([model(row, use_cache=False, **keywords).logits for row in rows], 1)
+        (logits * torch.linspace(-1, 1, VOCAB)).mean().backward()
+        return logits, [p.grad for p in parameters]
+
+    expected = run(model, *apart)
+    leaking, _ = run(model, ids, **keywords)
+    refold.accelerate(model)
+    if checkpointing is not None:
+        model.gradient_checkpointing_enable({"use_reentrant": checkpointing})
+        model.enable_input_require_grads()
+    found = run(model, ids, **keywords)
+    for a, b in zip([found[0], *found[1]], [expected[0], *expected[1]], strict=True):
+        assert (a - b).abs().max() <= 64 * 2**-24 * b.abs().max()
+    assert (leaking - expected[0]).abs().max() > 1e-3  # transformers' own layers mix them
+
+
+@pytest.mark.parametrize("name", ["mamba", "mamba2", "zamba"])
+def test_every_spelling_of_documents(name):
+    model = make(name)
+    ids, positions, _ = packed([5, 6, 1, 8])
+    offsets = torch.tensor([0, 5, 11, 12, 20], dtype=torch.int32)
+    index = torch.repeat_interleave(torch.arange(4), torch.tensor([5, 6, 1, 8]))[None].int()
+    refold.accelerate(model)
+    backbone = model.base_model
+    with torch.no_grad():
+        runs = [
+            backbone(ids, use_cache=False, position_ids=positions, **keywords).last_hidden_state
+            for keywords in ({}, {"cu_seq_lens_q": offsets, "cu_seq_lens_k": offsets}, {"seq_idx": index})
+        ]
+    for run in runs[1:]:
+        assert torch.equal(run, runs[0])
+
+
+def test_rows_of_documents_with_padding_between_and_behind():
+    model = make("mamba2")
+    ids = ids_of(2, 20)
+    positions = torch.tensor([[*range(7), *range(13)], [*range(6), 1, 1, *range(10), 1, 1]])
+    mask = torch.ones_like(ids)
+    mask[1, [6, 7, 18, 19]] = 0
+    with torch.no_grad():
+        expected = [
+            model(part, use_cache=False).logits for part in (ids[:1, :7], ids[:1, 7:], ids[1:, :6], ids[1:, 8:18])
+        ]
+        refold.accelerate(model)
+        found = model(ids, use_cache=False, position_ids=positions, attention_mask=mask).logits
+    for a, b in zip((found[:1, :7], found[:1, 7:], found[1:, :6], found[1:, 8:18]), expected, strict=True):
+        assert (a - b).abs().max() <= 64 * 2**-24 * b.abs().max()
+
+
+@pytest.mark.parametrize("name", ["mamba", "mamba2", "zamba2"])
+def test_a_cache_goes_on_from_the_last_document(name):
+    model = refold.accelerate(make(name)).model
+    ids, positions, apart = packed([12, 2])
+    step, keyword = ids_of(1, 1), cached_call(model)
+    with torch.no_grad():
+        cache = model(ids, position_ids=positions, use_cache=True)[keyword]
+        if name == "zamba2":  # its attention layers keep the first document's keys; its first Mamba layer must not
+            layer, other = cache.layers[0], model(apart[1], use_cache=True)[keyword].layers[0]
+            torch.testing.assert_close(layer.conv_states[0], other.conv_states[0])
+            torch.testing.assert_close(layer.recurrent_states[0], other.recurrent_states[0])
+            return
+        found = model(step, use_cache=True, **{keyword: cache}).logits
+        expected = model(torch.cat([apart[1], step], 1), use_cache=False).logits[:, -1:]
+        # A piece that begins a document forgets what the cache held.
+        cache = model(ids_of(1, 3), use_cache=True)[keyword]
+        again = model(apart[0], position_ids=positions[:, :12], use_cache=True, **{keyword: cache}).logits
+        alone = model(apart[0], use_cache=False).logits
+    assert (found - expected).abs().max() <= 64 * 2**-24 * expected.abs().max()
+    assert (again - alone).abs().max() <= 64 * 2**-24 * alone.abs().max()
+
+
+def test_documents_that_cannot_be_honoured():
+    model = make("mamba2")
+    refold.accelerate(model)
+    with pytest.raises(ShapeError, match=r"cu_seq_lens_q needs a batch of one row; got 2"):
+        model(ids_of(2, 6), cu_seq_lens_q=torch.tensor([0, 6]))
+    with pytest.raises(ArgumentError, match="cu_seq_lens_k must be cu_seq_lens_q"):
+        model(ids_of(1, 6), cu_seq_lens_q=torch.tensor([0, 6]), cu_seq_lens_k=torch.tensor([0, 3, 6]))
+    with pytest.raises(ShapeError, match=re.escape("seq_idx must have the shape (1, 6); got (1, 5)")):
+        model(ids_of(1, 6), seq_idx=torch.zeros(1, 5, dtype=torch.int32))
+    with pytest.raises(ArgumentError, match="cu_seqlens must end at t=6; got 5"):
+        model(ids_of(1, 6), cu_seq_lens_q=torch.tensor([0, 5]))
+    with torch.no_grad():  # and none of these errors is remembered by the next call
+        model(ids_of(2, 6))
+
+
+class LowRank(nn.Module):
+    """LoRA, as libraries write it: a module around a linear layer or convolution that shows the inner weight."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner, rows = inner, inner.weight.shape[0]
+        columns = inner.weight.shape[1] if isinstance(inner, nn.Linear) else rows
+        self.a, self.b = nn.Parameter(0.1 * torch.randn(2, columns)), nn.Parameter(0.1 * torch.randn(rows, 2))
+
+    weight = property(lambda self: self.inner.weight)
+    bias = property(lambda self: self.inner.bias)
+
+    def forward(self, x):
+        if isinstance(self.inner, nn.Linear):
+            return self.inner(x) + x @ self.a.T @ self.b.T
+        low = torch.einsum("or,ri,bit->bot", self.b, self.a, x)
+        return self.inner(x) + nn.functional.pad(low, (0, self.inner.kernel_size[0] - 1))
+
+
+@pytest.mark.parametrize(
+    ("name", "layer", "projection"),
+    [
+        ("mamba", "backbone.layers.0.mixer", p) for p in ("in_proj", "x_proj", "dt_proj", "out_proj", "conv1d")
+    ] + [("mamba2", "backbone.layers.1.mixer", p) for p in ("in_proj", "out_proj", "conv1d")],
+)  # fmt: skip
+def test_low_rank_projections_are_called_and_trained(name, layer, projection):
+    model = make(name).train()
+    ids = ids_of(2, 9)
+    refold.accelerate(model)
+    mixer = model.get_submodule(layer)
+    with torch.no_grad():
+        before = model(ids, use_cache=False).logits
+        setattr(mixer, projection, adapter := LowRank(getattr(mixer, projection)))
+        adapter.b.zero_()
+        torch.testing.assert_close(model(ids, use_cache=False).logits, before, rtol=1e-4, atol=1e-5)
+        adapter.b.copy_(0.1 * torch.randn_like(adapter.b))
+    logits = model(ids, use_cache=False).logits
+    gradients = torch.autograd.grad(logits.square().mean(), [adapter.a, adapter.b])
+    assert all(g.abs().max() > 0 for g in gradients)
+    model.eval()
+    with torch.no_grad():  # the cache sees what the adapter does, too
+        cache = model(ids[:, :7], use_cache=True).cache_params
+        steps = [model(ids[:, t : t + 1], use_cache=True, cache_params=cache).logits for t in (7, 8)]
+    torch.testing.assert_close(torch.cat(steps, 1), logits[:, 7:], rtol=1e-4, atol=1e-5)
+    if projection == "conv1d":
+        with pytest.raises(ArgumentError, match="conv1d is a LowRank, which takes no documents"):
+            model(ids[:1], cu_seq_lens_q=torch.tensor([0, 4, 9]))
+
+
+class Int8(nn.Module):
+    """A quantised linear layer without a weight that could be multiplied with."""
+
+    def __init__(self, linear):
+        super().__init__()
+        self.scale = linear.weight.abs().amax(1) / 127
+        self.codes = (linear.weight / self.scale[:, None]).round().to(torch.int8)
+        self.bias = linear.bias
+
+    def forward(self, x):
+        return nn.functional.linear(x, self.codes.to(x.dtype) * self.scale[:, None], self.bias)
+
+
+@pytest.mark.parametrize("name", ["mamba", "mamba2"])
+def test_quantised_projections(name):
+    model, ids = make(name), ids_of(1, 9)
+    refold.accelerate(model)
+    with torch.no_grad():
+        for mixer in [m for m in model.modules() if hasattr(m, "A_log")]:
+            for child, linear in list(mixer.named_children()):
+                if isinstance(linear, nn.Linear):
+                    quantised = Int8(linear)
+                    linear.weight.copy_(quantised.codes * quantised.scale[:, None])
+                    setattr(mixer, child, nn.ModuleList([quantised])[0])
+        found = generate(model, ids, torch.ones_like(ids), max_new_tokens=6)
+        for mixer in [m for m in model.modules() if hasattr(m, "A_log")]:
+            for child, quantised in list(mixer.named_children()):
+                if isinstance(quantised, Int8):
+                    linear = nn.Linear(*quantised.codes.T.shape, bias=quantised.bias is not None)
+                    linear.weight.copy_(quantised.codes * quantised.scale[:, None])
+                    if quantised.bias is not None:
+                        linear.bias = quantised.bias
+                    setattr(mixer, child, linear)
+        refold.accelerate(model).undo()
+        assert found == generate(model, ids, torch.ones_like(ids), max_new_tokens=6)
+
+
+def test_hooks_of_projections_run_in_order():
+    """Sharding gathers a layer's weights in a hook before its forward and frees them in one after it."""
+    model = make("mamba")
+    refold.accelerate(model)
+    mixer, calls = model.backbone.layers[0].mixer, []
+    for name, child in mixer.named_children():
+        if isinstance(child, nn.Linear):
+            kept = child.weight.data
+            child.register_forward_pre_hook(lambda m, a, name=name, kept=kept: (calls.append(name), setattr(m.weight, "data", kept))[0])  # fmt: skip
+            child.register_forward_hook(lambda m, a, o: setattr(m.weight, "data", torch.empty(0)))
+            child.weight.data = torch.empty(0)
+    with torch.no_grad():
+        model(ids_of(1, 5))
+    assert calls == ["in_proj", "x_proj", "dt_proj", "out_proj"]
+
+
+class OffloadHook:
+    """What the package accelerate calls around a forward."""
+
+    def __init__(self):
+        self.seen = []
+
+    def pre_forward(self, module, *args, **kwargs):
+        self.seen.append(f"{type(module).__name__} before")
+        return args, kwargs
+
+    def post_forward(self, module, output):
+        self.seen.append(f"{type(module).__name__} after")
+        return output
+
+
+def hooked(module, hook):
+    """Do what accelerate.hooks.add_hook_to_module does."""
+    module._hf_hook, module._old_forward = hook, module.forward
+
+    def forward(*args, **kwargs):
+        args, kwargs = hook.pre_forward(module, *args, **kwargs)
+        return hook.post_forward(module, module._old_forward(*args, **kwargs))
+
+    module.forward = forward
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["hooks-first", "hooks-last"])
+def test_offloading_hooks(first):
+    model, ids, hook = make("mamba2"), ids_of(1, 9), OffloadHook()
+    with torch.no_grad():
+        expected = model(ids).logits
+    mixer = model.backbone.layers[0].mixer
+    if not first:
+        refold.accelerate(model)
+    for module in (model.backbone.layers[0], mixer, mixer.conv1d, mixer.in_proj):
+        hooked(module, hook)
+    summary = refold.accelerate(model)
+    ran = []
+    original = type(mixer).forward
+    with torch.no_grad(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr("refold.ops.ssd", lambda *a, f=refold.ops.ssd, **k: (ran.append(1), f(*a, **k))[1])
+        found = model(ids).logits
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    assert len(ran) == 2, "both layers ran on refold"
+    assert hook.seen.count("Conv1d before") == hook.seen.count("Conv1d after") == 1
+    summary.undo()
+    with torch.no_grad():
+        assert torch.equal(model(ids).logits, expected)
+    assert type(mixer).forward is not original
+
+
+def state_of(model):
+    return [
+        (type(m), m.__dict__.keys() - {"_modules"}, len(m._forward_hooks), len(m._forward_pre_hooks))
+        for m in model.modules()
+    ]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_one_instance_once_and_back(name):
+    model, other, ids = make(name), make(name), ids_of(1, 9)
+    before = state_of(model)
+    with torch.no_grad():
+        expected = model(ids, use_cache=False).logits
+    summary = refold.accelerate(model)
+    after = state_of(model)
+    assert refold.accelerate(model) is summary
+    assert state_of(model) == after
+    assert state_of(other) == before
+    layers = [m for m in other.modules() if hasattr(m, "A_log")]
+    assert len(summary.replaced) == len(layers)
+    assert f"{len(layers)} x {type(layers[0]).__name__} replaced" in str(summary)
+    assert summary.kept == {}
+    summary.undo()
+    assert state_of(model) == before
+    with torch.no_grad():
+        assert torch.equal(model(ids, use_cache=False).logits, expected)
+    assert refold.accelerate(model) is not summary
+
+
+@pytest.mark.parametrize("way", ["copy", "pickle"])
+def test_copies_are_accelerated_models_of_their_own(way):
+    model, ids = make("mamba2"), ids_of(1, 9)
+    summary = refold.accelerate(model)
+    if way == "copy":
+        twin = copy.deepcopy(model)
+    else:
+        torch.save(model, file := io.BytesIO())
+        file.seek(0)
+        twin = torch.load(file, weights_only=False)
+    with torch.no_grad():
+        expected = model(ids).logits
+        assert torch.equal(twin(ids).logits, expected)
+        for p in model.parameters():
+            p.zero_()
+        assert torch.equal(twin(ids).logits, expected)
+    refold.accelerate(twin).undo()
+    assert not [m for m in twin.modules() if type(m).__name__.startswith("Accelerated")]
+    assert [m for m in model.modules() if type(m).__name__.startswith("Accelerated")]
+    summary.undo()
+    pickle.dumps(model)
+
+
+def test_undo_refuses_what_it_cannot_put_back():
+    model = make("mamba2")
+    summary = refold.accelerate(model)
+    mixer = model.backbone.layers[0].mixer
+    ours = type(mixer)
+    mixer.__class__ = type("Sharded", (ours,), {})
+    with pytest.raises(RefoldError, match="the class of a layer was changed to Sharded since"):
+        summary.undo()
+    mixer.__class__ = ours
+    summary.undo()
+
+
+def test_layers_that_are_kept_say_why():
+    model = make("mamba2")
+
+    class Mine(type(model.backbone.layers[0].mixer)):
+        def forward(self, hidden_states, **kwargs):
+            return hidden_states
+
+    model.backbone.layers[0].mixer.__class__ = Mine
+    model.backbone.layers[1].mixer.forward = lambda x, **kwargs: x
+    with pytest.warns(RefoldWarning, match="has no layer that refold can replace"):
+        summary = refold.accelerate(model)
+    assert summary.kept == {
+        "backbone.layers.0.mixer": "its class Mine has a forward of its own",
+        "backbone.layers.1.mixer": "its forward was replaced on the instance",
+    }
+    with pytest.raises(ArgumentError, match="model must be a torch.nn.Module; got str"):
+        refold.accelerate("mamba")
+    with pytest.warns(RefoldWarning, match="Linear has no layer"):
+        refold.accelerate(nn.Linear(2, 2))
+
+
+def test_part_of_a_model_then_all_of_it():
+    model = make("mamba2")
+    part = refold.accelerate(model.backbone.layers[0])
+    whole = refold.accelerate(model)
+    assert list(part.replaced) == ["mixer"]
+    assert list(whole.replaced) == ["backbone.layers.1.mixer"]
+    assert whole.kept == {"backbone.layers.0.mixer": "it belongs to a model that was accelerated by itself"}
+    whole.undo()
+    part.undo()
+
+
+@pytest.mark.parametrize("name", ["mamba2", "zamba2"])
+def test_step_limits_hold_in_decoding_as_in_prefill(name):
+    """transformers clips steps where it reads many tokens, not where it reads one; without its cache it always does."""
+    model, ids = make(name), ids_of(1, 9)
+    for mixer in [m for m in model.modules() if hasattr(m, "A_log")]:
+        mixer.time_step_limit = (0.3, 0.9)
+    mask = torch.ones_like(ids)
+    expected, cached = (generate(model, ids, mask, max_new_tokens=24, use_cache=c) for c in (False, True))
+    refold.accelerate(model)
+    assert generate(model, ids, mask, max_new_tokens=24) == expected
+    assert cached != expected
+
+
+@pytest.mark.parametrize("name", ["mamba", "falcon_h1"])
+def test_compiled_whole(name):
+    """One graph, in training, in prefill with a cache, and with documents by their offsets."""
+    model, ids = make(name), ids_of(2, 12)
+    refold.accelerate(model)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    weights = torch.linspace(-1, 1, VOCAB)
+    model.train()
+    parameters = [p for n, p in model.named_parameters() if n.endswith(("in_proj.weight", "A_log"))]
+    found, expected = (
+        torch.autograd.grad((run(ids, use_cache=False).logits * weights).mean(), parameters)
+        for run in (compiled, model)
+    )
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+    model.eval()
+    offsets = torch.tensor([0, 5, 12], dtype=torch.int32)
+    with torch.no_grad():
+        for keywords in ({"cu_seq_lens_q": offsets}, {}):
+            torch.testing.assert_close(
+                compiled(ids[:1], use_cache=False, **keywords).logits, model(ids[:1], use_cache=False, **keywords).logits,
+                rtol=1e-4, atol=1e-5,
+            )  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["mamba", "mamba2"])
+def test_compiled_decoding(name):
+    model, ids = make(name), ids_of(1, 5)
+    expected = generate(model, ids, torch.ones_like(ids), max_new_tokens=8)
+    refold.accelerate(model)
+    cache, tokens, keyword = None, [], cached_call(model)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    with torch.no_grad():
+        out = model(ids, use_cache=True)
+        for _ in range(8):
+            tokens.append(int(out.logits[0, -1].argmax()))
+            cache = out[keyword]
+            out = compiled(torch.tensor([[tokens[-1]]]), use_cache=True, **{keyword: cache})
+    assert [tokens] == expected
+
+
+def test_decoding_without_no_grad():
+    model, ids = make("mamba2"), ids_of(1, 5)
+    refold.accelerate(model)
+    cache = model(ids[:, :3], use_cache=True).cache_params
+    steps = [model(ids[:, t : t + 1], use_cache=True, cache_params=cache).logits for t in (3, 4)]
+    torch.testing.assert_close(torch.cat(steps, 1), model(ids).logits[:, 3:], rtol=1e-4, atol=1e-5)
