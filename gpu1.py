@@ -17,11 +17,16 @@ def time_ms(run, count=15, warmup=3):
     torch.cuda.synchronize()
     t=sorted(a.elapsed_time(b) for a,b in ev); return t[len(t)//2]
 def case(b,t,d,n,dtype,z=True,g=1):
+    torch.manual_seed(0)
     x,dt,zz,dy=(normal(b,t,d,dtype=dtype) for _ in range(4))
     A=-torch.rand(d,n,device='cuda')*4; B,C=(normal(b,t,n,dtype=dtype) for _ in range(2))
     return dict(x=x,dt=dt,A=A,B=B,C=C,D=normal(d),z=zz if z else None,dt_bias=normal(d)-2,decay=None,initial_state=None,cu_seqlens=None,dt_softplus=True,state_dtype=None), dy
+PLAN=None
+NAMES='x dt A B C D z dt_bias decay initial_state cu_seqlens'.split()
 def back(args, dy):
-    return SF.selective_scan_backward(dy=dy, dstate=None, needs=frozenset(), **args)
+    global PLAN
+    if PLAN is None: PLAN=SF.selective_scan_backward.plan(dy=dy, dstate=None, needs=frozenset(), **args)
+    return PLAN(dy,None,*[args[n] for n in NAMES])
 def ref_err(args, dy, T=512):
     # float64 gradients of the last T tokens of row -1 from zero state? use whole small problem instead
     pass
@@ -33,7 +38,7 @@ def main():
         fwd=time_ms(lambda: refold.ops.selective_scan(**{k:v for k,v in args.items()},backend='triton'))
         base=None
         for v in variants:
-            TB.TUNED.clear(); TB.TUNED.update(v); SF.selective_scan_backward.plans.clear()
+            TB.TUNED.clear(); TB.TUNED.update(v); globals().__setitem__('PLAN',None)
             try:
                 torch.cuda.synchronize(); torch.cuda.reset_peak_memory_stats(); m0=torch.cuda.memory_allocated()
                 t0=time.time(); r=back(args,dy); torch.cuda.synchronize(); c=time.time()-t0

@@ -6,7 +6,7 @@ def run(b,t,d,N,g,dtype,z,decay,init,pack,fin,cfg=None,seed=0):
     torch.manual_seed(seed)
     from refold.ops.selective_scan import _triton_backward as TB
     from refold.ops.selective_scan import _triton as SF, _torch as ST
-    TB.TUNED.clear(); TB.TUNED.update(cfg or {}); SF.selective_scan_backward.plans.clear()
+    TB.TUNED.clear(); TB.TUNED.update(cfg or {})
     cu=None; k=b
     if pack: cu=torch.tensor(pack,dtype=torch.int32,device='cuda'); k=len(pack)-1
     a=dict(x=n(b,t,d,dtype=dtype),dt=n(b,t,d,dtype=dtype),A=-torch.exp(torch.rand(d,N,device='cuda')*8-6),B=n(b,t,g,N,dtype=dtype),C=n(b,t,g,N,dtype=dtype),
@@ -28,7 +28,7 @@ if __name__=='__main__':
     for dtype in (torch.float32,torch.bfloat16):
         L+=[(2,50,64,16,1,dtype,True,False,False,None,False),(2,77,96,16,2,dtype,True,True,True,None,True),(1,300,64,16,1,dtype,False,False,True,[0,1,1,40,300],True),
             (1,130,128,64,2,dtype,True,True,True,[0,30,130],True),(2,33,48,4,1,dtype,True,False,True,None,False),(1,2100,64,16,1,dtype,True,False,True,None,True),(3,65,80,8,1,dtype,False,True,False,None,True),(2,90,64,32,1,dtype,True,False,False,None,False)]
-    cfgs=[None,dict(own=2,tokens=8,group=8)]
+    cfgs=[None,dict(own=2,tokens=8,group=4,hold=1)]
     for i,(l,c) in enumerate(itertools.product(L,cfgs)):
         if i%parts==part:
             try: run(*l,cfg=c)

@@ -20,7 +20,6 @@ from refold.ops.torch.launch import (
     fresh_like,
     last_contiguous,
     planned,
-    planned_backward,
     refusal,
 )
 from refold.ops.torch.row_sums import RowSums
@@ -383,8 +382,16 @@ def causal_conv1d(
     return run
 
 
-@planned_backward(
-    SPEC, x=last_contiguous, weight=contiguous, bias=contiguous, initial_state=contiguous, cu_seqlens=contiguous
+@planned(
+    SPEC,
+    backward=True,
+    dy=contiguous,
+    dstate=contiguous,
+    x=last_contiguous,
+    weight=contiguous,
+    bias=contiguous,
+    initial_state=contiguous,
+    cu_seqlens=contiguous,
 )
 def causal_conv1d_backward(
     *, dy: torch.Tensor | None, dstate: torch.Tensor | None, needs: frozenset[str], x: torch.Tensor,

@@ -11,8 +11,8 @@ import triton.language as tl
 
 from refold.ops.gated_rmsnorm.spec import SPEC
 from refold.ops.spec import Meta
-from refold.ops.ssd._triton_kernels import LOG2E, _exp2, _silu
-from refold.ops.torch.launch import Launch, contiguous, current_stream, fresh_like, planned, planned_backward, refusal
+from refold.ops.ssd._triton_kernels import _sigmoid, _silu
+from refold.ops.torch.launch import Launch, contiguous, current_stream, fresh_like, planned, refusal
 from refold.ops.torch.row_sums import RowSums
 from refold.ops.torch.tables import device_limits
 
@@ -122,7 +122,7 @@ def _gated_rmsnorm_bwd_kernel(
             v = x
             if z_ptr is not None:
                 z = zs[i].to(tl.float32)
-                logistic = 1.0 / (1.0 + _exp2(-z * LOG2E))
+                logistic = _sigmoid(z)
                 gate = z * logistic
                 slope = logistic + gate * (1.0 - logistic)
                 if NORM_FIRST:
@@ -189,7 +189,7 @@ def gated_rmsnorm(
     return run
 
 
-@planned_backward(SPEC, x=_even_rows, z=_even_rows, weight=contiguous)
+@planned(SPEC, backward=True, dy=contiguous, x=_even_rows, z=_even_rows, weight=contiguous)
 def gated_rmsnorm_backward(
     *, dy: torch.Tensor | None, needs: frozenset[str], x: torch.Tensor, z: torch.Tensor | None, weight: torch.Tensor,
     eps: float, group_size: int | None, norm_before_gate: bool,

@@ -18,13 +18,13 @@ from refold.ops.torch.launch import (
     fresh,
     fresh_like,
     planned,
-    planned_backward,
     refusal,
 )
 from refold.ops.torch.tables import device_limits
 
 UNROLL = 8
-TOKENS = 16  # From border to border in the backward.
+# Of the backward: tokens from border to border; channels and warps a program; programs a multiprocessor that fill it.
+TOKENS, BLOCK, WARPS, SLOTS = 16, 64, 1, 16
 
 
 def supports(meta: Meta) -> str | None:
@@ -244,7 +244,16 @@ def linear_scan(
     return run
 
 
-@planned_backward(SPEC, a=contiguous, x=contiguous, initial_state=contiguous, cu_seqlens=contiguous)
+@planned(
+    SPEC,
+    backward=True,
+    dh=contiguous,
+    dstate=contiguous,
+    a=contiguous,
+    x=contiguous,
+    initial_state=contiguous,
+    cu_seqlens=contiguous,
+)
 def linear_scan_backward(
     *, dh: torch.Tensor | None, dstate: torch.Tensor | None, needs: frozenset[str], a: torch.Tensor, x: torch.Tensor,
     initial_state: torch.Tensor | None, cu_seqlens: torch.Tensor | None, reverse: bool,
@@ -253,16 +262,15 @@ def linear_scan_backward(
     batch, seqlen = x.shape[:2]
     channels = max(1, x[0, 0].numel())
     nseqs = batch if cu_seqlens is None else cu_seqlens.numel() - 1
-    block = 64
-    blocks = triton.cdiv(channels, block)
-    slots = device_limits(x.device)[0] * 16
+    blocks = triton.cdiv(channels, BLOCK)
+    slots = device_limits(x.device)[0] * SLOTS
     nsegments = 1
     if cu_seqlens is None and blocks * batch * 2 < slots:
         nsegments = max(1, min(slots // (blocks * batch), 64, seqlen // 64))
     segment = triton.cdiv(triton.cdiv(seqlen, nsegments), TOKENS) * TOKENS
     nsegments = triton.cdiv(seqlen, segment)
-    consts = {"BLOCK": block, "TOKENS": TOKENS, "REVERSE": bool(reverse)}
-    options = {"num_warps": 1}
+    consts = {"BLOCK": BLOCK, "TOKENS": TOKENS, "REVERSE": bool(reverse)}
+    options = {"num_warps": WARPS}
     local = None
     if nsegments > 1:
         local = Launch(_linear_scan_bwd_segments_kernel, (blocks, nsegments, batch), consts, options)

@@ -78,7 +78,9 @@ def _over_channels(parts, slot, i: gl.constexpr, products, layout: gl.constexpr)
 def _by_lane(parts, LANES: gl.constexpr):
     """Lay (tokens, lanes of channels, states) out so that lanes of channels lie next to each other."""
     split = gl.reshape(parts, [parts.shape[0], parts.shape[1], LANES, parts.shape[2] // LANES])
-    return gl.reshape(gl.permute(split, [0, 2, 1, 3]), [parts.shape[0], LANES, parts.shape[1] * parts.shape[2] // LANES])
+    return gl.reshape(
+        gl.permute(split, [0, 2, 1, 3]), [parts.shape[0], LANES, parts.shape[1] * parts.shape[2] // LANES]
+    )
 
 
 @gluon.jit

@@ -19,7 +19,7 @@ from refold.ops.torch.launch import (
     fresh_like,
     gluon,
     last_contiguous,
-    planned_backward,
+    planned,
 )
 from refold.ops.torch.row_sums import RowSums
 from refold.ops.torch.tables import device_limits, lookup
@@ -27,9 +27,10 @@ from refold.ops.torch.tables import device_limits, lookup
 UNROLL = 8  # Tokens of which a segment's walk loads at a time.
 
 
-@planned_backward(
-    SPEC, x=last_contiguous, dt=last_contiguous, A=contiguous, B=last_contiguous, C=last_contiguous, D=contiguous,
-    z=last_contiguous, dt_bias=contiguous, decay=last_contiguous, initial_state=contiguous, cu_seqlens=contiguous,
+@planned(
+    SPEC, backward=True, dy=contiguous, dstate=contiguous, x=last_contiguous, dt=last_contiguous, A=contiguous,
+    B=last_contiguous, C=last_contiguous, D=contiguous, z=last_contiguous, dt_bias=contiguous, decay=last_contiguous,
+    initial_state=contiguous, cu_seqlens=contiguous,
 )  # fmt: skip
 def selective_scan_backward(
     *, dy: torch.Tensor | None, dstate: torch.Tensor | None, needs: frozenset[str], x: torch.Tensor, dt: torch.Tensor,
@@ -131,7 +132,7 @@ def _kernel(
             table = lookup("selective_scan_backward_lanes", x.device, x.dtype) | TUNED
             lanes = dstate // table["states"]
             sizes = {"BLOCK_D": table["warps"] * 32 // lanes * table["own"], "LANES": lanes,
-                     "TOKENS": table["tokens"], "GROUP": table["group"], "HOLD": bool(table.get("hold", 1))}  # fmt: skip
+                     "TOKENS": table["tokens"], "GROUP": table["group"], "HOLD": table["hold"]}  # fmt: skip
             return lanes_kernels._selective_scan_bwd_lanes_kernel, sizes, table
     table = lookup("selective_scan_backward", x.device, x.dtype)
     sizes = {"BLOCK_D": min(table["block_d"], triton.next_power_of_2(group_channels)), "TOKENS": table["tokens"]}
