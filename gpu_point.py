@@ -1,6 +1,6 @@
 import sys, json, torch, itertools, statistics
 import refold.ops, triton
-LSV=[(16,64,1,16),(16,128,1,16),(8,128,1,32),(8,64,1,32),(16,64,1,32),(32,64,1,16)]
+LSV=[(8,128,1,32),(8,128,1,64),(8,256,1,32),(8,256,2,32),(4,128,1,32),(4,256,1,32),(8,256,1,16)]
 from gpu1 import time_ms, normal
 from refold.ops.causal_conv1d import _triton as CC
 from refold.ops.gated_rmsnorm import _triton as RN
@@ -26,9 +26,9 @@ for rows,bd,tiles,progs in [(8,64,16,32),(8,64,32,32),(4,64,32,32),(4,64,16,32),
 del x,dy
 x,z,dy=(normal(32768,5120,dtype=bf) for _ in range(3)); w=normal(5120)
 old=RN._sizes
-for warps,block,pw in [(4,1024,8),(8,1024,8),(8,1024,16),(8,1024,24),(8,2048,16),(16,1024,16),(16,1024,32),(4,1024,12),(8,512,16),(4,512,12)]:
+for warps,block,pw,RN.REGISTERS in [(8,1024,8,0),(8,1024,16,128),(8,1024,24,80),(4,1024,12,168),(4,1024,16,128),(16,1024,32,64),(8,512,16,128),(16,1024,16,128),(4,512,16,128),(2,512,8,255),(2,512,10,200)]:
     RN.PROGRAM_WARPS=pw; RN._sizes=lambda g: ({"ROWS":1,"BLOCK":block,"PARTS":triton.cdiv(g,block)},warps)
-    try: rep('norm',plan(RN.gated_rmsnorm_backward,'dy x z weight'.split(),dy=dy,x=x,z=z,weight=w,eps=1e-5,group_size=None,norm_before_gate=False),5*x.nbytes,v=(warps,block,pw))
+    try: rep('norm',plan(RN.gated_rmsnorm_backward,'dy x z weight'.split(),dy=dy,x=x,z=z,weight=w,eps=1e-5,group_size=None,norm_before_gate=False),5*x.nbytes,v=(warps,block,pw,RN.REGISTERS))
     except Exception as e: print('norm',warps,block,repr(e)[:300])
 del x,z,dy
 for b,t,d in ((1,2048,5120),(8,2048,5120)):

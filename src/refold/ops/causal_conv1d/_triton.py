@@ -272,9 +272,8 @@ def _causal_conv1d_bwd_kernel(
                     held = written & _live(mask_d, offs_d, (place >= 0) & (place < FRONT))
                     dx += tl.load(dfinal_ptr + cell, mask=held, other=0.0).to(tl.float32)
                 tl.store(dx_base + s.to(tl.int64) * channels, dx.to(dx_ptr.dtype.element_ty), mask=written)
-            if part == 0:
-                window = rows[ROWS:]
-                slopes = slopes[ROWS:]
+            window = rows[ROWS if part == 0 else FRONT :]
+            slopes = slopes[ROWS if part == 0 else FRONT :]
     for k in tl.static_range(WIDTH):
         tl.store(row + k, dweights[k], mask=mask_d)
     tl.store(row + WIDTH, dbias, mask=mask_d)

@@ -11,13 +11,14 @@ import triton.language as tl
 
 from refold.ops.gated_rmsnorm.spec import SPEC
 from refold.ops.spec import Meta
-from refold.ops.ssd._triton_kernels import _sigmoid, _silu
+from refold.ops.ssd._triton_kernels import LOG2E, _exp2, _silu
 from refold.ops.torch.launch import Launch, contiguous, current_stream, fresh_like, planned, refusal
 from refold.ops.torch.row_sums import RowSums
 from refold.ops.torch.tables import device_limits
 
 MAX_GROUP = 65536
 MAX_PARTS = 8
+REGISTERS = 0
 PROGRAM_WARPS = 16  # Of the backward, that a multiprocessor holds at a time.
 
 
@@ -122,7 +123,8 @@ def _gated_rmsnorm_bwd_kernel(
             v = x
             if z_ptr is not None:
                 z = zs[i].to(tl.float32)
-                logistic = _sigmoid(z)
+                # Formed again: were it kept from above, registers would spill.
+                logistic = 1.0 / (1.0 + _exp2(z * -LOG2E))
                 gate = z * logistic
                 slope = logistic + gate * (1.0 - logistic)
                 if NORM_FIRST:
@@ -203,7 +205,10 @@ def gated_rmsnorm_backward(
     ngroups, blocks = channels // group, triton.cdiv(nrows, sizes["ROWS"])
     resident = device_limits(x.device)[0] * max(1, PROGRAM_WARPS // warps)
     programs = max(1, min(blocks, resident // ngroups))
-    launch = Launch(_gated_rmsnorm_bwd_kernel, (programs, ngroups), consts, {"num_warps": warps})
+    options = {"num_warps": warps}
+    if REGISTERS:
+        options["maxnreg"] = REGISTERS
+    launch = Launch(_gated_rmsnorm_bwd_kernel, (programs, ngroups), consts, options)
     stride_x, stride_z = (0 if a is None else a.reshape(-1, channels).stride(0) for a in (x, z))
     weights = RowSums(programs, (channels,), weight.dtype, x.device)
     new_dx, new_dz = fresh_like(x), None if z is None else fresh_like(z)

@@ -78,18 +78,52 @@ def _over_channels(parts, slot, i: gl.constexpr, products, layout: gl.constexpr)
 def _by_lane(parts, LANES: gl.constexpr):
     """Lay (tokens, lanes of channels, states) out so that lanes of channels lie next to each other."""
     split = gl.reshape(parts, [parts.shape[0], parts.shape[1], LANES, parts.shape[2] // LANES])
-    return gl.reshape(
-        gl.permute(split, [0, 2, 1, 3]), [parts.shape[0], LANES, parts.shape[1] * parts.shape[2] // LANES]
+    return gl.reshape(gl.permute(split, [0, 2, 1, 3]), [parts.shape[0], parts.shape[1] * parts.shape[2]])
+
+
+@gluon.constexpr_function
+def _sum_layouts(tokens, across, lanes, states, warps):
+    """Return the layouts in which `_by_lane` is read and in which its sums over channels come out.
+
+    A thread takes a token and a lane's states and every few lanes of channels; where warps are left, they repeat.
+    """
+    token = [1 << i for i in range(tokens.bit_length() - 1)]
+    state = [1 << i for i in range(states.bit_length() - 1)]
+    channel = [states << i for i in range(across.bit_length() - 1)]
+    lane = [states * across << i for i in range(lanes.bit_length() - 1)]
+    near = max(0, 5 - len(token))
+    lane_bases = [[0, c] for c in channel[:near]] + [[t, 0] for t in token[: 5 - near]]
+    warp_bases, left = [], warps.bit_length() - 1
+    warp_bases = [[0, n] for n in lane[:left]] + [[0, 0]] * max(0, left - len(lane))
+    reg_bases = [[0, s] for s in state] + [[0, c] for c in channel[near:]] + [[0, n] for n in lane[left:]]
+    reg_bases += [[t, 0] for t in token[5 - near :]]
+
+    def summed(bases):
+        kept = []
+        for t, n in bases:
+            if n in channel:
+                continue
+            kept.append([t, n if n < states else n // across])
+        return kept
+
+    def blank(bases):
+        return [[t, 0 if n in channel else (n if n < states else n // across)] for t, n in bases]
+
+    read = gl.DistributedLinearLayout(reg_bases, lane_bases, warp_bases, [], [tokens, lanes * across * states])
+    out = gl.DistributedLinearLayout(
+        summed(reg_bases), blank(lane_bases), blank(warp_bases), [], [tokens, lanes * states]
     )
+    return read, out
 
 
 @gluon.jit
-def _sum_channels(part, layout: gl.constexpr, out_layout: gl.constexpr, STATES: gl.constexpr):
+def _sum_channels(part, LANES: gl.constexpr, STATES: gl.constexpr, layouts: gl.constexpr):
     """Read what `_by_lane` laid out and sum over channels: (tokens, states)."""
-    parts = part.load(layout)
-    split = gl.reshape(parts, [parts.shape[0], parts.shape[1], parts.shape[2] // STATES, STATES])
-    sums = gl.reshape(gl.sum(split, axis=2), [parts.shape[0], parts.shape[1] * STATES])
-    return gl.convert_layout(sums, out_layout, assert_trivial=True)
+    parts = part.load(layouts[0])
+    across: gl.constexpr = parts.shape[1] // (LANES * STATES)
+    split = gl.reshape(parts, [parts.shape[0], LANES, across, STATES])
+    sums = gl.reshape(gl.sum(split, axis=2), [parts.shape[0], LANES * STATES])
+    return gl.convert_layout(sums, layouts[1], assert_trivial=True)
 
 
 @gluon.jit
@@ -101,7 +135,7 @@ def _selective_scan_bwd_lanes_kernel(
     stride_x_b, stride_x_t, stride_dt_b, stride_dt_t, stride_B_b, stride_B_t, stride_B_g,
     stride_C_b, stride_C_t, stride_C_g, stride_z_b, stride_z_t, stride_decay_b, stride_decay_t,
     BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr, TOKENS: gl.constexpr, GROUP: gl.constexpr, LANES: gl.constexpr,
-    SOFTPLUS: gl.constexpr, HOLD: gl.constexpr,
+    SOFTPLUS: gl.constexpr, HOLD: gl.constexpr, EVERY: gl.constexpr,
 ):  # fmt: skip
     """Grid (blocks of channels, segments, rows), as `_selective_scan_bwd_kernel`; TOKENS are those of a tile.
 
@@ -115,11 +149,8 @@ def _selective_scan_bwd_lanes_kernel(
     kcn: gl.constexpr = gl.BlockedLayout([GROUP, 1, STATES], [1, 32 // LANES, LANES], [1, WARPS, 1], [1, 2, 0])
     kcl: gl.constexpr = gl.BlockedLayout([GROUP, 1, 1], [1, 32 // LANES, LANES], [1, WARPS, 1], [1, 2, 0])
     cn: gl.constexpr = gl.SliceLayout(0, kcn)
-    # The same as their sums read them; (tokens, states) of the sums.
-    kls: gl.constexpr = gl.BlockedLayout([1, 1, STATES], [1, LANES, 32 // LANES], [WARPS, 1, 1], [2, 1, 0])
-    kn: gl.constexpr = gl.SliceLayout(
-        2, gl.BlockedLayout([1, STATES, 1], [1, LANES, 32 // LANES], [WARPS, 1, 1], [2, 1, 0])
-    )
+    layouts: gl.constexpr = _sum_layouts(GROUP, ACROSS, LANES, STATES, WARPS)
+    kn: gl.constexpr = layouts[1]
     # Tiles: (tokens, channels), the same with partial sums of lanes, (tokens, states).
     c_lanes: gl.constexpr = min(32, BLOCK_D)
     n_lanes: gl.constexpr = min(32, BLOCK_N // 4)
@@ -166,9 +197,10 @@ def _selective_scan_bwd_lanes_kernel(
         decays = _seen_as(tile_decay, line)
     part_step = gl.allocate_shared_memory(gl.float32, [GROUP, BLOCK_D * LANES], flat)
     part_input = gl.allocate_shared_memory(gl.float32, [GROUP, BLOCK_D * LANES], flat)
-    by_lane: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
-    part_B = gl.allocate_shared_memory(gl.float32, [GROUP, LANES, ACROSS * STATES], by_lane)
-    part_C = gl.allocate_shared_memory(gl.float32, [GROUP, LANES, ACROSS * STATES], by_lane)
+    # Neighbouring tokens in other banks.
+    skewed: gl.constexpr = gl.SwizzledSharedLayout(16, 1, 2, [1, 0])
+    part_B = gl.allocate_shared_memory(gl.float32, [GROUP, ACROSS * BLOCK_N], skewed)
+    part_C = gl.allocate_shared_memory(gl.float32, [GROUP, ACROSS * BLOCK_N], skewed)
     if z_ptr is not None:
         part_y = gl.allocate_shared_memory(gl.float32, [GROUP, BLOCK_D * LANES], flat)
     if decay_ptr is not None:
@@ -207,12 +239,12 @@ def _selective_scan_bwd_lanes_kernel(
             row = sequence
             begin = pid_s * segment
             end = gl.minimum(begin + segment, seqlen)
-            borders = sequence * gl.cdiv(seqlen, TOKENS) + begin // TOKENS
+            borders = (sequence * gl.cdiv(seqlen, TOKENS) + begin // TOKENS) * (GROUPS if EVERY else 1)
         else:
             row = sequence * 0
             begin = _offset(cu_seqlens_ptr, sequence, seqlen)
             end = _offset(cu_seqlens_ptr, sequence + 1, seqlen)
-            borders = sequence + begin // TOKENS
+            borders = (sequence + begin // TOKENS) * (GROUPS if EVERY else 1)
         count = gl.cdiv(gl.maximum(end - begin, 0), TOKENS)
         segments = sequence * nsegments * size
         border = border_ptr + borders * size
@@ -238,7 +270,8 @@ def _selective_scan_bwd_lanes_kernel(
         for j in range(count):
             at = j % 2
             t = begin + j * TOKENS
-            gl.store(border + j * size + offs_state, state, mask=mask)
+            if not EVERY:
+                gl.store(border + j * size + offs_state, state, mask=mask)
             async_copy.wait_group(1)
             x = next_x.index(at).load(tc).to(gl.float32)
             step = next_dt.index(at).load(tc).to(gl.float32) + bias[None, :]
@@ -254,6 +287,8 @@ def _selective_scan_bwd_lanes_kernel(
                 tile_decay.store(gl.where(inside, given, 1.0))
             rows = _fetch(forth, rows, at, end - t - 2 * TOKENS, 1)
             for g in gl.static_range(GROUPS):
+                if EVERY:
+                    gl.store(border + (j * GROUPS + g) * size + offs_state, state, mask=mask)
                 for i in gl.static_range(GROUP):
                     factor = _exp2(_column(steps, g * GROUP + i, cn) * A)
                     if decay_ptr is not None:
@@ -285,13 +320,26 @@ def _selective_scan_bwd_lanes_kernel(
             rows = _append(rows, z_ptr + row * stride_z_b + first * stride_z_t + origin)
         rows = _fetch(back, rows, 0, gl.minimum(end - last, count * TOKENS), -1)
         rows = _fetch(back, rows, 1, (count - 1) * TOKENS, -1)
-        next_state = gl.load(border + (count - 1) * size + offs_state, mask=mask & (count > 0), other=0.0)
+        nexts = ()  # type: Any
+        if EVERY:
+            for g in gl.static_range(GROUPS):
+                place = border + ((count - 1) * GROUPS + g) * size + offs_state
+                nexts = _append(nexts, gl.load(place, mask=mask & (count > 0), other=0.0))
+        else:
+            nexts = _append(nexts, gl.load(border + (count - 1) * size + offs_state, mask=mask & (count > 0), other=0.0))
         for turned in range(count):
             at = turned % 2
             j = count - 1 - turned
             t = begin + j * TOKENS
-            state = next_state
-            next_state = gl.load(border + (j - 1) * size + offs_state, mask=mask & (j > 0), other=0.0)
+            starts = nexts
+            fetched = ()  # type: Any
+            if EVERY:
+                for g in gl.static_range(GROUPS):
+                    place = border + ((j - 1) * GROUPS + g) * size + offs_state
+                    fetched = _append(fetched, gl.load(place, mask=mask & (j > 0), other=0.0))
+            else:
+                fetched = _append(fetched, gl.load(border + (j - 1) * size + offs_state, mask=mask & (j > 0), other=0.0))
+            nexts = fetched
             async_copy.wait_group(1)
             x = next_x.index(at).load(tc).to(gl.float32)
             step = next_dt.index(at).load(tc).to(gl.float32) + bias[None, :]
@@ -311,8 +359,8 @@ def _selective_scan_bwd_lanes_kernel(
             if decay_ptr is not None:
                 given = next_decay.index(at).load(tc).to(gl.float32)
                 tile_decay.store(gl.where(inside, given, 1.0))
-            starts = (state,)
-            for g in gl.static_range(GROUPS - 1):
+            state = starts[0]
+            for g in gl.static_range(0 if EVERY else GROUPS - 1):
                 for i in gl.static_range(GROUP):
                     factor = _exp2(_column(steps, g * GROUP + i, cn) * A)
                     if decay_ptr is not None:
@@ -333,8 +381,7 @@ def _selective_scan_bwd_lanes_kernel(
                     dy_i = _column(dys, token, cn)
                     B_i = _line(Bs, token, cn)
                     C_i = _line(Cs, token, cn)
-                    if HOLD:
-                        held = _append(held, (step_i, input_i, dy_i, B_i, C_i))
+                    held = _append(held, (step_i, input_i, dy_i, B_i, C_i))
                     power = _exp2(step_i * A)
                     before = power * state
                     powers = _append(powers, power)
@@ -349,17 +396,18 @@ def _selective_scan_bwd_lanes_kernel(
                     part_y.store(gl.reshape(ys, [GROUP, BLOCK_D * LANES]))
                 part_C.store(_by_lane(dCs, LANES))
                 dsteps, dinputs, ddecays, dBs = none_l, none_l, none_l, none_n
-                if not HOLD:
-                    gl.thread_barrier()  # Else the compiler keeps what was read above in registers that it lacks.
+                if HOLD != 7:
+                    gl.thread_barrier()  # Else the compiler keeps all that was read in registers that it lacks.
                 for i in gl.static_range(GROUP - 1, -1, -1):
                     token = g * GROUP + i
-                    if HOLD:
-                        step_i, input_i, dy_i, B_i, C_i = held[i]
-                    else:
+                    step_i, input_i, dy_i, B_i, C_i = held[i]
+                    if HOLD & 1 == 0:
                         step_i = _column(steps, token, cn)
                         input_i = _column(inputs, token, cn)
                         dy_i = _column(dys, token, cn)
+                    if HOLD & 2 == 0:
                         B_i = _line(Bs, token, cn)
+                    if HOLD & 4 == 0:
                         C_i = _line(Cs, token, cn)
                     adjoint = dy_i * C_i + carried
                     # With the power before the decay: a decay of zero has a gradient, too.
@@ -422,8 +470,8 @@ def _selective_scan_bwd_lanes_kernel(
                 cells = (((block.to(gl.int64) * batch * seqlen + token_row) * ngroups) + group) * dstate
                 offs_cell = (offs_kt * (ngroups * dstate))[:, None] + offs_kn[None, :]
                 inside_n = (here + offs_kt < end)[:, None] & (offs_kn >= 0)[None, :]
-                gl.store(dB_ptr + cells + offs_cell, _sum_channels(part_B, kls, kn, STATES), mask=inside_n)
-                gl.store(dC_ptr + cells + offs_cell, _sum_channels(part_C, kls, kn, STATES), mask=inside_n)
+                gl.store(dB_ptr + cells + offs_cell, _sum_channels(part_B, LANES, STATES, layouts), mask=inside_n)
+                gl.store(dC_ptr + cells + offs_cell, _sum_channels(part_C, LANES, STATES, layouts), mask=inside_n)
             rows = _fetch(back, rows, at, (j - 1) * TOKENS, -1)
         async_copy.wait_group(0)
         if dinitial_ptr is not None:

@@ -57,6 +57,8 @@ def selective_scan_backward(
     nsegments = triton.cdiv(seqlen, segment)
     consts = {**sizes, "BLOCK_N": triton.next_power_of_2(dstate_size), "SOFTPLUS": bool(dt_softplus)}
     options = {"num_warps": table["warps"]}
+    if table.get("maxnreg"):
+        options["maxnreg"] = table["maxnreg"]
     local = None
     if nsegments > 1:
         local_consts = {name: consts[name] for name in ("BLOCK_D", "BLOCK_N", "SOFTPLUS")} | {"UNROLL": UNROLL}
@@ -72,6 +74,8 @@ def selective_scan_backward(
         batch, seqlen, nseqs, segment, nsegments, channels, dstate_size, group_channels, group_blocks, *strides
     )  # fmt: skip
     nborders = batch * triton.cdiv(seqlen, tokens) if cu_seqlens is None else nseqs + triton.cdiv(seqlen, tokens)
+    if sizes.get("EVERY"):
+        nborders *= tokens // sizes["GROUP"]
     new_borders = fresh((nborders * channels * dstate_size,), torch.float32, device)
     new_segments = fresh((batch * nsegments * channels * dstate_size,), torch.float32, device)
     # A row of dA, dD and the gradient of the bias for each program along time; one of dB, one of dC for each block.
@@ -132,7 +136,7 @@ def _kernel(
             table = lookup("selective_scan_backward_lanes", x.device, x.dtype) | TUNED
             lanes = dstate // table["states"]
             sizes = {"BLOCK_D": table["warps"] * 32 // lanes * table["own"], "LANES": lanes,
-                     "TOKENS": table["tokens"], "GROUP": table["group"], "HOLD": table["hold"]}  # fmt: skip
+                     "TOKENS": table["tokens"], "GROUP": table["group"], "HOLD": table["hold"], "EVERY": bool(table["every"])}  # fmt: skip
             return lanes_kernels._selective_scan_bwd_lanes_kernel, sizes, table
     table = lookup("selective_scan_backward", x.device, x.dtype)
     sizes = {"BLOCK_D": min(table["block_d"], triton.next_power_of_2(group_channels)), "TOKENS": table["tokens"]}
