@@ -1,6 +1,6 @@
 import sys, json, torch, itertools, statistics
 import refold.ops, triton
-LSV=[(8,128,1,32),(8,128,1,64),(8,256,1,32),(8,256,2,32),(4,128,1,32),(4,256,1,32),(8,256,1,16)]
+LSV=[(8,128,1,32)]
 from gpu1 import time_ms, normal
 from refold.ops.causal_conv1d import _triton as CC
 from refold.ops.gated_rmsnorm import _triton as RN
@@ -19,14 +19,14 @@ def plan(f, order, **kw):
     p=f.plan(needs=frozenset(),**kw); return lambda: p(*[kw[n] for n in order])
 x,dy=(normal(8,4096,5376,dtype=bf) for _ in range(2)); w=normal(5376,4); bi=normal(5376)
 moved=3*x.nbytes
-for rows,bd,tiles,progs in [(8,64,16,32),(8,64,32,32),(4,64,32,32),(4,64,16,32),(6,64,24,32),(4,128,32,16),(8,128,16,16),(2,64,32,32),(12,64,16,32)]:
+for rows,bd,tiles,progs in [(12,64,16,32),(12,64,16,16),(12,64,8,32),(16,64,16,16),(10,64,16,32)]:
     CC.BACKWARD_ROWS,CC.BACKWARD_BLOCK_D,CC.BACKWARD_TILES,CC.BACKWARD_PROGRAMS=rows,bd,tiles,progs
     try: rep('conv',plan(CC.causal_conv1d_backward,'dy dstate x weight bias initial_state cu_seqlens'.split(),dy=dy,dstate=None,x=x,weight=w,bias=bi,initial_state=None,cu_seqlens=None,activation='silu'),moved,v=(rows,bd,tiles,progs))
     except Exception as e: print('conv',rows,repr(e)[:300])
 del x,dy
 x,z,dy=(normal(32768,5120,dtype=bf) for _ in range(3)); w=normal(5120)
 old=RN._sizes
-for warps,block,pw,RN.REGISTERS in [(8,1024,8,0),(8,1024,16,128),(8,1024,24,80),(4,1024,12,168),(4,1024,16,128),(16,1024,32,64),(8,512,16,128),(16,1024,16,128),(4,512,16,128),(2,512,8,255),(2,512,10,200)]:
+for warps,block,pw,RN.REGISTERS in [(4,1024,8,0),(4,1024,12,168),(8,1024,8,0),(8,2048,8,0),(8,1024,16,128),(4,2048,8,0),(2,1024,4,0)]:
     RN.PROGRAM_WARPS=pw; RN._sizes=lambda g: ({"ROWS":1,"BLOCK":block,"PARTS":triton.cdiv(g,block)},warps)
     try: rep('norm',plan(RN.gated_rmsnorm_backward,'dy x z weight'.split(),dy=dy,x=x,z=z,weight=w,eps=1e-5,group_size=None,norm_before_gate=False),5*x.nbytes,v=(warps,block,pw,RN.REGISTERS))
     except Exception as e: print('norm',warps,block,repr(e)[:300])

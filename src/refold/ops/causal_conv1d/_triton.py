@@ -28,7 +28,7 @@ from refold.ops.torch.tables import device_limits
 ROWS = 10  # Tokens whose loads are in flight together.
 BLOCK_D = 128  # Channels a program, which is one warp.
 # The same of the backward, whose programs own several tiles; programs a multiprocessor that are enough.
-BACKWARD_ROWS, BACKWARD_BLOCK_D, BACKWARD_TILES, BACKWARD_PROGRAMS = 8, 64, 16, 32
+BACKWARD_ROWS, BACKWARD_BLOCK_D, BACKWARD_TILES, BACKWARD_PROGRAMS = 12, 64, 16, 32
 
 
 def supports(meta: Meta) -> str | None:

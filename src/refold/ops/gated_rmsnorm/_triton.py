@@ -80,11 +80,8 @@ def _gated_rmsnorm_bwd_kernel(
     """
     offs_in = tl.arange(0, BLOCK)
     offs_c = tl.program_id(1) * group_size + offs_in
-    weights = ()  # type: Any
     totals = ()  # type: Any
     for i in tl.static_range(PARTS):
-        mask_c = offs_in + i * BLOCK < group_size
-        weights += (tl.load(weight_ptr + offs_c + i * BLOCK, mask=mask_c, other=0.0).to(tl.float32),)
         totals += (tl.zeros((ROWS, BLOCK), tl.float32),)
     for first in range(tl.program_id(0) * ROWS, nrows, tl.num_programs(0) * ROWS):
         offs_r = tl.program_id(0).to(tl.int64) * 0 + first + tl.arange(0, ROWS)[:, None]
@@ -101,7 +98,8 @@ def _gated_rmsnorm_bwd_kernel(
             xs += (x,)
             dys += (dy,)
             v = x.to(tl.float32)
-            dn = dy.to(tl.float32) * weights[i][None, :]
+            weight = tl.load(weight_ptr + offs_c + i * BLOCK, mask=offs_in + i * BLOCK < group_size, other=0.0)
+            dn = dy.to(tl.float32) * weight.to(tl.float32)[None, :]
             if z_ptr is not None:
                 z = tl.load(z_ptr + offs_r * stride_z + offs, mask=mask, other=0.0)
                 zs += (z,)
@@ -120,6 +118,9 @@ def _gated_rmsnorm_bwd_kernel(
             mask = (offs_r < nrows) & (offs_in + i * BLOCK < group_size)[None, :]
             offs = offs_r * channels + (offs_c + i * BLOCK)[None, :]
             x, dy = xs[i].to(tl.float32), dys[i].to(tl.float32)
+            # From the cache again: registers are short.
+            weight = tl.load(weight_ptr + offs_c + i * BLOCK, mask=offs_in + i * BLOCK < group_size, other=0.0)
+            weight = weight.to(tl.float32)[None, :]
             v = x
             if z_ptr is not None:
                 z = zs[i].to(tl.float32)
@@ -128,13 +129,13 @@ def _gated_rmsnorm_bwd_kernel(
                 gate = z * logistic
                 slope = logistic + gate * (1.0 - logistic)
                 if NORM_FIRST:
-                    dz = dy * x * scale * weights[i][None, :] * slope
+                    dz = dy * x * scale * weight * slope
                     dy *= gate
                 else:
                     v *= gate
             n = v * scale
             sums += (totals[i] + dy * n,)
-            dx = scale * (dy * weights[i][None, :] - n * mean)
+            dx = scale * (dy * weight - n * mean)
             if z_ptr is not None:
                 if not NORM_FIRST:
                     dz = dx * x * slope

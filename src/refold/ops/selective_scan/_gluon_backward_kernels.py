@@ -58,6 +58,22 @@ def _line(tile, i, layout: gl.constexpr):
 
 
 @gluon.jit
+def _rates(place, mask):
+    """Load A, for powers of two; -inf must not make NaN of the tokens that fill a tile, whose step is zero."""
+    A = gl.load(place, mask=mask, other=0.0).to(gl.float32)
+    return gl.where(A < -1e38, -1e38, A) * 1.4426950408889634
+
+
+@gluon.jit
+def _starts(border, first, size, offs, mask, COUNT: gl.constexpr):
+    """Load the states at the borders before COUNT groups."""
+    found = ()  # type: Any
+    for g in gl.static_range(COUNT):
+        found = _append(found, gl.load(border + (first + g) * size + offs, mask=mask, other=0.0))
+    return found
+
+
+@gluon.jit
 def _over_states(parts, slot, i: gl.constexpr, products, LANES: gl.constexpr, layout: gl.constexpr):
     """Put the sums of (channels, states) over the states of a lane, (channels, lanes), into the parts of token i."""
     split = gl.reshape(products, [products.shape[0], LANES, products.shape[1] // LANES])
@@ -127,6 +143,119 @@ def _sum_channels(part, LANES: gl.constexpr, STATES: gl.constexpr, layouts: gl.c
 
 
 @gluon.jit
+def _selective_scan_bwd_segments_lanes_kernel(
+    x_ptr, dt_ptr, A_ptr, B_ptr, C_ptr, z_ptr, dt_bias_ptr, decay_ptr, dy_ptr, state_ptr, adjoint_ptr, factor_ptr,
+    seqlen, segment, nsegments, channels, dstate, group_channels, group_blocks,
+    stride_x_b, stride_x_t, stride_dt_b, stride_dt_t, stride_B_b, stride_B_t, stride_B_g,
+    stride_C_b, stride_C_t, stride_C_g, stride_z_b, stride_z_t, stride_decay_b, stride_decay_t,
+    BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr, TOKENS: gl.constexpr, LANES: gl.constexpr, SOFTPLUS: gl.constexpr,
+):  # fmt: skip
+    """Grid (blocks of channels, segments, batch), as `_selective_scan_bwd_segments_kernel`."""
+    WARPS: gl.constexpr = gl.num_warps()
+    cn: gl.constexpr = gl.BlockedLayout([1, BLOCK_N // LANES], [32 // LANES, LANES], [WARPS, 1], [0, 1])
+    c_lanes: gl.constexpr = min(32, BLOCK_D)
+    n_lanes: gl.constexpr = min(32, BLOCK_N // 4)
+    tc: gl.constexpr = gl.BlockedLayout([1, 1], [32 // c_lanes, c_lanes], [WARPS, 1], [1, 0])
+    tn: gl.constexpr = gl.BlockedLayout([1, 4], [32 // n_lanes, n_lanes], [WARPS, 1], [1, 0])
+    flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    line: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    group = gl.program_id(0) // group_blocks
+    block = gl.program_id(0) % group_blocks
+    pid_s = gl.program_id(1)
+    row = gl.program_id(2).to(gl.int64)
+    left = group_channels - block * BLOCK_D
+    origin = group * group_channels + block * BLOCK_D
+    begin = pid_s * segment
+    end = gl.minimum(begin + segment, seqlen)
+    first = begin.to(gl.int64)
+    next_x = gl.allocate_shared_memory(x_ptr.dtype.element_ty, [2, TOKENS, BLOCK_D], flat)
+    next_dt = gl.allocate_shared_memory(dt_ptr.dtype.element_ty, [2, TOKENS, BLOCK_D], flat)
+    next_dy = gl.allocate_shared_memory(dy_ptr.dtype.element_ty, [2, TOKENS, BLOCK_D], flat)
+    next_B = gl.allocate_shared_memory(B_ptr.dtype.element_ty, [2, TOKENS, BLOCK_N], flat)
+    next_C = gl.allocate_shared_memory(C_ptr.dtype.element_ty, [2, TOKENS, BLOCK_N], flat)
+    tiles = ((next_x, stride_x_t, left), (next_dt, stride_dt_t, left), (next_B, stride_B_t, BLOCK_N),
+             (next_C, stride_C_t, BLOCK_N), (next_dy, channels, left))  # fmt: skip
+    rows = (
+        x_ptr + row * stride_x_b + first * stride_x_t + origin,
+        dt_ptr + row * stride_dt_b + first * stride_dt_t + origin,
+        B_ptr + row * stride_B_b + first * stride_B_t + group * stride_B_g,
+        C_ptr + row * stride_C_b + first * stride_C_t + group * stride_C_g,
+        dy_ptr + (row * seqlen + first) * channels + origin,
+    )
+    if z_ptr is not None:
+        next_z = gl.allocate_shared_memory(z_ptr.dtype.element_ty, [2, TOKENS, BLOCK_D], flat)
+        tiles = _append(tiles, (next_z, stride_z_t, left))
+        rows = _append(rows, z_ptr + row * stride_z_b + first * stride_z_t + origin)
+    if decay_ptr is not None:
+        next_decay = gl.allocate_shared_memory(decay_ptr.dtype.element_ty, [2, TOKENS, BLOCK_D], flat)
+        tiles = _append(tiles, (next_decay, stride_decay_t, left))
+        rows = _append(rows, decay_ptr + row * stride_decay_b + first * stride_decay_t + origin)
+        tile_decay = gl.allocate_shared_memory(gl.float32, [TOKENS, BLOCK_D], flat)
+        decays = _seen_as(tile_decay, line)
+    tile_step = gl.allocate_shared_memory(gl.float32, [TOKENS, BLOCK_D], flat)
+    tile_input = gl.allocate_shared_memory(gl.float32, [TOKENS, BLOCK_D], flat)
+    tile_dy = gl.allocate_shared_memory(gl.float32, [TOKENS, BLOCK_D], flat)
+    tile_B = gl.allocate_shared_memory(gl.float32, [TOKENS, BLOCK_N], flat)
+    tile_C = gl.allocate_shared_memory(gl.float32, [TOKENS, BLOCK_N], flat)
+    steps = _seen_as(tile_step, line)
+    inputs = _seen_as(tile_input, line)
+    dys = _seen_as(tile_dy, line)
+    Bs = _seen_as(tile_B, line)
+    Cs = _seen_as(tile_C, line)
+
+    in_block = gl.arange(0, BLOCK_D, layout=gl.SliceLayout(1, cn))
+    offs_n = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, cn))
+    offs_state = (origin + in_block)[:, None] * dstate + offs_n[None, :]
+    mask = (in_block < left)[:, None] & (offs_n >= 0)[None, :]
+    A = _rates(A_ptr + offs_state, mask)
+    offs_t = gl.arange(0, TOKENS, layout=gl.SliceLayout(1, tc))
+    offs_c = gl.arange(0, BLOCK_D, layout=gl.SliceLayout(0, tc))
+    live = offs_c < left
+    bias = gl.zeros([BLOCK_D], gl.float32, layout=gl.SliceLayout(0, tc))
+    if dt_bias_ptr is not None:
+        bias = gl.load(dt_bias_ptr + origin + offs_c, mask=live, other=0.0).to(gl.float32)
+    state = gl.zeros([BLOCK_D, BLOCK_N], gl.float32, layout=cn)
+    adjoint = state * 0.0  # Triton 3.6 takes variables that begin as one value for one.
+    factor = gl.full([BLOCK_D, BLOCK_N], 1.0, gl.float32, layout=cn)
+    rows = _fetch(tiles, rows, 0, end - begin, 1)
+    rows = _fetch(tiles, rows, 1, end - begin - TOKENS, 1)
+    for t in range(begin, end, TOKENS):
+        at = (t - begin) // TOKENS % 2
+        async_copy.wait_group(1)
+        x = next_x.index(at).load(tc).to(gl.float32)
+        step = next_dt.index(at).load(tc).to(gl.float32) + bias[None, :]
+        if SOFTPLUS:
+            step = _softplus(step)
+        inside = (t + offs_t < end)[:, None] & live[None, :]
+        step = gl.where(inside, step, 0.0)
+        dy = next_dy.index(at).load(tc).to(gl.float32)
+        if z_ptr is not None:
+            z = next_z.index(at).load(tc).to(gl.float32)
+            dy *= z * _sigmoid(z)
+        tile_step.store(step)
+        tile_input.store(step * x)
+        tile_dy.store(dy)
+        tile_B.store(next_B.index(at).load(tn).to(gl.float32))
+        tile_C.store(next_C.index(at).load(tn).to(gl.float32))
+        if decay_ptr is not None:
+            given = next_decay.index(at).load(tc).to(gl.float32)
+            tile_decay.store(gl.where(inside, given, 1.0))
+        rows = _fetch(tiles, rows, at, end - t - 2 * TOKENS, 1)
+        for i in gl.static_range(TOKENS):
+            own = _exp2(_column(steps, i, cn) * A)
+            if decay_ptr is not None:
+                own *= _column(decays, i, cn)
+            state = own * state + _column(inputs, i, cn) * _line(Bs, i, cn)
+            factor *= own
+            adjoint += factor * (_column(dys, i, cn) * _line(Cs, i, cn))
+    async_copy.wait_group(0)
+    place = (row * nsegments + pid_s) * channels * dstate + offs_state
+    gl.store(state_ptr + place, state, mask=mask)
+    gl.store(adjoint_ptr + place, adjoint, mask=mask)
+    gl.store(factor_ptr + place, factor, mask=mask)
+
+
+@gluon.jit
 def _selective_scan_bwd_lanes_kernel(
     cu_seqlens_ptr, x_ptr, dt_ptr, A_ptr, B_ptr, C_ptr, D_ptr, z_ptr, dt_bias_ptr, decay_ptr, initial_ptr, dy_ptr,
     dfinal_ptr, segment_state_ptr, segment_adjoint_ptr, segment_factor_ptr, border_ptr,
@@ -135,7 +264,7 @@ def _selective_scan_bwd_lanes_kernel(
     stride_x_b, stride_x_t, stride_dt_b, stride_dt_t, stride_B_b, stride_B_t, stride_B_g,
     stride_C_b, stride_C_t, stride_C_g, stride_z_b, stride_z_t, stride_decay_b, stride_decay_t,
     BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr, TOKENS: gl.constexpr, GROUP: gl.constexpr, LANES: gl.constexpr,
-    SOFTPLUS: gl.constexpr, HOLD: gl.constexpr, EVERY: gl.constexpr,
+    SOFTPLUS: gl.constexpr, KEEP: gl.constexpr,
 ):  # fmt: skip
     """Grid (blocks of channels, segments, rows), as `_selective_scan_bwd_kernel`; TOKENS are those of a tile.
 
@@ -210,7 +339,7 @@ def _selective_scan_bwd_lanes_kernel(
     offs_n = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, cn))
     offs_state = (origin + in_block)[:, None] * dstate + offs_n[None, :]
     mask = (in_block < left)[:, None] & (offs_n >= 0)[None, :]
-    A = gl.load(A_ptr + offs_state, mask=mask, other=0.0).to(gl.float32) * 1.4426950408889634
+    A = _rates(A_ptr + offs_state, mask)
     offs_t = gl.arange(0, TOKENS, layout=gl.SliceLayout(1, tc))
     offs_g = gl.arange(0, GROUP, layout=gl.SliceLayout(1, tc))
     offs_c = gl.arange(0, BLOCK_D, layout=gl.SliceLayout(0, tc))
@@ -239,12 +368,12 @@ def _selective_scan_bwd_lanes_kernel(
             row = sequence
             begin = pid_s * segment
             end = gl.minimum(begin + segment, seqlen)
-            borders = (sequence * gl.cdiv(seqlen, TOKENS) + begin // TOKENS) * (GROUPS if EVERY else 1)
+            borders = (sequence * gl.cdiv(seqlen, TOKENS) + begin // TOKENS) * GROUPS
         else:
             row = sequence * 0
             begin = _offset(cu_seqlens_ptr, sequence, seqlen)
             end = _offset(cu_seqlens_ptr, sequence + 1, seqlen)
-            borders = (sequence + begin // TOKENS) * (GROUPS if EVERY else 1)
+            borders = (sequence + begin // TOKENS) * GROUPS
         count = gl.cdiv(gl.maximum(end - begin, 0), TOKENS)
         segments = sequence * nsegments * size
         border = border_ptr + borders * size
@@ -270,8 +399,6 @@ def _selective_scan_bwd_lanes_kernel(
         for j in range(count):
             at = j % 2
             t = begin + j * TOKENS
-            if not EVERY:
-                gl.store(border + j * size + offs_state, state, mask=mask)
             async_copy.wait_group(1)
             x = next_x.index(at).load(tc).to(gl.float32)
             step = next_dt.index(at).load(tc).to(gl.float32) + bias[None, :]
@@ -287,8 +414,7 @@ def _selective_scan_bwd_lanes_kernel(
                 tile_decay.store(gl.where(inside, given, 1.0))
             rows = _fetch(forth, rows, at, end - t - 2 * TOKENS, 1)
             for g in gl.static_range(GROUPS):
-                if EVERY:
-                    gl.store(border + (j * GROUPS + g) * size + offs_state, state, mask=mask)
+                gl.store(border + (j * GROUPS + g) * size + offs_state, state, mask=mask)
                 for i in gl.static_range(GROUP):
                     factor = _exp2(_column(steps, g * GROUP + i, cn) * A)
                     if decay_ptr is not None:
@@ -320,26 +446,13 @@ def _selective_scan_bwd_lanes_kernel(
             rows = _append(rows, z_ptr + row * stride_z_b + first * stride_z_t + origin)
         rows = _fetch(back, rows, 0, gl.minimum(end - last, count * TOKENS), -1)
         rows = _fetch(back, rows, 1, (count - 1) * TOKENS, -1)
-        nexts = ()  # type: Any
-        if EVERY:
-            for g in gl.static_range(GROUPS):
-                place = border + ((count - 1) * GROUPS + g) * size + offs_state
-                nexts = _append(nexts, gl.load(place, mask=mask & (count > 0), other=0.0))
-        else:
-            nexts = _append(nexts, gl.load(border + (count - 1) * size + offs_state, mask=mask & (count > 0), other=0.0))
+        next_starts = _starts(border, (count - 1) * GROUPS, size, offs_state, mask & (count > 0), GROUPS)
         for turned in range(count):
             at = turned % 2
             j = count - 1 - turned
             t = begin + j * TOKENS
-            starts = nexts
-            fetched = ()  # type: Any
-            if EVERY:
-                for g in gl.static_range(GROUPS):
-                    place = border + ((j - 1) * GROUPS + g) * size + offs_state
-                    fetched = _append(fetched, gl.load(place, mask=mask & (j > 0), other=0.0))
-            else:
-                fetched = _append(fetched, gl.load(border + (j - 1) * size + offs_state, mask=mask & (j > 0), other=0.0))
-            nexts = fetched
+            starts = next_starts
+            next_starts = _starts(border, (j - 1) * GROUPS, size, offs_state, mask & (j > 0), GROUPS)
             async_copy.wait_group(1)
             x = next_x.index(at).load(tc).to(gl.float32)
             step = next_dt.index(at).load(tc).to(gl.float32) + bias[None, :]
@@ -359,60 +472,37 @@ def _selective_scan_bwd_lanes_kernel(
             if decay_ptr is not None:
                 given = next_decay.index(at).load(tc).to(gl.float32)
                 tile_decay.store(gl.where(inside, given, 1.0))
-            state = starts[0]
-            for g in gl.static_range(0 if EVERY else GROUPS - 1):
-                for i in gl.static_range(GROUP):
-                    factor = _exp2(_column(steps, g * GROUP + i, cn) * A)
-                    if decay_ptr is not None:
-                        factor *= _column(decays, g * GROUP + i, cn)
-                    u = _column(inputs, g * GROUP + i, cn)
-                    state = factor * state + u * _line(Bs, g * GROUP + i, cn)
-                starts = _append(starts, state)
             for g in gl.static_range(GROUPS - 1, -1, -1):
                 state = starts[g]
                 powers = ()  # type: Any
                 reached = ()  # type: Any
-                held = ()  # type: Any
                 ys, dCs = none_l, none_n
                 for i in gl.static_range(GROUP):
                     token = g * GROUP + i
-                    step_i = _column(steps, token, cn)
-                    input_i = _column(inputs, token, cn)
-                    dy_i = _column(dys, token, cn)
-                    B_i = _line(Bs, token, cn)
-                    C_i = _line(Cs, token, cn)
-                    held = _append(held, (step_i, input_i, dy_i, B_i, C_i))
-                    power = _exp2(step_i * A)
+                    power = _exp2(_column(steps, token, cn) * A)
                     before = power * state
-                    powers = _append(powers, power)
+                    if KEEP:
+                        powers = _append(powers, power)
                     reached = _append(reached, before)
                     if decay_ptr is not None:
                         before *= _column(decays, token, cn)
-                    state = before + input_i * B_i
+                    state = before + _column(inputs, token, cn) * _line(Bs, token, cn)
                     if z_ptr is not None:
-                        ys = _over_states(ys, slot_l, i, state * C_i, LANES, kcl)
-                    dCs = _over_channels(dCs, slot_n, i, state * dy_i, kcn)
+                        ys = _over_states(ys, slot_l, i, state * _line(Cs, token, cn), LANES, kcl)
+                    dCs = _over_channels(dCs, slot_n, i, state * _column(dys, token, cn), kcn)
                 if z_ptr is not None:
                     part_y.store(gl.reshape(ys, [GROUP, BLOCK_D * LANES]))
                 part_C.store(_by_lane(dCs, LANES))
+                gl.thread_barrier()  # Else the compiler keeps what was read above in registers that it lacks.
                 dsteps, dinputs, ddecays, dBs = none_l, none_l, none_l, none_n
-                if HOLD != 7:
-                    gl.thread_barrier()  # Else the compiler keeps all that was read in registers that it lacks.
                 for i in gl.static_range(GROUP - 1, -1, -1):
                     token = g * GROUP + i
-                    step_i, input_i, dy_i, B_i, C_i = held[i]
-                    if HOLD & 1 == 0:
-                        step_i = _column(steps, token, cn)
-                        input_i = _column(inputs, token, cn)
-                        dy_i = _column(dys, token, cn)
-                    if HOLD & 2 == 0:
-                        B_i = _line(Bs, token, cn)
-                    if HOLD & 4 == 0:
-                        C_i = _line(Cs, token, cn)
-                    adjoint = dy_i * C_i + carried
+                    step_i = _column(steps, token, cn)
+                    power = powers[i] if KEEP else _exp2(step_i * A)
+                    adjoint = _column(dys, token, cn) * _line(Cs, token, cn) + carried
                     # With the power before the decay: a decay of zero has a gradient, too.
                     dlog = reached[i] * adjoint
-                    carried = powers[i] * adjoint
+                    carried = power * adjoint
                     if decay_ptr is not None:
                         ddecays = _over_states(ddecays, slot_l, i, dlog, LANES, kcl)
                         decay_i = _column(decays, token, cn)
@@ -420,8 +510,8 @@ def _selective_scan_bwd_lanes_kernel(
                         carried *= decay_i
                     dA += step_i * dlog
                     dsteps = _over_states(dsteps, slot_l, i, dlog * A, LANES, kcl)
-                    dinputs = _over_states(dinputs, slot_l, i, adjoint * B_i, LANES, kcl)
-                    dBs = _over_channels(dBs, slot_n, i, adjoint * input_i, kcn)
+                    dinputs = _over_states(dinputs, slot_l, i, adjoint * _line(Bs, token, cn), LANES, kcl)
+                    dBs = _over_channels(dBs, slot_n, i, adjoint * _column(inputs, token, cn), kcn)
                 part_step.store(gl.reshape(dsteps, [GROUP, BLOCK_D * LANES]))
                 part_input.store(gl.reshape(dinputs, [GROUP, BLOCK_D * LANES]))
                 if decay_ptr is not None:

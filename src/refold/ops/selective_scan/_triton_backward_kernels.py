@@ -33,7 +33,7 @@ def _selective_scan_bwd_segments_kernel(
     seqlen, segment, nsegments, channels, dstate, group_channels, group_blocks,
     stride_x_b, stride_x_t, stride_dt_b, stride_dt_t, stride_B_b, stride_B_t, stride_B_g,
     stride_C_b, stride_C_t, stride_C_g, stride_z_b, stride_z_t, stride_decay_b, stride_decay_t,
-    BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, UNROLL: tl.constexpr, SOFTPLUS: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, TOKENS: tl.constexpr, SOFTPLUS: tl.constexpr,
 ):  # fmt: skip
     """Grid (blocks of channels, segments, batch): of a segment its own state, its adjoint at its begin, its factor."""
     group = tl.program_id(0) // group_blocks
@@ -56,8 +56,8 @@ def _selective_scan_bwd_segments_kernel(
     factor = tl.full((BLOCK_D, BLOCK_N), 1.0, tl.float32)
     begin = pid_s * segment
     end = tl.minimum(begin + segment, seqlen)
-    for first in range(begin, end, UNROLL):
-        for i in tl.static_range(UNROLL):
+    for first in range(begin, end, TOKENS):
+        for i in tl.static_range(TOKENS):
             t = first + i
             inside = t + tl.zeros((BLOCK_D,), tl.int32) < end
             live = mask_d & inside

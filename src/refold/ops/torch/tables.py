@@ -25,7 +25,7 @@ DEFAULT: dict[str, dict[str, Any]] = {
                      "state_stages": 3, "slots": 1, "memory": 160, "hopper": 0, "hopper_stages": 3},
     "selective_scan": {"block_d": 64, "warps": 2, "unroll": 4, "slots": 16},
     "selective_scan_backward": {"block_d": 32, "warps": 1, "tokens": 4, "slots": 16},
-    "selective_scan_backward_lanes": {"warps": 4, "states": 4, "own": 1, "tokens": 16, "group": 8, "hold": 0, "every": 1,
+    "selective_scan_backward_lanes": {"warps": 4, "states": 4, "own": 1, "tokens": 16, "group": 8, "keep": 1,
                                       "slots": 2},
     "selective_scan_lanes": {"warps": 2, "states": 8, "slots": 8, "cut": 1024},
     "ssd_backward/float32": {"chunk": 32, "block_p": 32, "block_n": 64, "tile": 4096, "precision": "bf16x6"},
