@@ -28,7 +28,7 @@ if __name__=='__main__':
     for dtype in (torch.float32,torch.bfloat16):
         L+=[(2,50,64,16,1,dtype,True,False,False,None,False),(2,77,96,16,2,dtype,True,True,True,None,True),(1,300,64,16,1,dtype,False,False,True,[0,1,1,40,300],True),
             (1,130,128,64,2,dtype,True,True,True,[0,30,130],True),(2,33,48,4,1,dtype,True,False,True,None,False),(1,2100,64,16,1,dtype,True,False,True,None,True),(3,65,80,8,1,dtype,False,True,False,None,True),(2,90,64,32,1,dtype,True,False,False,None,False)]
-    cfgs=[dict(every=1),dict(every=0,warps=2)]
+    cfgs=[dict(keep=1),dict(keep=0,warps=2)]
     for i,(l,c) in enumerate(itertools.product(L,cfgs)):
         if i%parts==part:
             try: run(*l,cfg=c)
