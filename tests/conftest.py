@@ -22,6 +22,10 @@ os.environ.setdefault("REFOLD_CHECK_GRAPHS", "1")
 os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *_CHEAP]).strip()
 
 
+# No test reads or writes the user's own decisions; tests of them name a folder of their own.
+os.environ["REFOLD_CACHE"] = "off"
+
+
 @pytest.fixture(autouse=True)
 def _seed(request):
     """Seed every framework that is loaded from the test's own name."""

@@ -4,19 +4,24 @@ Names are resolved on first use, so that ``import refold`` imports neither torch
 """
 
 from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 __version__ = "0.1.0"
 
 # Public name -> (module, attribute); None means the module itself.
 _EXPORTS: dict[str, tuple[str, str | None]] = {
+    "errors": ("refold.errors", None),
     "ops": ("refold.ops", None),
     "compile": ("refold.compiler.backend", "compile"),
     "accelerate": ("refold.integrations.transformers", "accelerate"),
     "explain": ("refold.compiler.backend", "explain"),
 }
 
-__all__ = ["__version__", *_EXPORTS]
+_OF_TORCH = ("compile", "explain")
+
+# What ``from refold import *`` can give here.
+__all__ = ["__version__", *(name for name in _EXPORTS if name not in _OF_TORCH or find_spec("torch") is not None)]
 
 
 def __getattr__(name: str) -> Any:
@@ -24,9 +29,18 @@ def __getattr__(name: str) -> Any:
     if name not in _EXPORTS:
         raise AttributeError(f"module 'refold' has no attribute {name!r}; it has {', '.join(_EXPORTS)}")
     module, attribute = _EXPORTS[name]
-    value = import_module(module)
+    try:
+        value = import_module(module)
+    except ModuleNotFoundError as error:
+        if (error.name or "").split(".")[0] != "torch":
+            raise
+        from refold.errors import MissingDependency
+
+        raise MissingDependency(
+            f"refold.{name} needs PyTorch, which is not installed (pip install 'refold[torch]')."
+        ) from error
     return value if attribute is None else getattr(value, attribute)
 
 
 def __dir__() -> list[str]:
-    return sorted(__all__)
+    return sorted(["__version__", *_EXPORTS])

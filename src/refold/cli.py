@@ -7,16 +7,18 @@ to standard output. Bad input gives one sentence and exit code 2.
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 
-from .errors import RefoldError
+from . import __version__
+from .errors import MissingDependency, RefoldError
 from .generate.cli import generate
 
 if TYPE_CHECKING:
@@ -50,16 +52,16 @@ def optimize(
     train: Annotated[bool, typer.Option("--train", help="Optimize forward and backward together.")] = False,
 ) -> None:
     """Rewrite a layer, prove each rewrite, measure the result, print the evidence."""
+    _check_writable(json)
     with _stages("loading"):
-        import torch
-
+        torch = _torch()
         from . import targets
         from .compiler.backend import compile as refold_compile
 
         module, inputs = targets.load(target, device=device, dtype=dtype, seed=seed)
         compiled = refold_compile(module.train(train), verify=verify, accept=accept)
         with torch.set_grad_enabled(train):
-            compiled(*inputs)
+            targets.forward(target, module, inputs, compiled)
         report: Report = compiled.report
         report.target = target
     _finish(report, json)
@@ -70,15 +72,17 @@ def explain(
     target: Target, device: Device = "cpu", dtype: Dtype = "float32", seed: Seed = 0, json: Json = None
 ) -> None:
     """List what is wasteful in a layer and why; change nothing."""
+    _check_writable(json)
     with _stages("loading"):
-        import torch
-
+        torch = _torch()
         from . import targets
         from .compiler.backend import explain as refold_explain
 
         module, inputs = targets.load(target, device=device, dtype=dtype, seed=seed)
+        reports: list[Report] = []
         with torch.no_grad():
-            report = refold_explain(module, *inputs)
+            targets.forward(target, module, inputs, lambda *given: reports.append(refold_explain(module, *given)))
+        (report,) = reports
         report.target = target
     _finish(report, json)
 
@@ -87,7 +91,11 @@ app.command()(generate)
 
 
 @app.command()
-def doctor() -> None:
+def doctor(
+    audit: Annotated[
+        bool, typer.Option("--audit", help="Check the scan packages installed here against float64.")
+    ] = False,
+) -> None:
     """Print versions, devices, and which parts are usable, with reasons."""
     from .doctor import examine
 
@@ -95,16 +103,59 @@ def doctor() -> None:
     for section, lines in examine().items():
         console.print(f"[bold]{section}[/bold]")
         for name, text in lines.items():
-            console.print(f"  {name:14} {text}", highlight=False, soft_wrap=True)
+            console.print(f"  {name:14} {text}", highlight=False, markup=False, soft_wrap=True)
+    if audit:
+        from .audit import audit as check
+
+        console.print("[bold]audit[/bold]")
+        findings = check()
+        for finding in findings:
+            console.print(f"  {finding}", highlight=False, markup=False, soft_wrap=True)
+        if any(finding.verdict == "wrong" for finding in findings):
+            raise typer.Exit(1)
+
+
+@app.callback(invoke_without_command=True)
+def _top(
+    version: Annotated[bool, typer.Option("--version", help="Print the version and end.", is_eager=True)] = False,
+) -> None:
+    if version:
+        typer.echo(f"refold {__version__}")
+        raise typer.Exit
+
+
+def _torch() -> Any:
+    """Return PyTorch, or say how to get it."""
+    try:
+        import torch
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        raise MissingDependency(
+            "this command needs PyTorch, which is not installed (pip install 'refold[torch]')"
+        ) from error
+    return torch
+
+
+def _check_writable(json: Path | None) -> None:
+    """Refuse a file that cannot be written before there is anything to write."""
+    if json is None:
+        return
+    if json.is_dir():
+        raise _Refusal(f"--json {json} cannot be written: it is a directory")
+    if not json.parent.is_dir():
+        raise _Refusal(f"--json {json} cannot be written: the directory {json.parent} does not exist")
+    if not os.access(json if json.exists() else json.parent, os.W_OK):
+        raise _Refusal(f"--json {json} cannot be written: permission denied")
 
 
 def _finish(report: Report, json: Path | None) -> None:
+    typer.echo(str(report))
     if json is not None:
         try:
             json.write_text(report.to_json() + "\n")
         except OSError as error:
             raise _Refusal(f"--json {json} cannot be written: {error.strerror}") from error
-    typer.echo(str(report))
 
 
 class _Refusal(RefoldError):

@@ -5,6 +5,9 @@ A message says what was expected (with names and values), what came, and what to
 The built-in second bases let callers who know nothing of refold catch them by kind.
 """
 
+import sys
+import warnings
+
 
 class RefoldError(Exception):
     """Base of all errors of this package."""
@@ -38,6 +41,10 @@ class CompileError(RefoldError, RuntimeError):
     """The compiler failed on a graph; raised only with ``strict=True``, else reported with a warning."""
 
 
+class PlanError(CompileError):
+    """A plan does not fit the program; raised only with ``strict=True``, else reported with a warning."""
+
+
 class TargetError(RefoldError, ValueError):
     """A command-line target does not name a module with inputs."""
 
@@ -48,3 +55,14 @@ class CheckpointError(RefoldError, ValueError):
 
 class RefoldWarning(UserWarning):
     """refold could not do its work and something slower, but right, runs instead."""
+
+
+def warn(text: str) -> None:
+    """Warn with a `RefoldWarning` at the line of the user's code that led here, past refold's and PyTorch's own."""
+    level, frame = 1, sys._getframe()
+    while frame.f_back is not None and str(frame.f_globals.get("__name__")).split(".")[0] in _NOT_THE_USERS:
+        level, frame = level + 1, frame.f_back
+    warnings.warn(text, RefoldWarning, stacklevel=level)
+
+
+_NOT_THE_USERS = ("refold", "torch", "contextlib", "functools")

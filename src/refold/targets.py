@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from .errors import TargetError
+from .errors import RefoldError, TargetError
 
 DTYPES = {
     "float32": torch.float32,
@@ -78,6 +78,7 @@ def _from_file(target: str) -> tuple[Any, Any]:
     if spec is None or spec.loader is None:
         raise TargetError(f"{target} cannot be read as a Python file")
     source = importlib.util.module_from_spec(spec)
+    sys.path.insert(0, str(path.parent.resolve()))  # as for ``python layer.py``, for all that the file imports
     sys.modules.setdefault(path.stem, source)
     _run(target, "importing it", spec.loader.exec_module, source)
     missing = [name for name in ("Model", "get_inputs") if not hasattr(source, name)]
@@ -108,9 +109,25 @@ def _from_factory(target: str) -> tuple[Any, Any]:
     return made
 
 
+def forward(target: str, module: torch.nn.Module, inputs: tuple[Any, ...], compiled: Any) -> None:
+    """Call ``compiled``, made from a target's module.
+
+    Raises:
+        TargetError: The module itself fails on these inputs.
+    """
+    try:
+        compiled(*inputs)
+    except RefoldError:
+        raise
+    except Exception:
+        _run(target, "forward", module, *inputs)
+        raise  # the module alone works
+
+
 def _run(target: str, what: str, function: Any, *args: Any, **kwargs: Any) -> Any:
     """Call the user's code; whatever it raises becomes one sentence."""
     try:
         return function(*args, **kwargs)
     except Exception as error:
-        raise TargetError(f"{target}: {what} raised {type(error).__name__}: {error}") from error
+        reason = " ".join(str(error).split("\n\n")[0].split())
+        raise TargetError(f"{target}: {what} raised {type(error).__name__}: {reason}") from error

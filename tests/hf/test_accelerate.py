@@ -189,6 +189,19 @@ def test_rows_of_documents_with_padding_between_and_behind():
         assert (a - b).abs().max() <= 64 * 2**-24 * b.abs().max()
 
 
+@pytest.mark.parametrize("name", ["mamba", "mamba2"])
+def test_padding_inside_a_document_does_not_end_it(name):
+    model, ids, mask = make(name), ids_of(2, 14), torch.ones(2, 14, dtype=torch.long)
+    mask[0, [0, 1, 6, 7]] = 0
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    with torch.no_grad():
+        expected = model(ids, use_cache=False, attention_mask=mask).logits
+        refold.accelerate(model)
+        found = model(ids, use_cache=False, attention_mask=mask, position_ids=positions).logits
+    keep = mask.bool()
+    assert (found - expected)[keep].abs().max() <= 64 * 2**-24 * expected.abs().max()
+
+
 @pytest.mark.parametrize("name", ["mamba", "mamba2", "zamba2"])
 def test_a_cache_goes_on_from_the_last_document(name):
     model = refold.accelerate(make(name)).model
@@ -207,6 +220,13 @@ def test_a_cache_goes_on_from_the_last_document(name):
         cache = model(ids_of(1, 3), use_cache=True)[keyword]
         again = model(apart[0], position_ids=positions[:, :12], use_cache=True, **{keyword: cache}).logits
         alone = model(apart[0], use_cache=False).logits
+        # So does one that is shorter than the convolution's window, with the document in it.
+        cache = model(ids_of(1, 4), use_cache=True)[keyword]
+        piece = torch.cat([ids_of(1, 1), apart[1][:, :1]], 1)
+        model(piece, position_ids=torch.tensor([[4, 0]]), use_cache=True, **{keyword: cache})
+        after = model(step, use_cache=True, **{keyword: cache}).logits
+        short = model(torch.cat([apart[1][:, :1], step], 1), use_cache=False).logits[:, -1:]
+    assert (after - short).abs().max() <= 64 * 2**-24 * short.abs().max()
     assert (found - expected).abs().max() <= 64 * 2**-24 * expected.abs().max()
     assert (again - alone).abs().max() <= 64 * 2**-24 * alone.abs().max()
 
@@ -319,8 +339,13 @@ def test_hooks_of_projections_run_in_order():
     mixer, calls = model.backbone.layers[0].mixer, []
     for name, child in mixer.named_children():
         if isinstance(child, nn.Linear):
-            kept = child.weight.data
-            child.register_forward_pre_hook(lambda m, a, name=name, kept=kept: (calls.append(name), setattr(m.weight, "data", kept))[0])  # fmt: skip
+            weight = child.weight.data
+
+            def gather(module, args, name=name, weight=weight):
+                calls.append(name)
+                module.weight.data = weight
+
+            child.register_forward_pre_hook(gather)
             child.register_forward_hook(lambda m, a, o: setattr(m.weight, "data", torch.empty(0)))
             child.weight.data = torch.empty(0)
     with torch.no_grad():
@@ -458,7 +483,7 @@ def test_layers_that_are_kept_say_why():
         "backbone.layers.0.mixer": "its class Mine has a forward of its own",
         "backbone.layers.1.mixer": "its forward was replaced on the instance",
     }
-    with pytest.raises(ArgumentError, match="model must be a torch.nn.Module; got str"):
+    with pytest.raises(ArgumentError, match=r"model must be a torch\.nn\.Module; got str"):
         refold.accelerate("mamba")
     with pytest.warns(RefoldWarning, match="Linear has no layer"):
         refold.accelerate(nn.Linear(2, 2))
@@ -507,10 +532,8 @@ def test_compiled_whole(name):
     offsets = torch.tensor([0, 5, 12], dtype=torch.int32)
     with torch.no_grad():
         for keywords in ({"cu_seq_lens_q": offsets}, {}):
-            torch.testing.assert_close(
-                compiled(ids[:1], use_cache=False, **keywords).logits, model(ids[:1], use_cache=False, **keywords).logits,
-                rtol=1e-4, atol=1e-5,
-            )  # fmt: skip
+            found, expected = (run(ids[:1], use_cache=False, **keywords).logits for run in (compiled, model))
+            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["mamba", "mamba2"])

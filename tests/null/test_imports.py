@@ -23,7 +23,7 @@ ORDER = [
     ["compat"],
     ["integrations"],
     ["bench"],
-    ["targets", "doctor"],
+    ["targets", "doctor", "audit"],
     ["cli"],
 ]
 RANK = {part: rank for rank, parts in enumerate(ORDER) for part in parts}

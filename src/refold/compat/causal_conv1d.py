@@ -6,6 +6,8 @@ meaning, such as initial states in a pack, this gives it that meaning; a value w
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -26,7 +28,7 @@ def causal_conv1d_fn(
     return_final_states: bool = False,
     final_states_out: Tensor | None = None,
     activation: str | None = None,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Any:
     """Causal depthwise convolution along time, `refold.ops.causal_conv1d` in this package's layout.
 
     Args:
@@ -51,15 +53,14 @@ def causal_conv1d_fn(
     fused = _silu(op, activation)
     if final_states_out is not None and not return_final_states:
         raise ArgumentError(f"{op}: final_states_out needs return_final_states=True; got False.")
-    tokens = {"x": _time_second(op, x)}
+    tokens = _time_second(op, x)
     if seq_idx is None:
-        y, states = ops.causal_conv1d(
-            **tokens, weight=weight, bias=bias, activation=fused, initial_state=initial_states
-        )
+        y, states = ops.causal_conv1d(tokens, weight, bias, activation=fused, initial_state=initial_states)
     else:
-        check_index(op, seq_idx, tokens["x"])
+        check_index(op, seq_idx, tokens)
         documents = Documents.from_index(seq_idx)
-        y, ends = documents.run(ops.causal_conv1d, tokens, initial_states, weight=weight, bias=bias, activation=fused)
+        rest = {"weight": weight, "bias": bias, "activation": fused}
+        y, ends = documents.run(ops.causal_conv1d, {"x": tokens}, initial_states, **rest)
         y, states = torch.where((seq_idx < 0)[..., None], 0, y), documents.ends(ends)
     out = time_last(y, x)
     if not return_final_states:

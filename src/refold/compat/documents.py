@@ -31,7 +31,7 @@ class Documents:
 
     @classmethod
     def from_index(cls, index: Tensor) -> Documents:
-        """Take the number of each token's document, ``(b, t)``: where it changes, a document begins. Waits for a GPU."""
+        """Take the number of each token's document, ``(b, t)``; where it changes, one begins. Waits for a GPU."""
         starts = torch.zeros_like(index, dtype=torch.bool)
         starts[:, 1:] = index[:, 1:] != index[:, :-1]
         return cls.from_starts(starts)

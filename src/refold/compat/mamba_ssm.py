@@ -49,7 +49,7 @@ def mamba_chunk_scan_combined(
     return_varlen_states: bool = False,
     state_dtype: torch.dtype | None = None,
 ) -> Any:
-    """The Mamba-2 scan, `refold.ops.ssd`.
+    """Scan as Mamba-2 does, by `refold.ops.ssd`.
 
     Args:
         x: ``(b, t, h, p)``.
@@ -84,12 +84,12 @@ def mamba_chunk_scan_combined(
         raise ArgumentError(f"{op}: return_varlen_states=True needs cu_seqlens; got None.")
     documents = _documents(op, x, seq_idx, cu_seqlens)
     tokens = {"x": x, "dt": dt, "B": B, "C": C, "z": z}
-    rest = {"A": A, "D": D, "dt_bias": dt_bias, "dt_softplus": dt_softplus, "dt_limit": tuple(dt_limit)}
+    rest: dict[str, Any] = {"A": A, "D": D, "dt_bias": dt_bias, "dt_softplus": dt_softplus, "dt_limit": tuple(dt_limit)}
     if documents is None:
-        out, states = ops.ssd(**tokens, **rest, initial_state=initial_states)
+        out, states = ops.ssd(x, dt, B=B, C=C, z=z, **rest, initial_state=initial_states)
         return (out, states) if return_final_states else out
     out, states = documents.run(ops.ssd, tokens, initial_states, **rest)
-    results = (out,)
+    results: tuple[Tensor, ...] = (out,)
     if return_final_states:
         results += (documents.ends(states),)
     if return_varlen_states:
@@ -119,7 +119,7 @@ def mamba_split_conv1d_scan_combined(
     norm_before_gate: bool = True,
     state_dtype: torch.dtype | None = None,
 ) -> Any:
-    """A Mamba-2 layer between its projections: split, convolution, scan, gated norm, and the output product.
+    """Compute a Mamba-2 layer after its input projection: convolution, scan, gated norm, and the output product.
 
     A layer that hands over ``outproj_weight`` never calls its output projection, so LoRA, quantisation or a hook there
     does nothing. Where that matters, leave it None and call the projection on the result.
@@ -170,7 +170,7 @@ def mamba_split_conv1d_scan_combined(
     if rmsnorm_weight is not None and dim % ngroups:
         raise ShapeError(f"{op}: ngroups must divide h p = {dim}; got {ngroups}.")
     gated, z, xBC, dt = zxbcdt.split([mlp, dim, dim + 2 * states, nheads], -1)
-    xBC = causal_conv1d_fn(xBC.mT, conv1d_weight, conv1d_bias, seq_idx, activation=activation).mT  # type: ignore[union-attr]
+    xBC = causal_conv1d_fn(xBC.mT, conv1d_weight, conv1d_bias, seq_idx, activation=activation).mT
     x, B, C = xBC.split([dim, states, states], -1)
     heads, groups = (nheads, headdim), (ngroups, states // ngroups)
     out, final = mamba_chunk_scan_combined(
@@ -203,7 +203,7 @@ def selective_scan_fn(
     delta_softplus: bool = False,
     return_last_state: bool = False,
 ) -> Any:
-    """The Mamba-1 scan, `refold.ops.selective_scan`.
+    """Scan as Mamba-1 does, by `refold.ops.selective_scan`.
 
     Args:
         u: Inputs, ``(b, d, t)``.
@@ -258,7 +258,7 @@ def mamba_inner_fn(
     dt_rms_weight: Tensor | None = None,
     b_c_dt_rms_eps: float = 1e-6,
 ) -> Tensor:
-    """A Mamba-1 layer after its input projection: convolution, projections, scan, gate, and the output product.
+    """Compute a Mamba-1 layer after its input projection, with the output product.
 
     Args:
         xz: ``(b, 2 d, t)``: inputs and gate.
@@ -303,7 +303,7 @@ def mamba_inner_fn(
             )
     rank, dstate = delta_proj_weight.shape[1], A.shape[1]
     x, z = xz.chunk(2, 1)
-    x = causal_conv1d_fn(x, conv1d_weight.squeeze(1), conv1d_bias, activation="silu").mT  # type: ignore[union-attr]
+    x = causal_conv1d_fn(x, conv1d_weight.squeeze(1), conv1d_bias, activation="silu").mT
     projected = F.linear(x, x_proj_weight)
     delta = F.linear(projected[..., :rank], delta_proj_weight)
     if dt_rms_weight is not None:
@@ -341,7 +341,7 @@ def selective_state_update(
     pad_slot_id: int = -1,
     out: Tensor | None = None,
 ) -> Tensor:
-    """One token of a Mamba-1 or Mamba-2 layer, or a few; ``state`` is overwritten.
+    """Take one token of a Mamba-1 or Mamba-2 layer, or a few, in; ``state`` is overwritten.
 
     Where ``A``, ``dt`` and ``dt_bias`` are expanded over the channels and states of a head (strides of zero), this is
     `refold.ops.ssd_step_`, else `refold.ops.selective_scan_step_` over all channels of all heads.
@@ -432,7 +432,7 @@ def rmsnorm_fn(
     group_size: int | None = None,
     norm_before_gate: bool = True,
 ) -> Tensor:
-    """RMS norm over groups of channels, with a gate, `refold.ops.gated_rmsnorm`.
+    """Normalise groups of channels by their RMS, with a gate, by `refold.ops.gated_rmsnorm`.
 
     Args:
         x: ``(..., d)``.

@@ -9,17 +9,21 @@ end is the fastest of the three, and the report says why.
 
 from __future__ import annotations
 
+import difflib
 import platform
-import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import cache
+from os import PathLike
 from typing import Any
 
 import torch
 from torch.fx import Graph, GraphModule
 
 from .. import __version__
-from ..errors import ArgumentError, CompileError, RefoldWarning
+from ..errors import ArgumentError, CompileError, PlanError, warn
 from ..report import GraphReport, Report
+from .decisions import Plan, folder_for
 from .dynamo import captures_loops, notes
 from .inductor import Compiled, Hook, Stopped, inductor
 from .passes.reroll_loops import refusals
@@ -29,7 +33,7 @@ from .validate.program import first_line
 from .validate.region import Settings
 
 BUG = "Please report this with the output of `refold doctor`."
-OWN_OPTIONS = ("verify", "accept", "strict", "loops", "report")
+OWN_OPTIONS = ("verify", "accept", "strict", "loops", "cache", "plan", "report")
 
 
 @captures_loops
@@ -46,8 +50,8 @@ def refold(
         gm: The graph that Dynamo captured.
         example_inputs: The values it was captured with.
         options: refold's own ``verify`` ("quick" or "off"), ``accept`` ("faster" or "always"),
-            ``strict`` (bool), ``loops`` ("capture" or "unroll") and ``report`` (a `refold.report.Report` to
-            add to); everything else is passed to Inductor.
+            ``strict`` (bool), ``loops`` ("capture" or "unroll"), ``cache`` (bool or a folder), ``plan`` (a report or
+            a path to one) and ``report`` (a `refold.report.Report` to add to); everything else is passed to Inductor.
         mode: A mode of ``torch.compile``, passed to Inductor.
 
     Returns:
@@ -56,11 +60,13 @@ def refold(
     Raises:
         ArgumentError: An option has an unknown value.
         CompileError: refold itself failed, and ``strict`` was set.
+        PlanError: The plan does not fit, and ``strict`` was set.
     """
     given = dict(options or {})
     own = {key: given.pop(key) for key in OWN_OPTIONS if key in given}
     report = own.pop("report", None)
     report = Report() if report is None else report
+    check_inductor_options(given, mode)
     inductor_options = {**(torch._inductor.list_mode_options(mode) if mode else {}), **given}
     settings = check_settings(Settings(**own, options=inductor_options))
     entry = GraphReport(index=len(report.graphs), mode="training" if _is_training(gm) else "inference")
@@ -68,14 +74,12 @@ def refold(
     entry.notes += notes()
     try:
         return GraphCompile(gm, example_inputs, settings, entry).run()
+    except PlanError:
+        raise
     except Exception as error:
         if settings.strict:
             raise CompileError(f"refold failed on graph {entry.index}: {first_line(error)}. {BUG}") from error
-        warnings.warn(
-            f"refold failed on graph {entry.index} ({first_line(error)}); Inductor compiles it instead. {BUG}",
-            RefoldWarning,
-            stacklevel=2,
-        )
+        warn(f"refold failed on graph {entry.index} ({first_line(error)}); Inductor compiles it instead. {BUG}")
         entry.notes.append(f"refold failed: {first_line(error)}")
         entry.chosen, entry.reason = "inductor", "because refold failed"
         for row in entry.rewrites:
@@ -103,16 +107,51 @@ def check_settings(settings: Settings) -> Settings:
     ):
         if (got := getattr(settings, name)) not in allowed:
             raise ArgumentError(f"{name} must be one of {', '.join(map(repr, allowed))}, not {got!r}")
-    return settings
+    folder_for(settings.cache)
+    return settings if settings.plan is None else replace(settings, plan=Plan.read(settings.plan))
+
+
+def check_inductor_options(options: Mapping[str, Any], mode: str | None) -> None:
+    """Refuse options and modes that neither refold nor Inductor has, as plain ``torch.compile`` does.
+
+    Raises:
+        ArgumentError: Names the option and what looks like it.
+    """
+    known = [*OWN_OPTIONS, *torch._inductor.list_options()] if options else []
+    for name in options:
+        if name.replace("-", "_") not in known:
+            alike = difflib.get_close_matches(name, known)
+            hint = f"; did you mean {' or '.join(alike)}?" if alike else "."
+            raise ArgumentError(
+                f"unexpected option {name!r}: refold's own are {', '.join(OWN_OPTIONS)}, the others "
+                f"those of torch._inductor.list_options(){hint}"
+            )
+    modes = torch._inductor.list_mode_options() if mode is not None else {}
+    if mode is not None and mode not in modes:
+        raise ArgumentError(f"mode must be one of {', '.join(map(repr, modes))}, not {mode!r}")
+
+
+def check_callable(module: Any) -> None:
+    """Refuse what is no module and no function.
+
+    Raises:
+        ArgumentError: Says what it is.
+    """
+    if isinstance(module, type):
+        raise ArgumentError(f"module must be a module, not the class {module.__name__}; pass {module.__name__}(...)")
+    if not callable(module):
+        raise ArgumentError(f"module must be a torch.nn.Module or a function, not {type(module).__name__}")
 
 
 def compile(
-    module: Callable[..., Any],
+    module: Callable[..., Any] | None = None,
     *,
     verify: str = "quick",
     accept: str = "faster",
     strict: bool = False,
     loops: str = "capture",
+    cache: bool | str | PathLike[str] = True,
+    plan: Report | Mapping[str, Any] | str | PathLike[str] | None = None,
     fullgraph: bool = False,
     dynamic: bool | None = None,
     mode: str | None = None,
@@ -121,7 +160,8 @@ def compile(
     """Compile a module or function with refold; ``torch.compile`` with a report.
 
     Args:
-        module: An ``nn.Module`` or a function of tensors.
+        module: An ``nn.Module`` or a function of tensors. Without one, the call returns a decorator that has the other
+            arguments.
         verify: ``"quick"`` proves every rewrite against float64 when it is first compiled;
             ``"off"`` trusts the algebra.
         accept: ``"faster"`` keeps what is measured to be faster than the best of eager and
@@ -130,6 +170,10 @@ def compile(
         loops: ``"capture"`` traces the body of a long loop over time once; ``"unroll"`` leaves Dynamo's
             interpreter alone, which then executes every step. The environment variable
             ``REFOLD_LOOPS=unroll`` does the same for a whole process.
+        cache: Where decisions are kept, so that neither a recompile nor the next process takes them again: True
+            for the default folder (``$REFOLD_CACHE``, else ``~/.cache/refold``), a folder, or False for nowhere.
+        plan: Decisions to replay without timing anything: the ``report`` of a compiled callable, or the path that
+            its ``save`` wrote. Two runs with one plan run the same programs.
         fullgraph: As for ``torch.compile``.
         dynamic: As for ``torch.compile``.
         mode: As for ``torch.compile``.
@@ -137,10 +181,12 @@ def compile(
 
     Returns:
         The compiled callable. Its ``report`` (`refold.report.Report`) fills as graphs are compiled,
-        that is at the first call with each new kind of input.
+        that is at the first call with each new kind of input. Copies and pickles of a compiled module have the report
+        so far, and compile for themselves.
 
     Raises:
-        ArgumentError: An option has an unknown value.
+        ArgumentError: ``module`` is no module or function, an option is unknown or has an unknown value, or ``plan`` is
+            no report.
 
     Example:
         >>> import torch, refold
@@ -150,16 +196,50 @@ def compile(
         >>> scores(torch.ones(3, 8), torch.ones(5, 8)).shape
         torch.Size([3, 5])
     """
-    if not callable(module):
-        raise ArgumentError(f"module must be a torch.nn.Module or a function, not {type(module).__name__}")
-    check_settings(Settings(verify, accept, strict, loops))
-    report = Report(target=_name(module), environment=environment())
-    own = {"verify": verify, "accept": accept, "strict": strict, "loops": loops, "report": report}
-    backend = _with_options(refold, {**(options or {}), **own}, mode)
+    plan = check_settings(Settings(verify, accept, strict, loops, cache=cache, plan=plan)).plan
+    check_inductor_options(options or {}, mode)
+    own = {"verify": verify, "accept": accept, "strict": strict, "loops": loops, "cache": cache, "plan": plan}
+    arguments: dict[str, Any] = {"fullgraph": fullgraph, "dynamic": dynamic, "mode": mode}
+    arguments["options"] = {**(options or {}), **own}
+    if module is None:
+        return lambda module: _compile(module, None, **arguments)
+    return _compile(module, None, **arguments)
+
+
+def _compile(
+    module: Callable[..., Any], report: Report | None, *, fullgraph: bool, dynamic: bool | None, mode: str | None,
+    options: Mapping[str, Any],
+) -> Any:  # fmt: skip
+    check_callable(module)
+    if report is None:
+        report = Report(target=_name(module), environment=environment())
+    backend = _with_options(refold, {**options, "report": report}, mode)
     compiled = torch.compile(module, backend=backend, fullgraph=fullgraph, dynamic=dynamic)
     # OptimizedModule forwards plain attribute writes to the user's module.
     object.__setattr__(compiled, "report", report)
+    if isinstance(compiled, torch.nn.Module):
+        kind: Any = type(compiled)
+        arguments = {"fullgraph": fullgraph, "dynamic": dynamic, "mode": mode, "options": options}
+        object.__setattr__(compiled, "_refold_arguments", (module, report, arguments))
+        object.__setattr__(compiled, "__class__", _copied_by_compiling(kind))
     return compiled
+
+
+@cache
+def _copied_by_compiling(kind: Any) -> Any:
+    """Return ``kind``, the class of compiled modules, with copies and pickles that compile the module again.
+
+    What `torch.compile` made of it holds functions of this process; the module and the arguments are all there is.
+    """
+    return type(kind.__name__, (kind,), {"__module__": kind.__module__, "__reduce__": _recipe})
+
+
+def _recipe(compiled: Any) -> tuple[Any, ...]:
+    return _compile_again, compiled._refold_arguments
+
+
+def _compile_again(module: Callable[..., Any], report: Report, arguments: Mapping[str, Any]) -> Any:
+    return _compile(module, report, **arguments)
 
 
 def explain(module: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
@@ -177,6 +257,7 @@ def explain(module: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
         summed, repeats that are computed on, with FLOPs and bytes before and after; and whose
         ``loops`` are steps that wait for one another.
     """
+    check_callable(module)
     report = Report(target=_name(module), environment=environment())
 
     @captures_loops

@@ -30,10 +30,18 @@ class Stopped(Exception):
 
 
 class Hook(CustomGraphPass):
-    """Calls back with every ATen graph that one compile produces, numbered in order."""
+    """Calls back with every ATen graph that one compile produces, numbered in order.
 
-    def __init__(self, visit: Callable[[int, Graph], None]) -> None:
+    Args:
+        visit: Called with the number and the graph.
+        outcome: Names what the callback makes of any graph.
+        settled: Whether that is known beforehand. AOTAutograd's cache, which knows the graph before the pass, may then
+            be asked; where it knows the result, the callback is not called.
+    """
+
+    def __init__(self, visit: Callable[[int, Graph], None], outcome: str = "", settled: bool = False) -> None:
         self.visit = visit
+        self.outcome, self.settled = outcome, settled
         self.count = 0
         self.stopped = False
         # What the callback raised otherwise: Inductor may wrap it, and it is not Inductor's failure.
@@ -52,8 +60,8 @@ class Hook(CustomGraphPass):
             raise
 
     def uuid(self) -> str:
-        """Identify the pass to Inductor's code cache, which is keyed by the graph *after* it."""
-        return f"refold-{__version__}"
+        """Identify the pass to the caches of Inductor, keyed by the graph *after* it, and of AOTAutograd."""
+        return f"refold-{__version__}-{self.outcome}"
 
 
 class _Chain(CustomGraphPass):
@@ -86,8 +94,9 @@ def inductor(
     if hook is not None:
         user = patches.get("joint_custom_pre_pass", inductor_config.joint_custom_pre_pass)
         patches["joint_custom_pre_pass"] = hook if user is None else _Chain(user, hook)
-    # AOTAutograd's cache would skip the hook, and with it the report.
-    with torch._functorch.config.patch(enable_autograd_cache=False):
+    # AOTAutograd's cache would skip a hook of which nobody knows yet what it will do, and with it the report.
+    unsettled = hook is not None and not hook.settled
+    with torch._functorch.config.patch(enable_autograd_cache=False) if unsettled else contextlib.nullcontext():
         return compile_fx(duplicate(gm), list(inputs), config_patches=patches or None)  # type: ignore[return-value]
 
 

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
+import json
 import logging
 import time
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch.fx import Graph, GraphModule, Node
 
-from ..errors import RefoldWarning
+from ..errors import PlanError, warn
 from ..report import GraphReport, RewriteReport
+from .decisions import Key, Plan, Store, Unnameable, digest, folder_for, name_program, place, versions
 from .dynamo.loop import lifted_loops
 from .external_cumsum import keep_scans_external
 from .inductor import Compiled, Hook, Stopped, bind, clone_inputs, duplicate, inductor
@@ -28,6 +30,9 @@ from .validate.region import Settings, Verdict, judge, undisturbed_rng
 
 log = logging.getLogger("refold")
 
+# A graph that takes less is not raced again for every length.
+TINY_MS = 1.0
+
 
 @dataclass
 class _Pending:
@@ -39,12 +44,28 @@ class _Pending:
     rewrites: list[Rewrite]
 
 
+class Misfit(Exception):
+    """A decision does not fit the program it is to be replayed on; the message says where."""
+
+
 class GraphCompile:
     """The compile of one graph."""
 
     def __init__(self, gm: GraphModule, inputs: Sequence[Any], settings: Settings, entry: GraphReport) -> None:
-        self.gm, self.inputs, self.settings, self.entry = gm, inputs, settings, entry
-        self.options = dict(settings.options or {})
+        self.given, self.inputs, self.settings, self.entry = gm, inputs, settings, entry
+        self.key: Key | None = None
+        try:
+            facts = {name: getattr(settings, name) for name in ("verify", "accept", "loops")}
+            self.key = name_program(gm, inputs, {**facts, "options": dict(settings.options or {})})
+        except Unnameable as reason:
+            log.info("graph %d is not remembered: %s", entry.index, reason)
+        entry.program = self.key.exact if self.key is not None else ""
+        self.store = Store(folder_for(settings.cache) if self.key is not None else None, place(inputs))
+        self._reset()
+
+    def _reset(self) -> None:
+        self.gm = self.given
+        self.options = dict(self.settings.options or {})
         self.refused: set[str] = set()
         self.verdicts: dict[str, Verdict] = {}
         self.rows: dict[str, RewriteReport] = {}
@@ -52,31 +73,198 @@ class GraphCompile:
         self.external_scans, self.scan_sizes = 0, 0
         # The number of terms in the longest sum that was rewritten.
         self.terms = 1
+        # What is replayed, by key; and whether it was checked before.
+        self.decided: dict[str, RewriteReport] | None = None
+        self.trusted = False
+        # Rewrites (pass, line) that lost the race at other sizes of the same kind; None if nothing is known of such.
+        self.lost: set[tuple[str, str]] | None = None
+        # Whether the last compile showed its graph, and whether one failed.
+        self.seen, self.failed = True, False
 
     def run(self) -> Compiled:
         """Return the program that runs from now on, and fill the report."""
+        try:
+            return self._replayed() or self._decided()
+        finally:
+            self.entry.notes += [note for note in self.store.notes if note not in self.entry.notes]
+
+    def _decided(self) -> Compiled:
+        """Find rewrites, judge them, and take the fastest program."""
         start = time.perf_counter()
-        given, saved = self.gm, self._roll_up_lifted()
+        entry = self.entry
+        if (chosen := self._decided_alike()) is not None:
+            return chosen
+        saved = self._roll_up_lifted()
         compiled = self._compile()
-        self.entry.flops_before += saved.flops
-        self.entry.bytes_before += saved.bytes
-        self.entry.compile_s = time.perf_counter() - start - self.entry.proof_s
-        self.entry.rewrites = list(self.rows.values())
+        entry.flops_before += saved.flops
+        entry.bytes_before += saved.bytes
+        entry.compile_s = time.perf_counter() - start - entry.proof_s
+        entry.rewrites = list(self.rows.values())
+        entry.external_scans = self.external_scans
         if compiled is None:
-            self.entry.chosen = "eager"
-            return given
-        if not self.entry.applied and not self.external_scans:
-            self.entry.chosen = "inductor"
-            self.entry.reason = "no rewrite stands" if self.rows else ""
-            return compiled
-        self.entry.chosen = "refold"
-        if self.entry.applied and (self.settings.verify != "off" or self.settings.accept == "faster"):
+            entry.chosen = "eager"
+            return self.given
+        if not entry.applied and not self.external_scans:
+            entry.chosen = "inductor"
+            entry.reason = "no rewrite stands" if self.rows else ""
+        else:
+            entry.chosen = "refold"
+            if self.lost is not None:
+                entry.reason = "as it does at sizes between the same powers of two"
+            if entry.applied and (self.settings.verify != "off" or self.settings.accept == "faster"):
+                start = time.perf_counter()
+                rewritten = Rewritten(compiled, self._repeatable, self.terms)
+                compiled = last_word(rewritten, self.given, self.inputs, self.settings, entry)
+                entry.proof_s += time.perf_counter() - start
+        log.info("graph %d: %s runs, %d rewrites", entry.index, entry.chosen, len(entry.applied))
+        self._remember()
+        return compiled
+
+    # Remembering -------------------------------------------------------------------------------
+
+    def _remember(self) -> None:
+        """Keep what was decided, unless something failed; on disk, unless the machine was busy."""
+        if self.key is None or self.failed:
+            return
+        entry = self.entry
+        busy = [race.busy for verdict in self.verdicts.values() if (race := verdict.race) is not None and race.busy]
+        entry.busy = entry.busy or next(iter(busy), "")
+        if entry.busy:
+            entry.notes.append(f"the machine was busy while times were taken ({entry.busy}); they are not remembered")
+        data = dataclasses.asdict(entry)
+        if self.settings.plan is not None:
+            self.store.put("plan", self._plan_key(entry), data)
+            return
+        self.store.put("graph", self.key.exact, data, lasting=not entry.busy)
+        times = [*entry.times_ms.values(), *(row.original_ms for row in entry.rewrites if row.original_ms is not None)]
+        if times and max(times) < TINY_MS and not entry.busy:
+            self.store.put("alike", self.key.alike, data, lasting=False)
+
+    def _plan_key(self, entry: GraphReport) -> str:
+        applied = sorted(f"{row.key} {row.signature}" for row in entry.applied)
+        return digest([entry.program, entry.chosen, str(entry.external_scans), *applied])
+
+    def _replayed(self) -> Compiled | None:
+        """Do what was decided before; None if nothing was, or if it does not fit."""
+        entry = self.entry
+        if self.settings.plan is not None:
+            return self._planned(Plan.read(self.settings.plan))
+        found = None if self.key is None else self.store.get("graph", self.key.exact)
+        if found is None:
+            return None
+        try:
+            return self._replay(GraphReport.from_dict(found[0]), found[1])
+        except (Misfit, KeyError, TypeError) as error:
+            entry.notes.append(f"what {found[1]} knew of this graph does not fit: {error}")
+            entry.remembered = ""
+            self.store.drop("graph", entry.program)
+            self._reset()
+            return None
+
+    def _planned(self, plan: Plan) -> Compiled:
+        """Do what a plan says; where it does not fit, Inductor compiles the graph, as it would at each run."""
+        entry = self.entry
+        try:
+            if self.key is None:
+                raise Misfit("the graph has no name that means the same in another process")
+            if (decision := plan.graphs.get(entry.program)) is None:
+                raise Misfit("it does not hold this graph at these sizes, dtypes and options")
+            checked = self.store.get("plan", self._plan_key(decision)) is not None or self.settings.verify == "off"
+            return self._replay(decision, "a plan", trusted=checked)
+        except Misfit as misfit:
+            text = f"the plan does not fit graph {entry.index}: {misfit}"
+            if self.settings.strict:
+                raise PlanError(f"{text}. Make a new one with report.save(path)") from None
+            warn(f"{text}; Inductor compiles it")
+            entry.notes.append(text)
+            entry.chosen, entry.reason = "inductor", "because the plan does not fit"
+            for row in entry.rewrites:
+                row.status, row.reason = "refused", "the plan does not fit"
+            return inductor(self.given, self.inputs, options=dict(self.settings.options or {}))
+
+    def _replay(self, decision: GraphReport, where: str, *, trusted: bool = True) -> Compiled:
+        """Apply the rewrites of a decision and no others; check them unless they were checked before."""
+        start = time.perf_counter()
+        entry, notes = self.entry, self.entry.notes
+        for name, value in dataclasses.asdict(decision).items():
+            if name not in ("index", "program", "notes", "compile_s", "proof_s"):
+                setattr(entry, name, value)
+        entry.rewrites = decision.rewrites
+        entry.remembered = where
+        notes += [note for note in decision.notes if note not in notes]
+        if decision.chosen == "eager":
+            return self.given
+        if decision.chosen == "inductor" and decision.rewrites:
+            return inductor(self.given, self.inputs, options=self.options)
+        self.decided = {row.key: row for row in decision.rewrites}
+        self.refused = {row.key for row in decision.rewrites if row.status == "refused"}
+        self.trusted = trusted
+        self.external_scans = decision.external_scans
+        before = entry.flops_before, entry.bytes_before
+        self.settings = dataclasses.replace(self.settings, accept="always")
+        self._roll_up_lifted()
+        compiled = self._compile()
+        if compiled is None:
+            raise Misfit("Inductor cannot compile it any more")
+        if self.seen and (missing := {row.key for row in decision.applied} - self.rows.keys()):
+            raise Misfit(f"there is no {min(missing)} to be rewritten")
+        entry.flops_before, entry.bytes_before = before
+        entry.compile_s = time.perf_counter() - start - entry.proof_s
+        if not trusted and decision.applied:
             start = time.perf_counter()
             rewritten = Rewritten(compiled, self._repeatable, self.terms)
-            compiled = last_word(rewritten, given, self.inputs, self.settings, self.entry)
-            self.entry.proof_s += time.perf_counter() - start
-        log.info("graph %d: %s runs, %d rewrites", self.entry.index, self.entry.chosen, len(self.entry.applied))
+            last_word(rewritten, self.given, self.inputs, self.settings, entry)
+            entry.proof_s += time.perf_counter() - start
+            if entry.chosen != "refold":
+                raise Misfit(entry.reason)
+            self._remember()
         return compiled
+
+    def _as_decided(self, key: str, rewrite: Rewrite) -> RewriteReport:
+        """Return what was decided about a rewrite; it must be the same rewrite."""
+        assert self.decided is not None
+        row = self.decided.get(key)
+        if row is None or row.status != "applied" or row.signature != rewrite.signature:
+            raise Misfit(f"{rewrite.name} [{rewrite.site}] is another one")
+        self.rows[key] = row
+        self.terms = max(self.terms, rewrite.terms)
+        return row
+
+    def _decided_alike(self) -> Compiled | None:
+        """Spare a graph that takes microseconds the races that it had at other sizes of the same kind."""
+        found = (
+            None if self.key is None or self.settings.accept == "always" else self.store.get("alike", self.key.alike)
+        )
+        if found is None:
+            return None
+        before = GraphReport.from_dict(found[0])
+        self.entry.remembered = found[1]
+        if before.chosen == "refold":
+            self.settings = dataclasses.replace(self.settings, accept="always")
+            self.lost = {(row.name, row.source) for row in before.rewrites if row.status == "refused"}
+            return None
+        self.entry.chosen, self.entry.mode = before.chosen, before.mode
+        self.entry.reason = "because it was the fastest at sizes between the same powers of two"
+        if before.chosen == "eager":
+            return self.given
+        return inductor(self.given, self.inputs, options=self.options)
+
+    def _judged(self, rewrite: Rewrite, actual: Sequence[Any] | None) -> Verdict:
+        """Judge a rewrite, unless it was judged before in this place."""
+        if self.lost is not None and (rewrite.name, rewrite.source) in self.lost:
+            return Verdict("not faster at sizes between the same powers of two")
+        facts = [rewrite.signature, str(rewrite.differentiated), str(rewrite.spread), str(rewrite.terms)]
+        options = json.dumps(dict(self.settings.options or {}), sort_keys=True, default=repr)
+        key = digest([*facts, self.settings.verify, self.settings.accept, options])
+        if (found := self.store.get("region", key)) is not None:
+            try:
+                return Verdict.from_dict(found[0])
+            except (KeyError, TypeError) as error:
+                self.entry.notes.append(f"what {found[1]} knew of a region does not fit: {error}")
+        verdict = judge(rewrite, actual, self.settings)
+        busy = verdict.race is not None and bool(verdict.race.busy)
+        self.store.put("region", key, dataclasses.asdict(verdict), lasting=not busy)
+        return verdict
 
     def _repeatable(self) -> Compiled:
         """Compile the graph again, with random numbers drawn as eager draws them."""
@@ -100,36 +288,46 @@ class GraphCompile:
         for name in names:
             call = next(node for node in self.gm.graph.nodes if node.name == name)
             try:
-                lowering = self._lowered(call)
+                found = self._lowered(call)
             except NotALoop as reason:
                 self.entry.notes.append(f"a loop over time stays: {reason} [{serial(self.gm, call)}]")
                 continue
-            if lowering is not None:
-                lowering.splice()
-                before, after = lowering.rewrite.before, lowering.rewrite.after
+            if found is not None:
+                found.splice()
+                before, after = found.rewrite.before, found.rewrite.after
                 saved += Cost(before.flops - after.flops, before.bytes - after.bytes)
         self.gm.recompile()
         return saved
 
     def _lowered(self, call: Node) -> Any:
         """Return a lifted loop as the scan that stands; None if none does."""
-        from .dynamo.to_scan import Lowering
+        from .dynamo.to_scan import lowering
 
         for dual in (True, False):
-            lowering = Lowering(self.gm, call, dual)
-            rewrite = lowering.rewrite
+            key = f"lifted:{call.name}:{dual}"
+            if self.decided is not None and (key not in self.decided or self.decided[key].status != "applied"):
+                continue
+            found = lowering(self.gm, call, dual)
+            rewrite = found.rewrite
+            if self.decided is not None:
+                self._as_decided(key, rewrite)
+                if not self.trusted and (reason := self._verdict(rewrite).reason):
+                    raise Misfit(f"{rewrite.name} [{rewrite.site}] is {reason}")
+                return found
             verdict = None
             if self.settings.verify != "off" or self.settings.accept != "always":
                 start = time.perf_counter()
                 verdict = self._verdict(rewrite)
                 self.entry.proof_s += time.perf_counter() - start
-            row = self.rows[f"lifted:{call.name}:{dual}"] = _row(rewrite, verdict)
+            row = self.rows[key] = _row(rewrite, key, verdict)
             if verdict is None or not verdict.reason:
                 row.status = "applied"
                 self.terms = max(self.terms, rewrite.terms)
-                return lowering
+                if found.fixed:
+                    self.entry.notes.append(f"this compile is for these sizes alone: {found.fixed} [{call.name}]")
+                return found
             row.status = "refused"
-            if not lowering.dual:
+            if not found.dual:
                 break  # else what does not write the states rounds too much, or is slower
         return None
 
@@ -139,30 +337,40 @@ class GraphCompile:
             with undisturbed_rng():
                 found = values_at(self.gm.graph, rewrite.inputs, clone_inputs(self.inputs))
                 actual = [found[name] for name in rewrite.inputs]
-                self.verdicts[rewrite.signature] = judge(rewrite, actual, self.settings)
+                self.verdicts[rewrite.signature] = self._judged(rewrite, actual)
         return self.verdicts[rewrite.signature]
 
     # Finding and proving rewrites ------------------------------------------------------------
 
     def _compile(self) -> Compiled | None:
         """Start Inductor until every rewrite it sees has been judged; None if it cannot compile the graph."""
+        # AOTAutograd's cache may be asked when all that the pass will do is known.
+        settled = self.trusted
         while True:
             pending: list[_Pending] = []
-            hook = Hook(functools.partial(self._visit, pending))
-            log.info("compiling")
+            outcome = digest([*versions(), *sorted(self.refused), str(self.external_scans)])
+            hook = Hook(functools.partial(self._visit, pending), outcome, settled)
+            log.info("compiling graph %d", self.entry.index)
             try:
-                return inductor(self.gm, self.inputs, hook=hook, options=self.options)
+                compiled = inductor(self.gm, self.inputs, hook=hook, options=self.options)
+                self.seen = hook.count > 0
+                if self.seen or self.trusted:
+                    return compiled
+                settled = False  # the cache answered, and nobody knows what was rewritten
+                continue
             except Exception as error:
                 if hook.error is not None:
                     raise hook.error from None
                 if not hook.stopped:
                     if not self._recover(error):
+                        self.failed = True
                         return None
                     continue
             start = time.perf_counter()
             for found in pending:
                 self._judge(found)
             self.entry.proof_s += time.perf_counter() - start
+            settled = True
 
     def _visit(self, pending: list[_Pending], index: int, graph: Graph) -> None:
         """Rewrite one ATen graph in place, or stop the compile to judge what is new."""
@@ -172,10 +380,14 @@ class GraphCompile:
             self.entry.flops_before = self.entry.flops_after = self.entry.bytes_before = self.entry.bytes_after = 0
         before = graph_cost(graph.nodes)
         original = _copy(graph)
-        rewrites = run_pipeline(graph, lambda site: f"{index}:{site}" not in self.refused)
+        rewrites = run_pipeline(graph, lambda site: self._wanted(f"{index}:{site}"))
         for rewrite in rewrites:
-            self.rows[f"{index}:{rewrite.site}"] = _row(rewrite, self.verdicts.get(rewrite.signature))
-        proofless = self.settings.verify == "off" and self.settings.accept == "always"
+            key = f"{index}:{rewrite.site}"
+            if self.decided is None:
+                self.rows[key] = _row(rewrite, key, self.verdicts.get(rewrite.signature))
+            else:
+                self._as_decided(key, rewrite)
+        proofless = self.trusted or (self.settings.verify == "off" and self.settings.accept == "always")
         if not proofless and any(rewrite.signature not in self.verdicts for rewrite in rewrites):
             pending.append(_Pending(index, original, graph, rewrites))
             raise Stopped
@@ -188,6 +400,12 @@ class GraphCompile:
         self.entry.bytes_before += before.bytes
         self.entry.bytes_after += after.bytes
         self.scan_sizes = max(self.scan_sizes, keep_scans_external(graph, self.external_scans))
+
+    def _wanted(self, key: str) -> bool:
+        """Tell whether a rewrite may be made."""
+        if self.decided is None:
+            return key not in self.refused
+        return key in self.decided and self.decided[key].status == "applied"
 
     def _judge(self, found: _Pending) -> None:
         """Judge rewrites not seen before, on values from the user's own inputs where possible."""
@@ -205,14 +423,18 @@ class GraphCompile:
         for rewrite in fresh:
             actual = [values[name] for name in rewrite.inputs] if values.keys() >= set(rewrite.inputs) else None
             with undisturbed_rng():
-                self.verdicts[rewrite.signature] = judge(rewrite, actual, self.settings)
+                self.verdicts[rewrite.signature] = self._judged(rewrite, actual)
         for rewrite in rewrites:
             verdict = self.verdicts[rewrite.signature]
-            site = f"{index}:{rewrite.site}"
-            self.rows[site] = _row(rewrite, verdict)
+            key = f"{index}:{rewrite.site}"
+            if self.decided is not None:
+                if verdict.reason:
+                    raise Misfit(f"{rewrite.name} [{rewrite.site}] is {verdict.reason}")
+                continue
+            self.rows[key] = _row(rewrite, key, verdict)
             if verdict.reason:
-                self.rows[site].status = "refused"
-                self.refused.add(site)
+                self.rows[key].status = "refused"
+                self.refused.add(key)
 
     def _recover(self, error: Exception) -> bool:
         """After Inductor failed: tell whether another attempt is worth it."""
@@ -225,7 +447,7 @@ class GraphCompile:
             return True
         if self.settings.strict:
             raise error
-        warnings.warn(f"Inductor failed on this graph ({text}); it runs eagerly", RefoldWarning, stacklevel=2)
+        warn(f"Inductor failed on this graph ({text}); it runs eagerly")
         self.entry.notes.append(f"Inductor failed ({text}); the graph runs eagerly")
         return False
 
@@ -236,8 +458,10 @@ def _copy(graph: Graph) -> Graph:
     return twin
 
 
-def _row(rewrite: Rewrite, verdict: Verdict | None) -> RewriteReport:
+def _row(rewrite: Rewrite, key: str, verdict: Verdict | None) -> RewriteReport:
     row = RewriteReport(
+        key=key,
+        signature=rewrite.signature,
         name=rewrite.name,
         site=rewrite.site,
         source=rewrite.source,
@@ -265,16 +489,16 @@ def lower_lifted(entry: GraphReport, gm: GraphModule) -> GraphModule:
     """Write into a report what would become of lifted loops; return the graph without those that would be scans."""
     gm = duplicate(gm)
     for call in lifted_loops(gm):
-        from .dynamo.to_scan import Lowering, serial
+        from .dynamo.to_scan import lowering, serial
 
         loop = serial(gm, call)
         try:
-            lowering = Lowering(gm, call)
+            found = lowering(gm, call)
         except NotALoop:
             continue  # it is found again, and described, when it is unrolled
         entry.loops.append(loop)
-        entry.rewrites.append(_row(lowering.rewrite, None))
-        lowering.splice()
+        entry.rewrites.append(_row(found.rewrite, "", None))
+        found.splice()
     gm.recompile()
     return gm
 
@@ -282,7 +506,7 @@ def lower_lifted(entry: GraphReport, gm: GraphModule) -> GraphModule:
 def survey(entry: GraphReport, graph: Graph) -> None:
     """Write into a report what the pipeline would do with a graph; edits the graph."""
     before = graph_cost(graph.nodes)
-    entry.rewrites += [_row(rewrite, None) for rewrite in run_pipeline(graph)]
+    entry.rewrites += [_row(rewrite, "", None) for rewrite in run_pipeline(graph)]
     after = graph_cost(graph.nodes)
     entry.flops_before, entry.flops_after = before.flops, after.flops
     entry.bytes_before, entry.bytes_after = before.bytes, after.bytes

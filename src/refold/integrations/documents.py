@@ -63,6 +63,10 @@ def _from_offsets(name: str, offsets: Tensor, arguments: Mapping[str, Any]) -> D
     return Documents.from_offsets(offsets)
 
 
+@torch.compiler.disable(
+    reason="whether position_ids begin documents is in their values. Pass cu_seq_lens_q instead, or call "
+    "refold.accelerate with positions=False."
+)
 def _from_positions(ids: Tensor, arguments: Mapping[str, Any]) -> Documents | None:
     _check_tokens(_POSITIONS, ids, arguments)
     size, mask = _batch_size(arguments), arguments.get("attention_mask")

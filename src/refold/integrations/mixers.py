@@ -26,7 +26,7 @@ try:
     from transformers.integrations.accelerate import force_accelerate_hooks
 except ImportError:  # then nothing offloads weights by its hooks
 
-    def force_accelerate_hooks(names: Any) -> Callable[..., Any]:
+    def force_accelerate_hooks(child_module_names: str | list[str]) -> Callable[..., Any]:
         """Return the function as it is."""
         return lambda forward: forward
 
@@ -36,7 +36,7 @@ def mamba2(
     self: Any, hidden_states: Tensor, cache_params: Any = None, attention_mask: Tensor | None = None, **kwargs: Any
 ) -> Tensor:
     """Forward of a Mamba-2 layer."""
-    documents, (batch, seqlen, _), dtype = _documents(kwargs), hidden_states.shape, hidden_states.dtype
+    documents, dtype = _documents(kwargs), hidden_states.dtype
     window, state = _cached(cache_params, self.layer_idx)
     hidden_states = _without_padding(hidden_states, attention_mask)
     if (multiplier := getattr(self, "ssm_in_multiplier", None)) is not None:  # Falcon-H1
@@ -126,10 +126,10 @@ def _apart(linear: nn.Module, x: Tensor) -> tuple[Tensor, Tensor | None]:
 
     Only a plain layer can be taken apart; anything else (LoRA, quantised, sharded, hooked) is called.
     """
-    plain = type(linear) is nn.Linear and "forward" not in vars(linear)
-    if plain and not (linear._forward_pre_hooks or linear._forward_hooks or linear._backward_hooks):
-        return F.linear(x, linear.weight), linear.bias
-    return linear(x), None
+    hooks = (linear._forward_pre_hooks, linear._forward_hooks, linear._backward_pre_hooks, linear._backward_hooks)
+    if type(linear) is not nn.Linear or "forward" in vars(linear) or any(hooks):
+        return linear(x), None
+    return F.linear(x, linear.weight), linear.bias
 
 
 def _cached(cache: Any, layer: int) -> tuple[Tensor | None, Tensor | None]:
@@ -154,7 +154,8 @@ def _convolve(self: Any, x: Tensor, window: Tensor | None, cache: Any, documents
     if before is not None and torch.is_grad_enabled():
         before = before.clone()  # what is overwritten below may be needed for gradients
     if isinstance(conv, nn.Conv1d):
-        rest = {"weight": conv.weight.squeeze(1), "bias": conv.bias, "activation": "silu" if fused else None}
+        rest: dict[str, Any] = {"weight": conv.weight.squeeze(1), "bias": conv.bias}
+        rest["activation"] = "silu" if fused else None
         if documents is None:
             y, _ = ops.causal_conv1d(x, initial_state=before, **rest)
         else:
@@ -171,11 +172,11 @@ def _convolve(self: Any, x: Tensor, window: Tensor | None, cache: Any, documents
 
 
 def _call_convolution(conv: nn.Module, x: Tensor, before: Tensor | None, documents: Documents | None) -> Tensor:
-    """Call a convolution that is more than its weight, such as one with LoRA; it pads both ends by its width less one."""
+    """Call a convolution that is more than its weight, such as one with LoRA; it pads both ends by its width - 1."""
     if documents is not None:
         raise ArgumentError(
-            f"conv1d is a {type(conv).__name__}, which takes no documents: they would see each other. Merge it into the "
-            "convolution, or give each document a row of its own."
+            f"conv1d is a {type(conv).__name__}, which takes no documents: they would see each other. Merge it into "
+            "the convolution, or give each document a row of its own."
         )
     if before is not None:
         x = torch.cat([before.mT.to(x.dtype), x], 1)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib.metadata
 import warnings
 from collections import Counter
+from collections.abc import Callable
 from functools import cache
 from types import MethodType
 from typing import Any
@@ -17,8 +18,8 @@ from typing import Any
 from torch import nn
 
 from refold.errors import ArgumentError, RefoldError, RefoldWarning
-from refold.integrations import documents, mixers
-from refold.integrations.documents import reading
+from refold.integrations import mixers
+from refold.integrations.documents import current, reading, watch
 
 MIXERS = {
     "MambaMixer": mixers.mamba,
@@ -49,9 +50,9 @@ class Acceleration:
         self._changed: list[nn.Module] = []
         self._hooks: list[Any] = []
 
-    def _become(self, module: nn.Module, ours: type) -> None:
+    def _become(self, module: nn.Module, subclass: Callable[[Any], type]) -> None:
         self._changed.append(module)
-        _set_class(module, ours)
+        _set_class(module, subclass(type(module)))
 
     def undo(self) -> None:
         """Put every class and hook back as it was.
@@ -120,10 +121,12 @@ def accelerate(model: nn.Module, *, positions: bool = True) -> Acceleration:
     done = Acceleration(model)
     for name, module in model.named_modules():
         kind = _kind(module)
-        if kind is not None and (reason := _refusal(module, kind)) is None:
-            done.replaced[name] = kind.__name__
-        elif kind is not None:
-            done.kept[name] = reason
+        if kind is not None:
+            reason = _refusal(module, kind)
+            if reason is None:
+                done.replaced[name] = kind.__name__
+            else:
+                done.kept[name] = reason
         elif hasattr(module, "A_log") or "conv1d" in module._modules:
             done.kept[name] = f"refold has no forward for {type(module).__name__}"
     if not done.replaced:
@@ -136,11 +139,11 @@ def accelerate(model: nn.Module, *, positions: bool = True) -> Acceleration:
     for name, module in model.named_modules():
         around = any(path.startswith(f"{name}.") or not name for path in done.replaced)
         if name in done.replaced:
-            done._become(module, _mixer(type(module)))
+            done._become(module, _mixer)
         elif around and _inherits(module, "GradientCheckpointingLayer") and not _hidden(module):
-            done._become(module, _block(type(module)))
+            done._become(module, _block)
         if not name or (around and _inherits(module, "PreTrainedModel")):
-            done._hooks += documents.watch(module, positions)
+            done._hooks += watch(module, positions)
     setattr(model, _MARK, done)
     return done
 
@@ -178,46 +181,46 @@ def _version() -> str:
         return "not installed"
 
 
-def _set_class(module: nn.Module, kind: type) -> None:
+def _set_class(module: Any, kind: Any) -> None:
     module.__class__ = kind
     if "_old_forward" in vars(module):  # hooks of the package accelerate keep the forward that they wrap there
-        module._old_forward = MethodType(kind.forward, module)  # type: ignore[attr-defined]
+        module._old_forward = MethodType(kind.forward, module)
 
 
 @cache
-def _mixer(kind: type) -> type:
+def _mixer(kind: Any) -> type:
     """Return the subclass of a layer's class with refold's forward."""
     forward = MIXERS[next(base.__name__ for base in kind.__mro__ if base.__name__ in MIXERS)]
     return _subclass(kind, {"forward": forward})
 
 
 @cache
-def _block(kind: type) -> type:
+def _block(kind: Any) -> type:
     """Return the subclass of a block's class that carries documents to where its forward runs, now or again."""
 
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
-        given = documents.current()
+        given = current()
         return kind.__call__(self, *args, **(kwargs if given is None else {**kwargs, "documents": given}))
 
     def forward(self: Any, *args: Any, documents: Any = None, **kwargs: Any) -> Any:
         if documents is None:
-            return kind.forward(self, *args, **kwargs)  # type: ignore[attr-defined]
+            return kind.forward(self, *args, **kwargs)
         with reading(documents):
-            return kind.forward(self, *args, **kwargs)  # type: ignore[attr-defined]
+            return kind.forward(self, *args, **kwargs)
 
     return _subclass(kind, {"__call__": __call__, "forward": forward})
 
 
 def _subclass(kind: type, members: dict[str, Any]) -> type:
     def __reduce_ex__(self: Any, protocol: Any) -> Any:
-        _, _, *rest = object.__reduce_ex__(self, protocol)
-        return (_renew, (kind, "__call__" in members), *rest)
+        reduced: Any = object.__reduce_ex__(self, protocol)
+        return (_renew, (kind, "__call__" in members), *reduced[2:])
 
     members |= {"_refold_original": kind, "__reduce_ex__": __reduce_ex__, "__module__": __name__}
     return type(f"Accelerated{kind.__name__}", (kind,), members)
 
 
-def _renew(kind: type, block: bool) -> Any:
+def _renew(kind: Any, block: bool) -> Any:
     """Make an empty layer or block, for copies and pickles."""
-    ours = (_block if block else _mixer)(kind)
+    ours: Any = _block(kind) if block else _mixer(kind)
     return ours.__new__(ours)

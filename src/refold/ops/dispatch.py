@@ -81,7 +81,7 @@ def explain(op: str, *args: Any, **kwargs: Any) -> Explanation:
     bound = inspect.signature(function).bind(*args, **kwargs)
     bound.apply_defaults()
     arrays = [bound.arguments[arg.name] for arg in spec.args]
-    options = [bound.arguments[option.name] for option in spec.options]
+    options = spec.plain_options([bound.arguments[option.name] for option in spec.options])
     framework = framework_of(spec, arrays)
     meta = spec.validate(meta_of(spec, framework, arrays, options))
     return Explanation(op, {backend: refusal(spec, backend, meta) for backend in spec.backends})
@@ -94,7 +94,7 @@ def call(spec: OpSpec, arrays: Sequence[Any], options: Sequence[Any], backend: s
         from refold.ops.torch import registry as library
 
         return library.run(spec.name, arrays, options, backend or "")
-    framework = framework_of(spec, arrays)
+    framework, options = framework_of(spec, arrays), spec.plain_options(options)
     meta = spec.validate(meta_of(spec, framework, arrays, options))
     run = getattr(resolve(spec, meta, backend or ""), spec.name)
     keywords = keyword_arguments(spec, arrays, options)

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from os import PathLike
+from pathlib import Path
 from typing import Any
 
 SCHEMA = 1
@@ -12,7 +15,10 @@ SCHEMA = 1
 
 @dataclass
 class RewriteReport:
-    """One rewrite: what was recognised, what it saves, how it was judged."""
+    """One rewrite: what was recognised, what it saves, how it was judged.
+
+    ``key`` names its place in the graph, ``signature`` is a digest of both versions of its region.
+    """
 
     name: str
     site: str
@@ -33,6 +39,8 @@ class RewriteReport:
     candidate_ms: float | None = None
     speedup: float | None = None
     at_least: float | None = None
+    key: str = ""
+    signature: str = ""
 
 
 @dataclass
@@ -41,6 +49,8 @@ class GraphReport:
 
     ``chosen`` is what runs from now on: ``refold``, ``inductor`` or ``eager``. ``checks`` has an entry for each output,
     gradient and written input of the whole graph, and ``checked_against`` says with what they were compared.
+    ``program`` names the graph, see docs/compiler.md; ``remembered`` says who knew all this already: ``this process``,
+    ``the disk``, ``a plan``, or nobody. ``busy`` says how the machine was busy while times were taken.
     """
 
     index: int
@@ -64,6 +74,19 @@ class GraphReport:
     compile_s: float = 0.0
     inductor_compile_s: float | None = None
     proof_s: float = 0.0
+    program: str = ""
+    remembered: str = ""
+    busy: str = ""
+    external_scans: int = 0
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> GraphReport:
+        """Return the entry that ``dataclasses.asdict`` wrote.
+
+        Raises:
+            KeyError or TypeError: The data is not that of an entry.
+        """
+        return cls(**{**data, "rewrites": [RewriteReport(**rewrite) for rewrite in data["rewrites"]]})
 
     @property
     def applied(self) -> list[RewriteReport]:
@@ -91,6 +114,22 @@ class Report:
     def to_json(self) -> str:
         """Return the report as JSON text."""
         return json.dumps(self.to_dict(), indent=2)
+
+    def save(self, path: str | PathLike[str]) -> None:
+        """Write the report to a file as JSON. It can be read as a plan: ``refold.compile(f, plan=path)``."""
+        Path(path).write_text(self.to_json() + "\n")
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Report:
+        """Return the report that `to_dict` wrote.
+
+        Raises:
+            KeyError, TypeError or ValueError: The data is not that of a report.
+        """
+        if data["schema"] != SCHEMA:
+            raise ValueError(f"its schema is {data['schema']!r}, not {SCHEMA}")
+        graphs = [GraphReport.from_dict(graph) for graph in data["graphs"]]
+        return cls(str(data["target"]), dict(data["environment"]), graphs)
 
     def __str__(self) -> str:
         from .text import render

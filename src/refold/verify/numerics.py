@@ -102,6 +102,7 @@ def check(
     spread: float = 1.0,
     seed: int = 0,
     narrowed: Program | None = None,
+    differentiated: Sequence[bool] = (),
 ) -> Evidence:
     """Compare a candidate with the original at level "quick".
 
@@ -116,6 +117,7 @@ def check(
         spread: Standard deviation of the random inputs.
         seed: Seeds the random inputs.
         narrowed: The original with float32 in place of float64, from the same inputs; None if there is none.
+        differentiated: For each input, whether its gradient is among the results, which end with these.
 
     Returns:
         The evidence; ``passed`` only if every kind passed.
@@ -149,15 +151,19 @@ def check(
         scales = _several(reference(*[_absolute(x) for x in inputs])) if multilinear else [None] * len(rs)
         known = [(0.0, 0.0)] * len(rs)
         if narrowed is not None and any(y.dtype == torch.float64 for y in ys):
-            known = _estimated(narrowed, reference, inputs, multilinear)
+            known = estimated(narrowed, reference, inputs, multilinear)
         results = zip(rs, os, ys, scales, known, strict=True)
-        found = [_compare(kind, r, o, y, scale, terms, least) for r, o, y, scale, least in results]
+        found = [compare(kind, r, o, y, scale, terms, least) for r, o, y, scale, least in results]
         bounds = [max(pair) for pair in zip(bounds or [0.0] * len(ys), (one.bound for one in found), strict=True)]
         # One result stands for all: the first that fails, else the one nearest to its bound.
         evidence.kinds.append(min(found, key=lambda one: (one.passed, -one.error / (one.bound or 1.0))))
     if evidence.passed:
         inputs = [_with_infinity(x, generator, spread) for x in like]
-        found = list(map(_where_finite, _several(original(*inputs)), _several(candidate(*inputs)), bounds))
+        os, ys = list(_several(original(*inputs))), _several(candidate(*inputs))
+        leaves = [x for x, need in zip(inputs, differentiated, strict=False) if need]
+        for at, x in enumerate(leaves, len(os) - len(leaves)):  # nobody asks for the gradient at an infinity
+            os[at] = torch.where(x.isfinite(), os[at], math.nan)
+        found = list(map(_where_finite, os, ys, bounds))
         evidence.kinds.append(min(found, key=lambda one: (one.passed, -one.error / (one.bound or 1.0))))
     return evidence
 
@@ -183,7 +189,7 @@ def agree(
     if y.is_complex():
         r, o, y = (torch.view_as_real(v.resolve_conj()) for v in (r, o, y))
     if y.is_floating_point():
-        return _compare(kind, r, o, y, None, terms, known)
+        return compare(kind, r, o, y, None, terms, known)
     wrong, own = (float((v != r).sum()) for v in (y, o))
     reason = f"{wrong:.0f} of {y.numel()} elements differ, of the original {own:.0f}" if wrong > 8 * own else ""
     return KindResult(kind, not reason, wrong, own, wrong, 8 * own, reason)
@@ -267,7 +273,7 @@ def _exact(r: torch.Tensor, y: torch.Tensor) -> KindResult:
     return KindResult("integers", not wrong, _relative(difference, r), 0.0, float(difference.abs().max()), 0.0, reason)
 
 
-def _estimated(narrowed: Program, reference: Program, inputs: Values, multilinear: bool) -> list[tuple[float, float]]:
+def estimated(narrowed: Program, reference: Program, inputs: Values, multilinear: bool) -> list[tuple[float, float]]:
     """Estimate E2 and Einf of each result of a float64 program from a float32 run; zeros where that says nothing."""
     rounded = [x.float().double() if isinstance(x, torch.Tensor) and x.dtype == torch.float64 else x for x in inputs]
     rs, os = _several(reference(*rounded)), _several(narrowed(*rounded))
@@ -299,7 +305,7 @@ def _errors(r: torch.Tensor, scale: torch.Tensor | None, *values: torch.Tensor) 
     return [_relative(v - r, r) for v in values], worst
 
 
-def _compare(
+def compare(
     kind: str,
     r: torch.Tensor,
     o: torch.Tensor,
@@ -308,6 +314,7 @@ def _compare(
     terms: int,
     known: tuple[float, float],
 ) -> KindResult:
+    """Judge one result by the two norms; ``known`` are errors that the original is known to have at least."""
     u = unit_roundoff(y.dtype)
     r, o, y = _finite_only(r, o, y)
     errors, worst = _errors(r, scale, y, o)

@@ -23,6 +23,8 @@ from dataclasses import dataclass
 
 import torch
 
+from .contention import Usage, contention, usage
+
 LOOKS = (9, 30, 60)
 FEW, MANY = 3, 12
 # Then the many runs of the candidate take less time than the few of the baseline.
@@ -47,6 +49,7 @@ class Race:
         at_most: Upper confidence bound of that median.
         pairs: Number of pairs run; of a lopsided race, runs of the baseline.
         faster: Whether ``at_least`` exceeds 1.02.
+        busy: How the machine was busy with something else meanwhile; empty if it was not.
     """
 
     base_ms: float
@@ -56,6 +59,7 @@ class Race:
     at_most: float
     pairs: int
     faster: bool
+    busy: str = ""
 
 
 def once_ms(run: Callable[[], object], device: torch.device) -> float:
@@ -112,9 +116,10 @@ def race(
     Returns:
         The medians and the verdict.
     """
+    start = usage()
     order = random.Random(seed)
     if once_ms(base, device) > LOPSIDED * once_ms(candidate, device):
-        outcome = _few_among_many(base, candidate, device, order)
+        outcome = _few_among_many(base, candidate, device, order, start)
         if outcome.faster:
             return outcome
     base_times: list[float] = []
@@ -141,11 +146,16 @@ def race(
         math.exp(upper),
         len(logs),
         lower > math.log1p(DELTA),
+        contention(usage() - start, [base_times, candidate_times]),
     )
 
 
 def _few_among_many(
-    base: Callable[[], object], candidate: Callable[[], object], device: torch.device, order: random.Random
+    base: Callable[[], object],
+    candidate: Callable[[], object],
+    device: torch.device,
+    order: random.Random,
+    start: Usage,
 ) -> Race:
     """Time a few runs of the baseline at random places among many of the candidate."""
     turns = [True] * FEW + [False] * MANY
@@ -154,7 +164,8 @@ def _few_among_many(
     slow, fast = (sorted(ms for turn, ms in times if turn is kind) for kind in (True, False))
     middle = statistics.median(slow), statistics.median(fast)
     at_least = slow[0] / fast[-1]
-    return Race(*middle, middle[0] / middle[1], at_least, slow[-1] / fast[0], FEW, at_least > 1 + DELTA)
+    at_most, busy = slow[-1] / fast[0], contention(usage() - start, [fast])
+    return Race(*middle, middle[0] / middle[1], at_least, at_most, FEW, at_least > 1 + DELTA, busy)
 
 
 def median_bounds(ordered: list[float], alpha: float) -> tuple[float, float]:

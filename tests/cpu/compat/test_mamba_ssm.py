@@ -142,7 +142,7 @@ def test_selective_scan_fn(layout, every):
     channels_last = selective_scan_fn(u.mT.contiguous().mT, delta, A, B, C, D, z, bias, every)
     assert torch.equal(channels_last, out)
     assert channels_last.stride(1) == 1
-    with pytest.raises(DtypeError, match="A must be real; got torch.complex128"):
+    with pytest.raises(DtypeError, match=r"A must be real; got torch\.complex128"):
         selective_scan_fn(u, delta, A + 1j, B, C)
     with pytest.raises(ShapeError, match=r"u must be \(b, d, t\)"):
         selective_scan_fn(u[0], delta, A, B, C)
@@ -225,7 +225,7 @@ def test_causal_conv1d_update_in_slots():
         causal_conv1d_update(x, state[..., :2], weight)
     with pytest.raises(ShapeError, match=r"conv_state_indices must have the shape \(4,\)"):
         causal_conv1d_update(x, state, weight, conv_state_indices=slots[:3])
-    with pytest.raises(DtypeError, match="conv_state_indices must be int32 or int64; got torch.float32"):
+    with pytest.raises(DtypeError, match=r"must be int32 or int64; got torch\.float32"):
         causal_conv1d_update(x, state, weight, conv_state_indices=slots.float())
     with pytest.raises(ShapeError, match=r"cache_seqlens must have the shape \(4,\)"):
         causal_conv1d_update(x, state, weight, cache_seqlens=slots[:3])
@@ -368,10 +368,7 @@ def split_definition(zxbcdt, weight, bias, dt_bias, A, D, initial, spans, norm, 
         ssd_reference.ssd, tokens, initial, spans, A=A, D=D, dt_bias=dt_bias, dt_softplus=True, dt_limit=limit
     )
     y, silu = y.reshape(b, t, d), ssd_reference.silu
-    if norm is None:
-        y = y * silu(z)
-    else:
-        y = norm_reference.gated_rmsnorm(y, z, norm.numpy(), 1e-6, d // g, before)
+    y = y * silu(z) if norm is None else norm_reference.gated_rmsnorm(y, z, norm.numpy(), 1e-6, d // g, before)
     if mlp:
         y = np.concatenate([silu(gated[..., :mlp]) * gated[..., mlp:], y], -1)
     return y, np.concatenate([s[-1:] for s in states])

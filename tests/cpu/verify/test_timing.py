@@ -56,7 +56,7 @@ def test_a_slow_first_call_decides_nothing(clock):
 def test_equal_programs_seldom_separate(clock):
     assert 1 / math.comb(timing.FEW + timing.MANY, timing.FEW) <= timing.SHARE
     rng = random.Random(0)
-    draws = [timing._few_among_many(rng.random, rng.random, CPU, rng) for _ in range(4000)]
+    draws = [timing._few_among_many(rng.random, rng.random, CPU, rng, timing.usage()) for _ in range(4000)]
     assert sum(race.at_least > 1 for race in draws) / len(draws) <= 2 * timing.SHARE
 
 

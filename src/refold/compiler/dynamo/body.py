@@ -21,7 +21,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.fx.traceback import preserve_node_meta
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..ir.index import arg, is_tensor, value
+from ..ir.index import arg, is_tensor, known, value
 from ..recurrence.affine import Affine, Carries, Loop
 from ..recurrence.vectorize import NotALoop, Value, run
 from .induction_variable import StepNumber
@@ -68,6 +68,7 @@ class Traced:
     """A loop's body in ATen: takes the step's number and all operands; what it returns, and what it writes."""
 
     module: GraphModule
+    mode: FakeTensorMode
     number: StepNumber
     step: Node
     placeholders: list[Node]
@@ -75,20 +76,22 @@ class Traced:
     writes: list[Write]
 
 
-def trace(loop: LiftedLoop, operands: Sequence[torch.Tensor], sequences: Sequence[Slices]) -> Traced:
+def trace(loop: LiftedLoop, count: Any, operands: Sequence[Any], sequences: Sequence[Slices]) -> Traced:
     """Trace a loop's body.
 
     Args:
         loop: The loop.
+        count: How many steps it has.
         operands: Example values: the carried, the tensors that items are slices of, the rest.
         sequences: For each item, which slice.
 
     Raises:
         NotALoop: The body changes its arguments otherwise than by writing slices that no step reads.
     """
-    mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
+    # What is decided on sizes that are symbols is decided for the compiled program.
+    mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=_environment([count, *operands]))
     with mode:
-        fakes = [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device) for x in operands]
+        fakes = [twin(x) for x in operands]
     number = StepNumber(mode.shape_env)  # type: ignore[arg-type]
     split = loop.carried, loop.carried + len(sequences)
 
@@ -101,7 +104,7 @@ def trace(loop: LiftedLoop, operands: Sequence[torch.Tensor], sequences: Sequenc
         raise NotALoop("there is randomness in the loop")
     module = to_aten(mode, step, number.symint, *fakes)
     number.take_guards()
-    if number.steps(loop.count) < loop.count:
+    if not number.hold(count) if isinstance(count, torch.SymInt) else number.steps(count) < count:
         raise NotALoop("what a step does depends on its number")
     graph = module.graph
     graph.eliminate_dead_code()
@@ -110,13 +113,27 @@ def trace(loop: LiftedLoop, operands: Sequence[torch.Tensor], sequences: Sequenc
         _write(node, placeholders, number) for node in graph.find_nodes(op="call_function", target=aten.copy_.default)
     ]
     results = list(graph.output_node().args[0])  # type: ignore[arg-type]
-    return Traced(module, number, counted, placeholders, results, writes)
+    return Traced(module, mode, number, counted, placeholders, results, writes)
 
 
-def _draws(mode: FakeTensorMode, step: Callable[..., Any], fakes: list[torch.Tensor]) -> bool:
+def twin(x: Any) -> Any:
+    """Make another tensor of the same form, with numbers for the sizes that are known by now; return all else."""
+    if not isinstance(x, torch.Tensor):
+        return x if isinstance(x, int) else known(x)
+    shape, strides = ([known(n) for n in sizes] for sizes in (x.shape, x.stride()))
+    return torch.empty_strided(shape, strides, dtype=x.dtype, device=x.device)
+
+
+def _environment(values: Sequence[Any]) -> Any:
+    sizes = [n for x in values for n in ((*x.shape, *x.stride()) if isinstance(x, torch.Tensor) else (x,))]
+    symbols = [n for n in sizes if not isinstance(known(n), int)]
+    return symbols[0].node.shape_env if symbols else ShapeEnv()
+
+
+def _draws(mode: FakeTensorMode, step: Callable[..., Any], fakes: Sequence[Any]) -> bool:
     """Tell whether a step draws random numbers, from a run of the first one on fake values."""
     with mode, torch.no_grad(), Operations() as ran:
-        step(0, *[torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device) for x in fakes])
+        step(0, *map(twin, fakes))
     return any(torch.Tag.nondeterministic_seeded in func.tags for func in ran.seen)
 
 
@@ -196,16 +213,16 @@ class Body(Carries):
     """Emits a body's values, for all steps, into a graph that holds the loop's operands."""
 
     def __init__(
-        self, loop: LiftedLoop, traced: Traced, operands: Sequence[Node], anchor: Node, training: bool
+        self, loop: LiftedLoop, count: Any, traced: Traced, operands: Sequence[Node], anchor: Node, training: bool
     ) -> None:
         super().__init__()
-        self.count, self.number, self.training = loop.count, traced.number, training
+        self.count, self.number, self.training = count, traced.number, training
         self.module = traced.module
         self.emit.at(anchor)
         self.carried = dict(zip(traced.placeholders[: loop.carried], traced.results, strict=False))
         self.initial = dict(zip(traced.placeholders, operands, strict=True))
         self.written = {traced.placeholders[write.operand] for write in traced.writes}
-        self.counting = Counting(self.emit, traced.step, loop.count)
+        self.counting = Counting(self.emit, traced.step, count)
         self._memo: dict[Node, Value | Affine] = {}
         self._solved: dict[Node, Loop] = {}
 
@@ -229,12 +246,12 @@ class Body(Carries):
         loop = next((loop for loop in self._solved.values() if loop.steps[0] is x), None)
         if loop is not None and loop.last is not None:
             return loop.last
-        return self.emit.call(aten.select.int, found.node, 0, self.count - 1)
+        return self.emit.call(aten.select.int, found.node, 0, -1)
 
     def over_time_last(self, x: Node) -> Node:
         """Return an argument as the last step passes it on."""
         if x in self.carried and self.carried[x] is not x:
-            return self.emit.call(aten.select.int, self.over_time(x), 0, self.count - 1)
+            return self.emit.call(aten.select.int, self.over_time(x), 0, -1)
         return self.initial[x]
 
     def _value(self, node: Node) -> Value | Affine:
@@ -258,7 +275,7 @@ class Body(Carries):
             new = self.carried[node]
             if not isinstance(new, Node):
                 raise NotALoop("a step carries something that is not a tensor")
-            loop = self._solved[node] = Loop((new,) * self.count, initial=self.initial[node])
+            loop = self._solved[node] = Loop((new,), initial=self.initial[node], count=self.count)
             found = self._value(new)
             if isinstance(found, Affine):
                 if found.loop is not loop:

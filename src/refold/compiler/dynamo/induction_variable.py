@@ -15,6 +15,14 @@ import torch
 from torch._dynamo.source import ConstantSource
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
+# Where an environment keeps its symbols that count steps.
+_STEPS = "refold_steps"
+
+
+def depends_on_step(x: Any) -> bool:
+    """Tell whether a symbolic number depends on the number of a step."""
+    return not x.node.expr.free_symbols.isdisjoint(vars(x.node.shape_env).get(_STEPS, ()))
+
 
 class StepNumber:
     """A symbol that counts steps from 0."""
@@ -25,8 +33,11 @@ class StepNumber:
         self.env = env
         source = ConstantSource(f"refold_step_{next(self._serial)}")
         self.symbol: Any = env.create_unspecified_symbol(0, source, DimDynamic.DYNAMIC)
+        vars(env).setdefault(_STEPS, set()).add(self.symbol)
         self.symint = env.create_symintnode(self.symbol, hint=0, source=source)
         self.guards: list[Any] = []
+        # What is decided about a step must not narrow what is known of sizes.
+        self._ranges = dict(env.var_to_range)
 
     def pending(self) -> list[Any]:
         """Return the guards on the symbol that the environment has recorded."""
@@ -34,21 +45,60 @@ class StepNumber:
 
     def take_guards(self) -> None:
         """Move the guards on the symbol out of the environment: they are not guards of the compiled program."""
-        mine = self.pending()
-        self.env.guards = [guard for guard in self.env.guards if guard not in mine]
+        env, mine = self.env, self.pending()
+        env.guards = [guard for guard in env.guards if guard not in mine]
         self.guards += [guard.expr for guard in mine]
+        for symbol, stands_for in list(env.replacements.items()):
+            if self.symbol in (symbol, *stands_for.free_symbols):
+                del env.replacements[symbol]
+        env.var_to_range |= {x: r for x, r in self._ranges.items() if x not in env.replacements}
+        env._update_version_counter()
+        env._replacements_version_counter = getattr(env, "_replacements_version_counter", 0) + 1
 
     def steps(self, most: int, guards: slice = slice(None)) -> int:
         """Return for how many steps, from the first one and at most ``most``, all guards (or some of them) hold."""
-        return min((self._first_failure(guard, most) for guard in self.guards[guards]), default=most)
+        known = [self.env.replace(guard) for guard in self.guards[guards]]
+        return min((self._first_failure(guard, most) for guard in known), default=most)
 
-    def affine(self, x: Any) -> tuple[int, int] | None:
-        """Read an integer as ``a * step + b``; None if it is something else."""
+    def hold(self, count: Any) -> bool:
+        """Tell whether all guards hold at ``count`` steps, a symbol; what that takes of sizes is guarded from now on."""
+        return all(self._holds(self.env.replace(guard), count) for guard in self.guards)
+
+    def _holds(self, guard: Any, count: Any) -> bool:
+        if guard in (True, sympy.true):
+            return True
+        if isinstance(guard, sympy.And):
+            return all(self._holds(part, count) for part in guard.args)
+        if not isinstance(guard, sympy.core.relational.Relational):
+            return False
+        difference = sympy.expand(guard.lhs - guard.rhs)
+        a, b = difference.coeff(self.symbol, 1), difference.coeff(self.symbol, 0)
+        if not a.is_Integer or sympy.expand(a * self.symbol + b - difference) != 0:
+            return False
+        asked, last = self._asked, b + a * (count.node.expr - 1)
+        if a == 0 or guard.rel_op in ("<", "<=", ">", ">="):  # then it holds in between if it holds at both ends
+            return all(asked(guard.func(end, 0)) for end in ({b} if a == 0 else (b, last)))
+        if guard.rel_op != "!=" or abs(a) != 1:
+            return False
+        root = -b / a
+        return asked(sympy.Lt(root, 0)) or asked(sympy.Ge(root, count.node.expr))
+
+    def _asked(self, question: Any) -> bool:
+        """Decide on sizes as they are; unless it is so for all sizes, the decision becomes a guard."""
+        return bool(question) if question in (sympy.true, sympy.false) else bool(self.env.evaluate_expr(question))
+
+    def affine(self, x: Any) -> tuple[int, Any] | None:
+        """Read an integer as ``a * step + b``, where b may hold other symbols; None if it is something else."""
         if isinstance(x, int):
             return 0, x
         if not isinstance(x, torch.SymInt):
             return None
-        return self._coefficients(x.node.expr)
+        a = sympy.expand(x.node.expr).coeff(self.symbol, 1)
+        rest = x - int(a) * self.symint if a.is_Integer else x
+        if isinstance(rest, torch.SymInt) and depends_on_step(rest):
+            return None
+        known = rest if isinstance(rest, int) else rest.node.maybe_as_int()
+        return int(a), rest if known is None else known
 
     def _coefficients(self, expr: Any) -> tuple[int, int] | None:
         expr = sympy.expand(expr)

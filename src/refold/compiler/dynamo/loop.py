@@ -10,6 +10,8 @@ import torch
 from torch.fx import GraphModule, Interpreter, Node
 from torch.fx.traceback import has_preserved_node_meta
 
+from ..ir.index import concrete, known
+
 
 @dataclass(frozen=True)
 class Reads:
@@ -28,12 +30,14 @@ class LiftedLoop(torch.nn.Module):
 
     Called with the first carried values, the sequences, and the rest, the loop returns the last carried values and the
     last further values, and for each collected value the list of all steps' values.
+
+    Where ``count`` is None it is the last operand, and all steps' values are one tensor with a time axis in front.
     """
 
     # The body may write to its arguments: no pass may drop a call of which nothing is used.
     _is_impure = True
 
-    def __init__(self, body: GraphModule, count: int, carried: int, lasts: int, reads: Sequence[Reads]) -> None:
+    def __init__(self, body: GraphModule, count: int | None, carried: int, lasts: int, reads: Sequence[Reads]) -> None:
         super().__init__()
         self.body, self.count, self.carried, self.lasts, self.reads = body, count, carried, lasts, tuple(reads)
 
@@ -44,18 +48,25 @@ class LiftedLoop(torch.nn.Module):
 
     def run(self, body: Callable[..., Any], operands: Sequence[Any]) -> tuple[Any, ...]:
         """Run all steps with this body."""
-        carried = self.carried
+        carried, count = self.carried, self.count
+        if count is None:
+            *operands, count = operands
         state, rest = tuple(operands[:carried]), operands[carried:]
         sequences, fixed = rest[: len(self.reads)], rest[len(self.reads) :]
         collected: list[tuple[Any, ...]] = []
         kept = carried + self.lasts
-        for k in range(self.count):
+        for k in range(count):
             items = (xs[read.start + read.step * k] for xs, read in zip(sequences, self.reads, strict=True))
             out = body(*state, k, *items, *fixed)
             state = tuple(out[:carried])
             collected.append(tuple(out[carried:]))
         columns = [list(column) for column in zip(*collected, strict=True)]
-        return (*state, *(column[-1] for column in columns[: kept - carried]), *columns[kept - carried :])
+        lasts, lists = columns[: kept - carried], columns[kept - carried :]
+        return (
+            *state,
+            *(column[-1] for column in lasts),
+            *(lists if self.count is not None else map(torch.stack, lists)),
+        )
 
 
 def lifted_loops(gm: GraphModule) -> list[Node]:
@@ -66,5 +77,15 @@ def lifted_loops(gm: GraphModule) -> list[Node]:
 
 def unrolled_size(gm: GraphModule) -> int:
     """Return how many nodes a graph has when its loops are unrolled."""
-    loops: list[Any] = [gm.get_submodule(str(node.target)) for node in lifted_loops(gm)]
-    return len(gm.graph.nodes) + sum(len(loop.body.graph.nodes) * loop.count for loop in loops)
+    loops: list[Any] = [(gm.get_submodule(str(node.target)), node) for node in lifted_loops(gm)]
+    return len(gm.graph.nodes) + sum(
+        len(loop.body.graph.nodes) * concrete(step_count(loop, node)) for loop, node in loops
+    )
+
+
+def step_count(loop: LiftedLoop, call: Node) -> Any:
+    """Return how many steps a loop has: a number, or a symbol."""
+    if loop.count is not None:
+        return loop.count
+    operand: Any = call.args[-1]
+    return known(operand.meta["example_value"])

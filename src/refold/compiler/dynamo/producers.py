@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, GraphModule, Interpreter, Node
 from torch.fx.node import map_arg
 
-from .body import Operations, to_aten
+from .body import Operations, to_aten, twin
 
 aten = torch.ops.aten
 
@@ -54,15 +54,16 @@ def _is_elementwise(node: Node, changed: set[Any]) -> bool:
     tensors = [example, *inputs]
     if node.op not in ("call_function", "call_method") or isinstance(node.target, torch._ops.HigherOrderOperator):
         return False
-    if not all(type(x) is torch._subclasses.FakeTensor and _is_static(x) for x in tensors):
+    tensors = [x for x in tensors if not isinstance(x, (int, torch.SymInt))]
+    if not isinstance(example, torch.Tensor) or not all(type(x) is torch._subclasses.FakeTensor for x in tensors):
         return False
     if any(x.untyped_storage()._cdata in changed for x in tensors):
         return False
-    if example.requires_grad != any(x.requires_grad for x in inputs):  # detached, or without gradients
+    if example.requires_grad != any(x.requires_grad for x in tensors[1:]):  # detached, or without gradients
         return False
     operations = Operations()
     with torch.no_grad(), example.fake_mode, operations:
-        args, kwargs = map_arg((node.args, node.kwargs), lambda x: _twin(x.meta["example_value"]))
+        args, kwargs = map_arg((node.args, node.kwargs), lambda x: twin(x.meta["example_value"]))
         operations.seen.clear()
         if node.op == "call_method":
             out = getattr(args[0], str(node.target))(*args[1:], **kwargs)
@@ -73,14 +74,6 @@ def _is_elementwise(node: Node, changed: set[Any]) -> bool:
         and (out.shape, out.stride(), out.dtype) == (example.shape, example.stride(), example.dtype)
         and all(_is_plain(func) for func in operations.seen)
     )
-
-
-def _is_static(x: torch.Tensor) -> bool:
-    return all(isinstance(n, int) for n in (*x.shape, *x.stride()))
-
-
-def _twin(x: torch.Tensor) -> torch.Tensor:
-    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
 
 
 def _is_plain(func: Any) -> bool:
@@ -112,7 +105,7 @@ def split_off(operands: Sequence[Node], nodes: set[Node], mode: FakeTensorMode) 
             copies[node] = graph.placeholder(node.name)
     graph.output(tuple(copies[x] for x in operands))
     with mode:
-        fakes = [_twin(x.meta["example_value"]) for x in inputs]
+        fakes = [twin(x.meta["example_value"]) for x in inputs]
     module = to_aten(mode, Interpreter(GraphModule({}, graph)).run, *fakes)
     # A step size that is computed twice is the decay's and the input's all the same.
     return inputs, GraphModule(module, fx_graph_cse(module.graph))

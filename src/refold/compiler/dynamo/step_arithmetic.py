@@ -68,6 +68,8 @@ class Counting:
         """Return the numbers of all steps, as Python computes them."""
         if not isinstance(x, Node):
             return [x] * self.count
+        if not isinstance(self.count, int):
+            raise NotALoop("what a step computes with its number cannot be looked at for all lengths")
         if x is self.step:
             return range(self.count)
         if x.target not in _ARITHMETIC:

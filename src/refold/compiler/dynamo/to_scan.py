@@ -10,12 +10,13 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from ..ir.builder import Builder
-from ..ir.index import value
+from ..ir.index import concrete, is_tensor, known, value
 from ..ir.rewrite import source_line
 from ..passes.reroll_loops import SCANS, dualise
 from ..recurrence.affine import Loop
 from ..recurrence.vectorize import NotALoop
 from .body import Body, Slices, Traced, differentiable, trace
+from .loop import step_count
 from .mutation import changed_in_place
 from .producers import formed, split_off
 from .sequential import LoopRewrite, Stepwise, calling
@@ -29,7 +30,35 @@ def serial(gm: GraphModule, call: Node) -> str:
     lines = [source_line(node) for node in loop.body.graph.nodes if node.op.startswith("call")]
     carried = [x for x in loop.body.graph.output_node().args[0][: loop.carried] if x.op.startswith("call")]
     line = source_line(carried[0]) if carried else lines[-1]
-    return f"{line} ({loop.count} steps one after another, {lines.count(line)} operations a step)"
+    return f"{line} ({concrete(step_count(loop, call))} steps one after another, {lines.count(line)} operations a step)"
+
+
+def lowering(gm: GraphModule, call: Node, dual: bool = True) -> Lowering:
+    """Find the scan that a lifted loop is: for all lengths, or else for the one at hand, which then is a guard.
+
+    Raises:
+        NotALoop: It says why there is none.
+    """
+    try:
+        return Lowering(gm, call, dual)
+    except Exception as error:  # whatever it is, it may be otherwise with numbers for sizes
+        if not _make_sizes_known(gm, call):
+            raise
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+    found = Lowering(gm, call, dual)
+    found.fixed = reason
+    return found
+
+
+def _make_sizes_known(gm: GraphModule, call: Node) -> bool:
+    """Make all sizes that a lifted loop depends on numbers; tell whether one was not."""
+    examples: list[Any] = [node.meta["example_value"] for node in call.all_input_nodes]
+    tensors = [x for x in examples if isinstance(x, torch.Tensor)]
+    sizes = [n for x in tensors for n in (*x.shape, *x.stride())] + [x for x in examples if isinstance(x, torch.SymInt)]
+    symbols = [size for size in sizes if not isinstance(known(size), int)]
+    for size in symbols:
+        int(size)  # a guard of the compiled program
+    return bool(symbols)
 
 
 class Lowering:
@@ -42,13 +71,16 @@ class Lowering:
             NotALoop: It says why there is none.
         """
         self.gm, self.call, self.dual = gm, call, dual
+        # Why there is a scan for the sizes at hand only, if so.
+        self.fixed = ""
         self.loop: Any = gm.get_submodule(str(call.target))
         loop: Any = self.loop
+        self.count = step_count(loop, call)
         self.sequences: list[Slices] = []
         self.operands: list[Node] = []
         self._read_operands()
         examples = [_example(node) for node in self.operands]
-        self.traced = trace(loop, examples, self.sequences)
+        self.traced = trace(loop, self.count, examples, self.sequences)
         self._check_writes()
         # Which results anything uses: (index in the body's results, the node of the loop's result).
         self.lists = loop.carried + loop.lasts
@@ -64,7 +96,7 @@ class Lowering:
 
     def _read_operands(self) -> None:
         loop: Any = self.loop
-        args: list[Any] = list(self.call.args)
+        args: list[Any] = list(self.call.args if loop.count is not None else self.call.args[:-1])
         for at, read in enumerate(loop.reads, loop.carried):
             source: Any = args[at]
             given = source.meta["example_value"]
@@ -79,10 +111,9 @@ class Lowering:
             start = read.start + size if read.start < 0 else read.start
             args[at] = source
             self.sequences.append(Slices(dim % rank, start, read.step))
-        if not all(isinstance(x, Node) and isinstance(x.meta.get("example_value"), torch.Tensor) for x in args):
-            raise NotALoop("it reads something that is not a tensor")
-        if not all(isinstance(n, int) for x in args for n in (*_example(x).shape, *_example(x).stride())):
-            raise NotALoop("sizes are symbolic")
+        kinds = (torch.Tensor, torch.SymInt, int)
+        if not all(isinstance(x, Node) and isinstance(x.meta.get("example_value"), kinds) for x in args):
+            raise NotALoop("it reads something that is neither a tensor nor a size")
         self.operands = args
 
     def _written(self) -> set[Any]:
@@ -100,6 +131,9 @@ class Lowering:
                 raise NotALoop("it writes to a tensor that is also read, or that comes from outside")
             if write.operand < self.loop.carried or abs(write.step) != write.width:
                 raise NotALoop("the steps do not write next to one another")
+            whole = (0, known(_example(written).shape[write.dim]))
+            if not isinstance(self.count, int) and self._bounds(write) != whole:
+                raise NotALoop("it writes to a part of a tensor whose size is not known")
 
     def _check_aliases(self) -> None:
         """Refuse results of which anybody could see that they are no longer the user's own tensors."""
@@ -110,7 +144,10 @@ class Lowering:
             tensors = torch.utils._pytree.tree_leaves(use.meta.get("example_value", self.call.meta["example_value"][i]))
             if any(x.untyped_storage()._cdata in changed for x in tensors):
                 raise NotALoop("a result is changed in place behind it")
-            if i < self.lists or any(user.target not in _JOINS for item in use.users for user in item.users):
+            together = isinstance(self.call.meta["example_value"][i], torch.Tensor)
+            if i < self.lists or (
+                not together and any(user.target not in _JOINS for item in use.users for user in item.users)
+            ):
                 escaping.append(_storage(inner[i]))
         shared = [_storage(node) for node in self.loop.body.graph.find_nodes(op="placeholder")] + escaping
         if any(shared.count(storage) > 1 for storage in escaping):
@@ -118,13 +155,13 @@ class Lowering:
 
     def _rewrite(self, before: set[Node]) -> LoopRewrite:
         loop, traced = self.loop, self.traced
-        mode = value(traced.placeholders[0]).fake_mode  # type: ignore[attr-defined]
-        self.inputs, prologue = split_off(self.operands, before, mode)
+        self.inputs, prologue = split_off(self.operands, before, traced.mode)
         graph, copies = Graph(), dict[Node, Node]()
         operands: Any = graph.graph_copy(prologue.graph, copies)
-        anchor = graph.call_function(aten.alias.default, (operands[0],))
-        anchor.meta = {"val": value(operands[0]), "stack_trace": self.call.meta.get("stack_trace", "")}
-        body = Body(loop, traced, operands, anchor, self.training)
+        first = next(x for x in operands if is_tensor(x))
+        anchor = graph.call_function(aten.alias.default, (first,))
+        anchor.meta = {"val": value(first), "stack_trace": self.call.meta.get("stack_trace", "")}
+        body = Body(loop, self.count, traced, operands, anchor, self.training)
         results: dict[int, Node] = {i: body.over_time(traced.results[i]) for i, _ in self.uses if i >= self.lists}
         contents = [body.over_time(write.content) for write in traced.writes]
         for i, _ in self.uses:
@@ -154,9 +191,10 @@ class Lowering:
             raise NotALoop("nothing that is used depends on the carry")
         inner_body = _without_writes(traced)
         extra = range(len(traced.results), len(traced.results) + len(contents))
-        steps = Stepwise(prologue, inner_body, loop.count, loop.carried, [*wanted, *extra], self.lists)
+        count = concrete(self.count)  # of the inputs that it is checked and timed on
+        steps = Stepwise(prologue, inner_body, count, loop.carried, [*wanted, *extra], self.lists)
         candidate = GraphModule({}, graph)
-        detail = _detail(loop.count, body.loops)
+        detail = _detail(self.count, body.loops)
         return LoopRewrite(
             name="roll up loop",
             site=self.call.name,
@@ -167,11 +205,9 @@ class Lowering:
             candidate=candidate,
             inputs=tuple(node.name for node in self.inputs),
             multilinear=False,
-            terms=loop.count,
+            terms=count,
             spread=0.1,
-            differentiated=tuple(_example(x).requires_grad and _example(x).is_floating_point() for x in self.inputs)
-            if self.training
-            else (),
+            differentiated=tuple(_has_gradient(_example(x)) for x in self.inputs) if self.training else (),
             steps=steps,
         )
 
@@ -208,24 +244,35 @@ class Lowering:
 
     def _write(self, write: Any, content: Node) -> None:
         """Write all steps' values at once."""
-        graph, count = self.gm.graph, self.loop.count
-        low = min(write.start, write.start + write.step * (count - 1))
-        target = graph.call_function(
-            aten.slice.Tensor, (self.operands[write.operand], write.dim, low, low + write.width * count)
-        )
+        graph, dim = self.gm.graph, write.dim
+        target = self.operands[write.operand]
         # What reads the tensor behind this loop must see that it has changed.
-        written = _example(self.operands[write.operand])
-        target.meta["example_value"] = aten.slice.Tensor(written, *target.args[1:])
+        written, sliced = _example(target), _example(content).dim() > _example(target).dim()
+        low, high = self._bounds(write)
+        if isinstance(self.count, int):
+            target = graph.call_function(aten.slice.Tensor, (target, dim, low, high))
+            target.meta["example_value"] = aten.slice.Tensor(written, dim, low, high)
         if write.step < 0:
             content = graph.call_function(aten.flip.default, (content, [0]))
-        shape = list(_example(self.operands[write.operand]).shape)
-        shape[write.dim] = write.width * count
-        moved = graph.call_function(torch.movedim, (content, 0, write.dim))
-        graph.call_function(aten.copy_.default, (target, graph.call_function(torch.reshape, (moved, shape))))
+        content = graph.call_function(torch.movedim, (content, 0, dim))
+        if sliced:
+            content = graph.call_function(torch.flatten, (content, dim, dim + 1))
+        graph.call_function(aten.copy_.default, (target, content))
+
+    def _bounds(self, write: Any) -> tuple[Any, Any]:
+        """Return between which positions all steps write."""
+        low = min(write.start, write.start + write.step * (self.count - 1))
+        return low, low + write.width * self.count
 
     def _replace_list(self, items: Node, stacked: Node) -> None:
         """Let what used the list of all steps' values use the stack."""
         graph = self.gm.graph
+        if isinstance(items.meta["example_value"], torch.Tensor):
+            with graph.inserting_before(items):
+                whole = graph.call_method("contiguous", (stacked,))
+            whole.meta["example_value"] = items.meta["example_value"]
+            items.replace_all_uses_with(whole)
+            return
         position: dict[Node, int] = {node: node.args[1] for node in items.users if node.target is operator.getitem}  # type: ignore[misc]
         joins = {user: None for node in position for user in node.users if user.target in _JOINS}
         for join in joins:
@@ -320,16 +367,19 @@ def _example(node: Node) -> torch.Tensor:
     return node.meta["example_value"]
 
 
+def _has_gradient(x: Any) -> bool:
+    return isinstance(x, torch.Tensor) and x.requires_grad and x.is_floating_point()
+
+
 def _storage(node: Node) -> Any:
     example = node.meta.get("example_value")
     return example.untyped_storage()._cdata if isinstance(example, torch.Tensor) else id(node)
 
 
-def _detail(count: int, loops: list[Loop]) -> str:
+def _detail(count: Any, loops: list[Loop]) -> str:
     if not loops:
-        return f"{count} steps that carry nothing, all at once"
-    state = " x ".join(str(size) for size in value(loops[0].steps[0]).shape)
-    return f"{count} steps of a state of {state or 1} as one {loops[0].operator}"
+        return f"{count if isinstance(count, int) else 'any number of'} steps that carry nothing, all at once"
+    return loops[0].described
 
 
 def _without_writes(traced: Traced) -> GraphModule:

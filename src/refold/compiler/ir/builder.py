@@ -10,10 +10,15 @@ from typing import Any
 
 import torch
 from torch.fx import Graph, GraphModule, Node
+from torch.fx.node import map_aggregate
+from torch.utils._sympy.functions import FloorDiv, Mod, PythonMod
 
 from .index import Axis, Factor, Product, Size, concrete, layout, resolve, same, value
 
 aten = torch.ops.aten
+
+
+_ARITHMETIC = {FloorDiv: operator.floordiv, Mod: operator.mod, PythonMod: operator.mod}
 
 
 class UnknownSize(Exception):
@@ -37,7 +42,7 @@ class Builder:
 
     def call(self, target: Any, args: Sequence[Any], kwargs: dict[str, Any] | None = None) -> Node:
         """Insert a call and compute its fake value."""
-        kwargs = kwargs or {}
+        args, kwargs = map_aggregate((tuple(args), kwargs or {}), self._argument)  # type: ignore[assignment]
         fake_args, fake_kwargs = torch.fx.node.map_arg((tuple(args), kwargs), lambda n: n.meta["val"])
         with self.fake_mode:
             val = target(*fake_args, **fake_kwargs)
@@ -47,6 +52,23 @@ class Builder:
         node.meta["val"] = val
         self.added.append(node)
         return node
+
+    def _argument(self, x: Any) -> Any:
+        return self.number(x.node.expr, x.node.shape_env) if isinstance(x, torch.SymInt) else x
+
+    def number(self, x: Any, env: Any) -> Any:
+        """Return an argument for an expression in symbolic sizes: a number, or the node that computes it."""
+        if x.is_Integer:
+            return int(x)
+        if x.is_Symbol:
+            return self.size(env.create_symintnode(x, hint=None))
+        if type(x) not in _ARITHMETIC and not x.is_Add and not x.is_Mul:
+            raise UnknownSize(str(x))
+        apply = operator.add if x.is_Add else operator.mul if x.is_Mul else _ARITHMETIC[type(x)]
+        parts = [self.number(part, env) for part in x.args]
+        while len(parts) > 1:
+            parts[:2] = [self.call(apply, parts[:2])]
+        return parts[0]
 
     def undo(self) -> None:
         """Remove every node inserted so far."""

@@ -121,6 +121,20 @@ def concrete(size: Any) -> Any:
     return int(size.node.hint) if isinstance(size, torch.SymInt) else size
 
 
+def known(size: Any) -> Any:
+    """Return a size as a number, if it is one by now: Dynamo may have decided on a symbol."""
+    number = size.node.maybe_as_int() if isinstance(size, torch.SymInt) else size
+    return size if number is None else number
+
+
+def place(at: Any, size: Any) -> int | None:
+    """Return a position counted from the front; None if it is not known as a number."""
+    at, size = known(at), known(size)
+    if not isinstance(at, int) or (at < 0 and not isinstance(size, int)):
+        return None
+    return at + size if at < 0 else at
+
+
 def value(node: Node) -> torch.Tensor:
     """Return the fake tensor that a graph node carries."""
     return node.meta["val"]

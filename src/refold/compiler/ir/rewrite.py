@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
@@ -90,10 +91,19 @@ def canonical(gm: GraphModule) -> str:
     def number(node: Node) -> str:
         return f"%{position[node]}"
 
+    def called(node: Node) -> str:
+        if node.op != "get_attr":
+            return str(node.target if node.op == "call_function" else node.op)
+        constant: Any = getattr(gm, str(node.target), None)
+        if isinstance(constant, GraphModule):
+            return canonical(constant)
+        if type(constant) is not torch.Tensor:
+            return f"{type(constant)} {id(constant)}"
+        content = constant.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+        return f"constant {_kind(constant)} {hashlib.sha256(content.tobytes()).hexdigest()}"
+
     return "\n".join(
-        f"{node.target if node.op == 'call_function' else node.op} "
-        f"{torch.fx.node.map_arg((node.args, node.kwargs), number)}"
-        for node in gm.graph.nodes
+        f"{called(node)} {torch.fx.node.map_arg((node.args, node.kwargs), number)}" for node in gm.graph.nodes
     )
 
 

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from ...ops.torch.registry import OPS
+from ...ops.torch.registry import OPS, named_args
 from ..ir.builder import sort_topologically
-from ..ir.index import arg, value
+from ..ir.index import arg, place, same, value
 from ..ir.metadata import refresh, substitute
 from ..ir.rewrite import Rewrite
 from ..recurrence.affine import Affine, Loop
@@ -38,8 +38,8 @@ def contract_scans(graph: Graph, wanted: Callable[[str], bool]) -> Iterator[Rewr
     rollup = Rollup()
     for scan in scans:
         states = _result(scan, 0)
-        _, _, _, offsets, reverse, _ = scan.args
-        if states is None or reverse or offsets is not None:
+        given = named_args("linear_scan", scan.args)
+        if states is None or given["reverse"] or given["cu_seqlens"] is not None:
             continue
         last = _last_state(graph, scan, states)
         rewrite = replace_reader(rollup, states, partial(_again, scan), wanted, WHY)
@@ -69,7 +69,12 @@ def _last_state(graph: Graph, scan: Node, states: Node) -> Any:
         for user in users:
             if user.target is not aten.select.int or time is None or user.args[1] % value(view).dim() != time:
                 continue
-            if arg(user, 2) % size != size - 1 or scan.meta["val"][1].dtype != value(user).dtype:
+            at = arg(user, 2)
+            at = place(at.meta["val"] if isinstance(at, Node) else at, size)
+            if (
+                not (arg(user, 2) == -1 or (at is not None and same(at, size - 1)))
+                or scan.meta["val"][1].dtype != value(user).dtype
+            ):
                 continue
             if last is None:
                 with graph.inserting_after(scan):
@@ -90,14 +95,15 @@ def _time_of(view: Node) -> int | None:
 
 def _again(scan: Any, rollup: Rollup, states: Node) -> Node:
     """Emit the scan once more, as a loop whose dual can be looked for."""
-    emit, (a, x, initial, *_) = rollup.emit, scan.args
+    emit, given = rollup.emit, named_args("linear_scan", scan.args)
+    a, x, initial = (given[name] for name in ("a", "x", "initial_state"))
     twin = emit.call(getitem, emit.call(scan.target, *scan.args), 0)
     order = [1, 0, *range(2, value(x).dim())]
     while isinstance(initial, Node) and initial.target in (aten.clone.default, aten.expand.default):
         initial = initial.args[0]
     step = emit.call(aten.select.int, twin, 1, 0)
     factors, inputs = (Value(emit.permute(part, order), True) for part in (a, x))
-    loop = Loop((step,) * value(x).shape[1], initial=0 if initial is None else initial, scan=twin)
+    loop = Loop((step,), count=value(x).shape[1], initial=0 if initial is None else initial, scan=twin)
     loop.body = Affine(loop, factors, inputs)
     rollup.loops.append(loop)
     return twin

@@ -17,7 +17,7 @@ from operator import getitem
 import torch
 from torch.fx import Graph, Node
 
-from ...ops.torch.registry import OPS
+from ...ops.torch.registry import OPS, node_args
 from ..ir.builder import Builder, Operand, between, lay_out, multiply, operand, sort_topologically
 from ..ir.index import Axis, Factor, Label, Product, arg, is_tensor, layout, resolve, unify, value
 from ..ir.rewrite import Rewrite, replace_node
@@ -137,21 +137,20 @@ def _replace(root: Node, scan: Scan, wanted: Callable[[str], bool]) -> Iterator[
         else:
             x = multiply(build, x, dt, order, by=aten.div.Tensor)
     like = value(root)
-    arguments = [
-        _lay(build, part, groups, number, like)
-        for part, groups, number in (
-            (x, (batch, time, heads, channels), 1.0),
-            (dt, (batch, time, heads), given.dt.scale),
-            (A, (heads,), given.A.scale),
-            (B, (batch, time, grouped, summed), 1.0),
-            (C, (batch, time, grouped, summed), 1.0),
+    operands = {
+        name: _lay(build, part, groups, number, like)
+        for name, part, groups, number in (
+            ("x", x, (batch, time, heads, channels), 1.0),
+            ("dt", dt, (batch, time, heads), given.dt.scale),
+            ("A", A, (heads,), given.A.scale),
+            ("B", B, (batch, time, grouped, summed), 1.0),
+            ("C", C, (batch, time, grouped, summed), 1.0),
         )
-    ]
+    }
     initial = None
     if scan.states.initial is not None:
         initial = _lay(build, operand(build, scan.states.initial), (batch, heads, channels, summed), 1.0, like)
-    options = (False, [-inf, inf], None, None, "")
-    result = build.call(OPS["ssd"], (*arguments, None, None, None, initial, None, *options))
+    result = build.call(OPS["ssd"], node_args("ssd", **operands, initial_state=initial, dt_limit=(-inf, inf)))
     y, last = (build.call(getitem, (result, i)) for i in (0, 1))
     if missing := _size(resolve(scan.padded)) - _size(time):
         y = build.call(aten.constant_pad_nd.default, (y, [0, 0, 0, 0, 0, missing]))

@@ -20,7 +20,7 @@ from torch.fx.node import map_arg
 
 from ...ops.torch.registry import OPS
 from ..ir.builder import Builder, downstream, region_inputs, sort_topologically, upstream
-from ..ir.index import arg, is_tensor, is_view, same, value
+from ..ir.index import arg, concrete, is_tensor, is_view, same, value
 from ..ir.metadata import refresh
 from ..ir.rewrite import Rewrite, replace_node, source_line
 from ..recurrence.affine import Carries, Loop
@@ -174,7 +174,6 @@ def replace(
     inside = _region(root, added, rollup)
     found = rollup.loops[loops:] or rollup.loops[-1:]
     first = found[0]
-    state = " x ".join(str(size) for size in value(first.steps[0]).shape)
     return replace_node(
         root,
         new,
@@ -182,10 +181,9 @@ def replace(
         added=added,
         name="roll up loop",
         why=why,
-        detail=f"{len(first.steps)} steps of a state of {state or 1} as one {first.operator}"
-        + (", against time" if first.reverse else ""),
+        detail=first.described + (", against time" if first.reverse else ""),
         multilinear=False,
-        terms=len(first.steps),
+        terms=concrete(first.length),
         spread=0.1,
     )
 
@@ -230,7 +228,7 @@ def dualise(rollup: Carries, loop: Loop, new: Node) -> Node:
     scan, body = loop.scan, loop.body
     if loop.reverse or scan is None or body is None:
         return new
-    shape = [len(loop.steps), *value(loop.steps[0]).shape]
+    shape = [loop.length, *value(loop.steps[0]).shape]
     states = States(scan, loop.previous, shape, downstream(scan))
     for node in [n for n in upstream(new) if n.target in _CONTRACTIONS and n in states.dependent]:
         read = reading(rollup.emit, node, states)

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from ...ops.torch.registry import OPS
-from ..ir.index import is_tensor, value
+from ...ops.torch.registry import OPS, node_args
+from ..ir.index import is_tensor, known, value
 from .vectorize import Emitter, NotALoop, Value, is_pointwise
 
 aten = torch.ops.aten
@@ -44,6 +44,7 @@ class Loop:
         previous: What each step read of the one before.
         last: The last state, if something cheaper than ``states`` holds it.
         operator: What computes its states.
+        count: How many steps there are, if one node stands for all of them.
     """
 
     steps: tuple[Node, ...]
@@ -55,6 +56,18 @@ class Loop:
     previous: Node | None = None
     last: Node | None = None
     operator: str = "linear_scan"
+    count: Any = None
+
+    @property
+    def length(self) -> Any:
+        """How many steps there are."""
+        return len(self.steps) if self.count is None else known(self.count)
+
+    @property
+    def described(self) -> str:
+        """What it is, for a person."""
+        steps = self.length if isinstance(self.length, int) else "any number of"
+        return f"{steps} steps of a state of {' x '.join(map(str, value(self.steps[0]).shape)) or 1} as one {self.operator}"
 
 
 @dataclass(frozen=True)
@@ -240,7 +253,7 @@ class Carries:
 
     def _scan(self, loop: Loop, body: Affine) -> Value:
         """Compute all states at once, and note what each step read."""
-        emit, like, count = self.emit, loop.steps[-1], len(loop.steps)
+        emit, like, count = self.emit, loop.steps[-1], loop.length
         val = value(like)
         if not (val.is_floating_point() and all(isinstance(size, int) for size in val.shape)):
             raise NotALoop("the carry is not a floating-point tensor of known shape")
@@ -260,7 +273,8 @@ class Carries:
         if not val.dim():
             operands = [emit.call(aten.unsqueeze.default, x, 0) for x in operands]
         first, a, x = (emit.call(aten.clone.default, x, memory_format=torch.contiguous_format) for x in operands)
-        scan = emit.call(OPS["linear_scan"], a, x, first, None, loop.reverse, "")
+        given = node_args("linear_scan", a=a, x=x, initial_state=first, reverse=loop.reverse)
+        scan = emit.call(OPS["linear_scan"], *given)
         out = emit.call(operator.getitem, scan, 0)
         loop.scan, loop.body = out, body
         out = emit.permute(out, order) if val.dim() else emit.call(aten.squeeze.dim, out, 0)

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from ...ops.torch.registry import OPS
+from ...ops.torch.registry import OPS, node_args
 from ..ir.index import arg, is_view, value
 from . import lti_chunks as steady
 from .gated_chunks import CHUNK, keyed_scan, merged
@@ -84,7 +84,6 @@ def lower(
     plain = weight == 1.0 and not decays
     positive = plain or (weight > 0 and all(_is_positive(term.node) for term in decays))
     tokens = [1, 0]
-    options: tuple[Any, ...] = (False, None, "")
     state_order: list[Any]
     along_n: list[Any]
     per_step: list[Any]
@@ -100,14 +99,13 @@ def lower(
         if signed:
             signs = _signs(emit, decays, weight, [*tokens, head], shape)
             weight, decays = abs(weight), [Term(emit.call(aten.abs.default, t.node), t.places) for t in decays]
-        state_order, operator_ = [1, head, *channels, n], OPS["ssd"]
-        options = (False, [-inf, inf], None, None, "")
+        state_order, name = [1, head, *channels, n], "ssd"
         x = _lay(emit, values_, [*tokens, head, *channels], shape, factor)
         if signs is not None and x is not None:
             x = emit.call(aten.mul.Tensor, x, signs)
         along_n, per_step, per_rate = [*tokens, head if wide else None, n], [*tokens, head], [head]
     elif len(kept) == 1 and not wide and all(n not in term.spans() for term in decays):
-        state_order, operator_ = [1, *kept, n], OPS["selective_scan"]
+        state_order, name = [1, *kept, n], "selective_scan"
         x = _lay(emit, values_, [*tokens, *kept], shape, factor)
         along_n, per_step, per_rate = [*tokens, n], [*tokens, *kept], [*kept, n]
     else:
@@ -119,27 +117,28 @@ def lower(
     B, C = (_lay(emit, part, along_n, shape, 1.0, like=x) for part in (keys, queries))
     if dt is None or A is None or B is None or C is None:
         return None
-    operands: list[Node | None] = [x, dt, A, B, C, None, None, None]
-    if operator_ is OPS["ssd"] and not plain:
+    operands = {"x": x, "dt": dt, "A": A, "B": B, "C": C}
+    if name == "ssd" and not plain:
         found_log = _log_decay(emit, decays, weight, per_step, per_rate, shape, x)
         if found_log is None:
             return None
-        operands[:3] = found_log
-    if operator_ is OPS["selective_scan"]:
-        decay = None if plain else _lay(emit, decays, [*tokens, *kept], shape, weight, like=x)
-        if decay is None and not plain:
+        operands |= dict(zip(("x", "dt", "A"), found_log, strict=True))
+    if name == "selective_scan" and not plain:
+        decay = _lay(emit, decays, [*tokens, *kept], shape, weight, like=x)
+        if decay is None:
             return None
-        operands.append(decay)
-    if len({value(v).dtype for v in operands if v is not None}) != 1:
+        operands["decay"] = decay
+    if len({value(v).dtype for v in operands.values()}) != 1:
         return None
     if initial is not None:
         aligned = emit.permute(initial, [place - 1 for place in state_order if place is not None])
         initial = emit.reshape(aligned, [1 if place is None else shape[place] for place in state_order])
         initial = _dense(emit, emit.cast(initial, value(x).dtype))
     if read.late:
-        operands[4] = _next(emit, C)
-    given = [None if v is None else _dense(emit, v) for v in operands]
-    result = emit.call(operator_, *given, initial, None, *options)
+        operands["C"] = _next(emit, C)
+    given = {letter: _dense(emit, v) for letter, v in operands.items()}
+    limits = {"dt_limit": (-inf, inf)} if name == "ssd" else {}  # log decays of any sign
+    result = emit.call(OPS[name], *node_args(name, **given, initial_state=initial, **limits))
     y, last = (emit.call(getitem, result, i) for i in (0, 1))
     if signs is not None:
         y = emit.call(aten.mul.Tensor, y, signs)

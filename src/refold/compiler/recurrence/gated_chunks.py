@@ -26,7 +26,7 @@ from operator import getitem
 import torch
 from torch.fx import Node
 
-from ...ops.torch.registry import OPS
+from ...ops.torch.registry import OPS, node_args
 from ..ir.index import value
 from .vectorize import Emitter
 
@@ -58,7 +58,13 @@ def keyed_scan(
     chunks = -(-steps // CHUNK)
     bounded = emit.call(aten.clamp_min.default, logs, FORGETS)
     q, key, x, g = (_chunked(emit, part, chunks) for part in (queries, keys, values, bounded))
+    key, key_unbounded = finite_part(emit, key, 2)
+    x, x_unbounded = finite_part(emit, x, 2)
     sums = _running_sums(emit, g)
+
+    def end(part: Node) -> Node:
+        """Return what holds at the end of each chunk."""
+        return emit.call(aten.slice.Tensor, part, 2, CHUNK - 1, CHUNK)
 
     def decay(exponent: Node) -> Node:
         return emit.call(aten.exp.default, emit.cast(exponent, value(x).dtype))
@@ -85,24 +91,28 @@ def keyed_scan(
     earlier = emit.call(aten.where.self, causal, emit.call(aten.unsqueeze.default, key, 2), zero)
     pairs = times(emit.call(aten.unsqueeze.default, q, 3), earlier)
     scores = emit.call(aten.sum.dim_IntList, times(pairs, decay(between)), [-1])
-    seen, unbounded = finite_part(emit, x, 2)
-    near = plus([product(scores, seen), unbounded])
+    scores = emit.call(aten.where.self, emit.reshape(causal, [CHUNK, CHUNK]), scores, zero)
+    any_key = emit.call(aten.sum.dim_IntList, key_unbounded, [-1], True)
+    near = plus([product(scores, x), x_unbounded, any_key])
     # What a chunk adds to the state, and the states that enter the chunks.
-    ends = [emit.call(aten.slice.Tensor, part, 2, CHUNK - 1, CHUNK) for part in sums]
+    ends = [end(part) for part in sums]
     until = plus([emit.call(aten.sub.Tensor, end, part) for end, part in zip(ends, sums, strict=True)])
     left = times(key, decay(until))
-    added = product(emit.permute(left, [0, 1, 3, 2]), x)
+    key_lost = emit.permute(end(key_unbounded), [0, 1, 3, 2])
+    added = plus([product(emit.permute(left, [0, 1, 3, 2]), x), end(x_unbounded), key_lost])
     whole = emit.expand(emit.reshape(decay(plus(ends)), [rows, chunks, k, 1]), [rows, chunks, k, v])
     if initial is None:
         initial = emit.call(aten.full.default, [rows, k, v], 0.0, dtype=value(x).dtype, device=value(x).device)
     dense = [emit.call(aten.clone.default, m, memory_format=torch.contiguous_format) for m in (whole, added, initial)]
-    scan = emit.call(OPS["linear_scan"], *dense, None, False, "")
+    scan = emit.call(OPS["linear_scan"], *node_args("linear_scan", a=dense[0], x=dense[1], initial_state=dense[2]))
     states, last = (emit.call(getitem, scan, i) for i in (0, 1))
     before = emit.call(aten.slice.Tensor, states, 1, 0, chunks - 1)
     entering = emit.call(aten.cat.default, [emit.call(aten.unsqueeze.default, initial, 1), before], 1)
     far = product(times(q, decay(plus(sums))), entering)
     y = emit.reshape(emit.call(aten.add.Tensor, near, far), [rows, chunks * CHUNK, v])
-    return (y if chunks * CHUNK == steps else emit.call(aten.slice.Tensor, y, 1, 0, steps)), last
+    return (
+        y if isinstance(steps, int) and chunks * CHUNK == steps else emit.call(aten.slice.Tensor, y, 1, 0, steps)
+    ), last
 
 
 def finite_part(emit: Emitter, x: Node, time: int) -> tuple[Node, Node]:
@@ -122,8 +132,10 @@ def finite_part(emit: Emitter, x: Node, time: int) -> tuple[Node, Node]:
 def _chunked(emit: Emitter, x: Node, chunks: int) -> Node:
     """Cut time into chunks; what is missing of the last one neither decays nor adds anything."""
     rows, steps, width = value(x).shape
-    if steps != chunks * CHUNK:
-        x = emit.call(aten.constant_pad_nd.default, x, [0, 0, 0, chunks * CHUNK - steps], 0.0)
+    if not isinstance(steps, int) or steps != chunks * CHUNK:  # of a symbolic length it may be nothing
+        kind = {"dtype": value(x).dtype, "device": value(x).device}
+        missing = emit.call(aten.full.default, [rows, chunks * CHUNK - steps, width], 0.0, **kind)
+        x = emit.call(aten.cat.default, [x, missing], 1)
     return emit.reshape(x, [rows, chunks, CHUNK, width])
 
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from ...ops.torch.registry import OPS
+from ...ops.torch.registry import OPS, node_args
 from ..ir.index import value
 from .gated_chunks import finite_part
 from .vectorize import Emitter
@@ -85,7 +85,7 @@ def steady_scan(emit: Emitter, query: Node, key: Node, decay: Node, x: Node, ini
         initial = emit.call(aten.full.default, [rows, k, columns], 0.0, dtype=value(x).dtype, device=value(x).device)
     parts = emit.expand(whole, [rows, chunks, k, columns]), emit.permute(added, [0, 2, 1, 3]), initial
     dense = [emit.call(aten.clone.default, m, memory_format=torch.contiguous_format) for m in parts]
-    scan = call(OPS["linear_scan"], *dense, None, False, "")
+    scan = call(OPS["linear_scan"], *node_args("linear_scan", a=dense[0], x=dense[1], initial_state=dense[2]))
     states, last = (call(getitem, scan, i) for i in (0, 1))
     before = call(aten.slice.Tensor, states, 1, 0, chunks - 1)
     entering = call(aten.cat.default, [call(aten.unsqueeze.default, initial, 1), before], 1)

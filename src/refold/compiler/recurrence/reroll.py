@@ -21,7 +21,7 @@ import torch
 from torch.fx import Node
 
 from ..ir.cost import numel
-from ..ir.index import is_tensor, value
+from ..ir.index import is_tensor, known, place, value
 from .affine import Affine, Carries, Loop
 from .vectorize import NotALoop, Value, run
 
@@ -293,14 +293,15 @@ def _slice_of(node: Any) -> tuple[Node, int, int, int, bool] | None:
     rank, shape = value(source).dim(), value(source).shape
     if node.target is aten.select.int:
         dim = args[1] % rank
-        at = args[2]
-        return (source, dim, at % shape[dim], at % shape[dim] + 1, False) if isinstance(at, int) else None
+        at = None if isinstance(args[2], Node) else place(args[2], shape[dim])
+        return None if at is None else (source, dim, at, at + 1, False)
     if node.target is aten.slice.Tensor:
         dim = (args[1] if len(args) > 1 else 0) % rank
         start = args[2] if len(args) > 2 and args[2] is not None else 0
         step = args[4] if len(args) > 4 else 1
-        if not isinstance(start, int) or step != 1:
+        size, width = known(shape[dim]), known(value(node).shape[dim])
+        if not all(isinstance(x, int) for x in (start, size, width)) or step != 1:
             return None
-        start = min(start % shape[dim] if start < 0 else start, shape[dim])
-        return source, dim, start, start + value(node).shape[dim], True
+        start = min(start % size if start < 0 else start, size)
+        return source, dim, start, start + width, True
     return None

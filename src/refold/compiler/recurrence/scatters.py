@@ -14,7 +14,7 @@ import torch
 from torch.fx import Graph, Node
 
 from ..ir.builder import Builder
-from ..ir.index import arg, value
+from ..ir.index import arg, known, place, value
 from ..ir.metadata import refresh, substitute
 from .reroll import plain_copy
 
@@ -33,10 +33,10 @@ def position(scatter: Any) -> tuple[int, int, int] | None:
     """Return (axis, start, width) of a write."""
     shape, dim = value(scatter).shape, arg(scatter, 2, "dim", 0) % value(scatter).dim()
     start = arg(scatter, 3, "index" if scatter.target is aten.select_scatter.default else "start", 0) or 0
-    if not isinstance(start, int) or arg(scatter, 5, "step", 1) != 1:
+    start = None if isinstance(start, Node) else place(start, shape[dim])
+    width = 1 if scatter.target is aten.select_scatter.default else known(value(scatter.args[1]).shape[dim])
+    if start is None or not isinstance(width, int) or arg(scatter, 5, "step", 1) != 1:
         return None
-    start = start % shape[dim] if start < 0 else start
-    width = 1 if scatter.target is aten.select_scatter.default else value(scatter.args[1]).shape[dim]
     return dim, start, width
 
 
@@ -81,8 +81,8 @@ def forward_writes(graph: Graph) -> None:
 def _forward_read(node: Any, seen: dict[Node, tuple[_Written, int]], changed: set[Node]) -> None:
     source, shape = node.args[0], value(node.args[0]).shape
     dim = node.args[1] % len(shape)
-    at = node.args[2] % shape[dim]
-    while source in seen:
+    at = place(node.args[2], shape[dim])
+    while at is not None and source in seen:
         chain, count = seen[source]
         if chain.count and chain.dim != dim:
             return
@@ -92,6 +92,8 @@ def _forward_read(node: Any, seen: dict[Node, tuple[_Written, int]], changed: se
                 changed.update(substitute(node, written[-1], outside=False))
             return
         source = chain.base
+    if at is None:
+        return
     new = Builder(node).call(aten.select.int, (source, dim, at))
     changed.update(substitute(node, new, outside=False))
 
@@ -104,8 +106,12 @@ def _read_end(node: Any, changed: set[Node]) -> None:
         return
     parts, dim = cat.args[0], arg(cat, 1, "dim", 0) % value(stacked).dim()
     shape = list(value(parts[0]).shape)
-    at = node.args[2] % value(stacked).shape[dim]
-    if list(value(stacked).shape) != [*shape[:dim], len(parts), *shape[dim:]] or node.args[1] % len(shape) != dim:
+    at = place(node.args[2], value(stacked).shape[dim])
+    if (
+        at is None
+        or list(value(stacked).shape) != [*shape[:dim], len(parts), *shape[dim:]]
+        or node.args[1] % len(shape) != dim
+    ):
         return
     if value(parts[at]).dtype != value(node).dtype:
         return

@@ -111,6 +111,8 @@ def _frozen(x: Any) -> Any:
         return tuple(_frozen(y) for y in x)
     if isinstance(x, dict):
         return tuple(sorted((key, _frozen(y)) for key, y in x.items()))
+    if isinstance(x, torch.SymInt):
+        return (torch.SymInt, str(x.node.expr))
     return (type(x), x)
 
 

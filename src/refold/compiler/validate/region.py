@@ -14,7 +14,7 @@ import torch
 from torch.fx import GraphModule, Node
 from torch.utils.flop_counter import flop_registry
 
-from ...verify import Evidence, Program, Race, check, race
+from ...verify import Evidence, KindResult, Program, Race, check, race
 from ...verify.memory import available_bytes
 from ...verify.timing import DELTA, once_ms
 from ..inductor import duplicate, standalone
@@ -43,6 +43,8 @@ class Settings:
         strict: Raise refold's own errors instead of falling back with a warning.
         loops: ``capture`` traces the body of a long loop once; ``unroll`` lets Dynamo execute every step.
         options: Options passed on to Inductor.
+        cache: Where decisions are kept: True for the default folder, False for nowhere, or a folder.
+        plan: Decisions to replay: a report, its data, or a file.
     """
 
     verify: str = "quick"
@@ -50,6 +52,8 @@ class Settings:
     strict: bool = False
     loops: str = "capture"
     options: Mapping[str, Any] | None = None
+    cache: Any = True
+    plan: Any = None
 
 
 @dataclass
@@ -60,6 +64,18 @@ class Verdict:
     evidence: Evidence | None = None
     race: Race | None = None
     original_by: str = ""
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Verdict:
+        """Return the verdict that ``dataclasses.asdict`` wrote.
+
+        Raises:
+            KeyError or TypeError: The data is not that of a verdict.
+        """
+        evidence, timed = data["evidence"], data["race"]
+        if evidence is not None:
+            evidence = Evidence(**{**evidence, "kinds": [KindResult(**kind) for kind in evidence["kinds"]]})
+        return cls(data["reason"], evidence, None if timed is None else Race(**timed), data["original_by"])
 
 
 def judge(rewrite: Rewrite, actual: Sequence[Any] | None, settings: Settings) -> Verdict:
@@ -94,6 +110,7 @@ def judge(rewrite: Rewrite, actual: Sequence[Any] | None, settings: Settings) ->
             multilinear=rewrite.multilinear,
             spread=rewrite.spread,
             narrowed=narrowed,
+            differentiated=rewrite.differentiated,
         )
         verdict.evidence.seconds = time.perf_counter() - start
         if not verdict.evidence.passed:
@@ -110,6 +127,8 @@ def judge(rewrite: Rewrite, actual: Sequence[Any] | None, settings: Settings) ->
         # is generous to the original. What it cannot decide, the race of the whole graph will, unless
         # this rewrite stands in the way of others.
         refused = not verdict.race.faster if rival is not None else verdict.race.at_most <= 1 + DELTA
+        if verdict.race.busy and clearly_less(rewrite.after, rewrite.before):
+            return verdict  # a busy machine does not decide
         if refused:
             verdict.reason = (
                 f"not faster: {verdict.race.speedup:.2f}x of {verdict.original_by}, "

@@ -65,6 +65,11 @@ def step_sizes(dt: Array, dt_bias: Array | None, softplus: bool, limit: tuple[fl
     return dt
 
 
+def finite_rates(A: Array, dtype: Any) -> Array:
+    """Return rates, the lowest number for -inf: its product with zero, a step of padding or a gradient, is no NaN."""
+    return jnp.maximum(A.astype(dtype), jnp.finfo(dtype).min)
+
+
 def vary_like(a: Array, *inputs: Array | None) -> Array:
     """Return ``a``, known to vary over every mesh axis over which an input does.
 

@@ -13,7 +13,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from refold.ops.jax.layout import Array, accumulator, pack_chunks, pad_time, read_state, step_sizes, vary_like
+from refold.ops.jax.layout import (
+    Array,
+    accumulator,
+    finite_rates,
+    pack_chunks,
+    pad_time,
+    read_state,
+    step_sizes,
+    vary_like,
+)
 
 CHECKPOINT_STEPS = 32
 """Steps whose states are recomputed, not stored, by the backward pass."""
@@ -59,8 +68,7 @@ def selective_scan(
     if decay is not None:
         inputs.append(decay.astype(acc))
     shape = (ngroups, dim // ngroups)
-    # A rate of -inf must not make NaN of the tokens that fill a lane, whose step is zero.
-    rates = jnp.maximum(A.astype(acc), jnp.finfo(acc).min).reshape(*shape, dstate)
+    rates = finite_rates(A, acc).reshape(*shape, dstate)
 
     if cu_seqlens is None:
         length = default_lane_length(seqlen)
@@ -199,7 +207,7 @@ def selective_scan_step(
     d = step_sizes(dt, dt_bias, dt_softplus, (-math.inf, math.inf), acc)
     B, C = B.astype(acc), C.astype(acc)
     B = jnp.repeat(B, x.shape[1] // B.shape[1], axis=1) if B.ndim == 3 else B[:, None]  # (b, d or 1, n)
-    factor = jnp.exp(d[..., None] * A.astype(acc))
+    factor = jnp.exp(d[..., None] * finite_rates(A, acc))
     if decay is not None:
         factor = decay.astype(acc)[..., None] * factor
     new = factor * state.astype(acc) + (d * x.astype(acc))[..., None] * B

@@ -164,9 +164,11 @@ class _Scan:
     ) -> None:  # fmt: skip
         self.batch, self.seqlen, self.channels = x.shape
         self.dtype = accumulator(x.dtype)
-        self.x, self.A = x.to(self.dtype), A.to(self.dtype).mT.contiguous()  # (n, d)
+        # A rate of -inf forgets everything; its product with a gradient of zero must not be NaN.
+        least = torch.finfo(self.dtype).min
+        self.x, self.A = x.to(self.dtype), A.to(self.dtype).mT.clamp(min=least).contiguous()  # (n, d)
         # exp2 because torch.exp takes 0.60 ns an element where it takes 0.14 (one EPYC core, torch 2.13).
-        self.A_log2 = (self.A.double() * math.log2(math.e)).to(self.dtype)
+        self.A_log2 = (self.A.double() * math.log2(math.e)).clamp(min=least).to(self.dtype)
         self.step = step_size(dt, dt_bias, dt_softplus, None).to(self.dtype)
         self.decay = None if decay is None else decay.to(self.dtype)
         # (b, t, g, n)

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from refold.ops.jax.layout import (
     Array,
     accumulator,
+    finite_rates,
     pack_chunks,
     pad_time,
     product,
@@ -61,8 +62,7 @@ def ssd(
     chunk = min(chunk_size or default_chunk_size(), seqlen)
 
     d = step_sizes(dt, dt_bias, dt_softplus, dt_limit, acc)
-    # A rate of -inf must not make NaN of the tokens that fill a chunk, whose step is zero.
-    log_decay = d * jnp.maximum(A.astype(acc), jnp.finfo(acc).min)
+    log_decay = d * finite_rates(A, acc)
     inputs: list[Array] = [x, d, log_decay, B, C]
     if jax.default_backend() == "cpu":  # no 16-bit matrix units: XLA would widen each product, and round in between
         inputs = [a.astype(acc) for a in inputs]
@@ -75,7 +75,7 @@ def ssd(
 
 
 def _core(chunk: int, cu_seqlens: Array | None, *operands: Array) -> tuple[Array, Array]:
-    """Return y before skip and gate, and the final states, of finite operands: x, steps, log decays, B, C and states."""
+    """Return y before skip and gate, and the final states, of finite x, steps, log decays, B, C and states."""
     *inputs, state = operands
     x, dt, _, B, _ = inputs
     batch, seqlen, nheads, headdim = x.shape
@@ -126,7 +126,7 @@ def _core(chunk: int, cu_seqlens: Array | None, *operands: Array) -> tuple[Array
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _careful(chunk: int, operands: tuple[Array, ...], cu_seqlens: Array | None) -> tuple[Array, Array]:
-    """Compute `_core` of operands that may not be finite: of zeros in their place, with NaN where the definition has it."""
+    """Compute `_core` of any operands: with zeros for what is not finite, then NaN where the definition has it."""
     bad = _bad(operands)
     y, final = _core(chunk, cu_seqlens, *_without(bad, operands))
     spoiled_y, spoiled_final = spoiled_results(_line(operands, cu_seqlens), bad)
@@ -141,15 +141,15 @@ def _careful_jvp(chunk: int, primals: Any, tangents: Any) -> Any:
     this solves ``(u, v - J u) = (tangents, 0)``, whose v is what is wanted and whose transpose uses that of J.
     """
     operands, cu_seqlens = primals
-    line, bad = _line(operands, cu_seqlens), _bad(operands)
+    bad = _bad(operands)
     clean = _without(bad, operands)
     results, jacobian = jax.linearize(partial(_core, chunk, cu_seqlens), *clean)
-    spoiled_y, spoiled_final = spoiled_results(line, bad)
+    spoiled_y, spoiled_final = spoiled_results(_line(operands, cu_seqlens), bad)
     results = jnp.where(spoiled_y, jnp.nan, results[0]), jnp.where(spoiled_final, jnp.nan, results[1])
 
     def transposed(cotangents: tuple[Array, Array]) -> tuple[Array, ...]:
         bad_dy, bad_dfinal = (~jnp.isfinite(a) for a in cotangents)
-        spoiled = spoiled_gradients(line, replace(bad, dy=bad_dy, dfinal=bad_dfinal))
+        spoiled = spoiled_gradients(_line(operands, cu_seqlens), replace(bad, dy=bad_dy, dfinal=bad_dfinal))
         dy, dfinal = (jnp.where(jnp.isfinite(a), a, 0) for a in cotangents)
         found = jax.linear_transpose(jacobian, *clean)((dy, dfinal))
         # X is x times a step: a bad step spoils the gradient of x, and a bad x that of the step.
@@ -171,7 +171,7 @@ def _careful_jvp(chunk: int, primals: Any, tangents: Any) -> Any:
         return given, jax.tree.map(jnp.subtract, found, jacobian(*given))
 
     # All of the right side has to depend on what JAX differentiates: add a zero that does, whatever its value.
-    link = sum(jnp.where(False, a.ravel()[0], 0).astype(results[1].dtype) for a in tangents[0])
+    link: Any = sum(jnp.where(False, a.ravel()[0], 0).astype(results[1].dtype) for a in tangents[0])
     right = jax.tree.map(lambda a: a + link.astype(a.dtype), (tangents[0], jax.tree.map(jnp.zeros_like, results)))
     return results, jax.lax.custom_linear_solve(system, right, solve, solve_transposed)[1]
 
@@ -289,7 +289,7 @@ def _log_decays(log_decay: Array) -> tuple[Array, Array, Array]:
 
 @_log_decays.defjvp
 def _log_decays_jvp(primals: Any, tangents: Any) -> Any:
-    """Differentiate each sum term by term: in the gradient, differences of sums would cancel where decays are strong."""
+    """Differentiate term by term: in gradients, differences of sums would cancel where decays are strong."""
     change = jnp.moveaxis(tangents[0], 1, -1)  # (m, g, r, k)
     length = change.shape[-1]
     causal = jnp.tril(jnp.ones((length, length), bool))  # row not before column
@@ -364,7 +364,7 @@ def ssd_step(
 
     acc = accumulator(x.dtype)
     d = step_sizes(dt, dt_bias, dt_softplus, dt_limit, acc)
-    decay, dx = jnp.exp(d * A.astype(acc)), d[..., None] * x.astype(acc)
+    decay, dx = jnp.exp(d * finite_rates(A, acc)), d[..., None] * x.astype(acc)
     B, C = (jnp.repeat(a.astype(acc), x.shape[1] // a.shape[1], axis=1) for a in (B, C))  # (b, h, n)
     new = decay[..., None, None] * state.astype(acc) + dx[..., None] * B[:, :, None]
     y = read_state(new, C)

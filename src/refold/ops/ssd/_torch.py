@@ -26,6 +26,7 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from refold.ops.ssd.nonfinite import NEVER_AFTER, NEVER_BEFORE, Bad, Line, spoiled_gradients, spoiled_results
@@ -133,7 +134,7 @@ def _gradients(
         dout, zc = scan.take(dy, low, high), None if z is None else scan.take(z, low, high)
         y = None
         if z is not None:
-            y = scan.spoil(block.read(entering), spoiled and spoiled["y"], low, high)
+            y = scan.spoil(block.read(entering), None if spoiled is None else spoiled["y"], low, high)
         dY, dD_tokens, dz = finish_gradient(dout, y, x_, skip, zc)
         dY_ = zeros_for_bad(dY) if careful else dY
         leaving, carried = clean.pass_gradients(block, dY_, low, carried, dfinal, dinitial)
@@ -413,6 +414,7 @@ class _Block:
         crossing = ((ones.triu() @ dmixing.mul_(mixing)) * ones.tril(-1)).sum(-1).transpose(2, 3)  # (b, c, l, h)
         reads = (dY_since * read).sum(-1).flip(2).cumsum(2).flip(2)
         kept = (X.transpose(2, 3) * dX_state).sum(-1)
-        writes = kept.cumsum(2) - kept
+        # Of the tokens before: shifted, because a difference to the sum with the token itself would cancel.
+        writes = F.pad(kept[:, :, :-1].cumsum(2), (0, 0, 1, 0))
         through = (entering * leaving).sum((-1, -2)) * self.total  # (b, c, h)
         return dX, dB.transpose(2, 3), dC.transpose(2, 3), crossing + reads + writes + through[:, :, None]

@@ -8,7 +8,8 @@ rounding of the inputs' dtype.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import zlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -18,7 +19,7 @@ import numpy as np
 import refold.ops
 from refold.ops.spec import ArrayMeta, Meta, load
 from refold.ops.testing.frameworks import Frame, frame_of
-from refold.ops.testing.problems import Problem, round_to
+from refold.ops.testing.problems import EPS, Problem, round_to
 
 Results = list[np.ndarray]
 
@@ -90,8 +91,6 @@ def check_gradients(problem: Problem, backend: str, frame: Frame) -> None:
 
 def check_no_worse_than_torch(problem: Problem, backend: str, frame: Frame) -> None:
     """No result errs more than twice as much as that of the torch backend, and a rounding of the inputs."""
-    from refold.ops.testing.problems import EPS
-
     plain = frame_of("torch")
     truth = problem.reference()
     theirs = [relative_error(plain.numpy(r), e) for r, e in zip(run(problem, "torch", plain), truth, strict=True)]
@@ -101,6 +100,99 @@ def check_no_worse_than_torch(problem: Problem, backend: str, frame: Frame) -> N
         error = relative_error(frame.numpy(result), expected)
         allowed = max(2 * bound + EPS[problem.dtype], 2 * EPS[problem.dtype])
         assert error <= allowed, f"{out.name}: error {error:.2e}, torch {bound:.2e}; allowed {allowed:.2e}"
+
+
+def check_raw_steps(problem: Problem, backend: str, frame: Frame) -> None:
+    """Step sizes of either sign, and on a limit, give what the definition gives."""
+    if "dt" not in problem.arrays or problem.all_options()["dt_softplus"]:
+        return
+    rng = np.random.default_rng(1)
+    low, high = problem.all_options().get("dt_limit", (0.0, np.inf))
+    given = problem.arrays["dt"]
+    dt = rng.standard_normal(given.shape)
+    dt = np.where(rng.random(given.shape) < 0.1, rng.choice([low, min(high, 1.0)], given.shape), dt)
+    raw = problem.with_arrays(dt=round_to(dt, problem.dtype_of("dt")))
+    check_values(raw, backend, frame)
+    check_gradients(raw, backend, frame)
+
+
+def check_strong_decays(problem: Problem, backend: str, frame: Frame) -> None:
+    """Where states are forgotten at once, wholly at some tokens, results and gradients stay as exact as torch's."""
+    if "A" not in problem.arrays:
+        return
+    rng = np.random.default_rng(2)
+    wipe = np.where(rng.random(problem.arrays["dt"].shape) < 0.1, 1e4, 1.0)
+    A = round_to(8 * problem.arrays["A"], problem.dtype_of("A"))
+    strong = problem.with_arrays(A=A, dt=round_to(problem.arrays["dt"] * wipe, problem.dtype_of("dt")))
+    check_values(strong, backend, frame)
+    check_gradients(strong, backend, frame)
+    if backend == "torch":
+        return
+    theirs, expected = _both_gradients(strong, "torch", frame_of("torch"))
+    ours, _ = _both_gradients(strong, backend, frame)
+    for name, truth in expected.items():
+        error, bound = relative_error(ours[name], truth), relative_error(theirs[name], truth)
+        allowed = max(2 * bound, 16 * EPS[problem.dtype])
+        assert error <= allowed, f"d{name}: error {error:.2e}, torch {bound:.2e}; allowed {allowed:.2e}"
+
+
+def check_nonfinite(problem: Problem, backend: str, frame: Frame) -> None:
+    """Values that are not finite spoil the results that the definition spoils, and no others."""
+    for where, bad in _with_bad_values(problem):
+        with np.errstate(invalid="ignore", over="ignore"):
+            expected = bad.reference()
+        names = [out.name for out in problem.spec.outputs]
+        _same_class(bad, names, [frame.numpy(r) for r in run(bad, backend, frame)], expected, where)
+
+
+def check_nonfinite_gradients(problem: Problem, backend: str, frame: Frame) -> None:
+    """So do gradients, of bad arguments and of bad gradients of results."""
+    spoiled: tuple[int, ...] | None
+    for where, bad in [*_with_bad_values(problem), ("a result's gradient", problem)]:
+        spoiled = None
+        if bad is problem:
+            shape = problem.reference()[0].shape
+            spoiled = tuple(np.random.default_rng(3).integers(shape))
+        with np.errstate(invalid="ignore", over="ignore"):
+            found, expected = _both_gradients(bad, backend, frame, spoiled)
+        names = list(expected)
+        _same_class(bad, [f"d{n}" for n in names], [found[n] for n in names], [expected[n] for n in names], where)
+
+
+def check_zero_decay(problem: Problem, backend: str, frame: Frame) -> None:
+    """Results and gradients stay finite and right where a rate of -inf forgets everything at each token."""
+    if "A" not in problem.arrays:
+        return
+    A = problem.arrays["A"].copy()
+    A[0] = -np.inf
+    zero = problem.with_arrays(A=A)
+    names = [out.name for out in problem.spec.outputs]
+    _close(zero, names, [frame.numpy(r) for r in run(zero, backend, frame)], zero.reference())
+    found, expected = _both_gradients(zero, backend, frame)
+    for name, truth in expected.items():
+        # In the definition the gradient of a step is 0 * -inf there.
+        assert np.isfinite(found[name]).all(), f"d{name} is not finite"
+        finite = np.isfinite(truth)
+        _close(zero, [f"d{name}"], [np.where(finite, found[name], 0.0)], [np.where(finite, truth, 0.0)])
+
+
+def check_surroundings(problem: Problem, backend: str, frame: Frame) -> None:
+    """Autocast and default dtypes around a call change no bit: the dtypes of arguments decide."""
+    function, arrays = _function(problem, backend), _arrays(problem, frame)
+    cotangents = [np.ones(truth.shape) for truth in problem.reference()]
+
+    def everything() -> list[Any]:
+        gradients = frame.gradients(function, arrays, cotangents)
+        return [*function(**arrays), *gradients.values()]
+
+    plain = everything()
+    for name, context in frame.surroundings():
+        with context:
+            found = everything()
+        for one, other in zip(plain, found, strict=True):
+            assert one.dtype == other.dtype, f"under {name}, {one.dtype} becomes {other.dtype}"
+            same = one is other or np.array_equal(_bits(frame, one), _bits(frame, other))
+            assert same, f"{name} changes results"
 
 
 def check_repeatable(problem: Problem, backend: str, frame: Frame) -> None:
@@ -266,6 +358,12 @@ CHECKS: dict[str, Callable[[Problem, str, Frame], None]] = {
     "values": check_values,
     "gradients": check_gradients,
     "no_worse_than_torch": check_no_worse_than_torch,
+    "raw_steps": check_raw_steps,
+    "strong_decays": check_strong_decays,
+    "zero_decay": check_zero_decay,
+    "nonfinite": check_nonfinite,
+    "nonfinite_gradients": check_nonfinite_gradients,
+    "surroundings": check_surroundings,
     "repeatable": check_repeatable,
     "repeatable_gradients": check_repeatable_gradients,
     "split": check_split,
@@ -296,12 +394,40 @@ def _arrays(problem: Problem, frame: Frame) -> dict[str, Any]:
     }
 
 
+def _bits(frame: Frame, array: Any) -> np.ndarray:
+    return array if isinstance(array, np.ndarray) else frame.numpy(array)
+
+
+def _with_bad_values(problem: Problem) -> Iterator[tuple[str, Problem]]:
+    """Yield the problem with one value that is not finite, in some of the arguments of tokens and states."""
+    rng = np.random.default_rng(zlib.crc32(problem.case.name.encode()))
+    given = [n for n, array in problem.arrays.items() if array.size]
+    names = [n for n in given if problem.time_axis(n) is not None or "state" in n]
+    for name in rng.permutation(names)[:3]:
+        array, value = problem.arrays[name].copy(), rng.choice([np.nan, np.inf, -np.inf])
+        array[tuple(rng.integers(array.shape))] = value
+        yield f"{value} in {name}", problem.with_arrays(**{str(name): array})
+
+
+def _same_class(problem: Problem, names: list[str], values: Any, truths: Any, where: str) -> None:
+    for name, value, truth in zip(names, values, truths, strict=True):
+        finite = np.isfinite(truth)
+        wrong = np.argwhere(np.isfinite(value) != finite)
+        assert not len(wrong), (
+            f"{problem.spec.name}[{problem.case.name}] {where}: {name} is {value[tuple(wrong[0])]}, in the definition "
+            f"{truth[tuple(wrong[0])]}, at {wrong[0].tolist()}; likewise at {len(wrong)} places"
+        )
+        _close(problem, [name], [np.where(finite, value, 0.0)], [np.where(finite, truth, 0.0)], where)
+
+
 def _both_gradients(
-    problem: Problem, backend: str, frame: Frame
+    problem: Problem, backend: str, frame: Frame, spoiled: tuple[int, ...] | None = None
 ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
     from refold.ops.testing import oracle
 
     cotangents = _cotangents(problem)
+    if spoiled is not None:
+        cotangents[0][spoiled] = np.nan
     found = frame.gradients(_function(problem, backend), _arrays(problem, frame), cotangents)
     return found, oracle.gradients(problem, cotangents)
 

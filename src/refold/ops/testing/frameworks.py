@@ -30,6 +30,9 @@ class Frame(Protocol):
     def poisoned(self) -> AbstractContextManager[Any]:
         """Return a context in which memory that nobody wrote reads as NaN."""
 
+    def surroundings(self) -> list[tuple[str, AbstractContextManager[Any]]]:
+        """Return contexts that must change no result, with their names."""
+
 
 class TorchFrame:
     """Torch tensors on a device."""
@@ -90,6 +93,24 @@ class TorchFrame:
         ):
             yield
 
+    def surroundings(self) -> list[tuple[str, AbstractContextManager[Any]]]:
+        """Return autocast and default dtypes."""
+        import torch
+
+        @contextmanager
+        def default(dtype: torch.dtype) -> Iterator[None]:
+            before = torch.get_default_dtype()
+            torch.set_default_dtype(dtype)
+            try:
+                yield
+            finally:
+                torch.set_default_dtype(before)
+
+        found: list[tuple[str, AbstractContextManager[Any]]] = [
+            (f"default dtype {dtype}", default(dtype)) for dtype in (torch.float64, torch.bfloat16)
+        ]
+        return [*found, ("autocast", torch.autocast(self.device, torch.bfloat16))]
+
 
 class JaxFrame:
     """JAX arrays; gradients through jax.vjp, calls under jit."""
@@ -121,6 +142,10 @@ class JaxFrame:
         """Return a context that does nothing: JAX hands out no memory that was not written."""
         return nullcontext()
 
+    def surroundings(self) -> list[tuple[str, AbstractContextManager[Any]]]:
+        """Return none: a default dtype of JAX does not exist."""
+        return []
+
 
 class NumpyFrame:
     """NumPy arrays, for the reference itself; no gradients."""
@@ -142,6 +167,10 @@ class NumpyFrame:
     def poisoned(self) -> AbstractContextManager[Any]:
         """Return a context that does nothing."""
         return nullcontext()
+
+    def surroundings(self) -> list[tuple[str, AbstractContextManager[Any]]]:
+        """Return none."""
+        return []
 
 
 def round_to_nearest_when_interpreted() -> None:

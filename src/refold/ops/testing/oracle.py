@@ -6,6 +6,7 @@ element. A test holds these to the reference.
 
 from __future__ import annotations
 
+import math
 from itertools import pairwise
 from typing import Any
 
@@ -72,7 +73,9 @@ def _walk(arrays: dict[str, Tensor], zero: Tensor, step: Any, reverse: bool = Fa
 def _step_size(arrays: dict[str, Tensor], options: dict[str, Any]) -> Tensor:
     dt = arrays["dt"] + arrays["dt_bias"] if "dt_bias" in arrays else arrays["dt"]
     dt = F.softplus(dt) if options["dt_softplus"] else dt
-    return dt.clamp(*options["dt_limit"]) if "dt_limit" in options else dt
+    low, high = options.get("dt_limit", (-math.inf, math.inf))
+    dt = torch.where(dt < low, low, dt)  # not clamp, whose gradient is zero at NaN
+    return torch.where(dt > high, high, dt)
 
 
 def _finish(y: Tensor, arrays: dict[str, Tensor], D: Tensor | None) -> Tensor:

@@ -58,7 +58,7 @@ def step_size_gradient(
     raw = dt.to(dstep.dtype) if bias is None else dt.to(dstep.dtype) + bias.to(dstep.dtype)
     step = F.softplus(raw) if softplus else raw
     if limit is not None:
-        dstep = dstep.where((step >= limit[0]) & (step <= limit[1]), 0.0)
+        dstep = dstep.masked_fill((step < limit[0]) | (step > limit[1]), 0.0)  # which keeps that of a NaN
     return dstep * torch.where(raw > 20, 1.0, torch.sigmoid(raw)) if softplus else dstep
 
 

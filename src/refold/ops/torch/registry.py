@@ -52,6 +52,25 @@ _PLAIN_TENSORS = {type(None), Tensor, torch.nn.Parameter}
 _PLAIN_OPTIONS = {type(None), bool, int, float, str, tuple, torch.dtype}
 
 
+def node_args(op: str, **given: Any) -> tuple[Any, ...]:
+    """Return the positional arguments of a node of an operator, from arguments by name.
+
+    Arrays that are not given are absent, options have their defaults, and the backend is chosen when the node runs.
+    """
+    spec = RUNNERS[op].spec
+    names = {arg.name: None for arg in spec.args} | {o.name: o.default for o in spec.options}
+    if unknown := given.keys() - names.keys():
+        raise TypeError(f"{op} has no argument {', '.join(sorted(unknown))}")
+    listed = {name: list(v) if isinstance(v, tuple) else v for name, v in (names | given).items()}
+    return (*listed.values(), "")
+
+
+def named_args(op: str, args: Sequence[Any]) -> dict[str, Any]:
+    """Return the arguments of a node of an operator by name; the inverse of `node_args`."""
+    spec = RUNNERS[op].spec
+    return dict(zip([arg.name for arg in spec.args] + [o.name for o in spec.options], args, strict=False))
+
+
 def run(name: str, arrays: Sequence[Any], options: Sequence[Any], backend: str) -> Any:
     """Run the op ``name``: as a dispatcher node where something could see one, else directly."""
     watched, runner = private.watched(), RUNNERS[name]
@@ -60,6 +79,7 @@ def run(name: str, arrays: Sequence[Any], options: Sequence[Any], backend: str) 
             if known.holds(arrays, options, backend):
                 return known.run(*arrays)
     framework_of(runner.spec, arrays)
+    options = runner.spec.plain_options(options)
     if not watched:
         _check_options(runner.spec, options)
         if _plain(arrays, options):
@@ -101,7 +121,8 @@ class _Known:
     """What runs a plain call, and a quick look at whether another call has its signature.
 
     The guards compare types, dispatch keys, dtypes, devices, shapes, strides and requires_grad, so that a call that
-    holds is a plain one too, and one under ``torch.autocast`` only if that one was. They refuse a tensor that is given twice; they get it once.
+    holds is a plain one too, and one under ``torch.autocast`` only if that one was. They refuse a tensor that is given
+    twice; they get it once.
     """
 
     __slots__ = ("addresses", "backend", "copies", "guards", "options", "places", "requires_grad", "run", "types")

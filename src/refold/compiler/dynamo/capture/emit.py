@@ -9,15 +9,17 @@ from typing import Any
 
 import torch
 from torch._dynamo.utils import set_example_value
-from torch._dynamo.variables import ConstantVariable, SymNodeVariable
+from torch._dynamo.variables import ConstantVariable, SymNodeVariable, TensorVariable
 from torch._dynamo.variables.builder import wrap_fx_proxy
 from torch.fx import GraphModule, Node, Proxy
 
 from ..loop import LiftedLoop
 from .carried import Form
+from .lengths import Stacked, variable
+from .lists import Growing
 from .locations import End, Local, Place
 from .trace import Trace
-from .variables import Refused, Translator, Variable, example, form, fresh, is_constant, rebuilt, tensors
+from .variables import Refused, Translator, Variable, example, form, fresh, is_constant, realized, rebuilt, tensors
 
 
 @dataclass
@@ -32,14 +34,14 @@ class _Results:
     constants: dict[Place, Any] = field(default_factory=dict)
 
 
-def emit(tx: Translator, assumed: Form, found: Trace, count: int, live: set[str]) -> None:
+def emit(tx: Translator, assumed: Form, found: Trace, count: Any, live: set[str]) -> None:
     """Emit a loop.
 
     Args:
         tx: The frame, at the loop's head; behind ``count`` steps afterwards.
         assumed: The form that the body leads from and to.
         found: The trace that shows it.
-        count: For how many steps.
+        count: For how many steps; where it is a symbol, lists get one tensor of all steps' values.
         live: Local variables that are read behind the loop.
 
     Raises:
@@ -49,6 +51,9 @@ def emit(tx: Translator, assumed: Form, found: Trace, count: int, live: set[str]
     if not all(tensors(item) for item in collected):
         raise Refused("the loop collects something that is not a tensor")
     columns = [x for item in collected for x in tensors(item)]
+    known = isinstance(count, int)
+    if not known and (found.items or not all(map(_is_column, found.lists))):
+        raise Refused("it collects otherwise than one tensor a step")
     results = _results(assumed, found, count, live, columns)
     # What the last step only passes on is known without the loop.
     last = {node: items.items[count - 1] for items, node in found.items}
@@ -63,7 +68,8 @@ def emit(tx: Translator, assumed: Form, found: Trace, count: int, live: set[str]
         form(x)  # raises where a size depends on the step
     call = _call(tx, found, results.carried, outputs, split, count)
     values = [fresh(tx, x) for x in examples[: split[1]]]
-    stacks = [[fresh(tx, x) for _ in range(count)] for x in examples[split[1] :]]
+    rest = examples[split[1] :]
+    stacks: list[Any] = [[fresh(tx, x) for _ in range(count)] if known else fresh(tx, x, count) for x in rest]
     set_example_value(call.node, (*values, *stacks))
     made = [wrap_fx_proxy(tx, call[i], example_value=x) for i, x in enumerate(values)]
     last |= {_node(x): y for x, y in zip(wanted, made[split[0] :], strict=True)}
@@ -72,22 +78,43 @@ def emit(tx: Translator, assumed: Form, found: Trace, count: int, live: set[str]
     for place in results.lasts:
         then = [last.get(_node(x), x) for x in tensors(found.after[place])]
         after[place] = rebuilt(found.after[place], iter(then))
-    after |= {place: ConstantVariable.create(x) for place, x in results.constants.items()}
-    filled = iter([_items(tx, call[i], column) for i, column in enumerate(stacks, split[1])])
+    after |= {place: _constant(tx, x) for place, x in results.constants.items()}
+    collect = _items if known else _rows_together
+    filled: Iterator[Any] = iter([collect(tx, call[i], column) for i, column in enumerate(stacks, split[1])])
     # Now nothing can fail any more.
     for place in assumed.written - after.keys():
         place.clear(tx)
     for place, x in after.items():
         place.put(tx, x)
     for growing in found.lists:
-        front, back = ([_rows(item, filled, count) for item in items] for items in (growing.front, growing.back))
+        if not known:
+            if growing.grown:
+                growing.owner.items = Stacked(tx, growing.items, next(filled))
+                tx.output.side_effects.mutation(growing.owner)
+            continue
+        front, back = ([_rows(item, filled) for item in items] for items in (growing.front, growing.back))
         if growing.grown:
             tx.output.side_effects.mutation(growing.owner)
         growing.owner.items[:0] = [x for step in reversed(list(zip(*front, strict=True))) for x in step]
         growing.owner.items.extend(x for step in zip(*back, strict=True) for x in step)
 
 
-def _results(assumed: Form, found: Trace, count: int, live: set[str], columns: list[Variable]) -> _Results:
+def _is_column(growing: Growing) -> bool:
+    """Tell whether each step appends one tensor, or nothing, to a list."""
+    return (
+        not growing.front and len(growing.back) <= 1 and all(type(realized(x)) is TensorVariable for x in growing.back)
+    )
+
+
+def _constant(tx: Translator, x: Any) -> Variable:
+    return variable(tx, x) if isinstance(x, (int, torch.SymInt)) else ConstantVariable.create(x)
+
+
+def _rows_together(tx: Translator, proxy: Any, rows: torch.Tensor) -> Variable:
+    return wrap_fx_proxy(tx, proxy, example_value=rows)
+
+
+def _results(assumed: Form, found: Trace, count: Any, live: set[str], columns: list[Variable]) -> _Results:
     results = _Results(list(assumed.carried))
     results.constants = {place: start + growth * count for place, (start, growth) in assumed.counters.items()}
     for place in assumed.written:
@@ -123,7 +150,7 @@ def _passed_on(tx: Translator, found: Trace, place: Place) -> list[tuple[Node, V
 
 
 def _call(
-    tx: Translator, found: Trace, carried: list[Place], outputs: list[Variable], split: tuple[int, int], count: int
+    tx: Translator, found: Trace, carried: list[Place], outputs: list[Variable], split: tuple[int, int], count: Any
 ) -> Any:
     """Make the traced graph a module of Dynamo's graph, and call it."""
     graph, outer = found.graph, dict(found.outer)
@@ -140,12 +167,14 @@ def _call(
     graph.output(tuple(inner))
     body = GraphModule(tx.output.nn_modules, graph)
     reads = [element.reads for element, _ in items]
-    loop = LiftedLoop(body, count, split[0], split[1] - split[0], reads)
+    known = isinstance(count, int)
+    loop = LiftedLoop(body, count if known else None, split[0], split[1] - split[0], reads)
     root = tx.output.root_tracer
     operands = [
         *(_node(x) for place in carried for x in tensors(place.now(tx))),
         *(element.source for element, _ in items),
         *outer,
+        *([] if known else [_node(variable(tx, count))]),
     ]
     name = tx.output.install_subgraph("loop_over_time", loop)
     call: Any = Proxy(root.graph.call_module(name, tuple(operands)), root)
@@ -154,7 +183,7 @@ def _call(
     return call
 
 
-def _rows(item: Variable, filled: Iterator[list[Variable]], count: int) -> list[Variable]:
+def _rows(item: Variable, filled: Iterator[list[Variable]]) -> list[Variable]:
     """Return what one step collects, for all steps."""
     steps = zip(*[next(filled) for _ in tensors(item)], strict=True)
     return [rebuilt(item, iter(row)) for row in steps]

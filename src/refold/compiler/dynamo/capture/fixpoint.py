@@ -10,10 +10,12 @@ import dataclasses
 import sys
 
 from torch._dynamo.bytecode_analysis import livevars_analysis
+from torch._dynamo.exc import RestartAnalysis
 
 from .carried import Form, first_form, refine
 from .emit import emit
-from .iterators import advance, goes_through, remaining
+from .iterators import advance, element, goes_through, remaining
+from .lengths import SymbolicIterator
 from .trace import SHORTEST, TRACES, Code, Trace, trace
 from .variables import Refused, Translator, example, form, realized, tensors
 
@@ -21,9 +23,26 @@ from .variables import Refused, Translator, example, form, realized, tensors
 def lift(tx: Translator, code: Code) -> None:
     """Lift a loop at whose head the translator is, or raise; the translator is unchanged then.
 
+    A loop of unknown length is tried as such first, and then with its length as a number.
+
     Raises:
         Refused: It says why the loop is not lifted. Other exceptions are Dynamo's, and mean the same.
     """
+    iterator = realized(tx.stack[-1]) if code.element is not None else None
+    if not isinstance(iterator, SymbolicIterator):
+        return _lift(tx, code)
+    try:
+        return _lift(tx, code)
+    except RestartAnalysis:
+        raise
+    except Exception:  # whatever it is, it may be otherwise with a number
+        iterator.known()
+    if iterator.len < SHORTEST:
+        raise Refused("it has few steps")
+    return _lift(tx, dataclasses.replace(code, element=element(tx, iterator)))
+
+
+def _lift(tx: Translator, code: Code) -> None:
     live = livevars_analysis(tx.instructions, tx.instructions[code.head])
     assumed, found = find(tx, code, live)
     if code.element is None:
@@ -32,7 +51,11 @@ def lift(tx: Translator, code: Code) -> None:
         iterator, leaves = realized(tx.stack[-1]), False
         if any(growing.grown and goes_through(iterator, growing.items) for growing in found.lists):
             raise Refused("the loop appends to the list that it goes through")
-        count = found.number.steps(remaining(tx, iterator) or 0)
+        count = remaining(tx, iterator) or 0
+        if isinstance(count, int):
+            count = found.number.steps(count)
+        elif not found.number.hold(count):
+            raise Refused("what a step does depends on its number")
     if count < SHORTEST:
         raise Refused("what a step does depends on its number")
     emit(tx, assumed, found, count, live)
@@ -58,6 +81,8 @@ def find(tx: Translator, code: Code, live: set[str]) -> tuple[Form, Trace]:
     for _ in range(TRACES):
         try:
             found = trace(tx, code, assumed)
+        except RestartAnalysis:
+            raise
         except Exception as error:
             names = ", ".join(sorted(place.name for place in assumed.unknown))
             if isinstance(error, Refused) or not (names or assumed.plain):

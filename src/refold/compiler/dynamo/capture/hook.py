@@ -14,11 +14,12 @@ from typing import Any
 
 import torch
 from torch._dynamo import symbolic_convert
-from torch._dynamo.exc import TorchDynamoException
+from torch._dynamo.exc import RestartAnalysis, TorchDynamoException
 from torch._dynamo.variables import TensorVariable
 from torch._guards import TracingContext
 
 from ... import dynamo
+from . import lengths
 from .fixpoint import lift
 from .iterators import ENUMERATE, element, remaining, start_enumeration
 from .trace import SHORTEST, Code
@@ -118,6 +119,8 @@ def _meet(tx: Translator, loop: tuple[Any, int], count: int | None, code: Callab
         if (found := code()) is not None:
             lift(tx, found)
             reasons.pop(where, None)
+    except RestartAnalysis:
+        raise
     except Exception as error:  # whatever it is: the loop is traced step by step
         reasons[where] = _first_line(error)
     finally:
@@ -165,8 +168,10 @@ def install() -> Callable[[], None]:
         return original(tx)
 
     interpreter.run = run
+    forget = lengths.install()
 
     def remove() -> None:
+        forget()
         interpreter.run = original
 
     return remove

@@ -24,6 +24,7 @@ from torch._dynamo.variables.lists import ListIteratorVariable, RangeIteratorVar
 from torch.fx import Node
 
 from ..loop import Reads
+from .lengths import SymbolicIterator, variable
 from .variables import Refused, Translator, Variable, example, form, is_constant, realized
 
 # What Dynamo runs instead of CPython's own; torch <= 2.11 makes a tuple of what is reversed.
@@ -36,16 +37,16 @@ _REVERSED = getattr(polyfills, "_ReversedSequenceIterator", None)
 class Numbers:
     """Integers ``start + step * k``."""
 
-    start: int
+    start: Any
     step: int
 
     def at(self, tx: Translator, counted: Variable) -> Variable:
         """Return the integer of the step whose number is given."""
         number, proxy = counted.sym_num, counted.as_proxy()
         for apply, by, neutral in ((operator.mul, self.step, 1), (operator.add, self.start, 0)):
-            if by != neutral:
+            if not isinstance(by, int) or by != neutral:
                 number = apply(number, by)
-                proxy = tx.output.create_proxy("call_function", apply, (proxy, by), {})
+                proxy = tx.output.create_proxy("call_function", apply, (proxy, variable(tx, by).as_proxy()), {})
                 set_example_value(proxy.node, number)
         return SymNodeVariable.create(tx, proxy, number)
 
@@ -75,17 +76,25 @@ class Calls:
 Element = Numbers | Items | Calls | tuple["Element", ...]
 
 
-def remaining(tx: Translator, it: Variable) -> int | None:
-    """Return how many elements an iterator has left; None if only running it can tell."""
+def remaining(tx: Translator, it: Variable) -> Any:
+    """Return how many elements an iterator has left, which may be a symbol; None if only running it can tell."""
+    if type(it) is SymbolicIterator:
+        return it.count
     if type(it) is RangeIteratorVariable:
         return it.len
     if isinstance(it, ListIteratorVariable):
         return 0 if it.is_exhausted else len(it.items) - it.index
     if type(it) in _ZIPS:
+        for part in _zipped(it):
+            if type(part) is SymbolicIterator:
+                part.known()
         counts = [remaining(tx, part) for part in _zipped(it)]
         return None if None in counts else min(counts, default=0)  # type: ignore[type-var]
     if _is_enumeration(it):
-        return remaining(tx, _enumerated(it))
+        inner = _enumerated(it)
+        if type(inner) is SymbolicIterator:
+            inner.known()
+        return remaining(tx, inner)
     if _is_reversed(it):
         return len(_rest_of_reversed(tx, it))
     return None
@@ -97,6 +106,8 @@ def element(tx: Translator, it: Variable) -> Element | None:
     Raises:
         Refused: They are, but not in closed form.
     """
+    if type(it) is SymbolicIterator:
+        return Numbers(it.first, it.step_by)
     if type(it) is RangeIteratorVariable:
         return Numbers(it.start, it.step)
     if isinstance(it, ListIteratorVariable):
@@ -121,7 +132,9 @@ def element(tx: Translator, it: Variable) -> Element | None:
 
 def advance(tx: Translator, it: Variable, count: int) -> None:
     """Drop the first elements of an iterator that has a form."""
-    if type(it) is RangeIteratorVariable:
+    if type(it) is SymbolicIterator:
+        it.exhaust()
+    elif type(it) is RangeIteratorVariable:
         it.start, it.len = it.start + it.step * count, it.len - count
     elif isinstance(it, ListIteratorVariable):
         tx.output.side_effects.mutation(it)

@@ -17,6 +17,7 @@ from torch._dynamo.variables import ConstDictVariable, LazyVariableTracker, List
 from torch._dynamo.variables.base import AttributeMutation
 from torch._dynamo.variables.misc import CellVariable
 
+from .lengths import Stacked
 from .lists import Growing
 from .variables import Refused, Translator, Variable, is_constant
 
@@ -298,6 +299,8 @@ def containers(tx: Translator) -> list[Variable]:
         if isinstance(x, CellVariable) and x.pre_existing_contents is not None:
             stack.append(x.pre_existing_contents)
         elif type(x) in (ListVariable, TupleVariable, ConstDictVariable) and id(x) not in found:
+            if isinstance(x.items, Stacked):
+                continue
             found[id(x)] = x
             stack += x.items.values() if type(x) is ConstDictVariable else x.items
     return list(found.values())

@@ -91,12 +91,14 @@ class Trace:
 
     def program(self) -> list[Any]:
         """Return the graph as data: equal for equal programs."""
-        place = {node: i for i, node in enumerate(self.graph.nodes)}
-        numbered = functools.partial(torch.fx.node.map_arg, fn=lambda n: f"%{place[n]}")
-        return [
-            (n.op, n.target if n.op != "placeholder" else "", str(numbered(n.args)), str(numbered(n.kwargs)))
-            for n in self.graph.nodes
-        ]
+        # Which sizes are arguments as well depends on the form of the carried values, not on what is computed.
+        calls = [node for node in self.graph.nodes if node.op != "placeholder"]
+        name: dict[Node, Any] = {node: f"%{i}" for i, node in enumerate(calls)}
+        name |= {node: f"carried {i}" for i, node in enumerate(x for some in self.carried.values() for x in some)}
+        name |= {node: f"item {i}" for i, (_, node) in enumerate(self.items)}
+        name |= {inner: f"outer {id(node)}" for node, inner in self.outer.items()}
+        named = functools.partial(torch.fx.node.map_arg, fn=lambda n: name.get(n, n.name))
+        return [(n.op, n.target, str(named(n.args)), str(named(n.kwargs))) for n in calls]
 
 
 def trace(tx: Translator, code: Code, assumed: Form) -> Trace:

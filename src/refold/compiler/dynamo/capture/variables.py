@@ -9,6 +9,8 @@ import torch
 from torch._dynamo.variables import ConstantVariable, LazyVariableTracker, TensorVariable, TupleVariable
 from torch._dynamo.variables.builder import wrap_fx_proxy
 
+from ..induction_variable import depends_on_step
+
 # torch._dynamo.symbolic_convert.InstructionTranslatorBase: the interpreter of one frame.
 Translator = Any
 Variable = Any
@@ -55,19 +57,29 @@ def form(x: torch.Tensor) -> tuple[Any, ...]:
     return (type(x), _fixed(x.shape), _fixed(x.stride()), x.dtype, x.device, x.requires_grad)
 
 
-def _fixed(sizes: Any) -> tuple[int, ...]:
-    known = [size if isinstance(size, int) else size.node.maybe_as_int() for size in sizes]
-    if any(size is None for size in known):
-        raise Refused("a size is symbolic or depends on the step")
-    return tuple(known)  # type: ignore[arg-type]
+def _fixed(sizes: Any) -> tuple[Any, ...]:
+    """Return sizes so that equal ones compare as equal: numbers, or expressions in Dynamo's symbols."""
+    return tuple(size if isinstance(size, int) else _expression(size) for size in sizes)
 
 
-def fresh(tx: Translator, like: torch.Tensor) -> torch.Tensor:
-    """Make another fake value of the same form."""
-    _, shape, strides, dtype, device, requires_grad = form(like)
+def _expression(size: torch.SymInt) -> Any:
+    if (known := size.node.maybe_as_int()) is not None:
+        return known
+    if depends_on_step(size):
+        raise Refused("a size depends on the step")
+    return size.node.expr
+
+
+def fresh(tx: Translator, like: torch.Tensor, count: Any = None) -> torch.Tensor:
+    """Make another fake value of the same form, or ``count`` of them in one tensor."""
+    form(like)  # raises where a size depends on the step
+    kind = {"dtype": like.dtype, "device": like.device, "requires_grad": like.requires_grad}
     with tx.output.fake_mode, torch.enable_grad():
-        made = torch.empty_strided(shape, strides, dtype=dtype, device=device, requires_grad=requires_grad)
-        return made.view_as(made) if requires_grad else made
+        if count is None:
+            made = torch.empty_strided(like.shape, like.stride(), **kind)
+        else:
+            made = torch.empty((count, *like.shape), **kind)
+        return made.view_as(made) if like.requires_grad else made
 
 
 def placeholder(tx: Translator, tracer: Any, name: str, like: torch.Tensor) -> Variable:

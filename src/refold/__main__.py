@@ -1,0 +1,5 @@
+"""``python -m refold``: the command line."""
+
+from .cli import main
+
+main()

@@ -1,0 +1,217 @@
+"""Loops over as many steps as Dynamo knows only as a symbol: one trace and one compile for every length.
+
+Dynamo makes a length a number as soon as ``range`` asks for it, and every other length is then compiled anew. Here
+``range`` keeps the symbol until somebody asks. A loop that is captured never does; what it collected is one tensor with
+a time axis, which ``torch.stack`` and ``torch.cat`` take for the list. Whoever else looks at such a list makes Dynamo
+start over, with numbers for lengths: then each length has a compile of its own, as without this package.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import sympy
+import torch
+from torch._dynamo import exc
+from torch._dynamo.output_graph import LazyProxy
+from torch._dynamo.utils import guard_if_dyn
+from torch._dynamo.variables import ConstantVariable, SymNodeVariable, TensorVariable
+from torch._dynamo.variables.builder import wrap_fx_proxy
+from torch._dynamo.variables.builtin import BuiltinVariable
+from torch._dynamo.variables.lists import RangeIteratorVariable, RangeVariable
+from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
+
+from ... import dynamo
+from .variables import Refused, Translator, Variable, example, is_constant, realized
+
+# What is set of Dynamo's log, which outlives its attempts at one frame, once lengths are to be numbers.
+_KNOWN = "refold_known_lengths"
+JOINS = (torch.stack, torch.cat, torch.concat, torch.concatenate)
+
+
+def variable(tx: Translator, x: Any) -> Variable:
+    """Return a number or an expression in Dynamo's symbols as a variable."""
+    expression = x if isinstance(x, int) else x.node.expr
+    return _variable(tx, sympy.sympify(expression))
+
+
+def _variable(tx: Translator, x: Any) -> Variable:
+    if x.is_Integer:
+        return ConstantVariable.create(int(x))
+    if x.is_Symbol:
+        symbols = tx.output.root_tracer.bound_symbols
+        if x not in symbols:
+            raise Refused(f"nothing computes the size {x}")
+        proxy = symbols[x]() if isinstance(symbols[x], LazyProxy) else symbols[x]
+        return SymNodeVariable.create(tx, proxy, proxy.node.meta["example_value"])
+    apply = operator.add if x.is_Add else operator.mul if x.is_Mul else None
+    if apply is None:
+        raise Refused(f"a size is {x}")
+    parts = [_variable(tx, part) for part in x.args]
+    while len(parts) > 1:
+        a, b = parts[:2]
+        proxy = tx.output.create_proxy("call_function", apply, (a.as_proxy(), b.as_proxy()), {})
+        parts[:2] = [SymNodeVariable.create(tx, proxy, apply(_number(a), _number(b)))]
+    return parts[0]
+
+
+def _number(x: Variable) -> Any:
+    return x.value if is_constant(x) else x.sym_num
+
+
+class SymbolicRange(RangeVariable):
+    """A range with a bound that is a symbol; whoever but a captured loop asks for it makes it a number."""
+
+    def _known(self, at: int) -> int:
+        return int(guard_if_dyn(self.items[at]))
+
+    def start(self) -> int:
+        """Return the first bound as a number."""
+        return self._known(0)
+
+    def stop(self) -> int:
+        """Return the last bound as a number."""
+        return self._known(1)
+
+    def step(self) -> int:
+        """Return the step as a number."""
+        return self._known(2)
+
+    def is_python_constant(self) -> bool:
+        """It is none yet."""
+        return False
+
+    def tp_iter_impl(self, tx: Translator) -> Variable:
+        """Return an iterator that is symbolic, too."""
+        return self._iterator(tx) or RangeIteratorVariable(self.start(), self.stop(), self.step(), self.range_length())
+
+    def call_method(self, tx: Translator, name: str, args: Any, kwargs: Any) -> Variable:
+        """Reverse the range as a symbol, and do all else with numbers."""
+        if name == "__reversed__" and (found := self._iterator(tx)) is not None:
+            first = found.first + (found.count - 1) * found.step_by
+            return SymbolicIterator(first, -found.step_by, found.count)
+        return super().call_method(tx, name, args, kwargs)
+
+    def _iterator(self, tx: Translator) -> SymbolicIterator | None:
+        start, stop, step = (_number(realized(x)) for x in self.items)
+        if not isinstance(step, int) or abs(step) != 1:
+            return None
+        count = (stop - start) * step
+        return None if is_known(count) else SymbolicIterator(start, step, count)
+
+
+def is_known(x: Any) -> bool:
+    """Tell whether a size is a number, or has become one."""
+    return isinstance(x, int) or x.node.maybe_as_int() is not None
+
+
+class SymbolicIterator(RangeIteratorVariable):
+    """The iterator of such a range: ``first + step_by * k``, as many times as the symbol ``count`` says."""
+
+    def __init__(self, first: Any, step_by: int, count: Any) -> None:
+        super().__init__(0, 0, step_by, 0)
+        self.first, self.step_by, self.count = first, step_by, count
+
+    def known(self) -> None:
+        """Become an ordinary iterator, whose length is a guard of the compiled program."""
+        self.start, self.len = int(self.first), max(0, int(self.count))
+        self.stop = self.start + self.step_by * self.len
+        self.__class__ = RangeIteratorVariable  # type: ignore[assignment]
+
+    def exhaust(self) -> None:
+        """Stand behind the last step."""
+        self.start = self.stop = self.len = 0
+        self.__class__ = RangeIteratorVariable  # type: ignore[assignment]
+
+    def tp_iternext_impl(self, tx: Translator) -> Variable:
+        """Go step by step."""
+        self.known()
+        return self.tp_iternext_impl(tx)
+
+    def reconstruct(self, codegen: Any) -> None:
+        """Leave the iterator to Python."""
+        self.known()
+        self.reconstruct(codegen)
+
+
+class Stacked:
+    """Stands in for the items of a list to which a loop of unknown length has appended one tensor a step."""
+
+    def __init__(self, tx: Translator, before: list[Variable], rows: TensorVariable) -> None:
+        self.log, self.before, self.rows = tx.speculation_log, before, rows
+
+    def joined(self, tx: Translator, fn: Any, dim: int) -> Variable:
+        """Stack or concatenate the items."""
+        rank = example(self.rows).dim()
+        dim %= rank if fn is torch.stack else rank - 1
+        whole = _call(tx, torch.movedim, self.rows, 0, dim)
+        if fn is not torch.stack:
+            whole = _call(tx, torch.flatten, whole, dim, dim + 1)
+        whole = _call(tx, torch.clone, whole, memory_format=torch.contiguous_format)
+        return _call(tx, torch.cat, [_call(tx, fn, self.before, dim), whole], dim) if self.before else whole
+
+    def refuse(self, *args: Any) -> Any:
+        """Start over with numbers for lengths."""
+        raise start_over(self.log)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self.refuse()
+
+    __len__ = __iter__ = __getitem__ = __setitem__ = __contains__ = __add__ = __reversed__ = refuse
+
+
+def _call(tx: Translator, fn: Any, x: Any, *rest: Any, **options: Any) -> Variable:
+    given = [y.as_proxy() for y in x] if isinstance(x, list) else x.as_proxy()
+    return wrap_fx_proxy(tx, tx.output.create_proxy("call_function", fn, (given, *rest), options))
+
+
+def start_over(log: Any) -> exc.RestartAnalysis:
+    """Return what makes Dynamo trace the frame again, with numbers for lengths."""
+    setattr(log, _KNOWN, True)
+    return exc.RestartAnalysis(restart_reason="a list of unknown length was looked at")
+
+
+def install() -> Callable[[], None]:
+    """Let ``range`` keep symbols, for marked backends, where this PyTorch has what it takes; return what ends that."""
+    if not hasattr(RangeVariable, "tp_iter_impl"):
+        return lambda: None
+    function: Any = TorchInGraphFunctionVariable
+    originals = BuiltinVariable.call_range, function.call_function
+    BuiltinVariable.call_range = functools.partialmethod(_symbolic_range, originals[0])  # type: ignore
+    function.call_function = functools.partialmethod(_join, originals[1])
+    BuiltinVariable.call_function_handler_cache.clear()  # it may remember how ranges were made
+
+    def remove() -> None:
+        BuiltinVariable.call_range, function.call_function = originals  # type: ignore
+        BuiltinVariable.call_function_handler_cache.clear()
+
+    return remove
+
+
+def _symbolic_range(self: Any, original: Any, tx: Translator, *args: Variable) -> Any:
+    bounds = [realized(x) for x in args]
+    symbols = [x for x in bounds if isinstance(x, SymNodeVariable)]
+    plain = all(
+        is_constant(x) or isinstance(_number(x), torch.SymInt) for x in bounds if is_constant(x) or x in symbols
+    )
+    if len(symbols) and plain and all(is_constant(x) or x in symbols for x in bounds):
+        known = any(is_known(x.sym_num) for x in symbols) or getattr(tx.speculation_log, _KNOWN, False)
+        if not known and dynamo.is_marked(tx.output.compiler_fn):
+            return SymbolicRange(bounds)
+    return original(self, tx, *args)
+
+
+def _join(self: Any, original: Any, tx: Translator, args: Any, kwargs: Any) -> Any:
+    given = {**dict(zip(("tensors", "dim"), args, strict=False)), **kwargs} if self.value in JOINS else {}
+    items = getattr(realized(given["tensors"]), "items", None) if "tensors" in given else None
+    if isinstance(items, Stacked):
+        dim = realized(given.get("dim", ConstantVariable.create(0)))
+        if len(args) <= 2 and given.keys() <= {"tensors", "dim"} and is_constant(dim):
+            return items.joined(tx, self.value, dim.value)
+        items.refuse()
+    return original(self, tx, args, kwargs)

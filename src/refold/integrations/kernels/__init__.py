@@ -1,0 +1,42 @@
+"""The same operators as a local repository of the package ``kernels``, for ``KernelConfig(use_local_kernel=True)``.
+
+The package replaces functions of a modeling file, so all models of that file in the process are changed, and nothing
+is put back; `refold.accelerate` changes one model and can be undone. What a layer does not hand to its functions they
+cannot know: its limits of step sizes when it decodes, a state to go on from in Mamba-1, documents that its model drops.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from refold.errors import ArgumentError
+
+_BOTH = ("causal_conv1d_fn", "causal_conv1d_update", "selective_state_update")
+_MAMBA1 = dict.fromkeys(("mamba", "falcon_mamba", "jamba", "zamba"), (*_BOTH, "selective_scan_fn"))
+_MAMBA2 = dict.fromkeys(
+    ("mamba2", "bamba", "granitemoehybrid", "falcon_h1", "nemotron_h", "zamba2"), (*_BOTH, "mamba_chunk_scan_combined")
+)
+FUNCTIONS = _MAMBA1 | _MAMBA2
+"""``model_type`` -> the functions of its modeling file that have a layer here."""
+
+
+def kernel_mapping(model_type: str) -> dict[str, str]:
+    """Return what ``transformers.KernelConfig`` takes for a model: name of a function -> ``"<folder>:<layer>"``.
+
+    The fused functions of a whole layer (``mamba_inner_fn``, ``mamba_split_conv1d_scan_combined``) are left out: they
+    take the weights of projections and never call them. The package ``kernels`` knows no CPU in a ``KernelConfig``.
+
+    Args:
+        model_type: As in the model's configuration, such as ``"mamba2"``.
+
+    Raises:
+        ArgumentError: There is nothing for that kind of model.
+
+    Example:
+        >>> mapping = kernel_mapping("mamba2")
+        >>> config = KernelConfig(mapping, use_local_kernel=True)
+        >>> model = AutoModelForCausalLM.from_pretrained(path, use_kernels=True, kernel_config=config)
+    """
+    if model_type not in FUNCTIONS:
+        raise ArgumentError(f"kernel_mapping: model_type must be one of {', '.join(FUNCTIONS)}; got {model_type!r}.")
+    return {name: f"{Path(__file__).parent}:{name}" for name in FUNCTIONS[model_type]}

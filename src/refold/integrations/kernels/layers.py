@@ -1,0 +1,115 @@
+"""Layers whose forwards have the parameters of transformers' functions, in their order; nothing else, as is required.
+
+Keywords that are not named in a function are handed on by its caller. Of these, only those that tell documents apart
+mean anything here, and they are honoured.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from torch import Tensor, nn
+
+from refold import ops
+from refold.compat.causal_conv1d import causal_conv1d_update as update_convolution
+from refold.compat.mamba_ssm import selective_scan_fn as scan_selectively
+from refold.compat.mamba_ssm import selective_state_update as update_state
+from refold.integrations.documents import read
+
+__all__ = [
+    "causal_conv1d_fn",
+    "causal_conv1d_update",
+    "mamba_chunk_scan_combined",
+    "selective_scan_fn",
+    "selective_state_update",
+]
+
+
+class causal_conv1d_fn(nn.Module):
+    """The convolution of a prompt."""
+
+    can_torch_compile = True
+    has_backward = True
+
+    def forward(
+        self, hidden_states: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None,
+        **kwargs: Any,
+    ) -> Tensor:  # fmt: skip
+        """Return the convolution, ``(b, d, t)``."""
+        x, documents = hidden_states.mT, read(kwargs)
+        rest: dict[str, Any] = {"weight": weight, "bias": bias, "activation": activation and "silu"}
+        if documents is not None:
+            return documents.run(ops.causal_conv1d, {"x": x}, None, **rest)[0].mT
+        return ops.causal_conv1d(x, **rest)[0].mT
+
+
+class causal_conv1d_update(nn.Module):
+    """The convolution of a token."""
+
+    can_torch_compile = True
+    has_backward = False
+
+    def forward(
+        self, hidden_states: Tensor, conv_state: Tensor, weight: Tensor, bias: Tensor | None = None,
+        activation: str | None = None,
+    ) -> Tensor:  # fmt: skip
+        """Return the convolution, ``(b, d, t)``, and keep the inputs."""
+        return update_convolution(hidden_states, conv_state, weight, bias, activation)
+
+
+class selective_state_update(nn.Module):
+    """A token of either scan."""
+
+    can_torch_compile = True
+    has_backward = False
+
+    def forward(
+        self, state: Tensor, hidden_states: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor,
+        D: Tensor | None = None, dt_bias: Tensor | None = None, dt_softplus: bool = False, z: Tensor | None = None,
+        **kwargs: Any,
+    ) -> Tensor:  # fmt: skip
+        """Return the token's output, and keep the state."""
+        return update_state(state, hidden_states, dt, A, B, C, D, z, dt_bias, dt_softplus)
+
+
+class mamba_chunk_scan_combined(nn.Module):
+    """The Mamba-2 scan of a prompt."""
+
+    can_torch_compile = True
+    has_backward = True
+
+    def forward(
+        self, hidden_states: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, chunk_size: int,
+        D: Tensor | None = None, dt_bias: Tensor | None = None, initial_states: Tensor | None = None,
+        dt_softplus: bool = False, dt_limit: tuple[float, float] = (0.0, math.inf), return_final_states: bool = False,
+        **kwargs: Any,
+    ) -> Any:  # fmt: skip
+        """Return the output, and the last state if asked for."""
+        tokens: dict[str, Any] = {"x": hidden_states, "dt": dt, "B": B, "C": C, "z": kwargs.get("z")}
+        rest: dict[str, Any] = {"A": A, "D": D, "dt_bias": dt_bias, "dt_softplus": dt_softplus}
+        rest["dt_limit"] = tuple(dt_limit)
+        documents = read(kwargs)
+        if documents is None:
+            y, state = ops.ssd(**tokens, **rest, initial_state=initial_states)
+        else:
+            y, states = documents.run(ops.ssd, tokens, initial_states, **rest)
+            state = documents.ends(states)
+        return (y, state) if return_final_states else y
+
+
+class selective_scan_fn(nn.Module):
+    """The Mamba-1 scan of a prompt."""
+
+    can_torch_compile = True
+    has_backward = True
+
+    def forward(
+        self, hidden_states: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None = None,
+        z: Tensor | None = None, delta_bias: Tensor | None = None, delta_softplus: bool = False,
+        return_last_state: bool = False, use_mambapy: bool = False, use_associative_scan: bool = False, **kwargs: Any,
+    ) -> Any:  # fmt: skip
+        """Return the output, ``(b, d, t)``, and the last state if asked for."""
+        return scan_selectively(
+            hidden_states, dt, A, B, C, D, z, delta_bias, delta_softplus, return_last_state
+        )  # fmt: skip

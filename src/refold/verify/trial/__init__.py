@@ -1,0 +1,121 @@
+"""Candidates from anywhere, judged so that none can cheat.
+
+`judge` tries a candidate that may be hostile: it runs in a process of its own, without the means to do harm and
+without anything worth knowing, and what it returns is compared and timed from outside. docs/verification.md lists the
+checks and what is not claimed.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ...errors import ArgumentError, TargetError
+from .judge import LEVELS, Tensors, Terms, Trial
+from .process import Nursery
+from .process import Unjudgeable as Unjudgeable
+from .program import Program, Target, program
+from .program import source as source
+from .verdict import Verdict as Verdict
+
+
+def judge(
+    original: Target | Program,
+    candidate: Target | Program,
+    inputs: Tensors | None = None,
+    *,
+    level: str = "full",
+    dtype: str = "float32",
+    device: str = "cpu",
+    train: bool = False,
+    accept: str = "faster",
+    nonfinite: str = "finite-only",
+    tried: int = 1,
+    threads: int | None = None,
+    timeout: float = 60.0,
+    allow_unsandboxed: bool = False,
+) -> Verdict:
+    """Decide whether a candidate may take the place of the original.
+
+    Args:
+        original: A file in the KernelBench convention (``Model``), ``file.py:function``, or a function.
+        candidate: The same; of a file, ``ModelNew`` is judged.
+        inputs: Example inputs; None takes them from ``get_inputs()`` in the original's file.
+        level: ``quick`` (seconds), ``full`` (up to a minute) or ``paranoid`` (minutes).
+        dtype: What floating-point inputs and parameters are cast to.
+        device: ``cpu``.
+        train: Whether gradients are compared and timed as well, with modules in training mode.
+        accept: ``faster``: only what is faster than the original beyond noise; ``right``: whatever is right.
+        nonfinite: ``strict`` refuses a candidate that returns NaN or infinities elsewhere than the original when an
+            input holds one; ``finite-only`` notes it.
+        tried: How many candidates were tried for this original. Each race then errs with 1 % divided by it.
+        threads: Threads of either side; None is what torch uses here.
+        timeout: Seconds that loading or one call may take.
+        allow_unsandboxed: Run the candidate although nothing confines it.
+
+    Returns:
+        The verdict, with the check that decided and its numbers.
+
+    Raises:
+        TargetError: A file does not exist or does not define what is judged.
+        ArgumentError: An option has a value that it cannot have.
+    """
+    terms = _terms(
+        level=level, dtype=dtype, device=device, train=train, accept=accept, nonfinite=nonfinite, tried=tried,
+        threads=threads or torch.get_num_threads(), timeout=timeout,
+    )  # fmt: skip
+    if inputs is not None and (not inputs or not all(isinstance(x, torch.Tensor) for x in inputs)):
+        raise ArgumentError(f"inputs must be a non-empty sequence of tensors, not {inputs!r:.80}")
+    if allow_unsandboxed and LEVELS[level].sandbox:
+        raise ArgumentError(f"level {level} needs a sandbox; allow_unsandboxed goes with quick and full")
+    first = original if isinstance(original, Program) else program(original, role="original")
+    second = candidate if isinstance(candidate, Program) else program(candidate, role="candidate")
+    with Nursery(threads=terms.threads, device=terms.device, sandboxed=not allow_unsandboxed) as nursery:
+        return Trial(first, second, inputs, terms, nursery).run()
+
+
+def replay(log: Path, *, allow_unsandboxed: bool = False) -> tuple[Verdict, Verdict | None]:
+    """Repeat a trial from its log: the same programs, terms and seed.
+
+    Returns:
+        The verdict of now, and the outcome, check and reason of then.
+
+    Raises:
+        TargetError: The file is no log of a trial, or one that was cut short.
+    """
+    try:
+        lines: list[dict[str, Any]] = [json.loads(line) for line in log.read_text().splitlines()]
+        head, last = lines[0], lines[-1]
+        original, candidate = Program(**head["original"]), Program(**head["candidate"])
+        terms = _terms(**head["terms"])
+        then = Verdict(
+            original, candidate, terms, last["outcome"], last["check"], last["reason"], seed=int(last["seed"])
+        )
+    except OSError as error:
+        raise TargetError(f"{log} cannot be read: {error.strerror}") from error
+    except (ValueError, KeyError, TypeError, IndexError) as error:
+        raise TargetError(f"{log} is not the whole log of a trial: {type(error).__name__}: {error}") from error
+    with Nursery(threads=terms.threads, device=terms.device, sandboxed=not allow_unsandboxed) as nursery:
+        return Trial(original, candidate, None, terms, nursery, seed=then.seed).run(), then
+
+
+_CHOICES = {
+    "level": tuple(LEVELS),
+    "dtype": ("float32", "float16", "bfloat16", "float64"),
+    "device": ("cpu",),
+    "accept": ("faster", "right"),
+    "nonfinite": ("finite-only", "strict"),
+}
+
+
+def _terms(**values: Any) -> Terms:
+    for name, choices in _CHOICES.items():
+        if values[name] not in choices:
+            raise ArgumentError(f"{name} must be one of {', '.join(choices)}, not {values[name]!r}")
+    for name in ("tried", "threads", "timeout"):
+        if not values[name] > 0:
+            raise ArgumentError(f"{name} must be positive, not {values[name]!r}")
+    return Terms(**values)

@@ -1,0 +1,172 @@
+"""The inputs a program is tried on: many kinds of values, special values, other shapes, other layouts.
+
+Zero-mean values decide about precision, since rounding errors of positive ones average out in a norm; the others catch
+programs that rely on signs, scales, order or density. All are drawn from a secret seed after the program is loaded.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+
+Tensors = list[torch.Tensor]
+Kind = Callable[[torch.Tensor, torch.Generator], torch.Tensor]
+
+
+def _normal(x: torch.Tensor, g: torch.Generator) -> torch.Tensor:
+    return torch.randn(x.shape, generator=g)
+
+
+def _uniform(x: torch.Tensor, g: torch.Generator) -> torch.Tensor:
+    return torch.rand(x.shape, generator=g)
+
+
+def _wide(x: torch.Tensor, g: torch.Generator) -> torch.Tensor:
+    return _normal(x, g) * torch.exp2(16 * torch.rand(x.shape, generator=g) - 8)
+
+
+def _sparse(x: torch.Tensor, g: torch.Generator) -> torch.Tensor:
+    return _normal(x, g) * (torch.rand(x.shape, generator=g) < 0.1)
+
+
+def _constant_rows(x: torch.Tensor, g: torch.Generator) -> torch.Tensor:
+    return _normal(x[..., :1] if x.dim() else x, g).expand(x.shape)
+
+
+def _sorted(x: torch.Tensor, g: torch.Generator) -> torch.Tensor:
+    return _normal(x, g).sort(-1).values if x.dim() else _normal(x, g)
+
+
+def _integers(x: torch.Tensor, g: torch.Generator) -> torch.Tensor:
+    return torch.randint(-1, 2, x.shape, generator=g).float()
+
+
+KINDS: dict[str, Kind] = {
+    "normal": _normal,
+    "integers": _integers,
+    "uniform": _uniform,
+    "negated": lambda x, g: -_uniform(x, g),
+    "x0.01": lambda x, g: 0.01 * _normal(x, g),
+    "x3": lambda x, g: 3 * _normal(x, g),
+    "x1000": lambda x, g: 1000 * _normal(x, g),
+    "wide exponents": _wide,
+    "sparse": _sparse,
+    "constant rows": _constant_rows,
+    "sorted": _sorted,
+}
+
+
+def generator(seed: int) -> torch.Generator:
+    """Return a source of random numbers of its own."""
+    return torch.Generator().manual_seed(seed)
+
+
+def draw(kind: str, like: Sequence[torch.Tensor], seed: int) -> Tensors:
+    """Draw values of a kind for all floating-point tensors, with their shapes and dtypes; others stay."""
+    g = generator(seed)
+    return [KINDS[kind](x, g).to(x.dtype).contiguous() if x.is_floating_point() else x for x in like]
+
+
+def jittered(like: Sequence[torch.Tensor], seed: int) -> Tensors:
+    """Change each floating-point value by a percent: content that was not seen before, and like the user's."""
+    g = generator(seed)
+    return [
+        x * (1 + 0.01 * torch.randn(x.shape, generator=g)).to(x.dtype) if x.is_floating_point() else x for x in like
+    ]
+
+
+def one_element(like: Sequence[torch.Tensor], seed: int) -> Tensors:
+    """Change one element at a random place of each floating-point tensor, by as much as it varies."""
+    g = generator(seed)
+    out = []
+    for x in like:
+        if x.is_floating_point() and x.numel():
+            x = x.clone()
+            place = int(torch.randint(x.numel(), (1,), generator=g))
+            spread = float(x.double().std()) if x.numel() > 1 else 1.0
+            x.view(-1)[place] += 2 * spread or 1.0
+        out.append(x)
+    return out
+
+
+def specials(like: Sequence[torch.Tensor], seed: int) -> Iterator[tuple[str, Tensors]]:
+    """Yield inputs with one NaN, infinity or negative infinity at a random place of one of them."""
+    g = generator(seed)
+    floating = [i for i, x in enumerate(like) if x.is_floating_point() and x.numel()]
+    for value in (math.nan, math.inf, -math.inf):
+        if floating:
+            values = [x.clone() for x in like]
+            chosen = values[floating[int(torch.randint(len(floating), (1,), generator=g))]]
+            chosen.view(-1)[int(torch.randint(chosen.numel(), (1,), generator=g))] = value
+            yield str(value), values
+
+
+def resized(like: Sequence[torch.Tensor], seed: int) -> Iterator[tuple[str, Tensors]]:
+    """Yield inputs of other shapes: wherever a size stands it becomes one, one more or less, a prime, or zero.
+
+    Which sizes belong together is not known. Equal ones are changed together first, then the leading ones alone; what
+    the original does not accept is none of the program's domain.
+    """
+    sizes = sorted({n for x in like for n in x.shape if n > 1}, reverse=True)
+    places: list[Callable[[torch.Tensor, int, int], list[int]]] = [
+        lambda x, old, new: [new if n == old else n for n in x.shape],
+        lambda x, old, new: [new, *x.shape[1:]] if x.dim() and x.shape[0] == old else list(x.shape),
+    ]
+    seen = {tuple(tuple(x.shape) for x in like)}
+    for old in sizes:
+        for new in (old + 1, old - 1, 1, _prime(old // 2 + 1), 0):
+            for place in places:
+                shapes = tuple(tuple(place(x, old, new)) for x in like)
+                if shapes not in seen:
+                    seen.add(shapes)
+                    g = generator(seed)
+                    yield f"{old} -> {new}", [_fitted(x, shape, g) for x, shape in zip(like, shapes, strict=True)]
+
+
+def layouts(like: Sequence[torch.Tensor], seed: int) -> Iterator[tuple[str, Tensors]]:
+    """Yield inputs whose elements lie otherwise in memory: transposed, strided, repeated, at an odd address."""
+    fresh = draw("normal", like, seed)
+    yield "transposed", [x.mT.contiguous().mT if x.dim() > 1 else x for x in fresh]
+    yield "strided", [_spread(x) for x in fresh]
+    yield (
+        "repeated",
+        [x[:1].expand(x.shape) if x.dim() and x.shape[0] > 1 and x.is_floating_point() else x for x in fresh],
+    )
+    yield "odd address", [_shifted(x) for x in fresh]
+
+
+def _prime(n: int) -> int:
+    while any(n % k == 0 for k in range(2, math.isqrt(n) + 1)):
+        n += 1
+    return n
+
+
+def _fitted(x: torch.Tensor, shape: tuple[int, ...], g: torch.Generator) -> torch.Tensor:
+    if tuple(x.shape) == shape:
+        return draw_like(x, g)
+    if x.is_floating_point():
+        return torch.randn(shape, generator=g).to(x.dtype)
+    # Integers may be positions or classes: those of the user's inputs, as many as are needed.
+    flat, count = x.reshape(-1), math.prod(shape)
+    return flat[torch.arange(count) % max(flat.numel(), 1)].reshape(shape).contiguous()
+
+
+def draw_like(x: torch.Tensor, g: torch.Generator) -> torch.Tensor:
+    """Draw zero-mean values for a floating-point tensor."""
+    return torch.randn(x.shape, generator=g).to(x.dtype) if x.is_floating_point() else x
+
+
+def _spread(x: torch.Tensor) -> torch.Tensor:
+    if not x.dim():
+        return x
+    wide = torch.zeros([*x.shape[:-1], 2 * x.shape[-1]], dtype=x.dtype)
+    wide[..., ::2] = x
+    return wide[..., ::2]
+
+
+def _shifted(x: torch.Tensor) -> torch.Tensor:
+    longer = torch.zeros(x.numel() + 3, dtype=x.dtype)
+    longer[3:] = x.reshape(-1)
+    return longer[3:].view(x.shape)

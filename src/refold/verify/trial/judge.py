@@ -1,0 +1,769 @@
+"""The trial of a candidate: the checks in their order, each with its name in the protocol.
+
+Three processes run under the same conditions: the candidate, the original as a *witness* (what it returns, changes,
+aliases and leaves behind is what the candidate must), and the original in float64 as the *reference*. This process
+draws inputs, reads results, decides, and keeps the clock; it runs nobody's code. Seeds are drawn after the candidate
+is loaded and are written down only after its process has ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import math
+import os
+import random
+import statistics
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from .. import numerics
+from ..timing import ALPHA, DELTA, LOOKS, median_bounds
+from . import inputs
+from .process import GUARD, Call, Misbehaved, Nursery, Raised, Result, Unjudgeable, Worker
+from .program import Program
+from .sandbox import enough
+from .verdict import Verdict
+
+Tensors = Sequence[torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Level:
+    """How much a trial looks at.
+
+    Attributes:
+        kinds: Kinds of random inputs, beside the original's own.
+        deep: Whether caching, memory, other shapes, layouts and special values are looked at.
+        seconds: The longest that timing may take.
+        looks: After how many pairs of calls the race is looked at.
+        confirmations: Races repeated in fresh processes with fresh seeds.
+        repeats: Calls that must give the same bits.
+        sandbox: Whether there must be one, whatever the caller allows.
+    """
+
+    kinds: tuple[str, ...]
+    deep: bool
+    seconds: float
+    looks: tuple[int, ...]
+    confirmations: int
+    repeats: int
+    sandbox: bool = False
+
+
+LEVELS = {
+    "quick": Level(("normal", "integers"), False, 3.0, LOOKS, 0, 2),
+    "full": Level(tuple(inputs.KINDS), True, 20.0, (9, 30, 60, 120), 0, 3),
+    "paranoid": Level(tuple(inputs.KINDS), True, 60.0, (30, 60, 120), 2, 20, sandbox=True),
+}
+
+
+@dataclass(frozen=True)
+class Terms:
+    """On what terms a candidate is tried.
+
+    Attributes:
+        level: ``quick``, ``full`` or ``paranoid``.
+        dtype: What floating-point inputs and parameters are cast to.
+        device: ``cpu``.
+        train: Whether gradients are asked for, and modules are in training mode.
+        accept: ``faster``, or ``right`` to leave speed out.
+        nonfinite: ``finite-only``, or ``strict``: NaN and infinities must come out where the original has them.
+        tried: Candidates tried for the same original; the bound on errors is shared among them.
+        threads: Threads that either side may use.
+        timeout: Seconds that one call may take, or loading.
+    """
+
+    level: str = "full"
+    dtype: str = "float32"
+    device: str = "cpu"
+    train: bool = False
+    accept: str = "faster"
+    nonfinite: str = "finite-only"
+    tried: int = 1
+    threads: int = 1
+    timeout: float = 60.0
+
+
+class _Refused(Exception):
+    """A check decided."""
+
+
+class Trial:
+    """Tries one candidate; `run` gives the verdict."""
+
+    def __init__(
+        self,
+        original: Program,
+        candidate: Program,
+        given: Tensors | None,
+        terms: Terms,
+        nursery: Nursery,
+        *,
+        seed: int | None = None,
+        off: frozenset[str] = frozenset(),
+    ):
+        self.original, self.candidate, self.given, self.terms, self.nursery = original, candidate, given, terms, nursery
+        self.level = LEVELS[terms.level]
+        self.off = off
+        self.verdict = Verdict(original, candidate, terms, off=sorted(off))
+        self._seed = seed
+        self._secret = b""
+        self._longest = 1
+        self._known = (0.0, 0.0)
+        self._past: deque[Result] = deque(maxlen=8)
+        self._random = False
+        self._most = 1 << 20
+        self._began = time.perf_counter()
+
+    def run(self) -> Verdict:
+        """Try the candidate."""
+        verdict = self.verdict
+        try:
+            with contextlib.ExitStack() as stack:
+                self._open(stack)
+                self._try()
+        except _Refused:
+            pass
+        except Misbehaved as error:
+            verdict.refuse(error.check, error.reason)
+        except Unjudgeable as error:
+            verdict.outcome, verdict.reason = "unjudged", str(error)
+        else:
+            verdict.outcome = "accepted"
+        verdict.seconds = time.perf_counter() - self._began
+        verdict.seed = int.from_bytes(self._secret, "little")
+        return verdict
+
+    # Setting up
+
+    def _open(self, stack: contextlib.ExitStack) -> None:
+        terms = self.terms
+
+        def start(program: Program, name: str, room: int) -> Worker:
+            return stack.enter_context(self.nursery.program(program.text, name, room=room))
+
+        self.giver = start(self.original, "original.py", 1 << 16)
+        self.verdict.sandbox = self.giver.active
+        if self.nursery.sandboxed and (missing := enough(self.giver.active)):
+            raise Unjudgeable(f"there is no sandbox to run it in: {missing}")
+        with self._of_the_original():
+            self.giver.load(self.original.attribute, terms.timeout)
+            self._arguments = str(self.giver.request(do="arguments", seed=0)["arguments"])
+            sizes = [math.prod(m["shape"]) * 8 for _, m in self._build(self.giver, self.original, terms.dtype)["state"]]
+        self._tree, first = self._own_inputs(0)
+        room = 6 * sum(t.numel() * 8 + 4 * GUARD for t in first) + 2 * max(sizes, default=0) + (1 << 20)
+        self.suspect = start(self.candidate, "candidate.py", room)
+        self.suspect.lenient = self.off
+        seconds = self.suspect.load(self.candidate.attribute, terms.timeout)
+        self._step("P3", "", load_s=round(seconds, 3))
+        # Only now are there secrets.
+        self._secret = os.urandom(6) if self._seed is None else self._seed.to_bytes(6, "little")
+        self.witness = start(self.original, "original.py", room)
+        self.reference = start(self.original, "original.py", 2 * room)
+        self.narrow = start(self.original, "original.py", room) if terms.dtype == "float64" else None
+        with self._of_the_original():
+            for worker in filter(None, (self.witness, self.reference, self.narrow)):
+                worker.load(self.original.attribute, terms.timeout)
+            theirs = self._build(self.witness, self.original, terms.dtype)
+            self._build(self.reference, self.original, "float64")
+            if self.narrow:
+                self._build(self.narrow, self.original, "float32")
+        ours = self._start = self._build(self.suspect, self.candidate, terms.dtype)
+        shape = [(name, m["shape"], m["dtype"]) for name, m in theirs["state"]]
+        self._shares_state = bool(shape) and shape == [(name, m["shape"], m["dtype"]) for name, m in ours["state"]]
+        if shape and not self._shares_state:
+            self.verdict.note(
+                "its parameters differ from the original's in names or shapes, so no other weights than those of its "
+                "own construction can be given to it"
+            )
+        self._state = self._read_state(self.witness, theirs)
+        self._adopt(self._state, suspect=False)
+
+    @contextlib.contextmanager
+    def _of_the_original(self) -> Iterator[None]:
+        """What the original does wrong is not the candidate's fault."""
+        try:
+            yield
+        except Misbehaved as error:
+            raise Unjudgeable(f"the original itself cannot be run: {error.reason}") from error
+
+    def _build(self, worker: Worker, program: Program, dtype: str) -> dict[str, Any]:
+        return worker.request(
+            self.terms.timeout, do="build", attribute=program.attribute, arguments=self._arguments,
+            seed=self._derived("build"), dtype=dtype, device=self.terms.device, train=self.terms.train,
+        )  # fmt: skip
+
+    def _derived(self, *purpose: object) -> int:
+        """Return the seed of one purpose; none tells anything of another."""
+        return int.from_bytes(hashlib.sha256(self._secret + repr(purpose).encode()).digest()[:6], "little")
+
+    def _own_inputs(self, seed: int) -> tuple[Any, list[torch.Tensor]]:
+        """Return the original's inputs: those given, changed a little, or those it draws itself."""
+        dtype = getattr(torch, self.terms.dtype)
+        if self.given is not None:
+            tree = {"sequence": "tuple", "items": [{"tensor": i} for i in range(len(self.given))]}
+            values = inputs.jittered(self.given, seed) if seed else list(self.given)
+        else:
+            with self._of_the_original():
+                answer = self.giver.request(self.terms.timeout, do="inputs", seed=seed)
+                if "missing" in answer:
+                    raise Unjudgeable(f"{self.original.name} does not define get_inputs(), and no inputs are given")
+                tree, values = answer["tree"], self.giver.tensors(answer["tensors"], 1 << 40)
+        return tree, [x.to(dtype).contiguous() if x.is_floating_point() else x.contiguous() for x in values]
+
+    def _actual(self, *purpose: object) -> list[torch.Tensor]:
+        return self._own_inputs(self._derived("actual", *purpose))[1]
+
+    def _read_state(self, worker: Worker, inspected: dict[str, Any]) -> dict[str, torch.Tensor]:
+        return {name: worker.tensors([m], 1 << 40)[0] for name, m in inspected["state"]}
+
+    def _adopt(self, state: dict[str, torch.Tensor], *, suspect: bool = True, steps: bool = False) -> None:
+        """Give all sides the same parameters and buffers, in the precision of each."""
+        own = getattr(torch, self.terms.dtype)
+        sides = [(self.witness, own), (self.reference, torch.float64)]
+        sides += [(self.narrow, torch.float32)] if self.narrow else []
+        sides += [(self.suspect, own)] if suspect else []
+        for worker, dtype in sides:
+            for name, value in state.items():  # one at a time, so that the shared memory need not hold them all
+                value = (value.to(dtype) if value.is_floating_point() else value).contiguous()
+                specs = worker.wrap([value])
+                worker.fill(specs, [value], 0xFF)
+                worker.request(self.terms.timeout, do="adopt", tensors={name: specs[0]}, steps=steps)
+
+    # Writing down
+
+    def _step(self, check: str, failure: str, **numbers: Any) -> None:
+        """Write down the outcome of a check; a failure decides."""
+        ignored = check in self.off
+        self.verdict.line(check, not failure or ignored, failure, **numbers)
+        if failure and not ignored:
+            self.verdict.refuse(check, failure)
+            raise _Refused
+
+    # The checks
+
+    def _try(self) -> None:
+        level, terms = self.level, self.terms
+        self._sane()
+        first = self._actual(0)
+        _, y = self._round("actual", first)
+        self._late(y)
+        self._left_behind(0)
+        if level.deep:
+            self._weights(first)
+        for kind in level.kinds:
+            if kind == "integers" and self._state and self._shares_state:
+                self._adopt(self._whole_numbers(), steps=True)
+            self._round(kind, inputs.draw(kind, first, self._derived(kind)))
+        if self._state and self._shares_state:
+            self._adopt(self._state, steps=True)
+        self._stale(first)
+        self._repeatable(first)
+        if level.deep:
+            self._grad_mode(first)
+            self._specials(first)
+            self._layouts(first)
+        self._left_behind(1)
+        if level.deep:
+            self._shapes(first)
+        if terms.accept == "faster":
+            self._faster(first)
+
+    def _whole_numbers(self) -> dict[str, torch.Tensor]:
+        """Return weights with which sums of products of small integers are integers."""
+        g = inputs.generator(self._derived("whole numbers"))
+        return {
+            name: torch.randint(-1, 2, value.shape, generator=g).to(value.dtype) if value.is_floating_point() else value
+            for name, value in self._state.items()
+        }
+
+    def _call(self, values: Tensors, **options: Any) -> Call:
+        seed = self._derived("call", len(self.verdict.lines), options.pop("salt", ""))
+        call = Call(
+            self._tree, list(values), seed=seed, grad=self.terms.train, requires_grad=self.terms.train, **options
+        )
+        return replace(call, cotangents=self._cotangents(seed)) if self.terms.train else call
+
+    def _cotangents(self, seed: int) -> list[torch.Tensor]:
+        """Draw what flows back: random, for a sum's ones would hide permutations."""
+        g = inputs.generator(seed)
+        return [torch.randn(shape, generator=g).to(dtype) for shape, dtype in self._outputs]
+
+    def _wide(self, call: Call, dtype: torch.dtype = torch.float64) -> Call:
+        cast = [[t.to(dtype) if t.is_floating_point() else t for t in ts] for ts in (call.tensors, call.cotangents)]
+        return replace(call, tensors=cast[0], cotangents=cast[1])
+
+    def _sane(self) -> None:
+        """N8: what would say nothing about any candidate is not tried."""
+        self._outputs: list[tuple[list[int], torch.dtype]] = []
+        plain = [Call(self._tree, self._actual("sane", i), seed=1) for i in (1, 2)]
+        with self._of_the_original():
+            found = [self.witness.call(call, self.terms.timeout) for call in plain]
+            after = self.witness.request(do="inspect")
+            self.witness.request(do="seed", seed=1)
+            self._random = after["random"] != self.witness.request(do="inspect")["random"]
+            state = self._read_state(self.witness, after)
+            self._stateful = any(not _identical(state[name], value) for name, value in self._state.items())
+            self._outputs = [(list(t.shape), t.dtype) for t in found[0].tensors]
+            self.reference.call(self._wide(self._call(plain[0].tensors)), self.terms.timeout)
+            self._longest = int(self.reference.request(self.terms.timeout, do="terms")["terms"])
+        if not found[0].tensors:
+            raise Unjudgeable("the original returns no tensor, so that there is nothing to compare")
+        if all(_identical(a, b) for a, b in zip(found[0].tensors, found[1].tensors, strict=True)):
+            raise Unjudgeable("the original returns the same for different inputs, so that nothing can be told")
+        sizes = sum(t.numel() for ts in (found[0].tensors, plain[0].tensors, self._state.values()) for t in ts)
+        self._most = 64 * sizes + (1 << 24)
+        if self._random:
+            self.verdict.note(
+                "the original draws random numbers: it is compared in its own precision, from equal seeds"
+            )
+        self._step("N8", "", terms=self._longest, random=self._random, stateful=self._stateful)
+
+    def _round(self, kind: str, values: Tensors, *, check: str = "", **options: Any) -> tuple[Result, Result]:
+        """Run one call on all sides and compare everything that comes back."""
+        call = self._call(values, **options)
+        if self._stateful and self._shares_state:
+            self._adopt(self._state, steps=True)
+        with self._of_the_original():
+            o = self.witness.call(call, self.terms.timeout)
+            r = o if self._random else self.reference.call(self._wide(call), self.terms.timeout)
+        y = self._ask(call)
+        self._metadata(o, y)
+        self._numbers(kind, check or _rule(kind), call, r, o, y)
+        self._traces(o, y)
+        self._past.append(y)
+        return o, y
+
+    def _ask(self, call: Call) -> Result:
+        return self.suspect.call(call, self.terms.timeout, most=self._most)
+
+    def _metadata(self, o: Result, y: Result) -> None:
+        """M1 to M4: what kind of thing came back."""
+        for index, m in enumerate(y.metadata):
+            where = f"result {index}"
+            expected = o.metadata[index] if index < len(o.metadata) else m
+            if m["type"] != expected["type"]:
+                self._step("M1", f"{where} is a {m['type']}, the original's a {expected['type']}")
+            if m["odd"] != expected["odd"]:
+                self._step("M1", f"{where} is {', '.join(m['odd']) or 'plain'}, which the original's is not")
+            if self.terms.train and m["requires_grad"] != expected["requires_grad"]:
+                self._step("M4", f"{where} has {'a' if m['requires_grad'] else 'no'} gradient, unlike the original's")
+            if not m["address"] and math.prod(m["shape"]) and not m["odd"]:
+                self._step("M1", f"{where} has no memory")
+        if y.tree != o.tree:
+            if self.terms.train and y.tree["items"][0] == o.tree["items"][0]:
+                self._step("N7", "it has gradients for other inputs or parameters than the original")
+            self._step("M2", f"it returns {_outline(y.tree)}, the original {_outline(o.tree)}")
+        for index, (a, b) in enumerate(zip(o.metadata, y.metadata, strict=True)):
+            for what in ("shape", "dtype", "device"):
+                if a[what] != b[what]:
+                    self._step("M2", f"result {index} has {what} {b[what]}, the original's {a[what]}")
+            if _strides(a) != _strides(b):
+                if _strides(b) != _contiguous(b["shape"]):
+                    self._step("M3", f"result {index} has strides {b['stride']}, the original's {a['stride']}")
+                self.verdict.note(f"result {index} is contiguous where the original's has strides {a['stride']}")
+
+    def _numbers(self, kind: str, check: str, call: Call, r: Result, o: Result, y: Result) -> None:
+        """N1 and its kin: the two norms, for every result."""
+        if any(a.shape != b.shape or a.dtype != b.dtype for a, b in zip(o.tensors, y.tensors, strict=True)):
+            return  # metadata that was told to be ignored
+        known = self._estimate(call, len(o.tensors))
+        sides = zip(r.tensors, o.tensors, y.tensors, known, strict=True)
+        found = [_judged(kind, *each, self._longest) for each in sides]
+        if check == "N2":
+            whole = [_integral(*each) for each in zip(r.tensors, o.tensors, y.tensors, strict=True)]
+            check = "N2" if all(whole) else "N4"
+            found = [exact or one for exact, one in zip(whole, found, strict=True)]
+        worst = min(found, key=lambda one: (one.passed, -one.error / (one.bound or 1.0)))
+        if kind == "actual" and check == "N1":
+            self._known = worst.original_error, max(one.original_error for one in found)
+        failure = worst.reason and f"{kind} inputs: {worst.reason}"
+        if failure and found.index(worst) >= len(self._outputs):
+            check, failure = "N7", f"gradient {found.index(worst) - len(self._outputs)}, {failure}"
+        if failure and "C1" not in self.off and (stale := self._earlier(o, y)):
+            check, failure = "C1", stale
+        numbers = {"error": worst.error, "original": worst.original_error, "worst": worst.worst, "bound": worst.bound}
+        self._step(check, failure, kind=kind, **numbers)
+        if kind == "normal" and not self._random:
+            self._calibrate(call, r, o)
+
+    def _earlier(self, o: Result, y: Result) -> str:
+        """Say so if a wrong result is one that an earlier call gave."""
+        for old in self._past:
+            same = [
+                torch.equal(a, b) and a.numel() > 1 and not torch.equal(a, c)
+                for a, b, c in zip(y.tensors, old.tensors, o.tensors, strict=True)
+                if a.shape == b.shape and a.dtype == b.dtype
+            ]
+            if same and all(same) and all(bool((t != t.reshape(-1)[:1]).any()) for t in y.tensors):
+                return "it returned the result of an earlier call for new inputs"
+        return ""
+
+    def _estimate(self, call: Call, count: int) -> list[tuple[float, float]]:
+        """Errors of a float64 original, read off a float32 run."""
+        if self.narrow is None or self._random:
+            return [(0.0, 0.0)] * count
+        narrow, reference = self.narrow, self.reference
+        run = lambda worker, dtype: (
+            lambda *xs: (
+                worker.call(  # noqa: E731
+                    self._wide(replace(call, tensors=list(xs)), dtype), self.terms.timeout
+                ).tensors
+            )
+        )
+        with self._of_the_original():
+            return numerics.estimated(
+                run(narrow, torch.float32), run(reference, torch.float64), list(call.tensors), False
+            )
+
+    def _calibrate(self, call: Call, r: Result, o: Result) -> None:
+        """N3: a kind of input says something about precision only if less of it would be refused."""
+        lower = {torch.float32: torch.float16, torch.float64: torch.float32}.get(getattr(torch, self.terms.dtype))
+        if lower is None:
+            return
+        rounded = [t.to(lower).to(t.dtype) if t.is_floating_point() else t for t in call.tensors]
+        with self._of_the_original():
+            worse = self.reference.call(self._wide(replace(call, tensors=rounded)), self.terms.timeout)
+        known = self._estimate(call, len(o.tensors))
+        sides = zip(r.tensors, o.tensors, worse.tensors, known, strict=True)
+        valid = not all(_judged("", a, b, c.to(b.dtype), d, self._longest).passed for a, b, c, d in sides)
+        self._step("N3", "", valid=valid)
+        if not valid:
+            self.verdict.note(f"precision unverified: inputs rounded to {lower} would have passed as well")
+
+    def _traces(self, o: Result, y: Result) -> None:
+        """S1, S2, U2: what a call did beside returning."""
+        for index in y.changed:
+            if index not in o.changed:
+                self._step("S1", f"it changed input {index}, which the original leaves alone")
+        for index in o.changed:
+            if index not in y.changed:
+                self._step("S1", f"it left input {index} alone, which the original changes")
+            result = _judged("", o.inputs_after[index].double(), o.inputs_after[index], y.inputs_after[index],
+                             (0.0, 0.0), 4 * self._longest)  # fmt: skip
+            self._step("S1", result.reason and f"it changed input {index} otherwise than the original: {result.reason}")
+        if o.aliases != y.aliases:
+            self._step("S2", f"its results share memory with {y.aliases}, the original's with {o.aliases}")
+        if y.overrun and not o.overrun:
+            self._step("U2", "it wrote beside its inputs")
+
+    def _late(self, y: Result) -> None:
+        """U4: results are what they are when the call returns."""
+        time.sleep(5e-3)
+        self.suspect.settle()
+        changed = [not _identical(a, b) for a, b in zip(y.tensors, self.suspect.again(y, self._most), strict=True)]
+        self._step("U4", "its result changed after it had returned it" if any(changed) else "")
+
+    def _left_behind(self, turn: int) -> None:
+        """S3 to S6, S8: the world after a call is as the original leaves it."""
+        self._round("actual", self._actual("left behind", turn))
+        self.suspect.settle()
+        left = self.suspect.lingering()
+        self._step("S6", f"it left {len(left)} processes running" if left else "")
+        with self._of_the_original():
+            expected = self.witness.request(do="inspect")
+        found = self.suspect.request(do="inspect")
+        changed = {n: v for n, v in found["settings"].items() if expected["settings"].get(n) != v}
+        self._step("S4", f"it changed global settings: {_listed(changed)}" if changed else "")
+        patched = sorted(set(found["patched"]) - set(expected["patched"]))
+        self._step("S5", f"it replaced {', '.join(map(str, patched))}" if patched else "")
+        differs = found["random"] != expected["random"]
+        self._step("S3", "it leaves another random state than the original" if differs else "")
+        self._step("S8", "it changed its training mode or its hooks" if found["modes"] != self._start["modes"] else "")
+        if self._shares_state:
+            self._same_state(expected, found)
+
+    def _same_state(self, expected: dict[str, Any], found: dict[str, Any]) -> None:
+        theirs, ours = self._read_state(self.witness, expected), self._read_state(self.suspect, found)
+        if theirs.keys() != ours.keys():
+            self._step("S1", "it changed the names of its parameters")
+        for name, value in theirs.items():
+            mine = ours[name]
+            if _identical(value, mine):
+                continue
+            untouched = _identical(value, self._state[name])
+            if untouched or value.shape != mine.shape or value.dtype != mine.dtype or not value.is_floating_point():
+                self._step(
+                    "S1", f"it changed its parameter or buffer {name}" if untouched else f"its {name} is another"
+                )
+                continue
+            result = numerics.compare("", value.double(), value, mine, None, 4 * self._longest, (0.0, 0.0))
+            self._step("S1", result.reason and f"its parameter or buffer {name} differs: {result.reason}")
+
+    def _stale(self, first: Tensors) -> None:
+        """C1 and N9: new content in the old place; the old content but for one element; results kept."""
+        _, kept = self._round("same place", inputs.draw("normal", first, self._derived("place")), check="C1")
+        again = inputs.draw("normal", first, self._derived("again"))
+        self._round("same place", again, check="C1", same_place=True)
+        now = self.suspect.again(kept, self._most)
+        changed = any(not _identical(a, b) for a, b in zip(kept.tensors, now, strict=True))
+        self._step("S7", "a result that was kept changed with a later call" if changed else "")
+        for turn in range(3):
+            again = inputs.one_element(again, self._derived("one", turn))
+            self._round("one element changed", again, check="N9", same_place=True)
+
+    def _repeatable(self, first: Tensors) -> None:
+        """U1 and determinism: the same bits each time, whatever new memory holds."""
+        call = self._call(inputs.draw("normal", first, self._derived("repeat")))
+        results = [self._ask(call) for _ in range(self.level.repeats)]
+        equal = all(_alike(results[0], other) for other in results[1:])
+        if not equal:
+            with self._of_the_original():
+                theirs = [self.witness.call(call, self.terms.timeout) for _ in range(self.level.repeats)]
+            if all(_alike(theirs[0], other) for other in theirs[1:]):
+                self._step("D1", "it gives different bits for the same inputs, the original does not")
+            self.verdict.note("neither it nor the original gives the same bits each time")
+            return
+        self._step("D1", "")
+        # 0xFF is a NaN in every format, 0x7B a large number.
+        poisoned = [self._ask(replace(call, perturb=byte)) for byte in (0xFF, 0x7B)]
+        equal = all(_alike(results[0], other) for other in poisoned)
+        self._step(
+            "U1", "" if equal else "its result depends on what new memory held, or on what lies beside its inputs"
+        )
+
+    def _weights(self, first: Tensors) -> None:
+        """C2: weights that change are used."""
+        if not self._shares_state:
+            return
+        for turn, steps in enumerate((False, True)):
+            g = inputs.generator(self._derived("weights", turn))
+            new = {}
+            for name, value in self._state.items():
+                factor = 1 + 0.3 * torch.randn(value.shape, generator=g).double().abs()
+                new[name] = (value.double() * factor).to(value.dtype) if value.is_floating_point() else value
+            self._adopt(new, steps=steps)
+            self._state = new
+            kind = "after its weights changed in place" if steps else "after load_state_dict"
+            self._round(kind, self._actual("weights", turn), check="C2")
+
+    def _grad_mode(self, first: Tensors) -> None:
+        """C5: the same values whether gradients are recorded or not."""
+        if self.terms.train:
+            return
+        call = replace(self._call(self._actual("grad")), grad=True)
+        with self._of_the_original():
+            o = self.witness.call(call, self.terms.timeout)
+            r = o if self._random else self.reference.call(self._wide(call), self.terms.timeout)
+        try:
+            y = self._ask(call)
+        except Raised as error:
+            self.verdict.note(f"only without gradients: {error.reason}")
+            return
+        if y.tree == o.tree:
+            self._numbers("gradients recorded", "C5", call, r, o, y)
+
+    def _specials(self, first: Tensors) -> None:
+        """N5: NaN and infinities stay where the original has them, as far as that is asked for."""
+        for name, values in inputs.specials(
+            inputs.draw("normal", first, self._derived("specials")), self._derived("at")
+        ):
+            call = self._call(values)
+            with self._of_the_original():
+                o = self.witness.call(call, self.terms.timeout)
+            y = self._ask(call)
+            differ = [
+                not (torch.equal(a.isnan(), b.isnan()) and torch.equal(a.isinf() * a.sign(), b.isinf() * b.sign()))
+                for a, b in zip(o.tensors, y.tensors, strict=True)
+                if a.is_floating_point() and a.shape == b.shape
+            ]  # fmt: skip
+            failure = f"with one {name} among its inputs, other results are not finite than of the original"
+            if any(differ) and self.terms.nonfinite != "strict":
+                self.verdict.note(failure)
+            self._step("N5", failure if any(differ) and self.terms.nonfinite == "strict" else "", special=name)
+
+    def _layouts(self, first: Tensors) -> None:
+        """N6: inputs that lie otherwise in memory."""
+        for name, values in inputs.layouts(first, self._derived("layouts")):
+            self._elsewhere(f"{name} inputs", values)
+
+    def _shapes(self, first: Tensors) -> None:
+        """N6: other shapes. A candidate may refuse them, by an exception; wrong results it may not give."""
+        most = 40 if self.terms.level == "paranoid" else 12
+        tried = 0
+        size = sum(t.numel() for t in first)
+        for name, values in inputs.resized(first, self._derived("shapes")):
+            if tried >= most:
+                break
+            if sum(t.numel() for t in values) <= 2 * size + 64:
+                tried += self._elsewhere(f"size {name}", values)
+
+    def _elsewhere(self, name: str, values: Tensors) -> bool:
+        """Try inputs that the original may not accept, and the candidate may refuse."""
+        call = self._call(values)
+        if self.terms.train:
+            try:
+                plain = self.witness.call(replace(call, cotangents=()), self.terms.timeout)
+            except Raised:
+                return False
+            g = inputs.generator(self._derived("cotangents", name))
+            call = replace(call, cotangents=[torch.randn(t.shape, generator=g).to(t.dtype) for t in plain.tensors])
+        try:
+            o = self.witness.call(call, self.terms.timeout)
+            r = o if self._random else self.reference.call(self._wide(call), self.terms.timeout)
+        except Raised:
+            return False
+        try:
+            y = self._ask(call)
+        except Raised as error:
+            self.verdict.note(f"not for {name}: {error.reason}")
+            return True
+        if y.tree != o.tree or any(a["shape"] != b["shape"] for a, b in zip(o.metadata, y.metadata, strict=True)):
+            self._step("N6", f"{name}: its results have other shapes than the original's")
+        else:
+            self._numbers(name, "N6", call, r, o, y)
+        return True
+
+    # Time
+
+    def _faster(self, first: Tensors) -> None:
+        """T7: faster beyond noise, each timed call on new content and each timed result verified."""
+        race = self._race(self.witness, self.suspect, "race")
+        self.verdict.timing = race
+        for turn in range(self.level.confirmations):
+            if not race["faster"]:
+                break
+            with contextlib.ExitStack() as stack:
+                fresh = []
+                for program, name in ((self.original, "original.py"), (self.candidate, "candidate.py")):
+                    worker = stack.enter_context(self.nursery.program(program.text, name, room=self.suspect.room))
+                    worker.load(program.attribute, self.terms.timeout)
+                    self._build(worker, program, self.terms.dtype)
+                    fresh.append(worker)
+                race = self._race(fresh[0], fresh[1], f"confirmation {turn + 1}")
+                self.verdict.timing = race
+        words = f"{race['speedup']:.3f}x (at least {race['at_least']:.3f}x) after {race['pairs']} pairs of calls"
+        failure = "" if race["faster"] else f"not shown to be more than {DELTA:.0%} faster: {words}"
+        self._step("T7", failure, **race)
+
+    def _race(self, base: Worker, candidate: Worker, name: str) -> dict[str, Any]:
+        order = random.Random(self._derived(name, "order"))
+        deadline = time.perf_counter() + self.level.seconds
+        share = ALPHA / self.terms.tried / len(self.level.looks)
+        times: tuple[list[float], list[float]] = ([], [])
+        logs: list[float] = []
+        lower = upper = 0.0
+        done = -3  # the first three pairs warm both up
+        for look in self.level.looks:
+            while done < look and (done < 3 or time.perf_counter() < deadline):
+                call = self._call(self._actual(name, done), salt=done)
+                o, y = self._pair(base, candidate, call, order.random() < 0.5)
+                self._metadata(o, y)
+                self._verify(call, o, y)
+                done += 1
+                if done > 0:
+                    for side, result in zip(times, (o, y), strict=True):
+                        side.append(result.seconds)
+            logs = sorted(math.log(a / b) for a, b in zip(*times, strict=True))
+            lower, upper = median_bounds(logs, share)
+            if lower > math.log1p(DELTA) or upper < math.log1p(DELTA) or len(logs) < look:
+                break
+        return {
+            "name": name,
+            "base_ms": statistics.median(times[0]) * 1e3,
+            "candidate_ms": statistics.median(times[1]) * 1e3,
+            "speedup": math.exp(statistics.median(logs)),
+            "at_least": math.exp(lower),
+            "at_most": math.exp(upper),
+            "pairs": len(logs),
+            "faster": lower > math.log1p(DELTA),
+        }
+
+    def _pair(self, base: Worker, candidate: Worker, call: Call, swapped: bool) -> tuple[Result, Result]:
+        def ask_base() -> Result:
+            with self._of_the_original():
+                return base.call(call, self.terms.timeout)
+
+        def ask_candidate() -> Result:
+            return candidate.call(call, self.terms.timeout, most=self._most)
+
+        if swapped:
+            y = ask_candidate()
+            return ask_base(), y
+        o = ask_base()
+        return o, ask_candidate()
+
+    def _verify(self, call: Call, o: Result, y: Result) -> None:
+        """C3: a timed result is right; the original's own stands for the reference, its error counts twice."""
+        known = (2 * self._known[0], 2 * self._known[1])
+        for a, b in zip(o.tensors, y.tensors, strict=True):
+            result = _judged("timed", a.double() if a.is_floating_point() else a, a, b, known, 4 * self._longest)
+            if result.reason:
+                check, failure = "C3", f"a timed call gave a wrong result: {result.reason}"
+                if "C1" not in self.off and (stale := self._earlier(o, y)):
+                    check, failure = "C1", stale
+                self._step(check, failure, error=result.error, bound=result.bound)
+        self._past.append(y)
+
+
+def _rule(kind: str) -> str:
+    return {"actual": "N1", "normal": "N1", "integers": "N2"}.get(kind, "N4")
+
+
+def _judged(
+    kind: str, r: torch.Tensor, o: torch.Tensor, y: torch.Tensor, known: tuple[float, float], terms: int
+) -> numerics.KindResult:
+    if y.is_complex():
+        r, o, y = (torch.view_as_real(v.resolve_conj().contiguous()) for v in (r, o, y))
+    if y.is_floating_point():
+        return numerics.compare(kind, r.double(), o, y, None, terms, known)
+    # Where float64 decides otherwise than the original itself, either is right.
+    wrong = int(((y != o) & (r.to(o.dtype) == o)).sum())
+    reason = f"{wrong} of {y.numel()} elements differ" if wrong else ""
+    return numerics.KindResult(kind, not wrong, float(wrong), 0.0, float(wrong), 0.0, reason)
+
+
+def _integral(r: torch.Tensor, o: torch.Tensor, y: torch.Tensor) -> numerics.KindResult | None:
+    """N2: where the original is exact on small integers, the candidate is nearer to them than to any others."""
+    if not y.is_floating_point() or not bool((r == r.round()).all()) or not torch.equal(o.double(), r.double()):
+        return None
+    distance = (y.double() - r.double()).abs()
+    wrong = int((~(distance < 0.5)).sum())
+    reason = f"{wrong} of {y.numel()} elements differ where arithmetic is exact" if wrong else ""
+    worst = float(distance.max()) if distance.numel() else 0.0
+    return numerics.KindResult("integers", not wrong, worst, 0.0, worst, 0.5, reason)
+
+
+def _identical(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.shape == b.shape and a.dtype == b.dtype and torch.equal(_bits(a), _bits(b))
+
+
+def _bits(t: torch.Tensor) -> torch.Tensor:
+    return t.contiguous().reshape(-1).view(torch.uint8)
+
+
+def _alike(a: Result, b: Result) -> bool:
+    return len(a.tensors) == len(b.tensors) and all(map(_identical, a.tensors, b.tensors))
+
+
+def _strides(m: dict[str, Any]) -> list[int]:
+    """Strides, without those of axes of one element, which mean nothing."""
+    return [] if 0 in m["shape"] else [s for n, s in zip(m["shape"], m["stride"], strict=False) if n > 1]
+
+
+def _contiguous(shape: Sequence[int]) -> list[int]:
+    strides, step = [], 1
+    for n in reversed(shape):
+        if n > 1:
+            strides.append(step)
+        step *= n
+    return strides[::-1] if 0 not in shape else []
+
+
+def _outline(tree: Any) -> str:
+    if not isinstance(tree, dict):
+        return "nothing"
+    if "items" in tree:
+        inner = [_outline(item[1] if "dict" in tree else item) for item in tree["items"]]
+        return f"{tree.get('dict') or tree.get('sequence')}({', '.join(inner)})"
+    return "tensor" if "tensor" in tree else "float" if "float" in tree else str(tree.get("value", tree.get("object")))
+
+
+def _listed(changed: dict[str, str]) -> str:
+    return ", ".join(f"{name} is {str(value)[:80]}" for name, value in sorted(changed.items()))

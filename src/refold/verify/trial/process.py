@@ -1,0 +1,571 @@
+"""The judge's side of a program's process: place inputs, call, read results out of its memory, take the time.
+
+Nothing that the process says is relied on. Inputs lie in memory that both share and are written when the process is
+seen to sleep; the clock runs from the signal to start to the answer that the call returned, both of them here. The
+process is then stopped and the bytes of its results are read out of it by the kernel (``process_vm_readv``), so that
+what was not computed by then does not count. The original runs in such a process as well.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import math
+import mmap
+import os
+import shutil
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ...errors import RefoldError
+from . import sandbox
+
+GUARD = 4096  # bytes of red zone before and after each input
+_PAGE = 4096
+_REPLY_LIMIT = 64 << 20
+_SETTLE_S = 2.0  # after which a program that still runs is said not to have ended
+_LIBC = ctypes.CDLL(None, use_errno=True)
+_DTYPES = {str(d).removeprefix("torch."): d for d in vars(torch).values() if isinstance(d, torch.dtype)}
+# What a process may find in its environment, beside its private folders.
+_ENVIRONMENT = (
+    "PATH",
+    "LANG",
+    "LC_ALL",
+    "CC",
+    "CXX",
+    "CUDA_HOME",
+    "CUDA_PATH",
+    "CUDA_VISIBLE_DEVICES",
+    "LD_LIBRARY_PATH",
+)
+
+
+class Misbehaved(RefoldError):
+    """A program under trial did what it may not; ``check`` is the rule it broke."""
+
+    def __init__(self, check: str, reason: str):
+        super().__init__(reason)
+        self.check, self.reason = check, reason
+
+
+class Raised(Misbehaved):
+    """A program raised an exception; its process lives on."""
+
+
+class Unjudgeable(RefoldError, RuntimeError):
+    """Whether a candidate is acceptable cannot be found out here; the message says why."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of a program.
+
+    Attributes:
+        tree: How the arguments are nested; leaves are numbers of ``tensors`` or constants.
+        tensors: The values; the process gets them with these strides.
+        seed: Seeds the random state the program finds.
+        grad: Whether gradients are recorded.
+        cotangents: What flows back into the results; empty for forward only.
+        perturb: The byte that new memory and the red zones are filled with.
+        requires_grad: Whether floating-point inputs require gradients.
+        same_place: Whether the inputs lie where those of the call before lay.
+    """
+
+    tree: Any
+    tensors: Sequence[torch.Tensor]
+    seed: int = 0
+    grad: bool = False
+    cotangents: Sequence[torch.Tensor] = ()
+    perturb: int = 0
+    requires_grad: bool = False
+    same_place: bool = False
+
+
+@dataclass
+class Result:
+    """What came back from a call: claims of the process, and bytes that were read from it."""
+
+    tree: Any
+    metadata: list[dict[str, Any]]
+    tensors: list[torch.Tensor]
+    seconds: float
+    changed: list[int] = field(default_factory=list)
+    inputs_after: list[torch.Tensor] = field(default_factory=list)
+    overrun: bool = False
+    aliases: list[Any] = field(default_factory=list)
+
+
+class Nursery:
+    """Starts processes for programs; a context manager that ends them all."""
+
+    def __init__(self, *, threads: int, device: str = "cpu", sandboxed: bool = True):
+        if sys.platform != "linux":
+            raise Unjudgeable(f"the judge reads results out of another process, which needs Linux, not {sys.platform}")
+        self.threads, self.device, self.sandboxed = threads, device, sandboxed
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        environment = {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
+        environment |= {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
+        script = Path(__file__).with_name("worker.py")
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-I", str(script), str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                env=environment,
+                stdin=subprocess.DEVNULL,
+            )
+        self._control = ours
+        self._workers: list[Worker] = []
+
+    def __enter__(self) -> Nursery:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the nursery and all that it started."""
+        for worker in list(self._workers):
+            worker.close()
+        self._control.close()
+        for pid in _descendants(self._process.pid):
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
+        self._process.kill()
+        self._process.wait()
+
+    @contextlib.contextmanager
+    def program(self, text: str, name: str, *, room: int, path: Sequence[str] = ()) -> Iterator[Worker]:
+        """Start a process with a program's source, with ``room`` bytes for what is shared; end it on the way out."""
+        worker = Worker(self, text, name, room, path)
+        self._workers.append(worker)
+        try:
+            yield worker
+        finally:
+            self._workers.remove(worker)
+            worker.close()
+
+    def strangers(self) -> list[int]:
+        """Return the children of the nursery that it did not fork for a program: what one left running."""
+        return [pid for pid in _children(self._process.pid) if all(pid not in w.family for w in self._workers)]
+
+    def fork(self, request: dict[str, Any], channel: socket.socket, region: int) -> None:
+        """Ask for one more process, which answers on ``channel``."""
+        try:
+            socket.send_fds(self._control, [json.dumps(request).encode()], [channel.fileno(), region])
+        except OSError as error:
+            raise Unjudgeable(f"the process that starts programs has ended ({error.strerror})") from error
+
+
+class Worker:
+    """One program in its process."""
+
+    def __init__(self, nursery: Nursery, text: str, name: str, room: int, path: Sequence[str]):
+        self._nursery, self._text, self._name = nursery, text, name
+        self._folder = Path(tempfile.mkdtemp(prefix="refold-trial-"))
+        room = -(-room // _PAGE) * _PAGE
+        handle = os.memfd_create("refold-trial")
+        os.ftruncate(handle, room)
+        self._region = mmap.mmap(handle, room)
+        self.room, self._next = room, 0
+        self._last: list[dict[str, Any]] = []
+        self._channel, theirs = socket.socketpair()
+        request = {
+            "folder": str(self._folder),
+            "readable": [p for p in [*sys.path, *path, torch.__path__[0], str(_ROOT)] if p],
+            "path": [str(_ROOT), *path],
+            "limits": _limits(nursery.device, room),
+            "device": nursery.device,
+            "sandboxed": nursery.sandboxed,
+            "threads": nursery.threads,
+            "environment": _private(self._folder),
+        }
+        with theirs:
+            nursery.fork(request, theirs, handle)
+        os.close(handle)
+        self.pid = 0
+        self.pid = int(self._receive(60.0)["pid"])
+        # The process and, where it has namespaces of its own, the one that waits for it.
+        self.family = {self.pid, *_parents(self.pid)}
+        # Rules that are not to be enforced here, so that tests can show that they are needed.
+        self.lenient: frozenset[str] = frozenset()
+        self.active = [str(part) for part in self.request(do="hello")["active"]]
+
+    def load(self, attribute: str, timeout: float) -> float:
+        """Import the program; return the seconds it took."""
+        answer = self.request(timeout, do="load", text=self._text, name=self._name, attribute=attribute)
+        if "missing" in answer:
+            raise Misbehaved("P4", f"{self._name} does not define {attribute}")
+        return float(answer["seconds"])
+
+    def request(self, timeout: float = 60.0, **command: Any) -> dict[str, Any]:
+        """Send a command and return the answer; what the program raises is its misbehaviour."""
+        import pickle
+
+        self._send(pickle.dumps(command))
+        return self._answer(timeout)
+
+    def read(self, address: int, size: int) -> torch.Tensor:
+        """Copy bytes out of the process."""
+        into = torch.empty(size, dtype=torch.uint8)
+        done = 0
+        while done < size:
+            local = struct.pack("QQ", into.data_ptr() + done, size - done)
+            remote = struct.pack("QQ", address + done, size - done)
+            got = _LIBC.process_vm_readv(self.pid, local, 1, remote, 1, 0)
+            if got <= 0:
+                error = ctypes.get_errno()
+                if error == 14:  # EFAULT
+                    raise Misbehaved("M1", f"its result is said to lie at address {address:#x}, where nothing is")
+                raise Unjudgeable(f"results cannot be read out of another process here: {os.strerror(error)}")
+            done += got
+        return into
+
+    def tensors(self, metadata: Sequence[dict[str, Any]], most: int) -> list[torch.Tensor]:
+        """Copy the described tensors out of the process."""
+        return [_shaped(self.read(m["address"], _span_bytes(m, most)), m) for m in map(_checked, metadata)]
+
+    def wrap(self, tensors: Sequence[torch.Tensor], *, again: bool = False) -> list[dict[str, Any]]:
+        """Choose places in the shared memory for tensors: fresh ones, or those chosen last."""
+        specs: list[dict[str, Any]] = []
+        need = sum(_extent(t) * t.element_size() + 2 * GUARD + 128 for t in tensors)
+        if need > self.room:
+            raise Unjudgeable(f"inputs of {need} bytes do not fit into the {self.room} bytes set aside")
+        at = self._last[0]["offset"] - GUARD if again and self._last else self._next
+        if at + need > self.room:
+            at = 0
+        for t in tensors:
+            offset = -(-(at + GUARD) // 64) * 64
+            elements = _extent(t) if t.numel() else 0
+            specs.append(
+                {
+                    "offset": offset,
+                    "elements": elements,
+                    "first": _first(t),
+                    "shape": list(t.shape),
+                    "stride": list(t.stride()),
+                    "dtype": str(t.dtype).removeprefix("torch."),
+                    "requires_grad": False,
+                }
+            )
+            at = offset + elements * t.element_size() + GUARD
+        if tensors:
+            self._last, self._next = specs, at if at + GUARD < self.room else 0
+        return specs
+
+    def fill(self, specs: Sequence[dict[str, Any]], tensors: Sequence[torch.Tensor], guard: int) -> None:
+        """Write values into their places, and the red zones around them."""
+        for spec, t in zip(specs, tensors, strict=True):
+            for zone in self._zones(spec, t):
+                zone.fill_(guard)
+            if spec["elements"]:
+                self._bytes(spec, t).copy_(_raw(t))
+
+    def call(self, call: Call, timeout: float = 60.0, *, most: int = 1 << 40, hold: bool = True) -> Result:
+        """Run a call and return its results.
+
+        Args:
+            call: What to call the program with.
+            timeout: Seconds after which it is given up.
+            most: The most bytes that a result may span.
+            hold: Whether earlier results are kept alive.
+
+        Raises:
+            Misbehaved: It raised, died, took too long, or did not wait for its inputs.
+        """
+        specs = self.wrap([*call.tensors, *call.cotangents], again=call.same_place)
+        inputs, cotangents = specs[: len(call.tensors)], specs[len(call.tensors) :]
+        for spec, t in zip(inputs, call.tensors, strict=True):
+            spec["requires_grad"] = call.requires_grad and (t.is_floating_point() or t.is_complex())
+        self.request(
+            do="prepare", tree=call.tree, tensors=inputs, seed=call.seed, grad=call.grad or bool(call.cotangents),
+            perturb=call.perturb, cotangents=cotangents, hold=hold,
+        )  # fmt: skip
+        asleep = self.settle()
+        self.fill(specs, [*call.tensors, *call.cotangents], call.perturb or 0xFF)
+        if self._activity() != asleep and "S6" not in self.lenient:
+            raise Misbehaved("S6", "it used the processor while it waited for its inputs")
+        start = time.perf_counter()
+        self._send(b"")
+        frame = self._frame(timeout)
+        seconds = time.perf_counter() - start
+        if "U4" in self.lenient:
+            time.sleep(0.05)
+        with self._stopped():
+            answer = _parsed(frame)
+            metadata = [_checked(m) for m in _list(answer, "tensors")]
+            tensors = self.tensors(metadata, most)
+        changed, after, overrun = self._inspect(inputs, call)
+        aliases = [self._alias(m, metadata, inputs) for m in metadata]
+        return Result(answer.get("tree"), metadata, tensors, seconds, changed, after, overrun, aliases)
+
+    def again(self, result: Result, most: int = 1 << 40) -> list[torch.Tensor]:
+        """Read the results of an earlier call once more."""
+        return self.tensors(result.metadata, most)
+
+    def settle(self) -> dict[str, tuple[int, int]]:
+        """Wait until every thread of the process sleeps; return how long each has run."""
+        deadline = time.perf_counter() + _SETTLE_S
+        while True:
+            found = self._activity(asleep=True)
+            if found:
+                return found
+            if time.perf_counter() > deadline:
+                if "S6" in self.lenient:
+                    return {}
+                raise Misbehaved("S6", f"it still used the processor {_SETTLE_S:.0f} s after its call had returned")
+            time.sleep(5e-5)
+
+    def lingering(self) -> list[int]:
+        """Return the processes that the program started and that are still there."""
+        return [*_descendants(self.pid), *self._nursery.strangers()]
+
+    def close(self) -> None:
+        """End the process and all that it started."""
+        if self.pid:
+            for pid in [self.pid, *_descendants(self.pid)]:
+                with contextlib.suppress(OSError):
+                    os.kill(pid, signal.SIGKILL)
+        self._channel.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _activity(self, *, asleep: bool = False) -> dict[str, tuple[int, int]]:
+        """Return the run time and the number of turns of each thread; nothing if one must sleep and does not."""
+        found = {}
+        try:
+            for task in os.listdir(f"/proc/{self.pid}/task"):
+                with contextlib.suppress(FileNotFoundError):
+                    if asleep:
+                        state = Path(f"/proc/{self.pid}/task/{task}/stat").read_text().rpartition(")")[2].split()[0]
+                        if state not in "SDT":
+                            return {}
+                    ran, _, turns = Path(f"/proc/{self.pid}/task/{task}/schedstat").read_text().split()
+                    found[task] = (int(ran), int(turns))
+        except OSError as error:
+            raise Misbehaved("P4", f"its process has ended ({error.strerror})") from error
+        return found
+
+    @contextlib.contextmanager
+    def _stopped(self) -> Iterator[None]:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGCONT)
+
+    def _bytes(self, spec: dict[str, Any], t: torch.Tensor) -> torch.Tensor:
+        return torch.frombuffer(
+            self._region, dtype=torch.uint8, count=spec["elements"] * t.element_size(), offset=spec["offset"]
+        )
+
+    def _zones(self, spec: dict[str, Any], t: torch.Tensor) -> list[torch.Tensor]:
+        end = spec["offset"] + spec["elements"] * t.element_size()
+        return [
+            torch.frombuffer(self._region, dtype=torch.uint8, count=GUARD, offset=at)
+            for at in (spec["offset"] - GUARD, end)
+        ]
+
+    def _inspect(self, specs: Sequence[dict[str, Any]], call: Call) -> tuple[list[int], list[torch.Tensor], bool]:
+        """Return which inputs changed, what they are now, and whether a red zone was written."""
+        changed, after, overrun = [], [], False
+        for index, (spec, t) in enumerate(zip(specs, call.tensors, strict=True)):
+            if not spec["elements"]:
+                after.append(t)
+                continue
+            now = self._bytes(spec, t)
+            if not torch.equal(now, _raw(t)):
+                changed.append(index)
+                flat = now.clone().view(t.dtype)
+                after.append(flat.as_strided(t.shape, t.stride(), spec["first"]))
+            else:
+                after.append(t)
+            overrun |= any(bool((zone != (call.perturb or 0xFF)).any()) for zone in self._zones(spec, t))
+        return changed, after, overrun
+
+    def _alias(self, m: dict[str, Any], others: Sequence[dict[str, Any]], inputs: Sequence[dict[str, Any]]) -> Any:
+        """Say which input or earlier result a result shares its memory with."""
+        base = self._base()
+        for index, spec in enumerate(inputs):
+            size = _DTYPES[spec["dtype"]].itemsize * spec["elements"]
+            at = m["address"] - base - spec["offset"]
+            if size and 0 <= at < size:
+                return ["input", index, at]
+        for index, other in enumerate(others):
+            if other is m:
+                break
+            if m["storage"] and other["storage"] == m["storage"]:
+                return ["output", index, m["address"] - other["address"]]
+        return None
+
+    def _base(self) -> int:
+        """Return where the shared memory lies in the process."""
+        if not hasattr(self, "_mapped"):
+            with open(f"/proc/{self.pid}/maps") as maps:
+                lines = [line for line in maps if "memfd:refold-trial" in line]
+            self._mapped = int(lines[0].split("-")[0], 16) if lines else 0
+        return self._mapped
+
+    def _send(self, payload: bytes) -> None:
+        try:
+            self._channel.settimeout(30.0)
+            self._channel.sendall(struct.pack("<I", len(payload)) + payload)
+        except OSError as error:
+            raise Misbehaved("P4", f"its process has ended or does not listen ({error})") from error
+
+    def _frame(self, timeout: float) -> bytes:
+        deadline = time.perf_counter() + timeout
+        try:
+            (size,) = struct.unpack("<I", self._exactly(4, deadline))
+            if size > _REPLY_LIMIT:
+                raise Misbehaved("P4", f"its answer of {size} bytes is longer than any answer is")
+            return self._exactly(size, deadline)
+        except TimeoutError:
+            raise Misbehaved("P3", f"it did not answer within {timeout:.0f} s") from None
+        except OSError as error:
+            raise Misbehaved("P4", f"its process has ended ({error})") from error
+
+    def _exactly(self, size: int, deadline: float) -> bytes:
+        parts = []
+        while size:
+            left = deadline - time.perf_counter()
+            if left <= 0:
+                raise TimeoutError
+            self._channel.settimeout(left)
+            part = self._channel.recv(min(size, 1 << 20))
+            if not part:
+                raise Misbehaved("P4", "its process has ended before it answered")
+            parts.append(part)
+            size -= len(part)
+        return b"".join(parts)
+
+    def _receive(self, timeout: float) -> dict[str, Any]:
+        return _parsed(self._frame(timeout))
+
+    def _answer(self, timeout: float) -> dict[str, Any]:
+        return self._receive(timeout)
+
+
+_ROOT = Path(__file__).parents[3]
+
+
+def _parsed(frame: bytes) -> dict[str, Any]:
+    try:
+        answer = json.loads(frame)
+    except (ValueError, RecursionError) as error:
+        raise Misbehaved("P4", f"its answer is not JSON: {error}") from error
+    if not isinstance(answer, dict):
+        raise Misbehaved("P4", "its answer is not an object")
+    if "error" in answer:
+        raise Raised("P4", f"it raised {str(answer['error'])[:500]}")
+    return answer
+
+
+def _list(answer: dict[str, Any], name: str) -> list[Any]:
+    if not isinstance(answer.get(name), list):
+        raise Misbehaved("P4", f"its answer has no list {name!r}")
+    return answer[name]
+
+
+def _checked(m: Any) -> dict[str, Any]:
+    """Return a description of a tensor if it can be one."""
+    numbers = ("address", "storage", "storage_bytes")
+    good = (
+        isinstance(m, dict)
+        and m.get("dtype") in _DTYPES
+        and all(isinstance(m.get(name), int) and 0 <= m[name] < 1 << 63 for name in numbers)
+        and all(
+            isinstance(m.get(name), list) and all(isinstance(n, int) and 0 <= n < 1 << 48 for n in m[name])
+            for name in ("shape", "stride")
+        )
+        and all(isinstance(m.get(name), str) for name in ("type", "device"))
+        and isinstance(m.get("odd"), list)
+        and isinstance(m.get("requires_grad"), bool)
+    )
+    if not good:
+        raise Misbehaved("P4", f"its answer describes no tensor: {str(m)[:200]}")
+    return m
+
+
+def _span_bytes(m: dict[str, Any], most: int) -> int:
+    """Return the bytes from a tensor's first to its last element; none where M1 or M2 will refuse it."""
+    if m["odd"] or len(m["stride"]) != len(m["shape"]) or 0 in m["shape"]:
+        return 0
+    span = 1 + sum((n - 1) * s for n, s in zip(m["shape"], m["stride"], strict=True))
+    size = span * _DTYPES[m["dtype"]].itemsize
+    if size > most or size > m["storage_bytes"] or math.prod(m["shape"]) * _DTYPES[m["dtype"]].itemsize > most:
+        raise Misbehaved("M3", f"its result spans {size} bytes, its storage has {m['storage_bytes']}")
+    return size
+
+
+def _shaped(raw: torch.Tensor, m: dict[str, Any]) -> torch.Tensor:
+    if not raw.numel():
+        return torch.empty(m["shape"] if 0 in m["shape"] else 0, dtype=_DTYPES[m["dtype"]])
+    return raw.view(_DTYPES[m["dtype"]]).as_strided(m["shape"], m["stride"])
+
+
+def _first(t: torch.Tensor) -> int:
+    return t.storage_offset() % 16
+
+
+def _extent(t: torch.Tensor) -> int:
+    """Return the elements from the first place that is copied to the last."""
+    return _first(t) + 1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True)) if t.numel() else 0
+
+
+def _raw(t: torch.Tensor) -> torch.Tensor:
+    flat = t.detach().as_strided((_extent(t),), (1,), t.storage_offset() - _first(t))
+    return flat.view(torch.uint8)
+
+
+def _limits(device: str, room: int) -> dict[str, int]:
+    limits = {"CORE": 0, "CPU": 1800, "FSIZE": 2 << 30, "NOFILE": 4096, "NPROC": 1024}
+    if device == "cpu":  # CUDA reserves memory by the terabyte
+        limits["DATA"] = 32 * room + (4 << 30)
+    return limits
+
+
+def _private(folder: Path) -> dict[str, str]:
+    inside = {"HOME": "", "TMPDIR": "", "XDG_CACHE_HOME": "cache", "TRITON_CACHE_DIR": "triton"}
+    inside |= {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TORCH_EXTENSIONS_DIR": "extensions", "NUMBA_CACHE_DIR": "numba"}
+    for name in inside.values():
+        (folder / name).mkdir(exist_ok=True)
+    # Inductor's pool of compile processes would outlive a call.
+    return {name: str(folder / part) for name, part in inside.items()} | {"TORCHINDUCTOR_COMPILE_THREADS": "1"}
+
+
+def _children(pid: int) -> list[int]:
+    found: list[int] = []
+    with contextlib.suppress(OSError):
+        for task in os.listdir(f"/proc/{pid}/task"):
+            with contextlib.suppress(OSError):
+                found += map(int, Path(f"/proc/{pid}/task/{task}/children").read_text().split())
+    return found
+
+
+def _descendants(pid: int) -> list[int]:
+    found = []
+    for child in _children(pid):
+        found += [child, *_descendants(child)]
+    return found
+
+
+def _parents(pid: int) -> list[int]:
+    with contextlib.suppress(OSError):
+        return [int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])]
+    return []
+
+
+__all__ = ["Call", "Misbehaved", "Nursery", "Raised", "Result", "Unjudgeable", "Worker", "sandbox"]

@@ -1,0 +1,142 @@
+"""What a trial found: the outcome, the check that decided, and a line for each check, as data and as text."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import math
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from .program import Program
+
+if TYPE_CHECKING:
+    from .judge import Terms
+
+SCHEMA = 1
+EXIT_CODES = {"accepted": 0, "refused": 1, "unjudged": 2}
+
+
+@dataclass
+class Verdict:
+    """The outcome of a trial.
+
+    Attributes:
+        original: What it was tried against.
+        candidate: What was tried.
+        terms: On what terms.
+        outcome: ``accepted``, ``refused`` or ``unjudged``.
+        check: The check that refused it; empty otherwise.
+        reason: Why it was refused or could not be judged.
+        notes: What a user should know of an accepted candidate, such as shapes it does not take.
+        lines: The checks in the order they ran: name, whether it passed, numbers.
+        timing: The race that decided, times in milliseconds; empty if none was run.
+        sandbox: What confined the candidate.
+        off: Checks that were switched off, which only tests of the judge do.
+        seed: From which everything random was drawn.
+        seconds: How long the trial took.
+    """
+
+    original: Program
+    candidate: Program
+    terms: Terms
+    outcome: str = "unjudged"
+    check: str = ""
+    reason: str = ""
+    notes: list[str] = field(default_factory=list)
+    lines: list[dict[str, Any]] = field(default_factory=list)
+    timing: dict[str, Any] = field(default_factory=dict)
+    sandbox: list[str] = field(default_factory=list)
+    off: list[str] = field(default_factory=list)
+    seed: int = 0
+    seconds: float = 0.0
+
+    @property
+    def accepted(self) -> bool:
+        """Whether the candidate may be used."""
+        return self.outcome == "accepted"
+
+    @property
+    def exit_code(self) -> int:
+        """0 accepted, 1 refused, 2 could not be judged."""
+        return EXIT_CODES[self.outcome]
+
+    def line(self, check: str, passed: bool, reason: str = "", **numbers: Any) -> None:
+        """Write down a check."""
+        self.lines.append({"check": check, "passed": passed, **({"reason": reason} if reason else {}), **numbers})
+
+    def note(self, text: str) -> None:
+        """Write down what is no reason to refuse."""
+        if text not in self.notes:
+            self.notes.append(text)
+
+    def refuse(self, check: str, reason: str) -> None:
+        """Decide against the candidate."""
+        self.outcome, self.check, self.reason = "refused", check, reason
+
+    def to_jsonl(self) -> str:
+        """Return one object a line: what was tried, each check, the outcome."""
+        seed = hashlib.sha256(self.seed.to_bytes(8, "little")).hexdigest()[:16]
+        first = {
+            "schema": SCHEMA,
+            "original": dataclasses.asdict(self.original),
+            "candidate": dataclasses.asdict(self.candidate),
+            "sha256": {"original": self.original.sha256, "candidate": self.candidate.sha256},
+            "terms": dataclasses.asdict(self.terms),
+            "off": self.off,
+            "sandbox": self.sandbox,
+        }
+        last = {
+            "outcome": self.outcome,
+            "check": self.check,
+            "reason": self.reason,
+            "notes": self.notes,
+            "timing": self.timing,
+            "seed": self.seed,
+            "seconds": round(self.seconds, 3),
+        }
+        lines = [first, *({**line, "seed_sha256": seed} for line in self.lines), last]
+        return "".join(json.dumps(_finite(line)) + "\n" for line in lines)
+
+    def __str__(self) -> str:
+        """Say what was decided and on which grounds."""
+        head = {
+            "accepted": "accepted",
+            "refused": f"refused by {self.check}: {self.reason}",
+            "unjudged": f"could not be judged: {self.reason}",
+        }[self.outcome]
+        passed = [line["check"] for line in self.lines if line["passed"]]
+        counts = ", ".join(f"{n} {passed.count(n)}x" if passed.count(n) > 1 else n for n in dict.fromkeys(passed))
+        out = [head, f"  passed       {counts or 'nothing'}"]
+        worst = max(
+            (line for line in self.lines if line["passed"] and line.get("bound")),
+            key=lambda line: line["error"] / line["bound"],
+            default=None,
+        )
+        if worst:
+            out.append(
+                f"  error        {worst['error']:.1e} of {worst['bound']:.1e} allowed, the original has "
+                f"{worst['original']:.1e} ({worst['kind']} inputs, the nearest to its bound)"
+            )
+        if self.timing:
+            t = self.timing
+            out.append(
+                f"  time         {t['base_ms']:.3g} ms to {t['candidate_ms']:.3g} ms, {t['speedup']:.2f}x, at least "
+                f"{t['at_least']:.2f}x ({t['pairs']} pairs, {t['name']})"
+            )
+        out.append(f"  confined by  {', '.join(self.sandbox) or 'nothing'}")
+        out += [f"  note         {note}" for note in self.notes]
+        out.append(f"  took         {self.seconds:.1f} s, level {self.terms.level}")
+        return "\n".join(out)
+
+
+def _finite(value: Any) -> Any:
+    """Replace what JSON has no word for."""
+    if isinstance(value, dict):
+        return {k: _finite(v) for k, v in value.items()}
+    if isinstance(value, list):
+        return [_finite(v) for v in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value

@@ -1,0 +1,453 @@
+"""The process in which a program under trial runs, and the nursery that forks such processes.
+
+Run as a script: ``python -I worker.py FD``. The nursery imports torch once and forks a process for each program; it
+never runs foreign code and knows no inputs, expected values or seeds. A forked process confines itself (`sandbox`),
+then loads one program and obeys the judge: build, place inputs, call, describe. What it answers is a claim; what
+binds are the bytes that the judge reads out of it, the judge's clock and the limits of the operating system.
+
+Original and candidate run in the same way, so that neither is favoured. Of refold only `sandbox` is imported here.
+"""
+
+from __future__ import annotations
+
+import base64
+import ctypes
+import gc
+import hashlib
+import importlib.util
+import json
+import mmap
+import os
+import pickle
+import random
+import signal
+import socket
+import struct
+import sys
+import time
+import traceback
+from collections import deque
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+
+HELD = 3  # results kept alive, so that the judge can look at them again
+_M_PERTURB = -6  # of mallopt: the byte with which glibc fills what it allocates, inverted
+_TEXT = 2000
+
+# What a program must leave as it found it, beside the settings: functions that others time and compare with.
+_WATCHED = (
+    "time.time time.perf_counter time.perf_counter_ns time.monotonic time.sleep os.fork json.dumps gc.collect "
+    "torch.allclose torch.equal torch.isclose torch.manual_seed torch.randn torch.rand torch.empty torch.zeros "
+    "torch.matmul torch.compile torch.no_grad torch.load torch.save torch.get_rng_state torch.set_rng_state "
+    "torch.cuda.synchronize torch.cuda.Event torch.cuda.Event.elapsed_time torch.cuda.Stream torch.cuda.Stream.wait_stream "
+    "torch.cuda.current_stream torch.cuda.is_available torch.cuda.memory_allocated torch.autograd.grad "
+    "torch.autograd.backward torch.testing.assert_close torch.Tensor.to torch.Tensor.clone torch.Tensor.copy_ "
+    "torch.Tensor.double torch.Tensor.data_ptr torch.Tensor.__eq__ torch.Tensor.__sub__ torch.Tensor.allclose "
+    "torch.Tensor.equal torch.Tensor.detach torch.nn.Module.__call__ torch.nn.Module.load_state_dict "
+    "torch.nn.Module.state_dict torch.nn.functional.linear torch.nn.functional.softmax torch.ops.aten.mm"
+).split()
+
+
+def _patched() -> dict[str, int]:
+    found = {}
+    for path in _WATCHED:
+        first, *rest = path.split(".")
+        value: Any = sys.modules.get(first)
+        for name in rest:
+            value = getattr(value, name, None)
+        found[path] = id(value)
+    return found
+
+
+def _settings() -> dict[str, str]:
+    """Return the global switches that change what other code computes or how fast."""
+    values: dict[str, Any] = {
+        "matmul precision": torch.get_float32_matmul_precision(),
+        "TF32 in cuBLAS": torch.backends.cuda.matmul.allow_tf32,
+        "TF32 in cuDNN": torch.backends.cudnn.allow_tf32,
+        "cuDNN": torch.backends.cudnn.enabled,
+        "cuDNN benchmark": torch.backends.cudnn.benchmark,
+        "cuDNN deterministic": torch.backends.cudnn.deterministic,
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "flush denormals": _flushes_denormals(),
+        "threads": torch.get_num_threads(),
+        "threads between operations": torch.get_num_interop_threads(),
+        "default dtype": torch.get_default_dtype(),
+        "default device": torch.get_default_device(),
+        "grad mode": torch.is_grad_enabled(),
+        "inference mode": torch.is_inference_mode_enabled(),
+        "anomaly mode": torch.is_anomaly_enabled(),
+        "autocast": (torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda")),
+        "function modes": torch._C._len_torch_function_stack(),
+        "dispatch modes": torch._C._len_torch_dispatch_stack(),
+        "mkldnn": torch.backends.mkldnn.enabled,
+        "processors": sorted(os.sched_getaffinity(0)),
+        "priority": os.getpriority(os.PRIO_PROCESS, 0),
+        "timers": [signal.getitimer(kind)[0] > 0 for kind in (0, 1, 2)],
+        "signal handlers": {n: str(signal.getsignal(n)) for n in signal.valid_signals()},
+        "tracing": (str(sys.gettrace()), str(sys.getprofile())),
+        "garbage collection": (gc.isenabled(), gc.get_threshold(), len(gc.callbacks)),
+    }
+    if "torch._dynamo" in sys.modules:
+        values["dynamo disabled"] = torch._dynamo.config.disable
+    return {name: str(value) for name, value in values.items()}
+
+
+def _flushes_denormals() -> bool:
+    return float(torch.tensor([1e-39]).mul_(1.0)) == 0.0
+
+
+def _random_state() -> str:
+    digest = hashlib.sha256(torch.get_rng_state().numpy().tobytes())
+    digest.update(repr(random.getstate()).encode())
+    if torch.cuda.is_initialized():
+        digest.update(torch.cuda.get_rng_state().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _describe(t: torch.Tensor) -> dict[str, Any]:
+    strided = t.layout == torch.strided and not t._is_zerotensor() and not t.is_meta
+    storage = t.untyped_storage() if strided else None
+    return {
+        "type": "Tensor" if type(t) in (torch.Tensor, torch.nn.Parameter) else type(t).__qualname__,
+        "dtype": str(t.dtype).removeprefix("torch."),
+        "device": t.device.type,
+        "shape": list(t.shape),
+        "stride": list(t.stride()) if t.layout == torch.strided else [],
+        "address": t.data_ptr() if strided else 0,
+        "storage": storage.data_ptr() if storage is not None else 0,
+        "storage_bytes": storage.nbytes() if storage is not None else 0,
+        "odd": [
+            name
+            for name, odd in (
+                ("not strided", t.layout != torch.strided),
+                ("conjugate", t.is_conj()),
+                ("negated", t.is_neg()),
+                ("zero tensor", t._is_zerotensor()),
+                ("on device meta", t.is_meta),
+            )
+            if odd
+        ],
+        "requires_grad": t.requires_grad,
+    }
+
+
+def _flatten(value: Any, leaves: list[torch.Tensor], *, result: bool) -> Any:
+    """Return the structure of arguments or of a result as data, and collect the tensors, in a result floats too."""
+    if isinstance(value, torch.Tensor):
+        leaves.append(value)
+        return {"tensor": len(leaves) - 1}
+    if result and isinstance(value, float):
+        leaves.append(torch.tensor(value, dtype=torch.float64))
+        return {"float": len(leaves) - 1}
+    if isinstance(value, dict):
+        items = [[str(k), _flatten(v, leaves, result=result)] for k, v in value.items()]
+        return {"dict": type(value).__qualname__, "items": items}
+    if isinstance(value, (list, tuple)):
+        return {"sequence": type(value).__qualname__, "items": [_flatten(v, leaves, result=result) for v in value]}
+    if value is None or isinstance(value, (bool, int, str, float)):
+        return {"value": value}
+    return {"object": type(value).__qualname__}
+
+
+class _Terms(torch.utils._python_dispatch.TorchDispatchMode):
+    """Counts the terms of the longest sum that one operation forms."""
+
+    PRODUCTS = ("mm", "bmm", "addmm", "baddbmm", "mv", "addmv", "dot", "addbmm", "_int_mm")
+    ALONG = ("cumsum", "cumprod", "logcumsumexp", "_softmax", "_log_softmax", "sort", "cummax", "cummin")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.longest = 1
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Keep torch from importing its compiler for this class, which takes two seconds."""
+        return False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        name = func.overloadpacket.__name__
+        ins = [a for a in args if isinstance(a, torch.Tensor)]
+        outs = [o for o in (out if isinstance(out, (tuple, list)) else [out]) if isinstance(o, torch.Tensor)]
+        terms = 1
+        if name in self.PRODUCTS and len(ins) >= 2:
+            terms = ins[-2].shape[-1]
+        elif "conv" in name and len(ins) >= 2:
+            terms = ins[1].numel() // max(ins[1].shape[0], 1)
+        elif "attention" in name and len(ins) >= 2:
+            terms = max(ins[1].shape[-2:])
+        elif name in self.ALONG and ins and ins[0].dim():
+            terms = ins[0].shape[args[1] if len(args) > 1 and isinstance(args[1], int) else -1]
+        elif ins and outs and "::view" not in str(func) and not func.is_view:
+            sizes = [o.numel() for o in outs if o.numel()]
+            terms = max(i.numel() for i in ins) // min(sizes) if sizes else 1
+        self.longest = max(self.longest, terms)
+        return out
+
+
+class Stub:
+    """Obeys the judge; one method a command."""
+
+    def __init__(self, channel: socket.socket, region: mmap.mmap, folder: Path, active: list[str]):
+        self._channel, self._region, self._folder, self._active = channel, region, folder, active
+        self._program: Any = None
+        self._inputs_of: Any = None
+        self._source: Any = None
+        self._held: deque[Any] = deque(maxlen=HELD)
+        self._before = _settings(), _patched()
+        self._ready: tuple[Any, ...] | None = None
+
+    def serve(self) -> NoReturn:
+        while True:
+            frame = receive(self._channel)
+            try:
+                answer = self.go() if not frame else self._obey(pickle.loads(frame))
+            except BaseException as error:
+                answer = {"error": f"{type(error).__name__}: {error}"[:_TEXT], "where": traceback.format_exc()[-_TEXT:]}
+            send(self._channel, json.dumps(answer).encode())
+
+    def _obey(self, request: dict[str, Any]) -> dict[str, Any]:
+        return getattr(self, "do_" + request.pop("do"))(**request)
+
+    def do_load(self, text: str, name: str, attribute: str) -> dict[str, Any]:
+        """Import a program's source and find the class or function it is judged by."""
+        path = self._folder / name
+        path.write_text(text)
+        spec = importlib.util.spec_from_file_location(path.stem, path)
+        assert spec is not None and spec.loader is not None
+        self._source = importlib.util.module_from_spec(spec)
+        sys.modules[path.stem] = self._source
+        start = time.perf_counter()
+        spec.loader.exec_module(self._source)
+        if not hasattr(self._source, attribute):
+            return {"missing": attribute}
+        return {"seconds": time.perf_counter() - start}
+
+    def do_hello(self) -> dict[str, Any]:
+        """Say what confines this process."""
+        return {"active": self._active}
+
+    def do_seed(self, seed: int) -> dict[str, Any]:
+        """Seed the random state."""
+        torch.manual_seed(seed)
+        random.seed(seed)
+        return {}
+
+    def do_arguments(self, seed: int) -> dict[str, Any]:
+        """Return what the original's class is made with, unread by the judge."""
+        torch.manual_seed(seed)
+        arguments = getattr(self._source, "get_init_inputs", list)()
+        return {"arguments": base64.b64encode(pickle.dumps(arguments)).decode()}
+
+    def do_build(
+        self, attribute: str, arguments: str, seed: int, dtype: str, device: str, train: bool
+    ) -> dict[str, Any]:
+        """Make the program; a class is made with the given arguments after seeding."""
+        found = getattr(self._source, attribute)
+        self._train = train
+        torch.manual_seed(seed)
+        if isinstance(found, type):
+            values = pickle.loads(base64.b64decode(arguments))
+            found = found(**values) if isinstance(values, dict) else found(*values)
+        if isinstance(found, torch.nn.Module):
+            found = found.to(device, getattr(torch, dtype)).train(train)
+        if not callable(found):
+            raise TypeError(f"{attribute} is a {type(found).__name__}, which cannot be called")
+        self._program = found
+        return self.do_inspect()
+
+    def do_inputs(self, seed: int) -> dict[str, Any]:
+        """Draw the original's own inputs."""
+        torch.manual_seed(seed)
+        random.seed(seed)
+        if not hasattr(self._source, "get_inputs"):
+            return {"missing": "get_inputs"}
+        leaves: list[torch.Tensor] = []
+        self._inputs_of = self._source.get_inputs()
+        tree = _flatten(self._inputs_of, leaves, result=False)
+        self._inputs_of = [leaf.detach().cpu().contiguous() for leaf in leaves]
+        return {"tree": tree, "tensors": [_describe(leaf) for leaf in self._inputs_of]}
+
+    def do_inspect(self) -> dict[str, Any]:
+        """Describe what the program must leave alone: its state, global settings, the random state, functions."""
+        settings, patched = _settings(), _patched()
+        old_settings, old_patched = self._before
+        module = self._program if isinstance(self._program, torch.nn.Module) else None
+        state = {} if module is None else module.state_dict(keep_vars=True)
+        return {
+            "state": [[name, _describe(t)] for name, t in state.items() if isinstance(t, torch.Tensor)],
+            "modes": "" if module is None else str([(m.training, len(m._forward_hooks)) for m in module.modules()]),
+            "settings": {n: v for n, v in settings.items() if n in old_settings and old_settings[n] != v},
+            "patched": sorted(n for n, v in patched.items() if old_patched[n] != v),
+            "random": _random_state(),
+        }
+
+    def do_adopt(self, tensors: dict[str, Any], steps: bool) -> dict[str, Any]:
+        """Take over parameters and buffers: by load_state_dict, or changed in place as an optimizer does."""
+        values = {name: self._tensor(spec) for name, spec in tensors.items()}
+        if steps:
+            with torch.no_grad():
+                own = self._program.state_dict(keep_vars=True)
+                for name, value in values.items():
+                    own[name].copy_(value)
+        else:
+            self._program.load_state_dict(values, strict=False)
+        return self.do_inspect()
+
+    def do_terms(self) -> dict[str, Any]:
+        """Run the prepared call and count the terms of its longest sum."""
+        with _Terms() as terms:
+            self.go()
+        return {"terms": terms.longest}
+
+    def do_prepare(
+        self, tree: Any, tensors: Any, seed: int, grad: bool, perturb: int, cotangents: Any, hold: bool
+    ) -> dict[str, Any]:
+        """Wrap the places where inputs are going to be; the judge fills them afterwards."""
+        leaves = [self._tensor(spec) for spec in tensors]
+        places = [self._tensor(spec) for spec in cotangents]
+        args = _unflatten(tree, leaves)
+        if not hold:
+            self._held.clear()
+        if sys.platform == "linux":
+            ctypes.CDLL(None).mallopt(_M_PERTURB, perturb ^ 0xFF if perturb else 0)
+        torch.manual_seed(seed)
+        random.seed(seed)
+        self._ready = args, leaves, places, grad
+        return {}
+
+    def go(self) -> dict[str, Any]:
+        """Call the program on what lies in the prepared places."""
+        assert self._ready is not None
+        args, leaves, places, grad = self._ready
+        with torch.set_grad_enabled(grad):
+            result = self._program(*args)
+            outputs: list[torch.Tensor] = []
+            tree = _flatten(result, outputs, result=True)
+            if places:
+                gradients = _flatten(self._gradients(list(outputs), leaves, places), outputs, result=True)
+                tree = {"sequence": "with gradients", "items": [tree, gradients]}
+        self._held.append((result, outputs))
+        return {"tree": tree, "tensors": [_describe(t) for t in outputs]}
+
+    def _gradients(self, outputs: Any, leaves: Any, places: Any) -> Any:
+        if [list(t.shape) for t in outputs] != [list(p.shape) for p in places]:
+            return None
+        module = self._program if isinstance(self._program, torch.nn.Module) else None
+        wanted = [t for t in leaves if t.requires_grad]
+        wanted += [] if module is None else [p for p in module.parameters() if p.requires_grad]
+        pairs = [(t, p) for t, p in zip(outputs, places, strict=True) if t.requires_grad]
+        if not pairs or not wanted:
+            return [None for _ in wanted]
+        ys, cotangents = zip(*pairs, strict=True)
+        return list(torch.autograd.grad(ys, wanted, cotangents, allow_unused=True))
+
+    def _tensor(self, spec: dict[str, Any]) -> torch.Tensor:
+        """Wrap a place in the shared region, without a copy."""
+        dtype = getattr(torch, spec["dtype"])
+        if not spec["elements"]:
+            return torch.empty(spec["shape"], dtype=dtype).requires_grad_(spec["requires_grad"])
+        flat = torch.frombuffer(self._region, dtype=dtype, count=spec["elements"], offset=spec["offset"])
+        # detach: a view of a tensor that has a base is no leaf of its own.
+        return (
+            flat.as_strided(spec["shape"], spec["stride"], spec["first"]).detach().requires_grad_(spec["requires_grad"])
+        )
+
+
+def _unflatten(tree: Any, leaves: list[torch.Tensor]) -> Any:
+    if "tensor" in tree:
+        return leaves[tree["tensor"]]
+    if "dict" in tree:
+        return {key: _unflatten(value, leaves) for key, value in tree["items"]}
+    if "sequence" in tree:
+        items = [_unflatten(value, leaves) for value in tree["items"]]
+        return items if tree["sequence"] == "list" else tuple(items)
+    return tree["value"]
+
+
+def receive(channel: socket.socket) -> bytes:
+    """Read one frame: four bytes of length, then the payload."""
+    (size,) = struct.unpack("<I", _exactly(channel, 4))
+    return _exactly(channel, size)
+
+
+def _exactly(channel: socket.socket, size: int) -> bytes:
+    parts = []
+    while size:
+        part = channel.recv(min(size, 1 << 20))
+        if not part:
+            os._exit(0)  # the judge is gone
+        parts.append(part)
+        size -= len(part)
+    return b"".join(parts)
+
+
+def send(channel: socket.socket, payload: bytes) -> None:
+    """Write one frame."""
+    channel.sendall(struct.pack("<I", len(payload)) + payload)
+
+
+def _nursery(control: socket.socket) -> None:
+    """Fork a process for each request of the judge, until it is gone."""
+    sandbox = _sibling("sandbox")
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel buries the dead
+    # Orphans of a candidate become children of this process, where the judge can count them.
+    ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)
+    while True:
+        message, handles, _, _ = socket.recv_fds(control, 1 << 16, 2)
+        if not message:
+            return
+        request = json.loads(message)
+        if os.fork() == 0:
+            control.close()
+            _born(request, socket.socket(fileno=handles[0]), handles[1], sandbox)
+        for handle in handles:
+            os.close(handle)
+
+
+def _born(request: dict[str, Any], channel: socket.socket, region: int, sandbox: Any) -> NoReturn:
+    os.setsid()
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    active: list[str] = []
+    if request["sandboxed"]:
+        active = sandbox.new_namespaces(request["device"])
+    if "pid namespace" in active:
+        start, started = os.pipe()
+        child = os.fork()
+        if child:
+            send(channel, json.dumps({"pid": child}).encode())
+            os.write(started, b"1")
+            channel.close()
+            os.waitpid(child, 0)
+            os._exit(0)
+        os.read(start, 1)
+        os.close(start)
+        os.close(started)
+    else:
+        send(channel, json.dumps({"pid": os.getpid()}).encode())
+    folder = Path(request["folder"])
+    os.environ.update(request["environment"])
+    os.chdir(folder)
+    null = os.open(os.devnull, os.O_RDWR)
+    for handle in (0, 1, 2):
+        os.dup2(null, handle)
+    if request["sandboxed"]:
+        active = sandbox.enter(folder, request["readable"], request["limits"], request["device"], active)
+    torch.set_num_threads(request["threads"])
+    sys.path[:0] = request["path"]
+    Stub(channel, mmap.mmap(region, 0), folder, active).serve()
+
+
+def _sibling(name: str) -> Any:
+    spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+if __name__ == "__main__":
+    _nursery(socket.socket(fileno=int(sys.argv[1])))

@@ -1,0 +1,14 @@
+"""Another dtype."""
+
+import torch
+
+EXPECT = "M2"
+
+
+class ModelNew(torch.nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.linear = torch.nn.Linear(width, width)
+
+    def forward(self, x):
+        return torch.relu(self.linear(x)).double()

@@ -1,0 +1,20 @@
+"""It says that its result lies where there is nothing."""
+
+import sys
+
+import torch
+
+EXPECT = "M1"
+OFF = set()
+
+
+class ModelNew(torch.nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.linear = torch.nn.Linear(width, width)
+
+    def forward(self, x):
+        main = sys.modules["__main__"]
+        describe = main._describe
+        main._describe = lambda t: describe(t) | {"address": 4096, "storage": 4096}
+        return torch.zeros_like(x)

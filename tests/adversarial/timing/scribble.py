@@ -1,0 +1,25 @@
+"""The result is right when it is returned, and something else a little later."""
+
+import threading
+import time
+
+import torch
+
+EXPECT = "U4"
+OFF = set()
+
+
+class ModelNew(torch.nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.linear = torch.nn.Linear(width, width)
+
+    def forward(self, x):
+        y = torch.relu(self.linear(x))
+
+        def spoil():
+            time.sleep(0.003)
+            y.zero_()
+
+        threading.Thread(target=spoil).start()
+        return y

@@ -1,0 +1,26 @@
+"""A thread fills the result after it was returned."""
+
+import threading
+import time
+
+import torch
+
+EXPECT = "N1"
+OFF = {"N1", "U4"}
+
+
+class ModelNew(torch.nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.linear = torch.nn.Linear(width, width)
+
+    def forward(self, x):
+        y = torch.zeros_like(x)
+        weight, bias = self.linear.weight, self.linear.bias
+
+        def fill():
+            time.sleep(0.02)
+            y.copy_(torch.relu(x @ weight.detach().T + bias.detach()))
+
+        threading.Thread(target=fill).start()
+        return y

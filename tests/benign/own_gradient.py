@@ -1,0 +1,28 @@
+"""A gradient written by hand."""
+
+import torch
+
+TERMS = {"train": True}
+
+
+class Rectified(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, bias):
+        y = torch.addmm(bias, x, weight.T).clamp_min_(0)
+        ctx.save_for_backward(x, weight, y)
+        return y
+
+    @staticmethod
+    def backward(ctx, dy):
+        x, weight, y = ctx.saved_tensors
+        dy = dy * (y > 0)
+        return dy @ weight, dy.T @ x, dy.sum(0)
+
+
+class ModelNew(torch.nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.linear = torch.nn.Linear(width, width)
+
+    def forward(self, x):
+        return Rectified.apply(x, self.linear.weight, self.linear.bias)
