@@ -12,14 +12,13 @@ import triton.language as tl
 from refold.ops.gated_rmsnorm.spec import SPEC
 from refold.ops.spec import Meta
 from refold.ops.ssd._triton_kernels import LOG2E, _exp2, _silu
-from refold.ops.torch.launch import Launch, contiguous, current_stream, fresh_like, planned, refusal
+from refold.ops.torch.launch import PTX, Launch, contiguous, current_stream, fresh_like, planned, refusal
 from refold.ops.torch.row_sums import RowSums
 from refold.ops.torch.tables import device_limits
 
 MAX_GROUP = 65536
 MAX_PARTS = 8
-REGISTERS = 0
-PROGRAM_WARPS = 16  # Of the backward, that a multiprocessor holds at a time.
+BACKWARD_TILE = 6144  # Values of a program of the backward that 8 warps hold in 128 registers a thread.
 
 
 def supports(meta: Meta) -> str | None:
@@ -81,7 +80,7 @@ def _gated_rmsnorm_bwd_kernel(
     offs_in = tl.arange(0, BLOCK)
     offs_c = tl.program_id(1) * group_size + offs_in
     totals = ()  # type: Any
-    for i in tl.static_range(PARTS):
+    for _ in tl.static_range(PARTS):
         totals += (tl.zeros((ROWS, BLOCK), tl.float32),)
     for first in range(tl.program_id(0) * ROWS, nrows, tl.num_programs(0) * ROWS):
         offs_r = tl.program_id(0).to(tl.int64) * 0 + first + tl.arange(0, ROWS)[:, None]
@@ -201,14 +200,15 @@ def gated_rmsnorm_backward(
     channels = x.shape[-1]
     nrows = x.numel() // channels
     group = group_size or channels
-    sizes, warps = _sizes(group)
+    sizes, _ = _sizes(group)
     consts = {**sizes, "NORM_FIRST": bool(norm_before_gate)}
     ngroups, blocks = channels // group, triton.cdiv(nrows, sizes["ROWS"])
-    resident = device_limits(x.device)[0] * max(1, PROGRAM_WARPS // warps)
+    few = sizes["ROWS"] * sizes["BLOCK"] * sizes["PARTS"] <= BACKWARD_TILE
+    options = {"num_warps": 8 if few else 16}
+    if few and PTX:
+        options["maxnreg"] = 128  # So that two programs share a multiprocessor: one reads while the other one computes.
+    resident = device_limits(x.device)[0] * (2 if few else 1)
     programs = max(1, min(blocks, resident // ngroups))
-    options = {"num_warps": warps}
-    if REGISTERS:
-        options["maxnreg"] = REGISTERS
     launch = Launch(_gated_rmsnorm_bwd_kernel, (programs, ngroups), consts, options)
     stride_x, stride_z = (0 if a is None else a.reshape(-1, channels).stride(0) for a in (x, z))
     weights = RowSums(programs, (channels,), weight.dtype, x.device)

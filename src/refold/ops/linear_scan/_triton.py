@@ -24,7 +24,7 @@ from refold.ops.torch.tables import device_limits
 
 UNROLL = 8
 # Of the backward: tokens from border to border; channels and warps a program; programs a multiprocessor that fill it.
-TOKENS, BLOCK, WARPS, SLOTS = 16, 64, 1, 16
+TOKENS, BLOCK, WARPS, SLOTS = 8, 128, 1, 32
 
 
 def supports(meta: Meta) -> str | None:
@@ -151,7 +151,6 @@ def _linear_scan_bwd_kernel(
         borders = sequence * tl.cdiv(seqlen, TOKENS) + begin // TOKENS
     else:
         borders = sequence + origin // TOKENS
-    border = border_ptr + borders * channels + offs
     segments = sequence * nsegments * channels + offs
     state = tl.zeros((BLOCK,), tl.float32)
     if initial_ptr is not None:
@@ -161,7 +160,7 @@ def _linear_scan_bwd_kernel(
         own = tl.load(segment_state_ptr + at, mask=mask, other=0.0)
         state = state * tl.load(segment_factor_ptr + at, mask=mask, other=0.0) + own
     for j in range(count):
-        tl.store(border + j * channels, state, mask=mask)
+        tl.store(border_ptr + (borders + j) * channels + offs, state, mask=mask)
         for i in tl.static_range(TOKENS):
             t = begin + j * TOKENS + i
             live = mask & (t + tl.zeros((BLOCK,), tl.int32) < end)
@@ -178,7 +177,7 @@ def _linear_scan_bwd_kernel(
         carried = carried * tl.load(segment_factor_ptr + at, mask=mask, other=0.0) + own
     for back in range(count):
         first = begin + (count - 1 - back) * TOKENS
-        state = tl.load(border + (count - 1 - back) * channels, mask=mask, other=0.0)
+        state = tl.load(border_ptr + (borders + count - 1 - back) * channels + offs, mask=mask, other=0.0)
         befores = ()  # type: Any
         factors = ()  # type: Any
         for i in tl.static_range(TOKENS):

@@ -264,7 +264,7 @@ def _selective_scan_bwd_lanes_kernel(
     stride_x_b, stride_x_t, stride_dt_b, stride_dt_t, stride_B_b, stride_B_t, stride_B_g,
     stride_C_b, stride_C_t, stride_C_g, stride_z_b, stride_z_t, stride_decay_b, stride_decay_t,
     BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr, TOKENS: gl.constexpr, GROUP: gl.constexpr, LANES: gl.constexpr,
-    SOFTPLUS: gl.constexpr, KEEP: gl.constexpr,
+    SOFTPLUS: gl.constexpr,
 ):  # fmt: skip
     """Grid (blocks of channels, segments, rows), as `_selective_scan_bwd_kernel`; TOKENS are those of a tile.
 
@@ -481,8 +481,7 @@ def _selective_scan_bwd_lanes_kernel(
                     token = g * GROUP + i
                     power = _exp2(_column(steps, token, cn) * A)
                     before = power * state
-                    if KEEP:
-                        powers = _append(powers, power)
+                    powers = _append(powers, power)
                     reached = _append(reached, before)
                     if decay_ptr is not None:
                         before *= _column(decays, token, cn)
@@ -497,18 +496,16 @@ def _selective_scan_bwd_lanes_kernel(
                 dsteps, dinputs, ddecays, dBs = none_l, none_l, none_l, none_n
                 for i in gl.static_range(GROUP - 1, -1, -1):
                     token = g * GROUP + i
-                    step_i = _column(steps, token, cn)
-                    power = powers[i] if KEEP else _exp2(step_i * A)
                     adjoint = _column(dys, token, cn) * _line(Cs, token, cn) + carried
                     # With the power before the decay: a decay of zero has a gradient, too.
                     dlog = reached[i] * adjoint
-                    carried = power * adjoint
+                    carried = powers[i] * adjoint
                     if decay_ptr is not None:
                         ddecays = _over_states(ddecays, slot_l, i, dlog, LANES, kcl)
                         decay_i = _column(decays, token, cn)
                         dlog *= decay_i
                         carried *= decay_i
-                    dA += step_i * dlog
+                    dA += _column(steps, token, cn) * dlog
                     dsteps = _over_states(dsteps, slot_l, i, dlog * A, LANES, kcl)
                     dinputs = _over_states(dinputs, slot_l, i, adjoint * _line(Bs, token, cn), LANES, kcl)
                     dBs = _over_channels(dBs, slot_n, i, adjoint * _column(inputs, token, cn), kcn)

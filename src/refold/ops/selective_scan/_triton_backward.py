@@ -57,7 +57,7 @@ def selective_scan_backward(
     options = {"num_warps": table["warps"]}
     local = None
     if nsegments > 1:
-        local_consts = {name: value for name, value in consts.items() if name not in ("GROUP", "KEEP")}
+        local_consts = {name: value for name, value in consts.items() if name != "GROUP"}
         local = Launch(segments_kernel, (ngroups * group_blocks, nsegments, batch), local_consts, options)
     main = Launch(kernel, (ngroups * group_blocks, nsegments, nrows), consts, options)
 
@@ -128,18 +128,15 @@ def _kernels(
     if PTX and x.device.type == "cuda" and torch.cuda.get_device_capability(x.device)[0] >= 8 and fits and states:
         lanes_kernels: Any = gluon("refold.ops.selective_scan._gluon_backward_kernels")
         if lanes_kernels is not None:
-            table = lookup("selective_scan_backward_lanes", x.device, x.dtype) | TUNED
+            table = lookup("selective_scan_backward_lanes", x.device, x.dtype)
             lanes = dstate // table["states"]
             sizes = {"BLOCK_D": table["warps"] * 32 // lanes * table["own"], "LANES": lanes,
-                     "TOKENS": table["tokens"], "GROUP": table["group"], "KEEP": bool(table["keep"])}  # fmt: skip
+                     "TOKENS": table["tokens"], "GROUP": table["group"]}  # fmt: skip
             local = lanes_kernels._selective_scan_bwd_segments_lanes_kernel
             return local, lanes_kernels._selective_scan_bwd_lanes_kernel, sizes, table
     table = lookup("selective_scan_backward", x.device, x.dtype)
     sizes = {"BLOCK_D": min(table["block_d"], triton.next_power_of_2(group_channels)), "TOKENS": table["tokens"]}
     return kernels._selective_scan_bwd_segments_kernel, kernels._selective_scan_bwd_kernel, sizes, table
-
-
-TUNED: dict[str, Any] = {}  # XXX
 
 
 def _sums_into(projection: torch.Tensor, ngroups: int) -> bool:

@@ -138,7 +138,6 @@ def _selective_scan_bwd_kernel(
             end = tl.minimum(tl.load(cu_seqlens_ptr + sequence + 1).to(tl.int32), seqlen)
             borders = sequence + begin // TOKENS
         count = tl.cdiv(tl.maximum(end - begin, 0), TOKENS)
-        border = border_ptr + borders * channels * dstate + offs_state
         x_base = x_ptr + row * stride_x_b
         dt_base = dt_ptr + row * stride_dt_b
         B_base = B_ptr + row * stride_B_b + group * stride_B_g
@@ -154,7 +153,7 @@ def _selective_scan_bwd_kernel(
             own = tl.load(segment_state_ptr + at, mask=mask, other=0.0)
             state = state * tl.load(segment_factor_ptr + at, mask=mask, other=0.0) + own
         for j in range(count):
-            tl.store(border + j * channels * dstate, state, mask=mask)
+            tl.store(border_ptr + (borders + j) * channels * dstate + offs_state, state, mask=mask)
             for i in tl.static_range(TOKENS):
                 t = begin + j * TOKENS + i
                 inside = t + tl.zeros((BLOCK_D,), tl.int32) < end
@@ -183,7 +182,8 @@ def _selective_scan_bwd_kernel(
             carried = carried * tl.load(segment_factor_ptr + at, mask=mask, other=0.0) + own
         for back in range(count):
             first = begin + (count - 1 - back) * TOKENS
-            state = tl.load(border + (count - 1 - back) * channels * dstate, mask=mask, other=0.0)
+            border = border_ptr + (borders + count - 1 - back) * channels * dstate
+            state = tl.load(border + offs_state, mask=mask, other=0.0)
             befores = ()  # type: Any
             powers = ()  # type: Any
             xs = ()  # type: Any
