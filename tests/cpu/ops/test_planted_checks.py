@@ -1,4 +1,4 @@
-"""Each check of the contract refuses a backend with the mistake that it is there for, and none refuses the right one."""
+"""Each check of the contract refuses a backend with the mistake it is there for, and none refuses the right one."""
 
 import itertools
 from collections.abc import Callable
@@ -61,7 +61,9 @@ BUGS: dict[str, tuple[str, str, Callable[..., Results]]] = {
     "values": ("plain_t17", SCAN, changed(scan, y_is(lambda y, _: 1.001 * y))),
     "values, unwritten memory": ("plain_t17", SCAN, changed(scan, y_is(without_last_row))),
     "values, strides": ("strided", SCAN, as_if_contiguous),
-    "gradients": ("all_t2", BACK, changed(back, gradients_are(lambda name, g, _: 1.01 * g if name == "dt_bias" else g))),
+    "gradients": (
+        "all_t2", BACK, changed(back, gradients_are(lambda name, g, _: 1.01 * g if name == "dt_bias" else g)),
+    ),
     "no_worse_than_torch": ("plain_t17", SCAN, changed(scan, y_is(lambda y, _: y + 2e-6 * y.abs().max()))),
     "repeatable": ("plain_t17", SCAN, changed(scan, y_is(lambda y, _: y + 1e-7 * y.abs().max() * next(COUNT)))),
     "repeatable_gradients": (
