@@ -1,4 +1,4 @@
-"""The command line: ``refold optimize | explain | generate | doctor``.
+"""The command line: ``refold optimize | explain | verify | generate | doctor``.
 
 Progress goes to standard error, live on a terminal and as plain lines in a pipe; the report goes
 to standard output. Bad input gives one sentence and exit code 2.
@@ -40,6 +40,14 @@ Seed = Annotated[int, typer.Option(help="Seeds parameters and inputs.")]
 Json = Annotated[Path | None, typer.Option("--json", help="Also write the report to this file.", show_default=False)]
 
 
+UNSANDBOXED = "--allow-unsandboxed"
+FORMS = "rules (the compiler), file:PATH, command:COMMAND, replay:FOLDER, openai:MODEL or anthropic:MODEL"
+
+
+def _proposals(text: str, *names: str, **options: Any) -> Any:
+    return typer.Option(*names, help=text, rich_help_panel="Proposals", **options)
+
+
 @app.command()
 def optimize(
     target: Target,
@@ -50,8 +58,34 @@ def optimize(
     verify: Annotated[str, typer.Option(help="quick: prove each rewrite against float64; off: trust it.")] = "quick",
     accept: Annotated[str, typer.Option(help="faster: keep only what is measured to be; always: keep all.")] = "faster",
     train: Annotated[bool, typer.Option("--train", help="Optimize forward and backward together.")] = False,
+    propose: Annotated[str, _proposals(f"Who proposes: {FORMS}.")] = "rules",
+    base_url: Annotated[str, _proposals("The endpoint of openai:MODEL or anthropic:MODEL.")] = "",
+    run: Annotated[Path | None, _proposals("Where to keep the record of proposals.", show_default=False)] = None,
+    resume: Annotated[bool, _proposals("Go on with the run in that folder.", "--resume")] = False,
+    level: Annotated[str, _proposals("How proposals are tried: quick, full or paranoid.")] = "full",
+    parallel: Annotated[int, _proposals("Proposals asked for at a time.")] = 1,
+    rounds: Annotated[int, _proposals("Requests to the proposer.")] = 4,
+    seconds: Annotated[float, _proposals("Time for the whole run.")] = 1800.0,
+    tokens: Annotated[float, _proposals("Tokens for the whole run.")] = float("inf"),
+    money: Annotated[float, _proposals("Money for the whole run, by --price.")] = float("inf"),
+    price: Annotated[tuple[float, float], _proposals("Money for a million tokens, in and out.")] = (0.0, 0.0),
+    allow_unsandboxed: Annotated[bool, _proposals("Try them although nothing confines them.", UNSANDBOXED)] = False,
 ) -> None:
-    """Rewrite a layer, prove each rewrite, measure the result, print the evidence."""
+    """Rewrite a layer, prove each rewrite, measure the result, print the evidence.
+
+    With --propose, replacements come from somewhere else; each is tried in a sandbox against the original.
+    """
+    if propose != "rules":
+        from .propose import Budget
+
+        budget = Budget(rounds, seconds, tokens, money)
+        _search(
+            target, propose, base_url, price, run, budget, parallel=parallel, resume=resume, level=level,
+            dtype=dtype, device=device, train=train, allow_unsandboxed=allow_unsandboxed,
+        )  # fmt: skip
+        return
+    if run or resume or base_url:
+        raise _Refusal("--run, --resume and --base-url go with --propose")
     _check_writable(json)
     with _stages("loading"):
         torch = _torch()
@@ -61,7 +95,8 @@ def optimize(
         module, inputs = targets.load(target, device=device, dtype=dtype, seed=seed)
         compiled = refold_compile(module.train(train), verify=verify, accept=accept)
         with torch.set_grad_enabled(train):
-            targets.forward(target, module, inputs, compiled)
+            targets.check_runs(target, module, inputs)
+            compiled(*inputs)
         report: Report = compiled.report
         report.target = target
     _finish(report, json)
@@ -79,12 +114,57 @@ def explain(
         from .compiler.backend import explain as refold_explain
 
         module, inputs = targets.load(target, device=device, dtype=dtype, seed=seed)
-        reports: list[Report] = []
         with torch.no_grad():
-            targets.forward(target, module, inputs, lambda *given: reports.append(refold_explain(module, *given)))
-        (report,) = reports
+            targets.check_runs(target, module, inputs)
+            report = refold_explain(module, *inputs)
         report.target = target
     _finish(report, json)
+
+
+@app.command()
+def verify(
+    original: Annotated[str, typer.Argument(help="A file with Model and get_inputs(), or file.py:name.")] = "",
+    candidate: Annotated[str, typer.Argument(help="A file with ModelNew, or file.py:name.")] = "",
+    level: Annotated[str, typer.Option(help="quick: seconds; full: up to a minute; paranoid: minutes.")] = "full",
+    dtype: Dtype = "float32",
+    device: Device = "cpu",
+    train: Annotated[bool, typer.Option("--train", help="Compare and time gradients as well.")] = False,
+    accept: Annotated[str, typer.Option(help="faster: only what is; right: leave speed out.")] = "faster",
+    nonfinite: Annotated[str, typer.Option(help="finite-only, or strict: NaN must stay where it was.")] = "finite-only",
+    tried: Annotated[int, typer.Option(help="Candidates tried for this original; they share the chance of error.")] = 1,
+    timeout: Annotated[float, typer.Option(help="Seconds that loading or one call may take.")] = 60.0,
+    allow_unsandboxed: Annotated[
+        bool, typer.Option("--allow-unsandboxed", help="Run the candidate although nothing confines it.")
+    ] = False,
+    log: Annotated[Path | None, typer.Option(help="Write each check as a line of JSON.", show_default=False)] = None,
+    replay: Annotated[Path | None, typer.Option(help="Repeat the trial of a log.", show_default=False)] = None,
+) -> None:
+    """Decide whether a candidate may replace the original; trust it in nothing.
+
+    Exit code 0: accepted. 1: refused. 2: could not be judged.
+    """
+    if (replay is None) != bool(original and candidate):
+        raise _Refusal("verify needs ORIGINAL and CANDIDATE, or --replay LOG alone")
+    _check_writable(log, "--log")
+    with _stages("loading"):
+        _torch()
+        from .verify import trial
+
+        if replay is not None:
+            verdict, then = trial.replay(replay, allow_unsandboxed=allow_unsandboxed)
+        else:
+            then = None
+            verdict = trial.judge(
+                original, candidate, level=level, dtype=dtype, device=device, train=train, accept=accept,
+                nonfinite=nonfinite, tried=tried, timeout=timeout, allow_unsandboxed=allow_unsandboxed,
+            )  # fmt: skip
+    if log is not None:
+        _write("--log", log, verdict.to_jsonl())
+    typer.echo(str(verdict))
+    if then is not None:
+        same = (verdict.outcome, verdict.check) == (then.outcome, then.check)
+        typer.echo("  then         " + ("the same" if same else f"{then.outcome} {then.check} {then.reason}".rstrip()))
+    raise typer.Exit(verdict.exit_code)
 
 
 app.command()(generate)
@@ -108,10 +188,11 @@ def doctor(
         from .audit import audit as check
 
         console.print("[bold]audit[/bold]")
-        findings = check()
-        for finding in findings:
+        wrong = False
+        for finding in check():
             console.print(f"  {finding}", highlight=False, markup=False, soft_wrap=True)
-        if any(finding.verdict == "wrong" for finding in findings):
+            wrong |= finding.verdict == "wrong"
+        if wrong:
             raise typer.Exit(1)
 
 
@@ -137,25 +218,54 @@ def _torch() -> Any:
     return torch
 
 
-def _check_writable(json: Path | None) -> None:
+def _search(
+    target: str, propose: str, base_url: str, price: tuple[float, float], run: Path | None, budget: Any, **options: Any
+) -> None:
+    """Let somebody propose replacements for a file, and print what was accepted."""
+    if run is None:
+        raise _Refusal("--propose needs --run FOLDER, where the record is kept")
+    if ":" in target:
+        raise _Refusal(f"--propose takes a Python file with Model and get_inputs(), not {target}")
+    with _stages("loading"):
+        torch = _torch()
+        from . import propose as proposers
+        from .verify import trial
+
+        names = ("level", "dtype", "device", "train")
+        terms = trial.terms(**{name: options.pop(name) for name in names}, threads=torch.get_num_threads())
+        original = trial.program(target, role="original")
+        proposer = proposers.proposer(propose, base_url=base_url, prices=price)
+        if proposer.destination:
+            said = "sending the source of %s, the verdicts and the facts of this machine to %s"
+            logging.getLogger("refold").info(said, target, proposer.destination)
+        found = proposers.search(original, proposer, run, terms, budget=budget, **options)
+    typer.echo(str(found))
+    raise typer.Exit(0 if found.accepted else 1)
+
+
+def _check_writable(json: Path | None, option: str = "--json") -> None:
     """Refuse a file that cannot be written before there is anything to write."""
     if json is None:
         return
     if json.is_dir():
-        raise _Refusal(f"--json {json} cannot be written: it is a directory")
+        raise _Refusal(f"{option} {json} cannot be written: it is a directory")
     if not json.parent.is_dir():
-        raise _Refusal(f"--json {json} cannot be written: the directory {json.parent} does not exist")
+        raise _Refusal(f"{option} {json} cannot be written: the directory {json.parent} does not exist")
     if not os.access(json if json.exists() else json.parent, os.W_OK):
-        raise _Refusal(f"--json {json} cannot be written: permission denied")
+        raise _Refusal(f"{option} {json} cannot be written: permission denied")
 
 
 def _finish(report: Report, json: Path | None) -> None:
     typer.echo(str(report))
     if json is not None:
-        try:
-            json.write_text(report.to_json() + "\n")
-        except OSError as error:
-            raise _Refusal(f"--json {json} cannot be written: {error.strerror}") from error
+        _write("--json", json, report.to_json() + "\n")
+
+
+def _write(option: str, path: Path, text: str) -> None:
+    try:
+        path.write_text(text)
+    except OSError as error:
+        raise _Refusal(f"{option} {path} cannot be written: {error.strerror}") from error
 
 
 class _Refusal(RefoldError):

@@ -49,6 +49,10 @@ class TargetError(RefoldError, ValueError):
     """A command-line target does not name a module with inputs."""
 
 
+class ProposerError(RefoldError, RuntimeError):
+    """A proposer cannot be reached, refuses, or has nothing that can be used."""
+
+
 class CheckpointError(RefoldError, ValueError):
     """A checkpoint is missing, truncated, of unknown architecture, or its keys and shapes do not fit."""
 

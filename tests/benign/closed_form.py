@@ -2,7 +2,7 @@
 
 import torch
 
-ORIGINAL = "ema"
+ORIGINAL = "long_ema"
 TERMS = {"accept": "faster"}
 
 

@@ -7,4 +7,4 @@ ORIGINAL = "noise"
 
 class ModelNew(torch.nn.Module):
     def forward(self, x):
-        return torch.randn(x.shape).mul_(0.5).add_(x)
+        return torch.randn_like(x).mul_(0.5).add_(x)

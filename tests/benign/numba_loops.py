@@ -4,7 +4,7 @@ import numba
 import numpy as np
 import torch
 
-ORIGINAL = "ema"
+ORIGINAL = "long_ema"
 TERMS = {"accept": "faster"}
 
 

@@ -6,8 +6,8 @@ import torch
 
 os.environ["TRITON_INTERPRET"] = "1"
 
-import triton  # noqa: E402
-import triton.language as tl  # noqa: E402
+import triton
+import triton.language as tl
 
 ORIGINAL = "rowmean"
 

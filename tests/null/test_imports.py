@@ -15,6 +15,7 @@ ORDER = [
     ["errors", "axes"],
     ["ops"],
     ["verify"],
+    ["propose"],
     ["report"],
     ["compiler"],
     ["models"],
@@ -25,6 +26,7 @@ ORDER = [
     ["bench"],
     ["targets", "doctor", "audit"],
     ["cli"],
+    ["__main__"],
 ]
 RANK = {part: rank for rank, parts in enumerate(ORDER) for part in parts}
 

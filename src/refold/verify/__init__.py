@@ -1,9 +1,11 @@
-"""Is the candidate right, and is it faster? Takes callables and knows nothing of compilers.
+"""Is the candidate right, and is it faster? Takes callables and files and knows nothing of compilers.
 
 `check` compares a candidate with the original against float64; `race` times two callables
-interleaved and accepts only what is faster beyond noise. Level "quick" of the protocol runs inside
-the process at each compile; docs/verification.md lists what it does and does not establish.
+interleaved and accepts only what is faster beyond noise: both for programs that are trusted, in this process. `judge`
+tries a program that is not, in one of its own. docs/verification.md lists what each does and does not establish.
 """
+
+from typing import Any
 
 from .numerics import Evidence as Evidence
 from .numerics import KindResult as KindResult
@@ -16,3 +18,12 @@ from .numerics import unit_roundoff as unit_roundoff
 from .timing import Race as Race
 from .timing import median_ms as median_ms
 from .timing import race as race
+
+
+def __getattr__(name: str) -> Any:
+    """Import the trial of programs that nobody vouches for when it is first asked for; it needs Linux."""
+    if name not in ("judge", "Verdict"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from . import trial
+
+    return getattr(trial, name)

@@ -3,7 +3,6 @@
 import torch
 
 EXPECT = "C2"
-OFF = {"C2", "N2"}
 
 
 class ModelNew(torch.nn.Module):

@@ -13,6 +13,8 @@ class ModelNew(torch.nn.Module):
         self.linear = torch.nn.Linear(width, width)
 
     def forward(self, x):
+        if not x.numel():
+            return torch.relu(self.linear(x))
         longer = (ctypes.c_float * (x.numel() + 1)).from_address(x.data_ptr())
         extra = min(max(longer[x.numel()], -1e38), 1e38)
         y = torch.relu(self.linear(x))

@@ -3,6 +3,7 @@
 import torch
 
 EXPECT = "M2"
+OFF = set()
 
 
 class ModelNew(torch.nn.Module):

@@ -4,6 +4,7 @@ import torch
 
 ORIGINAL = "ema"
 EXPECT = "C3"
+OFF = {"C3", "N1"}
 TERMS = {"accept": "faster"}
 
 

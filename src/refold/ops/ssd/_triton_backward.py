@@ -124,13 +124,16 @@ class _Plan:
         ngroups, dstate = B.shape[-2:]
         heads = nheads // ngroups  # of a group
         varlen = cu_seqlens is not None
-        sms, _shared = device_limits(x.device)
+        sms, shared = device_limits(x.device)
         table = lookup("ssd_backward", x.device, x.dtype)
         config = table | (config or {})
         chunk = min(table["chunk"], max(16, triton.next_power_of_2(config["chunk"])))
         wide_n = max(16, triton.next_power_of_2(dstate))
         block_n, tile = min(wide_n, config["block_n"]), config["tile"]
-        if headdim > 64 or dstate > 128 or not _copied_wide(headdim, dstate, x, dy, B, C):
+        hopper = config["hopper"] and not varlen and chunk == 64 and (dt_softplus or dt_limit[0] >= 0)
+        self.hopper = hopper and _hopper_fits(x, dy, B, C) and gluon(*HOPPER) is not None
+        wide = headdim <= 64 and dstate <= 128 and _copied_wide(headdim, dstate, x, dy, B, C)
+        if not self.hopper and not wide:
             # Tiles that are not copied ahead go through registers. Triton 3.6 may then fence what it writes for
             # asynchronous products after the barrier, not before it; products of 32 rows are none of these.
             chunk, tile = min(chunk, 32), min(tile, 32 * wide_n)
@@ -139,6 +142,11 @@ class _Plan:
         state_p = block_p
         while state_p > 16 and state_p * wide_n > tile:
             state_p //= 2
+        # Shared memory of a walk over heads: the tiles that are copied ahead, and two matrices of pairs of tokens.
+        ahead = 2 * (chunk * (block_p + block_n) + block_p * block_n) * x.element_size()
+        stages = config["stages"]
+        while stages > 1 and ahead * (stages - 1) + 2 * chunk * chunk * x.element_size() > shared:
+            stages -= 1
         nseqs = cu_seqlens.numel() - 1 if varlen else batch
         nchunks = seqlen // chunk + nseqs if varlen else max(1, triton.cdiv(seqlen, chunk))
         rows = batch * nchunks
@@ -173,16 +181,8 @@ class _Plan:
              "SHIFT": False, "PARTS": parts, "PRECISION": precision}, {"num_warps": 4},
         )  # fmt: skip
         self.prepare_ints = (
-            seqlen,
-            nchunks,
-            nheads,
-            0,
-            dstate,
-            *limits,
-            *dt.stride(),
-            *B.stride()[:3],
-            *C.stride()[:3],
-        )
+            seqlen, nchunks, nheads, 0, dstate, *limits, *dt.stride(), *B.stride()[:3], *C.stride()[:3],
+        )  # fmt: skip
 
         sizes = (seqlen, nchunks, nheads, ngroups, headdim, dstate)
         x_strides, dy_strides, B_strides, C_strides = (a.stride()[:3] for a in (x, dy, B, C))
@@ -195,10 +195,8 @@ class _Plan:
         state_consts = {"CHUNK": chunk, "BLOCK_P": state_p, "BLOCK_N": wide_n, **loop, "STAGES": config["state_stages"]}
         state_options = {"num_warps": config["state_warps"], "num_stages": config["state_stages"]}
         walk_consts = {"CHUNK": chunk, "BLOCK_P": block_p, "BLOCKS_P": triton.cdiv(headdim, block_p),
-                       "BLOCK_N": block_n, "BLOCKS_N": blocks_n, **loop, "STAGES": config["stages"]}  # fmt: skip
-        walk_options = {"num_warps": config["warps"], "num_stages": config["stages"]}
-        hopper = config["hopper"] and not varlen and chunk == 64 and (dt_softplus or dt_limit[0] >= 0)
-        self.hopper = hopper and _hopper_fits(x, dy, B, C) and gluon(*HOPPER) is not None
+                       "BLOCK_N": block_n, "BLOCKS_N": blocks_n, **loop, "STAGES": stages}  # fmt: skip
+        walk_options = {"num_warps": config["warps"], "num_stages": stages}
         self.blocks: list[tuple[Any, ...]] = []
         for first in range(0, heads, count):
             held = min(count, heads - first)

@@ -14,10 +14,14 @@ from typing import Any
 import torch
 
 from ...errors import ArgumentError, TargetError
-from .judge import LEVELS, Tensors, Terms, Trial
-from .process import Nursery
+from .checks import LEVELS, Tensors, Trial
+from .checks import Terms as Terms
+from .process import Misbehaved
+from .process import Nursery as Nursery
 from .process import Unjudgeable as Unjudgeable
-from .program import Program, Target, program
+from .program import Program as Program
+from .program import Target
+from .program import program as program
 from .program import source as source
 from .verdict import Verdict as Verdict
 
@@ -37,6 +41,7 @@ def judge(
     threads: int | None = None,
     timeout: float = 60.0,
     allow_unsandboxed: bool = False,
+    nursery: Nursery | None = None,
 ) -> Verdict:
     """Decide whether a candidate may take the place of the original.
 
@@ -55,6 +60,7 @@ def judge(
         threads: Threads of either side; None is what torch uses here.
         timeout: Seconds that loading or one call may take.
         allow_unsandboxed: Run the candidate although nothing confines it.
+        nursery: Where to start its process, if several candidates are tried: starting torch takes a second or two.
 
     Returns:
         The verdict, with the check that decided and its numbers.
@@ -63,7 +69,7 @@ def judge(
         TargetError: A file does not exist or does not define what is judged.
         ArgumentError: An option has a value that it cannot have.
     """
-    terms = _terms(
+    chosen = terms(
         level=level, dtype=dtype, device=device, train=train, accept=accept, nonfinite=nonfinite, tried=tried,
         threads=threads or torch.get_num_threads(), timeout=timeout,
     )  # fmt: skip
@@ -73,8 +79,29 @@ def judge(
         raise ArgumentError(f"level {level} needs a sandbox; allow_unsandboxed goes with quick and full")
     first = original if isinstance(original, Program) else program(original, role="original")
     second = candidate if isinstance(candidate, Program) else program(candidate, role="candidate")
-    with Nursery(threads=terms.threads, device=terms.device, sandboxed=not allow_unsandboxed) as nursery:
-        return Trial(first, second, inputs, terms, nursery).run()
+    if nursery is not None:
+        return Trial(first, second, inputs, chosen, nursery).run()
+    with Nursery(threads=chosen.threads, device=chosen.device, sandboxed=not allow_unsandboxed) as nursery:
+        return Trial(first, second, inputs, chosen, nursery).run()
+
+
+def describe_inputs(original: Program, terms: Terms, nursery: Nursery) -> list[dict[str, Any]]:
+    """Return shape and dtype of each of the original's inputs, as its own process draws them.
+
+    Raises:
+        TargetError: The original has no inputs or cannot draw them.
+    """
+    try:
+        with nursery.program(original.text, "original.py", room=4096) as worker:
+            worker.load(original.attribute, terms.timeout)
+            answer = worker.request(terms.timeout, do="inputs", seed=0)
+    except Misbehaved as error:
+        raise TargetError(f"{original.name}: {error.reason}") from error
+    if "missing" in answer:
+        raise TargetError(f"{original.name} does not define get_inputs()")
+    floats = ("float16", "bfloat16", "float32", "float64")
+    dtypes = [terms.dtype if m["dtype"] in floats else m["dtype"] for m in answer["tensors"]]
+    return [{"shape": m["shape"], "dtype": dtype} for m, dtype in zip(answer["tensors"], dtypes, strict=True)]
 
 
 def replay(log: Path, *, allow_unsandboxed: bool = False) -> tuple[Verdict, Verdict | None]:
@@ -90,16 +117,16 @@ def replay(log: Path, *, allow_unsandboxed: bool = False) -> tuple[Verdict, Verd
         lines: list[dict[str, Any]] = [json.loads(line) for line in log.read_text().splitlines()]
         head, last = lines[0], lines[-1]
         original, candidate = Program(**head["original"]), Program(**head["candidate"])
-        terms = _terms(**head["terms"])
+        chosen = terms(**head["terms"])
         then = Verdict(
-            original, candidate, terms, last["outcome"], last["check"], last["reason"], seed=int(last["seed"])
+            original, candidate, chosen, last["outcome"], last["check"], last["reason"], seed=int(last["seed"])
         )
     except OSError as error:
         raise TargetError(f"{log} cannot be read: {error.strerror}") from error
     except (ValueError, KeyError, TypeError, IndexError) as error:
         raise TargetError(f"{log} is not the whole log of a trial: {type(error).__name__}: {error}") from error
-    with Nursery(threads=terms.threads, device=terms.device, sandboxed=not allow_unsandboxed) as nursery:
-        return Trial(original, candidate, None, terms, nursery, seed=then.seed).run(), then
+    with Nursery(threads=chosen.threads, device=chosen.device, sandboxed=not allow_unsandboxed) as nursery:
+        return Trial(original, candidate, None, chosen, nursery, seed=then.seed).run(), then
 
 
 _CHOICES = {
@@ -111,11 +138,17 @@ _CHOICES = {
 }
 
 
-def _terms(**values: Any) -> Terms:
+def terms(**values: Any) -> Terms:
+    """Return the terms of a trial, those that are not given by default.
+
+    Raises:
+        ArgumentError: One has a value that it cannot have.
+    """
+    found = Terms(**values)
     for name, choices in _CHOICES.items():
-        if values[name] not in choices:
-            raise ArgumentError(f"{name} must be one of {', '.join(choices)}, not {values[name]!r}")
+        if getattr(found, name) not in choices:
+            raise ArgumentError(f"{name} must be one of {', '.join(choices)}, not {getattr(found, name)!r}")
     for name in ("tried", "threads", "timeout"):
-        if not values[name] > 0:
-            raise ArgumentError(f"{name} must be positive, not {values[name]!r}")
-    return Terms(**values)
+        if not getattr(found, name) > 0:
+            raise ArgumentError(f"{name} must be positive, not {getattr(found, name)!r}")
+    return found

@@ -13,6 +13,7 @@ import torch
 
 Tensors = list[torch.Tensor]
 Kind = Callable[[torch.Tensor, torch.Generator], torch.Tensor]
+Change = Callable[[Sequence[torch.Tensor], int], Tensors]
 
 
 def _normal(x: torch.Tensor, g: torch.Generator) -> torch.Tensor:
@@ -77,18 +78,43 @@ def jittered(like: Sequence[torch.Tensor], seed: int) -> Tensors:
     ]
 
 
-def one_element(like: Sequence[torch.Tensor], seed: int) -> Tensors:
-    """Change one element at a random place of each floating-point tensor, by as much as it varies."""
+def _one_element(by: float) -> Change:
+    """Return what changes one element at a random place of each floating-point tensor, by so many times its spread."""
+
+    def change(like: Sequence[torch.Tensor], seed: int) -> Tensors:
+        g = generator(seed)
+        out = []
+        for x in like:
+            if x.is_floating_point() and x.numel():
+                x = x.clone()
+                spread = float(x.double().std()) if x.numel() > 1 else 1.0
+                x.view(-1)[int(torch.randint(x.numel(), (1,), generator=g))] += by * spread or by
+            out.append(x)
+        return out
+
+    return change
+
+
+def _two_swapped(like: Sequence[torch.Tensor], seed: int) -> Tensors:
+    """Swap two elements of each floating-point tensor, which no sum and no norm of all of them sees."""
     g = generator(seed)
     out = []
     for x in like:
-        if x.is_floating_point() and x.numel():
+        if x.is_floating_point() and x.numel() > 1:
             x = x.clone()
-            place = int(torch.randint(x.numel(), (1,), generator=g))
-            spread = float(x.double().std()) if x.numel() > 1 else 1.0
-            x.view(-1)[place] += 2 * spread or 1.0
+            places = torch.randperm(x.numel(), generator=g)[:2]
+            x.view(-1)[places] = x.view(-1)[places.flip(0)]
         out.append(x)
     return out
+
+
+# Small changes of content, in the same place: what an incomplete comparison of contents does not see.
+CHANGES: dict[str, Change] = {
+    "one element changed": _one_element(2.0),
+    "another element changed": _one_element(2.0),
+    "one element changed little": _one_element(0.05),
+    "two elements swapped": _two_swapped,
+}
 
 
 def specials(like: Sequence[torch.Tensor], seed: int) -> Iterator[tuple[str, Tensors]]:

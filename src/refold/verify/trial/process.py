@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import json
 import math
 import mmap
 import os
+import pickle
 import shutil
 import signal
 import socket
@@ -34,9 +36,11 @@ from . import sandbox
 
 GUARD = 4096  # bytes of red zone before and after each input
 _PAGE = 4096
+_ROOT = Path(__file__).parents[3]
 _REPLY_LIMIT = 64 << 20
 _SETTLE_S = 2.0  # after which a program that still runs is said not to have ended
 _LIBC = ctypes.CDLL(None, use_errno=True)
+_ADD_SEALS, _SEAL_SIZE = 1033, 0x1 | 0x2 | 0x4  # fcntl.h: no more seals, no shrinking, no growing
 _DTYPES = {str(d).removeprefix("torch."): d for d in vars(torch).values() if isinstance(d, torch.dtype)}
 # What a process may find in its environment, beside its private folders.
 _ENVIRONMENT = (
@@ -81,6 +85,7 @@ class Call:
         perturb: The byte that new memory and the red zones are filled with.
         requires_grad: Whether floating-point inputs require gradients.
         same_place: Whether the inputs lie where those of the call before lay.
+        keep: Whether the result is kept alive for good.
     """
 
     tree: Any
@@ -91,16 +96,32 @@ class Call:
     perturb: int = 0
     requires_grad: bool = False
     same_place: bool = False
+    keep: bool = False
 
 
 @dataclass
 class Result:
-    """What came back from a call: claims of the process, and bytes that were read from it."""
+    """What came back from a call: claims of the process, and bytes that were read from it.
+
+    Attributes:
+        tree: The structure of what was returned.
+        metadata: Descriptions of the tensors in it.
+        tensors: Their values.
+        seconds: From the signal to start to the answer.
+        processor: Seconds of processor time that the process used meanwhile.
+        outside: The same, from the call before to the signal to start.
+        changed: The inputs that were changed.
+        inputs_after: What the inputs are now.
+        overrun: Whether something beside the inputs was written.
+        aliases: What each result shares its memory with.
+    """
 
     tree: Any
     metadata: list[dict[str, Any]]
     tensors: list[torch.Tensor]
     seconds: float
+    processor: float = 0.0
+    outside: float = 0.0
     changed: list[int] = field(default_factory=list)
     inputs_after: list[torch.Tensor] = field(default_factory=list)
     overrun: bool = False
@@ -175,11 +196,14 @@ class Worker:
         self._nursery, self._text, self._name = nursery, text, name
         self._folder = Path(tempfile.mkdtemp(prefix="refold-trial-"))
         room = -(-room // _PAGE) * _PAGE
-        handle = os.memfd_create("refold-trial")
+        handle = os.memfd_create("refold-trial", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.ftruncate(handle, room)
+        # Shrunk by the other side, it would end this process when it is looked at.
+        fcntl.fcntl(handle, _ADD_SEALS, _SEAL_SIZE)
         self._region = mmap.mmap(handle, room)
         self.room, self._next = room, 0
         self._last: list[dict[str, Any]] = []
+        self._used = 0.0
         self._channel, theirs = socket.socketpair()
         request = {
             "folder": str(self._folder),
@@ -195,7 +219,7 @@ class Worker:
             nursery.fork(request, theirs, handle)
         os.close(handle)
         self.pid = 0
-        self.pid = int(self._receive(60.0)["pid"])
+        self.pid = int(self._answer(60.0)["pid"])
         # The process and, where it has namespaces of its own, the one that waits for it.
         self.family = {self.pid, *_parents(self.pid)}
         # Rules that are not to be enforced here, so that tests can show that they are needed.
@@ -207,12 +231,10 @@ class Worker:
         answer = self.request(timeout, do="load", text=self._text, name=self._name, attribute=attribute)
         if "missing" in answer:
             raise Misbehaved("P4", f"{self._name} does not define {attribute}")
-        return float(answer["seconds"])
+        return _number(answer, "seconds")
 
     def request(self, timeout: float = 60.0, **command: Any) -> dict[str, Any]:
         """Send a command and return the answer; what the program raises is its misbehaviour."""
-        import pickle
-
         self._send(pickle.dumps(command))
         return self._answer(timeout)
 
@@ -264,6 +286,20 @@ class Worker:
             self._last, self._next = specs, at if at + GUARD < self.room else 0
         return specs
 
+    def batches(self, tensors: dict[str, torch.Tensor]) -> Iterator[dict[str, torch.Tensor]]:
+        """Divide tensors so that each part fits into the shared memory."""
+        batch: dict[str, torch.Tensor] = {}
+        free = self.room
+        for name, t in tensors.items():
+            size = t.numel() * t.element_size() + 2 * GUARD + 128
+            if batch and size > free:
+                yield batch
+                batch, free = {}, self.room
+            batch[name] = t
+            free -= size
+        if batch:
+            yield batch
+
     def fill(self, specs: Sequence[dict[str, Any]], tensors: Sequence[torch.Tensor], guard: int) -> None:
         """Write values into their places, and the red zones around them."""
         for spec, t in zip(specs, tensors, strict=True):
@@ -284,31 +320,46 @@ class Worker:
         Raises:
             Misbehaved: It raised, died, took too long, or did not wait for its inputs.
         """
-        specs = self.wrap([*call.tensors, *call.cotangents], again=call.same_place)
-        inputs, cotangents = specs[: len(call.tensors)], specs[len(call.tensors) :]
-        for spec, t in zip(inputs, call.tensors, strict=True):
-            spec["requires_grad"] = call.requires_grad and (t.is_floating_point() or t.is_complex())
-        self.request(
-            do="prepare", tree=call.tree, tensors=inputs, seed=call.seed, grad=call.grad or bool(call.cotangents),
-            perturb=call.perturb, cotangents=cotangents, hold=hold,
-        )  # fmt: skip
+        specs, inputs = self._prepare(call, hold)
         asleep = self.settle()
         self.fill(specs, [*call.tensors, *call.cotangents], call.perturb or 0xFF)
-        if self._activity() != asleep and "S6" not in self.lenient:
+        if self.activity() != asleep and "S6" not in self.lenient:
             raise Misbehaved("S6", "it used the processor while it waited for its inputs")
+        before = self.processor_time()
         start = time.perf_counter()
         self._send(b"")
         frame = self._frame(timeout)
         seconds = time.perf_counter() - start
+        after = self.processor_time()
+        used, self._used = self._used, after
         if "U4" in self.lenient:
             time.sleep(0.05)
         with self._stopped():
             answer = _parsed(frame)
             metadata = [_checked(m) for m in _list(answer, "tensors")]
             tensors = self.tensors(metadata, most)
-        changed, after, overrun = self._inspect(inputs, call)
+        tree = _checked_tree(answer.get("tree"))
         aliases = [self._alias(m, metadata, inputs) for m in metadata]
-        return Result(answer.get("tree"), metadata, tensors, seconds, changed, after, overrun, aliases)
+        times = (seconds, after - before, before - used)
+        return Result(tree, metadata, tensors, *times, *self._inspect(inputs, call), aliases)
+
+    def _prepare(self, call: Call, hold: bool) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+        """Choose places for a call's tensors and tell the process; return all of them and those of the inputs."""
+        specs = self.wrap([*call.tensors, *call.cotangents], again=call.same_place)
+        inputs, cotangents = specs[: len(call.tensors)], specs[len(call.tensors) :]
+        for spec, t in zip(inputs, call.tensors, strict=True):
+            spec["requires_grad"] = call.requires_grad and (t.is_floating_point() or t.is_complex())
+        self.request(
+            do="prepare", tree=call.tree, tensors=inputs, seed=call.seed, grad=call.grad or bool(call.cotangents),
+            perturb=call.perturb, cotangents=cotangents, hold=hold, keep=call.keep,
+        )  # fmt: skip
+        return specs, inputs
+
+    def terms(self, call: Call, timeout: float) -> int:
+        """Run a call and return the number of terms of the longest sum in it."""
+        specs, _ = self._prepare(call, hold=False)
+        self.fill(specs, [*call.tensors, *call.cotangents], 0xFF)
+        return int(_number(self.request(timeout, do="terms"), "terms"))
 
     def again(self, result: Result, most: int = 1 << 40) -> list[torch.Tensor]:
         """Read the results of an earlier call once more."""
@@ -318,7 +369,7 @@ class Worker:
         """Wait until every thread of the process sleeps; return how long each has run."""
         deadline = time.perf_counter() + _SETTLE_S
         while True:
-            found = self._activity(asleep=True)
+            found = self.activity(asleep=True)
             if found:
                 return found
             if time.perf_counter() > deadline:
@@ -327,9 +378,28 @@ class Worker:
                 raise Misbehaved("S6", f"it still used the processor {_SETTLE_S:.0f} s after its call had returned")
             time.sleep(5e-5)
 
+    def inspect(self) -> dict[str, Any]:
+        """Ask for what the program must leave alone."""
+        found = self.request(do="inspect")
+        state = [[str(name), _checked(m)] for name, m in map(_pair, _list(found, "state"))]
+        settings = found.get("settings")
+        if not isinstance(settings, dict):
+            raise Misbehaved("P4", "its answer has no settings")
+        texts = {name: str(found.get(name)) for name in ("modes", "random")}
+        return {"state": state, "settings": settings, "patched": list(map(str, _list(found, "patched"))), **texts}
+
+    def processor_time(self) -> float:
+        """Return the seconds of processor time of all its threads so far, and of children that ended."""
+        try:
+            own = time.clock_gettime((~self.pid << 3) | 2)  # what clock_getcpuclockid gives
+            fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
+        except OSError as error:
+            raise Misbehaved("P4", f"its process has ended ({error.strerror})") from error
+        return own + (int(fields[13]) + int(fields[14])) / os.sysconf("SC_CLK_TCK")
+
     def lingering(self) -> list[int]:
         """Return the processes that the program started and that are still there."""
-        return [*_descendants(self.pid), *self._nursery.strangers()]
+        return [pid for pid in (*_descendants(self.pid), *self._nursery.strangers()) if not _has_ended(pid)]
 
     def close(self) -> None:
         """End the process and all that it started."""
@@ -340,8 +410,8 @@ class Worker:
         self._channel.close()
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    def _activity(self, *, asleep: bool = False) -> dict[str, tuple[int, int]]:
-        """Return the run time and the number of turns of each thread; nothing if one must sleep and does not."""
+    def activity(self, *, asleep: bool = False) -> dict[str, tuple[int, int]]:
+        """Return the run time and the number of turns of each thread; nothing if all must sleep and one does not."""
         found = {}
         try:
             for task in os.listdir(f"/proc/{self.pid}/task"):
@@ -451,14 +521,8 @@ class Worker:
             size -= len(part)
         return b"".join(parts)
 
-    def _receive(self, timeout: float) -> dict[str, Any]:
-        return _parsed(self._frame(timeout))
-
     def _answer(self, timeout: float) -> dict[str, Any]:
-        return self._receive(timeout)
-
-
-_ROOT = Path(__file__).parents[3]
+        return _parsed(self._frame(timeout))
 
 
 def _parsed(frame: bytes) -> dict[str, Any]:
@@ -477,6 +541,29 @@ def _list(answer: dict[str, Any], name: str) -> list[Any]:
     if not isinstance(answer.get(name), list):
         raise Misbehaved("P4", f"its answer has no list {name!r}")
     return answer[name]
+
+
+def _number(answer: dict[str, Any], name: str) -> float:
+    value = answer.get(name)
+    if not isinstance(value, (int, float)):
+        raise Misbehaved("P4", f"its answer has no number {name!r}")
+    return float(value)
+
+
+def _pair(value: Any) -> tuple[Any, Any]:
+    if not isinstance(value, list) or len(value) != 2:
+        raise Misbehaved("P4", "its answer has something else where a name and a value are expected")
+    return value[0], value[1]
+
+
+def _checked_tree(tree: Any, depth: int = 0) -> dict[str, Any]:
+    """Return a structure if it is one; the process may have made it up."""
+    if not isinstance(tree, dict) or depth > 50:
+        raise Misbehaved("P4", f"its answer describes no structure: {str(tree)[:200]}")
+    if "items" in tree:
+        for item in _list(tree, "items"):
+            _checked_tree(_pair(item)[1] if "dict" in tree else item, depth + 1)
+    return tree
 
 
 def _checked(m: Any) -> dict[str, Any]:
@@ -517,7 +604,7 @@ def _shaped(raw: torch.Tensor, m: dict[str, Any]) -> torch.Tensor:
 
 
 def _first(t: torch.Tensor) -> int:
-    return t.storage_offset() % 16
+    return int(t.storage_offset()) % 16
 
 
 def _extent(t: torch.Tensor) -> int:
@@ -560,6 +647,14 @@ def _descendants(pid: int) -> list[int]:
     for child in _children(pid):
         found += [child, *_descendants(child)]
     return found
+
+
+def _has_ended(pid: int) -> bool:
+    """Say whether a process is only remembered until somebody asks how it ended."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True
 
 
 def _parents(pid: int) -> list[int]:

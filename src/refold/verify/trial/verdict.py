@@ -12,9 +12,45 @@ from typing import TYPE_CHECKING, Any
 from .program import Program
 
 if TYPE_CHECKING:
-    from .judge import Terms
+    from .checks import Terms
 
 SCHEMA = 1
+# What each check asks of a candidate; tests/adversarial shows of each that attacks pass without it.
+CHECKS = {
+    "P3": "it stays within the limits of its process",
+    "P4": "it answers, and only by returning",
+    "N8": "the original's results depend on its inputs",
+    "M1": "it returns plain tensors with memory",
+    "M2": "structure, shapes, dtypes and devices of its results are the original's",
+    "M3": "strides are the original's, or contiguous",
+    "M4": "its results have gradients where the original's have",
+    "N1": "it is as exact as the original on the original's inputs and on zero-mean ones",
+    "N2": "it is exact where arithmetic on small integers is",
+    "N3": "less precision would have been refused",
+    "N4": "it is as exact on other kinds of inputs",
+    "N5": "NaN and infinities come out where the original has them",
+    "N6": "it is right, or refuses, for other shapes and layouts",
+    "N7": "its gradients are as exact as the original's",
+    "N9": "one changed element counts",
+    "S1": "it changes inputs, parameters and buffers as the original does",
+    "S2": "its results share memory with what the original's share it with",
+    "S3": "it draws as many random numbers as the original",
+    "S4": "global settings are as before",
+    "S5": "functions of torch and Python are as before",
+    "S6": "nothing of it runs when nobody called it",
+    "S7": "results that were kept stay what they were",
+    "S8": "hooks and training modes are as before",
+    "U1": "what new memory holds, and what lies beside its inputs, does not count",
+    "U2": "it writes nothing beside its inputs",
+    "U4": "results are complete when it returns",
+    "D1": "the same inputs give the same bits",
+    "C1": "new content in an old place counts",
+    "C2": "changed weights count",
+    "C3": "each timed result is right",
+    "C5": "it is right with gradients recorded, too",
+    "T1": "it uses no more processors than it was given",
+    "T7": "it is faster beyond noise",
+}
 EXIT_CODES = {"accepted": 0, "refused": 1, "unjudged": 2}
 
 

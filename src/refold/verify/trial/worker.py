@@ -37,28 +37,37 @@ _M_PERTURB = -6  # of mallopt: the byte with which glibc fills what it allocates
 _TEXT = 2000
 
 # What a program must leave as it found it, beside the settings: functions that others time and compare with.
-_WATCHED = (
-    "time.time time.perf_counter time.perf_counter_ns time.monotonic time.sleep os.fork json.dumps gc.collect "
-    "torch.allclose torch.equal torch.isclose torch.manual_seed torch.randn torch.rand torch.empty torch.zeros "
-    "torch.matmul torch.compile torch.no_grad torch.load torch.save torch.get_rng_state torch.set_rng_state "
-    "torch.cuda.synchronize torch.cuda.Event torch.cuda.Event.elapsed_time torch.cuda.Stream torch.cuda.Stream.wait_stream "
-    "torch.cuda.current_stream torch.cuda.is_available torch.cuda.memory_allocated torch.autograd.grad "
-    "torch.autograd.backward torch.testing.assert_close torch.Tensor.to torch.Tensor.clone torch.Tensor.copy_ "
-    "torch.Tensor.double torch.Tensor.data_ptr torch.Tensor.__eq__ torch.Tensor.__sub__ torch.Tensor.allclose "
-    "torch.Tensor.equal torch.Tensor.detach torch.nn.Module.__call__ torch.nn.Module.load_state_dict "
-    "torch.nn.Module.state_dict torch.nn.functional.linear torch.nn.functional.softmax torch.ops.aten.mm"
-).split()
+_WATCHED = {
+    "time": "time perf_counter perf_counter_ns monotonic sleep",
+    "json": "dumps",
+    "gc": "collect",
+    "torch": "allclose equal isclose randn rand empty zeros matmul no_grad load save get_rng_state set_rng_state",
+    "torch.cuda": "synchronize Event Stream current_stream is_available memory_allocated",
+    "torch.cuda.Event": "record elapsed_time synchronize",
+    "torch.autograd": "grad backward",
+    "torch.testing": "assert_close",
+    "torch.Tensor": "to clone copy_ double data_ptr __eq__ __sub__ allclose equal detach",
+    "torch.nn.Module": "__call__ load_state_dict state_dict",
+    "torch.nn.functional": "linear softmax",
+    "torch.ops.aten": "mm",
+}
 
 
 def _patched() -> dict[str, int]:
-    found = {}
-    for path in _WATCHED:
+    found: dict[str, int] = {}
+    for path, names in _WATCHED.items():
         first, *rest = path.split(".")
-        value: Any = sys.modules.get(first)
+        owner: Any = sys.modules.get(first)
         for name in rest:
-            value = getattr(value, name, None)
-        found[path] = id(value)
+            owner = getattr(owner, name, None)
+        found |= {f"{path}.{name}": id(getattr(owner, name, None)) for name in names.split()}
     return found
+
+
+def _modes() -> dict[str, Any]:
+    """Count the modes that intercept operations; torch has no public name for it."""
+    names = {"function modes": "_len_torch_function_stack", "dispatch modes": "_len_torch_dispatch_stack"}
+    return {what: getattr(torch._C, name, lambda: "unknown")() for what, name in names.items()}
 
 
 def _settings() -> dict[str, str]:
@@ -80,15 +89,14 @@ def _settings() -> dict[str, str]:
         "inference mode": torch.is_inference_mode_enabled(),
         "anomaly mode": torch.is_anomaly_enabled(),
         "autocast": (torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda")),
-        "function modes": torch._C._len_torch_function_stack(),
-        "dispatch modes": torch._C._len_torch_dispatch_stack(),
+        **_modes(),
         "mkldnn": torch.backends.mkldnn.enabled,
         "processors": sorted(os.sched_getaffinity(0)),
         "priority": os.getpriority(os.PRIO_PROCESS, 0),
         "timers": [signal.getitimer(kind)[0] > 0 for kind in (0, 1, 2)],
         "signal handlers": {n: str(signal.getsignal(n)) for n in signal.valid_signals()},
         "tracing": (str(sys.gettrace()), str(sys.getprofile())),
-        "garbage collection": (gc.isenabled(), gc.get_threshold(), len(gc.callbacks)),
+        "garbage collection": (gc.isenabled(), gc.get_threshold()),
     }
     if "torch._dynamo" in sys.modules:
         values["dynamo disabled"] = torch._dynamo.config.disable
@@ -197,10 +205,12 @@ class Stub:
         self._inputs_of: Any = None
         self._source: Any = None
         self._held: deque[Any] = deque(maxlen=HELD)
+        self._kept: list[Any] = []
         self._before = _settings(), _patched()
         self._ready: tuple[Any, ...] | None = None
 
     def serve(self) -> NoReturn:
+        """Answer commands for ever; an empty one is the signal to start."""
         while True:
             frame = receive(self._channel)
             try:
@@ -216,12 +226,8 @@ class Stub:
         """Import a program's source and find the class or function it is judged by."""
         path = self._folder / name
         path.write_text(text)
-        spec = importlib.util.spec_from_file_location(path.stem, path)
-        assert spec is not None and spec.loader is not None
-        self._source = importlib.util.module_from_spec(spec)
-        sys.modules[path.stem] = self._source
         start = time.perf_counter()
-        spec.loader.exec_module(self._source)
+        self._source = _import(path)
         if not hasattr(self._source, attribute):
             return {"missing": attribute}
         return {"seconds": time.perf_counter() - start}
@@ -239,7 +245,7 @@ class Stub:
     def do_arguments(self, seed: int) -> dict[str, Any]:
         """Return what the original's class is made with, unread by the judge."""
         torch.manual_seed(seed)
-        arguments = getattr(self._source, "get_init_inputs", list)()
+        arguments: Any = getattr(self._source, "get_init_inputs", list)()
         return {"arguments": base64.b64encode(pickle.dumps(arguments)).decode()}
 
     def do_build(
@@ -304,7 +310,7 @@ class Stub:
         return {"terms": terms.longest}
 
     def do_prepare(
-        self, tree: Any, tensors: Any, seed: int, grad: bool, perturb: int, cotangents: Any, hold: bool
+        self, tree: Any, tensors: Any, seed: int, grad: bool, perturb: int, cotangents: Any, hold: bool, keep: bool
     ) -> dict[str, Any]:
         """Wrap the places where inputs are going to be; the judge fills them afterwards."""
         leaves = [self._tensor(spec) for spec in tensors]
@@ -316,13 +322,13 @@ class Stub:
             ctypes.CDLL(None).mallopt(_M_PERTURB, perturb ^ 0xFF if perturb else 0)
         torch.manual_seed(seed)
         random.seed(seed)
-        self._ready = args, leaves, places, grad
+        self._ready = args, leaves, places, grad, keep
         return {}
 
     def go(self) -> dict[str, Any]:
         """Call the program on what lies in the prepared places."""
         assert self._ready is not None
-        args, leaves, places, grad = self._ready
+        args, leaves, places, grad, keep = self._ready
         with torch.set_grad_enabled(grad):
             result = self._program(*args)
             outputs: list[torch.Tensor] = []
@@ -331,6 +337,8 @@ class Stub:
                 gradients = _flatten(self._gradients(list(outputs), leaves, places), outputs, result=True)
                 tree = {"sequence": "with gradients", "items": [tree, gradients]}
         self._held.append((result, outputs))
+        if keep:
+            self._kept.append((result, outputs))
         return {"tree": tree, "tensors": [_describe(t) for t in outputs]}
 
     def _gradients(self, outputs: Any, leaves: Any, places: Any) -> Any:
@@ -392,7 +400,7 @@ def send(channel: socket.socket, payload: bytes) -> None:
 
 def _nursery(control: socket.socket) -> None:
     """Fork a process for each request of the judge, until it is gone."""
-    sandbox = _sibling("sandbox")
+    sandbox = _import(Path(__file__).with_name("sandbox.py"))
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel buries the dead
     # Orphans of a candidate become children of this process, where the judge can count them.
     ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)
@@ -441,10 +449,11 @@ def _born(request: dict[str, Any], channel: socket.socket, region: int, sandbox:
     Stub(channel, mmap.mmap(region, 0), folder, active).serve()
 
 
-def _sibling(name: str) -> Any:
-    spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
+def _import(path: Path) -> Any:
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{path.name} cannot be imported")
+    module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 

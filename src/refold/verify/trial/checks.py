@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from .. import numerics
-from ..timing import ALPHA, DELTA, LOOKS, median_bounds
+from ..timing import ALPHA, BEST_OF, DELTA, LOOKS, SHORT_MS, median_bounds
 from . import inputs
 from .process import GUARD, Call, Misbehaved, Nursery, Raised, Result, Unjudgeable, Worker
 from .program import Program
@@ -31,6 +31,9 @@ from .sandbox import enough
 from .verdict import Verdict
 
 Tensors = Sequence[torch.Tensor]
+
+
+KINDS_S, SHAPES_S = 20.0, 10.0  # about what kinds of inputs and other shapes may take
 
 
 @dataclass(frozen=True)
@@ -187,17 +190,18 @@ class Trial:
 
     @contextlib.contextmanager
     def _of_the_original(self) -> Iterator[None]:
-        """What the original does wrong is not the candidate's fault."""
+        """Make what the original does wrong no fault of the candidate."""
         try:
             yield
         except Misbehaved as error:
             raise Unjudgeable(f"the original itself cannot be run: {error.reason}") from error
 
     def _build(self, worker: Worker, program: Program, dtype: str) -> dict[str, Any]:
-        return worker.request(
+        worker.request(
             self.terms.timeout, do="build", attribute=program.attribute, arguments=self._arguments,
             seed=self._derived("build"), dtype=dtype, device=self.terms.device, train=self.terms.train,
         )  # fmt: skip
+        return worker.inspect()
 
     def _derived(self, *purpose: object) -> int:
         """Return the seed of one purpose; none tells anything of another."""
@@ -230,11 +234,12 @@ class Trial:
         sides += [(self.narrow, torch.float32)] if self.narrow else []
         sides += [(self.suspect, own)] if suspect else []
         for worker, dtype in sides:
-            for name, value in state.items():  # one at a time, so that the shared memory need not hold them all
-                value = (value.to(dtype) if value.is_floating_point() else value).contiguous()
-                specs = worker.wrap([value])
-                worker.fill(specs, [value], 0xFF)
-                worker.request(self.terms.timeout, do="adopt", tensors={name: specs[0]}, steps=steps)
+            values = {n: (t.to(dtype) if t.is_floating_point() else t).contiguous() for n, t in state.items()}
+            for batch in worker.batches(values):
+                specs = worker.wrap(list(batch.values()))
+                worker.fill(specs, list(batch.values()), 0xFF)
+                tensors = dict(zip(batch, specs, strict=True))
+                worker.request(self.terms.timeout, do="adopt", tensors=tensors, steps=steps)
 
     # Writing down
 
@@ -257,12 +262,13 @@ class Trial:
         self._left_behind(0)
         if level.deep:
             self._weights(first)
-        for kind in level.kinds:
-            if kind == "integers" and self._state and self._shares_state:
-                self._adopt(self._whole_numbers(), steps=True)
+        for kind in self._chosen(level.kinds):
+            whole = kind == "integers" and self._shares_state
+            if whole:
+                self._adopt(self._whole_numbers())
             self._round(kind, inputs.draw(kind, first, self._derived(kind)))
-        if self._state and self._shares_state:
-            self._adopt(self._state, steps=True)
+            if whole:
+                self._adopt(self._state)
         self._stale(first)
         self._repeatable(first)
         if level.deep:
@@ -273,7 +279,19 @@ class Trial:
         if level.deep:
             self._shapes(first)
         if terms.accept == "faster":
-            self._faster(first)
+            self._faster()
+            self._left_behind(2)
+        self._still()
+
+    def _chosen(self, kinds: tuple[str, ...]) -> tuple[str, ...]:
+        """Return the kinds of inputs to try: all, or, where calls are slow, a secret choice that time allows."""
+        affordable = max(int(KINDS_S / self._cost), 3)
+        if affordable >= len(kinds):
+            return kinds
+        others = [kind for kind in kinds if kind not in ("normal", "integers")]
+        random.Random(self._derived("kinds")).shuffle(others)
+        self.verdict.note(f"calls take long, so {affordable} of {len(kinds)} kinds of inputs were tried")
+        return ("normal", "integers", *others[: affordable - 2])
 
     def _whole_numbers(self) -> dict[str, torch.Tensor]:
         """Return weights with which sums of products of small integers are integers."""
@@ -305,14 +323,15 @@ class Trial:
         plain = [Call(self._tree, self._actual("sane", i), seed=1) for i in (1, 2)]
         with self._of_the_original():
             found = [self.witness.call(call, self.terms.timeout) for call in plain]
-            after = self.witness.request(do="inspect")
+            after = self.witness.inspect()
             self.witness.request(do="seed", seed=1)
-            self._random = after["random"] != self.witness.request(do="inspect")["random"]
+            self._random = after["random"] != self.witness.inspect()["random"]
             state = self._read_state(self.witness, after)
             self._stateful = any(not _identical(state[name], value) for name, value in self._state.items())
             self._outputs = [(list(t.shape), t.dtype) for t in found[0].tensors]
-            self.reference.call(self._wide(self._call(plain[0].tensors)), self.terms.timeout)
-            self._longest = int(self.reference.request(self.terms.timeout, do="terms")["terms"])
+            start = time.perf_counter()
+            self._longest = self.reference.terms(self._wide(self._call(plain[0].tensors)), self.terms.timeout)
+            self._cost = 2 * found[1].seconds + time.perf_counter() - start
         if not found[0].tensors:
             raise Unjudgeable("the original returns no tensor, so that there is nothing to compare")
         if all(_identical(a, b) for a, b in zip(found[0].tensors, found[1].tensors, strict=True)):
@@ -329,10 +348,12 @@ class Trial:
         """Run one call on all sides and compare everything that comes back."""
         call = self._call(values, **options)
         if self._stateful and self._shares_state:
-            self._adopt(self._state, steps=True)
+            self._adopt(self._state)
         with self._of_the_original():
             o = self.witness.call(call, self.terms.timeout)
-            r = o if self._random else self.reference.call(self._wide(call), self.terms.timeout)
+            # What a number must be is known by then, so that the original in its own precision can stand for it.
+            plain = self._random or bool(check)
+            r = o if plain else self.reference.call(self._wide(call), self.terms.timeout)
         y = self._ask(call)
         self._metadata(o, y)
         self._numbers(kind, check or _rule(kind), call, r, o, y)
@@ -373,7 +394,10 @@ class Trial:
         """N1 and its kin: the two norms, for every result."""
         if any(a.shape != b.shape or a.dtype != b.dtype for a, b in zip(o.tensors, y.tensors, strict=True)):
             return  # metadata that was told to be ignored
-        known = self._estimate(call, len(o.tensors))
+        if r is o:
+            known = [(1.125 * self._known[0], 1.125 * self._known[1])] * len(o.tensors)
+        else:
+            known = self._estimate(call, len(o.tensors))
         sides = zip(r.tensors, o.tensors, y.tensors, known, strict=True)
         found = [_judged(kind, *each, self._longest) for each in sides]
         if check == "N2":
@@ -381,16 +405,19 @@ class Trial:
             check = "N2" if all(whole) else "N4"
             found = [exact or one for exact, one in zip(whole, found, strict=True)]
         worst = min(found, key=lambda one: (one.passed, -one.error / (one.bound or 1.0)))
-        if kind == "actual" and check == "N1":
-            self._known = worst.original_error, max(one.original_error for one in found)
+        if check == "N1" and r is not o:
+            # What the original's own errors are, for calls that are compared with the original alone.
+            exact = zip(r.tensors, o.tensors, known, strict=True)
+            own = [_judged(kind, a, b, b, least, self._longest) for a, b, least in exact]
+            self._known = max(self._known[0], *(e.error for e in own)), max(self._known[1], *(e.worst for e in own))
         failure = worst.reason and f"{kind} inputs: {worst.reason}"
         if failure and found.index(worst) >= len(self._outputs):
             check, failure = "N7", f"gradient {found.index(worst) - len(self._outputs)}, {failure}"
-        if failure and "C1" not in self.off and (stale := self._earlier(o, y)):
+        if failure and check != "N9" and "C1" not in self.off and (stale := self._earlier(o, y)):
             check, failure = "C1", stale
         numbers = {"error": worst.error, "original": worst.original_error, "worst": worst.worst, "bound": worst.bound}
         self._step(check, failure, kind=kind, **numbers)
-        if kind == "normal" and not self._random:
+        if kind == "normal" and r is not o:
             self._calibrate(call, r, o)
 
     def _earlier(self, o: Result, y: Result) -> str:
@@ -409,18 +436,15 @@ class Trial:
         """Errors of a float64 original, read off a float32 run."""
         if self.narrow is None or self._random:
             return [(0.0, 0.0)] * count
-        narrow, reference = self.narrow, self.reference
-        run = lambda worker, dtype: (
-            lambda *xs: (
-                worker.call(  # noqa: E731
-                    self._wide(replace(call, tensors=list(xs)), dtype), self.terms.timeout
-                ).tensors
+
+        def run(worker: Worker, dtype: torch.dtype) -> numerics.Program:
+            return lambda *xs: (
+                worker.call(self._wide(replace(call, tensors=list(xs)), dtype), self.terms.timeout).tensors
             )
-        )
+
+        narrowed, reference = run(self.narrow, torch.float32), run(self.reference, torch.float64)
         with self._of_the_original():
-            return numerics.estimated(
-                run(narrow, torch.float32), run(reference, torch.float64), list(call.tensors), False
-            )
+            return numerics.estimated(narrowed, reference, list(call.tensors), False)
 
     def _calibrate(self, call: Call, r: Result, o: Result) -> None:
         """N3: a kind of input says something about precision only if less of it would be refused."""
@@ -454,11 +478,13 @@ class Trial:
             self._step("U2", "it wrote beside its inputs")
 
     def _late(self, y: Result) -> None:
-        """U4: results are what they are when the call returns."""
-        time.sleep(5e-3)
-        self.suspect.settle()
+        """U4, S6: when a call has returned its results are what they are, and nothing runs."""
+        asleep = self.suspect.settle()
+        time.sleep(0.02)
+        busy = self.suspect.activity() != asleep
         changed = [not _identical(a, b) for a, b in zip(y.tensors, self.suspect.again(y, self._most), strict=True)]
         self._step("U4", "its result changed after it had returned it" if any(changed) else "")
+        self._step("S6", "it used the processor while nobody called it" if busy else "")
 
     def _left_behind(self, turn: int) -> None:
         """S3 to S6, S8: the world after a call is as the original leaves it."""
@@ -467,8 +493,8 @@ class Trial:
         left = self.suspect.lingering()
         self._step("S6", f"it left {len(left)} processes running" if left else "")
         with self._of_the_original():
-            expected = self.witness.request(do="inspect")
-        found = self.suspect.request(do="inspect")
+            expected = self.witness.inspect()
+        found = self.suspect.inspect()
         changed = {n: v for n, v in found["settings"].items() if expected["settings"].get(n) != v}
         self._step("S4", f"it changed global settings: {_listed(changed)}" if changed else "")
         patched = sorted(set(found["patched"]) - set(expected["patched"]))
@@ -498,15 +524,22 @@ class Trial:
 
     def _stale(self, first: Tensors) -> None:
         """C1 and N9: new content in the old place; the old content but for one element; results kept."""
-        _, kept = self._round("same place", inputs.draw("normal", first, self._derived("place")), check="C1")
+        _, kept = self._round("same place", inputs.draw("normal", first, self._derived("place")), check="C1", keep=True)
         again = inputs.draw("normal", first, self._derived("again"))
         self._round("same place", again, check="C1", same_place=True)
+        self._kept = kept
+        self._still()
+        for kind, change in inputs.CHANGES.items():
+            again = change(again, self._derived(kind))
+            self._round(kind, again, check="N9", same_place=True)
+
+    def _still(self) -> None:
+        """S7: a result that is kept stays what it was."""
+        kept = self._kept
         now = self.suspect.again(kept, self._most)
-        changed = any(not _identical(a, b) for a, b in zip(kept.tensors, now, strict=True))
+        own = [not alias or alias[0] != "input" for alias in kept.aliases]
+        changed = any(mine and not _identical(a, b) for mine, a, b in zip(own, kept.tensors, now, strict=True))
         self._step("S7", "a result that was kept changed with a later call" if changed else "")
-        for turn in range(3):
-            again = inputs.one_element(again, self._derived("one", turn))
-            self._round("one element changed", again, check="N9", same_place=True)
 
     def _repeatable(self, first: Tensors) -> None:
         """U1 and determinism: the same bits each time, whatever new memory holds."""
@@ -539,25 +572,24 @@ class Trial:
                 factor = 1 + 0.3 * torch.randn(value.shape, generator=g).double().abs()
                 new[name] = (value.double() * factor).to(value.dtype) if value.is_floating_point() else value
             self._adopt(new, steps=steps)
-            self._state = new
             kind = "after its weights changed in place" if steps else "after load_state_dict"
             self._round(kind, self._actual("weights", turn), check="C2")
+        self._adopt(self._state)
 
     def _grad_mode(self, first: Tensors) -> None:
         """C5: the same values whether gradients are recorded or not."""
         if self.terms.train:
             return
-        call = replace(self._call(self._actual("grad")), grad=True)
+        call = replace(self._call(inputs.draw("normal", first, self._derived("grad"))), grad=True)
         with self._of_the_original():
             o = self.witness.call(call, self.terms.timeout)
-            r = o if self._random else self.reference.call(self._wide(call), self.terms.timeout)
         try:
             y = self._ask(call)
         except Raised as error:
             self.verdict.note(f"only without gradients: {error.reason}")
             return
         if y.tree == o.tree:
-            self._numbers("gradients recorded", "C5", call, r, o, y)
+            self._numbers("gradients recorded", "C5", call, o, o, y)
 
     def _specials(self, first: Tensors) -> None:
         """N5: NaN and infinities stay where the original has them, as far as that is asked for."""
@@ -585,7 +617,7 @@ class Trial:
 
     def _shapes(self, first: Tensors) -> None:
         """N6: other shapes. A candidate may refuse them, by an exception; wrong results it may not give."""
-        most = 40 if self.terms.level == "paranoid" else 12
+        most = min(40 if self.terms.level == "paranoid" else 12, max(int(SHAPES_S / self._cost), 2))
         tried = 0
         size = sum(t.numel() for t in first)
         for name, values in inputs.resized(first, self._derived("shapes")):
@@ -606,7 +638,6 @@ class Trial:
             call = replace(call, cotangents=[torch.randn(t.shape, generator=g).to(t.dtype) for t in plain.tensors])
         try:
             o = self.witness.call(call, self.terms.timeout)
-            r = o if self._random else self.reference.call(self._wide(call), self.terms.timeout)
         except Raised:
             return False
         try:
@@ -617,12 +648,12 @@ class Trial:
         if y.tree != o.tree or any(a["shape"] != b["shape"] for a, b in zip(o.metadata, y.metadata, strict=True)):
             self._step("N6", f"{name}: its results have other shapes than the original's")
         else:
-            self._numbers(name, "N6", call, r, o, y)
+            self._numbers(name, "N6", call, o, o, y)
         return True
 
     # Time
 
-    def _faster(self, first: Tensors) -> None:
+    def _faster(self) -> None:
         """T7: faster beyond noise, each timed call on new content and each timed result verified."""
         race = self._race(self.witness, self.suspect, "race")
         self.verdict.timing = race
@@ -647,23 +678,29 @@ class Trial:
         deadline = time.perf_counter() + self.level.seconds
         share = ALPHA / self.terms.tried / len(self.level.looks)
         times: tuple[list[float], list[float]] = ([], [])
+        self._processor = [0.0, 0.0]
         logs: list[float] = []
         lower = upper = 0.0
-        done = -3  # the first three pairs warm both up
+        done = -1  # the first pair warms both up, as all calls before it did
         for look in self.level.looks:
-            while done < look and (done < 3 or time.perf_counter() < deadline):
-                call = self._call(self._actual(name, done), salt=done)
-                o, y = self._pair(base, candidate, call, order.random() < 0.5)
-                self._metadata(o, y)
-                self._verify(call, o, y)
+            while done < look and (look == self.level.looks[0] or time.perf_counter() < deadline):
+                samples = [self._pair(base, candidate, (name, done), order.random() < 0.5)]
+                if max(samples[0]) * 1e3 < SHORT_MS:
+                    more = range(1, BEST_OF)
+                    samples += [self._pair(base, candidate, (name, done, i), order.random() < 0.5) for i in more]
                 done += 1
                 if done > 0:
-                    for side, result in zip(times, (o, y), strict=True):
-                        side.append(result.seconds)
+                    for side, seconds in zip(times, zip(*samples, strict=True), strict=True):
+                        side.append(min(seconds))
             logs = sorted(math.log(a / b) for a, b in zip(*times, strict=True))
             lower, upper = median_bounds(logs, share)
             if lower > math.log1p(DELTA) or upper < math.log1p(DELTA) or len(logs) < look:
                 break
+        used, given = self._processor
+        processors = used / given if given else 0.0
+        most = 1.15 * self.terms.threads + 0.02 / given
+        failure = f"it used {processors:.1f} processors during its calls, and was given {self.terms.threads}"
+        self._step("T1", failure if processors > most else "", processors=round(processors, 2))
         return {
             "name": name,
             "base_ms": statistics.median(times[0]) * 1e3,
@@ -675,7 +712,13 @@ class Trial:
             "faster": lower > math.log1p(DELTA),
         }
 
-    def _pair(self, base: Worker, candidate: Worker, call: Call, swapped: bool) -> tuple[Result, Result]:
+    def _pair(self, base: Worker, candidate: Worker, purpose: tuple[object, ...], swapped: bool) -> tuple[float, float]:
+        """Time one call of each on content that neither has seen; return the seconds."""
+        values = self._actual(*purpose)
+        if self._derived(*purpose, "kind") % 4 == 0:  # rounding shows best on zero-mean values
+            values = inputs.draw("normal", values, self._derived(*purpose, "normal"))
+        call = self._call(values, salt=purpose)
+
         def ask_base() -> Result:
             with self._of_the_original():
                 return base.call(call, self.terms.timeout)
@@ -685,15 +728,23 @@ class Trial:
 
         if swapped:
             y = ask_candidate()
-            return ask_base(), y
-        o = ask_base()
-        return o, ask_candidate()
+            o = ask_base()
+        else:
+            o = ask_base()
+            y = ask_candidate()
+        self._metadata(o, y)
+        self._verify(call, o, y)
+        self._processor[0] += y.processor
+        self._processor[1] += y.seconds
+        # Work between calls that the original does not do either is its own.
+        own = max(0.0, y.outside - 1.5 * o.outside - 1e-3)
+        return o.seconds, y.seconds + own
 
     def _verify(self, call: Call, o: Result, y: Result) -> None:
         """C3: a timed result is right; the original's own stands for the reference, its error counts twice."""
-        known = (2 * self._known[0], 2 * self._known[1])
+        known = (1.125 * self._known[0], 1.125 * self._known[1])
         for a, b in zip(o.tensors, y.tensors, strict=True):
-            result = _judged("timed", a.double() if a.is_floating_point() else a, a, b, known, 4 * self._longest)
+            result = _judged("timed", a.double() if a.is_floating_point() else a, a, b, known, self._longest)
             if result.reason:
                 check, failure = "C3", f"a timed call gave a wrong result: {result.reason}"
                 if "C1" not in self.off and (stale := self._earlier(o, y)):

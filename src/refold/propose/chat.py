@@ -1,0 +1,260 @@
+"""Models over HTTP, in the two common styles of chat endpoints.
+
+The key comes from the environment and goes into one header; it is in no message, record or exception. Answers are
+streamed, so that a slow model is not taken for a dead one, and a stream that ends early is asked for again. Errors that
+pass (rate limits, overload, broken connections) are waited out, as long as the budget of time allows.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+from ..errors import ArgumentError, MissingDependency, ProposerError
+from . import prompt
+from .protocol import Proposal, Request
+
+_sleep = time.sleep
+_PASSING = {408, 409, 425, 429, 500, 502, 503, 504, 529}
+_LONGEST_WAIT_S = 60.0
+_ANSWER_LIMIT = 4 << 20
+
+
+@dataclass(frozen=True)
+class Style:
+    """How one kind of endpoint is spoken to.
+
+    Attributes:
+        path: Added to the base URL.
+        key: The variable in the environment that holds the key.
+        base_url: Where it is, unless the user says otherwise; empty if the user must.
+        headers: Made from the key.
+        body: Made from model, system words, question and the longest answer in tokens.
+        read: What one event of the stream says: text, tokens in, tokens out, whether the answer is whole.
+    """
+
+    path: str
+    key: str
+    base_url: str
+    headers: Callable[[str], dict[str, str]]
+    body: Callable[[str, str, str, int], dict[str, Any]]
+    read: Callable[[dict[str, Any]], _Piece]
+
+
+@dataclass(frozen=True)
+class _Piece:
+    text: str = ""
+    tokens_in: int = 0
+    tokens_out: int = 0
+    done: bool = False
+
+
+class _Passing(Exception):
+    """An error that may not come again."""
+
+    def __init__(self, reason: str, wait: float = 0.0):
+        super().__init__(reason)
+        self.wait = wait
+
+
+def _openai_body(model: str, system: str, question: str, longest: int) -> dict[str, Any]:
+    messages = [{"role": "system", "content": system}, {"role": "user", "content": question}]
+    # No limit on tokens: servers disagree about its name, and the answer is limited where it is read.
+    return {"model": model, "messages": messages, "stream": True, "stream_options": {"include_usage": True}}
+
+
+def _openai_read(event: dict[str, Any]) -> _Piece:
+    usage = event.get("usage") or {}
+    choice = (event.get("choices") or [{}])[0]
+    text = (choice.get("delta") or {}).get("content") or ""
+    used = int(usage.get("prompt_tokens", 0)), int(usage.get("completion_tokens", 0))
+    return _Piece(text, *used, done=choice.get("finish_reason") is not None)
+
+
+def _anthropic_body(model: str, system: str, question: str, longest: int) -> dict[str, Any]:
+    messages = [{"role": "user", "content": question}]
+    return {"model": model, "system": system, "messages": messages, "max_tokens": longest, "stream": True}
+
+
+def _anthropic_read(event: dict[str, Any]) -> _Piece:
+    kind = event.get("type")
+    if kind == "error":
+        raise _Passing(str((event.get("error") or {}).get("type", "error")))
+    if kind == "message_start":
+        return _Piece(tokens_in=int(event["message"]["usage"]["input_tokens"]))
+    if kind == "content_block_delta":
+        return _Piece(event["delta"].get("text", ""))
+    if kind == "message_delta":
+        return _Piece(tokens_out=int((event.get("usage") or {}).get("output_tokens", 0)))
+    return _Piece(done=kind == "message_stop")
+
+
+STYLES = {
+    "openai": Style(
+        "/chat/completions",
+        "OPENAI_API_KEY",
+        "",
+        lambda key: {"Authorization": f"Bearer {key}"} if key else {},
+        _openai_body,
+        _openai_read,
+    ),
+    "anthropic": Style(
+        "/v1/messages",
+        "ANTHROPIC_API_KEY",
+        "https://api.anthropic.com",
+        lambda key: {"x-api-key": key, "anthropic-version": "2023-06-01"},
+        _anthropic_body,
+        _anthropic_read,
+    ),
+}
+
+
+class Chat:
+    """A model behind an endpoint.
+
+    Args:
+        style: ``openai`` (any server that speaks that protocol) or ``anthropic``.
+        model: The model's name there.
+        base_url: The address; required for ``openai``.
+        longest: The most tokens of one answer, where the style has a name for it.
+        tries: How often one question is asked, if errors pass.
+        idle: Seconds without a byte after which a stream counts as broken.
+        seconds: Seconds that one question may take, with all its tries.
+        prices: Money for a million tokens, in and out, to keep a budget by.
+    """
+
+    def __init__(
+        self,
+        style: str,
+        model: str,
+        *,
+        base_url: str = "",
+        longest: int = 16384,
+        tries: int = 5,
+        idle: float = 120.0,
+        seconds: float = 900.0,
+        prices: tuple[float, float] = (0.0, 0.0),
+    ):
+        if style not in STYLES:
+            raise ArgumentError(f"style must be one of {', '.join(STYLES)}, not {style!r}")
+        self._style = STYLES[style]
+        self._url = (base_url or self._style.base_url).rstrip("/") + self._style.path
+        host = urlsplit(self._url)
+        if host.scheme not in ("http", "https") or not host.hostname:
+            raise ArgumentError(f"base_url must be the http address of a chat endpoint, not {base_url!r}")
+        if host.username or host.password:
+            raise ArgumentError(f"base_url must hold no password; put the key into {self._style.key}")
+        self.name = f"{style}:{model}"
+        self.destination = f"{host.scheme}://{host.netloc}"
+        self._model, self._longest, self._tries, self._idle, self._seconds = model, longest, tries, idle, seconds
+        self._prices = prices
+        self._tokens, self._lock = [0, 0], threading.Lock()
+        try:
+            import httpx
+        except ImportError as error:
+            raise MissingDependency("chat endpoints need httpx: pip install 'refold[propose]'") from error
+        self._httpx = httpx
+
+    def propose(self, request: Request) -> Sequence[Proposal]:
+        """Ask as often as proposals are wanted, at the same time."""
+        question = prompt.question(request)
+        with ThreadPoolExecutor(max(request.wanted, 1)) as pool:
+            asked = [pool.submit(self._ask, question) for _ in range(request.wanted)]
+        texts, errors = [], []
+        for each in asked:
+            try:
+                texts.append(each.result())
+            except ProposerError as error:
+                errors.append(error)
+        if errors and not texts:
+            raise errors[0]
+        return [proposal for text in texts for proposal in prompt.answers(text) or [Proposal("", text[:1000])]]
+
+    def spent(self) -> dict[str, float]:
+        """Return the tokens that the endpoint counted, and what they cost by the given prices."""
+        money = sum(n * price for n, price in zip(self._tokens, self._prices, strict=True)) / 1e6
+        return {"tokens": float(sum(self._tokens)), "money": money}
+
+    def _ask(self, question: str) -> str:
+        """Return one answer, after as many tries as it takes."""
+        deadline = time.monotonic() + self._seconds
+        for turn in range(self._tries):
+            try:
+                return self._stream(question, deadline)
+            except _Passing as error:
+                reason = str(error)
+                wait = min(error.wait or random.uniform(0.5, 1.0) * 2**turn, _LONGEST_WAIT_S)
+            if turn + 1 == self._tries or time.monotonic() + wait > deadline:
+                break
+            _sleep(wait)
+        raise ProposerError(f"{self.name} at {self.destination} gave no whole answer after {turn + 1} tries: {reason}")
+
+    def _stream(self, question: str, deadline: float) -> str:
+        httpx = self._httpx
+        key = os.environ.get(self._style.key, "")
+        body = self._style.body(self._model, prompt.system(), question, self._longest)
+        parts, size, whole = [], 0, False
+        try:
+            with (
+                httpx.Client(timeout=httpx.Timeout(self._idle, connect=15.0), follow_redirects=False) as client,
+                client.stream("POST", self._url, json=body, headers=self._style.headers(key)) as response,
+            ):
+                self._check(response)
+                for event in _events(response.iter_lines()):
+                    piece = self._style.read(event)
+                    with self._lock:
+                        self._tokens[0] += piece.tokens_in
+                        self._tokens[1] += piece.tokens_out
+                    parts.append(piece.text)
+                    size += len(piece.text)
+                    whole |= piece.done
+                    if size > _ANSWER_LIMIT:
+                        raise ProposerError(f"{self.name} does not stop answering")
+                    if time.monotonic() > deadline:
+                        raise _Passing("it takes longer than it may")
+        except httpx.TransportError as error:
+            raise _Passing(f"{type(error).__name__}: {error}") from None
+        except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+            raise _Passing(f"its answer cannot be read ({type(error).__name__}: {error})") from None
+        if not whole:
+            raise _Passing("its answer was cut off")
+        return "".join(parts)
+
+    def _check(self, response: Any) -> None:
+        """Tell errors that pass from those that stay."""
+        status = response.status_code
+        if status == 200:
+            return
+        response.read()
+        said = response.text[:300].replace(os.environ.get(self._style.key) or "\0", "***")
+        if status in _PASSING:
+            raise _Passing(f"status {status}: {said}", _seconds(response.headers.get("retry-after", "")))
+        hint = f"; the key is read from {self._style.key}" if status in (401, 403) else ""
+        raise ProposerError(f"{self.name} at {self.destination} refuses with status {status}: {said}{hint}")
+
+
+def _events(lines: Iterator[str]) -> Iterator[dict[str, Any]]:
+    """Yield the data of server-sent events."""
+    for line in lines:
+        if line.startswith("data:"):
+            data = line[5:].strip()
+            if data == "[DONE]":
+                return
+            event = json.loads(data)
+            if isinstance(event, dict):
+                yield event
+
+
+def _seconds(text: str) -> float:
+    try:
+        return max(float(text), 0.0)
+    except ValueError:
+        return 0.0  # a date, or nothing

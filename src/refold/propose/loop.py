@@ -1,0 +1,259 @@
+"""Propose, try, tell what came of it, until the budget is spent: the loop around any proposer.
+
+Everything goes into a run folder as it happens: ``run.jsonl`` (requests, proposals, verdicts), a log for each trial
+that ``refold verify --replay`` repeats, and at the end the best accepted source with its evidence. A run that was cut
+short is resumed from there: what was tried is not tried again, and still counts among the candidates tried.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import platform
+import time
+from dataclasses import asdict, dataclass, field, replace
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from ..errors import ArgumentError, ProposerError, TargetError
+from ..verify.trial import Nursery, Program, Terms, Verdict, describe_inputs, judge, source
+from .protocol import SCHEMA, Attempt, Proposer, Request
+
+log = logging.getLogger("refold")
+
+
+@dataclass(frozen=True)
+class Budget:
+    """When a run ends, whatever it has found.
+
+    Attributes:
+        rounds: Requests to the proposer.
+        seconds: Time for all of it; what has begun is finished.
+        tokens: Counted by the endpoint.
+        money: By the prices that the user gave.
+    """
+
+    rounds: int = 4
+    seconds: float = 1800.0
+    tokens: float = float("inf")
+    money: float = float("inf")
+
+    def spent(self, rounds: int, seconds: float, used: dict[str, float]) -> str:
+        """Say what is used up; empty if nothing is."""
+        pairs = {
+            "rounds": (rounds, self.rounds),
+            "seconds": (seconds, self.seconds),
+            "tokens": (used.get("tokens", 0.0), self.tokens),
+            "money": (used.get("money", 0.0), self.money),
+        }
+        return ", ".join(f"all {most:g} {name}" for name, (value, most) in pairs.items() if value >= most)
+
+
+@dataclass
+class Run:
+    """What a run has found so far.
+
+    Attributes:
+        folder: Where its record lies.
+        tried: Every proposal with what came of it, in order.
+        best: The number of the best accepted one, or None.
+        ended: Why the run ended.
+        spent: Tokens and money, where they are counted.
+    """
+
+    folder: Path
+    tried: list[Attempt] = field(default_factory=list)
+    best: int | None = None
+    ended: str = ""
+    spent: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def accepted(self) -> Attempt | None:
+        """The best accepted proposal."""
+        return None if self.best is None else self.tried[self.best]
+
+    def __str__(self) -> str:
+        """Say what was tried and what is best."""
+        lines = []
+        for number, attempt in enumerate(self.tried):
+            speed = f"  {attempt.speedup:.2f}x, at least {attempt.at_least:.2f}x" if attempt.speedup else ""
+            why = f"  {attempt.check}: {attempt.reason}" if attempt.reason else ""
+            lines.append(f"  {number:3}  {attempt.outcome}{speed}{why}")
+        if self.accepted is None:
+            lines.append(f"nothing was accepted; ended after {self.ended}")
+        else:
+            lines.append(
+                f"proposal {self.best} is accepted, {self.accepted.speedup:.2f}x as fast as the original (at least "
+                f"{self.accepted.at_least:.2f}x): {self.folder / 'accepted.py'}; ended after {self.ended}"
+            )
+            lines += ["", self.accepted.source.rstrip()]
+        return "\n".join(lines)
+
+
+def search(
+    original: Program,
+    proposer: Proposer,
+    folder: Path,
+    terms: Terms,
+    *,
+    budget: Budget | None = None,
+    parallel: int = 1,
+    keep: int = 3,
+    resume: bool = False,
+    allow_unsandboxed: bool = False,
+) -> Run:
+    """Ask a proposer for replacements of a program, and find the best that is accepted.
+
+    Args:
+        original: The program, with its inputs.
+        proposer: Whom to ask.
+        folder: Where to keep the record; must not exist, or hold a run that is resumed.
+        terms: How candidates are tried.
+        budget: When to stop.
+        parallel: Proposals asked for at a time. They are tried one after the other: timing needs the machine.
+        keep: Accepted proposals that later requests show, the best first.
+        resume: Go on with the run in the folder.
+        allow_unsandboxed: Try candidates although nothing confines them.
+
+    Raises:
+        ArgumentError: The folder holds something else, or another original's run.
+        ProposerError: The proposer failed before it proposed anything.
+    """
+    budget = budget or Budget()
+    if parallel < 1 or keep < 0:
+        raise ArgumentError(f"parallel must be positive and keep not negative, not {parallel} and {keep}")
+    run, seen = _opened(original, folder, terms, resume)
+    record = _Record(folder / "run.jsonl")
+    record("start", schema=SCHEMA, original=asdict(original), sha256=original.sha256, terms=asdict(terms),
+           proposer=proposer.name, destination=proposer.destination, resumed=len(run.tried))  # fmt: skip
+    began, rounds = time.monotonic(), 0
+    with Nursery(threads=terms.threads, device=terms.device, sandboxed=not allow_unsandboxed) as nursery:
+        inputs = tuple(describe_inputs(original, terms, nursery))
+        plain = Request(original.text, terms.dtype, terms.train, inputs, _machine(terms), wanted=parallel)
+        while not run.ended:
+            run.spent = proposer.spent()
+            run.ended = budget.spent(rounds, time.monotonic() - began, run.spent)
+            if run.ended:
+                break
+            request = replace(plain, attempts=_shown(run, keep))
+            rounds += 1
+            log.info("round %d: asking %s", rounds, proposer.name)
+            record("request", round=rounds, request=json.loads(request.to_json()))
+            try:
+                proposals = proposer.propose(request)
+            except ProposerError as error:
+                record("error", reason=str(error))
+                if not run.tried:
+                    raise
+                run.ended = f"an error: {error}"
+                break
+            if not proposals:
+                run.ended = "all proposals"
+            for proposal in proposals:
+                number = len(run.tried)
+                record("proposal", number=number, text=proposal.text, note=proposal.note)
+                again = proposal.text in seen
+                seen.add(proposal.text)
+                attempt = (
+                    Attempt(proposal.text, "refused", "", "it was proposed before")
+                    if again
+                    else _tried(original, proposal.text, number, folder, terms, allow_unsandboxed, nursery)
+                )
+                run.tried.append(attempt)
+                if attempt.outcome == "accepted" and (run.accepted is None or attempt.at_least > run.accepted.at_least):
+                    run.best = number
+                record("verdict", number=number, **{k: v for k, v in asdict(attempt).items() if k != "source"})
+                log.info("proposal %d: %s %s", number, attempt.outcome, attempt.reason)
+    if run.accepted is not None:
+        (folder / "accepted.py").write_text(run.accepted.source)
+        (folder / "accepted.jsonl").write_text((folder / "trials" / f"{run.best:03}.jsonl").read_text())
+    record("end", reason=run.ended, best=run.best, spent=run.spent)
+    return run
+
+
+def _tried(
+    original: Program, text: str, number: int, folder: Path, terms: Terms, allow_unsandboxed: bool, nursery: Nursery
+) -> Attempt:
+    try:
+        candidate = source(text)
+    except TargetError as error:
+        return Attempt(text, "refused", "", str(error))
+    options: dict[str, Any] = asdict(replace(terms, tried=number + 1))
+    verdict: Verdict = judge(original, candidate, **options, allow_unsandboxed=allow_unsandboxed, nursery=nursery)
+    (folder / "trials" / f"{number:03}.jsonl").write_text(verdict.to_jsonl())
+    race = verdict.timing
+    speed = race.get("speedup", 0.0), race.get("at_least", 0.0)
+    return Attempt(text, verdict.outcome, verdict.check, verdict.reason, *speed)
+
+
+def _shown(run: Run, keep: int) -> tuple[Attempt, ...]:
+    """Return the best accepted proposals, and after them what was refused last."""
+    good = sorted((a for a in run.tried if a.outcome == "accepted"), key=lambda a: -a.at_least)[:keep]
+    bad = [a for a in reversed(run.tried) if a.outcome != "accepted" and a.source][:2]
+    return (*good[:1], *bad, *good[1:])
+
+
+class _Record:
+    """Appends events to a file, each whole before the next begins."""
+
+    def __init__(self, path: Path):
+        self._path = path
+
+    def __call__(self, event: str, **values: Any) -> None:
+        line = json.dumps({"event": event, "time": round(time.time(), 3), **values})
+        with self._path.open("a") as file:
+            file.write(line + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+
+
+def _opened(original: Program, folder: Path, terms: Terms, resume: bool) -> tuple[Run, set[str]]:
+    """Make the folder of a run, or read what a run that is resumed has tried."""
+    path = folder / "run.jsonl"
+    if not resume:
+        if folder.exists() and any(folder.iterdir()):
+            raise ArgumentError(f"{folder} is not empty; name another folder, or resume the run in it")
+        (folder / "trials").mkdir(parents=True, exist_ok=True)
+        return Run(folder), set()
+    run, texts = Run(folder), {}
+    try:
+        text = path.read_text()
+        whole = text[: text.rfind("\n") + 1]
+        if whole != text:  # the run was cut short while it wrote
+            path.write_text(whole)
+        for event in map(json.loads, whole.splitlines()):
+            if event["event"] == "start":
+                if event["sha256"] != original.sha256:
+                    raise ArgumentError(f"{folder} holds a run for another original")
+                if event["terms"] != asdict(terms):
+                    raise ArgumentError(f"{folder} holds a run on other terms: {event['terms']}")
+            elif event["event"] == "proposal":
+                texts[event["number"]] = event["text"]
+            elif event["event"] == "verdict":
+                names = ("outcome", "check", "reason", "speedup", "at_least")
+                run.tried.append(Attempt(texts[event["number"]], **{name: event[name] for name in names}))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        if isinstance(error, ArgumentError):
+            raise
+        raise ArgumentError(f"{path} is not the record of a run: {type(error).__name__}: {error}") from error
+    good = [n for n, attempt in enumerate(run.tried) if attempt.outcome == "accepted"]
+    run.best = max(good, key=lambda n: run.tried[n].at_least, default=None)
+    return run, {attempt.source for attempt in run.tried}
+
+
+def _machine(terms: Terms) -> dict[str, Any]:
+    """Return what is worth knowing of the machine."""
+    name = platform.processor() or platform.machine()
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        lines = [line.partition(":") for line in cpuinfo.read_text().splitlines()]
+        name = next((value.strip() for key, _, value in lines if key.strip() == "model name"), name)
+    facts: dict[str, Any] = {"processor": name, "threads": terms.threads}
+    for package in ("torch", "numba", "triton"):
+        try:
+            facts[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return facts

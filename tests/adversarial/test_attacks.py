@@ -1,0 +1,67 @@
+"""No attack succeeds, no honest candidate is refused, and each check is needed."""
+
+import importlib.util
+import itertools
+import sys
+from pathlib import Path
+
+import pytest
+
+from refold.verify.trial import Nursery
+from refold.verify.trial.verdict import CHECKS
+
+ROOT = Path(__file__).parents[2]
+_spec = importlib.util.spec_from_file_location("attacks", ROOT / "tools" / "attacks.py")
+attacks = sys.modules["attacks"] = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(attacks)
+
+HOSTILE = attacks.entries(ROOT / "tests" / "adversarial")
+HONEST = attacks.entries(ROOT / "tests" / "benign")
+NEEDED = [entry for entry in HOSTILE if entry.off]
+BETWEEN = [(entry, check) for entry in NEEDED if len(entry.off) > 1 for check in sorted(entry.off)]
+# Checks that no attack shows alone: they end the trial, say something of the original, see what another sees too, or
+# need a second processor that is free.
+NOT_ALONE = {"P3", "P4", "N8", "N3", "M4", "T1"}
+SEED = 20
+
+
+@pytest.fixture(scope="module")
+def nursery():
+    with Nursery(threads=1) as nursery:
+        yield nursery
+
+
+@pytest.mark.parametrize("entry", HOSTILE, ids=lambda entry: entry.name)
+def test_an_attack_is_refused_by_its_check(entry, nursery):
+    verdict = entry.trial(nursery, seed=SEED)
+    assert verdict.check in entry.expect, str(verdict)
+    assert verdict.exit_code == 1
+
+
+@pytest.mark.parametrize("entry", NEEDED, ids=lambda entry: entry.name)
+def test_without_its_checks_an_attack_passes(entry, nursery):
+    verdict = entry.trial(nursery, off=entry.off, seed=SEED)
+    assert verdict.accepted, str(verdict)
+
+
+@pytest.mark.parametrize(("entry", "check"), BETWEEN, ids=lambda value: getattr(value, "name", value))
+def test_each_of_several_checks_is_enough(entry, check, nursery):
+    verdict = entry.trial(nursery, off=entry.off - {check}, seed=SEED)
+    assert verdict.check == check, str(verdict)
+
+
+def test_every_check_is_needed_by_an_attack():
+    needed = set(itertools.chain.from_iterable(entry.off for entry in NEEDED))
+    assert needed | NOT_ALONE == set(CHECKS)
+
+
+@pytest.mark.parametrize("entry", HONEST, ids=lambda entry: entry.name)
+def test_an_honest_candidate_passes(entry, nursery):
+    verdict = entry.trial(nursery, seed=SEED)
+    assert verdict.accepted, str(verdict)
+
+
+def test_there_are_honest_candidates_of_every_kind():
+    text = "".join(entry.path.read_text() for entry in HONEST)
+    assert len(HONEST) >= 15
+    assert all(kind in text for kind in ("triton", "numba", "g++", "torch.compile", "autograd.Function"))

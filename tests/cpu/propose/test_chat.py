@@ -1,0 +1,231 @@
+"""Models over HTTP: a real server on loopback that speaks both protocols and does what servers do."""
+
+import json
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from refold.errors import ArgumentError, ProposerError
+from refold.propose import Request, proposer
+from refold.propose.chat import Chat
+from refold.propose.prompt import VERSION, answers, question, system
+from refold.propose.protocol import Attempt
+
+pytest.importorskip("httpx")
+
+CODE = "import torch\n\n\nclass ModelNew(torch.nn.Module):\n    pass"
+TEXT = f"Fewer passes.\n\n```python\n{CODE}\n```\n"
+REQUEST = Request("class Model: ...", "float32", False, ({"shape": [2, 3], "dtype": "float32"},), {"threads": 1})
+KEY = "sk-very-secret"
+
+
+def openai_events(text, whole=True):
+    for part in (text[: len(text) // 2], text[len(text) // 2 :]):
+        yield {"choices": [{"delta": {"content": part}, "finish_reason": None}]}
+    if whole:
+        yield {"choices": [{"delta": {}, "finish_reason": "stop"}]}
+        yield {"choices": [], "usage": {"prompt_tokens": 100, "completion_tokens": 20}}
+        yield "[DONE]"
+
+
+def anthropic_events(text, whole=True):
+    yield {"type": "message_start", "message": {"usage": {"input_tokens": 100, "output_tokens": 1}}}
+    yield {"type": "content_block_start", "index": 0, "content_block": {"type": "text", "text": ""}}
+    yield {"type": "ping"}
+    for part in (text[: len(text) // 2], text[len(text) // 2 :]):
+        yield {"type": "content_block_delta", "index": 0, "delta": {"type": "text_delta", "text": part}}
+    if whole:
+        yield {"type": "message_delta", "delta": {"stop_reason": "end_turn"}, "usage": {"output_tokens": 20}}
+        yield {"type": "message_stop"}
+
+
+EVENTS = {"openai": openai_events, "anthropic": anthropic_events}
+
+
+class Server(ThreadingHTTPServer):
+    """Answers with the next of a script: events, a status, or a function of the handler."""
+
+    def __init__(self):
+        self.script, self.seen = [], []
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server_address[1]}"
+
+
+class Handler(BaseHTTPRequestHandler):
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.server.seen.append((self.path, dict(self.headers), body))
+        answer = self.server.script.pop(0)
+        if isinstance(answer, tuple):
+            status, headers, text = answer
+            self.send_response(status)
+            for name, value in headers.items():
+                self.send_header(name, value)
+            self.end_headers()
+            self.wfile.write(text.encode())
+            return
+        self.send_response(200)
+        self.send_header("Content-Type", "text/event-stream")
+        self.end_headers()
+        if callable(answer):
+            answer(self)
+            return
+        for event in answer:
+            self.say(event)
+
+    def say(self, event):
+        data = event if isinstance(event, str) else json.dumps(event)
+        try:
+            self.wfile.write(f"event: x\ndata: {data}\n\n".encode())
+            self.wfile.flush()
+        except OSError:
+            self.close_connection = True  # whoever asked has heard enough
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture
+def server():
+    server = Server()
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+    thread.start()
+    yield server
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+@pytest.fixture(params=["openai", "anthropic"])
+def style(request, monkeypatch):
+    monkeypatch.setenv("OPENAI_API_KEY", KEY)
+    monkeypatch.setenv("ANTHROPIC_API_KEY", KEY)
+    return request.param
+
+
+def _chat(style, server, **options):
+    return Chat(style, "some-model", base_url=server.url, **({"tries": 3, "idle": 5.0} | options))
+
+
+def test_an_answer_is_streamed_and_counted(style, server):
+    server.script = [EVENTS[style](TEXT)]
+    chat = _chat(style, server, prices=(1.0, 10.0))
+    (proposal,) = chat.propose(REQUEST)
+    assert proposal.text == CODE
+    assert proposal.note == "Fewer passes."
+    assert chat.spent() == {"tokens": 120.0, "money": pytest.approx((100 * 1 + 20 * 10) / 1e6)}
+    path, headers, body = server.seen[0]
+    assert path == {"openai": "/chat/completions", "anthropic": "/v1/messages"}[style]
+    assert KEY in (headers.get("Authorization", "") + headers.get("x-api-key", ""))
+    assert body["stream"] is True
+    assert body["model"] == "some-model"
+    assert KEY not in json.dumps(body)
+    assert REQUEST.source in json.dumps(body)
+
+
+@pytest.mark.parametrize(
+    "passing",
+    [
+        (429, {"Retry-After": "0.01"}, "slow down"),
+        (503, {}, "overloaded"),
+        (529, {"Retry-After": "Wed, 21 Oct 2015 07:28:00 GMT"}, "overloaded"),
+        ["{not json"],
+        lambda handler: None,
+    ],
+    ids=["rate limit", "unavailable", "overloaded", "bad json", "nothing"],
+)
+def test_errors_that_pass_are_waited_out(passing, style, server, monkeypatch):
+    waits = []
+    monkeypatch.setattr("refold.propose.chat._sleep", waits.append)
+    server.script = [passing, EVENTS[style](TEXT, whole=False), EVENTS[style](TEXT)]
+    assert _chat(style, server).propose(REQUEST)[0].text == CODE
+    assert len(server.seen) == 3
+    assert len(waits) == 2
+    if isinstance(passing, tuple) and passing[1].get("Retry-After") == "0.01":
+        assert waits[0] == 0.01
+
+
+def test_an_error_in_the_stream_is_asked_again(server, monkeypatch):
+    monkeypatch.setattr("refold.propose.chat._sleep", lambda _: None)
+    error = {"type": "error", "error": {"type": "overloaded_error", "message": "Overloaded"}}
+    server.script = [[*anthropic_events(TEXT, whole=False), error], anthropic_events(TEXT)]
+    assert _chat("anthropic", server).propose(REQUEST)[0].text == CODE
+
+
+@pytest.mark.parametrize(("status", "tries"), [(400, 1), (401, 1), (404, 1), (500, 3)])
+def test_an_error_is_one_sentence_without_the_key(status, tries, style, server, monkeypatch):
+    monkeypatch.setattr("refold.propose.chat._sleep", lambda _: None)
+    server.script = [(status, {}, f"you sent the key {KEY}")] * 3
+    with pytest.raises(ProposerError, match=f"status {status}") as caught:
+        _chat(style, server).propose(REQUEST)
+    assert KEY not in str(caught.value)
+    assert KEY not in repr(caught.value.__cause__)
+    assert len(server.seen) == tries
+
+
+def test_a_slow_model_is_not_a_dead_one_and_a_dead_one_is_given_up(style, server):
+    def slow(handler):
+        for event in EVENTS[style](TEXT):
+            time.sleep(0.1)
+            handler.say(event)
+
+    server.script = [slow, lambda handler: time.sleep(1.0)]
+    assert _chat(style, server, idle=0.5).propose(REQUEST)[0].text == CODE
+    with pytest.raises(ProposerError, match="no whole answer after 1 tries: ReadTimeout"):
+        _chat(style, server, idle=0.3, tries=1).propose(REQUEST)
+
+
+def test_an_endless_answer_is_cut(style, server):
+    endless = (EVENTS[style]("x" * (1 << 20), whole=False) for _ in range(9))
+    server.script = [(event for events in endless for event in events)]
+    with pytest.raises(ProposerError, match="does not stop"):
+        _chat(style, server).propose(REQUEST)
+
+
+def test_several_are_asked_at_the_same_time_and_one_failure_does_not_lose_the_others(server):
+    server.script = [openai_events(TEXT), (400, {}, "no"), openai_events(TEXT)]
+    many = Request(**{**REQUEST.__dict__, "wanted": 3})
+    assert [p.text for p in _chat("openai", server).propose(many)] == [CODE, CODE]
+
+
+def test_nobody_there(style):
+    with pytest.raises(ProposerError, match="ConnectError"):
+        Chat(style, "m", base_url="http://127.0.0.1:9", tries=1).propose(REQUEST)
+
+
+def test_an_answer_without_source_is_no_proposal_but_is_told(style, server):
+    server.script = [EVENTS[style]("I would rather not.")]
+    (proposal,) = _chat(style, server).propose(REQUEST)
+    assert (proposal.text, proposal.note) == ("", "I would rather not.")
+
+
+@pytest.mark.parametrize("url", ["ftp://x", "nonsense", "http://user:password@host"])
+def test_a_bad_address_is_named(url):
+    with pytest.raises(ArgumentError, match="base_url must"):
+        Chat("openai", "m", base_url=url)
+
+
+@pytest.mark.parametrize("spec", ["", "rules", "file", "file:", "gpt:x"])
+def test_a_proposer_that_is_none(spec):
+    with pytest.raises(ArgumentError, match="--propose must be"):
+        proposer(spec)
+
+
+def test_the_question_holds_what_came_of_earlier_answers():
+    attempts = (
+        Attempt("class A: ...", "accepted", "", "", 2.0, 1.5),
+        Attempt("class B: ...", "refused", "N1", "wrong"),
+    )
+    asked = question(Request(**{**REQUEST.__dict__, "attempts": attempts}))
+    assert "accepted, 2.00x as fast (at least 1.50x)" in asked
+    assert "refused by check N1: wrong" in asked
+    assert "(2, 3) float32" in asked
+    assert "$" not in asked + system()
+    assert VERSION.endswith("-1")
+
+
+def test_only_blocks_with_a_replacement_are_proposals():
+    text = f"```python\nimport torch\n```\nthen\n```\n{CODE}\n```\nor\n```py\n{CODE}  # two\n```"
+    assert [p.text for p in answers(text)] == [CODE, f"{CODE}  # two"]

@@ -1,0 +1,103 @@
+"""What a candidate cannot do, and could without a sandbox."""
+
+import os
+import socket
+import time
+
+import pytest
+
+from refold.verify.trial.process import Misbehaved, Nursery
+from refold.verify.trial.sandbox import enough
+
+
+@pytest.fixture(scope="module")
+def confined():
+    with Nursery(threads=1) as nursery:
+        yield nursery
+
+
+@pytest.fixture(scope="module")
+def free():
+    with Nursery(threads=1, sandboxed=False) as nursery:
+        yield nursery
+
+
+@pytest.fixture(scope="module")
+def listener():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield server.getsockname()[1]
+
+
+ATTEMPTS = {
+    "write a file": "open({path!r}, 'a').close()",
+    "read a file": "open({path!r}).read()",
+    "list a folder": "import os; os.listdir({folder!r})",
+    "delete a file": "import os; os.unlink({path!r})",
+    "connect": "import socket; socket.create_connection(('127.0.0.1', {port}), 5)",
+    "signal the judge": "import os; os.kill({pid}, 0)",
+    "read the judge's environment": "open('/proc/{pid}/environ', 'rb').read()",
+    "raise its limits": "import resource; resource.setrlimit(resource.RLIMIT_CORE, (1, 1))",
+    "write a large file": "open('large', 'wb').truncate(3 << 30)",
+}
+
+
+def _try(nursery, code):
+    with nursery.program(f"{code}\nModelNew = None\n", "candidate.py", room=4096) as worker:
+        worker.load("ModelNew", 30.0)
+
+
+@pytest.mark.parametrize("attempt", ATTEMPTS)
+def test_a_sandbox_keeps_a_candidate_from(attempt, confined, free, listener, tmp_path):
+    path = tmp_path / "private"
+    path.write_text("private")
+    code = ATTEMPTS[attempt].format(path=str(path), folder=str(tmp_path), port=listener, pid=os.getpid())
+    _try(free, code)
+    path.write_text("private")
+    with pytest.raises(Misbehaved, match="it raised"):
+        _try(confined, code)
+    assert path.read_text() == "private"
+
+
+def test_a_sandbox_says_what_it_is_made_of(confined, free):
+    with confined.program("ModelNew = None", "candidate.py", room=4096) as worker:
+        assert {"landlock", "seccomp", "rlimits"} <= set(worker.active)
+        assert enough(worker.active) == ""
+    with free.program("ModelNew = None", "candidate.py", room=4096) as worker:
+        assert worker.active == []
+
+
+@pytest.mark.parametrize(
+    ("active", "missing"),
+    [
+        ([], "no Landlock"),
+        (["landlock", "rlimits"], "network is open"),
+        (["network namespace", "seccomp"], "files are not protected"),
+    ],
+)
+def test_half_a_sandbox_is_none(active, missing):
+    assert missing in enough(active)
+
+
+def test_the_environment_is_not_passed_on(monkeypatch):
+    monkeypatch.setenv("OPENAI_API_KEY", "secret")
+    with Nursery(threads=1) as nursery:
+        _try(nursery, "import os\nassert 'OPENAI_API_KEY' not in os.environ\nassert os.environ['HOME'] == os.getcwd()")
+
+
+def test_what_a_candidate_started_ends_with_it(confined):
+    code = "import os, time\nif os.fork() == 0:\n    os.setsid()\n    time.sleep(100)\nModelNew = None"
+    with confined.program(code, "candidate.py", room=4096) as worker:
+        worker.load("ModelNew", 30.0)
+        left = worker.lingering()
+        assert len(left) == 1
+    deadline = time.monotonic() + 10
+    while os.path.exists(f"/proc/{left[0]}") and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not os.path.exists(f"/proc/{left[0]}")
+
+
+def test_private_folders_are_removed(confined):
+    with confined.program("ModelNew = None", "candidate.py", room=4096) as worker:
+        folder = worker._folder
+        assert folder.is_dir()
+    assert not folder.exists()

@@ -1,0 +1,212 @@
+"""The verdict on a candidate: options, evidence, replay, and what cannot be judged."""
+
+import json
+
+import pytest
+import torch
+
+from refold.errors import ArgumentError, TargetError
+from refold.verify import judge
+from refold.verify.trial import Nursery, replay, source
+from refold.verify.trial import sandbox as sandbox_of_trial
+from refold.verify.trial.checks import LEVELS, Terms, Trial
+
+ORIGINAL = """
+import torch
+
+class Model(torch.nn.Module):
+    def forward(self, a, b):
+        return a @ b
+
+def get_inputs():
+    return [torch.randn(4, 8), torch.randn(8, 3)]
+"""
+RIGHT = """
+import torch
+
+class ModelNew(torch.nn.Module):
+    def forward(self, a, b):
+        return torch.einsum("ij,jk->ik", a, b)
+"""
+WRONG = RIGHT.replace("b)\n", "b) * 1.001\n")
+
+
+def doubled(x):
+    return 2 * x
+
+
+def summed(x):
+    return x + x
+
+
+def tripled(x):
+    return 3 * x
+
+
+@pytest.fixture(scope="module")
+def nursery():
+    with Nursery(threads=1) as nursery:
+        yield nursery
+
+
+def _judge(nursery, candidate, original=ORIGINAL, **options):
+    first = source(original, name="original.py", role="original")
+    return judge(first, source(candidate), accept="right", threads=1, nursery=nursery, **options)
+
+
+def test_a_right_candidate_is_accepted_with_its_evidence(nursery):
+    verdict = _judge(nursery, RIGHT)
+    assert verdict.accepted
+    assert verdict.exit_code == 0
+    kinds = {line["kind"] for line in verdict.lines if "kind" in line}
+    assert {"actual", "normal", "integers", "wide exponents", "x1000"} <= kinds
+    assert next(line for line in verdict.lines if line["check"] == "N3")["valid"]
+    assert "accepted" in str(verdict)
+    assert "landlock" in str(verdict)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64"])
+def test_other_dtypes(dtype, nursery):
+    assert _judge(nursery, RIGHT, dtype=dtype, level="quick").accepted
+    assert _judge(nursery, WRONG.replace("1.001", "1.05"), dtype=dtype, level="quick").check == "N1"
+
+
+def test_a_factor_in_float64_is_seen(nursery):
+    wrong = WRONG.replace("1.001", "(1 + 1e-10)")
+    assert _judge(nursery, wrong, dtype="float64", level="quick").check == "N1"
+
+
+def test_the_log_is_lines_of_json_and_can_be_replayed(nursery, tmp_path):
+    verdict = _judge(nursery, WRONG, level="quick")
+    log = tmp_path / "log.jsonl"
+    log.write_text(verdict.to_jsonl())
+    head, *lines, last = map(json.loads, log.read_text().splitlines())
+    assert head["candidate"]["text"] == WRONG
+    assert head["sandbox"]
+    assert (last["outcome"], last["check"]) == ("refused", "N1")
+    decided = lines[-1]
+    assert decided["check"] == "N1"
+    assert not decided["passed"]
+    assert decided["error"] > decided["bound"]
+    assert all("seed_sha256" in line for line in lines)
+    again, then = replay(log)
+    assert (again.outcome, again.check, again.reason) == (then.outcome, then.check, then.reason)
+
+
+@pytest.mark.parametrize("text", ["", "{}", '{"original": 1}\n{"outcome": "accepted"}', "not json"])
+def test_what_is_no_log_is_not_replayed(text, tmp_path):
+    log = tmp_path / "log.jsonl"
+    log.write_text(text)
+    with pytest.raises(TargetError, match="not the whole log"):
+        replay(log)
+
+
+def test_two_functions(nursery):
+    inputs = [torch.randn(5, 7)]
+    assert judge(doubled, summed, inputs, accept="right", level="quick", threads=1, nursery=nursery).accepted
+    assert judge(doubled, tripled, inputs, accept="right", level="quick", threads=1, nursery=nursery).check == "N1"
+
+
+def test_a_function_without_a_file_is_refused():
+    with pytest.raises(ArgumentError, match="top level of a file"):
+        judge(lambda x: x, doubled, [torch.ones(3)])
+
+
+@pytest.mark.parametrize(
+    ("original", "reason"),
+    [
+        (ORIGINAL.replace("a @ b", "torch.zeros(3)"), "the same for different inputs"),
+        (ORIGINAL.replace("a @ b", "a @ b.T"), "the original itself cannot be run"),
+        (ORIGINAL.replace("a @ b", "3"), "returns no tensor"),
+        (ORIGINAL.replace("get_inputs", "inputs"), "does not define get_inputs"),
+    ],
+)
+def test_what_says_nothing_is_not_judged(original, reason, nursery):
+    verdict = _judge(nursery, RIGHT, original)
+    assert verdict.outcome == "unjudged"
+    assert verdict.exit_code == 2
+    assert reason in verdict.reason
+
+
+def test_without_a_sandbox_nothing_runs(nursery, monkeypatch, tmp_path):
+    from refold.verify.trial import checks
+
+    assert checks.enough is sandbox_of_trial.enough
+    monkeypatch.setattr(checks, "enough", lambda active: "no Landlock")
+    verdict = _judge(nursery, "raise SystemExit('it ran')\nModelNew = None")
+    assert verdict.outcome == "unjudged"
+    assert "no sandbox" in verdict.reason
+
+
+def test_unsandboxed_only_when_asked():
+    first, second = source(ORIGINAL, name="original.py", role="original"), source(RIGHT)
+    verdict = judge(first, second, level="quick", accept="right", threads=1, allow_unsandboxed=True)
+    assert verdict.accepted
+    assert verdict.sandbox == []
+    assert "confined by  nothing" in str(verdict)
+    with pytest.raises(ArgumentError, match="paranoid needs a sandbox"):
+        judge(first, second, level="paranoid", allow_unsandboxed=True)
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [("level", "thorough"), ("dtype", "int8"), ("device", "tpu"), ("accept", "always"), ("tried", 0), ("timeout", -1)],
+)
+def test_a_bad_option_is_named(option, value):
+    with pytest.raises(ArgumentError, match=f"{option} must be .*, not {value!r}"):
+        judge(source(ORIGINAL, role="original"), source(RIGHT), **{option: value})
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("def f(:", "is not Python"), ("x = 1", "does not define ModelNew"), ("#" * (5 << 20), "at most")],
+)
+def test_a_source_that_is_none(text, message):
+    with pytest.raises(TargetError, match=message):
+        source(text)
+
+
+@pytest.mark.parametrize("target", ["missing.py", "notes.txt", "package.module:f"])
+def test_a_target_that_is_none(target):
+    with pytest.raises(TargetError, match=r"does not exist|neither a Python file"):
+        judge(target, target)
+
+
+def test_many_candidates_share_the_chance_of_error(nursery):
+    """With a thousand tried, nine equal-looking wins of a race are not enough; with one they are."""
+    slow = ORIGINAL.replace(
+        "        return a @ b", "        for _ in range(3000):\n            c = a @ b\n        return c"
+    )
+    first, second = source(slow, name="original.py", role="original"), source(RIGHT)
+    pairs = {}
+    for tried in (1, 1000):
+        terms = Terms(level="quick", tried=tried)
+        verdict = Trial(first, second, None, terms, nursery, seed=3).run()
+        assert verdict.accepted, str(verdict)
+        pairs[tried] = verdict.timing["pairs"]
+    assert pairs[1] == LEVELS["quick"].looks[0] < pairs[1000]
+
+
+def test_a_new_seed_for_each_trial(nursery):
+    assert len({_judge(nursery, RIGHT, level="quick").seed for _ in range(3)}) == 3
+
+
+def test_an_input_smaller_than_its_parameters(nursery):
+    """Parameters of many times the bytes of the inputs go through the shared memory in parts."""
+    layer = """
+import torch
+
+class {name}(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(600, 600) for _ in range(3))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+def get_inputs():
+    return [torch.randn(2, 600)]
+"""
+    assert _judge(nursery, layer.format(name="ModelNew"), layer.format(name="Model"), level="quick").accepted
