@@ -498,7 +498,8 @@ def _selective_scan_bwd_lanes_kernel(
                     token = g * GROUP + i
                     adjoint = _column(dys, token, cn) * _line(Cs, token, cn) + carried
                     # With the power before the decay: a decay of zero has a gradient, too.
-                    dlog = reached[i] * adjoint
+                    # A state that is not finite must not reach A through the zero steps after the end.
+                    dlog = gl.where(t + token < end, reached[i] * adjoint, 0.0)
                     carried = powers[i] * adjoint
                     if decay_ptr is not None:
                         ddecays = _over_states(ddecays, slot_l, i, dlog, LANES, kcl)

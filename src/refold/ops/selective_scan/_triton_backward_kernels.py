@@ -252,7 +252,8 @@ def _selective_scan_bwd_kernel(
                     dlog *= decays[k][:, None]
                     carried *= decays[k][:, None]
                 dinput = tl.sum(adjoint * B[None, :], axis=1)
-                dA += steps[k][:, None] * dlog
+                # A state that is not finite must not reach A through the zero steps after the end.
+                dA += tl.where(inside[:, None], steps[k][:, None] * dlog, 0.0)
                 draw = tl.sum(dlog * A, axis=1) * LN2 + dinput * xs[k]
                 if SOFTPLUS:
                     draw *= tl.where(raws[k] > 20.0, 1.0, _sigmoid(raws[k]))
