@@ -37,6 +37,7 @@ ATTEMPTS = {
     "signal the judge": "import os; os.kill({pid}, 0)",
     "read the judge's environment": "open('/proc/{pid}/environ', 'rb').read()",
     "raise its limits": "import resource; resource.setrlimit(resource.RLIMIT_CORE, (1, 1))",
+    "choose its processors": "import os; os.sched_setaffinity(0, os.sched_getaffinity(0))",
     "write a large file": "open('large', 'wb').truncate(3 << 30)",
 }
 

@@ -678,12 +678,15 @@ class Trial:
         deadline = time.perf_counter() + self.level.seconds
         share = ALPHA / self.terms.tried / len(self.level.looks)
         times: tuple[list[float], list[float]] = ([], [])
-        self._processor = [0.0, 0.0]
+        self._processor = [0.0, 0.0, 0.0]
+        self._processors = sorted(os.sched_getaffinity(0))
+        self._width = min(self.terms.threads, len(self._processors))
         logs: list[float] = []
         lower = upper = 0.0
         done = -1  # the first pair warms both up, as all calls before it did
         for look in self.level.looks:
             while done < look and (look == self.level.looks[0] or time.perf_counter() < deadline):
+                time.sleep(order.random() * 2e-3)  # not in step with anything
                 samples = [self._pair(base, candidate, (name, done), order.random() < 0.5)]
                 if max(samples[0]) * 1e3 < SHORT_MS:
                     more = range(1, BEST_OF)
@@ -696,7 +699,14 @@ class Trial:
             lower, upper = median_bounds(logs, share)
             if lower > math.log1p(DELTA) or upper < math.log1p(DELTA) or len(logs) < look:
                 break
-        used, given = self._processor
+        for worker in (base, candidate):
+            worker.pin(set(self._processors))
+        used, given, waited = self._processor
+        if self.terms.threads > 1 and waited > 0.2 * given:
+            raise Unjudgeable(
+                f"the machine is busy: calls waited {waited / given:.0%} of their time for a processor, and whether a "
+                "program with several threads is faster cannot be told; try again, or with one thread"
+            )
         processors = used / given if given else 0.0
         most = 1.15 * self.terms.threads + 0.02 / given
         failure = f"it used {processors:.1f} processors during its calls, and was given {self.terms.threads}"
@@ -719,6 +729,11 @@ class Trial:
             values = inputs.draw("normal", values, self._derived(*purpose, "normal"))
         call = self._call(values, salt=purpose)
 
+        # On the same processors, so that for both the same other programs are in the way.
+        here = set(random.Random(self._derived(*purpose, "here")).sample(self._processors, self._width))
+        base.pin(here)
+        candidate.pin(here)
+
         def ask_base() -> Result:
             with self._of_the_original():
                 return base.call(call, self.terms.timeout)
@@ -736,9 +751,22 @@ class Trial:
         self._verify(call, o, y)
         self._processor[0] += y.processor
         self._processor[1] += y.seconds
+        self._processor[2] += max(o.waited, y.waited)
         # Work between calls that the original does not do either is its own.
         own = max(0.0, y.outside - 1.5 * o.outside - 1e-3)
-        return o.seconds, y.seconds + own
+        if self.suspect.lingering():
+            self._step("S6", "a process of it ran beside its timed calls")
+        return self._seconds(o), self._seconds(y) + own
+
+    def _seconds(self, result: Result) -> float:
+        """Return the time of a call, without that in which other programs had its processor.
+
+        Of one thread it is known how long it waited. What its process used is counted in any case, so that waiting
+        for one's own helpers is no gain. Of several threads it is not known.
+        """
+        if self.terms.threads > 1:
+            return result.seconds
+        return max(result.seconds - result.waited, result.processor)
 
     def _verify(self, call: Call, o: Result, y: Result) -> None:
         """C3: a timed result is right; the original's own stands for the reference, its error counts twice."""

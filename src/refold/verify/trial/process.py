@@ -110,6 +110,7 @@ class Result:
         seconds: From the signal to start to the answer.
         processor: Seconds of processor time that the process used meanwhile.
         outside: The same, from the call before to the signal to start.
+        waited: Seconds that its first thread could have run and another program did.
         changed: The inputs that were changed.
         inputs_after: What the inputs are now.
         overrun: Whether something beside the inputs was written.
@@ -122,6 +123,7 @@ class Result:
     seconds: float
     processor: float = 0.0
     outside: float = 0.0
+    waited: float = 0.0
     changed: list[int] = field(default_factory=list)
     inputs_after: list[torch.Tensor] = field(default_factory=list)
     overrun: bool = False
@@ -203,7 +205,7 @@ class Worker:
         self._region = mmap.mmap(handle, room)
         self.room, self._next = room, 0
         self._last: list[dict[str, Any]] = []
-        self._used = 0.0
+        self._used = 0.0, 0.0
         self._channel, theirs = socket.socketpair()
         request = {
             "folder": str(self._folder),
@@ -325,12 +327,12 @@ class Worker:
         self.fill(specs, [*call.tensors, *call.cotangents], call.perturb or 0xFF)
         if self.activity() != asleep and "S6" not in self.lenient:
             raise Misbehaved("S6", "it used the processor while it waited for its inputs")
-        before = self.processor_time()
+        before, queued = self.processor_time(), self.queue_time()
         start = time.perf_counter()
         self._send(b"")
         frame = self._frame(timeout)
         seconds = time.perf_counter() - start
-        after = self.processor_time()
+        after, waited = self.processor_time(), self.queue_time() - queued
         used, self._used = self._used, after
         if "U4" in self.lenient:
             time.sleep(0.05)
@@ -340,7 +342,7 @@ class Worker:
             tensors = self.tensors(metadata, most)
         tree = _checked_tree(answer.get("tree"))
         aliases = [self._alias(m, metadata, inputs) for m in metadata]
-        times = (seconds, after - before, before - used)
+        times = (seconds, sum(after) - sum(before), sum(before) - sum(used), waited if after[1] == before[1] else 0.0)
         return Result(tree, metadata, tensors, *times, *self._inspect(inputs, call), aliases)
 
     def _prepare(self, call: Call, hold: bool) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
@@ -388,14 +390,27 @@ class Worker:
         texts = {name: str(found.get(name)) for name in ("modes", "random")}
         return {"state": state, "settings": settings, "patched": list(map(str, _list(found, "patched"))), **texts}
 
-    def processor_time(self) -> float:
+    def pin(self, processors: set[int]) -> None:
+        """Let all threads of the process run on these processors only."""
+        for task in self.activity():
+            with contextlib.suppress(ProcessLookupError):
+                os.sched_setaffinity(int(task), processors)
+
+    def queue_time(self) -> float:
+        """Return the seconds that the first thread has waited for a processor so far."""
+        try:
+            return int(Path(f"/proc/{self.pid}/task/{self.pid}/schedstat").read_text().split()[1]) * 1e-9
+        except (OSError, IndexError):  # it has ended, or the kernel does not count
+            return 0.0
+
+    def processor_time(self) -> tuple[float, float]:
         """Return the seconds of processor time of all its threads so far, and of children that ended."""
         try:
             own = time.clock_gettime((~self.pid << 3) | 2)  # what clock_getcpuclockid gives
             fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
         except OSError as error:
             raise Misbehaved("P4", f"its process has ended ({error.strerror})") from error
-        return own + (int(fields[13]) + int(fields[14])) / os.sysconf("SC_CLK_TCK")
+        return own, (int(fields[13]) + int(fields[14])) / os.sysconf("SC_CLK_TCK")
 
     def lingering(self) -> list[int]:
         """Return the processes that the program started and that are still there."""

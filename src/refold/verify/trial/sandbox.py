@@ -43,6 +43,7 @@ _DENIED = {
         "open_by_handle_at": 304, "setns": 308, "process_vm_readv": 310, "process_vm_writev": 311, "finit_module": 313,
         "kexec_file_load": 320, "bpf": 321, "userfaultfd": 323, "io_uring_setup": 425, "open_tree": 428,
         "move_mount": 429, "fsopen": 430, "fsmount": 432, "pidfd_getfd": 438, "mount_setattr": 442,
+        "sched_setaffinity": 203,
     },
     "aarch64": {
         "socket": 198, "ptrace": 117, "pivot_root": 41, "mount": 40, "umount2": 39, "swapon": 224, "reboot": 142,
@@ -50,6 +51,7 @@ _DENIED = {
         "open_by_handle_at": 265, "setns": 268, "process_vm_readv": 270, "process_vm_writev": 271, "finit_module": 273,
         "kexec_file_load": 294, "bpf": 280, "userfaultfd": 282, "io_uring_setup": 425, "open_tree": 428,
         "move_mount": 429, "fsopen": 430, "fsmount": 432, "pidfd_getfd": 438, "mount_setattr": 442,
+        "sched_setaffinity": 122,
     },
 }  # fmt: skip
 
