@@ -22,6 +22,8 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 from refold.ops.selective_scan._gluon_kernels import _append, _copy, _exp2, _offset, _seen_as, _softplus
 
+_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # two names of different versions of Triton
+
 
 @gluon.jit
 def _reciprocal(v):
@@ -305,7 +307,7 @@ def _selective_scan_bwd_lanes_kernel(
     if decay_ptr is not None:
         next_decay = gl.allocate_shared_memory(decay_ptr.dtype.element_ty, [2, TOKENS, BLOCK_D], flat)
         forth = _append(forth, (next_decay, stride_decay_t, left))
-    back = _append(_append(forth, (next_C, stride_C_t, BLOCK_N)), (next_dy, channels, left))
+    back = forth + ((next_C, stride_C_t, BLOCK_N), (next_dy, channels, left))  # noqa: RUF005
     if z_ptr is not None:
         next_z = gl.allocate_shared_memory(z_ptr.dtype.element_ty, [2, TOKENS, BLOCK_D], flat)
         back = _append(back, (next_z, stride_z_t, left))
@@ -492,7 +494,7 @@ def _selective_scan_bwd_lanes_kernel(
                 if z_ptr is not None:
                     part_y.store(gl.reshape(ys, [GROUP, BLOCK_D * LANES]))
                 part_C.store(_by_lane(dCs, LANES))
-                gl.thread_barrier()  # Else the compiler keeps what was read above in registers that it lacks.
+                _barrier()  # Else the compiler keeps what was read above in registers that it lacks.
                 dsteps, dinputs, ddecays, dBs = none_l, none_l, none_l, none_n
                 for i in gl.static_range(GROUP - 1, -1, -1):
                     token = g * GROUP + i

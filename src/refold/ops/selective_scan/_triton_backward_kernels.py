@@ -244,7 +244,8 @@ def _selective_scan_bwd_kernel(
                 adjoint = C[None, :] * dys[k][:, None] + carried
                 carried = powers[k] * adjoint
                 # With the power before the decay: a decay of zero has a gradient, too.
-                dlog = carried * befores[k]
+                # A state that is not finite must not reach A through the zero steps after the end.
+                dlog = tl.where(inside[:, None], carried * befores[k], 0.0)
                 if decay_ptr is not None:
                     ddecay = tl.sum(dlog, axis=1)
                     place = ddecay_ptr + token * channels + offs_d
@@ -252,8 +253,7 @@ def _selective_scan_bwd_kernel(
                     dlog *= decays[k][:, None]
                     carried *= decays[k][:, None]
                 dinput = tl.sum(adjoint * B[None, :], axis=1)
-                # A state that is not finite must not reach A through the zero steps after the end.
-                dA += tl.where(inside[:, None], steps[k][:, None] * dlog, 0.0)
+                dA += steps[k][:, None] * dlog
                 draw = tl.sum(dlog * A, axis=1) * LN2 + dinput * xs[k]
                 if SOFTPLUS:
                     draw *= tl.where(raws[k] > 20.0, 1.0, _sigmoid(raws[k]))
