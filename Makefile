@@ -36,7 +36,7 @@ lint: setup
 test: export OMP_NUM_THREADS = 1
 test: lint $(NEWEST)/.done
 	$(BIN)/python -m pytest tests --ignore=tests/gpu -n 2 --dist worksteal
-	$(NEWEST)/bin/python -m pytest tests/hf/test_layers.py -n 2 --dist worksteal
+	$(NEWEST)/bin/python -m pytest tests/hf/test_layers.py tests/hf/test_accelerate.py -n 2 --dist worksteal
 
 clean:
 	rm -rf $(VENV) $(NEWEST) build dist

@@ -18,10 +18,10 @@ _EXPORTS: dict[str, tuple[str, str | None]] = {
     "explain": ("refold.compiler.backend", "explain"),
 }
 
-_OF_TORCH = ("compile", "explain")
+_WITHOUT_TORCH = ("errors", "ops")
 
 # What ``from refold import *`` can give here.
-__all__ = ["__version__", *(name for name in _EXPORTS if name not in _OF_TORCH or find_spec("torch") is not None)]
+__all__ = ["__version__", *(name for name in _EXPORTS if name in _WITHOUT_TORCH or find_spec("torch") is not None)]
 
 
 def __getattr__(name: str) -> Any:

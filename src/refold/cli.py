@@ -95,7 +95,8 @@ def optimize(
         module, inputs = targets.load(target, device=device, dtype=dtype, seed=seed)
         compiled = refold_compile(module.train(train), verify=verify, accept=accept)
         with torch.set_grad_enabled(train):
-            targets.forward(target, module, inputs, compiled)
+            targets.check_runs(target, module, inputs)
+            compiled(*inputs)
         report: Report = compiled.report
         report.target = target
     _finish(report, json)
@@ -113,10 +114,9 @@ def explain(
         from .compiler.backend import explain as refold_explain
 
         module, inputs = targets.load(target, device=device, dtype=dtype, seed=seed)
-        reports: list[Report] = []
         with torch.no_grad():
-            targets.forward(target, module, inputs, lambda *given: reports.append(refold_explain(module, *given)))
-        (report,) = reports
+            targets.check_runs(target, module, inputs)
+            report = refold_explain(module, *inputs)
         report.target = target
     _finish(report, json)
 
@@ -188,10 +188,11 @@ def doctor(
         from .audit import audit as check
 
         console.print("[bold]audit[/bold]")
-        findings = check()
-        for finding in findings:
+        wrong = False
+        for finding in check():
             console.print(f"  {finding}", highlight=False, markup=False, soft_wrap=True)
-        if any(finding.verdict == "wrong" for finding in findings):
+            wrong |= finding.verdict == "wrong"
+        if wrong:
             raise typer.Exit(1)
 
 

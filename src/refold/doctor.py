@@ -69,6 +69,8 @@ def _compiler() -> str:
 
 
 def _triton() -> str:
+    if not _installed("torch"):
+        return "no: torch is not installed (pip install 'refold[torch]')"
     if not _installed("triton"):
         return "no: triton is not installed (pip install 'refold[triton]')"
     import torch
@@ -81,6 +83,8 @@ def _triton() -> str:
 
 
 def _numba() -> str:
+    if not _installed("torch"):
+        return "no: torch is not installed (pip install 'refold[torch]')"
     if not _installed("numba"):
         return "no: numba is not installed (pip install 'refold[numba]'); the torch backend runs the scans instead"
     return "yes: selective_scan and linear_scan on the CPU"
@@ -94,4 +98,8 @@ def _jax() -> str:
 
 
 def _transformers() -> str:
-    return "yes" if _installed("transformers") else "no: transformers is not installed (pip install 'refold[hf]')"
+    return (
+        "yes: refold.accelerate(model)"
+        if _installed("transformers")
+        else "no: transformers is not installed (pip install 'refold[hf]')"
+    )

@@ -6,6 +6,8 @@ import sys
 
 import pytest
 
+from refold import __version__
+
 LAYER = """
 import torch
 class Model(torch.nn.Module):
@@ -89,12 +91,14 @@ def test_doctor_says_what_is_usable_and_why_not():
         (["empty.py"], "does not define Model or get_inputs"),
         (["broken.py"], "importing it raised SyntaxError"),
         (["raises.py"], "Model(...) raised RuntimeError: planted"),
+        (["forward.py"], "forward.py: forward raised RuntimeError: "),
     ],
 )
 def test_bad_input_is_one_sentence_and_exit_code_2(layer, arguments, sentence):
     (layer.parent / "empty.py").write_text("")
     (layer.parent / "broken.py").write_text("def\n")
     (layer.parent / "raises.py").write_text(LAYER.replace("super().__init__()", "raise RuntimeError('planted')"))
+    (layer.parent / "forward.py").write_text(LAYER.replace("return (x", "return torch.ones(7, 7) @ x; (x"))
     done = refold("explain", *arguments, cwd=layer.parent)
     assert done.returncode == 2
     message = done.stderr.strip().splitlines()[-1]
@@ -107,3 +111,69 @@ def test_an_unknown_option_is_exit_code_2(layer):
     done = refold("optimize", layer, "--accept", "perhaps")
     assert done.returncode == 2
     assert "accept must be one of 'faster', 'always', not 'perhaps'" in done.stderr
+
+
+def test_optimize_of_a_layer_that_fails_is_one_sentence(layer):
+    layer.write_text(LAYER.replace("return (x", "return torch.ones(7, 7) @ x; (x"))
+    done = refold("optimize", layer)
+    assert done.returncode == 2
+    assert "forward raised RuntimeError: mat1 and mat2 shapes cannot be multiplied" in done.stderr.splitlines()[-1]
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("json", ["nowhere/report.json", "."])
+def test_a_report_that_cannot_be_written_is_noticed_before_the_work(layer, json):
+    layer.write_text("raise SystemExit('imported')")
+    done = refold("optimize", layer, "--json", json, cwd=layer.parent)
+    assert done.returncode == 2
+    assert f"--json {json} cannot be written" in done.stderr
+    assert "imported" not in done.stderr
+
+
+def test_a_target_imports_what_lies_beside_it(layer):
+    (layer.parent / "width.py").write_text("WIDTH = 8")
+    layer.write_text(LAYER.replace("import torch", "import torch\nfrom width import WIDTH", 1))
+    done = refold("explain", layer)
+    assert done.returncode == 0, done.stderr
+
+
+def test_version_and_module():
+    done = subprocess.run([sys.executable, "-m", "refold", "--version"], capture_output=True, text=True, check=False)
+    assert done.stdout == f"refold {__version__}\n"
+    assert "Usage" in refold().stdout + refold().stderr
+
+
+WITHOUT_TORCH = """
+import sys
+class Block:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] == "torch":
+            raise ModuleNotFoundError("No module named 'torch'", name="torch")
+import importlib.util
+import importlib.machinery
+find = importlib.util.find_spec
+importlib.util.find_spec = lambda name, *rest: None if name.split(".")[0] == "torch" else find(name, *rest)
+sys.meta_path.insert(0, Block())
+"""
+
+
+@pytest.mark.parametrize(
+    ("code", "says"),
+    [
+        (
+            "sys.argv = ['refold', 'optimize', 'x.py']; from refold.cli import main; main()",
+            "pip install 'refold[torch]'",
+        ),
+        (
+            "sys.argv = ['refold', 'explain', 'x.py']; from refold.cli import main; main()",
+            "pip install 'refold[torch]'",
+        ),
+        ("sys.argv = ['refold', 'doctor']; from refold.cli import main; main()", "pip install 'refold[torch]'"),
+        ("from refold import *; print(ops, errors)", "refold.ops"),
+        ("import refold\ntry: refold.compile\nexcept refold.errors.MissingDependency as e: print(e)", "refold[torch]"),
+    ],
+)
+def test_without_torch(code, says):
+    done = subprocess.run([sys.executable, "-c", WITHOUT_TORCH + code], capture_output=True, text=True, check=False)
+    assert says in done.stdout + done.stderr
+    assert "Traceback" not in done.stderr

@@ -58,3 +58,26 @@ def test_last_tokens(op):
         if "t" in output.axes.split():
             one, expected = one[:, TAIL // 2 :], expected[:, TAIL // 2 :]
         assert (one.double() - expected).norm() <= 1.1 * ROUNDING * expected.norm()
+
+
+def test_gradients_of_last_tokens():
+    """Gradients of the last tokens know nothing of the first ones."""
+    torch.cuda.empty_cache()
+    if torch.cuda.mem_get_info()[0] < 2 * NEEDED:
+        pytest.skip(f"needs {2 * NEEDED >> 30} GiB of free device memory")
+    torch.manual_seed(0)
+    spec, (sizes, options) = load("ssd"), CASES["ssd"]
+    arrays = {arg.name: draw(arg, sizes) for arg in spec.args if not arg.optional}
+    axes = {arg.name: arg.axes[0] for arg in spec.args}
+    dy = torch.randn_like(arrays["x"])
+    last = {name: tail(array, axes[name], False).double() for name, array in arrays.items()}
+    found = []
+    for given, backend, out in ((arrays, "triton", dy), (last, "torch", tail(dy, axes["x"], False).double())):
+        leaves = {name: array.requires_grad_() for name, array in given.items() if name != "A"}
+        y, _ = refold.ops.ssd(**given, **options, backend=backend)
+        found.append(dict(zip(leaves, torch.autograd.grad(y, list(leaves.values()), out), strict=True)))
+        del y
+    for name, expected in found[1].items():
+        one = tail(found[0][name], axes[name], False)[:, TAIL // 2 :].double()
+        expected = expected[:, TAIL // 2 :]
+        assert (one - expected).norm() <= 1.5 * ROUNDING * expected.norm(), name

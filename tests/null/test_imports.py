@@ -26,6 +26,7 @@ ORDER = [
     ["bench"],
     ["targets", "doctor", "audit"],
     ["cli"],
+    ["__main__"],
 ]
 RANK = {part: rank for rank, parts in enumerate(ORDER) for part in parts}
 

@@ -14,6 +14,9 @@ A case is refused if its error against a float64 scan of a slice of it is above 
 - ``bytes``: what any implementation must read and write once. ``share_of_copy``: their rate over that of a device copy
   of 8.6 GB (bytes read plus bytes written). ``copy_ms``: a device copy of as many bytes, timed like ``median_ms``:
   launch and ramp weigh on it as on the operator.
+- groups named ``..._backward``: ``errors`` of all gradients against float64 on that slice, ``median_ms`` of the
+  gradients alone and ``both_ms`` of results and gradients, ``extra_gib`` that a call of both takes beside its arguments
+  and the gradient of y, results and gradients included; and the same of mamba-ssm's kernels.
 - ``mamba_ssm_ms``: mamba-ssm's kernels in the same run, if ``mamba_ssm`` (for ssd, chunks of 256) or its
   ``selective_scan_cuda`` (in its own layout) can be imported.
 """
@@ -43,6 +46,8 @@ BOUND = {torch.float32: 1e-5, torch.bfloat16: 4e-3, torch.float16: 6e-4}
 HEAD = 512  # Tokens, or rows, of the slice that is compared with float64.
 SSD = [(1, 1024, 128), (1, 8192, 128), (1, 131072, 128), (1, 1024, 80), (1, 8192, 80), (1, 131072, 80), (8, 4096, 80),
        (1, 2048, 48), (32, 256, 48), (1, 8192, 24)]  # fmt: skip
+TRAINED_SSD = [(8, 4096, 80), (1, 8192, 128), (1, 65536, 80), (8, 2048, 24)]
+GRADIENT_BOUND = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 2.5e-3}
 SELECTIVE = [(1, 512, 1024, 32), (4, 512, 1024, 32), (16, 512, 1024, 32), (1, 2048, 5120, 16), (1, 32768, 5120, 16),
              (8, 2048, 5120, 16), (1, 8192, 1536, 16)]  # fmt: skip
 
@@ -87,6 +92,25 @@ class Case:
         y = _head(y, (self.spec.outputs[0].axes,))
         return ((y.double() - want).norm() / want.norm()).item() if torch.isfinite(y).all() else math.inf
 
+    def leaves(self) -> list[torch.Tensor]:
+        """Return the arguments that have gradients."""
+        return [a for a in self.arguments.values() if isinstance(a, torch.Tensor) and a.is_floating_point()]
+
+    def gradient_errors(self) -> dict[str, float]:
+        """Return the relative L2 errors of all gradients of those tokens."""
+        axes = {arg.name: arg.axes for arg in self.spec.args}
+        short = {k: _head(v, axes[k]) if isinstance(v, torch.Tensor) else v for k, v in self.arguments.items()}
+        names = [name for name, value in short.items() if isinstance(value, torch.Tensor)]
+        dy = torch.randn_like(short["x"])
+        found = []
+        for wide in (False, True):
+            given = {k: v.detach().double() if wide and k in names else v for k, v in short.items()}
+            given |= {k: given[k].detach().requires_grad_() for k in names}
+            out = getattr(refold.ops, self.op)(**given, backend="torch" if wide else None)
+            y = out[0] if isinstance(out, tuple) else out
+            found.append(torch.autograd.grad(y, [given[k] for k in names], dy.to(y.dtype)))
+        return {k: ((a.double() - b).norm() / b.norm()).item() for k, a, b in zip(names, *found, strict=True)}
+
     def definition(self) -> torch.Tensor:
         """Return the operator on those tokens in float64."""
         wide = dict(self.arguments)
@@ -110,14 +134,14 @@ def normal(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.randn(*shape, device="cuda").to(dtype)
 
 
-def ssd_cases() -> Iterator[Case]:
+def ssd_cases(shapes: list[tuple[int, int, int]] = SSD) -> Iterator[Case]:
     """Yield the SSD cases: 64 channels a head, 128 states, one group, final state; then with every option on."""
     try:
         from mamba_ssm.ops.triton.ssd_combined import mamba_chunk_scan_combined as official
     except ImportError:
         official = None
     dtype = torch.bfloat16
-    for b, t, h in SSD:
+    for b, t, h in shapes:
         x, dt, z = normal(b, t, h, 64, dtype=dtype), normal(b, t, h, dtype=dtype), normal(b, t, h, 64, dtype=dtype)
         A = -torch.rand(h, device="cuda") * 2
         B, C = normal(b, t, 1, 128, dtype=dtype), normal(b, t, 1, 128, dtype=dtype)
@@ -183,7 +207,17 @@ def pointwise_cases() -> Iterator[Case]:
     yield Case("causal_conv1d_step_", "64x5376", arrays | {"activation": "silu"})
 
 
-CASES = {"ssd": ssd_cases, "selective_scan": selective_scan_cases, "pointwise": pointwise_cases}
+def ssd_backward_cases() -> Iterator[Case]:
+    """Yield the cases of `ssd_cases` whose gradients are measured."""
+    yield from ssd_cases(TRAINED_SSD)
+
+
+CASES = {
+    "ssd": ssd_cases,
+    "ssd_backward": ssd_backward_cases,
+    "selective_scan": selective_scan_cases,
+    "pointwise": pointwise_cases,
+}
 
 
 def time_ms(run: Callable[[], Any], count: int = 25, warmup: int = 5, cold: bool = True) -> list[float]:
@@ -257,7 +291,7 @@ def main(argv: list[str]) -> int:
     command = f"python -m refold.bench run {' '.join(args.groups)}"
     for group in args.groups:
         for case in CASES[group]():
-            row = measure(case, copy_rate)
+            row = measure_backward(case) if group.endswith("_backward") else measure(case, copy_rate)
             refused += "refused" in row
             lines.append(json.dumps({"schema": 2, **row, "command": command, "env": env}))
             print(" ".join(f"{k}={v:.3g}" if isinstance(v, float) else str(v) for k, v in row.items()), flush=True)  # noqa: T201
@@ -287,6 +321,57 @@ def measure(case: Case, copy_rate: float) -> dict[str, Any]:
         "graph_ms": graph_ms(case) if case.op.endswith("_") else None,
         "mamba_ssm_ms": "not run" if case.peer is None else statistics.median(time_ms(case.peer, 9)),
     }
+
+
+def measure_backward(case: Case) -> dict[str, Any]:
+    """Return the row of a case's gradients."""
+    row: dict[str, Any] = {"op": case.op, "pass": "backward", "case": case.name, "dtype": str(case.dtype)[6:]}
+    row["errors"] = case.gradient_errors()
+    if not max(row["errors"].values()) <= GRADIENT_BOUND[case.dtype]:
+        return row | {"refused": f"error above {GRADIENT_BOUND[case.dtype]}"}
+    leaves = [a.requires_grad_() for a in case.leaves()]
+    dy = torch.randn_like(case.arguments["x"])
+
+    def y(run: Callable[[], Any]) -> torch.Tensor:
+        out = run()
+        return out[0] if isinstance(out, tuple) else out
+
+    def both(run: Callable[[], Any]) -> Callable[[], Any]:
+        return lambda: torch.autograd.grad(y(run), leaves, dy)
+
+    times = backward_ms(y(case.run), leaves, dy)
+    row |= {
+        "median_ms": times[len(times) // 2],
+        "p20_ms": times[len(times) // 5],
+        "p80_ms": times[len(times) * 4 // 5],
+        "both_ms": statistics.median(time_ms(both(case.run), 15)),
+        "extra_gib": extra_gib(lambda: (y(case.run), dy), leaves),
+    }
+    if (peer := case.peer) is None:
+        return row | {"mamba_ssm_both_ms": "not run"}
+    return row | {
+        "mamba_ssm_both_ms": statistics.median(time_ms(both(peer), 9)),
+        "mamba_ssm_extra_gib": extra_gib(lambda: (y(peer), dy), leaves),
+    }
+
+
+def backward_ms(y: torch.Tensor, leaves: list[torch.Tensor], dy: torch.Tensor) -> list[float]:
+    """Return the sorted times of the gradients of one result."""
+    return time_ms(lambda: torch.autograd.grad(y, leaves, dy, retain_graph=True), 15)
+
+
+def extra_gib(run: Callable[[], tuple[torch.Tensor, torch.Tensor]], leaves: list[torch.Tensor]) -> float:
+    """Return the GiB that are allocated at most in a call and its gradients, beyond what was before."""
+    for _ in range(2):  # the first time compiles
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        y, dy = run()
+        torch.autograd.grad(y, leaves, dy)
+        del y
+        torch.cuda.synchronize()
+    return (torch.cuda.max_memory_allocated() - before) / 2**30
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ from .validate.program import first_line
 from .validate.region import Settings
 
 BUG = "Please report this with the output of `refold doctor`."
-OWN_OPTIONS = ("verify", "accept", "strict", "loops", "cache", "plan", "report")
+OWN_OPTIONS = ("verify", "accept", "strict", "loops", "compile_budget", "cache", "plan", "report")
 
 
 @captures_loops
@@ -50,8 +50,9 @@ def refold(
         gm: The graph that Dynamo captured.
         example_inputs: The values it was captured with.
         options: refold's own ``verify`` ("quick" or "off"), ``accept`` ("faster" or "always"),
-            ``strict`` (bool), ``loops`` ("capture" or "unroll"), ``cache`` (bool or a folder), ``plan`` (a report or
-            a path to one) and ``report`` (a `refold.report.Report` to add to); everything else is passed to Inductor.
+            ``strict`` (bool), ``loops`` ("capture" or "unroll"), ``compile_budget`` (seconds), ``cache`` (bool or a
+            folder), ``plan`` (a report or a path to one) and ``report`` (a `refold.report.Report` to add to); all else
+            is passed to Inductor.
         mode: A mode of ``torch.compile``, passed to Inductor.
 
     Returns:
@@ -71,7 +72,7 @@ def refold(
     settings = check_settings(Settings(**own, options=inductor_options))
     entry = GraphReport(index=len(report.graphs), mode="training" if _is_training(gm) else "inference")
     report.graphs.append(entry)
-    entry.notes += notes()
+    entry.notes += notes() + _limit_notes()
     try:
         return GraphCompile(gm, example_inputs, settings, entry).run()
     except PlanError:
@@ -85,6 +86,18 @@ def refold(
         for row in entry.rewrites:
             row.status, row.reason = "refused", "refold failed"
         return inductor(gm, example_inputs, options=inductor_options)
+
+
+def _limit_notes() -> list[str]:
+    """Say when PyTorch will compile a function no more: it then runs eagerly for all else that it is called with."""
+    compile_id, limit = torch._guards.CompileContext.current_compile_id(), torch._dynamo.config.recompile_limit
+    nth = getattr(compile_id, "frame_compile_id", None)
+    if nth is None or nth + 1 < limit:
+        return []
+    return [
+        f"this is the last of {limit} compiles of this function (torch._dynamo.config.recompile_limit): called with "
+        "anything that none of them is for, it runs eagerly"
+    ]
 
 
 def _is_training(gm: GraphModule) -> bool:
@@ -107,6 +120,9 @@ def check_settings(settings: Settings) -> Settings:
     ):
         if (got := getattr(settings, name)) not in allowed:
             raise ArgumentError(f"{name} must be one of {', '.join(map(repr, allowed))}, not {got!r}")
+    budget = settings.compile_budget
+    if isinstance(budget, bool) or not isinstance(budget, (int, float)) or not budget > 0:
+        raise ArgumentError(f"compile_budget must be a number of seconds above 0, not {budget!r}")
     folder_for(settings.cache)
     return settings if settings.plan is None else replace(settings, plan=Plan.read(settings.plan))
 
@@ -150,6 +166,7 @@ def compile(
     accept: str = "faster",
     strict: bool = False,
     loops: str = "capture",
+    compile_budget: float = 60.0,
     cache: bool | str | PathLike[str] = True,
     plan: Report | Mapping[str, Any] | str | PathLike[str] | None = None,
     fullgraph: bool = False,
@@ -170,6 +187,8 @@ def compile(
         loops: ``"capture"`` traces the body of a long loop over time once; ``"unroll"`` leaves Dynamo's
             interpreter alone, which then executes every step. The environment variable
             ``REFOLD_LOOPS=unroll`` does the same for a whole process.
+        compile_budget: How many seconds Inductor may take, as estimated before it is started, for unrolled loops
+            over time that nobody can rewrite. Beyond that the graph runs eagerly, and the report says so.
         cache: Where decisions are kept, so that neither a recompile nor the next process takes them again: True
             for the default folder (``$REFOLD_CACHE``, else ``~/.cache/refold``), a folder, or False for nowhere.
         plan: Decisions to replay without timing anything: the ``report`` of a compiled callable, or the path that
@@ -196,9 +215,12 @@ def compile(
         >>> scores(torch.ones(3, 8), torch.ones(5, 8)).shape
         torch.Size([3, 5])
     """
-    plan = check_settings(Settings(verify, accept, strict, loops, cache=cache, plan=plan)).plan
+    plan = check_settings(
+        Settings(verify, accept, strict, loops, compile_budget=compile_budget, cache=cache, plan=plan)
+    ).plan
     check_inductor_options(options or {}, mode)
     own = {"verify": verify, "accept": accept, "strict": strict, "loops": loops, "cache": cache, "plan": plan}
+    own["compile_budget"] = compile_budget
     arguments: dict[str, Any] = {"fullgraph": fullgraph, "dynamic": dynamic, "mode": mode}
     arguments["options"] = {**(options or {}), **own}
     if module is None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator
 
 from torch.fx import Graph
@@ -45,20 +46,32 @@ PASSES: list[tuple[str, Pass]] = [
 ]
 
 
-def run(graph: Graph, wanted: Callable[[str], bool] = lambda _: True) -> list[Rewrite]:
+# The search for rewrites of one graph may take this much of the CPU; after that nothing more is looked at.
+SEARCH_S = 5.0
+
+
+def run(graph: Graph, wanted: Callable[[str], bool] = lambda _: True, notes: list[str] | None = None) -> list[Rewrite]:
     """Run every pass over a graph, in place.
 
     Args:
         graph: An ATen graph with fake values in its metadata.
         wanted: Which sites (node names) may be rewritten.
+        notes: Gets a sentence if the time for the search was over before its end.
 
     Returns:
         What was changed, in order.
     """
+    deadline, missed = time.thread_time() + SEARCH_S, set[str]()
+
+    def in_time(site: str) -> bool:
+        if time.thread_time() > deadline:
+            missed.add(site)
+        return site not in missed and wanted(site)
+
     rewrites: list[Rewrite] = []
     _dump("as it was", graph)
     for name, apply in PASSES:
-        found = list(apply(graph, wanted))
+        found = list(apply(graph, in_time))
         if found:
             rewrites += found
             _dump(f'after "{name}"', graph)
@@ -67,6 +80,11 @@ def run(graph: Graph, wanted: Callable[[str], bool] = lambda _: True) -> list[Re
     if rewrites:
         graph.eliminate_dead_code()
         graph.lint()
+    if missed and notes is not None:
+        notes.append(
+            f"the search for rewrites ended after {SEARCH_S:.0f} s: {len(missed)} places in a graph of "
+            f"{len(graph.nodes)} operations were not looked at"
+        )
     return rewrites
 
 

@@ -16,6 +16,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from ..errors import PlanError, warn
 from ..report import GraphReport, RewriteReport
+from .compile_time import inductor_seconds, unrolled_seconds
 from .decisions import Key, Plan, Store, Unnameable, digest, folder_for, name_program, place, versions
 from .dynamo.loop import lifted_loops
 from .external_cumsum import keep_scans_external
@@ -24,6 +25,7 @@ from .ir.cost import Cost, graph_cost
 from .ir.evaluate import values_at
 from .ir.rewrite import Rewrite
 from .pipeline import run as run_pipeline
+from .recurrence.serial_chains import unrolled_operations
 from .recurrence.vectorize import NotALoop
 from .validate.program import Rewritten, first_line, last_word
 from .validate.region import Settings, Verdict, judge, undisturbed_rng
@@ -46,6 +48,10 @@ class _Pending:
 
 class Misfit(Exception):
     """A decision does not fit the program it is to be replayed on; the message says where."""
+
+
+class TooLong(Exception):
+    """Inductor would take longer for an unrolled loop than it may; the message says how long."""
 
 
 class GraphCompile:
@@ -95,7 +101,11 @@ class GraphCompile:
         if (chosen := self._decided_alike()) is not None:
             return chosen
         saved = self._roll_up_lifted()
-        compiled = self._compile()
+        try:
+            self._check_time(unrolled_seconds(self.gm, entry.mode))
+            compiled = self._compile()
+        except TooLong as reason:
+            return self._left_eager(reason)
         entry.flops_before += saved.flops
         entry.bytes_before += saved.bytes
         entry.compile_s = time.perf_counter() - start - entry.proof_s
@@ -118,6 +128,28 @@ class GraphCompile:
                 entry.proof_s += time.perf_counter() - start
         log.info("graph %d: %s runs, %d rewrites", entry.index, entry.chosen, len(entry.applied))
         self._remember()
+        return compiled
+
+    def _left_eager(self, reason: TooLong) -> Compiled:
+        """Let the graph run eagerly, with scans for those of its loops that are some."""
+        entry = self.entry
+        for key, row in self.rows.items():
+            if not key.startswith("lifted:") and row.status != "refused":
+                row.status, row.reason = "refused", "the graph runs eagerly"
+        entry.rewrites = list(self.rows.values())
+        entry.chosen, entry.reason = "eager", f"because {reason}"
+        entry.notes.append(f"the graph runs eagerly: {reason}")
+        log.warning("graph %d runs eagerly: %s", entry.index, reason)
+        compiled: Compiled = self.given
+        if entry.applied:
+            entry.chosen = "refold"
+            for name in ("flops_before", "flops_after", "bytes_before", "bytes_after"):
+                setattr(entry, name, sum(getattr(row, name) for row in entry.applied))
+            compiled = last_word(
+                Rewritten(self.gm, lambda: self.gm, self.terms), self.given, self.inputs, self.settings, entry
+            )
+        else:
+            self._remember()
         return compiled
 
     # Remembering -------------------------------------------------------------------------------
@@ -380,7 +412,9 @@ class GraphCompile:
             self.entry.flops_before = self.entry.flops_after = self.entry.bytes_before = self.entry.bytes_after = 0
         before = graph_cost(graph.nodes)
         original = _copy(graph)
-        rewrites = run_pipeline(graph, lambda site: self._wanted(f"{index}:{site}"))
+        notes: list[str] = []
+        rewrites = run_pipeline(graph, lambda site: self._wanted(f"{index}:{site}"), notes)
+        self.entry.notes += [note for note in notes if note not in self.entry.notes]
         for rewrite in rewrites:
             key = f"{index}:{rewrite.site}"
             if self.decided is None:
@@ -394,12 +428,21 @@ class GraphCompile:
         for rewrite in rewrites:
             self.rows[f"{index}:{rewrite.site}"].status = "applied"
             self.terms = max(self.terms, rewrite.terms)
+        if inductor_seconds(len(graph.nodes)) > self.settings.compile_budget:
+            self._check_time(inductor_seconds(unrolled_operations(graph)))
         after = graph_cost(graph.nodes) if rewrites else before
         self.entry.flops_before += before.flops
         self.entry.flops_after += after.flops
         self.entry.bytes_before += before.bytes
         self.entry.bytes_after += after.bytes
         self.scan_sizes = max(self.scan_sizes, keep_scans_external(graph, self.external_scans))
+
+    def _check_time(self, seconds: float) -> None:
+        """Raise if Inductor would take longer for unrolled loops than it may."""
+        if seconds > (budget := self.settings.compile_budget):
+            raise TooLong(
+                f"Inductor would take about {seconds:.0f} s to compile an unrolled loop; compile_budget is {budget:g} s"
+            )
 
     def _wanted(self, key: str) -> bool:
         """Tell whether a rewrite may be made."""

@@ -5,7 +5,7 @@ the key-value cache of attention layers) and the logits of what comes next. It c
 with, without reading the past again.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -102,16 +102,17 @@ class Generator:
             arrays = load_file(path)
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{path} is not a saved conversation ({error}).") from error
-        batch = len(arrays["length"]) if "length" in arrays else 0
-        fresh = jax.eval_shape(lambda: self.start(batch).state)
-        fits = set(arrays) == {*fresh, "logits"} and all(
-            arrays[name].ndim == a.ndim
-            and arrays[name].dtype == a.dtype
-            and (name in "kv" or arrays[name].shape == a.shape)
-            for name, a in fresh.items()
-        )
-        if not fits:
+        length = arrays.get("length", np.zeros(0))
+        if length.ndim != 1 or not len(length):
+            raise CheckpointError(f"{path} is not a saved conversation: it has no rows.")
+        fresh = jax.eval_shape(lambda: {**(start := self.start(len(length))).state, "logits": start.logits})
+        room = arrays["k"].shape[2] if "k" in arrays and arrays["k"].ndim > 2 else 0  # tokens in a key-value cache
+        expected = {name: (a.shape, a.dtype) for name, a in fresh.items()}
+        expected |= {n: ((*s[:2], room, *s[3:]), dtype) for n, (s, dtype) in expected.items() if n in ("k", "v")}
+        if {name: (a.shape, a.dtype) for name, a in arrays.items()} != expected:
             raise CheckpointError(f"{path} holds the conversation of another model, or another state dtype.")
+        if (length < 0).any() or ("k" in arrays and (length > room).any()):
+            raise CheckpointError(f"{path} is damaged: it says that its rows have read {length.tolist()[:8]} tokens.")
         logits = jnp.asarray(arrays.pop("logits"))
         return Conversation({name: jnp.asarray(a) for name, a in arrays.items()}, logits)
 
@@ -164,6 +165,8 @@ class Generator:
             raise ArgumentError(
                 f"max_new_tokens and every must be positive integers; they are {max_new_tokens} and {every}."
             )
+        if not isinstance(stop_tokens, Iterable | None):
+            raise ArgumentError(f"stop_tokens must be a sequence of token ids; it is {stop_tokens!r}.")
         for token in () if stop_tokens is None else stop_tokens:
             if not isinstance(token, (int, np.integer)) or not 0 <= token < self.config.vocab_size:
                 raise ArgumentError(f"stop token {token!r} is no id in [0, {self.config.vocab_size}).")

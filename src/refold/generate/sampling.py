@@ -1,8 +1,13 @@
 """How the next token is chosen; shared by the backends."""
 
+import math
 from dataclasses import dataclass
+from numbers import Integral, Real
 
 from refold.errors import ArgumentError
+
+COLDEST = 1e-6
+"""Least temperature but 0: logits divided by less overflow."""
 
 
 @dataclass(frozen=True)
@@ -25,11 +30,17 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if not self.temperature >= 0:
-            raise ArgumentError(f"temperature must be 0 (greedy) or more; it is {self.temperature}.")
-        if self.top_k < 0:
-            raise ArgumentError(f"top_k must be 0 (all tokens) or more; it is {self.top_k}.")
-        if not 0 < self.top_p <= 1:
-            raise ArgumentError(f"top_p must lie in (0, 1]; it is {self.top_p}.")
-        if not 0 <= self.seed < 2**32:
-            raise ArgumentError(f"seed must lie in [0, 2**32); it is {self.seed}.")
+        if not _is(Real, self.temperature) or not (self.temperature == 0 or COLDEST <= self.temperature < math.inf):
+            raise ArgumentError(
+                f"temperature must be 0 (greedy) or a finite number of {COLDEST} or more; it is {self.temperature!r}."
+            )
+        if not _is(Integral, self.top_k) or self.top_k < 0:
+            raise ArgumentError(f"top_k must be 0 (all tokens) or a positive integer; it is {self.top_k!r}.")
+        if not _is(Real, self.top_p) or not 0 < self.top_p <= 1:
+            raise ArgumentError(f"top_p must be a number in (0, 1]; it is {self.top_p!r}.")
+        if not _is(Integral, self.seed) or not 0 <= self.seed < 2**32:
+            raise ArgumentError(f"seed must be an integer in [0, 2**32); it is {self.seed!r}.")
+
+
+def _is(kind: type, value: object) -> bool:
+    return isinstance(value, kind) and not isinstance(value, bool)

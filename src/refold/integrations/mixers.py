@@ -1,8 +1,9 @@
 """The forwards that take the place of those of transformers' Mamba layers.
 
 One forward serves every Mamba-2 layer, one every Mamba-1 layer, one Zamba's. They read the layer's own attributes and
-write the cache that the layer would write, in its layout, so that both may take turns. Projections and norms are
-called as modules, never by their weights: LoRA, quantisation, sharding and hooks see their calls.
+write the cache that the layer would write, in its layout, so that both may take turns. Projections are called as
+modules, never by their weights: LoRA, quantisation, sharding and hooks see their calls. Only what is as transformers
+made it, a norm or the product of ``dt_proj``, is taken by its weights.
 
 They differ from the originals where those lose something: step sizes are clipped in decoding as in prefill, a Mamba-1
 layer goes on from a cached state when it reads several tokens, and documents of a pack do not see each other.
@@ -59,7 +60,7 @@ def mamba2(
         state, self.layer_idx, cache_params, documents,
         A=_rates(self.A_log), D=self.D, dt_bias=self.dt_bias, dt_softplus=True, dt_limit=tuple(self.time_step_limit),
     ).flatten(-2)  # fmt: skip
-    return self.out_proj((self.norm(y, z) if normed else y).to(dtype))
+    return self.out_proj((_gated_norm(self.norm, y, z) if normed else y).to(dtype))
 
 
 @force_accelerate_hooks("conv1d")
@@ -121,15 +122,35 @@ def _rates(A_log: Tensor) -> Tensor:
     return -torch.exp(A_log.to(torch.promote_types(A_log.dtype, torch.float32)))
 
 
+def _gated_norm(norm: Any, y: Tensor, z: Tensor) -> Tensor:
+    """Return ``norm(y, z)``, in one operator where the norm is one of transformers' own, as it was made."""
+    kind = type(norm)
+    if not (kind.__module__.startswith("transformers.models.") and kind.__name__.endswith("RMSNormGated")):
+        return norm(y, z)
+    if not _untouched(norm):
+        return norm(y, z)
+    groups = getattr(norm, "n_groups", None)
+    size = getattr(norm, "group_size", None if groups is None else y.shape[-1] // groups)
+    before = getattr(norm, "norm_before_gate", False)
+    return ops.gated_rmsnorm(
+        y, z, norm.weight, eps=norm.variance_epsilon, group_size=size, norm_before_gate=before
+    )  # fmt: skip
+
+
 def _apart(linear: nn.Module, x: Tensor) -> tuple[Tensor, Tensor | None]:
     """Return ``linear(x)`` in two parts: the product, and a bias that is still to be added, in float32 by the scan.
 
     Only a plain layer can be taken apart; anything else (LoRA, quantised, sharded, hooked) is called.
     """
-    hooks = (linear._forward_pre_hooks, linear._forward_hooks, linear._backward_pre_hooks, linear._backward_hooks)
-    if type(linear) is not nn.Linear or "forward" in vars(linear) or any(hooks):
+    if type(linear) is not nn.Linear or not _untouched(linear):
         return linear(x), None
     return F.linear(x, linear.weight), linear.bias
+
+
+def _untouched(module: nn.Module) -> bool:
+    """Whether calling a module runs the forward of its class and nothing else."""
+    hooks = (module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks)
+    return "forward" not in vars(module) and not any(hooks)
 
 
 def _cached(cache: Any, layer: int) -> tuple[Tensor | None, Tensor | None]:
@@ -153,7 +174,8 @@ def _convolve(self: Any, x: Tensor, window: Tensor | None, cache: Any, documents
     before = None if window is None else window[..., 1 - self.conv_kernel_size :]
     if before is not None and torch.is_grad_enabled():
         before = before.clone()  # what is overwritten below may be needed for gradients
-    if isinstance(conv, nn.Conv1d):
+    # Weights that accelerate's hooks move are there: force_accelerate_hooks has run them.
+    if type(conv).forward is nn.Conv1d.forward and (_untouched(conv) or "_old_forward" in vars(conv)):
         rest: dict[str, Any] = {"weight": conv.weight.squeeze(1), "bias": conv.bias}
         rest["activation"] = "silu" if fused else None
         if documents is None:
@@ -172,11 +194,11 @@ def _convolve(self: Any, x: Tensor, window: Tensor | None, cache: Any, documents
 
 
 def _call_convolution(conv: nn.Module, x: Tensor, before: Tensor | None, documents: Documents | None) -> Tensor:
-    """Call a convolution that is more than its weight, such as one with LoRA; it pads both ends by its width - 1."""
+    """Call a convolution that is more than its weight; it pads both ends by its width - 1."""
     if documents is not None:
         raise ArgumentError(
-            f"conv1d is a {type(conv).__name__}, which takes no documents: they would see each other. Merge it into "
-            "the convolution, or give each document a row of its own."
+            f"conv1d is a {type(conv).__name__} that must be called (an adapter, hooks, shards of its own), and a call "
+            "takes no documents: they would see each other. Merge or remove that, or give each document its own row."
         )
     if before is not None:
         x = torch.cat([before.mT.to(x.dtype), x], 1)

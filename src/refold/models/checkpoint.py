@@ -5,7 +5,6 @@ the table must be in the files with exactly that shape, and every tensor of the 
 files' dtype unless another is asked for; the few numbers that enter exponentials (A_log, D, dt_bias) become float32.
 """
 
-import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from refold.errors import CheckpointError, MissingDependency
-from refold.models.configs import Config, GraniteHybridConfig, MambaConfig, Mixer2Config, read_config
+from refold.models.configs import Config, GraniteHybridConfig, MambaConfig, Mixer2Config, read_config, read_json
 
 Params = dict[str, Any]
 
@@ -69,6 +68,8 @@ def load_checkpoint(model: str | Path, dtype: str | None = None) -> tuple[Config
     tensors = _open(directory)
     entries = list(layout(config))
     _check_keys(directory, config, entries, tensors)
+    if dtype is None:
+        _check_stacks(directory, entries, tensors)
     return config, _assemble(entries, tensors, dtype)
 
 
@@ -208,12 +209,17 @@ def _granite_layers(c: GraniteHybridConfig) -> Iterator[Entry]:
 # --- reading files ---------------------------------------------------------------------------------------------------
 
 
+_SAFETENSORS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+_FLOATS = tuple(_SAFETENSORS.values())
+
+
 @dataclass(frozen=True)
 class _Tensor:
-    """A tensor in a file: its shape, and how to read it."""
+    """A tensor in a file: its shape, how to read it, and the name of its dtype."""
 
     shape: tuple[int, ...]
     read: Callable[[], np.ndarray]
+    dtype: str = "float32"
 
 
 def _open(directory: Path) -> dict[str, _Tensor]:
@@ -222,12 +228,15 @@ def _open(directory: Path) -> dict[str, _Tensor]:
     if (directory / "model.safetensors").exists():
         return _open_safetensors(directory / "model.safetensors")
     if index.exists():
-        try:
-            placed: dict[str, str] = json.loads(index.read_text())["weight_map"]
-        except (json.JSONDecodeError, KeyError) as error:
-            raise CheckpointError(f"{index} is not an index of shards ({error!r}).") from error
+        placed = read_json(index).get("weight_map")
+        if not isinstance(placed, dict) or not all(isinstance(shard, str) for shard in placed.values()):
+            raise CheckpointError(
+                f"{index} is not an index of shards: its weight_map must name a file for each tensor."
+            )
         tensors: dict[str, _Tensor] = {}
         for shard in sorted(set(placed.values())):
+            if shard != Path(shard).name or "\\" in shard or shard in ("", ".", ".."):
+                raise CheckpointError(f"{index} names the shard {shard!r}; a shard must be a file beside the index.")
             if not (directory / shard).exists():
                 raise CheckpointError(f"{index} names the shard {shard}, which is not there.")
             tensors |= _open_safetensors(directory / shard)
@@ -262,7 +271,11 @@ def _open_safetensors(path: Path) -> dict[str, _Tensor]:
             _need_ml_dtypes(path)
         return lambda: file.get_tensor(key)
 
-    return {key: _Tensor(tuple(slices[key].get_shape()), reader(key)) for key in keys}
+    def tensor(key: str) -> _Tensor:
+        dtype = slices[key].get_dtype()
+        return _Tensor(tuple(slices[key].get_shape()), reader(key), _SAFETENSORS.get(dtype, dtype))
+
+    return {key: tensor(key) for key in keys}
 
 
 def _open_pickle(path: Path) -> dict[str, _Tensor]:
@@ -278,8 +291,12 @@ def _open_pickle(path: Path) -> dict[str, _Tensor]:
         state = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # torch raises pickle, zip and runtime errors alike for what is no tensor file
         raise CheckpointError(f"{path} is not a torch file of tensors alone: {error}") from error
-    if not isinstance(state, dict) or not all(isinstance(value, torch.Tensor) for value in state.values()):
-        raise CheckpointError(f"{path} does not hold a dictionary of tensors.")
+    if not isinstance(state, dict) or not all(
+        isinstance(key, str) and isinstance(value, torch.Tensor) and value.layout == torch.strided
+        for key, value in state.items()
+    ):
+        raise CheckpointError(f"{path} does not hold a dictionary of names and dense tensors.")
+    state = {key: value.detach() for key, value in state.items()}
 
     def reader(tensor: Any) -> Callable[[], np.ndarray]:
         if tensor.dtype != torch.bfloat16:
@@ -287,7 +304,10 @@ def _open_pickle(path: Path) -> dict[str, _Tensor]:
         ml_dtypes = _need_ml_dtypes(path)
         return lambda: tensor.contiguous().view(torch.int16).numpy().view(ml_dtypes.bfloat16)
 
-    return {key: _Tensor(tuple(tensor.shape), reader(tensor)) for key, tensor in state.items()}
+    return {
+        key: _Tensor(tuple(tensor.shape), reader(tensor), str(tensor.dtype).removeprefix("torch."))
+        for key, tensor in state.items()
+    }
 
 
 def _need_ml_dtypes(path: Path) -> Any:
@@ -301,6 +321,12 @@ def _need_ml_dtypes(path: Path) -> Any:
 
 
 def _check_keys(directory: Path, config: Config, entries: list[Entry], tensors: dict[str, _Tensor]) -> None:
+    for key, tensor in tensors.items():
+        if tensor.dtype not in _FLOATS:
+            raise CheckpointError(
+                f"{directory}: {key} is stored as {tensor.dtype}; weights must be {', '.join(_FLOATS)}. "
+                "Checkpoints with quantised weights are not supported."
+            )
     expected = {entry.key: entry for entry in entries}
     extra = set(tensors) - set(expected)
     if config.tied and "lm_head.weight" in extra:
@@ -323,6 +349,19 @@ def _check_keys(directory: Path, config: Config, entries: list[Entry], tensors: 
     ]
     if problems:
         raise CheckpointError(f"{directory}: the tensors do not fit {type(config).__name__}: {'; '.join(problems)}.")
+
+
+def _check_stacks(directory: Path, entries: list[Entry], tensors: dict[str, _Tensor]) -> None:
+    """Refuse stacks whose layers have several dtypes: a stack has one, and rounding would not be seen."""
+    first: dict[tuple[str, ...], Entry] = {}
+    for entry in entries:
+        other = first.setdefault(entry.path, entry)
+        one, two = tensors[other.key].dtype, tensors[entry.key].dtype
+        if one != two and not entry.exact:
+            raise CheckpointError(
+                f"{directory}: {other.key} is {one}, but {entry.key} is {two}. Layers must have one dtype; "
+                "name the one to convert them to (dtype=, --dtype)."
+            )
 
 
 def _some(items: list[str], most: int = 8) -> str:

@@ -6,12 +6,15 @@ refold's models do not compute is refused here, by name, rather than ignored the
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from refold.errors import CheckpointError
+
+MOST_LAYERS = 10_000
+"""More of them are refused at once: the table of their tensors alone would take minutes."""
 
 
 @dataclass(frozen=True)
@@ -138,26 +141,54 @@ def read_config(directory: Path) -> Config:
     Raises:
         CheckpointError: the file is missing or not JSON, the architecture is unknown, or a setting is not supported.
     """
-    raw = _read_json(directory / "config.json")
+    raw = read_json(directory / "config.json")
     kind = raw.get("model_type") or ("state-spaces" if "n_layer" in raw and "d_model" in raw else None)
-    if kind not in _READERS:
+    if not isinstance(kind, str) or kind not in _READERS:
         known = ", ".join(sorted(_READERS))
         raise CheckpointError(f"{directory}: unknown architecture {kind!r}. refold reads: {known}.")
+    if raw.get("quantization_config"):
+        raise CheckpointError(f"{directory}: quantization_config is set; refold reads weights that are not quantised.")
     generation = directory / "generation_config.json"
     if generation.exists():
-        raw = {**raw, **{k: v for k, v in _read_json(generation).items() if k == "eos_token_id" and v is not None}}
-    try:
-        return _READERS[kind](_Settings(raw, directory))
-    except (TypeError, ZeroDivisionError) as error:
-        raise CheckpointError(f"{directory / 'config.json'}: a setting has an impossible value ({error}).") from error
+        raw = {**raw, **{k: v for k, v in read_json(generation).items() if k == "eos_token_id" and v is not None}}
+    config = _READERS[kind](_Settings(raw, directory))
+    for complaint in _impossible(config):
+        raise CheckpointError(f"{directory / 'config.json'}: {complaint}.")
+    return config
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def _impossible(config: Config) -> Iterator[str]:
+    """Yield what no model can have: settings that are possible alone, but not together."""
+    if config.nlayers > MOST_LAYERS:
+        yield f"{config.nlayers} layers are more than any model has"
+    mixer = None if isinstance(config, MambaConfig) else config.mixer
+    if mixer is not None and (mixer.nheads < 1 or mixer.nheads % mixer.ngroups):
+        yield f"{mixer.nheads} heads do not divide into {mixer.ngroups} groups"
+    if isinstance(config, GraniteHybridConfig):
+        if config.logits_divisor == 0:
+            yield "logits cannot be divided by logits_scaling=0"
+        if config.nheads % config.nkvheads:
+            yield f"{config.nheads} attention heads do not divide among {config.nkvheads} key-value heads"
+        if config.nexperts and not 1 <= config.experts_per_token <= config.nexperts:
+            yield f"{config.experts_per_token} experts a token cannot be chosen among {config.nexperts}"
+        rotated = config.headdim if config.rope_dim is None else config.rope_dim
+        if config.rope_theta is not None and (rotated % 2 or not 0 < rotated <= config.headdim):
+            yield f"{rotated} of {config.headdim} channels of a head cannot be rotated in pairs"
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Return the object in a file.
+
+    Raises:
+        CheckpointError: there is none, or the file is no JSON.
+    """
     try:
         raw = json.loads(path.read_text())
     except FileNotFoundError as error:
         raise CheckpointError(f"{path} does not exist; a checkpoint directory needs it.") from error
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read ({error.strerror}).") from error
+    except (ValueError, RecursionError) as error:  # of the first: bytes that are no text, text that is no JSON
         raise CheckpointError(f"{path} is not valid JSON ({error}); was the download cut short?") from error
     if not isinstance(raw, dict):
         raise CheckpointError(f"{path} holds a {type(raw).__name__}, not an object.")
@@ -168,16 +199,55 @@ class _Settings:
     """The raw settings, with errors that name file and key."""
 
     def __init__(self, raw: dict[str, Any], directory: Path) -> None:
-        self.raw, self.path = raw, directory / "config.json"
+        self.raw, self.path, self.name = raw, directory / "config.json", ""
 
     def __getitem__(self, key: str) -> Any:
         """Return a size that must be there."""
-        value = self.raw.get(key)
-        if not isinstance(value, int) or value < 1:
-            raise CheckpointError(f"{self.path}: {key!r} must be a positive integer; it is {value!r}.")
+        return self._checked(key, self.raw.get(key), _is_size, "a positive integer below 2^40")
+
+    def size(self, key: str, default: int, least: int = 1) -> int:
+        """Return a size that need not be there."""
+        expected = "a positive integer below 2^40" if least else "an integer of 0 or more, below 2^40"
+        return self._checked(key, self.get(key, default), lambda v: _is_size(v, least), expected)
+
+    def auto_size(self, key: str, automatic: int) -> int:
+        """Return a size that may be left to its rule."""
+        value = self.get(key, "auto")
+        return (
+            automatic
+            if value == "auto"
+            else self._checked(key, value, _is_size, "'auto' or a positive integer below 2^40")
+        )
+
+    def flag(self, key: str, default: bool) -> bool:
+        """Return a setting that is on or off."""
+        return self._checked(key, self.get(key, default), lambda v: isinstance(v, bool), "true or false")
+
+    def number(self, key: str, default: float) -> float:
+        """Return a finite number."""
+        return self._checked(key, self.get(key, default), _is_number, "a finite number")
+
+    def part(self, key: str) -> "_Settings":
+        """Return the settings of an object inside, which need not be there."""
+        value = self._checked(key, self.get(key, {}), lambda v: isinstance(v, dict), "an object")
+        inside = _Settings(value, self.path.parent)
+        inside.name = f"{key}."
+        return inside
+
+    def items(self, key: str, default: Sequence[Any], check: Callable[[Any], bool], expected: str) -> Sequence[Any]:
+        """Return a list whose items are alike."""
+        return self._checked(
+            key, self.get(key, default), lambda v: isinstance(v, (list, tuple)) and all(map(check, v)), expected
+        )
+
+    def _checked(self, key: str, value: Any, check: Callable[[Any], bool], expected: str) -> Any:
+        if not check(value):
+            shown = f"{value!r:.80}"
+            raise CheckpointError(f"{self.path}: {self.name + key!r} must be {expected}; it is {shown}.")
         return value
 
     def get(self, key: str, default: Any) -> Any:
+        """Return a setting of any kind."""
         value = self.raw.get(key)
         return default if value is None else value
 
@@ -190,37 +260,50 @@ class _Settings:
 
     def stop_tokens(self) -> tuple[int, ...]:
         value = self.raw.get("eos_token_id")
-        return () if value is None else tuple(value) if isinstance(value, list) else (value,)
+        tokens = value if isinstance(value, list) else [] if value is None else [value]
+        expected = "a token id, a list of them, or null"
+        return tuple(self._checked("eos_token_id", token, lambda v: _is_size(v, 0), expected) for token in tokens)
 
-    def limit(self) -> tuple[float, float]:
-        """``time_step_limit``; transformers writes infinity as an object, older files as a bare word."""
-        values = self.get("time_step_limit", (0.0, math.inf))
-        low, high = (float(v["__float__"]) if isinstance(v, dict) else float(v) for v in values)
+    def limit(self, key: str = "time_step_limit") -> tuple[float, float]:
+        """Return a range; transformers writes infinity as an object, older files as a bare word."""
+        given = self.get(key, (0.0, math.inf))
+        try:
+            low, high = (float(v["__float__"]) if isinstance(v, dict) else float(v) for v in given)
+        except (TypeError, ValueError, KeyError):
+            low = high = math.nan
+        self._checked(key, given, lambda _: low <= high, "two numbers, the lower one first")
         return low, high
+
+
+def _is_size(value: Any, least: int = 1) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value < 1 << 40
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _mamba(s: _Settings) -> MambaConfig:
     s.refuse("hidden_act", ("silu",), "silu")
     d_model = s["hidden_size"]
-    rank = s.get("time_step_rank", "auto")
     return MambaConfig(
         vocab_size=s["vocab_size"],
         d_model=d_model,
         nlayers=s["num_hidden_layers"],
-        d_inner=s.get("intermediate_size", int(s.get("expand", 2) * d_model)),
+        d_inner=s.size("intermediate_size", int(s.number("expand", 2) * d_model)),
         dstate=s["state_size"],
-        dt_rank=math.ceil(d_model / 16) if rank == "auto" else rank,
-        conv_width=s.get("conv_kernel", 4),
-        conv_bias=s.get("use_conv_bias", True),
-        proj_bias=s.get("use_bias", False),
-        norm_eps=s.get("layer_norm_epsilon", 1e-5),
-        tied=s.get("tie_word_embeddings", True),
+        dt_rank=s.auto_size("time_step_rank", -(-d_model // 16)),
+        conv_width=s.size("conv_kernel", 4),
+        conv_bias=s.flag("use_conv_bias", True),
+        proj_bias=s.flag("use_bias", False),
+        norm_eps=s.number("layer_norm_epsilon", 1e-5),
+        tied=s.flag("tie_word_embeddings", True),
         stop_tokens=s.stop_tokens(),
     )
 
 
 def _falcon_mamba(s: _Settings) -> MambaConfig:
-    return replace(_mamba(s), selection_eps=s.get("mixer_rms_eps", 1e-6))
+    return replace(_mamba(s), selection_eps=s.number("mixer_rms_eps", 1e-6))
 
 
 def _mamba2(s: _Settings) -> Mamba2Config:
@@ -229,19 +312,19 @@ def _mamba2(s: _Settings) -> Mamba2Config:
         d_model=s["hidden_size"],
         nheads=s["num_heads"],
         headdim=s["head_dim"],
-        ngroups=s.get("n_groups", 1),
+        ngroups=s.size("n_groups", 1),
         dstate=s["state_size"],
-        conv_width=s.get("conv_kernel", 4),
-        conv_bias=s.get("use_conv_bias", True),
-        proj_bias=s.get("use_bias", False),
-        norm_eps=s.get("layer_norm_epsilon", 1e-5),
+        conv_width=s.size("conv_kernel", 4),
+        conv_bias=s.flag("use_conv_bias", True),
+        proj_bias=s.flag("use_bias", False),
+        norm_eps=s.number("layer_norm_epsilon", 1e-5),
         dt_limit=s.limit(),
     )
     return Mamba2Config(
         vocab_size=s["vocab_size"],
         nlayers=s["num_hidden_layers"],
         mixer=mixer,
-        tied=s.get("tie_word_embeddings", False),
+        tied=s.flag("tie_word_embeddings", False),
         stop_tokens=s.stop_tokens(),
     )
 
@@ -251,58 +334,62 @@ _KINDS = {"mamba": "mamba", "linear_attention": "mamba", "attention": "attention
 
 def _hybrid_mixer(s: _Settings, norm_eps: float) -> Mixer2Config:
     d_model, nheads = s["hidden_size"], s["mamba_n_heads"]
-    headdim = s.get("mamba_d_head", "auto")
     return Mixer2Config(
         d_model=d_model,
         nheads=nheads,
-        headdim=s.get("mamba_expand", 2) * d_model // nheads if headdim == "auto" else headdim,
-        ngroups=s.get("mamba_n_groups", 1),
+        headdim=s.auto_size("mamba_d_head", int(s.number("mamba_expand", 2) * d_model) // nheads),
+        ngroups=s.size("mamba_n_groups", 1),
         dstate=s["mamba_d_state"],
-        conv_width=s.get("mamba_d_conv", 4),
-        conv_bias=s.get("mamba_conv_bias", True),
-        proj_bias=s.get("mamba_proj_bias", False),
-        norm_eps=s.get("rms_norm_eps", norm_eps),
+        conv_width=s.size("mamba_d_conv", 4),
+        conv_bias=s.flag("mamba_conv_bias", True),
+        proj_bias=s.flag("mamba_proj_bias", False),
+        norm_eps=s.number("rms_norm_eps", norm_eps),
         dt_limit=s.limit(),
     )
 
 
+def _layers(s: _Settings) -> int:
+    """Return the number of layers, of which there will be a list."""
+    return min(s["num_hidden_layers"], MOST_LAYERS + 1)
+
+
 def _rope_theta(s: _Settings) -> float:
-    rope = s.get("rope_parameters", {})
+    rope = s.part("rope_parameters")
     if rope.get("rope_type", "default") != "default" or s.raw.get("rope_scaling"):
-        raise CheckpointError(f"{s.path}: only the default rotary embedding is supported, not {rope!r}.")
-    return float(rope.get("rope_theta", s.get("rope_theta", 10000.0)))
+        raise CheckpointError(f"{s.path}: only the default rotary embedding is supported, not {rope.raw!r:.200}.")
+    return float(rope.number("rope_theta", s.number("rope_theta", 10000.0)))
 
 
 def _granite(s: _Settings) -> GraniteHybridConfig:
     s.refuse("hidden_act", ("silu",), "silu")
     s.refuse("position_embedding_type", (None, "rope", "nope"), None)
     d_model, nheads = s["hidden_size"], s["num_attention_heads"]
-    kinds = s.get("layer_types", None) or s.get("layers_block_type", None) or ["mamba"] * s["num_hidden_layers"]
-    if len(kinds) != s["num_hidden_layers"] or any(kind not in _KINDS for kind in kinds):
-        raise CheckpointError(
-            f"{s.path}: layer_types must name {s['num_hidden_layers']} layers, each one of {', '.join(_KINDS)}; "
-            f"it is {kinds!r}."
-        )
+    nlayers = _layers(s)
+    expected = f"names of {nlayers} layers, each one of {', '.join(_KINDS)}"
+    key = "layer_types" if s.raw.get("layer_types") else "layers_block_type"
+    kinds = s.items(key, (), lambda v: isinstance(v, str) and v in _KINDS, expected) or ["mamba"] * nlayers
+    if len(kinds) != nlayers:
+        raise CheckpointError(f"{s.path}: {key!r} must be {expected}; it names {len(kinds)}.")
     return GraniteHybridConfig(
         vocab_size=s["vocab_size"],
         kinds=tuple(_KINDS[kind] for kind in kinds),
         mixer=_hybrid_mixer(s, norm_eps=1e-6),
         nheads=nheads,
-        nkvheads=s.get("num_key_value_heads", nheads),
-        headdim=s.get("head_dim", d_model // nheads),
-        attention_bias=s.get("attention_bias", False),
+        nkvheads=s.size("num_key_value_heads", nheads),
+        headdim=s.size("head_dim", d_model // nheads),
+        attention_bias=s.flag("attention_bias", False),
         rope_theta=_rope_theta(s) if s.raw.get("position_embedding_type") == "rope" else None,
         shared_dim=s["shared_intermediate_size"],
-        expert_dim=s.get("intermediate_size", 0),
-        nexperts=s.get("num_local_experts", 0),
-        experts_per_token=s.get("num_experts_per_tok", 0),
-        embedding_multiplier=s.get("embedding_multiplier", 1.0),
-        residual_multiplier=s.get("residual_multiplier", 1.0),
-        attention_multiplier=s.get("attention_multiplier", 1.0),
-        logits_divisor=s.get("logits_scaling", 1.0),
-        max_positions=s.get("max_position_embeddings", 2048),
-        norm_eps=s.get("rms_norm_eps", 1e-6),
-        tied=s.get("tie_word_embeddings", False),
+        expert_dim=s.size("intermediate_size", 0, least=0),
+        nexperts=s.size("num_local_experts", 0, least=0),
+        experts_per_token=s.size("num_experts_per_tok", 0, least=0),
+        embedding_multiplier=s.number("embedding_multiplier", 1.0),
+        residual_multiplier=s.number("residual_multiplier", 1.0),
+        attention_multiplier=s.number("attention_multiplier", 1.0),
+        logits_divisor=s.number("logits_scaling", 1.0),
+        max_positions=s.size("max_position_embeddings", 2048),
+        norm_eps=s.number("rms_norm_eps", 1e-6),
+        tied=s.flag("tie_word_embeddings", False),
         stop_tokens=s.stop_tokens(),
     )
 
@@ -311,21 +398,21 @@ def _bamba(s: _Settings) -> GraniteHybridConfig:
     """Read Bamba: Granite's layers without multipliers and experts, half of each attention head rotated."""
     s.refuse("hidden_act", ("silu",), "silu")
     d_model, nheads = s["hidden_size"], s["num_attention_heads"]
-    headdim = s.get("head_dim", d_model // nheads)
-    attention = s.get("attn_layer_indices", ())
-    rope = s.get("rope_parameters", {})
+    headdim = s.size("head_dim", d_model // nheads)
+    attention = s.items("attn_layer_indices", (), lambda v: _is_size(v, 0), "a list of layers")
+    partial = s.part("rope_parameters").number("partial_rotary_factor", s.number("partial_rotary_factor", 0.5))
     return GraniteHybridConfig(
         vocab_size=s["vocab_size"],
-        kinds=tuple("attention" if layer in attention else "mamba" for layer in range(s["num_hidden_layers"])),
+        kinds=tuple("attention" if layer in attention else "mamba" for layer in range(_layers(s))),
         mixer=_hybrid_mixer(s, norm_eps=1e-5),
         nheads=nheads,
-        nkvheads=s.get("num_key_value_heads", nheads),
+        nkvheads=s.size("num_key_value_heads", nheads),
         headdim=headdim,
-        attention_bias=s.get("attention_bias", False),
+        attention_bias=s.flag("attention_bias", False),
         rope_theta=_rope_theta(s),
-        rope_dim=int(headdim * rope.get("partial_rotary_factor", s.get("partial_rotary_factor", 0.5))),
+        rope_dim=int(headdim * partial),
         shared_dim=s["intermediate_size"],
-        mlp_bias=s.get("mlp_bias", False),
+        mlp_bias=s.flag("mlp_bias", False),
         expert_dim=0,
         nexperts=0,
         experts_per_token=0,
@@ -333,9 +420,9 @@ def _bamba(s: _Settings) -> GraniteHybridConfig:
         residual_multiplier=1.0,
         attention_multiplier=headdim**-0.5,
         logits_divisor=1.0,
-        max_positions=s.get("max_position_embeddings", 262144),
-        norm_eps=s.get("rms_norm_eps", 1e-5),
-        tied=s.get("tie_word_embeddings", False),
+        max_positions=s.size("max_position_embeddings", 262144),
+        norm_eps=s.number("rms_norm_eps", 1e-5),
+        tied=s.flag("tie_word_embeddings", False),
         stop_tokens=s.stop_tokens(),
         layout="bamba",
     )
@@ -343,7 +430,7 @@ def _bamba(s: _Settings) -> GraniteHybridConfig:
 
 def _state_spaces(s: _Settings) -> MambaConfig | Mamba2Config:
     """Read a configuration in the state-spaces layout, whose embedding rows are padded to a multiple."""
-    ssm = s.get("ssm_cfg", {})
+    ssm = s.part("ssm_cfg")
     layer = ssm.get("layer", "Mamba1")
     s.refuse("rms_norm", (True,), True)
     if s.raw.get("attn_layer_idx") or s.raw.get("d_intermediate"):
@@ -351,24 +438,23 @@ def _state_spaces(s: _Settings) -> MambaConfig | Mamba2Config:
     known = {"layer", "d_state", "d_conv", "expand", "dt_rank", "conv_bias", "bias", "headdim", "ngroups", "chunk_size"}
     known |= {"dt_min", "dt_max", "dt_init", "dt_scale", "dt_init_floor", "A_init_range", "use_fast_path", "dt_limit"}
     fixed = {"D_has_hdim": False, "norm_before_gate": False, "rmsnorm": True, "d_ssm": None}  # computed thus alone
-    unknown = sorted(key for key in set(ssm) - known if key not in fixed or ssm[key] != fixed[key])
+    unknown = sorted(key for key in set(ssm.raw) - known if key not in fixed or ssm.raw[key] != fixed[key])
     if unknown:
         raise CheckpointError(f"{s.path}: ssm_cfg has settings that are not supported: {', '.join(unknown)}.")
-    multiple = s.get("pad_vocab_size_multiple", 8)
+    multiple = s.size("pad_vocab_size_multiple", 8)
     vocab_size = -(-s["vocab_size"] // multiple) * multiple
-    d_model, nlayers, tied = s["d_model"], s["n_layer"], s.get("tie_embeddings", True)
-    d_inner = int(ssm.get("expand", 2) * d_model)
-    conv_width, conv_bias, bias = ssm.get("d_conv", 4), ssm.get("conv_bias", True), ssm.get("bias", False)
-    eps = s.get("norm_epsilon", 1e-5)
+    d_model, nlayers, tied = s["d_model"], s["n_layer"], s.flag("tie_embeddings", True)
+    d_inner = int(ssm.number("expand", 2) * d_model)
+    conv_width, conv_bias, bias = ssm.size("d_conv", 4), ssm.flag("conv_bias", True), ssm.flag("bias", False)
+    eps = s.number("norm_epsilon", 1e-5)
     if layer == "Mamba1":
-        rank = ssm.get("dt_rank", "auto")
         return MambaConfig(
             vocab_size=vocab_size,
             d_model=d_model,
             nlayers=nlayers,
             d_inner=d_inner,
-            dstate=ssm.get("d_state", 16),
-            dt_rank=math.ceil(d_model / 16) if rank == "auto" else rank,
+            dstate=ssm.size("d_state", 16),
+            dt_rank=ssm.auto_size("dt_rank", -(-d_model // 16)),
             conv_width=conv_width,
             conv_bias=conv_bias,
             proj_bias=bias,
@@ -379,20 +465,19 @@ def _state_spaces(s: _Settings) -> MambaConfig | Mamba2Config:
         )
     if layer != "Mamba2":
         raise CheckpointError(f"{s.path}: unknown architecture {layer!r}; state-spaces layers: Mamba1, Mamba2.")
-    ngroups = ssm.get("ngroups", 1)
-    low, high = ssm.get("dt_limit", (0.0, math.inf))
+    ngroups, headdim = ssm.size("ngroups", 1), ssm.size("headdim", 64)
     mixer = Mixer2Config(
         d_model=d_model,
-        nheads=d_inner // ssm.get("headdim", 64),
-        headdim=ssm.get("headdim", 64),
+        nheads=d_inner // headdim,
+        headdim=headdim,
         ngroups=ngroups,
-        dstate=ssm.get("d_state", 128),
+        dstate=ssm.size("d_state", 128),
         conv_width=conv_width,
         conv_bias=conv_bias,
         proj_bias=bias,
         norm_groups=ngroups,
         norm_eps=eps,
-        dt_limit=(float(low), float(high)),
+        dt_limit=ssm.limit("dt_limit"),
     )
     return Mamba2Config(
         vocab_size=vocab_size,

@@ -111,7 +111,7 @@ def check(
         candidate: The program to judge; same inputs, one tensor or several out.
         reference: The original computed in float64, from the same inputs.
         actual: Inputs as the user's data makes them, or None if they could not be had.
-        like: Values with the shapes, dtypes and devices of the inputs.
+        like: Values with the shapes, dtypes, devices and, if the program is no sum of products, signs of the inputs.
         terms: Number of terms added up for one output element.
         multilinear: Whether the program is a sum of products of its inputs.
         spread: Standard deviation of the random inputs.
@@ -125,7 +125,7 @@ def check(
     evidence = Evidence()
     generator = torch.Generator().manual_seed(seed)
     kinds: list[tuple[str, Values]] = [] if actual is None else [("actual", actual)]
-    kinds.append(("normal", [_normal(x, generator, spread) for x in like]))
+    kinds.append(("normal", [_normal(x, generator, spread, not multilinear) for x in like]))
     if multilinear:
         kinds.append(("integers", [_integers(x, terms, generator) for x in like]))
     bounds: list[float] = []
@@ -158,7 +158,7 @@ def check(
         # One result stands for all: the first that fails, else the one nearest to its bound.
         evidence.kinds.append(min(found, key=lambda one: (one.passed, -one.error / (one.bound or 1.0))))
     if evidence.passed:
-        inputs = [_with_infinity(x, generator, spread) for x in like]
+        inputs = [_normal(x, generator, spread, not multilinear, infinity=True) for x in like]
         os, ys = list(_several(original(*inputs))), _several(candidate(*inputs))
         leaves = [x for x, need in zip(inputs, differentiated, strict=False) if need]
         for at, x in enumerate(leaves, len(os) - len(leaves)):  # nobody asks for the gradient at an infinity
@@ -199,21 +199,33 @@ def _several(results: Any) -> Sequence[torch.Tensor]:
     return results if isinstance(results, (tuple, list)) else [results]
 
 
-def _normal(x: Any, generator: torch.Generator, spread: float) -> Any:
-    """Draw zero-mean inputs: positive ones hide a loss of precision."""
+def _normal(x: Any, generator: torch.Generator, spread: float, signed: bool, infinity: bool = False) -> Any:
+    """Draw zero-mean inputs: positive ones hide a loss of precision.
+
+    Args:
+        x: What to draw like.
+        generator: Where from.
+        spread: The standard deviation.
+        signed: Whether what is nowhere positive, or nowhere negative, stays so. A log decay that is positive at half of
+            the steps makes states grow by many orders of magnitude, and with them the rounding of its sums.
+        infinity: Whether one element is infinite; in the second half of the memory, since time goes on there.
+    """
     if not (isinstance(x, torch.Tensor) and x.is_floating_point()):
         return x
-    return _like(x, spread * torch.randn(x.shape, generator=generator))
-
-
-def _with_infinity(x: Any, generator: torch.Generator, spread: float) -> Any:
-    """Draw as above, with one negative infinity in the second half of the memory: time goes on there."""
-    if not (isinstance(x, torch.Tensor) and x.is_floating_point() and x.numel()):
-        return x
     values = spread * torch.randn(x.shape, generator=generator)
-    at = int(torch.randint(x.numel() // 2, x.numel(), (), generator=generator))
-    values.view(-1)[at] = -math.inf
+    sign = _sign(x) if signed else 0
+    if sign:
+        values = sign * values.abs()
+    if infinity and x.numel():
+        at = int(torch.randint(x.numel() // 2, x.numel(), (), generator=generator))
+        values.view(-1)[at] = (sign or -1) * math.inf
     return _like(x, values)
+
+
+def _sign(x: torch.Tensor) -> int:
+    """Return the sign that all elements have, as far as they are not zero; 0 if there are two signs, or none."""
+    positive, negative = (bool(some.any()) for some in (~(x <= 0), ~(x >= 0)))
+    return int(positive) - int(negative)
 
 
 def _integers(x: Any, terms: int, generator: torch.Generator) -> Any:

@@ -92,7 +92,7 @@ def by_case(findings, verdict):
 
 def test_what_is_right(installed):
     installed(RIGHT)
-    findings = audit.audit("cpu")
+    findings = list(audit.audit("cpu"))
     assert by_case(findings, "wrong") == set()
     right = [f for f in findings if f.verdict == "right"]
     assert {f.function for f in right} == {
@@ -113,7 +113,7 @@ def test_what_is_right(installed):
 def test_what_is_wrong(installed, bug):
     file, source, cases = PLANTED[bug]
     installed({file: source})
-    findings = audit.audit("cpu")
+    findings = list(audit.audit("cpu"))
     assert by_case(findings, "wrong") == cases
     assert by_case(findings, "right") or bug == "the last tokens are not written"
 

@@ -3,6 +3,7 @@
 import torch
 
 import refold
+from refold.compiler.dynamo.body import differentiable
 from refold.compiler.recurrence.vectorize import Emitter
 
 
@@ -36,4 +37,5 @@ def emitted(scan, *operands):
     results = scan(emit, *nodes)
     graph.erase_node(anchor)
     graph.output(tuple(results))
+    differentiable(graph)
     return torch.fx.GraphModule({}, graph)(*operands)

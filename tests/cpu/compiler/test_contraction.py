@@ -104,6 +104,31 @@ def test_einsum_without_repeats_stays(rewritten):
     assert outcome.names == []
 
 
+MEANS = {
+    "of_repeated_sums": (lambda x: x.sum(-1).repeat_interleave(4, dim=1).mean(1), [(2, 3, 16)]),
+    "of_repeated_dot_products": (lambda q, k: (q * k).sum(-1).repeat_interleave(4, dim=1).mean(1), [(2, 3, 16)] * 2),
+}
+
+
+@pytest.mark.parametrize("name", MEANS)
+def test_a_mean_divides_by_its_own_length_only(rewritten, name):
+    fn, shapes = MEANS[name]
+    outcome = rewritten(fn, *(torch.randn(shape) for shape in shapes))
+    assert "recover contraction" in outcome.names
+    assert outcome.worst() < 1e-6
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_a_slice_to_size_one_can_be_repeated(rewritten, weighted):
+    def fn(x, w):
+        y = x[:, None].expand(-1, 8, -1)[:, :, :1].expand(-1, -1, 5)
+        return (y * w).sum(-1) if weighted else y.sum(-1)
+
+    outcome = rewritten(fn, torch.randn(4, 6), torch.randn(5))
+    assert outcome.names
+    assert outcome.worst() < 1e-6
+
+
 def test_the_same_tensor_twice_is_not_its_diagonal(rewritten):
     outcome = rewritten(lambda x: (x[:, None, :] * x[None, :, :]).sum(-1), torch.randn(6, 6))
     assert outcome.names == ["recover contraction"]
@@ -162,6 +187,16 @@ def test_other_floating_dtypes(rewritten, dtype):
     outcome = rewritten(SPELLINGS["none_index"], x, y)
     assert outcome.names == ["recover contraction"]
     assert outcome.worst() <= (8 + K**0.5 / 2) * unit_roundoff(dtype)
+
+
+def test_half_precision_does_not_overflow_where_the_original_does_not(rewritten):
+    x, y = (torch.full((8, 4096), 100.0, dtype=torch.float16) for _ in range(2))
+    scaled = rewritten(lambda x, y: (x[:, None] * 1e-4 * y[None]).sum(-1), x, y)
+    assert scaled.names == ["recover contraction"]
+    mean = rewritten(lambda x, y: (x[:, None] * y[None]).mean(-1), x, y)
+    for outcome in (scaled, mean):
+        assert bool(outcome.before[0].isfinite().all())
+        assert outcome.worst() < 0.01
 
 
 @pytest.mark.parametrize("layout", ["transposed", "expanded", "offset", "strided"])

@@ -124,6 +124,39 @@ def test_growth_and_strong_decay_in_one_chunk():
     close(got, [x.float() for x in want], CHUNK + 3)
 
 
+@pytest.mark.parametrize("at", [[0], [5], [CHUNK], [2, 3, 4, CHUNK + 1], list(range(2 * CHUNK))], ids=str)
+def test_a_decay_of_zero_forgets(at):
+    q, k, v, gate = (x[:, :, 0] for x in inputs(2 * CHUNK + 3))
+    logs = (-gate.abs()).index_fill(1, torch.tensor(at), -torch.inf)
+    leaves = [x.requires_grad_() for x in (q, k, v, logs, torch.ones(2, K, V))]
+    got = emitted(keyed_scan, *leaves)
+    want = sequential(*(x.double() for x in leaves))
+    close(got, [x.float() for x in want], 2 * CHUNK)
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("which", range(4), ids=["query", "key", "value", "decay"])
+def test_what_is_not_finite_stays_in_its_time_and_channel(which, bad):
+    """Padding behind 20 steps, in all channels or in one; results and gradients that eager has stay as they are."""
+    given = [x[:, :, 0].clone() for x in inputs(2 * CHUNK + 3)]
+    given[3] = -given[3].abs()
+    for channels in (slice(None), slice(1, 2)):
+        args = [x.clone() for x in given]
+        args[which][:, 20:, channels] = bad
+        runs = []
+        for scan in (
+            lambda *xs: sequential(*xs, torch.zeros(2, K, V)),
+            lambda *xs: emitted(lambda *g: keyed_scan(*g, None), *xs),
+        ):
+            leaves = [x.clone().requires_grad_() for x in args]
+            y, _ = scan(*leaves)
+            gradients = torch.autograd.grad(y[:, :20].sum(), leaves)
+            runs.append([y.detach(), *(g[:, :20] for g in gradients)])
+        for want, got in zip(*runs, strict=True):
+            assert torch.equal(want.isfinite(), got.isfinite())
+            close([got.nan_to_num(0, 0, 0)], [want.nan_to_num(0, 0, 0)], 2 * CHUNK)
+
+
 def negative_gate(q, k, v, gate):
     s, out = torch.zeros(q.shape[0], H, K, v.shape[-1]), []
     for t in range(q.shape[1]):

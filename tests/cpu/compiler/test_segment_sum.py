@@ -32,6 +32,20 @@ def test_where_spelled_the_other_way_round(rewritten):
 
 
 @pytest.mark.parametrize(
+    "numbers", [[-torch.inf], [torch.nan], [-torch.inf, torch.nan], [torch.inf, -torch.inf]], ids=str
+)
+def test_what_is_not_finite_is_so_in_its_segments_only(rewritten, numbers):
+    a = torch.randn(2, 24)
+    a[0, torch.arange(len(numbers)) * 7 + 5] = torch.tensor(numbers)
+    outcome = rewritten(segment_sum, a)
+    assert outcome.names == ["difference segment sums"]
+    (want,), (got,) = outcome.before, outcome.after
+    assert torch.equal(want.isfinite(), got.isfinite())
+    assert torch.equal(want == -torch.inf, got == -torch.inf) or torch.inf in numbers
+    assert torch.allclose(want[want.isfinite()], got[got.isfinite()], atol=1e-5)
+
+
+@pytest.mark.parametrize(
     "fn",
     [
         lambda a: segment_sum(a, diagonal=0),

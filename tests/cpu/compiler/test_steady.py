@@ -142,3 +142,16 @@ def test_wrong_ones_are_refused(monkeypatch):
     with torch.no_grad():
         close(flat(run(*inputs())), flat(s4d(*inputs())))
     assert operators(run) == ["linear_scan"]
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_what_is_not_finite_stays_in_its_time_and_column(bad):
+    steps = CHUNK + 9
+    q, k, a = (torch.randn(1, N) for _ in range(3))
+    x = torch.randn(1, steps, 3)
+    x[:, 20:, 1] = bad
+    y, last = emitted(lambda *xs: steady_scan(*xs, None), q, k, a.sigmoid(), x)
+    assert bool(y[:, :20].isfinite().all())
+    assert bool(y[:, :, [0, 2]].isfinite().all())
+    assert not bool(y[:, 20:, 1].isfinite().any())
+    assert torch.equal(last.isfinite(), torch.tensor([True, False, True]).expand(1, N, 3))

@@ -180,3 +180,101 @@ def test_random_parameters_fit_their_layout(directory: Path) -> None:
     config = read_config(directory)
     params = random_params(config)
     assert params["layers"]["in_proj"].shape == (2, 74, 16)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "int64", "bool", "complex64", "float8_e4m3fn"])
+def test_weights_that_are_no_floats_are_refused(directory: Path, dtype: str) -> None:
+    from safetensors.torch import load_file, save_file
+
+    tensors, name = load_file(directory / "model.safetensors"), "backbone.layers.1.mixer.in_proj.weight"
+    tensors[name] = tensors[name].to(getattr(torch, dtype))
+    save_file(tensors, directory / "model.safetensors")
+    with pytest.raises(CheckpointError, match=rf"{name} is stored as .*; weights must be float64, float32"):
+        load_checkpoint(directory)
+    (directory / "model.safetensors").unlink()
+    torch.save(tensors, directory / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match=rf"{name} is stored as {dtype}"):
+        load_checkpoint(directory)
+
+
+def test_layers_of_different_dtypes_are_refused_unless_one_is_named(directory: Path) -> None:
+    def edit(tensors) -> None:
+        name = "backbone.layers.0.mixer.in_proj.weight"
+        tensors[name] = tensors[name].astype(np.float16)
+
+    change(directory, edit)
+    with pytest.raises(CheckpointError, match=r"layers.0.mixer.in_proj.weight is float16, but .*layers.1.* is float32"):
+        load_checkpoint(directory)
+    assert load_checkpoint(directory, "float32")[1]["layers"]["in_proj"].dtype == np.float32
+
+
+def test_pickles_of_anything_but_names_and_dense_tensors_are_refused(directory: Path) -> None:
+    (directory / "model.safetensors").unlink()
+    for content in ({1: torch.ones(1)}, [torch.ones(1)], {"a": {"b": torch.ones(1)}}, {"a": torch.eye(2).to_sparse()}):
+        torch.save(content, directory / "pytorch_model.bin")
+        with pytest.raises(CheckpointError, match="dictionary of names and dense tensors"):
+            load_checkpoint(directory)
+
+
+@pytest.mark.parametrize(
+    "index",
+    ["[]", "null", "{", '{"weight_map": [1]}', '{"weight_map": {"a": 1}}', '{"weight_map": {"a": null}}', "\xff"],
+)
+def test_an_index_that_is_none(directory: Path, index: str) -> None:
+    (directory / "model.safetensors").unlink()
+    (directory / "model.safetensors.index.json").write_bytes(index.encode("latin-1"))
+    with pytest.raises(CheckpointError, match=r"model.safetensors.index.json"):
+        load_checkpoint(directory)
+
+
+@pytest.mark.parametrize("shard", ["../x.safetensors", "/etc/hostname", "a/b.safetensors", "..", "", "..\\x"])
+def test_an_index_does_not_point_outside(directory: Path, shard: str) -> None:
+    (directory / "model.safetensors").unlink()
+    (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": shard}}))
+    with pytest.raises(CheckpointError, match="a shard must be a file beside the index"):
+        load_checkpoint(directory)
+
+
+IMPOSSIBLE = [
+    ("num_hidden_layers", 10**6), ("num_hidden_layers", 10**18), ("num_hidden_layers", 10**400), ("hidden_size", True),
+    ("n_groups", 2.0), ("n_groups", "24"), ("n_groups", [24]), ("n_groups", 3), ("time_step_limit", [1]),
+    ("time_step_limit", ["a", "b"]), ("time_step_limit", [{"x": 1}, 2]), ("time_step_limit", [2, 1]),
+    ("time_step_limit", 3), ("eos_token_id", "x"), ("eos_token_id", [1, [2]]), ("eos_token_id", -1),
+    ("model_type", ["a"]), ("model_type", "gpt"), ("layer_norm_epsilon", "x"), ("layer_norm_epsilon", float("nan")),
+    ("conv_kernel", 0), ("use_bias", "no"), ("tie_word_embeddings", 1), ("quantization_config", {"bits": 4}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("key", "value"), IMPOSSIBLE)
+def test_impossible_settings_are_refused_at_once(directory: Path, key: str, value: object) -> None:
+    settings(directory, **{key: value})
+    with pytest.raises(CheckpointError) as caught:
+        load_checkpoint(directory)
+    assert (
+        key in str(caught.value)
+        or "layers" in str(caught.value)
+        or "groups" in str(caught.value)
+        or key == "model_type"
+    )
+
+
+@pytest.mark.parametrize(("key", "value"), [("time_step_rank", "x"), ("expand", "x"), ("expand", 10**300)])
+def test_impossible_settings_of_mamba(tmp_path: Path, key: str, value: object) -> None:
+    raw = {
+        "model_type": "mamba",
+        "vocab_size": 8,
+        "hidden_size": 4,
+        "num_hidden_layers": 1,
+        "state_size": 2,
+        key: value,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    with pytest.raises(CheckpointError, match=f"{key}|intermediate_size"):
+        read_config(tmp_path)
+
+
+def test_a_configuration_that_is_a_directory(directory: Path) -> None:
+    (directory / "config.json").unlink()
+    (directory / "config.json").mkdir()
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        load_checkpoint(directory)

@@ -193,3 +193,38 @@ def test_conversation_of_another_model(generators, tmp_path) -> None:
         generators["mamba2"].load(tmp_path / "broken")
     with pytest.raises(ArgumentError, match="rows"):
         generators["mamba2"].read([[1], [2]], generators["mamba2"].read([[1]]))
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [("temperature", 1e-39), ("temperature", "x"), ("temperature", float("inf")), ("temperature", True), ("top_k", 2.5),
+     ("top_k", True), ("top_p", "x"), ("top_p", None), ("seed", 1.5), ("seed", -1)],
+)  # fmt: skip
+def test_sampling_refuses_by_name(setting: str, value: object) -> None:
+    with pytest.raises(ArgumentError, match=f"^{setting} must be"):
+        Sampling(**{setting: value})
+
+
+def test_stop_tokens_that_are_no_sequence(generators) -> None:
+    g = generators["mamba2"]
+    with pytest.raises(ArgumentError, match="stop_tokens must be a sequence of token ids; it is 54"):
+        next(g.stream(g.read([[1]]), 4, stop_tokens=54))
+
+
+@pytest.mark.parametrize("name", ["mamba2", "granite"])
+def test_a_damaged_conversation_is_refused(name: str, generators, tmp_path) -> None:
+    from safetensors.numpy import load_file, save_file
+
+    generators[name].read([[1, 2]]).save(tmp_path / "c")
+    whole = load_file(tmp_path / "c")
+    damaged = {"length": whole["length"] * 0 - 1, "logits": whole["logits"][:, 1:]}
+    if "k" in whole:
+        damaged |= {"k": whole["k"][:, :, 1:], "v": whole["v"][..., 1:]}
+    for part, array in damaged.items():
+        save_file({**whole, part: np.ascontiguousarray(array)}, tmp_path / "d")
+        with pytest.raises(CheckpointError, match=r"is damaged|another model"):
+            generators[name].load(tmp_path / "d")
+    for length in (np.zeros(0, np.int32), np.int32(1)):
+        save_file({**whole, "length": np.asarray(length)}, tmp_path / "d")
+        with pytest.raises(CheckpointError, match="it has no rows"):
+            generators[name].load(tmp_path / "d")

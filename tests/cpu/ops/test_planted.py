@@ -1,5 +1,7 @@
 """The contract must catch what goes wrong in kernels: deliberately wrong scans, each of which it has to refuse."""
 
+import itertools
+from collections.abc import Callable, Iterable, Iterator
 from types import ModuleType
 from typing import Any
 
@@ -7,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from refold.ops.spec import load
+from refold.ops.dispatch import BACKENDS
+from refold.ops.spec import Case, load
 from refold.ops.ssd import _torch as right
 from refold.ops.testing import CHECKS, check, problem
 from refold.ops.torch import registry as library
@@ -57,14 +60,135 @@ def planted(bug: str) -> Any:
     return ssd
 
 
+Gradients = dict[str, Tensor]
+
+
+def wrong_gradient(found: Gradients) -> Gradients:
+    return {**found, "B": 1.001 * found["B"]}
+
+
+def cancelling(found: Gradients) -> Gradients:
+    return {**found, "A": found["A"] + 1e-5 * found["A"].abs().max()}
+
+
+def leaking(found: Gradients) -> Gradients:
+    """Every token's gradient sees every other's, times zero."""
+    return {**found, "x": found["x"] + 0 * found["x"].sum(1, keepdim=True)}
+
+
+def backward(change: Callable[[Gradients], Gradients]) -> Any:
+    return lambda **inputs: change(right.ssd_backward(**inputs))
+
+
+def forward(change: Callable[..., tuple[Tensor, Tensor]]) -> Any:
+    return lambda **inputs: change(*right.ssd(**inputs), **inputs)
+
+
+def unlike_itself() -> Any:
+    """Return a scan whose result depends on how often it ran."""
+    counter = itertools.count()
+    return forward(lambda y, state, **_: (y * (1 + 1e-7 * next(counter)), state))
+
+
+def writing(y: Tensor, state: Tensor, x: Tensor, **_: Any) -> tuple[Tensor, Tensor]:
+    x[0, 0] = 0.0
+    return y, state
+
+
+def looking_ahead(y: Tensor, state: Tensor, x: Tensor, cu_seqlens: Tensor | None, **_: Any) -> tuple[Tensor, Tensor]:
+    y = y.clone()
+    y[:, :-1] += 1e-2 * x[:, 1:]
+    return y, state
+
+
+def of_first_sequence(**inputs: Any) -> tuple[Tensor, Tensor]:
+    """Every sequence of a pack begins with the first one's state."""
+    initial = inputs["initial_state"]
+    if inputs["cu_seqlens"] is None or initial is None:
+        return right.ssd(**inputs)
+    return right.ssd(**{**inputs, "initial_state": initial[:1].expand_as(initial)})
+
+
+def of_chunk(**inputs: Any) -> tuple[Tensor, Tensor]:
+    """Chunks of three tokens lose a digit."""
+    y, state = right.ssd(**inputs)
+    return (y * 1.001, state) if inputs["chunk_size"] == 3 else (y, state)
+
+
+def without_limits(**inputs: Any) -> tuple[Tensor, Tensor]:
+    low, high = inputs["dt_limit"]
+    return right.ssd(**{**inputs, "dt_limit": (low if low > 0 else -float("inf"), high)})
+
+
+def padded_with_zeros(**inputs: Any) -> tuple[Tensor, Tensor]:
+    """Tokens that fill a chunk have the rate too: -inf times a step of zero."""
+    y, state = right.ssd(**inputs)
+    return y, state + (0 * inputs["A"])[:, None, None]
+
+
+def by_default(**inputs: Any) -> tuple[Tensor, Tensor]:
+    y, state = right.ssd(**inputs)
+    return y, state.to(torch.get_default_dtype())
+
+
+def once_more(**inputs: Any) -> tuple[Tensor, Tensor]:
+    y, state = right.ssd_step(**inputs)
+    return y, 1.001 * state
+
+
+WRONG: dict[str, dict[str, Any]] = {
+    "chunk border": {"ssd": planted("chunk border")},
+    "tail mask": {"ssd": planted("tail mask")},
+    "transposed state": {"ssd": planted("transposed state")},
+    "low precision": {"ssd": planted("low precision")},
+    "initial state": {"ssd": planted("initial state")},
+    "wrong gradient": {"ssd_backward": backward(wrong_gradient)},
+    "ten roundings": {"ssd": forward(lambda y, state, **_: (y * (1 + 1e-6), state))},
+    "cancelling gradient": {"ssd_backward": backward(cancelling)},
+    "lower limit": {"ssd": without_limits},
+    "zero times -inf": {"ssd": padded_with_zeros},
+    "zero times NaN": {"ssd": forward(lambda y, state, **_: (y + 0 * y.sum(1, keepdim=True), state))},
+    "zero times NaN in a gradient": {"ssd_backward": backward(leaking)},
+    "default dtype": {"ssd": by_default},
+    "another time another result": {"ssd": unlike_itself()},
+    "inputs are written": {"ssd": forward(writing)},
+    "sequences share a state": {"ssd": of_first_sequence},
+    "looks ahead": {"ssd": forward(looking_ahead)},
+    "chunk size": {"ssd": of_chunk},
+    "step": {"ssd_step": once_more},
+}
+REFUSES = {
+    "values": ["chunk border", "tail mask", "transposed state", "low precision", "initial state"],
+    "gradients": ["wrong gradient"],
+    "no_worse_than_torch": ["ten roundings"],
+    "raw_steps": ["lower limit"],
+    "strong_decays": ["cancelling gradient"],
+    "zero_decay": ["zero times -inf"],
+    "nonfinite": ["zero times NaN"],
+    "nonfinite_gradients": ["zero times NaN in a gradient"],
+    "surroundings": ["default dtype"],
+    "repeatable": ["another time another result", "inputs are written"],
+    "split": ["initial state"],
+    "packed": ["sequences share a state"],
+    "causal": ["looks ahead"],
+    "chunk_size": ["chunk size"],
+    "steps": ["step"],
+}
+"""Every check of the contract, and what it must refuse."""
+
+
 @pytest.fixture
-def plant(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Return a function that puts a bug into a copy of the torch backend and has dispatch run it."""
+def plant(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Return a function that offers a copy of the torch backend with a bug in it as the backend ``planted``."""
 
     def install(bug: str) -> None:
-        module = ModuleType("planted")
-        module.__dict__.update({"ssd": planted(bug), "ssd_backward": right.ssd_backward, "ssd_step": right.ssd_step})
-        monkeypatch.setattr(library, "resolve", lambda *args: module)
+        module, resolve = ModuleType("planted"), library.resolve
+        module.__dict__.update({name: getattr(right, name) for name in ("ssd", "ssd_backward", "ssd_step")})
+        module.__dict__.update(WRONG.get(bug, {"ssd": planted("")}))
+        monkeypatch.setitem(BACKENDS, "planted", "torch")
+        monkeypatch.setattr(
+            library, "resolve", lambda spec, meta, name: module if name == "planted" else resolve(spec, meta, name)
+        )
         for spec_runner in library.RUNNERS.values():
             monkeypatch.setattr(spec_runner, "found", {})
             monkeypatch.setattr(spec_runner, "known", {})
@@ -73,31 +197,27 @@ def plant(monkeypatch: pytest.MonkeyPatch) -> Any:
     return install
 
 
-def refusals() -> list[str]:
-    """Return the checks and cases on which the contract refuses what runs as the torch backend."""
-    spec, found = load("ssd"), []
-    for case in spec.cases():
-        for name in ("values", "split", "steps"):
-            try:
-                check(name, problem(spec, case), "torch")
-            except AssertionError:
-                found.append(f"{name}[{case.name}]")
-    return found
+def refusals(name: str, cases: Iterable[Case]) -> Iterator[str]:
+    """Yield the cases on which a check refuses the planted backend."""
+    for case in cases:
+        try:
+            check(name, problem(load("ssd"), case), "planted")
+        except AssertionError:
+            yield case.name
 
 
-BUGS = ["chunk border", "tail mask", "transposed state", "low precision", "initial state"]
-
-
-@pytest.mark.parametrize("bug", BUGS)
-def test_planted_bug_is_refused(plant: Any, bug: str) -> None:
+@pytest.mark.parametrize(("name", "bug"), [(name, bug) for name, bugs in REFUSES.items() for bug in bugs])
+def test_planted_bug_is_refused(plant: Callable[[str], None], name: str, bug: str) -> None:
     plant(bug)
-    assert refusals(), f"the contract let {bug!r} pass"
+    assert next(refusals(name, load("ssd").cases()), None), f"the check {name} let {bug!r} pass"
 
 
-def test_the_same_loop_without_a_bug_passes(plant: Any) -> None:
+def test_the_same_loop_without_a_bug_passes(plant: Callable[[str], None]) -> None:
     plant("")
-    assert refusals() == []
+    for name in ("values", "split", "steps"):
+        assert not list(refusals(name, load("ssd").cases()))
 
 
-def test_checks_are_all_run_by_the_contract() -> None:
-    assert {"values", "split", "steps"} <= set(CHECKS)
+def test_every_check_refuses_something() -> None:
+    assert set(REFUSES) == set(CHECKS)
+    assert {bug for bugs in REFUSES.values() for bug in bugs} == set(WRONG)

@@ -1,10 +1,13 @@
 """Wrong torch arguments, and what may not be read from them."""
 
+import numpy as np
 import pytest
 import torch
 
 import refold.ops as ops
 from refold.errors import ArgumentError, BackendUnsupported, DeviceError, DtypeError, ShapeError
+from refold.ops.spec import all_specs
+from refold.ops.testing import problem
 
 
 def arrays(t: int = 6) -> dict[str, torch.Tensor]:
@@ -101,3 +104,47 @@ def test_state_dtype(state_dtype: torch.dtype) -> None:
         x, x, -torch.ones(3, 4), torch.ones(1, 6, 4), torch.ones(1, 6, 4), state_dtype=state_dtype
     )
     assert state.dtype == state_dtype
+
+
+LAYOUTS = {
+    "nested": lambda a: torch.nested.nested_tensor([a]),
+    "nested, jagged": lambda a: torch.nested.nested_tensor([a], layout=torch.jagged),
+    "sparse_coo": lambda a: a.to_sparse(),
+    "sparse_csr": lambda a: a.reshape(len(a), -1).to_sparse_csr(),
+    "_mkldnn": lambda a: a.to_mkldnn(),
+}
+SPECS = {spec.name: spec for spec in all_specs()}
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors", "ignore:Sparse CSR tensor support")
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", [*SPECS, "ssd_step_"])
+def test_tensors_that_are_not_dense(name: str, layout: str) -> None:
+    """Also after a call of the same shapes: what remembers calls must not ask such a tensor for its strides."""
+    spec = SPECS[name.removesuffix("_") if name == "ssd_step_" else name]
+    case = spec.cases()[0]
+    given = {k: torch.from_numpy(a).float() for k, a in problem(spec, case).arrays.items()}
+    options = dict(case.options) | {arg.name: None for arg in spec.args if arg.name not in given}
+    function = getattr(ops, name)
+    for argument in [None, *given]:
+        if argument is None:
+            function(**given, **options)
+            continue
+        bad = {**given, argument: LAYOUTS[layout](given[argument])}
+        with pytest.raises(
+            ArgumentError, match=rf"{argument} must be a dense tensor; it is {layout.partition(',')[0]}"
+        ):
+            function(**bad, **options)
+        with pytest.raises(ArgumentError, match="must be a dense tensor"):
+            ops.explain(spec.name, **bad, **options)
+
+
+def test_numbers_of_numpy_and_integers_are_options() -> None:
+    x = torch.rand(2, 6, 4)
+    assert torch.equal(
+        ops.gated_rmsnorm(x, None, x[0, 0], eps=0), ops.gated_rmsnorm(x, None, x[0, 0], eps=np.float64(0.0))
+    )
+    assert torch.equal(ops.linear_scan(x, x, reverse=np.bool_(True))[0], ops.linear_scan(x, x, reverse=True)[0])
+    ops.ssd(**arrays(), chunk_size=np.int64(2))
+    with pytest.raises(ArgumentError, match="reverse must be a bool"):
+        ops.linear_scan(x, x, reverse=1)

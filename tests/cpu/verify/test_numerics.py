@@ -164,6 +164,25 @@ def by_differences(where):
     return scan
 
 
+@pytest.mark.parametrize("multilinear", [False, True])
+def test_random_inputs_of_a_nonlinear_program_keep_the_signs_of_the_real_ones(multilinear):
+    seen = []
+    actual = [-torch.rand(4, 8), torch.rand(4, 8).relu(), torch.randn(4, 8), torch.zeros(4, 8)]
+
+    def program(*xs):
+        return sum(x.double() for x in xs).float()
+
+    def candidate(*xs):
+        seen.append(xs)
+        return program(*xs)
+
+    check(program, candidate, program, actual, actual, terms=4, multilinear=multilinear)
+    normal = seen[1]
+    signs = [(bool((x > 0).any()), bool((x < 0).any())) for x in normal]
+    both = (True, True)
+    assert signs == ([both] * 4 if multilinear else [(False, True), (True, False), both, both])
+
+
 @pytest.mark.parametrize(("where", "kept"), [("after", False), ("weights", False), ("products", True)])
 def test_a_candidate_must_be_finite_where_the_original_is(where, kept):
     like = [torch.randn(12, 4), torch.randn(12, 4)]

@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ..ir.index import arg, is_tensor, known, value
 from ..recurrence.affine import Affine, Carries, Loop
 from ..recurrence.vectorize import NotALoop, Value, run
-from .induction_variable import StepNumber
+from .induction_variable import StepNumber, depends_on_step
 from .loop import LiftedLoop
 from .step_arithmetic import OF_TENSORS, Counting, is_number
 
@@ -255,6 +255,9 @@ class Body(Carries):
         return self.initial[x]
 
     def _value(self, node: Node) -> Value | Affine:
+        size = node.meta.get("val")
+        if isinstance(size, torch.SymInt) and not depends_on_step(size):
+            return Value(size)
         if node in self.written:
             raise NotALoop("a step reads a tensor that steps write to")
         if node in self.carried and self.carried[node] is not node:

@@ -61,7 +61,7 @@ class StepNumber:
         return min((self._first_failure(guard, most) for guard in known), default=most)
 
     def hold(self, count: Any) -> bool:
-        """Tell whether all guards hold at ``count`` steps, a symbol; what that takes of sizes is guarded from now on."""
+        """Tell whether all guards hold at ``count`` steps, a symbol; what that asks of sizes is guarded then."""
         return all(self._holds(self.env.replace(guard), count) for guard in self.guards)
 
     def _holds(self, guard: Any, count: Any) -> bool:

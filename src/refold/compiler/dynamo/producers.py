@@ -62,7 +62,7 @@ def _is_elementwise(node: Node, changed: set[Any]) -> bool:
     if example.requires_grad != any(x.requires_grad for x in tensors[1:]):  # detached, or without gradients
         return False
     operations = Operations()
-    with torch.no_grad(), example.fake_mode, operations:
+    with torch.no_grad(), example.fake_mode, operations:  # type: ignore[attr-defined]
         args, kwargs = map_arg((node.args, node.kwargs), lambda x: twin(x.meta["example_value"]))
         operations.seen.clear()
         if node.op == "call_method":

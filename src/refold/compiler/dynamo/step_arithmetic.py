@@ -16,6 +16,7 @@ from torch.fx import Node
 
 from ..ir.index import is_tensor, value
 from ..recurrence.vectorize import Emitter, NotALoop, Value
+from .induction_variable import depends_on_step
 
 aten = torch.ops.aten
 
@@ -55,7 +56,8 @@ OF_TENSORS = {
 
 def is_number(x: Any) -> bool:
     """Tell whether a node is a number that a step computes."""
-    return isinstance(x, Node) and isinstance(x.meta.get("val"), tuple(_KINDS))
+    val = x.meta.get("val") if isinstance(x, Node) else None
+    return isinstance(val, tuple(_KINDS)) and (not isinstance(val, torch.SymInt) or depends_on_step(val))
 
 
 class Counting:

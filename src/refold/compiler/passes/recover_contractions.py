@@ -37,6 +37,7 @@ from ..ir.rewrite import Rewrite, replace_node
 aten = torch.ops.aten
 
 SUMS = (aten.sum.dim_IntList, aten.sum.default, aten.mean.dim, aten.mean.default)
+_MEANS = (aten.mean.dim, aten.mean.default)
 MATMULS = (aten.mm.default, aten.bmm.default)
 # A product must shrink at least this much for an existing matmul, or a sum without one, to be redone.
 WORTHWHILE = 2
@@ -166,6 +167,10 @@ class _Plan:
     def lower(self, build: Builder) -> Node:
         """Insert the matrix products and lay the result out as the root had it."""
         operands = [operand(build, factor) for factor in self.product.factors]
+        # Half precision overflows early: what makes a product smaller does so before it is summed.
+        shrinks = abs(self.scale) < 1 and value(self.root).dtype == torch.float16
+        if shrinks:
+            operands[0].node = build.call(aten.mul.Tensor, (operands[0].node, self.scale))
         out = [axis for axis in layout(self.product) if axis in self.product.present()]
         for group in self.path:
             chosen = [operands[i] for i in group]
@@ -174,9 +179,9 @@ class _Plan:
             operands.append(contract(build, chosen, keep, out))
         (result,) = operands
         x = _sum_out(build, result, set(out))
-        if self.scale != 1.0:
+        if self.scale != 1.0 and not shrinks:
             x = Operand(build.call(aten.mul.Tensor, (x.node, self.scale)), x.axes)
-        if self.root.target in (aten.mean.dim, aten.mean.default):
+        if self.root.target in _MEANS:
             count = build.product([value(arg(self.root, 0)).shape[dim] for dim in sum_dims(self.root)])
             x = Operand(build.call(aten.div.Tensor, (x.node, count)), x.axes)
         return lay_out(build, x, self.product)
@@ -188,6 +193,10 @@ def _plan(root: Node, product: Product) -> _Plan | None:
     present = product.present()
     absent = [axis.size for axis in bound if axis not in present]
     if not bound or not all(isinstance(size, int) for size in absent):
+        return None
+    if (
+        root.target in _MEANS and value(root).dtype == torch.float16
+    ):  # ATen sums it in float32, and divides before rounding
         return None
     everything = {*bound, *(axis for label in product.labels for axis in resolve(label))}
     out = [axis for axis in layout(product) if axis in present]

@@ -26,7 +26,8 @@ _SAME = (aten.clone.default, aten.alias.default, aten.detach.default)
 # Views: of a carry only those may occur that add or drop axes of size one, or take all of an axis.
 _VIEWS = (
     aten.expand.default, aten.view.default, aten._unsafe_view.default, aten.reshape.default,
-    aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.squeeze.default, aten.slice.Tensor, aten.select.int,
+    aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.squeeze.default, aten.slice.Tensor,
+    aten.select.int,
 )  # fmt: skip
 
 
@@ -67,7 +68,8 @@ class Loop:
     def described(self) -> str:
         """What it is, for a person."""
         steps = self.length if isinstance(self.length, int) else "any number of"
-        return f"{steps} steps of a state of {' x '.join(map(str, value(self.steps[0]).shape)) or 1} as one {self.operator}"
+        sizes = [str(size) if isinstance(known(size), int) else "any" for size in value(self.steps[0]).shape]
+        return f"{steps} steps of a state of {' x '.join(sizes) or 1} as one {self.operator}"
 
 
 @dataclass(frozen=True)
@@ -255,7 +257,8 @@ class Carries:
         """Compute all states at once, and note what each step read."""
         emit, like, count = self.emit, loop.steps[-1], loop.length
         val = value(like)
-        if not (val.is_floating_point() and all(isinstance(size, int) for size in val.shape)):
+        static = loop.count is not None or all(isinstance(size, int) for size in val.shape)
+        if not (val.is_floating_point() and static):
             raise NotALoop("the carry is not a floating-point tensor of known shape")
         initial = self._tensor(loop.initial, like)
         shape = [count, *val.shape]

@@ -16,10 +16,30 @@ SHORTEST = 8
 def serial_loops(graph: Graph) -> list[str]:
     """Describe chains of at least `SHORTEST` operations from one source line that depend on one another.
 
-    Views do not count: one line can well be rewritten to many of them, one after another.
-
     Returns:
         One sentence a loop: the line, the trip count, and what a step costs in launches.
+    """
+    return [
+        f"{line} ({steps} steps one after another, {launches // steps} operations a step)"
+        for line, (steps, launches) in _chains(graph).items()
+    ]
+
+
+def unrolled_operations(graph: Graph) -> int:
+    """Return how many operations the lines of such chains compute, if their steps are steps in time.
+
+    Layers are chains of one line, too, but each has parameters of its own: then there are more inputs than steps.
+    """
+    inputs = len(graph.find_nodes(op="placeholder"))
+    chains = {line for line, (steps, _) in _chains(graph).items() if steps > inputs}
+    nodes = [node for node in graph.nodes if node.op == "call_function"]
+    return sum(source_line(node) in chains for node in nodes) if chains else 0
+
+
+def _chains(graph: Graph) -> dict[str, tuple[int, int]]:
+    """Find the lines of chains: how many operations are one after another, and how many there are.
+
+    Views do not count: one line can well be rewritten to many of them, one after another.
     """
     groups: dict[tuple[str, str], list[Node]] = defaultdict(list)
     for node in graph.nodes:
@@ -38,7 +58,4 @@ def serial_loops(graph: Graph) -> list[str]:
         if longest >= SHORTEST:
             steps, launches = found.get(line, (0, 0))
             found[line] = (max(steps, longest), launches + len(nodes))
-    return [
-        f"{line} ({steps} steps one after another, {launches // steps} operations a step)"
-        for line, (steps, launches) in found.items()
-    ]
+    return found

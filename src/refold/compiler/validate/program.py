@@ -14,10 +14,10 @@ from torch.fx import GraphModule
 from ...report import GraphReport
 from ...verify import median_ms, race
 from ...verify.memory import available_bytes, peak_bytes
-from ..dynamo.loop import unrolled_size
+from ..compile_time import RIVAL_S, unrolled_seconds
 from ..inductor import Compiled, apart, clone_inputs, inductor, standalone
 from ..ir.cost import Cost, clearly_less
-from .region import INDUCTOR_NODES, Settings, first_times, undisturbed_rng
+from .region import Settings, first_times, undisturbed_rng
 from .whole import compare
 
 log = logging.getLogger("refold")
@@ -64,10 +64,12 @@ def last_word(
         originals["eager"] = gm
     else:
         entry.notes.append("eager was not timed: it does not fit in memory")
-    size = unrolled_size(gm)
-    unrolled = size > INDUCTOR_NODES and any(row.name == "roll up loop" for row in entry.applied)
+    seconds = unrolled_seconds(gm, entry.mode)
+    unrolled = seconds > RIVAL_S
     if "eager" in originals and unrolled:
-        entry.notes.append(f"torch.compile was not timed: an unrolled loop of {size} nodes takes it minutes")
+        entry.notes.append(
+            f"torch.compile was not timed: to compile the unrolled loop would take it about {seconds:.0f} s"
+        )
     elif settings.accept == "faster" or not originals:
         _add_plain(originals, gm, inputs, options, entry)
     if settings.verify != "off" and (reason := _compared(rewritten, gm, originals, inputs, entry)):

@@ -17,6 +17,7 @@ from torch.utils.flop_counter import flop_registry
 from ...verify import Evidence, KindResult, Program, Race, check, race
 from ...verify.memory import available_bytes
 from ...verify.timing import DELTA, once_ms
+from ..compile_time import RIVAL_S, inductor_seconds
 from ..inductor import duplicate, standalone
 from ..ir.builder import same_strides
 from ..ir.cost import clearly_less, concrete, graph_cost, node_cost
@@ -29,8 +30,6 @@ log = logging.getLogger("refold")
 
 # A region may take this many seconds of pair timing before the race is called.
 RACE_BUDGET_S = 5.0
-# Inductor needs minutes for more nodes than these: an unrolled loop of that length is raced as eager runs it.
-INDUCTOR_NODES = 1000
 
 
 @dataclass(frozen=True)
@@ -43,6 +42,7 @@ class Settings:
         strict: Raise refold's own errors instead of falling back with a warning.
         loops: ``capture`` traces the body of a long loop once; ``unroll`` lets Dynamo execute every step.
         options: Options passed on to Inductor.
+        compile_budget: How many seconds Inductor may take, as estimated, for loops that nobody can rewrite.
         cache: Where decisions are kept: True for the default folder, False for nowhere, or a folder.
         plan: Decisions to replay: a report, its data, or a file.
     """
@@ -52,6 +52,7 @@ class Settings:
     strict: bool = False
     loops: str = "capture"
     options: Mapping[str, Any] | None = None
+    compile_budget: float = 60.0
     cache: Any = True
     plan: Any = None
 
@@ -218,7 +219,7 @@ def _race(
         otherwise = None if rival is None else compile_or_none(rival, inputs, options)
         if otherwise is not None:
             originals["its other rewrites"] = lambda: otherwise(*inputs)
-        elif rewrite.size <= INDUCTOR_NODES and not (originals and _one_library_call(rewrite.original)):
+        elif inductor_seconds(rewrite.size) <= RIVAL_S and not (originals and _one_library_call(rewrite.original)):
             compiled = compile_or_none(rewrite.original, inputs, options)
             if compiled is not None:
                 originals["torch.compile"] = lambda: compiled(*inputs)
@@ -242,7 +243,7 @@ def _one_library_call(gm: GraphModule) -> bool:
 
 def _rival(rewrite: Rewrite) -> GraphModule | None:
     """Return what the pipeline makes of the region without this rewrite; None if nothing."""
-    if len(rewrite.original.graph.nodes) > INDUCTOR_NODES:
+    if inductor_seconds(len(rewrite.original.graph.nodes)) > RIVAL_S:
         return None
     twin = duplicate(rewrite.original)
     (root,) = twin.graph.output_node().all_input_nodes

@@ -151,7 +151,8 @@ def _selective_scan_bwd_lanes_kernel(
     offs_n = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, cn))
     offs_state = (origin + in_block)[:, None] * dstate + offs_n[None, :]
     mask = (in_block < left)[:, None] & (offs_n >= 0)[None, :]
-    A = gl.load(A_ptr + offs_state, mask=mask, other=0.0).to(gl.float32) * 1.4426950408889634
+    A = gl.load(A_ptr + offs_state, mask=mask, other=0.0).to(gl.float32)
+    A = gl.where(A < -1e38, -1e38, A) * 1.4426950408889634  # -inf times the zero step of padding is NaN
     offs_t = gl.arange(0, TOKENS, layout=gl.SliceLayout(1, tc))
     offs_g = gl.arange(0, GROUP, layout=gl.SliceLayout(1, tc))
     offs_c = gl.arange(0, BLOCK_D, layout=gl.SliceLayout(0, tc))

@@ -194,7 +194,8 @@ def _selective_scan_fwd_lanes_kernel(
     offs_n = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, cn))
     offs_state = offs_d[:, None] * dstate + offs_n[None, :]
     mask = (offs_d < channels)[:, None] & (offs_n >= 0)[None, :]
-    A = gl.load(A_ptr + offs_state, mask=mask, other=0.0).to(gl.float32) * 1.4426950408889634
+    A = gl.load(A_ptr + offs_state, mask=mask, other=0.0).to(gl.float32)
+    A = gl.where(A < -1e38, -1e38, A) * 1.4426950408889634  # -inf times the zero step of padding is NaN
     state = gl.zeros([BLOCK_D, BLOCK_N], gl.float32, layout=cn)
     row = pid_k * nsegments * channels
     if not LOCAL:

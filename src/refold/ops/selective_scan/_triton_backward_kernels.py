@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 
 from refold.ops.selective_scan._triton_kernels import _token
-from refold.ops.ssd._triton_kernels import LOG2E, _exp2, _softplus
+from refold.ops.ssd._triton_kernels import LOG2E, _clip, _exp2, _softplus
 
 LN2 = tl.constexpr(0.6931471805599453)
 
@@ -49,7 +49,7 @@ def _selective_scan_bwd_segments_kernel(
     mask_n = offs_n < dstate
     mask = mask_d[:, None] & mask_n[None, :]
     offs_state = offs_d[:, None] * dstate + offs_n[None, :]
-    A = tl.load(A_ptr + offs_state, mask=mask, other=0.0).to(tl.float32) * LOG2E
+    A = _clip(tl.load(A_ptr + offs_state, mask=mask, other=0.0).to(tl.float32), -1e38, 1e38) * LOG2E
     bias = tl.zeros((BLOCK_D,), tl.float32)
     if dt_bias_ptr is not None:
         bias = tl.load(dt_bias_ptr + offs_d, mask=mask_d, other=0.0).to(tl.float32)
@@ -115,7 +115,7 @@ def _selective_scan_bwd_kernel(
     mask_n = offs_n < dstate
     mask = mask_d[:, None] & mask_n[None, :]
     offs_state = offs_d[:, None] * dstate + offs_n[None, :]
-    A = tl.load(A_ptr + offs_state, mask=mask, other=0.0).to(tl.float32) * LOG2E
+    A = _clip(tl.load(A_ptr + offs_state, mask=mask, other=0.0).to(tl.float32), -1e38, 1e38) * LOG2E
     bias = tl.zeros((BLOCK_D,), tl.float32)
     if dt_bias_ptr is not None:
         bias = tl.load(dt_bias_ptr + offs_d, mask=mask_d, other=0.0).to(tl.float32)

@@ -154,7 +154,7 @@ def _careful_jvp(chunk: int, primals: Any, tangents: Any) -> Any:
         found = jax.linear_transpose(jacobian, *clean)((dy, dfinal))
         # X is x times a step: a bad step spoils the gradient of x, and a bad x that of the step.
         of_x = spoiled["X"] | ~jnp.isfinite(operands[1])[..., None]
-        of_step = (spoiled["X"] | bad.X).any(-1)
+        of_step = (spoiled["X"] | _bad_x(bad, operands)).any(-1)
         marks = of_x, of_step, *(spoiled[name] for name in ("log_decay", "B", "C", "initial_state"))
         return tuple(jnp.where(mark, jnp.nan, a) for mark, a in zip(marks, found, strict=True))
 
@@ -184,8 +184,14 @@ def _bad(operands: tuple[Array, ...]) -> Bad:
 
 def _without(bad: Bad, operands: tuple[Array, ...]) -> tuple[Array, ...]:
     _, dt, *_ = operands
-    marks = bad.X, ~jnp.isfinite(dt), bad.decay, bad.B, bad.C, bad.initial
+    marks = _bad_x(bad, operands), ~jnp.isfinite(dt), bad.decay, bad.B, bad.C, bad.initial
     return tuple(jnp.where(mark, 0, a) for mark, a in zip(marks, operands, strict=True))
+
+
+def _bad_x(bad: Bad, operands: tuple[Array, ...]) -> Array:
+    """Return which x are not finite, or overflow with their step; not those whose step is bad."""
+    x, dt, *_ = operands
+    return ~jnp.isfinite(x) | (bad.X & jnp.isfinite(dt)[..., None])
 
 
 def _line(operands: tuple[Array, ...], cu_seqlens: Array | None) -> Line:

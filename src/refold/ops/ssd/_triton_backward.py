@@ -18,10 +18,16 @@ from refold.ops.torch.launch import (
     current_stream,
     fresh,
     fresh_like,
+    gluon,
     last_contiguous,
     planned,
 )
+from refold.ops.torch.row_sums import RowSums
 from refold.ops.torch.tables import device_limits, lookup
+
+HOPPER = (
+    "refold.ops.ssd._gluon_backward_kernels", "refold.ops.ssd._gluon_kernels", "refold.ops.torch.tma_launch"
+)  # fmt: skip
 
 
 @planned(
@@ -88,6 +94,15 @@ def choose_splits(rows: int, heads: int, slots: int) -> int:
     return best
 
 
+def _copied_wide(headdim: int, dstate: int, *tensors: torch.Tensor) -> bool:
+    """Say whether rows of tiles begin at multiples of 16 bytes and are whole multiples of 16 elements."""
+    return (
+        headdim % 16 == 0
+        and dstate % 16 == 0
+        and all(t.data_ptr() % 16 == 0 and all(s % 16 == 0 for s in t.stride()[:3]) for t in tensors)
+    )
+
+
 def _hopper_fits(x, dy, B, C) -> bool:
     """Say whether the Hopper kernel takes these tensors: 16 bits, 64 channels, 64 or 128 states."""
     headdim, dstate = x.shape[-1], B.shape[-1]
@@ -109,25 +124,41 @@ class _Plan:
         ngroups, dstate = B.shape[-2:]
         heads = nheads // ngroups  # of a group
         varlen = cu_seqlens is not None
-        sms, _shared = device_limits(x.device)
+        sms, shared = device_limits(x.device)
         table = lookup("ssd_backward", x.device, x.dtype)
         config = table | (config or {})
         chunk = min(table["chunk"], max(16, triton.next_power_of_2(config["chunk"])))
-        block_p = min(max(16, triton.next_power_of_2(headdim)), config["block_p"])
-        block_n = min(max(16, triton.next_power_of_2(dstate)), config["block_n"])
         wide_n = max(16, triton.next_power_of_2(dstate))
+        block_n, tile = min(wide_n, config["block_n"]), config["tile"]
+        hopper = config["hopper"] and not varlen and chunk == 64 and (dt_softplus or dt_limit[0] >= 0)
+        self.hopper = hopper and _hopper_fits(x, dy, B, C) and gluon(*HOPPER) is not None
+        wide = headdim <= 64 and dstate <= 128 and _copied_wide(headdim, dstate, x, dy, B, C)
+        if not self.hopper and not wide:
+            # Tiles that are not copied ahead go through registers. Triton 3.6 may then fence what it writes for
+            # asynchronous products after the barrier, not before it; products of 32 rows are none of these.
+            chunk, tile = min(chunk, 32), min(tile, 32 * wide_n)
+            block_n = min(wide_n, 2 * config["block_n"] if x.dtype != torch.float32 else config["block_n"])
+        block_p = min(max(16, triton.next_power_of_2(headdim)), config["block_p"])
         state_p = block_p
-        while state_p > 16 and state_p * wide_n > config["tile"]:
+        while state_p > 16 and state_p * wide_n > tile:
             state_p //= 2
+        # Shared memory of a walk over heads: the tiles that are copied ahead, and two matrices of pairs of tokens.
+        ahead = 2 * (chunk * (block_p + block_n) + block_p * block_n) * x.element_size()
+        stages = config["stages"]
+        while stages > 1 and ahead * (stages - 1) + 2 * chunk * chunk * x.element_size() > shared:
+            stages -= 1
         nseqs = cu_seqlens.numel() - 1 if varlen else batch
         nchunks = seqlen // chunk + nseqs if varlen else max(1, triton.cdiv(seqlen, chunk))
         rows = batch * nchunks
         parts = 2 if x.dtype == torch.float32 else 1
         size = headdim * dstate
 
-        # Blocks of heads, so that their states take at most `memory` bytes.
-        most = max(1, int(config["memory"] * 2**20) // (2 * rows * ngroups * size * x.element_size()))
-        nblocks = triton.cdiv(heads, most)
+        # Blocks of heads, so that their states take at most `memory` MiB; but no fewer heads than fill the device, as
+        # the time of long sequences would be that of a walk over chunks, once a block.
+        head_bytes = 2 * rows * ngroups * size * x.element_size()
+        most = max(1, int(config["memory"] * 2**20) // head_bytes)
+        least = min(triton.cdiv(sms, 4 * batch * ngroups), int(config["most_memory"] * 2**20) // head_bytes)
+        nblocks = triton.cdiv(heads, max(most, least))
         count = triton.cdiv(heads, nblocks)
         slots = sms * config["slots"]
         nsplits = min(config.get("splits") or choose_splits(rows * ngroups, count, slots), count)
@@ -150,16 +181,8 @@ class _Plan:
              "SHIFT": False, "PARTS": parts, "PRECISION": precision}, {"num_warps": 4},
         )  # fmt: skip
         self.prepare_ints = (
-            seqlen,
-            nchunks,
-            nheads,
-            0,
-            dstate,
-            *limits,
-            *dt.stride(),
-            *B.stride()[:3],
-            *C.stride()[:3],
-        )
+            seqlen, nchunks, nheads, 0, dstate, *limits, *dt.stride(), *B.stride()[:3], *C.stride()[:3],
+        )  # fmt: skip
 
         sizes = (seqlen, nchunks, nheads, ngroups, headdim, dstate)
         x_strides, dy_strides, B_strides, C_strides = (a.stride()[:3] for a in (x, dy, B, C))
@@ -172,23 +195,20 @@ class _Plan:
         state_consts = {"CHUNK": chunk, "BLOCK_P": state_p, "BLOCK_N": wide_n, **loop, "STAGES": config["state_stages"]}
         state_options = {"num_warps": config["state_warps"], "num_stages": config["state_stages"]}
         walk_consts = {"CHUNK": chunk, "BLOCK_P": block_p, "BLOCKS_P": triton.cdiv(headdim, block_p),
-                       "BLOCK_N": block_n, "BLOCKS_N": blocks_n, **loop, "STAGES": config["stages"]}  # fmt: skip
-        walk_options = {"num_warps": config["warps"], "num_stages": config["stages"]}
-        hopper = config["hopper"] and not varlen and chunk == 64 and (dt_softplus or dt_limit[0] >= 0)
-        self.hopper = hopper and _hopper_fits(x, dy, B, C)
+                       "BLOCK_N": block_n, "BLOCKS_N": blocks_n, **loop, "STAGES": stages}  # fmt: skip
+        walk_options = {"num_warps": config["warps"], "num_stages": stages}
         self.blocks: list[tuple[Any, ...]] = []
         for first in range(0, heads, count):
             held = min(count, heads - first)
+            if self.hopper:
+                states, walk = self._hopper(x, dy, B, C, nchunks, held, nsplits, config, self.D_channels)
+                state_ints = (nchunks, nheads, ngroups, first, held)
+                ints = (*state_ints, split_heads, columns, *D_strides)
+                self.blocks.append((states, state_ints, [(walk, ints)]))
+                continue
             grid = (2 * triton.cdiv(headdim, state_p) * ngroups * held, batch)
             states = Launch(kernels._ssd_bwd_states_kernel, grid, state_consts, state_options)
             walks: list[tuple[Any, ...]] = []
-            if self.hopper:
-                ints = (nchunks, nheads, ngroups, first, held, split_heads, columns, *D_strides)
-                walks.append(
-                    (self._hopper(x, dy, B, C, nchunks, held, nsplits, config["hopper_stages"], self.D_channels), ints)
-                )
-                self.blocks.append((states, (*sizes, first, held, *strides), walks))
-                continue
             for lead in (True, False)[: min(blocks_n, 2)]:
                 grid3 = (rows, ngroups * nsplits, 1 if lead else blocks_n - 1)
                 ints = (*sizes, first, held, split_heads, 0 if lead else 1)
@@ -205,23 +225,19 @@ class _Plan:
              "VARLEN": varlen}, {"num_warps": 4},
         )  # fmt: skip
         self.tokens_ints = (seqlen, nchunks, nheads, ngroups, dstate, nsplits, columns, *limits, *dt.stride())
-        self.sums = Launch(
-            kernels._ssd_bwd_sums_kernel, (triton.cdiv(columns, 16),), {"BLOCK_R": 128, "BLOCK_C": 16}, {"num_warps": 4}
-        )
-        self.sums_ints = (rows, columns)
+        self.sums = RowSums(rows, (columns,), torch.float32, x.device)
 
-        # One float32 workspace, cut into: decay, step, late, kept, direct, skip, through, parts of dB, of dC, of sums.
+        # One float32 workspace, cut into: decay, step, late, kept, direct, skip, through, parts of dB, of dC.
         per_token, keyed = rows * nheads * chunk, nsplits * rows * ngroups * chunk * dstate
         skips = 0 if D is None or self.D_channels else per_token
         through = rows * nheads * 16 if self.hopper else 0
         self.cuts, total = [], 0
-        for length in (per_token * parts, *[per_token] * 4, skips, through, keyed, keyed, rows * columns):
+        for length in (per_token * parts, *[per_token] * 4, skips, through, keyed, keyed):
             self.cuts.append(total)
             total += -(-length // 32) * 32
         self.new_workspace = fresh((total,), torch.float32, x.device)
         self.new_states = fresh((2, rows * ngroups * count * size), x.dtype, x.device)
         self.new_table = fresh((nchunks * 4,), torch.int32, x.device) if varlen else None
-        self.new_sums = fresh((columns,), torch.float32, x.device)
         self.new = {"x": fresh_like(x), "dt": fresh_like(dt), "B": fresh_like(B), "C": fresh_like(C)}
         state_shape = (nseqs, nheads, headdim, dstate)
         self.new_initial = None if initial is None else fresh(state_shape, torch.float32, x.device)
@@ -229,34 +245,51 @@ class _Plan:
         self.nheads = nheads
 
     @staticmethod
-    def _hopper(x, dy, B, C, nchunks: int, held: int, nsplits: int, stages: int, D_channels: bool) -> Launch:
-        """Plan the Hopper kernel for ``held`` heads of each group, and describe its tensors to the copy engine."""
-        from refold.ops.ssd import _gluon_backward_kernels as hopper
+    def _hopper(
+        x, dy, B, C, nchunks: int, held: int, nsplits: int, config: dict[str, Any], D_channels: bool
+    ) -> tuple[Launch, Launch]:
+        """Plan the Hopper kernels for ``held`` heads of each group, and describe their tensors to the copy engine."""
+        hopper: Any = gluon(*HOPPER)
         from refold.ops.ssd._gluon_kernels import tile_layout
         from refold.ops.torch.tma_launch import MappedLaunch
 
         batch, seqlen, nheads, headdim = x.shape
         ngroups, dstate = B.shape[-2:]
+        heads, keys = nheads * headdim, ngroups * dstate
+        rows = batch * nchunks * ngroups * held * headdim
 
         def view(width: int, strides: tuple[int, ...], block: int) -> dict[str, Any]:
             return {"shape": [batch, seqlen, width], "strides": [*strides[:2], 1], "block_shape": [1, 64, block],
                     "layout": tile_layout(16, 3)}  # fmt: skip
 
-        states = {"shape": [batch * nchunks * ngroups * held * headdim, dstate], "strides": [dstate, 1],
-                  "block_shape": [headdim, dstate], "layout": tile_layout(16, 2)}  # fmt: skip
-        dx_strides = (seqlen * nheads * headdim, nheads * headdim)
-        heads, keys = nheads * headdim, ngroups * dstate
-        views = [view(heads, x.stride(), headdim), view(heads, dy.stride(), headdim), states, states,
-                 view(keys, B.stride(), dstate), view(keys, C.stride(), dstate), view(heads, dx_strides, headdim)]  # fmt: skip
-        consts = {"CHUNK": 64, "P": headdim, "N": dstate, "STAGES": stages, "D_CHANNELS": D_channels}
-        grid = (batch * nchunks, ngroups * nsplits)
-        return MappedLaunch(hopper._ssd_bwd_walk_hopper_kernel, grid, consts, {"num_warps": 4}, views)
+        def state_view(block_n: int) -> dict[str, Any]:
+            return {"shape": [rows, dstate], "strides": [dstate, 1], "block_shape": [headdim, block_n],
+                    "layout": tile_layout(16, 2)}  # fmt: skip
+
+        tokens = [view(heads, a.stride(), headdim) for a in (x, dy)]
+        dx = view(heads, (seqlen * heads, heads), headdim)
+        consts = {"CHUNK": 64, "P": headdim, "N": dstate}
+        # A walk over chunks is short of programs rather than of bytes: half of the states each.
+        block_n = config["hopper_block_n"]
+        views = [*tokens, *[view(keys, a.stride(), block_n) for a in (B, C)], *[state_view(block_n)] * 2]
+        states = MappedLaunch(
+            hopper._ssd_bwd_states_hopper_kernel, (2 * dstate // block_n * ngroups * held, batch),
+            {**consts, "BLOCK_N": block_n, "STAGES": config["hopper_state_stages"]},
+            {"num_warps": 4, "maxnreg": config["hopper_state_registers"]}, views,
+        )  # fmt: skip
+        views = [*tokens, *[state_view(dstate)] * 2, *[view(keys, a.stride(), dstate) for a in (B, C)], dx]
+        walk = MappedLaunch(
+            hopper._ssd_bwd_walk_hopper_kernel, (batch * nchunks, ngroups * nsplits),
+            {**consts, "STAGES": config["hopper_stages"], "D_CHANNELS": D_channels}, {"num_warps": 4}, views,
+        )  # fmt: skip
+        return states, walk
 
     def __call__(self, dy, dstate, x, dt, A, B, C, D, dt_bias, initial, cu_seqlens) -> dict[str, torch.Tensor]:
         stream = current_stream(x.device)
         workspace, states = self.new_workspace(), self.new_states()
-        parts = [workspace[cut:] for cut in self.cuts]
-        decay, step, late, kept, direct, skip, through, dB_part, dC_part, sums_part = parts
+        parts: list[Any] = [workspace[cut:] for cut in self.cuts]
+        decay, step, late, kept, direct, skip, through, dB_part, dC_part = parts
+        sums_part = self.sums.rows()
         if D is None or self.D_channels:
             skip = None
         if not self.hopper:
@@ -264,27 +297,28 @@ class _Plan:
         entering, leaving = states
         grads = {name: make() for name, make in self.new.items()}
         dinitial = None if self.new_initial is None else self.new_initial()
-        sums, table = self.new_sums(), None
+        table = None
         if self.new_table is not None:
             table = self.new_table()
             self.chunks(stream, cu_seqlens, table, *self.chunks_ints)
         self.prepare(stream, table, dt, A, dt_bias, B, C, decay, step, workspace, *self.prepare_ints)
         for walk_states, states_ints, walks in self.blocks:
-            walk_states(stream, table, x, dy, B, C, decay, step, initial, dstate, entering, leaving, dinitial,
-                        *states_ints)  # fmt: skip
             if self.hopper:
+                walk_states(stream, x, dy, B, C, entering, leaving, decay, step, initial, dstate, dinitial,
+                            *states_ints)  # fmt: skip
                 [(walk, ints)] = walks
                 walk(stream, x, dy, entering, leaving, B, C, grads["x"], decay, step, D, dB_part, dC_part, late, kept,
                      direct, skip, through, sums_part, *ints)  # fmt: skip
                 continue
+            walk_states(stream, table, x, dy, B, C, decay, step, initial, dstate, entering, leaving, dinitial,
+                        *states_ints)  # fmt: skip
             for keys, keys_ints, queries, queries_ints in walks:
                 keys(stream, table, x, dy, B, C, D, decay, step, leaving, grads["x"], dB_part, kept, direct, skip,
                      sums_part, *keys_ints)  # fmt: skip
                 queries(stream, table, x, dy, B, C, decay, step, entering, leaving, dC_part, late, *queries_ints)
         self.tokens(stream, table, dt, A, dt_bias, step, late, kept, direct, skip, through, dB_part, dC_part,
                     grads["dt"], grads["B"], grads["C"], sums_part, *self.tokens_ints)  # fmt: skip
-        self.sums(stream, sums_part, sums, *self.sums_ints)
-        nheads = self.nheads
+        sums, nheads = self.sums(stream, sums_part), self.nheads
         grads["A"], grads["dt_bias"] = sums[:nheads], sums[nheads : 2 * nheads]
         if self.D_shape is not None:
             grads["D"] = sums[2 * nheads :].view(self.D_shape)

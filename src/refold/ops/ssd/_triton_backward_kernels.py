@@ -9,7 +9,7 @@ bounded memory:
 3. keys     per chunk and group: walks over heads with dB in registers; writes dx
    queries  the same with dC, and what the log decays gain from what reads them
 4. tokens   d(dt) of each token; sums dB and dC over splits of the heads
-5. sums     dA, dD and d(dt_bias), summed over chunks
+5. a sum of rows, for dA, dD and d(dt_bias)
 
 With c the running sum of log decays in a chunk, X = step * x, H the state that enters and K the gradient of the one
 that leaves, a chunk computes (i and j positions, j <= i)
@@ -19,9 +19,10 @@ that leaves, a chunk computes (i and j positions, j <= i)
     dB_j = Σ_i d(C·Bᵀ)_ij C_i + exp(c_last - c_j) Kᵀ X_j
     dC_i = Σ_j d(C·Bᵀ)_ij B_j + exp(c_i) Hᵀ dy_i
 
-The log decay of token k multiplies whatever goes from before k to k or later. Its gradient is the sum of those parts,
+The log decay of token k multiplies whatever goes from before k to k or later. Its gradient is the sum of these parts:
 
-    Σ_{j<k<=i} step_j M_ij G_ij + Σ_{i>=k} exp(c_i) dy_i·H C_i + exp(c_last) <H, K> + Σ_{j<k} exp(c_last - c_j) X_j·K B_j
+    Σ_{j<k<=i} step_j M_ij G_ij + Σ_{i>=k} exp(c_i) dy_i·H C_i + exp(c_last) <H, K>
+    + Σ_{j<k} exp(c_last - c_j) X_j·K B_j
 
 the first by a product with a triangle of ones: a difference of sums of rows and columns would cancel where decays are
 strong. `queries` leaves the first three parts (late), `keys` the terms of the last (kept) and dX_j·x_j (direct).
@@ -32,7 +33,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from refold.ops.ssd._triton_kernels import LOG2E, _chunk_span, _dot, _exp2, _load_decay, _softplus
+from refold.ops.ssd._triton_kernels import LOG2E, _chunk_span, _clip, _dot, _exp2, _load_decay, _softplus
 
 
 @triton.jit
@@ -158,7 +159,8 @@ def _ssd_bwd_keys_kernel(
     stride_x_b, stride_x_t, stride_x_h, stride_dy_b, stride_dy_t, stride_dy_h,
     stride_B_b, stride_B_t, stride_B_g, stride_C_b, stride_C_t, stride_C_g, stride_D_h, stride_D_p,
     CHUNK: tl.constexpr, BLOCK_P: tl.constexpr, BLOCKS_P: tl.constexpr, BLOCK_N: tl.constexpr, BLOCKS_N: tl.constexpr,
-    LEAD: tl.constexpr, D_CHANNELS: tl.constexpr, VARLEN: tl.constexpr, PARTS: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    LEAD: tl.constexpr, D_CHANNELS: tl.constexpr, VARLEN: tl.constexpr, PARTS: tl.constexpr,
+    PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Grid (batch * chunks, groups * splits, blocks of states): a program owns one chunk of some heads of one group.
 
@@ -191,6 +193,7 @@ def _ssd_bwd_keys_kernel(
     onto = mask_tn & ((offs_t * 0 + first) > 0)[:, None]
     dB = tl.load(dB_ptr + offs_part, mask=onto, other=0.0)
     dcb = tl.zeros((CHUNK, CHUNK), tl.float32)
+    offs_c = tl.arange(0, BLOCK_P)
     last_head = tl.minimum((pid_s + 1) * split_heads, count)
     for r in tl.range(pid_s * split_heads, last_head, num_stages=STAGES):
         pid_h = pid_g * (nheads // ngroups) + first + r
@@ -202,12 +205,18 @@ def _ssd_bwd_keys_kernel(
                    + offs_t[:, None] * stride_dy_t)  # fmt: skip
         place = (pid_c * (ngroups * count) + pid_g * count + r) * headdim * dstate
         pairs = tl.zeros((CHUNK, CHUNK), tl.float32)
-        for p in tl.static_range(BLOCKS_P):
-            offs_p = p * BLOCK_P + tl.arange(0, BLOCK_P)
-            mask_tp = inside[:, None] & (offs_p < headdim)[None, :]
-            x_tile = tl.load(x_rows + offs_p[None, :], mask=mask_tp, other=0.0)
-            dy_tile = tl.load(dy_rows + offs_p[None, :], mask=mask_tp, other=0.0)
+        if BLOCKS_P == 1:
+            mask_tp = inside[:, None] & (offs_c < headdim)[None, :]
+            x_tile = tl.load(x_rows + offs_c[None, :], mask=mask_tp, other=0.0)
+            dy_tile = tl.load(dy_rows + offs_c[None, :], mask=mask_tp, other=0.0)
             pairs = _dot(x_tile, tl.trans(dy_tile), pairs, PRECISION)
+        else:
+            for p in range(BLOCKS_P):
+                offs_p = p * BLOCK_P + offs_c
+                mask_tp = inside[:, None] & (offs_p < headdim)[None, :]
+                x_part = tl.load(x_rows + offs_p[None, :], mask=mask_tp, other=0.0)
+                dy_part = tl.load(dy_rows + offs_p[None, :], mask=mask_tp, other=0.0)
+                pairs = _dot(x_part, tl.trans(dy_part), pairs, PRECISION)
         between = decay[None, :] - decay[:, None]
         if PARTS == 2:
             between += low[None, :] - low[:, None]
@@ -218,8 +227,8 @@ def _ssd_bwd_keys_kernel(
             kept = tl.zeros((CHUNK,), tl.float32)
             direct = tl.zeros((CHUNK,), tl.float32)
             skip = tl.zeros((CHUNK,), tl.float32)
-        for p in tl.static_range(BLOCKS_P):
-            offs_p = p * BLOCK_P + tl.arange(0, BLOCK_P)
+        for p in range(BLOCKS_P):  # of one trip: inlined
+            offs_p = p * BLOCK_P + offs_c
             mask_p = offs_p < headdim
             mask_tp = inside[:, None] & mask_p[None, :]
             if BLOCKS_P > 1:
@@ -230,15 +239,15 @@ def _ssd_bwd_keys_kernel(
             K = tl.load(leaving_ptr + place + offs_pn, mask=mask_p[:, None] & mask_n[None, :], other=0.0)
             dB = _dot((x_tile * (to_end * step)[:, None]).to(x_tile.dtype), K, dB, PRECISION)
             if LEAD:
-                dX = tl.zeros((CHUNK, BLOCK_P), tl.float32)
-                for n in tl.static_range(BLOCKS_N):
+                B_tile = tl.load(B_rows + offs_n[None, :], mask=mask_tn, other=0.0)
+                dX = _dot(B_tile, tl.trans(K), None, PRECISION)
+                for n in range(1, BLOCKS_N):
                     offs_m = n * BLOCK_N + tl.arange(0, BLOCK_N)
                     mask_m = (offs_m < dstate)[None, :]
+                    offs_pm = offs_p[:, None] * dstate + offs_m[None, :]
                     B_part = tl.load(B_rows + offs_m[None, :], mask=inside[:, None] & mask_m, other=0.0)
-                    if n > 0:
-                        offs_pm = offs_p[:, None] * dstate + offs_m[None, :]
-                        K = tl.load(leaving_ptr + place + offs_pm, mask=mask_p[:, None] & mask_m, other=0.0)
-                    dX = _dot(B_part, tl.trans(K), dX, PRECISION)
+                    K_part = tl.load(leaving_ptr + place + offs_pm, mask=mask_p[:, None] & mask_m, other=0.0)
+                    dX = _dot(B_part, tl.trans(K_part), dX, PRECISION)
                 dX *= to_end[:, None]
                 kept += tl.sum(dX * x_tile, axis=1)
                 dX = _dot(mix, dy_tile, dX, PRECISION)
@@ -308,6 +317,7 @@ def _ssd_bwd_queries_kernel(
     onto = mask_tn & ((offs_t * 0 + first) > 0)[:, None]
     dC = tl.load(dC_ptr + offs_part, mask=onto, other=0.0)
     dcb = tl.zeros((CHUNK, CHUNK), tl.float32)
+    offs_c = tl.arange(0, BLOCK_P)
     last_head = tl.minimum((pid_s + 1) * split_heads, count)
     for r in tl.range(pid_s * split_heads, last_head, num_stages=STAGES):
         pid_h = pid_g * (nheads // ngroups) + first + r
@@ -319,12 +329,18 @@ def _ssd_bwd_queries_kernel(
                    + offs_t[:, None] * stride_dy_t)  # fmt: skip
         place = (pid_c * (ngroups * count) + pid_g * count + r) * headdim * dstate
         pairs = tl.zeros((CHUNK, CHUNK), tl.float32)
-        for p in tl.static_range(BLOCKS_P):
-            offs_p = p * BLOCK_P + tl.arange(0, BLOCK_P)
-            mask_tp = inside[:, None] & (offs_p < headdim)[None, :]
-            x_tile = tl.load(x_rows + offs_p[None, :], mask=mask_tp, other=0.0)
-            dy_tile = tl.load(dy_rows + offs_p[None, :], mask=mask_tp, other=0.0)
+        if BLOCKS_P == 1:
+            mask_tp = inside[:, None] & (offs_c < headdim)[None, :]
+            x_tile = tl.load(x_rows + offs_c[None, :], mask=mask_tp, other=0.0)
+            dy_tile = tl.load(dy_rows + offs_c[None, :], mask=mask_tp, other=0.0)
             pairs = _dot(dy_tile, tl.trans(x_tile), pairs, PRECISION)
+        else:
+            for p in range(BLOCKS_P):
+                offs_p = p * BLOCK_P + offs_c
+                mask_tp = inside[:, None] & (offs_p < headdim)[None, :]
+                x_part = tl.load(x_rows + offs_p[None, :], mask=mask_tp, other=0.0)
+                dy_part = tl.load(dy_rows + offs_p[None, :], mask=mask_tp, other=0.0)
+                pairs = _dot(dy_part, tl.trans(x_part), pairs, PRECISION)
         between = decay[:, None] - decay[None, :]
         if PARTS == 2:
             between += low[:, None] - low[None, :]
@@ -333,8 +349,8 @@ def _ssd_bwd_queries_kernel(
         if LEAD:
             reads = tl.zeros((CHUNK,), tl.float32)
             through = tl.zeros((BLOCK_P,), tl.float32)
-        for p in tl.static_range(BLOCKS_P):
-            offs_p = p * BLOCK_P + tl.arange(0, BLOCK_P)
+        for p in range(BLOCKS_P):  # of one trip: inlined
+            offs_p = p * BLOCK_P + offs_c
             mask_p = offs_p < headdim
             if BLOCKS_P > 1:
                 mask_tp = inside[:, None] & mask_p[None, :]
@@ -343,17 +359,20 @@ def _ssd_bwd_queries_kernel(
             H = tl.load(entering_ptr + place + offs_pn, mask=mask_p[:, None] & mask_n[None, :], other=0.0)
             dC = _dot((dy_tile * from_start[:, None]).to(x_ptr.dtype.element_ty), H, dC, PRECISION)
             if LEAD:
-                y = tl.zeros((CHUNK, BLOCK_P), tl.float32)
-                for n in tl.static_range(BLOCKS_N):
+                C_tile = tl.load(C_rows + offs_n[None, :], mask=mask_tn, other=0.0)
+                y = _dot(C_tile, tl.trans(H), None, PRECISION)
+                mask_pn = mask_p[:, None] & mask_n[None, :]
+                K = tl.load(leaving_ptr + place + offs_pn, mask=mask_pn, other=0.0)
+                through += tl.sum(H.to(tl.float32) * K.to(tl.float32), axis=1)
+                for n in range(1, BLOCKS_N):
                     offs_m = n * BLOCK_N + tl.arange(0, BLOCK_N)
                     mask_m = (offs_m < dstate)[None, :]
                     offs_pm = offs_p[:, None] * dstate + offs_m[None, :]
                     C_part = tl.load(C_rows + offs_m[None, :], mask=inside[:, None] & mask_m, other=0.0)
-                    if n > 0:
-                        H = tl.load(entering_ptr + place + offs_pm, mask=mask_p[:, None] & mask_m, other=0.0)
-                    K = tl.load(leaving_ptr + place + offs_pm, mask=mask_p[:, None] & mask_m, other=0.0)
-                    y = _dot(C_part, tl.trans(H), y, PRECISION)
-                    through += tl.sum(H.to(tl.float32) * K.to(tl.float32), axis=1)
+                    H_part = tl.load(entering_ptr + place + offs_pm, mask=mask_p[:, None] & mask_m, other=0.0)
+                    K_part = tl.load(leaving_ptr + place + offs_pm, mask=mask_p[:, None] & mask_m, other=0.0)
+                    y = _dot(C_part, tl.trans(H_part), y, PRECISION)
+                    through += tl.sum(H_part.to(tl.float32) * K_part.to(tl.float32), axis=1)
                 reads += tl.sum(y * dy_tile, axis=1)
         if LEAD:
             crossing = _dot((pairs * cb).to(x_ptr.dtype.element_ty), before, None, PRECISION)  # (i, k)
@@ -405,12 +424,13 @@ def _ssd_bwd_tokens_kernel(
         heads = offs_h < nheads
         rows = (pid_c * nheads + offs_h[:, None]) * CHUNK + offs_t[None, :]
         mask = heads[:, None] & inside[None, :]
-        kept = tl.load(kept_ptr + rows, mask=mask, other=0.0)
-        dlog = tl.load(late_ptr + rows, mask=mask, other=0.0) + (tl.cumsum(kept, axis=1) - kept)
+        # Shifted by a token: a sum less its last term would lose what is small before a large one.
+        kept = tl.load(kept_ptr + rows - 1, mask=mask & (offs_t > 0)[None, :], other=0.0)
+        dlog = tl.load(late_ptr + rows, mask=mask, other=0.0) + tl.cumsum(kept, axis=1)
         if through_ptr is not None:  # what `late` lacks: the parts of exp(c_last) <H, K>
             parts = (pid_c * nheads + offs_h[:, None]) * 16 + tl.arange(0, 16)[None, :]
             dlog += tl.sum(tl.load(through_ptr + parts, mask=heads[:, None], other=0.0), axis=1)[:, None]
-        A = tl.load(A_ptr + offs_h, mask=heads, other=0.0).to(tl.float32)
+        A = _clip(tl.load(A_ptr + offs_h, mask=heads, other=0.0).to(tl.float32), -1e38, 1e38)
         dstep = tl.load(direct_ptr + rows, mask=mask, other=0.0) + dlog * A[:, None]
         dt_rows = dt_ptr + pid_b * stride_dt_b + (start + offs_t).to(tl.int64)[None, :] * stride_dt_t
         raw = tl.load(dt_rows + offs_h[:, None] * stride_dt_h, mask=mask, other=0.0).to(tl.float32)
@@ -431,15 +451,3 @@ def _ssd_bwd_tokens_kernel(
         if skip_ptr is not None:
             skip = tl.load(skip_ptr + rows, mask=mask, other=0.0)
             tl.store(sums + 2 * nheads, tl.sum(skip, axis=1), mask=heads)
-
-
-@triton.jit
-def _ssd_bwd_sums_kernel(sums_ptr, total_ptr, rows, columns, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr):
-    """Grid (blocks of columns): sums BLOCK_C columns over all chunks, always in the same order."""
-    offs_c = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
-    total = tl.zeros((BLOCK_R, BLOCK_C), tl.float32)
-    for r in range(0, rows, BLOCK_R):
-        offs_r = r + tl.arange(0, BLOCK_R)
-        mask = (offs_r < rows)[:, None] & (offs_c < columns)[None, :]
-        total += tl.load(sums_ptr + offs_r.to(tl.int64)[:, None] * columns + offs_c[None, :], mask=mask, other=0.0)
-    tl.store(total_ptr + offs_c, tl.sum(total, axis=0), mask=offs_c < columns)

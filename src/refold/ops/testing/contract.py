@@ -139,10 +139,10 @@ def check_strong_decays(problem: Problem, backend: str, frame: Frame) -> None:
 def check_nonfinite(problem: Problem, backend: str, frame: Frame) -> None:
     """Values that are not finite spoil the results that the definition spoils, and no others."""
     for where, bad in _with_bad_values(problem):
-        with np.errstate(invalid="ignore", over="ignore"):
+        with np.errstate(invalid="ignore", over="ignore"):  # the definition and Triton's interpreter are NumPy
             expected = bad.reference()
-        names = [out.name for out in problem.spec.outputs]
-        _same_class(bad, names, [frame.numpy(r) for r in run(bad, backend, frame)], expected, where)
+            found = [frame.numpy(r) for r in run(bad, backend, frame)]
+        _same_class(bad, [out.name for out in problem.spec.outputs], found, expected, where)
 
 
 def check_nonfinite_gradients(problem: Problem, backend: str, frame: Frame) -> None:

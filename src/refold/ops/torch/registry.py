@@ -402,8 +402,8 @@ def _backward(spec: OpSpec, runner: _Runner) -> Callable[..., Any]:
         arrays, options = inputs[: len(spec.args)], inputs[len(spec.args) :]
         if _is_empty(arrays):
             return [a.new_zeros(a.shape) for a, need in zip(arrays, needs, strict=True) if need]
-        options = [tuple(o) if isinstance(o, list) else o for o in options]
-        return runner.differentiated(gradients, arrays, options, needs, backend)
+        values = [tuple(o) if isinstance(o, list) else o for o in options]
+        return runner.differentiated(gradients, arrays, values, needs, backend)
 
     return backward
 

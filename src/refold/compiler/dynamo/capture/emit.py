@@ -89,7 +89,7 @@ def emit(tx: Translator, assumed: Form, found: Trace, count: Any, live: set[str]
     for growing in found.lists:
         if not known:
             if growing.grown:
-                growing.owner.items = Stacked(tx, growing.items, next(filled))
+                growing.owner.items = Stacked(tx, growing.items, next(filled))  # type: ignore[assignment]
                 tx.output.side_effects.mutation(growing.owner)
             continue
         front, back = ([_rows(item, filled) for item in items] for items in (growing.front, growing.back))
@@ -165,6 +165,16 @@ def _call(
     for node in [*unread, *(node for _, node in found.items if not node.users and node not in inner)]:
         graph.erase_node(node)
     graph.output(tuple(inner))
+    # Sizes of what is carried have become arguments where they were met.
+    order = [
+        *(x for place in carried for x in found.carried[place]),
+        found.step,
+        *(x for _, x in items),
+        *outer.values(),
+    ]
+    for node in reversed(order):
+        next(iter(graph.nodes)).prepend(node)
+    assert graph.find_nodes(op="placeholder") == order, "an argument of the body comes from nowhere"
     body = GraphModule(tx.output.nn_modules, graph)
     reads = [element.reads for element, _ in items]
     known = isinstance(count, int)

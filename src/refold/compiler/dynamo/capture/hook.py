@@ -163,15 +163,14 @@ def install() -> Callable[[], None]:
         try:
             if (table := tables.get(type(tx))) is not None and dynamo.is_marked(tx.output.compiler_fn):
                 tx.dispatch_table = table
+                lengths.watch(tx)
         except Exception as error:  # Dynamo has changed
             dynamo.switch_off(error)
         return original(tx)
 
     interpreter.run = run
-    forget = lengths.install()
 
     def remove() -> None:
-        forget()
         interpreter.run = original
 
     return remove

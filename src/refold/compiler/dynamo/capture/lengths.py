@@ -8,9 +8,7 @@ start over, with numbers for lengths: then each length has a compile of its own,
 
 from __future__ import annotations
 
-import functools
 import operator
-from collections.abc import Callable
 from typing import Any
 
 import sympy
@@ -24,7 +22,6 @@ from torch._dynamo.variables.builtin import BuiltinVariable
 from torch._dynamo.variables.lists import RangeIteratorVariable, RangeVariable
 from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 
-from ... import dynamo
 from .variables import Refused, Translator, Variable, example, is_constant, realized
 
 # What is set of Dynamo's log, which outlives its attempts at one frame, once lengths are to be numbers.
@@ -81,7 +78,7 @@ class SymbolicRange(RangeVariable):
         return self._known(2)
 
     def is_python_constant(self) -> bool:
-        """It is none yet."""
+        """Say no: as long as it is symbolic it is none."""
         return False
 
     def tp_iter_impl(self, tx: Translator) -> Variable:
@@ -176,42 +173,40 @@ def start_over(log: Any) -> exc.RestartAnalysis:
     return exc.RestartAnalysis(restart_reason="a list of unknown length was looked at")
 
 
-def install() -> Callable[[], None]:
-    """Let ``range`` keep symbols, for marked backends, where this PyTorch has what it takes; return what ends that."""
-    if not hasattr(RangeVariable, "tp_iter_impl"):
-        return lambda: None
-    function: Any = TorchInGraphFunctionVariable
-    originals = BuiltinVariable.call_range, function.call_function
-    BuiltinVariable.call_range = functools.partialmethod(_symbolic_range, originals[0])  # type: ignore
-    function.call_function = functools.partialmethod(_join, originals[1])
-    BuiltinVariable.call_function_handler_cache.clear()  # it may remember how ranges were made
+def watch(tx: Translator) -> None:
+    """Let ``range`` keep symbols, and joins take lists of unknown length, in one frame."""
+    call: Any = tx.call_function
 
-    def remove() -> None:
-        BuiltinVariable.call_range, function.call_function = originals  # type: ignore
-        BuiltinVariable.call_function_handler_cache.clear()
+    def call_function(fn: Variable, args: Any, kwargs: Any) -> None:
+        found, function = None, realized(fn)
+        if isinstance(function, BuiltinVariable) and function.fn is range and not kwargs:
+            found = _symbolic_range(tx, [realized(x) for x in args])
+        elif isinstance(function, TorchInGraphFunctionVariable) and function.value in JOINS:
+            found = _joined(tx, function.value, args, kwargs)
+        if found is None:
+            call(fn, args, kwargs)
+        else:
+            tx.push(found)
 
-    return remove
+    if hasattr(RangeVariable, "tp_iter_impl"):  # before torch 2.13 iterators are made otherwise
+        tx.call_function = call_function
 
 
-def _symbolic_range(self: Any, original: Any, tx: Translator, *args: Variable) -> Any:
-    bounds = [realized(x) for x in args]
+def _symbolic_range(tx: Translator, bounds: list[Variable]) -> Variable | None:
     symbols = [x for x in bounds if isinstance(x, SymNodeVariable)]
-    plain = all(
-        is_constant(x) or isinstance(_number(x), torch.SymInt) for x in bounds if is_constant(x) or x in symbols
-    )
-    if len(symbols) and plain and all(is_constant(x) or x in symbols for x in bounds):
-        known = any(is_known(x.sym_num) for x in symbols) or getattr(tx.speculation_log, _KNOWN, False)
-        if not known and dynamo.is_marked(tx.output.compiler_fn):
-            return SymbolicRange(bounds)
-    return original(self, tx, *args)
+    if not symbols or not all(is_constant(x) or x in symbols for x in bounds):
+        return None
+    if not all(isinstance(x.sym_num, torch.SymInt) and not is_known(x.sym_num) for x in symbols):
+        return None
+    return None if getattr(tx.speculation_log, _KNOWN, False) else SymbolicRange(bounds)
 
 
-def _join(self: Any, original: Any, tx: Translator, args: Any, kwargs: Any) -> Any:
-    given = {**dict(zip(("tensors", "dim"), args, strict=False)), **kwargs} if self.value in JOINS else {}
+def _joined(tx: Translator, fn: Any, args: Any, kwargs: Any) -> Variable | None:
+    given = {**dict(zip(("tensors", "dim"), args, strict=False)), **kwargs}
     items = getattr(realized(given["tensors"]), "items", None) if "tensors" in given else None
-    if isinstance(items, Stacked):
-        dim = realized(given.get("dim", ConstantVariable.create(0)))
-        if len(args) <= 2 and given.keys() <= {"tensors", "dim"} and is_constant(dim):
-            return items.joined(tx, self.value, dim.value)
+    if not isinstance(items, Stacked):
+        return None
+    dim = realized(given.get("dim", ConstantVariable.create(0)))
+    if len(args) > 2 or not given.keys() <= {"tensors", "dim"} or not is_constant(dim):
         items.refuse()
-    return original(self, tx, args, kwargs)
+    return items.joined(tx, fn, dim.value)

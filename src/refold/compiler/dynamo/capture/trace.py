@@ -80,7 +80,8 @@ class Trace:
 
     graph: Graph
     number: StepNumber
-    # The graph's placeholders, in this order: what is carried, the step's number, items, and values from outside.
+    # The graph's placeholders: the step's number, what is carried, items, and values from outside.
+    step: Node
     carried: dict[Place, list[Node]]
     items: list[tuple[Items, Node]]
     outer: dict[Node, Node]
@@ -127,6 +128,7 @@ class _Tracing:
         self.items: list[tuple[Items, Node]] = []
         self.given = {place: place.now(tx) for place in assumed.carried}
         self.tracer: Any = None
+        self.step: Any = None
 
     def run(self) -> Trace | None:
         """Trace; None if the form was changed for another attempt."""
@@ -184,7 +186,7 @@ class _Tracing:
             number.take_guards()
             before.restore()
         outer = {proxy.node: inner.node for proxy, inner in self.tracer.lifted_freevars.items()}
-        return Trace(self.tracer.graph, number, carried, self.items, outer, after, lists, exit)
+        return Trace(self.tracer.graph, number, self.step, carried, self.items, outer, after, lists, exit)
 
     def _begin(self) -> dict[Place, list[Node]]:
         """Put the assumed state in place."""
@@ -196,6 +198,7 @@ class _Tracing:
             nodes[place] = [x.as_proxy().node for x in values]
             place.put(tx, rebuilt(self.given[place], iter(values)))
         step = self.tracer.create_graph_input("step", int, self.number.symint)
+        self.step = step.node
         counted = SymNodeVariable.create(tx, step, self.number.symint)
         for place, (start, growth) in assumed.counters.items():
             place.put(tx, Numbers(start, growth).at(tx, counted))

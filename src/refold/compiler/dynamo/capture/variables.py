@@ -73,7 +73,7 @@ def _expression(size: torch.SymInt) -> Any:
 def fresh(tx: Translator, like: torch.Tensor, count: Any = None) -> torch.Tensor:
     """Make another fake value of the same form, or ``count`` of them in one tensor."""
     form(like)  # raises where a size depends on the step
-    kind = {"dtype": like.dtype, "device": like.device, "requires_grad": like.requires_grad}
+    kind: dict[str, Any] = {"dtype": like.dtype, "device": like.device, "requires_grad": like.requires_grad}
     with tx.output.fake_mode, torch.enable_grad():
         if count is None:
             made = torch.empty_strided(like.shape, like.stride(), **kind)

@@ -1,0 +1,84 @@
+"""How `refold.compile` and `refold.explain` may be called, and what becomes of what they return."""
+
+import copy
+import io
+import warnings
+
+import pytest
+import torch
+
+import refold
+from refold.compiler import backend
+
+
+class Layer(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.linear(x)
+
+
+def test_errors_are_an_attribute_of_the_package():
+    assert refold.errors.RefoldError in refold.errors.ArgumentError.__mro__
+
+
+@pytest.mark.parametrize("call", [refold.compile, refold.explain])
+@pytest.mark.parametrize(("module", "says"), [(Layer, r"the class Layer; pass Layer\(...\)"), (3, "not int")])
+def test_what_is_no_module_and_no_function(call, module, says):
+    with pytest.raises(refold.errors.ArgumentError, match=says):
+        call(module)
+
+
+def test_unknown_options_and_modes_are_refused_as_by_torch_compile():
+    with pytest.raises(refold.errors.ArgumentError, match=r"unexpected option 'verifyy': .* did you mean verify"):
+        refold.compile(Layer(), options={"verifyy": "off"})
+    with pytest.raises(refold.errors.ArgumentError, match=r"mode must be one of 'default', .* not 'fast'"):
+        refold.compile(Layer(), mode="fast")
+    refold.compile(Layer(), options={"max_autotune": False, "triton.cudagraphs": False})
+    with pytest.raises(Exception, match="unexpected option 'verifyy'"):
+        torch.compile(Layer(), backend="refold", options={"verifyy": "off"})(torch.ones(2, 4))
+
+
+def test_without_a_module_compile_is_a_decorator():
+    @refold.compile(verify="off")
+    def twice(x):
+        return 2 * x
+
+    assert twice(torch.ones(2)).tolist() == [2.0, 2.0]
+    assert len(twice.report.graphs) == 1
+    with pytest.raises(refold.errors.ArgumentError, match="verify must be"):
+        refold.compile(verify="perhaps")
+
+
+def saved(compiled):
+    file = io.BytesIO()
+    torch.save(compiled, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize("again", [copy.deepcopy, saved])
+def test_copies_and_pickles_compile_for_themselves(again):
+    layer, x = Layer(), torch.randn(2, 4)
+    compiled = refold.compile(layer, verify="off")
+    assert isinstance(compiled, type(torch.compile(layer)))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # of PyTorch's own pickling
+        before, other = compiled(x), again(compiled)
+    assert len(other.report.graphs) == 1
+    other.linear.bias.data += 1
+    assert torch.allclose(other(x), before + 1)
+    assert torch.equal(compiled(x), before)
+    assert len(compiled.report.graphs) == 1
+
+
+def test_warnings_point_at_the_users_line(monkeypatch):
+    def fail(*_):
+        raise RuntimeError("planted")
+
+    monkeypatch.setattr(backend, "GraphCompile", fail)
+    with pytest.warns(refold.errors.RefoldWarning, match="planted") as caught:
+        refold.compile(lambda x: 2 * x)(torch.ones(3))
+    assert caught[0].filename == __file__

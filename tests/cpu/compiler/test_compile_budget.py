@@ -1,0 +1,84 @@
+"""Loops that nobody can rewrite do not cost minutes: over the budget the graph runs eagerly, and the report says so."""
+
+import pytest
+import torch
+
+import refold
+from refold.compiler import pipeline
+from refold.compiler.compile_time import inductor_seconds
+from refold.errors import ArgumentError
+
+
+def gru(x):
+    h, ys = torch.zeros_like(x[:, 0]), []
+    for t in range(x.shape[1]):
+        h = torch.tanh(h + x[:, t])
+        ys.append(h)
+    return torch.stack(ys, 1)
+
+
+def with_a_scan(x):
+    h, ys = torch.zeros_like(x[:, 0]), []
+    for t in range(x.shape[1]):
+        h = 0.5 * h + x[:, t]
+        ys.append(h)
+    return gru(x) + torch.stack(ys, 1)
+
+
+def test_a_captured_loop_over_the_budget_runs_eagerly():
+    x = torch.randn(2, 1500, 4)
+    compiled = refold.compile(gru, strict=True, cache=False)
+    torch.testing.assert_close(compiled(x), gru(x), rtol=0, atol=0)
+    (graph,) = compiled.report.graphs
+    assert graph.chosen == "eager"
+    assert "compile_budget is 60 s" in graph.reason
+    assert graph.compile_s < 30
+
+
+def test_an_unrolled_loop_over_the_budget_runs_eagerly():
+    x = torch.randn(2, 40, 4)
+    compiled = refold.compile(gru, strict=True, cache=False, loops="unroll", compile_budget=0.01)
+    torch.testing.assert_close(compiled(x), gru(x), rtol=0, atol=0)
+    assert compiled.report.graphs[0].chosen == "eager"
+    assert "compile_budget is 0.01 s" in str(compiled.report)
+
+
+def test_scans_of_such_a_graph_still_run():
+    x = torch.randn(2, 40, 4, requires_grad=True)
+    compiled = refold.compile(with_a_scan, strict=True, cache=False, accept="always", compile_budget=0.01)
+    got, expected = compiled(x), with_a_scan(x)
+    torch.testing.assert_close(got, expected)
+    own, eager = (torch.autograd.grad(y.sin().sum(), x)[0] for y in (got, expected))
+    torch.testing.assert_close(own, eager)
+    (graph,) = compiled.report.graphs
+    assert (graph.chosen, [row.status for row in graph.rewrites]) == ("refold", ["applied"])
+    assert graph.checks
+    assert any("runs eagerly" in note for note in graph.notes)
+
+
+def test_layers_are_no_loop():
+    layers = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh()) for _ in range(12)))
+    compiled = refold.compile(layers, strict=True, cache=False, compile_budget=0.0001)
+    compiled(torch.randn(4, 4))
+    assert compiled.report.graphs[0].chosen == "inductor"
+
+
+def test_the_estimate_grows_faster_than_the_loop():
+    assert 1 < inductor_seconds(300) < 15 < 60 < inductor_seconds(2400) < 100
+    assert inductor_seconds(2000) > 3 * inductor_seconds(1000)
+
+
+def test_a_search_that_takes_too_long_ends_and_says_so(monkeypatch):
+    monkeypatch.setattr(pipeline, "SEARCH_S", 0.0)
+    compiled = refold.compile(with_a_scan, strict=True, cache=False, loops="unroll", accept="always")
+    x = torch.randn(2, 8, 4)
+    torch.testing.assert_close(compiled(x), with_a_scan(x))
+    (graph,) = compiled.report.graphs
+    assert graph.rewrites == []
+    assert any("the search for rewrites ended after 0 s" in note for note in graph.notes)
+
+
+@pytest.mark.parametrize("budget", [0, -1, "60", True, None, float("nan")])
+def test_budgets_that_are_no_seconds(budget):
+    with pytest.raises(ArgumentError, match="compile_budget must be a number of seconds above 0"):
+        refold.compile(gru, compile_budget=budget)

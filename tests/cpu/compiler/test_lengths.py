@@ -1,0 +1,245 @@
+"""One compile for all lengths, where Dynamo knows the length as a symbol; else one for each, and right results."""
+
+import pytest
+import torch
+
+import refold
+from refold.compiler.dynamo import captures_loops, notes
+from refold.compiler.dynamo.loop import LiftedLoop
+
+LENGTHS = (24, 40, 33, 17, 16, 3, 1)
+
+
+def xs(steps, grad=False, width=8):
+    return torch.randn(2, steps, width, generator=torch.Generator().manual_seed(steps)).requires_grad_(grad)
+
+
+def stacked(x):
+    h, ys = torch.zeros_like(x[:, 0]), []
+    for t in range(x.shape[1]):
+        h = 0.5 * h + x[:, t]
+        ys.append(h)
+    return torch.stack(ys, 1)
+
+
+def writes(x):
+    h, o = torch.zeros(x.shape[0], 8, 8), torch.zeros_like(x)
+    for t in range(x.shape[1]):
+        h = 0.5 * h + x[:, t, :, None] * x[:, t, None].cos()
+        o[:, t] = (x[:, t, :, None].sin() * h).sum(-2)
+    return o
+
+
+def backwards(x):
+    h, o = torch.zeros_like(x[:, 0]), torch.zeros_like(x)
+    for t in range(x.shape[1] - 1, -1, -1):
+        h = 0.5 * h + x[:, t]
+        o[:, t] = h
+    return o, t
+
+
+def reversed_range(x):
+    h, o = torch.zeros_like(x[:, 0]), torch.zeros_like(x)
+    for t in reversed(range(x.shape[1])):
+        h = 0.5 * h + x[:, t]
+        o[:, t] = h
+    return o, h
+
+
+def last_only(x):
+    h, n = torch.zeros_like(x[:, 0]), 0
+    for t in range(x.shape[1]):
+        h = 0.5 * h + x[:, t]
+        n += 2
+    return h, n
+
+
+def two_loops(x):
+    for _ in range(2):
+        h, ys = torch.zeros_like(x[:, 0]), []
+        for t in range(x.shape[1]):
+            h = 0.5 * h + x[:, t]
+            ys.append(h)
+        x = torch.stack(ys, dim=-2).tanh()
+    return x
+
+
+def first_item_before(x):
+    h, ys = x[:, 0], [x[:, 0]]
+    for t in range(1, x.shape[1]):
+        h = 0.5 * h + x[:, t] * x[:, t - 1]
+        ys.append(h)
+    return torch.stack(ys, 1)
+
+
+def concatenated(x):
+    h, ys = torch.zeros_like(x[:, :1]), [x[:, :1] * 0]
+    for t in range(x.shape[1]):
+        h = 0.5 * h + x[:, t : t + 1]
+        ys.append(h)
+    return torch.cat(ys, dim=1)
+
+
+def prepared(x):
+    decay = torch.exp(-torch.nn.functional.softplus(x)[..., None] * torch.arange(1, 5))
+    inputs, h, ys = x[..., None] * x[:, :, None, :4], x.new_zeros(x.shape[0], 8, 4), []
+    for t in range(x.shape[1]):
+        h = decay[:, t] * h + inputs[:, t]
+        ys.append((h * x[:, t, None, 4:]).sum(-1))
+    return torch.stack(ys, 1)
+
+
+def ends(x):
+    h, ys = torch.zeros_like(x[:, 0]), []
+    for t in range(x.shape[1]):
+        h = 0.5 * h + x[:, t]
+        ys.append(h)
+    return ys[-1] + ys[0], torch.stack(ys, 1), len(ys)
+
+
+def counted(x):
+    h = torch.zeros_like(x[:, 0])
+    for t in range(x.shape[1]):
+        h = 0.5 * h + x[:, t] * 0.9 ** (x.shape[1] - t)
+    return h
+
+
+def last_differs(x):
+    h, ys = torch.zeros_like(x[:, 0]), []
+    for t in range(x.shape[1]):
+        h = 0.5 * h + (x[:, t] if t < x.shape[1] - 1 else -x[:, t])
+        ys.append(h)
+    return torch.stack(ys, 1)
+
+
+def unbound(x):
+    h, ys = torch.zeros_like(x[:, 0]), []
+    for xt in x.unbind(1):
+        h = 0.5 * h + xt
+        ys.append(h)
+    return torch.stack(ys, 1)
+
+
+ONE = (
+    stacked, writes, backwards, reversed_range, last_only, two_loops, first_item_before, concatenated, prepared,
+)  # fmt: skip
+EACH = (ends, last_differs, unbound, counted)
+lengths_of = {ends: LENGTHS[:5], counted: LENGTHS[:5]}
+
+
+def same(got, expected):
+    assert type(got) is type(expected)
+    for a, b in zip(*(torch.utils._pytree.tree_leaves(x) for x in (got, expected)), strict=True):
+        if isinstance(a, torch.Tensor):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+            assert a.stride() == b.stride()
+        else:
+            assert a == b
+
+
+@pytest.fixture
+def counting():
+    """Return a backend that runs graphs as they are, and how many steps each of their loops has: None for any."""
+    graphs = []
+
+    @captures_loops
+    def backend(gm, _):
+        graphs.append([m.count for m in gm.modules() if isinstance(m, LiftedLoop)])
+        backend.notes += notes()
+        return gm
+
+    backend.graphs, backend.notes = graphs, []
+    return backend
+
+
+@pytest.mark.parametrize("fn", ONE)
+def test_one_trace_for_all_lengths(fn, counting):
+    compiled = torch.compile(fn, backend=counting)
+    for steps in LENGTHS:
+        same(compiled(xs(steps)), fn(xs(steps)))
+    # The first length is a number; the second one makes Dynamo try a symbol; the captured loop has 16 steps or more.
+    assert set(counting.graphs[1]) == {None}
+    captured = [graph for graph in counting.graphs if graph]
+    assert len(captured) == 2 if fn is not first_item_before else len(captured) <= 3
+
+
+@pytest.mark.parametrize("fn", EACH)
+def test_else_each_length_is_traced_with_its_number(fn, counting):
+    compiled = torch.compile(fn, backend=counting)
+    for steps in lengths_of.get(fn, LENGTHS):
+        same(compiled(xs(steps)), fn(xs(steps)))
+    assert all(graph for graph in counting.graphs[:4])
+
+
+@pytest.mark.parametrize("mark", ["dynamic", "mark_dynamic"])
+def test_symbols_from_the_first_call(mark, counting):
+    compiled = torch.compile(stacked, backend=counting, dynamic=True if mark == "dynamic" else None)
+    for steps in (24, 40):
+        x = xs(steps)
+        if mark == "mark_dynamic":
+            torch._dynamo.mark_dynamic(x, 1)
+        same(compiled(x), stacked(x))
+    assert counting.graphs == [[None]]
+
+
+def test_all_sizes_may_be_symbols(counting):
+    compiled = torch.compile(stacked, backend=counting, dynamic=True)
+    for batch, steps, width in ((2, 24, 8), (3, 40, 5), (7, 16, 4)):
+        x = torch.randn(batch, steps, width)
+        same(compiled(x), stacked(x))
+    assert counting.graphs == [[None]]
+
+
+SCANS = [(stacked, None, True), (writes, None, False), (last_only, None, False), (prepared, True, True)]
+
+
+@pytest.mark.parametrize(("fn", "dynamic", "grad"), SCANS)
+def test_one_scan_for_all_lengths(fn, dynamic, grad):
+    compiled = refold.compile(fn, accept="always", verify="off", strict=True, dynamic=dynamic, cache=False)
+    for steps in (24, 40, 33, 16):
+        x = xs(steps, grad)
+        got, expected = compiled(x), fn(x)
+        same(got, expected)
+        if grad:
+            roots = (y[0] if isinstance(y, tuple) else y for y in (got, expected))
+            own, eager = (torch.autograd.grad(y.sin().sum(), x)[0] for y in roots)
+            torch.testing.assert_close(own, eager, rtol=1e-3, atol=1e-4)
+    graphs = compiled.report.graphs
+    assert len(graphs) == (1 if dynamic else 2)
+    assert graphs[-1].rewrites[0].detail.startswith("any number of steps")
+    assert not graphs[-1].notes
+
+
+def test_the_check_covers_symbolic_lengths():
+    compiled = refold.compile(writes, accept="always", strict=True, cache=False)
+    for steps in (24, 40, 33):
+        same(compiled(xs(steps)), writes(xs(steps)))
+    second = compiled.report.graphs[1]
+    assert second.rewrites[0].errors
+    assert second.checks
+
+
+def test_what_needs_the_number_says_so():
+    compiled = refold.compile(counted, accept="always", verify="off", strict=True, cache=False)
+    for steps in (24, 40):
+        same(compiled(xs(steps)), counted(xs(steps)))
+    assert [len(graph.applied) for graph in compiled.report.graphs] == [1, 1]
+    assert any("for these sizes alone" in note for note in compiled.report.graphs[1].notes)
+
+
+def test_an_empty_batch_is_what_eager_gives():
+    compiled = refold.compile(stacked, accept="always", verify="off", strict=True, cache=False)
+    for batch in (2, 0, 3):
+        x = torch.randn(batch, 24, 8, requires_grad=True)
+        got, expected = compiled(x), stacked(x)
+        same(got, expected)
+        assert torch.autograd.grad(got.sum(), x)[0].shape == x.shape
+
+
+def test_the_last_compile_is_said():
+    compiled = refold.compile(unbound, accept="always", verify="off", strict=True, cache=False)
+    with torch._dynamo.config.patch(recompile_limit=2):
+        for steps in (24, 40):
+            compiled(xs(steps))
+    said = [any("the last of 2 compiles" in note for note in graph.notes) for graph in compiled.report.graphs]
+    assert said == [False, True]

@@ -1,0 +1,107 @@
+"""Random programs stay what they are when nothing is checked; planted bugs do not pass.
+
+Seconds of each kind; ``python tools/fuzz.py --seeds 0 1000`` runs as many as one likes.
+"""
+
+from random import Random
+
+import hypothesis.strategies as st
+import programs
+import pytest
+import torch
+from hypothesis import given, settings
+
+from refold.compiler.ir import index
+from refold.compiler.passes import recover_contractions, reroll_loops
+from refold.compiler.recurrence import duality, gated_chunks
+
+aten = torch.ops.aten
+RANDOM = st.randoms(use_true_random=False)
+
+
+def quickly(examples):
+    return settings(max_examples=examples, deadline=None, derandomize=True)
+
+
+@quickly(60)
+@given(RANDOM)
+def test_graphs(r):
+    program = programs.graph(r)
+    assert programs.judge(program).failure == "", program.about
+
+
+@quickly(15)
+@given(RANDOM)
+def test_recurrences(r):
+    program = programs.recurrence(r)
+    assert programs.judge(program).failure == "", program.about
+
+
+@quickly(4)
+@given(RANDOM)
+def test_captured_loops(r):
+    program = programs.recurrence(r, captured=True)
+    assert programs.judge_captured(program).failure == "", program.about
+
+
+# Bugs: how to plant one, in which kind of program it shows, and the first seed that shows it.
+
+
+def _mean_of_everything(patch):
+    """A mean divides by the length of every axis, also of those that it keeps."""
+    patch.setattr(recover_contractions, "sum_dims", lambda root: list(range(root.args[0].meta["val"].dim())))
+
+
+def _inverse_permutation(patch):
+    def rule(node, labels):
+        return tuple(labels[list(node.args[1]).index(dim)] for dim in range(len(labels)))
+
+    patch.setitem(index._VIEWS, aten.permute.default, rule)
+
+
+def _strictly_causal(patch):
+    """A step does not see its own input."""
+    right = gated_chunks._causal
+
+    def wrong(emit, like):
+        ge = right(emit, like)
+        return emit.call(aten.gt.Tensor, *ge.args)
+
+    patch.setattr(gated_chunks, "_causal", wrong)
+
+
+def _infinities_leak(patch):
+    """Zeros of a matrix are trusted to hide the future."""
+    patch.setattr(gated_chunks, "finite_part", lambda emit, x, time: (x, emit.call(aten.mul.Tensor, emit.call(
+        aten.nan_to_num.default, x, 0.0, 0.0, 0.0), 0.0)))  # fmt: skip
+
+
+def _resets_are_infinite(patch):
+    patch.setattr(gated_chunks, "FORGETS", -float("inf"))
+
+
+def _never_forgets(patch):
+    patch.setattr(duality, "forgets", lambda dtype: -1.0)
+
+
+def _stale_metadata(patch):
+    patch.setattr(reroll_loops, "refresh", lambda *args, **kwargs: None)
+
+
+BUGS = [
+    (_mean_of_everything, "graph", 8),
+    (_inverse_permutation, "graph", 70),
+    (_strictly_causal, "recurrence", 75),
+    (_infinities_leak, "recurrence", 0),
+    (_resets_are_infinite, "recurrence", 0),
+    (_never_forgets, "recurrence", 58),
+    (_stale_metadata, "recurrence", 0),
+]
+
+
+@pytest.mark.parametrize(("plant", "kind", "seed"), BUGS, ids=lambda x: getattr(x, "__name__", None))
+def test_planted_bugs_are_caught(plant, kind, seed, monkeypatch):
+    program = getattr(programs, kind)(Random(seed))
+    assert programs.judge(program).failure == "", program.about
+    plant(monkeypatch)
+    assert programs.judge(program).failure, program.about

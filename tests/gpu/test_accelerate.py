@@ -1,0 +1,84 @@
+"""Accelerated models on a GPU, and the functions under other packages' names on tensors past 2^31 elements."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import refold
+from refold import audit
+from refold.compat import causal_conv1d, mamba_ssm
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "hf"))
+families = pytest.importorskip("families", reason="transformers is not installed")
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.filterwarnings("ignore::UserWarning:transformers.*", "ignore::FutureWarning:transformers.*"),
+]
+
+
+@pytest.mark.parametrize("name", families.NAMES)
+def test_logits_and_tokens(name):
+    model = families.make(name).cuda()
+    ids = torch.randint(0, families.VOCAB, (2, 40), device="cuda")
+    mask = torch.ones_like(ids)
+    mask[1, :7] = 0
+
+    def run(**keywords):
+        with torch.no_grad():
+            tokens = model.generate(
+                ids, attention_mask=mask, max_new_tokens=16, do_sample=False, pad_token_id=0, **keywords
+            )
+            return model(ids, attention_mask=mask, use_cache=False).logits[mask.bool()], tokens
+
+    # Without a cache, since transformers' norm of Falcon-H1 mixes the rows of a batch with one.
+    expected, tokens = run(**({"use_cache": False} if name == "falcon_h1-normed" else {}))
+    refold.accelerate(model)
+    found, same = run()
+    assert (found - expected).abs().max() <= 64 * 2**-24 * expected.abs().max()
+    assert torch.equal(same, tokens)
+
+
+@pytest.mark.parametrize("name", ["mamba", "mamba2"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_decoding_in_a_cuda_graph(name, dtype):
+    model = families.make(name).to("cuda", dtype)
+    refold.accelerate(model)
+    ids = torch.randint(0, families.VOCAB, (2, 24), device="cuda")
+    with torch.no_grad():
+        expected = model(ids, use_cache=False).logits[:, 20:]
+        cache, token = model(ids[:, :20], use_cache=True).cache_params, ids[:, 20:21].clone()
+        states = [(layer.conv_states[0], layer.recurrent_states[0]) for layer in cache.layers]
+        kept = [tuple(s.clone() for s in pair) for pair in states]
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            model(token, use_cache=True, cache_params=cache)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            logits = model(token, use_cache=True, cache_params=cache).logits
+        for pair, saved in zip(states, kept, strict=True):
+            for state, value in zip(pair, saved, strict=True):
+                state.copy_(value)
+        found = []
+        for t in range(20, 24):
+            token.copy_(ids[:, t : t + 1])
+            graph.replay()
+            found.append(logits.clone())
+    unit = 2**-24 if dtype is torch.float32 else 2**-8
+    assert (torch.cat(found, 1) - expected).abs().max() <= 64 * unit * expected.abs().max()
+
+
+@pytest.mark.parametrize("case", audit.CASES, ids=lambda c: f"{c.function}-{c.name}".replace(" ", "_"))
+def test_own_functions_pass_the_audit(case):
+    ours = {"mamba_ssm": mamba_ssm, "causal_conv1d": causal_conv1d}.get(case.package)
+    if ours is None:
+        pytest.skip("refold has no function of this name")
+    for dtype in case.dtypes:
+        finding = audit._judge(case, getattr(ours, case.function), torch.device("cuda"), dtype)
+        if "GiB free" in finding.detail:
+            pytest.skip(finding.detail)
+        assert finding.verdict == "right", str(finding)

@@ -1,0 +1,66 @@
+"""Compare random programs, rewritten with nothing checked, with what eager makes of them.
+
+    python tools/fuzz.py --seeds 0 1000                       # graphs, recurrences and captured loops
+    python tools/fuzz.py --seeds 0 1000 --kind recurrence --jobs 8
+
+No code is generated: what the compiler's passes make of a program runs operation by operation. A line is printed for
+each program that is wrong, with its kind and seed, and at the end how many were run and what was found in them. The
+exit status tells whether all were right. `tests/cpu/compiler/programs.py` says what is drawn and what is compared.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import warnings
+from collections import Counter
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+from random import Random
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "cpu" / "compiler"))
+
+KINDS = ("graph", "recurrence", "captured")
+
+
+def one(kind: str, seed: int) -> tuple[str, int, str, list[str]]:
+    """Run one program; returns its kind and seed, what is wrong with it, and what was found in it."""
+    warnings.simplefilter("ignore")
+    import programs
+    import torch
+
+    torch.set_num_threads(1)
+    r = Random(seed)
+    program = programs.graph(r) if kind == "graph" else programs.recurrence(r, captured=kind == "captured")
+    try:
+        outcome = programs.judge_captured(program) if kind == "captured" else programs.judge(program)
+    except Exception as error:  # a compiler that fails is wrong, too
+        return kind, seed, f"{type(error).__name__}: {error} | {program.about}", []
+    found = [rewrite.rsplit(" as ", 1)[-1].split(":")[0] for rewrite in outcome.rewrites]
+    return kind, seed, f"{outcome.failure} | {program.about}" if outcome.failure else "", found
+
+
+def main() -> int:
+    """Run all programs of the kinds and seeds that the command line names."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, nargs=2, metavar=("FIRST", "END"), default=(0, 100))
+    parser.add_argument("--kind", choices=KINDS, nargs="+", default=list(KINDS))
+    parser.add_argument("--jobs", type=int, default=1)
+    given = parser.parse_args()
+    found: Counter[str] = Counter()
+    wrong = count = 0
+    work = [(kind, seed) for kind in given.kind for seed in range(*given.seeds)]
+    with ProcessPoolExecutor(given.jobs, mp_context=get_context("spawn"), max_tasks_per_child=200) as pool:
+        for kind, seed, failure, names in pool.map(one, *zip(*work, strict=True), chunksize=4):
+            count += 1
+            found.update(names)
+            if failure:
+                wrong += 1
+                print(f"{kind} {seed}: {failure}", flush=True)
+    print(f"{count} programs, {wrong} wrong; found in them: {dict(found.most_common())}")
+    return int(wrong > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
