@@ -16,6 +16,7 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
 from refold.ops.spec import all_specs, load, shape_of  # noqa: E402
+from refold.ops.testing.frameworks import TorchFrame  # noqa: E402
 from refold.verify.numerics import unit_roundoff  # noqa: E402
 
 pytestmark = pytest.mark.gpu
@@ -36,8 +37,9 @@ def arguments(spec, case, dtype):
         elif not arg.optional or arg.name in case.given:
             axes = arg.axes[case.layout.get(arg.name, 0)]
             axes = axes if "t" in sizes or not spec.time_optional else axes.replace("t ", "")
-            values = torch.from_numpy(np.asarray(arg.sample(rng, shape_of(axes, sizes))))
-            found[arg.name] = values.to("cuda", torch.float32 if arg.wide else dtype)
+            values = np.asarray(arg.sample(rng, shape_of(axes, sizes)))
+            name = "float32" if arg.wide else str(dtype).removeprefix("torch.")
+            found[arg.name] = TorchFrame("cuda").array(values, name, case.strided)
     return found
 
 

@@ -16,7 +16,8 @@ A case is refused if its error against a float64 scan of a slice of it is above 
   launch and ramp weigh on it as on the operator.
 - groups named ``..._backward``: ``errors`` of all gradients against float64 on that slice, ``median_ms`` of the
   gradients alone and ``both_ms`` of results and gradients, ``extra_gib`` that a call of both takes beside its arguments
-  and the gradient of y, results and gradients included; and the same of mamba-ssm's kernels.
+  and the gradient of y, results and gradients included; and, for ssd, the same of mamba-ssm's kernels. ``bytes`` are
+  those of arguments, the gradient of y, and gradients.
 - ``mamba_ssm_ms``: mamba-ssm's kernels in the same run, if ``mamba_ssm`` (for ssd, chunks of 256) or its
   ``selective_scan_cuda`` (in its own layout) can be imported.
 """
@@ -46,6 +47,7 @@ BOUND = {torch.float32: 1e-5, torch.bfloat16: 4e-3, torch.float16: 6e-4}
 HEAD = 512  # Tokens, or rows, of the slice that is compared with float64.
 SSD = [(1, 1024, 128), (1, 8192, 128), (1, 131072, 128), (1, 1024, 80), (1, 8192, 80), (1, 131072, 80), (8, 4096, 80),
        (1, 2048, 48), (32, 256, 48), (1, 8192, 24)]  # fmt: skip
+TRAINED_SELECTIVE = [(2, 4096, 4096, 16), (8, 2048, 5120, 16), (1, 8192, 1536, 16)]
 TRAINED_SSD = [(8, 4096, 80), (1, 8192, 128), (1, 65536, 80), (8, 2048, 24)]
 GRADIENT_BOUND = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 2.5e-3}
 SELECTIVE = [(1, 512, 1024, 32), (4, 512, 1024, 32), (16, 512, 1024, 32), (1, 2048, 5120, 16), (1, 32768, 5120, 16),
@@ -168,14 +170,17 @@ def ssd_cases(shapes: list[tuple[int, int, int]] = SSD) -> Iterator[Case]:
         )  # fmt: skip
 
 
-def selective_scan_cases() -> Iterator[Case]:
+def selective_scan_cases(
+    shapes: list[tuple[int, int, int, int]] = SELECTIVE,
+    dtypes: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float32),
+) -> Iterator[Case]:
     """Yield the selective scan cases: D, z, bias, softplus, final state; mamba-ssm's kernel in its own layout."""
     try:
         from selective_scan_cuda import fwd as official
     except ImportError:
         official = None
-    for b, t, d, n in SELECTIVE:
-        for dtype in (torch.bfloat16, torch.float32):
+    for b, t, d, n in shapes:
+        for dtype in dtypes:
             x, dt, z = (normal(b, t, d, dtype=dtype) for _ in range(3))
             A, B, C = -torch.rand(d, n, device="cuda") * 4, normal(b, t, n, dtype=dtype), normal(b, t, n, dtype=dtype)
             arrays = {"x": x, "dt": dt, "A": A, "B": B, "C": C, "D": normal(d), "z": z, "dt_bias": normal(d) - 2}
@@ -212,11 +217,27 @@ def ssd_backward_cases() -> Iterator[Case]:
     yield from ssd_cases(TRAINED_SSD)
 
 
+def selective_scan_backward_cases() -> Iterator[Case]:
+    """Yield the cases of `selective_scan_cases` whose gradients are measured."""
+    for case in selective_scan_cases(TRAINED_SELECTIVE, (torch.bfloat16,)):
+        case.peer = None  # the forward alone
+        yield case
+
+
+def pointwise_backward_cases() -> Iterator[Case]:
+    """Yield the cases of `pointwise_cases` that are no steps and fill the device."""
+    for case in pointwise_cases():
+        if case.op in ("causal_conv1d", "gated_rmsnorm", "linear_scan") and not case.name.startswith("1x8192"):
+            yield case
+
+
 CASES = {
     "ssd": ssd_cases,
     "ssd_backward": ssd_backward_cases,
     "selective_scan": selective_scan_cases,
+    "selective_scan_backward": selective_scan_backward_cases,
     "pointwise": pointwise_cases,
+    "pointwise_backward": pointwise_backward_cases,
 }
 
 
@@ -291,7 +312,7 @@ def main(argv: list[str]) -> int:
     command = f"python -m refold.bench run {' '.join(args.groups)}"
     for group in args.groups:
         for case in CASES[group]():
-            row = measure_backward(case) if group.endswith("_backward") else measure(case, copy_rate)
+            row = measure_backward(case, copy_rate) if group.endswith("_backward") else measure(case, copy_rate)
             refused += "refused" in row
             lines.append(json.dumps({"schema": 2, **row, "command": command, "env": env}))
             print(" ".join(f"{k}={v:.3g}" if isinstance(v, float) else str(v) for k, v in row.items()), flush=True)  # noqa: T201
@@ -323,7 +344,7 @@ def measure(case: Case, copy_rate: float) -> dict[str, Any]:
     }
 
 
-def measure_backward(case: Case) -> dict[str, Any]:
+def measure_backward(case: Case, copy_rate: float) -> dict[str, Any]:
     """Return the row of a case's gradients."""
     row: dict[str, Any] = {"op": case.op, "pass": "backward", "case": case.name, "dtype": str(case.dtype)[6:]}
     row["errors"] = case.gradient_errors()
@@ -340,8 +361,11 @@ def measure_backward(case: Case) -> dict[str, Any]:
         return lambda: torch.autograd.grad(y(run), leaves, dy)
 
     times = backward_ms(y(case.run), leaves, dy)
+    moved = dy.nbytes + 2 * sum(leaf.nbytes for leaf in leaves)
     row |= {
+        "bytes": moved,
         "median_ms": times[len(times) // 2],
+        "share_of_copy": moved / times[len(times) // 2] / copy_rate,
         "p20_ms": times[len(times) // 5],
         "p80_ms": times[len(times) * 4 // 5],
         "both_ms": statistics.median(time_ms(both(case.run), 15)),

@@ -27,8 +27,10 @@ from .decisions import Plan, folder_for
 from .dynamo import captures_loops, notes
 from .inductor import Compiled, Hook, Stopped, inductor
 from .passes.reroll_loops import refusals
+from .patience import patience
 from .recurrence.serial_chains import serial_loops
-from .session import GraphCompile, lower_lifted, survey
+from .replay import Remembering
+from .session import lower_lifted, survey
 from .validate.program import first_line
 from .validate.region import Settings
 
@@ -74,7 +76,8 @@ def refold(
     report.graphs.append(entry)
     entry.notes += notes() + _limit_notes()
     try:
-        return GraphCompile(gm, example_inputs, settings, entry).run()
+        with patience():
+            return Remembering(gm, example_inputs, settings, entry).run()
     except PlanError:
         raise
     except Exception as error:
@@ -313,9 +316,13 @@ def environment() -> dict[str, str]:
     versions = {"refold": __version__, "torch": torch.__version__}
     versions["python"] = platform.python_version()
     versions["device"] = (
-        torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU, {torch.get_num_threads()} threads"
+        torch.cuda.get_device_name() if torch.cuda.is_available() else _threads(torch.get_num_threads())
     )
     return versions
+
+
+def _threads(count: int) -> str:
+    return f"CPU, {count} thread" + ("s" if count != 1 else "")
 
 
 def _with_options(backend: Callable[..., Compiled], options: Mapping[str, Any], mode: str | None) -> Any:

@@ -2,7 +2,7 @@
 
 An unrolled loop is one long chain, for which it takes more than twice as long when it is twice as long. The estimate is
 for one CPU core, from measurements of such loops of 100 to 2400 ATen operations (an average over steps computed with
-1 to 20 operations, 5 to 50 s at the upper end): it is right within a factor of three.
+1 to 20 operations, 5 to 50 s at the upper end): single loops are off by several times.
 """
 
 from __future__ import annotations

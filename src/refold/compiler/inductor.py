@@ -184,3 +184,21 @@ def clone_inputs(inputs: Sequence[Any]) -> list[Any]:
         twin.set_(own, x.storage_offset(), x.shape, x.stride())
         clones.append(twin.requires_grad_(x.requires_grad))
     return clones
+
+
+def arguments(leaves: Sequence[Any], inputs: Sequence[Any]) -> list[Any]:
+    """Return what to call a program with, so that autograd's gradients go to copies of the inputs.
+
+    An input that is the result of an operation may be changed in place. A copy that is a leaf may not, so what is
+    passed is a copy of that one.
+
+    Args:
+        leaves: What `clone_inputs` made of the inputs.
+        inputs: The inputs.
+    """
+    passed: list[Any] = []
+    for leaf, x in zip(leaves, inputs, strict=True):
+        made = isinstance(x, torch.Tensor) and leaf.requires_grad and not x.is_leaf and torch.is_grad_enabled()
+        twin = leaf.clone() if made else leaf
+        passed.append(twin if not made or twin.stride() == leaf.stride() else leaf)
+    return passed

@@ -8,16 +8,16 @@ import functools
 import json
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch.fx import Graph, GraphModule, Node
 
-from ..errors import PlanError, warn
+from ..errors import warn
 from ..report import GraphReport, RewriteReport
 from .compile_time import inductor_seconds, unrolled_seconds
-from .decisions import Key, Plan, Store, Unnameable, digest, folder_for, name_program, place, versions
+from .decisions import Store, digest, versions
 from .dynamo.loop import lifted_loops
 from .external_cumsum import keep_scans_external
 from .inductor import Compiled, Hook, Stopped, bind, clone_inputs, duplicate, inductor
@@ -32,9 +32,6 @@ from .validate.region import Settings, Verdict, judge, undisturbed_rng
 
 log = logging.getLogger("refold")
 
-# A graph that takes less is not raced again for every length.
-TINY_MS = 1.0
-
 
 @dataclass
 class _Pending:
@@ -46,32 +43,19 @@ class _Pending:
     rewrites: list[Rewrite]
 
 
-class Misfit(Exception):
-    """A decision does not fit the program it is to be replayed on; the message says where."""
-
-
 class TooLong(Exception):
     """Inductor would take longer for an unrolled loop than it may; the message says how long."""
 
 
 class GraphCompile:
-    """The compile of one graph."""
+    """The compile of one graph: find rewrites, judge them, take the fastest program."""
 
-    def __init__(self, gm: GraphModule, inputs: Sequence[Any], settings: Settings, entry: GraphReport) -> None:
-        self.given, self.inputs, self.settings, self.entry = gm, inputs, settings, entry
-        self.key: Key | None = None
-        try:
-            facts = {name: getattr(settings, name) for name in ("verify", "accept", "loops")}
-            self.key = name_program(gm, inputs, {**facts, "options": dict(settings.options or {})})
-        except Unnameable as reason:
-            log.info("graph %d is not remembered: %s", entry.index, reason)
-        entry.program = self.key.exact if self.key is not None else ""
-        self.store = Store(folder_for(settings.cache) if self.key is not None else None, place(inputs))
-        self._reset()
-
-    def _reset(self) -> None:
-        self.gm = self.given
-        self.options = dict(self.settings.options or {})
+    def __init__(
+        self, gm: GraphModule, inputs: Sequence[Any], settings: Settings, entry: GraphReport, store: Store
+    ) -> None:
+        self.given, self.inputs, self.settings, self.entry, self.store = gm, inputs, settings, entry, store
+        self.gm = gm
+        self.options = dict(settings.options or {})
         self.refused: set[str] = set()
         self.verdicts: dict[str, Verdict] = {}
         self.rows: dict[str, RewriteReport] = {}
@@ -79,31 +63,19 @@ class GraphCompile:
         self.external_scans, self.scan_sizes = 0, 0
         # The number of terms in the longest sum that was rewritten.
         self.terms = 1
-        # What is replayed, by key; and whether it was checked before.
-        self.decided: dict[str, RewriteReport] | None = None
-        self.trusted = False
-        # Rewrites (pass, line) that lost the race at other sizes of the same kind; None if nothing is known of such.
-        self.lost: set[tuple[str, str]] | None = None
-        # Whether the last compile showed its graph, and whether one failed.
-        self.seen, self.failed = True, False
+        # Rewrites (pass, line) that are known to lose the race.
+        self.lost: set[tuple[str, str]] = set()
+        # Whether all that the pass will do is known, so that AOTAutograd's cache may be asked; whether the last compile
+        # showed its graph; whether Inductor failed on it.
+        self.settled, self.seen, self.failed = False, False, False
 
     def run(self) -> Compiled:
         """Return the program that runs from now on, and fill the report."""
-        try:
-            return self._replayed() or self._decided()
-        finally:
-            self.entry.notes += [note for note in self.store.notes if note not in self.entry.notes]
-
-    def _decided(self) -> Compiled:
-        """Find rewrites, judge them, and take the fastest program."""
         start = time.perf_counter()
         entry = self.entry
-        if (chosen := self._decided_alike()) is not None:
-            return chosen
         saved = self._roll_up_lifted()
         try:
-            self._check_time(unrolled_seconds(self.gm, entry.mode))
-            compiled = self._compile()
+            compiled = self._built()
         except TooLong as reason:
             return self._left_eager(reason)
         entry.flops_before += saved.flops
@@ -119,16 +91,21 @@ class GraphCompile:
             entry.reason = "no rewrite stands" if self.rows else ""
         else:
             entry.chosen = "refold"
-            if self.lost is not None:
-                entry.reason = "as it does at sizes between the same powers of two"
             if entry.applied and (self.settings.verify != "off" or self.settings.accept == "faster"):
-                start = time.perf_counter()
-                rewritten = Rewritten(compiled, self._repeatable, self.terms)
-                compiled = last_word(rewritten, self.given, self.inputs, self.settings, entry)
-                entry.proof_s += time.perf_counter() - start
+                compiled = self._last_word(compiled)
+        races = [verdict.race for verdict in self.verdicts.values() if verdict.race is not None]
+        entry.busy = entry.busy or next((race.busy for race in races if race.busy), "")
         log.info("graph %d: %s runs, %d rewrites", entry.index, entry.chosen, len(entry.applied))
-        self._remember()
         return compiled
+
+    def _built(self) -> Compiled | None:
+        """Compile the graph, unless that takes too long.
+
+        Raises:
+            TooLong: It would.
+        """
+        self._check_time(unrolled_seconds(self.gm, self.entry.mode))
+        return self._compile()
 
     def _left_eager(self, reason: TooLong) -> Compiled:
         """Let the graph run eagerly, with scans for those of its loops that are some."""
@@ -139,164 +116,44 @@ class GraphCompile:
         entry.rewrites = list(self.rows.values())
         entry.chosen, entry.reason = "eager", f"because {reason}"
         entry.notes.append(f"the graph runs eagerly: {reason}")
-        log.warning("graph %d runs eagerly: %s", entry.index, reason)
-        compiled: Compiled = self.given
-        if entry.applied:
-            entry.chosen = "refold"
-            for name in ("flops_before", "flops_after", "bytes_before", "bytes_after"):
-                setattr(entry, name, sum(getattr(row, name) for row in entry.applied))
-            compiled = last_word(
-                Rewritten(self.gm, lambda: self.gm, self.terms), self.given, self.inputs, self.settings, entry
-            )
-        else:
-            self._remember()
-        return compiled
-
-    # Remembering -------------------------------------------------------------------------------
-
-    def _remember(self) -> None:
-        """Keep what was decided, unless something failed; on disk, unless the machine was busy."""
-        if self.key is None or self.failed:
-            return
-        entry = self.entry
-        busy = [race.busy for verdict in self.verdicts.values() if (race := verdict.race) is not None and race.busy]
-        entry.busy = entry.busy or next(iter(busy), "")
-        if entry.busy:
-            entry.notes.append(f"the machine was busy while times were taken ({entry.busy}); they are not remembered")
-        data = dataclasses.asdict(entry)
-        if self.settings.plan is not None:
-            self.store.put("plan", self._plan_key(entry), data)
-            return
-        self.store.put("graph", self.key.exact, data, lasting=not entry.busy)
-        times = [*entry.times_ms.values(), *(row.original_ms for row in entry.rewrites if row.original_ms is not None)]
-        if times and max(times) < TINY_MS and not entry.busy:
-            self.store.put("alike", self.key.alike, data, lasting=False)
-
-    def _plan_key(self, entry: GraphReport) -> str:
-        applied = sorted(f"{row.key} {row.signature}" for row in entry.applied)
-        return digest([entry.program, entry.chosen, str(entry.external_scans), *applied])
-
-    def _replayed(self) -> Compiled | None:
-        """Do what was decided before; None if nothing was, or if it does not fit."""
-        entry = self.entry
-        if self.settings.plan is not None:
-            return self._planned(Plan.read(self.settings.plan))
-        found = None if self.key is None else self.store.get("graph", self.key.exact)
-        if found is None:
-            return None
-        try:
-            return self._replay(GraphReport.from_dict(found[0]), found[1])
-        except (Misfit, KeyError, TypeError) as error:
-            entry.notes.append(f"what {found[1]} knew of this graph does not fit: {error}")
-            entry.remembered = ""
-            self.store.drop("graph", entry.program)
-            self._reset()
-            return None
-
-    def _planned(self, plan: Plan) -> Compiled:
-        """Do what a plan says; where it does not fit, Inductor compiles the graph, as it would at each run."""
-        entry = self.entry
-        try:
-            if self.key is None:
-                raise Misfit("the graph has no name that means the same in another process")
-            if (decision := plan.graphs.get(entry.program)) is None:
-                raise Misfit("it does not hold this graph at these sizes, dtypes and options")
-            checked = self.store.get("plan", self._plan_key(decision)) is not None or self.settings.verify == "off"
-            return self._replay(decision, "a plan", trusted=checked)
-        except Misfit as misfit:
-            text = f"the plan does not fit graph {entry.index}: {misfit}"
-            if self.settings.strict:
-                raise PlanError(f"{text}. Make a new one with report.save(path)") from None
-            warn(f"{text}; Inductor compiles it")
-            entry.notes.append(text)
-            entry.chosen, entry.reason = "inductor", "because the plan does not fit"
-            for row in entry.rewrites:
-                row.status, row.reason = "refused", "the plan does not fit"
-            return inductor(self.given, self.inputs, options=dict(self.settings.options or {}))
-
-    def _replay(self, decision: GraphReport, where: str, *, trusted: bool = True) -> Compiled:
-        """Apply the rewrites of a decision and no others; check them unless they were checked before."""
-        start = time.perf_counter()
-        entry, notes = self.entry, self.entry.notes
-        for name, value in dataclasses.asdict(decision).items():
-            if name not in ("index", "program", "notes", "compile_s", "proof_s"):
-                setattr(entry, name, value)
-        entry.rewrites = decision.rewrites
-        entry.remembered = where
-        notes += [note for note in decision.notes if note not in notes]
-        if decision.chosen == "eager":
+        log.warning("refold: graph %d runs eagerly: %s", entry.index, reason)
+        if not entry.applied:
             return self.given
-        if decision.chosen == "inductor" and decision.rewrites:
-            return inductor(self.given, self.inputs, options=self.options)
-        self.decided = {row.key: row for row in decision.rewrites}
-        self.refused = {row.key for row in decision.rewrites if row.status == "refused"}
-        self.trusted = trusted
-        self.external_scans = decision.external_scans
-        before = entry.flops_before, entry.bytes_before
-        self.settings = dataclasses.replace(self.settings, accept="always")
-        self._roll_up_lifted()
-        compiled = self._compile()
-        if compiled is None:
-            raise Misfit("Inductor cannot compile it any more")
-        if self.seen and (missing := {row.key for row in decision.applied} - self.rows.keys()):
-            raise Misfit(f"there is no {min(missing)} to be rewritten")
-        entry.flops_before, entry.bytes_before = before
-        entry.compile_s = time.perf_counter() - start - entry.proof_s
-        if not trusted and decision.applied:
-            start = time.perf_counter()
-            rewritten = Rewritten(compiled, self._repeatable, self.terms)
-            last_word(rewritten, self.given, self.inputs, self.settings, entry)
-            entry.proof_s += time.perf_counter() - start
-            if entry.chosen != "refold":
-                raise Misfit(entry.reason)
-            self._remember()
-        return compiled
+        entry.chosen = "refold"
+        for name in ("flops_before", "flops_after", "bytes_before", "bytes_after"):
+            setattr(entry, name, sum(getattr(row, name) for row in entry.applied))
+        return self._last_word(self.gm, lambda: self.gm)
 
-    def _as_decided(self, key: str, rewrite: Rewrite) -> RewriteReport:
-        """Return what was decided about a rewrite; it must be the same rewrite."""
-        assert self.decided is not None
-        row = self.decided.get(key)
-        if row is None or row.status != "applied" or row.signature != rewrite.signature:
-            raise Misfit(f"{rewrite.name} [{rewrite.site}] is another one")
-        self.rows[key] = row
-        self.terms = max(self.terms, rewrite.terms)
+    def _last_word(self, compiled: Compiled, repeatable: Callable[[], Compiled] | None = None) -> Compiled:
+        """Check the whole graph, and race it if that is wanted."""
+        start = time.perf_counter()
+        rewritten = Rewritten(compiled, repeatable or self._repeatable, self.terms)
+        try:
+            return last_word(rewritten, self.given, self.inputs, self.settings, self.entry)
+        finally:
+            self.entry.proof_s += time.perf_counter() - start
+
+    # What a replay does otherwise ----------------------------------------------------------------
+
+    def _wanted(self, key: str) -> bool:
+        """Tell whether a rewrite may be made."""
+        return key not in self.refused
+
+    def _note(self, key: str, rewrite: Rewrite, verdict: Verdict | None) -> RewriteReport:
+        """Write down a rewrite and what is known of it."""
+        row = self.rows[key] = _row(rewrite, key, verdict)
+        if verdict is not None and verdict.reason:
+            row.status = "refused"
+            self.refused.add(key)
         return row
 
-    def _decided_alike(self) -> Compiled | None:
-        """Spare a graph that takes microseconds the races that it had at other sizes of the same kind."""
-        found = (
-            None if self.key is None or self.settings.accept == "always" else self.store.get("alike", self.key.alike)
-        )
-        if found is None:
-            return None
-        before = GraphReport.from_dict(found[0])
-        self.entry.remembered = found[1]
-        if before.chosen == "refold":
-            self.settings = dataclasses.replace(self.settings, accept="always")
-            self.lost = {(row.name, row.source) for row in before.rewrites if row.status == "refused"}
-            return None
-        self.entry.chosen, self.entry.mode = before.chosen, before.mode
-        self.entry.reason = "because it was the fastest at sizes between the same powers of two"
-        if before.chosen == "eager":
-            return self.given
-        return inductor(self.given, self.inputs, options=self.options)
+    # Whether it is known that the rewrites fit although nobody saw the graph.
+    _known = False
 
-    def _judged(self, rewrite: Rewrite, actual: Sequence[Any] | None) -> Verdict:
-        """Judge a rewrite, unless it was judged before in this place."""
-        if self.lost is not None and (rewrite.name, rewrite.source) in self.lost:
-            return Verdict("not faster at sizes between the same powers of two")
-        facts = [rewrite.signature, str(rewrite.differentiated), str(rewrite.spread), str(rewrite.terms)]
-        options = json.dumps(dict(self.settings.options or {}), sort_keys=True, default=repr)
-        key = digest([*facts, self.settings.verify, self.settings.accept, options])
-        if (found := self.store.get("region", key)) is not None:
-            try:
-                return Verdict.from_dict(found[0])
-            except (KeyError, TypeError) as error:
-                self.entry.notes.append(f"what {found[1]} knew of a region does not fit: {error}")
-        verdict = judge(rewrite, actual, self.settings)
-        busy = verdict.race is not None and bool(verdict.race.busy)
-        self.store.put("region", key, dataclasses.asdict(verdict), lasting=not busy)
-        return verdict
+    @property
+    def _unjudged(self) -> bool:
+        """Whether rewrites are applied without a verdict."""
+        return self.settings.verify == "off" and self.settings.accept == "always"
 
     def _repeatable(self) -> Compiled:
         """Compile the graph again, with random numbers drawn as eager draws them."""
@@ -337,28 +194,19 @@ class GraphCompile:
 
         for dual in (True, False):
             key = f"lifted:{call.name}:{dual}"
-            if self.decided is not None and (key not in self.decided or self.decided[key].status != "applied"):
+            if not self._wanted(key):
                 continue
             found = lowering(self.gm, call, dual)
-            rewrite = found.rewrite
-            if self.decided is not None:
-                self._as_decided(key, rewrite)
-                if not self.trusted and (reason := self._verdict(rewrite).reason):
-                    raise Misfit(f"{rewrite.name} [{rewrite.site}] is {reason}")
-                return found
-            verdict = None
-            if self.settings.verify != "off" or self.settings.accept != "always":
-                start = time.perf_counter()
-                verdict = self._verdict(rewrite)
-                self.entry.proof_s += time.perf_counter() - start
-            row = self.rows[key] = _row(rewrite, key, verdict)
-            if verdict is None or not verdict.reason:
+            start = time.perf_counter()
+            verdict = None if self._unjudged else self._verdict(found.rewrite)
+            self.entry.proof_s += time.perf_counter() - start
+            row = self._note(key, found.rewrite, verdict)
+            if row.status != "refused":
                 row.status = "applied"
-                self.terms = max(self.terms, rewrite.terms)
+                self.terms = max(self.terms, found.rewrite.terms)
                 if found.fixed:
                     self.entry.notes.append(f"this compile is for these sizes alone: {found.fixed} [{call.name}]")
                 return found
-            row.status = "refused"
             if not found.dual:
                 break  # else what does not write the states rounds too much, or is slower
         return None
@@ -376,33 +224,30 @@ class GraphCompile:
 
     def _compile(self) -> Compiled | None:
         """Start Inductor until every rewrite it sees has been judged; None if it cannot compile the graph."""
-        # AOTAutograd's cache may be asked when all that the pass will do is known.
-        settled = self.trusted
         while True:
             pending: list[_Pending] = []
             outcome = digest([*versions(), *sorted(self.refused), str(self.external_scans)])
-            hook = Hook(functools.partial(self._visit, pending), outcome, settled)
+            hook = Hook(functools.partial(self._visit, pending), outcome, self.settled)
             log.info("compiling graph %d", self.entry.index)
             try:
                 compiled = inductor(self.gm, self.inputs, hook=hook, options=self.options)
-                self.seen = hook.count > 0
-                if self.seen or self.trusted:
-                    return compiled
-                settled = False  # the cache answered, and nobody knows what was rewritten
-                continue
             except Exception as error:
                 if hook.error is not None:
                     raise hook.error from None
-                if not hook.stopped:
-                    if not self._recover(error):
-                        self.failed = True
-                        return None
-                    continue
+                if not hook.stopped and not self._recover(error):
+                    self.failed = True
+                    return None
+            else:
+                self.seen = hook.count > 0
+                if self.seen or self._known:
+                    return compiled
+                self.settled = False  # the cache answered, and nobody knows what was rewritten
+                continue
             start = time.perf_counter()
             for found in pending:
                 self._judge(found)
             self.entry.proof_s += time.perf_counter() - start
-            settled = True
+            self.settled = bool(pending)
 
     def _visit(self, pending: list[_Pending], index: int, graph: Graph) -> None:
         """Rewrite one ATen graph in place, or stop the compile to judge what is new."""
@@ -415,18 +260,12 @@ class GraphCompile:
         notes: list[str] = []
         rewrites = run_pipeline(graph, lambda site: self._wanted(f"{index}:{site}"), notes)
         self.entry.notes += [note for note in notes if note not in self.entry.notes]
-        for rewrite in rewrites:
-            key = f"{index}:{rewrite.site}"
-            if self.decided is None:
-                self.rows[key] = _row(rewrite, key, self.verdicts.get(rewrite.signature))
-            else:
-                self._as_decided(key, rewrite)
-        proofless = self.trusted or (self.settings.verify == "off" and self.settings.accept == "always")
-        if not proofless and any(rewrite.signature not in self.verdicts for rewrite in rewrites):
+        verdicts = [self.verdicts.get(rewrite.signature) for rewrite in rewrites]
+        if not self._unjudged and any(verdict is None or verdict.reason for verdict in verdicts):
             pending.append(_Pending(index, original, graph, rewrites))
             raise Stopped
-        for rewrite in rewrites:
-            self.rows[f"{index}:{rewrite.site}"].status = "applied"
+        for rewrite, verdict in zip(rewrites, verdicts, strict=True):
+            self._note(f"{index}:{rewrite.site}", rewrite, verdict).status = "applied"
             self.terms = max(self.terms, rewrite.terms)
         if inductor_seconds(len(graph.nodes)) > self.settings.compile_budget:
             self._check_time(inductor_seconds(unrolled_operations(graph)))
@@ -443,12 +282,6 @@ class GraphCompile:
             raise TooLong(
                 f"Inductor would take about {seconds:.0f} s to compile an unrolled loop; compile_budget is {budget:g} s"
             )
-
-    def _wanted(self, key: str) -> bool:
-        """Tell whether a rewrite may be made."""
-        if self.decided is None:
-            return key not in self.refused
-        return key in self.decided and self.decided[key].status == "applied"
 
     def _judge(self, found: _Pending) -> None:
         """Judge rewrites not seen before, on values from the user's own inputs where possible."""
@@ -468,16 +301,24 @@ class GraphCompile:
             with undisturbed_rng():
                 self.verdicts[rewrite.signature] = self._judged(rewrite, actual)
         for rewrite in rewrites:
-            verdict = self.verdicts[rewrite.signature]
-            key = f"{index}:{rewrite.site}"
-            if self.decided is not None:
-                if verdict.reason:
-                    raise Misfit(f"{rewrite.name} [{rewrite.site}] is {verdict.reason}")
-                continue
-            self.rows[key] = _row(rewrite, key, verdict)
-            if verdict.reason:
-                self.rows[key].status = "refused"
-                self.refused.add(key)
+            self._note(f"{index}:{rewrite.site}", rewrite, self.verdicts[rewrite.signature])
+
+    def _judged(self, rewrite: Rewrite, actual: Sequence[Any] | None) -> Verdict:
+        """Judge a rewrite, unless it was judged before in this place."""
+        if (rewrite.name, rewrite.source) in self.lost:
+            return Verdict("not faster at sizes between the same powers of two")
+        facts = [rewrite.signature, str(rewrite.differentiated), str(rewrite.spread), str(rewrite.terms)]
+        options = json.dumps(dict(self.settings.options or {}), sort_keys=True, default=repr)
+        key = digest([*facts, self.settings.verify, self.settings.accept, options])
+        if (found := self.store.get("region", key)) is not None:
+            try:
+                return Verdict.from_dict(found[0])
+            except (KeyError, TypeError) as error:
+                self.entry.notes.append(f"what {found[1]} knew of a region does not fit: {error}")
+        verdict = judge(rewrite, actual, self.settings)
+        busy = verdict.race is not None and bool(verdict.race.busy)
+        self.store.put("region", key, dataclasses.asdict(verdict), lasting=not busy)
+        return verdict
 
     def _recover(self, error: Exception) -> bool:
         """After Inductor failed: tell whether another attempt is worth it."""

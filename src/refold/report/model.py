@@ -68,6 +68,7 @@ class GraphReport:
     peak_bytes: dict[str, int] = field(default_factory=dict)
     speedup: float | None = None
     speedup_at_least: float | None = None
+    speedup_at_most: float | None = None
     checked_against: str = ""
     checks: list[dict[str, Any]] = field(default_factory=list)
     difference_from_eager: float | None = None

@@ -15,7 +15,7 @@ def render(report: Report) -> str:
     if report.environment:
         lines.append("  ".join(f"{key} {entry}" for key, entry in report.environment.items()))
     if not report.graphs:
-        lines.append("no graph was compiled: nothing in it is traceable by torch.compile")
+        lines.append("no graph was compiled: it was not called yet, or torch.compile found nothing in it to trace")
     for graph in report.graphs:
         lines += ["", *_graph(graph)]
     return "\n".join(lines)
@@ -38,15 +38,14 @@ def _graph(graph: GraphReport) -> list[str]:
     if graph.times_ms:
         lines += ["", *_table(graph)]
     if graph.speedup is not None:
-        lines.append(
-            f"  {graph.speedup:.2f}x over the best of eager and torch.compile "
-            f"(at least {graph.speedup_at_least or 0:.2f}x, 99 % confidence)"
-        )
+        lines.append(f"  {_speedup(graph)}")
     if graph.difference_from_eager is not None:
         lines.append(f"  difference from eager, relative L2: {graph.difference_from_eager:.1e}")
+    if graph.remembered:
+        lines.append(f"  remembered by {graph.remembered}: nothing was timed; times and errors are those of that time")
     if graph.compile_s:
         alone = "" if graph.inductor_compile_s is None else f" (Inductor alone {graph.inductor_compile_s:.1f} s)"
-        lines.append(f"  compile {graph.compile_s:.1f} s{alone}, proof {graph.proof_s:.1f} s")
+        lines.append(f"  compile {graph.compile_s:.1f} s{alone}, checks and races {graph.proof_s:.1f} s")
     lines += [f"  note: {note}" for note in graph.notes]
     return lines
 
@@ -87,6 +86,16 @@ def _checks(graph: GraphReport) -> str:
     return (
         f"whole graph: {count} {results}: {worst['error']:.1e} against {graph.checked_against} "
         f"(original {worst['original_error']:.1e}, bound {worst['bound']:.1e})"
+    )
+
+
+def _speedup(graph: GraphReport) -> str:
+    """Say how fast the rewritten graph is, against what was timed, and how sure that is."""
+    rivals = [name for name in graph.times_ms if name != "refold"]
+    against = f"the faster of {' and '.join(rivals)}" if len(rivals) > 1 else rivals[0]
+    return (
+        f"refold's program is {graph.speedup:.2f}x as fast as {against}, in pairs of calls "
+        f"(between {graph.speedup_at_least:.2f}x and {graph.speedup_at_most:.2f}x, 99 % confidence)"
     )
 
 

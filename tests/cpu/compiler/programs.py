@@ -494,7 +494,8 @@ def _with_gradients(fn: Callable[..., Any], values: Tensors, gradient: bool) -> 
         return results
     generator = torch.Generator().manual_seed(0)
     weights = [torch.randn(y.shape, generator=generator, dtype=torch.float64).to(y) for y in results]
-    return [*results, *torch.autograd.grad(results, leaves, weights, allow_unused=True, materialize_grads=True)]
+    gradients = torch.autograd.grad(results, leaves, weights, allow_unused=True, materialize_grads=True)
+    return [x.detach() for x in (*results, *gradients)]
 
 
 def _tangents(gm: GraphModule, given: int) -> Tensors:

@@ -12,7 +12,7 @@ import torch
 import torch.nn as nn
 
 import refold
-from refold.compiler import session
+from refold.compiler import replay, session
 from refold.compiler.decisions import Unnameable, forget, name_program, place, store
 from refold.compiler.decisions.store import Store, default_folder
 from refold.errors import ArgumentError, RefoldWarning
@@ -281,7 +281,7 @@ def test_times_of_a_busy_machine_are_not_kept_on_disk(folder, monkeypatch, faste
 def test_a_graph_of_microseconds_is_not_raced_for_every_length(folder, monkeypatch):
     races = []
     timed(monkeypatch, True)
-    monkeypatch.setattr(session, "TINY_MS", 1e9)
+    monkeypatch.setattr(replay, "TINY_MS", 1e9)
     real = session.last_word
 
     def last_word(rewritten, gm, inputs, settings, entry):
@@ -429,3 +429,23 @@ def test_names_do_not_depend_on_values():
     one = name_program(gm, [torch.randn(2)], {}).exact
     gm.held = torch.zeros(2)
     assert name_program(gm, [torch.randn(2)], {}).exact != one
+
+
+def test_code_that_is_not_in_the_graph_has_no_name():
+    gm = torch.fx.symbolic_trace(lambda x: x + 1)
+    node = next(node for node in gm.graph.nodes if node.op == "call_function")
+    node.target = torch._higher_order_ops.triton_kernel_wrap.triton_kernel_wrapper_mutation
+    with pytest.raises(Unnameable, match="not in the graph"):
+        name_program(gm, [torch.ones(2)], {})
+    gm = torch.fx.symbolic_trace(lambda x: x + 1)
+    with pytest.raises(Unnameable, match="sparse"):
+        name_program(gm, [torch.ones(2, 2).to_sparse()], {})
+
+
+def test_ranks_have_one_name():
+    names = set()
+    for device in ("cuda:0", "cuda:1"):
+        gm = torch.fx.symbolic_trace(lambda x: x.to("meta"))
+        next(node for node in gm.graph.nodes if node.op == "call_method").update_arg(1, torch.device(device))
+        names.add(name_program(gm, [torch.ones(2)], {}).exact)
+    assert len(names) == 1

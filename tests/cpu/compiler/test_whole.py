@@ -30,8 +30,8 @@ def planted(monkeypatch):
     """Return a function: let all regions pass, and make the n-th product of matrices wrong by a thousandth."""
 
     def plant(n):
-        def wrong(graph, wanted=lambda site: True):
-            rewrites = honest(graph, wanted)
+        def wrong(graph, *args, **kwargs):
+            rewrites = honest(graph, *args, **kwargs)
             products = [node for node in graph.nodes if node.target is aten.bmm.default]
             if rewrites:
                 with graph.inserting_after(products[n]):
@@ -117,6 +117,43 @@ def test_dropout_draws_the_same_numbers_in_all_runs(training):
     assert len(graph.checks) == (3 if training else 1)
     assert max(check["error"] for check in graph.checks) < 1e-6
     assert not torch.equal(state, torch.random.get_rng_state())
+
+
+def test_a_checkpoint_with_dropout():
+    """Inductor draws other numbers than eager when a checkpoint recomputes; that is no mistake of a rewrite."""
+    layer = nn.Linear(16, 16)
+
+    def inner(x, y):
+        return scores(nn.functional.dropout(layer(x), 0.1), y).tanh()
+
+    compiled = refold.compile(
+        lambda x, y: torch.utils.checkpoint.checkpoint(inner, x, y, use_reentrant=False), **ALWAYS
+    )
+    compiled(*pair())
+    (graph,) = compiled.report.graphs
+    assert graph.chosen == "refold", graph.reason
+    assert any(check["kind"] == "output 0" for check in graph.checks)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+@pytest.mark.parametrize("accept", ["always", "faster"])
+def test_an_input_with_a_gradient_that_changes_in_place(accept):
+    def fn(x, y):
+        return scores(x.mul_(2), y)
+
+    x, y = pair(grad=True)
+    compiled = refold.compile(fn, accept=accept, strict=True)
+    expected = torch.autograd.grad(fn(x * 1, y).sum(), [x, y])
+    got = torch.autograd.grad(compiled(x * 1, y).sum(), [x, y])
+    assert all(torch.allclose(a, b, rtol=1e-5, atol=1e-5) for a, b in zip(got, expected, strict=True))
+
+
+def test_a_program_that_fails_is_not_used():
+    def broken(x):
+        raise RuntimeError("planted\nmore")
+
+    x = torch.randn(3)
+    assert compare(broken, torch.sin, torch.sin, [x], 1).reason == "the program: it fails: planted"
 
 
 def test_dropout_hides_no_mistake(planted):

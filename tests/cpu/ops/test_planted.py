@@ -95,6 +95,28 @@ def writing(y: Tensor, state: Tensor, x: Tensor, **_: Any) -> tuple[Tensor, Tens
     return y, state
 
 
+def gradients_unlike_themselves() -> Any:
+    counter = itertools.count()
+    return backward(lambda found: {name: g * (1 + 1e-6 * next(counter)) for name, g in found.items()})
+
+
+def seeing_later_gradients(found: Gradients) -> Gradients:
+    """A share of the later tokens' gradients, as of an adjoint that walks in both directions."""
+    return {**found, "x": found["x"] + 1e-9 * found["x"].sum(1, keepdim=True)}
+
+
+def without_last_token(y: Tensor, state: Tensor, **_: Any) -> tuple[Tensor, Tensor]:
+    """The last token's row is never written."""
+    written = torch.empty_like(y)
+    written[:, :-1] = y[:, :-1]
+    return written, state
+
+
+def as_if_contiguous(**inputs: Any) -> tuple[Tensor, Tensor]:
+    x = inputs["x"]
+    return right.ssd(**{**inputs, "x": x.as_strided(x.shape, torch.empty(x.shape, device="meta").stride())})
+
+
 def looking_ahead(y: Tensor, state: Tensor, x: Tensor, cu_seqlens: Tensor | None, **_: Any) -> tuple[Tensor, Tensor]:
     y = y.clone()
     y[:, :-1] += 1e-2 * x[:, 1:]
@@ -151,6 +173,11 @@ WRONG: dict[str, dict[str, Any]] = {
     "zero times NaN in a gradient": {"ssd_backward": backward(leaking)},
     "default dtype": {"ssd": by_default},
     "another time another result": {"ssd": unlike_itself()},
+    "another time another gradient": {"ssd_backward": gradients_unlike_themselves()},
+    "a row is not written": {"ssd": forward(without_last_token)},
+    "strides are ignored": {"ssd": as_if_contiguous},
+    "no gradient through the state": {"ssd_backward": lambda **i: right.ssd_backward(**{**i, "dstate": None})},
+    "gradients look ahead": {"ssd_backward": backward(seeing_later_gradients)},
     "inputs are written": {"ssd": forward(writing)},
     "sequences share a state": {"ssd": of_first_sequence},
     "looks ahead": {"ssd": forward(looking_ahead)},
@@ -158,7 +185,15 @@ WRONG: dict[str, dict[str, Any]] = {
     "step": {"ssd_step": once_more},
 }
 REFUSES = {
-    "values": ["chunk border", "tail mask", "transposed state", "low precision", "initial state"],
+    "values": [
+        "chunk border",
+        "tail mask",
+        "transposed state",
+        "low precision",
+        "initial state",
+        "a row is not written",
+        "strides are ignored",
+    ],
     "gradients": ["wrong gradient"],
     "no_worse_than_torch": ["ten roundings"],
     "raw_steps": ["lower limit"],
@@ -168,9 +203,12 @@ REFUSES = {
     "nonfinite_gradients": ["zero times NaN in a gradient"],
     "surroundings": ["default dtype"],
     "repeatable": ["another time another result", "inputs are written"],
+    "repeatable_gradients": ["another time another gradient"],
     "split": ["initial state"],
+    "split_gradients": ["no gradient through the state"],
     "packed": ["sequences share a state"],
     "causal": ["looks ahead"],
+    "causal_gradients": ["gradients look ahead"],
     "chunk_size": ["chunk size"],
     "steps": ["step"],
 }

@@ -31,6 +31,20 @@ from ..ir.index import concrete
 # Operators of these are PyTorch's or refold's own.
 _NAMESPACES = ("_c10d_functional", "aten", "c10d_functional", "mkldnn", "prim", "prims", "quantized", "refold")
 _MODULES = ("torch", "refold", "operator", "_operator", "math", "builtins")
+# Operators of graphs that are in the graph. Others, such as kernels of the user's own, name code that is elsewhere.
+_WITH_GRAPHS = (
+    "associative_scan",
+    "autograd_function_apply",
+    "checkpoint",
+    "cond",
+    "flex_attention",
+    "invoke_subgraph",
+    "map",
+    "scan",
+    "tag_activation_checkpoint",
+    "while_loop",
+    "wrap",
+)
 # Passes of the user's own, of which Inductor's portable configuration says nothing.
 _PASSES = (
     "pre_grad_custom_pass",
@@ -173,6 +187,8 @@ def _value(x: Any, size: Any) -> str:
     if isinstance(x, torch.Tensor):
         if type(x) not in (torch.Tensor, torch.nn.Parameter):
             raise Unnameable(f"an input is a {type(x).__name__}")
+        if x.layout != torch.strided or x.is_quantized:
+            raise Unnameable("an input is sparse or quantized")
         # Of another length the strides are others as well: what counts is their order.
         strides = x.stride()
         order = sorted(range(x.dim()), key=lambda d: (-concrete(strides[d]), d)) if size is _power else strides
@@ -219,6 +235,8 @@ def _target(target: Any) -> str:
             raise Unnameable(f"{target} is an operator of somebody else's")
         return str(target)
     if isinstance(target, torch._ops.HigherOrderOperator):
+        if not target.name().startswith(_WITH_GRAPHS):
+            raise Unnameable(f"{target.name()} may call code that is not in the graph")
         return f"higher order {target.name()}"
     owner = getattr(target, "__objclass__", None)  # of a method
     module: Any = getattr(target, "__module__", None) or getattr(owner, "__module__", "")
@@ -236,9 +254,11 @@ def _plain(x: Any, position: Mapping[Node, int]) -> str:
         return f"({', '.join(_plain(v, position) for v in x)})"
     if isinstance(x, Mapping):
         return f"{{{', '.join(f'{k}: {_plain(v, position)}' for k, v in x.items())}}}"
+    if isinstance(x, torch.device):
+        return x.type  # each rank has its own index
     if isinstance(x, slice):
         return f"slice{_plain((x.start, x.stop, x.step), position)}"
-    simple = (bool, int, float, complex, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
+    simple = (bool, int, float, complex, str, torch.dtype, torch.layout, torch.memory_format)
     if x is None or x is Ellipsis or isinstance(x, simple):
         return repr(x)
     if isinstance(x, (torch.SymInt, torch.SymFloat, torch.SymBool)):
@@ -269,7 +289,7 @@ def _bytes(x: torch.Tensor) -> bytes:
 def _module(module: Any) -> Iterator[str]:
     if not isinstance(module, LiftedLoop):
         raise Unnameable(f"it calls a module of its own, {type(module).__name__}")
-    yield str((module.count, module.carried, module.lasts, module.reads))
+    yield f"{module.count} {(module.carried, module.lasts, module.reads)}"
     yield from _graph(module.body)
 
 

@@ -105,7 +105,7 @@ def trace(loop: LiftedLoop, count: Any, operands: Sequence[Any], sequences: Sequ
     module = to_aten(mode, step, number.symint, *fakes)
     number.take_guards()
     if not number.hold(count) if isinstance(count, torch.SymInt) else number.steps(count) < count:
-        raise NotALoop("what a step does depends on its number")
+        raise NotALoop("what a step does depends on its number: put what differs from step to step into a tensor")
     graph = module.graph
     graph.eliminate_dead_code()
     counted, *placeholders = graph.find_nodes(op="placeholder")

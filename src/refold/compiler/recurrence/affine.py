@@ -150,6 +150,8 @@ class Carries:
 
     def _affine(self, node: Any, leaves: list[Any], loop: Loop, count: int) -> Affine:
         """Apply one step's operation to functions of the carry."""
+        if not isinstance(value(loop.steps[-1]), torch.Tensor):
+            raise NotALoop("the carry is not a tensor but several, made by one operation")
         if value(loop.steps[-1]).is_complex():
             raise NotALoop("the carry is complex, and the operators compute with real numbers")
         found, shape = self._operation(node, leaves, loop, count), tuple(value(node).shape)

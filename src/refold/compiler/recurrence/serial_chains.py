@@ -56,6 +56,7 @@ def _chains(graph: Graph) -> dict[str, tuple[int, int]]:
             depth[node] = reached + (node in members)
         longest = max(depth[node] for node in nodes)
         if longest >= SHORTEST:
-            steps, launches = found.get(line, (0, 0))
-            found[line] = (max(steps, longest), launches + len(nodes))
+            # An operation may stand in one step several times, one after another: the shortest chain has it once.
+            steps, launches = found.get(line, (longest, 0))
+            found[line] = (min(steps, longest), launches + len(nodes))
     return found

@@ -14,8 +14,9 @@ from torch.fx import GraphModule
 from ...report import GraphReport
 from ...verify import median_ms, race
 from ...verify.memory import available_bytes, peak_bytes
+from ...verify.timing import DELTA
 from ..compile_time import RIVAL_S, unrolled_seconds
-from ..inductor import Compiled, apart, clone_inputs, inductor, standalone
+from ..inductor import Compiled, apart, arguments, clone_inputs, inductor, standalone
 from ..ir.cost import Cost, clearly_less
 from .region import Settings, first_times, undisturbed_rng
 from .whole import compare
@@ -72,9 +73,11 @@ def last_word(
         )
     elif settings.accept == "faster" or not originals:
         _add_plain(originals, gm, inputs, options, entry)
-    if settings.verify != "off" and (reason := _compared(rewritten, gm, originals, inputs, entry)):
-        log.warning("graph %d is left to Inductor: %s", entry.index, reason)
-        entry.chosen, entry.reason = "inductor", f"because the rewritten graph {reason}"
+    if settings.verify != "off" and (reason := _compared(rewritten, gm, originals, inputs, options, entry)):
+        # An unrolled loop of that length takes Inductor minutes.
+        entry.chosen = "eager" if unrolled and "eager" in originals else "inductor"
+        entry.reason = f"because the rewritten graph {reason}"
+        log.warning("refold: graph %d: %s runs, %s", entry.index, entry.chosen, entry.reason)
     elif settings.accept == "faster":
         _race(rewritten.run, originals, inputs, entry, peaks=not unrolled)
     if entry.chosen == "refold":
@@ -85,13 +88,22 @@ def last_word(
 
 
 def _compared(
-    rewritten: Rewritten, gm: GraphModule, originals: dict[str, Compiled], inputs: Sequence[Any], entry: GraphReport
+    rewritten: Rewritten,
+    gm: GraphModule,
+    originals: dict[str, Compiled],
+    inputs: Sequence[Any],
+    options: dict[str, Any],
+    entry: GraphReport,
 ) -> str:
     """Compare the rewritten graph with the original; return what is wrong with it."""
     log.info("checking the whole graph")
     own = next(iter(originals.values()), None)
+
+    def control() -> Compiled:
+        return inductor(gm, inputs, options={**options, "fallback_random": True})
+
     with undisturbed_rng(), apart():
-        found = compare(rewritten.run, gm, own, inputs, rewritten.terms, rewritten.repeatable)
+        found = compare(rewritten.run, gm, own, inputs, rewritten.terms, rewritten.repeatable, control)
     entry.checked_against = found.against
     entry.checks = [vars(one) for one in found.results]
     if "eager" in originals:
@@ -99,6 +111,8 @@ def _compared(
     if found.against != "float64":
         what = f"only compared with {found.against}" if found.against else "not checked as a whole, only its regions"
         entry.notes.append(f"the graph was {what}: {found.note}")
+    elif found.note:
+        entry.notes.append(found.note)
     return f"differs from the original: {found.reason}" if found.reason else ""
 
 
@@ -127,7 +141,7 @@ def _race(
                 entry.peak_bytes[other] = peak_bytes(run, device)
         entry.times_ms["refold"] = result.candidate_ms
         entry.peak_bytes["refold"] = peak_bytes(ours, device)
-        entry.speedup, entry.speedup_at_least = result.speedup, result.at_least
+        entry.speedup, entry.speedup_at_least, entry.speedup_at_most = result.speedup, result.at_least, result.at_most
     entry.busy = result.busy
     before, after = Cost(entry.flops_before, entry.bytes_before), Cost(entry.flops_after, entry.bytes_after)
     if not result.faster and result.busy and clearly_less(after, before):
@@ -135,7 +149,10 @@ def _race(
         entry.reason = f"because the machine was too busy to tell, and it moves {fewer:.0f} times fewer bytes"
     elif not result.faster:
         entry.chosen = "eager" if name == "eager" else "inductor"
-        entry.reason = f"because the rewritten graph is not faster than {name} ({result.speedup:.2f}x)"
+        entry.reason = (
+            f"because the rewritten graph is not measurably faster than {name}: "
+            f"between {result.at_least:.2f}x and {result.at_most:.2f}x, must exceed {1 + DELTA:.2f}x for certain"
+        )
 
 
 def _add_plain(
@@ -176,7 +193,7 @@ def _trial(run: Compiled, inputs: Sequence[Any]) -> Callable[[], object]:
     leaves = [x for x in own if isinstance(x, torch.Tensor) and x.requires_grad]
 
     def call() -> object:
-        out = run(*own)
+        out = run(*arguments(own, inputs))
         outputs = [y for y in (out if isinstance(out, (tuple, list)) else [out]) if isinstance(y, torch.Tensor)]
         if torch.is_grad_enabled() and leaves:
             roots = [y for y in outputs if y.requires_grad]

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from ...verify import KindResult, agree, narrow_errors, own_errors, unit_roundoff
-from ..inductor import Compiled, clone_inputs
+from ..inductor import Compiled, arguments, clone_inputs
 from ..ir.dispatch import NARROWER, WIDER, Random, Recording, in_dtype
 
 # A result of fewer elements than these may have a small error by luck.
@@ -68,7 +68,8 @@ def compare(
     own: Compiled | None,
     inputs: Sequence[Any],
     terms: int,
-    repeatable: Callable[[], Compiled],
+    repeatable: Callable[[], Compiled] | None = None,
+    control: Callable[[], Compiled] | None = None,
 ) -> Comparison:
     """Compare a program with the original on copies of the inputs.
 
@@ -80,6 +81,8 @@ def compare(
         terms: Number of terms in the longest sum that was rewritten.
         repeatable: Makes a version of the program that draws the same random numbers as the original; called only if
             that draws any.
+        control: Compiles the original so, without rewrites. What differs from the original there as well cannot be
+            compared: when a checkpoint recomputes, Inductor draws other numbers.
 
     Returns:
         The comparison. ``reason`` is empty if the program may run.
@@ -93,7 +96,7 @@ def compare(
         except Random:
             with Recording() as recording:
                 mine = _observe(original, inputs)
-            draws, program = recording.draws, repeatable()
+            draws, program = recording.draws, program if repeatable is None else repeatable()
             reference = _observe(original, inputs, torch.float64, draws)
     except Exception as error:  # what is not made for float64 has no common error
         found.against, found.note = "the original", str(error).partition("\n")[0] or type(error).__name__
@@ -102,7 +105,12 @@ def compare(
     if reference is None and mine is None:
         found.against = ""
         return found
-    got = _observe(program, inputs)
+    try:
+        got = _observe(program, inputs)
+    except RuntimeError as error:  # the original just ran on the same inputs
+        reason = f"it fails: {str(error).partition(chr(10))[0]}"
+        found.results = [KindResult("the program", False, 0.0, 0.0, 0.0, 0.0, reason)]
+        return found
     known: dict[str, list[tuple[float, float]]] = defaultdict(lambda: [(0.0, 0.0)])
     if reference is None:
         reference = mine
@@ -119,10 +127,21 @@ def compare(
     ):
         _add_moved(known, reference, own, inputs)
         found.results = _judge(reference, mine, got, inputs, terms, known)
+    if failed and draws and control is not None:
+        _drop_incomparable(found, _judge(reference, mine, _observe(control(), inputs), inputs, terms, known))
     if mine is not None:
         alike = (own_errors(mine[k], y)[0] for k, y in got.items() if k in mine and y.is_floating_point())
         found.difference = max(alike, default=0.0)
     return found
+
+
+def _drop_incomparable(found: Comparison, control: Sequence[KindResult]) -> None:
+    """Leave out what differs without any rewrite as well, because Inductor draws other random numbers."""
+    lost = {one.kind for one in control if not one.passed}
+    names = [one.kind for one in found.results if not one.passed and one.kind in lost]
+    found.results = [one for one in found.results if one.kind not in names]
+    if names:
+        found.note = f"not compared, for torch.compile draws other random numbers than eager: {', '.join(names)}"
 
 
 def _judge(
@@ -150,11 +169,12 @@ def _observe(
     own = [_in_dtype(x, dtype) for x in clone_inputs(inputs)]
 
     def call() -> Results:
-        out = run(*own)
+        given = arguments(own, inputs)
+        out = run(*given)
         listed = list(out) if isinstance(out, (tuple, list)) else [out]
         outputs = {f"output {i}": y for i, y in enumerate(listed) if isinstance(y, torch.Tensor)}
         results = {name: y.detach().clone() for name, y in outputs.items()}
-        for i, (x, was) in enumerate(zip(own, inputs, strict=True)):
+        for i, (x, was) in enumerate(zip(given, inputs, strict=True)):
             if isinstance(x, torch.Tensor) and not torch.equal(x.detach(), was.detach().to(x.dtype)):
                 results[f"input {i}"] = x.detach().clone()
         leaves = {i: x for i, x in enumerate(own) if isinstance(x, torch.Tensor) and x.requires_grad}

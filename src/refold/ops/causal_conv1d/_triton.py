@@ -11,7 +11,7 @@ import triton.language as tl
 
 from refold.ops.causal_conv1d.spec import SPEC, STEP
 from refold.ops.spec import Meta
-from refold.ops.ssd._triton_kernels import LOG2E, _exp2, _silu
+from refold.ops.ssd._triton_kernels import _sigmoid, _silu
 from refold.ops.torch.launch import (
     Launch,
     contiguous,
@@ -20,7 +20,6 @@ from refold.ops.torch.launch import (
     fresh_like,
     last_contiguous,
     planned,
-    planned_backward,
     refusal,
 )
 from refold.ops.torch.row_sums import RowSums
@@ -29,7 +28,7 @@ from refold.ops.torch.tables import device_limits
 ROWS = 10  # Tokens whose loads are in flight together.
 BLOCK_D = 128  # Channels a program, which is one warp.
 # The same of the backward, whose programs own several tiles; programs a multiprocessor that are enough.
-BACKWARD_ROWS, BACKWARD_BLOCK_D, BACKWARD_TILES, BACKWARD_PROGRAMS = 8, 64, 16, 32
+BACKWARD_ROWS, BACKWARD_BLOCK_D, BACKWARD_TILES, BACKWARD_PROGRAMS = 12, 64, 16, 32
 
 
 def supports(meta: Meta) -> str | None:
@@ -150,7 +149,7 @@ def _causal_conv1d_fwd_kernel(
 
 @triton.jit
 def _silu_slope(v):
-    gate = 1.0 / (1.0 + _exp2(-v * LOG2E))
+    gate = _sigmoid(v)
     return gate * (1.0 + v * (1.0 - gate))
 
 
@@ -176,7 +175,6 @@ def _causal_conv1d_bwd_kernel(
     dy_base = dy_ptr + pid_b * seqlen * channels + offs_d
     dx_base = dx_ptr + pid_b * seqlen * channels + offs_d
     first = pid_t * (TILES * ROWS)
-    last = tl.minimum(first + TILES * ROWS, seqlen)
     # The sequences of the token read and of the token written, WIDTH - 1 tokens before.
     seq = pid_t * 0
     begin = 0
@@ -210,71 +208,72 @@ def _causal_conv1d_bwd_kernel(
             tap += tl.load(initial_ptr + cell, mask=_live(mask_d, offs_d, t < 0), other=0.0).to(tl.float32)
         window += (tap,)
         slopes += (tl.zeros((BLOCK_D,), tl.float32),)
-    for i in range(TILES + (FRONT + ROWS - 1) // ROWS):
-        rows = window
-        gradients = ()  # type: Any
-        for j in tl.static_range(ROWS):
-            t = first + i * ROWS + j
-            live = _live(mask_d, offs_d, (t < seqlen) & (t < first + TILES * ROWS + FRONT))
-            rows += (tl.load(x_base + t.to(tl.int64) * stride_x_t, mask=live, other=0.0).to(tl.float32),)
-            gradient = tl.zeros((BLOCK_D,), tl.float32)
-            if dy_ptr is not None:
-                gradient = tl.load(dy_base + t.to(tl.int64) * channels, mask=live, other=0.0).to(tl.float32)
-            gradients += (gradient,)
-        for j in tl.static_range(ROWS):
-            t = first + i * ROWS + j
-            if VARLEN:
-                while (t >= end) & (seq < nseqs - 1):
-                    seq += 1
-                    begin = _offset(cu_seqlens_ptr, seq, seqlen)
-                    end = _offset(cu_seqlens_ptr, seq + 1, seqlen)
-            taps = ()  # type: Any
-            for k in tl.static_range(WIDTH):
-                tap = rows[j + k]
-                if VARLEN and k < FRONT:
-                    place = t - begin + k  # in initial state and inputs of the sequence, one after the other
-                    tap = tl.where(place >= FRONT, tap, 0.0)
-                    if initial_ptr is not None:
-                        cell = (seq.to(tl.int64) * channels + offs_d) * FRONT + place
-                        early = _live(mask_d, offs_d, (place >= 0) & (place < FRONT) & (t < seqlen))
-                        tap += tl.load(initial_ptr + cell, mask=early, other=0.0).to(tl.float32)
-                taps += (tap,)
-            slope = gradients[j]
-            if SILU:
-                sum = bias
-                for k in tl.static_range(WIDTH):
-                    sum += taps[k] * weights[k]
-                slope *= _silu_slope(sum)
-            mine = _live(mask_d, offs_d, t < last)
-            own = tl.where(mine, slope, 0.0)
-            dbias += own
-            summed = ()  # type: Any
-            for k in tl.static_range(WIDTH):
-                summed += (dweights[k] + own * tl.where(mine, taps[k], 0.0),)
-            dweights = summed
-            slopes += (tl.where(_live(mask_d, offs_d, t < seqlen), slope, 0.0),)
-            # Now all that reaches the input WIDTH - 1 tokens before is known.
-            s = t - FRONT
-            if VARLEN:
-                while (s >= out_end) & (out_seq < nseqs - 1):
-                    out_seq += 1
-                    out_end = _offset(cu_seqlens_ptr, out_seq + 1, seqlen)
-            dx = tl.zeros((BLOCK_D,), tl.float32)
-            for k in tl.static_range(WIDTH):
-                part = slopes[j + FRONT - k] * weights[k]
-                if VARLEN:
-                    part = tl.where(t - k < out_end, part, 0.0)
-                dx += part
-            written = _live(mask_d, offs_d, (s >= first) & (s < last))
-            if dfinal_ptr is not None:
-                place = s - out_end + FRONT
-                cell = ((pid_b + out_seq) * channels + offs_d) * FRONT + place
-                held = written & _live(mask_d, offs_d, (place >= 0) & (place < FRONT))
-                dx += tl.load(dfinal_ptr + cell, mask=held, other=0.0).to(tl.float32)
-            tl.store(dx_base + s.to(tl.int64) * channels, dx.to(dx_ptr.dtype.element_ty), mask=written)
-        window = rows[ROWS:]
-        slopes = slopes[ROWS:]
     row = sums_ptr + ((pid_b * tl.num_programs(1) + pid_t) * channels + offs_d) * (WIDTH + 1)
+    # Its own tokens; then those after them that its inputs reach.
+    for part in tl.static_range(2):
+        for i in range(TILES if part == 0 else 1):
+            rows = window
+            gradients = ()  # type: Any
+            for j in tl.static_range(ROWS if part == 0 else FRONT):
+                t = first + i * ROWS + part * (TILES * ROWS) + j
+                live = _live(mask_d, offs_d, t < seqlen)
+                rows += (tl.load(x_base + t.to(tl.int64) * stride_x_t, mask=live, other=0.0).to(tl.float32),)
+                gradient = tl.zeros((BLOCK_D,), tl.float32)
+                if dy_ptr is not None:
+                    gradient = tl.load(dy_base + t.to(tl.int64) * channels, mask=live, other=0.0).to(tl.float32)
+                gradients += (gradient,)
+            for j in tl.static_range(ROWS if part == 0 else FRONT):
+                t = first + i * ROWS + part * (TILES * ROWS) + j
+                if VARLEN:
+                    while (t >= end) & (seq < nseqs - 1):
+                        seq += 1
+                        begin = _offset(cu_seqlens_ptr, seq, seqlen)
+                        end = _offset(cu_seqlens_ptr, seq + 1, seqlen)
+                taps = ()  # type: Any
+                for k in tl.static_range(WIDTH):
+                    tap = rows[j + k]
+                    if VARLEN and k < FRONT:
+                        place = t - begin + k  # in initial state and inputs of the sequence, one after the other
+                        tap = tl.where(place >= FRONT, tap, 0.0)
+                        if initial_ptr is not None:
+                            cell = (seq.to(tl.int64) * channels + offs_d) * FRONT + place
+                            early = _live(mask_d, offs_d, (place >= 0) & (place < FRONT) & (t < seqlen))
+                            tap += tl.load(initial_ptr + cell, mask=early, other=0.0).to(tl.float32)
+                    taps += (tap,)
+                slope = gradients[j]
+                if SILU:
+                    sum = bias
+                    for k in tl.static_range(WIDTH):
+                        sum += taps[k] * weights[k]
+                    slope *= _silu_slope(sum)
+                slopes += (slope,)
+                if part == 0:
+                    dbias += slope
+                    summed = ()  # type: Any
+                    for k in tl.static_range(WIDTH):
+                        summed += (dweights[k] + slope * taps[k],)
+                    dweights = summed
+                # Now all that reaches the input WIDTH - 1 tokens before is known.
+                s = t - FRONT
+                if VARLEN:
+                    while (s >= out_end) & (out_seq < nseqs - 1):
+                        out_seq += 1
+                        out_end = _offset(cu_seqlens_ptr, out_seq + 1, seqlen)
+                dx = tl.zeros((BLOCK_D,), tl.float32)
+                for k in tl.static_range(WIDTH):
+                    reached = slopes[j + FRONT - k] * weights[k]
+                    if VARLEN:
+                        reached = tl.where(t - k < out_end, reached, 0.0)
+                    dx += reached
+                written = _live(mask_d, offs_d, (s >= first) & (s < seqlen))
+                if dfinal_ptr is not None:
+                    place = s - out_end + FRONT
+                    cell = ((pid_b + out_seq) * channels + offs_d) * FRONT + place
+                    held = written & _live(mask_d, offs_d, (place >= 0) & (place < FRONT))
+                    dx += tl.load(dfinal_ptr + cell, mask=held, other=0.0).to(tl.float32)
+                tl.store(dx_base + s.to(tl.int64) * channels, dx.to(dx_ptr.dtype.element_ty), mask=written)
+            window = rows[ROWS if part == 0 else FRONT :]
+            slopes = slopes[ROWS if part == 0 else FRONT :]
     for k in tl.static_range(WIDTH):
         tl.store(row + k, dweights[k], mask=mask_d)
     tl.store(row + WIDTH, dbias, mask=mask_d)
@@ -287,31 +286,31 @@ def _causal_conv1d_bwd_kernel(
                 length = tl.maximum(_offset(cu_seqlens_ptr, s + 1, seqlen) - origin, 0)
             cells = ((pid_b + s) * channels + offs_d) * FRONT
             early_slopes = ()  # type: Any
-            for i in tl.static_range(FRONT):
-                live = _live(mask_d, offs_d, i < length)
+            for e in tl.static_range(FRONT):
+                live = _live(mask_d, offs_d, e < length)
                 slope = tl.zeros((BLOCK_D,), tl.float32)
                 if dy_ptr is not None:
-                    place = dy_base + (origin + i).to(tl.int64) * channels
+                    place = dy_base + (origin + e).to(tl.int64) * channels
                     slope = tl.load(place, mask=live, other=0.0).to(tl.float32)
                 if SILU:
                     sum = bias
                     for k in tl.static_range(WIDTH):
-                        if i + k >= FRONT:
-                            source = (origin + (i + k - FRONT)).to(tl.int64) * stride_x_t
+                        if e + k >= FRONT:
+                            source = (origin + (e + k - FRONT)).to(tl.int64) * stride_x_t
                             tap = tl.load(x_base + source, mask=live, other=0.0).to(tl.float32)
                         else:
-                            tap = tl.load(initial_ptr + cells + i + k, mask=mask_d, other=0.0).to(tl.float32)
+                            tap = tl.load(initial_ptr + cells + e + k, mask=mask_d, other=0.0).to(tl.float32)
                         sum += tap * weights[k]
                     slope *= _silu_slope(sum)
                 early_slopes += (tl.where(live, slope, 0.0),)
-            for i in tl.static_range(FRONT):
+            for e in tl.static_range(FRONT):
                 dinitial = tl.zeros((BLOCK_D,), tl.float32)
-                for k in tl.static_range(i + 1):
-                    dinitial += early_slopes[i - k] * weights[k]
+                for k in tl.static_range(e + 1):
+                    dinitial += early_slopes[e - k] * weights[k]
                 if dfinal_ptr is not None:
-                    kept = _live(mask_d, offs_d, i >= length)
-                    dinitial += tl.load(dfinal_ptr + cells + i - length, mask=kept, other=0.0).to(tl.float32)
-                tl.store(dinitial_ptr + cells + i, dinitial.to(dinitial_ptr.dtype.element_ty), mask=mask_d)
+                    kept = _live(mask_d, offs_d, e >= length)
+                    dinitial += tl.load(dfinal_ptr + cells + e - length, mask=kept, other=0.0).to(tl.float32)
+                tl.store(dinitial_ptr + cells + e, dinitial.to(dinitial_ptr.dtype.element_ty), mask=mask_d)
 
 
 @triton.jit
@@ -382,8 +381,16 @@ def causal_conv1d(
     return run
 
 
-@planned_backward(
-    SPEC, x=last_contiguous, weight=contiguous, bias=contiguous, initial_state=contiguous, cu_seqlens=contiguous
+@planned(
+    SPEC,
+    backward=True,
+    dy=contiguous,
+    dstate=contiguous,
+    x=last_contiguous,
+    weight=contiguous,
+    bias=contiguous,
+    initial_state=contiguous,
+    cu_seqlens=contiguous,
 )
 def causal_conv1d_backward(
     *, dy: torch.Tensor | None, dstate: torch.Tensor | None, needs: frozenset[str], x: torch.Tensor,

@@ -12,13 +12,13 @@ import triton.language as tl
 from refold.ops.gated_rmsnorm.spec import SPEC
 from refold.ops.spec import Meta
 from refold.ops.ssd._triton_kernels import LOG2E, _exp2, _silu
-from refold.ops.torch.launch import Launch, contiguous, current_stream, fresh_like, planned, planned_backward, refusal
+from refold.ops.torch.launch import PTX, Launch, contiguous, current_stream, fresh_like, planned, refusal
 from refold.ops.torch.row_sums import RowSums
 from refold.ops.torch.tables import device_limits
 
 MAX_GROUP = 65536
 MAX_PARTS = 8
-PROGRAM_WARPS = 16  # Of the backward, that a multiprocessor holds at a time.
+BACKWARD_TILE = 6144  # Values of a program of the backward that 8 warps hold in 128 registers a thread.
 
 
 def supports(meta: Meta) -> str | None:
@@ -79,11 +79,8 @@ def _gated_rmsnorm_bwd_kernel(
     """
     offs_in = tl.arange(0, BLOCK)
     offs_c = tl.program_id(1) * group_size + offs_in
-    weights = ()  # type: Any
     totals = ()  # type: Any
-    for i in tl.static_range(PARTS):
-        mask_c = offs_in + i * BLOCK < group_size
-        weights += (tl.load(weight_ptr + offs_c + i * BLOCK, mask=mask_c, other=0.0).to(tl.float32),)
+    for _ in tl.static_range(PARTS):
         totals += (tl.zeros((ROWS, BLOCK), tl.float32),)
     for first in range(tl.program_id(0) * ROWS, nrows, tl.num_programs(0) * ROWS):
         offs_r = tl.program_id(0).to(tl.int64) * 0 + first + tl.arange(0, ROWS)[:, None]
@@ -100,7 +97,8 @@ def _gated_rmsnorm_bwd_kernel(
             xs += (x,)
             dys += (dy,)
             v = x.to(tl.float32)
-            dn = dy.to(tl.float32) * weights[i][None, :]
+            weight = tl.load(weight_ptr + offs_c + i * BLOCK, mask=offs_in + i * BLOCK < group_size, other=0.0)
+            dn = dy.to(tl.float32) * weight.to(tl.float32)[None, :]
             if z_ptr is not None:
                 z = tl.load(z_ptr + offs_r * stride_z + offs, mask=mask, other=0.0)
                 zs += (z,)
@@ -119,20 +117,24 @@ def _gated_rmsnorm_bwd_kernel(
             mask = (offs_r < nrows) & (offs_in + i * BLOCK < group_size)[None, :]
             offs = offs_r * channels + (offs_c + i * BLOCK)[None, :]
             x, dy = xs[i].to(tl.float32), dys[i].to(tl.float32)
+            # From the cache again: registers are short.
+            weight = tl.load(weight_ptr + offs_c + i * BLOCK, mask=offs_in + i * BLOCK < group_size, other=0.0)
+            weight = weight.to(tl.float32)[None, :]
             v = x
             if z_ptr is not None:
                 z = zs[i].to(tl.float32)
-                logistic = 1.0 / (1.0 + _exp2(-z * LOG2E))
+                # Formed again: were it kept from above, registers would spill.
+                logistic = 1.0 / (1.0 + _exp2(z * -LOG2E))
                 gate = z * logistic
                 slope = logistic + gate * (1.0 - logistic)
                 if NORM_FIRST:
-                    dz = dy * x * scale * weights[i][None, :] * slope
+                    dz = dy * x * scale * weight * slope
                     dy *= gate
                 else:
                     v *= gate
             n = v * scale
             sums += (totals[i] + dy * n,)
-            dx = scale * (dy * weights[i][None, :] - n * mean)
+            dx = scale * (dy * weight - n * mean)
             if z_ptr is not None:
                 if not NORM_FIRST:
                     dz = dx * x * slope
@@ -189,7 +191,7 @@ def gated_rmsnorm(
     return run
 
 
-@planned_backward(SPEC, x=_even_rows, z=_even_rows, weight=contiguous)
+@planned(SPEC, backward=True, dy=contiguous, x=_even_rows, z=_even_rows, weight=contiguous)
 def gated_rmsnorm_backward(
     *, dy: torch.Tensor | None, needs: frozenset[str], x: torch.Tensor, z: torch.Tensor | None, weight: torch.Tensor,
     eps: float, group_size: int | None, norm_before_gate: bool,
@@ -198,12 +200,16 @@ def gated_rmsnorm_backward(
     channels = x.shape[-1]
     nrows = x.numel() // channels
     group = group_size or channels
-    sizes, warps = _sizes(group)
+    sizes, _ = _sizes(group)
     consts = {**sizes, "NORM_FIRST": bool(norm_before_gate)}
     ngroups, blocks = channels // group, triton.cdiv(nrows, sizes["ROWS"])
-    resident = device_limits(x.device)[0] * max(1, PROGRAM_WARPS // warps)
+    few = sizes["ROWS"] * sizes["BLOCK"] * sizes["PARTS"] <= BACKWARD_TILE
+    options = {"num_warps": 8 if few else 16}
+    if few and PTX:
+        options["maxnreg"] = 128  # So that two programs share a multiprocessor: one reads while the other one computes.
+    resident = device_limits(x.device)[0] * (2 if few else 1)
     programs = max(1, min(blocks, resident // ngroups))
-    launch = Launch(_gated_rmsnorm_bwd_kernel, (programs, ngroups), consts, {"num_warps": warps})
+    launch = Launch(_gated_rmsnorm_bwd_kernel, (programs, ngroups), consts, options)
     stride_x, stride_z = (0 if a is None else a.reshape(-1, channels).stride(0) for a in (x, z))
     weights = RowSums(programs, (channels,), weight.dtype, x.device)
     new_dx, new_dz = fresh_like(x), None if z is None else fresh_like(z)

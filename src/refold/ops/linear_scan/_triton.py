@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any  # noqa: F401 - in type comments
 
 import torch
 import triton
@@ -17,13 +18,13 @@ from refold.ops.torch.launch import (
     fresh,
     fresh_like,
     planned,
-    planned_backward,
     refusal,
 )
 from refold.ops.torch.tables import device_limits
 
 UNROLL = 8
-TOKENS = 16  # From border to border in the backward.
+# Of the backward: tokens from border to border; channels and warps a program; programs a multiprocessor that fill it.
+TOKENS, BLOCK, WARPS, SLOTS = 8, 128, 1, 32
 
 
 def supports(meta: Meta) -> str | None:
@@ -150,7 +151,6 @@ def _linear_scan_bwd_kernel(
         borders = sequence * tl.cdiv(seqlen, TOKENS) + begin // TOKENS
     else:
         borders = sequence + origin // TOKENS
-    border = border_ptr + borders * channels + offs
     segments = sequence * nsegments * channels + offs
     state = tl.zeros((BLOCK,), tl.float32)
     if initial_ptr is not None:
@@ -160,7 +160,7 @@ def _linear_scan_bwd_kernel(
         own = tl.load(segment_state_ptr + at, mask=mask, other=0.0)
         state = state * tl.load(segment_factor_ptr + at, mask=mask, other=0.0) + own
     for j in range(count):
-        tl.store(border + j * channels, state, mask=mask)
+        tl.store(border_ptr + (borders + j) * channels + offs, state, mask=mask)
         for i in tl.static_range(TOKENS):
             t = begin + j * TOKENS + i
             live = mask & (t + tl.zeros((BLOCK,), tl.int32) < end)
@@ -177,7 +177,7 @@ def _linear_scan_bwd_kernel(
         carried = carried * tl.load(segment_factor_ptr + at, mask=mask, other=0.0) + own
     for back in range(count):
         first = begin + (count - 1 - back) * TOKENS
-        state = tl.load(border + (count - 1 - back) * channels, mask=mask, other=0.0)
+        state = tl.load(border_ptr + (borders + count - 1 - back) * channels + offs, mask=mask, other=0.0)
         befores = ()  # type: Any
         factors = ()  # type: Any
         for i in tl.static_range(TOKENS):
@@ -243,7 +243,16 @@ def linear_scan(
     return run
 
 
-@planned_backward(SPEC, a=contiguous, x=contiguous, initial_state=contiguous, cu_seqlens=contiguous)
+@planned(
+    SPEC,
+    backward=True,
+    dh=contiguous,
+    dstate=contiguous,
+    a=contiguous,
+    x=contiguous,
+    initial_state=contiguous,
+    cu_seqlens=contiguous,
+)
 def linear_scan_backward(
     *, dh: torch.Tensor | None, dstate: torch.Tensor | None, needs: frozenset[str], a: torch.Tensor, x: torch.Tensor,
     initial_state: torch.Tensor | None, cu_seqlens: torch.Tensor | None, reverse: bool,
@@ -252,16 +261,15 @@ def linear_scan_backward(
     batch, seqlen = x.shape[:2]
     channels = max(1, x[0, 0].numel())
     nseqs = batch if cu_seqlens is None else cu_seqlens.numel() - 1
-    block = 64
-    blocks = triton.cdiv(channels, block)
-    slots = device_limits(x.device)[0] * 16
+    blocks = triton.cdiv(channels, BLOCK)
+    slots = device_limits(x.device)[0] * SLOTS
     nsegments = 1
     if cu_seqlens is None and blocks * batch * 2 < slots:
         nsegments = max(1, min(slots // (blocks * batch), 64, seqlen // 64))
     segment = triton.cdiv(triton.cdiv(seqlen, nsegments), TOKENS) * TOKENS
     nsegments = triton.cdiv(seqlen, segment)
-    consts = {"BLOCK": block, "TOKENS": TOKENS, "REVERSE": bool(reverse)}
-    options = {"num_warps": 1}
+    consts = {"BLOCK": BLOCK, "TOKENS": TOKENS, "REVERSE": bool(reverse)}
+    options = {"num_warps": WARPS}
     local = None
     if nsegments > 1:
         local = Launch(_linear_scan_bwd_segments_kernel, (blocks, nsegments, batch), consts, options)

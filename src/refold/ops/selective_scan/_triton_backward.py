@@ -17,18 +17,18 @@ from refold.ops.torch.launch import (
     current_stream,
     fresh,
     fresh_like,
+    gluon,
     last_contiguous,
-    planned_backward,
+    planned,
 )
 from refold.ops.torch.row_sums import RowSums
 from refold.ops.torch.tables import device_limits, lookup
 
-UNROLL = 8  # Tokens of which a segment's walk loads at a time.
 
-
-@planned_backward(
-    SPEC, x=last_contiguous, dt=last_contiguous, A=contiguous, B=last_contiguous, C=last_contiguous, D=contiguous,
-    z=last_contiguous, dt_bias=contiguous, decay=last_contiguous, initial_state=contiguous, cu_seqlens=contiguous,
+@planned(
+    SPEC, backward=True, dy=contiguous, dstate=contiguous, x=last_contiguous, dt=last_contiguous, A=contiguous,
+    B=last_contiguous, C=last_contiguous, D=contiguous, z=last_contiguous, dt_bias=contiguous, decay=last_contiguous,
+    initial_state=contiguous, cu_seqlens=contiguous,
 )  # fmt: skip
 def selective_scan_backward(
     *, dy: torch.Tensor | None, dstate: torch.Tensor | None, needs: frozenset[str], x: torch.Tensor, dt: torch.Tensor,
@@ -43,7 +43,7 @@ def selective_scan_backward(
     group_channels = channels // ngroups
     nseqs = batch if cu_seqlens is None else cu_seqlens.numel() - 1
     given = {"x": x, "dt": dt, "B": B, "C": C, "z": z, "decay": decay, "dy": dy}
-    kernel, sizes, table = _kernel(given, dstate_size, group_channels)
+    segments_kernel, kernel, sizes, table = _kernels(given, dstate_size, group_channels)
     group_blocks = triton.cdiv(group_channels, sizes["BLOCK_D"])
     tokens = sizes["TOKENS"]
     slots = max(1, device_limits(device)[0] * table["slots"] // (ngroups * group_blocks))
@@ -57,9 +57,8 @@ def selective_scan_backward(
     options = {"num_warps": table["warps"]}
     local = None
     if nsegments > 1:
-        local_consts = {name: consts[name] for name in ("BLOCK_D", "BLOCK_N", "SOFTPLUS")} | {"UNROLL": UNROLL}
-        grid = (ngroups * group_blocks, nsegments, batch)
-        local = Launch(kernels._selective_scan_bwd_segments_kernel, grid, local_consts, options)
+        local_consts = {name: value for name, value in consts.items() if name != "GROUP"}
+        local = Launch(segments_kernel, (ngroups * group_blocks, nsegments, batch), local_consts, options)
     main = Launch(kernel, (ngroups * group_blocks, nsegments, nrows), consts, options)
 
     strides = (
@@ -70,6 +69,7 @@ def selective_scan_backward(
         batch, seqlen, nseqs, segment, nsegments, channels, dstate_size, group_channels, group_blocks, *strides
     )  # fmt: skip
     nborders = batch * triton.cdiv(seqlen, tokens) if cu_seqlens is None else nseqs + triton.cdiv(seqlen, tokens)
+    nborders *= tokens // sizes.get("GROUP", tokens)  # The other kernel has one for each group of a tile.
     new_borders = fresh((nborders * channels * dstate_size,), torch.float32, device)
     new_segments = fresh((batch * nsegments * channels * dstate_size,), torch.float32, device)
     # A row of dA, dD and the gradient of the bias for each program along time; one of dB, one of dC for each block.
@@ -113,32 +113,30 @@ def selective_scan_backward(
     return run
 
 
-def _kernel(
+def _kernels(
     arrays: dict[str, torch.Tensor | None], dstate: int, group_channels: int
-) -> tuple[Any, dict[str, int], dict[str, Any]]:
-    """Return the kernel that takes these arrays, its sizes, and its row of the tables.
+) -> tuple[Any, Any, dict[str, int], dict[str, Any]]:
+    """Return the kernels that take these arrays, for segments and in all, their sizes, and their row of the tables.
 
-    The one with hand-made layouts copies 16 bytes at a time, so every row has to begin at a multiple of them.
+    Those with hand-made layouts copy 16 bytes at a time, so every row has to begin at a multiple of them.
     """
     x, rows = arrays["x"], [a for a in arrays.values() if a is not None]
     assert x is not None
     aligned = all(a.data_ptr() % 16 == 0 and all(stride % 16 == 0 for stride in a.stride()[:-1]) for a in rows)
+    fits = aligned and arrays["dy"] is not None and group_channels % 16 == 0
     states = dstate == triton.next_power_of_2(dstate) and 4 <= dstate <= 64
-    if PTX and x.device.type == "cuda" and torch.cuda.get_device_capability(x.device)[0] >= 8 and aligned and states:
-        if arrays["dy"] is not None and group_channels % 16 == 0:
-            from refold.ops.selective_scan._gluon_backward_kernels import _selective_scan_bwd_lanes_kernel
-
-            table = lookup("selective_scan_backward_lanes", x.device, x.dtype) | TUNED
+    if PTX and x.device.type == "cuda" and torch.cuda.get_device_capability(x.device)[0] >= 8 and fits and states:
+        lanes_kernels: Any = gluon("refold.ops.selective_scan._gluon_backward_kernels")
+        if lanes_kernels is not None:
+            table = lookup("selective_scan_backward_lanes", x.device, x.dtype)
             lanes = dstate // table["states"]
             sizes = {"BLOCK_D": table["warps"] * 32 // lanes * table["own"], "LANES": lanes,
                      "TOKENS": table["tokens"], "GROUP": table["group"]}  # fmt: skip
-            return _selective_scan_bwd_lanes_kernel, sizes, table
+            local = lanes_kernels._selective_scan_bwd_segments_lanes_kernel
+            return local, lanes_kernels._selective_scan_bwd_lanes_kernel, sizes, table
     table = lookup("selective_scan_backward", x.device, x.dtype)
     sizes = {"BLOCK_D": min(table["block_d"], triton.next_power_of_2(group_channels)), "TOKENS": table["tokens"]}
-    return kernels._selective_scan_bwd_kernel, sizes, table
-
-
-TUNED: dict[str, Any] = {}  # XXX
+    return kernels._selective_scan_bwd_segments_kernel, kernels._selective_scan_bwd_kernel, sizes, table
 
 
 def _sums_into(projection: torch.Tensor, ngroups: int) -> bool:

@@ -16,18 +16,15 @@ float32, which `refold.ops.torch.row_sums` adds up in a fixed order.
 
 from __future__ import annotations
 
+from typing import Any  # noqa: F401 - in type comments
+
 import triton
 import triton.language as tl
 
 from refold.ops.selective_scan._triton_kernels import _token
-from refold.ops.ssd._triton_kernels import LOG2E, _clip, _exp2, _softplus
+from refold.ops.ssd._triton_kernels import LOG2E, _clip, _exp2, _sigmoid, _softplus
 
 LN2 = tl.constexpr(0.6931471805599453)
-
-
-@triton.jit
-def _sigmoid(v):
-    return 1.0 / (1.0 + _exp2(-v * LOG2E))
 
 
 @triton.jit
@@ -36,7 +33,7 @@ def _selective_scan_bwd_segments_kernel(
     seqlen, segment, nsegments, channels, dstate, group_channels, group_blocks,
     stride_x_b, stride_x_t, stride_dt_b, stride_dt_t, stride_B_b, stride_B_t, stride_B_g,
     stride_C_b, stride_C_t, stride_C_g, stride_z_b, stride_z_t, stride_decay_b, stride_decay_t,
-    BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, UNROLL: tl.constexpr, SOFTPLUS: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, TOKENS: tl.constexpr, SOFTPLUS: tl.constexpr,
 ):  # fmt: skip
     """Grid (blocks of channels, segments, batch): of a segment its own state, its adjoint at its begin, its factor."""
     group = tl.program_id(0) // group_blocks
@@ -49,6 +46,7 @@ def _selective_scan_bwd_segments_kernel(
     mask_n = offs_n < dstate
     mask = mask_d[:, None] & mask_n[None, :]
     offs_state = offs_d[:, None] * dstate + offs_n[None, :]
+    # A rate of -inf must not make NaN of the tokens that fill a block, whose step is zero.
     A = _clip(tl.load(A_ptr + offs_state, mask=mask, other=0.0).to(tl.float32), -1e38, 1e38) * LOG2E
     bias = tl.zeros((BLOCK_D,), tl.float32)
     if dt_bias_ptr is not None:
@@ -58,8 +56,8 @@ def _selective_scan_bwd_segments_kernel(
     factor = tl.full((BLOCK_D, BLOCK_N), 1.0, tl.float32)
     begin = pid_s * segment
     end = tl.minimum(begin + segment, seqlen)
-    for first in range(begin, end, UNROLL):
-        for i in tl.static_range(UNROLL):
+    for first in range(begin, end, TOKENS):
+        for i in tl.static_range(TOKENS):
             t = first + i
             inside = t + tl.zeros((BLOCK_D,), tl.int32) < end
             live = mask_d & inside
@@ -115,6 +113,7 @@ def _selective_scan_bwd_kernel(
     mask_n = offs_n < dstate
     mask = mask_d[:, None] & mask_n[None, :]
     offs_state = offs_d[:, None] * dstate + offs_n[None, :]
+    # A rate of -inf must not make NaN of the tokens that fill a block, whose step is zero.
     A = _clip(tl.load(A_ptr + offs_state, mask=mask, other=0.0).to(tl.float32), -1e38, 1e38) * LOG2E
     bias = tl.zeros((BLOCK_D,), tl.float32)
     if dt_bias_ptr is not None:
@@ -139,7 +138,6 @@ def _selective_scan_bwd_kernel(
             end = tl.minimum(tl.load(cu_seqlens_ptr + sequence + 1).to(tl.int32), seqlen)
             borders = sequence + begin // TOKENS
         count = tl.cdiv(tl.maximum(end - begin, 0), TOKENS)
-        border = border_ptr + borders * channels * dstate + offs_state
         x_base = x_ptr + row * stride_x_b
         dt_base = dt_ptr + row * stride_dt_b
         B_base = B_ptr + row * stride_B_b + group * stride_B_g
@@ -155,7 +153,7 @@ def _selective_scan_bwd_kernel(
             own = tl.load(segment_state_ptr + at, mask=mask, other=0.0)
             state = state * tl.load(segment_factor_ptr + at, mask=mask, other=0.0) + own
         for j in range(count):
-            tl.store(border + j * channels * dstate, state, mask=mask)
+            tl.store(border_ptr + (borders + j) * channels * dstate + offs_state, state, mask=mask)
             for i in tl.static_range(TOKENS):
                 t = begin + j * TOKENS + i
                 inside = t + tl.zeros((BLOCK_D,), tl.int32) < end
@@ -184,7 +182,8 @@ def _selective_scan_bwd_kernel(
             carried = carried * tl.load(segment_factor_ptr + at, mask=mask, other=0.0) + own
         for back in range(count):
             first = begin + (count - 1 - back) * TOKENS
-            state = tl.load(border + (count - 1 - back) * channels * dstate, mask=mask, other=0.0)
+            border = border_ptr + (borders + count - 1 - back) * channels * dstate
+            state = tl.load(border + offs_state, mask=mask, other=0.0)
             befores = ()  # type: Any
             powers = ()  # type: Any
             xs = ()  # type: Any
@@ -253,7 +252,8 @@ def _selective_scan_bwd_kernel(
                     dlog *= decays[k][:, None]
                     carried *= decays[k][:, None]
                 dinput = tl.sum(adjoint * B[None, :], axis=1)
-                dA += steps[k][:, None] * dlog
+                # A state that is not finite must not reach A through the zero steps after the end.
+                dA += tl.where(inside[:, None], steps[k][:, None] * dlog, 0.0)
                 draw = tl.sum(dlog * A, axis=1) * LN2 + dinput * xs[k]
                 if SOFTPLUS:
                     draw *= tl.where(raws[k] > 20.0, 1.0, _sigmoid(raws[k]))

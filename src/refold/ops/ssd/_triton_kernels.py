@@ -91,12 +91,18 @@ def _load_decay(decay_ptr, row, offs_t, CHUNK: tl.constexpr, PARTS: tl.constexpr
 
 
 @triton.jit
-def _silu(v):
-    """Gate with v * sigmoid(v); the reciprocal is the hardware's, which errs by one unit in the last place."""
+def _sigmoid(v):
+    """1 / (1 + exp(-v)); the reciprocal is the hardware's, which errs by one unit in the last place."""
     u = 1.0 + _exp2(v * -LOG2E)
     if PTX:
-        return v * tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [u], tl.float32, True, 1)
-    return v / u
+        return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [u], tl.float32, True, 1)
+    return 1.0 / u
+
+
+@triton.jit
+def _silu(v):
+    """Gate with v * sigmoid(v)."""
+    return v * _sigmoid(v)
 
 
 @triton.jit

@@ -88,6 +88,7 @@ class TorchFrame:
         with (
             mock.patch.object(torch, "empty", poison(torch.empty)),
             mock.patch.object(torch, "empty_like", poison(torch.empty_like)),
+            mock.patch.object(torch, "empty_strided", poison(torch.empty_strided)),
             mock.patch.object(torch.Tensor, "new_empty", poison(torch.Tensor.new_empty)),
         ):
             yield

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Sequence
-from functools import cache, partial
+from functools import cache
 from importlib import import_module
 from types import ModuleType
 from typing import Any
@@ -186,51 +186,6 @@ def planned(
     return lambda make: Planned(spec, backward, layouts, make)
 
 
-class PlannedBackward:
-    """The backward of an operator, planned once a signature as the forward is.
-
-    It is made of a function that takes the gradients of the results, ``needs`` and all arguments, and returns a
-    function of the gradients and the arrays, in the order of the spec. The gradients come contiguous, or None.
-    """
-
-    def __init__(self, spec: OpSpec, layouts: dict[str, Callable[[Any], Any]], make: Callable[..., Any]) -> None:
-        gradients = [f"d{out.name}" for out in spec.outputs]
-        self.names = [*gradients, *[arg.name for arg in spec.args]]
-        self.layouts = dict.fromkeys(gradients, contiguous) | layouts
-        self.options = [option.name for option in spec.options]
-        self.make = make
-        self.plans: dict[tuple[Any, ...], Callable[..., Any]] = {}
-        self.__doc__ = make.__doc__
-
-    def __call__(self, *, needs: frozenset[str], **arguments: Any) -> dict[str, torch.Tensor]:
-        """Return the gradients of the array arguments, among them those in ``needs``."""
-        given = [self.layouts.get(name, _as_it_is)(arguments[name]) for name in self.names]
-        options = {name: arguments[name] for name in self.options}
-        key = (
-            needs,
-            *[a if a is None else (a.shape, a.stride(), a.dtype, a.device, a.data_ptr() % 16) for a in given],
-            *options.values(),
-        )
-        device = next(a.device for a in given if a is not None)
-        with torch.cuda.device(device.index if device.type == "cuda" else -1):
-            plan = self.plans.get(key)
-            if plan is None:
-                if len(self.plans) >= _PLANS:
-                    self.plans.clear()
-                plan = self.plans[key] = self.make(needs=needs, **dict(zip(self.names, given, strict=True)), **options)
-            return plan(*given)
-
-
-_PLANS = 1024  # Signatures whose backward is kept; then the memory starts afresh.
-
-
-def planned_backward(
-    spec: OpSpec, **layouts: Callable[[Any], Any]
-) -> Callable[[Callable[..., Any]], PlannedBackward]:  # fmt: skip
-    """Make the backward of an operator of the function that plans it; see `PlannedBackward`."""
-    return lambda make: PlannedBackward(spec, layouts, make)
-
-
 def _as_it_is(array: Any) -> Any:
     return array
 
@@ -242,8 +197,9 @@ def current_stream(device: torch.device) -> int:
 
 def fresh(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Callable[[], torch.Tensor]:
     """Return what makes contiguous tensors: with the strides known, in two thirds of the time of ``torch.empty``."""
-    strides = torch.empty(shape, device="meta").stride()
-    return partial(torch.empty_strided, tuple(shape), strides, dtype=dtype, device=device)
+    shape, strides = tuple(shape), torch.empty(shape, device="meta").stride()
+    # Looked up at each call, so that tests can hand out memory full of NaN.
+    return lambda: torch.empty_strided(shape, strides, dtype=dtype, device=device)
 
 
 def fresh_like(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:

@@ -44,7 +44,7 @@ class RowSums:
         if nrows > 1 or dtype != torch.float32:
             self.new = fresh(shape, dtype, device)
             # Wide where there are columns enough to fill the device, else deep.
-            block_c = 256 if columns >= 1 << 18 else 32
+            block_c = 128 if columns >= 1 << 17 else 32
             block_r = min(triton.next_power_of_2(nrows), ELEMENTS // block_c)
             consts: dict[str, Any] = {"BLOCK_R": block_r, "BLOCK_C": block_c}
             grid = (triton.cdiv(columns, block_c),)

@@ -19,6 +19,8 @@ import torch
 # of heads may take, and may take where fewer heads would not fill the device), slots of the walks over heads, and of
 # the kernels in Gluon the stages, the states a program and, of the first one, the registers a thread.
 # Keys of "selective_scan": block_d (channels a program), warps, unroll (tokens), slots (programs a multiprocessor).
+# Keys of "selective_scan_backward": block_d, warps, tokens (from border to border), slots. Of those of the kernel with
+# hand-made layouts: warps, states (a lane), own (channels a lane), tokens (a tile), group (tokens of a walk), slots.
 # Keys of "selective_scan_lanes": warps, states (at most, a lane), slots, cut (tokens from which time may be cut).
 DEFAULT: dict[str, dict[str, Any]] = {
     "ssd": {"chunk": 64, "block_p": 64, "tile": 8192, "warps": 4, "stages": 2, "state_warps": 4, "slots": 2,

@@ -57,7 +57,7 @@ def _lift(tx: Translator, code: Code) -> None:
         elif not found.number.hold(count):
             raise Refused("what a step does depends on its number")
     if count < SHORTEST:
-        raise Refused("what a step does depends on its number")
+        raise Refused("what a step does depends on its number: put what differs from step to step into a tensor")
     emit(tx, assumed, found, count, live)
     if code.element is not None:
         advance(tx, iterator, count)

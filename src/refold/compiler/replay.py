@@ -1,0 +1,229 @@
+"""The compile of a graph that was decided before: the same rewrites and no others, without races.
+
+What is remembered of this process or the disk was checked, and is trusted. What a plan pins is checked here, unless
+that was done before.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch.fx import GraphModule
+
+from ..errors import PlanError, warn
+from ..report import GraphReport, RewriteReport
+from .decisions import Key, Plan, Store, Unnameable, digest, folder_for, name_program, place
+from .inductor import Compiled, inductor
+from .ir.rewrite import Rewrite
+from .session import GraphCompile, TooLong
+from .validate.region import Settings, Verdict
+
+log = logging.getLogger("refold")
+
+# A graph that takes less is not raced again for every length.
+TINY_MS = 1.0
+
+
+class Misfit(Exception):
+    """A decision does not fit the program that it is to be replayed on; the message says where."""
+
+
+class Replay(GraphCompile):
+    """The compile of one graph as it was decided.
+
+    Args:
+        decision: What was decided.
+        where: Who knew it.
+        trusted: Whether its rewrites were checked.
+    """
+
+    def __init__(
+        self,
+        gm: GraphModule,
+        inputs: Sequence[Any],
+        settings: Settings,
+        entry: GraphReport,
+        store: Store,
+        decision: GraphReport,
+        where: str,
+        *,
+        trusted: bool,
+    ) -> None:
+        super().__init__(gm, inputs, dataclasses.replace(settings, accept="always"), entry, store)
+        self.decision, self.where = copy.deepcopy(decision), where
+        self.decided = {row.key: row for row in self.decision.rewrites if row.status == "applied"}
+        self.refused = {row.key for row in decision.rewrites if row.status == "refused"}
+        self._known = self.settled = trusted
+        self.external_scans = decision.external_scans
+
+    def run(self) -> Compiled:
+        """Return the program that was decided on.
+
+        Raises:
+            Misfit: The decision does not fit.
+        """
+        start = time.perf_counter()
+        entry, decision = self.entry, self.decision
+        for field in dataclasses.fields(decision):
+            if field.name not in ("index", "program", "notes", "compile_s", "proof_s"):
+                setattr(entry, field.name, getattr(decision, field.name))
+        entry.remembered = self.where
+        entry.notes += [note for note in decision.notes if note not in entry.notes]
+        if decision.chosen == "eager":
+            return self.given
+        if decision.chosen == "inductor" and decision.rewrites:
+            return inductor(self.given, self.inputs, options=self.options)
+        self._roll_up_lifted()
+        eager: Callable[[], Compiled] | None = None
+        try:
+            compiled = self._built()
+        except TooLong:
+            compiled = self.gm
+            eager = lambda: self.gm  # noqa: E731
+        if compiled is None:
+            raise Misfit("Inductor cannot compile it any more")
+        if self.seen and (missing := self.decided.keys() - self.rows.keys()):
+            raise Misfit(f"there is no {min(missing)} to be rewritten")
+        entry.flops_before, entry.bytes_before = decision.flops_before, decision.bytes_before
+        entry.compile_s = time.perf_counter() - start - entry.proof_s
+        if not self._unjudged and self.decided:
+            self._last_word(compiled, eager)
+            if entry.chosen != "refold":
+                raise Misfit(entry.reason)
+        return compiled
+
+    def _wanted(self, key: str) -> bool:
+        return key in self.decided
+
+    def _note(self, key: str, rewrite: Rewrite, verdict: Verdict | None) -> RewriteReport:
+        row = self.decided[key]
+        if row.signature != rewrite.signature:
+            raise Misfit(f"{rewrite.name} [{rewrite.site}] is another one")
+        if verdict is not None and verdict.reason:
+            raise Misfit(f"{rewrite.name} [{rewrite.site}] is {verdict.reason}")
+        self.rows[key] = row
+        return row
+
+    @property
+    def _unjudged(self) -> bool:
+        return self._known or self.settings.verify == "off"
+
+
+class Remembering:
+    """Compiles a graph as a plan says, as it was decided before, or afresh."""
+
+    def __init__(self, gm: GraphModule, inputs: Sequence[Any], settings: Settings, entry: GraphReport) -> None:
+        self.gm, self.inputs, self.settings, self.entry = gm, inputs, settings, entry
+        self.key: Key | None = None
+        try:
+            facts = {name: getattr(settings, name) for name in ("verify", "accept", "loops", "compile_budget")}
+            self.key = name_program(gm, inputs, {**facts, "options": dict(settings.options or {})})
+        except Unnameable as reason:
+            log.info("graph %d is not remembered: %s", entry.index, reason)
+        entry.program = self.key.exact if self.key is not None else ""
+        self.store = Store(folder_for(settings.cache) if self.key is not None else None, place(inputs))
+
+    def run(self) -> Compiled:
+        """Return the program that runs from now on, and fill the report."""
+        try:
+            if self.settings.plan is not None:
+                return self._planned(Plan.read(self.settings.plan))
+            return self._replayed() or self._afresh()
+        finally:
+            self.entry.notes += [note for note in self.store.notes if note not in self.entry.notes]
+
+    def _replay(self, decision: GraphReport, where: str, *, trusted: bool) -> Compiled:
+        return Replay(
+            self.gm, self.inputs, self.settings, self.entry, self.store, decision, where, trusted=trusted
+        ).run()
+
+    def _replayed(self) -> Compiled | None:
+        """Do what was decided before; None if nothing was, or if it does not fit."""
+        found = self.store.get("graph", self.entry.program)
+        if found is None:
+            return None
+        index, notes, mode = self.entry.index, list(self.entry.notes), self.entry.mode
+        try:
+            return self._replay(GraphReport.from_dict(found[0]), found[1], trusted=True)
+        except (Misfit, KeyError, TypeError) as error:
+            _reset(self.entry, index, mode, self.entry.program)
+            self.entry.notes += [*notes, f"what {found[1]} knew of this graph does not fit: {error}"]
+            self.store.drop("graph", self.entry.program)
+            return None
+
+    def _planned(self, plan: Plan) -> Compiled:
+        """Do what a plan says; where it does not fit, Inductor compiles the graph, as it would at each run."""
+        entry = self.entry
+        try:
+            if self.key is None:
+                raise Misfit("the graph has no name that means the same in another process")
+            if (decision := plan.graphs.get(entry.program)) is None:
+                raise Misfit("it does not hold this graph at these sizes, dtypes and options")
+            applied = sorted(f"{row.key} {row.signature}" for row in decision.applied)
+            key = digest([entry.program, decision.chosen, str(decision.external_scans), *applied])
+            checked = self.store.get("plan", key) is not None
+            compiled = self._replay(decision, "a plan", trusted=checked)
+            if not checked and self.settings.verify != "off":
+                self.store.put("plan", key, True)
+            return compiled
+        except Misfit as misfit:
+            text = f"the plan does not fit graph {entry.index}: {misfit}"
+            if self.settings.strict:
+                raise PlanError(f"{text}. Make a new one with report.save(path)") from None
+            warn(f"{text}; Inductor compiles it")
+            entry.notes.append(text)
+            entry.chosen, entry.reason = "inductor", "because the plan does not fit"
+            for row in entry.rewrites:
+                row.status, row.reason = "refused", "the plan does not fit"
+            return inductor(self.gm, self.inputs, options=dict(self.settings.options or {}))
+
+    def _afresh(self) -> Compiled:
+        """Decide, and remember it."""
+        settings, lost, entry = self.settings, set[tuple[str, str]](), self.entry
+        if settings.accept == "faster" and self.key is not None:
+            # A graph that takes microseconds is spared the races that it had at other sizes of the same kind.
+            found = self.store.get("alike", self.key.alike)
+            if found is not None:
+                before = GraphReport.from_dict(found[0])
+                entry.remembered = found[1]
+                if before.chosen != "refold":
+                    entry.chosen, entry.mode = before.chosen, before.mode
+                    entry.reason = "because it was the fastest at sizes between the same powers of two"
+                    return self.gm if before.chosen == "eager" else self._plain()
+                settings = dataclasses.replace(settings, accept="always")
+                lost = {(row.name, row.source) for row in before.rewrites if row.status == "refused"}
+        session = GraphCompile(self.gm, self.inputs, settings, entry, self.store)
+        session.lost = lost
+        compiled = session.run()
+        if entry.remembered and entry.chosen == "refold":
+            entry.reason = "as it does at sizes between the same powers of two"
+        if not session.failed:
+            self._remember()
+        return compiled
+
+    def _plain(self) -> Compiled:
+        return inductor(self.gm, self.inputs, options=dict(self.settings.options or {}))
+
+    def _remember(self) -> None:
+        """Keep what was decided; on disk, unless the machine was busy."""
+        entry = self.entry
+        if entry.busy:
+            entry.notes.append(f"the machine was busy while times were taken ({entry.busy}); they are not remembered")
+        if self.key is None:
+            return
+        data = dataclasses.asdict(entry)
+        self.store.put("graph", self.key.exact, data, lasting=not entry.busy)
+        times = [*entry.times_ms.values(), *(row.original_ms for row in entry.rewrites if row.original_ms is not None)]
+        if times and max(times) < TINY_MS and not entry.busy:
+            self.store.put("alike", self.key.alike, data, lasting=False)
+
+
+def _reset(entry: GraphReport, index: int, mode: str, program: str) -> None:
+    """Empty an entry of the report."""
+    for name, value in vars(GraphReport(index, mode, program=program)).items():
+        setattr(entry, name, value)
