@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from .report import Report
 
 app = typer.Typer(
-    help="Find what is wasteful in a PyTorch layer, rewrite it, prove it, measure it; generate text from a checkpoint.",
+    help="Find what is wasteful in a PyTorch layer, rewrite it, check it, measure it; generate text from a checkpoint.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -55,7 +55,7 @@ def optimize(
     dtype: Dtype = "float32",
     seed: Seed = 0,
     json: Json = None,
-    verify: Annotated[str, typer.Option(help="quick: prove each rewrite against float64; off: trust it.")] = "quick",
+    verify: Annotated[str, typer.Option(help="quick: check each rewrite against float64; off: trust it.")] = "quick",
     accept: Annotated[str, typer.Option(help="faster: keep only what is measured to be; always: keep all.")] = "faster",
     train: Annotated[bool, typer.Option("--train", help="Optimize forward and backward together.")] = False,
     propose: Annotated[str, _proposals(f"Who proposes: {FORMS}.")] = "rules",
@@ -71,7 +71,7 @@ def optimize(
     price: Annotated[tuple[float, float], _proposals("Money for a million tokens, in and out.")] = (0.0, 0.0),
     allow_unsandboxed: Annotated[bool, _proposals("Try them although nothing confines them.", UNSANDBOXED)] = False,
 ) -> None:
-    """Rewrite a layer, prove each rewrite, measure the result, print the evidence.
+    """Rewrite a layer, check each rewrite, measure the result, print the evidence.
 
     With --propose, replacements come from somewhere else; each is tried in a sandbox against the original.
     """

@@ -57,7 +57,7 @@ def test_optimize_prints_the_evidence_and_plain_progress(layer, tmp_path):
     out = tmp_path / "report.json"
     done = refold("optimize", layer, "--accept", "always", "--seed", "3", "--json", out)
     assert done.returncode == 0, done.stderr
-    assert "... proving sum_1" in done.stderr
+    assert "... checking sum_1" in done.stderr
     assert "\x1b" not in done.stderr
     assert "against float64" in done.stdout
     (graph,) = json.loads(out.read_text())["graphs"]

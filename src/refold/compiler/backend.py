@@ -2,7 +2,7 @@
 
 One graph goes through these steps. Inductor is started with a hook on its ATen graph; if the
 pipeline finds nothing there, the compile simply ends as Inductor's own. Otherwise it is stopped,
-each rewrite is proven against float64 and raced against its original, the compile is started again
+each rewrite is checked against float64 and timed against its original, the compile is started again
 with those that stand, and the result is raced against eager and plain Inductor. What runs in the
 end is the fastest of the three, and the report says why.
 """
@@ -182,7 +182,7 @@ def compile(
     Args:
         module: An ``nn.Module`` or a function of tensors. Without one, the call returns a decorator that has the other
             arguments.
-        verify: ``"quick"`` proves every rewrite against float64 when it is first compiled;
+        verify: ``"quick"`` checks every rewrite against float64 when it is first compiled;
             ``"off"`` trusts the algebra.
         accept: ``"faster"`` keeps what is measured to be faster than the best of eager and
             ``torch.compile`` on this machine at these shapes; ``"always"`` keeps all that is right.

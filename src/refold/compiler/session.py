@@ -1,4 +1,4 @@
-"""The compile of one graph: find rewrites, prove them, apply those that stand, keep the fastest program."""
+"""The compile of one graph: find rewrites, check them, apply those that stand, keep the fastest program."""
 
 from __future__ import annotations
 
@@ -220,7 +220,7 @@ class GraphCompile:
                 self.verdicts[rewrite.signature] = self._judged(rewrite, actual)
         return self.verdicts[rewrite.signature]
 
-    # Finding and proving rewrites ------------------------------------------------------------
+    # Finding and checking rewrites ------------------------------------------------------------
 
     def _compile(self) -> Compiled | None:
         """Start Inductor until every rewrite it sees has been judged; None if it cannot compile the graph."""
@@ -295,7 +295,7 @@ class GraphCompile:
                 with undisturbed_rng():
                     values |= values_at(graph, sorted(names - values.keys()), bound)
         else:
-            self.entry.notes.append("the graph's inputs could not be matched: rewrites were proven on random ones only")
+            self.entry.notes.append("the graph's inputs could not be matched: rewrites were checked on random ones only")
         for rewrite in fresh:
             actual = [values[name] for name in rewrite.inputs] if values.keys() >= set(rewrite.inputs) else None
             with undisturbed_rng():

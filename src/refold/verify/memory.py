@@ -1,4 +1,4 @@
-"""How much memory a proof may use, and how much a program used."""
+"""How much memory a check may use, and how much a program used."""
 
 from __future__ import annotations
 

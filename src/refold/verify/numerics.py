@@ -1,4 +1,4 @@
-"""Numerical proof of a candidate: norms against float64, exact integers, metadata, untouched inputs.
+"""The numerical check of a candidate: norms against float64, exact integers, metadata, untouched inputs.
 
 With ``r`` the original in float64, ``o`` the original and ``y`` the candidate in their own dtype,
 ``u`` the unit roundoff and ``K`` the number of terms in the longest sum, a candidate passes if

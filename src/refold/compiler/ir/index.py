@@ -223,7 +223,7 @@ def _regroup_symbolic(flat: list[Axis], shape: list[Size]) -> tuple[Label, ...] 
     """Regroup when sizes are symbols: strip what certainly corresponds, then one split or merge is left.
 
     A view keeps the number of elements, so when both ends agree, the middles have equal products
-    even if no algebra on the symbols proves it.
+    even if no algebra on the symbols shows it.
     """
     ones = [same(size, 1) for size in shape]
     kept = [size for size, one in zip(shape, ones, strict=True) if not one]

@@ -33,7 +33,7 @@ class Rewrite:
         raced_alone: Whether timing the region by itself means anything. It does not when the candidate
             does no arithmetic, or pays off by being fused with what surrounds it; then only the race
             of the whole graph decides.
-        spread: Standard deviation of the random inputs of the proof. A recurrence over many steps
+        spread: Standard deviation of the random inputs of the check. A recurrence over many steps
             overflows at one: there is nothing to compare then.
         differentiated: For each input, whether its gradient must be right as well; empty if no gradient is taken.
     """
@@ -69,7 +69,7 @@ class Rewrite:
 
     @cached_property
     def signature(self) -> str:
-        """A digest of both programs and their input types: equal regions need one proof."""
+        """A digest of both programs and their input types: equal regions need one check."""
         return digest(self.candidate, canonical(self.original))
 
 

@@ -191,7 +191,7 @@ def replace(
 def _computed_anew(added: list[Node], rollup: Rollup) -> set[Node]:
     """Return nodes of single steps that the new value reads, because all steps compute the same.
 
-    Both versions of the region compute them: as an input beside what they are computed from, the proof would draw
+    Both versions of the region compute them: as an input beside what they are computed from, the check would draw
     values for them that contradict what the other steps compute.
     """
     found: set[Node] = set()

@@ -37,7 +37,7 @@ class Settings:
     """How careful to be.
 
     Attributes:
-        verify: ``quick`` proves each rewrite against float64; ``off`` trusts the algebra.
+        verify: ``quick`` checks each rewrite against float64; ``off`` trusts the algebra.
         accept: ``faster`` keeps only what is measured to be faster; ``always`` keeps all that is right.
         strict: Raise refold's own errors instead of falling back with a warning.
         loops: ``capture`` traces the body of a long loop once; ``unroll`` lets Dynamo execute every step.
