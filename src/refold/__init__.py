@@ -20,8 +20,16 @@ _EXPORTS: dict[str, tuple[str, str | None]] = {
 
 _WITHOUT_TORCH = ("errors", "ops")
 
+
+def _has_torch() -> bool:
+    try:
+        return find_spec("torch") is not None
+    except ImportError:  # something in this process keeps it out
+        return False
+
+
 # What ``from refold import *`` can give here.
-__all__ = ["__version__", *(name for name in _EXPORTS if name in _WITHOUT_TORCH or find_spec("torch") is not None)]
+__all__ = ["__version__", *(name for name in _EXPORTS if name in _WITHOUT_TORCH or _has_torch())]
 
 
 def __getattr__(name: str) -> Any:

@@ -295,7 +295,7 @@ class GraphCompile:
                 with undisturbed_rng():
                     values |= values_at(graph, sorted(names - values.keys()), bound)
         else:
-            self.entry.notes.append("the graph's inputs could not be matched: rewrites were checked on random ones only")
+            self.entry.notes.append("the graph's inputs could not be matched: rewrites were checked on random ones")
         for rewrite in fresh:
             actual = [values[name] for name in rewrite.inputs] if values.keys() >= set(rewrite.inputs) else None
             with undisturbed_rng():

@@ -12,8 +12,8 @@ from refold.ops.jax.layout import Array, accumulator
 def _solve(a: Array, x: Array, first: Array | None, reverse: bool) -> Array:
     """Solve ``h[t] - a[t] h[t - 1] = x[t]`` (with ``reverse``, ``t + 1``), where h is zero outside of the sequence.
 
-    ``first`` (1, t, ...) marks the tokens of a pack at which a sequence begins. A factor of zero would not do there:
-    zero times a state that is not finite is NaN.
+    ``first``, shaped like x, marks the tokens of a pack at which a sequence begins. A factor of zero would not do
+    there: zero times a state that is not finite is NaN.
 
     JAX is told that this is a linear system, so that its derivatives are scans as well: that of x is the transposed
     system, solved the other way round, and that of a follows from the equation. Derived step by step, the scan would
@@ -35,7 +35,7 @@ def _solve(a: Array, x: Array, first: Array | None, reverse: bool) -> Array:
         return factor, value + right[1], left[2] | right[2]
 
     def scan(a: Array, x: Array, first: Array | None, reverse: bool) -> Array:
-        marks = () if first is None else (jnp.broadcast_to(first, (1, x.shape[1], *[1] * (x.ndim - 2))),)
+        marks = () if first is None else (first,)
         return jax.lax.associative_scan(combine, (a, x, *marks), reverse=reverse, axis=1)[1]
 
     return jax.lax.custom_linear_solve(
@@ -78,6 +78,7 @@ def linear_scan(
         state = jnp.zeros((len(starts), *x.shape[2:]), acc) if initial_state is None else initial_state.astype(acc)
         values = values.at[0, begin].add(factors[0, jnp.minimum(begin, seqlen - 1)] * state, mode="drop")
         first = jnp.zeros((1, seqlen), bool).at[0, begin].set(True, mode="drop").reshape(1, seqlen, *[1] * (x.ndim - 2))
+        first |= jnp.zeros_like(values, bool)  # under `shard_map` the marks must vary over devices as the values do
 
     h = _solve(factors, values, first, reverse)
     final = h[:, end] if cu_seqlens is None else jnp.where(nonempty, h[0, end], state)
