@@ -265,7 +265,7 @@ def copy_ms(moved: int) -> float:
 
 
 def host_us(run: Callable[[], Any]) -> float:
-    """Return the least host time of a call, of 20 rounds, while the device is kept busy behind it."""
+    """Return the least host time of a call, of 20 rounds, while the device is kept busy after it."""
     busy = torch.empty(1 << 30, dtype=torch.float32, device="cuda")
     times = []
     for _ in range(20):

@@ -464,7 +464,7 @@ def _documents(op: str, x: Tensor, seq_idx: Tensor | None, cu_seqlens: Tensor | 
     if cu_seqlens is None:
         return None if seq_idx is None else Documents.from_index(seq_idx)
     if len(x) != 1:
-        raise ShapeError(f"{op}: with cu_seqlens the batch is 1; got {len(x)}. Put documents one behind the other.")
+        raise ShapeError(f"{op}: with cu_seqlens the batch is 1; got {len(x)}. Put documents one after the other.")
     if seq_idx is not None and not cu_seqlens.is_cuda:
         check_cu_seqlens_values(op, cu_seqlens.tolist(), x.shape[1])
         if not torch.equal(Documents.from_index(seq_idx).cu_seqlens.cpu(), cu_seqlens.unique().int()):

@@ -59,7 +59,7 @@ def _from_offsets(name: str, offsets: Tensor, arguments: Mapping[str, Any]) -> D
             "has one length a document. Pass one of them twice."
         )
     if (size := _batch_size(arguments)) is not None and size[0] != 1:
-        raise ShapeError(f"{name} needs a batch of one row; got {size[0]}. Put the documents one behind the other.")
+        raise ShapeError(f"{name} needs a batch of one row; got {size[0]}. Put the documents one after the other.")
     return Documents.from_offsets(offsets)
 
 

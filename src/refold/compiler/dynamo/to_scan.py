@@ -90,7 +90,7 @@ class Lowering:
         self._check_aliases()
         before = formed(self.operands, changed_in_place(gm, True, call) | self._written()) if dual else set()
         self.rewrite = self._rewrite(before)
-        if before and not self.dual:  # what is in front of the loop is not needed to keep the states
+        if before and not self.dual:  # what is before the loop is not needed to keep the states
             self.dual = dual
             self.rewrite = self._rewrite(set())
 
@@ -143,7 +143,7 @@ class Lowering:
         for i, use in self.uses:
             tensors = torch.utils._pytree.tree_leaves(use.meta.get("example_value", self.call.meta["example_value"][i]))
             if any(x.untyped_storage()._cdata in changed for x in tensors):
-                raise NotALoop("a result is changed in place behind it")
+                raise NotALoop("a result is changed in place after the loop")
             together = isinstance(self.call.meta["example_value"][i], torch.Tensor)
             if i < self.lists or (
                 not together and any(user.target not in _JOINS for item in use.users for user in item.users)
@@ -166,7 +166,7 @@ class Lowering:
         contents = [body.over_time(write.content) for write in traced.writes]
         for i, _ in self.uses:
             if i < self.lists:
-                body.last(traced.results[i])  # the scan behind it must be there before any is replaced
+                body.last(traced.results[i])  # the scan after it must be there before any is replaced
         output = graph.output((*results.values(), *contents))
         for found in body.loops if self.dual else []:
             dualise(body, found, output)
@@ -246,7 +246,7 @@ class Lowering:
         """Write all steps' values at once."""
         graph, dim = self.gm.graph, write.dim
         target = self.operands[write.operand]
-        # What reads the tensor behind this loop must see that it has changed.
+        # What reads the tensor after this loop must see that it has changed.
         written, sliced = _example(target), _example(content).dim() > _example(target).dim()
         low, high = self._bounds(write)
         if isinstance(self.count, int):
@@ -383,7 +383,7 @@ def _detail(count: Any, loops: list[Loop]) -> str:
 
 
 def _without_writes(traced: Traced) -> GraphModule:
-    """Return the body as a function: what it writes is returned behind the results."""
+    """Return the body as a function: what it writes is returned after the results."""
     graph = copy.deepcopy(traced.module.graph)
     twins = dict(zip(traced.module.graph.nodes, graph.nodes, strict=True))
     for node in graph.find_nodes(op="call_function", target=aten.copy_.default):

@@ -117,7 +117,7 @@ def _replace(root: Node, scan: Scan, wanted: Callable[[str], bool]) -> Iterator[
     outer = [axis for axis in layout(scan.y) if axis not in resolve(scan.padded)]
     read = _spanned([*given.B.factors, *given.C.factors])
     channels = tuple(axis for axis in outer if axis not in read | _spanned(scan.decays.factors))
-    # Heads are what rates depend on or what shares B and C, and what lies behind time in memory.
+    # Heads are what rates depend on or what shares B and C, and what lies after time in memory.
     inputs = max(given.x.factors, key=lambda factor: len(factor.axes())).axes()
     leading = set(inputs[: min((inputs.index(axis) for axis in resolve(scan.time) if axis in inputs), default=0)])
     rest = [axis for axis in outer if axis not in channels]
@@ -274,8 +274,8 @@ def _contract_last_state(root: Node, states: States) -> Rewrite:
         inside=between(root, sources),
         added=build.added,
         name="contract last state",
-        why="the state behind each chunk is written out, and only the last is read",
-        detail=f"the state behind {_size(time)} tokens as one product",
+        why="the state after each chunk is written out, and only the last is read",
+        detail=f"the state after {_size(time)} tokens as one product",
         multilinear=False,
         terms=_size(time),
         spread=0.1,

@@ -74,7 +74,7 @@ def roll_up_loops(graph: Graph, wanted: Callable[[str], bool]) -> Iterator[Rewri
     rollups = [rollup]
     for steps in _chains(graph, rollup.members):
         if wanted(steps[-1].name):
-            rollups.append(Rollup(training))  # of its own: what the others made may stand behind this end
+            rollups.append(Rollup(training))  # of its own: what the others made may stand after this end
             if (rewrite := _replace_end(rollups[-1], steps)) is not None:
                 rollup.members |= rollups[-1].members
                 changed = True
@@ -131,7 +131,7 @@ def replace_reader(
         return copy(reader)
 
     rewrite = replace(rollup, reader, read, dual=True, why=why)
-    rollup.emit.settle()  # what stands before the reader may stand behind the next root
+    rollup.emit.settle()  # what stands before the reader may stand after the next root
     return rewrite
 
 

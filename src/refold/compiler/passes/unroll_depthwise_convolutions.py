@@ -2,7 +2,7 @@
 
 A causal convolution of width 4 over each channel is four multiply-adds an element. As a library call
 it reads and writes the whole sequence by itself, and on NVIDIA GPUs takes five times longer than its
-bytes need; as ``sum over k of w[c, k] x[c, t + k]`` it disappears into the activation behind it and
+bytes need; as ``sum over k of w[c, k] x[c, t + k]`` it disappears into the activation after it and
 the split before it. Half precision inputs are accumulated in float32, as the library does.
 """
 

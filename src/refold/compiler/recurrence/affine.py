@@ -271,7 +271,7 @@ class Carries:
         dtype = functools.reduce(torch.promote_types, (value(x).dtype for x in operands), val.dtype)
         if not dtype.is_floating_point:
             raise NotALoop("the recurrence is not over real numbers")
-        # The operator wants a batch axis in front of time; any axis of the state will do.
+        # The operator wants a batch axis before time; any axis of the state will do.
         order = [1, 0, *range(2, len(shape))] if val.dim() else [0]
         operands = [emit.cast(x, dtype) for x in operands]
         operands[1:] = [emit.permute(x, order) for x in operands[1:]]

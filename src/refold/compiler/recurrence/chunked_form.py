@@ -40,7 +40,7 @@ class States:
     """The states between chunks, ``H[c+1] = exp(S[start,end]) H[c] + sum over j of exp(S[j,end]) written[c,j]``.
 
     Attributes:
-        node: Holds the state that enters each chunk, and behind them the last state.
+        node: Holds the state that enters each chunk, and after them the last state.
         layout: Its axes.
         dim: Its axis that counts chunks.
         chunk: The symbols that count chunks in ``end`` and ``written``.
@@ -58,7 +58,7 @@ class States:
     initial: Factor | None
 
     def lasts(self) -> list[Node]:
-        """Return the nodes that read the state behind the last chunk."""
+        """Return the nodes that read the state after the last chunk."""
         rank, size = value(self.node).dim(), value(self.node).shape[self.dim]
         reads = [node for node in self.node.users if node.target is aten.select.int]
         return [node for node in reads if arg(node, 1) % rank == self.dim and arg(node, 2) in (-1, size - 1)]
@@ -156,7 +156,7 @@ def read_scan(within: Node, across: Node) -> Scan:
 
 
 def read_states(node: Node, dim: int) -> States:
-    """Read the states before all chunks and behind the last, or raise `NotAScan`."""
+    """Read the states before all chunks and after the last, or raise `NotAScan`."""
     layout = expand(index(node))
     jump, rest = _split(layout)
     require(layout.scale == 1.0 and jump.causal and _known(jump.upto) == resolve(layout.labels[dim]))
@@ -264,7 +264,7 @@ def _drop_padding(scan: Scan, pairs: Segments) -> None:
 
 
 def _length_before_padding(factor: Factor, time: Label) -> int | None:
-    """Return how many tokens there were before zeros were put behind them; None if that was not done."""
+    """Return how many tokens there were before zeros were put after them; None if that was not done."""
     node = factor.steps[-1].node if factor.steps else factor.node
     if node.target is not aten.constant_pad_nd.default or any(node.args[2:]):
         return None

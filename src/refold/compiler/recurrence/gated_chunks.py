@@ -158,7 +158,7 @@ def _causal(emit: Emitter, like: Node) -> Node:
 
 
 def merged(emit: Emitter, x: Node, leading: int, kept: int = 2) -> Node:
-    """Merge the leading axes into one, and, behind those that are kept, the others into one."""
+    """Merge the leading axes into one, and, after those that are kept, the others into one."""
     shape: Sequence[int] = value(x).shape
     front, rest = leading + kept, shape[leading + kept :]
     return emit.reshape(x, [prod(shape[:leading]), *shape[leading:front], *([prod(rest)] if rest else [])])

@@ -162,7 +162,7 @@ class Rollup(Carries):
             return 0
         if c != d and b == c:
             return -1
-        # A known list with another value in front of it or behind it.
+        # A known list with another value before it or after it.
         if self._follow(steps[1], steps[2]) and not self._follow(steps[0], steps[1]):
             return 0
         if self._follow(steps[-3], steps[-2]) and not self._follow(steps[-2], steps[-1]):

@@ -89,7 +89,7 @@ class Emitter:
         return x if value(x).dtype == dtype else self.call(prims.convert_element_type.default, x, dtype)
 
     def padded(self, v: Value, rank: int) -> Any:
-        """Return an operand for broadcasting against steps of this rank: ones go behind the time axis."""
+        """Return an operand for broadcasting against steps of this rank: ones go after the time axis."""
         if not (v.timed and is_tensor(v.node)):
             return v.node
         shape = list(value(v.node).shape)

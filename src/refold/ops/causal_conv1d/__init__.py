@@ -1,4 +1,4 @@
-"""The short depthwise convolution in front of the scans, with the window that decoding carries along."""
+"""The short depthwise convolution before the scans, with the window that decoding carries along."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def causal_conv1d(
         ``cu_seqlens``, and from both results. docs/numerics.md shows measured errors.
 
     References:
-        Gu & Dao, "Mamba", 2023, arXiv:2312.00752, which puts it in front of the scan.
+        Gu & Dao, "Mamba", 2023, arXiv:2312.00752, which puts it before the scan.
 
     Example:
         >>> import numpy as np

@@ -1,7 +1,7 @@
 """The causal depthwise convolution on torch: one multiply-add over the whole input a tap.
 
-Every sequence is extended by the window in front of it: its initial state, or zeros. Extended sequences of a pack lie
-one behind the other, so that one plain convolution serves a batch and a pack alike, and what it computes between two
+Every sequence is extended by the window before it: its initial state, or zeros. Extended sequences of a pack lie
+one after the other, so that one plain convolution serves a batch and a pack alike, and what it computes between two
 sequences is dropped.
 """
 
@@ -97,7 +97,7 @@ def _convolve(extended: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 class _Windows:
-    """Extended sequences: w - 1 earlier inputs in front of each."""
+    """Extended sequences: w - 1 earlier inputs before each."""
 
     def __init__(self, x: Tensor, width: int, cu_seqlens: Tensor | None) -> None:
         self.batch, self.seqlen, self.channels = x.shape
@@ -107,7 +107,7 @@ class _Windows:
             return
         offsets = read_offsets("causal_conv1d", cu_seqlens, self.seqlen)
         self.rows = len(offsets) - 1
-        # Place of every extended token in [inputs, initial windows one behind the other], sequence by sequence.
+        # Place of every extended token in [inputs, initial windows one after the other], sequence by sequence.
         source, ends = [], []
         for k, (start, end) in enumerate(pairwise(offsets)):
             window = self.seqlen + k * self.front

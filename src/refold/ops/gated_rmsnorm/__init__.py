@@ -1,4 +1,4 @@
-"""The norm behind the scans of Mamba-2: RMS over groups of channels, with the gate on either side of it."""
+"""The norm after the scans of Mamba-2: RMS over groups of channels, with the gate on either side of it."""
 
 from __future__ import annotations
 

@@ -86,7 +86,7 @@ class Pack(NamedTuple):
         source: token of each slot, ``(nchunks * l,)``; unfilled slots read token 0.
         filled: whether a token fills the slot, ``(nchunks * l,)``.
         target: slot of each token, ``(t,)``.
-        sequence: sequence of each chunk, ``(nchunks,)``; ``k`` for chunks behind the last sequence.
+        sequence: sequence of each chunk, ``(nchunks,)``; ``k`` for chunks after the last sequence.
         first: whether the chunk begins its sequence, ``(nchunks,)``.
         last: whether the chunk ends its sequence, ``(nchunks,)``.
         nsequences: ``k``.

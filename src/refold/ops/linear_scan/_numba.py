@@ -52,7 +52,7 @@ def linear_scan_backward(
     dinitial = zeros_or_copy(dstate, len(spans), *rest)
     elements = h.shape[2]
     states = (array.view(len(spans), elements) for array in (before, dinitial))
-    # λ h[t-1] takes the place of h, as nothing reads a state behind its adjoint.
+    # λ h[t-1] takes the place of h, as nothing reads a state after its adjoint.
     share_out(
         _sweep_back, (factors, h, adjoints, *states, torch.tensor([reverse])), spans, (0, elements), CHANNELS, h.numel()
     )

@@ -2,7 +2,7 @@
 
 The tile of a program is (states, channels), 32 channels a warp. Exponentials, one a channel, state and token, set the
 pace. Where batch and channels do not fill the device, time is cut into segments: a first launch leaves the state and
-the summed step of each, and the scan chains those in front of its own segment.
+the summed step of each, and the scan chains those before its own segment.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ With c the running sum of log decays inside a chunk and X = d x, a chunk compute
     H'  = exp(c_last) H + Σ_j exp(c_last - c_j) X_j ⊗ B_j
 
 C·Bᵀ is formed once a group, and the heads of a group share one product where states are read and written. Sums c are
-kept in float64, for float64 inputs in two parts, because differences lose small decays behind large ones. No
+kept in float64, for float64 inputs in two parts, because differences lose small decays after large ones. No
 quotient of decays is formed, and an exponent is clamped only where its decay is 0 or infinite anyway, so rates of
 either sign are right.
 

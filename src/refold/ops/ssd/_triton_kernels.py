@@ -11,7 +11,7 @@ into segments. Four launches, of which short inputs need two:
 
 Decays are kept as sums of log2(a) inside a chunk, so that every decay is one exp2 of a difference: in float32 for
 16-bit inputs; for float32 inputs (PARTS = 2) summed in float64 and kept as two float32 parts, a row of the high parts
-before a row of the low ones, since differences of float32 sums would lose small decays behind large ones.
+before a row of the low ones, since differences of float32 sums would lose small decays after large ones.
 """
 
 from __future__ import annotations
@@ -275,7 +275,7 @@ def _ssd_fwd_state_kernel(
         step = tl.load(step_ptr + row * CHUNK + offs_t)
         _, to_end, whole, last, _, _ = _load_decay(decay_ptr, row, offs_t, CHUNK, PARTS)
         if VARLEN:
-            # Selected, not branched on: Triton 3.6 cannot compile bfloat16 products behind such a branch.
+            # Selected, not branched on: Triton 3.6 cannot compile bfloat16 products after such a branch.
             begins = (flags & FIRST) != 0
             total = tl.where(begins, float("-inf"), total)
             state = tl.where(begins, 0.0, state)
@@ -353,7 +353,7 @@ def _ssd_fwd_scan_kernel(
     C_base = C_ptr + pid_b.to(tl.int64) * stride_C_b + pid_g * stride_C_g
     y_base = y_ptr + (pid_b.to(tl.int64) * seqlen * nheads + pid_h) * headdim
 
-    # The state in front of the segment.
+    # The state before the segment.
     state = tl.zeros((BLOCK_N, BLOCK_P), tl.float32)
     piece = pid_b.to(tl.int64) * npieces * nheads + pid_h
     pieces = pid_s * segment_pieces
@@ -393,7 +393,7 @@ def _ssd_fwd_scan_kernel(
         step = tl.load(step_ptr + row * CHUNK + offs_t)
         from_start, to_end, whole, _, decay, low = _load_decay(decay_ptr, row, offs_t, CHUNK, PARTS)
         if VARLEN:
-            # Selected, not branched on: Triton 3.6 cannot compile bfloat16 products behind such a branch.
+            # Selected, not branched on: Triton 3.6 cannot compile bfloat16 products after such a branch.
             begins = (flags & FIRST) != 0
             state = tl.where(begins, 0.0, state)
             if initial_ptr is not None:

@@ -31,7 +31,7 @@ _EARLY = 6
 class MappedLaunch(Launch):
     """A `Launch` whose first arguments are tensors, or None, that the kernel takes as descriptors.
 
-    ``views`` holds what each descriptor says beside its tensor. The kernel may start before the one in front of it on
+    ``views`` holds what each descriptor says beside its tensor. The kernel may start before the one before it on
     the stream ends, and has to wait (``griddepcontrol.wait``) before it reads what that one writes.
     """
 
@@ -52,7 +52,7 @@ class MappedLaunch(Launch):
         return self.parameters is not None
 
     def __call__(self, stream: int, *args: Any) -> None:
-        """Launch with ``args``, the kernel's arguments in front of its constants, on the raw stream handle."""
+        """Launch with ``args``, the kernel's arguments before its constants, on the raw stream handle."""
         if self.parameters is not None:
             with self.lock:  # other threads use the same memory
                 self.parameters.launch(stream, args)

@@ -6,7 +6,7 @@ once in a graph of its own, from a state that stands for every step: the step's 
 placeholders, lists that grow can be appended to and not be read. If the body leads from that state to a state of the
 same form, that trace is, by induction, the program of every step for which the decisions on the step's number
 (`dynamo.induction_variable`) are the same. It becomes one `LiftedLoop` in Dynamo's graph, the variables become its
-results, and Dynamo goes on behind the loop, or at the step that decides otherwise.
+results, and Dynamo goes on after the loop, or at the step that decides otherwise.
 
 Whatever else the body does to the world (sets, new keys, random state, graph breaks) Dynamo refuses in a graph of its
 own; then the state is put back and the loop is traced step by step, as without this package.
@@ -20,7 +20,7 @@ locations.py     where the state is kept: variables, attributes, dictionaries, l
 lists.py         the items of lists that grow
 trace.py         one trace of the body
 side_effects.py  what the body must leave alone
-emit.py          the loop as a node, and the state behind it
+emit.py          the loop as a node, and the state after it
 variables.py     Dynamo's variables as this package sees them
 ===============  ====================================================================================
 """

@@ -58,7 +58,7 @@ def first_form(tx: Translator, stored: set[str], live: set[str]) -> Form:
     Args:
         tx: The frame.
         stored: The variables that the body's code writes.
-        live: Those that it, or what comes behind the loop, may read before they are written.
+        live: Those that it, or what comes after the loop, may read before they are written.
     """
     found = Form()
     for name in sorted(stored):

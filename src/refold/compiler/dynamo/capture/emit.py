@@ -1,4 +1,4 @@
-"""Put a traced body into Dynamo's graph as a `LiftedLoop`, and the translator behind all of its steps."""
+"""Put a traced body into Dynamo's graph as a `LiftedLoop`, and the translator after all of its steps."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from .variables import Refused, Translator, Variable, example, form, fresh, is_c
 
 @dataclass
 class _Results:
-    """What is known of the state behind the loop, place by place."""
+    """What is known of the state after the loop, place by place."""
 
     # Places whose tensors each step takes from the step before.
     carried: list[Place]
@@ -38,14 +38,14 @@ def emit(tx: Translator, assumed: Form, found: Trace, count: Any, live: set[str]
     """Emit a loop.
 
     Args:
-        tx: The frame, at the loop's head; behind ``count`` steps afterwards.
+        tx: The frame, at the loop's head; after ``count`` steps afterwards.
         assumed: The form that the body leads from and to.
         found: The trace that shows it.
         count: For how many steps; where it is a symbol, lists get one tensor of all steps' values.
-        live: Local variables that are read behind the loop.
+        live: Local variables that are read after the loop.
 
     Raises:
-        Refused: Something that is needed behind the loop is no tensor and no number; nothing is changed then.
+        Refused: Something that is needed after the loop is no tensor and no number; nothing is changed then.
     """
     collected = [item for growing in found.lists for item in (*growing.front, *growing.back)]
     if not all(tensors(item) for item in collected):
@@ -129,7 +129,7 @@ def _results(assumed: Form, found: Trace, count: Any, live: set[str], columns: l
         elif is_constant(then):
             results.constants[place] = then.value  # type: ignore[attr-defined]
         else:
-            raise Refused(f"{place.name} is used behind the loop, and is neither a tensor nor an integer")
+            raise Refused(f"{place.name} is used after the loop, and is neither a tensor nor an integer")
     while unread := [place for place in results.carried if not _is_read(place, results, found, columns)]:
         # Only what the last step leaves in such a place counts; the end of a list is kept with the list.
         results.carried = [place for place in results.carried if place not in unread]

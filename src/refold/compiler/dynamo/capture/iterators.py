@@ -187,7 +187,7 @@ def _is_enumeration(it: Variable) -> bool:
 
 
 def _is_suspended(it: Any) -> bool:
-    """Tell whether a generator has begun: it stands behind a ``yield`` then, with its iterator on the stack."""
+    """Tell whether a generator has begun: it stands after a ``yield`` then, with its iterator on the stack."""
     return not it._is_generator_just_started()
 
 

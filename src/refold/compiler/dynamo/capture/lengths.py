@@ -119,7 +119,7 @@ class SymbolicIterator(RangeIteratorVariable):
         self.__class__ = RangeIteratorVariable  # type: ignore[assignment]
 
     def exhaust(self) -> None:
-        """Stand behind the last step."""
+        """Stand after the last step."""
         self.start = self.stop = self.len = 0
         self.__class__ = RangeIteratorVariable  # type: ignore[assignment]
 

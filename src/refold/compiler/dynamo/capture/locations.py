@@ -88,7 +88,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Attribute:
-    """An attribute of an object, once it was set: Dynamo sets it behind the compiled code."""
+    """An attribute of an object, once it was set: Dynamo sets it after the compiled code."""
 
     owner: Variable
     attribute: str
