@@ -10,23 +10,24 @@ torch = pytest.importorskip("torch")
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "cpu" / "compiler"))
+COMPILER = Path(__file__).parents[1] / "cpu" / "compiler"
+sys.path[:0] = [str(COMPILER), *(str(COMPILER / folder) for folder in ("dynamo", "passes", "recurrence"))]
 from scans import compiled, flat, operators  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 CHUNKS = "linear_scan over chunks"
 LOOPS = {
-    "test_read_before": {"bonus": CHUNKS, "by_products": CHUNKS, "plain": CHUNKS, "one_decay_a_head": "ssd",
+    "test_readout": {"bonus": CHUNKS, "by_products": CHUNKS, "plain": CHUNKS, "one_decay_a_head": "ssd",
                          "output_first": "selective_scan"},
-    "test_keyed": {"attention": CHUNKS, "attention_with_roots": CHUNKS},
-    "test_dual": {"retention": "ssd", "read_first": "ssd", "loop": "selective_scan"},
-    "test_steady": {"s4d": CHUNKS, "signed": CHUNKS, "one_system": CHUNKS},
-    "test_prologue": {"mamba": "selective_scan", "one_decay_a_head": "ssd"},
+    "test_gated_chunks": {"attention": CHUNKS, "attention_with_roots": CHUNKS},
+    "test_contract_scans": {"retention": "ssd", "read_first": "ssd", "loop": "selective_scan"},
+    "test_lti_chunks": {"s4d": CHUNKS, "signed": CHUNKS, "one_system": CHUNKS},
+    "test_producers": {"mamba": "selective_scan", "one_decay_a_head": "ssd"},
 }  # fmt: skip
 
 
 def arguments(module, loop):
-    if module.__name__ == "test_keyed":
+    if module.__name__ == "test_gated_chunks":
         return module.inputs(200)
     if loop in ("retention", "read_first"):
         q, k, v, state = module.heads()

@@ -169,7 +169,7 @@ def test_sequential_scan(batch):
     compiled = refold.compile(layer, **OPTIONS)
     with torch.no_grad():
         agree(compiled(x), layer(x))
-    *_, found = scans(compiled.report)  # a lifted loop is a linear scan first
+    *_, found = scans(compiled.report)  # a captured loop is a linear scan first
     assert "as one selective_scan" in found.detail
 
 

@@ -30,7 +30,7 @@ from .passes.reroll_loops import refusals
 from .patience import patience
 from .recurrence.serial_chains import serial_loops
 from .replay import Remembering
-from .session import lower_lifted, survey
+from .session import describe_captured, survey
 from .validate.program import first_line
 from .validate.region import Settings
 
@@ -290,7 +290,7 @@ def explain(module: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
         entry = GraphReport(index=len(report.graphs), chosen="eager", reason="this is an explanation only")
         report.graphs.append(entry)
 
-        gm = lower_lifted(entry, gm)
+        gm = describe_captured(entry, gm)
 
         def visit(index: int, graph: Graph) -> None:
             entry.loops += serial_loops(graph)

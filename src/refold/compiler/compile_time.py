@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from torch.fx import GraphModule
 
-from .dynamo.loop import lifted_loops, unrolled_size
+from .dynamo.loop import captured_loops, unrolled_size
 
 # What a program that is only raced against may take to compile, in seconds.
 RIVAL_S = 15.0
@@ -24,5 +24,5 @@ def inductor_seconds(operations: float) -> float:
 
 def unrolled_seconds(gm: GraphModule, mode: str) -> float:
     """Estimate how long Inductor takes for a Dynamo graph whose loops it would have to unroll; 0 if it has none."""
-    loops = lifted_loops(gm)
+    loops = captured_loops(gm)
     return inductor_seconds(_ATEN[mode] * (unrolled_size(gm) - len(gm.graph.nodes))) if loops else 0.0

@@ -18,7 +18,7 @@ from ..errors import warn
 from ..report import GraphReport, RewriteReport
 from .compile_time import inductor_seconds, unrolled_seconds
 from .decisions import Store, digest, versions
-from .dynamo.loop import lifted_loops
+from .dynamo.loop import captured_loops
 from .external_cumsum import keep_scans_external
 from .inductor import Compiled, Hook, Stopped, bind, clone_inputs, duplicate, inductor
 from .ir.cost import Cost, graph_cost
@@ -73,7 +73,7 @@ class GraphCompile:
         """Return the program that runs from now on, and fill the report."""
         start = time.perf_counter()
         entry = self.entry
-        saved = self._roll_up_lifted()
+        saved = self._rewrite_captured()
         try:
             compiled = self._built()
         except TooLong as reason:
@@ -111,7 +111,7 @@ class GraphCompile:
         """Let the graph run eagerly, with scans for those of its loops that are some."""
         entry = self.entry
         for key, row in self.rows.items():
-            if not key.startswith("lifted:") and row.status != "refused":
+            if not key.startswith("captured:") and row.status != "refused":
                 row.status, row.reason = "refused", "the graph runs eagerly"
         entry.rewrites = list(self.rows.values())
         entry.chosen, entry.reason = "eager", f"because {reason}"
@@ -163,11 +163,11 @@ class GraphCompile:
             raise RuntimeError("Inductor cannot compile the graph with eager's random numbers")
         return compiled
 
-    # Loops that were lifted --------------------------------------------------------------------
+    # Loops that were captured --------------------------------------------------------------------
 
-    def _roll_up_lifted(self) -> Cost:
-        """Replace lifted loops by scans, where that stands; return what they cost more than their scans."""
-        names = [call.name for call in lifted_loops(self.gm)]
+    def _rewrite_captured(self) -> Cost:
+        """Replace captured loops by scans, where that stands; return what they cost more than their scans."""
+        names = [call.name for call in captured_loops(self.gm)]
         if not names:
             return Cost()
         from .dynamo.to_scan import serial
@@ -177,7 +177,7 @@ class GraphCompile:
         for name in names:
             call = next(node for node in self.gm.graph.nodes if node.name == name)
             try:
-                found = self._lowered(call)
+                found = self._as_operator(call)
             except NotALoop as reason:
                 self.entry.notes.append(f"a loop over time stays: {reason} [{serial(self.gm, call)}]")
                 continue
@@ -188,12 +188,12 @@ class GraphCompile:
         self.gm.recompile()
         return saved
 
-    def _lowered(self, call: Node) -> Any:
-        """Return a lifted loop as the scan that stands; None if none does."""
+    def _as_operator(self, call: Node) -> Any:
+        """Return a captured loop as the scan that stands; None if none does."""
         from .dynamo.to_scan import lowering
 
         for dual in (True, False):
-            key = f"lifted:{call.name}:{dual}"
+            key = f"captured:{call.name}:{dual}"
             if not self._wanted(key):
                 continue
             found = lowering(self.gm, call, dual)
@@ -212,7 +212,7 @@ class GraphCompile:
         return None
 
     def _verdict(self, rewrite: Rewrite) -> Verdict:
-        """Judge the rewrite of a lifted loop on the values that it gets from the user's inputs."""
+        """Judge the rewrite of a captured loop on the values that it gets from the user's inputs."""
         if rewrite.signature not in self.verdicts:
             with undisturbed_rng():
                 found = values_at(self.gm.graph, rewrite.inputs, clone_inputs(self.inputs))
@@ -369,10 +369,10 @@ def _row(rewrite: Rewrite, key: str, verdict: Verdict | None) -> RewriteReport:
     return row
 
 
-def lower_lifted(entry: GraphReport, gm: GraphModule) -> GraphModule:
-    """Write into a report what would become of lifted loops; return the graph without those that would be scans."""
+def describe_captured(entry: GraphReport, gm: GraphModule) -> GraphModule:
+    """Write into a report what would become of captured loops; return the graph without those that would be scans."""
     gm = duplicate(gm)
-    for call in lifted_loops(gm):
+    for call in captured_loops(gm):
         from .dynamo.to_scan import lowering, serial
 
         loop = serial(gm, call)

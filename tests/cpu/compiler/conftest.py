@@ -1,4 +1,4 @@
-"""Harnesses: the pipeline on a function's ATen graph without generating code, and the lifting of loops alone."""
+"""Harnesses: the pipeline on a function's ATen graph without generating code, and the capture of loops alone."""
 
 import copy
 import sys
@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from refold.compiler.dynamo import captures_loops, notes
-from refold.compiler.dynamo.loop import LiftedLoop
+from refold.compiler.dynamo.loop import CapturedLoop
 from refold.compiler.inductor import Hook, Stopped, bind, inductor
 from refold.compiler.ir.evaluate import evaluate
 from refold.compiler.ir.metadata import stale
@@ -89,10 +89,10 @@ def rewritten():
 
 
 @pytest.fixture
-def lifted():
-    """Return a function: (fn, *inputs) -> (what the compiled function returns, steps of each loop that was lifted).
+def captured():
+    """Return a function: (fn, *inputs) -> (what the compiled function returns, steps of each loop that was captured).
 
-    Its attribute ``notes`` says why long loops were not lifted.
+    Its attribute ``notes`` says why long loops were not captured.
     """
 
     def go(fn, *inputs):
@@ -100,7 +100,7 @@ def lifted():
 
         @captures_loops
         def backend(gm, _):
-            steps.extend(m.count for m in gm.modules() if isinstance(m, LiftedLoop))
+            steps.extend(m.count for m in gm.modules() if isinstance(m, CapturedLoop))
             go.notes.extend(notes())
             return gm
 

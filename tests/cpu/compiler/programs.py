@@ -24,7 +24,7 @@ from refold.compiler.dynamo import captures_loops
 from refold.compiler.ir.metadata import stale
 from refold.compiler.pipeline import run
 from refold.compiler.recurrence import duality, gated_chunks, lti_chunks
-from refold.compiler.session import lower_lifted
+from refold.compiler.session import describe_captured
 from refold.report import GraphReport
 
 Tensors = list[torch.Tensor]
@@ -472,7 +472,7 @@ def judge_captured(program: Program) -> Outcome:
     def backend(gm: GraphModule, _: Any) -> GraphModule:
         entry = GraphReport(index=0)
         with _SmallChunks():
-            gm = lower_lifted(entry, gm)
+            gm = describe_captured(entry, gm)
         names.extend(f"{row.name}: {row.detail}" for row in entry.rewrites)
         return gm
 

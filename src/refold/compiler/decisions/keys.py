@@ -25,7 +25,7 @@ import torch
 from torch._inductor import config as inductor_config
 from torch.fx import GraphModule, Node
 
-from ..dynamo.loop import LiftedLoop
+from ..dynamo.loop import CapturedLoop
 from ..ir.index import concrete
 
 # Operators of these are PyTorch's or refold's own.
@@ -287,7 +287,7 @@ def _bytes(x: torch.Tensor) -> bytes:
 
 
 def _module(module: Any) -> Iterator[str]:
-    if not isinstance(module, LiftedLoop):
+    if not isinstance(module, CapturedLoop):
         raise Unnameable(f"it calls a module of its own, {type(module).__name__}")
     yield f"{module.count} {(module.carried, module.lasts, module.reads)}"
     yield from _graph(module.body)
@@ -295,5 +295,5 @@ def _module(module: Any) -> Iterator[str]:
 
 def _lines(gm: GraphModule) -> list[str]:
     """Return the lines of the user's code that a graph and its loops come from."""
-    graphs = [gm, *(module.body for module in gm.modules() if isinstance(module, LiftedLoop))]
+    graphs = [gm, *(module.body for module in gm.modules() if isinstance(module, CapturedLoop))]
     return sorted({str(node.meta.get("stack_trace")) for graph in graphs for node in graph.graph.nodes})

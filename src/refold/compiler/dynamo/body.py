@@ -1,4 +1,4 @@
-"""The body of a lifted loop, computed for all steps at once.
+"""The body of a captured loop, computed for all steps at once.
 
 The body is traced to ATen once, with the number of the step as a symbol. Each of its values is then the same at every
 step, or a tensor with a time axis, or an affine function of a carry; carries that are affine in themselves are scans
@@ -25,7 +25,7 @@ from ..ir.index import arg, is_tensor, known, value
 from ..recurrence.affine import Affine, Carries, Loop
 from ..recurrence.vectorize import NotALoop, Value, run
 from .induction_variable import StepNumber, depends_on_step
-from .loop import LiftedLoop
+from .loop import CapturedLoop
 from .step_arithmetic import OF_TENSORS, Counting, is_number
 
 aten = torch.ops.aten
@@ -76,7 +76,7 @@ class Traced:
     writes: list[Write]
 
 
-def trace(loop: LiftedLoop, count: Any, operands: Sequence[Any], sequences: Sequence[Slices]) -> Traced:
+def trace(loop: CapturedLoop, count: Any, operands: Sequence[Any], sequences: Sequence[Slices]) -> Traced:
     """Trace a loop's body.
 
     Args:
@@ -213,7 +213,7 @@ class Body(Carries):
     """Emits a body's values, for all steps, into a graph that holds the loop's operands."""
 
     def __init__(
-        self, loop: LiftedLoop, count: Any, traced: Traced, operands: Sequence[Node], anchor: Node, training: bool
+        self, loop: CapturedLoop, count: Any, traced: Traced, operands: Sequence[Node], anchor: Node, training: bool
     ) -> None:
         super().__init__()
         self.count, self.number, self.training = count, traced.number, training

@@ -21,7 +21,7 @@ class Reads:
     step: int
 
 
-class LiftedLoop(torch.nn.Module):
+class CapturedLoop(torch.nn.Module):
     """Runs a body ``count`` times: what the user's loop does, step by step.
 
     The body takes the carried values, the number of the step, one item of each sequence, and what is the same at every
@@ -69,21 +69,21 @@ class LiftedLoop(torch.nn.Module):
         )
 
 
-def lifted_loops(gm: GraphModule) -> list[Node]:
-    """Return the calls of lifted loops in a graph."""
+def captured_loops(gm: GraphModule) -> list[Node]:
+    """Return the calls of captured loops in a graph."""
     calls = [node for node in gm.graph.nodes if node.op == "call_module"]
-    return [node for node in calls if isinstance(gm.get_submodule(str(node.target)), LiftedLoop)]
+    return [node for node in calls if isinstance(gm.get_submodule(str(node.target)), CapturedLoop)]
 
 
 def unrolled_size(gm: GraphModule) -> int:
     """Return how many nodes a graph has when its loops are unrolled."""
-    loops: list[Any] = [(gm.get_submodule(str(node.target)), node) for node in lifted_loops(gm)]
+    loops: list[Any] = [(gm.get_submodule(str(node.target)), node) for node in captured_loops(gm)]
     return len(gm.graph.nodes) + sum(
         len(loop.body.graph.nodes) * concrete(step_count(loop, node)) for loop, node in loops
     )
 
 
-def step_count(loop: LiftedLoop, call: Node) -> Any:
+def step_count(loop: CapturedLoop, call: Node) -> Any:
     """Return how many steps a loop has: a number, or a symbol."""
     if loop.count is not None:
         return loop.count

@@ -2,7 +2,7 @@
 
 Many layers prepare the decays and inputs of all steps at once, ``dA = exp(dt[..., None] * A)``, and only then loop. An
 operator that does not write the states wants the factors, which are smaller than what they were multiplied to. So the
-elementwise operations, views and constants before a lifted loop become part of what is rewritten. This happens
+elementwise operations, views and constants before a captured loop become part of what is rewritten. This happens
 before autograd, so that the operator brings its own backward; after it, the backward of what was prepared would have
 to be recognised as well.
 """

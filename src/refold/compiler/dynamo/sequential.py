@@ -1,4 +1,4 @@
-"""A lifted loop as it was, to compare its rewrite with."""
+"""A captured loop as it was, to compare its rewrite with."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Stepwise(torch.nn.Module):
 
 @dataclass(frozen=True, eq=False)
 class LoopRewrite(Rewrite):
-    """The rewrite of a lifted loop: its cost and its size are those of all its steps."""
+    """The rewrite of a captured loop: its cost and its size are those of all its steps."""
 
     steps: Stepwise | None = None
 

@@ -1,4 +1,4 @@
-"""Turn a lifted loop into a scan: the rewrite, its record, and its place in Dynamo's graph."""
+"""Turn a captured loop into a scan: the rewrite, its record, and its place in Dynamo's graph."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ aten = torch.ops.aten
 
 
 def serial(gm: GraphModule, call: Node) -> str:
-    """Describe a lifted loop as `refold.compiler.recurrence.serial_chains.serial_loops` describes an unrolled one."""
+    """Describe a captured loop as `refold.compiler.recurrence.serial_chains.serial_loops` describes an unrolled one."""
     loop: Any = gm.get_submodule(str(call.target))
     lines = [source_line(node) for node in loop.body.graph.nodes if node.op.startswith("call")]
     carried = [x for x in loop.body.graph.output_node().args[0][: loop.carried] if x.op.startswith("call")]
@@ -34,7 +34,7 @@ def serial(gm: GraphModule, call: Node) -> str:
 
 
 def lowering(gm: GraphModule, call: Node, dual: bool = True) -> Lowering:
-    """Find the scan that a lifted loop is: for all lengths, or else for the one at hand, which then is a guard.
+    """Find the scan that a captured loop is: for all lengths, or else for the one at hand, which then is a guard.
 
     Raises:
         NotALoop: It says why there is none.
@@ -51,7 +51,7 @@ def lowering(gm: GraphModule, call: Node, dual: bool = True) -> Lowering:
 
 
 def _make_sizes_known(gm: GraphModule, call: Node) -> bool:
-    """Make all sizes that a lifted loop depends on numbers; tell whether one was not."""
+    """Make all sizes that a captured loop depends on numbers; tell whether one was not."""
     examples: list[Any] = [node.meta["example_value"] for node in call.all_input_nodes]
     tensors = [x for x in examples if isinstance(x, torch.Tensor)]
     sizes = [n for x in tensors for n in (*x.shape, *x.stride())] + [x for x in examples if isinstance(x, torch.SymInt)]
@@ -62,7 +62,7 @@ def _make_sizes_known(gm: GraphModule, call: Node) -> bool:
 
 
 class Lowering:
-    """One lifted loop of a Dynamo graph, as a scan."""
+    """One captured loop of a Dynamo graph, as a scan."""
 
     def __init__(self, gm: GraphModule, call: Node, dual: bool = True) -> None:
         """Find the scan, and unless all its states are wanted its ``dual`` that does not write them.

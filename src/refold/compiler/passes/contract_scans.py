@@ -1,6 +1,6 @@
-"""Find the dual of scans that are in the graph as such: loops that were lifted, or the user's own calls.
+"""Find the dual of scans that are in the graph as such: loops that were captured, or the user's own calls.
 
-A lifted loop becomes a scan before autograd, when what feeds it is not decomposed yet. Here it is: if a contraction
+A captured loop becomes a scan before autograd, when what feeds it is not decomposed yet. Here it is: if a contraction
 alone reads the states, and their factors are those of a selective scan or a state space dual, they are never written.
 A backward needs the states, so graphs for training are left alone.
 """

@@ -1,4 +1,4 @@
-"""Put a traced body into Dynamo's graph as a `LiftedLoop`, and the translator after all of its steps."""
+"""Put a traced body into Dynamo's graph as a `CapturedLoop`, and the translator after all of its steps."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch._dynamo.variables import ConstantVariable, SymNodeVariable, TensorVar
 from torch._dynamo.variables.builder import wrap_fx_proxy
 from torch.fx import GraphModule, Node, Proxy
 
-from ..loop import LiftedLoop
+from ..loop import CapturedLoop
 from .carried import Form
 from .lengths import Stacked, variable
 from .lists import Growing
@@ -178,7 +178,7 @@ def _call(
     body = GraphModule(tx.output.nn_modules, graph)
     reads = [element.reads for element, _ in items]
     known = isinstance(count, int)
-    loop = LiftedLoop(body, count if known else None, split[0], split[1] - split[0], reads)
+    loop = CapturedLoop(body, count if known else None, split[0], split[1] - split[0], reads)
     root = tx.output.root_tracer
     operands = [
         *(_node(x) for place in carried for x in tensors(place.now(tx))),

@@ -1,4 +1,4 @@
-"""Lift one loop: find a state that the body leads to itself, and put the loop into Dynamo's graph as one node.
+"""Capture one loop: find a state that the body leads to itself, and put the loop into Dynamo's graph as one node.
 
 The body is traced from a form of the state; if it leaves another, it is traced again from that. When both agree, the
 trace is the program of every step for which the decisions on the step's number are the same.
@@ -20,29 +20,29 @@ from .trace import SHORTEST, TRACES, Code, Trace, trace
 from .variables import Refused, Translator, example, form, realized, tensors
 
 
-def lift(tx: Translator, code: Code) -> None:
-    """Lift a loop at whose head the translator is, or raise; the translator is unchanged then.
+def capture_loop(tx: Translator, code: Code) -> None:
+    """Capture a loop at whose head the translator is, or raise; the translator is unchanged then.
 
     A loop of unknown length is tried as such first, and then with its length as a number.
 
     Raises:
-        Refused: It says why the loop is not lifted. Other exceptions are Dynamo's, and mean the same.
+        Refused: It says why the loop is not captured. Other exceptions are Dynamo's, and mean the same.
     """
     iterator = realized(tx.stack[-1]) if code.element is not None else None
     if not isinstance(iterator, SymbolicIterator):
-        return _lift(tx, code)
+        return _capture(tx, code)
     try:
-        return _lift(tx, code)
+        return _capture(tx, code)
     except RestartAnalysis:
         raise
     except Exception:  # whatever it is, it may be otherwise with a number
         iterator.known()
     if iterator.len < SHORTEST:
         raise Refused("it has few steps")
-    return _lift(tx, dataclasses.replace(code, element=element(tx, iterator)))
+    return _capture(tx, dataclasses.replace(code, element=element(tx, iterator)))
 
 
-def _lift(tx: Translator, code: Code) -> None:
+def _capture(tx: Translator, code: Code) -> None:
     live = livevars_analysis(tx.instructions, tx.instructions[code.head])
     assumed, found = find(tx, code, live)
     if code.element is None:

@@ -20,7 +20,7 @@ from torch._guards import TracingContext
 
 from ... import dynamo
 from . import lengths
-from .fixpoint import lift
+from .fixpoint import capture_loop
 from .iterators import ENUMERATE, element, remaining, start_enumeration
 from .trace import SHORTEST, Code
 from .variables import Refused, Translator, realized
@@ -43,7 +43,7 @@ class _State:
     busy: bool = False
     # How often a loop's head was met. The object that is the loop is kept, so that its identity stays its own.
     met: dict[tuple[int, int], tuple[Any, int]] = field(default_factory=dict)
-    # Why loops of yet unknown length were not lifted, and why long loops were not, by place in the code.
+    # Why loops of yet unknown length were not captured, and why long loops were not, by place in the code.
     doubts: dict[str, str] = field(default_factory=dict)
     refused: dict[str, str] = field(default_factory=dict)
 
@@ -54,7 +54,7 @@ def _state() -> _State | None:
 
 
 def _meet_for(tx: Translator, instruction: Any) -> None:
-    """Try to lift the ``for`` whose next step is due."""
+    """Try to capture the ``for`` whose next step is due."""
     iterator = realized(tx.stack[-1])
 
     def code() -> Code | None:
@@ -67,7 +67,7 @@ def _meet_for(tx: Translator, instruction: Any) -> None:
 
 
 def _meet_while(tx: Translator) -> None:
-    """Try to lift the ``while`` whose body is due, if there is one."""
+    """Try to capture the ``while`` whose body is due, if there is one."""
     head: Any = tx.instruction_pointer
     if head in (ends := _whiles(tx)):
         _meet(tx, (tx, head), None, lambda: Code(head, ends[head], None))
@@ -89,7 +89,7 @@ def _whiles(tx: Translator) -> dict[int, int]:
 
 
 def _meet(tx: Translator, loop: tuple[Any, int], count: int | None, code: Callable[[], Code | None]) -> None:
-    """Try to lift a loop at one of its heads.
+    """Try to capture a loop at one of its heads.
 
     Args:
         tx: The frame.
@@ -117,7 +117,7 @@ def _meet(tx: Translator, loop: tuple[Any, int], count: int | None, code: Callab
     try:
         _check_modes(tx)
         if (found := code()) is not None:
-            lift(tx, found)
+            capture_loop(tx, found)
             reasons.pop(where, None)
     except RestartAnalysis:
         raise

@@ -1,4 +1,4 @@
-"""Dynamo's variables as lifting sees them: tensors, alone or in tuples, each of a form."""
+"""Dynamo's variables as capture sees them: tensors, alone or in tuples, each of a form."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Variable = Any
 
 
 class Refused(Exception):
-    """A loop is not lifted; the message is a reason for a person."""
+    """A loop is not captured; the message is a reason for a person."""
 
 
 def realized(x: Variable) -> Variable:

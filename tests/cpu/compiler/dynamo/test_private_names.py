@@ -155,7 +155,7 @@ def test_a_change_in_dynamo_switches_capture_off_with_one_warning(monkeypatch, n
 
 @pytest.mark.usefixtures("capture")
 def test_a_capture_that_fails_inside_is_a_note(monkeypatch):
-    monkeypatch.setattr(hook, "lift", broken)
+    monkeypatch.setattr(hook, "capture_loop", broken)
     x = torch.randn(2, STEPS, 3)
     compiled = refold.compile(loop, accept="always", verify="off", strict=True)
     torch.testing.assert_close(compiled(x), loop(x))

@@ -5,7 +5,7 @@ import torch
 
 import refold
 from refold.compiler.dynamo import captures_loops, notes
-from refold.compiler.dynamo.loop import LiftedLoop
+from refold.compiler.dynamo.loop import CapturedLoop
 
 LENGTHS = (24, 40, 33, 17, 16, 3, 1)
 
@@ -144,7 +144,7 @@ def counting():
 
     @captures_loops
     def backend(gm, _):
-        graphs.append([m.count for m in gm.modules() if isinstance(m, LiftedLoop)])
+        graphs.append([m.count for m in gm.modules() if isinstance(m, CapturedLoop)])
         backend.notes += notes()
         return gm
 

@@ -1,4 +1,4 @@
-"""However a loop over time is spelled, it is lifted with all of its steps, and gradients are the user's own."""
+"""However a loop over time is spelled, it is captured with all of its steps, and gradients are the user's own."""
 
 import functools
 
@@ -365,7 +365,7 @@ def pairs(x):
     return torch.stack(hs, 1) * torch.stack(gs, 1)
 
 
-LIFTED = [
+CAPTURED = [
     (walrus, [T]),
     (walrus_zip, [T]),
     (walrus_two, [T]),
@@ -412,19 +412,19 @@ def differentiable(out):
     return sum(y.square().sum() for y in torch.utils._pytree.tree_leaves(out) if isinstance(y, torch.Tensor))
 
 
-@pytest.mark.parametrize(("fn", "steps"), LIFTED, ids=[case[0].__name__ for case in LIFTED])
-def test_values_and_gradients(lifted, fn, steps):
+@pytest.mark.parametrize(("fn", "steps"), CAPTURED, ids=[case[0].__name__ for case in CAPTURED])
+def test_values_and_gradients(captured, fn, steps):
     x = xs().requires_grad_()
-    got, found = lifted(fn, x)
+    got, found = captured(fn, x)
     expected = fn(x)
     torch.testing.assert_close(got, expected)
     torch.testing.assert_close(*[torch.autograd.grad(differentiable(out), x) for out in (got, expected)])
     assert found == steps
-    assert lifted.notes == []
+    assert captured.notes == []
 
 
-@pytest.mark.parametrize("fn", [case[0] for case in LIFTED], ids=lambda fn: fn.__name__)
-def test_dynamo_executes_as_much_whatever_the_length(lifted, fn, monkeypatch):
+@pytest.mark.parametrize("fn", [case[0] for case in CAPTURED], ids=lambda fn: fn.__name__)
+def test_dynamo_executes_as_much_whatever_the_length(captured, fn, monkeypatch):
     executed = []
     original = InstructionTranslatorBase.step
 
@@ -435,7 +435,7 @@ def test_dynamo_executes_as_much_whatever_the_length(lifted, fn, monkeypatch):
     monkeypatch.setattr(InstructionTranslatorBase, "step", counted)
     for steps in (T, 3 * T):
         executed.append(0)
-        lifted(fn, xs(steps))
+        captured(fn, xs(steps))
     assert executed[0] == executed[1]
 
 
@@ -469,7 +469,7 @@ def test_they_become_scans(fn, train):
         torch.testing.assert_close(*grads, rtol=tolerance, atol=tolerance * float(grads[1][0].abs().max()))
 
 
-# Loops that are lifted for the steps that are alike ------------------------------------------------
+# Loops that are captured for the steps that are alike ------------------------------------------------
 
 
 def exception_at_a_step(x):
@@ -508,16 +508,16 @@ PARTLY = [
 
 
 @pytest.mark.parametrize(("fn", "steps"), PARTLY, ids=[case[0].__name__ for case in PARTLY])
-def test_steps_that_differ_are_traced_by_themselves(lifted, fn, steps):
+def test_steps_that_differ_are_traced_by_themselves(captured, fn, steps):
     x = xs().requires_grad_()
-    got, found = lifted(fn, x)
+    got, found = captured(fn, x)
     expected = fn(x)
     torch.testing.assert_close(got, expected)
     torch.testing.assert_close(*[torch.autograd.grad(differentiable(out), x) for out in (got, expected)])
     assert found == steps
 
 
-# Loops that are not lifted --------------------------------------------------------------------------
+# Loops that are not captured --------------------------------------------------------------------------
 
 
 def genexpr_source(x):
@@ -612,25 +612,25 @@ NEVER = [
 
 
 @pytest.mark.parametrize(("fn", "why"), NEVER, ids=[case[0].__name__ for case in NEVER])
-def test_others_run_as_they_are_and_the_notes_say_why(lifted, fn, why):
-    got, found = lifted(fn, xs())
+def test_others_run_as_they_are_and_the_notes_say_why(captured, fn, why):
+    got, found = captured(fn, xs())
     torch.testing.assert_close(got, fn(xs()))
     assert found == []
-    assert any(why in note and "traced step by step" in note for note in lifted.notes)
+    assert any(why in note and "traced step by step" in note for note in captured.notes)
 
 
-def test_a_break_that_depends_on_data(lifted):
+def test_a_break_that_depends_on_data(captured):
     x = xs()
-    got, found = lifted(data_dependent, x)
+    got, found = captured(data_dependent, x)
     torch.testing.assert_close(got, data_dependent(x))
     assert found == []
 
 
-def test_a_checkpointed_loop_is_traced_as_it_is(lifted):
+def test_a_checkpointed_loop_is_traced_as_it_is(captured):
     def fn(x):
         return torch.utils.checkpoint.checkpoint(number_first, x, use_reentrant=False)
 
-    got, found = lifted(fn, xs())
+    got, found = captured(fn, xs())
     torch.testing.assert_close(got, fn(xs()))
     assert found == []
-    assert any("captured as one operation" in note for note in lifted.notes)
+    assert any("captured as one operation" in note for note in captured.notes)

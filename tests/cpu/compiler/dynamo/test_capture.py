@@ -1,4 +1,4 @@
-"""Loops over time are lifted while they are traced: whatever their length, one body; tricky ones stay."""
+"""Loops over time are captured while they are traced: whatever their length, one body; tricky ones stay."""
 
 import math
 
@@ -125,16 +125,16 @@ def python_numbers(x):
     return h
 
 
-LIFTED = [
+CAPTURED = [
     (scan, [T - 1]), (two_values_a_step, [T]), (single_items, [T]), (zipped, [T]), (counter, [T]),
     (tuple_state, [T]), (in_place, [T]), (writes, [T]), (writes_over_its_input, [T - 1]), (two_loops, [T - 1] * 2),
     (last_step_differs, [T - 1]), (halves, [20, 19]), (python_numbers, [T]), (short_inner_loop, [T]),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("fn", "steps"), LIFTED, ids=[case[0].__name__ for case in LIFTED])
-def test_lifted(lifted, fn, steps):
-    got, found = lifted(fn, xs())
+@pytest.mark.parametrize(("fn", "steps"), CAPTURED, ids=[case[0].__name__ for case in CAPTURED])
+def test_captured(captured, fn, steps):
+    got, found = captured(fn, xs())
     torch.testing.assert_close(got, fn(xs()))
     assert found == steps
 
@@ -227,19 +227,19 @@ AS_THEY_ARE = [
 
 
 @pytest.mark.parametrize("fn", AS_THEY_ARE, ids=lambda fn: fn.__name__)
-def test_traced_as_they_are(lifted, fn):
-    got, found = lifted(fn, xs())
+def test_traced_as_they_are(captured, fn):
+    got, found = captured(fn, xs())
     torch.testing.assert_close(got, fn(xs()))
     assert found == []
 
 
-def test_a_loop_that_is_left_early(lifted):
-    got, found = lifted(left_early, xs())
+def test_a_loop_that_is_left_early(captured):
+    got, found = captured(left_early, xs())
     torch.testing.assert_close(got, left_early(xs()))
     assert found in ([], [30])
 
 
-def test_layers_with_different_weights_are_no_loop_over_time(lifted):
+def test_layers_with_different_weights_are_no_loop_over_time(captured):
     torch.manual_seed(0)
     layers = torch.nn.ModuleList(torch.nn.Linear(D, D) for _ in range(20))
 
@@ -248,19 +248,19 @@ def test_layers_with_different_weights_are_no_loop_over_time(lifted):
             x = torch.tanh(layer(x))
         return x
 
-    got, found = lifted(fn, xs())
+    got, found = captured(fn, xs())
     torch.testing.assert_close(got, fn(xs()))
     assert found == []
 
 
-def test_dropout_draws_anew_at_every_step(lifted):
+def test_dropout_draws_anew_at_every_step(captured):
     def fn(x):
         ys = []
         for _ in range(T):
             ys.append(torch.nn.functional.dropout(x[:, 0], 0.5))
         return torch.stack(ys)
 
-    got, _ = lifted(fn, xs())
+    got, _ = captured(fn, xs())
     assert not all(torch.equal(got[0], y) for y in got)
 
 
@@ -276,7 +276,7 @@ def test_other_backends_are_left_alone():
     assert nodes[0] > 2 * T
 
 
-def test_gradients_flow_through_a_lifted_loop(lifted):
+def test_gradients_flow_through_a_captured_loop(captured):
     x = xs().requires_grad_()
     a = torch.rand(D).requires_grad_()
 
@@ -287,7 +287,7 @@ def test_gradients_flow_through_a_lifted_loop(lifted):
             ys.append(h)
         return torch.stack(ys, 1)
 
-    got, found = lifted(fn, x, a)
+    got, found = captured(fn, x, a)
     assert found == [T]
     grads = [torch.autograd.grad(y.square().sum(), (x, a)) for y in (got, fn(x, a))]
     torch.testing.assert_close(*grads)
@@ -309,7 +309,7 @@ def inputs_mamba1(steps):
 
 
 @pytest.mark.parametrize("train", [False, True])
-def test_a_lifted_loop_becomes_a_scan(train):
+def test_a_captured_loop_becomes_a_scan(train):
     torch._dynamo.reset()
     inputs = [x.requires_grad_(train) for x in inputs_mamba1(T)]
     compiled = refold.compile(mamba1, accept="always", strict=True)

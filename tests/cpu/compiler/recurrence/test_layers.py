@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 import refold
 
-EXAMPLES = Path(__file__).parents[3] / "examples"
+EXAMPLES = Path(__file__).parents[4] / "examples"
 SCAN, SELECTIVE = "refold.linear_scan.default", "refold.selective_scan.default"
 T, B, D, N = 12, 2, 5, 3
 

@@ -34,7 +34,7 @@ class Held:
         ]  # fmt: skip
 
 
-# Lifted: (function, steps) --------------------------------------------------------------------------
+# Captured: (function, steps) --------------------------------------------------------------------------
 
 
 def attribute(x, held):
@@ -165,7 +165,7 @@ def swapped(x, held):
     return held.a * held.b
 
 
-LIFTED = [
+CAPTURED = [
     (attribute, [T]), (attribute_of_a_new_object, [T]), (attribute_from_before, [T - 1]),
     (attribute_that_was_none, [T - 1]), (buffer, [T - 1]), (in_a_method, [T]), (dictionary, [T]),
     (dictionary_from_before, [T - 1]), (dictionary_of_layers, [T]), (dictionary_of_outputs, [T]),
@@ -173,7 +173,7 @@ LIFTED = [
     (objects_in_a_list, [T - 1]), (two_names_for_a_dictionary, [T]), (swapped, [T]),
 ]  # fmt: skip
 
-# Not lifted: (function, why) ------------------------------------------------------------------------
+# Not captured: (function, why) ------------------------------------------------------------------------
 
 
 def new_keys(x, held):
@@ -314,13 +314,13 @@ AS_THEY_ARE = [
 ]  # fmt: skip
 
 
-def check(fn, lifted, monkeypatch):
+def check(fn, captured, monkeypatch):
     held, expected_held = Held(), Held()
-    # A graph break would hide that lifting confused Dynamo.
+    # A graph break would hide that capture confused Dynamo.
     compiled = torch.compile
     monkeypatch.setattr(torch, "compile", lambda *args, **kwargs: compiled(*args, **kwargs, fullgraph=True))
     x = xs().requires_grad_()
-    got, found = lifted(fn, x, held)
+    got, found = captured(fn, x, held)
     expected = fn(x, expected_held)
     torch.testing.assert_close(got, expected)
     torch.testing.assert_close(held.contents(), expected_held.contents())
@@ -334,16 +334,16 @@ def differentiable(out):
     return sum(y.square().sum() for y in leaves)
 
 
-@pytest.mark.parametrize(("fn", "steps"), LIFTED, ids=[case[0].__name__ for case in LIFTED])
-def test_values_gradients_and_what_is_left_behind(lifted, monkeypatch, fn, steps):
-    assert check(fn, lifted, monkeypatch) == steps
-    assert lifted.notes == []
+@pytest.mark.parametrize(("fn", "steps"), CAPTURED, ids=[case[0].__name__ for case in CAPTURED])
+def test_values_gradients_and_what_is_left_behind(captured, monkeypatch, fn, steps):
+    assert check(fn, captured, monkeypatch) == steps
+    assert captured.notes == []
 
 
 @pytest.mark.parametrize("fn", AS_THEY_ARE, ids=lambda fn: fn.__name__)
-def test_what_is_not_lifted_is_done_all_the_same(lifted, monkeypatch, fn):
-    assert check(fn, lifted, monkeypatch) == []
-    assert any("traced step by step" in note for note in lifted.notes)
+def test_what_is_not_captured_is_done_all_the_same(captured, monkeypatch, fn):
+    assert check(fn, captured, monkeypatch) == []
+    assert any("traced step by step" in note for note in captured.notes)
 
 
 SCANS = [attribute, attribute_from_before, dictionary_of_outputs, in_a_method]
