@@ -155,7 +155,7 @@ def test_a_missing_package_is_a_reason() -> None:
         "import sys, numpy as np, importlib.util as u\n"
         "find = u.find_spec\n"
         "u.find_spec = lambda name, *a: None if name in ('torch', 'triton', 'jax') else find(name, *a)\n"
-        "import refold.ops.dispatch as d\n"
+        "import refold.ops.backends as d\n"
         "from refold.ops.spec import ArrayMeta, Meta, load\n"
         "meta = Meta('ssd', 'jax', {'x': ArrayMeta((1,), 'float32', 'jax')}, {})\n"
         "print(d.refusal(load('ssd'), 'jax', meta))\n"

@@ -40,7 +40,7 @@ import torch
 import triton
 
 import refold
-from refold.ops.dispatch import meta_of
+from refold.ops.arrays import meta_of
 from refold.ops.spec import Meta, OpSpec, load
 
 BOUND = {torch.float32: 1e-5, torch.bfloat16: 4e-3, torch.float16: 6e-4}

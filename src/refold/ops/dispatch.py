@@ -1,37 +1,18 @@
-"""Which code runs: the arrays decide the framework, ``backend=`` decides within it.
+"""The way into every operator: the arrays decide the framework, ``backend=`` decides within it.
 
-A backend is a file ``ops/<operator>/_<backend>.py`` with a function named like the operator and, next to it,
-``supports(meta) -> str | None``: None for yes, else the reason. It is imported when first asked for; a package or a
-file that is missing is a reason like any other. Without a name the first backend of the spec's order that says
-yes runs; a named one runs or raises. Nothing is substituted silently: `explain` shows the answers `resolve` acts on.
-
-Frameworks are told apart by the module of an array's type, so that asking imports neither torch nor jax.
+`explain` shows the answers that `refold.ops.backends.resolve` acts on.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
 from importlib import import_module
-from importlib.util import find_spec
-from types import ModuleType
 from typing import Any
 
-from refold.errors import ArgumentError, BackendUnsupported, DtypeError
-from refold.ops.spec import CU_SEQLENS, ArrayMeta, Meta, OpSpec, check_cu_seqlens_values, dtype_name, load
-
-BACKENDS = {"triton": "torch", "numba": "torch", "torch": "torch", "jax": "jax", "reference": "numpy"}
-"""Backend -> the framework whose arrays it takes. A new kind of backend adds its line here."""
-
-_PACKAGES = {
-    "triton": ("torch", "triton"),
-    "numba": ("torch", "numba"),
-    "torch": ("torch",),
-    "jax": ("jax",),
-    "reference": ("numpy",),
-}
-_FRAMEWORKS = {"torch": "torch", "jax": "jax", "jaxlib": "jax", "numpy": "numpy"}
-_FRAMEWORK_OF_TYPE: dict[type, str | None] = {}
+from refold.errors import BackendUnsupported
+from refold.ops.arrays import framework_of, framework_of_type, keyword_arguments, meta_of
+from refold.ops.backends import refusal, resolve
+from refold.ops.spec import CU_SEQLENS, OpSpec, check_cu_seqlens_values, load
 
 
 class Explanation(dict[str, str | None]):
@@ -89,7 +70,7 @@ def explain(op: str, *args: Any, **kwargs: Any) -> Explanation:
 
 def call(spec: OpSpec, arrays: Sequence[Any], options: Sequence[Any], backend: str | None) -> Any:
     """Run an operator: its public function hands over its arguments here, in the order of the spec."""
-    if _framework(type(arrays[0])) == "torch":
+    if framework_of_type(type(arrays[0])) == "torch":
         # Checks and the choice of backend happen there, once a signature, and out of sight of what traces calls.
         from refold.ops.torch import registry as library
 
@@ -116,7 +97,7 @@ def call(spec: OpSpec, arrays: Sequence[Any], options: Sequence[Any], backend: s
 
 def call_in_place(spec: OpSpec, arrays: Sequence[Any], options: Sequence[Any], backend: str | None) -> Any:
     """Run the twin of an operator that overwrites ``spec.updates``, and return the other result."""
-    if _framework(type(arrays[0])) == "torch":
+    if framework_of_type(type(arrays[0])) == "torch":
         from refold.ops.torch import registry as library
 
         return library.run(f"{spec.name}_", arrays, options, backend or "")
@@ -125,118 +106,3 @@ def call_in_place(spec: OpSpec, arrays: Sequence[Any], options: Sequence[Any], b
     y, state = call(spec, arrays, options, backend)
     next(array for arg, array in zip(spec.args, arrays, strict=True) if arg.name == spec.updates)[...] = state
     return y
-
-
-def framework_of(spec: OpSpec, arrays: Sequence[Any]) -> str:
-    """Return the framework that all arrays share, or raise naming the one that differs."""
-    framework = _framework(type(arrays[0]))
-    if framework is not None and all(_framework(kind) == framework for kind in set(map(type, arrays)) - {type(None)}):
-        if framework == "torch":
-            _refuse_layouts(spec, arrays)
-        return framework
-    if framework is None:
-        raise DtypeError(
-            f"{spec.name}: {spec.args[0].name} must be a torch, jax or numpy array; got {type(arrays[0]).__name__}. "
-            "Convert it."
-        )
-    for arg, array in zip(spec.args, arrays, strict=True):
-        if array is not None and _framework(type(array)) != framework:
-            raise DtypeError(
-                f"{spec.name}: {arg.name} is a {type(array).__module__}.{type(array).__name__} but "
-                f"{spec.args[0].name} is a {framework} array. Convert {arg.name}."
-            )
-    return framework
-
-
-def _refuse_layouts(spec: OpSpec, arrays: Sequence[Any]) -> None:
-    """Raise at a tensor that is not dense: it has no strides, and asking for them may end the process."""
-    import torch
-
-    for arg, array in zip(spec.args, arrays, strict=True):
-        if array is None or (array.layout == torch.strided and not array.is_nested):
-            continue
-        layout = "nested" if array.is_nested else str(array.layout).removeprefix("torch.")
-        remedy = "Pack its sequences along time" if array.is_nested else f"Pass {arg.name}.to_dense()"
-        raise ArgumentError(f"{spec.name}: {arg.name} must be a dense tensor; it is {layout}. {remedy}.")
-
-
-def _framework(kind: type) -> str | None:
-    if kind not in _FRAMEWORK_OF_TYPE:
-        roots = [base.__module__.partition(".")[0] for base in kind.__mro__]
-        _FRAMEWORK_OF_TYPE[kind] = next((_FRAMEWORKS[root] for root in roots if root in _FRAMEWORKS), None)
-    return _FRAMEWORK_OF_TYPE[kind]
-
-
-# What torch.compiler.assume_constant_result sets, without importing torch: Dynamo asks once and does not trace it.
-# Traced, a type that is met for the first time would change the memory that the trace is guarded by.
-_framework._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
-def meta_of(spec: OpSpec, framework: str, arrays: Sequence[Any], options: Sequence[Any]) -> Meta:
-    """Reduce arguments to what may be known without reading a value."""
-    metas = {}
-    for arg, array in zip(spec.args, arrays, strict=True):
-        if array is not None:
-            device = {"torch": lambda a: a.device.type, "jax": lambda a: "jax", "numpy": lambda a: "cpu"}[framework]
-            metas[arg.name] = ArrayMeta(tuple(array.shape), dtype_name(array.dtype), device(array))
-    return Meta(spec.name, framework, metas, {o.name: v for o, v in zip(spec.options, options, strict=True)})
-
-
-def keyword_arguments(spec: OpSpec, arrays: Sequence[Any], options: Sequence[Any]) -> dict[str, Any]:
-    """Name the arguments as backends take them."""
-    return dict(zip([a.name for a in spec.args] + [o.name for o in spec.options], [*arrays, *options], strict=True))
-
-
-def resolve(spec: OpSpec, meta: Meta, backend: str) -> ModuleType:
-    """Return the file of the backend that runs ``meta``; an empty name lets the spec's order decide."""
-    if backend and backend not in BACKENDS:
-        raise ArgumentError(f"{spec.name}: backend must be one of {', '.join(spec.backends)}; got {backend!r}.")
-    candidates = (backend,) if backend else spec.backends
-    reasons = {}
-    for name in candidates:
-        reasons[name] = refusal(spec, name, meta)
-        if reasons[name] is None:
-            return backend_module(spec, name)
-    listed = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
-    remedy = "Pass backend=None to let refold choose." if backend else "Change what the reasons name."
-    raise BackendUnsupported(f"{spec.name}: no backend can run this call. {listed}. {remedy}")
-
-
-def refusal(spec: OpSpec, backend: str, meta: Meta) -> str | None:
-    """Return None if ``backend`` can run ``meta``, else why not."""
-    if BACKENDS[backend] != meta.framework:
-        return f"takes {BACKENDS[backend]} arrays; these are {meta.framework}"
-    if (reason := absence(spec, backend)) is not None:
-        return reason
-    supports = getattr(backend_module(spec, backend), "supports", None)
-    return supports(meta) if supports is not None else None
-
-
-def absence(spec: OpSpec, backend: str) -> str | None:
-    """Return why a backend can run nothing at all here: a package or an implementation is missing."""
-    for package in _PACKAGES[backend]:
-        if not _installed(package):
-            return f"the package {package} is not installed; pip install 'refold[{package}]'"
-    name = f"{spec.module}.{_file(backend)}"
-    if not _exists(name):
-        return f"{spec.module} has no file {_file(backend)}.py"
-    return None if hasattr(import_module(name), spec.name) else f"{name} does not implement {spec.name}"
-
-
-def backend_module(spec: OpSpec, backend: str) -> ModuleType:
-    """Import the file of a backend."""
-    return import_module(f"{spec.module}.{_file(backend)}")
-
-
-def _file(backend: str) -> str:
-    return "reference" if backend == "reference" else f"_{backend}"
-
-
-@cache
-def _installed(package: str) -> bool:
-    return find_spec(package) is not None
-
-
-@cache
-def _exists(module: str) -> bool:
-    return find_spec(module) is not None

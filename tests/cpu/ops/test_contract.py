@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from refold.ops.dispatch import absence
+from refold.ops.backends import absence
 from refold.ops.spec import Case, OpSpec, all_specs
 from refold.ops.testing import CHECKS, check, problem
 

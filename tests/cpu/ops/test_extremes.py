@@ -9,7 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import refold.ops as ops
-from refold.ops.dispatch import absence
+from refold.ops.backends import absence
 from refold.ops.linear_scan.reference import linear_scan as linear_reference
 from refold.ops.selective_scan.reference import selective_scan as selective_reference
 from refold.ops.spec import load

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from refold.ops.dispatch import BACKENDS
+from refold.ops.backends import BACKENDS
 from refold.ops.spec import Case, load
 from refold.ops.ssd import _torch as right
 from refold.ops.testing import CHECKS, check, problem

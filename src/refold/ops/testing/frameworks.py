@@ -10,7 +10,7 @@ from unittest import mock
 
 import numpy as np
 
-from refold.ops.dispatch import BACKENDS
+from refold.ops.backends import BACKENDS
 
 
 class Frame(Protocol):

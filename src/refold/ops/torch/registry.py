@@ -33,7 +33,8 @@ from torch.autograd import forward_ad
 from torch.utils.flop_counter import register_flop_formula
 
 from refold.errors import ArgumentError
-from refold.ops.dispatch import backend_module, framework_of, keyword_arguments, meta_of, resolve
+from refold.ops.arrays import framework_of, keyword_arguments, meta_of
+from refold.ops.backends import backend_module, resolve
 from refold.ops.spec import CU_SEQLENS, OpSpec, all_specs, check_cu_seqlens_values
 from refold.ops.torch import private
 

@@ -1,0 +1,83 @@
+"""Which backend runs a call.
+
+A backend is a file ``ops/<operator>/_<backend>.py`` with a function named like the operator and, next to it,
+``supports(meta) -> str | None``: None for yes, else the reason. It is imported when first asked for; a package or a
+file that is missing is a reason like any other. Without a name the first backend of the spec's order that says
+yes runs; a named one runs or raises. Nothing is substituted silently.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
+from types import ModuleType
+
+from refold.errors import ArgumentError, BackendUnsupported
+from refold.ops.spec import Meta, OpSpec
+
+BACKENDS = {"triton": "torch", "numba": "torch", "torch": "torch", "jax": "jax", "reference": "numpy"}
+"""Backend -> the framework whose arrays it takes. A new kind of backend adds its line here."""
+
+_PACKAGES = {
+    "triton": ("torch", "triton"),
+    "numba": ("torch", "numba"),
+    "torch": ("torch",),
+    "jax": ("jax",),
+    "reference": ("numpy",),
+}
+
+
+def resolve(spec: OpSpec, meta: Meta, backend: str) -> ModuleType:
+    """Return the file of the backend that runs ``meta``; an empty name lets the spec's order decide."""
+    if backend and backend not in BACKENDS:
+        raise ArgumentError(f"{spec.name}: backend must be one of {', '.join(spec.backends)}; got {backend!r}.")
+    candidates = (backend,) if backend else spec.backends
+    reasons = {}
+    for name in candidates:
+        reasons[name] = refusal(spec, name, meta)
+        if reasons[name] is None:
+            return backend_module(spec, name)
+    listed = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
+    remedy = "Pass backend=None to let refold choose." if backend else "Change what the reasons name."
+    raise BackendUnsupported(f"{spec.name}: no backend can run this call. {listed}. {remedy}")
+
+
+def refusal(spec: OpSpec, backend: str, meta: Meta) -> str | None:
+    """Return None if ``backend`` can run ``meta``, else why not."""
+    if BACKENDS[backend] != meta.framework:
+        return f"takes {BACKENDS[backend]} arrays; these are {meta.framework}"
+    if (reason := absence(spec, backend)) is not None:
+        return reason
+    supports = getattr(backend_module(spec, backend), "supports", None)
+    return supports(meta) if supports is not None else None
+
+
+def absence(spec: OpSpec, backend: str) -> str | None:
+    """Return why a backend can run nothing at all here: a package or an implementation is missing."""
+    for package in _PACKAGES[backend]:
+        if not _installed(package):
+            return f"the package {package} is not installed; pip install 'refold[{package}]'"
+    name = f"{spec.module}.{_file(backend)}"
+    if not _exists(name):
+        return f"{spec.module} has no file {_file(backend)}.py"
+    return None if hasattr(import_module(name), spec.name) else f"{name} does not implement {spec.name}"
+
+
+def backend_module(spec: OpSpec, backend: str) -> ModuleType:
+    """Import the file of a backend."""
+    return import_module(f"{spec.module}.{_file(backend)}")
+
+
+def _file(backend: str) -> str:
+    return "reference" if backend == "reference" else f"_{backend}"
+
+
+@cache
+def _installed(package: str) -> bool:
+    return find_spec(package) is not None
+
+
+@cache
+def _exists(module: str) -> bool:
+    return find_spec(module) is not None
