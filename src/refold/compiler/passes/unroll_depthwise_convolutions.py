@@ -38,15 +38,17 @@ def unroll_depthwise_convolutions(graph: Graph, wanted: Callable[[str], bool]) -
         def wide(node: Node, build: Builder = build, half: bool = half) -> Node:
             return build.call(convert, (node, torch.float32)) if half else node
 
-        padded = build.call(aten.constant_pad_nd.default, (x, [padding[0], padding[0]], 0.0)) if padding[0] else x
-        padded = wide(padded)
-        taps = wide(weight)
+        source, taps = wide(x), wide(weight)
         terms = []
         for k in range(width):
-            start, behind = k * dilation[0], (width - 1 - k) * dilation[0]
-            shifted = build.call(aten.slice.Tensor, (padded, 2, start, -behind if behind else _END))
+            # Products are padded, not inputs: zero times an infinite weight would be NaN.
+            first = k * dilation[0] - padding[0]
+            beyond = padding[0] - (width - 1 - k) * dilation[0]
+            shifted = build.call(aten.slice.Tensor, (source, 2, max(first, 0), beyond if beyond < 0 else _END))
             tap = build.call(aten.select.int, (taps, 2, k))  # (c, 1)
-            terms.append(build.call(aten.mul.Tensor, (shifted, tap)))
+            term = build.call(aten.mul.Tensor, (shifted, tap))
+            margins = [max(-first, 0), max(beyond, 0)]
+            terms.append(build.call(aten.constant_pad_nd.default, (term, margins, 0.0)) if any(margins) else term)
         total = terms[0]
         for term in terms[1:]:
             total = build.call(aten.add.Tensor, (total, term))

@@ -17,6 +17,17 @@ def test_every_option(rewritten, width, padding, dilation, bias, dynamic):
     assert outcome.worst() <= (8 + width**0.5 / 2) * unit_roundoff(torch.float32)
 
 
+@pytest.mark.parametrize(("width", "padding"), [(4, 3), (4, 5), (3, 1)])
+def test_an_infinity_spoils_only_what_it_is_multiplied_with(rewritten, width, padding):
+    x, w = torch.randn(2, 6, 11), torch.randn(6, 1, width)
+    x[0, 1, 4], w[2, 0, 0], w[3, 0, -1] = torch.inf, torch.inf, -torch.inf
+    outcome = rewritten(lambda x, w: F.conv1d(x, w, padding=padding, groups=6), x, w)
+    (before,), (after,) = outcome.before, outcome.after
+    finite = before.isfinite()
+    assert not finite.all()  # the library may multiply its padding, too: only what it has finite is compared
+    torch.testing.assert_close(after[finite], before[finite])
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_is_accumulated_in_float32(rewritten, dtype):
     x, w = torch.randn(2, 6, 64, dtype=dtype), torch.randn(6, 1, 4, dtype=dtype)
