@@ -13,13 +13,12 @@ no longer has.
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from ...errors import RefoldWarning
+from ...errors import warn
 
 TESTED_TORCH = ((2, 11), (2, 13))
 """The PyTorch releases, first and last, whose loops are captured."""
@@ -80,11 +79,9 @@ def switch_off(error: Exception) -> None:
     global _reason
     _remove()
     _reason = f"Dynamo of PyTorch {torch.__version__} is not as expected ({type(error).__name__}: {error})"
-    warnings.warn(
+    warn(
         f"loops over time are not captured, so compile time grows with their length: {_reason}. Results are the same. "
-        "Use a tested version of PyTorch, or a newer refold.",
-        RefoldWarning,
-        stacklevel=2,
+        "Use a tested version of PyTorch, or a newer refold."
     )
 
 

@@ -9,7 +9,6 @@ pointers): an operator is `planned` once a signature, and `refold.ops.torch.regi
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Callable, Sequence
 from functools import cache
 from importlib import import_module
@@ -19,7 +18,7 @@ from typing import Any
 import torch
 import triton
 
-from refold.errors import RefoldWarning
+from refold.errors import warn
 from refold.ops.spec import Meta, OpSpec
 from refold.ops.torch import private
 
@@ -45,11 +44,7 @@ def _directly() -> bool:
 
 def warn_slow(why: str) -> None:
     """Say that Triton's own launch runs."""
-    warnings.warn(
-        f"kernels are launched by Triton itself, 15 to 30 microseconds slower a launch: {why}",
-        RefoldWarning,
-        stacklevel=2,
-    )
+    warn(f"kernels are launched by Triton itself, 15 to 30 microseconds slower a launch: {why}")
 
 
 @cache
@@ -62,11 +57,9 @@ def gluon(*modules: str) -> ModuleType | None:
     try:
         first, *_ = map(import_module, modules)
     except (ImportError, AttributeError) as error:
-        warnings.warn(
+        warn(
             f"Triton {triton.__version__} has not all of Gluon that {modules[0]} needs ({error}); the plain Triton "
-            "kernels run, slower.",
-            RefoldWarning,
-            stacklevel=2,
+            "kernels run, slower."
         )
         return None
     return first

@@ -6,21 +6,18 @@ A substitute says so once, by a `RefoldWarning`.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from refold.errors import RefoldWarning
+from refold.errors import warn
 
 
 def _without(name: str, cost: str) -> None:
-    warnings.warn(
+    warn(
         f"PyTorch {torch.__version__} has no {name}; {cost}. Results are the same. Use a tested version of PyTorch, or "
-        "a newer refold.",
-        RefoldWarning,
-        stacklevel=3,
+        "a newer refold."
     )
 
 
