@@ -568,6 +568,11 @@ _VIEWS: dict[Any, LabelMap] = {
 }
 
 
+def viewed(node: Node, labels: tuple[Label, ...]) -> tuple[Label, ...] | None:
+    """Return the labels of a view, from those of its input; None if they cannot be told."""
+    return _VIEWS.get(node.target, _keep)(node, labels)
+
+
 def is_view(node: Node) -> bool:
     """Tell whether a node only moves symbols between axes (a copy and ``x[:]`` count)."""
     return node.target in _VIEWS or (

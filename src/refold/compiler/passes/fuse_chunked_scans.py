@@ -18,13 +18,13 @@ import torch
 from torch.fx import Graph, Node
 
 from ...ops.torch.registry import OPS, node_args
+from ..ir.contract import contract
 from ..ir.builder import Builder, Operand, between, lay_out, multiply, operand, sort_topologically
 from ..ir.index import Axis, Factor, Label, Product, arg, is_tensor, layout, resolve, unify, value
 from ..ir.rewrite import Rewrite, replace_node
 from ..recurrence.chunked_form import NotAScan, Scan, States, read_scan, read_states, require, with_label
 from ..recurrence.duality import divisor
 from ..recurrence.gated_chunks import FORGETS
-from .recover_contractions import contract
 
 aten = torch.ops.aten
 
