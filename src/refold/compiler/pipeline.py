@@ -11,12 +11,13 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from torch.fx import Graph
 
 from .ir.invariants import check_invariants
 from .ir.rewrite import Rewrite
+from .notation.rules import Rule, apply_rules
 from .passes.contract_scans import contract_scans
 from .passes.difference_segment_sums import difference_segment_sums
 from .passes.fuse_chunked_scans import contract_last_states, fuse_chunked_scans
@@ -45,23 +46,33 @@ PASSES: list[tuple[str, Pass]] = [
     ("prefer oneDNN", prefer_onednn),
 ]
 
+NAMES = tuple(name for name, _ in PASSES)
 
 # The search for rewrites of one graph may take this much of the CPU; after that nothing more is looked at.
 SEARCH_S = 5.0
 
 
-def run(graph: Graph, wanted: Callable[[str], bool] = lambda _: True, notes: list[str] | None = None) -> list[Rewrite]:
+def run(
+    graph: Graph,
+    wanted: Callable[[str], bool] = lambda _: True,
+    notes: list[str] | None = None,
+    *,
+    rules: Sequence[Rule] = (),
+    passes: Sequence[str] = NAMES,
+) -> list[Rewrite]:
     """Run every pass over a graph, in place.
 
     Args:
         graph: An ATen graph with fake values in its metadata.
         wanted: Which sites (node names) may be rewritten.
-        notes: Gets a sentence if the time for the search was over before its end.
+        notes: Gets a sentence if the time for the search was over before its end, or a rule does not fit.
+        rules: Rewrites that others found; before the passes.
+        passes: The names of the passes to run, in this order.
 
     Returns:
         What was changed, in order.
     """
-    deadline, missed = time.thread_time() + SEARCH_S, set[str]()
+    deadline, missed, said = time.thread_time() + SEARCH_S, set[str](), list[str]()
 
     def in_time(site: str) -> bool:
         if time.thread_time() > deadline:
@@ -70,7 +81,11 @@ def run(graph: Graph, wanted: Callable[[str], bool] = lambda _: True, notes: lis
 
     rewrites: list[Rewrite] = []
     _dump("as it was", graph)
-    for name, apply in PASSES:
+    table = dict(PASSES)
+    chosen: list[tuple[str, Pass]] = [(name, table[name]) for name in passes]
+    if rules:
+        chosen.insert(0, ("apply rules", lambda graph, wanted: apply_rules(graph, wanted, rules, said)))
+    for name, apply in chosen:
         found = list(apply(graph, in_time))
         if found:
             rewrites += found
@@ -80,6 +95,8 @@ def run(graph: Graph, wanted: Callable[[str], bool] = lambda _: True, notes: lis
     if rewrites:
         graph.eliminate_dead_code()
         graph.lint()
+    if notes is not None:
+        notes += said
     if missed and notes is not None:
         notes.append(
             f"the search for rewrites ended after {SEARCH_S:.0f} s: {len(missed)} places in a graph of "

@@ -21,7 +21,8 @@ class Rewrite:
 
     Attributes:
         name: The pass that made it, as an imperative phrase.
-        site: Name of the node that was replaced; stable from one trace of a module to the next.
+        site: Name of the node that was replaced; stable from one trace of a module to the next. That of a rule goes on
+            with a colon and the rule's name.
         source: The user's line, ``file:line: code``; empty if the tracer did not keep it.
         why: What is wasteful about the original, in a few words.
         detail: What was recognised, e.g. the einsum with its sizes.
@@ -132,6 +133,7 @@ def replace_node(
     terms: int,
     raced_alone: bool = True,
     spread: float = 1.0,
+    site: str = "",
 ) -> Rewrite:
     """Swap ``root`` for ``new`` and return the record of it.
 
@@ -147,6 +149,7 @@ def replace_node(
         terms: See `Rewrite`.
         raced_alone: See `Rewrite`.
         spread: See `Rewrite`.
+        site: See `Rewrite`; the name of ``root`` unless given.
     """
     order = {node: i for i, node in enumerate(root.graph.nodes)}
     inside = set(inside) & upstream(root)
@@ -156,7 +159,7 @@ def replace_node(
     ordered = sorted(inputs, key=order.__getitem__)
     record = Rewrite(
         name=name,
-        site=root.name,
+        site=site or root.name,
         source=source_line(root),
         why=why,
         detail=detail,

@@ -113,7 +113,7 @@ class Reading:
         flat = iter(steps[name].letters)
         groups = _layout(value(root).shape, [(letter, sizes[letter]) for letter in flat])
         dtypes = {k: v for k, v in self.program.dtypes.items() if k in inputs}
-        return Program(inputs, sizes, chosen, Read(name, groups), dtypes)
+        return lettered(Program(inputs, sizes, chosen, Read(name, groups), dtypes))
 
 
 def read(graph: Graph) -> Reading:
@@ -168,14 +168,9 @@ class _Reader:
         self.taken.add(name)
         return name
 
-    def _letter(self, size: int, avoid: Iterable[str]) -> str:
-        """Return a letter for an axis of a size: one that stands for such an axis already, or a new one."""
-        avoid = set(avoid)
-        for letter, own in self.sizes.items():
-            if own == size and letter not in avoid:
-                return letter
-        names = itertools.chain(_LETTERS, (f"{a}{n}" for n in range(1, 1000) for a in _LETTERS))
-        letter = next(name for name in names if name not in self.sizes)
+    def _letter(self, size: int) -> str:
+        """Return a letter of its own for an axis; `lettered` gives axes that are one the same."""
+        letter = f"_{len(self.sizes)}"
         self.sizes[letter] = size
         return letter
 
@@ -192,7 +187,7 @@ class _Reader:
         self.atoms[node] = [[size] if size != 1 else [] for size in shape]
         letters: list[str] = []
         for sizes in self.atoms[node]:
-            letters += [self._letter(size, letters) for size in sizes]
+            letters += [self._letter(size) for size in sizes]
         self.letters[node] = letters
         self.names[node] = name = self._name(node)
         flat = iter(letters)
@@ -232,15 +227,10 @@ class _Reader:
         reads: list[Read | float | int] = []
         out = [[axis for axis in resolve(label)] for label in dims]
         operands = [x for x in of if isinstance(x, _Operand)]
-        for x in operands:  # a value's own letters first
-            for label, letter in zip(x.own, self.letters[x.base], strict=True):
-                parts = resolve(label)
-                if len(parts) == 1 and parts[0] not in letters and letter not in letters.values():
-                    letters[parts[0]] = letter
         every = [axis for x in operands for label in x.own for axis in resolve(label)] + [a for row in out for a in row]
         for axis in every:
             if axis not in letters:
-                letters[axis] = self._letter(int(axis.size), letters.values())
+                letters[axis] = self._letter(int(axis.size))
         for x in of:
             if isinstance(x, _Operand):
                 groups = tuple(tuple(letters[axis] for axis in resolve(label)) for label in x.own)
@@ -517,6 +507,80 @@ class _Reader:
                     dims[at] = dims[at] or label
         dims[dim] = (new,)
         self._define(node, "concat", parts, dims, along=new)
+
+
+class _Classes:
+    """Axes that are one: joined wherever a step reads one as another, unless that would make two axes of a value one."""
+
+    def __init__(self) -> None:
+        self.parent: dict[tuple[object, object], tuple[object, object]] = {}
+        self.owners: dict[tuple[object, object], dict[object, object]] = {}
+
+    def find(self, axis: tuple[object, object]) -> tuple[object, object]:
+        """Return what stands for all axes that are one with this; an axis is an owner and a place there."""
+        if axis not in self.parent:
+            self.parent[axis], self.owners[axis] = axis, {axis[0]: axis[1]}
+        while self.parent[axis] != axis:
+            self.parent[axis] = self.parent[self.parent[axis]]
+            axis = self.parent[axis]
+        return axis
+
+    def join(self, a: tuple[object, object], b: tuple[object, object]) -> None:
+        """Make two axes one."""
+        a, b = self.find(a), self.find(b)
+        if a == b:
+            return
+        if len(self.owners[a]) < len(self.owners[b]):
+            a, b = b, a
+        if any(self.owners[a].get(owner, place) != place for owner, place in self.owners[b].items()):
+            return
+        self.owners[a] |= self.owners.pop(b)
+        self.parent[b] = a
+
+
+def lettered(program: Program) -> Program:
+    """Give axes that are one all over a program the same letter, and different letters to all others."""
+    classes = _Classes()
+    for number, step in enumerate(program.steps):
+        for x in step.reads:
+            for at, group in enumerate(group for group in x.axes if group):
+                if len(group) == 1:
+                    classes.join((x.name, at), (number, group[0]))
+        for at, letter in enumerate(step.letters):
+            classes.join((step.name, at), (number, letter))
+    names = itertools.chain(_LETTERS, (f"{a}{n}" for n in itertools.count(1) for a in _LETTERS))
+    known: dict[tuple[object, object], str] = {}
+    sizes: dict[str, int] = {}
+
+    def called(axis: tuple[object, object], old: str) -> str:
+        own = classes.find(axis)
+        if own not in known:
+            known[own] = next(names)
+            sizes[known[own]] = program.sizes[old]
+        return known[own]
+
+    inputs: dict[str, Groups] = {}
+    for name, groups in program.inputs.items():
+        places = itertools.count()
+        inputs[name] = tuple(tuple(called((name, next(places)), letter) for letter in group) for group in groups)
+    steps = []
+    for number, step in enumerate(program.steps):
+        of = tuple(
+            Read(x.name, tuple(tuple(called((number, letter), letter) for letter in group) for group in x.axes))
+            if isinstance(x, Read)
+            else x
+            for x in step.of
+        )
+        letters = tuple(called((number, letter), letter) for letter in step.letters)
+        options = dict(step.options)
+        if "along" in options:
+            options["along"] = called((number, options["along"]), options["along"])
+        steps.append(Step(step.name, letters, step.do, of, options))
+    result = program.result
+    if result.name in (own := {step.name: step for step in steps}):
+        flat = iter(own[result.name].letters)
+        result = Read(result.name, tuple(tuple(next(flat) for _ in group) for group in result.axes))
+    return Program(inputs, sizes, tuple(steps), result, program.dtypes)
 
 
 class _Inner:

@@ -11,12 +11,13 @@ from math import inf
 from typing import Any
 
 import torch
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
 from torch.utils.flop_counter import flop_registry
 
 from ...verify import Evidence, KindResult, Program, Race, check, race
 from ...verify.memory import available_bytes
 from ...verify.timing import DELTA, once_ms
+from ..choices import Choices
 from ..compile_time import RIVAL_S, inductor_seconds
 from ..inductor import duplicate, standalone
 from ..ir.builder import same_strides
@@ -45,6 +46,8 @@ class Settings:
         compile_budget: How many seconds Inductor may take, as estimated, for loops that nobody can rewrite.
         cache: Where decisions are kept: True for the default folder, False for nowhere, or a folder.
         plan: Decisions to replay: a report, its data, or a file.
+        rules: Rewrites that others found: rules, files or folders of them.
+        choose: What is chosen of the compile from outside.
     """
 
     verify: str = "quick"
@@ -55,6 +58,21 @@ class Settings:
     compile_budget: float = 60.0
     cache: Any = True
     plan: Any = None
+    rules: Any = ()
+    choose: Any = None
+
+    @property
+    def choices(self) -> Choices:
+        """What is chosen, as `check_settings` read it."""
+        return self.choose or Choices()
+
+    def rewrite(self, graph: Graph, wanted: Callable[[str], bool], notes: list[str] | None = None) -> list[Rewrite]:
+        """Run the passes and rules that these settings name over a graph, in place."""
+        choices = self.choices
+        made = run_pipeline(graph, wanted, notes, rules=self.rules, passes=choices.passes)
+        for each in (graph, *(rewrite.candidate.graph for rewrite in made)):
+            choices.tune(each)
+        return made
 
 
 @dataclass
@@ -118,7 +136,7 @@ def judge(rewrite: Rewrite, actual: Sequence[Any] | None, settings: Settings) ->
             verdict.reason = f"not equal to the original: {verdict.evidence.reason}"
             return verdict
     if settings.accept == "faster" and rewrite.raced_alone:
-        rival = _rival(rewrite)
+        rival = _rival(rewrite, settings)
         if rival is not None and device.type == "cpu" and clearly_less(rewrite.after, graph_cost(rival.graph.nodes)):
             # To compile the rival for the CPU takes longest of all. The race of the whole graph decides.
             return verdict
@@ -241,13 +259,15 @@ def _one_library_call(gm: GraphModule) -> bool:
     )
 
 
-def _rival(rewrite: Rewrite) -> GraphModule | None:
+def _rival(rewrite: Rewrite, settings: Settings) -> GraphModule | None:
     """Return what the pipeline makes of the region without this rewrite; None if nothing."""
     if inductor_seconds(len(rewrite.original.graph.nodes)) > RIVAL_S:
         return None
     twin = duplicate(rewrite.original)
     (root,) = twin.graph.output_node().all_input_nodes
-    return twin if run_pipeline(twin.graph, lambda site: site != root.name) else None
+    _, colon, rule = rewrite.site.partition(":")
+    site = f"{root.name}:{rule}" if colon else root.name
+    return twin if settings.rewrite(twin.graph, lambda other: other != site) else None
 
 
 def compile_or_none(gm: GraphModule, inputs: Sequence[Any], options: dict[str, Any]) -> Callable[..., Any] | None:
