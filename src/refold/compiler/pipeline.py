@@ -21,6 +21,7 @@ from .notation.rules import Rule, apply_rules
 from .passes.contract_scans import contract_scans
 from .passes.difference_segment_sums import difference_segment_sums
 from .passes.fuse_chunked_scans import contract_last_states, fuse_chunked_scans
+from .passes.multiply_out import multiply_out
 from .passes.prefer_onednn import prefer_onednn
 from .passes.recover_contractions import drop_degenerate_sums, recover_contractions
 from .passes.reroll_loops import roll_up_loops
@@ -40,6 +41,7 @@ PASSES: list[tuple[str, Pass]] = [
     ("fuse chunked scans", fuse_chunked_scans),
     ("contract last states", contract_last_states),
     ("drop degenerate sums", drop_degenerate_sums),
+    ("multiply out", multiply_out),
     ("recover contractions", recover_contractions),
     ("unroll depthwise convolutions", unroll_depthwise_convolutions),
     ("difference segment sums", difference_segment_sums),

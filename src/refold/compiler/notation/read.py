@@ -587,7 +587,7 @@ class _Inner:
     """Stands for a value inside one node, such as the product in ``addmm``."""
 
     def __init__(self, node: Node) -> None:
-        self.name = f"{node.name}_product"
+        self.node, self.name = node, f"{node.name}_product"
 
 
 def _layout(shape: Sequence[Any], letters: Sequence[tuple[str, int]]) -> Groups:

@@ -72,7 +72,6 @@ def regions(module: Callable[..., Any], inputs: Sequence[Any]) -> list[Region]:
                 raise
         return gm
 
-    torch._dynamo.reset()
     torch.compile(module, backend=look, dynamic=False)(*inputs)
     return found
 
