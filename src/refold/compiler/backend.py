@@ -28,8 +28,8 @@ from .decisions import Plan, folder_for
 from .dynamo import captures_loops, notes
 from .inductor import Compiled, Hook, Stopped, inductor
 from .notation.rules import read_rules
-from .passes.reroll_loops import refusals
 from .patience import patience
+from .recurrence.joins import refusals
 from .recurrence.serial_chains import serial_loops
 from .replay import Remembering
 from .session import describe_captured, survey
@@ -130,9 +130,9 @@ def check_settings(settings: Settings) -> Settings:
     if isinstance(budget, bool) or not isinstance(budget, (int, float)) or not budget > 0:
         raise ArgumentError(f"compile_budget must be a number of seconds above 0, not {budget!r}")
     folder_for(settings.cache)
-    read = {"rules": read_rules(settings.rules), "choose": Choices.read(settings.choose)}
+    rules, choose = read_rules(settings.rules), Choices.read(settings.choose)
     plan = None if settings.plan is None else Plan.read(settings.plan)
-    return replace(settings, plan=plan, **read)
+    return replace(settings, plan=plan, rules=rules, choose=choose)
 
 
 def check_inductor_options(options: Mapping[str, Any], mode: str | None) -> None:
@@ -310,7 +310,7 @@ def explain(module: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
         def visit(index: int, graph: Graph) -> None:
             entry.loops += serial_loops(graph)
             if entry.loops:
-                entry.notes += [f"a loop over time stays: {reason}" for reason in refusals(graph)]
+                entry.notes += [f"a loop over time stays at {reason}" for reason in refusals(graph)]
             survey(entry, graph)
             raise Stopped
 

@@ -1,4 +1,4 @@
-"""What may be chosen of a compile from outside: which rewrites and in which order, backends, chunk sizes, Inductor's knobs.
+"""What may be chosen of a compile from outside: rewrites and their order, backends, chunk sizes, Inductor's knobs.
 
 Choices are data in a closed grammar, like programs in index notation: names of passes, places, backends and numbers.
 They change which right program is made, and never what it computes; all checks are made as always.
@@ -91,7 +91,9 @@ class Choices:
                 raise ArgumentError(f"inductor has the knobs {', '.join(INDUCTOR)}; not {name!r:.80}")
             if not any(value is one or (type(value) is type(one) and value == one) for one in INDUCTOR[name]):
                 raise ArgumentError(f"inductor.{name} must be one of {INDUCTOR[name]}, not {value!r:.80}")
-        return cls(passes, _names(data.get("skip", ()), "skip"), {k: dict(v) for k, v in operators.items()}, dict(inductor))
+        return cls(
+            passes, _names(data.get("skip", ()), "skip"), {k: dict(v) for k, v in operators.items()}, dict(inductor)
+        )
 
     def tune(self, graph: Graph) -> bool:
         """Set backends and chunk sizes of a graph's operators; return whether anything changed."""
@@ -126,7 +128,9 @@ def _check_operator(name: str, own: Mapping[str, Any]) -> None:
     options = {option.name: option for option in load(name).options}
     for option, value in own.items():
         if option not in _TUNED or (option != "backend" and option not in options):
-            raise ArgumentError(f"of {name}, {' and '.join(_TUNED)} may be chosen where it has them; not {option!r:.80}")
+            raise ArgumentError(
+                f"of {name}, {' and '.join(_TUNED)} may be chosen, where it has them; not {option!r:.40}"
+            )
         if option == "backend":
             backends = [backend for backend, framework in BACKENDS.items() if framework == "torch"]
             if value not in backends:

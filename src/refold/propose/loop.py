@@ -82,7 +82,8 @@ class Run:
 
     def keep(self) -> None:
         """Write the best accepted proposal, with its evidence, in place of an earlier one."""
-        assert self.accepted is not None and self.file is not None
+        if self.accepted is None or self.file is None:
+            return
         for old in self.folder.glob("accepted.*"):
             old.unlink()
         trial = self.folder / "trials" / f"{self.best:03}.jsonl"
@@ -109,8 +110,8 @@ class Run:
             lines.append(f"nothing was accepted; ended after {self.ended}")
         else:
             lines.append(
-                f"proposal {self.best} is accepted, {self.accepted.speedup:.2f}x as fast as {self.accepted.against} (at least "
-                f"{self.accepted.at_least:.2f}x): {self.file}; ended after {self.ended}"
+                f"proposal {self.best} is accepted, {self.accepted.speedup:.2f}x as fast as {self.accepted.against} "
+                f"(at least {self.accepted.at_least:.2f}x): {self.file}; ended after {self.ended}"
             )
             lines += ["", self.accepted.source.rstrip()]
         return "\n".join(lines)
@@ -193,8 +194,7 @@ def search(
                     run.best = number
                 record("verdict", number=number, **{k: v for k, v in asdict(attempt).items() if k != "source"})
                 log.info("proposal %d: %s %s", number, attempt.outcome, attempt.reason)
-    if run.accepted is not None:
-        run.keep()
+    run.keep()
     record("end", reason=run.ended, best=run.best, spent=run.spent)
     return run
 

@@ -141,4 +141,4 @@ def proposal(data: Any, *, origin: str) -> Proposal:
         text = json.dumps({name: data[name] for name in ("region", kind) if name in data})
     if not isinstance(text, str):
         raise ProposerError(f"{origin} has no text")
-    return Proposal(text, str(data.get("note", "")), kind)
+    return Proposal(text, str(data.get("note", "")), kind or "source")

@@ -110,7 +110,9 @@ class Workshop:
         dtype = getattr(torch, self.terms.dtype)
         size = _PROBE if self.device.type == "cpu" else 8 * _PROBE
         a = torch.randn(size, size, device=self.device).to(dtype)
-        block = torch.zeros(size * size * (16 if self.device.type == "cpu" else 4), dtype=torch.float32, device=self.device)
+        block = torch.zeros(
+            size * size * (16 if self.device.type == "cpu" else 4), dtype=torch.float32, device=self.device
+        )
         into = torch.empty_like(block)
         product = min(once_ms(lambda: a @ a, self.device) for _ in range(4))
         moved = min(once_ms(lambda: into.copy_(block), self.device) for _ in range(4))
@@ -136,8 +138,8 @@ class Workshop:
             What came of it, and the evidence; of an accepted program that holds its rule.
         """
         start = time.perf_counter()
-        text, kind, evidence = proposal.text, proposal.kind, {"kind": proposal.kind, "environment": environment()}
-        evidence["terms"] = asdict(self.terms)
+        text, kind = proposal.text, proposal.kind
+        evidence: dict[str, Any] = {"kind": kind, "environment": environment(), "terms": asdict(self.terms)}
         try:
             if kind == "program":
                 rule = self.rule(text, f"proposal {number}")
@@ -176,25 +178,19 @@ class Workshop:
         if failure := self._wrong(run, report):
             return refused("N1", failure)
         ours = self._call(run)
-        result, against, rival = None, "", None
         # Against the best of what needs no refold, which gives the figure; and against refold by itself.
         plain = {name: found for name, found in self.rivals.items() if name != "refold"}
-        for group in (plain, {k: v for k, v in self.rivals.items() if k == "refold"}):
-            if not group:
-                continue
-            name = min(group, key=lambda one: group[one][1])
-            timed = race(group[name][0], ours, self.device, tried=number + 1)
-            if result is None:
-                result, against = timed, name
+        against = min(plain, key=lambda name: plain[name][1])
+        result = None
+        for name in (against, *(["refold"] if "refold" in self.rivals else [])):
+            timed = race(self.rivals[name][0], ours, self.device, tried=number + 1)
+            result = result or timed
             if not timed.faster:
                 words = f"{timed.speedup:.3f}x of {name}, at least {timed.at_least:.3f}x, after {timed.pairs} pairs"
                 busy = f" ({timed.busy})" if timed.busy else ""
                 return refused("T7", f"not shown to be more than 2% faster: {words}{busy}", timed, name)
-            rival = name
-        assert result is not None and rival is not None
-        return Attempt(
-            proposal.text, "accepted", "", "", result.speedup, result.at_least, kind=proposal.kind, against=against
-        )
+        numbers = (result.speedup, result.at_least) if result else (0.0, 0.0)
+        return Attempt(proposal.text, "accepted", "", "", *numbers, kind=proposal.kind, against=against)
 
     def rule(self, text: str, name: str) -> Rule:
         """Read a proposed program as a rule for the region it names.
@@ -213,7 +209,9 @@ class Workshop:
             region = known[named]
         else:
             raise ProgramError(f"region must be one of {', '.join(known)}, not {named!r:.80}")
-        program = data["program"] if "program" in data else {k: v for k, v in data.items() if k not in ("region", "kind")}
+        program = (
+            data["program"] if "program" in data else {k: v for k, v in data.items() if k not in ("region", "kind")}
+        )
         return Rule(name, region.program, replacement(region.program, program))
 
     def choices(self, text: str) -> Choices:
@@ -301,5 +299,3 @@ def _tensors(out: Any) -> list[torch.Tensor]:
 
 def _floating(x: Any) -> bool:
     return isinstance(x, torch.Tensor) and x.is_floating_point()
-
-

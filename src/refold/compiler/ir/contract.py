@@ -6,7 +6,7 @@ import torch
 from torch.fx import Node
 
 from .builder import Builder, Operand, multiply
-from .index import Axis
+from .symbols import Axis
 
 aten = torch.ops.aten
 

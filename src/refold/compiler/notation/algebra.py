@@ -1,4 +1,4 @@
-"""Multiply out: a sum of products of sums of products, written as a sum of products and done in the order of least work.
+"""Multiply out: sums of products of sums, written as sums of products and done in the order of least work.
 
 A contraction is expanded through what it reads: other contractions, products, multiplication and division by numbers,
 sums of two values, constants, and a diagonal (``where(i == j, v, 0)``, which makes two axes one). Then each product is
@@ -169,13 +169,13 @@ class Expander:
         if a not in term.bound:
             raise _Cannot
         one = {a: (b,)}
-        own = [_renamed(x, groups)] if isinstance(x, Read) else []
-        factors = tuple(_renamed(read, one) for read in (*rest, *own))
-        if not own and not math.isfinite(x):  # type: ignore[arg-type]
+        scaled = [_renamed(x, groups)] if isinstance(x, Read) else []
+        factors = tuple(_renamed(read, one) for read in (*rest, *scaled))
+        if not scaled and not math.isfinite(x):  # type: ignore[arg-type]
             raise _Cannot
         if any(len(set(read.letters)) != len(read.letters) for read in factors):
             raise _Cannot  # a diagonal of something else
-        return Term(term.scale if own else term.scale * x, factors, term.bound - {a})  # type: ignore[operator]
+        return Term(term.scale if scaled else term.scale * x, factors, term.bound - {a})  # type: ignore[operator]
 
     def _new(self, size: int) -> str:
         letter = f"m{next(self.fresh)}"
@@ -249,7 +249,7 @@ def written(found: Sum, program: Program, name: str, paths: Sequence[Sequence[tu
         if not factors:
             constant += term.scale
             continue
-        for group in [*order, tuple(range(len(factors)))] if not order else order:
+        for group in order or [tuple(range(len(factors)))]:
             chosen = [factors[i] for i in group]
             factors = [x for i, x in enumerate(factors) if i not in group]
             union = {letter for read in chosen for letter in read.letters}
@@ -294,9 +294,9 @@ def written(found: Sum, program: Program, name: str, paths: Sequence[Sequence[tu
     every = {**{k: tuple((x,) for g in v for x in g) for k, v in program.inputs.items()},
              **{s.name: tuple((x,) for x in s.letters) for s in program.steps}}  # fmt: skip
     inputs: dict[str, Groups] = {k: every[k] for k in every if k in read}
-    letters = {x for groups in inputs.values() for g in groups for x in g} | {x for s in steps for x in s.letters}
-    letters |= {x for s in steps for r in s.reads for x in r.letters}
-    sizes = {k: v for k, v in found.sizes.items() if k in letters}
+    used = {x for groups in inputs.values() for g in groups for x in g} | {x for s in steps for x in s.letters}
+    used |= {x for s in steps for r in s.reads for x in r.letters}
+    sizes = {k: v for k, v in found.sizes.items() if k in used}
     return Program(inputs, sizes, tuple(steps), Read(result.name, tuple((x,) for x in out))), work
 
 

@@ -19,7 +19,8 @@ from ...errors import ProgramError, RefoldError
 from ...ops.torch.registry import OPS, node_args
 from ..ir.builder import Builder, Operand
 from ..ir.contract import contract
-from ..ir.index import Axis, value
+from ..ir.fx import value
+from ..ir.symbols import Axis
 from .operations import ELEMENTWISE, OPERATORS, REDUCTIONS
 from .program import Program, Read, Step
 
@@ -206,7 +207,7 @@ class _Lowering:
     def _cumsum(self, step: Step) -> Operand:
         x = self._read(step.reads[0])
         at = x.axes.index(self.axes[step.options["along"]])
-        return Operand(self.build.call(getattr(getattr(aten, step.do), "default"), (x.node, at)), x.axes)
+        return Operand(self.build.call(getattr(aten, step.do).default, (x.node, at)), x.axes)
 
     _cumprod = _cumsum
 

@@ -19,12 +19,15 @@ class Elementwise:
     overload: str
 
 
-_UNARY = (
-    "neg abs sign exp exp2 expm1 log log2 log10 log1p sqrt rsqrt reciprocal sin cos tan asin acos atan sinh cosh tanh "
-    "asinh acosh atanh sigmoid relu erf erfc floor ceil round trunc isnan isinf logical_not bitwise_not"
-)
+_UNARY = """
+    neg abs sign exp exp2 expm1 log log2 log10 log1p sqrt rsqrt reciprocal sin cos tan asin acos atan sinh cosh tanh
+    asinh acosh atanh sigmoid relu erf erfc floor ceil round trunc isnan isinf logical_not bitwise_not
+"""
 _BINARY = "add sub mul div fmod remainder eq ne lt le gt ge bitwise_and bitwise_or bitwise_xor"
 _PLAIN_BINARY = "atan2 maximum minimum logical_and logical_or logical_xor clamp_min clamp_max"
+_COMMUTATIVE = """
+    add mul eq ne maximum minimum logical_and logical_or logical_xor bitwise_and bitwise_or bitwise_xor
+"""
 
 ELEMENTWISE: Mapping[str, Elementwise] = {
     **{name: Elementwise(1, "default") for name in _UNARY.split()},
@@ -34,9 +37,7 @@ ELEMENTWISE: Mapping[str, Elementwise] = {
     "where": Elementwise(3, "self"),
 }
 # Their arguments may be exchanged.
-COMMUTATIVE = frozenset(
-    "add mul eq ne maximum minimum logical_and logical_or logical_xor bitwise_and bitwise_or bitwise_xor".split()
-)
+COMMUTATIVE = frozenset(_COMMUTATIVE.split())
 
 # Over the letters that the result lacks. `var` is the mean of squared distances from the mean.
 REDUCTIONS = {"mean": "mean.dim", "max": "amax.default", "min": "amin.default", "var": "var.correction"}

@@ -519,9 +519,9 @@ def _table() -> dict[str, tuple[tuple[str, ...], tuple[str, ...]]]:
         "pad": (("along", "before", "after", "value"), ("along",)),
         "concat": (("along",), ("along",)),
     }
-    table |= {name: ((), ()) for name in (*ELEMENTWISE, *REDUCTIONS)}
+    table |= dict.fromkeys((*ELEMENTWISE, *REDUCTIONS), ((), ()))
     table |= {name: (("along", "reverse") if name == "linear_scan" else ("along",), ("along",)) for name in FOLDS}
-    table |= {name: (("options", "result"), ()) for name in OPERATORS}
+    table |= dict.fromkeys(OPERATORS, (("options", "result"), ()))
     return table
 
 

@@ -10,29 +10,30 @@ from __future__ import annotations
 import itertools
 import math
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.fx import Graph, Node
 
-from ..ir.index import Axis, Label, arg, is_tensor, is_view, resolve, sum_dims, unify, value, viewed
+from ..ir.fx import arg, is_tensor, sum_dims, value
+from ..ir.symbols import Axis, Label, resolve, unify
+from ..ir.views import is_view, viewed
 from .operations import DTYPES, ELEMENTWISE, REDUCTIONS
 from .program import MOST_FACTORS, MOST_STEPS, Groups, Program, Read, Step
 
 aten = torch.ops.aten
 
 _ELEMENTWISE = {getattr(getattr(aten, name), which.overload): name for name, which in ELEMENTWISE.items()}
+# More overloads of the same; not every function has each.
+_OVERLOADS: dict[str, tuple[str, ...]] = {
+    name: ("Tensor", "Scalar") for name, which in ELEMENTWISE.items() if which.overload == "Tensor"
+}
+_OVERLOADS |= {"pow": ("Tensor_Tensor", "Scalar"), "clamp_min": ("Tensor",), "clamp_max": ("Tensor",)}
 _ELEMENTWISE |= {
     getattr(getattr(aten, name), overload): name
-    for name, overloads in {
-        **{name: ("Tensor", "Scalar") for name in "add sub mul div eq ne lt le gt ge fmod remainder".split()},
-        "pow": ("Tensor_Scalar", "Tensor_Tensor", "Scalar"),
-        "clamp_min": ("default", "Tensor"),
-        "clamp_max": ("default", "Tensor"),
-        **{f"bitwise_{name}": ("Tensor", "Scalar") for name in ("and", "or", "xor")},
-    }.items()
+    for name, overloads in _OVERLOADS.items()
     for overload in overloads
     if hasattr(getattr(aten, name), overload)
 }
@@ -225,7 +226,7 @@ class _Reader:
         """Add a step whose result has these symbols, one label an axis of the node."""
         letters: dict[Axis, str] = {}
         reads: list[Read | float | int] = []
-        out = [[axis for axis in resolve(label)] for label in dims]
+        out = [resolve(label) for label in dims]
         operands = [x for x in of if isinstance(x, _Operand)]
         every = [axis for x in operands for label in x.own for axis in resolve(label)] + [a for row in out for a in row]
         for axis in every:
@@ -346,14 +347,15 @@ class _Reader:
             chain.append(inner)
             inner = arg(inner, 0)
         plain = inner.target is aten.mul.Tensor and len(inner.users) == 1 and value(inner).dtype.is_floating_point
-        if not plain or any(is_tensor(v) and value(v).dtype != value(inner).dtype for v in inner.args):
+        tensors = [v for v in inner.args if isinstance(v, Node) and is_tensor(v)]
+        if not plain or any(value(v).dtype != value(inner).dtype for v in tensors):
             only = self._read(x)
             return [only], only.dims, 1
         factors: list[_Operand] = []
         labels: list[Label] = [()] * value(inner).dim()
         scale: float = 1
         for v in inner.args:
-            if not is_tensor(v) or v in self.constants:
+            if not isinstance(v, Node) or v in self.constants:
                 scale *= _number(self.constants.get(v, v) if isinstance(v, Node) else v)
                 continue
             found, dims, own = self._factors(v)
@@ -481,7 +483,9 @@ class _Reader:
         x = self._read(arg(node, 0))
         self._in_order(x)
         rank, pad = value(node).dim(), list(arg(node, 1))
-        sides = {rank - 1 - i // 2: (pad[i], pad[i + 1]) for i in range(0, len(pad), 2) if (pad[i], pad[i + 1]) != (0, 0)}
+        sides = {
+            rank - 1 - i // 2: (pad[i], pad[i + 1]) for i in range(0, len(pad), 2) if (pad[i], pad[i + 1]) != (0, 0)
+        }
         if len(sides) != 1 or min(min(side) for side in sides.values()) < 0:
             raise _NotInGrammar
         ((dim, (before, after)),) = sides.items()
@@ -510,7 +514,7 @@ class _Reader:
 
 
 class _Classes:
-    """Axes that are one: joined wherever a step reads one as another, unless that would make two axes of a value one."""
+    """Axes that are one: joined where a step reads one as another, unless that would make two axes of a value one."""
 
     def __init__(self) -> None:
         self.parent: dict[tuple[object, object], tuple[object, object]] = {}

@@ -12,11 +12,11 @@ from torch.fx import Graph, GraphModule
 
 from ..dynamo import captures_loops
 from ..inductor import Compiled, Hook, Stopped, inductor
+from ..ir.builder import between
 from ..ir.cost import Cost, graph_cost, nbytes
-from ..ir.builder import region_inputs, between, upstream
 from ..ir.rewrite import source_line
 from .program import Program, Read
-from .read import Reading, read
+from .read import read
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
 """Rules: a region in index notation, and a program that computes the same; kept in files, used wherever it is found.
 
 A rule says nothing of the world: it was right and faster once, for some sizes on some machine. Wherever its region is
-found again, in whatever spelling, it is one more rewrite, and is checked and timed there like those of the compiler's own
-passes (`refold.compiler.validate.region`). A file holds names and numbers only, so that a stranger's can be read.
+found again, in whatever spelling, it is one more rewrite, and is checked and timed there like those of the compiler's
+own passes (`refold.compiler.validate.region`). A file holds names and numbers only, so that a stranger's can be read.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch.fx import Graph, Node
 
 from ...errors import ArgumentError, ProgramError
 from ..ir.builder import Builder, between
-from ..ir.index import value
+from ..ir.fx import value
 from ..ir.rewrite import Rewrite, replace_node
 from .lower import lower
 from .match import Found, match

@@ -14,8 +14,9 @@ from torch.fx import Graph, Node
 
 from ...errors import ProgramError
 from ..ir.builder import Builder, between
-from ..ir.index import is_view, value
+from ..ir.fx import value
 from ..ir.rewrite import Rewrite, replace_node
+from ..ir.views import is_view
 from ..notation.algebra import SUMS, cheaper
 from ..notation.lower import lower
 from ..notation.read import Reading, lettered, read
@@ -24,6 +25,7 @@ aten = torch.ops.aten
 
 # The new order must have so many times fewer multiply-adds.
 WORTHWHILE = 2
+_PRODUCTS = (aten.mm.default, aten.bmm.default, aten.addmm.default, aten.baddbmm.default, aten.where.self)
 _ROOTS = (aten.sum.dim_IntList, aten.sum.default, aten.mean.dim, aten.mean.default, aten.mm.default, aten.bmm.default)
 
 
@@ -80,7 +82,13 @@ def _reads_product(root: Node) -> bool:
         if node in seen or node.op != "call_function":
             continue
         seen.add(node)
-        if node.target in (aten.mm.default, aten.bmm.default, aten.addmm.default, aten.baddbmm.default, aten.where.self):
+        if node.target in (
+            aten.mm.default,
+            aten.bmm.default,
+            aten.addmm.default,
+            aten.baddbmm.default,
+            aten.where.self,
+        ):
             return True
         pointwise = torch.Tag.pointwise in getattr(node.target, "tags", ())
         if pointwise or is_view(node) or node.target in _ROOTS:
@@ -93,7 +101,12 @@ def _inner(reading: Reading, root: Node) -> frozenset[str]:
     dtype = value(root).dtype
     serving = {root}
     for node in reversed(list(reading.graph.nodes)):
-        if node is not root and node.users and all(user in serving for user in node.users) and node.op == "call_function":
+        if (
+            node is not root
+            and node.users
+            and all(user in serving for user in node.users)
+            and node.op == "call_function"
+        ):
             serving.add(node)
     names = set()
     for name, node in reading.nodes.items():
