@@ -15,7 +15,6 @@ ORDER = [
     ["errors", "axes"],
     ["ops"],
     ["verify"],
-    ["propose"],
     ["report"],
     ["compiler"],
     ["models"],
@@ -25,6 +24,7 @@ ORDER = [
     ["integrations"],
     ["bench"],
     ["targets", "doctor", "audit"],
+    ["propose"],
     ["cli"],
     ["__main__"],
 ]
