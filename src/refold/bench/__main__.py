@@ -301,11 +301,11 @@ def environment() -> dict[str, Any]:
 
 
 def main(argv: list[str]) -> int:
+    """Run the named groups of cases, or another suite; return how many were refused."""
     if argv[:1] == ["kernelbench"]:
         from .kernelbench import main as kernelbench
 
         return kernelbench(argv[1:])
-    """Run the named groups of cases; return how many were refused."""
     parser = argparse.ArgumentParser(prog="python -m refold.bench", description=__doc__)
     parser.add_argument("command", choices=["run"])
     parser.add_argument("groups", nargs="*", default=list(CASES))

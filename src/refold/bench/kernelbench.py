@@ -1,18 +1,18 @@
-"""KernelBench's problems through the compiler: which get a rewrite, are they right, and how much faster are they?
+"""KernelBench's problems through the compiler: which get a rewrite, whether it is right, and what it gains.
 
-    python -m refold.bench kernelbench FOLDER --find --shrink 16             # which ones, on the CPU, at reduced sizes
+    python -m refold.bench kernelbench FOLDER --find                         # which ones, by their shapes alone
     python -m refold.bench kernelbench FOLDER --device cuda --out FILE       # all of them, measured
     python -m refold.bench kernelbench FOLDER --device cuda --only level2/14 level2/18
 
 FOLDER is the folder ``KernelBench`` of a checkout of that benchmark (github.com/ScalingIntelligence/KernelBench), with
-``level1`` to ``level3``. Each problem runs in a process of its own with a limit of time, so that a crash, a leak or a hang
-is that problem's alone. One row a problem is appended to FILE as it is known; a problem that has a row for this version
-of the problem, the device and the sizes is not run again. Nothing of a problem is changed but, with ``--shrink``, the
-large integers at the top of its file.
+``level1`` to ``level3``. ``--find`` runs nothing: tensors have shapes and no memory. Otherwise each problem runs in a
+process of its own with a limit of time, so that a crash, a leak or a hang is that problem's alone. One row a problem is
+appended to FILE as it is known; a problem that has a row for this version of its file, the device and the sizes is not
+run again. Nothing of a problem is changed but, with ``--shrink``, the large integers at the top of its file.
 
 A row: ``found`` (the rewrites, with what came of each), ``chosen`` (what runs in the end), ``times_ms`` of eager, of
-``torch.compile`` and of refold, ``ratio`` (the faster of the first two, over refold), ``checks`` of the whole graph against
-float64, or ``failed`` with the reason: ``time``, ``crash``, or what was raised.
+``torch.compile`` and of refold, ``ratio`` (the faster of the first two, over refold), ``checks`` of the whole graph
+against float64, or ``failed`` with the reason: ``time``, ``crash``, or what was raised.
 """
 
 from __future__ import annotations
@@ -21,8 +21,10 @@ import argparse
 import ast
 import datetime
 import hashlib
+import importlib.util
 import json
 import math
+import signal
 import statistics
 import subprocess
 import sys
@@ -59,7 +61,39 @@ def shrunk(text: str, factor: int) -> str:
     return ast.unparse(tree)
 
 
-def measure(file: Path, device: str, find: bool) -> dict[str, Any]:
+def find(file: Path, seconds: float) -> dict[str, Any]:
+    """Say what would be rewritten in one problem, from shapes alone; return its row."""
+    import torch
+
+    import refold
+
+    def too_long(*_: Any) -> None:
+        raise TimeoutError
+
+    signal.signal(signal.SIGALRM, too_long)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    start = time.perf_counter()
+    try:
+        torch._dynamo.reset()
+        with torch.device("meta"), torch.no_grad():
+            spec = importlib.util.spec_from_file_location("problem", file)
+            assert spec is not None
+            assert spec.loader is not None
+            source = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(source)
+            arguments = source.get_init_inputs()
+            module = source.Model(**arguments) if isinstance(arguments, dict) else source.Model(*arguments)
+            report = refold.explain(module.eval(), *source.get_inputs())
+        return {"found": _rows(report), "seconds": round(time.perf_counter() - start, 2)}
+    except TimeoutError:
+        return {"failed": "time", "seconds": seconds}
+    except Exception as error:
+        return {"failed": f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"}
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+
+
+def measure(file: Path, device: str) -> dict[str, Any]:
     """Run one problem in this process; return its row."""
     import torch
 
@@ -70,25 +104,20 @@ def measure(file: Path, device: str, find: bool) -> dict[str, Any]:
     module, inputs = load(str(file), device=device, dtype="float32", seed=0)
     with torch.no_grad():
         check_runs(file.name, module, inputs)
-        if find:
-            report = refold.explain(module, *inputs)
-        else:
-            compiled = refold.compile(module, cache=False)
-            compiled(*inputs)
-            report = compiled.report
-    rows = [row for graph in report.graphs for row in graph.rewrites]
+        compiled = refold.compile(module, cache=False)
+        compiled(*inputs)
+    report = compiled.report
     graphs = report.graphs
-    times = {name: sum(graph.times_ms.get(name, math.nan) for graph in graphs if graph.times_ms) for name in
-             ("eager", "torch.compile", "refold")} if any(graph.times_ms for graph in graphs) else {}  # fmt: skip
-    known = [times[name] for name in ("eager", "torch.compile") if times.get(name, math.nan) == times.get(name)]
+    timed = [graph.times_ms for graph in graphs if graph.times_ms]
+    names = [name for name in ("eager", "torch.compile", "refold") if timed and all(name in one for one in timed)]
+    times = {name: sum(one[name] for one in timed) for name in names}
+    rivals = [times[name] for name in names if name != "refold"]
     return {
-        "found": [
-            {"pass": row.name, "detail": row.detail, "status": row.status, "reason": row.reason} for row in rows
-        ],
+        "found": _rows(report),
         "chosen": [graph.chosen for graph in graphs],
         "reason": [graph.reason for graph in graphs],
         "times_ms": times,
-        "ratio": min(known) / times["refold"] if known and times.get("refold") else None,
+        "ratio": min(rivals) / times["refold"] if rivals and times.get("refold") else None,
         "at_least": [graph.speedup_at_least for graph in graphs],
         "checks": [check for graph in graphs for check in graph.checks],
         "seconds": round(time.perf_counter() - start, 2),
@@ -96,8 +125,16 @@ def measure(file: Path, device: str, find: bool) -> dict[str, Any]:
     }
 
 
+def _rows(report: Any) -> list[dict[str, Any]]:
+    rows = [row for graph in report.graphs for row in graph.rewrites]
+    return [{"pass": r.name, "detail": r.detail, "status": r.status, "reason": r.reason,
+             "flops": [r.flops_before, r.flops_after]} for r in rows]  # fmt: skip
+
+
 def run_one(name: str, file: Path, args: argparse.Namespace) -> dict[str, Any]:
     """Run one problem in a process of its own."""
+    if args.find:
+        return find(file, args.seconds)
     command = [sys.executable, "-m", "refold.bench", "kernelbench", "--one", "--device", args.device]
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "problem.py"
@@ -105,7 +142,7 @@ def run_one(name: str, file: Path, args: argparse.Namespace) -> dict[str, Any]:
         start = time.perf_counter()
         try:
             done = subprocess.run(
-                [*command, *(["--find"] if args.find else []), str(path)],
+                [*command, str(path)],
                 capture_output=True,
                 text=True,
                 timeout=args.seconds,
@@ -139,6 +176,11 @@ def summary(rows: Sequence[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def _say(text: str) -> None:
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()
+
+
 def main(argv: Sequence[str]) -> int:
     """Run the suite, or one problem of it."""
     parser = argparse.ArgumentParser(prog="python -m refold.bench kernelbench", description=__doc__)
@@ -155,10 +197,10 @@ def main(argv: Sequence[str]) -> int:
     args = parser.parse_args(argv)
     if args.one:
         try:
-            row = measure(args.folder, args.device, args.find)
+            row = measure(args.folder, args.device)
         except Exception as error:
             row = {"failed": f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"}
-        print(json.dumps(row))
+        _say(json.dumps(row))
         return 0
     start, rows = time.perf_counter(), []
     old = [json.loads(line) for line in args.out.read_text().splitlines()] if args.out and args.out.exists() else []
@@ -180,6 +222,6 @@ def main(argv: Sequence[str]) -> int:
                 out.write(json.dumps(row) + "\n")
         what = row.get("failed") or "; ".join(f"{one['pass']} {one['status']}" for one in row["found"]) or "-"
         ratio = f"  {row['ratio']:.2f}x" if row.get("ratio") else ""
-        print(f"{name:12} {file.name[:48]:48} {what[:110]}{ratio}", flush=True)
-    print(summary(rows))
+        _say(f"{name:12} {file.name[:48]:48} {what[:110]}{ratio}")
+    _say(summary(rows))
     return 0

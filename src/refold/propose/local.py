@@ -16,7 +16,7 @@ _ANSWER_LIMIT = 16 << 20
 class _Once:
     """Hands out a fixed list of proposals, as many at a time as are wanted."""
 
-    destination = ""
+    destination, facts = "", False
 
     def __init__(self, name: str, found: Sequence[Proposal]):
         self.name = name
@@ -79,7 +79,7 @@ class Command:
     It is the user's own program and runs with the user's rights; what it proposes does not.
     """
 
-    destination = ""
+    destination, facts = "", True
 
     def __init__(self, arguments: Sequence[str], *, timeout: float = 600.0):
         self.name = "command:" + " ".join(arguments)

@@ -7,6 +7,7 @@ short is resumed from there: what was tried is not tried again, and still counts
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import os
@@ -22,6 +23,9 @@ from ..verify.trial import Nursery, Program, Terms, Verdict, describe_inputs, ju
 from .protocol import SCHEMA, Attempt, Proposal, Proposer, Request
 
 log = logging.getLogger("refold")
+
+# Where an accepted proposal of each kind is written to.
+NAMES = {"source": "accepted.py", "program": "accepted.rule.json", "plan": "accepted.plan.json"}
 
 
 @dataclass(frozen=True)
@@ -77,8 +81,7 @@ class Run:
     @property
     def file(self) -> Path | None:
         """Where the best accepted proposal lies: a source, a rule, or choices."""
-        names = {"source": "accepted.py", "program": "accepted.rule.json", "plan": "accepted.plan.json"}
-        return None if self.accepted is None else self.folder / names[self.accepted.kind]
+        return None if self.accepted is None else self.folder / NAMES[self.accepted.kind]
 
     def keep(self) -> None:
         """Write the best accepted proposal, with its evidence, in place of an earlier one."""
@@ -156,8 +159,8 @@ def search(
     began, rounds = time.monotonic(), 0
     with Nursery(threads=terms.threads, device=terms.device, sandboxed=not allow_unsandboxed) as nursery:
         inputs = tuple(describe_inputs(original, terms, nursery))
-        workshop = _workshop(original, terms, folder, record)
-        known = {} if workshop is None else _described(workshop, record)
+        workshop = functools.cache(functools.partial(_workshop, original, terms, folder, record))
+        known = _described(workshop(), record) if proposer.facts else {}
         plain = Request(original.text, terms.dtype, terms.train, inputs, _machine(terms), wanted=parallel, **known)
         while not run.ended:
             run.spent = proposer.spent()
@@ -188,7 +191,7 @@ def search(
                 elif proposal.kind == "source":
                     attempt = _tried(original, proposal.text, number, folder, terms, allow_unsandboxed, nursery)
                 else:
-                    attempt = _made(workshop, proposal, number, folder)
+                    attempt = _made(workshop(), proposal, number, folder)
                 run.tried.append(attempt)
                 if attempt.outcome == "accepted" and (run.accepted is None or attempt.at_least > run.accepted.at_least):
                     run.best = number
@@ -226,6 +229,9 @@ def _workshop(original: Program, terms: Terms, folder: Path, record: _Record) ->
 
 
 def _described(workshop: Any, record: _Record) -> dict[str, Any]:
+    if workshop is None:
+        return {}
+    log.info("looking at the layer")
     try:
         found = workshop.describe()
     except Exception as error:

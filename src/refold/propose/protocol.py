@@ -104,6 +104,9 @@ class Proposer(Protocol):
     #: Where the user's code goes; empty if it stays on this machine.
     destination: str
 
+    #: Whether requests are to say what is known of the layer, which takes a compile of it.
+    facts: bool
+
     def propose(self, request: Request) -> Sequence[Proposal]:
         """Return proposals, none if there are no more; raises ProposerError if it cannot."""
         ...

@@ -23,6 +23,7 @@ from .. import targets
 from ..compiler.backend import compile as refold_compile
 from ..compiler.backend import environment
 from ..compiler.choices import INDUCTOR, Choices
+from ..compiler.compile_time import RIVAL_S
 from ..compiler.notation.regions import Region, regions
 from ..compiler.notation.rules import Rule, replacement
 from ..compiler.pipeline import NAMES
@@ -62,9 +63,13 @@ class Workshop:
 
     # What is known of the layer
 
-    @cached_property
+    @property
     def regions(self) -> list[Region]:
         """Its regions in index notation."""
+        return self._looked[0]
+
+    @cached_property
+    def _looked(self) -> tuple[list[Region], float]:
         with self._mode():
             return regions(self.module, self.inputs)
 
@@ -78,6 +83,8 @@ class Workshop:
         """What there is without any proposal, with a first time of each."""
         found: dict[str, Run] = {"eager": self._call(self.module)}
         with contextlib.suppress(Exception):  # Inductor's failures have no common type
+            if self._looked[1] > RIVAL_S:
+                raise CompileError(f"Inductor would take about {self._looked[1]:.0f} s for it")
             found["torch.compile"] = self._call(torch.compile(self.module))
             found["torch.compile"]()
         mine, report = self.default

@@ -40,7 +40,7 @@ TERMS = terms(level="quick", threads=1)
 class Scripted:
     """Proposes what a script says, and keeps what it was asked."""
 
-    name, destination = "scripted", ""
+    name, destination, facts = "scripted", "", False
 
     def __init__(self, *script):
         self.script, self.asked = list(script), []

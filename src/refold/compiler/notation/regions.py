@@ -10,11 +10,14 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule
 
+from ...report import GraphReport
+from ..compile_time import RIVAL_S, unrolled_seconds
 from ..dynamo import captures_loops
 from ..inductor import Compiled, Hook, Stopped, inductor
 from ..ir.builder import between
 from ..ir.cost import Cost, graph_cost, nbytes
 from ..ir.rewrite import source_line
+from ..session import describe_captured
 from .program import Program, Read
 from .read import read
 
@@ -49,16 +52,25 @@ class Region:
         }
 
 
-def regions(module: Callable[..., Any], inputs: Sequence[Any]) -> list[Region]:
+def regions(module: Callable[..., Any], inputs: Sequence[Any]) -> tuple[list[Region], float]:
     """Return the regions of a module's graphs; the module runs once, on these inputs.
 
-    Values get the names of the user's parameters and arguments where these are known.
+    Values get the names of the user's parameters and arguments where these are known. Loops that are scans are left
+    out; a graph with a loop that is none is not looked into, if Inductor would take long for it.
+
+    Returns:
+        The regions, and the seconds that Inductor would take for loops as they are.
     """
     found: list[Region] = []
+    estimates = [0.0]
 
     @captures_loops
     def look(gm: GraphModule, given: Sequence[Any]) -> Compiled:
         names = [_plain(node.name) for node in gm.graph.find_nodes(op="placeholder")]
+        estimates.append(unrolled_seconds(gm, "inference"))
+        rest = describe_captured(GraphReport(index=0), gm)
+        if unrolled_seconds(rest, "inference") > RIVAL_S:
+            return gm
 
         def visit(index: int, graph: Graph) -> None:
             found.extend(_of_graph(graph, names))
@@ -66,14 +78,14 @@ def regions(module: Callable[..., Any], inputs: Sequence[Any]) -> list[Region]:
 
         hook = Hook(visit)
         try:
-            inductor(gm, given, hook=hook)
+            inductor(rest, given, hook=hook)
         except Exception:
             if not hook.stopped:
                 raise
         return gm
 
     torch.compile(module, backend=look, dynamic=False)(*inputs)
-    return found
+    return found, sum(estimates)
 
 
 def _of_graph(graph: Graph, names: Sequence[str]) -> list[Region]:
