@@ -22,9 +22,9 @@ ORDER = [
     ["distributed"],
     ["compat"],
     ["integrations"],
-    ["bench"],
     ["targets", "doctor", "audit"],
     ["propose"],
+    ["bench"],
     ["cli"],
     ["__main__"],
 ]

@@ -2,7 +2,8 @@
 
 `save` copies what a run accepted, with its evidence, into a folder of the user's. A rule and choices are used by
 ``refold.compile(rules=...)`` and ``refold.compile(choose=...)``, which check them again. A source was tried for some
-shapes, dtypes, a device and versions, and is used for these alone: `guarded` runs the original for all else, and says so.
+shapes, dtypes, a device and versions, and is used for these alone: `guarded` runs the original for all else, and says
+so.
 """
 
 from __future__ import annotations
@@ -114,7 +115,7 @@ def guarded(module: torch.nn.Module, folder: str | Path, *, arguments: Sequence[
         raise ArgumentError(f"{folder / 'candidate.py'} is not the source that was accepted; try it again")
     source(text, attribute=guards["attribute"])
     if arguments is None:
-        made = getattr(_import(folder / "original.py"), "get_init_inputs", list)()
+        made: Any = getattr(_import(folder / "original.py"), "get_init_inputs", list)()
         arguments = made if isinstance(made, (list, tuple)) else list(made.values())
     found = getattr(_import(folder / "candidate.py"), guards["attribute"])
     replacement = found(*arguments) if isinstance(found, type) else found
@@ -136,7 +137,7 @@ class Guarded(torch.nn.Module):
         self.original = original
         self.fallbacks: Counter[str] = Counter()
         # Its parameters are the original's, and are counted once.
-        object.__setattr__(self, "replacement", replacement)
+        self.__dict__["replacement"] = replacement
         self._guards = guards
         self._wanted = [(tuple(each["shape"]), each["dtype"]) for each in guards["inputs"]]
         changed = [f"{k} {v} instead of {guards['versions'].get(k)}" for k, v in _versions().items()
@@ -147,7 +148,7 @@ class Guarded(torch.nn.Module):
         """Run the replacement if the guards hold, else the original."""
         reason = self.refusal(*args, **kwargs)
         if not reason:
-            return self.replacement(*args)
+            return self.__dict__["replacement"](*args)
         if not self.fallbacks[reason]:
             warn(f"the original runs in place of its accepted replacement: {reason}")
         self.fallbacks[reason] += 1

@@ -12,6 +12,7 @@ import json
 import logging
 import os
 import platform
+import re
 import time
 from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
@@ -100,7 +101,8 @@ class Run:
             return
         names = ("environment", "terms", "speedup", "at_least", "against")
         facts = {name: evidence[name] for name in names}
-        self.file.write_text(json.dumps({**evidence["rule"], "evidence": facts}, indent=1) + "\n")
+        name = re.sub(r"[^\w .+-]", "-", f"{self.folder.resolve().name[:40]} {self.best}")
+        self.file.write_text(json.dumps({**evidence["rule"], "name": name, "evidence": facts}, indent=1) + "\n")
 
     def __str__(self) -> str:
         """Say what was tried and what is best."""

@@ -301,12 +301,13 @@ def written(found: Sum, program: Program, name: str, paths: Sequence[Sequence[tu
 
 
 def work_of(steps: Mapping[str, Step], names: Sequence[str], sizes: Mapping[str, int]) -> int:
-    """Return the multiply-adds of steps as they are."""
+    """Return the multiply-adds of steps as they are; elementwise work, which fuses, does not count."""
     total = 0
     for name in names:
         step = steps[name]
-        letters = {letter for read in step.reads for letter in read.letters} | set(step.letters)
-        total += math.prod(sizes[letter] for letter in letters)
+        if step.do in (*SUMS, "where"):
+            letters = {letter for read in step.reads for letter in read.letters} | set(step.letters)
+            total += math.prod(sizes[letter] for letter in letters)
     return total
 
 

@@ -1,8 +1,9 @@
 """Find a region in another graph: the same steps in normal form, whatever letters, names, sizes and views they have.
 
-A step matches a step if both do the same with the same numbers, and if their letters stand in the same places: each
-reading is spelled by the positions at which letters first appear. What may be exchanged (the factors of a contraction,
-both sides of a sum) is tried in each order. A rule's inputs stand for any value.
+A step matches a step if both do the same with the same numbers, and if letters of one can be put for letters of the other,
+one for one, so that all they read and the result agree. The axes of a value that a step makes may stand in another order,
+and what may be exchanged (the factors of a contraction, both sides of a sum) is tried in each order. A rule's inputs
+stand for any value whose axes are in their order.
 """
 
 from __future__ import annotations
@@ -19,6 +20,11 @@ from .read import Reading
 
 # More factors than this are not tried in other orders.
 _MOST_ORDERED = 5
+# What these do depends on the order of axes.
+_IN_ORDER = ("reshape",)
+# A value of ours, one of theirs, and where each axis of ours is among those of theirs.
+_Pair = tuple[str, str, tuple[int, ...]]
+_Bound = dict[str, tuple[str, tuple[int, ...]]]
 
 
 @dataclass(frozen=True)
@@ -49,17 +55,21 @@ def match(pattern: Program, reading: Reading, root: Node) -> Found | None:
     if name not in found:
         return None
     matching = _Matching(pattern, ours, found, theirs)
-    bound = matching.find([(pattern.result.name, name)], {})
+    if len(ours[pattern.result.name].letters) != len(found[name].letters):
+        return None
+    start = (pattern.result.name, name, tuple(range(len(found[name].letters))))
+    bound = matching.find([start], {})
     if bound is None:
         return None
-    nodes = {own: reading.nodes.get(other) for own, other in bound.items() if own in pattern.inputs}
+    nodes = {own: reading.nodes.get(other) for own, (other, _) in bound.items() if own in pattern.inputs}
     inputs = {own: node for own, node in nodes.items() if isinstance(node, Node)}
     sizes: dict[str, int] = {}
-    for own, other in bound.items():
+    for own, (other, order) in bound.items():
         letters = ours[own].letters if own in ours else matching.inputs[own]
-        for letter, twin in zip(letters, theirs[other], strict=True):
+        for letter, at in zip(letters, order, strict=True):
+            size = reading.program.sizes[theirs[other][at]]
             # By chance two axes of the pattern have had one size, and one letter.
-            if sizes.setdefault(letter, reading.program.sizes[twin]) != reading.program.sizes[twin]:
+            if sizes.setdefault(letter, size) != size:
                 return None
     whole = len(inputs) == len(pattern.inputs) and sizes.keys() == pattern.sizes.keys()
     return Found(inputs, sizes) if whole else None
@@ -76,49 +86,74 @@ class _Matching:
         self.pattern, self.ours, self.found, self.theirs = pattern, ours, found, theirs
         self.inputs = _flat(pattern.inputs)
 
-    def find(self, pairs: list[tuple[str, str]], bound: dict[str, str]) -> dict[str, str] | None:
+    def find(self, pairs: list[_Pair], bound: _Bound) -> _Bound | None:
         """Match pairs of values, ours and theirs, given what was matched before."""
         if not pairs:
             return bound
-        (own, other), *rest = pairs
+        (own, other, order), *rest = pairs
         if own in bound:
-            return self.find(rest, bound) if bound[own] == other else None
-        bound = {**bound, own: other}
+            return self.find(rest, bound) if bound[own] == (other, order) else None
+        bound = {**bound, own: (other, order)}
         if own in self.inputs:
-            fits = len(self.inputs[own]) == len(self.theirs[other])
-            return self.find(rest, bound) if fits else None
+            return self.find(rest, bound) if len(self.inputs[own]) == len(self.theirs[other]) else None
         if other not in self.found:
             return None
-        a, b = self.ours[own], self.found[other]
-        for order in _orders(a, b):
-            below = [(x.name, y.name) for x, y in order if isinstance(x, Read) and isinstance(y, Read)]
+        for below in self._readings(self.ours[own], self.found[other], order):
             if (done := self.find([*below, *rest], bound)) is not None:
                 return done
         return None
 
+    def _readings(self, a: Step, b: Step, order: tuple[int, ...]) -> Iterator[list[_Pair]]:
+        """Yield how what two steps read may correspond; nothing if the steps differ."""
+        if a.do != b.do or len(a.of) != len(b.of) or len(a.letters) != len(b.letters):
+            return
+        if a.do in _IN_ORDER and list(order) != sorted(order):
+            return
+        letters = _joined({}, a.letters, tuple(b.letters[at] for at in order))
+        if letters is None:
+            return
+        many = (a.do == "contract" or a.do in COMMUTATIVE) and len(a.of) <= _MOST_ORDERED
+        for of in itertools.permutations(b.of) if many else [b.of]:
+            for known, pairs in self._pairs(a, list(zip(a.of, of, strict=True)), letters):
+                if _options(a, {}) == _options(b, {theirs: ours for ours, theirs in known.items()}):
+                    yield pairs
 
-def _orders(a: Step, b: Step) -> Iterator[list[tuple[Read | float | int, Read | float | int]]]:
-    """Yield how the readings of two steps may correspond; nothing if the steps differ."""
-    if a.do != b.do or len(a.of) != len(b.of) or len(a.letters) != len(b.letters):
-        return
-    many = (a.do == "contract" or a.do in COMMUTATIVE) and len(a.of) <= _MOST_ORDERED
-    # The order of the axes of a value is of no meaning, but what reads it counts on it.
-    wanted = _spelled(a, a.of)
-    for order in itertools.permutations(b.of) if many else [b.of]:
-        if _spelled(b, order) == wanted:
-            yield list(zip(a.of, order, strict=True))
+    def _pairs(
+        self, a: Step, reads: list[tuple[Read | float | int, Read | float | int]], letters: dict[str, str]
+    ) -> Iterator[tuple[dict[str, str], list[_Pair]]]:
+        if not reads:
+            yield letters, []
+            return
+        (x, y), *rest = reads
+        if not isinstance(x, Read) or not isinstance(y, Read):
+            if x == y:
+                yield from self._pairs(a, rest, letters)
+            return
+        if len(x.axes) != len(y.axes):
+            return
+        places = tuple(range(len(x.axes)))
+        fixed = x.name in self.inputs or a.do in _IN_ORDER or a.do in OPERATORS
+        for order in [places] if fixed else itertools.permutations(places):
+            known: dict[str, str] | None = letters
+            for group, at in zip(x.axes, order, strict=True):
+                known = _joined(known or {}, group, y.axes[at])
+                if known is None:
+                    break
+            else:
+                for found, pairs in self._pairs(a, rest, known or {}):
+                    yield found, [(x.name, y.name, order), *pairs]
 
 
-def _spelled(step: Step, of: tuple[Read | float | int, ...]) -> object:
-    """Return a step with letters replaced by the order in which they appear."""
-    places: dict[str, int] = {}
+def _joined(letters: dict[str, str], ours: Letters, theirs: Letters) -> dict[str, str] | None:
+    """Put letters for letters, one for one; None if that contradicts what was put before."""
+    if len(ours) != len(theirs):
+        return None
+    letters = dict(letters)
+    for own, other in zip(ours, theirs, strict=True):
+        if letters.setdefault(own, other) != other:
+            return None
+    return letters if len(set(letters.values())) == len(letters) else None
 
-    def place(letter: str) -> int:
-        return places.setdefault(letter, len(places))
 
-    reads = [tuple(tuple(map(place, g)) for g in x.axes) if isinstance(x, Read) else float(x) for x in of]
-    result = tuple(map(place, step.letters))
-    options = {k: places.get(v, v) if k == "along" else v for k, v in step.options.items()}
-    if step.do in OPERATORS:
-        options = {k: str(v) for k, v in options.items()}
-    return reads, result, sorted(options.items(), key=lambda item: item[0])
+def _options(step: Step, letters: Mapping[str, str]) -> dict[str, str]:
+    return {k: str(letters.get(v, v) if k == "along" else v) for k, v in step.options.items()}
