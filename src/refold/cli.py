@@ -107,7 +107,6 @@ def optimize(
     for option, path in (("--json", json), ("--html", html), ("--trace", trace)):
         _check_writable(path, option)
     pictures = html is not None or trace is not None
-    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else PyTorch's profiler announces itself on standard error
     with _stages("loading", quiet, verbose):
         torch = _torch()
         from . import targets

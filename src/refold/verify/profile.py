@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from ..errors import ArgumentError
+from .memory import quiet_profiler
 from .timing import synchronize
 
 Event = dict[str, Any]
@@ -48,7 +49,11 @@ class Profiles:
             activities.append(torch.profiler.ProfilerActivity.CUDA)
         run()
         synchronize(device)
-        with torch.profiler.profile(activities=activities) as profiler, torch.profiler.record_function(name):
+        with (
+            quiet_profiler(),
+            torch.profiler.profile(activities=activities) as profiler,
+            torch.profiler.record_function(name),
+        ):
             run()
             synchronize(device)
         with tempfile.TemporaryDirectory() as folder:
