@@ -70,7 +70,7 @@ WRONG = {
     "another result": (changed(result="y[b k]"), "it must have the axes b of y"),
     "what does not divide": (changed(inputs={"x": "(b c) k", "w": "n k"}), "size of c is not known"),
     "an elementwise sum": (step(do="exp"), "its result lacks n"),
-    "no number where values are": (changed(steps=[{"let": "v[k]", "do": "slice", "of": [1.0], "along": "k"}]), "values"),
+    "a number sliced": (changed(steps=[{"let": "v[k]", "do": "slice", "of": [1.0], "along": "k"}]), "values"),
     "an unknown operator's argument": (changed(steps=[{"let": "v[b k]", "do": "causal_conv1d", "of": {"q": "x[b k]"}}]),
                                        "no argument q"),
 }  # fmt: skip
@@ -107,7 +107,7 @@ def test_shapes_of_the_inputs_that_there_are_count():
     assert parse({**PROGRAM, "sizes": {}}, shapes=shapes).sizes == {"b": 4, "k": 6, "n": 5}
     with pytest.raises(ProgramError, match="input q: there is no such input; there are x, w, other"):
         parse(changed(inputs={"q": "b k"}), shapes=shapes)
-    with pytest.raises(ProgramError, match="k has size 6 elsewhere and 7 here|axis of size 7"):
+    with pytest.raises(ProgramError, match=r"k has size 6 elsewhere and 7 here|axis of size 7"):
         parse(PROGRAM, shapes={**shapes, "w": (5, 7)})
 
 
