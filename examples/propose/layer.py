@@ -1,8 +1,8 @@
 """A layer that adds two tensors of different shapes, exponentiates, and sums: all pairs are written out.
 
-    refold optimize examples/propose/layer.py --propose "command:python examples/propose/agent.py" --run runs/1
-    refold apply runs/1 --save rules
-    refold optimize examples/propose/other_layer.py --rules rules
+refold optimize examples/propose/layer.py --propose "command:python examples/propose/agent.py" --run runs/1
+refold apply runs/1 --save rules
+refold optimize examples/propose/other_layer.py --rules rules
 """
 
 import torch

@@ -227,7 +227,9 @@ class Workshop:
 
     def _compiled(self, **options: Any) -> tuple[Run, Report]:
         accept = "always" if self.terms.accept == "right" else "faster"
-        compiled = refold_compile(self.module, accept=accept, cache=False, strict=bool(options), dynamic=False, **options)
+        compiled = refold_compile(
+            self.module, accept=accept, cache=False, strict=bool(options), dynamic=False, **options
+        )
         try:
             with self._mode():
                 compiled(*self.inputs)
