@@ -216,7 +216,7 @@ def _tried(
     (folder / "trials" / f"{number:03}.jsonl").write_text(verdict.to_jsonl())
     race = verdict.timing
     speed = race.get("speedup", 0.0), race.get("at_least", 0.0)
-    return Attempt(text, verdict.outcome, verdict.check, verdict.reason, *speed, against=race.get("base", "eager"))
+    return Attempt(text, verdict.outcome, verdict.check, verdict.reason, *speed, against=race.get("against", ""))
 
 
 def _workshop(original: Program, terms: Terms, folder: Path, record: _Record) -> Any:

@@ -363,6 +363,15 @@ class Worker:
         self.fill(specs, [*call.tensors, *call.cotangents], 0xFF)
         return int(_number(self.request(timeout, do="terms"), "terms"))
 
+    def census(self, call: Call, timeout: float) -> dict[str, int]:
+        """Run a call and return how often each operation and kernel ran, as the process says."""
+        specs, _ = self._prepare(call, hold=False)
+        self.fill(specs, [*call.tensors, *call.cotangents], 0xFF)
+        found = self.request(timeout, do="census").get("operations")
+        if not isinstance(found, dict) or not all(isinstance(n, int) for n in found.values()):
+            raise Misbehaved("P4", "its answer has no operations")
+        return {str(name)[:200]: count for name, count in list(found.items())[:500]}
+
     def again(self, result: Result, most: int = 1 << 40) -> list[torch.Tensor]:
         """Read the results of an earlier call once more."""
         return self.tensors(result.metadata, most)

@@ -249,7 +249,7 @@ class Stub:
         return {"arguments": base64.b64encode(pickle.dumps(arguments)).decode()}
 
     def do_build(
-        self, attribute: str, arguments: str, seed: int, dtype: str, device: str, train: bool
+        self, attribute: str, arguments: str, seed: int, dtype: str, device: str, train: bool, compiled: bool = False
     ) -> dict[str, Any]:
         """Make the program; a class is made with the given arguments after seeding."""
         found = getattr(self._source, attribute)
@@ -262,7 +262,7 @@ class Stub:
             found = found.to(device, getattr(torch, dtype)).train(train)
         if not callable(found):
             raise TypeError(f"{attribute} is a {type(found).__name__}, which cannot be called")
-        self._program = found
+        self._program = torch.compile(found) if compiled else found
         return self.do_inspect()
 
     def do_inputs(self, seed: int) -> dict[str, Any]:
@@ -302,6 +302,12 @@ class Stub:
         else:
             self._program.load_state_dict(values, strict=False)
         return self.do_inspect()
+
+    def do_census(self) -> dict[str, Any]:
+        """Run the prepared call and count the operations and kernels that run in it."""
+        with torch.profiler.profile() as profile:
+            self.go()
+        return {"operations": {event.key: event.count for event in profile.key_averages()}}
 
     def do_terms(self) -> dict[str, Any]:
         """Run the prepared call and count the terms of its longest sum."""
