@@ -51,7 +51,7 @@ def judge(
         inputs: Example inputs; None takes them from ``get_inputs()`` in the original's file.
         level: ``quick`` (seconds), ``full`` (up to a minute) or ``paranoid`` (minutes).
         dtype: What floating-point inputs and parameters are cast to.
-        device: ``cpu``.
+        device: ``cpu`` or ``cuda``.
         train: Whether gradients are compared and timed as well, with modules in training mode.
         accept: ``faster``: only what is faster than the original beyond noise; ``right``: whatever is right.
         nonfinite: ``strict`` refuses a candidate that returns NaN or infinities elsewhere than the original when an
@@ -132,7 +132,7 @@ def replay(log: Path, *, allow_unsandboxed: bool = False) -> tuple[Verdict, Verd
 _CHOICES = {
     "level": tuple(LEVELS),
     "dtype": ("float32", "float16", "bfloat16", "float64"),
-    "device": ("cpu",),
+    "device": ("cpu", "cuda"),
     "accept": ("faster", "right"),
     "nonfinite": ("finite-only", "strict"),
 }

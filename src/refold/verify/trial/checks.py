@@ -84,7 +84,7 @@ class Terms:
     Attributes:
         level: ``quick``, ``full`` or ``paranoid``.
         dtype: What floating-point inputs and parameters are cast to.
-        device: ``cpu``.
+        device: ``cpu`` or ``cuda``.
         train: Whether gradients are asked for, and modules are in training mode.
         accept: ``faster``, or ``right`` to leave speed out.
         nonfinite: ``finite-only``, or ``strict``: NaN and infinities must come out where the original has them.
@@ -500,7 +500,7 @@ class Trial:
         """U4, S6: when a call has returned its results are what they are, and nothing runs."""
         asleep = self.suspect.settle()
         time.sleep(0.02)
-        busy = self.suspect.activity() != asleep
+        busy = bool(asleep) and self.suspect.activity() != asleep
         changed = [not _identical(a, b) for a, b in zip(y.tensors, self.suspect.again(y, self._most), strict=True)]
         self._step("U4", "its result changed after it had returned it" if any(changed) else "")
         self._step("S6", "it used the processor while nobody called it" if busy else "")
@@ -732,7 +732,8 @@ class Trial:
                 race = {**self._race(first, fresh[1], f"confirmation {turn + 1}"), "against": against}
                 self.verdict.timing = race
         self._possible(race)
-        words = f"{race['speedup']:.3f}x of {against} (at least {race['at_least']:.3f}x) after {race['pairs']} pairs of calls"
+        speed = f"{race['speedup']:.3f}x of {against} (at least {race['at_least']:.3f}x)"
+        words = f"{speed} after {race['pairs']} pairs of calls"
         failure = "" if race["faster"] else f"not shown to be more than {DELTA:.0%} faster: {words}"
         self._step("T7", failure, **race)
 
