@@ -21,6 +21,7 @@ from .notation.rules import Rule, apply_rules
 from .passes.contract_scans import contract_scans
 from .passes.difference_segment_sums import difference_segment_sums
 from .passes.fuse_chunked_scans import contract_last_states, fuse_chunked_scans
+from .passes.merge_products import merge_products
 from .passes.multiply_out import multiply_out
 from .passes.prefer_onednn import prefer_onednn
 from .passes.recover_contractions import drop_degenerate_sums, recover_contractions
@@ -43,6 +44,7 @@ PASSES: list[tuple[str, Pass]] = [
     ("drop degenerate sums", drop_degenerate_sums),
     ("multiply out", multiply_out),
     ("recover contractions", recover_contractions),
+    ("merge products", merge_products),
     ("unroll depthwise convolutions", unroll_depthwise_convolutions),
     ("difference segment sums", difference_segment_sums),
     ("prefer oneDNN", prefer_onednn),

@@ -185,7 +185,7 @@ def test_a_command_improves_a_layer_from_the_command_line(tmp_path):
         ("print('hello')", "no JSON"),
         ("print('[]')", "must answer"),
         ("import sys; sys.exit('broken')", "exit code 1: broken"),
-        ("""print('{"proposals": [{"kind": "plan", "text": ""}]}')""", "kinds that are taken"),
+        ("""print('{"proposals": [{"kind": "magic", "text": ""}]}')""", "kinds that are taken"),
         ("""print('{"proposals": [{}]}')""", "has no text"),
         ("import time; time.sleep(60)", "within 1 s"),
     ],

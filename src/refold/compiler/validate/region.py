@@ -278,6 +278,8 @@ def _baseline(rewrite: Rewrite, settings: Settings) -> GraphModule | None:
     if inductor_seconds(len(rewrite.original.graph.nodes)) > RIVAL_S:
         return None
     twin = duplicate(rewrite.original)
+    if len(twin.graph.output_node().all_input_nodes) != 1:
+        return None
     (root,) = twin.graph.output_node().all_input_nodes
     _, colon, rule = rewrite.site.partition(":")
     site = f"{root.name}:{rule}" if colon else root.name
