@@ -226,7 +226,7 @@ def _region(root: Node, made: list[Node], rollup: Rollup) -> set[Node]:
 def dualise(rollup: Carries, loop: Loop, new: Node) -> Node:
     """Replace a scan whose states are only contracted by an operator that never writes them; returns what is new."""
     scan, body = loop.scan, loop.body
-    if loop.reverse or scan is None or body is None:
+    if loop.reverse or scan is None or body is None or body.reset is not None:
         return new
     shape = [loop.length, *value(loop.steps[0]).shape]
     states = States(scan, loop.previous, shape, downstream(scan))

@@ -76,13 +76,16 @@ class Loop:
 class Affine:
     """``scale * carry + offset``, elementwise; None stands for 1 and for 0.
 
-    ``shape`` is a step's shape: the carry's, but for axes of size one; None before anything was done to the carry.
+    Where ``reset`` is true it is ``offset``: the carry was not read there, and if it is NaN, that ends there. None stands
+    for nowhere. ``shape`` is a step's shape: the carry's, but for axes of size one; None before anything was done to the
+    carry.
     """
 
     loop: Loop
     scale: Value | None = None
     offset: Value | None = None
     shape: tuple[int, ...] | None = None
+    reset: Value | None = None
 
 
 class Carries:
@@ -103,6 +106,9 @@ class Carries:
         out, rank = self.emit.reshape(carry, [value(carry).shape[0], *shape]), len(shape)
         if x.scale is not None:
             out = self.emit.call(aten.mul.Tensor, out, self.emit.padded(x.scale, rank))
+        if x.reset is not None:
+            zero = self.emit.call(aten.zeros_like.default, out)
+            out = self.emit.call(aten.where.self, self.emit.padded(x.reset, rank), zero, out)
         if x.offset is not None:
             out = self.emit.call(aten.add.Tensor, out, self.emit.padded(x.offset, rank))
         return Value(out, True)
@@ -167,8 +173,8 @@ class Carries:
         if target in _SAME:
             return mine
         if target in _VIEWS and _without_ones(value(node).shape) == _without_ones(value(node.args[0]).shape):
-            scale, offset = (self._viewed(part, node) for part in (mine.scale, mine.offset))
-            return Affine(loop, scale, offset)
+            scale, offset, reset = (self._viewed(part, node) for part in (mine.scale, mine.offset, mine.reset))
+            return Affine(loop, scale, offset, reset=reset)
         if target is prims.convert_element_type.default and node.args[1].is_floating_point:
             return mine
         if not is_pointwise(target):
@@ -230,13 +236,18 @@ class Carries:
         scale = scales[0] if len(scales) == 1 else self._call(aten.add.Tensor, loop, *scales)
         if len(offsets) == 2:
             offsets = [self._call(aten.add.Tensor, loop, *offsets)]
-        return Affine(loop, scale, offsets[0] if offsets else None)
+        resets = [x.reset for x in (a, b) if isinstance(x, Affine)]
+        reset = resets[0]
+        if len(resets) == 2 and reset is not None:  # forgotten is what both parts forget
+            reset = None if resets[1] is None else self._call(aten.logical_and.default, loop, reset, resets[1])
+        return Affine(loop, scale, offsets[0] if offsets else None, reset=reset)
 
     def _scaled(self, x: Affine | Value, by: Value, loop: Loop) -> Any:
         if isinstance(x, Value):
             return self._call(aten.mul.Tensor, loop, x, by)
         scale = by if x.scale is None else self._call(aten.mul.Tensor, loop, x.scale, by)
-        return Affine(loop, scale, None if x.offset is None else self._call(aten.mul.Tensor, loop, x.offset, by))
+        offset = None if x.offset is None else self._call(aten.mul.Tensor, loop, x.offset, by)
+        return Affine(loop, scale, offset, reset=x.reset)
 
     def _where(self, node: Node, leaves: list[Any], loop: Loop, count: int) -> Affine:
         """Choose between functions of the carry by a mask that does not depend on it."""
@@ -251,7 +262,19 @@ class Carries:
                 chosen.append(self.emit.padded(Value(self.emit.timed(part, count, node), True), rank))
             outs.append(Value(self.emit.call(aten.where.self, self.emit.padded(mask, rank), *chosen), True))
         scale, offset = outs
-        return Affine(loop, scale, offset)
+        return Affine(loop, scale, offset, reset=self._chosen_reset(loop, mask, *sides))
+
+    def _chosen_reset(self, loop: Loop, mask: Value, a: Affine | Value, b: Affine | Value) -> Value | None:
+        """Return where a choice by a mask reads no carry: where it takes what is no function of it, or is reset."""
+        parts = []
+        for x, taken in ((a, mask), (b, None)):
+            if isinstance(x, Affine) and x.reset is None:
+                continue
+            taken = taken or self._call(aten.logical_not.default, loop, mask)
+            if isinstance(x, Affine) and x.reset is not None:
+                taken = self._call(aten.logical_and.default, loop, taken, x.reset)
+            parts.append(taken)
+        return parts[0] if len(parts) == 1 else self._call(aten.logical_or.default, loop, *parts) if parts else None
 
     # The loop itself -------------------------------------------------------------------------
 
@@ -274,11 +297,15 @@ class Carries:
         # The operator wants a batch axis before time; any axis of the state will do.
         order = [1, 0, *range(2, len(shape))] if val.dim() else [0]
         operands = [emit.cast(x, dtype) for x in operands]
+        if body.reset is not None:
+            mask = emit.timed(body.reset, count, like)
+            operands.append(emit.expand(emit.padded(Value(mask, True), val.dim()), shape))
         operands[1:] = [emit.permute(x, order) for x in operands[1:]]
         if not val.dim():
             operands = [emit.call(aten.unsqueeze.default, x, 0) for x in operands]
-        first, a, x = (emit.call(aten.clone.default, x, memory_format=torch.contiguous_format) for x in operands)
-        given = node_args("linear_scan", a=a, x=x, initial_state=first, reverse=loop.reverse)
+        first, *timed = (emit.call(aten.clone.default, x, memory_format=torch.contiguous_format) for x in operands)
+        by_name = dict(zip(("a", "x", "reset"), timed, strict=False))
+        given = node_args("linear_scan", **by_name, initial_state=first, reverse=loop.reverse)
         scan = emit.call(OPS["linear_scan"], *given)
         out = emit.call(operator.getitem, scan, 0)
         loop.scan, loop.body = out, body
