@@ -107,7 +107,7 @@ class Carries:
         if x.scale is not None:
             out = self.emit.call(aten.mul.Tensor, out, self.emit.padded(x.scale, rank))
         if x.reset is not None:
-            zero = self.emit.call(aten.zeros_like.default, out)
+            zero = self.emit.call(aten.full.default, [], 0.0, dtype=value(out).dtype, device=value(out).device)
             out = self.emit.call(aten.where.self, self.emit.padded(x.reset, rank), zero, out)
         if x.offset is not None:
             out = self.emit.call(aten.add.Tensor, out, self.emit.padded(x.offset, rank))
