@@ -76,9 +76,9 @@ class Loop:
 class Affine:
     """``scale * carry + offset``, elementwise; None stands for 1 and for 0.
 
-    Where ``reset`` is true it is ``offset``: the carry was not read there, and if it is NaN, that ends there. None stands
-    for nowhere. ``shape`` is a step's shape: the carry's, but for axes of size one; None before anything was done to the
-    carry.
+    Where ``reset`` is true it is ``offset``: the carry was not read there, and if it is NaN, that ends there. None
+    stands for nowhere. ``shape`` is a step's shape: the carry's, but for axes of size one; None before anything was
+    done to the carry.
     """
 
     loop: Loop

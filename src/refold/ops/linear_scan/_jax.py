@@ -85,7 +85,9 @@ def linear_scan(
         begin = jnp.where(stops > starts, begin, seqlen)  # an empty sequence begins nowhere
         state = jnp.zeros((len(starts), *x.shape[2:]), acc) if initial_state is None else initial_state.astype(acc)
         values = values.at[0, begin].add(kept((0, jnp.minimum(begin, seqlen - 1)), state), mode="drop")
-        begins = jnp.zeros((1, seqlen), bool).at[0, begin].set(True, mode="drop").reshape(1, seqlen, *[1] * (x.ndim - 2))
+        begins = (
+            jnp.zeros((1, seqlen), bool).at[0, begin].set(True, mode="drop").reshape(1, seqlen, *[1] * (x.ndim - 2))
+        )
         first = begins if first is None else first | begins
         first |= jnp.zeros_like(values, bool)  # under `shard_map` the marks must vary over devices as the values do
 

@@ -155,7 +155,8 @@ def _linear_scan_bwd_segments_kernel(
 @triton.jit
 def _linear_scan_bwd_kernel(
     cu_seqlens_ptr, reset_ptr, a_ptr, x_ptr, initial_ptr, dh_ptr, dfinal_ptr, segment_state_ptr, segment_adjoint_ptr,
-    segment_factor_ptr, segment_reset_ptr, border_ptr, da_ptr, dx_ptr, dinitial_ptr, seqlen, segment, nsegments, channels,
+    segment_factor_ptr, segment_reset_ptr, border_ptr, da_ptr, dx_ptr, dinitial_ptr,
+    seqlen, segment, nsegments, channels,
     BLOCK: tl.constexpr, TOKENS: tl.constexpr, REVERSE: tl.constexpr,
 ):  # fmt: skip
     """Grid (blocks of channels, segments, sequences): a program owns BLOCK channels of one segment.

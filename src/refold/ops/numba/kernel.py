@@ -1,4 +1,4 @@
-"""Functions that Numba compiles, with their machine code kept on disk: compiling takes seconds at each start, loading 0.1.
+"""Functions that Numba compiles, with their machine code kept on disk: to compile them takes seconds, to load them 0.1.
 
 Numba looks at the file of a function to see whether what it kept is old, but not at the files of functions that it
 calls. So the folder is named after the text of all of them. What is kept holds for one version of Numba and one kind of
@@ -55,13 +55,13 @@ class Kernel:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             if not os.access(folder, os.W_OK):
                 return None
-            numba.config.CACHE_DIR = str(folder)
+            numba.config.CACHE_DIR = str(folder)  # type: ignore[attr-defined]
             found = self.compiled(cache=True)
             return found if Path(found.stats.cache_path).is_relative_to(folder) else None
         except (OSError, RuntimeError, AttributeError):
             return None
         finally:
-            numba.config.CACHE_DIR = before
+            numba.config.CACHE_DIR = before  # type: ignore[attr-defined]
 
 
 def kernel(**options: Any) -> Callable[[Callable[..., None]], Kernel]:
