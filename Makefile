@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # The newest transformers, for a second and smaller run of the tests of real layers.
 NEWEST := .venv-newest
 
-.PHONY: setup demo test lint clean
+.PHONY: setup demo test lint site clean
 .NOTPARALLEL:
 
 setup: $(VENV)/.done
@@ -15,7 +15,7 @@ $(VENV)/.done: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet torch==2.13.0
 	$(BIN)/python -m pip install --quiet transformers==5.17.0
-	$(BIN)/python -m pip install --quiet --editable '.[torch,triton,numba,jax,hf,propose,test,lint]'
+	$(BIN)/python -m pip install --quiet --editable '.[torch,triton,numba,jax,hf,propose,test,lint,docs]'
 	touch $@
 
 $(NEWEST)/.done: pyproject.toml
@@ -32,9 +32,12 @@ lint: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+site: setup
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+
 # Two processes of one thread each: tests spend their time in compilers, which use one.
 test: export OMP_NUM_THREADS = 1
-test: lint $(NEWEST)/.done
+test: lint site $(NEWEST)/.done
 	$(BIN)/python -m pytest tests --ignore=tests/gpu -n 2 --dist worksteal
 	$(NEWEST)/bin/python -m pytest tests/hf/test_layers.py tests/hf/test_accelerate.py -n 2 --dist worksteal
 
