@@ -8,6 +8,7 @@ bounded memory:
             leaves it
 3. keys     per chunk and group: walks over heads with dB in registers; writes dx
    queries  the same with dC, and what the log decays gain from what reads them
+   exact    both once more for chunks in which they found what is not finite; others end at once
 4. tokens   d(dt) of each token; sums dB and dC over splits of the heads
 5. a sum of rows, for dA, dD and d(dt_bias)
 
@@ -152,22 +153,51 @@ def _pairs(
 
 
 @triton.jit
-def _ssd_bwd_keys_kernel(
-    table_ptr, x_ptr, dy_ptr, B_ptr, C_ptr, D_ptr, decay_ptr, step_ptr, leaving_ptr,
-    dx_ptr, dB_ptr, kept_ptr, direct_ptr, skip_ptr, sums_ptr,
+def _finite(values):
+    return tl.abs(values.to(tl.float32)) < float("inf")
+
+
+@triton.jit
+def _any_bad(values):
+    """Return 1 if anything is not finite, else 0."""
+    return tl.max(tl.max(tl.where(_finite(values), 0, 1), axis=1), axis=0)
+
+
+@triton.jit
+def _exact_decay(A_ptr, pid_h, step):
+    """Return, in float64, the running sum of log2 decays without those that are NaN or inf, and the number of these."""
+    A = _clip(tl.load(A_ptr + pid_h).to(tl.float32), -1e38, 1e38).to(tl.float64)
+    log2_decay = step.to(tl.float64) * A * tl.full((1,), LOG2E, tl.float64)
+    good = log2_decay < float("inf")
+    decay = tl.cumsum(tl.where(good, _clip(log2_decay, -256.0, 256.0), 0.0), axis=0)
+    return decay, tl.cumsum(tl.where(good, 0, 1), axis=0)
+
+
+@triton.jit
+def _decayed(decay, since, bad):
+    """Return 2 to the power of decay - since; NaN where one of the decays in between is bad."""
+    return tl.where(bad, float("nan"), _exp2((decay - since).to(tl.float32)))
+
+
+@triton.jit
+def _flag_at(flags_ptr, pid_c, first_block_n):
+    """Return where a program says whether dB, then dC, has values that are not finite."""
+    block = (pid_c * 0 + first_block_n + tl.program_id(2)) * tl.num_programs(0) + pid_c
+    return flags_ptr + 2 * (block * tl.num_programs(1) + tl.program_id(1))
+
+
+@triton.jit
+def _keys(
+    table_ptr, x_ptr, dy_ptr, A_ptr, B_ptr, C_ptr, D_ptr, decay_ptr, step_ptr, leaving_ptr,
+    dx_ptr, dB_ptr, kept_ptr, direct_ptr, skip_ptr, sums_ptr, flags_ptr,
     seqlen, nchunks, nheads, ngroups, headdim, dstate, first, count, split_heads, first_block_n, columns,
     stride_x_b, stride_x_t, stride_x_h, stride_dy_b, stride_dy_t, stride_dy_h,
     stride_B_b, stride_B_t, stride_B_g, stride_C_b, stride_C_t, stride_C_g, stride_D_h, stride_D_p,
     CHUNK: tl.constexpr, BLOCK_P: tl.constexpr, BLOCKS_P: tl.constexpr, BLOCK_N: tl.constexpr, BLOCKS_N: tl.constexpr,
     LEAD: tl.constexpr, D_CHANNELS: tl.constexpr, VARLEN: tl.constexpr, PARTS: tl.constexpr,
-    PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    PRECISION: tl.constexpr, STAGES: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """Grid (batch * chunks, groups * splits, blocks of states): a program owns one chunk of some heads of one group.
-
-    It sums dB of its block of states over its heads (float32, onto what earlier blocks of heads have left). With LEAD,
-    whose program owns the first block of states, it also writes dx, kept, direct and, where there is a D, dy·x of each
-    token (skip) or its part of dD. Matrices of pairs of tokens are (j, i).
-    """
+    """Do what `_ssd_bwd_keys_kernel` does, or `_ssd_bwd_exact_kernel`."""
     pid_c = tl.program_id(0).to(tl.int64)
     nsplits = tl.num_programs(1) // ngroups
     pid_g = tl.program_id(1) // nsplits
@@ -217,10 +247,16 @@ def _ssd_bwd_keys_kernel(
                 x_part = tl.load(x_rows + offs_p[None, :], mask=mask_tp, other=0.0)
                 dy_part = tl.load(dy_rows + offs_p[None, :], mask=mask_tp, other=0.0)
                 pairs = _dot(x_part, tl.trans(dy_part), pairs, PRECISION)
-        between = decay[None, :] - decay[:, None]
-        if PARTS == 2:
-            between += low[None, :] - low[:, None]
-        grown = _exp2(tl.where(causal, between, 0.0))
+        if EXACT:
+            sums, bad = _exact_decay(A_ptr, pid_h, step)
+            grown = _decayed(sums[None, :], sums[:, None], bad[None, :] > bad[:, None])
+            grown = tl.where(causal, grown, 0.0)
+            to_end = _decayed(tl.sum(tl.where(offs_t == CHUNK - 1, sums, 0.0)), sums, bad < tl.max(bad))
+        else:
+            between = decay[None, :] - decay[:, None]
+            if PARTS == 2:
+                between += low[None, :] - low[:, None]
+            grown = _exp2(tl.where(causal, between, 0.0))
         dcb += pairs * grown * step[:, None]
         if LEAD:
             mix = (cb * grown).to(x_ptr.dtype.element_ty)
@@ -250,7 +286,13 @@ def _ssd_bwd_keys_kernel(
                     dX = _dot(B_part, tl.trans(K_part), dX, PRECISION)
                 dX *= to_end[:, None]
                 kept += tl.sum(dX * x_tile, axis=1)
-                dX = _dot(mix, dy_tile, dX, PRECISION)
+                if EXACT:
+                    finite = _finite(dy_tile)
+                    dX = _dot(mix, tl.where(finite, dy_tile, 0.0).to(dy_tile.dtype), dX, PRECISION)
+                    latest = tl.max(tl.where(finite, -1, offs_t[:, None]), axis=0)
+                    dX = tl.where(offs_t[:, None] <= latest[None, :], float("nan"), dX)
+                else:
+                    dX = _dot(mix, dy_tile, dX, PRECISION)
                 direct += tl.sum(dX * x_tile, axis=1)
                 dx = dX * step[:, None]
                 if D_ptr is not None:
@@ -273,24 +315,60 @@ def _ssd_bwd_keys_kernel(
 
     dcb = tl.where(causal, dcb, 0.0).to(x_ptr.dtype.element_ty)
     C_tile = tl.load(C_rows + offs_n[None, :], mask=mask_tn, other=0.0)
-    tl.store(dB_ptr + offs_part, _dot(dcb, C_tile, dB, PRECISION), mask=mask_tn)
+    flag_at = _flag_at(flags_ptr, pid_c, first_block_n)
+    if EXACT:
+        finite = _finite(C_tile)
+        dB = _dot(dcb, tl.where(finite, C_tile, 0.0).to(C_tile.dtype), dB, PRECISION)
+        latest = tl.max(tl.where(finite, -1, offs_t[:, None]), axis=0)
+        dB = tl.where(offs_t[:, None] <= latest[None, :], float("nan"), dB)
+        kept_dB = tl.load(flag_at) == 0
+    else:
+        dB = _dot(dcb, C_tile, dB, PRECISION)
+        bad = tl.maximum(_any_bad(dB), _any_bad(cb))
+        tl.store(flag_at, bad)
+        kept_dB = bad != 0
+    tl.store(dB_ptr + offs_part, dB, mask=mask_tn & ((offs_n * 0 + kept_dB.to(tl.int32)) == 0)[None, :])
 
 
 @triton.jit
-def _ssd_bwd_queries_kernel(
-    table_ptr, x_ptr, dy_ptr, B_ptr, C_ptr, decay_ptr, step_ptr, entering_ptr, leaving_ptr,
-    dC_ptr, late_ptr,
+def _ssd_bwd_keys_kernel(
+    table_ptr, x_ptr, dy_ptr, B_ptr, C_ptr, D_ptr, decay_ptr, step_ptr, leaving_ptr,
+    dx_ptr, dB_ptr, kept_ptr, direct_ptr, skip_ptr, sums_ptr, flags_ptr,
+    seqlen, nchunks, nheads, ngroups, headdim, dstate, first, count, split_heads, first_block_n, columns,
+    stride_x_b, stride_x_t, stride_x_h, stride_dy_b, stride_dy_t, stride_dy_h,
+    stride_B_b, stride_B_t, stride_B_g, stride_C_b, stride_C_t, stride_C_g, stride_D_h, stride_D_p,
+    CHUNK: tl.constexpr, BLOCK_P: tl.constexpr, BLOCKS_P: tl.constexpr, BLOCK_N: tl.constexpr, BLOCKS_N: tl.constexpr,
+    LEAD: tl.constexpr, D_CHANNELS: tl.constexpr, VARLEN: tl.constexpr, PARTS: tl.constexpr,
+    PRECISION: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Grid (batch * chunks, groups * splits, blocks of states): a program owns one chunk of some heads of one group.
+
+    It sums dB of its block of states over its heads (float32, onto what earlier blocks of heads have left). With LEAD,
+    whose program owns the first block of states, it also writes dx, kept, direct and, where there is a D, dy·x of each
+    token (skip) or its part of dD. Matrices of pairs of tokens are (j, i).
+    """
+    _keys(
+        table_ptr, x_ptr, dy_ptr, None, B_ptr, C_ptr, D_ptr, decay_ptr, step_ptr, leaving_ptr,
+        dx_ptr, dB_ptr, kept_ptr, direct_ptr, skip_ptr, sums_ptr, flags_ptr,
+        seqlen, nchunks, nheads, ngroups, headdim, dstate, first, count, split_heads, first_block_n, columns,
+        stride_x_b, stride_x_t, stride_x_h, stride_dy_b, stride_dy_t, stride_dy_h,
+        stride_B_b, stride_B_t, stride_B_g, stride_C_b, stride_C_t, stride_C_g, stride_D_h, stride_D_p,
+        CHUNK, BLOCK_P, BLOCKS_P, BLOCK_N, BLOCKS_N, LEAD, D_CHANNELS, VARLEN, PARTS, PRECISION, STAGES, False,
+    )  # fmt: skip
+
+
+@triton.jit
+def _queries(
+    table_ptr, x_ptr, dy_ptr, A_ptr, B_ptr, C_ptr, decay_ptr, step_ptr, entering_ptr, leaving_ptr,
+    dC_ptr, late_ptr, through_ptr, flags_ptr,
     seqlen, nchunks, nheads, ngroups, headdim, dstate, first, count, split_heads, first_block_n,
     stride_x_b, stride_x_t, stride_x_h, stride_dy_b, stride_dy_t, stride_dy_h,
     stride_B_b, stride_B_t, stride_B_g, stride_C_b, stride_C_t, stride_C_g,
     CHUNK: tl.constexpr, BLOCK_P: tl.constexpr, BLOCKS_P: tl.constexpr, BLOCK_N: tl.constexpr, BLOCKS_N: tl.constexpr,
     LEAD: tl.constexpr, VARLEN: tl.constexpr, PARTS: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    EXACT: tl.constexpr,
 ):  # fmt: skip
-    """Grid (batch * chunks, groups * splits, blocks of states): a program owns one chunk of some heads of one group.
-
-    It sums dC of its block of states over its heads (float32, onto what earlier blocks of heads have left). With LEAD,
-    whose program owns the first block of states, it also writes late. Matrices of pairs of tokens are (i, j).
-    """
+    """Do what `_ssd_bwd_queries_kernel` does, or `_ssd_bwd_exact_kernel`."""
     pid_c = tl.program_id(0).to(tl.int64)
     nsplits = tl.num_programs(1) // ngroups
     pid_g = tl.program_id(1) // nsplits
@@ -341,10 +419,16 @@ def _ssd_bwd_queries_kernel(
                 x_part = tl.load(x_rows + offs_p[None, :], mask=mask_tp, other=0.0)
                 dy_part = tl.load(dy_rows + offs_p[None, :], mask=mask_tp, other=0.0)
                 pairs = _dot(dy_part, tl.trans(x_part), pairs, PRECISION)
-        between = decay[:, None] - decay[None, :]
-        if PARTS == 2:
-            between += low[:, None] - low[None, :]
-        pairs *= _exp2(tl.where(causal, between, 0.0)) * step[None, :]
+        if EXACT:
+            sums, bad = _exact_decay(A_ptr, pid_h, step)
+            grown = _decayed(sums[:, None], sums[None, :], bad[:, None] > bad[None, :])
+            from_start = _decayed(sums, 0.0, bad > 0)
+            pairs = tl.where(causal, pairs * grown * step[None, :], 0.0)
+        else:
+            between = decay[:, None] - decay[None, :]
+            if PARTS == 2:
+                between += low[:, None] - low[None, :]
+            pairs *= _exp2(tl.where(causal, between, 0.0)) * step[None, :]
         dcb += pairs
         if LEAD:
             reads = tl.zeros((CHUNK,), tl.float32)
@@ -375,13 +459,95 @@ def _ssd_bwd_queries_kernel(
                     through += tl.sum(H_part.to(tl.float32) * K_part.to(tl.float32), axis=1)
                 reads += tl.sum(y * dy_tile, axis=1)
         if LEAD:
-            crossing = _dot((pairs * cb).to(x_ptr.dtype.element_ty), before, None, PRECISION)  # (i, k)
-            late = tl.sum(tl.where(causal, crossing + (reads * from_start)[:, None], 0.0), axis=0)
+            if EXACT:
+                crossing = tl.cumsum(tl.where(causal, pairs * cb, 0.0), axis=1)
+                crossing = tl.sum(tl.where(offs_t[:, None] > offs_t[None, :], crossing, 0.0), axis=0)  # of k - 1
+                late = tl.where(offs_t[:, None] + 1 == offs_t[None, :], crossing[:, None], 0.0)
+                late = tl.sum(late + tl.where(causal, (reads * from_start)[:, None], 0.0), axis=0)
+                if through_ptr is not None:  # which the other kernel leaves apart
+                    tl.store(through_ptr + row * 16 + tl.arange(0, 16), tl.zeros((16,), tl.float32))
+            else:
+                crossing = _dot((pairs * cb).to(x_ptr.dtype.element_ty), before, None, PRECISION)  # (i, k)
+                late = tl.sum(tl.where(causal, crossing + (reads * from_start)[:, None], 0.0), axis=0)
             tl.store(late_ptr + row * CHUNK + offs_t, late + tl.sum(through, axis=0) * whole)
 
     dcb = tl.where(causal, dcb, 0.0).to(x_ptr.dtype.element_ty)
     B_tile = tl.load(B_rows + offs_n[None, :], mask=mask_tn, other=0.0)
-    tl.store(dC_ptr + offs_part, _dot(dcb, B_tile, dC, PRECISION), mask=mask_tn)
+    flag_at = _flag_at(flags_ptr, pid_c, first_block_n) + 1
+    if EXACT:
+        finite = _finite(B_tile)
+        dC = _dot(dcb, tl.where(finite, B_tile, 0.0).to(B_tile.dtype), dC, PRECISION)
+        earliest = tl.min(tl.where(finite, CHUNK, offs_t[:, None]), axis=0)
+        dC = tl.where(offs_t[:, None] >= earliest[None, :], float("nan"), dC)
+        kept_dC = tl.load(flag_at) == 0
+    else:
+        dC = _dot(dcb, B_tile, dC, PRECISION)
+        bad = tl.maximum(_any_bad(dC), _any_bad(cb))
+        tl.store(flag_at, bad)
+        kept_dC = bad != 0
+    tl.store(dC_ptr + offs_part, dC, mask=mask_tn & ((offs_n * 0 + kept_dC.to(tl.int32)) == 0)[None, :])
+
+
+@triton.jit
+def _ssd_bwd_queries_kernel(
+    table_ptr, x_ptr, dy_ptr, B_ptr, C_ptr, decay_ptr, step_ptr, entering_ptr, leaving_ptr,
+    dC_ptr, late_ptr, flags_ptr,
+    seqlen, nchunks, nheads, ngroups, headdim, dstate, first, count, split_heads, first_block_n,
+    stride_x_b, stride_x_t, stride_x_h, stride_dy_b, stride_dy_t, stride_dy_h,
+    stride_B_b, stride_B_t, stride_B_g, stride_C_b, stride_C_t, stride_C_g,
+    CHUNK: tl.constexpr, BLOCK_P: tl.constexpr, BLOCKS_P: tl.constexpr, BLOCK_N: tl.constexpr, BLOCKS_N: tl.constexpr,
+    LEAD: tl.constexpr, VARLEN: tl.constexpr, PARTS: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Grid (batch * chunks, groups * splits, blocks of states): a program owns one chunk of some heads of one group.
+
+    It sums dC of its block of states over its heads (float32, onto what earlier blocks of heads have left). With LEAD,
+    whose program owns the first block of states, it also writes late. Matrices of pairs of tokens are (i, j).
+    """
+    _queries(
+        table_ptr, x_ptr, dy_ptr, None, B_ptr, C_ptr, decay_ptr, step_ptr, entering_ptr, leaving_ptr,
+        dC_ptr, late_ptr, None, flags_ptr,
+        seqlen, nchunks, nheads, ngroups, headdim, dstate, first, count, split_heads, first_block_n,
+        stride_x_b, stride_x_t, stride_x_h, stride_dy_b, stride_dy_t, stride_dy_h,
+        stride_B_b, stride_B_t, stride_B_g, stride_C_b, stride_C_t, stride_C_g,
+        CHUNK, BLOCK_P, BLOCKS_P, BLOCK_N, BLOCKS_N, LEAD, VARLEN, PARTS, PRECISION, STAGES, False,
+    )  # fmt: skip
+
+
+@triton.jit
+def _ssd_bwd_exact_kernel(
+    table_ptr, x_ptr, dy_ptr, A_ptr, B_ptr, C_ptr, D_ptr, decay_ptr, step_ptr, entering_ptr, leaving_ptr,
+    dx_ptr, dB_ptr, dC_ptr, kept_ptr, direct_ptr, skip_ptr, late_ptr, through_ptr, sums_ptr, flags_ptr,
+    seqlen, nchunks, nheads, ngroups, headdim, dstate, first, count, split_heads, first_block_n, columns,
+    stride_x_b, stride_x_t, stride_x_h, stride_dy_b, stride_dy_t, stride_dy_h,
+    stride_B_b, stride_B_t, stride_B_g, stride_C_b, stride_C_t, stride_C_g, stride_D_h, stride_D_p,
+    CHUNK: tl.constexpr, BLOCK_P: tl.constexpr, BLOCKS_P: tl.constexpr, BLOCK_N: tl.constexpr, BLOCKS_N: tl.constexpr,
+    LEAD: tl.constexpr, D_CHANNELS: tl.constexpr, VARLEN: tl.constexpr, PARTS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Do again what `keys` and `queries` have done for the chunks in which they found what is not finite.
+
+    The products of the other kernels sum over pairs of tokens with zeros where the second comes before the first, and
+    zero times NaN is NaN. Here what is not finite is taken out of such products, and each gradient that depends on it
+    is made NaN. States at the borders of chunks need no such care: whatever they sum is before or after them all.
+    """
+    at = _flag_at(flags_ptr, tl.program_id(0).to(tl.int64), first_block_n)
+    if tl.load(at) + tl.load(at + 1) > 0:
+        _keys(
+            table_ptr, x_ptr, dy_ptr, A_ptr, B_ptr, C_ptr, D_ptr, decay_ptr, step_ptr, leaving_ptr,
+            dx_ptr, dB_ptr, kept_ptr, direct_ptr, skip_ptr, sums_ptr, flags_ptr,
+            seqlen, nchunks, nheads, ngroups, headdim, dstate, first, count, split_heads, first_block_n, columns,
+            stride_x_b, stride_x_t, stride_x_h, stride_dy_b, stride_dy_t, stride_dy_h,
+            stride_B_b, stride_B_t, stride_B_g, stride_C_b, stride_C_t, stride_C_g, stride_D_h, stride_D_p,
+            CHUNK, BLOCK_P, BLOCKS_P, BLOCK_N, BLOCKS_N, LEAD, D_CHANNELS, VARLEN, PARTS, PRECISION, 1, True,
+        )  # fmt: skip
+        _queries(
+            table_ptr, x_ptr, dy_ptr, A_ptr, B_ptr, C_ptr, decay_ptr, step_ptr, entering_ptr, leaving_ptr,
+            dC_ptr, late_ptr, through_ptr, flags_ptr,
+            seqlen, nchunks, nheads, ngroups, headdim, dstate, first, count, split_heads, first_block_n,
+            stride_x_b, stride_x_t, stride_x_h, stride_dy_b, stride_dy_t, stride_dy_h,
+            stride_B_b, stride_B_t, stride_B_g, stride_C_b, stride_C_t, stride_C_g,
+            CHUNK, BLOCK_P, BLOCKS_P, BLOCK_N, BLOCKS_N, LEAD, VARLEN, PARTS, PRECISION, 1, True,
+        )  # fmt: skip
 
 
 @triton.jit
