@@ -199,6 +199,7 @@ class _Plan:
         walk_options = {"num_warps": config["warps"], "num_stages": stages}
         exact_consts = {name: value for name, value in walk_consts.items() if name != "STAGES"}
         exact_consts |= {"LEAD": True, "D_CHANNELS": self.D_channels}
+        exact_options = {"num_warps": 8, "num_stages": 1}
         self.blocks: list[tuple[Any, ...]] = []
         for first in range(0, heads, count):
             held = min(count, heads - first)
@@ -207,7 +208,7 @@ class _Plan:
                 state_ints = (nchunks, nheads, ngroups, first, held)
                 ints = (*state_ints, split_heads, columns, *D_strides)
                 exact_ints = (*sizes, first, held, split_heads, 0, columns, *strides, *D_strides)
-                exact = Launch(kernels._ssd_bwd_exact_kernel, (rows, ngroups * nsplits, 1), exact_consts, walk_options)
+                exact = Launch(kernels._ssd_bwd_exact_kernel, (rows, ngroups * nsplits, 1), exact_consts, exact_options)
                 self.blocks.append((states, state_ints, [(walk, ints, exact, exact_ints)]))
                 continue
             grid = (2 * triton.cdiv(headdim, state_p) * ngroups * held, batch)
@@ -221,7 +222,7 @@ class _Plan:
                     kernels._ssd_bwd_keys_kernel, grid3, {**consts, "D_CHANNELS": self.D_channels}, walk_options
                 )
                 queries = Launch(kernels._ssd_bwd_queries_kernel, grid3, consts, walk_options)
-                exact = Launch(kernels._ssd_bwd_exact_kernel, grid3, {**exact_consts, "LEAD": lead}, walk_options)
+                exact = Launch(kernels._ssd_bwd_exact_kernel, grid3, {**exact_consts, "LEAD": lead}, exact_options)
                 keys_ints = (*ints, columns, *strides, *D_strides)
                 walks.append((keys, keys_ints, queries, (*ints, *strides), exact))
             self.blocks.append((states, (*sizes, first, held, *strides), walks))
