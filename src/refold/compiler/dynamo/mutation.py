@@ -10,7 +10,7 @@ import torch
 from torch.fx import GraphModule, Node
 from torch.utils._pytree import tree_leaves
 
-from .loop import CapturedLoop
+from .loop import CapturedLoop, Neighbours, is_scan
 
 _ARITHMETIC = ("iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "iand", "ior", "ixor")
 _IN_PLACE = tuple(getattr(operator, name) for name in _ARITHMETIC)
@@ -33,10 +33,12 @@ def changed_in_place(gm: GraphModule, cautious: bool = False, but: Node | None =
 
 
 def _is_harmless(gm: GraphModule, call: Node) -> bool:
-    """Tell whether a call is that of a captured loop whose body writes to none of its arguments."""
+    """Tell whether a call is that of a captured loop whose body writes to none of its arguments, or of a scan."""
+    if is_scan(call):
+        return True
     loop = gm.get_submodule(str(call.target)) if call.op == "call_module" else None
     if not isinstance(loop, CapturedLoop):
-        return False
+        return isinstance(loop, Neighbours)
     given = {storage for x in loop.body.graph.find_nodes(op="placeholder") for storage in _storages(x)}
     return not given & changed_in_place(loop.body, cautious=True)
 
