@@ -7,6 +7,7 @@ import operator
 from typing import Any
 
 import torch
+from torch._C._functorch import is_batchedtensor
 from torch.fx import GraphModule, Node
 from torch.utils._pytree import tree_leaves
 
@@ -65,4 +66,5 @@ def _asked_to(node: Node) -> bool:
 def _storages(node: Node) -> set[Any]:
     """Return the storages of a value, and of the items of a list of values."""
     leaves = tree_leaves(node.meta.get("example_value"))
-    return {x.untyped_storage()._cdata for x in leaves if isinstance(x, torch.Tensor)}
+    tensors = [x for x in leaves if isinstance(x, torch.Tensor) and not is_batchedtensor(x)]  # those are a vmap's own
+    return {x.untyped_storage()._cdata for x in tensors}

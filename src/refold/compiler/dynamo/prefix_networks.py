@@ -16,12 +16,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch._C._functorch import is_batchedtensor
 from torch._functorch.compile_utils import fx_graph_cse
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, GraphModule, Interpreter, Node
 from torch.utils._pytree import tree_leaves
 
-from ..ir.builder import Builder, downstream, extract, upstream
+from ..ir.builder import Builder, between, downstream, extract, upstream
 from ..ir.index import is_tensor, value
 from ..ir.rewrite import Rewrite, source_line
 from ..recurrence.affine import Affine, Carries, Loop
@@ -129,17 +130,20 @@ def networks(gm: GraphModule, training: bool) -> list[Network]:
     if not found:
         return []
     whole = [node for node in moved if results.get(node) in found]
-    feeding: set[Node] = set()
-    for node in whole:
-        feeding |= upstream(node) - {node}
+    within = {x for one in found.values() for x in between(one.node, [one.b, *([] if one.a is None else [one.a])])}
+    inner = _between_levels(moved)
     changed = _changes(gm, moved)
     out: list[Network] = []
-    covered: set[Node] = set()
+    covered: set[Any] = set()
     order = {x: i for i, x in enumerate(gm.graph.nodes)}
     for node in whole:
         # The value is known at the end: earlier than the last change of its memory it is another one.
         last = changed.get(_storage(node), node)
-        later = [user for user in node.users if user not in feeding and order[user] > order[last]]
+        later = [
+            user
+            for user in node.users
+            if order[user] > order[last] and user not in inner and results.get(user) not in within
+        ]
         if not later:
             continue
         if results[node] in covered:
@@ -151,7 +155,8 @@ def networks(gm: GraphModule, training: bool) -> list[Network]:
         rewrite_site = node.name
         object.__setattr__(rewrite, "site", rewrite_site)
         out.append(Network(gm, node, rewrite, later, last, moved))
-        covered |= {x for x in found if results[node] in upstream(x)}
+        this = found[results[node]]
+        covered |= {x for x, one in found.items() if (one.a, one.b) == (this.a, this.b)}
     return out
 
 
@@ -183,7 +188,9 @@ def _example(node: Any) -> Any:
 
 def _storage(node: Node) -> Any:
     example = _example(node)
-    return example.untyped_storage()._cdata if isinstance(example, torch.Tensor) else id(node)
+    if not isinstance(example, torch.Tensor) or is_batchedtensor(example):  # within a vmap
+        return id(node)
+    return example.untyped_storage()._cdata
 
 
 def _changes(gm: GraphModule, moved: Sequence[Node]) -> dict[Any, Node]:
