@@ -74,7 +74,7 @@ class GraphReport:
     difference_from_eager: float | None = None
     compile_s: float = 0.0
     inductor_compile_s: float | None = None
-    proof_s: float = 0.0
+    checks_s: float = 0.0
     program: str = ""
     remembered: str = ""
     busy: str = ""

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from ..ir.index import is_tensor, known, value
+from ..ir.fx import is_tensor, known, value
 
 aten = torch.ops.aten
 prims = torch.ops.prims
