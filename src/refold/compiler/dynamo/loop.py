@@ -101,3 +101,24 @@ def step_count(loop: CapturedLoop, call: Node) -> Any:
         return loop.count
     operand: Any = call.args[-1]
     return known(operand.meta["example_value"])
+
+
+class Neighbours(torch.nn.Module):
+    """An ``associative_scan`` along axis 0 by its definition: a tree of calls of the graph that combines neighbours."""
+
+    def __init__(self, combine: GraphModule, count: int) -> None:
+        super().__init__()
+        self.combine, self.count = combine, count
+
+    def forward(self, *operands: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return all prefixes of the first ``count`` operands; the others are the same for all."""
+        from torch._higher_order_ops.associative_scan import generic_associative_scan
+
+        xs, rest = operands[: self.count], operands[self.count :]
+        combined = torch.vmap(self.combine, (*[0] * (2 * self.count), *[None] * len(rest)))
+        return tuple(generic_associative_scan(combined, list(xs), additional_inputs=tuple(rest)))
+
+
+def is_scan(node: Node) -> bool:
+    """Tell whether a call is that of PyTorch's ``associative_scan``."""
+    return node.op == "call_function" and getattr(node.target, "_name", "") == "associative_scan"
