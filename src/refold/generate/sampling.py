@@ -12,12 +12,15 @@ COLDEST = 1e-6
 
 @dataclass(frozen=True)
 class Sampling:
-    """Settings of the choice, applied in this order: temperature, the ``top_k`` likeliest, the nucleus ``top_p``.
+    """Settings of the choice, applied in this order: penalty, temperature, ``top_k``, ``top_p``, ``min_p``.
 
     Attributes:
         temperature: 0 takes the likeliest token; otherwise logits are divided by it.
         top_k: Number of tokens to choose from; 0 means all.
         top_p: Choose from the smallest set of likeliest tokens whose probabilities sum to at least this.
+        min_p: Choose from the tokens that are at least this times as probable as the likeliest; 0 means all.
+        repetition_penalty: Divides positive logits, and multiplies negative ones, of every token that the row has read,
+            its prompt included (Keskar et al., 2019, arXiv:1909.05858); 1 changes nothing.
         seed: The same seed, prompts and settings give the same tokens, however they are streamed.
 
     Raises:
@@ -27,6 +30,8 @@ class Sampling:
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -38,6 +43,12 @@ class Sampling:
             raise ArgumentError(f"top_k must be 0 (all tokens) or a positive integer; it is {self.top_k!r}.")
         if not _is(Real, self.top_p) or not 0 < self.top_p <= 1:
             raise ArgumentError(f"top_p must be a number in (0, 1]; it is {self.top_p!r}.")
+        if not _is(Real, self.min_p) or not 0 <= self.min_p <= 1:
+            raise ArgumentError(f"min_p must be a number in [0, 1]; it is {self.min_p!r}.")
+        if not _is(Real, self.repetition_penalty) or not 0 < self.repetition_penalty < math.inf:
+            raise ArgumentError(
+                f"repetition_penalty must be a positive finite number; it is {self.repetition_penalty!r}."
+            )
         if not _is(Integral, self.seed) or not 0 <= self.seed < 2**32:
             raise ArgumentError(f"seed must be an integer in [0, 2**32); it is {self.seed!r}.")
 
