@@ -4,6 +4,8 @@ import math
 from dataclasses import dataclass
 from numbers import Integral, Real
 
+import numpy as np
+
 from refold.errors import ArgumentError
 
 COLDEST = 1e-6
@@ -51,6 +53,28 @@ class Sampling:
             )
         if not _is(Integral, self.seed) or not 0 <= self.seed < 2**32:
             raise ArgumentError(f"seed must be an integer in [0, 2**32); it is {self.seed!r}.")
+
+
+def uniforms(seed: int, lengths: np.ndarray, steps: int) -> np.ndarray:
+    """Draw numbers in [0, 1) for the next ``steps`` tokens of rows that have read ``lengths`` tokens, ``(b, steps)``.
+
+    A number depends on seed, row and position alone, so that streaming changes nothing: the hash is SplitMix64's
+    (Steele, Lea & Flood, "Fast splittable pseudorandom number generators", 2014).
+    """
+    state = np.full((len(lengths), steps), seed, np.uint64)
+    rows = np.arange(len(lengths), dtype=np.uint64)[:, None]
+    positions = lengths.astype(np.uint64)[:, None] + np.arange(steps, dtype=np.uint64)
+    for word in (np.uint64(0), rows, positions):
+        state = _mixed(state ^ word)
+    return (state >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+def _mixed(x: np.ndarray) -> np.ndarray:
+    with np.errstate(over="ignore"):
+        x = x + np.uint64(0x9E3779B97F4A7C15)
+        x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        return x ^ (x >> np.uint64(31))
 
 
 def _is(kind: type, value: object) -> bool:

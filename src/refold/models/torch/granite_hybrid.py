@@ -78,7 +78,7 @@ def forward(
         hidden, normed = add_norm(hidden, mixed, common["mlp_norm"], c.norm_eps, c.residual_multiplier)
         mixed = _mlp(common, normed)
         if c.nexperts:
-            mixed = mixed + _experts(c, common, normed)
+            mixed = mixed + _experts(c, common, normed, normed.numel() // c.d_model * c.experts_per_token <= c.nexperts)
     _, normed = add_norm(hidden, mixed, params["norm"], c.norm_eps, c.residual_multiplier)
     after = {**state, "length": rows.grown(state["length"])}
     if windows:
@@ -126,7 +126,8 @@ def _feed_(config: GraniteHybridConfig, common: Tree, hidden: Tensor) -> None:
     scale = c.residual_multiplier
     steps.add_projected_(hidden, fed, common["mlp_out"], common.get("mlp_out_bias"), gated=True, scale=scale)
     if normed is not None:
-        hidden.add_(_experts(c, common, normed), alpha=scale)
+        few = len(hidden) * c.experts_per_token <= c.nexperts
+        hidden.add_(_experts(c, common, normed, few or hidden.is_cuda), alpha=scale)  # a CUDA graph cannot count
 
 
 def _heads(config: GraniteHybridConfig, x: Tensor) -> Tensor:
@@ -228,17 +229,18 @@ def _mlp(common: Tree, x: Tensor) -> Tensor:
     return linear(F.silu(gate) * up, common["mlp_out"], common.get("mlp_out_bias"))
 
 
-def _experts(config: GraniteHybridConfig, common: Tree, x: Tensor) -> Tensor:
+def _experts(config: GraniteHybridConfig, common: Tree, x: Tensor, gather: bool) -> Tensor:
     """Send each token to its ``experts_per_token`` best experts and sum their answers by the softmax of the scores.
 
-    Few tokens gather their experts' weights; many are sorted by expert, and each expert reads its own.
+    Tokens ``gather`` their experts' weights, which suits few; else they are sorted by expert, and each expert reads its
+    own.
     """
     c = config
     tokens = x.flatten(0, -2)
     top = c.experts_per_token
     scores, chosen = linear(tokens, common["router"]).to(wide(x.dtype)).topk(top)  # (m, k)
     share = scores.softmax(-1).to(x.dtype)
-    if len(tokens) * top <= c.nexperts or torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+    if gather:
         hidden = torch.einsum("mi,mkoi->mko", tokens, common["expert_in"][chosen])
         gate, up = hidden.chunk(2, -1)
         answers = torch.einsum("mkf,mkif->mki", F.silu(gate) * up, common["expert_out"][chosen])
