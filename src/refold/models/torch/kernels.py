@@ -3,11 +3,14 @@
 Reading the weights once is what a token costs, so each kernel does what would otherwise be a pass of its own over small
 arrays: the norm before a product, the convolution or the sum after it. Kernels start while the one before them ends
 (programmatic dependent launch, where the device has it): weights and states, which no kernel just before writes, are
-asked for at once, and then each waits for the results that it needs. Activations between kernels are float32.
+asked for at once, and then each waits for the results that it needs. And each kernel asks the L2 cache for the first
+weights of the product that comes next (``ahead``), so that memory is read while kernels wait for one another.
+Activations between kernels are float32.
 """
 
 from __future__ import annotations
 
+import math
 from functools import cache
 
 import torch
@@ -16,23 +19,26 @@ import triton.language as tl
 from torch import Tensor
 
 from refold.ops.ssd._triton_kernels import LOG2E, _clip, _dot, _exp2, _silu, _softplus
-from refold.ops.torch.launch import INTERPRETED
+from refold.ops.torch.launch import INTERPRETED, PTX
 
 MOST_ROWS = 64
 """Rows that a product takes; more are bound by arithmetic, which matrix libraries know better."""
 
-_HELD = 16384
-"""Weights that a program of one row holds in registers."""
+AHEAD = 16 << 20
+"""Bytes of the next product's weight that are asked for ahead of it."""
+
+_LINE = 128
+"""Bytes that one request for the L2 cache brings."""
 
 
 def takes(x: Tensor, weight: Tensor, group_size: int | None) -> bool:
-    """Whether `project` takes a product: a plain weight, one row or few of bfloat16, groups of even size."""
+    """Whether `project` takes a product: a plain weight, and one row, or few of 16 bits."""
     size = weight.shape[1]
     if not weight.is_contiguous() or weight.dtype not in (torch.bfloat16, torch.float16, torch.float32):
         return False
-    if group_size not in (None, size) and _block_k(group_size, 512) < 16:
-        return False
-    return len(x) == 1 or (weight.dtype == torch.bfloat16 and len(x) <= MOST_ROWS and size >= 16)
+    if len(x) == 1:
+        return group_size in (None, size) or _block_k(group_size, 512) >= 16
+    return weight.dtype != torch.float32 and len(x) <= MOST_ROWS and (group_size or size) <= 65536
 
 
 def project(
@@ -46,6 +52,7 @@ def project(
     convolution: tuple[Tensor, Tensor, Tensor | None, Tensor | None, int] | None = None,
     onto: Tensor | None = None,
     scale: float = 1.0,
+    ahead: Tensor | None = None,
     config: tuple[int, ...] | None = None,
 ) -> Tensor:
     """Compute `steps.project`, with what `steps.project_and_convolve_` or `steps.add_projected_` do after it.
@@ -55,48 +62,65 @@ def project(
     """
     batch, (nout, size) = len(x), weight.shape
     group = group_size or size
+    if batch > 1 and (gated or norm is not None or x.dtype != weight.dtype):
+        x, norm, gated = _prepare(x, weight.dtype, norm, eps, group, gated), None, False
     x = x if x.stride(-1) == 1 else x.contiguous()
     out = torch.empty(batch, nout, dtype=torch.float32, device=x.device) if onto is None else onto
     window, taps, taps_bias, active, first = convolution or (None, None, None, None, 0)
+    block_o, *rest = config or (_row_config(size) if batch == 1 else _rows_config(nout, size))
+    programs = triton.cdiv(nout, block_o)
     arguments = (
-        x, weight, bias, norm, out, window, taps, taps_bias, active, batch, nout, x.stride(0), eps, scale, first,
-        0 if taps is None else len(taps),
+        x, weight, bias, norm, out, window, taps, taps_bias, active, ahead, batch, nout, x.stride(0), eps, scale,
+        first, 0 if taps is None else len(taps), _lines(ahead),
     )  # fmt: skip
     consts = {
-        "SIZE": size, "GROUP": group, "GATED": gated, "ADD": onto is not None,
-        "WIDTH": 1 if taps is None else taps.shape[1], "PDL": dependent(x.device),
+        "SIZE": size, "ADD": onto is not None, "WIDTH": 1 if taps is None else taps.shape[1],
+        "PDL": dependent(x.device), "BLOCK_O": block_o, "SHARE": _share(ahead, programs),
     }  # fmt: skip
     if batch == 1:
-        block_o, warps = config or _row_config(nout, size)
-        block_k = _block_k(group, 1024) if group != size else min(_block_k(size, 1024), 1024)
+        block_k = _block_k(group, 1024)
         if block_k < 64 and group == size:
             block_k = min(1024, triton.next_power_of_2(size))
-        _project_row_kernel[(triton.cdiv(nout, block_o),)](
-            *arguments, **consts, BLOCK_O=block_o, BLOCK_K=block_k, num_warps=warps, **_pdl(x.device)
+        _project_row_kernel[(programs,)](
+            *arguments, **consts, GROUP=group, GATED=gated, BLOCK_K=block_k, num_warps=rest[0], **_pdl(x.device)
         )
     else:
-        block_o, block_k, warps, stages = config or (32, 256, 4, 4)
-        block_k = _block_k(group, block_k) if group != size else min(block_k, triton.next_power_of_2(size))
-        _project_rows_kernel[(triton.cdiv(nout, block_o),)](
-            *arguments, **consts, BLOCK_B=max(16, triton.next_power_of_2(batch)), BLOCK_O=block_o, BLOCK_K=block_k,
-            STAGES=stages, PRECISION="widen" if INTERPRETED else "ieee", num_warps=warps, **_pdl(x.device),
+        block_k, warps, stages = rest
+        _project_rows_kernel[(programs,)](
+            *arguments, **consts, BLOCK_B=max(16, triton.next_power_of_2(batch)),
+            BLOCK_K=min(block_k, max(16, triton.next_power_of_2(size))), STAGES=stages,
+            PRECISION="widen" if INTERPRETED else "ieee", num_warps=warps, **_pdl(x.device),
         )  # fmt: skip
     return out
 
 
+def _prepare(x: Tensor, dtype: torch.dtype, norm: Tensor | None, eps: float, group: int, gated: bool) -> Tensor:
+    """Return what several rows are multiplied with, in the weight's dtype: gated or normalised."""
+    batch, size = len(x), x.shape[1] // (1 + gated)
+    y = torch.empty(batch, size, dtype=dtype, device=x.device)
+    block = triton.next_power_of_2(group)
+    _prepare_kernel[(batch, size // group)](
+        x, norm, y, x.stride(0), size, group, eps, GATED=gated, BLOCK=block, PDL=dependent(x.device),
+        num_warps=min(16, max(1, block // 256)), **_pdl(x.device),
+    )  # fmt: skip
+    return y
+
+
 def ssd_(
     x: Tensor, B: Tensor, C: Tensor, dt: Tensor, z: Tensor, A_log: Tensor, D: Tensor, dt_bias: Tensor,
-    dt_limit: tuple[float, float], state: Tensor, active: Tensor | None,
+    dt_limit: tuple[float, float], state: Tensor, active: Tensor | None, ahead: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Compute `steps.ssd_`; heads and groups of x, B, C and z lie one after the other."""
     batch, nheads, headdim, dstate = state.shape
     y = torch.empty(batch, nheads, headdim, dtype=torch.float32, device=x.device)
     block_n = triton.next_power_of_2(dstate)
     block_p = min(triton.next_power_of_2(headdim), max(1, 2048 // block_n))
-    _ssd_step_kernel[(triton.cdiv(headdim, block_p), nheads, batch)](
-        x, dt, A_log, B, C, D, z, dt_bias, state, y, active, nheads, B.shape[1], headdim, dstate,
+    grid = (triton.cdiv(headdim, block_p), nheads, batch)
+    _ssd_step_kernel[grid](
+        x, dt, A_log, B, C, D, z, dt_bias, state, y, active, ahead, _lines(ahead), nheads, B.shape[1], headdim, dstate,
         float(dt_limit[0]), float(dt_limit[1]), x.stride(0), dt.stride(0), B.stride(0), C.stride(0), z.stride(0),
-        BLOCK_P=block_p, BLOCK_N=block_n, PDL=dependent(x.device), num_warps=4, **_pdl(x.device),
+        BLOCK_P=block_p, BLOCK_N=block_n, PDL=dependent(x.device), SHARE=_share(ahead, math.prod(grid)), num_warps=4,
+        **_pdl(x.device),
     )  # fmt: skip
     return y
 
@@ -152,10 +176,32 @@ def _block_k(size: int, most: int) -> int:
     return min(most, size & -size)
 
 
-def _row_config(nout: int, size: int) -> tuple[int, int]:
+def _lines(ahead: Tensor | None) -> int:
+    return 0 if ahead is None or not PTX else min(AHEAD, ahead.numel() * ahead.element_size()) // _LINE
+
+
+def _share(ahead: Tensor | None, programs: int) -> int:
+    """Return how many lines each of so many programs asks for."""
+    return triton.next_power_of_2(triton.cdiv(_lines(ahead), programs)) if _lines(ahead) else 0
+
+
+def _row_config(size: int) -> tuple[int, int]:
     """Return (BLOCK_O, num_warps) of a product with one row: as many rows of the weight as registers hold."""
-    block_o = max(1, min(16, _HELD // triton.next_power_of_2(size)))
-    return block_o, 4
+    return (4, 2) if size < 4096 else (4, 4) if size < 16384 else (1, 4)
+
+
+def _rows_config(nout: int, size: int) -> tuple[int, int, int, int]:
+    """Return (BLOCK_O, BLOCK_K, num_warps, num_stages) of a product with several rows."""
+    return (64, 256, 4, 3) if nout > 64 * 132 else (16, 256, 4, 5)
+
+
+@triton.jit
+def _ask(ahead_ptr, lines, program, SHARE: tl.constexpr):
+    """Ask the L2 cache for a program's share of the lines ahead."""
+    if SHARE > 0:
+        line = tl.minimum(program * SHARE + tl.arange(0, SHARE), lines - 1)
+        at = ahead_ptr.to(tl.int64) + line.to(tl.int64) * 128
+        tl.inline_asm_elementwise("prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [at], tl.int32, False, 1)
 
 
 @triton.jit
@@ -199,10 +245,10 @@ def _finish(
 
 @triton.jit
 def _project_row_kernel(
-    x_ptr, weight_ptr, bias_ptr, norm_ptr, out_ptr, window_ptr, taps_ptr, taps_bias_ptr, active_ptr,
-    nrows, nout, stride_x, eps, scale, first, channels,
-    SIZE: tl.constexpr, GROUP: tl.constexpr, GATED: tl.constexpr, ADD: tl.constexpr, WIDTH: tl.constexpr,
-    PDL: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_K: tl.constexpr,
+    x_ptr, weight_ptr, bias_ptr, norm_ptr, out_ptr, window_ptr, taps_ptr, taps_bias_ptr, active_ptr, ahead_ptr,
+    nrows, nout, stride_x, eps, scale, first, channels, lines,
+    SIZE: tl.constexpr, ADD: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr, BLOCK_O: tl.constexpr,
+    SHARE: tl.constexpr, GROUP: tl.constexpr, GATED: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Grid (blocks of outputs): a program owns BLOCK_O outputs of one row, and asks for all their weights at once."""
     offs_o = tl.program_id(0) * BLOCK_O + tl.arange(0, BLOCK_O)
@@ -216,6 +262,8 @@ def _project_row_kernel(
         weights += (tl.load(rows + offs[None, :], mask=mask_o[:, None] & (offs < SIZE)[None, :], other=0.0),)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
+    _ask(ahead_ptr, lines, tl.program_id(0), SHARE)
+    if PDL:
         tl.extra.cuda.gdc_wait()
     total = tl.zeros((BLOCK_O,), tl.float32)
     for group in tl.static_range(SIZE // GROUP):
@@ -241,17 +289,12 @@ def _project_row_kernel(
 
 @triton.jit
 def _project_rows_kernel(
-    x_ptr, weight_ptr, bias_ptr, norm_ptr, out_ptr, window_ptr, taps_ptr, taps_bias_ptr, active_ptr,
-    nrows, nout, stride_x, eps, scale, first, channels,
-    SIZE: tl.constexpr, GROUP: tl.constexpr, GATED: tl.constexpr, ADD: tl.constexpr, WIDTH: tl.constexpr,
-    PDL: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
-    PRECISION: tl.constexpr,
+    x_ptr, weight_ptr, bias_ptr, norm_ptr, out_ptr, window_ptr, taps_ptr, taps_bias_ptr, active_ptr, ahead_ptr,
+    nrows, nout, stride_x, eps, scale, first, channels, lines,
+    SIZE: tl.constexpr, ADD: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr, BLOCK_O: tl.constexpr,
+    SHARE: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Grid (blocks of outputs): a program owns BLOCK_O outputs of all rows.
-
-    x is rounded to the weight's dtype before the scale of its norm, which the product's sum gets: bfloat16 has the
-    range for that.
-    """
+    """Grid (blocks of outputs): a program owns BLOCK_O outputs of all rows; x has the weight's dtype."""
     offs_o = tl.program_id(0) * BLOCK_O + tl.arange(0, BLOCK_O)
     offs_b = tl.arange(0, BLOCK_B)
     mask_o, mask_b = offs_o < nout, offs_b < nrows
@@ -259,35 +302,46 @@ def _project_rows_kernel(
     x_rows = x_ptr + offs_b.to(tl.int64)[:, None] * stride_x
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
+    _ask(ahead_ptr, lines, tl.program_id(0), SHARE)
+    if PDL:
         tl.extra.cuda.gdc_wait()
     total = tl.zeros((BLOCK_O, BLOCK_B), tl.float32)
-    for group in tl.static_range(SIZE // GROUP):
-        acc = tl.zeros((BLOCK_O, BLOCK_B), tl.float32)
-        squares = tl.zeros((BLOCK_B,), tl.float32)
-        for k in tl.range(group * GROUP, (group + 1) * GROUP, BLOCK_K, num_stages=STAGES):
-            offs = k + tl.arange(0, BLOCK_K)
-            mask_k = offs < SIZE
-            weight = tl.load(weight_rows + offs[None, :], mask=mask_o[:, None] & mask_k[None, :], other=0.0)
-            mask = mask_b[:, None] & mask_k[None, :]
-            x = tl.load(x_rows + offs[None, :], mask=mask, other=0.0).to(tl.float32)
-            if GATED:
-                x = _silu(x) * tl.load(x_rows + SIZE + offs[None, :], mask=mask, other=0.0).to(tl.float32)
-            if norm_ptr is not None:
-                squares += tl.sum(x * x, axis=1)
-                x *= tl.load(norm_ptr + offs, mask=mask_k, other=0.0).to(tl.float32)[None, :]
-            acc = _dot(weight, tl.trans(x.to(weight.dtype)), acc, PRECISION)
-        if norm_ptr is not None:
-            acc *= tl.rsqrt(squares / GROUP + eps)[None, :]
-        total += acc
+    for k in tl.range(0, SIZE, BLOCK_K, num_stages=STAGES):
+        offs = k + tl.arange(0, BLOCK_K)
+        mask_k = offs < SIZE
+        weight = tl.load(weight_rows + offs[None, :], mask=mask_o[:, None] & mask_k[None, :], other=0.0)
+        x = tl.load(x_rows + offs[None, :], mask=mask_b[:, None] & mask_k[None, :], other=0.0)
+        total = _dot(weight, tl.trans(x), total, PRECISION)
     _finish(total, offs_o, offs_b, bias_ptr, out_ptr, window_ptr, taps_ptr, taps_bias_ptr, active_ptr, nrows, nout,
             scale, first, channels, ADD, WIDTH)  # fmt: skip
 
 
 @triton.jit
+def _prepare_kernel(
+    x_ptr, norm_ptr, y_ptr, stride_x, size, group, eps, GATED: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
+    """Grid (rows, groups)."""
+    row = tl.program_id(0).to(tl.int64)
+    inside = tl.arange(0, BLOCK)
+    mask = inside < group
+    offs = tl.program_id(1) * group + inside
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    x = tl.load(x_ptr + row * stride_x + offs, mask=mask, other=0.0).to(tl.float32)
+    if GATED:
+        x = _silu(x) * tl.load(x_ptr + row * stride_x + size + offs, mask=mask, other=0.0).to(tl.float32)
+    if norm_ptr is not None:
+        weight = tl.load(norm_ptr + offs, mask=mask, other=0.0).to(tl.float32)
+        x *= tl.rsqrt(tl.sum(x * x) / group + eps) * weight
+    tl.store(y_ptr + row * size + offs, x.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
 def _ssd_step_kernel(
     x_ptr, dt_ptr, A_log_ptr, B_ptr, C_ptr, D_ptr, z_ptr, dt_bias_ptr, state_ptr, y_ptr, active_ptr,
-    nheads, ngroups, headdim, dstate, dt_min, dt_max, stride_x, stride_dt, stride_B, stride_C, stride_z,
-    BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr,
+    ahead_ptr, lines, nheads, ngroups, headdim, dstate, dt_min, dt_max, stride_x, stride_dt, stride_B, stride_C, stride_z,
+    BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr, SHARE: tl.constexpr,
 ):  # fmt: skip
     """Grid (blocks of head channels, heads, batch): a program owns BLOCK_P channels of one head of one row."""
     offs_p = tl.program_id(0) * BLOCK_P + tl.arange(0, BLOCK_P)
@@ -301,6 +355,9 @@ def _ssd_step_kernel(
     A = -tl.exp(tl.load(A_log_ptr + pid_h).to(tl.float32)) * LOG2E
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
+    program = (tl.program_id(2) * nheads + pid_h) * tl.num_programs(0) + tl.program_id(0)
+    _ask(ahead_ptr, lines, program, SHARE)
+    if PDL:
         tl.extra.cuda.gdc_wait()
     step = tl.load(dt_ptr + pid_b * stride_dt + pid_h).to(tl.float32) + tl.load(dt_bias_ptr + pid_h).to(tl.float32)
     step = _clip(_softplus(step), dt_min, dt_max)
