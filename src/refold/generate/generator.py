@@ -1,8 +1,8 @@
 """Generation, whatever computes: what is asked is checked, prompts are cut into pieces, and a framework does the rest.
 
 A conversation is all there is to know about what was read so far: the model's state (of constant size, but for the
-key-value cache of attention layers), the logits of what comes next, and which tokens were seen. It can be forked, saved,
-loaded and gone on with, without reading the past again.
+key-value cache of attention layers), the logits of what comes next, and which tokens were seen. It can be forked,
+saved, loaded and gone on with, without reading the past again.
 """
 
 from __future__ import annotations

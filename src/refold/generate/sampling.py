@@ -61,11 +61,9 @@ def uniforms(seed: int, lengths: np.ndarray, steps: int) -> np.ndarray:
     A number depends on seed, row and position alone, so that streaming changes nothing: the hash is SplitMix64's
     (Steele, Lea & Flood, "Fast splittable pseudorandom number generators", 2014).
     """
-    state = np.full((len(lengths), steps), seed, np.uint64)
     rows = np.arange(len(lengths), dtype=np.uint64)[:, None]
     positions = lengths.astype(np.uint64)[:, None] + np.arange(steps, dtype=np.uint64)
-    for word in (np.uint64(0), rows, positions):
-        state = _mixed(state ^ word)
+    state = _mixed(_mixed(_mixed(np.full(positions.shape, seed, np.uint64)) ^ rows) ^ positions)
     return (state >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 

@@ -7,7 +7,7 @@ that it decodes: nothing is copied while one conversation goes on, and a second 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -111,9 +111,7 @@ class Generator(BaseGenerator[Conversation]):
         return conversation.state["length"].cpu().numpy()
 
     def _fresh(self, batch: int, device: str | torch.device = "meta") -> dict[str, Tensor]:
-        state = self.model.init_state(
-            self.config, batch, self.params["embedding"].dtype, self.state_dtype, device
-        )
+        state = self.model.init_state(self.config, batch, self.params["embedding"].dtype, self.state_dtype, device)
         shape = (batch, self.config.vocab_size)
         logits = torch.zeros(shape, device=device)
         return {**state, "logits": logits, "seen": torch.zeros(shape, dtype=torch.bool, device=device)}
@@ -295,9 +293,7 @@ class _Graph:
             drawn = self.drawn.gather(1, self.count[:, None].long())[:, 0]
             self.token.copy_(choose(self.logits, self.seen, drawn, self.settings, kind))
         greedy = kind.greedy and not kind.penalty
-        self.fused.take(
-            self.logits, self.token, self.tokens, self.count, self.done, self.active, self.stop, greedy
-        )
+        self.fused.take(self.logits, self.token, self.tokens, self.count, self.done, self.active, self.stop, greedy)
         if kind.penalty:
             place = self.token[:, None]
             self.seen.scatter_(1, place, self.seen.gather(1, place) | self.active[:, None])

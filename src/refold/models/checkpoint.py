@@ -1,4 +1,4 @@
-"""Checkpoints as nested dictionaries of arrays, layers stacked: NumPy's, for which no framework is needed, or another's.
+"""Checkpoints as nested dictionaries of arrays, layers stacked: NumPy's, which need no framework, or another's.
 
 A table says, for each tensor of a configuration, its name in the file, its shape, and its place here. Every tensor of
 the table must be in the files with exactly that shape, and every tensor of the files in the table. Weights keep the
@@ -60,9 +60,7 @@ class Entry:
         return (self.shape[0], self.shape[2]) if self.squeeze else self.shape
 
 
-def load_checkpoint(
-    model: str | Path, dtype: str | None = None, arrays: Arrays | None = None
-) -> tuple[Config, Params]:
+def load_checkpoint(model: str | Path, dtype: str | None = None, arrays: Arrays | None = None) -> tuple[Config, Params]:
     """Read a checkpoint directory, or a name on the Hugging Face hub.
 
     Args:

@@ -2,8 +2,8 @@
 
 Every model has the same three functions: ``init_state(config, batch)``, ``forward(config, params, tokens, state)``
 for any number of tokens, and ``step_(config, params, token, state)``, which reads one token a row and overwrites the
-state. Parameters are those of ``refold.models.checkpoint`` with the layers apart: ``params["layers"]`` is a tuple with a
-dictionary for each layer, whose tensors are views of the stacks.
+state. Parameters are those of ``refold.models.checkpoint`` with the layers apart: ``params["layers"]`` is a tuple with
+a dictionary for each layer, whose tensors are views of the stacks.
 
 ``forward`` has gradients; ``step_`` has none, and may run inside a CUDA graph.
 """
@@ -55,7 +55,9 @@ def usable(device: str | torch.device) -> torch.device:
         torch.empty(0, device=place)
     except (RuntimeError, AssertionError) as error:  # the second where torch was built without CUDA
         reason = str(error).splitlines()[0]
-        raise DeviceError(f"device {str(device)!r} cannot be used: {reason}. Name one that is there, such as cpu.") from error
+        raise DeviceError(
+            f"device {str(device)!r} cannot be used: {reason}. Name one that is there, such as cpu."
+        ) from error
     return place
 
 

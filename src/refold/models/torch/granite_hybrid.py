@@ -6,6 +6,7 @@ The state has the Mamba layers' states, and a key-value cache of some capacity, 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -148,9 +149,8 @@ def _attention(
     answers = []
     for r, (query, key, value) in enumerate(zip(*(rows.apart(a) for a in (q, k, v)), strict=True)):
         before, after = past[r], past[r] + len(key)
-        if config.rope_theta is not None:
-            position = torch.arange(before, after, device=u.device)
-            query, key = _rotate(config, query, position), _rotate(config, key, position)
+        position = torch.arange(before, after, device=u.device)
+        query, key = _rotate(config, query, position), _rotate(config, key, position)
         k_cache[r, before:after], v_cache[r, before:after] = key.detach(), value.detach()
         if before:
             key, value = torch.cat([k_cache[r, :before], key]), torch.cat([v_cache[r, :before], value])
@@ -161,18 +161,20 @@ def _attention(
 def _attend(config: GraniteHybridConfig, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Return ``(t, heads, e)`` for queries that are the last ``t`` of the keys ``(s, kv heads, e)``."""
     q, k, v = (a.movedim(0, 1)[None] for a in (q, k, v))
-    options = {"scale": config.attention_multiplier, "enable_gqa": config.nheads != config.nkvheads}
+    attend = partial(
+        F.scaled_dot_product_attention,
+        scale=config.attention_multiplier,
+        enable_gqa=config.nheads != config.nkvheads,
+    )
     before = k.shape[2] - q.shape[2]
     if not before:
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, **options)
+        y = attend(q, k, v, is_causal=True)
     else:
         parts, begin = [], before
         for block in q.split(QUERY_BLOCK, 2):
             end = begin + block.shape[2]
             seen = torch.arange(end, device=q.device) <= torch.arange(begin, end, device=q.device)[:, None]
-            parts.append(
-                F.scaled_dot_product_attention(block, k[:, :, :end], v[:, :, :end], attn_mask=seen, **options)
-            )
+            parts.append(attend(block, k[:, :, :end], v[:, :, :end], attn_mask=seen))
             begin = end
         y = torch.cat(parts, 2)
     return y[0].movedim(1, 0)
@@ -196,8 +198,7 @@ def _attention_step_(
         _heads(c, steps.project(hidden, weights[name], weights.get(f"{name}_bias"), norm=norm, eps=c.norm_eps))
         for name in ("q", "k", "v")
     )
-    if c.rope_theta is not None:
-        q, k = _rotate(c, q, length), _rotate(c, k, length)
+    q, k = _rotate(c, q, length), _rotate(c, k, length)
     row, slot = torch.arange(len(q), device=q.device), length.long()
     k_cache[row, slot], v_cache[row, slot] = k.to(k_cache.dtype), v.to(v_cache.dtype)
     seen = torch.arange(k_cache.shape[1], device=q.device) <= length[:, None]  # (b, capacity)
@@ -210,6 +211,8 @@ def _attention_step_(
 
 def _rotate(config: GraniteHybridConfig, x: Tensor, position: Tensor) -> Tensor:
     """Rotate the halves of the first ``rope_dim`` of ``x (t, heads, e)`` by angles that grow with ``position (t,)``."""
+    if config.rope_theta is None:
+        return x
     dim = config.headdim if config.rope_dim is None else config.rope_dim
     half = dim // 2
     frequency = 1.0 / config.rope_theta ** (torch.arange(half, dtype=torch.float32, device=x.device) / half)
@@ -243,8 +246,8 @@ def _experts(config: GraniteHybridConfig, common: Tree, x: Tensor, gather: bool)
     if gather:
         hidden = torch.einsum("mi,mkoi->mko", tokens, common["expert_in"][chosen])
         gate, up = hidden.chunk(2, -1)
-        answers = torch.einsum("mkf,mkif->mki", F.silu(gate) * up, common["expert_out"][chosen])
-        return torch.einsum("mk,mki->mi", share, answers).view_as(x)
+        answer = torch.einsum("mkf,mkif->mki", F.silu(gate) * up, common["expert_out"][chosen])
+        return torch.einsum("mk,mki->mi", share, answer).view_as(x)
     order = chosen.flatten().argsort(stable=True)
     sizes = chosen.flatten().bincount(minlength=c.nexperts).tolist()
     answers = []

@@ -3,15 +3,13 @@
 Reading the weights once is what a token costs, so each kernel does what would otherwise be a pass of its own over small
 arrays: the norm before a product, the convolution or the sum after it. Kernels start while the one before them ends
 (programmatic dependent launch, where the device has it): weights and states, which no kernel just before writes, are
-asked for at once, and then each waits for the results that it needs. And each kernel asks the L2 cache for the first
-weights of the product that comes next (``ahead``), so that memory is read while kernels wait for one another.
-Activations between kernels are float32.
+asked for at once, and then each waits for the results that it needs. Activations between kernels are float32.
 """
 
 from __future__ import annotations
 
-import math
 from functools import cache
+from typing import Any
 
 import torch
 import triton
@@ -19,16 +17,11 @@ import triton.language as tl
 from torch import Tensor
 
 from refold.ops.ssd._triton_kernels import LOG2E, _clip, _dot, _exp2, _silu, _softplus
-from refold.ops.torch.launch import INTERPRETED, PTX
+from refold.ops.torch.launch import INTERPRETED
+from refold.ops.torch.tables import device_limits
 
 MOST_ROWS = 64
 """Rows that a product takes; more are bound by arithmetic, which matrix libraries know better."""
-
-AHEAD = 16 << 20
-"""Bytes of the next product's weight that are asked for ahead of it."""
-
-_LINE = 128
-"""Bytes that one request for the L2 cache brings."""
 
 
 def takes(x: Tensor, weight: Tensor, group_size: int | None) -> bool:
@@ -52,13 +45,10 @@ def project(
     convolution: tuple[Tensor, Tensor, Tensor | None, Tensor | None, int] | None = None,
     onto: Tensor | None = None,
     scale: float = 1.0,
-    ahead: Tensor | None = None,
-    config: tuple[int, ...] | None = None,
 ) -> Tensor:
     """Compute `steps.project`, with what `steps.project_and_convolve_` or `steps.add_projected_` do after it.
 
-    ``convolution`` is (window, taps, bias, active, first channel). ``config`` overrides (BLOCK_O, num_warps) of one
-    row, (BLOCK_O, BLOCK_K, num_warps, num_stages) of several.
+    ``convolution`` is (window, taps, bias, active, first channel).
     """
     batch, (nout, size) = len(x), weight.shape
     group = group_size or size
@@ -67,29 +57,34 @@ def project(
     x = x if x.stride(-1) == 1 else x.contiguous()
     out = torch.empty(batch, nout, dtype=torch.float32, device=x.device) if onto is None else onto
     window, taps, taps_bias, active, first = convolution or (None, None, None, None, 0)
-    block_o, *rest = config or (_row_config(size) if batch == 1 else _rows_config(nout, size))
-    programs = triton.cdiv(nout, block_o)
+    block_b = triton.next_power_of_2(batch)
+    if batch == 1:
+        block_o, warps = _row_config(size * weight.element_size())
+    else:
+        block_o, block_k, stages = _rows_config(nout, size)
+        block_b, block_k = max(16, block_b), min(block_k, max(16, triton.next_power_of_2(size)))
+        _, shared = device_limits(x.device)
+        stages = max(1, min(stages, shared // ((block_o + block_b) * block_k * weight.element_size())))
+    grid = (triton.cdiv(nout, block_o),)
     arguments = (
-        x, weight, bias, norm, out, window, taps, taps_bias, active, ahead, batch, nout, x.stride(0), eps, scale,
-        first, 0 if taps is None else len(taps), _lines(ahead),
+        x, weight, bias, norm, out, window, taps, taps_bias, active, batch, nout, x.stride(0), eps, scale, first,
+        0 if taps is None else len(taps),
     )  # fmt: skip
     consts = {
         "SIZE": size, "ADD": onto is not None, "WIDTH": 1 if taps is None else taps.shape[1],
-        "PDL": dependent(x.device), "BLOCK_O": block_o, "SHARE": _share(ahead, programs),
+        "PDL": dependent(x.device), "BLOCK_O": block_o,
     }  # fmt: skip
     if batch == 1:
         block_k = _block_k(group, 1024)
         if block_k < 64 and group == size:
             block_k = min(1024, triton.next_power_of_2(size))
-        _project_row_kernel[(programs,)](
-            *arguments, **consts, GROUP=group, GATED=gated, BLOCK_K=block_k, num_warps=rest[0], **_pdl(x.device)
+        _project_row_kernel[grid](
+            *arguments, **consts, GROUP=group, GATED=gated, BLOCK_K=block_k, num_warps=warps, **_pdl(x.device)
         )
     else:
-        block_k, warps, stages = rest
-        _project_rows_kernel[(programs,)](
-            *arguments, **consts, BLOCK_B=max(16, triton.next_power_of_2(batch)),
-            BLOCK_K=min(block_k, max(16, triton.next_power_of_2(size))), STAGES=stages,
-            PRECISION="widen" if INTERPRETED else "ieee", num_warps=warps, **_pdl(x.device),
+        _project_rows_kernel[grid](
+            *arguments, **consts, BLOCK_B=block_b, BLOCK_K=block_k, STAGES=stages,
+            PRECISION="widen" if INTERPRETED else "ieee", num_warps=4, **_pdl(x.device),
         )  # fmt: skip
     return out
 
@@ -108,19 +103,17 @@ def _prepare(x: Tensor, dtype: torch.dtype, norm: Tensor | None, eps: float, gro
 
 def ssd_(
     x: Tensor, B: Tensor, C: Tensor, dt: Tensor, z: Tensor, A_log: Tensor, D: Tensor, dt_bias: Tensor,
-    dt_limit: tuple[float, float], state: Tensor, active: Tensor | None, ahead: Tensor | None = None,
+    dt_limit: tuple[float, float], state: Tensor, active: Tensor | None,
 ) -> Tensor:  # fmt: skip
     """Compute `steps.ssd_`; heads and groups of x, B, C and z lie one after the other."""
     batch, nheads, headdim, dstate = state.shape
     y = torch.empty(batch, nheads, headdim, dtype=torch.float32, device=x.device)
     block_n = triton.next_power_of_2(dstate)
     block_p = min(triton.next_power_of_2(headdim), max(1, 2048 // block_n))
-    grid = (triton.cdiv(headdim, block_p), nheads, batch)
-    _ssd_step_kernel[grid](
-        x, dt, A_log, B, C, D, z, dt_bias, state, y, active, ahead, _lines(ahead), nheads, B.shape[1], headdim, dstate,
+    _ssd_step_kernel[(triton.cdiv(headdim, block_p), nheads, batch)](
+        x, dt, A_log, B, C, D, z, dt_bias, state, y, active, nheads, B.shape[1], headdim, dstate,
         float(dt_limit[0]), float(dt_limit[1]), x.stride(0), dt.stride(0), B.stride(0), C.stride(0), z.stride(0),
-        BLOCK_P=block_p, BLOCK_N=block_n, PDL=dependent(x.device), SHARE=_share(ahead, math.prod(grid)), num_warps=4,
-        **_pdl(x.device),
+        BLOCK_P=block_p, BLOCK_N=block_n, PDL=dependent(x.device), num_warps=4, **_pdl(x.device),
     )  # fmt: skip
     return y
 
@@ -176,32 +169,18 @@ def _block_k(size: int, most: int) -> int:
     return min(most, size & -size)
 
 
-def _lines(ahead: Tensor | None) -> int:
-    return 0 if ahead is None or not PTX else min(AHEAD, ahead.numel() * ahead.element_size()) // _LINE
-
-
-def _share(ahead: Tensor | None, programs: int) -> int:
-    """Return how many lines each of so many programs asks for."""
-    return triton.next_power_of_2(triton.cdiv(_lines(ahead), programs)) if _lines(ahead) else 0
-
-
 def _row_config(size: int) -> tuple[int, int]:
-    """Return (BLOCK_O, num_warps) of a product with one row: as many rows of the weight as registers hold."""
-    return (4, 2) if size < 4096 else (4, 4) if size < 16384 else (1, 4)
+    """Return (BLOCK_O, num_warps) of a product with one row, ``size`` bytes of weights an output.
+
+    A thread holds at most 320 bytes of weights; of 10 shapes tried on an H200 this was the best for 5 KB and 10 KB.
+    """
+    warps = 2 if size <= 5120 else 4
+    return min(4, 1 << max(0, (warps * 32 * 320 // size).bit_length() - 1)), warps
 
 
-def _rows_config(nout: int, size: int) -> tuple[int, int, int, int]:
-    """Return (BLOCK_O, BLOCK_K, num_warps, num_stages) of a product with several rows."""
-    return (64, 256, 4, 3) if nout > 64 * 132 else (16, 256, 4, 5)
-
-
-@triton.jit
-def _ask(ahead_ptr, lines, program, SHARE: tl.constexpr):
-    """Ask the L2 cache for a program's share of the lines ahead."""
-    if SHARE > 0:
-        line = tl.minimum(program * SHARE + tl.arange(0, SHARE), lines - 1)
-        at = ahead_ptr.to(tl.int64) + line.to(tl.int64) * 128
-        tl.inline_asm_elementwise("prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [at], tl.int32, False, 1)
+def _rows_config(nout: int, size: int) -> tuple[int, int, int]:
+    """Return (BLOCK_O, BLOCK_K, stages) of a product with several rows: more programs where there are few outputs."""
+    return (64, 128, 4) if nout > 2 * size else (32, 256, 4)
 
 
 @triton.jit
@@ -245,10 +224,10 @@ def _finish(
 
 @triton.jit
 def _project_row_kernel(
-    x_ptr, weight_ptr, bias_ptr, norm_ptr, out_ptr, window_ptr, taps_ptr, taps_bias_ptr, active_ptr, ahead_ptr,
-    nrows, nout, stride_x, eps, scale, first, channels, lines,
+    x_ptr, weight_ptr, bias_ptr, norm_ptr, out_ptr, window_ptr, taps_ptr, taps_bias_ptr, active_ptr,
+    nrows, nout, stride_x, eps, scale, first, channels,
     SIZE: tl.constexpr, ADD: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr, BLOCK_O: tl.constexpr,
-    SHARE: tl.constexpr, GROUP: tl.constexpr, GATED: tl.constexpr, BLOCK_K: tl.constexpr,
+    GROUP: tl.constexpr, GATED: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Grid (blocks of outputs): a program owns BLOCK_O outputs of one row, and asks for all their weights at once."""
     offs_o = tl.program_id(0) * BLOCK_O + tl.arange(0, BLOCK_O)
@@ -262,8 +241,6 @@ def _project_row_kernel(
         weights += (tl.load(rows + offs[None, :], mask=mask_o[:, None] & (offs < SIZE)[None, :], other=0.0),)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-    _ask(ahead_ptr, lines, tl.program_id(0), SHARE)
-    if PDL:
         tl.extra.cuda.gdc_wait()
     total = tl.zeros((BLOCK_O,), tl.float32)
     for group in tl.static_range(SIZE // GROUP):
@@ -289,10 +266,10 @@ def _project_row_kernel(
 
 @triton.jit
 def _project_rows_kernel(
-    x_ptr, weight_ptr, bias_ptr, norm_ptr, out_ptr, window_ptr, taps_ptr, taps_bias_ptr, active_ptr, ahead_ptr,
-    nrows, nout, stride_x, eps, scale, first, channels, lines,
+    x_ptr, weight_ptr, bias_ptr, norm_ptr, out_ptr, window_ptr, taps_ptr, taps_bias_ptr, active_ptr,
+    nrows, nout, stride_x, eps, scale, first, channels,
     SIZE: tl.constexpr, ADD: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr, BLOCK_O: tl.constexpr,
-    SHARE: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_B: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Grid (blocks of outputs): a program owns BLOCK_O outputs of all rows; x has the weight's dtype."""
     offs_o = tl.program_id(0) * BLOCK_O + tl.arange(0, BLOCK_O)
@@ -302,8 +279,6 @@ def _project_rows_kernel(
     x_rows = x_ptr + offs_b.to(tl.int64)[:, None] * stride_x
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-    _ask(ahead_ptr, lines, tl.program_id(0), SHARE)
-    if PDL:
         tl.extra.cuda.gdc_wait()
     total = tl.zeros((BLOCK_O, BLOCK_B), tl.float32)
     for k in tl.range(0, SIZE, BLOCK_K, num_stages=STAGES):
@@ -340,8 +315,8 @@ def _prepare_kernel(
 @triton.jit
 def _ssd_step_kernel(
     x_ptr, dt_ptr, A_log_ptr, B_ptr, C_ptr, D_ptr, z_ptr, dt_bias_ptr, state_ptr, y_ptr, active_ptr,
-    ahead_ptr, lines, nheads, ngroups, headdim, dstate, dt_min, dt_max, stride_x, stride_dt, stride_B, stride_C, stride_z,
-    BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr, SHARE: tl.constexpr,
+    nheads, ngroups, headdim, dstate, dt_min, dt_max, stride_x, stride_dt, stride_B, stride_C, stride_z,
+    BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (blocks of head channels, heads, batch): a program owns BLOCK_P channels of one head of one row."""
     offs_p = tl.program_id(0) * BLOCK_P + tl.arange(0, BLOCK_P)
@@ -355,9 +330,6 @@ def _ssd_step_kernel(
     A = -tl.exp(tl.load(A_log_ptr + pid_h).to(tl.float32)) * LOG2E
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-    program = (tl.program_id(2) * nheads + pid_h) * tl.num_programs(0) + tl.program_id(0)
-    _ask(ahead_ptr, lines, program, SHARE)
-    if PDL:
         tl.extra.cuda.gdc_wait()
     step = tl.load(dt_ptr + pid_b * stride_dt + pid_h).to(tl.float32) + tl.load(dt_bias_ptr + pid_h).to(tl.float32)
     step = _clip(_softplus(step), dt_min, dt_max)

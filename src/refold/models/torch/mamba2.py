@@ -17,10 +17,6 @@ from refold.models.torch import steps
 from refold.models.torch.layers import Rows, Tree, add_norm, embed, linear, output
 
 
-import os
-AHEAD_IN, AHEAD_SSD, AHEAD_OUT = (int(v) for v in os.environ.get("AHEADS", "000"))
-
-
 def init_state(
     config: Mamba2Config,
     batch: int,
@@ -95,12 +91,11 @@ def step_(config: Mamba2Config, params: Tree, token: Tensor, state: Tree, *, act
     Returns:
         Logits ``(b, vocab)``.
     """
-    hidden, head = embed(params, token), params.get("head", params["embedding"])
-    ahead = [*(weights["in_proj"] for weights in params["layers"][1:]), head]
-    for weights, window, ssm, then in zip(params["layers"], state["conv"], state["ssm"], ahead, strict=True):
-        mixer_step_(config.mixer, weights, hidden, weights["norm"], config.norm_eps, window, ssm, active, ahead=then)
+    hidden = embed(params, token)
+    for weights, window, ssm in zip(params["layers"], state["conv"], state["ssm"], strict=True):
+        mixer_step_(config.mixer, weights, hidden, weights["norm"], config.norm_eps, window, ssm, active)
     state["length"] += 1 if active is None else active
-    return steps.project(hidden, head, norm=params["norm"], eps=config.norm_eps)
+    return steps.project(hidden, params.get("head", params["embedding"]), norm=params["norm"], eps=config.norm_eps)
 
 
 def mixer(
@@ -140,26 +135,20 @@ def mixer_step_(
     ssm: Tensor,
     active: Tensor | None,
     scale: float = 1.0,
-    ahead: Tensor | None = None,
 ) -> None:
-    """Add ``scale`` times the mixer of the normalised ``hidden (b, d)`` to ``hidden``, and move its states on.
-
-    ``ahead`` is the weight that is read next.
-    """
+    """Add ``scale`` times the mixer of the normalised ``hidden (b, d)`` to ``hidden``, and move its states on."""
     projected = steps.project_and_convolve_(
         hidden, weights["in_proj"], weights.get("in_bias"), norm=norm, eps=eps, window=window,
         taps=weights["conv_weight"], taps_bias=weights.get("conv_bias"), first=c.d_inner, active=active,
-        ahead=weights["out_proj"] if AHEAD_IN else None,
     )  # fmt: skip
     z, xBC, dt = projected.split([c.d_inner, c.conv_dim, c.nheads], -1)
     y = steps.ssd_(
         *_heads(c, xBC), dt, z.unflatten(-1, (c.nheads, c.headdim)), weights["A_log"], weights["D"],
-        weights["dt_bias"], c.dt_limit, ssm, active, weights["out_proj"] if AHEAD_SSD else None,
+        weights["dt_bias"], c.dt_limit, ssm, active,
     )  # fmt: skip
     steps.add_projected_(
         hidden, y.flatten(-2), weights["out_proj"], weights.get("out_bias"), norm=weights["gated_norm"],
         eps=c.norm_eps, group_size=c.d_inner // c.norm_groups, scale=scale,
-        ahead=ahead if AHEAD_OUT else None,
     )  # fmt: skip
 
 

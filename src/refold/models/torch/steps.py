@@ -27,7 +27,6 @@ def project(
     eps: float = 0.0,
     group_size: int | None = None,
     gated: bool = False,
-    ahead: Tensor | None = None,
 ) -> Tensor:
     """Return ``weight @ norm(x) + bias`` in float32.
 
@@ -39,10 +38,9 @@ def project(
         eps: Added to its mean squares.
         group_size: Channels that are normalised together; all if None.
         gated: x has two halves, and ``silu(first) * second`` is what is multiplied.
-        ahead: The weight that is read next, of which a GPU may read a part ahead; changes nothing else.
     """
     if (fused := _fused(x, weight, group_size)) is not None:
-        return fused.project(x, weight, bias, norm, eps, group_size, gated, ahead=ahead)
+        return fused.project(x, weight, bias, norm, eps, group_size, gated)
     if gated:
         first, second = x.chunk(2, -1)
         x = F.silu(first) * second
@@ -63,7 +61,6 @@ def project_and_convolve_(
     taps_bias: Tensor | None,
     first: int,
     active: Tensor | None,
-    ahead: Tensor | None = None,
 ) -> Tensor:
     """Return `project` with a step of the causal convolution, and SiLU, on the channels from ``first`` on.
 
@@ -78,11 +75,10 @@ def project_and_convolve_(
         taps_bias: ``(channels,)``.
         first: Channel of the product where the convolution begins.
         active: Rows whose window is moved on, ``(b,)``; all if None.
-        ahead: As in `project`.
     """
     if (fused := _fused(x, weight)) is not None:
         convolution = (window, taps, taps_bias, active, first)
-        return fused.project(x, weight, bias, norm, eps, None, False, convolution, ahead=ahead)
+        return fused.project(x, weight, bias, norm, eps, None, False, convolution)
     projected = project(x, weight, bias, norm=norm, eps=eps)
     channels = projected[:, first : first + len(taps)]
     y, moved = ops.causal_conv1d_step(channels, taps, window, taps_bias, activation="silu")
@@ -102,11 +98,10 @@ def add_projected_(
     group_size: int | None = None,
     gated: bool = False,
     scale: float = 1.0,
-    ahead: Tensor | None = None,
 ) -> None:
     """Add ``scale`` times `project` to ``hidden (b, out)``."""
     if (fused := _fused(x, weight, group_size)) is not None:
-        fused.project(x, weight, bias, norm, eps, group_size, gated, onto=hidden, scale=scale, ahead=ahead)
+        fused.project(x, weight, bias, norm, eps, group_size, gated, onto=hidden, scale=scale)
         return
     hidden.add_(project(x, weight, bias, norm=norm, eps=eps, group_size=group_size, gated=gated), alpha=scale)
 
@@ -123,18 +118,15 @@ def ssd_(
     dt_limit: tuple[float, float],
     state: Tensor,
     active: Tensor | None,
-    ahead: Tensor | None = None,
 ) -> Tensor:
     """Return the gated output ``(b, h, p)`` of a step of `ops.ssd`, and overwrite ``state``."""
     if (fused := kernels(x)) is not None:
-        return fused.ssd_(x, B, C, dt, z, A_log, D, dt_bias, dt_limit, state, active, ahead)
+        return fused.ssd_(x, B, C, dt, z, A_log, D, dt_bias, dt_limit, state, active)
     dt = step_sizes(dt, dt_bias, active, dt_limit)
     return ops.ssd_step_(x, dt, -A_log.exp(), B, C, state, D=D, z=z)[0]
 
 
-def step_sizes(
-    dt: Tensor, bias: Tensor, active: Tensor | None, limit: tuple[float, float] = (0.0, math.inf)
-) -> Tensor:
+def step_sizes(dt: Tensor, bias: Tensor, active: Tensor | None, limit: tuple[float, float] = (0.0, math.inf)) -> Tensor:
     """Return float32 step sizes; zero, which leaves a state as it is, in rows that are not active."""
     sizes = F.softplus(dt.to(wide(dt.dtype)) + bias).clamp(*limit)
     return sizes if active is None else sizes * active[:, None]
