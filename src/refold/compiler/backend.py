@@ -26,8 +26,8 @@ from ..report import GraphReport, Report
 from .decisions import Plan, folder_for
 from .dynamo import captures_loops, notes
 from .inductor import Compiled, Hook, Stopped, inductor
-from .passes.reroll_loops import refusals
 from .patience import patience
+from .recurrence.joins import refusals
 from .recurrence.serial_chains import serial_loops
 from .replay import Remembering
 from .session import describe_captured, survey
@@ -295,7 +295,7 @@ def explain(module: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
         def visit(index: int, graph: Graph) -> None:
             entry.loops += serial_loops(graph)
             if entry.loops:
-                entry.notes += [f"a loop over time stays: {reason}" for reason in refusals(graph)]
+                entry.notes += [f"a loop over time stays at {reason}" for reason in refusals(graph)]
             survey(entry, graph)
             raise Stopped
 

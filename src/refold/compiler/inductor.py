@@ -20,7 +20,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.fx import Graph, GraphModule
 
 from .. import __version__
-from .ir.index import concrete
+from .ir.fx import concrete
 
 Compiled = Callable[..., Any]
 

@@ -27,8 +27,8 @@ from .ir.rewrite import Rewrite
 from .pipeline import run as run_pipeline
 from .recurrence.serial_chains import unrolled_operations
 from .recurrence.vectorize import NotALoop
-from .validate.program import Rewritten, first_line, last_word
-from .validate.region import Settings, Verdict, judge, undisturbed_rng
+from .validate.program import Rewritten, choose_program, first_line
+from .validate.region import Settings, Verdict, undisturbed_rng, validate_region
 
 log = logging.getLogger("refold")
 
@@ -80,7 +80,7 @@ class GraphCompile:
             return self._left_eager(reason)
         entry.flops_before += saved.flops
         entry.bytes_before += saved.bytes
-        entry.compile_s = time.perf_counter() - start - entry.proof_s
+        entry.compile_s = time.perf_counter() - start - entry.checks_s
         entry.rewrites = list(self.rows.values())
         entry.external_scans = self.external_scans
         if compiled is None:
@@ -129,9 +129,9 @@ class GraphCompile:
         start = time.perf_counter()
         rewritten = Rewritten(compiled, repeatable or self._repeatable, self.terms)
         try:
-            return last_word(rewritten, self.given, self.inputs, self.settings, self.entry)
+            return choose_program(rewritten, self.given, self.inputs, self.settings, self.entry)
         finally:
-            self.entry.proof_s += time.perf_counter() - start
+            self.entry.checks_s += time.perf_counter() - start
 
     # What a replay does otherwise ----------------------------------------------------------------
 
@@ -170,7 +170,7 @@ class GraphCompile:
         names = [call.name for call in captured_loops(self.gm)]
         if not names:
             return Cost()
-        from .dynamo.to_scan import serial
+        from .dynamo.to_scan import describe_loop
 
         self.gm = duplicate(self.gm)
         saved = Cost()
@@ -179,7 +179,7 @@ class GraphCompile:
             try:
                 found = self._as_operator(call)
             except NotALoop as reason:
-                self.entry.notes.append(f"a loop over time stays: {reason} [{serial(self.gm, call)}]")
+                self.entry.notes.append(f"a loop over time stays at {describe_loop(self.gm, call)}: {reason.advice}")
                 continue
             if found is not None:
                 found.splice()
@@ -190,16 +190,16 @@ class GraphCompile:
 
     def _as_operator(self, call: Node) -> Any:
         """Return a captured loop as the scan that stands; None if none does."""
-        from .dynamo.to_scan import lowering
+        from .dynamo.to_scan import find_scan
 
         for dual in (True, False):
             key = f"captured:{call.name}:{dual}"
             if not self._wanted(key):
                 continue
-            found = lowering(self.gm, call, dual)
+            found = find_scan(self.gm, call, dual)
             start = time.perf_counter()
             verdict = None if self._unjudged else self._verdict(found.rewrite)
-            self.entry.proof_s += time.perf_counter() - start
+            self.entry.checks_s += time.perf_counter() - start
             row = self._note(key, found.rewrite, verdict)
             if row.status != "refused":
                 row.status = "applied"
@@ -246,7 +246,7 @@ class GraphCompile:
             start = time.perf_counter()
             for found in pending:
                 self._judge(found)
-            self.entry.proof_s += time.perf_counter() - start
+            self.entry.checks_s += time.perf_counter() - start
             self.settled = bool(pending)
 
     def _visit(self, pending: list[_Pending], index: int, graph: Graph) -> None:
@@ -315,7 +315,7 @@ class GraphCompile:
                 return Verdict.from_dict(found[0])
             except (KeyError, TypeError) as error:
                 self.entry.notes.append(f"what {found[1]} knew of a region does not fit: {error}")
-        verdict = judge(rewrite, actual, self.settings)
+        verdict = validate_region(rewrite, actual, self.settings)
         busy = verdict.race is not None and bool(verdict.race.busy)
         self.store.put("region", key, dataclasses.asdict(verdict), lasting=not busy)
         return verdict
@@ -373,11 +373,11 @@ def describe_captured(entry: GraphReport, gm: GraphModule) -> GraphModule:
     """Write into a report what would become of captured loops; return the graph without those that would be scans."""
     gm = duplicate(gm)
     for call in captured_loops(gm):
-        from .dynamo.to_scan import lowering, serial
+        from .dynamo.to_scan import describe_loop, find_scan
 
-        loop = serial(gm, call)
+        loop = describe_loop(gm, call)
         try:
-            found = lowering(gm, call)
+            found = find_scan(gm, call)
         except NotALoop:
             continue  # it is found again, and described, when it is unrolled
         entry.loops.append(loop)

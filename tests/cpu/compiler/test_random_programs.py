@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from refold.compiler.ir import index
+from refold.compiler.ir import views
 from refold.compiler.passes import recover_contractions
 from refold.compiler.recurrence import duality, gated_chunks
 
@@ -56,7 +56,7 @@ def _inverse_permutation(patch):
     def rule(node, labels):
         return tuple(labels[list(node.args[1]).index(dim)] for dim in range(len(labels)))
 
-    patch.setitem(index._VIEWS, aten.permute.default, rule)
+    patch.setitem(views.VIEWS, aten.permute.default, rule)
 
 
 def _strictly_causal(patch):

@@ -26,7 +26,7 @@ from torch._inductor import config as inductor_config
 from torch.fx import GraphModule, Node
 
 from ..dynamo.loop import CapturedLoop
-from ..ir.index import concrete
+from ..ir.fx import concrete
 
 # Operators of these are PyTorch's or refold's own.
 _NAMESPACES = ("_c10d_functional", "aten", "c10d_functional", "mkldnn", "prim", "prims", "quantized", "refold")

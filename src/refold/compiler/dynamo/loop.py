@@ -10,7 +10,7 @@ import torch
 from torch.fx import GraphModule, Interpreter, Node
 from torch.fx.traceback import has_preserved_node_meta
 
-from ..ir.index import concrete, known
+from ..ir.fx import concrete, known
 
 
 @dataclass(frozen=True)
@@ -37,9 +37,21 @@ class CapturedLoop(torch.nn.Module):
     # The body may write to its arguments: no pass may drop a call of which nothing is used.
     _is_impure = True
 
-    def __init__(self, body: GraphModule, count: int | None, carried: int, lasts: int, reads: Sequence[Reads]) -> None:
+    def __init__(
+        self, body: GraphModule, count: int | None, names: Sequence[str], lasts: int, reads: Sequence[Reads]
+    ) -> None:
+        """Hold a body.
+
+        Args:
+            body: See above.
+            count: How many steps there are; None if the last operand says.
+            names: What the user calls each carried value.
+            lasts: How many further values count at the last step only.
+            reads: Which item of each sequence a step reads.
+        """
         super().__init__()
-        self.body, self.count, self.carried, self.lasts, self.reads = body, count, carried, lasts, tuple(reads)
+        self.body, self.count, self.lasts, self.reads = body, count, lasts, tuple(reads)
+        self.names, self.carried = tuple(names), len(names)
 
     def forward(self, *operands: Any) -> tuple[Any, ...]:
         """Run all steps."""

@@ -13,7 +13,9 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_aggregate
 from torch.utils._sympy.functions import FloorDiv, Mod, PythonMod
 
-from .index import Axis, Factor, Product, Size, concrete, layout, resolve, same, value
+from .fx import Size, concrete, same, value
+from .index import Factor, Product, layout
+from .symbols import Axis, resolve
 
 aten = torch.ops.aten
 
@@ -145,7 +147,7 @@ class Operand:
 def operand(build: Builder, factor: Factor) -> Operand:
     """Insert a factor's pending steps and give every symbol an axis of its own."""
     node = factor.node
-    for step in factor.steps:
+    for step in factor.pending:
         node = step(build, node)
     axes = list(factor.axes())
     return Operand(build.reshape(node, [[axis.size] for axis in axes]), axes)
