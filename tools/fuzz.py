@@ -19,7 +19,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from random import Random
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "cpu" / "compiler"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 KINDS = ("graph", "recurrence", "captured")
 
@@ -27,8 +27,9 @@ KINDS = ("graph", "recurrence", "captured")
 def one(kind: str, seed: int) -> tuple[str, int, str, list[str]]:
     """Run one program; returns its kind and seed, what is wrong with it, and what was found in it."""
     warnings.simplefilter("ignore")
-    import programs
     import torch
+
+    from support import programs
 
     torch.set_num_threads(1)
     r = Random(seed)
