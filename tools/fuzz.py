@@ -5,7 +5,7 @@
 
 No code is generated: what the compiler's passes make of a program runs operation by operation. A line is printed for
 each program that is wrong, with its kind and seed, and at the end how many were run and what was found in them. The
-exit status tells whether all were right. `tests/cpu/compiler/programs.py` says what is drawn and what is compared.
+exit status tells whether all were right. `tests/support/programs.py` says what is drawn and what is compared.
 """
 
 from __future__ import annotations
