@@ -38,7 +38,7 @@ def peak_bytes(run: Callable[[], object], device: torch.device) -> int:
         return torch.cuda.max_memory_allocated(device) - held
     # Only the trace lists each allocation; the profiler's tables hold net sums of what code regions kept.
     activities = [torch.profiler.ProfilerActivity.CPU]
-    with tempfile.TemporaryDirectory() as folder, _silent_stderr():
+    with tempfile.TemporaryDirectory() as folder, quiet_profiler():
         with torch.profiler.profile(activities=activities, profile_memory=True, acc_events=True) as profile:
             run()
         trace = Path(folder) / "trace.json"
@@ -52,7 +52,7 @@ def peak_bytes(run: Callable[[], object], device: torch.device) -> int:
 
 
 @contextlib.contextmanager
-def _silent_stderr() -> Iterator[None]:
+def quiet_profiler() -> Iterator[None]:
     """Keep the profiler's tracing library from writing its start and stop to the terminal."""
     sys.stderr.flush()
     saved = os.dup(2)
