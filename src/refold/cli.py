@@ -1,4 +1,4 @@
-"""The command line: ``refold optimize | explain | verify | generate | doctor``.
+"""The command line: ``refold optimize | explain | verify | generate | bench | doctor``.
 
 Progress goes to standard error, live on a terminal and as plain lines in a pipe; the report goes
 to standard output. Bad input gives one sentence and exit code 2.
@@ -19,6 +19,7 @@ import typer
 from rich.console import Console
 
 from . import __version__
+from .bench.cli import app as bench
 from .errors import MissingDependency, RefoldError
 from .generate.cli import generate
 
@@ -211,6 +212,7 @@ def verify(
 
 
 app.command()(generate)
+app.add_typer(bench, name="bench")
 
 
 @app.command()

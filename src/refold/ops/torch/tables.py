@@ -1,7 +1,7 @@
 """Launch configurations of the Triton kernels: one small table a GPU family, measured, and a default for the rest.
 
 Nothing is tuned on a user's machine at request time. To extend a
-table, time ``config=`` overrides of a backend's function with `refold.bench` and add the row that wins.
+table, time ``config=`` overrides of a backend's function with ``refold bench`` and add the row that wins.
 """
 
 from __future__ import annotations
