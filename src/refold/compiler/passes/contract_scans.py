@@ -17,7 +17,7 @@ from torch.fx import Graph, Node
 
 from ...ops.torch.registry import OPS, named_args
 from ..ir.builder import sort_topologically
-from ..ir.fx import arg, is_training, place, same, value
+from ..ir.fx import arg, is_erased, is_training, place, same, value
 from ..ir.metadata import refresh, substitute
 from ..ir.rewrite import Rewrite
 from ..recurrence.affine import Affine, Loop
@@ -59,7 +59,7 @@ def contract_scans(graph: Graph, wanted: Callable[[str], bool]) -> Iterator[Rewr
                 yield rest
                 sort_topologically(graph)
     for node in reversed(reroller.emit.added):
-        if not node.users and node.graph is graph and not node._erased:
+        if not node.users and node.graph is graph and not is_erased(node):
             graph.erase_node(node)
 
 

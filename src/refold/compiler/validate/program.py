@@ -12,12 +12,13 @@ import torch
 from torch.fx import GraphModule
 
 from ...report import GraphReport
-from ...verify import median_ms, race
+from ...verify import median_ms, profile, race
 from ...verify.memory import available_bytes, peak_bytes
 from ...verify.timing import DELTA
 from ..compile_time import RIVAL_S, unrolled_seconds
-from ..inductor import Compiled, apart, arguments, clone_inputs, inductor, standalone
+from ..inductor import Compiled, arguments, clone_inputs, inductor, standalone
 from ..ir.cost import Cost, clearly_less
+from ..private import apart
 from .region import Settings, first_times, undisturbed_rng
 from .whole import compare
 
@@ -142,6 +143,9 @@ def _time_all(
         entry.times_ms["refold"] = result.candidate_ms
         entry.peak_bytes["refold"] = peak_bytes(ours, device)
         entry.speedup, entry.speedup_at_least, entry.speedup_at_most = result.speedup, result.at_least, result.at_most
+        for who, run in {**rivals, "refold": ours}.items():
+            if found := profile.take(f"graph {entry.index}: {who}", run, device):
+                entry.kernels[who] = found
     entry.busy = result.busy
     before, after = Cost(entry.flops_before, entry.bytes_before), Cost(entry.flops_after, entry.bytes_after)
     if not result.faster and result.busy and clearly_less(after, before):

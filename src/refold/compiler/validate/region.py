@@ -14,7 +14,7 @@ import torch
 from torch.fx import GraphModule, Node
 from torch.utils.flop_counter import flop_registry
 
-from ...verify import Evidence, KindResult, Program, Race, check, race
+from ...verify import Evidence, KindResult, Program, Race, check, profile, race
 from ...verify.memory import available_bytes
 from ...verify.timing import DELTA, once_ms
 from ..compile_time import RIVAL_S, inductor_seconds
@@ -117,6 +117,7 @@ def validate_region(rewrite: Rewrite, actual: Sequence[Any] | None, settings: Se
         if not verdict.evidence.passed:
             verdict.reason = f"not equal to the original: {verdict.evidence.reason}"
             return verdict
+    _profile(rewrite, like, device)
     if settings.accept == "faster" and rewrite.timed_alone:
         baseline = _baseline(rewrite)
         if (
@@ -140,6 +141,15 @@ def validate_region(rewrite: Rewrite, actual: Sequence[Any] | None, settings: Se
                 f"between {verdict.race.at_least:.2f}x and {verdict.race.at_most:.2f}x, must exceed {1 + DELTA:.2f}x"
             )
     return verdict
+
+
+def _profile(rewrite: Rewrite, inputs: Sequence[Any], device: torch.device) -> None:
+    """Let a trace show the region before and after, both run node by node, if one is taken."""
+    region = f"{rewrite.name} [{rewrite.site}]"
+    with torch.no_grad():
+        if fits(rewrite.original, device):
+            profile.take(f"{region}: before", lambda: rewrite.original(*inputs), device)
+        profile.take(f"{region}: after", lambda: rewrite.candidate(*inputs), device)
 
 
 def _misdescribed(rewrite: Rewrite) -> str:
