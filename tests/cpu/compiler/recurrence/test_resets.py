@@ -4,9 +4,9 @@ import math
 
 import pytest
 import torch
-from scans import operators
 
 import refold
+from support.scans import operators
 
 STEPS = 24
 
