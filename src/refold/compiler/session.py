@@ -74,6 +74,7 @@ class GraphCompile:
         start = time.perf_counter()
         entry = self.entry
         saved = self._rewrite_captured()
+        saved += self._rewrite_before_autograd()
         try:
             compiled = self._built()
         except TooLong as reason:
@@ -111,7 +112,7 @@ class GraphCompile:
         """Let the graph run eagerly, with scans for those of its loops that are some."""
         entry = self.entry
         for key, row in self.rows.items():
-            if not key.startswith("captured:") and row.status != "refused":
+            if not key.startswith(("captured:", "forward:")) and row.status != "refused":
                 row.status, row.reason = "refused", "the graph runs eagerly"
         entry.rewrites = list(self.rows.values())
         entry.chosen, entry.reason = "eager", f"because {reason}"
@@ -211,8 +212,33 @@ class GraphCompile:
                 break  # else what does not write the states rounds too much, or is slower
         return None
 
+    def _rewrite_before_autograd(self) -> Cost:
+        """Replace other scans of a graph for training, where that stands; return what they cost more than before."""
+        saved = Cost()
+        if self.entry.mode != "training":
+            return saved
+        from .dynamo.before_autograd import find_scans
+
+        while (found := find_scans(self.gm, lambda site: self._wanted(f"forward:{site}"), self.entry.notes)) is not None:
+            rows = []
+            start = time.perf_counter()
+            for rewrite in found.rewrites:
+                verdict = None if self._unjudged else self._verdict(rewrite)
+                rows.append(self._note(f"forward:{rewrite.site}", rewrite, verdict))
+            self.entry.proof_s += time.perf_counter() - start
+            if any(row.status == "refused" for row in rows):
+                continue
+            for rewrite, row in zip(found.rewrites, rows, strict=True):
+                row.status = "applied"
+                self.terms = max(self.terms, rewrite.terms)
+                before, after = rewrite.before, rewrite.after
+                saved += Cost(before.flops - after.flops, before.bytes - after.bytes)
+            self.gm = found.spliced()
+            break
+        return saved
+
     def _verdict(self, rewrite: Rewrite) -> Verdict:
-        """Judge the rewrite of a captured loop on the values that it gets from the user's inputs."""
+        """Judge a rewrite of Dynamo's graph on the values that it gets from the user's inputs."""
         if rewrite.signature not in self.verdicts:
             with undisturbed_rng():
                 found = values_at(self.gm.graph, rewrite.inputs, clone_inputs(self.inputs))
@@ -370,7 +396,9 @@ def _row(rewrite: Rewrite, key: str, verdict: Verdict | None) -> RewriteReport:
 
 
 def describe_captured(entry: GraphReport, gm: GraphModule) -> GraphModule:
-    """Write into a report what would become of captured loops; return the graph without those that would be scans."""
+    """Write into a report what would become of scans before autograd; return the graph with them."""
+    from .dynamo.before_autograd import find_scans
+
     gm = duplicate(gm)
     for call in captured_loops(gm):
         from .dynamo.to_scan import lowering, serial
@@ -384,6 +412,9 @@ def describe_captured(entry: GraphReport, gm: GraphModule) -> GraphModule:
         entry.rewrites.append(_row(found.rewrite, "", None))
         found.splice()
     gm.recompile()
+    if entry.mode == "training" and (more := find_scans(gm, lambda _: True, entry.notes)) is not None:
+        entry.rewrites += [_row(rewrite, "", None) for rewrite in more.rewrites]
+        gm = more.spliced()
     return gm
 
 

@@ -89,7 +89,7 @@ def trace(loop: CapturedLoop, count: Any, operands: Sequence[Any], sequences: Se
         NotALoop: The body changes its arguments otherwise than by writing slices that no step reads.
     """
     # What is decided on sizes that are symbols is decided for the compiled program.
-    mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=_environment([count, *operands]))
+    mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=environment([count, *operands]))
     with mode:
         fakes = [twin(x) for x in operands]
     number = StepNumber(mode.shape_env)  # type: ignore[arg-type]
@@ -124,7 +124,8 @@ def twin(x: Any) -> Any:
     return torch.empty_strided(shape, strides, dtype=x.dtype, device=x.device)
 
 
-def _environment(values: Sequence[Any]) -> Any:
+def environment(values: Sequence[Any]) -> Any:
+    """Return the shape environment of the symbols in some values, or a new one."""
     sizes = [n for x in values for n in ((*x.shape, *x.stride()) if isinstance(x, torch.Tensor) else (x,))]
     symbols = [n for n in sizes if not isinstance(known(n), int)]
     return symbols[0].node.shape_env if symbols else ShapeEnv()
@@ -150,9 +151,10 @@ class Operations(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def to_aten(mode: FakeTensorMode, fn: Callable[..., Any], *inputs: Any) -> GraphModule:
-    """Trace a function of fake values to ATen, as autograd is to see it."""
-    chosen = {op: rule for op, rule in select_decomp_table().items() if _packet(op) in _SPELLINGS}
+def to_aten(mode: FakeTensorMode, fn: Callable[..., Any], *inputs: Any, to_read: bool = False) -> GraphModule:
+    """Trace a function of fake values to ATen: as autograd is to see it, or decomposed as Inductor does, to be read."""
+    rules = select_decomp_table().items()
+    chosen = {op: rule for op, rule in rules if to_read or _packet(op) in _SPELLINGS}
     with mode, torch.no_grad(), preserve_node_meta():
         return make_fx(functionalize(fn, remove="mutations"), decomposition_table=chosen)(*inputs)
 

@@ -1,0 +1,258 @@
+"""Scans of a graph for training that are no captured loops: found before autograd.
+
+A backward reads what its forward wrote: decays, products, states. An operator that never writes them must be there
+before autograd, and brings its own backward. So Dynamo's graph is traced to ATen without a backward, the passes that
+replace scans run over that, and what they found is put into Dynamo's graph, between values that Dynamo has a node for.
+All else of Dynamo's graph stays as it is, in-place operations and `no_grad` among it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch._functorch.compile_utils import fx_graph_cse
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import Graph, GraphModule, Interpreter, Node
+from torch.utils._pytree import tree_leaves
+
+from ...ops.torch.registry import OPS
+from ..inductor import duplicate
+from ..ir.builder import is_constant
+from ..ir.rewrite import Rewrite
+from ..pipeline import BEFORE_AUTOGRAD
+from ..pipeline import run as run_pipeline
+from .body import differentiable, environment, to_aten, twin
+from .loop import captured_loops
+from .mutation import changed_in_place
+
+
+def find_scans(gm: GraphModule, wanted: Callable[[str], bool], notes: list[str]) -> BeforeAutograd | None:
+    """Find scans in a Dynamo graph.
+
+    Args:
+        gm: The graph; not changed.
+        wanted: Which sites may be rewritten.
+        notes: Gets a sentence for what cannot be looked at, or cannot be replaced.
+
+    Returns:
+        What was found; None if nothing was.
+    """
+    if not _worth_a_look(gm):
+        return None
+    try:
+        found = BeforeAutograd(duplicate(gm), wanted)
+    except Exception as error:  # what cannot be traced once more has no common error
+        reason = (str(error).splitlines() or [""])[0]
+        reasons = [f"scans were not looked for before autograd: {type(error).__name__}: {reason}"]
+        found = None
+    else:
+        reasons = [f"a scan stays as it is: {reason} [{site}]" for site, reason in found.refused.items()]
+    notes += [reason for reason in reasons if reason not in notes]
+    return found if found is not None and found.rewrites else None
+
+
+def _worth_a_look(gm: GraphModule) -> bool:
+    """Tell whether a graph may hold a scan that is no captured loop."""
+    if captured_loops(gm):
+        return False  # a loop that stayed one: to trace it takes as long as it has steps
+    calls = [node for node in gm.graph.nodes if node.op.startswith("call")]
+    return any(
+        node.target is OPS["linear_scan"] or "cumsum" in str(getattr(node.target, "__name__", node.target))
+        for node in calls
+    )
+
+
+class BeforeAutograd:
+    """What the passes make of a Dynamo graph before autograd.
+
+    Attributes:
+        rewrites: What they found, between values of Dynamo's graph.
+        refused: Why something that they found cannot stand in Dynamo's graph.
+    """
+
+    def __init__(self, gm: GraphModule, wanted: Callable[[str], bool] = lambda _: True) -> None:
+        """Trace the graph and run the passes."""
+        self.gm = gm
+        self.rewrites: list[Rewrite] = []
+        self.refused: dict[str, str] = {}
+        self._changed = changed_in_place(gm, cautious=True)
+        self._order = {node: i for i, node in enumerate(gm.graph.nodes)}
+        self._graph, named, self._constants, self._needs = _trace(gm)
+        self._named = {aten: node for node, aten in reversed(named.items())}  # of equals, the first
+        self._roots: list[tuple[Node, Node]] = []
+        every = dict(self._named)
+        for found in run_pipeline(self._graph, wanted, passes=BEFORE_AUTOGRAD):
+            by_name = {node.name: node for node in self._graph.nodes}
+            self._named = {aten: node for aten, node in every.items() if by_name.get(aten.name) is aten}
+            new = by_name[found.result]
+            old = next((node for aten, node in every.items() if aten.name == found.site), None)
+            roots = [(old, new)] if old is not None else [(self._named[x], x) for x in self._first_named(new)]
+            inputs = self._sources([by_name[name] for name in found.inputs])
+            given = [self._named[x] for x in inputs]
+            if reason := self._reason(given, [root for root, _ in roots]):
+                self.refused[found.site] = reason
+                continue
+            self._roots += roots
+            self.rewrites.append(
+                dataclasses.replace(
+                    found,
+                    original=self._from(inputs, found.original, found.inputs),
+                    candidate=self._from(inputs, found.candidate, found.inputs),
+                    inputs=tuple(node.name for node in given),
+                    differentiated=tuple(self._needs[node] for node in given),
+                )
+            )
+
+    def _first_named(self, new: Node) -> list[Node]:
+        """Return the first nodes after one that Dynamo has a node for."""
+        found: dict[Node, None] = {}
+        stack = [new]
+        while stack:
+            for user in stack.pop().users:
+                if user in self._named:
+                    found[user] = None
+                else:
+                    stack.append(user)
+        return list(found)
+
+    def _sources(self, nodes: Sequence[Node]) -> list[Node]:
+        """Return what nodes are computed from, as far as Dynamo has nodes for it."""
+        found: dict[Node, None] = {}
+        stack = list(reversed(nodes))
+        while stack:
+            node = stack.pop()
+            if node in self._named:
+                found[node] = None
+            else:
+                stack.extend(reversed(node.all_input_nodes))
+        return list(found)
+
+    def _reason(self, inputs: list[Node], roots: list[Node]) -> str:
+        """Say why a rewrite between these nodes of Dynamo's graph cannot stand there; empty if it can."""
+        if not roots:
+            return "its result has no name in the code"
+        if any(self._order[x] > self._order[root] for x in inputs for root in roots):
+            return "a result is read before all inputs are there"
+        seen, stack = set(inputs), list(roots)
+        for node in inputs:
+            if self._changes(node):
+                return "an input is changed in place"
+        while stack:
+            node = stack.pop()
+            if node in seen or node in self._constants or node.op == "placeholder":
+                continue
+            seen.add(node)
+            stack.extend(node.all_input_nodes)
+            if isinstance(node.target, torch._ops.HigherOrderOperator):
+                return f"{node.target} has a gradient of its own"
+            if self._changes(node):
+                return "a value in between is changed in place"
+            if not self._needs[node] and any(self._needs[x] for x in node.all_input_nodes):
+                return f"{node.name} is without gradients, or detached"
+        return ""
+
+    def _changes(self, node: Node) -> bool:
+        return any(x.untyped_storage()._cdata in self._changed for x in _tensors(node))
+
+    def _from(self, inputs: list[Node], part: GraphModule, names: Sequence[str]) -> GraphModule:
+        """Return a part of the graph as a function of the nodes that Dynamo has."""
+        graph, copies = Graph(), dict[Node, Node]()
+        for node in inputs:
+            copies[node] = graph.placeholder(node.name)
+            copies[node].meta = dict(node.meta)
+        by_name = {node.name: node for node in self._graph.nodes}
+        inner = {
+            placeholder: _copied(by_name[name], graph, copies)
+            for placeholder, name in zip(part.graph.find_nodes(op="placeholder"), names, strict=True)
+        }
+        graph.output(graph.graph_copy(part.graph, inner))
+        graph.eliminate_dead_code()
+        differentiable(graph)
+        return GraphModule(part, graph)
+
+    def spliced(self) -> GraphModule:
+        """Put what was found into Dynamo's graph, and return it."""
+        differentiable(self._graph)
+        copies = dict(self._named)
+        for root, new in sorted(self._roots, key=lambda pair: self._order[pair[0]]):
+            if copies.get(new) is root:
+                del copies[new]
+            with self.gm.graph.inserting_before(root):
+                found = _copied(new, self.gm.graph, copies)
+            root.replace_all_uses_with(found)
+        self.gm.graph.lint()
+        self.gm.recompile()
+        return self.gm
+
+
+def _copied(node: Node, graph: Graph, copies: dict[Node, Node]) -> Node:
+    """Copy a node, and what it needs that is not there yet."""
+    if node not in copies:
+        for x in node.all_input_nodes:
+            _copied(x, graph, copies)
+        copies[node] = graph.node_copy(node, lambda x: copies[x])
+        copies[node].meta = {**node.meta, "example_value": node.meta["val"]}
+    return copies[node]
+
+
+def _trace(gm: GraphModule) -> tuple[Graph, dict[Node, Node], set[Node], dict[Node, bool]]:
+    """Trace a Dynamo graph to ATen, without a backward.
+
+    Returns:
+        The ATen graph; what became of each tensor of Dynamo's; which of these are constants; and for each of Dynamo's
+        nodes, whether its value has a gradient. No integer has one.
+    """
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    examples = [node.meta["example_value"] for node in placeholders]
+    mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=environment(examples))
+    with mode:
+        fakes = [twin(x) for x in examples]
+    keeping = _Keeping(gm)
+
+    def run(*inputs: Any) -> Any:
+        results = keeping.run(*inputs)
+        return results, list(keeping.tensors.values())
+
+    traced = to_aten(mode, run, *fakes, to_read=True)
+    graph = fx_graph_cse(traced.graph)
+    graph.owning_module = traced
+    output: Any = graph.output_node()
+    results, values = output.args[0]
+    output.args = (results,)
+    named = {node: aten for node, aten in zip(keeping.tensors, values, strict=True) if isinstance(aten, Node)}
+    constants = {node for node, aten in named.items() if is_constant(aten)}
+    graph.eliminate_dead_code()
+    alive = set(graph.nodes)
+    named = {node: aten for node, aten in named.items() if aten in alive}
+    with mode, torch.enable_grad():
+        leaves = [x.requires_grad_(_asks(y)).view_as(x) if _asks(y) else x for x, y in zip(fakes, examples, strict=True)]
+        keeping.run(*leaves)
+    return graph, named, constants, keeping.needs
+
+
+class _Keeping(Interpreter):
+    """Notes each tensor, and what has a gradient."""
+
+    def __init__(self, gm: GraphModule) -> None:
+        super().__init__(gm)
+        self.tensors: dict[Node, torch.Tensor] = {}
+        self.needs: dict[Node, bool] = {}
+
+    def run_node(self, n: Node) -> Any:
+        """Run one node."""
+        out = super().run_node(n)
+        if n.op != "output" and isinstance(out, torch.Tensor):
+            self.tensors[n] = out
+        self.needs[n] = any(isinstance(x, torch.Tensor) and x.requires_grad for x in tree_leaves(out))
+        return out
+
+
+def _asks(x: Any) -> bool:
+    return isinstance(x, torch.Tensor) and x.requires_grad
+
+
+def _tensors(node: Node) -> list[torch.Tensor]:
+    return [x for x in tree_leaves(node.meta.get("example_value")) if isinstance(x, torch.Tensor)]
