@@ -49,6 +49,7 @@ BEFORE_AUTOGRAD: list[tuple[str, Pass]] = [
     ("contract scans", contract_scans),
     ("fuse chunked scans", fuse_chunked_scans),
     ("contract last states", contract_last_states),
+    ("unroll depthwise convolutions", unroll_depthwise_convolutions),
 ]
 """What replaces a scan whose backward is not there yet; see `refold.compiler.dynamo.before_autograd`."""
 
@@ -61,6 +62,7 @@ def run(
     wanted: Callable[[str], bool] = lambda _: True,
     notes: list[str] | None = None,
     passes: Sequence[tuple[str, Pass]] = PASSES,
+    seen: Callable[[Rewrite], None] = lambda _: None,
 ) -> list[Rewrite]:
     """Run passes over a graph, in place.
 
@@ -69,6 +71,7 @@ def run(
         wanted: Which sites (node names) may be rewritten.
         notes: Gets a sentence if the time for the search was over before its end.
         passes: The passes.
+        seen: Called with each rewrite as it is made, before the next one.
 
     Returns:
         What was changed, in order.
@@ -83,9 +86,11 @@ def run(
     rewrites: list[Rewrite] = []
     _dump("as it was", graph)
     for name, apply in passes:
-        found = list(apply(graph, in_time))
-        if found:
-            rewrites += found
+        before = len(rewrites)
+        for rewrite in apply(graph, in_time):
+            seen(rewrite)
+            rewrites.append(rewrite)
+        if len(rewrites) > before:
             _dump(f'after "{name}"', graph)
             if os.environ.get(CHECK) == "1":
                 check_invariants(graph, name)

@@ -59,9 +59,9 @@ def _worth_a_look(gm: GraphModule) -> bool:
     if captured_loops(gm):
         return False  # a loop that stayed one: to trace it takes as long as it has steps
     calls = [node for node in gm.graph.nodes if node.op.startswith("call")]
-    return any(
-        node.target is OPS["linear_scan"] or "cumsum" in str(getattr(node.target, "__name__", node.target))
-        for node in calls
+    names = [str(getattr(node.target, "__name__", node.target)) for node in calls]
+    return any(node.target is OPS["linear_scan"] for node in calls) or any(
+        part in name for name in names for part in ("cumsum", "conv")
     )
 
 
@@ -81,32 +81,34 @@ class BeforeAutograd:
         self._changed = changed_in_place(gm, cautious=True)
         self._order = {node: i for i, node in enumerate(gm.graph.nodes)}
         self._graph, named, self._constants, self._needs = _trace(gm)
-        self._named = {aten: node for node, aten in reversed(named.items())}  # of equals, the first
+        self._every = {aten: node for node, aten in reversed(named.items())}  # of equals, the first
+        self._named: dict[Node, Node] = {}
         self._roots: list[tuple[Node, Node]] = []
-        every = dict(self._named)
-        for found in run_pipeline(self._graph, wanted, passes=BEFORE_AUTOGRAD):
-            by_name = {node.name: node for node in self._graph.nodes}
-            self._named = {aten: node for aten, node in every.items() if by_name.get(aten.name) is aten}
-            new = by_name[found.result]
-            old = next((node for aten, node in every.items() if aten.name == found.site), None)
-            roots = [(old, new)] if old is not None else [(self._named[x], x) for x in self._first_named(new)]
-            inputs = self._sources([by_name[name] for name in found.inputs])
-            given = [self._named[x] for x in inputs]
-            if reason := self._reason(given, [root for root, _ in roots]):
-                self.refused[found.site] = reason
-                continue
-            self._roots += roots
-            self.rewrites.append(
-                dataclasses.replace(
-                    found,
-                    original=self._from(inputs, found.original, found.inputs),
-                    candidate=self._from(inputs, found.candidate, found.inputs),
-                    inputs=tuple(node.name for node in given),
-                    differentiated=tuple(self._needs[node] for node in given),
-                )
-            )
+        run_pipeline(self._graph, wanted, passes=BEFORE_AUTOGRAD, seen=self._take)
 
-    def _first_named(self, new: Node) -> list[Node]:
+    def _take(self, found: Rewrite) -> None:
+        """Note a rewrite that was just made."""
+        by_name = {node.name: node for node in self._graph.nodes}
+        new, old = by_name[found.result], by_name[found.site]
+        self._named = {aten: node for aten, node in self._every.items() if by_name.get(aten.name) is aten}
+        roots = [(self._named[old], new)] if old in self._named else [(self._named[x], x) for x in self._readers(new)]
+        inputs = self._sources([by_name[name] for name in found.inputs])
+        given = [self._named[x] for x in inputs]
+        if reason := self._reason(given, [root for root, _ in roots]):
+            self.refused[found.site] = reason
+            return
+        self._roots += roots
+        self.rewrites.append(
+            dataclasses.replace(
+                found,
+                original=self._from(inputs, found.original, found.inputs),
+                candidate=self._from(inputs, found.candidate, found.inputs),
+                inputs=tuple(node.name for node in given),
+                differentiated=tuple(self._needs[node] for node in given),
+            )
+        )
+
+    def _readers(self, new: Node) -> list[Node]:
         """Return the first nodes after one that Dynamo has a node for."""
         found: dict[Node, None] = {}
         stack = [new]
@@ -175,7 +177,6 @@ class BeforeAutograd:
 
     def spliced(self) -> GraphModule:
         """Put what was found into Dynamo's graph, and return it."""
-        differentiable(self._graph)
         copies = dict(self._named)
         for root, new in sorted(self._roots, key=lambda pair: self._order[pair[0]]):
             if copies.get(new) is root:
@@ -183,6 +184,7 @@ class BeforeAutograd:
             with self.gm.graph.inserting_before(root):
                 found = _copied(new, self.gm.graph, copies)
             root.replace_all_uses_with(found)
+        differentiable(self.gm.graph)
         self.gm.graph.lint()
         self.gm.recompile()
         return self.gm
