@@ -104,6 +104,7 @@ class BeforeAutograd:
                 original=self._from(inputs, found.original, found.inputs),
                 candidate=self._from(inputs, found.candidate, found.inputs),
                 inputs=tuple(node.name for node in given),
+                multilinear=False,  # gradients are longer sums, which small integers do not make exact
                 differentiated=tuple(self._needs[node] for node in given),
             )
         )
