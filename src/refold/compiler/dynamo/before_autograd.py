@@ -8,25 +8,35 @@ All else of Dynamo's graph stays as it is, in-place operations and `no_grad` amo
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import dataclasses
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch._functorch.compile_utils import fx_graph_cse
+from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, GraphModule, Interpreter, Node
 from torch.utils._pytree import tree_leaves
 
 from ...ops.torch.registry import OPS
 from ..inductor import duplicate
-from ..ir.builder import is_constant
+from ..ir.builder import Builder, extract, is_constant, same_strides
+from ..ir.index import is_tensor, is_view, value
 from ..ir.rewrite import Rewrite
 from ..pipeline import BEFORE_AUTOGRAD
 from ..pipeline import run as run_pipeline
 from .body import differentiable, environment, to_aten, twin
 from .loop import captured_loops
 from .mutation import changed_in_place
+
+aten = torch.ops.aten
+_CONVERT = torch.ops.prims.convert_element_type.default
+_HALF = (torch.bfloat16, torch.float16)
+_PRODUCTS = (aten.mul.Tensor, aten.sum.dim_IntList)
 
 
 def find_scans(gm: GraphModule, wanted: Callable[[str], bool], notes: list[str]) -> BeforeAutograd | None:
@@ -81,6 +91,8 @@ class BeforeAutograd:
         self._changed = changed_in_place(gm, cautious=True)
         self._order = {node: i for i, node in enumerate(gm.graph.nodes)}
         self._graph, named, self._constants, self._needs = _trace(gm)
+        self._traced = {node.name: node for node in _copy(self._graph).nodes}  # as it was before any pass
+        _widen_products(self._graph)
         self._every = {aten: node for node, aten in reversed(named.items())}  # of equals, the first
         self._named: dict[Node, Node] = {}
         self._roots: list[tuple[Node, Node]] = []
@@ -101,7 +113,7 @@ class BeforeAutograd:
         self.rewrites.append(
             dataclasses.replace(
                 found,
-                original=self._from(inputs, found.original, found.inputs),
+                original=self._original(old, inputs) or self._from(inputs, found.original, found.inputs),
                 candidate=self._from(inputs, found.candidate, found.inputs),
                 inputs=tuple(node.name for node in given),
                 multilinear=False,  # gradients are longer sums, which small integers do not make exact
@@ -160,6 +172,15 @@ class BeforeAutograd:
     def _changes(self, node: Node) -> bool:
         return any(x.untyped_storage()._cdata in self._changed for x in _tensors(node))
 
+    def _original(self, root: Node, inputs: list[Node]) -> GraphModule | None:
+        """Return what computed a node, as it was traced; None if Dynamo has no node for it."""
+        if root not in self._named:
+            return None
+        part = extract(self._traced[root.name], [self._traced[x.name] for x in inputs])
+        differentiable(part.graph)
+        part.recompile()
+        return part
+
     def _from(self, inputs: list[Node], part: GraphModule, names: Sequence[str]) -> GraphModule:
         """Return a part of the graph as a function of the nodes that Dynamo has."""
         graph, copies = Graph(), dict[Node, Node]()
@@ -182,13 +203,31 @@ class BeforeAutograd:
         for root, new in sorted(self._roots, key=lambda pair: self._order[pair[0]]):
             if copies.get(new) is root:
                 del copies[new]
-            with self.gm.graph.inserting_before(root):
+            with self.gm.graph.inserting_before(root), _without_autocast(root):
                 found = _copied(new, self.gm.graph, copies)
             root.replace_all_uses_with(found)
         differentiable(self.gm.graph)
         self.gm.graph.lint()
         self.gm.recompile()
         return self.gm
+
+
+@contextlib.contextmanager
+def _without_autocast(root: Node) -> Iterator[None]:
+    """Keep autocast from changing the dtypes of what is inserted before a node."""
+    graph, opened = root.graph, list[Node]()
+    if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda") or _in_autocast(root):
+        for device in ("cpu", "cuda"):
+            opened.append(graph.call_function(_enter_autocast, (device, None, False, None)))
+    yield
+    for mode in reversed(opened):
+        graph.call_function(_exit_autocast, (mode,))
+
+
+def _in_autocast(root: Node) -> bool:
+    before = itertools.takewhile(lambda node: node is not root, root.graph.nodes)
+    targets = [node.target for node in before]
+    return targets.count(_enter_autocast) > targets.count(_exit_autocast)
 
 
 def _copied(node: Node, graph: Graph, copies: dict[Node, Node]) -> Node:
@@ -199,6 +238,43 @@ def _copied(node: Node, graph: Graph, copies: dict[Node, Node]) -> Node:
         copies[node] = graph.node_copy(node, lambda x: copies[x])
         copies[node].meta = {**node.meta, "example_value": node.meta["val"]}
     return copies[node]
+
+
+def _copy(graph: Graph) -> Graph:
+    twin = copy.deepcopy(graph)
+    twin.owning_module = graph.owning_module
+    return twin
+
+
+def _widen_products(graph: Graph) -> None:
+    """Turn a product in 16 bits that is widened into a product of widened factors.
+
+    Autocast sums in float32 what it multiplies in 16 bits, and the sum is a contraction all the same. The graph is only
+    read: what runs, and what rewrites are compared with, is the original.
+    """
+    widened: dict[Node, Node] = {}
+
+    def widen(node: Node) -> Node:
+        """Return a value in float32, converted where it comes from, and there once."""
+        if node not in widened:
+            build = Builder(node.next)
+            if node.op == "call_function" and (is_view(node) or node.target in _PRODUCTS) and not node.kwargs:
+                parts = [widen(x) if is_tensor(x) and value(x).dtype in _HALF else x for x in node.args]
+                widened[node] = build.restride(build.call(node.target, parts), value(node))
+            else:
+                widened[node] = build.call(_CONVERT, (node, torch.float32))
+        return widened[node]
+
+    for node in graph.find_nodes(op="call_function", target=aten.mul.Tensor):
+        if value(node).dtype == torch.float32 and node not in widened.values():
+            node.args = tuple(widen(x) if is_tensor(x) and value(x).dtype in _HALF else x for x in node.args)
+    for node in graph.find_nodes(op="call_function", target=_CONVERT):
+        source, dtype = node.args
+        if dtype == torch.float32 and value(source).dtype in _HALF and widened.get(source) is not node:
+            new = widen(source)
+            if same_strides(value(new), value(node)):
+                node.replace_all_uses_with(new)
+    graph.eliminate_dead_code()
 
 
 def _trace(gm: GraphModule) -> tuple[Graph, dict[Node, Node], set[Node], dict[Node, bool]]:

@@ -137,7 +137,8 @@ def _replace(root: Node, scan: Scan, wanted: Callable[[str], bool]) -> Iterator[
     """Emit the operator and replace what it computes."""
     given = _operands(scan)
     products = (given.x, given.dt, given.A, given.B, given.C)
-    require(all(value(factor.node).dtype == value(root).dtype for part in products for factor in part.factors))
+    kinds = {value(factor.node).dtype for part in products for factor in part.factors}
+    require(all(torch.promote_types(kind, value(root).dtype) == value(root).dtype for kind in kinds))
     # A reciprocal of a small log decay overflows half precision.
     require(not (given.free and value(root).dtype == torch.float16))
     outer = [axis for axis in layout(scan.y) if axis not in resolve(scan.padded)]
@@ -256,6 +257,8 @@ def _lay(build: Builder, x: Operand | None, groups: tuple[Label, ...], number: f
         sizes = [_size(group) for group in groups]
         return build.call(aten.full.default, (sizes, number), {"dtype": like.dtype, "device": like.device})
     node = lay_out(build, x, Product(groups, ()))
+    if value(node).dtype != like.dtype:
+        node = build.call(_CONVERT, (node, like.dtype))
     if value(node).is_contiguous():
         return node
     return build.call(aten.clone.default, (node,), {"memory_format": torch.contiguous_format})
