@@ -22,7 +22,7 @@ from .passes.difference_segment_sums import difference_segment_sums
 from .passes.fuse_chunked_scans import contract_last_states, fuse_chunked_scans
 from .passes.prefer_onednn import prefer_onednn
 from .passes.recover_contractions import drop_degenerate_sums, recover_contractions
-from .passes.reroll_loops import roll_up_loops
+from .passes.reroll_loops import reroll_loops
 from .passes.unroll_depthwise_convolutions import unroll_depthwise_convolutions
 
 log = logging.getLogger("refold.graphs")
@@ -34,7 +34,7 @@ CHECK = "REFOLD_CHECK_GRAPHS"
 Pass = Callable[[Graph, Callable[[str], bool]], Iterator[Rewrite]]
 
 PASSES: list[tuple[str, Pass]] = [
-    ("roll up loops", roll_up_loops),
+    ("roll up loops", reroll_loops),
     ("contract scans", contract_scans),
     ("fuse chunked scans", fuse_chunked_scans),
     ("contract last states", contract_last_states),

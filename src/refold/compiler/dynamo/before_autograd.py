@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from torch._functorch.compile_utils import fx_graph_cse
-from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, GraphModule, Interpreter, Node
 from torch.utils._pytree import tree_leaves
@@ -25,8 +24,9 @@ from torch.utils._pytree import tree_leaves
 from ...ops.torch.registry import OPS
 from ..inductor import duplicate
 from ..ir.builder import Builder, extract, is_constant, same_strides
-from ..ir.index import is_tensor, is_view, value
+from ..ir.fx import is_tensor, value
 from ..ir.rewrite import Rewrite
+from ..ir.views import is_view
 from ..pipeline import BEFORE_AUTOGRAD
 from ..pipeline import run as run_pipeline
 from .body import differentiable, environment, to_aten, twin
@@ -36,36 +36,65 @@ from .mutation import changed_in_place
 aten = torch.ops.aten
 _CONVERT = torch.ops.prims.convert_element_type.default
 _HALF = (torch.bfloat16, torch.float16)
+_DEVICES = ("cpu", "cuda")
+# What Dynamo itself writes into a graph for ``with torch.autocast(...)``.
+_ENTER, _EXIT = (getattr(torch.amp.autocast_mode, name, None) for name in ("_enter_autocast", "_exit_autocast"))
 _PRODUCTS = (aten.mul.Tensor, aten.sum.dim_IntList)
 
 
-def find_scans(gm: GraphModule, wanted: Callable[[str], bool], notes: list[str]) -> BeforeAutograd | None:
-    """Find scans in a Dynamo graph.
+def find_rewrites(
+    gm: GraphModule, path: tuple[str, ...], wanted: Callable[[str], bool], notes: list[str]
+) -> BeforeAutograd | None:
+    """Find what can be rewritten in a Dynamo graph before autograd.
 
     Args:
         gm: The graph; not changed.
+        path: Which part of it: names of graphs in graphs, as `checkpointed` gives them.
         wanted: Which sites may be rewritten.
         notes: Gets a sentence for what cannot be looked at, or cannot be replaced.
 
     Returns:
         What was found; None if nothing was.
     """
-    if not _worth_a_look(gm):
+    part: Any = gm.get_submodule(".".join(path))
+    if not _worth_a_look(part):
         return None
     try:
-        found = BeforeAutograd(duplicate(gm), wanted)
+        found = BeforeAutograd(duplicate(part), wanted)
     except Exception as error:  # what cannot be traced once more has no common error
         reason = (str(error).splitlines() or [""])[0]
-        reasons = [f"scans were not looked for before autograd: {type(error).__name__}: {reason}"]
+        reasons = [f"nothing was rewritten before autograd: {type(error).__name__}: {reason}"]
         found = None
     else:
-        reasons = [f"a scan stays as it is: {reason} [{site}]" for site, reason in found.refused.items()]
+        reasons = [f"{what} stays as it is: {reason}" for what, reason in found.refused.items()]
     notes += [reason for reason in reasons if reason not in notes]
     return found if found is not None and found.rewrites else None
 
 
+def checkpointed(gm: GraphModule) -> list[tuple[str, ...]]:
+    """Return the paths of the graphs in a graph that are computed again in the backward."""
+    paths: list[tuple[str, ...]] = []
+    for node in gm.graph.nodes:
+        if getattr(node.target, "__name__", "") != "tag_activation_checkpoint" or not isinstance(node.args[0], Node):
+            continue
+        name = str(node.args[0].target)
+        inner: Any = gm.get_submodule(name)
+        if len(node.args[0].users) == 1:
+            paths += [(name,), *((name, *path) for path in checkpointed(inner))]
+    return paths
+
+
+def with_part(gm: GraphModule, path: tuple[str, ...], part: GraphModule) -> GraphModule:
+    """Return a graph with another part; the graph itself is not changed."""
+    if not path:
+        return part
+    twin, inner = duplicate(gm), gm.get_submodule(path[0])
+    setattr(twin, path[0], with_part(inner, path[1:], part))  # type: ignore[arg-type]
+    return twin
+
+
 def _worth_a_look(gm: GraphModule) -> bool:
-    """Tell whether a graph may hold a scan that is no captured loop."""
+    """Tell whether a graph may hold what the passes look for."""
     if captured_loops(gm):
         return False  # a loop that stayed one: to trace it takes as long as it has steps
     calls = [node for node in gm.graph.nodes if node.op.startswith("call")]
@@ -107,7 +136,7 @@ class BeforeAutograd:
         inputs = self._sources([by_name[name] for name in found.inputs])
         given = [self._named[x] for x in inputs]
         if reason := self._reason(given, [root for root, _ in roots]):
-            self.refused[found.site] = reason
+            self.refused[f"{found.name} [{found.site}]"] = reason
             return
         self._roots += roots
         self.rewrites.append(
@@ -149,6 +178,8 @@ class BeforeAutograd:
         """Say why a rewrite between these nodes of Dynamo's graph cannot stand there; empty if it can."""
         if not roots:
             return "its result has no name in the code"
+        if (_ENTER is None or _EXIT is None) and any(map(_autocasts, roots)):
+            return "autocast is active, and this PyTorch has no way to leave it in a graph"
         if any(self._order[x] > self._order[root] for x in inputs for root in roots):
             return "a result is read before all inputs are there"
         seen, stack = set(inputs), list(roots)
@@ -212,22 +243,23 @@ class BeforeAutograd:
         return self.gm
 
 
+def _autocasts(root: Node) -> bool:
+    """Tell whether autocast acts on what is inserted before a node."""
+    before = itertools.takewhile(lambda node: node is not root, root.graph.nodes)
+    targets = [getattr(node.target, "__name__", "") for node in before]
+    inside = targets.count("_enter_autocast") > targets.count("_exit_autocast")
+    return inside or any(map(torch.is_autocast_enabled, _DEVICES))
+
+
 @contextlib.contextmanager
 def _without_autocast(root: Node) -> Iterator[None]:
     """Keep autocast from changing the dtypes of what is inserted before a node."""
-    graph, opened = root.graph, list[Node]()
-    if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda") or _in_autocast(root):
-        for device in ("cpu", "cuda"):
-            opened.append(graph.call_function(_enter_autocast, (device, None, False, None)))
+    graph, modes = root.graph, list[Node]()
+    if _autocasts(root):
+        modes = [graph.call_function(_ENTER, (device, None, False, None)) for device in _DEVICES]
     yield
-    for mode in reversed(opened):
-        graph.call_function(_exit_autocast, (mode,))
-
-
-def _in_autocast(root: Node) -> bool:
-    before = itertools.takewhile(lambda node: node is not root, root.graph.nodes)
-    targets = [node.target for node in before]
-    return targets.count(_enter_autocast) > targets.count(_exit_autocast)
+    for mode in reversed(modes):
+        graph.call_function(_EXIT, (mode,))
 
 
 def _copied(node: Node, graph: Graph, copies: dict[Node, Node]) -> Node:

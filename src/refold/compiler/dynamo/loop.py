@@ -10,7 +10,7 @@ import torch
 from torch.fx import GraphModule, Interpreter, Node
 from torch.fx.traceback import has_preserved_node_meta
 
-from ..ir.index import concrete, known
+from ..ir.fx import concrete, known
 
 
 @dataclass(frozen=True)
@@ -37,9 +37,21 @@ class CapturedLoop(torch.nn.Module):
     # The body may write to its arguments: no pass may drop a call of which nothing is used.
     _is_impure = True
 
-    def __init__(self, body: GraphModule, count: int | None, carried: int, lasts: int, reads: Sequence[Reads]) -> None:
+    def __init__(
+        self, body: GraphModule, count: int | None, names: Sequence[str], lasts: int, reads: Sequence[Reads]
+    ) -> None:
+        """Hold a body.
+
+        Args:
+            body: See above.
+            count: How many steps there are; None if the last operand says.
+            names: What the user calls each carried value.
+            lasts: How many further values count at the last step only.
+            reads: Which item of each sequence a step reads.
+        """
         super().__init__()
-        self.body, self.count, self.carried, self.lasts, self.reads = body, count, carried, lasts, tuple(reads)
+        self.body, self.count, self.lasts, self.reads = body, count, lasts, tuple(reads)
+        self.names, self.carried = tuple(names), len(names)
 
     def forward(self, *operands: Any) -> tuple[Any, ...]:
         """Run all steps."""
@@ -89,3 +101,24 @@ def step_count(loop: CapturedLoop, call: Node) -> Any:
         return loop.count
     operand: Any = call.args[-1]
     return known(operand.meta["example_value"])
+
+
+class Neighbours(torch.nn.Module):
+    """An ``associative_scan`` along axis 0 by its definition: a tree of calls of the graph that combines neighbours."""
+
+    def __init__(self, combine: GraphModule, count: int) -> None:
+        super().__init__()
+        self.combine, self.count = combine, count
+
+    def forward(self, *operands: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return all prefixes of the first ``count`` operands; the others are the same for all."""
+        from torch._higher_order_ops.associative_scan import generic_associative_scan
+
+        xs, rest = operands[: self.count], operands[self.count :]
+        combined = torch.vmap(self.combine, (*[0] * (2 * self.count), *[None] * len(rest)))
+        return tuple(generic_associative_scan(combined, list(xs), additional_inputs=tuple(rest)))
+
+
+def is_scan(node: Node) -> bool:
+    """Tell whether a call is that of PyTorch's ``associative_scan``."""
+    return node.op == "call_function" and getattr(node.target, "_name", "") == "associative_scan"

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from .index import sum_dims
+from .fx import sum_dims
 
 aten = torch.ops.aten
 

@@ -30,7 +30,7 @@ class Rewrite:
         inputs: Names of the region's inputs in the graph.
         multilinear: Whether the region is a sum of products, so that small integers come out exactly.
         terms: How many products are added up for one output element.
-        raced_alone: Whether timing the region by itself means anything. It does not when the candidate
+        timed_alone: Whether timing the region by itself means anything. It does not when the candidate
             does no arithmetic, or pays off by being fused with what surrounds it; then only the race
             of the whole graph decides.
         spread: Standard deviation of the random inputs of the check. A recurrence over many steps
@@ -49,7 +49,7 @@ class Rewrite:
     inputs: tuple[str, ...]
     multilinear: bool
     terms: int
-    raced_alone: bool = True
+    timed_alone: bool = True
     spread: float = 1.0
     differentiated: tuple[bool, ...] = ()
     result: str = ""
@@ -132,7 +132,7 @@ def replace_node(
     detail: str,
     multilinear: bool,
     terms: int,
-    raced_alone: bool = True,
+    timed_alone: bool = True,
     spread: float = 1.0,
 ) -> Rewrite:
     """Swap ``root`` for ``new`` and return the record of it.
@@ -147,7 +147,7 @@ def replace_node(
         detail: See `Rewrite`.
         multilinear: See `Rewrite`.
         terms: See `Rewrite`.
-        raced_alone: See `Rewrite`.
+        timed_alone: See `Rewrite`.
         spread: See `Rewrite`.
     """
     order = {node: i for i, node in enumerate(root.graph.nodes)}
@@ -167,7 +167,7 @@ def replace_node(
         inputs=tuple(node.name for node in ordered),
         multilinear=multilinear,
         terms=terms,
-        raced_alone=raced_alone,
+        timed_alone=timed_alone,
         spread=spread,
         result=new.name,
     )

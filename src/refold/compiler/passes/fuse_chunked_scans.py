@@ -19,9 +19,11 @@ from torch.fx import Graph, Node
 
 from ...ops.torch.registry import OPS, node_args
 from ..ir.builder import Builder, Operand, between, lay_out, multiply, operand, same_strides, sort_topologically
-from ..ir.index import Axis, Factor, Label, Product, arg, is_tensor, layout, resolve, unify, value
+from ..ir.fx import arg, is_tensor, is_training, value
+from ..ir.index import Factor, Product, layout
 from ..ir.rewrite import Rewrite, replace_node
-from ..recurrence.chunked_form import NotAScan, Scan, States, read_scan, read_states, require, with_label
+from ..ir.symbols import Axis, Label, resolve, unify
+from ..recurrence.chunked_form import ChunkStates, NotAScan, Scan, read_scan, read_states, require, with_label
 from ..recurrence.duality import divisor, step_limits
 from ..recurrence.gated_chunks import FORGETS
 from ..recurrence.narrowing import narrowed, narrowed_later, region
@@ -34,7 +36,7 @@ _CONVERT = torch.ops.prims.convert_element_type.default
 
 def fuse_chunked_scans(graph: Graph, wanted: Callable[[str], bool]) -> Iterator[Rewrite]:
     """Replace chunked scans by ``ssd``: their outputs and their last states."""
-    if _is_training(graph):
+    if is_training(graph):
         return
     _merge_conversions(graph)
     for root in graph.find_nodes(op="call_function", target=aten.add.Tensor):
@@ -49,11 +51,6 @@ def fuse_chunked_scans(graph: Graph, wanted: Callable[[str], bool]) -> Iterator[
             sort_topologically(graph)  # the last state may have been read before the outputs
             graph.eliminate_dead_code()
             break
-
-
-def _is_training(graph: Graph) -> bool:
-    """Tell whether a backward reads what a fused scan never writes."""
-    return any(str(node.target).startswith("tangents") for node in graph.find_nodes(op="placeholder"))
 
 
 def _merge_conversions(graph: Graph) -> None:
@@ -109,7 +106,7 @@ def _operands(scan: Scan) -> _Operands:
     written = list(scan.written.factors)
     free = False
     for step in steps:
-        same = [f for f in written if (f.node, f.steps, _axes(f)) == (step.node, step.steps, _axes(step))]
+        same = [f for f in written if (f.node, f.pending, _axes(f)) == (step.node, step.pending, _axes(step))]
         if not same:
             free, written = True, list(scan.written.factors)
             break
@@ -208,7 +205,7 @@ def _replace(root: Node, scan: Scan, wanted: Callable[[str], bool]) -> Iterator[
             detail=detail,
             multilinear=False,
             terms=_size(time),
-            raced_alone=old is root,  # the last state falls off while the outputs are computed
+            timed_alone=old is root,  # the last state falls off while the outputs are computed
             spread=0.1,
         )
 
@@ -264,7 +261,7 @@ def _lay(build: Builder, x: Operand | None, groups: tuple[Label, ...], number: f
     return build.call(aten.clone.default, (node,), {"memory_format": torch.contiguous_format})
 
 
-def _lay_last(build: Builder, node: Node, state: Operand, states: States) -> Node:
+def _lay_last(build: Builder, node: Node, state: Operand, states: ChunkStates) -> Node:
     like = value(states.node)
     x = lay_out(build, state, Product(with_label(states.layout.labels, states.dim, ()), ()))
     if value(x).dtype != like.dtype:
@@ -272,7 +269,7 @@ def _lay_last(build: Builder, node: Node, state: Operand, states: States) -> Nod
     return _last_of(build, x, node, states)
 
 
-def _last_of(build: Builder, x: Node, node: Node, states: States) -> Node:
+def _last_of(build: Builder, x: Node, node: Node, states: ChunkStates) -> Node:
     """Make the last state a part of all states, which gives it their strides; Inductor writes that part only."""
     like, dim = value(states.node), states.dim
     before = [0, 0] * (like.dim() - 1 - dim) + [like.shape[dim] - 1, 0]
@@ -285,7 +282,7 @@ def _last_of(build: Builder, x: Node, node: Node, states: States) -> Node:
 
 def contract_last_states(graph: Graph, wanted: Callable[[str], bool]) -> Iterator[Rewrite]:
     """Compute a last state that is all that is read of the states as one product over all of time."""
-    if _is_training(graph):
+    if is_training(graph):
         return
     for root in graph.find_nodes(op="call_function", target=aten.select.int):
         node = arg(root, 0)
@@ -300,7 +297,7 @@ def contract_last_states(graph: Graph, wanted: Callable[[str], bool]) -> Iterato
         graph.eliminate_dead_code()
 
 
-def _contract_last_state(root: Node, states: States) -> Rewrite:
+def _contract_last_state(root: Node, states: ChunkStates) -> Rewrite:
     """Emit the product and replace the state."""
     after, step, decays = resolve(states.end.after or ()), resolve(states.end.step), states.end.source
     time = (*resolve(states.chunk), *after)

@@ -16,7 +16,7 @@ import torch
 from torch.fx import Node
 
 from ...ops.torch.registry import OPS, node_args
-from ..ir.index import is_tensor, known, value
+from ..ir.fx import is_tensor, known, value
 from .vectorize import Emitter, NotALoop, Value, is_pointwise
 
 aten = torch.ops.aten
@@ -46,6 +46,7 @@ class Loop:
         last: The last state, if something cheaper than ``states`` holds it.
         operator: What computes its states.
         count: How many steps there are, if one node stands for all of them.
+        name: What to call it to a person.
     """
 
     steps: tuple[Node, ...]
@@ -58,6 +59,7 @@ class Loop:
     last: Node | None = None
     operator: str = "linear_scan"
     count: Any = None
+    name: str = "the carry"
 
     @property
     def length(self) -> Any:
@@ -85,7 +87,7 @@ class Affine:
     shape: tuple[int, ...] | None = None
 
 
-class Carries:
+class LoopVectorizer:
     """Emits what a loop's steps do, for all steps at once."""
 
     def __init__(self) -> None:
@@ -111,14 +113,14 @@ class Carries:
         """Return a node of the shape of another."""
         if not isinstance(x, Node):
             if isinstance(x, bool) or not isinstance(x, (int, float)):
-                raise NotALoop(f"the first step reads {x!r}")
+                raise NotALoop("initial-state", f"the first step reads {x!r}")
             val = value(like)
             return self.emit.call(aten.full.default, list(val.shape), x, dtype=val.dtype, device=val.device)
         if not is_tensor(x):
-            raise NotALoop("a step carries something that is not a tensor")
+            raise NotALoop("carry-not-tensor", "a step carries something that is not a tensor")
         x = self._known(x)
         if value(x).dim() > value(like).dim():
-            raise NotALoop("the first step reads a value of another shape")
+            raise NotALoop("initial-state", "the first step reads a value of another shape")
         return self.emit.expand(x, value(like).shape)
 
     def _known(self, x: Node) -> Node:
@@ -151,17 +153,17 @@ class Carries:
     def _affine(self, node: Any, leaves: list[Any], loop: Loop, count: int) -> Affine:
         """Apply one step's operation to functions of the carry."""
         if not isinstance(value(loop.steps[-1]), torch.Tensor):
-            raise NotALoop("the carry is not a tensor but several, made by one operation")
+            raise NotALoop("carry-not-tensor", f"{loop.name} is not a tensor but several, made by one operation")
         if value(loop.steps[-1]).is_complex():
-            raise NotALoop("the carry is complex, and the operators compute with real numbers")
+            raise NotALoop("carry-complex", f"{loop.name} is complex, and the operators compute with real numbers")
         found, shape = self._operation(node, leaves, loop, count), tuple(value(node).shape)
         if _without_ones(shape) != _without_ones(value(loop.steps[-1]).shape):
-            raise NotALoop("the carry is broadcast to another shape")
+            raise NotALoop("carry-shape", f"{loop.name} is broadcast to another shape")
         return replace(found, shape=shape)
 
     def _operation(self, node: Any, leaves: list[Any], loop: Loop, count: int) -> Affine:
-        if any(isinstance(x, Affine) and x.loop is not loop for x in leaves):
-            raise NotALoop("two carries depend on each other")
+        if other := next((x.loop for x in leaves if isinstance(x, Affine) and x.loop is not loop), None):
+            raise NotALoop("carries-coupled", f"{loop.name} depends on {other.name}, and that on it")
         target, operands = node.target, [x for x in leaves if isinstance(x, Affine) or _counts(x)]
         mine: Affine = next(x for x in leaves if isinstance(x, Affine))
         if target in _SAME:
@@ -172,7 +174,7 @@ class Carries:
         if target is prims.convert_element_type.default and node.args[1].is_floating_point:
             return mine
         if not is_pointwise(target):
-            raise NotALoop(f"{target} mixes elements of the carry, so no elementwise scan computes it")
+            raise NotALoop("mixes-elements", f"{target} mixes elements of {loop.name}")
         if target in (aten.add.Tensor, aten.sub.Tensor):
             a, b = operands[:2]  # the factor may be the third
             alpha = node.kwargs.get("alpha", 1) * (-1.0 if target is aten.sub.Tensor else 1.0)
@@ -180,7 +182,7 @@ class Carries:
         if target is aten.mul.Tensor:
             a, b = operands
             if isinstance(a, Affine) and isinstance(b, Affine):
-                raise NotALoop("the carry is multiplied by itself")
+                raise NotALoop("carry-squared", f"{loop.name} is multiplied by itself")
             a, b = (a, b) if isinstance(a, Affine) else (b, a)
             return self._scaled(a, b, loop)
         if target is aten.div.Tensor and isinstance(operands[0], Affine) and not isinstance(operands[1], Affine):
@@ -189,25 +191,25 @@ class Carries:
         if target is aten.addcmul.default and not node.kwargs:
             a, b, c = leaves
             if isinstance(b, Affine) and isinstance(c, Affine):
-                raise NotALoop("the carry is multiplied by itself")
+                raise NotALoop("carry-squared", f"{loop.name} is multiplied by itself")
             b, c = (c, b) if isinstance(c, Affine) else (b, c)
             return self._plus(a, self._scaled(b, c, loop), loop)
         if target is aten.neg.default:
             return self._scaled(mine, Value(-1.0), loop)
         if target is aten.where.self and isinstance(leaves[0], Value):
             return self._where(node, leaves, loop, count)
-        raise NotALoop(f"the carry enters {target}, which is not affine in it")
+        raise NotALoop("carry-not-affine", f"{loop.name} enters {target}, which is not affine in it")
 
     def _viewed(self, part: Value | None, view: Any) -> Value | None:
         """Let what is broadcast against a view's input be broadcast against the view, which moves axes of size one."""
         if part is None or not is_tensor(part.node):
             return part
         given, shape = value(view.args[0]).shape, value(view).shape
-        own = value(part.node).shape[part.timed :]
+        own = value(part.node).shape[part.has_time :]
         padded = [*[1] * (len(given) - len(own)), *own]
         kept = iter([size for size, full in zip(padded, given, strict=True) if full != 1])
         sizes = [1 if full == 1 else next(kept) for full in shape]
-        return Value(self.emit.reshape(part.node, [*value(part.node).shape[: part.timed], *sizes]), part.timed)
+        return Value(self.emit.reshape(part.node, [*value(part.node).shape[: part.has_time], *sizes]), part.has_time)
 
     def _call(self, target: Any, loop: Loop, *operands: Value) -> Value:
         """Combine what does not depend on the carry."""
@@ -217,9 +219,9 @@ class Carries:
             return Value(numbers.get(target, lambda: 1.0 / a)())
         if not isinstance(operands[0].node, Node):
             operands = operands[::-1]
-        rank = max(value(x.node).dim() - x.timed for x in operands if isinstance(x.node, Node))
+        rank = max(value(x.node).dim() - x.has_time for x in operands if isinstance(x.node, Node))
         out = self.emit.call(target, *(self.emit.padded(x, rank) for x in operands))
-        return Value(out, any(x.timed for x in operands))
+        return Value(out, any(x.has_time for x in operands))
 
     def _plus(self, a: Affine | Value, b: Affine | Value, loop: Loop) -> Affine:
         parts = []
@@ -248,7 +250,7 @@ class Carries:
                 part = getattr(x, name) if isinstance(x, Affine) else (x if name == "offset" else Value(missing))
                 if part is None:
                     part = Value(1.0 if name == "scale" else 0.0)
-                chosen.append(self.emit.padded(Value(self.emit.timed(part, count, node), True), rank))
+                chosen.append(self.emit.padded(Value(self.emit.with_time(part, count, node), True), rank))
             outs.append(Value(self.emit.call(aten.where.self, self.emit.padded(mask, rank), *chosen), True))
         scale, offset = outs
         return Affine(loop, scale, offset)
@@ -261,16 +263,16 @@ class Carries:
         val = value(like)
         static = loop.count is not None or all(isinstance(size, int) for size in val.shape)
         if not (val.is_floating_point() and static):
-            raise NotALoop("the carry is not a floating-point tensor of known shape")
+            raise NotALoop("carry-dtype", f"{loop.name} is not a floating-point tensor of known shape")
         initial = self._tensor(loop.initial, like)
         shape = [count, *val.shape]
         operands = [initial]
         for part in (body.scale or Value(1.0), body.offset or Value(0.0)):
-            x = emit.timed(part, count, like)
+            x = emit.with_time(part, count, like)
             operands.append(emit.expand(emit.padded(Value(x, True), val.dim()), shape))
         dtype = functools.reduce(torch.promote_types, (value(x).dtype for x in operands), val.dtype)
         if not dtype.is_floating_point:
-            raise NotALoop("the recurrence is not over real numbers")
+            raise NotALoop("carry-dtype", "the recurrence is not over real numbers")
         # The operator wants a batch axis before time; any axis of the state will do.
         order = [1, 0, *range(2, len(shape))] if val.dim() else [0]
         operands = [emit.cast(x, dtype) for x in operands]

@@ -16,7 +16,7 @@ from torch.fx.node import map_arg
 
 from ...ops.torch.registry import OPS, named_args, node_args
 from ..ir.builder import Builder, is_constant
-from ..ir.index import arg, is_tensor, value
+from ..ir.fx import arg, is_tensor, value
 
 aten = torch.ops.aten
 convert = torch.ops.prims.convert_element_type.default

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from ..ir.index import arg, is_view
+from ..ir.fx import arg
+from ..ir.views import is_view
 from .segment_sums import constant_value
 
 aten = torch.ops.aten

@@ -1,7 +1,7 @@
 """Launch configurations of the Triton kernels: one small table a GPU family, measured, and a default for the rest.
 
 Nothing is tuned on a user's machine at request time. To extend a
-table, time ``config=`` overrides of a backend's function with `refold.bench` and add the row that wins.
+table, time ``config=`` overrides of a backend's function with ``refold bench`` and add the row that wins.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import torch
 # hand-made layouts: warps, states (a lane), own (channels a lane), tokens (a tile), group (tokens of a walk), slots.
 # Keys of "selective_scan_lanes": warps, states (at most, a lane), slots, cut (tokens from which time may be cut).
 DEFAULT: dict[str, dict[str, Any]] = {
-    "ssd": {"chunk": 64, "block_p": 64, "tile": 8192, "warps": 4, "stages": 2, "state_warps": 4, "slots": 2,
+    "ssd": {"chunk": 64, "block_p": 64, "block_n": 16, "tile": 8192, "warps": 4, "stages": 2, "state_warps": 4, "slots": 2,
             "state_cost": 0.5, "launch_cost": 4.0, "fused_pass": 4, "hopper": 0},
     "ssd_backward": {"chunk": 64, "block_p": 64, "block_n": 128, "tile": 8192, "warps": 8, "stages": 2,
                      "state_warps": 4, "state_stages": 3, "slots": 1, "memory": 160, "most_memory": 8192,

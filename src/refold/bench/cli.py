@@ -1,0 +1,95 @@
+"""The command ``refold bench``."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ..errors import ArgumentError, RefoldError
+from . import rows
+from .suites import SUITES, find
+
+app = typer.Typer(help="Measure: suites of benchmarks, one JSON line per measurement.", no_args_is_help=True)
+
+
+@app.command("list")
+def list_suites() -> None:
+    """List the suites, what each shows, and its options."""
+    for suite in SUITES.values():
+        try:
+            about = suite.about()
+            options = " ".join(f"{name}={_text(default)}" for name, default in suite.options().items())
+        except RefoldError as error:
+            about, options = str(error), ""
+        typer.echo(f"{suite.name:24} {about}")
+        if options:
+            typer.echo(f"{'':24}   {options}")
+
+
+@app.command()
+def run(
+    suites: Annotated[list[str], typer.Argument(help="Names that `refold bench list` shows.")],
+    out: Annotated[Path | None, typer.Option(help="Append each row to this file as it is measured.")] = None,
+    given: Annotated[
+        list[str] | None, typer.Option("--set", help="An option of the suite, as name=value.", show_default=False)
+    ] = None,
+) -> None:
+    """Run suites; print a line per measurement. Exit code 1 if a measurement was refused because it is not right."""
+    settings = dict(_pair(text) for text in given or [])
+    chosen = [(suite, suite.settings(settings)) for suite in map(find, suites)]
+    command = shlex.join(["refold", "bench", "run", *suites, *(f"--set={text}" for text in given or [])])
+    env, refused = rows.environment(), 0
+    for suite, options in chosen:
+        for row in suite.load()(**options):
+            refused += "refused" in row
+            typer.echo(rows.described(row))
+            if out is not None:
+                rows.append(out, rows.complete(row, suite.name, command, env))
+    if refused:
+        typer.echo(f"{refused} measurements were refused", err=True)
+        raise typer.Exit(1)
+
+
+@app.command()
+def compare(
+    before: Annotated[Path, typer.Argument(help="A file of rows.")],
+    after: Annotated[Path, typer.Argument(help="Another one.")],
+) -> None:
+    """Compare the times that two files have in common; a ratio above 1 means that the second is faster."""
+    found = rows.compare(rows.read(before), rows.read(after))
+    if not found:
+        raise ArgumentError(f"{before} and {after} have no measurement in common. Compare runs of one suite")
+    typer.echo(f"{'before ms':>11} {'after ms':>11} {'ratio':>7}")
+    for name, which, a, b in found:
+        typer.echo(f"{a:11.4f} {b:11.4f} {a / b:7.2f}  {name}: {which}")
+
+
+@app.command("env")
+def env_command() -> None:
+    """Print what the numbers of this machine depend on, as JSON."""
+    typer.echo(json.dumps(rows.environment(), indent=2))
+
+
+def _pair(text: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not equals:
+        raise ArgumentError(f"--set {text}: give name=value")
+    return name, value
+
+
+def _text(default: object) -> str:
+    return ",".join(map(str, default)) if isinstance(default, tuple) else str(default).lower()
+
+
+def main() -> None:
+    """Run the command alone."""
+    try:
+        app(prog_name="python -m refold.bench")
+    except RefoldError as error:
+        typer.echo(f"refold: {error}", err=True)
+        sys.exit(2)
