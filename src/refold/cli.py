@@ -345,18 +345,15 @@ def _stages(first: str, quiet: bool = False, verbose: bool = False) -> Iterator[
     """Show progress while a command works."""
     if quiet and verbose:
         raise _Refusal("--quiet and --verbose exclude each other")
-    if quiet:
-        yield
-        return
-    progress = _Progress(Console(stderr=True), verbose)
-    log = logging.getLogger("refold")
+    log, progress = logging.getLogger("refold"), _Progress(Console(stderr=True), verbose)
     level = log.level
+    log.setLevel(logging.ERROR if quiet else logging.INFO)  # the report has all that is worth a warning
     log.addHandler(progress)
-    log.setLevel(logging.INFO)
     try:
-        if progress.status is not None:
+        if progress.status is not None and not quiet:
             progress.status.start()
-        progress.say(first)
+        if not quiet:
+            progress.say(first)
         yield
     finally:
         if progress.status is not None:
