@@ -20,7 +20,6 @@ ORDER = [
     ["compiler"],
     ["models"],
     ["generate"],
-    ["distributed"],
     ["compat"],
     ["integrations"],
     ["bench"],
