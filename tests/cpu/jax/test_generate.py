@@ -5,13 +5,13 @@ import dataclasses
 import jax
 import numpy as np
 import pytest
-from models import CONFIGS, GRANITE, MAMBA2
 
 from refold.errors import ArgumentError, CheckpointError
 from refold.generate.generator import bucket
 from refold.generate.jax import NO_TOKEN, Generator, choose
 from refold.generate.sampling import Sampling
 from refold.models.checkpoint import random_params
+from support.models import CONFIGS, GRANITE, MAMBA2
 
 PROMPTS = [[1, 2, 3], [4, 5, 6, 7, 8]]
 DRAWN = Sampling(temperature=0.8, top_k=20, top_p=0.9, seed=7)
