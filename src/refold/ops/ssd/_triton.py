@@ -30,7 +30,7 @@ from refold.ops.torch.launch import (
     refusal,
     same_dtype,
 )
-from refold.ops.torch.tables import device_limits, lookup
+from refold.ops.torch.tables import device_limits, family, lookup
 
 HOPPER = ("refold.ops.ssd._gluon_kernels", "refold.ops.torch.tma_launch")
 
@@ -142,17 +142,29 @@ class _Plan:
         ngroups, dstate = B.shape[-2:]
         varlen = cu_seqlens is not None
         sms, shared = device_limits(x.device)
+        block_n = max(16, triton.next_power_of_2(dstate))
         table = lookup("ssd", x.device, x.dtype)
+        if block_n < 32:
+            table = table | table.get("narrow", {})
         config = table | (config or {})
-        block_n = max(config["block_n"], triton.next_power_of_2(dstate))
         block_p = min(max(16, triton.next_power_of_2(headdim)), config["block_p"])
         chunk = min(table["chunk"], max(16, triton.next_power_of_2(config["chunk"])))
         # A tile of the state holds at most `tile` elements; wide states take fewer channels, then shorter chunks.
         while block_p > 16 and block_p * block_n > config["tile"]:
             block_p //= 2
+        steps_positive = dt_softplus or dt_limit[0] >= 0
+        hopper = config["hopper"] and not varlen and chunk == 64 and steps_positive
+        self.hopper = hopper and _hopper_fits(x, B, C, z, initial) and gluon(*HOPPER) is not None
+        stages = config["stages"]
+        if not self.hopper and chunk == 64 and x.element_size() == 2 and family(x.device) == "hopper":
+            # Triton's asynchronous products want 64 tokens. Where rows are not known to lie on 16 bytes, Triton 3.6
+            # then accesses memory that is not its own; there, and for more states, 32 tokens are faster, too.
+            if not all(t.data_ptr() % 16 == 0 and all(n % 16 == 0 for n in t.stride()[:3]) for t in (x, B, C)):
+                chunk, stages = 32, 1
+            elif block_n > 128:
+                chunk = 32
         # Products of float32 keep the tile and its three bfloat16 parts.
         item = 10 if x.dtype == torch.float32 else x.element_size()
-        stages = config["stages"]
         while chunk > 16 and self._shared(chunk, block_p, block_n, item, 1) > shared:
             chunk //= 2
         while stages > 1 and self._shared(chunk, block_p, block_n, item, stages) > shared:
@@ -160,9 +172,6 @@ class _Plan:
         self.nseqs = nseqs = cu_seqlens.numel() - 1 if varlen else batch
         self.nchunks = nchunks = seqlen // chunk + nseqs if varlen else max(1, triton.cdiv(seqlen, chunk))
         blocks_p = triton.cdiv(headdim, block_p)
-        steps_positive = dt_softplus or dt_limit[0] >= 0
-        hopper = config["hopper"] and not varlen and chunk == 64 and steps_positive
-        self.hopper = hopper and _hopper_fits(x, B, C, z, initial) and gluon(*HOPPER) is not None
         rows, slots = batch * nheads * blocks_p, sms * config["slots"]
         states, state_slots = rows, slots
         if self.hopper:
@@ -181,8 +190,8 @@ class _Plan:
         self.warm = False
         self.new_y = fresh_like(x)
         self.new_final = fresh((nseqs, nheads, headdim, dstate), state_dtype or torch.float32, x.device)
-        # C·Bᵀ that one head alone reads is formed where it is read.
-        own_cb = nheads == ngroups and blocks_p <= 2 and not self.hopper
+        # C·Bᵀ that one head alone reads is formed where it is read. (Measured for float32 only.)
+        own_cb = x.dtype == torch.float32 and nheads == ngroups and blocks_p <= 2
         prepared = 0 if own_cb else ngroups
         # One float32 workspace, cut into: C·Bᵀ, decay, step, piece states, piece decays.
         rows = batch * nchunks * nheads * chunk
