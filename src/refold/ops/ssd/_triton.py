@@ -114,18 +114,27 @@ class _Tiles:
         state = next(tiles for tiles in (4, 2, 1) if tiles * halves <= 4 and group % tiles == 0)
         return cls(channels, states, halves, scan, state, blocks)
 
-    def slots(self) -> tuple[int, int]:
-        """Return how many programs of `scan` and of `state` a multiprocessor holds."""
-        return 2 if self.scan * self.states == 64 else 1, 2 if self.state * self.halves == 1 else 1
+    def registers(self) -> tuple[dict[str, int], dict[str, int]]:
+        """Return the options of `scan` and of `state` that let two small programs share a multiprocessor."""
+        scan, state = self.scan * self.states == 64, self.state * self.halves == 1
+        return {"maxnreg": 80} if scan else {}, {"maxnreg": 128} if state else {}
+
+    def slots(self, gate: bool) -> tuple[int, int]:
+        """Return how many programs of `scan` and of `state` a multiprocessor holds; a gate takes shared memory."""
+        scan, state = self.registers()
+        return 2 if scan and not gate else 1, 2 if state else 1
 
 
 def _hopper_fits(x, B, C, z, initial) -> bool:
-    """Say whether the Hopper kernels take these tensors: 16 bits, at most 256 states, rows on 16 bytes."""
+    """Say whether the Hopper kernels take these tensors."""
     if INTERPRETED or x.device.type != "cuda" or torch.cuda.get_device_capability(x.device)[0] != 9:
         return False
-    if x.dtype not in (torch.bfloat16, torch.float16) or x.shape[1] == 0 or B.shape[-1] > 256:
-        return False
-    if initial is not None and initial.data_ptr() % 16:
+    return x.dtype in (torch.bfloat16, torch.float16) and _fits_copy_engine(x, B, C, z, initial)
+
+
+def _fits_copy_engine(x, B, C, z, initial) -> bool:
+    """Say whether the tiles of these tensors can be copied: at most 256 states, rows of one dtype on 16 bytes."""
+    if x.shape[1] == 0 or B.shape[-1] > 256 or (initial is not None and initial.data_ptr() % 16):
         return False
     return all(
         t.dtype == x.dtype and t.data_ptr() % 16 == 0 and t.shape[3] % 8 == 0
@@ -177,7 +186,7 @@ class _Plan:
         if self.hopper:
             self.tiles = tiles = _Tiles.of(nheads, ngroups, headdim, dstate)
             rows, states = (batch * nheads * tiles.blocks // each for each in (tiles.scan, tiles.state))
-            slots, state_slots = (sms * each for each in tiles.slots())
+            slots, state_slots = (sms * each for each in tiles.slots(z is not None))
         if "segments" in config:
             nsegments, pieces = config["segments"], config.get("pieces", 1)
         else:
@@ -287,18 +296,18 @@ class _Plan:
         sizes = {"HEADDIM": headdim, "DSTATE": dstate, "HALVES": tiles.halves, "CHUNK": 64, "P": tiles.channels,
                  "N": tiles.states}  # fmt: skip
         ntiles = nheads * tiles.blocks
-        two, two_states = (each == 2 for each in tiles.slots())
+        scan_registers, state_registers = tiles.registers()
         self.state_ints = (nchunks, piece_chunks, npieces, nheads, ngroups)
         self.state = MappedLaunch(
             hopper._ssd_fwd_state_hopper_kernel, (ntiles // tiles.state, npieces, batch),
             {**sizes, "TILES": tiles.state, "STAGES": 4},
-            {"num_warps": 4, **({"maxnreg": 128} if two_states else {})}, [x_view, B_view],
+            {"num_warps": 4, **state_registers}, [x_view, B_view],
         )  # fmt: skip
         self.scan_ints = (nchunks, segment_chunks, self.nsegments, pieces, npieces, nheads, ngroups, *D_strides)
         self.scan = MappedLaunch(
             hopper._ssd_fwd_scan_hopper_kernel, (ntiles // tiles.scan, self.nsegments, batch),
             {**sizes, "TILES": tiles.scan, "PASSED": self.passed, "HAS_Z": z is not None},
-            {"num_warps": 4, **({"maxnreg": 80} if two else {})},
+            {"num_warps": 4, **scan_registers},
             [x_view, z_view, B_view, C_view, cb_view, y_view, initial_view],
         )  # fmt: skip
 
