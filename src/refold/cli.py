@@ -1,4 +1,4 @@
-"""The command line: ``refold optimize | explain | verify | generate | doctor``.
+"""The command line: ``refold optimize | explain | verify | generate | bench | doctor``.
 
 Progress goes to standard error, live on a terminal and as plain lines in a pipe; the report goes
 to standard output. Bad input gives one sentence and exit code 2.
@@ -19,6 +19,7 @@ import typer
 from rich.console import Console
 
 from . import __version__
+from .bench.cli import app as bench
 from .errors import MissingDependency, RefoldError
 from .generate.cli import generate
 
@@ -211,6 +212,7 @@ def verify(
 
 
 app.command()(generate)
+app.add_typer(bench, name="bench")
 
 
 @app.command()
@@ -343,18 +345,15 @@ def _stages(first: str, quiet: bool = False, verbose: bool = False) -> Iterator[
     """Show progress while a command works."""
     if quiet and verbose:
         raise _Refusal("--quiet and --verbose exclude each other")
-    if quiet:
-        yield
-        return
-    progress = _Progress(Console(stderr=True), verbose)
-    log = logging.getLogger("refold")
+    log, progress = logging.getLogger("refold"), _Progress(Console(stderr=True), verbose)
     level = log.level
+    log.setLevel(logging.ERROR if quiet else logging.INFO)  # the report has all that is worth a warning
     log.addHandler(progress)
-    log.setLevel(logging.INFO)
     try:
-        if progress.status is not None:
+        if progress.status is not None and not quiet:
             progress.status.start()
-        progress.say(first)
+        if not quiet:
+            progress.say(first)
         yield
     finally:
         if progress.status is not None:

@@ -78,7 +78,7 @@ class Replay(GraphCompile):
             return self.given
         if decision.chosen == "inductor" and decision.rewrites:
             return inductor(self.given, self.inputs, options=self.options)
-        self._rewrite_captured()
+        self._rewrite_before_autograd()
         eager: Callable[[], Compiled] | None = None
         try:
             compiled = self._built()

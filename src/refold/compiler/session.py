@@ -19,6 +19,7 @@ from ..report import GraphReport, RewriteReport
 from .compile_time import inductor_seconds, unrolled_seconds
 from .decisions import Store, digest, versions
 from .dynamo.loop import captured_loops
+from .dynamo.early_scans import define_scans, early_scans
 from .external_cumsum import keep_scans_external
 from .inductor import Compiled, Hook, Stopped, bind, clone_inputs, duplicate, inductor
 from .ir.cost import Cost, graph_cost
@@ -53,8 +54,9 @@ class GraphCompile:
     def __init__(
         self, gm: GraphModule, inputs: Sequence[Any], settings: Settings, entry: GraphReport, store: Store
     ) -> None:
-        self.given, self.inputs, self.settings, self.entry, self.store = gm, inputs, settings, entry, store
-        self.gm = gm
+        self.inputs, self.settings, self.entry, self.store = inputs, settings, entry, store
+        self.given = define_scans(gm, everywhere=entry.mode == "training")
+        self.gm = self.given
         self.options = dict(settings.options or {})
         self.refused: set[str] = set()
         self.verdicts: dict[str, Verdict] = {}
@@ -73,7 +75,7 @@ class GraphCompile:
         """Return the program that runs from now on, and fill the report."""
         start = time.perf_counter()
         entry = self.entry
-        saved = self._rewrite_captured()
+        saved = self._rewrite_before_autograd()
         try:
             compiled = self._built()
         except TooLong as reason:
@@ -165,15 +167,18 @@ class GraphCompile:
 
     # Loops that were captured --------------------------------------------------------------------
 
+    def _rewrite_before_autograd(self) -> Cost:
+        """Replace what is rewritten before autograd; return what that saves."""
+        return self._rewrite_captured() + self._rewrite_early()
+
     def _rewrite_captured(self) -> Cost:
         """Replace captured loops by scans, where that stands; return what they cost more than their scans."""
-        names = [call.name for call in captured_loops(self.gm)]
+        names, saved = [call.name for call in captured_loops(self.gm)], Cost()
         if not names:
-            return Cost()
+            return saved
         from .dynamo.to_scan import describe_loop
 
         self.gm = duplicate(self.gm)
-        saved = Cost()
         for name in names:
             call = next(node for node in self.gm.graph.nodes if node.name == name)
             try:
@@ -186,6 +191,28 @@ class GraphCompile:
                 before, after = found.rewrite.before, found.rewrite.after
                 saved += Cost(before.flops - after.flops, before.bytes - after.bytes)
         self.gm.recompile()
+        return saved
+
+    def _rewrite_early(self) -> Cost:
+        """Replace recurrences that are no loops by scans before autograd, where that stands; return what that saves."""
+        saved, gm = Cost(), duplicate(self.gm)
+        for found in early_scans(gm, self.entry.mode == "training"):
+            key = f"early:{found.rewrite.site}"
+            if not self._wanted(key):
+                continue
+            start = time.perf_counter()
+            verdict = None if self._unjudged else self._verdict(found.rewrite)
+            self.entry.checks_s += time.perf_counter() - start
+            row = self._note(key, found.rewrite, verdict)
+            if row.status == "refused":
+                continue
+            row.status = "applied"
+            self.terms = max(self.terms, found.rewrite.terms)
+            found.splice()
+            before, after = found.rewrite.before, found.rewrite.after
+            saved += Cost(before.flops - after.flops, before.bytes - after.bytes)
+            self.gm = gm
+        gm.recompile()
         return saved
 
     def _as_operator(self, call: Node) -> Any:
@@ -371,7 +398,10 @@ def _row(rewrite: Rewrite, key: str, verdict: Verdict | None) -> RewriteReport:
 
 def describe_captured(entry: GraphReport, gm: GraphModule) -> GraphModule:
     """Write into a report what would become of captured loops; return the graph without those that would be scans."""
-    gm = duplicate(gm)
+    gm = duplicate(define_scans(gm, everywhere=False))
+    for early in early_scans(gm, training=False):
+        entry.rewrites.append(_row(early.rewrite, "", None))
+        early.splice()
     for call in captured_loops(gm):
         from .dynamo.to_scan import describe_loop, find_scan
 

@@ -6,7 +6,6 @@ Seconds of each kind; ``python tools/fuzz.py --seeds 0 1000`` runs as many as on
 from random import Random
 
 import hypothesis.strategies as st
-import programs
 import pytest
 import torch
 from hypothesis import given, settings
@@ -14,6 +13,7 @@ from hypothesis import given, settings
 from refold.compiler.ir import views
 from refold.compiler.passes import recover_contractions
 from refold.compiler.recurrence import duality, gated_chunks
+from support import programs
 
 aten = torch.ops.aten
 RANDOM = st.randoms(use_true_random=False)

@@ -15,6 +15,7 @@ from ..ir.fx import concrete, is_tensor, known, value
 from ..ir.rewrite import source_line
 from ..recurrence.affine import Loop
 from ..recurrence.replace import SCANS, WHY, dualise
+from ..recurrence.systems import LINEAR_SYSTEM
 from ..recurrence.vectorize import NotALoop
 from .body import Body, Traced, differentiable
 from .call_site import CallSite, example
@@ -142,7 +143,7 @@ def _rewrite(site: CallSite, before: set[Node], dual: bool) -> CapturedScan:
     graph.eliminate_dead_code()
     differentiable(graph)
     graph.lint()
-    if not any(node.target in SCANS for node in graph.nodes) and body.loops:
+    if not any(node.target in (*SCANS, LINEAR_SYSTEM) for node in graph.nodes) and body.loops:
         raise NotALoop("no-scan", "nothing that is used depends on the carry")
     inner_body = _without_writes(traced)
     extra = range(len(traced.results), len(traced.results) + len(contents))

@@ -215,6 +215,8 @@ class Reroller(LoopVectorizer):
             return None
         source, dim, start, stop, keep = parts[0]
         starts = [part[2] for part in parts]
+        if all(part == parts[0] for part in parts):
+            return None  # the same positions at every step
         step, width = starts[1] - starts[0], stop - start
         if any(b - a != step for a, b in itertools.pairwise(starts)) or not step:
             raise NotALoop("read-uneven", "a tensor is read at positions that are not evenly spaced")

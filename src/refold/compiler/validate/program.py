@@ -16,8 +16,9 @@ from ...verify import median_ms, profile, race
 from ...verify.memory import available_bytes, peak_bytes
 from ...verify.timing import DELTA
 from ..compile_time import RIVAL_S, unrolled_seconds
-from ..inductor import Compiled, apart, arguments, clone_inputs, inductor, standalone
+from ..inductor import Compiled, arguments, clone_inputs, inductor, standalone
 from ..ir.cost import Cost, clearly_less
+from ..private import apart
 from .region import Settings, first_times, undisturbed_rng
 from .whole import compare
 

@@ -1,30 +1,29 @@
-"""Time decoding and prefill of language models with JAX; on CPU side by side with transformers.
+"""Decoding and prefill of language models with JAX; on the CPU side by side with transformers.
 
-    python benchmarks/jax_generate.py cpu --out results.jsonl      # 130M float32, interleaved with transformers (torch)
-    python benchmarks/jax_generate.py device --out results.jsonl   # bfloat16 on the default device
-
-Weights are random. Work and bytes are counted from the configuration (``refold.models.counts``); what XLA's own cost
-model says of the compiled program stands beside them. Each row names its environment.
+Weights are random. Work and bytes are counted from the configuration (``refold.models.counts``). A row also holds what
+XLA's own cost model says of the compiled program.
 """
 
-import argparse
+from __future__ import annotations
+
 import dataclasses
-import json
-import platform
 import time
-from pathlib import Path
+from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-import refold
-from refold.generate.jax import Generator
-from refold.models import counts
-from refold.models.checkpoint import layout, random_params
-from refold.models.configs import Config, GraniteHybridConfig, Mamba2Config, MambaConfig, Mixer2Config
-from refold.models.jax import take_layers_apart
+from ..errors import ArgumentError
+from ..generate.jax import Generator
+from ..models import counts
+from ..models.checkpoint import layout, random_params
+from ..models.configs import Config, GraniteHybridConfig, Mamba2Config, MambaConfig, Mixer2Config
+from ..models.jax import take_layers_apart
+from .progress import wanted
+from .rows import Row
 
 
 def mamba2(d_model: int, nlayers: int) -> Mamba2Config:
@@ -84,7 +83,7 @@ def seconds(call: Any, repeats: int, rounds: int = 1) -> list[float]:
 
 
 def decoder(generator: Generator, batch: int, tokens: int) -> Any:
-    """Return a call that decodes ``tokens`` tokens a row; a hybrid's cache has room for five such calls."""
+    """Return a call that decodes ``tokens`` tokens per row; a hybrid's cache has room for five such calls."""
     conversation = generator.read([[7] * PAST] * batch)
 
     def call() -> None:
@@ -113,7 +112,7 @@ def xla_counts(generator: Generator, batch: int) -> dict[str, float]:
     """Return what XLA counts for one decoding step."""
     params, state = map(take_layers_apart, (generator.params, generator.read([[7] * PAST] * batch).state))
     step = jax.jit(lambda p, t, s: generator.model.step(generator.config, p, t, s), donate_argnums=2)
-    analysis = step.lower(params, jnp.zeros(batch, jnp.int32), state).compile().cost_analysis()
+    analysis: Any = step.lower(params, jnp.zeros(batch, jnp.int32), state).compile().cost_analysis()
     return {"xla_flops": analysis["flops"], "xla_bytes": analysis["bytes accessed"]}
 
 
@@ -128,7 +127,7 @@ def xla_prefill_counts(generator: Generator, seqlen: int) -> dict[str, float]:
         few = dataclasses.replace(config, nlayers=nlayers)
         read = jax.jit(lambda params, tokens: generator.model.forward(few, params, tokens))
         tokens = jax.ShapeDtypeStruct((1, seqlen), jnp.int32)
-        analysis = read.lower({**generator.params, "layers": layers}, tokens).compile().cost_analysis()
+        analysis: Any = read.lower({**generator.params, "layers": layers}, tokens).compile().cost_analysis()
         return np.array([analysis["flops"], analysis["bytes accessed"]])
 
     none, one = cost(0), cost(1)
@@ -136,83 +135,89 @@ def xla_prefill_counts(generator: Generator, seqlen: int) -> dict[str, float]:
     return {"xla_flops": float(flops), "xla_bytes": float(moved)}
 
 
-def environment() -> dict[str, Any]:
-    """Describe where this runs."""
-    device = jax.devices()[0]
-    return {"device": device.device_kind, "jax": jax.__version__, "python": platform.python_version(),
-            "refold": refold.__version__}  # fmt: skip
-
-
-def row(name: str, what: str, times: list[float], need: counts.Counts, extra: dict[str, Any]) -> dict[str, Any]:
-    """Return one measurement: times in seconds a unit, operations and bytes a unit."""
+def row(name: str, what: str, times: list[float], need: counts.Counts, extra: dict[str, Any]) -> Row:
+    """Return one measurement: times in seconds per unit, operations and bytes per unit."""
     best, median = min(times), float(np.median(times))
-    return {"schema": 1, "op": "generate", "backend": "jax", "case": f"{name} {what}", "median_s": median,
+    return {"op": "generate", "backend": "jax", "case": f"{name} {what}", "median_s": median,
             "min_s": best, "n": len(times), "flops": need.flops, "bytes": need.bytes,
             "tflop_per_s": need.flops / median / 1e12, "gb_per_s": need.bytes / median / 1e9,
-            "env": environment(), **extra}  # fmt: skip
+            **extra}  # fmt: skip
 
 
-def run_cpu() -> list[dict[str, Any]]:
-    """Time the 130M model in float32, interleaved with transformers."""
+def generation_cpu(*, tokens: int = 16, seqlen: int = 1024, repeats: int = 6) -> Iterator[Row]:
+    """Time decoding and prefill of Mamba-2 130M with JAX on the CPU, float32, beside transformers."""
+    model, name = MODELS["130M"], "130M fp32"
+    generator = cache(lambda: Generator(model, random_params(model)))
+    if wanted(case=f"{name} decode batch 1"):
+        yield from _beside_transformers(generator(), name, tokens, repeats)
+    if wanted(case=f"{name} decode batch 16"):
+        many = decoder(generator(), 16, tokens)
+        many()
+        yield row(name, "decode batch 16", seconds(many, repeats, tokens), counts.decode(model, 16, 4), {})
+    if wanted(case=f"{name} prefill {seqlen}"):
+        read = reader(generator(), 1, seqlen)
+        read()
+        yield row(name, f"prefill {seqlen}", seconds(read, repeats), counts.prefill(model, 1, seqlen, 64, 4), {})
+
+
+def _beside_transformers(generator: Generator, name: str, tokens: int, repeats: int) -> Iterator[Row]:
+    """Time decoding of one row in turns with transformers."""
     import torch
     from transformers import Mamba2Config as TorchConfig
     from transformers import Mamba2ForCausalLM
 
-    model = MODELS["130M"]
-    generator = Generator(model, random_params(model))
     torch_config = TorchConfig(hidden_size=768, num_hidden_layers=24, vocab_size=50288, num_heads=24, head_dim=64,
                                state_size=128, n_groups=1, tie_word_embeddings=True)  # fmt: skip
     peer = Mamba2ForCausalLM(torch_config).eval()
-    steps = 16
 
     @torch.no_grad()
     def peer_decode() -> None:
         token = torch.ones(1, 1, dtype=torch.long)
-        for _ in range(steps):
+        for _ in range(tokens):
             token = peer(token, cache_params=cache, use_cache=True).logits[:, -1:].argmax(-1)
 
     with torch.no_grad():
         cache = peer(torch.ones(1, 4, dtype=torch.long), use_cache=True).cache_params
-    one = decoder(generator, 1, steps)
+    one = decoder(generator, 1, tokens)
     one(), peer_decode()
     ours, theirs = [], []
-    for _ in range(6):
-        ours += seconds(one, 1, steps)
-        theirs += seconds(peer_decode, 1, steps)
-    need = counts.decode(model, 1, 4)
-    rows = [row("130M fp32", "decode batch 1", ours, need, xla_counts(generator, 1))]
-    rows.append({**row("130M fp32", "decode batch 1", theirs, need, {}), "backend": "transformers"})
-    many = decoder(generator, 16, steps)
-    many()
-    rows.append(row("130M fp32", "decode batch 16", seconds(many, 4, steps), counts.decode(model, 16, 4), {}))
-    read = reader(generator, 1, 1024)
-    read()
-    rows.append(row("130M fp32", "prefill 1024", seconds(read, 5), counts.prefill(model, 1, 1024, 64, 4), {}))
-    return rows
+    for _ in range(repeats):
+        ours += seconds(one, 1, tokens)
+        theirs += seconds(peer_decode, 1, tokens)
+    need = counts.decode(MODELS["130M"], 1, 4)
+    yield row(name, "decode batch 1", ours, need, xla_counts(generator, 1))
+    yield {**row(name, "decode batch 1", theirs, need, {}), "backend": "transformers"}
 
 
-def run_device(names: list[str], lengths: list[int], batches: list[int]) -> list[dict[str, Any]]:
-    """Time models in bfloat16 on the default device; shares are of what the device itself reaches."""
-    ceilings = measure_ceilings()
-    rows = []
-    for name in names:
+def generation(
+    *,
+    models: tuple[str, ...] = ("130M", "2.7B", "mamba1-130M", "hybrid-340M"),
+    lengths: tuple[int, ...] = (1024, 8192),
+    batches: tuple[int, ...] = (1, 16),
+) -> Iterator[Row]:
+    """Time decoding and prefill of models with JAX on the default device, bfloat16."""
+    if unknown := sorted(set(models) - set(MODELS)):
+        raise ArgumentError(f"generation: models has {unknown[0]!r}. Give some of {', '.join(MODELS)}")
+    ceilings = cache(measure_ceilings)
+    for name in models:
         model = MODELS[name]
-        generator = Generator(model, device_params(model, jnp.bfloat16))
+        generator = cache(lambda model=model: Generator(model, device_params(model, jnp.bfloat16)))
         for batch in batches:
-            decode = decoder(generator, batch, 96)
+            if not wanted(case=f"{name} decode batch {batch}"):
+                continue
+            decode = decoder(generator(), batch, 96)
             decode()
             need = counts.decode(model, batch, 2, past=PAST + 3 * 96)
-            times = seconds(decode, 4, 96)
-            rows.append(row(name, f"decode batch {batch}", times, need, {**ceilings, **xla_counts(generator, batch)}))
-            print_row(rows[-1])
+            extra = {**ceilings(), **xla_counts(generator(), batch)}
+            yield row(name, f"decode batch {batch}", seconds(decode, 4, 96), need, extra)
         for seqlen in lengths:
-            read = reader(generator, 1, seqlen)
+            if not wanted(case=f"{name} prefill {seqlen}"):
+                continue
+            read = reader(generator(), 1, seqlen)
             read()
             need = counts.prefill(model, 1, seqlen, 128, 2)
-            extra = {**ceilings, **xla_prefill_counts(generator, seqlen)}
-            rows.append(row(name, f"prefill {seqlen}", seconds(read, 5), need, extra))
-            print_row(rows[-1])
-    return rows
+            extra = {**ceilings(), **xla_prefill_counts(generator(), seqlen)}
+            yield row(name, f"prefill {seqlen}", seconds(read, 5), need, extra)
 
 
 def measure_ceilings() -> dict[str, float]:
@@ -227,45 +232,3 @@ def measure_ceilings() -> dict[str, float]:
         times = seconds(lambda call=call: jax.block_until_ready([call() for _ in range(20)]), 5, 20)
         rates[f"ceiling_{name}"] = work / min(times)
     return rates
-
-
-def print_row(r: dict[str, Any]) -> None:
-    """Print one measurement for people."""
-    unit = r["median_s"] * 1e3
-    shares = ""
-    if "ceiling_gb_per_s" in r:
-        shares = f"  {r['tflop_per_s'] / r['ceiling_tflop_per_s']:6.1%} of matrix rate"
-        shares += f"  {r['gb_per_s'] / r['ceiling_gb_per_s']:6.1%} of bandwidth"
-    if "xla_flops" in r:
-        shares += (
-            f"  XLA counts {r['xla_flops'] / r['flops']:.2f} of the work, {r['xla_bytes'] / r['bytes']:.2f} of bytes"
-        )
-    print(f"{r['backend']:<13}{r['case']:<28}{unit:10.3f} ms  {r['tflop_per_s']:8.3f} TFLOP/s  "
-          f"{r['gb_per_s']:8.1f} GB/s{shares}", flush=True)  # fmt: skip
-
-
-def main() -> None:
-    """Run, print a table, append JSONL; the last line is one JSON object."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("where", choices=["cpu", "device"])
-    parser.add_argument("--out", type=Path)
-    parser.add_argument(
-        "--models", nargs="+", default=["130M", "2.7B", "mamba1-130M", "hybrid-340M"], choices=list(MODELS)
-    )
-    parser.add_argument("--lengths", nargs="+", type=int, default=[1024, 8192])
-    parser.add_argument("--batches", nargs="+", type=int, default=[1, 16])
-    options = parser.parse_args()
-    if options.where == "cpu":
-        rows = run_cpu()
-        for r in rows:
-            print_row(r)
-    else:
-        rows = run_device(options.models, options.lengths, options.batches)
-    if options.out:
-        with options.out.open("a") as file:
-            file.writelines(json.dumps(r) + "\n" for r in rows)
-    print(json.dumps({r["backend"] + " " + r["case"]: round(r["median_s"] * 1e3, 4) for r in rows}))
-
-
-if __name__ == "__main__":
-    main()

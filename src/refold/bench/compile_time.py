@@ -1,23 +1,20 @@
-"""How long the first call takes of a naive Mamba-1 loop: tracing, proof, races and code, everything included.
+"""How long the first call of a naive Mamba-1 loop takes: tracing, checks, timing and code, everything included.
 
-``python benchmarks/compile_time.py --steps 512 --layers 1 --out FILE.jsonl``
-
-Batch 1, 64 channels, state 16, float32, inference. One row goes to ``--out``. Run it once before on a new machine:
-what libraries compile for themselves and keep is not counted.
+Batch 1, 64 channels, state 16, float32, inference. Run it once before on a new machine: what libraries compile for
+themselves and keep is not counted.
 """
 
 from __future__ import annotations
 
-import argparse
-import datetime
-import json
-import sys
 import time
-from pathlib import Path
+from collections.abc import Iterator
 
 import torch
 
 import refold
+
+from .progress import wanted
+from .rows import Row
 
 CHANNELS, STATE = 64, 16
 
@@ -34,7 +31,7 @@ def layer(
     return torch.stack(ys, dim=1) + x
 
 
-def measure(steps: int, layers: int) -> dict[str, object]:
+def measure(steps: int, layers: int) -> Row:
     """Compile and run once; return one row."""
 
     def model(x: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
@@ -48,16 +45,14 @@ def measure(steps: int, layers: int) -> dict[str, object]:
         torch.randn(*shape, CHANNELS), torch.rand(*shape, CHANNELS), -torch.rand(CHANNELS, STATE),
         torch.randn(*shape, STATE), torch.randn(*shape, STATE),
     ]  # fmt: skip
-    compiled = refold.compile(model)
+    torch._dynamo.reset()
+    compiled = refold.compile(model, cache=False)
     start, work = time.perf_counter(), time.process_time()
     with torch.no_grad():
         compiled(*inputs)
     wall, work = time.perf_counter() - start, time.process_time() - work
-    print(compiled.report, file=sys.stderr)
     return {
-        "benchmark": "compile_time",
-        "command": " ".join(["python", *sys.argv]),
-        "date": datetime.date.today().isoformat(),
+        "case": f"{layers} x {steps}",
         "steps": steps,
         "layers": layers,
         "first_call_s": wall,
@@ -66,20 +61,8 @@ def measure(steps: int, layers: int) -> dict[str, object]:
     }
 
 
-def main() -> None:
-    """Measure, print a line, append a row."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=512)
-    parser.add_argument("--layers", type=int, default=1)
-    parser.add_argument("--out", type=Path)
-    arguments = parser.parse_args()
-    row = measure(arguments.steps, arguments.layers)
-    print(f"{arguments.layers} x {arguments.steps} steps: first call {row['first_call_s']:.1f} s")
-    if arguments.out:
-        arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        with arguments.out.open("a") as file:
-            file.write(json.dumps(row) + "\n")
-
-
-if __name__ == "__main__":
-    main()
+def compile_time(*, steps: tuple[int, ...] = (512, 4096), layers: int = 1) -> Iterator[Row]:
+    """Time the first call of a naive Mamba-1 loop, by the number of its steps."""
+    for count in steps:
+        if wanted(steps=count, layers=layers):
+            yield measure(count, layers)
