@@ -293,7 +293,8 @@ def explain(module: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
 
     @captures_loops
     def look(gm: GraphModule, inputs: Sequence[Any]) -> Compiled:
-        entry = GraphReport(index=len(report.graphs), chosen="eager", reason="this is an explanation only")
+        mode = "training" if _is_training(gm) else "inference"
+        entry = GraphReport(len(report.graphs), mode, chosen="eager", reason="this is an explanation only")
         report.graphs.append(entry)
 
         if UNAVAILABLE:

@@ -18,7 +18,7 @@ from torch.fx import Node
 
 from ...ops.torch.registry import OPS, node_args
 from ..ir.fx import is_tensor, known, value
-from .systems import LARGEST, LINEAR_SYSTEM
+from .systems import LARGEST, LINEAR_SYSTEM, wide
 from .vectorize import Emitter, NotALoop, Value, is_pointwise
 
 aten = torch.ops.aten
@@ -348,8 +348,9 @@ class LoopVectorizer:
             else:
                 x = emit.padded(part, val.dim())
             steps = count if time or part.has_time else 1
-            return emit.cast(emit.expand(x, [steps, *shape]), val.dtype)
+            return emit.cast(emit.expand(x, [steps, *shape]), dtype)
 
+        dtype = wide(val.dtype)
         size = range(len(loops))
         forms = [body.scales if isinstance(body, Affine) else {} for body in bodies]
         entries = [[form.get(loops[j], Value(0.0)) or Value(1.0) for j in size] for form in forms]
@@ -359,9 +360,9 @@ class LoopVectorizer:
         parts = [body.offset if isinstance(body, Affine) else body for body in bodies]
         offset = emit.call(aten.stack.default, [whole(part or Value(0.0), True) for part in parts], -1)
         initial = [emit.cast(self._tensor(loop.initial, like), val.dtype) for loop in loops]
-        start = emit.call(aten.stack.default, initial, -1)
+        start = emit.cast(emit.call(aten.stack.default, initial, -1), dtype)
         reverse = first.reverse
-        solved = emit.call(LINEAR_SYSTEM, matrix, offset, start, reverse)
+        solved = emit.cast(emit.call(LINEAR_SYSTEM, matrix, offset, start, reverse), val.dtype)
         made = [emit.call(aten.select.int, solved, -1, i) for i in size]
         for loop, x, start in zip(loops, made, initial, strict=True):
             loop.states, loop.operator = x, f"linear_system of {len(loops)}" if len(loops) > 1 else "complex scan"

@@ -108,8 +108,8 @@ def validate_region(rewrite: Rewrite, actual: Sequence[Any] | None, settings: Se
             original,
             candidate,
             reference,
-            actual,
-            like,
+            None if actual is None else _real(actual),
+            _real(like),
             terms=rewrite.terms,
             multilinear=rewrite.multilinear,
             spread=rewrite.spread,
@@ -172,13 +172,20 @@ def _misdescribed(rewrite: Rewrite) -> str:
 
 
 def _programs(rewrite: Rewrite) -> tuple[Program, Program, Program, Program]:
-    """Return the original, the candidate, the original in float64, and with float32 in place of float64."""
+    """Return the original, the candidate, the original in float64, and with float32 in place of float64.
+
+    They take and return real numbers: a complex tensor has an axis for its parts, and each part is compared.
+    """
     needed = rewrite.differentiated
+    parts = [isinstance(x, torch.Tensor) and x.is_complex() for x in _inputs(rewrite)]
 
     def program(gm: GraphModule, dtype: torch.dtype | None = None) -> Program:
-        if any(needed):
-            return lambda *xs: with_gradients(gm, xs, needed, dtype)
-        return lambda *xs: evaluate(gm, xs, dtype)
+        def run(*given: Any) -> Any:
+            xs = [torch.view_as_complex(x.contiguous()) if own else x for x, own in zip(given, parts, strict=True)]
+            results = with_gradients(gm, xs, needed, dtype) if any(needed) else evaluate(gm, xs, dtype)
+            return tuple(_real(results)) if isinstance(results, (tuple, list)) else _real([results])[0]
+
+        return run
 
     original = rewrite.original
     return (
@@ -187,6 +194,13 @@ def _programs(rewrite: Rewrite) -> tuple[Program, Program, Program, Program]:
         program(original, torch.float64),
         program(original, torch.float32),
     )
+
+
+def _real(xs: Sequence[Any]) -> list[Any]:
+    """Return complex tensors as real ones with an axis for the two parts."""
+    return [
+        torch.view_as_real(x.resolve_conj()) if isinstance(x, torch.Tensor) and x.is_complex() else x for x in xs
+    ]
 
 
 def _inputs(rewrite: Rewrite) -> list[Any]:
@@ -212,7 +226,7 @@ def _examples(rewrite: Rewrite) -> list[Any] | None:
     for val in _inputs(rewrite):
         if isinstance(val, (int, torch.SymInt)):
             made.append(concrete(val))
-        elif isinstance(val, torch.Tensor) and val.is_floating_point():
+        elif isinstance(val, torch.Tensor) and (val.is_floating_point() or val.is_complex()):
             shape = [concrete(size) for size in val.shape]
             strides = [concrete(stride) for stride in val.stride()]
             made.append(torch.empty_strided(shape, strides, dtype=val.dtype, device=val.device).normal_())
