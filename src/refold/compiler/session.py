@@ -28,6 +28,7 @@ from .ir.rewrite import Rewrite
 from .pipeline import run as run_pipeline
 from .recurrence.serial_chains import unrolled_operations
 from .recurrence.vectorize import NotALoop
+from .refusals import refused
 from .validate.program import Rewritten, choose_program, first_line
 from .validate.region import Settings, Verdict, undisturbed_rng, validate_region
 
@@ -114,7 +115,7 @@ class GraphCompile:
         entry = self.entry
         for key, row in self.rows.items():
             if not key.startswith(("captured:", "forward:")) and row.status != "refused":
-                row.status, row.reason = "refused", "the graph runs eagerly"
+                row.status, row.reason = "refused", refused("too-long", str(reason))
         entry.rewrites = list(self.rows.values())
         entry.chosen, entry.reason = "eager", f"because {reason}"
         entry.notes.append(f"the graph runs eagerly: {reason}")

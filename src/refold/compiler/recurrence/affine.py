@@ -38,7 +38,7 @@ class Loop:
     """A list of nodes that is being stacked; a loop if it turns out to depend on itself.
 
     Attributes:
-        steps: The nodes, one a step.
+        steps: The nodes, one per step.
         reverse: Whether a step depends on the one after it.
         initial: What the first step to run reads instead of a step; set once the carry was met.
         states: All steps' values, once they are known.
