@@ -1,4 +1,4 @@
-"""The command line: ``refold optimize | explain | verify | apply | generate | doctor``.
+"""The command line: ``refold optimize | explain | verify | apply | generate | bench | doctor``.
 
 Progress goes to standard error, live on a terminal and as plain lines in a pipe; the report goes
 to standard output. Bad input gives one sentence and exit code 2.
@@ -20,6 +20,7 @@ import typer
 from rich.console import Console
 
 from . import __version__
+from .bench.cli import app as bench
 from .errors import MissingDependency, RefoldError
 from .generate.cli import generate
 
@@ -242,6 +243,7 @@ def apply(
 
 
 app.command()(generate)
+app.add_typer(bench, name="bench")
 
 
 @app.command()
@@ -351,7 +353,7 @@ class _Refusal(RefoldError):
 
 
 class _Progress(logging.Handler):
-    """Shows what the compiler logs: in place on a terminal, a line each in a pipe, with its time if ``verbose``."""
+    """Shows what the compiler logs: in place on a terminal, one line each in a pipe, with its time if ``verbose``."""
 
     def __init__(self, console: Console, verbose: bool) -> None:
         super().__init__(logging.INFO)
@@ -374,18 +376,15 @@ def _stages(first: str, quiet: bool = False, verbose: bool = False) -> Iterator[
     """Show progress while a command works."""
     if quiet and verbose:
         raise _Refusal("--quiet and --verbose exclude each other")
-    if quiet:
-        yield
-        return
-    progress = _Progress(Console(stderr=True), verbose)
-    log = logging.getLogger("refold")
+    log, progress = logging.getLogger("refold"), _Progress(Console(stderr=True), verbose)
     level = log.level
+    log.setLevel(logging.ERROR if quiet else logging.INFO)  # the report has all that is worth a warning
     log.addHandler(progress)
-    log.setLevel(logging.INFO)
     try:
-        if progress.status is not None:
+        if progress.status is not None and not quiet:
             progress.status.start()
-        progress.say(first)
+        if not quiet:
+            progress.say(first)
         yield
     finally:
         if progress.status is not None:

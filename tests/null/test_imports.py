@@ -12,14 +12,13 @@ ROOT = Path(__file__).parents[2] / "src" / "refold"
 
 # A part may import those above it in this list, and itself.
 ORDER = [
-    ["errors", "axes"],
+    ["errors", "axes", "cache", "memory"],
     ["ops"],
     ["verify"],
     ["report"],
     ["compiler"],
     ["models"],
     ["generate"],
-    ["distributed"],
     ["compat"],
     ["integrations"],
     ["targets", "doctor", "audit"],

@@ -52,6 +52,14 @@ PASSES: list[tuple[str, Pass]] = [
 
 NAMES = tuple(name for name, _ in PASSES)
 
+BEFORE_AUTOGRAD: list[tuple[str, Pass]] = [
+    ("contract scans", contract_scans),
+    ("fuse chunked scans", fuse_chunked_scans),
+    ("contract last states", contract_last_states),
+    ("unroll depthwise convolutions", unroll_depthwise_convolutions),
+]
+"""What replaces a scan whose backward is not there yet; see `refold.compiler.dynamo.before_autograd`."""
+
 # The search for rewrites of one graph may take this much of the CPU; after that nothing more is looked at.
 SEARCH_S = 5.0
 
@@ -60,18 +68,19 @@ def run(
     graph: Graph,
     wanted: Callable[[str], bool] = lambda _: True,
     notes: list[str] | None = None,
-    *,
+    passes: Sequence[tuple[str, Pass]] = PASSES,
+    seen: Callable[[Rewrite], None] = lambda _: None,
     rules: Sequence[Rule] = (),
-    passes: Sequence[str] = NAMES,
 ) -> list[Rewrite]:
-    """Run every pass over a graph, in place.
+    """Run passes over a graph, in place.
 
     Args:
         graph: An ATen graph with fake values in its metadata.
         wanted: Which sites (node names) may be rewritten.
         notes: Gets a sentence if the time for the search was over before its end, or a rule does not fit.
+        passes: The passes.
+        seen: Called with each rewrite as it is made, before the next one.
         rules: Rewrites that others found; before the passes.
-        passes: The names of the passes to run, in this order.
 
     Returns:
         What was changed, in order.
@@ -85,14 +94,15 @@ def run(
 
     rewrites: list[Rewrite] = []
     _dump("as it was", graph)
-    table = dict(PASSES)
-    chosen: list[tuple[str, Pass]] = [(name, table[name]) for name in passes]
+    first: list[tuple[str, Pass]] = []
     if rules:
-        chosen.insert(0, ("apply rules", lambda graph, wanted: apply_rules(graph, wanted, rules, said)))
-    for name, apply in chosen:
-        found = list(apply(graph, in_time))
-        if found:
-            rewrites += found
+        first.append(("apply rules", lambda graph, wanted: apply_rules(graph, wanted, rules, said)))
+    for name, apply in (*first, *passes):
+        before = len(rewrites)
+        for rewrite in apply(graph, in_time):
+            seen(rewrite)
+            rewrites.append(rewrite)
+        if len(rewrites) > before:
             _dump(f'after "{name}"', graph)
             if os.environ.get(CHECK) == "1":
                 check_invariants(graph, name)

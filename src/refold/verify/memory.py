@@ -12,6 +12,8 @@ from pathlib import Path
 
 import torch
 
+from refold.memory import host_bytes
+
 
 def available_bytes(device: torch.device) -> int:
     """Return the bytes that can still be allocated on a device."""
@@ -19,12 +21,7 @@ def available_bytes(device: torch.device) -> int:
         free, _ = torch.cuda.mem_get_info(device)
         cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return free + cached
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        entries = dict(line.split(":", 1) for line in lines)
-        return int(entries["MemAvailable"].split()[0]) * 1024
-    except (OSError, KeyError):  # not Linux: assume a small machine rather than risk its swap
-        return 4 << 30
+    return host_bytes()
 
 
 def peak_bytes(run: Callable[[], object], device: torch.device) -> int:

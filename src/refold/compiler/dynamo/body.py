@@ -35,7 +35,7 @@ prims = torch.ops.prims
 # Spellings of arithmetic. Nothing else may be decomposed before autograd: the derivative of a decomposition can be
 # another than PyTorch's own where an intermediate value is infinite.
 _SPELLINGS = (
-    "_to_copy", "add", "addcdiv", "addmv", "lerp", "mul", "new_zeros", "rsub", "stack", "sub", "unsafe_split",
+    "_to_copy", "addcdiv", "addmv", "lerp", "mul", "new_zeros", "rsub", "stack", "sub", "unsafe_split",
     "zeros_like", "ones_like", "full_like", "zeros", "ones",
 )  # fmt: skip
 # Larger constants of a body are not written into the graph number by number.
@@ -90,7 +90,7 @@ def trace(loop: CapturedLoop, count: Any, operands: Sequence[Any], sequences: Se
         NotALoop: The body changes its arguments otherwise than by writing slices that no step reads.
     """
     # What is decided on sizes that are symbols is decided for the compiled program.
-    mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=_environment([count, *operands]))
+    mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=environment([count, *operands]))
     with mode:
         fakes = [twin(x) for x in operands]
     number = InductionVariable(mode.shape_env)  # type: ignore[arg-type]
@@ -125,7 +125,8 @@ def twin(x: Any) -> Any:
     return torch.empty_strided(shape, strides, dtype=x.dtype, device=x.device)
 
 
-def _environment(values: Sequence[Any]) -> Any:
+def environment(values: Sequence[Any]) -> Any:
+    """Return the shape environment of the symbols among sizes, or a new one."""
     sizes = [n for x in values for n in ((*x.shape, *x.stride()) if isinstance(x, torch.Tensor) else (x,))]
     symbols = [n for n in sizes if not isinstance(known(n), int)]
     return symbols[0].node.shape_env if symbols else ShapeEnv()
@@ -151,11 +152,25 @@ class Operations(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def to_aten(mode: FakeTensorMode, fn: Callable[..., Any], *inputs: Any) -> GraphModule:
-    """Trace a function of fake values to ATen, as autograd is to see it."""
-    chosen = {op: rule for op, rule in select_decomp_table().items() if _packet(op) in _SPELLINGS}
+def to_aten(
+    mode: FakeTensorMode, fn: Callable[..., Any], *inputs: Any,
+    functional: bool = True, keep: Sequence[str] = (), to_read: bool = False,
+) -> GraphModule:  # fmt: skip
+    """Trace a function of fake values to ATen, as autograd is to see it.
+
+    Args:
+        mode: Where the fake values live.
+        fn: The function.
+        inputs: Its arguments.
+        functional: Whether changes in place become new values.
+        keep: Spellings that stay as they are.
+        to_read: Whether the graph is only read: then everything is decomposed as Inductor does it.
+    """
+    spellings = set(_SPELLINGS) - set(keep)
+    chosen = {op: rule for op, rule in select_decomp_table().items() if to_read or _packet(op) in spellings}
     with mode, torch.no_grad(), preserve_node_meta():
-        return make_fx(functionalize(fn, remove="mutations"), decomposition_table=chosen)(*inputs)
+        fn = functionalize(fn, remove="mutations") if functional else fn
+        return make_fx(fn, decomposition_table=chosen)(*inputs)
 
 
 def _packet(op: Any) -> str:
@@ -227,6 +242,7 @@ class Body(LoopVectorizer):
         self.counting = Counting(self.emit, traced.step, count)
         self._memo: dict[Node, Value | Affine] = {}
         self._solved: dict[Node, Loop] = {}
+        self._coupled = self._dependencies()
 
     def over_time(self, x: Any) -> Node:
         """Return a value of the body with a time axis in front."""
@@ -280,6 +296,9 @@ class Body(LoopVectorizer):
 
     def _carry(self, node: Node) -> Value | Affine:
         loop = self._solved.get(node)
+        if loop is None and len(self._coupled[node]) > 1:
+            self._solve_together(self._coupled[node])
+            loop = self._solved[node]
         if loop is None:
             new = self.carried[node]
             if not isinstance(new, Node):
@@ -300,6 +319,41 @@ class Body(LoopVectorizer):
                 inner = self.emit.call(aten.slice.Tensor, loop.states, 0, 0, self.count - 1)
                 loop.previous = self.emit.call(aten.cat.default, [first, inner], 0)
         return Affine(loop) if loop.previous is None else Value(loop.previous, True)
+
+    def _solve_together(self, carries: Sequence[Node]) -> None:
+        """Compute the states of carries that depend on one another."""
+        loops = []
+        for node in carries:
+            new = self.carried[node]
+            if not isinstance(new, Node) or not is_tensor(new):
+                raise NotALoop("carry-not-tensor", f"the carry {self.names[node]} is not a tensor")
+            name = f"the carry {self.names[node]}"
+            loops.append(Loop((new,), initial=self.initial[node], count=self.count, name=name))
+        for node, loop in zip(carries, loops, strict=True):
+            loop.system = tuple(loops)
+            self._solved[node] = loop
+        bodies = [self._value(self.carried[node]) for node in carries]
+        self._system(loops, bodies)
+        for loop in loops:
+            if loop.steps[0] not in self.carried:
+                self._memo[loop.steps[0]] = Value(loop.states, True)
+
+    def _dependencies(self) -> dict[Node, list[Node]]:
+        """Return for each carry all that depend on it and that it depends on, itself first in order."""
+        reach: dict[Node, set[Node]] = {}
+        for node, new in self.carried.items():
+            found, stack = set[Node](), [new] if isinstance(new, Node) else []
+            while stack:
+                x = stack.pop()
+                if x not in found:
+                    found.add(x)
+                    stack += [self.carried[x]] if x in self.carried and isinstance(self.carried[x], Node) else []
+                    stack += x.all_input_nodes
+            reach[node] = found & self.carried.keys()
+        return {
+            node: [x for x in self.carried if x is node or (x in reach[node] and node in reach[x])]
+            for node in self.carried
+        }
 
     def _step(self, node: Any) -> Value | Affine:
         if node.op == "get_attr":

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, cast
 
 import torch
+from torch._C._functorch import is_batchedtensor
 from torch.fx import GraphModule, Node
 
 from ..ir.fx import known
@@ -127,10 +128,11 @@ def unbound(unbind: Any) -> tuple[Node, int]:
 
 def example(node: Node) -> torch.Tensor:
     """Return the fake tensor that Dynamo traced a node with."""
-    return node.meta["example_value"]
+    return node.meta.get("example_value")  # type: ignore[return-value]
 
 
 def storage(node: Node) -> Any:
     """Return what tells whether two nodes share memory."""
     x = node.meta.get("example_value")
-    return x.untyped_storage()._cdata if isinstance(x, torch.Tensor) else id(node)
+    own = isinstance(x, torch.Tensor) and not is_batchedtensor(x)  # those are a vmap's own
+    return x.untyped_storage()._cdata if own else id(node)

@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 from torch.fx import Graph, Node
-from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from ..private import statically_known_true
 
 aten = torch.ops.aten
 
@@ -45,6 +46,11 @@ def arg(node: Node, position: int, name: str = "", default: Any = None) -> Any:
 def is_tensor(node: Any) -> bool:
     """Tell whether an argument is a graph node that holds one tensor."""
     return isinstance(node, Node) and isinstance(node.meta.get("val"), torch.Tensor)
+
+
+def is_erased(node: Node) -> bool:
+    """Tell whether a node was erased from its graph: its neighbours know it no more."""
+    return node.prev.next is not node
 
 
 def same(a: Size, b: Size) -> bool:

@@ -17,7 +17,7 @@ from torch.fx import Graph, Node
 
 from ...ops.torch.registry import OPS, named_args
 from ..ir.builder import sort_topologically
-from ..ir.fx import arg, is_training, place, same, value
+from ..ir.fx import arg, is_erased, is_training, place, same, value
 from ..ir.metadata import refresh, substitute
 from ..ir.rewrite import Rewrite
 from ..recurrence.affine import Affine, Loop
@@ -27,19 +27,26 @@ from ..recurrence.vectorize import Value
 
 aten = torch.ops.aten
 
+# A state of fewer axes, with batch and time, is no matrix per sequence: nothing is saved by not writing it.
+MATRIX = 4
+SHORTEST = 8
 WHY = "every state is written, only to be contracted"
 
 
 def contract_scans(graph: Graph, wanted: Callable[[str], bool]) -> Iterator[Rewrite]:
     """Replace each ``linear_scan`` whose states are only contracted by an operator that does not write them."""
     scans = graph.find_nodes(op="call_function", target=OPS["linear_scan"])
-    if not scans or is_training(graph):
+    sums = graph.find_nodes(op="call_function", target=aten.cumsum.default)
+    if not (scans or sums) or is_training(graph):
         return
     reroller = Reroller()
+    for total in sums:
+        if wanted(total.name) and (read := _summed(reroller, total, wanted)) is not None:
+            yield read
     for scan in scans:
         states = _result(scan, 0)
         given = named_args("linear_scan", scan.args)
-        if states is None or given["reverse"] or given["cu_seqlens"] is not None:
+        if states is None or given["reverse"] or given["cu_seqlens"] is not None or given["reset"] is not None:
             continue
         last = _last_state(graph, scan, states)
         rewrite = replace_reader(reroller, states, partial(_again, scan), wanted, WHY)
@@ -52,7 +59,7 @@ def contract_scans(graph: Graph, wanted: Callable[[str], bool]) -> Iterator[Rewr
                 yield rest
                 sort_topologically(graph)
     for node in reversed(reroller.emit.added):
-        if not node.users and node.graph is graph and not node._erased:
+        if not node.users and node.graph is graph and not is_erased(node):
             graph.erase_node(node)
 
 
@@ -107,6 +114,29 @@ def _again(scan: Any, reroller: Reroller, states: Node) -> Node:
     loop.body = Affine(loop, factors, inputs)
     reroller.loops.append(loop)
     return twin
+
+
+def _summed(reroller: Reroller, total: Any, wanted: Callable[[str], bool]) -> Rewrite | None:
+    """Contract a cumulative sum: a recurrence without decay."""
+    x, dim = total.args[:2]
+    val = value(x)
+    if val.dim() < MATRIX or not val.is_floating_point() or total.kwargs or val.shape[dim] < SHORTEST:
+        return None
+    return replace_reader(reroller, total, partial(_sum_again, x, dim % val.dim()), wanted, WHY)
+
+
+def _sum_again(x: Node, dim: int, reroller: Reroller, total: Node) -> Node:
+    """Emit a cumulative sum once more, with time after another axis, as a loop whose dual can be looked for."""
+    emit, rank = reroller.emit, value(x).dim()
+    others = [d for d in range(rank) if d != dim]
+    order = [others[0], dim, *others[1:]]
+    inputs = emit.permute(x, order)
+    twin = emit.call(aten.cumsum.default, inputs, 1)
+    step = emit.call(aten.select.int, twin, 1, 0)
+    loop = Loop((step,), count=value(inputs).shape[1], initial=0, scan=twin)
+    loop.body = Affine(loop, None, Value(emit.permute(inputs, [1, 0, *range(2, rank)]), True))
+    reroller.loops.append(loop)
+    return emit.permute(twin, [order.index(d) for d in range(rank)])
 
 
 def _copied(loop: Any, reroller: Reroller, last: Node) -> Node:

@@ -1,6 +1,6 @@
 """Turn unrolled loops over time into scans.
 
-A loop shows where its steps come together again: in a ``cat`` of one value a step, in a tensor that
+A loop shows where its steps come together again: in a ``cat`` of one value per step, in a tensor that
 each step writes a slice of, in a sum over steps (gradients of what all steps read), or in its last
 state. From there `refold.compiler.recurrence.reroll` works backwards. What carries no state from step to step
 is left to Inductor.
@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from torch.fx import Graph
 
 from ..ir.builder import sort_topologically
-from ..ir.fx import is_training
+from ..ir.fx import is_erased, is_training
 from ..ir.rewrite import Rewrite
 from ..recurrence.joins import SHORTEST, chains, joins, last_states, replace_end
 from ..recurrence.replace import replace, replace_reader
@@ -53,7 +53,7 @@ def reroll_loops(graph: Graph, wanted: Callable[[str], bool]) -> Iterator[Rewrit
                 changed = True
                 yield rewrite
     for node in (node for each in rerollers for node in reversed(each.emit.added)):
-        if not node.users and node.graph is graph and not node._erased:
+        if not node.users and node.graph is graph and not is_erased(node):
             graph.erase_node(node)
     if changed:
         graph.eliminate_dead_code()

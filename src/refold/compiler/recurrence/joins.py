@@ -15,7 +15,7 @@ import torch
 from torch.fx import Graph, Node
 
 from ..ir.builder import upstream
-from ..ir.fx import arg, is_tensor, same, value
+from ..ir.fx import arg, is_erased, is_tensor, same, value
 from ..ir.rewrite import Rewrite, source_line
 from .affine import Loop
 from .replace import Join, replace
@@ -57,7 +57,7 @@ def refusals(graph: Graph) -> list[str]:
 def joins(graph: Graph) -> Iterator[tuple[Node, Join]]:
     """Find where the steps of a loop may come together, in graph order."""
     for node in list(graph.nodes):
-        if node.op != "call_function" or node._erased or not is_tensor(node):
+        if node.op != "call_function" or is_erased(node) or not is_tensor(node):
             continue
         if node.target in (aten.cat.default, aten.stack.default) and len(node.args[0]) >= SHORTEST:
             yield node, _cat

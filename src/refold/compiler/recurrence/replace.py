@@ -24,6 +24,8 @@ aten = torch.ops.aten
 
 SCANS = {OPS[name] for name in ("linear_scan", "selective_scan", "ssd")}
 _CONTRACTIONS = (aten.sum.dim_IntList, aten.bmm.default)
+_RESHAPES = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
+
 Join = Callable[[Reroller, Node], Node]
 WHY = "its steps wait for one another, one launch after the other"
 
@@ -44,7 +46,10 @@ def replace_reader(
         def copy(node: Any) -> Node:
             if node not in copies:
                 args = map_arg(node.args, lambda x: copy(x) if x in between else x)
-                copies[node] = reroller.emit.call(node.target, *args, **node.kwargs)
+                if node.target in _RESHAPES:  # the states may lie in memory otherwise
+                    copies[node] = reroller.emit.reshape(args[0], value(node).shape)
+                else:
+                    copies[node] = reroller.emit.call(node.target, *args, **node.kwargs)
             return copies[node]
 
         return copy(reader)
@@ -78,7 +83,7 @@ def replace(
     anchor = anchor or root
     reroller.emit.at(anchor)
     new = join(reroller, root)
-    if not reroller.loops or not _scans(new):
+    if not reroller.loops or not (dual or _scans(new)):
         return None
     for loop in [] if reroller.training else reroller.loops[loops:]:
         new = dualise(reroller, loop, new)
@@ -145,7 +150,7 @@ def _region(root: Node, made: list[Node], reroller: Reroller) -> set[Node]:
 def dualise(reroller: LoopVectorizer, loop: Loop, new: Node) -> Node:
     """Replace a scan whose states are only contracted by an operator that never writes them; returns what is new."""
     scan, body = loop.scan, loop.body
-    if loop.reverse or scan is None or body is None:
+    if loop.reverse or scan is None or body is None or body.reset is not None:
         return new
     shape = [loop.length, *value(loop.steps[0]).shape]
     states = ScanStates(scan, loop.previous, shape, downstream(scan))

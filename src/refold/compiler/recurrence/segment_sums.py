@@ -14,7 +14,6 @@ from math import inf
 import numpy as np
 import torch
 from torch.fx import GraphModule, Node
-from torch.utils._python_dispatch import _disable_current_modes
 
 from ..ir.builder import extract, is_constant
 from ..ir.evaluate import evaluate
@@ -22,6 +21,7 @@ from ..ir.fx import arg, is_tensor, same, sum_dims, value
 from ..ir.index import Factor, Product, expand, index
 from ..ir.symbols import Axis, Label, resolve, unify
 from ..ir.views import is_view
+from ..private import without_modes
 
 aten = torch.ops.aten
 
@@ -254,11 +254,12 @@ def keeps_below(mask: Node, rank: int, i: int, j: int, keep_true: bool, diagonal
 
 def constant_value(node: Node) -> np.ndarray | None:
     """Compute a value that depends on no input."""
-    if not is_constant(node):
+    outside = without_modes()
+    if outside is None or not is_constant(node):
         return None
     gm: GraphModule = extract(node, [])
     for inner in gm.graph.nodes:
         if "device" in inner.kwargs:
             inner.update_kwarg("device", torch.device("cpu"))
-    with _disable_current_modes():
+    with outside:
         return evaluate(gm, []).numpy()

@@ -185,21 +185,26 @@ def _fetch_heads(
 
 
 @gluon.jit
-def _add_part(out, values, first, CHUNK: gl.constexpr, N: gl.constexpr):
-    """Write dB or dC of this block of heads onto what earlier blocks have left."""
+def _add_part(out, values, first, flag, CHUNK: gl.constexpr, N: gl.constexpr):
+    """Write dB or dC of this block of heads onto what earlier blocks have left.
+
+    Not where anything is not finite: the flag tells `_ssd_bwd_exact_kernel` to do so.
+    """
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
     offs = gl.arange(0, CHUNK, layout=gl.SliceLayout(1, layout))[:, None] * N
     offs = offs + gl.arange(0, N, layout=gl.SliceLayout(0, layout))[None, :]
     if first > 0:
         values += gl.load(out + offs)
-    gl.store(out + offs, values)
+    bad = gl.max(gl.max(gl.where(gl.abs(values) < float("inf"), 0, 1), 1), 0)
+    gl.store(flag, bad)
+    gl.store(out + offs, values, mask=(offs * 0 + bad) == 0)
 
 
 @gluon.jit
 def _walk_keys(
     dx_desc, x_smem, dy_smem, H_smem, K_smem, B_smem, C_smem, dx_smem, dcb_smem, cb_smem, decay_smem, step_smem,
     full, empty, keys_full, dcb_full, decay_ptr, step_ptr, D_ptr, dB_ptr, kept_ptr, direct_ptr, skip_ptr,
-    through_ptr, sums_ptr, pid_b, pid_h, start, row, part, count, first, stride_D_h, stride_D_p,
+    through_ptr, sums_ptr, flag, pid_b, pid_h, start, row, part, count, first, stride_D_h, stride_D_p,
     CHUNK: gl.constexpr, P: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr, D_CHANNELS: gl.constexpr,
 ):  # fmt: skip
     """One warp group: dx of each head and dB; matrices of pairs of tokens are (j, i)."""
@@ -293,14 +298,14 @@ def _walk_keys(
     mbarrier.wait(dcb_full, 0)
     dB = warpgroup_mma(dcb_smem.permute((1, 0)), C_tile, dB, is_async=True)
     dB = warpgroup_mma_wait(0, deps=[dB])
-    _add_part(dB_ptr + part * (CHUNK * N), dB, first, CHUNK, N)
+    _add_part(dB_ptr + part * (CHUNK * N), dB, first, flag, CHUNK, N)
     tma.store_wait(0)
 
 
 @gluon.jit
 def _walk_queries(
     x_smem, dy_smem, H_smem, B_smem, C_smem, dcb_smem, before_smem, cb_smem, decay_smem, shifted_smem,
-    full, empty, keys_full, dcb_full, decay_ptr, step_ptr, dC_ptr, late_ptr, row, part, count, first,
+    full, empty, keys_full, dcb_full, decay_ptr, step_ptr, dC_ptr, late_ptr, flag, row, part, count, first,
     CHUNK: gl.constexpr, P: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """One warp group: dC, d(C·Bᵀ) and late; matrices of pairs of tokens are (i, j)."""
@@ -373,13 +378,14 @@ def _walk_queries(
     mbarrier.arrive(dcb_full, count=1)
     dC = warpgroup_mma(gl.convert_layout(dcb, op_n), B_tile, dC, is_async=True)
     dC = warpgroup_mma_wait(0, deps=[dC])
-    _add_part(dC_ptr + part * (CHUNK * N), dC, first, CHUNK, N)
+    _add_part(dC_ptr + part * (CHUNK * N), dC, first, flag + 1, CHUNK, N)
 
 
 @gluon.jit
 def _ssd_bwd_walk_hopper_kernel(
     x_desc, dy_desc, H_desc, K_desc, B_desc, C_desc, dx_desc,
     decay_ptr, step_ptr, D_ptr, dB_ptr, dC_ptr, late_ptr, kept_ptr, direct_ptr, skip_ptr, through_ptr, sums_ptr,
+    flags_ptr,
     nchunks, nheads, ngroups, first, held, split_heads, columns, stride_D_h, stride_D_p,
     CHUNK: gl.constexpr, P: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr, D_CHANNELS: gl.constexpr,
 ):  # fmt: skip
@@ -400,6 +406,7 @@ def _ssd_bwd_walk_hopper_kernel(
     row = pid_c.to(gl.int64) * nheads + pid_h
     part = (pid_s * gl.num_programs(0) + pid_c).to(gl.int64) * ngroups + pid_g
     place = (pid_c * ngroups + pid_g) * held + begin
+    flag = flags_ptr + 2 * (pid_c.to(gl.int64) * gl.num_programs(1) + gl.program_id(1))
     dtype: gl.constexpr = x_desc.dtype
     vector: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     pairs: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
@@ -431,14 +438,14 @@ def _ssd_bwd_walk_hopper_kernel(
             (_walk_queries, (
                 x_smem, dy_smem, H_smem, B_smem, C_smem, dcb_smem, before_smem, cb_smem.index(0), vectors.index(0),
                 vectors.index(1), full, empty, once.index(0), once.index(1), decay_ptr, step_ptr, dC_ptr, late_ptr,
-                row, part, count, first, CHUNK, P, N, STAGES,
+                flag, row, part, count, first, CHUNK, P, N, STAGES,
             )),
             (_walk_keys, (
                 dx_desc, x_smem, dy_smem, H_smem, K_smem, B_smem, C_smem, dx_smem, dcb_smem, cb_smem.index(1),
                 vectors.index(2), vectors.index(3), full, empty, once.index(0), once.index(1), decay_ptr, step_ptr,
                 D_ptr, dB_ptr, kept_ptr, direct_ptr, skip_ptr, through_ptr,
-                sums_ptr + pid_c.to(gl.int64) * columns + 2 * nheads, pid_b, pid_h, start, row, part, count, first,
-                stride_D_h, stride_D_p, CHUNK, P, N, STAGES, D_CHANNELS,
+                sums_ptr + pid_c.to(gl.int64) * columns + 2 * nheads, flag, pid_b, pid_h, start, row, part, count,
+                first, stride_D_h, stride_D_p, CHUNK, P, N, STAGES, D_CHANNELS,
             )),
             (_fetch_heads, (
                 x_desc, dy_desc, H_desc, K_desc, B_desc, C_desc, x_smem, dy_smem, H_smem, K_smem, B_smem, C_smem,

@@ -197,6 +197,9 @@ class _Plan:
         walk_consts = {"CHUNK": chunk, "BLOCK_P": block_p, "BLOCKS_P": triton.cdiv(headdim, block_p),
                        "BLOCK_N": block_n, "BLOCKS_N": blocks_n, **loop, "STAGES": stages}  # fmt: skip
         walk_options = {"num_warps": config["warps"], "num_stages": stages}
+        exact_consts = {name: value for name, value in walk_consts.items() if name != "STAGES"}
+        exact_consts |= {"LEAD": True, "D_CHANNELS": self.D_channels}
+        exact_options = {"num_warps": 8, "num_stages": 1}
         self.blocks: list[tuple[Any, ...]] = []
         for first in range(0, heads, count):
             held = min(count, heads - first)
@@ -204,7 +207,9 @@ class _Plan:
                 states, walk = self._hopper(x, dy, B, C, nchunks, held, nsplits, config, self.D_channels)
                 state_ints = (nchunks, nheads, ngroups, first, held)
                 ints = (*state_ints, split_heads, columns, *D_strides)
-                self.blocks.append((states, state_ints, [(walk, ints)]))
+                exact_ints = (*sizes, first, held, split_heads, 0, columns, *strides, *D_strides)
+                exact = Launch(kernels._ssd_bwd_exact_kernel, (rows, ngroups * nsplits, 1), exact_consts, exact_options)
+                self.blocks.append((states, state_ints, [(walk, ints, exact, exact_ints)]))
                 continue
             grid = (2 * triton.cdiv(headdim, state_p) * ngroups * held, batch)
             states = Launch(kernels._ssd_bwd_states_kernel, grid, state_consts, state_options)
@@ -217,7 +222,9 @@ class _Plan:
                     kernels._ssd_bwd_keys_kernel, grid3, {**consts, "D_CHANNELS": self.D_channels}, walk_options
                 )
                 queries = Launch(kernels._ssd_bwd_queries_kernel, grid3, consts, walk_options)
-                walks.append((keys, (*ints, columns, *strides, *D_strides), queries, (*ints, *strides)))
+                exact = Launch(kernels._ssd_bwd_exact_kernel, grid3, {**exact_consts, "LEAD": lead}, exact_options)
+                keys_ints = (*ints, columns, *strides, *D_strides)
+                walks.append((keys, keys_ints, queries, (*ints, *strides), exact))
             self.blocks.append((states, (*sizes, first, held, *strides), walks))
         self.tokens = Launch(
             kernels._ssd_bwd_tokens_kernel, (rows, ngroups + triton.cdiv(nheads, block_h)),
@@ -236,6 +243,7 @@ class _Plan:
             self.cuts.append(total)
             total += -(-length // 32) * 32
         self.new_workspace = fresh((total,), torch.float32, x.device)
+        self.new_flags = fresh((2 * blocks_n * rows * ngroups * nsplits,), torch.int32, x.device)
         self.new_states = fresh((2, rows * ngroups * count * size), x.dtype, x.device)
         self.new_table = fresh((nchunks * 4,), torch.int32, x.device) if varlen else None
         self.new = {"x": fresh_like(x), "dt": fresh_like(dt), "B": fresh_like(B), "C": fresh_like(C)}
@@ -286,7 +294,7 @@ class _Plan:
 
     def __call__(self, dy, dstate, x, dt, A, B, C, D, dt_bias, initial, cu_seqlens) -> dict[str, torch.Tensor]:
         stream = current_stream(x.device)
-        workspace, states = self.new_workspace(), self.new_states()
+        workspace, states, flags = self.new_workspace(), self.new_states(), self.new_flags()
         parts: list[Any] = [workspace[cut:] for cut in self.cuts]
         decay, step, late, kept, direct, skip, through, dB_part, dC_part = parts
         sums_part = self.sums.rows()
@@ -306,16 +314,20 @@ class _Plan:
             if self.hopper:
                 walk_states(stream, x, dy, B, C, entering, leaving, decay, step, initial, dstate, dinitial,
                             *states_ints)  # fmt: skip
-                [(walk, ints)] = walks
+                [(walk, ints, exact, exact_ints)] = walks
                 walk(stream, x, dy, entering, leaving, B, C, grads["x"], decay, step, D, dB_part, dC_part, late, kept,
-                     direct, skip, through, sums_part, *ints)  # fmt: skip
+                     direct, skip, through, sums_part, flags, *ints)  # fmt: skip
+                exact(stream, table, x, dy, A, B, C, D, decay, step, entering, leaving, grads["x"], dB_part, dC_part,
+                      kept, direct, skip, late, through, sums_part, flags, *exact_ints)  # fmt: skip
                 continue
             walk_states(stream, table, x, dy, B, C, decay, step, initial, dstate, entering, leaving, dinitial,
                         *states_ints)  # fmt: skip
-            for keys, keys_ints, queries, queries_ints in walks:
+            for keys, keys_ints, queries, queries_ints, exact in walks:
                 keys(stream, table, x, dy, B, C, D, decay, step, leaving, grads["x"], dB_part, kept, direct, skip,
-                     sums_part, *keys_ints)  # fmt: skip
-                queries(stream, table, x, dy, B, C, decay, step, entering, leaving, dC_part, late, *queries_ints)
+                     sums_part, flags, *keys_ints)  # fmt: skip
+                queries(stream, table, x, dy, B, C, decay, step, entering, leaving, dC_part, late, flags, *queries_ints)
+                exact(stream, table, x, dy, A, B, C, D, decay, step, entering, leaving, grads["x"], dB_part, dC_part,
+                      kept, direct, skip, late, None, sums_part, flags, *keys_ints)  # fmt: skip
         self.tokens(stream, table, dt, A, dt_bias, step, late, kept, direct, skip, through, dB_part, dC_part,
                     grads["dt"], grads["B"], grads["C"], sums_part, *self.tokens_ints)  # fmt: skip
         sums, nheads = self.sums(stream, sums_part), self.nheads

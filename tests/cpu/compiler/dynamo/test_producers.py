@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from scans import compiled, flat, operators
 from torch.nn.functional import softplus
 
 import refold
 from refold.compiler.dynamo import to_scan
+from support.scans import compiled, flat, operators
 
 B, T, D, N, H = 2, 40, 6, 4, 2
 

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from scans import emitted
 
 import refold
 from refold.compiler.recurrence import gated_chunks as keyed
 from refold.compiler.recurrence.gated_chunks import CHUNK, gated_scan
+from support.scans import emitted
 
 H, K, V = 2, 4, CHUNK
 

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from scans import compiled, emitted, flat, operators
 
 from refold.compiler.recurrence.lti_chunks import CHUNK, lti_scan
 from refold.compiler.recurrence.vectorize import Emitter
+from support.scans import compiled, emitted, flat, operators
 
 B, D, N = 2, 6, 8
 CHUNKS = "linear_scan over chunks"
