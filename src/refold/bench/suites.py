@@ -75,6 +75,7 @@ SUITES = {
     suite.name: suite
     for suite in (
         Suite("ssd", "operators_gpu", "ssd"),
+        Suite("ssd-sizes", "operators_gpu", "ssd_sizes"),
         Suite("ssd-backward", "operators_gpu", "ssd_backward"),
         Suite("selective-scan", "operators_gpu", "selective_scan"),
         Suite("selective-scan-backward", "operators_gpu", "selective_scan_backward"),

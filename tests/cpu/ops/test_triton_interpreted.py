@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("triton")
 
 CASES = {
-    "ssd": ("all_t9", "odd_chunk", "packed_empty"),
+    "ssd": ("all_t9", "odd_chunk", "group_a_head", "packed_empty"),
     "selective_scan": ("all_t9", "packed_empty"),
     "linear_scan": ("all_t9", "packed_empty"),
     "causal_conv1d": ("all_t9", "packed_empty"),
