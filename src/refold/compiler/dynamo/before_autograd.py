@@ -339,9 +339,7 @@ def _trace(gm: GraphModule) -> tuple[Graph, dict[Node, Node], set[Node], dict[No
     alive = set(graph.nodes)
     named = {node: aten for node, aten in named.items() if aten in alive}
     with mode, torch.enable_grad():
-        leaves = [
-            x.requires_grad_(_asks(y)).view_as(x) if _asks(y) else x for x, y in zip(fakes, examples, strict=True)
-        ]
+        leaves = [x.requires_grad_(_asks(y)).view_as(x) if _asks(y) else x for x, y in zip(fakes, examples, strict=True)]
         keeping.run(*leaves)
     return graph, named, constants, keeping.needs
 

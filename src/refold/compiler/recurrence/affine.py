@@ -364,7 +364,9 @@ class LoopVectorizer:
         if len(loops) > LARGEST:
             raise NotALoop("carries-coupled", f"{names} depend on one another; systems of up to {LARGEST} are scans")
         if any(body.reset is not None for body in bodies if isinstance(body, Affine)):
-            raise NotALoop("carries-coupled", f"{names} are replaced where a mask says so: no system")
+            raise NotALoop(
+                "carries-coupled", f"{names} are replaced where a mask says so: no system"
+            )
         if any(value(x.steps[-1]).shape != val.shape or value(x.steps[-1]).dtype != val.dtype for x in loops):
             raise NotALoop("carry-shape", f"{names} depend on one another and differ in shape or dtype")
         shape = [*val.shape]

@@ -75,8 +75,8 @@ def _parts(x: Node) -> list[Sign]:
 def _clamp(x: Node) -> Sign:
     inner, low, high = sign(arg(x, 0)), arg(x, 1, "min"), arg(x, 2, "max")
     low = high if low is not None and high is not None and low > high else low
-    above = (low is not None and low >= 0) or (inner.nonnegative and (high is None or high >= 0))
-    below = (high is not None and high <= 0) or (inner.nonpositive and (low is None or low <= 0))
+    above = low is not None and low >= 0 or (inner.nonnegative and (high is None or high >= 0))
+    below = high is not None and high <= 0 or (inner.nonpositive and (low is None or low <= 0))
     return Sign(above, below)
 
 
