@@ -176,6 +176,9 @@ def verify(
     accept: Annotated[str, typer.Option(help="faster: only what is; right: leave speed out.")] = "faster",
     nonfinite: Annotated[str, typer.Option(help="finite-only, or strict: NaN must stay where it was.")] = "finite-only",
     tried: Annotated[int, typer.Option(help="Candidates tried for this original; they share the chance of error.")] = 1,
+    rival: Annotated[
+        str, typer.Option(help="best: beat eager and torch.compile (not quick); eager: that alone.")
+    ] = "best",
     timeout: Annotated[float, typer.Option(help="Seconds that loading or one call may take.")] = 60.0,
     allow_unsandboxed: Annotated[
         bool, typer.Option("--allow-unsandboxed", help="Run the candidate although nothing confines it.")
@@ -202,7 +205,7 @@ def verify(
             then = None
             verdict = trial.judge(
                 original, candidate, level=level, dtype=dtype, device=device, train=train, accept=accept,
-                nonfinite=nonfinite, tried=tried, timeout=timeout, allow_unsandboxed=allow_unsandboxed,
+                nonfinite=nonfinite, tried=tried, rival=rival, timeout=timeout, allow_unsandboxed=allow_unsandboxed,
             )  # fmt: skip
     if log is not None:
         _write("--log", log, verdict.to_jsonl())

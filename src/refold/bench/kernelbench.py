@@ -1,14 +1,14 @@
 """KernelBench's problems through the compiler: which get a rewrite, whether it is right, and what it gains.
 
-    python -m refold.bench kernelbench FOLDER --find                         # which ones, by their shapes alone
-    python -m refold.bench kernelbench FOLDER --device cuda --out FILE       # all of them, measured
-    python -m refold.bench kernelbench FOLDER --device cuda --only level2/14 level2/18
+    refold bench run kernelbench --set folder=KernelBench --set find=true --out FILE      # by their shapes alone
+    refold bench run kernelbench --set folder=KernelBench --set device=cuda --out FILE    # all of them, measured
+    refold bench run kernelbench --set folder=KernelBench --set only=level2/14,level2/18 --out FILE --resume
 
-FOLDER is the folder ``KernelBench`` of a checkout of that benchmark (github.com/ScalingIntelligence/KernelBench), with
-``level1`` to ``level3``. ``--find`` runs nothing: tensors have shapes and no memory. Otherwise each problem runs in a
-process of its own with a limit of time, so that a crash, a leak or a hang is that problem's alone. One row a problem is
-appended to FILE as it is known; a problem that has a row for this version of its file, the device and the sizes is not
-run again. Nothing of a problem is changed but, with ``--shrink``, the large integers at the top of its file.
+``folder`` is the folder ``KernelBench`` of a checkout of that benchmark (github.com/ScalingIntelligence/KernelBench),
+with ``level1`` to ``level3``. With ``find``, nothing runs: tensors have shapes and no memory. Otherwise each problem
+runs in a process of its own with a limit of time, so that a crash, a leak or a hang is that problem's alone.
+``--resume`` runs only what FILE lacks. Nothing of a problem is changed but, with ``shrink``, the large integers at the
+top of its file.
 
 A row: ``found`` (the rewrites, with what came of each), ``chosen`` (what runs in the end), ``times_ms`` of eager, of
 ``torch.compile`` and of refold, ``ratio`` (the faster of the first two, over refold), ``checks`` of the whole graph
@@ -17,15 +17,12 @@ against float64, or ``failed`` with the reason: ``time``, ``crash``, or what was
 
 from __future__ import annotations
 
-import argparse
 import ast
-import datetime
 import hashlib
 import importlib.util
 import json
 import math
 import signal
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -33,6 +30,10 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
+
+from ..errors import ArgumentError
+from .progress import wanted
+from .rows import Row
 
 LEVELS = ("level1", "level2", "level3")
 SMALLEST = 64  # smaller integers are channels, kernels and the like, and stay
@@ -61,7 +62,7 @@ def shrunk(text: str, factor: int) -> str:
     return ast.unparse(tree)
 
 
-def find(file: Path, seconds: float) -> dict[str, Any]:
+def find_one(file: Path, seconds: float) -> dict[str, Any]:
     """Say what would be rewritten in one problem, from shapes alone; return its row."""
     import torch
 
@@ -131,97 +132,72 @@ def _rows(report: Any) -> list[dict[str, Any]]:
              "flops": [r.flops_before, r.flops_after]} for r in rows]  # fmt: skip
 
 
-def run_one(name: str, file: Path, args: argparse.Namespace) -> dict[str, Any]:
+def run_one(file: Path, device: str, shrink: int, seconds: float) -> dict[str, Any]:
     """Run one problem in a process of its own."""
-    if args.find:
-        return find(file, args.seconds)
-    command = [sys.executable, "-m", "refold.bench", "kernelbench", "--one", "--device", args.device]
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "problem.py"
-        path.write_text(shrunk(file.read_text(), args.shrink))
+        path.write_text(shrunk(file.read_text(), shrink))
+        command = [sys.executable, "-m", __name__, str(path), device]
         start = time.perf_counter()
         try:
-            done = subprocess.run(
-                [*command, str(path)],
-                capture_output=True,
-                text=True,
-                timeout=args.seconds,
-                check=False,
-            )
+            done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, check=False)
         except subprocess.TimeoutExpired:
-            return {"failed": "time", "seconds": args.seconds}
-        seconds = round(time.perf_counter() - start, 2)
-        line = (done.stdout.splitlines() or [""])[-1]
+            return {"failed": "time", "seconds": seconds}
+        wall = round(time.perf_counter() - start, 2)
         try:
-            return {**json.loads(line), "wall_s": seconds}
+            return {**json.loads((done.stdout.splitlines() or [""])[-1]), "wall_s": wall}
         except ValueError:
             said = " ".join(done.stderr.split())[-300:]
-            return {"failed": f"crash ({done.returncode}): {said}", "seconds": seconds}
+            return {"failed": f"crash ({done.returncode}): {said}", "seconds": wall}
 
 
-def summary(rows: Sequence[dict[str, Any]]) -> str:
-    """Say how many problems get a rewrite, are right, and are faster."""
-    applied = [row for row in rows if any(one["status"] == "applied" for one in row.get("found", []))]
-    found = [row for row in rows if row.get("found")]
-    wrong = [row["problem"] for row in rows if any(not check["passed"] for check in row.get("checks", []))]
-    ratios = [row["ratio"] for row in applied if row.get("ratio")]
-    failed = [row for row in rows if "failed" in row]
-    lines = [f"{len(rows)} problems: {len(found)} with a rewrite found, {len(applied)} with one that is applied, "
-             f"{len(failed)} not run to the end"]  # fmt: skip
-    if ratios:
-        best = max(ratios)
-        lines.append(f"faster than the best of eager and torch.compile: median {statistics.median(ratios):.2f}x, "
-                     f"best {best:.2f}x, of {len(ratios)}")  # fmt: skip
-    lines.append(f"wrong: {', '.join(wrong) or 'none'}")
-    return "\n".join(lines)
+def kernelbench(
+    *,
+    folder: str = "KernelBench",
+    device: str = "cpu",
+    find: bool = False,
+    levels: tuple[str, ...] = LEVELS,
+    only: tuple[str, ...] = ("",),
+    shrink: int = 1,
+    seconds: float = 180.0,
+    total: float = math.inf,
+) -> Iterator[Row]:
+    """All problems of KernelBench: which get a rewrite, are right, and are faster.
 
-
-def _say(text: str) -> None:
-    sys.stdout.write(text + "\n")
-    sys.stdout.flush()
-
-
-def main(argv: Sequence[str]) -> int:
-    """Run the suite, or one problem of it."""
-    parser = argparse.ArgumentParser(prog="python -m refold.bench kernelbench", description=__doc__)
-    parser.add_argument("folder", type=Path, help="the folder KernelBench of a checkout")
-    parser.add_argument("--levels", nargs="+", choices=LEVELS, default=LEVELS)
-    parser.add_argument("--only", nargs="+", default=[], help="problems such as level2/14")
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--shrink", type=int, default=1, help="divide large integers at the top of each file by this")
-    parser.add_argument("--find", action="store_true", help="say what would be rewritten; compile and time nothing")
-    parser.add_argument("--seconds", type=float, default=180.0, help="limit of time for one problem")
-    parser.add_argument("--total", type=float, default=math.inf, help="start no more problems after so many seconds")
-    parser.add_argument("--out", type=Path, help="append rows to this file; problems that it has are not run again")
-    parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
-    args = parser.parse_args(argv)
-    if args.one:
-        try:
-            row = measure(args.folder, args.device)
-        except Exception as error:
-            row = {"failed": f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"}
-        _say(json.dumps(row))
-        return 0
-    start, rows = time.perf_counter(), []
-    old = [json.loads(line) for line in args.out.read_text().splitlines()] if args.out and args.out.exists() else []
-    known = {row["key"]: row for row in old}
-    for name, file in problems(args.folder, args.levels, args.only):
-        digest = hashlib.sha256(file.read_bytes()).hexdigest()[:16]
-        key = f"{name} {digest} {args.device} {args.shrink} {'find' if args.find else 'measure'}"
-        if key in known:
-            rows.append(known[key])
+    Args:
+        folder: The folder ``KernelBench`` of a checkout.
+        device: Where to run.
+        find: Say what would be rewritten, from shapes alone; run and time nothing.
+        levels: Folders of problems.
+        only: Problems such as ``level2/14``; all if empty.
+        shrink: Divide large integers at the top of each file by this.
+        seconds: Limit of time for one problem.
+        total: Start no more problems after so many seconds.
+    """
+    if not (Path(folder) / levels[0]).is_dir():
+        raise ArgumentError(f"{folder} has no folder {levels[0]}; give --set folder=PATH, of a checkout of KernelBench")
+    start = time.perf_counter()
+    for name, file in problems(Path(folder), levels, [one for one in only if one]):
+        content = hashlib.sha256(file.read_bytes()).hexdigest()[:16]
+        what = {"example": name, "case": f"{content} {'find' if find else device} {shrink}"}
+        if not wanted(**what):
             continue
-        if time.perf_counter() - start > args.total:
-            break
-        row = {"suite": "kernelbench", "problem": name, "file": file.name, "key": key, "device": args.device,
-               "shrink": args.shrink, "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-               **run_one(name, file, args)}  # fmt: skip
-        rows.append(row)
-        if args.out:
-            with args.out.open("a") as out:
-                out.write(json.dumps(row) + "\n")
-        what = row.get("failed") or "; ".join(f"{one['pass']} {one['status']}" for one in row["found"]) or "-"
-        ratio = f"  {row['ratio']:.2f}x" if row.get("ratio") else ""
-        _say(f"{name:12} {file.name[:48]:48} {what[:110]}{ratio}")
-    _say(summary(rows))
-    return 0
+        if time.perf_counter() - start > total:
+            return
+        row = find_one(file, seconds) if find else run_one(file, device, shrink, seconds)
+        wrong = [check["kind"] for check in row.get("checks", []) if not check["passed"]]
+        refused = {"refused": f"not equal: {', '.join(wrong)}"} if wrong else {}
+        yield {"benchmark": "kernelbench", **what, "file": file.name, "device": device, **row, **refused}
+
+
+def main(file: str, device: str) -> None:
+    """Run one problem and write its row."""
+    try:
+        row = measure(Path(file), device)
+    except Exception as error:
+        row = {"failed": f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"}
+    sys.stdout.write(json.dumps(row) + "\n")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,7 +1,7 @@
 """Multiply one input by several matrices at once: naive layers project the same tokens to B, C and the step separately.
 
 The matrices are put side by side, and the result is cut. The input is then read once, and a wide product keeps a
-processor busier than several narrow ones; but the matrices are copied in each call, since they may change between calls.
+processor busier than several narrow ones; but the matrices are copied in each call, since they may change between two.
 So it is tried only where that copy is smaller than what is saved, and kept where it is measured to be faster.
 """
 
@@ -19,7 +19,7 @@ from ..ir.rewrite import Rewrite, replace_nodes
 
 aten = torch.ops.aten
 
-_PRODUCTS = {aten.mm.default: 0, aten.addmm.default: 1}  # where the first matrix stands
+_PRODUCTS: dict[Any, int] = {aten.mm.default: 0, aten.addmm.default: 1}  # where the first matrix stands
 _VIEWS = (aten.view.default, aten.reshape.default, aten.permute.default)
 MOST = 8
 

@@ -40,6 +40,7 @@ def judge(
     tried: int = 1,
     threads: int | None = None,
     timeout: float = 60.0,
+    rival: str = "best",
     allow_unsandboxed: bool = False,
     nursery: Nursery | None = None,
 ) -> Verdict:
@@ -59,6 +60,8 @@ def judge(
         tried: How many candidates were tried for this original. Each race then errs with 1 % divided by it.
         threads: Threads of either side; None is what torch uses here.
         timeout: Seconds that loading or one call may take.
+        rival: ``best``: the faster of the original and the original compiled by ``torch.compile`` is to be beaten, from
+            level full on; ``eager``: the original.
         allow_unsandboxed: Run the candidate although nothing confines it.
         nursery: Where to start its process, if several candidates are tried: starting torch takes a second or two.
 
@@ -72,6 +75,7 @@ def judge(
     chosen = terms(
         level=level, dtype=dtype, device=device, train=train, accept=accept, nonfinite=nonfinite, tried=tried,
         threads=threads or torch.get_num_threads(), timeout=timeout,
+        rival=rival,
     )  # fmt: skip
     if inputs is not None and (not inputs or not all(isinstance(x, torch.Tensor) for x in inputs)):
         raise ArgumentError(f"inputs must be a non-empty sequence of tensors, not {inputs!r:.80}")
@@ -134,6 +138,7 @@ _CHOICES = {
     "dtype": ("float32", "float16", "bfloat16", "float64"),
     "device": ("cpu", "cuda"),
     "accept": ("faster", "right"),
+    "rival": ("best", "eager"),
     "nonfinite": ("finite-only", "strict"),
 }
 

@@ -91,6 +91,7 @@ class Terms:
         tried: Candidates tried for the same original; the bound on errors is shared among them.
         threads: Threads that either side may use.
         timeout: Seconds that one call may take, or loading.
+        rival: ``best``: the faster of eager and ``torch.compile`` is to be beaten, from level full on; or ``eager``.
     """
 
     level: str = "full"
@@ -102,6 +103,7 @@ class Terms:
     tried: int = 1
     threads: int = 1
     timeout: float = 60.0
+    rival: str = "best"
 
 
 class _Refused(Exception):
@@ -696,7 +698,7 @@ class Trial:
 
     def _rival(self, stack: contextlib.ExitStack) -> tuple[Worker, str]:
         """Return the faster of the original and the original compiled, each in a process without the candidate."""
-        if not self.level.rival or self._random or self._stateful:
+        if not self.level.rival or self.terms.rival == "eager" or self._random or self._stateful:
             return self.witness, "eager"
         call = self._call(self._actual("rival"))
         try:
