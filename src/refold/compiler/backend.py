@@ -27,9 +27,10 @@ from .decisions import Plan, folder_for
 from .dynamo import captures_loops, notes
 from .inductor import Compiled, Hook, Stopped, inductor
 from .patience import patience
-from .private import UNAVAILABLE, compile_number, inductor_modes, inductor_options
+from .private import UNAVAILABLE, as_it_is, compile_number, inductor_modes, inductor_options
 from .recurrence.joins import refusals
 from .recurrence.serial_chains import serial_loops
+from .refusals import refused
 from .replay import Remembering
 from .session import describe_captured, survey
 from .validate.program import first_line
@@ -78,6 +79,8 @@ def refold(
     entry.notes += notes() + _limit_notes()
     if UNAVAILABLE:
         entry.notes.append(f"nothing can be rewritten: {UNAVAILABLE}")
+        entry.chosen = "inductor"
+        return as_it_is(gm, example_inputs)
     try:
         with patience():
             return Remembering(gm, example_inputs, settings, entry).run()
@@ -90,7 +93,7 @@ def refold(
         entry.notes.append(f"refold failed: {first_line(error)}")
         entry.chosen, entry.reason = "inductor", "because refold failed"
         for row in entry.rewrites:
-            row.status, row.reason = "refused", "refold failed"
+            row.status, row.reason = "refused", refused("refold-failed", first_line(error))
         return inductor(gm, example_inputs, options=passed_on)
 
 
@@ -290,7 +293,8 @@ def explain(module: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
 
     @captures_loops
     def look(gm: GraphModule, inputs: Sequence[Any]) -> Compiled:
-        entry = GraphReport(index=len(report.graphs), chosen="eager", reason="this is an explanation only")
+        mode = "training" if _is_training(gm) else "inference"
+        entry = GraphReport(len(report.graphs), mode, chosen="eager", reason="this is an explanation only")
         report.graphs.append(entry)
 
         if UNAVAILABLE:

@@ -36,6 +36,7 @@ class Rewrite:
         spread: Standard deviation of the random inputs of the check. A recurrence over many steps
             overflows at one: there is nothing to compare then.
         differentiated: For each input, whether its gradient must be right as well; empty if no gradient is taken.
+        result: Name of the node that stands for the replaced one.
     """
 
     name: str
@@ -51,6 +52,7 @@ class Rewrite:
     timed_alone: bool = True
     spread: float = 1.0
     differentiated: tuple[bool, ...] = ()
+    result: str = ""
 
     @cached_property
     def before(self) -> Cost:
@@ -167,6 +169,7 @@ def replace_node(
         terms=terms,
         timed_alone=timed_alone,
         spread=spread,
+        result=new.name,
     )
     root.replace_all_uses_with(new)
     return record

@@ -25,6 +25,7 @@ from ..ir.evaluate import evaluate, with_gradients
 from ..ir.metadata import stale
 from ..ir.rewrite import Rewrite
 from ..pipeline import run as run_pipeline
+from ..refusals import refused
 
 log = logging.getLogger("refold")
 
@@ -91,22 +92,24 @@ def validate_region(rewrite: Rewrite, actual: Sequence[Any] | None, settings: Se
     actual = None if actual is None else [_as_traced(*pair) for pair in zip(_inputs(rewrite), actual, strict=True)]
     like = list(actual) if actual is not None else _examples(rewrite)
     if like is None:
-        verdict.reason = "its inputs could not be made up: they are not all floating-point tensors"
+        verdict.reason = refused(
+            "inputs-unknown", "its inputs could not be made up: they are not all floating-point tensors"
+        )
         return verdict
     device = next(x.device for x in like if isinstance(x, torch.Tensor))
     if settings.verify == "quick":
         log.info("checking %s: %s", rewrite.site, rewrite.detail)
         start = time.perf_counter()
         if reason := _misdescribed(rewrite):
-            verdict.reason = reason
+            verdict.reason = refused("metadata-wrong", reason)
             return verdict
         original, candidate, reference, narrowed = _programs(rewrite)
         verdict.evidence = check(
             original,
             candidate,
             reference,
-            actual,
-            like,
+            None if actual is None else _real(actual),
+            _real(like),
             terms=rewrite.terms,
             multilinear=rewrite.multilinear,
             spread=rewrite.spread,
@@ -115,7 +118,7 @@ def validate_region(rewrite: Rewrite, actual: Sequence[Any] | None, settings: Se
         )
         verdict.evidence.seconds = time.perf_counter() - start
         if not verdict.evidence.passed:
-            verdict.reason = f"not equal to the original: {verdict.evidence.reason}"
+            verdict.reason = refused("not-equal", f"not equal to the original: {verdict.evidence.reason}")
             return verdict
     _profile(rewrite, like, device)
     if settings.accept == "faster" and rewrite.timed_alone:
@@ -132,13 +135,14 @@ def validate_region(rewrite: Rewrite, actual: Sequence[Any] | None, settings: Se
         # A region alone is spared what Inductor's fusion recomputes in the whole graph, so the race
         # is generous to the original. What it cannot decide, the race of the whole graph will, unless
         # this rewrite stands in the way of others.
-        refused = not verdict.race.faster if baseline is not None else verdict.race.at_most <= 1 + DELTA
+        slower = not verdict.race.faster if baseline is not None else verdict.race.at_most <= 1 + DELTA
         if verdict.race.busy and clearly_less(rewrite.after, rewrite.before):
             return verdict  # a busy machine does not decide
-        if refused:
-            verdict.reason = (
+        if slower:
+            verdict.reason = refused(
+                "not-faster",
                 f"not faster: {verdict.race.speedup:.2f}x of {verdict.original_by}, "
-                f"between {verdict.race.at_least:.2f}x and {verdict.race.at_most:.2f}x, must exceed {1 + DELTA:.2f}x"
+                f"between {verdict.race.at_least:.2f}x and {verdict.race.at_most:.2f}x, must exceed {1 + DELTA:.2f}x",
             )
     return verdict
 
@@ -168,13 +172,20 @@ def _misdescribed(rewrite: Rewrite) -> str:
 
 
 def _programs(rewrite: Rewrite) -> tuple[Program, Program, Program, Program]:
-    """Return the original, the candidate, the original in float64, and with float32 in place of float64."""
+    """Return the original, the candidate, the original in float64, and with float32 in place of float64.
+
+    They take and return real numbers: a complex tensor has an axis for its parts, and each part is compared.
+    """
     needed = rewrite.differentiated
+    parts = [isinstance(x, torch.Tensor) and x.is_complex() for x in _inputs(rewrite)]
 
     def program(gm: GraphModule, dtype: torch.dtype | None = None) -> Program:
-        if any(needed):
-            return lambda *xs: with_gradients(gm, xs, needed, dtype)
-        return lambda *xs: evaluate(gm, xs, dtype)
+        def run(*given: Any) -> Any:
+            xs = [torch.view_as_complex(x.contiguous()) if own else x for x, own in zip(given, parts, strict=True)]
+            results = with_gradients(gm, xs, needed, dtype) if any(needed) else evaluate(gm, xs, dtype)
+            return tuple(_real(results)) if isinstance(results, (tuple, list)) else _real([results])[0]
+
+        return run
 
     original = rewrite.original
     return (
@@ -183,6 +194,13 @@ def _programs(rewrite: Rewrite) -> tuple[Program, Program, Program, Program]:
         program(original, torch.float64),
         program(original, torch.float32),
     )
+
+
+def _real(xs: Sequence[Any]) -> list[Any]:
+    """Return complex tensors as real ones with an axis for the two parts."""
+    return [
+        torch.view_as_real(x.resolve_conj()) if isinstance(x, torch.Tensor) and x.is_complex() else x for x in xs
+    ]
 
 
 def _inputs(rewrite: Rewrite) -> list[Any]:
@@ -208,7 +226,7 @@ def _examples(rewrite: Rewrite) -> list[Any] | None:
     for val in _inputs(rewrite):
         if isinstance(val, (int, torch.SymInt)):
             made.append(concrete(val))
-        elif isinstance(val, torch.Tensor) and val.is_floating_point():
+        elif isinstance(val, torch.Tensor) and (val.is_floating_point() or val.is_complex()):
             shape = [concrete(size) for size in val.shape]
             strides = [concrete(stride) for stride in val.stride()]
             made.append(torch.empty_strided(shape, strides, dtype=val.dtype, device=val.device).normal_())
