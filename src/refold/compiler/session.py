@@ -333,6 +333,9 @@ class GraphCompile:
         notes: list[str] = []
         rewrites = run_pipeline(graph, lambda site: self._wanted(f"{index}:{site}"), notes)
         self.entry.notes += [note for note in notes if note not in self.entry.notes]
+        # All rewrites are in the graph, also those that are still to be judged: without them it is longer.
+        if inductor_seconds(len(graph.nodes)) > self.settings.compile_budget:
+            self._check_time(inductor_seconds(unrolled_operations(graph)))
         verdicts = [self.verdicts.get(rewrite.signature) for rewrite in rewrites]
         if not self._unjudged and any(verdict is None or verdict.reason for verdict in verdicts):
             pending.append(_Pending(index, original, graph, rewrites))
@@ -340,8 +343,6 @@ class GraphCompile:
         for rewrite, verdict in zip(rewrites, verdicts, strict=True):
             self._note(f"{index}:{rewrite.site}", rewrite, verdict).status = "applied"
             self.terms = max(self.terms, rewrite.terms)
-        if inductor_seconds(len(graph.nodes)) > self.settings.compile_budget:
-            self._check_time(inductor_seconds(unrolled_operations(graph)))
         after = graph_cost(graph.nodes) if rewrites else before
         self.entry.flops_before += before.flops
         self.entry.flops_after += after.flops

@@ -29,6 +29,7 @@ OPERATORS = ("ssd", "selective_scan", "linear_scan", "causal_conv1d", "gated_rms
 
 FLOATS = ("float32", "bfloat16", "float16", "float64")
 INTEGERS = ("int32", "int64")
+BOOL = ("bool",)
 CU_SEQLENS = "cu_seqlens"
 MAY_BE_EMPTY = "b", "*"
 """Axes of a batch: where there is nothing in it, results are empty and gradients of parameters are zero."""

@@ -196,6 +196,8 @@ class Reroller(LoopVectorizer):
             odd = self._tensor(odd, like)
         if value(odd).dtype != value(core).dtype:
             raise NotALoop("steps-differ", "the dtype changes from step to step")
+        if value(odd).shape != value(core).shape[1:]:  # an end that was taken off the rest was larger
+            raise NotALoop("steps-differ", "the steps differ in shape")
         own = self.emit.call(aten.unsqueeze.default, odd, 0)
         return Value(self.emit.call(aten.cat.default, [own, core] if end == 0 else [core, own], 0), True)
 

@@ -34,7 +34,8 @@ def supports(meta: Meta) -> str | None:
 
 @triton.jit
 def _linear_scan_fwd_kernel(
-    cu_seqlens_ptr, a_ptr, x_ptr, initial_ptr, segment_state_ptr, segment_factor_ptr, h_ptr, final_ptr,
+    cu_seqlens_ptr, reset_ptr, a_ptr, x_ptr, initial_ptr, segment_state_ptr, segment_factor_ptr, segment_reset_ptr,
+    h_ptr, final_ptr,
     seqlen, segment, nsegments, channels,
     BLOCK: tl.constexpr, UNROLL: tl.constexpr, REVERSE: tl.constexpr, LOCAL: tl.constexpr,
 ):  # fmt: skip
@@ -55,6 +56,7 @@ def _linear_scan_fwd_kernel(
         length = tl.maximum(end - begin, 0).to(tl.int32)
     state = tl.zeros((BLOCK,), tl.float32)
     factor = tl.zeros((BLOCK,), tl.float32) + 1.0
+    forgotten = tl.zeros((BLOCK,), tl.float32)
     row = pid_k * nsegments * channels
     if not LOCAL:
         if initial_ptr is not None:
@@ -62,7 +64,10 @@ def _linear_scan_fwd_kernel(
         for s in range(pid_s):
             before = row + s * channels + offs
             own = tl.load(segment_state_ptr + before, mask=mask, other=0.0)
-            state = state * tl.load(segment_factor_ptr + before, mask=mask, other=0.0) + own
+            state = state * tl.load(segment_factor_ptr + before, mask=mask, other=0.0)
+            if reset_ptr is not None:
+                state = tl.where(tl.load(segment_reset_ptr + before, mask=mask, other=0.0) > 0, 0.0, state)
+            state += own
     end = tl.minimum((pid_s + 1) * segment, length)
     for t0 in range(pid_s * segment, end, UNROLL):
         for i in tl.static_range(UNROLL):
@@ -71,7 +76,13 @@ def _linear_scan_fwd_kernel(
             place = begin + (length - 1 - t if REVERSE else t)
             a = tl.load(a_ptr + place * channels + offs, mask=live, other=1.0).to(tl.float32)
             x = tl.load(x_ptr + place * channels + offs, mask=live, other=0.0).to(tl.float32)
-            state = a * state + x
+            state = a * state
+            if reset_ptr is not None:
+                gone = tl.load(reset_ptr + place * channels + offs, mask=live, other=0) > 0
+                state = tl.where(gone, 0.0, state)
+                if LOCAL:
+                    forgotten = tl.where(gone, 1.0, forgotten)
+            state += x
             if LOCAL:
                 factor *= a
             else:
@@ -79,6 +90,8 @@ def _linear_scan_fwd_kernel(
     if LOCAL:
         tl.store(segment_state_ptr + row + pid_s * channels + offs, state, mask=mask)
         tl.store(segment_factor_ptr + row + pid_s * channels + offs, factor, mask=mask)
+        if reset_ptr is not None:
+            tl.store(segment_reset_ptr + row + pid_s * channels + offs, forgotten, mask=mask)
     elif pid_s == nsegments - 1:
         tl.store(final_ptr + pid_k * channels + offs, state.to(final_ptr.dtype.element_ty), mask=mask)
 
@@ -97,7 +110,7 @@ def _span(cu_seqlens_ptr, sequence, seqlen):
 
 @triton.jit
 def _linear_scan_bwd_segments_kernel(
-    a_ptr, x_ptr, dh_ptr, state_ptr, adjoint_ptr, factor_ptr, seqlen, segment, nsegments, channels,
+    reset_ptr, a_ptr, x_ptr, dh_ptr, state_ptr, adjoint_ptr, factor_ptr, gone_ptr, seqlen, segment, nsegments, channels,
     BLOCK: tl.constexpr, TOKENS: tl.constexpr, REVERSE: tl.constexpr,
 ):  # fmt: skip
     """Grid (blocks of channels, segments, batch): of a segment its own state, its factor, its adjoint at its begin.
@@ -111,6 +124,7 @@ def _linear_scan_bwd_segments_kernel(
     state = tl.zeros((BLOCK,), tl.float32)
     adjoint = tl.zeros((BLOCK,), tl.float32)
     factor = tl.zeros((BLOCK,), tl.float32) + 1.0
+    forgotten = tl.zeros((BLOCK,), tl.float32)
     end = tl.minimum((pid_s + 1) * segment, seqlen)
     for first in range(pid_s * segment, end, TOKENS):
         for i in tl.static_range(TOKENS):
@@ -118,20 +132,31 @@ def _linear_scan_bwd_segments_kernel(
             live = mask & (t + tl.zeros((BLOCK,), tl.int32) < end)
             place = (pid_b * seqlen + (seqlen - 1 - t if REVERSE else t)) * channels + offs
             a = tl.load(a_ptr + place, mask=live, other=1.0).to(tl.float32)
-            state = a * state + tl.load(x_ptr + place, mask=live, other=0.0).to(tl.float32)
+            state = a * state
             factor *= a
+            if reset_ptr is not None:
+                gone = tl.load(reset_ptr + place, mask=live, other=0) > 0
+                state = tl.where(gone, 0.0, state)
+                forgotten = tl.where(gone, 1.0, forgotten)
+            state += tl.load(x_ptr + place, mask=live, other=0.0).to(tl.float32)
             if dh_ptr is not None:
-                adjoint += factor * tl.load(dh_ptr + place, mask=live, other=0.0).to(tl.float32)
+                share = factor * tl.load(dh_ptr + place, mask=live, other=0.0).to(tl.float32)
+                if reset_ptr is not None:
+                    share = tl.where(forgotten > 0, 0.0, share)
+                adjoint += share
     cell = (pid_b * nsegments + pid_s) * channels + offs
     tl.store(state_ptr + cell, state, mask=mask)
     tl.store(adjoint_ptr + cell, adjoint, mask=mask)
     tl.store(factor_ptr + cell, factor, mask=mask)
+    if reset_ptr is not None:
+        tl.store(gone_ptr + cell, forgotten, mask=mask)
 
 
 @triton.jit
 def _linear_scan_bwd_kernel(
-    cu_seqlens_ptr, a_ptr, x_ptr, initial_ptr, dh_ptr, dfinal_ptr, segment_state_ptr, segment_adjoint_ptr,
-    segment_factor_ptr, border_ptr, da_ptr, dx_ptr, dinitial_ptr, seqlen, segment, nsegments, channels,
+    cu_seqlens_ptr, reset_ptr, a_ptr, x_ptr, initial_ptr, dh_ptr, dfinal_ptr, segment_state_ptr, segment_adjoint_ptr,
+    segment_factor_ptr, segment_reset_ptr, border_ptr, da_ptr, dx_ptr, dinitial_ptr,
+    seqlen, segment, nsegments, channels,
     BLOCK: tl.constexpr, TOKENS: tl.constexpr, REVERSE: tl.constexpr,
 ):  # fmt: skip
     """Grid (blocks of channels, segments, sequences): a program owns BLOCK channels of one segment.
@@ -158,7 +183,10 @@ def _linear_scan_bwd_kernel(
     for s in range(pid_s):
         at = segments + s * channels
         own = tl.load(segment_state_ptr + at, mask=mask, other=0.0)
-        state = state * tl.load(segment_factor_ptr + at, mask=mask, other=0.0) + own
+        state = state * tl.load(segment_factor_ptr + at, mask=mask, other=0.0)
+        if reset_ptr is not None:
+            state = tl.where(tl.load(segment_reset_ptr + at, mask=mask, other=0.0) > 0, 0.0, state)
+        state += own
     for j in range(count):
         tl.store(border_ptr + (borders + j) * channels + offs, state, mask=mask)
         for i in tl.static_range(TOKENS):
@@ -166,7 +194,10 @@ def _linear_scan_bwd_kernel(
             live = mask & (t + tl.zeros((BLOCK,), tl.int32) < end)
             place = (origin + (length - 1 - t if REVERSE else t)) * channels + offs
             a = tl.load(a_ptr + place, mask=live, other=1.0).to(tl.float32)
-            state = a * state + tl.load(x_ptr + place, mask=live, other=0.0).to(tl.float32)
+            state = a * state
+            if reset_ptr is not None:
+                state = tl.where(tl.load(reset_ptr + place, mask=live, other=0) > 0, 0.0, state)
+            state += tl.load(x_ptr + place, mask=live, other=0.0).to(tl.float32)
     tl.debug_barrier()  # Other threads may read what these wrote.
     carried = tl.zeros((BLOCK,), tl.float32)  # a[t+1] λ[t+1], or the gradient of the final state
     if dfinal_ptr is not None:
@@ -174,12 +205,16 @@ def _linear_scan_bwd_kernel(
     for s in range(nsegments - 1 - pid_s):
         at = segments + (nsegments - 1 - s) * channels
         own = tl.load(segment_adjoint_ptr + at, mask=mask, other=0.0)
-        carried = carried * tl.load(segment_factor_ptr + at, mask=mask, other=0.0) + own
+        carried = carried * tl.load(segment_factor_ptr + at, mask=mask, other=0.0)
+        if reset_ptr is not None:
+            carried = tl.where(tl.load(segment_reset_ptr + at, mask=mask, other=0.0) > 0, 0.0, carried)
+        carried += own
     for back in range(count):
         first = begin + (count - 1 - back) * TOKENS
         state = tl.load(border_ptr + (borders + count - 1 - back) * channels + offs, mask=mask, other=0.0)
         befores = ()  # type: Any
         factors = ()  # type: Any
+        resets = ()  # type: Any
         for i in tl.static_range(TOKENS):
             t = first + i
             live = mask & (t + tl.zeros((BLOCK,), tl.int32) < end)
@@ -187,7 +222,12 @@ def _linear_scan_bwd_kernel(
             a = tl.load(a_ptr + place, mask=live, other=1.0).to(tl.float32)
             befores += (state,)
             factors += (a,)
-            state = a * state + tl.load(x_ptr + place, mask=live, other=0.0).to(tl.float32)
+            state = a * state
+            if reset_ptr is not None:
+                gone = tl.load(reset_ptr + place, mask=live, other=0) > 0
+                resets += (gone,)
+                state = tl.where(gone, 0.0, state)
+            state += tl.load(x_ptr + place, mask=live, other=0.0).to(tl.float32)
         for k in tl.static_range(TOKENS - 1, -1, -1):
             t = first + k
             live = mask & (t + tl.zeros((BLOCK,), tl.int32) < end)
@@ -196,17 +236,21 @@ def _linear_scan_bwd_kernel(
             if dh_ptr is not None:
                 adjoint += tl.load(dh_ptr + place, mask=live, other=0.0).to(tl.float32)
             tl.store(dx_ptr + place, adjoint.to(dx_ptr.dtype.element_ty), mask=live)
-            tl.store(da_ptr + place, (adjoint * befores[k]).to(da_ptr.dtype.element_ty), mask=live)
+            grad = adjoint * befores[k]
             carried = factors[k] * adjoint
+            if reset_ptr is not None:
+                grad = tl.where(resets[k], 0.0, grad)
+                carried = tl.where(resets[k], 0.0, carried)
+            tl.store(da_ptr + place, grad.to(da_ptr.dtype.element_ty), mask=live)
     if dinitial_ptr is not None and pid_s == 0:
         place = dinitial_ptr + sequence * channels + offs
         tl.store(place, carried.to(dinitial_ptr.dtype.element_ty), mask=mask)
 
 
-@planned(SPEC, a=contiguous, x=contiguous, initial_state=contiguous, cu_seqlens=contiguous)
+@planned(SPEC, a=contiguous, x=contiguous, initial_state=contiguous, cu_seqlens=contiguous, reset=contiguous)
 def linear_scan(
     *, a: torch.Tensor, x: torch.Tensor, initial_state: torch.Tensor | None, cu_seqlens: torch.Tensor | None,
-    reverse: bool,
+    reset: torch.Tensor | None, reverse: bool,
 ) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:  # fmt: skip
     """Plan `refold.ops.linear_scan`."""
     batch, seqlen = x.shape[:2]
@@ -231,13 +275,14 @@ def linear_scan(
     new_final = fresh((nseqs, *x.shape[2:]), torch.float32, x.device)
     new_rows = fresh((nseqs * nsegments * channels,), torch.float32, x.device)
 
-    def run(a, x, initial_state, cu_seqlens):
+    def run(a, x, initial_state, cu_seqlens, reset):
         h, final, stream = new_h(), new_final(), current_stream(x.device)
-        states = factors = final  # never read where there is one segment
+        states = factors = forgotten = final  # never read where there is one segment
         if local is not None:
             states, factors = new_rows(), new_rows()
-            local(stream, cu_seqlens, a, x, initial_state, states, factors, h, final, *ints)
-        scan(stream, cu_seqlens, a, x, initial_state, states, factors, h, final, *ints)
+            forgotten = states if reset is None else new_rows()
+            local(stream, cu_seqlens, reset, a, x, initial_state, states, factors, forgotten, h, final, *ints)
+        scan(stream, cu_seqlens, reset, a, x, initial_state, states, factors, forgotten, h, final, *ints)
         return h, final
 
     return run
@@ -252,10 +297,11 @@ def linear_scan(
     x=contiguous,
     initial_state=contiguous,
     cu_seqlens=contiguous,
+    reset=contiguous,
 )
 def linear_scan_backward(
     *, dh: torch.Tensor | None, dstate: torch.Tensor | None, needs: frozenset[str], a: torch.Tensor, x: torch.Tensor,
-    initial_state: torch.Tensor | None, cu_seqlens: torch.Tensor | None, reverse: bool,
+    initial_state: torch.Tensor | None, cu_seqlens: torch.Tensor | None, reset: torch.Tensor | None, reverse: bool,
 ) -> Callable[..., dict[str, torch.Tensor]]:  # fmt: skip
     """Plan the gradients of all array arguments that are present, whatever ``needs`` says."""
     batch, seqlen = x.shape[:2]
@@ -281,18 +327,19 @@ def linear_scan_backward(
     new_da, new_dx = fresh_like(a), fresh_like(x)
     new_dinitial = None if initial_state is None else fresh_like(initial_state)
 
-    def run(dh, dstate, a, x, initial_state, cu_seqlens):
+    def run(dh, dstate, a, x, initial_state, cu_seqlens, reset):
         stream = current_stream(x.device)
-        state = adjoint = factor = border = new_borders()
+        state = adjoint = factor = forgotten = border = new_borders()
         if local is not None:
             state, adjoint, factor = new_segments(), new_segments(), new_segments()
-            local(stream, a, x, dh, state, adjoint, factor, *ints)
+            forgotten = state if reset is None else new_segments()
+            local(stream, reset, a, x, dh, state, adjoint, factor, forgotten, *ints)
         found = {"a": new_da(), "x": new_dx()}
         if new_dinitial is not None:
             found["initial_state"] = new_dinitial()
         main(
-            stream, cu_seqlens, a, x, initial_state, dh, dstate, state, adjoint, factor, border, found["a"],
-            found["x"], found.get("initial_state"), *ints,
+            stream, cu_seqlens, reset, a, x, initial_state, dh, dstate, state, adjoint, factor, forgotten, border,
+            found["a"], found["x"], found.get("initial_state"), *ints,
         )  # fmt: skip
         return found
 
