@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # The newest transformers, for a second and smaller run of the tests of real layers.
 NEWEST := .venv-newest
 
-.PHONY: setup demo test lint clean
+.PHONY: setup demo test lint site wheel clean
 .NOTPARALLEL:
 
 setup: $(VENV)/.done
@@ -15,7 +15,7 @@ $(VENV)/.done: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet torch==2.13.0
 	$(BIN)/python -m pip install --quiet transformers==5.17.0
-	$(BIN)/python -m pip install --quiet --editable '.[torch,triton,numba,jax,hf,propose,test,lint]'
+	$(BIN)/python -m pip install --quiet --editable '.[torch,triton,numba,jax,hf,propose,test,lint,plot,docs]'
 	touch $@
 
 $(NEWEST)/.done: pyproject.toml
@@ -32,9 +32,20 @@ lint: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+site: setup
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+
+# The wheel, in an environment that has nothing but what it asks for.
+wheel: setup
+	rm -rf build/wheel && $(PYTHON) -m venv build/wheel
+	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir build/wheel .
+	build/wheel/bin/python -m pip install --quiet build/wheel/refold-*.whl
+	build/wheel/bin/refold --version
+	build/wheel/bin/refold doctor
+
 # Two processes of one thread each: tests spend their time in compilers, which use one.
 test: export OMP_NUM_THREADS = 1
-test: lint $(NEWEST)/.done
+test: lint site wheel $(NEWEST)/.done
 	$(BIN)/python -m pytest tests --ignore=tests/gpu -n 2 --dist worksteal
 	$(NEWEST)/bin/python -m pytest tests/hf/test_layers.py tests/hf/test_accelerate.py -n 2 --dist worksteal
 

@@ -5,7 +5,7 @@
 
 No code is generated: what the compiler's passes make of a program runs operation by operation. A line is printed for
 each program that is wrong, with its kind and seed, and at the end how many were run and what was found in them. The
-exit status tells whether all were right. `tests/cpu/compiler/programs.py` says what is drawn and what is compared.
+exit status tells whether all were right. `tests/support/programs.py` says what is drawn and what is compared.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from random import Random
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "cpu" / "compiler"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 KINDS = ("graph", "recurrence", "captured")
 
@@ -27,8 +27,9 @@ KINDS = ("graph", "recurrence", "captured")
 def one(kind: str, seed: int) -> tuple[str, int, str, list[str]]:
     """Run one program; returns its kind and seed, what is wrong with it, and what was found in it."""
     warnings.simplefilter("ignore")
-    import programs
     import torch
+
+    from support import programs
 
     torch.set_num_threads(1)
     r = Random(seed)

@@ -1,4 +1,4 @@
-"""The command line: ``refold optimize | explain | verify | generate | doctor``.
+"""The command line: ``refold optimize | explain | verify | generate | bench | doctor``.
 
 Progress goes to standard error, live on a terminal and as plain lines in a pipe; the report goes
 to standard output. Bad input gives one sentence and exit code 2.
@@ -9,8 +9,9 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,6 +19,7 @@ import typer
 from rich.console import Console
 
 from . import __version__
+from .bench.cli import app as bench
 from .errors import MissingDependency, RefoldError
 from .generate.cli import generate
 
@@ -37,7 +39,19 @@ Target = Annotated[
 Device = Annotated[str, typer.Option(help="Where to run: cpu, cuda, cuda:1, ...")]
 Dtype = Annotated[str, typer.Option(help="float32, float16, bfloat16 or float64.")]
 Seed = Annotated[int, typer.Option(help="Seeds parameters and inputs.")]
-Json = Annotated[Path | None, typer.Option("--json", help="Also write the report to this file.", show_default=False)]
+Json = Annotated[
+    Path | None,
+    typer.Option("--json", help="Also write the report as JSON; - prints it instead of the text.", show_default=False),
+]
+Html = Annotated[
+    Path | None, typer.Option("--html", help="Also write the report as one page with pictures.", show_default=False)
+]
+Trace = Annotated[
+    Path | None,
+    typer.Option("--trace", help="Write a Chrome trace of original and result, for Perfetto.", show_default=False),
+]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress.")]
+Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Keep all lines of progress, with their times.")]
 
 
 UNSANDBOXED = "--allow-unsandboxed"
@@ -55,6 +69,10 @@ def optimize(
     dtype: Dtype = "float32",
     seed: Seed = 0,
     json: Json = None,
+    html: Html = None,
+    trace: Trace = None,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
     verify: Annotated[str, typer.Option(help="quick: check each rewrite against float64; off: trust it.")] = "quick",
     accept: Annotated[str, typer.Option(help="faster: keep only what is measured to be; always: keep all.")] = "faster",
     train: Annotated[bool, typer.Option("--train", help="Optimize forward and backward together.")] = False,
@@ -82,33 +100,55 @@ def optimize(
         _search(
             target, propose, base_url, price, run, budget, parallel=parallel, resume=resume, level=level,
             dtype=dtype, device=device, train=train, allow_unsandboxed=allow_unsandboxed,
+            quiet=quiet, verbose=verbose,
         )  # fmt: skip
         return
     if run or resume or base_url:
         raise _Refusal("--run, --resume and --base-url go with --propose")
-    _check_writable(json)
-    with _stages("loading"):
+    for option, path in (("--json", json), ("--html", html), ("--trace", trace)):
+        _check_writable(path, option)
+    pictures = html is not None or trace is not None
+    with _stages("loading", quiet, verbose):
         torch = _torch()
         from . import targets
         from .compiler.backend import compile as refold_compile
+        from .verify.profile import named_loops, profiling
 
         module, inputs = targets.load(target, device=device, dtype=dtype, seed=seed)
-        compiled = refold_compile(module.train(train), verify=verify, accept=accept)
-        with torch.set_grad_enabled(train):
+        # What is remembered from before is not run again, and could not be profiled.
+        told: dict[str, Any] = {"cache": False, "options": named_loops()} if pictures else {}
+        compiled = refold_compile(module.train(train), verify=verify, accept=accept, **told)
+        with torch.set_grad_enabled(train), profiling() if pictures else nullcontext() as profiles:
             targets.check_runs(target, module, inputs)
             compiled(*inputs)
         report: Report = compiled.report
         report.target = target
+        if html is not None:
+            from .verify.ceilings import ceilings
+
+            logging.getLogger("refold").info("measuring what the device can do at most")
+            report.ceilings = ceilings(torch.device(device), targets.DTYPES[dtype])
+            _write("--html", html, report.to_html())
+        if trace is not None and profiles is not None:
+            profiles.save(trace)
     _finish(report, json)
 
 
 @app.command()
 def explain(
-    target: Target, device: Device = "cpu", dtype: Dtype = "float32", seed: Seed = 0, json: Json = None
+    target: Target,
+    device: Device = "cpu",
+    dtype: Dtype = "float32",
+    seed: Seed = 0,
+    json: Json = None,
+    html: Html = None,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
 ) -> None:
     """List what is wasteful in a layer and why; change nothing."""
     _check_writable(json)
-    with _stages("loading"):
+    _check_writable(html, "--html")
+    with _stages("loading", quiet, verbose):
         torch = _torch()
         from . import targets
         from .compiler.backend import explain as refold_explain
@@ -118,6 +158,8 @@ def explain(
             targets.check_runs(target, module, inputs)
             report = refold_explain(module, *inputs)
         report.target = target
+    if html is not None:
+        _write("--html", html, report.to_html())
     _finish(report, json)
 
 
@@ -138,6 +180,8 @@ def verify(
     ] = False,
     log: Annotated[Path | None, typer.Option(help="Write each check as a line of JSON.", show_default=False)] = None,
     replay: Annotated[Path | None, typer.Option(help="Repeat the trial of a log.", show_default=False)] = None,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
 ) -> None:
     """Decide whether a candidate may replace the original; trust it in nothing.
 
@@ -146,7 +190,7 @@ def verify(
     if (replay is None) != bool(original and candidate):
         raise _Refusal("verify needs ORIGINAL and CANDIDATE, or --replay LOG alone")
     _check_writable(log, "--log")
-    with _stages("loading"):
+    with _stages("loading", quiet, verbose):
         _torch()
         from .verify import trial
 
@@ -168,6 +212,7 @@ def verify(
 
 
 app.command()(generate)
+app.add_typer(bench, name="bench")
 
 
 @app.command()
@@ -219,14 +264,15 @@ def _torch() -> Any:
 
 
 def _search(
-    target: str, propose: str, base_url: str, price: tuple[float, float], run: Path | None, budget: Any, **options: Any
-) -> None:
+    target: str, propose: str, base_url: str, price: tuple[float, float], run: Path | None, budget: Any, quiet: bool,
+    verbose: bool, **options: Any,
+) -> None:  # fmt: skip
     """Let somebody propose replacements for a file, and print what was accepted."""
     if run is None:
         raise _Refusal("--propose needs --run FOLDER, where the record is kept")
     if ":" in target:
         raise _Refusal(f"--propose takes a Python file with Model and get_inputs(), not {target}")
-    with _stages("loading"):
+    with _stages("loading", quiet, verbose):
         torch = _torch()
         from . import propose as proposers
         from .verify import trial
@@ -245,7 +291,7 @@ def _search(
 
 def _check_writable(json: Path | None, option: str = "--json") -> None:
     """Refuse a file that cannot be written before there is anything to write."""
-    if json is None:
+    if json is None or str(json) == "-":
         return
     if json.is_dir():
         raise _Refusal(f"{option} {json} cannot be written: it is a directory")
@@ -256,6 +302,9 @@ def _check_writable(json: Path | None, option: str = "--json") -> None:
 
 
 def _finish(report: Report, json: Path | None) -> None:
+    if str(json) == "-":
+        typer.echo(report.to_json())
+        return
     typer.echo(str(report))
     if json is not None:
         _write("--json", json, report.to_json() + "\n")
@@ -273,12 +322,12 @@ class _Refusal(RefoldError):
 
 
 class _Progress(logging.Handler):
-    """Shows what the compiler logs: in place on a terminal, a line each in a pipe."""
+    """Shows what the compiler logs: in place on a terminal, a line each in a pipe, with its time if ``verbose``."""
 
-    def __init__(self, console: Console) -> None:
+    def __init__(self, console: Console, verbose: bool) -> None:
         super().__init__(logging.INFO)
-        self.console = console
-        self.status = console.status("") if console.is_terminal else None
+        self.console, self.start = console, time.perf_counter() if verbose else None
+        self.status = console.status("") if console.is_terminal and not verbose else None
 
     def emit(self, record: logging.LogRecord) -> None:
         self.say(record.getMessage())
@@ -287,21 +336,24 @@ class _Progress(logging.Handler):
         if self.status is not None:
             self.status.update(text)
         else:
-            self.console.print(f"... {text}", highlight=False, markup=False, soft_wrap=True)
+            mark = "..." if self.start is None else f"{time.perf_counter() - self.start:8.2f} s "
+            self.console.print(f"{mark} {text}", highlight=False, markup=False, soft_wrap=True)
 
 
 @contextmanager
-def _stages(first: str) -> Iterator[None]:
+def _stages(first: str, quiet: bool = False, verbose: bool = False) -> Iterator[None]:
     """Show progress while a command works."""
-    progress = _Progress(Console(stderr=True))
-    log = logging.getLogger("refold")
+    if quiet and verbose:
+        raise _Refusal("--quiet and --verbose exclude each other")
+    log, progress = logging.getLogger("refold"), _Progress(Console(stderr=True), verbose)
     level = log.level
+    log.setLevel(logging.ERROR if quiet else logging.INFO)  # the report has all that is worth a warning
     log.addHandler(progress)
-    log.setLevel(logging.INFO)
     try:
-        if progress.status is not None:
+        if progress.status is not None and not quiet:
             progress.status.start()
-        progress.say(first)
+        if not quiet:
+            progress.say(first)
         yield
     finally:
         if progress.status is not None:

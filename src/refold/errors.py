@@ -29,6 +29,10 @@ class DeviceError(ArgumentError):
     """Arguments live on different devices, or on one that does not exist."""
 
 
+class CapacityError(ArgumentError, MemoryError):
+    """What is asked for does not fit into the memory that is free; the message says how much is needed."""
+
+
 class BackendUnsupported(RefoldError, RuntimeError):
     """A backend was named, but cannot run these arguments; the message lists the reasons."""
 

@@ -1,6 +1,7 @@
 """The command line: evidence on standard output, one sentence and exit code 2 on bad input."""
 
 import json
+import re
 import subprocess
 import sys
 
@@ -177,3 +178,23 @@ def test_without_torch(code, says):
     done = subprocess.run([sys.executable, "-c", WITHOUT_TORCH + code], capture_output=True, text=True, check=False)
     assert says in done.stdout + done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_optimize_writes_a_page_and_a_trace(layer, tmp_path):
+    page, trace = tmp_path / "report.html", tmp_path / "trace.json"
+    done = refold("optimize", layer, "--accept", "always", "--html", page, "--trace", trace, "--json", "-", "-q")
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    (graph,) = json.loads(done.stdout)["graphs"]
+    assert graph["chosen"] == "refold"
+    text = page.read_text()
+    for fact in ("layer.py", "recover contraction", "return (x[:, None, :] * self.w[None]).sum(-1)"):
+        assert fact in text
+    names = {e["args"]["name"] for e in json.loads(trace.read_text())["traceEvents"] if e["name"] == "process_name"}
+    assert {"recover contraction [sum_1]: before", "recover contraction [sum_1]: after"} <= names
+
+
+def test_progress_can_have_times(layer):
+    done = refold("explain", layer, "-v")
+    assert re.match(r" +\d+\.\d\d s  loading", done.stderr)
+    assert refold("explain", layer, "-v", "-q").returncode == 2

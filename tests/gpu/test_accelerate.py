@@ -1,8 +1,5 @@
 """Accelerated models on a GPU, and the functions under other packages' names on tensors past 2^31 elements."""
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -10,8 +7,7 @@ import refold
 from refold import audit
 from refold.compat import causal_conv1d, mamba_ssm
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "hf"))
-families = pytest.importorskip("families", reason="transformers is not installed")
+families = pytest.importorskip("support.families", reason="transformers is not installed")
 
 pytestmark = [
     pytest.mark.gpu,

@@ -1,8 +1,6 @@
 """Loops of tests/cpu/compiler on a GPU: they become the same operators, and err no more than the loop itself."""
 
 import importlib
-import sys
-from pathlib import Path
 
 import pytest
 
@@ -10,24 +8,22 @@ torch = pytest.importorskip("torch")
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
-COMPILER = Path(__file__).parents[1] / "cpu" / "compiler"
-sys.path[:0] = [str(COMPILER), *(str(COMPILER / folder) for folder in ("dynamo", "passes", "recurrence"))]
-from scans import compiled, flat, operators  # noqa: E402
+from support.scans import compiled, flat, operators  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 CHUNKS = "linear_scan over chunks"
 LOOPS = {
-    "test_readout": {"bonus": CHUNKS, "by_products": CHUNKS, "plain": CHUNKS, "one_decay_a_head": "ssd",
+    "recurrence.test_readout": {"bonus": CHUNKS, "by_products": CHUNKS, "plain": CHUNKS, "one_decay_a_head": "ssd",
                          "output_first": "selective_scan"},
-    "test_gated_chunks": {"attention": CHUNKS, "attention_with_roots": CHUNKS},
-    "test_contract_scans": {"retention": "ssd", "read_first": "ssd", "loop": "selective_scan"},
-    "test_lti_chunks": {"s4d": CHUNKS, "signed": CHUNKS, "one_system": CHUNKS},
-    "test_producers": {"mamba": "selective_scan", "one_decay_a_head": "ssd"},
+    "recurrence.test_gated_chunks": {"attention": CHUNKS, "attention_with_roots": CHUNKS},
+    "passes.test_contract_scans": {"retention": "ssd", "read_first": "ssd", "loop": "selective_scan"},
+    "recurrence.test_lti_chunks": {"s4d": CHUNKS, "signed": CHUNKS, "one_system": CHUNKS},
+    "dynamo.test_producers": {"mamba": "selective_scan", "one_decay_a_head": "ssd"},
 }  # fmt: skip
 
 
 def arguments(module, loop):
-    if module.__name__ == "test_gated_chunks":
+    if module.__name__.endswith("test_gated_chunks"):
         return module.inputs(200)
     if loop in ("retention", "read_first"):
         q, k, v, state = module.heads()
@@ -43,7 +39,7 @@ def cuda():
 
 @pytest.mark.parametrize(("name", "loop"), [(name, loop) for name, loops in LOOPS.items() for loop in loops])
 def test_loop(name, loop, cuda):
-    module = importlib.import_module(name)
+    module = importlib.import_module(f"cpu.compiler.{name}")
     given = [a.to(cuda) for a in arguments(module, loop)]
     torch.set_default_device(cuda)
     function = getattr(module, loop)

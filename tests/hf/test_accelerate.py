@@ -4,18 +4,14 @@ import copy
 import io
 import pickle
 import re
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
-sys.path.insert(0, str(Path(__file__).parent))
-from families import NAMES, VOCAB, make
-
 import refold
 from refold.errors import ArgumentError, RefoldError, RefoldWarning, ShapeError
+from support.families import NAMES, VOCAB, make
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:transformers.*", "ignore::FutureWarning:transformers.*")
 

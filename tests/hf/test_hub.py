@@ -12,10 +12,8 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
-from checkpoints import prompt, saved
-
 from refold.generate.jax import Generator
+from support.checkpoints import prompt, saved
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 

@@ -1,7 +1,6 @@
 """JAX models equal transformers' torch models: hidden states to rounding, greedy tokens exactly."""
 
 import dataclasses
-import sys
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -9,13 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).parent))
-from checkpoints import NAMES, VOCAB, prompt, saved
-
 from refold.generate.jax import NO_TOKEN, Generator
 from refold.models.checkpoint import load_checkpoint
 from refold.models.configs import MambaConfig
 from refold.models.jax import model_for, to_device
+from support.checkpoints import NAMES, VOCAB, prompt, saved
 
 STEPS = 64
 

@@ -19,7 +19,7 @@ import warnings; warnings.simplefilter("ignore")
 import torch
 from kernels import LocalLayerRepository, Mode, kernelize, use_kernel_mapping
 from transformers import KernelConfig
-from families import make
+from support.families import make
 from refold.integrations.kernels import kernel_mapping
 from pathlib import Path
 

@@ -1,1 +1,5 @@
-"""Benchmarks of the operators on a GPU: checked against float64 first, then timed, one JSON line a case."""
+"""Benchmarks: ``refold bench list | run | compare | env``.
+
+A suite is a generator of rows (`suites`); a row is a dictionary that one line of a JSONL file holds (`rows`). Stored
+rows and the log of attempts are in the folder ``benchmarks/``.
+"""

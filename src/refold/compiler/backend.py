@@ -26,8 +26,9 @@ from ..report import GraphReport, Report
 from .decisions import Plan, folder_for
 from .dynamo import captures_loops, notes
 from .inductor import Compiled, Hook, Stopped, inductor
-from .passes.reroll_loops import refusals
 from .patience import patience
+from .private import UNAVAILABLE, as_it_is, compile_number, inductor_modes, inductor_options
+from .recurrence.joins import refusals
 from .recurrence.serial_chains import serial_loops
 from .replay import Remembering
 from .session import describe_captured, survey
@@ -70,11 +71,15 @@ def refold(
     report = own.pop("report", None)
     report = Report() if report is None else report
     check_inductor_options(given, mode)
-    inductor_options = {**(torch._inductor.list_mode_options(mode) if mode else {}), **given}
-    settings = check_settings(Settings(**own, options=inductor_options))
+    passed_on = {**((inductor_modes() or {}).get(mode, {}) if mode else {}), **given}
+    settings = check_settings(Settings(**own, options=passed_on))
     entry = GraphReport(index=len(report.graphs), mode="training" if _is_training(gm) else "inference")
     report.graphs.append(entry)
     entry.notes += notes() + _limit_notes()
+    if UNAVAILABLE:
+        entry.notes.append(f"nothing can be rewritten: {UNAVAILABLE}")
+        entry.chosen = "inductor"
+        return as_it_is(gm, example_inputs)
     try:
         with patience():
             return Remembering(gm, example_inputs, settings, entry).run()
@@ -88,13 +93,12 @@ def refold(
         entry.chosen, entry.reason = "inductor", "because refold failed"
         for row in entry.rewrites:
             row.status, row.reason = "refused", "refold failed"
-        return inductor(gm, example_inputs, options=inductor_options)
+        return inductor(gm, example_inputs, options=passed_on)
 
 
 def _limit_notes() -> list[str]:
     """Say when PyTorch will compile a function no more: it then runs eagerly for all else that it is called with."""
-    compile_id, limit = torch._guards.CompileContext.current_compile_id(), torch._dynamo.config.recompile_limit
-    nth = getattr(compile_id, "frame_compile_id", None)
+    nth, limit = compile_number(), torch._dynamo.config.recompile_limit
     if nth is None or nth + 1 < limit:
         return []
     return [
@@ -136,17 +140,18 @@ def check_inductor_options(options: Mapping[str, Any], mode: str | None) -> None
     Raises:
         ArgumentError: Names the option and what looks like it.
     """
-    known = [*OWN_OPTIONS, *torch._inductor.list_options()] if options else []
+    others = inductor_options() if options else []
+    known = [*OWN_OPTIONS, *(others or [])]
     for name in options:
-        if name.replace("-", "_") not in known:
+        if others is not None and name.replace("-", "_") not in known:
             alike = difflib.get_close_matches(name, known)
             hint = f"; did you mean {' or '.join(alike)}?" if alike else "."
             raise ArgumentError(
                 f"unexpected option {name!r}: refold's own are {', '.join(OWN_OPTIONS)}, the others "
                 f"those of torch._inductor.list_options(){hint}"
             )
-    modes = torch._inductor.list_mode_options() if mode is not None else {}
-    if mode is not None and mode not in modes:
+    modes = inductor_modes() if mode is not None else None
+    if modes is not None and mode not in modes:
         raise ArgumentError(f"mode must be one of {', '.join(map(repr, modes))}, not {mode!r}")
 
 
@@ -287,15 +292,19 @@ def explain(module: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
 
     @captures_loops
     def look(gm: GraphModule, inputs: Sequence[Any]) -> Compiled:
-        entry = GraphReport(index=len(report.graphs), chosen="eager", reason="this is an explanation only")
+        mode = "training" if _is_training(gm) else "inference"
+        entry = GraphReport(len(report.graphs), mode, chosen="eager", reason="this is an explanation only")
         report.graphs.append(entry)
 
+        if UNAVAILABLE:
+            entry.notes.append(f"nothing can be rewritten: {UNAVAILABLE}")
+            return gm
         gm = describe_captured(entry, gm)
 
         def visit(index: int, graph: Graph) -> None:
             entry.loops += serial_loops(graph)
             if entry.loops:
-                entry.notes += [f"a loop over time stays: {reason}" for reason in refusals(graph)]
+                entry.notes += [f"a loop over time stays at {reason}" for reason in refusals(graph)]
             survey(entry, graph)
             raise Stopped
 

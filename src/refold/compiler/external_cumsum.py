@@ -12,7 +12,7 @@ import torch
 from torch.fx import Graph
 
 from .ir.cost import numel
-from .ir.index import value
+from .ir.fx import value
 
 aten = torch.ops.aten
 

@@ -9,18 +9,16 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch._guards import tracing
 from torch._inductor import config as inductor_config
-from torch._inductor.compile_fx import compile_fx
-from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.fx import Graph, GraphModule
 
 from .. import __version__
-from .ir.index import concrete
+from .ir.fx import concrete
+from .private import CustomGraphPass, apart, compile_fx, without_autograd_cache
 
 Compiled = Callable[..., Any]
 
@@ -94,9 +92,9 @@ def inductor(
     if hook is not None:
         user = patches.get("joint_custom_pre_pass", inductor_config.joint_custom_pre_pass)
         patches["joint_custom_pre_pass"] = hook if user is None else _Chain(user, hook)
-    # AOTAutograd's cache would skip a hook of which nobody knows yet what it will do, and with it the report.
+    # AOTAutograd's cache would skip a hook whose outcome is not known yet, and with it the report.
     unsettled = hook is not None and not hook.settled
-    with torch._functorch.config.patch(enable_autograd_cache=False) if unsettled else contextlib.nullcontext():
+    with without_autograd_cache() if unsettled else contextlib.nullcontext():
         return compile_fx(duplicate(gm), list(inputs), config_patches=patches or None)  # type: ignore[return-value]
 
 
@@ -104,25 +102,6 @@ def standalone(gm: GraphModule, inputs: Sequence[Any], options: dict[str, Any] |
     """Compile a graph for exactly these inputs, apart from whatever compile is under way."""
     with apart():
         return inductor(gm, inputs, options=options)
-
-
-@contextlib.contextmanager
-def apart() -> Iterator[None]:
-    """Hide the compile under way, so that another one, or a backward that compiles lazily, can run inside it."""
-    import torch._dynamo.utils as dynamo
-    from torch._dynamo.metrics_context import MetricsContext
-    from torch.utils._python_dispatch import _disable_current_modes
-
-    # One metric may be set once a compile. torch <= 2.11 keeps them in a global, later ones a thread.
-    local = getattr(dynamo, "_metrics_context_tls", None)
-    holder, name = (dynamo, "_METRICS_CONTEXT") if local is None else (local, "metrics_context")
-    outer = dynamo.get_metrics_context()
-    setattr(holder, name, MetricsContext(on_exit=lambda *_: None))
-    try:
-        with tracing(None), _disable_current_modes():
-            yield
-    finally:
-        setattr(holder, name, outer)
 
 
 def duplicate(gm: GraphModule) -> GraphModule:

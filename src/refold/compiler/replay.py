@@ -70,7 +70,7 @@ class Replay(GraphCompile):
         start = time.perf_counter()
         entry, decision = self.entry, self.decision
         for field in dataclasses.fields(decision):
-            if field.name not in ("index", "program", "notes", "compile_s", "proof_s"):
+            if field.name not in ("index", "program", "notes", "compile_s", "checks_s"):
                 setattr(entry, field.name, getattr(decision, field.name))
         entry.remembered = self.where
         entry.notes += [note for note in decision.notes if note not in entry.notes]
@@ -78,7 +78,7 @@ class Replay(GraphCompile):
             return self.given
         if decision.chosen == "inductor" and decision.rewrites:
             return inductor(self.given, self.inputs, options=self.options)
-        self._rewrite_captured()
+        self._rewrite_before_autograd()
         eager: Callable[[], Compiled] | None = None
         try:
             compiled = self._built()
@@ -90,7 +90,7 @@ class Replay(GraphCompile):
         if self.seen and (missing := self.decided.keys() - self.rows.keys()):
             raise Misfit(f"there is no {min(missing)} to be rewritten")
         entry.flops_before, entry.bytes_before = decision.flops_before, decision.bytes_before
-        entry.compile_s = time.perf_counter() - start - entry.proof_s
+        entry.compile_s = time.perf_counter() - start - entry.checks_s
         if not self._unjudged and self.decided:
             self._last_word(compiled, eager)
             if entry.chosen != "refold":

@@ -19,6 +19,7 @@ from ..report import GraphReport, RewriteReport
 from .compile_time import inductor_seconds, unrolled_seconds
 from .decisions import Store, digest, versions
 from .dynamo.loop import captured_loops
+from .dynamo.early_scans import define_scans, early_scans
 from .external_cumsum import keep_scans_external
 from .inductor import Compiled, Hook, Stopped, bind, clone_inputs, duplicate, inductor
 from .ir.cost import Cost, graph_cost
@@ -27,8 +28,8 @@ from .ir.rewrite import Rewrite
 from .pipeline import run as run_pipeline
 from .recurrence.serial_chains import unrolled_operations
 from .recurrence.vectorize import NotALoop
-from .validate.program import Rewritten, first_line, last_word
-from .validate.region import Settings, Verdict, judge, undisturbed_rng
+from .validate.program import Rewritten, choose_program, first_line
+from .validate.region import Settings, Verdict, undisturbed_rng, validate_region
 
 log = logging.getLogger("refold")
 
@@ -53,8 +54,9 @@ class GraphCompile:
     def __init__(
         self, gm: GraphModule, inputs: Sequence[Any], settings: Settings, entry: GraphReport, store: Store
     ) -> None:
-        self.given, self.inputs, self.settings, self.entry, self.store = gm, inputs, settings, entry, store
-        self.gm = gm
+        self.inputs, self.settings, self.entry, self.store = inputs, settings, entry, store
+        self.given = define_scans(gm, everywhere=entry.mode == "training")
+        self.gm = self.given
         self.options = dict(settings.options or {})
         self.refused: set[str] = set()
         self.verdicts: dict[str, Verdict] = {}
@@ -73,14 +75,14 @@ class GraphCompile:
         """Return the program that runs from now on, and fill the report."""
         start = time.perf_counter()
         entry = self.entry
-        saved = self._rewrite_captured()
+        saved = self._rewrite_before_autograd()
         try:
             compiled = self._built()
         except TooLong as reason:
             return self._left_eager(reason)
         entry.flops_before += saved.flops
         entry.bytes_before += saved.bytes
-        entry.compile_s = time.perf_counter() - start - entry.proof_s
+        entry.compile_s = time.perf_counter() - start - entry.checks_s
         entry.rewrites = list(self.rows.values())
         entry.external_scans = self.external_scans
         if compiled is None:
@@ -111,7 +113,7 @@ class GraphCompile:
         """Let the graph run eagerly, with scans for those of its loops that are some."""
         entry = self.entry
         for key, row in self.rows.items():
-            if not key.startswith("captured:") and row.status != "refused":
+            if not key.startswith(("captured:", "forward:")) and row.status != "refused":
                 row.status, row.reason = "refused", "the graph runs eagerly"
         entry.rewrites = list(self.rows.values())
         entry.chosen, entry.reason = "eager", f"because {reason}"
@@ -129,9 +131,9 @@ class GraphCompile:
         start = time.perf_counter()
         rewritten = Rewritten(compiled, repeatable or self._repeatable, self.terms)
         try:
-            return last_word(rewritten, self.given, self.inputs, self.settings, self.entry)
+            return choose_program(rewritten, self.given, self.inputs, self.settings, self.entry)
         finally:
-            self.entry.proof_s += time.perf_counter() - start
+            self.entry.checks_s += time.perf_counter() - start
 
     # What a replay does otherwise ----------------------------------------------------------------
 
@@ -165,21 +167,24 @@ class GraphCompile:
 
     # Loops that were captured --------------------------------------------------------------------
 
+    def _rewrite_before_autograd(self) -> Cost:
+        """Replace what is rewritten before autograd; return what that saves."""
+        return self._rewrite_captured() + self._rewrite_early() + self._rewrite_forward()
+
     def _rewrite_captured(self) -> Cost:
         """Replace captured loops by scans, where that stands; return what they cost more than their scans."""
-        names = [call.name for call in captured_loops(self.gm)]
+        names, saved = [call.name for call in captured_loops(self.gm)], Cost()
         if not names:
-            return Cost()
-        from .dynamo.to_scan import serial
+            return saved
+        from .dynamo.to_scan import describe_loop
 
         self.gm = duplicate(self.gm)
-        saved = Cost()
         for name in names:
             call = next(node for node in self.gm.graph.nodes if node.name == name)
             try:
                 found = self._as_operator(call)
             except NotALoop as reason:
-                self.entry.notes.append(f"a loop over time stays: {reason} [{serial(self.gm, call)}]")
+                self.entry.notes.append(f"a loop over time stays at {describe_loop(self.gm, call)}: {reason.advice}")
                 continue
             if found is not None:
                 found.splice()
@@ -188,18 +193,40 @@ class GraphCompile:
         self.gm.recompile()
         return saved
 
+    def _rewrite_early(self) -> Cost:
+        """Replace recurrences that are no loops by scans before autograd, where that stands; return what that saves."""
+        saved, gm = Cost(), duplicate(self.gm)
+        for found in early_scans(gm, self.entry.mode == "training"):
+            key = f"early:{found.rewrite.site}"
+            if not self._wanted(key):
+                continue
+            start = time.perf_counter()
+            verdict = None if self._unjudged else self._verdict(found.rewrite)
+            self.entry.checks_s += time.perf_counter() - start
+            row = self._note(key, found.rewrite, verdict)
+            if row.status == "refused":
+                continue
+            row.status = "applied"
+            self.terms = max(self.terms, found.rewrite.terms)
+            found.splice()
+            before, after = found.rewrite.before, found.rewrite.after
+            saved += Cost(before.flops - after.flops, before.bytes - after.bytes)
+            self.gm = gm
+        gm.recompile()
+        return saved
+
     def _as_operator(self, call: Node) -> Any:
         """Return a captured loop as the scan that stands; None if none does."""
-        from .dynamo.to_scan import lowering
+        from .dynamo.to_scan import find_scan
 
         for dual in (True, False):
             key = f"captured:{call.name}:{dual}"
             if not self._wanted(key):
                 continue
-            found = lowering(self.gm, call, dual)
+            found = find_scan(self.gm, call, dual)
             start = time.perf_counter()
             verdict = None if self._unjudged else self._verdict(found.rewrite)
-            self.entry.proof_s += time.perf_counter() - start
+            self.entry.checks_s += time.perf_counter() - start
             row = self._note(key, found.rewrite, verdict)
             if row.status != "refused":
                 row.status = "applied"
@@ -211,14 +238,59 @@ class GraphCompile:
                 break  # else what does not write the states rounds too much, or is slower
         return None
 
-    def _verdict(self, rewrite: Rewrite) -> Verdict:
-        """Judge the rewrite of a captured loop on the values that it gets from the user's inputs."""
+    def _rewrite_forward(self) -> Cost:
+        """Rewrite the ATen graph of a forward whose backward is not there yet; return what that saves."""
+        saved = Cost()
+        if self.entry.mode != "training":
+            return saved
+        from .dynamo.before_autograd import checkpointed, find_rewrites, with_part
+
+        for path in [(), *checkpointed(self.gm)]:
+            key = ":".join(["forward", *path]) + ":"
+            while True:
+                wanted = functools.partial(self._is_wanted_of, key)
+                found = find_rewrites(self.gm, path, wanted, self.entry.notes)
+                if found is None:
+                    break
+                rows = []
+                start = time.perf_counter()
+                for rewrite in found.rewrites:
+                    verdict = None if self._unjudged else self._verdict(rewrite, path)
+                    rows.append(self._note(key + rewrite.site, rewrite, verdict))
+                self.entry.checks_s += time.perf_counter() - start
+                if any(row.status == "refused" for row in rows):
+                    continue  # the others may be otherwise without it
+                for rewrite, row in zip(found.rewrites, rows, strict=True):
+                    row.status = "applied"
+                    self.terms = max(self.terms, rewrite.terms)
+                    before, after = rewrite.before, rewrite.after
+                    saved += Cost(before.flops - after.flops, before.bytes - after.bytes)
+                self.gm = with_part(self.gm, path, found.spliced())
+                break
+        return saved
+
+    def _is_wanted_of(self, key: str, site: str) -> bool:
+        return self._wanted(key + site)
+
+    def _verdict(self, rewrite: Rewrite, path: tuple[str, ...] = ()) -> Verdict:
+        """Judge a rewrite of Dynamo's graph, or of a part of it, on the values that it gets from the user's inputs."""
         if rewrite.signature not in self.verdicts:
             with undisturbed_rng():
-                found = values_at(self.gm.graph, rewrite.inputs, clone_inputs(self.inputs))
-                actual = [found[name] for name in rewrite.inputs]
+                actual = self._values(rewrite.inputs, path)
                 self.verdicts[rewrite.signature] = self._judged(rewrite, actual)
         return self.verdicts[rewrite.signature]
+
+    def _values(self, names: Sequence[str], path: tuple[str, ...]) -> list[Any]:
+        """Return the values of nodes of Dynamo's graph, or of a part of it that is checkpointed."""
+        graph, inputs = self.gm.graph, clone_inputs(self.inputs)
+        for name in path:
+            call = next(iter(next(node for node in graph.nodes if node.target == name).users))
+            given: list[Any] = list(call.args[1:])
+            inner = values_at(graph, [x.name for x in given if isinstance(x, Node)], inputs)
+            inputs = [inner[x.name] if isinstance(x, Node) else x for x in given]
+            graph = graph.owning_module.get_submodule(name).graph  # type: ignore[union-attr, assignment]
+        found = values_at(graph, names, inputs)
+        return [found[name] for name in names]
 
     # Finding and checking rewrites ------------------------------------------------------------
 
@@ -246,7 +318,7 @@ class GraphCompile:
             start = time.perf_counter()
             for found in pending:
                 self._judge(found)
-            self.entry.proof_s += time.perf_counter() - start
+            self.entry.checks_s += time.perf_counter() - start
             self.settled = bool(pending)
 
     def _visit(self, pending: list[_Pending], index: int, graph: Graph) -> None:
@@ -315,7 +387,7 @@ class GraphCompile:
                 return Verdict.from_dict(found[0])
             except (KeyError, TypeError) as error:
                 self.entry.notes.append(f"what {found[1]} knew of a region does not fit: {error}")
-        verdict = judge(rewrite, actual, self.settings)
+        verdict = validate_region(rewrite, actual, self.settings)
         busy = verdict.race is not None and bool(verdict.race.busy)
         self.store.put("region", key, dataclasses.asdict(verdict), lasting=not busy)
         return verdict
@@ -370,20 +442,29 @@ def _row(rewrite: Rewrite, key: str, verdict: Verdict | None) -> RewriteReport:
 
 
 def describe_captured(entry: GraphReport, gm: GraphModule) -> GraphModule:
-    """Write into a report what would become of captured loops; return the graph without those that would be scans."""
-    gm = duplicate(gm)
-    for call in captured_loops(gm):
-        from .dynamo.to_scan import lowering, serial
+    """Write into a report what would be rewritten before autograd; return the graph with that."""
+    from .dynamo.before_autograd import checkpointed, find_rewrites, with_part
 
-        loop = serial(gm, call)
+    gm = duplicate(define_scans(gm, everywhere=False))
+    for early in early_scans(gm, training=False):
+        entry.rewrites.append(_row(early.rewrite, "", None))
+        early.splice()
+    for call in captured_loops(gm):
+        from .dynamo.to_scan import describe_loop, find_scan
+
+        loop = describe_loop(gm, call)
         try:
-            found = lowering(gm, call)
+            found = find_scan(gm, call)
         except NotALoop:
             continue  # it is found again, and described, when it is unrolled
         entry.loops.append(loop)
         entry.rewrites.append(_row(found.rewrite, "", None))
         found.splice()
     gm.recompile()
+    for path in [(), *checkpointed(gm)] if entry.mode == "training" else []:
+        if (more := find_rewrites(gm, path, lambda _: True, entry.notes)) is not None:
+            entry.rewrites += [_row(rewrite, "", None) for rewrite in more.rewrites]
+            gm = with_part(gm, path, more.spliced())
     return gm
 
 

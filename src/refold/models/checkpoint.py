@@ -1,4 +1,4 @@
-"""Checkpoints as nested dictionaries of NumPy arrays, layers stacked; no framework needed.
+"""Checkpoints as nested dictionaries of arrays, layers stacked: NumPy's, which need no framework, or another's.
 
 A table says, for each tensor of a configuration, its name in the file, its shape, and its place here. Every tensor of
 the table must be in the files with exactly that shape, and every tensor of the files in the table. Weights keep the
@@ -7,6 +7,7 @@ files' dtype unless another is asked for; the few numbers that enter exponential
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,19 @@ from refold.errors import CheckpointError, MissingDependency
 from refold.models.configs import Config, GraniteHybridConfig, MambaConfig, Mixer2Config, read_config, read_json
 
 Params = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Arrays:
+    """What parameters are read into.
+
+    Attributes:
+        framework: What safetensors reads: ``np`` or ``pt``.
+        empty: Makes an array of a shape and a dtype by name; assigning to its parts fills it.
+    """
+
+    framework: str
+    empty: Callable[[tuple[int, ...], str], Any]
 
 
 @dataclass(frozen=True)
@@ -46,13 +60,14 @@ class Entry:
         return (self.shape[0], self.shape[2]) if self.squeeze else self.shape
 
 
-def load_checkpoint(model: str | Path, dtype: str | None = None) -> tuple[Config, Params]:
+def load_checkpoint(model: str | Path, dtype: str | None = None, arrays: Arrays | None = None) -> tuple[Config, Params]:
     """Read a checkpoint directory, or a name on the Hugging Face hub.
 
     Args:
         model: A directory with ``config.json`` and ``model.safetensors``, ``model.safetensors.index.json`` with its
             shards, or ``pytorch_model.bin`` (which needs torch to be read, without unpickling code); or ``owner/name``.
         dtype: ``float32``, ``bfloat16`` or ``float16`` for the weights; None keeps the files'.
+        arrays: What the parameters are read into; None means NumPy arrays.
 
     Returns:
         The configuration, and the parameters: ``embedding (vocab, d)``, ``norm (d,)``, ``head (vocab, d)`` if not
@@ -63,14 +78,17 @@ def load_checkpoint(model: str | Path, dtype: str | None = None) -> tuple[Config
             message names them.
         MissingDependency: an optional package is needed to read this format.
     """
+    if dtype is not None:
+        _check_dtype(dtype)
+    arrays = arrays or NUMPY
     directory = find_checkpoint(model)
     config = read_config(directory)
-    tensors = _open(directory)
+    tensors = _open(directory, arrays.framework)
     entries = list(layout(config))
     _check_keys(directory, config, entries, tensors)
     if dtype is None:
         _check_stacks(directory, entries, tensors)
-    return config, _assemble(entries, tensors, dtype)
+    return config, _assemble(entries, tensors, dtype, arrays)
 
 
 def find_checkpoint(model: str | Path) -> Path:
@@ -218,15 +236,15 @@ class _Tensor:
     """A tensor in a file: its shape, how to read it, and the name of its dtype."""
 
     shape: tuple[int, ...]
-    read: Callable[[], np.ndarray]
+    read: Callable[[], Any]
     dtype: str = "float32"
 
 
-def _open(directory: Path) -> dict[str, _Tensor]:
+def _open(directory: Path, framework: str) -> dict[str, _Tensor]:
     """Find the weight files of a directory and list their tensors."""
     index = directory / "model.safetensors.index.json"
     if (directory / "model.safetensors").exists():
-        return _open_safetensors(directory / "model.safetensors")
+        return _open_safetensors(directory / "model.safetensors", framework)
     if index.exists():
         placed = read_json(index).get("weight_map")
         if not isinstance(placed, dict) or not all(isinstance(shard, str) for shard in placed.values()):
@@ -239,14 +257,14 @@ def _open(directory: Path) -> dict[str, _Tensor]:
                 raise CheckpointError(f"{index} names the shard {shard!r}; a shard must be a file beside the index.")
             if not (directory / shard).exists():
                 raise CheckpointError(f"{index} names the shard {shard}, which is not there.")
-            tensors |= _open_safetensors(directory / shard)
+            tensors |= _open_safetensors(directory / shard, framework)
         lost = sorted(set(placed) - set(tensors))
         if lost:
             raise CheckpointError(f"{index} promises {_some(lost)}, which no shard has.")
         return tensors
     pickles = sorted(p for p in directory.iterdir() if p.suffix in (".bin", ".pt") and "training" not in p.name)
     if len(pickles) == 1:
-        return _open_pickle(pickles[0])
+        return _open_pickle(pickles[0], framework)
     found = ", ".join(p.name for p in pickles) or "none"
     raise CheckpointError(
         f"{directory}: expected model.safetensors, model.safetensors.index.json, or one .bin or .pt file; "
@@ -254,20 +272,20 @@ def _open(directory: Path) -> dict[str, _Tensor]:
     )
 
 
-def _open_safetensors(path: Path) -> dict[str, _Tensor]:
+def _open_safetensors(path: Path, framework: str) -> dict[str, _Tensor]:
     try:
         from safetensors import SafetensorError, safe_open
     except ImportError as error:
-        raise MissingDependency(f"{path}: reading it needs safetensors (pip install refold[jax]).") from error
+        raise MissingDependency(f"{path}: reading it needs safetensors (pip install refold[hf]).") from error
     try:
-        file = safe_open(path, "np")
+        file = safe_open(path, framework)
         keys = list(file.keys())
         slices = {key: file.get_slice(key) for key in keys}
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{path} is not a whole safetensors file ({error}); was it cut short?") from error
 
-    def reader(key: str) -> Callable[[], np.ndarray]:
-        if slices[key].get_dtype() == "BF16":
+    def reader(key: str) -> Callable[[], Any]:
+        if slices[key].get_dtype() == "BF16" and framework == "np":
             _need_ml_dtypes(path)
         return lambda: file.get_tensor(key)
 
@@ -278,7 +296,7 @@ def _open_safetensors(path: Path) -> dict[str, _Tensor]:
     return {key: tensor(key) for key in keys}
 
 
-def _open_pickle(path: Path) -> dict[str, _Tensor]:
+def _open_pickle(path: Path, framework: str) -> dict[str, _Tensor]:
     """List the tensors of a torch file; ``weights_only`` refuses anything but tensors."""
     try:
         import torch
@@ -298,7 +316,9 @@ def _open_pickle(path: Path) -> dict[str, _Tensor]:
         raise CheckpointError(f"{path} does not hold a dictionary of names and dense tensors.")
     state = {key: value.detach() for key, value in state.items()}
 
-    def reader(tensor: Any) -> Callable[[], np.ndarray]:
+    def reader(tensor: Any) -> Callable[[], Any]:
+        if framework == "pt":
+            return lambda: tensor
         if tensor.dtype != torch.bfloat16:
             return lambda: tensor.numpy()
         ml_dtypes = _need_ml_dtypes(path)
@@ -334,7 +354,7 @@ def _check_keys(directory: Path, config: Config, entries: list[Entry], tensors: 
         extra.remove("lm_head.weight")
         first = next(entry.key for entry in entries if entry.path == ("embedding",))
         head, embedding = tensors["lm_head.weight"], tensors.get(first)
-        if embedding and (head.shape != embedding.shape or not np.array_equal(head.read(), embedding.read())):
+        if embedding and (head.shape != embedding.shape or not bool((head.read() == embedding.read()).all())):
             raise CheckpointError(f"{directory}: the embeddings are tied, but lm_head.weight differs from {first}.")
     missing = sorted(set(expected) - set(tensors))
     misshapen = [
@@ -368,34 +388,37 @@ def _some(items: list[str], most: int = 8) -> str:
     return ", ".join(items[:most]) + (f" and {len(items) - most} more" if len(items) > most else "")
 
 
-def _assemble(entries: list[Entry], tensors: dict[str, _Tensor], dtype: str | None) -> Params:
+def _assemble(entries: list[Entry], tensors: dict[str, _Tensor], dtype: str | None, arrays: Arrays) -> Params:
     """Read each tensor once into its place; the stacks are allocated whole, so the peak is the model's size."""
     params: Params = {}
     for entry in entries:
-        array = tensors[entry.key].read()
-        target = np.dtype("float32") if entry.exact else _dtype(dtype) if dtype else array.dtype
+        tensor = tensors[entry.key]
         place = params
         for name in entry.path[:-1]:
             place = place.setdefault(name, {})
-        if entry.index is None:
-            place[entry.path[-1]] = np.ascontiguousarray(array.astype(target, copy=False))
-            continue
         if entry.path[-1] not in place:
-            place[entry.path[-1]] = np.empty((entry.depth, *entry.stored), target)
-        place[entry.path[-1]][entry.index] = array.reshape(entry.stored)
+            shape = entry.stored if entry.index is None else (entry.depth, *entry.stored)
+            place[entry.path[-1]] = arrays.empty(shape, "float32" if entry.exact else dtype or tensor.dtype)
+        target = place[entry.path[-1]]
+        (target if entry.index is None else target[entry.index])[...] = tensor.read().reshape(entry.stored)
     return params
 
 
-def _dtype(name: str) -> np.dtype:
+def _check_dtype(name: str) -> None:
     if name not in ("float32", "bfloat16", "float16"):
         raise CheckpointError(f"dtype {name!r} is not supported; supported: float32, bfloat16, float16.")
-    if name == "bfloat16":
-        return np.dtype(_need_ml_dtypes(Path("bfloat16 weights")).bfloat16)
-    return np.dtype(name)
+
+
+def _dtype(name: str) -> np.dtype:
+    return np.dtype(_need_ml_dtypes(Path("bfloat16 weights")).bfloat16 if name == "bfloat16" else name)
+
+
+NUMPY = Arrays("np", lambda shape, name: np.empty(shape, _dtype(name)))
 
 
 def random_params(config: Config, seed: int = 0, dtype: str = "float32") -> Params:
     """Draw parameters of a configuration, scaled so that activations neither vanish nor grow. For tests and timing."""
+    _check_dtype(dtype)
     rng = np.random.default_rng(seed)
 
     def draw(entry: Entry) -> np.ndarray:
@@ -408,8 +431,6 @@ def random_params(config: Config, seed: int = 0, dtype: str = "float32") -> Para
             return np.ones(entry.shape)
         return rng.standard_normal(entry.shape, np.float32) * (0.02 if entry.index is None else entry.shape[-1] ** -0.5)
 
-    def tensor(entry: Entry) -> _Tensor:
-        return _Tensor(entry.shape, lambda: draw(entry).astype(_dtype("float32" if entry.exact else dtype)))
-
     entries = list(layout(config))
-    return _assemble(entries, {entry.key: tensor(entry) for entry in entries}, None)
+    tensors = {entry.key: _Tensor(entry.shape, partial(draw, entry), dtype) for entry in entries}
+    return _assemble(entries, tensors, dtype, NUMPY)

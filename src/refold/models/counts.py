@@ -88,6 +88,19 @@ def prefill(config: Config, batch: int, seqlen: int, chunk_size: int, weight_byt
     return Counts(batch * flops, weight_bytes * parameters(config) + 8 * batch * ssm)
 
 
+def working_bytes(config: Config, batch: int, seqlen: int, weight_bytes: int) -> int:
+    """Estimate what reading ``seqlen`` tokens a row holds beside weights and states: its widest layer, the logits."""
+    if isinstance(config, MambaConfig):
+        wide = 5 * config.d_inner + 3 * config.d_inner  # step sizes are float32
+    else:
+        m = config.mixer
+        wide = 4 * m.d_inner + 2 * m.conv_dim + m.nheads
+    if isinstance(config, GraniteHybridConfig):
+        fed = config.shared_dim + config.experts_per_token * (config.expert_dim + config.d_model)
+        wide = max(wide, 3 * fed, 3 * config.nheads * config.headdim)
+    return batch * (seqlen * (weight_bytes * (wide + config.d_model) + 8 * config.d_model) + 8 * config.vocab_size)
+
+
 def _experts(config: Config) -> bool:
     return isinstance(config, GraniteHybridConfig) and config.nexperts > 0
 

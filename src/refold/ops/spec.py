@@ -184,13 +184,13 @@ class OpSpec:
             raise ShapeError(f"{self.name}: {complaint}")
         return meta
 
-    def plain_options(self, values: Sequence[Any]) -> list[Any]:
+    def plain_options(self, values: Sequence[Any]) -> tuple[Any, ...]:
         """Return options with NumPy's numbers as Python's, and integers as floats where floats are meant."""
         plain = [value.item() if isinstance(value, np.generic) else value for value in values]
         floats = [
             option.schema == "float" and type(value) is int for option, value in zip(self.options, plain, strict=True)
         ]
-        return [float(value) if is_float else value for value, is_float in zip(plain, floats, strict=True)]
+        return tuple(float(value) if is_float else value for value, is_float in zip(plain, floats, strict=True))
 
     def check_options(self, values: Sequence[Any]) -> None:
         """Raise the error that names the first option with a value it cannot have; values are in their order."""

@@ -51,6 +51,7 @@ class GraphReport:
     gradient and written input of the whole graph, and ``checked_against`` says with what they were compared.
     ``program`` names the graph, see docs/compiler.md; ``remembered`` says who knew all this already: ``this process``,
     ``the disk``, ``a plan``, or nobody. ``busy`` says how the machine was busy while times were taken.
+    ``kernels`` has, for each program that was profiled, what one call launches: name, count and milliseconds.
     """
 
     index: int
@@ -74,11 +75,12 @@ class GraphReport:
     difference_from_eager: float | None = None
     compile_s: float = 0.0
     inductor_compile_s: float | None = None
-    proof_s: float = 0.0
+    checks_s: float = 0.0
     program: str = ""
     remembered: str = ""
     busy: str = ""
     external_scans: int = 0
+    kernels: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> GraphReport:
@@ -97,11 +99,15 @@ class GraphReport:
 
 @dataclass
 class Report:
-    """Everything that happened in the compiles of one callable, one entry a graph."""
+    """Everything that happened in the compiles of one callable, one entry per graph.
+
+    ``ceilings`` is what the device can do at most, if it was measured: ``bytes_per_s`` and ``flops_per_s``.
+    """
 
     target: str = ""
     environment: dict[str, str] = field(default_factory=dict)
     graphs: list[GraphReport] = field(default_factory=list)
+    ceilings: dict[str, float] = field(default_factory=dict)
 
     @property
     def rewrites(self) -> list[RewriteReport]:
@@ -117,8 +123,23 @@ class Report:
         return json.dumps(self.to_dict(), indent=2)
 
     def save(self, path: str | PathLike[str]) -> None:
-        """Write the report to a file as JSON. It can be read as a plan: ``refold.compile(f, plan=path)``."""
-        Path(path).write_text(self.to_json() + "\n")
+        """Write the report to a file: as a page if its name ends in ``.html``, else as JSON.
+
+        The JSON can be read as a plan: ``refold.compile(f, plan=path)``.
+        """
+        Path(path).write_text(self.to_html() if Path(path).suffix == ".html" else self.to_json() + "\n")
+
+    def to_html(self) -> str:
+        """Return the report as one page that needs nothing else: no network, no scripts."""
+        from .page import render
+
+        return render(self)
+
+    def _repr_html_(self) -> str:
+        """Show the page in a notebook, in a frame of its own."""
+        from html import escape
+
+        return f'<iframe srcdoc="{escape(self.to_html())}" style="width:100%;height:42rem;border:0"></iframe>'
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Report:
@@ -130,7 +151,7 @@ class Report:
         if data["schema"] != SCHEMA:
             raise ValueError(f"its schema is {data['schema']!r}, not {SCHEMA}")
         graphs = [GraphReport.from_dict(graph) for graph in data["graphs"]]
-        return cls(str(data["target"]), dict(data["environment"]), graphs)
+        return cls(str(data["target"]), dict(data["environment"]), graphs, dict(data.get("ceilings", {})))
 
     def __str__(self) -> str:
         from .text import render

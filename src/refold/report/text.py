@@ -30,8 +30,8 @@ def _graph(graph: GraphReport) -> list[str]:
         lines.append("  nothing to rewrite")
     if graph.rewrites:
         lines.append(
-            f"  whole graph: {_count(graph.flops_before)}FLOP -> {_count(graph.flops_after)}FLOP, "
-            f"{_size(graph.bytes_before)} -> {_size(graph.bytes_after)} moved when run node by node"
+            f"  whole graph: {count(graph.flops_before)}FLOP -> {count(graph.flops_after)}FLOP, "
+            f"{size(graph.bytes_before)} -> {size(graph.bytes_after)} moved when run node by node"
         )
     if graph.checks:
         lines.append(f"  {_checks(graph)}")
@@ -45,7 +45,7 @@ def _graph(graph: GraphReport) -> list[str]:
         lines.append(f"  remembered by {graph.remembered}: nothing was timed; times and errors are those of that time")
     if graph.compile_s:
         alone = "" if graph.inductor_compile_s is None else f" (Inductor alone {graph.inductor_compile_s:.1f} s)"
-        lines.append(f"  compile {graph.compile_s:.1f} s{alone}, checks and races {graph.proof_s:.1f} s")
+        lines.append(f"  compile {graph.compile_s:.1f} s{alone}, checks and races {graph.checks_s:.1f} s")
     lines += [f"  note: {note}" for note in graph.notes]
     return lines
 
@@ -58,9 +58,9 @@ def _rewrite(rewrite: RewriteReport) -> list[str]:
     lines.append(f"      why    {rewrite.why}")
     lines.append(f"      is     {rewrite.detail}")
     lines.append(
-        f"      costs  {_count(rewrite.flops_before)}FLOP -> {_count(rewrite.flops_after)}FLOP, "
-        f"{_size(rewrite.bytes_before)} -> {_size(rewrite.bytes_after)} moved, "
-        f"largest value {_size(rewrite.largest_before)} -> {_size(rewrite.largest_after)}"
+        f"      costs  {count(rewrite.flops_before)}FLOP -> {count(rewrite.flops_after)}FLOP, "
+        f"{size(rewrite.bytes_before)} -> {size(rewrite.bytes_after)} moved, "
+        f"largest value {size(rewrite.largest_before)} -> {size(rewrite.largest_after)}"
     )
     for error in rewrite.errors:
         if error["kind"] == "integers":
@@ -103,7 +103,7 @@ def _table(graph: GraphReport) -> list[str]:
     best = min(graph.times_ms.values())
     lines = [f"  {'':14}{'ms':>12}{'vs best':>10}{'peak memory':>14}"]
     for name, time_ms in graph.times_ms.items():
-        peak = _size(graph.peak_bytes[name]) if name in graph.peak_bytes else "-"
+        peak = size(graph.peak_bytes[name]) if name in graph.peak_bytes else "-"
         lines.append(f"  {name:14}{time_ms:12.3f}{time_ms / best:9.2f}x{peak:>14}")
     return lines
 
@@ -116,9 +116,11 @@ def _scaled(value: float, step: float, units: tuple[str, ...]) -> str:
     return f"{value:.3g} {units[-1]}"
 
 
-def _size(value: int) -> str:
+def size(value: float) -> str:
+    """Return a number of bytes with its unit."""
     return _scaled(value, 1024, ("B", "KiB", "MiB", "GiB", "TiB"))
 
 
-def _count(value: int) -> str:
+def count(value: float) -> str:
+    """Return a number with the prefix of its unit, as in ``4.26 G``."""
     return _scaled(value, 1000, ("", "k", "M", "G", "T"))

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import torch
 
+from refold.memory import host_bytes
+
 
 def available_bytes(device: torch.device) -> int:
     """Return the bytes that can still be allocated on a device."""
@@ -19,12 +21,7 @@ def available_bytes(device: torch.device) -> int:
         free, _ = torch.cuda.mem_get_info(device)
         cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return free + cached
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        entries = dict(line.split(":", 1) for line in lines)
-        return int(entries["MemAvailable"].split()[0]) * 1024
-    except (OSError, KeyError):  # not Linux: assume a small machine rather than risk its swap
-        return 4 << 30
+    return host_bytes()
 
 
 def peak_bytes(run: Callable[[], object], device: torch.device) -> int:
@@ -38,7 +35,7 @@ def peak_bytes(run: Callable[[], object], device: torch.device) -> int:
         return torch.cuda.max_memory_allocated(device) - held
     # Only the trace lists each allocation; the profiler's tables hold net sums of what code regions kept.
     activities = [torch.profiler.ProfilerActivity.CPU]
-    with tempfile.TemporaryDirectory() as folder, _silent_stderr():
+    with tempfile.TemporaryDirectory() as folder, quiet_profiler():
         with torch.profiler.profile(activities=activities, profile_memory=True, acc_events=True) as profile:
             run()
         trace = Path(folder) / "trace.json"
@@ -52,7 +49,7 @@ def peak_bytes(run: Callable[[], object], device: torch.device) -> int:
 
 
 @contextlib.contextmanager
-def _silent_stderr() -> Iterator[None]:
+def quiet_profiler() -> Iterator[None]:
     """Keep the profiler's tracing library from writing its start and stop to the terminal."""
     sys.stderr.flush()
     saved = os.dup(2)

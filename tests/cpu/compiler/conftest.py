@@ -1,9 +1,7 @@
 """Harnesses: the pipeline on a function's ATen graph without generating code, and the capture of loops alone."""
 
 import copy
-import sys
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,8 +13,6 @@ from refold.compiler.ir.evaluate import evaluate
 from refold.compiler.ir.metadata import stale
 from refold.compiler.ir.rewrite import Rewrite
 from refold.compiler.pipeline import run
-
-sys.path.insert(0, str(Path(__file__).parent))
 
 
 @dataclass

@@ -6,14 +6,14 @@ Seconds of each kind; ``python tools/fuzz.py --seeds 0 1000`` runs as many as on
 from random import Random
 
 import hypothesis.strategies as st
-import programs
 import pytest
 import torch
 from hypothesis import given, settings
 
-from refold.compiler.ir import index
+from refold.compiler.ir import views
 from refold.compiler.passes import recover_contractions
 from refold.compiler.recurrence import duality, gated_chunks
+from support import programs
 
 aten = torch.ops.aten
 RANDOM = st.randoms(use_true_random=False)
@@ -56,7 +56,7 @@ def _inverse_permutation(patch):
     def rule(node, labels):
         return tuple(labels[list(node.args[1]).index(dim)] for dim in range(len(labels)))
 
-    patch.setitem(index._VIEWS, aten.permute.default, rule)
+    patch.setitem(views.VIEWS, aten.permute.default, rule)
 
 
 def _strictly_causal(patch):

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 import typer
-from models import MAMBA2
 from safetensors.numpy import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from typer.testing import CliRunner
@@ -13,6 +12,7 @@ from typer.testing import CliRunner
 from refold.generate.cli import generate, jax_devices
 from refold.generate.jax import Generator
 from refold.models.checkpoint import layout, random_params
+from support.models import MAMBA2
 
 SETTINGS = {
     "model_type": "mamba2", "vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_heads": 4, "head_dim": 16,
@@ -85,7 +85,7 @@ def test_stop_token_is_not_shown(checkpoint: Path) -> None:
         (["--token-ids", ""], "empty"),
         (["--token-ids", "64"], "token id 64"),
         (["--prompt", ""], "no token"),
-        (["--token-ids", "1", "--backend", "abacus"], "backend"),
+        (["--token-ids", "1", "--framework", "abacus"], "framework"),
         (["--token-ids", "1", "--top-p", "2"], "top_p"),
         (["--token-ids", "1", "--dtype", "int8"], "int8"),
     ],

@@ -6,7 +6,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
-from models import CONFIGS, GRANITE, MAMBA, MAMBA2
 
 from refold.generate.jax import _decode
 from refold.models import counts
@@ -14,6 +13,7 @@ from refold.models.checkpoint import layout, random_params
 from refold.models.configs import Config, Mixer2Config
 from refold.models.jax import model_for, stack_layers, take_layers_apart, to_device
 from refold.models.jax.layers import embed
+from support.models import CONFIGS, GRANITE, MAMBA, MAMBA2
 
 # Models of 130M (Granite: 320M) parameters at their full size: only shapes are needed to compile them.
 MIXER = Mixer2Config(d_model=768, nheads=24, headdim=64, ngroups=1, dstate=128)

@@ -5,12 +5,13 @@ import dataclasses
 import jax
 import numpy as np
 import pytest
-from models import CONFIGS, GRANITE, MAMBA2
 
 from refold.errors import ArgumentError, CheckpointError
-from refold.generate.jax import NO_TOKEN, Generator, bucket, choose
+from refold.generate.generator import bucket
+from refold.generate.jax import NO_TOKEN, Generator, choose
 from refold.generate.sampling import Sampling
 from refold.models.checkpoint import random_params
+from support.models import CONFIGS, GRANITE, MAMBA2
 
 PROMPTS = [[1, 2, 3], [4, 5, 6, 7, 8]]
 DRAWN = Sampling(temperature=0.8, top_k=20, top_p=0.9, seed=7)
@@ -91,14 +92,14 @@ def test_new_lengths_do_not_recompile(generators) -> None:
     for length in range(17, 25):
         g.generate([list(range(length))], length)
     assert g._read._cache_size() == 1
-    assert g._decode._cache_size() == 1
+    assert g._steps._cache_size() == 1
 
 
 def test_long_prompts_are_read_in_pieces(generators, monkeypatch) -> None:
     g = generators["granite"]
     prompts = [list(range(1, 60)), [5, 6, 7]]
     expected = g.generate(prompts, 6)
-    monkeypatch.setattr("refold.generate.jax.PIECE", 16)
+    monkeypatch.setattr("refold.generate.generator.PIECE", 16)
     assert g.generate(prompts, 6) == expected
 
 

@@ -152,6 +152,14 @@ def test_transforms_and_traces_are_not_served(call: Callable[..., Any]) -> None:
     assert compiled(*given[:5])[0].shape == given[0].shape
 
 
+def test_a_public_call_like_the_last_one_forms_no_signature(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, dt, A, B, C, D, *_ = arrays()
+    given = {"D": D, "dt_softplus": True, "dt_limit": (0.1, 2.0)}
+    expected, _ = ops.ssd(x, dt, A, B, C, **given)
+    monkeypatch.setattr(library, "_signature", lambda *_: pytest.fail("a signature was formed"))
+    assert torch.equal(ops.ssd(x, dt, A, B, C, **given)[0], expected)
+
+
 def test_many_signatures_in_turn_are_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     made = []
     known = library._Known

@@ -26,7 +26,8 @@ from torch._inductor import config as inductor_config
 from torch.fx import GraphModule, Node
 
 from ..dynamo.loop import CapturedLoop
-from ..ir.index import concrete
+from ..ir.fx import concrete
+from ..private import inductor_configuration
 
 # Operators of these are PyTorch's or refold's own.
 _NAMESPACES = ("_c10d_functional", "aten", "c10d_functional", "mkldnn", "prim", "prims", "quantized", "refold")
@@ -165,7 +166,9 @@ def _modes(inputs: Sequence[Any]) -> list[str]:
     for name in _PASSES:
         if getattr(inductor_config, name, None) is not None:
             raise Unnameable(f"Inductor's configuration has a {name}")
-    return [str(settings), repr(sorted(inductor_config.save_config_portable().items()))]
+    if (configuration := inductor_configuration()) is None:
+        raise Unnameable("Inductor's configuration cannot be read")
+    return [str(settings), configuration]
 
 
 def _options(facts: Mapping[str, Any]) -> str:

@@ -21,10 +21,11 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.fx.traceback import preserve_node_meta
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..ir.index import arg, is_tensor, known, value
-from ..recurrence.affine import Affine, Carries, Loop
-from ..recurrence.vectorize import NotALoop, Value, run
-from .induction_variable import StepNumber, depends_on_step
+from ..ir.fx import arg, is_tensor, known, value
+from ..ir.rewrite import source_line
+from ..recurrence.affine import Affine, Loop, LoopVectorizer
+from ..recurrence.vectorize import NotALoop, Value, vectorize_node
+from .induction_variable import InductionVariable, depends_on_iteration
 from .loop import CapturedLoop
 from .step_arithmetic import OF_TENSORS, Counting, is_number
 
@@ -34,7 +35,7 @@ prims = torch.ops.prims
 # Spellings of arithmetic. Nothing else may be decomposed before autograd: the derivative of a decomposition can be
 # another than PyTorch's own where an intermediate value is infinite.
 _SPELLINGS = (
-    "_to_copy", "add", "addcdiv", "addmv", "lerp", "mul", "new_zeros", "rsub", "stack", "sub", "unsafe_split",
+    "_to_copy", "addcdiv", "addmv", "lerp", "mul", "new_zeros", "rsub", "stack", "sub", "unsafe_split",
     "zeros_like", "ones_like", "full_like", "zeros", "ones",
 )  # fmt: skip
 # Larger constants of a body are not written into the graph number by number.
@@ -69,7 +70,7 @@ class Traced:
 
     module: GraphModule
     mode: FakeTensorMode
-    number: StepNumber
+    number: InductionVariable
     step: Node
     placeholders: list[Node]
     results: list[Any]
@@ -89,10 +90,10 @@ def trace(loop: CapturedLoop, count: Any, operands: Sequence[Any], sequences: Se
         NotALoop: The body changes its arguments otherwise than by writing slices that no step reads.
     """
     # What is decided on sizes that are symbols is decided for the compiled program.
-    mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=_environment([count, *operands]))
+    mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=environment([count, *operands]))
     with mode:
         fakes = [twin(x) for x in operands]
-    number = StepNumber(mode.shape_env)  # type: ignore[arg-type]
+    number = InductionVariable(mode.shape_env)  # type: ignore[arg-type]
     split = loop.carried, loop.carried + len(sequences)
 
     def step(k: Any, *xs: Any) -> Any:
@@ -101,11 +102,11 @@ def trace(loop: CapturedLoop, count: Any, operands: Sequence[Any], sequences: Se
         return Interpreter(loop.body).run(*state, k, *items, *rest)
 
     if _draws(mode, step, fakes):
-        raise NotALoop("there is randomness in the loop")
+        raise NotALoop("randomness", "there is randomness in the loop")
     module = to_aten(mode, step, number.symint, *fakes)
     number.take_guards()
     if not number.hold(count) if isinstance(count, torch.SymInt) else number.steps(count) < count:
-        raise NotALoop("what a step does depends on its number: put what differs from step to step into a tensor")
+        raise NotALoop("step-number", "what a step does depends on its number")
     graph = module.graph
     graph.eliminate_dead_code()
     counted, *placeholders = graph.find_nodes(op="placeholder")
@@ -124,7 +125,8 @@ def twin(x: Any) -> Any:
     return torch.empty_strided(shape, strides, dtype=x.dtype, device=x.device)
 
 
-def _environment(values: Sequence[Any]) -> Any:
+def environment(values: Sequence[Any]) -> Any:
+    """Return the shape environment of the symbols among sizes, or a new one."""
     sizes = [n for x in values for n in ((*x.shape, *x.stride()) if isinstance(x, torch.Tensor) else (x,))]
     symbols = [n for n in sizes if not isinstance(known(n), int)]
     return symbols[0].node.shape_env if symbols else ShapeEnv()
@@ -150,11 +152,25 @@ class Operations(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def to_aten(mode: FakeTensorMode, fn: Callable[..., Any], *inputs: Any) -> GraphModule:
-    """Trace a function of fake values to ATen, as autograd is to see it."""
-    chosen = {op: rule for op, rule in select_decomp_table().items() if _packet(op) in _SPELLINGS}
+def to_aten(
+    mode: FakeTensorMode, fn: Callable[..., Any], *inputs: Any,
+    functional: bool = True, keep: Sequence[str] = (), to_read: bool = False,
+) -> GraphModule:  # fmt: skip
+    """Trace a function of fake values to ATen, as autograd is to see it.
+
+    Args:
+        mode: Where the fake values live.
+        fn: The function.
+        inputs: Its arguments.
+        functional: Whether changes in place become new values.
+        keep: Spellings that stay as they are.
+        to_read: Whether the graph is only read: then everything is decomposed as Inductor does it.
+    """
+    spellings = set(_SPELLINGS) - set(keep)
+    chosen = {op: rule for op, rule in select_decomp_table().items() if to_read or _packet(op) in spellings}
     with mode, torch.no_grad(), preserve_node_meta():
-        return make_fx(functionalize(fn, remove="mutations"), decomposition_table=chosen)(*inputs)
+        fn = functionalize(fn, remove="mutations") if functional else fn
+        return make_fx(fn, decomposition_table=chosen)(*inputs)
 
 
 def _packet(op: Any) -> str:
@@ -162,19 +178,19 @@ def _packet(op: Any) -> str:
     return name.removeprefix("aten.").split(".")[0] if name.startswith("aten.") else ""
 
 
-def _write(copy: Any, placeholders: list[Node], number: StepNumber) -> Write:
+def _write(copy: Any, placeholders: list[Node], number: InductionVariable) -> Write:
     """Read a change of an argument as a write to positions that move with the step."""
     written: Any = copy.args[0]
     scatter: Any = copy.args[1]
     if written not in placeholders or not isinstance(scatter, Node) or scatter.target not in _SCATTERS:
-        raise NotALoop("a step changes a tensor in place")
+        raise NotALoop("in-place", "a step changes a tensor in place")
     if scatter.args[0] is not written:
-        raise NotALoop("a step writes to several places of a tensor")
+        raise NotALoop("write-uneven", "a step writes to several places of a tensor")
     rank, dim = value(scatter).dim(), arg(scatter, 2, "dim", 0)
     single = scatter.target is aten.select_scatter.default
     place = slice_of(scatter, 3, single, number)
     if place is None:
-        raise NotALoop("the steps do not write next to one another")
+        raise NotALoop("write-uneven", "the steps do not write next to one another")
     content: Any = scatter.args[1]
     while content.target is aten.copy.default and _plain(content):
         content = content.args[1]
@@ -186,7 +202,7 @@ def _plain(copy: Any) -> bool:
     return is_tensor(source) and (value(source).shape, value(source).dtype) == (value(copy).shape, value(copy).dtype)
 
 
-def slice_of(node: Any, at: int, single: bool, number: StepNumber) -> tuple[int, int, int] | None:
+def slice_of(node: Any, at: int, single: bool, number: InductionVariable) -> tuple[int, int, int] | None:
     """Read the positions of a slice as (start, step, width); None if they do not move evenly with the step."""
     size = value(node.args[0]).shape[arg(node, at - 1 if at == 3 else 1, "dim", 0)]
     first = _at(arg(node, at, "index" if single else "start", 0), size, number)
@@ -200,7 +216,7 @@ def slice_of(node: Any, at: int, single: bool, number: StepNumber) -> tuple[int,
     return first[1], first[0], last[1] - first[1]
 
 
-def _at(x: Any, size: int, number: StepNumber) -> tuple[int, int] | None:
+def _at(x: Any, size: int, number: InductionVariable) -> tuple[int, int] | None:
     if x is None:
         return 0, 0
     found = number.affine(x.meta["val"] if isinstance(x, Node) else x)
@@ -209,7 +225,7 @@ def _at(x: Any, size: int, number: StepNumber) -> tuple[int, int] | None:
     return (found[0], found[1] + size) if found[1] < 0 else found
 
 
-class Body(Carries):
+class Body(LoopVectorizer):
     """Emits a body's values, for all steps, into a graph that holds the loop's operands."""
 
     def __init__(
@@ -219,21 +235,23 @@ class Body(Carries):
         self.count, self.number, self.training = count, traced.number, training
         self.module = traced.module
         self.emit.at(anchor)
+        self.names = dict(zip(traced.placeholders, loop.names, strict=False))
         self.carried = dict(zip(traced.placeholders[: loop.carried], traced.results, strict=False))
         self.initial = dict(zip(traced.placeholders, operands, strict=True))
         self.written = {traced.placeholders[write.operand] for write in traced.writes}
         self.counting = Counting(self.emit, traced.step, count)
         self._memo: dict[Node, Value | Affine] = {}
         self._solved: dict[Node, Loop] = {}
+        self._coupled = self._dependencies()
 
     def over_time(self, x: Any) -> Node:
         """Return a value of the body with a time axis in front."""
         if not isinstance(x, Node):
-            raise NotALoop("the loop returns something that is not a tensor")
+            raise NotALoop("carry-not-tensor", "the loop returns something that is not a tensor")
         found = self._closed(self._value(x))
         if isinstance(found, Affine):
-            raise NotALoop("two carries depend on each other")
-        return self.emit.timed(found, self.count)
+            raise NotALoop("carries-coupled", f"{found.loop.name} depends on another carry, and that on it")
+        return self.emit.with_time(found, self.count)
 
     def last(self, x: Any) -> Node:
         """Return the last step's value."""
@@ -241,7 +259,7 @@ class Body(Carries):
             return self.over_time_last(x)
         found = self._closed(self._value(x))
         assert isinstance(found, Value)
-        if not found.timed:
+        if not found.has_time:
             return found.node
         loop = next((loop for loop in self._solved.values() if loop.steps[0] is x), None)
         if loop is not None and loop.last is not None:
@@ -256,10 +274,10 @@ class Body(Carries):
 
     def _value(self, node: Node) -> Value | Affine:
         size = node.meta.get("val")
-        if isinstance(size, torch.SymInt) and not depends_on_step(size):
+        if isinstance(size, torch.SymInt) and not depends_on_iteration(size):
             return Value(size)
         if node in self.written:
-            raise NotALoop("a step reads a tensor that steps write to")
+            raise NotALoop("shared-memory", "a step reads a tensor that steps write to")
         if node in self.carried and self.carried[node] is not node:
             return self._carry(node)
         if node in self.initial:
@@ -269,29 +287,73 @@ class Body(Carries):
                 if new is node and argument not in self._solved and argument.users:
                     self._carry(argument)  # this very node, as a scan
             if node not in self._memo:
-                self._memo[node] = self._step(node)
+                try:
+                    self._memo[node] = self._step(node)
+                except NotALoop as refusal:
+                    refusal.line = refusal.line or source_line(node)
+                    raise
         return self._closed(self._memo[node])
 
     def _carry(self, node: Node) -> Value | Affine:
         loop = self._solved.get(node)
+        if loop is None and len(self._coupled[node]) > 1:
+            self._solve_together(self._coupled[node])
+            loop = self._solved[node]
         if loop is None:
             new = self.carried[node]
             if not isinstance(new, Node):
-                raise NotALoop("a step carries something that is not a tensor")
-            loop = self._solved[node] = Loop((new,), initial=self.initial[node], count=self.count)
+                raise NotALoop("carry-not-tensor", f"the carry {self.names[node]} is not a tensor")
+            loop = self._solved[node] = Loop(
+                (new,), initial=self.initial[node], count=self.count, name=f"the carry {self.names[node]}"
+            )
             found = self._value(new)
             if isinstance(found, Affine):
                 if found.loop is not loop:
-                    raise NotALoop("two carries depend on each other")
+                    raise NotALoop("carries-coupled", f"{loop.name} depends on {found.loop.name}, and that on it")
                 self._memo[new] = self._scan(loop, found)
             else:  # nothing is carried further than one step
                 if value(loop.initial).shape != value(new).shape:
-                    raise NotALoop("the first step reads a value of another shape")
-                loop.states = self.emit.timed(found, self.count)
+                    raise NotALoop("initial-state", f"{loop.name} has another shape at the first step")
+                loop.states = self.emit.with_time(found, self.count)
                 first = self.emit.call(aten.unsqueeze.default, loop.initial, 0)
                 inner = self.emit.call(aten.slice.Tensor, loop.states, 0, 0, self.count - 1)
                 loop.previous = self.emit.call(aten.cat.default, [first, inner], 0)
         return Affine(loop) if loop.previous is None else Value(loop.previous, True)
+
+    def _solve_together(self, carries: Sequence[Node]) -> None:
+        """Compute the states of carries that depend on one another."""
+        loops = []
+        for node in carries:
+            new = self.carried[node]
+            if not isinstance(new, Node) or not is_tensor(new):
+                raise NotALoop("carry-not-tensor", f"the carry {self.names[node]} is not a tensor")
+            name = f"the carry {self.names[node]}"
+            loops.append(Loop((new,), initial=self.initial[node], count=self.count, name=name))
+        for node, loop in zip(carries, loops, strict=True):
+            loop.system = tuple(loops)
+            self._solved[node] = loop
+        bodies = [self._value(self.carried[node]) for node in carries]
+        self._system(loops, bodies)
+        for loop in loops:
+            if loop.steps[0] not in self.carried:
+                self._memo[loop.steps[0]] = Value(loop.states, True)
+
+    def _dependencies(self) -> dict[Node, list[Node]]:
+        """Return for each carry all that depend on it and that it depends on, itself first in order."""
+        reach: dict[Node, set[Node]] = {}
+        for node, new in self.carried.items():
+            found, stack = set[Node](), [new] if isinstance(new, Node) else []
+            while stack:
+                x = stack.pop()
+                if x not in found:
+                    found.add(x)
+                    stack += [self.carried[x]] if x in self.carried and isinstance(self.carried[x], Node) else []
+                    stack += x.all_input_nodes
+            reach[node] = found & self.carried.keys()
+        return {
+            node: [x for x in self.carried if x is node or (x in reach[node] and node in reach[x])]
+            for node in self.carried
+        }
 
     def _step(self, node: Any) -> Value | Affine:
         if node.op == "get_attr":
@@ -299,11 +361,11 @@ class Body(Carries):
         if node.target in (aten.lift_fresh.default, aten.lift_fresh_copy.default):
             return self._value(node.args[0])
         if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
-            raise NotALoop("there is randomness in the loop")
+            raise NotALoop("randomness", "there is randomness in the loop")
         if (read := self._read(node)) is not None:
             return read
         if any(isinstance(leaf, Node) for leaf in torch.utils._pytree.tree_leaves(node.kwargs)):
-            raise NotALoop(f"{node.target} reads a tensor by keyword")
+            raise NotALoop("no-iteration-form", f"{node.target} reads a tensor by keyword")
         flat, spec = torch.utils._pytree.tree_flatten(node.args)
         if any(map(is_number, flat)):
             return self._numbered(node)
@@ -311,18 +373,18 @@ class Body(Carries):
         if any(isinstance(x, Affine) for x in leaves):
             carried = next(x for x in leaves if isinstance(x, Affine))
             if node.target is aten.detach.default and self.training:
-                raise NotALoop("the carry is detached")
+                raise NotALoop("detached", f"{carried.loop.name} is detached")
             return self._affine(node, leaves, carried.loop, self.count)
-        if any(x.timed for x in leaves):
+        if any(x.has_time for x in leaves):
             packed = [x if isinstance(x.node, Node) else x.node for x in leaves]
-            return run(self.emit, node, list(torch.utils._pytree.tree_unflatten(packed, spec)), self.count)
+            return vectorize_node(self.emit, node, list(torch.utils._pytree.tree_unflatten(packed, spec)), self.count)
         plain = torch.utils._pytree.tree_unflatten([x.node for x in leaves], spec)
         return Value(self.emit.call(node.target, *plain, **node.kwargs))
 
     def _constant(self, x: torch.Tensor) -> Value:
         """Write out a constant that the body makes of Python's numbers."""
         if x.numel() > _CONSTANT:
-            raise NotALoop("a step makes a large tensor of Python's numbers")
+            raise NotALoop("python-constant", "a step makes a large tensor of Python's numbers")
         return Value(self.emit.call(torch.tensor, x.tolist(), dtype=x.dtype, device=x.device))
 
     def _numbered(self, node: Any) -> Value | Affine:
@@ -332,7 +394,7 @@ class Body(Carries):
             filled = self.counting.over_time(node.args[-1], like.dtype, like.device)
             return Value(emit.expand(emit.padded(filled, like.dim()), [self.count, *like.shape]), True)
         if node.target not in OF_TENSORS or len(node.args) != 2 or node.kwargs:
-            raise NotALoop(f"a step passes {node.target} its number")
+            raise NotALoop("number-arithmetic", f"a step passes {node.target} its number")
         leaves = self.counting.combined(node, [x if is_number(x) else self._value(x) for x in node.args])
         for x in leaves:
             if isinstance(x, Affine):
@@ -347,15 +409,15 @@ class Body(Carries):
         ):
             return None
         source = self._value(node.args[0])
-        if isinstance(source, Affine) or source.timed:
-            raise NotALoop("a step reads a position of a tensor that it computes")
+        if isinstance(source, Affine) or source.has_time:
+            raise NotALoop("read-computed", "a step reads a position of a tensor that it computes")
         single = node.target is aten.select.int
         place = slice_of(node, 2, single, self.number)
         if place is None:
-            raise NotALoop("a tensor is read at positions that are not evenly spaced")
+            raise NotALoop("read-uneven", "a tensor is read at positions that are not evenly spaced")
         start, step, width = place
         if not step or (width != 1 and abs(step) != width):
-            raise NotALoop("a tensor is read in slices that do not tile it")
+            raise NotALoop("read-uneven", "a tensor is read in slices that do not tile it")
         return self._slices(
             source.node, node.args[1] % value(source.node).dim(), start, step, width, self.count, not single
         )
@@ -375,7 +437,7 @@ def differentiable(graph: Graph) -> None:
                 kinds = {key: node.kwargs[key] for key in ("dtype", "device")}
                 new = graph.call_function(aten.arange.default, node.args, kinds)
             else:
-                raise NotALoop(f"{node.target} has no gradient")
+                raise NotALoop("no-gradient", f"{node.target} has no gradient")
         new.meta = dict(node.meta)
         node.replace_all_uses_with(new)
         graph.erase_node(node)

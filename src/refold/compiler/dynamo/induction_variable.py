@@ -19,12 +19,12 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 _STEPS = "refold_steps"
 
 
-def depends_on_step(x: Any) -> bool:
+def depends_on_iteration(x: Any) -> bool:
     """Tell whether a symbolic number depends on the number of a step."""
     return not x.node.expr.free_symbols.isdisjoint(vars(x.node.shape_env).get(_STEPS, ()))
 
 
-class StepNumber:
+class InductionVariable:
     """A symbol that counts steps from 0."""
 
     _serial = itertools.count()
@@ -95,7 +95,7 @@ class StepNumber:
             return None
         a = sympy.expand(x.node.expr).coeff(self.symbol, 1)
         rest = x - int(a) * self.symint if a.is_Integer else x
-        if isinstance(rest, torch.SymInt) and depends_on_step(rest):
+        if isinstance(rest, torch.SymInt) and depends_on_iteration(rest):
             return None
         known = rest if isinstance(rest, int) else rest.node.maybe_as_int()
         return int(a), rest if known is None else known

@@ -10,7 +10,7 @@ import torch
 from torch.fx import GraphModule, Interpreter, Node
 from torch.fx.traceback import has_preserved_node_meta
 
-from ..ir.index import concrete, known
+from ..ir.fx import concrete, known
 
 
 @dataclass(frozen=True)
@@ -37,9 +37,21 @@ class CapturedLoop(torch.nn.Module):
     # The body may write to its arguments: no pass may drop a call of which nothing is used.
     _is_impure = True
 
-    def __init__(self, body: GraphModule, count: int | None, carried: int, lasts: int, reads: Sequence[Reads]) -> None:
+    def __init__(
+        self, body: GraphModule, count: int | None, names: Sequence[str], lasts: int, reads: Sequence[Reads]
+    ) -> None:
+        """Hold a body.
+
+        Args:
+            body: See above.
+            count: How many steps there are; None if the last operand says.
+            names: What the user calls each carried value.
+            lasts: How many further values count at the last step only.
+            reads: Which item of each sequence a step reads.
+        """
         super().__init__()
-        self.body, self.count, self.carried, self.lasts, self.reads = body, count, carried, lasts, tuple(reads)
+        self.body, self.count, self.lasts, self.reads = body, count, lasts, tuple(reads)
+        self.names, self.carried = tuple(names), len(names)
 
     def forward(self, *operands: Any) -> tuple[Any, ...]:
         """Run all steps."""
@@ -89,3 +101,36 @@ def step_count(loop: CapturedLoop, call: Node) -> Any:
         return loop.count
     operand: Any = call.args[-1]
     return known(operand.meta["example_value"])
+
+
+class Neighbours(torch.nn.Module):
+    """An ``associative_scan`` along axis 0 by its definition: a tree of calls of the graph that combines neighbours."""
+
+    def __init__(self, combine: GraphModule, count: int) -> None:
+        super().__init__()
+        self.combine, self.count = combine, count
+
+    def forward(self, *operands: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return all prefixes of the first ``count`` operands; the others are the same for all."""
+        xs, rest = operands[: self.count], operands[self.count :]
+        combined = torch.vmap(self.combine, (*[0] * (2 * self.count), *[None] * len(rest)))
+        return tuple(_prefixes(lambda left, right: combined(*left, *right, *rest), xs))
+
+
+def _prefixes(combine: Callable[..., Sequence[torch.Tensor]], xs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return x[0], x[0] x[1], ... along axis 0, where ``combine`` is the product of neighbours, the earlier one first."""
+    count = xs[0].shape[0]
+    if count < 2:
+        return list(xs)
+    odd = _prefixes(combine, combine([x[: count - 1 : 2] for x in xs], [x[1::2] for x in xs]))
+    even = [x[:1] for x in xs]
+    if count > 2:
+        later = combine([x[: (count - 1) // 2] for x in odd], [x[2::2] for x in xs])
+        even = [torch.cat(pair) for pair in zip(even, later, strict=True)]
+    pairs = [torch.stack([e[: o.shape[0]], o], 1).flatten(0, 1) for e, o in zip(even, odd, strict=True)]
+    return pairs if count % 2 == 0 else [torch.cat([p, e[-1:]]) for p, e in zip(pairs, even, strict=True)]
+
+
+def is_scan(node: Node) -> bool:
+    """Tell whether a call is that of PyTorch's ``associative_scan``."""
+    return node.op == "call_function" and getattr(node.target, "_name", "") == "associative_scan"

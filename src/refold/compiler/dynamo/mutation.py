@@ -7,10 +7,11 @@ import operator
 from typing import Any
 
 import torch
+from torch._C._functorch import is_batchedtensor
 from torch.fx import GraphModule, Node
 from torch.utils._pytree import tree_leaves
 
-from .loop import CapturedLoop
+from .loop import CapturedLoop, Neighbours, is_scan
 
 _ARITHMETIC = ("iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "iand", "ior", "ixor")
 _IN_PLACE = tuple(getattr(operator, name) for name in _ARITHMETIC)
@@ -33,10 +34,12 @@ def changed_in_place(gm: GraphModule, cautious: bool = False, but: Node | None =
 
 
 def _is_harmless(gm: GraphModule, call: Node) -> bool:
-    """Tell whether a call is that of a captured loop whose body writes to none of its arguments."""
+    """Tell whether a call is that of a captured loop whose body writes to none of its arguments, or of a scan."""
+    if is_scan(call):
+        return True
     loop = gm.get_submodule(str(call.target)) if call.op == "call_module" else None
     if not isinstance(loop, CapturedLoop):
-        return False
+        return isinstance(loop, Neighbours)
     given = {storage for x in loop.body.graph.find_nodes(op="placeholder") for storage in _storages(x)}
     return not given & changed_in_place(loop.body, cautious=True)
 
@@ -63,4 +66,5 @@ def _asked_to(node: Node) -> bool:
 def _storages(node: Node) -> set[Any]:
     """Return the storages of a value, and of the items of a list of values."""
     leaves = tree_leaves(node.meta.get("example_value"))
-    return {x.untyped_storage()._cdata for x in leaves if isinstance(x, torch.Tensor)}
+    tensors = [x for x in leaves if isinstance(x, torch.Tensor) and not is_batchedtensor(x)]  # those are a vmap's own
+    return {x.untyped_storage()._cdata for x in tensors}

@@ -31,7 +31,7 @@ _CONSTANTS = (
 _COPIES = (aten.clone, aten._to_copy, aten._unsafe_view, aten._reshape_alias)
 
 
-def formed(operands: Sequence[Node], changed: set[Any]) -> set[Node]:
+def elementwise_producers(operands: Sequence[Node], changed: set[Any]) -> set[Node]:
     """Return the nodes of a Dynamo graph that form a loop's operands element by element.
 
     Args:
@@ -84,12 +84,12 @@ def _is_plain(func: Any) -> bool:
     return torch.Tag.pointwise in func.tags or func.is_view or func.overloadpacket in (*_CONSTANTS, *_COPIES)
 
 
-def split_off(operands: Sequence[Node], nodes: set[Node], mode: FakeTensorMode) -> tuple[list[Node], GraphModule]:
+def trace_producers(operands: Sequence[Node], nodes: set[Node], mode: FakeTensorMode) -> tuple[list[Node], GraphModule]:
     """Trace what forms a loop's operands to ATen.
 
     Args:
         operands: What the loop reads.
-        nodes: What `formed` found.
+        nodes: What `elementwise_producers` found.
         mode: Where its fake values live.
 
     Returns:

@@ -15,7 +15,7 @@ from ..ir.evaluate import computing_in
 from ..ir.rewrite import Rewrite, canonical, digest
 
 
-class Stepwise(torch.nn.Module):
+class SequentialLoop(torch.nn.Module):
     """What forms a loop's operands, then the loop step by step, of tensors: lists of values are stacked."""
 
     def __init__(
@@ -54,7 +54,7 @@ class Stepwise(torch.nn.Module):
 class LoopRewrite(Rewrite):
     """The rewrite of a captured loop: its cost and its size are those of all its steps."""
 
-    steps: Stepwise | None = None
+    steps: SequentialLoop | None = None
 
     @cached_property
     def before(self) -> Cost:
@@ -78,7 +78,7 @@ class LoopRewrite(Rewrite):
         return digest(self.candidate, *bodies, steps.count, steps.wanted, self.differentiated)
 
 
-def calling(steps: Stepwise, like: Graph) -> GraphModule:
+def calling(steps: SequentialLoop, like: Graph) -> GraphModule:
     """Return a graph that only calls the loop as it was; it takes what another graph takes."""
     graph = Graph()
     operands = []

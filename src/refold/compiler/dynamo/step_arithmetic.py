@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from ..ir.index import is_tensor, value
+from ..ir.fx import is_tensor, value
 from ..recurrence.vectorize import Emitter, NotALoop, Value
-from .induction_variable import depends_on_step
+from .induction_variable import depends_on_iteration
 
 aten = torch.ops.aten
 
@@ -57,7 +57,7 @@ OF_TENSORS = {
 def is_number(x: Any) -> bool:
     """Tell whether a node is a number that a step computes."""
     val = x.meta.get("val") if isinstance(x, Node) else None
-    return isinstance(val, tuple(_KINDS)) and (not isinstance(val, torch.SymInt) or depends_on_step(val))
+    return isinstance(val, tuple(_KINDS)) and (not isinstance(val, torch.SymInt) or depends_on_iteration(val))
 
 
 class Counting:
@@ -71,19 +71,21 @@ class Counting:
         if not isinstance(x, Node):
             return [x] * self.count
         if not isinstance(self.count, int):
-            raise NotALoop("what a step computes with its number cannot be looked at for all lengths")
+            raise NotALoop("number-arithmetic", "what a step computes with its number is not known for all lengths")
         if x is self.step:
             return range(self.count)
         if x.target not in _ARITHMETIC:
-            raise NotALoop(f"a step computes {getattr(x.target, '__name__', x.target)} of its number")
+            raise NotALoop(
+                "number-arithmetic", f"a step computes {getattr(x.target, '__name__', x.target)} of its number"
+            )
         target: Any = x.target
         try:
             found: list[Any] = [target(*each) for each in zip(*map(self.values, x.args), strict=True)]
         except ArithmeticError as error:
-            raise NotALoop(f"what a step computes with its number fails: {error}") from error
+            raise NotALoop("number-arithmetic", f"what a step computes with its number fails: {error}") from error
         kind: Any = _KINDS[type(x.meta["val"])][0]
         if any(type(y) is not kind or not math.isfinite(y) or (kind is int and abs(y) >= 2**53) for y in found):
-            raise NotALoop("a step computes numbers that are too large, or not always of one kind")
+            raise NotALoop("number-arithmetic", "a step computes numbers that are too large, or not always of one kind")
         return found
 
     def over_time(self, x: Any, dtype: torch.dtype, device: torch.device) -> Value:
@@ -116,12 +118,12 @@ class Counting:
         dtype = torch.result_type(value(like), kind(1))
         if dtype in (torch.float16, torch.bfloat16):
             if node.target in _COMPARISONS:
-                raise NotALoop("a step compares numbers of low precision with its number")
+                raise NotALoop("number-arithmetic", "a step compares numbers of low precision with its number")
             dtype = torch.float32  # in which PyTorch computes, too: only the result is rounded
         if node.target in (aten.pow.Tensor_Scalar, aten.pow.Scalar) and not dtype.is_floating_point:
-            raise NotALoop("a step computes powers of integers")
+            raise NotALoop("number-arithmetic", "a step computes powers of integers")
         device = value(node).device
         return [self.over_time(x, dtype, device) if is_number(x) else self._cast(x, dtype) for x in operands]
 
     def _cast(self, x: Any, dtype: torch.dtype) -> Any:
-        return Value(self.emit.cast(x.node, dtype), x.timed) if isinstance(x, Value) else x
+        return Value(self.emit.cast(x.node, dtype), x.has_time) if isinstance(x, Value) else x

@@ -11,14 +11,13 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_aggregate
-from torch.utils._sympy.functions import FloorDiv, Mod, PythonMod
 
-from .index import Axis, Factor, Product, Size, concrete, layout, resolve, same, value
+from ..private import SYMBOLIC_ARITHMETIC
+from .fx import Size, concrete, same, value
+from .index import Factor, Product, layout
+from .symbols import Axis, resolve
 
 aten = torch.ops.aten
-
-
-_ARITHMETIC = {FloorDiv: operator.floordiv, Mod: operator.mod, PythonMod: operator.mod}
 
 
 class UnknownSize(Exception):
@@ -62,9 +61,9 @@ class Builder:
             return int(x)
         if x.is_Symbol:
             return self.size(env.create_symintnode(x, hint=None))
-        if type(x) not in _ARITHMETIC and not x.is_Add and not x.is_Mul:
+        if type(x) not in SYMBOLIC_ARITHMETIC and not x.is_Add and not x.is_Mul:
             raise UnknownSize(str(x))
-        apply = operator.add if x.is_Add else operator.mul if x.is_Mul else _ARITHMETIC[type(x)]
+        apply = operator.add if x.is_Add else operator.mul if x.is_Mul else SYMBOLIC_ARITHMETIC[type(x)]
         parts = [self.number(part, env) for part in x.args]
         while len(parts) > 1:
             parts[:2] = [self.call(apply, parts[:2])]
@@ -145,7 +144,7 @@ class Operand:
 def operand(build: Builder, factor: Factor) -> Operand:
     """Insert a factor's pending steps and give every symbol an axis of its own."""
     node = factor.node
-    for step in factor.steps:
+    for step in factor.pending:
         node = step(build, node)
     axes = list(factor.axes())
     return Operand(build.reshape(node, [[axis.size] for axis in axes]), axes)

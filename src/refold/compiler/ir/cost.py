@@ -17,7 +17,8 @@ import torch
 from torch.fx import Node
 from torch.utils.flop_counter import flop_registry
 
-from .index import concrete, is_view
+from .fx import concrete
+from .views import is_view
 
 aten = torch.ops.aten
 

@@ -13,53 +13,25 @@ occurrences of ``x`` must not share theirs, or the product would collapse onto t
 
 from __future__ import annotations
 
-import itertools
-import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch.fx import Node
-from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from .fx import arg, is_tensor, same, sum_dims, value
+from .symbols import Axis, Label, resolve, unify
+from .views import VIEWS, is_view, keep
 
 aten = torch.ops.aten
 
-Size = int | torch.SymInt
 # Past this many factors a product is opaque: path search is exponential in it.
 MAX_FACTORS = 8
 
 
-class Axis:
-    """A symbol with a size. Unification and splitting redirect it to the symbols that replace it."""
-
-    __slots__ = ("_replacement", "size")
-
-    def __init__(self, size: Size) -> None:
-        self.size = size
-        self._replacement: tuple[Axis, ...] | None = None
-
-    def resolve(self) -> tuple[Axis, ...]:
-        """Return the atomic symbols that this one stands for now."""
-        if self._replacement is None:
-            return (self,)
-        return tuple(part for axis in self._replacement for part in axis.resolve())
-
-    def redirect(self, *replacement: Axis) -> None:
-        """Let this atomic symbol stand for others from now on."""
-        self._replacement = replacement
-
-
-Label = tuple[Axis, ...]
-
-
-def resolve(label: Iterable[Axis]) -> Label:
-    """Expand a label into atomic symbols."""
-    return tuple(part for axis in label for part in axis.resolve())
-
-
 @dataclass(frozen=True)
-class Step:
+class PendingOp:
     """A unary operation, or a resizing one, that runs on a smaller value than in the graph.
 
     ``dims`` tells for each axis that ``node`` resizes which axis of the smaller value that is;
@@ -81,13 +53,13 @@ class Step:
 class Factor:
     """A node read at symbols: ``labels[i]`` names axis ``i`` of ``node``.
 
-    ``steps`` are operations still to be applied to the node, pushed below a repeat so that they run
+    ``pending`` are operations still to be applied to the node, pushed below a repeat so that they run
     on the small value. ``linear`` tells whether all of them are (padding with zeros and slicing are).
     """
 
     node: Node
     labels: tuple[Label, ...]
-    steps: tuple[Step, ...] = ()
+    pending: tuple[PendingOp, ...] = ()
     linear: bool = True
 
     def axes(self) -> Label:
@@ -116,150 +88,10 @@ class Product:
         return [axis for label in self.labels for axis in resolve(label) if axis not in present]
 
 
-def concrete(size: Any) -> Any:
-    """Return a size as a number: for a symbol, the value it had when traced."""
-    return int(size.node.hint) if isinstance(size, torch.SymInt) else size
-
-
-def known(size: Any) -> Any:
-    """Return a size as a number, if it is one by now: Dynamo may have decided on a symbol."""
-    number = size.node.maybe_as_int() if isinstance(size, torch.SymInt) else size
-    return size if number is None else number
-
-
-def place(at: Any, size: Any) -> int | None:
-    """Return a position counted from the front; None if it is not known as a number."""
-    at, size = known(at), known(size)
-    if not isinstance(at, int) or (at < 0 and not isinstance(size, int)):
-        return None
-    return at + size if at < 0 else at
-
-
-def value(node: Node) -> torch.Tensor:
-    """Return the fake tensor that a graph node carries."""
-    return node.meta["val"]
-
-
-def arg(node: Node, position: int, name: str = "", default: Any = None) -> Any:
-    """Return an argument of a call, given by position or by name."""
-    return node.args[position] if len(node.args) > position else node.kwargs.get(name, default)
-
-
-def is_tensor(node: Any) -> bool:
-    """Tell whether an argument is a graph node that holds one tensor."""
-    return isinstance(node, Node) and isinstance(node.meta.get("val"), torch.Tensor)
-
-
-def same(a: Size, b: Size) -> bool:
-    """Tell whether two sizes are equal for certain; never adds a guard."""
-    return a == b if isinstance(a, int) and isinstance(b, int) else statically_known_true(a == b)
-
-
 def leaf(node: Node) -> Product:
     """Read a node as itself, with fresh symbols."""
     labels = tuple(() if same(size, 1) else (Axis(size),) for size in value(node).shape)
     return Product(labels, (Factor(node, labels),))
-
-
-def unify(a: Label, b: Label) -> bool:
-    """Make two labels of equal total size name the same positions; split symbols where needed.
-
-    Returns False, leaving only harmless splits behind, when the sizes do not nest, as in 6 = 2*3
-    against 6 = 3*2.
-    """
-    left, right = list(resolve(a)), list(resolve(b))
-    while left and right:
-        x, y = left.pop(0), right.pop(0)
-        if x is y:
-            continue
-        if same(x.size, y.size):
-            x.redirect(y)
-        elif (inner := _quotient(x.size, y.size)) is not None:
-            x.redirect(y, rest := Axis(inner))
-            left.insert(0, rest)
-        elif (inner := _quotient(y.size, x.size)) is not None:
-            y.redirect(x, rest := Axis(inner))
-            right.insert(0, rest)
-        else:
-            return False
-    return not left and not right
-
-
-def _quotient(size: Size, outer: Size) -> int | None:
-    if isinstance(size, int) and isinstance(outer, int) and outer > 1 and size % outer == 0:
-        return size // outer
-    return None
-
-
-def regroup(labels: Sequence[Label], shape: Sequence[Size]) -> tuple[Label, ...] | None:
-    """Redistribute symbols over a new shape, as a row-major reshape does; None if they do not fit."""
-    flat = [axis for label in labels for axis in resolve(label)]
-    if any(not isinstance(size, int) for size in (*shape, *(axis.size for axis in flat))):
-        return _regroup_symbolic(flat, list(shape))
-    grouped: list[Label] = []
-    for size in shape:
-        label: list[Axis] = []
-        remaining = size
-        while remaining != 1:
-            if not flat:
-                return None
-            axis = flat.pop(0)
-            if (rest := _quotient(remaining, axis.size)) is not None:
-                label.append(axis)
-                remaining = rest
-            elif (inner := _quotient(axis.size, remaining)) is not None:
-                outer, tail = Axis(remaining), Axis(inner)
-                axis.redirect(outer, tail)
-                label.append(outer)
-                flat.insert(0, tail)
-                remaining = 1
-            else:
-                return None
-        grouped.append(tuple(label))
-    return tuple(grouped) if not flat else None
-
-
-def _regroup_symbolic(flat: list[Axis], shape: list[Size]) -> tuple[Label, ...] | None:
-    """Regroup when sizes are symbols: strip what certainly corresponds, then one split or merge is left.
-
-    A view keeps the number of elements, so when both ends agree, the middles have equal products
-    even if no algebra on the symbols shows it.
-    """
-    ones = [same(size, 1) for size in shape]
-    kept = [size for size, one in zip(shape, ones, strict=True) if not one]
-    head: list[Label] = []
-    while flat and kept and same(flat[0].size, kept[0]):
-        head.append((flat.pop(0),))
-        kept.pop(0)
-    end: list[Label] = []
-    while flat and kept and same(flat[-1].size, kept[-1]):
-        end.insert(0, (flat.pop(),))
-        kept.pop()
-    old, new = _trailing_numbers([axis.size for axis in flat]), _trailing_numbers(kept)
-    if math.prod(old) == math.prod(new):
-        numbers = regroup([tuple(flat[len(flat) - len(old) :])], new)
-        if numbers is None:
-            return None
-        end = [*numbers, *end]
-        flat, kept = flat[: len(flat) - len(old)], kept[: len(kept) - len(new)]
-    if len(flat) == 1 and kept:
-        parts = [Axis(size) for size in kept]
-        flat[0].redirect(*parts)
-        middle: list[Label] = [(part,) for part in parts]
-    elif len(kept) == 1 and flat:
-        middle = [tuple(flat)]
-    elif not flat and not kept:
-        middle = []
-    else:
-        return None
-    merged = iter([*head, *middle, *end])
-    return tuple(() if one else next(merged) for one in ones)
-
-
-def _trailing_numbers(sizes: Sequence[Size]) -> list[int]:
-    """Return the longest suffix that holds no symbol."""
-    suffix = list(itertools.takewhile(lambda size: isinstance(size, int), reversed(sizes)))
-    return suffix[::-1]  # type: ignore[return-value]
 
 
 def layout(product: Product) -> list[Axis]:
@@ -290,7 +122,7 @@ def _look_through(node: Node, absorb: Callable[[Node], bool], top: bool) -> Prod
         return None
     if is_view(node):
         inner = index(arg(node, 0), absorb, top)
-        labels = _VIEWS.get(node.target, _keep)(node, inner.labels)
+        labels = VIEWS.get(node.target, keep)(node, inner.labels)
         return None if labels is None else replace(inner, labels=labels)
     if node.target is aten.mul.Tensor:
         return _multiply(node, absorb, top)
@@ -348,15 +180,6 @@ def _is_outer(product: Product, left: Product, right: Product) -> bool:
     return all(axes - {axis for f in side.factors for axis in f.axes()} for side in (left, right))
 
 
-def sum_dims(node: Node) -> list[int]:
-    """Return the non-negative axes that a sum or mean node reduces."""
-    rank = len(value(arg(node, 0)).shape)
-    dims = arg(node, 1, "dim") if node.target not in (aten.sum.default, aten.mean.default) else None
-    if not dims:
-        return list(range(rank))
-    return sorted(dim % rank for dim in (dims if isinstance(dims, (list, tuple)) else [dims]))
-
-
 def sum_product(node: Node, absorb: Callable[[Node], bool] = lambda _: False) -> Product | None:
     """Read ``sum(x, dims)`` as a product with bound symbols; None if dtypes change on the way."""
     x = arg(node, 0)
@@ -399,7 +222,7 @@ def expand(product: Product) -> Product:
     unread = list(product.factors)
     while unread:
         factor = unread.pop(0)
-        full = bool(factor.steps) or len(factors) + len(unread) >= MAX_FACTORS
+        full = bool(factor.pending) or len(factors) + len(unread) >= MAX_FACTORS
         inner = None if full else _open(factor.node)
         if inner is None or not all(unify(x, y) for x, y in zip(inner.labels, factor.labels, strict=True)):
             factors.append(factor)
@@ -449,11 +272,11 @@ def _push_below_repeat(node: Node, absorb: Callable[[Node], bool]) -> Product | 
     position = {own[0]: i for i, label in enumerate(factor.labels) if len(own := resolve(label)) == 1}
     dims = {dim: position[resolve(inner.labels[dim])[0]] for dim in moved}
 
-    step = Step(node, tuple(dims.items()), scale)
+    pending = PendingOp(node, tuple(dims.items()), scale)
     linear = node.target is aten.slice.Tensor or (
         node.target is aten.constant_pad_nd.default and not any(node.args[2:])
     )
-    pushed = Factor(factor.node, rename(factor.labels), (*factor.steps, step), factor.linear and linear)
+    pushed = Factor(factor.node, rename(factor.labels), (*factor.pending, pending), factor.linear and linear)
     return Product(rename(inner.labels), (pushed,), through=inner.through)
 
 
@@ -494,83 +317,3 @@ def _moved_args(node: Node, x: Node, dims: dict[int, int]) -> tuple[Any, ...]:
 
 _CASTS = (aten._to_copy.default, torch.ops.prims.convert_element_type.default)
 _RESIZING = {aten.constant_pad_nd.default, aten.slice.Tensor}
-
-# Views: (node, labels of the input) -> labels of the output, or None if they cannot be told.
-LabelMap = Callable[[Node, tuple[Label, ...]], tuple[Label, ...] | None]
-
-
-def _keep(node: Node, labels: tuple[Label, ...]) -> tuple[Label, ...]:
-    return labels
-
-
-def _reshape(node: Node, labels: tuple[Label, ...]) -> tuple[Label, ...] | None:
-    return regroup(labels, value(node).shape)
-
-
-def _permute(node: Node, labels: tuple[Label, ...]) -> tuple[Label, ...]:
-    return tuple(labels[dim] for dim in arg(node, 1))
-
-
-def _transpose(node: Node, labels: tuple[Label, ...]) -> tuple[Label, ...]:
-    order = list(labels)
-    i, j = arg(node, 1, default=0), arg(node, 2, default=-1)
-    order[i], order[j] = order[j], order[i]
-    return tuple(order)
-
-
-def _unsqueeze(node: Node, labels: tuple[Label, ...]) -> tuple[Label, ...]:
-    dim = arg(node, 1) % (len(labels) + 1)
-    return (*labels[:dim], (), *labels[dim:])
-
-
-def _squeeze(node: Node, labels: tuple[Label, ...]) -> tuple[Label, ...]:
-    rank = len(labels)
-    dims = arg(node, 1, "dim", range(rank))
-    dropped = {dim % rank for dim in (dims if isinstance(dims, (list, tuple, range)) else [dims])}
-    shape = value(arg(node, 0)).shape
-    return tuple(label for dim, label in enumerate(labels) if not (dim in dropped and same(shape[dim], 1)))
-
-
-def _expand(node: Node, labels: tuple[Label, ...]) -> tuple[Label, ...]:
-    shape = value(node).shape
-    padded = ((),) * (len(shape) - len(labels)) + labels
-    return tuple(label or (() if same(size, 1) else (Axis(size),)) for label, size in zip(padded, shape, strict=True))
-
-
-def _repeat(node: Node, labels: tuple[Label, ...]) -> tuple[Label, ...]:
-    """Tile every axis: the copies are a symbol of their own, outside the axis."""
-    times = arg(node, 1)
-    padded = ((),) * (len(times) - len(labels)) + labels
-    copies = [() if same(count, 1) else (Axis(count),) for count in _sizes(times)]
-    return tuple((*copy, *label) for copy, label in zip(copies, padded, strict=True))
-
-
-def _sizes(arguments: Sequence[Any]) -> list[Size]:
-    return [entry.meta["val"] if isinstance(entry, Node) else entry for entry in arguments]
-
-
-_VIEWS: dict[Any, LabelMap] = {
-    aten.alias.default: _keep,
-    aten.clone.default: _keep,
-    aten.detach.default: _keep,
-    aten.view.default: _reshape,
-    aten._unsafe_view.default: _reshape,
-    aten.reshape.default: _reshape,
-    aten.permute.default: _permute,
-    aten.transpose.int: _transpose,
-    aten.t.default: _transpose,
-    aten.unsqueeze.default: _unsqueeze,
-    aten.squeeze.default: _squeeze,
-    aten.squeeze.dim: _squeeze,
-    aten.squeeze.dims: _squeeze,
-    aten.expand.default: _expand,
-    aten.repeat.default: _repeat,
-}
-
-
-def is_view(node: Node) -> bool:
-    """Tell whether a node only moves symbols between axes (a copy and ``x[:]`` count)."""
-    return node.target in _VIEWS or (
-        node.target is aten.slice.Tensor
-        and all(same(a, b) for a, b in zip(value(node).shape, value(arg(node, 0)).shape, strict=True))
-    )

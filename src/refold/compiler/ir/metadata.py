@@ -16,7 +16,7 @@ from torch.fx.node import map_arg
 from torch.utils._pytree import tree_leaves
 
 from .builder import Builder, same_strides
-from .index import value
+from .fx import value
 
 aten = torch.ops.aten
 

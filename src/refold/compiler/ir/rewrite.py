@@ -30,12 +30,13 @@ class Rewrite:
         inputs: Names of the region's inputs in the graph.
         multilinear: Whether the region is a sum of products, so that small integers come out exactly.
         terms: How many products are added up for one output element.
-        raced_alone: Whether timing the region by itself means anything. It does not when the candidate
+        timed_alone: Whether timing the region by itself means anything. It does not when the candidate
             does no arithmetic, or pays off by being fused with what surrounds it; then only the race
             of the whole graph decides.
         spread: Standard deviation of the random inputs of the check. A recurrence over many steps
             overflows at one: there is nothing to compare then.
         differentiated: For each input, whether its gradient must be right as well; empty if no gradient is taken.
+        result: Name of the node that stands for the replaced one.
     """
 
     name: str
@@ -48,9 +49,10 @@ class Rewrite:
     inputs: tuple[str, ...]
     multilinear: bool
     terms: int
-    raced_alone: bool = True
+    timed_alone: bool = True
     spread: float = 1.0
     differentiated: tuple[bool, ...] = ()
+    result: str = ""
 
     @cached_property
     def before(self) -> Cost:
@@ -130,7 +132,7 @@ def replace_node(
     detail: str,
     multilinear: bool,
     terms: int,
-    raced_alone: bool = True,
+    timed_alone: bool = True,
     spread: float = 1.0,
 ) -> Rewrite:
     """Swap ``root`` for ``new`` and return the record of it.
@@ -145,7 +147,7 @@ def replace_node(
         detail: See `Rewrite`.
         multilinear: See `Rewrite`.
         terms: See `Rewrite`.
-        raced_alone: See `Rewrite`.
+        timed_alone: See `Rewrite`.
         spread: See `Rewrite`.
     """
     order = {node: i for i, node in enumerate(root.graph.nodes)}
@@ -165,8 +167,9 @@ def replace_node(
         inputs=tuple(node.name for node in ordered),
         multilinear=multilinear,
         terms=terms,
-        raced_alone=raced_alone,
+        timed_alone=timed_alone,
         spread=spread,
+        result=new.name,
     )
     root.replace_all_uses_with(new)
     return record

@@ -17,42 +17,49 @@ from torch.fx import Graph, Node
 
 from ...ops.torch.registry import OPS, named_args
 from ..ir.builder import sort_topologically
-from ..ir.index import arg, place, same, value
+from ..ir.fx import arg, is_erased, is_training, place, same, value
 from ..ir.metadata import refresh, substitute
 from ..ir.rewrite import Rewrite
 from ..recurrence.affine import Affine, Loop
-from ..recurrence.reroll import Rollup
+from ..recurrence.replace import replace, replace_reader
+from ..recurrence.reroll import Reroller
 from ..recurrence.vectorize import Value
-from .reroll_loops import is_training, replace, replace_reader
 
 aten = torch.ops.aten
 
+# A state of fewer axes, with batch and time, is no matrix per sequence: nothing is saved by not writing it.
+MATRIX = 4
+SHORTEST = 8
 WHY = "every state is written, only to be contracted"
 
 
 def contract_scans(graph: Graph, wanted: Callable[[str], bool]) -> Iterator[Rewrite]:
     """Replace each ``linear_scan`` whose states are only contracted by an operator that does not write them."""
     scans = graph.find_nodes(op="call_function", target=OPS["linear_scan"])
-    if not scans or is_training(graph):
+    sums = graph.find_nodes(op="call_function", target=aten.cumsum.default)
+    if not (scans or sums) or is_training(graph):
         return
-    rollup = Rollup()
+    reroller = Reroller()
+    for total in sums:
+        if wanted(total.name) and (read := _summed(reroller, total, wanted)) is not None:
+            yield read
     for scan in scans:
         states = _result(scan, 0)
         given = named_args("linear_scan", scan.args)
         if states is None or given["reverse"] or given["cu_seqlens"] is not None:
             continue
         last = _last_state(graph, scan, states)
-        rewrite = replace_reader(rollup, states, partial(_again, scan), wanted, WHY)
+        rewrite = replace_reader(reroller, states, partial(_again, scan), wanted, WHY)
         if rewrite is None:
             continue
         yield rewrite
         if last is not None and wanted(last.name):
-            loop: Any = rollup.loops[-1]
-            if (rest := replace(rollup, last, partial(_copied, loop), loop.last.next, why=WHY)) is not None:
+            loop: Any = reroller.loops[-1]
+            if (rest := replace(reroller, last, partial(_copied, loop), loop.last.next, why=WHY)) is not None:
                 yield rest
                 sort_topologically(graph)
-    for node in reversed(rollup.emit.added):
-        if not node.users and node.graph is graph and not node._erased:
+    for node in reversed(reroller.emit.added):
+        if not node.users and node.graph is graph and not is_erased(node):
             graph.erase_node(node)
 
 
@@ -93,9 +100,9 @@ def _time_of(view: Node) -> int | None:
     return list(order).index(1) if 1 in order else None
 
 
-def _again(scan: Any, rollup: Rollup, states: Node) -> Node:
+def _again(scan: Any, reroller: Reroller, states: Node) -> Node:
     """Emit the scan once more, as a loop whose dual can be looked for."""
-    emit, given = rollup.emit, named_args("linear_scan", scan.args)
+    emit, given = reroller.emit, named_args("linear_scan", scan.args)
     a, x, initial = (given[name] for name in ("a", "x", "initial_state"))
     twin = emit.call(getitem, emit.call(scan.target, *scan.args), 0)
     order = [1, 0, *range(2, value(x).dim())]
@@ -105,9 +112,32 @@ def _again(scan: Any, rollup: Rollup, states: Node) -> Node:
     factors, inputs = (Value(emit.permute(part, order), True) for part in (a, x))
     loop = Loop((step,), count=value(x).shape[1], initial=0 if initial is None else initial, scan=twin)
     loop.body = Affine(loop, factors, inputs)
-    rollup.loops.append(loop)
+    reroller.loops.append(loop)
     return twin
 
 
-def _copied(loop: Any, rollup: Rollup, last: Node) -> Node:
-    return rollup.emit.call(aten.clone.default, loop.last)
+def _summed(reroller: Reroller, total: Any, wanted: Callable[[str], bool]) -> Rewrite | None:
+    """Contract a cumulative sum: a recurrence without decay."""
+    x, dim = total.args[:2]
+    val = value(x)
+    if val.dim() < MATRIX or not val.is_floating_point() or total.kwargs or val.shape[dim] < SHORTEST:
+        return None
+    return replace_reader(reroller, total, partial(_sum_again, x, dim % val.dim()), wanted, WHY)
+
+
+def _sum_again(x: Node, dim: int, reroller: Reroller, total: Node) -> Node:
+    """Emit a cumulative sum once more, with time after another axis, as a loop whose dual can be looked for."""
+    emit, rank = reroller.emit, value(x).dim()
+    others = [d for d in range(rank) if d != dim]
+    order = [others[0], dim, *others[1:]]
+    inputs = emit.permute(x, order)
+    twin = emit.call(aten.cumsum.default, inputs, 1)
+    step = emit.call(aten.select.int, twin, 1, 0)
+    loop = Loop((step,), count=value(inputs).shape[1], initial=0, scan=twin)
+    loop.body = Affine(loop, None, Value(emit.permute(inputs, [1, 0, *range(2, rank)]), True))
+    reroller.loops.append(loop)
+    return emit.permute(twin, [order.index(d) for d in range(rank)])
+
+
+def _copied(loop: Any, reroller: Reroller, last: Node) -> Node:
+    return reroller.emit.call(aten.clone.default, loop.last)

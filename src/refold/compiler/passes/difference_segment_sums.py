@@ -21,8 +21,9 @@ import torch
 from torch.fx import Graph, Node
 
 from ..ir.builder import Builder, lay_out, operand
-from ..ir.index import arg, is_view, value
+from ..ir.fx import arg, value
 from ..ir.rewrite import Rewrite, replace_node
+from ..ir.views import is_view
 from ..recurrence.segment_sums import masked_copies
 
 aten = torch.ops.aten
@@ -72,7 +73,7 @@ def difference_segment_sums(graph: Graph, wanted: Callable[[str], bool]) -> Iter
             detail=f"s[i,j] = P[i] - P[j], P float64 ({value(root).shape[i]} x {value(root).shape[j]} segments)",
             multilinear=True,
             terms=int(value(root).shape[i]),
-            raced_alone=False,
+            timed_alone=False,
         )
 
 

@@ -16,7 +16,7 @@ from torch.fx import Graph, Node
 from torch.utils.flop_counter import register_flop_formula
 
 from ..ir.builder import Builder
-from ..ir.index import arg, value
+from ..ir.fx import arg, value
 from ..ir.rewrite import Rewrite, replace_node
 
 aten = torch.ops.aten

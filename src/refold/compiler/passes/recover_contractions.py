@@ -18,21 +18,11 @@ import torch
 from torch.fx import Graph, Node
 
 from ..ir.builder import Builder, Operand, UnknownSize, lay_out, multiply, operand
-from ..ir.index import (
-    Axis,
-    Product,
-    arg,
-    concrete,
-    is_view,
-    layout,
-    matmul_product,
-    resolve,
-    same,
-    sum_dims,
-    sum_product,
-    value,
-)
+from ..ir.fx import arg, concrete, same, sum_dims, value
+from ..ir.index import Product, layout, matmul_product, sum_product
 from ..ir.rewrite import Rewrite, replace_node
+from ..ir.symbols import Axis, resolve
+from ..ir.views import is_view
 
 aten = torch.ops.aten
 
@@ -66,7 +56,7 @@ def drop_degenerate_sums(graph: Graph, wanted: Callable[[str], bool]) -> Iterato
             detail=f"sum over axes of size 1 {dims}",
             multilinear=True,
             terms=1,
-            raced_alone=False,
+            timed_alone=False,
         )
         graph.erase_node(root)
 

@@ -14,7 +14,7 @@ import torch
 from torch.fx import Graph, Node
 
 from ..ir.builder import Builder
-from ..ir.index import arg, same, value
+from ..ir.fx import arg, same, value
 from ..ir.rewrite import Rewrite, replace_node
 
 aten = torch.ops.aten
@@ -65,7 +65,7 @@ def unroll_depthwise_convolutions(graph: Graph, wanted: Callable[[str], bool]) -
             detail=f"y[b,d,t] = sum over {width} taps of w[d,k] x[b,d,t+k] (d={groups})",
             multilinear=True,
             terms=width + 1,
-            raced_alone=False,
+            timed_alone=False,
         )
         graph.eliminate_dead_code()
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import operator
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,7 +17,8 @@ import torch
 from torch.fx import Node
 
 from ...ops.torch.registry import OPS, node_args
-from ..ir.index import is_tensor, known, value
+from ..ir.fx import is_tensor, known, value
+from .systems import LARGEST, LINEAR_SYSTEM, wide
 from .vectorize import Emitter, NotALoop, Value, is_pointwise
 
 aten = torch.ops.aten
@@ -46,6 +48,8 @@ class Loop:
         last: The last state, if something cheaper than ``states`` holds it.
         operator: What computes its states.
         count: How many steps there are, if one node stands for all of them.
+        name: What to call it to a person.
+        system: The loops whose states are computed together, this one among them; empty if it is alone.
     """
 
     steps: tuple[Node, ...]
@@ -58,6 +62,8 @@ class Loop:
     last: Node | None = None
     operator: str = "linear_scan"
     count: Any = None
+    name: str = "the carry"
+    system: tuple[Loop, ...] = ()
 
     @property
     def length(self) -> Any:
@@ -77,15 +83,28 @@ class Affine:
     """``scale * carry + offset``, elementwise; None stands for 1 and for 0.
 
     ``shape`` is a step's shape: the carry's, but for axes of size one; None before anything was done to the carry.
+    ``others`` are further carries of one system, each with its scale.
     """
 
     loop: Loop
     scale: Value | None = None
     offset: Value | None = None
     shape: tuple[int, ...] | None = None
+    others: tuple[tuple[Loop, Value | None], ...] = ()
+
+    @property
+    def scales(self) -> dict[Loop, Value | None]:
+        """The scale of each carry."""
+        return {self.loop: self.scale, **dict(self.others)}
 
 
-class Carries:
+def affine(scales: Mapping[Loop, Value | None], offset: Value | None) -> Affine:
+    """Return a function of some carries."""
+    (loop, scale), *others = scales.items()
+    return Affine(loop, scale, offset, others=tuple(others))
+
+
+class LoopVectorizer:
     """Emits what a loop's steps do, for all steps at once."""
 
     def __init__(self) -> None:
@@ -100,9 +119,13 @@ class Carries:
 
     def _apply(self, x: Affine, carry: Node, step: Node) -> Value:
         shape = tuple(value(step).shape) if x.shape is None else x.shape
-        out, rank = self.emit.reshape(carry, [value(carry).shape[0], *shape]), len(shape)
-        if x.scale is not None:
-            out = self.emit.call(aten.mul.Tensor, out, self.emit.padded(x.scale, rank))
+        rank, out = len(shape), None
+        for loop, scale in x.scales.items():
+            assert loop.previous is not None  # all carries of a system are known at once
+            term = self.emit.reshape(loop.previous, [value(carry).shape[0], *shape])
+            if scale is not None:
+                term = self.emit.call(aten.mul.Tensor, term, self.emit.padded(scale, rank))
+            out = term if out is None else self.emit.call(aten.add.Tensor, out, term)
         if x.offset is not None:
             out = self.emit.call(aten.add.Tensor, out, self.emit.padded(x.offset, rank))
         return Value(out, True)
@@ -111,14 +134,14 @@ class Carries:
         """Return a node of the shape of another."""
         if not isinstance(x, Node):
             if isinstance(x, bool) or not isinstance(x, (int, float)):
-                raise NotALoop(f"the first step reads {x!r}")
+                raise NotALoop("initial-state", f"the first step reads {x!r}")
             val = value(like)
             return self.emit.call(aten.full.default, list(val.shape), x, dtype=val.dtype, device=val.device)
         if not is_tensor(x):
-            raise NotALoop("a step carries something that is not a tensor")
+            raise NotALoop("carry-not-tensor", "a step carries something that is not a tensor")
         x = self._known(x)
         if value(x).dim() > value(like).dim():
-            raise NotALoop("the first step reads a value of another shape")
+            raise NotALoop("initial-state", "the first step reads a value of another shape")
         return self.emit.expand(x, value(like).shape)
 
     def _known(self, x: Node) -> Node:
@@ -151,28 +174,27 @@ class Carries:
     def _affine(self, node: Any, leaves: list[Any], loop: Loop, count: int) -> Affine:
         """Apply one step's operation to functions of the carry."""
         if not isinstance(value(loop.steps[-1]), torch.Tensor):
-            raise NotALoop("the carry is not a tensor but several, made by one operation")
-        if value(loop.steps[-1]).is_complex():
-            raise NotALoop("the carry is complex, and the operators compute with real numbers")
+            raise NotALoop("carry-not-tensor", f"{loop.name} is not a tensor but several, made by one operation")
         found, shape = self._operation(node, leaves, loop, count), tuple(value(node).shape)
         if _without_ones(shape) != _without_ones(value(loop.steps[-1]).shape):
-            raise NotALoop("the carry is broadcast to another shape")
+            raise NotALoop("carry-shape", f"{loop.name} is broadcast to another shape")
         return replace(found, shape=shape)
 
     def _operation(self, node: Any, leaves: list[Any], loop: Loop, count: int) -> Affine:
-        if any(isinstance(x, Affine) and x.loop is not loop for x in leaves):
-            raise NotALoop("two carries depend on each other")
+        others = [x.loop for x in leaves if isinstance(x, Affine) and x.loop is not loop]
+        if other := next((other for other in others if other not in loop.system), None):
+            raise NotALoop("carries-coupled", f"{loop.name} depends on {other.name}, and that on it")
         target, operands = node.target, [x for x in leaves if isinstance(x, Affine) or _counts(x)]
         mine: Affine = next(x for x in leaves if isinstance(x, Affine))
         if target in _SAME:
             return mine
         if target in _VIEWS and _without_ones(value(node).shape) == _without_ones(value(node.args[0]).shape):
-            scale, offset = (self._viewed(part, node) for part in (mine.scale, mine.offset))
-            return Affine(loop, scale, offset)
+            scales = {other: self._viewed(scale, node) for other, scale in mine.scales.items()}
+            return affine(scales, self._viewed(mine.offset, node))
         if target is prims.convert_element_type.default and node.args[1].is_floating_point:
             return mine
         if not is_pointwise(target):
-            raise NotALoop(f"{target} mixes elements of the carry, so no elementwise scan computes it")
+            raise NotALoop("mixes-elements", f"{target} mixes elements of {loop.name}")
         if target in (aten.add.Tensor, aten.sub.Tensor):
             a, b = operands[:2]  # the factor may be the third
             alpha = node.kwargs.get("alpha", 1) * (-1.0 if target is aten.sub.Tensor else 1.0)
@@ -180,7 +202,7 @@ class Carries:
         if target is aten.mul.Tensor:
             a, b = operands
             if isinstance(a, Affine) and isinstance(b, Affine):
-                raise NotALoop("the carry is multiplied by itself")
+                raise NotALoop("carry-squared", f"{loop.name} is multiplied by itself")
             a, b = (a, b) if isinstance(a, Affine) else (b, a)
             return self._scaled(a, b, loop)
         if target is aten.div.Tensor and isinstance(operands[0], Affine) and not isinstance(operands[1], Affine):
@@ -189,25 +211,25 @@ class Carries:
         if target is aten.addcmul.default and not node.kwargs:
             a, b, c = leaves
             if isinstance(b, Affine) and isinstance(c, Affine):
-                raise NotALoop("the carry is multiplied by itself")
+                raise NotALoop("carry-squared", f"{loop.name} is multiplied by itself")
             b, c = (c, b) if isinstance(c, Affine) else (b, c)
             return self._plus(a, self._scaled(b, c, loop), loop)
         if target is aten.neg.default:
             return self._scaled(mine, Value(-1.0), loop)
         if target is aten.where.self and isinstance(leaves[0], Value):
             return self._where(node, leaves, loop, count)
-        raise NotALoop(f"the carry enters {target}, which is not affine in it")
+        raise NotALoop("carry-not-affine", f"{loop.name} enters {target}, which is not affine in it")
 
     def _viewed(self, part: Value | None, view: Any) -> Value | None:
         """Let what is broadcast against a view's input be broadcast against the view, which moves axes of size one."""
         if part is None or not is_tensor(part.node):
             return part
         given, shape = value(view.args[0]).shape, value(view).shape
-        own = value(part.node).shape[part.timed :]
+        own = value(part.node).shape[part.has_time :]
         padded = [*[1] * (len(given) - len(own)), *own]
         kept = iter([size for size, full in zip(padded, given, strict=True) if full != 1])
         sizes = [1 if full == 1 else next(kept) for full in shape]
-        return Value(self.emit.reshape(part.node, [*value(part.node).shape[: part.timed], *sizes]), part.timed)
+        return Value(self.emit.reshape(part.node, [*value(part.node).shape[: part.has_time], *sizes]), part.has_time)
 
     def _call(self, target: Any, loop: Loop, *operands: Value) -> Value:
         """Combine what does not depend on the carry."""
@@ -217,41 +239,51 @@ class Carries:
             return Value(numbers.get(target, lambda: 1.0 / a)())
         if not isinstance(operands[0].node, Node):
             operands = operands[::-1]
-        rank = max(value(x.node).dim() - x.timed for x in operands if isinstance(x.node, Node))
+        rank = max(value(x.node).dim() - x.has_time for x in operands if isinstance(x.node, Node))
         out = self.emit.call(target, *(self.emit.padded(x, rank) for x in operands))
-        return Value(out, any(x.timed for x in operands))
+        return Value(out, any(x.has_time for x in operands))
 
     def _plus(self, a: Affine | Value, b: Affine | Value, loop: Loop) -> Affine:
-        parts = []
+        scales: dict[Loop, Value | None] = {}
         for x in (a, b):
-            parts.append((x.scale or Value(1.0), x.offset) if isinstance(x, Affine) else (None, x))
-        scales = [scale for scale, _ in parts if scale is not None]
-        offsets = [offset for _, offset in parts if offset is not None]
-        scale = scales[0] if len(scales) == 1 else self._call(aten.add.Tensor, loop, *scales)
-        if len(offsets) == 2:
-            offsets = [self._call(aten.add.Tensor, loop, *offsets)]
-        return Affine(loop, scale, offsets[0] if offsets else None)
+            for own, scale in x.scales.items() if isinstance(x, Affine) else ():
+                if own in scales:
+                    both = (part or Value(1.0) for part in (scales[own], scale))
+                    scale = self._call(aten.add.Tensor, loop, *both)
+                scales[own] = scale
+        offsets = [x.offset if isinstance(x, Affine) else x for x in (a, b)]
+        terms = [offset for offset in offsets if offset is not None]
+        if len(terms) == 2:
+            terms = [self._call(aten.add.Tensor, loop, *terms)]
+        return affine(scales, terms[0] if terms else None)
 
     def _scaled(self, x: Affine | Value, by: Value, loop: Loop) -> Any:
         if isinstance(x, Value):
             return self._call(aten.mul.Tensor, loop, x, by)
-        scale = by if x.scale is None else self._call(aten.mul.Tensor, loop, x.scale, by)
-        return Affine(loop, scale, None if x.offset is None else self._call(aten.mul.Tensor, loop, x.offset, by))
+        scales = {
+            own: by if scale is None else self._call(aten.mul.Tensor, loop, scale, by)
+            for own, scale in x.scales.items()
+        }
+        return affine(scales, None if x.offset is None else self._call(aten.mul.Tensor, loop, x.offset, by))
 
     def _where(self, node: Node, leaves: list[Any], loop: Loop, count: int) -> Affine:
         """Choose between functions of the carry by a mask that does not depend on it."""
         mask, sides = leaves[0], leaves[1:]
-        rank, outs = value(node).dim(), []
-        for missing, name in ((0.0, "scale"), (0.0, "offset")):
-            chosen = []
-            for x in sides:
-                part = getattr(x, name) if isinstance(x, Affine) else (x if name == "offset" else Value(missing))
-                if part is None:
-                    part = Value(1.0 if name == "scale" else 0.0)
-                chosen.append(self.emit.padded(Value(self.emit.timed(part, count, node), True), rank))
-            outs.append(Value(self.emit.call(aten.where.self, self.emit.padded(mask, rank), *chosen), True))
-        scale, offset = outs
-        return Affine(loop, scale, offset)
+        rank = value(node).dim()
+
+        def choose(parts: list[Value]) -> Value:
+            chosen = [
+                self.emit.padded(Value(self.emit.with_time(part, count, node), True), rank) for part in parts
+            ]
+            return Value(self.emit.call(aten.where.self, self.emit.padded(mask, rank), *chosen), True)
+
+        carries = {own: None for x in sides if isinstance(x, Affine) for own in x.scales}
+        scales: dict[Loop, Value | None] = {}
+        for own in carries:
+            given = [x.scales.get(own, Value(0.0)) if isinstance(x, Affine) else Value(0.0) for x in sides]
+            scales[own] = choose([Value(1.0) if part is None else part for part in given])
+        offsets = [x.offset if isinstance(x, Affine) else x for x in sides]
+        return affine(scales, choose([Value(0.0) if part is None else part for part in offsets]))
 
     # The loop itself -------------------------------------------------------------------------
 
@@ -259,18 +291,21 @@ class Carries:
         """Compute all states at once, and note what each step read."""
         emit, like, count = self.emit, loop.steps[-1], loop.length
         val = value(like)
+        if val.is_complex():
+            self._system((loop,), [body])
+            return Value(loop.states, True)
         static = loop.count is not None or all(isinstance(size, int) for size in val.shape)
         if not (val.is_floating_point() and static):
-            raise NotALoop("the carry is not a floating-point tensor of known shape")
+            raise NotALoop("carry-dtype", f"{loop.name} is not a floating-point tensor of known shape")
         initial = self._tensor(loop.initial, like)
         shape = [count, *val.shape]
         operands = [initial]
         for part in (body.scale or Value(1.0), body.offset or Value(0.0)):
-            x = emit.timed(part, count, like)
+            x = emit.with_time(part, count, like)
             operands.append(emit.expand(emit.padded(Value(x, True), val.dim()), shape))
         dtype = functools.reduce(torch.promote_types, (value(x).dtype for x in operands), val.dtype)
         if not dtype.is_floating_point:
-            raise NotALoop("the recurrence is not over real numbers")
+            raise NotALoop("carry-dtype", "the recurrence is not over real numbers")
         # The operator wants a batch axis before time; any axis of the state will do.
         order = [1, 0, *range(2, len(shape))] if val.dim() else [0]
         operands = [emit.cast(x, dtype) for x in operands]
@@ -290,6 +325,51 @@ class Carries:
         loop.previous = emit.call(aten.cat.default, pair, 0)
         self.loops.append(loop)
         return Value(loop.states, True)
+
+
+    def _system(self, loops: Sequence[Loop], bodies: Sequence[Affine | Value]) -> None:
+        """Compute the states of coupled carries together, or of a complex one."""
+        emit, first = self.emit, loops[0]
+        like, count = first.steps[-1], first.length
+        val = value(like)
+        names = " and ".join(loop.name for loop in loops)
+        if len(loops) > LARGEST:
+            raise NotALoop("carries-coupled", f"{names} depend on one another; systems of up to {LARGEST} are scans")
+        if any(value(x.steps[-1]).shape != val.shape or value(x.steps[-1]).dtype != val.dtype for x in loops):
+            raise NotALoop("carry-shape", f"{names} depend on one another and differ in shape or dtype")
+        shape = [*val.shape]
+
+        def whole(part: Value, time: bool) -> Node:
+            """Lay out an entry, (time, ...), with one step if all are the same."""
+            if not isinstance(part.node, Node):
+                x = emit.call(aten.full.default, [1, *shape], part.node, dtype=val.dtype, device=val.device)
+            elif not part.has_time:
+                x = emit.call(aten.unsqueeze.default, emit.expand(part.node, shape), 0)
+            else:
+                x = emit.padded(part, val.dim())
+            steps = count if time or part.has_time else 1
+            return emit.cast(emit.expand(x, [steps, *shape]), dtype)
+
+        dtype = wide(val.dtype)
+        size = range(len(loops))
+        forms = [body.scales if isinstance(body, Affine) else {} for body in bodies]
+        entries = [[form.get(loops[j], Value(0.0)) or Value(1.0) for j in size] for form in forms]
+        time = any(entry.has_time for row in entries for entry in row)
+        rows = [emit.call(aten.stack.default, [whole(entry, time) for entry in row], -1) for row in entries]
+        matrix = emit.call(aten.stack.default, rows, -2)
+        parts = [body.offset if isinstance(body, Affine) else body for body in bodies]
+        offset = emit.call(aten.stack.default, [whole(part or Value(0.0), True) for part in parts], -1)
+        initial = [emit.cast(self._tensor(loop.initial, like), val.dtype) for loop in loops]
+        start = emit.cast(emit.call(aten.stack.default, initial, -1), dtype)
+        reverse = first.reverse
+        solved = emit.cast(emit.call(LINEAR_SYSTEM, matrix, offset, start, reverse), val.dtype)
+        made = [emit.call(aten.select.int, solved, -1, i) for i in size]
+        for loop, x, start in zip(loops, made, initial, strict=True):
+            loop.states, loop.operator = x, f"linear_system of {len(loops)}" if len(loops) > 1 else "complex scan"
+            before = emit.call(aten.unsqueeze.default, start, 0)
+            inner = emit.call(aten.slice.Tensor, x, 0, *((1, count) if reverse else (0, count - 1)))
+            loop.previous = emit.call(aten.cat.default, [inner, before] if reverse else [before, inner], 0)
+            self.loops.append(loop)
 
 
 def _without_ones(shape: Any) -> list[Any]:

@@ -25,7 +25,9 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from ..ir.index import Axis, Factor, Label, Product, arg, expand, index, layout, resolve, unify, value
+from ..ir.fx import arg, value
+from ..ir.index import Factor, Product, expand, index, layout
+from ..ir.symbols import Axis, Label, resolve, unify
 from .segment_sums import Segments, decay, pair, same_source, segments, unify_all
 
 aten = torch.ops.aten
@@ -36,7 +38,7 @@ class NotAScan(Exception):
 
 
 @dataclass
-class States:
+class ChunkStates:
     """The states between chunks, ``H[c+1] = exp(S[start,end]) H[c] + sum over j of exp(S[j,end]) written[c,j]``.
 
     Attributes:
@@ -80,7 +82,7 @@ class Scan:
     """
 
     y: Product
-    states: States
+    states: ChunkStates
     decays: Product
     queries: Product
     written: Product
@@ -102,7 +104,7 @@ def _only(found: Sequence[Any]) -> Any:
 
 def _split(product: Product) -> tuple[Segments, list[Factor]]:
     """Return what the one factor that is a decay means, and the other factors."""
-    found = [(factor, read) for factor in product.factors if not factor.steps and (read := decay(factor.node))]
+    found = [(factor, read) for factor in product.factors if not factor.pending and (read := decay(factor.node))]
     factor, read = _only(found)
     require(unify_all(read.labels, factor.labels))
     return read, [other for other in product.factors if other is not factor]
@@ -155,7 +157,7 @@ def read_scan(within: Node, across: Node) -> Scan:
     return scan
 
 
-def read_states(node: Node, dim: int) -> States:
+def read_states(node: Node, dim: int) -> ChunkStates:
     """Read the states before all chunks and after the last, or raise `NotAScan`."""
     layout = expand(index(node))
     jump, rest = _split(layout)
@@ -171,13 +173,13 @@ def read_states(node: Node, dim: int) -> States:
     require(end.upto is None and not end.causal and same_source(_totals(jump, chunk), end))
     require(set(_known(end.after)) == set(resolve(local.bound)))
     first = None if _is_zero(initial) else Factor(initial, with_label(joined.labels, axis, ()))
-    return States(node, layout, dim, chunk, end, Product((), tuple(rest), local.scale), first)
+    return ChunkStates(node, layout, dim, chunk, end, Product((), tuple(rest), local.scale), first)
 
 
 def _all_but_last(entering: Factor) -> tuple[Node, int]:
     """Read ``states[:, :-1]``: (states, the axis)."""
     node = entering.node
-    require(not entering.steps and node.target is aten.slice.Tensor)
+    require(not entering.pending and node.target is aten.slice.Tensor)
     states = arg(node, 0)
     dim = arg(node, 1, "dim", 0) % value(states).dim()
     size = value(states).shape[dim]
@@ -189,7 +191,7 @@ def _all_but_last(entering: Factor) -> tuple[Node, int]:
 def _joined(factor: Factor, place: Label) -> tuple[Node, Node, int]:
     """Read ``cat([initial, added])`` along the axis with these symbols."""
     labels = [resolve(label) for label in factor.labels]
-    require(not factor.steps and factor.node.target is aten.cat.default and resolve(place) in labels)
+    require(not factor.pending and factor.node.target is aten.cat.default and resolve(place) in labels)
     axis = labels.index(resolve(place))
     parts = arg(factor.node, 0)
     dim = arg(factor.node, 1, "dim", 0) % value(factor.node).dim()
@@ -202,7 +204,7 @@ def _totals(jump: Segments, chunk: Label) -> Segments:
     """Read the decays between chunks: segment sums over the totals of the chunks, the first being zero."""
     factor = _only(jump.source.factors)
     labels = [resolve(label) for label in factor.labels]
-    require(jump.source.scale == 1.0 and not factor.steps and factor.node.target is aten.constant_pad_nd.default)
+    require(jump.source.scale == 1.0 and not factor.pending and factor.node.target is aten.constant_pad_nd.default)
     require(resolve(jump.step) in labels)
     dim = labels.index(resolve(jump.step))
     require(_padding(factor.node) == {dim: (1, 0)} and not any(factor.node.args[2:]))
@@ -265,13 +267,13 @@ def _drop_padding(scan: Scan, pairs: Segments) -> None:
 
 def _length_before_padding(factor: Factor, time: Label) -> int | None:
     """Return how many tokens there were before zeros were put after them; None if that was not done."""
-    node = factor.steps[-1].node if factor.steps else factor.node
+    node = factor.pending[-1].node if factor.pending else factor.node
     if node.target is not aten.constant_pad_nd.default or any(node.args[2:]):
         return None
-    if len(padding := _padding(node)) != 1 or (factor.steps and factor.steps[-1].scale != 1.0):
+    if len(padding := _padding(node)) != 1 or (factor.pending and factor.pending[-1].scale != 1.0):
         return None
     ((dim, (before, behind)),) = padding.items()
-    place = dict(factor.steps[-1].dims)[dim] if factor.steps else dim
+    place = dict(factor.pending[-1].dims)[dim] if factor.pending else dim
     if before or behind < 0 or resolve(factor.labels[place]) != time:
         return None
     return int(value(node).shape[dim]) - behind
@@ -281,4 +283,4 @@ def _before_padding(factor: Factor, time: Label, short: Label) -> Factor:
     if not set(time) & set(factor.axes()):
         return factor
     labels = tuple(short if resolve(label) == time else label for label in factor.labels)
-    return Factor(factor.node, labels, factor.steps[:-1]) if factor.steps else Factor(arg(factor.node, 0), labels)
+    return Factor(factor.node, labels, factor.pending[:-1]) if factor.pending else Factor(arg(factor.node, 0), labels)

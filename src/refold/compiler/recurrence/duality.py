@@ -20,11 +20,11 @@ import torch
 from torch.fx import Node
 
 from ...ops.torch.registry import OPS, node_args
-from ..ir.index import arg, is_view, value
-from . import lti_chunks as steady
-from .gated_chunks import CHUNK, keyed_scan, merged
-from .readout import Reading, Term, terms
-from .segment_sums import constant_value
+from ..ir.fx import arg, value
+from . import lti_chunks
+from .gated_chunks import CHUNK, gated_scan, merged
+from .readout import Readout, Term, terms
+from .signs import Sign, sign
 from .slices import sliced_early
 from .vectorize import Emitter, Value
 
@@ -35,8 +35,8 @@ aten = torch.ops.aten
 NO_DECAY = 2.0**-60
 
 
-def lower(
-    emit: Emitter, read: Reading, scale: Value | None, offset: Value | None, shape: list[int], initial: Node | None
+def match_operator(
+    emit: Emitter, read: Readout, scale: Value | None, offset: Value | None, shape: list[int], initial: Node | None
 ) -> tuple[Node, Node] | None:
     """Emit the operator for ``y``.
 
@@ -51,30 +51,30 @@ def lower(
     Returns:
         ``y`` as ``read.node`` has it, and the last state; None if no operator fits.
     """
-    if offset is None or not offset.timed:
+    if offset is None or not offset.has_time:
         return None
     rank, n = len(shape), read.summed
     kept = [place for place in range(2, rank) if place != n]
     every = tuple(range(rank))
     rate, exponent = 0.0, list[Term]()
     weight, decays = 1.0, list[Term]()
-    if (same_every_step := _steady(emit, read, scale, offset, shape, initial)) is not None:
+    if (same_every_step := _time_invariant(emit, read, scale, offset, shape, initial)) is not None:
         return same_every_step
     if scale is not None and not isinstance(scale.node, Node):
         weight = float(scale.node)
     elif scale is not None:
         factors = sliced_early(emit, emit.padded(scale, rank - 1))
-        places = every[rank - value(factors).dim() :]
-        found = _decay(emit, factors, places, n)
+        state_axes = every[rank - value(factors).dim() :]
+        found = _decay(emit, factors, state_axes, n)
         if found is None:
-            return _keyed(emit, read, scale, offset, shape, initial)
+            return _gated(emit, read, scale, offset, shape, initial)
         (rate, exponent), (weight, decays) = found
     steps = [term for term in exponent if term.spans() & {0, 1}]
     rates = [term for term in exponent if not term.spans() & {0, 1}]
     factor, inputs = terms(emit, sliced_early(emit, emit.padded(offset, rank - 1)), every)
     if Counter(steps) - Counter(inputs):  # the inputs have no step size in common with the decay
         steps, rates, rate = [], [], 0.0
-        weight, decays = terms(emit, factors, places)
+        weight, decays = terms(emit, factors, state_axes)
     for term in steps:
         inputs.remove(term)
     keys, values_ = _divide(inputs, n)
@@ -98,7 +98,7 @@ def lower(
         head = heads[0] if heads else None
         if signed:
             signs = _signs(emit, decays, weight, [*tokens, head], shape)
-            weight, decays = abs(weight), [Term(emit.call(aten.abs.default, t.node), t.places) for t in decays]
+            weight, decays = abs(weight), [Term(emit.call(aten.abs.default, t.node), t.state_axes) for t in decays]
         state_order, name = [1, head, *channels, n], "ssd"
         x = _lay(emit, values_, [*tokens, head, *channels], shape, factor)
         if signs is not None and x is not None:
@@ -109,7 +109,7 @@ def lower(
         x = _lay(emit, values_, [*tokens, *kept], shape, factor)
         along_n, per_step, per_rate = [*tokens, n], [*tokens, *kept], [*kept, n]
     else:
-        return _keyed(emit, read, scale, offset, shape, initial)
+        return _gated(emit, read, scale, offset, shape, initial)
     if x is None:
         return None
     dt = _lay(emit, steps, per_step, shape, 1.0, like=x)
@@ -134,17 +134,17 @@ def lower(
         aligned = emit.permute(initial, [place - 1 for place in state_order if place is not None])
         initial = emit.reshape(aligned, [1 if place is None else shape[place] for place in state_order])
         initial = _dense(emit, emit.cast(initial, value(x).dtype))
-    if read.late:
+    if read.exclusive:
         operands["C"] = _next(emit, C)
     given = {letter: _dense(emit, v) for letter, v in operands.items()}
-    limits = {"dt_limit": (-inf, inf)} if name == "ssd" else {}  # log decays of any sign
+    limits = {"dt_limit": step_limits(sign(operands["dt"]))} if name == "ssd" else {}
     result = emit.call(OPS[name], *node_args(name, **given, initial_state=initial, **limits))
     y, last = (emit.call(getitem, result, i) for i in (0, 1))
     if signs is not None:
         y = emit.call(aten.mul.Tensor, y, signs)
         final = emit.call(aten.select.int, signs, 1, shape[0] - 1)
         last = emit.call(aten.mul.Tensor, last, emit.call(aten.unsqueeze.default, final, -1))
-    if read.late:
+    if read.exclusive:
         query = emit.call(aten.unsqueeze.default, emit.call(aten.select.int, C, 1, 0), -2)
         y = _one_later(emit, y, query, initial, -1)
     natural = [place for place in state_order if place is not None]
@@ -165,7 +165,7 @@ def _signs(emit: Emitter, decays: list[Term], weight: float, order: list[Any], s
 
 
 def _results(
-    emit: Emitter, read: Reading, rest: list[Term], shape: list[int],
+    emit: Emitter, read: Readout, rest: list[Term], shape: list[int],
     y: tuple[Node, list[int]], last: tuple[Node, list[int]],
 ) -> tuple[Node, Node]:  # fmt: skip
     """Lay out what an operator returned as the contraction and the state were; each comes with its axes."""
@@ -177,7 +177,7 @@ def _results(
         out = emit.call(aten.mul.Tensor, out, _lay(emit, [term], list(target), shape, 1.0, dense=False))
     if read.scale != 1.0:
         out = emit.call(aten.mul.Tensor, out, read.scale)
-    for product in read.besides:
+    for product in read.extra_terms:
         out = emit.call(aten.add.Tensor, out, _contracted(emit, *product, read.summed, target, shape))
     # The contraction's own axes, less those of size one.
     out = emit.reshape(emit.permute(out, _order(read.out, target, shape)), list(value(read.node).shape))
@@ -216,11 +216,11 @@ def _one_later(emit: Emitter, y: Node, query: Node, initial: Node | None, along:
     return emit.call(aten.cat.default, [first, emit.call(aten.slice.Tensor, y, 1, 0, value(y).shape[1] - 1)], 1)
 
 
-def _steady(
-    emit: Emitter, read: Reading, scale: Value | None, offset: Value, shape: list[int], initial: Node | None
+def _time_invariant(
+    emit: Emitter, read: Readout, scale: Value | None, offset: Value, shape: list[int], initial: Node | None
 ) -> tuple[Node, Node] | None:
-    """Emit `steady_scan`, if decays differ along n and nothing but one factor of what is added depends on time."""
-    if scale is None or not isinstance(scale.node, Node) or shape[0] < steady.CHUNK:
+    """Emit `lti_scan`, if decays differ along n and nothing but one factor of what is added depends on time."""
+    if scale is None or not isinstance(scale.node, Node) or shape[0] < lti_chunks.CHUNK:
         return None
     rank, n = len(shape), read.summed
     factors = sliced_early(emit, emit.padded(scale, rank - 1))
@@ -244,16 +244,16 @@ def _steady(
         initial = emit.cast(emit.permute(initial, [place - 1 for place in (*heads, n, *columns)]), value(x).dtype)
         initial = merged(emit, initial, len(heads), 1)
     q, k, decay = (merged(emit, v, len(heads), 1) for v in (q, k, decay))
-    y, last = steady.steady_scan(emit, q, k, decay, merged(emit, x, len(heads), 1), initial)
-    if read.late:
+    y, last = lti_chunks.lti_scan(emit, q, k, decay, merged(emit, x, len(heads), 1), initial)
+    if read.exclusive:
         y = _one_later(emit, y, emit.call(aten.unsqueeze.default, q, 2), initial, 1)
     return _results(emit, read, rest, shape, (y, [*heads, 0, *columns]), (last, [*heads, n, *columns]))
 
 
-def _keyed(
-    emit: Emitter, read: Reading, scale: Value | None, offset: Value, shape: list[int], initial: Node | None
+def _gated(
+    emit: Emitter, read: Readout, scale: Value | None, offset: Value, shape: list[int], initial: Node | None
 ) -> tuple[Node, Node] | None:
-    """Emit `keyed_scan`, if the decay is positive and there is one axis along which only what is added runs."""
+    """Emit `gated_scan`, if the decay is positive and there is one axis along which only what is added runs."""
     if scale is None or not isinstance(scale.node, Node):
         return None
     rank, n = len(shape), read.summed
@@ -275,7 +275,7 @@ def _keyed(
         return None
     logs: Node | None = None
     for term in decays:
-        part = _lay(emit, [Term(_logarithm(emit, term), term.places)], [*rows, n], shape, 1.0)
+        part = _lay(emit, [Term(_logarithm(emit, term), term.state_axes)], [*rows, n], shape, 1.0)
         logs = part if logs is None or part is None else emit.call(aten.add.Tensor, logs, part)
     q, k = (_lay(emit, part, [*rows, n], shape, 1.0, like=v) for part in (queries, keys))
     if q is None or k is None or logs is None or len({value(x).dtype for x in (q, k, v, logs)}) != 1:
@@ -287,8 +287,8 @@ def _keyed(
         initial = emit.cast(emit.permute(initial, [place - 1 for place in state_order]), value(v).dtype)
         initial = merged(emit, initial, 1 + len(heads))
     q, k, v, logs = (merged(emit, x, 1 + len(heads)) for x in (q, k, v, logs))
-    y, last = keyed_scan(emit, _next(emit, q) if read.late else q, k, v, logs, initial)
-    if read.late:
+    y, last = gated_scan(emit, _next(emit, q) if read.exclusive else q, k, v, logs, initial)
+    if read.exclusive:
         y = _one_later(emit, y, emit.call(aten.unsqueeze.default, emit.call(aten.select.int, q, 1, 0), 2), initial, 1)
     return _results(emit, read, rest, shape, (y, [1, *heads, 0, *channels]), (last, state_order))
 
@@ -307,10 +307,10 @@ def _unalias(node: Node) -> Node:
 
 
 def _decay(
-    emit: Emitter, node: Any, places: tuple[int | None, ...], n: int
+    emit: Emitter, node: Any, state_axes: tuple[int | None, ...], n: int
 ) -> tuple[tuple[float, list[Term]], tuple[float, list[Term]]] | None:
     """Read a decay as exp of a product times factors that do not run along ``n``: (exponent, other factors)."""
-    scale, parts = terms(emit, node, places)
+    scale, parts = terms(emit, node, state_axes)
     if scale == 1.0 and len(parts) == 1 and (exponent := _exponent(emit, parts[0])) is not None:
         return exponent, (1.0, [])
     powers, others = _divide(parts, n)
@@ -322,13 +322,7 @@ def _decay(
 
 def _is_positive(node: Node) -> bool:
     """Tell whether a value is nowhere negative, whatever the inputs."""
-    node = _unalias(node)
-    if node.target in (aten.sigmoid.default, aten.exp.default, aten.exp2.default, aten.relu.default):
-        return True
-    if is_view(node) or node.target is aten.pow.Tensor_Scalar:
-        return _is_positive(arg(node, 0))
-    constant = constant_value(node)
-    return constant is not None and bool((constant >= 0).all())
+    return sign(node).nonnegative
 
 
 def _log_decay(
@@ -348,7 +342,7 @@ def _log_decay(
     order = per_step if timed else per_head
     total = _constant(emit, x, [1 if place is None else shape[place] for place in order], log(weight))
     for term in decays:
-        laid = _lay(emit, [Term(_logarithm(emit, term), term.places)], order, shape, 1.0)
+        laid = _lay(emit, [Term(_logarithm(emit, term), term.state_axes)], order, shape, 1.0)
         if laid is None:
             return None
         total = emit.call(aten.add.Tensor, total, laid)
@@ -359,14 +353,14 @@ def _log_decay(
         return x, _constant(emit, x, sizes, 1.0), bounded
     if value(x).dtype == torch.float16:  # a small reciprocal overflows
         return None
-    dt = divisor(emit.call, total)
-    return emit.call(aten.div.Tensor, x, emit.reshape(dt, [*sizes, 1])), dt, _constant(emit, x, heads, 1.0)
+    dt, rate = divisor(emit.call, total)
+    return emit.call(aten.div.Tensor, x, emit.reshape(dt, [*sizes, 1])), dt, _constant(emit, x, heads, rate)
 
 
 def _logarithm(emit: Emitter, term: Term) -> Node:
     """Return the logarithm of a factor: of zero minus infinity, and none below that of the smallest normal number."""
     inner = _unalias(term.node)
-    if inner.target is aten.exp.default and value(inner).dim() == len(term.places):
+    if inner.target is aten.exp.default and value(inner).dim() == len(term.state_axes):
         return arg(inner, 0)
     val = value(term.node)
     log = emit.call(aten.log.default, emit.call(aten.clamp_min.default, term.node, torch.finfo(val.dtype).tiny))
@@ -375,12 +369,21 @@ def _logarithm(emit: Emitter, term: Term) -> Node:
     return emit.call(aten.where.self, emit.call(aten.le.Scalar, term.node, 0), never, log)
 
 
-def divisor(call: Callable[..., Node], a: Node) -> Node:
-    """Bound log decays so that one can divide by them and multiply again, their exponentials being the same."""
-    val = value(a)
+def divisor(call: Callable[..., Node], a: Node) -> tuple[Node, float]:
+    """Split log decays into steps, by which one can divide, and a rate; the exponential of their product is the same.
+
+    Where log decays are nowhere positive, steps are nowhere negative: some kernels of the operator need that.
+    """
+    val, falls = value(a), sign(a).nonpositive
     small = call(aten.lt.Scalar, call(aten.abs.default, a), NO_DECAY)
-    least = call(aten.full.default, [], NO_DECAY, dtype=val.dtype, device=val.device)
-    return call(aten.clamp_min.default, call(aten.where.self, small, least, a), forgets(val.dtype))
+    least = call(aten.full.default, [], -NO_DECAY if falls else NO_DECAY, dtype=val.dtype, device=val.device)
+    steps = call(aten.clamp_min.default, call(aten.where.self, small, least, a), forgets(val.dtype))
+    return (call(aten.neg.default, steps), -1.0) if falls else (steps, 1.0)
+
+
+def step_limits(steps: Sign) -> tuple[float, float]:
+    """Return limits for step sizes that change none of them."""
+    return (0.0 if steps.nonnegative else -inf, inf)
 
 
 def forgets(dtype: torch.dtype) -> float:
@@ -391,9 +394,9 @@ def forgets(dtype: torch.dtype) -> float:
 def _exponent(emit: Emitter, term: Term) -> tuple[float, list[Term]] | None:
     """Read a factor as exp of a product: (scale, factors of the exponent)."""
     inner = _unalias(term.node)
-    if inner.target is not aten.exp.default or value(inner).dim() != len(term.places):
+    if inner.target is not aten.exp.default or value(inner).dim() != len(term.state_axes):
         return None
-    return terms(emit, arg(inner, 0), term.places)
+    return terms(emit, arg(inner, 0), term.state_axes)
 
 
 def _divide(parts: list[Term], n: int) -> tuple[list[Term], list[Term]]:
@@ -409,13 +412,13 @@ def _lay(
     sizes = [1 if place is None else shape[place] for place in order]
     total: Node | None = None
     for term in parts:
-        axes = [i for i, place in enumerate(term.places) if place is not None]
+        axes = [i for i, place in enumerate(term.state_axes) if place is not None]
         x = emit.reshape(term.node, [value(term.node).shape[i] for i in axes])
-        places = [term.places[i] for i in axes]
-        if any(place not in order for place in places):
+        state_axes = [term.state_axes[i] for i in axes]
+        if any(place not in order for place in state_axes):
             return None
-        x = emit.permute(x, [places.index(place) for place in order if place in places])
-        x = emit.reshape(x, [size if place in places else 1 for place, size in zip(order, sizes, strict=True)])
+        x = emit.permute(x, [state_axes.index(place) for place in order if place in state_axes])
+        x = emit.reshape(x, [size if place in state_axes else 1 for place, size in zip(order, sizes, strict=True)])
         total = x if total is None else emit.call(aten.mul.Tensor, total, x)
     if total is None:
         return None if like is None else _constant(emit, like, sizes, scale)

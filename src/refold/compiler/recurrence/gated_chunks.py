@@ -27,7 +27,7 @@ import torch
 from torch.fx import Node
 
 from ...ops.torch.registry import OPS, node_args
-from ..ir.index import value
+from ..ir.fx import value
 from .vectorize import Emitter
 
 aten = torch.ops.aten
@@ -38,7 +38,7 @@ CHUNK = 16
 FORGETS = -1e4
 
 
-def keyed_scan(
+def gated_scan(
     emit: Emitter, queries: Node, keys: Node, values: Node, logs: Node, initial: Node | None
 ) -> tuple[Node, Node]:
     """Emit the scan.

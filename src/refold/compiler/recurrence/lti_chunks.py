@@ -20,7 +20,7 @@ import torch
 from torch.fx import Node
 
 from ...ops.torch.registry import OPS, node_args
-from ..ir.index import value
+from ..ir.fx import value
 from .gated_chunks import finite_part
 from .vectorize import Emitter
 
@@ -31,7 +31,7 @@ prims = torch.ops.prims
 CHUNK = 64
 
 
-def steady_scan(emit: Emitter, query: Node, key: Node, decay: Node, x: Node, initial: Node | None) -> tuple[Node, Node]:
+def lti_scan(emit: Emitter, query: Node, key: Node, decay: Node, x: Node, initial: Node | None) -> tuple[Node, Node]:
     """Emit the scan.
 
     Args:

@@ -1,6 +1,6 @@
 """How a contraction reads the states of a scan: as one of the factors that it multiplies and sums.
 
-Values are split into factors in index notation, each with the axes of the states that it runs along. States may be
+Values are split into factors in index notation, each with the axes of the states that it runs along. ScanStates may be
 read after their step or before it (``loop.previous``), and beside other products: in ``sum over n of C * (h + u * B)``
 the sum is multiplied out, and what does not hold the states is kept apart.
 """
@@ -14,7 +14,9 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from ..ir.index import Factor, Product, index, matmul_product, resolve, sum_product, value
+from ..ir.fx import value
+from ..ir.index import Factor, Product, index, matmul_product, sum_product
+from ..ir.symbols import resolve
 from .vectorize import Emitter
 
 aten = torch.ops.aten
@@ -25,22 +27,22 @@ class Term:
     """A factor: a node, and for each of its axes which axis of the states it runs along."""
 
     node: Node
-    places: tuple[int | None, ...]
+    state_axes: tuple[int | None, ...]
 
     def spans(self) -> set[int]:
         """Return the axes of the states that it depends on."""
-        return {place for place in self.places if place is not None}
+        return {place for place in self.state_axes if place is not None}
 
 
-def terms(emit: Emitter, node: Node, places: tuple[int | None, ...]) -> tuple[float, list[Term]]:
+def terms(emit: Emitter, node: Node, state_axes: tuple[int | None, ...]) -> tuple[float, list[Term]]:
     """Split a value into factors as far as index notation sees them; (scale, factors)."""
-    return _split(emit, index(node), node, places)
+    return _split(emit, index(node), node, state_axes)
 
 
-def _split(emit: Emitter, product: Product, node: Node, places: tuple[int | None, ...]) -> tuple[float, list[Term]]:
-    whole = (1.0, [Term(node, places)])
+def _split(emit: Emitter, product: Product, node: Node, state_axes: tuple[int | None, ...]) -> tuple[float, list[Term]]:
+    whole = (1.0, [Term(node, state_axes)])
     where: dict[Any, int | None] = {}
-    for label, place in zip(product.labels, places, strict=True):
+    for label, place in zip(product.labels, state_axes, strict=True):
         axes = resolve(label)
         if len(axes) > 1:
             return whole
@@ -60,17 +62,17 @@ def _factor_terms(
 ) -> tuple[float, list[Term]] | None:
     """Split a factor further, given where its symbols run; None if it cannot be laid along axes of the states."""
     axes = factor.axes()
-    if factor.steps or any(axis not in where for axis in axes):
+    if factor.pending or any(axis not in where for axis in axes):
         return None
     if any(len(resolve(label)) > 1 for label in factor.labels):  # a matrix product leaves batch and time as one axis
         split = emit.reshape(factor.node, [int(axis.size) for axis in axes])
         return 1.0, [Term(split, tuple(where[axis] for axis in axes))]
-    places = tuple(where[label[0]] if (label := resolve(own)) else None for own in factor.labels)
-    return (1.0, [Term(factor.node, places)]) if factor.node is within else terms(emit, factor.node, places)
+    state_axes = tuple(where[label[0]] if (label := resolve(own)) else None for own in factor.labels)
+    return (1.0, [Term(factor.node, state_axes)]) if factor.node is within else terms(emit, factor.node, state_axes)
 
 
 @dataclass(frozen=True)
-class Reading:
+class Readout:
     """How ``y`` reads the states.
 
     Attributes:
@@ -79,8 +81,8 @@ class Reading:
         scale: A number that the product has as a factor.
         others: The other factors.
         out: Which axis of the states each axis of ``y`` is.
-        late: Whether it reads each step's state before the step.
-        besides: Products of no state that are summed as well, each a number and factors.
+        exclusive: Whether it reads each step's state before the step.
+        extra_terms: Products of no state that are summed as well, each a number and factors.
     """
 
     node: Node
@@ -88,12 +90,12 @@ class Reading:
     scale: float
     others: list[Term]
     out: tuple[int | None, ...]
-    late: bool
-    besides: list[tuple[float, list[Term]]]
+    exclusive: bool
+    extra_terms: list[tuple[float, list[Term]]]
 
 
 @dataclass(frozen=True)
-class States:
+class ScanStates:
     """Where the states of a scan are in a graph.
 
     Attributes:
@@ -108,7 +110,7 @@ class States:
     shape: list[int]
     dependent: Set[Node]
 
-    def places(self, node: Node) -> tuple[int, ...] | None:
+    def state_axes(self, node: Node) -> tuple[int, ...] | None:
         """Return which axis of the states each axis of a node is, if the node is the states or a sum with them."""
         rank = len(self.shape)
         if node is self.after:
@@ -119,13 +121,13 @@ class States:
 
     def without_ones(self, node: Node) -> tuple[int | None, ...]:
         """Do the same as factors have it: an axis of size one runs along none."""
-        return tuple(place if self.shape[place] != 1 else None for place in self.places(node) or ())
+        return tuple(place if self.shape[place] != 1 else None for place in self.state_axes(node) or ())
 
 
 _SUMS = (aten.add.Tensor, aten.sub.Tensor)
 
 
-def reading(emit: Emitter, node: Node, states: States) -> Reading | None:
+def find_readout(emit: Emitter, node: Node, states: ScanStates) -> Readout | None:
     """Read a contraction of the states; None if it is none, or reads them otherwise."""
     if node.target is aten.sum.dim_IntList:
         product = sum_product(node)
@@ -137,11 +139,11 @@ def reading(emit: Emitter, node: Node, states: States) -> Reading | None:
     if product is None or len(holding) != 1:
         return None
     (mine,) = holding
-    places = states.places(mine.node)
-    if places is None or mine.steps:
+    state_axes = states.state_axes(mine.node)
+    if state_axes is None or mine.pending:
         return None
     where: dict[Any, int] = {}
-    for place, label in zip(places, mine.labels, strict=True):
+    for place, label in zip(state_axes, mine.labels, strict=True):
         axes = resolve(label)
         if len(axes) > 1:
             return None
@@ -158,21 +160,21 @@ def reading(emit: Emitter, node: Node, states: States) -> Reading | None:
         if placed is None:
             return None
         scale, others = scale * placed[0], others + placed[1]
-    found = _multiplied_out(emit, scale, [Term(mine.node, places), *others], states)
+    found = _multiplied_out(emit, scale, [Term(mine.node, state_axes), *others], states)
     held = [product for product in found or [] if any(term.node in states.dependent for term in product[1])]
     if found is None or len(held) != 1:
         return None
     (scale, factors), besides = held[0], [product for product in found if product is not held[0]]
     (own,) = (term for term in factors if term.node in states.dependent)
-    if own.places != states.without_ones(own.node) and own.node is not mine.node:
+    if own.state_axes != states.without_ones(own.node) and own.node is not mine.node:
         return None
     others = [term for term in factors if term is not own]
     out = tuple(where[axis] for axis in layout)
-    return Reading(node, where[bound[0]], scale, others, out, own.node is states.before, besides)
+    return Readout(node, where[bound[0]], scale, others, out, own.node is states.before, besides)
 
 
 def _multiplied_out(
-    emit: Emitter, scale: float, factors: list[Term], states: States
+    emit: Emitter, scale: float, factors: list[Term], states: ScanStates
 ) -> list[tuple[float, list[Term]]] | None:
     """Turn a product of sums that hold the states into a sum of products."""
     total = next((term for term in factors if term.node in states.dependent and term.node.target in _SUMS), None)
@@ -185,7 +187,7 @@ def _multiplied_out(
     for side, sign in zip(sides, (1.0, -1.0 if total.node.target is aten.sub.Tensor else 1.0), strict=True):
         assert isinstance(side, Node)
         shape = value(side).shape
-        own = total.places[len(total.places) - len(shape) :]
+        own = total.state_axes[len(total.state_axes) - len(shape) :]
         number, parts = terms(emit, side, tuple(p if size != 1 else None for p, size in zip(own, shape, strict=True)))
         found = _multiplied_out(emit, scale * sign * number, parts + others, states)
         if found is None:

@@ -1,6 +1,6 @@
 """Roll up unrolled loops: the values of all steps of a loop become one tensor with a time axis.
 
-`Rollup.stack` takes one node a step and works backwards. If all steps apply the same operation, its
+`Reroller.stack` takes one node a step and works backwards. If all steps apply the same operation, its
 arguments are one node a step again, and are stacked first. It ends where all steps read the same
 node, or the same tensor at positions in arithmetic progression. And where it meets, one step late,
 a list of nodes that it is just stacking: that is the carry of a loop. From there on back up, values
@@ -21,9 +21,9 @@ import torch
 from torch.fx import Node
 
 from ..ir.cost import numel
-from ..ir.index import is_tensor, known, place, value
-from .affine import Affine, Carries, Loop
-from .vectorize import NotALoop, Value, run
+from ..ir.fx import is_tensor, known, place, value
+from .affine import Affine, Loop, LoopVectorizer
+from .vectorize import NotALoop, Value, vectorize_node
 
 aten = torch.ops.aten
 prims = torch.ops.prims
@@ -40,7 +40,7 @@ class _Frame:
     open: dict[Node, Loop] = field(default_factory=dict)
 
 
-class Rollup(Carries):
+class Reroller(LoopVectorizer):
     """Stacks lists of nodes of one graph, and remembers what it has stacked."""
 
     def __init__(self, training: bool = False) -> None:
@@ -60,8 +60,8 @@ class Rollup(Carries):
         self.emit.at(anchor)
         found = self._list(tuple(steps), _Frame(), 0, 0)
         if isinstance(found, Affine):
-            raise NotALoop("the list depends on a loop that is not finished")
-        return self.emit.timed(found, len(steps))
+            raise NotALoop("carries-coupled", "the list depends on a loop that is not finished")
+        return self.emit.with_time(found, len(steps))
 
     def _list(self, steps: tuple[Any, ...], frame: _Frame, depth: int, peeled: int) -> Value | Affine:
         first = steps[0]
@@ -84,13 +84,13 @@ class Rollup(Carries):
             self._memo[steps] = reason
             raise
         self._memo[steps] = part
-        if isinstance(part, Value) and part.timed:
+        if isinstance(part, Value) and part.has_time:
             # A step may carry on from a number.
             ends = [step for step in (steps[0], steps[-1]) if isinstance(step, Node)]
             val = max((step.meta["val"] for step in ends), key=numel)
             if isinstance(val, torch.Tensor) and tuple(value(part.node).shape) != (len(steps), *val.shape):
-                self._memo[steps] = NotALoop("the steps differ in shape")
-                raise NotALoop("the steps differ in shape")
+                self._memo[steps] = NotALoop("steps-differ", "the steps differ in shape")
+                raise NotALoop("steps-differ", "the steps differ in shape")
             for i, step in enumerate(steps):
                 if isinstance(step, Node):
                     self._place.setdefault(step, (part, steps, i))
@@ -113,14 +113,14 @@ class Rollup(Carries):
 
     def _new(self, steps: tuple[Any, ...], frame: _Frame, depth: int, peeled: int) -> Value | Affine:
         if depth > DEPTH:
-            raise NotALoop("a step is too long")
+            raise NotALoop("step-long", "a step is too long")
         if (end := self._odd_end(steps)) is not None:
             return self._peel(steps, end, peeled)
         sample = steps[-1]
         if not isinstance(sample, Node) or sample.op != "call_function":
-            raise NotALoop("the steps read tensors that are not slices of one")
+            raise NotALoop("read-uneven", "the steps read tensors that are not slices of one")
         if any(self._kind(step) != sample.target for step in steps):
-            raise NotALoop("the steps do not all compute the same")
+            raise NotALoop("steps-differ", "the steps do not all compute the same")
         if sample.target is aten.copy.default and all(plain_copy(step) for step in steps):
             self.members.update(steps)
             return self._list(tuple(step.args[1] for step in steps), frame, depth + 1, peeled)
@@ -129,12 +129,12 @@ class Rollup(Carries):
             return read
         rows = [list(_leaves((step.args, step.kwargs))) for step in steps]
         if any(len(row) != len(rows[0]) for row in rows):
-            raise NotALoop("the steps differ in their number of arguments")
+            raise NotALoop("steps-differ", "the steps differ in their number of arguments")
         tags = getattr(sample.target, "tags", ())
         if torch.Tag.nondeterministic_seeded in tags:
-            raise NotALoop("there is randomness in the loop")
+            raise NotALoop("randomness", "there is randomness in the loop")
         if any(isinstance(leaf, Node) for leaf in _leaves(sample.kwargs)):
-            raise NotALoop(f"{sample.target} reads a tensor by keyword")
+            raise NotALoop("no-iteration-form", f"{sample.target} reads a tensor by keyword")
         loop = Loop(steps)
         frame.open.setdefault(steps[0], loop)
         frame.open.setdefault(steps[-1], loop)
@@ -147,9 +147,9 @@ class Rollup(Carries):
         self.members.update(steps)
         carries = [leaf for leaf in leaves if isinstance(leaf, Affine)]
         if not carries:
-            if not any(leaf.timed for leaf in leaves):
+            if not any(leaf.has_time for leaf in leaves):
                 return Value(steps[0])  # computed anew at every step, but always the same
-            return run(self.emit, sample, _rebuild(sample.args, iter(leaves)), len(steps))
+            return vectorize_node(self.emit, sample, _rebuild(sample.args, iter(leaves)), len(steps))
         body = self._affine(sample, leaves, carries[0].loop, len(steps))
         return self._scan(loop, body) if body.loop is loop else body
 
@@ -180,22 +180,22 @@ class Rollup(Carries):
     def _peel(self, steps: tuple[Any, ...], end: int, peeled: int) -> Value:
         """Stack all steps but one at the end, which stays as it is."""
         if peeled >= PEELS:
-            raise NotALoop("the steps differ from one another")
+            raise NotALoop("steps-differ", "the steps differ from one another")
         rest = self._list(steps[1:] if end == 0 else steps[:-1], _Frame(), 0, peeled + 1)
         odd = steps[end]
         if isinstance(rest, Affine):
-            raise NotALoop("the list depends on a loop that is not finished")
+            raise NotALoop("carries-coupled", "the list depends on a loop that is not finished")
         like = steps[1] if end == 0 else steps[-2]
         if not is_tensor(like):
-            raise NotALoop("the steps differ in what is no tensor")
-        core = self.emit.timed(rest, len(steps) - 1)
+            raise NotALoop("steps-differ", "the steps differ in what is no tensor")
+        core = self.emit.with_time(rest, len(steps) - 1)
         if is_tensor(odd) and numel(value(odd)) > numel(value(like)):  # a factor of a gradient that had no step before
             shape = value(odd).shape
             core = self.emit.expand(self.emit.padded(Value(core, True), len(shape)), [len(steps) - 1, *shape])
         else:
             odd = self._tensor(odd, like)
         if value(odd).dtype != value(core).dtype:
-            raise NotALoop("the dtype changes from step to step")
+            raise NotALoop("steps-differ", "the dtype changes from step to step")
         own = self.emit.call(aten.unsqueeze.default, odd, 0)
         return Value(self.emit.call(aten.cat.default, [own, core] if end == 0 else [core, own], 0), True)
 
@@ -204,7 +204,7 @@ class Rollup(Carries):
         if x not in self._place:
             return x
         whole, _, at = self._place[x]
-        return self.emit.call(aten.select.int, whole.node, 0, at) if whole.timed else whole.node
+        return self.emit.call(aten.select.int, whole.node, 0, at) if whole.has_time else whole.node
 
     # Reads -----------------------------------------------------------------------------------
 
@@ -215,11 +215,13 @@ class Rollup(Carries):
             return None
         source, dim, start, stop, keep = parts[0]
         starts = [part[2] for part in parts]
+        if all(part == parts[0] for part in parts):
+            return None  # the same positions at every step
         step, width = starts[1] - starts[0], stop - start
         if any(b - a != step for a, b in itertools.pairwise(starts)) or not step:
-            raise NotALoop("a tensor is read at positions that are not evenly spaced")
+            raise NotALoop("read-uneven", "a tensor is read at positions that are not evenly spaced")
         if any(part[3] - part[2] != width for part in parts) or (width != 1 and abs(step) != width):
-            raise NotALoop("a tensor is read in slices that do not tile it")
+            raise NotALoop("read-uneven", "a tensor is read in slices that do not tile it")
         return self._slices(source, dim, starts[0], step, width, len(steps), keep)
 
 
@@ -232,7 +234,7 @@ def _carry(steps: tuple[Any, ...], frame: _Frame) -> Affine | None:
         if (steps[:-1] == loop.steps[1:]) if reverse else (steps[1:] == loop.steps[:-1]):
             initial = steps[-1] if reverse else steps[0]
             if loop.initial is not None and loop.initial is not initial:
-                raise NotALoop("a step reads two different initial states")
+                raise NotALoop("initial-state", "a step reads two different initial states")
             loop.initial, loop.reverse = initial, reverse
             return Affine(loop)
     return None

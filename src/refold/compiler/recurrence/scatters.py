@@ -14,7 +14,7 @@ import torch
 from torch.fx import Graph, Node
 
 from ..ir.builder import Builder
-from ..ir.index import arg, known, place, value
+from ..ir.fx import arg, known, place, value
 from ..ir.metadata import refresh, substitute
 from .reroll import plain_copy
 

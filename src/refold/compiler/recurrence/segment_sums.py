@@ -14,26 +14,14 @@ from math import inf
 import numpy as np
 import torch
 from torch.fx import GraphModule, Node
-from torch.utils._python_dispatch import _disable_current_modes
 
 from ..ir.builder import extract, is_constant
 from ..ir.evaluate import evaluate
-from ..ir.index import (
-    Axis,
-    Factor,
-    Label,
-    Product,
-    arg,
-    expand,
-    index,
-    is_tensor,
-    is_view,
-    resolve,
-    same,
-    sum_dims,
-    unify,
-    value,
-)
+from ..ir.fx import arg, is_tensor, same, sum_dims, value
+from ..ir.index import Factor, Product, expand, index
+from ..ir.symbols import Axis, Label, resolve, unify
+from ..ir.views import is_view
+from ..private import without_modes
 
 aten = torch.ops.aten
 
@@ -67,7 +55,7 @@ def decay(node: Node) -> Segments | None:
         kept, keep_true = split
         inner = index(kept, top=False)
         (factor,) = inner.factors if len(inner.factors) == 1 else (None,)
-        if factor is None or factor.steps or inner.scale != 1.0 or factor.node.target is not aten.exp.default:
+        if factor is None or factor.pending or inner.scale != 1.0 or factor.node.target is not aten.exp.default:
             return None
         found = decay(factor.node)
         if found is None or not unify_all(found.labels, factor.labels):
@@ -79,7 +67,7 @@ def decay(node: Node) -> Segments | None:
 def segments(node: Node) -> Segments | None:
     """Read a value as a segment sum, through views."""
     seen = index(node, top=False)
-    if len(seen.factors) != 1 or seen.scale != 1.0 or seen.bound or seen.factors[0].steps:
+    if len(seen.factors) != 1 or seen.scale != 1.0 or seen.bound or seen.factors[0].pending:
         return None
     (factor,) = seen.factors
     found = _direct(factor.node)
@@ -97,7 +85,7 @@ def pair(ours: tuple[Factor, ...] | list[Factor], theirs: tuple[Factor, ...] | l
     """Tell whether two lists hold the same nodes, in any order; unifies the symbols they are read at."""
     left = list(theirs)
     for factor in ours:
-        other = next((x for x in left if (x.node, x.steps) == (factor.node, factor.steps)), None)
+        other = next((x for x in left if (x.node, x.pending) == (factor.node, factor.pending)), None)
         if other is None or not unify_all(factor.labels, other.labels):
             return False
         left.remove(other)
@@ -266,11 +254,12 @@ def keeps_below(mask: Node, rank: int, i: int, j: int, keep_true: bool, diagonal
 
 def constant_value(node: Node) -> np.ndarray | None:
     """Compute a value that depends on no input."""
-    if not is_constant(node):
+    outside = without_modes()
+    if outside is None or not is_constant(node):
         return None
     gm: GraphModule = extract(node, [])
     for inner in gm.graph.nodes:
         if "device" in inner.kwargs:
             inner.update_kwarg("device", torch.device("cpu"))
-    with _disable_current_modes():
+    with outside:
         return evaluate(gm, []).numpy()

@@ -6,8 +6,8 @@ from collections import defaultdict
 
 from torch.fx import Graph, Node
 
-from ..ir.index import is_view
 from ..ir.rewrite import source_line
+from ..ir.views import is_view
 
 # Shorter chains are ordinary layer code.
 SHORTEST = 8

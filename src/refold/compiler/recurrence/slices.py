@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from ..ir.index import arg, is_tensor, same, value
+from ..ir.fx import arg, is_tensor, same, value
 from .vectorize import Emitter, is_pointwise
 
 aten = torch.ops.aten

@@ -17,22 +17,23 @@ import torch
 from torch.fx import Node
 
 from ..ir.builder import Builder
-from ..ir.index import is_tensor, value
+from ..ir.fx import is_tensor, value
+from ..refusals import Refusal
 
 aten = torch.ops.aten
 prims = torch.ops.prims
 
 
-class NotALoop(Exception):
-    """Steps cannot be merged; the message is a reason for a person."""
+class NotALoop(Refusal):
+    """Steps cannot be merged."""
 
 
 @dataclass(frozen=True)
 class Value:
-    """An argument over all steps: a node or a number; ``timed`` if axis 0 of the node is time."""
+    """An argument over all steps: a node or a number; ``has_time`` if axis 0 of the node is time."""
 
     node: Any
-    timed: bool = False
+    has_time: bool = False
 
 
 class Emitter:
@@ -90,14 +91,14 @@ class Emitter:
 
     def padded(self, v: Value, rank: int) -> Any:
         """Return an operand for broadcasting against steps of this rank: ones go after the time axis."""
-        if not (v.timed and is_tensor(v.node)):
+        if not (v.has_time and is_tensor(v.node)):
             return v.node
         shape = list(value(v.node).shape)
         return self.reshape(v.node, [shape[0], *([1] * (rank + 1 - len(shape))), *shape[1:]])
 
-    def timed(self, v: Value, steps: int, like: Node | None = None) -> Node:
+    def with_time(self, v: Value, steps: int, like: Node | None = None) -> Node:
         """Return a tensor with a time axis, repeating what is the same at every step."""
-        if v.timed:
+        if v.has_time:
             return v.node
         if not isinstance(v.node, Node):
             assert like is not None
@@ -127,7 +128,7 @@ def _dim(d: int, rank: int) -> int:
 def _rank(args: list[Any]) -> int:
     """Return the rank of a step's first argument."""
     first: Value = args[0]
-    return value(first.node).dim() - first.timed
+    return value(first.node).dim() - first.has_time
 
 
 def _pointwise(emit: Emitter, node: Node, args: list[Any], steps: int) -> Node:
@@ -146,6 +147,11 @@ def _along_dim(emit: Emitter, node: Node, args: list[Any], steps: int) -> Node:
 def _sized_split(emit: Emitter, node: Node, args: list[Any], steps: int) -> Node:
     dim = args[2] if len(args) > 2 else 0
     return emit.call(node.target, args[0].node, args[1], _dim(dim, _rank(args)))
+
+
+def _parts(emit: Emitter, node: Node, args: list[Any], steps: int) -> Node:
+    """Real and imaginary parts: an axis at the end, or none."""
+    return emit.call(node.target, args[0].node)
 
 
 def _unsqueeze(emit: Emitter, node: Node, args: list[Any], steps: int) -> Node:
@@ -187,12 +193,12 @@ def _permute(emit: Emitter, node: Node, args: list[Any], steps: int) -> Node:
 
 def _cat(emit: Emitter, node: Any, args: list[Any], steps: int) -> Node:
     dim = args[1] if len(args) > 1 else node.kwargs.get("dim", 0)
-    return emit.call(aten.cat.default, [emit.timed(v, steps) for v in args[0]], _dim(dim, value(node).dim()))
+    return emit.call(aten.cat.default, [emit.with_time(v, steps) for v in args[0]], _dim(dim, value(node).dim()))
 
 
 def _layer_norm(emit: Emitter, node: Node, args: list[Any], steps: int) -> Node:
-    if any(isinstance(a, Value) and a.timed for a in args[1:]):
-        raise NotALoop("a step normalises with weights of its own")
+    if any(isinstance(a, Value) and a.has_time for a in args[1:]):
+        raise NotALoop("no-iteration-form", "a step normalises with weights of its own")
     plain = [a.node if isinstance(a, Value) else a for a in args]
     return emit.call(node.target, *plain, **node.kwargs)
 
@@ -203,14 +209,14 @@ def _getitem(emit: Emitter, node: Node, args: list[Any], steps: int) -> Node:
 
 def _mm(emit: Emitter, node: Node, args: list[Any], steps: int) -> Node:
     a, b = args[-2:]
-    if a.timed and not b.timed:  # rows of all steps under one another
+    if a.has_time and not b.has_time:  # rows of all steps under one another
         rows = emit.reshape(a.node, [math.prod(value(a.node).shape[:2]), value(a.node).shape[2]])
         out = emit.reshape(emit.call(aten.mm.default, rows, b.node), [steps, *value(node).shape])
     else:
-        out = emit.call(aten.bmm.default, emit.timed(a, steps), emit.timed(b, steps))
+        out = emit.call(aten.bmm.default, emit.with_time(a, steps), emit.with_time(b, steps))
     if node.target is aten.addmm.default:
         if node.kwargs:
-            raise NotALoop("a scaled addmm")
+            raise NotALoop("no-iteration-form", "a scaled addmm")
         out = emit.call(aten.add.Tensor, emit.padded(args[0], 2), out)
     return out
 
@@ -218,14 +224,14 @@ def _mm(emit: Emitter, node: Node, args: list[Any], steps: int) -> Node:
 def _bmm(emit: Emitter, node: Node, args: list[Any], steps: int) -> Node:
     merged = []
     for v in args:
-        x = emit.timed(v, steps)
+        x = emit.with_time(v, steps)
         merged.append(emit.reshape(x, [steps * value(x).shape[1], *value(x).shape[2:]]))
     return emit.reshape(emit.call(aten.bmm.default, *merged), [steps, *value(node).shape])
 
 
 def _contract(emit: Emitter, node: Node, args: list[Any], steps: int) -> Node:
     """``mv`` and ``dot``: their matrix products with the time axis as batch."""
-    a, b = (emit.timed(v, steps) for v in args)
+    a, b = (emit.with_time(v, steps) for v in args)
     vector = [*value(b).shape, 1]
     left = a if node.target is aten.mv.default else emit.reshape(a, [steps, 1, value(a).shape[1]])
     return emit.reshape(emit.call(aten.bmm.default, left, emit.reshape(b, vector)), [steps, *value(node).shape])
@@ -233,7 +239,7 @@ def _contract(emit: Emitter, node: Node, args: list[Any], steps: int) -> Node:
 
 _CASTS = (prims.convert_element_type.default, aten._to_copy.default, aten.clone.default, aten.alias.default)
 
-RULES: dict[Any, Rule] = {
+BATCHING_RULES: dict[Any, Rule] = {
     **dict.fromkeys((*_CASTS, aten.detach.default), _pointwise),
     **dict.fromkeys((aten.select.int, aten.slice.Tensor, aten.squeeze.dim, aten.unbind.int), _along_dim),
     **dict.fromkeys((aten._softmax.default, aten._log_softmax.default, aten.cumsum.default), _along_dim),
@@ -245,6 +251,8 @@ RULES: dict[Any, Rule] = {
     **dict.fromkeys((aten.permute.default, aten.transpose.int, aten.t.default), _permute),
     **dict.fromkeys((aten.mm.default, aten.addmm.default), _mm),
     **dict.fromkeys((aten.mv.default, aten.dot.default), _contract),
+    **dict.fromkeys((aten.view_as_real.default, aten.view_as_complex.default, aten._conj.default), _parts),
+    **dict.fromkeys((aten.real.default, aten.imag.default, aten.resolve_conj.default), _parts),
     aten.unsqueeze.default: _unsqueeze,
     aten.expand.default: _expand,
     aten.cat.default: _cat,
@@ -261,7 +269,7 @@ def is_pointwise(target: Any) -> bool:
     return torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags
 
 
-def run(emit: Emitter, node: Node, args: list[Any], steps: int) -> Value:
+def vectorize_node(emit: Emitter, node: Node, args: list[Any], steps: int) -> Value:
     """Emit a step's operation for all steps.
 
     Args:
@@ -273,16 +281,16 @@ def run(emit: Emitter, node: Node, args: list[Any], steps: int) -> Value:
     Raises:
         NotALoop: There is no rule for this operation.
     """
-    rule = RULES.get(node.target, _pointwise if is_pointwise(node.target) else None)
+    rule = BATCHING_RULES.get(node.target, _pointwise if is_pointwise(node.target) else None)
     if rule is None:
-        raise NotALoop(f"{node.target} in the loop has no form over all steps")
+        raise NotALoop("no-iteration-form", f"{node.target} in the loop has no form over all steps")
     try:
         new = rule(emit, node, args, steps)
     except (RuntimeError, ValueError, TypeError, AttributeError) as error:
-        raise NotALoop(f"{node.target} could not be given a time axis") from error
+        raise NotALoop("no-iteration-form", f"{node.target} could not be given a time axis") from error
     for own, step in zip(_tensors(new), _tensors(node), strict=False):
         if tuple(own.shape) != (steps, *step.shape) or own.dtype != step.dtype:
-            raise NotALoop(f"{node.target} over all steps is not its steps stacked")
+            raise NotALoop("no-iteration-form", f"{node.target} over all steps is not its steps stacked")
     return Value(new, True)
 
 

@@ -12,19 +12,20 @@ import torch
 from torch.fx import GraphModule
 
 from ...report import GraphReport
-from ...verify import median_ms, race
+from ...verify import median_ms, profile, race
 from ...verify.memory import available_bytes, peak_bytes
 from ...verify.timing import DELTA
 from ..compile_time import RIVAL_S, unrolled_seconds
-from ..inductor import Compiled, apart, arguments, clone_inputs, inductor, standalone
+from ..inductor import Compiled, arguments, clone_inputs, inductor, standalone
 from ..ir.cost import Cost, clearly_less
+from ..private import apart
 from .region import Settings, first_times, undisturbed_rng
 from .whole import compare
 
 log = logging.getLogger("refold")
 
 # A race may take this long.
-RACE_BUDGET_S = 20.0
+TIMING_BUDGET_S = 20.0
 # What takes longer than this, and is not the fastest, is timed no more often than it takes to know that.
 SLOW_MS = 200.0
 
@@ -44,7 +45,7 @@ class Rewritten:
     terms: int
 
 
-def last_word(
+def choose_program(
     rewritten: Rewritten, gm: GraphModule, inputs: Sequence[Any], settings: Settings, entry: GraphReport
 ) -> Compiled:
     """Compare a rewritten graph with the original, race it against eager and plain Inductor, and record both.
@@ -79,7 +80,7 @@ def last_word(
         entry.reason = f"because the rewritten graph {reason}"
         log.warning("refold: graph %d: %s runs, %s", entry.index, entry.chosen, entry.reason)
     elif settings.accept == "faster":
-        _race(rewritten.run, originals, inputs, entry, peaks=not unrolled)
+        _time_all(rewritten.run, originals, inputs, entry, peaks=not unrolled)
     if entry.chosen == "refold":
         return rewritten.run
     for row in entry.applied:
@@ -116,7 +117,7 @@ def _compared(
     return f"differs from the original: {found.reason}" if found.reason else ""
 
 
-def _race(
+def _time_all(
     program: Compiled, originals: dict[str, Compiled], inputs: Sequence[Any], entry: GraphReport, *, peaks: bool
 ) -> None:
     """Race a program against the original, and record which is to run."""
@@ -130,7 +131,7 @@ def _race(
         log.info("racing the whole graph")
         times = first_times(rivals, device)
         name = min(times, key=times.__getitem__)
-        result = race(rivals[name], ours, device, budget_s=RACE_BUDGET_S)
+        result = race(rivals[name], ours, device, budget_s=TIMING_BUDGET_S)
         for other, run in rivals.items():
             slow = times[other] > SLOW_MS
             entry.times_ms[other] = (
@@ -142,6 +143,9 @@ def _race(
         entry.times_ms["refold"] = result.candidate_ms
         entry.peak_bytes["refold"] = peak_bytes(ours, device)
         entry.speedup, entry.speedup_at_least, entry.speedup_at_most = result.speedup, result.at_least, result.at_most
+        for who, run in {**rivals, "refold": ours}.items():
+            if found := profile.take(f"graph {entry.index}: {who}", run, device):
+                entry.kernels[who] = found
     entry.busy = result.busy
     before, after = Cost(entry.flops_before, entry.bytes_before), Cost(entry.flops_after, entry.bytes_after)
     if not result.faster and result.busy and clearly_less(after, before):

@@ -1,4 +1,4 @@
-"""Prove one rewrite, then race it: the bridge from compiler regions to `refold.verify`."""
+"""Check one rewrite, then time it: the bridge from compiler regions to `refold.verify`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 from torch.fx import GraphModule, Node
 from torch.utils.flop_counter import flop_registry
 
-from ...verify import Evidence, KindResult, Program, Race, check, race
+from ...verify import Evidence, KindResult, Program, Race, check, profile, race
 from ...verify.memory import available_bytes
 from ...verify.timing import DELTA, once_ms
 from ..compile_time import RIVAL_S, inductor_seconds
@@ -29,7 +29,7 @@ from ..pipeline import run as run_pipeline
 log = logging.getLogger("refold")
 
 # A region may take this many seconds of pair timing before the race is called.
-RACE_BUDGET_S = 5.0
+TIMING_BUDGET_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class Verdict:
         return cls(data["reason"], evidence, None if timed is None else Race(**timed), data["original_by"])
 
 
-def judge(rewrite: Rewrite, actual: Sequence[Any] | None, settings: Settings) -> Verdict:
+def validate_region(rewrite: Rewrite, actual: Sequence[Any] | None, settings: Settings) -> Verdict:
     """Decide whether a rewrite is right and faster.
 
     Args:
@@ -105,8 +105,8 @@ def judge(rewrite: Rewrite, actual: Sequence[Any] | None, settings: Settings) ->
             original,
             candidate,
             reference,
-            actual,
-            like,
+            None if actual is None else _real(actual),
+            _real(like),
             terms=rewrite.terms,
             multilinear=rewrite.multilinear,
             spread=rewrite.spread,
@@ -117,17 +117,22 @@ def judge(rewrite: Rewrite, actual: Sequence[Any] | None, settings: Settings) ->
         if not verdict.evidence.passed:
             verdict.reason = f"not equal to the original: {verdict.evidence.reason}"
             return verdict
-    if settings.accept == "faster" and rewrite.raced_alone:
-        rival = _rival(rewrite)
-        if rival is not None and device.type == "cpu" and clearly_less(rewrite.after, graph_cost(rival.graph.nodes)):
-            # To compile the rival for the CPU takes longest of all. The race of the whole graph decides.
+    _profile(rewrite, like, device)
+    if settings.accept == "faster" and rewrite.timed_alone:
+        baseline = _baseline(rewrite)
+        if (
+            baseline is not None
+            and device.type == "cpu"
+            and clearly_less(rewrite.after, graph_cost(baseline.graph.nodes))
+        ):
+            # To compile the baseline for the CPU takes longest of all. The race of the whole graph decides.
             return verdict
         log.info("racing %s", rewrite.site)
-        verdict.race, verdict.original_by = _race(rewrite, rival, like, device, settings)
+        verdict.race, verdict.original_by = _time(rewrite, baseline, like, device, settings)
         # A region alone is spared what Inductor's fusion recomputes in the whole graph, so the race
         # is generous to the original. What it cannot decide, the race of the whole graph will, unless
         # this rewrite stands in the way of others.
-        refused = not verdict.race.faster if rival is not None else verdict.race.at_most <= 1 + DELTA
+        refused = not verdict.race.faster if baseline is not None else verdict.race.at_most <= 1 + DELTA
         if verdict.race.busy and clearly_less(rewrite.after, rewrite.before):
             return verdict  # a busy machine does not decide
         if refused:
@@ -136,6 +141,15 @@ def judge(rewrite: Rewrite, actual: Sequence[Any] | None, settings: Settings) ->
                 f"between {verdict.race.at_least:.2f}x and {verdict.race.at_most:.2f}x, must exceed {1 + DELTA:.2f}x"
             )
     return verdict
+
+
+def _profile(rewrite: Rewrite, inputs: Sequence[Any], device: torch.device) -> None:
+    """Let a trace show the region before and after, both run node by node, if one is taken."""
+    region = f"{rewrite.name} [{rewrite.site}]"
+    with torch.no_grad():
+        if fits(rewrite.original, device):
+            profile.take(f"{region}: before", lambda: rewrite.original(*inputs), device)
+        profile.take(f"{region}: after", lambda: rewrite.candidate(*inputs), device)
 
 
 def _misdescribed(rewrite: Rewrite) -> str:
@@ -154,13 +168,20 @@ def _misdescribed(rewrite: Rewrite) -> str:
 
 
 def _programs(rewrite: Rewrite) -> tuple[Program, Program, Program, Program]:
-    """Return the original, the candidate, the original in float64, and with float32 in place of float64."""
+    """Return the original, the candidate, the original in float64, and with float32 in place of float64.
+
+    They take and return real numbers: a complex tensor has an axis for its parts, and each part is compared.
+    """
     needed = rewrite.differentiated
+    parts = [isinstance(x, torch.Tensor) and x.is_complex() for x in _inputs(rewrite)]
 
     def program(gm: GraphModule, dtype: torch.dtype | None = None) -> Program:
-        if any(needed):
-            return lambda *xs: with_gradients(gm, xs, needed, dtype)
-        return lambda *xs: evaluate(gm, xs, dtype)
+        def run(*given: Any) -> Any:
+            xs = [torch.view_as_complex(x.contiguous()) if own else x for x, own in zip(given, parts, strict=True)]
+            results = with_gradients(gm, xs, needed, dtype) if any(needed) else evaluate(gm, xs, dtype)
+            return tuple(_real(results)) if isinstance(results, (tuple, list)) else _real([results])[0]
+
+        return run
 
     original = rewrite.original
     return (
@@ -169,6 +190,13 @@ def _programs(rewrite: Rewrite) -> tuple[Program, Program, Program, Program]:
         program(original, torch.float64),
         program(original, torch.float32),
     )
+
+
+def _real(xs: Sequence[Any]) -> list[Any]:
+    """Return complex tensors as real ones with an axis for the two parts."""
+    return [
+        torch.view_as_real(x.resolve_conj()) if isinstance(x, torch.Tensor) and x.is_complex() else x for x in xs
+    ]
 
 
 def _inputs(rewrite: Rewrite) -> list[Any]:
@@ -194,7 +222,7 @@ def _examples(rewrite: Rewrite) -> list[Any] | None:
     for val in _inputs(rewrite):
         if isinstance(val, (int, torch.SymInt)):
             made.append(concrete(val))
-        elif isinstance(val, torch.Tensor) and val.is_floating_point():
+        elif isinstance(val, torch.Tensor) and (val.is_floating_point() or val.is_complex()):
             shape = [concrete(size) for size in val.shape]
             strides = [concrete(stride) for stride in val.stride()]
             made.append(torch.empty_strided(shape, strides, dtype=val.dtype, device=val.device).normal_())
@@ -203,8 +231,8 @@ def _examples(rewrite: Rewrite) -> list[Any] | None:
     return made
 
 
-def _race(
-    rewrite: Rewrite, rival: GraphModule | None, inputs: Sequence[Any], device: torch.device, settings: Settings
+def _time(
+    rewrite: Rewrite, baseline: GraphModule | None, inputs: Sequence[Any], device: torch.device, settings: Settings
 ) -> tuple[Race, str]:
     """Race the region against the fastest of its eager and compiled original, and what other rewrites make of it.
 
@@ -216,7 +244,7 @@ def _race(
     with torch.no_grad():
         if fits(rewrite.original, device):
             originals["eager"] = lambda: rewrite.original(*inputs)
-        otherwise = None if rival is None else compile_or_none(rival, inputs, options)
+        otherwise = None if baseline is None else compile_or_none(baseline, inputs, options)
         if otherwise is not None:
             originals["its other rewrites"] = lambda: otherwise(*inputs)
         elif inductor_seconds(rewrite.size) <= RIVAL_S and not (originals and _one_library_call(rewrite.original)):
@@ -230,7 +258,7 @@ def _race(
             ms = once_ms(run, device)
             return Race(inf, ms, inf, inf, inf, 0, True), "nothing (does not fit in memory)"
         name = min(times := first_times(originals, device), key=times.__getitem__)
-        return race(originals[name], run, device, budget_s=RACE_BUDGET_S), name
+        return race(originals[name], run, device, budget_s=TIMING_BUDGET_S), name
 
 
 def _one_library_call(gm: GraphModule) -> bool:
@@ -241,7 +269,7 @@ def _one_library_call(gm: GraphModule) -> bool:
     )
 
 
-def _rival(rewrite: Rewrite) -> GraphModule | None:
+def _baseline(rewrite: Rewrite) -> GraphModule | None:
     """Return what the pipeline makes of the region without this rewrite; None if nothing."""
     if inductor_seconds(len(rewrite.original.graph.nodes)) > RIVAL_S:
         return None

@@ -7,6 +7,7 @@ is cut, the grids, the integer arguments. A call allocates its outputs and works
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ from refold.ops.torch.launch import (
     refusal,
     same_dtype,
 )
-from refold.ops.torch.tables import device_limits, lookup
+from refold.ops.torch.tables import device_limits, family, lookup
 
 HOPPER = ("refold.ops.ssd._gluon_kernels", "refold.ops.torch.tma_launch")
 
@@ -83,27 +84,63 @@ def choose_cut(nchunks: int, rows: int, slots: int, states: int, state_slots: in
     return best
 
 
+@dataclass(frozen=True)
+class _Tiles:
+    """How the Hopper kernels cut heads and states, of which a program takes a few.
+
+    Attributes:
+        channels: Of a tile.
+        states: Of a tile, or of half of one.
+        halves: 2 for more states than that.
+        scan: Tiles of a program of `scan`, neighbours in a group.
+        state: Likewise of `state`.
+        blocks: Tiles of a head.
+    """
+
+    channels: int
+    states: int
+    halves: int
+    scan: int
+    state: int
+    blocks: int
+
+    @classmethod
+    def of(cls, nheads: int, ngroups: int, headdim: int, dstate: int) -> _Tiles:
+        """Return the tiles of a problem."""
+        channels, states = 64, 64 if dstate <= 64 else 128
+        halves, blocks = triton.cdiv(dstate, states), triton.cdiv(headdim, channels)
+        group = nheads // ngroups * blocks
+        scan = 2 if halves == 1 and group % 2 == 0 else 1
+        state = next(tiles for tiles in (4, 2, 1) if tiles * halves <= 4 and group % tiles == 0)
+        return cls(channels, states, halves, scan, state, blocks)
+
+    def registers(self) -> tuple[dict[str, int], dict[str, int]]:
+        """Return the options of `scan` and of `state` that let two small programs share a multiprocessor."""
+        scan, state = self.scan * self.states == 64, self.state * self.halves == 1
+        return {"maxnreg": 80} if scan else {}, {"maxnreg": 128} if state else {}
+
+    def slots(self, gate: bool) -> tuple[int, int]:
+        """Return how many programs of `scan` and of `state` a multiprocessor holds; a gate takes shared memory."""
+        scan, state = self.registers()
+        return 2 if scan and not gate else 1, 2 if state else 1
+
+
 def _hopper_fits(x, B, C, z, initial) -> bool:
-    """Say whether the Hopper scan takes these tensors: 16 bits, 64 channels, 64 or 128 states, heads in pairs."""
-    nheads, headdim = x.shape[-2:]
-    ngroups, dstate = B.shape[-2:]
+    """Say whether the Hopper kernels take these tensors."""
     if INTERPRETED or x.device.type != "cuda" or torch.cuda.get_device_capability(x.device)[0] != 9:
         return False
-    if x.dtype not in (torch.bfloat16, torch.float16) or B.dtype != x.dtype or C.dtype != x.dtype:
-        return False
-    if headdim != 64 or dstate not in (64, 128) or (nheads // ngroups) % 2 or x.shape[1] == 0:
-        return False
-    tiles = [(x, headdim), (B, dstate), (C, dstate)]
-    if z is not None:
-        if z.dtype != x.dtype:
-            return False
-        tiles.append((z, headdim))
-    if initial is not None and initial.data_ptr() % 16:
+    return x.dtype in (torch.bfloat16, torch.float16) and _fits_copy_engine(x, B, C, z, initial)
+
+
+def _fits_copy_engine(x, B, C, z, initial) -> bool:
+    """Say whether the tiles of these tensors can be copied: at most 256 states, rows of one dtype on 16 bytes."""
+    if x.shape[1] == 0 or B.shape[-1] > 256 or (initial is not None and initial.data_ptr() % 16):
         return False
     return all(
-        t.stride(2) == width and t.stride(0) % 8 == 0 and t.stride(1) % 8 == 0 and t.data_ptr() % 16 == 0
-        for t, width in tiles
-    )
+        t.dtype == x.dtype and t.data_ptr() % 16 == 0 and t.shape[3] % 8 == 0
+        and all(size == 1 or (step > 0 and step % 8 == 0) for size, step in zip(t.shape[:3], t.stride(), strict=False))
+        for t in (x, B, C, z) if t is not None
+    )  # fmt: skip
 
 
 class _Plan:
@@ -116,15 +153,27 @@ class _Plan:
         sms, shared = device_limits(x.device)
         block_n = max(16, triton.next_power_of_2(dstate))
         table = lookup("ssd", x.device, x.dtype)
+        if block_n < 32:
+            table = table | table.get("narrow", {})
         config = table | (config or {})
         block_p = min(max(16, triton.next_power_of_2(headdim)), config["block_p"])
         chunk = min(table["chunk"], max(16, triton.next_power_of_2(config["chunk"])))
         # A tile of the state holds at most `tile` elements; wide states take fewer channels, then shorter chunks.
         while block_p > 16 and block_p * block_n > config["tile"]:
             block_p //= 2
+        steps_positive = dt_softplus or dt_limit[0] >= 0
+        hopper = config["hopper"] and not varlen and chunk == 64 and steps_positive
+        self.hopper = hopper and _hopper_fits(x, B, C, z, initial) and gluon(*HOPPER) is not None
+        stages = config["stages"]
+        if not self.hopper and chunk == 64 and x.element_size() == 2 and family(x.device) == "hopper":
+            # Triton's asynchronous products want 64 tokens. Where rows are not known to lie on 16 bytes, Triton 3.6
+            # then accesses memory that is not its own; there, and for more states, 32 tokens are faster, too.
+            if not all(t.data_ptr() % 16 == 0 and all(n % 16 == 0 for n in t.stride()[:3]) for t in (x, B, C)):
+                chunk, stages = 32, 1
+            elif block_n > 128:
+                chunk = 32
         # Products of float32 keep the tile and its three bfloat16 parts.
         item = 10 if x.dtype == torch.float32 else x.element_size()
-        stages = config["stages"]
         while chunk > 16 and self._shared(chunk, block_p, block_n, item, 1) > shared:
             chunk //= 2
         while stages > 1 and self._shared(chunk, block_p, block_n, item, stages) > shared:
@@ -132,15 +181,12 @@ class _Plan:
         self.nseqs = nseqs = cu_seqlens.numel() - 1 if varlen else batch
         self.nchunks = nchunks = seqlen // chunk + nseqs if varlen else max(1, triton.cdiv(seqlen, chunk))
         blocks_p = triton.cdiv(headdim, block_p)
-        steps_positive = dt_softplus or dt_limit[0] >= 0
-        hopper = config["hopper"] and not varlen and chunk == 64 and steps_positive
-        self.hopper = hopper and _hopper_fits(x, B, C, z, initial) and gluon(*HOPPER) is not None
         rows, slots = batch * nheads * blocks_p, sms * config["slots"]
         states, state_slots = rows, slots
         if self.hopper:
-            self.state_heads = 2 if (nheads // ngroups) % 4 else 4
-            rows, slots = batch * nheads // 2, sms
-            states, state_slots = batch * nheads // self.state_heads, sms
+            self.tiles = tiles = _Tiles.of(nheads, ngroups, headdim, dstate)
+            rows, states = (batch * nheads * tiles.blocks // each for each in (tiles.scan, tiles.state))
+            slots, state_slots = (sms * each for each in tiles.slots(z is not None))
         if "segments" in config:
             nsegments, pieces = config["segments"], config.get("pieces", 1)
         else:
@@ -153,11 +199,14 @@ class _Plan:
         self.warm = False
         self.new_y = fresh_like(x)
         self.new_final = fresh((nseqs, nheads, headdim, dstate), state_dtype or torch.float32, x.device)
+        # C·Bᵀ that one head alone reads is formed where it is read. (Measured for float32 only.)
+        own_cb = x.dtype == torch.float32 and nheads == ngroups and blocks_p <= 2
+        prepared = 0 if own_cb else ngroups
         # One float32 workspace, cut into: C·Bᵀ, decay, step, piece states, piece decays.
         rows = batch * nchunks * nheads * chunk
         states = batch * npieces * nheads
         parts = 2 if x.dtype == torch.float32 else 1
-        sizes = [batch * nchunks * ngroups * chunk * chunk, rows * parts, rows, states * headdim * dstate, states]
+        sizes = [batch * nchunks * prepared * chunk * chunk, rows * parts, rows, states * headdim * dstate, states]
         self.cuts = []
         total = 0
         for size in sizes:
@@ -177,12 +226,12 @@ class _Plan:
         self.chunks = Launch(kernels._ssd_fwd_chunks_kernel, (nseqs + 1,), {"CHUNK": chunk, "BLOCK": 128}, {})
         self.chunks_ints = (nseqs, nchunks, seqlen)
         self.prepare = Launch(
-            kernels._ssd_fwd_prepare_kernel, (batch * nchunks, ngroups + triton.cdiv(nheads, block_h)),
+            kernels._ssd_fwd_prepare_kernel, (batch * nchunks, prepared + triton.cdiv(nheads, block_h)),
             {"CHUNK": chunk, "BLOCK_H": block_h, "BLOCK_N": block_n, "SOFTPLUS": bool(dt_softplus), "VARLEN": varlen,
              "SHIFT": bool(self.hopper), "PARTS": parts, "PRECISION": precision}, {"num_warps": 4},
         )  # fmt: skip
         self.prepare_ints = (
-            seqlen, nchunks, nheads, ngroups, dstate, float(dt_limit[0]), float(dt_limit[1]),
+            seqlen, nchunks, nheads, prepared, dstate, float(dt_limit[0]), float(dt_limit[1]),
             *dt.stride(), *B.stride()[:3], *C.stride()[:3],
         )  # fmt: skip
         size = headdim * dstate
@@ -209,7 +258,8 @@ class _Plan:
                           *x_strides, *B_strides, *C_strides, *z_strides, *D_strides)  # fmt: skip
         self.scan = Launch(
             kernels._ssd_fwd_scan_kernel, (nheads * blocks_p, nsegments, batch),
-            {**shape, **loop, "PASSED": self.passed}, {"num_warps": config["warps"], "num_stages": stages},
+            {**shape, **loop, "PASSED": self.passed, "OWN_CB": own_cb},
+            {"num_warps": config["warps"], "num_stages": stages},
         )  # fmt: skip
 
     def _plan_hopper(self, x, B, C, z, initial, D_strides, cut) -> None:
@@ -218,38 +268,46 @@ class _Plan:
 
         hopper: Any = gluon(*HOPPER)
 
-        batch, seqlen, nheads, headdim = x.shape
+        batch, _, nheads, headdim = x.shape
         ngroups, dstate = B.shape[-2:]
-        nchunks = self.nchunks
+        nchunks, tiles = self.nchunks, self.tiles
         segment_chunks, piece_chunks, pieces, npieces = cut
-        y_strides = (seqlen * nheads * headdim, nheads * headdim, headdim)
-        tile = hopper.tile_layout(16, 3)
 
-        def view(width: int, strides: tuple[int, ...], block: int) -> dict[str, Any]:
-            return {"shape": [batch, seqlen, width], "strides": [*strides[:2], 1], "block_shape": [1, 64, block],
-                    "layout": tile}  # fmt: skip
+        def view(tensor: torch.Tensor, block: int) -> dict[str, Any]:
+            b, t, h, width = tensor.shape
+            # The copy engine wants the stride of an axis of one element, too, to be one that it could take.
+            strides = [tensor.stride(i) if tensor.shape[i] > 1 else 8 for i in (0, 2, 1)]
+            return {"shape": [b, h, t, width], "strides": [*strides, 1], "block_shape": [1, 1, 64, block],
+                    "layout": hopper.tile_layout(16, 4)}  # fmt: skip
 
-        x_view, y_view = view(nheads * headdim, x.stride(), headdim), view(nheads * headdim, y_strides, headdim)
-        z_view = {} if z is None else view(nheads * headdim, z.stride(), headdim)
-        B_view, C_view = view(ngroups * dstate, B.stride(), dstate), view(ngroups * dstate, C.stride(), dstate)
+        x_view, y_view = view(x, tiles.channels), view(torch.empty(x.shape, device="meta"), tiles.channels)
+        z_view = {} if z is None else view(z, tiles.channels)
+        B_view, C_view = view(B, tiles.states), view(C, tiles.states)
         cb_view = {
             "shape": [batch * nchunks * ngroups * 64, 64], "strides": [64, 1], "block_shape": [64, 64],
             "layout": hopper.tile_layout(32, 2),
         }  # fmt: skip
-        initial_view = {} if initial is None else {
-            "shape": [batch * nheads * headdim, dstate], "strides": [dstate, 1], "block_shape": [headdim, dstate],
-            "layout": hopper.tile_layout(8 * initial.element_size(), 2),
+        self.initial_described = initial is not None and tiles.halves == 1
+        initial_view = {} if not self.initial_described else {
+            "shape": [batch * nheads, headdim, dstate], "strides": [headdim * dstate, dstate, 1],
+            "block_shape": [1, tiles.channels, tiles.states],
+            "layout": hopper.tile_layout(8 * initial.element_size(), 3),
         }  # fmt: skip
-        sizes = {"CHUNK": 64, "P": headdim, "N": dstate}
+        sizes = {"HEADDIM": headdim, "DSTATE": dstate, "HALVES": tiles.halves, "CHUNK": 64, "P": tiles.channels,
+                 "N": tiles.states}  # fmt: skip
+        ntiles = nheads * tiles.blocks
+        scan_registers, state_registers = tiles.registers()
         self.state_ints = (nchunks, piece_chunks, npieces, nheads, ngroups)
         self.state = MappedLaunch(
-            hopper._ssd_fwd_state_hopper_kernel, (nheads // self.state_heads, npieces, batch),
-            {"HEADS": self.state_heads, **sizes, "STAGES": 4}, {"num_warps": 4}, [x_view, B_view],
+            hopper._ssd_fwd_state_hopper_kernel, (ntiles // tiles.state, npieces, batch),
+            {**sizes, "TILES": tiles.state, "STAGES": 4},
+            {"num_warps": 4, **state_registers}, [x_view, B_view],
         )  # fmt: skip
         self.scan_ints = (nchunks, segment_chunks, self.nsegments, pieces, npieces, nheads, ngroups, *D_strides)
         self.scan = MappedLaunch(
-            hopper._ssd_fwd_scan_hopper_kernel, (nheads // 2, self.nsegments, batch),
-            {**sizes, "PASSED": self.passed, "HAS_Z": z is not None}, {"num_warps": 4},
+            hopper._ssd_fwd_scan_hopper_kernel, (ntiles // tiles.scan, self.nsegments, batch),
+            {**sizes, "TILES": tiles.scan, "PASSED": self.passed, "HAS_Z": z is not None},
+            {"num_warps": 4, **scan_registers},
             [x_view, z_view, B_view, C_view, cb_view, y_view, initial_view],
         )  # fmt: skip
 
@@ -286,7 +344,8 @@ class _Plan:
             if self.passed:
                 self.pass_(stream, piece_state, piece_decay, initial, *self.pass_ints)
         if self.hopper:
-            self.scan(stream, x, z, B, C, cb, y, initial, decay, step, D, piece_state, piece_decay, final,
+            described, plain = (initial, None) if self.initial_described else (None, initial)
+            self.scan(stream, x, z, B, C, cb, y, described, decay, step, D, plain, piece_state, piece_decay, final,
                       *self.scan_ints)  # fmt: skip
         else:
             self.scan(stream, table, x, B, C, cb, decay, step, D, z, initial, piece_state, piece_decay, y, final,

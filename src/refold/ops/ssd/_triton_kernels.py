@@ -221,8 +221,10 @@ def _ssd_fwd_prepare_kernel(
             decay = total.to(tl.float32)
             low = (total - decay.to(tl.float64)).to(tl.float32)
         else:
-            log2_decay = step * (A * LOG2E)[:, None]
-            decay = tl.cumsum(_clip(log2_decay, -256.0, 256.0), axis=1)
+            log2_decay = _clip(step * (A * LOG2E)[:, None], -256.0, 256.0)
+            if SHIFT:  # An infinite step spoils all that comes after it; its logarithm alone would not.
+                log2_decay = tl.where(step < float("inf"), log2_decay, float("nan"))
+            decay = tl.cumsum(log2_decay, axis=1)
         if SHIFT:
             step = decay - tl.log2(step)
         tl.store(step_ptr + rows, step, mask=heads[:, None])
@@ -327,12 +329,13 @@ def _ssd_fwd_scan_kernel(
     stride_x_b, stride_x_t, stride_x_h, stride_B_b, stride_B_t, stride_B_g, stride_C_b, stride_C_t, stride_C_g,
     stride_z_b, stride_z_t, stride_z_h, stride_D_h, stride_D_p,
     CHUNK: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, VARLEN: tl.constexpr,
-    PASSED: tl.constexpr, PARTS: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    PASSED: tl.constexpr, PARTS: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, OWN_CB: tl.constexpr,
 ):  # fmt: skip
     """Grid (heads * blocks of head channels, segments, batch): a program owns one segment of one head block.
 
     Reads x, B, C, z and C·Bᵀ of the segment once and writes y once; the (state, channels) tile stays in float32
-    registers over the whole segment. Its rows are ragged (a chunk may be short); so may be channels and state.
+    registers over the whole segment. Its rows are ragged (a chunk may be short); so may be channels and state. With
+    OWN_CB, for groups of one head, it forms C·Bᵀ itself.
     """
     blocks_p = tl.cdiv(headdim, BLOCK_P)
     pid_h = tl.program_id(0) // blocks_p
@@ -389,7 +392,10 @@ def _ssd_fwd_scan_kernel(
                          mask=mask_tp, other=0.0)  # fmt: skip
         B_tile = tl.load(B_base + start * stride_B_t + offs_t[:, None] * stride_B_t + offs_n[None, :],
                          mask=mask_tn, other=0.0)  # fmt: skip
-        cb = tl.load(cb_ptr + (pid_c * ngroups + pid_g) * CHUNK * CHUNK + offs_t[:, None] * CHUNK + offs_t[None, :])
+        if OWN_CB:
+            cb = _dot(C_tile, tl.trans(B_tile), None, PRECISION)
+        else:
+            cb = tl.load(cb_ptr + (pid_c * ngroups + pid_g) * CHUNK * CHUNK + offs_t[:, None] * CHUNK + offs_t[None, :])
         step = tl.load(step_ptr + row * CHUNK + offs_t)
         from_start, to_end, whole, _, decay, low = _load_decay(decay_ptr, row, offs_t, CHUNK, PARTS)
         if VARLEN:

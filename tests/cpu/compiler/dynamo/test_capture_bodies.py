@@ -59,7 +59,7 @@ SCANS = {
     "constant inside": loop_of(lambda t, h, u: torch.tensor([0.9, 0.8, 0.0, -0.5]) * h + u * torch.tensor(2.0)),
     "lerp": loop_of(lambda t, h, u: torch.lerp(h, u, 0.1)),
     "lerp by gates": loop_of(lambda t, h, u: h.lerp(u.tanh(), u.sigmoid())),
-    "in place with a factor": loop_of(lambda t, h, u: h.clone().mul_(0.9).add_(u, alpha=0.1)),
+    "in location with a factor": loop_of(lambda t, h, u: h.clone().mul_(0.9).add_(u, alpha=0.1)),
     "less a part": loop_of(lambda t, h, u: torch.sub(u, h, alpha=0.5)),
     "layer norm": loop_of(lambda t, h, u: 0.9 * h + F.layer_norm(u, (D,))),
     "rms norm": loop_of(lambda t, h, u: 0.9 * h + F.rms_norm(u, (D,))),

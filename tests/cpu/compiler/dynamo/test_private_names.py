@@ -35,6 +35,20 @@ OPERATORS = [
     "torch.autograd.forward_ad:_current_level",
 ]
 
+# Without the first three refold rewrites nothing; without the others one thing is off.
+COMPILER = {
+    "torch._inductor.compile_fx:compile_fx": True,
+    "torch._inductor.custom_graph_pass:CustomGraphPass": True,
+    "torch._inductor:list_options": False,
+    "torch._inductor:list_mode_options": False,
+    "torch.fx.experimental.symbolic_shapes:statically_known_true": False,
+    "torch.utils._python_dispatch:_disable_current_modes": False,
+    "torch._guards:tracing": False,
+    "torch._guards:CompileContext": False,
+    "torch._dynamo.metrics_context:MetricsContext": False,
+    "torch.utils._sympy.functions:PythonMod": False,
+}
+
 # A process that has imported PyTorch, and forks itself for every name.
 PROGRAM = """
 import importlib, os, sys, types, warnings
@@ -56,7 +70,7 @@ def look(module, name, what):
     setattr(sys.modules[parent], leaf, twin)
     import refold
     import refold.ops.torch.registry
-    if what == "compile":
+    if what != "operators":
         import refold.compiler.backend
     sys.modules[module] = found  # PyTorch itself imports some of the names when it needs them
     setattr(sys.modules[parent], leaf, found)
@@ -67,6 +81,10 @@ def look(module, name, what):
     a.requires_grad_()
     refold.ops.linear_scan(a, x)[0].sum().backward()
     assert a.grad.isfinite().all()
+    if what == "explain":
+        (graph,) = refold.explain(loop, x).graphs
+        print("note", *graph.notes)
+        print("names", *[row.name for row in graph.rewrites])
     if what == "compile":
         compiled = refold.compile(loop, accept="always", verify="off", strict=True)
         torch.testing.assert_close(compiled(x), loop(x))
@@ -109,6 +127,19 @@ def test_loops_are_unrolled_without_a_name_of_dynamo():
         assert printed.count("warning loops over time are not captured") == 1, symbol
         assert "note loops are traced step by step: Dynamo of PyTorch" in printed, symbol
         assert "names roll up loop" in printed, symbol  # found after AOTAutograd
+
+
+def test_the_compiler_runs_without_a_name_of_inductor():
+    for symbol, printed in without("explain", list(COMPILER)):
+        name = symbol.replace(":", ".")
+        assert printed.count(f"has no {name}") == 1, printed
+        assert ("nothing can be rewritten" in printed) == COMPILER[symbol], printed
+        assert ("names roll up loop" in printed) != COMPILER[symbol], printed
+
+
+def test_inductor_compiles_where_nothing_can_be_rewritten():
+    ((_, printed),) = without("compile", ["torch._inductor.compile_fx:compile_fx"])
+    assert "note nothing can be rewritten" in printed
 
 
 def test_operators_run_without_a_name_of_pytorch():

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from scans import compiled, flat, operators
 from torch.nn.functional import softplus
 
 import refold
-from refold.compiler.dynamo import to_scan as lowering
+from refold.compiler.dynamo import to_scan
+from support.scans import compiled, flat, operators
 
 B, T, D, N, H = 2, 40, 6, 4, 2
 
@@ -209,14 +209,14 @@ def test_a_step_size_that_the_inputs_have_once():
 
 
 def reads_of(fn, monkeypatch):
-    """Return the nodes in front of its loop that were taken into the rewrite."""
-    found, original = [], lowering.formed
+    """Return the nodes before its loop that were taken into the rewrite."""
+    found, original = [], to_scan.elementwise_producers
 
-    def formed(*args):
+    def recorded(*args):
         found.append({str(getattr(node.target, "__name__", node.target)) for node in original(*args)})
         return original(*args)
 
-    monkeypatch.setattr(lowering, "formed", formed)
+    monkeypatch.setattr(to_scan, "elementwise_producers", recorded)
     torch._dynamo.reset()
     refold.explain(fn, *tensors())
     return found[0]

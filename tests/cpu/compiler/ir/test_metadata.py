@@ -8,7 +8,7 @@ from refold.compiler.ir.builder import Builder
 from refold.compiler.ir.metadata import refresh, stale, substitute
 from refold.compiler.ir.rewrite import replace_node
 from refold.compiler.recurrence import duality, gated_chunks
-from refold.compiler.validate.region import Settings, judge
+from refold.compiler.validate.region import Settings, validate_region
 
 aten = torch.ops.aten
 ALWAYS = Settings(accept="always")
@@ -75,8 +75,8 @@ def planted(new_strides):
 
 def test_a_rewrite_that_misstates_its_strides_is_refused():
     x = [torch.randn(4, 6)]
-    assert judge(planted(new_strides=False), x, ALWAYS).reason == ""
-    assert "metadata is wrong" in judge(planted(new_strides=True), x, ALWAYS).reason
+    assert validate_region(planted(new_strides=False), x, ALWAYS).reason == ""
+    assert "metadata is wrong" in validate_region(planted(new_strides=True), x, ALWAYS).reason
 
 
 def test_a_rewrite_of_other_strides_is_refused():
@@ -84,7 +84,7 @@ def test_a_rewrite_of_other_strides_is_refused():
     node_of(rewrite.candidate, aten.clone.default)
     output = rewrite.candidate.graph.output_node().args[0]
     output.meta["val"] = output.args[0].meta["val"].permute(1, 0)
-    assert "its result has strides" in judge(rewrite, [torch.randn(4, 6)], ALWAYS).reason
+    assert "its result has strides" in validate_region(rewrite, [torch.randn(4, 6)], ALWAYS).reason
 
 
 def attention(q, k, v, g):

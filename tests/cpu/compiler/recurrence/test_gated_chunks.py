@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from scans import emitted
 
 import refold
 from refold.compiler.recurrence import gated_chunks as keyed
-from refold.compiler.recurrence.gated_chunks import CHUNK, keyed_scan
+from refold.compiler.recurrence.gated_chunks import CHUNK, gated_scan
+from support.scans import emitted
 
 H, K, V = 2, 4, CHUNK
 
@@ -109,7 +109,7 @@ def sequential(q, k, v, logs, state):
 def test_lengths_and_strengths(steps, strength):
     q, k, v, gate = (x[:, :, 0] for x in inputs(steps))
     logs, state = -strength * gate.abs(), torch.ones(2, K, V)
-    got = emitted(keyed_scan, q, k, v, logs, state)
+    got = emitted(gated_scan, q, k, v, logs, state)
     want = sequential(*(x.double() for x in (q, k, v, logs, state)))
     close([x.double().float() for x in got], [x.float() for x in want], steps)
 
@@ -119,7 +119,7 @@ def test_growth_and_strong_decay_in_one_chunk():
     q, k, v, gate = (x[:, :, 0] for x in inputs(CHUNK + 3))
     logs = torch.where(gate > 1, -80.0, 0.3 * gate.abs())
     want = sequential(*(x.double() for x in (q, k, v, logs)), torch.zeros(2, K, V, dtype=torch.float64))
-    got = emitted(lambda *given: keyed_scan(*given, None), q, k, v, logs)
+    got = emitted(lambda *given: gated_scan(*given, None), q, k, v, logs)
     assert all(x.isfinite().all() for x in got)
     close(got, [x.float() for x in want], CHUNK + 3)
 
@@ -129,13 +129,13 @@ def test_a_decay_of_zero_forgets(at):
     q, k, v, gate = (x[:, :, 0] for x in inputs(2 * CHUNK + 3))
     logs = (-gate.abs()).index_fill(1, torch.tensor(at), -torch.inf)
     leaves = [x.requires_grad_() for x in (q, k, v, logs, torch.ones(2, K, V))]
-    got = emitted(keyed_scan, *leaves)
+    got = emitted(gated_scan, *leaves)
     want = sequential(*(x.double() for x in leaves))
     close(got, [x.float() for x in want], 2 * CHUNK)
 
 
 def from_nothing(q, k, v, logs, _):
-    return emitted(lambda *given: keyed_scan(*given, None), q, k, v, logs)
+    return emitted(lambda *given: gated_scan(*given, None), q, k, v, logs)
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from scans import compiled, emitted, flat, operators
 
-from refold.compiler.recurrence.lti_chunks import CHUNK, steady_scan
+from refold.compiler.recurrence.lti_chunks import CHUNK, lti_scan
 from refold.compiler.recurrence.vectorize import Emitter
+from support.scans import compiled, emitted, flat, operators
 
 B, D, N = 2, 6, 8
 CHUNKS = "linear_scan over chunks"
@@ -94,7 +94,7 @@ def test_lengths_and_decays(steps, decay):
     for t in range(steps):
         states = a * states + b * u[:, t, :, None]
         ys.append((states * c).sum(-1))
-    y, last = emitted(steady_scan, *(x.float() for x in (c, b, a, u.permute(2, 1, 0), h.permute(1, 2, 0))))
+    y, last = emitted(lti_scan, *(x.float() for x in (c, b, a, u.permute(2, 1, 0), h.permute(1, 2, 0))))
     close([y.permute(2, 1, 0), last.permute(2, 0, 1)], [torch.stack(ys, 1).float(), states.float()])
 
 
@@ -150,7 +150,7 @@ def test_what_is_not_finite_stays_in_its_time_and_column(bad):
     q, k, a = (torch.randn(1, N) for _ in range(3))
     x = torch.randn(1, steps, 3)
     x[:, 20:, 1] = bad
-    y, last = emitted(lambda *xs: steady_scan(*xs, None), q, k, a.sigmoid(), x)
+    y, last = emitted(lambda *xs: lti_scan(*xs, None), q, k, a.sigmoid(), x)
     assert bool(y[:, :20].isfinite().all())
     assert bool(y[:, :, [0, 2]].isfinite().all())
     assert not bool(y[:, 20:, 1].isfinite().any())

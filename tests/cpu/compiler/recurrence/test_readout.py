@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from scans import compiled, flat, operators
 
 from refold.compiler.recurrence import duality
 from refold.compiler.recurrence.gated_chunks import CHUNK
+from support.scans import compiled, flat, operators
 
 H, K, V, STEPS = 2, 4, CHUNK, 2 * CHUNK + 5
 CHUNKS = "linear_scan over chunks"

@@ -30,7 +30,7 @@ def folder(tmp_path):
 @pytest.fixture
 def judged(monkeypatch):
     """Count what is judged, raced and compared."""
-    counts = {"judge": 0, "last_word": 0}
+    counts = {"validate_region": 0, "choose_program": 0}
 
     def counting(name):
         real = getattr(session, name)
@@ -73,12 +73,12 @@ def afresh(fn, folder, *inputs, **options):
 @pytest.mark.parametrize(("fn", "inputs"), [(scores, pair()), (ema, (torch.randn(2, 20, 3),))])
 def test_what_was_decided_is_not_decided_again(folder, judged, fn, inputs):
     first, before = afresh(fn, folder, *inputs)
-    assert judged == {"judge": 1, "last_word": 1}
+    assert judged == {"validate_region": 1, "choose_program": 1}
     second, after = afresh(fn, folder, *inputs)
-    assert judged == {"judge": 1, "last_word": 1}
+    assert judged == {"validate_region": 1, "choose_program": 1}
     assert torch.equal(first, second)
     assert (before.remembered, after.remembered) == ("", "the disk")
-    ignored = {"compile_s", "proof_s", "remembered", "notes"}
+    ignored = {"compile_s", "checks_s", "remembered", "notes"}
     one, other = ({k: v for k, v in dataclasses.asdict(g).items() if k not in ignored} for g in (before, after))
     assert one == other
 
@@ -92,7 +92,7 @@ def test_a_recompile_in_the_same_process_asks_no_disk(folder, judged):
         for path in folder.rglob("*.json"):
             path.unlink()
     assert compiled.report.graphs[0].remembered == "this process"
-    assert judged["judge"] == 1
+    assert judged["validate_region"] == 1
 
 
 def test_equal_regions_of_different_graphs_are_judged_once(folder, judged):
@@ -100,7 +100,7 @@ def test_equal_regions_of_different_graphs_are_judged_once(folder, judged):
     _, graph = afresh(lambda x, y: scores(x, y) + 1, folder, *pair())
     assert graph.remembered == ""
     assert graph.chosen == "refold"
-    assert judged == {"judge": 1, "last_word": 2}
+    assert judged == {"validate_region": 1, "choose_program": 2}
 
 
 @pytest.mark.parametrize(
@@ -144,7 +144,7 @@ def test_files_that_are_not_decisions_are_ignored_with_a_note(folder, judged, co
     assert graph.chosen == "refold"
     assert graph.remembered == ""
     assert any("is ignored" in note for note in graph.notes)
-    assert judged["judge"] == 2
+    assert judged["validate_region"] == 2
     assert afresh(scores, folder, *pair())[1].remembered == "the disk"  # they were written anew
 
 
@@ -282,13 +282,13 @@ def test_a_graph_of_microseconds_is_not_raced_for_every_length(folder, monkeypat
     races = []
     timed(monkeypatch, True)
     monkeypatch.setattr(replay, "TINY_MS", 1e9)
-    real = session.last_word
+    real = session.choose_program
 
-    def last_word(rewritten, gm, inputs, settings, entry):
+    def choose_program(rewritten, gm, inputs, settings, entry):
         races.append(settings.accept)
         return real(rewritten, gm, inputs, settings, entry)
 
-    monkeypatch.setattr(session, "last_word", last_word)
+    monkeypatch.setattr(session, "choose_program", choose_program)
     compiled = refold.compile(scores, cache=folder, strict=True, dynamic=False)
     for n in (33, 40, 63, 64):
         x, y = torch.randn(2, n, 16), torch.randn(2, 8, 16)
@@ -349,7 +349,7 @@ def test_what_a_plan_pins_is_checked_once(folder, judged):
     for _ in range(2):
         forget()
         with_plan(scores, compiled.report, *pair(), cache=folder, accept="always", strict=True)
-    assert judged == {"judge": 2, "last_word": 2}
+    assert judged == {"validate_region": 2, "choose_program": 2}
 
 
 def test_a_plan_that_does_not_fit(monkeypatch):
@@ -378,14 +378,14 @@ def test_a_plan_that_does_not_fit(monkeypatch):
 def test_a_plan_does_not_switch_off_the_check(monkeypatch):
     compiled = refold.compile(scores, cache=False, accept="always", strict=True)
     compiled(*pair())
-    real = session.judge
+    real = session.validate_region
 
     def doubtful(*args):
         verdict = real(*args)
         verdict.reason = "not equal to the original: planted"
         return verdict
 
-    monkeypatch.setattr(session, "judge", doubtful)
+    monkeypatch.setattr(session, "validate_region", doubtful)
     with pytest.warns(RefoldWarning, match="not equal to the original: planted"):
         _, graph = with_plan(scores, compiled.report, *pair(), accept="always", cache=False)
     assert graph.chosen == "inductor"
@@ -415,7 +415,7 @@ def test_layers_of_a_module_share_what_is_known(folder, judged):
     compiled = refold.compile(Layer(), cache=folder, accept="always", strict=True)
     compiled(*pair())
     assert len(compiled.report.graphs) >= 2
-    assert judged["judge"] == 1
+    assert judged["validate_region"] == 1
 
 
 def test_names_do_not_depend_on_values():

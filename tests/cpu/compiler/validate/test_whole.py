@@ -42,7 +42,7 @@ def planted(monkeypatch):
 
         honest = session.run_pipeline
         monkeypatch.setattr(session, "run_pipeline", wrong)
-        monkeypatch.setattr(session, "judge", lambda *args: Verdict())
+        monkeypatch.setattr(session, "validate_region", lambda *args: Verdict())
 
     return plant
 

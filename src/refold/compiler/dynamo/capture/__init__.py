@@ -8,7 +8,7 @@ same form, that trace is, by induction, the program of every step for which the 
 (`dynamo.induction_variable`) are the same. It becomes one `CapturedLoop` in Dynamo's graph, the variables become its
 results, and Dynamo goes on after the loop, or at the step that decides otherwise.
 
-Whatever else the body does to the world (sets, new keys, random state, graph breaks) Dynamo refuses in a graph of its
+Whatever else the body does (sets, new keys, random state, graph breaks) Dynamo refuses in a graph of its
 own; then the state is put back and the loop is traced step by step, as without this package.
 
 ===============  ====================================================================================

@@ -1,6 +1,6 @@
 """What is assumed of the state at a loop's head, at every step's beginning.
 
-A `Form` says for each place (`capture.locations`) what a trace of the body puts there. `refine` compares
+A `CarrySpec` says for each location (`capture.locations`) what a trace of the body puts there. `widen` compares
 with what the body left there, and returns the form to try next; when there is none, the form holds at every step by
 induction.
 """
@@ -14,45 +14,45 @@ from typing import Any
 import torch
 from torch._dynamo.variables import ListVariable, SymNodeVariable
 
-from ..induction_variable import StepNumber
-from .lists import Growing
-from .locations import End, Local, Place
+from ..induction_variable import InductionVariable
+from .lists import GrowingList
+from .locations import ListEnd, Local, Location
 from .variables import Refused, Translator, Variable, example, form, fresh, is_constant, realized, tensors
 
 
 @dataclass
-class Form:
+class CarrySpec:
     """What is assumed of the state at every step's beginning."""
 
     # Places that hold other tensors at each step, with examples of them, flat.
-    carried: dict[Place, list[torch.Tensor]] = field(default_factory=dict)
+    carried: dict[Location, list[torch.Tensor]] = field(default_factory=dict)
     # Places that no step reads before it writes them.
-    written: set[Place] = field(default_factory=set)
+    written: set[Location] = field(default_factory=set)
     # Places of integers that grow by a constant: value at the first step, growth.
-    counters: dict[Place, tuple[int, int]] = field(default_factory=dict)
+    counters: dict[Location, tuple[int, int]] = field(default_factory=dict)
     # Lists that stay as they are.
     plain: set[ListVariable] = field(default_factory=set)
-    # Of the written places, those whose value changes in a way that no step may see.
-    unknown: set[Place] = field(default_factory=set)
+    # Of the written locations, those whose value changes in a way that no step may see.
+    unknown: set[Location] = field(default_factory=set)
 
     @property
-    def places(self) -> set[Place]:
-        """All places of which something is assumed."""
+    def locations(self) -> set[Location]:
+        """All locations of which something is assumed."""
         return {*self.carried, *self.written, *self.counters}
 
-    def carry(self, tx: Translator, place: Place) -> bool:
-        """Assume of a place that it holds other tensors at each step; return whether it holds tensors."""
-        found = tensors(place.now(tx))
+    def carry(self, tx: Translator, location: Location) -> bool:
+        """Assume of a location that it holds other tensors at each step; return whether it holds tensors."""
+        found = tensors(location.now(tx))
         if found:
-            self.carried[place] = [example(x) for x in found]
+            self.carried[location] = [example(x) for x in found]
         return bool(found)
 
-    def copy(self) -> Form:
+    def copy(self) -> CarrySpec:
         """Return a form that can be changed apart."""
-        return Form(*(getattr(self, x.name).copy() for x in dataclasses.fields(self)))
+        return CarrySpec(*(getattr(self, x.name).copy() for x in dataclasses.fields(self)))
 
 
-def first_form(tx: Translator, stored: set[str], live: set[str]) -> Form:
+def first_spec(tx: Translator, stored: set[str], live: set[str]) -> CarrySpec:
     """Guess a form from what the frame's variables hold before the loop.
 
     Args:
@@ -60,25 +60,29 @@ def first_form(tx: Translator, stored: set[str], live: set[str]) -> Form:
         stored: The variables that the body's code writes.
         live: Those that it, or what comes after the loop, may read before they are written.
     """
-    found = Form()
+    found = CarrySpec()
     for name in sorted(stored):
-        place = Local(name)
-        if place.now(tx) is None or name not in live:
-            found.written.add(place)
+        location = Local(name)
+        if location.now(tx) is None or name not in live:
+            found.written.add(location)
         else:
-            found.carry(tx, place)
+            found.carry(tx, location)
     return found
 
 
-def refine(
-    tx: Translator, assumed: Form, after: dict[Place, Variable | None], lists: list[Growing], number: StepNumber
-) -> Form | None:
+def widen(
+    tx: Translator,
+    assumed: CarrySpec,
+    after: dict[Location, Variable | None],
+    lists: list[GrowingList],
+    number: InductionVariable,
+) -> CarrySpec | None:
     """Compare the state after the body with the one before it.
 
     Args:
         tx: The frame, as it is before the loop.
         assumed: The form that the body was traced from.
-        after: What the body left in every place that it may have written.
+        after: What the body left in every location that it may have written.
         lists: The lists that the body could append to.
         number: The step's number in that trace.
 
@@ -87,33 +91,33 @@ def refine(
     """
     new = assumed.copy()
     then: Any
-    for place, then in after.items():
-        if place in assumed.written:
+    for location, then in after.items():
+        if location in assumed.written:
             continue
-        before: Any = place.now(tx)
-        if place in assumed.carried:
+        before: Any = location.now(tx)
+        if location in assumed.carried:
             found = tensors(then)
-            if len(found) != len(assumed.carried[place]) or type(realized(before)) is not type(then):
-                raise Refused(f"{place.name} is not the same kind of thing after a step")
+            if len(found) != len(assumed.carried[location]) or type(realized(before)) is not type(then):
+                raise Refused("state-unstable", f"{location.name} is not the same kind of thing after a step")
             values = [example(x) for x in found]
-            if [form(x) for x in values] != [form(x) for x in assumed.carried[place]]:
-                new.carried[place] = [fresh(tx, x) for x in values]
-        elif place in assumed.counters:
-            start, growth = assumed.counters[place]
+            if [form(x) for x in values] != [form(x) for x in assumed.carried[location]]:
+                new.carried[location] = [fresh(tx, x) for x in values]
+        elif location in assumed.counters:
+            start, growth = assumed.counters[location]
             if not isinstance(then, SymNodeVariable) or number.affine(then.sym_num) != (growth, start + growth):
-                raise Refused(f"{place.name} does not grow by the same number at every step")
+                raise Refused("python-state", f"{location.name} does not grow by the same number at every step")
         elif then is before or (is_constant(before) and is_constant(then) and before.value is then.value):
             continue
         elif is_constant(before) and is_constant(then) and type(before.value) is type(then.value) is int:
-            new.counters[place] = before.value, then.value - before.value
-        elif before is None or not new.carry(tx, place):
-            new.written.add(place)
-            new.unknown |= {place} if before is not None and not isinstance(then, SymNodeVariable) else set()
+            new.counters[location] = before.value, then.value - before.value
+        elif before is None or not new.carry(tx, location):
+            new.written.add(location)
+            new.unknown |= {location} if before is not None and not isinstance(then, SymNodeVariable) else set()
     for growing in lists:
         if growing.read and not growing.grown:
             new.plain.add(growing.owner)
-            for place in [x for x in new.carried if isinstance(x, End) and x.owner is growing.owner]:
-                del new.carried[place]
+            for location in [x for x in new.carried if isinstance(x, ListEnd) and x.owner is growing.owner]:
+                del new.carried[location]
     same = (new.written, new.counters, new.plain) == (assumed.written, assumed.counters, assumed.plain)
     carried_same = new.carried.keys() == assumed.carried.keys() and all(
         new.carried[x] is assumed.carried[x] for x in new.carried

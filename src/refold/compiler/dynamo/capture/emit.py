@@ -14,27 +14,27 @@ from torch._dynamo.variables.builder import wrap_fx_proxy
 from torch.fx import GraphModule, Node, Proxy
 
 from ..loop import CapturedLoop
-from .carried import Form
+from .carried import CarrySpec
 from .lengths import Stacked, variable
-from .lists import Growing
-from .locations import End, Local, Place
+from .lists import GrowingList
+from .locations import ListEnd, Local, Location
 from .trace import Trace
 from .variables import Refused, Translator, Variable, example, form, fresh, is_constant, realized, rebuilt, tensors
 
 
 @dataclass
 class _Results:
-    """What is known of the state after the loop, place by place."""
+    """What is known of the state after the loop, location by location."""
 
     # Places whose tensors each step takes from the step before.
-    carried: list[Place]
+    carried: list[Location]
     # Places whose tensors only the last step decides.
-    lasts: list[Place] = field(default_factory=list)
+    lasts: list[Location] = field(default_factory=list)
     # Places of numbers.
-    constants: dict[Place, Any] = field(default_factory=dict)
+    constants: dict[Location, Any] = field(default_factory=dict)
 
 
-def emit(tx: Translator, assumed: Form, found: Trace, count: Any, live: set[str]) -> None:
+def emit(tx: Translator, assumed: CarrySpec, found: Trace, count: Any, live: set[str]) -> None:
     """Emit a loop.
 
     Args:
@@ -49,18 +49,18 @@ def emit(tx: Translator, assumed: Form, found: Trace, count: Any, live: set[str]
     """
     collected = [item for growing in found.lists for item in (*growing.front, *growing.back)]
     if not all(tensors(item) for item in collected):
-        raise Refused("the loop collects something that is not a tensor")
+        raise Refused("list-kind", "the loop collects something that is not a tensor")
     columns = [x for item in collected for x in tensors(item)]
     known = isinstance(count, int)
     if not known and (found.items or not all(map(_is_column, found.lists))):
-        raise Refused("it collects otherwise than one tensor a step")
+        raise Refused("list-kind", "it collects otherwise than one tensor a step")
     results = _results(assumed, found, count, live, columns)
     # What the last step only passes on is known without the loop.
     last = {node: items.items[count - 1] for items, node in found.items}
-    last |= {node: x for place in results.lasts for node, x in _passed_on(tx, found, place)}
-    lasts = {_node(x): x for place in results.lasts for x in tensors(found.after[place])}
+    last |= {node: x for location in results.lasts for node, x in _passed_on(tx, found, location)}
+    lasts = {_node(x): x for location in results.lasts for x in tensors(found.after[location])}
     wanted = [x for node, x in lasts.items() if node not in last and node.graph is found.graph]
-    outputs = [x for place in results.carried for x in tensors(found.after[place])]
+    outputs = [x for location in results.carried for x in tensors(found.after[location])]
     split = len(outputs), len(outputs) + len(wanted)
     outputs += [*wanted, *columns]
     examples = [example(x) for x in outputs]
@@ -74,18 +74,18 @@ def emit(tx: Translator, assumed: Form, found: Trace, count: Any, live: set[str]
     made = [wrap_fx_proxy(tx, call[i], example_value=x) for i, x in enumerate(values)]
     last |= {_node(x): y for x, y in zip(wanted, made[split[0] :], strict=True)}
     taken = iter(made[: split[0]])
-    after = {place: rebuilt(found.after[place], taken) for place in results.carried}
-    for place in results.lasts:
-        then = [last.get(_node(x), x) for x in tensors(found.after[place])]
-        after[place] = rebuilt(found.after[place], iter(then))
-    after |= {place: _constant(tx, x) for place, x in results.constants.items()}
+    after = {location: rebuilt(found.after[location], taken) for location in results.carried}
+    for location in results.lasts:
+        then = [last.get(_node(x), x) for x in tensors(found.after[location])]
+        after[location] = rebuilt(found.after[location], iter(then))
+    after |= {location: _constant(tx, x) for location, x in results.constants.items()}
     collect = _items if known else _rows_together
     filled: Iterator[Any] = iter([collect(tx, call[i], column) for i, column in enumerate(stacks, split[1])])
     # Now nothing can fail any more.
-    for place in assumed.written - after.keys():
-        place.clear(tx)
-    for place, x in after.items():
-        place.put(tx, x)
+    for location in assumed.written - after.keys():
+        location.clear(tx)
+    for location, x in after.items():
+        location.put(tx, x)
     for growing in found.lists:
         if not known:
             if growing.grown:
@@ -99,7 +99,7 @@ def emit(tx: Translator, assumed: Form, found: Trace, count: Any, live: set[str]
         growing.owner.items.extend(x for step in zip(*back, strict=True) for x in step)
 
 
-def _is_column(growing: Growing) -> bool:
+def _is_column(growing: GrowingList) -> bool:
     """Tell whether each step appends one tensor, or nothing, to a list."""
     return (
         not growing.front and len(growing.back) <= 1 and all(type(realized(x)) is TensorVariable for x in growing.back)
@@ -114,43 +114,43 @@ def _rows_together(tx: Translator, proxy: Any, rows: torch.Tensor) -> Variable:
     return wrap_fx_proxy(tx, proxy, example_value=rows)
 
 
-def _results(assumed: Form, found: Trace, count: Any, live: set[str], columns: list[Variable]) -> _Results:
+def _results(assumed: CarrySpec, found: Trace, count: Any, live: set[str], columns: list[Variable]) -> _Results:
     results = _Results(list(assumed.carried))
-    results.constants = {place: start + growth * count for place, (start, growth) in assumed.counters.items()}
-    for place in assumed.written:
-        then = found.after[place]
-        if then is None or (isinstance(place, Local) and place.name not in live):
+    results.constants = {location: start + growth * count for location, (start, growth) in assumed.counters.items()}
+    for location in assumed.written:
+        then = found.after[location]
+        if then is None or (isinstance(location, Local) and location.name not in live):
             continue
         affine = found.number.affine(then.sym_num) if isinstance(then, SymNodeVariable) else None
         if tensors(then):
-            results.lasts.append(place)
+            results.lasts.append(location)
         elif affine is not None:
-            results.constants[place] = affine[0] * (count - 1) + affine[1]
+            results.constants[location] = affine[0] * (count - 1) + affine[1]
         elif is_constant(then):
-            results.constants[place] = then.value  # type: ignore[attr-defined]
+            results.constants[location] = then.value  # type: ignore[attr-defined]
         else:
-            raise Refused(f"{place.name} is used after the loop, and is neither a tensor nor an integer")
-    while unread := [place for place in results.carried if not _is_read(place, results, found, columns)]:
-        # Only what the last step leaves in such a place counts; the end of a list is kept with the list.
-        results.carried = [place for place in results.carried if place not in unread]
-        results.lasts += [place for place in unread if not isinstance(place, End)]
+            raise Refused("python-state", f"{location.name} is used after the loop, and is no tensor and no integer")
+    while unread := [location for location in results.carried if not _is_read(location, results, found, columns)]:
+        # Only what the last step leaves in such a location counts; the end of a list is kept with the list.
+        results.carried = [location for location in results.carried if location not in unread]
+        results.lasts += [location for location in unread if not isinstance(location, ListEnd)]
     return results
 
 
-def _is_read(place: Place, results: _Results, found: Trace, columns: list[Variable]) -> bool:
-    """Tell whether a step takes anything from a place but to leave it there."""
-    others = [x for x in (*results.carried, *results.lasts) if x != place]
+def _is_read(location: Location, results: _Results, found: Trace, columns: list[Variable]) -> bool:
+    """Tell whether a step takes anything from a location but to leave it there."""
+    others = [x for x in (*results.carried, *results.lasts) if x != location]
     passed = {_node(x) for x in [*columns, *(x for other in others for x in tensors(found.after[other]))]}
-    return any(node.users or node in passed for node in found.carried[place])
+    return any(node.users or node in passed for node in found.carried[location])
 
 
-def _passed_on(tx: Translator, found: Trace, place: Place) -> list[tuple[Node, Variable]]:
+def _passed_on(tx: Translator, found: Trace, location: Location) -> list[tuple[Node, Variable]]:
     """Return what is before the loop where steps take it from."""
-    return list(zip(found.carried.get(place, []), tensors(place.now(tx)), strict=False))
+    return list(zip(found.carried.get(location, []), tensors(location.now(tx)), strict=False))
 
 
 def _call(
-    tx: Translator, found: Trace, carried: list[Place], outputs: list[Variable], split: tuple[int, int], count: Any
+    tx: Translator, found: Trace, carried: list[Location], outputs: list[Variable], split: tuple[int, int], count: Any
 ) -> Any:
     """Make the traced graph a module of Dynamo's graph, and call it."""
     graph, outer = found.graph, dict(found.outer)
@@ -160,14 +160,14 @@ def _call(
             outer[node] = graph.placeholder(node.name)
         outer[node].meta["example_value"] = node.meta["example_value"]
     inner = [node if node.graph is graph else outer[node] for node in inner]
-    unread = [node for place in found.carried if place not in carried for node in found.carried[place]]
+    unread = [node for location in found.carried if location not in carried for node in found.carried[location]]
     items = [(items, node) for items, node in found.items if node.users or node in inner]
     for node in [*unread, *(node for _, node in found.items if not node.users and node not in inner)]:
         graph.erase_node(node)
     graph.output(tuple(inner))
     # Sizes of what is carried have become arguments where they were met.
     order = [
-        *(x for place in carried for x in found.carried[place]),
+        *(x for location in carried for x in found.carried[location]),
         found.step,
         *(x for _, x in items),
         *outer.values(),
@@ -178,10 +178,11 @@ def _call(
     body = GraphModule(tx.output.nn_modules, graph)
     reads = [element.reads for element, _ in items]
     known = isinstance(count, int)
-    loop = CapturedLoop(body, count if known else None, split[0], split[1] - split[0], reads)
+    names = [location.name for location in carried for _ in found.carried[location]]
+    loop = CapturedLoop(body, count if known else None, names, split[1] - split[0], reads)
     root = tx.output.root_tracer
     operands = [
-        *(_node(x) for place in carried for x in tensors(place.now(tx))),
+        *(_node(x) for location in carried for x in tensors(location.now(tx))),
         *(element.source for element, _ in items),
         *outer,
         *([] if known else [_node(variable(tx, count))]),

@@ -12,15 +12,15 @@ import sys
 from torch._dynamo.bytecode_analysis import livevars_analysis
 from torch._dynamo.exc import RestartAnalysis
 
-from .carried import Form, first_form, refine
+from .carried import CarrySpec, first_spec, widen
 from .emit import emit
 from .iterators import advance, element, goes_through, remaining
 from .lengths import SymbolicIterator
-from .trace import SHORTEST, TRACES, Code, Trace, trace
+from .trace import SHORTEST, TRACES, LoopCode, Trace, trace
 from .variables import Refused, Translator, example, form, realized, tensors
 
 
-def capture_loop(tx: Translator, code: Code) -> None:
+def capture_loop(tx: Translator, code: LoopCode) -> None:
     """Capture a loop at whose head the translator is, or raise; the translator is unchanged then.
 
     A loop of unknown length is tried as such first, and then with its length as a number.
@@ -38,11 +38,11 @@ def capture_loop(tx: Translator, code: Code) -> None:
     except Exception:  # whatever it is, it may be otherwise with a number
         iterator.known()
     if iterator.len < SHORTEST:
-        raise Refused("it has few steps")
+        raise Refused("short-loop", "it has few steps")
     return _capture(tx, dataclasses.replace(code, element=element(tx, iterator)))
 
 
-def _capture(tx: Translator, code: Code) -> None:
+def _capture(tx: Translator, code: LoopCode) -> None:
     live = livevars_analysis(tx.instructions, tx.instructions[code.head])
     assumed, found = find(tx, code, live)
     if code.element is None:
@@ -50,14 +50,14 @@ def _capture(tx: Translator, code: Code) -> None:
     else:
         iterator, leaves = realized(tx.stack[-1]), False
         if any(growing.grown and goes_through(iterator, growing.items) for growing in found.lists):
-            raise Refused("the loop appends to the list that it goes through")
+            raise Refused("list-read", "the loop appends to the list that it goes through")
         count = remaining(tx, iterator) or 0
         if isinstance(count, int):
             count = found.number.steps(count)
         elif not found.number.hold(count):
-            raise Refused("what a step does depends on its number")
+            raise Refused("step-number", "what a step does depends on its number")
     if count < SHORTEST:
-        raise Refused("what a step does depends on its number: put what differs from step to step into a tensor")
+        raise Refused("step-number", "what a step does depends on its number")
     emit(tx, assumed, found, count, live)
     if code.element is not None:
         advance(tx, iterator, count)
@@ -71,35 +71,35 @@ def _steps_of_while(found: Trace) -> tuple[int, bool]:
     last = len(found.number.guards) if found.exit is None else found.exit.decided
     alike, again = found.number.steps(most, slice(last)), found.number.steps(most, slice(last, None))
     if min(alike, again) == most:
-        raise Refused("whether it goes on depends on more than counting")
+        raise Refused("while-condition", "whether it goes on depends on more than counting")
     return min(alike, again + 1), alike > again
 
 
-def find(tx: Translator, code: Code, live: set[str]) -> tuple[Form, Trace]:
+def find(tx: Translator, code: LoopCode, live: set[str]) -> tuple[CarrySpec, Trace]:
     """Find a form of the state that the body leads from and to, and the trace that shows it."""
-    assumed = first_form(tx, code.stored(tx.instructions), live)
+    assumed = first_spec(tx, code.stored(tx.instructions), live)
     for _ in range(TRACES):
         try:
             found = trace(tx, code, assumed)
         except RestartAnalysis:
             raise
         except Exception as error:
-            names = ", ".join(sorted(place.name for place in assumed.unknown))
+            names = ", ".join(sorted(location.name for location in assumed.unknown))
             if isinstance(error, Refused) or not (names or assumed.plain):
                 raise
             if names:
-                raise Refused(f"{names} changes, and is neither a tensor nor an integer that counts") from error
-            raise Refused("the loop reads a list that it changes") from error
-        again = refine(tx, assumed, found.after, found.lists, found.number)
+                raise Refused("python-state", f"{names} changes, and neither is a tensor nor counts") from error
+            raise Refused("list-read", "the loop reads a list that it changes") from error
+        again = widen(tx, assumed, found.after, found.lists, found.number)
         if again is None:
             break
         assumed = again
     else:
-        raise Refused("the state does not settle")
-    entry = {place: [example(x) for x in tensors(place.now(tx))] for place in assumed.carried}
+        raise Refused("state-unstable", "the state does not settle")
+    entry = {location: [example(x) for x in tensors(location.now(tx))] for location in assumed.carried}
     if any([form(x) for x in entry[p]] != [form(x) for x in xs] for p, xs in assumed.carried.items()):
         # The first step starts from tensors of another form (say, without gradient): it must be the same program.
         first = trace(tx, code, dataclasses.replace(assumed, carried=entry))
         if first.program() != found.program():
-            raise Refused("the first step is another program than the next")
+            raise Refused("first-step", "the first step is another program than the next")
     return assumed, found

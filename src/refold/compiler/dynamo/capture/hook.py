@@ -22,17 +22,18 @@ from ... import dynamo
 from . import lengths
 from .fixpoint import capture_loop
 from .iterators import ENUMERATE, element, remaining, start_enumeration
-from .trace import SHORTEST, Code
+from .trace import SHORTEST, LoopCode
 from .variables import Refused, Translator, realized
 
 # The first steps may differ (`if h is None`): so many heads of one loop are tried.
 HEADS = 3
+_UNKNOWN_LENGTH = Refused("sequence-unknown", "it goes through an iterator that only running it can end")
 
 
 def notes() -> list[str]:
     """Say of the compile under way which long loops were traced step by step, and why."""
     state = _state()
-    return [f"a loop is traced step by step: {why} [{at}]" for at, why in state.refused.items()] if state else []
+    return [f"the loop at {at} is traced step by step: {why}" for at, why in state.refused.items()] if state else []
 
 
 @dataclass
@@ -43,7 +44,7 @@ class _State:
     busy: bool = False
     # How often a loop's head was met. The object that is the loop is kept, so that its identity stays its own.
     met: dict[tuple[int, int], tuple[Any, int]] = field(default_factory=dict)
-    # Why loops of yet unknown length were not captured, and why long loops were not, by place in the code.
+    # Why loops of yet unknown length were not captured, and why long loops were not, by location in the code.
     doubts: dict[str, str] = field(default_factory=dict)
     refused: dict[str, str] = field(default_factory=dict)
 
@@ -57,10 +58,10 @@ def _meet_for(tx: Translator, instruction: Any) -> None:
     """Try to capture the ``for`` whose next step is due."""
     iterator = realized(tx.stack[-1])
 
-    def code() -> Code | None:
+    def code() -> LoopCode | None:
         start_enumeration(tx, iterator)
         found = element(tx, iterator)
-        return None if found is None else Code(tx.instruction_pointer - 1, tx.indexof[instruction.target], found)
+        return None if found is None else LoopCode(tx.instruction_pointer - 1, tx.indexof[instruction.target], found)
 
     if tx.f_code is not ENUMERATE:
         _meet(tx, (iterator, 0), remaining(tx, iterator), code)
@@ -70,7 +71,7 @@ def _meet_while(tx: Translator) -> None:
     """Try to capture the ``while`` whose body is due, if there is one."""
     head: Any = tx.instruction_pointer
     if head in (ends := _whiles(tx)):
-        _meet(tx, (tx, head), None, lambda: Code(head, ends[head], None))
+        _meet(tx, (tx, head), None, lambda: LoopCode(head, ends[head], None))
 
 
 def _whiles(tx: Translator) -> dict[int, int]:
@@ -88,12 +89,12 @@ def _whiles(tx: Translator) -> dict[int, int]:
     return known[1]
 
 
-def _meet(tx: Translator, loop: tuple[Any, int], count: int | None, code: Callable[[], Code | None]) -> None:
+def _meet(tx: Translator, loop: tuple[Any, int], count: int | None, code: Callable[[], LoopCode | None]) -> None:
     """Try to capture a loop at one of its heads.
 
     Args:
         tx: The frame.
-        loop: An object, and a place in it, that are this loop and no other.
+        loop: An object, and a location in it, that are this loop and no other.
         count: How many steps are left, where that is known.
         code: Reads the loop's code; None if it is not a loop over time.
     """
@@ -102,14 +103,14 @@ def _meet(tx: Translator, loop: tuple[Any, int], count: int | None, code: Callab
         return
     if state.busy:
         if count is not None and code() is not None:
-            raise Refused("there is a long loop in the loop")
+            raise Refused("loop-inside", "there is a long loop in the loop")
         return
     key = id(loop[0]), loop[1]
     _, met = state.met.get(key, (loop, 0))
     state.met[key] = loop, met + 1
     where = f"{tx.f_code.co_filename}:{tx.lineno}"
     if count is None and met + 1 == SHORTEST:
-        state.refused[where] = state.doubts.get(where, "it goes through an iterator that only running it can end")
+        state.refused[where] = state.doubts.get(where, _UNKNOWN_LENGTH.advice)
     if met >= HEADS:
         return
     reasons = state.doubts if count is None else state.refused
@@ -122,7 +123,7 @@ def _meet(tx: Translator, loop: tuple[Any, int], count: int | None, code: Callab
     except RestartAnalysis:
         raise
     except Exception as error:  # whatever it is: the loop is traced step by step
-        reasons[where] = _first_line(error)
+        reasons[where] = _advice(error)
     finally:
         state.busy = False
 
@@ -131,18 +132,20 @@ def _check_identity(tx: Translator) -> None:
     """Refuse to compare tensors by identity in a body: those that stand for every step's are nobody's own."""
     state = _state()
     if state is not None and state.busy and all(type(realized(x)) is TensorVariable for x in tx.stack[-2:]):
-        raise Refused("the loop asks whether two tensors are the same object")
+        raise Refused("identity", "the loop asks whether two tensors are the same object")
 
 
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
+def _advice(error: Exception) -> str:
+    if not isinstance(error, Refused):
+        error = Refused("dynamo", (str(error).splitlines() or [type(error).__name__])[0])
+    return error.advice
 
 
 def _check_modes(tx: Translator) -> None:
     if len(tx.output.tracers) > 1:
-        raise Refused("it is in a function that is captured as one operation, as checkpointing does")
+        raise Refused("higher-order", "it is in a function that is captured as one operation, as checkpointing does")
     if torch._C._is_any_autocast_enabled() or torch._C._functorch.peek_interpreter_stack() is not None:
-        raise Refused("autocast or a function transform is active")
+        raise Refused("mode", "autocast or a function transform is active")
 
 
 def install() -> Callable[[], None]:

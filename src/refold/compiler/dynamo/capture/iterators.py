@@ -118,12 +118,12 @@ def element(tx: Translator, it: Variable) -> Element | None:
     if type(it) is ZipVariable:
         parts = _zipped(it)
         if it.strict and len({remaining(tx, part) for part in parts}) > 1:
-            raise Refused("it zips sequences of different lengths")
+            raise Refused("sequence-uneven", "it zips sequences of different lengths")
         return _together([element(tx, part) for part in parts])
     if _is_enumeration(it):
         start = it.inline_tracer.symbolic_locals["start"]
         if not is_constant(start):
-            raise Refused("it enumerates from a number that is not known")
+            raise Refused("sequence-uneven", "it enumerates from a number that is not known")
         return _together([Numbers(start.value + _is_suspended(it), 1), element(tx, _enumerated(it))])
     if _is_reversed(it):
         return sequence(_rest_of_reversed(tx, it))
@@ -226,7 +226,7 @@ def sequence(items: list[Variable]) -> Element | None:
     if type(first) is ConstantVariable and all(type(item.value) is int for item in items):
         spaced = _spaced([item.value for item in items])
         if spaced is None:
-            raise Refused("it goes through numbers that are not evenly spaced")
+            raise Refused("sequence-uneven", "it goes through numbers that are not evenly spaced")
         return Numbers(*spaced)
     if type(first) is TupleVariable and len({len(item.items) for item in items}) == 1:
         return _together([sequence([item.items[i] for item in items]) for i in range(len(first.items))])
@@ -235,7 +235,7 @@ def sequence(items: list[Variable]) -> Element | None:
         one = all(node.target is operator.getitem and node.args[0] is nodes[0].args[0] for node in nodes)
         spaced = _spaced([node.args[1] for node in nodes]) if one else None
         if spaced is None or len({form(example(item)) for item in items}) > 1:
-            raise Refused("it goes through tensors that are not evenly spaced items of one")
+            raise Refused("sequence-uneven", "it goes through tensors that are not evenly spaced items of one")
         return Items(nodes[0].args[0], Reads(*spaced), items)
     return None
 

@@ -41,12 +41,12 @@ def _variable(tx: Translator, x: Any) -> Variable:
     if x.is_Symbol:
         symbols = tx.output.root_tracer.bound_symbols
         if x not in symbols:
-            raise Refused(f"nothing computes the size {x}")
+            raise Refused("size-unknown", f"nothing computes the size {x}")
         proxy = symbols[x]() if isinstance(symbols[x], LazyProxy) else symbols[x]
         return SymNodeVariable.create(tx, proxy, proxy.node.meta["example_value"])
     apply = operator.add if x.is_Add else operator.mul if x.is_Mul else None
     if apply is None:
-        raise Refused(f"a size is {x}")
+        raise Refused("size-unknown", f"a size is {x}")
     parts = [_variable(tx, part) for part in x.args]
     while len(parts) > 1:
         a, b = parts[:2]

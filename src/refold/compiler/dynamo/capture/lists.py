@@ -1,10 +1,10 @@
 """Lists that steps make longer, and lists that they read at a position that moves.
 
-While a body is traced, stand-ins take the place of lists' items. `Growing` is for every list that the body could append
-to. It takes new items at either end, and gives back those, and as many of the items before as are assumed to be known
-(`capture.locations.End`): ``ys[-1]`` is the carry of a loop that keeps it in a list. Everything else that
-looks at the items refuses. `Indexed` is for lists of slices that stay as they are: ``xs[t]`` is then what a loop over
-``xs`` would get.
+While a body is traced, stand-ins take the place of lists' items. `GrowingList` is for every list that the body could
+append to. It takes new items at either end, and gives back those, and as many of the items before as are assumed to be
+known (`capture.locations.ListEnd`): ``ys[-1]`` is the carry of a loop that keeps it in a list. Everything else that
+looks at the items refuses. `SequenceView` is for lists of slices that stay as they are: ``xs[t]`` is then what a loop
+over ``xs`` would get.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ import torch
 from torch._dynamo.variables import ConstantVariable, ListVariable, TupleVariable
 from torch._dynamo.variables.base import ValueMutationNew
 
-from ..induction_variable import StepNumber
+from ..induction_variable import InductionVariable
 from .iterators import Items, sequence
 from .variables import Refused, Translator, Variable
 
 
-class Growing:
+class GrowingList:
     """Stands in for a list's items: takes new ones, and knows what was asked of the old ones."""
 
-    def __init__(self, owner: ListVariable, number: StepNumber) -> None:
+    def __init__(self, owner: ListVariable, number: InductionVariable) -> None:
         self.owner, self.items, self.mutation, self.number = owner, owner.items, owner.mutation_type, number
         # New items at the front and the back, in the list's order, and the items that were there next to them.
         self.front: list[Variable] = []
@@ -53,7 +53,7 @@ class Growing:
     def check(self) -> None:
         """Raise if a position that depends on the step was read as another than it is at later steps."""
         if self.rates and (self.front or self.rates != {len(self.back)}):
-            raise Refused("the loop reads a list at a place that moves otherwise than the list grows")
+            raise Refused("list-read", "the loop reads a list at a position that moves otherwise than the list grows")
 
     def append(self, item: Variable) -> None:
         """Take a new last item."""
@@ -81,8 +81,8 @@ class Growing:
             return known[at]
         self.wants = (wanted - len(self.front), 0) if at >= 0 else (0, wanted - len(self.back))
         if max(self.wants) > len(self.items):
-            raise Refused("the loop reads a list where its first step finds nothing")
-        raise Refused("the loop reads a list that it makes longer")
+            raise Refused("list-read", "the loop reads a list where its first step finds nothing")
+        raise Refused("list-read", "the loop reads a list that it makes longer")
 
     def _from_the_end(self, at: torch.SymInt) -> int:
         """Return a position that moves with the step as one from the end, which moves as well."""
@@ -92,8 +92,8 @@ class Growing:
         if found[0] == 0:
             return found[1]
         self.rates.add(found[0])
-        place = found[1] - len(self.items) - len(self.back)
-        return place if place < 0 else self._refuse()
+        location = found[1] - len(self.items) - len(self.back)
+        return location if location < 0 else self._refuse()
 
     def _call_method(self, tx: Translator, name: str, args: Any, kwargs: Any) -> Any:
         # Dynamo asks for the length when it extends.
@@ -113,15 +113,15 @@ class Growing:
 
     def _refuse(self, *args: Any) -> Any:
         self.read = True
-        raise Refused("the loop reads a list that it makes longer")
+        raise Refused("list-read", "the loop reads a list that it makes longer")
 
     __len__ = __iter__ = __contains__ = __add__ = __reversed__ = _refuse
 
 
-class Indexed(list[Any]):
+class SequenceView(list[Any]):
     """Stands in for items that do not change: one at a position that moves with the step is an argument of the body."""
 
-    def __init__(self, owner: Variable, number: StepNumber, take: Callable[[Items], Variable]) -> None:
+    def __init__(self, owner: Variable, number: InductionVariable, take: Callable[[Items], Variable]) -> None:
         super().__init__(owner.items)
         self.owner, self.items, self.number, self.take = owner, owner.items, number, take
         owner.items = self

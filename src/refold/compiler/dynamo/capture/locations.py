@@ -2,8 +2,8 @@
 
 A local variable, a cell (a variable that an inner function shares, so also the walrus target of a comprehension before
 Python 3.12), an attribute, an entry of a dictionary, a list, or an end of one that grows. In a graph of its own
-Dynamo lets no code change what was there before; `Objects`, `Dictionary` and `Written` do, tell what was changed, and
-put it back.
+Dynamo lets no code change what was there before. `AttributeRecorder`, `DictRecorder` and `ListRecorder` let it, tell
+what was changed, and put it back.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from torch._dynamo.variables.base import AttributeMutation
 from torch._dynamo.variables.misc import CellVariable
 
 from .lengths import Stacked
-from .lists import Growing
+from .lists import GrowingList
 from .variables import Refused, Translator, Variable, is_constant
 
 CONTENTS = "cell_contents"
 
 
-class Place(Protocol):
+class Location(Protocol):
     """Where a body can leave something for the next step."""
 
     @property
@@ -108,11 +108,11 @@ class Attribute:
 
     def clear(self, tx: Translator) -> None:
         """Refuse."""
-        raise Refused(f"{self.name} changes, and is neither a tensor nor an integer that counts")
+        raise Refused("python-state", f"{self.name} changes, and neither is a tensor nor counts")
 
 
 @dataclass(frozen=True)
-class Entry:
+class DictEntry:
     """The value of a key that a dictionary has and keeps."""
 
     owner: ConstDictVariable
@@ -134,11 +134,11 @@ class Entry:
 
     def clear(self, tx: Translator) -> None:
         """Refuse."""
-        raise Refused(f"{self.name} in a dictionary changes, and is neither a tensor nor an integer that counts")
+        raise Refused("python-state", f"{self.name} in a dictionary changes, and neither is a tensor nor counts")
 
 
 @dataclass(frozen=True)
-class End:
+class ListEnd:
     """The first or last items of a list that grows."""
 
     owner: ListVariable
@@ -151,22 +151,22 @@ class End:
         """Return the items, in a tuple."""
         items: Any = self.owner.items
         if self.at_front:
-            return TupleVariable((items.front + items.first if isinstance(items, Growing) else items)[: self.count])
-        return TupleVariable((items.last + items.back if isinstance(items, Growing) else items)[-self.count :])
+            return TupleVariable((items.front + items.first if isinstance(items, GrowingList) else items)[: self.count])
+        return TupleVariable((items.last + items.back if isinstance(items, GrowingList) else items)[-self.count :])
 
     def put(self, tx: Translator, x: Variable) -> None:
         """Take the items of a tuple for those at this end while the body is traced; else the list has them itself."""
         items: Any = self.owner.items
-        if isinstance(items, Growing):
+        if isinstance(items, GrowingList):
             setattr(items, "first" if self.at_front else "last", list(x.items))
 
     def clear(self, tx: Translator) -> None:
         """Refuse."""
-        raise Refused("the ends of a list are not of the same kind at every step")
+        raise Refused("list-kind", "the ends of a list are not of the same kind at every step")
 
 
 @dataclass(frozen=True)
-class Contents:
+class ListLocation:
     """All items of a list that stays as long as it is, such as the states of a stack of layers."""
 
     owner: ListVariable
@@ -184,10 +184,10 @@ class Contents:
 
     def clear(self, tx: Translator) -> None:
         """Refuse."""
-        raise Refused("a list does not hold the same kind of things at every step")
+        raise Refused("list-kind", "a list does not hold the same kind of things at every step")
 
 
-class Objects:
+class AttributeRecorder:
     """Lets cells and attributes of all objects be changed, and puts them back."""
 
     def __init__(self, tx: Translator) -> None:
@@ -202,9 +202,9 @@ class Objects:
         for x in self.owners:
             x.mutation_type = _of_this_scope(x.mutation_type)
 
-    def changed(self, tx: Translator) -> dict[Place, Variable | None]:
+    def changed(self, tx: Translator) -> dict[Location, Variable | None]:
         """Return what is no longer what it was."""
-        found: dict[Place, Variable | None] = {}
+        found: dict[Location, Variable | None] = {}
         for cell, was in self.contents.items():
             if (now := cell.now(tx)) is not was:
                 found[cell] = now
@@ -230,14 +230,14 @@ class Objects:
             x.mutation_type = mutation
 
 
-class Dictionary:
+class DictRecorder:
     """Lets the values of a dictionary's keys be changed, and puts them back."""
 
     def __init__(self, owner: ConstDictVariable) -> None:
         self.owner, self.items, self.mutation = owner, owner.items, owner.mutation_type
         owner.items, owner.mutation_type = copy.copy(owner.items), _of_this_scope(owner.mutation_type)
 
-    def changed(self, tx: Translator) -> dict[Place, Variable | None]:
+    def changed(self, tx: Translator) -> dict[Location, Variable | None]:
         """Return what is no longer what it was.
 
         Raises:
@@ -245,8 +245,8 @@ class Dictionary:
         """
         now = self.owner.items
         if list(now) != list(self.items):
-            raise Refused("a dictionary gets other keys in the loop")
-        return {Entry(self.owner, key): y for key, y in now.items() if y is not self.items[key]}
+            raise Refused("dictionary-keys", "a dictionary gets other keys in the loop")
+        return {DictEntry(self.owner, key): y for key, y in now.items() if y is not self.items[key]}
 
     def put_back(self) -> None:
         """Undo all changes."""
@@ -258,17 +258,17 @@ class Dictionary:
         self.owner.items, self.owner.mutation_type = self.items, self.mutation
 
 
-class Written:
+class ListRecorder:
     """Lets the items of a list be changed that stays as long as it is, and puts them back."""
 
     def __init__(self, owner: ListVariable) -> None:
         self.owner, self.items, self.mutation = owner, owner.items, owner.mutation_type
         owner.items, owner.mutation_type = list(owner.items), _of_this_scope(owner.mutation_type)
 
-    def changed(self, tx: Translator) -> dict[Place, Variable | None]:
+    def changed(self, tx: Translator) -> dict[Location, Variable | None]:
         """Return the items."""
-        place = Contents(self.owner)
-        return {place: place.now(tx)}
+        location = ListLocation(self.owner)
+        return {location: location.now(tx)}
 
     def put_back(self) -> None:
         """Undo all changes."""

@@ -31,8 +31,8 @@ _CONTAINERS = (list, dict, deque)
 
 
 @dataclass
-class World:
-    """Contents of containers, where iterators and generators stand, and counts of everything that is only added to."""
+class Snapshot:
+    """Contents of containers, positions of iterators and generators, and counts of what is only added to."""
 
     containers: list[tuple[Any, Any]]
     iterators: list[tuple[Any, dict[str, Any]]]
@@ -44,8 +44,8 @@ class World:
         for x, state in self.iterators:
             x.__dict__.update({name: copy.copy(y) if isinstance(y, _CONTAINERS) else y for name, y in state.items()})
 
-    def unchanged(self, other: World) -> bool:
-        """Tell whether another look at the world found the same."""
+    def unchanged(self, other: Snapshot) -> bool:
+        """Tell whether another snapshot found the same."""
         before = {id(container): content for container, content in self.containers}
         pairs = [(before[id(x)], content) for x, content in other.containers if id(x) in before]
         stood = {id(x): state for x, state in self.iterators}
@@ -53,7 +53,7 @@ class World:
         return self.rest == other.rest and all(_same(a, b) for a, b in pairs)
 
 
-def world(tx: Translator) -> World:
+def snapshot(tx: Translator) -> Snapshot:
     """Look at everything that a frame's code can reach: attributes, containers, hooks, random state, modes."""
     output, containers = tx.output, []
     iterators: list[tuple[Any, dict[str, Any]]] = []
@@ -98,11 +98,11 @@ def world(tx: Translator) -> World:
     flags = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.get_default_dtype()
     counts = len(effects.tensor_hooks), len(effects.save_for_backward), len(output.random_calls)
     existing = {id(x) for x in effects.store_attr_mutations if isinstance(x.mutation_type, AttributeMutationExisting)}
-    return World(containers, iterators, (flags, counts, existing))
+    return Snapshot(containers, iterators, (flags, counts, existing))
 
 
 @contextlib.contextmanager
-def kept(tx: Translator) -> Iterator[None]:
+def rolled_back(tx: Translator) -> Iterator[None]:
     """Put a translator's registers back afterwards, and on failure what Dynamo noted of side effects."""
     registers = _registers(tx)
     exceptions = {name: copy.copy(x) for name, x in vars(tx.exn_vt_stack).items()}
@@ -123,7 +123,7 @@ def kept(tx: Translator) -> Iterator[None]:
     except BaseException:
         _put_back(contents)
         known.update(found.as_it_was())
-        # Objects that Dynamo made on the way, whose attributes were just forgotten.
+        # AttributeRecorder that Dynamo made on the way, whose attributes were just forgotten.
         _put_back([(tx.output.signature_cache, signatures)])
         raise
     finally:
@@ -136,7 +136,7 @@ def kept(tx: Translator) -> Iterator[None]:
 
 def _refuse() -> None:
     # Dynamo would go on with a copy of what it knows.
-    raise Refused("there is an operation in the loop that is made of a function, as checkpointing is")
+    raise Refused("higher-order", "there is an operation in the loop that is made of a function, as checkpointing is")
 
 
 def _registers(frame: Translator) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """One trace of a loop's body, by Dynamo's own interpreter, in a graph of its own.
 
-The translator is put at the beginning of the body with the state that a `Form` assumes, and executes instructions until
-it is back at the loop's head. What it left behind is noted, and everything is put back.
+The translator is put at the beginning of the body with the state that a `CarrySpec` assumes, and executes instructions
+until it is back at the loop's head. What it left behind is noted, and everything is put back.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from torch._dynamo.variables.builder import wrap_fx_proxy
 from torch._ops import HigherOrderOperator
 from torch.fx import Graph, Node, Proxy
 
-from ..induction_variable import StepNumber
-from .carried import Form
+from ..induction_variable import InductionVariable
+from .carried import CarrySpec
 from .iterators import Calls, Element, Items, Numbers
-from .lists import Growing, Indexed
-from .locations import Contents, Dictionary, End, Local, Objects, Place, Written, containers
-from .side_effects import kept, world
+from .lists import GrowingList, SequenceView
+from .locations import AttributeRecorder, DictRecorder, ListEnd, ListLocation, ListRecorder, Local, Location, containers
+from .side_effects import rolled_back, snapshot
 from .variables import Refused, Translator, Variable, placeholder, realized, rebuilt, tensors
 
 # Shorter loops are cheap to trace, and often loops over layers; more of a list's items are not carried either.
@@ -34,16 +34,16 @@ SHORTEST = 16
 TRACES = 12
 # Instructions that a body must not have.
 _LEAVES = {
-    "YIELD": "it is the loop of a generator",
-    "SEND": "it is the loop of a generator",
-    "RETURN": "the loop can be left early",
-    "DELETE": "something is deleted in the loop",
-    "STORE_GLOBAL": "a global variable is set in the loop",
+    "YIELD": ("generator", "it is the loop of a generator"),
+    "SEND": ("generator", "it is the loop of a generator"),
+    "RETURN": ("early-exit", "the loop can be left early"),
+    "DELETE": ("outside-change", "something is deleted in the loop"),
+    "STORE_GLOBAL": ("global-state", "a global variable is set in the loop"),
 }
 
 
 @dataclass(frozen=True)
-class Code:
+class LoopCode:
     """A loop in a frame's instructions: ``for`` begins with its ``FOR_ITER``, ``while`` with its body."""
 
     head: int
@@ -79,15 +79,15 @@ class Trace:
     """What one trace of the body found."""
 
     graph: Graph
-    number: StepNumber
+    number: InductionVariable
     # The graph's placeholders: the step's number, what is carried, items, and values from outside.
     step: Node
-    carried: dict[Place, list[Node]]
+    carried: dict[Location, list[Node]]
     items: list[tuple[Items, Node]]
     outer: dict[Node, Node]
-    # What the body left in the places that it may have written, and lists that could be appended to.
-    after: dict[Place, Variable | None]
-    lists: list[Growing]
+    # What the body left in the locations that it may have written, and lists that could be appended to.
+    after: dict[Location, Variable | None]
+    lists: list[GrowingList]
     exit: Exit | None
 
     def program(self) -> list[Any]:
@@ -102,7 +102,7 @@ class Trace:
         return [(n.op, n.target, str(named(n.args)), str(named(n.kwargs))) for n in calls]
 
 
-def trace(tx: Translator, code: Code, assumed: Form) -> Trace:
+def trace(tx: Translator, code: LoopCode, assumed: CarrySpec) -> Trace:
     """Trace the body once.
 
     Args:
@@ -118,36 +118,36 @@ def trace(tx: Translator, code: Code, assumed: Form) -> Trace:
         found = _Tracing(tx, code, assumed).run()
         if found is not None:
             return found
-    raise Refused("the state does not settle")
+    raise Refused("state-unstable", "the state does not settle")
 
 
 class _Tracing:
-    def __init__(self, tx: Translator, code: Code, assumed: Form) -> None:
+    def __init__(self, tx: Translator, code: LoopCode, assumed: CarrySpec) -> None:
         self.tx, self.code, self.assumed = tx, code, assumed
-        self.number = StepNumber(tx.output.shape_env)
+        self.number = InductionVariable(tx.output.shape_env)
         self.items: list[tuple[Items, Node]] = []
-        self.given = {place: place.now(tx) for place in assumed.carried}
+        self.given = {location: location.now(tx) for location in assumed.carried}
         self.tracer: Any = None
         self.step: Any = None
 
     def run(self) -> Trace | None:
         """Trace; None if the form was changed for another attempt."""
-        tx, lists = self.tx, list[Growing]()
+        tx, lists = self.tx, list[GrowingList]()
         try:
             with (
-                kept(tx),
+                rolled_back(tx),
                 tx.output.subtracer("refold_loop", None) as self.tracer,
                 contextlib.ExitStack() as stand_ins,
             ):
                 self.tracer.create_proxy = functools.partial(_create_proxy, tx, self.tracer.create_proxy)
-                made: list[Any] = [Objects(tx)]
+                made: list[Any] = [AttributeRecorder(tx)]
                 stand_ins.callback(made[0].restore)
                 for x in containers(tx):
                     if (stand_in := self._stand_in(x)) is not None:
                         stand_ins.callback(stand_in.restore)
                         made.append(stand_in)
-                lists += [x for x in made if isinstance(x, Growing)]
-                return self._trace([x for x in made if not isinstance(x, (Growing, Indexed))], lists)
+                lists += [x for x in made if isinstance(x, GrowingList)]
+                return self._trace([x for x in made if not isinstance(x, (GrowingList, SequenceView))], lists)
         except Exception as error:
             learned = [self._learns(growing) for growing in lists]
             if not any(learned) and (isinstance(error, Refused) or not self._learns_of_writes()):
@@ -156,29 +156,29 @@ class _Tracing:
 
     def _stand_in(self, x: Variable) -> Any:
         if type(x) is ConstDictVariable:
-            return Dictionary(x) if x.is_mutable() else None
-        if type(x) is ListVariable and Contents(x) in self.assumed.carried:
-            return Written(x)
+            return DictRecorder(x) if x.is_mutable() else None
+        if type(x) is ListVariable and ListLocation(x) in self.assumed.carried:
+            return ListRecorder(x)
         if type(x) is ListVariable and x.is_mutable() and x not in self.assumed.plain:
-            return Growing(x, self.number)
+            return GrowingList(x, self.number)
         if x.items and type(realized(x.items[0])) is TensorVariable:
-            return Indexed(x, self.number, self._take)
+            return SequenceView(x, self.number, self._take)
         return None
 
-    def _trace(self, writable: list[Any], lists: list[Growing]) -> Trace:
+    def _trace(self, writable: list[Any], lists: list[GrowingList]) -> Trace:
         tx, number = self.tx, self.number
-        before = world(tx)
+        before = snapshot(tx)
         try:
             carried = self._begin()
             exit = self._steps()
-            after: dict[Place, Variable | None] = {x: x.now(tx) for x in self._places()}
+            after: dict[Location, Variable | None] = {x: x.now(tx) for x in self._locations()}
             for x in writable:
                 after |= x.changed(tx)
             # What may change is taken out before one looks whether anything else did.
             for x in writable:
                 x.put_back()
-            if not before.unchanged(world(tx)):
-                raise Refused("the loop changes something outside of it")
+            if not before.unchanged(snapshot(tx)):
+                raise Refused("outside-change", "the loop changes something outside of it")
             for growing in lists:
                 growing.check()
             _check(self.tracer.graph)
@@ -188,20 +188,20 @@ class _Tracing:
         outer = {proxy.node: inner.node for proxy, inner in self.tracer.lifted_freevars.items()}
         return Trace(self.tracer.graph, number, self.step, carried, self.items, outer, after, lists, exit)
 
-    def _begin(self) -> dict[Place, list[Node]]:
+    def _begin(self) -> dict[Location, list[Node]]:
         """Put the assumed state in place."""
         tx, assumed, nodes = self.tx, self.assumed, {}
-        for place in assumed.written:
-            place.clear(tx)
-        for place, examples in assumed.carried.items():
+        for location in assumed.written:
+            location.clear(tx)
+        for location, examples in assumed.carried.items():
             values = [placeholder(tx, self.tracer, "carried", like) for like in examples]
-            nodes[place] = [x.as_proxy().node for x in values]
-            place.put(tx, rebuilt(self.given[place], iter(values)))
+            nodes[location] = [x.as_proxy().node for x in values]
+            location.put(tx, rebuilt(self.given[location], iter(values)))
         step = self.tracer.create_graph_input("step", int, self.number.symint)
         self.step = step.node
         counted = SymNodeVariable.create(tx, step, self.number.symint)
-        for place, (start, growth) in assumed.counters.items():
-            place.put(tx, Numbers(start, growth).at(tx, counted))
+        for location, (start, growth) in assumed.counters.items():
+            location.put(tx, Numbers(start, growth).at(tx, counted))
         if self.code.element is not None:
             tx.push(self._item(counted, self.code.element))
         return nodes
@@ -230,10 +230,10 @@ class _Tracing:
             at = tx.instruction_pointer
             instruction = tx.instructions[at]
             if reason := next((why for name, why in _LEAVES.items() if instruction.opname.startswith(name)), None):
-                raise Refused(reason)
+                raise Refused(*reason)
             decided = len(self.number.pending())
             if not tx.step():
-                raise Refused("the loop ends the function")
+                raise Refused("early-exit", "the loop ends the function")
             if is_decision(instruction):
                 other = {at + 1, tx.indexof[instruction.target]} - {tx.instruction_pointer}
                 exit = Exit(other.pop(), decided) if other else None
@@ -242,22 +242,22 @@ class _Tracing:
             if tx.instruction_pointer == code.head:
                 break
             if tx.instruction_pointer is None or not code.begin <= tx.instruction_pointer < code.end:
-                raise Refused("the loop can be left early")
+                raise Refused("early-exit", "the loop can be left early")
         if len(tx.stack) != len(below) or any(a is not b for a, b in zip(tx.stack, below, strict=True)):
-            raise Refused("the loop leaves something on the stack")
+            raise Refused("early-exit", "the loop leaves something on the stack")
         return exit if exit is not None and not code.head <= exit.to < code.end else None
 
-    def _places(self) -> set[Place]:
-        return self.assumed.places | {Local(name) for name in self.code.stored(self.tx.instructions)}
+    def _locations(self) -> set[Location]:
+        return self.assumed.locations | {Local(name) for name in self.code.stored(self.tx.instructions)}
 
-    def _learns(self, growing: Growing) -> bool:
+    def _learns(self, growing: GrowingList) -> bool:
         """Assume more of a list that was read: that its ends are carried, or that it does not grow."""
         assumed, (front, back) = self.assumed, growing.wants
-        end = End(growing.owner, max(front, back), bool(front))
+        end = ListEnd(growing.owner, max(front, back), bool(front))
         if 0 < end.count < SHORTEST and tensors(end.now(self.tx)):
-            for place in [x for x in assumed.carried if isinstance(x, End) and x.owner is end.owner]:
-                if place.at_front == end.at_front:
-                    del assumed.carried[place]
+            for location in [x for x in assumed.carried if isinstance(x, ListEnd) and x.owner is end.owner]:
+                if location.at_front == end.at_front:
+                    del assumed.carried[location]
             return assumed.carry(self.tx, end)
         if growing.read and not growing.grown:
             assumed.plain.add(growing.owner)
@@ -267,7 +267,7 @@ class _Tracing:
     def _learns_of_writes(self) -> bool:
         """Assume that short lists of tensors do not stay as they are but are written to."""
         short = [x for x in self.assumed.plain if len(x.items) < SHORTEST]
-        written = [x for x in short if self.assumed.carry(self.tx, Contents(x))]
+        written = [x for x in short if self.assumed.carry(self.tx, ListLocation(x))]
         self.assumed.plain -= set(written)
         return bool(written)
 
@@ -288,21 +288,21 @@ def _create_proxy(
     ):
         x, key = args[:2]
         entries = key if isinstance(key, tuple) else (key,)
-        places = [i for i, entry in enumerate(entries) if isinstance(_example(entry), torch.SymInt)]
+        locations = [i for i, entry in enumerate(entries) if isinstance(_example(entry), torch.SymInt)]
         if (
             any(isinstance(_example(entry), torch.Tensor) or isinstance(entry, (bool, list)) for entry in entries)
-            and places
+            and locations
         ):
-            raise Refused("a tensor is indexed by another and by the step")
+            raise Refused("step-number", "a tensor is indexed by another and by the step")
         taken = [entry is not None and entry is not Ellipsis for entry in entries]
-        for i in reversed(places):
+        for i in reversed(locations):
             dim = sum(taken[:i])
             if Ellipsis in entries[:i]:
                 dim -= sum(taken)
             x = create("call_function", torch.select, (x, dim, entries[i]), {})
             wrap_fx_proxy(tx, x)
             entries, taken = entries[:i] + entries[i + 1 :], taken[:i] + taken[i + 1 :]
-        if places:
+        if locations:
             args = (x, entries or Ellipsis, *args[2:])
     return create(kind, target, args, kwargs, *rest, **more)
 
@@ -317,6 +317,6 @@ def _check(graph: Graph) -> None:
         if node.op in ("placeholder", "output"):
             continue
         if isinstance(node.target, HigherOrderOperator) or node.op == "call_module":
-            raise Refused(f"there is a {node.target} in the loop")
+            raise Refused("higher-order", f"there is a {node.target} in the loop")
         if node.meta.get("example_value") is None and node.target is not operator.setitem:
-            raise Refused(f"{node.target} in the loop computes no tensor")
+            raise Refused("python-state", f"{node.target} in the loop computes no tensor")

@@ -9,15 +9,16 @@ import torch
 from torch._dynamo.variables import ConstantVariable, LazyVariableTracker, TensorVariable, TupleVariable
 from torch._dynamo.variables.builder import wrap_fx_proxy
 
-from ..induction_variable import depends_on_step
+from ...refusals import Refusal
+from ..induction_variable import depends_on_iteration
 
 # torch._dynamo.symbolic_convert.InstructionTranslatorBase: the interpreter of one frame.
 Translator = Any
 Variable = Any
 
 
-class Refused(Exception):
-    """A loop is not captured; the message is a reason for a person."""
+class Refused(Refusal):
+    """A loop is not captured."""
 
 
 def realized(x: Variable) -> Variable:
@@ -42,7 +43,7 @@ def tensors(x: Variable) -> list[Variable]:
 
 
 def rebuilt(x: Variable, values: Iterator[Variable]) -> Variable:
-    """Put other tensors into the places of a variable's."""
+    """Put other tensors in place of a variable's."""
     x = realized(x)
     return TupleVariable([rebuilt(item, values) for item in x.items]) if type(x) is TupleVariable else next(values)
 
@@ -65,8 +66,8 @@ def _fixed(sizes: Any) -> tuple[Any, ...]:
 def _expression(size: torch.SymInt) -> Any:
     if (known := size.node.maybe_as_int()) is not None:
         return known
-    if depends_on_step(size):
-        raise Refused("a size depends on the step")
+    if depends_on_iteration(size):
+        raise Refused("carry-shape", "a size depends on the step")
     return size.node.expr
 
 

@@ -1,0 +1,234 @@
+"""Decoding and prefill of language models with JAX; on the CPU side by side with transformers.
+
+Weights are random. Work and bytes are counted from the configuration (``refold.models.counts``). A row also holds what
+XLA's own cost model says of the compiled program.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ..errors import ArgumentError
+from ..generate.jax import Generator
+from ..models import counts
+from ..models.checkpoint import layout, random_params
+from ..models.configs import Config, GraniteHybridConfig, Mamba2Config, MambaConfig, Mixer2Config
+from ..models.jax import take_layers_apart
+from .progress import wanted
+from .rows import Row
+
+
+def mamba2(d_model: int, nlayers: int) -> Mamba2Config:
+    """Return the configuration of the published sizes: heads of 64, state 128, one group, tied head."""
+    mixer = Mixer2Config(d_model=d_model, nheads=d_model // 32, headdim=64, ngroups=1, dstate=128)
+    return Mamba2Config(vocab_size=50288, nlayers=nlayers, mixer=mixer)
+
+
+MODELS: dict[str, Config] = {
+    "130M": mamba2(768, 24), "370M": mamba2(1024, 48), "1.3B": mamba2(2048, 48), "2.7B": mamba2(2560, 64),
+    "mamba1-130M": MambaConfig(vocab_size=50280, d_model=768, nlayers=24, d_inner=1536, dstate=16, dt_rank=48),
+    "hybrid-340M": GraniteHybridConfig(
+        vocab_size=100352, kinds=(("mamba",) * 7 + ("attention",)) * 4, nheads=12, nkvheads=4, headdim=64,
+        mixer=Mixer2Config(d_model=768, nheads=48, headdim=32, ngroups=1, dstate=128), attention_bias=False,
+        rope_theta=None, shared_dim=2048, expert_dim=0, nexperts=0, experts_per_token=0, embedding_multiplier=12.0,
+        residual_multiplier=0.246, attention_multiplier=0.015625, logits_divisor=3.0, max_positions=32768,
+        norm_eps=1e-5, tied=True,
+    ),
+}  # fmt: skip
+
+
+def device_params(model: Config, dtype: Any) -> Any:
+    """Draw random parameters on the device, one layer at a time, so that no copy of the model is needed."""
+    params: dict[str, Any] = {}
+    for number, entry in enumerate({entry.path: entry for entry in layout(model)}.values()):
+        name, shape = entry.path[-1], entry.stored
+        scale = 0.02 if entry.index is None else shape[-1] ** -0.5
+        keep = jnp.float32 if entry.exact else dtype
+
+        def draw(key: Any, name: str = name, shape: Any = shape, scale: float = scale, keep: Any = keep) -> Any:
+            if name == "A_log":
+                return jnp.log(jax.random.uniform(key, shape, minval=1, maxval=16)).astype(keep)
+            if name == "dt_bias":
+                dt = jnp.exp(jax.random.uniform(key, shape, minval=np.log(1e-3), maxval=np.log(1e-1)))
+                return jnp.log(jnp.expm1(dt)).astype(keep)
+            if name == "D" or name.endswith("norm"):
+                return jnp.ones(shape, keep)
+            return (jax.random.normal(key, shape) * scale).astype(keep)
+
+        key = jax.random.key(number)
+        place = params if entry.index is None else params.setdefault(entry.path[0], {})
+        if entry.index is None:
+            place[name] = jax.jit(draw)(key)
+        else:
+            place[name] = jax.jit(lambda keys, draw=draw: jax.lax.map(draw, keys))(jax.random.split(key, entry.depth))
+    return jax.block_until_ready(params)
+
+
+def seconds(call: Any, repeats: int, rounds: int = 1) -> list[float]:
+    """Time ``repeats`` calls, each of which runs ``rounds`` units of work."""
+    times = []
+    for _ in range(repeats):
+        begin = time.perf_counter()
+        call()
+        times.append((time.perf_counter() - begin) / rounds)
+    return times
+
+
+def decoder(generator: Generator, batch: int, tokens: int) -> Any:
+    """Return a call that decodes ``tokens`` tokens per row; a hybrid's cache has room for five such calls."""
+    conversation = generator.read([[7] * PAST] * batch)
+
+    def call() -> None:
+        for _ in generator.stream(conversation, tokens, stop_tokens=[]):
+            pass
+        jax.block_until_ready(conversation.logits)
+
+    return call
+
+
+PAST = 1024
+"""Tokens read before decoding is timed; attention reads them at each step."""
+
+
+def reader(generator: Generator, batch: int, seqlen: int) -> Any:
+    """Return a call that reads a prompt."""
+    prompts = np.random.default_rng(0).integers(0, 50000, (batch, seqlen))
+
+    def call() -> None:
+        jax.block_until_ready(generator.read(list(prompts)).logits)
+
+    return call
+
+
+def xla_counts(generator: Generator, batch: int) -> dict[str, float]:
+    """Return what XLA counts for one decoding step."""
+    params, state = map(take_layers_apart, (generator.params, generator.read([[7] * PAST] * batch).state))
+    step = jax.jit(lambda p, t, s: generator.model.step(generator.config, p, t, s), donate_argnums=2)
+    analysis: Any = step.lower(params, jnp.zeros(batch, jnp.int32), state).compile().cost_analysis()
+    return {"xla_flops": analysis["flops"], "xla_bytes": analysis["bytes accessed"]}
+
+
+def xla_prefill_counts(generator: Generator, seqlen: int) -> dict[str, float]:
+    """Return what XLA counts for a prefill of Mamba-2: it counts a loop's body once, so a layer is counted apart."""
+    config = generator.config
+    if not isinstance(config, Mamba2Config):
+        return {}
+
+    def cost(nlayers: int) -> np.ndarray:
+        layers = jax.tree.map(lambda a: a[:nlayers], generator.params["layers"])
+        few = dataclasses.replace(config, nlayers=nlayers)
+        read = jax.jit(lambda params, tokens: generator.model.forward(few, params, tokens))
+        tokens = jax.ShapeDtypeStruct((1, seqlen), jnp.int32)
+        analysis: Any = read.lower({**generator.params, "layers": layers}, tokens).compile().cost_analysis()
+        return np.array([analysis["flops"], analysis["bytes accessed"]])
+
+    none, one = cost(0), cost(1)
+    flops, moved = none + config.nlayers * (one - none)
+    return {"xla_flops": float(flops), "xla_bytes": float(moved)}
+
+
+def row(name: str, what: str, times: list[float], need: counts.Counts, extra: dict[str, Any]) -> Row:
+    """Return one measurement: times in seconds per unit, operations and bytes per unit."""
+    best, median = min(times), float(np.median(times))
+    return {"op": "generate", "backend": "jax", "case": f"{name} {what}", "median_s": median,
+            "min_s": best, "n": len(times), "flops": need.flops, "bytes": need.bytes,
+            "tflop_per_s": need.flops / median / 1e12, "gb_per_s": need.bytes / median / 1e9,
+            **extra}  # fmt: skip
+
+
+def generation_cpu(*, tokens: int = 16, seqlen: int = 1024, repeats: int = 6) -> Iterator[Row]:
+    """Time decoding and prefill of Mamba-2 130M with JAX on the CPU, float32, beside transformers."""
+    model, name = MODELS["130M"], "130M fp32"
+    generator = cache(lambda: Generator(model, random_params(model)))
+    if wanted(case=f"{name} decode batch 1"):
+        yield from _beside_transformers(generator(), name, tokens, repeats)
+    if wanted(case=f"{name} decode batch 16"):
+        many = decoder(generator(), 16, tokens)
+        many()
+        yield row(name, "decode batch 16", seconds(many, repeats, tokens), counts.decode(model, 16, 4), {})
+    if wanted(case=f"{name} prefill {seqlen}"):
+        read = reader(generator(), 1, seqlen)
+        read()
+        yield row(name, f"prefill {seqlen}", seconds(read, repeats), counts.prefill(model, 1, seqlen, 64, 4), {})
+
+
+def _beside_transformers(generator: Generator, name: str, tokens: int, repeats: int) -> Iterator[Row]:
+    """Time decoding of one row in turns with transformers."""
+    import torch
+    from transformers import Mamba2Config as TorchConfig
+    from transformers import Mamba2ForCausalLM
+
+    torch_config = TorchConfig(hidden_size=768, num_hidden_layers=24, vocab_size=50288, num_heads=24, head_dim=64,
+                               state_size=128, n_groups=1, tie_word_embeddings=True)  # fmt: skip
+    peer = Mamba2ForCausalLM(torch_config).eval()
+
+    @torch.no_grad()
+    def peer_decode() -> None:
+        token = torch.ones(1, 1, dtype=torch.long)
+        for _ in range(tokens):
+            token = peer(token, cache_params=cache, use_cache=True).logits[:, -1:].argmax(-1)
+
+    with torch.no_grad():
+        cache = peer(torch.ones(1, 4, dtype=torch.long), use_cache=True).cache_params
+    one = decoder(generator, 1, tokens)
+    one(), peer_decode()
+    ours, theirs = [], []
+    for _ in range(repeats):
+        ours += seconds(one, 1, tokens)
+        theirs += seconds(peer_decode, 1, tokens)
+    need = counts.decode(MODELS["130M"], 1, 4)
+    yield row(name, "decode batch 1", ours, need, xla_counts(generator, 1))
+    yield {**row(name, "decode batch 1", theirs, need, {}), "backend": "transformers"}
+
+
+def generation(
+    *,
+    models: tuple[str, ...] = ("130M", "2.7B", "mamba1-130M", "hybrid-340M"),
+    lengths: tuple[int, ...] = (1024, 8192),
+    batches: tuple[int, ...] = (1, 16),
+) -> Iterator[Row]:
+    """Time decoding and prefill of models with JAX on the default device, bfloat16."""
+    if unknown := sorted(set(models) - set(MODELS)):
+        raise ArgumentError(f"generation: models has {unknown[0]!r}. Give some of {', '.join(MODELS)}")
+    ceilings = cache(measure_ceilings)
+    for name in models:
+        model = MODELS[name]
+        generator = cache(lambda model=model: Generator(model, device_params(model, jnp.bfloat16)))
+        for batch in batches:
+            if not wanted(case=f"{name} decode batch {batch}"):
+                continue
+            decode = decoder(generator(), batch, 96)
+            decode()
+            need = counts.decode(model, batch, 2, past=PAST + 3 * 96)
+            extra = {**ceilings(), **xla_counts(generator(), batch)}
+            yield row(name, f"decode batch {batch}", seconds(decode, 4, 96), need, extra)
+        for seqlen in lengths:
+            if not wanted(case=f"{name} prefill {seqlen}"):
+                continue
+            read = reader(generator(), 1, seqlen)
+            read()
+            need = counts.prefill(model, 1, seqlen, 128, 2)
+            extra = {**ceilings(), **xla_prefill_counts(generator(), seqlen)}
+            yield row(name, f"prefill {seqlen}", seconds(read, 5), need, extra)
+
+
+def measure_ceilings() -> dict[str, float]:
+    """Measure the device's copy bandwidth and bfloat16 matrix rate."""
+    a = jax.random.normal(jax.random.key(1), (2**28,))
+    copy = jax.jit(lambda a: a + 1)
+    m = jax.random.normal(jax.random.key(0), (8192, 8192), jnp.bfloat16)
+    product = jax.jit(lambda m: m @ m)
+    rates = {}
+    for name, call, work in (("gb_per_s", lambda: copy(a), 2 * 2**30 / 1e9), ("tflop_per_s", lambda: product(m), 1.1)):
+        jax.block_until_ready(call())
+        times = seconds(lambda call=call: jax.block_until_ready([call() for _ in range(20)]), 5, 20)
+        rates[f"ceiling_{name}"] = work / min(times)
+    return rates

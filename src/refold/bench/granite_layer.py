@@ -1,0 +1,61 @@
+"""transformers' own GraniteMoeHybridMambaLayer, unmodified: eager, torch.compile and refold in one run.
+
+Sizes are those of granite-4.0-h-tiny. A row holds the full report, with interleaved times, peak memory, and the
+evidence for every rewrite. float32 runs without TF32.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import torch
+from transformers import GraniteMoeHybridConfig
+from transformers.models.granitemoehybrid.modeling_granitemoehybrid import GraniteMoeHybridMambaLayer
+
+import refold
+
+from .progress import wanted
+from .rows import Row
+
+
+def layer(device: str, dtype: torch.dtype) -> torch.nn.Module:
+    """Return the layer at granite-4.0-h-tiny's sizes, random weights."""
+    config = GraniteMoeHybridConfig(
+        hidden_size=1536,
+        mamba_n_heads=48,
+        mamba_d_head=64,
+        mamba_d_state=128,
+        mamba_n_groups=1,
+        mamba_chunk_size=256,
+        mamba_expand=2,
+    )
+    torch.manual_seed(0)
+    return GraniteMoeHybridMambaLayer(config, 0).to(device, dtype).eval()
+
+
+@torch.no_grad()
+def granite_layer(
+    *, device: str = "cuda", dtype: tuple[str, ...] = ("float32", "bfloat16"), batch: int = 32, tokens: int = 256
+) -> Iterator[Row]:
+    """Time transformers' Granite hybrid layer, unmodified: eager, torch.compile and refold."""
+    for name in dtype:
+        if not wanted(dtype=name, batch=batch, tokens=tokens):
+            continue
+        module = layer(device, getattr(torch, name))
+        x = torch.randn(batch, tokens, 1536, device=device, dtype=getattr(torch, name))
+        compiled = refold.compile(module)
+        start = time.perf_counter()
+        compiled(x)
+        first_call_s = time.perf_counter() - start
+        report = compiled.report.to_dict()
+        yield {
+            "case": "granite-4.0-h-tiny",
+            "dtype": name,
+            "batch": batch,
+            "tokens": tokens,
+            "first_call_s": first_call_s,
+            "times_ms": report["graphs"][0]["times_ms"],
+            "peak_bytes": report["graphs"][0]["peak_bytes"],
+            "report": report,
+        }

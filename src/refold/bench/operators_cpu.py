@@ -1,0 +1,107 @@
+"""The operators on the CPU against what one would write without them.
+
+``selective_scan`` runs against a Python loop over time and a compiled associative scan, ``ssd`` against the einsum path
+of transformers' Mamba-2. Results are compared first. Rounds are interleaved: load on the machine meets all alike.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import ops
+from .progress import wanted
+from .rows import Row
+
+
+def loop_over_time(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor) -> Tensor:
+    """Form all decays and inputs, then one token after the other: the spelling of most model files."""
+    decays = torch.exp(dt[..., None] * A)
+    inputs = (dt * x)[..., None] * B[:, :, None]
+    state, ys = torch.zeros(x.shape[0], *A.shape), []
+    for t in range(x.shape[1]):
+        state = decays[:, t] * state + inputs[:, t]
+        ys.append((state @ C[:, t, :, None])[..., 0])
+    return torch.stack(ys, 1)
+
+
+def channels_first_loop(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor) -> Tensor:
+    """Do the same with time after the channels, as the reference code of the Mamba paper lays it out."""
+    u, steps, Bt, Ct = (a.mT.contiguous() for a in (x, dt, B, C))
+    decays = torch.exp(torch.einsum("bdl,dn->bdln", steps, A))
+    inputs = torch.einsum("bdl,bnl,bdl->bdln", steps, Bt, u)
+    state, ys = torch.zeros(x.shape[0], *A.shape), []
+    for t in range(x.shape[1]):
+        state = decays[:, :, t] * state + inputs[:, :, t]
+        ys.append(torch.einsum("bdn,bn->bd", state, Ct[:, :, t]))
+    return torch.stack(ys, 2).mT
+
+
+def associative(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor) -> Tensor:
+    """Scan pairs of decay and input in parallel."""
+    from torch._higher_order_ops.associative_scan import associative_scan
+
+    def combine(one: tuple[Tensor, Tensor], two: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        return one[0] * two[0], two[0] * one[1] + two[1]
+
+    pairs = torch.exp(dt[..., None] * A), (dt * x)[..., None] * B[:, :, None]
+    states = associative_scan(combine, pairs, dim=1, combine_mode="generic")[1]
+    return torch.einsum("btdn,btn->btd", states, C)
+
+
+def timed(case: str, runners: dict[str, Callable[..., Any]], inputs: tuple[Any, ...], rounds: int) -> Row:
+    """Check that all agree, then time them in turns.
+
+    Args:
+        case: What is computed.
+        runners: Functions of the inputs; the first one, refold, is what the others are compared with.
+        inputs: Their arguments.
+        rounds: How often each runs.
+    """
+    truth = runners["refold"](*inputs)
+    row: Row = {"case": case, "rounds": rounds}
+    row["differences"] = {
+        label: float((runner(*inputs) - truth).abs().max() / truth.abs().max()) for label, runner in runners.items()
+    }
+    if not max(row["differences"].values()) < 1e-4:
+        return row | {"refused": "results differ by more than 1e-4 of the largest"}
+    times: dict[str, list[float]] = {label: [] for label in runners}
+    for _ in range(rounds):
+        for label, runner in runners.items():
+            start = time.perf_counter()
+            runner(*inputs)
+            times[label].append((time.perf_counter() - start) * 1e3)
+    return row | {
+        "times_ms": {label: sorted(t)[len(t) // 2] for label, t in times.items()},
+        "fastest_ms": {label: min(t) for label, t in times.items()},
+    }
+
+
+@torch.no_grad()
+def cpu(*, tokens: int = 2048, rounds: int = 15, transformers: bool = True) -> Iterator[Row]:
+    """Time selective_scan and ssd on the CPU, beside loops over time, an associative scan, and transformers."""
+    torch.manual_seed(0)
+    x, dt, A = torch.randn(1, tokens, 1536), torch.rand(1, tokens, 1536) * 0.1, -torch.rand(1536, 16)
+    B, C = torch.randn(1, tokens, 16), torch.randn(1, tokens, 16)
+    runners: dict[str, Callable[..., Any]] = {
+        "refold": lambda *inputs: ops.selective_scan(*inputs)[0],
+        "loop over time": loop_over_time,
+        "loop, channels first": channels_first_loop,
+        "compiled associative scan": torch.compile(associative),
+    }
+    if wanted(case=(case := f"selective_scan 1 x {tokens} x 1536 x 16")):
+        yield timed(case, runners, (x, dt, A, B, C), rounds)
+    x, dt, A = torch.randn(1, tokens, 24, 64), torch.rand(1, tokens, 24) * 0.1, -torch.rand(24)
+    B, C = torch.randn(1, tokens, 1, 128), torch.randn(1, tokens, 1, 128)
+    runners = {"refold": lambda *inputs: ops.ssd(*inputs)[0]}
+    if transformers:
+        from transformers.models.mamba2.modeling_mamba2 import mamba2_chunk_scan
+
+        for size in (64, 128, 256):
+            runners[f"transformers, chunks of {size}"] = lambda *inputs, size=size: mamba2_chunk_scan(*inputs, size)
+    if wanted(case=(case := f"ssd 1 x {tokens} x 24 x 64, n=128")):
+        yield timed(case, runners, (x, dt, A, B, C), rounds)

@@ -1,0 +1,103 @@
+"""The suites: what ``refold bench run`` knows.
+
+A suite is a function with keyword-only options that yields rows. Its first docstring line says what it shows. The
+defaults of the options give their types: a tuple takes values separated by commas.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+from ..errors import ArgumentError, MissingDependency
+from .rows import Row
+
+
+@dataclass(frozen=True)
+class Suite:
+    """A function of a module of this package, imported when it is asked for."""
+
+    name: str
+    module: str
+    function: str
+
+    def load(self) -> Callable[..., Iterator[Row]]:
+        """Import it.
+
+        Raises:
+            MissingDependency: It needs a package that is not installed.
+        """
+        try:
+            return getattr(import_module(f".{self.module}", __package__), self.function)
+        except ImportError as error:
+            raise MissingDependency(f"the suite {self.name} needs {error.name}, which is not installed") from error
+
+    def about(self) -> str:
+        """Return what it shows."""
+        return (inspect.getdoc(self.load()) or "").splitlines()[0]
+
+    def options(self) -> dict[str, Any]:
+        """Return its options and their defaults."""
+        return {name: one.default for name, one in inspect.signature(self.load()).parameters.items()}
+
+    def settings(self, given: dict[str, str]) -> dict[str, Any]:
+        """Turn texts into values of the options.
+
+        Raises:
+            ArgumentError: There is no such option, or the text is not of its type.
+        """
+        known, found = self.options(), dict[str, Any]()
+        for name, text in given.items():
+            if name not in known:
+                raise ArgumentError(f"{self.name} has no option {name}. It has {', '.join(known) or 'none'}")
+            found[name] = _value(f"{self.name}: {name}", text, known[name])
+        return found
+
+
+def _value(what: str, text: str, default: Any) -> Any:
+    if isinstance(default, tuple):
+        return tuple(_value(what, part, default[0]) for part in text.split(","))
+    kind = type(default)
+    if kind is bool:
+        if text not in ("true", "false"):
+            raise ArgumentError(f"{what} is {text!r}. Give true or false")
+        return text == "true"
+    try:
+        return kind(text)
+    except ValueError as error:
+        raise ArgumentError(f"{what} is {text!r}. Give a value like {default!r}") from error
+
+
+SUITES = {
+    suite.name: suite
+    for suite in (
+        Suite("ssd", "operators_gpu", "ssd"),
+        Suite("ssd-backward", "operators_gpu", "ssd_backward"),
+        Suite("selective-scan", "operators_gpu", "selective_scan"),
+        Suite("selective-scan-backward", "operators_gpu", "selective_scan_backward"),
+        Suite("pointwise", "operators_gpu", "pointwise"),
+        Suite("pointwise-backward", "operators_gpu", "pointwise_backward"),
+        Suite("cpu", "operators_cpu", "cpu"),
+        Suite("fusion-example", "fusion_example", "fusion_example"),
+        Suite("granite-layer", "granite_layer", "granite_layer"),
+        Suite("chunked-scan", "chunked_scan", "chunked_scan"),
+        Suite("compile-time", "compile_time", "compile_time"),
+        Suite("generation", "generation", "generation"),
+        Suite("generation-cpu", "generation", "generation_cpu"),
+    )
+}
+
+
+def find(name: str) -> Suite:
+    """Return a suite by its name; underscores are as good as hyphens.
+
+    Raises:
+        ArgumentError: There is none.
+    """
+    suite = SUITES.get(name.replace("_", "-"))
+    if suite is None:
+        raise ArgumentError(f"there is no suite {name!r}. There are {', '.join(SUITES)}")
+    return suite

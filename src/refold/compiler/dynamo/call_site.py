@@ -1,0 +1,138 @@
+"""One captured loop where it stands in Dynamo's graph: what it reads and writes, and which of its results are used."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch._C._functorch import is_batchedtensor
+from torch.fx import GraphModule, Node
+
+from ..ir.fx import known
+from ..recurrence.vectorize import NotALoop
+from .body import Slices, trace
+from .loop import CapturedLoop, step_count
+from .mutation import changed_in_place
+
+aten = torch.ops.aten
+
+JOINS = (torch.stack, torch.cat, torch.concat, torch.concatenate)
+UNBINDS = ("unbind", torch.unbind, torch.Tensor.unbind, aten.unbind.int)
+
+
+class CallSite:
+    """A call of a captured loop, of which it is known that a scan may replace it.
+
+    Attributes:
+        gm: Dynamo's graph.
+        call: The node.
+        loop: The loop that it calls.
+        count: How many steps there are: a number, or a symbol.
+        operands: What the loop reads.
+        sequences: For each operand that is read step by step, its axis and positions.
+        traced: The body in ATen.
+        uses: Which results anything uses: (index in the body's results, the node of the loop's result).
+        lists: The index from which on results are lists of all steps' values.
+        training: Whether a result has a gradient.
+    """
+
+    def __init__(self, gm: GraphModule, call: Node) -> None:
+        """Look at a call.
+
+        Raises:
+            NotALoop: It says why no scan may replace it.
+        """
+        self.gm, self.call = gm, call
+        self.loop = cast(CapturedLoop, gm.get_submodule(str(call.target)))
+        self.count = step_count(self.loop, call)
+        self.sequences: list[Slices] = []
+        self.operands: list[Node] = []
+        self._read_operands()
+        self.traced = trace(self.loop, self.count, [example(node) for node in self.operands], self.sequences)
+        self._check_writes()
+        self.lists = self.loop.carried + self.loop.lasts
+        self.uses = sorted((int(user.args[1]), user) for user in call.users if user.users)  # type: ignore[arg-type, call-overload]
+        results = torch.utils._pytree.tree_leaves(call.meta["example_value"])
+        self.training = any(x.requires_grad for x in results)
+        self._check_aliases()
+
+    def _read_operands(self) -> None:
+        loop = self.loop
+        args: list[Any] = list(self.call.args if loop.count is not None else self.call.args[:-1])
+        for at, read in enumerate(loop.reads, loop.carried):
+            source: Any = args[at]
+            given = source.meta["example_value"]
+            dim = 0
+            if isinstance(given, torch.Tensor):
+                pass
+            elif source.target in UNBINDS:
+                source, dim = unbound(source)
+            else:
+                raise NotALoop("read-uneven", "it reads a list of tensors that are not slices of one")
+            rank, size = example(source).dim(), example(source).shape[dim]
+            start = read.start + size if read.start < 0 else read.start
+            args[at] = source
+            self.sequences.append(Slices(dim % rank, start, read.step))
+        kinds = (torch.Tensor, torch.SymInt, int)
+        if not all(isinstance(x, Node) and isinstance(x.meta.get("example_value"), kinds) for x in args):
+            raise NotALoop("carry-not-tensor", "it reads something that is neither a tensor nor a size")
+        self.operands = args
+
+    def written(self) -> set[Any]:
+        """Return the storages that the loop itself writes to."""
+        return {storage(self.operands[write.operand]) for write in self.traced.writes}
+
+    def bounds(self, write: Any) -> tuple[Any, Any]:
+        """Return the positions that all steps write, from the first to before the last."""
+        low = min(write.start, write.start + write.step * (self.count - 1))
+        return low, low + write.width * self.count
+
+    def _check_writes(self) -> None:
+        """Refuse writes that anything else could see in between."""
+        for write in self.traced.writes:
+            written = self.operands[write.operand]
+            memory = storage(written)
+            others = [x for i, x in enumerate(self.operands) if i != write.operand]
+            outside = [x for x in self.gm.graph.nodes if x.op in ("placeholder", "get_attr")]
+            if any(storage(x) == memory for x in others + outside):
+                raise NotALoop("shared-memory", "it writes to a tensor that is also read, or that comes from outside")
+            if write.operand < self.loop.carried or abs(write.step) != write.width:
+                raise NotALoop("write-uneven", "the steps do not write next to one another")
+            whole = (0, known(example(written).shape[write.dim]))
+            if not isinstance(self.count, int) and self.bounds(write) != whole:
+                raise NotALoop("size-unknown", "it writes to a part of a tensor whose size is not known")
+
+    def _check_aliases(self) -> None:
+        """Refuse if the user could observe that a result is no longer a tensor of its own."""
+        changed = changed_in_place(self.gm)
+        inner: Any = self.loop.body.graph.output_node().args[0]
+        escaping = []
+        for i, use in self.uses:
+            tensors = torch.utils._pytree.tree_leaves(use.meta.get("example_value", self.call.meta["example_value"][i]))
+            if any(x.untyped_storage()._cdata in changed for x in tensors):
+                raise NotALoop("in-place", "a result is changed in place after the loop")
+            together = isinstance(self.call.meta["example_value"][i], torch.Tensor)
+            if i < self.lists or (
+                not together and any(user.target not in JOINS for item in use.users for user in item.users)
+            ):
+                escaping.append(storage(inner[i]))
+        shared = [storage(node) for node in self.loop.body.graph.find_nodes(op="placeholder")] + escaping
+        if any(shared.count(memory) > 1 for memory in escaping):
+            raise NotALoop("shared-memory", "a result shares memory with another or with what the loop reads")
+
+
+def unbound(unbind: Any) -> tuple[Node, int]:
+    """Return what is unbound, and along which axis."""
+    return unbind.args[0], unbind.args[1] if len(unbind.args) > 1 else unbind.kwargs.get("dim", 0)
+
+
+def example(node: Node) -> torch.Tensor:
+    """Return the fake tensor that Dynamo traced a node with."""
+    return node.meta.get("example_value")  # type: ignore[return-value]
+
+
+def storage(node: Node) -> Any:
+    """Return what tells whether two nodes share memory."""
+    x = node.meta.get("example_value")
+    own = isinstance(x, torch.Tensor) and not is_batchedtensor(x)  # those are a vmap's own
+    return x.untyped_storage()._cdata if own else id(node)

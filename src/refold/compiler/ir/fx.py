@@ -1,0 +1,72 @@
+"""What one FX node says: its value, its arguments, and sizes that may be symbols."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+from ..private import statically_known_true
+
+aten = torch.ops.aten
+
+Size = int | torch.SymInt
+
+
+def concrete(size: Any) -> Any:
+    """Return a size as a number: for a symbol, the value it had when traced."""
+    return int(size.node.hint) if isinstance(size, torch.SymInt) else size
+
+
+def known(size: Any) -> Any:
+    """Return a size as a number, if it is one by now: Dynamo may have decided on a symbol."""
+    number = size.node.maybe_as_int() if isinstance(size, torch.SymInt) else size
+    return size if number is None else number
+
+
+def place(at: Any, size: Any) -> int | None:
+    """Return a position counted from the front; None if it is not known as a number."""
+    at, size = known(at), known(size)
+    if not isinstance(at, int) or (at < 0 and not isinstance(size, int)):
+        return None
+    return at + size if at < 0 else at
+
+
+def value(node: Node) -> torch.Tensor:
+    """Return the fake tensor that a graph node carries."""
+    return node.meta["val"]
+
+
+def arg(node: Node, position: int, name: str = "", default: Any = None) -> Any:
+    """Return an argument of a call, given by position or by name."""
+    return node.args[position] if len(node.args) > position else node.kwargs.get(name, default)
+
+
+def is_tensor(node: Any) -> bool:
+    """Tell whether an argument is a graph node that holds one tensor."""
+    return isinstance(node, Node) and isinstance(node.meta.get("val"), torch.Tensor)
+
+
+def is_erased(node: Node) -> bool:
+    """Tell whether a node was erased from its graph: its neighbours know it no more."""
+    return node.prev.next is not node
+
+
+def same(a: Size, b: Size) -> bool:
+    """Tell whether two sizes are equal for certain; never adds a guard."""
+    return a == b if isinstance(a, int) and isinstance(b, int) else statically_known_true(a == b)
+
+
+def sum_dims(node: Node) -> list[int]:
+    """Return the non-negative axes that a sum or mean node reduces."""
+    rank = len(value(arg(node, 0)).shape)
+    dims = arg(node, 1, "dim") if node.target not in (aten.sum.default, aten.mean.default) else None
+    if not dims:
+        return list(range(rank))
+    return sorted(dim % rank for dim in (dims if isinstance(dims, (list, tuple)) else [dims]))
+
+
+def is_training(graph: Graph) -> bool:
+    """Tell whether a graph holds a backward."""
+    return any(str(n.target).startswith("tangents") for n in graph.find_nodes(op="placeholder"))

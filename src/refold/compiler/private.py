@@ -1,0 +1,143 @@
+"""Names of PyTorch that are not its public interface, as far as the compiler uses them outside of `dynamo`.
+
+Each is looked up once, at import. Without one of them something is off, with one `RefoldWarning`, and results are the
+same. `UNAVAILABLE` tells whether the compiler itself is off; Inductor then compiles graphs as they are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from importlib import import_module
+from typing import Any
+
+import torch
+
+from ..errors import warn
+
+_MISSING: Any = object()
+
+
+def _find(name: str, cost: str) -> Any:
+    """Return what a dotted name stands for, or, with a warning that names the cost, `_MISSING`."""
+    module, _, leaf = name.rpartition(".")
+    try:
+        return getattr(import_module(module), leaf)
+    except (ImportError, AttributeError):
+        warn(
+            f"PyTorch {torch.__version__} has no {name}: {cost}. Results are the same. Use a tested PyTorch, "
+            "or a newer refold."
+        )
+        return _MISSING
+
+
+# Without these there is nowhere to rewrite graphs.
+
+_OFF = "refold rewrites nothing"
+compile_fx = _find("torch._inductor.compile_fx.compile_fx", _OFF)
+_custom_pass = _find("torch._inductor.custom_graph_pass.CustomGraphPass", _OFF)
+_setting = _find("torch._inductor.config.joint_custom_pre_pass", _OFF)
+UNAVAILABLE = (
+    f"PyTorch {torch.__version__} is not as expected"
+    if any(found is _MISSING for found in (compile_fx, _custom_pass, _setting))
+    else ""
+)
+"""Why graphs cannot be rewritten with this PyTorch; empty if they can."""
+
+CustomGraphPass: Any = object if _custom_pass is _MISSING else _custom_pass
+"""The base class of passes that Inductor's caches know."""
+
+
+def as_it_is(gm: torch.fx.GraphModule, inputs: Any) -> Any:
+    """Compile a graph without refold: by Inductor, or not at all if that cannot be had either."""
+    try:
+        return torch._dynamo.lookup_backend("inductor")(gm, inputs)
+    except (ImportError, AttributeError):
+        return gm
+
+
+# Without these, single things are off.
+
+_list_options = _find("torch._inductor.list_options", "names of options are not checked")
+_list_modes = _find("torch._inductor.list_mode_options", "modes of torch.compile are not passed to Inductor")
+_portable = _find("torch._inductor.config.save_config_portable", "decisions are not remembered")
+_known_true = _find(
+    "torch.fx.experimental.symbolic_shapes.statically_known_true", "graphs with symbolic sizes are rewritten less"
+)
+_no_modes = _find("torch.utils._python_dispatch._disable_current_modes", "chunked scans are not found")
+_tracing = _find("torch._guards.tracing", "programs that compile within a compile may fail, and then are not timed")
+_metrics = _find(
+    "torch._dynamo.metrics_context.MetricsContext",
+    "programs that compile within a compile may fail, and then are not timed",
+)
+_compile_context = _find("torch._guards.CompileContext", "reports do not say which compile was the last")
+_ARITHMETIC = {"FloorDiv": operator.floordiv, "Mod": operator.mod, "PythonMod": operator.mod}
+_symbolic = {
+    _find(f"torch.utils._sympy.functions.{name}", "graphs with symbolic sizes are rewritten less"): function
+    for name, function in _ARITHMETIC.items()
+}
+SYMBOLIC_ARITHMETIC = {kind: function for kind, function in _symbolic.items() if kind is not _MISSING}
+"""Operations in the expressions of symbolic sizes, and the same on numbers."""
+
+
+def inductor_options() -> list[str] | None:
+    """Return the names of Inductor's options; None if they are not known."""
+    return None if _list_options is _MISSING else _list_options()
+
+
+def inductor_modes() -> dict[str, dict[str, Any]] | None:
+    """Return Inductor's options by mode of ``torch.compile``; None if they are not known."""
+    return None if _list_modes is _MISSING else _list_modes()
+
+
+def inductor_configuration() -> str | None:
+    """Return all of Inductor's settings as text; None if they cannot be had."""
+    return None if _portable is _MISSING else repr(sorted(_portable().items()))
+
+
+def statically_known_true(condition: Any) -> bool:
+    """Tell whether a condition on sizes holds for certain; adds no guard."""
+    if isinstance(condition, bool):
+        return condition
+    return _known_true is not _MISSING and bool(_known_true(condition))
+
+
+def without_modes() -> AbstractContextManager[None] | None:
+    """Leave all dispatch modes for a while; None if that is not possible."""
+    return None if _no_modes is _MISSING else _no_modes()
+
+
+def without_autograd_cache() -> AbstractContextManager[Any]:
+    """Switch AOTAutograd's cache off for a while, if there is one."""
+    try:
+        return torch._functorch.config.patch(enable_autograd_cache=False)
+    except AttributeError:
+        return contextlib.nullcontext()
+
+
+def compile_number() -> int | None:
+    """Return how many times Dynamo has compiled the function under way; None if that is not known."""
+    if _compile_context is _MISSING:
+        return None
+    return getattr(_compile_context.current_compile_id(), "frame_compile_id", None)
+
+
+@contextlib.contextmanager
+def apart() -> Iterator[None]:
+    """Hide the compile under way, so that another one, or a backward that compiles lazily, can run inside it."""
+    if any(found is _MISSING for found in (_metrics, _tracing, _no_modes)):
+        yield
+        return
+    dynamo: Any = import_module("torch._dynamo.utils")
+    # One metric may be set once per compile. torch <= 2.11 keeps them in a global, later ones in one per thread.
+    local = getattr(dynamo, "_metrics_context_tls", None)
+    holder, name = (dynamo, "_METRICS_CONTEXT") if local is None else (local, "metrics_context")
+    outer = dynamo.get_metrics_context()
+    setattr(holder, name, _metrics(on_exit=lambda *_: None))
+    try:
+        with _tracing(None), _no_modes():
+            yield
+    finally:
+        setattr(holder, name, outer)

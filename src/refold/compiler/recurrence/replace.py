@@ -1,0 +1,193 @@
+"""Put a scan, or an operator that never writes the states, where the steps of a loop were."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.fx import Node
+from torch.fx.node import map_arg
+
+from ...ops.torch.registry import OPS
+from ..ir.builder import Builder, downstream, region_inputs, sort_topologically, upstream
+from ..ir.fx import concrete, value
+from ..ir.metadata import refresh
+from ..ir.rewrite import Rewrite, replace_node
+from ..ir.views import is_view
+from .affine import Loop, LoopVectorizer
+from .duality import match_operator
+from .readout import ScanStates, find_readout
+from .reroll import Reroller
+
+aten = torch.ops.aten
+
+SCANS = {OPS[name] for name in ("linear_scan", "selective_scan", "ssd")}
+_CONTRACTIONS = (aten.sum.dim_IntList, aten.bmm.default)
+_RESHAPES = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
+
+Join = Callable[[Reroller, Node], Node]
+WHY = "its steps wait for one another, one launch after the other"
+
+
+def replace_reader(
+    reroller: Reroller, root: Node, join: Join, wanted: Callable[[str], bool], why: str = WHY
+) -> Rewrite | None:
+    """Swap the one contraction that reads the states of all steps for an operator that never writes them."""
+    found = None if reroller.training else _only_reader(root)
+    if found is None or not wanted(found[0].name):
+        return None
+    reader, between = found
+
+    def read(reroller: Reroller, _: Node) -> Node:
+        copies = {root: join(reroller, root)}
+        reroller.emit.at(reader)
+
+        def copy(node: Any) -> Node:
+            if node not in copies:
+                args = map_arg(node.args, lambda x: copy(x) if x in between else x)
+                if node.target in _RESHAPES:  # the states may lie in memory otherwise
+                    copies[node] = reroller.emit.reshape(args[0], value(node).shape)
+                else:
+                    copies[node] = reroller.emit.call(node.target, *args, **node.kwargs)
+            return copies[node]
+
+        return copy(reader)
+
+    rewrite = replace(reroller, reader, read, dual=True, why=why)
+    reroller.emit.settle()  # what stands before the reader may stand after the next root
+    return rewrite
+
+
+def _only_reader(root: Node) -> tuple[Node, set[Node]] | None:
+    """Return the contraction that alone reads a value, and the nodes through which it does."""
+    readers: set[Node] = set()
+    between, stack = {root}, [root]
+    while stack:
+        for user in stack.pop().users:
+            if user.target in _CONTRACTIONS:
+                readers.add(user)
+            elif user.op == "call_function" and (is_view(user) or user.target is aten.mul.Tensor):
+                between.add(user)
+                stack.append(user)
+            else:
+                return None
+    return (readers.pop(), between) if len(readers) == 1 else None
+
+
+def replace(
+    reroller: Reroller, root: Node, join: Join, anchor: Node | None = None, dual: bool = False, why: str = WHY
+) -> Rewrite | None:
+    """Swap a root for its value over all steps; None if no loop is behind it, or no ``dual`` where one is asked for."""
+    loops = len(reroller.loops)
+    anchor = anchor or root
+    reroller.emit.at(anchor)
+    new = join(reroller, root)
+    if not reroller.loops or not (dual or _scans(new)):
+        return None
+    for loop in [] if reroller.training else reroller.loops[loops:]:
+        new = dualise(reroller, loop, new)
+    if dual and all(loop.operator == "linear_scan" for loop in reroller.loops[loops:]):
+        return None
+    build = Builder(anchor)
+    new = build.restride(new, value(root))
+    reroller.emit.added += build.added
+    live = upstream(new)
+    added = [node for node in reroller.emit.added if node in live]
+    added += _computed_anew(added, reroller)
+    inside = _region(root, added, reroller)
+    found = reroller.loops[loops:] or reroller.loops[-1:]
+    first = found[0]
+    return replace_node(
+        root,
+        new,
+        inside=inside,
+        added=added,
+        name="roll up loop",
+        why=why,
+        detail=first.described + (", against time" if first.reverse else ""),
+        multilinear=False,
+        terms=concrete(first.length),
+        spread=0.1,
+    )
+
+
+def _computed_anew(added: list[Node], reroller: Reroller) -> set[Node]:
+    """Return nodes of single steps that the new value reads, because all steps compute the same.
+
+    Both versions of the region compute them: as an input beside what they are computed from, the check would draw
+    values for them that contradict what the other steps compute.
+    """
+    found: set[Node] = set()
+    stack = [x for node in added for x in node.all_input_nodes]
+    while stack:
+        node = stack.pop()
+        if node in reroller.members and node not in found:
+            found.add(node)
+            stack.extend(node.all_input_nodes)
+    return found
+
+
+def _region(root: Node, made: list[Node], reroller: Reroller) -> set[Node]:
+    """Return the nodes of the original between what the new value reads and the root."""
+    added = set(made)
+    read = {x for node in added for x in node.all_input_nodes if x not in added}
+    inside = reroller.members - read
+    # The operators' arguments may be read from further up than the loop did, before a negation say.
+    after: set[Node] = set()
+    for node in root.graph.nodes:
+        if any(x in read or x in after for x in node.all_input_nodes):
+            after.add(node)
+    stack = [x for x in region_inputs(root, inside) if x in after and x not in read]
+    while stack:
+        node = stack.pop()
+        if node not in inside and node not in added:
+            inside.add(node)
+            stack.extend(x for x in node.all_input_nodes if x in after and x not in read)
+    return inside
+
+
+def dualise(reroller: LoopVectorizer, loop: Loop, new: Node) -> Node:
+    """Replace a scan whose states are only contracted by an operator that never writes them; returns what is new."""
+    scan, body = loop.scan, loop.body
+    if loop.reverse or scan is None or body is None:
+        return new
+    shape = [loop.length, *value(loop.steps[0]).shape]
+    states = ScanStates(scan, loop.previous, shape, downstream(scan))
+    for node in [n for n in upstream(new) if n.target in _CONTRACTIONS and n in states.dependent]:
+        read = find_readout(reroller.emit, node, states)
+        if read is None or len(shape) < 3:
+            continue
+        initial = loop.initial if isinstance(loop.initial, Node) else None
+        if initial is not None and initial.target is aten.full.default and initial.args[1] == 0:
+            initial = None
+        elif initial is not None:
+            initial = reroller.emit.expand(initial, shape[1:])
+        elif loop.initial != 0:
+            continue
+        found = match_operator(reroller.emit, read, body.scale, body.offset, shape, initial)
+        if found is None:
+            continue
+        y, last = found
+        if value(y).shape != value(node).shape:
+            continue
+        readers = list(node.users)
+        node.replace_all_uses_with(y)
+        reroller.emit.settle()
+        result = y if node is new else new
+        if scan in upstream(result):  # its states are used otherwise, too
+            y.replace_all_uses_with(node)
+            continue
+        loop.last = reroller.emit.cast(last, value(loop.steps[0]).dtype)
+        sort_topologically(new.graph)
+        refresh(new.graph, readers, but=new if new.op == "output" else None)
+        used = {n.target for n in upstream(y)}
+        made = (name for name in ("ssd", "selective_scan") if OPS[name] in used)
+        loop.operator = next(made, "linear_scan over chunks")
+        return result
+    return new
+
+
+def _scans(new: Node) -> bool:
+    """Tell whether a value comes out of a scan."""
+    return any(node.target in SCANS for node in upstream(new))

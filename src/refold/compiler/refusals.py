@@ -1,0 +1,168 @@
+"""Why a loop is not captured, or is no scan: every reason has an id that stays, and a remedy.
+
+The id stands in brackets after the reason, in reports and notes; docs/compiler.md lists them all.
+"""
+
+from __future__ import annotations
+
+REASONS = {
+    "carries-coupled": (
+        "two carried values read one another",
+        "Only carries that do not read one another are scans; stack them if they are alike.",
+    ),
+    "carry-complex": (
+        "the state is complex",
+        "Compute with the real and the imaginary part, or leave the loop as it is.",
+    ),
+    "carry-dtype": (
+        "the state is not floating point, or its shape is not known",
+        "Keep the state in a floating-point dtype, and give it a shape that is known.",
+    ),
+    "carry-not-affine": (
+        "the new state is not `a * state + b`",
+        "Only `a * state + b`, elementwise, is a scan: nonlinear recurrences run step by step.",
+    ),
+    "carry-not-tensor": (
+        "the loop carries, reads or returns something that is not one tensor",
+        "Carry tensors, or integers that count.",
+    ),
+    "carry-shape": ("the state changes its shape", "Give the state its final shape before the loop."),
+    "carry-squared": (
+        "the state is multiplied by itself",
+        "Only `a * state + b`, elementwise, is a scan: nonlinear recurrences run step by step.",
+    ),
+    "detached": ("the state is detached in training", "Detach after the loop, or run it under torch.no_grad()."),
+    "dictionary-keys": ("a dictionary gets other keys in the loop", "Make all keys before the loop."),
+    "dynamo": ("Dynamo itself cannot trace the body", "Dynamo cannot trace the body by itself; see its message."),
+    "early-exit": (
+        "`break`, `return` or an exception may leave the loop",
+        "Let the loop run over a length that is known before it: move break and return after it.",
+    ),
+    "first-step": (
+        "the first step is another program than the rest",
+        "Give the state before the loop the dtype, shape and gradient that it has after a step.",
+    ),
+    "generator": ("the loop yields", "Write the loop without yield."),
+    "global-state": ("a global variable is set", "Use local variables or attributes."),
+    "higher-order": (
+        "an operation in or around the loop is made of a function (checkpointing, a nested scan)",
+        "Move checkpointing and the like around the loop, or out of it.",
+    ),
+    "identity": ("tensors are compared with `is`", "Do not compare tensors with `is` in the loop."),
+    "in-place": (
+        "a step, or what follows the loop, changes a tensor in place",
+        "Write `h = h + x` instead of `h += x`, and change results of the loop only after copying them.",
+    ),
+    "initial-state": (
+        "the first step reads a value of another kind or shape",
+        "Start from a tensor of the shape and dtype that the state has after a step.",
+    ),
+    "list-kind": (
+        "a list gets other things than one tensor per step",
+        "Append tensors of one shape and dtype, one per step.",
+    ),
+    "list-read": (
+        "the loop reads or changes a list that it makes longer, other than at its ends",
+        "Read only the ends of a list that grows (`hs[-1]`), or keep what is needed in a variable.",
+    ),
+    "loop-inside": (
+        "a long loop is in the loop",
+        "Vectorise the inner loop, or write it as an operator of `refold.ops`.",
+    ),
+    "mixes-elements": (
+        "an operation combines elements of the state, as a matrix product does",
+        "A matrix that is not diagonal couples elements: such recurrences run step by step.",
+    ),
+    "mode": (
+        "autocast or a function transform is active",
+        "Compile the function without autocast or the transform around it.",
+    ),
+    "no-gradient": ("an operation has no gradient", "Run the loop under torch.no_grad(), or without the operation."),
+    "no-iteration-form": ("no batching rule for an operation", "Compute it before the loop for all steps at once."),
+    "no-scan": ("the loop carries nothing", "Nothing needs to be done: the loop carries nothing that is used."),
+    "number-arithmetic": (
+        "arithmetic with the iteration number that has no exact form",
+        "Compute it before the loop as a tensor with a time axis.",
+    ),
+    "outside-change": (
+        "the loop changes something outside of it",
+        "Return what the loop changes instead of changing objects outside of it.",
+    ),
+    "python-constant": ("a step makes a large tensor of Python's numbers", "Make the tensor before the loop."),
+    "python-state": (
+        "a variable changes, and neither is a tensor nor counts",
+        "Carry a tensor, or an integer that grows by the same number at every step.",
+    ),
+    "randomness": ("the loop draws random numbers", "Draw all random numbers before the loop, with a time axis."),
+    "read-computed": ("a step slices what the loop computes", "Do not slice in the loop what the loop computes."),
+    "read-uneven": (
+        "slices that are not evenly spaced, or not of one tensor",
+        "Read position t, or evenly spaced slices, of one tensor: `x[:, t]`.",
+    ),
+    "sequence-uneven": (
+        "what the loop goes through is not evenly spaced",
+        "Loop over a range, or over evenly spaced items of one tensor.",
+    ),
+    "sequence-unknown": (
+        "the length of what the loop goes through is not known",
+        "Loop over a range, or over a list or tensor of known length.",
+    ),
+    "shared-memory": (
+        "a result or a written tensor shares memory with something that is read",
+        "Write results to a tensor that is made in the function and read only after the loop.",
+    ),
+    "short-loop": ("fewer than 16 steps", "Nothing needs to be done: a short loop is traced step by step."),
+    "size-unknown": (
+        "a size is a symbol where a number is needed",
+        "Compile with dynamic=False, or mark fewer sizes as dynamic.",
+    ),
+    "state-unstable": (
+        "the state changes its form from step to step",
+        "Give every variable the same type, shape, dtype and gradient after each step.",
+    ),
+    "step-long": (
+        "a step has too many operations to follow",
+        "Move what does not depend on the state out of the loop.",
+    ),
+    "step-number": (
+        "a step decides on its number, in other ways than for all steps alike",
+        "Put what differs from step to step into a tensor with a time axis.",
+    ),
+    "steps-differ": (
+        "the steps are not all alike",
+        "Give all steps the same operations, shapes and dtypes; move special steps out of the loop.",
+    ),
+    "while-condition": (
+        "the condition of `while` depends on more than counting",
+        "Let the condition depend on a counter only.",
+    ),
+    "write-uneven": (
+        "steps do not write next to one another",
+        "Write position t of one tensor, or neighbouring slices: `y[:, t] = ...`.",
+    ),
+}
+"""By id: what was found, and what to do."""
+
+
+class Refusal(Exception):
+    """A loop stays as it is; the message says why, for a person, with the id of the reason."""
+
+    def __init__(self, reason: str, message: str, line: str = "") -> None:
+        """Refuse.
+
+        Args:
+            reason: A key of `REASONS`.
+            message: What was found, with its name.
+            line: The user's line that it was found in; empty if it is the loop's own.
+        """
+        super().__init__(message)
+        self.reason, self.remedy, self.line = reason, REASONS[reason][1], line
+
+    def __str__(self) -> str:
+        """Return the message with line and id."""
+        return f"{self.args[0]}{f' ({self.line})' if self.line else ''} [{self.reason}]"
+
+    @property
+    def advice(self) -> str:
+        """The message and the remedy."""
+        return f"{self}: {self.remedy}"

@@ -1,0 +1,253 @@
+"""Generation, whatever computes: what is asked is checked, prompts are cut into pieces, and a framework does the rest.
+
+A conversation is all there is to know about what was read so far: the model's state (of constant size, but for the
+key-value cache of attention layers), the logits of what comes next, and which tokens were seen. It can be forked,
+saved, loaded and gone on with, without reading the past again.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+
+from refold.errors import ArgumentError, CapacityError, CheckpointError
+from refold.generate.sampling import Sampling
+from refold.models import counts
+from refold.models.configs import Config, GraniteHybridConfig
+
+PIECE = 8192
+"""Longest piece of a prompt that is read at once; longer prompts are read piece by piece."""
+
+NO_TOKEN = -1
+"""Stands where a row had already stopped."""
+
+C = TypeVar("C")
+"""A framework's conversation."""
+
+
+class BaseGenerator(ABC, Generic[C]):
+    """A model ready to generate; ``refold.generate.torch`` and ``refold.generate.jax`` have one each."""
+
+    config: Config
+
+    @abstractmethod
+    def start(self, batch: int) -> C:
+        """Return the conversation of ``batch`` rows that have read nothing."""
+
+    @abstractmethod
+    def lengths(self, conversation: C) -> np.ndarray:
+        """Return how many tokens each row has read."""
+
+    @abstractmethod
+    def _read_piece(self, conversation: C, tokens: np.ndarray, lengths: np.ndarray) -> None:
+        """Read right-padded ``tokens (b, t)``; rows of length 0 keep their logits."""
+
+    @abstractmethod
+    def _decode(
+        self, conversation: C, max_new_tokens: int, every: int, sampling: Sampling, stop: np.ndarray
+    ) -> Iterator[np.ndarray]:
+        """Choose and read tokens; hand them out every so many steps."""
+
+    @abstractmethod
+    def _capacity(self, conversation: C) -> int:
+        """Return how many tokens a row of the key-value cache can hold."""
+
+    @abstractmethod
+    def _grow(self, conversation: C, capacity: int) -> None:
+        """Give the key-value cache room for so many tokens a row."""
+
+    @abstractmethod
+    def _arrays(self, path: str | Path) -> dict[str, Any]:
+        """Read the arrays of a safetensors file."""
+
+    @abstractmethod
+    def _fresh(self, batch: int) -> dict[str, Any]:
+        """Return what `start` would save, without its memory."""
+
+    @abstractmethod
+    def _conversation(self, arrays: dict[str, Any]) -> C:
+        """Make a conversation of what one saved."""
+
+    @property
+    @abstractmethod
+    def _item_sizes(self) -> tuple[int, int]:
+        """Bytes of a number in the weights, and in the recurrent state."""
+
+    @abstractmethod
+    def _free_bytes(self) -> int:
+        """Return the memory that is left for states and prompts."""
+
+    def read(self, prompts: Sequence[Sequence[int]], conversation: C | None = None) -> C:
+        """Read a prompt for each row, of any lengths, at the end of ``conversation`` (moved on in place) or afresh.
+
+        Raises:
+            ArgumentError: a prompt is empty where nothing was read before, a token id is out of range, or the rows
+                are not those of the conversation.
+            CapacityError: the prompt does not fit into memory.
+        """
+        before = None if conversation is None else self.lengths(conversation)
+        rows = self._check_prompts(prompts, before)
+        lengths = np.array([len(row) for row in rows], np.int32)
+        longest = int(lengths.max())
+        self._check_memory(len(rows), longest, conversation)
+        if conversation is None:
+            conversation = self.start(len(rows))
+        self._make_room(conversation, longest)
+        for begin in range(0, longest, PIECE):
+            piece = np.clip(lengths - begin, 0, PIECE)
+            tokens = np.zeros((len(rows), self._padded(int(piece.max()))), np.int32)
+            for row, out, n in zip(rows, tokens, piece, strict=True):
+                out[:n] = row[begin : begin + n]
+            self._read_piece(conversation, tokens, piece)
+        return conversation
+
+    def stream(
+        self,
+        conversation: C,
+        max_new_tokens: int,
+        *,
+        sampling: Sampling | None = None,
+        stop_tokens: Sequence[int] | None = None,
+        every: int | None = None,
+    ) -> Iterator[np.ndarray]:
+        """Go on with a conversation, handing out the new tokens every ``every`` steps.
+
+        Args:
+            conversation: Moved on in place: afterwards it has read all tokens handed out.
+            max_new_tokens: Most tokens a row gets.
+            sampling: How tokens are chosen; greedy by default.
+            stop_tokens: A row ends with the first of these (which is handed out); None takes the checkpoint's.
+            every: Steps between hand-outs; None hands everything out at the end.
+
+        Yields:
+            Tokens ``(b, <= every)``, int32; ``NO_TOKEN`` where a row has ended.
+
+        Raises:
+            ArgumentError: a count, a stop token or the conversation cannot be used.
+            CapacityError: the tokens do not fit into memory.
+        """
+        sampling = sampling or Sampling()
+        counts = [max_new_tokens] if every is None else [max_new_tokens, every]
+        if not all(isinstance(count, (int, np.integer)) and count > 0 for count in counts):
+            raise ArgumentError(
+                f"max_new_tokens and every must be positive integers; they are {max_new_tokens} and {every}."
+            )
+        if not isinstance(stop_tokens, Iterable | None):
+            raise ArgumentError(f"stop_tokens must be a sequence of token ids; it is {stop_tokens!r}.")
+        stop = self.config.stop_tokens if stop_tokens is None else tuple(stop_tokens)
+        for token in stop:
+            if not isinstance(token, (int, np.integer)) or not 0 <= token < self.config.vocab_size:
+                raise ArgumentError(f"stop token {token!r} is no id in [0, {self.config.vocab_size}).")
+        lengths = self.lengths(conversation)
+        if not lengths.all():
+            raise ArgumentError("a row of the conversation has read nothing; read a prompt first.")
+        self._check_memory(len(lengths), max_new_tokens, conversation, reading=False)
+        self._make_room(conversation, max_new_tokens)
+        yield from self._decode(
+            conversation, max_new_tokens, every or max_new_tokens, sampling, np.array(sorted(stop), np.int32)
+        )
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        max_new_tokens: int,
+        *,
+        sampling: Sampling | None = None,
+        stop_tokens: Sequence[int] | None = None,
+    ) -> list[list[int]]:
+        """Return the new tokens of each prompt, its stop token included."""
+        parts = list(self.stream(self.read(prompts), max_new_tokens, sampling=sampling, stop_tokens=stop_tokens))
+        return [[int(t) for t in row if t != NO_TOKEN] for row in np.concatenate(parts, axis=1)]
+
+    def load(self, path: str | Path) -> C:
+        """Read a conversation that was saved with the same model, in whichever framework.
+
+        Raises:
+            CheckpointError: the file is damaged, or belongs to another model.
+        """
+        from safetensors import SafetensorError
+
+        try:
+            arrays = self._arrays(path)
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"{path} is not a saved conversation ({error}).") from error
+        length = arrays.get("length", np.zeros(()))
+        if length.ndim != 1 or not len(length):
+            raise CheckpointError(f"{path} is not a saved conversation: it has no rows.")
+        room = arrays["k"].shape[2] if "k" in arrays and arrays["k"].ndim > 2 else 0  # tokens in a key-value cache
+        expected = {name: (tuple(a.shape), a.dtype) for name, a in self._fresh(len(length)).items()}
+        expected |= {n: ((*s[:2], room, *s[3:]), dtype) for n, (s, dtype) in expected.items() if n in ("k", "v")}
+        if {name: (tuple(a.shape), a.dtype) for name, a in arrays.items()} != expected:
+            raise CheckpointError(f"{path} holds the conversation of another model, or another state dtype.")
+        if (length < 0).any() or ("k" in arrays and (length > room).any()):
+            raise CheckpointError(f"{path} is damaged: it says that its rows have read {length.tolist()[:8]} tokens.")
+        return self._conversation(arrays)
+
+    def _padded(self, length: int) -> int:
+        """Return the length to which a piece is padded."""
+        return length
+
+    def _check_prompts(self, prompts: Sequence[Sequence[int]], before: np.ndarray | None) -> list[np.ndarray]:
+        if len(prompts) == 0:
+            raise ArgumentError("prompts is empty; give at least one row of token ids.")
+        if before is not None and len(prompts) != len(before):
+            raise ArgumentError(f"{len(prompts)} prompts for a conversation of {len(before)} rows.")
+        rows = [np.asarray(prompt) for prompt in prompts]
+        for i, row in enumerate(rows):
+            if row.ndim != 1 or (row.size and not np.issubdtype(row.dtype, np.integer)):
+                raise ArgumentError(f"prompt {i} must be a flat sequence of integers.")
+            if row.size == 0 and (before is None or not before[i]):
+                raise ArgumentError(f"prompt {i} is empty; a row needs at least one token before it can go on.")
+            outside = row[(row < 0) | (row >= self.config.vocab_size)] if row.size else row
+            if outside.size:
+                raise ArgumentError(
+                    f"prompt {i} has token id {int(outside[0])}; ids must lie in [0, {self.config.vocab_size})."
+                )
+        return rows
+
+    def _make_room(self, conversation: C, new: int) -> None:
+        """Let the key-value cache of a hybrid model hold ``new`` more tokens."""
+        if not isinstance(self.config, GraniteHybridConfig):
+            return
+        need = int(self.lengths(conversation).max()) + new
+        if need > self._capacity(conversation):
+            self._grow(conversation, bucket(need))
+
+    def _check_memory(self, batch: int, new: int, conversation: C | None, reading: bool = True) -> None:
+        """Refuse what the model has no positions for, or what memory cannot hold, before any work."""
+        config, (weight, state) = self.config, self._item_sizes
+        read = 0 if conversation is None else int(self.lengths(conversation).max())
+        need = 0
+        if conversation is None:
+            ssm, conv = counts.state_elements(config)
+            need += batch * (ssm * state + conv * weight)
+        if isinstance(config, GraniteHybridConfig):
+            if read + new > config.max_positions:
+                raise ArgumentError(
+                    f"{read + new} tokens do not fit: the model has {config.max_positions} positions "
+                    "(max_position_embeddings). Shorten the prompt or max_new_tokens."
+                )
+            held = 0 if conversation is None else self._capacity(conversation)
+            if read + new > held:
+                room = bucket(read + new)
+                need += batch * room * 2 * config.kinds.count("attention") * config.nkvheads * config.headdim * weight
+        need += counts.working_bytes(config, batch, min(new, PIECE) if reading else 1, weight)
+        free = self._free_bytes()
+        if need > free:
+            what = f"reading {new} tokens" if reading else f"{new} new tokens"
+            raise CapacityError(
+                f"{what} in {batch} rows needs about {need / 2**30:.1f} GiB, and {free / 2**30:.1f} GiB are free. "
+                "Take fewer rows at a time, or a shorter text."
+            )
+
+
+def bucket(length: int) -> int:
+    """Return the smallest ``2**k`` or ``3 * 2**k``, at least 16, that is at least ``length``."""
+    size = 16
+    while size < length:
+        size = size * 3 // 2 if size & (size - 1) == 0 else size // 3 * 4
+    return size

@@ -1,0 +1,111 @@
+"""Time cut over the devices of a mesh axis: `read_sharded` reads a prompt so; the scans run inside ``shard_map``.
+
+Each device scans its part from nothing, which gives the state it adds. One gather of these states and of the parts'
+total decays tells every device the state that enters its part, from which it computes its outputs.
+"""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, PartitionSpec
+
+from refold import ops
+from refold.errors import ArgumentError
+from refold.models.configs import Config, MambaConfig
+from refold.models.jax import model_for
+
+Array = jax.Array
+Tree = Any
+
+
+def whole(seqlen: int, axis: str | None) -> int:
+    """Return the length of a sequence of which each device has ``seqlen`` tokens; None: it is not cut."""
+    return seqlen if axis is None else seqlen * jax.lax.axis_size(axis)
+
+
+def window_before(x: Array, window: Array, axis: str) -> Array:
+    """Return the inputs just before this device's part of ``x (b, t, d)``; on the first, ``window (b, d, w-1)``."""
+    before = window.shape[2]
+    tail = x[:, x.shape[1] - before :].swapaxes(1, 2).astype(window.dtype)
+    size = jax.lax.axis_size(axis)
+    left = jax.lax.ppermute(tail, axis, [(i, i + 1) for i in range(size - 1)])
+    return jnp.where(jax.lax.axis_index(axis) == 0, window, left)
+
+
+def from_last(a: Array, axis: str) -> Array:
+    """Return the last device's ``a`` on every device."""
+    last = jax.lax.axis_index(axis) == jax.lax.axis_size(axis) - 1
+    return jax.lax.psum(jnp.where(last, a, 0), axis)
+
+
+def pass_states(added: Array, log_decay: Array, initial: Array, axis: str) -> tuple[Array, Array]:
+    """Return the state that enters this device's part, and the one that leaves the last part.
+
+    Args:
+        added: State that this part adds, float32.
+        log_decay: Its total log decay, broadcasting against the state.
+        initial: State that enters the first part.
+        axis: Mesh axis of time.
+    """
+    states, decays = jax.lax.all_gather((added, jnp.exp(log_decay)), axis)
+    state = entering = initial.astype(added.dtype)
+    for i in range(states.shape[0]):
+        entering = jnp.where(jax.lax.axis_index(axis) == i, state, entering)
+        state = decays[i] * state + states[i]
+    return entering, state
+
+
+def ssd(x: Array, dt: Array, A: Array, B: Array, C: Array, *, initial_state: Array, axis: str, **options: Any) -> Any:
+    """Compute ``refold.ops.ssd`` of a sequence cut over ``axis``; ``dt`` are final step sizes."""
+    _, added = ops.ssd(x, dt, A, B, C, **{**options, "state_dtype": None})
+    log_decay = (dt.sum(1) * A)[..., None, None]
+    entering, final = pass_states(added, log_decay, initial_state, axis)
+    y, _ = ops.ssd(x, dt, A, B, C, initial_state=entering, **options)
+    return y, final.astype(initial_state.dtype)
+
+
+def selective_scan(
+    x: Array, dt: Array, A: Array, B: Array, C: Array, *, initial_state: Array, axis: str, **options: Any
+) -> Any:
+    """Compute ``refold.ops.selective_scan`` of a sequence cut over ``axis``; ``dt`` are final step sizes, no decay."""
+    _, added = ops.selective_scan(x, dt, A, B, C, **{**options, "state_dtype": None})
+    log_decay = dt.sum(1)[..., None] * A
+    entering, final = pass_states(added, log_decay, initial_state, axis)
+    y, _ = ops.selective_scan(x, dt, A, B, C, initial_state=entering, **options)
+    return y, final.astype(initial_state.dtype)
+
+
+def read_sharded(config: Config, params: Tree, tokens: jax.Array, mesh: Mesh, axis: str = "time") -> Any:
+    """Read a prompt whose time is cut over the devices of ``axis``.
+
+    Args:
+        config: The model.
+        params: Its parameters, on every device.
+        tokens: ``(b, t)``; t divides among the devices, each part no shorter than the convolution.
+        mesh: Devices.
+        axis: Mesh axis to cut time over.
+
+    Returns:
+        Logits ``(b, vocab)`` after the last token, and the state, both on every device.
+
+    Raises:
+        ArgumentError: the tokens do not divide.
+    """
+    size = mesh.shape[axis]
+    width = config.conv_width if isinstance(config, MambaConfig) else config.mixer.conv_width
+    if tokens.shape[1] % size or tokens.shape[1] // size < width - 1:
+        raise ArgumentError(
+            f"{tokens.shape[1]} tokens do not divide into {size} equal parts of at least {width - 1} tokens."
+        )
+    forward = partial(model_for(config).forward, config, time_axis=axis)
+    # Every device ends with the same logits and state, by gathers that the replication checker cannot see through.
+    run = jax.shard_map(
+        lambda p, t: forward(p, t),
+        mesh=mesh,
+        in_specs=(PartitionSpec(), PartitionSpec(None, axis)),
+        out_specs=PartitionSpec(),
+        check_vma=False,
+    )
+    return jax.jit(run)(params, jnp.asarray(tokens))

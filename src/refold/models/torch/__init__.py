@@ -1,0 +1,88 @@
+"""Language models as functions of a configuration, parameters and a state, on refold's operators, for torch.
+
+Every model has the same three functions: ``init_state(config, batch)``, ``forward(config, params, tokens, state)``
+for any number of tokens, and ``step_(config, params, token, state)``, which reads one token a row and overwrites the
+state. Parameters are those of ``refold.models.checkpoint`` with the layers apart: ``params["layers"]`` is a tuple with
+a dictionary for each layer, whose tensors are views of the stacks.
+
+``forward`` has gradients; ``step_`` has none, and may run inside a CUDA graph.
+"""
+
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from refold.errors import DeviceError
+from refold.models.checkpoint import Arrays, Params
+from refold.models.checkpoint import load_checkpoint as _load
+from refold.models.configs import Config, GraniteHybridConfig, Mamba2Config, MambaConfig
+
+__all__ = ["load_checkpoint", "model_for", "take_layers_apart", "to_device"]
+
+_STACKS = ("layers", "mamba", "attention")
+
+
+def model_for(config: Config) -> ModuleType:
+    """Return the module that computes a configuration's model."""
+    from refold.models.torch import granite_hybrid, mamba, mamba2
+
+    modules: dict[type, ModuleType] = {MambaConfig: mamba, Mamba2Config: mamba2, GraniteHybridConfig: granite_hybrid}
+    return modules[type(config)]
+
+
+def load_checkpoint(
+    model: str | Path, dtype: str | None = None, device: str | torch.device = "cpu"
+) -> tuple[Config, Params]:
+    """Read a checkpoint tensor by tensor onto a device; see :func:`refold.models.checkpoint.load_checkpoint`."""
+    place = usable(device)
+    arrays = Arrays("pt", lambda shape, name: torch.empty(shape, dtype=getattr(torch, name), device=place))
+    config, params = _load(model, dtype, arrays)
+    return config, take_layers_apart(params)
+
+
+def usable(device: str | torch.device) -> torch.device:
+    """Return a device that is there.
+
+    Raises:
+        DeviceError: it is not.
+    """
+    try:
+        place = torch.device(device)
+        torch.empty(0, device=place)
+    except (RuntimeError, AssertionError) as error:  # the second where torch was built without CUDA
+        reason = str(error).splitlines()[0]
+        raise DeviceError(
+            f"device {str(device)!r} cannot be used: {reason}. Name one that is there, such as cpu."
+        ) from error
+    return place
+
+
+def to_device(params: Any, device: str | torch.device = "cpu") -> Any:
+    """Put NumPy or torch parameters on a device, array by array."""
+    if isinstance(params, dict):
+        return {name: to_device(part, device) for name, part in params.items()}
+    if isinstance(params, tuple):
+        return tuple(to_device(part, device) for part in params)
+    return (params if isinstance(params, Tensor) else _from_numpy(params)).to(device)
+
+
+def _from_numpy(array: np.ndarray) -> Tensor:
+    if array.dtype.name == "bfloat16":
+        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(array)
+
+
+def take_layers_apart(params: Params) -> Params:
+    """Return parameters in which every stack of layers is a tuple of layers; what is apart already stays."""
+
+    def split(stack: Any) -> Any:
+        if not isinstance(stack, dict):
+            return stack
+        depth = len(next(iter(stack.values())))
+        return tuple({name: array[i] for name, array in stack.items()} for i in range(depth))
+
+    return {name: split(part) if name in _STACKS else part for name, part in params.items()}

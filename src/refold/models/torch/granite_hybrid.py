@@ -1,0 +1,260 @@
+"""Granite 4 hybrids and Bamba: Mamba-2 and attention layers, each followed by an MLP and, if configured, experts.
+
+The state has the Mamba layers' states, and a key-value cache of some capacity, which is written in place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from refold.models.configs import GraniteHybridConfig
+from refold.models.torch import steps
+from refold.models.torch.layers import Rows, Tree, add_norm, embed, linear, output, rms_norm, wide
+from refold.models.torch.mamba2 import mixer, mixer_state, mixer_step_
+
+QUERY_BLOCK = 1024
+"""Queries whose scores against what was read before are held at one time."""
+
+
+def init_state(
+    config: GraniteHybridConfig,
+    batch: int,
+    dtype: torch.dtype = torch.float32,
+    state_dtype: torch.dtype = torch.float32,
+    device: str | torch.device = "cpu",
+    capacity: int = 0,
+) -> Tree:
+    """Return the state before any token; ``k`` and ``v (a, b, capacity, kv heads, head dim)`` hold the past."""
+    cache = (config.kinds.count("attention"), batch, capacity, config.nkvheads, config.headdim)
+    return {
+        "length": torch.zeros(batch, dtype=torch.int32, device=device),
+        "k": torch.zeros(cache, dtype=dtype, device=device),
+        "v": torch.zeros(cache, dtype=dtype, device=device),
+        **mixer_state(config.mixer, config.kinds.count("mamba"), batch, dtype, state_dtype, device),
+    }
+
+
+def grow_state(state: Tree, capacity: int) -> Tree:
+    """Return the state with room for ``capacity`` tokens in its key-value cache."""
+    missing = max(0, capacity - state["k"].shape[2])
+    return {**state, **{name: F.pad(state[name], (0, 0, 0, 0, 0, missing)) for name in ("k", "v")}}
+
+
+def forward(
+    config: GraniteHybridConfig,
+    params: Tree,
+    tokens: Tensor,
+    state: Tree | None = None,
+    *,
+    lengths: Sequence[int] | None = None,
+    kind: str = "last",
+    chunk_size: int | None = None,
+) -> tuple[Tensor, Tree]:
+    """Read ``tokens (b, t)`` on top of ``state``, whose cache must have room; otherwise as ``mamba2.forward``."""
+    c = config
+    rows = Rows.of(tokens, lengths)
+    if state is None:
+        dtype = params["embedding"].dtype
+        state = init_state(c, rows.batch, dtype, device=tokens.device, capacity=rows.seqlen)
+    past = state["length"].tolist()
+    hidden, mixed = embed(params, rows.tokens) * c.embedding_multiplier, None
+    windows, states = list(state["conv"]), list(state["ssm"])
+    seen = {"mamba": 0, "attention": 0}
+    for common, kind_ in zip(params["layers"], c.kinds, strict=True):
+        i = seen[kind_]
+        seen[kind_] += 1
+        weights = params[kind_][i]
+        hidden, normed = add_norm(hidden, mixed, common["norm"], c.norm_eps, c.residual_multiplier)
+        if kind_ == "mamba":
+            mixed, windows[i], states[i] = mixer(
+                c.mixer, weights, normed, windows[i], states[i], rows.offsets, chunk_size
+            )
+        else:
+            mixed = _attention(c, weights, normed, rows, past, state["k"][i], state["v"][i])
+        hidden, normed = add_norm(hidden, mixed, common["mlp_norm"], c.norm_eps, c.residual_multiplier)
+        mixed = _mlp(common, normed)
+        if c.nexperts:
+            mixed = mixed + _experts(c, common, normed, normed.numel() // c.d_model * c.experts_per_token <= c.nexperts)
+    _, normed = add_norm(hidden, mixed, params["norm"], c.norm_eps, c.residual_multiplier)
+    after = {**state, "length": rows.grown(state["length"])}
+    if windows:
+        after |= {"conv": torch.stack(windows), "ssm": torch.stack(states)}
+    out = output(params, normed, rows, kind)
+    return out if kind == "hidden" else out / c.logits_divisor, after
+
+
+def step_(
+    config: GraniteHybridConfig, params: Tree, token: Tensor, state: Tree, *, active: Tensor | None = None
+) -> Tensor:
+    """Read one token a row; the cache must have room. Arguments and results as in ``mamba2.step_``."""
+    c = config
+    hidden = embed(params, token) * c.embedding_multiplier
+    seen = {"mamba": 0, "attention": 0}
+    for common, kind in zip(params["layers"], c.kinds, strict=True):
+        i = seen[kind]
+        seen[kind] += 1
+        weights = params[kind][i]
+        if kind == "mamba":
+            window, ssm = state["conv"][i], state["ssm"][i]
+            mixer_step_(
+                c.mixer, weights, hidden, common["norm"], c.norm_eps, window, ssm, active, c.residual_multiplier
+            )
+        else:
+            _attention_step_(c, weights, hidden, common["norm"], state["k"][i], state["v"][i], state["length"])
+        _feed_(c, common, hidden)
+    state["length"] += 1 if active is None else active
+    weight = params.get("head", params["embedding"])
+    return steps.project(hidden, weight, norm=params["norm"], eps=c.norm_eps) / c.logits_divisor
+
+
+def _feed_(config: GraniteHybridConfig, common: Tree, hidden: Tensor) -> None:
+    """Add the answers of the MLP and of the experts to the stream of one token a row."""
+    c = config
+    normed = rms_norm(hidden, common["mlp_norm"], c.norm_eps) if c.nexperts else None
+    norm = {"norm": common["mlp_norm"], "eps": c.norm_eps}
+    if "mlp_in" in common:
+        fed = steps.project(hidden, common["mlp_in"], **norm)
+    else:
+        halves = [
+            steps.project(hidden, common[name], common.get(f"{name}_bias"), **norm) for name in ("mlp_gate", "mlp_up")
+        ]
+        fed = torch.cat(halves, -1)
+    scale = c.residual_multiplier
+    steps.add_projected_(hidden, fed, common["mlp_out"], common.get("mlp_out_bias"), gated=True, scale=scale)
+    if normed is not None:
+        few = len(hidden) * c.experts_per_token <= c.nexperts
+        hidden.add_(_experts(c, common, normed, few or hidden.is_cuda), alpha=scale)  # a CUDA graph cannot count
+
+
+def _heads(config: GraniteHybridConfig, x: Tensor) -> Tensor:
+    return x.unflatten(-1, (-1, config.headdim))
+
+
+def _attention(
+    config: GraniteHybridConfig,
+    weights: Tree,
+    u: Tensor,
+    rows: Rows,
+    past: list[int],
+    k_cache: Tensor,
+    v_cache: Tensor,
+) -> Tensor:
+    """Attend, row by row, to what the caches hold and to the row itself, causally; the caches get the row's keys."""
+    q, k, v = (_heads(config, linear(u, weights[name], weights.get(f"{name}_bias"))) for name in ("q", "k", "v"))
+    answers = []
+    for r, (query, key, value) in enumerate(zip(*(rows.apart(a) for a in (q, k, v)), strict=True)):
+        before, after = past[r], past[r] + len(key)
+        position = torch.arange(before, after, device=u.device)
+        query, key = _rotate(config, query, position), _rotate(config, key, position)
+        k_cache[r, before:after], v_cache[r, before:after] = key.detach(), value.detach()
+        if before:
+            key, value = torch.cat([k_cache[r, :before], key]), torch.cat([v_cache[r, :before], value])
+        answers.append(_attend(config, query, key, value))
+    return linear(rows.joined(answers).flatten(-2), weights["o"], weights.get("o_bias"))
+
+
+def _attend(config: GraniteHybridConfig, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Return ``(t, heads, e)`` for queries that are the last ``t`` of the keys ``(s, kv heads, e)``."""
+    q, k, v = (a.movedim(0, 1)[None] for a in (q, k, v))
+    attend = partial(
+        F.scaled_dot_product_attention,
+        scale=config.attention_multiplier,
+        enable_gqa=config.nheads != config.nkvheads,
+    )
+    before = k.shape[2] - q.shape[2]
+    if not before:
+        y = attend(q, k, v, is_causal=True)
+    else:
+        parts, begin = [], before
+        for block in q.split(QUERY_BLOCK, 2):
+            end = begin + block.shape[2]
+            seen = torch.arange(end, device=q.device) <= torch.arange(begin, end, device=q.device)[:, None]
+            parts.append(attend(block, k[:, :, :end], v[:, :, :end], attn_mask=seen))
+            begin = end
+        y = torch.cat(parts, 2)
+    return y[0].movedim(1, 0)
+
+
+def _attention_step_(
+    config: GraniteHybridConfig,
+    weights: Tree,
+    hidden: Tensor,
+    norm: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    length: Tensor,
+) -> None:
+    """Attend from one token a row to the whole capacity of the caches, what lies beyond each row's length masked.
+
+    A row that is not active writes where its next token will write.
+    """
+    c = config
+    q, k, v = (
+        _heads(c, steps.project(hidden, weights[name], weights.get(f"{name}_bias"), norm=norm, eps=c.norm_eps))
+        for name in ("q", "k", "v")
+    )
+    q, k = _rotate(c, q, length), _rotate(c, k, length)
+    row, slot = torch.arange(len(q), device=q.device), length.long()
+    k_cache[row, slot], v_cache[row, slot] = k.to(k_cache.dtype), v.to(v_cache.dtype)
+    seen = torch.arange(k_cache.shape[1], device=q.device) <= length[:, None]  # (b, capacity)
+    q = q.to(k_cache.dtype).unflatten(1, (c.nkvheads, -1))
+    scores = torch.einsum("bkre,bske->bkrs", q, k_cache).to(wide(q.dtype)) * c.attention_multiplier
+    shares = scores.masked_fill(~seen[:, None, None], -torch.inf).softmax(-1).to(q.dtype)
+    y = torch.einsum("bkrs,bske->bkre", shares, v_cache).flatten(1)
+    steps.add_projected_(hidden, y, weights["o"], weights.get("o_bias"), scale=c.residual_multiplier)
+
+
+def _rotate(config: GraniteHybridConfig, x: Tensor, position: Tensor) -> Tensor:
+    """Rotate the halves of the first ``rope_dim`` of ``x (t, heads, e)`` by angles that grow with ``position (t,)``."""
+    if config.rope_theta is None:
+        return x
+    dim = config.headdim if config.rope_dim is None else config.rope_dim
+    half = dim // 2
+    frequency = 1.0 / config.rope_theta ** (torch.arange(half, dtype=torch.float32, device=x.device) / half)
+    angle = (position[:, None] * frequency)[:, None]  # (t, 1, e/2)
+    first, second, rest = x.split([half, half, x.shape[-1] - dim], -1)
+    first, second = first.to(wide(x.dtype)), second.to(wide(x.dtype))
+    cos, sin = angle.cos(), angle.sin()
+    turned = [first * cos - second * sin, second * cos + first * sin]
+    return torch.cat([*(a.to(x.dtype) for a in turned), rest], -1)
+
+
+def _mlp(common: Tree, x: Tensor) -> Tensor:
+    if "mlp_in" in common:
+        gate, up = linear(x, common["mlp_in"]).chunk(2, -1)
+    else:
+        gate, up = (linear(x, common[name], common.get(f"{name}_bias")) for name in ("mlp_gate", "mlp_up"))
+    return linear(F.silu(gate) * up, common["mlp_out"], common.get("mlp_out_bias"))
+
+
+def _experts(config: GraniteHybridConfig, common: Tree, x: Tensor, gather: bool) -> Tensor:
+    """Send each token to its ``experts_per_token`` best experts and sum their answers by the softmax of the scores.
+
+    Tokens ``gather`` their experts' weights, which suits few; else they are sorted by expert, and each expert reads its
+    own.
+    """
+    c = config
+    tokens = x.flatten(0, -2)
+    top = c.experts_per_token
+    scores, chosen = linear(tokens, common["router"]).to(wide(x.dtype)).topk(top)  # (m, k)
+    share = scores.softmax(-1).to(x.dtype)
+    if gather:
+        hidden = torch.einsum("mi,mkoi->mko", tokens, common["expert_in"][chosen])
+        gate, up = hidden.chunk(2, -1)
+        answer = torch.einsum("mkf,mkif->mki", F.silu(gate) * up, common["expert_out"][chosen])
+        return torch.einsum("mk,mki->mi", share, answer).view_as(x)
+    order = chosen.flatten().argsort(stable=True)
+    sizes = chosen.flatten().bincount(minlength=c.nexperts).tolist()
+    answers = []
+    for part, weight_in, weight_out in zip(
+        tokens[order // top].split(sizes), common["expert_in"], common["expert_out"], strict=True
+    ):
+        gate, up = linear(part, weight_in).chunk(2, -1)
+        answers.append(linear(F.silu(gate) * up, weight_out))
+    shared = torch.cat(answers) * share.flatten()[order][:, None]
+    return torch.zeros_like(tokens).index_add(0, order // top, shared).view_as(x)

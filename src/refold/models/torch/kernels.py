@@ -1,0 +1,392 @@
+"""Triton kernels for one token a row: products that begin with a norm, and the scan's step.
+
+Reading the weights once is what a token costs, so each kernel does what would otherwise be a pass of its own over small
+arrays: the norm before a product, the convolution or the sum after it. Kernels start while the one before them ends
+(programmatic dependent launch, where the device has it): weights and states, which no kernel just before writes, are
+asked for at once, and then each waits for the results that it needs. Activations between kernels are float32.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from refold.ops.ssd._triton_kernels import LOG2E, _clip, _dot, _exp2, _silu, _softplus
+from refold.ops.torch.launch import INTERPRETED
+from refold.ops.torch.tables import device_limits
+
+MOST_ROWS = 64
+"""Rows that a product takes; more are bound by arithmetic, which matrix libraries know better."""
+
+
+def takes(x: Tensor, weight: Tensor, group_size: int | None) -> bool:
+    """Whether `project` takes a product: a plain weight, and one row, or few of 16 bits."""
+    size = weight.shape[1]
+    if not weight.is_contiguous() or weight.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        return False
+    if len(x) == 1:
+        return group_size in (None, size) or _block_k(group_size, 512) >= 16
+    return weight.dtype != torch.float32 and len(x) <= MOST_ROWS and (group_size or size) <= 65536
+
+
+def project(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    norm: Tensor | None,
+    eps: float,
+    group_size: int | None,
+    gated: bool,
+    convolution: tuple[Tensor, Tensor, Tensor | None, Tensor | None, int] | None = None,
+    onto: Tensor | None = None,
+    scale: float = 1.0,
+) -> Tensor:
+    """Compute `steps.project`, with what `steps.project_and_convolve_` or `steps.add_projected_` do after it.
+
+    ``convolution`` is (window, taps, bias, active, first channel).
+    """
+    batch, (nout, size) = len(x), weight.shape
+    group = group_size or size
+    if batch > 1 and (gated or norm is not None or x.dtype != weight.dtype):
+        x, norm, gated = _prepare(x, weight.dtype, norm, eps, group, gated), None, False
+    x = x if x.stride(-1) == 1 else x.contiguous()
+    out = torch.empty(batch, nout, dtype=torch.float32, device=x.device) if onto is None else onto
+    window, taps, taps_bias, active, first = convolution or (None, None, None, None, 0)
+    block_b = triton.next_power_of_2(batch)
+    if batch == 1:
+        block_o, warps = _row_config(size * weight.element_size())
+    else:
+        block_o, block_k, stages = _rows_config(nout, size)
+        block_b, block_k = max(16, block_b), min(block_k, max(16, triton.next_power_of_2(size)))
+        _, shared = device_limits(x.device)
+        stages = max(1, min(stages, shared // ((block_o + block_b) * block_k * weight.element_size())))
+    grid = (triton.cdiv(nout, block_o),)
+    arguments = (
+        x, weight, bias, norm, out, window, taps, taps_bias, active, batch, nout, x.stride(0), eps, scale, first,
+        0 if taps is None else len(taps),
+    )  # fmt: skip
+    consts = {
+        "SIZE": size, "ADD": onto is not None, "WIDTH": 1 if taps is None else taps.shape[1],
+        "PDL": dependent(x.device), "BLOCK_O": block_o,
+    }  # fmt: skip
+    if batch == 1:
+        block_k = _block_k(group, 1024)
+        if block_k < 64 and group == size:
+            block_k = min(1024, triton.next_power_of_2(size))
+        _project_row_kernel[grid](
+            *arguments, **consts, GROUP=group, GATED=gated, BLOCK_K=block_k, num_warps=warps, **_pdl(x.device)
+        )
+    else:
+        _project_rows_kernel[grid](
+            *arguments, **consts, BLOCK_B=block_b, BLOCK_K=block_k, STAGES=stages,
+            PRECISION="widen" if INTERPRETED else "ieee", num_warps=4, **_pdl(x.device),
+        )  # fmt: skip
+    return out
+
+
+def _prepare(x: Tensor, dtype: torch.dtype, norm: Tensor | None, eps: float, group: int, gated: bool) -> Tensor:
+    """Return what several rows are multiplied with, in the weight's dtype: gated or normalised."""
+    batch, size = len(x), x.shape[1] // (1 + gated)
+    y = torch.empty(batch, size, dtype=dtype, device=x.device)
+    block = triton.next_power_of_2(group)
+    _prepare_kernel[(batch, size // group)](
+        x, norm, y, x.stride(0), size, group, eps, GATED=gated, BLOCK=block, PDL=dependent(x.device),
+        num_warps=min(16, max(1, block // 256)), **_pdl(x.device),
+    )  # fmt: skip
+    return y
+
+
+def ssd_(
+    x: Tensor, B: Tensor, C: Tensor, dt: Tensor, z: Tensor, A_log: Tensor, D: Tensor, dt_bias: Tensor,
+    dt_limit: tuple[float, float], state: Tensor, active: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """Compute `steps.ssd_`; heads and groups of x, B, C and z lie one after the other."""
+    batch, nheads, headdim, dstate = state.shape
+    y = torch.empty(batch, nheads, headdim, dtype=torch.float32, device=x.device)
+    block_n = triton.next_power_of_2(dstate)
+    block_p = min(triton.next_power_of_2(headdim), max(1, 2048 // block_n))
+    _ssd_step_kernel[(triton.cdiv(headdim, block_p), nheads, batch)](
+        x, dt, A_log, B, C, D, z, dt_bias, state, y, active, nheads, B.shape[1], headdim, dstate,
+        float(dt_limit[0]), float(dt_limit[1]), x.stride(0), dt.stride(0), B.stride(0), C.stride(0), z.stride(0),
+        BLOCK_P=block_p, BLOCK_N=block_n, PDL=dependent(x.device), num_warps=4, **_pdl(x.device),
+    )  # fmt: skip
+    return y
+
+
+def add_norm_(hidden: Tensor, mixed: Tensor | None, weight: Tensor, eps: float, scale: float) -> Tensor:
+    """Add ``scale * mixed`` to ``hidden`` in place, and return its RMS norm in the weight's dtype."""
+    size = hidden.shape[-1]
+    assert hidden.is_contiguous()
+    mixed = None if mixed is None else mixed.contiguous()
+    normed = torch.empty(hidden.shape, dtype=weight.dtype, device=hidden.device)
+    block = triton.next_power_of_2(size)
+    _add_norm_kernel[(hidden.numel() // size,)](
+        hidden, mixed, weight, normed, size, eps, scale, BLOCK=block, num_warps=min(16, max(1, block // 512))
+    )
+    return normed
+
+
+def take(
+    logits: Tensor, token: Tensor, tokens: Tensor, count: Tensor, done: Tensor, active: Tensor, stop: Tensor,
+    greedy: bool,
+) -> None:  # fmt: skip
+    """Write down the next token of each row: the likeliest one, or the one in ``token``.
+
+    Args:
+        logits: ``(b, vocab)``, float32.
+        token: The token that is read next, ``(b,)``, int64.
+        tokens: All tokens, ``(b, room)``, int32; -1 for rows that are done.
+        count: Tokens written so far in each row, ``(b,)``, int32.
+        done: Rows that have ended, ``(b,)``; a row ends with one of ``stop``.
+        active: Gets the rows that read this token.
+        stop: Tokens that end a row, padded with -1 to a power of two.
+        greedy: Choose the likeliest.
+    """
+    batch, vocab = logits.shape
+    _take_kernel[(batch,)](
+        logits, token, tokens, count, done, active, stop, vocab, tokens.shape[1], GREEDY=greedy, NSTOP=len(stop),
+        BLOCK=min(8192, triton.next_power_of_2(vocab)), num_warps=16,
+    )  # fmt: skip
+
+
+@cache
+def dependent(device: torch.device) -> bool:
+    """Whether kernels may start before the one before them has ended."""
+    return not INTERPRETED and torch.version.hip is None and torch.cuda.get_device_capability(device)[0] >= 9
+
+
+def _pdl(device: torch.device) -> dict[str, Any]:
+    return {"launch_pdl": True} if dependent(device) else {}
+
+
+def _block_k(size: int, most: int) -> int:
+    """Return the largest power of two, at most ``most``, that divides a size."""
+    return min(most, size & -size)
+
+
+def _row_config(size: int) -> tuple[int, int]:
+    """Return (BLOCK_O, num_warps) of a product with one row, ``size`` bytes of weights an output.
+
+    A thread holds at most 320 bytes of weights; of 10 shapes tried on an H200 this was the best for 5 KB and 10 KB.
+    """
+    warps = 2 if size <= 5120 else 4
+    return min(4, 1 << max(0, (warps * 32 * 320 // size).bit_length() - 1)), warps
+
+
+def _rows_config(nout: int, size: int) -> tuple[int, int, int]:
+    """Return (BLOCK_O, BLOCK_K, stages) of a product with several rows: more programs where there are few outputs."""
+    return (64, 128, 4) if nout > 2 * size else (32, 256, 4)
+
+
+@triton.jit
+def _finish(
+    total, offs_o, offs_b, bias_ptr, out_ptr, window_ptr, taps_ptr, taps_bias_ptr, active_ptr, nrows, nout, scale,
+    first, channels, ADD: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Store a tile ``total (O, B)`` of a product: with its bias, convolved, or added to what is there."""
+    mask_o, mask_b = offs_o < nout, offs_b < nrows
+    mask = mask_o[:, None] & mask_b[None, :]
+    if bias_ptr is not None:
+        total += tl.load(bias_ptr + offs_o, mask=mask_o, other=0.0).to(tl.float32)[:, None]
+    if window_ptr is not None:
+        channel = offs_o - first
+        inside = (channel >= 0) & (channel < channels) & mask_o
+        moved = inside[:, None] & mask_b[None, :]
+        if active_ptr is not None:
+            moved = moved & (tl.load(active_ptr + offs_b, mask=mask_b, other=0) != 0)[None, :]
+        taps = taps_ptr + channel * WIDTH
+        rows = window_ptr + (offs_b.to(tl.int64)[None, :] * channels + channel[:, None]) * (WIDTH - 1)
+        past = ()  # type: Any
+        for j in tl.static_range(WIDTH - 1):
+            past += (tl.load(rows + j, mask=inside[:, None] & mask_b[None, :], other=0.0),)
+        y = total * tl.load(taps + WIDTH - 1, mask=inside, other=0.0).to(tl.float32)[:, None]
+        for j in tl.static_range(WIDTH - 1):
+            y += past[j].to(tl.float32) * tl.load(taps + j, mask=inside, other=0.0).to(tl.float32)[:, None]
+        if taps_bias_ptr is not None:
+            y += tl.load(taps_bias_ptr + channel, mask=inside, other=0.0).to(tl.float32)[:, None]
+        tl.debug_barrier()  # every thread has read the window
+        for j in tl.static_range(WIDTH - 2):
+            tl.store(rows + j, past[j + 1], mask=moved)
+        if WIDTH > 1:
+            tl.store(rows + WIDTH - 2, total.to(window_ptr.dtype.element_ty), mask=moved)
+        total = tl.where(inside[:, None], _silu(y), total)
+    places = out_ptr + offs_b.to(tl.int64)[None, :] * nout + offs_o[:, None]
+    if ADD:
+        total = tl.load(places, mask=mask, other=0.0) + scale * total
+        tl.debug_barrier()
+    tl.store(places, total, mask=mask)
+
+
+@triton.jit
+def _project_row_kernel(
+    x_ptr, weight_ptr, bias_ptr, norm_ptr, out_ptr, window_ptr, taps_ptr, taps_bias_ptr, active_ptr,
+    nrows, nout, stride_x, eps, scale, first, channels,
+    SIZE: tl.constexpr, ADD: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr, BLOCK_O: tl.constexpr,
+    GROUP: tl.constexpr, GATED: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Grid (blocks of outputs): a program owns BLOCK_O outputs of one row, and asks for all their weights at once."""
+    offs_o = tl.program_id(0) * BLOCK_O + tl.arange(0, BLOCK_O)
+    offs_k = tl.arange(0, BLOCK_K)
+    mask_o = offs_o < nout
+    rows = weight_ptr + offs_o.to(tl.int64)[:, None] * SIZE
+    PARTS: tl.constexpr = (GROUP + BLOCK_K - 1) // BLOCK_K
+    weights = ()  # type: Any
+    for i in tl.static_range(SIZE // GROUP * PARTS):
+        offs = i // PARTS * GROUP + i % PARTS * BLOCK_K + offs_k
+        weights += (tl.load(rows + offs[None, :], mask=mask_o[:, None] & (offs < SIZE)[None, :], other=0.0),)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    total = tl.zeros((BLOCK_O,), tl.float32)
+    for group in tl.static_range(SIZE // GROUP):
+        acc = tl.zeros((BLOCK_O, BLOCK_K), tl.float32)
+        squares = tl.zeros((BLOCK_K,), tl.float32)
+        for i in tl.static_range(PARTS):
+            offs = group * GROUP + i * BLOCK_K + offs_k
+            mask_k = offs < SIZE
+            x = tl.load(x_ptr + offs, mask=mask_k, other=0.0).to(tl.float32)
+            if GATED:
+                x = _silu(x) * tl.load(x_ptr + SIZE + offs, mask=mask_k, other=0.0).to(tl.float32)
+            if norm_ptr is not None:
+                squares += x * x
+                x *= tl.load(norm_ptr + offs, mask=mask_k, other=0.0).to(tl.float32)
+            acc += weights[group * PARTS + i].to(tl.float32) * x[None, :]
+        part = tl.sum(acc, axis=1)
+        if norm_ptr is not None:
+            part *= tl.rsqrt(tl.sum(squares) / GROUP + eps)
+        total += part
+    _finish(total[:, None], offs_o, tl.arange(0, 1), bias_ptr, out_ptr, window_ptr, taps_ptr, taps_bias_ptr,
+            active_ptr, nrows, nout, scale, first, channels, ADD, WIDTH)  # fmt: skip
+
+
+@triton.jit
+def _project_rows_kernel(
+    x_ptr, weight_ptr, bias_ptr, norm_ptr, out_ptr, window_ptr, taps_ptr, taps_bias_ptr, active_ptr,
+    nrows, nout, stride_x, eps, scale, first, channels,
+    SIZE: tl.constexpr, ADD: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr, BLOCK_O: tl.constexpr,
+    BLOCK_B: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Grid (blocks of outputs): a program owns BLOCK_O outputs of all rows; x has the weight's dtype."""
+    offs_o = tl.program_id(0) * BLOCK_O + tl.arange(0, BLOCK_O)
+    offs_b = tl.arange(0, BLOCK_B)
+    mask_o, mask_b = offs_o < nout, offs_b < nrows
+    weight_rows = weight_ptr + offs_o.to(tl.int64)[:, None] * SIZE
+    x_rows = x_ptr + offs_b.to(tl.int64)[:, None] * stride_x
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    total = tl.zeros((BLOCK_O, BLOCK_B), tl.float32)
+    for k in tl.range(0, SIZE, BLOCK_K, num_stages=STAGES):
+        offs = k + tl.arange(0, BLOCK_K)
+        mask_k = offs < SIZE
+        weight = tl.load(weight_rows + offs[None, :], mask=mask_o[:, None] & mask_k[None, :], other=0.0)
+        x = tl.load(x_rows + offs[None, :], mask=mask_b[:, None] & mask_k[None, :], other=0.0)
+        total = _dot(weight, tl.trans(x), total, PRECISION)
+    _finish(total, offs_o, offs_b, bias_ptr, out_ptr, window_ptr, taps_ptr, taps_bias_ptr, active_ptr, nrows, nout,
+            scale, first, channels, ADD, WIDTH)  # fmt: skip
+
+
+@triton.jit
+def _prepare_kernel(
+    x_ptr, norm_ptr, y_ptr, stride_x, size, group, eps, GATED: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
+    """Grid (rows, groups)."""
+    row = tl.program_id(0).to(tl.int64)
+    inside = tl.arange(0, BLOCK)
+    mask = inside < group
+    offs = tl.program_id(1) * group + inside
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    x = tl.load(x_ptr + row * stride_x + offs, mask=mask, other=0.0).to(tl.float32)
+    if GATED:
+        x = _silu(x) * tl.load(x_ptr + row * stride_x + size + offs, mask=mask, other=0.0).to(tl.float32)
+    if norm_ptr is not None:
+        weight = tl.load(norm_ptr + offs, mask=mask, other=0.0).to(tl.float32)
+        x *= tl.rsqrt(tl.sum(x * x) / group + eps) * weight
+    tl.store(y_ptr + row * size + offs, x.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _ssd_step_kernel(
+    x_ptr, dt_ptr, A_log_ptr, B_ptr, C_ptr, D_ptr, z_ptr, dt_bias_ptr, state_ptr, y_ptr, active_ptr,
+    nheads, ngroups, headdim, dstate, dt_min, dt_max, stride_x, stride_dt, stride_B, stride_C, stride_z,
+    BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Grid (blocks of head channels, heads, batch): a program owns BLOCK_P channels of one head of one row."""
+    offs_p = tl.program_id(0) * BLOCK_P + tl.arange(0, BLOCK_P)
+    offs_n = tl.arange(0, BLOCK_N)
+    pid_h, pid_b = tl.program_id(1), tl.program_id(2).to(tl.int64)
+    pid_g = pid_h // (nheads // ngroups)
+    mask_p, mask_n = offs_p < headdim, offs_n < dstate
+    mask = mask_p[:, None] & mask_n[None, :]
+    places = state_ptr + ((pid_b * nheads + pid_h) * headdim + offs_p[:, None]) * dstate + offs_n[None, :]
+    state = tl.load(places, mask=mask, other=0.0).to(tl.float32)
+    A = -tl.exp(tl.load(A_log_ptr + pid_h).to(tl.float32)) * LOG2E
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    step = tl.load(dt_ptr + pid_b * stride_dt + pid_h).to(tl.float32) + tl.load(dt_bias_ptr + pid_h).to(tl.float32)
+    step = _clip(_softplus(step), dt_min, dt_max)
+    at = pid_h * headdim + offs_p
+    x = tl.load(x_ptr + pid_b * stride_x + at, mask=mask_p, other=0.0).to(tl.float32)
+    z = tl.load(z_ptr + pid_b * stride_z + at, mask=mask_p, other=0.0).to(tl.float32)
+    B = tl.load(B_ptr + pid_b * stride_B + pid_g * dstate + offs_n, mask=mask_n, other=0.0).to(tl.float32)
+    C = tl.load(C_ptr + pid_b * stride_C + pid_g * dstate + offs_n, mask=mask_n, other=0.0).to(tl.float32)
+    state = state * _exp2(step * A) + (x * step)[:, None] * B[None, :]
+    y = tl.sum(state * C[None, :], axis=1) + tl.load(D_ptr + pid_h).to(tl.float32) * x
+    tl.store(y_ptr + pid_b * nheads * headdim + at, y * _silu(z), mask=mask_p)
+    if active_ptr is not None:
+        mask = mask & (tl.load(active_ptr + pid_b + offs_p * 0) != 0)[:, None]  # the interpreter takes no scalar
+    tl.store(places, state.to(state_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _add_norm_kernel(hidden_ptr, mixed_ptr, weight_ptr, normed_ptr, size, eps, scale, BLOCK: tl.constexpr):
+    """Grid (tokens): reads and writes the stream once."""
+    row = tl.program_id(0).to(tl.int64) * size
+    offs = tl.arange(0, BLOCK)
+    mask = offs < size
+    x = tl.load(hidden_ptr + row + offs, mask=mask, other=0.0)
+    if mixed_ptr is not None:
+        x += scale * tl.load(mixed_ptr + row + offs, mask=mask, other=0.0).to(tl.float32)
+        tl.store(hidden_ptr + row + offs, x, mask=mask)
+    x *= tl.rsqrt(tl.sum(x * x) / size + eps)
+    weight = tl.load(weight_ptr + offs, mask=mask, other=0.0).to(tl.float32)
+    tl.store(normed_ptr + row + offs, (x * weight).to(normed_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _take_kernel(
+    logits_ptr, token_ptr, tokens_ptr, count_ptr, done_ptr, active_ptr, stop_ptr, vocab, room,
+    GREEDY: tl.constexpr, NSTOP: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Grid (rows). Of equal logits the first counts, as in PyTorch."""
+    row = tl.program_id(0).to(tl.int64)
+    if GREEDY:
+        best = tl.full((BLOCK,), float("-inf"), tl.float32)
+        place = tl.zeros((BLOCK,), tl.int32)
+        for begin in range(0, vocab, BLOCK):
+            offs = begin + tl.arange(0, BLOCK)
+            values = tl.load(logits_ptr + row * vocab + offs, mask=offs < vocab, other=float("-inf"))
+            better = values > best
+            best = tl.where(better, values, best)
+            place = tl.where(better, offs, place)
+        highest = tl.max(best)
+        token = tl.min(tl.where(best == highest, place, vocab - 1))
+    else:
+        token = tl.load(token_ptr + row).to(tl.int32)
+    count = tl.load(count_ptr + row)
+    done = tl.load(done_ptr + row) != 0
+    ends = tl.sum((tl.load(stop_ptr + tl.arange(0, NSTOP)) == token).to(tl.int32)) > 0
+    tl.debug_barrier()
+    tl.store(tokens_ptr + row * room + count, tl.where(done, -1, token))
+    tl.store(token_ptr + row, token.to(tl.int64))
+    tl.store(count_ptr + row, count + 1)
+    tl.store(active_ptr + row, done == 0)
+    tl.store(done_ptr + row, done | ends)

@@ -1,0 +1,144 @@
+"""Pieces that the models share. Weights are ``(out, in)``, as checkpoints store them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+Tree = Any
+
+
+def kernels(x: Tensor) -> ModuleType | None:
+    """Return the fused kernels if they can run where ``x`` is and nothing needs a gradient."""
+    return _kernels() if x.is_cuda and not (torch.is_grad_enabled() and x.requires_grad) else None
+
+
+@cache
+def _kernels() -> ModuleType | None:
+    try:
+        return import_module("refold.models.torch.kernels")
+    except ModuleNotFoundError as error:
+        if (error.name or "").split(".")[0] != "triton":
+            raise
+        return None
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of the residual stream and of norms: float32, or float64 for float64 weights."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Return ``x @ weight.T + bias`` in the weight's dtype."""
+    return F.linear(x.to(weight.dtype), weight, bias)
+
+
+def embed(params: Tree, tokens: Tensor) -> Tensor:
+    """Look tokens up; the residual stream is float32 whatever the weights are."""
+    embedding = params["embedding"]
+    return F.embedding(tokens, embedding).to(wide(embedding.dtype))
+
+
+def add_norm(
+    hidden: Tensor, mixed: Tensor | None, weight: Tensor, eps: float, scale: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """Return the residual stream with ``scale * mixed`` added, and its RMS norm in the weight's dtype.
+
+    The stream that is given may be overwritten where nothing needs a gradient.
+    """
+    if (fused := kernels(hidden)) is not None and not torch.is_grad_enabled():
+        return hidden, fused.add_norm_(hidden, mixed, weight, eps, scale)
+    if mixed is not None:
+        hidden = hidden + (mixed if scale == 1.0 else mixed.to(hidden.dtype) * scale)
+    return hidden, rms_norm(hidden, weight, eps)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, group_size: int | None = None) -> Tensor:
+    """Normalise over groups of the last axis, all of it if None; the result has the weight's dtype."""
+    x = x.to(wide(weight.dtype))
+    groups = x.unflatten(-1, (-1, group_size or x.shape[-1]))
+    scale = torch.rsqrt(groups.square().mean(-1, keepdim=True) + eps)
+    return ((groups * scale).flatten(-2) * weight).to(weight.dtype)
+
+
+def output(params: Tree, normed: Tensor, rows: Rows, kind: str) -> Tensor:
+    """Turn the normalised stream into what the caller asked for.
+
+    ``last``: float32 logits after each row's last token, ``(b, vocab)``; ``all``: logits ``(b, t, vocab)``; ``hidden``:
+    the normalised stream ``(b, t, d)``. Of what is padding, the results are zeros; of a row without tokens, anything.
+    """
+    if kind == "last":
+        return head(params, rows.last(normed))
+    normed = rows.padded(normed)
+    return normed if kind == "hidden" else head(params, normed)
+
+
+def head(params: Tree, normed: Tensor) -> Tensor:
+    """Return logits ``(..., vocab)`` of the normalised stream, float32."""
+    return linear(normed, params.get("head", params["embedding"])).to(wide(normed.dtype))
+
+
+@dataclass
+class Rows:
+    """Rows of tokens of any lengths, as one pack: ``tokens (1, total)``, or ``(b, t)`` where all are equally long.
+
+    Attributes:
+        tokens: The tokens that are no padding.
+        batch: Number of rows.
+        seqlen: Length of the padded rows.
+        lengths: Tokens of each row.
+        offsets: Where each row begins in the pack, and the end, int32; None if it is no pack.
+        place: Place of each token of the pack in the padded rows.
+    """
+
+    tokens: Tensor
+    batch: int
+    seqlen: int
+    lengths: list[int]
+    offsets: Tensor | None = None
+    place: Tensor | None = None
+
+    @classmethod
+    def of(cls, tokens: Tensor, lengths: Sequence[int] | None) -> Rows:
+        """Take the padding out of ``tokens (b, t)``."""
+        batch, seqlen = tokens.shape
+        if lengths is None or all(n == seqlen for n in lengths):
+            return cls(tokens, batch, seqlen, [seqlen] * batch)
+        lengths = [int(n) for n in lengths]
+        count = torch.tensor(lengths)
+        place = (torch.arange(seqlen) < count[:, None]).flatten().nonzero()[:, 0].to(tokens.device)
+        offsets = F.pad(count.cumsum(0), (1, 0)).to(torch.int32).to(tokens.device)
+        return cls(tokens.reshape(-1)[place][None], batch, seqlen, lengths, offsets, place)
+
+    def last(self, x: Tensor) -> Tensor:
+        """Return the last token of each row of ``x``, as this pack is."""
+        if self.offsets is None:
+            return x[:, -1]
+        return x[0, (self.offsets[1:] - 1).clamp(min=0)]
+
+    def padded(self, x: Tensor) -> Tensor:
+        """Return ``x (b, t, ...)`` with zeros for padding."""
+        if self.place is None:
+            return x
+        rows = x.new_zeros(self.batch * self.seqlen, *x.shape[2:])
+        return rows.index_put((self.place,), x[0]).unflatten(0, (self.batch, self.seqlen))
+
+    def apart(self, x: Tensor) -> list[Tensor]:
+        """Return each row of ``x`` by itself, ``(length, ...)``."""
+        return list(x if self.offsets is None else x[0].split(self.lengths))
+
+    def joined(self, rows: list[Tensor]) -> Tensor:
+        """Undo `apart`."""
+        return torch.stack(rows) if self.offsets is None else torch.cat(rows)[None]
+
+    def grown(self, length: Tensor) -> Tensor:
+        """Return how many tokens each row has read, after these."""
+        return length + torch.tensor(self.lengths, dtype=length.dtype).to(length.device)

@@ -1,0 +1,138 @@
+"""What one token needs, in as few passes over memory as there are: products that begin with a norm, and the scans.
+
+Each function is defined here in PyTorch and refold's operators. On a GPU, kernels that compute the same take their
+place: a layer of Mamba-2 is then three launches, each of which reads its weights or its state once. Nothing here has a
+gradient. ``active`` marks the rows that read a token; the states of the others stay as they are.
+"""
+
+from __future__ import annotations
+
+import math
+from types import ModuleType
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from refold import ops
+from refold.models.torch.layers import kernels, linear, rms_norm, wide
+
+
+def project(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    norm: Tensor | None = None,
+    eps: float = 0.0,
+    group_size: int | None = None,
+    gated: bool = False,
+) -> Tensor:
+    """Return ``weight @ norm(x) + bias`` in float32.
+
+    Args:
+        x: Inputs, ``(b, size)``; ``(b, 2 size)`` if ``gated``.
+        weight: ``(out, size)``.
+        bias: ``(out,)``.
+        norm: Weight of an RMS norm of x, ``(size,)``.
+        eps: Added to its mean squares.
+        group_size: Channels that are normalised together; all if None.
+        gated: x has two halves, and ``silu(first) * second`` is what is multiplied.
+    """
+    if (fused := _fused(x, weight, group_size)) is not None:
+        return fused.project(x, weight, bias, norm, eps, group_size, gated)
+    if gated:
+        first, second = x.chunk(2, -1)
+        x = F.silu(first) * second
+    if norm is not None:
+        x = rms_norm(x, norm, eps, group_size)
+    return linear(x, weight, bias).to(wide(weight.dtype))
+
+
+def project_and_convolve_(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    *,
+    norm: Tensor,
+    eps: float,
+    window: Tensor,
+    taps: Tensor,
+    taps_bias: Tensor | None,
+    first: int,
+    active: Tensor | None,
+) -> Tensor:
+    """Return `project` with a step of the causal convolution, and SiLU, on the channels from ``first`` on.
+
+    Args:
+        x: Inputs, ``(b, size)``.
+        weight: ``(out, size)``.
+        bias: ``(out,)``.
+        norm: Weight of the RMS norm of x.
+        eps: Added to its mean square.
+        window: Last inputs of the convolution, ``(b, channels, w-1)``; moved on.
+        taps: ``(channels, w)``.
+        taps_bias: ``(channels,)``.
+        first: Channel of the product where the convolution begins.
+        active: Rows whose window is moved on, ``(b,)``; all if None.
+    """
+    if (fused := _fused(x, weight)) is not None:
+        convolution = (window, taps, taps_bias, active, first)
+        return fused.project(x, weight, bias, norm, eps, None, False, convolution)
+    projected = project(x, weight, bias, norm=norm, eps=eps)
+    channels = projected[:, first : first + len(taps)]
+    y, moved = ops.causal_conv1d_step(channels, taps, window, taps_bias, activation="silu")
+    window.copy_(moved if active is None else torch.where(active[:, None, None], moved, window))
+    channels.copy_(y)
+    return projected
+
+
+def add_projected_(
+    hidden: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    norm: Tensor | None = None,
+    eps: float = 0.0,
+    group_size: int | None = None,
+    gated: bool = False,
+    scale: float = 1.0,
+) -> None:
+    """Add ``scale`` times `project` to ``hidden (b, out)``."""
+    if (fused := _fused(x, weight, group_size)) is not None:
+        fused.project(x, weight, bias, norm, eps, group_size, gated, onto=hidden, scale=scale)
+        return
+    hidden.add_(project(x, weight, bias, norm=norm, eps=eps, group_size=group_size, gated=gated), alpha=scale)
+
+
+def ssd_(
+    x: Tensor,
+    B: Tensor,
+    C: Tensor,
+    dt: Tensor,
+    z: Tensor,
+    A_log: Tensor,
+    D: Tensor,
+    dt_bias: Tensor,
+    dt_limit: tuple[float, float],
+    state: Tensor,
+    active: Tensor | None,
+) -> Tensor:
+    """Return the gated output ``(b, h, p)`` of a step of `ops.ssd`, and overwrite ``state``."""
+    if (fused := kernels(x)) is not None:
+        return fused.ssd_(x, B, C, dt, z, A_log, D, dt_bias, dt_limit, state, active)
+    dt = step_sizes(dt, dt_bias, active, dt_limit)
+    return ops.ssd_step_(x, dt, -A_log.exp(), B, C, state, D=D, z=z)[0]
+
+
+def step_sizes(dt: Tensor, bias: Tensor, active: Tensor | None, limit: tuple[float, float] = (0.0, math.inf)) -> Tensor:
+    """Return float32 step sizes; zero, which leaves a state as it is, in rows that are not active."""
+    sizes = F.softplus(dt.to(wide(dt.dtype)) + bias).clamp(*limit)
+    return sizes if active is None else sizes * active[:, None]
+
+
+def _fused(x: Tensor, weight: Tensor, group_size: int | None = None) -> ModuleType | None:
+    """Return the kernels if they take a product of this size."""
+    fused = kernels(x)
+    return fused if fused is not None and fused.takes(x, weight, group_size) else None

@@ -1,0 +1,156 @@
+"""The report as one page: HTML with its pictures inside, no scripts and no network.
+
+The template is ``page.html`` beside this file; here is what it shows and where the lines of the roofline lie.
+"""
+
+from __future__ import annotations
+
+import linecache
+import math
+import re
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+from typing import Any
+
+import jinja2
+
+from .model import GraphReport, Report, RewriteReport
+from .text import count, size
+
+# Lines of the user's file that are shown before and after the line that was rewritten.
+AROUND = 2
+COLOURS = {"eager": "eager", "torch.compile": "peer", "refold": "ours"}
+# The plotting area of the roofline: left, top, right, bottom, in units of its picture.
+LEFT, TOP, RIGHT, BOTTOM = 58, 14, 406, 234
+
+
+def render(report: Report) -> str:
+    """Return the page."""
+    return _template().render(
+        report=report,
+        graphs=[_graph(graph, report.ceilings) for graph in report.graphs],
+        size=size,
+        count=count,
+        environment=" · ".join(f"{name} {value}" for name, value in report.environment.items()),
+    )
+
+
+@cache
+def _template() -> jinja2.Template:
+    text = resources.files(__package__).joinpath("page.html").read_text()
+    environment = jinja2.Environment(
+        autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
+    )
+    return environment.from_string(text)
+
+
+def _graph(graph: GraphReport, ceilings: dict[str, float]) -> dict[str, Any]:
+    """Return what the page shows of a graph."""
+    return {
+        "data": graph,
+        "verdict": _verdict(graph),
+        "times": _bars(graph.times_ms, milliseconds),
+        "memory": _bars(graph.peak_bytes, size),
+        "kernels": _bars({who: sum(k["count"] for k in found) for who, found in graph.kernels.items()}, str),
+        "roofline": _roofline(graph, ceilings),
+        "kept": [(row, _excerpt(row)) for row in graph.rewrites if row.status != "refused"],
+        "refused": [(row, _excerpt(row)) for row in graph.rewrites if row.status == "refused"],
+    }
+
+
+def _verdict(graph: GraphReport) -> str:
+    """Say in one sentence what came out."""
+    rivals = [name for name in graph.times_ms if name != "refold"]
+    against = " and ".join(rivals)
+    if graph.chosen == "refold" and graph.speedup is not None:
+        return f"{graph.speedup:.2f} times as fast as {'the faster of ' if len(rivals) > 1 else ''}{against}"
+    if graph.chosen == "refold":
+        return "rewritten; it was not timed against the original"
+    if any(row.status == "found" for row in graph.rewrites):
+        return "something to rewrite was found; nothing was changed"
+    return f"left as it was: {graph.chosen} runs" + (f", {graph.reason}" if graph.reason else "")
+
+
+def milliseconds(value: float) -> str:
+    """Return a time with three digits."""
+    return f"{value:,.0f} ms" if value >= 1000 else f"{value:.3g} ms"
+
+
+def _bars(values: dict[str, Any], text: Any) -> list[dict[str, Any]]:
+    """Return a row for each program: name, value, and length of its bar as a percentage of the longest."""
+    longest = max(values.values(), default=0) or 1
+    return [
+        {"name": name, "text": text(value), "percent": round(100 * value / longest, 2), "colour": COLOURS[name]}
+        for name, value in values.items()
+    ]
+
+
+def _excerpt(row: RewriteReport) -> dict[str, Any]:
+    """Return the user's lines around a rewrite; the line alone if its file cannot be read."""
+    found = re.match(r"(.*?):(\d+)(?:: (.*))?$", row.source)
+    if found is None:
+        return {"where": row.source, "lines": []}
+    path, number, code = found[1], int(found[2]), found[3] or ""
+    around = [(n, linecache.getline(path, n).rstrip("\n")) for n in range(number - AROUND, number + AROUND + 1)]
+    if code not in dict(around).get(number, ""):  # the file is gone, or was changed since
+        around = [(number, code)]
+    while not around[-1][1].strip() and around[-1][0] > number:
+        around.pop()
+    return {"where": f"{path}:{number}", "lines": [(n, line, n == number) for n, line in around if n > 0]}
+
+
+@dataclass(frozen=True)
+class _Scale:
+    """A logarithmic axis from ``low`` to ``high`` that is drawn from ``start`` to ``end``."""
+
+    low: float
+    high: float
+    start: float
+    end: float
+
+    def __call__(self, value: float) -> float:
+        share = math.log(value / self.low) / math.log(self.high / self.low)
+        return round(self.start + share * (self.end - self.start), 1)
+
+    def ticks(self) -> list[tuple[float, str]]:
+        powers = range(math.ceil(math.log10(self.low) - 1e-9), math.floor(math.log10(self.high) + 1e-9) + 1)
+        step = 1 + len(powers) // 7
+        return [(self(10.0**power), _power(power)) for power in powers[::step]]
+
+
+def _power(power: int) -> str:
+    text = count(10.0**power).strip()
+    return text if 0 <= power < 15 else f"{10.0**power:g}"
+
+
+def _roofline(graph: GraphReport, ceilings: dict[str, float]) -> dict[str, Any] | None:
+    """Return the picture of the roofline: the device's limits, and the graph before and after; None if not measured."""
+    work = {"eager": (graph.flops_before, graph.bytes_before), "refold": (graph.flops_after, graph.bytes_after)}
+    points = {
+        name: (flops / moved, flops / (graph.times_ms[name] / 1e3))
+        for name, (flops, moved) in work.items()
+        if name in graph.times_ms and flops and moved
+    }
+    if not ceilings or not points:
+        return None
+    rate, peak = ceilings["bytes_per_s"], ceilings["flops_per_s"]
+    ridge = peak / rate
+    low = min([ridge, *(x for x, _ in points.values())]) / 8
+    high = max([ridge, *(x for x, _ in points.values())]) * 8
+    across = _Scale(low, high, LEFT, RIGHT)
+    bottom = min([low * rate, *(y for _, y in points.values())]) / 3
+    up = _Scale(bottom, peak * 3, BOTTOM, TOP)
+    return {
+        "roof": [(across(low), up(low * rate)), (across(ridge), up(peak)), (across(high), up(peak))],
+        "points": [
+            {"name": name, "x": across(x), "y": up(y), "colour": COLOURS[name], "intensity": x, "rate": y,
+             "share": y / min(peak, x * rate)}
+            for name, (x, y) in points.items()
+        ],
+        "across": across.ticks(),
+        "up": up.ticks(),
+        "rate": rate,
+        "peak": peak,
+        "box": (LEFT, TOP, RIGHT, BOTTOM),
+    }  # fmt: skip

@@ -1,0 +1,172 @@
+"""The report as a page: its facts are there, nothing comes from the network, a browser has no complaint."""
+
+import html.parser
+import os
+import re
+import shutil
+import subprocess
+
+import pytest
+
+from refold.report import GraphReport, Report, RewriteReport
+
+VOID = {"meta", "link", "br", "line", "circle", "polyline"}
+
+
+class Page(html.parser.HTMLParser):
+    """Checks that elements nest, and keeps text, tables and attributes."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.open, self.text, self.urls, self.ids, self.labels = [], [], [], [], []
+        self.feed(text)
+        self.close()
+        assert not self.open
+
+    def handle_starttag(self, tag, attributes):
+        given = dict(attributes)
+        self.urls += [given[name] for name in ("src", "href") if name in given]
+        self.ids += [given["id"]] if "id" in given else []
+        if tag == "svg":
+            assert given["role"] == "img"
+            self.labels += given["aria-labelledby"].split()
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attributes):
+        pass
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if self.open and self.open[-1] != "style":
+            self.text.append(data)
+
+    def __str__(self):
+        return re.sub(r"\s+", " ", " ".join(self.text))
+
+
+def rewrite(source, **given):
+    base = {
+        "name": "recover contraction", "site": "sum_1", "source": source, "why": "products are written out",
+        "detail": "einsum('ik,jk->ij')", "flops_before": 2000, "flops_after": 2000, "bytes_before": 4096,
+        "bytes_after": 1024, "largest_before": 2048, "largest_after": 512,
+    }  # fmt: skip
+    return RewriteReport(**{**base, **given})
+
+
+@pytest.fixture
+def report(tmp_path):
+    path = tmp_path / "layer.py"
+    path.write_text("def f(q, k):\n    # a < b & 'c'\n    return (q[:, None] * k[None]).sum(-1)\n")
+    source = f"{path}:3: return (q[:, None] * k[None]).sum(-1)"
+    errors = [
+        {"kind": "actual", "error": 1.5e-7, "original_error": 1e-7, "bound": 1e-6, "passed": True, "reason": ""},
+        {"kind": "integers", "error": 0.0, "original_error": 0.0, "bound": 0.0, "passed": True, "reason": ""},
+    ]
+    kept = rewrite(
+        source, status="applied", errors=errors, original_ms=4.0, original_by="eager", candidate_ms=1.0, speedup=4.0,
+        at_least=3.5,
+    )  # fmt: skip
+    refused = rewrite(source, status="refused", reason="not faster: 0.98x of <eager>")
+    graph = GraphReport(
+        0, chosen="refold", rewrites=[kept, refused], loops=["40 steps one after another"], notes=["a note & more"],
+        flops_before=2_000_000, flops_after=1_000_000, bytes_before=4_000_000, bytes_after=1_000_000,
+        times_ms={"eager": 4.0, "torch.compile": 2.0, "refold": 1.0}, peak_bytes={"eager": 2048, "refold": 1024},
+        speedup=2.0, speedup_at_least=1.8, speedup_at_most=2.2, checked_against="float64", checks=errors[:1],
+        difference_from_eager=1e-7,
+        kernels={"eager": [{"name": "aten::mul", "count": 3, "ms": 2.0}],
+                 "refold": [{"name": "aten::bmm", "count": 1, "ms": 1.0}]},
+    )  # fmt: skip
+    ceilings = {"bytes_per_s": 1e10, "flops_per_s": 1e11}
+    return Report(target="layer.py", environment={"torch": "2.13.0"}, graphs=[graph], ceilings=ceilings)
+
+
+FACTS = [
+    "2.00 times as fast as the faster of eager and torch.compile",
+    "Between 1.80 and 2.20 times, with 99 % confidence",
+    "return (q[:, None] * k[None]).sum(-1)",
+    "# a < b & 'c'",
+    "einsum('ik,jk->ij')",
+    "2 kFLOP → 2 kFLOP",
+    "4 KiB → 1 KiB",
+    "4 ms (eager) → 1 ms: 4.00 times, at least 3.50",
+    "not faster: 0.98x of <eager>",
+    "1.5e-07",
+    "40 steps one after another",
+    "a note & more",
+    "difference from eager, relative L2: 1.0e-07",
+    "eager: 3 launched",
+    "refold reaches 10 % of it",
+    "torch 2.13.0",
+]
+
+
+def test_the_facts_are_on_the_page(report):
+    page = Page(report.to_html())
+    for fact in FACTS:
+        assert fact in str(page), fact
+    assert all(url == "data:," or url.startswith("#") for url in page.urls)
+    assert set(page.labels) <= set(page.ids)
+    assert len(set(page.ids)) == len(page.ids)
+
+
+def test_points_of_the_roofline_lie_where_they_were_measured(report):
+    from refold.report.page import BOTTOM, LEFT, RIGHT, TOP, _roofline
+
+    picture = _roofline(report.graphs[0], report.ceilings)
+    before, after = picture["points"]
+    # Half the FLOPs on a quarter of the bytes, in a quarter of the time: further right, and higher.
+    assert LEFT < before["x"] < after["x"] < RIGHT
+    assert BOTTOM > before["y"] > after["y"] > TOP
+    assert before["share"] == pytest.approx(2e6 / 4e-3 / (0.5 * 1e10))
+    assert after["share"] == pytest.approx(1e6 / 1e-3 / (1.0 * 1e10))
+    (_, low), (_, ridge), (_, flat) = picture["roof"]
+    assert low > ridge == flat
+
+
+def test_a_page_of_a_file_that_is_gone_shows_the_line_alone(report):
+    report.graphs[0].rewrites = [rewrite("/gone/layer.py:7: y = x + 1")]
+    text = str(Page(report.to_html()))
+    assert "/gone/layer.py:7" in text
+    assert "y = x + 1" in text
+
+
+@pytest.mark.parametrize("empty", [Report(), Report(graphs=[GraphReport(0)])])
+def test_an_empty_report_is_a_page_too(empty):
+    text = str(Page(empty.to_html()))
+    assert "No graph was compiled" in text or "Left as it was" in text
+
+
+def test_save_writes_what_the_name_says(report, tmp_path):
+    report.save(tmp_path / "a.html")
+    report.save(tmp_path / "a.json")
+    assert (tmp_path / "a.html").read_text() == report.to_html()
+    assert Report.from_dict(__import__("json").loads((tmp_path / "a.json").read_text())) == report
+    assert report._repr_html_().startswith("<iframe srcdoc=")
+
+
+BROWSER = shutil.which("chromium") or shutil.which("google-chrome") or shutil.which("chrome")
+QUIET = ["--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking",
+         "--disable-component-update", "--disable-sync", "--disable-quic"]  # fmt: skip
+
+
+@pytest.mark.skipif(BROWSER is None, reason="needs Chromium")
+@pytest.mark.parametrize("width", [390, 1100])
+def test_a_browser_shows_it_without_complaint(report, tmp_path, width):
+    # The page tells its own width: what sticks out would make it scroll sideways.
+    tell = "<script>document.title = document.documentElement.scrollWidth + ' of ' + innerWidth</script></html>"
+    (tmp_path / "a.html").write_text(report.to_html().replace("</html>", tell))
+    shot = tmp_path / "a.png"
+    done = subprocess.run(
+        [BROWSER, *QUIET, f"--user-data-dir={tmp_path / 'profile'}", f"--window-size={width},800",
+         "--enable-logging=stderr", f"--screenshot={shot}", "--dump-dom", (tmp_path / "a.html").as_uri()],
+        capture_output=True, text=True, timeout=120, check=False, env={**os.environ, "HOME": str(tmp_path)},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "CONSOLE" not in done.stderr
+    scrolled, inner = re.search(r"<title>(\d+) of (\d+)", done.stdout).groups()
+    assert int(scrolled) <= int(inner)
+    for fact in ("2.00 times as fast", "einsum('ik,jk-&gt;ij')"):
+        assert fact in done.stdout

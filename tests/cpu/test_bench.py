@@ -1,0 +1,136 @@
+"""``refold bench``: suites that load, rows that are kept, runs that can be compared."""
+
+import json
+from functools import partial
+
+import pytest
+from typer.testing import CliRunner
+
+from refold.bench import cli, compile_time, progress, rows, suites
+from refold.cli import app
+from refold.errors import ArgumentError
+
+
+def run(*arguments):
+    return CliRunner().invoke(app, ["bench", *arguments])
+
+
+@pytest.fixture
+def toy(monkeypatch):
+    """Plant a suite that measures nothing."""
+
+    def toy(*, sizes: tuple[int, ...] = (1, 2), wrong: bool = False, stops: int = 0):
+        """Time nothing."""
+        for size in sizes:
+            if not progress.wanted(case=str(size)):
+                continue
+            if stops == size:
+                raise KeyboardInterrupt
+            yield {"case": str(size), "times_ms": {"refold": 2.0 * size}, **({"refused": "planted"} if wrong else {})}
+
+    monkeypatch.setattr(suites.Suite, "load", lambda self: toy)
+    return toy
+
+
+@pytest.mark.parametrize("suite", suites.SUITES.values(), ids=lambda suite: suite.name)
+def test_every_suite_can_be_listed(suite):
+    assert suite.about().startswith("Time ")
+    assert suite.settings({}) == {}
+
+
+def test_the_list_names_all_suites_and_options():
+    said = run("list").output
+    assert all(name in said for name in suites.SUITES)
+    assert "steps=512,4096" in said
+
+
+def test_rows_are_written_as_they_are_measured_and_compared(toy, tmp_path):
+    out = tmp_path / "new" / "rows.jsonl"
+    assert run("run", "cpu", "--out", str(out)).exit_code == 0
+    assert run("run", "cpu", "--set", "sizes=4", "--out", str(out)).exit_code == 0
+    found = rows.read(out)
+    assert [row["case"] for row in found] == ["1", "2", "4"]
+    assert found[0]["suite"] == "cpu"
+    assert found[2]["command"] == "refold bench run cpu --set=sizes=4"
+    assert found[0]["env"]["torch"]
+    faster = tmp_path / "faster.jsonl"
+    for row in found[1:]:
+        rows.append(faster, row | {"times_ms": {"refold": row["times_ms"]["refold"] / 4}})
+    assert [(a, b) for *_, a, b in rows.compare(found, rows.read(faster))] == [(4.0, 1.0), (8.0, 2.0)]
+    assert "4.00  cpu 2: refold times_ms" in run("compare", str(out), str(faster)).output
+
+
+def test_a_run_that_was_stopped_keeps_its_rows_and_goes_on(toy, tmp_path):
+    out = str(tmp_path / "rows.jsonl")
+    stopped = run("run", "cpu", "--set", "sizes=1,2,3", "--set", "stops=3", "--out", out)
+    assert stopped.exit_code == 130
+    assert "--resume goes on" in stopped.stderr
+    assert [row["case"] for row in rows.read(tmp_path / "rows.jsonl")] == ["1", "2"]
+    resumed = run("run", "cpu", "--set", "sizes=1,2,3", "--out", out, "--resume")
+    assert "... 1/1 cpu 3" in resumed.stderr
+    assert [row["case"] for row in rows.read(tmp_path / "rows.jsonl")] == ["1", "2", "3"]
+
+
+def test_progress_says_what_runs_and_of_how_many(toy):
+    assert run("run", "cpu", "--set", "sizes=5,7").stderr.splitlines() == ["... 1/2 cpu 5", "... 2/2 cpu 7"]
+    assert run("run", "cpu", "-q").stderr == ""
+
+
+@pytest.mark.parametrize("suite", ["cpu", "compile-time", "fusion-example", "chunked-scan"])
+def test_measurements_are_counted_without_being_made(suite):
+    options = {"device": "cpu"} if "device" in suites.find(suite).options() else {}
+    assert progress.count([(suite, partial(suites.find(suite).load(), **options))], []) >= 2
+
+
+def test_what_is_not_right_is_refused_and_the_exit_code_says_so(toy):
+    assert run("run", "cpu", "--set", "wrong=true").exit_code == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["run", "no-such"], "there is no suite 'no-such'. There are ssd"),
+        (["run", "cpu", "--set", "shape=3"], "has no option shape. It has sizes, wrong, stops"),
+        (["run", "cpu", "--set", "sizes=1,x"], "sizes is 'x'. Give a value like 1"),
+        (["run", "cpu", "--set", "wrong=1"], "Give true or false"),
+        (["run", "cpu", "--set", "wrong"], "give name=value"),
+        (["run", "cpu", "--resume"], "--resume needs --out FILE"),
+        (["compare", "no-such.jsonl", "no-such.jsonl"], "no-such.jsonl cannot be read"),
+    ],
+)
+def test_bad_input_names_what_came_and_what_to_do(toy, arguments, message):
+    error = run(*arguments).exception
+    assert isinstance(error, ArgumentError)
+    assert message in str(error)
+
+
+def test_lines_that_are_no_rows_are_named(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"case": "1"}\n\n[1]\n')
+    with pytest.raises(ArgumentError, match=r"rows.jsonl:3 is '\[1\]', not a JSON object"):
+        rows.read(path)
+
+
+def test_rows_of_all_schemas_have_times():
+    assert rows.times_ms({"median_ms": 2.0, "median_s": None, "copy_ms": 1}) == {"median_ms": 2.0, "copy_ms": 1}
+    assert rows.times_ms({"median_s": 0.5, "first_call_s": {"refold": 3}}) == {
+        "median_s": 500.0,
+        "refold first_call_s": 3000.0,
+    }
+
+
+def test_the_environment_is_json():
+    assert {"refold", "torch", "processor", "threads"} <= json.loads(run("env").output).keys()
+
+
+def test_a_real_suite_runs():
+    (row,) = compile_time.compile_time(steps=(32,))
+    assert row["first_call_s"] > 0
+    assert row["report"]["graphs"][0]["rewrites"]
+
+
+def test_the_module_is_the_same_command(monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["bench", "run", "no-such"])
+    with pytest.raises(SystemExit, match="2"):
+        cli.main()
+    assert "there is no suite" in capsys.readouterr().err

@@ -1,0 +1,81 @@
+"""Pages of the site that are made from something else: the README, and the operators from their specs.
+
+MkDocs calls ``on_files``; see https://www.mkdocs.org/user-guide/configuration/#hooks.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "src"))
+
+from refold import ops  # noqa: E402
+from refold.ops.spec import OPERATORS, load  # noqa: E402
+
+COPIED = {"index.md": "README.md", "contributing.md": "CONTRIBUTING.md", "changelog.md": "CHANGELOG.md",
+          "log.md": "benchmarks/LOG.md"}  # fmt: skip
+MOVED = {"CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md", "benchmarks/LOG.md": "log.md"}
+
+
+def on_files(files: Any, config: Any) -> Any:
+    """Add the pages that are no files of docs/."""
+    from mkdocs.structure.files import File
+
+    for name, source in COPIED.items():
+        files.append(File.generated(config, name, content=linked((ROOT / source).read_text())))
+    for name in OPERATORS:
+        files.append(File.generated(config, f"operators/{name}.md", content=operator_page(name)))
+    return files
+
+
+def linked(text: str) -> str:
+    """Return a page of the repository's root with links that hold in the site."""
+
+    def move(found: re.Match[str]) -> str:
+        path, _, anchor = found[1].partition("#")
+        path = MOVED.get(path, path.removeprefix("docs/"))
+        return f"]({path}{'#' + anchor if anchor else ''})"
+
+    return re.sub(r"\]\(((?!https?:)[^)]+)\)", move, text)
+
+
+def operator_page(name: str) -> str:
+    """Return the reference of an operator: its docstring, and a table of its arguments from its spec."""
+    spec, function = load(name), getattr(ops, name)
+    rows = ["| argument | axes | dtypes | |", "|---|---|---|---|"]
+    for arg in spec.args:
+        axes = " or ".join(f"`{axes}`" for axes in arg.axes)
+        notes = ", ".join(
+            filter(None, ["optional" * arg.optional, "stays float32 beside 16-bit activations" * arg.wide])
+        )
+        rows.append(f"| `{arg.name}` | {axes} | {', '.join(arg.dtypes)} | {notes} |")
+    rows += ["", "| option | default | |", "|---|---|---|"]
+    rows += [f"| `{option.name}` | `{option.default!r}` | {option.expected} |" for option in spec.options]
+    rows += ["", "| result | axes |", "|---|---|", *(f"| `{out.name}` | `{out.axes}` |" for out in spec.outputs)]
+    signature = f"refold.ops.{name}{inspect.signature(function)}"
+    text = inspect.cleandoc(function.__doc__ or "")
+    return (
+        f"# {name}\n\n```text\n{signature}\n```\n\n{as_markdown(text)}\n\n## From the spec\n\n"
+        + "\n".join(rows)
+        + "\n\nThe letters are explained in the [glossary](../glossary.md#letters).\n"
+    )
+
+
+def as_markdown(docstring: str) -> str:
+    """Return a docstring in Google style with its sections as headings and its entries as lists."""
+    lines = []
+    for line in docstring.splitlines():
+        if re.fullmatch(r"[A-Z][a-z]+:", line):
+            lines += [f"## {line[:-1]}", ""]
+        elif entry := re.match(r"    (\w[\w, *]*): (.*)", line):
+            lines.append(f"- `{entry[1]}`: {entry[2]}")
+        elif line.startswith("        "):
+            lines.append(f"  {line.strip()}")
+        else:
+            lines.append(line)
+    return "\n".join(lines)
