@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any  # noqa: F401 - in type comments
+from typing import Any
 
 import torch
 import triton
