@@ -322,7 +322,7 @@ class _Refusal(RefoldError):
 
 
 class _Progress(logging.Handler):
-    """Shows what the compiler logs: in place on a terminal, a line each in a pipe, with its time if ``verbose``."""
+    """Shows what the compiler logs: in place on a terminal, one line each in a pipe, with its time if ``verbose``."""
 
     def __init__(self, console: Console, verbose: bool) -> None:
         super().__init__(logging.INFO)

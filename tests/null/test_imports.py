@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[2] / "src" / "refold"
 
 # A part may import those above it in this list, and itself.
 ORDER = [
-    ["errors", "axes", "memory"],
+    ["errors", "axes", "cache", "memory"],
     ["ops"],
     ["verify"],
     ["propose"],

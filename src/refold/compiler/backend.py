@@ -30,6 +30,7 @@ from .patience import patience
 from .private import UNAVAILABLE, as_it_is, compile_number, inductor_modes, inductor_options
 from .recurrence.joins import refusals
 from .recurrence.serial_chains import serial_loops
+from .refusals import refused
 from .replay import Remembering
 from .session import describe_captured, survey
 from .validate.program import first_line
@@ -92,7 +93,7 @@ def refold(
         entry.notes.append(f"refold failed: {first_line(error)}")
         entry.chosen, entry.reason = "inductor", "because refold failed"
         for row in entry.rewrites:
-            row.status, row.reason = "refused", "refold failed"
+            row.status, row.reason = "refused", refused("refold-failed", first_line(error))
         return inductor(gm, example_inputs, options=passed_on)
 
 

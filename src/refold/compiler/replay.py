@@ -20,6 +20,7 @@ from ..report import GraphReport, RewriteReport
 from .decisions import Key, Plan, Store, Unnameable, digest, folder_for, name_program, place
 from .inductor import Compiled, inductor
 from .ir.rewrite import Rewrite
+from .refusals import refused
 from .session import GraphCompile, TooLong
 from .validate.region import Settings, Verdict
 
@@ -179,7 +180,7 @@ class Remembering:
             entry.notes.append(text)
             entry.chosen, entry.reason = "inductor", "because the plan does not fit"
             for row in entry.rewrites:
-                row.status, row.reason = "refused", "the plan does not fit"
+                row.status, row.reason = "refused", refused("plan-misfit", text)
             return inductor(self.gm, self.inputs, options=dict(self.settings.options or {}))
 
     def _afresh(self) -> Compiled:

@@ -18,8 +18,8 @@ from ..errors import warn
 from ..report import GraphReport, RewriteReport
 from .compile_time import inductor_seconds, unrolled_seconds
 from .decisions import Store, digest, versions
-from .dynamo.loop import captured_loops
 from .dynamo.early_scans import define_scans, early_scans
+from .dynamo.loop import captured_loops
 from .external_cumsum import keep_scans_external
 from .inductor import Compiled, Hook, Stopped, bind, clone_inputs, duplicate, inductor
 from .ir.cost import Cost, graph_cost
@@ -28,6 +28,7 @@ from .ir.rewrite import Rewrite
 from .pipeline import run as run_pipeline
 from .recurrence.serial_chains import unrolled_operations
 from .recurrence.vectorize import NotALoop
+from .refusals import refused
 from .validate.program import Rewritten, choose_program, first_line
 from .validate.region import Settings, Verdict, undisturbed_rng, validate_region
 
@@ -114,7 +115,7 @@ class GraphCompile:
         entry = self.entry
         for key, row in self.rows.items():
             if not key.startswith(("captured:", "forward:")) and row.status != "refused":
-                row.status, row.reason = "refused", "the graph runs eagerly"
+                row.status, row.reason = "refused", refused("too-long", str(reason))
         entry.rewrites = list(self.rows.values())
         entry.chosen, entry.reason = "eager", f"because {reason}"
         entry.notes.append(f"the graph runs eagerly: {reason}")
@@ -332,6 +333,9 @@ class GraphCompile:
         notes: list[str] = []
         rewrites = run_pipeline(graph, lambda site: self._wanted(f"{index}:{site}"), notes)
         self.entry.notes += [note for note in notes if note not in self.entry.notes]
+        # All rewrites are in the graph, also those that are still to be judged: without them it is longer.
+        if inductor_seconds(len(graph.nodes)) > self.settings.compile_budget:
+            self._check_time(inductor_seconds(unrolled_operations(graph)))
         verdicts = [self.verdicts.get(rewrite.signature) for rewrite in rewrites]
         if not self._unjudged and any(verdict is None or verdict.reason for verdict in verdicts):
             pending.append(_Pending(index, original, graph, rewrites))
@@ -339,8 +343,6 @@ class GraphCompile:
         for rewrite, verdict in zip(rewrites, verdicts, strict=True):
             self._note(f"{index}:{rewrite.site}", rewrite, verdict).status = "applied"
             self.terms = max(self.terms, rewrite.terms)
-        if inductor_seconds(len(graph.nodes)) > self.settings.compile_budget:
-            self._check_time(inductor_seconds(unrolled_operations(graph)))
         after = graph_cost(graph.nodes) if rewrites else before
         self.entry.flops_before += before.flops
         self.entry.flops_after += after.flops

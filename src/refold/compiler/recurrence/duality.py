@@ -94,7 +94,7 @@ def match_operator(
     signed = weight != 0 and not positive and not torch.is_grad_enabled()
     signs: Node | None = None
     if (positive or signed) and n not in spans and len(kept) <= 2 and len(channels) == 1:
-        # The decay is one number a head: matrix products carry the scan.
+        # The decay is one number per head: matrix products carry the scan.
         head = heads[0] if heads else None
         if signed:
             signs = _signs(emit, decays, weight, [*tokens, head], shape)

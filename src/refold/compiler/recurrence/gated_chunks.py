@@ -32,7 +32,7 @@ from .vectorize import Emitter
 
 aten = torch.ops.aten
 
-# Positions of a chunk: their pairs are computed one by one for each key, their states are kept one a chunk.
+# Positions of a chunk: their pairs are computed one by one for each key, their states are kept one per chunk.
 CHUNK = 16
 # The exponential of this log decay is zero in every precision, and sums of a chunk of them are exact enough.
 FORGETS = -1e4

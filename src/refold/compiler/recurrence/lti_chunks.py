@@ -27,7 +27,7 @@ from .vectorize import Emitter
 aten = torch.ops.aten
 prims = torch.ops.prims
 
-# Positions of a chunk: as many multiply-adds an output, and one state a chunk.
+# Positions of a chunk: as many multiply-adds per output, and one state per chunk.
 CHUNK = 64
 
 

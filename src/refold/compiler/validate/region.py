@@ -25,6 +25,7 @@ from ..ir.evaluate import evaluate, with_gradients
 from ..ir.metadata import stale
 from ..ir.rewrite import Rewrite
 from ..pipeline import run as run_pipeline
+from ..refusals import refused
 
 log = logging.getLogger("refold")
 
@@ -91,14 +92,16 @@ def validate_region(rewrite: Rewrite, actual: Sequence[Any] | None, settings: Se
     actual = None if actual is None else [_as_traced(*pair) for pair in zip(_inputs(rewrite), actual, strict=True)]
     like = list(actual) if actual is not None else _examples(rewrite)
     if like is None:
-        verdict.reason = "its inputs could not be made up: they are not all floating-point tensors"
+        verdict.reason = refused(
+            "inputs-unknown", "its inputs could not be made up: they are not all floating-point tensors"
+        )
         return verdict
     device = next(x.device for x in like if isinstance(x, torch.Tensor))
     if settings.verify == "quick":
         log.info("checking %s: %s", rewrite.site, rewrite.detail)
         start = time.perf_counter()
         if reason := _misdescribed(rewrite):
-            verdict.reason = reason
+            verdict.reason = refused("metadata-wrong", reason)
             return verdict
         original, candidate, reference, narrowed = _programs(rewrite)
         verdict.evidence = check(
@@ -115,7 +118,7 @@ def validate_region(rewrite: Rewrite, actual: Sequence[Any] | None, settings: Se
         )
         verdict.evidence.seconds = time.perf_counter() - start
         if not verdict.evidence.passed:
-            verdict.reason = f"not equal to the original: {verdict.evidence.reason}"
+            verdict.reason = refused("not-equal", f"not equal to the original: {verdict.evidence.reason}")
             return verdict
     _profile(rewrite, like, device)
     if settings.accept == "faster" and rewrite.timed_alone:
@@ -132,13 +135,14 @@ def validate_region(rewrite: Rewrite, actual: Sequence[Any] | None, settings: Se
         # A region alone is spared what Inductor's fusion recomputes in the whole graph, so the race
         # is generous to the original. What it cannot decide, the race of the whole graph will, unless
         # this rewrite stands in the way of others.
-        refused = not verdict.race.faster if baseline is not None else verdict.race.at_most <= 1 + DELTA
+        slower = not verdict.race.faster if baseline is not None else verdict.race.at_most <= 1 + DELTA
         if verdict.race.busy and clearly_less(rewrite.after, rewrite.before):
             return verdict  # a busy machine does not decide
-        if refused:
-            verdict.reason = (
+        if slower:
+            verdict.reason = refused(
+                "not-faster",
                 f"not faster: {verdict.race.speedup:.2f}x of {verdict.original_by}, "
-                f"between {verdict.race.at_least:.2f}x and {verdict.race.at_most:.2f}x, must exceed {1 + DELTA:.2f}x"
+                f"between {verdict.race.at_least:.2f}x and {verdict.race.at_most:.2f}x, must exceed {1 + DELTA:.2f}x",
             )
     return verdict
 

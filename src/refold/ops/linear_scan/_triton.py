@@ -68,7 +68,7 @@ def _tokens(
 
 @triton.jit
 def _linear_scan_segments_kernel(
-    a_ptr, x_ptr, dh_ptr, state_ptr, factor_ptr, adjoint_ptr, seqlen, segment, nsegments, channels,
+    reset_ptr, a_ptr, x_ptr, dh_ptr, state_ptr, factor_ptr, gone_ptr, adjoint_ptr, seqlen, segment, nsegments, channels,
     BLOCK: tl.constexpr, TOKENS: tl.constexpr, REVERSE: tl.constexpr,
 ):  # fmt: skip
     """Grid (blocks of channels, segments, batch): of a segment its own state, its factor, its adjoint at its begin.
@@ -82,6 +82,7 @@ def _linear_scan_segments_kernel(
     state = tl.zeros((BLOCK,), tl.float32)
     adjoint = tl.zeros((BLOCK,), tl.float32)
     factor = tl.zeros((BLOCK,), tl.float32) + 1.0
+    forgotten = tl.zeros((BLOCK,), tl.float32)
     origin, begin = pid_b * seqlen, pid_s * segment
     end = tl.minimum(begin + segment, seqlen)
     for first in range(begin, end, TOKENS):
@@ -89,35 +90,66 @@ def _linear_scan_segments_kernel(
         xx = _tokens(x_ptr, origin, seqlen, first, begin, end, channels, offs, mask, 0.0, TOKENS, REVERSE)
         if dh_ptr is not None:
             dhs = _tokens(dh_ptr, origin, seqlen, first, begin, end, channels, offs, mask, 0.0, TOKENS, REVERSE)
+        if reset_ptr is not None:
+            rr = _tokens(reset_ptr, origin, seqlen, first, begin, end, channels, offs, mask, 0, TOKENS, REVERSE)
         for i in tl.static_range(TOKENS):
             a = aa[i].to(tl.float32)
-            state = a * state + xx[i].to(tl.float32)
+            state = a * state
             factor *= a
+            if reset_ptr is not None:
+                state = tl.where(rr[i] > 0, 0.0, state)
+                forgotten = tl.where(rr[i] > 0, 1.0, forgotten)
+            state += xx[i].to(tl.float32)
             if dh_ptr is not None:
-                adjoint += factor * dhs[i].to(tl.float32)
+                share = factor * dhs[i].to(tl.float32)
+                if reset_ptr is not None:
+                    share = tl.where(forgotten > 0, 0.0, share)
+                adjoint += share
     cell = (pid_b * nsegments + pid_s) * channels + offs
     tl.store(state_ptr + cell, state, mask=mask)
     tl.store(factor_ptr + cell, factor, mask=mask)
+    if reset_ptr is not None:
+        tl.store(gone_ptr + cell, forgotten, mask=mask)
     if adjoint_ptr is not None:
         tl.store(adjoint_ptr + cell, adjoint, mask=mask)
 
 
 @triton.jit
-def _state_before(initial_ptr, state_ptr, factor_ptr, sequence, pid_s, nsegments, channels, offs, mask):
+def _past(state, cell, reset_ptr, own_ptr, factor_ptr, gone_ptr, mask):
+    """Return what a segment makes of the state before it, or of the adjoint after it."""
+    state *= tl.load(factor_ptr + cell, mask=mask, other=0.0)
+    if reset_ptr is not None:
+        state = tl.where(tl.load(gone_ptr + cell, mask=mask, other=0.0) > 0, 0.0, state)
+    return state + tl.load(own_ptr + cell, mask=mask, other=0.0)
+
+
+@triton.jit
+def _step(state, a, x, reset, RESETS: tl.constexpr):
+    """Return the state after a token."""
+    state = a.to(tl.float32) * state
+    if RESETS:
+        state = tl.where(reset > 0, 0.0, state)
+    return state + x.to(tl.float32)
+
+
+@triton.jit
+def _state_before(
+    initial_ptr, reset_ptr, state_ptr, factor_ptr, gone_ptr, sequence, pid_s, nsegments, channels, offs, mask
+):
     """Return the state before a segment, from those of the segments before it."""
     state = offs * 0.0
     if initial_ptr is not None:
         state = tl.load(initial_ptr + sequence * channels + offs, mask=mask, other=0.0).to(tl.float32)
     for s in range(pid_s):
-        at = (sequence * nsegments + s) * channels + offs
-        own = tl.load(state_ptr + at, mask=mask, other=0.0)
-        state = state * tl.load(factor_ptr + at, mask=mask, other=0.0) + own
+        cell = (sequence * nsegments + s) * channels + offs
+        state = _past(state, cell, reset_ptr, state_ptr, factor_ptr, gone_ptr, mask)
     return state
 
 
 @triton.jit
 def _linear_scan_fwd_kernel(
-    cu_seqlens_ptr, a_ptr, x_ptr, initial_ptr, segment_state_ptr, segment_factor_ptr, h_ptr, final_ptr,
+    cu_seqlens_ptr, reset_ptr, a_ptr, x_ptr, initial_ptr, segment_state_ptr, segment_factor_ptr, segment_reset_ptr,
+    h_ptr, final_ptr,
     seqlen, segment, nsegments, channels,
     BLOCK: tl.constexpr, TOKENS: tl.constexpr, REVERSE: tl.constexpr,
 ):  # fmt: skip
@@ -131,18 +163,25 @@ def _linear_scan_fwd_kernel(
     mask = offs < channels
     origin, length = _span(cu_seqlens_ptr, sequence, seqlen)
     state = _state_before(
-        initial_ptr, segment_state_ptr, segment_factor_ptr, sequence, pid_s, nsegments, channels, offs, mask
-    )
+        initial_ptr, reset_ptr, segment_state_ptr, segment_factor_ptr, segment_reset_ptr,
+        sequence, pid_s, nsegments, channels, offs, mask,
+    )  # fmt: skip
     begin = pid_s * segment
     end = tl.minimum(begin + segment, length)
     next_a = _tokens(a_ptr, origin, length, begin, begin, end, channels, offs, mask, 1.0, TOKENS, REVERSE)
     next_x = _tokens(x_ptr, origin, length, begin, begin, end, channels, offs, mask, 0.0, TOKENS, REVERSE)
+    next_r = next_x  # read where there are resets
+    if reset_ptr is not None:
+        next_r = _tokens(reset_ptr, origin, length, begin, begin, end, channels, offs, mask, 0, TOKENS, REVERSE)
     for first in range(begin, end, TOKENS):
         aa, xx, after = next_a, next_x, first + TOKENS
         next_a = _tokens(a_ptr, origin, length, after, begin, end, channels, offs, mask, 1.0, TOKENS, REVERSE)
         next_x = _tokens(x_ptr, origin, length, after, begin, end, channels, offs, mask, 0.0, TOKENS, REVERSE)
+        rr, next_r = next_r, next_x
+        if reset_ptr is not None:
+            next_r = _tokens(reset_ptr, origin, length, after, begin, end, channels, offs, mask, 0, TOKENS, REVERSE)
         for i in tl.static_range(TOKENS):
-            state = aa[i].to(tl.float32) * state + xx[i].to(tl.float32)
+            state = _step(state, aa[i], xx[i], rr[i], reset_ptr is not None)
             live = mask & ((offs * 0 + first + i) < end)
             place = h_ptr + _place(origin, length, first + i, channels, offs, REVERSE)
             tl.store(place, state.to(h_ptr.dtype.element_ty), mask=live)
@@ -152,8 +191,9 @@ def _linear_scan_fwd_kernel(
 
 @triton.jit
 def _linear_scan_bwd_kernel(
-    cu_seqlens_ptr, a_ptr, x_ptr, initial_ptr, dh_ptr, dfinal_ptr, segment_state_ptr, segment_factor_ptr,
-    segment_adjoint_ptr, border_ptr, da_ptr, dx_ptr, dinitial_ptr, seqlen, segment, nsegments, channels,
+    cu_seqlens_ptr, reset_ptr, a_ptr, x_ptr, initial_ptr, dh_ptr, dfinal_ptr, segment_state_ptr, segment_factor_ptr,
+    segment_reset_ptr, segment_adjoint_ptr, border_ptr, da_ptr, dx_ptr, dinitial_ptr,
+    seqlen, segment, nsegments, channels,
     BLOCK: tl.constexpr, TOKENS: tl.constexpr, REVERSE: tl.constexpr,
 ):  # fmt: skip
     """Grid (blocks of channels, segments, sequences): a program owns BLOCK channels of one segment.
@@ -174,30 +214,39 @@ def _linear_scan_bwd_kernel(
     else:
         borders = sequence + origin // TOKENS
     state = _state_before(
-        initial_ptr, segment_state_ptr, segment_factor_ptr, sequence, pid_s, nsegments, channels, offs, mask
-    )
+        initial_ptr, reset_ptr, segment_state_ptr, segment_factor_ptr, segment_reset_ptr,
+        sequence, pid_s, nsegments, channels, offs, mask,
+    )  # fmt: skip
     next_a = _tokens(a_ptr, origin, length, begin, begin, end, channels, offs, mask, 1.0, TOKENS, REVERSE)
     next_x = _tokens(x_ptr, origin, length, begin, begin, end, channels, offs, mask, 0.0, TOKENS, REVERSE)
+    next_r = next_x  # read where there are resets
+    if reset_ptr is not None:
+        next_r = _tokens(reset_ptr, origin, length, begin, begin, end, channels, offs, mask, 0, TOKENS, REVERSE)
     for j in range(count):
         aa, xx, after = next_a, next_x, begin + (j + 1) * TOKENS
         next_a = _tokens(a_ptr, origin, length, after, begin, end, channels, offs, mask, 1.0, TOKENS, REVERSE)
         next_x = _tokens(x_ptr, origin, length, after, begin, end, channels, offs, mask, 0.0, TOKENS, REVERSE)
+        rr, next_r = next_r, next_x
+        if reset_ptr is not None:
+            next_r = _tokens(reset_ptr, origin, length, after, begin, end, channels, offs, mask, 0, TOKENS, REVERSE)
         tl.store(border_ptr + (borders + j) * channels + offs, state, mask=mask)
         for i in tl.static_range(TOKENS):
-            state = aa[i].to(tl.float32) * state + xx[i].to(tl.float32)
+            state = _step(state, aa[i], xx[i], rr[i], reset_ptr is not None)
     tl.debug_barrier()  # Other threads may read what these wrote.
     carried = offs * 0.0  # a[t+1] λ[t+1], or the gradient of the final state
     if dfinal_ptr is not None:
         carried = tl.load(dfinal_ptr + sequence * channels + offs, mask=mask, other=0.0).to(tl.float32)
     for s in range(nsegments - 1 - pid_s):
-        at = (sequence * nsegments + nsegments - 1 - s) * channels + offs
-        own = tl.load(segment_adjoint_ptr + at, mask=mask, other=0.0)
-        carried = carried * tl.load(segment_factor_ptr + at, mask=mask, other=0.0) + own
+        cell = (sequence * nsegments + nsegments - 1 - s) * channels + offs
+        carried = _past(carried, cell, reset_ptr, segment_adjoint_ptr, segment_factor_ptr, segment_reset_ptr, mask)
     first = begin + (count - 1) * TOKENS
     border = border_ptr + (borders + count - 1) * channels + offs
     next_state = tl.load(border, mask=mask & (offs * 0 + count > 0), other=0.0)
     next_a = _tokens(a_ptr, origin, length, first, begin, end, channels, offs, mask, 1.0, TOKENS, REVERSE)
     next_x = _tokens(x_ptr, origin, length, first, begin, end, channels, offs, mask, 0.0, TOKENS, REVERSE)
+    next_r = next_x
+    if reset_ptr is not None:
+        next_r = _tokens(reset_ptr, origin, length, first, begin, end, channels, offs, mask, 0, TOKENS, REVERSE)
     if dh_ptr is not None:
         next_dh = _tokens(dh_ptr, origin, length, first, begin, end, channels, offs, mask, 0.0, TOKENS, REVERSE)
     for back in range(count):
@@ -212,10 +261,13 @@ def _linear_scan_bwd_kernel(
         next_state = tl.load(border, mask=mask & (offs * 0 + j > 0), other=0.0)
         next_a = _tokens(a_ptr, origin, length, before, begin, end, channels, offs, mask, 1.0, TOKENS, REVERSE)
         next_x = _tokens(x_ptr, origin, length, before, begin, end, channels, offs, mask, 0.0, TOKENS, REVERSE)
+        rr, next_r = next_r, next_x
+        if reset_ptr is not None:
+            next_r = _tokens(reset_ptr, origin, length, before, begin, end, channels, offs, mask, 0, TOKENS, REVERSE)
         states = ()  # type: Any
         for i in tl.static_range(TOKENS):
             states += (state,)
-            state = aa[i].to(tl.float32) * state + xx[i].to(tl.float32)
+            state = _step(state, aa[i], xx[i], rr[i], reset_ptr is not None)
         for k in tl.static_range(TOKENS - 1, -1, -1):
             live = mask & ((offs * 0 + first + k) < end)
             place = _place(origin, length, first + k, channels, offs, REVERSE)
@@ -223,8 +275,12 @@ def _linear_scan_bwd_kernel(
             if dh_ptr is not None:
                 adjoint += dhs[k].to(tl.float32)
             tl.store(dx_ptr + place, adjoint.to(dx_ptr.dtype.element_ty), mask=live)
-            tl.store(da_ptr + place, (adjoint * states[k]).to(da_ptr.dtype.element_ty), mask=live)
+            grad = adjoint * states[k]
             carried = aa[k].to(tl.float32) * adjoint
+            if reset_ptr is not None:
+                grad = tl.where(rr[k] > 0, 0.0, grad)
+                carried = tl.where(rr[k] > 0, 0.0, carried)
+            tl.store(da_ptr + place, grad.to(da_ptr.dtype.element_ty), mask=live)
     if dinitial_ptr is not None and pid_s == 0:
         place = dinitial_ptr + sequence * channels + offs
         tl.store(place, carried.to(dinitial_ptr.dtype.element_ty), mask=mask)
@@ -253,10 +309,10 @@ class _Cut:
         return Launch(kernel, self.grid, self.consts, {"num_warps": WARPS})
 
 
-@planned(SPEC, a=contiguous, x=contiguous, initial_state=contiguous, cu_seqlens=contiguous)
+@planned(SPEC, a=contiguous, x=contiguous, initial_state=contiguous, cu_seqlens=contiguous, reset=contiguous)
 def linear_scan(
     *, a: torch.Tensor, x: torch.Tensor, initial_state: torch.Tensor | None, cu_seqlens: torch.Tensor | None,
-    reverse: bool,
+    reset: torch.Tensor | None, reverse: bool,
 ) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:  # fmt: skip
     """Plan `refold.ops.linear_scan`."""
     cut = _Cut(x, cu_seqlens, reverse)
@@ -265,13 +321,14 @@ def linear_scan(
     new_h = fresh_like(x)
     new_final = fresh((cut.nseqs, *x.shape[2:]), torch.float32, x.device)
 
-    def run(a, x, initial_state, cu_seqlens):
+    def run(a, x, initial_state, cu_seqlens, reset):
         h, final, stream = new_h(), new_final(), current_stream(x.device)
-        state = factor = final  # never read where there is one segment
+        state = factor = gone = final  # never read where there is one segment
         if local is not None:
             state, factor = cut.new_segments(), cut.new_segments()
-            local(stream, a, x, None, state, factor, None, *cut.ints)
-        scan(stream, cu_seqlens, a, x, initial_state, state, factor, h, final, *cut.ints)
+            gone = state if reset is None else cut.new_segments()
+            local(stream, reset, a, x, None, state, factor, gone, None, *cut.ints)
+        scan(stream, cu_seqlens, reset, a, x, initial_state, state, factor, gone, h, final, *cut.ints)
         return h, final
 
     return run
@@ -286,10 +343,11 @@ def linear_scan(
     x=contiguous,
     initial_state=contiguous,
     cu_seqlens=contiguous,
+    reset=contiguous,
 )
 def linear_scan_backward(
     *, dh: torch.Tensor | None, dstate: torch.Tensor | None, needs: frozenset[str], a: torch.Tensor, x: torch.Tensor,
-    initial_state: torch.Tensor | None, cu_seqlens: torch.Tensor | None, reverse: bool,
+    initial_state: torch.Tensor | None, cu_seqlens: torch.Tensor | None, reset: torch.Tensor | None, reverse: bool,
 ) -> Callable[..., dict[str, torch.Tensor]]:  # fmt: skip
     """Plan the gradients of all array arguments that are present, whatever ``needs`` says."""
     cut = _Cut(x, cu_seqlens, reverse)
@@ -300,18 +358,19 @@ def linear_scan_backward(
     new_da, new_dx = fresh_like(a), fresh_like(x)
     new_dinitial = None if initial_state is None else fresh_like(initial_state)
 
-    def run(dh, dstate, a, x, initial_state, cu_seqlens):
+    def run(dh, dstate, a, x, initial_state, cu_seqlens, reset):
         stream = current_stream(x.device)
-        state = factor = adjoint = border = new_borders()
+        state = factor = gone = adjoint = border = new_borders()
         if local is not None:
             state, factor, adjoint = cut.new_segments(), cut.new_segments(), cut.new_segments()
-            local(stream, a, x, dh, state, factor, adjoint, *cut.ints)
+            gone = state if reset is None else cut.new_segments()
+            local(stream, reset, a, x, dh, state, factor, gone, adjoint, *cut.ints)
         found = {"a": new_da(), "x": new_dx()}
         if new_dinitial is not None:
             found["initial_state"] = new_dinitial()
         main(
-            stream, cu_seqlens, a, x, initial_state, dh, dstate, state, factor, adjoint, border, found["a"],
-            found["x"], found.get("initial_state"), *cut.ints,
+            stream, cu_seqlens, reset, a, x, initial_state, dh, dstate, state, factor, gone, adjoint, border,
+            found["a"], found["x"], found.get("initial_state"), *cut.ints,
         )  # fmt: skip
         return found
 

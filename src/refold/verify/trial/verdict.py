@@ -112,7 +112,7 @@ class Verdict:
         self.outcome, self.check, self.reason = "refused", check, reason
 
     def to_jsonl(self) -> str:
-        """Return one object a line: what was tried, each check, the outcome."""
+        """Return one object per line: what was tried, each check, the outcome."""
         seed = hashlib.sha256(self.seed.to_bytes(8, "little")).hexdigest()[:16]
         first = {
             "schema": SCHEMA,
