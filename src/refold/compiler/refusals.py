@@ -164,10 +164,6 @@ REASONS = {
         "Inductor would take too long for an unrolled loop",
         "Raise compile_budget, or write the loop so that it can be captured.",
     ),
-    "while-condition": (
-        "the condition of `while` depends on more than counting",
-        "Let the condition depend on a counter only.",
-    ),
     "write-uneven": (
         "steps do not write next to one another",
         "Write position t of one tensor, or neighbouring slices: `y[:, t] = ...`.",

@@ -1,4 +1,4 @@
-"""Roll up unrolled loops: the values of all steps of a loop become one tensor with a time axis.
+"""Reroll unrolled loops: the values of all steps of a loop become one tensor with a time axis.
 
 `Reroller.stack` takes one node per step and works backwards. If all steps apply the same operation, its
 arguments are one node per step again, and are stacked first. It ends where all steps read the same
