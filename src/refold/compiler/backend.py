@@ -32,7 +32,7 @@ from .recurrence.joins import refusals
 from .recurrence.serial_chains import serial_loops
 from .refusals import refused
 from .replay import Remembering
-from .session import describe_captured, survey
+from .session import STAYS, describe_captured, survey
 from .validate.program import first_line
 from .validate.region import Settings
 
@@ -304,8 +304,8 @@ def explain(module: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
 
         def visit(index: int, graph: Graph) -> None:
             entry.loops += serial_loops(graph)
-            if entry.loops:
-                entry.notes += [f"a loop over time stays at {reason}" for reason in refusals(graph)]
+            if entry.loops and not any(note.startswith(STAYS) for note in entry.notes):
+                entry.notes += [f"{STAYS} {reason}" for reason in refusals(graph)]
             survey(entry, graph)
             raise Stopped
 
