@@ -48,7 +48,7 @@ def refold(
     options: Mapping[str, Any] | None = None,
     mode: str | None = None,
 ) -> Compiled:
-    """Compile one Dynamo graph; the function behind ``torch.compile(..., backend="refold")``.
+    """Compile one Dynamo graph; the function of ``torch.compile(..., backend="refold")``.
 
     Args:
         gm: The graph that Dynamo captured.
@@ -197,7 +197,7 @@ def compile(
             interpreter alone, which then executes every step. The environment variable
             ``REFOLD_LOOPS=unroll`` does the same for a whole process.
         compile_budget: How many seconds Inductor may take, as estimated before it is started, for unrolled loops
-            over time that nobody can rewrite. Beyond that the graph runs eagerly, and the report says so.
+            over time that cannot be rewritten. Beyond that the graph runs eagerly, and the report says so.
         cache: Where decisions are kept, so that neither a recompile nor the next process takes them again: True
             for the default folder (``$REFOLD_CACHE``, else ``~/.cache/refold``), a folder, or False for nowhere.
         plan: Decisions to replay without timing anything: the ``report`` of a compiled callable, or the path that

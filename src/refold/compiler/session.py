@@ -153,7 +153,7 @@ class GraphCompile:
             self.refused.add(key)
         return row
 
-    # Whether it is known that the rewrites fit although nobody saw the graph.
+    # Whether it is known that the rewrites fit although the graph was not seen.
     _known = False
 
     @property
@@ -317,7 +317,7 @@ class GraphCompile:
                 self.seen = hook.count > 0
                 if self.seen or self._known:
                     return compiled
-                self.settled = False  # the cache answered, and nobody knows what was rewritten
+                self.settled = False  # the cache answered, and what was rewritten is not known
                 continue
             start = time.perf_counter()
             for found in pending:
