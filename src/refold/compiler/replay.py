@@ -123,6 +123,7 @@ class Remembering:
         self.key: Key | None = None
         try:
             facts = {name: getattr(settings, name) for name in ("verify", "accept", "loops", "compile_budget")}
+            facts |= {"rules": [rule.digest for rule in settings.rules], "choose": settings.choices.to_dict()}
             self.key = name_program(gm, inputs, {**facts, "options": dict(settings.options or {})})
         except Unnameable as reason:
             log.info("graph %d is not remembered: %s", entry.index, reason)

@@ -61,7 +61,7 @@ class GraphCompile:
         self.inputs, self.settings, self.entry, self.store = inputs, settings, entry, store
         self.given = define_scans(gm, everywhere=entry.mode == "training")
         self.gm = self.given
-        self.options = dict(settings.options or {})
+        self.options = {**(settings.options or {}), **settings.choices.inductor}
         self.refused: set[str] = set()
         self.verdicts: dict[str, Verdict] = {}
         self.rows: dict[str, RewriteReport] = {}
@@ -143,7 +143,7 @@ class GraphCompile:
 
     def _wanted(self, key: str) -> bool:
         """Tell whether a rewrite may be made."""
-        return key not in self.refused
+        return key not in self.refused and key not in self.settings.choices.skip
 
     def _note(self, key: str, rewrite: Rewrite, verdict: Verdict | None) -> RewriteReport:
         """Write down a rewrite and what is known of it."""
@@ -228,6 +228,7 @@ class GraphCompile:
             if not self._wanted(key):
                 continue
             found = find_scan(self.gm, call, dual)
+            self.settings.choices.tune(found.rewrite.candidate.graph)
             start = time.perf_counter()
             verdict = None if self._unjudged else self._verdict(found.rewrite)
             self.entry.checks_s += time.perf_counter() - start
@@ -302,7 +303,8 @@ class GraphCompile:
         """Start Inductor until every rewrite it sees has been judged; None if it cannot compile the graph."""
         while True:
             pending: list[_Pending] = []
-            outcome = digest([*versions(), *sorted(self.refused), str(self.external_scans)])
+            facts = [repr(self.settings.choices), *(rule.digest for rule in self.settings.rules)]
+            outcome = digest([*versions(), *facts, *sorted(self.refused), str(self.external_scans)])
             hook = Hook(functools.partial(self._visit, pending), outcome, self.settled)
             log.info("compiling graph %d", self.entry.index)
             try:
@@ -334,7 +336,7 @@ class GraphCompile:
         before = graph_cost(graph.nodes)
         original = _copy(graph)
         notes: list[str] = []
-        rewrites = run_pipeline(graph, lambda site: self._wanted(f"{index}:{site}"), notes)
+        rewrites = self.settings.rewrite(graph, lambda site: self._wanted(f"{index}:{site}"), notes)
         self.entry.notes += [note for note in notes if note not in self.entry.notes]
         # All rewrites are in the graph, also those that are still to be judged: without them it is longer.
         if inductor_seconds(len(graph.nodes)) > self.settings.compile_budget:

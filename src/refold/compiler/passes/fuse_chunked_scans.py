@@ -19,6 +19,7 @@ from torch.fx import Graph, Node
 
 from ...ops.torch.registry import OPS, node_args
 from ..ir.builder import Builder, Operand, between, lay_out, multiply, operand, same_strides, sort_topologically
+from ..ir.contract import contract
 from ..ir.fx import arg, is_tensor, is_training, value
 from ..ir.index import Factor, Product, layout
 from ..ir.rewrite import Rewrite, replace_node
@@ -28,7 +29,6 @@ from ..recurrence.duality import divisor, step_limits
 from ..recurrence.gated_chunks import FORGETS
 from ..recurrence.narrowing import narrowed, narrowed_later, region
 from ..recurrence.signs import sign
-from .recover_contractions import contract
 
 aten = torch.ops.aten
 _CONVERT = torch.ops.prims.convert_element_type.default

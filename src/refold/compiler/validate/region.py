@@ -11,12 +11,14 @@ from math import inf
 from typing import Any
 
 import torch
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
 from torch.utils.flop_counter import flop_registry
 
 from ...verify import Evidence, KindResult, Program, Race, check, profile, race
 from ...verify.memory import available_bytes
 from ...verify.timing import DELTA, once_ms
+from .. import pipeline
+from ..choices import Choices
 from ..compile_time import RIVAL_S, inductor_seconds
 from ..inductor import duplicate, standalone
 from ..ir.builder import same_strides
@@ -24,7 +26,6 @@ from ..ir.cost import clearly_less, concrete, graph_cost, node_cost
 from ..ir.evaluate import evaluate, with_gradients
 from ..ir.metadata import stale
 from ..ir.rewrite import Rewrite
-from ..pipeline import run as run_pipeline
 from ..refusals import refused
 
 log = logging.getLogger("refold")
@@ -46,6 +47,8 @@ class Settings:
         compile_budget: How many seconds Inductor may take, as estimated, for loops that cannot be rewritten.
         cache: Where decisions are kept: True for the default folder, False for nowhere, or a folder.
         plan: Decisions to replay: a report, its data, or a file.
+        rules: Rewrites that others found: rules, files or folders of them.
+        choose: What is chosen of the compile from outside.
     """
 
     verify: str = "quick"
@@ -56,6 +59,23 @@ class Settings:
     compile_budget: float = 60.0
     cache: Any = True
     plan: Any = None
+    rules: Any = ()
+    choose: Any = None
+
+    @property
+    def choices(self) -> Choices:
+        """What is chosen, as `check_settings` read it."""
+        return self.choose or Choices()
+
+    def rewrite(self, graph: Graph, wanted: Callable[[str], bool], notes: list[str] | None = None) -> list[Rewrite]:
+        """Run the passes and rules that these settings name over a graph, in place."""
+        choices = self.choices
+        table = dict(pipeline.PASSES)
+        passes = [(name, table[name]) for name in choices.passes if name in table]
+        made = pipeline.run(graph, wanted, notes, passes, rules=self.rules)
+        for each in (graph, *(rewrite.candidate.graph for rewrite in made)):
+            choices.tune(each)
+        return made
 
 
 @dataclass
@@ -122,7 +142,7 @@ def validate_region(rewrite: Rewrite, actual: Sequence[Any] | None, settings: Se
             return verdict
     _profile(rewrite, like, device)
     if settings.accept == "faster" and rewrite.timed_alone:
-        baseline = _baseline(rewrite)
+        baseline = _baseline(rewrite, settings)
         if (
             baseline is not None
             and device.type == "cpu"
@@ -198,9 +218,7 @@ def _programs(rewrite: Rewrite) -> tuple[Program, Program, Program, Program]:
 
 def _real(xs: Sequence[Any]) -> list[Any]:
     """Return complex tensors as real ones with an axis for the two parts."""
-    return [
-        torch.view_as_real(x.resolve_conj()) if isinstance(x, torch.Tensor) and x.is_complex() else x for x in xs
-    ]
+    return [torch.view_as_real(x.resolve_conj()) if isinstance(x, torch.Tensor) and x.is_complex() else x for x in xs]
 
 
 def _inputs(rewrite: Rewrite) -> list[Any]:
@@ -273,13 +291,17 @@ def _one_library_call(gm: GraphModule) -> bool:
     )
 
 
-def _baseline(rewrite: Rewrite) -> GraphModule | None:
+def _baseline(rewrite: Rewrite, settings: Settings) -> GraphModule | None:
     """Return what the pipeline makes of the region without this rewrite; None if nothing."""
     if inductor_seconds(len(rewrite.original.graph.nodes)) > RIVAL_S:
         return None
     twin = duplicate(rewrite.original)
+    if len(twin.graph.output_node().all_input_nodes) != 1:
+        return None
     (root,) = twin.graph.output_node().all_input_nodes
-    return twin if run_pipeline(twin.graph, lambda site: site != root.name) else None
+    _, colon, rule = rewrite.site.partition(":")
+    site = f"{root.name}:{rule}" if colon else root.name
+    return twin if settings.rewrite(twin.graph, lambda other: other != site) else None
 
 
 def compile_or_none(gm: GraphModule, inputs: Sequence[Any], options: dict[str, Any]) -> Callable[..., Any] | None:
