@@ -272,9 +272,7 @@ class LoopVectorizer:
         rank = value(node).dim()
 
         def choose(parts: list[Value]) -> Value:
-            chosen = [
-                self.emit.padded(Value(self.emit.with_time(part, count, node), True), rank) for part in parts
-            ]
+            chosen = [self.emit.padded(Value(self.emit.with_time(part, count, node), True), rank) for part in parts]
             return Value(self.emit.call(aten.where.self, self.emit.padded(mask, rank), *chosen), True)
 
         carries = {own: None for x in sides if isinstance(x, Affine) for own in x.scales}
@@ -325,7 +323,6 @@ class LoopVectorizer:
         loop.previous = emit.call(aten.cat.default, pair, 0)
         self.loops.append(loop)
         return Value(loop.states, True)
-
 
     def _system(self, loops: Sequence[Loop], bodies: Sequence[Affine | Value]) -> None:
         """Compute the states of coupled carries together, or of a complex one."""

@@ -345,7 +345,9 @@ def _selective_scan_bwd_lanes_kernel(
     offs_out = offs_g[:, None] * channels + offs_c[None, :]
     in_four = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(1, tq)))[None, None, :]
     offs_kt = gl.arange(0, FOURS, layout=gl.SliceLayout(1, gl.SliceLayout(2, tq)))[:, None, None] * 4 + in_four // 4
-    offs_kn = gl.arange(0, BLOCK_N // 4, layout=gl.SliceLayout(0, gl.SliceLayout(2, tq)))[None, :, None] * 4 + in_four % 4
+    offs_kn = (
+        gl.arange(0, BLOCK_N // 4, layout=gl.SliceLayout(0, gl.SliceLayout(2, tq)))[None, :, None] * 4 + in_four % 4
+    )
     op: gl.constexpr = gl.DotOperandLayout(1, mma, 1)
     # Rows: the token of two, the second bit of the state, the lane. Columns: the token of four, the bit.
     of_two = gl.arange(0, 16, layout=gl.SliceLayout(1, op))[:, None] // 4
