@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from ..errors import ArgumentError, RefoldError
-from . import progress, rows
+from . import plots, progress, rows
 from .suites import SUITES, find
 
 app = typer.Typer(help="Measure: suites of benchmarks, one JSON line per measurement.", no_args_is_help=True)
@@ -85,6 +85,27 @@ def compare(
     typer.echo(f"{'before ms':>11} {'after ms':>11} {'ratio':>7}")
     for name, which, a, b in found:
         typer.echo(f"{a:11.4f} {b:11.4f} {a / b:7.2f}  {name}: {which}")
+
+
+@app.command()
+def plot(
+    names: Annotated[list[str] | None, typer.Argument(help="Figures; all by default.", show_default=False)] = None,
+    results: Annotated[Path, typer.Option(help="The folder of results.")] = Path("benchmarks/results"),
+    out: Annotated[Path, typer.Option(help="Where the figures go.")] = Path("docs/figures"),
+    png: Annotated[bool, typer.Option("--png", help="Write PNG as well as SVG.")] = False,
+    check: Annotated[bool, typer.Option("--check", help="Draw nothing; fail if a figure is stale.")] = False,
+) -> None:
+    """Draw stored results. A figure of results that are not there is left out."""
+    if not results.is_dir():
+        raise ArgumentError(f"{results} is no folder. Run in the root of the repository, or give --results FOLDER")
+    if check:
+        if found := plots.stale(results, out):
+            typer.echo(f"stale figures: {', '.join(found)}. Run refold bench plot", err=True)
+            raise typer.Exit(1)
+        return
+    for name in names or plots.PLOTS:
+        for path in plots.draw(name, results, out, png):
+            typer.echo(path)
 
 
 @app.command("env")

@@ -11,15 +11,18 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from torch.fx import Graph
 
 from .ir.invariants import check_invariants
 from .ir.rewrite import Rewrite
+from .notation.rules import Rule, apply_rules
 from .passes.contract_scans import contract_scans
 from .passes.difference_segment_sums import difference_segment_sums
 from .passes.fuse_chunked_scans import contract_last_states, fuse_chunked_scans
+from .passes.merge_products import merge_products
+from .passes.multiply_out import multiply_out
 from .passes.prefer_onednn import prefer_onednn
 from .passes.recover_contractions import drop_degenerate_sums, recover_contractions
 from .passes.reroll_loops import reroll_loops
@@ -39,29 +42,50 @@ PASSES: list[tuple[str, Pass]] = [
     ("fuse chunked scans", fuse_chunked_scans),
     ("contract last states", contract_last_states),
     ("drop degenerate sums", drop_degenerate_sums),
+    ("multiply out", multiply_out),
     ("recover contractions", recover_contractions),
+    ("merge products", merge_products),
     ("unroll depthwise convolutions", unroll_depthwise_convolutions),
     ("difference segment sums", difference_segment_sums),
     ("prefer oneDNN", prefer_onednn),
 ]
 
+NAMES = tuple(name for name, _ in PASSES)
+
+BEFORE_AUTOGRAD: list[tuple[str, Pass]] = [
+    ("contract scans", contract_scans),
+    ("fuse chunked scans", fuse_chunked_scans),
+    ("contract last states", contract_last_states),
+    ("unroll depthwise convolutions", unroll_depthwise_convolutions),
+]
+"""What replaces a scan whose backward is not there yet; see `refold.compiler.dynamo.before_autograd`."""
 
 # The search for rewrites of one graph may take this much of the CPU; after that nothing more is looked at.
 SEARCH_S = 5.0
 
 
-def run(graph: Graph, wanted: Callable[[str], bool] = lambda _: True, notes: list[str] | None = None) -> list[Rewrite]:
-    """Run every pass over a graph, in place.
+def run(
+    graph: Graph,
+    wanted: Callable[[str], bool] = lambda _: True,
+    notes: list[str] | None = None,
+    passes: Sequence[tuple[str, Pass]] = PASSES,
+    seen: Callable[[Rewrite], None] = lambda _: None,
+    rules: Sequence[Rule] = (),
+) -> list[Rewrite]:
+    """Run passes over a graph, in place.
 
     Args:
         graph: An ATen graph with fake values in its metadata.
         wanted: Which sites (node names) may be rewritten.
-        notes: Gets a sentence if the time for the search was over before its end.
+        notes: Gets a sentence if the time for the search was over before its end, or a rule does not fit.
+        passes: The passes.
+        seen: Called with each rewrite as it is made, before the next one.
+        rules: Rewrites that others found; before the passes.
 
     Returns:
         What was changed, in order.
     """
-    deadline, missed = time.thread_time() + SEARCH_S, set[str]()
+    deadline, missed, said = time.thread_time() + SEARCH_S, set[str](), list[str]()
 
     def in_time(site: str) -> bool:
         if time.thread_time() > deadline:
@@ -70,16 +94,23 @@ def run(graph: Graph, wanted: Callable[[str], bool] = lambda _: True, notes: lis
 
     rewrites: list[Rewrite] = []
     _dump("as it was", graph)
-    for name, apply in PASSES:
-        found = list(apply(graph, in_time))
-        if found:
-            rewrites += found
+    first: list[tuple[str, Pass]] = []
+    if rules:
+        first.append(("apply rules", lambda graph, wanted: apply_rules(graph, wanted, rules, said)))
+    for name, apply in (*first, *passes):
+        before = len(rewrites)
+        for rewrite in apply(graph, in_time):
+            seen(rewrite)
+            rewrites.append(rewrite)
+        if len(rewrites) > before:
             _dump(f'after "{name}"', graph)
             if os.environ.get(CHECK) == "1":
                 check_invariants(graph, name)
     if rewrites:
         graph.eliminate_dead_code()
         graph.lint()
+    if notes is not None:
+        notes += said
     if missed and notes is not None:
         notes.append(
             f"the search for rewrites ended after {SEARCH_S:.0f} s: {len(missed)} places in a graph of "

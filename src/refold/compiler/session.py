@@ -28,6 +28,7 @@ from .ir.rewrite import Rewrite
 from .pipeline import run as run_pipeline
 from .recurrence.serial_chains import unrolled_operations
 from .recurrence.vectorize import NotALoop
+from .refusals import refused
 from .validate.program import Rewritten, choose_program, first_line
 from .validate.region import Settings, Verdict, undisturbed_rng, validate_region
 
@@ -57,7 +58,7 @@ class GraphCompile:
         self.inputs, self.settings, self.entry, self.store = inputs, settings, entry, store
         self.given = define_scans(gm, everywhere=entry.mode == "training")
         self.gm = self.given
-        self.options = dict(settings.options or {})
+        self.options = {**(settings.options or {}), **settings.choices.inductor}
         self.refused: set[str] = set()
         self.verdicts: dict[str, Verdict] = {}
         self.rows: dict[str, RewriteReport] = {}
@@ -113,8 +114,8 @@ class GraphCompile:
         """Let the graph run eagerly, with scans for those of its loops that are some."""
         entry = self.entry
         for key, row in self.rows.items():
-            if not key.startswith("captured:") and row.status != "refused":
-                row.status, row.reason = "refused", "the graph runs eagerly"
+            if not key.startswith(("captured:", "forward:")) and row.status != "refused":
+                row.status, row.reason = "refused", refused("too-long", str(reason))
         entry.rewrites = list(self.rows.values())
         entry.chosen, entry.reason = "eager", f"because {reason}"
         entry.notes.append(f"the graph runs eagerly: {reason}")
@@ -139,7 +140,7 @@ class GraphCompile:
 
     def _wanted(self, key: str) -> bool:
         """Tell whether a rewrite may be made."""
-        return key not in self.refused
+        return key not in self.refused and key not in self.settings.choices.skip
 
     def _note(self, key: str, rewrite: Rewrite, verdict: Verdict | None) -> RewriteReport:
         """Write down a rewrite and what is known of it."""
@@ -169,7 +170,7 @@ class GraphCompile:
 
     def _rewrite_before_autograd(self) -> Cost:
         """Replace what is rewritten before autograd; return what that saves."""
-        return self._rewrite_captured() + self._rewrite_early()
+        return self._rewrite_captured() + self._rewrite_early() + self._rewrite_forward()
 
     def _rewrite_captured(self) -> Cost:
         """Replace captured loops by scans, where that stands; return what they cost more than their scans."""
@@ -224,6 +225,7 @@ class GraphCompile:
             if not self._wanted(key):
                 continue
             found = find_scan(self.gm, call, dual)
+            self.settings.choices.tune(found.rewrite.candidate.graph)
             start = time.perf_counter()
             verdict = None if self._unjudged else self._verdict(found.rewrite)
             self.entry.checks_s += time.perf_counter() - start
@@ -238,14 +240,59 @@ class GraphCompile:
                 break  # else what does not write the states rounds too much, or is slower
         return None
 
-    def _verdict(self, rewrite: Rewrite) -> Verdict:
-        """Judge the rewrite of a captured loop on the values that it gets from the user's inputs."""
+    def _rewrite_forward(self) -> Cost:
+        """Rewrite the ATen graph of a forward whose backward is not there yet; return what that saves."""
+        saved = Cost()
+        if self.entry.mode != "training":
+            return saved
+        from .dynamo.before_autograd import checkpointed, find_rewrites, with_part
+
+        for path in [(), *checkpointed(self.gm)]:
+            key = ":".join(["forward", *path]) + ":"
+            while True:
+                wanted = functools.partial(self._is_wanted_of, key)
+                found = find_rewrites(self.gm, path, wanted, self.entry.notes)
+                if found is None:
+                    break
+                rows = []
+                start = time.perf_counter()
+                for rewrite in found.rewrites:
+                    verdict = None if self._unjudged else self._verdict(rewrite, path)
+                    rows.append(self._note(key + rewrite.site, rewrite, verdict))
+                self.entry.checks_s += time.perf_counter() - start
+                if any(row.status == "refused" for row in rows):
+                    continue  # the others may be otherwise without it
+                for rewrite, row in zip(found.rewrites, rows, strict=True):
+                    row.status = "applied"
+                    self.terms = max(self.terms, rewrite.terms)
+                    before, after = rewrite.before, rewrite.after
+                    saved += Cost(before.flops - after.flops, before.bytes - after.bytes)
+                self.gm = with_part(self.gm, path, found.spliced())
+                break
+        return saved
+
+    def _is_wanted_of(self, key: str, site: str) -> bool:
+        return self._wanted(key + site)
+
+    def _verdict(self, rewrite: Rewrite, path: tuple[str, ...] = ()) -> Verdict:
+        """Judge a rewrite of Dynamo's graph, or of a part of it, on the values that it gets from the user's inputs."""
         if rewrite.signature not in self.verdicts:
             with undisturbed_rng():
-                found = values_at(self.gm.graph, rewrite.inputs, clone_inputs(self.inputs))
-                actual = [found[name] for name in rewrite.inputs]
+                actual = self._values(rewrite.inputs, path)
                 self.verdicts[rewrite.signature] = self._judged(rewrite, actual)
         return self.verdicts[rewrite.signature]
+
+    def _values(self, names: Sequence[str], path: tuple[str, ...]) -> list[Any]:
+        """Return the values of nodes of Dynamo's graph, or of a part of it that is checkpointed."""
+        graph, inputs = self.gm.graph, clone_inputs(self.inputs)
+        for name in path:
+            call = next(iter(next(node for node in graph.nodes if node.target == name).users))
+            given: list[Any] = list(call.args[1:])
+            inner = values_at(graph, [x.name for x in given if isinstance(x, Node)], inputs)
+            inputs = [inner[x.name] if isinstance(x, Node) else x for x in given]
+            graph = graph.owning_module.get_submodule(name).graph  # type: ignore[union-attr, assignment]
+        found = values_at(graph, names, inputs)
+        return [found[name] for name in names]
 
     # Finding and checking rewrites ------------------------------------------------------------
 
@@ -253,7 +300,8 @@ class GraphCompile:
         """Start Inductor until every rewrite it sees has been judged; None if it cannot compile the graph."""
         while True:
             pending: list[_Pending] = []
-            outcome = digest([*versions(), *sorted(self.refused), str(self.external_scans)])
+            facts = [repr(self.settings.choices), *(rule.digest for rule in self.settings.rules)]
+            outcome = digest([*versions(), *facts, *sorted(self.refused), str(self.external_scans)])
             hook = Hook(functools.partial(self._visit, pending), outcome, self.settled)
             log.info("compiling graph %d", self.entry.index)
             try:
@@ -285,8 +333,11 @@ class GraphCompile:
         before = graph_cost(graph.nodes)
         original = _copy(graph)
         notes: list[str] = []
-        rewrites = run_pipeline(graph, lambda site: self._wanted(f"{index}:{site}"), notes)
+        rewrites = self.settings.rewrite(graph, lambda site: self._wanted(f"{index}:{site}"), notes)
         self.entry.notes += [note for note in notes if note not in self.entry.notes]
+        # All rewrites are in the graph, also those that are still to be judged: without them it is longer.
+        if inductor_seconds(len(graph.nodes)) > self.settings.compile_budget:
+            self._check_time(inductor_seconds(unrolled_operations(graph)))
         verdicts = [self.verdicts.get(rewrite.signature) for rewrite in rewrites]
         if not self._unjudged and any(verdict is None or verdict.reason for verdict in verdicts):
             pending.append(_Pending(index, original, graph, rewrites))
@@ -294,8 +345,6 @@ class GraphCompile:
         for rewrite, verdict in zip(rewrites, verdicts, strict=True):
             self._note(f"{index}:{rewrite.site}", rewrite, verdict).status = "applied"
             self.terms = max(self.terms, rewrite.terms)
-        if inductor_seconds(len(graph.nodes)) > self.settings.compile_budget:
-            self._check_time(inductor_seconds(unrolled_operations(graph)))
         after = graph_cost(graph.nodes) if rewrites else before
         self.entry.flops_before += before.flops
         self.entry.flops_after += after.flops
@@ -397,7 +446,9 @@ def _row(rewrite: Rewrite, key: str, verdict: Verdict | None) -> RewriteReport:
 
 
 def describe_captured(entry: GraphReport, gm: GraphModule) -> GraphModule:
-    """Write into a report what would become of captured loops; return the graph without those that would be scans."""
+    """Write into a report what would be rewritten before autograd; return the graph with that."""
+    from .dynamo.before_autograd import checkpointed, find_rewrites, with_part
+
     gm = duplicate(define_scans(gm, everywhere=False))
     for early in early_scans(gm, training=False):
         entry.rewrites.append(_row(early.rewrite, "", None))
@@ -414,6 +465,10 @@ def describe_captured(entry: GraphReport, gm: GraphModule) -> GraphModule:
         entry.rewrites.append(_row(found.rewrite, "", None))
         found.splice()
     gm.recompile()
+    for path in [(), *checkpointed(gm)] if entry.mode == "training" else []:
+        if (more := find_rewrites(gm, path, lambda _: True, entry.notes)) is not None:
+            entry.rewrites += [_row(rewrite, "", None) for rewrite in more.rewrites]
+            gm = with_part(gm, path, more.spliced())
     return gm
 
 

@@ -131,6 +131,8 @@ class Chat:
         prices: Money for a million tokens, in and out, to keep a budget by.
     """
 
+    facts = True
+
     def __init__(
         self,
         style: str,

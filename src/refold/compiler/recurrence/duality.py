@@ -6,6 +6,16 @@ decay does not span n and no factor of the inputs spans both x's axes and n, tha
 scan; if the factors are ``exp(dt * A)`` and depend on neither x's last axis nor n, it is a state
 space dual, which is matrix products. Factors are read in index notation, so the spelling does not
 matter. What cannot be read that way stays a scan.
+
+Axes. The states are (t, b, *kept, n) in some order of kept and n: axis 0 is time, axis 1 the batch, ``n`` is the axis
+that the contraction sums, and ``kept`` are the others, which ``y`` keeps. Operands are laid out as operators take them:
+
+    ssd             x (b, t, h, p)   dt (b, t, h)   A (h)      B, C (b, t, g, n)   state (b, h, p, n)
+    selective_scan  x (b, t, d)      dt (b, t, d)   A (d, n)   B, C (b, t, n)      state (b, d, n)
+
+A list of axes (``tokens``, ``per_step``, ``along_n``, ...) names axes of the states; None in it is an axis of size one.
+Sources: selective_scan is algorithm 2 of Gu & Dao 2023 (arXiv:2312.00752), ssd the duality of Dao & Gu 2024
+(arXiv:2405.21060).
 """
 
 from __future__ import annotations
@@ -21,11 +31,10 @@ from torch.fx import Node
 
 from ...ops.torch.registry import OPS, node_args
 from ..ir.fx import arg, value
-from ..ir.views import is_view
 from . import lti_chunks
 from .gated_chunks import CHUNK, gated_scan, merged
 from .readout import Readout, Term, terms
-from .segment_sums import constant_value
+from .signs import Sign, sign
 from .slices import sliced_early
 from .vectorize import Emitter, Value
 
@@ -39,15 +48,15 @@ NO_DECAY = 2.0**-60
 def match_operator(
     emit: Emitter, read: Readout, scale: Value | None, offset: Value | None, shape: list[int], initial: Node | None
 ) -> tuple[Node, Node] | None:
-    """Emit the operator for ``y``.
+    """Emit the operator for ``y``, where ``h[t] = scale[t] h[t-1] + offset[t]`` and ``y[t] = sum over n of C[t] h[t]``.
 
     Args:
         emit: Where to.
         read: How the states are read.
-        scale: What each state is multiplied by on the way to the next; None for 1.
-        offset: What is added.
-        shape: Shape of all states: (time, batch, ...).
-        initial: The state before the first; None for zeros.
+        scale: What each state is multiplied by on the way to the next, broadcast to ``shape``; None for 1.
+        offset: What is added, broadcast to ``shape``.
+        shape: Shape of all states: (t, b, *kept and n).
+        initial: The state before the first, ``shape[1:]``; None for zeros.
 
     Returns:
         ``y`` as ``read.node`` has it, and the last state; None if no operator fits.
@@ -95,7 +104,7 @@ def match_operator(
     signed = weight != 0 and not positive and not torch.is_grad_enabled()
     signs: Node | None = None
     if (positive or signed) and n not in spans and len(kept) <= 2 and len(channels) == 1:
-        # The decay is one number a head: matrix products carry the scan.
+        # The decay is one number per head: matrix products carry the scan.
         head = heads[0] if heads else None
         if signed:
             signs = _signs(emit, decays, weight, [*tokens, head], shape)
@@ -138,7 +147,7 @@ def match_operator(
     if read.exclusive:
         operands["C"] = _next(emit, C)
     given = {letter: _dense(emit, v) for letter, v in operands.items()}
-    limits = {"dt_limit": (-inf, inf)} if name == "ssd" else {}  # log decays of any sign
+    limits = {"dt_limit": step_limits(sign(operands["dt"]))} if name == "ssd" else {}
     result = emit.call(OPS[name], *node_args(name, **given, initial_state=initial, **limits))
     y, last = (emit.call(getitem, result, i) for i in (0, 1))
     if signs is not None:
@@ -203,12 +212,12 @@ def _contracted(emit: Emitter, scale: float, factors: list[Term], n: int, target
 
 
 def _next(emit: Emitter, queries: Node) -> Node:
-    """Let each step, (batch, time, ...), have the query of the next: what that reads before it is what this leaves."""
+    """Return queries (b, t, ...) one step earlier, ``C[t+1]``; zero at the end."""
     return emit.call(aten.constant_pad_nd.default, queries, [0, 0] * (value(queries).dim() - 2) + [-1, 1], 0.0)
 
 
 def _one_later(emit: Emitter, y: Node, query: Node, initial: Node | None, along: int) -> Node:
-    """Give each step what the one before it has read; the first reads the initial state, summed along its axis n."""
+    """Return y (b, t, ...) one step later, ``y[t-1]``; the first is ``query * initial``, summed along its axis n."""
     later = emit.call(aten.constant_pad_nd.default, y, [0, 0] * (value(y).dim() - 2) + [1, -1], 0.0)
     if initial is None:
         return later
@@ -323,13 +332,7 @@ def _decay(
 
 def _is_positive(node: Node) -> bool:
     """Tell whether a value is nowhere negative, whatever the inputs."""
-    node = _unalias(node)
-    if node.target in (aten.sigmoid.default, aten.exp.default, aten.exp2.default, aten.relu.default):
-        return True
-    if is_view(node) or node.target is aten.pow.Tensor_Scalar:
-        return _is_positive(arg(node, 0))
-    constant = constant_value(node)
-    return constant is not None and bool((constant >= 0).all())
+    return sign(node).nonnegative
 
 
 def _log_decay(
@@ -360,8 +363,8 @@ def _log_decay(
         return x, _constant(emit, x, sizes, 1.0), bounded
     if value(x).dtype == torch.float16:  # a small reciprocal overflows
         return None
-    dt = divisor(emit.call, total)
-    return emit.call(aten.div.Tensor, x, emit.reshape(dt, [*sizes, 1])), dt, _constant(emit, x, heads, 1.0)
+    dt, rate = divisor(emit.call, total)
+    return emit.call(aten.div.Tensor, x, emit.reshape(dt, [*sizes, 1])), dt, _constant(emit, x, heads, rate)
 
 
 def _logarithm(emit: Emitter, term: Term) -> Node:
@@ -376,12 +379,21 @@ def _logarithm(emit: Emitter, term: Term) -> Node:
     return emit.call(aten.where.self, emit.call(aten.le.Scalar, term.node, 0), never, log)
 
 
-def divisor(call: Callable[..., Node], a: Node) -> Node:
-    """Bound log decays so that one can divide by them and multiply again, their exponentials being the same."""
-    val = value(a)
+def divisor(call: Callable[..., Node], a: Node) -> tuple[Node, float]:
+    """Split log decays into steps, by which one can divide, and a rate; the exponential of their product is the same.
+
+    Where log decays are nowhere positive, steps are nowhere negative: some kernels of the operator need that.
+    """
+    val, falls = value(a), sign(a).nonpositive
     small = call(aten.lt.Scalar, call(aten.abs.default, a), NO_DECAY)
-    least = call(aten.full.default, [], NO_DECAY, dtype=val.dtype, device=val.device)
-    return call(aten.clamp_min.default, call(aten.where.self, small, least, a), forgets(val.dtype))
+    least = call(aten.full.default, [], -NO_DECAY if falls else NO_DECAY, dtype=val.dtype, device=val.device)
+    steps = call(aten.clamp_min.default, call(aten.where.self, small, least, a), forgets(val.dtype))
+    return (call(aten.neg.default, steps), -1.0) if falls else (steps, 1.0)
+
+
+def step_limits(steps: Sign) -> tuple[float, float]:
+    """Return limits for step sizes that change none of them."""
+    return (0.0 if steps.nonnegative else -inf, inf)
 
 
 def forgets(dtype: torch.dtype) -> float:

@@ -8,7 +8,8 @@ inputs to its outputs, for all chunks and all sequences:
            + sum over k of query[k] a[k]^(i + 1) S0[k],
 
 where S0 are the states that enter the chunk: one `linear_scan` over chunks. The first sum is one Toeplitz matrix.
-Powers are taken of the decay itself, so it may be zero or negative.
+Powers are taken of the decay itself, so it may be zero or negative. Source: Gu et al. 2022 (S4D, arXiv:2206.11893),
+whose kernel is the first sum.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from .vectorize import Emitter
 aten = torch.ops.aten
 prims = torch.ops.prims
 
-# Positions of a chunk: as many multiply-adds an output, and one state a chunk.
+# Positions of a chunk: as many multiply-adds per output, and one state per chunk.
 CHUNK = 64
 
 

@@ -150,7 +150,7 @@ def _region(root: Node, made: list[Node], reroller: Reroller) -> set[Node]:
 def dualise(reroller: LoopVectorizer, loop: Loop, new: Node) -> Node:
     """Replace a scan whose states are only contracted by an operator that never writes them; returns what is new."""
     scan, body = loop.scan, loop.body
-    if loop.reverse or scan is None or body is None:
+    if loop.reverse or scan is None or body is None or body.reset is not None:
         return new
     shape = [loop.length, *value(loop.steps[0]).shape]
     states = ScanStates(scan, loop.previous, shape, downstream(scan))

@@ -5,7 +5,8 @@ composed in pairs, which leaves the same problem of half the length; its states 
 the others are one step away (cyclic reduction; Blelloch 1990, CMU-CS-90-190). That takes log2 of the length in passes, and
 about as much work as the steps themselves.
 
-Products of matrices lose digits that one step after the other keeps, so single precision is computed in double.
+Products of matrices lose digits that one step after the other keeps, so single precision is to be computed in double:
+`wide` says in what.
 """
 
 from __future__ import annotations
@@ -21,25 +22,30 @@ LARGEST = 4
 _WIDE = {torch.float32: torch.float64, torch.complex64: torch.complex128}
 
 
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which a system of this dtype is computed: 16-bit types in single precision, single in double."""
+    return _WIDE.get(dtype, torch.promote_types(dtype, torch.float32))
+
+
 @torch.library.custom_op("refold::linear_system", mutates_args=())
-def linear_system(A: Tensor, b: Tensor, initial: Tensor, reverse: bool) -> Tensor:
+def linear_system(A: Tensor, b: Tensor, initial: Tensor | None, reverse: bool) -> Tensor:
     """Return all states of ``h[t] = A[t] h[t-1] + b[t]``.
 
     Args:
         A: ``(t, ..., m, m)``, or ``(1, ..., m, m)`` if all steps have the same; real or complex, as the others.
         b: ``(t, ..., m)``.
-        initial: The state before the first step, ``(..., m)``.
+        initial: The state before the first step, ``(..., m)``; None for nothing, which no infinity makes NaN of.
         reverse: Whether the last step comes first.
 
     Returns:
-        ``(t, ..., m)``, contiguous, in the dtype of b. 16-bit types are computed in single precision, single in double.
+        ``(t, ..., m)``, contiguous.
     """
-    wide = torch.promote_types(b.dtype, torch.float32)
-    wide = _WIDE.get(wide, wide)
-    matrices, inputs = (x.flip(0) if reverse else x for x in (A.to(wide), b.to(wide)))
-    first = inputs[:1] + _apply(matrices[:1], initial.to(wide)[None])
-    h = _solve(matrices, torch.cat([first, inputs[1:]]))
-    return (h.flip(0) if reverse else h).to(b.dtype).contiguous()
+    matrices, inputs = (x.flip(0) if reverse else x for x in (A, b))
+    if initial is not None:
+        first = inputs[:1] + _apply(matrices[:1], initial[None])
+        inputs = torch.cat([first, inputs[1:]])
+    h = _solve(matrices, inputs)
+    return h.flip(0) if reverse else h.clone(memory_format=torch.contiguous_format)
 
 
 def _solve(A: Tensor, b: Tensor) -> Tensor:
@@ -69,7 +75,7 @@ def _apply(A: Tensor, x: Tensor) -> Tensor:
 
 
 @linear_system.register_fake
-def _(A: Tensor, b: Tensor, initial: Tensor, reverse: bool) -> Tensor:
+def _(A: Tensor, b: Tensor, initial: Tensor | None, reverse: bool) -> Tensor:
     return torch.empty_like(b, memory_format=torch.contiguous_format)
 
 
@@ -82,20 +88,14 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     """Adjoints λ[t] = dh[t] + A[t+1]ᴴ λ[t+1] are the same kind of system against time; A's gradient is λ[t] h[t-1]ᴴ."""
     A, initial, h = ctx.saved_tensors
     adjoint = A.transpose(-1, -2).conj().resolve_conj()
-    zero = torch.zeros_like(initial)
-    if A.shape[0] == 1:
-        later = adjoint
-    elif ctx.reverse:
-        later = torch.cat([adjoint[:1], adjoint[:-1]])
-    else:
-        later = torch.cat([adjoint[1:], adjoint[:1]])
-    # The matrix of the step that comes first counts only for the initial state, which is zero.
-    lam = linear_system(later, grad, zero, not ctx.reverse)
-    before = torch.cat([h[1:], initial[None]]) if ctx.reverse else torch.cat([initial[None], h[:-1]])
+    later = adjoint if A.shape[0] == 1 else adjoint.roll(1 if ctx.reverse else -1, 0)
+    lam = linear_system(later, grad, None, not ctx.reverse)
+    start = torch.zeros_like(h[:1]) if initial is None else initial[None]
+    before = torch.cat([h[1:], start]) if ctx.reverse else torch.cat([start, h[:-1]])
     outer = lam.unsqueeze(-1) * before.unsqueeze(-2).conj()
     dA = outer.sum(0, keepdim=True) if A.shape[0] == 1 else outer
     edge = -1 if ctx.reverse else 0
-    return dA, lam, _apply(adjoint[edge], lam[edge]), None
+    return dA, lam, None if initial is None else _apply(adjoint[edge], lam[edge]), None
 
 
 linear_system.register_autograd(_backward, setup_context=_save)

@@ -325,7 +325,7 @@ class Worker:
         specs, inputs = self._prepare(call, hold)
         asleep = self.settle()
         self.fill(specs, [*call.tensors, *call.cotangents], call.perturb or 0xFF)
-        if self.activity() != asleep and "S6" not in self.lenient:
+        if asleep and self.activity() != asleep and "S6" not in self.lenient:
             raise Misbehaved("S6", "it used the processor while it waited for its inputs")
         before, queued = self.processor_time(), self.queue_time()
         start = time.perf_counter()
@@ -363,12 +363,28 @@ class Worker:
         self.fill(specs, [*call.tensors, *call.cotangents], 0xFF)
         return int(_number(self.request(timeout, do="terms"), "terms"))
 
+    def census(self, call: Call, timeout: float) -> dict[str, int]:
+        """Run a call and return how often each operation and kernel ran, as the process says."""
+        specs, _ = self._prepare(call, hold=False)
+        self.fill(specs, [*call.tensors, *call.cotangents], 0xFF)
+        found = self.request(timeout, do="census").get("operations")
+        if not isinstance(found, dict) or not all(isinstance(n, int) for n in found.values()):
+            raise Misbehaved("P4", "its answer has no operations")
+        return {str(name)[:200]: count for name, count in list(found.items())[:500]}
+
     def again(self, result: Result, most: int = 1 << 40) -> list[torch.Tensor]:
         """Read the results of an earlier call once more."""
+        if self._nursery.device != "cpu":
+            self.request(do="refetch")
         return self.tensors(result.metadata, most)
 
     def settle(self) -> dict[str, tuple[int, int]]:
-        """Wait until every thread of the process sleeps; return how long each has run."""
+        """Wait until every thread of the process sleeps; return how long each has run.
+
+        A GPU's driver has threads that wake by themselves, so that with one nothing is asked of them.
+        """
+        if self._nursery.device != "cpu":
+            return {}
         deadline = time.perf_counter() + _SETTLE_S
         while True:
             found = self.activity(asleep=True)
@@ -492,7 +508,7 @@ class Worker:
             if other is m:
                 break
             if m["storage"] and other["storage"] == m["storage"]:
-                return ["output", index, m["address"] - other["address"]]
+                return ["output", index, m["pointer"] - other["pointer"]]
         return None
 
     def _base(self) -> int:
@@ -583,7 +599,7 @@ def _checked_tree(tree: Any, depth: int = 0) -> dict[str, Any]:
 
 def _checked(m: Any) -> dict[str, Any]:
     """Return a description of a tensor if it can be one."""
-    numbers = ("address", "storage", "storage_bytes")
+    numbers = ("address", "pointer", "storage", "storage_bytes")
     good = (
         isinstance(m, dict)
         and m.get("dtype") in _DTYPES

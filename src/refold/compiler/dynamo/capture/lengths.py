@@ -135,7 +135,7 @@ class SymbolicIterator(RangeIteratorVariable):
 
 
 class Stacked:
-    """Stands in for the items of a list to which a loop of unknown length has appended one tensor a step."""
+    """Stands in for the items of a list to which a loop of unknown length has appended one tensor per step."""
 
     def __init__(self, tx: Translator, before: list[Variable], rows: TensorVariable) -> None:
         self.log, self.before, self.rows = tx.speculation_log, before, rows
