@@ -34,7 +34,7 @@ from .recurrence.joins import refusals
 from .recurrence.serial_chains import serial_loops
 from .refusals import refused
 from .replay import Remembering
-from .session import describe_captured, survey
+from .session import STAYS, describe_captured, survey
 from .validate.program import first_line
 from .validate.region import Settings
 
@@ -50,7 +50,7 @@ def refold(
     options: Mapping[str, Any] | None = None,
     mode: str | None = None,
 ) -> Compiled:
-    """Compile one Dynamo graph; the function behind ``torch.compile(..., backend="refold")``.
+    """Compile one Dynamo graph; the function of ``torch.compile(..., backend="refold")``.
 
     Args:
         gm: The graph that Dynamo captured.
@@ -204,7 +204,7 @@ def compile(
             interpreter alone, which then executes every step. The environment variable
             ``REFOLD_LOOPS=unroll`` does the same for a whole process.
         compile_budget: How many seconds Inductor may take, as estimated before it is started, for unrolled loops
-            over time that nobody can rewrite. Beyond that the graph runs eagerly, and the report says so.
+            over time that cannot be rewritten. Beyond that the graph runs eagerly, and the report says so.
         cache: Where decisions are kept, so that neither a recompile nor the next process takes them again: True
             for the default folder (``$REFOLD_CACHE``, else ``~/.cache/refold``), a folder, or False for nowhere.
         plan: Decisions to replay without timing anything: the ``report`` of a compiled callable, or the path that
@@ -319,8 +319,8 @@ def explain(module: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
 
         def visit(index: int, graph: Graph) -> None:
             entry.loops += serial_loops(graph)
-            if entry.loops:
-                entry.notes += [f"a loop over time stays at {reason}" for reason in refusals(graph)]
+            if entry.loops and not any(note.startswith(STAYS) for note in entry.notes):
+                entry.notes += [f"{STAYS} {reason}" for reason in refusals(graph)]
             survey(entry, graph)
             raise Stopped
 

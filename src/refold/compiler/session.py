@@ -34,6 +34,9 @@ from .validate.region import Settings, Verdict, undisturbed_rng, validate_region
 
 log = logging.getLogger("refold")
 
+STAYS = "a loop over time stays at"
+"""How a note begins that says why a loop is no scan."""
+
 
 @dataclass
 class _Pending:
@@ -150,7 +153,7 @@ class GraphCompile:
             self.refused.add(key)
         return row
 
-    # Whether it is known that the rewrites fit although nobody saw the graph.
+    # Whether it is known that the rewrites fit although the graph was not seen.
     _known = False
 
     @property
@@ -185,7 +188,7 @@ class GraphCompile:
             try:
                 found = self._as_operator(call)
             except NotALoop as reason:
-                self.entry.notes.append(f"a loop over time stays at {describe_loop(self.gm, call)}: {reason.advice}")
+                self.entry.notes.append(f"{STAYS} {describe_loop(self.gm, call)}: {reason.advice}")
                 continue
             if found is not None:
                 found.splice()
@@ -316,7 +319,7 @@ class GraphCompile:
                 self.seen = hook.count > 0
                 if self.seen or self._known:
                     return compiled
-                self.settled = False  # the cache answered, and nobody knows what was rewritten
+                self.settled = False  # the cache answered, and what was rewritten is not known
                 continue
             start = time.perf_counter()
             for found in pending:
@@ -459,8 +462,9 @@ def describe_captured(entry: GraphReport, gm: GraphModule) -> GraphModule:
         loop = describe_loop(gm, call)
         try:
             found = find_scan(gm, call)
-        except NotALoop:
-            continue  # it is found again, and described, when it is unrolled
+        except NotALoop as reason:  # the loop itself is listed when it is unrolled
+            entry.notes.append(f"{STAYS} {loop}: {reason.advice}")
+            continue
         entry.loops.append(loop)
         entry.rewrites.append(_row(found.rewrite, "", None))
         found.splice()

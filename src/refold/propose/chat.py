@@ -118,7 +118,7 @@ STYLES = {
 
 
 class Chat:
-    """A model behind an endpoint.
+    """A model that an HTTP endpoint serves.
 
     Args:
         style: ``openai`` (any server that speaks that protocol) or ``anthropic``.

@@ -111,7 +111,7 @@ def canonical(gm: GraphModule) -> str:
 
 
 def source_line(node: Node) -> str:
-    """Return the innermost line of the user's code behind a node."""
+    """Return the innermost line of the user's code that made a node."""
     lines = [line.strip() for line in (node.meta.get("stack_trace") or "").splitlines() if line.strip()]
     frames = [i for i, line in enumerate(lines) if line.startswith("File ")]
     if not frames:

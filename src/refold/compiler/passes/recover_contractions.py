@@ -116,7 +116,7 @@ def _read(root: Node, absorb: Callable[[Node], bool]) -> Product | None:
 
 
 def _consumed(root: Node, product: Product) -> bool:
-    """Tell whether the rewrite frees the large intermediate: nobody else reads the products."""
+    """Tell whether the rewrite frees the large intermediate: nothing else reads the products."""
     inside = {*product.through, root}
     return root.target in MATMULS or all(
         user in inside or user.target in SUMS

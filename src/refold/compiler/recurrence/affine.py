@@ -5,7 +5,7 @@ that is not known yet. Once a step's new state turns out to be affine in its old
 computes all states at once, and the functions of the carry become values too.
 
 Shapes. A step's value is (...), all steps' values are (t, ...). The scan's operands are (b, t, ...): axis 0 of the
-state stands in for the batch. Source: Blelloch 1990 (CMU-CS-90-190), section 1.4: first-order linear recurrences are scans.
+state stands in for the batch. Source: Blelloch 1990 (CMU-CS-90-190), section 1.4: first-order recurrences are scans.
 """
 
 from __future__ import annotations

@@ -77,7 +77,7 @@ def lti_scan(emit: Emitter, query: Node, key: Node, decay: Node, x: Node, initia
     inputs = emit.reshape(inputs, [rows, length, chunks * columns])
     seen, unbounded = finite_part(emit, inputs, 1)
     near = call(aten.add.Tensor, call(aten.bmm.default, toeplitz, seen), unbounded)
-    # What each chunk leaves behind, and the states that enter the chunks.
+    # The state at the end of each chunk, and the states that enter the chunks.
     left = call(prims.rev.default, weighted(key, 0, length), [1])
     left = emit.permute(left, [0, 2, 1])
     added = emit.reshape(call(aten.bmm.default, left, inputs), [rows, k, chunks, columns])

@@ -44,7 +44,7 @@ class Settings:
         strict: Raise refold's own errors instead of falling back with a warning.
         loops: ``capture`` traces the body of a long loop once; ``unroll`` lets Dynamo execute every step.
         options: Options passed on to Inductor.
-        compile_budget: How many seconds Inductor may take, as estimated, for loops that nobody can rewrite.
+        compile_budget: How many seconds Inductor may take, as estimated, for loops that cannot be rewritten.
         cache: Where decisions are kept: True for the default folder, False for nowhere, or a folder.
         plan: Decisions to replay: a report, its data, or a file.
         rules: Rewrites that others found: rules, files or folders of them.

@@ -345,7 +345,7 @@ class _Block:
     C: Tensor  # (b, c, g, l, n)
     within: Tensor  # (b, c, h, l, l), exp(c_i - c_j), zero above the diagonal
     since: Tensor  # (b, c, l, h), exp(c_i): what is left of the entering state
-    until: Tensor  # (b, c, l, h), exp(c_last - c_j): what a token leaves behind
+    until: Tensor  # (b, c, l, h), exp(c_last - c_j): the share of a token that reaches the end of its chunk
     total: Tensor  # (b, c, h), exp(c_last)
 
     @staticmethod
@@ -412,7 +412,7 @@ class _Block:
         entering_g, leaving_g = self.grouped_state(entering), self.grouped_state(leaving)
         X, dY_head = self.inputs(), dY.transpose(2, 3)
         mixing = self.mixing()
-        # Through the state that a chunk leaves behind.
+        # Through the state at the end of a chunk.
         dX_state = self.by_head(self.B @ leaving_g.mT) * self.until[..., None]  # (b, c, l, h, p)
         dB = self.grouped(self.x * (self.until * self.d)[..., None]) @ leaving_g  # (b, c, g, l, n)
         # Through the state that it reads.

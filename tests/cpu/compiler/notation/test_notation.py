@@ -4,7 +4,6 @@ import json
 from random import Random
 
 import hypothesis.strategies as st
-import programs
 import pytest
 import torch
 from hypothesis import given, settings
@@ -17,6 +16,7 @@ from refold.compiler.notation.regions import regions
 from refold.compiler.notation.rules import Rule, apply_rules
 from refold.compiler.passes.multiply_out import multiply_out
 from refold.errors import ProgramError
+from support import programs
 
 PROGRAM = {
     "inputs": {"x": "b k", "w": "n k"},

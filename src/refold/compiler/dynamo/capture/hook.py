@@ -106,7 +106,7 @@ def _meet(tx: Translator, iterator: Variable, count: int | None, code: Callable[
 
 
 def _check_identity(tx: Translator) -> None:
-    """Refuse to compare tensors by identity in a body: those that stand for every step's are nobody's own."""
+    """Refuse to compare tensors by identity in a body: a stand-in for the tensors of all steps is none of them."""
     state = _state()
     if state is not None and state.busy and all(type(realized(x)) is TensorVariable for x in tx.stack[-2:]):
         raise Refused("identity", "the loop asks whether two tensors are the same object")

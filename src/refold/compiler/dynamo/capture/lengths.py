@@ -60,7 +60,7 @@ def _number(x: Variable) -> Any:
 
 
 class SymbolicRange(RangeVariable):
-    """A range with a bound that is a symbol; whoever but a captured loop asks for it makes it a number."""
+    """A range with a bound that is a symbol; asked for by anything but a captured loop, it becomes a number."""
 
     def _known(self, at: int) -> int:
         return int(guard_if_dyn(self.items[at]))

@@ -1,7 +1,7 @@
 """One trace of a loop's body, by Dynamo's own interpreter, in a graph of its own.
 
 The translator is put at the beginning of the body with the state that a `CarrySpec` assumes, and executes instructions
-until it is back at the loop's head. What it left behind is noted, and everything is put back.
+until it is back at the loop's head. What it left is noted, and everything is put back.
 """
 
 from __future__ import annotations
