@@ -1,6 +1,6 @@
 """What an operator takes and gives, as data: one OpSpec drives dispatch, registration, tests, benchmarks and docs.
 
-Axes are strings of the letters of `refold.axes`. Four spellings go beyond one letter an axis:
+Axes are strings of the letters of `refold.axes`. Four spellings go beyond one letter per axis:
 
 - ``*`` stands for any number of axes (``"b t *"``: a batch, time, and whatever follows);
 - ``k`` is the number of sequences: that of the pack where ``cu_seqlens`` is given, else the batch;

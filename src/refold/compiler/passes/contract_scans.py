@@ -30,7 +30,7 @@ aten = torch.ops.aten
 # A state of fewer axes, with batch and time, is no matrix per sequence: nothing is saved by not writing it.
 MATRIX = 4
 SHORTEST = 8
-WHY = "every state is written, only to be contracted"
+WHY = "all states are written, although only a contraction reads them"
 
 
 def contract_scans(graph: Graph, wanted: Callable[[str], bool]) -> Iterator[Rewrite]:

@@ -3,6 +3,9 @@
 Values of a step are `Value`s, the same or stacked over all steps, or `Affine` functions of a state
 that is not known yet. Once a step's new state turns out to be affine in its old one, ``_scan``
 computes all states at once, and the functions of the carry become values too.
+
+Shapes. A step's value is (...), all steps' values are (t, ...). The scan's operands are (b, t, ...): axis 0 of the
+state stands in for the batch. Source: Blelloch 1990 (CMU-CS-90-190), section 1.4: first-order recurrences are scans.
 """
 
 from __future__ import annotations
@@ -38,7 +41,7 @@ class Loop:
     """A list of nodes that is being stacked; a loop if it turns out to depend on itself.
 
     Attributes:
-        steps: The nodes, one a step.
+        steps: The nodes, one per step.
         reverse: Whether a step depends on the one after it.
         initial: What the first step to run reads instead of a step; set once the carry was met.
         states: All steps' values, once they are known.

@@ -1,7 +1,7 @@
-"""Roll up unrolled loops: the values of all steps of a loop become one tensor with a time axis.
+"""Reroll unrolled loops: the values of all steps of a loop become one tensor with a time axis.
 
-`Reroller.stack` takes one node a step and works backwards. If all steps apply the same operation, its
-arguments are one node a step again, and are stacked first. It ends where all steps read the same
+`Reroller.stack` takes one node per step and works backwards. If all steps apply the same operation, its
+arguments are one node per step again, and are stacked first. It ends where all steps read the same
 node, or the same tensor at positions in arithmetic progression. And where it meets, one step late,
 a list of nodes that it is just stacking: that is the carry of a loop. From there on back up, values
 are affine functions of the carry, or the loop is refused. Nothing depends on names, on the order of

@@ -6,7 +6,7 @@ factors are formed, never quotients, so signs and zeros are no special cases.
 
 What the initial state of a sequence contributes is added to its first input. There the loops read nothing of the
 sequence before it: zero times a state that is not finite would be NaN. Offsets are read on the host: on an accelerator
-that is one synchronisation a call.
+that is one synchronisation per call.
 """
 
 from __future__ import annotations

@@ -68,7 +68,7 @@ class Problem:
         return {option.name: self.options.get(option.name, option.default) for option in self.spec.options}
 
     def growth(self) -> float:
-        """Return how rounding errors add up: the root of the number of terms behind one result or gradient."""
+        """Return how rounding errors add up: the root of the number of terms of one result or gradient."""
         sizes = [s if isinstance(s, int) else math.prod(s) for s in self.case.sizes.values()]
         return math.sqrt(math.prod(sizes))
 
