@@ -4,19 +4,19 @@ import json
 from random import Random
 
 import hypothesis.strategies as st
-import programs
 import pytest
 import torch
 from hypothesis import given, settings
 from torch import nn
 
-from refold.compiler.inductor import Hook, Stopped, inductor
+from refold.compiler.inductor import show_graph
 from refold.compiler.notation import algebra, read
 from refold.compiler.notation.program import parse
 from refold.compiler.notation.regions import regions
 from refold.compiler.notation.rules import Rule, apply_rules
 from refold.compiler.passes.multiply_out import multiply_out
 from refold.errors import ProgramError
+from support import programs
 
 PROGRAM = {
     "inputs": {"x": "b k", "w": "n k"},
@@ -176,16 +176,7 @@ def graph_of(fn, *inputs):
     found = []
 
     def backend(gm, given):
-        def visit(_, graph):
-            found.append(graph)
-            raise Stopped
-
-        hook = Hook(visit)
-        try:
-            inductor(gm, given, hook=hook)
-        except Exception:
-            if not hook.stopped:
-                raise
+        show_graph(gm, given, found.append)
         return gm
 
     torch._dynamo.reset()

@@ -1,11 +1,11 @@
 """Several products of one matrix become one, where the copy of the matrices is smaller than what is saved."""
 
-import programs
 import pytest
 import torch
 
 import refold
 from refold.compiler.passes.merge_products import merge_products
+from support import programs
 
 linear = torch.nn.functional.linear
 
