@@ -26,6 +26,7 @@ from .passes.multiply_out import multiply_out
 from .passes.prefer_onednn import prefer_onednn
 from .passes.recover_contractions import drop_degenerate_sums, recover_contractions
 from .passes.reroll_loops import reroll_loops
+from .passes.sum_convolutions import sum_convolutions
 from .passes.unroll_depthwise_convolutions import unroll_depthwise_convolutions
 
 log = logging.getLogger("refold.graphs")
@@ -42,6 +43,7 @@ PASSES: list[tuple[str, Pass]] = [
     ("fuse chunked scans", fuse_chunked_scans),
     ("contract last states", contract_last_states),
     ("drop degenerate sums", drop_degenerate_sums),
+    ("sum a convolution's input", sum_convolutions),
     ("multiply out", multiply_out),
     ("recover contractions", recover_contractions),
     ("merge products", merge_products),

@@ -1,14 +1,10 @@
 """A server that tests ask, and the style that it speaks."""
 
-import sys
 import threading
-from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from endpoint import Server
+from support.endpoint import Server
 
 KEY = "sk-very-secret"
 

@@ -4,13 +4,13 @@ import json
 import time
 
 import pytest
-from endpoint import EVENTS
 
 from refold.errors import ArgumentError, ProposerError
 from refold.propose import Request, proposer
 from refold.propose.chat import Chat
 from refold.propose.prompt import VERSION, answers, question, system
 from refold.propose.protocol import Attempt
+from support.endpoint import EVENTS
 
 pytest.importorskip("httpx")
 

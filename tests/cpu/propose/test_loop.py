@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from endpoint import EVENTS
 from typer.testing import CliRunner
 
 import refold
@@ -18,6 +17,7 @@ from refold.propose.chat import Chat
 from refold.propose.prompt import answers, question
 from refold.propose.systematic import Systematic, alternatives
 from refold.verify.trial import source, terms
+from support.endpoint import EVENTS
 
 pytest.importorskip("httpx")
 

@@ -150,6 +150,8 @@ class Nursery:
             )
         self._control = ours
         self._workers: list[Worker] = []
+        # Processes of programs that were ended, and may take a moment for it.
+        self._past: set[int] = set()
 
     def __enter__(self) -> Nursery:
         return self
@@ -177,11 +179,13 @@ class Nursery:
             yield worker
         finally:
             self._workers.remove(worker)
+            self._past |= worker.family
             worker.close()
 
     def strangers(self) -> list[int]:
         """Return the children of the nursery that it did not fork for a program: what one left running."""
-        return [pid for pid in _children(self._process.pid) if all(pid not in w.family for w in self._workers)]
+        own = self._past.union(*(worker.family for worker in self._workers))
+        return [pid for pid in _children(self._process.pid) if pid not in own]
 
     def fork(self, request: dict[str, Any], channel: socket.socket, region: int) -> None:
         """Ask for one more process, which answers on ``channel``."""
