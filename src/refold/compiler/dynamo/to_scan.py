@@ -15,7 +15,7 @@ from ..ir.fx import concrete, is_tensor, known, value
 from ..ir.rewrite import source_line
 from ..recurrence.affine import Loop
 from ..recurrence.replace import SCANS, WHY, dualise
-from ..recurrence.systems import LINEAR_SYSTEM
+from ..recurrence.systems import LINEAR_SYSTEM, MAX_PLUS_SCAN
 from ..recurrence.vectorize import NotALoop
 from .body import Body, Traced, differentiable
 from .call_site import CallSite, example
@@ -143,7 +143,7 @@ def _rewrite(site: CallSite, before: set[Node], dual: bool) -> CapturedScan:
     graph.eliminate_dead_code()
     differentiable(graph)
     graph.lint()
-    if not any(node.target in (*SCANS, LINEAR_SYSTEM) for node in graph.nodes) and body.loops:
+    if not any(node.target in (*SCANS, LINEAR_SYSTEM, MAX_PLUS_SCAN) for node in graph.nodes) and body.loops:
         raise NotALoop("no-scan", "nothing that is used depends on the carry")
     inner_body = _without_writes(traced)
     extra = range(len(traced.results), len(traced.results) + len(contents))
@@ -164,6 +164,7 @@ def _rewrite(site: CallSite, before: set[Node], dual: bool) -> CapturedScan:
         terms=count,
         spread=0.1,
         differentiated=tuple(_has_gradient(example(x)) for x in inputs) if site.training else (),
+        coupled=max((len(found.system) for found in body.loops), default=1) or 1,
         steps=steps,
     )
     return CapturedScan(site, rewrite, inputs, dual=any(found.operator != "linear_scan" for found in body.loops))

@@ -36,6 +36,7 @@ class Rewrite:
         spread: Standard deviation of the random inputs of the check. A recurrence over many steps
             overflows at one: there is nothing to compare then.
         differentiated: For each input, whether its gradient must be right as well; empty if no gradient is taken.
+        coupled: How many values a recurrence carries that depend on one another.
     """
 
     name: str
@@ -51,6 +52,7 @@ class Rewrite:
     timed_alone: bool = True
     spread: float = 1.0
     differentiated: tuple[bool, ...] = ()
+    coupled: int = 1
 
     @cached_property
     def before(self) -> Cost:
