@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[2] / "src" / "refold"
 
 # A part may import those above it in this list, and itself.
 ORDER = [
-    ["errors", "axes"],
+    ["errors", "axes", "memory"],
     ["ops"],
     ["verify"],
     ["propose"],
@@ -20,7 +20,6 @@ ORDER = [
     ["compiler"],
     ["models"],
     ["generate"],
-    ["distributed"],
     ["compat"],
     ["integrations"],
     ["bench"],

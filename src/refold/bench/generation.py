@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 import jax
@@ -21,6 +22,7 @@ from ..models import counts
 from ..models.checkpoint import layout, random_params
 from ..models.configs import Config, GraniteHybridConfig, Mamba2Config, MambaConfig, Mixer2Config
 from ..models.jax import take_layers_apart
+from .progress import wanted
 from .rows import Row
 
 
@@ -144,12 +146,26 @@ def row(name: str, what: str, times: list[float], need: counts.Counts, extra: di
 
 def generation_cpu(*, tokens: int = 16, seqlen: int = 1024, repeats: int = 6) -> Iterator[Row]:
     """Time decoding and prefill of Mamba-2 130M with JAX on the CPU, float32, beside transformers."""
+    model, name = MODELS["130M"], "130M fp32"
+    generator = cache(lambda: Generator(model, random_params(model)))
+    if wanted(case=f"{name} decode batch 1"):
+        yield from _beside_transformers(generator(), name, tokens, repeats)
+    if wanted(case=f"{name} decode batch 16"):
+        many = decoder(generator(), 16, tokens)
+        many()
+        yield row(name, "decode batch 16", seconds(many, repeats, tokens), counts.decode(model, 16, 4), {})
+    if wanted(case=f"{name} prefill {seqlen}"):
+        read = reader(generator(), 1, seqlen)
+        read()
+        yield row(name, f"prefill {seqlen}", seconds(read, repeats), counts.prefill(model, 1, seqlen, 64, 4), {})
+
+
+def _beside_transformers(generator: Generator, name: str, tokens: int, repeats: int) -> Iterator[Row]:
+    """Time decoding of one row in turns with transformers."""
     import torch
     from transformers import Mamba2Config as TorchConfig
     from transformers import Mamba2ForCausalLM
 
-    model, name = MODELS["130M"], "130M fp32"
-    generator = Generator(model, random_params(model))
     torch_config = TorchConfig(hidden_size=768, num_hidden_layers=24, vocab_size=50288, num_heads=24, head_dim=64,
                                state_size=128, n_groups=1, tie_word_embeddings=True)  # fmt: skip
     peer = Mamba2ForCausalLM(torch_config).eval()
@@ -168,15 +184,9 @@ def generation_cpu(*, tokens: int = 16, seqlen: int = 1024, repeats: int = 6) ->
     for _ in range(repeats):
         ours += seconds(one, 1, tokens)
         theirs += seconds(peer_decode, 1, tokens)
-    need = counts.decode(model, 1, 4)
+    need = counts.decode(MODELS["130M"], 1, 4)
     yield row(name, "decode batch 1", ours, need, xla_counts(generator, 1))
     yield {**row(name, "decode batch 1", theirs, need, {}), "backend": "transformers"}
-    many = decoder(generator, 16, tokens)
-    many()
-    yield row(name, "decode batch 16", seconds(many, repeats, tokens), counts.decode(model, 16, 4), {})
-    read = reader(generator, 1, seqlen)
-    read()
-    yield row(name, f"prefill {seqlen}", seconds(read, repeats), counts.prefill(model, 1, seqlen, 64, 4), {})
 
 
 def generation(
@@ -188,21 +198,25 @@ def generation(
     """Time decoding and prefill of models with JAX on the default device, bfloat16."""
     if unknown := sorted(set(models) - set(MODELS)):
         raise ArgumentError(f"generation: models has {unknown[0]!r}. Give some of {', '.join(MODELS)}")
-    ceilings = measure_ceilings()
+    ceilings = cache(measure_ceilings)
     for name in models:
         model = MODELS[name]
-        generator = Generator(model, device_params(model, jnp.bfloat16))
+        generator = cache(lambda model=model: Generator(model, device_params(model, jnp.bfloat16)))
         for batch in batches:
-            decode = decoder(generator, batch, 96)
+            if not wanted(case=f"{name} decode batch {batch}"):
+                continue
+            decode = decoder(generator(), batch, 96)
             decode()
             need = counts.decode(model, batch, 2, past=PAST + 3 * 96)
-            extra = {**ceilings, **xla_counts(generator, batch)}
+            extra = {**ceilings(), **xla_counts(generator(), batch)}
             yield row(name, f"decode batch {batch}", seconds(decode, 4, 96), need, extra)
         for seqlen in lengths:
-            read = reader(generator, 1, seqlen)
+            if not wanted(case=f"{name} prefill {seqlen}"):
+                continue
+            read = reader(generator(), 1, seqlen)
             read()
             need = counts.prefill(model, 1, seqlen, 128, 2)
-            extra = {**ceilings, **xla_prefill_counts(generator, seqlen)}
+            extra = {**ceilings(), **xla_prefill_counts(generator(), seqlen)}
             yield row(name, f"prefill {seqlen}", seconds(read, 5), need, extra)
 
 

@@ -38,6 +38,7 @@ import refold
 from ..errors import DeviceError
 from ..ops.arrays import meta_of
 from ..ops.spec import Meta, OpSpec, load
+from .progress import wanted
 from .rows import Row
 
 BOUND = {torch.float32: 1e-5, torch.bfloat16: 4e-3, torch.float16: 6e-4}
@@ -359,9 +360,12 @@ def extra_gib(run: Callable[[], tuple[torch.Tensor, torch.Tensor]], leaves: list
 def _suite(cases: Iterator[Case], measured: Callable[[Case, float], Row] | None = None) -> Iterator[Row]:
     if not torch.cuda.is_available():
         raise DeviceError("this suite needs a CUDA device, and there is none. The suite cpu needs none")
-    copy_rate = 2**33 / copy_ms(2**33)
+    copy_rate = None
     for case in cases:
-        yield (measured or measure)(case, copy_rate)
+        what = {"op": case.op, "case": case.name, "dtype": str(case.dtype)[6:]}
+        if wanted(**what, **({} if measured is None else {"pass": "backward"})):
+            copy_rate = copy_rate or 2**33 / copy_ms(2**33)
+            yield (measured or measure)(case, copy_rate)
 
 
 def ssd() -> Iterator[Row]:

@@ -27,7 +27,7 @@ from .decisions import Plan, folder_for
 from .dynamo import captures_loops, notes
 from .inductor import Compiled, Hook, Stopped, inductor
 from .patience import patience
-from .private import UNAVAILABLE, compile_number, inductor_modes, inductor_options
+from .private import UNAVAILABLE, as_it_is, compile_number, inductor_modes, inductor_options
 from .recurrence.joins import refusals
 from .recurrence.serial_chains import serial_loops
 from .replay import Remembering
@@ -78,6 +78,8 @@ def refold(
     entry.notes += notes() + _limit_notes()
     if UNAVAILABLE:
         entry.notes.append(f"nothing can be rewritten: {UNAVAILABLE}")
+        entry.chosen = "inductor"
+        return as_it_is(gm, example_inputs)
     try:
         with patience():
             return Remembering(gm, example_inputs, settings, entry).run()
@@ -290,7 +292,8 @@ def explain(module: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
 
     @captures_loops
     def look(gm: GraphModule, inputs: Sequence[Any]) -> Compiled:
-        entry = GraphReport(index=len(report.graphs), chosen="eager", reason="this is an explanation only")
+        mode = "training" if _is_training(gm) else "inference"
+        entry = GraphReport(len(report.graphs), mode, chosen="eager", reason="this is an explanation only")
         report.graphs.append(entry)
 
         if UNAVAILABLE:

@@ -11,7 +11,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from torch.fx import Graph
 
@@ -45,18 +45,33 @@ PASSES: list[tuple[str, Pass]] = [
     ("prefer oneDNN", prefer_onednn),
 ]
 
+BEFORE_AUTOGRAD: list[tuple[str, Pass]] = [
+    ("contract scans", contract_scans),
+    ("fuse chunked scans", fuse_chunked_scans),
+    ("contract last states", contract_last_states),
+    ("unroll depthwise convolutions", unroll_depthwise_convolutions),
+]
+"""What replaces a scan whose backward is not there yet; see `refold.compiler.dynamo.before_autograd`."""
 
 # The search for rewrites of one graph may take this much of the CPU; after that nothing more is looked at.
 SEARCH_S = 5.0
 
 
-def run(graph: Graph, wanted: Callable[[str], bool] = lambda _: True, notes: list[str] | None = None) -> list[Rewrite]:
-    """Run every pass over a graph, in place.
+def run(
+    graph: Graph,
+    wanted: Callable[[str], bool] = lambda _: True,
+    notes: list[str] | None = None,
+    passes: Sequence[tuple[str, Pass]] = PASSES,
+    seen: Callable[[Rewrite], None] = lambda _: None,
+) -> list[Rewrite]:
+    """Run passes over a graph, in place.
 
     Args:
         graph: An ATen graph with fake values in its metadata.
         wanted: Which sites (node names) may be rewritten.
         notes: Gets a sentence if the time for the search was over before its end.
+        passes: The passes.
+        seen: Called with each rewrite as it is made, before the next one.
 
     Returns:
         What was changed, in order.
@@ -70,10 +85,12 @@ def run(graph: Graph, wanted: Callable[[str], bool] = lambda _: True, notes: lis
 
     rewrites: list[Rewrite] = []
     _dump("as it was", graph)
-    for name, apply in PASSES:
-        found = list(apply(graph, in_time))
-        if found:
-            rewrites += found
+    for name, apply in passes:
+        before = len(rewrites)
+        for rewrite in apply(graph, in_time):
+            seen(rewrite)
+            rewrites.append(rewrite)
+        if len(rewrites) > before:
             _dump(f'after "{name}"', graph)
             if os.environ.get(CHECK) == "1":
                 check_invariants(graph, name)

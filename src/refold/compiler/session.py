@@ -113,7 +113,7 @@ class GraphCompile:
         """Let the graph run eagerly, with scans for those of its loops that are some."""
         entry = self.entry
         for key, row in self.rows.items():
-            if not key.startswith("captured:") and row.status != "refused":
+            if not key.startswith(("captured:", "forward:")) and row.status != "refused":
                 row.status, row.reason = "refused", "the graph runs eagerly"
         entry.rewrites = list(self.rows.values())
         entry.chosen, entry.reason = "eager", f"because {reason}"
@@ -169,7 +169,7 @@ class GraphCompile:
 
     def _rewrite_before_autograd(self) -> Cost:
         """Replace what is rewritten before autograd; return what that saves."""
-        return self._rewrite_captured() + self._rewrite_early()
+        return self._rewrite_captured() + self._rewrite_early() + self._rewrite_forward()
 
     def _rewrite_captured(self) -> Cost:
         """Replace captured loops by scans, where that stands; return what they cost more than their scans."""
@@ -238,14 +238,59 @@ class GraphCompile:
                 break  # else what does not write the states rounds too much, or is slower
         return None
 
-    def _verdict(self, rewrite: Rewrite) -> Verdict:
-        """Judge the rewrite of a captured loop on the values that it gets from the user's inputs."""
+    def _rewrite_forward(self) -> Cost:
+        """Rewrite the ATen graph of a forward whose backward is not there yet; return what that saves."""
+        saved = Cost()
+        if self.entry.mode != "training":
+            return saved
+        from .dynamo.before_autograd import checkpointed, find_rewrites, with_part
+
+        for path in [(), *checkpointed(self.gm)]:
+            key = ":".join(["forward", *path]) + ":"
+            while True:
+                wanted = functools.partial(self._is_wanted_of, key)
+                found = find_rewrites(self.gm, path, wanted, self.entry.notes)
+                if found is None:
+                    break
+                rows = []
+                start = time.perf_counter()
+                for rewrite in found.rewrites:
+                    verdict = None if self._unjudged else self._verdict(rewrite, path)
+                    rows.append(self._note(key + rewrite.site, rewrite, verdict))
+                self.entry.checks_s += time.perf_counter() - start
+                if any(row.status == "refused" for row in rows):
+                    continue  # the others may be otherwise without it
+                for rewrite, row in zip(found.rewrites, rows, strict=True):
+                    row.status = "applied"
+                    self.terms = max(self.terms, rewrite.terms)
+                    before, after = rewrite.before, rewrite.after
+                    saved += Cost(before.flops - after.flops, before.bytes - after.bytes)
+                self.gm = with_part(self.gm, path, found.spliced())
+                break
+        return saved
+
+    def _is_wanted_of(self, key: str, site: str) -> bool:
+        return self._wanted(key + site)
+
+    def _verdict(self, rewrite: Rewrite, path: tuple[str, ...] = ()) -> Verdict:
+        """Judge a rewrite of Dynamo's graph, or of a part of it, on the values that it gets from the user's inputs."""
         if rewrite.signature not in self.verdicts:
             with undisturbed_rng():
-                found = values_at(self.gm.graph, rewrite.inputs, clone_inputs(self.inputs))
-                actual = [found[name] for name in rewrite.inputs]
+                actual = self._values(rewrite.inputs, path)
                 self.verdicts[rewrite.signature] = self._judged(rewrite, actual)
         return self.verdicts[rewrite.signature]
+
+    def _values(self, names: Sequence[str], path: tuple[str, ...]) -> list[Any]:
+        """Return the values of nodes of Dynamo's graph, or of a part of it that is checkpointed."""
+        graph, inputs = self.gm.graph, clone_inputs(self.inputs)
+        for name in path:
+            call = next(iter(next(node for node in graph.nodes if node.target == name).users))
+            given: list[Any] = list(call.args[1:])
+            inner = values_at(graph, [x.name for x in given if isinstance(x, Node)], inputs)
+            inputs = [inner[x.name] if isinstance(x, Node) else x for x in given]
+            graph = graph.owning_module.get_submodule(name).graph  # type: ignore[union-attr, assignment]
+        found = values_at(graph, names, inputs)
+        return [found[name] for name in names]
 
     # Finding and checking rewrites ------------------------------------------------------------
 
@@ -397,7 +442,9 @@ def _row(rewrite: Rewrite, key: str, verdict: Verdict | None) -> RewriteReport:
 
 
 def describe_captured(entry: GraphReport, gm: GraphModule) -> GraphModule:
-    """Write into a report what would become of captured loops; return the graph without those that would be scans."""
+    """Write into a report what would be rewritten before autograd; return the graph with that."""
+    from .dynamo.before_autograd import checkpointed, find_rewrites, with_part
+
     gm = duplicate(define_scans(gm, everywhere=False))
     for early in early_scans(gm, training=False):
         entry.rewrites.append(_row(early.rewrite, "", None))
@@ -414,6 +461,10 @@ def describe_captured(entry: GraphReport, gm: GraphModule) -> GraphModule:
         entry.rewrites.append(_row(found.rewrite, "", None))
         found.splice()
     gm.recompile()
+    for path in [(), *checkpointed(gm)] if entry.mode == "training" else []:
+        if (more := find_rewrites(gm, path, lambda _: True, entry.notes)) is not None:
+            entry.rewrites += [_row(rewrite, "", None) for rewrite in more.rewrites]
+            gm = with_part(gm, path, more.spliced())
     return gm
 
 

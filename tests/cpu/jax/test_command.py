@@ -85,7 +85,7 @@ def test_stop_token_is_not_shown(checkpoint: Path) -> None:
         (["--token-ids", ""], "empty"),
         (["--token-ids", "64"], "token id 64"),
         (["--prompt", ""], "no token"),
-        (["--token-ids", "1", "--backend", "abacus"], "backend"),
+        (["--token-ids", "1", "--framework", "abacus"], "framework"),
         (["--token-ids", "1", "--top-p", "2"], "top_p"),
         (["--token-ids", "1", "--dtype", "int8"], "int8"),
     ],

@@ -153,8 +153,9 @@ class Operations(TorchDispatchMode):
 
 
 def to_aten(
-    mode: FakeTensorMode, fn: Callable[..., Any], *inputs: Any, functional: bool = True, keep: Sequence[str] = ()
-) -> GraphModule:
+    mode: FakeTensorMode, fn: Callable[..., Any], *inputs: Any,
+    functional: bool = True, keep: Sequence[str] = (), to_read: bool = False,
+) -> GraphModule:  # fmt: skip
     """Trace a function of fake values to ATen, as autograd is to see it.
 
     Args:
@@ -163,9 +164,10 @@ def to_aten(
         inputs: Its arguments.
         functional: Whether changes in place become new values.
         keep: Spellings that stay as they are.
+        to_read: Whether the graph is only read: then everything is decomposed as Inductor does it.
     """
     spellings = set(_SPELLINGS) - set(keep)
-    chosen = {op: rule for op, rule in select_decomp_table().items() if _packet(op) in spellings}
+    chosen = {op: rule for op, rule in select_decomp_table().items() if to_read or _packet(op) in spellings}
     with mode, torch.no_grad(), preserve_node_meta():
         fn = functionalize(fn, remove="mutations") if functional else fn
         return make_fx(fn, decomposition_table=chosen)(*inputs)

@@ -37,6 +37,7 @@ class Rewrite:
             overflows at one: there is nothing to compare then.
         differentiated: For each input, whether its gradient must be right as well; empty if no gradient is taken.
         coupled: How many values a recurrence carries that depend on one another.
+        result: Name of the node that stands for the replaced one.
     """
 
     name: str
@@ -53,6 +54,7 @@ class Rewrite:
     spread: float = 1.0
     differentiated: tuple[bool, ...] = ()
     coupled: int = 1
+    result: str = ""
 
     @cached_property
     def before(self) -> Cost:
@@ -169,6 +171,7 @@ def replace_node(
         terms=terms,
         timed_alone=timed_alone,
         spread=spread,
+        result=new.name,
     )
     root.replace_all_uses_with(new)
     return record

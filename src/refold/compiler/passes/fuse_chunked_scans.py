@@ -11,30 +11,34 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import reduce
-from math import inf, prod
+from math import prod
 from operator import getitem
 
 import torch
 from torch.fx import Graph, Node
 
 from ...ops.torch.registry import OPS, node_args
-from ..ir.builder import Builder, Operand, between, lay_out, multiply, operand, sort_topologically
+from ..ir.builder import Builder, Operand, between, lay_out, multiply, operand, same_strides, sort_topologically
 from ..ir.fx import arg, is_tensor, is_training, value
 from ..ir.index import Factor, Product, layout
 from ..ir.rewrite import Rewrite, replace_node
 from ..ir.symbols import Axis, Label, resolve, unify
 from ..recurrence.chunked_form import ChunkStates, NotAScan, Scan, read_scan, read_states, require, with_label
-from ..recurrence.duality import divisor
+from ..recurrence.duality import divisor, step_limits
 from ..recurrence.gated_chunks import FORGETS
+from ..recurrence.narrowing import narrowed, narrowed_later, region
+from ..recurrence.signs import sign
 from .recover_contractions import contract
 
 aten = torch.ops.aten
+_CONVERT = torch.ops.prims.convert_element_type.default
 
 
 def fuse_chunked_scans(graph: Graph, wanted: Callable[[str], bool]) -> Iterator[Rewrite]:
     """Replace chunked scans by ``ssd``: their outputs and their last states."""
     if is_training(graph):
         return
+    _merge_conversions(graph)
     for root in graph.find_nodes(op="call_function", target=aten.add.Tensor):
         if not (_is_candidate(root) and wanted(root.name)):
             continue
@@ -47,6 +51,28 @@ def fuse_chunked_scans(graph: Graph, wanted: Callable[[str], bool]) -> Iterator[
             sort_topologically(graph)  # the last state may have been read before the outputs
             graph.eliminate_dead_code()
             break
+
+
+def _merge_conversions(graph: Graph) -> None:
+    """Let a value that is converted, and then converted again as a view, be converted once.
+
+    ``x * dt[..., None].float()`` and ``A * dt.float()`` have the same step size; as two conversions they look different.
+    """
+    for node in graph.find_nodes(op="call_function", target=_CONVERT):
+        view = arg(node, 0)
+        if view.target not in (aten.unsqueeze.default, aten.permute.default):
+            continue
+        twin = next((x for x in arg(view, 0).users if x.target is _CONVERT and x.args[1] == node.args[1]), None)
+        if twin is None:
+            continue
+        arg(view, 0).append(twin)
+        build = Builder(node)
+        new = build.call(view.target, (twin, *view.args[1:]))
+        if same_strides(value(new), value(node)):
+            node.replace_all_uses_with(new)
+            graph.erase_node(node)
+        else:
+            graph.erase_node(new)
 
 
 def _is_candidate(root: Node) -> bool:
@@ -108,7 +134,8 @@ def _replace(root: Node, scan: Scan, wanted: Callable[[str], bool]) -> Iterator[
     """Emit the operator and replace what it computes."""
     given = _operands(scan)
     products = (given.x, given.dt, given.A, given.B, given.C)
-    require(all(value(factor.node).dtype == value(root).dtype for part in products for factor in part.factors))
+    kinds = {value(factor.node).dtype for part in products for factor in part.factors}
+    require(all(torch.promote_types(kind, value(root).dtype) == value(root).dtype for kind in kinds))
     # A reciprocal of a small log decay overflows half precision.
     require(not (given.free and value(root).dtype == torch.float16))
     outer = [axis for axis in layout(scan.y) if axis not in resolve(scan.padded)]
@@ -127,8 +154,10 @@ def _replace(root: Node, scan: Scan, wanted: Callable[[str], bool]) -> Iterator[
     order = [*batch, *time, *heads, *channels, *summed]
     x, B, C = (_multiplied(build, part, order) for part in (given.x, given.B, given.C))
     dt, A = (_multiplied(build, part, order) if part.factors else None for part in (given.dt, given.A))
+    rate = given.A.scale
     if given.free and dt is not None:
-        dt = Operand(divisor(lambda target, *args, **kwargs: build.call(target, args, kwargs), dt.node), dt.axes)
+        steps, rate = divisor(lambda target, *args, **kwargs: build.call(target, args, kwargs), dt.node)
+        dt = Operand(steps, dt.axes)
         if set(dt.axes) <= {*batch, *time, *grouped} and _size(summed) <= _size(channels):
             B = multiply(build, B, dt, order, by=aten.div.Tensor)
         else:
@@ -139,7 +168,7 @@ def _replace(root: Node, scan: Scan, wanted: Callable[[str], bool]) -> Iterator[
         for name, part, groups, number in (
             ("x", x, (batch, time, heads, channels), 1.0),
             ("dt", dt, (batch, time, heads), given.dt.scale),
-            ("A", A, (heads,), given.A.scale),
+            ("A", A, (heads,), rate),
             ("B", B, (batch, time, grouped, summed), 1.0),
             ("C", C, (batch, time, grouped, summed), 1.0),
         )
@@ -147,7 +176,8 @@ def _replace(root: Node, scan: Scan, wanted: Callable[[str], bool]) -> Iterator[
     initial = None
     if scan.states.initial is not None:
         initial = _lay(build, operand(build, scan.states.initial), (batch, heads, channels, summed), 1.0, like)
-    result = build.call(OPS["ssd"], node_args("ssd", **operands, initial_state=initial, dt_limit=(-inf, inf)))
+    limits = step_limits(sign(operands["dt"]))
+    result = build.call(OPS["ssd"], node_args("ssd", **operands, initial_state=initial, dt_limit=limits))
     y, last = (build.call(getitem, (result, i)) for i in (0, 1))
     if missing := _size(resolve(scan.padded)) - _size(time):
         y = build.call(aten.constant_pad_nd.default, (y, [0, 0, 0, 0, 0, missing]))
@@ -158,9 +188,12 @@ def _replace(root: Node, scan: Scan, wanted: Callable[[str], bool]) -> Iterator[
     state = Operand(build.reshape(last, [[axis.size] for axis in axes]), axes)
     lasts = [(node, _lay_last(build, node, state, scan.states)) for node in scan.states.lasts()]
 
+    detail = f"{_size(time)} tokens, {_size(heads)} heads of {_size(channels)} x {_size(summed)} as one ssd"
+    if not lasts and (rewrite := _narrowed(build, root, y, wanted, detail, _size(time))) is not None:
+        yield rewrite
+        return
     made = set(build.added)
     sources = {x for node in made for x in node.all_input_nodes if x not in made}
-    detail = f"{_size(time)} tokens, {_size(heads)} heads of {_size(channels)} x {_size(summed)} as one ssd"
     for old, new in [(root, y), *((node, new) for node, new in lasts if wanted(node.name))]:
         yield replace_node(
             old,
@@ -175,6 +208,34 @@ def _replace(root: Node, scan: Scan, wanted: Callable[[str], bool]) -> Iterator[
             timed_alone=old is root,  # the last state falls off while the outputs are computed
             spread=0.1,
         )
+
+
+def _narrowed(
+    build: Builder, root: Node, y: Node, wanted: Callable[[str], bool], detail: str, tokens: int
+) -> Rewrite | None:
+    """Replace the 16-bit value that a widened scan becomes, with a scan in 16 bits; None if it is not of that kind."""
+    end = narrowed_later(root)
+    inside = None if end is None or not wanted(end.name) else region(end)
+    if end is None or inside is None or root not in inside:
+        return None
+    later = Builder(end)
+    new = narrowed(later, end, inside | set(build.added), root, y)
+    if new is None:
+        for node in reversed(later.added):
+            root.graph.erase_node(node)
+        return None
+    return replace_node(
+        end,
+        new,
+        inside=inside,
+        added=later.added,
+        name="fuse chunked scan",
+        why="decays and products of each chunk are written out and read again, widened to float32",
+        detail=f"{detail} in {str(value(end).dtype).removeprefix('torch.')}",
+        multilinear=False,
+        terms=tokens,
+        spread=0.1,
+    )
 
 
 def _size(label: Sequence[Axis]) -> int:
@@ -193,6 +254,8 @@ def _lay(build: Builder, x: Operand | None, groups: tuple[Label, ...], number: f
         sizes = [_size(group) for group in groups]
         return build.call(aten.full.default, (sizes, number), {"dtype": like.dtype, "device": like.device})
     node = lay_out(build, x, Product(groups, ()))
+    if value(node).dtype != like.dtype:
+        node = build.call(_CONVERT, (node, like.dtype))
     if value(node).is_contiguous():
         return node
     return build.call(aten.clone.default, (node,), {"memory_format": torch.contiguous_format})

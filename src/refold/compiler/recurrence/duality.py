@@ -21,11 +21,10 @@ from torch.fx import Node
 
 from ...ops.torch.registry import OPS, node_args
 from ..ir.fx import arg, value
-from ..ir.views import is_view
 from . import lti_chunks
 from .gated_chunks import CHUNK, gated_scan, merged
 from .readout import Readout, Term, terms
-from .segment_sums import constant_value
+from .signs import Sign, sign
 from .slices import sliced_early
 from .vectorize import Emitter, Value
 
@@ -138,7 +137,7 @@ def match_operator(
     if read.exclusive:
         operands["C"] = _next(emit, C)
     given = {letter: _dense(emit, v) for letter, v in operands.items()}
-    limits = {"dt_limit": (-inf, inf)} if name == "ssd" else {}  # log decays of any sign
+    limits = {"dt_limit": step_limits(sign(operands["dt"]))} if name == "ssd" else {}
     result = emit.call(OPS[name], *node_args(name, **given, initial_state=initial, **limits))
     y, last = (emit.call(getitem, result, i) for i in (0, 1))
     if signs is not None:
@@ -323,13 +322,7 @@ def _decay(
 
 def _is_positive(node: Node) -> bool:
     """Tell whether a value is nowhere negative, whatever the inputs."""
-    node = _unalias(node)
-    if node.target in (aten.sigmoid.default, aten.exp.default, aten.exp2.default, aten.relu.default):
-        return True
-    if is_view(node) or node.target is aten.pow.Tensor_Scalar:
-        return _is_positive(arg(node, 0))
-    constant = constant_value(node)
-    return constant is not None and bool((constant >= 0).all())
+    return sign(node).nonnegative
 
 
 def _log_decay(
@@ -360,8 +353,8 @@ def _log_decay(
         return x, _constant(emit, x, sizes, 1.0), bounded
     if value(x).dtype == torch.float16:  # a small reciprocal overflows
         return None
-    dt = divisor(emit.call, total)
-    return emit.call(aten.div.Tensor, x, emit.reshape(dt, [*sizes, 1])), dt, _constant(emit, x, heads, 1.0)
+    dt, rate = divisor(emit.call, total)
+    return emit.call(aten.div.Tensor, x, emit.reshape(dt, [*sizes, 1])), dt, _constant(emit, x, heads, rate)
 
 
 def _logarithm(emit: Emitter, term: Term) -> Node:
@@ -376,12 +369,21 @@ def _logarithm(emit: Emitter, term: Term) -> Node:
     return emit.call(aten.where.self, emit.call(aten.le.Scalar, term.node, 0), never, log)
 
 
-def divisor(call: Callable[..., Node], a: Node) -> Node:
-    """Bound log decays so that one can divide by them and multiply again, their exponentials being the same."""
-    val = value(a)
+def divisor(call: Callable[..., Node], a: Node) -> tuple[Node, float]:
+    """Split log decays into steps, by which one can divide, and a rate; the exponential of their product is the same.
+
+    Where log decays are nowhere positive, steps are nowhere negative: some kernels of the operator need that.
+    """
+    val, falls = value(a), sign(a).nonpositive
     small = call(aten.lt.Scalar, call(aten.abs.default, a), NO_DECAY)
-    least = call(aten.full.default, [], NO_DECAY, dtype=val.dtype, device=val.device)
-    return call(aten.clamp_min.default, call(aten.where.self, small, least, a), forgets(val.dtype))
+    least = call(aten.full.default, [], -NO_DECAY if falls else NO_DECAY, dtype=val.dtype, device=val.device)
+    steps = call(aten.clamp_min.default, call(aten.where.self, small, least, a), forgets(val.dtype))
+    return (call(aten.neg.default, steps), -1.0) if falls else (steps, 1.0)
+
+
+def step_limits(steps: Sign) -> tuple[float, float]:
+    """Return limits for step sizes that change none of them."""
+    return (0.0 if steps.nonnegative else -inf, inf)
 
 
 def forgets(dtype: torch.dtype) -> float:

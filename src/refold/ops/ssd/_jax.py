@@ -28,6 +28,9 @@ from refold.ops.jax.layout import (
 )
 from refold.ops.ssd.nonfinite import NEVER_AFTER, NEVER_BEFORE, Bad, Line, spoiled_gradients, spoiled_results
 
+BLOCK = 16
+"""Tokens of a chunk over which gradients of log decays are summed first."""
+
 SEGMENT_CHUNKS = 64
 """Chunks whose states are passed on by one matrix product; more of them are scanned."""
 
@@ -295,15 +298,30 @@ def _log_decays(log_decay: Array) -> tuple[Array, Array, Array]:
 
 @_log_decays.defjvp
 def _log_decays_jvp(primals: Any, tangents: Any) -> Any:
-    """Differentiate term by term: in gradients, differences of sums would cancel where decays are strong."""
+    """Differentiate term by term: in gradients, differences of sums would cancel where decays are strong.
+
+    Between two tokens of different blocks lie the end of one, whole blocks, and the begin of the other. So a gradient
+    of all pairs is first summed over blocks, and no product with a triangle of ones over all tokens is needed.
+    """
     change = jnp.moveaxis(tangents[0], 1, -1)  # (m, g, r, k)
     length = change.shape[-1]
-    causal = jnp.tril(jnp.ones((length, length), bool))  # row not before column
-    strict = causal & ~jnp.eye(length, dtype=bool)
-    ones = causal.astype(change.dtype)
-    between = product("lk,mgrks->mgrls", ones, jnp.where(strict, change[..., None], 0))
-    after = product("ks,mgrk->mgrs", strict.astype(change.dtype), change)
-    return _log_decays(*primals), (between, product("lk,mgrk->mgrl", ones, change), after)
+    block = math.gcd(length, BLOCK)
+    blocks = change.reshape(-1, length // block, block)  # (M, i, k)
+    upto = jnp.tril(jnp.ones((block, block), change.dtype))  # row not before column
+    strict = upto - jnp.eye(block, dtype=change.dtype)
+    head, tail = product("ak,Mik->Mia", upto, blocks), product("kb,Mik->Mib", strict, blocks)
+    own = product("ak,Mikb->Miab", upto, blocks[..., None] * strict)
+    nblocks = length // block
+    whole = _sums_between(blocks.sum(-1)[..., None])[:, 0]  # (M, i, j): the blocks after j and before i
+    i, j = jnp.arange(nblocks)[:, None, None, None], jnp.arange(nblocks)[:, None]
+    far = head[:, :, :, None, None] + tail[:, None, None] + whole[:, :, None, :, None]
+    between = jnp.where(i > j, far, jnp.where(i == j, own[:, :, :, None], 0))
+    before = jnp.tril(jnp.ones((nblocks, nblocks), change.dtype), -1)
+    sums = blocks.sum(-1)
+    within = head + product("ij,Mj->Mi", before, sums)[..., None]
+    after = tail + product("ji,Mj->Mi", before, sums)[..., None]
+    shape = change.shape
+    return _log_decays(*primals), (between.reshape(*shape, length), within.reshape(shape), after.reshape(shape))
 
 
 def _cumulative(log_decay: Array) -> tuple[Array, Array]:

@@ -1,0 +1,287 @@
+"""Layers in training: naive code by eager, torch.compile and refold; the same with refold.ops, and with mamba-ssm.
+
+``python benchmarks/training.py --device cuda --out FILE.jsonl``
+
+All of a layer share one set of weights. A call is a forward and the gradients of the input and of all weights. Times are
+medians of calls that take turns, each after the L2 cache was overwritten; a program is timed only if its result and
+gradients are right: compared with the naive layer in float64, in eager, sequence by sequence. One row a layer goes to
+``--out``. mamba-ssm's kernels (and causal-conv1d's) run if they can be imported.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import importlib
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from hybrid_layer import revision
+
+import refold
+from refold import ops
+from refold.verify.memory import peak_bytes
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
+
+Program = Callable[[torch.Tensor], torch.Tensor]
+
+# Relative L2 error of a result or gradient. A naive layer in bfloat16 is itself that far off.
+BOUND = {"bfloat16": 5e-2, "float32": 1e-4}
+
+
+def mamba1(width: int) -> tuple[torch.nn.Module, dict[str, Program]]:
+    """Return a naive Mamba-1 layer, a loop over time, and the same layer by operators."""
+    layer: Any = importlib.import_module("naive_mamba").Model(width)
+
+    def by_operators(u: torch.Tensor) -> torch.Tensor:
+        x, z = layer.in_proj(u).chunk(2, dim=-1)
+        x = ops.causal_conv1d(x, layer.conv.weight[:, 0], layer.conv.bias, activation="silu")[0]
+        dt, B, C = layer.x_proj(x).split([layer.rank, layer.state, layer.state], dim=-1)
+        dt, A = F.linear(dt, layer.dt_proj.weight), -torch.exp(layer.A_log.float())
+        more: Any = {"D": layer.D, "z": z, "dt_bias": layer.dt_proj.bias, "dt_softplus": True}
+        return layer.out_proj(ops.selective_scan(x, dt, A, B, C, **more)[0])
+
+    def by_mamba_ssm(u: torch.Tensor) -> torch.Tensor:
+        from mamba_ssm.ops.selective_scan_interface import mamba_inner_fn
+
+        xz = layer.in_proj(u).mT
+        weights = (layer.conv.weight, layer.conv.bias, layer.x_proj.weight, layer.dt_proj.weight, layer.out_proj.weight)
+        A, D = -torch.exp(layer.A_log.float()), layer.D.float()
+        return mamba_inner_fn(
+            xz, *weights, None, A, None, None, D, delta_bias=layer.dt_proj.bias.float(), delta_softplus=True
+        )
+
+    return layer, {"refold.ops": by_operators, "mamba_ssm": by_mamba_ssm}
+
+
+def mamba2(width: int) -> tuple[torch.nn.Module, dict[str, Program]]:
+    """Return a naive Mamba-2 layer, multiplied and summed in chunks, and the same layer by operators."""
+    layer: Any = importlib.import_module("naive_mamba2").Model(width, heads=2 * width // 64)
+    sizes = [layer.inner, layer.groups * layer.state, layer.groups * layer.state]
+
+    def by_operators(u: torch.Tensor) -> torch.Tensor:
+        z, xBC, dt = layer.in_proj(u).split([layer.inner, layer.conv_dim, layer.heads], dim=-1)
+        xBC = ops.causal_conv1d(xBC, layer.conv.weight[:, 0], layer.conv.bias, activation="silu")[0]
+        x, B, C = xBC.split(sizes, dim=-1)
+        x, B, C = (v.unflatten(-1, (n, -1)) for v, n in ((x, layer.heads), (B, layer.groups), (C, layer.groups)))
+        more: Any = {"D": layer.D, "dt_bias": layer.dt_bias, "dt_softplus": True}
+        y = ops.ssd(x, dt, -torch.exp(layer.A_log.float()), B, C, **more)[0]
+        return layer.out_proj(ops.gated_rmsnorm(y.flatten(-2), z, layer.norm, eps=1e-5))
+
+    def by_mamba_ssm(u: torch.Tensor) -> torch.Tensor:
+        return _split_scan(layer, layer.in_proj(u), layer.conv, layer.norm, 1e-5, layer.head_dim, layer.groups)
+
+    return layer, {"refold.ops": by_operators, "mamba_ssm": by_mamba_ssm}
+
+
+def granite(width: int) -> tuple[torch.nn.Module, dict[str, Program]]:
+    """Return transformers' own GraniteMoeHybridMambaLayer at granite-4.0-h-tiny's proportions, and two faster ones."""
+    from transformers import GraniteMoeHybridConfig
+    from transformers.models.granitemoehybrid.modeling_granitemoehybrid import GraniteMoeHybridMambaLayer
+
+    sizes = {"mamba_d_head": 64, "mamba_d_state": 128, "mamba_n_groups": 1, "mamba_chunk_size": 256, "mamba_expand": 2}
+    config = GraniteMoeHybridConfig(hidden_size=width, mamba_n_heads=2 * width // 64, **sizes)
+    layer: Any = GraniteMoeHybridMambaLayer(config, 0)
+    other = torch.nn.Module()
+    other.layer = GraniteMoeHybridMambaLayer(config, 0)
+    for (name, weight), target in zip(layer.named_parameters(), other.layer.parameters(), strict=True):
+        owner, _, last = name.rpartition(".")
+        assert target.shape == weight.shape
+        setattr(other.layer.get_submodule(owner), last, weight)
+    refold.accelerate(other)
+
+    def by_mamba_ssm(u: torch.Tensor) -> torch.Tensor:
+        norm = layer.norm
+        return _split_scan(layer, layer.in_proj(u), layer.conv1d, norm.weight, norm.variance_epsilon, layer.head_dim, 1)
+
+    return layer, {"refold.ops": other.layer, "mamba_ssm": by_mamba_ssm}
+
+
+def _split_scan(
+    layer: Any, projected: torch.Tensor, conv: Any, norm: torch.Tensor, eps: float, head_dim: int, groups: int
+) -> torch.Tensor:
+    """Call mamba-ssm's function for a whole Mamba-2 layer in training."""
+    from mamba_ssm.ops.triton.ssd_combined import mamba_split_conv1d_scan_combined
+
+    return mamba_split_conv1d_scan_combined(
+        projected, conv.weight[:, 0], conv.bias, layer.dt_bias, -torch.exp(layer.A_log.float()), D=layer.D,
+        chunk_size=256, activation="silu", rmsnorm_weight=norm, rmsnorm_eps=eps, outproj_weight=layer.out_proj.weight,
+        outproj_bias=None, headdim=head_dim, ngroups=groups, norm_before_gate=False,
+    )  # fmt: skip
+
+
+LAYERS = {"mamba1": (mamba1, 1024), "mamba2": (mamba2, 768), "granite": (granite, 1536)}
+
+
+def gradients(run: Program, u: torch.Tensor, weights: list[torch.nn.Parameter], dy: torch.Tensor) -> list[torch.Tensor]:
+    """Return a program's result, and its gradients: of the input, and of the weights."""
+    y = run(u)
+    return [y.detach(), *torch.autograd.grad(y, [u, *weights], dy)]
+
+
+def reference(layer: torch.nn.Module, u: torch.Tensor, dy: torch.Tensor) -> list[torch.Tensor]:
+    """Return the same in float64 by the naive layer, one sequence at a time."""
+    narrow = {name: weight.detach().clone() for name, weight in layer.named_parameters()}
+    layer.double()
+    try:
+        weights, rows = list(layer.parameters()), []
+        for x, d in zip(u.detach().double(), dy.double(), strict=True):
+            rows.append(gradients(layer, x[None].requires_grad_(), weights, d[None]))
+        columns = list(zip(*rows, strict=True))
+        return [torch.cat(columns[0]), torch.cat(columns[1]), *(sum(column) for column in columns[2:])]
+    finally:
+        layer.to(u.dtype)
+        for name, weight in layer.named_parameters():
+            weight.data = narrow[name]
+
+
+def errors(got: list[torch.Tensor], expected: list[torch.Tensor]) -> list[float]:
+    """Return relative L2 errors."""
+    return [float((a.double() - b).norm() / b.norm()) for a, b in zip(got, expected, strict=True)]
+
+
+def take_turns(runs: dict[str, Callable[[], object]], rounds: int, device: torch.device) -> dict[str, list[float]]:
+    """Return the sorted times of calls that take turns, in milliseconds; slow programs get fewer of them."""
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    flush = torch.empty(1 << 28, dtype=torch.float32, device=device) if device.type == "cuda" else None
+    for i in range(rounds + 2):
+        for name, run in runs.items():
+            if i > 4 and times[name][0] > 200:
+                continue
+            if flush is None:
+                start = time.perf_counter()
+                run()
+                ms = (time.perf_counter() - start) * 1e3
+            else:
+                flush.zero_()
+                begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+                begin.record()
+                run()
+                end.record()
+                end.synchronize()
+                ms = begin.elapsed_time(end)
+            times[name] += [ms] if i >= 2 else []
+    return {name: sorted(found) for name, found in times.items()}
+
+
+def profile(run: Callable[[], object]) -> list[tuple[str, float, int]]:
+    """Return the kernels that take longest in a call: name, milliseconds, how often."""
+    from torch.profiler import ProfilerActivity
+
+    with torch.profiler.profile(activities=[ProfilerActivity.CUDA]) as found:
+        run()
+        torch.cuda.synchronize()
+    rows = [(e.key, e.self_device_time_total / 1e3, e.count) for e in found.key_averages()]
+    return sorted(rows, key=lambda row: -row[1])[:25]
+
+
+def measure(arguments: argparse.Namespace, name: str) -> dict[str, Any]:
+    """Check and time every program of a layer; return one row."""
+    make, width = LAYERS[name]
+    width = arguments.width or width
+    device, dtype = torch.device(arguments.device), getattr(torch, arguments.dtype)
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    layer, others = make(width)
+    layer.to(device, dtype)
+    u = torch.randn(arguments.batch, arguments.tokens, width, device=device).to(dtype).requires_grad_()
+    dy, weights = torch.randn_like(u), list(layer.parameters())
+    options: dict[str, Any] = {"strict": True, "cache": False}
+    if not arguments.check:
+        options |= {"verify": "off", "accept": "always"}
+    compiled = refold.compile(layer, **options)
+    programs: dict[str, Program] = {"refold": compiled, **others}
+    if "eager" in arguments.programs:
+        programs["eager"] = layer
+    if "torch.compile" in arguments.programs:
+        programs["torch.compile"] = torch.compile(layer)
+    expected = reference(layer, u, dy) if arguments.gate else None
+    found: dict[str, Any] = {"first_call_s": {}, "errors": {}, "not_run": {}}
+    runs: dict[str, Callable[[], object]] = {}
+    for kind, program in programs.items():
+        def run(program: Program = program) -> list[torch.Tensor]:
+            return gradients(program, u, weights, dy)
+
+        start = time.perf_counter()
+        try:
+            got = run()
+        except (ImportError, torch.OutOfMemoryError, RuntimeError) as error:
+            found["not_run"][kind] = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+            continue
+        found["first_call_s"][kind] = time.perf_counter() - start
+        if expected is not None:
+            found["errors"][kind] = errors(got, expected)
+            if not max(found["errors"][kind]) <= BOUND[arguments.dtype]:
+                found["not_run"][kind] = f"errors above {BOUND[arguments.dtype]}"
+                continue
+        del got
+        runs[kind] = run
+    times = take_turns(runs, arguments.rounds, device)
+    if arguments.profile and device.type == "cuda":
+        found["kernels"] = {kind: profile(run) for kind, run in runs.items() if kind != "eager"}
+    return {
+        "benchmark": "training",
+        "command": " ".join(["python", *sys.argv]),
+        "date": datetime.date.today().isoformat(),
+        "revision": revision(),
+        "torch": torch.__version__,
+        "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
+        "layer": name,
+        "width": width,
+        "batch": arguments.batch,
+        "tokens": arguments.tokens,
+        "dtype": arguments.dtype,
+        **found,
+        "median_ms": {kind: statistics.median(values) for kind, values in times.items()},
+        "p20_ms": {kind: values[len(values) // 5] for kind, values in times.items()},
+        "p80_ms": {kind: values[len(values) * 4 // 5] for kind, values in times.items()},
+        "peak_bytes": {kind: peak_bytes(run, device) for kind, run in runs.items()} if device.type == "cuda" else {},
+        "report": compiled.report.to_dict(),
+    }
+
+
+def main() -> None:
+    """Measure each layer; print a few lines, append a row."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--layers", nargs="+", default=list(LAYERS), choices=list(LAYERS))
+    parser.add_argument("--programs", nargs="*", default=["eager"], choices=["eager", "torch.compile"])
+    parser.add_argument("--dtype", default="bfloat16", choices=list(BOUND))
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--tokens", type=int, default=2048)
+    parser.add_argument("--width", type=int, default=0, help="instead of each layer's own")
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--no-check", dest="check", action="store_false", help="neither check nor time rewrites")
+    parser.add_argument("--no-gate", dest="gate", action="store_false", help="do not compare with float64")
+    parser.add_argument("--profile", action="store_true", help="list the kernels of each program")
+    parser.add_argument("--out", type=Path)
+    arguments = parser.parse_args()
+    for name in arguments.layers:
+        row = measure(arguments, name)
+        for kind, ms in row["median_ms"].items():
+            worst = max(row["errors"].get(kind, [float("nan")]))
+            memory = row["peak_bytes"].get(kind, 0) / 2**30
+            print(f"{name} {kind}: {ms:.3f} ms, {memory:.2f} GiB, worst error {worst:.1e}", flush=True)
+        for kind, reason in row["not_run"].items():
+            print(f"{name} {kind}: not run, {reason}", flush=True)
+        for kind, kernels in row.get("kernels", {}).items():
+            print(f"  {kind}: " + ", ".join(f"{key[:60]} {ms:.3f} x{count}" for key, ms, count in kernels[:14]))
+        for graph in row["report"]["graphs"]:
+            print("  found: " + "; ".join(f"{r['name']}: {r['detail']} ({r['status']})" for r in graph["rewrites"]))
+            print("  notes: " + "; ".join(graph["notes"]))
+        if arguments.out:
+            arguments.out.parent.mkdir(parents=True, exist_ok=True)
+            with arguments.out.open("a") as file:
+                file.write(json.dumps(row) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,369 @@
+"""Scans of a graph for training that are no captured loops: found before autograd.
+
+A backward reads what its forward wrote: decays, products, states. An operator that never writes them must be there
+before autograd, and brings its own backward. So Dynamo's graph is traced to ATen without a backward, the passes that
+replace scans run over that, and what they found is put into Dynamo's graph, between values that Dynamo has a node for.
+All else of Dynamo's graph stays as it is, in-place operations and `no_grad` among it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch._functorch.compile_utils import fx_graph_cse
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import Graph, GraphModule, Interpreter, Node
+from torch.utils._pytree import tree_leaves
+
+from ...ops.torch.registry import OPS
+from ..inductor import duplicate
+from ..ir.builder import Builder, extract, is_constant, same_strides
+from ..ir.fx import is_tensor, value
+from ..ir.rewrite import Rewrite
+from ..ir.views import is_view
+from ..pipeline import BEFORE_AUTOGRAD
+from ..pipeline import run as run_pipeline
+from .body import differentiable, environment, to_aten, twin
+from .loop import captured_loops
+from .mutation import changed_in_place
+
+aten = torch.ops.aten
+_CONVERT = torch.ops.prims.convert_element_type.default
+_HALF = (torch.bfloat16, torch.float16)
+_DEVICES = ("cpu", "cuda")
+# What Dynamo itself writes into a graph for ``with torch.autocast(...)``.
+_ENTER, _EXIT = (getattr(torch.amp.autocast_mode, name, None) for name in ("_enter_autocast", "_exit_autocast"))
+_PRODUCTS = (aten.mul.Tensor, aten.sum.dim_IntList)
+
+
+def find_rewrites(
+    gm: GraphModule, path: tuple[str, ...], wanted: Callable[[str], bool], notes: list[str]
+) -> BeforeAutograd | None:
+    """Find what can be rewritten in a Dynamo graph before autograd.
+
+    Args:
+        gm: The graph; not changed.
+        path: Which part of it: names of graphs in graphs, as `checkpointed` gives them.
+        wanted: Which sites may be rewritten.
+        notes: Gets a sentence for what cannot be looked at, or cannot be replaced.
+
+    Returns:
+        What was found; None if nothing was.
+    """
+    part: Any = gm.get_submodule(".".join(path))
+    if not _worth_a_look(part):
+        return None
+    try:
+        found = BeforeAutograd(duplicate(part), wanted)
+    except Exception as error:  # what cannot be traced once more has no common error
+        reason = (str(error).splitlines() or [""])[0]
+        reasons = [f"nothing was rewritten before autograd: {type(error).__name__}: {reason}"]
+        found = None
+    else:
+        reasons = [f"{what} stays as it is: {reason}" for what, reason in found.refused.items()]
+    notes += [reason for reason in reasons if reason not in notes]
+    return found if found is not None and found.rewrites else None
+
+
+def checkpointed(gm: GraphModule) -> list[tuple[str, ...]]:
+    """Return the paths of the graphs in a graph that are computed again in the backward."""
+    paths: list[tuple[str, ...]] = []
+    for node in gm.graph.nodes:
+        if getattr(node.target, "__name__", "") != "tag_activation_checkpoint" or not isinstance(node.args[0], Node):
+            continue
+        name = str(node.args[0].target)
+        inner: Any = gm.get_submodule(name)
+        if len(node.args[0].users) == 1:
+            paths += [(name,), *((name, *path) for path in checkpointed(inner))]
+    return paths
+
+
+def with_part(gm: GraphModule, path: tuple[str, ...], part: GraphModule) -> GraphModule:
+    """Return a graph with another part; the graph itself is not changed."""
+    if not path:
+        return part
+    twin, inner = duplicate(gm), gm.get_submodule(path[0])
+    setattr(twin, path[0], with_part(inner, path[1:], part))  # type: ignore[arg-type]
+    return twin
+
+
+def _worth_a_look(gm: GraphModule) -> bool:
+    """Tell whether a graph may hold what the passes look for."""
+    if captured_loops(gm):
+        return False  # a loop that stayed one: to trace it takes as long as it has steps
+    calls = [node for node in gm.graph.nodes if node.op.startswith("call")]
+    names = [str(getattr(node.target, "__name__", node.target)) for node in calls]
+    return any(node.target is OPS["linear_scan"] for node in calls) or any(
+        part in name for name in names for part in ("cumsum", "conv")
+    )
+
+
+class BeforeAutograd:
+    """What the passes make of a Dynamo graph before autograd.
+
+    Attributes:
+        rewrites: What they found, between values of Dynamo's graph.
+        refused: Why something that they found cannot stand in Dynamo's graph.
+    """
+
+    def __init__(self, gm: GraphModule, wanted: Callable[[str], bool] = lambda _: True) -> None:
+        """Trace the graph and run the passes."""
+        self.gm = gm
+        self.rewrites: list[Rewrite] = []
+        self.refused: dict[str, str] = {}
+        self._changed = changed_in_place(gm, cautious=True)
+        self._order = {node: i for i, node in enumerate(gm.graph.nodes)}
+        self._graph, named, self._constants, self._needs = _trace(gm)
+        self._traced = {node.name: node for node in _copy(self._graph).nodes}  # as it was before any pass
+        _widen_products(self._graph)
+        self._every = {aten: node for node, aten in reversed(named.items())}  # of equals, the first
+        self._named: dict[Node, Node] = {}
+        self._roots: list[tuple[Node, Node]] = []
+        run_pipeline(self._graph, wanted, passes=BEFORE_AUTOGRAD, seen=self._take)
+
+    def _take(self, found: Rewrite) -> None:
+        """Note a rewrite that was just made."""
+        by_name = {node.name: node for node in self._graph.nodes}
+        new, old = by_name[found.result], by_name[found.site]
+        self._named = {aten: node for aten, node in self._every.items() if by_name.get(aten.name) is aten}
+        roots = [(self._named[old], new)] if old in self._named else [(self._named[x], x) for x in self._readers(new)]
+        inputs = self._sources([by_name[name] for name in found.inputs])
+        given = [self._named[x] for x in inputs]
+        if reason := self._reason(given, [root for root, _ in roots]):
+            self.refused[f"{found.name} [{found.site}]"] = reason
+            return
+        self._roots += roots
+        self.rewrites.append(
+            dataclasses.replace(
+                found,
+                original=self._original(old, inputs) or self._from(inputs, found.original, found.inputs),
+                candidate=self._from(inputs, found.candidate, found.inputs),
+                inputs=tuple(node.name for node in given),
+                multilinear=False,  # gradients are longer sums, which small integers do not make exact
+                differentiated=tuple(self._needs[node] for node in given),
+            )
+        )
+
+    def _readers(self, new: Node) -> list[Node]:
+        """Return the first nodes after one that Dynamo has a node for."""
+        found: dict[Node, None] = {}
+        stack = [new]
+        while stack:
+            for user in stack.pop().users:
+                if user in self._named:
+                    found[user] = None
+                else:
+                    stack.append(user)
+        return list(found)
+
+    def _sources(self, nodes: Sequence[Node]) -> list[Node]:
+        """Return what nodes are computed from, as far as Dynamo has nodes for it."""
+        found: dict[Node, None] = {}
+        stack = list(reversed(nodes))
+        while stack:
+            node = stack.pop()
+            if node in self._named:
+                found[node] = None
+            else:
+                stack.extend(reversed(node.all_input_nodes))
+        return list(found)
+
+    def _reason(self, inputs: list[Node], roots: list[Node]) -> str:
+        """Say why a rewrite between these nodes of Dynamo's graph cannot stand there; empty if it can."""
+        if not roots:
+            return "its result has no name in the code"
+        if (_ENTER is None or _EXIT is None) and any(map(_autocasts, roots)):
+            return "autocast is active, and this PyTorch has no way to leave it in a graph"
+        if any(self._order[x] > self._order[root] for x in inputs for root in roots):
+            return "a result is read before all inputs are there"
+        seen, stack = set(inputs), list(roots)
+        for node in inputs:
+            if self._changes(node):
+                return "an input is changed in place"
+        while stack:
+            node = stack.pop()
+            if node in seen or node in self._constants or node.op == "placeholder":
+                continue
+            seen.add(node)
+            stack.extend(node.all_input_nodes)
+            if isinstance(node.target, torch._ops.HigherOrderOperator):
+                return f"{node.target} has a gradient of its own"
+            if self._changes(node):
+                return "a value in between is changed in place"
+            if not self._needs[node] and any(self._needs[x] for x in node.all_input_nodes):
+                return f"{node.name} is without gradients, or detached"
+        return ""
+
+    def _changes(self, node: Node) -> bool:
+        return any(x.untyped_storage()._cdata in self._changed for x in _tensors(node))
+
+    def _original(self, root: Node, inputs: list[Node]) -> GraphModule | None:
+        """Return what computed a node, as it was traced; None if Dynamo has no node for it."""
+        if root not in self._named:
+            return None
+        part = extract(self._traced[root.name], [self._traced[x.name] for x in inputs])
+        differentiable(part.graph)
+        part.recompile()
+        return part
+
+    def _from(self, inputs: list[Node], part: GraphModule, names: Sequence[str]) -> GraphModule:
+        """Return a part of the graph as a function of the nodes that Dynamo has."""
+        graph, copies = Graph(), dict[Node, Node]()
+        for node in inputs:
+            copies[node] = graph.placeholder(node.name)
+            copies[node].meta = dict(node.meta)
+        by_name = {node.name: node for node in self._graph.nodes}
+        inner = {
+            placeholder: _copied(by_name[name], graph, copies)
+            for placeholder, name in zip(part.graph.find_nodes(op="placeholder"), names, strict=True)
+        }
+        graph.output(graph.graph_copy(part.graph, inner))
+        graph.eliminate_dead_code()
+        differentiable(graph)
+        return GraphModule(part, graph)
+
+    def spliced(self) -> GraphModule:
+        """Put what was found into Dynamo's graph, and return it."""
+        copies = dict(self._named)
+        for root, new in sorted(self._roots, key=lambda pair: self._order[pair[0]]):
+            if copies.get(new) is root:
+                del copies[new]
+            with self.gm.graph.inserting_before(root), _without_autocast(root):
+                found = _copied(new, self.gm.graph, copies)
+            root.replace_all_uses_with(found)
+        differentiable(self.gm.graph)
+        self.gm.graph.lint()
+        self.gm.recompile()
+        return self.gm
+
+
+def _autocasts(root: Node) -> bool:
+    """Tell whether autocast acts on what is inserted before a node."""
+    before = itertools.takewhile(lambda node: node is not root, root.graph.nodes)
+    targets = [getattr(node.target, "__name__", "") for node in before]
+    inside = targets.count("_enter_autocast") > targets.count("_exit_autocast")
+    return inside or any(map(torch.is_autocast_enabled, _DEVICES))
+
+
+@contextlib.contextmanager
+def _without_autocast(root: Node) -> Iterator[None]:
+    """Keep autocast from changing the dtypes of what is inserted before a node."""
+    graph, modes = root.graph, list[Node]()
+    if _autocasts(root):
+        modes = [graph.call_function(_ENTER, (device, None, False, None)) for device in _DEVICES]
+    yield
+    for mode in reversed(modes):
+        graph.call_function(_EXIT, (mode,))
+
+
+def _copied(node: Node, graph: Graph, copies: dict[Node, Node]) -> Node:
+    """Copy a node, and what it needs that is not there yet."""
+    if node not in copies:
+        for x in node.all_input_nodes:
+            _copied(x, graph, copies)
+        copies[node] = graph.node_copy(node, lambda x: copies[x])
+        copies[node].meta = {**node.meta, "example_value": node.meta["val"]}
+    return copies[node]
+
+
+def _copy(graph: Graph) -> Graph:
+    twin = copy.deepcopy(graph)
+    twin.owning_module = graph.owning_module
+    return twin
+
+
+def _widen_products(graph: Graph) -> None:
+    """Turn a product in 16 bits that is widened into a product of widened factors.
+
+    Autocast sums in float32 what it multiplies in 16 bits, and the sum is a contraction all the same. The graph is only
+    read: what runs, and what rewrites are compared with, is the original.
+    """
+    widened: dict[Node, Node] = {}
+
+    def widen(node: Node) -> Node:
+        """Return a value in float32, converted where it comes from, and there once."""
+        if node not in widened:
+            build = Builder(node.next)
+            if node.op == "call_function" and (is_view(node) or node.target in _PRODUCTS) and not node.kwargs:
+                parts = [widen(x) if is_tensor(x) and value(x).dtype in _HALF else x for x in node.args]
+                widened[node] = build.restride(build.call(node.target, parts), value(node))
+            else:
+                widened[node] = build.call(_CONVERT, (node, torch.float32))
+        return widened[node]
+
+    for node in graph.find_nodes(op="call_function", target=aten.mul.Tensor):
+        if value(node).dtype == torch.float32 and node not in widened.values():
+            node.args = tuple(widen(x) if is_tensor(x) and value(x).dtype in _HALF else x for x in node.args)
+    for node in graph.find_nodes(op="call_function", target=_CONVERT):
+        source, dtype = node.args
+        if dtype == torch.float32 and value(source).dtype in _HALF and widened.get(source) is not node:
+            new = widen(source)
+            if same_strides(value(new), value(node)):
+                node.replace_all_uses_with(new)
+    graph.eliminate_dead_code()
+
+
+def _trace(gm: GraphModule) -> tuple[Graph, dict[Node, Node], set[Node], dict[Node, bool]]:
+    """Trace a Dynamo graph to ATen, without a backward.
+
+    Returns:
+        The ATen graph; what became of each tensor of Dynamo's; which of these are constants; and for each of Dynamo's
+        nodes, whether its value has a gradient. No integer has one.
+    """
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    examples = [node.meta["example_value"] for node in placeholders]
+    mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=environment(examples))
+    with mode:
+        fakes = [twin(x) for x in examples]
+    keeping = _Keeping(gm)
+
+    def run(*inputs: Any) -> Any:
+        results = keeping.run(*inputs)
+        return results, list(keeping.tensors.values())
+
+    traced = to_aten(mode, run, *fakes, to_read=True)
+    graph = fx_graph_cse(traced.graph)
+    graph.owning_module = traced
+    output: Any = graph.output_node()
+    results, values = output.args[0]
+    output.args = (results,)
+    named = {node: aten for node, aten in zip(keeping.tensors, values, strict=True) if isinstance(aten, Node)}
+    constants = {node for node, aten in named.items() if is_constant(aten)}
+    graph.eliminate_dead_code()
+    alive = set(graph.nodes)
+    named = {node: aten for node, aten in named.items() if aten in alive}
+    with mode, torch.enable_grad():
+        leaves = [x.requires_grad_(_asks(y)).view_as(x) if _asks(y) else x for x, y in zip(fakes, examples, strict=True)]
+        keeping.run(*leaves)
+    return graph, named, constants, keeping.needs
+
+
+class _Keeping(Interpreter):
+    """Notes each tensor, and what has a gradient."""
+
+    def __init__(self, gm: GraphModule) -> None:
+        super().__init__(gm)
+        self.tensors: dict[Node, torch.Tensor] = {}
+        self.needs: dict[Node, bool] = {}
+
+    def run_node(self, n: Node) -> Any:
+        """Run one node."""
+        out = super().run_node(n)
+        if n.op != "output" and isinstance(out, torch.Tensor):
+            self.tensors[n] = out
+        self.needs[n] = any(isinstance(x, torch.Tensor) and x.requires_grad for x in tree_leaves(out))
+        return out
+
+
+def _asks(x: Any) -> bool:
+    return isinstance(x, torch.Tensor) and x.requires_grad
+
+
+def _tensors(node: Node) -> list[torch.Tensor]:
+    return [x for x in tree_leaves(node.meta.get("example_value")) if isinstance(x, torch.Tensor)]
