@@ -170,6 +170,10 @@ def _rewrite(site: CallSite, before: set[Node], dual: bool) -> CapturedScan:
     return CapturedScan(site, rewrite, inputs, dual=any(found.operator != "linear_scan" for found in body.loops))
 
 
+# How many of the scans of one loop are named.
+_NAMED = 4
+
+
 def _has_gradient(x: Any) -> bool:
     return isinstance(x, torch.Tensor) and x.requires_grad and x.is_floating_point()
 
@@ -177,7 +181,7 @@ def _has_gradient(x: Any) -> bool:
 def _detail(count: Any, loops: list[Loop]) -> str:
     if not loops:
         return f"{count if isinstance(count, int) else 'any number of'} steps that carry nothing, all at once"
-    return loops[0].described
+    return "; ".join(dict.fromkeys(loop.described for loop in loops[:_NAMED]))
 
 
 def _without_writes(traced: Traced) -> GraphModule:

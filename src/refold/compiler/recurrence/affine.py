@@ -84,8 +84,8 @@ class Affine:
     """``scale * carry + offset``, elementwise; None stands for 1 and for 0.
 
     ``shape`` is a step's shape: the carry's, but for axes of size one; None before anything was done to the carry.
-    ``others`` are further carries of one system, each with its scale. With a ``floor`` the value is the maximum of that and
-    ``carry + offset``, or ``logaddexp`` of the two if ``smooth``.
+    ``others`` are further carries of one system, each with its scale. With a ``floor`` the value is the maximum of that
+    and ``carry + offset``, or ``logaddexp`` of the two if ``smooth``.
     """
 
     loop: Loop
@@ -123,13 +123,16 @@ class LoopVectorizer:
 
     def _apply(self, x: Affine, carry: Node, step: Node) -> Value:
         shape = tuple(value(step).shape) if x.shape is None else x.shape
-        rank, out = len(shape), None
+        rank, terms = len(shape), list[Node]()
         for loop, scale in x.scales.items():
             assert loop.previous is not None  # all carries of a system are known at once
             term = self.emit.reshape(loop.previous, [value(carry).shape[0], *shape])
             if scale is not None:
                 term = self.emit.call(aten.mul.Tensor, term, self.emit.padded(scale, rank))
-            out = term if out is None else self.emit.call(aten.add.Tensor, out, term)
+            terms.append(term)
+        out = terms[0]
+        for term in terms[1:]:
+            out = self.emit.call(aten.add.Tensor, out, term)
         if x.offset is not None:
             out = self.emit.call(aten.add.Tensor, out, self.emit.padded(x.offset, rank))
         if x.floor is not None:
@@ -262,9 +265,7 @@ class LoopVectorizer:
 
         def whole(part: Value, time: bool) -> Node:
             x = emit.with_time(part, count if time or part.has_time else 1, like)
-            return emit.cast(
-                emit.expand(emit.padded(Value(x, True), val.dim()), [value(x).shape[0], *shape]), dtype
-            )
+            return emit.cast(emit.expand(emit.padded(Value(x, True), val.dim()), [value(x).shape[0], *shape]), dtype)
 
         initial = emit.cast(self._tensor(loop.initial, like), dtype)
         shift, floor = whole(body.offset or Value(0.0), False), whole(body.floor, True)
@@ -327,9 +328,7 @@ class LoopVectorizer:
         rank = value(node).dim()
 
         def choose(parts: list[Value]) -> Value:
-            chosen = [
-                self.emit.padded(Value(self.emit.with_time(part, count, node), True), rank) for part in parts
-            ]
+            chosen = [self.emit.padded(Value(self.emit.with_time(part, count, node), True), rank) for part in parts]
             return Value(self.emit.call(aten.where.self, self.emit.padded(mask, rank), *chosen), True)
 
         carries = {own: None for x in sides if isinstance(x, Affine) for own in x.scales}
@@ -380,7 +379,6 @@ class LoopVectorizer:
         loop.previous = emit.call(aten.cat.default, pair, 0)
         self.loops.append(loop)
         return Value(loop.states, True)
-
 
     def _system(self, loops: Sequence[Loop], bodies: Sequence[Affine | Value]) -> None:
         """Compute the states of coupled carries together, or of a complex one."""

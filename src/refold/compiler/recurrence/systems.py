@@ -2,8 +2,8 @@
 
 ``h[t] = A[t] h[t-1] + b[t]`` with small matrices A is a scan: two steps compose to ``(A2 A1, A2 b1 + b2)``. Steps are
 composed in pairs, which leaves the same problem of half the length; its states are every second one that is wanted, and
-the others are one step away (cyclic reduction; Blelloch 1990, CMU-CS-90-190). That takes log2 of the length in passes, and
-about as much work as the steps themselves.
+the others are one step away (cyclic reduction; Blelloch 1990, CMU-CS-90-190). That takes log2 of the length in passes,
+and about as much work as the steps themselves.
 
 Products of matrices lose digits that one step after the other keeps, so single precision is to be computed in double:
 `wide` says in what.
@@ -23,7 +23,7 @@ _WIDE = {torch.float32: torch.float64, torch.complex64: torch.complex128}
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which a system of this dtype is computed: 16-bit types in single precision, single in double."""
+    """Return the dtype in which a system is computed: single precision for 16-bit types, double for single."""
     return _WIDE.get(dtype, torch.promote_types(dtype, torch.float32))
 
 
@@ -152,7 +152,7 @@ def _save_maxima(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _maxima_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    """A state hands the share of its gradient on that the carried side had in it: all, half at a tie, or none."""
+    """Hand on the share of a state's gradient that the carried side had in it: all, half at a tie, or none."""
     shift, floor, initial, h = ctx.saved_tensors
     carried = torch.cat([initial[None], h[:-1]]) + shift
     share = torch.exp(carried - h) if ctx.smooth else (carried > floor).to(h.dtype) + (carried == floor).to(h.dtype) / 2

@@ -195,9 +195,7 @@ def _programs(rewrite: Rewrite) -> tuple[Program, Program, Program, Program]:
 
 def _real(xs: Sequence[Any]) -> list[Any]:
     """Return complex tensors as real ones with an axis for the two parts."""
-    return [
-        torch.view_as_real(x.resolve_conj()) if isinstance(x, torch.Tensor) and x.is_complex() else x for x in xs
-    ]
+    return [torch.view_as_real(x.resolve_conj()) if isinstance(x, torch.Tensor) and x.is_complex() else x for x in xs]
 
 
 def _inputs(rewrite: Rewrite) -> list[Any]:
