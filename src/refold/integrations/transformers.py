@@ -95,7 +95,7 @@ def accelerate(model: nn.Module, *, positions: bool = True) -> Acceleration:
         model: A transformers model with layers of mamba, falcon_mamba, jamba, zamba, mamba2, bamba, granitemoehybrid,
             falcon_h1, nemotron_h or zamba2, or a module that holds one.
         positions: Take ``position_ids`` that do not follow each other as borders between documents. Their values must
-            be read for that, where there are several tokens: one synchronisation a call on a GPU, a graph break under
+            be read for that, where there are several tokens: one synchronisation per call on a GPU, a graph break under
             ``torch.compile``. False reads none; ``cu_seq_lens_q`` and ``seq_idx`` are always read.
 
     Returns:

@@ -1,4 +1,4 @@
-"""What a checkpoint's ``config.json`` says, in one vocabulary, whoever wrote it.
+"""What a checkpoint's ``config.json`` says, in one vocabulary for all authors.
 
 Two writers are read: transformers (``model_type``, see ``_READERS``) and state-spaces (``ssm_cfg``). A setting that
 refold's models do not compute is refused here, by name, rather than ignored there.

@@ -28,7 +28,7 @@ class Explanation(dict[str, str | None]):
         return next((name for name, reason in self.items() if reason is None), None)
 
     def __str__(self) -> str:
-        """Return one line a backend."""
+        """Return one line per backend."""
         lines = [f"{self.op}:"]
         for name, reason in self.items():
             mark = "runs" if name == self.chosen else "yes" if reason is None else f"no: {reason}"

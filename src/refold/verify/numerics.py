@@ -165,7 +165,7 @@ def check(
         leaves = [x for x, need in zip(inputs, differentiated, strict=False) if need]
         spare = [0] * len(os)
         for at, x in enumerate(leaves, len(os) - len(leaves)):
-            os[at] = torch.where(x.isfinite(), os[at], math.nan)  # nobody asks for the gradient at an infinity
+            os[at] = torch.where(x.isfinite(), os[at], math.nan)  # the gradient at an infinity is not used
             # A step whose state is infinite already may get a NaN where the original has the gradient of nothing: zero.
             # Coupled values pass that on to one another, one step at a time.
             spare[at] = coupled * x.numel() // max(x.shape, default=1)

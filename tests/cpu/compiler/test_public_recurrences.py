@@ -185,7 +185,7 @@ def test_states_that_are_contracted_later_are_not_written_in_training():
 COUPLED = {
     "rotation": lambda u, v, a, x: (a[0] * u - a[1] * v + x, a[1] * u + a[0] * v),
     "changes over time": lambda u, v, a, x: (x.tanh() * u + a[0] * v, a[1] * u + x),
-    "gated": lambda u, v, a, x: (torch.where(x > 0, u + v, x), a[0] * u + 0.5 * v),
+    "gated": lambda u, v, a, x: (torch.where(x > 0, u + v, x - 0.5 * v + u), a[0] * u + 0.5 * v),
     "views": lambda u, v, a, x: ((a[0] * v.unsqueeze(0)).squeeze(0) + x, torch.lerp(u, v, 0.3)),
 }
 

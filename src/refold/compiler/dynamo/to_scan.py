@@ -89,7 +89,8 @@ def describe_loop(gm: GraphModule, call: Node) -> str:
     lines = [source_line(node) for node in loop.body.graph.nodes if node.op.startswith("call")]
     carried = [x for x in loop.body.graph.output_node().args[0][: loop.carried] if x.op.startswith("call")]
     line = source_line(carried[0]) if carried else lines[-1]
-    return f"{line} ({concrete(step_count(loop, call))} steps one after another, {lines.count(line)} operations a step)"
+    steps = concrete(step_count(loop, call))
+    return f"{line} ({steps} steps one after another, {lines.count(line)} operations per step)"
 
 
 def _make_sizes_known(gm: GraphModule, call: Node) -> bool:

@@ -3,6 +3,9 @@
 Values of a step are `Value`s, the same or stacked over all steps, or `Affine` functions of a state
 that is not known yet. Once a step's new state turns out to be affine in its old one, ``_scan``
 computes all states at once, and the functions of the carry become values too.
+
+Shapes. A step's value is (...), all steps' values are (t, ...). The scan's operands are (b, t, ...): axis 0 of the
+state stands in for the batch. Source: Blelloch 1990 (CMU-CS-90-190), section 1.4: first-order recurrences are scans.
 """
 
 from __future__ import annotations
@@ -39,7 +42,7 @@ class Loop:
     """A list of nodes that is being stacked; a loop if it turns out to depend on itself.
 
     Attributes:
-        steps: The nodes, one a step.
+        steps: The nodes, one per step.
         reverse: Whether a step depends on the one after it.
         initial: What the first step to run reads instead of a step; set once the carry was met.
         states: All steps' values, once they are known.
@@ -83,15 +86,17 @@ class Loop:
 class Affine:
     """``scale * carry + offset``, elementwise; None stands for 1 and for 0.
 
-    ``shape`` is a step's shape: the carry's, but for axes of size one; None before anything was done to the carry.
-    ``others`` are further carries of one system, each with its scale. With a ``floor`` the value is the maximum of that
-    and ``carry + offset``, or ``logaddexp`` of the two if ``smooth``.
+    Where ``reset`` is true it is ``offset``: the carry was not read there, and if it is NaN, that ends there. None
+    stands for nowhere. ``shape`` is a step's shape: the carry's, but for axes of size one; None before anything was
+    done to the carry. ``others`` are further carries of one system, each with its scale. With a ``floor`` the value is
+    the maximum of that and ``carry + offset``, or ``logaddexp`` of the two if ``smooth``.
     """
 
     loop: Loop
     scale: Value | None = None
     offset: Value | None = None
     shape: tuple[int, ...] | None = None
+    reset: Value | None = None
     others: tuple[tuple[Loop, Value | None], ...] = ()
     floor: Value | None = None
     smooth: bool = False
@@ -102,10 +107,10 @@ class Affine:
         return {self.loop: self.scale, **dict(self.others)}
 
 
-def affine(scales: Mapping[Loop, Value | None], offset: Value | None) -> Affine:
+def affine(scales: Mapping[Loop, Value | None], offset: Value | None, reset: Value | None = None) -> Affine:
     """Return a function of some carries."""
     (loop, scale), *others = scales.items()
-    return Affine(loop, scale, offset, others=tuple(others))
+    return Affine(loop, scale, offset, reset=reset, others=tuple(others))
 
 
 class LoopVectorizer:
@@ -133,6 +138,9 @@ class LoopVectorizer:
         out = terms[0]
         for term in terms[1:]:
             out = self.emit.call(aten.add.Tensor, out, term)
+        if x.reset is not None:
+            zero = self.emit.call(aten.full.default, [], 0.0, dtype=value(out).dtype, device=value(out).device)
+            out = self.emit.call(aten.where.self, self.emit.padded(x.reset, rank), zero, out)
         if x.offset is not None:
             out = self.emit.call(aten.add.Tensor, out, self.emit.padded(x.offset, rank))
         if x.floor is not None:
@@ -208,7 +216,7 @@ class LoopVectorizer:
             return self._maximum(node, operands, mine)
         if target in _VIEWS and _without_ones(value(node).shape) == _without_ones(value(node.args[0]).shape):
             scales = {other: self._viewed(scale, node) for other, scale in mine.scales.items()}
-            return affine(scales, self._viewed(mine.offset, node))
+            return affine(scales, self._viewed(mine.offset, node), self._viewed(mine.reset, node))
         if target is prims.convert_element_type.default and node.args[1].is_floating_point:
             return mine
         if not is_pointwise(target):
@@ -311,7 +319,11 @@ class LoopVectorizer:
         terms = [offset for offset in offsets if offset is not None]
         if len(terms) == 2:
             terms = [self._call(aten.add.Tensor, loop, *terms)]
-        return affine(scales, terms[0] if terms else None)
+        resets = [x.reset for x in (a, b) if isinstance(x, Affine)]
+        reset = resets[0]
+        if len(resets) == 2 and reset is not None:  # forgotten is what both parts forget
+            reset = None if resets[1] is None else self._call(aten.logical_and.default, loop, reset, resets[1])
+        return affine(scales, terms[0] if terms else None, reset)
 
     def _scaled(self, x: Affine | Value, by: Value, loop: Loop) -> Any:
         if isinstance(x, Value):
@@ -320,7 +332,8 @@ class LoopVectorizer:
             own: by if scale is None else self._call(aten.mul.Tensor, loop, scale, by)
             for own, scale in x.scales.items()
         }
-        return affine(scales, None if x.offset is None else self._call(aten.mul.Tensor, loop, x.offset, by))
+        offset = None if x.offset is None else self._call(aten.mul.Tensor, loop, x.offset, by)
+        return affine(scales, offset, x.reset)
 
     def _where(self, node: Node, leaves: list[Any], loop: Loop, count: int) -> Affine:
         """Choose between functions of the carry by a mask that does not depend on it."""
@@ -331,13 +344,28 @@ class LoopVectorizer:
             chosen = [self.emit.padded(Value(self.emit.with_time(part, count, node), True), rank) for part in parts]
             return Value(self.emit.call(aten.where.self, self.emit.padded(mask, rank), *chosen), True)
 
+        if all(isinstance(x, Affine) for x in sides) and sides[0].scales.keys() != sides[1].scales.keys():
+            raise NotALoop("carries-coupled", f"{loop.name} is chosen from several carries")
         carries = {own: None for x in sides if isinstance(x, Affine) for own in x.scales}
         scales: dict[Loop, Value | None] = {}
         for own in carries:
             given = [x.scales.get(own, Value(0.0)) if isinstance(x, Affine) else Value(0.0) for x in sides]
             scales[own] = choose([Value(1.0) if part is None else part for part in given])
         offsets = [x.offset if isinstance(x, Affine) else x for x in sides]
-        return affine(scales, choose([Value(0.0) if part is None else part for part in offsets]))
+        offset = choose([Value(0.0) if part is None else part for part in offsets])
+        return affine(scales, offset, self._chosen_reset(loop, mask, *sides))
+
+    def _chosen_reset(self, loop: Loop, mask: Value, a: Affine | Value, b: Affine | Value) -> Value | None:
+        """Return where a choice by a mask reads no carry: where it takes what is no function of it, or is reset."""
+        parts = []
+        for x, taken in ((a, mask), (b, None)):
+            if isinstance(x, Affine) and x.reset is None:
+                continue
+            taken = taken or self._call(aten.logical_not.default, loop, mask)
+            if isinstance(x, Affine) and x.reset is not None:
+                taken = self._call(aten.logical_and.default, loop, taken, x.reset)
+            parts.append(taken)
+        return parts[0] if len(parts) == 1 else self._call(aten.logical_or.default, loop, *parts) if parts else None
 
     # The loop itself -------------------------------------------------------------------------
 
@@ -363,11 +391,15 @@ class LoopVectorizer:
         # The operator wants a batch axis before time; any axis of the state will do.
         order = [1, 0, *range(2, len(shape))] if val.dim() else [0]
         operands = [emit.cast(x, dtype) for x in operands]
+        if body.reset is not None:
+            mask = emit.with_time(body.reset, count, like)
+            operands.append(emit.expand(emit.padded(Value(mask, True), val.dim()), shape))
         operands[1:] = [emit.permute(x, order) for x in operands[1:]]
         if not val.dim():
             operands = [emit.call(aten.unsqueeze.default, x, 0) for x in operands]
-        first, a, x = (emit.call(aten.clone.default, x, memory_format=torch.contiguous_format) for x in operands)
-        given = node_args("linear_scan", a=a, x=x, initial_state=first, reverse=loop.reverse)
+        first, *timed = (emit.call(aten.clone.default, x, memory_format=torch.contiguous_format) for x in operands)
+        by_name = dict(zip(("a", "x", "reset"), timed, strict=False))
+        given = node_args("linear_scan", **by_name, initial_state=first, reverse=loop.reverse)
         scan = emit.call(OPS["linear_scan"], *given)
         out = emit.call(operator.getitem, scan, 0)
         loop.scan, loop.body = out, body
@@ -388,6 +420,8 @@ class LoopVectorizer:
         names = " and ".join(loop.name for loop in loops)
         if len(loops) > LARGEST:
             raise NotALoop("carries-coupled", f"{names} depend on one another; systems of up to {LARGEST} are scans")
+        if any(body.reset is not None for body in bodies if isinstance(body, Affine)):
+            raise NotALoop("carries-coupled", f"{names} are replaced where a mask says so: no system")
         if any(value(x.steps[-1]).shape != val.shape or value(x.steps[-1]).dtype != val.dtype for x in loops):
             raise NotALoop("carry-shape", f"{names} depend on one another and differ in shape or dtype")
         shape = [*val.shape]

@@ -1,8 +1,8 @@
 """Run one operation for all time steps at once: how each ATen operation takes a leading time axis.
 
 A `Value` is what an argument is over all steps: the same node every time, or a node whose axis 0 is
-time. `run` gives a call the time axis; the fake value of what it emits must be the step's value with
-time in front, so that a rule which is wrong cannot go unnoticed.
+time. `vectorize_node` gives a call the time axis: a step's (...) becomes (t, ...). The fake value of what it emits must
+have that shape, so a wrong rule is noticed. These are batching rules, as of ``vmap``, with time as the batch.
 """
 
 from __future__ import annotations

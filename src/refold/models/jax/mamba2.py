@@ -94,7 +94,7 @@ def forward(
 def step(
     config: Mamba2Config, params: Tree, token: Array, state: Tree, *, active: Array | None = None
 ) -> tuple[Array, Tree]:
-    """Read one token a row, ``(b,)``; rows that are not ``active`` keep their state. Returns logits ``(b, vocab)``.
+    """Read one token per row, ``(b,)``; rows that are not ``active`` keep their state. Returns logits ``(b, vocab)``.
 
     Layers of ``params`` and ``state`` are both stacked or both apart.
     """

@@ -10,8 +10,9 @@ of tiles, one here.
 What is summed over the states of a channel (y, the gradients of step and input) is partial in LANES lanes: it is
 written to shared memory and read back by the threads that need the sums. What is summed over channels (dB, dC) is
 partial in all others: the matrix units add it up, as products with a matrix whose column for this token is one and
-whose other columns are zero. Zero times NaN is NaN, so what is not finite spoils these sums for all tokens of its group: the
-program then sets its flag, and `_selective_scan_bwd_kernel`, launched after this kernel, does its work again.
+whose other columns are zero. Zero times NaN is NaN, so what is not finite spoils these sums for all tokens of a group.
+The program then sets its flag, and `_selective_scan_bwd_kernel`, launched after this kernel, does its work again. A
+state or an adjoint that is not finite always shows in dC or dB, so nothing else here has to care for it.
 """
 
 from __future__ import annotations
@@ -345,7 +346,9 @@ def _selective_scan_bwd_lanes_kernel(
     offs_out = offs_g[:, None] * channels + offs_c[None, :]
     in_four = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(1, tq)))[None, None, :]
     offs_kt = gl.arange(0, FOURS, layout=gl.SliceLayout(1, gl.SliceLayout(2, tq)))[:, None, None] * 4 + in_four // 4
-    offs_kn = gl.arange(0, BLOCK_N // 4, layout=gl.SliceLayout(0, gl.SliceLayout(2, tq)))[None, :, None] * 4 + in_four % 4
+    offs_kn = (
+        gl.arange(0, BLOCK_N // 4, layout=gl.SliceLayout(0, gl.SliceLayout(2, tq)))[None, :, None] * 4 + in_four % 4
+    )
     op: gl.constexpr = gl.DotOperandLayout(1, mma, 1)
     # Rows: the token of two, the second bit of the state, the lane. Columns: the token of four, the bit.
     of_two = gl.arange(0, 16, layout=gl.SliceLayout(1, op))[:, None] // 4
@@ -488,10 +491,7 @@ def _selective_scan_bwd_lanes_kernel(
                     if z_ptr is not None:
                         ys = _over_states(ys, slot_l, i, state * _line(Cs, token, cn), LANES, kcl)
                     read = state * _column(dys, token, cn)
-                    if i % 4 == 1:
-                        columns_i = columns_01
-                    else:
-                        columns_i = columns_23
+                    columns_i = columns_01 if i % 4 == 1 else columns_23
                     if i % 2 == 0:
                         held = read
                     elif i < 4:
@@ -521,10 +521,7 @@ def _selective_scan_bwd_lanes_kernel(
                     dsteps = _over_states(dsteps, slot_l, i, dlog * A, LANES, kcl)
                     dinputs = _over_states(dinputs, slot_l, i, adjoint * _line(Bs, token, cn), LANES, kcl)
                     written = adjoint * _column(inputs, token, cn)
-                    if i % 4 == 0:
-                        columns_i = columns_01
-                    else:
-                        columns_i = columns_23
+                    columns_i = columns_01 if i % 4 == 0 else columns_23
                     if i % 2 == 1:
                         held = written
                     elif i < 4:

@@ -134,7 +134,7 @@ def _kernels(
     aligned = all(a.data_ptr() % 16 == 0 and all(stride % 16 == 0 for stride in a.stride()[:-1]) for a in rows)
     fits = aligned and arrays["dy"] is not None and group_channels % 16 == 0
     states = dstate == triton.next_power_of_2(dstate) and 4 <= dstate <= 64
-    if PTX and x.device.type == "cuda" and torch.cuda.get_device_capability(x.device)[0] >= 8 and fits and states:
+    if fits and states and _copies_ahead(x.device):
         lanes_kernels: Any = gluon("refold.ops.selective_scan._gluon_backward_kernels")
         if lanes_kernels is not None:
             table = lookup("selective_scan_backward_lanes", x.device, x.dtype)
@@ -148,6 +148,11 @@ def _kernels(
     table = lookup("selective_scan_backward", x.device, x.dtype)
     sizes = {"BLOCK_D": min(table["block_d"], triton.next_power_of_2(group_channels)), "TOKENS": table["tokens"]}
     return kernels._selective_scan_bwd_segments_kernel, kernels._selective_scan_bwd_kernel, sizes, table
+
+
+def _copies_ahead(device: torch.device) -> bool:
+    """Whether a device copies to shared memory asynchronously, as kernels with hand-made layouts do."""
+    return PTX and device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 8
 
 
 def _sums_into(projection: torch.Tensor, ngroups: int) -> bool:

@@ -1,4 +1,4 @@
-"""Launch configurations of the Triton kernels: one small table a GPU family, measured, and a default for the rest.
+"""Launch configurations of the Triton kernels: one small table per GPU family, measured, and a default for the rest.
 
 Nothing is tuned on a user's machine at request time. To extend a
 table, time ``config=`` overrides of a backend's function with ``refold bench`` and add the row that wins.
