@@ -36,8 +36,8 @@ from .mutation import changed_in_place
 
 aten = torch.ops.aten
 
-# A network of eight steps has this many slices and products; a graph with fewer has none.
-_FEWEST = 4
+# A network of eight steps has this many levels; what is combined less often is none.
+_FEWEST = 3
 _SLICES = {"getitem", "slice", "narrow", "pad", "constant_pad_nd"}
 _PRODUCTS = {"mul", "mul_", "imul", "multiply", "addcmul", "addcmul_"}
 _IN_PLACE = {"setitem", "copy_", "mul_", "imul", "addcmul_", "add_", "iadd"}
@@ -154,21 +154,36 @@ def _candidates(gm: GraphModule) -> list[Node]:
     known = [node for node in gm.graph.nodes if _is_known(gm, node)]
     changed, inside = changed_in_place(gm, cautious=True), set[Node]()
     others = {storage(x) for node in set(gm.graph.nodes) - set(known) if _is_change(node) for x in node.all_input_nodes}
-    slices = products = 0
     for node in known:
         given = [x for x in node.all_input_nodes if not (x.op == "get_attr" and is_scan(node))]
         # What is in a tensor that is changed in place elsewhere depends on when it is read.
-        if any(
+        if not any(
             storage(x) in (others if x in inside else changed)
             or not (x in inside or isinstance(example(x), (torch.Tensor, int, torch.SymInt)))
             for x in given
         ):
-            continue
-        inside.add(node)
-        whole = is_scan(node) or node.op == "call_module"
-        slices += _FEWEST if whole else _name(node) in _SLICES
-        products += _FEWEST if whole else _name(node) in _PRODUCTS
-    return [node for node in known if node in inside] if min(slices, products) >= _FEWEST else []
+            inside.add(node)
+    nodes = [node for node in known if node in inside]
+    return nodes if _levels(nodes) >= _FEWEST else []
+
+
+def _levels(nodes: Sequence[Node]) -> int:
+    """Return how often what is multiplied was sliced from what was multiplied before."""
+    levels: dict[Node, int] = {}
+    sliced: dict[Node, bool] = {}
+    most = 0
+    for node in nodes:
+        name = _name(node)
+        if is_scan(node) or node.op == "call_module":
+            return _FEWEST
+        levels[node] = max((levels.get(x, 0) for x in node.all_input_nodes), default=0)
+        sliced[node] = name in _SLICES or any(sliced.get(x, False) for x in node.all_input_nodes)
+        if name in _PRODUCTS and sliced[node]:
+            levels[node], sliced[node] = levels[node] + 1, False
+        most = max(most, levels[node])
+    # Where slices are written to, what reads them next is not seen to depend on that.
+    in_place = sum(_name(node) in _IN_PLACE for node in nodes)
+    return most + in_place
 
 
 def _is_known(gm: GraphModule, node: Node) -> bool:
