@@ -2,15 +2,11 @@
 
 import dataclasses
 import json
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parent))
-from checkpoints import NAMES, VOCAB, prompt, saved
 
 from refold.errors import CheckpointError
 from refold.generate.cli import generate_text
@@ -18,6 +14,7 @@ from refold.generate.sampling import Sampling
 from refold.generate.torch import Generator
 from refold.models.configs import MambaConfig
 from refold.models.torch import load_checkpoint, model_for
+from support.checkpoints import NAMES, VOCAB, prompt, saved
 
 STEPS = 64
 BIASED = ("mamba-untied", "mamba2-groups", "bamba-biases", "granite-odd")

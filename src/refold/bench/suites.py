@@ -90,6 +90,9 @@ SUITES = {
         Suite("compile-time", "compile_time", "compile_time"),
         Suite("generation", "generation", "generation"),
         Suite("generation-cpu", "generation", "generation_cpu"),
+        Suite("decode", "generation_torch", "decode"),
+        Suite("prefill", "generation_torch", "prefill"),
+        Suite("generation-torch-cpu", "generation_torch", "generation_torch_cpu"),
     )
 }
 

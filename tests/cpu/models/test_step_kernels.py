@@ -4,18 +4,15 @@ import dataclasses
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
 pytest.importorskip("triton")
-sys.path.insert(0, str(Path(__file__).parents[1] / "jax"))
-from models import CONFIGS
-
 from refold.models.checkpoint import random_params
 from refold.models.torch import layers, model_for, steps, take_layers_apart, to_device
+from support.models import CONFIGS
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED or not torch.cuda.is_available() else "cuda"

@@ -1,21 +1,17 @@
 """Generation with PyTorch: streaming, stopping, sampling, conversations, gradients of the models, bad input."""
 
 import dataclasses
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "jax"))
-from models import CONFIGS, GRANITE, MAMBA2
 
 from refold.errors import ArgumentError, CapacityError, CheckpointError, DeviceError
 from refold.generate.sampling import Sampling, uniforms
 from refold.generate.torch import NO_TOKEN, Generator, _Kind, _settings, choose
 from refold.models.checkpoint import random_params
 from refold.models.torch import model_for, take_layers_apart, to_device
+from support.models import CONFIGS, GRANITE, MAMBA2
 
 PROMPTS = [[1, 2, 3], [4, 5, 6, 7, 8]]
 DRAWN = Sampling(temperature=0.8, top_k=20, top_p=0.9, min_p=0.01, repetition_penalty=1.2, seed=7)
