@@ -85,6 +85,7 @@ SUITES = {
         Suite("fusion-example", "fusion_example", "fusion_example"),
         Suite("granite-layer", "granite_layer", "granite_layer"),
         Suite("chunked-scan", "chunked_scan", "chunked_scan"),
+        Suite("recurrences", "recurrences", "recurrences"),
         Suite("kernelbench", "kernelbench", "kernelbench"),
         Suite("compile-time", "compile_time", "compile_time"),
         Suite("generation", "generation", "generation"),
