@@ -83,6 +83,7 @@ SUITES = {
         Suite("cpu", "operators_cpu", "cpu"),
         Suite("fusion-example", "fusion_example", "fusion_example"),
         Suite("granite-layer", "granite_layer", "granite_layer"),
+        Suite("training", "training", "training"),
         Suite("chunked-scan", "chunked_scan", "chunked_scan"),
         Suite("compile-time", "compile_time", "compile_time"),
         Suite("generation", "generation", "generation"),

@@ -18,8 +18,8 @@ from ..errors import warn
 from ..report import GraphReport, RewriteReport
 from .compile_time import inductor_seconds, unrolled_seconds
 from .decisions import Store, digest, versions
-from .dynamo.loop import captured_loops
 from .dynamo.early_scans import define_scans, early_scans
+from .dynamo.loop import captured_loops
 from .external_cumsum import keep_scans_external
 from .inductor import Compiled, Hook, Stopped, bind, clone_inputs, duplicate, inductor
 from .ir.cost import Cost, graph_cost

@@ -56,7 +56,7 @@ def fuse_chunked_scans(graph: Graph, wanted: Callable[[str], bool]) -> Iterator[
 def _merge_conversions(graph: Graph) -> None:
     """Let a value that is converted, and then converted again as a view, be converted once.
 
-    ``x * dt[..., None].float()`` and ``A * dt.float()`` have the same step size; as two conversions they look different.
+    ``x * dt[..., None].float()`` and ``A * dt.float()`` have one step size; as two conversions they look different.
     """
     for node in graph.find_nodes(op="call_function", target=_CONVERT):
         view = arg(node, 0)
