@@ -27,4 +27,7 @@ def test_loss_curves(checkpointed, autocast):
     own = losses(None, "cuda", checkpointed, autocast, sizes)
     got = losses(captures_loops(backend), "cuda", checkpointed, autocast, sizes)
     assert "fuse chunked scan" in [row.name for row in report.graphs[0].applied]
-    assert (got - own).abs().max() < (1e-3 if autocast is None else 0.1)
+    if autocast is None:
+        assert (got - own).abs().max() < 1e-3
+    else:
+        assert (got - own).abs().mean() < (losses(None, "cuda", sizes=sizes) - own).abs().mean()

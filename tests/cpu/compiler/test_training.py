@@ -25,7 +25,10 @@ def test_loss_curves_without_code_generation(checkpointed, autocast):
     assert found.count("fuse chunked scan") == 2
     assert found.count("unroll depthwise convolution") == 2
     assert own[-20:].mean() < own[:20].mean() - 1  # it learns something
-    assert (got - own).abs().max() < (1e-4 if autocast is None else 0.1)
+    if autocast is None:
+        assert (got - own).abs().max() < 1e-4
+    else:  # 16 bits part ways: no further from eager than eager is from float32
+        assert (got - own).abs().mean() < (losses(None) - own).abs().mean()
 
 
 def test_loss_curve():
