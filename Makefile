@@ -15,7 +15,7 @@ $(VENV)/.done: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet torch==2.13.0
 	$(BIN)/python -m pip install --quiet transformers==5.17.0
-	$(BIN)/python -m pip install --quiet --editable '.[torch,triton,numba,jax,hf,propose,test,lint,docs]'
+	$(BIN)/python -m pip install --quiet --editable '.[torch,triton,numba,jax,hf,propose,test,lint,plot,docs]'
 	touch $@
 
 $(NEWEST)/.done: pyproject.toml

@@ -44,7 +44,7 @@ class Entry:
 
     def trial(self, nursery: Nursery, off: frozenset[str] = frozenset(), seed: int | None = None) -> Verdict:
         """Try the candidate, leaving out speed unless it is about speed."""
-        terms = Terms(**({"accept": "right", "timeout": 20.0} | self.terms))
+        terms = Terms(**({"accept": "right", "timeout": 20.0, "rival": "eager"} | self.terms))
         first = program(ORIGINALS / f"{self.original}.py", role="original")
         return Trial(first, program(self.path, role="candidate"), None, terms, nursery, off=off, seed=seed).run()
 

@@ -11,11 +11,11 @@ import re
 import sys
 from pathlib import Path
 
+from refold.bench.plots import CPUS
+
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 PAGES = ["README.md"]
-# Rows measured on a CPU name no processor; the folders do.
-CPUS = {"amd-epyc-2-threads": "AMD EPYC, 2 threads", "intel-xeon-2-threads": "Intel Xeon, 2 threads"}
 
 
 def hybrid_layer() -> str:

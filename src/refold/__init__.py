@@ -33,7 +33,7 @@ __all__ = ["__version__", *(name for name in _EXPORTS if name in _WITHOUT_TORCH 
 
 
 def __getattr__(name: str) -> Any:
-    """Import the module behind a public name when it is first asked for (PEP 562)."""
+    """Import the module that holds a public name when it is first asked for (PEP 562)."""
     if name not in _EXPORTS:
         raise AttributeError(f"module 'refold' has no attribute {name!r}; it has {', '.join(_EXPORTS)}")
     module, attribute = _EXPORTS[name]

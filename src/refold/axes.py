@@ -1,4 +1,4 @@
-"""The legend: one letter an axis, everywhere in refold.
+"""The legend: one letter per axis, everywhere in refold.
 
 =====  ===========================================================================
 axis   meaning

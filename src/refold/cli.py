@@ -1,4 +1,4 @@
-"""The command line: ``refold optimize | explain | verify | generate | bench | doctor``.
+"""The command line: ``refold optimize | explain | verify | apply | generate | bench | doctor``.
 
 Progress goes to standard error, live on a terminal and as plain lines in a pipe; the report goes
 to standard output. Bad input gives one sentence and exit code 2.
@@ -6,6 +6,7 @@ to standard output. Bad input gives one sentence and exit code 2.
 
 from __future__ import annotations
 
+import json as json_module
 import logging
 import os
 import sys
@@ -55,7 +56,7 @@ Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Keep all lines o
 
 
 UNSANDBOXED = "--allow-unsandboxed"
-FORMS = "rules (the compiler), file:PATH, command:COMMAND, replay:FOLDER, openai:MODEL or anthropic:MODEL"
+FORMS = "rules (the compiler), search, file:PATH, command:COMMAND, replay:FOLDER, openai:MODEL or anthropic:MODEL"
 
 
 def _proposals(text: str, *names: str, **options: Any) -> Any:
@@ -75,6 +76,7 @@ def optimize(
     verbose: Verbose = False,
     verify: Annotated[str, typer.Option(help="quick: check each rewrite against float64; off: trust it.")] = "quick",
     accept: Annotated[str, typer.Option(help="faster: keep only what is measured to be; always: keep all.")] = "faster",
+    rules: Annotated[Path | None, typer.Option(help="Rules that others found: a file or a folder.")] = None,
     train: Annotated[bool, typer.Option("--train", help="Optimize forward and backward together.")] = False,
     propose: Annotated[str, _proposals(f"Who proposes: {FORMS}.")] = "rules",
     base_url: Annotated[str, _proposals("The endpoint of openai:MODEL or anthropic:MODEL.")] = "",
@@ -117,7 +119,7 @@ def optimize(
         module, inputs = targets.load(target, device=device, dtype=dtype, seed=seed)
         # What is remembered from before is not run again, and could not be profiled.
         told: dict[str, Any] = {"cache": False, "options": named_loops()} if pictures else {}
-        compiled = refold_compile(module.train(train), verify=verify, accept=accept, **told)
+        compiled = refold_compile(module.train(train), verify=verify, accept=accept, rules=rules, **told)
         with torch.set_grad_enabled(train), profiling() if pictures else nullcontext() as profiles:
             targets.check_runs(target, module, inputs)
             compiled(*inputs)
@@ -174,6 +176,9 @@ def verify(
     accept: Annotated[str, typer.Option(help="faster: only what is; right: leave speed out.")] = "faster",
     nonfinite: Annotated[str, typer.Option(help="finite-only, or strict: NaN must stay where it was.")] = "finite-only",
     tried: Annotated[int, typer.Option(help="Candidates tried for this original; they share the chance of error.")] = 1,
+    rival: Annotated[
+        str, typer.Option(help="best: beat eager and torch.compile (not quick); eager: that alone.")
+    ] = "best",
     timeout: Annotated[float, typer.Option(help="Seconds that loading or one call may take.")] = 60.0,
     allow_unsandboxed: Annotated[
         bool, typer.Option("--allow-unsandboxed", help="Run the candidate although nothing confines it.")
@@ -200,7 +205,7 @@ def verify(
             then = None
             verdict = trial.judge(
                 original, candidate, level=level, dtype=dtype, device=device, train=train, accept=accept,
-                nonfinite=nonfinite, tried=tried, timeout=timeout, allow_unsandboxed=allow_unsandboxed,
+                nonfinite=nonfinite, tried=tried, rival=rival, timeout=timeout, allow_unsandboxed=allow_unsandboxed,
             )  # fmt: skip
     if log is not None:
         _write("--log", log, verdict.to_jsonl())
@@ -209,6 +214,35 @@ def verify(
         same = (verdict.outcome, verdict.check) == (then.outcome, then.check)
         typer.echo("  then         " + ("the same" if same else f"{then.outcome} {then.check} {then.reason}".rstrip()))
     raise typer.Exit(verdict.exit_code)
+
+
+@app.command()
+def apply(
+    run: Annotated[Path, typer.Argument(help="The folder of a run of optimize --propose.")],
+    save: Annotated[
+        Path | None, typer.Option(help="Keep it, with evidence and guards, here.", show_default=False)
+    ] = None,
+) -> None:
+    """Show what a run accepted, and keep it where it can be used.
+
+    A rule is used by refold.compile(rules=...), choices by refold.compile(choose=...); both are checked again. A source
+    is used by refold.propose.guarded, for the inputs that it was tried on.
+    """
+    _torch()
+    from .propose import applied
+
+    kind, file = applied.accepted(run)
+    typer.echo(file.read_text().rstrip())
+    evidence = (run / "accepted.jsonl").read_text().splitlines()
+    last = json_module.loads(evidence[-1])
+    timing = last.get("timing", last)
+    typer.echo(
+        f"\n{kind}: {timing['speedup']:.2f}x, at least {timing['at_least']:.2f}x; evidence: {run / 'accepted.jsonl'}"
+    )
+    for note in last.get("notes", []):
+        typer.echo(f"note: {note}")
+    if save is not None:
+        typer.echo(f"kept as {applied.save(run, save)}")
 
 
 app.command()(generate)
@@ -322,7 +356,7 @@ class _Refusal(RefoldError):
 
 
 class _Progress(logging.Handler):
-    """Shows what the compiler logs: in place on a terminal, a line each in a pipe, with its time if ``verbose``."""
+    """Shows what the compiler logs: in place on a terminal, one line each in a pipe, with its time if ``verbose``."""
 
     def __init__(self, console: Console, verbose: bool) -> None:
         super().__init__(logging.INFO)

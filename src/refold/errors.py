@@ -53,6 +53,10 @@ class TargetError(RefoldError, ValueError):
     """A command-line target does not name a module with inputs."""
 
 
+class ProgramError(ArgumentError):
+    """A program in index notation is outside the grammar, or its axes do not fit; the message names the step."""
+
+
 class ProposerError(RefoldError, RuntimeError):
     """A proposer cannot be reached, refuses, or has nothing that can be used."""
 

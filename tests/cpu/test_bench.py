@@ -1,11 +1,12 @@
 """``refold bench``: suites that load, rows that are kept, runs that can be compared."""
 
 import json
+from functools import partial
 
 import pytest
 from typer.testing import CliRunner
 
-from refold.bench import cli, compile_time, rows, suites
+from refold.bench import cli, compile_time, progress, rows, suites
 from refold.cli import app
 from refold.errors import ArgumentError
 
@@ -18,9 +19,13 @@ def run(*arguments):
 def toy(monkeypatch):
     """Plant a suite that measures nothing."""
 
-    def toy(*, sizes: tuple[int, ...] = (1, 2), wrong: bool = False):
+    def toy(*, sizes: tuple[int, ...] = (1, 2), wrong: bool = False, stops: int = 0):
         """Time nothing."""
         for size in sizes:
+            if not progress.wanted(case=str(size)):
+                continue
+            if stops == size:
+                raise KeyboardInterrupt
             yield {"case": str(size), "times_ms": {"refold": 2.0 * size}, **({"refused": "planted"} if wrong else {})}
 
     monkeypatch.setattr(suites.Suite, "load", lambda self: toy)
@@ -55,6 +60,28 @@ def test_rows_are_written_as_they_are_measured_and_compared(toy, tmp_path):
     assert "4.00  cpu 2: refold times_ms" in run("compare", str(out), str(faster)).output
 
 
+def test_a_run_that_was_stopped_keeps_its_rows_and_goes_on(toy, tmp_path):
+    out = str(tmp_path / "rows.jsonl")
+    stopped = run("run", "cpu", "--set", "sizes=1,2,3", "--set", "stops=3", "--out", out)
+    assert stopped.exit_code == 130
+    assert "--resume goes on" in stopped.stderr
+    assert [row["case"] for row in rows.read(tmp_path / "rows.jsonl")] == ["1", "2"]
+    resumed = run("run", "cpu", "--set", "sizes=1,2,3", "--out", out, "--resume")
+    assert "... 1/1 cpu 3" in resumed.stderr
+    assert [row["case"] for row in rows.read(tmp_path / "rows.jsonl")] == ["1", "2", "3"]
+
+
+def test_progress_says_what_runs_and_of_how_many(toy):
+    assert run("run", "cpu", "--set", "sizes=5,7").stderr.splitlines() == ["... 1/2 cpu 5", "... 2/2 cpu 7"]
+    assert run("run", "cpu", "-q").stderr == ""
+
+
+@pytest.mark.parametrize("suite", ["cpu", "compile-time", "fusion-example", "chunked-scan"])
+def test_measurements_are_counted_without_being_made(suite):
+    options = {"device": "cpu"} if "device" in suites.find(suite).options() else {}
+    assert progress.count([(suite, partial(suites.find(suite).load(), **options))], []) >= 2
+
+
 def test_what_is_not_right_is_refused_and_the_exit_code_says_so(toy):
     assert run("run", "cpu", "--set", "wrong=true").exit_code == 1
 
@@ -63,10 +90,11 @@ def test_what_is_not_right_is_refused_and_the_exit_code_says_so(toy):
     ("arguments", "message"),
     [
         (["run", "no-such"], "there is no suite 'no-such'. There are ssd"),
-        (["run", "cpu", "--set", "shape=3"], "has no option shape. It has sizes, wrong"),
+        (["run", "cpu", "--set", "shape=3"], "has no option shape. It has sizes, wrong, stops"),
         (["run", "cpu", "--set", "sizes=1,x"], "sizes is 'x'. Give a value like 1"),
         (["run", "cpu", "--set", "wrong=1"], "Give true or false"),
         (["run", "cpu", "--set", "wrong"], "give name=value"),
+        (["run", "cpu", "--resume"], "--resume needs --out FILE"),
         (["compare", "no-such.jsonl", "no-such.jsonl"], "no-such.jsonl cannot be read"),
     ],
 )

@@ -48,5 +48,5 @@ def test_float32(spec, case):
 @pytest.mark.parametrize(("spec", "case"), list(cells(every=3)))
 def test_half_precision(spec, case, dtype):
     given = problem(spec, case, dtype)
-    for name in CORE:
+    for name in (*CORE, *(["nonfinite"] if spec.name == "ssd" else [])):
         check(name, given, "triton", "cuda")

@@ -80,28 +80,91 @@ def test_matches_definition(spec, case, dtype):
         assert error <= 2 * bound + allowance(spec, case, dtype), (float(error), float(bound))
 
 
+# Batch, tokens, heads, channels, groups, states: every way to cut heads and states into tiles, tiles that are not full,
+# heads that share no group, and time in one piece, in pieces chained by the scan, and passed on.
+SSD_SIZES = [
+    (1, 1, 2, 64, 1, 128), (2, 333, 8, 64, 2, 128), (1, 1000, 6, 64, 1, 64), (3, 64, 4, 64, 1, 192),
+    (2, 333, 8, 128, 2, 128), (2, 200, 4, 256, 2, 256), (2, 333, 8, 32, 2, 64), (2, 333, 6, 64, 2, 256),
+    (2, 333, 3, 64, 3, 64), (1, 333, 3, 64, 3, 128), (2, 333, 4, 80, 1, 16), (2, 333, 4, 96, 2, 48),
+    (1, 333, 4, 48, 2, 200), (2, 130, 4, 40, 4, 72), (1, 2000, 24, 64, 1, 256), (1, 8192, 4, 192, 1, 128),
+    (1, 8192, 3, 64, 3, 64), (1, 4100, 2, 256, 2, 32), (1, 5000, 3, 128, 3, 256), (1, 1024, 5, 160, 1, 112),
+    (4, 100, 2, 32, 1, 16), (1, 333, 4, 8, 2, 8),
+]  # fmt: skip
+
+
+def ssd_problem(shape, dtype, gate):
+    """Return arrays and options of a call of ssd."""
+    b, t, h, p, g, n = shape
+    torch.manual_seed(0)
+    x, B, C = (torch.randn(*s, device="cuda").to(dtype) for s in ((b, t, h, p), (b, t, g, n), (b, t, g, n)))
+    dt = torch.randn(b, t, h, device="cuda").to(dtype)
+    arrays = {"x": x, "dt": dt, "A": -torch.rand(h, device="cuda") * min(1, 100 / t), "B": B, "C": C}
+    arrays["D"] = torch.randn(h, p, device="cuda")
+    if gate:
+        arrays |= {"z": torch.randn_like(x), "initial_state": torch.randn(b, h, p, n, device="cuda")}
+    return arrays, {"dt_softplus": True}
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=lambda d: str(d)[6:])
-@pytest.mark.parametrize("shape", [(1, 1, 2, 1, 128), (2, 333, 8, 2, 128), (1, 1000, 6, 1, 64), (3, 64, 4, 1, 128)])
+@pytest.mark.parametrize("shape", SSD_SIZES)
 @pytest.mark.parametrize("gate", [False, True])
 def test_tensor_core_shapes(dtype, shape, gate):
     import refold
 
-    b, t, h, g, n = shape
-    torch.manual_seed(0)
-    x, B, C = (torch.randn(*s, device="cuda").to(dtype) for s in ((b, t, h, 64), (b, t, g, n), (b, t, g, n)))
-    dt = torch.randn(b, t, h, device="cuda").to(dtype)
-    A, D = -torch.rand(h, device="cuda"), torch.randn(h, device="cuda")
-    z = torch.randn_like(x) if gate else None
-    initial = torch.randn(b, h, 64, n, device="cuda")
-    arrays = [x, dt, A, B, C, D, z, initial]
+    arrays, options = ssd_problem(shape, dtype, gate)
+    found = []
     for _ in range(3):  # The first call plans; later ones find their tensors elsewhere.
-        arrays = [None if a is None else a.clone() for a in arrays]
-        x, dt, A, B, C, D, z, initial = arrays
-        y, state = refold.ops.ssd(x, dt, A, B, C, D=D, z=z, dt_softplus=True, initial_state=initial, backend="triton")
-    wide = [None if a is None else a.double() for a in (x, dt, A, B, C, D, z, initial)]
-    want = refold.ops.ssd(*wide[:5], D=wide[5], z=wide[6], dt_softplus=True, initial_state=wide[7], backend="torch")
-    for one, expected in zip((y, state), want, strict=True):
+        arrays = {name: a.clone() for name, a in arrays.items()}
+        found.append(refold.ops.ssd(**arrays, **options, backend="triton"))
+    want = refold.ops.ssd(**{name: a.double() for name, a in arrays.items()}, **options, backend="torch")
+    for one, same, expected in zip(found[0], found[2], want, strict=True):
+        assert torch.equal(one, same)
         assert (one.double() - expected).norm() <= ROUNDING[dtype] * 1.1 * expected.norm()
+
+
+@pytest.mark.parametrize("shape", SSD_SIZES[1:])
+@pytest.mark.parametrize("gate", [False, True])
+def test_values_that_are_not_finite(shape, gate):
+    """They spoil what the definition spoils, and no earlier token, no other channel."""
+    import refold
+
+    arrays, options = ssd_problem(shape, torch.bfloat16, gate)
+    draw = torch.Generator().manual_seed(0)
+    nan, inf = math.nan, math.inf
+    for name, value in (("x", nan), ("x", inf), ("dt", inf), ("dt", nan), ("B", nan), ("C", -inf)):
+        given = {key: a.clone() for key, a in arrays.items()}
+        given[name][tuple(int(torch.randint(0, n, (1,), generator=draw)) for n in given[name].shape)] = value
+        got = refold.ops.ssd(**given, **options, backend="triton")
+        want = refold.ops.ssd(**{key: a.double() for key, a in given.items()}, **options, backend="torch")
+        for one, expected in zip(got, want, strict=True):
+            finite = torch.isfinite(expected)
+            assert torch.equal(torch.isfinite(one), finite), (name, value)
+            kept = torch.where(finite, expected, 0.0)
+            difference = torch.where(finite, one.double(), 0.0) - kept
+            assert difference.norm() <= ROUNDING[torch.bfloat16] * 1.1 * kept.norm(), (name, value)
+
+
+@pytest.mark.parametrize(
+    ("p", "n", "packed"), [(64, 20, 0), (20, 20, 0), (52, 100, 0), (128, 250, 0), (64, 128, 9), (36, 36, 9)]
+)
+def test_rows_of_any_size(p, n, packed):
+    """Rows that do not lie on 16 bytes, and packs: right each time, and each time the same in every bit."""
+    import refold
+
+    torch.manual_seed(0)
+    draw = lambda *shape: torch.randn(*shape, device="cuda").bfloat16()  # noqa: E731
+    given = {"x": draw(1, 3000, 4, p), "dt": draw(1, 3000, 4), "B": draw(1, 3000, 2, n), "C": draw(1, 3000, 2, n)}
+    given |= {"A": -torch.rand(4, device="cuda"), "dt_softplus": True}
+    wide = {key: a.double() if torch.is_tensor(a) else a for key, a in given.items()}
+    if packed:
+        cuts = sorted(torch.randperm(2999)[:packed].add(1).tolist())
+        given["cu_seqlens"] = wide["cu_seqlens"] = torch.tensor([0, *cuts, 3000], dtype=torch.int32, device="cuda")
+    want = refold.ops.ssd(**wide, backend="torch")
+    first = refold.ops.ssd(**given, backend="triton")
+    for _ in range(20):
+        for one, same, expected in zip(refold.ops.ssd(**given, backend="triton"), first, want, strict=True):
+            assert torch.equal(one, same)
+            assert (one.double() - expected).norm() <= ROUNDING[torch.bfloat16] * 1.1 * expected.norm()
 
 
 @pytest.mark.parametrize("dtype", list(ROUNDING), ids=lambda d: str(d)[6:])

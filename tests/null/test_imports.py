@@ -12,19 +12,18 @@ ROOT = Path(__file__).parents[2] / "src" / "refold"
 
 # A part may import those above it in this list, and itself.
 ORDER = [
-    ["errors", "axes"],
+    ["errors", "axes", "cache", "memory"],
     ["ops"],
     ["verify"],
-    ["propose"],
     ["report"],
     ["compiler"],
     ["models"],
     ["generate"],
-    ["distributed"],
     ["compat"],
     ["integrations"],
-    ["bench"],
     ["targets", "doctor", "audit"],
+    ["propose"],
+    ["bench"],
     ["cli"],
     ["__main__"],
 ]

@@ -1,4 +1,4 @@
-"""Every refusal of a loop has an id that is explained, and every explained id is used."""
+"""Every refusal has an id that is explained, and every explained id is used."""
 
 import ast
 import re
@@ -11,20 +11,26 @@ from refold.compiler.refusals import REASONS, Refusal
 ROOT = Path(__file__).parents[2]
 
 
+RAISED = ("NotALoop", "Refused", "Refusal", "refused")
+
+
 def used_ids() -> set[str]:
-    """Return the first arguments of all refusals in the compiler's source."""
+    """Return the ids of all refusals in the compiler's source."""
     found = set()
     for path in (ROOT / "src/refold/compiler").rglob("*.py"):
+        if path.name == "refusals.py":
+            continue
         for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("NotALoop", "Refused", "Refusal"):
+            if isinstance(node, ast.Call) and getattr(node.func, "id", "") in RAISED:
                 given = node.args[0]
-                assert isinstance(given, ast.Constant | ast.Starred), f"{path}:{node.lineno}: write the id as it is"
-                if isinstance(given, ast.Constant):
-                    found.add(given.value)
-            if isinstance(node, ast.Tuple) and len(node.elts) == 2:  # tables of (id, message)
-                parts = [part.value for part in node.elts if isinstance(part, ast.Constant)]
-                if len(parts) == 2 and parts[0] in REASONS and path.name != "refusals.py":
-                    found.add(parts[0])
+                if not isinstance(given, ast.Constant):  # a row of a table, or a name that is set to an id before
+                    assert isinstance(given, ast.Starred | ast.Name), f"{path}:{node.lineno}: write the id as it is"
+                    continue
+                found.add(given.value)
+            elif isinstance(node, ast.Tuple) and len(node.elts) == 2:  # a row of a table
+                found |= {part.value for part in node.elts[:1] if isinstance(part, ast.Constant)} & set(REASONS)
+            elif isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "why":
+                found |= {node.value.value} if isinstance(node.value, ast.Constant) else set()
     return found
 
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import shlex
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from ..errors import ArgumentError, RefoldError
-from . import rows
+from . import plots, progress, rows
 from .suites import SUITES, find
 
 app = typer.Typer(help="Measure: suites of benchmarks, one JSON line per measurement.", no_args_is_help=True)
@@ -38,18 +39,35 @@ def run(
     given: Annotated[
         list[str] | None, typer.Option("--set", help="An option of the suite, as name=value.", show_default=False)
     ] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Measure only what the file of --out lacks.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress.")] = False,
 ) -> None:
-    """Run suites; print a line per measurement. Exit code 1 if a measurement was refused because it is not right."""
+    """Run suites; print a line per measurement.
+
+    Exit code 1 if a measurement was refused because it is not right. What was measured before Ctrl-C is kept in the
+    file of --out.
+    """
+    if resume and out is None:
+        raise ArgumentError("--resume needs --out FILE, which has the rows that were measured before")
     settings = dict(_pair(text) for text in given or [])
     chosen = [(suite, suite.settings(settings)) for suite in map(find, suites)]
     command = shlex.join(["refold", "bench", "run", *suites, *(f"--set={text}" for text in given or [])])
     env, refused = rows.environment(), 0
-    for suite, options in chosen:
-        for row in suite.load()(**options):
-            refused += "refused" in row
-            typer.echo(rows.described(row))
-            if out is not None:
-                rows.append(out, rows.complete(row, suite.name, command, env))
+    done = rows.read(out) if resume and out is not None and out.exists() else []
+    total = progress.count([(suite.name, partial(suite.load(), **options)) for suite, options in chosen], done)
+    try:
+        with progress.shown(total, quiet) as told, progress.active(progress.Run(done, told)) as running:
+            for suite, options in chosen:
+                running.suite = suite.name
+                for row in suite.load()(**options):
+                    refused += "refused" in row
+                    typer.echo(rows.described(row))
+                    if out is not None:
+                        rows.append(out, rows.complete(row, suite.name, command, env))
+    except KeyboardInterrupt:
+        kept = f"{out} keeps what was measured; --resume goes on" if out is not None else "nothing was kept: no --out"
+        typer.echo(f"stopped: {kept}", err=True)
+        raise typer.Exit(130) from None
     if refused:
         typer.echo(f"{refused} measurements were refused", err=True)
         raise typer.Exit(1)
@@ -67,6 +85,27 @@ def compare(
     typer.echo(f"{'before ms':>11} {'after ms':>11} {'ratio':>7}")
     for name, which, a, b in found:
         typer.echo(f"{a:11.4f} {b:11.4f} {a / b:7.2f}  {name}: {which}")
+
+
+@app.command()
+def plot(
+    names: Annotated[list[str] | None, typer.Argument(help="Figures; all by default.", show_default=False)] = None,
+    results: Annotated[Path, typer.Option(help="The folder of results.")] = Path("benchmarks/results"),
+    out: Annotated[Path, typer.Option(help="Where the figures go.")] = Path("docs/figures"),
+    png: Annotated[bool, typer.Option("--png", help="Write PNG as well as SVG.")] = False,
+    check: Annotated[bool, typer.Option("--check", help="Draw nothing; fail if a figure is stale.")] = False,
+) -> None:
+    """Draw stored results. A figure of results that are not there is left out."""
+    if not results.is_dir():
+        raise ArgumentError(f"{results} is no folder. Run in the root of the repository, or give --results FOLDER")
+    if check:
+        if found := plots.stale(results, out):
+            typer.echo(f"stale figures: {', '.join(found)}. Run refold bench plot", err=True)
+            raise typer.Exit(1)
+        return
+    for name in names or plots.PLOTS:
+        for path in plots.draw(name, results, out, png):
+            typer.echo(path)
 
 
 @app.command("env")

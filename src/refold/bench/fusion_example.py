@@ -22,6 +22,7 @@ from ..errors import ArgumentError
 from ..verify import race
 from ..verify.memory import peak_bytes
 from ..verify.timing import median_ms
+from .progress import wanted
 from .rows import Row
 
 VOCABULARY = 16384
@@ -69,6 +70,8 @@ def fusion_example(
     options = {"strict": True, "verify": verify, "accept": "always" if verify == "off" else "faster"}
     for name in dtype:
         for rows in batch:
+            if not wanted(case=Path(file).stem, dtype=name, batch=rows):
+                continue
             at = torch.device(device)
             torch.manual_seed(0)
             model = module.Model(**sizes).to(at, getattr(torch, name)).eval()

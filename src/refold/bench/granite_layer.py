@@ -15,6 +15,7 @@ from transformers.models.granitemoehybrid.modeling_granitemoehybrid import Grani
 
 import refold
 
+from .progress import wanted
 from .rows import Row
 
 
@@ -39,6 +40,8 @@ def granite_layer(
 ) -> Iterator[Row]:
     """Time transformers' Granite hybrid layer, unmodified: eager, torch.compile and refold."""
     for name in dtype:
+        if not wanted(dtype=name, batch=batch, tokens=tokens):
+            continue
         module = layer(device, getattr(torch, name))
         x = torch.randn(batch, tokens, 1536, device=device, dtype=getattr(torch, name))
         compiled = refold.compile(module)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from .. import ops
+from .progress import wanted
 from .rows import Row
 
 
@@ -92,7 +93,8 @@ def cpu(*, tokens: int = 2048, rounds: int = 15, transformers: bool = True) -> I
         "loop, channels first": channels_first_loop,
         "compiled associative scan": torch.compile(associative),
     }
-    yield timed(f"selective_scan 1 x {tokens} x 1536 x 16", runners, (x, dt, A, B, C), rounds)
+    if wanted(case=(case := f"selective_scan 1 x {tokens} x 1536 x 16")):
+        yield timed(case, runners, (x, dt, A, B, C), rounds)
     x, dt, A = torch.randn(1, tokens, 24, 64), torch.rand(1, tokens, 24) * 0.1, -torch.rand(24)
     B, C = torch.randn(1, tokens, 1, 128), torch.randn(1, tokens, 1, 128)
     runners = {"refold": lambda *inputs: ops.ssd(*inputs)[0]}
@@ -101,4 +103,5 @@ def cpu(*, tokens: int = 2048, rounds: int = 15, transformers: bool = True) -> I
 
         for size in (64, 128, 256):
             runners[f"transformers, chunks of {size}"] = lambda *inputs, size=size: mamba2_chunk_scan(*inputs, size)
-    yield timed(f"ssd 1 x {tokens} x 24 x 64, n=128", runners, (x, dt, A, B, C), rounds)
+    if wanted(case=(case := f"ssd 1 x {tokens} x 24 x 64, n=128")):
+        yield timed(case, runners, (x, dt, A, B, C), rounds)

@@ -27,7 +27,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,12 +38,20 @@ import refold
 from ..errors import DeviceError
 from ..ops.arrays import meta_of
 from ..ops.spec import Meta, OpSpec, load
+from .progress import wanted
 from .rows import Row
 
 BOUND = {torch.float32: 1e-5, torch.bfloat16: 4e-3, torch.float16: 6e-4}
 HEAD = 512  # Tokens, or rows, of the slice that is compared with float64.
 SSD = [(1, 1024, 128), (1, 8192, 128), (1, 131072, 128), (1, 1024, 80), (1, 8192, 80), (1, 131072, 80), (8, 4096, 80),
        (1, 2048, 48), (32, 256, 48), (1, 8192, 24)]  # fmt: skip
+# Batch, tokens, heads, channels, groups, states.
+SSD_SIZES = [
+    (2, 16384, 48, 64, 1, 256), (1, 2048, 24, 64, 1, 256), (2, 8192, 32, 64, 1, 192), (2, 8192, 33, 64, 1, 128),
+    (2, 8192, 32, 64, 32, 128), (2, 8192, 32, 64, 32, 64), (2, 8192, 64, 64, 8, 64), (2, 8192, 64, 32, 2, 64),
+    (2, 8192, 64, 32, 1, 16), (2, 8192, 48, 96, 1, 64), (2, 8192, 32, 128, 1, 128), (2, 8192, 16, 256, 1, 128),
+    (2, 8192, 16, 256, 1, 256),
+]  # fmt: skip
 TRAINED_SELECTIVE = [(2, 4096, 4096, 16), (8, 2048, 5120, 16), (1, 8192, 1536, 16)]
 TRAINED_SSD = [(8, 4096, 80), (1, 8192, 128), (1, 65536, 80), (8, 2048, 24)]
 GRADIENT_BOUND = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 2.5e-3}
@@ -133,20 +141,24 @@ def normal(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.randn(*shape, device="cuda").to(dtype)
 
 
-def ssd_cases(shapes: list[tuple[int, int, int]] = SSD) -> Iterator[Case]:
-    """Yield the SSD cases: 64 channels per head, 128 states, one group, final state; then with every option on."""
+def ssd_cases(shapes: Sequence[tuple[int, ...]] = SSD) -> Iterator[Case]:
+    """Yield the SSD cases with a final state, and each once more with every option on.
+
+    Heads have 64 channels and 128 states in one group, where a shape does not say otherwise.
+    """
     try:
         from mamba_ssm.ops.triton.ssd_combined import mamba_chunk_scan_combined as official
     except ImportError:
         official = None
     dtype = torch.bfloat16
-    for b, t, h in shapes:
-        x, dt, z = normal(b, t, h, 64, dtype=dtype), normal(b, t, h, dtype=dtype), normal(b, t, h, 64, dtype=dtype)
+    for b, t, h, *sizes in shapes:
+        p, g, n = sizes or (64, 1, 128)
+        x, dt, z = normal(b, t, h, p, dtype=dtype), normal(b, t, h, dtype=dtype), normal(b, t, h, p, dtype=dtype)
         A = -torch.rand(h, device="cuda") * 2
-        B, C = normal(b, t, 1, 128, dtype=dtype), normal(b, t, 1, 128, dtype=dtype)
+        B, C = normal(b, t, g, n, dtype=dtype), normal(b, t, g, n, dtype=dtype)
         arrays = {"x": x, "dt": dt, "A": A, "B": B, "C": C}
         plain = {"D": normal(h), "dt_bias": normal(h) - 2, "dt_softplus": True}
-        limit, initial = (1e-3, 10.0), normal(b, h, 64, 128)
+        limit, initial = (1e-3, 10.0), normal(b, h, p, n)
         every = {**plain, "z": z, "dt_limit": limit}
 
         def peer(
@@ -159,7 +171,7 @@ def ssd_cases(shapes: list[tuple[int, int, int]] = SSD) -> Iterator[Case]:
         def peer_with_all(arrays: Any = arrays, every: Any = every, initial: Any = initial, peer: Any = peer) -> Any:
             return peer(arrays, every, initial)
 
-        name = f"{b}x{t}x{h}"
+        name = f"{b}x{t}x{h}" + (f", {p}x{n}, groups {g}" if sizes else "")
         yield Case("ssd", name, arrays | plain, peer if official else None)
         yield Case(
             "ssd", f"{name}, all options", arrays | every | {"initial_state": initial},
@@ -359,14 +371,22 @@ def extra_gib(run: Callable[[], tuple[torch.Tensor, torch.Tensor]], leaves: list
 def _suite(cases: Iterator[Case], measured: Callable[[Case, float], Row] | None = None) -> Iterator[Row]:
     if not torch.cuda.is_available():
         raise DeviceError("this suite needs a CUDA device, and there is none. The suite cpu needs none")
-    copy_rate = 2**33 / copy_ms(2**33)
+    copy_rate = None
     for case in cases:
-        yield (measured or measure)(case, copy_rate)
+        what = {"op": case.op, "case": case.name, "dtype": str(case.dtype)[6:]}
+        if wanted(**what, **({} if measured is None else {"pass": "backward"})):
+            copy_rate = copy_rate or 2**33 / copy_ms(2**33)
+            yield (measured or measure)(case, copy_rate)
 
 
 def ssd() -> Iterator[Row]:
     """Time the operator ssd, forward, 256 to 131072 tokens, beside mamba-ssm's kernels."""
     return _suite(ssd_cases())
+
+
+def ssd_sizes() -> Iterator[Row]:
+    """Time the operator ssd, forward, with 32 to 256 channels and 16 to 256 states, beside mamba-ssm's kernels."""
+    return _suite(ssd_cases(SSD_SIZES))
 
 
 def ssd_backward() -> Iterator[Row]:

@@ -75,6 +75,7 @@ SUITES = {
     suite.name: suite
     for suite in (
         Suite("ssd", "operators_gpu", "ssd"),
+        Suite("ssd-sizes", "operators_gpu", "ssd_sizes"),
         Suite("ssd-backward", "operators_gpu", "ssd_backward"),
         Suite("selective-scan", "operators_gpu", "selective_scan"),
         Suite("selective-scan-backward", "operators_gpu", "selective_scan_backward"),
@@ -85,9 +86,13 @@ SUITES = {
         Suite("granite-layer", "granite_layer", "granite_layer"),
         Suite("training", "training", "training"),
         Suite("chunked-scan", "chunked_scan", "chunked_scan"),
+        Suite("kernelbench", "kernelbench", "kernelbench"),
         Suite("compile-time", "compile_time", "compile_time"),
         Suite("generation", "generation", "generation"),
         Suite("generation-cpu", "generation", "generation_cpu"),
+        Suite("decode", "generation_torch", "decode"),
+        Suite("prefill", "generation_torch", "prefill"),
+        Suite("generation-torch-cpu", "generation_torch", "generation_torch_cpu"),
     )
 }
 

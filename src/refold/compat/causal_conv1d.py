@@ -152,7 +152,7 @@ def time_last(y: Tensor, like: Tensor) -> Tensor:
 
 
 def check_index(op: str, index: Tensor, tokens: Tensor) -> None:
-    """Refuse a ``seq_idx`` that does not have one number a token."""
+    """Refuse a ``seq_idx`` that does not have one number per token."""
     if index.shape != tokens.shape[:2]:
         raise ShapeError(f"{op}: seq_idx must have the shape {tuple(tokens.shape[:2])}; got {tuple(index.shape)}.")
 

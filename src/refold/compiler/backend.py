@@ -23,20 +23,23 @@ from torch.fx import Graph, GraphModule
 from .. import __version__
 from ..errors import ArgumentError, CompileError, PlanError, warn
 from ..report import GraphReport, Report
+from .choices import Choices
 from .decisions import Plan, folder_for
 from .dynamo import captures_loops, notes
 from .inductor import Compiled, Hook, Stopped, inductor
+from .notation.rules import read_rules
 from .patience import patience
-from .private import UNAVAILABLE, compile_number, inductor_modes, inductor_options
+from .private import UNAVAILABLE, as_it_is, compile_number, inductor_modes, inductor_options
 from .recurrence.joins import refusals
 from .recurrence.serial_chains import serial_loops
+from .refusals import refused
 from .replay import Remembering
-from .session import describe_captured, survey
+from .session import STAYS, describe_captured, survey
 from .validate.program import first_line
 from .validate.region import Settings
 
 BUG = "Please report this with the output of `refold doctor`."
-OWN_OPTIONS = ("verify", "accept", "strict", "loops", "compile_budget", "cache", "plan", "report")
+OWN_OPTIONS = ("verify", "accept", "strict", "loops", "compile_budget", "cache", "plan", "rules", "choose", "report")
 
 
 @captures_loops
@@ -47,14 +50,15 @@ def refold(
     options: Mapping[str, Any] | None = None,
     mode: str | None = None,
 ) -> Compiled:
-    """Compile one Dynamo graph; the function behind ``torch.compile(..., backend="refold")``.
+    """Compile one Dynamo graph; the function of ``torch.compile(..., backend="refold")``.
 
     Args:
         gm: The graph that Dynamo captured.
         example_inputs: The values it was captured with.
         options: refold's own ``verify`` ("quick" or "off"), ``accept`` ("faster" or "always"),
             ``strict`` (bool), ``loops`` ("capture" or "unroll"), ``compile_budget`` (seconds), ``cache`` (bool or a
-            folder), ``plan`` (a report or a path to one) and ``report`` (a `refold.report.Report` to add to); all else
+            folder), ``plan`` (a report or a path to one), ``rules`` (files), ``choose`` (see
+            `refold.compiler.choices`) and ``report`` (a `refold.report.Report` to add to); all else
             is passed to Inductor.
         mode: A mode of ``torch.compile``, passed to Inductor.
 
@@ -78,6 +82,8 @@ def refold(
     entry.notes += notes() + _limit_notes()
     if UNAVAILABLE:
         entry.notes.append(f"nothing can be rewritten: {UNAVAILABLE}")
+        entry.chosen = "inductor"
+        return as_it_is(gm, example_inputs)
     try:
         with patience():
             return Remembering(gm, example_inputs, settings, entry).run()
@@ -90,7 +96,7 @@ def refold(
         entry.notes.append(f"refold failed: {first_line(error)}")
         entry.chosen, entry.reason = "inductor", "because refold failed"
         for row in entry.rewrites:
-            row.status, row.reason = "refused", "refold failed"
+            row.status, row.reason = "refused", refused("refold-failed", first_line(error))
         return inductor(gm, example_inputs, options=passed_on)
 
 
@@ -129,7 +135,9 @@ def check_settings(settings: Settings) -> Settings:
     if isinstance(budget, bool) or not isinstance(budget, (int, float)) or not budget > 0:
         raise ArgumentError(f"compile_budget must be a number of seconds above 0, not {budget!r}")
     folder_for(settings.cache)
-    return settings if settings.plan is None else replace(settings, plan=Plan.read(settings.plan))
+    rules, choose = read_rules(settings.rules), Choices.read(settings.choose)
+    plan = None if settings.plan is None else Plan.read(settings.plan)
+    return replace(settings, plan=plan, rules=rules, choose=choose)
 
 
 def check_inductor_options(options: Mapping[str, Any], mode: str | None) -> None:
@@ -175,6 +183,8 @@ def compile(
     compile_budget: float = 60.0,
     cache: bool | str | PathLike[str] = True,
     plan: Report | Mapping[str, Any] | str | PathLike[str] | None = None,
+    rules: Any = None,
+    choose: Choices | Mapping[str, Any] | None = None,
     fullgraph: bool = False,
     dynamic: bool | None = None,
     mode: str | None = None,
@@ -194,11 +204,15 @@ def compile(
             interpreter alone, which then executes every step. The environment variable
             ``REFOLD_LOOPS=unroll`` does the same for a whole process.
         compile_budget: How many seconds Inductor may take, as estimated before it is started, for unrolled loops
-            over time that nobody can rewrite. Beyond that the graph runs eagerly, and the report says so.
+            over time that cannot be rewritten. Beyond that the graph runs eagerly, and the report says so.
         cache: Where decisions are kept, so that neither a recompile nor the next process takes them again: True
             for the default folder (``$REFOLD_CACHE``, else ``~/.cache/refold``), a folder, or False for nowhere.
         plan: Decisions to replay without timing anything: the ``report`` of a compiled callable, or the path that
             its ``save`` wrote. Two runs with one plan run the same programs.
+        rules: Rewrites that others found (docs/proposers.md): files, folders of files, or rules. Each is checked and
+            timed like those of the compiler.
+        choose: Which passes run and in which order, which places are left alone, backends and chunk sizes of
+            operators (`refold.compiler.choices.Choices`, or its data).
         fullgraph: As for ``torch.compile``.
         dynamic: As for ``torch.compile``.
         mode: As for ``torch.compile``.
@@ -221,12 +235,16 @@ def compile(
         >>> scores(torch.ones(3, 8), torch.ones(5, 8)).shape
         torch.Size([3, 5])
     """
-    plan = check_settings(
-        Settings(verify, accept, strict, loops, compile_budget=compile_budget, cache=cache, plan=plan)
-    ).plan
+    settings = check_settings(
+        Settings(
+            verify, accept, strict, loops, compile_budget=compile_budget, cache=cache, plan=plan, rules=rules,
+            choose=choose,
+        )
+    )  # fmt: skip
+    plan = settings.plan
     check_inductor_options(options or {}, mode)
     own = {"verify": verify, "accept": accept, "strict": strict, "loops": loops, "cache": cache, "plan": plan}
-    own["compile_budget"] = compile_budget
+    own |= {"compile_budget": compile_budget, "rules": settings.rules, "choose": settings.choose}
     arguments: dict[str, Any] = {"fullgraph": fullgraph, "dynamic": dynamic, "mode": mode}
     arguments["options"] = {**(options or {}), **own}
     if module is None:
@@ -301,8 +319,8 @@ def explain(module: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
 
         def visit(index: int, graph: Graph) -> None:
             entry.loops += serial_loops(graph)
-            if entry.loops:
-                entry.notes += [f"a loop over time stays at {reason}" for reason in refusals(graph)]
+            if entry.loops and not any(note.startswith(STAYS) for note in entry.notes):
+                entry.notes += [f"{STAYS} {reason}" for reason in refusals(graph)]
             survey(entry, graph)
             raise Stopped
 

@@ -18,7 +18,7 @@ from torch.fx import Graph, GraphModule
 
 from .. import __version__
 from .ir.fx import concrete
-from .private import UNAVAILABLE, CustomGraphPass, apart, as_it_is, compile_fx, without_autograd_cache
+from .private import CustomGraphPass, apart, compile_fx, without_autograd_cache
 
 Compiled = Callable[..., Any]
 
@@ -88,8 +88,6 @@ def inductor(
         hook: Sees, and may edit, each ATen graph.
         options: Inductor options, as for ``torch.compile(options=...)``.
     """
-    if UNAVAILABLE:
-        return as_it_is(gm, inputs)
     patches = dict(options or {})
     if hook is not None:
         user = patches.get("joint_custom_pre_pass", inductor_config.joint_custom_pre_pass)

@@ -17,12 +17,16 @@ from torch.fx import Graph
 
 from .ir.invariants import check_invariants
 from .ir.rewrite import Rewrite
+from .notation.rules import Rule, apply_rules
 from .passes.contract_scans import contract_scans
 from .passes.difference_segment_sums import difference_segment_sums
 from .passes.fuse_chunked_scans import contract_last_states, fuse_chunked_scans
+from .passes.merge_products import merge_products
+from .passes.multiply_out import multiply_out
 from .passes.prefer_onednn import prefer_onednn
 from .passes.recover_contractions import drop_degenerate_sums, recover_contractions
 from .passes.reroll_loops import reroll_loops
+from .passes.sum_convolutions import sum_convolutions
 from .passes.unroll_depthwise_convolutions import unroll_depthwise_convolutions
 
 log = logging.getLogger("refold.graphs")
@@ -39,11 +43,16 @@ PASSES: list[tuple[str, Pass]] = [
     ("fuse chunked scans", fuse_chunked_scans),
     ("contract last states", contract_last_states),
     ("drop degenerate sums", drop_degenerate_sums),
+    ("sum a convolution's input", sum_convolutions),
+    ("multiply out", multiply_out),
     ("recover contractions", recover_contractions),
+    ("merge products", merge_products),
     ("unroll depthwise convolutions", unroll_depthwise_convolutions),
     ("difference segment sums", difference_segment_sums),
     ("prefer oneDNN", prefer_onednn),
 ]
+
+NAMES = tuple(name for name, _ in PASSES)
 
 BEFORE_AUTOGRAD: list[tuple[str, Pass]] = [
     ("contract scans", contract_scans),
@@ -63,20 +72,22 @@ def run(
     notes: list[str] | None = None,
     passes: Sequence[tuple[str, Pass]] = PASSES,
     seen: Callable[[Rewrite], None] = lambda _: None,
+    rules: Sequence[Rule] = (),
 ) -> list[Rewrite]:
     """Run passes over a graph, in place.
 
     Args:
         graph: An ATen graph with fake values in its metadata.
         wanted: Which sites (node names) may be rewritten.
-        notes: Gets a sentence if the time for the search was over before its end.
+        notes: Gets a sentence if the time for the search was over before its end, or a rule does not fit.
         passes: The passes.
         seen: Called with each rewrite as it is made, before the next one.
+        rules: Rewrites that others found; before the passes.
 
     Returns:
         What was changed, in order.
     """
-    deadline, missed = time.thread_time() + SEARCH_S, set[str]()
+    deadline, missed, said = time.thread_time() + SEARCH_S, set[str](), list[str]()
 
     def in_time(site: str) -> bool:
         if time.thread_time() > deadline:
@@ -85,7 +96,10 @@ def run(
 
     rewrites: list[Rewrite] = []
     _dump("as it was", graph)
-    for name, apply in passes:
+    first: list[tuple[str, Pass]] = []
+    if rules:
+        first.append(("apply rules", lambda graph, wanted: apply_rules(graph, wanted, rules, said)))
+    for name, apply in (*first, *passes):
         before = len(rewrites)
         for rewrite in apply(graph, in_time):
             seen(rewrite)
@@ -97,6 +111,8 @@ def run(
     if rewrites:
         graph.eliminate_dead_code()
         graph.lint()
+    if notes is not None:
+        notes += said
     if missed and notes is not None:
         notes.append(
             f"the search for rewrites ended after {SEARCH_S:.0f} s: {len(missed)} places in a graph of "

@@ -27,7 +27,7 @@ def _find(name: str, cost: str) -> Any:
         return getattr(import_module(module), leaf)
     except (ImportError, AttributeError):
         warn(
-            f"PyTorch {torch.__version__} has no {name}: {cost}. Results are the same. Use a tested version of PyTorch, "
+            f"PyTorch {torch.__version__} has no {name}: {cost}. Results are the same. Use a tested PyTorch, "
             "or a newer refold."
         )
         return _MISSING

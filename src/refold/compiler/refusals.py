@@ -1,4 +1,4 @@
-"""Why a loop is not captured, or is no scan: every reason has an id that stays, and a remedy.
+"""Why a loop is not captured or is no scan, and why a rewrite is not used: reasons with lasting ids and remedies.
 
 The id stands in brackets after the reason, in reports and notes; docs/compiler.md lists them all.
 """
@@ -9,10 +9,6 @@ REASONS = {
     "carries-coupled": (
         "two carried values read one another",
         "Only carries that do not read one another are scans; stack them if they are alike.",
-    ),
-    "carry-complex": (
-        "the state is complex",
-        "Compute with the real and the imaginary part, or leave the loop as it is.",
     ),
     "carry-dtype": (
         "the state is not floating point, or its shape is not known",
@@ -42,6 +38,14 @@ REASONS = {
         "the first step is another program than the rest",
         "Give the state before the loop the dtype, shape and gradient that it has after a step.",
     ),
+    "graph-differs": (
+        "the rewritten graph as a whole is not equal to the original",
+        "Nothing needs to be done; please report it, with the report.",
+    ),
+    "graph-slower": (
+        "the rewritten graph as a whole is not measurably faster",
+        'Nothing needs to be done; accept="always" uses it all the same.',
+    ),
     "generator": ("the loop yields", "Write the loop without yield."),
     "global-state": ("a global variable is set", "Use local variables or attributes."),
     "higher-order": (
@@ -57,6 +61,10 @@ REASONS = {
         "the first step reads a value of another kind or shape",
         "Start from a tensor of the shape and dtype that the state has after a step.",
     ),
+    "inputs-unknown": (
+        "no inputs could be made for the check of a region",
+        'Nothing needs to be done; verify="off" trusts the algebra.',
+    ),
     "list-kind": (
         "a list gets other things than one tensor per step",
         "Append tensors of one shape and dtype, one per step.",
@@ -68,6 +76,10 @@ REASONS = {
     "loop-inside": (
         "a long loop is in the loop",
         "Vectorise the inner loop, or write it as an operator of `refold.ops`.",
+    ),
+    "metadata-wrong": (
+        "a rewrite states other shapes, strides or dtypes than it has",
+        "Nothing needs to be done; please report it, with the report.",
     ),
     "mixes-elements": (
         "an operation combines elements of the state, as a matrix product does",
@@ -84,9 +96,21 @@ REASONS = {
         "arithmetic with the iteration number that has no exact form",
         "Compute it before the loop as a tensor with a time axis.",
     ),
+    "not-equal": (
+        "a rewrite is not equal to what it replaces, within the bound",
+        "Nothing needs to be done; please report it, with the report.",
+    ),
+    "not-faster": (
+        "a rewrite is not faster than what it replaces",
+        'Nothing needs to be done; accept="always" uses it all the same.',
+    ),
     "outside-change": (
         "the loop changes something outside of it",
         "Return what the loop changes instead of changing objects outside of it.",
+    ),
+    "plan-misfit": (
+        "a plan does not fit the program",
+        "Make a new plan on this version of the program, or compile without one.",
     ),
     "python-constant": ("a step makes a large tensor of Python's numbers", "Make the tensor before the loop."),
     "python-state": (
@@ -98,6 +122,10 @@ REASONS = {
     "read-uneven": (
         "slices that are not evenly spaced, or not of one tensor",
         "Read position t, or evenly spaced slices, of one tensor: `x[:, t]`.",
+    ),
+    "refold-failed": (
+        "refold itself failed",
+        "Please report it, with the output of `refold doctor`.",
     ),
     "sequence-uneven": (
         "what the loop goes through is not evenly spaced",
@@ -132,9 +160,9 @@ REASONS = {
         "the steps are not all alike",
         "Give all steps the same operations, shapes and dtypes; move special steps out of the loop.",
     ),
-    "while-condition": (
-        "the condition of `while` depends on more than counting",
-        "Let the condition depend on a counter only.",
+    "too-long": (
+        "Inductor would take too long for an unrolled loop",
+        "Raise compile_budget, or write the loop so that it can be captured.",
     ),
     "write-uneven": (
         "steps do not write next to one another",
@@ -166,3 +194,8 @@ class Refusal(Exception):
     def advice(self) -> str:
         """The message and the remedy."""
         return f"{self}: {self.remedy}"
+
+
+def refused(reason: str, message: str) -> str:
+    """Return what a report says of a rewrite that is not used: the message, the id and the remedy."""
+    return Refusal(reason, message).advice

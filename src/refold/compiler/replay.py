@@ -20,6 +20,7 @@ from ..report import GraphReport, RewriteReport
 from .decisions import Key, Plan, Store, Unnameable, digest, folder_for, name_program, place
 from .inductor import Compiled, inductor
 from .ir.rewrite import Rewrite
+from .refusals import refused
 from .session import GraphCompile, TooLong
 from .validate.region import Settings, Verdict
 
@@ -122,6 +123,7 @@ class Remembering:
         self.key: Key | None = None
         try:
             facts = {name: getattr(settings, name) for name in ("verify", "accept", "loops", "compile_budget")}
+            facts |= {"rules": [rule.digest for rule in settings.rules], "choose": settings.choices.to_dict()}
             self.key = name_program(gm, inputs, {**facts, "options": dict(settings.options or {})})
         except Unnameable as reason:
             log.info("graph %d is not remembered: %s", entry.index, reason)
@@ -179,7 +181,7 @@ class Remembering:
             entry.notes.append(text)
             entry.chosen, entry.reason = "inductor", "because the plan does not fit"
             for row in entry.rewrites:
-                row.status, row.reason = "refused", "the plan does not fit"
+                row.status, row.reason = "refused", refused("plan-misfit", text)
             return inductor(self.gm, self.inputs, options=dict(self.settings.options or {}))
 
     def _afresh(self) -> Compiled:

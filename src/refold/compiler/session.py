@@ -28,10 +28,14 @@ from .ir.rewrite import Rewrite
 from .pipeline import run as run_pipeline
 from .recurrence.serial_chains import unrolled_operations
 from .recurrence.vectorize import NotALoop
+from .refusals import refused
 from .validate.program import Rewritten, choose_program, first_line
 from .validate.region import Settings, Verdict, undisturbed_rng, validate_region
 
 log = logging.getLogger("refold")
+
+STAYS = "a loop over time stays at"
+"""How a note begins that says why a loop is no scan."""
 
 
 @dataclass
@@ -57,7 +61,7 @@ class GraphCompile:
         self.inputs, self.settings, self.entry, self.store = inputs, settings, entry, store
         self.given = define_scans(gm, everywhere=entry.mode == "training")
         self.gm = self.given
-        self.options = dict(settings.options or {})
+        self.options = {**(settings.options or {}), **settings.choices.inductor}
         self.refused: set[str] = set()
         self.verdicts: dict[str, Verdict] = {}
         self.rows: dict[str, RewriteReport] = {}
@@ -114,7 +118,7 @@ class GraphCompile:
         entry = self.entry
         for key, row in self.rows.items():
             if not key.startswith(("captured:", "forward:")) and row.status != "refused":
-                row.status, row.reason = "refused", "the graph runs eagerly"
+                row.status, row.reason = "refused", refused("too-long", str(reason))
         entry.rewrites = list(self.rows.values())
         entry.chosen, entry.reason = "eager", f"because {reason}"
         entry.notes.append(f"the graph runs eagerly: {reason}")
@@ -139,7 +143,7 @@ class GraphCompile:
 
     def _wanted(self, key: str) -> bool:
         """Tell whether a rewrite may be made."""
-        return key not in self.refused
+        return key not in self.refused and key not in self.settings.choices.skip
 
     def _note(self, key: str, rewrite: Rewrite, verdict: Verdict | None) -> RewriteReport:
         """Write down a rewrite and what is known of it."""
@@ -149,7 +153,7 @@ class GraphCompile:
             self.refused.add(key)
         return row
 
-    # Whether it is known that the rewrites fit although nobody saw the graph.
+    # Whether it is known that the rewrites fit although the graph was not seen.
     _known = False
 
     @property
@@ -184,7 +188,7 @@ class GraphCompile:
             try:
                 found = self._as_operator(call)
             except NotALoop as reason:
-                self.entry.notes.append(f"a loop over time stays at {describe_loop(self.gm, call)}: {reason.advice}")
+                self.entry.notes.append(f"{STAYS} {describe_loop(self.gm, call)}: {reason.advice}")
                 continue
             if found is not None:
                 found.splice()
@@ -224,6 +228,7 @@ class GraphCompile:
             if not self._wanted(key):
                 continue
             found = find_scan(self.gm, call, dual)
+            self.settings.choices.tune(found.rewrite.candidate.graph)
             start = time.perf_counter()
             verdict = None if self._unjudged else self._verdict(found.rewrite)
             self.entry.checks_s += time.perf_counter() - start
@@ -298,7 +303,8 @@ class GraphCompile:
         """Start Inductor until every rewrite it sees has been judged; None if it cannot compile the graph."""
         while True:
             pending: list[_Pending] = []
-            outcome = digest([*versions(), *sorted(self.refused), str(self.external_scans)])
+            facts = [repr(self.settings.choices), *(rule.digest for rule in self.settings.rules)]
+            outcome = digest([*versions(), *facts, *sorted(self.refused), str(self.external_scans)])
             hook = Hook(functools.partial(self._visit, pending), outcome, self.settled)
             log.info("compiling graph %d", self.entry.index)
             try:
@@ -313,7 +319,7 @@ class GraphCompile:
                 self.seen = hook.count > 0
                 if self.seen or self._known:
                     return compiled
-                self.settled = False  # the cache answered, and nobody knows what was rewritten
+                self.settled = False  # the cache answered, and what was rewritten is not known
                 continue
             start = time.perf_counter()
             for found in pending:
@@ -330,8 +336,11 @@ class GraphCompile:
         before = graph_cost(graph.nodes)
         original = _copy(graph)
         notes: list[str] = []
-        rewrites = run_pipeline(graph, lambda site: self._wanted(f"{index}:{site}"), notes)
+        rewrites = self.settings.rewrite(graph, lambda site: self._wanted(f"{index}:{site}"), notes)
         self.entry.notes += [note for note in notes if note not in self.entry.notes]
+        # All rewrites are in the graph, also those that are still to be judged: without them it is longer.
+        if inductor_seconds(len(graph.nodes)) > self.settings.compile_budget:
+            self._check_time(inductor_seconds(unrolled_operations(graph)))
         verdicts = [self.verdicts.get(rewrite.signature) for rewrite in rewrites]
         if not self._unjudged and any(verdict is None or verdict.reason for verdict in verdicts):
             pending.append(_Pending(index, original, graph, rewrites))
@@ -339,8 +348,6 @@ class GraphCompile:
         for rewrite, verdict in zip(rewrites, verdicts, strict=True):
             self._note(f"{index}:{rewrite.site}", rewrite, verdict).status = "applied"
             self.terms = max(self.terms, rewrite.terms)
-        if inductor_seconds(len(graph.nodes)) > self.settings.compile_budget:
-            self._check_time(inductor_seconds(unrolled_operations(graph)))
         after = graph_cost(graph.nodes) if rewrites else before
         self.entry.flops_before += before.flops
         self.entry.flops_after += after.flops
@@ -455,8 +462,9 @@ def describe_captured(entry: GraphReport, gm: GraphModule) -> GraphModule:
         loop = describe_loop(gm, call)
         try:
             found = find_scan(gm, call)
-        except NotALoop:
-            continue  # it is found again, and described, when it is unrolled
+        except NotALoop as reason:  # the loop itself is listed when it is unrolled
+            entry.notes.append(f"{STAYS} {loop}: {reason.advice}")
+            continue
         entry.loops.append(loop)
         entry.rewrites.append(_row(found.rewrite, "", None))
         found.splice()

@@ -1,14 +1,16 @@
 """The ``generate`` command, and what ``doctor`` says of JAX: plain functions that the command line registers."""
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from refold.errors import ArgumentError, CheckpointError, MissingDependency, RefoldError
+from refold.errors import ArgumentError, MissingDependency, RefoldError
 from refold.generate.sampling import Sampling
+from refold.generate.text import Text, check_stop_strings, parse_ids, tokenizer
 
 
 def generate(
@@ -16,15 +18,19 @@ def generate(
     prompt: Annotated[str | None, typer.Option(help="Text to go on with.")] = None,
     token_ids: Annotated[str | None, typer.Option(help="Prompt as token ids, separated by commas or spaces.")] = None,
     max_new_tokens: Annotated[int, typer.Option(help="Most tokens to generate.")] = 64,
-    backend: Annotated[str, typer.Option(help="What computes: jax.")] = "jax",
+    framework: Annotated[str | None, typer.Option(help="What computes: torch or jax; torch if installed.")] = None,
+    device: Annotated[str | None, typer.Option(help="Where torch computes; a GPU if there is one.")] = None,
     dtype: Annotated[
         str | None, typer.Option(help="float32, bfloat16 or float16; the checkpoint's by default.")
     ] = None,
     temperature: Annotated[float, typer.Option(help="0 takes the likeliest token.")] = 0.0,
     top_k: Annotated[int, typer.Option(help="Choose among the k likeliest; 0: all.")] = 0,
     top_p: Annotated[float, typer.Option(help="Choose among the likeliest that sum to this probability.")] = 1.0,
+    min_p: Annotated[float, typer.Option(help="Leave out what is this much less likely than the likeliest.")] = 0.0,
+    repetition_penalty: Annotated[float, typer.Option(help="Above 1: avoid tokens that were read before.")] = 1.0,
     seed: Annotated[int, typer.Option(help="Seed of the choice.")] = 0,
     stop: Annotated[list[int] | None, typer.Option(help="Token id that ends the text; repeatable.")] = None,
+    stop_string: Annotated[list[str] | None, typer.Option(help="Text that ends the text; repeatable.")] = None,
     every: Annotated[int, typer.Option(help="Steps on the device between outputs.")] = 8,
 ) -> None:
     """Generate text from a checkpoint; it appears as it is made.
@@ -33,9 +39,11 @@ def generate(
         typer.Exit: with code 2 after a message on standard error, where an argument or the checkpoint is at fault.
     """
     try:
+        sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty, seed)
         for piece in generate_text(
-            model, prompt=prompt, token_ids=token_ids, max_new_tokens=max_new_tokens, backend=backend, dtype=dtype,
-            sampling=Sampling(temperature, top_k, top_p, seed), stop_tokens=stop, every=every,
+            model, prompt=prompt, token_ids=token_ids, max_new_tokens=max_new_tokens, framework=framework,
+            device=device, dtype=dtype, sampling=sampling, stop_tokens=stop, stop_strings=stop_string or (),
+            every=every,
         ):  # fmt: skip
             sys.stdout.write(piece)
             sys.stdout.flush()
@@ -46,15 +54,17 @@ def generate(
 
 
 def generate_text(
-    model: str,
+    model: str | Path,
     *,
     prompt: str | None = None,
     token_ids: str | None = None,
     max_new_tokens: int = 64,
-    backend: str = "jax",
+    framework: str | None = None,
+    device: str | None = None,
     dtype: str | None = None,
     sampling: Sampling | None = None,
     stop_tokens: list[int] | None = None,
+    stop_strings: Sequence[str] = (),
     every: int = 8,
 ) -> Iterator[str]:
     """Yield the text after a prompt piece by piece; token ids with spaces where ``token_ids`` were given.
@@ -62,69 +72,59 @@ def generate_text(
     Raises:
         ArgumentError: not exactly one of ``prompt`` and ``token_ids`` is given, or one of them cannot be used.
         CheckpointError: the checkpoint cannot be read, or has no tokenizer for a text prompt.
+        DeviceError: ``device`` is not there.
         MissingDependency: an optional package is needed and not installed.
     """
     if (prompt is None) == (token_ids is None):
         raise ArgumentError("give either --prompt or --token-ids.")
-    if backend != "jax":
-        raise ArgumentError(f"backend must be jax; it is {backend!r}.")
-    try:
-        from refold.generate.jax import NO_TOKEN, Generator
-    except ModuleNotFoundError as error:
-        if (error.name or "").split(".")[0] != "jax":
-            raise
-        raise MissingDependency("backend jax needs JAX (pip install refold[jax]).") from error
+    check_stop_strings(stop_strings)
+    if stop_strings and prompt is None:
+        raise ArgumentError("--stop-string ends a text; with --token-ids, use --stop.")
     from refold.models.checkpoint import find_checkpoint
 
+    kind, places = _generator(framework, device)
     directory = find_checkpoint(model)
     if prompt is not None:
-        encode, decode = _tokenizer(directory)
+        encode, decode = tokenizer(directory)
         ids = encode(prompt)
         if not ids:
             raise ArgumentError("--prompt holds no token; give some text.")
     else:
-        ids, decode = _parse_ids(token_ids or ""), None
-    generator = Generator.from_checkpoint(directory, dtype=dtype)
+        ids, decode = parse_ids(token_ids or ""), None
+    generator = kind.from_checkpoint(directory, dtype=dtype, **places)
     stop = set(generator.config.stop_tokens if stop_tokens is None else stop_tokens)
-    made: list[int] = []
-    shown = ""
+    text = None if decode is None else Text(decode, stop_strings)
     conversation = generator.read([ids])
     stream = generator.stream(conversation, max_new_tokens, sampling=sampling, stop_tokens=sorted(stop), every=every)
     for part in stream:
-        new = [int(token) for token in part[0] if token != NO_TOKEN]
-        if decode is None:
+        new = [int(token) for token in part[0] if token >= 0]
+        if text is None:
             yield "".join(f"{token} " for token in new)
             continue
-        made += [token for token in new if token not in stop]
-        text = decode(made)
-        if text.startswith(shown) and not text.endswith("\ufffd"):  # wait for the rest of a split character
-            yield text[len(shown) :]
-            shown = text
-    if decode is not None:
-        yield decode(made)[len(shown) :]
+        yield text.feed([token for token in new if token not in stop])
+        if text.ended:
+            return
+    if text is not None:
+        yield text.feed((), last=True)
 
 
-def _tokenizer(directory: Path) -> tuple[Callable[[str], list[int]], Callable[[list[int]], str]]:
-    """Return the encoder and decoder of a checkpoint's ``tokenizer.json``."""
-    path = directory / "tokenizer.json"
-    if not path.exists():
-        raise CheckpointError(f"{directory} has no tokenizer.json; give the prompt as --token-ids.")
+def _generator(framework: str | None, device: str | None) -> tuple[Any, dict[str, str]]:
+    """Return the framework's generator, and what it must know to be made."""
+    chosen = framework or ("torch" if find_spec("torch") else "jax")
+    if chosen not in ("torch", "jax"):
+        raise ArgumentError(f"framework must be torch or jax; it is {framework!r}.")
+    if chosen == "jax" and device is not None:
+        raise ArgumentError("--device is for torch; JAX takes its device from JAX_PLATFORMS.")
     try:
-        from tokenizers import Tokenizer
-    except ImportError as error:
-        raise MissingDependency(f"{path} needs the package tokenizers (pip install refold[hf]).") from error
-    try:
-        tokenizer = Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises a bare Exception for a file it cannot parse
-        raise CheckpointError(f"{path} is not a tokenizer ({error}).") from error
-    return lambda text: tokenizer.encode(text).ids, tokenizer.decode
-
-
-def _parse_ids(text: str) -> list[int]:
-    try:
-        return [int(part) for part in text.replace(",", " ").split()]
-    except ValueError as error:
-        raise ArgumentError(f"--token-ids must be integers separated by commas or spaces; got {text!r}.") from error
+        if chosen == "jax":
+            from refold.generate.jax import Generator as Found
+        else:
+            from refold.generate.torch import Generator as Found  # type: ignore[assignment]
+    except ModuleNotFoundError as error:
+        if (error.name or "").split(".")[0] != chosen:
+            raise
+        raise MissingDependency(f"framework {chosen} is not installed (pip install refold[{chosen}]).") from error
+    return Found, {} if device is None else {"device": device}
 
 
 def jax_devices() -> dict[str, Any]:

@@ -54,11 +54,11 @@ class BaseGenerator(ABC, Generic[C]):
 
     @abstractmethod
     def _capacity(self, conversation: C) -> int:
-        """Return how many tokens a row of the key-value cache can hold."""
+        """Return how many tokens per row of the key-value cache can hold."""
 
     @abstractmethod
     def _grow(self, conversation: C, capacity: int) -> None:
-        """Give the key-value cache room for so many tokens a row."""
+        """Give the key-value cache room for so many tokens per row."""
 
     @abstractmethod
     def _arrays(self, path: str | Path) -> dict[str, Any]:
@@ -118,7 +118,7 @@ class BaseGenerator(ABC, Generic[C]):
 
         Args:
             conversation: Moved on in place: afterwards it has read all tokens handed out.
-            max_new_tokens: Most tokens a row gets.
+            max_new_tokens: Most tokens per row gets.
             sampling: How tokens are chosen; greedy by default.
             stop_tokens: A row ends with the first of these (which is handed out); None takes the checkpoint's.
             every: Steps between hand-outs; None hands everything out at the end.

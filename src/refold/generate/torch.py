@@ -257,7 +257,7 @@ def _mark(seen: Tensor, tokens: np.ndarray, which: np.ndarray) -> None:
 
 
 class _Graph:
-    """The choice and the reading of one token a row, recorded once and replayed."""
+    """The choice and the reading of one token per row, recorded once and replayed."""
 
     def __init__(self, generator: Generator, conversation: Conversation, kind: _Kind) -> None:
         fused = kernels(conversation.logits)

@@ -8,7 +8,6 @@ what hooks, sharding and compilers expect; a forward bound to the instance would
 from __future__ import annotations
 
 import importlib.metadata
-import warnings
 from collections import Counter
 from collections.abc import Callable
 from functools import cache
@@ -17,7 +16,7 @@ from typing import Any
 
 from torch import nn
 
-from refold.errors import ArgumentError, RefoldError, RefoldWarning
+from refold.errors import ArgumentError, RefoldError, warn
 from refold.integrations import mixers
 from refold.integrations.documents import current, reading, watch
 
@@ -96,7 +95,7 @@ def accelerate(model: nn.Module, *, positions: bool = True) -> Acceleration:
         model: A transformers model with layers of mamba, falcon_mamba, jamba, zamba, mamba2, bamba, granitemoehybrid,
             falcon_h1, nemotron_h or zamba2, or a module that holds one.
         positions: Take ``position_ids`` that do not follow each other as borders between documents. Their values must
-            be read for that, where there are several tokens: one synchronisation a call on a GPU, a graph break under
+            be read for that, where there are several tokens: one synchronisation per call on a GPU, a graph break under
             ``torch.compile``. False reads none; ``cu_seq_lens_q`` and ``seq_idx`` are always read.
 
     Returns:
@@ -130,11 +129,7 @@ def accelerate(model: nn.Module, *, positions: bool = True) -> Acceleration:
         elif hasattr(module, "A_log") or "conv1d" in module._modules:
             done.kept[name] = f"refold has no forward for {type(module).__name__}"
     if not done.replaced:
-        warnings.warn(
-            f"accelerate: {type(model).__name__} has no layer that refold can replace; it runs as before.\n{done}",
-            RefoldWarning,
-            stacklevel=2,
-        )
+        warn(f"accelerate: {type(model).__name__} has no layer that refold can replace; it runs as before.\n{done}")
         return done
     for name, module in model.named_modules():
         around = any(path.startswith(f"{name}.") or not name for path in done.replaced)

@@ -1,4 +1,4 @@
-"""What a checkpoint's ``config.json`` says, in one vocabulary, whoever wrote it.
+"""What a checkpoint's ``config.json`` says, in one vocabulary for all authors.
 
 Two writers are read: transformers (``model_type``, see ``_READERS``) and state-spaces (``ssm_cfg``). A setting that
 refold's models do not compute is refused here, by name, rather than ignored there.
@@ -145,7 +145,10 @@ def read_config(directory: Path) -> Config:
     kind = raw.get("model_type") or ("state-spaces" if "n_layer" in raw and "d_model" in raw else None)
     if not isinstance(kind, str) or kind not in _READERS:
         known = ", ".join(sorted(_READERS))
-        raise CheckpointError(f"{directory}: unknown architecture {kind!r}. refold reads: {known}.")
+        rest = " Load this one with transformers, call refold.accelerate(model), and use model.generate."
+        raise CheckpointError(
+            f"{directory}: unknown architecture {kind!r}. refold reads: {known}.{rest if kind in _ACCELERATED else ''}"
+        )
     if raw.get("quantization_config"):
         raise CheckpointError(f"{directory}: quantization_config is set; refold reads weights that are not quantised.")
     generation = directory / "generation_config.json"
@@ -497,3 +500,6 @@ _READERS: dict[str, Callable[[_Settings], Config]] = {
     "bamba": _bamba,
     "state-spaces": _state_spaces,
 }
+
+_ACCELERATED = ("jamba", "zamba", "zamba2", "falcon_h1", "nemotron_h")
+"""Families that have no reader here, but whose layers `refold.accelerate` replaces."""

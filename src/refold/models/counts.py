@@ -76,7 +76,7 @@ def decode(config: Config, batch: int, weight_bytes: int, state_bytes: int = 4, 
 
 
 def prefill(config: Config, batch: int, seqlen: int, chunk_size: int, weight_bytes: int) -> Counts:
-    """Count the reading of ``seqlen`` tokens a row, last logits; of causal products (chunks, attention) the half."""
+    """Count the reading of ``seqlen`` tokens per row, last logits; of causal products (chunks, attention) the half."""
     ssm, _ = state_elements(config)
     scan = 6 * ssm
     if not isinstance(config, MambaConfig):
@@ -89,7 +89,7 @@ def prefill(config: Config, batch: int, seqlen: int, chunk_size: int, weight_byt
 
 
 def working_bytes(config: Config, batch: int, seqlen: int, weight_bytes: int) -> int:
-    """Estimate what reading ``seqlen`` tokens a row holds beside weights and states: its widest layer, the logits."""
+    """Estimate what reading ``seqlen`` tokens per row holds beside weights and states: its widest layer, the logits."""
     if isinstance(config, MambaConfig):
         wide = 5 * config.d_inner + 3 * config.d_inner  # step sizes are float32
     else:

@@ -28,7 +28,7 @@ class Explanation(dict[str, str | None]):
         return next((name for name, reason in self.items() if reason is None), None)
 
     def __str__(self) -> str:
-        """Return one line a backend."""
+        """Return one line per backend."""
         lines = [f"{self.op}:"]
         for name, reason in self.items():
             mark = "runs" if name == self.chosen else "yes" if reason is None else f"no: {reason}"
@@ -71,7 +71,8 @@ def explain(op: str, *args: Any, **kwargs: Any) -> Explanation:
 def call(spec: OpSpec, arrays: Sequence[Any], options: Sequence[Any], backend: str | None) -> Any:
     """Run an operator: its public function hands over its arguments here, in the order of the spec."""
     if framework_of_type(type(arrays[0])) == "torch":
-        # Checks and the choice of backend happen there, once a signature, and out of sight of what traces calls.
+        # One look at one array leads there. Checks of all arrays and the choice of backend follow once per signature,
+        # and out of sight of what traces calls.
         from refold.ops.torch import registry as library
 
         return library.run(spec.name, arrays, options, backend or "")

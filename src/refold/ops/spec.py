@@ -1,6 +1,6 @@
 """What an operator takes and gives, as data: one OpSpec drives dispatch, registration, tests, benchmarks and docs.
 
-Axes are strings of the letters of `refold.axes`. Four spellings go beyond one letter an axis:
+Axes are strings of the letters of `refold.axes`. Four spellings go beyond one letter per axis:
 
 - ``*`` stands for any number of axes (``"b t *"``: a batch, time, and whatever follows);
 - ``k`` is the number of sequences: that of the pack where ``cu_seqlens`` is given, else the batch;
@@ -29,6 +29,7 @@ OPERATORS = ("ssd", "selective_scan", "linear_scan", "causal_conv1d", "gated_rms
 
 FLOATS = ("float32", "bfloat16", "float16", "float64")
 INTEGERS = ("int32", "int64")
+BOOL = ("bool",)
 CU_SEQLENS = "cu_seqlens"
 MAY_BE_EMPTY = "b", "*"
 """Axes of a batch: where there is nothing in it, results are empty and gradients of parameters are zero."""

@@ -1,7 +1,8 @@
 """Who proposes replacements: files, commands, recorded runs, models over HTTP. `refold.verify` decides on them.
 
-A proposer returns source; `search` tries each proposal in a sandbox against the original, tells the proposer what came
-of it, and keeps the best that is accepted. docs/proposers.md has the protocol.
+A proposer returns programs in index notation, plans, or source; `search` tries each proposal against the original,
+source in a sandbox, tells the proposer what came of it, and keeps the best that is accepted. docs/proposers.md has the
+protocol.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from pathlib import Path
 
 from ..errors import ArgumentError
 from . import local
+from .applied import Guarded as Guarded
+from .applied import guarded as guarded
 from .chat import STYLES, Chat
 from .loop import Budget as Budget
 from .loop import Run as Run
@@ -19,21 +22,25 @@ from .protocol import Attempt as Attempt
 from .protocol import Proposal as Proposal
 from .protocol import Proposer as Proposer
 from .protocol import Request as Request
+from .systematic import Systematic as Systematic
 
-FORMS = "rules, file:PATH, command:COMMAND, replay:FOLDER, openai:MODEL or anthropic:MODEL"
+FORMS = "rules, search, file:PATH, command:COMMAND, replay:FOLDER, openai:MODEL or anthropic:MODEL"
 
 
 def proposer(spec: str, *, base_url: str = "", prices: tuple[float, float] = (0.0, 0.0)) -> Proposer:
     """Make a proposer from what the command line says.
 
     Args:
-        spec: ``file:PATH``, ``command:COMMAND``, ``replay:FOLDER``, ``openai:MODEL`` or ``anthropic:MODEL``.
+        spec: ``search``, ``file:PATH``, ``command:COMMAND``, ``replay:FOLDER``, ``openai:MODEL`` or
+            ``anthropic:MODEL``.
         base_url: The endpoint of a model; ``openai`` has no other.
         prices: Money for a million tokens, in and out.
 
     Raises:
         ArgumentError: There is no such kind, or it lacks what follows the colon.
     """
+    if spec == "search":
+        return Systematic()
     kind, _, rest = spec.partition(":")
     if not rest or kind not in ("file", "command", "replay", *STYLES):
         raise ArgumentError(f"--propose must be {FORMS}, not {spec!r}")

@@ -118,7 +118,7 @@ STYLES = {
 
 
 class Chat:
-    """A model behind an endpoint.
+    """A model that an HTTP endpoint serves.
 
     Args:
         style: ``openai`` (any server that speaks that protocol) or ``anthropic``.
@@ -130,6 +130,8 @@ class Chat:
         seconds: Seconds that one question may take, with all its tries.
         prices: Money for a million tokens, in and out, to keep a budget by.
     """
+
+    facts = True
 
     def __init__(
         self,

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ..errors import ProposerError
-from .protocol import Proposal, Request, proposals
+from .protocol import KINDS, Proposal, Request, proposal, proposals
 
 _ANSWER_LIMIT = 16 << 20
 
@@ -16,7 +16,7 @@ _ANSWER_LIMIT = 16 << 20
 class _Once:
     """Hands out a fixed list of proposals, as many at a time as are wanted."""
 
-    destination = ""
+    destination, facts = "", False
 
     def __init__(self, name: str, found: Sequence[Proposal]):
         self.name = name
@@ -33,11 +33,29 @@ class _Once:
 
 
 def from_files(path: Path) -> _Once:
-    """Propose a file, or each Python file of a folder in the order of their names."""
-    files = sorted(path.glob("*.py")) if path.is_dir() else [path]
+    """Propose a file, or each file of a folder in the order of their names: sources, or programs and plans in JSON.
+
+    A JSON file says its kind, ``{"kind": "program", "program": {...}}``; a rule is a program.
+    """
+    files = sorted([*path.glob("*.py"), *path.glob("*.json")]) if path.is_dir() else [path]
     if not files or not all(file.is_file() for file in files):
-        raise ProposerError(f"{path} is neither a file nor a folder with Python files")
-    return _Once(f"file:{path}", [Proposal(file.read_text(errors="replace"), file.name) for file in files])
+        raise ProposerError(f"{path} is neither a file nor a folder with Python or JSON files")
+    return _Once(f"file:{path}", [_from_file(file) for file in files])
+
+
+def _from_file(file: Path) -> Proposal:
+    text = file.read_text(errors="replace")
+    if file.suffix != ".json":
+        return Proposal(text, file.name)
+    try:
+        data = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ProposerError(f"{file} is no JSON: {error}") from error
+    if isinstance(data, dict) and "kind" not in data and {"region", "program"} <= data.keys():
+        data = {"kind": "program", "program": data["program"]}
+    if not isinstance(data, dict) or data.get("kind") not in KINDS:
+        raise ProposerError(f'{file} must be an object that says its kind, {{"kind": "program", "program": ...}}')
+    return proposal({**data, "note": data.get("note", file.name)}, origin=str(file))
 
 
 def from_run(folder: Path) -> _Once:
@@ -45,7 +63,11 @@ def from_run(folder: Path) -> _Once:
     record = folder / "run.jsonl"
     try:
         events = [json.loads(line) for line in record.read_text().splitlines()]
-        found = [Proposal(event["text"], event["note"]) for event in events if event["event"] == "proposal"]
+        found = [
+            Proposal(event["text"], event["note"], event.get("kind", "source"))
+            for event in events
+            if event["event"] == "proposal"
+        ]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ProposerError(f"{record} is not the record of a run: {type(error).__name__}: {error}") from error
     return _Once(f"replay:{folder}", found)
@@ -57,7 +79,7 @@ class Command:
     It is the user's own program and runs with the user's rights; what it proposes does not.
     """
 
-    destination = ""
+    destination, facts = "", True
 
     def __init__(self, arguments: Sequence[str], *, timeout: float = 600.0):
         self.name = "command:" + " ".join(arguments)

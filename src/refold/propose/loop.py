@@ -7,10 +7,12 @@ short is resumed from there: what was tried is not tried again, and still counts
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import os
 import platform
+import re
 import time
 from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
@@ -19,9 +21,12 @@ from typing import Any
 
 from ..errors import ArgumentError, ProposerError, TargetError
 from ..verify.trial import Nursery, Program, Terms, Verdict, describe_inputs, judge, source
-from .protocol import SCHEMA, Attempt, Proposer, Request
+from .protocol import SCHEMA, Attempt, Proposal, Proposer, Request
 
 log = logging.getLogger("refold")
+
+# Where an accepted proposal of each kind is written to.
+NAMES = {"source": "accepted.py", "program": "accepted.rule.json", "plan": "accepted.plan.json"}
 
 
 @dataclass(frozen=True)
@@ -74,19 +79,44 @@ class Run:
         """The best accepted proposal."""
         return None if self.best is None else self.tried[self.best]
 
+    @property
+    def file(self) -> Path | None:
+        """Where the best accepted proposal lies: a source, a rule, or choices."""
+        return None if self.accepted is None else self.folder / NAMES[self.accepted.kind]
+
+    def keep(self) -> None:
+        """Write the best accepted proposal, with its evidence, in place of an earlier one."""
+        if self.accepted is None or self.file is None:
+            return
+        for old in self.folder.glob("accepted.*"):
+            old.unlink()
+        trial = self.folder / "trials" / f"{self.best:03}.jsonl"
+        (self.folder / "accepted.jsonl").write_text(trial.read_text())
+        if self.accepted.kind == "source":
+            self.file.write_text(self.accepted.source)
+            return
+        evidence = json.loads(trial.read_text())
+        if self.accepted.kind == "plan":
+            self.file.write_text(json.dumps(evidence["choices"], indent=1) + "\n")
+            return
+        names = ("environment", "terms", "speedup", "at_least", "against")
+        facts = {name: evidence[name] for name in names}
+        name = re.sub(r"[^\w .+-]", "-", f"{self.folder.resolve().name[:40]} {self.best}")
+        self.file.write_text(json.dumps({**evidence["rule"], "name": name, "evidence": facts}, indent=1) + "\n")
+
     def __str__(self) -> str:
         """Say what was tried and what is best."""
         lines = []
         for number, attempt in enumerate(self.tried):
             speed = f"  {attempt.speedup:.2f}x, at least {attempt.at_least:.2f}x" if attempt.speedup else ""
             why = f"  {attempt.check}: {attempt.reason}" if attempt.reason else ""
-            lines.append(f"  {number:3}  {attempt.outcome}{speed}{why}")
+            lines.append(f"  {number:3}  {attempt.kind:7}  {attempt.outcome}{speed}{why}")
         if self.accepted is None:
             lines.append(f"nothing was accepted; ended after {self.ended}")
         else:
             lines.append(
-                f"proposal {self.best} is accepted, {self.accepted.speedup:.2f}x as fast as the original (at least "
-                f"{self.accepted.at_least:.2f}x): {self.folder / 'accepted.py'}; ended after {self.ended}"
+                f"proposal {self.best} is accepted, {self.accepted.speedup:.2f}x as fast as {self.accepted.against} "
+                f"(at least {self.accepted.at_least:.2f}x): {self.file}; ended after {self.ended}"
             )
             lines += ["", self.accepted.source.rstrip()]
         return "\n".join(lines)
@@ -131,7 +161,9 @@ def search(
     began, rounds = time.monotonic(), 0
     with Nursery(threads=terms.threads, device=terms.device, sandboxed=not allow_unsandboxed) as nursery:
         inputs = tuple(describe_inputs(original, terms, nursery))
-        plain = Request(original.text, terms.dtype, terms.train, inputs, _machine(terms), wanted=parallel)
+        workshop = functools.cache(functools.partial(_workshop, original, terms, folder, record))
+        known = _described(workshop(), record) if proposer.facts else {}
+        plain = Request(original.text, terms.dtype, terms.train, inputs, _machine(terms), wanted=parallel, **known)
         while not run.ended:
             run.spent = proposer.spent()
             run.ended = budget.spent(rounds, time.monotonic() - began, run.spent)
@@ -153,22 +185,21 @@ def search(
                 run.ended = "all proposals"
             for proposal in proposals:
                 number = len(run.tried)
-                record("proposal", number=number, text=proposal.text, note=proposal.note)
+                record("proposal", number=number, kind=proposal.kind, text=proposal.text, note=proposal.note)
                 again = proposal.text in seen
                 seen.add(proposal.text)
-                attempt = (
-                    Attempt(proposal.text, "refused", "", "it was proposed before")
-                    if again
-                    else _tried(original, proposal.text, number, folder, terms, allow_unsandboxed, nursery)
-                )
+                if again:
+                    attempt = Attempt(proposal.text, "refused", "", "it was proposed before", kind=proposal.kind)
+                elif proposal.kind == "source":
+                    attempt = _tried(original, proposal.text, number, folder, terms, allow_unsandboxed, nursery)
+                else:
+                    attempt = _made(workshop(), proposal, number, folder)
                 run.tried.append(attempt)
                 if attempt.outcome == "accepted" and (run.accepted is None or attempt.at_least > run.accepted.at_least):
                     run.best = number
                 record("verdict", number=number, **{k: v for k, v in asdict(attempt).items() if k != "source"})
                 log.info("proposal %d: %s %s", number, attempt.outcome, attempt.reason)
-    if run.accepted is not None:
-        (folder / "accepted.py").write_text(run.accepted.source)
-        (folder / "accepted.jsonl").write_text((folder / "trials" / f"{run.best:03}.jsonl").read_text())
+    run.keep()
     record("end", reason=run.ended, best=run.best, spent=run.spent)
     return run
 
@@ -185,7 +216,44 @@ def _tried(
     (folder / "trials" / f"{number:03}.jsonl").write_text(verdict.to_jsonl())
     race = verdict.timing
     speed = race.get("speedup", 0.0), race.get("at_least", 0.0)
-    return Attempt(text, verdict.outcome, verdict.check, verdict.reason, *speed)
+    return Attempt(text, verdict.outcome, verdict.check, verdict.reason, *speed, against=race.get("against", ""))
+
+
+def _workshop(original: Program, terms: Terms, folder: Path, record: _Record) -> Any:
+    """Return where programs and plans are tried; None if this layer cannot be compiled."""
+    from .workshop import Workshop
+
+    try:
+        return Workshop(original, terms, folder)
+    except Exception as error:  # the user's layer, and compilers, fail in any way
+        record("note", text=f"programs and plans cannot be tried: {type(error).__name__}: {str(error)[:500]}")
+        return None
+
+
+def _described(workshop: Any, record: _Record) -> dict[str, Any]:
+    if workshop is None:
+        return {}
+    log.info("looking at the layer")
+    try:
+        found = workshop.describe()
+    except Exception as error:
+        record("note", text=f"the layer cannot be described: {type(error).__name__}: {str(error)[:500]}")
+        return {}
+    return {**found, "regions": tuple(found["regions"])}
+
+
+def _made(workshop: Any, proposal: Proposal, number: int, folder: Path) -> Attempt:
+    """Try a program or a plan, and write down its evidence."""
+    if workshop is None:
+        reason = "programs and plans cannot be tried: the layer cannot be compiled here"
+        return Attempt(proposal.text, "unjudged", "", reason, kind=proposal.kind)
+    try:
+        attempt, evidence = workshop.tried(proposal, number)
+    except Exception as error:  # compilers fail in any way; the run goes on
+        reason = f"it could not be tried: {type(error).__name__}: {(str(error).splitlines() or [''])[0][:500]}"
+        attempt, evidence = Attempt(proposal.text, "unjudged", "", reason, kind=proposal.kind), {}
+    (folder / "trials" / f"{number:03}.jsonl").write_text(json.dumps(evidence, default=str) + "\n")
+    return attempt
 
 
 def _shown(run: Run, keep: int) -> tuple[Attempt, ...]:
@@ -232,7 +300,7 @@ def _opened(original: Program, folder: Path, terms: Terms, resume: bool) -> tupl
             elif event["event"] == "proposal":
                 texts[event["number"]] = event["text"]
             elif event["event"] == "verdict":
-                names = ("outcome", "check", "reason", "speedup", "at_least")
+                names = ("outcome", "check", "reason", "speedup", "at_least", "kind", "against")
                 run.tried.append(Attempt(texts[event["number"]], **{name: event[name] for name in names}))
     except (OSError, ValueError, KeyError, TypeError) as error:
         if isinstance(error, ArgumentError):

@@ -1,8 +1,10 @@
 """What a proposer is asked, and what it may answer.
 
 A proposer takes a `Request` and returns proposals. It is trusted in nothing: a proposal is text, and `refold.verify`
-decides. The request holds the layer's source, the shapes and dtypes of its inputs, facts of the machine and earlier
-verdicts; never a seed, an input or an expected value. Both have a form in JSON, so that a proposer can be any program.
+decides. There are three kinds, safest first: a *program* in index notation and a *plan* of choices are data, of which
+refold makes everything itself; a *source* is code, and is tried in a sandbox. The request holds the layer's source and
+regions, the shapes and dtypes of its inputs, facts of the machine and earlier verdicts; never a seed, an input or an
+expected value. Both have a form in JSON, so that a proposer can be any program.
 """
 
 from __future__ import annotations
@@ -10,12 +12,13 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from ..errors import ProposerError
 
-SCHEMA = 1
+SCHEMA = 2
+KINDS = ("program", "plan", "source")
 
 
 @dataclass(frozen=True)
@@ -29,6 +32,8 @@ class Attempt:
         reason: Why.
         speedup: Of the race, if there was one: the median, and what it is at least.
         at_least: See ``speedup``.
+        kind: Of the proposal.
+        against: What it was raced against.
     """
 
     source: str
@@ -37,6 +42,8 @@ class Attempt:
     reason: str = ""
     speedup: float = 0.0
     at_least: float = 0.0
+    kind: str = "source"
+    against: str = ""
 
 
 @dataclass(frozen=True)
@@ -51,6 +58,11 @@ class Request:
         machine: Facts of the device: name, cores, threads, versions.
         attempts: Earlier proposals, the best first.
         wanted: How many proposals are asked for.
+        regions: What of the layer index notation can say: name, user's line, program, FLOPs, bytes, and the time that
+            the least bytes take. Empty if nothing is known.
+        choices: What a plan may choose: passes, places, operators, knobs of Inductor.
+        times_ms: Of the layer as it is: eager, ``torch.compile``, and refold where that is faster.
+        roofline: What this machine does at best, measured: operations and bytes a second.
     """
 
     source: str
@@ -60,6 +72,10 @@ class Request:
     machine: dict[str, Any]
     attempts: tuple[Attempt, ...] = ()
     wanted: int = 1
+    regions: tuple[dict[str, Any], ...] = ()
+    choices: dict[str, Any] = field(default_factory=dict)
+    times_ms: dict[str, float] = field(default_factory=dict)
+    roofline: dict[str, float] = field(default_factory=dict)
 
     def to_json(self) -> str:
         """Return the form that a command reads."""
@@ -68,15 +84,17 @@ class Request:
 
 @dataclass(frozen=True)
 class Proposal:
-    """A replacement: source that defines ``ModelNew``.
+    """A replacement.
 
     Attributes:
-        text: The source.
+        text: A source that defines ``ModelNew``; or a program or a plan as JSON.
         note: What its author says of it; shown, and not believed.
+        kind: ``program``, ``plan`` or ``source``.
     """
 
     text: str
     note: str = ""
+    kind: str = "source"
 
 
 class Proposer(Protocol):
@@ -85,6 +103,9 @@ class Proposer(Protocol):
     name: str
     #: Where the user's code goes; empty if it stays on this machine.
     destination: str
+
+    #: Whether requests are to say what is known of the layer, which takes a compile of it.
+    facts: bool
 
     def propose(self, request: Request) -> Sequence[Proposal]:
         """Return proposals, none if there are no more; raises ProposerError if it cannot."""
@@ -98,6 +119,8 @@ class Proposer(Protocol):
 def proposals(text: str, *, origin: str) -> list[Proposal]:
     """Read proposals from JSON: ``{"proposals": [{"kind": "source", "text": ..., "note": ...}]}``.
 
+    A program or a plan may stand as an object in place of ``text``, under the name of its kind.
+
     Raises:
         ProposerError: The text has another form; says where.
     """
@@ -108,11 +131,17 @@ def proposals(text: str, *, origin: str) -> list[Proposal]:
     found = answer.get("proposals") if isinstance(answer, dict) else None
     if not isinstance(found, list):
         raise ProposerError(f'{origin} must answer {{"proposals": [...]}}, not {text[:200]!r}')
-    result = []
-    for index, each in enumerate(found):
-        if not isinstance(each, dict) or not isinstance(each.get("text"), str):
-            raise ProposerError(f"{origin}: proposal {index} has no text")
-        if each.get("kind", "source") != "source":
-            raise ProposerError(f"{origin}: proposal {index} is a {each['kind']!r}; kinds that are taken: 'source'")
-        result.append(Proposal(each["text"], str(each.get("note", ""))))
-    return result
+    return [proposal(each, origin=f"{origin}: proposal {index}") for index, each in enumerate(found)]
+
+
+def proposal(data: Any, *, origin: str) -> Proposal:
+    """Read one proposal from data; raises ProposerError as `proposals` does."""
+    kind = data.get("kind", "source") if isinstance(data, dict) else None
+    if kind is not None and kind not in KINDS:
+        raise ProposerError(f"{origin} is a {kind!r:.80}; kinds that are taken: {', '.join(KINDS)}")
+    text = data.get("text") if isinstance(data, dict) else None
+    if text is None and kind in ("program", "plan") and isinstance(data.get(kind), dict):
+        text = json.dumps({name: data[name] for name in ("region", kind) if name in data})
+    if not isinstance(text, str):
+        raise ProposerError(f"{origin} has no text")
+    return Proposal(text, str(data.get("note", "")), kind or "source")

@@ -50,7 +50,7 @@ class GraphReport:
     ``chosen`` is what runs from now on: ``refold``, ``inductor`` or ``eager``. ``checks`` has an entry for each output,
     gradient and written input of the whole graph, and ``checked_against`` says with what they were compared.
     ``program`` names the graph, see docs/compiler.md; ``remembered`` says who knew all this already: ``this process``,
-    ``the disk``, ``a plan``, or nobody. ``busy`` says how the machine was busy while times were taken.
+    ``the disk``, ``a plan``, or empty. ``busy`` says how the machine was busy while times were taken.
     ``kernels`` has, for each program that was profiled, what one call launches: name, count and milliseconds.
     """
 

@@ -45,7 +45,7 @@ def _graph(graph: GraphReport) -> list[str]:
         lines.append(f"  remembered by {graph.remembered}: nothing was timed; times and errors are those of that time")
     if graph.compile_s:
         alone = "" if graph.inductor_compile_s is None else f" (Inductor alone {graph.inductor_compile_s:.1f} s)"
-        lines.append(f"  compile {graph.compile_s:.1f} s{alone}, checks and races {graph.checks_s:.1f} s")
+        lines.append(f"  compile {graph.compile_s:.1f} s{alone}, checks and timing {graph.checks_s:.1f} s")
     lines += [f"  note: {note}" for note in graph.notes]
     return lines
 

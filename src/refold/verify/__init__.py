@@ -21,7 +21,7 @@ from .timing import race as race
 
 
 def __getattr__(name: str) -> Any:
-    """Import the trial of programs that nobody vouches for when it is first asked for; it needs Linux."""
+    """Import the trial of untrusted programs when it is first asked for; it needs Linux."""
     if name not in ("judge", "Verdict"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from . import trial

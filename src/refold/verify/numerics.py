@@ -163,7 +163,7 @@ def check(
         leaves = [x for x, need in zip(inputs, differentiated, strict=False) if need]
         spare = [0] * len(os)
         for at, x in enumerate(leaves, len(os) - len(leaves)):
-            os[at] = torch.where(x.isfinite(), os[at], math.nan)  # nobody asks for the gradient at an infinity
+            os[at] = torch.where(x.isfinite(), os[at], math.nan)  # the gradient at an infinity is not used
             # A step whose state is infinite already may get a NaN where the original has the gradient of nothing: zero.
             spare[at] = x.numel() // max(x.shape, default=1)
         found = list(map(_where_finite, os, ys, bounds, spare))

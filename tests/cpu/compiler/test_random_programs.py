@@ -12,7 +12,7 @@ from hypothesis import given, settings
 
 from refold.compiler.ir import views
 from refold.compiler.passes import recover_contractions
-from refold.compiler.recurrence import duality, gated_chunks
+from refold.compiler.recurrence import affine, duality, gated_chunks
 from support import programs
 
 aten = torch.ops.aten
@@ -84,6 +84,11 @@ def _never_forgets(patch):
     patch.setattr(duality, "forgets", lambda dtype: -1.0)
 
 
+def _resets_multiply(patch):
+    """What a choice does not read is multiplied by zero instead."""
+    patch.setattr(affine.LoopVectorizer, "_chosen_reset", lambda *_: None)
+
+
 BUGS = [
     (_mean_of_everything, "graph", 8),
     (_inverse_permutation, "graph", 70),
@@ -91,6 +96,7 @@ BUGS = [
     (_infinities_leak, "recurrence", 1331),
     (_resets_are_infinite, "recurrence", 344),
     (_never_forgets, "recurrence", 58),
+    (_resets_multiply, "recurrence", 7),
 ]
 
 

@@ -77,13 +77,14 @@ def test_the_loop_holds_no_second_copy_of_the_weights() -> None:
     state = jax.eval_shape(lambda: state_zeros(config, 1, "float32"))
     logits, done = jax.ShapeDtypeStruct((1, config.vocab_size), "float32"), jax.ShapeDtypeStruct((1,), bool)
 
-    def loop(params: Any, state: Any, logits: Any, done: Any) -> Any:
+    def loop(params: Any, state: Any, logits: Any, seen: Any, done: Any) -> Any:
         return _decode(
-            config, params, state, logits, done, 8, jnp.zeros(0, jnp.int32), jax.random.key(0), 1.0, 1.0,
-            room=8, greedy=True, top_k=0, nucleus=False,
+            config, params, state, logits, seen, done, 8, jnp.zeros(0, jnp.int32), jax.random.key(0), 1.0, 1.0, 0.0,
+            1.0, room=8, greedy=True, top_k=0, nucleus=False, least=False, penalised=False,
         )  # fmt: skip
 
-    memory = compiled(loop, params, state, logits, done, donated=(1, 2)).memory_analysis()
+    seen = jax.ShapeDtypeStruct(logits.shape, bool)
+    memory = compiled(loop, params, state, logits, seen, done, donated=(1, 2, 3)).memory_analysis()
     state_bytes = sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(state))
     assert memory.temp_size_in_bytes <= 3 * state_bytes < 0.2 * 4 * counts.parameters(config)
 

@@ -47,13 +47,19 @@ def test_torch_path_needs_no_jax() -> None:
 import torch, refold.ops
 y, state = refold.ops.ssd(torch.ones(1, 3, 1, 2), torch.ones(1, 3, 1), -torch.ones(1), *[torch.ones(1, 3, 1, 4)] * 2)
 import refold.models.checkpoint, refold.generate.cli
+from refold.generate.torch import Generator
+from refold.models.checkpoint import random_params
+from refold.models.configs import Mamba2Config, Mixer2Config
+mixer = Mixer2Config(d_model=16, nheads=2, headdim=16, ngroups=1, dstate=4)
+config = Mamba2Config(vocab_size=32, nlayers=1, mixer=mixer)
+assert len(Generator(config, random_params(config)).generate([[1, 2]], 3)[0]) == 3
 print("done")
 """,
     )
     assert done.stdout.strip() == "done", done.stderr
 
 
-@pytest.mark.parametrize(("blocked", "says"), [("torch", "refold[torch]"), ("safetensors", "refold[jax]")])
+@pytest.mark.parametrize(("blocked", "says"), [("torch", "refold[torch]"), ("safetensors", "refold[hf]")])
 def test_missing_reader_says_what_to_install(blocked: str, says: str, tmp_path) -> None:
     from safetensors.numpy import save_file
 
@@ -85,7 +91,7 @@ from refold.errors import MissingDependency
 from refold.generate.cli import generate_text, jax_devices
 assert jax_devices()["devices"] == []
 try:
-    list(generate_text("somewhere", token_ids="1"))
+    list(generate_text("somewhere", token_ids="1", framework="jax"))
 except MissingDependency as error:
     print(error)
 """,

@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
-from refold.distributed.jax import read_sharded, shard_heads, shard_state
 from refold.generate.jax import Generator
 from refold.models.checkpoint import random_params
 from refold.models.configs import GraniteHybridConfig, Mamba2Config, MambaConfig, Mixer2Config
 from refold.models.jax import model_for, to_device
 from refold.models.jax.granite_hybrid import grow_state
+from refold.models.jax.sharding.heads import shard_heads, shard_state
+from refold.models.jax.sharding.time import read_sharded
 
 MIXER = Mixer2Config(d_model=32, nheads=8, headdim=8, ngroups=2, dstate=8, proj_bias=True)
 CONFIGS = {

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from refold.ops.backends import BACKENDS
+from refold.ops.linear_scan import _torch as scan
 from refold.ops.spec import Case, load
 from refold.ops.ssd import _torch as right
 from refold.ops.testing import CHECKS, check, problem
@@ -158,6 +159,13 @@ def once_more(**inputs: Any) -> tuple[Tensor, Tensor]:
     return y, 1.001 * state
 
 
+def multiplying(**inputs: Any) -> Any:
+    """A reset is a factor of zero: zero times NaN."""
+    reset = inputs["reset"]
+    a = inputs["a"] if reset is None else inputs["a"].masked_fill(reset, 0.0)
+    return scan.linear_scan(**{**inputs, "a": a, "reset": None})
+
+
 WRONG: dict[str, dict[str, Any]] = {
     "chunk border": {"ssd": planted("chunk border")},
     "tail mask": {"ssd": planted("tail mask")},
@@ -235,11 +243,11 @@ def plant(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     return install
 
 
-def refusals(name: str, cases: Iterable[Case]) -> Iterator[str]:
+def refusals(name: str, cases: Iterable[Case], operator: str = "ssd") -> Iterator[str]:
     """Yield the cases on which a check refuses the planted backend."""
     for case in cases:
         try:
-            check(name, problem(load("ssd"), case), "planted")
+            check(name, problem(load(operator), case), "planted")
         except AssertionError:
             yield case.name
 
@@ -248,6 +256,14 @@ def refusals(name: str, cases: Iterable[Case]) -> Iterator[str]:
 def test_planted_bug_is_refused(plant: Callable[[str], None], name: str, bug: str) -> None:
     plant(bug)
     assert next(refusals(name, load("ssd").cases()), None), f"the check {name} let {bug!r} pass"
+
+
+def test_a_reset_that_multiplies_is_refused(plant: Callable[[str], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    cases = [case for case in load("linear_scan").cases() if "reset" in case.given]
+    for function, refused in ((scan.linear_scan, False), (multiplying, True)):
+        monkeypatch.setitem(WRONG, "reset", {"linear_scan": function})
+        plant("reset")
+        assert bool(list(refusals("nonfinite", cases, "linear_scan"))) == refused
 
 
 def test_the_same_loop_without_a_bug_passes(plant: Callable[[str], None]) -> None:

@@ -25,16 +25,33 @@ CUTS = {
 }
 
 
-@pytest.mark.parametrize("cut", CUTS)
-def test_cuts_change_nothing(cut, monkeypatch):
-    monkeypatch.setitem(tables.DEFAULT, "ssd_backward/float32", tables.DEFAULT["ssd_backward/float32"] | CUTS[cut])
-    tables.lookup.cache_clear()
-    case = CASES["one_group"]
-    given = problem(SPEC, replace(case, name=cut, sizes=case.sizes | {"t": 35, "h": 6, "p": 20, "n": 18}))
-    try:
-        check("gradients", given, "triton")
-    finally:
+@pytest.fixture
+def cut_by(monkeypatch):
+    """Return what cuts heads and tiles in one of these ways."""
+
+    def cut_by(cut):
+        monkeypatch.setitem(tables.DEFAULT, "ssd_backward/float32", tables.DEFAULT["ssd_backward/float32"] | CUTS[cut])
         tables.lookup.cache_clear()
+
+    yield cut_by
+    tables.lookup.cache_clear()
+
+
+@pytest.mark.parametrize("cut", CUTS)
+def test_cuts_change_nothing(cut, cut_by):
+    cut_by(cut)
+    case = CASES["one_group"]
+    sizes = case.sizes | {"t": 35, "h": 6, "p": 20, "n": 18}
+    check("gradients", problem(SPEC, replace(case, name=cut, sizes=sizes)), "triton")
+
+
+@pytest.mark.parametrize("cut", ["blocks_and_splits", "channels_and_states_in_blocks"])
+def test_what_is_not_finite_stays_in_its_place(cut, cut_by):
+    """Each block of heads, and each block of states, is done again by itself."""
+    cut_by(cut)
+    case = CASES["one_group"]
+    sizes = case.sizes | {"b": 1, "t": 35, "h": 4, "p": 18, "n": 18}
+    check("nonfinite_gradients", problem(SPEC, replace(case, name=cut, sizes=sizes)), "triton")
 
 
 @pytest.mark.parametrize("result", [0, 1])

@@ -1,9 +1,7 @@
 """Models over HTTP: a real server on loopback that speaks both protocols and does what servers do."""
 
 import json
-import threading
 import time
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
@@ -12,6 +10,7 @@ from refold.propose import Request, proposer
 from refold.propose.chat import Chat
 from refold.propose.prompt import VERSION, answers, question, system
 from refold.propose.protocol import Attempt
+from support.endpoint import EVENTS
 
 pytest.importorskip("httpx")
 
@@ -19,90 +18,6 @@ CODE = "import torch\n\n\nclass ModelNew(torch.nn.Module):\n    pass"
 TEXT = f"Fewer passes.\n\n```python\n{CODE}\n```\n"
 REQUEST = Request("class Model: ...", "float32", False, ({"shape": [2, 3], "dtype": "float32"},), {"threads": 1})
 KEY = "sk-very-secret"
-
-
-def openai_events(text, whole=True):
-    for part in (text[: len(text) // 2], text[len(text) // 2 :]):
-        yield {"choices": [{"delta": {"content": part}, "finish_reason": None}]}
-    if whole:
-        yield {"choices": [{"delta": {}, "finish_reason": "stop"}]}
-        yield {"choices": [], "usage": {"prompt_tokens": 100, "completion_tokens": 20}}
-        yield "[DONE]"
-
-
-def anthropic_events(text, whole=True):
-    yield {"type": "message_start", "message": {"usage": {"input_tokens": 100, "output_tokens": 1}}}
-    yield {"type": "content_block_start", "index": 0, "content_block": {"type": "text", "text": ""}}
-    yield {"type": "ping"}
-    for part in (text[: len(text) // 2], text[len(text) // 2 :]):
-        yield {"type": "content_block_delta", "index": 0, "delta": {"type": "text_delta", "text": part}}
-    if whole:
-        yield {"type": "message_delta", "delta": {"stop_reason": "end_turn"}, "usage": {"output_tokens": 20}}
-        yield {"type": "message_stop"}
-
-
-EVENTS = {"openai": openai_events, "anthropic": anthropic_events}
-
-
-class Server(ThreadingHTTPServer):
-    """Answers with the next of a script: events, a status, or a function of the handler."""
-
-    def __init__(self):
-        self.script, self.seen = [], []
-        super().__init__(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self.server_address[1]}"
-
-
-class Handler(BaseHTTPRequestHandler):
-    def do_POST(self):
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        self.server.seen.append((self.path, dict(self.headers), body))
-        answer = self.server.script.pop(0)
-        if isinstance(answer, tuple):
-            status, headers, text = answer
-            self.send_response(status)
-            for name, value in headers.items():
-                self.send_header(name, value)
-            self.end_headers()
-            self.wfile.write(text.encode())
-            return
-        self.send_response(200)
-        self.send_header("Content-Type", "text/event-stream")
-        self.end_headers()
-        if callable(answer):
-            answer(self)
-            return
-        for event in answer:
-            self.say(event)
-
-    def say(self, event):
-        data = event if isinstance(event, str) else json.dumps(event)
-        try:
-            self.wfile.write(f"event: x\ndata: {data}\n\n".encode())
-            self.wfile.flush()
-        except OSError:
-            self.close_connection = True  # whoever asked has heard enough
-
-    def log_message(self, *_):
-        pass
-
-
-@pytest.fixture
-def server():
-    server = Server()
-    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-    thread.start()
-    yield server
-    server.shutdown()
-    thread.join()
-    server.server_close()
-
-
-@pytest.fixture(params=["openai", "anthropic"])
-def style(request, monkeypatch):
-    monkeypatch.setenv("OPENAI_API_KEY", KEY)
-    monkeypatch.setenv("ANTHROPIC_API_KEY", KEY)
-    return request.param
 
 
 def _chat(style, server, **options):
@@ -150,7 +65,7 @@ def test_errors_that_pass_are_waited_out(passing, style, server, monkeypatch):
 def test_an_error_in_the_stream_is_asked_again(server, monkeypatch):
     monkeypatch.setattr("refold.propose.chat._sleep", lambda _: None)
     error = {"type": "error", "error": {"type": "overloaded_error", "message": "Overloaded"}}
-    server.script = [[*anthropic_events(TEXT, whole=False), error], anthropic_events(TEXT)]
+    server.script = [[*EVENTS["anthropic"](TEXT, whole=False), error], EVENTS["anthropic"](TEXT)]
     assert _chat("anthropic", server).propose(REQUEST)[0].text == CODE
 
 
@@ -185,7 +100,7 @@ def test_an_endless_answer_is_cut(style, server):
 
 
 def test_several_are_asked_at_the_same_time_and_one_failure_does_not_lose_the_others(server):
-    server.script = [openai_events(TEXT), (400, {}, "no"), openai_events(TEXT)]
+    server.script = [EVENTS["openai"](TEXT), (400, {}, "no"), EVENTS["openai"](TEXT)]
     many = Request(**{**REQUEST.__dict__, "wanted": 3})
     assert [p.text for p in _chat("openai", server).propose(many)] == [CODE, CODE]
 

@@ -40,7 +40,7 @@ TERMS = terms(level="quick", threads=1)
 class Scripted:
     """Proposes what a script says, and keeps what it was asked."""
 
-    name, destination = "scripted", ""
+    name, destination, facts = "scripted", "", False
 
     def __init__(self, *script):
         self.script, self.asked = list(script), []
@@ -81,7 +81,8 @@ def test_requests_hold_no_seed_and_no_values(tmp_path):
     run, proposer = _search(tmp_path, [ZEROS], budget=Budget(rounds=1))
     log = [json.loads(line) for line in (tmp_path / "run" / "trials" / "000.jsonl").read_text().splitlines()]
     asked = json.loads(proposer.asked[0].to_json())
-    assert set(asked) == {"schema", "source", "dtype", "train", "inputs", "machine", "attempts", "wanted"}
+    facts = {"regions", "choices", "times_ms", "roofline"}
+    assert set(asked) == {"schema", "source", "dtype", "train", "inputs", "machine", "attempts", "wanted"} | facts
     assert asked["inputs"] == [{"shape": [2, 5, 4], "dtype": "float32"}]
     assert str(log[-1]["seed"]) not in (tmp_path / "run" / "run.jsonl").read_text()
     assert run.ended == "all 1 rounds"
@@ -184,7 +185,7 @@ def test_a_command_improves_a_layer_from_the_command_line(tmp_path):
         ("print('hello')", "no JSON"),
         ("print('[]')", "must answer"),
         ("import sys; sys.exit('broken')", "exit code 1: broken"),
-        ("""print('{"proposals": [{"kind": "plan", "text": ""}]}')""", "kinds that are taken"),
+        ("""print('{"proposals": [{"kind": "magic", "text": ""}]}')""", "kinds that are taken"),
         ("""print('{"proposals": [{}]}')""", "has no text"),
         ("import time; time.sleep(60)", "within 1 s"),
     ],

@@ -15,26 +15,15 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from ...cache import default_folder
 from ...errors import ArgumentError
 
-VARIABLE = "REFOLD_CACHE"
 FORMAT = 1
 # Bytes that the folder may hold, and decisions that a process keeps.
 LIMIT = 64 << 20
 KEPT = 4096
 
 _kept: dict[tuple[str, str, str, str], Any] = {}
-
-
-def default_folder() -> Path | None:
-    """Return where decisions are kept unless an option says otherwise; None if nowhere.
-
-    That is ``$REFOLD_CACHE``, which may be ``off``, else ``$XDG_CACHE_HOME/refold``, else ``~/.cache/refold``.
-    """
-    if named := os.environ.get(VARIABLE):
-        return None if named.lower() in ("off", "0") else Path(named).expanduser()
-    base = os.environ.get("XDG_CACHE_HOME")
-    return Path(base or "~/.cache").expanduser() / "refold"
 
 
 def folder_for(cache: Any) -> Path | None:
@@ -63,7 +52,7 @@ class Store:
         self.notes: list[str] = []
 
     def get(self, kind: str, key: str) -> tuple[Any, str] | None:
-        """Return what was decided, and whether ``this process`` or ``the disk`` knew it; None if nobody did."""
+        """Return what was decided, and whether ``this process`` or ``the disk`` knew it; None if neither did."""
         if self.folder is None:
             return None
         if (kept := _kept.get((str(self.folder), self.place, kind, key))) is not None:

@@ -35,7 +35,7 @@ prims = torch.ops.prims
 # Spellings of arithmetic. Nothing else may be decomposed before autograd: the derivative of a decomposition can be
 # another than PyTorch's own where an intermediate value is infinite.
 _SPELLINGS = (
-    "_to_copy", "add", "addcdiv", "addmv", "lerp", "mul", "new_zeros", "rsub", "stack", "sub", "unsafe_split",
+    "_to_copy", "addcdiv", "addmv", "lerp", "mul", "new_zeros", "rsub", "stack", "sub", "unsafe_split",
     "zeros_like", "ones_like", "full_like", "zeros", "ones",
 )  # fmt: skip
 # Larger constants of a body are not written into the graph number by number.
@@ -242,6 +242,7 @@ class Body(LoopVectorizer):
         self.counting = Counting(self.emit, traced.step, count)
         self._memo: dict[Node, Value | Affine] = {}
         self._solved: dict[Node, Loop] = {}
+        self._coupled = self._dependencies()
 
     def over_time(self, x: Any) -> Node:
         """Return a value of the body with a time axis in front."""
@@ -295,6 +296,9 @@ class Body(LoopVectorizer):
 
     def _carry(self, node: Node) -> Value | Affine:
         loop = self._solved.get(node)
+        if loop is None and len(self._coupled[node]) > 1:
+            self._solve_together(self._coupled[node])
+            loop = self._solved[node]
         if loop is None:
             new = self.carried[node]
             if not isinstance(new, Node):
@@ -315,6 +319,41 @@ class Body(LoopVectorizer):
                 inner = self.emit.call(aten.slice.Tensor, loop.states, 0, 0, self.count - 1)
                 loop.previous = self.emit.call(aten.cat.default, [first, inner], 0)
         return Affine(loop) if loop.previous is None else Value(loop.previous, True)
+
+    def _solve_together(self, carries: Sequence[Node]) -> None:
+        """Compute the states of carries that depend on one another."""
+        loops = []
+        for node in carries:
+            new = self.carried[node]
+            if not isinstance(new, Node) or not is_tensor(new):
+                raise NotALoop("carry-not-tensor", f"the carry {self.names[node]} is not a tensor")
+            name = f"the carry {self.names[node]}"
+            loops.append(Loop((new,), initial=self.initial[node], count=self.count, name=name))
+        for node, loop in zip(carries, loops, strict=True):
+            loop.system = tuple(loops)
+            self._solved[node] = loop
+        bodies = [self._value(self.carried[node]) for node in carries]
+        self._system(loops, bodies)
+        for loop in loops:
+            if loop.steps[0] not in self.carried:
+                self._memo[loop.steps[0]] = Value(loop.states, True)
+
+    def _dependencies(self) -> dict[Node, list[Node]]:
+        """Return for each carry all that depend on it and that it depends on, itself first in order."""
+        reach: dict[Node, set[Node]] = {}
+        for node, new in self.carried.items():
+            found, stack = set[Node](), [new] if isinstance(new, Node) else []
+            while stack:
+                x = stack.pop()
+                if x not in found:
+                    found.add(x)
+                    stack += [self.carried[x]] if x in self.carried and isinstance(self.carried[x], Node) else []
+                    stack += x.all_input_nodes
+            reach[node] = found & self.carried.keys()
+        return {
+            node: [x for x in self.carried if x is node or (x in reach[node] and node in reach[x])]
+            for node in self.carried
+        }
 
     def _step(self, node: Any) -> Value | Affine:
         if node.op == "get_attr":

@@ -352,7 +352,9 @@ class _Changes:
             groups.append((scans.union(*(group[0] for group in joined)), merged | {node: readers}))
         found = []
         for scans, roots in groups:
-            detail = "; ".join(dict.fromkeys(details[x.name] for x in self.after.nodes if x in scans and x.name in details))
+            detail = "; ".join(
+                dict.fromkeys(details[x.name] for x in self.after.nodes if x in scans and x.name in details)
+            )
             if detail and (part := self._part(roots, detail, training)) is not None:
                 found.append(part)
         return found

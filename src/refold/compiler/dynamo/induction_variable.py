@@ -39,13 +39,10 @@ class InductionVariable:
         # What is decided about a step must not narrow what is known of sizes.
         self._ranges = dict(env.var_to_range)
 
-    def pending(self) -> list[Any]:
-        """Return the guards on the symbol that the environment has recorded."""
-        return [guard for guard in self.env.guards if self.symbol in guard.expr.free_symbols]
-
     def take_guards(self) -> None:
         """Move the guards on the symbol out of the environment: they are not guards of the compiled program."""
-        env, mine = self.env, self.pending()
+        env = self.env
+        mine = [guard for guard in env.guards if self.symbol in guard.expr.free_symbols]
         env.guards = [guard for guard in env.guards if guard not in mine]
         self.guards += [guard.expr for guard in mine]
         for symbol, stands_for in list(env.replacements.items()):
@@ -55,9 +52,9 @@ class InductionVariable:
         env._update_version_counter()
         env._replacements_version_counter = getattr(env, "_replacements_version_counter", 0) + 1
 
-    def steps(self, most: int, guards: slice = slice(None)) -> int:
-        """Return for how many steps, from the first one and at most ``most``, all guards (or some of them) hold."""
-        known = [self.env.replace(guard) for guard in self.guards[guards]]
+    def steps(self, most: int) -> int:
+        """Return for how many steps, from the first one and at most ``most``, all guards hold."""
+        known = [self.env.replace(guard) for guard in self.guards]
         return min((self._first_failure(guard, most) for guard in known), default=most)
 
     def hold(self, count: Any) -> bool:

@@ -112,11 +112,23 @@ class Neighbours(torch.nn.Module):
 
     def forward(self, *operands: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return all prefixes of the first ``count`` operands; the others are the same for all."""
-        from torch._higher_order_ops.associative_scan import generic_associative_scan
-
         xs, rest = operands[: self.count], operands[self.count :]
         combined = torch.vmap(self.combine, (*[0] * (2 * self.count), *[None] * len(rest)))
-        return tuple(generic_associative_scan(combined, list(xs), additional_inputs=tuple(rest)))
+        return tuple(_prefixes(lambda left, right: combined(*left, *right, *rest), xs))
+
+
+def _prefixes(combine: Callable[..., Sequence[torch.Tensor]], xs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return x[0], x[0] x[1], ... along axis 0, where ``combine`` is the product of neighbours, the earlier one first."""
+    count = xs[0].shape[0]
+    if count < 2:
+        return list(xs)
+    odd = _prefixes(combine, combine([x[: count - 1 : 2] for x in xs], [x[1::2] for x in xs]))
+    even = [x[:1] for x in xs]
+    if count > 2:
+        later = combine([x[: (count - 1) // 2] for x in odd], [x[2::2] for x in xs])
+        even = [torch.cat(pair) for pair in zip(even, later, strict=True)]
+    pairs = [torch.stack([e[: o.shape[0]], o], 1).flatten(0, 1) for e, o in zip(even, odd, strict=True)]
+    return pairs if count % 2 == 0 else [torch.cat([p, e[-1:]]) for p, e in zip(pairs, even, strict=True)]
 
 
 def is_scan(node: Node) -> bool:

@@ -15,6 +15,7 @@ from ..ir.fx import concrete, is_tensor, known, value
 from ..ir.rewrite import source_line
 from ..recurrence.affine import Loop
 from ..recurrence.replace import SCANS, WHY, dualise
+from ..recurrence.systems import LINEAR_SYSTEM
 from ..recurrence.vectorize import NotALoop
 from .body import Body, Traced, differentiable
 from .call_site import CallSite, example
@@ -88,7 +89,8 @@ def describe_loop(gm: GraphModule, call: Node) -> str:
     lines = [source_line(node) for node in loop.body.graph.nodes if node.op.startswith("call")]
     carried = [x for x in loop.body.graph.output_node().args[0][: loop.carried] if x.op.startswith("call")]
     line = source_line(carried[0]) if carried else lines[-1]
-    return f"{line} ({concrete(step_count(loop, call))} steps one after another, {lines.count(line)} operations a step)"
+    steps = concrete(step_count(loop, call))
+    return f"{line} ({steps} steps one after another, {lines.count(line)} operations per step)"
 
 
 def _make_sizes_known(gm: GraphModule, call: Node) -> bool:
@@ -142,7 +144,7 @@ def _rewrite(site: CallSite, before: set[Node], dual: bool) -> CapturedScan:
     graph.eliminate_dead_code()
     differentiable(graph)
     graph.lint()
-    if not any(node.target in SCANS for node in graph.nodes) and body.loops:
+    if not any(node.target in (*SCANS, LINEAR_SYSTEM) for node in graph.nodes) and body.loops:
         raise NotALoop("no-scan", "nothing that is used depends on the carry")
     inner_body = _without_writes(traced)
     extra = range(len(traced.results), len(traced.results) + len(contents))

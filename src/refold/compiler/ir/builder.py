@@ -259,10 +259,11 @@ def between(root: Node, sources: Iterable[Node]) -> set[Node]:
     return inside
 
 
-def extract(root: Node, inputs: Sequence[Node]) -> GraphModule:
-    """Copy the nodes between ``inputs`` and ``root`` into a module of their own."""
+def extract(root: Node | Sequence[Node], inputs: Sequence[Node]) -> GraphModule:
+    """Copy the nodes between ``inputs`` and a node, or several, into a module of their own that returns them."""
     needed: set[Node] = set()
-    stack = [root]
+    roots = [root] if isinstance(root, Node) else list(root)
+    stack = list(roots)
     while stack:
         node = stack.pop()
         if node in needed or node in inputs:
@@ -275,12 +276,12 @@ def extract(root: Node, inputs: Sequence[Node]) -> GraphModule:
         copies[node] = graph.placeholder(node.name)
         copies[node].meta = dict(node.meta)
     attributes = {}
-    for node in root.graph.nodes:
+    for node in roots[0].graph.nodes:
         if node in needed:
             if node.op == "placeholder":
                 raise AssertionError(f"{node} is read by the region but is not one of its inputs")
             if node.op == "get_attr":
-                attributes[node.target] = operator.attrgetter(node.target)(root.graph.owning_module)
+                attributes[node.target] = operator.attrgetter(node.target)(roots[0].graph.owning_module)
             copies[node] = graph.node_copy(node, lambda n: copies[n])
-    graph.output(copies[root])
+    graph.output(copies[root] if isinstance(root, Node) else tuple(copies[node] for node in roots))
     return GraphModule(attributes, graph)

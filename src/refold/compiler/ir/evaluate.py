@@ -38,7 +38,13 @@ class _Product:
 
 
 # What is computed in a type instead: all that is narrower than the reference, and what float32 is to be tried for.
-_REPLACED = {torch.float64: (torch.float32, torch.float16, torch.bfloat16), torch.float32: (torch.float64,)}
+_REPLACED = {
+    torch.float64: {
+        **dict.fromkeys((torch.float32, torch.float16, torch.bfloat16), torch.float64),
+        **dict.fromkeys((torch.complex64, torch.complex32), torch.complex128),
+    },
+    torch.float32: {torch.float64: torch.float32, torch.complex128: torch.complex64},
+}
 
 
 class Evaluator(torch.fx.Interpreter):
@@ -127,7 +133,7 @@ def _only_summed(n: Node) -> bool:
 def _replaced(values: Any, dtype: torch.dtype) -> Any:
     """Replace the dtypes among arguments that are to be computed in another."""
     if isinstance(values, torch.dtype):
-        return dtype if values in _REPLACED[dtype] else values
+        return _REPLACED[dtype].get(values, values)
     if isinstance(values, (list, tuple)):
         return type(values)(_replaced(v, dtype) for v in values)
     if isinstance(values, dict):
@@ -137,7 +143,7 @@ def _replaced(values: Any, dtype: torch.dtype) -> Any:
 
 def _as(x: Any, dtype: torch.dtype | None) -> Any:
     """Convert a tensor that is to be computed in another dtype."""
-    return x.to(dtype) if dtype and isinstance(x, torch.Tensor) and x.dtype in _REPLACED[dtype] else x
+    return x.to(_REPLACED[dtype].get(x.dtype, x.dtype)) if dtype and isinstance(x, torch.Tensor) else x
 
 
 def computing_in(gm: GraphModule, dtype: torch.dtype) -> GraphModule:

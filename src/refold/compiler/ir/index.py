@@ -115,7 +115,7 @@ def index(node: Node, absorb: Callable[[Node], bool] = lambda _: False, top: boo
 
 
 def _look_through(node: Node, absorb: Callable[[Node], bool], top: bool) -> Product | None:
-    """Return the product behind one operation, or None when the node must be taken as it is."""
+    """Return the product that one operation computes, or None when the node must be taken as it is."""
     if node.op != "call_function" or not is_tensor(node):
         return None
     if any(same(size, 0) for size in value(node).shape):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -21,11 +21,12 @@ class Rewrite:
 
     Attributes:
         name: The pass that made it, as an imperative phrase.
-        site: Name of the node that was replaced; stable from one trace of a module to the next.
+        site: Name of the node that was replaced; stable from one trace of a module to the next. That of a rule goes on
+            with a colon and the rule's name.
         source: The user's line, ``file:line: code``; empty if the tracer did not keep it.
         why: What is wasteful about the original, in a few words.
         detail: What was recognised, e.g. the einsum with its sizes.
-        original: The region as it was; takes the region's inputs, returns one tensor.
+        original: The region as it was; takes the region's inputs, returns one tensor, or several.
         candidate: The region as it became; same inputs, same output shape, dtype and strides.
         inputs: Names of the region's inputs in the graph.
         multilinear: Whether the region is a sum of products, so that small integers come out exactly.
@@ -110,7 +111,7 @@ def canonical(gm: GraphModule) -> str:
 
 
 def source_line(node: Node) -> str:
-    """Return the innermost line of the user's code behind a node."""
+    """Return the innermost line of the user's code that made a node."""
     lines = [line.strip() for line in (node.meta.get("stack_trace") or "").splitlines() if line.strip()]
     frames = [i for i, line in enumerate(lines) if line.startswith("File ")]
     if not frames:
@@ -134,6 +135,7 @@ def replace_node(
     terms: int,
     timed_alone: bool = True,
     spread: float = 1.0,
+    site: str = "",
 ) -> Rewrite:
     """Swap ``root`` for ``new`` and return the record of it.
 
@@ -149,6 +151,7 @@ def replace_node(
         terms: See `Rewrite`.
         timed_alone: See `Rewrite`.
         spread: See `Rewrite`.
+        site: See `Rewrite`; the name of ``root`` unless given.
     """
     order = {node: i for i, node in enumerate(root.graph.nodes)}
     inside = set(inside) & upstream(root)
@@ -158,7 +161,7 @@ def replace_node(
     ordered = sorted(inputs, key=order.__getitem__)
     record = Rewrite(
         name=name,
-        site=root.name,
+        site=site or root.name,
         source=source_line(root),
         why=why,
         detail=detail,
@@ -172,4 +175,50 @@ def replace_node(
         result=new.name,
     )
     root.replace_all_uses_with(new)
+    return record
+
+
+def replace_nodes(
+    pairs: Sequence[tuple[Node, Node]],
+    *,
+    inside: Iterable[Node],
+    added: Iterable[Node],
+    name: str,
+    why: str,
+    detail: str,
+    multilinear: bool,
+    terms: int,
+) -> Rewrite:
+    """Swap several nodes for others at once; the region returns all of them, and is named after the first.
+
+    Args:
+        pairs: Each node with what computes it now.
+        inside: Nodes of the original computation between its inputs and these nodes, which both may read.
+        added: Nodes made for the new computation.
+        name: See `Rewrite`, as for the rest.
+        why: See `Rewrite`.
+        detail: See `Rewrite`.
+        multilinear: See `Rewrite`.
+        terms: See `Rewrite`.
+    """
+    roots, news = [old for old, _ in pairs], [new for _, new in pairs]
+    order = {node: i for i, node in enumerate(roots[0].graph.nodes)}
+    inside, made = set(inside), set(added)
+    inputs = {x for root in roots for x in region_inputs(root, inside)}
+    inputs = (inputs | {x for new in news for x in region_inputs(new, made | inside)}) - inside
+    ordered = sorted(inputs, key=order.__getitem__)
+    record = Rewrite(
+        name=name,
+        site=roots[0].name,
+        source=source_line(roots[0]),
+        why=why,
+        detail=detail,
+        original=extract(roots, ordered),
+        candidate=extract(news, ordered),
+        inputs=tuple(node.name for node in ordered),
+        multilinear=multilinear,
+        terms=terms,
+    )
+    for old, new in pairs:
+        old.replace_all_uses_with(new)
     return record

@@ -43,7 +43,7 @@ def resolve(label: Iterable[Axis]) -> Label:
 def unify(a: Label, b: Label) -> bool:
     """Make two labels of equal total size name the same positions; split symbols where needed.
 
-    Returns False, leaving only harmless splits behind, when the sizes do not nest, as in 6 = 2*3
+    Returns False, leaving only harmless splits, when the sizes do not nest, as in 6 = 2*3
     against 6 = 3*2.
     """
     left, right = list(resolve(a)), list(resolve(b))

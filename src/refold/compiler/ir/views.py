@@ -87,6 +87,11 @@ VIEWS: dict[Any, LabelMap] = {
 }
 
 
+def viewed(node: Node, labels: tuple[Label, ...]) -> tuple[Label, ...] | None:
+    """Return the labels of a view, from those of its input; None if they cannot be told."""
+    return VIEWS.get(node.target, keep)(node, labels)
+
+
 def is_view(node: Node) -> bool:
     """Tell whether a node only moves symbols between axes (a copy and ``x[:]`` count)."""
     return node.target in VIEWS or (

@@ -30,7 +30,7 @@ aten = torch.ops.aten
 # A state of fewer axes, with batch and time, is no matrix per sequence: nothing is saved by not writing it.
 MATRIX = 4
 SHORTEST = 8
-WHY = "every state is written, only to be contracted"
+WHY = "all states are written, although only a contraction reads them"
 
 
 def contract_scans(graph: Graph, wanted: Callable[[str], bool]) -> Iterator[Rewrite]:
@@ -46,7 +46,7 @@ def contract_scans(graph: Graph, wanted: Callable[[str], bool]) -> Iterator[Rewr
     for scan in scans:
         states = _result(scan, 0)
         given = named_args("linear_scan", scan.args)
-        if states is None or given["reverse"] or given["cu_seqlens"] is not None:
+        if states is None or given["reverse"] or given["cu_seqlens"] is not None or given["reset"] is not None:
             continue
         last = _last_state(graph, scan, states)
         rewrite = replace_reader(reroller, states, partial(_again, scan), wanted, WHY)

@@ -19,6 +19,7 @@ from torch.fx import Graph, Node
 
 from ...ops.torch.registry import OPS, node_args
 from ..ir.builder import Builder, Operand, between, lay_out, multiply, operand, same_strides, sort_topologically
+from ..ir.contract import contract
 from ..ir.fx import arg, is_tensor, is_training, value
 from ..ir.index import Factor, Product, layout
 from ..ir.rewrite import Rewrite, replace_node
@@ -28,7 +29,6 @@ from ..recurrence.duality import divisor, step_limits
 from ..recurrence.gated_chunks import FORGETS
 from ..recurrence.narrowing import narrowed, narrowed_later, region
 from ..recurrence.signs import sign
-from .recover_contractions import contract
 
 aten = torch.ops.aten
 _CONVERT = torch.ops.prims.convert_element_type.default
@@ -56,7 +56,7 @@ def fuse_chunked_scans(graph: Graph, wanted: Callable[[str], bool]) -> Iterator[
 def _merge_conversions(graph: Graph) -> None:
     """Let a value that is converted, and then converted again as a view, be converted once.
 
-    ``x * dt[..., None].float()`` and ``A * dt.float()`` have one step size; as two conversions they look different.
+    ``x * dt[..., None].float()`` and ``A * dt.float()`` have the same step size; as two conversions they differ.
     """
     for node in graph.find_nodes(op="call_function", target=_CONVERT):
         view = arg(node, 0)

@@ -2,7 +2,8 @@
 
 The sum is read in index notation (`refold.compiler.ir.index`): a product of factors over symbols, some
 of them summed. Symbols that no factor reads fall out (that alone removes the repeat of one ``B, C``
-group to every head), ``opt_einsum`` orders the factors, and each pair becomes ``mm`` or ``bmm``.
+group to every head), ``opt_einsum`` orders the factors (Smith & Gray 2018, doi:10.21105/joss.00753), and
+each pair becomes ``mm`` or ``bmm``.
 Matrix products that are in the graph already are read the same way, and rewritten if a repeat falls
 out of them.
 """
@@ -17,7 +18,8 @@ import opt_einsum
 import torch
 from torch.fx import Graph, Node
 
-from ..ir.builder import Builder, Operand, UnknownSize, lay_out, multiply, operand
+from ..ir.builder import Builder, Operand, UnknownSize, lay_out, operand
+from ..ir.contract import contract, sum_out
 from ..ir.fx import arg, concrete, same, sum_dims, value
 from ..ir.index import Product, layout, matmul_product, sum_product
 from ..ir.rewrite import Rewrite, replace_node
@@ -114,7 +116,7 @@ def _read(root: Node, absorb: Callable[[Node], bool]) -> Product | None:
 
 
 def _consumed(root: Node, product: Product) -> bool:
-    """Tell whether the rewrite frees the large intermediate: nobody else reads the products."""
+    """Tell whether the rewrite frees the large intermediate: nothing else reads the products."""
     inside = {*product.through, root}
     return root.target in MATMULS or all(
         user in inside or user.target in SUMS
@@ -168,7 +170,7 @@ class _Plan:
             keep = {*out, *(axis for x in operands for axis in x.axes)}
             operands.append(contract(build, chosen, keep, out))
         (result,) = operands
-        x = _sum_out(build, result, set(out))
+        x = sum_out(build, result, set(out))
         if self.scale != 1.0 and not shrinks:
             x = Operand(build.call(aten.mul.Tensor, (x.node, self.scale)), x.axes)
         if self.root.target in _MEANS:
@@ -225,40 +227,3 @@ def _work(factors: list[set[Axis]], path: list[tuple[int, ...]], out: set[Axis])
 
 def _spell(axes: Iterable[Axis], letters: dict[Axis, str]) -> str:
     return "".join(letters.setdefault(axis, opt_einsum.get_symbol(len(letters))) for axis in axes)
-
-
-def _sum_out(build: Builder, x: Operand, keep: set[Axis]) -> Operand:
-    """Sum over the axes that nothing else reads."""
-    dims = [i for i, axis in enumerate(x.axes) if axis not in keep]
-    if not dims:
-        return x
-    return Operand(build.call(aten.sum.dim_IntList, (x.node, dims)), [axis for axis in x.axes if axis in keep])
-
-
-def contract(build: Builder, operands: list[Operand], keep: set[Axis], out: list[Axis]) -> Operand:
-    """Multiply operands and sum over what is not kept; two at a time."""
-    *rest, last = operands
-    if not rest:
-        return _sum_out(build, last, keep)
-    a = rest[0] if len(rest) == 1 else contract(build, rest, {*keep, *last.axes}, out)
-    a = _sum_out(build, a, {*keep, *last.axes})
-    b = _sum_out(build, last, {*keep, *a.axes})
-    shared = [axis for axis in a.axes if axis in b.axes]
-    summed = [axis for axis in shared if axis not in keep]
-    rows = [axis for axis in a.axes if axis not in b.axes]
-    columns = [axis for axis in b.axes if axis not in a.axes]
-    if not (summed and rows and columns):
-        return _sum_out(build, multiply(build, a, b, out), keep)
-    batch = [axis for axis in shared if axis in keep]
-    left = _matrix(build, a, batch, rows, summed)
-    right = _matrix(build, b, batch, summed, columns)
-    result = build.call(aten.bmm.default if batch else aten.mm.default, (left, right))
-    axes = [*batch, *rows, *columns]
-    return Operand(build.reshape(result, [[axis.size] for axis in axes]), axes)
-
-
-def _matrix(build: Builder, x: Operand, *groups: list[Axis]) -> Node:
-    """Merge axes into (batch,) rows and columns."""
-    order = [x.axes.index(axis) for group in groups for axis in group]
-    groups = groups if groups[0] else groups[1:]
-    return build.reshape(build.permute(x.node, order), [[axis.size for axis in group] for group in groups])

@@ -1,6 +1,6 @@
 """Turn unrolled loops over time into scans.
 
-A loop shows where its steps come together again: in a ``cat`` of one value a step, in a tensor that
+A loop shows where its steps come together again: in a ``cat`` of one value per step, in a tensor that
 each step writes a slice of, in a sum over steps (gradients of what all steps read), or in its last
 state. From there `refold.compiler.recurrence.reroll` works backwards. What carries no state from step to step
 is left to Inductor.

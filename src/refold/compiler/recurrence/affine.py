@@ -3,12 +3,16 @@
 Values of a step are `Value`s, the same or stacked over all steps, or `Affine` functions of a state
 that is not known yet. Once a step's new state turns out to be affine in its old one, ``_scan``
 computes all states at once, and the functions of the carry become values too.
+
+Shapes. A step's value is (...), all steps' values are (t, ...). The scan's operands are (b, t, ...): axis 0 of the
+state stands in for the batch. Source: Blelloch 1990 (CMU-CS-90-190), section 1.4: first-order recurrences are scans.
 """
 
 from __future__ import annotations
 
 import functools
 import operator
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,6 +21,7 @@ from torch.fx import Node
 
 from ...ops.torch.registry import OPS, node_args
 from ..ir.fx import is_tensor, known, value
+from .systems import LARGEST, LINEAR_SYSTEM, wide
 from .vectorize import Emitter, NotALoop, Value, is_pointwise
 
 aten = torch.ops.aten
@@ -36,7 +41,7 @@ class Loop:
     """A list of nodes that is being stacked; a loop if it turns out to depend on itself.
 
     Attributes:
-        steps: The nodes, one a step.
+        steps: The nodes, one per step.
         reverse: Whether a step depends on the one after it.
         initial: What the first step to run reads instead of a step; set once the carry was met.
         states: All steps' values, once they are known.
@@ -47,6 +52,7 @@ class Loop:
         operator: What computes its states.
         count: How many steps there are, if one node stands for all of them.
         name: What to call it to a person.
+        system: The loops whose states are computed together, this one among them; empty if it is alone.
     """
 
     steps: tuple[Node, ...]
@@ -60,6 +66,7 @@ class Loop:
     operator: str = "linear_scan"
     count: Any = None
     name: str = "the carry"
+    system: tuple[Loop, ...] = ()
 
     @property
     def length(self) -> Any:
@@ -78,13 +85,29 @@ class Loop:
 class Affine:
     """``scale * carry + offset``, elementwise; None stands for 1 and for 0.
 
-    ``shape`` is a step's shape: the carry's, but for axes of size one; None before anything was done to the carry.
+    Where ``reset`` is true it is ``offset``: the carry was not read there, and if it is NaN, that ends there. None
+    stands for nowhere. ``shape`` is a step's shape: the carry's, but for axes of size one; None before anything was
+    done to the carry.
+    ``others`` are further carries of one system, each with its scale.
     """
 
     loop: Loop
     scale: Value | None = None
     offset: Value | None = None
     shape: tuple[int, ...] | None = None
+    reset: Value | None = None
+    others: tuple[tuple[Loop, Value | None], ...] = ()
+
+    @property
+    def scales(self) -> dict[Loop, Value | None]:
+        """The scale of each carry."""
+        return {self.loop: self.scale, **dict(self.others)}
+
+
+def affine(scales: Mapping[Loop, Value | None], offset: Value | None, reset: Value | None = None) -> Affine:
+    """Return a function of some carries."""
+    (loop, scale), *others = scales.items()
+    return Affine(loop, scale, offset, reset=reset, others=tuple(others))
 
 
 class LoopVectorizer:
@@ -102,9 +125,17 @@ class LoopVectorizer:
 
     def _apply(self, x: Affine, carry: Node, step: Node) -> Value:
         shape = tuple(value(step).shape) if x.shape is None else x.shape
-        out, rank = self.emit.reshape(carry, [value(carry).shape[0], *shape]), len(shape)
-        if x.scale is not None:
-            out = self.emit.call(aten.mul.Tensor, out, self.emit.padded(x.scale, rank))
+        rank, out = len(shape), None
+        for loop, scale in x.scales.items():
+            assert loop.previous is not None  # all carries of a system are known at once
+            term = self.emit.reshape(loop.previous, [value(carry).shape[0], *shape])
+            if scale is not None:
+                term = self.emit.call(aten.mul.Tensor, term, self.emit.padded(scale, rank))
+            out = term if out is None else self.emit.call(aten.add.Tensor, out, term)
+        assert out is not None
+        if x.reset is not None:
+            zero = self.emit.call(aten.full.default, [], 0.0, dtype=value(out).dtype, device=value(out).device)
+            out = self.emit.call(aten.where.self, self.emit.padded(x.reset, rank), zero, out)
         if x.offset is not None:
             out = self.emit.call(aten.add.Tensor, out, self.emit.padded(x.offset, rank))
         return Value(out, True)
@@ -154,23 +185,22 @@ class LoopVectorizer:
         """Apply one step's operation to functions of the carry."""
         if not isinstance(value(loop.steps[-1]), torch.Tensor):
             raise NotALoop("carry-not-tensor", f"{loop.name} is not a tensor but several, made by one operation")
-        if value(loop.steps[-1]).is_complex():
-            raise NotALoop("carry-complex", f"{loop.name} is complex, and the operators compute with real numbers")
         found, shape = self._operation(node, leaves, loop, count), tuple(value(node).shape)
         if _without_ones(shape) != _without_ones(value(loop.steps[-1]).shape):
             raise NotALoop("carry-shape", f"{loop.name} is broadcast to another shape")
         return replace(found, shape=shape)
 
     def _operation(self, node: Any, leaves: list[Any], loop: Loop, count: int) -> Affine:
-        if other := next((x.loop for x in leaves if isinstance(x, Affine) and x.loop is not loop), None):
+        others = [x.loop for x in leaves if isinstance(x, Affine) and x.loop is not loop]
+        if other := next((other for other in others if other not in loop.system), None):
             raise NotALoop("carries-coupled", f"{loop.name} depends on {other.name}, and that on it")
         target, operands = node.target, [x for x in leaves if isinstance(x, Affine) or _counts(x)]
         mine: Affine = next(x for x in leaves if isinstance(x, Affine))
         if target in _SAME:
             return mine
         if target in _VIEWS and _without_ones(value(node).shape) == _without_ones(value(node.args[0]).shape):
-            scale, offset = (self._viewed(part, node) for part in (mine.scale, mine.offset))
-            return Affine(loop, scale, offset)
+            scales = {other: self._viewed(scale, node) for other, scale in mine.scales.items()}
+            return affine(scales, self._viewed(mine.offset, node), self._viewed(mine.reset, node))
         if target is prims.convert_element_type.default and node.args[1].is_floating_point:
             return mine
         if not is_pointwise(target):
@@ -224,36 +254,64 @@ class LoopVectorizer:
         return Value(out, any(x.has_time for x in operands))
 
     def _plus(self, a: Affine | Value, b: Affine | Value, loop: Loop) -> Affine:
-        parts = []
+        scales: dict[Loop, Value | None] = {}
         for x in (a, b):
-            parts.append((x.scale or Value(1.0), x.offset) if isinstance(x, Affine) else (None, x))
-        scales = [scale for scale, _ in parts if scale is not None]
-        offsets = [offset for _, offset in parts if offset is not None]
-        scale = scales[0] if len(scales) == 1 else self._call(aten.add.Tensor, loop, *scales)
-        if len(offsets) == 2:
-            offsets = [self._call(aten.add.Tensor, loop, *offsets)]
-        return Affine(loop, scale, offsets[0] if offsets else None)
+            for own, scale in x.scales.items() if isinstance(x, Affine) else ():
+                if own in scales:
+                    both = (part or Value(1.0) for part in (scales[own], scale))
+                    scale = self._call(aten.add.Tensor, loop, *both)
+                scales[own] = scale
+        offsets = [x.offset if isinstance(x, Affine) else x for x in (a, b)]
+        terms = [offset for offset in offsets if offset is not None]
+        if len(terms) == 2:
+            terms = [self._call(aten.add.Tensor, loop, *terms)]
+        resets = [x.reset for x in (a, b) if isinstance(x, Affine)]
+        reset = resets[0]
+        if len(resets) == 2 and reset is not None:  # forgotten is what both parts forget
+            reset = None if resets[1] is None else self._call(aten.logical_and.default, loop, reset, resets[1])
+        return affine(scales, terms[0] if terms else None, reset)
 
     def _scaled(self, x: Affine | Value, by: Value, loop: Loop) -> Any:
         if isinstance(x, Value):
             return self._call(aten.mul.Tensor, loop, x, by)
-        scale = by if x.scale is None else self._call(aten.mul.Tensor, loop, x.scale, by)
-        return Affine(loop, scale, None if x.offset is None else self._call(aten.mul.Tensor, loop, x.offset, by))
+        scales = {
+            own: by if scale is None else self._call(aten.mul.Tensor, loop, scale, by)
+            for own, scale in x.scales.items()
+        }
+        offset = None if x.offset is None else self._call(aten.mul.Tensor, loop, x.offset, by)
+        return affine(scales, offset, x.reset)
 
     def _where(self, node: Node, leaves: list[Any], loop: Loop, count: int) -> Affine:
         """Choose between functions of the carry by a mask that does not depend on it."""
         mask, sides = leaves[0], leaves[1:]
-        rank, outs = value(node).dim(), []
-        for missing, name in ((0.0, "scale"), (0.0, "offset")):
-            chosen = []
-            for x in sides:
-                part = getattr(x, name) if isinstance(x, Affine) else (x if name == "offset" else Value(missing))
-                if part is None:
-                    part = Value(1.0 if name == "scale" else 0.0)
-                chosen.append(self.emit.padded(Value(self.emit.with_time(part, count, node), True), rank))
-            outs.append(Value(self.emit.call(aten.where.self, self.emit.padded(mask, rank), *chosen), True))
-        scale, offset = outs
-        return Affine(loop, scale, offset)
+        rank = value(node).dim()
+
+        def choose(parts: list[Value]) -> Value:
+            chosen = [self.emit.padded(Value(self.emit.with_time(part, count, node), True), rank) for part in parts]
+            return Value(self.emit.call(aten.where.self, self.emit.padded(mask, rank), *chosen), True)
+
+        if all(isinstance(x, Affine) for x in sides) and sides[0].scales.keys() != sides[1].scales.keys():
+            raise NotALoop("carries-coupled", f"{loop.name} is chosen from several carries")
+        carries = {own: None for x in sides if isinstance(x, Affine) for own in x.scales}
+        scales: dict[Loop, Value | None] = {}
+        for own in carries:
+            given = [x.scales.get(own, Value(0.0)) if isinstance(x, Affine) else Value(0.0) for x in sides]
+            scales[own] = choose([Value(1.0) if part is None else part for part in given])
+        offsets = [x.offset if isinstance(x, Affine) else x for x in sides]
+        offset = choose([Value(0.0) if part is None else part for part in offsets])
+        return affine(scales, offset, self._chosen_reset(loop, mask, *sides))
+
+    def _chosen_reset(self, loop: Loop, mask: Value, a: Affine | Value, b: Affine | Value) -> Value | None:
+        """Return where a choice by a mask reads no carry: where it takes what is no function of it, or is reset."""
+        parts = []
+        for x, taken in ((a, mask), (b, None)):
+            if isinstance(x, Affine) and x.reset is None:
+                continue
+            taken = taken or self._call(aten.logical_not.default, loop, mask)
+            if isinstance(x, Affine) and x.reset is not None:
+                taken = self._call(aten.logical_and.default, loop, taken, x.reset)
+            parts.append(taken)
+        return parts[0] if len(parts) == 1 else self._call(aten.logical_or.default, loop, *parts) if parts else None
 
     # The loop itself -------------------------------------------------------------------------
 
@@ -261,6 +319,9 @@ class LoopVectorizer:
         """Compute all states at once, and note what each step read."""
         emit, like, count = self.emit, loop.steps[-1], loop.length
         val = value(like)
+        if val.is_complex():
+            self._system((loop,), [body])
+            return Value(loop.states, True)
         static = loop.count is not None or all(isinstance(size, int) for size in val.shape)
         if not (val.is_floating_point() and static):
             raise NotALoop("carry-dtype", f"{loop.name} is not a floating-point tensor of known shape")
@@ -276,11 +337,15 @@ class LoopVectorizer:
         # The operator wants a batch axis before time; any axis of the state will do.
         order = [1, 0, *range(2, len(shape))] if val.dim() else [0]
         operands = [emit.cast(x, dtype) for x in operands]
+        if body.reset is not None:
+            mask = emit.with_time(body.reset, count, like)
+            operands.append(emit.expand(emit.padded(Value(mask, True), val.dim()), shape))
         operands[1:] = [emit.permute(x, order) for x in operands[1:]]
         if not val.dim():
             operands = [emit.call(aten.unsqueeze.default, x, 0) for x in operands]
-        first, a, x = (emit.call(aten.clone.default, x, memory_format=torch.contiguous_format) for x in operands)
-        given = node_args("linear_scan", a=a, x=x, initial_state=first, reverse=loop.reverse)
+        first, *timed = (emit.call(aten.clone.default, x, memory_format=torch.contiguous_format) for x in operands)
+        by_name = dict(zip(("a", "x", "reset"), timed, strict=False))
+        given = node_args("linear_scan", **by_name, initial_state=first, reverse=loop.reverse)
         scan = emit.call(OPS["linear_scan"], *given)
         out = emit.call(operator.getitem, scan, 0)
         loop.scan, loop.body = out, body
@@ -292,6 +357,54 @@ class LoopVectorizer:
         loop.previous = emit.call(aten.cat.default, pair, 0)
         self.loops.append(loop)
         return Value(loop.states, True)
+
+    def _system(self, loops: Sequence[Loop], bodies: Sequence[Affine | Value]) -> None:
+        """Compute the states of coupled carries together, or of a complex one."""
+        emit, first = self.emit, loops[0]
+        like, count = first.steps[-1], first.length
+        val = value(like)
+        names = " and ".join(loop.name for loop in loops)
+        if len(loops) > LARGEST:
+            raise NotALoop("carries-coupled", f"{names} depend on one another; systems of up to {LARGEST} are scans")
+        if any(body.reset is not None for body in bodies if isinstance(body, Affine)):
+            raise NotALoop(
+                "carries-coupled", f"{names} are replaced where a mask says so: no system"
+            )
+        if any(value(x.steps[-1]).shape != val.shape or value(x.steps[-1]).dtype != val.dtype for x in loops):
+            raise NotALoop("carry-shape", f"{names} depend on one another and differ in shape or dtype")
+        shape = [*val.shape]
+
+        def whole(part: Value, time: bool) -> Node:
+            """Lay out an entry, (time, ...), with one step if all are the same."""
+            if not isinstance(part.node, Node):
+                x = emit.call(aten.full.default, [1, *shape], part.node, dtype=val.dtype, device=val.device)
+            elif not part.has_time:
+                x = emit.call(aten.unsqueeze.default, emit.expand(part.node, shape), 0)
+            else:
+                x = emit.padded(part, val.dim())
+            steps = count if time or part.has_time else 1
+            return emit.cast(emit.expand(x, [steps, *shape]), dtype)
+
+        dtype = wide(val.dtype)
+        size = range(len(loops))
+        forms = [body.scales if isinstance(body, Affine) else {} for body in bodies]
+        entries = [[form.get(loops[j], Value(0.0)) or Value(1.0) for j in size] for form in forms]
+        time = any(entry.has_time for row in entries for entry in row)
+        rows = [emit.call(aten.stack.default, [whole(entry, time) for entry in row], -1) for row in entries]
+        matrix = emit.call(aten.stack.default, rows, -2)
+        parts = [body.offset if isinstance(body, Affine) else body for body in bodies]
+        offset = emit.call(aten.stack.default, [whole(part or Value(0.0), True) for part in parts], -1)
+        initial = [emit.cast(self._tensor(loop.initial, like), val.dtype) for loop in loops]
+        start = emit.cast(emit.call(aten.stack.default, initial, -1), dtype)
+        reverse = first.reverse
+        solved = emit.cast(emit.call(LINEAR_SYSTEM, matrix, offset, start, reverse), val.dtype)
+        made = [emit.call(aten.select.int, solved, -1, i) for i in size]
+        for loop, x, start in zip(loops, made, initial, strict=True):
+            loop.states, loop.operator = x, f"linear_system of {len(loops)}" if len(loops) > 1 else "complex scan"
+            before = emit.call(aten.unsqueeze.default, start, 0)
+            inner = emit.call(aten.slice.Tensor, x, 0, *((1, count) if reverse else (0, count - 1)))
+            loop.previous = emit.call(aten.cat.default, [inner, before] if reverse else [before, inner], 0)
+            self.loops.append(loop)
 
 
 def _without_ones(shape: Any) -> list[Any]:

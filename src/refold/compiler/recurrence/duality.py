@@ -6,6 +6,16 @@ decay does not span n and no factor of the inputs spans both x's axes and n, tha
 scan; if the factors are ``exp(dt * A)`` and depend on neither x's last axis nor n, it is a state
 space dual, which is matrix products. Factors are read in index notation, so the spelling does not
 matter. What cannot be read that way stays a scan.
+
+Axes. The states are (t, b, *kept, n) in some order of kept and n: axis 0 is time, axis 1 the batch, ``n`` is the axis
+that the contraction sums, and ``kept`` are the others, which ``y`` keeps. Operands are laid out as operators take them:
+
+    ssd             x (b, t, h, p)   dt (b, t, h)   A (h)      B, C (b, t, g, n)   state (b, h, p, n)
+    selective_scan  x (b, t, d)      dt (b, t, d)   A (d, n)   B, C (b, t, n)      state (b, d, n)
+
+A list of axes (``tokens``, ``per_step``, ``along_n``, ...) names axes of the states; None in it is an axis of size one.
+Sources: selective_scan is algorithm 2 of Gu & Dao 2023 (arXiv:2312.00752), ssd the duality of Dao & Gu 2024
+(arXiv:2405.21060).
 """
 
 from __future__ import annotations
@@ -38,15 +48,15 @@ NO_DECAY = 2.0**-60
 def match_operator(
     emit: Emitter, read: Readout, scale: Value | None, offset: Value | None, shape: list[int], initial: Node | None
 ) -> tuple[Node, Node] | None:
-    """Emit the operator for ``y``.
+    """Emit the operator for ``y``, where ``h[t] = scale[t] h[t-1] + offset[t]`` and ``y[t] = sum over n of C[t] h[t]``.
 
     Args:
         emit: Where to.
         read: How the states are read.
-        scale: What each state is multiplied by on the way to the next; None for 1.
-        offset: What is added.
-        shape: Shape of all states: (time, batch, ...).
-        initial: The state before the first; None for zeros.
+        scale: What each state is multiplied by on the way to the next, broadcast to ``shape``; None for 1.
+        offset: What is added, broadcast to ``shape``.
+        shape: Shape of all states: (t, b, *kept and n).
+        initial: The state before the first, ``shape[1:]``; None for zeros.
 
     Returns:
         ``y`` as ``read.node`` has it, and the last state; None if no operator fits.
@@ -94,7 +104,7 @@ def match_operator(
     signed = weight != 0 and not positive and not torch.is_grad_enabled()
     signs: Node | None = None
     if (positive or signed) and n not in spans and len(kept) <= 2 and len(channels) == 1:
-        # The decay is one number a head: matrix products carry the scan.
+        # The decay is one number per head: matrix products carry the scan.
         head = heads[0] if heads else None
         if signed:
             signs = _signs(emit, decays, weight, [*tokens, head], shape)
@@ -202,12 +212,12 @@ def _contracted(emit: Emitter, scale: float, factors: list[Term], n: int, target
 
 
 def _next(emit: Emitter, queries: Node) -> Node:
-    """Let each step, (batch, time, ...), have the query of the next: what that reads before it is what this leaves."""
+    """Return queries (b, t, ...) one step earlier, ``C[t+1]``; zero at the end."""
     return emit.call(aten.constant_pad_nd.default, queries, [0, 0] * (value(queries).dim() - 2) + [-1, 1], 0.0)
 
 
 def _one_later(emit: Emitter, y: Node, query: Node, initial: Node | None, along: int) -> Node:
-    """Give each step what the one before it has read; the first reads the initial state, summed along its axis n."""
+    """Return y (b, t, ...) one step later, ``y[t-1]``; the first is ``query * initial``, summed along its axis n."""
     later = emit.call(aten.constant_pad_nd.default, y, [0, 0] * (value(y).dim() - 2) + [1, -1], 0.0)
     if initial is None:
         return later

@@ -10,7 +10,8 @@ the log decays from its start,
 where S0 are the states that enter the chunk: one `linear_scan` over chunks. Exponents are sums of log decays between
 two positions of one chunk, so nothing overflows that would not in the loop. ``exp(G[i]) exp(-G[j])``, which would make
 the first term a matrix product, does overflow. Differences are taken in float64, as strong decays next to weak ones
-may cancel; of float64 itself in two parts.
+may cancel; of float64 itself in two parts. Source: Yang et al. 2024 (arXiv:2312.06635), section 4;
+there the first term is cut once more, here its pairs are written out.
 
 A product with zero is no mask: zero times infinity is not a number. So what a position must not see is replaced before
 it is multiplied, and a log decay of minus infinity, which forgets, by one whose exponential is zero all the same.
@@ -32,7 +33,7 @@ from .vectorize import Emitter
 
 aten = torch.ops.aten
 
-# Positions of a chunk: their pairs are computed one by one for each key, their states are kept one a chunk.
+# Positions of a chunk: their pairs are computed one by one for each key, their states are kept one per chunk.
 CHUNK = 16
 # The exponential of this log decay is zero in every precision, and sums of a chunk of them are exact enough.
 FORGETS = -1e4

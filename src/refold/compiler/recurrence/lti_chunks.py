@@ -8,7 +8,8 @@ inputs to its outputs, for all chunks and all sequences:
            + sum over k of query[k] a[k]^(i + 1) S0[k],
 
 where S0 are the states that enter the chunk: one `linear_scan` over chunks. The first sum is one Toeplitz matrix.
-Powers are taken of the decay itself, so it may be zero or negative.
+Powers are taken of the decay itself, so it may be zero or negative. Source: Gu et al. 2022 (S4D, arXiv:2206.11893),
+whose kernel is the first sum.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from .vectorize import Emitter
 aten = torch.ops.aten
 prims = torch.ops.prims
 
-# Positions of a chunk: as many multiply-adds an output, and one state a chunk.
+# Positions of a chunk: as many multiply-adds per output, and one state per chunk.
 CHUNK = 64
 
 
@@ -76,7 +77,7 @@ def lti_scan(emit: Emitter, query: Node, key: Node, decay: Node, x: Node, initia
     inputs = emit.reshape(inputs, [rows, length, chunks * columns])
     seen, unbounded = finite_part(emit, inputs, 1)
     near = call(aten.add.Tensor, call(aten.bmm.default, toeplitz, seen), unbounded)
-    # What each chunk leaves behind, and the states that enter the chunks.
+    # The state at the end of each chunk, and the states that enter the chunks.
     left = call(prims.rev.default, weighted(key, 0, length), [1])
     left = emit.permute(left, [0, 2, 1])
     added = emit.reshape(call(aten.bmm.default, left, inputs), [rows, k, chunks, columns])

@@ -1,7 +1,7 @@
 """How a contraction reads the states of a scan: as one of the factors that it multiplies and sums.
 
-Values are split into factors in index notation, each with the axes of the states that it runs along. ScanStates may be
-read after their step or before it (``loop.previous``), and beside other products: in ``sum over n of C * (h + u * B)``
+Values are split into factors in index notation, each with the axes of the states that it runs along. States may be
+read after their step or before it (``loop.previous``), and next to other products: in ``sum over n of C * (h + u * B)``
 the sum is multiplied out, and what does not hold the states is kept apart.
 """
 

@@ -27,7 +27,7 @@ _CONTRACTIONS = (aten.sum.dim_IntList, aten.bmm.default)
 _RESHAPES = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
 
 Join = Callable[[Reroller, Node], Node]
-WHY = "its steps wait for one another, one launch after the other"
+WHY = "its steps run one after another, each operation in a launch of its own"
 
 
 def replace_reader(
@@ -78,7 +78,7 @@ def _only_reader(root: Node) -> tuple[Node, set[Node]] | None:
 def replace(
     reroller: Reroller, root: Node, join: Join, anchor: Node | None = None, dual: bool = False, why: str = WHY
 ) -> Rewrite | None:
-    """Swap a root for its value over all steps; None if no loop is behind it, or no ``dual`` where one is asked for."""
+    """Swap a root for its value over all steps; None if it comes of no loop, or no ``dual`` where one is asked for."""
     loops = len(reroller.loops)
     anchor = anchor or root
     reroller.emit.at(anchor)
@@ -150,7 +150,7 @@ def _region(root: Node, made: list[Node], reroller: Reroller) -> set[Node]:
 def dualise(reroller: LoopVectorizer, loop: Loop, new: Node) -> Node:
     """Replace a scan whose states are only contracted by an operator that never writes them; returns what is new."""
     scan, body = loop.scan, loop.body
-    if loop.reverse or scan is None or body is None:
+    if loop.reverse or scan is None or body is None or body.reset is not None:
         return new
     shape = [loop.length, *value(loop.steps[0]).shape]
     states = ScanStates(scan, loop.previous, shape, downstream(scan))

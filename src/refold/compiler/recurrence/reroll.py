@@ -1,7 +1,7 @@
-"""Roll up unrolled loops: the values of all steps of a loop become one tensor with a time axis.
+"""Reroll unrolled loops: the values of all steps of a loop become one tensor with a time axis.
 
-`Reroller.stack` takes one node a step and works backwards. If all steps apply the same operation, its
-arguments are one node a step again, and are stacked first. It ends where all steps read the same
+`Reroller.stack` takes one node per step and works backwards. If all steps apply the same operation, its
+arguments are one node per step again, and are stacked first. It ends where all steps read the same
 node, or the same tensor at positions in arithmetic progression. And where it meets, one step late,
 a list of nodes that it is just stacking: that is the carry of a loop. From there on back up, values
 are affine functions of the carry, or the loop is refused. Nothing depends on names, on the order of
@@ -196,6 +196,8 @@ class Reroller(LoopVectorizer):
             odd = self._tensor(odd, like)
         if value(odd).dtype != value(core).dtype:
             raise NotALoop("steps-differ", "the dtype changes from step to step")
+        if value(odd).shape != value(core).shape[1:]:  # an end that was taken off the rest was larger
+            raise NotALoop("steps-differ", "the steps differ in shape")
         own = self.emit.call(aten.unsqueeze.default, odd, 0)
         return Value(self.emit.call(aten.cat.default, [own, core] if end == 0 else [core, own], 0), True)
 

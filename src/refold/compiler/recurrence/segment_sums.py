@@ -3,7 +3,8 @@
 With ``P`` the running sum of ``a`` along an axis, state space code needs ``P[i]`` (from the start),
 ``P[-1] - P[i]`` (to the end) and ``P[i] - P[j]`` (between). The last is also written as the running
 sum over a copy of ``a`` that a mask has cleared on and above the diagonal, and is itself masked to
-``-inf`` above it, so that its exponential is the decay from each position to each later one.
+``-inf`` above it, so that its exponential is the decay from each position to each later one. Dao & Gu 2024
+(arXiv:2405.21060), listing 1, calls this ``segsum``: (..., t) -> (..., t, t).
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ def serial_loops(graph: Graph) -> list[str]:
         One sentence a loop: the line, the trip count, and what a step costs in launches.
     """
     return [
-        f"{line} ({steps} steps one after another, {launches // steps} operations a step)"
+        f"{line} ({steps} steps one after another, {launches // steps} operations per step)"
         for line, (steps, launches) in _chains(graph).items()
     ]
 

@@ -1,8 +1,8 @@
 """Run one operation for all time steps at once: how each ATen operation takes a leading time axis.
 
 A `Value` is what an argument is over all steps: the same node every time, or a node whose axis 0 is
-time. `run` gives a call the time axis; the fake value of what it emits must be the step's value with
-time in front, so that a rule which is wrong cannot go unnoticed.
+time. `vectorize_node` gives a call the time axis: a step's (...) becomes (t, ...). The fake value of what it emits must
+have that shape, so a wrong rule is noticed. These are batching rules, as of ``vmap``, with time as the batch.
 """
 
 from __future__ import annotations
@@ -149,6 +149,11 @@ def _sized_split(emit: Emitter, node: Node, args: list[Any], steps: int) -> Node
     return emit.call(node.target, args[0].node, args[1], _dim(dim, _rank(args)))
 
 
+def _parts(emit: Emitter, node: Node, args: list[Any], steps: int) -> Node:
+    """Real and imaginary parts: an axis at the end, or none."""
+    return emit.call(node.target, args[0].node)
+
+
 def _unsqueeze(emit: Emitter, node: Node, args: list[Any], steps: int) -> Node:
     return emit.call(node.target, args[0].node, _dim(args[1], _rank(args) + 1))
 
@@ -246,6 +251,8 @@ BATCHING_RULES: dict[Any, Rule] = {
     **dict.fromkeys((aten.permute.default, aten.transpose.int, aten.t.default), _permute),
     **dict.fromkeys((aten.mm.default, aten.addmm.default), _mm),
     **dict.fromkeys((aten.mv.default, aten.dot.default), _contract),
+    **dict.fromkeys((aten.view_as_real.default, aten.view_as_complex.default, aten._conj.default), _parts),
+    **dict.fromkeys((aten.real.default, aten.imag.default, aten.resolve_conj.default), _parts),
     aten.unsqueeze.default: _unsqueeze,
     aten.expand.default: _expand,
     aten.cat.default: _cat,

@@ -19,6 +19,7 @@ from ..compile_time import RIVAL_S, unrolled_seconds
 from ..inductor import Compiled, arguments, clone_inputs, inductor, standalone
 from ..ir.cost import Cost, clearly_less
 from ..private import apart
+from ..refusals import refused
 from .region import Settings, first_times, undisturbed_rng
 from .whole import compare
 
@@ -74,17 +75,19 @@ def choose_program(
         )
     elif settings.accept == "faster" or not originals:
         _add_plain(originals, gm, inputs, options, entry)
+    why = "graph-slower"
     if settings.verify != "off" and (reason := _compared(rewritten, gm, originals, inputs, options, entry)):
         # An unrolled loop of that length takes Inductor minutes.
         entry.chosen = "eager" if unrolled and "eager" in originals else "inductor"
         entry.reason = f"because the rewritten graph {reason}"
+        why = "graph-differs"
         log.warning("refold: graph %d: %s runs, %s", entry.index, entry.chosen, entry.reason)
     elif settings.accept == "faster":
         _time_all(rewritten.run, originals, inputs, entry, peaks=not unrolled)
     if entry.chosen == "refold":
         return rewritten.run
     for row in entry.applied:
-        row.status, row.reason = "refused", entry.reason.removeprefix("because ")
+        row.status, row.reason = "refused", refused(why, entry.reason.removeprefix("because "))
     return gm if entry.chosen == "eager" else inductor(gm, inputs, options=options)
 
 

@@ -11,12 +11,14 @@ from math import inf
 from typing import Any
 
 import torch
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
 from torch.utils.flop_counter import flop_registry
 
 from ...verify import Evidence, KindResult, Program, Race, check, profile, race
 from ...verify.memory import available_bytes
 from ...verify.timing import DELTA, once_ms
+from .. import pipeline
+from ..choices import Choices
 from ..compile_time import RIVAL_S, inductor_seconds
 from ..inductor import duplicate, standalone
 from ..ir.builder import same_strides
@@ -24,7 +26,7 @@ from ..ir.cost import clearly_less, concrete, graph_cost, node_cost
 from ..ir.evaluate import evaluate, with_gradients
 from ..ir.metadata import stale
 from ..ir.rewrite import Rewrite
-from ..pipeline import run as run_pipeline
+from ..refusals import refused
 
 log = logging.getLogger("refold")
 
@@ -42,9 +44,11 @@ class Settings:
         strict: Raise refold's own errors instead of falling back with a warning.
         loops: ``capture`` traces the body of a long loop once; ``unroll`` lets Dynamo execute every step.
         options: Options passed on to Inductor.
-        compile_budget: How many seconds Inductor may take, as estimated, for loops that nobody can rewrite.
+        compile_budget: How many seconds Inductor may take, as estimated, for loops that cannot be rewritten.
         cache: Where decisions are kept: True for the default folder, False for nowhere, or a folder.
         plan: Decisions to replay: a report, its data, or a file.
+        rules: Rewrites that others found: rules, files or folders of them.
+        choose: What is chosen of the compile from outside.
     """
 
     verify: str = "quick"
@@ -55,6 +59,23 @@ class Settings:
     compile_budget: float = 60.0
     cache: Any = True
     plan: Any = None
+    rules: Any = ()
+    choose: Any = None
+
+    @property
+    def choices(self) -> Choices:
+        """What is chosen, as `check_settings` read it."""
+        return self.choose or Choices()
+
+    def rewrite(self, graph: Graph, wanted: Callable[[str], bool], notes: list[str] | None = None) -> list[Rewrite]:
+        """Run the passes and rules that these settings name over a graph, in place."""
+        choices = self.choices
+        table = dict(pipeline.PASSES)
+        passes = [(name, table[name]) for name in choices.passes if name in table]
+        made = pipeline.run(graph, wanted, notes, passes, rules=self.rules)
+        for each in (graph, *(rewrite.candidate.graph for rewrite in made)):
+            choices.tune(each)
+        return made
 
 
 @dataclass
@@ -91,22 +112,24 @@ def validate_region(rewrite: Rewrite, actual: Sequence[Any] | None, settings: Se
     actual = None if actual is None else [_as_traced(*pair) for pair in zip(_inputs(rewrite), actual, strict=True)]
     like = list(actual) if actual is not None else _examples(rewrite)
     if like is None:
-        verdict.reason = "its inputs could not be made up: they are not all floating-point tensors"
+        verdict.reason = refused(
+            "inputs-unknown", "its inputs could not be made up: they are not all floating-point tensors"
+        )
         return verdict
     device = next(x.device for x in like if isinstance(x, torch.Tensor))
     if settings.verify == "quick":
         log.info("checking %s: %s", rewrite.site, rewrite.detail)
         start = time.perf_counter()
         if reason := _misdescribed(rewrite):
-            verdict.reason = reason
+            verdict.reason = refused("metadata-wrong", reason)
             return verdict
         original, candidate, reference, narrowed = _programs(rewrite)
         verdict.evidence = check(
             original,
             candidate,
             reference,
-            actual,
-            like,
+            None if actual is None else _real(actual),
+            _real(like),
             terms=rewrite.terms,
             multilinear=rewrite.multilinear,
             spread=rewrite.spread,
@@ -115,11 +138,11 @@ def validate_region(rewrite: Rewrite, actual: Sequence[Any] | None, settings: Se
         )
         verdict.evidence.seconds = time.perf_counter() - start
         if not verdict.evidence.passed:
-            verdict.reason = f"not equal to the original: {verdict.evidence.reason}"
+            verdict.reason = refused("not-equal", f"not equal to the original: {verdict.evidence.reason}")
             return verdict
     _profile(rewrite, like, device)
     if settings.accept == "faster" and rewrite.timed_alone:
-        baseline = _baseline(rewrite)
+        baseline = _baseline(rewrite, settings)
         if (
             baseline is not None
             and device.type == "cpu"
@@ -132,13 +155,14 @@ def validate_region(rewrite: Rewrite, actual: Sequence[Any] | None, settings: Se
         # A region alone is spared what Inductor's fusion recomputes in the whole graph, so the race
         # is generous to the original. What it cannot decide, the race of the whole graph will, unless
         # this rewrite stands in the way of others.
-        refused = not verdict.race.faster if baseline is not None else verdict.race.at_most <= 1 + DELTA
+        slower = not verdict.race.faster if baseline is not None else verdict.race.at_most <= 1 + DELTA
         if verdict.race.busy and clearly_less(rewrite.after, rewrite.before):
             return verdict  # a busy machine does not decide
-        if refused:
-            verdict.reason = (
+        if slower:
+            verdict.reason = refused(
+                "not-faster",
                 f"not faster: {verdict.race.speedup:.2f}x of {verdict.original_by}, "
-                f"between {verdict.race.at_least:.2f}x and {verdict.race.at_most:.2f}x, must exceed {1 + DELTA:.2f}x"
+                f"between {verdict.race.at_least:.2f}x and {verdict.race.at_most:.2f}x, must exceed {1 + DELTA:.2f}x",
             )
     return verdict
 
@@ -168,13 +192,20 @@ def _misdescribed(rewrite: Rewrite) -> str:
 
 
 def _programs(rewrite: Rewrite) -> tuple[Program, Program, Program, Program]:
-    """Return the original, the candidate, the original in float64, and with float32 in place of float64."""
+    """Return the original, the candidate, the original in float64, and with float32 in place of float64.
+
+    They take and return real numbers: a complex tensor has an axis for its parts, and each part is compared.
+    """
     needed = rewrite.differentiated
+    parts = [isinstance(x, torch.Tensor) and x.is_complex() for x in _inputs(rewrite)]
 
     def program(gm: GraphModule, dtype: torch.dtype | None = None) -> Program:
-        if any(needed):
-            return lambda *xs: with_gradients(gm, xs, needed, dtype)
-        return lambda *xs: evaluate(gm, xs, dtype)
+        def run(*given: Any) -> Any:
+            xs = [torch.view_as_complex(x.contiguous()) if own else x for x, own in zip(given, parts, strict=True)]
+            results = with_gradients(gm, xs, needed, dtype) if any(needed) else evaluate(gm, xs, dtype)
+            return tuple(_real(results)) if isinstance(results, (tuple, list)) else _real([results])[0]
+
+        return run
 
     original = rewrite.original
     return (
@@ -183,6 +214,11 @@ def _programs(rewrite: Rewrite) -> tuple[Program, Program, Program, Program]:
         program(original, torch.float64),
         program(original, torch.float32),
     )
+
+
+def _real(xs: Sequence[Any]) -> list[Any]:
+    """Return complex tensors as real ones with an axis for the two parts."""
+    return [torch.view_as_real(x.resolve_conj()) if isinstance(x, torch.Tensor) and x.is_complex() else x for x in xs]
 
 
 def _inputs(rewrite: Rewrite) -> list[Any]:
@@ -208,7 +244,7 @@ def _examples(rewrite: Rewrite) -> list[Any] | None:
     for val in _inputs(rewrite):
         if isinstance(val, (int, torch.SymInt)):
             made.append(concrete(val))
-        elif isinstance(val, torch.Tensor) and val.is_floating_point():
+        elif isinstance(val, torch.Tensor) and (val.is_floating_point() or val.is_complex()):
             shape = [concrete(size) for size in val.shape]
             strides = [concrete(stride) for stride in val.stride()]
             made.append(torch.empty_strided(shape, strides, dtype=val.dtype, device=val.device).normal_())
@@ -255,13 +291,17 @@ def _one_library_call(gm: GraphModule) -> bool:
     )
 
 
-def _baseline(rewrite: Rewrite) -> GraphModule | None:
+def _baseline(rewrite: Rewrite, settings: Settings) -> GraphModule | None:
     """Return what the pipeline makes of the region without this rewrite; None if nothing."""
     if inductor_seconds(len(rewrite.original.graph.nodes)) > RIVAL_S:
         return None
     twin = duplicate(rewrite.original)
+    if len(twin.graph.output_node().all_input_nodes) != 1:
+        return None
     (root,) = twin.graph.output_node().all_input_nodes
-    return twin if run_pipeline(twin.graph, lambda site: site != root.name) else None
+    _, colon, rule = rewrite.site.partition(":")
+    site = f"{root.name}:{rule}" if colon else root.name
+    return twin if settings.rewrite(twin.graph, lambda other: other != site) else None
 
 
 def compile_or_none(gm: GraphModule, inputs: Sequence[Any], options: dict[str, Any]) -> Callable[..., Any] | None:

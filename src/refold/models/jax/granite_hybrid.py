@@ -12,9 +12,9 @@ import jax
 import jax.numpy as jnp
 
 from refold.models.configs import GraniteHybridConfig
-from refold.models.jax import time_shards
 from refold.models.jax.layers import Array, Tree, embed, layer_of, linear, output, rms_norm, valid_tokens
 from refold.models.jax.mamba2 import mixer, mixer_state, mixer_step
+from refold.models.jax.sharding import time as time_shards
 from refold.ops.jax.layout import product
 
 QUERY_BLOCK = 512
@@ -76,7 +76,7 @@ def forward(
 def step(
     config: GraniteHybridConfig, params: Tree, token: Array, state: Tree, *, active: Array | None = None
 ) -> tuple[Array, Tree]:
-    """Read one token a row, ``(b,)``; rows that are not ``active`` keep their state. Returns logits ``(b, vocab)``.
+    """Read one token per row, ``(b,)``; rows that are not ``active`` keep their state. Returns logits ``(b, vocab)``.
 
     Layers of ``params`` and ``state`` are both stacked or both apart.
     """

@@ -22,7 +22,7 @@ def _times(x: Array, weight: Array) -> Array:
 
     One or two rows are bound by the reading of the weights. On a GPU, XLA fuses a multiply and sum with the slice that
     takes a layer out of its stack, where a matrix product would first copy the layer (2.7B, bfloat16, H200: 2.75
-    against 6.4 ms a token).
+    against 6.4 ms per token).
     """
 
     def matrix_product(x: Array, weight: Array) -> Array:

@@ -10,7 +10,6 @@ import jax.numpy as jnp
 
 from refold import ops
 from refold.models.configs import MambaConfig
-from refold.models.jax import time_shards
 from refold.models.jax.layers import (
     Array,
     Tree,
@@ -23,6 +22,7 @@ from refold.models.jax.layers import (
     select,
     valid_tokens,
 )
+from refold.models.jax.sharding import time as time_shards
 from refold.ops.jax.layout import product, step_sizes
 
 
@@ -82,7 +82,7 @@ def forward(
 def step(
     config: MambaConfig, params: Tree, token: Array, state: Tree, *, active: Array | None = None
 ) -> tuple[Array, Tree]:
-    """Read one token a row, ``(b,)``; rows that are not ``active`` keep their state. Returns logits ``(b, vocab)``.
+    """Read one token per row, ``(b,)``; rows that are not ``active`` keep their state. Returns logits ``(b, vocab)``.
 
     Layers of ``params`` and ``state`` are both stacked or both apart.
     """

@@ -10,7 +10,6 @@ import jax.numpy as jnp
 
 from refold import ops
 from refold.models.configs import Mamba2Config, Mixer2Config
-from refold.models.jax import time_shards
 from refold.models.jax.layers import (
     Array,
     Tree,
@@ -23,6 +22,7 @@ from refold.models.jax.layers import (
     select,
     valid_tokens,
 )
+from refold.models.jax.sharding import time as time_shards
 from refold.ops.jax.layout import step_sizes
 
 
@@ -67,7 +67,7 @@ def forward(
         lengths: Valid tokens of each row, ``(b,)``; None when all are.
         kind: ``last``, ``all`` or ``hidden``: see ``layers.output``.
         chunk_size: Chunk of the scan; None picks the device's.
-        time_axis: Mesh axis over which time is cut, inside ``shard_map``; see ``refold.distributed.jax``.
+        time_axis: Mesh axis over which time is cut, inside ``shard_map``; see `refold.models.jax.sharding`.
 
     Returns:
         Logits or hidden states, and the state after each row's last valid token.
@@ -94,7 +94,7 @@ def forward(
 def step(
     config: Mamba2Config, params: Tree, token: Array, state: Tree, *, active: Array | None = None
 ) -> tuple[Array, Tree]:
-    """Read one token a row, ``(b,)``; rows that are not ``active`` keep their state. Returns logits ``(b, vocab)``.
+    """Read one token per row, ``(b,)``; rows that are not ``active`` keep their state. Returns logits ``(b, vocab)``.
 
     Layers of ``params`` and ``state`` are both stacked or both apart.
     """
@@ -163,7 +163,7 @@ def mixer_step(
 def _inputs(c: Mixer2Config, weights: Tree, u: Array, conv: Array, convolve: Any) -> tuple[Array, ...]:
     """Project ``u`` and convolve; return z, x, B, C, the step sizes dt (float32), and the convolution's new window.
 
-    Parameters spread over devices hold the projection in parts (``refold.distributed.jax``).
+    Parameters spread over devices hold the projection in parts (`refold.models.jax.sharding`).
     """
     bc = c.ngroups * c.dstate
     weight, bias = weights["conv_weight"], weights.get("conv_bias")

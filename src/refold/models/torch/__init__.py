@@ -1,7 +1,7 @@
 """Language models as functions of a configuration, parameters and a state, on refold's operators, for torch.
 
 Every model has the same three functions: ``init_state(config, batch)``, ``forward(config, params, tokens, state)``
-for any number of tokens, and ``step_(config, params, token, state)``, which reads one token a row and overwrites the
+for any number of tokens, and ``step_(config, params, token, state)``, which reads one token per row and overwrites the
 state. Parameters are those of ``refold.models.checkpoint`` with the layers apart: ``params["layers"]`` is a tuple with
 a dictionary for each layer, whose tensors are views of the stacks.
 

@@ -91,7 +91,7 @@ def forward(
 def step_(
     config: GraniteHybridConfig, params: Tree, token: Tensor, state: Tree, *, active: Tensor | None = None
 ) -> Tensor:
-    """Read one token a row; the cache must have room. Arguments and results as in ``mamba2.step_``."""
+    """Read one token per row; the cache must have room. Arguments and results as in ``mamba2.step_``."""
     c = config
     hidden = embed(params, token) * c.embedding_multiplier
     seen = {"mamba": 0, "attention": 0}
@@ -113,7 +113,7 @@ def step_(
 
 
 def _feed_(config: GraniteHybridConfig, common: Tree, hidden: Tensor) -> None:
-    """Add the answers of the MLP and of the experts to the stream of one token a row."""
+    """Add the answers of the MLP and of the experts to the stream of one token per row."""
     c = config
     normed = rms_norm(hidden, common["mlp_norm"], c.norm_eps) if c.nexperts else None
     norm = {"norm": common["mlp_norm"], "eps": c.norm_eps}
@@ -189,7 +189,7 @@ def _attention_step_(
     v_cache: Tensor,
     length: Tensor,
 ) -> None:
-    """Attend from one token a row to the whole capacity of the caches, what lies beyond each row's length masked.
+    """Attend from one token per row to the whole capacity of the caches, what lies beyond each row's length masked.
 
     A row that is not active writes where its next token will write.
     """

@@ -160,7 +160,7 @@ def dependent(device: torch.device) -> bool:
     return not INTERPRETED and torch.version.hip is None and torch.cuda.get_device_capability(device)[0] >= 9
 
 
-def _pdl(device: torch.device) -> dict[str, bool]:
+def _pdl(device: torch.device) -> dict[str, Any]:
     return {"launch_pdl": True} if dependent(device) else {}
 
 

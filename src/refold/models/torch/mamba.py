@@ -69,7 +69,7 @@ def forward(
 
 
 def step_(config: MambaConfig, params: Tree, token: Tensor, state: Tree, *, active: Tensor | None = None) -> Tensor:
-    """Read one token a row; arguments and results as in ``mamba2.step_``."""
+    """Read one token per row; arguments and results as in ``mamba2.step_``."""
     c = config
     hidden = embed(params, token)
     for weights, window, ssm in zip(params["layers"], state["conv"], state["ssm"], strict=True):

@@ -86,7 +86,7 @@ def forward(
 
 
 def step_(config: Mamba2Config, params: Tree, token: Tensor, state: Tree, *, active: Tensor | None = None) -> Tensor:
-    """Read one token a row, ``(b,)``, and overwrite ``state``; rows that are not ``active`` keep theirs.
+    """Read one token per row, ``(b,)``, and overwrite ``state``; rows that are not ``active`` keep theirs.
 
     Returns:
         Logits ``(b, vocab)``.

@@ -29,7 +29,7 @@ def gated_rmsnorm_backward(
     group_size: int | None, norm_before_gate: bool,
 ) -> dict[str, Tensor]:  # fmt: skip
     """Return the gradients of all array arguments that are present, whatever ``needs`` says."""
-    assert dy is not None, "the only result has a gradient, or nobody asks"
+    assert dy is not None, "y is the only result, so it has a gradient whenever the backward runs"
     dtype = accumulator(x.dtype)
     v, dout, w = x.to(dtype), dy.to(dtype), weight.to(dtype)
     grads = {}

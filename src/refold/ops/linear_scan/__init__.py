@@ -17,13 +17,14 @@ def linear_scan(
     initial_state: Any = None,
     reverse: bool = False,
     cu_seqlens: Any = None,
+    reset: Any = None,
     backend: str | None = None,
 ) -> tuple[Any, Any]:
     """Elementwise linear recurrence along axis 1.
 
     With h[-1] = initial_state::
 
-        h[t] = a[t] * h[t-1] + x[t]                             (t+1 for t-1 if ``reverse``)
+        h[t] = (0 if reset[t] else a[t] * h[t-1]) + x[t]         (t+1 for t-1 if ``reverse``)
 
     Args:
         a: Factors, ``(b, t, ...)``, any sign; only products of them are formed, never quotients.
@@ -32,6 +33,8 @@ def linear_scan(
         reverse: Run from the last token to the first.
         cu_seqlens: Packs sequences along time: ``k + 1`` offsets from 0 to t, on the device of ``x``. The batch is
             then 1 and states are ``(k, ...)``. A sequence may be empty.
+        reset: Where the state is forgotten, bool, the shape of ``x``; nowhere if None. A factor of zero forgets a state
+            that is finite; a reset forgets one that is NaN or infinite, too, and has no gradient.
         backend: None picks the first that can run; a name must be able to.
 
     Returns:
@@ -46,11 +49,12 @@ def linear_scan(
         BackendUnsupported: ``backend`` was named but cannot run; lists the reasons.
 
     Numerics:
-        Arithmetic is float32 (float64 for float64 inputs). Gradients flow to every array but ``cu_seqlens``, and from
-        both results. docs/numerics.md shows measured errors.
+        Arithmetic is float32 (float64 for float64 inputs). Gradients flow to every floating-point array, and
+        from both results. docs/numerics.md shows measured errors.
 
     References:
-        Blelloch, "Prefix Sums and Their Applications", 1990, CMU-CS-90-190.
+        Blelloch, "Prefix Sums and Their Applications", 1990, CMU-CS-90-190. With resets: Lu et al., "Structured State
+        Space Models for In-Context Reinforcement Learning", 2023, arXiv:2303.03982.
 
     Example:
         >>> import numpy as np
@@ -58,4 +62,4 @@ def linear_scan(
         >>> h.ravel().tolist(), state.tolist()
         ([1.0, 1.5, 1.75, 1.875], [[1.875]])
     """
-    return call(SPEC, (a, x, initial_state, cu_seqlens), (reverse,), backend)
+    return call(SPEC, (a, x, initial_state, cu_seqlens, reset), (reverse,), backend)

@@ -12,8 +12,8 @@ from refold.ops.jax.layout import Array, accumulator
 def _solve(a: Array, x: Array, first: Array | None, reverse: bool) -> Array:
     """Solve ``h[t] - a[t] h[t - 1] = x[t]`` (with ``reverse``, ``t + 1``), where h is zero outside of the sequence.
 
-    ``first``, shaped like x, marks the tokens of a pack at which a sequence begins. A factor of zero would not do
-    there: zero times a state that is not finite is NaN.
+    ``first``, shaped like x, marks where the state before does not count: where sequences of a pack begin, and where
+    the state is reset. A factor of zero would not do there: zero times a state that is not finite is NaN.
 
     JAX is told that this is a linear system, so that its derivatives are scans as well: that of x is the transposed
     system, solved the other way round, and that of a follows from the equation. Derived step by step, the scan would
@@ -56,6 +56,7 @@ def linear_scan(
     initial_state: Array | None = None,
     reverse: bool = False,
     cu_seqlens: Array | None = None,
+    reset: Array | None = None,
 ) -> tuple[Array, Array]:
     """Compute :func:`refold.ops.linear_scan` on JAX arrays; see there for the equations and the arguments.
 
@@ -65,19 +66,29 @@ def linear_scan(
     seqlen = x.shape[1]
     factors, values = (jnp.broadcast_to(v, jnp.broadcast_shapes(a.shape, x.shape)).astype(acc) for v in (a, x))
     first = None
+    if reset is not None:
+        first = jnp.broadcast_to(reset, values.shape)
+        factors = jnp.where(first, 0, factors)
+
+    def kept(place: Any, state: Any) -> Array:
+        return factors[place] * (state if reset is None else jnp.where(reset[place], 0, state))
+
     if cu_seqlens is None:
         begin: Any = -1 if reverse else 0
         end: Any = 0 if reverse else -1
         state: Any = 0 if initial_state is None else initial_state.astype(acc)
-        values = values.at[:, begin].add(factors[:, begin] * state)
+        values = values.at[:, begin].add(kept((slice(None), begin), state))
     else:
         starts, stops = cu_seqlens[:-1], cu_seqlens[1:]
         begin, end = (stops - 1, starts) if reverse else (starts, stops - 1)
         nonempty = (stops > starts).reshape(-1, *[1] * (x.ndim - 2))
         begin = jnp.where(stops > starts, begin, seqlen)  # an empty sequence begins nowhere
         state = jnp.zeros((len(starts), *x.shape[2:]), acc) if initial_state is None else initial_state.astype(acc)
-        values = values.at[0, begin].add(factors[0, jnp.minimum(begin, seqlen - 1)] * state, mode="drop")
-        first = jnp.zeros((1, seqlen), bool).at[0, begin].set(True, mode="drop").reshape(1, seqlen, *[1] * (x.ndim - 2))
+        values = values.at[0, begin].add(kept((0, jnp.minimum(begin, seqlen - 1)), state), mode="drop")
+        begins = (
+            jnp.zeros((1, seqlen), bool).at[0, begin].set(True, mode="drop").reshape(1, seqlen, *[1] * (x.ndim - 2))
+        )
+        first = begins if first is None else first | begins
         first |= jnp.zeros_like(values, bool)  # under `shard_map` the marks must vary over devices as the values do
 
     h = _solve(factors, values, first, reverse)

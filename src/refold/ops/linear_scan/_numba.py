@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import numba
 import numpy as np
 import torch
 from torch import Tensor
 
 from refold.ops.numba.blocks import share_out, spans_of, supports, zeros_or_copy
+from refold.ops.numba.kernel import kernel
 
 __all__ = ["linear_scan", "supports"]
 
@@ -21,8 +21,9 @@ CHANNELS = 512
 
 
 def linear_scan(
-    *, a: Tensor, x: Tensor, initial_state: Tensor | None, cu_seqlens: Tensor | None, reverse: bool
-) -> tuple[Tensor, Tensor]:
+    *, a: Tensor, x: Tensor, initial_state: Tensor | None, cu_seqlens: Tensor | None, reset: Tensor | None,
+    reverse: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Compute `refold.ops.linear_scan`."""
     batch, seqlen, *rest = x.shape
     spans = spans_of("linear_scan", batch, seqlen, cu_seqlens)
@@ -30,22 +31,24 @@ def linear_scan(
     state = zeros_or_copy(initial_state, len(spans), *rest)
     h = torch.empty_like(inputs)
     elements = inputs.shape[2]
-    arrays = (factors, inputs, h, state.view(len(spans), elements), torch.tensor([reverse]))
+    arrays = (factors, inputs, _marks(reset, x), h, state.view(len(spans), elements), torch.tensor([reverse]))
     share_out(_sweep, arrays, spans, (0, elements), CHANNELS, inputs.numel())
     return h.view(x.shape).to(x.dtype), state
 
 
 def linear_scan_backward(
     *, dh: Tensor | None, dstate: Tensor | None, needs: frozenset[str], a: Tensor, x: Tensor,
-    initial_state: Tensor | None, cu_seqlens: Tensor | None, reverse: bool,
+    initial_state: Tensor | None, cu_seqlens: Tensor | None, reset: Tensor | None, reverse: bool,
 ) -> dict[str, Tensor]:  # fmt: skip
-    """Return the gradients of all array arguments that are present, whatever ``needs`` says.
+    """Return the gradients of all floating-point arguments that are present, whatever ``needs`` says.
 
     With adjoints λ[t] = dh[t] + a[t+1] λ[t+1], x's gradient is λ and a's λ[t] h[t-1]: one sweep against the scan.
+    Neither passes a reset.
     """
     batch, seqlen, *rest = x.shape
     spans = spans_of("linear_scan", batch, seqlen, cu_seqlens)
-    h, _ = linear_scan(a=a, x=x.float(), initial_state=initial_state, cu_seqlens=cu_seqlens, reverse=reverse)
+    given = {"initial_state": initial_state, "cu_seqlens": cu_seqlens, "reset": reset, "reverse": reverse}
+    h, _ = linear_scan(a=a, x=x.float(), **given)  # type: ignore[arg-type]
     factors, h = _flat(a), _flat(h)
     adjoints = torch.zeros_like(h) if dh is None else _flat(dh).clone()
     before = zeros_or_copy(initial_state, len(spans), *rest)
@@ -53,9 +56,8 @@ def linear_scan_backward(
     elements = h.shape[2]
     states = (array.view(len(spans), elements) for array in (before, dinitial))
     # λ h[t-1] takes the place of h, as nothing reads a state after its adjoint.
-    share_out(
-        _sweep_back, (factors, h, adjoints, *states, torch.tensor([reverse])), spans, (0, elements), CHANNELS, h.numel()
-    )
+    arrays = (factors, _marks(reset, x), h, adjoints, *states, torch.tensor([reverse]))
+    share_out(_sweep_back, arrays, spans, (0, elements), CHANNELS, h.numel())
     grads = {"a": h.view(x.shape), "x": adjoints.view(x.shape)}
     return grads if initial_state is None else {**grads, "initial_state": dinitial}
 
@@ -65,10 +67,17 @@ def _flat(array: Tensor) -> Tensor:
     return array[..., None].float().flatten(2).contiguous()
 
 
-@numba.njit(nogil=True, fastmath={"contract"})
-def _sweep(a: Any, x: Any, h: Any, state: Any, reverse: Any, blocks: Any) -> None:
+def _marks(reset: Tensor | None, x: Tensor) -> Tensor:
+    """Return what is reset as (batch, time, elements), one element at most if nothing is."""
+    if reset is None:
+        return torch.zeros(1, 1, 1, dtype=torch.bool)
+    return reset.reshape(*x.shape[:2], -1).contiguous()
+
+
+@kernel(fastmath={"contract"})
+def _sweep(a: Any, x: Any, reset: Any, h: Any, state: Any, reverse: Any, blocks: Any) -> None:
     """Scan sequences over ranges of channels; overwrites ``state`` (k, elements)."""
-    last = np.empty(CHANNELS, np.float32)
+    last, some = np.empty(CHANNELS, np.float32), reset.size > 1 or reset[0, 0, 0]
     for row, start, stop, k, low, high in blocks:
         width = high - low
         last[:width] = state[k, low:high]
@@ -76,16 +85,22 @@ def _sweep(a: Any, x: Any, h: Any, state: Any, reverse: Any, blocks: Any) -> Non
             t = start + stop - 1 - i if reverse[0] else i
             # Slices, because an index that might count from the end keeps a loop from being vectorised.
             factors, inputs, states = a[row, t, low:high], x[row, t, low:high], h[row, t, low:high]
-            for c in range(width):
-                last[c] = factors[c] * last[c] + inputs[c]
-                states[c] = last[c]
+            if some:
+                marks = reset[row, t, low:high]
+                for c in range(width):
+                    last[c] = (np.float32(0.0) if marks[c] else factors[c] * last[c]) + inputs[c]
+                    states[c] = last[c]
+            else:
+                for c in range(width):
+                    last[c] = factors[c] * last[c] + inputs[c]
+                    states[c] = last[c]
         state[k, low:high] = last[:width]
 
 
-@numba.njit(nogil=True, fastmath={"contract"})
-def _sweep_back(a: Any, h: Any, adjoints: Any, before: Any, carry: Any, reverse: Any, blocks: Any) -> None:
+@kernel(fastmath={"contract"})
+def _sweep_back(a: Any, reset: Any, h: Any, adjoints: Any, before: Any, carry: Any, reverse: Any, blocks: Any) -> None:
     """Turn results' gradients into adjoints, states into a's gradients, and last states' gradients into first ones'."""
-    last = np.empty(CHANNELS, np.float32)
+    last, some = np.empty(CHANNELS, np.float32), reset.size > 1 or reset[0, 0, 0]
     for row, start, stop, k, low, high in blocks:
         width = high - low
         last[:width] = carry[k, low:high]
@@ -98,4 +113,9 @@ def _sweep_back(a: Any, h: Any, adjoints: Any, before: Any, carry: Any, reverse:
                 grads[c] = adjoint
                 states[c] = adjoint * earlier[c]
                 last[c] = factors[c] * adjoint
+            if some:
+                marks = reset[row, t, low:high]
+                for c in range(width):
+                    states[c] = np.float32(0.0) if marks[c] else states[c]
+                    last[c] = np.float32(0.0) if marks[c] else last[c]
         carry[k, low:high] = last[:width]

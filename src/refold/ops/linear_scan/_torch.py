@@ -6,7 +6,7 @@ factors are formed, never quotients, so signs and zeros are no special cases.
 
 What the initial state of a sequence contributes is added to its first input. There the loops read nothing of the
 sequence before it: zero times a state that is not finite would be NaN. Offsets are read on the host: on an accelerator
-that is one synchronisation a call.
+that is one synchronisation per call.
 """
 
 from __future__ import annotations
@@ -25,40 +25,43 @@ LARGE_STATE = 4096
 
 
 def linear_scan(
-    *, a: Tensor, x: Tensor, initial_state: Tensor | None, cu_seqlens: Tensor | None, reverse: bool
-) -> tuple[Tensor, Tensor]:
+    *, a: Tensor, x: Tensor, initial_state: Tensor | None, cu_seqlens: Tensor | None, reset: Tensor | None,
+    reverse: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Compute `refold.ops.linear_scan`."""
-    borders = _Borders(x, cu_seqlens, reverse)
+    borders = _Borders(x, cu_seqlens, reverse, reset)
     dtype = accumulator(x.dtype)
     factors, h = (_ordered(array, reverse, dtype) for array in (a, x))
     borders.enter(factors, h, initial_state)
-    _scan(factors, h, borders.cuts)
+    _scan(factors, h, borders.cuts, borders.reset)
     state = borders.final(h, initial_state)
     return _ordered(h, reverse, x.dtype).contiguous(), state
 
 
 def linear_scan_backward(
     *, dh: Tensor | None, dstate: Tensor | None, needs: frozenset[str], a: Tensor, x: Tensor,
-    initial_state: Tensor | None, cu_seqlens: Tensor | None, reverse: bool,
+    initial_state: Tensor | None, cu_seqlens: Tensor | None, reset: Tensor | None, reverse: bool,
 ) -> dict[str, Tensor]:  # fmt: skip
-    """Return the gradients of all array arguments that are present, whatever ``needs`` says."""
-    borders = _Borders(x, cu_seqlens, reverse)
-    dtype = accumulator(x.dtype)
+    """Return the gradients of all floating-point arguments that are present, whatever ``needs`` says."""
+    borders = _Borders(x, cu_seqlens, reverse, reset)
+    dtype, reset = accumulator(x.dtype), borders.reset
     factors, h = (_ordered(array, reverse, dtype) for array in (a, x))
     borders.enter(factors, h, initial_state)
-    _scan(factors, h, borders.cuts)
+    _scan(factors, h, borders.cuts, reset)
 
     # Adjoints λ[t] = dh[t] + a[t+1] λ[t+1]: the same recurrence against time, with factors one token later.
     adjoints = torch.zeros_like(h) if dh is None else _ordered(dh, reverse, dtype)
     borders.add_final_gradient(adjoints, dstate)
     later = torch.cat([factors[:, 1:], torch.zeros_like(factors[:, :1])], 1)
+    ends = None if reset is None else torch.cat([reset[:, 1:], torch.zeros_like(reset[:, :1])], 1).flip(1)
     against = adjoints.flip(1)
-    _scan(later.flip(1), against, [x.shape[1] - cut for cut in borders.cuts])
+    _scan(later.flip(1), against, [x.shape[1] - cut for cut in borders.cuts], ends)
     adjoints = against.flip(1)
 
     before = torch.cat([torch.zeros_like(h[:, :1]), h[:, :-1]], 1)
     dinitial = borders.leave(before, factors, adjoints, initial_state, dstate)
-    grads = {"a": _ordered(before.mul_(adjoints), reverse, dtype), "x": _ordered(adjoints, reverse, dtype)}
+    da = before.mul_(adjoints) if reset is None else before.mul_(adjoints).masked_fill_(reset, 0.0)
+    grads = {"a": _ordered(da, reverse, dtype), "x": _ordered(adjoints, reverse, dtype)}
     return grads if initial_state is None else {**grads, "initial_state": dinitial}
 
 
@@ -67,15 +70,21 @@ def _ordered(array: Tensor, reverse: bool, dtype: torch.dtype) -> Tensor:
     return (array.flip(1) if reverse else array).to(dtype, copy=not reverse)
 
 
-def _scan(factors: Tensor, h: Tensor, cuts: list[int]) -> None:
-    """Turn inputs into states in place; the factors of the first token, and of those in ``cuts``, count for nothing."""
+def _scan(factors: Tensor, h: Tensor, cuts: list[int], reset: Tensor | None) -> None:
+    """Turn inputs into states in place.
+
+    The factors of the first token, of those in ``cuts``, and of what ``reset`` marks, count for nothing. What is reset
+    is read as zero, with a factor of zero.
+    """
     batch, seqlen = h.shape[:2]
     elements = h[:, 0].numel()
+    factors = factors if reset is None else factors.masked_fill(reset, 0.0)
     if elements >= LARGE_STATE or seqlen < 16:
         steps, decays, first = h.unbind(1), factors.unbind(1), set(cuts)
         for t in range(1, seqlen):
             if t not in first:
-                steps[t].addcmul_(decays[t], steps[t - 1])
+                before = steps[t - 1] if reset is None else steps[t - 1].masked_fill(reset[:, t], 0.0)
+                steps[t].addcmul_(decays[t], before)
         return
     length = math.isqrt(seqlen - 1) + 1
     nlanes = -(-seqlen // length)
@@ -85,30 +94,42 @@ def _scan(factors: Tensor, h: Tensor, cuts: list[int]) -> None:
     cut = torch.zeros(nlanes * length, dtype=torch.bool)
     cut[cuts] = True
     cut = cut.view(nlanes, length)
-    closed = cut.cummax(1).values  # whether what enters the lane ended before this token
-    some, ending = cut.any(0).tolist(), closed[:, -1].tolist()
-    cut, closed = (mask.to(h.device).view(nlanes, length, *(1 for _ in h.shape[2:])) for mask in (cut, closed))
+    # At which tokens of a lane, and of which lanes, something is cut or reset.
+    some, ending = [reset is not None or each for each in cut.any(0).tolist()], cut.any(1).tolist()
+    cut = cut.to(h.device).view(nlanes, length, *(1 for _ in h.shape[2:]))
+    if reset is not None:
+        marks = reset.new_zeros(batch, nlanes * length, *reset.shape[2:])
+        marks[:, :seqlen] = reset
+        cut = cut | marks.unflatten(1, (nlanes, length))
+    else:
+        cut = cut[None]
     steps, decays = lanes.unbind(2), lane_factors.unbind(2)
     for t in range(1, length):
-        before = steps[t - 1].masked_fill(cut[:, t], 0.0) if some[t] else steps[t - 1]
-        steps[t].addcmul_(decays[t].masked_fill(cut[:, t], 0.0) if some[t] else decays[t], before)
+        before = steps[t - 1].masked_fill(cut[:, :, t], 0.0) if some[t] else steps[t - 1]
+        steps[t].addcmul_(decays[t].masked_fill(cut[:, :, t], 0.0) if some[t] else decays[t], before)
     reach = lane_factors.cumprod(2)  # what is left in a lane of the state that enters it
+    if cuts or reset is not None:
+        closed = cut.cummax(2).values  # whether what enters the lane ended before this token
+        reach.masked_fill_(closed, 0.0)
     ends = lanes[:, :, -1].clone()
     for lane in range(1, nlanes):
         if not ending[lane]:
-            ends[:, lane].addcmul_(reach[:, lane, -1], ends[:, lane - 1])
-    if cuts:
-        lanes[:, 1:] += (reach[:, 1:] * ends[:, :-1, None]).masked_fill_(closed[1:], 0.0)
+            before = ends[:, lane - 1]
+            before = before if reset is None else before.masked_fill(closed[:, lane, -1], 0.0)
+            ends[:, lane].addcmul_(reach[:, lane, -1], before)
+    if cuts or reset is not None:
+        lanes[:, 1:] += (reach[:, 1:] * ends[:, :-1, None]).masked_fill_(closed[:, 1:], 0.0)
     else:
         lanes[:, 1:].addcmul_(reach[:, 1:], ends[:, :-1, None])
     h.copy_(padded[:, :seqlen])
 
 
 class _Borders:
-    """Where sequences begin and end, in the direction of the scan; empty ones have no border."""
+    """Where sequences begin and end, and states are reset, in the direction of the scan; empty ones have no border."""
 
-    def __init__(self, x: Tensor, cu_seqlens: Tensor | None, reverse: bool) -> None:
+    def __init__(self, x: Tensor, cu_seqlens: Tensor | None, reverse: bool, reset: Tensor | None) -> None:
         batch, seqlen = x.shape[:2]
+        self.reset = reset.flip(1) if reverse and reset is not None else reset
         self.shape = (batch, *x.shape[2:])
         every = torch.arange(batch, device=x.device)
         # Batch rows, first tokens, last tokens, sequences.
@@ -130,7 +151,8 @@ class _Borders:
         """Let each sequence start from its initial state."""
         at = (self.row, self.first)
         before = torch.zeros_like(h[at]) if initial is None else initial.to(h.dtype)[self.sequence]
-        h[at] = torch.addcmul(h[at], factors[at], before)
+        kept = factors[at] * before
+        h[at] += kept if self.reset is None else kept.masked_fill(self.reset[at], 0.0)
 
     def final(self, h: Tensor, initial: Tensor | None) -> Tensor:
         """Return the last state of each sequence."""
@@ -150,5 +172,6 @@ class _Borders:
         at = (self.row, self.first)
         before[at] = 0.0 if initial is None else initial.to(before.dtype)[self.sequence]
         dinitial = before.new_zeros(self.shape) if dstate is None else dstate.to(before.dtype, copy=True)
-        dinitial[self.sequence] = factors[at] * adjoints[at]
+        entering = factors[at] * adjoints[at]
+        dinitial[self.sequence] = entering if self.reset is None else entering.masked_fill(self.reset[at], 0.0)
         return dinitial

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any  # noqa: F401 - in type comments
+from typing import Any
 
 import torch
 import triton
@@ -22,65 +22,14 @@ from refold.ops.torch.launch import (
 )
 from refold.ops.torch.tables import device_limits
 
-UNROLL = 8
-# Of the backward: tokens from border to border; channels and warps a program; programs a multiprocessor that fill it.
-TOKENS, BLOCK, WARPS, SLOTS = 8, 128, 1, 32
+# Channels and warps of a program; tokens that are loaded at a time, from border to border in the backward; programs a
+# multiprocessor from which time is not cut.
+BLOCK, WARPS, TOKENS, SLOTS = 128, 1, 16, 2
 
 
 def supports(meta: Meta) -> str | None:
     """Return None if the kernel takes these arguments, else why not."""
     return refusal(meta)
-
-
-@triton.jit
-def _linear_scan_fwd_kernel(
-    cu_seqlens_ptr, a_ptr, x_ptr, initial_ptr, segment_state_ptr, segment_factor_ptr, h_ptr, final_ptr,
-    seqlen, segment, nsegments, channels,
-    BLOCK: tl.constexpr, UNROLL: tl.constexpr, REVERSE: tl.constexpr, LOCAL: tl.constexpr,
-):  # fmt: skip
-    """Grid (blocks of channels, segments, sequences): a program owns BLOCK channels of one segment.
-
-    LOCAL writes the segment's own state and product of factors; else h and the final state. Reads its inputs once.
-    """
-    offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    pid_s = tl.program_id(1)
-    pid_k = tl.program_id(2).to(tl.int64)
-    mask = offs < channels
-    begin = pid_k * seqlen
-    length = seqlen
-    if cu_seqlens_ptr is not None:
-        # Wrong offsets must not lead out of the arrays.
-        begin = tl.minimum(tl.maximum(tl.load(cu_seqlens_ptr + pid_k).to(tl.int64), 0), seqlen)
-        end = tl.minimum(tl.load(cu_seqlens_ptr + pid_k + 1).to(tl.int64), seqlen)
-        length = tl.maximum(end - begin, 0).to(tl.int32)
-    state = tl.zeros((BLOCK,), tl.float32)
-    factor = tl.zeros((BLOCK,), tl.float32) + 1.0
-    row = pid_k * nsegments * channels
-    if not LOCAL:
-        if initial_ptr is not None:
-            state = tl.load(initial_ptr + pid_k * channels + offs, mask=mask, other=0.0).to(tl.float32)
-        for s in range(pid_s):
-            before = row + s * channels + offs
-            own = tl.load(segment_state_ptr + before, mask=mask, other=0.0)
-            state = state * tl.load(segment_factor_ptr + before, mask=mask, other=0.0) + own
-    end = tl.minimum((pid_s + 1) * segment, length)
-    for t0 in range(pid_s * segment, end, UNROLL):
-        for i in tl.static_range(UNROLL):
-            t = t0 + i
-            live = mask & (t + tl.zeros((BLOCK,), tl.int32) < end)
-            place = begin + (length - 1 - t if REVERSE else t)
-            a = tl.load(a_ptr + place * channels + offs, mask=live, other=1.0).to(tl.float32)
-            x = tl.load(x_ptr + place * channels + offs, mask=live, other=0.0).to(tl.float32)
-            state = a * state + x
-            if LOCAL:
-                factor *= a
-            else:
-                tl.store(h_ptr + place * channels + offs, state.to(h_ptr.dtype.element_ty), mask=live)
-    if LOCAL:
-        tl.store(segment_state_ptr + row + pid_s * channels + offs, state, mask=mask)
-        tl.store(segment_factor_ptr + row + pid_s * channels + offs, factor, mask=mask)
-    elif pid_s == nsegments - 1:
-        tl.store(final_ptr + pid_k * channels + offs, state.to(final_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -96,8 +45,30 @@ def _span(cu_seqlens_ptr, sequence, seqlen):
 
 
 @triton.jit
-def _linear_scan_bwd_segments_kernel(
-    a_ptr, x_ptr, dh_ptr, state_ptr, adjoint_ptr, factor_ptr, seqlen, segment, nsegments, channels,
+def _place(origin, length, t, channels, offs, REVERSE: tl.constexpr):
+    """Return where token ``t`` of a walk lies."""
+    return (origin + (length - 1 - t if REVERSE else t)) * channels + offs
+
+
+@triton.jit
+def _tokens(
+    ptr, origin, length, first, begin, end, channels, offs, mask, other, TOKENS: tl.constexpr, REVERSE: tl.constexpr
+):
+    """Load TOKENS tokens of a walk from ``first`` on, those that are not from ``begin`` to ``end`` as ``other``.
+
+    All at once, before anything is computed or stored: what is loaded after a store waits for it to be computed.
+    """
+    found = ()  # type: Any
+    for i in tl.static_range(TOKENS):
+        t = first + i
+        live = mask & ((offs * 0 + t) >= begin) & ((offs * 0 + t) < end)
+        found += (tl.load(ptr + _place(origin, length, t, channels, offs, REVERSE), mask=live, other=other),)
+    return found
+
+
+@triton.jit
+def _linear_scan_segments_kernel(
+    reset_ptr, a_ptr, x_ptr, dh_ptr, state_ptr, factor_ptr, gone_ptr, adjoint_ptr, seqlen, segment, nsegments, channels,
     BLOCK: tl.constexpr, TOKENS: tl.constexpr, REVERSE: tl.constexpr,
 ):  # fmt: skip
     """Grid (blocks of channels, segments, batch): of a segment its own state, its factor, its adjoint at its begin.
@@ -111,27 +82,118 @@ def _linear_scan_bwd_segments_kernel(
     state = tl.zeros((BLOCK,), tl.float32)
     adjoint = tl.zeros((BLOCK,), tl.float32)
     factor = tl.zeros((BLOCK,), tl.float32) + 1.0
-    end = tl.minimum((pid_s + 1) * segment, seqlen)
-    for first in range(pid_s * segment, end, TOKENS):
+    forgotten = tl.zeros((BLOCK,), tl.float32)
+    origin, begin = pid_b * seqlen, pid_s * segment
+    end = tl.minimum(begin + segment, seqlen)
+    for first in range(begin, end, TOKENS):
+        aa = _tokens(a_ptr, origin, seqlen, first, begin, end, channels, offs, mask, 1.0, TOKENS, REVERSE)
+        xx = _tokens(x_ptr, origin, seqlen, first, begin, end, channels, offs, mask, 0.0, TOKENS, REVERSE)
+        if dh_ptr is not None:
+            dhs = _tokens(dh_ptr, origin, seqlen, first, begin, end, channels, offs, mask, 0.0, TOKENS, REVERSE)
+        if reset_ptr is not None:
+            rr = _tokens(reset_ptr, origin, seqlen, first, begin, end, channels, offs, mask, 0, TOKENS, REVERSE)
         for i in tl.static_range(TOKENS):
-            t = first + i
-            live = mask & (t + tl.zeros((BLOCK,), tl.int32) < end)
-            place = (pid_b * seqlen + (seqlen - 1 - t if REVERSE else t)) * channels + offs
-            a = tl.load(a_ptr + place, mask=live, other=1.0).to(tl.float32)
-            state = a * state + tl.load(x_ptr + place, mask=live, other=0.0).to(tl.float32)
+            a = aa[i].to(tl.float32)
+            state = a * state
             factor *= a
+            if reset_ptr is not None:
+                state = tl.where(rr[i] > 0, 0.0, state)
+                forgotten = tl.where(rr[i] > 0, 1.0, forgotten)
+            state += xx[i].to(tl.float32)
             if dh_ptr is not None:
-                adjoint += factor * tl.load(dh_ptr + place, mask=live, other=0.0).to(tl.float32)
+                share = factor * dhs[i].to(tl.float32)
+                if reset_ptr is not None:
+                    share = tl.where(forgotten > 0, 0.0, share)
+                adjoint += share
     cell = (pid_b * nsegments + pid_s) * channels + offs
     tl.store(state_ptr + cell, state, mask=mask)
-    tl.store(adjoint_ptr + cell, adjoint, mask=mask)
     tl.store(factor_ptr + cell, factor, mask=mask)
+    if reset_ptr is not None:
+        tl.store(gone_ptr + cell, forgotten, mask=mask)
+    if adjoint_ptr is not None:
+        tl.store(adjoint_ptr + cell, adjoint, mask=mask)
+
+
+@triton.jit
+def _past(state, cell, reset_ptr, own_ptr, factor_ptr, gone_ptr, mask):
+    """Return what a segment makes of the state before it, or of the adjoint after it."""
+    state *= tl.load(factor_ptr + cell, mask=mask, other=0.0)
+    if reset_ptr is not None:
+        state = tl.where(tl.load(gone_ptr + cell, mask=mask, other=0.0) > 0, 0.0, state)
+    return state + tl.load(own_ptr + cell, mask=mask, other=0.0)
+
+
+@triton.jit
+def _step(state, a, x, reset, RESETS: tl.constexpr):
+    """Return the state after a token."""
+    state = a.to(tl.float32) * state
+    if RESETS:
+        state = tl.where(reset > 0, 0.0, state)
+    return state + x.to(tl.float32)
+
+
+@triton.jit
+def _state_before(
+    initial_ptr, reset_ptr, state_ptr, factor_ptr, gone_ptr, sequence, pid_s, nsegments, channels, offs, mask
+):
+    """Return the state before a segment, from those of the segments before it."""
+    state = offs * 0.0
+    if initial_ptr is not None:
+        state = tl.load(initial_ptr + sequence * channels + offs, mask=mask, other=0.0).to(tl.float32)
+    for s in range(pid_s):
+        cell = (sequence * nsegments + s) * channels + offs
+        state = _past(state, cell, reset_ptr, state_ptr, factor_ptr, gone_ptr, mask)
+    return state
+
+
+@triton.jit
+def _linear_scan_fwd_kernel(
+    cu_seqlens_ptr, reset_ptr, a_ptr, x_ptr, initial_ptr, segment_state_ptr, segment_factor_ptr, segment_reset_ptr,
+    h_ptr, final_ptr,
+    seqlen, segment, nsegments, channels,
+    BLOCK: tl.constexpr, TOKENS: tl.constexpr, REVERSE: tl.constexpr,
+):  # fmt: skip
+    """Grid (blocks of channels, segments, sequences): a program owns BLOCK channels of one segment.
+
+    Reads its inputs once, and the next tokens while it walks over these.
+    """
+    offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    pid_s = tl.program_id(1)
+    sequence = tl.program_id(2).to(tl.int64)
+    mask = offs < channels
+    origin, length = _span(cu_seqlens_ptr, sequence, seqlen)
+    state = _state_before(
+        initial_ptr, reset_ptr, segment_state_ptr, segment_factor_ptr, segment_reset_ptr,
+        sequence, pid_s, nsegments, channels, offs, mask,
+    )  # fmt: skip
+    begin = pid_s * segment
+    end = tl.minimum(begin + segment, length)
+    next_a = _tokens(a_ptr, origin, length, begin, begin, end, channels, offs, mask, 1.0, TOKENS, REVERSE)
+    next_x = _tokens(x_ptr, origin, length, begin, begin, end, channels, offs, mask, 0.0, TOKENS, REVERSE)
+    next_r = next_x  # read where there are resets
+    if reset_ptr is not None:
+        next_r = _tokens(reset_ptr, origin, length, begin, begin, end, channels, offs, mask, 0, TOKENS, REVERSE)
+    for first in range(begin, end, TOKENS):
+        aa, xx, after = next_a, next_x, first + TOKENS
+        next_a = _tokens(a_ptr, origin, length, after, begin, end, channels, offs, mask, 1.0, TOKENS, REVERSE)
+        next_x = _tokens(x_ptr, origin, length, after, begin, end, channels, offs, mask, 0.0, TOKENS, REVERSE)
+        rr, next_r = next_r, next_x
+        if reset_ptr is not None:
+            next_r = _tokens(reset_ptr, origin, length, after, begin, end, channels, offs, mask, 0, TOKENS, REVERSE)
+        for i in tl.static_range(TOKENS):
+            state = _step(state, aa[i], xx[i], rr[i], reset_ptr is not None)
+            live = mask & ((offs * 0 + first + i) < end)
+            place = h_ptr + _place(origin, length, first + i, channels, offs, REVERSE)
+            tl.store(place, state.to(h_ptr.dtype.element_ty), mask=live)
+    if pid_s == nsegments - 1:
+        tl.store(final_ptr + sequence * channels + offs, state.to(final_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
 def _linear_scan_bwd_kernel(
-    cu_seqlens_ptr, a_ptr, x_ptr, initial_ptr, dh_ptr, dfinal_ptr, segment_state_ptr, segment_adjoint_ptr,
-    segment_factor_ptr, border_ptr, da_ptr, dx_ptr, dinitial_ptr, seqlen, segment, nsegments, channels,
+    cu_seqlens_ptr, reset_ptr, a_ptr, x_ptr, initial_ptr, dh_ptr, dfinal_ptr, segment_state_ptr, segment_factor_ptr,
+    segment_reset_ptr, segment_adjoint_ptr, border_ptr, da_ptr, dx_ptr, dinitial_ptr,
+    seqlen, segment, nsegments, channels,
     BLOCK: tl.constexpr, TOKENS: tl.constexpr, REVERSE: tl.constexpr,
 ):  # fmt: skip
     """Grid (blocks of channels, segments, sequences): a program owns BLOCK channels of one segment.
@@ -151,93 +213,122 @@ def _linear_scan_bwd_kernel(
         borders = sequence * tl.cdiv(seqlen, TOKENS) + begin // TOKENS
     else:
         borders = sequence + origin // TOKENS
-    segments = sequence * nsegments * channels + offs
-    state = tl.zeros((BLOCK,), tl.float32)
-    if initial_ptr is not None:
-        state = tl.load(initial_ptr + sequence * channels + offs, mask=mask, other=0.0).to(tl.float32)
-    for s in range(pid_s):
-        at = segments + s * channels
-        own = tl.load(segment_state_ptr + at, mask=mask, other=0.0)
-        state = state * tl.load(segment_factor_ptr + at, mask=mask, other=0.0) + own
+    state = _state_before(
+        initial_ptr, reset_ptr, segment_state_ptr, segment_factor_ptr, segment_reset_ptr,
+        sequence, pid_s, nsegments, channels, offs, mask,
+    )  # fmt: skip
+    next_a = _tokens(a_ptr, origin, length, begin, begin, end, channels, offs, mask, 1.0, TOKENS, REVERSE)
+    next_x = _tokens(x_ptr, origin, length, begin, begin, end, channels, offs, mask, 0.0, TOKENS, REVERSE)
+    next_r = next_x  # read where there are resets
+    if reset_ptr is not None:
+        next_r = _tokens(reset_ptr, origin, length, begin, begin, end, channels, offs, mask, 0, TOKENS, REVERSE)
     for j in range(count):
+        aa, xx, after = next_a, next_x, begin + (j + 1) * TOKENS
+        next_a = _tokens(a_ptr, origin, length, after, begin, end, channels, offs, mask, 1.0, TOKENS, REVERSE)
+        next_x = _tokens(x_ptr, origin, length, after, begin, end, channels, offs, mask, 0.0, TOKENS, REVERSE)
+        rr, next_r = next_r, next_x
+        if reset_ptr is not None:
+            next_r = _tokens(reset_ptr, origin, length, after, begin, end, channels, offs, mask, 0, TOKENS, REVERSE)
         tl.store(border_ptr + (borders + j) * channels + offs, state, mask=mask)
         for i in tl.static_range(TOKENS):
-            t = begin + j * TOKENS + i
-            live = mask & (t + tl.zeros((BLOCK,), tl.int32) < end)
-            place = (origin + (length - 1 - t if REVERSE else t)) * channels + offs
-            a = tl.load(a_ptr + place, mask=live, other=1.0).to(tl.float32)
-            state = a * state + tl.load(x_ptr + place, mask=live, other=0.0).to(tl.float32)
+            state = _step(state, aa[i], xx[i], rr[i], reset_ptr is not None)
     tl.debug_barrier()  # Other threads may read what these wrote.
-    carried = tl.zeros((BLOCK,), tl.float32)  # a[t+1] λ[t+1], or the gradient of the final state
+    carried = offs * 0.0  # a[t+1] λ[t+1], or the gradient of the final state
     if dfinal_ptr is not None:
         carried = tl.load(dfinal_ptr + sequence * channels + offs, mask=mask, other=0.0).to(tl.float32)
     for s in range(nsegments - 1 - pid_s):
-        at = segments + (nsegments - 1 - s) * channels
-        own = tl.load(segment_adjoint_ptr + at, mask=mask, other=0.0)
-        carried = carried * tl.load(segment_factor_ptr + at, mask=mask, other=0.0) + own
+        cell = (sequence * nsegments + nsegments - 1 - s) * channels + offs
+        carried = _past(carried, cell, reset_ptr, segment_adjoint_ptr, segment_factor_ptr, segment_reset_ptr, mask)
+    first = begin + (count - 1) * TOKENS
+    border = border_ptr + (borders + count - 1) * channels + offs
+    next_state = tl.load(border, mask=mask & (offs * 0 + count > 0), other=0.0)
+    next_a = _tokens(a_ptr, origin, length, first, begin, end, channels, offs, mask, 1.0, TOKENS, REVERSE)
+    next_x = _tokens(x_ptr, origin, length, first, begin, end, channels, offs, mask, 0.0, TOKENS, REVERSE)
+    next_r = next_x
+    if reset_ptr is not None:
+        next_r = _tokens(reset_ptr, origin, length, first, begin, end, channels, offs, mask, 0, TOKENS, REVERSE)
+    if dh_ptr is not None:
+        next_dh = _tokens(dh_ptr, origin, length, first, begin, end, channels, offs, mask, 0.0, TOKENS, REVERSE)
     for back in range(count):
-        first = begin + (count - 1 - back) * TOKENS
-        state = tl.load(border_ptr + (borders + count - 1 - back) * channels + offs, mask=mask, other=0.0)
-        befores = ()  # type: Any
-        factors = ()  # type: Any
+        j = count - 1 - back
+        first = begin + j * TOKENS
+        before = first - TOKENS
+        aa, xx, state = next_a, next_x, next_state
+        if dh_ptr is not None:
+            dhs = next_dh
+            next_dh = _tokens(dh_ptr, origin, length, before, begin, end, channels, offs, mask, 0.0, TOKENS, REVERSE)
+        border -= channels
+        next_state = tl.load(border, mask=mask & (offs * 0 + j > 0), other=0.0)
+        next_a = _tokens(a_ptr, origin, length, before, begin, end, channels, offs, mask, 1.0, TOKENS, REVERSE)
+        next_x = _tokens(x_ptr, origin, length, before, begin, end, channels, offs, mask, 0.0, TOKENS, REVERSE)
+        rr, next_r = next_r, next_x
+        if reset_ptr is not None:
+            next_r = _tokens(reset_ptr, origin, length, before, begin, end, channels, offs, mask, 0, TOKENS, REVERSE)
+        states = ()  # type: Any
         for i in tl.static_range(TOKENS):
-            t = first + i
-            live = mask & (t + tl.zeros((BLOCK,), tl.int32) < end)
-            place = (origin + (length - 1 - t if REVERSE else t)) * channels + offs
-            a = tl.load(a_ptr + place, mask=live, other=1.0).to(tl.float32)
-            befores += (state,)
-            factors += (a,)
-            state = a * state + tl.load(x_ptr + place, mask=live, other=0.0).to(tl.float32)
+            states += (state,)
+            state = _step(state, aa[i], xx[i], rr[i], reset_ptr is not None)
         for k in tl.static_range(TOKENS - 1, -1, -1):
-            t = first + k
-            live = mask & (t + tl.zeros((BLOCK,), tl.int32) < end)
-            place = (origin + (length - 1 - t if REVERSE else t)) * channels + offs
+            live = mask & ((offs * 0 + first + k) < end)
+            place = _place(origin, length, first + k, channels, offs, REVERSE)
             adjoint = carried
             if dh_ptr is not None:
-                adjoint += tl.load(dh_ptr + place, mask=live, other=0.0).to(tl.float32)
+                adjoint += dhs[k].to(tl.float32)
             tl.store(dx_ptr + place, adjoint.to(dx_ptr.dtype.element_ty), mask=live)
-            tl.store(da_ptr + place, (adjoint * befores[k]).to(da_ptr.dtype.element_ty), mask=live)
-            carried = factors[k] * adjoint
+            grad = adjoint * states[k]
+            carried = aa[k].to(tl.float32) * adjoint
+            if reset_ptr is not None:
+                grad = tl.where(rr[k] > 0, 0.0, grad)
+                carried = tl.where(rr[k] > 0, 0.0, carried)
+            tl.store(da_ptr + place, grad.to(da_ptr.dtype.element_ty), mask=live)
     if dinitial_ptr is not None and pid_s == 0:
         place = dinitial_ptr + sequence * channels + offs
         tl.store(place, carried.to(dinitial_ptr.dtype.element_ty), mask=mask)
 
 
-@planned(SPEC, a=contiguous, x=contiguous, initial_state=contiguous, cu_seqlens=contiguous)
+class _Cut:
+    """How channels and time are cut into programs, forward and backward alike."""
+
+    def __init__(self, x: torch.Tensor, cu_seqlens: torch.Tensor | None, reverse: bool) -> None:
+        batch, seqlen = x.shape[:2]
+        self.channels = max(1, x[0, 0].numel())
+        self.nseqs = batch if cu_seqlens is None else cu_seqlens.numel() - 1
+        blocks, segments = triton.cdiv(self.channels, BLOCK), 1
+        slots = device_limits(x.device)[0] * SLOTS
+        if cu_seqlens is None and blocks * batch < slots:
+            # Cut in two, the inputs are read once more; it takes several parts to gain by that.
+            segments = max(1, min(4 * slots // (blocks * batch), 64, seqlen // (4 * TOKENS)))
+        segment = triton.cdiv(triton.cdiv(seqlen, segments), TOKENS) * TOKENS
+        nsegments = max(1, triton.cdiv(seqlen, max(1, segment)))
+        self.nsegments, self.grid = nsegments, (blocks, nsegments, self.nseqs)
+        self.ints = (seqlen, segment, nsegments, self.channels)
+        self.consts = {"BLOCK": BLOCK, "TOKENS": TOKENS, "REVERSE": bool(reverse)}
+        self.new_segments = fresh((self.nseqs * nsegments * self.channels,), torch.float32, x.device)
+
+    def launch(self, kernel: Any) -> Launch:
+        return Launch(kernel, self.grid, self.consts, {"num_warps": WARPS})
+
+
+@planned(SPEC, a=contiguous, x=contiguous, initial_state=contiguous, cu_seqlens=contiguous, reset=contiguous)
 def linear_scan(
     *, a: torch.Tensor, x: torch.Tensor, initial_state: torch.Tensor | None, cu_seqlens: torch.Tensor | None,
-    reverse: bool,
+    reset: torch.Tensor | None, reverse: bool,
 ) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:  # fmt: skip
     """Plan `refold.ops.linear_scan`."""
-    batch, seqlen = x.shape[:2]
-    channels = max(1, x[0, 0].numel())
-    nseqs = batch if cu_seqlens is None else cu_seqlens.numel() - 1
-    block, nsegments = 64, 1
-    blocks = triton.cdiv(channels, block)
-    slots = device_limits(x.device)[0] * 8
-    if cu_seqlens is None and blocks * batch * 2 < slots:
-        nsegments = max(1, min(slots // (blocks * batch), 64, seqlen // 64))
-    segment = seqlen if nsegments == 1 else triton.cdiv(triton.cdiv(seqlen, nsegments), UNROLL) * UNROLL
-    nsegments = triton.cdiv(seqlen, segment)
-    consts = {"BLOCK": block, "UNROLL": UNROLL, "REVERSE": bool(reverse)}
-    options = {"num_warps": 2}
-    local = None
-    if nsegments > 1:
-        grid = (blocks, nsegments - 1, nseqs)
-        local = Launch(_linear_scan_fwd_kernel, grid, {**consts, "LOCAL": True}, options)
-    scan = Launch(_linear_scan_fwd_kernel, (blocks, nsegments, nseqs), {**consts, "LOCAL": False}, options)
-    ints = (seqlen, segment, nsegments, channels)
+    cut = _Cut(x, cu_seqlens, reverse)
+    local = cut.launch(_linear_scan_segments_kernel) if cut.nsegments > 1 else None
+    scan = cut.launch(_linear_scan_fwd_kernel)
     new_h = fresh_like(x)
-    new_final = fresh((nseqs, *x.shape[2:]), torch.float32, x.device)
-    new_rows = fresh((nseqs * nsegments * channels,), torch.float32, x.device)
+    new_final = fresh((cut.nseqs, *x.shape[2:]), torch.float32, x.device)
 
-    def run(a, x, initial_state, cu_seqlens):
+    def run(a, x, initial_state, cu_seqlens, reset):
         h, final, stream = new_h(), new_final(), current_stream(x.device)
-        states = factors = final  # never read where there is one segment
+        state = factor = gone = final  # never read where there is one segment
         if local is not None:
-            states, factors = new_rows(), new_rows()
-            local(stream, cu_seqlens, a, x, initial_state, states, factors, h, final, *ints)
-        scan(stream, cu_seqlens, a, x, initial_state, states, factors, h, final, *ints)
+            state, factor = cut.new_segments(), cut.new_segments()
+            gone = state if reset is None else cut.new_segments()
+            local(stream, reset, a, x, None, state, factor, gone, None, *cut.ints)
+        scan(stream, cu_seqlens, reset, a, x, initial_state, state, factor, gone, h, final, *cut.ints)
         return h, final
 
     return run
@@ -252,47 +343,34 @@ def linear_scan(
     x=contiguous,
     initial_state=contiguous,
     cu_seqlens=contiguous,
+    reset=contiguous,
 )
 def linear_scan_backward(
     *, dh: torch.Tensor | None, dstate: torch.Tensor | None, needs: frozenset[str], a: torch.Tensor, x: torch.Tensor,
-    initial_state: torch.Tensor | None, cu_seqlens: torch.Tensor | None, reverse: bool,
+    initial_state: torch.Tensor | None, cu_seqlens: torch.Tensor | None, reset: torch.Tensor | None, reverse: bool,
 ) -> Callable[..., dict[str, torch.Tensor]]:  # fmt: skip
     """Plan the gradients of all array arguments that are present, whatever ``needs`` says."""
-    batch, seqlen = x.shape[:2]
-    channels = max(1, x[0, 0].numel())
-    nseqs = batch if cu_seqlens is None else cu_seqlens.numel() - 1
-    blocks = triton.cdiv(channels, BLOCK)
-    slots = device_limits(x.device)[0] * SLOTS
-    nsegments = 1
-    if cu_seqlens is None and blocks * batch * 2 < slots:
-        nsegments = max(1, min(slots // (blocks * batch), 64, seqlen // 64))
-    segment = triton.cdiv(triton.cdiv(seqlen, nsegments), TOKENS) * TOKENS
-    nsegments = triton.cdiv(seqlen, segment)
-    consts = {"BLOCK": BLOCK, "TOKENS": TOKENS, "REVERSE": bool(reverse)}
-    options = {"num_warps": WARPS}
-    local = None
-    if nsegments > 1:
-        local = Launch(_linear_scan_bwd_segments_kernel, (blocks, nsegments, batch), consts, options)
-    main = Launch(_linear_scan_bwd_kernel, (blocks, nsegments, nseqs), consts, options)
-    ints = (seqlen, segment, nsegments, channels)
-    borders = batch * triton.cdiv(seqlen, TOKENS) + (0 if cu_seqlens is None else nseqs)
-    new_borders = fresh((borders * channels,), torch.float32, x.device)
-    new_segments = fresh((batch * nsegments * channels,), torch.float32, x.device)
+    cut = _Cut(x, cu_seqlens, reverse)
+    local = cut.launch(_linear_scan_segments_kernel) if cut.nsegments > 1 else None
+    main = cut.launch(_linear_scan_bwd_kernel)
+    borders = x.shape[0] * triton.cdiv(x.shape[1], TOKENS) + (0 if cu_seqlens is None else cut.nseqs)
+    new_borders = fresh((borders * cut.channels,), torch.float32, x.device)
     new_da, new_dx = fresh_like(a), fresh_like(x)
     new_dinitial = None if initial_state is None else fresh_like(initial_state)
 
-    def run(dh, dstate, a, x, initial_state, cu_seqlens):
+    def run(dh, dstate, a, x, initial_state, cu_seqlens, reset):
         stream = current_stream(x.device)
-        state = adjoint = factor = border = new_borders()
+        state = factor = gone = adjoint = border = new_borders()
         if local is not None:
-            state, adjoint, factor = new_segments(), new_segments(), new_segments()
-            local(stream, a, x, dh, state, adjoint, factor, *ints)
+            state, factor, adjoint = cut.new_segments(), cut.new_segments(), cut.new_segments()
+            gone = state if reset is None else cut.new_segments()
+            local(stream, reset, a, x, dh, state, factor, gone, adjoint, *cut.ints)
         found = {"a": new_da(), "x": new_dx()}
         if new_dinitial is not None:
             found["initial_state"] = new_dinitial()
         main(
-            stream, cu_seqlens, a, x, initial_state, dh, dstate, state, adjoint, factor, border, found["a"],
-            found["x"], found.get("initial_state"), *ints,
+            stream, cu_seqlens, reset, a, x, initial_state, dh, dstate, state, factor, gone, adjoint, border,
+            found["a"], found["x"], found.get("initial_state"), *cut.ints,
         )  # fmt: skip
         return found
 

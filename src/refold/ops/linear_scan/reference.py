@@ -8,7 +8,7 @@ from numpy import ndarray
 
 def linear_scan(
     a: ndarray, x: ndarray, initial_state: ndarray | None = None, cu_seqlens: ndarray | None = None,
-    reverse: bool = False,
+    reset: ndarray | None = None, reverse: bool = False,
 ) -> tuple[ndarray, ndarray]:  # fmt: skip
     """Return every ``h`` and the last one of each sequence (the first in time if ``reverse``)."""
     a, x = a.astype(np.float64), x.astype(np.float64)
@@ -23,6 +23,7 @@ def linear_scan(
     for k, (start, end) in enumerate(zip(starts, ends, strict=True)):
         row = k if cu_seqlens is None else 0
         for t in reversed(range(start, end)) if reverse else range(start, end):
-            states[k] = a[row, t] * states[k] + x[row, t]
+            kept = a[row, t] * states[k]
+            states[k] = (kept if reset is None else np.where(reset[row, t], 0, kept)) + x[row, t]
             h[row, t] = states[k]
     return h, states

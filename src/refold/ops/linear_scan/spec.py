@@ -8,12 +8,17 @@ from typing import Any
 
 import numpy as np
 
-from refold.ops.spec import CU_SEQLENS, INTEGERS, Arg, Case, OpSpec, Option, Output
+from refold.ops.spec import BOOL, CU_SEQLENS, INTEGERS, Arg, Case, OpSpec, Option, Output
 
 
 def decays(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
     """Draw factors of both signs, most of them near one as gates are, some zero."""
     return np.where(rng.random(shape) < 0.05, 0.0, rng.choice([1.0, 1.0, -1.0], shape) * rng.uniform(0.5, 1.02, shape))
+
+
+def resets(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
+    """Draw where states are forgotten, more often than a decay of zero is drawn."""
+    return rng.random(shape) < 0.15
 
 
 def _flops(sizes: Mapping[str, Any]) -> int:
@@ -25,6 +30,7 @@ def _cases() -> list[Case]:
         return {"b": b, "t": t, "*": rest}
 
     initial, reverse = frozenset({"initial_state"}), {"reverse": True}
+    resetting = initial | {"reset"}
     cases = []
     for t in (1, 2, 15, 16, 17, 33, 300):
         cases += [Case(f"t{t}", sizes(t), initial), Case(f"reverse_t{t}", sizes(t), initial, reverse)]
@@ -35,6 +41,13 @@ def _cases() -> list[Case]:
         Case("one_trailing", sizes(19, (7,)), initial),
         Case("wide", sizes(40, (4100,), b=1), initial),
         Case("strided", sizes(19), initial, strided=True),
+        Case("reset", sizes(33), resetting),
+        Case("reset_reverse", sizes(33), resetting, reverse),
+        Case("reset_long", sizes(300), resetting),
+        Case("reset_wide", sizes(12, (4100,), b=1), resetting),
+        Case("reset_strided", sizes(19), resetting, strided=True),
+        Case("reset_packed", sizes(35, b=1), resetting, lengths=(1, 9, 8, 17)),
+        Case("reset_packed_reverse", sizes(35, b=1), resetting, reverse, lengths=(1, 9, 8, 17)),
         Case("packed", sizes(35, b=1), initial, lengths=(1, 9, 8, 17)),
         Case("packed_reverse", sizes(35, b=1), initial, reverse, lengths=(1, 9, 8, 17)),
         Case("packed_empty", sizes(15, b=1), initial, lengths=(0, 5, 0, 1, 9)),
@@ -50,6 +63,7 @@ SPEC = OpSpec(
         Arg("x", ("b t *",)),
         Arg("initial_state", ("k *",), optional=True, wide=True),
         Arg(CU_SEQLENS, ("k",), optional=True, dtypes=INTEGERS),
+        Arg("reset", ("b t *",), optional=True, dtypes=BOOL, sample=resets),
     ),
     options=(Option("reverse", False, "bool", lambda v: isinstance(v, bool), "a bool"),),
     outputs=(Output("h", "b t *"), Output("state", "k *", like="state_dtype")),

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from refold.ops.numba.blocks import share_out, spans_of, supports, zeros_or_copy
+from refold.ops.numba.kernel import kernel
 from refold.ops.numba.tiles import read_tile, tile_of, widest_vectors, write_tile
 from refold.ops.torch.pointwise import finish, step_size
 
@@ -84,7 +85,7 @@ def _exp2(v: Any) -> Any:
     return np.int32(p.view(np.int32) + exponent).view(np.float32)
 
 
-@numba.njit(nogil=True, fastmath={"contract"})
+@kernel(fastmath={"contract"})
 def _sweep(
     x: Any, step: Any, factor: Any, rates: Any, B: Any, C: Any, y: Any, state: Any, blocks: Any
 ) -> None:  # fmt: skip

@@ -1,4 +1,4 @@
-"""The Mamba-1 scan on torch: blocks of tokens that fit a cache, one fused multiply-add a token.
+"""The Mamba-1 scan on torch: blocks of tokens that fit a cache, one fused multiply-add per token.
 
 No matrix product carries this recurrence: each channel and state decays at its own rate, and splitting the decay into a
 quotient of two factors overflows. So the work is the sequential one, arranged well: for a block of tokens all decays
@@ -55,7 +55,7 @@ def selective_scan_backward(
     scan = _Scan(x, dt, A, B, C, dt_bias, decay, initial_state, cu_seqlens, dt_softplus)
     dy = torch.zeros_like(x) if dy is None else dy
 
-    # Forward over the states alone, keeping one a block.
+    # Forward over the states alone, keeping one per block.
     final, state, starts = scan.new_final(), scan.first_state(), []
     for low, high in scan.blocks():
         starts.append(state)

@@ -5,7 +5,7 @@ With c the running sum of log decays inside a chunk and X = d x, a chunk compute
     y_i = Σ_{j≤i} (C_i·B_j) exp(c_i - c_j) X_j + exp(c_i) H C_i
     H'  = exp(c_last) H + Σ_j exp(c_last - c_j) X_j ⊗ B_j
 
-C·Bᵀ is formed once a group, and the heads of a group share one product where states are read and written. Sums c are
+C·Bᵀ is formed once per group, and the heads of a group share one product where states are read and written. Sums c are
 kept in float64, for float64 inputs in two parts, because differences lose small decays after large ones. No
 quotient of decays is formed, and an exponent is clamped only where its decay is 0 or infinite anyway, so rates of
 either sign are right.
@@ -107,7 +107,7 @@ def _gradients(
         clean, spoiled = scan.without(bad), spoiled_gradients(scan.line(), bad)
     skip = None if D is None else D.view(x.shape[2], -1)
 
-    # Forward over the states alone, keeping one a block.
+    # Forward over the states alone, keeping one per block.
     starts: list[Tensor | None] = []
     final, state = clean.new_final(), None
     for low, high in scan.blocks():
@@ -328,7 +328,7 @@ class _Block:
     C: Tensor  # (b, c, g, l, n)
     within: Tensor  # (b, c, h, l, l), exp(c_i - c_j), zero above the diagonal
     since: Tensor  # (b, c, l, h), exp(c_i): what is left of the entering state
-    until: Tensor  # (b, c, l, h), exp(c_last - c_j): what a token leaves behind
+    until: Tensor  # (b, c, l, h), exp(c_last - c_j): the share of a token that reaches the end of its chunk
     total: Tensor  # (b, c, h), exp(c_last)
 
     @staticmethod
@@ -395,7 +395,7 @@ class _Block:
         entering_g, leaving_g = self.grouped_state(entering), self.grouped_state(leaving)
         X, dY_head = self.inputs(), dY.transpose(2, 3)
         mixing = self.mixing()
-        # Through the state that a chunk leaves behind.
+        # Through the state at the end of a chunk.
         dX_state = self.by_head(self.B @ leaving_g.mT) * self.until[..., None]  # (b, c, l, h, p)
         dB = self.grouped(self.x * (self.until * self.d)[..., None]) @ leaving_g  # (b, c, g, l, n)
         # Through the state that it reads.

@@ -30,7 +30,7 @@ from refold.ops.torch.launch import (
     refusal,
     same_dtype,
 )
-from refold.ops.torch.tables import device_limits, lookup
+from refold.ops.torch.tables import device_limits, family, lookup
 
 HOPPER = ("refold.ops.ssd._gluon_kernels", "refold.ops.torch.tma_launch")
 
@@ -114,18 +114,27 @@ class _Tiles:
         state = next(tiles for tiles in (4, 2, 1) if tiles * halves <= 4 and group % tiles == 0)
         return cls(channels, states, halves, scan, state, blocks)
 
-    def slots(self) -> tuple[int, int]:
-        """Return how many programs of `scan` and of `state` a multiprocessor holds."""
-        return 2 if self.scan * self.states == 64 else 1, 2 if self.state * self.halves == 1 else 1
+    def registers(self) -> tuple[dict[str, int], dict[str, int]]:
+        """Return the options of `scan` and of `state` that let two small programs share a multiprocessor."""
+        scan, state = self.scan * self.states == 64, self.state * self.halves == 1
+        return {"maxnreg": 80} if scan else {}, {"maxnreg": 128} if state else {}
+
+    def slots(self, gate: bool) -> tuple[int, int]:
+        """Return how many programs of `scan` and of `state` a multiprocessor holds; a gate takes shared memory."""
+        scan, state = self.registers()
+        return 2 if scan and not gate else 1, 2 if state else 1
 
 
 def _hopper_fits(x, B, C, z, initial) -> bool:
-    """Say whether the Hopper kernels take these tensors: 16 bits, at most 256 states, rows on 16 bytes."""
+    """Say whether the Hopper kernels take these tensors."""
     if INTERPRETED or x.device.type != "cuda" or torch.cuda.get_device_capability(x.device)[0] != 9:
         return False
-    if x.dtype not in (torch.bfloat16, torch.float16) or x.shape[1] == 0 or B.shape[-1] > 256:
-        return False
-    if initial is not None and initial.data_ptr() % 16:
+    return x.dtype in (torch.bfloat16, torch.float16) and _fits_copy_engine(x, B, C, z, initial)
+
+
+def _fits_copy_engine(x, B, C, z, initial) -> bool:
+    """Say whether the tiles of these tensors can be copied: at most 256 states, rows of one dtype on 16 bytes."""
+    if x.shape[1] == 0 or B.shape[-1] > 256 or (initial is not None and initial.data_ptr() % 16):
         return False
     return all(
         t.dtype == x.dtype and t.data_ptr() % 16 == 0 and t.shape[3] % 8 == 0
@@ -142,17 +151,29 @@ class _Plan:
         ngroups, dstate = B.shape[-2:]
         varlen = cu_seqlens is not None
         sms, shared = device_limits(x.device)
+        block_n = max(16, triton.next_power_of_2(dstate))
         table = lookup("ssd", x.device, x.dtype)
+        if block_n < 32:
+            table = table | table.get("narrow", {})
         config = table | (config or {})
-        block_n = max(config["block_n"], triton.next_power_of_2(dstate))
         block_p = min(max(16, triton.next_power_of_2(headdim)), config["block_p"])
         chunk = min(table["chunk"], max(16, triton.next_power_of_2(config["chunk"])))
         # A tile of the state holds at most `tile` elements; wide states take fewer channels, then shorter chunks.
         while block_p > 16 and block_p * block_n > config["tile"]:
             block_p //= 2
+        steps_positive = dt_softplus or dt_limit[0] >= 0
+        hopper = config["hopper"] and not varlen and chunk == 64 and steps_positive
+        self.hopper = hopper and _hopper_fits(x, B, C, z, initial) and gluon(*HOPPER) is not None
+        stages = config["stages"]
+        if not self.hopper and chunk == 64 and x.element_size() == 2 and family(x.device) == "hopper":
+            # Triton's asynchronous products want 64 tokens. Where rows are not known to lie on 16 bytes, Triton 3.6
+            # then accesses memory that is not its own; there, and for more states, 32 tokens are faster, too.
+            if not all(t.data_ptr() % 16 == 0 and all(n % 16 == 0 for n in t.stride()[:3]) for t in (x, B, C)):
+                chunk, stages = 32, 1
+            elif block_n > 128:
+                chunk = 32
         # Products of float32 keep the tile and its three bfloat16 parts.
         item = 10 if x.dtype == torch.float32 else x.element_size()
-        stages = config["stages"]
         while chunk > 16 and self._shared(chunk, block_p, block_n, item, 1) > shared:
             chunk //= 2
         while stages > 1 and self._shared(chunk, block_p, block_n, item, stages) > shared:
@@ -160,15 +181,12 @@ class _Plan:
         self.nseqs = nseqs = cu_seqlens.numel() - 1 if varlen else batch
         self.nchunks = nchunks = seqlen // chunk + nseqs if varlen else max(1, triton.cdiv(seqlen, chunk))
         blocks_p = triton.cdiv(headdim, block_p)
-        steps_positive = dt_softplus or dt_limit[0] >= 0
-        hopper = config["hopper"] and not varlen and chunk == 64 and steps_positive
-        self.hopper = hopper and _hopper_fits(x, B, C, z, initial) and gluon(*HOPPER) is not None
         rows, slots = batch * nheads * blocks_p, sms * config["slots"]
         states, state_slots = rows, slots
         if self.hopper:
             self.tiles = tiles = _Tiles.of(nheads, ngroups, headdim, dstate)
             rows, states = (batch * nheads * tiles.blocks // each for each in (tiles.scan, tiles.state))
-            slots, state_slots = (sms * each for each in tiles.slots())
+            slots, state_slots = (sms * each for each in tiles.slots(z is not None))
         if "segments" in config:
             nsegments, pieces = config["segments"], config.get("pieces", 1)
         else:
@@ -181,8 +199,8 @@ class _Plan:
         self.warm = False
         self.new_y = fresh_like(x)
         self.new_final = fresh((nseqs, nheads, headdim, dstate), state_dtype or torch.float32, x.device)
-        # C·Bᵀ that one head alone reads is formed where it is read.
-        own_cb = nheads == ngroups and blocks_p <= 2 and not self.hopper
+        # C·Bᵀ that one head alone reads is formed where it is read. (Measured for float32 only.)
+        own_cb = x.dtype == torch.float32 and nheads == ngroups and blocks_p <= 2
         prepared = 0 if own_cb else ngroups
         # One float32 workspace, cut into: C·Bᵀ, decay, step, piece states, piece decays.
         rows = batch * nchunks * nheads * chunk
@@ -278,18 +296,18 @@ class _Plan:
         sizes = {"HEADDIM": headdim, "DSTATE": dstate, "HALVES": tiles.halves, "CHUNK": 64, "P": tiles.channels,
                  "N": tiles.states}  # fmt: skip
         ntiles = nheads * tiles.blocks
-        two, two_states = (each == 2 for each in tiles.slots())
+        scan_registers, state_registers = tiles.registers()
         self.state_ints = (nchunks, piece_chunks, npieces, nheads, ngroups)
         self.state = MappedLaunch(
             hopper._ssd_fwd_state_hopper_kernel, (ntiles // tiles.state, npieces, batch),
             {**sizes, "TILES": tiles.state, "STAGES": 4},
-            {"num_warps": 4, **({"maxnreg": 128} if two_states else {})}, [x_view, B_view],
+            {"num_warps": 4, **state_registers}, [x_view, B_view],
         )  # fmt: skip
         self.scan_ints = (nchunks, segment_chunks, self.nsegments, pieces, npieces, nheads, ngroups, *D_strides)
         self.scan = MappedLaunch(
             hopper._ssd_fwd_scan_hopper_kernel, (ntiles // tiles.scan, self.nsegments, batch),
             {**sizes, "TILES": tiles.scan, "PASSED": self.passed, "HAS_Z": z is not None},
-            {"num_warps": 4, **({"maxnreg": 80} if two else {})},
+            {"num_warps": 4, **scan_registers},
             [x_view, z_view, B_view, C_view, cb_view, y_view, initial_view],
         )  # fmt: skip
 

@@ -203,7 +203,7 @@ def _keys(
     LEAD: tl.constexpr, D_CHANNELS: tl.constexpr, VARLEN: tl.constexpr, PARTS: tl.constexpr,
     PRECISION: tl.constexpr, STAGES: tl.constexpr, ROWS: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """Do what `_ssd_bwd_keys_kernel` does, or `_ssd_bwd_exact_kernel`, for the ROWS tokens j from ``first_row`` on."""
+    """Do what `_ssd_bwd_keys_kernel` does, or `_ssd_bwd_exact_kernel`, for ROWS tokens j from ``first_row`` on."""
     pid_c = tl.program_id(0).to(tl.int64)
     nsplits = tl.num_programs(1) // ngroups
     pid_g = tl.program_id(1) // nsplits
@@ -385,7 +385,7 @@ def _queries(
     LEAD: tl.constexpr, VARLEN: tl.constexpr, PARTS: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
     ROWS: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """Do what `_ssd_bwd_queries_kernel` does, or `_ssd_bwd_exact_kernel`, for the ROWS tokens i from ``first_row`` on."""
+    """Do what `_ssd_bwd_queries_kernel` does, or `_ssd_bwd_exact_kernel`, for ROWS tokens i from ``first_row`` on."""
     pid_c = tl.program_id(0).to(tl.int64)
     nsplits = tl.num_programs(1) // ngroups
     pid_g = tl.program_id(1) // nsplits

@@ -294,7 +294,7 @@ def check_causal(problem: Problem, backend: str, frame: Frame) -> None:
             if (axis := problem.time_axis(name)) is not None:
                 index = (slice(None),) * axis + (token,)
                 changed[name] = array.copy()
-                changed[name][index] += 1.0
+                changed[name][index] = ~array[index] if array.dtype == np.bool_ else array[index] + 1.0
         y_changed = frame.numpy(run(problem.with_arrays(**changed), backend, frame)[0])
         earlier = slice(token + 1, None) if reverse else slice(0, token)
         scale = max(np.abs(y).max(), 1e-30)
@@ -401,7 +401,7 @@ def _bits(frame: Frame, array: Any) -> np.ndarray:
 def _with_bad_values(problem: Problem) -> Iterator[tuple[str, Problem]]:
     """Yield the problem with one value that is not finite, in some of the arguments of tokens and states."""
     rng = np.random.default_rng(zlib.crc32(problem.case.name.encode()))
-    given = [n for n, array in problem.arrays.items() if array.size]
+    given = [n for n, array in problem.arrays.items() if array.size and array.dtype == np.float64]
     names = [n for n in given if problem.time_axis(n) is not None or "state" in n]
     for name in rng.permutation(names)[:3]:
         array, value = problem.arrays[name].copy(), rng.choice([np.nan, np.inf, -np.inf])

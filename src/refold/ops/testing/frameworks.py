@@ -28,7 +28,7 @@ class Frame(Protocol):
         """Return the gradients of the results, weighted by cotangents, in every floating-point array."""
 
     def poisoned(self) -> AbstractContextManager[Any]:
-        """Return a context in which memory that nobody wrote reads as NaN."""
+        """Return a context in which memory that was never written reads as NaN."""
 
     def surroundings(self) -> list[tuple[str, AbstractContextManager[Any]]]:
         """Return contexts that must change no result, with their names."""

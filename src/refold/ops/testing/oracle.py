@@ -116,7 +116,10 @@ def _selective_scan(arrays: dict[str, Tensor], options: dict[str, Any]) -> tuple
 
 def _linear_scan(arrays: dict[str, Tensor], options: dict[str, Any]) -> tuple[Tensor, ...]:
     def step(row: int, t: int, state: Tensor) -> tuple[Tensor, Tensor]:
-        state = arrays["a"][row, t] * state + arrays["x"][row, t]
+        factor = arrays["a"][row, t]
+        if "reset" in arrays:  # before the product, so that neither has a gradient there
+            factor, state = (torch.where(arrays["reset"][row, t], 0.0, v) for v in (factor, state))
+        state = factor * state + arrays["x"][row, t]
         return state, state
 
     return _walk(arrays, torch.zeros_like(arrays["x"][0, 0]), step, options["reverse"])

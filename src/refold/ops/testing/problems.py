@@ -36,7 +36,7 @@ class Problem:
         """Return the dtype name that an argument is passed in."""
         arg = next(a for a in self.spec.args if a.name == name)
         if not arg.differentiable:
-            return "int32"
+            return arg.dtypes[0]
         return "float32" if arg.wide and self.dtype in ("float16", "bfloat16") else self.dtype
 
     def time_axis(self, name: str) -> int | None:
@@ -68,7 +68,7 @@ class Problem:
         return {option.name: self.options.get(option.name, option.default) for option in self.spec.options}
 
     def growth(self) -> float:
-        """Return how rounding errors add up: the root of the number of terms behind one result or gradient."""
+        """Return how rounding errors add up: the root of the number of terms of one result or gradient."""
         sizes = [s if isinstance(s, int) else math.prod(s) for s in self.case.sizes.values()]
         return math.sqrt(math.prod(sizes))
 
@@ -92,7 +92,7 @@ def problem(spec: OpSpec, case: Case, dtype: str = "float32") -> Problem:
         if arg.optional and arg.name not in case.given:
             continue
         values = arg.sample(rng, shape_of(_layout(arg, case), sizes))
-        built.arrays[arg.name] = round_to(values, built.dtype_of(arg.name))
+        built.arrays[arg.name] = round_to(values, built.dtype_of(arg.name)) if arg.differentiable else values
     return built
 
 

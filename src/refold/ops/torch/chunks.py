@@ -2,7 +2,7 @@
 
 An ordinary batch is cut where it lies. A pack is gathered: every sequence starts a chunk of its own and its tail is
 filled with zeros, so that later code sees equal chunks and only has to change states where a sequence begins. The
-offsets of a pack are read on the host, which on an accelerator costs one synchronisation a call; the Triton backend
+offsets of a pack are read on the host, which on an accelerator costs one synchronisation per call; the Triton backend
 does not need it.
 """
 

@@ -3,7 +3,7 @@
 A Triton launch through ``kernel[grid](...)`` binds, specialises and hashes every argument: 15 to 30 microseconds for
 a kernel with thirty of them. A `Launch` does that once and afterwards calls the compiled kernel directly. So it is part
 of a plan, which holds while all that Triton specialises on stays the same (dtypes, integers, 16-byte alignment of
-pointers): an operator is `planned` once a signature, and `refold.ops.torch.registry` keeps the plans.
+pointers): an operator is `planned` once per signature, and `refold.ops.torch.registry` keeps the plans.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from refold.ops.spec import Meta, OpSpec
 from refold.ops.torch import private
 
 PTX = os.environ.get("TRITON_INTERPRET", "0") != "1" and torch.version.hip is None
-"""Whether kernels may hold PTX: the plain exp2 spends two more instructions a value on denormal results."""
+"""Whether kernels may hold PTX: the plain exp2 spends two more instructions per value on denormal results."""
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
 
@@ -44,7 +44,7 @@ def _directly() -> bool:
 
 def warn_slow(why: str) -> None:
     """Say that Triton's own launch runs."""
-    warn(f"kernels are launched by Triton itself, 15 to 30 microseconds slower a launch: {why}")
+    warn(f"kernels are launched by Triton itself, 15 to 30 microseconds slower per launch: {why}")
 
 
 @cache

@@ -10,7 +10,7 @@ For every spec this file registers
 - ``refold::<op>_`` for steps: the same, but overwriting the state. It has no gradient.
 
 The backend is part of the node as a string and is chosen when the node runs, so a graph captured on one device keeps
-no trace of it. Checks run in the fake kernels while tracing, and once a signature (shapes, strides, dtypes, devices,
+no trace of it. Checks run in the fake kernels while tracing, and once per signature (shapes, strides, dtypes, devices,
 options) in eager mode.
 
 A step of decoding has tens of microseconds to spend and the node, its autograd layer and conversions take twenty of
@@ -165,7 +165,7 @@ class _Known:
 
 
 class _Runner:
-    """Checks a call and finds what runs it, once a signature."""
+    """Checks a call and finds what runs it, once per signature."""
 
     def __init__(self, spec: OpSpec, in_place: bool = False) -> None:
         self.spec = spec

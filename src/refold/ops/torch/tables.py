@@ -1,4 +1,4 @@
-"""Launch configurations of the Triton kernels: one small table a GPU family, measured, and a default for the rest.
+"""Launch configurations of the Triton kernels: one small table per GPU family, measured, and a default for the rest.
 
 Nothing is tuned on a user's machine at request time. To extend a
 table, time ``config=`` overrides of a backend's function with ``refold bench`` and add the row that wins.
@@ -14,16 +14,18 @@ import torch
 # Keys of "ssd": chunk (tokens), block_p (channels a program), tile (state elements a program), warps and stages of the
 # scan, warps of the state pass, slots (programs resident on a multiprocessor), state_cost (time of the state pass over
 # that of the scan), launch_cost (a launch, in chunks of a scan), fused_pass (up to how many pieces the scan chains the
-# states itself), hopper (whether the kernels in Gluon may run), precision (of products of float32).
+# states itself), hopper (whether the kernels in Gluon may run), precision (of products of float32), narrow (what is
+# different for at most 16 states).
 # Keys of "ssd_backward": likewise, block_n (states a program), memory and most_memory (MiB that the states of a block
 # of heads may take, and may take where fewer heads would not fill the device), slots of the walks over heads, and of
 # the kernels in Gluon the stages, the states a program and, of the first one, the registers a thread.
 # Keys of "selective_scan": block_d (channels a program), warps, unroll (tokens), slots (programs a multiprocessor).
 # Keys of "selective_scan_backward": block_d, warps, tokens (from border to border), slots. Of those of the kernel with
-# hand-made layouts: warps, states (a lane), own (channels a lane), tokens (a tile), group (tokens of a walk), slots.
+# hand-made layouts: warps, states (a lane, if at most 8 lanes take all), tokens (a tile), group (tokens of a walk, at
+# most 8), slots.
 # Keys of "selective_scan_lanes": warps, states (at most, a lane), slots, cut (tokens from which time may be cut).
 DEFAULT: dict[str, dict[str, Any]] = {
-    "ssd": {"chunk": 64, "block_p": 64, "block_n": 16, "tile": 8192, "warps": 4, "stages": 2, "state_warps": 4, "slots": 2,
+    "ssd": {"chunk": 64, "block_p": 64, "tile": 8192, "warps": 4, "stages": 2, "state_warps": 4, "slots": 2,
             "state_cost": 0.5, "launch_cost": 4.0, "fused_pass": 4, "hopper": 0},
     "ssd_backward": {"chunk": 64, "block_p": 64, "block_n": 128, "tile": 8192, "warps": 8, "stages": 2,
                      "state_warps": 4, "state_stages": 3, "slots": 1, "memory": 160, "most_memory": 8192,
@@ -31,11 +33,12 @@ DEFAULT: dict[str, dict[str, Any]] = {
                      "hopper_state_registers": 64},
     "selective_scan": {"block_d": 64, "warps": 2, "unroll": 4, "slots": 16},
     "selective_scan_backward": {"block_d": 32, "warps": 1, "tokens": 4, "slots": 16},
-    "selective_scan_backward_lanes": {"warps": 4, "states": 4, "own": 1, "tokens": 16, "group": 8, "slots": 2},
+    "selective_scan_backward_lanes": {"warps": 4, "states": 4, "tokens": 16, "group": 8, "slots": 2},
     "selective_scan_lanes": {"warps": 2, "states": 8, "slots": 8, "cut": 1024},
     "ssd_backward/float32": {"chunk": 32, "block_p": 64, "block_n": 64, "tile": 4096, "state_stages": 2,
                              "precision": "bf16x6"},
-    "ssd/float32": {"chunk": 32, "block_p": 32, "warps": 4, "stages": 1, "precision": "bf16x6"},
+    "ssd/float32": {"chunk": 32, "block_p": 32, "warps": 4, "stages": 1, "precision": "bf16x6",
+                    "narrow": {"chunk": 16, "block_p": 64, "warps": 2}},
 }  # fmt: skip
 
 # Measured on NVIDIA H200 (compute capability 9.0).

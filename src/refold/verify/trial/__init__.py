@@ -40,6 +40,7 @@ def judge(
     tried: int = 1,
     threads: int | None = None,
     timeout: float = 60.0,
+    rival: str = "best",
     allow_unsandboxed: bool = False,
     nursery: Nursery | None = None,
 ) -> Verdict:
@@ -51,7 +52,7 @@ def judge(
         inputs: Example inputs; None takes them from ``get_inputs()`` in the original's file.
         level: ``quick`` (seconds), ``full`` (up to a minute) or ``paranoid`` (minutes).
         dtype: What floating-point inputs and parameters are cast to.
-        device: ``cpu``.
+        device: ``cpu`` or ``cuda``.
         train: Whether gradients are compared and timed as well, with modules in training mode.
         accept: ``faster``: only what is faster than the original beyond noise; ``right``: whatever is right.
         nonfinite: ``strict`` refuses a candidate that returns NaN or infinities elsewhere than the original when an
@@ -59,6 +60,8 @@ def judge(
         tried: How many candidates were tried for this original. Each race then errs with 1 % divided by it.
         threads: Threads of either side; None is what torch uses here.
         timeout: Seconds that loading or one call may take.
+        rival: ``best``: the faster of the original and the original compiled by ``torch.compile`` is to be beaten, from
+            level full on; ``eager``: the original.
         allow_unsandboxed: Run the candidate although nothing confines it.
         nursery: Where to start its process, if several candidates are tried: starting torch takes a second or two.
 
@@ -72,6 +75,7 @@ def judge(
     chosen = terms(
         level=level, dtype=dtype, device=device, train=train, accept=accept, nonfinite=nonfinite, tried=tried,
         threads=threads or torch.get_num_threads(), timeout=timeout,
+        rival=rival,
     )  # fmt: skip
     if inputs is not None and (not inputs or not all(isinstance(x, torch.Tensor) for x in inputs)):
         raise ArgumentError(f"inputs must be a non-empty sequence of tensors, not {inputs!r:.80}")
@@ -132,8 +136,9 @@ def replay(log: Path, *, allow_unsandboxed: bool = False) -> tuple[Verdict, Verd
 _CHOICES = {
     "level": tuple(LEVELS),
     "dtype": ("float32", "float16", "bfloat16", "float64"),
-    "device": ("cpu",),
+    "device": ("cpu", "cuda"),
     "accept": ("faster", "right"),
+    "rival": ("best", "eager"),
     "nonfinite": ("finite-only", "strict"),
 }
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import importlib.util
 import math
 import os
 import random
@@ -18,6 +19,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -34,6 +36,11 @@ Tensors = Sequence[torch.Tensor]
 
 
 KINDS_S, SHAPES_S = 20.0, 10.0  # about what kinds of inputs and other shapes may take
+COMPILE_S = 40.0  # what torch.compile may take for the original
+POSSIBLE = 0.5  # of the time that writing the results takes, on a machine that may be busier at one time than another
+# Operations that a library does, of which a kernel of one's own would say more.
+_LIBRARY = "mm bmm addmm baddbmm mv dot convolution _convolution mkldnn_convolution cudnn_convolution"
+LIBRARY = frozenset(_LIBRARY.split())
 
 
 @dataclass(frozen=True)
@@ -48,6 +55,8 @@ class Level:
         confirmations: Races repeated in fresh processes with fresh seeds.
         repeats: Calls that must give the same bits.
         sandbox: Whether there must be one, whatever the caller allows.
+        rival: Whether the original compiled by ``torch.compile`` is raced against where it is the faster one.
+        hashed: Whether the files of refold, torch and triton are compared before and after.
     """
 
     kinds: tuple[str, ...]
@@ -57,12 +66,14 @@ class Level:
     confirmations: int
     repeats: int
     sandbox: bool = False
+    rival: bool = False
+    hashed: bool = False
 
 
 LEVELS = {
     "quick": Level(("normal", "integers"), False, 3.0, LOOKS, 0, 2),
-    "full": Level(tuple(inputs.KINDS), True, 20.0, (9, 30, 60, 120), 0, 3),
-    "paranoid": Level(tuple(inputs.KINDS), True, 60.0, (30, 60, 120), 2, 20, sandbox=True),
+    "full": Level(tuple(inputs.KINDS), True, 20.0, (9, 30, 60, 120), 0, 3, rival=True),
+    "paranoid": Level(tuple(inputs.KINDS), True, 60.0, (30, 60, 120), 2, 20, sandbox=True, rival=True, hashed=True),
 }
 
 
@@ -73,13 +84,14 @@ class Terms:
     Attributes:
         level: ``quick``, ``full`` or ``paranoid``.
         dtype: What floating-point inputs and parameters are cast to.
-        device: ``cpu``.
+        device: ``cpu`` or ``cuda``.
         train: Whether gradients are asked for, and modules are in training mode.
         accept: ``faster``, or ``right`` to leave speed out.
         nonfinite: ``finite-only``, or ``strict``: NaN and infinities must come out where the original has them.
         tried: Candidates tried for the same original; the bound on errors is shared among them.
         threads: Threads that either side may use.
         timeout: Seconds that one call may take, or loading.
+        rival: ``best``: the faster of eager and ``torch.compile`` is to be beaten, from level full on; or ``eager``.
     """
 
     level: str = "full"
@@ -91,6 +103,7 @@ class Terms:
     tried: int = 1
     threads: int = 1
     timeout: float = 60.0
+    rival: str = "best"
 
 
 class _Refused(Exception):
@@ -121,8 +134,10 @@ class Trial:
         self._known = (0.0, 0.0)
         self._past: deque[Result] = deque(maxlen=8)
         self._random = False
+        self._compiled: Worker | None = None
         self._most = 1 << 20
         self._began = time.perf_counter()
+        self._hashes = _hashes() if self.level.hashed else ""
 
     def run(self) -> Verdict:
         """Try the candidate."""
@@ -196,10 +211,11 @@ class Trial:
         except Misbehaved as error:
             raise Unjudgeable(f"the original itself cannot be run: {error.reason}") from error
 
-    def _build(self, worker: Worker, program: Program, dtype: str) -> dict[str, Any]:
+    def _build(self, worker: Worker, program: Program, dtype: str, compiled: bool = False) -> dict[str, Any]:
         worker.request(
             self.terms.timeout, do="build", attribute=program.attribute, arguments=self._arguments,
             seed=self._derived("build"), dtype=dtype, device=self.terms.device, train=self.terms.train,
+            compiled=compiled,
         )  # fmt: skip
         return worker.inspect()
 
@@ -282,6 +298,11 @@ class Trial:
             self._faster()
             self._left_behind(2)
         self._still()
+        if level.deep:
+            self._census(first)
+        if self._hashes:
+            same = _hashes() == self._hashes
+            self._step("P6", "" if same else "files of refold, torch or triton are others than before the trial")
 
     def _chosen(self, kinds: tuple[str, ...]) -> tuple[str, ...]:
         """Return the kinds of inputs to try: all, or, where calls are slow, a secret choice that time allows."""
@@ -481,7 +502,7 @@ class Trial:
         """U4, S6: when a call has returned its results are what they are, and nothing runs."""
         asleep = self.suspect.settle()
         time.sleep(0.02)
-        busy = self.suspect.activity() != asleep
+        busy = bool(asleep) and self.suspect.activity() != asleep
         changed = [not _identical(a, b) for a, b in zip(y.tensors, self.suspect.again(y, self._most), strict=True)]
         self._step("U4", "its result changed after it had returned it" if any(changed) else "")
         self._step("S6", "it used the processor while nobody called it" if busy else "")
@@ -651,11 +672,53 @@ class Trial:
             self._numbers(name, "N6", call, o, o, y)
         return True
 
+    # What it does
+
+    def _census(self, first: Tensors) -> None:
+        """T12: which operations and kernels run; said of the program by its own process, and so only noted."""
+        call = self._call(inputs.draw("normal", first, self._derived("census")))
+        try:
+            own, theirs = (worker.census(call, self.terms.timeout) for worker in (self.suspect, self.witness))
+        except (Raised, Misbehaved):
+            return
+        calls = sorted(name for name in own if name.removeprefix("aten::") in LIBRARY)
+        if own == theirs and own:
+            self.verdict.note("it runs the operations of the original, no others: it may have fallen back to them")
+        elif calls:
+            self.verdict.note(f"it calls the library: {', '.join(calls)}")
+        self._step("T12", "", operations=own)
+
     # Time
 
     def _faster(self) -> None:
         """T7: faster beyond noise, each timed call on new content and each timed result verified."""
-        race = self._race(self.witness, self.suspect, "race")
+        with contextlib.ExitStack() as stack:
+            base, name = self._rival(stack)
+            self._decided(base, name)
+
+    def _rival(self, stack: contextlib.ExitStack) -> tuple[Worker, str]:
+        """Return the faster of the original and the original compiled, each in a process without the candidate."""
+        if not self.level.rival or self.terms.rival == "eager" or self._random or self._stateful:
+            return self.witness, "eager"
+        call = self._call(self._actual("rival"))
+        try:
+            worker = stack.enter_context(
+                self.nursery.program(self.original.text, "original.py", room=self.suspect.room)
+            )
+            worker.load(self.original.attribute, self.terms.timeout)
+            self._build(worker, self.original, self.terms.dtype, compiled=True)
+            worker.call(call, COMPILE_S)
+            self._compiled = worker
+            times = [
+                min(each.call(call, self.terms.timeout).seconds for _ in range(3)) for each in (self.witness, worker)
+            ]
+        except Misbehaved as error:
+            self.verdict.note(f"torch.compile of the original was not raced against: {error.reason[:120]}")
+            return self.witness, "eager"
+        return (worker, "torch.compile") if times[1] < times[0] else (self.witness, "eager")
+
+    def _decided(self, base: Worker, against: str) -> None:
+        race = {**self._race(base, self.suspect, "race"), "against": against}
         self.verdict.timing = race
         for turn in range(self.level.confirmations):
             if not race["faster"]:
@@ -667,11 +730,29 @@ class Trial:
                     worker.load(program.attribute, self.terms.timeout)
                     self._build(worker, program, self.terms.dtype)
                     fresh.append(worker)
-                race = self._race(fresh[0], fresh[1], f"confirmation {turn + 1}")
+                first = base if against != "eager" else fresh[0]
+                race = {**self._race(first, fresh[1], f"confirmation {turn + 1}"), "against": against}
                 self.verdict.timing = race
-        words = f"{race['speedup']:.3f}x (at least {race['at_least']:.3f}x) after {race['pairs']} pairs of calls"
+        self._possible(race)
+        speed = f"{race['speedup']:.3f}x of {against} (at least {race['at_least']:.3f}x)"
+        words = f"{speed} after {race['pairs']} pairs of calls"
         failure = "" if race["faster"] else f"not shown to be more than {DELTA:.0%} faster: {words}"
         self._step("T7", failure, **race)
+
+    def _possible(self, race: dict[str, Any]) -> None:
+        """T5: no result is written in less time than its bytes take to be written."""
+        own = [t for t, alias in zip(self._kept.tensors, self._kept.aliases, strict=True) if alias is None]
+        size = sum(t.numel() * t.element_size() for t in own)
+        into = torch.empty(size, dtype=torch.uint8)
+        least = math.inf
+        for value in range(5):
+            start = time.perf_counter()
+            into.fill_(value)
+            least = min(least, time.perf_counter() - start)
+        floor = POSSIBLE * least * 1e3 / self.terms.threads
+        impossible = race["candidate_ms"] < floor
+        failure = f"it took {race['candidate_ms']:.3g} ms, less than to write its results takes ({floor:.3g} ms)"
+        self._step("T5", failure if impossible else "", floor_ms=floor)
 
     def _race(self, base: Worker, candidate: Worker, name: str) -> dict[str, Any]:
         order = random.Random(self._derived(name, "order"))
@@ -747,7 +828,8 @@ class Trial:
         else:
             o = ask_base()
             y = ask_candidate()
-        self._metadata(o, y)
+        if base is not self._compiled:
+            self._metadata(o, y)
         self._verify(call, o, y)
         self._processor[0] += y.processor
         self._processor[1] += y.seconds
@@ -779,6 +861,18 @@ class Trial:
                     check, failure = "C1", stale
                 self._step(check, failure, error=result.error, bound=result.bound)
         self._past.append(y)
+
+
+def _hashes() -> str:
+    """Return a digest of all that refold, torch and triton have in Python."""
+    digest = hashlib.sha256()
+    for name in ("refold", "torch", "triton"):
+        spec = importlib.util.find_spec(name)
+        for root in (spec.submodule_search_locations or []) if spec is not None else []:
+            for path in sorted(Path(root).rglob("*.py")):
+                digest.update(str(path).encode())
+                digest.update(hashlib.sha256(path.read_bytes()).digest())
+    return digest.hexdigest()
 
 
 def _rule(kind: str) -> str:

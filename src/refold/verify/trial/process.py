@@ -150,6 +150,8 @@ class Nursery:
             )
         self._control = ours
         self._workers: list[Worker] = []
+        # Processes of programs that were ended, and may take a moment for it.
+        self._past: set[int] = set()
 
     def __enter__(self) -> Nursery:
         return self
@@ -177,11 +179,13 @@ class Nursery:
             yield worker
         finally:
             self._workers.remove(worker)
+            self._past |= worker.family
             worker.close()
 
     def strangers(self) -> list[int]:
         """Return the children of the nursery that it did not fork for a program: what one left running."""
-        return [pid for pid in _children(self._process.pid) if all(pid not in w.family for w in self._workers)]
+        own = self._past.union(*(worker.family for worker in self._workers))
+        return [pid for pid in _children(self._process.pid) if pid not in own]
 
     def fork(self, request: dict[str, Any], channel: socket.socket, region: int) -> None:
         """Ask for one more process, which answers on ``channel``."""
@@ -325,7 +329,7 @@ class Worker:
         specs, inputs = self._prepare(call, hold)
         asleep = self.settle()
         self.fill(specs, [*call.tensors, *call.cotangents], call.perturb or 0xFF)
-        if self.activity() != asleep and "S6" not in self.lenient:
+        if asleep and self.activity() != asleep and "S6" not in self.lenient:
             raise Misbehaved("S6", "it used the processor while it waited for its inputs")
         before, queued = self.processor_time(), self.queue_time()
         start = time.perf_counter()
@@ -363,12 +367,28 @@ class Worker:
         self.fill(specs, [*call.tensors, *call.cotangents], 0xFF)
         return int(_number(self.request(timeout, do="terms"), "terms"))
 
+    def census(self, call: Call, timeout: float) -> dict[str, int]:
+        """Run a call and return how often each operation and kernel ran, as the process says."""
+        specs, _ = self._prepare(call, hold=False)
+        self.fill(specs, [*call.tensors, *call.cotangents], 0xFF)
+        found = self.request(timeout, do="census").get("operations")
+        if not isinstance(found, dict) or not all(isinstance(n, int) for n in found.values()):
+            raise Misbehaved("P4", "its answer has no operations")
+        return {str(name)[:200]: count for name, count in list(found.items())[:500]}
+
     def again(self, result: Result, most: int = 1 << 40) -> list[torch.Tensor]:
         """Read the results of an earlier call once more."""
+        if self._nursery.device != "cpu":
+            self.request(do="refetch")
         return self.tensors(result.metadata, most)
 
     def settle(self) -> dict[str, tuple[int, int]]:
-        """Wait until every thread of the process sleeps; return how long each has run."""
+        """Wait until every thread of the process sleeps; return how long each has run.
+
+        A GPU's driver has threads that wake by themselves, so that with one nothing is asked of them.
+        """
+        if self._nursery.device != "cpu":
+            return {}
         deadline = time.perf_counter() + _SETTLE_S
         while True:
             found = self.activity(asleep=True)
@@ -492,7 +512,7 @@ class Worker:
             if other is m:
                 break
             if m["storage"] and other["storage"] == m["storage"]:
-                return ["output", index, m["address"] - other["address"]]
+                return ["output", index, m["pointer"] - other["pointer"]]
         return None
 
     def _base(self) -> int:
@@ -583,7 +603,7 @@ def _checked_tree(tree: Any, depth: int = 0) -> dict[str, Any]:
 
 def _checked(m: Any) -> dict[str, Any]:
     """Return a description of a tensor if it can be one."""
-    numbers = ("address", "storage", "storage_bytes")
+    numbers = ("address", "pointer", "storage", "storage_bytes")
     good = (
         isinstance(m, dict)
         and m.get("dtype") in _DTYPES

@@ -1,4 +1,4 @@
-"""Take a process's rights away before it runs code that nobody vouches for (Linux).
+"""Take a process's rights away before it runs untrusted code (Linux).
 
 Four means, each used where the kernel has it: *namespaces* (no network, no view of other processes; all processes of
 the candidate end with its first one), *Landlock* (files: read the system and Python, write one private folder; no

@@ -48,6 +48,9 @@ CHECKS = {
     "C2": "changed weights count",
     "C3": "each timed result is right",
     "C5": "it is right with gradients recorded, too",
+    "P6": "files of refold, torch and triton are as before (paranoid)",
+    "T5": "it does not take less time than writing its results takes",
+    "T12": "which operations run, as its process says; noted only",
     "T1": "it uses no more processors than it was given",
     "T7": "it is faster beyond noise",
 }
@@ -112,7 +115,7 @@ class Verdict:
         self.outcome, self.check, self.reason = "refused", check, reason
 
     def to_jsonl(self) -> str:
-        """Return one object a line: what was tried, each check, the outcome."""
+        """Return one object per line: what was tried, each check, the outcome."""
         seed = hashlib.sha256(self.seed.to_bytes(8, "little")).hexdigest()[:16]
         first = {
             "schema": SCHEMA,
@@ -159,7 +162,7 @@ class Verdict:
             t = self.timing
             out.append(
                 f"  time         {t['base_ms']:.3g} ms to {t['candidate_ms']:.3g} ms, {t['speedup']:.2f}x, at least "
-                f"{t['at_least']:.2f}x ({t['pairs']} pairs, {t['name']})"
+                f"{t['at_least']:.2f}x ({t['pairs']} pairs, {t['name']}, against {t.get('against', 'eager')})"
             )
         out.append(f"  confined by  {', '.join(self.sandbox) or 'nothing'}")
         out += [f"  note         {note}" for note in self.notes]

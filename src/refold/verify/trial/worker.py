@@ -5,6 +5,11 @@ never runs foreign code and knows no inputs, expected values or seeds. A forked 
 then loads one program and obeys the judge: build, place inputs, call, describe. What it answers is a claim; what
 binds are the bytes that the judge reads out of it, the judge's clock and the limits of the operating system.
 
+With a GPU, the shared memory is still the host's. A call begins with the way of the inputs to the device, red zones and
+all, into memory of their own there, and ends with that of the results, of the inputs and of their red zones back, which
+waits for what the call's stream has to do and for no other. So the judge reads the same bytes as without one, an answer
+that comes before its results is wrong, and the time of a call has both ways in it, for original and candidate alike.
+
 Original and candidate run in the same way, so that neither is favoured. Of refold only `sandbox` is imported here.
 """
 
@@ -32,6 +37,7 @@ from typing import Any, NoReturn
 
 import torch
 
+ZONE = 4096  # bytes of the red zones around inputs, as the judge writes them
 HELD = 3  # results kept alive, so that the judge can look at them again
 _M_PERTURB = -6  # of mallopt: the byte with which glibc fills what it allocates, inverted
 _TEXT = 2000
@@ -126,6 +132,7 @@ def _describe(t: torch.Tensor) -> dict[str, Any]:
         "stride": list(t.stride()) if t.layout == torch.strided else [],
         "address": t.data_ptr() if strided else 0,
         "storage": storage.data_ptr() if storage is not None else 0,
+        "pointer": t.data_ptr() if strided else 0,
         "storage_bytes": storage.nbytes() if storage is not None else 0,
         "odd": [
             name
@@ -208,6 +215,11 @@ class Stub:
         self._kept: list[Any] = []
         self._before = _settings(), _patched()
         self._ready: tuple[Any, ...] | None = None
+        self._device = "cpu"
+        # Of inputs on a device: the bytes in shared memory, the bytes there, and what lies in them.
+        self._placed: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
+        self._states: dict[str, torch.Tensor] = {}
+        self._hosts: deque[list[tuple[torch.Tensor, torch.Tensor]]] = deque(maxlen=HELD)
 
     def serve(self) -> NoReturn:
         """Answer commands for ever; an empty one is the signal to start."""
@@ -249,11 +261,11 @@ class Stub:
         return {"arguments": base64.b64encode(pickle.dumps(arguments)).decode()}
 
     def do_build(
-        self, attribute: str, arguments: str, seed: int, dtype: str, device: str, train: bool
+        self, attribute: str, arguments: str, seed: int, dtype: str, device: str, train: bool, compiled: bool = False
     ) -> dict[str, Any]:
         """Make the program; a class is made with the given arguments after seeding."""
         found = getattr(self._source, attribute)
-        self._train = train
+        self._train, self._device = train, device
         torch.manual_seed(seed)
         if isinstance(found, type):
             values = pickle.loads(base64.b64decode(arguments))
@@ -262,7 +274,7 @@ class Stub:
             found = found.to(device, getattr(torch, dtype)).train(train)
         if not callable(found):
             raise TypeError(f"{attribute} is a {type(found).__name__}, which cannot be called")
-        self._program = found
+        self._program = torch.compile(found) if compiled else found
         return self.do_inspect()
 
     def do_inputs(self, seed: int) -> dict[str, Any]:
@@ -284,12 +296,19 @@ class Stub:
         module = self._program if isinstance(self._program, torch.nn.Module) else None
         state = {} if module is None else module.state_dict(keep_vars=True)
         return {
-            "state": [[name, _describe(t)] for name, t in state.items() if isinstance(t, torch.Tensor)],
+            "state": [[name, self._stated(name, t)] for name, t in state.items() if isinstance(t, torch.Tensor)],
             "modes": "" if module is None else str([(m.training, len(m._forward_hooks)) for m in module.modules()]),
             "settings": {n: v for n, v in settings.items() if n in old_settings and old_settings[n] != v},
             "patched": sorted(n for n, v in patched.items() if old_patched[n] != v),
             "random": _random_state(),
         }
+
+    def _stated(self, name: str, t: torch.Tensor) -> dict[str, Any]:
+        """Describe a parameter or buffer; of one on a device, a copy on the host that is kept."""
+        if t.device.type == "cpu" or t.layout != torch.strided:
+            return _describe(t)
+        self._states[name] = host = t.detach().contiguous().cpu()
+        return _describe(host)
 
     def do_adopt(self, tensors: dict[str, Any], steps: bool) -> dict[str, Any]:
         """Take over parameters and buffers: by load_state_dict, or changed in place as an optimizer does."""
@@ -303,6 +322,12 @@ class Stub:
             self._program.load_state_dict(values, strict=False)
         return self.do_inspect()
 
+    def do_census(self) -> dict[str, Any]:
+        """Run the prepared call and count the operations and kernels that run in it."""
+        with torch.profiler.profile() as profile:
+            self.go()
+        return {"operations": {event.key: event.count for event in profile.key_averages()}}
+
     def do_terms(self) -> dict[str, Any]:
         """Run the prepared call and count the terms of its longest sum."""
         with _Terms() as terms:
@@ -313,11 +338,19 @@ class Stub:
         self, tree: Any, tensors: Any, seed: int, grad: bool, perturb: int, cotangents: Any, hold: bool, keep: bool
     ) -> dict[str, Any]:
         """Wrap the places where inputs are going to be; the judge fills them afterwards."""
+        if not hold:
+            self._held.clear()
+            self._hosts.clear()
+        if self._device != "cpu":
+            if perturb:
+                self._poison(perturb)
+            torch.manual_seed(seed)
+            random.seed(seed)
+            self._ready = tree, tensors, cotangents, grad, keep
+            return {}
         leaves = [self._tensor(spec) for spec in tensors]
         places = [self._tensor(spec) for spec in cotangents]
         args = _unflatten(tree, leaves)
-        if not hold:
-            self._held.clear()
         if sys.platform == "linux":
             ctypes.CDLL(None).mallopt(_M_PERTURB, perturb ^ 0xFF if perturb else 0)
         torch.manual_seed(seed)
@@ -329,6 +362,8 @@ class Stub:
         """Call the program on what lies in the prepared places."""
         assert self._ready is not None
         args, leaves, places, grad, keep = self._ready
+        if self._device != "cpu":
+            return self._go_on_device(args, leaves, places, grad, keep)
         with torch.set_grad_enabled(grad):
             result = self._program(*args)
             outputs: list[torch.Tensor] = []
@@ -340,6 +375,80 @@ class Stub:
         if keep:
             self._kept.append((result, outputs))
         return {"tree": tree, "tensors": [_describe(t) for t in outputs]}
+
+    def _go_on_device(self, tree: Any, specs: Any, places: Any, grad: bool, keep: bool) -> dict[str, Any]:
+        """Bring the inputs to the device, call, and bring results and inputs back."""
+        before = {here.data_ptr(): there for here, there, _ in self._placed}
+        self._placed = [self._sent(spec, before) for spec in specs]
+        leaves = [there for _, _, there in self._placed]
+        cotangents = [self._sent(spec, {})[2] for spec in places]
+        with torch.set_grad_enabled(grad):
+            result = self._program(*_unflatten(tree, leaves))
+            outputs: list[torch.Tensor] = []
+            shape = _flatten(result, outputs, result=True)
+            if cotangents:
+                gradients = _flatten(self._gradients(list(outputs), leaves, cotangents), outputs, result=True)
+                shape = {"sequence": "with gradients", "items": [shape, gradients]}
+        described = [self._received(t) for t in outputs]
+        for here, there, _ in self._placed:
+            here.copy_(there)
+        self._held.append((result, outputs, self._placed))
+        self._hosts.append([pair for _, pair in described if pair is not None])
+        if keep:
+            self._kept.append((result, outputs, self._placed, self._hosts[-1]))
+        return {"tree": shape, "tensors": [described for described, _ in described]}
+
+    def _poison(self, byte: int) -> None:
+        """Let memory that is allocated next hold a byte; torch hands out again what was freed."""
+        sizes = [1 << n for n in range(9, 27) for _ in range(4)]
+        blocks = [torch.full((size,), byte, dtype=torch.uint8, device=self._device) for size in sizes]
+        del blocks
+
+    def _sent(
+        self, spec: dict[str, Any], before: dict[int, torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Copy a place in the shared region, with the zones around it, into memory of the device.
+
+        What lies where an input of the call before lay goes to where that one went; all else to fresh memory.
+        """
+        dtype = getattr(torch, spec["dtype"])
+        if not spec["elements"]:
+            empty = torch.empty(spec["shape"], dtype=dtype, device=self._device)
+            return empty, empty, empty.requires_grad_(spec["requires_grad"])
+        size = spec["elements"] * dtype.itemsize
+        zones = min(ZONE, spec["offset"])
+        here = torch.frombuffer(self._region, dtype=torch.uint8, count=size + 2 * zones, offset=spec["offset"] - zones)
+        there = before.get(here.data_ptr())
+        if there is None or there.numel() != here.numel():
+            there = torch.empty_like(here, device=self._device)
+        there.copy_(here)
+        flat = there[zones : zones + size].view(dtype)
+        value = flat.as_strided(spec["shape"], spec["stride"], flat.storage_offset() + spec["first"]).detach()
+        return here, there, value.requires_grad_(spec["requires_grad"])
+
+    def _received(self, t: torch.Tensor) -> tuple[dict[str, Any], tuple[torch.Tensor, torch.Tensor] | None]:
+        """Copy a result to the host; what shares memory with an input lies where that input comes back to."""
+        described = _describe(t)
+        if described["odd"] or t.device.type == "cpu" or not t.numel():
+            return described, None
+        for here, there, _ in self._placed:
+            start = t.data_ptr() - there.data_ptr()
+            if 0 <= start < there.numel():
+                return {**described, "address": here.data_ptr() + start}, None
+        span = 1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))
+        flat = t.detach().as_strided((span,), (1,))
+        host = flat.cpu()
+        return {**described, "address": host.data_ptr()}, (host, flat)
+
+    def do_refetch(self) -> dict[str, Any]:
+        """Copy the results that are held from the device once more, to where they were copied before."""
+        if self._device != "cpu":
+            if torch.cuda.is_initialized():
+                torch.cuda.synchronize()
+            for pairs in [*self._hosts, *(kept[3] for kept in self._kept)]:
+                for host, flat in pairs:
+                    host.copy_(flat)
+        return {}
 
     def _gradients(self, outputs: Any, leaves: Any, places: Any) -> Any:
         if [list(t.shape) for t in outputs] != [list(p.shape) for p in places]:

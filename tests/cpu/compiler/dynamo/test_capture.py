@@ -8,6 +8,7 @@ import torch
 import refold
 from refold.compiler import session
 from refold.compiler.dynamo.induction_variable import _first_failure
+from refold.compiler.refusals import REASONS
 
 B, T, D, N = 2, 40, 5, 3
 
@@ -404,6 +405,23 @@ def test_a_loop_that_is_no_scan_stays_and_the_report_says_why():
     (note,) = [note for graph in compiled.report.graphs for note in graph.notes if "a loop over time stays" in note]
     assert "mixes elements" in note
     assert "40 steps" in note
+
+
+def squares(x):
+    level, ys = x[:, 0], []
+    for t in range(x.shape[1]):
+        level = level * level + x[:, t]
+        ys.append(level)
+    return torch.stack(ys, 1)
+
+
+def test_a_refusal_names_the_variable_the_line_the_reason_and_the_remedy():
+    torch._dynamo.reset()
+    (graph,) = refold.explain(squares, xs()).graphs
+    (note,) = [note for note in graph.notes if "a loop over time stays" in note]
+    assert "the carry level is multiplied by itself" in note
+    assert f"test_capture.py:{squares.__code__.co_firstlineno + 3}: level = level * level" in note
+    assert f"[carry-squared]: {REASONS['carry-squared'][1]}" in note
 
 
 def test_the_work_of_compiling_does_not_grow_with_the_steps(monkeypatch):

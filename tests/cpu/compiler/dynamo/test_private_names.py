@@ -173,7 +173,7 @@ def broken(*_):
 
 
 @pytest.mark.usefixtures("capture")
-@pytest.mark.parametrize("name", ["remaining", "_state", "_whiles"])
+@pytest.mark.parametrize("name", ["remaining", "_state", "start_enumeration"])
 def test_a_change_in_dynamo_switches_capture_off_with_one_warning(monkeypatch, name):
     monkeypatch.setattr(hook, name, broken)
     x = torch.randn(2, STEPS, 3)
@@ -196,7 +196,7 @@ def test_a_capture_that_fails_inside_is_a_note(monkeypatch):
 
 @pytest.mark.usefixtures("capture")
 def test_other_backends_never_reach_the_capture(monkeypatch):
-    for name in ("_meet_for", "_meet_while", "_check_identity", "_attempt"):
+    for name in ("_meet_for", "_check_identity", "_attempt"):
         monkeypatch.setattr(hook, name, broken)
     x = torch.randn(2, STEPS, 3)
     with warnings.catch_warnings():

@@ -4,8 +4,9 @@ import pytest
 import torch
 
 import refold
-from refold.compiler import pipeline
+from refold.compiler import pipeline, session
 from refold.compiler.compile_time import inductor_seconds
+from refold.compiler.decisions.store import forget
 from refold.errors import ArgumentError
 
 
@@ -54,6 +55,34 @@ def test_scans_of_such_a_graph_still_run():
     assert (graph.chosen, [row.status for row in graph.rewrites]) == ("refold", ["applied"])
     assert graph.checks
     assert any("runs eagerly" in note for note in graph.notes)
+
+
+@pytest.mark.parametrize("by", ["disk", "plan"])
+@pytest.mark.parametrize("loop", [gru, with_a_scan])
+def test_such_a_graph_is_remembered_and_replayed(loop, by, tmp_path):
+    options = {"strict": True, "accept": "always", "compile_budget": 0.01}
+    x = torch.randn(2, 40, 4)
+    first = refold.compile(loop, cache=tmp_path, **options)
+    expected = first(x)
+    torch._dynamo.reset()
+    forget()
+    more = {"cache": tmp_path} if by == "disk" else {"cache": False, "plan": first.report}
+    second = refold.compile(loop, **more, **options)
+    assert torch.equal(second(x), expected)
+    (before,), (graph,) = first.report.graphs, second.report.graphs
+    assert graph.remembered == ("the disk" if by == "disk" else "a plan")
+    assert (graph.chosen, len(graph.applied)) == (before.chosen, len(before.applied))
+    assert graph.chosen == ("refold" if loop is with_a_scan else "eager")
+    assert any("runs eagerly" in note for note in graph.notes)
+
+
+def test_rewrites_of_a_graph_over_the_budget_are_not_judged(monkeypatch):
+    """To time them would take Inductor as long as it may take at all."""
+    monkeypatch.setattr(session, "judge", None)
+    compiled = refold.compile(with_a_scan, strict=True, cache=False, loops="unroll", compile_budget=0.01)
+    x = torch.randn(2, 40, 4)
+    torch.testing.assert_close(compiled(x), with_a_scan(x), rtol=0, atol=0)
+    assert compiled.report.graphs[0].chosen == "eager"
 
 
 def test_layers_are_no_loop():

@@ -1,7 +1,7 @@
 """Capture loops over time while Dynamo traces them, so that a loop of any length is traced once.
 
 Dynamo (`torch._dynamo.symbolic_convert`) executes a frame's bytecode instruction by instruction on variables that stand
-for values, and so a loop's body once a step. Here it is stopped at the head of a long loop and made to trace the body
+for values, and so a loop's body once per step. Here it is stopped at the head of a long loop and made to trace the body
 once in a graph of its own, from a state that stands for every step: the step's number is a symbol, carried tensors are
 placeholders, lists that grow can be appended to and not be read. If the body leads from that state to a state of the
 same form, that trace is, by induction, the program of every step for which the decisions on the step's number

@@ -53,7 +53,7 @@ def emit(tx: Translator, assumed: CarrySpec, found: Trace, count: Any, live: set
     columns = [x for item in collected for x in tensors(item)]
     known = isinstance(count, int)
     if not known and (found.items or not all(map(_is_column, found.lists))):
-        raise Refused("list-kind", "it collects otherwise than one tensor a step")
+        raise Refused("list-kind", "it collects otherwise than one tensor per step")
     results = _results(assumed, found, count, live, columns)
     # What the last step only passes on is known without the loop.
     last = {node: items.items[count - 1] for items, node in found.items}

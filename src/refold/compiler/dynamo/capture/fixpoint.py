@@ -7,14 +7,14 @@ trace is the program of every step for which the decisions on the step's number 
 from __future__ import annotations
 
 import dataclasses
-import sys
+from typing import cast
 
 from torch._dynamo.bytecode_analysis import livevars_analysis
 from torch._dynamo.exc import RestartAnalysis
 
 from .carried import CarrySpec, first_spec, widen
 from .emit import emit
-from .iterators import advance, element, goes_through, remaining
+from .iterators import Element, advance, element, goes_through, remaining
 from .lengths import SymbolicIterator
 from .trace import SHORTEST, TRACES, LoopCode, Trace, trace
 from .variables import Refused, Translator, example, form, realized, tensors
@@ -28,7 +28,7 @@ def capture_loop(tx: Translator, code: LoopCode) -> None:
     Raises:
         Refused: It says why the loop is not captured. Other exceptions are Dynamo's, and mean the same.
     """
-    iterator = realized(tx.stack[-1]) if code.element is not None else None
+    iterator = realized(tx.stack[-1])
     if not isinstance(iterator, SymbolicIterator):
         return _capture(tx, code)
     try:
@@ -39,40 +39,24 @@ def capture_loop(tx: Translator, code: LoopCode) -> None:
         iterator.known()
     if iterator.len < SHORTEST:
         raise Refused("short-loop", "it has few steps")
-    return _capture(tx, dataclasses.replace(code, element=element(tx, iterator)))
+    return _capture(tx, dataclasses.replace(code, element=cast(Element, element(tx, iterator))))
 
 
 def _capture(tx: Translator, code: LoopCode) -> None:
     live = livevars_analysis(tx.instructions, tx.instructions[code.head])
     assumed, found = find(tx, code, live)
-    if code.element is None:
-        count, leaves = _steps_of_while(found)
-    else:
-        iterator, leaves = realized(tx.stack[-1]), False
-        if any(growing.grown and goes_through(iterator, growing.items) for growing in found.lists):
-            raise Refused("list-read", "the loop appends to the list that it goes through")
-        count = remaining(tx, iterator) or 0
-        if isinstance(count, int):
-            count = found.number.steps(count)
-        elif not found.number.hold(count):
-            raise Refused("step-number", "what a step does depends on its number")
+    iterator = realized(tx.stack[-1])
+    if any(growing.grown and goes_through(iterator, growing.items) for growing in found.lists):
+        raise Refused("list-read", "the loop appends to the list that it goes through")
+    count = remaining(tx, iterator) or 0
+    if isinstance(count, int):
+        count = found.number.steps(count)
+    elif not found.number.hold(count):
+        raise Refused("step-number", "what a step does depends on its number")
     if count < SHORTEST:
         raise Refused("step-number", "what a step does depends on its number")
     emit(tx, assumed, found, count, live)
-    if code.element is not None:
-        advance(tx, iterator, count)
-    elif leaves and found.exit is not None:
-        tx.instruction_pointer = found.exit.to
-
-
-def _steps_of_while(found: Trace) -> tuple[int, bool]:
-    """Return how many steps are alike, and whether the last of them is the loop's last."""
-    most = sys.maxsize
-    last = len(found.number.guards) if found.exit is None else found.exit.decided
-    alike, again = found.number.steps(most, slice(last)), found.number.steps(most, slice(last, None))
-    if min(alike, again) == most:
-        raise Refused("while-condition", "whether it goes on depends on more than counting")
-    return min(alike, again + 1), alike > again
+    advance(tx, iterator, count)
 
 
 def find(tx: Translator, code: LoopCode, live: set[str]) -> tuple[CarrySpec, Trace]:

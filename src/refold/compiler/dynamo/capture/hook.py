@@ -1,4 +1,4 @@
-"""Where Dynamo's interpreter meets a loop: ``for`` at its ``FOR_ITER``, ``while`` where a jump leads to its body.
+"""Where Dynamo's interpreter meets a loop: ``for`` at its ``FOR_ITER``.
 
 `install` replaces one method of Dynamo's interpreter, ``run``. For a marked backend (`dynamo.captures_loops`) it gives
 that one interpreter its own table of instructions; for all others it calls the original. Whatever goes wrong, the
@@ -23,7 +23,7 @@ from . import lengths
 from .fixpoint import capture_loop
 from .iterators import ENUMERATE, element, remaining, start_enumeration
 from .trace import SHORTEST, LoopCode
-from .variables import Refused, Translator, realized
+from .variables import Refused, Translator, Variable, realized
 
 # The first steps may differ (`if h is None`): so many heads of one loop are tried.
 HEADS = 3
@@ -42,8 +42,8 @@ class _State:
 
     # Whether a body is being traced.
     busy: bool = False
-    # How often a loop's head was met. The object that is the loop is kept, so that its identity stays its own.
-    met: dict[tuple[int, int], tuple[Any, int]] = field(default_factory=dict)
+    # How often the loop of an iterator was met. The iterator is kept, so that its identity stays its own.
+    met: dict[int, tuple[Any, int]] = field(default_factory=dict)
     # Why loops of yet unknown length were not captured, and why long loops were not, by location in the code.
     doubts: dict[str, str] = field(default_factory=dict)
     refused: dict[str, str] = field(default_factory=dict)
@@ -64,37 +64,15 @@ def _meet_for(tx: Translator, instruction: Any) -> None:
         return None if found is None else LoopCode(tx.instruction_pointer - 1, tx.indexof[instruction.target], found)
 
     if tx.f_code is not ENUMERATE:
-        _meet(tx, (iterator, 0), remaining(tx, iterator), code)
+        _meet(tx, iterator, remaining(tx, iterator), code)
 
 
-def _meet_while(tx: Translator) -> None:
-    """Try to capture the ``while`` whose body is due, if there is one."""
-    head: Any = tx.instruction_pointer
-    if head in (ends := _whiles(tx)):
-        _meet(tx, (tx, head), None, lambda: LoopCode(head, ends[head], None))
-
-
-def _whiles(tx: Translator) -> dict[int, int]:
-    """Return where the frame's ``while`` loops begin, and where they end."""
-    frame: Any = vars(tx)
-    known = frame.get("refold_whiles")
-    if known is None or known[0] is not tx.instructions:
-        ends: dict[int, int] = {}
-        for at, instruction in enumerate(tx.instructions):
-            target: Any = None if instruction.target is None else tx.indexof.get(instruction.target)
-            backward = target is not None and target <= at and "JUMP" in instruction.opname
-            if backward and tx.instructions[target].opname not in ("FOR_ITER", "SEND"):
-                ends[target] = at + 1
-        known = frame["refold_whiles"] = tx.instructions, ends
-    return known[1]
-
-
-def _meet(tx: Translator, loop: tuple[Any, int], count: int | None, code: Callable[[], LoopCode | None]) -> None:
+def _meet(tx: Translator, iterator: Variable, count: int | None, code: Callable[[], LoopCode | None]) -> None:
     """Try to capture a loop at one of its heads.
 
     Args:
         tx: The frame.
-        loop: An object, and a location in it, that are this loop and no other.
+        iterator: What the loop goes through; it is of this loop and no other.
         count: How many steps are left, where that is known.
         code: Reads the loop's code; None if it is not a loop over time.
     """
@@ -105,9 +83,8 @@ def _meet(tx: Translator, loop: tuple[Any, int], count: int | None, code: Callab
         if count is not None and code() is not None:
             raise Refused("loop-inside", "there is a long loop in the loop")
         return
-    key = id(loop[0]), loop[1]
-    _, met = state.met.get(key, (loop, 0))
-    state.met[key] = loop, met + 1
+    _, met = state.met.get(id(iterator), (iterator, 0))
+    state.met[id(iterator)] = iterator, met + 1
     where = f"{tx.f_code.co_filename}:{tx.lineno}"
     if count is None and met + 1 == SHORTEST:
         state.refused[where] = state.doubts.get(where, _UNKNOWN_LENGTH.advice)
@@ -129,7 +106,7 @@ def _meet(tx: Translator, loop: tuple[Any, int], count: int | None, code: Callab
 
 
 def _check_identity(tx: Translator) -> None:
-    """Refuse to compare tensors by identity in a body: those that stand for every step's are nobody's own."""
+    """Refuse to compare tensors by identity in a body: a stand-in for the tensors of all steps is none of them."""
     state = _state()
     if state is not None and state.busy and all(type(realized(x)) is TensorVariable for x in tx.stack[-2:]):
         raise Refused("identity", "the loop asks whether two tensors are the same object")
@@ -193,14 +170,6 @@ def _table(originals: list[Any]) -> list[Any]:
         originals[compare](tx, instruction)
 
     table[begin], table[compare] = for_iter, is_op
-    for name, opcode in dis.opmap.items():
-        if "JUMP" in name and ("_IF_" in name or name == "JUMP_BACKWARD"):
-
-            def jump(tx: Translator, instruction: Any, original: Any = originals[opcode]) -> None:
-                original(tx, instruction)
-                _attempt(lambda: _meet_while(tx))
-
-            table[opcode] = jump
     return table
 
 

@@ -60,7 +60,7 @@ def _number(x: Variable) -> Any:
 
 
 class SymbolicRange(RangeVariable):
-    """A range with a bound that is a symbol; whoever but a captured loop asks for it makes it a number."""
+    """A range with a bound that is a symbol; asked for by anything but a captured loop, it becomes a number."""
 
     def _known(self, at: int) -> int:
         return int(guard_if_dyn(self.items[at]))
@@ -135,7 +135,7 @@ class SymbolicIterator(RangeIteratorVariable):
 
 
 class Stacked:
-    """Stands in for the items of a list to which a loop of unknown length has appended one tensor a step."""
+    """Stands in for the items of a list to which a loop of unknown length has appended one tensor per step."""
 
     def __init__(self, tx: Translator, before: list[Variable], rows: TensorVariable) -> None:
         self.log, self.before, self.rows = tx.speculation_log, before, rows

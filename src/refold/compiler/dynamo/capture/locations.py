@@ -224,7 +224,7 @@ class AttributeRecorder:
                     table[x] = copy.copy(stored[x])
 
     def restore(self) -> None:
-        """Undo all changes, and let nobody make others."""
+        """Undo all changes, and allow no others."""
         self.put_back()
         for x, mutation in self.owners.items():
             x.mutation_type = mutation

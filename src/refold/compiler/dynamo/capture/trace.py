@@ -1,7 +1,7 @@
 """One trace of a loop's body, by Dynamo's own interpreter, in a graph of its own.
 
 The translator is put at the beginning of the body with the state that a `CarrySpec` assumes, and executes instructions
-until it is back at the loop's head. What it left behind is noted, and everything is put back.
+until it is back at the loop's head. What it left is noted, and everything is put back.
 """
 
 from __future__ import annotations
@@ -44,34 +44,25 @@ _LEAVES = {
 
 @dataclass(frozen=True)
 class LoopCode:
-    """A loop in a frame's instructions: ``for`` begins with its ``FOR_ITER``, ``while`` with its body."""
+    """A loop in a frame's instructions."""
 
+    # Its ``FOR_ITER``.
     head: int
     # The first instruction that is no longer the loop's.
     end: int
-    # What a ``for`` goes through.
-    element: Element | None
+    # What it goes through.
+    element: Element
 
     @property
     def begin(self) -> int:
         """The body's first instruction."""
-        return self.head if self.element is None else self.head + 1
+        return self.head + 1
 
     def stored(self, instructions: list[Instruction]) -> set[str]:
         """Return the local variables that the body writes."""
         stores = [i for i in instructions[self.begin : self.end] if i.opname.startswith("STORE_FAST")]
         names = [i.argval if isinstance(i.argval, tuple) else (i.argval,) for i in stores]
         return {name for some in names for name in some}
-
-
-@dataclass(frozen=True)
-class Exit:
-    """The last decision of a body, on which depends whether there is another step."""
-
-    # Where the other branch goes.
-    to: int
-    # How many decisions on the step's number were made before.
-    decided: int
 
 
 @dataclass
@@ -88,7 +79,6 @@ class Trace:
     # What the body left in the locations that it may have written, and lists that could be appended to.
     after: dict[Location, Variable | None]
     lists: list[GrowingList]
-    exit: Exit | None
 
     def program(self) -> list[Any]:
         """Return the graph as data: equal for equal programs."""
@@ -170,7 +160,7 @@ class _Tracing:
         before = snapshot(tx)
         try:
             carried = self._begin()
-            exit = self._steps()
+            self._run_body()
             after: dict[Location, Variable | None] = {x: x.now(tx) for x in self._locations()}
             for x in writable:
                 after |= x.changed(tx)
@@ -186,7 +176,7 @@ class _Tracing:
             number.take_guards()
             before.restore()
         outer = {proxy.node: inner.node for proxy, inner in self.tracer.lifted_freevars.items()}
-        return Trace(self.tracer.graph, number, self.step, carried, self.items, outer, after, lists, exit)
+        return Trace(self.tracer.graph, number, self.step, carried, self.items, outer, after, lists)
 
     def _begin(self) -> dict[Location, list[Node]]:
         """Put the assumed state in place."""
@@ -202,8 +192,7 @@ class _Tracing:
         counted = SymNodeVariable.create(tx, step, self.number.symint)
         for location, (start, growth) in assumed.counters.items():
             location.put(tx, Numbers(start, growth).at(tx, counted))
-        if self.code.element is not None:
-            tx.push(self._item(counted, self.code.element))
+        tx.push(self._item(counted, self.code.element))
         return nodes
 
     def _item(self, counted: Any, element: Element) -> Variable:
@@ -221,31 +210,21 @@ class _Tracing:
         self.items.append((element, item.as_proxy().node))
         return item
 
-    def _steps(self) -> Exit | None:
-        """Let the translator run the body; return the decision to go on for another step, if it ends with one."""
+    def _run_body(self) -> None:
+        """Let the translator run the body once, until it is back at the loop's head."""
         tx, code = self.tx, self.code
-        below = list(tx.stack if code.element is None else tx.stack[:-1])
-        tx.instruction_pointer, exit = code.begin, None
-        while True:
-            at = tx.instruction_pointer
-            instruction = tx.instructions[at]
+        below = list(tx.stack[:-1])
+        tx.instruction_pointer = code.begin
+        while tx.instruction_pointer != code.head:
+            instruction = tx.instructions[tx.instruction_pointer]
             if reason := next((why for name, why in _LEAVES.items() if instruction.opname.startswith(name)), None):
                 raise Refused(*reason)
-            decided = len(self.number.pending())
             if not tx.step():
                 raise Refused("early-exit", "the loop ends the function")
-            if is_decision(instruction):
-                other = {at + 1, tx.indexof[instruction.target]} - {tx.instruction_pointer}
-                exit = Exit(other.pop(), decided) if other else None
-            elif not instruction.opname.startswith(("JUMP", "NOP", "EXTENDED_ARG", "NOT_TAKEN")):
-                exit = None
-            if tx.instruction_pointer == code.head:
-                break
-            if tx.instruction_pointer is None or not code.begin <= tx.instruction_pointer < code.end:
+            if tx.instruction_pointer is None or not code.head <= tx.instruction_pointer < code.end:
                 raise Refused("early-exit", "the loop can be left early")
         if len(tx.stack) != len(below) or any(a is not b for a, b in zip(tx.stack, below, strict=True)):
             raise Refused("early-exit", "the loop leaves something on the stack")
-        return exit if exit is not None and not code.head <= exit.to < code.end else None
 
     def _locations(self) -> set[Location]:
         return self.assumed.locations | {Local(name) for name in self.code.stored(self.tx.instructions)}
@@ -270,11 +249,6 @@ class _Tracing:
         written = [x for x in short if self.assumed.carry(self.tx, ListLocation(x))]
         self.assumed.plain -= set(written)
         return bool(written)
-
-
-def is_decision(instruction: Instruction) -> bool:
-    """Tell whether this is a conditional jump."""
-    return "JUMP" in instruction.opname and "_IF_" in instruction.opname
 
 
 def _create_proxy(

@@ -1,6 +1,7 @@
 """The generate command: text and token ids in, text and token ids out, errors as one line."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from typer.testing import CliRunner
 
 from refold.generate.cli import generate, jax_devices
-from refold.generate.jax import Generator
+from refold.generate.text import Text
+from refold.generate.torch import Generator
 from refold.models.checkpoint import layout, random_params
 from support.models import MAMBA2
 
@@ -44,8 +46,9 @@ def run(*arguments: object):
     return CliRunner().invoke(app, [str(a) for a in arguments])
 
 
-def test_token_ids(checkpoint: Path) -> None:
-    result = run(checkpoint, "--token-ids", "1,2 3", "--max-new-tokens", 10, "--every", 4)
+@pytest.mark.parametrize("framework", ["torch", "jax"])
+def test_token_ids(framework: str, checkpoint: Path) -> None:
+    result = run(checkpoint, "--token-ids", "1,2 3", "--max-new-tokens", 10, "--every", 4, "--framework", framework)
     assert result.exit_code == 0, result.output
     expected = Generator.from_checkpoint(checkpoint).generate([[1, 2, 3]], 10)[0]
     assert [int(t) for t in result.output.split()] == expected
@@ -85,8 +88,14 @@ def test_stop_token_is_not_shown(checkpoint: Path) -> None:
         (["--token-ids", ""], "empty"),
         (["--token-ids", "64"], "token id 64"),
         (["--prompt", ""], "no token"),
-        (["--token-ids", "1", "--backend", "abacus"], "backend"),
+        (["--token-ids", "1", "--framework", "abacus"], "framework"),
         (["--token-ids", "1", "--top-p", "2"], "top_p"),
+        (["--token-ids", "1", "--min-p", "2"], "min_p"),
+        (["--token-ids", "1", "--repetition-penalty", "0"], "repetition_penalty"),
+        (["--token-ids", "1", "--device", "nowhere"], "nowhere"),
+        (["--token-ids", "1", "--framework", "jax", "--device", "cpu"], "JAX_PLATFORMS"),
+        (["--token-ids", "1", "--stop-string", "x"], "--stop"),
+        (["--prompt", "w1", "--stop-string", ""], "not empty"),
         (["--token-ids", "1", "--dtype", "int8"], "int8"),
     ],
 )
@@ -95,6 +104,35 @@ def test_bad_input_is_one_line(checkpoint: Path, arguments: list[str], says: str
     assert result.exit_code == 2
     assert says in result.output
     assert result.output.count("\n") == 1
+
+
+def test_stop_string(checkpoint: Path) -> None:
+    """The text ends before the first stop string, however it is streamed."""
+    whole = run(checkpoint, "--prompt", "w1 w2 w3", "--max-new-tokens", 12).output.strip()
+    third = re.findall(r"w\d+", whole)[2]
+    for every in (1, 3, 12):
+        result = run(
+            checkpoint, "--prompt", "w1 w2 w3", "--max-new-tokens", 12, "--every", every, "--stop-string", third,
+            "--stop-string", "not there",
+        )  # fmt: skip
+        assert result.output == whole[: whole.index(third)] + "\n"
+
+
+@pytest.mark.parametrize("pieces", [[7], [1] * 7, [3, 4]])
+def test_text_holds_back_what_may_change(pieces: list[int]) -> None:
+    letters = "one <stops <stop> more"
+    words = [letters[i : i + 4] for i in range(0, len(letters), 4)] + ["!"]
+    text = Text(lambda ids: "".join(words[i] for i in ids), ["<stop>", "zzz"])
+    shown, begin = [], 0
+    for n in pieces:
+        shown.append(text.feed(range(begin, min(begin + n, len(words)))))
+        begin += n
+    assert "".join(shown) + text.feed((), last=True) == "one <stops "
+    assert text.ended
+    half = Text(lambda ids: ["", "a\ufffd", "aß"][len(ids)])
+    assert [half.feed([0]), half.feed([1])] == ["", "aß"]
+    open_end = Text(lambda ids: "abc<st"[: len(ids)], ["<stop>"])
+    assert open_end.feed(range(6)) + "|" + open_end.feed((), last=True) == "abc|<st"
 
 
 def test_doctor_lists_devices() -> None:

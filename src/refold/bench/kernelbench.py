@@ -1,0 +1,203 @@
+"""KernelBench's problems through the compiler: which get a rewrite, whether it is right, and what it gains.
+
+    refold bench run kernelbench --set folder=KernelBench --set find=true --out FILE      # by their shapes alone
+    refold bench run kernelbench --set folder=KernelBench --set device=cuda --out FILE    # all of them, measured
+    refold bench run kernelbench --set folder=KernelBench --set only=level2/14,level2/18 --out FILE --resume
+
+``folder`` is the folder ``KernelBench`` of a checkout of that benchmark (github.com/ScalingIntelligence/KernelBench),
+with ``level1`` to ``level3``. With ``find``, nothing runs: tensors have shapes and no memory. Otherwise each problem
+runs in a process of its own with a limit of time, so that a crash, a leak or a hang is that problem's alone.
+``--resume`` runs only what FILE lacks. Nothing of a problem is changed but, with ``shrink``, the large integers at the
+top of its file.
+
+A row: ``found`` (the rewrites, with what came of each), ``chosen`` (what runs in the end), ``times_ms`` of eager, of
+``torch.compile`` and of refold, ``ratio`` (the faster of the first two, over refold), ``checks`` of the whole graph
+against float64, or ``failed`` with the reason: ``time``, ``crash``, or what was raised.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import importlib.util
+import json
+import math
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from ..errors import ArgumentError
+from .progress import wanted
+from .rows import Row
+
+LEVELS = ("level1", "level2", "level3")
+SMALLEST = 64  # smaller integers are channels, kernels and the like, and stay
+
+
+def problems(folder: Path, levels: Sequence[str], only: Sequence[str]) -> Iterator[tuple[str, Path]]:
+    """Yield names, such as ``level2/14``, and files of problems, in order."""
+    for level in levels:
+        files = sorted((folder / level).glob("*_*.py"), key=lambda file: int(file.name.split("_")[0]))
+        for file in files:
+            name = f"{level}/{file.name.split('_')[0]}"
+            if not only or name in only:
+                yield name, file
+
+
+def shrunk(text: str, factor: int) -> str:
+    """Divide the large integers that a problem's file assigns at its top; its code stays as it is."""
+    if factor <= 1:
+        return text
+    tree = ast.parse(text)
+    for node in tree.body:
+        if isinstance(node, ast.Assign):
+            for part in ast.walk(node.value):
+                if isinstance(part, ast.Constant) and type(part.value) is int and part.value > SMALLEST:
+                    part.value = max(SMALLEST, part.value // factor)
+    return ast.unparse(tree)
+
+
+def find_one(file: Path, seconds: float) -> dict[str, Any]:
+    """Say what would be rewritten in one problem, from shapes alone; return its row."""
+    import torch
+
+    import refold
+
+    def too_long(*_: Any) -> None:
+        raise TimeoutError
+
+    signal.signal(signal.SIGALRM, too_long)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    start = time.perf_counter()
+    try:
+        torch._dynamo.reset()
+        with torch.device("meta"), torch.no_grad():
+            spec = importlib.util.spec_from_file_location("problem", file)
+            assert spec is not None
+            assert spec.loader is not None
+            source = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(source)
+            arguments = source.get_init_inputs()
+            module = source.Model(**arguments) if isinstance(arguments, dict) else source.Model(*arguments)
+            report = refold.explain(module.eval(), *source.get_inputs())
+        return {"found": _rows(report), "seconds": round(time.perf_counter() - start, 2)}
+    except TimeoutError:
+        return {"failed": "time", "seconds": seconds}
+    except Exception as error:
+        return {"failed": f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"}
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+
+
+def measure(file: Path, device: str) -> dict[str, Any]:
+    """Run one problem in this process; return its row."""
+    import torch
+
+    import refold
+    from refold.targets import check_runs, load
+
+    start = time.perf_counter()
+    module, inputs = load(str(file), device=device, dtype="float32", seed=0)
+    with torch.no_grad():
+        check_runs(file.name, module, inputs)
+        compiled = refold.compile(module, cache=False)
+        compiled(*inputs)
+    report = compiled.report
+    graphs = report.graphs
+    timed = [graph.times_ms for graph in graphs if graph.times_ms]
+    names = [name for name in ("eager", "torch.compile", "refold") if timed and all(name in one for one in timed)]
+    times = {name: sum(one[name] for one in timed) for name in names}
+    rivals = [times[name] for name in names if name != "refold"]
+    return {
+        "found": _rows(report),
+        "chosen": [graph.chosen for graph in graphs],
+        "reason": [graph.reason for graph in graphs],
+        "times_ms": times,
+        "ratio": min(rivals) / times["refold"] if rivals and times.get("refold") else None,
+        "at_least": [graph.speedup_at_least for graph in graphs],
+        "checks": [check for graph in graphs for check in graph.checks],
+        "seconds": round(time.perf_counter() - start, 2),
+        "environment": report.environment,
+    }
+
+
+def _rows(report: Any) -> list[dict[str, Any]]:
+    rows = [row for graph in report.graphs for row in graph.rewrites]
+    return [{"pass": r.name, "detail": r.detail, "status": r.status, "reason": r.reason,
+             "flops": [r.flops_before, r.flops_after]} for r in rows]  # fmt: skip
+
+
+def run_one(file: Path, device: str, shrink: int, seconds: float) -> dict[str, Any]:
+    """Run one problem in a process of its own."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "problem.py"
+        path.write_text(shrunk(file.read_text(), shrink))
+        command = [sys.executable, "-m", __name__, str(path), device]
+        start = time.perf_counter()
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, check=False)
+        except subprocess.TimeoutExpired:
+            return {"failed": "time", "seconds": seconds}
+        wall = round(time.perf_counter() - start, 2)
+        try:
+            return {**json.loads((done.stdout.splitlines() or [""])[-1]), "wall_s": wall}
+        except ValueError:
+            said = " ".join(done.stderr.split())[-300:]
+            return {"failed": f"crash ({done.returncode}): {said}", "seconds": wall}
+
+
+def kernelbench(
+    *,
+    folder: str = "KernelBench",
+    device: str = "cpu",
+    find: bool = False,
+    levels: tuple[str, ...] = LEVELS,
+    only: tuple[str, ...] = ("",),
+    shrink: int = 1,
+    seconds: float = 180.0,
+    total: float = math.inf,
+) -> Iterator[Row]:
+    """All problems of KernelBench: which get a rewrite, are right, and are faster.
+
+    Args:
+        folder: The folder ``KernelBench`` of a checkout.
+        device: Where to run.
+        find: Say what would be rewritten, from shapes alone; run and time nothing.
+        levels: Folders of problems.
+        only: Problems such as ``level2/14``; all if empty.
+        shrink: Divide large integers at the top of each file by this.
+        seconds: Limit of time for one problem.
+        total: Start no more problems after so many seconds.
+    """
+    if not (Path(folder) / levels[0]).is_dir():
+        raise ArgumentError(f"{folder} has no folder {levels[0]}; give --set folder=PATH, of a checkout of KernelBench")
+    start = time.perf_counter()
+    for name, file in problems(Path(folder), levels, [one for one in only if one]):
+        content = hashlib.sha256(file.read_bytes()).hexdigest()[:16]
+        what = {"example": name, "case": f"{content} {'find' if find else device} {shrink}"}
+        if not wanted(**what):
+            continue
+        if time.perf_counter() - start > total:
+            return
+        row = find_one(file, seconds) if find else run_one(file, device, shrink, seconds)
+        wrong = [check["kind"] for check in row.get("checks", []) if not check["passed"]]
+        refused = {"refused": f"not equal: {', '.join(wrong)}"} if wrong else {}
+        yield {"benchmark": "kernelbench", **what, "file": file.name, "device": device, **row, **refused}
+
+
+def main(file: str, device: str) -> None:
+    """Run one problem and write its row."""
+    try:
+        row = measure(Path(file), device)
+    except Exception as error:
+        row = {"failed": f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"}
+    sys.stdout.write(json.dumps(row) + "\n")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

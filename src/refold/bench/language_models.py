@@ -1,0 +1,56 @@
+"""Language models of published sizes, and a row for a measurement of one; shared by the frameworks."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import numpy as np
+
+from ..models import counts
+from ..models.configs import Config, GraniteHybridConfig, Mamba2Config, MambaConfig, Mixer2Config
+from .rows import Row
+
+
+def mamba2(d_model: int, nlayers: int) -> Mamba2Config:
+    """Return the configuration of the published sizes: heads of 64, state 128, one group, tied head."""
+    mixer = Mixer2Config(d_model=d_model, nheads=d_model // 32, headdim=64, ngroups=1, dstate=128)
+    return Mamba2Config(vocab_size=50288, nlayers=nlayers, mixer=mixer)
+
+
+MODELS: dict[str, Config] = {
+    "130M": mamba2(768, 24), "370M": mamba2(1024, 48), "1.3B": mamba2(2048, 48), "2.7B": mamba2(2560, 64),
+    "mamba1-130M": MambaConfig(vocab_size=50280, d_model=768, nlayers=24, d_inner=1536, dstate=16, dt_rank=48),
+    "hybrid-340M": GraniteHybridConfig(
+        vocab_size=100352, kinds=(("mamba",) * 7 + ("attention",)) * 4, nheads=12, nkvheads=4, headdim=64,
+        mixer=Mixer2Config(d_model=768, nheads=48, headdim=32, ngroups=1, dstate=128), attention_bias=False,
+        rope_theta=None, shared_dim=2048, expert_dim=0, nexperts=0, experts_per_token=0, embedding_multiplier=12.0,
+        residual_multiplier=0.246, attention_multiplier=0.015625, logits_divisor=3.0, max_positions=32768,
+        norm_eps=1e-5, tied=True,
+    ),
+}  # fmt: skip
+
+
+PAST = 1024
+"""Tokens read before decoding is timed; attention reads them at each step."""
+
+
+def seconds(call: Any, repeats: int, rounds: int = 1) -> list[float]:
+    """Time ``repeats`` calls, each of which runs ``rounds`` units of work."""
+    times = []
+    for _ in range(repeats):
+        begin = time.perf_counter()
+        call()
+        times.append((time.perf_counter() - begin) / rounds)
+    return times
+
+
+def row(
+    backend: str, name: str, what: str, times: list[float], need: counts.Counts, extra: dict[str, Any] | None = None
+) -> Row:
+    """Return one measurement: times in seconds per unit, operations and bytes per unit."""
+    best, median = min(times), float(np.median(times))
+    return {"op": "generate", "backend": backend, "case": f"{name} {what}", "median_s": median,
+            "min_s": best, "n": len(times), "flops": need.flops, "bytes": need.bytes,
+            "tflop_per_s": need.flops / median / 1e12, "gb_per_s": need.bytes / median / 1e9,
+            **(extra or {})}  # fmt: skip

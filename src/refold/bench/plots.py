@@ -1,0 +1,353 @@
+"""Figures of stored results, all with one look.
+
+A figure carries the digest of the rows that it was drawn from, so that checking it needs no drawing. Drawing needs
+matplotlib, which nothing else here does.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..errors import ArgumentError, MissingDependency
+from .rows import Row, read
+
+OURS, PEER, EAGER, INK, SOFT = "#b8324a", "#6d7a91", "#2b2d42", "#1d2026", "#8a909c"
+COLOURS = {"refold": OURS, "torch.compile": PEER, "mamba-ssm": PEER, "eager": EAGER}
+STYLE: Any = {
+    "font.size": 9, "axes.titlesize": 10, "axes.titlelocation": "left", "axes.titleweight": "bold",
+    "axes.spines.top": False, "axes.spines.right": False, "axes.edgecolor": SOFT, "axes.labelcolor": INK,
+    "xtick.color": INK, "ytick.color": INK, "text.color": INK, "axes.grid": True, "axes.grid.axis": "y",
+    "grid.color": "#e3e6eb", "axes.axisbelow": True, "legend.frameon": False, "lines.linewidth": 2,
+    "lines.markersize": 5, "svg.fonttype": "none", "figure.facecolor": "white", "savefig.dpi": 160,
+}  # fmt: skip
+# Rows measured on a CPU name no processor; the folders do.
+CPUS = {"amd-epyc-2-threads": "AMD EPYC, 2 threads", "intel-xeon-2-threads": "Intel Xeon, 2 threads"}
+GPU = "nvidia-h200"
+
+
+@dataclass(frozen=True)
+class Plot:
+    """One figure.
+
+    Attributes:
+        shows: What it shows, in a sentence.
+        rows: Reads the rows that it is drawn from, out of a folder of results.
+        draw: Draws them with a given ``matplotlib.pyplot``, and returns the figure.
+    """
+
+    shows: str
+    rows: Callable[[Path], list[Row]]
+    draw: Callable[[Any, list[Row]], Any]
+
+
+def newest(path: Path, *keys: str) -> list[Row]:
+    """Return the rows of one result file, the newest of each kind."""
+    found: dict[Any, Row] = {}
+    for row in read(path):
+        found[tuple(row.get(key) for key in keys)] = row
+    return list(found.values())
+
+
+# Operators --------------------------------------------------------------------------------------
+
+
+def operator_rows(results: Path) -> list[Row]:
+    """Return the rows of the scans that ran beside the official kernels."""
+    files = (results / GPU / f"{name}.jsonl" for name in ("ssd", "selective_scan"))
+    rows = [row for path in files for row in newest(path, "op", "case", "dtype")]
+    return [row for row in rows if isinstance(row.get("mamba_ssm_ms"), float) and "all options" not in row["case"]]
+
+
+def draw_operators(plt: Any, rows: list[Row]) -> Any:
+    """Draw times of the scans: ours, the official kernels', and what copying the same bytes takes."""
+    groups: dict[str, list[Row]] = {}
+    for row in rows:
+        groups.setdefault(f"{row['op']}, {row['dtype']}", []).append(row)
+    widths = [len(group) for group in groups.values()]
+    figure, panels = plt.subplots(
+        1, len(groups), figsize=(2 + 0.55 * sum(widths), 3.6), sharey=True, squeeze=False, width_ratios=widths
+    )
+    for panel, (title, group) in zip(panels[0], groups.items(), strict=True):
+        at = range(len(group))
+        panel.bar([i - 0.2 for i in at], [row["mamba_ssm_ms"] for row in group], 0.4, color=PEER, label="mamba-ssm")
+        panel.bar([i + 0.2 for i in at], [row["median_ms"] for row in group], 0.4, color=OURS, label="refold")
+        floor = [row["share_of_copy"] * row["median_ms"] for row in group]
+        panel.hlines(floor, [i - 0.45 for i in at], [i + 0.45 for i in at], color=INK, label="copy of its bytes")
+        panel.set_yscale("log")
+        panel.set_title(title)
+        panel.set_xticks(list(at), [row["case"] for row in group], rotation=60, ha="right", fontsize=7)
+    panels[0][0].set_ylabel(f"ms, {rows[0]['env']['gpu']}")
+    panels[0][0].legend(fontsize=8)
+    return figure
+
+
+def length_rows(results: Path) -> list[Row]:
+    """Return the rows of ssd with one batch row and without options."""
+    rows = operator_rows(results)
+    return [row for row in rows if row["op"] == "ssd" and row["case"].startswith("1x") and _heads(row) in (80, 128)]
+
+
+def _tokens(row: Row) -> int:
+    return int(row["case"].split("x")[1])
+
+
+def _heads(row: Row) -> int:
+    return int(row["case"].split("x")[2])
+
+
+def draw_length(plt: Any, rows: list[Row]) -> Any:
+    """Draw the time per token over the length: flat is linear cost."""
+    figure, panels = plt.subplots(1, 2, figsize=(8, 3.2), sharey=True)
+    for panel, heads in zip(panels, (80, 128), strict=True):
+        own = sorted((row for row in rows if _heads(row) == heads), key=_tokens)
+        at = [_tokens(row) for row in own]
+        for name, key in (("mamba-ssm", "mamba_ssm_ms"), ("refold", "median_ms")):
+            panel.plot(at, [1e6 * row[key] / _tokens(row) for row in own], "o-", color=COLOURS[name], label=name)
+        floor = [1e6 * row["share_of_copy"] * row["median_ms"] / _tokens(row) for row in own]
+        panel.plot(at, floor, "--", color=INK, linewidth=1, label="copy of its bytes")
+        panel.set(xscale="log", yscale="log", title=f"ssd, {heads} heads, bfloat16", xlabel="tokens")
+        panel.set_xticks(at, [f"{t // 1024}K" for t in at])
+        panel.minorticks_off()
+    panels[0].set_ylabel(f"ns per token, {rows[0]['env']['gpu']}")
+    panels[0].legend(fontsize=8)
+    return figure
+
+
+# Layers and models ------------------------------------------------------------------------------
+
+
+def granite_rows(results: Path) -> list[Row]:
+    """Return the rows of the Granite hybrid layer."""
+    return [
+        {**row, "machine": CPUS.get(path.parent.name, row["report"]["environment"]["device"])}
+        for path in sorted(results.glob("*/hybrid_layer.jsonl"))
+        for row in newest(path, "transformers", "dtype", "batch")
+    ]
+
+
+def draw_granite(plt: Any, rows: list[Row]) -> Any:
+    """Draw the time and the peak memory of the layer for each way of running it."""
+    figure, panels = plt.subplots(1, 2, figsize=(9, 0.5 + 0.75 * len(rows)), sharey=True)
+    shifts = {"eager": -0.27, "torch.compile": 0.0, "refold": 0.27}
+    for panel, field, unit, scale in ((panels[0], "times_ms", "ms", 1), (panels[1], "peak_bytes", "MiB", 2**20)):
+        panel.grid(visible=False)
+        for name, shift in shifts.items():
+            values = [row["report"]["graphs"][0][field].get(name, 0) / scale for row in rows]
+            bars = panel.barh([i + shift for i in range(len(rows))], values, 0.25, color=COLOURS[name], label=name)
+            panel.bar_label(bars, [_short(value) if value else "" for value in values], fontsize=7, padding=2)
+        panel.set_xscale("log")
+        panel.set_xlabel(unit)
+        for i, row in enumerate(rows):
+            for name in shifts.keys() - row["report"]["graphs"][0][field].keys():
+                left = panel.get_xlim()[0]
+                panel.text(left, i + shifts[name], f" {name} fails", fontsize=7, va="center", color=COLOURS[name])
+    names = [f"{row['machine']}\n{row['dtype']}, transformers {row['transformers']}" for row in rows]
+    panels[0].set_yticks(range(len(rows)), names, fontsize=8)
+    panels[0].invert_yaxis()
+    figure.legend(*panels[0].get_legend_handles_labels(), fontsize=8, loc="upper center", ncols=3)
+    return figure
+
+
+def fusion_rows(results: Path) -> list[Row]:
+    """Return the rows of the fused Mamba model with 8 layers, and with one beside torch.compile."""
+    rows = newest(results / GPU / "fusion_example.jsonl", "example", "case", "layers", "dtype", "batch")
+    return [row for row in rows if row.get("example", row.get("case")) == "fused_mamba"]
+
+
+def draw_fusion(plt: Any, rows: list[Row]) -> Any:
+    """Draw time and memory of the model over the batch."""
+    kinds = [
+        ("8 layers, float32", 8, "float32"),
+        ("8 layers, bfloat16", 8, "bfloat16"),
+        ("1 layer, float32", 1, "float32"),
+    ]
+    figure, panels = plt.subplots(2, len(kinds), figsize=(9.5, 5), sharex=True, sharey="row")
+    for column, (title, layers, dtype) in enumerate(kinds):
+        own = sorted(
+            (row for row in rows if (row["layers"], row["dtype"]) == (layers, dtype)), key=lambda row: row["batch"]
+        )
+        at = [row["batch"] for row in own]
+        for name in ("eager", "torch.compile", "refold"):
+            if all(name in row["times_ms"] for row in own):
+                for panel, field, scale in ((panels[0], "times_ms", 1), (panels[1], "peak_bytes", 2**20)):
+                    values = [row[field][name] / scale for row in own]
+                    panel[column].plot(at, values, "o-", color=COLOURS[name], label=name)
+        for row in own:
+            ratio = min(ms for name, ms in row["times_ms"].items() if name != "refold") / row["times_ms"]["refold"]
+            panels[0][column].annotate(
+                f"{ratio:.1f}x", (row["batch"], row["times_ms"]["refold"]), textcoords="offset points", xytext=(0, -12),
+                ha="center", fontsize=7, color=OURS,
+            )  # fmt: skip
+        panels[0][column].set(xscale="log", yscale="log", title=title)
+        panels[1][column].set(xscale="log", yscale="log", xlabel="batch")
+        panels[1][column].set_xticks([1, 2, 4, 8, 16], ["1", "2", "4", "8", "16"])
+        panels[1][column].minorticks_off()
+    panels[0][0].set_ylabel(f"ms, {rows[0]['device']}")
+    panels[1][0].set_ylabel("peak MiB")
+    panels[0][2].legend(fontsize=8)
+    return figure
+
+
+def generation_rows(results: Path) -> list[Row]:
+    """Return the rows of generation with JAX."""
+    return newest(results / GPU / "jax_generate.jsonl", "op", "backend", "case")
+
+
+def draw_generation(plt: Any, rows: list[Row]) -> Any:
+    """Draw tokens per second of decoding and prefill, and what the device's limits allow."""
+    figure, panels = plt.subplots(1, 2, figsize=(9, 3.4), width_ratios=[1, 1])
+    for panel, what in zip(panels, ("decode", "prefill"), strict=True):
+        own = [row for row in rows if f" {what} " in row["case"]]
+        names, values, limits = [], [], []
+        for row in own:
+            model, _, rest = row["case"].partition(f" {what} ")
+            size = int(rest.removeprefix("batch "))
+            names.append(
+                f"{model}, {'batch ' if what == 'decode' else ''}{size}{' tokens' if what == 'prefill' else ''}"
+            )
+            values.append(size / row["median_s"])
+            bound_s = max(
+                row["bytes"] / row["ceiling_gb_per_s"] / 1e9, row["flops"] / row["ceiling_tflop_per_s"] / 1e12
+            )
+            limits.append(size / bound_s)
+        at = range(len(own))
+        panel.grid(visible=False)
+        panel.barh(list(at), limits, 0.7, color="#e3e6eb", label="limit: copy and matrix rate")
+        bars = panel.barh(list(at), values, 0.45, color=OURS, label="refold, JAX")
+        panel.bar_label(bars, [_short(value) for value in values], fontsize=7, padding=2)
+        panel.set_yticks(list(at), names, fontsize=8)
+        panel.invert_yaxis()
+        panel.set(xscale="log", title=what, xlabel=f"tokens per second, {rows[0]['env']['device']}")
+    handles = panels[0].get_legend_handles_labels()
+    figure.legend(*handles, fontsize=8, loc="lower center", ncols=2, bbox_to_anchor=(0.5, -0.02))
+    figure.tight_layout(rect=(0, 0.05, 1, 1))
+    return figure
+
+
+# Training and accuracy --------------------------------------------------------------------------
+
+
+def training_rows(results: Path) -> list[Row]:
+    """Return the rows of forward and backward that ran beside the official kernels."""
+    rows = [
+        row
+        for path in sorted((results / GPU).glob("*backward*.jsonl"))
+        for row in newest(path, "op", "pass", "case", "dtype")
+    ]
+    return [row for row in rows if isinstance(row.get("mamba_ssm_both_ms"), float) and "options" not in row["case"]]
+
+
+def draw_training(plt: Any, rows: list[Row]) -> Any:
+    """Draw time and memory of forward and backward together."""
+    figure, panels = plt.subplots(1, 2, figsize=(9, 0.9 + 0.5 * len(rows)), sharey=True)
+    fields = (("both_ms", "mamba_ssm_both_ms", "ms"), ("extra_gib", "mamba_ssm_extra_gib", "GiB beyond the arguments"))
+    for panel, (ours, theirs, unit) in zip(panels, fields, strict=True):
+        panel.grid(visible=False)
+        for name, key, shift in (("mamba-ssm", theirs, -0.2), ("refold", ours, 0.2)):
+            values = [row[key] for row in rows]
+            bars = panel.barh([i + shift for i in range(len(rows))], values, 0.38, color=COLOURS[name], label=name)
+            panel.bar_label(bars, [_short(value) for value in values], fontsize=7, padding=2)
+        panel.set_xlabel(unit)
+    panels[0].set_yticks(range(len(rows)), [f"{row['op']} {row['case']}" for row in rows], fontsize=8)
+    panels[0].invert_yaxis()
+    panels[0].set_title(f"forward and backward, {rows[0]['env']['gpu']}")
+    panels[1].legend(fontsize=8)
+    return figure
+
+
+def accuracy_rows(results: Path) -> list[Row]:
+    """Return the measured errors of the GPU kernels."""
+    return json.loads((results / "numerics" / "triton-cuda.json").read_text())["rows"]
+
+
+def draw_accuracy(plt: Any, rows: list[Row]) -> Any:
+    """Draw the errors of all results and gradients against float64, in units of the dtype's rounding."""
+    roundoff = {"float32": 2.0**-24, "bfloat16": 2.0**-8, "float16": 2.0**-11}
+    rows = [row for row in rows if row["dtype"] in roundoff]
+    names = list(dict.fromkeys(row["op"] for row in rows))
+    figure, panel = plt.subplots(figsize=(8, 3.4))
+    marks = {"float32": ("o", EAGER, -0.22), "float16": ("s", PEER, 0.0), "bfloat16": ("^", OURS, 0.22)}
+    for dtype, (mark, colour, shift) in marks.items():
+        points = [
+            (names.index(row["op"]) + shift, error / roundoff[dtype])
+            for row in rows if row["dtype"] == dtype for error in row["errors"].values() if error
+        ]  # fmt: skip
+        if points:
+            panel.plot(*zip(*points, strict=True), mark, color=colour, alpha=0.6, markersize=4, label=dtype)
+    panel.axhline(1, color=INK, linewidth=1)
+    panel.text(len(names) - 0.45, 1, "one rounding", fontsize=7, va="bottom", ha="right")
+    panel.set_xticks(range(len(names)), names, rotation=25, ha="right")
+    panel.set(yscale="log", title="errors of results and gradients", ylabel="relative L2 error / unit roundoff")
+    panel.legend(fontsize=8, ncols=3)
+    return figure
+
+
+def _short(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+PLOTS = {
+    "operators": Plot(
+        "The scans beside mamba-ssm's kernels, and a copy of their bytes.", operator_rows, draw_operators
+    ),
+    "length": Plot("Time per token of ssd over the length.", length_rows, draw_length),
+    "granite_layer": Plot("The Granite layer of transformers: time and memory.", granite_rows, draw_granite),
+    "fusion_example": Plot("The eager Mamba model over the batch: time and memory.", fusion_rows, draw_fusion),
+    "generation": Plot("Tokens per second, and what the device allows.", generation_rows, draw_generation),
+    "training": Plot("Forward and backward of the operators: time and memory.", training_rows, draw_training),
+    "accuracy": Plot("Errors of the GPU kernels against float64.", accuracy_rows, draw_accuracy),
+}
+
+
+def stamp(rows: Iterable[Row]) -> str:
+    """Return the line that tells which rows a figure shows."""
+    digest = hashlib.sha256(json.dumps(list(rows), sort_keys=True).encode()).hexdigest()
+    return f"<!-- drawn from rows {digest} -->\n"
+
+
+def stale(results: Path, out: Path) -> list[str]:
+    """Return the names of figures that are missing, or drawn from other rows than are stored."""
+    found = []
+    for name, plot in PLOTS.items():
+        path = out / f"{name}.svg"
+        rows = plot.rows(results)
+        if rows and not (path.exists() and path.read_text().endswith(stamp(rows))):
+            found.append(name)
+    return found
+
+
+def draw(name: str, results: Path, out: Path, png: bool = False) -> list[Path]:
+    """Draw a figure as SVG, and as PNG if asked for; return the files, none if there are no rows.
+
+    Raises:
+        ArgumentError: There is no such figure.
+        MissingDependency: matplotlib is not installed.
+    """
+    if name not in PLOTS:
+        raise ArgumentError(f"there is no figure {name!r}. There are {', '.join(PLOTS)}")
+    try:
+        import matplotlib
+    except ModuleNotFoundError as error:
+        raise MissingDependency("drawing needs matplotlib (pip install matplotlib)") from error
+    matplotlib.use("svg")
+    import matplotlib.pyplot as plt
+
+    plot = PLOTS[name]
+    if not (rows := plot.rows(results)):
+        return []
+    out.mkdir(parents=True, exist_ok=True)
+    with plt.rc_context({**STYLE, "svg.hashsalt": name}):
+        figure = plot.draw(plt, rows)
+        path = out / f"{name}.svg"
+        # The bytes depend on nothing but what was drawn.
+        figure.savefig(path, bbox_inches="tight", metadata={"Date": None, "Creator": None})
+        path.write_text(path.read_text() + stamp(rows))
+        if png:
+            figure.savefig(path.with_suffix(".png"), bbox_inches="tight")
+        plt.close(figure)
+    return [path, path.with_suffix(".png")] if png else [path]

@@ -1,0 +1,107 @@
+"""What is running, how far a run has come, and what of it a file already has.
+
+A suite asks `wanted` before each measurement. A run first goes through its suites with `wanted` saying no, to count the
+measurements; then it makes those that are missing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from .rows import Row
+
+
+@dataclass
+class Run:
+    """One run of suites.
+
+    Attributes:
+        done: Rows that need not be measured again.
+        told: Is called with what is measured now; None while measurements are counted.
+        suite: The suite that runs.
+        count: Measurements that were asked for and are not done.
+    """
+
+    done: Sequence[Row] = ()
+    told: Callable[[str], None] | None = None
+    suite: str = ""
+    count: int = field(default=0, init=False)
+
+    def wanted(self, what: dict[str, Any]) -> bool:
+        """Tell whether a measurement is to be made now."""
+        named = {"suite": self.suite, **what}
+        if any(all(str(row.get(key)) == str(value) for key, value in named.items()) for row in self.done):
+            return False
+        self.count += 1
+        if self.told is None:
+            return False
+        self.told(f"{self.suite} {' '.join(map(str, what.values()))}")
+        return True
+
+
+_ACTIVE: ContextVar[Run | None] = ContextVar("run", default=None)
+
+
+def wanted(**what: Any) -> bool:
+    """Tell whether a measurement is to be made.
+
+    Args:
+        what: Names it: keys and values as its row will have them.
+    """
+    run = _ACTIVE.get()
+    return run is None or run.wanted(what)
+
+
+@contextmanager
+def active(run: Run) -> Iterator[Run]:
+    """Let `wanted` ask this run inside of the ``with`` block."""
+    token = _ACTIVE.set(run)
+    try:
+        yield run
+    finally:
+        _ACTIVE.reset(token)
+
+
+def count(suites: Iterable[tuple[str, Callable[[], Iterator[Row]]]], done: Sequence[Row]) -> int:
+    """Return how many measurements are still to be made."""
+    with active(Run(done)) as run:
+        for run.suite, rows in suites:
+            for _ in rows():
+                pass
+    return run.count
+
+
+@contextmanager
+def shown(total: int, quiet: bool) -> Iterator[Callable[[str], None]]:
+    """Yield a function that shows what is measured now, of how many, and about how long the rest takes.
+
+    A bar on a terminal; a line per measurement elsewhere. Both on standard error.
+    """
+    console, number = Console(stderr=True), 0
+    if quiet or not console.is_terminal:
+
+        def line(text: str) -> None:
+            nonlocal number
+            number += 1
+            if not quiet:
+                console.print(f"... {number}/{total} {text}", highlight=False, markup=False, soft_wrap=True)
+
+        yield line
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console) as bar:
+        task = bar.add_task("", total=total)
+
+        def move(text: str) -> None:
+            nonlocal number
+            bar.update(task, description=text, completed=number)
+            number += 1
+
+        yield move

@@ -1,0 +1,1 @@
+"""Programs in index notation as data: written down, read from graphs, checked, lowered, matched, kept as rules."""

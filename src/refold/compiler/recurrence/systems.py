@@ -1,0 +1,102 @@
+"""Linear recurrences of a few coupled values, and of complex ones, as one operation.
+
+``h[t] = A[t] h[t-1] + b[t]`` with small matrices A is a scan: two steps compose to ``(A2 A1, A2 b1 + b2)``. Steps are
+composed in pairs, which leaves the same problem of half the length; its states are every second one that is wanted, and
+the others are one step away (cyclic reduction; Blelloch 1990, CMU-CS-90-190). That takes log2 of the length in passes, and
+about as much work as the steps themselves.
+
+Products of matrices lose digits that one step after the other keeps, so single precision is to be computed in double:
+`wide` says in what.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+LARGEST = 4
+"""Coupled values of one system: a product of two matrices of this size has 64 terms."""
+
+_WIDE = {torch.float32: torch.float64, torch.complex64: torch.complex128}
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which a system of this dtype is computed: 16-bit types in single precision, single in double."""
+    return _WIDE.get(dtype, torch.promote_types(dtype, torch.float32))
+
+
+@torch.library.custom_op("refold::linear_system", mutates_args=())
+def linear_system(A: Tensor, b: Tensor, initial: Tensor | None, reverse: bool) -> Tensor:
+    """Return all states of ``h[t] = A[t] h[t-1] + b[t]``.
+
+    Args:
+        A: ``(t, ..., m, m)``, or ``(1, ..., m, m)`` if all steps have the same; real or complex, as the others.
+        b: ``(t, ..., m)``.
+        initial: The state before the first step, ``(..., m)``; None for nothing, which no infinity makes NaN of.
+        reverse: Whether the last step comes first.
+
+    Returns:
+        ``(t, ..., m)``, contiguous.
+    """
+    matrices, inputs = (x.flip(0) if reverse else x for x in (A, b))
+    if initial is not None:
+        first = inputs[:1] + _apply(matrices[:1], initial[None])
+        inputs = torch.cat([first, inputs[1:]])
+    h = _solve(matrices, inputs)
+    return h.flip(0) if reverse else h.clone(memory_format=torch.contiguous_format)
+
+
+def _solve(A: Tensor, b: Tensor) -> Tensor:
+    """Return all states from zero: A has the length of b, or one; its first matrix counts for nothing."""
+    count = b.shape[0]
+    if count == 1:
+        return b
+    steady = A.shape[0] == 1
+    odd = A if steady else A[1::2]
+    before = A if steady else A[: count - 1 : 2]
+    pairs = _solve(_product(odd, before), _apply(odd, b[: count - 1 : 2]) + b[1::2])
+    h = torch.empty_like(b)
+    h[1::2], h[:1] = pairs, b[:1]
+    if count > 2:
+        h[2::2] = _apply(A if steady else A[2::2], pairs[: (count - 1) // 2]) + b[2::2]
+    return h
+
+
+def _product(A: Tensor, B: Tensor) -> Tensor:
+    """Multiply matrices of the last two axes; elementwise, as a library's products of tiny matrices are slow."""
+    return A * B if A.shape[-1] == 1 else (A.unsqueeze(-1) * B.unsqueeze(-3)).sum(-2)
+
+
+def _apply(A: Tensor, x: Tensor) -> Tensor:
+    """Multiply matrices and vectors."""
+    return A[..., 0] * x if A.shape[-1] == 1 else (A * x.unsqueeze(-2)).sum(-1)
+
+
+@linear_system.register_fake
+def _(A: Tensor, b: Tensor, initial: Tensor | None, reverse: bool) -> Tensor:
+    return torch.empty_like(b, memory_format=torch.contiguous_format)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    A, _, initial, ctx.reverse = inputs
+    ctx.save_for_backward(A, initial, output)
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    """Adjoints λ[t] = dh[t] + A[t+1]ᴴ λ[t+1] are the same kind of system against time; A's gradient is λ[t] h[t-1]ᴴ."""
+    A, initial, h = ctx.saved_tensors
+    adjoint = A.transpose(-1, -2).conj().resolve_conj()
+    later = adjoint if A.shape[0] == 1 else adjoint.roll(1 if ctx.reverse else -1, 0)
+    lam = linear_system(later, grad, None, not ctx.reverse)
+    start = torch.zeros_like(h[:1]) if initial is None else initial[None]
+    before = torch.cat([h[1:], start]) if ctx.reverse else torch.cat([start, h[:-1]])
+    outer = lam.unsqueeze(-1) * before.unsqueeze(-2).conj()
+    dA = outer.sum(0, keepdim=True) if A.shape[0] == 1 else outer
+    edge = -1 if ctx.reverse else 0
+    return dA, lam, None if initial is None else _apply(adjoint[edge], lam[edge]), None
+
+
+linear_system.register_autograd(_backward, setup_context=_save)
+LINEAR_SYSTEM = torch.ops.refold.linear_system.default

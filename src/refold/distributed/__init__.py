@@ -1,1 +1,0 @@
-"""Work spread over devices: heads or time cut into shards."""

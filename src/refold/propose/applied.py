@@ -1,0 +1,228 @@
+"""Use what was accepted: keep it with its evidence, and run a source only behind guards.
+
+`save` copies what a run accepted, with its evidence, into a folder of the user's. A rule and choices are used by
+``refold.compile(rules=...)`` and ``refold.compile(choose=...)``, which check them again. A source was tried for some
+shapes, dtypes, a device and versions, and is used for these alone: `guarded` runs the original for all else, and says
+so.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+import shutil
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..compiler.backend import environment
+from ..errors import ArgumentError, TargetError, warn
+from ..verify.trial import source
+from .loop import NAMES
+
+_VERSIONED = ("torch", "numba", "triton")
+GUARDS = "guards.json"
+
+
+def accepted(run: Path) -> tuple[str, Path]:
+    """Return the kind of what a run accepted, and its file.
+
+    Raises:
+        ArgumentError: The run accepted nothing, or the folder holds no run.
+    """
+    for kind, name in NAMES.items():
+        if (run / name).is_file():
+            return kind, run / name
+    if not (run / "run.jsonl").is_file():
+        raise ArgumentError(f"{run} holds no run; name the folder that --run named")
+    raise ArgumentError(f"the run in {run} accepted nothing")
+
+
+def save(run: Path, folder: Path) -> Path:
+    """Keep what a run accepted, with its evidence and guards.
+
+    Args:
+        run: The folder of the run.
+        folder: Where to; made if it does not exist.
+
+    Returns:
+        The file that holds the rule, the choices, or the guards of a source.
+
+    Raises:
+        ArgumentError: The run accepted nothing, or the folder holds something else of the same name.
+    """
+    kind, file = accepted(run)
+    folder.mkdir(parents=True, exist_ok=True)
+    if kind != "source":
+        into = folder / f"{run.resolve().name}.{file.name.removeprefix('accepted.')}"
+        _check_free(into)
+        shutil.copyfile(file, into)
+        shutil.copyfile(run / "accepted.jsonl", into.with_suffix(".evidence.jsonl"))
+        return into
+    into = folder / GUARDS
+    _check_free(into)
+    lines = [json.loads(line) for line in (run / "accepted.jsonl").read_text().splitlines()]
+    events = [json.loads(line) for line in (run / "run.jsonl").read_text().splitlines()]
+    inputs = next(event["request"]["inputs"] for event in events if event["event"] == "request")
+    first, last = lines[0], lines[-1]
+    guards = {
+        "schema": 1,
+        "sha256": hashlib.sha256(file.read_bytes()).hexdigest(),
+        "attribute": first["candidate"]["attribute"],
+        "inputs": inputs,
+        "device": first["terms"]["device"],
+        "train": first["terms"]["train"],
+        "versions": _versions(),
+        "notes": last["notes"],
+        "timing": last["timing"],
+    }
+    shutil.copyfile(file, folder / "candidate.py")
+    (folder / "original.py").write_text(first["original"]["text"])
+    shutil.copyfile(run / "accepted.jsonl", folder / "evidence.jsonl")
+    into.write_text(json.dumps(guards, indent=1) + "\n")
+    return into
+
+
+def guarded(module: torch.nn.Module, folder: str | Path, *, arguments: Sequence[Any] | None = None) -> Guarded:
+    """Put an accepted source in the place of a module, for the inputs that it was tried on.
+
+    The source runs in this process, with your rights: read it first.
+
+    Args:
+        module: The original, whose parameters and buffers the replacement shares.
+        folder: Where `save` kept the source.
+        arguments: What the replacement is made with; None takes ``get_init_inputs()`` of the original's file.
+
+    Returns:
+        A module that runs the replacement where the guards hold, and the original elsewhere.
+
+    Raises:
+        ArgumentError: The folder holds no guards, or the source is not the one that was accepted.
+        TargetError: The source cannot be imported, or has other parameters than the module.
+    """
+    folder = Path(folder)
+    try:
+        guards = json.loads((folder / GUARDS).read_text())
+        text = (folder / "candidate.py").read_text()
+    except (OSError, ValueError) as error:
+        raise ArgumentError(f"{folder} holds no source that was kept by refold apply: {error}") from None
+    if hashlib.sha256(text.encode()).hexdigest() != guards["sha256"]:
+        raise ArgumentError(f"{folder / 'candidate.py'} is not the source that was accepted; try it again")
+    source(text, attribute=guards["attribute"])
+    if arguments is None:
+        made: Any = getattr(_import(folder / "original.py"), "get_init_inputs", list)()
+        arguments = made if isinstance(made, (list, tuple)) else list(made.values())
+    found = getattr(_import(folder / "candidate.py"), guards["attribute"])
+    replacement = found(*arguments) if isinstance(found, type) else found
+    if isinstance(replacement, torch.nn.Module):
+        _share(module, replacement)
+    return Guarded(module, replacement, guards)
+
+
+class Guarded(torch.nn.Module):
+    """A module with a replacement for the inputs that it was tried on.
+
+    Attributes:
+        original: The module.
+        fallbacks: How often the original ran, by reason.
+    """
+
+    def __init__(self, original: torch.nn.Module, replacement: Any, guards: dict[str, Any]) -> None:
+        super().__init__()
+        self.original = original
+        self.fallbacks: Counter[str] = Counter()
+        # Its parameters are the original's, and are counted once.
+        self.__dict__["replacement"] = replacement
+        self._guards = guards
+        self._wanted = [(tuple(each["shape"]), each["dtype"]) for each in guards["inputs"]]
+        changed = [f"{k} {v} instead of {guards['versions'].get(k)}" for k, v in _versions().items()
+                   if v != guards["versions"].get(k)]  # fmt: skip
+        self._versions = f"versions: {', '.join(changed)}" if changed else ""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the replacement if the guards hold, else the original."""
+        reason = self.refusal(*args, **kwargs)
+        if not reason:
+            return self.__dict__["replacement"](*args)
+        if not self.fallbacks[reason]:
+            warn(f"the original runs in place of its accepted replacement: {reason}")
+        self.fallbacks[reason] += 1
+        return self.original(*args, **kwargs)
+
+    def refusal(self, *args: Any, **kwargs: Any) -> str:
+        """Say which guard does not hold; empty if all do."""
+        if self._versions:
+            return self._versions
+        if kwargs:
+            return f"it is called with the keyword arguments {', '.join(kwargs)}"
+        leaves = torch.utils._pytree.tree_leaves(args)
+        tensors = [x for x in leaves if isinstance(x, torch.Tensor)]
+        got = [(tuple(x.shape), str(x.dtype).removeprefix("torch.")) for x in tensors]
+        if got != self._wanted:
+            return f"inputs {_listed(got)}, it was tried on {_listed(self._wanted)}"
+        if any(x.device.type != self._guards["device"] or type(x) is not torch.Tensor for x in tensors):
+            return f"its inputs are not plain tensors on {self._guards['device']}"
+        if torch.is_grad_enabled() and not self._guards["train"]:
+            own = [*tensors, *self.original.parameters()]
+            if any(x.requires_grad for x in own):
+                return "gradients are wanted, and it was tried without"
+        if self.original.training != self._guards["train"]:
+            return f"it is in {'training' if self.original.training else 'evaluation'} mode, it was not tried in it"
+        return ""
+
+
+def _listed(values: Sequence[tuple[tuple[int, ...], str]]) -> str:
+    return ", ".join(f"{dtype}{list(shape)}" for shape, dtype in values) or "nothing"
+
+
+def _versions() -> dict[str, str]:
+    from importlib.metadata import PackageNotFoundError, version
+
+    found = {"refold": environment()["refold"]}
+    for package in _VERSIONED:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def _check_free(path: Path) -> None:
+    if path.exists():
+        raise ArgumentError(f"{path} exists; name another folder")
+
+
+def _import(path: Path) -> Any:
+    name = f"refold_applied_{hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:12]}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise TargetError(f"{path} cannot be imported")
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise TargetError(f"{path}: importing it raised {type(error).__name__}: {error}") from error
+    return module
+
+
+def _share(module: torch.nn.Module, replacement: torch.nn.Module) -> None:
+    """Make the module's parameters and buffers those of the replacement."""
+    for kind in ("named_parameters", "named_buffers"):
+        own = dict(getattr(module, kind)())
+        theirs = dict(getattr(replacement, kind)())
+        if {k: v.shape for k, v in own.items()} != {k: v.shape for k, v in theirs.items()}:
+            raise TargetError(
+                f"the replacement has {kind.split('_')[1]} {', '.join(theirs) or 'none'}, the module {', '.join(own)}; "
+                "it cannot share them"
+            )
+        for name, value in own.items():
+            *path, last = name.split(".")
+            owner = replacement.get_submodule(".".join(path))
+            store = owner._parameters if kind == "named_parameters" else owner._buffers
+            store[last] = value
+    replacement.train(module.training)

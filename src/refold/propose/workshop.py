@@ -1,0 +1,301 @@
+"""Where programs in index notation and choices are tried: in this process, since they are data and no code.
+
+The layer is the user's own. What is proposed for it is parsed, lowered and compiled by refold alone, checked against
+float64 like the compiler's own rewrites, and timed against everything that is at hand without it: eager,
+``torch.compile``, and refold by itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import json
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .. import targets
+from ..compiler.backend import compile as refold_compile
+from ..compiler.backend import environment
+from ..compiler.choices import INDUCTOR, Choices
+from ..compiler.compile_time import RIVAL_S
+from ..compiler.notation.regions import Region, regions
+from ..compiler.notation.rules import Rule, replacement
+from ..compiler.pipeline import NAMES
+from ..errors import ArgumentError, CompileError, ProgramError, RefoldError, TargetError
+from ..ops.spec import OPERATORS
+from ..report import Report
+from ..verify import Race, check, race
+from ..verify.ceilings import ceilings
+from ..verify.timing import median_ms
+from ..verify.trial import Program, Terms
+from .protocol import Attempt, Proposal
+
+Run = Callable[..., Any]
+_COMPILES = 1 << 14
+
+
+class Workshop:
+    """A layer with its inputs, and what is known of it.
+
+    Args:
+        original: The layer's source.
+        terms: Its dtype, device, and whether gradients count.
+        folder: Where the source is written to, to be imported.
+    """
+
+    def __init__(self, original: Program, terms: Terms, folder: Path) -> None:
+        if original.attribute != "Model":
+            raise TargetError(f"programs and plans are for a file that defines Model, not {original.attribute}")
+        path = folder / "original.py"
+        path.write_text(original.text)
+        self.terms = terms
+        self.module, self.inputs = targets.load(str(path), device=terms.device, dtype=terms.dtype, seed=0)
+        self.module.train(terms.train)
+        self.device = torch.device(terms.device)
+        with self._mode():
+            targets.check_runs(original.name, self.module, self.inputs)
+
+    # What is known of the layer
+
+    @property
+    def regions(self) -> list[Region]:
+        """Its regions in index notation."""
+        return self._looked[0]
+
+    @cached_property
+    def _looked(self) -> tuple[list[Region], float]:
+        with self._mode():
+            return regions(self.module, self.inputs)
+
+    @cached_property
+    def default(self) -> tuple[Run, Report]:
+        """What refold makes of it by itself."""
+        return self._compiled()
+
+    @cached_property
+    def rivals(self) -> dict[str, tuple[Run, float]]:
+        """What there is without any proposal, with a first time of each."""
+        found: dict[str, Run] = {"eager": self._call(self.module)}
+        with contextlib.suppress(Exception):  # Inductor's failures have no common type
+            if self._looked[1] > RIVAL_S:
+                raise CompileError(f"Inductor would take about {self._looked[1]:.0f} s for it")
+            found["torch.compile"] = self._call(torch.compile(self.module))
+            found["torch.compile"]()
+        mine, report = self.default
+        if any(graph.chosen == "refold" for graph in report.graphs):
+            found["refold"] = self._call(mine)
+        return {name: (run, median_ms(run, self.device, budget_s=0.3, most=5)) for name, run in found.items()}
+
+    def describe(self) -> dict[str, Any]:
+        """Return what a request says of the layer beside its source."""
+        report = self.default[1]
+        rows = [row for graph in report.graphs for row in graph.rewrites]
+        found = {
+            "regions": [{**region.to_dict(), **self._floor(region)} for region in self.regions],
+            "choices": {
+                "passes": list(NAMES),
+                "places": [
+                    {"key": row.key, "pass": row.name, "detail": row.detail, "status": row.status} for row in rows
+                ],
+                "operators": {name: ["backend", "chunk_size"] if name == "ssd" else ["backend"] for name in OPERATORS},
+                "inductor": {name: list(values) for name, values in INDUCTOR.items()},
+            },
+            "times_ms": {name: round(ms, 6) for name, (_, ms) in self.rivals.items()},
+            "roofline": self.roofline,
+        }
+        return found
+
+    @cached_property
+    def roofline(self) -> dict[str, float]:
+        """What this machine does at best, measured: operations of a matrix product and bytes of a copy, a second."""
+        return ceilings(self.device, getattr(torch, self.terms.dtype))
+
+    def _floor(self, region: Region) -> dict[str, float]:
+        """Return the least time that a region's bytes take."""
+        return {"least_ms": region.least_bytes / self.roofline["bytes_per_s"] * 1e3}
+
+    # Trials
+
+    def tried(self, proposal: Proposal, number: int) -> tuple[Attempt, dict[str, Any]]:
+        """Try a program or a plan.
+
+        Args:
+            proposal: Of kind ``program`` or ``plan``.
+            number: How many were tried before; the chance of error is shared among all.
+
+        Returns:
+            What came of it, and the evidence; of an accepted program that holds its rule.
+        """
+        start = time.perf_counter()
+        text, kind = proposal.text, proposal.kind
+        evidence: dict[str, Any] = {"kind": kind, "environment": environment(), "terms": asdict(self.terms)}
+        try:
+            if kind == "program":
+                rule = self.rule(text, f"proposal {number}")
+                evidence["rule"] = rule.to_dict()
+                reason = self._same(rule)
+                run, report = (None, None) if reason else self._compiled(rules=(rule,))
+            else:
+                choices = self.choices(text)
+                evidence["choices"] = choices.to_dict()
+                reason = ""
+                run, report = self._compiled(choose=choices)
+        except (ArgumentError, CompileError) as error:
+            return Attempt(text, "refused", "grammar", str(error), kind=kind), evidence
+        if reason or run is None or report is None:
+            return Attempt(text, "refused", "grammar", reason, kind=kind), evidence
+        evidence["report"] = report.to_dict()
+        attempt = self._judged(proposal, number, run, report)
+        evidence |= {"outcome": attempt.outcome, "check": attempt.check, "reason": attempt.reason,
+                     "speedup": attempt.speedup, "at_least": attempt.at_least, "against": attempt.against,
+                     "seconds": round(time.perf_counter() - start, 3)}  # fmt: skip
+        return attempt, evidence
+
+    def _judged(self, proposal: Proposal, number: int, run: Run, report: Report) -> Attempt:
+        def refused(check: str, reason: str, timed: Race | None = None, against: str = "") -> Attempt:
+            numbers = (timed.speedup, timed.at_least) if timed else (0.0, 0.0)
+            return Attempt(proposal.text, "refused", check, reason, *numbers, kind=proposal.kind, against=against)
+
+        if proposal.kind == "program":
+            rows = [row for row in report.rewrites if ":proposal " in row.site]
+            if not rows:
+                notes = [note for graph in report.graphs for note in graph.notes if note.startswith("rule ")]
+                return refused("grammar", notes[0] if notes else "its region is not found in the compiled graph")
+            if not any(row.status == "applied" for row in rows):
+                reason = rows[0].reason
+                return refused("T7" if "faster" in reason else "N1", reason)
+        if failure := self._wrong(run, report):
+            return refused("N1", failure)
+        if self.terms.accept == "right":
+            return Attempt(proposal.text, "accepted", kind=proposal.kind)
+        ours = self._call(run)
+        # Against the best of what needs no refold, which gives the figure; and against refold by itself.
+        plain = {name: found for name, found in self.rivals.items() if name != "refold"}
+        against = min(plain, key=lambda name: plain[name][1])
+        result = None
+        for name in (against, *(["refold"] if "refold" in self.rivals else [])):
+            timed = race(self.rivals[name][0], ours, self.device, tried=number + 1)
+            result = result or timed
+            if not timed.faster:
+                words = f"{timed.speedup:.3f}x of {name}, at least {timed.at_least:.3f}x, after {timed.pairs} pairs"
+                busy = f" ({timed.busy})" if timed.busy else ""
+                return refused("T7", f"not shown to be more than 2% faster: {words}{busy}", timed, name)
+        numbers = (result.speedup, result.at_least) if result else (0.0, 0.0)
+        return Attempt(proposal.text, "accepted", "", "", *numbers, kind=proposal.kind, against=against)
+
+    def rule(self, text: str, name: str) -> Rule:
+        """Read a proposed program as a rule for the region it names.
+
+        Raises:
+            ProgramError: It is outside the grammar or does not fit the region.
+        """
+        data = _object(text)
+        named = data.get("region")
+        if not self.regions:
+            raise ProgramError("this layer has no region that index notation can say; propose a source")
+        known = {region.name: region for region in self.regions}
+        if named is None:
+            region = self.regions[-1]
+        elif named in known:
+            region = known[named]
+        else:
+            raise ProgramError(f"region must be one of {', '.join(known)}, not {named!r:.80}")
+        program = (
+            data["program"] if "program" in data else {k: v for k, v in data.items() if k not in ("region", "kind")}
+        )
+        return Rule(name, region.program, replacement(region.program, program))
+
+    def choices(self, text: str) -> Choices:
+        """Read proposed choices.
+
+        Raises:
+            ArgumentError: Something in them is not to be chosen.
+        """
+        data = _object(text)
+        return Choices.read(data["plan"] if "plan" in data else {k: v for k, v in data.items() if k != "kind"})
+
+    @staticmethod
+    def _same(rule: Rule) -> str:
+        """Say so if a program is the region as it is."""
+        return "it is the region as it is" if str(rule.program) == str(rule.region) else ""
+
+    def _compiled(self, **options: Any) -> tuple[Run, Report]:
+        accept = "always" if self.terms.accept == "right" else "faster"
+        compiled = refold_compile(
+            self.module, accept=accept, cache=False, strict=bool(options), dynamic=False, **options
+        )
+        try:
+            with self._mode():
+                compiled(*self.inputs)
+        except RefoldError:
+            raise
+        except Exception as error:
+            raise CompileError(f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}") from error
+        return compiled, compiled.report
+
+    def _wrong(self, run: Run, report: Report) -> str:
+        """Compare a program as a whole with the original against float64; say what is wrong."""
+        wide = copy.deepcopy(self.module).double()
+        terms = max([1, *(region.program.terms() for region in self.regions)])
+
+        def flat(module: Run) -> Callable[..., Any]:
+            def call(*tensors: Any) -> list[torch.Tensor]:
+                with torch.no_grad():
+                    return _tensors(module(*tensors))
+
+            return call
+
+        def reference(*tensors: Any) -> list[torch.Tensor]:
+            with torch.no_grad():
+                return _tensors(wide(*(x.double() if _floating(x) else x for x in tensors)))
+
+        with torch.random.fork_rng(devices=[]):
+            found = check(
+                flat(self.module), flat(run), reference, self.inputs, self.inputs, terms=terms, multilinear=False
+            )
+        return found.reason
+
+    def _call(self, run: Run) -> Run:
+        """Return one call on the layer's inputs, with its gradients if they count."""
+
+        def call() -> object:
+            with self._mode():
+                out = run(*self.inputs)
+                roots = [y for y in _tensors(out) if y.requires_grad]
+                if self.terms.train and roots:
+                    leaves = [p for p in self.module.parameters() if p.requires_grad]
+                    torch.autograd.grad(roots, leaves, [torch.ones_like(y) for y in roots], allow_unused=True)
+                return out
+
+        return call
+
+    @contextlib.contextmanager
+    def _mode(self) -> Iterator[None]:
+        # Each proposal compiles the same code once more, and all that were compiled stay in use.
+        limits = torch._dynamo.config.patch(recompile_limit=_COMPILES, accumulated_recompile_limit=_COMPILES)
+        with torch.set_grad_enabled(self.terms.train), limits:
+            yield
+
+
+def _object(text: str) -> dict[str, Any]:
+    try:
+        data = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ProgramError(f"it is no JSON: {error}") from None
+    if not isinstance(data, dict):
+        raise ProgramError(f"it must be an object, not {text[:80]!r}")
+    return data
+
+
+def _tensors(out: Any) -> list[torch.Tensor]:
+    return [x for x in torch.utils._pytree.tree_leaves(out) if isinstance(x, torch.Tensor)]
+
+
+def _floating(x: Any) -> bool:
+    return isinstance(x, torch.Tensor) and x.is_floating_point()

@@ -1,0 +1,165 @@
+"""The kernels for one token equal their definition; without a GPU they are interpreted, in a process of their own."""
+
+import dataclasses
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+from refold.models.checkpoint import random_params
+from refold.models.torch import layers, model_for, steps, take_layers_apart, to_device
+from support.models import CONFIGS
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cpu" if INTERPRETED or not torch.cuda.is_available() else "cuda"
+here = pytest.mark.skipif(DEVICE == "cpu" and not INTERPRETED, reason="runs interpreted, in a process of its own")
+SHAPES = [  # rows, dtype, size, group, outputs: one row in any dtype, several in 16 bits, sizes that nothing divides
+    (1, torch.float32, 48, None, 37),
+    (1, torch.float32, 96, 32, 40),
+    (1, torch.bfloat16, 33, None, 5),
+    (3, torch.bfloat16, 48, None, 37),
+    (2, torch.bfloat16, 96, 32, 70),
+    (5, torch.float16, 40, None, 9),
+]
+
+
+def kernels():
+    from refold.models.torch import kernels
+
+    return kernels
+
+
+def bound(dtype: torch.dtype, rows: int) -> float:
+    """Allow what inputs lose that are rounded to the weight's dtype; one row is not rounded."""
+    return 2e-6 if rows == 1 else 4 * torch.finfo(dtype).eps
+
+
+def assert_close(found: Tensor, exact: Tensor, allowed: float) -> None:
+    error = (found.double() - exact.double()).norm() / exact.double().norm()
+    assert error <= allowed, float(error)
+
+
+def random(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(*shape, device=DEVICE).to(dtype)
+
+
+@pytest.mark.skipif(INTERPRETED or DEVICE == "cuda", reason="this is that process, or there is a GPU")
+def test_interpreted() -> None:
+    command = [sys.executable, "-m", "pytest", __file__, "-x", "--tb=short", "-p", "no:cacheprovider"]
+    done = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "passed" in done.stdout
+
+
+@here
+@pytest.mark.parametrize(("rows", "dtype", "size", "group", "outputs"), SHAPES)
+@pytest.mark.parametrize("before", ["norm", "gate", "nothing"])
+def test_product(rows, dtype, size, group, outputs, before) -> None:
+    gated = before == "gate"
+    x, weight, bias = random(rows, size * (1 + gated)), random(outputs, size, dtype=dtype), random(outputs)
+    norm = random(size, dtype=dtype) if before == "norm" else None
+    exact = {"norm": None if norm is None else norm.double(), "eps": 1e-5, "group_size": group, "gated": gated}
+    expected = steps.project(x.double().cpu(), weight.double().cpu(), bias.double().cpu(), **{
+        name: value.cpu() if isinstance(value, Tensor) else value for name, value in exact.items()
+    }).to(DEVICE)  # fmt: skip
+    assert kernels().takes(x, weight, group)
+    arguments = (x, weight, bias, norm, 1e-5, group, gated)
+    assert_close(kernels().project(*arguments), expected, bound(dtype, rows))
+    hidden = random(rows, outputs)
+    before_sum = hidden.clone()
+    kernels().project(*arguments, onto=hidden, scale=0.5)
+    assert_close(hidden, before_sum.double() + 0.5 * expected, bound(dtype, rows))
+
+
+@here
+@pytest.mark.parametrize(("rows", "dtype"), [(1, torch.float32), (3, torch.bfloat16)])
+@pytest.mark.parametrize("width", [2, 4])
+def test_product_and_convolution(rows, dtype, width) -> None:
+    outputs, size, channels, first = 40, 48, 20, 9
+    x, weight, norm = random(rows, size), random(outputs, size, dtype=dtype), random(size, dtype=dtype)
+    window, taps = random(rows, channels, width - 1, dtype=dtype), random(channels, width, dtype=dtype)
+    bias, active = random(channels, dtype=dtype), torch.tensor([True, False, True], device=DEVICE)[:rows]
+    moved = window.double().cpu()
+    expected = steps.project_and_convolve_(
+        x.double().cpu(), weight.double().cpu(), None, norm=norm.double().cpu(), eps=1e-5, window=moved,
+        taps=taps.double().cpu(), taps_bias=bias.double().cpu(), first=first, active=active.cpu(),
+    )  # fmt: skip
+    still = window[1].clone() if rows > 1 else None
+    found = kernels().project(x, weight, None, norm, 1e-5, None, False, (window, taps, bias, active, first))
+    assert_close(found.cpu(), expected, bound(dtype, rows))
+    assert_close(window.cpu(), moved, bound(dtype, rows) + torch.finfo(dtype).eps)
+    if still is not None:
+        assert torch.equal(window[1], still)
+
+
+@here
+def test_scan() -> None:
+    b, h, p, n, g = 3, 6, 16, 12, 3
+    x, z, B, C, dt = random(b, h, p), random(b, h, p), random(b, g, n), random(b, g, n), random(b, h)
+    A_log, D, bias, state = random(h), random(h), random(h), random(b, h, p, n)
+    active = torch.tensor([True, False, True], device=DEVICE)
+    arrays = [a.double().cpu() for a in (x, B, C, dt, z, A_log, D, bias)]
+    moved = state.double().cpu()
+    expected = steps.ssd_(*arrays, (0.3, 0.9), moved, active.cpu())
+    found = kernels().ssd_(x, B, C, dt, z, A_log, D, bias, (0.3, 0.9), state, active)
+    assert_close(found[active].cpu(), expected[active.cpu()], 1e-5)
+    assert_close(state.cpu(), moved, 1e-5)
+
+
+@here
+def test_sum_and_norm() -> None:
+    hidden, mixed, weight = random(2, 4, 48), random(2, 4, 48), random(48)
+    sums, normed = layers.add_norm(hidden.double().cpu(), mixed.double().cpu(), weight.double().cpu(), 1e-5, 0.3)
+    found = kernels().add_norm_(hidden, mixed, weight, 1e-5, 0.3)
+    assert_close(hidden.cpu(), sums, 1e-6)
+    assert_close(found.cpu(), normed, 1e-6)
+
+
+@here
+def test_likeliest_token_and_the_books() -> None:
+    logits = random(3, 10_001)
+    logits[0, [5, 9000]] = 50.0  # of equals the first
+    logits[1] = -torch.inf
+    logits[1, 10_000] = -3.0
+    token = torch.zeros(3, dtype=torch.int64, device=DEVICE)
+    tokens = torch.full((3, 4), 7, dtype=torch.int32, device=DEVICE)
+    count = torch.ones(3, dtype=torch.int32, device=DEVICE)
+    done = torch.tensor([False, False, True], device=DEVICE)
+    active = torch.zeros(3, dtype=torch.bool, device=DEVICE)
+    stop = torch.tensor([5, -1], dtype=torch.int32, device=DEVICE)
+    kernels().take(logits, token, tokens, count, done, active, stop, True)
+    assert token.tolist() == [5, 10_000, int(logits[2].argmax())]
+    assert tokens.tolist() == [[7, 5, 7, 7], [7, 10_000, 7, 7], [7, -1, 7, 7]]
+    assert (count.tolist(), done.tolist()) == ([2, 2, 2], [True, False, True])
+    assert active.tolist() == [True, True, False]  # the token that ends a row is read
+
+
+@here
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_token_of_each_model(name: str, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    few = {"kinds": ("mamba", "attention")} if name == "granite" else {"nlayers": 1}  # interpreting takes its time
+    config, model = dataclasses.replace(CONFIGS[name], **few), model_for(CONFIGS[name])
+    dtype = torch.float32 if rows == 1 else torch.bfloat16
+    params = take_layers_apart(to_device(random_params(config, dtype=str(dtype).removeprefix("torch.")), DEVICE))
+    room = {"capacity": 8} if "k" in model.init_state(config, 1) else {}
+    results = []
+    for fused in (False, True):
+        monkeypatch.setattr(steps, "kernels", lambda _, fused=fused: kernels() if fused else None)
+        state = model.init_state(config, rows, dtype, device=DEVICE, **room)
+        active = torch.tensor([True, False, True], device=DEVICE)[:rows]
+        logits = [
+            model.step_(config, params, torch.arange(rows, device=DEVICE) + i, state, active=active) for i in range(2)
+        ]
+        results.append((logits[-1][active], state))
+    (expected, before), (found, after) = results
+    allowed = 1e-4 if rows == 1 else 0.06  # bfloat16: the definition rounds between operators, the kernels do not
+    assert_close(found, expected, allowed)
+    assert after["length"].tolist() == [2, 0, 2][:rows]
+    for part in ("conv", "ssm"):
+        assert_close(after[part], before[part], allowed)
+        assert rows == 1 or not after[part][:, 1].any()

@@ -1,0 +1,311 @@
+"""Generation with PyTorch: streaming, stopping, sampling, conversations, gradients of the models, bad input."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+
+from refold.errors import ArgumentError, CapacityError, CheckpointError, DeviceError
+from refold.generate.sampling import Sampling, uniforms
+from refold.generate.torch import NO_TOKEN, Generator, _Kind, _settings, choose
+from refold.models.checkpoint import random_params
+from refold.models.torch import model_for, take_layers_apart, to_device
+from support.models import CONFIGS, GRANITE, MAMBA2
+
+PROMPTS = [[1, 2, 3], [4, 5, 6, 7, 8]]
+DRAWN = Sampling(temperature=0.8, top_k=20, top_p=0.9, min_p=0.01, repetition_penalty=1.2, seed=7)
+GREEDY = Sampling(repetition_penalty=1.5)
+
+
+@pytest.fixture(scope="module")
+def generators() -> dict[str, Generator]:
+    return {name: Generator(config, random_params(config)) for name, config in CONFIGS.items()}
+
+
+def collect(parts) -> np.ndarray:
+    return np.concatenate(list(parts), axis=1)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("sampling", [DRAWN, GREEDY], ids=["drawn", "greedy"])
+def test_streaming_does_not_change_tokens(name: str, sampling: Sampling, generators) -> None:
+    g = generators[name]
+    whole = g.generate(PROMPTS, 11, sampling=sampling)
+    parts = list(g.stream(g.read(PROMPTS), 11, sampling=sampling, every=4))
+    assert [p.shape[1] for p in parts] == [4, 4, 3]
+    assert collect(parts).tolist() == whole
+
+
+def test_rows_draw_what_they_draw_in_another_batch_of_the_same_place(generators) -> None:
+    g = generators["mamba2"]
+    assert g.generate(PROMPTS, 9, sampling=DRAWN)[0] == g.generate(PROMPTS[:1], 9, sampling=DRAWN)[0]
+    assert g.generate(PROMPTS[:1], 9, sampling=DRAWN) != g.generate(
+        PROMPTS[:1], 9, sampling=dataclasses.replace(DRAWN, seed=8)
+    )
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_resumed_conversation_equals_one_that_was_not_interrupted(name: str, generators, tmp_path) -> None:
+    g = generators[name]
+    once = g.read([[*p, 9, 10] for p in PROMPTS])
+    resumed = g.read(PROMPTS)
+    resumed.save(tmp_path / "conversation.safetensors")
+    resumed = g.read([[9, 10], [9, 10]], g.load(tmp_path / "conversation.safetensors"))
+    assert once.state["length"].tolist() == resumed.state["length"].tolist()
+    assert torch.equal(once.seen, resumed.seen)
+    assert collect(g.stream(once, 12)).tolist() == collect(g.stream(resumed, 12)).tolist()
+
+
+@pytest.mark.parametrize("name", ["mamba2", "granite"])
+def test_conversations_pass_between_torch_and_jax(name: str, generators, tmp_path) -> None:
+    pytest.importorskip("jax")
+    from refold.generate.jax import Generator as JaxGenerator
+
+    here, there = generators[name], JaxGenerator(CONFIGS[name], random_params(CONFIGS[name]))
+    expected = collect(here.stream(here.read(PROMPTS), 12, sampling=GREEDY))
+    talk = here.read(PROMPTS)
+    first = collect(here.stream(talk, 5, sampling=GREEDY))
+    talk.save(tmp_path / "talk")
+    talk = there.load(tmp_path / "talk")
+    second = collect(there.stream(talk, 4, sampling=GREEDY))
+    talk.save(tmp_path / "talk")
+    third = collect(here.stream(here.load(tmp_path / "talk"), 3, sampling=GREEDY))
+    assert np.concatenate([first, second, third], 1).tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_fork_is_independent(name: str, generators) -> None:
+    g = generators[name]
+    trunk = g.read(PROMPTS)
+    branch = trunk.fork()
+    first = collect(g.stream(trunk, 8))
+    g.read([[1], [2]], trunk)
+    assert collect(g.stream(branch, 8)).tolist() == first.tolist()
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_stopped_row_waits_for_the_others(name: str, generators) -> None:
+    g = generators[name]
+    free = g.generate(PROMPTS, 10, sampling=DRAWN)
+    stop = next(t for t in free[0] if t not in free[1])
+    conversation = g.read(PROMPTS)
+    tokens = collect(g.stream(conversation, 10, sampling=DRAWN, stop_tokens=[stop]))
+    cut = free[0].index(stop) + 1
+    assert tokens[0].tolist() == free[0][:cut] + [NO_TOKEN] * (10 - cut)
+    assert tokens[1].tolist() == free[1]
+    # The stopped row's state is the one it stopped in: going on equals a conversation of its own.
+    assert conversation.state["length"].tolist() == [len(PROMPTS[0]) + cut, len(PROMPTS[1]) + 10]
+    alone = g.read([PROMPTS[0] + free[0][:cut]])
+    both = g.read([[3], [3]], conversation)
+    g.read([[3]], alone)
+    scale = float(alone.logits.abs().max())
+    assert float((alone.logits[0] - both.logits[0]).abs().max()) <= 256 * 2**-23 * scale
+
+
+def test_all_rows_stopped_ends_early(generators) -> None:
+    g = generators["mamba2"]
+    first = g.generate([[1, 2, 3]], 1)[0][0]
+    assert [p.shape for p in g.stream(g.read([[1, 2, 3]]), 50, stop_tokens=[first], every=5)] == [(1, 1)]
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_long_prompts_are_read_in_pieces(name: str, generators, monkeypatch) -> None:
+    g = generators[name]
+    prompts = [list(range(1, 60)), [5, 6, 7], list(range(3, 36))]
+    expected = g.generate(prompts, 6)
+    monkeypatch.setattr("refold.generate.generator.PIECE", 16)
+    assert g.generate(prompts, 6) == expected
+
+
+def test_attention_in_blocks_of_queries(generators, monkeypatch) -> None:
+    g = generators["granite"]
+    expected = g.read([list(range(40))], g.read([[9, 8, 7]])).logits
+    monkeypatch.setattr("refold.models.torch.granite_hybrid.QUERY_BLOCK", 7)
+    found = g.read([list(range(40))], g.read([[9, 8, 7]])).logits
+    assert float((found - expected).abs().max()) <= 64 * 2**-23 * float(expected.abs().max())
+
+
+def test_state_dtype() -> None:
+    g = Generator(MAMBA2, random_params(MAMBA2), state_dtype="bfloat16")
+    conversation = g.read(PROMPTS)
+    collect(g.stream(conversation, 3))
+    assert conversation.state["ssm"].dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("kind", ["last", "all", "hidden"])
+def test_what_forward_returns_of_padded_rows(name: str, kind: str, generators) -> None:
+    g = generators[name]
+    tokens = torch.tensor([[1, 2, 3, 63, 62], [4, 5, 6, 7, 8]])
+    found, state = g.model.forward(g.config, g.params, tokens, lengths=[3, 5], kind=kind)
+    for row, n in enumerate((3, 5)):
+        expected, alone = g.model.forward(g.config, g.params, tokens[row : row + 1, :n], kind=kind)
+        part = found[row] if kind == "last" else found[row, :n]
+        assert float((part - expected[0]).abs().max()) <= 64 * 2**-23 * float(expected.abs().max())
+        assert kind == "last" or not found[row, n:].any()
+        assert state["length"][row] == n
+        assert torch.allclose(state["ssm"][:, row], alone["ssm"][:, 0], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", [*CONFIGS, "experts"])
+def test_gradients(name: str) -> None:
+    """The change of a loss along a random direction is what the gradients say, in float64."""
+    experts = dataclasses.replace(GRANITE, nexperts=3, experts_per_token=2, rope_theta=100.0, tied=False)
+    config = experts if name == "experts" else CONFIGS[name]
+    params = take_layers_apart(to_device(random_params(config)))
+    leaves, wide = [], {}
+
+    def widen(tree):
+        if isinstance(tree, dict):
+            return {k: widen(v) for k, v in tree.items()}
+        if isinstance(tree, tuple):
+            return tuple(map(widen, tree))
+        leaves.append(tree.double().requires_grad_())
+        return leaves[-1]
+
+    wide = widen(params)
+    tokens = torch.randint(0, config.vocab_size, (2, 9))
+    target = torch.randn(2, 9, config.d_model, dtype=torch.float64)
+
+    def loss():
+        hidden, _ = model_for(config).forward(config, wide, tokens, lengths=[9, 6], kind="hidden", state=state())
+        return (hidden * target).sum()
+
+    def state():
+        room = {"capacity": 9} if "k" in model_for(config).init_state(config, 1) else {}
+        return model_for(config).init_state(config, 2, torch.float64, torch.float64, **room)
+
+    gradients = torch.autograd.grad(loss(), leaves, allow_unused=True)  # a head that is not tied is not used
+    directions = [torch.randn_like(leaf) for leaf in leaves]
+    expected = sum(float((g * d).sum()) for g, d in zip(gradients, directions, strict=True) if g is not None)
+    values = []
+    for sign in (1, -1):
+        with torch.no_grad():
+            for leaf, direction in zip(leaves, directions, strict=True):
+                leaf += sign * (1 if sign > 0 else 2) * 1e-6 * direction
+            values.append(float(loss()))
+    assert abs((values[0] - values[1]) / 2e-6 - expected) <= 1e-4 * abs(expected)
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        Sampling(temperature=1.0),
+        Sampling(temperature=0.5),
+        Sampling(temperature=1.0, top_k=3),
+        Sampling(temperature=1.0, top_p=0.6),
+        Sampling(temperature=1.0, min_p=0.2),
+        Sampling(temperature=2.0, top_k=5, top_p=0.9, min_p=0.1, repetition_penalty=1.7),
+    ],
+    ids=str,
+)
+def test_odds_are_those_of_transformers(sampling: Sampling) -> None:
+    """Numbers spread evenly over [0, 1) draw each token as often as the warped distribution says."""
+    t = pytest.importorskip("transformers")
+    draws, seen_tokens = 20_000, [0, 2, 4]
+    logits = torch.randn(1, 11) * 2
+    scores = t.RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty)(torch.tensor([seen_tokens]), logits)
+    warpers = [t.TemperatureLogitsWarper(sampling.temperature)]
+    warpers += [t.TopKLogitsWarper(sampling.top_k)] if sampling.top_k else []
+    warpers += [t.TopPLogitsWarper(sampling.top_p), t.MinPLogitsWarper(sampling.min_p)]
+    for warp in warpers:
+        scores = warp(None, scores)
+    odds = scores.softmax(-1)[0].double()
+    seen = torch.zeros(1, 11, dtype=torch.bool)
+    seen[0, seen_tokens] = True
+    drawn = (torch.arange(draws) + 0.5) / draws
+    settings = _settings(sampling, torch.device("cpu"))
+    tokens = choose(logits.expand(draws, -1), seen.expand(draws, -1), drawn, settings, _Kind.of(sampling, 11))
+    shares = tokens.bincount(minlength=11) / draws
+    assert float((shares - odds).abs().max()) <= 2 / draws
+    assert not shares[odds == 0].any()
+
+
+def test_numbers_that_are_drawn() -> None:
+    lengths = np.array([3, 70], np.int32)
+    drawn = uniforms(5, lengths, 4000)
+    assert drawn.shape == (2, 4000)
+    assert ((drawn >= 0) & (drawn < 1)).all()
+    assert np.array_equal(drawn[:, 100:], uniforms(5, lengths + 100, 3900))  # position counts, not the call
+    assert not np.isin(drawn, uniforms(6, lengths, 4000)).any()
+    counts = np.histogram(drawn, 16, (0, 1))[0]
+    assert (np.abs(counts - 500) <= 5 * 500**0.5).all()
+
+
+@pytest.mark.parametrize(
+    ("prompts", "message"),
+    [([], "prompts is empty"), ([[1], []], "prompt 1 is empty"), ([[64]], "token id 64"), ([[1.5]], "integers")],
+)
+def test_bad_prompts(prompts, message: str, generators) -> None:
+    with pytest.raises(ArgumentError, match=message):
+        generators["mamba2"].read(prompts)
+
+
+def test_what_memory_cannot_hold_is_refused_before_any_work(generators, monkeypatch) -> None:
+    g = generators["granite"]
+    talk = g.read([[1, 2, 3]])
+    monkeypatch.setattr("refold.generate.torch.available_bytes", lambda device: 1_000)
+    monkeypatch.setattr(g.model, "forward", lambda *a, **k: pytest.fail("work was begun"))
+    for ask in (
+        lambda: g.read([list(range(60))] * 8),
+        lambda: g.read([list(range(60))], talk),
+        lambda: next(g.stream(talk, 100)),
+    ):
+        with pytest.raises(CapacityError, match=r"GiB, and 0\.0 GiB are free"):
+            ask()
+    with pytest.raises(MemoryError):
+        generators["mamba2"].read([[1]] * 10_000)
+
+
+def test_places_and_dtypes_that_are_not_there() -> None:
+    params = random_params(MAMBA2)
+    for device in ("nowhere", "cuda:99", "cuda" if not torch.cuda.is_available() else "cuda:98"):
+        with pytest.raises(DeviceError, match="cannot be used"):
+            Generator(MAMBA2, params, device=device)
+    with pytest.raises(ArgumentError, match="state_dtype"):
+        Generator(MAMBA2, params, state_dtype="int8")
+
+
+def test_lengths_that_cannot_fit(generators) -> None:
+    with pytest.raises(ArgumentError, match="max_position_embeddings"):
+        generators["granite"].generate([list(range(20))], GRANITE.max_positions)
+    conversation = generators["mamba2"].read([[1]])
+    for bad in ({"max_new_tokens": 0}, {"max_new_tokens": 2.5}, {"max_new_tokens": 4, "every": 0}):
+        with pytest.raises(ArgumentError, match="positive integers"):
+            next(generators["mamba2"].stream(conversation, **bad))
+    for tokens in ([64], [-1], ["a"], 54):
+        with pytest.raises(ArgumentError, match=r"stop.token"):
+            next(generators["mamba2"].stream(conversation, 4, stop_tokens=tokens))
+    with pytest.raises(ArgumentError, match="read nothing"):
+        next(generators["mamba2"].stream(generators["mamba2"].start(1), 1))
+
+
+@pytest.mark.parametrize("name", ["mamba2", "granite"])
+def test_a_damaged_conversation_is_refused(name: str, generators, tmp_path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    g = generators[name]
+    g.read([[1, 2]]).save(tmp_path / "c")
+    (tmp_path / "broken").write_bytes((tmp_path / "c").read_bytes()[:100])
+    with pytest.raises(CheckpointError, match="not a saved conversation"):
+        g.load(tmp_path / "broken")
+    with pytest.raises(CheckpointError, match="another model"):
+        generators["mamba"].load(tmp_path / "c")
+    whole = load_file(tmp_path / "c")
+    damaged = {"length": whole["length"] * 0 - 1, "logits": whole["logits"][:, 1:], "seen": whole["seen"].int()}
+    for part, array in damaged.items():
+        save_file({**whole, part: array.contiguous()}, tmp_path / "d")
+        with pytest.raises(CheckpointError, match=r"is damaged|another model"):
+            g.load(tmp_path / "d")
+    for missing in ("length", "seen"):
+        save_file({key: a for key, a in whole.items() if key != missing}, tmp_path / "d")
+        with pytest.raises(CheckpointError, match=r"no rows|another model"):
+            g.load(tmp_path / "d")
+
+
+@pytest.mark.parametrize(("setting", "value"), [("min_p", 1.5), ("min_p", "x"), ("repetition_penalty", 0.0),
+                                                ("repetition_penalty", float("inf"))])  # fmt: skip
+def test_sampling_refuses_by_name(setting: str, value: object) -> None:
+    with pytest.raises(ArgumentError, match=f"^{setting} must be"):
+        Sampling(**{setting: value})

@@ -1,0 +1,244 @@
+"""Gluon kernels interpreted with torch on the CPU: what they compute, without layouts, warps and time.
+
+Triton's interpreter does not know Gluon. Here the source of a module of kernels is run as plain Python, with a ``gl``
+whose tensors are torch's. Layouts are not looked at: compiling checks them. Copies arrive at once and shared memory
+begins as NaN, so that a value which was never written is found and a missing wait is not.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import math
+import sys
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+WARPS = 4
+
+
+@dataclass(frozen=True)
+class DType:
+    """An element type."""
+
+    torch: Any
+    primitive_bitwidth: int
+
+
+TYPES = {name: DType(getattr(torch, name), torch.empty(0, dtype=getattr(torch, name)).element_size() * 8)
+         for name in ("float16", "bfloat16", "float32", "int32", "int64")}  # fmt: skip
+TYPE_OF = {kind.torch: kind for kind in TYPES.values()}
+
+
+def raw(value: Any) -> Any:
+    """Return the torch tensor of a `Tensor`, and anything else as it is."""
+    return value.data if isinstance(value, Tensor) else value
+
+
+class Tensor:
+    """A tensor, or a scalar, of a kernel."""
+
+    def __init__(self, data: torch.Tensor, layout: Any = None) -> None:
+        self.data = data
+        self.type = SimpleNamespace(layout=layout)
+
+    @property
+    def shape(self) -> list[int]:
+        return list(self.data.shape)
+
+    @property
+    def dtype(self) -> DType:
+        return TYPE_OF[self.data.dtype]
+
+    def to(self, kind: DType, bitcast: bool = False) -> Tensor:
+        return Tensor(self.data.view(kind.torch) if bitcast else self.data.to(kind.torch), self.type.layout)
+
+    def __getitem__(self, index: Any) -> Tensor:
+        return Tensor(self.data[index])
+
+    def __index__(self) -> int:
+        return int(self.data)
+
+    def __bool__(self) -> bool:
+        return bool(self.data)
+
+
+def _operation(name: str) -> Any:
+    def operate(self: Tensor, other: Any) -> Any:
+        if isinstance(other, Pointer):
+            return NotImplemented
+        return Tensor(getattr(torch.as_tensor(self.data), name)(raw(other)), self.type.layout)
+
+    return operate
+
+
+for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "and", "or", "lt", "le", "gt", "ge", "eq", "ne"):
+    setattr(Tensor, f"__{_name}__", _operation(f"__{_name}__"))
+    if _name in ("add", "sub", "mul", "truediv", "floordiv", "mod"):
+        setattr(Tensor, f"__r{_name}__", _operation(f"__r{_name}__"))
+Tensor.__hash__ = object.__hash__  # type: ignore[method-assign]
+
+
+@dataclass(frozen=True)
+class Pointer:
+    """Elements of an array, by their offsets from its first."""
+
+    array: torch.Tensor
+    offset: Any = 0
+
+    @property
+    def dtype(self) -> Any:
+        return SimpleNamespace(element_ty=TYPE_OF[self.array.dtype])
+
+    def __add__(self, offset: Any) -> Pointer:
+        return Pointer(self.array, self.offset + raw(offset))
+
+
+def load(pointer: Pointer, mask: Any = None, other: Any = 0.0) -> Tensor:
+    """Read elements; what is masked is not looked at."""
+    memory = torch.as_strided(pointer.array, (pointer.array.untyped_storage().size() // pointer.array.element_size(),),
+                              (1,), 0)  # fmt: skip
+    at = torch.as_tensor(pointer.offset) + pointer.array.storage_offset()
+    keep = torch.ones((), dtype=torch.bool) if mask is None else raw(mask)
+    at, keep = torch.broadcast_tensors(at, keep)
+    assert ((at >= 0) & (at < len(memory)) | ~keep).all(), "read outside of an array"
+    found = memory[torch.where(keep, at, 0)]
+    return Tensor(torch.where(keep, found, torch.as_tensor(other, dtype=found.dtype)))
+
+
+def store(pointer: Pointer, value: Any, mask: Any = None) -> None:
+    """Write elements, in their type."""
+    memory = torch.as_strided(pointer.array, (pointer.array.untyped_storage().size() // pointer.array.element_size(),),
+                              (1,), 0)  # fmt: skip
+    at = torch.as_tensor(pointer.offset) + pointer.array.storage_offset()
+    keep = torch.ones((), dtype=torch.bool) if mask is None else raw(mask)
+    at, keep, values = torch.broadcast_tensors(at, keep, torch.as_tensor(raw(value)))
+    assert ((at >= 0) & (at < len(memory)) | ~keep).all(), "write outside of an array"
+    memory[at[keep]] = values[keep].to(memory.dtype)
+
+
+class Shared:
+    """Shared memory."""
+
+    def __init__(self, data: torch.Tensor) -> None:
+        self.data = data
+
+    @property
+    def shape(self) -> list[int]:
+        return list(self.data.shape)
+
+    @property
+    def dtype(self) -> DType:
+        return TYPE_OF[self.data.dtype]
+
+    def index(self, i: Any) -> Shared:
+        return Shared(self.data[int(i)])
+
+    def slice(self, start: int, length: int, dim: int = 0) -> Shared:
+        return Shared(self.data.narrow(dim, start, length))
+
+    def reinterpret(self, dtype: DType, shape: list[int], layout: Any) -> Shared:
+        assert (list(shape), dtype) == (self.shape, self.dtype)
+        return self
+
+    _reinterpret = reinterpret
+
+    def load(self, layout: Any) -> Tensor:
+        return Tensor(self.data.clone())
+
+    def store(self, value: Tensor) -> None:
+        assert (value.shape, value.dtype) == (self.shape, self.dtype)
+        self.data.copy_(value.data)
+
+
+def _copy(tile: Shared, pointer: Pointer, mask: Any) -> None:
+    tile.data.copy_(load(pointer, mask).data)
+
+
+def _asm(text: str, constraints: str, args: list[Tensor], dtype: DType, pure: bool, pack: int) -> Tensor:
+    function = {"ex2.approx.ftz.f32": torch.exp2, "rcp.approx.ftz.f32": torch.reciprocal}[text.split()[0]]
+    return Tensor(function(args[0].data))
+
+
+def _tf32(value: torch.Tensor) -> torch.Tensor:
+    return (value.contiguous().view(torch.int32) & -8192).view(torch.float32)
+
+
+def _mma(a: Tensor, b: Tensor, acc: Tensor, input_precision: str) -> Tensor:
+    assert input_precision == "tf32"
+    return Tensor(acc.data + _tf32(a.data) @ _tf32(b.data), acc.type.layout)
+
+
+def _layout(*args: Any, **keywords: Any) -> tuple[Any, ...]:
+    return args
+
+
+class _Language(SimpleNamespace):
+    """The names of ``gl`` for one program."""
+
+    def __init__(self, program: tuple[int, ...], grid: tuple[int, ...]) -> None:
+        super().__init__(
+            **TYPES, constexpr=lambda v: v, static_range=range, num_warps=lambda: WARPS, cdiv=self.cdiv,
+            program_id=lambda axis: Tensor(torch.tensor(program[axis])),
+            num_programs=lambda axis: Tensor(torch.tensor(grid[axis])),
+            load=load, store=store, barrier=lambda: None, inline_asm_elementwise=_asm, shared_memory_descriptor=Shared,
+            BlockedLayout=_layout, SliceLayout=_layout, DotOperandLayout=_layout, NVMMADistributedLayout=_layout,
+            SwizzledSharedLayout=_layout, DistributedLinearLayout=_layout,
+            abs=lambda v: Tensor(v.data.abs()), sum=lambda v, axis: Tensor(v.data.sum(axis, dtype=v.data.dtype)),
+            max=lambda v, axis: Tensor(v.data.amax(axis)), reshape=lambda v, shape: Tensor(v.data.reshape(shape)),
+            permute=lambda v, axes: Tensor(v.data.permute(axes)),
+            join=lambda a, b: Tensor(torch.stack([a.data, b.data], -1)),
+            convert_layout=lambda v, layout, assert_trivial=False: Tensor(v.data, layout),
+            where=lambda c, a, b: Tensor(torch.where(raw(c), raw(a), raw(b))),
+            arange=lambda low, high, layout: Tensor(torch.arange(low, high)),
+            zeros=lambda shape, kind, layout: Tensor(torch.zeros(shape, dtype=kind.torch), layout),
+            full=lambda shape, value, kind, layout: Tensor(torch.full(shape, value, dtype=kind.torch), layout),
+            minimum=lambda a, b: Tensor(torch.minimum(*_both(a, b))),
+            maximum=lambda a, b: Tensor(torch.maximum(*_both(a, b))),
+            allocate_shared_memory=lambda kind, shape, layout: Shared(
+                torch.full(shape, math.nan if kind.torch.is_floating_point else -1, dtype=kind.torch)
+            ),
+        )  # fmt: skip
+
+    @staticmethod
+    def cdiv(a: Any, b: Any) -> Any:
+        return (a + (b - 1)) // b
+
+
+def _both(a: Any, b: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    a, b = (torch.as_tensor(raw(v)) for v in (a, b))
+    kind = torch.promote_types(a.dtype, b.dtype)
+    return a.to(kind), b.to(kind)
+
+
+def run(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], consts: dict[str, Any]) -> None:
+    """Run every program of a kernel of a Gluon module, one after the other."""
+    passed = [Pointer(a) if isinstance(a, torch.Tensor) else Tensor(torch.tensor(a)) if isinstance(a, int) else a
+              for a in args]  # fmt: skip
+    for program in itertools.product(*map(range, grid)):
+        _module(kernel.fn.__module__, _Language(program, grid))[kernel.fn.__name__](*passed, **consts)
+
+
+def _module(name: str, language: _Language) -> dict[str, Any]:
+    """Return the names of a module of kernels that is run again, with ``language`` for ``gl``."""
+    names: dict[str, Any] = {"__name__": f"interpreted.{name}"}
+    text = inspect.getsource(sys.modules[name])
+    stand_ins = {"gluon": SimpleNamespace(jit=lambda f: f, constexpr_function=lambda f: f), "gl": language,
+                 "language": language, "mma_v2": _mma, "async_copy": SimpleNamespace(
+                     async_load=_copy, async_copy_global_to_shared=_copy, commit_group=lambda: None,
+                     wait_group=lambda count: None)}  # fmt: skip
+
+    def imported(module: str, *rest: Any) -> Any:
+        if module.startswith("triton."):
+            return SimpleNamespace(**stand_ins)
+        if module.startswith("refold."):
+            return SimpleNamespace(**_module(module, language))
+        return __import__(module, *rest)
+
+    builtins = vars(sys.modules["builtins"]) | {"__import__": imported}
+    names["__builtins__"] = builtins
+    exec(compile(text, name, "exec"), names)
+    return names
