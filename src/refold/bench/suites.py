@@ -85,6 +85,7 @@ SUITES = {
         Suite("fusion-example", "fusion_example", "fusion_example"),
         Suite("granite-layer", "granite_layer", "granite_layer"),
         Suite("training", "training", "training"),
+        Suite("ssd-jax", "operators_jax", "ssd_jax"),
         Suite("chunked-scan", "chunked_scan", "chunked_scan"),
         Suite("kernelbench", "kernelbench", "kernelbench"),
         Suite("compile-time", "compile_time", "compile_time"),

@@ -82,8 +82,8 @@ def granite(width: int) -> tuple[torch.nn.Module, dict[str, Program]]:
     from transformers import GraniteMoeHybridConfig
     from transformers.models.granitemoehybrid.modeling_granitemoehybrid import GraniteMoeHybridMambaLayer
 
-    sizes: dict[str, Any] = {"mamba_d_head": 64, "mamba_d_state": 128, "mamba_n_groups": 1, "mamba_chunk_size": 256, "mamba_expand": 2}
-    config = GraniteMoeHybridConfig(hidden_size=width, mamba_n_heads=2 * width // 64, **sizes)
+    sizes: dict[str, Any] = {"mamba_d_head": 64, "mamba_d_state": 128, "mamba_n_groups": 1, "mamba_chunk_size": 256}
+    config = GraniteMoeHybridConfig(hidden_size=width, mamba_n_heads=2 * width // 64, mamba_expand=2, **sizes)
     layer: Any = GraniteMoeHybridMambaLayer(config, 0)
     other = torch.nn.Module()
     other.layer = GraniteMoeHybridMambaLayer(config, 0)
