@@ -30,4 +30,5 @@ def test_loss_curves(checkpointed, autocast):
     if autocast is None:
         assert (got - own).abs().max() < 1e-3
     else:
-        assert (got - own).abs().mean() < (losses(None, "cuda", sizes=sizes) - own).abs().mean()
+        exact = losses(None, "cuda", sizes=sizes)
+        assert (got - exact).abs().mean() < 4 * (own - exact).abs().mean()

@@ -27,8 +27,9 @@ def test_loss_curves_without_code_generation(checkpointed, autocast):
     assert own[-20:].mean() < own[:20].mean() - 1  # it learns something
     if autocast is None:
         assert (got - own).abs().max() < 1e-4
-    else:  # 16 bits part ways: no further from eager than eager is from float32
-        assert (got - own).abs().mean() < (losses(None) - own).abs().mean()
+    else:  # 16 bits part ways: what counts is how far they are from float32
+        exact = losses(None)
+        assert (got - exact).abs().mean() < 4 * (own - exact).abs().mean()
 
 
 def test_loss_curve():
