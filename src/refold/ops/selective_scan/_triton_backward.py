@@ -60,7 +60,8 @@ def selective_scan_backward(
         local_consts = {name: value for name, value in consts.items() if name != "GROUP"}
         local = Launch(segments_kernel, (ngroups * group_blocks, nsegments, batch), local_consts, options)
     grid = (ngroups * group_blocks, nsegments, nrows)
-    main, exact, new_flags = Launch(kernel, grid, consts, options), None, lambda: None
+    main = Launch(kernel, grid, consts, options)
+    exact = new_flags = None
     if "GROUP" in sizes:  # The kernel with hand-made layouts leaves to the other one what is not finite.
         other = {name: value for name, value in consts.items() if name not in ("GROUP", "LANES")}
         exact = Launch(kernels._selective_scan_bwd_kernel, grid, other | {"TOKENS": sizes["GROUP"]}, options)
@@ -99,7 +100,7 @@ def selective_scan_backward(
         rows = parameters.rows()
         dA, dD, dbias = rows, rows[0, at_D:], rows[0, at_bias:]
         dB, dC = (part.rows() for part in sums)
-        flags = new_flags()
+        flags = None if new_flags is None else new_flags()
         passed = (
             stream, cu_seqlens, x, dt, A, B, C, D, z, dt_bias, decay, initial_state, dy, dstate, state, adjoint, factor,
             borders, found["x"], found["dt"], found.get("z"), found.get("decay"), found.get("initial_state"), dB, dC,
