@@ -61,7 +61,7 @@ def ssd_jax(
         compiled = jax.jit(fn).lower(*arrays).compile()
         row[f"{name}_compile_s"] = time.perf_counter() - start
         row[f"{name}_ms"] = _median_ms(compiled, arrays, rounds)
-        row[f"{name}_temporary_bytes"] = compiled.memory_analysis().temp_size_in_bytes
+        row[f"{name}_temporary_bytes"] = getattr(compiled.memory_analysis(), "temp_size_in_bytes", None)
     yield row
 
 
