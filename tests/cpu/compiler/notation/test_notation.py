@@ -399,6 +399,14 @@ def test_a_rule_that_does_not_fit_says_so():
     assert "does not fit" in notes[0]
 
 
+def test_a_program_may_not_write_much_more_than_its_region():
+    steps = [{"let": "p[b k n z]", "do": "mul", "of": ["x[b k]", "w[n k]"]},
+             {"let": "y[b]", "do": "contract", "of": ["p[b k n z]"]}]  # fmt: skip
+    big = {"inputs": {"x": "b k", "w": "n k"}, "sizes": {"z": 1 << 20}, "steps": steps, "result": "y[b]"}
+    with pytest.raises(ProgramError, match="elements; for this region at most 16777216 are allowed"):
+        Rule.from_dict({**RULE, "program": big})
+
+
 def test_random_regions_match_themselves_only_where_they_are():
     """A region of one random graph is found in it, and hardly ever in another."""
     found = 0
