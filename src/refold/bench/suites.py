@@ -84,6 +84,8 @@ SUITES = {
         Suite("cpu", "operators_cpu", "cpu"),
         Suite("fusion-example", "fusion_example", "fusion_example"),
         Suite("granite-layer", "granite_layer", "granite_layer"),
+        Suite("training", "training", "training"),
+        Suite("ssd-jax", "operators_jax", "ssd_jax"),
         Suite("chunked-scan", "chunked_scan", "chunked_scan"),
         Suite("recurrences", "recurrences", "recurrences"),
         Suite("kernelbench", "kernelbench", "kernelbench"),
