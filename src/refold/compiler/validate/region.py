@@ -135,6 +135,7 @@ def validate_region(rewrite: Rewrite, actual: Sequence[Any] | None, settings: Se
             spread=rewrite.spread,
             narrowed=narrowed,
             differentiated=rewrite.differentiated,
+            coupled=rewrite.coupled,
         )
         verdict.evidence.seconds = time.perf_counter() - start
         if not verdict.evidence.passed:

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from torch import nn
 
-from refold.compiler.inductor import Hook, Stopped, inductor
+from refold.compiler.inductor import show_graph
 from refold.compiler.notation import algebra, read
 from refold.compiler.notation.program import parse
 from refold.compiler.notation.regions import regions
@@ -176,16 +176,7 @@ def graph_of(fn, *inputs):
     found = []
 
     def backend(gm, given):
-        def visit(_, graph):
-            found.append(graph)
-            raise Stopped
-
-        hook = Hook(visit)
-        try:
-            inductor(gm, given, hook=hook)
-        except Exception:
-            if not hook.stopped:
-                raise
+        show_graph(gm, given, found.append)
         return gm
 
     torch._dynamo.reset()
