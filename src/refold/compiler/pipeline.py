@@ -70,7 +70,7 @@ def run(
     graph: Graph,
     wanted: Callable[[str], bool] = lambda _: True,
     notes: list[str] | None = None,
-    passes: Sequence[tuple[str, Pass]] = PASSES,
+    passes: Sequence[tuple[str, Pass]] | None = None,
     seen: Callable[[Rewrite], None] = lambda _: None,
     rules: Sequence[Rule] = (),
 ) -> list[Rewrite]:
@@ -80,7 +80,7 @@ def run(
         graph: An ATen graph with fake values in its metadata.
         wanted: Which sites (node names) may be rewritten.
         notes: Gets a sentence if the time for the search was over before its end, or a rule does not fit.
-        passes: The passes.
+        passes: The passes; all unless given.
         seen: Called with each rewrite as it is made, before the next one.
         rules: Rewrites that others found; before the passes.
 
@@ -99,7 +99,7 @@ def run(
     first: list[tuple[str, Pass]] = []
     if rules:
         first.append(("apply rules", lambda graph, wanted: apply_rules(graph, wanted, rules, said)))
-    for name, apply in (*first, *passes):
+    for name, apply in (*first, *(PASSES if passes is None else passes)):
         before = len(rewrites)
         for rewrite in apply(graph, in_time):
             seen(rewrite)
