@@ -1,8 +1,8 @@
 """Train a tiny Mamba-2 language model on the bytes of a text, with the layer of naive_mamba2.py as it is.
 
-``python examples/train_tiny_lm.py --text README.md`` trains eagerly and with ``backend="refold"``, from the same weights
-on the same batches, and prints both loss curves. Nothing in the model knows of refold. Options switch on gradient
-checkpointing and autocast.
+``python examples/train_tiny_lm.py --text README.md`` trains eagerly and with ``backend="refold"``, from the same
+weights on the same batches, and prints both loss curves. Nothing in the model knows of refold. Options switch on
+gradient checkpointing and autocast.
 """
 
 import argparse

@@ -199,3 +199,22 @@ def test_sequential_scan_trains():
     for a, b in zip(torch.autograd.grad(compiled(x), weights, cotangent), expected, strict=True):
         agree(a, b)
     assert len(scans(compiled.report)) >= 2, "the forward and its backward"
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_associative_scan(training):
+    """What transformers calls when it is compiled: a network, read by a matrix product."""
+    layer, _ = mamba1()
+    layer.train(training)
+    x = torch.randn(2, 20, 48, requires_grad=training)
+    compiled = refold.compile(layer, **OPTIONS)
+    with torch.set_grad_enabled(training):
+        got, expected = compiled(x), layer(x)
+    agree(got.detach(), expected.detach())
+    if training:
+        for a, b in zip(
+            *(torch.autograd.grad(y.square().sum(), [x, *layer.parameters()]) for y in (got, expected)), strict=True
+        ):
+            agree(a, b)
+    found = [row.detail for row in compiled.report.rewrites if row.status == "applied"]
+    assert any("as one selective_scan" in detail for detail in found)

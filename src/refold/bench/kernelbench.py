@@ -162,7 +162,7 @@ def kernelbench(
     seconds: float = 180.0,
     total: float = math.inf,
 ) -> Iterator[Row]:
-    """All problems of KernelBench: which get a rewrite, are right, and are faster.
+    """Time all problems of KernelBench: which get a rewrite, are right, and are faster.
 
     Args:
         folder: The folder ``KernelBench`` of a checkout.

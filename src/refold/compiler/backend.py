@@ -26,7 +26,7 @@ from ..report import GraphReport, Report
 from .choices import Choices
 from .decisions import Plan, folder_for
 from .dynamo import captures_loops, notes
-from .inductor import Compiled, Hook, Stopped, inductor
+from .inductor import Compiled, inductor, show_graph
 from .notation.rules import read_rules
 from .patience import patience
 from .private import UNAVAILABLE, as_it_is, compile_number, inductor_modes, inductor_options
@@ -317,19 +317,13 @@ def explain(module: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
             return gm
         gm = describe_captured(entry, gm)
 
-        def visit(index: int, graph: Graph) -> None:
+        def describe(graph: Graph) -> None:
             entry.loops += serial_loops(graph)
             if entry.loops and not any(note.startswith(STAYS) for note in entry.notes):
                 entry.notes += [f"{STAYS} {reason}" for reason in refusals(graph)]
             survey(entry, graph)
-            raise Stopped
 
-        hook = Hook(visit)
-        try:
-            inductor(gm, inputs, hook=hook)
-        except Exception:
-            if not hook.stopped:
-                raise
+        show_graph(gm, inputs, describe)
         return gm
 
     torch.compile(module, backend=look)(*args, **kwargs)

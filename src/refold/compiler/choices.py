@@ -48,13 +48,13 @@ class Choices:
     """What is chosen.
 
     Attributes:
-        passes: The passes that run, in this order.
+        passes: The passes that run, in this order; None for all.
         skip: Places that are not rewritten, as keys of a report's rewrites.
         operators: For each operator its ``backend`` and ``chunk_size``.
         inductor: Options of Inductor, of those in `INDUCTOR`.
     """
 
-    passes: tuple[str, ...] = NAMES
+    passes: tuple[str, ...] | None = None
     skip: tuple[str, ...] = ()
     operators: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     inductor: Mapping[str, Any] = field(default_factory=dict)
@@ -78,9 +78,9 @@ class Choices:
         if not isinstance(data, Mapping) or (unknown := data.keys() - set(known)):
             what = ", ".join(map(str, unknown)) if isinstance(data, Mapping) else f"{data!r:.80}"
             raise ArgumentError(f"choices are an object with {', '.join(known)}; not {what}")
-        passes = _names(data.get("passes", NAMES), "passes")
-        for name in passes:
-            if name not in NAMES or passes.count(name) > 1:
+        passes = _names(data["passes"], "passes") if data.get("passes") is not None else None
+        for name in passes or ():
+            if name not in NAMES or (passes or ()).count(name) > 1:
                 raise ArgumentError(f"passes must be some of {', '.join(NAMES)}, each once; not {name!r:.80}")
         operators = _mapping(data.get("operators", {}), "operators")
         for name, own in operators.items():

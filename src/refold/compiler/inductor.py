@@ -98,6 +98,29 @@ def inductor(
         return compile_fx(duplicate(gm), list(inputs), config_patches=patches or None)  # type: ignore[return-value]
 
 
+def show_graph(gm: GraphModule, inputs: Sequence[Any], look: Callable[[Graph], object]) -> None:
+    """Show the first ATen graph that Inductor makes of a Dynamo graph; generate no code.
+
+    Args:
+        gm: The graph; not changed.
+        inputs: The values that Dynamo traced with.
+        look: Called with the ATen graph, which it may edit.
+    """
+
+    def visit(index: int, graph: Graph) -> None:
+        look(graph)
+        raise Stopped
+
+    hook = Hook(visit)
+    try:
+        inductor(gm, inputs, hook=hook)
+    except Exception:
+        if hook.error is not None:
+            raise hook.error from None
+        if not hook.stopped:
+            raise
+
+
 def standalone(gm: GraphModule, inputs: Sequence[Any], options: dict[str, Any] | None = None) -> Compiled:
     """Compile a graph for exactly these inputs, apart from whatever compile is under way."""
     with apart():

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 REASONS = {
     "carries-coupled": (
-        "two carried values read one another",
-        "Only carries that do not read one another are scans; stack them if they are alike.",
+        "carried values read one another, and are no small linear system",
+        "Up to four carries of one shape that read one another linearly are a scan; make the others depend on fewer.",
     ),
     "carry-dtype": (
         "the state is not floating point, or its shape is not known",

@@ -103,6 +103,7 @@ def check(
     seed: int = 0,
     narrowed: Program | None = None,
     differentiated: Sequence[bool] = (),
+    coupled: int = 1,
 ) -> Evidence:
     """Compare a candidate with the original at level "quick".
 
@@ -118,6 +119,7 @@ def check(
         seed: Seeds the random inputs.
         narrowed: The original with float32 in place of float64, from the same inputs; None if there is none.
         differentiated: For each input, whether its gradient is among the results, which end with these.
+        coupled: How many values a recurrence carries that depend on one another.
 
     Returns:
         The evidence; ``passed`` only if every kind passed.
@@ -165,7 +167,8 @@ def check(
         for at, x in enumerate(leaves, len(os) - len(leaves)):
             os[at] = torch.where(x.isfinite(), os[at], math.nan)  # the gradient at an infinity is not used
             # A step whose state is infinite already may get a NaN where the original has the gradient of nothing: zero.
-            spare[at] = x.numel() // max(x.shape, default=1)
+            # Coupled values pass that on to one another, one step at a time.
+            spare[at] = coupled * x.numel() // max(x.shape, default=1)
         found = list(map(_where_finite, os, ys, bounds, spare))
         evidence.kinds.append(min(found, key=lambda one: (one.passed, -one.error / (one.bound or 1.0))))
     return evidence
@@ -347,7 +350,7 @@ def compare(
 def _where_finite(o: torch.Tensor, y: torch.Tensor, known: float, spare: int) -> KindResult:
     """Compare a candidate with the original where that is finite; each may be as far off as was found before.
 
-    As many elements as ``spare``, one position along the longest axis, may not be finite where the original's are.
+    As many elements as ``spare``, a few positions along the longest axis, may not be finite where the original's are.
     """
     _, o, y = _finite_only(o, o, y)
     if 0 < int((~y.isfinite()).sum()) <= spare:

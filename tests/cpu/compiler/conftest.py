@@ -8,7 +8,7 @@ import torch
 
 from refold.compiler.dynamo import captures_loops, notes
 from refold.compiler.dynamo.loop import CapturedLoop
-from refold.compiler.inductor import Hook, Stopped, bind, inductor
+from refold.compiler.inductor import bind, show_graph
 from refold.compiler.ir.evaluate import evaluate
 from refold.compiler.ir.metadata import stale
 from refold.compiler.ir.rewrite import Rewrite
@@ -54,18 +54,12 @@ def rewritten():
         def backend(gm, example_inputs):
             graphs = []
 
-            def visit(index, graph):
+            def rewrite(graph):
                 twin = copy.deepcopy(graph)
                 twin.owning_module = graph.owning_module
                 graphs.extend([twin, graph, run(graph, wanted)])
-                raise Stopped
 
-            hook = Hook(visit)
-            try:
-                inductor(gm, example_inputs, hook=hook)
-            except Exception:
-                if not hook.stopped:
-                    raise
+            show_graph(gm, example_inputs, rewrite)
             original, graph, rewrites = graphs
             values = bind(original, example_inputs)
             assert values is not None

@@ -75,7 +75,7 @@ def test_half_precision(dtype, launched):
 @interpreted
 @pytest.mark.parametrize("name", ["all_t17", "packed_empty"])
 def test_values_that_are_not_finite(name, launched):
-    """What the matrix units spread over the tokens of a group is written again by the plain kernel."""
+    """What is not finite stays at its tokens."""
     check("nonfinite_gradients", given(name), "triton")
     check("zero_decay", given(name), "triton")
     assert "_selective_scan_bwd_lanes_kernel" in launched
@@ -113,7 +113,7 @@ def test_kernel_compiles(dstate, monkeypatch):
             signature[name] = "*bf16" if name in halves else "*fp32"
         else:
             signature[name] = "i32"
-    source = runtime.GluonASTSource(launch.kernel, signature, constexprs=constants)
+    whole = {(i,): [["tt.divisibility", 16]] for i, kind in enumerate(signature.values()) if kind != "constexpr"}
+    source = runtime.GluonASTSource(launch.kernel, signature, constexprs=constants, attrs=whole)
     kernel = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=dict(launch.options))
     assert 2 * (kernel.metadata.shared + 1024) <= 228 * 1024
-    assert "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32" in kernel.asm["ptx"]

@@ -38,7 +38,8 @@ _CONVERT = torch.ops.prims.convert_element_type.default
 _HALF = (torch.bfloat16, torch.float16)
 _DEVICES = ("cpu", "cuda")
 # What Dynamo itself writes into a graph for ``with torch.autocast(...)``.
-_ENTER, _EXIT = (getattr(torch.amp.autocast_mode, name, None) for name in ("_enter_autocast", "_exit_autocast"))
+_ENTER: Any = getattr(torch.amp.autocast_mode, "_enter_autocast", None)
+_EXIT: Any = getattr(torch.amp.autocast_mode, "_exit_autocast", None)
 _PRODUCTS = (aten.mul.Tensor, aten.sum.dim_IntList)
 
 
@@ -59,14 +60,13 @@ def find_rewrites(
     part: Any = gm.get_submodule(".".join(path))
     if not _worth_a_look(part):
         return None
+    found: BeforeAutograd | None = None
     try:
         found = BeforeAutograd(duplicate(part), wanted)
+        reasons = [f"{what} stays as it is: {reason}" for what, reason in found.refused.items()]
     except Exception as error:  # what cannot be traced once more has no common error
         reason = (str(error).splitlines() or [""])[0]
         reasons = [f"nothing was rewritten before autograd: {type(error).__name__}: {reason}"]
-        found = None
-    else:
-        reasons = [f"{what} stays as it is: {reason}" for what, reason in found.refused.items()]
     notes += [reason for reason in reasons if reason not in notes]
     return found if found is not None and found.rewrites else None
 
@@ -291,18 +291,21 @@ def _widen_products(graph: Graph) -> None:
         if node not in widened:
             build = Builder(node.next)
             if node.op == "call_function" and (is_view(node) or node.target in _PRODUCTS) and not node.kwargs:
-                parts = [widen(x) if is_tensor(x) and value(x).dtype in _HALF else x for x in node.args]
+                parts = [wide(x) for x in node.args]
                 widened[node] = build.restride(build.call(node.target, parts), value(node))
             else:
                 widened[node] = build.call(_CONVERT, (node, torch.float32))
         return widened[node]
 
+    def wide(x: Any) -> Any:
+        return widen(x) if is_tensor(x) and value(x).dtype in _HALF else x
+
     for node in graph.find_nodes(op="call_function", target=aten.mul.Tensor):
         if value(node).dtype == torch.float32 and node not in widened.values():
-            node.args = tuple(widen(x) if is_tensor(x) and value(x).dtype in _HALF else x for x in node.args)
+            node.args = tuple(map(wide, node.args))
     for node in graph.find_nodes(op="call_function", target=_CONVERT):
-        source, dtype = node.args
-        if dtype == torch.float32 and value(source).dtype in _HALF and widened.get(source) is not node:
+        source: Any = node.args[0]
+        if value(node).dtype == torch.float32 and value(source).dtype in _HALF and widened.get(source) is not node:
             new = widen(source)
             if same_strides(value(new), value(node)):
                 node.replace_all_uses_with(new)
@@ -339,8 +342,8 @@ def _trace(gm: GraphModule) -> tuple[Graph, dict[Node, Node], set[Node], dict[No
     alive = set(graph.nodes)
     named = {node: aten for node, aten in named.items() if aten in alive}
     with mode, torch.enable_grad():
-        leaves = [x.requires_grad_(_asks(y)).view_as(x) if _asks(y) else x for x, y in zip(fakes, examples, strict=True)]
-        keeping.run(*leaves)
+        pairs = zip(fakes, examples, strict=True)
+        keeping.run(*(x.requires_grad_().view_as(x) if _asks(like) else x for x, like in pairs))
     return graph, named, constants, keeping.needs
 
 

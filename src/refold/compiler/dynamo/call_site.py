@@ -134,5 +134,6 @@ def example(node: Node) -> torch.Tensor:
 def storage(node: Node) -> Any:
     """Return what tells whether two nodes share memory."""
     x = node.meta.get("example_value")
-    own = isinstance(x, torch.Tensor) and not is_batchedtensor(x)  # those are a vmap's own
-    return x.untyped_storage()._cdata if own else id(node)
+    if not isinstance(x, torch.Tensor) or is_batchedtensor(x):  # those are a vmap's own
+        return id(node)
+    return x.untyped_storage()._cdata

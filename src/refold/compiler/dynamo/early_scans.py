@@ -1,12 +1,12 @@
 """Recurrences that a Dynamo graph holds otherwise than as a loop become scans, before autograd.
 
 ``torch``'s ``associative_scan`` is a network that combines neighbours in time: written out by Dynamo
-(``combine_mode="generic"``), or one operation with a graph of its own. So are scans by doubling and by trees that people
-write themselves; `refold.compiler.recurrence.prefix` reads them all. In training, scans whose states are only contracted
-are replaced here as well, by operators that bring their own backward: after autograd the states are also read by theirs.
+(``combine_mode="generic"``), or one operation with a graph of its own. So are scans by doubling and by trees that
+people write themselves; `refold.compiler.recurrence.prefix` reads them all. After autograd, or after Inductor has
+decomposed what moves tensors, they would be hard to read.
 
-What moves, multiplies, adds and contracts tensors is traced to ATen, apart from the rest of the graph. Passes work on
-that, and what they have changed is put back: from the nodes that both programs read to those that depend on the change.
+What moves, multiplies and adds tensors is traced to ATen, apart from the rest of the graph. Recurrences are replaced
+there, and what has changed is put back: from the nodes that both programs read to those that depend on the change.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from ..inductor import duplicate
 from ..ir.builder import Builder, downstream, upstream
 from ..ir.fx import concrete, value
 from ..ir.rewrite import Rewrite, source_line
-from ..passes.contract_scans import contract_scans
 from ..recurrence.affine import Affine, Loop, LoopVectorizer
 from ..recurrence.prefix import Found, recurrences
 from ..recurrence.replace import SCANS
@@ -37,20 +36,19 @@ from .mutation import changed_in_place
 
 aten = torch.ops.aten
 
-# A network of eight steps has this many slices and products; a graph with fewer has none.
-_FEWEST = 4
+# A network of eight steps has this many levels; what is combined less often is none.
+_FEWEST = 3
 _SLICES = {"getitem", "slice", "narrow", "pad", "constant_pad_nd"}
 _PRODUCTS = {"mul", "mul_", "imul", "multiply", "addcmul", "addcmul_"}
 _IN_PLACE = {"setitem", "copy_", "mul_", "imul", "addcmul_", "add_", "iadd"}
-_CONTRACTIONS = {"sum", "einsum", "matmul", "bmm", "__matmul__", "__rmatmul__"}
-_TRACED = _SLICES | _PRODUCTS | _IN_PLACE | _CONTRACTIONS | {
+_TRACED = _SLICES | _PRODUCTS | _IN_PLACE | {
     "select", "cat", "concat", "concatenate", "stack", "view", "reshape", "flatten", "unflatten", "unsqueeze",
     "squeeze", "movedim", "moveaxis", "transpose", "permute", "flip", "swapaxes", "chunk", "split", "unbind", "clone",
     "contiguous", "expand", "to", "float", "size", "type_as", "zeros_like", "ones_like", "new_zeros", "new_ones",
-    "zeros", "ones", "add", "sub", "neg", "exp", "cumsum", "_to_copy", "alias", "detach",
+    "zeros", "ones", "add", "sub", "neg", "exp",
 }  # fmt: skip
 _VMAP = "torch._functorch.predispatch"
-WHY = "its states are combined pair by pair, or written only to be contracted"
+WHY = "its states are combined pair by pair, in passes over all of memory"
 
 
 # PyTorch's own operation ----------------------------------------------------------------------
@@ -140,39 +138,52 @@ def early_scans(gm: GraphModule, training: bool) -> list[EarlyScan]:
         gm: The graph; only `EarlyScan.splice` changes it.
         training: Whether autograd comes after.
     """
-    nodes = _candidates(gm, training)
+    nodes = _candidates(gm)
     traced = _trace(gm, nodes) if nodes else None
     if traced is None:
         return []
     after = copy.deepcopy(traced.graph)
     after.owning_module = traced.graph.owning_module
     twins = dict(zip(traced.graph.nodes, after.nodes, strict=True))
-    details = _rewrite(after, training)
+    details = _rewrite(after)
     return _Changes(gm, nodes, traced, after, twins).parts(details, training) if details else []
 
 
-def _candidates(gm: GraphModule, training: bool) -> list[Node]:
-    """Return the nodes that move, multiply, add and contract tensors; none if they hold no recurrence."""
+def _candidates(gm: GraphModule) -> list[Node]:
+    """Return the nodes that move, multiply and add tensors; none if they are too few for a network."""
     known = [node for node in gm.graph.nodes if _is_known(gm, node)]
     changed, inside = changed_in_place(gm, cautious=True), set[Node]()
     others = {storage(x) for node in set(gm.graph.nodes) - set(known) if _is_change(node) for x in node.all_input_nodes}
-    slices = products = states = 0
     for node in known:
         given = [x for x in node.all_input_nodes if not (x.op == "get_attr" and is_scan(node))]
         # What is in a tensor that is changed in place elsewhere depends on when it is read.
-        if any(
+        if not any(
             storage(x) in (others if x in inside else changed)
             or not (x in inside or isinstance(example(x), (torch.Tensor, int, torch.SymInt)))
             for x in given
         ):
-            continue
-        inside.add(node)
-        whole = is_scan(node) or node.op == "call_module"
-        slices += _FEWEST if whole else _name(node) in _SLICES
-        products += _FEWEST if whole else _name(node) in _PRODUCTS
-        states += _name(node) == "cumsum" or node.target in SCANS
-    enough = min(slices, products) >= _FEWEST or (training and states)
-    return [node for node in known if node in inside] if enough else []
+            inside.add(node)
+    nodes = [node for node in known if node in inside]
+    return nodes if _levels(nodes) >= _FEWEST else []
+
+
+def _levels(nodes: Sequence[Node]) -> int:
+    """Return how often what is multiplied was sliced from what was multiplied before."""
+    levels: dict[Node, int] = {}
+    sliced: dict[Node, bool] = {}
+    most = 0
+    for node in nodes:
+        name = _name(node)
+        if is_scan(node) or node.op == "call_module":
+            return _FEWEST
+        levels[node] = max((levels.get(x, 0) for x in node.all_input_nodes), default=0)
+        sliced[node] = name in _SLICES or any(sliced.get(x, False) for x in node.all_input_nodes)
+        if name in _PRODUCTS and sliced[node]:
+            levels[node], sliced[node] = levels[node] + 1, False
+        most = max(most, levels[node])
+    # Where slices are written to, what reads them next is not seen to depend on that.
+    in_place = sum(_name(node) in _IN_PLACE for node in nodes)
+    return most + in_place
 
 
 def _is_known(gm: GraphModule, node: Node) -> bool:
@@ -181,7 +192,7 @@ def _is_known(gm: GraphModule, node: Node) -> bool:
     if node.op not in ("call_function", "call_method"):
         return False
     vmapped = getattr(node.target, "__module__", "") == _VMAP
-    return is_scan(node) or vmapped or node.target in SCANS or (_name(node) in _TRACED and "out" not in node.kwargs)
+    return is_scan(node) or vmapped or (_name(node) in _TRACED and "out" not in node.kwargs)
 
 
 def _is_change(node: Node) -> bool:
@@ -267,7 +278,7 @@ def _last_changes(nodes: Sequence[Node]) -> dict[Any, Node]:
     return {storage(node.args[0]): node for node in nodes if _name(node) in _IN_PLACE}  # type: ignore[arg-type]
 
 
-def _rewrite(graph: Graph, training: bool) -> dict[str, str]:
+def _rewrite(graph: Graph) -> dict[str, str]:
     """Replace recurrences of an ATen graph by scans, in place; return by the name of each scan what it is."""
     details: dict[str, str] = {}
 
@@ -281,10 +292,6 @@ def _rewrite(graph: Graph, training: bool) -> dict[str, str]:
             done.add(what)
             note(_scan(found).described + (", against time" if found.reverse else ""))
     graph.eliminate_dead_code()
-    if training:
-        for contracted in contract_scans(graph, lambda _: True):
-            note(contracted.detail)
-        graph.eliminate_dead_code()
     names = {x.name for x in graph.nodes}
     return {name: detail for name, detail in details.items() if detail and name in names}
 

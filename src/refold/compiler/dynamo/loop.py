@@ -118,7 +118,7 @@ class Neighbours(torch.nn.Module):
 
 
 def _prefixes(combine: Callable[..., Sequence[torch.Tensor]], xs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return x[0], x[0] x[1], ... along axis 0, where ``combine`` is the product of neighbours, the earlier one first."""
+    """Return x[0], x[0] x[1], ... along axis 0; ``combine`` is the product of neighbours, the earlier one first."""
     count = xs[0].shape[0]
     if count < 2:
         return list(xs)

@@ -15,7 +15,7 @@ from ..ir.fx import concrete, is_tensor, known, value
 from ..ir.rewrite import source_line
 from ..recurrence.affine import Loop
 from ..recurrence.replace import SCANS, WHY, dualise
-from ..recurrence.systems import LINEAR_SYSTEM
+from ..recurrence.systems import LINEAR_SYSTEM, MAX_PLUS_SCAN
 from ..recurrence.vectorize import NotALoop
 from .body import Body, Traced, differentiable
 from .call_site import CallSite, example
@@ -144,7 +144,7 @@ def _rewrite(site: CallSite, before: set[Node], dual: bool) -> CapturedScan:
     graph.eliminate_dead_code()
     differentiable(graph)
     graph.lint()
-    if not any(node.target in (*SCANS, LINEAR_SYSTEM) for node in graph.nodes) and body.loops:
+    if not any(node.target in (*SCANS, LINEAR_SYSTEM, MAX_PLUS_SCAN) for node in graph.nodes) and body.loops:
         raise NotALoop("no-scan", "nothing that is used depends on the carry")
     inner_body = _without_writes(traced)
     extra = range(len(traced.results), len(traced.results) + len(contents))
@@ -165,9 +165,14 @@ def _rewrite(site: CallSite, before: set[Node], dual: bool) -> CapturedScan:
         terms=count,
         spread=0.1,
         differentiated=tuple(_has_gradient(example(x)) for x in inputs) if site.training else (),
+        coupled=max((len(found.system) for found in body.loops), default=1) or 1,
         steps=steps,
     )
     return CapturedScan(site, rewrite, inputs, dual=any(found.operator != "linear_scan" for found in body.loops))
+
+
+# How many of the scans of one loop are named.
+_NAMED = 4
 
 
 def _has_gradient(x: Any) -> bool:
@@ -177,7 +182,7 @@ def _has_gradient(x: Any) -> bool:
 def _detail(count: Any, loops: list[Loop]) -> str:
     if not loops:
         return f"{count if isinstance(count, int) else 'any number of'} steps that carry nothing, all at once"
-    return loops[0].described
+    return "; ".join(dict.fromkeys(loop.described for loop in loops[:_NAMED]))
 
 
 def _without_writes(traced: Traced) -> GraphModule:

@@ -31,7 +31,7 @@ _SUMS = (aten.sum.dim_IntList, aten.mean.dim)
 
 @dataclass
 class _Product:
-    """A multiplication not carried out yet."""
+    """A multiplication not carried out yet, of two tensors of one rank."""
 
     a: torch.Tensor
     b: torch.Tensor
@@ -67,7 +67,8 @@ class Evaluator(torch.fx.Interpreter):
                     shape = torch.broadcast_shapes(a.shape, b.shape)
                     exact = a.dtype == self.dtype == torch.float64
                     if shape.numel() > (WRITTEN_OUT if exact else BLOCK):
-                        return _Product(a.expand(shape), b.expand(shape))
+                        # Not expanded: the gradient of a part of what was expanded is as large as the product.
+                        return _Product(*(x[(None,) * (len(shape) - x.dim())] for x in (a, b)))
             if args and isinstance(args[0], _Product):
                 return self._sum(n, args[0], kwargs)
             # Blocked sums and float64 may lay values out otherwise than the traced graph did.
@@ -84,34 +85,34 @@ class Evaluator(torch.fx.Interpreter):
         keepdim = bool(rest[0] if rest else kwargs.get("keepdim", False))
         if self.dtype == product.a.dtype == torch.float64:
             total = contracted(product.a, product.b, dims, keepdim)
-            return total / math.prod(product.a.shape[d] for d in dims) if n.target is aten.mean.dim else total
-        kept = [d for d in range(product.a.dim()) if d not in dims]
-        axis = max(kept, key=lambda d: product.a.shape[d], default=None)
+            shape = torch.broadcast_shapes(product.a.shape, product.b.shape)
+            return total / math.prod(shape[d] for d in dims) if n.target is aten.mean.dim else total
+        shape = torch.broadcast_shapes(product.a.shape, product.b.shape)
+        kept = [d for d in range(len(shape)) if d not in dims]
+        axis = max(kept, key=lambda d: shape[d], default=None)
         if axis is None:
             return n.target(product.a * product.b, dims, *rest, **kwargs)  # type: ignore[operator]
-        size = product.a.shape[axis]
-        width = max(1, BLOCK * size // product.a.numel())
+        size = shape[axis]
+        width = max(1, BLOCK * size // shape.numel())
         out_axis = axis if keepdim else axis - sum(d < axis for d in dims)
+
+        def part(x: torch.Tensor, start: int) -> torch.Tensor:
+            return x if x.shape[axis] == 1 else x.narrow(axis, start, min(width, size - start))
+
         blocks = [
-            n.target(  # type: ignore[operator]
-                product.a.narrow(axis, start, min(width, size - start))
-                * product.b.narrow(axis, start, min(width, size - start)),
-                dims,
-                *rest,
-                **kwargs,
-            )
+            n.target(part(product.a, start) * part(product.b, start), dims, *rest, **kwargs)  # type: ignore[operator]
             for start in range(0, size, width)
         ]
         return torch.cat(blocks, out_axis)
 
 
 def contracted(a: torch.Tensor, b: torch.Tensor, dims: Sequence[int], keepdim: bool) -> torch.Tensor:
-    """Return ``(a * b).sum(dims, keepdim)`` of two tensors of one shape, without writing the product out.
+    """Return ``(a * b).sum(dims, keepdim)`` of two tensors of one rank, without writing the product out.
 
     An axis along which an operand was expanded is left out of it, so that ``torch.einsum`` has the
     operands as they were; an axis that neither has is counted at the end.
     """
-    shape, every = a.shape, range(a.dim())
+    shape, every = torch.broadcast_shapes(a.shape, b.shape), range(a.dim())
     axes = [[d for d in every if x.shape[d] > 1 and x.stride(d) != 0] for x in (a, b)]
     small = [x[tuple(slice(None) if d in own else 0 for d in every)] for x, own in zip((a, b), axes, strict=True)]
     out = [d for d in every if d not in dims and (d in axes[0] or d in axes[1])]

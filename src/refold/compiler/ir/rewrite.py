@@ -37,6 +37,7 @@ class Rewrite:
         spread: Standard deviation of the random inputs of the check. A recurrence over many steps
             overflows at one: there is nothing to compare then.
         differentiated: For each input, whether its gradient must be right as well; empty if no gradient is taken.
+        coupled: How many values a recurrence carries that depend on one another.
         result: Name of the node that stands for the replaced one.
     """
 
@@ -53,6 +54,7 @@ class Rewrite:
     timed_alone: bool = True
     spread: float = 1.0
     differentiated: tuple[bool, ...] = ()
+    coupled: int = 1
     result: str = ""
 
     @cached_property

@@ -147,6 +147,13 @@ class Program:
         return {step.name: step for step in self.steps}
 
     @property
+    def largest(self) -> int:
+        """The number of elements of the largest value, inputs included."""
+        values = [tuple(x for group in groups for x in group) for groups in self.inputs.values()]
+        values += [step.letters for step in self.steps]
+        return max(math.prod(self.sizes[letter] for letter in letters) for letters in values) if values else 1
+
+    @property
     def multilinear(self) -> bool:
         """Whether it is a sum of products of its inputs, with whole and positive factors."""
         return all(

@@ -13,7 +13,7 @@ from torch.fx import Graph, GraphModule
 from ...report import GraphReport
 from ..compile_time import RIVAL_S, unrolled_seconds
 from ..dynamo import captures_loops
-from ..inductor import Compiled, Hook, Stopped, inductor
+from ..inductor import Compiled, show_graph
 from ..ir.builder import between
 from ..ir.cost import Cost, graph_cost, nbytes
 from ..ir.rewrite import source_line
@@ -72,16 +72,7 @@ def regions(module: Callable[..., Any], inputs: Sequence[Any]) -> tuple[list[Reg
         if unrolled_seconds(rest, "inference") > RIVAL_S:
             return gm
 
-        def visit(index: int, graph: Graph) -> None:
-            found.extend(_of_graph(graph, names))
-            raise Stopped
-
-        hook = Hook(visit)
-        try:
-            inductor(rest, given, hook=hook)
-        except Exception:
-            if not hook.stopped:
-                raise
+        show_graph(rest, given, lambda graph: found.extend(_of_graph(graph, names)))
         return gm
 
     torch.compile(module, backend=look, dynamic=False)(*inputs)

@@ -29,6 +29,8 @@ from .program import SCHEMA, Program, parse
 from .read import read
 
 _LARGEST = 1 << 20
+# A program may write values so many times as large as its region's, or of so many elements.
+MORE, SMALL = 4, 1 << 24
 
 
 @dataclass(frozen=True)
@@ -95,6 +97,8 @@ def replacement(region: Program, data: Any) -> Program:
     found = parse(data, shapes=shapes)
     if found.shape != region.shape:
         raise ProgramError(f"result: it has shape {found.shape}; the region's has {region.shape}")
+    if found.largest > (most := max(MORE * region.largest, SMALL)):
+        raise ProgramError(f"it writes a value of {found.largest} elements; for this region at most {most} are allowed")
     return found
 
 
@@ -216,7 +220,7 @@ def resized(rule: Rule, sizes: Mapping[str, int]) -> Program:
         except ProgramError as error:
             reason = error
             continue
-        if found.shape == region.shape:
+        if found.shape == region.shape and found.largest <= max(MORE * region.largest, SMALL):
             return found
         reason = ProgramError(f"result: it has shape {found.shape}; the region's has {region.shape}")
     raise reason

@@ -29,17 +29,34 @@ _PRODUCTS = (aten.mm.default, aten.bmm.default, aten.addmm.default, aten.baddbmm
 _ROOTS = (aten.sum.dim_IntList, aten.sum.default, aten.mean.dim, aten.mean.default, aten.mm.default, aten.bmm.default)
 
 
+_LINEAR = (
+    *_PRODUCTS,
+    *_ROOTS,
+    aten.add.Tensor,
+    aten.sub.Tensor,
+    aten.mul.Tensor,
+    aten.div.Tensor,
+    aten.neg.default,
+    aten.eq.Tensor,
+    torch.ops.prims.convert_element_type.default,
+    aten._to_copy.default,
+)
+_LOOKED_AT = 64
+
+
 def multiply_out(graph: Graph, wanted: Callable[[str], bool]) -> Iterator[Rewrite]:
     """Replace sums of products of sums by the same in the order of least work."""
     roots = [node for node in graph.nodes if node.target in _ROOTS and node.users]
-    if not any(_reads_product(root) for root in roots):
+    roots = [root for root in roots if _reads_product(root)]
+    if not roots:
         return
     reading = read(graph)
+    steps = reading.program.defined()
     for root in reversed(roots):  # the last of a chain sees all of it
         if root not in reading.names or not wanted(root.name) or not value(root).dtype.is_floating_point:
             continue
         name = reading.names[root]
-        step = reading.program.defined().get(name)
+        step = steps.get(name)
         if step is None or step.do not in SUMS:
             continue
         found = cheaper(reading.program, name, _inner(reading, root), WORTHWHILE)
@@ -72,47 +89,38 @@ def multiply_out(graph: Graph, wanted: Callable[[str], bool]) -> Iterator[Rewrit
         )
         graph.eliminate_dead_code()
         reading = read(graph)
+        steps = reading.program.defined()
+
+
+def _behind(root: Node) -> list[Node]:
+    """Return what a root reads through views, sums, products, scalings and diagonals; a few dozen nodes at most."""
+    seen: dict[Node, None] = {}
+    stack = list(root.all_input_nodes)
+    while stack and len(seen) < _LOOKED_AT:
+        node = stack.pop()
+        if node not in seen and node.op == "call_function":
+            seen[node] = None
+            if is_view(node) or node.target in _LINEAR:
+                stack += node.all_input_nodes
+    return list(seen)
 
 
 def _reads_product(root: Node) -> bool:
-    """Tell whether a sum or product reads, through elementwise operations, a product of matrices or a diagonal."""
-    seen, stack = set[Node](), list(root.all_input_nodes)
-    while stack and len(seen) < 64:
-        node = stack.pop()
-        if node in seen or node.op != "call_function":
-            continue
-        seen.add(node)
-        if node.target in (
-            aten.mm.default,
-            aten.bmm.default,
-            aten.addmm.default,
-            aten.baddbmm.default,
-            aten.where.self,
-        ):
-            return True
-        pointwise = torch.Tag.pointwise in getattr(node.target, "tags", ())
-        if pointwise or is_view(node) or node.target in _ROOTS:
-            stack += node.all_input_nodes
-    return False
+    """Tell whether a sum or a product reads a product of matrices, or a diagonal."""
+    return any(node.target in _PRODUCTS for node in _behind(root))
 
 
 def _inner(reading: Reading, root: Node) -> frozenset[str]:
     """Return the values that serve nothing but the root, and are of its dtype."""
-    dtype = value(root).dtype
-    serving = {root}
-    for node in reversed(list(reading.graph.nodes)):
-        if (
-            node is not root
-            and node.users
-            and all(user in serving for user in node.users)
-            and node.op == "call_function"
-        ):
-            serving.add(node)
+    dtype, serving, grown = value(root).dtype, {root}, True
+    behind = _behind(root)
+    while grown:
+        fresh = [node for node in behind if node not in serving and all(user in serving for user in node.users)]
+        serving.update(fresh)
+        grown = bool(fresh)
     names = set()
-    for name, node in reading.nodes.items():
-        own = getattr(node, "node", node)
-        if own in serving and (own is not root or own is not node):
-            val = own.meta.get("val")
-            if isinstance(val, torch.Tensor) and (val.dtype == dtype or not val.dtype.is_floating_point):
-                names.add(name)
+    for node in serving:
+        val = node.meta.get("val")
+        if isinstance(val, torch.Tensor) and (val.dtype == dtype or not val.dtype.is_floating_point):
+            names |= {f"{node.name}_product"} if node is root else {reading.names.get(node, ""), f"{node.name}_product"}
     return frozenset(names)

@@ -80,7 +80,8 @@ def sum_convolutions(graph: Graph, wanted: Callable[[str], bool]) -> Iterator[Re
 
 def _read(root: Node) -> tuple[Node, _Convolution, float, list[Node]] | None:
     """Return the convolution that a sum reads, by what number it is scaled, and the nodes between."""
-    node, scale, inside = arg(root, 0), 1.0, []
+    inside: list[Node] = []
+    node, scale = arg(root, 0), 1.0
     while node.target in _SCALES and len(node.users) == 1 and isinstance(node.args[1], (int, float)) and node.args[1]:
         number = float(node.args[1])
         scale, inside = (scale * number if node.target is _SCALES[0] else scale / number), [*inside, node]

@@ -21,12 +21,13 @@ from torch.fx import Node
 
 from ...ops.torch.registry import OPS, node_args
 from ..ir.fx import is_tensor, known, value
-from .systems import LARGEST, LINEAR_SYSTEM, wide
+from .systems import LARGEST, LINEAR_SYSTEM, MAX_PLUS_SCAN, wide
 from .vectorize import Emitter, NotALoop, Value, is_pointwise
 
 aten = torch.ops.aten
 prims = torch.ops.prims
 
+_MAXIMA = (aten.maximum.default, aten.logaddexp.default)
 _SAME = (aten.clone.default, aten.alias.default, aten.detach.default)
 # Views: of a carry only those may occur that add or drop axes of size one, or take all of an axis.
 _VIEWS = (
@@ -87,8 +88,8 @@ class Affine:
 
     Where ``reset`` is true it is ``offset``: the carry was not read there, and if it is NaN, that ends there. None
     stands for nowhere. ``shape`` is a step's shape: the carry's, but for axes of size one; None before anything was
-    done to the carry.
-    ``others`` are further carries of one system, each with its scale.
+    done to the carry. ``others`` are further carries of one system, each with its scale. With a ``floor`` the value is
+    the maximum of that and ``carry + offset``, or ``logaddexp`` of the two if ``smooth``.
     """
 
     loop: Loop
@@ -97,6 +98,8 @@ class Affine:
     shape: tuple[int, ...] | None = None
     reset: Value | None = None
     others: tuple[tuple[Loop, Value | None], ...] = ()
+    floor: Value | None = None
+    smooth: bool = False
 
     @property
     def scales(self) -> dict[Loop, Value | None]:
@@ -125,20 +128,31 @@ class LoopVectorizer:
 
     def _apply(self, x: Affine, carry: Node, step: Node) -> Value:
         shape = tuple(value(step).shape) if x.shape is None else x.shape
-        rank, out = len(shape), None
+        rank, terms = len(shape), list[Node]()
         for loop, scale in x.scales.items():
             assert loop.previous is not None  # all carries of a system are known at once
             term = self.emit.reshape(loop.previous, [value(carry).shape[0], *shape])
             if scale is not None:
                 term = self.emit.call(aten.mul.Tensor, term, self.emit.padded(scale, rank))
-            out = term if out is None else self.emit.call(aten.add.Tensor, out, term)
-        assert out is not None
+            terms.append(term)
+        out = terms[0]
+        for term in terms[1:]:
+            out = self.emit.call(aten.add.Tensor, out, term)
         if x.reset is not None:
             zero = self.emit.call(aten.full.default, [], 0.0, dtype=value(out).dtype, device=value(out).device)
             out = self.emit.call(aten.where.self, self.emit.padded(x.reset, rank), zero, out)
         if x.offset is not None:
             out = self.emit.call(aten.add.Tensor, out, self.emit.padded(x.offset, rank))
+        if x.floor is not None:
+            target = aten.logaddexp.default if x.smooth else aten.maximum.default
+            out = self.emit.call(target, out, self._floor(x.floor, out))
         return Value(out, True)
+
+    def _floor(self, floor: Value, like: Node) -> Node:
+        val = value(like)
+        if isinstance(floor.node, Node):
+            return self.emit.padded(floor, val.dim() - 1)
+        return self.emit.call(aten.full.default, [], floor.node, dtype=val.dtype, device=val.device)
 
     def _tensor(self, x: Any, like: Node) -> Node:
         """Return a node of the shape of another."""
@@ -198,6 +212,8 @@ class LoopVectorizer:
         mine: Affine = next(x for x in leaves if isinstance(x, Affine))
         if target in _SAME:
             return mine
+        if target in _MAXIMA or any(isinstance(x, Affine) and x.floor is not None for x in leaves):
+            return self._maximum(node, operands, mine)
         if target in _VIEWS and _without_ones(value(node).shape) == _without_ones(value(node.args[0]).shape):
             scales = {other: self._viewed(scale, node) for other, scale in mine.scales.items()}
             return affine(scales, self._viewed(mine.offset, node), self._viewed(mine.reset, node))
@@ -229,6 +245,44 @@ class LoopVectorizer:
         if target is aten.where.self and isinstance(leaves[0], Value):
             return self._where(node, leaves, loop, count)
         raise NotALoop("carry-not-affine", f"{loop.name} enters {target}, which is not affine in it")
+
+    def _maximum(self, node: Any, operands: list[Any], mine: Affine) -> Affine:
+        """Apply an operation to, or make, the maximum of a shifted carry and something else."""
+        loop, target = mine.loop, node.target
+        smooth = target is aten.logaddexp.default
+        rest = [x for x in operands if x is not mine]
+        alone = mine.scale is None and not mine.others and not any(isinstance(x, Affine) for x in rest)
+        if alone and target in _MAXIMA and (mine.floor is None or mine.smooth == smooth):
+            floor = rest[0] if mine.floor is None else self._call(target, loop, mine.floor, rest[0])
+            return replace(mine, floor=floor, smooth=smooth)
+        if alone and target in (aten.add.Tensor, aten.sub.Tensor) and mine is operands[0] and mine.floor is not None:
+            alpha = node.kwargs.get("alpha", 1) * (-1.0 if target is aten.sub.Tensor else 1.0)
+            by = rest[0] if alpha == 1 else self._scaled(rest[0], Value(alpha), loop)
+            offset = by if mine.offset is None else self._call(aten.add.Tensor, loop, mine.offset, by)
+            return replace(mine, offset=offset, floor=self._call(aten.add.Tensor, loop, mine.floor, by))
+        raise NotALoop("carry-not-affine", f"{loop.name} enters {target} beside a maximum, which is not affine in it")
+
+    def _maxima(self, loop: Loop, body: Affine) -> None:
+        """Compute all states of a running maximum."""
+        emit, like, count = self.emit, loop.steps[-1], loop.length
+        val = value(like)
+        if not val.is_floating_point() or loop.reverse:
+            raise NotALoop("carry-dtype", f"{loop.name} is not a floating-point tensor that goes forward in time")
+        assert body.floor is not None
+        shape, dtype = list(val.shape), wide(val.dtype)
+
+        def whole(part: Value, time: bool) -> Node:
+            x = emit.with_time(part, count if time or part.has_time else 1, like)
+            return emit.cast(emit.expand(emit.padded(Value(x, True), val.dim()), [value(x).shape[0], *shape]), dtype)
+
+        initial = emit.cast(self._tensor(loop.initial, like), dtype)
+        shift, floor = whole(body.offset or Value(0.0), False), whole(body.floor, True)
+        solved = emit.call(MAX_PLUS_SCAN, shift, floor, initial, body.smooth)
+        loop.states, loop.operator = emit.cast(solved, val.dtype), "running maximum"
+        before = emit.call(aten.unsqueeze.default, emit.cast(initial, val.dtype), 0)
+        inner = emit.call(aten.slice.Tensor, loop.states, 0, 0, count - 1)
+        loop.previous = emit.call(aten.cat.default, [before, inner], 0)
+        self.loops.append(loop)
 
     def _viewed(self, part: Value | None, view: Any) -> Value | None:
         """Let what is broadcast against a view's input be broadcast against the view, which moves axes of size one."""
@@ -319,8 +373,8 @@ class LoopVectorizer:
         """Compute all states at once, and note what each step read."""
         emit, like, count = self.emit, loop.steps[-1], loop.length
         val = value(like)
-        if val.is_complex():
-            self._system((loop,), [body])
+        if val.is_complex() or body.floor is not None:
+            self._system((loop,), [body]) if body.floor is None else self._maxima(loop, body)
             return Value(loop.states, True)
         static = loop.count is not None or all(isinstance(size, int) for size in val.shape)
         if not (val.is_floating_point() and static):
@@ -367,9 +421,7 @@ class LoopVectorizer:
         if len(loops) > LARGEST:
             raise NotALoop("carries-coupled", f"{names} depend on one another; systems of up to {LARGEST} are scans")
         if any(body.reset is not None for body in bodies if isinstance(body, Affine)):
-            raise NotALoop(
-                "carries-coupled", f"{names} are replaced where a mask says so: no system"
-            )
+            raise NotALoop("carries-coupled", f"{names} are replaced where a mask says so: no system")
         if any(value(x.steps[-1]).shape != val.shape or value(x.steps[-1]).dtype != val.dtype for x in loops):
             raise NotALoop("carry-shape", f"{names} depend on one another and differ in shape or dtype")
         shape = [*val.shape]

@@ -1,16 +1,16 @@
 """Recognise linear recurrences that are computed as parallel prefix networks, by algebra.
 
-Such a network combines neighbours ``(a1, b1), (a2, b2) -> (a1 a2, a2 b1 + b2)`` in a tree, by doubling, or in any other
-order (Blelloch 1990; Hillis & Steele 1986). Nothing is matched here. Each element of a value is a word about the steps of
-the recurrence, and the network is run on these words:
+Such a network combines neighbours ``(a1, b1), (a2, b2) -> (a1 a2, a2 b1 + b2)`` in a tree, by doubling, or in any
+other order (Blelloch 1990; Hillis & Steele 1986). Nothing is matched here. Each element of a value is a word about the
+steps of the recurrence, and the network is run on these words:
 
 - ``a[i] ... a[j]`` is a product;
 - ``b[j] + a[j] b[j-1] + ... + a[j] ... a[i+1] b[i]`` is a state that started at step i;
 - a product of the factors after a state, and that state, is a decayed state.
 
-A product of neighbours is a product, a decayed state and the state after it are a longer state. A value whose element t
-is the state from step 0 to step t is the recurrence, however it came about. What is none of these is an opaque value, of
-which another network may begin.
+A product of neighbours is a product, a decayed state and the state after it are a longer state. A value whose element
+t is the state from step 0 to step t is the recurrence, however it came about. What is none of these is an opaque value,
+at which another network may begin.
 
 Values are words along time alone: the other axes must go through the network as they are.
 """
@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from ..ir.fx import is_tensor, known, value
+from ..ir.fx import arg, is_tensor, known, value
 
 aten = torch.ops.aten
 prims = torch.ops.prims
@@ -152,9 +152,9 @@ class Algebra:
             if decayed is None:
                 continue
             a, b, first, last, to = decayed
-            if state is not None and state[0] in (..., a) and state[1:3] == (b, last + 1):
-                if a is None or to == state[3]:
-                    return self.number("state", a, b, first, state[3])
+            follows = state is not None and state[0] in (..., a) and state[1:3] == (b, last + 1)
+            if state is not None and follows and (a is None or to == state[3]):
+                return self.number("state", a, b, first, state[3])
             if other is not None and a is not None and other[:3] == (a, b, last + 1) and other[4] == to:
                 return self.number("decayed", a, b, first, other[3], to)
         raise _Opaque
@@ -236,7 +236,7 @@ class _Reader:
         if target is aten.add.Tensor and not node.kwargs:
             return self._pair(self.algebra.plus, *args)
         if target is aten.addcmul.default and not node.kwargs:
-            product = self._pair(self.algebra.times, *args[1:], like=node)
+            product = self._pair(self.algebra.times, args[1], args[2], like=node)
             return self._pair(self.algebra.plus, args[0], product, like=node)
         if target is aten.exp.default and args[0] in self.words:
             words = self.words[args[0]]
@@ -343,7 +343,7 @@ def _slice(reader: _Reader, node: Any) -> Words:
         return words
     if words.labels[dim] != _TIME:
         raise _Opaque
-    start, end, step = (*node.args[2:5], *(None, None, None)[len(node.args[2:5]) :])
+    start, end, step = (arg(node, at) for at in (2, 3, 4))
     size = words.ids.shape[dim]
     ids = aten.slice.Tensor(words.ids, dim, start or 0, size if end is None else end, step or 1)
     return Words(ids, words.labels)
@@ -434,7 +434,7 @@ def _scatter(reader: _Reader, node: Any) -> Words:
     own = reader.words[source]
     ids = reader.whole(words, dim, value(base).shape[dim]).clone()
     single = node.target is aten.select_scatter.default
-    labels = own.labels[:dim] + (_TIME,) + own.labels[dim + (not single) :]
+    labels = (*own.labels[:dim], _TIME, *own.labels[dim + (not single) :])
     if any(p != q and None not in (p, q) for p, q in zip(labels, words.labels, strict=True)):
         raise _Opaque
     if ids.shape != tuple(n if label == _TIME else 1 for n, label in zip(value(base).shape, labels, strict=True)):

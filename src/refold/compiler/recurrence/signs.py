@@ -75,8 +75,8 @@ def _parts(x: Node) -> list[Sign]:
 def _clamp(x: Node) -> Sign:
     inner, low, high = sign(arg(x, 0)), arg(x, 1, "min"), arg(x, 2, "max")
     low = high if low is not None and high is not None and low > high else low
-    above = low is not None and low >= 0 or (inner.nonnegative and (high is None or high >= 0))
-    below = high is not None and high <= 0 or (inner.nonpositive and (low is None or low <= 0))
+    above = (low is not None and low >= 0) or (inner.nonnegative and (high is None or high >= 0))
+    below = (high is not None and high <= 0) or (inner.nonpositive and (low is None or low <= 0))
     return Sign(above, below)
 
 
@@ -89,12 +89,11 @@ def _exceeds_zero(condition: Any, x: Any) -> bool:
     """Tell whether a condition says of a value that it is positive: ``x > 20``, as in a softplus."""
     if not isinstance(condition, Node) or condition.target is not aten.gt.Scalar or arg(condition, 1) < 0:
         return False
-    compared = condition.args[0]
-    if isinstance(compared, Node) and compared.target is aten.mul.Tensor and compared is not x:
-        compared, scale = compared.args
-        if isinstance(scale, Node) or scale <= 0:
-            return False
-    return compared is x
+    compared: Any = condition.args[0]
+    if compared is x:
+        return True
+    scaled = compared.target is aten.mul.Tensor and compared.args[0] is x
+    return scaled and sign(compared.args[1]) == POSITIVE
 
 
 def _log(x: Node) -> Sign:
@@ -130,7 +129,7 @@ _RULES: dict[Any, Callable[[Node], Sign]] = {
     aten.minimum.default: _minimum,
     aten.clamp.default: _clamp,
     aten.clamp_min.default: _clamp,
-    aten.clamp_max.default: lambda x: sign(x.args[0]) + POSITIVE if x.args[1] >= 0 else NEGATIVE,
+    aten.clamp_max.default: lambda x: sign(x.args[0]) + sign(x.args[1]) if sign(x.args[1]).nonnegative else NEGATIVE,
     aten.where.self: _where,
     aten.log.default: _log,
     aten.log1p.default: _power,

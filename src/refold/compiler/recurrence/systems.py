@@ -2,8 +2,8 @@
 
 ``h[t] = A[t] h[t-1] + b[t]`` with small matrices A is a scan: two steps compose to ``(A2 A1, A2 b1 + b2)``. Steps are
 composed in pairs, which leaves the same problem of half the length; its states are every second one that is wanted, and
-the others are one step away (cyclic reduction; Blelloch 1990, CMU-CS-90-190). That takes log2 of the length in passes, and
-about as much work as the steps themselves.
+the others are one step away (cyclic reduction; Blelloch 1990, CMU-CS-90-190). That takes log2 of the length in passes,
+and about as much work as the steps themselves.
 
 Products of matrices lose digits that one step after the other keeps, so single precision is to be computed in double:
 `wide` says in what.
@@ -23,7 +23,7 @@ _WIDE = {torch.float32: torch.float64, torch.complex64: torch.complex128}
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which a system of this dtype is computed: 16-bit types in single precision, single in double."""
+    """Return the dtype in which a system is computed: single precision for 16-bit types, double for single."""
     return _WIDE.get(dtype, torch.promote_types(dtype, torch.float32))
 
 
@@ -45,7 +45,8 @@ def linear_system(A: Tensor, b: Tensor, initial: Tensor | None, reverse: bool) -
         first = inputs[:1] + _apply(matrices[:1], initial[None])
         inputs = torch.cat([first, inputs[1:]])
     h = _solve(matrices, inputs)
-    return h.flip(0) if reverse else h.clone(memory_format=torch.contiguous_format)
+    h = h.flip(0) if reverse else h
+    return h.clone(memory_format=torch.contiguous_format) if h.shape[0] == 1 else h.contiguous()
 
 
 def _solve(A: Tensor, b: Tensor) -> Tensor:
@@ -57,7 +58,7 @@ def _solve(A: Tensor, b: Tensor) -> Tensor:
     odd = A if steady else A[1::2]
     before = A if steady else A[: count - 1 : 2]
     pairs = _solve(_product(odd, before), _apply(odd, b[: count - 1 : 2]) + b[1::2])
-    h = torch.empty_like(b)
+    h = torch.empty_like(b, memory_format=torch.contiguous_format)
     h[1::2], h[:1] = pairs, b[:1]
     if count > 2:
         h[2::2] = _apply(A if steady else A[2::2], pairs[: (count - 1) // 2]) + b[2::2]
@@ -100,3 +101,68 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
 
 linear_system.register_autograd(_backward, setup_context=_save)
 LINEAR_SYSTEM = torch.ops.refold.linear_system.default
+
+
+# Maxima -------------------------------------------------------------------------------------------
+
+
+@torch.library.custom_op("refold::max_plus_scan", mutates_args=())
+def max_plus_scan(shift: Tensor, floor: Tensor, initial: Tensor, smooth: bool) -> Tensor:
+    """Return all states of ``h[t] = max(h[t-1] + shift[t], floor[t])``.
+
+    That is a linear recurrence whose sum is a maximum and whose product is a sum: the running maximum that keeps
+    exponential gates finite.
+
+    Args:
+        shift: ``(t, ...)``, or ``(1, ...)`` if all steps have the same.
+        floor: ``(t, ...)``.
+        initial: The state before the first step, ``(...)``.
+        smooth: Whether ``logaddexp`` takes the place of the maximum.
+
+    Returns:
+        ``(t, ...)``, contiguous.
+    """
+    above = torch.logaddexp if smooth else torch.maximum
+    first = above(initial[None] + shift[:1], floor[:1])
+
+    def solve(shift: Tensor, floor: Tensor) -> Tensor:
+        count = floor.shape[0]
+        if count == 1:
+            return floor
+        steady = shift.shape[0] == 1
+        odd, before = (shift, shift) if steady else (shift[1::2], shift[: count - 1 : 2])
+        pairs = solve(odd + before, above(floor[: count - 1 : 2] + odd, floor[1::2]))
+        h = torch.empty_like(floor, memory_format=torch.contiguous_format)
+        h[1::2], h[:1] = pairs, floor[:1]
+        if count > 2:
+            h[2::2] = above(pairs[: (count - 1) // 2] + (shift if steady else shift[2::2]), floor[2::2])
+        return h
+
+    return solve(shift, torch.cat([first, floor[1:]])).contiguous()
+
+
+@max_plus_scan.register_fake
+def _(shift: Tensor, floor: Tensor, initial: Tensor, smooth: bool) -> Tensor:
+    return torch.empty_like(floor, memory_format=torch.contiguous_format)
+
+
+def _save_maxima(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    shift, floor, initial, ctx.smooth = inputs
+    ctx.save_for_backward(shift, floor, initial, output)
+
+
+def _maxima_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    """Hand on the share of a state's gradient that the carried side had in it: all, half at a tie, or none."""
+    shift, floor, initial, h = ctx.saved_tensors
+    carried = torch.cat([initial[None], h[:-1]]) + shift
+    share = torch.exp(carried - h) if ctx.smooth else (carried > floor).to(h.dtype) + (carried == floor).to(h.dtype) / 2
+    share = torch.where(torch.isneginf(h), 0.0, share) if ctx.smooth else share
+    later = share.roll(-1, 0)[..., None, None]
+    lam = linear_system(later, grad[..., None], None, True)[..., 0]
+    carried_grad = lam * share
+    dshift = carried_grad.sum(0, keepdim=True) if shift.shape[0] == 1 else carried_grad
+    return dshift, lam - carried_grad, carried_grad[0], None
+
+
+max_plus_scan.register_autograd(_maxima_backward, setup_context=_save_maxima)
+MAX_PLUS_SCAN = torch.ops.refold.max_plus_scan.default

@@ -137,6 +137,11 @@ def _pointwise(emit: Emitter, node: Node, args: list[Any], steps: int) -> Node:
     return emit.call(node.target, *plain, **node.kwargs)
 
 
+def _pointwise_pair(emit: Emitter, node: Node, args: list[Any], steps: int) -> Node:
+    """Elementwise, with a second result that only its backward reads."""
+    return emit.call(node.target, args[0].node, **node.kwargs)
+
+
 def _along_dim(emit: Emitter, node: Node, args: list[Any], steps: int) -> Node:
     """Operations whose second argument is an axis of the input."""
     dim = args[1] if len(args) > 1 else 0
@@ -250,6 +255,7 @@ BATCHING_RULES: dict[Any, Rule] = {
     **dict.fromkeys((aten.view.default, aten._unsafe_view.default, aten.reshape.default), _reshape),
     **dict.fromkeys((aten.permute.default, aten.transpose.int, aten.t.default), _permute),
     **dict.fromkeys((aten.mm.default, aten.addmm.default), _mm),
+    aten.log_sigmoid_forward.default: _pointwise_pair,
     **dict.fromkeys((aten.mv.default, aten.dot.default), _contract),
     **dict.fromkeys((aten.view_as_real.default, aten.view_as_complex.default, aten._conj.default), _parts),
     **dict.fromkeys((aten.real.default, aten.imag.default, aten.resolve_conj.default), _parts),
@@ -289,7 +295,7 @@ def vectorize_node(emit: Emitter, node: Node, args: list[Any], steps: int) -> Va
     except (RuntimeError, ValueError, TypeError, AttributeError) as error:
         raise NotALoop("no-iteration-form", f"{node.target} could not be given a time axis") from error
     for own, step in zip(_tensors(new), _tensors(node), strict=False):
-        if tuple(own.shape) != (steps, *step.shape) or own.dtype != step.dtype:
+        if step.numel() and (tuple(own.shape) != (steps, *step.shape) or own.dtype != step.dtype):
             raise NotALoop("no-iteration-form", f"{node.target} over all steps is not its steps stacked")
     return Value(new, True)
 

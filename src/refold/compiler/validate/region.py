@@ -71,7 +71,7 @@ class Settings:
         """Run the passes and rules that these settings name over a graph, in place."""
         choices = self.choices
         table = dict(pipeline.PASSES)
-        passes = [(name, table[name]) for name in choices.passes if name in table]
+        passes = [(name, table[name]) for name in (table if choices.passes is None else choices.passes)]
         made = pipeline.run(graph, wanted, notes, passes, rules=self.rules)
         for each in (graph, *(rewrite.candidate.graph for rewrite in made)):
             choices.tune(each)
@@ -135,6 +135,7 @@ def validate_region(rewrite: Rewrite, actual: Sequence[Any] | None, settings: Se
             spread=rewrite.spread,
             narrowed=narrowed,
             differentiated=rewrite.differentiated,
+            coupled=rewrite.coupled,
         )
         verdict.evidence.seconds = time.perf_counter() - start
         if not verdict.evidence.passed:

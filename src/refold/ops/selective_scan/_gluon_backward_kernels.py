@@ -7,12 +7,9 @@ A group keeps its powers and decayed states in registers on its way forward and 
 state and token costs two exponentials in all: one in the first walk over time, which leaves the states at the borders
 of tiles, one here.
 
-What is summed over the states of a channel (y, the gradients of step and input) is partial in LANES lanes: it is
-written to shared memory and read back by the threads that need the sums. What is summed over channels (dB, dC) is
-partial in all others: the matrix units add it up, as products with a matrix whose column for this token is one and
-whose other columns are zero. Zero times NaN is NaN, so what is not finite spoils these sums for all tokens of a group.
-The program then sets its flag, and `_selective_scan_bwd_kernel`, launched after this kernel, does its work again. A
-state or an adjoint that is not finite always shows in dC or dB, so nothing else here has to care for it.
+What is summed over the states of a channel (y, the gradients of step and input) is partial in LANES lanes; what is
+summed over channels (dB, dC) is partial in all others. Both are written to shared memory and read back by the threads
+that need the sums, at the price of one addition a value and two accesses of 16 bytes for four.
 """
 
 from __future__ import annotations
@@ -21,7 +18,7 @@ from typing import Any  # noqa: F401 - in type comments
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 from refold.ops.selective_scan._gluon_kernels import _append, _copy, _exp2, _offset, _seen_as, _softplus
 
@@ -87,44 +84,64 @@ def _over_states(parts, slot, i: gl.constexpr, products, LANES: gl.constexpr, la
 
 
 @gluon.jit
-def _over_channels(sums, columns, one, other, LANES: gl.constexpr, EXACT: gl.constexpr):
-    """Add the sums of two tokens' (channels, states) over the channels of a warp to ``sums``.
-
-    Lanes of a warp differ in channels first. Matrix units sum over the lowest two bits of them; ``columns`` sends the
-    two tokens, and the second bit of a lane's states, to columns of their own. What they multiply has 10 bits after the
-    first; EXACT takes in the 10 bits after these as well.
-    """
-    op: gl.constexpr = gl.DotOperandLayout(0, sums.type.layout, 1)
-    warps: gl.constexpr = gl.num_warps()
-    fours: gl.constexpr = one.shape[1] // LANES // 4
-    both = gl.reshape(gl.join(one, other), [warps, 8 // LANES, 4, LANES, fours, 2, 2, 2])
-    summed = gl.reshape(gl.permute(both, [4, 0, 6, 3, 1, 7, 5, 2]), [sums.shape[0], 16])
-    summed = gl.convert_layout(summed, op, assert_trivial=True)
-    if EXACT:
-        high = (summed.to(gl.int32, bitcast=True) & -8192).to(gl.float32, bitcast=True)
-        sums = mma_v2(summed - high, columns, sums, input_precision="tf32")
-        return mma_v2(high, columns, sums, input_precision="tf32")
-    return mma_v2(summed, columns, sums, input_precision="tf32")
+def _over_channels(parts, slot, i: gl.constexpr, products, layout: gl.constexpr):
+    """Put the sums of (channels, states) over the channels of a lane into the parts of token i."""
+    across: gl.constexpr = parts.shape[1]
+    split = gl.reshape(products, [products.shape[0] // across, across, products.shape[1]])
+    sums = gl.convert_layout(gl.sum(split, axis=0), gl.SliceLayout(0, layout), assert_trivial=True)
+    return gl.where(slot == i, sums[None, :, :], parts)
 
 
 @gluon.jit
-def _put_sums(part, sums, LANES: gl.constexpr):
-    """Put the sums of four tokens into shared memory: (warps, fours of states, channels, tokens and states of a four).
+def _by_lane(parts, LANES: gl.constexpr):
+    """Lay (tokens, lanes of channels, states) out so that lanes of channels lie next to each other."""
+    split = gl.reshape(parts, [parts.shape[0], parts.shape[1], LANES, parts.shape[2] // LANES])
+    return gl.reshape(gl.permute(split, [0, 2, 1, 3]), [parts.shape[0], parts.shape[1] * parts.shape[2]])
 
-    So the 8 lanes of a warp that differ in tokens and channels write 128 bytes in a row.
+
+@gluon.constexpr_function
+def _sum_layouts(tokens, across, lanes, states, warps):
+    """Return the layouts in which `_by_lane` is read and in which its sums over channels come out.
+
+    A thread takes a token and a lane's states and every few lanes of channels; where warps are left, they repeat.
     """
-    warps: gl.constexpr = part.shape[0]
-    fours: gl.constexpr = part.shape[1] // LANES
-    split = gl.reshape(sums, [fours, warps, 2, LANES, 8 // LANES, 4, 2])
-    part.store(gl.reshape(gl.permute(split, [1, 3, 0, 4, 5, 6, 2]), part.shape))
+    token = [1 << i for i in range(tokens.bit_length() - 1)]
+    state = [1 << i for i in range(states.bit_length() - 1)]
+    channel = [states << i for i in range(across.bit_length() - 1)]
+    lane = [states * across << i for i in range(lanes.bit_length() - 1)]
+    near = max(0, 5 - len(token))
+    lane_bases = [[0, c] for c in channel[:near]] + [[t, 0] for t in token[: 5 - near]]
+    warp_bases, left = [], warps.bit_length() - 1
+    warp_bases = [[0, n] for n in lane[:left]] + [[0, 0]] * max(0, left - len(lane))
+    reg_bases = [[0, s] for s in state] + [[0, c] for c in channel[near:]] + [[0, n] for n in lane[left:]]
+    reg_bases += [[t, 0] for t in token[5 - near :]]
+
+    def summed(bases):
+        kept = []
+        for t, n in bases:
+            if n in channel:
+                continue
+            kept.append([t, n if n < states else n // across])
+        return kept
+
+    def blank(bases):
+        return [[t, 0 if n in channel else (n if n < states else n // across)] for t, n in bases]
+
+    read = gl.DistributedLinearLayout(reg_bases, lane_bases, warp_bases, [], [tokens, lanes * across * states])
+    out = gl.DistributedLinearLayout(
+        summed(reg_bases), blank(lane_bases), blank(warp_bases), [], [tokens, lanes * states]
+    )
+    return read, out
 
 
 @gluon.jit
-def _sums_of(part, layout: gl.constexpr, result: gl.constexpr, FOURS: gl.constexpr):
-    """Read what `_put_sums` put, and sum over warps and channels: (fours of tokens, fours of states, both)."""
-    parts = part.load(layout)
-    parts = gl.reshape(parts, [FOURS, parts.shape[0] // FOURS, parts.shape[1], parts.shape[2], parts.shape[3]])
-    return gl.convert_layout(gl.sum(gl.sum(parts, axis=3), axis=1), result, assert_trivial=True)
+def _sum_channels(part, LANES: gl.constexpr, STATES: gl.constexpr, layouts: gl.constexpr):
+    """Read what `_by_lane` laid out and sum over channels: (tokens, states)."""
+    parts = part.load(layouts[0])
+    across: gl.constexpr = parts.shape[1] // (LANES * STATES)
+    split = gl.reshape(parts, [parts.shape[0], LANES, across, STATES])
+    sums = gl.reshape(gl.sum(split, axis=2), [parts.shape[0], LANES * STATES])
+    return gl.convert_layout(sums, layouts[1], assert_trivial=True)
 
 
 @gluon.jit
@@ -244,8 +261,8 @@ def _selective_scan_bwd_segments_lanes_kernel(
 def _selective_scan_bwd_lanes_kernel(
     cu_seqlens_ptr, x_ptr, dt_ptr, A_ptr, B_ptr, C_ptr, D_ptr, z_ptr, dt_bias_ptr, decay_ptr, initial_ptr, dy_ptr,
     dfinal_ptr, segment_state_ptr, segment_adjoint_ptr, segment_factor_ptr, border_ptr,
-    dx_ptr, ddt_ptr, dz_ptr, ddecay_ptr, dinitial_ptr, dB_ptr, dC_ptr, dA_ptr, dD_ptr, dbias_ptr, flags_ptr,
-    row_size, batch, seqlen, nseqs, segment, nsegments, channels, dstate, group_channels, group_blocks,
+    dx_ptr, ddt_ptr, dz_ptr, ddecay_ptr, dinitial_ptr, dB_ptr, dC_ptr, dA_ptr, dD_ptr, dbias_ptr, row_size,
+    batch, seqlen, nseqs, segment, nsegments, channels, dstate, group_channels, group_blocks,
     stride_x_b, stride_x_t, stride_dt_b, stride_dt_t, stride_B_b, stride_B_t, stride_B_g,
     stride_C_b, stride_C_t, stride_C_g, stride_z_b, stride_z_t, stride_decay_b, stride_decay_t,
     BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr, TOKENS: gl.constexpr, GROUP: gl.constexpr, LANES: gl.constexpr,
@@ -258,22 +275,13 @@ def _selective_scan_bwd_lanes_kernel(
     WARPS: gl.constexpr = gl.num_warps()
     GROUPS: gl.constexpr = TOKENS // GROUP
     STATES: gl.constexpr = BLOCK_N // LANES  # a lane
-    EXACT: gl.constexpr = x_ptr.dtype.element_ty != gl.bfloat16
-    # (channels, states), and (tokens, channels, lanes) of partial sums over states.
-    cn: gl.constexpr = gl.BlockedLayout([1, STATES], [32 // LANES, LANES], [WARPS, 1], [0, 1])
+    ACROSS: gl.constexpr = 32 // LANES * WARPS  # lanes of different channels
+    # (tokens, channels, states) of partial sums over channels, (tokens, channels, lanes) of those over states.
+    kcn: gl.constexpr = gl.BlockedLayout([GROUP, 1, STATES], [1, 32 // LANES, LANES], [1, WARPS, 1], [1, 2, 0])
     kcl: gl.constexpr = gl.BlockedLayout([GROUP, 1, 1], [1, 32 // LANES, LANES], [1, WARPS, 1], [1, 2, 0])
-    # Sums over channels, by the matrix units and as they are read again: fours of tokens, warps, fours of states,
-    # channels, tokens and states of a four.
-    mma: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1], [16, 8])
-    FOURS: gl.constexpr = GROUP // 4
-    APART: gl.constexpr = 8 // LANES  # channels of a warp that those do not sum over
-    parts: gl.constexpr = gl.BlockedLayout(
-        [1, WARPS, 1, APART, 1], [1, 1, 2, 1, 16], [FOURS, 1, WARPS // FOURS, 1, 1], [4, 3, 2, 1, 0]
-    )
-    tq: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, parts))
-    parts4: gl.constexpr = gl.BlockedLayout(
-        [WARPS, 1, APART, 1], [1, 2, 1, 16], [FOURS, WARPS // FOURS, 1, 1], [3, 2, 1, 0]
-    )
+    cn: gl.constexpr = gl.SliceLayout(0, kcn)
+    layouts: gl.constexpr = _sum_layouts(GROUP, ACROSS, LANES, STATES, WARPS)
+    kn: gl.constexpr = layouts[1]
     # Tiles: (tokens, channels), the same with partial sums of lanes, (tokens, states).
     c_lanes: gl.constexpr = min(32, BLOCK_D)
     n_lanes: gl.constexpr = min(32, BLOCK_N // 4)
@@ -320,9 +328,10 @@ def _selective_scan_bwd_lanes_kernel(
         decays = _seen_as(tile_decay, line)
     part_step = gl.allocate_shared_memory(gl.float32, [GROUP, BLOCK_D * LANES], flat)
     part_input = gl.allocate_shared_memory(gl.float32, [GROUP, BLOCK_D * LANES], flat)
-    flat4: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [3, 2, 1, 0])
-    part_B = gl.allocate_shared_memory(gl.float32, [FOURS * WARPS, BLOCK_N // 4, APART, 16], flat4)
-    part_C = gl.allocate_shared_memory(gl.float32, [FOURS * WARPS, BLOCK_N // 4, APART, 16], flat4)
+    # Neighbouring tokens in other banks.
+    skewed: gl.constexpr = gl.SwizzledSharedLayout(16, 1, 2, [1, 0])
+    part_B = gl.allocate_shared_memory(gl.float32, [GROUP, ACROSS * BLOCK_N], skewed)
+    part_C = gl.allocate_shared_memory(gl.float32, [GROUP, ACROSS * BLOCK_N], skewed)
     if z_ptr is not None:
         part_y = gl.allocate_shared_memory(gl.float32, [GROUP, BLOCK_D * LANES], flat)
     if decay_ptr is not None:
@@ -344,20 +353,11 @@ def _selective_scan_bwd_lanes_kernel(
     if D_ptr is not None:
         D = gl.load(D_ptr + origin + offs_c, mask=live, other=0.0).to(gl.float32)
     offs_out = offs_g[:, None] * channels + offs_c[None, :]
-    in_four = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(1, tq)))[None, None, :]
-    offs_kt = gl.arange(0, FOURS, layout=gl.SliceLayout(1, gl.SliceLayout(2, tq)))[:, None, None] * 4 + in_four // 4
-    offs_kn = (
-        gl.arange(0, BLOCK_N // 4, layout=gl.SliceLayout(0, gl.SliceLayout(2, tq)))[None, :, None] * 4 + in_four % 4
-    )
-    op: gl.constexpr = gl.DotOperandLayout(1, mma, 1)
-    # Rows: the token of two, the second bit of the state, the lane. Columns: the token of four, the bit.
-    of_two = gl.arange(0, 16, layout=gl.SliceLayout(1, op))[:, None] // 4
-    of_four = gl.arange(0, 8, layout=gl.SliceLayout(0, op))[None, :]
-    columns_01 = gl.where(of_two == of_four, 1.0, 0.0)
-    columns_23 = gl.where(of_two + 4 == of_four, 1.0, 0.0)
+    offs_kt = gl.arange(0, GROUP, layout=gl.SliceLayout(1, kn))
+    offs_kn = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, kn))
+    slot_n = gl.arange(0, GROUP, layout=gl.SliceLayout(1, gl.SliceLayout(2, kcn)))[:, None, None]
     slot_l = gl.arange(0, GROUP, layout=gl.SliceLayout(1, gl.SliceLayout(2, kcl)))[:, None, None]
-    none_n = gl.zeros([4 * WARPS * STATES, 8], gl.float32, layout=mma)
-    spoiled = gl.zeros([FOURS, BLOCK_N // 4, 16], gl.int32, layout=tq)
+    none_n = gl.zeros([GROUP, ACROSS, BLOCK_N], gl.float32, layout=kcn)
     none_l = gl.zeros([GROUP, BLOCK_D, LANES], gl.float32, layout=kcl)
 
     dA = gl.zeros([BLOCK_D, BLOCK_N], gl.float32, layout=cn)
@@ -478,7 +478,7 @@ def _selective_scan_bwd_lanes_kernel(
                 state = starts[g]
                 powers = ()  # type: Any
                 reached = ()  # type: Any
-                ys, held, dCs_0, dCs_4 = none_l, state, none_n, none_n
+                ys, dCs = none_l, none_n
                 for i in gl.static_range(GROUP):
                     token = g * GROUP + i
                     power = _exp2(_column(steps, token, cn) * A)
@@ -490,27 +490,18 @@ def _selective_scan_bwd_lanes_kernel(
                     state = before + _column(inputs, token, cn) * _line(Bs, token, cn)
                     if z_ptr is not None:
                         ys = _over_states(ys, slot_l, i, state * _line(Cs, token, cn), LANES, kcl)
-                    read = state * _column(dys, token, cn)
-                    columns_i = columns_01 if i % 4 == 1 else columns_23
-                    if i % 2 == 0:
-                        held = read
-                    elif i < 4:
-                        dCs_0 = _over_channels(dCs_0, columns_i, held, read, LANES, EXACT)
-                    else:
-                        dCs_4 = _over_channels(dCs_4, columns_i, held, read, LANES, EXACT)
+                    dCs = _over_channels(dCs, slot_n, i, state * _column(dys, token, cn), kcn)
                 if z_ptr is not None:
                     part_y.store(gl.reshape(ys, [GROUP, BLOCK_D * LANES]))
-                _put_sums(part_C.slice(0, WARPS), dCs_0, LANES)
-                if GROUP == 8:
-                    _put_sums(part_C.slice(WARPS, WARPS), dCs_4, LANES)
+                part_C.store(_by_lane(dCs, LANES))
                 _barrier()  # Else the compiler keeps what was read above in registers that it lacks.
-                dsteps, dinputs, ddecays = none_l, none_l, none_l
-                dBs_0, dBs_4 = none_n, none_n
+                dsteps, dinputs, ddecays, dBs = none_l, none_l, none_l, none_n
                 for i in gl.static_range(GROUP - 1, -1, -1):
                     token = g * GROUP + i
                     adjoint = _column(dys, token, cn) * _line(Cs, token, cn) + carried
                     # With the power before the decay: a decay of zero has a gradient, too.
-                    dlog = reached[i] * adjoint
+                    # A state that is not finite must not reach A through the zero steps after the end.
+                    dlog = gl.where(t + token < end, reached[i] * adjoint, 0.0)
                     carried = powers[i] * adjoint
                     if decay_ptr is not None:
                         ddecays = _over_states(ddecays, slot_l, i, dlog, LANES, kcl)
@@ -520,25 +511,16 @@ def _selective_scan_bwd_lanes_kernel(
                     dA += _column(steps, token, cn) * dlog
                     dsteps = _over_states(dsteps, slot_l, i, dlog * A, LANES, kcl)
                     dinputs = _over_states(dinputs, slot_l, i, adjoint * _line(Bs, token, cn), LANES, kcl)
-                    written = adjoint * _column(inputs, token, cn)
-                    columns_i = columns_01 if i % 4 == 0 else columns_23
-                    if i % 2 == 1:
-                        held = written
-                    elif i < 4:
-                        dBs_0 = _over_channels(dBs_0, columns_i, written, held, LANES, EXACT)
-                    else:
-                        dBs_4 = _over_channels(dBs_4, columns_i, written, held, LANES, EXACT)
+                    dBs = _over_channels(dBs, slot_n, i, adjoint * _column(inputs, token, cn), kcn)
                 part_step.store(gl.reshape(dsteps, [GROUP, BLOCK_D * LANES]))
                 part_input.store(gl.reshape(dinputs, [GROUP, BLOCK_D * LANES]))
                 if decay_ptr is not None:
                     part_decay.store(gl.reshape(ddecays, [GROUP, BLOCK_D * LANES]))
-                _put_sums(part_B.slice(0, WARPS), dBs_0, LANES)
-                if GROUP == 8:
-                    _put_sums(part_B.slice(WARPS, WARPS), dBs_4, LANES)
+                part_B.store(_by_lane(dBs, LANES))
 
                 # The sums, and what follows from them token by token.
                 here = t + g * GROUP
-                at_token = row * seqlen + here
+                token_row = row * seqlen + here
                 x = next_x.index(at).slice(g * GROUP, GROUP).load(tc).to(gl.float32)
                 raw = next_dt.index(at).slice(g * GROUP, GROUP).load(tc).to(gl.float32) + bias[None, :]
                 dy = next_dy.index(at).slice(g * GROUP, GROUP).load(tc).to(gl.float32)
@@ -546,7 +528,7 @@ def _selective_scan_bwd_lanes_kernel(
                 if SOFTPLUS:
                     step = _softplus(raw)
                 inside = (here + offs_g < end)[:, None] & live[None, :]
-                out = at_token * channels + origin
+                out = token_row * channels + origin
                 if z_ptr is not None:
                     z = next_z.index(at).slice(g * GROUP, GROUP).load(tc).to(gl.float32)
                     gate = _sigmoid(z)
@@ -575,21 +557,17 @@ def _selective_scan_bwd_lanes_kernel(
                     ddecay = gl.sum(gl.reshape(part_decay.load(tcl), [GROUP, BLOCK_D, LANES]), axis=2)
                     ddecay = gl.convert_layout(ddecay, tc, assert_trivial=True)
                     gl.store(ddecay_ptr + out + offs_out, ddecay.to(ddecay_ptr.dtype.element_ty), mask=inside)
-                cells = (((block.to(gl.int64) * batch * seqlen + at_token) * ngroups) + group) * dstate
-                offs_cell = offs_kt * (ngroups * dstate) + offs_kn
-                inside_n = here + offs_kt < end
-                dB, dC = _sums_of(part_B, parts4, tq, FOURS), _sums_of(part_C, parts4, tq, FOURS)
-                gl.store(dB_ptr + cells + offs_cell, dB, mask=inside_n)
-                gl.store(dC_ptr + cells + offs_cell, dC, mask=inside_n)
-                spoiled |= gl.where((gl.abs(dB) < float("inf")) & (gl.abs(dC) < float("inf")), 0, 1)
+                cells = (((block.to(gl.int64) * batch * seqlen + token_row) * ngroups) + group) * dstate
+                offs_cell = (offs_kt * (ngroups * dstate))[:, None] + offs_kn[None, :]
+                inside_n = (here + offs_kt < end)[:, None] & (offs_kn >= 0)[None, :]
+                gl.store(dB_ptr + cells + offs_cell, _sum_channels(part_B, LANES, STATES, layouts), mask=inside_n)
+                gl.store(dC_ptr + cells + offs_cell, _sum_channels(part_C, LANES, STATES, layouts), mask=inside_n)
             rows = _fetch(back, rows, at, (j - 1) * TOKENS, -1)
         async_copy.wait_group(0)
         if dinitial_ptr is not None:
             place = dinitial_ptr + sequence * size + offs_state
             gl.store(place, carried.to(dinitial_ptr.dtype.element_ty), mask=mask & (pid_s == 0))
 
-    program = (gl.program_id(2) * nsegments + pid_s) * gl.num_programs(0) + gl.program_id(0)
-    gl.store(flags_ptr + program, gl.max(gl.max(gl.max(spoiled, 2), 1), 0))
     own = (gl.program_id(2).to(gl.int64) * nsegments + pid_s) * row_size
     gl.store(dA_ptr + own + offs_state, dA, mask=mask)
     if D_ptr is not None:

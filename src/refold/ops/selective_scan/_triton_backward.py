@@ -59,12 +59,7 @@ def selective_scan_backward(
     if nsegments > 1:
         local_consts = {name: value for name, value in consts.items() if name != "GROUP"}
         local = Launch(segments_kernel, (ngroups * group_blocks, nsegments, batch), local_consts, options)
-    grid = (ngroups * group_blocks, nsegments, nrows)
-    main, exact, new_flags = Launch(kernel, grid, consts, options), None, lambda: None
-    if "GROUP" in sizes:  # The kernel with hand-made layouts leaves to the other one what is not finite.
-        other = {name: value for name, value in consts.items() if name not in ("GROUP", "LANES")}
-        exact = Launch(kernels._selective_scan_bwd_kernel, grid, other | {"TOKENS": sizes["GROUP"]}, options)
-        new_flags = fresh(grid, torch.int32, device)
+    main = Launch(kernel, (ngroups * group_blocks, nsegments, nrows), consts, options)
 
     strides = (
         *x.stride()[:2], *dt.stride()[:2], *_grouped(B), *_grouped(C), *_rows(z), *_rows(decay),
@@ -99,15 +94,11 @@ def selective_scan_backward(
         rows = parameters.rows()
         dA, dD, dbias = rows, rows[0, at_D:], rows[0, at_bias:]
         dB, dC = (part.rows() for part in sums)
-        flags = new_flags()
-        passed = (
+        main(
             stream, cu_seqlens, x, dt, A, B, C, D, z, dt_bias, decay, initial_state, dy, dstate, state, adjoint, factor,
             borders, found["x"], found["dt"], found.get("z"), found.get("decay"), found.get("initial_state"), dB, dC,
-            dA, dD, dbias, flags, row_size, *main_ints,
+            dA, dD, dbias, row_size, *main_ints,
         )  # fmt: skip
-        main(*passed)
-        if exact is not None:
-            exact(*passed)
         for name, given, part, summed in (("B", B, dB, sums[0]), ("C", C, dC, sums[1])):
             total = summed(stream, part)
             found[name] = total.view(given.shape) if _sums_into(given, ngroups) else total.sum(2)
@@ -138,11 +129,9 @@ def _kernels(
         lanes_kernels: Any = gluon("refold.ops.selective_scan._gluon_backward_kernels")
         if lanes_kernels is not None:
             table = lookup("selective_scan_backward_lanes", x.device, x.dtype)
-            lanes = min(8, dstate // table["states"])
-            # A lane with more states walks over fewer tokens at a time.
-            fewer = dstate // lanes // table["states"]
-            sizes = {"BLOCK_D": table["warps"] * 32 // lanes, "LANES": lanes, "TOKENS": table["tokens"] // fewer,
-                     "GROUP": table["group"] // fewer}  # fmt: skip
+            lanes = dstate // table["states"]
+            sizes = {"BLOCK_D": table["warps"] * 32 // lanes * table["own"], "LANES": lanes,
+                     "TOKENS": table["tokens"], "GROUP": table["group"]}  # fmt: skip
             local = lanes_kernels._selective_scan_bwd_segments_lanes_kernel
             return local, lanes_kernels._selective_scan_bwd_lanes_kernel, sizes, table
     table = lookup("selective_scan_backward", x.device, x.dtype)

@@ -91,8 +91,8 @@ def _selective_scan_bwd_segments_kernel(
 def _selective_scan_bwd_kernel(
     cu_seqlens_ptr, x_ptr, dt_ptr, A_ptr, B_ptr, C_ptr, D_ptr, z_ptr, dt_bias_ptr, decay_ptr, initial_ptr, dy_ptr,
     dfinal_ptr, segment_state_ptr, segment_adjoint_ptr, segment_factor_ptr, border_ptr,
-    dx_ptr, ddt_ptr, dz_ptr, ddecay_ptr, dinitial_ptr, dB_ptr, dC_ptr, dA_ptr, dD_ptr, dbias_ptr, flags_ptr,
-    row_size, batch, seqlen, nseqs, segment, nsegments, channels, dstate, group_channels, group_blocks,
+    dx_ptr, ddt_ptr, dz_ptr, ddecay_ptr, dinitial_ptr, dB_ptr, dC_ptr, dA_ptr, dD_ptr, dbias_ptr, row_size,
+    batch, seqlen, nseqs, segment, nsegments, channels, dstate, group_channels, group_blocks,
     stride_x_b, stride_x_t, stride_dt_b, stride_dt_t, stride_B_b, stride_B_t, stride_B_g,
     stride_C_b, stride_C_t, stride_C_g, stride_z_b, stride_z_t, stride_decay_b, stride_decay_t,
     BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, TOKENS: tl.constexpr, SOFTPLUS: tl.constexpr,
@@ -101,7 +101,6 @@ def _selective_scan_bwd_kernel(
 
     Program ``r`` of the last axis takes the sequences r, r + rows, ... Float32. Tokens, channels, states, and sequences
     may be ragged. What ``dA_ptr``, ``dD_ptr`` and ``dbias_ptr`` point to is the first of rows of ``row_size`` elements.
-    Given flags, only programs whose flag is one do anything: they write again what another kernel of this grid wrote.
     """
     ngroups = tl.num_programs(0) // group_blocks
     group = tl.program_id(0) // group_blocks
@@ -125,11 +124,6 @@ def _selective_scan_bwd_kernel(
     dA = tl.zeros((BLOCK_D, BLOCK_N), tl.float32)
     dD = tl.zeros((BLOCK_D,), tl.float32)
     dbias = tl.zeros((BLOCK_D,), tl.float32)
-    if flags_ptr is not None:
-        program = (tl.program_id(2) * nsegments + pid_s) * tl.num_programs(0) + tl.program_id(0)
-        again = tl.load(flags_ptr + program)
-        nseqs *= again
-        mask_d &= offs_d * 0 + again > 0
     for turn in range(tl.program_id(2), nseqs, tl.num_programs(2)):
         sequence = tl.program_id(2).to(tl.int64) * 0 + turn
         if cu_seqlens_ptr is None:
@@ -279,7 +273,7 @@ def _selective_scan_bwd_kernel(
             tl.store(place, carried.to(dinitial_ptr.dtype.element_ty), mask=mask)
         tl.debug_barrier()
     own = (tl.program_id(2).to(tl.int64) * nsegments + pid_s) * row_size
-    tl.store(dA_ptr + own + offs_state, dA, mask=mask_d[:, None] & mask_n[None, :])
+    tl.store(dA_ptr + own + offs_state, dA, mask=mask)
     if D_ptr is not None:
         tl.store(dD_ptr + own + offs_d, dD, mask=mask_d)
     if dt_bias_ptr is not None:

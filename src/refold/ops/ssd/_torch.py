@@ -183,6 +183,23 @@ def ssd_step(
     return y.to(x.dtype), new.to(state.dtype)
 
 
+def ssd_step_(*, state: Tensor, **arguments: Any) -> Tensor:
+    """Compute `refold.ops.ssd_step_`; for one token, a state of float32 is read and written twice, and nothing else."""
+    x, dt, A, B, C, D, z = (arguments[name] for name in ("x", "dt", "A", "B", "C", "D", "z"))
+    dtype = accumulator(x.dtype)
+    if x.ndim == 4 or state.dtype != dtype:
+        y, new = ssd_step(state=state, **arguments)
+        state.copy_(new)
+        return y
+    d = step_size(dt, arguments["dt_bias"], arguments["dt_softplus"], arguments["dt_limit"]).to(dtype)  # (b, h)
+    state.mul_(torch.exp(d * A.to(dtype))[..., None, None])
+    groups = state.view(x.shape[0] * B.shape[1], -1, state.shape[-1])  # (b g, r p, n)
+    inputs = (x.to(dtype) * d[..., None]).reshape(*groups.shape[:2], 1)
+    groups.baddbmm_(inputs, B.to(dtype).reshape(len(groups), 1, -1))
+    y = (groups @ C.to(dtype).reshape(len(groups), -1, 1)).reshape(x.shape)
+    return finish(y, x.to(dtype), None if D is None else D.view(x.shape[1], -1), z).to(x.dtype)
+
+
 def ssd_step_backward(
     *, dy: Tensor | None, dstate: Tensor | None, needs: frozenset[str], x: Tensor, dt: Tensor, B: Tensor, C: Tensor,
     z: Tensor | None, state: Tensor, **others: Any,

@@ -21,8 +21,7 @@ import torch
 # the kernels in Gluon the stages, the states a program and, of the first one, the registers a thread.
 # Keys of "selective_scan": block_d (channels a program), warps, unroll (tokens), slots (programs a multiprocessor).
 # Keys of "selective_scan_backward": block_d, warps, tokens (from border to border), slots. Of those of the kernel with
-# hand-made layouts: warps, states (a lane, if at most 8 lanes take all), tokens (a tile), group (tokens of a walk, at
-# most 8), slots.
+# hand-made layouts: warps, states (a lane), own (channels a lane), tokens (a tile), group (tokens of a walk), slots.
 # Keys of "selective_scan_lanes": warps, states (at most, a lane), slots, cut (tokens from which time may be cut).
 DEFAULT: dict[str, dict[str, Any]] = {
     "ssd": {"chunk": 64, "block_p": 64, "tile": 8192, "warps": 4, "stages": 2, "state_warps": 4, "slots": 2,
@@ -33,7 +32,7 @@ DEFAULT: dict[str, dict[str, Any]] = {
                      "hopper_state_registers": 64},
     "selective_scan": {"block_d": 64, "warps": 2, "unroll": 4, "slots": 16},
     "selective_scan_backward": {"block_d": 32, "warps": 1, "tokens": 4, "slots": 16},
-    "selective_scan_backward_lanes": {"warps": 4, "states": 4, "tokens": 16, "group": 8, "slots": 2},
+    "selective_scan_backward_lanes": {"warps": 4, "states": 4, "own": 1, "tokens": 16, "group": 8, "slots": 2},
     "selective_scan_lanes": {"warps": 2, "states": 8, "slots": 8, "cut": 1024},
     "ssd_backward/float32": {"chunk": 32, "block_p": 64, "block_n": 64, "tile": 4096, "state_stages": 2,
                              "precision": "bf16x6"},

@@ -36,6 +36,7 @@ Tensors = Sequence[torch.Tensor]
 
 
 KINDS_S, SHAPES_S = 20.0, 10.0  # about what kinds of inputs and other shapes may take
+PATIENCE = 3  # times the time of a race that may pass until it can be decided at all
 COMPILE_S = 40.0  # what torch.compile may take for the original
 POSSIBLE = 0.5  # of the time that writing the results takes, on a machine that may be busier at one time than another
 # Operations that a library does, of which a kernel of one's own would say more.
@@ -766,7 +767,9 @@ class Trial:
         lower = upper = 0.0
         done = -1  # the first pair warms both up, as all calls before it did
         for look in self.level.looks:
-            while done < look and (look == self.level.looks[0] or time.perf_counter() < deadline):
+            # So many pairs are needed before all of them won could decide; what is slow gets the time for that.
+            until = deadline + (0.5**done > share) * PATIENCE * self.level.seconds
+            while done < look and (look == self.level.looks[0] or time.perf_counter() < until):
                 time.sleep(order.random() * 2e-3)  # not in step with anything
                 samples = [self._pair(base, candidate, (name, done), order.random() < 0.5)]
                 if max(samples[0]) * 1e3 < SHORT_MS:

@@ -93,13 +93,6 @@ def test_two_loops_that_differ_in_a_constant_are_two_programs():
     assert [row.status for row in compiled.report.rewrites] == ["applied", "applied"]
 
 
-def test_a_complex_carry_is_left_alone():
-    fn = loop_of(lambda t, h, u: (0.5 + 0.5j) * h + u)
-    (graph,) = refold.explain(fn, xs(torch.complex64)).graphs
-    assert graph.rewrites == []
-    assert any("the carry is complex" in note for note in graph.notes)
-
-
 def test_draws_are_those_of_torch_compile():
     def fn(x):
         return loop_of(lambda t, h, u: 0.9 * h + F.dropout(u, 0.3, True))(x[:, :16])

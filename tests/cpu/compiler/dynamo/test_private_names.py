@@ -173,7 +173,7 @@ def broken(*_):
 
 
 @pytest.mark.usefixtures("capture")
-@pytest.mark.parametrize("name", ["remaining", "_state", "start_enumeration"])
+@pytest.mark.parametrize("name", ["remaining", "_state", "_meet_for"])
 def test_a_change_in_dynamo_switches_capture_off_with_one_warning(monkeypatch, name):
     monkeypatch.setattr(hook, name, broken)
     x = torch.randn(2, STEPS, 3)

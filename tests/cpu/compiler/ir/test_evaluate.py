@@ -69,3 +69,28 @@ def test_gradients_in_another_dtype():
     for a, b in zip(narrow, wide, strict=True):
         assert (a.dtype, b.dtype) == (torch.float32, torch.float64)
         assert 0 < (a - b).norm() < 4 * torch.finfo(torch.float32).eps * b.norm()
+
+
+@pytest.mark.parametrize("dtype", [None, torch.float64])
+def test_gradients_of_a_product_in_blocks_are_no_larger_than_its_factors(monkeypatch, dtype):
+    """A part of a factor that was expanded first has a gradient as large as the product."""
+    monkeypatch.setattr("refold.compiler.ir.evaluate.BLOCK", 64)
+    monkeypatch.setattr("refold.compiler.ir.evaluate.WRITTEN_OUT", 64)
+    x, y = torch.randn(32, 1, 16), torch.randn(24, 16)
+    gm = make_fx(lambda a, b: (a * b).sum(-1))(x, y)
+    largest = 0
+
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            nonlocal largest
+            out = func(*args, **(kwargs or {}))
+            made = [v for v in torch.utils._pytree.tree_leaves(out) if isinstance(v, torch.Tensor)]
+            largest = max([largest, *(v.untyped_storage().nbytes() // v.element_size() for v in made)])
+            return out
+
+    with Watch():
+        got = with_gradients(gm, [x, y], [True, True], dtype)
+    want = with_gradients(gm, [x.double(), y.double()], [True, True])
+    assert largest < 32 * 24 * 16
+    for g, w in zip(got, want, strict=True):
+        torch.testing.assert_close(g.double(), w, rtol=1e-4, atol=1e-4)

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from torch import nn
 
-from refold.compiler.inductor import Hook, Stopped, inductor
+from refold.compiler.inductor import show_graph
 from refold.compiler.notation import algebra, read
 from refold.compiler.notation.program import parse
 from refold.compiler.notation.regions import regions
@@ -176,16 +176,7 @@ def graph_of(fn, *inputs):
     found = []
 
     def backend(gm, given):
-        def visit(_, graph):
-            found.append(graph)
-            raise Stopped
-
-        hook = Hook(visit)
-        try:
-            inductor(gm, given, hook=hook)
-        except Exception:
-            if not hook.stopped:
-                raise
+        show_graph(gm, given, found.append)
         return gm
 
     torch._dynamo.reset()
@@ -406,6 +397,14 @@ def test_a_rule_that_does_not_fit_says_so():
     assert made == []
     assert "was found at" in notes[0]
     assert "does not fit" in notes[0]
+
+
+def test_a_program_may_not_write_much_more_than_its_region():
+    steps = [{"let": "p[b k n z]", "do": "mul", "of": ["x[b k]", "w[n k]"]},
+             {"let": "y[b]", "do": "contract", "of": ["p[b k n z]"]}]  # fmt: skip
+    big = {"inputs": {"x": "b k", "w": "n k"}, "sizes": {"z": 1 << 20}, "steps": steps, "result": "y[b]"}
+    with pytest.raises(ProgramError, match="elements; for this region at most 16777216 are allowed"):
+        Rule.from_dict({**RULE, "program": big})
 
 
 def test_random_regions_match_themselves_only_where_they_are():

@@ -508,3 +508,29 @@ def test_what_each_step_computes_anew_is_no_input_of_the_proof():
     assert len(report.applied) == len(report.rewrites) > 1
     for g, w in zip(got, want, strict=True):
         assert (g - w).norm() <= T**2 * torch.finfo(torch.float32).eps * w.norm()
+
+
+def test_blocks_that_read_the_same_part_of_a_table(rewritten):
+    """Lightning attention: each block has the slice of the decays that has its length."""
+
+    def fn(x, decays):
+        h, out = torch.zeros(B, D), []
+        for start in range(0, 24, 4):
+            block = x[:, start : min(start + 4, 24)]
+            out.append(block * decays[:4] + h.unsqueeze(1))
+            h = 0.5 * h + (block * decays[-4:]).sum(1)
+        return torch.cat(out, 1)
+
+    outcome = rewritten(fn, torch.randn(B, 24, D), torch.rand(9, 1))
+    assert "roll up loop" in outcome.names
+    assert outcome.worst() < 1e-6
+
+
+def test_a_sum_of_matrices_over_time_is_contracted(rewritten):
+    def fn(q, k, v):
+        states = (k.unsqueeze(-1) * v.unsqueeze(-2)).cumsum(2)
+        return torch.einsum("bhtd,bhtde->bhte", q, states)
+
+    outcome = rewritten(fn, *torch.randn(3, 2, 3, 24, 8).unbind(0))
+    assert "refold.ssd.default" in outcome.targets
+    assert outcome.worst() < 1e-5

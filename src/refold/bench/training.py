@@ -1,45 +1,40 @@
 """Layers in training: naive code by eager, torch.compile and refold; the same with refold.ops, and with mamba-ssm.
 
-``python benchmarks/training.py --device cuda --out FILE.jsonl``
-
-All of a layer share one set of weights. A call is a forward and the gradients of the input and of all weights. Times are
-medians of calls that take turns, each after the L2 cache was overwritten; a program is timed only if its result and
-gradients are right: compared with the naive layer in float64, in eager, sequence by sequence. One row a layer goes to
-``--out``. mamba-ssm's kernels (and causal-conv1d's) run if they can be imported.
+All programs of a layer share one set of weights. A call is a forward and the gradients of the input and of all weights.
+Times are of calls that take turns, each after the L2 cache was overwritten. A program is timed only if its result and
+gradients are right: compared with the naive layer in float64, in eager, sequence by sequence. A program that cannot run
+is named under ``not_run``, mamba-ssm's kernels among them.
 """
 
 from __future__ import annotations
 
-import argparse
-import datetime
-import importlib
-import json
 import statistics
-import sys
 import time
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from hybrid_layer import revision
 
 import refold
 from refold import ops
-from refold.verify.memory import peak_bytes
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
+from ..errors import ArgumentError
+from ..verify.memory import peak_bytes
+from .fusion_example import source
+from .rows import Row
 
 Program = Callable[[torch.Tensor], torch.Tensor]
 
 # Relative L2 error of a result or gradient. A naive layer in bfloat16 is itself that far off.
 BOUND = {"bfloat16": 5e-2, "float32": 1e-4}
+# A program that takes longer is called a few times only.
+SLOW_MS = 200.0
 
 
 def mamba1(width: int) -> tuple[torch.nn.Module, dict[str, Program]]:
     """Return a naive Mamba-1 layer, a loop over time, and the same layer by operators."""
-    layer: Any = importlib.import_module("naive_mamba").Model(width)
+    layer: Any = source("examples/naive_mamba.py").Model(width)
 
     def by_operators(u: torch.Tensor) -> torch.Tensor:
         x, z = layer.in_proj(u).chunk(2, dim=-1)
@@ -64,7 +59,7 @@ def mamba1(width: int) -> tuple[torch.nn.Module, dict[str, Program]]:
 
 def mamba2(width: int) -> tuple[torch.nn.Module, dict[str, Program]]:
     """Return a naive Mamba-2 layer, multiplied and summed in chunks, and the same layer by operators."""
-    layer: Any = importlib.import_module("naive_mamba2").Model(width, heads=2 * width // 64)
+    layer: Any = source("examples/naive_mamba2.py").Model(width, heads=2 * width // 64)
     sizes = [layer.inner, layer.groups * layer.state, layer.groups * layer.state]
 
     def by_operators(u: torch.Tensor) -> torch.Tensor:
@@ -87,8 +82,8 @@ def granite(width: int) -> tuple[torch.nn.Module, dict[str, Program]]:
     from transformers import GraniteMoeHybridConfig
     from transformers.models.granitemoehybrid.modeling_granitemoehybrid import GraniteMoeHybridMambaLayer
 
-    sizes = {"mamba_d_head": 64, "mamba_d_state": 128, "mamba_n_groups": 1, "mamba_chunk_size": 256, "mamba_expand": 2}
-    config = GraniteMoeHybridConfig(hidden_size=width, mamba_n_heads=2 * width // 64, **sizes)
+    sizes: dict[str, Any] = {"mamba_d_head": 64, "mamba_d_state": 128, "mamba_n_groups": 1, "mamba_chunk_size": 256}
+    config = GraniteMoeHybridConfig(hidden_size=width, mamba_n_heads=2 * width // 64, mamba_expand=2, **sizes)
     layer: Any = GraniteMoeHybridMambaLayer(config, 0)
     other = torch.nn.Module()
     other.layer = GraniteMoeHybridMambaLayer(config, 0)
@@ -154,7 +149,7 @@ def take_turns(runs: dict[str, Callable[[], object]], rounds: int, device: torch
     flush = torch.empty(1 << 28, dtype=torch.float32, device=device) if device.type == "cuda" else None
     for i in range(rounds + 2):
         for name, run in runs.items():
-            if i > 4 and times[name][0] > 200:
+            if i > 4 and times[name][0] > SLOW_MS:
                 continue
             if flush is None:
                 start = time.perf_counter()
@@ -172,7 +167,7 @@ def take_turns(runs: dict[str, Callable[[], object]], rounds: int, device: torch
     return {name: sorted(found) for name, found in times.items()}
 
 
-def profile(run: Callable[[], object]) -> list[tuple[str, float, int]]:
+def longest_kernels(run: Callable[[], object]) -> list[tuple[str, float, int]]:
     """Return the kernels that take longest in a call: name, milliseconds, how often."""
     from torch.profiler import ProfilerActivity
 
@@ -183,105 +178,90 @@ def profile(run: Callable[[], object]) -> list[tuple[str, float, int]]:
     return sorted(rows, key=lambda row: -row[1])[:25]
 
 
-def measure(arguments: argparse.Namespace, name: str) -> dict[str, Any]:
-    """Check and time every program of a layer; return one row."""
-    make, width = LAYERS[name]
-    width = arguments.width or width
-    device, dtype = torch.device(arguments.device), getattr(torch, arguments.dtype)
-    torch.manual_seed(0)
-    torch._dynamo.reset()
-    layer, others = make(width)
-    layer.to(device, dtype)
-    u = torch.randn(arguments.batch, arguments.tokens, width, device=device).to(dtype).requires_grad_()
+def training(
+    *,
+    device: str = "cuda",
+    layers: tuple[str, ...] = ("mamba1", "mamba2", "granite"),
+    dtype: str = "bfloat16",
+    batch: int = 8,
+    tokens: int = 2048,
+    width: int = 0,
+    rounds: int = 15,
+    eager: bool = True,
+    inductor: bool = False,
+    verify: str = "quick",
+    gate: bool = True,
+    kernels: bool = False,
+) -> Iterator[Row]:
+    """Time naive layers in training: eager, refold, refold.ops, mamba-ssm, and with inductor=true torch.compile."""
+    if dtype not in BOUND:
+        raise ArgumentError(f"training: dtype is {dtype!r}. Give one of {', '.join(BOUND)}")
+    for name in layers:
+        if name not in LAYERS:
+            raise ArgumentError(f"training: there is no layer {name!r}. There are {', '.join(LAYERS)}")
+    at = torch.device(device)
+    for name in layers:
+        make, own = LAYERS[name]
+        torch.manual_seed(0)
+        torch._dynamo.reset()
+        layer, others = make(width or own)
+        layer.to(at, getattr(torch, dtype))
+        compiled = refold.compile(layer, strict=True, verify=verify, accept="always" if verify == "off" else "faster")
+        programs: dict[str, Program] = {"refold": compiled, **others}
+        programs |= {"eager": layer} if eager else {}
+        programs |= {"torch.compile": torch.compile(layer)} if inductor else {}
+        u = torch.randn(batch, tokens, width or own, device=at).to(getattr(torch, dtype)).requires_grad_()
+        row = measure(layer, programs, u, BOUND[dtype] if gate else None, rounds, kernels)
+        yield {
+            "case": name,
+            "width": width or own,
+            "batch": batch,
+            "tokens": tokens,
+            "dtype": dtype,
+            **row,
+            "report": compiled.report.to_dict(),
+        }
+
+
+def measure(
+    layer: torch.nn.Module,
+    programs: dict[str, Program],
+    u: torch.Tensor,
+    bound: float | None,
+    rounds: int,
+    kernels: bool,
+) -> Row:
+    """Check the programs of a layer, and time those that are right."""
     dy, weights = torch.randn_like(u), list(layer.parameters())
-    options: dict[str, Any] = {"strict": True, "cache": False}
-    if not arguments.check:
-        options |= {"verify": "off", "accept": "always"}
-    compiled = refold.compile(layer, **options)
-    programs: dict[str, Program] = {"refold": compiled, **others}
-    if "eager" in arguments.programs:
-        programs["eager"] = layer
-    if "torch.compile" in arguments.programs:
-        programs["torch.compile"] = torch.compile(layer)
-    expected = reference(layer, u, dy) if arguments.gate else None
-    found: dict[str, Any] = {"first_call_s": {}, "errors": {}, "not_run": {}}
+    expected = None if bound is None else reference(layer, u, dy)
+    row: Row = {"first_call_s": {}, "errors": {}, "not_run": {}}
     runs: dict[str, Callable[[], object]] = {}
     for kind, program in programs.items():
+
         def run(program: Program = program) -> list[torch.Tensor]:
             return gradients(program, u, weights, dy)
 
         start = time.perf_counter()
         try:
             got = run()
-        except (ImportError, torch.OutOfMemoryError, RuntimeError) as error:
-            found["not_run"][kind] = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+        except (ImportError, torch.OutOfMemoryError) as error:
+            row["not_run"][kind] = f"{type(error).__name__}: {str(error).splitlines()[0]}"
             continue
-        found["first_call_s"][kind] = time.perf_counter() - start
-        if expected is not None:
-            found["errors"][kind] = errors(got, expected)
-            if not max(found["errors"][kind]) <= BOUND[arguments.dtype]:
-                found["not_run"][kind] = f"errors above {BOUND[arguments.dtype]}"
+        row["first_call_s"][kind] = time.perf_counter() - start
+        if expected is not None and bound is not None:
+            row["errors"][kind] = max(errors(got, expected))
+            if not row["errors"][kind] <= bound:
+                row["not_run"][kind] = row["refused"] = f"an error above {bound}"
                 continue
         del got
         runs[kind] = run
-    times = take_turns(runs, arguments.rounds, device)
-    if arguments.profile and device.type == "cuda":
-        found["kernels"] = {kind: profile(run) for kind, run in runs.items() if kind != "eager"}
+    times = take_turns(runs, rounds, u.device)
+    if kernels and u.is_cuda:
+        row["kernels"] = {kind: longest_kernels(run) for kind, run in runs.items() if kind != "eager"}
     return {
-        "benchmark": "training",
-        "command": " ".join(["python", *sys.argv]),
-        "date": datetime.date.today().isoformat(),
-        "revision": revision(),
-        "torch": torch.__version__,
-        "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
-        "layer": name,
-        "width": width,
-        "batch": arguments.batch,
-        "tokens": arguments.tokens,
-        "dtype": arguments.dtype,
-        **found,
+        **row,
         "median_ms": {kind: statistics.median(values) for kind, values in times.items()},
         "p20_ms": {kind: values[len(values) // 5] for kind, values in times.items()},
         "p80_ms": {kind: values[len(values) * 4 // 5] for kind, values in times.items()},
-        "peak_bytes": {kind: peak_bytes(run, device) for kind, run in runs.items()} if device.type == "cuda" else {},
-        "report": compiled.report.to_dict(),
+        "peak_bytes": {kind: peak_bytes(run, u.device) for kind, run in runs.items()} if u.is_cuda else {},
     }
-
-
-def main() -> None:
-    """Measure each layer; print a few lines, append a row."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--layers", nargs="+", default=list(LAYERS), choices=list(LAYERS))
-    parser.add_argument("--programs", nargs="*", default=["eager"], choices=["eager", "torch.compile"])
-    parser.add_argument("--dtype", default="bfloat16", choices=list(BOUND))
-    parser.add_argument("--batch", type=int, default=8)
-    parser.add_argument("--tokens", type=int, default=2048)
-    parser.add_argument("--width", type=int, default=0, help="instead of each layer's own")
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--no-check", dest="check", action="store_false", help="neither check nor time rewrites")
-    parser.add_argument("--no-gate", dest="gate", action="store_false", help="do not compare with float64")
-    parser.add_argument("--profile", action="store_true", help="list the kernels of each program")
-    parser.add_argument("--out", type=Path)
-    arguments = parser.parse_args()
-    for name in arguments.layers:
-        row = measure(arguments, name)
-        for kind, ms in row["median_ms"].items():
-            worst = max(row["errors"].get(kind, [float("nan")]))
-            memory = row["peak_bytes"].get(kind, 0) / 2**30
-            print(f"{name} {kind}: {ms:.3f} ms, {memory:.2f} GiB, worst error {worst:.1e}", flush=True)
-        for kind, reason in row["not_run"].items():
-            print(f"{name} {kind}: not run, {reason}", flush=True)
-        for kind, kernels in row.get("kernels", {}).items():
-            print(f"  {kind}: " + ", ".join(f"{key[:60]} {ms:.3f} x{count}" for key, ms, count in kernels[:14]))
-        for graph in row["report"]["graphs"]:
-            print("  found: " + "; ".join(f"{r['name']}: {r['detail']} ({r['status']})" for r in graph["rewrites"]))
-            print("  notes: " + "; ".join(graph["notes"]))
-        if arguments.out:
-            arguments.out.parent.mkdir(parents=True, exist_ok=True)
-            with arguments.out.open("a") as file:
-                file.write(json.dumps(row) + "\n")
-
-
-if __name__ == "__main__":
-    main()

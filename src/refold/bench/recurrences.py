@@ -1,0 +1,233 @@
+"""Recurrences as people write them: eager, ``torch.compile`` and refold, over the number of steps.
+
+Each is written from its definition, in the spelling that public code has, and returns what such code returns. The tests
+of the compiler run the same functions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .progress import wanted
+from .rows import Row
+
+# Batch and channels of a case; heads have eight channels.
+BATCH, CHANNELS, HEAD = 4, 64, 8
+
+
+def ema(x: Tensor, a: Tensor) -> Tensor:
+    """Compute an exponential moving average, by ``lerp``."""
+    h, out = torch.zeros_like(x[:, 0]), []
+    for t in range(x.shape[1]):
+        h = torch.lerp(h, x[:, t], a)
+        out.append(h)
+    return torch.stack(out, 1)
+
+
+def min_gru(x: Tensor, z: Tensor) -> Tensor:
+    """Run the loop of minGRU (Feng et al. 2024, arXiv:2410.01201)."""
+    z, h, out = z.sigmoid(), torch.zeros_like(x[:, :1]), []
+    for t in range(x.shape[1]):
+        h = (1 - z[:, t : t + 1]) * h + z[:, t : t + 1] * x[:, t : t + 1]
+        out.append(h)
+    return torch.cat(out, 1)
+
+
+def associative(a: Tensor, x: Tensor) -> Tensor:
+    """Compute a gated recurrence by PyTorch's ``associative_scan``."""
+    from torch._higher_order_ops.associative_scan import associative_scan
+
+    def combine(left: tuple[Tensor, Tensor], right: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        return left[0] * right[0], right[0] * left[1] + right[1]
+
+    return associative_scan(combine, (a.sigmoid(), x), 1, combine_mode="generic")[1]  # type: ignore[arg-type]
+
+
+def doubling(a: Tensor, x: Tensor) -> Tensor:
+    """Do the same by doubling (Hillis & Steele 1986)."""
+    a, k = a.sigmoid(), 1
+    while k < x.shape[1]:
+        x = torch.cat([x[:, :k], x[:, k:] + a[:, k:] * x[:, :-k]], 1)
+        a = torch.cat([a[:, :k], a[:, k:] * a[:, :-k]], 1)
+        k *= 2
+    return x
+
+
+def lru(x: Tensor, nu: Tensor, theta: Tensor) -> Tensor:
+    """Run a linear recurrent unit, a complex diagonal (Orvieto et al. 2023, arXiv:2303.06349)."""
+    decay = torch.exp(torch.complex(-nu.exp(), theta))
+    h, out = torch.zeros_like(x[:, 0]) * decay, []
+    for t in range(x.shape[1]):
+        h = decay * h + x[:, t]
+        out.append(h.real)
+    return torch.stack(out, 1)
+
+
+def biquad(x: Tensor, b: Tensor, a: Tensor) -> Tensor:
+    """Apply a second-order filter in direct form II, transposed."""
+    a1, a2 = -1.8 * a.sigmoid()[0], 0.9 * a.sigmoid()[1]
+    s1 = s2 = torch.zeros_like(x[:, 0])
+    out = []
+    for t in range(x.shape[1]):
+        y = b[0] * x[:, t] + s1
+        s1 = b[1] * x[:, t] - a1 * y + s2
+        s2 = b[2] * x[:, t] - a2 * y
+        out.append(y)
+    return torch.stack(out, 1)
+
+
+def holt(x: Tensor, alpha: Tensor, beta: Tensor) -> Tensor:
+    """Smooth twice: a level and its trend."""
+    alpha, beta = alpha.sigmoid(), beta.sigmoid()
+    level, trend, out = x[:, 0], torch.zeros_like(x[:, 0]), []
+    for t in range(x.shape[1]):
+        before = level
+        level = alpha * x[:, t] + (1 - alpha) * (level + trend)
+        trend = beta * (level - before) + (1 - beta) * trend
+        out.append(level + trend)
+    return torch.stack(out, 1)
+
+
+def autoregression(x: Tensor, c: Tensor) -> Tensor:
+    """Add a linear prediction from the last three values."""
+    c = 0.3 * c.tanh()
+    y1 = y2 = y3 = torch.zeros_like(x[:, 0])
+    out = []
+    for t in range(x.shape[1]):
+        y = c[0] * y1 + c[1] * y2 + c[2] * y3 + x[:, t]
+        y1, y2, y3 = y, y1, y2
+        out.append(y)
+    return torch.stack(out, 1)
+
+
+def linear_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Compute causal linear attention by cumulative sums (Katharopoulos et al. 2020, arXiv:2006.16236)."""
+    q, k, v = (x.unflatten(-1, (-1, HEAD)) for x in (F.elu(q) + 1, F.elu(k) + 1, v))
+    states = torch.cumsum(k.unsqueeze(-1) * v.unsqueeze(-2), 1)
+    norm = 1 / (torch.einsum("bthd,bthd->bth", q, k.cumsum(1)) + 1e-6)
+    return torch.einsum("bthd,bthde,bth->bthe", q, states, norm).flatten(2)
+
+
+def rwkv4(k: Tensor, v: Tensor, w: Tensor, u: Tensor) -> Tensor:
+    """Run the stabilised loop of RWKV-4 (Peng et al. 2023, arXiv:2305.13048)."""
+    w = -torch.exp(w)
+    num = den = torch.zeros_like(k[:, 0])
+    top, out = torch.full_like(k[:, 0], -1e38), []
+    for t in range(k.shape[1]):
+        new = torch.maximum(top, u + k[:, t])
+        old, own = torch.exp(top - new), torch.exp(u + k[:, t] - new)
+        out.append((old * num + own * v[:, t]) / (old * den + own))
+        new = torch.maximum(top + w, k[:, t])
+        old, own = torch.exp(top + w - new), torch.exp(k[:, t] - new)
+        num, den, top = old * num + own * v[:, t], old * den + own, new
+    return torch.stack(out, 1)
+
+
+def mlstm(q: Tensor, k: Tensor, v: Tensor, i: Tensor, f: Tensor) -> Tensor:
+    """Run the matrix memory of xLSTM with its stabiliser (Beck et al. 2024, arXiv:2405.04517)."""
+    q, k, v = (x.unflatten(-1, (-1, HEAD)) for x in (q, k / HEAD**0.5, v))
+    i, f = (x.unflatten(-1, (-1, HEAD))[..., :1] for x in (i, F.logsigmoid(f)))
+    c, n, top = q.new_zeros(*q[:, 0].shape, HEAD), torch.zeros_like(q[:, 0]), torch.zeros_like(i[:, 0])
+    out = []
+    for t in range(q.shape[1]):
+        new = torch.max(f[:, t] + top, i[:, t])
+        keep, take = torch.exp(f[:, t] + top - new), torch.exp(i[:, t] - new)
+        c = keep[..., None] * c + take[..., None] * v[:, t].unsqueeze(-1) * k[:, t].unsqueeze(-2)
+        n, top = keep * n + take * k[:, t], new
+        size = (n * q[:, t]).sum(-1, keepdim=True).abs()
+        out.append((c * q[:, t].unsqueeze(-2)).sum(-1) / torch.maximum(size, torch.exp(-top)))
+    return torch.stack(out, 1).flatten(2)
+
+
+def selective(x: Tensor, dt: Tensor, B: Tensor, C: Tensor, A: Tensor) -> Tensor:
+    """Compute the selective scan of Mamba, step by step (Gu & Dao 2023, arXiv:2312.00752)."""
+    dt, A = F.softplus(dt), -torch.exp(A)
+    h, out = x.new_zeros(x.shape[0], x.shape[2], A.shape[1]), []
+    for t in range(x.shape[1]):
+        h = torch.exp(dt[:, t, :, None] * A) * h + dt[:, t, :, None] * B[:, t, None, :HEAD] * x[:, t, :, None]
+        out.append((h * C[:, t, None, :HEAD]).sum(-1))
+    return torch.stack(out, 1)
+
+
+@dataclass(frozen=True)
+class Recurrence:
+    """A recurrence and its inputs.
+
+    Attributes:
+        fn: The function.
+        sequences: How many inputs are ``(batch, time, channels)``.
+        rest: Shapes of the other inputs, which come after them.
+        found: What it becomes, as the report names it.
+    """
+
+    fn: Callable[..., Tensor]
+    sequences: int
+    rest: tuple[tuple[int, ...], ...]
+    found: str
+
+    def inputs(self, batch: int, steps: int, channels: int) -> list[Tensor]:
+        """Draw inputs."""
+        generator = torch.Generator().manual_seed(0)
+        sizes = {0: channels}
+        shapes: list[tuple[int, ...]] = [(batch, steps, channels)] * self.sequences
+        shapes += [tuple(sizes.get(n, n) for n in shape) for shape in self.rest]
+        return [torch.randn(shape, generator=generator) for shape in shapes]
+
+
+RECURRENCES = {
+    "ema": Recurrence(ema, 1, ((),), "linear_scan"),
+    "min-gru": Recurrence(min_gru, 2, (), "linear_scan"),
+    "associative-scan": Recurrence(associative, 2, (), "linear_scan"),
+    "doubling": Recurrence(doubling, 2, (), "linear_scan"),
+    "lru": Recurrence(lru, 1, ((0,), (0,)), "complex scan"),
+    "biquad": Recurrence(biquad, 1, ((3,), (2,)), "linear_system of 2"),
+    "holt": Recurrence(holt, 1, ((), ()), "linear_system of 2"),
+    "autoregression": Recurrence(autoregression, 1, ((3,),), "linear_system of 3"),
+    "linear-attention": Recurrence(linear_attention, 3, (), "ssd"),
+    "rwkv4": Recurrence(rwkv4, 2, ((0,), (0,)), "running maximum"),
+    "mlstm": Recurrence(mlstm, 5, (), "running maximum"),
+    "selective": Recurrence(selective, 4, ((0, HEAD),), "selective_scan"),
+}
+"""By name. A size of zero in ``rest`` stands for the channels."""
+
+
+def recurrences(
+    *, steps: tuple[int, ...] = (128, 512, 2048, 4096), case: tuple[str, ...] = tuple(RECURRENCES), grad: bool = False,
+    device: str = "cpu",
+) -> Iterator[Row]:  # fmt: skip
+    """Compare public recurrences, as written, with eager and torch.compile over the number of steps."""
+    for name in case:
+        for count in steps:
+            if wanted(case=name, steps=count):
+                yield measure(name, count, grad, device)
+
+
+def measure(name: str, steps: int, grad: bool, device: str) -> Row:
+    """Time one recurrence three ways; refold's own report has the numbers."""
+    import refold
+
+    one = RECURRENCES[name]
+    inputs = [x.to(device).requires_grad_(grad) for x in one.inputs(BATCH, steps, CHANNELS)]
+    torch._dynamo.reset()
+    compiled = refold.compile(one.fn, cache=False)
+    with torch.set_grad_enabled(grad):
+        compiled(*inputs)
+    graph: Any = compiled.report.graphs[-1]
+    return {
+        "case": name,
+        "steps": steps,
+        "batch": BATCH,
+        "pass": "forward and backward" if grad else "forward",
+        "found": [row.detail for row in graph.applied],
+        "chosen": graph.chosen,
+        "times_ms": dict(graph.times_ms),
+        "compile_s": graph.compile_s,
+        "checks_s": graph.checks_s,
+        "notes": list(graph.notes),
+    }

@@ -1,0 +1,299 @@
+"""What is rewritten before autograd: chunked scans, contracted states and convolutions in training, with gradients."""
+
+import dataclasses
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.checkpoint import checkpoint
+
+from refold.compiler.dynamo import captures_loops
+from refold.compiler.dynamo.before_autograd import find_rewrites
+from refold.compiler.inductor import clone_inputs
+from refold.compiler.ir.evaluate import values_at
+from refold.compiler.passes import fuse_chunked_scans
+from refold.compiler.session import describe_captured
+from refold.compiler.validate.region import Settings, validate_region
+from refold.report import GraphReport
+from refold.verify.numerics import unit_roundoff
+from support.chunked import (
+    GROUPS,
+    HEADS,
+    NEAR_MISSES,
+    SPELLINGS,
+    Listing,
+    difference,
+    inputs,
+    multiplied,
+    repeat_groups,
+)
+
+SCAN = "fuse chunked scan"
+
+
+def gradients(fn, args):
+    """Return results, and gradients for cotangents that every dtype holds exactly."""
+    results = [y for y in torch.utils._pytree.tree_leaves(fn(*args)) if y.requires_grad]
+    generator = torch.Generator().manual_seed(0)
+    weights = [torch.randint(-4, 5, y.shape, generator=generator).to(y) for y in results]
+    leaves = [x for x in args if isinstance(x, torch.Tensor) and x.requires_grad]
+    found = torch.autograd.grad(results, leaves, weights, allow_unused=True, materialize_grads=True)
+    return [*(y.detach() for y in results), *found]
+
+
+def trained(fn, *args):
+    """Compile a function without code generation; return its report, and errors of results and gradients.
+
+    Errors are relative to float64, in units of what the function itself is off.
+    """
+    entry = GraphReport(index=0, mode="training")
+
+    @captures_loops
+    def backend(gm, _):
+        return describe_captured(entry, gm)
+
+    torch._dynamo.reset()
+    got = gradients(torch.compile(fn, backend=backend, fullgraph=True), args)
+    own = gradients(fn, args)
+    wide = [x.detach().double().requires_grad_(x.requires_grad) if isinstance(x, torch.Tensor) else x for x in args]
+    errors = []
+    for y, o, r in zip(got, own, gradients(fn, wide), strict=True):
+        assert (y.shape, y.dtype) == (o.shape, o.dtype)
+        floor = 4 * unit_roundoff(y.dtype) * float(r.norm())
+        errors.append(float((y.double() - r).norm()) / (float((o.double() - r).norm()) + floor + 1e-300))
+    return entry, max(errors)
+
+
+def names(entry):
+    return [row.name for row in entry.rewrites]
+
+
+def differentiable(*tensors):
+    return [x.requires_grad_() for x in tensors]
+
+
+@pytest.mark.parametrize("listing", [*SPELLINGS.values()][::2], ids=[*SPELLINGS][::2])
+def test_chunked_scans_in_training(listing):
+    entry, error = trained(listing, *differentiable(*inputs()))
+    assert names(entry) == [SCAN] * 2
+    assert error < 8
+
+
+def test_the_last_state_alone():
+    entry, error = trained(lambda *args: Listing()(*args)[1], *differentiable(*inputs()))
+    assert names(entry) == ["contract last state"]
+    assert error < 8
+
+
+@pytest.mark.parametrize("listing", [*NEAR_MISSES.values()][::3], ids=[*NEAR_MISSES][::3])
+def test_near_misses_stay(listing):
+    entry, error = trained(listing, *differentiable(*inputs()))
+    assert SCAN not in names(entry)
+    assert error < 8
+
+
+@settings(max_examples=6, deadline=None, derandomize=True)
+@given(
+    needs=st.lists(st.booleans(), min_size=5, max_size=5).filter(any),
+    chunk=st.sampled_from([2, 3, 4]),
+    chunks=st.integers(1, 4),
+    groups=st.sampled_from([1, GROUPS, HEADS]),
+    spelling=st.sampled_from(sorted(SPELLINGS.keys() - {"chunk_of_two", "chunk_of_six", "one_chunk"})),
+    steps=st.sampled_from(["softplus", "exp", "raw", "both"]),
+    seed=st.integers(0, 1 << 20),
+)
+def test_gradients_of_random_layers(needs, chunk, chunks, groups, spelling, steps, seed):
+    """Any of the arguments may need a gradient; steps may be part of the input or not."""
+    listing = dataclasses.replace(SPELLINGS[spelling], chunk=chunk)
+
+    def layer(x, dt, A, B, C):
+        dt = {"softplus": F.softplus, "exp": torch.exp}.get(steps, lambda v: v)(dt)
+        x = x * dt[..., None] if steps != "both" else x
+        return listing(x, -dt * torch.exp(A), repeat_groups(B), repeat_groups(C))[0]
+
+    torch.manual_seed(seed)
+    x, dt, B, C = inputs(chunk * chunks, groups)
+    args = [v.requires_grad_(need) for v, need in zip((x, 0.5 * dt, torch.randn(HEADS), B, C), needs, strict=True)]
+    entry, error = trained(layer, *args)
+    assert SCAN in names(entry)
+    assert error < 16
+
+
+def found_in(fn, *args):
+    """Return the one rewrite that is found, and the values that it gets."""
+    found = []
+
+    @captures_loops
+    def backend(gm, given):
+        (rewrite,) = find_rewrites(gm, (), lambda _: True, []).rewrites
+        values = values_at(gm.graph, rewrite.inputs, clone_inputs(given))
+        found.extend([rewrite, [values[name] for name in rewrite.inputs]])
+        return gm
+
+    torch._dynamo.reset()
+    torch.compile(fn, backend=backend, fullgraph=True)(*args)
+    return found
+
+
+def stepped(x, dt, A, B, C, apart=False):
+    """Steps are nowhere negative, and may have nothing to do with the inputs."""
+    dt = F.softplus(dt)
+    return Listing()(x if apart else x * dt[..., None], -dt * torch.exp(A), B, C)[0]
+
+
+def step_inputs():
+    x, dt, B, C = inputs()
+    return differentiable(x, dt, torch.randn(HEADS), B, C)
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_steps_that_are_nowhere_negative_are_said_to_be_so(apart):
+    """Some kernels of the operator need that."""
+    rewrite, actual = found_in(partial(stepped, apart=apart), *step_inputs())
+    (scan,) = rewrite.candidate.graph.find_nodes(op="call_function", target=torch.ops.refold.ssd.default)
+    assert list(scan.args[11]) == [0.0, torch.inf]
+    # Inputs that are divided by small steps lose digits of their gradients: that may be refused.
+    assert apart or validate_region(rewrite, actual, Settings(accept="always")).reason == ""
+
+
+def test_the_check_takes_gradients(monkeypatch):
+    """A planted bug: steps are clipped, which changes gradients more than results."""
+    monkeypatch.setattr(fuse_chunked_scans, "step_limits", lambda steps: (0.3, torch.inf))
+    assert "not equal" in validate_region(*found_in(stepped, *step_inputs()), Settings(accept="always")).reason
+
+
+def detached_decays(x, a, B, C):
+    return Listing(between=lambda a: difference(a.detach()))(x, a, B, C)[0]
+
+
+def decays_without_gradients(x, a, B, C):
+    def between(a):
+        with torch.no_grad():
+            return difference(a)
+
+    return Listing(between=between)(x, a, B, C)[0]
+
+
+def keys_changed_in_place(x, a, B, C):
+    B = B * 1
+    B.mul_(2)
+    return Listing()(x, a, B, C)[0]
+
+
+def detached_values(x, a, B, C):
+    return Listing()(x.detach(), a, B, C)[0] + x
+
+
+@pytest.mark.parametrize("fn", [detached_decays, detached_values, decays_without_gradients, keys_changed_in_place])
+def test_what_autograd_sees_otherwise_stays(fn):
+    entry, error = trained(fn, *differentiable(*inputs()))
+    assert SCAN not in names(entry)
+    assert error < 8
+    assert any("stays as it is" in note for note in entry.notes)
+
+
+def test_checkpointed_layers():
+    def model(x, *args):
+        x = checkpoint(stepped, x, *args, use_reentrant=False)
+        return checkpoint(stepped, x * 0.1, *args, use_reentrant=False)
+
+    entry, error = trained(model, *step_inputs())
+    assert names(entry) == [SCAN] * 2
+    assert error < 8
+
+
+class Layer(torch.nn.Module):
+    """Projections around a chunked scan and a short convolution."""
+
+    def __init__(self, widen):
+        super().__init__()
+        self.sizes = [HEADS * 5, HEADS, 6, 6]
+        self.project = torch.nn.Linear(8, sum(self.sizes))
+        self.conv = torch.nn.Conv1d(sum(self.sizes), sum(self.sizes), 3, groups=sum(self.sizes), padding=2)
+        self.out = torch.nn.Linear(HEADS * 5, 8)
+        self.A = torch.nn.Parameter(torch.randn(HEADS))
+        self.widen = widen
+
+    def forward(self, u):
+        x = self.conv(self.project(u).mT)[..., : u.shape[1]].mT
+        x, dt, B, C = x.split(self.sizes, -1)
+        dt = F.softplus(dt)
+        A = -torch.exp(self.A.float() if self.widen else self.A)
+        if self.widen:
+            x, B, C = x.float(), B.float(), C.float()
+        x, B, C = (v.unflatten(-1, (-1, n)) for v, n in ((x, 5), (B, 6), (C, 6)))
+        steps = dt.float() if self.widen else dt
+        x = x * (dt[..., None].float() if self.widen else dt[..., None])
+        y = Listing(einsum=multiplied)(x, A * steps, repeat_groups(B), repeat_groups(C))[0]
+        return self.out(y.flatten(2).to(self.out.weight.dtype) if self.widen else y.flatten(2))
+
+
+def module_of(layer):
+    """Return a layer as a function of its input and its weights."""
+    weights = dict(layer.named_parameters())
+
+    def call(u, *values):
+        return torch.func.functional_call(layer, dict(zip(weights, values, strict=True)), (u,))
+
+    return call, [weight.detach().clone().requires_grad_() for weight in weights.values()]
+
+
+def test_convolutions_are_unrolled():
+    call, weights = module_of(Layer(widen=False))
+    entry, error = trained(call, torch.randn(2, 12, 8), *weights)
+    assert sorted(names(entry)) == [SCAN, "unroll depthwise convolution"]
+    assert error < 8
+
+
+def test_a_scan_that_was_widened_runs_in_16_bits():
+    layer = Layer(widen=True).bfloat16()
+    call, weights = module_of(layer)
+    entry, error = trained(call, torch.randn(2, 12, 8).bfloat16(), *weights)
+    (scan,) = (row for row in entry.rewrites if row.name == SCAN)
+    assert "in bfloat16" in scan.detail
+    assert error < 8
+
+
+def test_a_result_that_stays_wide_keeps_the_scan_wide():
+    def layer(x, a, B, C):
+        return Listing()(x.float(), a.float(), B.float(), C.float())[0]
+
+    x, a, B, C = inputs()
+    entry, error = trained(layer, *differentiable(x.bfloat16(), a, B.bfloat16(), C.bfloat16()))
+    assert names(entry) == [SCAN]
+    assert "bfloat16" not in entry.rewrites[0].detail
+    assert error < 8
+
+
+def test_autocast():
+    call, weights = module_of(Layer(widen=False))
+
+    def autocast(u, *values):
+        with torch.autocast("cpu", torch.bfloat16):
+            return call(u, *values)
+
+    u = torch.randn(2, 12, 8)
+    for fn in (autocast, partial(torch.autocast("cpu", torch.bfloat16)(call))):
+        entry, error = trained(fn, u, *weights)
+        assert SCAN in names(entry)
+        assert error < 8
+
+
+def contracted(dt, A, B, C, x):
+    """Collect the states in a loop, and contract them after it."""
+    decay, added = torch.exp(dt[..., None] * A), dt[..., None] * B[:, :, None] * x[..., None]
+    h, states = torch.zeros_like(added[:, 0]), []
+    for t in range(x.shape[1]):
+        h = decay[:, t] * h + added[:, t]
+        states.append(h)
+    return (torch.stack(states, 1) * C[:, :, None]).sum(-1)
+
+
+def test_states_collected_in_a_loop_are_contracted():
+    args = torch.rand(2, 16, 6), -torch.rand(6, 4), torch.randn(2, 16, 4), torch.randn(2, 16, 4), torch.randn(2, 16, 6)
+    entry, error = trained(contracted, *differentiable(*args))
+    assert "as one selective_scan" in entry.rewrites[-1].detail
+    assert error < 8

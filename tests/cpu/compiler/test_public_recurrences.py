@@ -1,0 +1,255 @@
+"""Recurrences as people write them are found, in both modes, and compute what eager computes in float64."""
+
+import pytest
+import torch
+
+import refold
+from refold.bench.recurrences import HEAD, RECURRENCES
+from refold.compiler.decisions import Store
+from refold.compiler.dynamo import captures_loops
+from refold.compiler.session import GraphCompile
+from refold.compiler.validate.region import Settings
+from refold.report import GraphReport
+
+STEPS = 21
+
+
+def rewritten(fn, *inputs, training=False):
+    """Rewrite what is rewritten before autograd, and run that without generating code: (results, rows)."""
+    rows = []
+
+    def backend(gm, example_inputs):
+        entry = GraphReport(index=0, mode="training" if training else "inference")
+        settings = Settings(verify="off", accept="always", cache=False)
+        session = GraphCompile(gm, example_inputs, settings, entry, Store(None, ""))
+        session._rewrite_before_autograd()
+        rows.extend(session.rows.values())
+        return session.gm
+
+    torch._dynamo.reset()
+    return torch.compile(fn, backend=captures_loops(backend), fullgraph=True)(*inputs), rows
+
+
+def outputs(fn, inputs, training, weights):
+    inputs = [x.detach().requires_grad_(training) for x in inputs]
+    y = fn(*inputs)
+    own = torch.autograd.grad((y * weights.to(y)).sum(), inputs) if training else ()
+    return [y.detach(), *own]
+
+
+def check(fn, inputs, training, like=None):
+    """Compare with eager, or ``like``, in float64: as near to it as that is in float32, or nearly so."""
+    found = []
+
+    def run(*xs):
+        y, rows = rewritten(fn, *xs, training=training)
+        found.extend(rows)
+        return y
+
+    weights = torch.randn(fn(*inputs).shape, generator=torch.Generator().manual_seed(1))
+    like = like or fn
+    exact = outputs(like, [x.double() for x in inputs], training, weights)
+    eager = outputs(like, inputs, training, weights)
+    for r, o, y in zip(exact, eager, outputs(run, inputs, training, weights), strict=True):
+        norm = float(r.norm()) or 1.0
+        error, own = (float((x.double() - r).norm()) / norm for x in (y, o))
+        assert error <= 16 * own + 1e-6, f"error {error:.1e}, eager's is {own:.1e}"
+    return [row.detail for row in found]
+
+
+LATE = ("linear-attention",)  # in inference it is found in the ATen graph, see test_contract_scans.py
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("name", RECURRENCES)
+def test_found_and_right(name, training):
+    one = RECURRENCES[name]
+    details = check(one.fn, one.inputs(2, STEPS, 2 * HEAD), training)
+    if training or name not in LATE:
+        assert any(one.found in detail for detail in details), details
+
+
+def network(a, x, move=lambda x: x):
+    """A tree in place, over views, as Mamba code without kernels has it."""
+    a, x = move(a.clone()), move(x.clone())
+    levels = x.shape[2].bit_length() - 1
+    for k in range(levels):
+        left, right = slice(2**k - 1, None, 2 ** (k + 1)), slice(2 ** (k + 1) - 1, None, 2 ** (k + 1))
+        x[:, :, right] += a[:, :, right] * x[:, :, left]
+        a[:, :, right] *= a[:, :, left].clone()
+    for k in reversed(range(levels - 1)):
+        left, right = slice(2 ** (k + 1) - 1, -(2**k), 2 ** (k + 1)), slice(3 * 2**k - 1, None, 2 ** (k + 1))
+        x[:, :, right] += a[:, :, right] * x[:, :, left]
+        a[:, :, right] *= a[:, :, left].clone()
+    return move(x)
+
+
+def doubled(a, x):
+    """By doubling with padding."""
+    k = 1
+    while k < x.shape[1]:
+        x = x + a * torch.nn.functional.pad(x, (0, 0, k, 0))[:, :-k]
+        a = a * torch.nn.functional.pad(a, (0, 0, k, 0), value=1.0)[:, :-k]
+        k *= 2
+    return x
+
+
+def backwards(a, x):
+    from torch._higher_order_ops.associative_scan import associative_scan
+
+    def combine(left, right):
+        return {"a": left["a"] * right["a"], "x": left["x"].mul(right["a"]).add(right["x"])}
+
+    return associative_scan(combine, {"a": a, "x": x}, 1, reverse=True, combine_mode="generic")["x"]
+
+
+def with_logarithms(a, x):
+    from torch._higher_order_ops.associative_scan import associative_scan
+
+    def combine(left, right):
+        return left[0] + right[0], torch.exp(right[0]) * left[1] + right[1]
+
+    return associative_scan(combine, (a.log(), x), -2, combine_mode="generic")[1]
+
+
+def operation(a, x):
+    """The higher-order operation itself, as on a GPU, read whole and at its end."""
+
+    def combine(a1, x1, a2, x2):
+        return [a1 * a2, a2 * x1 + x2]
+
+    operands = [a.movedim(1, 0), x.movedim(1, 0)]
+    h = torch.ops.higher_order.associative_scan(combine, operands, ())[1].movedim(0, 1)
+    return h * h[:, -1:]
+
+
+def decays(steps=32):
+    generator = torch.Generator().manual_seed(0)
+    return torch.rand(2, steps, 6, generator=generator) * 0.5 + 0.5, torch.randn(2, steps, 6, generator=generator)
+
+
+@pytest.mark.parametrize(("fn", "training"), [(doubled, False), (backwards, True), (with_logarithms, False)])
+def test_networks(fn, training):
+    (detail,) = check(fn, decays(17), training)
+    assert detail.startswith("17 steps of a state of 2 x 6 as one linear_scan")
+
+
+def test_a_network_in_place():
+    def fn(a, x):
+        return network(a[..., None], x[..., None], lambda x: x.transpose(1, 2))[..., 0]
+
+    assert check(fn, decays(), False) == ["32 steps of a state of 2 x 6 x 1 as one linear_scan"]
+
+
+@pytest.mark.parametrize("wrong", ["order", "decay", "shift", "sum"])
+def test_networks_that_compute_something_else_stay(wrong):
+    def fn(a, x):
+        k = 1
+        while k < x.shape[1]:
+            left, decay = x[:, :-k], a[:, :-k] if wrong == "order" else a[:, k:]
+            if wrong == "shift" and k == 4:
+                left = torch.cat([left[:, 1:], left[:, :1]], 1)
+            if wrong == "sum" and k == 2:
+                decay = decay - 1
+            x = torch.cat([x[:, :k], x[:, k:] + decay * left], 1)
+            a = torch.cat([a[:, :k], a[:, k:] * (1 if wrong == "decay" and k == 2 else a[:, :-k])], 1)
+            k *= 2
+        return x
+
+    assert check(fn, decays(), False) == []
+
+
+def test_gradients_of_the_operation_are_those_of_its_definition():
+    """PyTorch's own gradient takes results for independent of one another, and gives decays none."""
+
+    def definition(a, x):
+        h = doubled(a, x)
+        return h * h[:, -1:]
+
+    assert check(operation, decays(), True, definition) == ["32 steps of a state of 2 x 6 as one linear_scan"]
+
+
+def test_states_that_are_contracted_later_are_not_written_in_training():
+    def fn(a, x, c):
+        h, hs = torch.zeros(*x[:, 0].shape, 4), []
+        for t in range(x.shape[1]):
+            h = a[:, t, :, None] * h + x[:, t, :, None] * c[:, t, None]
+            hs.append(h)
+        return torch.einsum("btdn,btn->btd", torch.stack(hs, 1), c)
+
+    a, x = decays()
+    details = check(fn, [a, x, torch.randn(2, 32, 4)], True)
+    assert any("selective_scan" in detail for detail in details), details
+
+
+COUPLED = {
+    "rotation": lambda u, v, a, x: (a[0] * u - a[1] * v + x, a[1] * u + a[0] * v),
+    "changes over time": lambda u, v, a, x: (x.tanh() * u + a[0] * v, a[1] * u + x),
+    "gated": lambda u, v, a, x: (torch.where(x > 0, u + v, x - 0.5 * v + u), a[0] * u + 0.5 * v),
+    "views": lambda u, v, a, x: ((a[0] * v.unsqueeze(0)).squeeze(0) + x, torch.lerp(u, v, 0.3)),
+}
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("name", COUPLED)
+def test_coupled_carries(name, training):
+    def fn(x, a):
+        u, v, out = torch.zeros_like(x[:, 0]), x[:, 0], []
+        for t in range(x.shape[1]):
+            u, v = COUPLED[name](u, v, a, x[:, t])
+            out.append(u * 2 + v)
+        return torch.stack(out, 1)
+
+    (detail,) = check(fn, [decays()[1], torch.tensor([0.6, -0.5])], training)
+    assert "linear_system of 2" in detail
+
+
+def test_five_coupled_carries_stay():
+    def fn(x):
+        carries, out = [torch.zeros_like(x[:, 0])] * 5, []
+        for t in range(x.shape[1]):
+            carries = [x[:, t] + 0.1 * sum(carries), *carries[:4]]
+            out.append(carries[0])
+        return torch.stack(out, 1)
+
+    assert check(fn, [decays()[1]], False) == []
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_complex_steps_that_change(training):
+    def fn(x, a):
+        gate = torch.complex(a.cos(), a.sin()) * 0.9
+        h, out = torch.zeros_like(gate[:, 0]), []
+        for t in range(x.shape[1]):
+            h = gate[:, t] * h + x[:, t]
+            out.append((h * gate[:, t].conj()).imag)
+        return torch.stack(out, 1)
+
+    (detail,) = check(fn, [*decays()][::-1], training)
+    assert "complex scan" in detail
+
+
+@pytest.mark.parametrize("smooth", [False, True])
+def test_running_maxima(smooth):
+    above = torch.logaddexp if smooth else torch.maximum
+
+    def fn(x, w):
+        h, out = x[:, 0], []
+        for t in range(1, x.shape[1]):
+            h = above(h - w[:, t], x[:, t])
+            out.append(h)
+        return torch.stack(out, 1)
+
+    a, x = decays()
+    (detail,) = check(fn, [x, a], True)
+    assert "running maximum" in detail
+
+
+def test_a_real_compile_checks_them():
+    one = RECURRENCES["biquad"]
+    compiled = refold.compile(one.fn, accept="always", strict=True)
+    inputs = [x.requires_grad_() for x in one.inputs(2, 20, 3)]
+    compiled(*inputs).sum().backward()
+    (graph,) = compiled.report.graphs
+    assert graph.chosen == "refold"
+    assert graph.rewrites[0].status == "applied"

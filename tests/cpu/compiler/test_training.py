@@ -1,0 +1,45 @@
+"""A tiny language model, Mamba-2 by broadcast, multiply and sum, trains as it does eagerly."""
+
+import pytest
+import torch
+
+from refold.compiler.backend import refold
+from refold.compiler.dynamo import captures_loops
+from refold.compiler.session import describe_captured
+from refold.report import GraphReport, Report
+from support.tiny_lm import losses
+
+
+@pytest.mark.parametrize("checkpointed", [False, True], ids=["kept", "checkpointed"])
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16], ids=["float32", "autocast"])
+def test_loss_curves_without_code_generation(checkpointed, autocast):
+    entry = GraphReport(index=0, mode="training")
+
+    @captures_loops
+    def backend(gm, _):
+        return describe_captured(entry, gm)
+
+    own = losses(None, checkpointed=checkpointed, autocast=autocast)
+    got = losses(backend, checkpointed=checkpointed, autocast=autocast)
+    found = [row.name for row in entry.rewrites]
+    assert found.count("fuse chunked scan") == 2
+    assert found.count("unroll depthwise convolution") == 2
+    assert own[-20:].mean() < own[:20].mean() - 1  # it learns something
+    if autocast is None:
+        assert (got - own).abs().max() < 1e-4
+    else:  # 16 bits part ways: what counts is how far they are from float32
+        exact = losses(None)
+        assert (got - exact).abs().mean() < 4 * (own - exact).abs().mean()
+
+
+def test_loss_curve():
+    report = Report()
+
+    def backend(gm, inputs):
+        options = {"verify": "off", "accept": "always", "strict": True, "cache": False, "report": report}
+        return refold(gm, inputs, options=options)
+
+    sizes = (1, 16, 8, 8, 8)
+    got, own = losses(captures_loops(backend), checkpointed=True, sizes=sizes), losses(None, sizes=sizes)
+    assert "fuse chunked scan" in [row.name for row in report.graphs[0].applied]
+    assert (got - own).abs().max() < 1e-4
