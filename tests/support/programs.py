@@ -377,8 +377,10 @@ def recurrence(r: Random, captured: bool = False) -> Program:
     returned = d.choose("returned", ["outputs", "outputs", "both", "last"])
     reverse = d.choose("reverse", [False, False, True])
     forget = d.choose("forget", [False, False, False, True])
-    reset = _reset(d)
     bonus = d.input(d.heads, d.keys) if order == "both" else None
+    d.r = Random(" ".join(["resets", *d.about]))  # of its own, so that all else that a seed names stays what it is
+    reset = _reset(d)
+    d.r = r
     shape, steps = (d.batch, d.heads, d.keys, d.values), d.steps
 
     def fn(*xs: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -96,7 +96,7 @@ BUGS = [
     (_infinities_leak, "recurrence", 1331),
     (_resets_are_infinite, "recurrence", 344),
     (_never_forgets, "recurrence", 58),
-    (_resets_multiply, "recurrence", 7),
+    (_resets_multiply, "recurrence", 13),
 ]
 
 
