@@ -18,7 +18,6 @@ from ..errors import warn
 from ..report import GraphReport, RewriteReport
 from .compile_time import inductor_seconds, unrolled_seconds
 from .decisions import Store, digest, versions
-from .dynamo.early_scans import define_scans, early_scans
 from .dynamo.loop import captured_loops
 from .external_cumsum import keep_scans_external
 from .inductor import Compiled, Hook, Stopped, bind, clone_inputs, duplicate, inductor
@@ -59,7 +58,8 @@ class GraphCompile:
         self, gm: GraphModule, inputs: Sequence[Any], settings: Settings, entry: GraphReport, store: Store
     ) -> None:
         self.inputs, self.settings, self.entry, self.store = inputs, settings, entry, store
-        self.given = define_scans(gm, everywhere=entry.mode == "training")
+        early = _early()
+        self.given = gm if early is None else early.define_scans(gm, everywhere=entry.mode == "training")
         self.gm = self.given
         self.options = {**(settings.options or {}), **settings.choices.inductor}
         self.refused: set[str] = set()
@@ -199,8 +199,11 @@ class GraphCompile:
 
     def _rewrite_early(self) -> Cost:
         """Replace recurrences that are no loops by scans before autograd, where that stands; return what that saves."""
-        saved, gm = Cost(), duplicate(self.gm)
-        for found in early_scans(gm, self.entry.mode == "training"):
+        early, saved = _early(), Cost()
+        if early is None:
+            return saved
+        gm = duplicate(self.gm)
+        for found in early.early_scans(gm, self.entry.mode == "training"):
             key = f"early:{found.rewrite.site}"
             if not self._wanted(key):
                 continue
@@ -448,14 +451,24 @@ def _row(rewrite: Rewrite, key: str, verdict: Verdict | None) -> RewriteReport:
     return row
 
 
+def _early() -> Any:
+    """Return the module that finds scans without a loop; None if PyTorch has not all the names that it needs."""
+    try:
+        from .dynamo import early_scans
+    except (ImportError, AttributeError):
+        return None
+    return early_scans
+
+
 def describe_captured(entry: GraphReport, gm: GraphModule) -> GraphModule:
     """Write into a report what would be rewritten before autograd; return the graph with that."""
     from .dynamo.before_autograd import checkpointed, find_rewrites, with_part
 
-    gm = duplicate(define_scans(gm, everywhere=False))
-    for early in early_scans(gm, training=False):
-        entry.rewrites.append(_row(early.rewrite, "", None))
-        early.splice()
+    early = _early()
+    gm = duplicate(gm if early is None else early.define_scans(gm, everywhere=False))
+    for network in [] if early is None else early.early_scans(gm, training=False):
+        entry.rewrites.append(_row(network.rewrite, "", None))
+        network.splice()
     for call in captured_loops(gm):
         from .dynamo.to_scan import describe_loop, find_scan
 
