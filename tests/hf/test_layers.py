@@ -7,6 +7,7 @@ from transformers import DynamicCache
 
 import refold
 from refold.compiler import pipeline
+from refold.compiler.dynamo import before_autograd
 
 # Releases from 5.18 on write the contractions as einsum; until then they were multiplied and summed.
 EINSUM = tuple(int(part) for part in transformers.__version__.split(".")[:2]) >= (5, 18)
@@ -105,8 +106,8 @@ def test_contractions_where_the_scan_is_not_faster(name, length, monkeypatch):
         assert len([r for r in found if r.name == "recover contraction"]) == 5
 
 
-@pytest.mark.parametrize("name", LAYERS)
-def test_training(name):
+def trained(name):
+    """Compare all gradients of a compiled layer with eager's, and return its report."""
     layer, _ = LAYERS[name]()
     layer.train()
     x = torch.randn(2, 40, 48, requires_grad=True)
@@ -117,8 +118,23 @@ def test_training(name):
     for a, b in zip(torch.autograd.grad(compiled(x), weights, cotangent), expected, strict=True):
         agree(a, b)
     assert compiled.report.graphs[0].mode == "training"
+    return compiled.report
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_training(name):
+    applied = {rewrite.name for rewrite in trained(name).rewrites if rewrite.status == "applied"}
+    assert "fuse chunked scan" in applied
+
+
+def test_training_by_contractions(monkeypatch):
+    for passes in ("PASSES", "BEFORE_AUTOGRAD"):
+        kept = [entry for entry in getattr(pipeline, passes) if entry[0] != "fuse chunked scans"]
+        monkeypatch.setattr(pipeline, passes, kept)
+    monkeypatch.setattr(before_autograd, "BEFORE_AUTOGRAD", pipeline.BEFORE_AUTOGRAD)
+    report = trained("granite")
     if not EINSUM:
-        assert len(contractions(compiled.report)) >= 15
+        assert len(contractions(report)) >= 15
 
 
 @pytest.mark.parametrize("name", LAYERS)

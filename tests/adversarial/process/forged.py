@@ -25,6 +25,7 @@ class ModelNew(torch.nn.Module):
             "shape": list(x.shape),
             "stride": [16, 1],
             "address": y.data_ptr(),
+            "pointer": y.data_ptr(),
             "storage": y.data_ptr(),
             "storage_bytes": 512,
             "odd": [],

@@ -8,7 +8,7 @@ import torch
 import torch.nn as nn
 
 import refold
-from refold.compiler import session
+from refold.compiler import pipeline
 from refold.errors import ArgumentError, RefoldWarning
 
 ALWAYS = {"accept": "always", "strict": True}
@@ -192,8 +192,8 @@ def test_a_wrong_rewrite_is_dropped_and_named(monkeypatch):
         output.args = (new,)
         gm.recompile()
 
-    honest = session.run_pipeline
-    monkeypatch.setattr(session, "run_pipeline", wrong)
+    honest = pipeline.run
+    monkeypatch.setattr(pipeline, "run", wrong)
     x, y = pair(2)
     compiled = refold.compile(scores, **ALWAYS)
     close(compiled(x, y), scores(x, y))
@@ -204,10 +204,10 @@ def test_a_wrong_rewrite_is_dropped_and_named(monkeypatch):
 
 
 def test_when_refold_fails_inductor_runs_with_one_warning(monkeypatch):
-    def broken(*args):
+    def broken(*args, **kwargs):
         raise ZeroDivisionError("planted")
 
-    monkeypatch.setattr(session, "run_pipeline", broken)
+    monkeypatch.setattr(pipeline, "run", broken)
     x, y = pair(2)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -221,10 +221,10 @@ def test_when_refold_fails_inductor_runs_with_one_warning(monkeypatch):
 
 
 def test_strict_raises_refolds_own_error(monkeypatch):
-    def broken(*args):
+    def broken(*args, **kwargs):
         raise ZeroDivisionError("planted")
 
-    monkeypatch.setattr(session, "run_pipeline", broken)
+    monkeypatch.setattr(pipeline, "run", broken)
     with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match=r"CompileError.*planted"):
         refold.compile(scores, strict=True)(*pair(2))
 

@@ -54,18 +54,22 @@ def sign(x: Any) -> Sign:
     """Return the sign of a node's value, or of a number."""
     if not isinstance(x, Node):
         return Sign(x >= 0, x <= 0) if isinstance(x, (int, float)) else UNKNOWN
-    if x.op != "call_function":
-        return UNKNOWN
+    found = _by_rule(x) if x.op == "call_function" else UNKNOWN
+    if found == UNKNOWN and (constant := constant_value(x)) is not None:
+        return Sign(bool((constant >= 0).all()), bool((constant <= 0).all()))
+    return found
+
+
+def _by_rule(x: Node) -> Sign:
+    """Return what the operation of a node says of its sign."""
     if x.target in _POSITIVE:
         return POSITIVE
     if x.target is aten.constant_pad_nd.default and any(x.args[2:]):
         return UNKNOWN
     if is_view(x) or x.target in _COPIES:
         return sign(arg(x, 0))
-    if (rule := _RULES.get(x.target)) is not None:
-        return rule(x)
-    constant = constant_value(x)
-    return UNKNOWN if constant is None else Sign(bool((constant >= 0).all()), bool((constant <= 0).all()))
+    rule = _RULES.get(x.target)
+    return UNKNOWN if rule is None else rule(x)
 
 
 def _parts(x: Node) -> list[Sign]:

@@ -5,7 +5,7 @@ import torch
 import torch.nn as nn
 
 import refold
-from refold.compiler import session
+from refold.compiler import pipeline, session
 from refold.compiler.ir import dispatch
 from refold.compiler.ir.dispatch import Impossible, Random, Recording, in_dtype
 from refold.compiler.validate import whole
@@ -40,8 +40,8 @@ def planted(monkeypatch):
                 products[n].replace_all_uses_with(new, delete_user_cb=lambda user: user is not new)
             return rewrites
 
-        honest = session.run_pipeline
-        monkeypatch.setattr(session, "run_pipeline", wrong)
+        honest = pipeline.run
+        monkeypatch.setattr(pipeline, "run", wrong)
         monkeypatch.setattr(session, "validate_region", lambda *args: Verdict())
 
     return plant
