@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch._dispatch.python import enable_python_dispatcher
 from torch._inductor.decomposition import select_decomp_table
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functionalize
@@ -170,7 +171,13 @@ def to_aten(
     chosen = {op: rule for op, rule in select_decomp_table().items() if to_read or _packet(op) in spellings}
     with mode, torch.no_grad(), preserve_node_meta():
         fn = functionalize(fn, remove="mutations") if functional else fn
-        return make_fx(fn, decomposition_table=chosen)(*inputs)
+        try:
+            return make_fx(fn, decomposition_table=chosen)(*inputs)
+        except RuntimeError as error:
+            if "symbolic sizes" not in str(error):
+                raise
+        with enable_python_dispatcher():  # what torch 2.11 decomposes in C++ knows no symbols
+            return make_fx(fn, decomposition_table=chosen)(*inputs)
 
 
 def _packet(op: Any) -> str:
