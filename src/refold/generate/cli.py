@@ -16,6 +16,9 @@ from refold.generate.text import Text, check_stop_strings, parse_ids, tokenizer
 def generate(
     model: Annotated[str, typer.Argument(help="Checkpoint directory, or owner/name on the Hugging Face hub.")],
     prompt: Annotated[str | None, typer.Option(help="Text to go on with.")] = None,
+    prompt_file: Annotated[
+        Path | None, typer.Option(help="File with that text; - reads standard input.", show_default=False)
+    ] = None,
     token_ids: Annotated[str | None, typer.Option(help="Prompt as token ids, separated by commas or spaces.")] = None,
     max_new_tokens: Annotated[int, typer.Option(help="Most tokens to generate.")] = 64,
     framework: Annotated[str | None, typer.Option(help="What computes: torch or jax; torch if installed.")] = None,
@@ -39,6 +42,10 @@ def generate(
         typer.Exit: with code 2 after a message on standard error, where an argument or the checkpoint is at fault.
     """
     try:
+        if prompt_file is not None:
+            if prompt is not None:
+                raise ArgumentError("give either --prompt or --prompt-file.")
+            prompt = read_prompt(prompt_file)
         sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty, seed)
         for piece in generate_text(
             model, prompt=prompt, token_ids=token_ids, max_new_tokens=max_new_tokens, framework=framework,
@@ -51,6 +58,22 @@ def generate(
         sys.stderr.write(f"refold generate: {error}\n")
         raise typer.Exit(2) from None
     sys.stdout.write("\n")
+
+
+def read_prompt(path: Path) -> str:
+    """Return the text of a file, or of standard input if the path is ``-``.
+
+    Raises:
+        ArgumentError: it cannot be read as text.
+    """
+    try:
+        return sys.stdin.read() if str(path) == "-" else path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ArgumentError(f"--prompt-file {path} cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ArgumentError(
+            f"--prompt-file {path} is not text in UTF-8: {error.reason} at byte {error.start}"
+        ) from error
 
 
 def generate_text(

@@ -80,9 +80,21 @@ def test_stop_token_is_not_shown(checkpoint: Path) -> None:
     assert result.output.strip() == ""
 
 
+def test_a_prompt_comes_from_a_file_or_from_standard_input(checkpoint: Path, tmp_path: Path) -> None:
+    (tmp_path / "prompt.txt").write_text("w1 w2 w3")
+    expected = run(checkpoint, "--prompt", "w1 w2 w3", "--max-new-tokens", 4).output
+    assert run(checkpoint, "--prompt-file", tmp_path / "prompt.txt", "--max-new-tokens", 4).output == expected
+    app = typer.Typer()
+    app.command()(generate)
+    piped = CliRunner().invoke(app, [str(checkpoint), "--prompt-file", "-", "--max-new-tokens", "4"], input="w1 w2 w3")
+    assert piped.output == expected
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
+        (["--prompt", "w1", "--prompt-file", "-"], "either --prompt or --prompt-file"),
+        (["--prompt-file", "no-such-file"], "cannot be read: No such file"),
         (["--prompt", "w1", "--token-ids", "1"], "either --prompt or --token-ids"),
         (["--token-ids", "one"], "integers"),
         (["--token-ids", ""], "empty"),
