@@ -76,10 +76,14 @@ def test_progress_says_what_runs_and_of_how_many(toy):
     assert run("run", "cpu", "-q").stderr == ""
 
 
-@pytest.mark.parametrize("suite", ["cpu", "compile-time", "fusion-example", "chunked-scan"])
-def test_measurements_are_counted_without_being_made(suite):
+@pytest.mark.parametrize(
+    ("suite", "count"),
+    [("cpu", 2), ("compile-time", 2), ("fusion-example", 6), ("chunked-scan", 2), ("training", 3), ("ssd-jax", 1),
+     ("recurrences", 48), ("generation-cpu", 3), ("generation-torch-cpu", 2)],
+)  # fmt: skip
+def test_measurements_are_counted_without_being_made(suite, count):
     options = {"device": "cpu"} if "device" in suites.find(suite).options() else {}
-    assert progress.count([(suite, partial(suites.find(suite).load(), **options))], []) >= 2
+    assert progress.count([(suite, partial(suites.find(suite).load(), **options))], []) == count
 
 
 def test_what_is_not_right_is_refused_and_the_exit_code_says_so(toy):

@@ -19,6 +19,7 @@ import torch
 import refold
 
 from ..ops.ssd import _jax
+from .progress import wanted
 from .rows import Row
 
 # Relative L2 error of the result.
@@ -30,6 +31,9 @@ def ssd_jax(
     *, batch: int = 8, tokens: int = 4096, heads: int = 80, channels: int = 64, states: int = 128, rounds: int = 15
 ) -> Iterator[Row]:
     """Time ssd on JAX in bfloat16, one group, D, bias and softplus: forward, and with all gradients."""
+    case = f"{batch}x{tokens}x{heads}, {channels}x{states}"
+    if not wanted(case=case):
+        return
     rng = np.random.default_rng(0)
 
     def normal(*shape: int, dtype: Any = jnp.bfloat16) -> jax.Array:
@@ -50,7 +54,6 @@ def ssd_jax(
         y, gradients = jax.vjp(forward, *arrays)
         return y, gradients(dy)
 
-    case = f"{batch}x{tokens}x{heads}, {channels}x{states}"
     row: Row = {"op": "ssd", "backend": "jax", "case": case, "dtype": "bfloat16"}
     row["device"], row["error"] = jax.devices()[0].device_kind, _error(forward(*given), given)
     if not row["error"] <= BOUND:

@@ -22,6 +22,7 @@ from refold import ops
 from ..errors import ArgumentError
 from ..verify.memory import peak_bytes
 from .fusion_example import source
+from .progress import wanted
 from .rows import Row
 
 Program = Callable[[torch.Tensor], torch.Tensor]
@@ -202,6 +203,8 @@ def training(
     at = torch.device(device)
     for name in layers:
         make, own = LAYERS[name]
+        if not wanted(case=name, width=width or own, batch=batch, tokens=tokens, dtype=dtype):
+            continue
         torch.manual_seed(0)
         torch._dynamo.reset()
         layer, others = make(width or own)
