@@ -21,6 +21,7 @@ from refold import ops
 
 from ..errors import ArgumentError
 from ..verify.memory import peak_bytes
+from ..verify.profile import profiling, take
 from .fusion_example import source
 from .progress import wanted
 from .rows import Row
@@ -168,15 +169,11 @@ def take_turns(runs: dict[str, Callable[[], object]], rounds: int, device: torch
     return {name: sorted(found) for name, found in times.items()}
 
 
-def longest_kernels(run: Callable[[], object]) -> list[tuple[str, float, int]]:
+def longest_kernels(run: Callable[[], object], device: torch.device) -> list[tuple[str, float, int]]:
     """Return the kernels that take longest in a call: name, milliseconds, how often."""
-    from torch.profiler import ProfilerActivity
-
-    with torch.profiler.profile(activities=[ProfilerActivity.CUDA]) as found:
-        run()
-        torch.cuda.synchronize()
-    rows = [(e.key, e.self_device_time_total / 1e3, e.count) for e in found.key_averages()]
-    return sorted(rows, key=lambda row: -row[1])[:25]
+    with profiling():
+        found = take("call", run, device)
+    return [(kernel["name"], kernel["ms"], kernel["count"]) for kernel in found[:25]]
 
 
 def training(
@@ -260,7 +257,7 @@ def measure(
         runs[kind] = run
     times = take_turns(runs, rounds, u.device)
     if kernels and u.is_cuda:
-        row["kernels"] = {kind: longest_kernels(run) for kind, run in runs.items() if kind != "eager"}
+        row["kernels"] = {kind: longest_kernels(run, u.device) for kind, run in runs.items() if kind != "eager"}
     return {
         **row,
         "median_ms": {kind: statistics.median(values) for kind, values in times.items()},

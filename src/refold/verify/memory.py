@@ -9,6 +9,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -35,17 +36,23 @@ def peak_bytes(run: Callable[[], object], device: torch.device) -> int:
         return torch.cuda.max_memory_allocated(device) - held
     # Only the trace lists each allocation; the profiler's tables hold net sums of what code regions kept.
     activities = [torch.profiler.ProfilerActivity.CPU]
-    with tempfile.TemporaryDirectory() as folder, quiet_profiler():
-        with torch.profiler.profile(activities=activities, profile_memory=True, acc_events=True) as profile:
+    with quiet_profiler():
+        with torch.profiler.profile(activities=activities, profile_memory=True, acc_events=True) as profiler:
             run()
-        trace = Path(folder) / "trace.json"
-        profile.export_chrome_trace(str(trace))
-        events = json.loads(trace.read_text())["traceEvents"]
+        events = trace_events(profiler)
     held = peak = 0
     for _, change in sorted((e["ts"], e["args"]["Bytes"]) for e in events if e.get("name") == "[memory]"):
         held += change
         peak = max(peak, held)
     return peak
+
+
+def trace_events(profiler: torch.profiler.profile) -> list[dict[str, Any]]:
+    """Return what a profiler saw, in the Chrome trace format."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(path))
+        return json.loads(path.read_text())["traceEvents"]
 
 
 @contextlib.contextmanager

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import sys
-import tempfile
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -22,7 +21,7 @@ from typing import Any
 import torch
 
 from ..errors import ArgumentError
-from .memory import quiet_profiler
+from .memory import quiet_profiler, trace_events
 from .timing import synchronize
 
 Event = dict[str, Any]
@@ -56,10 +55,7 @@ class Profiles:
         ):
             run()
             synchronize(device)
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / "trace.json"
-            profiler.export_chrome_trace(str(path))
-            self.events[name] = json.loads(path.read_text())["traceEvents"]
+        self.events[name] = trace_events(profiler)
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write all programs as one Chrome trace.
