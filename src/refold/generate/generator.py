@@ -10,7 +10,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from types import ModuleType
+from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 
@@ -25,14 +26,22 @@ PIECE = 8192
 NO_TOKEN = -1
 """Stands where a row had already stopped."""
 
-C = TypeVar("C")
-"""A framework's conversation."""
+
+class HasState(Protocol):
+    """A framework's conversation."""
+
+    state: dict[str, Any]
+
+
+C = TypeVar("C", bound=HasState)
 
 
 class BaseGenerator(ABC, Generic[C]):
     """A model ready to generate; ``refold.generate.torch`` and ``refold.generate.jax`` have one each."""
 
     config: Config
+    model: ModuleType
+    """The functions of the model, such as ``init_state``."""
 
     @abstractmethod
     def start(self, batch: int) -> C:
@@ -51,14 +60,6 @@ class BaseGenerator(ABC, Generic[C]):
         self, conversation: C, max_new_tokens: int, every: int, sampling: Sampling, stop: np.ndarray
     ) -> Iterator[np.ndarray]:
         """Choose and read tokens; hand them out every so many steps."""
-
-    @abstractmethod
-    def _capacity(self, conversation: C) -> int:
-        """Return how many tokens per row of the key-value cache can hold."""
-
-    @abstractmethod
-    def _grow(self, conversation: C, capacity: int) -> None:
-        """Give the key-value cache room for so many tokens per row."""
 
     @abstractmethod
     def _arrays(self, path: str | Path) -> dict[str, Any]:
@@ -187,6 +188,10 @@ class BaseGenerator(ABC, Generic[C]):
             raise CheckpointError(f"{path} is damaged: it says that its rows have read {length.tolist()[:8]} tokens.")
         return self._conversation(arrays)
 
+    def _capacity(self, conversation: C) -> int:
+        """Return how many tokens per row the key-value cache can hold."""
+        return conversation.state["k"].shape[2]
+
     def _padded(self, length: int) -> int:
         """Return the length to which a piece is padded."""
         return length
@@ -215,7 +220,7 @@ class BaseGenerator(ABC, Generic[C]):
             return
         need = int(self.lengths(conversation).max()) + new
         if need > self._capacity(conversation):
-            self._grow(conversation, bucket(need))
+            conversation.state = self.model.grow_state(conversation.state, bucket(need))
 
     def _check_memory(self, batch: int, new: int, conversation: C | None, reading: bool = True) -> None:
         """Refuse what the model has no positions for, or what memory cannot hold, before any work."""

@@ -16,7 +16,6 @@ from refold.memory import host_bytes
 from refold.models.checkpoint import load_checkpoint
 from refold.models.configs import Config
 from refold.models.jax import model_for, stack_layers, take_layers_apart, to_device
-from refold.models.jax.granite_hybrid import grow_state
 
 __all__ = ["NO_TOKEN", "Conversation", "Generator"]
 
@@ -105,12 +104,6 @@ class Generator(BaseGenerator[Conversation]):
         from safetensors.numpy import load_file
 
         return load_file(path)
-
-    def _capacity(self, conversation: Conversation) -> int:
-        return conversation.state["k"].shape[2]
-
-    def _grow(self, conversation: Conversation, capacity: int) -> None:
-        conversation.state = grow_state(conversation.state, capacity)
 
     @property
     def _item_sizes(self) -> tuple[int, int]:

@@ -21,7 +21,6 @@ from refold.generate.generator import NO_TOKEN, BaseGenerator
 from refold.generate.sampling import Sampling, uniforms
 from refold.models.configs import Config
 from refold.models.torch import load_checkpoint, model_for, take_layers_apart, to_device, usable
-from refold.models.torch.granite_hybrid import grow_state
 from refold.models.torch.layers import kernels
 from refold.verify.memory import available_bytes
 
@@ -124,12 +123,6 @@ class Generator(BaseGenerator[Conversation]):
         from safetensors.torch import load_file
 
         return load_file(path)
-
-    def _capacity(self, conversation: Conversation) -> int:
-        return conversation.state["k"].shape[2]
-
-    def _grow(self, conversation: Conversation, capacity: int) -> None:
-        conversation.state = grow_state(conversation.state, capacity)
 
     @property
     def _item_sizes(self) -> tuple[int, int]:
