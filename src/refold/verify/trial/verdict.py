@@ -7,12 +7,10 @@ import hashlib
 import json
 import math
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from .program import Program
-
-if TYPE_CHECKING:
-    from .checks import Terms
+from .terms import Terms
 
 SCHEMA = 1
 # What each check asks of a candidate; tests/adversarial shows of each that attacks pass without it.
