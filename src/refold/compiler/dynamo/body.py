@@ -26,6 +26,7 @@ from ..ir.fx import arg, is_tensor, known, value
 from ..ir.rewrite import source_line
 from ..recurrence.affine import Affine, Loop, LoopVectorizer
 from ..recurrence.vectorize import NotALoop, Value, vectorize_node
+from .growing import take_parts
 from .induction_variable import InductionVariable, depends_on_iteration
 from .loop import CapturedLoop
 from .step_arithmetic import OF_TENSORS, Counting, is_number
@@ -105,6 +106,8 @@ def trace(loop: CapturedLoop, count: Any, operands: Sequence[Any], sequences: Se
     if _draws(mode, step, fakes):
         raise NotALoop("randomness", "there is randomness in the loop")
     module = to_aten(mode, step, number.symint, *fakes)
+    with mode:
+        take_parts(module.graph)
     number.take_guards()
     if not number.hold(count) if isinstance(count, torch.SymInt) else number.steps(count) < count:
         raise NotALoop("step-number", "what a step does depends on its number")
