@@ -55,6 +55,9 @@ class CallSite:
         results = torch.utils._pytree.tree_leaves(call.meta["example_value"])
         self.training = any(x.requires_grad for x in results)
         self._check_aliases()
+        if more := len(self.traced.added):
+            self.lists += more
+            self.uses = [(i + more if i >= self.loop.carried else i, use) for i, use in self.uses]
 
     def _read_operands(self) -> None:
         loop = self.loop

@@ -155,9 +155,7 @@ def early_scans(gm: GraphModule, training: bool) -> list[EarlyScan]:
 def _candidates(gm: GraphModule) -> list[Node]:
     """Return the nodes that move, multiply and add tensors; none if they are too few for a network."""
     vmapped = _within_vmap(gm.graph.nodes)  # is traced as a whole or not at all
-    known = [
-        node for node in gm.graph.nodes if _is_known(gm, node) or (node in vmapped and not _is_change(node))
-    ]
+    known = [node for node in gm.graph.nodes if _is_known(gm, node) or (node in vmapped and not _is_change(node))]
     changed, inside = changed_in_place(gm, cautious=True), set[Node]()
     others = {storage(x) for node in set(gm.graph.nodes) - set(known) if _is_change(node) for x in node.all_input_nodes}
     for node in known:

@@ -54,7 +54,7 @@ def _grows(sizes: Sequence[Any]) -> bool:
 
 
 def _taken(build: Builder, node: Any) -> Node | None:
-    """Return a slice, or numbers in order, without what grows; None if the node is something else, or does not need it."""
+    """Return a slice, or numbers in order, without what grows; None if there is nothing to do."""
     if node.target in _ORDERED and any(isinstance(x, Node) for x in node.args):
         return _numbers(build, node, 0, value(node).shape[0])
     if node.target not in (aten.slice.Tensor, aten.select.int) or not _grows(value(node.args[0]).shape):
