@@ -48,11 +48,20 @@ _CONSTANT = 4096
 
 @dataclass(frozen=True)
 class Slices:
-    """Where a step's item comes from: a position of an axis of a tensor, ``start + step * k``."""
+    """Where a step's item comes from: a position of an axis of a tensor, ``start + step * k``.
+
+    With a ``width``, positions are parts of that size, and the item keeps the axis.
+    """
 
     dim: int
     start: int
     step: int
+    width: int | None = None
+
+    def item(self, x: torch.Tensor, k: Any) -> torch.Tensor:
+        """Return a step's item."""
+        at = self.start + self.step * k
+        return x.select(self.dim, at) if self.width is None else x.narrow(self.dim, at * self.width, self.width)
 
 
 @dataclass
@@ -127,7 +136,7 @@ def trace(loop: CapturedLoop, count: Any, operands: Sequence[Any], sequences: Se
 
     def step(k: Any, *xs: Any) -> Any:
         state, tensors, rest = xs[: split[0]], xs[split[0] : split[1]], xs[split[1] :]
-        items = [x.select(s.dim, s.start + s.step * k) for x, s in zip(tensors, sequences, strict=True)]
+        items = [s.item(x, k) for x, s in zip(tensors, sequences, strict=True)]
         return Interpreter(loop.body).run(*state, k, *items, *rest)
 
     if _draws(mode, step, fakes):
