@@ -101,8 +101,8 @@ def optimize(
         budget = Budget(rounds, seconds, tokens, money)
         _search(
             target, propose, base_url, price, run, budget, parallel=parallel, resume=resume, level=level,
-            dtype=dtype, device=device, train=train, allow_unsandboxed=allow_unsandboxed,
-            quiet=quiet, verbose=verbose,
+            accept="right" if accept == "always" else accept, dtype=dtype, device=device, train=train,
+            allow_unsandboxed=allow_unsandboxed, quiet=quiet, verbose=verbose,
         )  # fmt: skip
         return
     if run or resume or base_url:
@@ -236,9 +236,9 @@ def apply(
     evidence = (run / "accepted.jsonl").read_text().splitlines()
     last = json_module.loads(evidence[-1])
     timing = last.get("timing", last)
-    typer.echo(
-        f"\n{kind}: {timing['speedup']:.2f}x, at least {timing['at_least']:.2f}x; evidence: {run / 'accepted.jsonl'}"
-    )
+    timed = timing.get("speedup")
+    speed = f"{timed:.2f}x, at least {timing['at_least']:.2f}x" if timed else "right, not timed"
+    typer.echo(f"\n{kind}: {speed}; evidence: {run / 'accepted.jsonl'}")
     for note in last.get("notes", []):
         typer.echo(f"note: {note}")
     if save is not None:
@@ -311,7 +311,7 @@ def _search(
         from . import propose as proposers
         from .verify import trial
 
-        names = ("level", "dtype", "device", "train")
+        names = ("level", "accept", "dtype", "device", "train")
         terms = trial.terms(**{name: options.pop(name) for name in names}, threads=torch.get_num_threads())
         original = trial.program(target, role="original")
         proposer = proposers.proposer(propose, base_url=base_url, prices=price)

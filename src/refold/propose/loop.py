@@ -114,10 +114,10 @@ class Run:
         if self.accepted is None:
             lines.append(f"nothing was accepted; ended after {self.ended}")
         else:
-            lines.append(
-                f"proposal {self.best} is accepted, {self.accepted.speedup:.2f}x as fast as {self.accepted.against} "
-                f"(at least {self.accepted.at_least:.2f}x): {self.file}; ended after {self.ended}"
-            )
+            best = self.accepted
+            speed = f"{best.speedup:.2f}x as fast as {best.against} (at least {best.at_least:.2f}x)"
+            said = speed if best.speedup else "right, not timed"
+            lines.append(f"proposal {self.best} is accepted, {said}: {self.file}; ended after {self.ended}")
             lines += ["", self.accepted.source.rstrip()]
         return "\n".join(lines)
 

@@ -159,7 +159,9 @@ class _Reader:
     # Operations ------------------------------------------------------------------------------
 
     def _words(self, node: Any) -> Words:
-        if node.op != "call_function" or not is_tensor(node) or not value(node).is_floating_point():
+        if node.op != "call_function" or not is_tensor(node):
+            raise Opaque
+        if not (value(node).is_floating_point() or value(node).is_complex()):
             raise Opaque
         target, args = node.target, node.args
         if target in (aten.full.default, aten.scalar_tensor.default):

@@ -1,4 +1,4 @@
-"""Elementwise linear recurrence on GPUs with Triton: a thread a channel, time cut where channels are few."""
+"""The elementwise linear recurrence on GPUs with Triton: one thread per channel. With few channels, time is cut."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def _span(cu_seqlens_ptr, sequence, seqlen):
 
 @triton.jit
 def _place(origin, length, t, channels, offs, REVERSE: tl.constexpr):
-    """Return where token ``t`` of a walk lies."""
+    """Return the position of token ``t`` in the direction of the scan."""
     return (origin + (length - 1 - t if REVERSE else t)) * channels + offs
 
 

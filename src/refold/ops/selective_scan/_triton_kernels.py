@@ -1,8 +1,8 @@
 """The Triton kernels of the Mamba-1 scan and of its step.
 
-The tile of a program is (states, channels), 32 channels a warp. Exponentials, one a channel, state and token, set the
-pace. Where batch and channels do not fill the device, time is cut into segments: a first launch leaves the state and
-the summed step of each, and the scan chains those before its own segment.
+The tile of a program is (states, channels), with 32 channels per warp. The exponentials, one per channel, state and
+token, limit the speed. If batch and channels do not fill the device, time is cut into segments. A first launch computes
+the state and the summed step of each segment, and the scan chains those before its own segment.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The two heavy kernels of the SSD backward pass written for Hopper: copy engine, asynchronous products, warp roles.
 
-They take the places of `_ssd_bwd_states_kernel`, and of `_ssd_bwd_keys_kernel` and `_ssd_bwd_queries_kernel`, for
-16-bit inputs, chunks of 64 tokens, 64 channels a head and 64 or 128 states. In the second kernel one warp group does
-the work of each of those two, on the same tiles, which one warp fetches.
+The first replaces `_ssd_bwd_states_kernel`. The second replaces `_ssd_bwd_keys_kernel` and `_ssd_bwd_queries_kernel`:
+one warp group does the work of each, on the same tiles, which one warp loads. They are used for 16-bit inputs, chunks
+of 64 tokens, 64 channels per head and 64 or 128 states.
 """
 
 from __future__ import annotations

@@ -5,14 +5,14 @@ With c the running sum of log decays inside a chunk and X = d x, a chunk compute
     y_i = Σ_{j≤i} (C_i·B_j) exp(c_i - c_j) X_j + exp(c_i) H C_i
     H'  = exp(c_last) H + Σ_j exp(c_last - c_j) X_j ⊗ B_j
 
-C·Bᵀ is formed once per group, and the heads of a group share one product where states are read and written. Sums c are
-kept in float64, for float64 inputs in two parts, because differences lose small decays after large ones. No
-quotient of decays is formed, and an exponent is clamped only where its decay is 0 or infinite anyway, so rates of
+C·Bᵀ is computed once per group, and the heads of a group share one product where states are read and written. Sums c
+are kept in float64 (for float64 inputs in two parts), because differences of float32 sums lose small decays after large
+ones. Decays are never divided, and an exponent is clamped only where its decay is 0 or infinite anyway. So rates of
 either sign are right.
 
-The backward keeps the state at the entry of each block of chunks and recomputes the rest, so that its memory is that
-of one block. The gradient of a log decay is a sum over the pairs of tokens that it lies between, formed by a
-triangular product; the shorter difference of row and column sums cancels where decays are strong.
+The backward stores the state at the entry of each block of chunks and recomputes the rest, so its memory is that of one
+block. The gradient of a log decay is a sum over the pairs of tokens around it, computed by a triangular product. The
+difference of row and column sums would be shorter, but cancels where decays are strong.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """SSD forward on GPUs with Triton: plans the launches of `_triton_kernels`.
 
-A plan holds everything that does not change while shapes, strides, dtypes and options stay the same: how the time axis
-is cut, the grids, the integer arguments. A call allocates its outputs and workspace and launches; nothing else.
+A plan holds everything that depends only on shapes, strides, dtypes and options: how the time axis is cut, the grids,
+the integer arguments. A call only allocates its outputs and workspace, and launches.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def choose_cut(nchunks: int, rows: int, slots: int, states: int, state_slots: in
 
 @dataclass(frozen=True)
 class _Tiles:
-    """How the Hopper kernels cut heads and states, of which a program takes a few.
+    """How the Hopper kernels cut heads and states into tiles, and how many tiles a program takes.
 
     Attributes:
         channels: Of a tile.

@@ -1,7 +1,7 @@
 """Launch configurations of the Triton kernels: one small table per GPU family, measured, and a default for the rest.
 
-Nothing is tuned on a user's machine at request time. To extend a
-table, time ``config=`` overrides of a backend's function with ``refold bench`` and add the row that wins.
+Nothing is tuned on the user's machine. To extend a table, time ``config=`` overrides of a backend's function with
+``refold bench``, and add the fastest row.
 """
 
 from __future__ import annotations
