@@ -1,4 +1,4 @@
-"""Decoding and prefill of language models with PyTorch; beside transformers, and mamba-ssm where it can be imported.
+"""Decoding and prefill of language models with PyTorch, next to transformers, and mamba-ssm if it can be imported.
 
 Weights are random. Work and bytes are counted from the configuration (``refold.models.counts``).
 """
@@ -114,7 +114,7 @@ def decode(
     pasts: tuple[int, ...] = (PAST, 131072),
     peers: bool = True,
 ) -> Iterator[Row]:
-    """Time decoding with PyTorch on the GPU, bfloat16, after short and long prompts, beside transformers."""
+    """Time decoding with PyTorch on the GPU, bfloat16, after short and long prompts, next to transformers."""
     for name, model, generator in _models("decode", models):
         for batch in batches:
             for past in pasts:

@@ -1,4 +1,4 @@
-"""Documents that share a row of a batch: where they begin and end, and operators that keep them apart."""
+"""Documents that share a row of a batch: where they begin and end, and operators that keep them separate."""
 
 from __future__ import annotations
 

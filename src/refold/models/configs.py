@@ -1,7 +1,7 @@
-"""What a checkpoint's ``config.json`` says, in one vocabulary for all authors.
+"""The settings of a checkpoint's ``config.json``, in one vocabulary for all authors.
 
-Two writers are read: transformers (``model_type``, see ``_READERS``) and state-spaces (``ssm_cfg``). A setting that
-refold's models do not compute is refused here, by name, rather than ignored there.
+Two formats are read: that of transformers (``model_type``, see ``_READERS``) and that of state-spaces (``ssm_cfg``). A
+setting that refold's models do not compute is refused here, by name.
 """
 
 import json
@@ -42,7 +42,7 @@ class MambaConfig:
 
 @dataclass(frozen=True)
 class Mixer2Config:
-    """One Mamba-2 mixer: ``norm_groups`` groups of channels are normalised apart; dt is clipped to ``dt_limit``."""
+    """One Mamba-2 mixer: ``norm_groups`` groups of channels are normalised alone; dt is clipped to ``dt_limit``."""
 
     d_model: int
     nheads: int
@@ -352,7 +352,7 @@ def _hybrid_mixer(s: _Settings, norm_eps: float) -> Mixer2Config:
 
 
 def _layers(s: _Settings) -> int:
-    """Return the number of layers, of which there will be a list."""
+    """Return the number of layers."""
     return min(s["num_hidden_layers"], MOST_LAYERS + 1)
 
 

@@ -32,7 +32,7 @@ def _selective_scan_fwd_kernel(
     """Grid (blocks of channels, segments, sequences): a program owns BLOCK_D channels of one segment.
 
     LOCAL writes the segment's own state and summed step; else y, from the state that the segments before it leave
-    behind, and the final state. With decays there is no step to sum: the segment's factor is a product, one a state,
+    behind, and the final state. With decays there is no step to sum: the segment's factor is a product per state,
     since decays may have no logarithm and, apart from the powers, overflow. Reads its inputs once. Float32; the last
     tokens and channels may be ragged.
     """

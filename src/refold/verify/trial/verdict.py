@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from .checks import Terms
 
 SCHEMA = 1
-# What each check asks of a candidate; tests/adversarial shows of each that attacks pass without it.
+# What each check requires of a candidate. tests/adversarial shows for each that an attack passes without it.
 CHECKS = {
     "P3": "it stays within the limits of its process",
     "P4": "it answers, and only by returning from the call",
@@ -70,7 +70,7 @@ class Verdict:
         reason: Why it was refused or could not be judged.
         notes: What a user should know of an accepted candidate, such as shapes it does not take.
         lines: The checks in the order they ran: name, whether it passed, numbers.
-        timing: The race that decided, times in milliseconds; empty if none was run.
+        timing: The timing test that decided, in milliseconds; empty if none was run.
         sandbox: What confined the candidate.
         off: Checks that were switched off, which only tests of the judge do.
         seed: From which everything random was drawn.
