@@ -2,13 +2,18 @@
 
 import json
 from functools import partial
+from importlib.util import find_spec
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
-from refold.bench import cli, compile_time, progress, rows, suites
+from refold.bench import cli, compile_time, generation_torch, progress, rows, suites
 from refold.cli import app
 from refold.errors import ArgumentError
+from refold.models import counts
+from refold.models.configs import Mamba2Config
+from support.models import MIXER
 
 
 def run(*arguments):
@@ -69,6 +74,22 @@ def test_a_run_that_was_stopped_keeps_its_rows_and_goes_on(toy, tmp_path):
     resumed = run("run", "cpu", "--set", "sizes=1,2,3", "--out", out, "--resume")
     assert "... 1/1 cpu 3" in resumed.stderr
     assert [row["case"] for row in rows.read(tmp_path / "rows.jsonl")] == ["1", "2", "3"]
+
+
+@pytest.mark.skipif(find_spec("mamba_ssm") is not None, reason="mamba-ssm is installed")
+def test_what_could_not_run_says_so_and_is_tried_again():
+    model = Mamba2Config(vocab_size=64, nlayers=1, mixer=MIXER)
+    mamba_ssm, _, accelerated = generation_torch.rivals(model, "cpu", torch.float32)
+    need, found = counts.decode(model, 2, 4), []
+    for rival in (mamba_ssm, accelerated):
+        found += generation_torch.beside(rival, "tiny", "decode", rival.decoder, (2, 5, 3), need, 1, 3)
+        found += generation_torch.beside(rival, "tiny", "prefill", rival.reader, (9,), need, 1)
+    assert "No module named 'mamba_ssm'" in found[0]["not_run"]
+    assert [row["backend"] for row in found if row.get("median_s", 0) > 0] == ["transformers, accelerated"] * 2
+    run = progress.Run(found, told=lambda text: None)
+    named = [{key: row[key] for key in ("backend", "case")} for row in found]
+    run.done = [{"suite": "", **row} for row in found]
+    assert [run.wanted(what) for what in named] == [True, True, False, False]
 
 
 def test_progress_says_what_runs_and_of_how_many(toy):

@@ -23,7 +23,7 @@ class Run:
     """One run of suites.
 
     Attributes:
-        done: Rows that need not be measured again.
+        done: Rows that need not be measured again; those that say why something was not run do not count.
         told: Is called with what is measured now; None while measurements are counted.
         suite: The suite that runs.
         count: Measurements that were asked for and are not done.
@@ -37,7 +37,8 @@ class Run:
     def wanted(self, what: dict[str, Any]) -> bool:
         """Tell whether a measurement is to be made now."""
         named = {"suite": self.suite, **what}
-        if any(all(str(row.get(key)) == str(value) for key, value in named.items()) for row in self.done):
+        made = (row for row in self.done if not isinstance(row.get("not_run"), str))
+        if any(all(str(row.get(key)) == str(value) for key, value in named.items()) for row in made):
             return False
         self.count += 1
         if self.told is None:

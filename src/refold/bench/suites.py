@@ -88,6 +88,7 @@ SUITES = {
         Suite("ssd-jax", "operators_jax", "ssd_jax"),
         Suite("chunked-scan", "chunked_scan", "chunked_scan"),
         Suite("recurrences", "recurrences", "recurrences"),
+        Suite("linear-attention", "linear_attention", "linear_attention"),
         Suite("kernelbench", "kernelbench", "kernelbench"),
         Suite("compile-time", "compile_time", "compile_time"),
         Suite("generation", "generation", "generation"),

@@ -81,14 +81,11 @@ def mamba2(width: int) -> tuple[torch.nn.Module, dict[str, Program]]:
 
 def granite(width: int) -> tuple[torch.nn.Module, dict[str, Program]]:
     """Return transformers' own GraniteMoeHybridMambaLayer at granite-4.0-h-tiny's proportions, and two faster ones."""
-    from transformers import GraniteMoeHybridConfig
-    from transformers.models.granitemoehybrid.modeling_granitemoehybrid import GraniteMoeHybridMambaLayer
+    from .granite_layer import layer as make
 
-    sizes: dict[str, Any] = {"mamba_d_head": 64, "mamba_d_state": 128, "mamba_n_groups": 1, "mamba_chunk_size": 256}
-    config = GraniteMoeHybridConfig(hidden_size=width, mamba_n_heads=2 * width // 64, mamba_expand=2, **sizes)
-    layer: Any = GraniteMoeHybridMambaLayer(config, 0)
+    layer: Any = make(width)
     other = torch.nn.Module()
-    other.layer = GraniteMoeHybridMambaLayer(config, 0)
+    other.layer = make(width)
     for (name, weight), target in zip(layer.named_parameters(), other.layer.parameters(), strict=True):
         owner, _, last = name.rpartition(".")
         assert target.shape == weight.shape

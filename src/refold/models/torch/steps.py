@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from refold import ops
-from refold.models.torch.layers import kernels, linear, rms_norm, wide
+from refold.models.torch.layers import few_rows, kernels, linear, rms_norm, wide
 
 
 def project(
@@ -46,6 +46,9 @@ def project(
         x = F.silu(first) * second
     if norm is not None:
         x = rms_norm(x, norm, eps, group_size)
+    if (few := few_rows()) is not None and few.takes(x, weight):
+        product = few.product(x, weight)
+        return product if bias is None else product.add_(bias)
     return linear(x, weight, bias).to(wide(weight.dtype))
 
 
