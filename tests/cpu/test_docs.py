@@ -1,4 +1,4 @@
-"""The Python in the documents runs, and what commands are said to print is what they print.
+"""The Python in the documents runs, and the output that they show is what commands print.
 
 The blocks of one page run one after the other, in one process and one empty folder. A block with ``title="file.py"`` is
 also written to that file. A line ``<!-- not run: REASON -->`` before a block leaves it out. A session with ``>>>`` is

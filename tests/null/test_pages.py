@@ -1,4 +1,4 @@
-"""Tables that stand both in the code and on a page say the same."""
+"""Tables that are both in the code and on a page are equal."""
 
 import re
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Checkpoints that are wrong say so in one error that names what is wrong."""
+"""A wrong checkpoint gives one error that names what is wrong."""
 
 import json
 from pathlib import Path
