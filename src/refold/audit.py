@@ -328,7 +328,7 @@ def _convolution_step(theirs: Callable[..., Any], device: torch.device, dtype: t
 
 
 def simple_gla(q: Tensor, k: Tensor, v: Tensor, g: Tensor, scale: float, cu_seqlens: Tensor | None = None) -> Tensor:
-    """Compute linear attention with a decay ``exp(g)`` a head, by `refold.ops.ssd`: ``dt = -g``, ``A = -1``."""
+    """Compute linear attention with a decay ``exp(g)`` per head, by `refold.ops.ssd`: ``dt = -g``, ``A = -1``."""
     dt = -g
     return ops.ssd(v / dt[..., None], dt, -torch.ones_like(g[0, 0]), k, q * scale, cu_seqlens=cu_seqlens)[0]
 

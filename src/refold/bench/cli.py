@@ -65,7 +65,7 @@ def run(
                     if out is not None:
                         rows.append(out, rows.complete(row, suite.name, command, env))
     except KeyboardInterrupt:
-        kept = f"{out} keeps what was measured; --resume goes on" if out is not None else "nothing was kept: no --out"
+        kept = f"{out} keeps the measured rows; --resume continues" if out is not None else "nothing was kept: no --out"
         typer.echo(f"stopped: {kept}", err=True)
         raise typer.Exit(130) from None
     if refused:

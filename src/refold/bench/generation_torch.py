@@ -224,7 +224,7 @@ def prefill(
     lengths: tuple[int, ...] = (1024, 8192, 131072),
     others: bool = True,
 ) -> Iterator[Row]:
-    """Time the reading of a prompt with PyTorch on the GPU, bfloat16, and its memory, beside the same."""
+    """Time the reading of a prompt with PyTorch on the GPU, bfloat16, and its memory, next to other packages."""
     for name, model, generator in _models("prefill", models):
         for seqlen in lengths:
             fits = seqlen <= getattr(model, "max_positions", seqlen)
@@ -249,7 +249,7 @@ def beside(
     repeats: int,
     rounds: int = 1,
 ) -> Iterator[Row]:
-    """Time what ``how`` returns for a rival's model and sizes, or say why it is not run."""
+    """Time what ``how`` returns for another package's model and sizes, or say why it is not run."""
     if not wanted(backend=rival.backend, case=f"{name} {what}"):
         return
     if rival.missing is not None:

@@ -293,7 +293,7 @@ def _short(value: float) -> str:
 
 PLOTS = {
     "operators": Plot(
-        "The scans beside mamba-ssm's kernels, and a copy of their bytes.", operator_rows, draw_operators
+        "The scans next to mamba-ssm's kernels, and a copy of their bytes.", operator_rows, draw_operators
     ),
     "length": Plot("Time per token of ssd over the length.", length_rows, draw_length),
     "granite_layer": Plot("The Granite layer of transformers: time and memory.", granite_rows, draw_granite),

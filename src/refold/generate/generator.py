@@ -206,7 +206,7 @@ class BaseGenerator(ABC, Generic[C]):
             if row.ndim != 1 or (row.size and not np.issubdtype(row.dtype, np.integer)):
                 raise ArgumentError(f"prompt {i} must be a flat sequence of integers.")
             if row.size == 0 and (before is None or not before[i]):
-                raise ArgumentError(f"prompt {i} is empty; a row needs at least one token before it can go on.")
+                raise ArgumentError(f"prompt {i} is empty; a row needs at least one token before it can continue.")
             outside = row[(row < 0) | (row >= self.config.vocab_size)] if row.size else row
             if outside.size:
                 raise ArgumentError(

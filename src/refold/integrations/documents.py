@@ -95,7 +95,7 @@ def _check_tokens(name: str, values: Tensor, arguments: Mapping[str, Any]) -> No
     size = _batch_size(arguments)
     wanted = "(batch, tokens)" if size is None else f"{tuple(size)}"
     if values.ndim != 2 or (size is not None and (values.shape[0] not in (1, size[0]) or values.shape[1] != size[1])):
-        raise ShapeError(f"{name} must have the shape {wanted}; got {tuple(values.shape)}. One entry a token.")
+        raise ShapeError(f"{name} must have the shape {wanted}; got {tuple(values.shape)}. One entry per token.")
 
 
 def _batch_size(arguments: Mapping[str, Any]) -> torch.Size | None:

@@ -255,7 +255,7 @@ def _open(directory: Path, framework: str) -> dict[str, _Tensor]:
         tensors: dict[str, _Tensor] = {}
         for shard in sorted(set(placed.values())):
             if shard != Path(shard).name or "\\" in shard or shard in ("", ".", ".."):
-                raise CheckpointError(f"{index} names the shard {shard!r}; a shard must be a file beside the index.")
+                raise CheckpointError(f"{index} names the shard {shard!r}; a shard must be a file next to the index.")
             if not (directory / shard).exists():
                 raise CheckpointError(f"{index} names the shard {shard}, which is not there.")
             tensors |= _open_safetensors(directory / shard, framework)

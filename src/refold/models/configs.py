@@ -173,7 +173,7 @@ def _impossible(config: Config) -> Iterator[str]:
         if config.nheads % config.nkvheads:
             yield f"{config.nheads} attention heads do not divide among {config.nkvheads} key-value heads"
         if config.nexperts and not 1 <= config.experts_per_token <= config.nexperts:
-            yield f"{config.experts_per_token} experts a token cannot be chosen among {config.nexperts}"
+            yield f"{config.experts_per_token} experts per token cannot be chosen among {config.nexperts}"
         rotated = config.headdim if config.rope_dim is None else config.rope_dim
         if config.rope_theta is not None and (rotated % 2 or not 0 < rotated <= config.headdim):
             yield f"{rotated} of {config.headdim} channels of a head cannot be rotated in pairs"

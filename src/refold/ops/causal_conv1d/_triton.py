@@ -50,7 +50,7 @@ def _live(mask_d, offs_d, condition):
 
 @triton.jit
 def _sequence_of(cu_seqlens_ptr, token, nseqs):
-    """Return the last sequence that begins at or before a token; of empty ones, the one that holds it."""
+    """Return the sequence that holds a token: the last that begins at or before it and is not empty."""
     seq = token * 0
     span = nseqs
     while span > 1:

@@ -168,7 +168,7 @@ def _fetch_heads(
     full, empty, keys_full, pid_b, pid_g, pid_h, start, place, count,
     CHUNK: gl.constexpr, P: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """One warp: B and C of the chunk, then fills a stage of shared memory a head."""
+    """One warp: load B and C of the chunk, then fill one stage of shared memory per head."""
     mbarrier.expect(keys_full, CHUNK * N * 2 * 2)
     load_tile(B_desc, [pid_b, start, pid_g * N], keys_full, B_smem)
     load_tile(C_desc, [pid_b, start, pid_g * N], keys_full, C_smem)

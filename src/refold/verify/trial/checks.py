@@ -497,7 +497,7 @@ class Trial:
         if o.aliases != y.aliases:
             self._step("S2", f"its results share memory with {y.aliases}, the original's with {o.aliases}")
         if y.overrun and not o.overrun:
-            self._step("U2", "it wrote beside its inputs")
+            self._step("U2", "it wrote to memory next to its inputs")
 
     def _late(self, y: Result) -> None:
         """U4, S6: when a call has returned its results are what they are, and nothing runs."""
@@ -506,7 +506,7 @@ class Trial:
         busy = bool(asleep) and self.suspect.activity() != asleep
         changed = [not _identical(a, b) for a, b in zip(y.tensors, self.suspect.again(y, self._most), strict=True)]
         self._step("U4", "its result changed after it had returned it" if any(changed) else "")
-        self._step("S6", "it used the processor while nobody called it" if busy else "")
+        self._step("S6", "it used the processor between calls" if busy else "")
 
     def _left_behind(self, turn: int) -> None:
         """S3 to S6, S8: the world after a call is as the original leaves it."""
@@ -579,9 +579,7 @@ class Trial:
         # 0xFF is a NaN in every format, 0x7B a large number.
         poisoned = [self._ask(replace(call, perturb=byte)) for byte in (0xFF, 0x7B)]
         equal = all(_alike(results[0], other) for other in poisoned)
-        self._step(
-            "U1", "" if equal else "its result depends on what new memory held, or on what lies beside its inputs"
-        )
+        self._step("U1", "" if equal else "its result depends on uninitialised memory, or on memory next to its inputs")
 
     def _weights(self, first: Tensors) -> None:
         """C2: weights that change are used."""
@@ -840,7 +838,7 @@ class Trial:
         # Work between calls that the original does not do either is its own.
         own = max(0.0, y.outside - 1.5 * o.outside - 1e-3)
         if self.suspect.lingering():
-            self._step("S6", "a process of it ran beside its timed calls")
+            self._step("S6", "another process of it ran during its timed calls")
         return self._seconds(o), self._seconds(y) + own
 
     def _seconds(self, result: Result) -> float:
