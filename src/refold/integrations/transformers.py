@@ -73,7 +73,7 @@ class Acceleration:
         vars(self.model).pop(_MARK, None)
 
     def __str__(self) -> str:
-        """Return a line a kind of layer that was replaced, and one a reason for those that were not."""
+        """Return one line per kind of layer that was replaced, and one per reason for layers that were not."""
         lines = [f"refold.accelerate: {type(self.model).__name__}, transformers {_version()}"]
         lines += [f"  {count:4} x {kind} replaced" for kind, count in Counter(self.replaced.values()).items()]
         for reason, count in Counter(self.kept.values()).items():

@@ -62,7 +62,7 @@ class Request:
             the least bytes take. Empty if nothing is known.
         choices: What a plan may choose: passes, places, operators, knobs of Inductor.
         times_ms: Of the layer as it is: eager, ``torch.compile``, and refold where that is faster.
-        roofline: What this machine does at best, measured: operations and bytes a second.
+        roofline: The measured limits of this machine: operations and bytes per second.
     """
 
     source: str

@@ -22,7 +22,7 @@ OTHERS = 0.15
 FULL = 0.85
 # The upper fifth of one program's times may be so many times its lower fifth.
 SPREAD = 2.0
-# The system counts processor time in hundredths of a second: shorter races are too short to tell.
+# The system counts processor time in hundredths of a second: shorter timings are too short to tell.
 LEAST_S = 0.2
 
 

@@ -27,7 +27,7 @@ from refold.ops.torch.tables import device_limits
 
 ROWS = 10  # Tokens whose loads are in flight together.
 BLOCK_D = 128  # Channels a program, which is one warp.
-# The same of the backward, whose programs own several tiles; programs a multiprocessor that are enough.
+# The same for the backward, whose programs own several tiles; and how many programs per multiprocessor are enough.
 BACKWARD_ROWS, BACKWARD_BLOCK_D, BACKWARD_TILES, BACKWARD_PROGRAMS = 12, 64, 16, 32
 
 

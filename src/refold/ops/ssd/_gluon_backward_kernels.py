@@ -419,7 +419,7 @@ def _ssd_bwd_walk_hopper_kernel(
     dx_smem = gl.allocate_shared_memory(dtype, [1, CHUNK, P], dx_desc.layout)
     dcb_smem = gl.allocate_shared_memory(dtype, [CHUNK, CHUNK], pairs)
     before_smem = gl.allocate_shared_memory(dtype, [CHUNK, CHUNK], pairs)
-    # Two neighbours of a row a thread: four rows lie in all banks.
+    # Two neighbours of a row per thread: four rows use all banks.
     values: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
     cb_smem = gl.allocate_shared_memory(gl.float32, [2, CHUNK, CHUNK], values)
     vectors = gl.allocate_shared_memory(gl.float32, [4, CHUNK], vector)
