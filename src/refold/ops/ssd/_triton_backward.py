@@ -153,7 +153,7 @@ class _Plan:
         parts = 2 if x.dtype == torch.float32 else 1
         size = headdim * dstate
 
-        # Blocks of heads, so that their states take at most `memory` MiB. But at least as many heads as fill the device:
+        # Blocks of heads, so that their states take at most `memory` MiB. At least as many heads as fill the device:
         # otherwise long sequences take one pass over all chunks per block.
         head_bytes = 2 * rows * ngroups * size * x.element_size()
         most = max(1, int(config["memory"] * 2**20) // head_bytes)
