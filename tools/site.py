@@ -51,7 +51,7 @@ def operator_page(name: str) -> str:
     for arg in spec.args:
         axes = " or ".join(f"`{axes}`" for axes in arg.axes)
         notes = ", ".join(
-            filter(None, ["optional" * arg.optional, "stays float32 beside 16-bit activations" * arg.wide])
+            filter(None, ["optional" * arg.optional, "stays float32 with 16-bit activations" * arg.wide])
         )
         rows.append(f"| `{arg.name}` | {axes} | {', '.join(arg.dtypes)} | {notes} |")
     rows += ["", "| option | default | |", "|---|---|---|"]
