@@ -128,7 +128,7 @@ def optimize(
         if html is not None:
             from .verify.ceilings import ceilings
 
-            logging.getLogger("refold").info("measuring what the device can do at most")
+            logging.getLogger("refold").info("measuring the copy and matrix rates of the device")
             report.ceilings = ceilings(torch.device(device), targets.DTYPES[dtype])
             _write("--html", html, report.to_html())
         if trace is not None and profiles is not None:

@@ -233,7 +233,7 @@ def _workshop(original: Program, terms: Terms, folder: Path, record: _Record) ->
 def _described(workshop: Any, record: _Record) -> dict[str, Any]:
     if workshop is None:
         return {}
-    log.info("looking at the layer")
+    log.info("reading the layer")
     try:
         found = workshop.describe()
     except Exception as error:

@@ -13,8 +13,8 @@ import torch
 
 # Keys of "ssd": chunk (tokens), block_p (channels per program), tile (state elements per program), warps and stages of
 # the scan, warps of the state pass, slots (programs resident on a multiprocessor), state_cost (time of the state pass
-# over that of the scan), launch_cost (a launch, in chunks of a scan), fused_pass (up to how many pieces the scan chains the
-# states itself), hopper (whether the kernels in Gluon may run), precision (of products of float32), narrow (what is
+# over that of the scan), launch_cost (a launch, in chunks of a scan), fused_pass (up to how many pieces the scan chains
+# the states itself), hopper (whether the kernels in Gluon may run), precision (of products of float32), narrow (what is
 # different for at most 16 states).
 # Keys of "ssd_backward": likewise, block_n (states per program), memory and most_memory (MiB that the states of a block
 # of heads may take, and may take where fewer heads would not fill the device), slots of the walks over heads, and of
