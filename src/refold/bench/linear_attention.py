@@ -1,4 +1,4 @@
-"""Linear attention with several kinds of decay, as papers list it: a state of keys times values, one token at a time.
+"""Linear attention with several kinds of decay: a state of keys times values, one token at a time.
 
 All programs of a case get the same inputs. They are compared with the loop in float64, over the first tokens of the
 first row. Programs that are right are timed in turns, each after the L2 cache was overwritten. Programs that cannot
