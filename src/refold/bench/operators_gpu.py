@@ -11,6 +11,7 @@ A case is refused if its error against a float64 scan of a slice of it is above 
 - ``graph_ms``: for steps that overwrite their state, the time per layer of one replayed CUDA graph of 16 to 512 layers,
   as in decoding. Each layer has its own copies of all arguments, together 8 times the L2 cache, so no replay finds its
   arguments there. The launch of a single kernel, which ``median_ms`` includes, is hidden.
+- ``flops``: operations of the recurrence, counted once; an implementation by matrix products makes more.
 - ``bytes``: what any implementation must read and write once. ``share_of_copy``: their rate over that of a device copy
   of 8.6 GB (bytes read plus bytes written). ``copy_ms``: a device copy of as many bytes, timed like ``median_ms``, so
   it includes launch and ramp as the operator does.
@@ -294,7 +295,8 @@ def graph_ms(case: Case) -> float:
 
 def measure(case: Case, copy_rate: float) -> Row:
     """Return the row of a case."""
-    error, moved = case.error(), case.spec.bytes_moved(case.meta())
+    error, meta = case.error(), case.meta()
+    moved = case.spec.bytes_moved(meta)
     row: Row = {"op": case.op, "case": case.name, "dtype": str(case.dtype)[6:], "error": error}
     if not error <= BOUND[case.dtype]:
         return row | {"refused": f"error above {BOUND[case.dtype]}"}
@@ -302,6 +304,7 @@ def measure(case: Case, copy_rate: float) -> Row:
     median = times[len(times) // 2]
     return row | {
         "bytes": moved,
+        "flops": case.spec.flops(meta.sizes),
         "median_ms": median,
         "p20_ms": times[len(times) // 5],
         "p80_ms": times[len(times) * 4 // 5],
