@@ -88,7 +88,7 @@ def test_python_of_a_page_runs(page, tmp_path, nursery):
     nursery.stdin.write(f"{tmp_path}\n")
     nursery.stdin.flush()
     status, errors = nursery.stdout.readline().strip(), (tmp_path / "errors").read_text()
-    assert status == "0", errors[-2000:]
+    assert status == "0", (tmp_path / "printed").read_text()[-2000:] + errors[-2000:]
     printed = re.sub(r"torch\.ops\.|\.(default|Tensor|dim_IntList)\b|;.*", "", errors)
     printed = printed.replace("arg0_1", "q").replace("arg1_1", "k")
     for graph in GRAPHS.findall(page.read_text()):
