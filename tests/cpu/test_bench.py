@@ -69,7 +69,7 @@ def test_a_run_that_was_stopped_keeps_its_rows_and_goes_on(toy, tmp_path):
     out = str(tmp_path / "rows.jsonl")
     stopped = run("run", "cpu", "--set", "sizes=1,2,3", "--set", "stops=3", "--out", out)
     assert stopped.exit_code == 130
-    assert "--resume goes on" in stopped.stderr
+    assert "--resume continues" in stopped.stderr
     assert [row["case"] for row in rows.read(tmp_path / "rows.jsonl")] == ["1", "2"]
     resumed = run("run", "cpu", "--set", "sizes=1,2,3", "--out", out, "--resume")
     assert "... 1/1 cpu 3" in resumed.stderr

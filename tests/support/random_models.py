@@ -1,4 +1,4 @@
-"""Models of random configurations, from checkpoints, held to transformers': accelerated, and lean.
+"""Models of random configurations, from checkpoints, compared with transformers': accelerated, and lean.
 
 ``PYTHONPATH=src:tests python -m support.random_models 0 200`` checks two hundred of them.
 """
@@ -101,8 +101,9 @@ def draw(family: str, rng: np.random.Generator) -> dict[str, Any]:
         case "bamba":
             where = [i for i, kind in enumerate(kinds) if kind == "attention"]
             return common | attention | mamba2 | {
-                "num_hidden_layers": layers + 1, "attn_layer_indices": [*where, layers], "attention_bias": coin(),
-                "mlp_bias": coin(), "max_position_embeddings": 512,
+                "num_hidden_layers": layers + 1, "attn_layer_indices": [*where, layers],
+                "attention_bias": coin(), "mlp_bias": coin(),
+                "max_position_embeddings": 512,
             }  # fmt: skip
         case "granitemoehybrid":
             experts = one(0, 3)

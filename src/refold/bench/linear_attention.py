@@ -1,8 +1,8 @@
-"""Linear attention with several kinds of decay, as papers list it: a state of keys times values, one token at a time.
+"""Linear attention with several kinds of decay: a state of keys times values, one token at a time.
 
-All programs of a case get the same inputs. They are compared with the loop in float64 over the first tokens of the
-first row, and those that are right are timed in turns, each after the L2 cache was overwritten. A program that
-cannot run is named under ``not_run``, fla's kernels among them.
+All programs of a case get the same inputs. They are compared with the loop in float64, over the first tokens of the
+first row. Programs that are right are timed in turns, each after the L2 cache was overwritten. Programs that cannot
+run, fla's kernels among them, are named under ``not_run``.
 """
 
 from __future__ import annotations

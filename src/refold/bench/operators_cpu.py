@@ -1,7 +1,8 @@
-"""The operators on the CPU against what one would write without them.
+"""The operators on the CPU, against code without them.
 
 ``selective_scan`` runs against a Python loop over time and a compiled associative scan, ``ssd`` against the einsum path
-of transformers' Mamba-2. Results are compared first. Rounds are interleaved: load on the machine meets all alike.
+of transformers' Mamba-2. Results are compared first. Programs take turns, so load on the machine affects all of them
+alike.
 """
 
 from __future__ import annotations
@@ -96,7 +97,7 @@ def cpu(*, tokens: int = 1024, rounds: int = 5, steps: int = 256, transformers: 
 
 
 def operators(*, tokens: int, rounds: int, transformers: bool) -> Iterator[Row]:
-    """Time selective_scan and ssd on the CPU, beside loops over time, an associative scan, and transformers."""
+    """Time selective_scan and ssd on the CPU, next to loops over time, an associative scan, and transformers."""
     torch.manual_seed(0)
     x, dt, A = torch.randn(1, tokens, 1536), torch.rand(1, tokens, 1536) * 0.1, -torch.rand(1536, 16)
     B, C = torch.randn(1, tokens, 16), torch.randn(1, tokens, 16)

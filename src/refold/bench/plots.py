@@ -1,7 +1,7 @@
 """Figures of stored results, all with one look.
 
-A figure carries the digest of the rows that it was drawn from, so that checking it needs no drawing. Drawing needs
-matplotlib, which nothing else here does.
+A figure contains the digest of the rows that it was drawn from, so checking it needs no drawing. Only drawing needs
+matplotlib.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def newest(path: Path, *keys: str) -> list[Row]:
 
 
 def operator_rows(results: Path) -> list[Row]:
-    """Return the rows of the scans that ran beside the official kernels."""
+    """Return the rows of the scans that ran in turns with the official kernels."""
     files = (results / GPU / f"{name}.jsonl" for name in ("ssd", "selective_scan"))
     rows = [row for path in files for row in newest(path, "op", "case", "dtype")]
     return [row for row in rows if isinstance(row.get("mamba_ssm_ms"), float) and "all options" not in row["case"]]
@@ -192,7 +192,7 @@ def draw_granite(plt: Any, rows: list[Row]) -> Any:
 
 
 def fusion_rows(results: Path) -> list[Row]:
-    """Return the rows of the fused Mamba model with 8 layers, and with one beside torch.compile."""
+    """Return the rows of the fused Mamba model with 8 layers, and with one layer next to torch.compile."""
     rows = newest(results / GPU / "fusion_example.jsonl", "example", "case", "layers", "dtype", "batch")
     return [row for row in rows if row.get("example", row.get("case")) == "fused_mamba"]
 
@@ -366,7 +366,7 @@ def _short(value: float) -> str:
 
 PLOTS = {
     "operators": Plot(
-        "The scans beside mamba-ssm's kernels, and a copy of their bytes.", operator_rows, draw_operators
+        "The scans next to mamba-ssm's kernels, and a copy of their bytes.", operator_rows, draw_operators
     ),
     "length": Plot("Time per token of ssd over the length.", length_rows, draw_length),
     "roofline": Plot("Operations per second over operations per byte.", roofline_rows, draw_roofline),

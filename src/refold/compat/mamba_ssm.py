@@ -1,7 +1,8 @@
 """The functions of the package mamba-ssm, under its signatures.
 
-Layouts, defaults and the number of results are that package's. Where it ignores an argument that has a meaning, such
-as offsets of documents without their numbers, this gives it that meaning; a value with none raises an error naming it.
+Layouts, defaults and the number of results are that package's. The package ignores some arguments that have a meaning,
+such as offsets of documents without ``seq_idx``; here they have that meaning. A value without a meaning raises an error
+that names it.
 """
 
 from __future__ import annotations
@@ -286,7 +287,7 @@ def mamba_inner_fn(
         ``(b, t, out)``.
 
     Raises:
-        ArgumentError: An argument has no meaning beside another; the message names both.
+        ArgumentError: An argument contradicts another; the message names both.
         DtypeError: ``A`` is complex.
         ShapeError: Axes disagree.
     """

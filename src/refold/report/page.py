@@ -1,6 +1,7 @@
 """The report as one page: HTML with its pictures inside, no scripts and no network.
 
-The template is ``page.html`` beside this file; here is what it shows and where the lines of the roofline lie.
+The template is ``page.html`` next to this file. This module computes what the template shows, coordinates of the
+roofline included.
 """
 
 from __future__ import annotations

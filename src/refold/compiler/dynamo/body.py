@@ -8,7 +8,7 @@ step, or a tensor with a time axis, or an affine function of a carry; carries th
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -26,8 +26,11 @@ from ..ir.fx import arg, is_tensor, known, value
 from ..ir.rewrite import source_line
 from ..recurrence.affine import Affine, Loop, LoopVectorizer
 from ..recurrence.vectorize import NotALoop, Value, vectorize_node
+from .growing import take_parts
 from .induction_variable import InductionVariable, depends_on_iteration
 from .loop import CapturedLoop
+from .positions import is_plain, slice_of
+from .read_back import SCATTERS, Origin, promote
 from .step_arithmetic import OF_TENSORS, Counting, is_number
 
 aten = torch.ops.aten
@@ -41,16 +44,24 @@ _SPELLINGS = (
 )  # fmt: skip
 # Larger constants of a body are not written into the graph number by number.
 _CONSTANT = 4096
-_SCATTERS = (aten.select_scatter.default, aten.slice_scatter.default)
 
 
 @dataclass(frozen=True)
 class Slices:
-    """Where a step's item comes from: a position of an axis of a tensor, ``start + step * k``."""
+    """Where a step's item comes from: a position of an axis of a tensor, ``start + step * k``.
+
+    With a ``width``, positions are parts of that size, and the item keeps the axis.
+    """
 
     dim: int
     start: int
     step: int
+    width: int | None = None
+
+    def item(self, x: torch.Tensor, k: Any) -> torch.Tensor:
+        """Return a step's item."""
+        at = self.start + self.step * k
+        return x.select(self.dim, at) if self.width is None else x.narrow(self.dim, at * self.width, self.width)
 
 
 @dataclass
@@ -67,7 +78,22 @@ class Write:
 
 @dataclass
 class Traced:
-    """A loop's body in ATen: takes the step's number and all operands; what it returns, and what it writes."""
+    """A loop's body in ATen.
+
+    Attributes:
+        module: Takes the step's number and all operands.
+        mode: Where its fake values live.
+        number: The step's number as a symbol.
+        step: The placeholder of that.
+        placeholders: Those of the operands: what is carried, then the rest.
+        results: What it returns: the new carries, then the rest.
+        writes: What it writes.
+        carried: How many carries there are.
+        names: What to call them.
+        added: Where the carries begin that the loop itself has not; they are the last ones.
+        fixed: What the last operands are that the loop itself has not.
+        elements: Carries that are elements of others and only computed for all steps at once: new value and name.
+    """
 
     module: GraphModule
     mode: FakeTensorMode
@@ -76,6 +102,17 @@ class Traced:
     placeholders: list[Node]
     results: list[Any]
     writes: list[Write]
+    carried: int
+    names: tuple[str, ...]
+    added: list[Origin]
+    fixed: list[Origin]
+    elements: dict[Node, tuple[Any, str]] = field(default_factory=dict)
+
+    @property
+    def own(self) -> list[Node]:
+        """The placeholders of the operands that the loop itself has."""
+        placeholders = self.placeholders[: len(self.placeholders) - len(self.fixed)]
+        return placeholders[: self.carried - len(self.added)] + placeholders[self.carried :]
 
 
 def trace(loop: CapturedLoop, count: Any, operands: Sequence[Any], sequences: Sequence[Slices]) -> Traced:
@@ -99,23 +136,38 @@ def trace(loop: CapturedLoop, count: Any, operands: Sequence[Any], sequences: Se
 
     def step(k: Any, *xs: Any) -> Any:
         state, tensors, rest = xs[: split[0]], xs[split[0] : split[1]], xs[split[1] :]
-        items = [x.select(s.dim, s.start + s.step * k) for x, s in zip(tensors, sequences, strict=True)]
+        items = [s.item(x, k) for x, s in zip(tensors, sequences, strict=True)]
         return Interpreter(loop.body).run(*state, k, *items, *rest)
 
     if _draws(mode, step, fakes):
         raise NotALoop("randomness", "there is randomness in the loop")
     module = to_aten(mode, step, number.symint, *fakes)
+    with mode:
+        take_parts(module.graph)
     number.take_guards()
     if not number.hold(count) if isinstance(count, torch.SymInt) else number.steps(count) < count:
         raise NotALoop("step-number", "what a step does depends on its number")
     graph = module.graph
     graph.eliminate_dead_code()
     counted, *placeholders = graph.find_nodes(op="placeholder")
-    writes = [
-        _write(node, placeholders, number) for node in graph.find_nodes(op="call_function", target=aten.copy_.default)
-    ]
+    promoted = promote(graph, placeholders, number)
     results = list(graph.output_node().args[0])  # type: ignore[arg-type]
-    return Traced(module, mode, number, counted, placeholders, results, writes)
+    carries, at, own = promoted.carries, loop.carried, list(placeholders)
+    for last, (register, _, _) in zip(
+        (placeholders[at - 1] if at else counted, *(x[0] for x in carries)), carries, strict=False
+    ):
+        last.append(register)
+    placeholders[at:at] = [register for register, _, _ in carries]
+    placeholders += [node for node, _ in promoted.before]
+    results[at:at] = [new for _, new, _ in carries]
+    graph.output_node().args = (tuple(results),)
+    graph.eliminate_dead_code()
+    writes = [_write(node, own, number) for node in graph.find_nodes(op="call_function", target=aten.copy_.default)]
+    return Traced(
+        module, mode, number, counted, placeholders, results, writes, loop.carried + len(carries),
+        (*loop.names, *(register.name for register, _, _ in carries)),
+        [origin for *_, origin in carries], [origin for _, origin in promoted.before],
+    )  # fmt: skip
 
 
 def twin(x: Any) -> Any:
@@ -189,7 +241,7 @@ def _write(copy: Any, placeholders: list[Node], number: InductionVariable) -> Wr
     """Read a change of an argument as a write to positions that move with the step."""
     written: Any = copy.args[0]
     scatter: Any = copy.args[1]
-    if written not in placeholders or not isinstance(scatter, Node) or scatter.target not in _SCATTERS:
+    if written not in placeholders or not isinstance(scatter, Node) or scatter.target not in SCATTERS:
         raise NotALoop("in-place", "a step changes a tensor in place")
     if scatter.args[0] is not written:
         raise NotALoop("write-uneven", "a step writes to several places of a tensor")
@@ -199,53 +251,25 @@ def _write(copy: Any, placeholders: list[Node], number: InductionVariable) -> Wr
     if place is None:
         raise NotALoop("write-uneven", "the steps do not write next to one another")
     content: Any = scatter.args[1]
-    while content.target is aten.copy.default and _plain(content):
+    while content.target is aten.copy.default and is_plain(content):
         content = content.args[1]
     return Write(placeholders.index(written), dim % rank, *place, content)  # type: ignore[arg-type]
-
-
-def _plain(copy: Any) -> bool:
-    source = copy.args[1]
-    return is_tensor(source) and (value(source).shape, value(source).dtype) == (value(copy).shape, value(copy).dtype)
-
-
-def slice_of(node: Any, at: int, single: bool, number: InductionVariable) -> tuple[int, int, int] | None:
-    """Read the positions of a slice as (start, step, width); None if they do not move evenly with the step."""
-    size = value(node.args[0]).shape[arg(node, at - 1 if at == 3 else 1, "dim", 0)]
-    first = _at(arg(node, at, "index" if single else "start", 0), size, number)
-    if first is None:
-        return None
-    if single:
-        return first[1], first[0], 1
-    last = _at(arg(node, at + 1, "end", size), size, number)
-    if last is None or last[0] != first[0] or arg(node, at + 2, "step", 1) != 1:
-        return None
-    return first[1], first[0], last[1] - first[1]
-
-
-def _at(x: Any, size: int, number: InductionVariable) -> tuple[int, int] | None:
-    if x is None:
-        return 0, 0
-    found = number.affine(x.meta["val"] if isinstance(x, Node) else x)
-    if found is None:
-        return None
-    return (found[0], found[1] + size) if found[1] < 0 else found
 
 
 class Body(LoopVectorizer):
     """Emits a body's values, for all steps, into a graph that holds the loop's operands."""
 
-    def __init__(
-        self, loop: CapturedLoop, count: Any, traced: Traced, operands: Sequence[Node], anchor: Node, training: bool
-    ) -> None:
+    def __init__(self, count: Any, traced: Traced, operands: Sequence[Node], anchor: Node, training: bool) -> None:
         super().__init__()
         self.count, self.number, self.training = count, traced.number, training
         self.module = traced.module
         self.emit.at(anchor)
-        self.names = dict(zip(traced.placeholders, loop.names, strict=False))
-        self.carried = dict(zip(traced.placeholders[: loop.carried], traced.results, strict=False))
+        self.names = dict(zip(traced.placeholders, traced.names, strict=False))
+        self.names |= {node: name for node, (_, name) in traced.elements.items()}
+        self.carried = dict(zip(traced.placeholders[: traced.carried], traced.results, strict=False))
+        self.carried |= {node: new for node, (new, _) in traced.elements.items()}
         self.initial = dict(zip(traced.placeholders, operands, strict=True))
-        self.written = {traced.placeholders[write.operand] for write in traced.writes}
+        self.written = {traced.own[write.operand] for write in traced.writes}
         self.counting = Counting(self.emit, traced.step, count)
         self._memo: dict[Node, Value | Affine] = {}
         self._solved: dict[Node, Loop] = {}

@@ -17,6 +17,7 @@ from .mutation import changed_in_place
 aten = torch.ops.aten
 
 JOINS = (torch.stack, torch.cat, torch.concat, torch.concatenate)
+SPLITS = ("split", torch.split, torch.functional.split, torch.Tensor.split, "chunk", torch.chunk, torch.Tensor.chunk)
 UNBINDS = ("unbind", torch.unbind, torch.Tensor.unbind, aten.unbind.int)
 
 
@@ -55,6 +56,9 @@ class CallSite:
         results = torch.utils._pytree.tree_leaves(call.meta["example_value"])
         self.training = any(x.requires_grad for x in results)
         self._check_aliases()
+        if more := len(self.traced.added):
+            self.lists += more
+            self.uses = [(i + more if i >= self.loop.carried else i, use) for i, use in self.uses]
 
     def _read_operands(self) -> None:
         loop = self.loop
@@ -62,17 +66,19 @@ class CallSite:
         for at, read in enumerate(loop.reads, loop.carried):
             source: Any = args[at]
             given = source.meta["example_value"]
-            dim = 0
+            dim, width = 0, None
             if isinstance(given, torch.Tensor):
                 pass
             elif source.target in UNBINDS:
                 source, dim = unbound(source)
+            elif source.target in SPLITS and (parts := _parts(source)) is not None:
+                source, dim, width = parts
             else:
                 raise NotALoop("read-uneven", "it reads a list of tensors that are not slices of one")
-            rank, size = example(source).dim(), example(source).shape[dim]
+            rank, size = example(source).dim(), example(source).shape[dim] // (width or 1)
             start = read.start + size if read.start < 0 else read.start
             args[at] = source
-            self.sequences.append(Slices(dim % rank, start, read.step))
+            self.sequences.append(Slices(dim % rank, start, read.step, width))
         kinds = (torch.Tensor, torch.SymInt, int)
         if not all(isinstance(x, Node) and isinstance(x.meta.get("example_value"), kinds) for x in args):
             raise NotALoop("carry-not-tensor", "it reads something that is neither a tensor nor a size")
@@ -124,6 +130,15 @@ class CallSite:
 def unbound(unbind: Any) -> tuple[Node, int]:
     """Return what is unbound, and along which axis."""
     return unbind.args[0], unbind.args[1] if len(unbind.args) > 1 else unbind.kwargs.get("dim", 0)
+
+
+def _parts(split: Any) -> tuple[Node, int, int] | None:
+    """Return what is split, along which axis, and the size of all parts; None if they are not all of one."""
+    source, rank = split.args[0], example(split.args[0]).dim()
+    dim = (split.args[2] if len(split.args) > 2 else split.kwargs.get("dim", 0)) % rank
+    sizes = {known(part.shape[dim]) for part in split.meta["example_value"]}
+    (width,) = sizes if len(sizes) == 1 else (None,)
+    return (source, dim, width) if isinstance(width, int) else None
 
 
 def example(node: Node) -> torch.Tensor:

@@ -12,7 +12,7 @@ there, and what has changed is put back: from the nodes that both programs read 
 from __future__ import annotations
 
 import copy
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +28,7 @@ from ..ir.rewrite import Rewrite, source_line
 from ..recurrence.affine import Affine, Loop, LoopVectorizer
 from ..recurrence.prefix import Found, recurrences
 from ..recurrence.replace import SCANS
+from ..recurrence.systems import LINEAR_SYSTEM
 from ..recurrence.vectorize import Value
 from .body import differentiable, environment, to_aten, twin
 from .call_site import example, storage
@@ -48,6 +49,8 @@ _TRACED = _SLICES | _PRODUCTS | _IN_PLACE | {
     "zeros", "ones", "add", "sub", "neg", "exp",
 }  # fmt: skip
 _VMAP = "torch._functorch.predispatch"
+# What a recurrence may have become: complex ones are systems.
+_MADE = {*SCANS, LINEAR_SYSTEM}
 WHY = "its states are combined pair by pair, in passes over all of memory"
 
 
@@ -151,7 +154,8 @@ def early_scans(gm: GraphModule, training: bool) -> list[EarlyScan]:
 
 def _candidates(gm: GraphModule) -> list[Node]:
     """Return the nodes that move, multiply and add tensors; none if they are too few for a network."""
-    known = [node for node in gm.graph.nodes if _is_known(gm, node)]
+    vmapped = _within_vmap(gm.graph.nodes)  # is traced as a whole or not at all
+    known = [node for node in gm.graph.nodes if _is_known(gm, node) or (node in vmapped and not _is_change(node))]
     changed, inside = changed_in_place(gm, cautious=True), set[Node]()
     others = {storage(x) for node in set(gm.graph.nodes) - set(known) if _is_change(node) for x in node.all_input_nodes}
     for node in known:
@@ -253,6 +257,8 @@ def _trace(gm: GraphModule, nodes: Sequence[Node]) -> _Traced | None:
     traced.owning_module = module
     if traced.find_nodes(op="call_function", target=aten.copy_.default):
         return None  # something that comes from elsewhere is changed
+    if any(torch.Tag.nondeterministic_seeded in getattr(x.target, "tags", ()) for x in traced.nodes):
+        return None
     output: Any = traced.output_node()
     values = dict(zip(kept, output.args[0], strict=True))
     sources = dict(zip(traced.find_nodes(op="placeholder"), opaque, strict=True))
@@ -262,13 +268,13 @@ def _trace(gm: GraphModule, nodes: Sequence[Node]) -> _Traced | None:
     return _Traced(traced, sources, {node: x for node, x in values.items() if not x._erased}, read)
 
 
-def _within_vmap(nodes: Sequence[Node]) -> set[Node]:
+def _within_vmap(nodes: Iterable[Node]) -> set[Node]:
     """Return the nodes that compute within a ``vmap``; what leaves it does not count."""
     inner, depth = set[Node](), 0
     for node in nodes:
         name, own = _name(node), getattr(node.target, "__module__", "") == _VMAP
         depth += (name == "_vmap_increment_nesting") - (name == "_vmap_decrement_nesting")
-        if (own or depth) and name != "_remove_batch_dim":
+        if (own or depth) and not (name == "_remove_batch_dim" and depth == 1):
             inner.add(node)
     return inner
 
@@ -283,7 +289,7 @@ def _rewrite(graph: Graph) -> dict[str, str]:
     details: dict[str, str] = {}
 
     def note(detail: str) -> None:
-        details.update({x.name: detail for x in graph.nodes if x.target in SCANS and x.name not in details})
+        details.update({x.name: detail for x in graph.nodes if x.target in _MADE and x.name not in details})
 
     note("")
     done: set[Any] = set()
@@ -350,7 +356,7 @@ class _Changes:
         """Return one part for all that depends on the same scans."""
         groups: list[tuple[set[Node], dict[Node, list[Node]]]] = []
         for node, readers in self._roots().items():
-            scans = {x for x in upstream(self.now[node]) if x.target in SCANS and x in self.dirty}
+            scans = {x for x in upstream(self.now[node]) if x.target in _MADE and x in self.dirty}
             joined = [group for group in groups if group[0] & scans]
             groups = [group for group in groups if group not in joined]
             merged: dict[Node, list[Node]] = {}

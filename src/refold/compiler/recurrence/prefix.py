@@ -221,7 +221,7 @@ class _Reader:
         if node.op != "call_function" or not is_tensor(node):
             raise _Opaque
         target, args = node.target, node.args
-        if not value(node).is_floating_point():
+        if not (value(node).is_floating_point() or value(node).is_complex()):
             raise _Opaque
         if target in _FILLED:
             return self._constant(node, _FILLED[target])

@@ -1,7 +1,7 @@
 """SSD forward on GPUs with Triton: plans the launches of `_triton_kernels`.
 
-A plan holds everything that does not change while shapes, strides, dtypes and options stay the same: how the time axis
-is cut, the grids, the integer arguments. A call allocates its outputs and workspace and launches; nothing else.
+A plan holds everything that depends only on shapes, strides, dtypes and options: how the time axis is cut, the grids,
+the integer arguments. A call only allocates its outputs and workspace, and launches.
 """
 
 from __future__ import annotations
@@ -60,10 +60,10 @@ def ssd(
 
 
 def choose_cut(nchunks: int, rows: int, slots: int, states: int, state_slots: int, cost: dict) -> tuple[int, int]:
-    """Return (segments, pieces a segment): how to cut ``nchunks`` chunks.
+    """Return (segments, pieces per segment): how to cut ``nchunks`` chunks.
 
-    ``rows`` programs a segment of `scan` run on ``slots`` slots, ``states`` programs a piece of `state` on
-    ``state_slots``. The unit of cost is the time of a chunk in `scan`: `state` takes cost["state_cost"] a chunk, and
+    ``rows`` programs per segment of `scan` run on ``slots`` slots, ``states`` programs per piece of `state` on
+    ``state_slots``. The unit of cost is the time of a chunk in `scan`: `state` takes cost["state_cost"] per chunk, and
     launching it costs cost["launch_cost"]; the other numbers come from a fit to 1150 measured cuts of 16 shapes on an
     H200 (benchmarks/LOG.md). More segments fill the device; fewer have less to compute twice.
     """
@@ -86,7 +86,7 @@ def choose_cut(nchunks: int, rows: int, slots: int, states: int, state_slots: in
 
 @dataclass(frozen=True)
 class _Tiles:
-    """How the Hopper kernels cut heads and states, of which a program takes a few.
+    """How the Hopper kernels cut heads and states into tiles, and how many tiles a program takes.
 
     Attributes:
         channels: Of a tile.

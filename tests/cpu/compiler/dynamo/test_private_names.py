@@ -1,4 +1,4 @@
-"""Names of PyTorch and Triton that are not their public interface: without one of them refold is slower, and right."""
+"""Private names of PyTorch and Triton: without one of them, refold is slower, and right."""
 
 import subprocess
 import sys
