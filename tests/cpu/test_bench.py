@@ -8,7 +8,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from refold.bench import cli, compile_time, generation_torch, progress, rows, suites
+from refold.bench import cli, compile_time, generation_torch, linear_attention, progress, rows, suites
 from refold.cli import app
 from refold.errors import ArgumentError
 from refold.models import counts
@@ -69,7 +69,7 @@ def test_a_run_that_was_stopped_keeps_its_rows_and_goes_on(toy, tmp_path):
     out = str(tmp_path / "rows.jsonl")
     stopped = run("run", "cpu", "--set", "sizes=1,2,3", "--set", "stops=3", "--out", out)
     assert stopped.exit_code == 130
-    assert "--resume goes on" in stopped.stderr
+    assert "--resume continues" in stopped.stderr
     assert [row["case"] for row in rows.read(tmp_path / "rows.jsonl")] == ["1", "2"]
     resumed = run("run", "cpu", "--set", "sizes=1,2,3", "--out", out, "--resume")
     assert "... 1/1 cpu 3" in resumed.stderr
@@ -99,8 +99,8 @@ def test_progress_says_what_runs_and_of_how_many(toy):
 
 @pytest.mark.parametrize(
     ("suite", "count"),
-    [("cpu", 2), ("compile-time", 2), ("fusion-example", 6), ("chunked-scan", 2), ("training", 3), ("ssd-jax", 1),
-     ("recurrences", 48), ("generation-cpu", 3), ("generation-torch-cpu", 2)],
+    [("cpu", 8), ("linear-attention", 8), ("compile-time", 2), ("fusion-example", 6), ("chunked-scan", 2),
+     ("training", 3), ("ssd-jax", 1), ("recurrences", 48), ("generation-cpu", 3), ("generation-torch-cpu", 2)],
 )  # fmt: skip
 def test_measurements_are_counted_without_being_made(suite, count):
     options = {"device": "cpu"} if "device" in suites.find(suite).options() else {}
@@ -152,6 +152,17 @@ def test_a_real_suite_runs():
     (row,) = compile_time.compile_time(steps=(32,))
     assert row["first_call_s"] > 0
     assert row["report"]["graphs"][0]["rewrites"]
+
+
+def test_programs_of_linear_attention_agree():
+    given = {"tokens": (17,), "batch": 1, "heads": 2, "channels": 4, "dtype": "float32", "rounds": 1, "verify": "off"}
+    (row,) = linear_attention.linear_attention(device="cpu", case=("retnet",), **given)
+    assert row["median_ms"].keys() == row["errors"].keys() == {"refold", "refold.ops", "eager"}
+    assert row["not_run"].keys() == {"fla"}
+    wrong = {"refold": lambda q, k, v, g: v}
+    inputs = [torch.randn(1, 6, 1, n) for n in (4, 4, 4, 1)]
+    refused = linear_attention.measure(linear_attention.loop, wrong, inputs, 1e-4, 1)
+    assert refused["refused"] == refused["not_run"]["refold"] == "an error above 0.0001"
 
 
 def test_the_module_is_the_same_command(monkeypatch, capsys):

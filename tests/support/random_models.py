@@ -1,4 +1,4 @@
-"""Models of random configurations, from checkpoints, held to transformers': accelerated, and lean.
+"""Models of random configurations, from checkpoints, compared with transformers': accelerated, and lean.
 
 ``PYTHONPATH=src:tests python -m support.random_models 0 200`` checks two hundred of them.
 """

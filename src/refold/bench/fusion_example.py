@@ -1,6 +1,6 @@
 """The language model of the published kernel-fusion example: eager, torch.compile and refold in one run.
 
-Sizes are the published ones unless given: 8 layers, width 1024, 32 states, 512 tokens, a vocabulary of 16384. A row has
+Default sizes are the published ones: 8 layers, width 1024, 32 states, 512 tokens, a vocabulary of 16384. A row has
 interleaved times, peak memory beyond the weights, and the difference of the logits. float32 runs without TF32.
 """
 

@@ -1,4 +1,4 @@
-"""Decoding and prefill of language models with JAX; on the CPU side by side with transformers.
+"""Decoding and prefill of language models with JAX; on the CPU in turns with transformers.
 
 Weights are random. Work and bytes are counted from the configuration (``refold.models.counts``). A row also holds what
 XLA's own cost model says of the compiled program.
@@ -85,7 +85,7 @@ def xla_counts(generator: Generator, batch: int) -> dict[str, float]:
 
 
 def xla_prefill_counts(generator: Generator, seqlen: int) -> dict[str, float]:
-    """Return what XLA counts for a prefill of Mamba-2: it counts a loop's body once, so a layer is counted apart."""
+    """Return what XLA counts for a prefill of Mamba-2: it counts a loop body once, so a layer is counted by itself."""
     config = generator.config
     if not isinstance(config, Mamba2Config):
         return {}
@@ -104,7 +104,7 @@ def xla_prefill_counts(generator: Generator, seqlen: int) -> dict[str, float]:
 
 
 def generation_cpu(*, tokens: int = 16, seqlen: int = 1024, repeats: int = 6) -> Iterator[Row]:
-    """Time decoding and prefill of Mamba-2 130M with JAX on the CPU, float32, beside transformers."""
+    """Time decoding and prefill of Mamba-2 130M with JAX on the CPU, float32, in turns with transformers."""
     model, name = MODELS["130M"], "130M fp32"
     assert isinstance(model, Mamba2Config)
     generator = cache(lambda: Generator(model, random_params(model)))

@@ -1,8 +1,8 @@
-"""Decoding and prefill of language models with PyTorch, beside mamba-ssm's own generation and transformers' models.
+"""Decoding and prefill of language models with PyTorch, next to mamba-ssm's own generation and transformers' models.
 
-mamba-ssm decodes by its own CUDA graph. Its rows say so if its convolution is not the fast one. transformers' models
-run with mamba-ssm's kernels, and accelerated by refold. What cannot be imported, or fails, has a row that says "not
-run".
+mamba-ssm decodes with its own CUDA graph. Its rows say so if its convolution is not the fast one. transformers' models
+run with mamba-ssm's kernels, and accelerated by refold. A package that cannot be imported, or fails, has a
+row "not run".
 Weights are random. Work and bytes are counted from the configuration (``refold.models.counts``).
 """
 
@@ -201,7 +201,7 @@ def decode(
     pasts: tuple[int, ...] = (PAST, 131072),
     others: bool = True,
 ) -> Iterator[Row]:
-    """Time decoding with PyTorch on the GPU, bfloat16, after short and long prompts, beside mamba-ssm, transformers."""
+    """Time decoding with PyTorch on the GPU, bfloat16, after short and long prompts, next to other packages."""
     for name, model, generator in _models("decode", models):
         for batch in batches:
             for past in pasts:
@@ -224,7 +224,7 @@ def prefill(
     lengths: tuple[int, ...] = (1024, 8192, 131072),
     others: bool = True,
 ) -> Iterator[Row]:
-    """Time the reading of a prompt with PyTorch on the GPU, bfloat16, and its memory, beside the same."""
+    """Time the reading of a prompt with PyTorch on the GPU, bfloat16, and its memory, next to other packages."""
     for name, model, generator in _models("prefill", models):
         for seqlen in lengths:
             fits = seqlen <= getattr(model, "max_positions", seqlen)
@@ -249,7 +249,7 @@ def beside(
     repeats: int,
     rounds: int = 1,
 ) -> Iterator[Row]:
-    """Time what ``how`` returns for a rival's model and sizes, or say why it is not run."""
+    """Time what ``how`` returns for another package's model and sizes, or say why it is not run."""
     if not wanted(backend=rival.backend, case=f"{name} {what}"):
         return
     if rival.missing is not None:

@@ -1,7 +1,7 @@
 """transformers' own GraniteMoeHybridMambaLayer, unmodified: eager, torch.compile and refold in one run.
 
 Sizes are those of granite-4.0-h-tiny. A row holds the full report, with interleaved times, peak memory, and the
-evidence for every rewrite. float32 runs without TF32.
+checks of every rewrite. float32 runs without TF32.
 """
 
 from __future__ import annotations

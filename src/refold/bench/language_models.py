@@ -1,4 +1,4 @@
-"""Language models of published sizes, and a row for a measurement of one; shared by the frameworks."""
+"""Language models of published sizes, and the row of a measurement; shared by the frameworks."""
 
 from __future__ import annotations
 

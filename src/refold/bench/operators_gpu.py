@@ -2,22 +2,23 @@
 
 A case is refused if its error against a float64 scan of a slice of it is above the bound of its dtype.
 
-- ``median_ms``: medians of CUDA events around single calls, with 1 GiB overwritten before each. That leaves the L2
-  cache full of lines to be written back, as the layer before would, and lets the host run ahead.
-- ``hot_ms``: the same without the overwriting; what fits into the L2 cache (60 MB) is found there. The host does not
-  run ahead, so that for short calls its own time shows.
-- ``host_us``: the host's time for a call, with the device kept busy; only where the device may be the faster one. The
-  least of 20 rounds of 40 calls: what else runs on a shared host can only add to it.
+- ``median_ms``: medians of CUDA events around single calls, with 1 GiB overwritten before each. Overwriting
+  leaves the L2 cache full of lines to be written back, as the layer before would. It also lets the host run ahead.
+- ``hot_ms``: the same without the overwriting. Data that fits into the L2 cache (60 MB) is found there. The host does
+  not run ahead, so for short calls its own time shows.
+- ``host_us``: the host's time for a call, with the device kept busy; measured only where the device may be faster. The
+  least of 20 rounds of 40 calls, because other programs on a shared host can only add time.
 - ``graph_ms``: for steps that overwrite their state, the time per layer of one replayed CUDA graph of 16 to 512 layers,
-  as decoding runs. Each layer has its own copies of all arguments, together 8 times the L2 cache, so that no replay
-  finds its arguments there; and the launch of a single kernel, which weighs on ``median_ms``, is hidden.
+  as in decoding. Each layer has its own copies of all arguments, together 8 times the L2 cache, so no replay finds its
+  arguments there. The launch of a single kernel, which ``median_ms`` includes, is hidden.
+- ``flops``: operations of the recurrence, counted once; an implementation by matrix products makes more.
 - ``bytes``: what any implementation must read and write once. ``share_of_copy``: their rate over that of a device copy
-  of 8.6 GB (bytes read plus bytes written). ``copy_ms``: a device copy of as many bytes, timed like ``median_ms``:
-  launch and ramp weigh on it as on the operator.
-- groups named ``..._backward``: ``errors`` of all gradients against float64 on that slice, ``median_ms`` of the
-  gradients alone and ``both_ms`` of results and gradients, ``extra_gib`` that a call of both takes beyond its arguments
-  and the gradient of y, results and gradients included; and, for ssd, the same of mamba-ssm's kernels. ``bytes`` are
-  those of arguments, the gradient of y, and gradients.
+  of 8.6 GB (bytes read plus bytes written). ``copy_ms``: a device copy of as many bytes, timed like ``median_ms``, so
+  it includes launch and ramp as the operator does.
+- groups named ``..._backward``: ``errors`` of all gradients against float64 on that slice; ``median_ms`` of the
+  gradients alone; ``both_ms`` of results and gradients; ``extra_gib``, the memory of a call of both beyond its
+  arguments and the gradient of y. For ssd, also the same of mamba-ssm's kernels. ``bytes`` are those of arguments, the
+  gradient of y, and gradients.
 - ``mamba_ssm_ms``: mamba-ssm's kernels in the same run, if ``mamba_ssm`` (for ssd, chunks of 256) or its
   ``selective_scan_cuda`` (in its own layout) can be imported.
 """
@@ -294,7 +295,8 @@ def graph_ms(case: Case) -> float:
 
 def measure(case: Case, copy_rate: float) -> Row:
     """Return the row of a case."""
-    error, moved = case.error(), case.spec.bytes_moved(case.meta())
+    error, meta = case.error(), case.meta()
+    moved = case.spec.bytes_moved(meta)
     row: Row = {"op": case.op, "case": case.name, "dtype": str(case.dtype)[6:], "error": error}
     if not error <= BOUND[case.dtype]:
         return row | {"refused": f"error above {BOUND[case.dtype]}"}
@@ -302,6 +304,7 @@ def measure(case: Case, copy_rate: float) -> Row:
     median = times[len(times) // 2]
     return row | {
         "bytes": moved,
+        "flops": case.spec.flops(meta.sizes),
         "median_ms": median,
         "p20_ms": times[len(times) // 5],
         "p80_ms": times[len(times) * 4 // 5],
@@ -380,22 +383,22 @@ def _suite(cases: Iterator[Case], measured: Callable[[Case, float], Row] | None 
 
 
 def ssd() -> Iterator[Row]:
-    """Time the operator ssd, forward, 256 to 131072 tokens, beside mamba-ssm's kernels."""
+    """Time the operator ssd, forward, 256 to 131072 tokens, next to mamba-ssm's kernels."""
     return _suite(ssd_cases())
 
 
 def ssd_sizes() -> Iterator[Row]:
-    """Time the operator ssd, forward, with 32 to 256 channels and 16 to 256 states, beside mamba-ssm's kernels."""
+    """Time the operator ssd, forward, with 32 to 256 channels and 16 to 256 states, next to mamba-ssm's kernels."""
     return _suite(ssd_cases(SSD_SIZES))
 
 
 def ssd_backward() -> Iterator[Row]:
-    """Time gradients of ssd, beside mamba-ssm's kernels."""
+    """Time gradients of ssd, next to mamba-ssm's kernels."""
     return _suite(ssd_backward_cases(), measure_backward)
 
 
 def selective_scan() -> Iterator[Row]:
-    """Time the operator selective_scan, forward, beside mamba-ssm's kernel."""
+    """Time the operator selective_scan, forward, next to mamba-ssm's kernel."""
     return _suite(selective_scan_cases())
 
 

@@ -1,7 +1,7 @@
-"""What is running, how far a run has come, and what of it a file already has.
+"""Progress of a run: the current measurement, how many are left, and which ones a file already has.
 
-A suite asks `wanted` before each measurement. A run first goes through its suites with `wanted` saying no, to count the
-measurements; then it makes those that are missing.
+A suite asks `wanted` before each measurement. A run first goes through its suites with `wanted` answering no, to count
+the measurements. Then it makes those that are missing.
 """
 
 from __future__ import annotations

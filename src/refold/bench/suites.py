@@ -1,4 +1,4 @@
-"""The suites: what ``refold bench run`` knows.
+"""The suites of ``refold bench run``.
 
 A suite is a function with keyword-only options that yields rows. Its first docstring line says what it shows. The
 defaults of the options give their types: a tuple takes values separated by commas.

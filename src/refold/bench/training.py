@@ -1,9 +1,9 @@
-"""Layers in training: naive code by eager, torch.compile and refold; the same with refold.ops, and with mamba-ssm.
+"""Layers in training: naive code with eager, torch.compile and refold; the same layer with refold.ops, and mamba-ssm.
 
 All programs of a layer share one set of weights. A call is a forward and the gradients of the input and of all weights.
-Times are of calls that take turns, each after the L2 cache was overwritten. A program is timed only if its result and
-gradients are right: compared with the naive layer in float64, in eager, sequence by sequence. A program that cannot run
-is named under ``not_run``, mamba-ssm's kernels among them.
+Programs take turns, and the L2 cache is overwritten before each call. A program is timed only if its result and
+gradients are right: compared with the naive layer in float64, in eager, sequence by sequence. Programs that cannot run,
+mamba-ssm's kernels among them, are named under ``not_run``.
 """
 
 from __future__ import annotations

@@ -149,7 +149,7 @@ class OpSpec:
     backends: tuple[str, ...] = ("triton", "numba", "torch", "jax", "reference")
     """Preference order."""
     folder: str = ""
-    """Where its implementations live, if not under its own name (steps live beside their scan)."""
+    """The folder of its implementations, if not its own name (steps are in the folder of their scan)."""
     time_optional: bool = False
     updates: str = ""
     """The argument that the twin with a trailing underscore overwrites; empty if there is no such twin."""

@@ -1,9 +1,9 @@
-"""Use what was accepted: keep it with its evidence, and run a source only behind guards.
+"""Use an accepted proposal: keep it with its evidence, and run a source only with guards.
 
 `save` copies what a run accepted, with its evidence, into a folder of the user's. A rule and choices are used by
 ``refold.compile(rules=...)`` and ``refold.compile(choose=...)``, which check them again. A source was tried for some
-shapes, dtypes, a device and versions, and is used for these alone: `guarded` runs the original for all else, and says
-so.
+shapes, dtypes, a device and versions, and is used only for these. For everything else, `guarded` runs the original, and
+says so.
 """
 
 from __future__ import annotations

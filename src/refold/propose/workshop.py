@@ -1,8 +1,7 @@
-"""Where programs in index notation and choices are tried: in this process, since they are data and no code.
+"""Trials of programs in index notation and of choices: in this process, because they are data, not code.
 
-The layer is the user's own. What is proposed for it is parsed, lowered and compiled by refold alone, checked against
-float64 like the compiler's own rewrites, and timed against everything that is at hand without it: eager,
-``torch.compile``, and refold by itself.
+The layer is the user's own. A proposal for it is parsed, lowered and compiled by refold alone, and checked against
+float64 like the compiler's own rewrites. It is timed against eager, ``torch.compile``, and refold without the proposal.
 """
 
 from __future__ import annotations
@@ -94,7 +93,7 @@ class Workshop:
         return {name: (run, median_ms(run, self.device, budget_s=0.3, most=5)) for name, run in found.items()}
 
     def describe(self) -> dict[str, Any]:
-        """Return what a request says of the layer beside its source."""
+        """Return what a request says about the layer, except its source."""
         report = self.default[1]
         rows = [row for graph in report.graphs for row in graph.rewrites]
         found = {

@@ -99,7 +99,7 @@ class GraphReport:
 class Contents:
     """Everything that happened in the compiles of one callable, one entry per graph.
 
-    ``ceilings`` is what the device can do at most, if it was measured: ``bytes_per_s`` and ``flops_per_s``.
+    ``ceilings`` holds the measured limits of the device, if they were measured: ``bytes_per_s`` and ``flops_per_s``.
     """
 
     target: str = ""

@@ -1,4 +1,4 @@
-"""How `refold.compile` and `refold.explain` may be called, and what becomes of what they return."""
+"""The arguments of `refold.compile` and `refold.explain`, and the callables that they return."""
 
 import copy
 import io

@@ -1,4 +1,4 @@
-"""Recurrences as people write them are found, in both modes, and compute what eager computes in float64."""
+"""Public recurrences, as written, are found in inference and training, and agree with eager in float64."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""What the report and the log tell a person who waits or reads."""
+"""The text of the report, and the progress in the log."""
 
 import logging
 import time

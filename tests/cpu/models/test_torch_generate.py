@@ -1,4 +1,4 @@
-"""Generation with PyTorch: what it draws, gradients of the models, what is refused; test_generate.py has the rest."""
+"""Generation with PyTorch: choices, gradients of the models, refusals; test_generate.py has the rest."""
 
 import dataclasses
 

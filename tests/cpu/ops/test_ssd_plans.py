@@ -1,4 +1,4 @@
-"""What the forward of ssd plans for a Hopper GPU, and its kernels in Gluon compiled for one: no GPU is needed."""
+"""Plans of the ssd forward for a Hopper GPU, and its Gluon kernels compiled for one; no GPU is needed."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""The whole loop: a scripted endpoint over HTTP on loopback, a command, and what other layers make of what won."""
+"""The whole loop: a scripted endpoint over HTTP, a command, and other layers that use an accepted rule."""
 
 import json
 import sys

@@ -1,7 +1,7 @@
 """Products of a few rows with a matrix on the CPU, as decoding needs them: the matrix is read once, whatever the rows.
 
-Such a product takes the time that reading the weights takes. The libraries that torch calls may read at less than half
-of the rate that memory has (float32, one thread of an AMD EPYC: 16.6 GB/s with one row, 8 with two; here 38 and 31).
+Such a product takes as long as reading the weights. The libraries that torch calls may read at less than half of the
+memory's rate (float32, one thread of an AMD EPYC: 16.6 GB/s with one row, 8 with two; here 38 and 31).
 """
 
 from __future__ import annotations

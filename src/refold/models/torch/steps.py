@@ -1,7 +1,7 @@
-"""What one token needs, in as few passes over memory as there are: products that begin with a norm, and the scans.
+"""The parts of one decoding step, in as few passes over memory as possible: products that begin with a norm, and scans.
 
-Each function is defined here in PyTorch and refold's operators. On a GPU, kernels that compute the same take their
-place: a layer of Mamba-2 is then three launches, each of which reads its weights or its state once. Nothing here has a
+Each function is defined here in PyTorch and refold's operators. On a GPU, kernels that compute the same replace
+them: a layer of Mamba-2 is then three launches, each of which reads its weights or its state once. Nothing here has a
 gradient. ``active`` marks the rows that read a token; the states of the others stay as they are.
 """
 

@@ -1,7 +1,7 @@
 """Functions that Numba compiles. Their machine code is kept on disk: compiling takes seconds, loading 0.1 s.
 
 Numba compares the file of a function with the stored code's, but not the files of functions that it calls. So the
-folder is named after the text of all of them. Numba itself keeps apart its versions and kinds of processors. If no
+folder is named after the text of all of them. Numba itself separates its versions and kinds of processors. If no
 folder can be written to, or if the private names of Numba that this needs are missing, each process compiles anew.
 """
 

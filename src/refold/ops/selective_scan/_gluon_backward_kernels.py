@@ -273,7 +273,7 @@ def _selective_scan_bwd_lanes_kernel(
     """
     WARPS: gl.constexpr = gl.num_warps()
     GROUPS: gl.constexpr = TOKENS // GROUP
-    STATES: gl.constexpr = BLOCK_N // LANES  # a lane
+    STATES: gl.constexpr = BLOCK_N // LANES  # per lane
     ACROSS: gl.constexpr = 32 // LANES * WARPS  # lanes of different channels
     # (tokens, channels, states) of partial sums over channels, (tokens, channels, lanes) of those over states.
     kcn: gl.constexpr = gl.BlockedLayout([GROUP, 1, STATES], [1, 32 // LANES, LANES], [1, WARPS, 1], [1, 2, 0])

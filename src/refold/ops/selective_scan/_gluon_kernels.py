@@ -127,13 +127,13 @@ def _selective_scan_fwd_lanes_kernel(
 ):  # fmt: skip
     """Grid (blocks of channels, segments, sequences): a program owns BLOCK_D channels of one segment.
 
-    LOCAL writes the segment's own state and summed step, or with decays its factor, a product a state; else y, from
+    LOCAL writes the segment's own state and summed step, or with decays its factor, a product per state; else y, from
     the state after the segments before it, and the final state. Reads its inputs once. Float32. Rows of x,
     dt, decay, z, B and C begin at multiples of 16 bytes; ``dstate`` is BLOCK_N; tokens and channels may be ragged.
     """
     GROUPS: gl.constexpr = BLOCK_T // GROUP
     WARPS: gl.constexpr = gl.num_warps()
-    OWN: gl.constexpr = BLOCK_D * LANES // (32 * WARPS)  # Channels a lane.
+    OWN: gl.constexpr = BLOCK_D * LANES // (32 * WARPS)  # channels per lane
     # (tokens of a group, channels, states); (groups, tokens of a group, channels, lanes) of y, not yet summed.
     kcn: gl.constexpr = gl.BlockedLayout(
         [GROUP, OWN, BLOCK_N // LANES], [1, 32 // LANES, LANES], [1, WARPS, 1], [1, 2, 0]

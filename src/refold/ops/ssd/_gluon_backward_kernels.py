@@ -168,7 +168,7 @@ def _fetch_heads(
     full, empty, keys_full, pid_b, pid_g, pid_h, start, place, count,
     CHUNK: gl.constexpr, P: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """One warp: B and C of the chunk, then fills a stage of shared memory a head."""
+    """One warp: load B and C of the chunk, then fill one stage of shared memory per head."""
     mbarrier.expect(keys_full, CHUNK * N * 2 * 2)
     load_tile(B_desc, [pid_b, start, pid_g * N], keys_full, B_smem)
     load_tile(C_desc, [pid_b, start, pid_g * N], keys_full, C_smem)
@@ -419,7 +419,7 @@ def _ssd_bwd_walk_hopper_kernel(
     dx_smem = gl.allocate_shared_memory(dtype, [1, CHUNK, P], dx_desc.layout)
     dcb_smem = gl.allocate_shared_memory(dtype, [CHUNK, CHUNK], pairs)
     before_smem = gl.allocate_shared_memory(dtype, [CHUNK, CHUNK], pairs)
-    # Two neighbours of a row a thread: four rows lie in all banks.
+    # Two neighbours of a row per thread: four rows use all banks.
     values: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
     cb_smem = gl.allocate_shared_memory(gl.float32, [2, CHUNK, CHUNK], values)
     vectors = gl.allocate_shared_memory(gl.float32, [4, CHUNK], vector)

@@ -50,7 +50,7 @@ def _silu(v):
     return v * gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [u], gl.float32, True, 1)
 
 
-# The state that a piece leaves behind ---------------------------------------------------------------------------------
+# The state after a piece -------------------------------------------------------------------------------------------
 
 
 @gluon.jit

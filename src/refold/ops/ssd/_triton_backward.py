@@ -152,8 +152,8 @@ class _Plan:
         parts = 2 if x.dtype == torch.float32 else 1
         size = headdim * dstate
 
-        # Blocks of heads, so that their states take at most `memory` MiB; but no fewer heads than fill the device, as
-        # the time of long sequences would be that of a walk over chunks, once a block.
+        # Blocks of heads, so that their states take at most `memory` MiB. At least as many heads as fill the device:
+        # otherwise long sequences take one pass over all chunks per block.
         head_bytes = 2 * rows * ngroups * size * x.element_size()
         most = max(1, int(config["memory"] * 2**20) // head_bytes)
         least = min(triton.cdiv(sms, 4 * batch * ngroups), int(config["most_memory"] * 2**20) // head_bytes)

@@ -590,7 +590,7 @@ def _ssd_bwd_tokens_kernel(
 ):  # fmt: skip
     """Grid (batch * chunks, groups + head blocks): a program owns one chunk of one group, or of BLOCK_H heads.
 
-    Group programs sum dB and dC over the splits of heads, always in the same order; head programs write d(dt) and the
+    Group programs sum dB and dC over the splits of heads, always in the same order. Head programs write d(dt) and the
     chunk's part of dA, d(dt_bias) and, where there is a D for each head, dD.
     """
     pid_c = tl.program_id(0).to(tl.int64)

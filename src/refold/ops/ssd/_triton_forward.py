@@ -59,10 +59,10 @@ def ssd(
 
 
 def choose_cut(nchunks: int, rows: int, slots: int, states: int, state_slots: int, cost: dict) -> tuple[int, int]:
-    """Return (segments, pieces a segment): how to cut ``nchunks`` chunks.
+    """Return (segments, pieces per segment): how to cut ``nchunks`` chunks.
 
-    ``rows`` programs a segment of `scan` run on ``slots`` slots, ``states`` programs a piece of `state` on
-    ``state_slots``. The unit of cost is the time of a chunk in `scan`: `state` takes cost["state_cost"] a chunk, and
+    ``rows`` programs per segment of `scan` run on ``slots`` slots, ``states`` programs per piece of `state` on
+    ``state_slots``. The unit of cost is the time of a chunk in `scan`: `state` takes cost["state_cost"] per chunk, and
     launching it costs cost["launch_cost"]; the other numbers come from a fit to 1150 measured cuts of 16 shapes on an
     H200 (benchmarks/LOG.md). More segments fill the device; fewer have less to compute twice.
     """

@@ -169,7 +169,7 @@ def _ssd_fwd_prepare_kernel(
 ):  # fmt: skip
     """Grid (batch * chunks, groups + head blocks): a program owns one chunk of one group, or of BLOCK_H heads.
 
-    Group programs write C·Bᵀ (CHUNK x CHUNK, float32) on and below the diagonal; head programs write step = dt after
+    Group programs write C·Bᵀ (CHUNK x CHUNK, float32) on and below the diagonal. Head programs write step = dt after
     bias, softplus and limits (0 beyond the chunk) and decay = the running sum of step * A * log2(e), in float32 parts.
     With SHIFT, for the kernels in Gluon, decay - log2(step) takes the place of step, columns of C·Bᵀ come in another
     order, and the next kernel may start early.
@@ -244,7 +244,7 @@ def _ssd_fwd_state_kernel(
 ):  # fmt: skip
     """Grid (heads * blocks of head channels, pieces, batch): a program owns one piece of one head block.
 
-    Reads x and B of the piece once; keeps (state, channels) in float32 registers; writes the state from the piece's
+    Reads x and B of the piece once. Keeps (state, channels) in float32 registers. Writes the state from the piece's
     own tokens, and the log2 decay that it applies to earlier states (-inf if a sequence begins in it).
     """
     blocks_p = tl.cdiv(headdim, BLOCK_P)

@@ -1,9 +1,9 @@
 """The trial of a candidate: the checks in their order, each with its name in the protocol.
 
-Three processes run under the same conditions: the candidate, the original as a *witness* (what it returns, changes,
-aliases and leaves behind is what the candidate must), and the original in float64 as the *reference*. This process
-draws inputs, reads results, decides, and keeps the clock; it runs nobody's code. Seeds are drawn after the candidate
-is loaded and are written down only after its process has ended.
+Three processes run under the same conditions: the candidate; the original as a *witness* of what a call must return,
+change, share and leave; and the original in float64 as the *reference*. This process draws inputs, reads results, keeps
+the clock and decides. It runs no code of the two programs. Seeds are drawn after the candidate is loaded, and are
+written down only after its process has ended.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Tensors = Sequence[torch.Tensor]
 
 
 KINDS_S, SHAPES_S = 20.0, 10.0  # about what kinds of inputs and other shapes may take
-PATIENCE = 3  # times the time of a race that may pass until it can be decided at all
+PATIENCE = 3  # times the time of a timing test that may pass until it can be decided at all
 COMPILE_S = 40.0  # what torch.compile may take for the original
 POSSIBLE = 0.5  # of the time that writing the results takes, on a machine that may be busier at one time than another
 # Operations that a library does, of which a kernel of one's own would say more.
@@ -422,7 +422,7 @@ class Trial:
             self.verdict.note(f"precision unverified: inputs rounded to {lower} would have passed as well")
 
     def _traces(self, o: Result, y: Result) -> None:
-        """S1, S2, U2: what a call did beside returning."""
+        """S1, S2, U2: what a call did other than returning."""
         for index in y.changed:
             if index not in o.changed:
                 self._step("S1", f"it changed input {index}, which the original leaves alone")
@@ -435,7 +435,7 @@ class Trial:
         if o.aliases != y.aliases:
             self._step("S2", f"its results share memory with {y.aliases}, the original's with {o.aliases}")
         if y.overrun and not o.overrun:
-            self._step("U2", "it wrote beside its inputs")
+            self._step("U2", "it wrote to memory next to its inputs")
 
     def _late(self, y: Result) -> None:
         """U4, S6: when a call has returned its results are what they are, and nothing runs."""
@@ -444,7 +444,7 @@ class Trial:
         busy = bool(asleep) and self.suspect.activity() != asleep
         changed = [not _identical(a, b) for a, b in zip(y.tensors, self.suspect.again(y, self._most), strict=True)]
         self._step("U4", "its result changed after it had returned it" if any(changed) else "")
-        self._step("S6", "it used the processor while nobody called it" if busy else "")
+        self._step("S6", "it used the processor between calls" if busy else "")
 
     def _left_behind(self, turn: int) -> None:
         """S3 to S6, S8: the world after a call is as the original leaves it."""
@@ -483,7 +483,7 @@ class Trial:
             self._step("S1", result.reason and f"its parameter or buffer {name} differs: {result.reason}")
 
     def _stale(self, first: Tensors) -> None:
-        """C1 and N9: new content in the old place; the old content but for one element; results kept."""
+        """C1 and N9: new values at the old address; the old values except for one element; results kept."""
         _, kept = self._round("same place", inputs.draw("normal", first, self._derived("place")), check="C1", keep=True)
         again = inputs.draw("normal", first, self._derived("again"))
         self._round("same place", again, check="C1", same_place=True)
@@ -494,7 +494,7 @@ class Trial:
             self._round(kind, again, check="N9", same_place=True)
 
     def _still(self) -> None:
-        """S7: a result that is kept stays what it was."""
+        """S7: a result that is kept does not change."""
         kept = self._kept
         now = self.suspect.again(kept, self._most)
         own = [not alias or alias[0] != "input" for alias in kept.aliases]
@@ -517,9 +517,7 @@ class Trial:
         # 0xFF is a NaN in every format, 0x7B a large number.
         poisoned = [self._ask(replace(call, perturb=byte)) for byte in (0xFF, 0x7B)]
         equal = all(_alike(results[0], other) for other in poisoned)
-        self._step(
-            "U1", "" if equal else "its result depends on what new memory held, or on what lies beside its inputs"
-        )
+        self._step("U1", "" if equal else "its result depends on uninitialised memory, or on memory next to its inputs")
 
     def _weights(self, first: Tensors) -> None:
         """C2: weights that change are used."""
@@ -778,7 +776,7 @@ class Trial:
         # Work between calls that the original does not do either is its own.
         own = max(0.0, y.outside - 1.5 * o.outside - 1e-3)
         if self.suspect.lingering():
-            self._step("S6", "a process of it ran beside its timed calls")
+            self._step("S6", "another process of it ran during its timed calls")
         return self._seconds(o), self._seconds(y) + own
 
     def _seconds(self, result: Result) -> float:
@@ -792,7 +790,7 @@ class Trial:
         return max(result.seconds - result.waited, result.processor)
 
     def _verify(self, call: Call, o: Result, y: Result) -> None:
-        """C3: a timed result is right; the original's own stands for the reference, its error counts twice."""
+        """C3: a timed result is right. The original's own result is the reference, and its error counts twice."""
         known = (1.125 * self._known[0], 1.125 * self._known[1])
         for a, b in zip(o.tensors, y.tensors, strict=True):
             result = _judged("timed", a.double() if a.is_floating_point() else a, a, b, known, self._longest)

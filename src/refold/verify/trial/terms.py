@@ -10,17 +10,17 @@ from . import inputs
 
 @dataclass(frozen=True)
 class Level:
-    """How much a trial looks at.
+    """How thorough a trial is.
 
     Attributes:
-        kinds: Kinds of random inputs, beside the original's own.
-        deep: Whether caching, memory, other shapes, layouts and special values are looked at.
+        kinds: Kinds of random inputs, in addition to the original's own.
+        deep: Whether caching, memory, other shapes, layouts and special values are checked.
         seconds: The longest that timing may take.
-        looks: After how many pairs of calls the race is looked at.
-        confirmations: Races repeated in fresh processes with fresh seeds.
+        looks: After how many pairs of calls the timing test is applied.
+        confirmations: Timing tests repeated in fresh processes with fresh seeds.
         repeats: Calls that must give the same bits.
         sandbox: Whether there must be one, whatever the caller allows.
-        rival: Whether the original compiled by ``torch.compile`` is raced against where it is the faster one.
+        rival: Whether the original compiled by ``torch.compile`` is a baseline, too.
         hashed: Whether the files of refold, torch and triton are compared before and after.
     """
 
@@ -56,7 +56,7 @@ class Terms:
         tried: Candidates tried for the same original; the bound on errors is shared among them.
         threads: Threads that either side may use.
         timeout: Seconds that one call may take, or loading.
-        rival: ``best``: the faster of eager and ``torch.compile`` is to be beaten, from level full on; or ``eager``.
+        rival: ``best``: the baseline is the faster of eager and ``torch.compile``, from level full on; or ``eager``.
     """
 
     level: str = "full"

@@ -13,7 +13,7 @@ from .program import Program
 from .terms import Terms
 
 SCHEMA = 1
-# What each check asks of a candidate; tests/adversarial shows of each that attacks pass without it.
+# What each check requires of a candidate. tests/adversarial shows for each that an attack passes without it.
 CHECKS = {
     "P3": "it stays within the limits of its process",
     "P4": "it answers, and only by returning from the call",
@@ -66,9 +66,9 @@ class Verdict:
         outcome: ``accepted``, ``refused`` or ``unjudged``.
         check: The check that refused it; empty otherwise.
         reason: Why it was refused or could not be judged.
-        notes: What a user should know of an accepted candidate, such as shapes it does not take.
+        notes: Facts that a user of an accepted candidate should know, such as shapes that it does not take.
         lines: The checks in the order they ran: name, whether it passed, numbers.
-        timing: The race that decided, times in milliseconds; empty if none was run.
+        timing: The timing test that decided, in milliseconds; empty if none was run.
         sandbox: What confined the candidate.
         off: Checks that were switched off, which only tests of the judge do.
         seed: From which everything random was drawn.
@@ -100,11 +100,11 @@ class Verdict:
         return EXIT_CODES[self.outcome]
 
     def line(self, check: str, passed: bool, reason: str = "", **numbers: Any) -> None:
-        """Write down a check."""
+        """Record a check."""
         self.lines.append({"check": check, "passed": passed, **({"reason": reason} if reason else {}), **numbers})
 
     def note(self, text: str) -> None:
-        """Write down what is no reason to refuse."""
+        """Record a finding that is not a reason to refuse."""
         if text not in self.notes:
             self.notes.append(text)
 
@@ -113,7 +113,7 @@ class Verdict:
         self.outcome, self.check, self.reason = "refused", check, reason
 
     def to_jsonl(self) -> str:
-        """Return one object per line: what was tried, each check, the outcome."""
+        """Return one JSON object per line: the two programs and the terms, each check, the outcome."""
         seed = hashlib.sha256(self.seed.to_bytes(8, "little")).hexdigest()[:16]
         first = {
             "schema": SCHEMA,
@@ -137,7 +137,7 @@ class Verdict:
         return "".join(json.dumps(_finite(line)) + "\n" for line in lines)
 
     def __str__(self) -> str:
-        """Say what was decided and on which grounds."""
+        """Return the decision and its reasons as text."""
         head = {
             "accepted": "accepted",
             "refused": f"refused by {self.check}: {self.reason}",
@@ -153,14 +153,14 @@ class Verdict:
         )
         if worst:
             out.append(
-                f"  error        {worst['error']:.1e} of {worst['bound']:.1e} allowed, the original has "
-                f"{worst['original']:.1e} ({worst['kind']} inputs, the nearest to its bound)"
+                f"  error        {worst['error']:.1e}, bound {worst['bound']:.1e}, original {worst['original']:.1e} "
+                f"({worst['kind']} inputs: the error nearest to its bound)"
             )
         if self.timing:
             t = self.timing
             out.append(
                 f"  time         {t['base_ms']:.3g} ms to {t['candidate_ms']:.3g} ms, {t['speedup']:.2f}x, at least "
-                f"{t['at_least']:.2f}x ({t['pairs']} pairs, {t['name']}, against {t.get('against', 'eager')})"
+                f"{t['at_least']:.2f}x ({t['pairs']} pairs, against {t.get('against', 'eager')})"
             )
         out.append(f"  confined by  {', '.join(self.sandbox) or 'nothing'}")
         out += [f"  note         {note}" for note in self.notes]
@@ -169,7 +169,7 @@ class Verdict:
 
 
 def _finite(value: Any) -> Any:
-    """Replace what JSON has no word for."""
+    """Replace numbers that JSON cannot hold."""
     if isinstance(value, dict):
         return {k: _finite(v) for k, v in value.items()}
     if isinstance(value, list):

@@ -1,4 +1,4 @@
-"""One compile for all lengths, where Dynamo knows the length as a symbol; else one for each, and right results."""
+"""One compile for all lengths if Dynamo knows the length as a symbol, else one per length; results are right."""
 
 import pytest
 import torch

@@ -1,7 +1,7 @@
 """Scans of which time is cut over the devices of a mesh axis; they run inside ``shard_map``.
 
-Each device scans its part from nothing, which gives the state it adds. One gather of these states and of the parts'
-total decays tells every device the state that enters its part, from which it computes its outputs.
+Each device scans its part from a zero state, which gives the state that the part adds. These states and the parts'
+total decays are gathered once. From them, every device gets the state that enters its part, and computes its outputs.
 """
 
 from typing import Any
@@ -15,7 +15,7 @@ Array = jax.Array
 
 
 def whole(seqlen: int, axis: str | None) -> int:
-    """Return the length of a sequence of which each device has ``seqlen`` tokens; None: it is not cut."""
+    """Return the length of the whole sequence if each device has ``seqlen`` tokens; without an axis, ``seqlen``."""
     return seqlen if axis is None else seqlen * jax.lax.axis_size(axis)
 
 
