@@ -1,4 +1,4 @@
-"""On what terms a candidate is tried, and how much each level of a trial looks at."""
+"""The terms of a trial, and how thorough each level is."""
 
 from __future__ import annotations
 
@@ -44,16 +44,16 @@ LEVELS = {
 
 @dataclass(frozen=True)
 class Terms:
-    """On what terms a candidate is tried.
+    """The terms of a trial.
 
     Attributes:
         level: ``quick``, ``full`` or ``paranoid``.
         dtype: What floating-point inputs and parameters are cast to.
         device: ``cpu`` or ``cuda``.
         train: Whether gradients are asked for, and modules are in training mode.
-        accept: ``faster``, or ``right`` to leave speed out.
+        accept: ``faster``, or ``right``: speed does not count.
         nonfinite: ``finite-only``, or ``strict``: NaN and infinities must come out where the original has them.
-        tried: Candidates tried for the same original; the bound on errors is shared among them.
+        tried: Candidates tried for the same original; they share the chance of error.
         threads: Threads that either side may use.
         timeout: Seconds that one call may take, or loading.
         rival: ``best``: the baseline is the faster of eager and ``torch.compile``, from level full on; or ``eager``.
