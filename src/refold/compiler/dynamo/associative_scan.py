@@ -2,7 +2,7 @@
 
 Inductor has no code for the operation on the CPU. Its gradient is that of independent results, so that a factor gets
 none of the gradient of what it multiplied (torch 2.13). And what it combines is in a graph of its own, which the passes
-do not read. Its definition is a tree of calls of that graph (Blelloch 1990, CMU-CS-90-190, section 1.5).
+do not read. Its definition is a tree of calls of that graph (Blelloch 1990, CMU-CS-90-190).
 """
 
 from __future__ import annotations

@@ -5,6 +5,8 @@ before autograd, and brings its own backward. So Dynamo's graph is traced to ATe
 replace recurrences (`refold.compiler.pipeline.BEFORE_AUTOGRAD`) run over that, and what they found is put into Dynamo's
 graph, between values that Dynamo has a node for. All else of Dynamo's graph stays as it is, in-place operations and
 `no_grad` among it.
+
+Shapes and strides of all values are those that Dynamo traced.
 """
 
 from __future__ import annotations

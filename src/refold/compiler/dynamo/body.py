@@ -236,14 +236,14 @@ def _write(copy: Any, placeholders: list[Node], number: InductionVariable) -> Wr
     written: Any = copy.args[0]
     scatter: Any = copy.args[1]
     if written not in placeholders or not isinstance(scatter, Node) or scatter.target not in SCATTERS:
-        raise NotALoop("in-place", "a step changes a tensor in place")
+        raise NotALoop("in-place", "a step changes a tensor in place", source_line(copy))
     if scatter.args[0] is not written:
-        raise NotALoop("write-uneven", "a step writes to several places of a tensor")
+        raise NotALoop("write-uneven", "a step writes to several places of a tensor", source_line(scatter))
     rank, dim = value(scatter).dim(), arg(scatter, 2, "dim", 0)
     single = scatter.target is aten.select_scatter.default
     place = slice_of(scatter, 3, single, number)
     if place is None:
-        raise NotALoop("write-uneven", "the steps do not write next to one another")
+        raise NotALoop("write-uneven", "the steps do not write next to one another", source_line(scatter))
     content: Any = scatter.args[1]
     while content.target is aten.copy.default and is_plain(content):
         content = content.args[1]
@@ -302,7 +302,7 @@ class Body(LoopVectorizer):
         if isinstance(size, torch.SymInt) and not depends_on_iteration(size):
             return Value(size)
         if node in self.written:
-            raise NotALoop("shared-memory", "a step reads a tensor that steps write to")
+            raise NotALoop("shared-memory", f"a step reads {self.names.get(node, 'a tensor')}, which steps write to")
         if node in self.carried and self.carried[node] is not node:
             return self._carry(node)
         if node in self.initial:

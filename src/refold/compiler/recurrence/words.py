@@ -7,7 +7,7 @@ A word says what an element of a tensor is, in terms of the factors a and the in
 - a product of the factors after a state, and that state, is a decayed state.
 
 A product of neighbours is a product; a decayed state and the state after it are a longer state. Nothing else is a word.
-Source: the associative operator of Blelloch 1990 (CMU-CS-90-190), section 1.4.1.
+Source: the associative operator of Blelloch 1990 (CMU-CS-90-190), section 1.4.
 """
 
 from __future__ import annotations
