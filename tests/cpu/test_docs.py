@@ -30,6 +30,39 @@ _test.globs = globals()
 assert not doctest.DocTestRunner().run(_test, clear_globs=False).failed
 """
 
+# Imports what most pages import, once: that takes longer than most pages. Runs each page in a process forked from it.
+NURSERY = """
+import os, runpy, signal, sys, traceback
+import torch, refold.compiler.backend
+for folder in map(str.strip, sys.stdin):
+    child = os.fork()
+    if not child:
+        code = 1
+        try:
+            os.chdir(folder)
+            sys.path[0] = folder
+            for number, name in ((1, "printed"), (2, "errors")):
+                os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT), number)
+            signal.alarm(300)
+            runpy.run_path("page.py", run_name="__main__")
+            code = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            os._exit(code)
+    print(os.waitpid(child, 0)[1], flush=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def nursery():
+    with subprocess.Popen(
+        [sys.executable, "-c", NURSERY], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        env={**os.environ, "REFOLD_LOG_GRAPHS": "1"},
+    ) as process:  # fmt: skip
+        yield process
+
 
 def blocks(page):
     return [found for found in BLOCK.finditer(page.read_text()) if not SKIPPED.match(found["before"])]
@@ -39,7 +72,7 @@ RUN = [page for page in PAGES if blocks(page)]
 
 
 @pytest.mark.parametrize("page", RUN, ids=[page.relative_to(ROOT).as_posix() for page in RUN])
-def test_python_of_a_page_runs(page, tmp_path):
+def test_python_of_a_page_runs(page, tmp_path, nursery):
     if "transformers" in page.read_text():
         pytest.importorskip("transformers")
     program = []
@@ -52,12 +85,11 @@ def test_python_of_a_page_runs(page, tmp_path):
         program.append(SESSION.format(code) if code.startswith(">>>") else code)
     # As a file: classes and functions must have lines that can be read.
     (tmp_path / "page.py").write_text("\n".join(program))
-    done = subprocess.run(
-        [sys.executable, "page.py"], capture_output=True, text=True, cwd=tmp_path, timeout=300, check=False,
-        env={**os.environ, "REFOLD_LOG_GRAPHS": "1"},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-2000:]
-    printed = re.sub(r"torch\.ops\.|\.(default|Tensor|dim_IntList)\b|;.*", "", done.stderr)
+    nursery.stdin.write(f"{tmp_path}\n")
+    nursery.stdin.flush()
+    status, errors = nursery.stdout.readline().strip(), (tmp_path / "errors").read_text()
+    assert status == "0", (tmp_path / "printed").read_text()[-2000:] + errors[-2000:]
+    printed = re.sub(r"torch\.ops\.|\.(default|Tensor|dim_IntList)\b|;.*", "", errors)
     printed = printed.replace("arg0_1", "q").replace("arg1_1", "k")
     for graph in GRAPHS.findall(page.read_text()):
         for line in graph.splitlines():

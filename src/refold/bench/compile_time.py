@@ -45,7 +45,7 @@ def measure(steps: int, layers: int) -> Row:
         torch.randn(*shape, CHANNELS), torch.rand(*shape, CHANNELS), -torch.rand(CHANNELS, STATE),
         torch.randn(*shape, STATE), torch.randn(*shape, STATE),
     ]  # fmt: skip
-    torch._dynamo.reset()
+    torch.compiler.reset()
     compiled = refold.compile(model, cache=False)
     start, work = time.perf_counter(), time.process_time()
     with torch.no_grad():

@@ -76,7 +76,7 @@ def fusion_example(
             torch.manual_seed(0)
             model = module.Model(**sizes).to(at, getattr(torch, name)).eval()
             (ids,) = (x.to(at) for x in module.get_inputs(rows, tokens, VOCABULARY))
-            torch._dynamo.reset()
+            torch.compiler.reset()
             programs: dict[str, Callable[..., Any]] = {
                 "eager": model,
                 "refold": refold.compile(model, **options),

@@ -75,7 +75,7 @@ def find_one(file: Path, seconds: float) -> dict[str, Any]:
     signal.setitimer(signal.ITIMER_REAL, seconds)
     start = time.perf_counter()
     try:
-        torch._dynamo.reset()
+        torch.compiler.reset()
         with torch.device("meta"), torch.no_grad():
             spec = importlib.util.spec_from_file_location("problem", file)
             assert spec is not None

@@ -200,7 +200,7 @@ def training(
         if not wanted(case=name, width=width or own, batch=batch, tokens=tokens, dtype=dtype):
             continue
         torch.manual_seed(0)
-        torch._dynamo.reset()
+        torch.compiler.reset()
         layer, others = make(width or own)
         layer.to(at, getattr(torch, dtype))
         compiled = refold.compile(layer, strict=True, verify=verify, accept="always" if verify == "off" else "faster")

@@ -20,7 +20,8 @@ from typing import Any
 
 import torch
 
-from ..compiler.backend import environment
+from ..compiler.environment import environment
+from ..compiler.private import tree_leaves
 from ..errors import ArgumentError, TargetError, warn
 from ..verify.trial import source
 from .loop import NAMES
@@ -160,7 +161,7 @@ class Guarded(torch.nn.Module):
             return self._versions
         if kwargs:
             return f"it is called with the keyword arguments {', '.join(kwargs)}"
-        leaves = torch.utils._pytree.tree_leaves(args)
+        leaves = tree_leaves(args)
         tensors = [x for x in leaves if isinstance(x, torch.Tensor)]
         got = [(tuple(x.shape), str(x.dtype).removeprefix("torch.")) for x in tensors]
         if got != self._wanted:

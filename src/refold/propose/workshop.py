@@ -20,12 +20,13 @@ import torch
 
 from .. import targets
 from ..compiler.backend import compile as refold_compile
-from ..compiler.backend import environment
 from ..compiler.choices import INDUCTOR, Choices
 from ..compiler.compile_time import RIVAL_S
-from ..compiler.notation.regions import Region, regions
+from ..compiler.environment import environment
 from ..compiler.notation.rules import Rule, replacement
 from ..compiler.pipeline import NAMES
+from ..compiler.private import recompile_limits, tree_leaves
+from ..compiler.regions import Region, regions
 from ..errors import ArgumentError, CompileError, ProgramError, RefoldError, TargetError
 from ..ops.spec import OPERATORS
 from ..report import Report
@@ -277,7 +278,7 @@ class Workshop:
     @contextlib.contextmanager
     def _mode(self) -> Iterator[None]:
         # Each proposal compiles the same code once more, and all that were compiled stay in use.
-        limits = torch._dynamo.config.patch(recompile_limit=_COMPILES, accumulated_recompile_limit=_COMPILES)
+        limits = recompile_limits(_COMPILES)
         with torch.set_grad_enabled(self.terms.train), limits:
             yield
 
@@ -293,7 +294,7 @@ def _object(text: str) -> dict[str, Any]:
 
 
 def _tensors(out: Any) -> list[torch.Tensor]:
-    return [x for x in torch.utils._pytree.tree_leaves(out) if isinstance(x, torch.Tensor)]
+    return [x for x in tree_leaves(out) if isinstance(x, torch.Tensor)]
 
 
 def _floating(x: Any) -> bool:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from .model import GraphReport, Report, RewriteReport
+from .model import Contents, GraphReport, RewriteReport
 
 _MARK = {"applied": "+", "found": "*", "refused": "-"}
 
 
-def render(report: Report) -> str:
+def render(report: Contents) -> str:
     """Return the report as plain text, at most 110 columns where the content allows."""
     lines: list[str] = []
     if report.target:

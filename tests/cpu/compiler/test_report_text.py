@@ -8,7 +8,7 @@ import torch
 
 import refold
 from refold.compiler import patience as module
-from refold.compiler.backend import environment
+from refold.compiler.environment import environment
 from refold.compiler.patience import patience
 from refold.report import GraphReport, Report
 

@@ -6,7 +6,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 triton = pytest.importorskip("triton")
-_triton = pytest.importorskip("refold.ops.ssd._triton")
+_triton = pytest.importorskip("refold.ops.ssd._triton_forward")
 pytest.importorskip("refold.ops.torch.tma_launch")
 
 from refold.ops.torch.tables import DEFAULT, FAMILIES  # noqa: E402

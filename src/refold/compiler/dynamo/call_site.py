@@ -8,10 +8,11 @@ import torch
 from torch._C._functorch import is_batchedtensor
 from torch.fx import GraphModule, Node
 
+from ..ir.captured_loop import CapturedLoop, step_count
 from ..ir.fx import known
+from ..private import tree_leaves
 from ..recurrence.vectorize import NotALoop
 from .body import Slices, trace
-from .loop import CapturedLoop, step_count
 from .mutation import changed_in_place
 
 aten = torch.ops.aten
@@ -53,7 +54,7 @@ class CallSite:
         self._check_writes()
         self.lists = self.loop.carried + self.loop.lasts
         self.uses = sorted((int(user.args[1]), user) for user in call.users if user.users)  # type: ignore[arg-type, call-overload]
-        results = torch.utils._pytree.tree_leaves(call.meta["example_value"])
+        results = tree_leaves(call.meta["example_value"])
         self.training = any(x.requires_grad for x in results)
         self._check_aliases()
         if more := len(self.traced.added):
@@ -114,7 +115,7 @@ class CallSite:
         inner: Any = self.loop.body.graph.output_node().args[0]
         escaping = []
         for i, use in self.uses:
-            tensors = torch.utils._pytree.tree_leaves(use.meta.get("example_value", self.call.meta["example_value"][i]))
+            tensors = tree_leaves(use.meta.get("example_value", self.call.meta["example_value"][i]))
             if any(x.untyped_storage()._cdata in changed for x in tensors):
                 raise NotALoop("in-place", "a result is changed in place after the loop")
             together = isinstance(self.call.meta["example_value"][i], torch.Tensor)

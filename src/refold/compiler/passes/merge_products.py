@@ -15,7 +15,7 @@ from torch.fx import Graph, Node
 
 from ..ir.builder import Builder, sort_topologically, upstream
 from ..ir.fx import arg, is_tensor, value
-from ..ir.rewrite import Rewrite, replace_nodes
+from ..ir.rewrite import Rewrite, replace_node
 
 aten = torch.ops.aten
 
@@ -91,10 +91,11 @@ def _merged(graph: Graph, roots: list[Node]) -> Rewrite:
         start += width
     rows, depth = value(x).shape
     widths = " + ".join(str(int(value(root).shape[1])) for root in roots)
-    record = replace_nodes(
-        list(zip(roots, news, strict=True)),
+    record = replace_node(
+        roots,
+        news,
         inside=views,
-        added=build.added,
+        added=[*build.added, *views],
         name="merge products",
         why="the same matrix is read for each of several products",
         detail=f"({rows} x {depth}) @ ({depth} x ({widths}))",

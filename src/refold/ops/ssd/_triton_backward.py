@@ -10,6 +10,7 @@ import triton
 
 from refold.ops.ssd import _triton_backward_kernels as kernels
 from refold.ops.ssd import _triton_kernels as forward
+from refold.ops.ssd._triton_forward import ssd
 from refold.ops.ssd.spec import SPEC
 from refold.ops.torch.launch import (
     INTERPRETED,
@@ -57,8 +58,6 @@ def ssd_backward(
     if z is None:
         plan = _Plan(dy, x, dt, B, C, D, initial_state, cu_seqlens, dt_softplus, dt_limit, config)
         return lambda dy, dstate, x, dt, A, B, C, D, z, *rest: plan(dy, dstate, x, dt, A, B, C, D, *rest)
-
-    from refold.ops.ssd._triton import ssd  # that file imports this one
 
     before_gate = ssd.make(
         x=x, dt=dt, A=A, B=B, C=C, D=D, z=None, dt_bias=dt_bias, initial_state=initial_state, cu_seqlens=cu_seqlens,

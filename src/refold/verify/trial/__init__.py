@@ -14,8 +14,7 @@ from typing import Any
 import torch
 
 from ...errors import ArgumentError, TargetError
-from .checks import LEVELS, Tensors, Trial
-from .checks import Terms as Terms
+from .checks import Tensors, Trial
 from .process import Misbehaved
 from .process import Nursery as Nursery
 from .process import Unjudgeable as Unjudgeable
@@ -23,6 +22,8 @@ from .program import Program as Program
 from .program import Target
 from .program import program as program
 from .program import source as source
+from .terms import LEVELS
+from .terms import Terms as Terms
 from .verdict import Verdict as Verdict
 
 

@@ -18,18 +18,19 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from .. import numerics
-from ..timing import ALPHA, BEST_OF, DELTA, LOOKS, SHORT_MS, median_bounds
+from ..timing import ALPHA, BEST_OF, DELTA, SHORT_MS, median_bounds
 from . import inputs
 from .process import GUARD, Call, Misbehaved, Nursery, Raised, Result, Unjudgeable, Worker
 from .program import Program
 from .sandbox import enough
+from .terms import LEVELS, Terms
 from .verdict import Verdict
 
 Tensors = Sequence[torch.Tensor]
@@ -42,69 +43,6 @@ POSSIBLE = 0.5  # of the time that writing the results takes, on a machine that 
 # Operations that a library does, of which a kernel of one's own would say more.
 _LIBRARY = "mm bmm addmm baddbmm mv dot convolution _convolution mkldnn_convolution cudnn_convolution"
 LIBRARY = frozenset(_LIBRARY.split())
-
-
-@dataclass(frozen=True)
-class Level:
-    """How thorough a trial is.
-
-    Attributes:
-        kinds: Kinds of random inputs, in addition to the original's own.
-        deep: Whether caching, memory, other shapes, layouts and special values are checked.
-        seconds: The longest that timing may take.
-        looks: After how many pairs of calls the timing test is applied.
-        confirmations: Timing tests repeated in fresh processes with fresh seeds.
-        repeats: Calls that must give the same bits.
-        sandbox: Whether there must be one, whatever the caller allows.
-        rival: Whether the original compiled by ``torch.compile`` is a baseline, too.
-        hashed: Whether the files of refold, torch and triton are compared before and after.
-    """
-
-    kinds: tuple[str, ...]
-    deep: bool
-    seconds: float
-    looks: tuple[int, ...]
-    confirmations: int
-    repeats: int
-    sandbox: bool = False
-    rival: bool = False
-    hashed: bool = False
-
-
-LEVELS = {
-    "quick": Level(("normal", "integers"), False, 3.0, LOOKS, 0, 2),
-    "full": Level(tuple(inputs.KINDS), True, 20.0, (9, 30, 60, 120), 0, 3, rival=True),
-    "paranoid": Level(tuple(inputs.KINDS), True, 60.0, (30, 60, 120), 2, 20, sandbox=True, rival=True, hashed=True),
-}
-
-
-@dataclass(frozen=True)
-class Terms:
-    """On what terms a candidate is tried.
-
-    Attributes:
-        level: ``quick``, ``full`` or ``paranoid``.
-        dtype: What floating-point inputs and parameters are cast to.
-        device: ``cpu`` or ``cuda``.
-        train: Whether gradients are asked for, and modules are in training mode.
-        accept: ``faster``, or ``right`` to leave speed out.
-        nonfinite: ``finite-only``, or ``strict``: NaN and infinities must come out where the original has them.
-        tried: Candidates tried for the same original; the bound on errors is shared among them.
-        threads: Threads that either side may use.
-        timeout: Seconds that one call may take, or loading.
-        rival: ``best``: the baseline is the faster of eager and ``torch.compile``, from level full on; or ``eager``.
-    """
-
-    level: str = "full"
-    dtype: str = "float32"
-    device: str = "cpu"
-    train: bool = False
-    accept: str = "faster"
-    nonfinite: str = "finite-only"
-    tried: int = 1
-    threads: int = 1
-    timeout: float = 60.0
-    rival: str = "best"
 
 
 class _Refused(Exception):

@@ -7,12 +7,10 @@ import hashlib
 import json
 import math
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from .program import Program
-
-if TYPE_CHECKING:
-    from .checks import Terms
+from .terms import Terms
 
 SCHEMA = 1
 # What each check requires of a candidate. tests/adversarial shows for each that an attack passes without it.

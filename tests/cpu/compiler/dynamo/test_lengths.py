@@ -5,7 +5,7 @@ import torch
 
 import refold
 from refold.compiler.dynamo import captures_loops, notes
-from refold.compiler.dynamo.loop import CapturedLoop
+from refold.compiler.ir.captured_loop import CapturedLoop
 
 LENGTHS = (24, 40, 33, 17, 16, 3, 1)
 
