@@ -184,7 +184,7 @@ def ssd_cases(shapes: Sequence[tuple[int, ...]] = SSD, fused: str = "") -> Itera
     Heads have 64 channels and 128 states in one group, where a shape does not say otherwise. ``fused`` is a checkout of
     the published fused kernel (github.com/RishiAstra/mamba), which runs in float16.
     """
-    one_kernel = (
+    one_kernel: Any = (
         from_checkout(fused, "mamba_ssm.ops.triton.ssd_combined", "mamba_chunk_scan_combined") if fused else None
     )
     try:
