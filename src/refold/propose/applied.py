@@ -184,9 +184,9 @@ class Guarded(torch.nn.Module):
             return f"its inputs are not plain tensors on {self._guards['device']}"
         if torch.is_autocast_enabled(self._guards["device"]):
             return "autocast is on, and it was tried without"
-        if torch.is_grad_enabled() and not self._guards["train"]:
-            if any(x.requires_grad for x in [*tensors, *state]):
-                return "gradients are wanted, and it was tried without"
+        needed = torch.is_grad_enabled() and any(x.requires_grad for x in [*tensors, *state])
+        if needed and not self._guards["train"]:
+            return "gradients are wanted, and it was tried without"
         if self.original.training != self._guards["train"]:
             return f"it is in {'training' if self.original.training else 'evaluation'} mode, it was not tried in it"
         return ""

@@ -541,7 +541,9 @@ class Stub:
         again = [g for g in first if g is not None and g.requires_grad]
         if not again:
             raise RuntimeError("its gradients cannot be differentiated")
-        return list(torch.autograd.grad(again, wanted, [g.detach() for g in again], allow_unused=True))
+        second = torch.autograd.grad(again, wanted, [g.detach() for g in again], allow_unused=True)
+        # Whether a gradient is zero or none depends on how derivatives are written.
+        return [torch.zeros_like(t) if g is None else g for g, t in zip(second, wanted, strict=True)]
 
     def _tensor(self, spec: dict[str, Any]) -> torch.Tensor:
         """Wrap a place in the shared region, without a copy."""
