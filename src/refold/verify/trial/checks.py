@@ -474,7 +474,8 @@ class Trial:
         for _ in range(MOVES):
             signs = [2 * torch.randint(0, 2, t.shape, generator=g) - 1 for t in call.tensors]
             tensors = [
-                (t * (1 + 1.01 * u * s)).to(t.dtype) if u else t for t, u, s in zip(call.tensors, unit, signs, strict=True)
+                (t * (1 + 1.01 * u * s)).to(t.dtype) if u else t
+                for t, u, s in zip(call.tensors, unit, signs, strict=True)
             ]
             with contextlib.suppress(Raised):
                 moved.append(self.witness.call(replace(call, tensors=tensors, same_place=False), self.terms.timeout))
