@@ -19,6 +19,9 @@ A case is refused if its error against a float64 scan of a slice of it is above 
   gradients alone; ``both_ms`` of results and gradients; ``extra_gib``, the memory of a call of both beyond its
   arguments and the gradient of y. For ssd, also the same of mamba-ssm's kernels. ``bytes`` are those of arguments, the
   gradient of y, and gradients.
+- ``accuracy`` (ssd): of each kernel, the relative L2 error against float64 on that slice, and the shares of elements
+  that are within 1e-3 and 1e-2 of the root mean square of the result.
+- ``fused_ms``: the published fused kernel in float16 with chunks of 128, if ``--set fused=FOLDER`` names its checkout.
 - ``mamba_ssm_ms``: mamba-ssm's kernels in the same run, if ``mamba_ssm`` (for ssd, chunks of 256) or its
   ``selective_scan_cuda`` (in its own layout) can be imported.
 """
@@ -27,16 +30,18 @@ from __future__ import annotations
 
 import math
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any
 
 import torch
 
 import refold
 
-from ..errors import DeviceError
+from ..errors import ArgumentError, DeviceError
 from ..ops.arrays import meta_of
 from ..ops.spec import Meta, OpSpec, load
 from .progress import wanted
@@ -69,6 +74,7 @@ class Case:
     name: str
     arguments: dict[str, Any]
     peer: Callable[[], Any] | None = None
+    fused: Callable[[], Any] | None = None
 
     @property
     def spec(self) -> OpSpec:
@@ -95,10 +101,17 @@ class Case:
         given = dict(self.arguments)
         if self.spec.updates and self.op.endswith("_"):
             given[self.spec.updates] = given[self.spec.updates].clone()
-        got, want = getattr(refold.ops, self.op)(**given), self.definition()
-        y = got[0] if isinstance(got, tuple) else got
-        y = _head(y, (self.spec.outputs[0].axes,))
-        return ((y.double() - want).norm() / want.norm()).item() if torch.isfinite(y).all() else math.inf
+        return self.accuracy(lambda: getattr(refold.ops, self.op)(**given))["error"]
+
+    def accuracy(self, run: Callable[[], Any]) -> dict[str, float]:
+        """Return how near the first tokens of a result are to float64: relative L2 error, and shares of elements."""
+        got, want = run(), self.definition()
+        y = _head(got[0] if isinstance(got, tuple) else got, (self.spec.outputs[0].axes,))
+        if not torch.isfinite(y).all():
+            return {"error": math.inf, "within_1e-3": 0.0, "within_1e-2": 0.0}
+        off, size = (y.double() - want).abs(), want.square().mean().sqrt()
+        shares = {f"within_{bound}": (off <= float(bound) * size).double().mean().item() for bound in ("1e-3", "1e-2")}
+        return {"error": (off.norm() / want.norm()).item(), **shares}
 
     def leaves(self) -> list[torch.Tensor]:
         """Return the arguments that have gradients."""
@@ -142,11 +155,38 @@ def normal(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.randn(*shape, device="cuda").to(dtype)
 
 
-def ssd_cases(shapes: Sequence[tuple[int, ...]] = SSD) -> Iterator[Case]:
+def from_checkout(folder: str, module: str, name: str) -> Any:
+    """Import a function from a checkout of a package, beside an installed package of the same name.
+
+    Raises:
+        ArgumentError: It cannot be imported.
+    """
+    package = module.partition(".")[0]
+
+    def take_out() -> dict[str, Any]:
+        return {key: sys.modules.pop(key) for key in list(sys.modules) if key.partition(".")[0] == package}
+
+    installed = take_out()
+    sys.path.insert(0, folder)
+    try:
+        return getattr(import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise ArgumentError(f"{folder} has no {module}.{name} that can be imported: {error}") from error
+    finally:
+        sys.path.remove(folder)
+        take_out()
+        sys.modules.update(installed)
+
+
+def ssd_cases(shapes: Sequence[tuple[int, ...]] = SSD, fused: str = "") -> Iterator[Case]:
     """Yield the SSD cases with a final state, and each once more with every option on.
 
-    Heads have 64 channels and 128 states in one group, where a shape does not say otherwise.
+    Heads have 64 channels and 128 states in one group, where a shape does not say otherwise. ``fused`` is a checkout of
+    the published fused kernel (github.com/RishiAstra/mamba), which runs in float16.
     """
+    one_kernel: Any = (
+        from_checkout(fused, "mamba_ssm.ops.triton.ssd_combined", "mamba_chunk_scan_combined") if fused else None
+    )
     try:
         from mamba_ssm.ops.triton.ssd_combined import mamba_chunk_scan_combined as official
     except ImportError:
@@ -172,8 +212,13 @@ def ssd_cases(shapes: Sequence[tuple[int, ...]] = SSD) -> Iterator[Case]:
         def peer_with_all(arrays: Any = arrays, every: Any = every, initial: Any = initial, peer: Any = peer) -> Any:
             return peer(arrays, every, initial)
 
+        def by_one_kernel(
+            half: tuple[torch.Tensor, ...] = (x.half(), dt.half(), A, B.half(), C.half()), more: Any = plain
+        ) -> Any:
+            return one_kernel(*half, chunk_size=128, **more, return_final_states=True, mamba2_fusion_type="medium")
+
         name = f"{b}x{t}x{h}" + (f", {p}x{n}, groups {g}" if sizes else "")
-        yield Case("ssd", name, arrays | plain, peer if official else None)
+        yield Case("ssd", name, arrays | plain, peer if official else None, by_one_kernel if one_kernel else None)
         yield Case(
             "ssd", f"{name}, all options", arrays | every | {"initial_state": initial},
             peer_with_all if official else None,
@@ -313,8 +358,24 @@ def measure(case: Case, copy_rate: float) -> Row:
         "copy_ms": copy_ms(moved),
         "host_us": host_us(case.run) if median < 0.2 else None,
         "graph_ms": graph_ms(case) if case.op.endswith("_") else None,
-        "mamba_ssm_ms": "not run" if case.peer is None else statistics.median(time_ms(case.peer, 9)),
+        **rivals(case),
     }
+
+
+def rivals(case: Case) -> Row:
+    """Return the times of other packages' kernels, and for ssd how near all results are to float64."""
+    row: Row = {"accuracy": {"refold": case.accuracy(case.run)}} if case.op == "ssd" else {}
+    for name, run in (("mamba_ssm", case.peer), ("fused", case.fused)):
+        row[f"{name}_ms"] = "not run"
+        if run is None:
+            continue
+        try:
+            row[f"{name}_ms"] = statistics.median(time_ms(run, 9))
+            if case.op == "ssd":
+                row["accuracy"][name] = case.accuracy(run)
+        except Exception as error:  # whatever another package raises; the run goes on
+            row[f"{name}_ms"] = f"not run: {type(error).__name__}: {str(error)[:200]}"
+    return row
 
 
 def measure_backward(case: Case, copy_rate: float) -> Row:

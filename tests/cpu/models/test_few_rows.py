@@ -1,10 +1,11 @@
-"""Products of a few rows on the CPU."""
+"""Products and steps of a few rows on the CPU."""
 
 import os
 
 import pytest
 import torch
 
+from refold import ops
 from refold.models.torch import steps
 from refold.models.torch.layers import few_rows
 
@@ -29,6 +30,30 @@ def test_products(rows, sizes, two_threads):
     assert ((few_rows().product(x, weight) - exact).abs() <= sizes[1] * 2**-24 * scale).all()
     found = steps.project(x, weight, bias)
     assert ((found - exact - bias).abs() <= (sizes[1] + 2) * 2**-24 * (scale + bias.abs())).all()
+
+
+@pytest.mark.parametrize("sizes", [(1, 1, 1, 1, 1), (3, 6, 5, 2, 9), (8, 24, 64, 1, 128)], ids=str)
+def test_states(sizes, two_threads):
+    b, h, p, g, n = sizes
+    x, B, C, z = (torch.randn(b, *rest, 2)[..., 0] for rest in ((h, p), (g, n), (g, n), (h, p)))
+    dt, A_log, D, bias, state = (
+        torch.randn(b, h),
+        torch.randn(h),
+        torch.randn(h),
+        torch.randn(h),
+        torch.randn(b, h, p, n),
+    )
+    assert few_rows().takes_state(x, state)
+    active = torch.arange(b) != 1
+    exact = state.double()
+    sizes = steps.step_sizes(dt.double(), bias.double(), active, (0.1, 2.0))
+    wide = [a.double() for a in (B, C, exact)]
+    expected, _ = ops.ssd_step_(x.double(), sizes, -A_log.double().exp(), *wide, D=D.double(), z=z.double())
+    before = state.clone()
+    found = steps.ssd_(x, B, C, dt, z, A_log, D, bias, (0.1, 2.0), state, active)
+    for a, e in ((found, expected), (state, wide[2])):
+        assert (a - e).abs().max() <= (n + 8) * 2**-24 * e.abs().max()
+    assert torch.equal(state[~active], before[~active])
 
 
 def test_threads_of_a_fork_are_its_own(two_threads, monkeypatch):

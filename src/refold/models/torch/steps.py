@@ -125,8 +125,10 @@ def ssd_(
     """Return the gated output ``(b, h, p)`` of a step of `ops.ssd`, and overwrite ``state``."""
     if (fused := kernels(x)) is not None:
         return fused.ssd_(x, B, C, dt, z, A_log, D, dt_bias, dt_limit, state, active)
-    dt = step_sizes(dt, dt_bias, active, dt_limit)
-    return ops.ssd_step_(x, dt, -A_log.exp(), B, C, state, D=D, z=z)[0]
+    dt, A = step_sizes(dt, dt_bias, active, dt_limit), -A_log.exp()
+    if (few := few_rows()) is not None and few.takes_state(x, state) and D.ndim == 1:
+        return few.ssd_(x, dt, A, B, C, state).addcmul_(x, D[:, None]).mul_(F.silu(z))
+    return ops.ssd_step_(x, dt, A, B, C, state, D=D, z=z)[0]
 
 
 def step_sizes(dt: Tensor, bias: Tensor, active: Tensor | None, limit: tuple[float, float] = (0.0, math.inf)) -> Tensor:

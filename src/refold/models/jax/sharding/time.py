@@ -1,4 +1,4 @@
-"""Scans of which time is cut over the devices of a mesh axis; they run inside ``shard_map``.
+"""Scans with time sharded over the devices of a mesh axis; they run inside ``shard_map``.
 
 Each device scans its part from a zero state, which gives the state that the part adds. These states and the parts'
 total decays are gathered once. From them, every device gets the state that enters its part, and computes its outputs.
