@@ -13,7 +13,9 @@ import refold
 from refold.bench import cli, compile_time, generation_torch, linear_attention, operators_gpu, progress, rows, suites
 from refold.cli import app
 from refold.errors import ArgumentError
+from refold.generate.torch import Generator
 from refold.models import counts
+from refold.models.checkpoint import random_params
 from refold.models.configs import Mamba2Config
 from support.models import MIXER
 
@@ -165,6 +167,18 @@ def test_programs_of_linear_attention_agree():
     inputs = [torch.randn(1, 6, 1, n) for n in (4, 4, 4, 1)]
     refused = linear_attention.measure(linear_attention.loop, wrong, inputs, 1e-4, 1)
     assert refused["refused"] == refused["not_run"]["refold"] == "an error above 0.0001"
+
+
+def test_a_loop_of_the_host_decodes_what_the_generator_does():
+    model = Mamba2Config(vocab_size=64, nlayers=1, mixer=MIXER)
+    generator, ends = Generator(model, random_params(model)), []
+    for make in (generation_torch.decoder, generation_torch.host_decoder):
+        read = generator.read
+        generator.read = lambda prompts, read=read: ends.append(read(prompts)) or ends[-1]
+        make(generator, 2, 5, 3)()
+        generator.read = read
+    torch.testing.assert_close(*(end.logits for end in ends))
+    assert generator.lengths(ends[0]).tolist() == generator.lengths(ends[1]).tolist() == [8, 8]
 
 
 def test_rivals_of_an_operator_are_judged_beside_it(monkeypatch):

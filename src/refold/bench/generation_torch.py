@@ -71,6 +71,22 @@ def decoder(generator: Generator, batch: int, past: int, steps: int) -> Callable
     return call
 
 
+def host_decoder(generator: Generator, batch: int, past: int, steps: int) -> Callable[[], None]:
+    """Return the same by a loop of the host, which launches each kernel of each token; greedy."""
+    conversation = generator.read([[7] * past] * batch)
+    model, config, params = generator.model, generator.config, generator.params
+    active = torch.ones(batch, dtype=torch.bool, device=generator.device)
+
+    @torch.no_grad()
+    def call() -> None:
+        for _ in range(steps):
+            token = conversation.logits.argmax(-1)
+            conversation.logits = model.step_(config, params, token, conversation.state, active=active)
+        done(generator.device)
+
+    return call
+
+
 def reader(generator: Generator, seqlen: int) -> Callable[[], None]:
     """Return a call that reads a prompt."""
     prompt = np.random.default_rng(0).integers(0, 50000, (1, seqlen))
@@ -211,6 +227,10 @@ def decode(
                     continue
                 need = counts.decode(model, batch, 2, past=past + 3 * STEPS)
                 yield measured("torch", name, what, decoder(generator(), batch, past, STEPS), need, 4, STEPS)
+            what = f"decode batch {batch} past {PAST}"
+            if not hasattr(model, "max_positions") and wanted(backend="torch, host loop", case=f"{name} {what}"):
+                need = counts.decode(model, batch, 2)
+                yield measured("torch, host loop", name, what, host_decoder(generator(), batch, PAST, 32), need, 3, 32)
         if others and isinstance(model, Mamba2Config | MambaConfig):
             for rival in rivals(model):
                 for batch in batches:
