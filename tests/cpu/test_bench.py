@@ -216,3 +216,28 @@ def test_the_module_is_the_same_command(monkeypatch, capsys):
     with pytest.raises(SystemExit, match="2"):
         cli.main()
     assert "there is no suite" in capsys.readouterr().err
+
+
+def test_kernelbench_runs_what_saves_most_first_and_nothing_where_nothing_was_found(tmp_path, monkeypatch):
+    from refold.bench import kernelbench
+
+    (tmp_path / "level1").mkdir()
+    for name in ("1_a", "2_b", "3_c", "4_d"):
+        (tmp_path / "level1" / f"{name}.py").write_text("")
+    found = {"1": [], "2": [{"flops": [10, 5]}], "3": [{"flops": [9, 9]}, {"flops": [100, 0]}]}
+    lines = [{"benchmark": "kernelbench", "example": f"level1/{name}", "found": rows} for name, rows in found.items()]
+    file = tmp_path / "found.jsonl"
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    monkeypatch.setattr(kernelbench, "run_one", lambda file, *_: {"ran": file.name})
+
+    def run(**options):
+        return list(kernelbench.kernelbench(folder=str(tmp_path), found=str(file), levels=("level1",), **options))
+
+    rows = run()
+    assert [row["example"][-1] for row in rows] == ["3", "2", "4", "1"]
+    assert [row.get("ran") for row in rows] == ["3_c.py", "2_b.py", "4_d.py", None]
+    assert "nothing is found" in rows[3]["skipped"]
+    assert [row["example"][-1] for row in run(total=-1.0)] == ["1"]
+    file.write_text("{}\nno")
+    with pytest.raises(ArgumentError, match="holds no rows of this suite"):
+        run()

@@ -40,7 +40,10 @@ def question(request: Request) -> str:
         training=", forward and backward," if request.train else "",
         machine=", ".join(f"{name} {value}" for name, value in request.machine.items()),
         source=request.source,
-        inputs=", ".join(f"{tuple(each['shape'])} {each['dtype']}" for each in request.inputs),
+        inputs=", ".join(
+            repr(each["value"]) if "value" in each else f"{tuple(each['shape'])} {each['dtype']}"
+            for each in request.inputs
+        ),
         facts=_facts(request),
         attempts=attempts,
     )

@@ -54,7 +54,7 @@ class Request:
         source: The file that defines ``Model`` and ``get_inputs()``.
         dtype: What inputs and parameters are cast to.
         train: Whether gradients count as well.
-        inputs: Shape and dtype of each input.
+        inputs: Shape and dtype of each tensor among the inputs, ``value`` of what is none.
         machine: Facts of the device: name, cores, threads, versions.
         attempts: Earlier proposals, the best first.
         wanted: How many proposals are asked for.

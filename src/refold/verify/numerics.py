@@ -89,6 +89,11 @@ def unit_roundoff(dtype: torch.dtype) -> float:
     return max(_ROUNDOFF[dtype], allowed)
 
 
+def roundoff(dtype: torch.dtype) -> float:
+    """Return the relative error of one rounding in a dtype."""
+    return _ROUNDOFF[dtype]
+
+
 def check(
     original: Program,
     candidate: Program,
@@ -344,6 +349,29 @@ def compare(
     elif not worst[0] <= worst_bound:
         reason = f"largest error {worst[0]:.1e} exceeds {worst_bound:.1e} (original {worst[1]:.1e})"
     return KindResult(kind, not reason, errors[0], errors[1], worst[0], bound, reason)
+
+
+def no_farther(r: torch.Tensor, y: torch.Tensor, others: Sequence[torch.Tensor]) -> bool:
+    """Say whether a result is at most four times as far from the reference as the farthest of others, in both norms.
+
+    Unlike relative errors, this has a meaning where the reference is zero.
+    """
+    if y.is_complex():
+        r, y, *others = (torch.view_as_real(v.resolve_conj().contiguous()) for v in (r, y, *others))
+    if not y.is_floating_point() or any(v.shape != r.shape for v in (y, *others)):
+        return False
+    good = r.isfinite()
+    others = [v for v in others if bool(v.isfinite()[good].all())]
+    if not others:
+        return False
+    own, *moved = (_distances(torch.where(good, v.double() - r.double(), 0.0)) for v in (y, *others))
+    return all(a <= 4 * max(b) for a, *b in zip(own, *moved, strict=True))
+
+
+def _distances(difference: torch.Tensor) -> list[float]:
+    if not difference.numel():
+        return [0.0, 0.0]
+    return [float(torch.linalg.vector_norm(difference)), float(difference.abs().max())]
 
 
 def _where_finite(o: torch.Tensor, y: torch.Tensor, known: float, spare: int) -> KindResult:

@@ -91,7 +91,7 @@ def judge(
 
 
 def describe_inputs(original: Program, terms: Terms, nursery: Nursery) -> list[dict[str, Any]]:
-    """Return shape and dtype of each of the original's inputs, as its own process draws them.
+    """Return shape and dtype of each of the original's tensors, and the value of each other input.
 
     Raises:
         TargetError: The original has no inputs or cannot draw them.
@@ -105,8 +105,17 @@ def describe_inputs(original: Program, terms: Terms, nursery: Nursery) -> list[d
     if "missing" in answer:
         raise TargetError(f"{original.name} does not define get_inputs()")
     floats = ("float16", "bfloat16", "float32", "float64")
-    dtypes = [terms.dtype if m["dtype"] in floats else m["dtype"] for m in answer["tensors"]]
-    return [{"shape": m["shape"], "dtype": dtype} for m, dtype in zip(answer["tensors"], dtypes, strict=True)]
+
+    def described(tree: Any) -> list[dict[str, Any]]:
+        if "items" in tree:
+            inner = [item[1] if "dict" in tree else item for item in tree["items"]]
+            return [each for item in inner for each in described(item)]
+        if "tensor" not in tree:
+            return [{"value": tree.get("value")}]
+        m = answer["tensors"][tree["tensor"]]
+        return [{"shape": m["shape"], "dtype": terms.dtype if m["dtype"] in floats else m["dtype"]}]
+
+    return described(answer["tree"])
 
 
 def replay(log: Path, *, allow_unsandboxed: bool = False) -> tuple[Verdict, Verdict | None]:

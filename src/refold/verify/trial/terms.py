@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..timing import LOOKS
-from . import inputs
 
 
 @dataclass(frozen=True)
@@ -13,8 +12,9 @@ class Level:
     """How thorough a trial is.
 
     Attributes:
-        kinds: Kinds of random inputs, in addition to the original's own.
-        deep: Whether caching, memory, other shapes, layouts and special values are checked.
+        kinds_s: About the seconds that kinds of random inputs may take; normal ones and integers are always tried.
+        shapes_s: The same for other shapes, of which two are always tried; with 0, none is.
+        deep: Whether layouts and special values are checked.
         seconds: The longest that timing may take.
         looks: After how many pairs of calls the timing test is applied.
         confirmations: Timing tests repeated in fresh processes with fresh seeds.
@@ -24,7 +24,8 @@ class Level:
         hashed: Whether the files of refold, torch and triton are compared before and after.
     """
 
-    kinds: tuple[str, ...]
+    kinds_s: float
+    shapes_s: float
     deep: bool
     seconds: float
     looks: tuple[int, ...]
@@ -36,9 +37,9 @@ class Level:
 
 
 LEVELS = {
-    "quick": Level(("normal", "integers"), False, 3.0, LOOKS, 0, 2),
-    "full": Level(tuple(inputs.KINDS), True, 20.0, (9, 30, 60, 120), 0, 3, rival=True),
-    "paranoid": Level(tuple(inputs.KINDS), True, 60.0, (30, 60, 120), 2, 20, sandbox=True, rival=True, hashed=True),
+    "quick": Level(0.3, 0.0, False, 1.0, LOOKS, 0, 2),
+    "full": Level(20.0, 10.0, True, 20.0, (9, 30, 60, 120), 0, 3, rival=True),
+    "paranoid": Level(20.0, 10.0, True, 60.0, (30, 60, 120), 2, 20, sandbox=True, rival=True, hashed=True),
 }
 
 

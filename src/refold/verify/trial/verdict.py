@@ -48,6 +48,7 @@ CHECKS = {
     "C5": "it is right with gradients recorded, too",
     "P6": "files of refold, torch and triton are as before (paranoid)",
     "T5": "it takes at least the time that writing its results takes",
+    "T6": "two processes with the original are equally fast (paranoid)",
     "T12": "which operations run, by its own account; a note only",
     "T1": "it uses no more processors than it was given",
     "T7": "it is faster beyond noise",
