@@ -51,6 +51,7 @@ def test_the_list_names_all_suites_and_options():
     said = run("list").output
     assert all(name in said for name in suites.SUITES)
     assert "steps=512,4096" in said
+    assert "fused=" in said
 
 
 def test_rows_are_written_as_they_are_measured_and_compared(toy, tmp_path):
