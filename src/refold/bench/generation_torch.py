@@ -1,8 +1,9 @@
 """Decoding and prefill of language models with PyTorch, next to mamba-ssm's own generation and transformers' models.
 
 mamba-ssm decodes with its own CUDA graph. Its rows say so if its convolution is not the fast one. transformers' models
-run with mamba-ssm's kernels, and accelerated by refold. A package that cannot be imported, or fails, has a
-row "not run".
+run with mamba-ssm's kernels, and accelerated by refold. A package that cannot be imported, or fails, has a row
+"not run". Rows "host loop" are of the same steps as ours, without a CUDA graph.
+
 Weights are random. Work and bytes are counted from the configuration (``refold.models.counts``).
 """
 
