@@ -236,7 +236,7 @@ def decode(
             for rival in rivals(model):
                 for batch in batches:
                     what, need = f"decode batch {batch} past {PAST}", counts.decode(model, batch, 2)
-                    yield from beside(rival, name, what, rival.decoder, (batch, PAST, STEPS), need, 4, STEPS)
+                    yield from rival_rows(rival, name, what, rival.decoder, (batch, PAST, STEPS), need, 4, STEPS)
 
 
 def prefill(
@@ -257,10 +257,10 @@ def prefill(
             for rival in rivals(model):
                 for seqlen in lengths:
                     what, need = f"prefill {seqlen}", counts.prefill(model, 1, seqlen, 64, 2)
-                    yield from beside(rival, name, what, rival.reader, (seqlen,), need, 5)
+                    yield from rival_rows(rival, name, what, rival.reader, (seqlen,), need, 5)
 
 
-def beside(
+def rival_rows(
     rival: Rival,
     name: str,
     what: str,

@@ -156,7 +156,7 @@ def normal(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 
 def from_checkout(folder: str, module: str, name: str) -> Any:
-    """Import a function from a checkout of a package, beside an installed package of the same name.
+    """Import a function from a checkout of a package, next to an installed package of the same name.
 
     Raises:
         ArgumentError: It cannot be imported.
