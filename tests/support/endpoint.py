@@ -1,4 +1,4 @@
-"""A real server on loopback that speaks both protocols and does what servers do."""
+"""A real server on loopback that speaks both protocols and fails as servers do."""
 
 import json
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer

@@ -1,4 +1,4 @@
-"""KernelBench's problems through the compiler: which get a rewrite, whether it is right, and what it gains.
+"""KernelBench's problems, compiled by refold: which get a rewrite, whether it is right, and what it gains.
 
     refold bench run kernelbench --set folder=KernelBench --set find=true --out FILE      # by their shapes alone
     refold bench run kernelbench --set folder=KernelBench --set device=cuda --out FILE    # all of them, measured
@@ -7,15 +7,15 @@
 
 ``folder`` is the folder ``KernelBench`` of a checkout of that benchmark (github.com/ScalingIntelligence/KernelBench),
 with ``level1`` to ``level3``. With ``find``, nothing runs: tensors have shapes and no memory. Otherwise each problem
-runs in a process of its own with a limit of time, so that a crash, a leak or a hang is that problem's alone.
-``--resume`` runs only what FILE lacks. Nothing of a problem is changed but, with ``shrink``, the large integers at the
-top of its file. With ``found``, the rows of an earlier run with ``find``, only problems in which something was found
-are run, those first that save most operations. Of all others refold runs what ``torch.compile`` makes, and their rows
-say so: all problems then take minutes of a GPU. ``total`` ends a call in time.
+runs in a process of its own with a time limit, so a crash, a leak or a hang affects only that problem. ``--resume``
+runs only the problems that FILE lacks. Problems are not changed, except that ``shrink`` divides the large integers at
+the top of their files. With ``found``, the rows of an earlier run with ``find``, only problems in which something
+was found are run, the largest saving first. For all others refold runs what ``torch.compile`` makes, and their rows say
+so: all problems then take minutes of a GPU. ``total`` ends a call in time.
 
-A row: ``found`` (the rewrites, with what came of each), ``chosen`` (what runs in the end), ``times_ms`` of eager, of
-``torch.compile`` and of refold, ``ratio`` (the faster of the first two, over refold), ``checks`` of the whole graph
-against float64, or ``failed`` with the reason: ``time``, ``crash``, or what was raised.
+A row has ``found`` (the rewrites, with the outcome of each), ``chosen`` (the program that runs in the end),
+``times_ms`` of eager, ``torch.compile`` and refold, ``ratio`` (the faster of the first two, over refold) and ``checks``
+of the whole graph against float64. Or it has ``failed`` with the reason: ``time``, ``crash``, or the exception.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def find_one(file: Path, seconds: float) -> dict[str, Any]:
     signal.setitimer(signal.ITIMER_REAL, seconds)
     start = time.perf_counter()
     try:
-        torch._dynamo.reset()
+        torch.compiler.reset()
         with torch.device("meta"), torch.no_grad():
             spec = importlib.util.spec_from_file_location("problem", file)
             assert spec is not None

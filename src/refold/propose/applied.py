@@ -1,9 +1,9 @@
-"""Use what was accepted: keep it with its evidence, and run a source only behind guards.
+"""Use an accepted proposal: keep it with its evidence, and run a source only with guards.
 
 `save` copies what a run accepted, with its evidence, into a folder of the user's. A rule and choices are used by
 ``refold.compile(rules=...)`` and ``refold.compile(choose=...)``, which check them again. A source was tried for some
-shapes, dtypes, a device and versions, and is used for these alone: `guarded` runs the original for all else, and says
-so.
+shapes, dtypes, a device and versions, and is used only for these. For everything else, `guarded` runs the original, and
+says so.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from typing import Any
 
 import torch
 
-from ..compiler.backend import environment
+from ..compiler.environment import environment
+from ..compiler.private import tree_leaves
 from ..errors import ArgumentError, TargetError, warn
 from ..verify.trial import source
 from .loop import NAMES
@@ -168,7 +169,7 @@ class Guarded(torch.nn.Module):
             return self._versions
         if kwargs:
             return f"it is called with the keyword arguments {', '.join(kwargs)}"
-        leaves = torch.utils._pytree.tree_leaves(args)
+        leaves = tree_leaves(args)
         tensors = [x for x in leaves if isinstance(x, torch.Tensor)]
         got = [_described(x) for x in leaves]
         if got != self._wanted:

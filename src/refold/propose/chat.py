@@ -1,8 +1,8 @@
 """Models over HTTP, in the two common styles of chat endpoints.
 
-The key comes from the environment and goes into one header; it is in no message, record or exception. Answers are
-streamed, so that a slow model is not taken for a dead one, and a stream that ends early is asked for again. Errors that
-pass (rate limits, overload, broken connections) are waited out, as long as the budget of time allows.
+The key comes from the environment and goes into one header. It is in no message, record or exception. Answers are
+streamed, so a slow model is not mistaken for a dead one. If a stream ends early, the request is repeated. After
+temporary errors (rate limits, overload, broken connections), the request is repeated later, within the budget of time.
 """
 
 from __future__ import annotations

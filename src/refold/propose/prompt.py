@@ -1,6 +1,6 @@
-"""Turn a request into the words that a model is asked with, and its answer into proposals.
+"""Turn a request into a prompt for a model, and its answer into proposals.
 
-The words lie in ``prompts/``, one file a version, so that a record names exactly what was asked.
+The prompts are in ``prompts/``, one file per version, so a record names exactly what was asked.
 """
 
 from __future__ import annotations

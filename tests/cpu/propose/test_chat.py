@@ -1,4 +1,4 @@
-"""Models over HTTP: a real server on loopback that speaks both protocols and does what servers do."""
+"""Models over HTTP: a real server on loopback that speaks both protocols and fails as servers do."""
 
 import json
 import time

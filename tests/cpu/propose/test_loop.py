@@ -1,4 +1,4 @@
-"""The whole loop: a scripted endpoint over HTTP on loopback, a command, and what other layers make of what won."""
+"""The whole loop: a scripted endpoint over HTTP, a command, and other layers that use an accepted rule."""
 
 import json
 import sys
@@ -105,7 +105,7 @@ def test_the_command_of_the_example_wins_and_another_layer_uses_its_rule(tmp_pat
     run, rules = tmp_path / "run", tmp_path / "rules"
     command = f"command:{sys.executable} {EXAMPLES / 'agent.py'}"
     done = CliRunner().invoke(app, ["optimize", str(EXAMPLES / "layer.py"), "--propose", command, "--run", str(run),
-                                    "--level", "quick"])  # fmt: skip
+                                    "--level", "quick", "--accept", "always"])  # fmt: skip
     assert done.exit_code == 0, done.output
     events = [json.loads(line) for line in (run / "run.jsonl").read_text().splitlines()]
     kinds = [e["kind"] for e in events if e["event"] == "proposal"]
@@ -116,8 +116,10 @@ def test_the_command_of_the_example_wins_and_another_layer_uses_its_rule(tmp_pat
     kept = CliRunner().invoke(app, ["apply", str(run), "--save", str(rules)])
     assert kept.exit_code == 0, kept.output
     assert "kept as" in kept.output
-    if not list(rules.glob("*.rule.json")):  # the source was measured to be the better one
-        save_rule(events, rules)
+    assert (rules / "guards.json").is_file()  # of what is right, the first: the source
+    with pytest.raises(ArgumentError, match=r"holds no rule; a rule's file ends with \.rule\.json"):
+        refold.compile(torch.nn.Identity(), rules=rules)
+    save_rule(events, rules)
     layer, inputs = load(str(EXAMPLES / "other_layer.py"), device="cpu", dtype="float32", seed=0)
     compiled = refold.compile(layer, rules=rules, cache=False)
     with torch.no_grad():
@@ -133,7 +135,7 @@ def save_rule(events, rules):
     for file in (rules.parent / "run" / "trials").glob("*.jsonl"):
         evidence = json.loads(file.read_text().splitlines()[0])
         if "rule" in evidence:
-            (rules / "one.json").write_text(json.dumps(evidence["rule"]))
+            (rules / "one.rule.json").write_text(json.dumps(evidence["rule"]))
 
 
 def test_a_rule_is_checked_where_it_is_used():

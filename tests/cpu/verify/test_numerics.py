@@ -1,4 +1,4 @@
-"""The numerical proof accepts what is right and refuses what is subtly wrong."""
+"""The numerical check accepts right candidates, and refuses subtly wrong ones."""
 
 import math
 

@@ -12,7 +12,8 @@ from refold.errors import ArgumentError, TargetError
 from refold.verify import judge
 from refold.verify.trial import Nursery, checks, process, replay, source
 from refold.verify.trial import sandbox as sandbox_of_trial
-from refold.verify.trial.checks import LEVELS, Terms, Trial
+from refold.verify.trial.checks import Trial
+from refold.verify.trial.terms import LEVELS, Terms
 
 ORIGINAL = """
 import torch

@@ -1,9 +1,9 @@
 """The trial of a candidate: the checks in their order, each with its name in the protocol.
 
-Three processes run under the same conditions: the candidate, the original as a *witness* (what it returns, changes,
-aliases and leaves behind is what the candidate must), and the original in float64 as the *reference*. This process
-draws inputs, reads results, decides, and keeps the clock; it runs nobody's code. Seeds are drawn after the candidate
-is loaded and are written down only after its process has ended.
+Three processes run under the same conditions: the candidate; the original as a *witness* of what a call must return,
+change, share and leave; and the original in float64 as the *reference*. This process draws inputs, reads results, keeps
+the clock and decides. It runs no code of the two programs. Seeds are drawn after the candidate is loaded, and are
+written down only after its process has ended.
 """
 
 from __future__ import annotations
@@ -19,18 +19,19 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from .. import numerics
-from ..timing import ALPHA, BEST_OF, DELTA, LOOKS, SHORT_MS, median_bounds
+from ..timing import ALPHA, BEST_OF, DELTA, SHORT_MS, median_bounds
 from . import inputs
 from .process import GUARD, Call, Misbehaved, Nursery, Raised, Result, Unjudgeable, Worker
 from .program import Program
 from .sandbox import enough
+from .terms import LEVELS, Terms
 from .verdict import Verdict
 
 Tensors = Sequence[torch.Tensor]
@@ -38,78 +39,13 @@ Tensors = Sequence[torch.Tensor]
 
 GRADIENTS = "torch.fx.experimental.symbolic_shapes"  # which torch.autograd.grad imports
 MOVES = 3  # how often the original runs on inputs that are moved by one rounding
-BUSY = 10  # times the time of a race that may pass on a machine that is busy
-PATIENCE = 3  # times the time of a race that may pass until it can be decided at all
+BUSY = 10  # times the time of a timing test that may pass on a busy machine
+PATIENCE = 3  # times the time of a timing test that may pass until it can be decided at all
 COMPILE_S = 40.0  # what torch.compile may take for the original
 POSSIBLE = 0.5  # of the time that writing the results takes, on a machine that may be busier at one time than another
 # Operations that a library does, of which a kernel of one's own would say more.
 _LIBRARY = "mm bmm addmm baddbmm mv dot convolution _convolution mkldnn_convolution cudnn_convolution"
 LIBRARY = frozenset(_LIBRARY.split())
-
-
-@dataclass(frozen=True)
-class Level:
-    """How much a trial looks at.
-
-    Attributes:
-        kinds_s: About the seconds that kinds of random inputs may take; normal ones and integers are tried in any case.
-        shapes_s: The same for other shapes, of which two are tried in any case; with 0 none is.
-        deep: Whether layouts and special values are looked at.
-        seconds: The longest that timing may take.
-        looks: After how many pairs of calls the race is looked at.
-        confirmations: Races repeated in fresh processes with fresh seeds.
-        repeats: Calls that must give the same bits.
-        sandbox: Whether there must be one, whatever the caller allows.
-        rival: Whether the original compiled by ``torch.compile`` is raced against where it is the faster one.
-        hashed: Whether the files of refold, torch and triton are compared before and after.
-    """
-
-    kinds_s: float
-    shapes_s: float
-    deep: bool
-    seconds: float
-    looks: tuple[int, ...]
-    confirmations: int
-    repeats: int
-    sandbox: bool = False
-    rival: bool = False
-    hashed: bool = False
-
-
-LEVELS = {
-    "quick": Level(0.3, 0.0, False, 1.0, LOOKS, 0, 2),
-    "full": Level(20.0, 10.0, True, 20.0, (9, 30, 60, 120), 0, 3, rival=True),
-    "paranoid": Level(20.0, 10.0, True, 60.0, (30, 60, 120), 2, 20, sandbox=True, rival=True, hashed=True),
-}
-
-
-@dataclass(frozen=True)
-class Terms:
-    """On what terms a candidate is tried.
-
-    Attributes:
-        level: ``quick``, ``full`` or ``paranoid``.
-        dtype: What floating-point inputs and parameters are cast to.
-        device: ``cpu`` or ``cuda``.
-        train: Whether gradients are asked for, and modules are in training mode.
-        accept: ``faster``, or ``right`` to leave speed out.
-        nonfinite: ``finite-only``, or ``strict``: NaN and infinities must come out where the original has them.
-        tried: Candidates tried for the same original; the bound on errors is shared among them.
-        threads: Threads that either side may use.
-        timeout: Seconds that one call may take, or loading.
-        rival: ``best``: the faster of eager and ``torch.compile`` is to be beaten, from level full on; or ``eager``.
-    """
-
-    level: str = "full"
-    dtype: str = "float32"
-    device: str = "cpu"
-    train: bool = False
-    accept: str = "faster"
-    nonfinite: str = "finite-only"
-    tried: int = 1
-    threads: int = 1
-    timeout: float = 60.0
-    rival: str = "best"
 
 
 class _Refused(Exception):
@@ -529,7 +465,7 @@ class Trial:
             self.verdict.note(f"precision unverified: inputs rounded to {lower} would have passed as well")
 
     def _traces(self, o: Result, y: Result) -> None:
-        """S1, S2, U2: what a call did beside returning."""
+        """S1, S2, U2: what a call did other than returning."""
         for index in y.changed:
             if index not in o.changed:
                 self._step("S1", f"it changed input {index}, which the original leaves alone")
@@ -542,7 +478,7 @@ class Trial:
         if o.aliases != y.aliases:
             self._step("S2", f"its results share memory with {y.aliases}, the original's with {o.aliases}")
         if y.overrun and not o.overrun:
-            self._step("U2", "it wrote beside its inputs")
+            self._step("U2", "it wrote to memory next to its inputs")
 
     def _late(self, y: Result) -> None:
         """U4, S6: when a call has returned its results are what they are, and nothing runs."""
@@ -551,7 +487,7 @@ class Trial:
         busy = bool(asleep) and self.suspect.activity() != asleep
         changed = [not _identical(a, b) for a, b in zip(y.tensors, self.suspect.again(y, self._most), strict=True)]
         self._step("U4", "its result changed after it had returned it" if any(changed) else "")
-        self._step("S6", "it used the processor while nobody called it" if busy else "")
+        self._step("S6", "it used the processor between calls" if busy else "")
 
     def _left_behind(self, turn: int) -> None:
         """S3 to S6, S8: the world after a call is as the original leaves it."""
@@ -592,7 +528,7 @@ class Trial:
             self._step("S1", result.reason and f"its parameter or buffer {name} differs: {result.reason}")
 
     def _stale(self, first: Tensors) -> None:
-        """C1 and N9: new content in the old place; the old content but for one element; results kept."""
+        """C1 and N9: new values at the old address; the old values except for one element; results kept."""
         _, kept = self._round("same place", inputs.draw("normal", first, self._derived("place")), check="C1", keep=True)
         again = inputs.draw("normal", first, self._derived("again"))
         self._round("same place", again, check="C1", same_place=True)
@@ -603,7 +539,7 @@ class Trial:
             self._round(kind, again, check="N9", same_place=True)
 
     def _still(self) -> None:
-        """S7: a result that is kept stays what it was."""
+        """S7: a result that is kept does not change."""
         kept = self._kept
         now = self.suspect.again(kept, self._most)
         own = [not alias or alias[0] != "input" for alias in kept.aliases]
@@ -626,9 +562,7 @@ class Trial:
         # 0xFF is a NaN in every format, 0x7B a large number.
         poisoned = [self._ask(replace(call, perturb=byte)) for byte in (0xFF, 0x7B)]
         equal = all(_alike(results[0], other) for other in poisoned)
-        self._step(
-            "U1", "" if equal else "its result depends on what new memory held, or on what lies beside its inputs"
-        )
+        self._step("U1", "" if equal else "its result depends on uninitialised memory, or on memory next to its inputs")
 
     def _weights(self, first: Tensors) -> None:
         """C2: weights that change are used."""
@@ -960,7 +894,7 @@ class Trial:
         self._processor[1] += y.seconds
         self._processor[2] += max(o.waited, y.waited)
         if self.suspect.lingering():
-            self._step("S6", "a process of it ran beside its timed calls")
+            self._step("S6", "another process of it ran during its timed calls")
         return replace(o, tensors=[], inputs_after=[]), replace(y, tensors=[], inputs_after=[])
 
     def _seconds(self, result: Result) -> float:
@@ -974,7 +908,7 @@ class Trial:
         return max(result.seconds - result.waited, result.processor)
 
     def _verify(self, call: Call, o: Result, y: Result) -> None:
-        """C3: a timed result is right; the original's own stands for the reference, its error counts twice."""
+        """C3: a timed result is right. The original's own result is the reference, and its error counts twice."""
         known = (1.125 * self._known[0], 1.125 * self._known[1])
         for a, b in zip(o.tensors, y.tensors, strict=True):
             result = _judged("timed", a.double() if a.is_floating_point() else a, a, b, known, self._longest)

@@ -1,9 +1,9 @@
 """The judge's side of a program's process: place inputs, call, read results out of its memory, take the time.
 
-Nothing that the process says is relied on. Inputs lie in memory that both share and are written when the process is
-seen to sleep; the clock runs from the signal to start to the answer that the call returned, both of them here. The
-process is then stopped and the bytes of its results are read out of it by the kernel (``process_vm_readv``), so that
-what was not computed by then does not count. The original runs in such a process as well.
+Nothing that the process says is trusted. Inputs lie in memory that both share, and are written while the process
+sleeps. The clock runs from the signal to start until the answer that the call has returned; both are taken here. Then
+the process is stopped, and the kernel reads the bytes of its results out of it (``process_vm_readv``). So work that is
+not finished by then does not count. The original runs in such a process, too.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _SETTLE_S = 2.0  # after which it is looked at how much a program that still run
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _ADD_SEALS, _SEAL_SIZE = 1033, 0x1 | 0x2 | 0x4  # fcntl.h: no more seals, no shrinking, no growing
 _DTYPES = {str(d).removeprefix("torch."): d for d in vars(torch).values() if isinstance(d, torch.dtype)}
-# What a process may find in its environment, beside its private folders.
+# What a process may find in its environment, in addition to its private folders.
 _ENVIRONMENT = (
     "PATH",
     "LANG",
@@ -116,7 +116,7 @@ class Result:
         started: Whether any program of this machine started a process or a thread meanwhile.
         changed: The inputs that were changed.
         inputs_after: What the inputs are now.
-        overrun: Whether something beside the inputs was written.
+        overrun: Whether memory next to the inputs was written to.
         aliases: What each result shares its memory with.
     """
 
@@ -572,7 +572,7 @@ class Worker:
         return None
 
     def _base(self) -> int:
-        """Return where the shared memory lies in the process."""
+        """Return the address of the shared memory in the process."""
         if not hasattr(self, "_mapped"):
             with open(f"/proc/{self.pid}/maps") as maps:
                 lines = [line for line in maps if "memfd:refold-trial" in line]

@@ -1,16 +1,17 @@
 """The process in which a program under trial runs, and the nursery that forks such processes.
 
-Run as a script: ``python -I worker.py FD``. The nursery imports torch once and forks a process for each program; it
-never runs foreign code and knows no inputs, expected values or seeds. A forked process confines itself (`sandbox`),
-then loads one program and obeys the judge: build, place inputs, call, describe. What it answers is a claim; what
-binds are the bytes that the judge reads out of it, the judge's clock and the limits of the operating system.
+Run as a script: ``python -I worker.py FD``. The nursery imports torch once, and forks a process for each program. It
+never runs foreign code, and knows no inputs, expected values or seeds. A forked process confines itself (`sandbox`),
+loads one program, and follows the judge's commands: build, place inputs, call, describe. Its answers are only claims.
+Decisions rest on the bytes that the judge reads out of it, the judge's clock, and the limits of the operating system.
 
-With a GPU, the shared memory is still the host's. A call begins with the way of the inputs to the device, red zones and
-all, into memory of their own there, and ends with that of the results, of the inputs and of their red zones back, which
-waits for what the call's stream has to do and for no other. So the judge reads the same bytes as without one, an answer
-that comes before its results is wrong, and the time of a call has both ways in it, for original and candidate alike.
+With a GPU, the shared memory is still the host's. A call begins by copying the inputs, with red zones (guard bytes)
+around them, into fresh device memory. It ends by copying back the results, the inputs and the red zones. The copy back
+waits for the call's stream and for no other stream. So the judge reads the same bytes as without a GPU, an answer that
+comes before its results is wrong, and the time of a call includes both copies, for original and candidate alike.
 
-Original and candidate run in the same way, so that neither is favoured. Of refold only `sandbox` is imported here.
+Original and candidate run in the same way, so that neither is favoured. The only part of refold imported here is
+`sandbox`.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ HELD = 3  # results kept alive, so that the judge can look at them again
 _M_PERTURB = -6  # of mallopt: the byte with which glibc fills what it allocates, inverted
 _TEXT = 2000
 
-# What a program must leave as it found it, beside the settings: functions that others time and compare with.
+# What a program must leave as it found it, in addition to the settings: functions that others time and compare with.
 _WATCHED = {
     "time": "time perf_counter perf_counter_ns monotonic sleep",
     "json": "dumps",
@@ -432,7 +433,7 @@ class Stub:
         return {}
 
     def go(self) -> dict[str, Any]:
-        """Call the program on what lies in the prepared places."""
+        """Call the program on the inputs in the prepared places."""
         assert self._ready is not None
         args, leaves, places, grad, keep, twice = self._ready
         if self._device != "cpu":
@@ -482,7 +483,7 @@ class Stub:
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Copy a place in the shared region, with the zones around it, into memory of the device.
 
-        What lies where an input of the call before lay goes to where that one went; all else to fresh memory.
+        An input at the address of an earlier input goes to that input's place on the device; others to fresh memory.
         """
         dtype = getattr(torch, spec["dtype"])
         if not spec["elements"]:
@@ -500,7 +501,7 @@ class Stub:
         return here, there, value.requires_grad_(spec["requires_grad"])
 
     def _received(self, t: torch.Tensor) -> tuple[dict[str, Any], tuple[torch.Tensor, torch.Tensor] | None]:
-        """Copy a result to the host; what shares memory with an input lies where that input comes back to."""
+        """Copy a result to the host. If it shares memory with an input, it is where that input is copied to."""
         described = _describe(t)
         if described["odd"] or t.device.type == "cpu" or not t.numel():
             return described, None
@@ -591,7 +592,7 @@ def send(channel: socket.socket, payload: bytes) -> None:
 
 
 def _nursery(control: socket.socket) -> None:
-    """Fork a process for each request of the judge, until it is gone."""
+    """Fork a process for each request of the judge, until the judge has ended."""
     sandbox = _import(Path(__file__).with_name("sandbox.py"))
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel buries the dead
     # Orphans of a candidate become children of this process, where the judge can count them.
