@@ -841,7 +841,7 @@ class Trial:
     def _times(self, candidate: Worker, pairs: list[list[tuple[Result, Result]]]) -> list[list[float]]:
         """Return the seconds of both sides, of each sample the least.
 
-        A process that the candidate started, and that has ended, is counted by nobody; what it waited for may be that.
+        A process that the candidate started, and that has ended, is counted nowhere; it may have waited for that one.
         """
         before, now = self._alone, candidate.births()
         known = before is not None and now is not None

@@ -151,6 +151,7 @@ class Nursery:
                 pass_fds=[theirs.fileno()],
                 env=environment,
                 stdin=subprocess.DEVNULL,
+                start_new_session=True,  # an interruption at the terminal is the judge's to handle
             )
         self._control = ours
         self._workers: list[Worker] = []
@@ -439,7 +440,7 @@ class Worker:
         """Refuse what ran between a call and the next command; it would slow others down."""
         resting, self._resting = self._resting, {}
         if resting and self.activity() != resting and "S6" not in self.lenient:
-            raise Misbehaved("S6", "it used the processor while nobody called it")
+            raise Misbehaved("S6", "it used the processor between calls")
 
     def inspect(self) -> dict[str, Any]:
         """Ask for what the program must leave alone."""
