@@ -18,7 +18,7 @@ import torch
 
 class Model(torch.nn.Module):
     def forward(self, x):
-        for _ in range(3000):
+        for _ in range(600):
             y = x @ x.mT
         return y
 
