@@ -51,7 +51,7 @@ def _find(name: str, cost: str) -> Any:
 
 _list_options = _find("torch._inductor.list_options", "names of options are not checked")
 _list_modes = _find("torch._inductor.list_mode_options", "modes of torch.compile are not passed to Inductor")
-_portable = _find("torch._inductor.config.save_config_portable", "decisions are not remembered")
+_portable = _find("torch._inductor.config.save_config_portable", "decisions are not stored")
 _known_true = _find(
     "torch.fx.experimental.symbolic_shapes.statically_known_true", "graphs with symbolic sizes are rewritten less"
 )

@@ -35,7 +35,7 @@ REASONS = {
         "Let the loop run over a length that is known before it: move break and return after it.",
     ),
     "first-step": (
-        "the first step is another program than the rest",
+        "the first step runs another program than the other steps",
         "Give the state before the loop the dtype, shape and gradient that it has after a step.",
     ),
     "graph-differs": (
@@ -46,7 +46,7 @@ REASONS = {
         "the rewritten graph as a whole is not measurably faster",
         'Nothing needs to be done; accept="always" uses it all the same.',
     ),
-    "generator": ("the loop yields", "Write the loop without yield."),
+    "generator": ("the loop contains `yield`", "Write the loop without yield."),
     "global-state": ("a global variable is set", "Use local variables or attributes."),
     "higher-order": (
         "an operation in or around the loop is made of a function (checkpointing, a nested scan)",
@@ -114,7 +114,7 @@ REASONS = {
     ),
     "python-constant": ("a step makes a large tensor of Python's numbers", "Make the tensor before the loop."),
     "python-state": (
-        "a variable changes, and neither is a tensor nor counts",
+        "a variable changes that is neither a tensor nor an integer that counts",
         "Carry a tensor, or an integer that grows by the same number at every step.",
     ),
     "randomness": ("the loop draws random numbers", "Draw all random numbers before the loop, with a time axis."),

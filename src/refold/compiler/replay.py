@@ -126,7 +126,7 @@ class Remembering:
             facts |= {"rules": [rule.digest for rule in settings.rules], "choose": settings.choices.to_dict()}
             self.key = name_program(gm, inputs, {**facts, "options": dict(settings.options or {})})
         except Unnameable as reason:
-            log.info("graph %d is not remembered: %s", entry.index, reason)
+            log.info("decisions about graph %d are not stored: %s", entry.index, reason)
         entry.program = self.key.exact if self.key is not None else ""
         self.store = Store(folder_for(settings.cache) if self.key is not None else None, place(inputs))
 
@@ -215,7 +215,9 @@ class Remembering:
         """Keep what was decided; on disk, unless the machine was busy."""
         entry = self.entry
         if entry.busy:
-            entry.notes.append(f"the machine was busy while times were taken ({entry.busy}); they are not remembered")
+            entry.notes.append(
+                f"the machine was busy during the measurements ({entry.busy}), so this decision is not stored on disk"
+            )
         if self.key is None:
             return
         data = dataclasses.asdict(entry)

@@ -99,7 +99,7 @@ class GraphCompile:
             return self.given
         if not entry.applied and not self.external_scans:
             entry.chosen = "inductor"
-            entry.reason = "no rewrite stands" if self.rows else ""
+            entry.reason = "every rewrite that was tried was refused" if self.rows else ""
         else:
             entry.chosen = "refold"
             if entry.applied and (self.settings.verify != "off" or self.settings.accept == "faster"):
@@ -374,7 +374,9 @@ class GraphCompile:
             try:
                 return Verdict.from_dict(found[0])
             except (KeyError, TypeError) as error:
-                self.entry.notes.append(f"what {found[1]} knew of a region does not fit: {error}")
+                self.entry.notes.append(
+                    f"the stored decision on a region ({found[1]}) cannot be read, so it is checked again: {error}"
+                )
         verdict = validate_region(rewrite, actual, self.settings)
         busy = verdict.race is not None and bool(verdict.race.busy)
         self.store.put("region", key, dataclasses.asdict(verdict), lasting=not busy)

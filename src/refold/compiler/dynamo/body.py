@@ -275,7 +275,7 @@ class Body(LoopVectorizer):
             raise NotALoop("carry-not-tensor", "the loop returns something that is not a tensor")
         found = self._closed(self._value(x))
         if isinstance(found, Affine):
-            raise NotALoop("carries-coupled", f"{found.loop.name} depends on another carry, and that on it")
+            raise NotALoop("carries-coupled", f"{found.loop.name} and another carry depend on each other")
         return self.emit.with_time(found, self.count)
 
     def last(self, x: Any) -> Node:
@@ -334,11 +334,15 @@ class Body(LoopVectorizer):
             found = self._value(new)
             if isinstance(found, Affine):
                 if found.loop is not loop:
-                    raise NotALoop("carries-coupled", f"{loop.name} depends on {found.loop.name}, and that on it")
+                    raise NotALoop("carries-coupled", f"{loop.name} and {found.loop.name} depend on each other")
                 self._memo[new] = self._scan(loop, found)
             else:  # nothing is carried further than one step
                 if value(loop.initial).shape != value(new).shape:
-                    raise NotALoop("initial-state", f"{loop.name} has another shape at the first step")
+                    raise NotALoop(
+                        "initial-state",
+                        f"{loop.name} has the shape {tuple(value(loop.initial).shape)} before the loop, and "
+                        f"{tuple(value(new).shape)} after a step",
+                    )
                 loop.states = self.emit.with_time(found, self.count)
                 first = self.emit.call(aten.unsqueeze.default, loop.initial, 0)
                 inner = self.emit.call(aten.slice.Tensor, loop.states, 0, 0, self.count - 1)
@@ -390,7 +394,7 @@ class Body(LoopVectorizer):
         if (read := self._read(node)) is not None:
             return read
         if any(isinstance(leaf, Node) for leaf in tree_leaves(node.kwargs)):
-            raise NotALoop("no-iteration-form", f"{node.target} reads a tensor by keyword")
+            raise NotALoop("no-iteration-form", f"{node.target} gets a tensor by keyword")
         flat, spec = tree_flatten(node.args)
         if any(map(is_number, flat)):
             return self._numbered(node)
@@ -409,7 +413,7 @@ class Body(LoopVectorizer):
     def _constant(self, x: torch.Tensor) -> Value:
         """Write out a constant that the body makes of Python's numbers."""
         if x.numel() > _CONSTANT:
-            raise NotALoop("python-constant", "a step makes a large tensor of Python's numbers")
+            raise NotALoop("python-constant", f"a step makes a tensor of {x.numel()} Python numbers")
         return Value(self.emit.call(torch.tensor, x.tolist(), dtype=x.dtype, device=x.device))
 
     def _numbered(self, node: Any) -> Value | Affine:
@@ -435,14 +439,22 @@ class Body(LoopVectorizer):
             return None
         source = self._value(node.args[0])
         if isinstance(source, Affine) or source.has_time:
-            raise NotALoop("read-computed", "a step reads a position of a tensor that it computes")
+            raise NotALoop(
+                "read-computed", f"a step slices {self.names.get(node.args[0], 'a tensor')}, which the loop computes"
+            )
         single = node.target is aten.select.int
         place = slice_of(node, 2, single, self.number)
         if place is None:
-            raise NotALoop("read-uneven", "a tensor is read at positions that are not evenly spaced")
+            raise NotALoop(
+                "read-uneven",
+                f"{self.names.get(node.args[0], 'a tensor')} is read at positions that are not evenly spaced",
+            )
         start, step, width = place
         if not step or (width != 1 and abs(step) != width):
-            raise NotALoop("read-uneven", "a tensor is read in slices that do not tile it")
+            raise NotALoop(
+                "read-uneven",
+                f"{self.names.get(node.args[0], 'a tensor')} is read in slices that overlap or leave gaps",
+            )
         return self._slices(
             source.node, node.args[1] % value(source.node).dim(), start, step, width, self.count, not single
         )

@@ -22,7 +22,7 @@ from torch.fx import Node
 from ...ops.torch.registry import OPS, node_args
 from ..ir.fx import is_tensor, known, value
 from .systems import LARGEST, LINEAR_SYSTEM, MAX_PLUS_SCAN, wide
-from .vectorize import Emitter, NotALoop, Value, is_pointwise
+from .vectorize import Emitter, NotALoop, Value, described, is_pointwise
 
 aten = torch.ops.aten
 prims = torch.ops.prims
@@ -158,14 +158,17 @@ class LoopVectorizer:
         """Return a node of the shape of another."""
         if not isinstance(x, Node):
             if isinstance(x, bool) or not isinstance(x, (int, float)):
-                raise NotALoop("initial-state", f"the first step reads {x!r}")
+                raise NotALoop("initial-state", f"{x!r} is the state before the first step, and is no number")
             val = value(like)
             return self.emit.call(aten.full.default, list(val.shape), x, dtype=val.dtype, device=val.device)
         if not is_tensor(x):
-            raise NotALoop("carry-not-tensor", "a step carries something that is not a tensor")
+            raise NotALoop("carry-not-tensor", f"the state before the first step, {x.name}, is not one tensor")
         x = self._known(x)
         if value(x).dim() > value(like).dim():
-            raise NotALoop("initial-state", "the first step reads a value of another shape")
+            raise NotALoop(
+                "initial-state",
+                f"the state before the first step, {described(x)}, has more axes than {described(like)}",
+            )
         return self.emit.expand(x, value(like).shape)
 
     def _known(self, x: Node) -> Node:
@@ -198,16 +201,16 @@ class LoopVectorizer:
     def _affine(self, node: Any, leaves: list[Any], loop: Loop, count: int) -> Affine:
         """Apply one step's operation to functions of the carry."""
         if not isinstance(value(loop.steps[-1]), torch.Tensor):
-            raise NotALoop("carry-not-tensor", f"{loop.name} is not a tensor but several, made by one operation")
+            raise NotALoop("carry-not-tensor", f"{loop.name} is not one tensor: one operation makes several")
         found, shape = self._operation(node, leaves, loop, count), tuple(value(node).shape)
         if _without_ones(shape) != _without_ones(value(loop.steps[-1]).shape):
-            raise NotALoop("carry-shape", f"{loop.name} is broadcast to another shape")
+            raise NotALoop("carry-shape", f"{node.target} broadcasts {loop.name} to another shape, {shape}")
         return replace(found, shape=shape)
 
     def _operation(self, node: Any, leaves: list[Any], loop: Loop, count: int) -> Affine:
         others = [x.loop for x in leaves if isinstance(x, Affine) and x.loop is not loop]
         if other := next((other for other in others if other not in loop.system), None):
-            raise NotALoop("carries-coupled", f"{loop.name} depends on {other.name}, and that on it")
+            raise NotALoop("carries-coupled", f"{loop.name} and {other.name} depend on each other")
         target, operands = node.target, [x for x in leaves if isinstance(x, Affine) or _counts(x)]
         mine: Affine = next(x for x in leaves if isinstance(x, Affine))
         if target in _SAME:
@@ -244,7 +247,7 @@ class LoopVectorizer:
             return self._scaled(mine, Value(-1.0), loop)
         if target is aten.where.self and isinstance(leaves[0], Value):
             return self._where(node, leaves, loop, count)
-        raise NotALoop("carry-not-affine", f"{loop.name} enters {target}, which is not affine in it")
+        raise NotALoop("carry-not-affine", f"{target} is applied to {loop.name}, and is not affine in it")
 
     def _maximum(self, node: Any, operands: list[Any], mine: Affine) -> Affine:
         """Apply an operation to, or make, the maximum of a shifted carry and something else."""
@@ -260,14 +263,21 @@ class LoopVectorizer:
             by = rest[0] if alpha == 1 else self._scaled(rest[0], Value(alpha), loop)
             offset = by if mine.offset is None else self._call(aten.add.Tensor, loop, mine.offset, by)
             return replace(mine, offset=offset, floor=self._call(aten.add.Tensor, loop, mine.floor, by))
-        raise NotALoop("carry-not-affine", f"{loop.name} enters {target} beside a maximum, which is not affine in it")
+        raise NotALoop(
+            "carry-not-affine",
+            f"{target} and a maximum are both applied to {loop.name}, and the result is not affine in it",
+        )
 
     def _maxima(self, loop: Loop, body: Affine) -> None:
         """Compute all states of a running maximum."""
         emit, like, count = self.emit, loop.steps[-1], loop.length
         val = value(like)
         if not val.is_floating_point() or loop.reverse:
-            raise NotALoop("carry-dtype", f"{loop.name} is not a floating-point tensor that goes forward in time")
+            raise NotALoop(
+                "carry-dtype",
+                f"a running maximum needs a floating-point state and steps forward in time; {loop.name} is "
+                f"{val.dtype}, {'backward' if loop.reverse else 'forward'} in time",
+            )
         assert body.floor is not None
         shape, dtype = list(val.shape), wide(val.dtype)
 
@@ -345,7 +355,7 @@ class LoopVectorizer:
             return Value(self.emit.call(aten.where.self, self.emit.padded(mask, rank), *chosen), True)
 
         if all(isinstance(x, Affine) for x in sides) and sides[0].scales.keys() != sides[1].scales.keys():
-            raise NotALoop("carries-coupled", f"{loop.name} is chosen from several carries")
+            raise NotALoop("carries-coupled", f"a mask chooses the new value of {loop.name} from several carries")
         carries = {own: None for x in sides if isinstance(x, Affine) for own in x.scales}
         scales: dict[Loop, Value | None] = {}
         for own in carries:
@@ -378,7 +388,10 @@ class LoopVectorizer:
             return Value(loop.states, True)
         static = loop.count is not None or all(isinstance(size, int) for size in val.shape)
         if not (val.is_floating_point() and static):
-            raise NotALoop("carry-dtype", f"{loop.name} is not a floating-point tensor of known shape")
+            raise NotALoop(
+                "carry-dtype",
+                f"{loop.name} is not a floating-point tensor of known shape: {val.dtype} of {tuple(val.shape)}",
+            )
         initial = self._tensor(loop.initial, like)
         shape = [count, *val.shape]
         operands = [initial]
@@ -387,7 +400,7 @@ class LoopVectorizer:
             operands.append(emit.expand(emit.padded(Value(x, True), val.dim()), shape))
         dtype = functools.reduce(torch.promote_types, (value(x).dtype for x in operands), val.dtype)
         if not dtype.is_floating_point:
-            raise NotALoop("carry-dtype", "the recurrence is not over real numbers")
+            raise NotALoop("carry-dtype", f"{loop.name} is computed in {dtype}, which is not a dtype of real numbers")
         # The operator wants a batch axis before time; any axis of the state will do.
         order = [1, 0, *range(2, len(shape))] if val.dim() else [0]
         operands = [emit.cast(x, dtype) for x in operands]
@@ -419,9 +432,14 @@ class LoopVectorizer:
         val = value(like)
         names = " and ".join(loop.name for loop in loops)
         if len(loops) > LARGEST:
-            raise NotALoop("carries-coupled", f"{names} depend on one another; systems of up to {LARGEST} are scans")
+            raise NotALoop(
+                "carries-coupled",
+                f"{names} depend on one another; only up to {LARGEST} such carries are computed as one scan",
+            )
         if any(body.reset is not None for body in bodies if isinstance(body, Affine)):
-            raise NotALoop("carries-coupled", f"{names} are replaced where a mask says so: no system")
+            raise NotALoop(
+                "carries-coupled", f"{names} depend on one another, and a mask replaces some of their elements"
+            )
         if any(value(x.steps[-1]).shape != val.shape or value(x.steps[-1]).dtype != val.dtype for x in loops):
             raise NotALoop("carry-shape", f"{names} depend on one another and differ in shape or dtype")
         shape = [*val.shape]

@@ -24,7 +24,7 @@ from .affine import Loop
 from .replace import Join, replace
 from .reroll import Reroller
 from .scatters import content, forward_writes, position
-from .vectorize import NotALoop, is_pointwise
+from .vectorize import NotALoop, described, is_pointwise
 
 aten = torch.ops.aten
 
@@ -51,7 +51,9 @@ def refusals(graph: Graph) -> list[str]:
             reroller.emit.at(root)
             attempt()
         except NotALoop as reason:
-            reasons[f"{source_line(root)}: {reason.advice}"] = None
+            line = source_line(root)
+            reason.line = "" if reason.line == line else reason.line
+            reasons[f"{line}: {reason.advice}"] = None
     for node in reversed(reroller.emit.added):
         graph.erase_node(node)
     return list(reasons)
@@ -106,12 +108,16 @@ def _place(reroller: Reroller, root: Node, base: Node, writes: list[tuple[Node, 
     positions: list[Any] = [position(write) for write, _ in writes]
     first = positions[0]
     if first is None or any(p is None or (p[0], p[2]) != (first[0], first[2]) for p in positions):
-        raise NotALoop("write-uneven", "the steps write to different axes")
+        raise NotALoop(
+            "write-uneven", f"the steps do not all write slices of one width to one axis of {described(base)}"
+        )
     dim, _, width = first
     ordered = sorted(zip(positions, writes, strict=True), key=lambda pair: pair[0][1])
     starts = [p[1] for p, _ in ordered]
     if any(b - a != width for a, b in pairwise(starts)):
-        raise NotALoop("write-uneven", "the steps do not write next to one another")
+        raise NotALoop(
+            "write-uneven", f"the slices that the steps write to axis {dim} of {described(base)} overlap or leave gaps"
+        )
     x = reroller.stack([content for _, (_, content) in ordered], root)
     shape = [*value(root).shape]
     shape[dim] = width * len(starts)
@@ -190,7 +196,7 @@ def _sums(reroller: Reroller, root: Node, terms: list[Node]) -> list[Node]:
                 raise
             continue
         return [reroller.emit.call(aten.sum.dim_IntList, x, [0]) for x in stacks]
-    raise NotALoop("steps-differ", "the terms of a sum are not the same for each step")
+    raise NotALoop("steps-differ", f"the {len(terms)} terms of a sum are not the same operations for each step")
 
 
 def last_states(graph: Graph, reroller: Reroller) -> Iterator[tuple[Node, Join, Node]]:

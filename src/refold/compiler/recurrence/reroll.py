@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,8 +25,9 @@ from torch.fx import Node
 
 from ..ir.cost import numel
 from ..ir.fx import is_tensor, known, place, value
+from ..ir.rewrite import source_line
 from .affine import Affine, Loop, LoopVectorizer
-from .vectorize import NotALoop, Value, vectorize_node
+from .vectorize import NotALoop, Value, described, vectorize_node
 
 aten = torch.ops.aten
 prims = torch.ops.prims
@@ -63,7 +64,7 @@ class Reroller(LoopVectorizer):
         self.emit.at(anchor)
         found = self._list(tuple(steps), _Frame(), 0, 0)
         if isinstance(found, Affine):
-            raise NotALoop("carries-coupled", "the list depends on a loop that is not finished")
+            raise NotALoop("carries-coupled", f"{found.loop.name} depends on another carry that depends on it")
         return self.emit.with_time(found, len(steps))
 
     def _list(self, steps: tuple[Any, ...], frame: _Frame, depth: int, peeled: int) -> Value | Affine:
@@ -84,6 +85,9 @@ class Reroller(LoopVectorizer):
             if part is None:
                 part = self._new(steps, frame, depth, peeled)
         except NotALoop as reason:
+            reason.line = reason.line or next(
+                (source_line(step) for step in reversed(steps) if isinstance(step, Node)), ""
+            )
             self._memo[steps] = reason
             raise
         self._memo[steps] = part
@@ -92,8 +96,8 @@ class Reroller(LoopVectorizer):
             ends = [step for step in (steps[0], steps[-1]) if isinstance(step, Node)]
             val = max((step.meta["val"] for step in ends), key=numel)
             if isinstance(val, torch.Tensor) and tuple(value(part.node).shape) != (len(steps), *val.shape):
-                self._memo[steps] = NotALoop("steps-differ", "the steps differ in shape")
-                raise NotALoop("steps-differ", "the steps differ in shape")
+                self._memo[steps] = _other_shapes(steps)
+                raise _other_shapes(steps)
             for i, step in enumerate(steps):
                 if isinstance(step, Node):
                     self._place.setdefault(step, (part, steps, i))
@@ -116,14 +120,18 @@ class Reroller(LoopVectorizer):
 
     def _new(self, steps: tuple[Any, ...], frame: _Frame, depth: int, peeled: int) -> Value | Affine:
         if depth > DEPTH:
-            raise NotALoop("step-long", "a step is too long")
+            raise NotALoop("step-long", f"a value of a step depends on more than {DEPTH} operations in a row")
         if (end := self._odd_end(steps)) is not None:
             return self._peel(steps, end, peeled)
         sample = steps[-1]
         if not isinstance(sample, Node) or sample.op != "call_function":
-            raise NotALoop("read-uneven", "the steps read tensors that are not slices of one")
+            raise NotALoop(
+                "read-uneven", f"the steps read different tensors, {_listed(steps)}, that are not slices of one tensor"
+            )
         if any(self._kind(step) != sample.target for step in steps):
-            raise NotALoop("steps-differ", "the steps do not all compute the same")
+            raise NotALoop(
+                "steps-differ", f"the steps do not compute the same: {_listed(self._kind(step) for step in steps)}"
+            )
         if sample.target is aten.copy.default and all(plain_copy(step) for step in steps):
             self.members.update(steps)
             return self._list(tuple(step.args[1] for step in steps), frame, depth + 1, peeled)
@@ -132,12 +140,15 @@ class Reroller(LoopVectorizer):
             return read
         rows = [list(_leaves((step.args, step.kwargs))) for step in steps]
         if any(len(row) != len(rows[0]) for row in rows):
-            raise NotALoop("steps-differ", "the steps differ in their number of arguments")
+            raise NotALoop(
+                "steps-differ",
+                f"{sample.target} has other numbers of arguments in other steps: {_listed(map(len, rows))}",
+            )
         tags = getattr(sample.target, "tags", ())
         if torch.Tag.nondeterministic_seeded in tags:
-            raise NotALoop("randomness", "there is randomness in the loop")
+            raise NotALoop("randomness", f"{sample.target} draws random numbers in the loop")
         if any(isinstance(leaf, Node) for leaf in _leaves(sample.kwargs)):
-            raise NotALoop("no-iteration-form", f"{sample.target} reads a tensor by keyword")
+            raise NotALoop("no-iteration-form", f"{sample.target} gets a tensor by keyword")
         loop = Loop(steps)
         frame.open.setdefault(steps[0], loop)
         frame.open.setdefault(steps[-1], loop)
@@ -183,14 +194,14 @@ class Reroller(LoopVectorizer):
     def _peel(self, steps: tuple[Any, ...], end: int, peeled: int) -> Value:
         """Stack all steps but one at the end, which stays as it is."""
         if peeled >= PEELS:
-            raise NotALoop("steps-differ", "the steps differ from one another")
+            raise NotALoop("steps-differ", f"more than {PEELS} steps at the ends differ from the others")
         rest = self._list(steps[1:] if end == 0 else steps[:-1], _Frame(), 0, peeled + 1)
         odd = steps[end]
         if isinstance(rest, Affine):
-            raise NotALoop("carries-coupled", "the list depends on a loop that is not finished")
+            raise NotALoop("carries-coupled", f"{rest.loop.name} depends on another carry that depends on it")
         like = steps[1] if end == 0 else steps[-2]
         if not is_tensor(like):
-            raise NotALoop("steps-differ", "the steps differ in what is no tensor")
+            raise NotALoop("steps-differ", f"{like} at one step and {odd} at another are not both tensors")
         core = self.emit.with_time(rest, len(steps) - 1)
         if is_tensor(odd) and numel(value(odd)) > numel(value(like)):  # a factor of a gradient that had no step before
             shape = value(odd).shape
@@ -198,9 +209,11 @@ class Reroller(LoopVectorizer):
         else:
             odd = self._tensor(odd, like)
         if value(odd).dtype != value(core).dtype:
-            raise NotALoop("steps-differ", "the dtype changes from step to step")
+            raise NotALoop(
+                "steps-differ", f"the dtype changes from step to step: {value(odd).dtype} and {value(core).dtype}"
+            )
         if value(odd).shape != value(core).shape[1:]:  # an end that was taken off the rest was larger
-            raise NotALoop("steps-differ", "the steps differ in shape")
+            raise _other_shapes((odd, like))
         own = self.emit.call(aten.unsqueeze.default, odd, 0)
         return Value(self.emit.call(aten.cat.default, [own, core] if end == 0 else [core, own], 0), True)
 
@@ -224,9 +237,15 @@ class Reroller(LoopVectorizer):
             return None  # the same positions at every step
         step, width = starts[1] - starts[0], stop - start
         if any(b - a != step for a, b in itertools.pairwise(starts)) or not step:
-            raise NotALoop("read-uneven", "a tensor is read at positions that are not evenly spaced")
+            raise NotALoop(
+                "read-uneven",
+                f"{described(source)} is read at positions of axis {dim} that are not evenly spaced: {_listed(starts)}",
+            )
         if any(part[3] - part[2] != width for part in parts) or (width != 1 and abs(step) != width):
-            raise NotALoop("read-uneven", "a tensor is read in slices that do not tile it")
+            raise NotALoop(
+                "read-uneven",
+                f"{described(source)} is read in slices of axis {dim} of other widths than their distance",
+            )
         return self._slices(source, dim, starts[0], step, width, len(steps), keep)
 
 
@@ -239,10 +258,22 @@ def _carry(steps: tuple[Any, ...], frame: _Frame) -> Affine | None:
         if (steps[:-1] == loop.steps[1:]) if reverse else (steps[1:] == loop.steps[:-1]):
             initial = steps[-1] if reverse else steps[0]
             if loop.initial is not None and loop.initial is not initial:
-                raise NotALoop("initial-state", "a step reads two different initial states")
+                raise NotALoop("initial-state", f"the carry has two initial values, {loop.initial} and {initial}")
             loop.initial, loop.reverse = initial, reverse
             return Affine(loop)
     return None
+
+
+def _listed(items: Iterable[Any]) -> str:
+    """Name the first few different items."""
+    names = list(dict.fromkeys(str(item) for item in items))
+    return ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
+
+
+def _other_shapes(steps: Iterable[Any]) -> NotALoop:
+    """Refuse a loop whose steps (...) have several shapes."""
+    shapes = _listed(tuple(value(step).shape) for step in steps if isinstance(step, Node) and is_tensor(step))
+    return NotALoop("steps-differ", f"the shape changes from step to step: {shapes}")
 
 
 def plain_copy(node: Any) -> bool:

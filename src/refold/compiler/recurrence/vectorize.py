@@ -207,7 +207,7 @@ def _cat(emit: Emitter, node: Any, args: list[Any], steps: int) -> Node:
 
 def _layer_norm(emit: Emitter, node: Node, args: list[Any], steps: int) -> Node:
     if any(isinstance(a, Value) and a.has_time for a in args[1:]):
-        raise NotALoop("no-iteration-form", "a step normalises with weights of its own")
+        raise NotALoop("no-iteration-form", "a normalisation uses other weights at each step")
     plain = [a.node if isinstance(a, Value) else a for a in args]
     return emit.call(node.target, *plain, **node.kwargs)
 
@@ -225,7 +225,10 @@ def _mm(emit: Emitter, node: Node, args: list[Any], steps: int) -> Node:
         out = emit.call(aten.bmm.default, emit.with_time(a, steps), emit.with_time(b, steps))
     if node.target is aten.addmm.default:
         if node.kwargs:
-            raise NotALoop("no-iteration-form", "a scaled addmm")
+            raise NotALoop(
+                "no-iteration-form",
+                f"{node.target} scales its operands ({', '.join(node.kwargs)}), which has no form over all steps",
+            )
         out = emit.call(aten.add.Tensor, emit.padded(args[0], 2), out)
     return out
 
@@ -274,6 +277,11 @@ BATCHING_RULES: dict[Any, Rule] = {
 }
 
 
+def described(node: Node) -> str:
+    """Name a tensor to a person: its name in the graph, and its shape."""
+    return f"{node.name} ({' x '.join(map(str, node.meta['val'].shape))})"
+
+
 def is_pointwise(target: Any) -> bool:
     """Tell whether an operation works on each element by itself, the same way every time."""
     tags = getattr(target, "tags", ())
@@ -294,14 +302,18 @@ def vectorize_node(emit: Emitter, node: Node, args: list[Any], steps: int) -> Va
     """
     rule = BATCHING_RULES.get(node.target, _pointwise if is_pointwise(node.target) else None)
     if rule is None:
-        raise NotALoop("no-iteration-form", f"{node.target} in the loop has no form over all steps")
+        raise NotALoop("no-iteration-form", f"{node.target} has no rule that computes all steps at once")
     try:
         new = rule(emit, node, args, steps)
     except (RuntimeError, ValueError, TypeError, AttributeError) as error:
-        raise NotALoop("no-iteration-form", f"{node.target} could not be given a time axis") from error
+        raise NotALoop(
+            "no-iteration-form", f"{node.target} fails when it computes all steps at once ({error})"
+        ) from error
     for own, step in zip(_tensors(new), _tensors(node), strict=False):
         if step.numel() and (tuple(own.shape) != (steps, *step.shape) or own.dtype != step.dtype):
-            raise NotALoop("no-iteration-form", f"{node.target} over all steps is not its steps stacked")
+            raise NotALoop(
+                "no-iteration-form", f"{node.target} over all steps has another shape or dtype than its steps have"
+            )
     return Value(new, True)
 
 

@@ -151,7 +151,7 @@ def validate_region(rewrite: Rewrite, actual: Sequence[Any] | None, settings: Se
         ):
             # To compile the baseline for the CPU takes longest of all. The race of the whole graph decides.
             return verdict
-        log.info("racing %s", rewrite.site)
+        log.info("comparing the time of %s with the original", rewrite.site)
         verdict.race, verdict.original_by = _time(rewrite, baseline, like, device, settings)
         # A region alone is spared what Inductor's fusion recomputes in the whole graph, so the race
         # is generous to the original. What it cannot decide, the race of the whole graph will, unless
