@@ -1,8 +1,8 @@
 """How long Inductor will take, before it is started: it cannot be interrupted.
 
-An unrolled loop is one long chain, for which it takes more than twice as long when it is twice as long. The estimate is
-for one CPU core, from measurements of such loops of 100 to 2400 ATen operations (an average over steps computed with
-1 to 20 operations, 5 to 50 s at the upper end): single loops are off by several times.
+An unrolled loop is one long chain. When the chain is twice as long, Inductor takes more than twice as long. The
+estimate is for one CPU core. It was fitted to loops of 100 to 2400 ATen operations, with 1 to 20 operations per step.
+The longest took 5 to 50 s, so the estimate for one loop may be wrong by several times.
 """
 
 from __future__ import annotations

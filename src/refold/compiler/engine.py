@@ -1,10 +1,9 @@
 """What `refold.compiler.backend` hands on: ``torch.compile(backend="refold")``, `refold.compile`, `refold.explain`.
 
-One graph goes through these steps. Inductor is started with a hook on its ATen graph; if the
-pipeline finds nothing there, the compile simply ends as Inductor's own. Otherwise it is stopped,
-each rewrite is checked against float64 and timed against its original, the compile is started again
-with those that stand, and the result is raced against eager and plain Inductor. What runs in the
-end is the fastest of the three, and the report says why.
+One graph goes through these steps. Inductor is started with a hook on its ATen graph. If the pipeline finds nothing
+there, the compile ends as Inductor's own. Otherwise the compile is stopped, and each rewrite is checked against float64
+and timed against its original. The compile is started again with the rewrites that passed. The result is timed against
+eager and plain Inductor. What runs in the end is the fastest of the three, and the report says why.
 """
 
 from __future__ import annotations

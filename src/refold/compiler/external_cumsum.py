@@ -1,9 +1,9 @@
 """Hand cumulative sums to ATen where Inductor cannot generate code for them.
 
-Inductor of torch 2.11 raises ``TypeError: list indices must be integers`` in the code generation of
-a split scan on CUDA when its loads come from a padded or concatenated buffer, as in the cumulative
-decay of transformers' Mamba-2 layers. The pipeline does not run this pass by default; the backend
-asks for it after a failed compile, and says so in the report.
+Inductor of torch 2.11 raises ``TypeError: list indices must be integers`` when it generates code for a split scan on
+CUDA that reads a padded or concatenated buffer. The cumulative decay of transformers' Mamba-2 layers is such a scan.
+The pipeline does not run this pass by default; the backend asks for it after a failed compile, and says so in the
+report.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ def keep_scans_external(graph: Graph, level: int) -> int:
 
     Args:
         graph: The graph.
-        level: How many distinct sizes to hand over, smallest first: an opaque scan costs a round
-            trip through memory, so large ones stay with Inductor as long as it can compile them.
+        level: How many distinct sizes to hand over, smallest first. An opaque scan costs a round trip through memory.
+            So large ones stay with Inductor as long as it can compile them.
 
     Returns:
         How many distinct sizes there are.

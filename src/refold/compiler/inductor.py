@@ -1,8 +1,8 @@
 """Drive Inductor: hand it a graph, get at the ATen graph before code is generated, get a callable back.
 
-Dynamo and AOTAutograd do the work of capture. `Hook` sits where Inductor offers custom passes, on
-the joint or inference graph: after functionalisation and autograd, so that aliasing, mutation and
-gradients are already explicit and a rewrite need not know of them.
+Dynamo and AOTAutograd do the work of capture. `Hook` is one of Inductor's custom passes on the joint or inference
+graph. It runs after functionalisation and autograd. So aliasing, mutation and gradients are explicit, and a rewrite
+need not know of them.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """One line for a user who waits: the first call of a compiled function may take a minute.
 
 All steps are logged with level INFO by ``logging.getLogger("refold")``, which Python does not show unless it is asked
-to. A compile that takes longer than `PATIENCE_S` says so once with level WARNING, which Python shows on standard error;
-at most one such line in `PAUSE_S` seconds, whatever the number of graphs.
+to. A compile that takes longer than `PATIENCE_S` says so once with level WARNING, which Python shows on standard error.
+There is at most one such line in `PAUSE_S` seconds, for any number of graphs.
 """
 
 from __future__ import annotations

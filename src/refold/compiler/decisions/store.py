@@ -1,10 +1,10 @@
 """Decisions kept in this process, and on disk for the next.
 
-On disk a decision is one small JSON file, ``FOLDER/PLACE/KIND-KEY.json``: the place names the versions and the machine
-that the decision holds for, so what another version wrote is never read. A file is written beside its name and then
-moved over it, so that no reader sees half of one. A file that is not as it should be is as good as none; the
-report says so. Nothing in a file is executed: it holds names and numbers, and which rewrites to apply, never a program.
-When the folder is larger than `LIMIT`, the files that were not used for longest are removed.
+On disk a decision is one small JSON file, ``FOLDER/PLACE/KIND-KEY.json``. The place names the versions and the machine
+that the decision holds for, so what another version wrote is never read. A file is first written under another name and
+then renamed, so no reader sees half of a file. A file that cannot be read counts as absent, and the report says so.
+Nothing in a file is executed: it holds names and numbers, and which rewrites to apply, never a program. When the folder
+is larger than `LIMIT`, the files that were not used for longest are removed.
 """
 
 from __future__ import annotations

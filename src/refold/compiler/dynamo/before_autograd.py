@@ -1,10 +1,10 @@
 """Recurrences of a graph for training that are no captured loops: found before autograd.
 
 A backward reads what its forward wrote: decays, products, states. An operator that never writes them must be there
-before autograd, and brings its own backward. So Dynamo's graph is traced to ATen without a backward, the passes that
-replace recurrences (`refold.compiler.pipeline.BEFORE_AUTOGRAD`) run over that, and what they found is put into Dynamo's
-graph, between values that Dynamo has a node for. All else of Dynamo's graph stays as it is, in-place operations and
-`no_grad` among it.
+before autograd, and brings its own backward. So Dynamo's graph is traced to ATen without a backward. The passes that
+replace recurrences (`refold.compiler.pipeline.BEFORE_AUTOGRAD`) run over the traced graph. What they found is put into
+Dynamo's graph, between values that Dynamo has a node for. All else of Dynamo's graph stays as it is, in-place
+operations and `no_grad` among it.
 
 Shapes and strides of all values are those that Dynamo traced.
 """

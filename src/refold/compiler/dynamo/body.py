@@ -1,7 +1,7 @@
 """The body of a captured loop, computed for all steps at once.
 
 The body is traced to ATen once, with the number of the step as a symbol. Each of its values is then the same at every
-step, or a tensor with a time axis, or an affine function of a carry; carries that are affine in themselves are scans
+step, or a tensor with a time axis, or an affine function of a carry. Carries that are affine in themselves are scans
 (`refold.compiler.recurrence.affine`). Nothing here is proportional to the number of steps.
 """
 

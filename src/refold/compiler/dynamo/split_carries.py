@@ -1,10 +1,10 @@
 """Carries of a few elements that a step moves or mixes become one carry per element.
 
-A step may roll a window (``torch.cat([w[:, 1:], x], 1)``, ``torch.roll``), rotate pairs of numbers, or multiply a
-short vector by a matrix. Along that axis it is no elementwise function of its carry. If the axis is short, its elements
-become carries of their own, and the step a program on elements (scalar replacement of aggregates): moving them costs
-nothing, and a sum over them is a few additions. A window then holds what former steps read; a small matrix is a system
-of coupled carries.
+A step may roll a window (``torch.cat([w[:, 1:], x], 1)``, ``torch.roll``), rotate pairs of numbers, or multiply a short
+vector by a matrix. Along that axis it is no elementwise function of its carry. If the axis is short, its elements
+become carries of their own, and the step becomes a program on elements (scalar replacement of aggregates). Moving
+elements then costs nothing, and a sum over them is a few additions. A window then holds what former steps read; a small
+matrix is a system of coupled carries.
 
 Elements keep their axis, with size one, so that what is elementwise along the other axes stays as it is.
 

@@ -1,7 +1,7 @@
 """What a step computes from its number, for all steps at once: ``0.9 ** (T - t)``, ``t * dt``, ``t < lengths``.
 
-Python computes it step by step in integers of any size and in float64. Here it is a tensor over time, int64 or float64,
-and takes part in an operation as a Python number does: it does not promote a tensor of its own kind.
+Python computes it step by step in integers of any size and in float64. Here it is a tensor over time, int64 or float64.
+In an operation it behaves as a Python number does: it does not change the dtype of a tensor of the same kind.
 
 Shapes. A number of the step becomes (t,), and is padded to (t, 1, ..., 1) where it meets a value (t, ...).
 """

@@ -28,10 +28,11 @@ class CapturedLoop(torch.nn.Module):
     step. It returns the new carried values, further values of which only the last step's counts, and values that are
     collected.
 
-    Called with the first carried values, the sequences, and the rest, the loop returns the last carried values and the
-    last further values, and for each collected value the list of all steps' values.
+    The loop is called with the first carried values, the sequences, and the rest. It returns the last carried values,
+    the last further values, and for each collected value the list of all steps' values.
 
-    Where ``count`` is None it is the last operand, and all steps' values are one tensor with a time axis in front.
+    Where ``count`` is None it is the last operand, and all steps' values are one tensor, (t, ...), whose first axis is
+    time.
     """
 
     # The body may write to its arguments: no pass may drop a call of which nothing is used.

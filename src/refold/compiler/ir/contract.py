@@ -1,4 +1,4 @@
-"""Matrix products from operands whose axes are symbols: multiply, and sum over what nobody reads afterwards.
+"""Matrix products from operands whose axes are symbols: multiply, and sum over the axes that no later node reads.
 
 Shapes. Operands have one axis per symbol, in any order. Two of them are multiplied as (batch, rows, summed) and
 (batch, summed, columns).

@@ -1,10 +1,9 @@
 """Run ATen graphs on real tensors: the values inside a graph, and a float64 reference that fits in memory.
 
-A naive layer may multiply two tensors into one of 48 GiB only to sum it. Run node by node, in
-float64, that needs twice as much. So a multiplication that only feeds a sum is done in blocks along
-an axis that the sum keeps; in the float64 reference it becomes a product of matrices over the axes by
-their position. Both are purely positional: they rely on nothing that `refold.compiler.ir.index`
-concluded, which is what the reference is there to check.
+A naive layer may multiply two tensors into one of 48 GiB only to sum it. Run node by node, in float64, that needs twice
+as much. So a multiplication that only feeds a sum is done in blocks along an axis that the sum keeps. In the float64
+reference, it becomes a product of matrices over the axes by their position. Both are purely positional: they rely on
+nothing that `refold.compiler.ir.index` concluded, which is what the reference is there to check.
 """
 
 from __future__ import annotations
@@ -109,8 +108,8 @@ class Evaluator(torch.fx.Interpreter):
 def contracted(a: torch.Tensor, b: torch.Tensor, dims: Sequence[int], keepdim: bool) -> torch.Tensor:
     """Return ``(a * b).sum(dims, keepdim)`` of two tensors of one rank, without writing the product out.
 
-    An axis along which an operand was expanded is left out of it, so that ``torch.einsum`` has the
-    operands as they were; an axis that neither has is counted at the end.
+    An axis along which an operand was expanded is left out of this operand, so ``torch.einsum`` gets the operands as
+    they were. If neither operand has a summed axis, the total is multiplied by the size of that axis.
     """
     shape, every = torch.broadcast_shapes(a.shape, b.shape), range(a.dim())
     axes = [[d for d in every if x.shape[d] > 1 and x.stride(d) != 0] for x in (a, b)]

@@ -1,14 +1,13 @@
 """Index notation: what each axis of each value in an ATen graph means.
 
-Every tensor axis carries a tuple of `Axis` symbols, outermost first: one symbol for a plain axis,
-several for an axis that a reshape merged, none for an axis of size one. Views, permutations,
-``expand`` and broadcasting only move symbols between axes, so a value is a `Product` of `Factor`s,
-each a node read at some of the symbols. A symbol that no factor reads is a *repeat*: the value is
-constant along it. That is all the contraction passes need to know.
+Every tensor axis has a tuple of `Axis` symbols, outermost first. A plain axis has one symbol, an axis that a reshape
+merged has several, and an axis of size one has none. Views, permutations, ``expand`` and broadcasting only move symbols
+between axes, so a value is a `Product` of `Factor`s, each a node read at some of the symbols. A symbol that no factor
+reads is a *repeat*: the value is constant along it. That is all the contraction passes need to know.
 
-Two rules keep this sound. Symbols are unified only where the graph itself multiplies two axes
-element by element. And every *use* of a node gets symbols of its own: in ``x * x.T`` the two
-occurrences of ``x`` must not share theirs, or the product would collapse onto the diagonal.
+Two rules keep this sound. Symbols are unified only where the graph itself multiplies two axes element by element. Every
+*use* of a node gets symbols of its own. If the two uses of ``x`` in ``x * x.T`` shared theirs, the product would become
+its diagonal.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Inductor takes shapes, dtypes and strides from a node's fake value and generates code that relies on them. A value that
 is computed in another way may lie in memory in another way. Then the fake values of all that reads it are out of date,
-although every operation by itself is right: run step by step, the graph gives the right numbers; compiled, it does not.
+although every operation by itself is right. Run node by node, the graph gives the right numbers. Compiled, it does not.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Lower a program in index notation to ATen nodes: the only thing that is ever done with one.
 
 Nodes are inserted by `refold.compiler.ir.builder`, which computes their shapes and dtypes on fake tensors. Contractions
-become matrix products as the passes make them, in the order of least work if more than two values are multiplied at a
-time; a program that wants another order writes more steps.
+become matrix products as the passes make them. If more than two values are multiplied at a time, the order of least
+work is taken. A program that wants another order writes more steps.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Find a region in another graph: the same steps in normal form, whatever letters, names, sizes and views they have.
 
-A step matches a step if both do the same with the same numbers, and if letters of one can be put for letters of the
-other, one for one, so that all they read and the result agree. The axes of a value that a step makes may stand in
-another order, and what may be exchanged (the factors of a contraction, both sides of a sum) is tried in each order. A
-rule's inputs stand for any value whose axes are in their order.
+A step matches a step if both do the same with the same numbers. Also, there must be a one-to-one renaming of letters
+with which all that they read and the result agree. The axes of a value that a step makes may be in another order.
+Factors of a contraction and both sides of a sum may be exchanged, so each order is tried. A rule's inputs stand for any
+value whose axes are in their order.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Multiply one input by several matrices at once: naive layers project the same tokens to B, C and the step separately.
 
-The matrices are put side by side, and the result is cut. The input is then read once, and a wide product keeps a
-processor busier than several narrow ones; but the matrices are copied in each call, since they may change between two.
-So it is tried only where that copy is smaller than what is saved, and kept where it is measured to be faster.
+The matrices are put side by side, and the result is cut. The input is then read once, and a wide product uses a
+processor better than several narrow ones. But the matrices are copied in each call, since they may change between two
+calls. So it is tried only where that copy is smaller than what is saved, and kept where it is measured to be faster.
 
 Shapes. One input (rows, k) and matrices (k, n1), (k, n2), ... give (rows, n1), (rows, n2), ... by way of
 (rows, n1 + n2 + ...). Source: one of the substitutions that Jia et al. 2019 (TASO) found.

@@ -1,11 +1,9 @@
 """Recover contractions: a broadcast multiply and a sum is a matrix product, however it is spelled.
 
-The sum is read in index notation (`refold.compiler.ir.index`): a product of factors over symbols, some
-of them summed. Symbols that no factor reads fall out (that alone removes the repeat of one ``B, C``
-group to every head), ``opt_einsum`` orders the factors (Smith & Gray 2018, doi:10.21105/joss.00753), and
-each pair becomes ``mm`` or ``bmm``.
-Matrix products that are in the graph already are read the same way, and rewritten if a repeat falls
-out of them.
+The sum is read in index notation (`refold.compiler.ir.index`): a product of factors over symbols, some of them summed.
+Symbols that no factor reads are dropped. That alone removes the repeat of one ``B, C`` group to every head.
+``opt_einsum`` orders the factors (Smith & Gray 2018, doi:10.21105/joss.00753), and each pair becomes ``mm`` or ``bmm``.
+Matrix products that are in the graph already are read the same way, and rewritten if a repeat falls out of them.
 """
 
 from __future__ import annotations

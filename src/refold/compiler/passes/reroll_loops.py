@@ -1,9 +1,8 @@
 """Turn unrolled loops over time into scans.
 
-A loop shows where its steps come together again: in a ``cat`` of one value per step, in a tensor that
-each step writes a slice of, in a sum over steps (gradients of what all steps read), or in its last
-state. From there `refold.compiler.recurrence.reroll` works backwards. What carries no state from step to step
-is left to Inductor.
+A loop is found where its steps come together again. That is a ``cat`` of one value per step, a tensor that each step
+writes a slice of, or a sum over steps (gradients of what all steps read). It may also be the last state. From there
+`refold.compiler.recurrence.reroll` works backwards. What carries no state from step to step is left to Inductor.
 
 Shapes. The steps' values (...) become one value (t, ...), and are joined as they were.
 """

@@ -1,9 +1,9 @@
 """Sum a convolution's input instead of its result: a mean over space needs no convolution over space.
 
-A result of a convolution is a sum over offsets k of the kernel of weights times the input, shifted by k. Summed over an
-axis of space, the shifts along it only decide which border of the input is left out: the total of the input, less the
-sums of a few border rows for each k. What is left is a convolution over the other axes of space with one input channel
-for each channel and offset, or, if nothing is left, a product of matrices.
+A result of a convolution is a sum over offsets k of the kernel of weights times the input, shifted by k. In a sum over
+an axis of space, the shifts along that axis only decide which border of the input is left out. So the sum is the total
+of the input, less the sums of a few border rows for each k. What is left is a convolution over the other axes of space
+with one input channel for each channel and offset, or, if nothing is left, a product of matrices.
 
 Shapes. The input is (b, c, *space), weights are (o, c / groups, *kernel), the result is (b, o, *the space that is
 left).

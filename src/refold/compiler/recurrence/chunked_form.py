@@ -5,18 +5,18 @@ State space dual code cuts time into chunks and adds up two products (Dao & Gu 2
     within a chunk    Y[c,i]  = sum over j <= i of (C[c,i] . B[c,j]) exp(S[j,i]) X[c,j]
     between chunks    Y[c,i] += exp(S[start,i]) C[c,i] . H[c]
 
-where ``S`` are sums of one log decay ``a`` between two positions, and ``H[c]``, the state that enters
-chunk ``c``, is itself a product: decays between chunks times what each chunk adds to the state,
+``S`` are sums of one log decay ``a`` between two positions. ``H[c]`` is the state that enters chunk ``c``. It is a
+product, too: decays between chunks times what each chunk adds to the state,
 
     sum over j of exp(S[j,end]) B[c,j] X[c,j],        the first of them being the initial state.
 
-That is ``H <- exp(a) H + X B`` and ``y = C . H`` at every token: `refold.ops.ssd`. Both products are
-read in index notation down to their last factors, so that any order and spelling of the products
-looks the same, and are the same scan only if B, C, X and the source of all five decays are the same
-nodes at the same symbols. Chunks that were padded to their length are read without the padding.
+That is ``H <- exp(a) H + X B`` and ``y = C . H`` at every token: `refold.ops.ssd`. Both products are read in index
+notation down to their last factors, so any order and spelling of the products looks the same. They are the same scan
+only if B, C, X and the source of all five decays are the same nodes at the same symbols. Chunks that were padded to
+their length are read without the padding.
 
-Shapes. X is (b, c, l, h, p), B and C are (b, c, l, g, n) and a is (b, c, l, h) up to the order, the splitting and the
-merging of axes: c chunks of l tokens.
+Shapes. X is (b, c, l, h, p), B and C are (b, c, l, g, n), and a is (b, c, l, h): c chunks of l tokens. Axes may be in
+another order, split or merged.
 """
 
 from __future__ import annotations

@@ -1,14 +1,13 @@
 """From a scan whose states are only read through a contraction to the operator that never writes them.
 
-The states ``h`` of a scan are (time, batch, ..., n). Where ``y = sum over n of h * C`` is all that
-reads them, and the scan's factors are ``decay * exp(dt * A)`` and its inputs ``dt * x * B``, where
-decay does not span n and no factor of the inputs spans both x's axes and n, that is a selective
-scan; if the factors are ``exp(dt * A)`` and depend on neither x's last axis nor n, it is a state
-space dual, which is matrix products. Factors are read in index notation, so the spelling does not
-matter. What cannot be read that way stays a scan.
+The states ``h`` of a scan are (time, batch, ..., n). Only ``y = sum over n of h * C`` may read them. The scan is a
+selective scan if its factors are ``decay * exp(dt * A)`` and its inputs are ``dt * x * B``. Decay must not span n, and
+no factor of the inputs may span both x's axes and n. If the factors are ``exp(dt * A)`` and depend on neither x's last
+axis nor n, the scan is a state space dual (`refold.ops.ssd`), which is computed by matrix products. Factors are read in
+index notation, so the spelling does not matter. What cannot be read that way stays a scan.
 
-Axes. The states are (t, b, *kept, n) in some order of kept and n: axis 0 is time, axis 1 the batch, ``n`` is the axis
-that the contraction sums, and ``kept`` are the others, which ``y`` keeps. Operands are laid out as operators take them:
+Axes. The states are (t, b, *kept, n) in some order of kept and n: axis 0 is time, and axis 1 is the batch. The
+contraction sums the axis ``n``. ``y`` keeps the other axes, ``kept``. Operands are laid out as operators take them:
 
     ssd             x (b, t, h, p)   dt (b, t, h)   A (h)      B, C (b, t, g, n)   state (b, h, p, n)
     selective_scan  x (b, t, d)      dt (b, t, d)   A (d, n)   B, C (b, t, n)      state (b, d, n)

@@ -1,7 +1,7 @@
 """Scans whose decay varies along the axis that is contracted, by chunks of time, without writing their states.
 
-Gated linear attention keeps states ``S[k, v]`` with a decay for each key, ``S = a[t, k] * S + key[t, k] value[t, v]``,
-of which only ``y[t, v] = sum over k of query[t, k] * S[k, v]`` is read. Within a chunk, with ``G`` the running sum of
+Gated linear attention keeps states ``S[k, v]`` with a decay for each key: ``S = a[t, k] * S + key[t, k] value[t, v]``.
+Only ``y[t, v] = sum over k of query[t, k] * S[k, v]`` is read of them. Within a chunk, with ``G`` the running sum of
 the log decays from its start,
 
     y[i] = sum over j <= i of (sum over k of query[i, k] key[j, k] exp(G[i, k] - G[j, k])) value[j]
@@ -13,11 +13,12 @@ the first term a matrix product, does overflow. Differences are taken in float64
 may cancel; of float64 itself in two parts. Source: Yang et al. 2024 (arXiv:2312.06635), section 4;
 there the first term is cut once more, here its pairs are written out.
 
-A product with zero is no mask: zero times infinity is not a number. So what a position must not see is replaced before
-it is multiplied, and a log decay of minus infinity, which forgets, by one whose exponential is zero all the same.
+A product with zero is no mask: zero times infinity is not a number. So a value that a position must not see is replaced
+before it is multiplied. A log decay of minus infinity, which forgets the state, is replaced by a finite one whose
+exponential is zero, too.
 
 Shapes. Query, key and log decays are (b, c, l, k), values (b, c, l, v), states (b, c, k, v), pairs (b, c, l, l): c
-chunks of l tokens, and what stands for the batch b may be several axes.
+chunks of l tokens. Several axes may stand for the batch b.
 """
 
 from __future__ import annotations
@@ -144,7 +145,10 @@ def _chunked(emit: Emitter, x: Node, chunks: int) -> Node:
 
 
 def _running_sums(emit: Emitter, g: Node) -> list[Node]:
-    """Sum log decays from the start of each chunk in float64; its own, what the sums have lost is summed beside."""
+    """Sum log decays (b, c, l, k) from the start of each chunk in float64.
+
+    If they are float64 themselves, what the sums lose is summed separately, and returned as a second tensor.
+    """
     wide = emit.cast(g, torch.float64)
     total = emit.call(aten.cumsum.default, wide, 2)
     if value(g).dtype != torch.float64:

@@ -1,8 +1,8 @@
 """Scans that do the same at every step, such as S4D, as matrix products, without writing their states.
 
-Where the decay ``a[k]``, what the input is multiplied by, and what reads the states depend neither on time nor on the
-batch, ``S[k] = a[k] * S[k] + key[k] x[t]``, ``y[t] = sum over k of query[k] S[k]`` is the same map from each chunk's
-inputs to its outputs, for all chunks and all sequences:
+The recurrence is ``S[k] = a[k] * S[k] + key[k] x[t]``, ``y[t] = sum over k of query[k] S[k]``. Decay, key and query
+depend neither on time nor on the batch. So the map from a chunk's inputs to its outputs is the same for all chunks and
+all sequences:
 
     y[i] = sum over j <= i of (sum over k of query[k] key[k] a[k]^(i - j)) x[j]
            + sum over k of query[k] a[k]^(i + 1) S0[k],
@@ -11,8 +11,8 @@ where S0 are the states that enter the chunk: one `linear_scan` over chunks. The
 Powers are taken of the decay itself, so it may be zero or negative. Source: Gu et al. 2022 (S4D, arXiv:2206.11893),
 whose kernel is the first sum.
 
-Shapes. Inputs are (b, c, l), keys, queries and decays (k,), the Toeplitz matrix (l, l), states (b, c, k), each with the
-axes of channels beside them.
+Shapes. Inputs are (b, c, l), keys, queries and decays (k,), the Toeplitz matrix (l, l), states (b, c, k). Each may have
+axes of channels as well.
 """
 
 from __future__ import annotations

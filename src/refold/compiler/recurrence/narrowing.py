@@ -2,8 +2,9 @@
 
 Reference code widens activations to float32 before a scan and narrows the layer's result. Matrix units multiply 16-bit
 numbers several times faster, and the operator sums in float32. So the region from the 16-bit values before the scan to
-the one 16-bit value after it is replaced as one. What it loses is of the size of the rounding that the original makes
-at its end, and the check of the region decides: at most eight times the original's own error, gradients included.
+the one 16-bit value after it is replaced as one. The loss is about as large as the rounding that the original makes at
+its end. The check of the region decides: the error, with gradients, may be at most eight times the original's own
+error.
 
 Shapes are those of the region, and stay; dtypes change.
 """

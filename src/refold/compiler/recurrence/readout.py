@@ -1,8 +1,8 @@
 """How a contraction reads the states of a scan: as one of the factors that it multiplies and sums.
 
-Values are split into factors in index notation, each with the axes of the states that it runs along. States may be
-read after their step or before it (``loop.previous``), and next to other products: in ``sum over n of C * (h + u * B)``
-the sum is multiplied out, and what does not hold the states is kept apart.
+Values are split into factors in index notation, each with the axes of the states that it runs along. States may be read
+after their step or before it (``loop.previous``), and other products may be added to them. The sum in ``sum over n of C
+* (h + u * B)`` is multiplied out. The terms without the states are kept apart.
 
 Shapes. States are (b, t, ...) in the scan, and (t, ...) over all steps of a loop, axis 0 of a state being the batch.
 """

@@ -119,8 +119,8 @@ def replace(
 def _computed_anew(added: list[Node], reroller: Reroller) -> set[Node]:
     """Return nodes of single steps that the new value reads, because all steps compute the same.
 
-    Both versions of the region compute them: as an input beside what they are computed from, the check would draw
-    values for them that contradict what the other steps compute.
+    Both versions of the region compute them: if they were inputs as well as what they are computed from, the check
+    would draw values for them that contradict what the other steps compute.
     """
     found: set[Node] = set()
     stack = [x for node in added for x in node.all_input_nodes]

@@ -1,7 +1,7 @@
 """Tensors that are written to position by position, as functionalisation leaves them: who reads what was written.
 
-A step may read what the step before it wrote; in a backward, each step reads its part of a gradient and then clears it
-in a copy for the next one; and of a stack of all states the last one may be all that is read.
+A step may read what the step before it wrote. In a backward, each step reads its part of a gradient. Then it clears
+this part in a copy for the next step. The last state may be all that is read of a stack of all states.
 
 Shapes. A write puts (..., width, ...) at a position of one axis of (..., size, ...); ``select_scatter`` writes (...,
 ...).

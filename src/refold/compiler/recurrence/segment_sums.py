@@ -1,10 +1,10 @@
 """Segment sums: values that are the sum of some ``a`` over the positions between two axes, however spelled.
 
-With ``P`` the running sum of ``a`` along an axis, state space code needs ``P[i]`` (from the start),
-``P[-1] - P[i]`` (to the end) and ``P[i] - P[j]`` (between). The last is also written as the running
-sum over a copy of ``a`` that a mask has cleared on and above the diagonal, and is itself masked to
-``-inf`` above it, so that its exponential is the decay from each position to each later one. Dao & Gu 2024
-(arXiv:2405.21060), listing 1, calls this ``segsum``: (..., t) -> (..., t, t).
+With ``P`` the running sum of ``a`` along an axis, state space code needs ``P[i]`` (from the start), ``P[-1] - P[i]``
+(to the end) and ``P[i] - P[j]`` (between). The last is also written as a running sum over a copy of ``a``, which a mask
+has cleared on and above the diagonal. The sum is then masked to ``-inf`` above the diagonal. So its exponential is the
+decay from each position to each later one. Dao & Gu 2024 (arXiv:2405.21060), listing 1, calls this ``segsum``: (..., t)
+-> (..., t, t).
 """
 
 from __future__ import annotations
@@ -189,7 +189,7 @@ def _difference(node: Node) -> Segments | None:
 
 
 def _filled(node: Node, number: float) -> tuple[Node, bool] | None:
-    """Return what a ``where`` keeps beside a number, and whether it keeps it where its mask is true."""
+    """Return the tensor of a ``where`` between a tensor and a number, and whether it is kept where the mask is true."""
     for kept, fill, keep_true in ((1, 2, True), (2, 1, False)):
         x, constant = arg(node, kept), arg(node, fill)
         if (

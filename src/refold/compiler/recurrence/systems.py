@@ -1,9 +1,9 @@
 """Linear recurrences of a few coupled values, and of complex ones, as one operation.
 
 ``h[t] = A[t] h[t-1] + b[t]`` with small matrices A is a scan: two steps compose to ``(A2 A1, A2 b1 + b2)``. Steps are
-composed in pairs, which leaves the same problem of half the length; its states are every second one that is wanted, and
-the others are one step away (cyclic reduction; Blelloch 1990, CMU-CS-90-190). That takes log2 of the length in passes,
-and about as much work as the steps themselves.
+composed in pairs, which leaves the same problem of half the length. Its states are every second state of the original,
+and the others are one step away (cyclic reduction, Blelloch 1990, CMU-CS-90-190). That takes log2 of the length in
+passes, and about as much work as the steps themselves.
 
 Products of matrices lose digits that one step after the other keeps, so single precision is to be computed in double:
 `wide` says in what.

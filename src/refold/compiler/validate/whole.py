@@ -1,15 +1,16 @@
 """Compare a whole program with the original before it may run: outputs, gradients, and inputs that are written to.
 
-Regions are checked one by one in `refold.compiler.validate.region`. What that cannot see is how they were put
-together: a region that was cut out wrongly, a loop whose body is not the user's step, a mistake of Inductor's. So the
-program that is about to run is called once on copies of the user's inputs, and so is the original, as it is and in
-float64, with the same random numbers and the same cotangents. The bound is that of a region (`refold.verify.numerics`).
+Regions are checked one by one in `refold.compiler.validate.region`. What that cannot see is how they were put together:
+a region that was cut out wrongly, a loop whose body is not the user's step, a mistake of Inductor's. So the program
+that is about to run is called once on copies of the user's inputs. The original is called on such copies, too, as it is
+and in float64. All calls use the same random numbers and the same cotangents. The bound is that of a region
+(`refold.verify.numerics`).
 
 Two things differ from a region. A result of a few elements (a loss, say) is one draw of the original's rounding, which
-may be small by luck. If such results are all that fails, the original is run on inputs that are moved by at most one
-rounding as well, and the largest error seen is its error. And where the original cannot be run in float64 (too little
-memory, an operation that is not made for it) the original is its own reference, and its error is how far such inputs
-move it.
+may be small by luck. If only such results fail, the original is also run on inputs that are moved by at most one
+rounding. Then the largest error seen is its error. The original cannot always be run in float64: memory may be too
+small, or an operation may not support float64. Then the original is its own reference, and its error is how far such
+inputs move it.
 """
 
 from __future__ import annotations

@@ -202,7 +202,7 @@ def _is_reversed(it: Variable) -> bool:
 
 
 def _rest_of_reversed(tx: Translator, it: Variable) -> list[Variable]:
-    """Return the items that are left; none if they are not those of a tuple, which nobody can change."""
+    """Return the items that are left; none if they are not those of a tuple, which cannot change."""
     effects = tx.output.side_effects
     of, index = (realized(effects.load_attr(it, name)) for name in ("seq", "index"))
     known = isinstance(of, TupleVariable) and is_constant(index) and index.value >= 0

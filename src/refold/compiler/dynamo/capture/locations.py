@@ -1,9 +1,9 @@
 """Where a body can leave something for the next step.
 
-A local variable, a cell (a variable that an inner function shares, so also the walrus target of a comprehension before
-Python 3.12), an attribute, an entry of a dictionary, a list, or an end of one that grows. In a graph of its own
-Dynamo lets no code change what was there before. `AttributeRecorder`, `DictRecorder` and `ListRecorder` let it, tell
-what was changed, and put it back.
+Such a place is a local variable, a cell, an attribute, an entry of a dictionary, a list, or an end of a list that
+grows. A cell is a variable that an inner function shares. Before Python 3.12, the walrus target of a comprehension is a
+cell, too. In a graph of its own Dynamo lets no code change what was there before. `AttributeRecorder`, `DictRecorder`
+and `ListRecorder` let it, tell what was changed, and put it back.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """What a loop's body must leave alone, and what is put back after it was traced for a trial.
 
 Dynamo keeps what a program did to Python's objects in variables and side tables. A body is traced more than once, and
-not every trace is kept: so the translator's registers are restored after each, and everything else that the body could
-reach is compared with what it was before. State that may change (`capture.carried`) is taken out first.
+not every trace is kept. So the translator's registers are restored after each trace. Everything else that the body
+could reach is compared with what it was before. State that may change (`capture.carried`) is taken out first.
 """
 
 from __future__ import annotations
@@ -147,8 +147,8 @@ def _registers(frame: Translator) -> dict[str, Any]:
 class _Found(dict[int, Any]):
     """The objects that Dynamo knows; remembers what those held that it came to know during a trace.
 
-    What it found once it does not look for again, so it must be known when the trace is forgotten: a change that Dynamo
-    sees at an object that it does not know is lost.
+    Dynamo does not look again for an object that it has found once. So the object must stay known when the trace is
+    forgotten: Dynamo loses a change of an object that it does not know.
     """
 
     def __init__(self, known: dict[int, Any]) -> None:
