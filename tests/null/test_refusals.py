@@ -53,6 +53,11 @@ def test_a_refusal_says_what_and_what_to_do():
     refusal = Refusal("carry-squared", "h is multiplied by itself")
     assert str(refusal) == "h is multiplied by itself [carry-squared]"
     assert refusal.advice.startswith("h is multiplied by itself [carry-squared]: ")
+    refusal = Refusal("carry-squared", "h is multiplied by itself", "a.py:3: h = h * h")
+    assert refusal.told_of("a.py:9: y = h").startswith("a.py:9: y = h: h is multiplied by itself (a.py:3: h = h * h) [")
+    assert refusal.told_of("a.py:3: h = h * h").startswith(
+        "a.py:3: h = h * h: h is multiplied by itself [carry-squared]: "
+    )
     assert refusal.advice.endswith(REASONS["carry-squared"][1])
 
 

@@ -195,6 +195,11 @@ class Refusal(Exception):
         """The message and the remedy."""
         return f"{self}: {self.remedy}"
 
+    def told_of(self, place: str) -> str:
+        """Return the advice after the place that it is about; a line that the place begins with is not repeated."""
+        repeated = self.line and place.startswith(self.line)
+        return f"{place}: {self.advice.replace(f' ({self.line})', '', 1) if repeated else self.advice}"
+
 
 def refused(reason: str, message: str) -> str:
     """Return what a report says of a rewrite that is not used: the message, the id and the remedy."""

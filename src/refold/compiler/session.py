@@ -193,7 +193,7 @@ class GraphCompile:
             try:
                 found = self._as_operator(call)
             except NotALoop as reason:
-                self.entry.notes.append(f"{STAYS} {describe_loop(self.gm, call)}: {reason.advice}")
+                self.entry.notes.append(f"{STAYS} {reason.told_of(describe_loop(self.gm, call))}")
                 continue
             if found is not None:
                 found.splice()
@@ -441,7 +441,7 @@ def describe_captured(entry: GraphReport, gm: GraphModule) -> GraphModule:
         try:
             found = find_scan(gm, call)
         except NotALoop as reason:  # the loop itself is listed when it is unrolled
-            entry.notes.append(f"{STAYS} {loop}: {reason.advice}")
+            entry.notes.append(f"{STAYS} {reason.told_of(loop)}")
             continue
         entry.loops.append(loop)
         entry.rewrites.append(_row(found.rewrite, "", None))

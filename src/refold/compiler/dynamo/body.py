@@ -140,7 +140,7 @@ def trace(loop: CapturedLoop, count: Any, operands: Sequence[Any], sequences: Se
         return Interpreter(loop.body).run(*state, k, *items, *rest)
 
     if _draws(mode, step, fakes):
-        raise NotALoop("randomness", "there is randomness in the loop")
+        raise NotALoop("randomness", "the loop draws random numbers")
     module = to_aten(mode, step, number.symint, *fakes)
     with mode:
         take_parts(module.graph)
@@ -390,7 +390,7 @@ class Body(LoopVectorizer):
         if node.target in (aten.lift_fresh.default, aten.lift_fresh_copy.default):
             return self._value(node.args[0])
         if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
-            raise NotALoop("randomness", "there is randomness in the loop")
+            raise NotALoop("randomness", f"{node.target} draws random numbers in the loop")
         if (read := self._read(node)) is not None:
             return read
         if any(isinstance(leaf, Node) for leaf in tree_leaves(node.kwargs)):

@@ -51,9 +51,7 @@ def refusals(graph: Graph) -> list[str]:
             reroller.emit.at(root)
             attempt()
         except NotALoop as reason:
-            line = source_line(root)
-            reason.line = "" if reason.line == line else reason.line
-            reasons[f"{line}: {reason.advice}"] = None
+            reasons[reason.told_of(source_line(root))] = None
     for node in reversed(reroller.emit.added):
         graph.erase_node(node)
     return list(reasons)

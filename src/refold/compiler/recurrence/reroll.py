@@ -64,8 +64,15 @@ class Reroller(LoopVectorizer):
         self.emit.at(anchor)
         found = self._list(tuple(steps), _Frame(), 0, 0)
         if isinstance(found, Affine):
-            raise NotALoop("carries-coupled", f"{found.loop.name} depends on another carry that depends on it")
+            raise self._unknown(found.loop)
         return self.emit.with_time(found, len(steps))
+
+    def _unknown(self, loop: Loop) -> NotALoop:
+        """Return why the states of a loop that a value depends on are not known."""
+        reason = self._memo.get(loop.steps)
+        if isinstance(reason, NotALoop):
+            return reason
+        return NotALoop("carries-coupled", f"{loop.name} depends on another carry that depends on it")
 
     def _list(self, steps: tuple[Any, ...], frame: _Frame, depth: int, peeled: int) -> Value | Affine:
         first = steps[0]
@@ -198,7 +205,7 @@ class Reroller(LoopVectorizer):
         rest = self._list(steps[1:] if end == 0 else steps[:-1], _Frame(), 0, peeled + 1)
         odd = steps[end]
         if isinstance(rest, Affine):
-            raise NotALoop("carries-coupled", f"{rest.loop.name} depends on another carry that depends on it")
+            raise self._unknown(rest.loop)
         like = steps[1] if end == 0 else steps[-2]
         if not is_tensor(like):
             raise NotALoop("steps-differ", f"{like} at one step and {odd} at another are not both tensors")
@@ -236,10 +243,12 @@ class Reroller(LoopVectorizer):
         if all(part == parts[0] for part in parts):
             return None  # the same positions at every step
         step, width = starts[1] - starts[0], stop - start
-        if any(b - a != step for a, b in itertools.pairwise(starts)) or not step:
+        uneven = next((i for i, (a, b) in enumerate(itertools.pairwise(starts)) if b - a != step), None)
+        if uneven is not None or not step:
+            some = ", ".join(map(str, starts[max(uneven or 0, 1) - 1 :][:3]))
             raise NotALoop(
                 "read-uneven",
-                f"{described(source)} is read at positions of axis {dim} that are not evenly spaced: {_listed(starts)}",
+                f"{described(source)} is read at positions of axis {dim} that are not evenly spaced: {some} in a row",
             )
         if any(part[3] - part[2] != width for part in parts) or (width != 1 and abs(step) != width):
             raise NotALoop(

@@ -109,4 +109,4 @@ def test_draws_are_those_of_torch_compile():
         torch.testing.assert_close(got, expected)
     (graph,) = compiled.report.graphs
     assert graph.mode == "training"
-    assert any("there is randomness in the loop" in note for note in graph.notes)
+    assert any("draws random numbers" in note for note in graph.notes)

@@ -433,6 +433,42 @@ def test_explain_says_why_a_loop_stays(fn, words):
     assert any("a loop over time stays" in note and words in note for note in notes)
 
 
+def uneven(x, w):
+    h, out = torch.zeros_like(x[:, 0]), []
+    for t in range(x.shape[1]):
+        h = w[0] * h + x[:, t * t // 40]
+        out.append(h)
+    return torch.stack(out, 1)
+
+
+def one_odd_step(x, w):
+    h, out = torch.zeros_like(x[:, 0]), []
+    for t in range(x.shape[1]):
+        h = w[0] * h + (torch.exp(x[:, t]) if t == 9 else torch.tanh(x[:, t]))
+        out.append(h)
+    return torch.stack(out, 1)
+
+
+UNROLLED = [
+    (
+        uneven,
+        "x[:, t * t // 40]",
+        "(2 x 24 x 4) is read at positions of axis 1 that are not evenly spaced: 0, 0, 1 in",
+    ),
+    (one_odd_step, "torch.tanh(x[:, t]))", "the steps do not compute the same: aten.tanh.default, aten.exp.default"),
+]
+
+
+@pytest.mark.parametrize(("fn", "line", "words"), UNROLLED, ids=[case[0].__name__ for case in UNROLLED])
+def test_explain_says_where_an_unrolled_loop_ends(fn, line, words):
+    (graph,) = refold.explain(fn, torch.randn(2, 24, 4), torch.rand(4, 4)).graphs
+    notes = [note for note in graph.notes if "a loop over time stays" in note]
+    assert any("torch.stack" in note for note in notes)
+    for note in notes:  # also where a later list depends on the loop
+        assert words in note
+        assert note.count(line) == 1
+
+
 def test_end_to_end_with_gradients():
     inputs = [x.requires_grad_() for x in inputs_mamba1()]
     torch._dynamo.reset()
