@@ -31,7 +31,7 @@ from ..pipeline import BEFORE_AUTOGRAD
 from ..pipeline import run as run_pipeline
 from .body import differentiable, environment, to_aten, twin
 from .loop import captured_loops
-from .mutation import changed_in_place
+from .mutation import changed_in_place, memories
 
 aten = torch.ops.aten
 _CONVERT = torch.ops.prims.convert_element_type.default
@@ -125,7 +125,8 @@ class BeforeAutograd:
         self._every = {aten: node for node, aten in reversed(named.items())}  # of equals, the first
         self._named: dict[Node, Node] = {}
         self._roots: list[tuple[Node, Node]] = []
-        run_pipeline(self._graph, wanted, passes=BEFORE_AUTOGRAD, seen=self._take)
+        with torch.enable_grad():  # passes ask whether gradients will be taken of what they make
+            run_pipeline(self._graph, wanted, passes=BEFORE_AUTOGRAD, seen=self._take)
 
     def _take(self, found: Rewrite) -> None:
         """Note a rewrite that was just made."""
@@ -201,7 +202,7 @@ class BeforeAutograd:
         return ""
 
     def _changes(self, node: Node) -> bool:
-        return any(x.untyped_storage()._cdata in self._changed for x in _tensors(node))
+        return not self._changed.isdisjoint(memories(node))
 
     def _original(self, root: Node, inputs: list[Node]) -> GraphModule | None:
         """Return what computed a node, as it was traced; None if Dynamo has no node for it."""
@@ -366,7 +367,3 @@ class _Keeping(Interpreter):
 
 def _asks(x: Any) -> bool:
     return isinstance(x, torch.Tensor) and x.requires_grad
-
-
-def _tensors(node: Node) -> list[torch.Tensor]:
-    return [x for x in tree_leaves(node.meta.get("example_value")) if isinstance(x, torch.Tensor)]

@@ -5,14 +5,13 @@ from __future__ import annotations
 from typing import Any, cast
 
 import torch
-from torch._C._functorch import is_batchedtensor
 from torch.fx import GraphModule, Node
 
 from ..ir.fx import known
 from ..recurrence.vectorize import NotALoop
 from .body import Slices, trace
 from .loop import CapturedLoop, step_count
-from .mutation import changed_in_place
+from .mutation import changed_in_place, memory
 
 aten = torch.ops.aten
 
@@ -79,7 +78,7 @@ class CallSite:
         self.operands = args
 
     def written(self) -> set[Any]:
-        """Return the storages that the loop itself writes to."""
+        """Return the memory that the loop itself writes to."""
         return {storage(self.operands[write.operand]) for write in self.traced.writes}
 
     def bounds(self, write: Any) -> tuple[Any, Any]:
@@ -91,10 +90,10 @@ class CallSite:
         """Refuse writes that anything else could see in between."""
         for write in self.traced.writes:
             written = self.operands[write.operand]
-            memory = storage(written)
+            own = storage(written)
             others = [x for i, x in enumerate(self.operands) if i != write.operand]
             outside = [x for x in self.gm.graph.nodes if x.op in ("placeholder", "get_attr")]
-            if any(storage(x) == memory for x in others + outside):
+            if any(storage(x) == own for x in others + outside):
                 raise NotALoop("shared-memory", "it writes to a tensor that is also read, or that comes from outside")
             if write.operand < self.loop.carried or abs(write.step) != write.width:
                 raise NotALoop("write-uneven", "the steps do not write next to one another")
@@ -109,7 +108,7 @@ class CallSite:
         escaping = []
         for i, use in self.uses:
             tensors = torch.utils._pytree.tree_leaves(use.meta.get("example_value", self.call.meta["example_value"][i]))
-            if any(x.untyped_storage()._cdata in changed for x in tensors):
+            if any(memory(x) in changed for x in tensors):
                 raise NotALoop("in-place", "a result is changed in place after the loop")
             together = isinstance(self.call.meta["example_value"][i], torch.Tensor)
             if i < self.lists or (
@@ -134,6 +133,4 @@ def example(node: Node) -> torch.Tensor:
 def storage(node: Node) -> Any:
     """Return what tells whether two nodes share memory."""
     x = node.meta.get("example_value")
-    if not isinstance(x, torch.Tensor) or is_batchedtensor(x):  # those are a vmap's own
-        return id(node)
-    return x.untyped_storage()._cdata
+    return memory(x) if isinstance(x, torch.Tensor) else id(node)

@@ -32,7 +32,7 @@ from ..recurrence.vectorize import Value
 from .body import differentiable, environment, to_aten, twin
 from .call_site import example, storage
 from .loop import Neighbours, is_scan
-from .mutation import changed_in_place
+from .mutation import changed_in_place, is_tracked
 
 aten = torch.ops.aten
 
@@ -156,9 +156,11 @@ def _candidates(gm: GraphModule) -> list[Node]:
     others = {storage(x) for node in set(gm.graph.nodes) - set(known) if _is_change(node) for x in node.all_input_nodes}
     for node in known:
         given = [x for x in node.all_input_nodes if not (x.op == "get_attr" and is_scan(node))]
-        # What is in a tensor that is changed in place elsewhere depends on when it is read.
+        # What is in a tensor that is changed in place elsewhere depends on when it is read. An operator's own gradient
+        # is none that a graph can take.
         if not any(
             storage(x) in (others if x in inside else changed)
+            or is_tracked(example(x))
             or not (x in inside or isinstance(example(x), (torch.Tensor, int, torch.SymInt)))
             for x in given
         ):

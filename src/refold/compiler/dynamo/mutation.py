@@ -7,7 +7,7 @@ import operator
 from typing import Any
 
 import torch
-from torch._C._functorch import is_batchedtensor
+from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor, is_gradtrackingtensor
 from torch.fx import GraphModule, Node
 from torch.utils._pytree import tree_leaves
 
@@ -18,7 +18,7 @@ _IN_PLACE = tuple(getattr(operator, name) for name in _ARITHMETIC)
 
 
 def changed_in_place(gm: GraphModule, cautious: bool = False, but: Node | None = None) -> set[Any]:
-    """Return the storages that a graph's operations write to.
+    """Return the memory that a graph's operations write to.
 
     Args:
         gm: The graph.
@@ -29,7 +29,7 @@ def changed_in_place(gm: GraphModule, cautious: bool = False, but: Node | None =
     for node in gm.graph.nodes:
         inner = node.op == "call_module" or isinstance(node.target, torch._ops.HigherOrderOperator)
         if (cautious and inner and node is not but and not _is_harmless(gm, node)) or _writes(node):
-            changed |= {storage for x in node.all_input_nodes for storage in _storages(x)}
+            changed |= {one for x in node.all_input_nodes for one in memories(x)}
     return changed
 
 
@@ -40,7 +40,7 @@ def _is_harmless(gm: GraphModule, call: Node) -> bool:
     loop = gm.get_submodule(str(call.target)) if call.op == "call_module" else None
     if not isinstance(loop, CapturedLoop):
         return isinstance(loop, Neighbours)
-    given = {storage for x in loop.body.graph.find_nodes(op="placeholder") for storage in _storages(x)}
+    given = {one for x in loop.body.graph.find_nodes(op="placeholder") for one in memories(x)}
     return not given & changed_in_place(loop.body, cautious=True)
 
 
@@ -63,8 +63,22 @@ def _asked_to(node: Node) -> bool:
     return at < len(node.args) and bool(node.args[at])
 
 
-def _storages(node: Node) -> set[Any]:
-    """Return the storages of a value, and of the items of a list of values."""
-    leaves = tree_leaves(node.meta.get("example_value"))
-    tensors = [x for x in leaves if isinstance(x, torch.Tensor) and not is_batchedtensor(x)]  # those are a vmap's own
-    return {x.untyped_storage()._cdata for x in tensors}
+def memory(x: torch.Tensor) -> Any:
+    """Return what tells whether two tensors share memory, also inside of ``torch.func``'s transforms."""
+    while is_functorch_wrapped_tensor(x):
+        x = get_unwrapped(x)
+    return x.untyped_storage()._cdata
+
+
+def is_tracked(x: Any) -> bool:
+    """Tell whether a tensor belongs to a derivative that the graph itself takes, by ``torch.func``."""
+    while isinstance(x, torch.Tensor) and is_functorch_wrapped_tensor(x):
+        if is_gradtrackingtensor(x):
+            return True
+        x = get_unwrapped(x)
+    return False
+
+
+def memories(node: Node) -> set[Any]:
+    """Return the memory of a value, and of the items of a list of values."""
+    return {memory(x) for x in tree_leaves(node.meta.get("example_value")) if isinstance(x, torch.Tensor)}
