@@ -1,4 +1,4 @@
-"""Random programs, rewritten without generating code, and compared with what eager makes of them.
+"""Random programs, rewritten without generating code, and compared with eager.
 
 A program is drawn from a `random.Random`, so that hypothesis can shrink it and a seed can name it. `random_graphs`
 draws views, sums and products, `random_loops` loops over time. Both return a `Program`: a function, and tensors to call

@@ -120,7 +120,7 @@ def _decay(d: _Draw) -> Step | None:
 
 
 def _grouped(d: _Draw, width: int) -> Step:
-    """Draw a sequence of vectors, one a head or one a group of heads: (batch, heads, width)."""
+    """Draw a sequence of vectors, one per head or one per group of heads: (batch, heads, width)."""
     groups = d.choose("groups", [d.heads, d.groups])
     x = d.sequence(groups, width)
     times = d.heads // groups

@@ -8,7 +8,7 @@ step, or a tensor with a time axis, or an affine function of a carry; carries th
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,14 +20,17 @@ from torch.fx import Graph, GraphModule, Interpreter, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.fx.traceback import preserve_node_meta
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from ..ir.captured_loop import CapturedLoop
 from ..ir.fx import arg, is_tensor, known, value
 from ..ir.rewrite import source_line
+from ..private import TorchDispatchMode, tree_flatten, tree_leaves, tree_unflatten
 from ..recurrence.affine import Affine, Loop, LoopVectorizer
 from ..recurrence.vectorize import NotALoop, Value, vectorize_node
+from .growing import take_parts
 from .induction_variable import InductionVariable, depends_on_iteration
-from .loop import CapturedLoop
+from .positions import is_plain, slice_of
+from .read_back import SCATTERS, Origin, promote
 from .step_arithmetic import OF_TENSORS, Counting, is_number
 
 aten = torch.ops.aten
@@ -41,16 +44,24 @@ _SPELLINGS = (
 )  # fmt: skip
 # Larger constants of a body are not written into the graph number by number.
 _CONSTANT = 4096
-_SCATTERS = (aten.select_scatter.default, aten.slice_scatter.default)
 
 
 @dataclass(frozen=True)
 class Slices:
-    """Where a step's item comes from: a position of an axis of a tensor, ``start + step * k``."""
+    """Where a step's item comes from: a position of an axis of a tensor, ``start + step * k``.
+
+    With a ``width``, positions are parts of that size, and the item keeps the axis.
+    """
 
     dim: int
     start: int
     step: int
+    width: int | None = None
+
+    def item(self, x: torch.Tensor, k: Any) -> torch.Tensor:
+        """Return a step's item."""
+        at = self.start + self.step * k
+        return x.select(self.dim, at) if self.width is None else x.narrow(self.dim, at * self.width, self.width)
 
 
 @dataclass
@@ -67,7 +78,22 @@ class Write:
 
 @dataclass
 class Traced:
-    """A loop's body in ATen: takes the step's number and all operands; what it returns, and what it writes."""
+    """A loop's body in ATen.
+
+    Attributes:
+        module: Takes the step's number and all operands.
+        mode: Where its fake values live.
+        number: The step's number as a symbol.
+        step: The placeholder of that.
+        placeholders: Those of the operands: what is carried, then the rest.
+        results: What it returns: the new carries, then the rest.
+        writes: What it writes.
+        carried: How many carries there are.
+        names: What to call them.
+        added: Where the carries begin that the loop itself has not; they are the last ones.
+        fixed: What the last operands are that the loop itself has not.
+        elements: Carries that are elements of others and only computed for all steps at once: new value and name.
+    """
 
     module: GraphModule
     mode: FakeTensorMode
@@ -76,6 +102,17 @@ class Traced:
     placeholders: list[Node]
     results: list[Any]
     writes: list[Write]
+    carried: int
+    names: tuple[str, ...]
+    added: list[Origin]
+    fixed: list[Origin]
+    elements: dict[Node, tuple[Any, str]] = field(default_factory=dict)
+
+    @property
+    def own(self) -> list[Node]:
+        """The placeholders of the operands that the loop itself has."""
+        placeholders = self.placeholders[: len(self.placeholders) - len(self.fixed)]
+        return placeholders[: self.carried - len(self.added)] + placeholders[self.carried :]
 
 
 def trace(loop: CapturedLoop, count: Any, operands: Sequence[Any], sequences: Sequence[Slices]) -> Traced:
@@ -99,23 +136,38 @@ def trace(loop: CapturedLoop, count: Any, operands: Sequence[Any], sequences: Se
 
     def step(k: Any, *xs: Any) -> Any:
         state, tensors, rest = xs[: split[0]], xs[split[0] : split[1]], xs[split[1] :]
-        items = [x.select(s.dim, s.start + s.step * k) for x, s in zip(tensors, sequences, strict=True)]
+        items = [s.item(x, k) for x, s in zip(tensors, sequences, strict=True)]
         return Interpreter(loop.body).run(*state, k, *items, *rest)
 
     if _draws(mode, step, fakes):
         raise NotALoop("randomness", "there is randomness in the loop")
     module = to_aten(mode, step, number.symint, *fakes)
+    with mode:
+        take_parts(module.graph)
     number.take_guards()
     if not number.hold(count) if isinstance(count, torch.SymInt) else number.steps(count) < count:
         raise NotALoop("step-number", "what a step does depends on its number")
     graph = module.graph
     graph.eliminate_dead_code()
     counted, *placeholders = graph.find_nodes(op="placeholder")
-    writes = [
-        _write(node, placeholders, number) for node in graph.find_nodes(op="call_function", target=aten.copy_.default)
-    ]
+    promoted = promote(graph, placeholders, number)
     results = list(graph.output_node().args[0])  # type: ignore[arg-type]
-    return Traced(module, mode, number, counted, placeholders, results, writes)
+    carries, at, own = promoted.carries, loop.carried, list(placeholders)
+    for last, (register, _, _) in zip(
+        (placeholders[at - 1] if at else counted, *(x[0] for x in carries)), carries, strict=False
+    ):
+        last.append(register)
+    placeholders[at:at] = [register for register, _, _ in carries]
+    placeholders += [node for node, _ in promoted.before]
+    results[at:at] = [new for _, new, _ in carries]
+    graph.output_node().args = (tuple(results),)
+    graph.eliminate_dead_code()
+    writes = [_write(node, own, number) for node in graph.find_nodes(op="call_function", target=aten.copy_.default)]
+    return Traced(
+        module, mode, number, counted, placeholders, results, writes, loop.carried + len(carries),
+        (*loop.names, *(register.name for register, _, _ in carries)),
+        [origin for *_, origin in carries], [origin for _, origin in promoted.before],
+    )  # fmt: skip
 
 
 def twin(x: Any) -> Any:
@@ -153,24 +205,18 @@ class Operations(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def to_aten(
-    mode: FakeTensorMode, fn: Callable[..., Any], *inputs: Any,
-    functional: bool = True, keep: Sequence[str] = (), to_read: bool = False,
-) -> GraphModule:  # fmt: skip
-    """Trace a function of fake values to ATen, as autograd is to see it.
+def to_aten(mode: FakeTensorMode, fn: Callable[..., Any], *inputs: Any, to_read: bool = False) -> GraphModule:
+    """Trace a function of fake values to ATen, as autograd is to see it; changes in place become new values.
 
     Args:
         mode: Where the fake values live.
         fn: The function.
         inputs: Its arguments.
-        functional: Whether changes in place become new values.
-        keep: Spellings that stay as they are.
         to_read: Whether the graph is only read: then everything is decomposed as Inductor does it.
     """
-    spellings = set(_SPELLINGS) - set(keep)
-    chosen = {op: rule for op, rule in select_decomp_table().items() if to_read or _packet(op) in spellings}
+    chosen = {op: rule for op, rule in select_decomp_table().items() if to_read or _packet(op) in _SPELLINGS}
     with mode, torch.no_grad(), preserve_node_meta():
-        fn = functionalize(fn, remove="mutations") if functional else fn
+        fn = functionalize(fn, remove="mutations")
         try:
             return make_fx(fn, decomposition_table=chosen)(*inputs)
         except RuntimeError as error:
@@ -189,63 +235,35 @@ def _write(copy: Any, placeholders: list[Node], number: InductionVariable) -> Wr
     """Read a change of an argument as a write to positions that move with the step."""
     written: Any = copy.args[0]
     scatter: Any = copy.args[1]
-    if written not in placeholders or not isinstance(scatter, Node) or scatter.target not in _SCATTERS:
-        raise NotALoop("in-place", "a step changes a tensor in place")
+    if written not in placeholders or not isinstance(scatter, Node) or scatter.target not in SCATTERS:
+        raise NotALoop("in-place", "a step changes a tensor in place", source_line(copy))
     if scatter.args[0] is not written:
-        raise NotALoop("write-uneven", "a step writes to several places of a tensor")
+        raise NotALoop("write-uneven", "a step writes to several places of a tensor", source_line(scatter))
     rank, dim = value(scatter).dim(), arg(scatter, 2, "dim", 0)
     single = scatter.target is aten.select_scatter.default
     place = slice_of(scatter, 3, single, number)
     if place is None:
-        raise NotALoop("write-uneven", "the steps do not write next to one another")
+        raise NotALoop("write-uneven", "the steps do not write next to one another", source_line(scatter))
     content: Any = scatter.args[1]
-    while content.target is aten.copy.default and _plain(content):
+    while content.target is aten.copy.default and is_plain(content):
         content = content.args[1]
     return Write(placeholders.index(written), dim % rank, *place, content)  # type: ignore[arg-type]
-
-
-def _plain(copy: Any) -> bool:
-    source = copy.args[1]
-    return is_tensor(source) and (value(source).shape, value(source).dtype) == (value(copy).shape, value(copy).dtype)
-
-
-def slice_of(node: Any, at: int, single: bool, number: InductionVariable) -> tuple[int, int, int] | None:
-    """Read the positions of a slice as (start, step, width); None if they do not move evenly with the step."""
-    size = value(node.args[0]).shape[arg(node, at - 1 if at == 3 else 1, "dim", 0)]
-    first = _at(arg(node, at, "index" if single else "start", 0), size, number)
-    if first is None:
-        return None
-    if single:
-        return first[1], first[0], 1
-    last = _at(arg(node, at + 1, "end", size), size, number)
-    if last is None or last[0] != first[0] or arg(node, at + 2, "step", 1) != 1:
-        return None
-    return first[1], first[0], last[1] - first[1]
-
-
-def _at(x: Any, size: int, number: InductionVariable) -> tuple[int, int] | None:
-    if x is None:
-        return 0, 0
-    found = number.affine(x.meta["val"] if isinstance(x, Node) else x)
-    if found is None:
-        return None
-    return (found[0], found[1] + size) if found[1] < 0 else found
 
 
 class Body(LoopVectorizer):
     """Emits a body's values, for all steps, into a graph that holds the loop's operands."""
 
-    def __init__(
-        self, loop: CapturedLoop, count: Any, traced: Traced, operands: Sequence[Node], anchor: Node, training: bool
-    ) -> None:
+    def __init__(self, count: Any, traced: Traced, operands: Sequence[Node], anchor: Node, training: bool) -> None:
         super().__init__()
         self.count, self.number, self.training = count, traced.number, training
         self.module = traced.module
         self.emit.at(anchor)
-        self.names = dict(zip(traced.placeholders, loop.names, strict=False))
-        self.carried = dict(zip(traced.placeholders[: loop.carried], traced.results, strict=False))
+        self.names = dict(zip(traced.placeholders, traced.names, strict=False))
+        self.names |= {node: name for node, (_, name) in traced.elements.items()}
+        self.carried = dict(zip(traced.placeholders[: traced.carried], traced.results, strict=False))
+        self.carried |= {node: new for node, (new, _) in traced.elements.items()}
         self.initial = dict(zip(traced.placeholders, operands, strict=True))
-        self.written = {traced.placeholders[write.operand] for write in traced.writes}
+        self.written = {traced.own[write.operand] for write in traced.writes}
         self.counting = Counting(self.emit, traced.step, count)
         self._memo: dict[Node, Value | Affine] = {}
         self._solved: dict[Node, Loop] = {}
@@ -284,7 +302,7 @@ class Body(LoopVectorizer):
         if isinstance(size, torch.SymInt) and not depends_on_iteration(size):
             return Value(size)
         if node in self.written:
-            raise NotALoop("shared-memory", "a step reads a tensor that steps write to")
+            raise NotALoop("shared-memory", f"a step reads {self.names.get(node, 'a tensor')}, which steps write to")
         if node in self.carried and self.carried[node] is not node:
             return self._carry(node)
         if node in self.initial:
@@ -371,9 +389,9 @@ class Body(LoopVectorizer):
             raise NotALoop("randomness", "there is randomness in the loop")
         if (read := self._read(node)) is not None:
             return read
-        if any(isinstance(leaf, Node) for leaf in torch.utils._pytree.tree_leaves(node.kwargs)):
+        if any(isinstance(leaf, Node) for leaf in tree_leaves(node.kwargs)):
             raise NotALoop("no-iteration-form", f"{node.target} reads a tensor by keyword")
-        flat, spec = torch.utils._pytree.tree_flatten(node.args)
+        flat, spec = tree_flatten(node.args)
         if any(map(is_number, flat)):
             return self._numbered(node)
         leaves: list[Any] = [self._value(x) if isinstance(x, Node) else Value(x) for x in flat]
@@ -384,8 +402,8 @@ class Body(LoopVectorizer):
             return self._affine(node, leaves, carried.loop, self.count)
         if any(x.has_time for x in leaves):
             packed = [x if isinstance(x.node, Node) else x.node for x in leaves]
-            return vectorize_node(self.emit, node, list(torch.utils._pytree.tree_unflatten(packed, spec)), self.count)
-        plain = torch.utils._pytree.tree_unflatten([x.node for x in leaves], spec)
+            return vectorize_node(self.emit, node, list(tree_unflatten(packed, spec)), self.count)
+        plain = tree_unflatten([x.node for x in leaves], spec)
         return Value(self.emit.call(node.target, *plain, **node.kwargs))
 
     def _constant(self, x: torch.Tensor) -> Value:

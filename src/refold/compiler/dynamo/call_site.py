@@ -7,15 +7,18 @@ from typing import Any, cast
 import torch
 from torch.fx import GraphModule, Node
 
+from ..ir.captured_loop import CapturedLoop, step_count
 from ..ir.fx import known
+from ..ir.rewrite import source_line
+from ..private import tree_leaves
 from ..recurrence.vectorize import NotALoop
 from .body import Slices, trace
-from .loop import CapturedLoop, step_count
 from .mutation import changed_in_place, memory
 
 aten = torch.ops.aten
 
 JOINS = (torch.stack, torch.cat, torch.concat, torch.concatenate)
+SPLITS = ("split", torch.split, torch.functional.split, torch.Tensor.split, "chunk", torch.chunk, torch.Tensor.chunk)
 UNBINDS = ("unbind", torch.unbind, torch.Tensor.unbind, aten.unbind.int)
 
 
@@ -51,9 +54,12 @@ class CallSite:
         self._check_writes()
         self.lists = self.loop.carried + self.loop.lasts
         self.uses = sorted((int(user.args[1]), user) for user in call.users if user.users)  # type: ignore[arg-type, call-overload]
-        results = torch.utils._pytree.tree_leaves(call.meta["example_value"])
+        results = tree_leaves(call.meta["example_value"])
         self.training = any(x.requires_grad for x in results)
         self._check_aliases()
+        if more := len(self.traced.added):
+            self.lists += more
+            self.uses = [(i + more if i >= self.loop.carried else i, use) for i, use in self.uses]
 
     def _read_operands(self) -> None:
         loop = self.loop
@@ -61,17 +67,19 @@ class CallSite:
         for at, read in enumerate(loop.reads, loop.carried):
             source: Any = args[at]
             given = source.meta["example_value"]
-            dim = 0
+            dim, width = 0, None
             if isinstance(given, torch.Tensor):
                 pass
             elif source.target in UNBINDS:
                 source, dim = unbound(source)
+            elif source.target in SPLITS and (parts := _parts(source)) is not None:
+                source, dim, width = parts
             else:
                 raise NotALoop("read-uneven", "it reads a list of tensors that are not slices of one")
-            rank, size = example(source).dim(), example(source).shape[dim]
+            rank, size = example(source).dim(), example(source).shape[dim] // (width or 1)
             start = read.start + size if read.start < 0 else read.start
             args[at] = source
-            self.sequences.append(Slices(dim % rank, start, read.step))
+            self.sequences.append(Slices(dim % rank, start, read.step, width))
         kinds = (torch.Tensor, torch.SymInt, int)
         if not all(isinstance(x, Node) and isinstance(x.meta.get("example_value"), kinds) for x in args):
             raise NotALoop("carry-not-tensor", "it reads something that is neither a tensor nor a size")
@@ -94,12 +102,15 @@ class CallSite:
             others = [x for i, x in enumerate(self.operands) if i != write.operand]
             outside = [x for x in self.gm.graph.nodes if x.op in ("placeholder", "get_attr")]
             if any(storage(x) == own for x in others + outside):
-                raise NotALoop("shared-memory", "it writes to a tensor that is also read, or that comes from outside")
+                reason = f"it writes to {written.name}, which is also read, or comes from outside"
+                raise NotALoop("shared-memory", reason, source_line(written))
             if write.operand < self.loop.carried or abs(write.step) != write.width:
-                raise NotALoop("write-uneven", "the steps do not write next to one another")
+                reason = f"the steps do not write next to one another, in {written.name}"
+                raise NotALoop("write-uneven", reason, source_line(written))
             whole = (0, known(example(written).shape[write.dim]))
             if not isinstance(self.count, int) and self.bounds(write) != whole:
-                raise NotALoop("size-unknown", "it writes to a part of a tensor whose size is not known")
+                reason = f"it writes to a part of {written.name}, whose size is not known"
+                raise NotALoop("size-unknown", reason, source_line(written))
 
     def _check_aliases(self) -> None:
         """Refuse if the user could observe that a result is no longer a tensor of its own."""
@@ -107,9 +118,11 @@ class CallSite:
         inner: Any = self.loop.body.graph.output_node().args[0]
         escaping = []
         for i, use in self.uses:
-            tensors = torch.utils._pytree.tree_leaves(use.meta.get("example_value", self.call.meta["example_value"][i]))
+            tensors = tree_leaves(use.meta.get("example_value", self.call.meta["example_value"][i]))
             if any(memory(x) in changed for x in tensors):
-                raise NotALoop("in-place", "a result is changed in place after the loop")
+                raise NotALoop(
+                    "in-place", f"a result, {use.name}, is changed in place after the loop", source_line(use)
+                )
             together = isinstance(self.call.meta["example_value"][i], torch.Tensor)
             if i < self.lists or (
                 not together and any(user.target not in JOINS for item in use.users for user in item.users)
@@ -123,6 +136,15 @@ class CallSite:
 def unbound(unbind: Any) -> tuple[Node, int]:
     """Return what is unbound, and along which axis."""
     return unbind.args[0], unbind.args[1] if len(unbind.args) > 1 else unbind.kwargs.get("dim", 0)
+
+
+def _parts(split: Any) -> tuple[Node, int, int] | None:
+    """Return what is split, along which axis, and the size of all parts; None if they are not all of one."""
+    source, rank = split.args[0], example(split.args[0]).dim()
+    dim = (split.args[2] if len(split.args) > 2 else split.kwargs.get("dim", 0)) % rank
+    sizes = {known(part.shape[dim]) for part in split.meta["example_value"]}
+    (width,) = sizes if len(sizes) == 1 else (None,)
+    return (source, dim, width) if isinstance(width, int) else None
 
 
 def example(node: Node) -> torch.Tensor:

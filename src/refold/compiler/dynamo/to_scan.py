@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from ..ir.builder import Builder
+from ..ir.captured_loop import step_count
 from ..ir.fx import concrete, is_tensor, known, value
 from ..ir.rewrite import source_line
 from ..recurrence.affine import Loop
@@ -19,11 +21,12 @@ from ..recurrence.systems import LINEAR_SYSTEM, MAX_PLUS_SCAN
 from ..recurrence.vectorize import NotALoop
 from .body import Body, Traced, differentiable
 from .call_site import CallSite, example
-from .loop import step_count
 from .mutation import changed_in_place
 from .producers import elementwise_producers, trace_producers
+from .read_back import Origin
 from .sequential import LoopRewrite, SequentialLoop, calling
 from .splice import splice
+from .split_carries import split
 
 aten = torch.ops.aten
 
@@ -75,12 +78,24 @@ def find_scan(gm: GraphModule, call: Node, dual: bool = True) -> CapturedScan:
 
 def _find(gm: GraphModule, call: Node, dual: bool) -> CapturedScan:
     site = CallSite(gm, call)
+    try:
+        return _best(site, site.traced, dual)
+    except NotALoop:
+        parts = split(site.traced)
+        if parts is None:
+            raise
+        with contextlib.suppress(NotALoop):
+            return _best(site, parts, dual)
+        raise  # of what the user wrote
+
+
+def _best(site: CallSite, traced: Traced, dual: bool) -> CapturedScan:
     before: set[Node] = set()
     if dual:
-        before = elementwise_producers(site.operands, changed_in_place(gm, True, call) | site.written())
-    found = _rewrite(site, before, dual)
+        before = elementwise_producers(site.operands, changed_in_place(site.gm, True, site.call) | site.written())
+    found = _rewrite(site, traced, before, dual)
     # What is computed before the loop is of use only to operators that do not write the states.
-    return _rewrite(site, set(), dual) if before and not found.dual else found
+    return _rewrite(site, traced, set(), dual) if before and not found.dual else found
 
 
 def describe_loop(gm: GraphModule, call: Node) -> str:
@@ -104,22 +119,25 @@ def _make_sizes_known(gm: GraphModule, call: Node) -> bool:
     return bool(symbols)
 
 
-def _rewrite(site: CallSite, before: set[Node], dual: bool) -> CapturedScan:
+def _rewrite(site: CallSite, traced: Traced, before: set[Node], dual: bool) -> CapturedScan:
     """Build the scan.
 
     Args:
         site: The loop's call.
+        traced: Its body, or that with carries split into elements.
         before: Nodes before the loop that become part of the rewrite.
         dual: Whether to look for an operator that does not write the states.
     """
-    loop, traced = site.loop, site.traced
+    loop, steps_body = site.loop, site.traced
     inputs, prologue = trace_producers(site.operands, before, traced.mode)
+    _all_operands(prologue, loop.carried, steps_body)
     graph, copies = Graph(), dict[Node, Node]()
     operands: Any = graph.graph_copy(prologue.graph, copies)
     first = next(x for x in operands if is_tensor(x))
     anchor = graph.call_function(aten.alias.default, (first,))
     anchor.meta = {"val": value(first), "stack_trace": site.call.meta.get("stack_trace", "")}
-    body = Body(loop, site.count, traced, operands, anchor, site.training)
+    own = [*operands, *_begin(Builder(anchor), operands, traced.fixed[len(steps_body.fixed) :])]
+    body = Body(site.count, traced, own, anchor, site.training)
     results: dict[int, Node] = {i: body.over_time(traced.results[i]) for i, _ in site.uses if i >= site.lists}
     contents = [body.over_time(write.content) for write in traced.writes]
     for i, _ in site.uses:
@@ -146,10 +164,10 @@ def _rewrite(site: CallSite, before: set[Node], dual: bool) -> CapturedScan:
     graph.lint()
     if not any(node.target in (*SCANS, LINEAR_SYSTEM, MAX_PLUS_SCAN) for node in graph.nodes) and body.loops:
         raise NotALoop("no-scan", "nothing that is used depends on the carry")
-    inner_body = _without_writes(traced)
-    extra = range(len(traced.results), len(traced.results) + len(contents))
+    inner_body = _without_writes(steps_body)
+    extra = range(len(steps_body.results), len(steps_body.results) + len(contents))
     count = concrete(site.count)  # of the inputs that it is checked and timed on
-    steps = SequentialLoop(prologue, inner_body, count, loop.carried, [*wanted, *extra], site.lists)
+    steps = SequentialLoop(prologue, inner_body, count, steps_body.carried, [*wanted, *extra], site.lists)
     candidate = GraphModule({}, graph)
     detail = _detail(site.count, body.loops)
     rewrite = LoopRewrite(
@@ -183,6 +201,32 @@ def _detail(count: Any, loops: list[Loop]) -> str:
     if not loops:
         return f"{count if isinstance(count, int) else 'any number of'} steps that carry nothing, all at once"
     return "; ".join(dict.fromkeys(loop.described for loop in loops[:_NAMED]))
+
+
+def _begin(build: Builder, operands: Sequence[Node], origins: Sequence[Origin]) -> list[Node]:
+    """Return what operands are that a body has in addition to the loop's own."""
+
+    def begin(origin: Origin) -> Node:
+        x, dim, at = operands[origin.operand], origin.dim, origin.at
+        if dim is None:
+            return x
+        return (
+            build.call(aten.slice.Tensor, (x, dim, at, at + 1))
+            if origin.keep
+            else build.call(aten.select.int, (x, dim, at))
+        )
+
+    return [begin(origin) for origin in origins]
+
+
+def _all_operands(prologue: GraphModule, carried: int, traced: Traced) -> None:
+    """Let a function that returns a loop's operands return those that its body has in addition, too."""
+    output: Any = prologue.graph.output_node()
+    own = list(output.args[0])
+    build = Builder(output, like=next(x for x in own if is_tensor(x)))
+    added, fixed = (_begin(build, own, origins) for origins in (traced.added, traced.fixed))
+    output.args = ((*own[:carried], *added, *own[carried:], *fixed),)
+    prologue.recompile()
 
 
 def _without_writes(traced: Traced) -> GraphModule:

@@ -113,10 +113,10 @@ def _shape(program: Program, name: str) -> tuple[int, ...]:
 
 
 def read_rules(source: Any) -> tuple[Rule, ...]:
-    """Take rules from a file, a folder of files, a rule, its data, or several of these.
+    """Take rules from a file, a folder of files that end with .rule.json, a rule, its data, or several of these.
 
     Raises:
-        ArgumentError: There is no such file, or it holds no rule.
+        ArgumentError: There is no such file, or the file or folder holds no rule.
     """
     if source is None:
         return ()
@@ -126,7 +126,9 @@ def read_rules(source: Any) -> tuple[Rule, ...]:
         return (Rule.from_dict(source),)
     if isinstance(source, (str, os.PathLike)):
         path = Path(source)
-        files = sorted(path.glob("*.json")) if path.is_dir() else [path]
+        files = sorted(path.glob("*.rule.json")) if path.is_dir() else [path]
+        if not files:
+            raise ArgumentError(f"the folder {path} holds no rule; a rule's file ends with .rule.json")
         return tuple(map(_from_file, files))
     if isinstance(source, Iterable):
         return tuple(rule for one in source for rule in read_rules(one))

@@ -1,6 +1,7 @@
 """What can be said of the sign of a value from how it is computed: step sizes and decays are softplus, exp, sigmoid.
 
-And whether its derivative fades with it, as theirs does.
+A sign is that of all elements of a value of any shape. Source: the rule of signs, as an abstract interpretation (Cousot
+& Cousot 1977). And whether its derivative fades with it, as theirs does.
 """
 
 from __future__ import annotations

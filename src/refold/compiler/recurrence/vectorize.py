@@ -184,6 +184,10 @@ def _expand(emit: Emitter, node: Node, args: list[Any], steps: int) -> Node:
     return emit.expand(emit.padded(args[0], value(node).dim()), [steps, *value(node).shape])
 
 
+def _repeat(emit: Emitter, node: Node, args: list[Any], steps: int) -> Node:
+    return emit.call(node.target, emit.padded(args[0], len(args[1])), [1, *args[1]])
+
+
 def _permute(emit: Emitter, node: Node, args: list[Any], steps: int) -> Node:
     rank = _rank(args)
     if node.target is aten.permute.default:
@@ -261,6 +265,7 @@ BATCHING_RULES: dict[Any, Rule] = {
     **dict.fromkeys((aten.real.default, aten.imag.default, aten.resolve_conj.default), _parts),
     aten.unsqueeze.default: _unsqueeze,
     aten.expand.default: _expand,
+    aten.repeat.default: _repeat,
     aten.cat.default: _cat,
     aten.bmm.default: _bmm,
     aten.native_layer_norm.default: _layer_norm,
