@@ -31,7 +31,7 @@ from ..recurrence.chunked_form import ChunkStates, NotAScan, Scan, read_scan, re
 from ..recurrence.duality import divisor, step_limits
 from ..recurrence.gated_chunks import FORGETS
 from ..recurrence.narrowing import narrowed, narrowed_later, region
-from ..recurrence.signs import fades, sign
+from ..recurrence.signs import sign
 
 aten = torch.ops.aten
 _CONVERT = torch.ops.prims.convert_element_type.default
@@ -141,8 +141,6 @@ def _replace(root: Node, scan: Scan, wanted: Callable[[str], bool]) -> Iterator[
     require(all(torch.promote_types(kind, value(root).dtype) == value(root).dtype for kind in kinds))
     # A reciprocal of a small log decay overflows half precision.
     require(not (given.free and value(root).dtype == torch.float16))
-    # The gradient of a step that x is divided by loses its digits where the step is small.
-    require(not (given.free and torch.is_grad_enabled()) or all(fades(factor.node) for factor in given.dt.factors))
     outer = [axis for axis in layout(scan.y) if axis not in resolve(scan.padded)]
     read = _spanned([*given.B.factors, *given.C.factors])
     channels = tuple(axis for axis in outer if axis not in read | _spanned(scan.decays.factors))
