@@ -17,6 +17,7 @@ import math
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -81,7 +82,7 @@ class _Splitter:
     def __init__(self, traced: Traced, chosen: dict[int, int]) -> None:
         self.graph = Graph()
         self.copies: dict[Node, Node] = {}
-        output = self.graph.graph_copy(traced.module.graph, self.copies)
+        output: Any = self.graph.graph_copy(traced.module.graph, self.copies)
         contents = [self.copies[write.content] for write in traced.writes]
         self.graph.output((*output, *contents))
         for node in self.graph.find_nodes(op="call_function", target=aten.copy_.default):
@@ -258,8 +259,8 @@ def _pointwise(self: _Splitter, node: Any) -> _Made:
 
     parts = []
     for at in range(count):
-        args = torch.fx.node.map_arg(node.args, lambda x, at=at: taken(x, at))
-        kwargs = torch.fx.node.map_arg(node.kwargs, lambda x, at=at: taken(x, at))
+        args = torch.fx.node.map_arg(node.args, partial(taken, at=at))
+        kwargs = torch.fx.node.map_arg(node.kwargs, partial(taken, at=at))
         parts.append(self.call(node.target, *args, **kwargs))
     return Elements(axis, tuple(parts)), False
 
