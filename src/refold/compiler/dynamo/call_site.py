@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any, cast
 
 import torch
-from torch._C._functorch import is_batchedtensor
 from torch.fx import GraphModule, Node
 
 from ..ir.captured_loop import CapturedLoop, step_count
@@ -14,7 +13,7 @@ from ..ir.rewrite import source_line
 from ..private import tree_leaves
 from ..recurrence.vectorize import NotALoop
 from .body import Slices, trace
-from .mutation import changed_in_place
+from .mutation import changed_in_place, memory
 
 aten = torch.ops.aten
 
@@ -87,7 +86,7 @@ class CallSite:
         self.operands = args
 
     def written(self) -> set[Any]:
-        """Return the storages that the loop itself writes to."""
+        """Return the memory that the loop itself writes to."""
         return {storage(self.operands[write.operand]) for write in self.traced.writes}
 
     def bounds(self, write: Any) -> tuple[Any, Any]:
@@ -99,10 +98,10 @@ class CallSite:
         """Refuse writes that anything else could see in between."""
         for write in self.traced.writes:
             written = self.operands[write.operand]
-            memory = storage(written)
+            own = storage(written)
             others = [x for i, x in enumerate(self.operands) if i != write.operand]
             outside = [x for x in self.gm.graph.nodes if x.op in ("placeholder", "get_attr")]
-            if any(storage(x) == memory for x in others + outside):
+            if any(storage(x) == own for x in others + outside):
                 reason = f"it writes to {written.name}, which is also read, or comes from outside"
                 raise NotALoop("shared-memory", reason, source_line(written))
             if write.operand < self.loop.carried or abs(write.step) != write.width:
@@ -120,7 +119,7 @@ class CallSite:
         escaping = []
         for i, use in self.uses:
             tensors = tree_leaves(use.meta.get("example_value", self.call.meta["example_value"][i]))
-            if any(x.untyped_storage()._cdata in changed for x in tensors):
+            if any(memory(x) in changed for x in tensors):
                 raise NotALoop(
                     "in-place", f"a result, {use.name}, is changed in place after the loop", source_line(use)
                 )
@@ -156,6 +155,4 @@ def example(node: Node) -> torch.Tensor:
 def storage(node: Node) -> Any:
     """Return what tells whether two nodes share memory."""
     x = node.meta.get("example_value")
-    if not isinstance(x, torch.Tensor) or is_batchedtensor(x):  # those are a vmap's own
-        return id(node)
-    return x.untyped_storage()._cdata
+    return memory(x) if isinstance(x, torch.Tensor) else id(node)
