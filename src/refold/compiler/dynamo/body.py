@@ -447,8 +447,8 @@ class Body(LoopVectorizer):
         if place is None:
             raise NotALoop("read-uneven", "a tensor is read at positions that are not evenly spaced")
         start, step, width = place
-        if not step or (width != 1 and abs(step) != width):
-            raise NotALoop("read-uneven", "a tensor is read in slices that do not tile it")
+        if not step or (width != 1 and abs(step) > width):
+            raise NotALoop("read-uneven", "a tensor is read in slices with gaps between them")
         return self._slices(
             source.node, node.args[1] % value(source.node).dim(), start, step, width, self.count, not single
         )

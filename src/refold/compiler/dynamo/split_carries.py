@@ -23,8 +23,8 @@ from torch.fx import Graph, GraphModule, Node
 from ..ir.builder import Builder
 from ..ir.fx import arg, is_tensor, known, value
 from ..recurrence.vectorize import is_pointwise
-from .axis_order import order_of, sink_permutes
 from .body import Traced
+from .coordinates import order_of, sink_moves
 from .read_back import Origin
 
 aten = torch.ops.aten
@@ -87,13 +87,13 @@ class _Splitter:
         self.traced, self.chosen = traced, chosen
         self.elements: dict[Node, Elements] = {}
         self.depends: set[Node] = set()
-        self.joins = self.mixed = 0
+        self.cuts = self.mixed = 0
         self.build: Any = None
 
     @property
     def rank(self) -> tuple[int, int]:
-        """How good it is: few values had to be put together again, many operations moved or mixed elements."""
-        return self.joins, -self.mixed
+        """How good it is: few values had to be cut or put together, many operations moved or mixed elements."""
+        return self.cuts, -self.mixed
 
     def run(self) -> Traced | None:
         """Return the new body, or None if splitting is of no use."""
@@ -125,7 +125,7 @@ class _Splitter:
                 self.mixed += self._step(node)
             except _Whole:
                 self.build.undo()
-                self.joins += len(split_inputs)
+                self.cuts += len(split_inputs)
                 for x in split_inputs:
                     node.replace_input_with(x, self.whole(x))
         return self._result(placeholders, split_at, origins)
@@ -173,6 +173,7 @@ class _Splitter:
             raise _Whole
         if size == 1:
             return (x,)
+        self.cuts += x in self.depends
         return tuple(self.call(aten.slice.Tensor, x, axis, at, at + 1) for at in range(size))
 
     def whole(self, x: Any) -> Any:
@@ -216,7 +217,7 @@ class _Splitter:
             return None
         results = [self.whole(x) if isinstance(x, Node) else x for x in results]
         output.args = ((*results, *news),)
-        sunk = sink_permutes(graph, [x for x in self.depends if x.op == "placeholder"])
+        sunk = sink_moves(graph, [x for x in self.depends if x.op == "placeholder"])
         if not (self.mixed or sunk):
             return None
         results, news = list(output.args[0][: len(results)]), output.args[0][len(results) :]

@@ -184,6 +184,12 @@ class LoopVectorizer:
         high = max(start, start + step * (count - 1)) + width
         if width == 1:
             x = self._run(x, low, high, step, dim)
+        elif abs(step) < width:  # windows that overlap
+            x = self._run(x, low, high, 1, dim)
+            x = self.emit.call(aten.unfold.default, x, dim, width, abs(step))
+            x = self._run(x, 0, count, 1 if step > 0 else -1, dim)
+            last = value(x).dim() - 1
+            return Value(self.emit.permute(x, [dim, *range(dim), last, *range(dim + 1, last)]), True)
         else:
             x = self._run(x, low, high, 1, dim)
             shape = value(x).shape

@@ -538,8 +538,8 @@ _RULES: dict[Any, Callable[[_Reader, Any], Words]] = {
 
 def recurrences(nodes: Sequence[Node]) -> list[Found]:
     """Return the nodes that are whole recurrences, forwards or backwards in time."""
+    found = []
     for reverse in (False, True):
         reader = _Reader(reverse)
-        if found := [one for node in nodes if (one := reader.read(node)) is not None]:
-            return found
-    return []
+        found += [one for node in nodes if (one := reader.read(node)) is not None]
+    return found
