@@ -13,14 +13,14 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from ..ir.builder import Builder
+from ..ir.builder import Builder, downstream, upstream
 from ..ir.fx import arg, is_tensor, known, value
 from ..recurrence.vectorize import is_pointwise
 from .body import Traced
@@ -51,25 +51,40 @@ class Elements:
     parts: tuple[Node, ...]
 
 
-def split(traced: Traced) -> Traced | None:
-    """Return a body of which short carries are split into elements, where a step moves or mixes these; None if none is.
+def splits(traced: Traced) -> Iterator[Traced]:
+    """Return bodies with elements in place of values: of few carries first, then of all that gain from it.
 
     Args:
         traced: The body; stays as it is.
     """
+    splitter = _Splitter(traced, {})
+    base = splitter.run()  # what a step puts side by side may be carries already
+    least = splitter.rank
+    if base is not None:
+        yield base
+    alone = {i: found for i in range(traced.carried) if (found := _split_one(traced, {}, i, least)) is not None}
+    for body, *_ in alone.values():
+        yield body
     chosen: dict[int, int] = {}
-    splitter = _Splitter(traced, chosen)
-    best = splitter.run()  # what a step puts side by side may be carries already
-    key = splitter.rank
-    for i, carry in enumerate(traced.placeholders[: traced.carried]):
-        if not is_tensor(carry):
-            continue
-        sizes = [known(size) for size in value(carry).shape]
-        for axis in reversed([d for d, size in enumerate(sizes) if isinstance(size, int) and 2 <= size <= LONGEST]):
-            splitter = _Splitter(traced, {**chosen, i: axis})
-            attempt = splitter.run()
-            if attempt is not None and splitter.rank < key:
-                best, chosen[i], key = attempt, axis, splitter.rank
+    for i in alone if len(alone) > 1 else ():
+        found = _split_one(traced, chosen, i, least)
+        if found is not None:
+            last, chosen[i], least = found
+    if len(chosen) > 1:
+        yield last
+
+
+def _split_one(
+    traced: Traced, chosen: dict[int, int], i: int, least: tuple[int, int]
+) -> tuple[Traced, int, tuple[int, int]] | None:
+    """Split one more carry along its best axis: the body, the axis and its rank; None if it does not gain from it."""
+    carry, best = traced.placeholders[i], None
+    sizes = [known(size) for size in value(carry).shape] if is_tensor(carry) else []
+    for axis in reversed([d for d, size in enumerate(sizes) if isinstance(size, int) and 2 <= size <= LONGEST]):
+        splitter = _Splitter(traced, {**chosen, i: axis})
+        attempt = splitter.run()
+        if attempt is not None and splitter.rank < least:
+            best, least = (attempt, axis, splitter.rank), splitter.rank
     return best
 
 
@@ -88,6 +103,10 @@ class _Splitter:
         self.elements: dict[Node, Elements] = {}
         self.depends: set[Node] = set()
         self.cuts = self.mixed = 0
+        self.cyclic: set[Node] = set()
+        for carry, new in zip(traced.placeholders[: traced.carried], output, strict=False):
+            if isinstance(new, Node):
+                self.cyclic |= downstream(self.copies[carry]) & upstream(new)
         self.build: Any = None
 
     @property
@@ -182,7 +201,9 @@ class _Splitter:
         return x if found is None else self.call(aten.cat.default, list(found.parts), found.axis)
 
     def spread(self, node: Node) -> set[int]:
-        """Return the short axes, counted from the last, along which an operation repeats a function of carries."""
+        """Return the short axes, counted from the last, along which an operation repeats what leads back to a carry."""
+        if node not in self.cyclic:
+            return set()
         shape, axes = value(node).shape, set()
         for x in node.all_input_nodes:
             if x in self.depends and is_tensor(x):

@@ -423,7 +423,8 @@ class LoopVectorizer:
         emit, first = self.emit, loops[0]
         like, count = first.steps[-1], first.length
         val = value(like)
-        names = " and ".join(loop.name for loop in loops)
+        more = f" and {len(loops) - 3} more" if len(loops) > LARGEST else ""
+        names = " and ".join(loop.name for loop in (loops[:3] if more else loops)) + more
         if len(loops) > LARGEST:
             raise NotALoop("carries-coupled", f"{names} depend on one another; systems of up to {LARGEST} are scans")
         if any(body.reset is not None for body in bodies if isinstance(body, Affine)):
