@@ -116,8 +116,8 @@ class CallSite:
     def _check_finals(self) -> None:
         """Refuse states in place that anything else could see in between."""
         body = self.loop.body.graph
-        placeholders, results = body.find_nodes(op="placeholder"), body.output_node().args[0]
-        collected = [storage(x) for x in results[self.loop.carried + self.loop.lasts :]]  # type: ignore[union-attr]
+        placeholders, results = body.find_nodes(op="placeholder"), list[Any](body.output_node().args[0])  # type: ignore[arg-type]
+        collected = [storage(x) for x in results[self.loop.carried + self.loop.lasts :]]
         outside = [x for x in self.gm.graph.nodes if x.op in ("placeholder", "get_attr")]
         for operand, _ in self.traced.finals:
             memory = storage(self.operands[operand])

@@ -47,12 +47,18 @@ def order_of(node: Any) -> list[int]:
 
 
 def sink_moves(graph: Graph, carries: Sequence[Node]) -> bool:
-    """Move permutations of functions of carries down, in place; tell whether any has gone.
+    """Move permutations and merged axes of functions of carries down, in place; tell whether any has gone.
 
     Args:
         graph: A step.
         carries: The placeholders of what it carries.
     """
+    # Axes may be merged after they were permuted: what was done last is undone first.
+    shapes, orders = (_sink(graph, carries, by_shape) for by_shape in (True, False))
+    return shapes or orders
+
+
+def _sink(graph: Graph, carries: Sequence[Node], shapes: bool) -> bool:
     depends, moved = set(carries), dict[Node, _Moved]()
     gone = False
     for node in list(graph.nodes):
@@ -62,7 +68,7 @@ def sink_moves(graph: Graph, carries: Sequence[Node]) -> bool:
         if not is_tensor(node):
             continue
         build = Builder(node)
-        found = _moved(build, node, moved, depends)
+        found = _moved(build, node, moved, depends, shapes)
         for new in build.added:
             if any(x in depends for x in new.all_input_nodes):
                 depends.add(new)
@@ -76,20 +82,24 @@ def sink_moves(graph: Graph, carries: Sequence[Node]) -> bool:
         elif order is not None and order == sorted(order):
             gone |= node.target in _PERMUTES
             node.replace_all_uses_with(base)
+        elif order is not None and (kept := [d for d in order if value(base).shape[d] != 1]) == sorted(kept):
+            gone = True  # only axes of size one have moved
+            node.replace_all_uses_with(build.call(aten.reshape.default, (base, list(value(node).shape))))
+            depends.update(build.added)
         else:
             moved[node] = found
     graph.eliminate_dead_code()
     return gone
 
 
-def _moved(build: Builder, node: Any, moved: dict[Node, _Moved], depends: set[Node]) -> _Moved | None:
+def _moved(build: Builder, node: Any, moved: dict[Node, _Moved], depends: set[Node], by_shape: bool) -> _Moved | None:
     """Read a node as a permutation of a value in the coordinates of its carry; None if it is none."""
     source: Any = node.args[0]
-    if node.target in _PERMUTES and value(source).dim() > 1:
+    if not by_shape and node.target in _PERMUTES and value(source).dim() > 1:
         own = order_of(node)
         base, before = moved.get(source, (source, list(range(len(own)))))
         return None if before is None else (base, [before[d] for d in own])
-    if node.target in _VIEWS[:3] and source in depends and source not in moved:
+    if by_shape and node.target in _VIEWS[:3] and source in depends and source not in moved:
         return (source, None) if _without_ones(source) != _without_ones(node) else None
     inputs = [x for x in node.all_input_nodes if x in moved]
     if not inputs:

@@ -1,7 +1,7 @@
 """States that a step keeps in one tensor: ``h.mul_(a).add_(x)``, ``h += x``, ``w.copy_(...)``, ``h[:, 0] = x``.
 
-What a step leaves in the tensor is what the next one finds there. So its content is a carry, and after the loop the last
-content is copied into the tensor.
+What a step leaves in the tensor is what the next one finds there. So its content is a carry, and after the loop the
+last content is copied into the tensor.
 """
 
 from __future__ import annotations

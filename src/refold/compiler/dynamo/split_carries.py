@@ -11,6 +11,7 @@ Elements keep their axis, with size one, so that what is elementwise along the o
 
 from __future__ import annotations
 
+import functools
 import math
 import operator
 from collections.abc import Callable, Iterator, Sequence
@@ -94,7 +95,7 @@ class _Splitter:
     def __init__(self, traced: Traced, chosen: dict[int, int]) -> None:
         self.graph = Graph()
         self.copies: dict[Node, Node] = {}
-        output = self.graph.graph_copy(traced.module.graph, self.copies)
+        output: Any = self.graph.graph_copy(traced.module.graph, self.copies)
         contents = [self.copies[write.content] for write in traced.writes]
         self.graph.output((*output, *contents))
         for node in self.graph.find_nodes(op="call_function", target=aten.copy_.default):
@@ -108,6 +109,7 @@ class _Splitter:
             if isinstance(new, Node):
                 self.cyclic |= downstream(self.copies[carry]) & upstream(new)
         self.build: Any = None
+        self.like = next(x for x in map(self.copies.__getitem__, traced.placeholders) if is_tensor(x))
 
     @property
     def rank(self) -> tuple[int, int]:
@@ -131,6 +133,7 @@ class _Splitter:
                 split_at[carry].append(part)
                 origins.append(Origin(i, axis, at, keep=True))
             self.elements[carry] = Elements(axis, tuple(split_at[carry]))
+            self.depends.update(split_at[carry])
         self.depends |= set(placeholders[: traced.carried])
         for node in list(graph.nodes):
             if node.op != "call_function" or not any(x in self.depends for x in node.all_input_nodes):
@@ -139,12 +142,14 @@ class _Splitter:
             split_inputs = [x for x in node.all_input_nodes if x in self.elements]
             if not split_inputs and node.target is not aten.cat.default and not is_pointwise(node.target):
                 continue
-            self.build = Builder(node)
+            self.build = Builder(node, like=self.like)
             try:
                 self.mixed += self._step(node)
             except _Whole:
                 self.build.undo()
                 self.cuts += len(split_inputs)
+                if node.target is operator.getitem:
+                    continue
                 for x in split_inputs:
                     node.replace_input_with(x, self.whole(x))
         return self._result(placeholders, split_at, origins)
@@ -226,7 +231,7 @@ class _Splitter:
     ) -> Traced | None:
         traced, graph = self.traced, self.graph
         output: Any = graph.output_node()
-        self.build = Builder(output, like=next(x for x in placeholders if is_tensor(x)))
+        self.build = Builder(output, like=self.like)
         results = list(output.args[0])
         news: list[Any] = []
         try:
@@ -271,15 +276,15 @@ def _pointwise(self: _Splitter, node: Any) -> _Made:
     if any(len(self.elements[x].parts) != count for x in own):
         raise _Whole
 
-    def taken(x: Any, at: int) -> Any:
+    def taken(at: int, x: Any) -> Any:
         if not is_tensor(x) or value(x).dim() < -back or known(value(x).shape[back]) == 1:
             return x
         return self.along(x, value(x).dim() + back)[at]
 
     parts = []
     for at in range(count):
-        args = torch.fx.node.map_arg(node.args, lambda x, at=at: taken(x, at))
-        kwargs = torch.fx.node.map_arg(node.kwargs, lambda x, at=at: taken(x, at))
+        args = torch.fx.node.map_arg(node.args, functools.partial(taken, at))
+        kwargs = torch.fx.node.map_arg(node.kwargs, functools.partial(taken, at))
         parts.append(self.call(node.target, *args, **kwargs))
     return Elements(axis, tuple(parts)), False
 
@@ -312,16 +317,16 @@ def _select(self: _Splitter, node: Any) -> _Made:
 
 
 def _unbind(self: _Splitter, node: Any) -> _Made:
-    return None  # see _getitem
+    return self.elements[node.args[0]], False  # see _getitem
 
 
 def _getitem(self: _Splitter, node: Any) -> _Made:
     source, at = node.args
-    if source.target is aten.unbind.int and source.args[0] in self.elements:
+    if source.target is aten.unbind.int:
         found, dim = self.elements[source.args[0]], _dim(source)
         if dim == found.axis:
             return self.call(aten.squeeze.dim, found.parts[at], dim), True
-    if source.target in (aten.split.Tensor, aten.split_with_sizes.default) and source.args[0] in self.elements:
+    if source.target in (aten.split.Tensor, aten.split_with_sizes.default):
         found, dim = self.elements[source.args[0]], _dim(source, 2)
         sizes = [x.shape[dim] for x in source.meta["val"]]
         if dim == found.axis:
