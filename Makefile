@@ -33,7 +33,7 @@ lint: setup
 	$(BIN)/mypy
 
 site: setup
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 # The wheel, in an environment that has nothing but what it asks for.
 wheel: setup

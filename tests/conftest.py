@@ -1,4 +1,4 @@
-"""Shared by all tests: one seed per test, no compile state carried from one to the next, and a quick XLA."""
+"""For all tests: one seed per test, no compile state carried from one test to the next, and a quick XLA."""
 
 import os
 import sys

@@ -4,8 +4,8 @@ Kernels that are right on one GPU and version of Triton have been wrong on the n
 numbers. Each case calls a function of an installed package as its users do, and the function of the same name in
 `refold.compat`, in float64 on the CPU, with the same arguments.
 
-Errors are taken over blocks of tokens: a mistake in a few tokens must not drown in the size of the rest. What is
-allowed is eight roundings of the arithmetic that such kernels do: bfloat16 for bfloat16, TensorFloat-32 for float32.
+Errors are taken over blocks of tokens, so that a mistake in a few tokens is not hidden by the size of the others. The
+bound is eight roundings of the arithmetic that such kernels use: bfloat16 for bfloat16, TensorFloat-32 for float32.
 """
 
 from __future__ import annotations
@@ -194,7 +194,7 @@ def _ssd(strided: bool = False, grads: bool = False, pack: bool = False) -> Call
 
 
 def _ssd_long(theirs: Callable[..., Any], device: torch.device, dtype: torch.dtype) -> Compared:
-    """Read views of a projection of more than 2^31 elements; states forget what lies 768 tokens back."""
+    """Read views of a projection of more than 2^31 elements; states forget tokens that are 768 or more back."""
     seqlen, width, seen = 140_000, 16_384, 1024
     given = _ssd_arguments(device, dtype, 8)
     wide = torch.empty(1, seqlen, width, device=device, dtype=dtype)
@@ -328,7 +328,7 @@ def _convolution_step(theirs: Callable[..., Any], device: torch.device, dtype: t
 
 
 def simple_gla(q: Tensor, k: Tensor, v: Tensor, g: Tensor, scale: float, cu_seqlens: Tensor | None = None) -> Tensor:
-    """Compute linear attention with a decay ``exp(g)`` a head, by `refold.ops.ssd`: ``dt = -g``, ``A = -1``."""
+    """Compute linear attention with a decay ``exp(g)`` per head, by `refold.ops.ssd`: ``dt = -g``, ``A = -1``."""
     dt = -g
     return ops.ssd(v / dt[..., None], dt, -torch.ones_like(g[0, 0]), k, q * scale, cu_seqlens=cu_seqlens)[0]
 

@@ -1,4 +1,4 @@
-"""Where refold keeps what the next process need not find out again: decisions of the compiler, machine code."""
+"""The folder for what the next process can use again: decisions of the compiler, machine code."""
 
 from __future__ import annotations
 

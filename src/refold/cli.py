@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from .report import Report
 
 app = typer.Typer(
-    help="Find what is wasteful in a PyTorch layer, rewrite it, check it, measure it; generate text from a checkpoint.",
+    help="Make recurrent PyTorch layers faster: find waste, rewrite, check, measure. Generate text from a checkpoint.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -39,7 +39,7 @@ Target = Annotated[
 ]
 Device = Annotated[str, typer.Option(help="Where to run: cpu, cuda, cuda:1, ...")]
 Dtype = Annotated[str, typer.Option(help="float32, float16, bfloat16 or float64.")]
-Seed = Annotated[int, typer.Option(help="Seeds parameters and inputs.")]
+Seed = Annotated[int, typer.Option(help="Seed of parameters and inputs.")]
 Json = Annotated[
     Path | None,
     typer.Option("--json", help="Also write the report as JSON; - prints it instead of the text.", show_default=False),
@@ -49,7 +49,7 @@ Html = Annotated[
 ]
 Trace = Annotated[
     Path | None,
-    typer.Option("--trace", help="Write a Chrome trace of original and result, for Perfetto.", show_default=False),
+    typer.Option("--trace", help="Also write a Chrome trace of original and result, for Perfetto.", show_default=False),
 ]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress.")]
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Keep all lines of progress, with their times.")]
@@ -74,22 +74,22 @@ def optimize(
     trace: Trace = None,
     quiet: Quiet = False,
     verbose: Verbose = False,
-    verify: Annotated[str, typer.Option(help="quick: check each rewrite against float64; off: trust it.")] = "quick",
+    verify: Annotated[str, typer.Option(help="quick: check each rewrite against float64; off: no checks.")] = "quick",
     accept: Annotated[str, typer.Option(help="faster: keep only what is measured to be; always: keep all.")] = "faster",
-    rules: Annotated[Path | None, typer.Option(help="Rules that others found: a file or a folder.")] = None,
+    rules: Annotated[Path | None, typer.Option(help="Rules to apply: a file or a folder.")] = None,
     train: Annotated[bool, typer.Option("--train", help="Optimize forward and backward together.")] = False,
     propose: Annotated[str, _proposals(f"Who proposes: {FORMS}.")] = "rules",
     base_url: Annotated[str, _proposals("The endpoint of openai:MODEL or anthropic:MODEL.")] = "",
-    run: Annotated[Path | None, _proposals("Where to keep the record of proposals.", show_default=False)] = None,
-    resume: Annotated[bool, _proposals("Go on with the run in that folder.", "--resume")] = False,
+    run: Annotated[Path | None, _proposals("Folder for the record of proposals.", show_default=False)] = None,
+    resume: Annotated[bool, _proposals("Continue the run in the folder of --run.", "--resume")] = False,
     level: Annotated[str, _proposals("How proposals are tried: quick, full or paranoid.")] = "full",
-    parallel: Annotated[int, _proposals("Proposals asked for at a time.")] = 1,
-    rounds: Annotated[int, _proposals("Requests to the proposer.")] = 4,
-    seconds: Annotated[float, _proposals("Time for the whole run.")] = 1800.0,
-    tokens: Annotated[float, _proposals("Tokens for the whole run.")] = float("inf"),
-    money: Annotated[float, _proposals("Money for the whole run, by --price.")] = float("inf"),
-    price: Annotated[tuple[float, float], _proposals("Money for a million tokens, in and out.")] = (0.0, 0.0),
-    allow_unsandboxed: Annotated[bool, _proposals("Try them although nothing confines them.", UNSANDBOXED)] = False,
+    parallel: Annotated[int, _proposals("Proposals per request.")] = 1,
+    rounds: Annotated[int, _proposals("Most requests to the proposer.")] = 4,
+    seconds: Annotated[float, _proposals("Most seconds for the whole run.")] = 1800.0,
+    tokens: Annotated[float, _proposals("Most tokens for the whole run.")] = float("inf"),
+    money: Annotated[float, _proposals("Most money for the whole run, computed by --price.")] = float("inf"),
+    price: Annotated[tuple[float, float], _proposals("Price of a million tokens, in and out.")] = (0.0, 0.0),
+    allow_unsandboxed: Annotated[bool, _proposals("Try sources even without a sandbox.", UNSANDBOXED)] = False,
 ) -> None:
     """Rewrite a layer, check each rewrite, measure the result, print the evidence.
 
@@ -128,7 +128,7 @@ def optimize(
         if html is not None:
             from .verify.ceilings import ceilings
 
-            logging.getLogger("refold").info("measuring what the device can do at most")
+            logging.getLogger("refold").info("measuring the copy and matrix rates of the device")
             report.ceilings = ceilings(torch.device(device), targets.DTYPES[dtype])
             _write("--html", html, report.to_html())
         if trace is not None and profiles is not None:
@@ -147,7 +147,7 @@ def explain(
     quiet: Quiet = False,
     verbose: Verbose = False,
 ) -> None:
-    """List what is wasteful in a layer and why; change nothing."""
+    """List what is wasteful in a layer, and why. Nothing is changed."""
     _check_writable(json)
     _check_writable(html, "--html")
     with _stages("loading", quiet, verbose):
@@ -173,22 +173,25 @@ def verify(
     dtype: Dtype = "float32",
     device: Device = "cpu",
     train: Annotated[bool, typer.Option("--train", help="Compare and time gradients as well.")] = False,
-    accept: Annotated[str, typer.Option(help="faster: only what is; right: leave speed out.")] = "faster",
-    nonfinite: Annotated[str, typer.Option(help="finite-only, or strict: NaN must stay where it was.")] = "finite-only",
-    tried: Annotated[int, typer.Option(help="Candidates tried for this original; they share the chance of error.")] = 1,
+    accept: Annotated[str, typer.Option(help="faster, or right: speed does not count.")] = "faster",
+    nonfinite: Annotated[str, typer.Option(help="strict: NaN stays where it was; or finite-only.")] = "finite-only",
+    tried: Annotated[int, typer.Option(help="How many candidates were tried; they share the chance of error.")] = 1,
     rival: Annotated[
-        str, typer.Option(help="best: beat eager and torch.compile (not quick); eager: that alone.")
+        str,
+        typer.Option(help="Baseline: eager, or best: the faster of eager and torch.compile (not at level quick)."),
     ] = "best",
     timeout: Annotated[float, typer.Option(help="Seconds that loading or one call may take.")] = 60.0,
     allow_unsandboxed: Annotated[
-        bool, typer.Option("--allow-unsandboxed", help="Run the candidate although nothing confines it.")
+        bool, typer.Option("--allow-unsandboxed", help="Run the candidate even without a sandbox.")
     ] = False,
-    log: Annotated[Path | None, typer.Option(help="Write each check as a line of JSON.", show_default=False)] = None,
-    replay: Annotated[Path | None, typer.Option(help="Repeat the trial of a log.", show_default=False)] = None,
+    log: Annotated[Path | None, typer.Option(help="Write one line of JSON per check.", show_default=False)] = None,
+    replay: Annotated[
+        Path | None, typer.Option(help="Repeat the trial that a log recorded.", show_default=False)
+    ] = None,
     quiet: Quiet = False,
     verbose: Verbose = False,
 ) -> None:
-    """Decide whether a candidate may replace the original; trust it in nothing.
+    """Decide whether an untrusted candidate may replace the original.
 
     Exit code 0: accepted. 1: refused. 2: could not be judged.
     """
@@ -220,13 +223,13 @@ def verify(
 def apply(
     run: Annotated[Path, typer.Argument(help="The folder of a run of optimize --propose.")],
     save: Annotated[
-        Path | None, typer.Option(help="Keep it, with evidence and guards, here.", show_default=False)
+        Path | None, typer.Option(help="Folder to keep it in, with evidence and guards.", show_default=False)
     ] = None,
 ) -> None:
     """Show what a run accepted, and keep it where it can be used.
 
-    A rule is used by refold.compile(rules=...), choices by refold.compile(choose=...); both are checked again. A source
-    is used by refold.propose.guarded, for the inputs that it was tried on.
+    Use a rule by refold.compile(rules=...), and choices by refold.compile(choose=...); both are checked again. Use a
+    source by refold.propose.guarded, for inputs like those that it was tried on.
     """
     _torch()
     from .propose import applied
@@ -245,7 +248,7 @@ def apply(
         typer.echo(f"kept as {applied.save(run, save)}")
 
 
-app.command()(generate)
+app.command(help="Generate text from a checkpoint, and print it as it is made.")(generate)
 app.add_typer(bench, name="bench")
 
 
@@ -255,7 +258,7 @@ def doctor(
         bool, typer.Option("--audit", help="Check the scan packages installed here against float64.")
     ] = False,
 ) -> None:
-    """Print versions, devices, and which parts are usable, with reasons."""
+    """Print versions and devices, and which parts of refold can run here."""
     from .doctor import examine
 
     console = Console()

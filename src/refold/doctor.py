@@ -1,4 +1,4 @@
-"""What this machine offers, and which parts of refold it can run."""
+"""The versions and devices of this machine, and which parts of refold it can run."""
 
 from __future__ import annotations
 

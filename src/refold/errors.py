@@ -2,7 +2,7 @@
 
 A message says what was expected (with names and values), what came, and what to do:
 ``ssd: B has t=128 but x has t=130 (b=2, h=4, p=64, g=1, n=16). Slice or pad B.``
-The built-in second bases let callers who know nothing of refold catch them by kind.
+Each error also has a built-in base class, so callers can catch it without importing refold.
 """
 
 import sys

@@ -1,14 +1,21 @@
 """``refold bench``: suites that load, rows that are kept, runs that can be compared."""
 
 import json
+import sys
 from functools import partial
+from importlib.util import find_spec
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
-from refold.bench import cli, compile_time, progress, rows, suites
+import refold
+from refold.bench import cli, compile_time, generation_torch, linear_attention, operators_gpu, progress, rows, suites
 from refold.cli import app
 from refold.errors import ArgumentError
+from refold.models import counts
+from refold.models.configs import Mamba2Config
+from support.models import MIXER
 
 
 def run(*arguments):
@@ -64,11 +71,27 @@ def test_a_run_that_was_stopped_keeps_its_rows_and_goes_on(toy, tmp_path):
     out = str(tmp_path / "rows.jsonl")
     stopped = run("run", "cpu", "--set", "sizes=1,2,3", "--set", "stops=3", "--out", out)
     assert stopped.exit_code == 130
-    assert "--resume goes on" in stopped.stderr
+    assert "--resume continues" in stopped.stderr
     assert [row["case"] for row in rows.read(tmp_path / "rows.jsonl")] == ["1", "2"]
     resumed = run("run", "cpu", "--set", "sizes=1,2,3", "--out", out, "--resume")
     assert "... 1/1 cpu 3" in resumed.stderr
     assert [row["case"] for row in rows.read(tmp_path / "rows.jsonl")] == ["1", "2", "3"]
+
+
+@pytest.mark.skipif(find_spec("mamba_ssm") is not None, reason="mamba-ssm is installed")
+def test_what_could_not_run_says_so_and_is_tried_again():
+    model = Mamba2Config(vocab_size=64, nlayers=1, mixer=MIXER)
+    mamba_ssm, _, accelerated = generation_torch.rivals(model, "cpu", torch.float32)
+    need, found = counts.decode(model, 2, 4), []
+    for rival in (mamba_ssm, accelerated):
+        found += generation_torch.beside(rival, "tiny", "decode", rival.decoder, (2, 5, 3), need, 1, 3)
+        found += generation_torch.beside(rival, "tiny", "prefill", rival.reader, (9,), need, 1)
+    assert "No module named 'mamba_ssm'" in found[0]["not_run"]
+    assert [row["backend"] for row in found if row.get("median_s", 0) > 0] == ["transformers, accelerated"] * 2
+    run = progress.Run(found, told=lambda text: None)
+    named = [{key: row[key] for key in ("backend", "case")} for row in found]
+    run.done = [{"suite": "", **row} for row in found]
+    assert [run.wanted(what) for what in named] == [True, True, False, False]
 
 
 def test_progress_says_what_runs_and_of_how_many(toy):
@@ -78,8 +101,8 @@ def test_progress_says_what_runs_and_of_how_many(toy):
 
 @pytest.mark.parametrize(
     ("suite", "count"),
-    [("cpu", 2), ("compile-time", 2), ("fusion-example", 6), ("chunked-scan", 2), ("training", 3), ("ssd-jax", 1),
-     ("recurrences", 48), ("generation-cpu", 3), ("generation-torch-cpu", 2)],
+    [("cpu", 8), ("linear-attention", 8), ("compile-time", 2), ("fusion-example", 6), ("chunked-scan", 2),
+     ("training", 3), ("ssd-jax", 1), ("recurrences", 48), ("generation-cpu", 3), ("generation-torch-cpu", 2)],
 )  # fmt: skip
 def test_measurements_are_counted_without_being_made(suite, count):
     options = {"device": "cpu"} if "device" in suites.find(suite).options() else {}
@@ -133,8 +156,74 @@ def test_a_real_suite_runs():
     assert row["report"]["graphs"][0]["rewrites"]
 
 
+def test_programs_of_linear_attention_agree():
+    given = {"tokens": (17,), "batch": 1, "heads": 2, "channels": 4, "dtype": "float32", "rounds": 1, "verify": "off"}
+    (row,) = linear_attention.linear_attention(device="cpu", case=("retnet",), **given)
+    assert row["median_ms"].keys() == row["errors"].keys() == {"refold", "refold.ops", "eager"}
+    assert row["not_run"].keys() == {"fla"}
+    wrong = {"refold": lambda q, k, v, g: v}
+    inputs = [torch.randn(1, 6, 1, n) for n in (4, 4, 4, 1)]
+    refused = linear_attention.measure(linear_attention.loop, wrong, inputs, 1e-4, 1)
+    assert refused["refused"] == refused["not_run"]["refold"] == "an error above 0.0001"
+
+
+def test_rivals_of_an_operator_are_judged_beside_it(monkeypatch):
+    monkeypatch.setattr(operators_gpu, "time_ms", lambda run, count: [run() is None, 2.0, 3.0])
+    x, B = torch.randn(1, 9, 2, 4), torch.randn(1, 9, 1, 3)
+    arguments = {"x": x, "dt": torch.rand(1, 9, 2), "A": -torch.rand(2), "B": B, "C": B}
+    right = refold.ops.ssd(**arguments)[0]
+    worse = right + 5e-3 * right.square().mean().sqrt()
+    case = operators_gpu.Case("ssd", "1x9x2", arguments, lambda: worse, lambda: 1 / 0)
+    found = operators_gpu.rivals(case)
+    assert found["mamba_ssm_ms"] == 2.0
+    assert found["fused_ms"] == "not run: ZeroDivisionError: division by zero"
+    assert found["accuracy"]["refold"]["within_1e-3"] == 1
+    assert found["accuracy"]["mamba_ssm"] == pytest.approx({"error": 5e-3, "within_1e-3": 0, "within_1e-2": 1}, rel=0.1)
+    assert case.accuracy(lambda: right / 0)["error"] == float("inf")
+
+
+def test_a_checkout_is_imported_beside_the_package_of_its_name(tmp_path, monkeypatch):
+    for folder, value in (("installed", 1), ("checkout", 2)):
+        (tmp_path / folder / "twice_here").mkdir(parents=True)
+        (tmp_path / folder / "twice_here" / "__init__.py").write_text("from twice_here.inner import value\n")
+        (tmp_path / folder / "twice_here" / "inner.py").write_text(f"value = {value}\ndef fn():\n    return value\n")
+    monkeypatch.syspath_prepend(tmp_path / "installed")
+    import twice_here
+
+    fn = operators_gpu.from_checkout(str(tmp_path / "checkout"), "twice_here.inner", "fn")
+    assert (fn(), twice_here.value, sys.modules["twice_here"]) == (2, 1, twice_here)
+    with pytest.raises(ArgumentError, match=r"has no twice_here.inner.gn that can be imported"):
+        operators_gpu.from_checkout(str(tmp_path / "checkout"), "twice_here.inner", "gn")
+    assert sys.modules["twice_here"] is twice_here
+
+
 def test_the_module_is_the_same_command(monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["bench", "run", "no-such"])
     with pytest.raises(SystemExit, match="2"):
         cli.main()
     assert "there is no suite" in capsys.readouterr().err
+
+
+def test_kernelbench_runs_what_saves_most_first_and_nothing_where_nothing_was_found(tmp_path, monkeypatch):
+    from refold.bench import kernelbench
+
+    (tmp_path / "level1").mkdir()
+    for name in ("1_a", "2_b", "3_c", "4_d"):
+        (tmp_path / "level1" / f"{name}.py").write_text("")
+    found = {"1": [], "2": [{"flops": [10, 5]}], "3": [{"flops": [9, 9]}, {"flops": [100, 0]}]}
+    lines = [{"benchmark": "kernelbench", "example": f"level1/{name}", "found": rows} for name, rows in found.items()]
+    file = tmp_path / "found.jsonl"
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    monkeypatch.setattr(kernelbench, "run_one", lambda file, *_: {"ran": file.name})
+
+    def run(**options):
+        return list(kernelbench.kernelbench(folder=str(tmp_path), found=str(file), levels=("level1",), **options))
+
+    rows = run()
+    assert [row["example"][-1] for row in rows] == ["3", "2", "4", "1"]
+    assert [row.get("ran") for row in rows] == ["3_c.py", "2_b.py", "4_d.py", None]
+    assert "nothing is found" in rows[3]["skipped"]
+    assert [row["example"][-1] for row in run(total=-1.0)] == ["1"]
+    file.write_text("{}\nno")
+    with pytest.raises(ArgumentError, match="holds no rows of this suite"):
+        run()

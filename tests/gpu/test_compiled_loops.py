@@ -1,4 +1,4 @@
-"""Loops of tests/cpu/compiler on a GPU: they become the same operators, and err no more than the loop itself."""
+"""Loops of tests/cpu/compiler on a GPU: they become the same operators, and err no more than the loops."""
 
 import importlib
 

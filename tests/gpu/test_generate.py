@@ -1,4 +1,4 @@
-"""Generation on a GPU: graphs say what the plain loop says, and lend their memory to one conversation at a time."""
+"""Generation on a GPU: CUDA graphs give the same tokens as the plain loop, and lend memory to one conversation."""
 
 import gc
 from pathlib import Path

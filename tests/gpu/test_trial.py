@@ -10,7 +10,8 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
 from refold.verify.trial import Nursery, program  # noqa: E402
-from refold.verify.trial.checks import Terms, Trial  # noqa: E402
+from refold.verify.trial.checks import Trial  # noqa: E402
+from refold.verify.trial.terms import Terms  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 ATTACKS = Path(__file__).parent / "attacks"

@@ -1,4 +1,4 @@
-"""`refold.accelerate` equals the model that it was given, in every family and in every way a model is used."""
+"""`refold.accelerate`: results equal the unmodified model's, in every family and every kind of use."""
 
 import copy
 import io

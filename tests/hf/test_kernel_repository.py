@@ -1,4 +1,4 @@
-"""The local repository for the package ``kernels``; what replaces functions for a whole process runs in its own."""
+"""The local repository for the package ``kernels``; each test that replaces functions runs in its own process."""
 
 import subprocess
 import sys

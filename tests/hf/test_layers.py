@@ -101,7 +101,7 @@ def test_contractions_where_the_scan_is_not_faster(name, length, monkeypatch):
     found = contractions(compiled.report)
     assert all(r.status == "applied" for r in found)
     dropped = [r for r in found if "repeat of 4 dropped" in r.detail]
-    assert dropped, "C·Bᵀ is computed once a group, not once a head"
+    assert dropped, "C·Bᵀ is computed once per group, not once per head"
     if not EINSUM:
         assert len([r for r in found if r.name == "recover contraction"]) == 5
 

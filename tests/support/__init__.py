@@ -1,1 +1,1 @@
-"""What several tests share: programs, loops, models and checkpoints."""
+"""Code that several tests share: programs, loops, models and checkpoints."""

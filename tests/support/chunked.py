@@ -1,4 +1,4 @@
-"""Scans written in chunks: the listing of the Mamba-2 paper, ways to spell it, and what only looks like it."""
+"""Scans written in chunks: the listing of the Mamba-2 paper, other spellings, and code that only looks similar."""
 
 from dataclasses import dataclass, field
 from functools import partial

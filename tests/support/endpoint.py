@@ -1,4 +1,4 @@
-"""A real server on loopback that speaks both protocols and does what servers do."""
+"""A real server on loopback that speaks both protocols and fails as servers do."""
 
 import json
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -47,7 +47,7 @@ class Handler(BaseHTTPRequestHandler):
             for name, value in headers.items():
                 self.send_header(name, value)
             self.end_headers()
-            self.wfile.write(text.encode())
+            self.wfile.write(text if isinstance(text, bytes) else text.encode())
             return
         self.send_response(200)
         self.send_header("Content-Type", "text/event-stream")

@@ -1,7 +1,7 @@
-"""Gluon kernels interpreted with torch on the CPU: what they compute, without layouts, warps and time.
+"""An interpreter of Gluon kernels with torch on the CPU. It ignores layouts, warps and time.
 
 Triton's interpreter does not know Gluon. Here the source of a module of kernels is run as plain Python, with a ``gl``
-whose tensors are torch's. Layouts are not looked at: compiling checks them. Copies arrive at once and shared memory
+whose tensors are torch's. Layouts are ignored: compiling checks them. Copies arrive at once and shared memory
 begins as NaN, so that a value which was never written is found and a missing wait is not.
 """
 

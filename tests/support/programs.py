@@ -1,4 +1,4 @@
-"""Random programs, rewritten without generating code, and compared with what eager makes of them.
+"""Random programs, rewritten without generating code, and compared with eager.
 
 A program is drawn from a `random.Random`, so that hypothesis can shrink it and a seed can name it. `graph` draws views,
 slices, repeats, sums, means and products; `recurrence` draws loops over time. Both return a `Program`: a function, and
@@ -280,7 +280,7 @@ def _decay(d: _Draw) -> Step | None:
 
 
 def _grouped(d: _Draw, width: int) -> Step:
-    """Draw a sequence of vectors, one a head or one a group of heads: (batch, heads, width)."""
+    """Draw a sequence of vectors, one per head or one per group of heads: (batch, heads, width)."""
     groups = d.choose("groups", [d.heads, d.groups])
     x = d.sequence(groups, width)
     times = d.heads // groups

@@ -1,4 +1,4 @@
-"""What tests of scans share: compile, name what was found, and run an emitted scan by itself."""
+"""For tests of scans: compile, name what was found, and run an emitted scan by itself."""
 
 import torch
 

@@ -15,7 +15,7 @@ from ..errors import ArgumentError, RefoldError
 from . import plots, progress, rows
 from .suites import SUITES, find
 
-app = typer.Typer(help="Measure: suites of benchmarks, one JSON line per measurement.", no_args_is_help=True)
+app = typer.Typer(help="Run benchmarks, and compare and draw their results.", no_args_is_help=True)
 
 
 @app.command("list")
@@ -39,12 +39,12 @@ def run(
     given: Annotated[
         list[str] | None, typer.Option("--set", help="An option of the suite, as name=value.", show_default=False)
     ] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Measure only what the file of --out lacks.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Skip measurements that the file of --out has.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress.")] = False,
 ) -> None:
-    """Run suites; print a line per measurement.
+    """Run suites, and print one line per measurement.
 
-    Exit code 1 if a measurement was refused because it is not right. What was measured before Ctrl-C is kept in the
+    Exit code 1 if a measurement was refused because its result is wrong. Rows measured before Ctrl-C stay in the
     file of --out.
     """
     if resume and out is None:
@@ -65,7 +65,7 @@ def run(
                     if out is not None:
                         rows.append(out, rows.complete(row, suite.name, command, env))
     except KeyboardInterrupt:
-        kept = f"{out} keeps what was measured; --resume goes on" if out is not None else "nothing was kept: no --out"
+        kept = f"{out} keeps the measured rows; --resume continues" if out is not None else "nothing was kept: no --out"
         typer.echo(f"stopped: {kept}", err=True)
         raise typer.Exit(130) from None
     if refused:
@@ -76,7 +76,7 @@ def run(
 @app.command()
 def compare(
     before: Annotated[Path, typer.Argument(help="A file of rows.")],
-    after: Annotated[Path, typer.Argument(help="Another one.")],
+    after: Annotated[Path, typer.Argument(help="Another file of rows.")],
 ) -> None:
     """Compare the times that two files have in common; a ratio above 1 means that the second is faster."""
     found = rows.compare(rows.read(before), rows.read(after))
@@ -91,11 +91,11 @@ def compare(
 def plot(
     names: Annotated[list[str] | None, typer.Argument(help="Figures; all by default.", show_default=False)] = None,
     results: Annotated[Path, typer.Option(help="The folder of results.")] = Path("benchmarks/results"),
-    out: Annotated[Path, typer.Option(help="Where the figures go.")] = Path("docs/figures"),
+    out: Annotated[Path, typer.Option(help="The folder of figures.")] = Path("docs/figures"),
     png: Annotated[bool, typer.Option("--png", help="Write PNG as well as SVG.")] = False,
     check: Annotated[bool, typer.Option("--check", help="Draw nothing; fail if a figure is stale.")] = False,
 ) -> None:
-    """Draw stored results. A figure of results that are not there is left out."""
+    """Draw stored results. Figures without results are left out."""
     if not results.is_dir():
         raise ArgumentError(f"{results} is no folder. Run in the root of the repository, or give --results FOLDER")
     if check:
@@ -110,7 +110,7 @@ def plot(
 
 @app.command("env")
 def env_command() -> None:
-    """Print what the numbers of this machine depend on, as JSON."""
+    """Print the versions and devices on which measurements depend, as JSON."""
     typer.echo(json.dumps(rows.environment(), indent=2))
 
 

@@ -1,7 +1,7 @@
 """How long the first call of a naive Mamba-1 loop takes: tracing, checks, timing and code, everything included.
 
-Batch 1, 64 channels, state 16, float32, inference. Run it once before on a new machine: what libraries compile for
-themselves and keep is not counted.
+Batch 1, 64 channels, state 16, float32, inference. On a new machine, run it once before: code that libraries compile
+and keep is not counted.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def measure(steps: int, layers: int) -> Row:
         torch.randn(*shape, CHANNELS), torch.rand(*shape, CHANNELS), -torch.rand(CHANNELS, STATE),
         torch.randn(*shape, STATE), torch.randn(*shape, STATE),
     ]  # fmt: skip
-    torch._dynamo.reset()
+    torch.compiler.reset()
     compiled = refold.compile(model, cache=False)
     start, work = time.perf_counter(), time.process_time()
     with torch.no_grad():

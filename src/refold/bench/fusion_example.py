@@ -1,6 +1,6 @@
 """The language model of the published kernel-fusion example: eager, torch.compile and refold in one run.
 
-Sizes are the published ones unless given: 8 layers, width 1024, 32 states, 512 tokens, a vocabulary of 16384. A row has
+Default sizes are the published ones: 8 layers, width 1024, 32 states, 512 tokens, a vocabulary of 16384. A row has
 interleaved times, peak memory beyond the weights, and the difference of the logits. float32 runs without TF32.
 """
 
@@ -76,7 +76,7 @@ def fusion_example(
             torch.manual_seed(0)
             model = module.Model(**sizes).to(at, getattr(torch, name)).eval()
             (ids,) = (x.to(at) for x in module.get_inputs(rows, tokens, VOCABULARY))
-            torch._dynamo.reset()
+            torch.compiler.reset()
             programs: dict[str, Callable[..., Any]] = {
                 "eager": model,
                 "refold": refold.compile(model, **options),

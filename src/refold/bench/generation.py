@@ -1,4 +1,4 @@
-"""Decoding and prefill of language models with JAX; on the CPU side by side with transformers.
+"""Decoding and prefill of language models with JAX; on the CPU in turns with transformers.
 
 Weights are random. Work and bytes are counted from the configuration (``refold.models.counts``). A row also holds what
 XLA's own cost model says of the compiled program.
@@ -21,7 +21,8 @@ from ..models import counts
 from ..models.checkpoint import layout, random_params
 from ..models.configs import Config, Mamba2Config
 from ..models.jax import take_layers_apart
-from .language_models import MODELS, PAST, row, seconds
+from .language_models import MODELS, PAST, in_turns, row, seconds
+from .peers import of_transformers, transformers_decoder
 from .progress import wanted
 from .rows import Row
 
@@ -84,7 +85,7 @@ def xla_counts(generator: Generator, batch: int) -> dict[str, float]:
 
 
 def xla_prefill_counts(generator: Generator, seqlen: int) -> dict[str, float]:
-    """Return what XLA counts for a prefill of Mamba-2: it counts a loop's body once, so a layer is counted apart."""
+    """Return what XLA counts for a prefill of Mamba-2: it counts a loop body once, so a layer is counted by itself."""
     config = generator.config
     if not isinstance(config, Mamba2Config):
         return {}
@@ -103,11 +104,14 @@ def xla_prefill_counts(generator: Generator, seqlen: int) -> dict[str, float]:
 
 
 def generation_cpu(*, tokens: int = 16, seqlen: int = 1024, repeats: int = 6) -> Iterator[Row]:
-    """Time decoding and prefill of Mamba-2 130M with JAX on the CPU, float32, beside transformers."""
+    """Time decoding and prefill of Mamba-2 130M with JAX on the CPU, float32, in turns with transformers."""
     model, name = MODELS["130M"], "130M fp32"
+    assert isinstance(model, Mamba2Config)
     generator = cache(lambda: Generator(model, random_params(model)))
     if wanted(case=f"{name} decode batch 1"):
-        yield from _beside_transformers(generator(), name, tokens, repeats)
+        calls = decoder(generator(), 1, tokens), transformers_decoder(of_transformers(model), 1, 4, tokens)
+        need, xla = counts.decode(model, 1, 4), xla_counts(generator(), 1)
+        yield from in_turns(("jax", "transformers"), name, "decode batch 1", calls, repeats, tokens, need, xla)
     if wanted(case=f"{name} decode batch 16"):
         many = decoder(generator(), 16, tokens)
         many()
@@ -116,35 +120,6 @@ def generation_cpu(*, tokens: int = 16, seqlen: int = 1024, repeats: int = 6) ->
         read = reader(generator(), 1, seqlen)
         read()
         yield row("jax", name, f"prefill {seqlen}", seconds(read, repeats), counts.prefill(model, 1, seqlen, 64, 4))
-
-
-def _beside_transformers(generator: Generator, name: str, tokens: int, repeats: int) -> Iterator[Row]:
-    """Time decoding of one row in turns with transformers."""
-    import torch
-    from transformers import Mamba2Config as TorchConfig
-    from transformers import Mamba2ForCausalLM
-
-    torch_config = TorchConfig(hidden_size=768, num_hidden_layers=24, vocab_size=50288, num_heads=24, head_dim=64,
-                               state_size=128, n_groups=1, tie_word_embeddings=True)  # fmt: skip
-    peer = Mamba2ForCausalLM(torch_config).eval()
-
-    @torch.no_grad()
-    def peer_decode() -> None:
-        token = torch.ones(1, 1, dtype=torch.long)
-        for _ in range(tokens):
-            token = peer(token, cache_params=cache, use_cache=True).logits[:, -1:].argmax(-1)
-
-    with torch.no_grad():
-        cache = peer(torch.ones(1, 4, dtype=torch.long), use_cache=True).cache_params
-    one = decoder(generator, 1, tokens)
-    one(), peer_decode()
-    ours, theirs = [], []
-    for _ in range(repeats):
-        ours += seconds(one, 1, tokens)
-        theirs += seconds(peer_decode, 1, tokens)
-    need = counts.decode(MODELS["130M"], 1, 4)
-    yield row("jax", name, "decode batch 1", ours, need, xla_counts(generator, 1))
-    yield row("transformers", name, "decode batch 1", theirs, need)
 
 
 def generation(

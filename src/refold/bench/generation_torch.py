@@ -1,23 +1,30 @@
-"""Decoding and prefill of language models with PyTorch; beside transformers, and mamba-ssm where it can be imported.
+"""Decoding and prefill of language models with PyTorch, next to mamba-ssm's own generation and transformers' models.
 
+mamba-ssm decodes with its own CUDA graph. Its rows say so if its convolution is not the fast one. transformers' models
+run with mamba-ssm's kernels, and accelerated by refold. A package that cannot be imported, or fails, has a
+row "not run".
 Weights are random. Work and bytes are counted from the configuration (``refold.models.counts``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import cache
+from dataclasses import dataclass
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
 import torch
 
+import refold
+
 from ..errors import ArgumentError
 from ..generate.torch import Generator
 from ..models import counts
 from ..models.checkpoint import layout, random_params
-from ..models.configs import Config, Mamba2Config
-from .language_models import MODELS, PAST, row, seconds
+from ..models.configs import Config, Mamba2Config, MambaConfig
+from . import peers
+from .language_models import MODELS, PAST, in_turns, not_run, row, seconds
 from .progress import wanted
 from .rows import Row
 
@@ -93,6 +100,26 @@ def ceilings() -> dict[str, float]:
     return found
 
 
+def measured(
+    backend: str,
+    name: str,
+    what: str,
+    call: Callable[[], None],
+    need: counts.Counts,
+    repeats: int,
+    rounds: int = 1,
+) -> Row:
+    """Time a call that runs ``rounds`` units of work, with the GPU's memory that it takes beyond what was held."""
+    call()
+    if not torch.cuda.is_available():
+        return row(backend, name, what, seconds(call, repeats, rounds), need)
+    held = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    times = seconds(call, repeats, rounds)
+    extra = {"extra_gib": (torch.cuda.max_memory_allocated() - held) / 2**30, **ceilings()}
+    return row(backend, name, what, times, need, extra)
+
+
 def _models(suite: str, names: tuple[str, ...]) -> Iterator[tuple[str, Config, Callable[[], Generator]]]:
     if unknown := sorted(set(names) - set(MODELS)):
         raise ArgumentError(f"{suite}: models has {unknown[0]!r}. Give some of {', '.join(MODELS)}")
@@ -107,103 +134,131 @@ def _models(suite: str, names: tuple[str, ...]) -> Iterator[tuple[str, Config, C
         )
 
 
+@dataclass(frozen=True)
+class Rival:
+    """A model of another package.
+
+    Attributes:
+        backend: Its name in rows.
+        missing: Why it cannot run; None if it can.
+        make: Returns the model.
+        decoder: Returns a call that decodes: of the model, batch, tokens before, and steps.
+        reader: Returns a call that reads a prompt: of the model and its length.
+    """
+
+    backend: str
+    missing: str | None
+    make: Callable[[], Any]
+    decoder: Callable[[Any, int, int, int], Callable[[], None]]
+    reader: Callable[[Any, int], Callable[[], None]]
+
+
+def rivals(model: Mamba2Config | MambaConfig, device: str = "cuda", dtype: torch.dtype = torch.bfloat16) -> list[Rival]:
+    """Return mamba-ssm with its CUDA graph, transformers with its kernels, and transformers accelerated by refold."""
+
+    def transformers(accelerated: bool) -> Any:
+        with torch.device(device):
+            found = peers.of_transformers(model).to(dtype)
+        if accelerated:
+            refold.accelerate(found)
+        return found
+
+    graph = device == "cuda"
+    official = "mamba_ssm.models.mixer_seq_simple", *(() if isinstance(model, Mamba2Config) else _MAMBA1)
+    read = peers.transformers_reader
+    return [
+        Rival(
+            f"{peers.name_of_mamba_ssm()}{', CUDA graph' if graph else ''}",
+            peers.absent(*official),
+            cache(lambda: peers.of_mamba_ssm(model, device, dtype)),
+            partial(peers.mamba_ssm_decoder, graph=graph),
+            peers.mamba_ssm_reader,
+        ),
+        Rival(
+            "transformers, mamba-ssm's kernels",
+            peers.absent("mamba_ssm.ops.triton.selective_state_update", "causal_conv1d_cuda", *official[1:]),
+            cache(lambda: transformers(False)),
+            peers.transformers_decoder,
+            read,
+        ),
+        Rival(
+            f"transformers, accelerated{', CUDA graph' if graph else ''}",
+            None,
+            cache(lambda: transformers(True)),
+            partial(peers.transformers_decoder, graph=graph),
+            read,
+        ),
+    ]
+
+
+_MAMBA1 = ("selective_scan_cuda",)
+
+
 def decode(
     *,
     models: tuple[str, ...] = ("130M", "2.7B", "mamba1-130M", "hybrid-340M"),
     batches: tuple[int, ...] = (1, 16),
     pasts: tuple[int, ...] = (PAST, 131072),
-    peers: bool = True,
+    others: bool = True,
 ) -> Iterator[Row]:
-    """Time decoding with PyTorch on the GPU, bfloat16, after short and long prompts, beside transformers."""
+    """Time decoding with PyTorch on the GPU, bfloat16, after short and long prompts, next to other packages."""
     for name, model, generator in _models("decode", models):
         for batch in batches:
             for past in pasts:
-                case = f"{name} decode batch {batch} past {past}"
+                what = f"decode batch {batch} past {past}"
                 fits = batch * past <= 2**18 and past + 5 * STEPS <= getattr(model, "max_positions", past + 5 * STEPS)
-                if not fits or not wanted(backend="torch", case=case):
+                if not fits or not wanted(backend="torch", case=f"{name} {what}"):
                     continue
-                call = decoder(generator(), batch, past, STEPS)
-                call()
                 need = counts.decode(model, batch, 2, past=past + 3 * STEPS)
-                yield row("torch", name, case.removeprefix(f"{name} "), seconds(call, 4, STEPS), need, ceilings())
-        if peers and isinstance(model, Mamba2Config):
-            yield from _transformers_decoding(name, model, batches)
+                yield measured("torch", name, what, decoder(generator(), batch, past, STEPS), need, 4, STEPS)
+        if others and isinstance(model, Mamba2Config | MambaConfig):
+            for rival in rivals(model):
+                for batch in batches:
+                    what, need = f"decode batch {batch} past {PAST}", counts.decode(model, batch, 2)
+                    yield from beside(rival, name, what, rival.decoder, (batch, PAST, STEPS), need, 4, STEPS)
 
 
 def prefill(
     *,
     models: tuple[str, ...] = ("130M", "2.7B", "mamba1-130M", "hybrid-340M"),
     lengths: tuple[int, ...] = (1024, 8192, 131072),
+    others: bool = True,
 ) -> Iterator[Row]:
-    """Time the reading of a prompt with PyTorch on the GPU, bfloat16, and the memory that it takes."""
+    """Time the reading of a prompt with PyTorch on the GPU, bfloat16, and its memory, next to other packages."""
     for name, model, generator in _models("prefill", models):
         for seqlen in lengths:
             fits = seqlen <= getattr(model, "max_positions", seqlen)
             if not fits or not wanted(backend="torch", case=f"{name} prefill {seqlen}"):
                 continue
-            call = reader(generator(), seqlen)
-            call()
-            held = torch.cuda.memory_allocated()
-            torch.cuda.reset_peak_memory_stats()
-            times = seconds(call, 5)
-            extra = {"extra_gib": (torch.cuda.max_memory_allocated() - held) / 2**30, **ceilings()}
             need = counts.prefill(model, 1, seqlen, 64, 2)
-            yield row("torch", name, f"prefill {seqlen}", times, need, extra)
+            yield measured("torch", name, f"prefill {seqlen}", reader(generator(), seqlen), need, 5)
+        if others and isinstance(model, Mamba2Config | MambaConfig):
+            for rival in rivals(model):
+                for seqlen in lengths:
+                    what, need = f"prefill {seqlen}", counts.prefill(model, 1, seqlen, 64, 2)
+                    yield from beside(rival, name, what, rival.reader, (seqlen,), need, 5)
 
 
-def _transformers(model: Mamba2Config) -> Any:
-    """Return transformers' model of the same sizes, random."""
-    from transformers import Mamba2Config as Settings
-    from transformers import Mamba2ForCausalLM
-
-    m = model.mixer
-    settings = Settings(
-        hidden_size=m.d_model, num_hidden_layers=model.nlayers, vocab_size=model.vocab_size, num_heads=m.nheads,
-        head_dim=m.headdim, state_size=m.dstate, n_groups=m.ngroups, tie_word_embeddings=True,
-    )  # fmt: skip
-    return Mamba2ForCausalLM(settings).eval()
-
-
-@torch.no_grad()
-def _transformers_decoding(name: str, model: Mamba2Config, batches: tuple[int, ...]) -> Iterator[Row]:
-    """Time transformers' model, accelerated, whose one-token forward is captured in a CUDA graph as well."""
-    from .. import accelerate
-
-    @cache
-    def peer() -> Any:
-        with torch.device("cuda"):
-            found = _transformers(model).to(torch.bfloat16)
-        accelerate(found)
-        return found
-
-    for batch in batches:
-        what = f"decode batch {batch} past {PAST}"
-        if not wanted(backend="transformers, accelerated, CUDA graph", case=f"{name} {what}"):
-            continue
-        token = torch.full((batch, 1), 7, device="cuda")
-        cache_ = peer()(token.expand(-1, PAST), use_cache=True).cache_params
-
-        def step(token: torch.Tensor = token, cache_: Any = cache_) -> None:
-            token.copy_(peer()(token, cache_params=cache_, use_cache=True).logits[:, -1:].argmax(-1))
-
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            step()
-            step()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
-            step()
-
-        def call(graph: Any = graph) -> None:
-            for _ in range(STEPS):
-                graph.replay()
-            torch.cuda.synchronize()
-
-        call()
-        need = counts.decode(model, batch, 2)
-        backend = "transformers, accelerated, CUDA graph"
-        yield row(backend, name, what, seconds(call, 4, STEPS), need, ceilings())
+def beside(
+    rival: Rival,
+    name: str,
+    what: str,
+    how: Callable[..., Callable[[], None]],
+    sizes: tuple[int, ...],
+    need: counts.Counts,
+    repeats: int,
+    rounds: int = 1,
+) -> Iterator[Row]:
+    """Time what ``how`` returns for another package's model and sizes, or say why it is not run."""
+    if not wanted(backend=rival.backend, case=f"{name} {what}"):
+        return
+    if rival.missing is not None:
+        yield not_run(rival.backend, name, what, rival.missing)
+        return
+    try:
+        yield measured(rival.backend, name, what, how(rival.make(), *sizes), need, repeats, rounds)
+    except Exception as error:  # whatever another package raises; the run goes on
+        yield not_run(rival.backend, name, what, f"{type(error).__name__}: {str(error)[:200]}")
 
 
 def generation_torch_cpu(*, tokens: int = 16, seqlen: int = 256, repeats: int = 6) -> Iterator[Row]:
@@ -211,45 +266,12 @@ def generation_torch_cpu(*, tokens: int = 16, seqlen: int = 256, repeats: int = 
     model, name = MODELS["130M"], "130M fp32"
     assert isinstance(model, Mamba2Config)
     generator = cache(lambda: Generator(model, random_params(model)))
-    peer = cache(lambda: _transformers(model))
+    peer = cache(lambda: peers.of_transformers(model))
+    backends = ("torch", "transformers")
     if wanted(case=f"{name} decode batch 1"):
-        with torch.no_grad():
-            held = peer()(torch.ones(1, 4, dtype=torch.long), use_cache=True).cache_params
-
-        @torch.no_grad()
-        def step() -> None:
-            token = torch.ones(1, 1, dtype=torch.long)
-            for _ in range(tokens):
-                token = peer()(token, cache_params=held, use_cache=True).logits[:, -1:].argmax(-1)
-
-        one = decoder(generator(), 1, 4, tokens)
-        yield from _in_turns(name, "decode batch 1", one, step, repeats, tokens, counts.decode(model, 1, 4))
+        calls = decoder(generator(), 1, 4, tokens), peers.transformers_decoder(peer(), 1, 4, tokens)
+        yield from in_turns(backends, name, "decode batch 1", calls, repeats, tokens, counts.decode(model, 1, 4))
     if wanted(case=f"{name} prefill {seqlen}"):
-        ids = torch.from_numpy(np.random.default_rng(0).integers(0, 50000, (1, seqlen)))
-
-        @torch.no_grad()
-        def read() -> None:
-            peer()(ids, use_cache=True, logits_to_keep=1)
-
         need = counts.prefill(model, 1, seqlen, 64, 4)
-        yield from _in_turns(name, f"prefill {seqlen}", reader(generator(), seqlen), read, min(repeats, 3), 1, need)
-
-
-def _in_turns(
-    name: str,
-    what: str,
-    ours: Callable[[], None],
-    theirs: Callable[[], None],
-    repeats: int,
-    rounds: int,
-    need: counts.Counts,
-) -> Iterator[Row]:
-    """Time two calls turn by turn."""
-    ours()
-    theirs()
-    times: tuple[list[float], list[float]] = ([], [])
-    for _ in range(repeats):
-        for call, found in zip((ours, theirs), times, strict=True):
-            found += seconds(call, 1, rounds)
-    for backend, found in zip(("torch", "transformers"), times, strict=True):
-        yield row(backend, name, what, found, need)
+        calls = reader(generator(), seqlen), peers.transformers_reader(peer(), seqlen)
+        yield from in_turns(backends, name, f"prefill {seqlen}", calls, min(repeats, 3), 1, need)

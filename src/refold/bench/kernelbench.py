@@ -1,18 +1,21 @@
-"""KernelBench's problems through the compiler: which get a rewrite, whether it is right, and what it gains.
+"""KernelBench's problems, compiled by refold: which get a rewrite, whether it is right, and what it gains.
 
     refold bench run kernelbench --set folder=KernelBench --set find=true --out FILE      # by their shapes alone
     refold bench run kernelbench --set folder=KernelBench --set device=cuda --out FILE    # all of them, measured
     refold bench run kernelbench --set folder=KernelBench --set only=level2/14,level2/18 --out FILE --resume
+    refold bench run kernelbench --set folder=KernelBench --set device=cuda --set found=ROWS --out FILE --resume
 
 ``folder`` is the folder ``KernelBench`` of a checkout of that benchmark (github.com/ScalingIntelligence/KernelBench),
 with ``level1`` to ``level3``. With ``find``, nothing runs: tensors have shapes and no memory. Otherwise each problem
-runs in a process of its own with a limit of time, so that a crash, a leak or a hang is that problem's alone.
-``--resume`` runs only what FILE lacks. Nothing of a problem is changed but, with ``shrink``, the large integers at the
-top of its file.
+runs in a process of its own with a time limit, so a crash, a leak or a hang affects only that problem. ``--resume``
+runs only the problems that FILE lacks. Problems are not changed, except that ``shrink`` divides the large integers at
+the top of their files. With ``found``, the rows of an earlier run with ``find``, only problems in which something
+was found are run, the largest saving first. For all others refold runs what ``torch.compile`` makes, and their rows say
+so: all problems then take minutes of a GPU. ``total`` ends a call in time.
 
-A row: ``found`` (the rewrites, with what came of each), ``chosen`` (what runs in the end), ``times_ms`` of eager, of
-``torch.compile`` and of refold, ``ratio`` (the faster of the first two, over refold), ``checks`` of the whole graph
-against float64, or ``failed`` with the reason: ``time``, ``crash``, or what was raised.
+A row has ``found`` (the rewrites, with the outcome of each), ``chosen`` (the program that runs in the end),
+``times_ms`` of eager, ``torch.compile`` and refold, ``ratio`` (the faster of the first two, over refold) and ``checks``
+of the whole graph against float64. Or it has ``failed`` with the reason: ``time``, ``crash``, or the exception.
 """
 
 from __future__ import annotations
@@ -62,6 +65,19 @@ def shrunk(text: str, factor: int) -> str:
     return ast.unparse(tree)
 
 
+def saved(rows: Path) -> dict[str, float]:
+    """Read by what factor a rewrite lessens the operations of each problem; 0 where nothing was found."""
+    try:
+        found = [json.loads(line) for line in rows.read_text().splitlines()]
+        return {
+            row["example"]: max((f["flops"][0] / max(f["flops"][1], 1) for f in row["found"]), default=0.0)
+            for row in found
+            if row.get("benchmark") == "kernelbench" and "found" in row
+        }
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ArgumentError(f"found={rows} holds no rows of this suite: {type(error).__name__}: {error}") from error
+
+
 def find_one(file: Path, seconds: float) -> dict[str, Any]:
     """Say what would be rewritten in one problem, from shapes alone; return its row."""
     import torch
@@ -75,7 +91,7 @@ def find_one(file: Path, seconds: float) -> dict[str, Any]:
     signal.setitimer(signal.ITIMER_REAL, seconds)
     start = time.perf_counter()
     try:
-        torch._dynamo.reset()
+        torch.compiler.reset()
         with torch.device("meta"), torch.no_grad():
             spec = importlib.util.spec_from_file_location("problem", file)
             assert spec is not None
@@ -159,6 +175,7 @@ def kernelbench(
     levels: tuple[str, ...] = LEVELS,
     only: tuple[str, ...] = ("",),
     shrink: int = 1,
+    found: str = "",
     seconds: float = 180.0,
     total: float = math.inf,
 ) -> Iterator[Row]:
@@ -171,20 +188,29 @@ def kernelbench(
         levels: Folders of problems.
         only: Problems such as ``level2/14``; all if empty.
         shrink: Divide large integers at the top of each file by this.
+        found: Rows of a run with ``find``; problems in which nothing was found are not run.
         seconds: Limit of time for one problem.
         total: Start no more problems after so many seconds.
     """
     if not (Path(folder) / levels[0]).is_dir():
         raise ArgumentError(f"{folder} has no folder {levels[0]}; give --set folder=PATH, of a checkout of KernelBench")
+    gains = saved(Path(found)) if found else {}
     start = time.perf_counter()
-    for name, file in problems(Path(folder), levels, [one for one in only if one]):
+    chosen = list(problems(Path(folder), levels, [one for one in only if one]))
+    for name, file in sorted(chosen, key=lambda one: -gains.get(one[0], 1.0)):
         content = hashlib.sha256(file.read_bytes()).hexdigest()[:16]
         what = {"example": name, "case": f"{content} {'find' if find else device} {shrink}"}
         if not wanted(**what):
             continue
-        if time.perf_counter() - start > total:
-            return
-        row = find_one(file, seconds) if find else run_one(file, device, shrink, seconds)
+        if gains.get(name) == 0.0:
+            row: dict[str, Any] = {
+                "found": [],
+                "skipped": "nothing is found in it, so that refold runs what torch.compile makes",
+            }
+        elif time.perf_counter() - start > total:
+            continue
+        else:
+            row = find_one(file, seconds) if find else run_one(file, device, shrink, seconds)
         wrong = [check["kind"] for check in row.get("checks", []) if not check["passed"]]
         refused = {"refused": f"not equal: {', '.join(wrong)}"} if wrong else {}
         yield {"benchmark": "kernelbench", **what, "file": file.name, "device": device, **row, **refused}

@@ -1,8 +1,9 @@
-"""Language models of published sizes, and a row for a measurement of one; shared by the frameworks."""
+"""Language models of published sizes, and the row of a measurement; shared by the frameworks."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -54,3 +55,29 @@ def row(
             "min_s": best, "n": len(times), "flops": need.flops, "bytes": need.bytes,
             "tflop_per_s": need.flops / median / 1e12, "gb_per_s": need.bytes / median / 1e9,
             **(extra or {})}  # fmt: skip
+
+
+def in_turns(
+    backends: tuple[str, str],
+    name: str,
+    what: str,
+    calls: tuple[Callable[[], Any], Callable[[], Any]],
+    repeats: int,
+    rounds: int,
+    need: counts.Counts,
+    extra: dict[str, Any] | None = None,
+) -> Iterator[Row]:
+    """Time two calls turn by turn; ``extra`` belongs to the first row."""
+    times: tuple[list[float], list[float]] = ([], [])
+    for call in calls:
+        call()
+    for _ in range(repeats):
+        for call, found in zip(calls, times, strict=True):
+            found += seconds(call, 1, rounds)
+    for backend, found, more in zip(backends, times, (extra, None), strict=True):
+        yield row(backend, name, what, found, need, more)
+
+
+def not_run(backend: str, name: str, what: str, why: str) -> Row:
+    """Return the row of a measurement that could not be made."""
+    return {"op": "generate", "backend": backend, "case": f"{name} {what}", "not_run": why}

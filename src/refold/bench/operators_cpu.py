@@ -1,7 +1,8 @@
-"""The operators on the CPU against what one would write without them.
+"""The operators on the CPU, against code without them.
 
 ``selective_scan`` runs against a Python loop over time and a compiled associative scan, ``ssd`` against the einsum path
-of transformers' Mamba-2. Results are compared first. Rounds are interleaved: load on the machine meets all alike.
+of transformers' Mamba-2. Results are compared first. Programs take turns, so load on the machine affects all of them
+alike.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ import torch
 from torch import Tensor
 
 from .. import ops
+from .compile_time import compile_time
 from .progress import wanted
+from .recurrences import recurrences
 from .rows import Row
 
 
@@ -81,9 +84,20 @@ def timed(case: str, runners: dict[str, Callable[..., Any]], inputs: tuple[Any, 
     }
 
 
-@torch.no_grad()
-def cpu(*, tokens: int = 2048, rounds: int = 15, transformers: bool = True) -> Iterator[Row]:
-    """Time selective_scan and ssd on the CPU, beside loops over time, an associative scan, and transformers."""
+def cpu(*, tokens: int = 1024, rounds: int = 5, steps: int = 256, transformers: bool = True) -> Iterator[Row]:
+    """Measure what makes sense without a GPU, in under 5 minutes: operators, loops found, decoding of 130M."""
+    with torch.no_grad():
+        yield from operators(tokens=tokens, rounds=rounds, transformers=transformers)
+    yield from compile_time(steps=(steps,))
+    yield from recurrences(steps=(steps,), case=("min-gru", "linear-attention", "selective"))
+    if transformers:
+        from .generation_torch import generation_torch_cpu
+
+        yield from generation_torch_cpu(tokens=8, seqlen=64, repeats=3)
+
+
+def operators(*, tokens: int, rounds: int, transformers: bool) -> Iterator[Row]:
+    """Time selective_scan and ssd on the CPU, next to loops over time, an associative scan, and transformers."""
     torch.manual_seed(0)
     x, dt, A = torch.randn(1, tokens, 1536), torch.rand(1, tokens, 1536) * 0.1, -torch.rand(1536, 16)
     B, C = torch.randn(1, tokens, 16), torch.randn(1, tokens, 16)

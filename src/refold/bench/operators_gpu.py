@@ -2,22 +2,26 @@
 
 A case is refused if its error against a float64 scan of a slice of it is above the bound of its dtype.
 
-- ``median_ms``: medians of CUDA events around single calls, with 1 GiB overwritten before each. That leaves the L2
-  cache full of lines to be written back, as the layer before would, and lets the host run ahead.
-- ``hot_ms``: the same without the overwriting; what fits into the L2 cache (60 MB) is found there. The host does not
-  run ahead, so that for short calls its own time shows.
-- ``host_us``: the host's time for a call, with the device kept busy; only where the device may be the faster one. The
-  least of 20 rounds of 40 calls: what else runs on a shared host can only add to it.
+- ``median_ms``: medians of CUDA events around single calls, with 1 GiB overwritten before each. Overwriting
+  leaves the L2 cache full of lines to be written back, as the layer before would. It also lets the host run ahead.
+- ``hot_ms``: the same without the overwriting. Data that fits into the L2 cache (60 MB) is found there. The host does
+  not run ahead, so for short calls its own time shows.
+- ``host_us``: the host's time for a call, with the device kept busy; measured only where the device may be faster. The
+  least of 20 rounds of 40 calls, because other programs on a shared host can only add time.
 - ``graph_ms``: for steps that overwrite their state, the time per layer of one replayed CUDA graph of 16 to 512 layers,
-  as decoding runs. Each layer has its own copies of all arguments, together 8 times the L2 cache, so that no replay
-  finds its arguments there; and the launch of a single kernel, which weighs on ``median_ms``, is hidden.
+  as in decoding. Each layer has its own copies of all arguments, together 8 times the L2 cache, so no replay finds its
+  arguments there. The launch of a single kernel, which ``median_ms`` includes, is hidden.
+- ``flops``: operations of the recurrence, counted once; an implementation by matrix products makes more.
 - ``bytes``: what any implementation must read and write once. ``share_of_copy``: their rate over that of a device copy
-  of 8.6 GB (bytes read plus bytes written). ``copy_ms``: a device copy of as many bytes, timed like ``median_ms``:
-  launch and ramp weigh on it as on the operator.
-- groups named ``..._backward``: ``errors`` of all gradients against float64 on that slice, ``median_ms`` of the
-  gradients alone and ``both_ms`` of results and gradients, ``extra_gib`` that a call of both takes beyond its arguments
-  and the gradient of y, results and gradients included; and, for ssd, the same of mamba-ssm's kernels. ``bytes`` are
-  those of arguments, the gradient of y, and gradients.
+  of 8.6 GB (bytes read plus bytes written). ``copy_ms``: a device copy of as many bytes, timed like ``median_ms``, so
+  it includes launch and ramp as the operator does.
+- groups named ``..._backward``: ``errors`` of all gradients against float64 on that slice; ``median_ms`` of the
+  gradients alone; ``both_ms`` of results and gradients; ``extra_gib``, the memory of a call of both beyond its
+  arguments and the gradient of y. For ssd, also the same of mamba-ssm's kernels. ``bytes`` are those of arguments, the
+  gradient of y, and gradients.
+- ``accuracy`` (ssd): of each kernel, the relative L2 error against float64 on that slice, and the shares of elements
+  that are within 1e-3 and 1e-2 of the root mean square of the result.
+- ``fused_ms``: the published fused kernel in float16 with chunks of 128, if ``--set fused=FOLDER`` names its checkout.
 - ``mamba_ssm_ms``: mamba-ssm's kernels in the same run, if ``mamba_ssm`` (for ssd, chunks of 256) or its
   ``selective_scan_cuda`` (in its own layout) can be imported.
 """
@@ -26,16 +30,18 @@ from __future__ import annotations
 
 import math
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any
 
 import torch
 
 import refold
 
-from ..errors import DeviceError
+from ..errors import ArgumentError, DeviceError
 from ..ops.arrays import meta_of
 from ..ops.spec import Meta, OpSpec, load
 from .progress import wanted
@@ -68,6 +74,7 @@ class Case:
     name: str
     arguments: dict[str, Any]
     peer: Callable[[], Any] | None = None
+    fused: Callable[[], Any] | None = None
 
     @property
     def spec(self) -> OpSpec:
@@ -94,10 +101,17 @@ class Case:
         given = dict(self.arguments)
         if self.spec.updates and self.op.endswith("_"):
             given[self.spec.updates] = given[self.spec.updates].clone()
-        got, want = getattr(refold.ops, self.op)(**given), self.definition()
-        y = got[0] if isinstance(got, tuple) else got
-        y = _head(y, (self.spec.outputs[0].axes,))
-        return ((y.double() - want).norm() / want.norm()).item() if torch.isfinite(y).all() else math.inf
+        return self.accuracy(lambda: getattr(refold.ops, self.op)(**given))["error"]
+
+    def accuracy(self, run: Callable[[], Any]) -> dict[str, float]:
+        """Return how near the first tokens of a result are to float64: relative L2 error, and shares of elements."""
+        got, want = run(), self.definition()
+        y = _head(got[0] if isinstance(got, tuple) else got, (self.spec.outputs[0].axes,))
+        if not torch.isfinite(y).all():
+            return {"error": math.inf, "within_1e-3": 0.0, "within_1e-2": 0.0}
+        off, size = (y.double() - want).abs(), want.square().mean().sqrt()
+        shares = {f"within_{bound}": (off <= float(bound) * size).double().mean().item() for bound in ("1e-3", "1e-2")}
+        return {"error": (off.norm() / want.norm()).item(), **shares}
 
     def leaves(self) -> list[torch.Tensor]:
         """Return the arguments that have gradients."""
@@ -141,11 +155,38 @@ def normal(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.randn(*shape, device="cuda").to(dtype)
 
 
-def ssd_cases(shapes: Sequence[tuple[int, ...]] = SSD) -> Iterator[Case]:
+def from_checkout(folder: str, module: str, name: str) -> Any:
+    """Import a function from a checkout of a package, beside an installed package of the same name.
+
+    Raises:
+        ArgumentError: It cannot be imported.
+    """
+    package = module.partition(".")[0]
+
+    def take_out() -> dict[str, Any]:
+        return {key: sys.modules.pop(key) for key in list(sys.modules) if key.partition(".")[0] == package}
+
+    installed = take_out()
+    sys.path.insert(0, folder)
+    try:
+        return getattr(import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise ArgumentError(f"{folder} has no {module}.{name} that can be imported: {error}") from error
+    finally:
+        sys.path.remove(folder)
+        take_out()
+        sys.modules.update(installed)
+
+
+def ssd_cases(shapes: Sequence[tuple[int, ...]] = SSD, fused: str = "") -> Iterator[Case]:
     """Yield the SSD cases with a final state, and each once more with every option on.
 
-    Heads have 64 channels and 128 states in one group, where a shape does not say otherwise.
+    Heads have 64 channels and 128 states in one group, where a shape does not say otherwise. ``fused`` is a checkout of
+    the published fused kernel (github.com/RishiAstra/mamba), which runs in float16.
     """
+    one_kernel: Any = (
+        from_checkout(fused, "mamba_ssm.ops.triton.ssd_combined", "mamba_chunk_scan_combined") if fused else None
+    )
     try:
         from mamba_ssm.ops.triton.ssd_combined import mamba_chunk_scan_combined as official
     except ImportError:
@@ -171,8 +212,13 @@ def ssd_cases(shapes: Sequence[tuple[int, ...]] = SSD) -> Iterator[Case]:
         def peer_with_all(arrays: Any = arrays, every: Any = every, initial: Any = initial, peer: Any = peer) -> Any:
             return peer(arrays, every, initial)
 
+        def by_one_kernel(
+            half: tuple[torch.Tensor, ...] = (x.half(), dt.half(), A, B.half(), C.half()), more: Any = plain
+        ) -> Any:
+            return one_kernel(*half, chunk_size=128, **more, return_final_states=True, mamba2_fusion_type="medium")
+
         name = f"{b}x{t}x{h}" + (f", {p}x{n}, groups {g}" if sizes else "")
-        yield Case("ssd", name, arrays | plain, peer if official else None)
+        yield Case("ssd", name, arrays | plain, peer if official else None, by_one_kernel if one_kernel else None)
         yield Case(
             "ssd", f"{name}, all options", arrays | every | {"initial_state": initial},
             peer_with_all if official else None,
@@ -294,7 +340,8 @@ def graph_ms(case: Case) -> float:
 
 def measure(case: Case, copy_rate: float) -> Row:
     """Return the row of a case."""
-    error, moved = case.error(), case.spec.bytes_moved(case.meta())
+    error, meta = case.error(), case.meta()
+    moved = case.spec.bytes_moved(meta)
     row: Row = {"op": case.op, "case": case.name, "dtype": str(case.dtype)[6:], "error": error}
     if not error <= BOUND[case.dtype]:
         return row | {"refused": f"error above {BOUND[case.dtype]}"}
@@ -302,6 +349,7 @@ def measure(case: Case, copy_rate: float) -> Row:
     median = times[len(times) // 2]
     return row | {
         "bytes": moved,
+        "flops": case.spec.flops(meta.sizes),
         "median_ms": median,
         "p20_ms": times[len(times) // 5],
         "p80_ms": times[len(times) * 4 // 5],
@@ -310,8 +358,24 @@ def measure(case: Case, copy_rate: float) -> Row:
         "copy_ms": copy_ms(moved),
         "host_us": host_us(case.run) if median < 0.2 else None,
         "graph_ms": graph_ms(case) if case.op.endswith("_") else None,
-        "mamba_ssm_ms": "not run" if case.peer is None else statistics.median(time_ms(case.peer, 9)),
+        **rivals(case),
     }
+
+
+def rivals(case: Case) -> Row:
+    """Return the times of other packages' kernels, and for ssd how near all results are to float64."""
+    row: Row = {"accuracy": {"refold": case.accuracy(case.run)}} if case.op == "ssd" else {}
+    for name, run in (("mamba_ssm", case.peer), ("fused", case.fused)):
+        row[f"{name}_ms"] = "not run"
+        if run is None:
+            continue
+        try:
+            row[f"{name}_ms"] = statistics.median(time_ms(run, 9))
+            if case.op == "ssd":
+                row["accuracy"][name] = case.accuracy(run)
+        except Exception as error:  # whatever another package raises; the run goes on
+            row[f"{name}_ms"] = f"not run: {type(error).__name__}: {str(error)[:200]}"
+    return row
 
 
 def measure_backward(case: Case, copy_rate: float) -> Row:
@@ -380,22 +444,22 @@ def _suite(cases: Iterator[Case], measured: Callable[[Case, float], Row] | None 
 
 
 def ssd() -> Iterator[Row]:
-    """Time the operator ssd, forward, 256 to 131072 tokens, beside mamba-ssm's kernels."""
+    """Time the operator ssd, forward, 256 to 131072 tokens, next to mamba-ssm's kernels."""
     return _suite(ssd_cases())
 
 
 def ssd_sizes() -> Iterator[Row]:
-    """Time the operator ssd, forward, with 32 to 256 channels and 16 to 256 states, beside mamba-ssm's kernels."""
+    """Time the operator ssd, forward, with 32 to 256 channels and 16 to 256 states, next to mamba-ssm's kernels."""
     return _suite(ssd_cases(SSD_SIZES))
 
 
 def ssd_backward() -> Iterator[Row]:
-    """Time gradients of ssd, beside mamba-ssm's kernels."""
+    """Time gradients of ssd, next to mamba-ssm's kernels."""
     return _suite(ssd_backward_cases(), measure_backward)
 
 
 def selective_scan() -> Iterator[Row]:
-    """Time the operator selective_scan, forward, beside mamba-ssm's kernel."""
+    """Time the operator selective_scan, forward, next to mamba-ssm's kernel."""
     return _suite(selective_scan_cases())
 
 

@@ -1,7 +1,7 @@
 """`refold.ops.ssd` on JAX: forward, and with the gradients of all arguments.
 
-Times are the host's, of whole compiled calls. A row is refused if the result of the first tokens differs from the torch
-backend's in float64 by more than its dtype allows.
+Times are taken by the host's clock, of whole compiled calls. A row is refused if the result of the first tokens differs
+from the torch backend's in float64 by more than its dtype allows.
 """
 
 from __future__ import annotations

@@ -1,19 +1,21 @@
 """Figures of stored results, all with one look.
 
-A figure carries the digest of the rows that it was drawn from, so that checking it needs no drawing. Drawing needs
-matplotlib, which nothing else here does.
+A figure contains the digest of the rows that it was drawn from, so checking it needs no drawing. Only drawing needs
+matplotlib.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import statistics
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ..errors import ArgumentError, MissingDependency
+from ..ops.spec import load
 from .rows import Row, read
 
 OURS, PEER, EAGER, INK, SOFT = "#b8324a", "#6d7a91", "#2b2d42", "#1d2026", "#8a909c"
@@ -57,7 +59,7 @@ def newest(path: Path, *keys: str) -> list[Row]:
 
 
 def operator_rows(results: Path) -> list[Row]:
-    """Return the rows of the scans that ran beside the official kernels."""
+    """Return the rows of the scans that ran in turns with the official kernels."""
     files = (results / GPU / f"{name}.jsonl" for name in ("ssd", "selective_scan"))
     rows = [row for path in files for row in newest(path, "op", "case", "dtype")]
     return [row for row in rows if isinstance(row.get("mamba_ssm_ms"), float) and "all options" not in row["case"]]
@@ -118,6 +120,42 @@ def draw_length(plt: Any, rows: list[Row]) -> Any:
     return figure
 
 
+def roofline_rows(results: Path) -> list[Row]:
+    """Return operations, bytes, times and the measured limits of the device for the scans in bfloat16."""
+    found = []
+    limits = [row["ceiling_tflop_per_s"] for row in generation_rows(results) if "ceiling_tflop_per_s" in row]
+    for row in operator_rows(results):
+        sizes = dict(zip("bthd" if row["op"] == "ssd" else "btdn", map(int, row["case"].split("x")), strict=False))
+        if row["dtype"] == "bfloat16" and limits:
+            found.append({
+                "op": row["op"], "case": row["case"], "bytes": row["bytes"], "gpu": row["env"]["gpu"],
+                "flops": row.get("flops") or load(row["op"]).flops({"p": 64, "n": 128, "g": 1, **sizes}),
+                "refold_ms": row["median_ms"], "mamba-ssm_ms": row["mamba_ssm_ms"],
+                "tb_per_s": row["bytes"] / row["median_ms"] / row["share_of_copy"] / 1e9,
+                "tflop_per_s": statistics.median(limits),
+            })  # fmt: skip
+    return found
+
+
+def draw_roofline(plt: Any, rows: list[Row]) -> Any:
+    """Draw operations per second over operations per byte, under what copying and matrix products reach."""
+    figure, panel = plt.subplots(figsize=(8, 4.2))
+    copy, matrix = (statistics.median(row[key] for row in rows) for key in ("tb_per_s", "tflop_per_s"))
+    at = [4.0, matrix / copy, 2048.0]
+    panel.plot(at, [min(x * copy, matrix) for x in at], color=INK, linewidth=1)
+    panel.text(at[0], at[0] * copy * 1.25, f"copy: {copy:.2f} TB/s", fontsize=8, rotation=27, rotation_mode="anchor")
+    panel.text(at[-1], matrix * 1.08, f"matrix products: {matrix:.0f} TFLOP/s", fontsize=8, ha="right")
+    for op, mark in (("ssd", "o"), ("selective_scan", "s")):
+        own = [row for row in rows if row["op"] == op]
+        for name in ("mamba-ssm", "refold"):
+            points = [(row["flops"] / row["bytes"], row["flops"] / row[f"{name}_ms"] / 1e9) for row in own]
+            panel.plot(*zip(*points, strict=True), mark, color=COLOURS[name], alpha=0.75, label=f"{op}, {name}")
+    panel.set(xscale="log", yscale="log", title=f"the scans under the roofline of an {rows[0]['gpu']}, bfloat16")
+    panel.set(xlabel="operations of the recurrence per byte that must move", ylabel="TFLOP/s")
+    panel.legend(fontsize=8, loc="lower right")
+    return figure
+
+
 # Layers and models ------------------------------------------------------------------------------
 
 
@@ -154,7 +192,7 @@ def draw_granite(plt: Any, rows: list[Row]) -> Any:
 
 
 def fusion_rows(results: Path) -> list[Row]:
-    """Return the rows of the fused Mamba model with 8 layers, and with one beside torch.compile."""
+    """Return the rows of the fused Mamba model with 8 layers, and with one layer next to torch.compile."""
     rows = newest(results / GPU / "fusion_example.jsonl", "example", "case", "layers", "dtype", "batch")
     return [row for row in rows if row.get("example", row.get("case")) == "fused_mamba"]
 
@@ -194,64 +232,99 @@ def draw_fusion(plt: Any, rows: list[Row]) -> Any:
 
 
 def generation_rows(results: Path) -> list[Row]:
-    """Return the rows of generation with JAX."""
-    return newest(results / GPU / "jax_generate.jsonl", "op", "backend", "case")
+    """Return the rows of generation, with JAX and with PyTorch."""
+    files = (results / GPU / f"{name}.jsonl" for name in ("jax_generate", "decode", "prefill"))
+    rows = [row for path in files if path.exists() for row in newest(path, "op", "backend", "case")]
+    return [row for row in rows if "not_run" not in row]
+
+
+def _limit_s(row: Row) -> float:
+    """Return the least time that the device's measured rates allow."""
+    return max(row["bytes"] / row["ceiling_gb_per_s"] / 1e9, row["flops"] / row["ceiling_tflop_per_s"] / 1e12)
+
+
+_BACKENDS = {"jax": "refold, JAX", "torch": "refold, PyTorch"}
 
 
 def draw_generation(plt: Any, rows: list[Row]) -> Any:
-    """Draw tokens per second of decoding and prefill, and what the device's limits allow."""
-    figure, panels = plt.subplots(1, 2, figsize=(9, 3.4), width_ratios=[1, 1])
-    for panel, what in zip(panels, ("decode", "prefill"), strict=True):
-        own = [row for row in rows if f" {what} " in row["case"]]
-        names, values, limits = [], [], []
-        for row in own:
-            model, _, rest = row["case"].partition(f" {what} ")
-            size = int(rest.removeprefix("batch "))
-            names.append(
-                f"{model}, {'batch ' if what == 'decode' else ''}{size}{' tokens' if what == 'prefill' else ''}"
-            )
-            values.append(size / row["median_s"])
-            bound_s = max(
-                row["bytes"] / row["ceiling_gb_per_s"] / 1e9, row["flops"] / row["ceiling_tflop_per_s"] / 1e12
-            )
-            limits.append(size / bound_s)
-        at = range(len(own))
-        panel.grid(visible=False)
-        panel.barh(list(at), limits, 0.7, color="#e3e6eb", label="limit: copy and matrix rate")
-        bars = panel.barh(list(at), values, 0.45, color=OURS, label="refold, JAX")
-        panel.bar_label(bars, [_short(value) for value in values], fontsize=7, padding=2)
-        panel.set_yticks(list(at), names, fontsize=8)
-        panel.invert_yaxis()
-        panel.set(xscale="log", title=what, xlabel=f"tokens per second, {rows[0]['env']['device']}")
-    handles = panels[0].get_legend_handles_labels()
-    figure.legend(*handles, fontsize=8, loc="lower center", ncols=2, bbox_to_anchor=(0.5, -0.02))
-    figure.tight_layout(rect=(0, 0.05, 1, 1))
+    """Draw tokens per second of decoding, and of prefill over the length, and what the device's limits allow."""
+    decoded = [row for row in rows if " decode " in row["case"]]
+    size = (9.5, max(3.6, 1 + 0.3 * len(decoded)))
+    figure, (bars, lines) = plt.subplots(1, 2, figsize=size, width_ratios=[1, 1.1])
+    several = len({row["backend"] for row in rows}) > 1
+    names, values, limits, colours = [], [], [], []
+    for row in decoded:
+        model, _, rest = row["case"].partition(" decode batch ")
+        batch = int(rest.split()[0])
+        name = _BACKENDS.get(row["backend"], row["backend"])
+        names.append(f"{model}, batch {rest}" + (f", {name}" if several else ""))
+        values.append(batch / row["median_s"])
+        limits.append(batch / _limit_s(row))
+        colours.append(OURS if row["backend"] in _BACKENDS else PEER)
+    at = list(range(len(decoded)))
+    bars.grid(visible=False)
+    bars.barh(at, limits, 0.7, color="#e3e6eb")
+    bars.bar_label(
+        bars.barh(at, values, 0.45, color=colours), [_short(value) for value in values], fontsize=7, padding=2
+    )
+    bars.set_yticks(at, names, fontsize=8)
+    bars.invert_yaxis()
+    bars.set(xscale="log", title="decode (grey: the limit)", xlabel="tokens per second")
+    read: dict[tuple[str, str], list[Row]] = {}
+    for row in rows:
+        if " prefill " in row["case"]:
+            read.setdefault((row["case"].partition(" ")[0], row["backend"]), []).append(row)
+    shades = dict(zip(dict.fromkeys(model for model, _ in read), (OURS, EAGER, PEER, "#2f7d6b"), strict=False))
+    for (model, backend), own in read.items():
+        own = sorted(own, key=_length)
+        lengths, name = [_length(row) for row in own], _BACKENDS.get(backend, backend)
+        style = "o-" if backend in _BACKENDS else "s:"
+        rates = [t / row["median_s"] for t, row in zip(lengths, own, strict=True)]
+        lines.plot(lengths, rates, style, color=shades[model], label=model + (f", {name}" if several else ""))
+        if backend in _BACKENDS:
+            bound = [t / _limit_s(row) for t, row in zip(lengths, own, strict=True)]
+            lines.plot(lengths, bound, "--", color=shades[model], linewidth=1)
+    ticks = sorted({_length(row) for own in read.values() for row in own})
+    lines.set(xscale="log", yscale="log", title="prefill (dashed: the limit)", xlabel="tokens of the prompt")
+    lines.set_xticks(ticks, [f"{t // 1024}K" for t in ticks])
+    lines.minorticks_off()
+    lines.set_ylabel(f"tokens per second, {rows[0]['env'].get('device') or rows[0]['env']['gpu']}")
+    lines.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0))
+    figure.tight_layout()
     return figure
+
+
+def _length(row: Row) -> int:
+    return int(row["case"].rpartition(" ")[2])
 
 
 # Training and accuracy --------------------------------------------------------------------------
 
 
 def training_rows(results: Path) -> list[Row]:
-    """Return the rows of forward and backward that ran beside the official kernels."""
+    """Return the rows of results and gradients together, without further options."""
     rows = [
         row
         for path in sorted((results / GPU).glob("*backward*.jsonl"))
         for row in newest(path, "op", "pass", "case", "dtype")
     ]
-    return [row for row in rows if isinstance(row.get("mamba_ssm_both_ms"), float) and "options" not in row["case"]]
+    return [row for row in rows if isinstance(row.get("both_ms"), float) and "options" not in row["case"]]
 
 
 def draw_training(plt: Any, rows: list[Row]) -> Any:
     """Draw time and memory of forward and backward together."""
-    figure, panels = plt.subplots(1, 2, figsize=(9, 0.9 + 0.5 * len(rows)), sharey=True)
+    rows = sorted(rows, key=lambda row: (row["op"], -row["both_ms"]))
+    beside = any(isinstance(row.get("mamba_ssm_both_ms"), float) for row in rows)
+    figure, panels = plt.subplots(1, 2, figsize=(9, 0.9 + (0.5 if beside else 0.28) * len(rows)), sharey=True)
     fields = (("both_ms", "mamba_ssm_both_ms", "ms"), ("extra_gib", "mamba_ssm_extra_gib", "GiB beyond the arguments"))
     for panel, (ours, theirs, unit) in zip(panels, fields, strict=True):
         panel.grid(visible=False)
-        for name, key, shift in (("mamba-ssm", theirs, -0.2), ("refold", ours, 0.2)):
-            values = [row[key] for row in rows]
-            bars = panel.barh([i + shift for i in range(len(rows))], values, 0.38, color=COLOURS[name], label=name)
-            panel.bar_label(bars, [_short(value) for value in values], fontsize=7, padding=2)
+        for name, key, shift in (("mamba-ssm", theirs, -0.2), ("refold", ours, 0.2 if beside else 0.0)):
+            own = [(i + shift, row[key]) for i, row in enumerate(rows) if isinstance(row.get(key), float)]
+            if own:
+                where, values = zip(*own, strict=True)
+                bars = panel.barh(where, values, 0.38 if beside else 0.6, color=COLOURS[name], label=name)
+                panel.bar_label(bars, [_short(value) for value in values], fontsize=7, padding=2)
         panel.set_xlabel(unit)
     panels[0].set_yticks(range(len(rows)), [f"{row['op']} {row['case']}" for row in rows], fontsize=8)
     panels[0].invert_yaxis()
@@ -293,9 +366,10 @@ def _short(value: float) -> str:
 
 PLOTS = {
     "operators": Plot(
-        "The scans beside mamba-ssm's kernels, and a copy of their bytes.", operator_rows, draw_operators
+        "The scans next to mamba-ssm's kernels, and a copy of their bytes.", operator_rows, draw_operators
     ),
     "length": Plot("Time per token of ssd over the length.", length_rows, draw_length),
+    "roofline": Plot("Operations per second over operations per byte.", roofline_rows, draw_roofline),
     "granite_layer": Plot("The Granite layer of transformers: time and memory.", granite_rows, draw_granite),
     "fusion_example": Plot("The eager Mamba model over the batch: time and memory.", fusion_rows, draw_fusion),
     "generation": Plot("Tokens per second, and what the device allows.", generation_rows, draw_generation),

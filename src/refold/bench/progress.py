@@ -1,7 +1,7 @@
-"""What is running, how far a run has come, and what of it a file already has.
+"""Progress of a run: the current measurement, how many are left, and which ones a file already has.
 
-A suite asks `wanted` before each measurement. A run first goes through its suites with `wanted` saying no, to count the
-measurements; then it makes those that are missing.
+A suite asks `wanted` before each measurement. A run first goes through its suites with `wanted` answering no, to count
+the measurements. Then it makes those that are missing.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Run:
     """One run of suites.
 
     Attributes:
-        done: Rows that need not be measured again.
+        done: Rows that need not be measured again; those that say why something was not run do not count.
         told: Is called with what is measured now; None while measurements are counted.
         suite: The suite that runs.
         count: Measurements that were asked for and are not done.
@@ -37,7 +37,8 @@ class Run:
     def wanted(self, what: dict[str, Any]) -> bool:
         """Tell whether a measurement is to be made now."""
         named = {"suite": self.suite, **what}
-        if any(all(str(row.get(key)) == str(value) for key, value in named.items()) for row in self.done):
+        made = (row for row in self.done if not isinstance(row.get("not_run"), str))
+        if any(all(str(row.get(key)) == str(value) for key, value in named.items()) for row in made):
             return False
         self.count += 1
         if self.told is None:

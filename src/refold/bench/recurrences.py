@@ -309,7 +309,7 @@ def measure(name: str, steps: int, grad: bool, device: str) -> Row:
 
     one = RECURRENCES[name]
     inputs = [x.to(device).requires_grad_(grad) for x in one.inputs(BATCH, steps, CHANNELS)]
-    torch._dynamo.reset()
+    torch.compiler.reset()
     compiled = refold.compile(one.fn, cache=False)
     with torch.set_grad_enabled(grad):
         compiled(*inputs)

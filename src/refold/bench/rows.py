@@ -1,4 +1,4 @@
-"""Rows of measurements: where they come from, how they are written, read and compared."""
+"""Rows of measurements: their environment, and how they are written, read and compared."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The suites: what ``refold bench run`` knows.
+"""The suites of ``refold bench run``.
 
 A suite is a function with keyword-only options that yields rows. Its first docstring line says what it shows. The
 defaults of the options give their types: a tuple takes values separated by commas.
@@ -88,6 +88,7 @@ SUITES = {
         Suite("ssd-jax", "operators_jax", "ssd_jax"),
         Suite("chunked-scan", "chunked_scan", "chunked_scan"),
         Suite("recurrences", "recurrences", "recurrences"),
+        Suite("linear-attention", "linear_attention", "linear_attention"),
         Suite("kernelbench", "kernelbench", "kernelbench"),
         Suite("compile-time", "compile_time", "compile_time"),
         Suite("generation", "generation", "generation"),

@@ -1,9 +1,9 @@
-"""Layers in training: naive code by eager, torch.compile and refold; the same with refold.ops, and with mamba-ssm.
+"""Layers in training: naive code with eager, torch.compile and refold; the same layer with refold.ops, and mamba-ssm.
 
 All programs of a layer share one set of weights. A call is a forward and the gradients of the input and of all weights.
-Times are of calls that take turns, each after the L2 cache was overwritten. A program is timed only if its result and
-gradients are right: compared with the naive layer in float64, in eager, sequence by sequence. A program that cannot run
-is named under ``not_run``, mamba-ssm's kernels among them.
+Programs take turns, and the L2 cache is overwritten before each call. A program is timed only if its result and
+gradients are right: compared with the naive layer in float64, in eager, sequence by sequence. Programs that cannot run,
+mamba-ssm's kernels among them, are named under ``not_run``.
 """
 
 from __future__ import annotations
@@ -81,14 +81,11 @@ def mamba2(width: int) -> tuple[torch.nn.Module, dict[str, Program]]:
 
 def granite(width: int) -> tuple[torch.nn.Module, dict[str, Program]]:
     """Return transformers' own GraniteMoeHybridMambaLayer at granite-4.0-h-tiny's proportions, and two faster ones."""
-    from transformers import GraniteMoeHybridConfig
-    from transformers.models.granitemoehybrid.modeling_granitemoehybrid import GraniteMoeHybridMambaLayer
+    from .granite_layer import layer as make
 
-    sizes: dict[str, Any] = {"mamba_d_head": 64, "mamba_d_state": 128, "mamba_n_groups": 1, "mamba_chunk_size": 256}
-    config = GraniteMoeHybridConfig(hidden_size=width, mamba_n_heads=2 * width // 64, mamba_expand=2, **sizes)
-    layer: Any = GraniteMoeHybridMambaLayer(config, 0)
+    layer: Any = make(width)
     other = torch.nn.Module()
-    other.layer = GraniteMoeHybridMambaLayer(config, 0)
+    other.layer = make(width)
     for (name, weight), target in zip(layer.named_parameters(), other.layer.parameters(), strict=True):
         owner, _, last = name.rpartition(".")
         assert target.shape == weight.shape
@@ -203,7 +200,7 @@ def training(
         if not wanted(case=name, width=width or own, batch=batch, tokens=tokens, dtype=dtype):
             continue
         torch.manual_seed(0)
-        torch._dynamo.reset()
+        torch.compiler.reset()
         layer, others = make(width or own)
         layer.to(at, getattr(torch, dtype))
         compiled = refold.compile(layer, strict=True, verify=verify, accept="always" if verify == "off" else "faster")

@@ -1,7 +1,8 @@
 """The functions of the package causal-conv1d, under its signatures.
 
-Layouts, defaults and the number of results are that package's. Where it refuses or leaves out an argument that has a
-meaning, such as initial states in a pack, this gives it that meaning; a value with none raises an error naming it.
+Layouts, defaults and the number of results are that package's. The package refuses or ignores some arguments that have
+a meaning, such as initial states in a pack; here they have that meaning. A value without a meaning raises an error that
+names it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Documents that share a row of a batch: where they begin and end, and operators that keep them apart."""
+"""Documents that share a row of a batch: where they begin and end, and operators that keep them separate."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Documents:
     last: Tensor
     """``(b,)``: the document that each row ends with."""
     fresh: Tensor | None = None
-    """``(b,)``: whether a row's first token begins a document. Else, and if None, it goes on from an earlier state."""
+    """``(b,)``: whether a row's first token begins a document; if not, or if None, it continues an earlier one."""
 
     @classmethod
     def from_offsets(cls, cu_seqlens: Tensor) -> Documents:
@@ -80,7 +80,7 @@ class Documents:
         return torch.where((token >= start[:, None])[..., None], x, 0)
 
     def forget(self, state: Tensor) -> None:
-        """Zero the rows of a ``state`` (b, ...) that their row's last document does not go on from."""
+        """Zero the rows of a ``state`` (b, ...) from which the row's last document does not continue."""
         over = self.first != self.last
         over = over if self.fresh is None else over | self.fresh
         state.masked_fill_(_rows(over, state), 0)

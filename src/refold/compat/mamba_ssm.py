@@ -1,7 +1,8 @@
 """The functions of the package mamba-ssm, under its signatures.
 
-Layouts, defaults and the number of results are that package's. Where it ignores an argument that has a meaning, such
-as offsets of documents without their numbers, this gives it that meaning; a value with none raises an error naming it.
+Layouts, defaults and the number of results are that package's. The package ignores some arguments that have a meaning,
+such as offsets of documents without ``seq_idx``; here they have that meaning. A value without a meaning raises an error
+that names it.
 """
 
 from __future__ import annotations
@@ -187,7 +188,7 @@ def mamba_split_conv1d_scan_combined(
         first, second = gated.chunk(2, -1)
         out = torch.cat([F.silu(first) * second, out], -1)
     if outproj_weight is not None:
-        out = F.linear(out, outproj_weight, outproj_bias)
+        out = _product(out, outproj_weight, outproj_bias)
     return (out, final) if return_final_states else out
 
 
@@ -286,7 +287,7 @@ def mamba_inner_fn(
         ``(b, t, out)``.
 
     Raises:
-        ArgumentError: An argument has no meaning beside another; the message names both.
+        ArgumentError: An argument contradicts another; the message names both.
         DtypeError: ``A`` is complex.
         ShapeError: Axes disagree.
     """
@@ -321,7 +322,7 @@ def mamba_inner_fn(
         x, delta, A, *_alike(project("B", slice(rank, rank + dstate)), project("C", slice(-dstate, None)), x.shape[-1]),
         D=D, z=z.mT, dt_bias=delta_bias, dt_softplus=delta_softplus,
     )  # fmt: skip
-    return F.linear(y, out_proj_weight, out_proj_bias)
+    return _product(y, out_proj_weight, out_proj_bias)
 
 
 def selective_state_update(
@@ -482,6 +483,11 @@ def _projection(op: str, name: str, value: Tensor, u: Tensor) -> Tensor:
     if value.ndim not in (3, 4):
         raise ShapeError(f"{op}: {name} must be (d, n), (b, n, t) or (b, g, n, t); got shape {tuple(value.shape)}.")
     return value.movedim(-1, 1)
+
+
+def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Return the output product; callers hand over a float32 bias with 16-bit weights."""
+    return F.linear(x, weight, None if bias is None else bias.to(weight.dtype))
 
 
 def _alike(B: Tensor, C: Tensor, channels: int) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""States in slots, as engines keep them: which rows of a large tensor a call reads and writes."""
+"""States in slots, as inference engines keep them: which rows of a large tensor a call reads and writes."""
 
 from __future__ import annotations
 

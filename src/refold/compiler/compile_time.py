@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from torch.fx import GraphModule
 
-from .dynamo.loop import captured_loops, unrolled_size
+from .ir.captured_loop import captured_loops, unrolled_size
 
 # What a program that is only raced against may take to compile, in seconds.
 RIVAL_S = 15.0

@@ -13,12 +13,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch._inductor import config as inductor_config
 from torch.fx import Graph, GraphModule
 
 from .. import __version__
 from .ir.fx import concrete
-from .private import CustomGraphPass, apart, compile_fx, without_autograd_cache
+from .private import CustomGraphPass, apart, compile_fx, inductor_config, without_autograd_cache
 
 Compiled = Callable[..., Any]
 

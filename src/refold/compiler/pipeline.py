@@ -25,6 +25,7 @@ from .passes.merge_products import merge_products
 from .passes.multiply_out import multiply_out
 from .passes.prefer_onednn import prefer_onednn
 from .passes.recover_contractions import drop_degenerate_sums, recover_contractions
+from .passes.replace_prefix_networks import replace_prefix_networks
 from .passes.reroll_loops import reroll_loops
 from .passes.sum_convolutions import sum_convolutions
 from .passes.unroll_depthwise_convolutions import unroll_depthwise_convolutions
@@ -38,6 +39,7 @@ CHECK = "REFOLD_CHECK_GRAPHS"
 Pass = Callable[[Graph, Callable[[str], bool]], Iterator[Rewrite]]
 
 PASSES: list[tuple[str, Pass]] = [
+    ("replace prefix networks", replace_prefix_networks),
     ("roll up loops", reroll_loops),
     ("contract scans", contract_scans),
     ("fuse chunked scans", fuse_chunked_scans),
@@ -55,12 +57,13 @@ PASSES: list[tuple[str, Pass]] = [
 NAMES = tuple(name for name, _ in PASSES)
 
 BEFORE_AUTOGRAD: list[tuple[str, Pass]] = [
+    ("replace prefix networks", replace_prefix_networks),
     ("contract scans", contract_scans),
     ("fuse chunked scans", fuse_chunked_scans),
     ("contract last states", contract_last_states),
     ("unroll depthwise convolutions", unroll_depthwise_convolutions),
 ]
-"""What replaces a scan whose backward is not there yet; see `refold.compiler.dynamo.before_autograd`."""
+"""What replaces a recurrence whose backward is not there yet; see `refold.compiler.dynamo.before_autograd`."""
 
 # The search for rewrites of one graph may take this much of the CPU; after that nothing more is looked at.
 SEARCH_S = 5.0

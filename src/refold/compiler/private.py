@@ -1,7 +1,8 @@
 """Names of PyTorch that are not its public interface, as far as the compiler uses them outside of `dynamo`.
 
-Each is looked up once, at import. Without one of them something is off, with one `RefoldWarning`, and results are the
-same. `UNAVAILABLE` tells whether the compiler itself is off; Inductor then compiles graphs as they are.
+Each is looked up once, at import. The compiler cannot do without those that are imported here: then this import fails,
+and `refold.compiler.backend` lets Inductor compile graphs as they are. Without one of the others something is off, with
+one `RefoldWarning`, and results are the same.
 """
 
 from __future__ import annotations
@@ -14,9 +15,22 @@ from importlib import import_module
 from typing import Any
 
 import torch
+from torch._inductor import config as inductor_config
+from torch._inductor.compile_fx import compile_fx as compile_fx
+from torch._inductor.custom_graph_pass import CustomGraphPass as CustomGraphPass
+from torch._ops import HigherOrderOperator as HigherOrderOperator
+from torch._ops import OpOverload as OpOverload
+from torch._ops import OpOverloadPacket as OpOverloadPacket
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+from torch.utils._pytree import tree_flatten as tree_flatten
+from torch.utils._pytree import tree_leaves as tree_leaves
+from torch.utils._pytree import tree_map as tree_map
+from torch.utils._pytree import tree_unflatten as tree_unflatten
 
 from ..errors import warn
 
+# The hook for passes, and what tells whether an operation writes to its arguments: both are read at each compile.
+_NEEDED = inductor_config.joint_custom_pre_pass, torch.ops.aten.add.Tensor._schema.is_mutable
 _MISSING: Any = object()
 
 
@@ -31,31 +45,6 @@ def _find(name: str, cost: str) -> Any:
             "or a newer refold."
         )
         return _MISSING
-
-
-# Without these there is nowhere to rewrite graphs.
-
-_OFF = "refold rewrites nothing"
-compile_fx = _find("torch._inductor.compile_fx.compile_fx", _OFF)
-_custom_pass = _find("torch._inductor.custom_graph_pass.CustomGraphPass", _OFF)
-_setting = _find("torch._inductor.config.joint_custom_pre_pass", _OFF)
-UNAVAILABLE = (
-    f"PyTorch {torch.__version__} is not as expected"
-    if any(found is _MISSING for found in (compile_fx, _custom_pass, _setting))
-    else ""
-)
-"""Why graphs cannot be rewritten with this PyTorch; empty if they can."""
-
-CustomGraphPass: Any = object if _custom_pass is _MISSING else _custom_pass
-"""The base class of passes that Inductor's caches know."""
-
-
-def as_it_is(gm: torch.fx.GraphModule, inputs: Any) -> Any:
-    """Compile a graph without refold: by Inductor, or not at all if that cannot be had either."""
-    try:
-        return torch._dynamo.lookup_backend("inductor")(gm, inputs)
-    except (ImportError, AttributeError):
-        return gm
 
 
 # Without these, single things are off.
@@ -95,6 +84,19 @@ def inductor_modes() -> dict[str, dict[str, Any]] | None:
 def inductor_configuration() -> str | None:
     """Return all of Inductor's settings as text; None if they cannot be had."""
     return None if _portable is _MISSING else repr(sorted(_portable().items()))
+
+
+def recompile_limit() -> int | None:
+    """Return how often Dynamo compiles one function; None if that is not known."""
+    return getattr(torch._dynamo.config, "recompile_limit", None)
+
+
+def recompile_limits(limit: int) -> AbstractContextManager[Any]:
+    """Let Dynamo compile one function so often for a while, if there is such a limit."""
+    try:
+        return torch._dynamo.config.patch(recompile_limit=limit, accumulated_recompile_limit=limit)
+    except AttributeError:
+        return contextlib.nullcontext()
 
 
 def statically_known_true(condition: Any) -> bool:

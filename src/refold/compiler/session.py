@@ -18,9 +18,11 @@ from ..errors import warn
 from ..report import GraphReport, RewriteReport
 from .compile_time import inductor_seconds, unrolled_seconds
 from .decisions import Store, digest, versions
-from .dynamo.loop import captured_loops
+from .dynamo import rewriting_before_autograd
+from .dynamo.associative_scan import define_scans
 from .external_cumsum import keep_scans_external
 from .inductor import Compiled, Hook, Stopped, bind, clone_inputs, duplicate, inductor
+from .ir.captured_loop import captured_loops
 from .ir.cost import Cost, graph_cost
 from .ir.evaluate import values_at
 from .ir.rewrite import Rewrite
@@ -58,9 +60,8 @@ class GraphCompile:
         self, gm: GraphModule, inputs: Sequence[Any], settings: Settings, entry: GraphReport, store: Store
     ) -> None:
         self.inputs, self.settings, self.entry, self.store = inputs, settings, entry, store
-        early = _early()
-        self.given = gm if early is None else early.define_scans(gm, everywhere=entry.mode == "training")
-        self.gm = self.given
+        self.given = define_scans(gm, everywhere=entry.mode == "training")
+        self.gm = define_scans(self.given, everywhere=True)
         self.options = {**(settings.options or {}), **settings.choices.inductor}
         self.refused: set[str] = set()
         self.verdicts: dict[str, Verdict] = {}
@@ -79,9 +80,13 @@ class GraphCompile:
         """Return the program that runs from now on, and fill the report."""
         start = time.perf_counter()
         entry = self.entry
+        defined = self.gm is not self.given
         saved = self._rewrite_before_autograd()
         try:
             compiled = self._built()
+            if defined and not entry.applied:  # Inductor has code of its own for PyTorch's scans
+                self.gm = self.given
+                compiled = self._built()
         except TooLong as reason:
             return self._left_eager(reason)
         entry.flops_before += saved.flops
@@ -173,7 +178,7 @@ class GraphCompile:
 
     def _rewrite_before_autograd(self) -> Cost:
         """Replace what is rewritten before autograd; return what that saves."""
-        return self._rewrite_captured() + self._rewrite_early() + self._rewrite_forward()
+        return self._rewrite_captured() + self._rewrite_forward()
 
     def _rewrite_captured(self) -> Cost:
         """Replace captured loops by scans, where that stands; return what they cost more than their scans."""
@@ -195,31 +200,6 @@ class GraphCompile:
                 before, after = found.rewrite.before, found.rewrite.after
                 saved += Cost(before.flops - after.flops, before.bytes - after.bytes)
         self.gm.recompile()
-        return saved
-
-    def _rewrite_early(self) -> Cost:
-        """Replace recurrences that are no loops by scans before autograd, where that stands; return what that saves."""
-        early, saved = _early(), Cost()
-        if early is None:
-            return saved
-        gm = duplicate(self.gm)
-        for found in early.early_scans(gm, self.entry.mode == "training"):
-            key = f"early:{found.rewrite.site}"
-            if not self._wanted(key):
-                continue
-            start = time.perf_counter()
-            verdict = None if self._unjudged else self._verdict(found.rewrite)
-            self.entry.checks_s += time.perf_counter() - start
-            row = self._note(key, found.rewrite, verdict)
-            if row.status == "refused":
-                continue
-            row.status = "applied"
-            self.terms = max(self.terms, found.rewrite.terms)
-            found.splice()
-            before, after = found.rewrite.before, found.rewrite.after
-            saved += Cost(before.flops - after.flops, before.bytes - after.bytes)
-            self.gm = gm
-        gm.recompile()
         return saved
 
     def _as_operator(self, call: Node) -> Any:
@@ -249,15 +229,13 @@ class GraphCompile:
     def _rewrite_forward(self) -> Cost:
         """Rewrite the ATen graph of a forward whose backward is not there yet; return what that saves."""
         saved = Cost()
-        if self.entry.mode != "training":
+        if self.entry.mode != "training" or (tools := rewriting_before_autograd()) is None:
             return saved
-        from .dynamo.before_autograd import checkpointed, find_rewrites, with_part
-
-        for path in [(), *checkpointed(self.gm)]:
+        for path in [(), *tools.checkpointed(self.gm)]:
             key = ":".join(["forward", *path]) + ":"
             while True:
                 wanted = functools.partial(self._is_wanted_of, key)
-                found = find_rewrites(self.gm, path, wanted, self.entry.notes)
+                found = tools.find_rewrites(self.gm, path, wanted, self.entry.notes)
                 if found is None:
                     break
                 rows = []
@@ -273,7 +251,7 @@ class GraphCompile:
                     self.terms = max(self.terms, rewrite.terms)
                     before, after = rewrite.before, rewrite.after
                     saved += Cost(before.flops - after.flops, before.bytes - after.bytes)
-                self.gm = with_part(self.gm, path, found.spliced())
+                self.gm = tools.with_part(self.gm, path, found.spliced())
                 break
         return saved
 
@@ -451,24 +429,9 @@ def _row(rewrite: Rewrite, key: str, verdict: Verdict | None) -> RewriteReport:
     return row
 
 
-def _early() -> Any:
-    """Return the module that finds scans without a loop; None if PyTorch has not all the names that it needs."""
-    try:
-        from .dynamo import early_scans
-    except (ImportError, AttributeError):
-        return None
-    return early_scans
-
-
 def describe_captured(entry: GraphReport, gm: GraphModule) -> GraphModule:
     """Write into a report what would be rewritten before autograd; return the graph with that."""
-    from .dynamo.before_autograd import checkpointed, find_rewrites, with_part
-
-    early = _early()
-    gm = duplicate(gm if early is None else early.define_scans(gm, everywhere=False))
-    for network in [] if early is None else early.early_scans(gm, training=False):
-        entry.rewrites.append(_row(network.rewrite, "", None))
-        network.splice()
+    gm = duplicate(define_scans(gm, everywhere=True))
     for call in captured_loops(gm):
         from .dynamo.to_scan import describe_loop, find_scan
 
@@ -482,10 +445,12 @@ def describe_captured(entry: GraphReport, gm: GraphModule) -> GraphModule:
         entry.rewrites.append(_row(found.rewrite, "", None))
         found.splice()
     gm.recompile()
-    for path in [(), *checkpointed(gm)] if entry.mode == "training" else []:
-        if (more := find_rewrites(gm, path, lambda _: True, entry.notes)) is not None:
+    if entry.mode != "training" or (tools := rewriting_before_autograd()) is None:
+        return gm
+    for path in [(), *tools.checkpointed(gm)]:
+        if (more := tools.find_rewrites(gm, path, lambda _: True, entry.notes)) is not None:
             entry.rewrites += [_row(rewrite, "", None) for rewrite in more.rewrites]
-            gm = with_part(gm, path, more.spliced())
+            gm = tools.with_part(gm, path, more.spliced())
     return gm
 
 

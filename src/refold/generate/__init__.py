@@ -1,1 +1,1 @@
-"""Text generation: a prefill, then one step of the recurrence a token, in a loop that stays on the device."""
+"""Text generation: a prefill, then one step of the recurrence per token, in a loop that stays on the device."""

@@ -1,4 +1,4 @@
-"""The ``generate`` command, and what ``doctor`` says of JAX: plain functions that the command line registers."""
+"""The ``generate`` command, and the lines of ``doctor`` about JAX: plain functions that the command line registers."""
 
 import sys
 from collections.abc import Iterator, Sequence
@@ -15,28 +15,30 @@ from refold.generate.text import Text, check_stop_strings, parse_ids, tokenizer
 
 def generate(
     model: Annotated[str, typer.Argument(help="Checkpoint directory, or owner/name on the Hugging Face hub.")],
-    prompt: Annotated[str | None, typer.Option(help="Text to go on with.")] = None,
+    prompt: Annotated[str | None, typer.Option(help="Text to continue.")] = None,
     prompt_file: Annotated[
         Path | None, typer.Option(help="File with that text; - reads standard input.", show_default=False)
     ] = None,
     token_ids: Annotated[str | None, typer.Option(help="Prompt as token ids, separated by commas or spaces.")] = None,
     max_new_tokens: Annotated[int, typer.Option(help="Most tokens to generate.")] = 64,
-    framework: Annotated[str | None, typer.Option(help="What computes: torch or jax; torch if installed.")] = None,
-    device: Annotated[str | None, typer.Option(help="Where torch computes; a GPU if there is one.")] = None,
+    framework: Annotated[str | None, typer.Option(help="torch or jax; torch by default, if it is installed.")] = None,
+    device: Annotated[str | None, typer.Option(help="Device for torch; a GPU by default, if there is one.")] = None,
     dtype: Annotated[
         str | None, typer.Option(help="float32, bfloat16 or float16; the checkpoint's by default.")
     ] = None,
     temperature: Annotated[float, typer.Option(help="0 takes the likeliest token.")] = 0.0,
-    top_k: Annotated[int, typer.Option(help="Choose among the k likeliest; 0: all.")] = 0,
-    top_p: Annotated[float, typer.Option(help="Choose among the likeliest that sum to this probability.")] = 1.0,
-    min_p: Annotated[float, typer.Option(help="Leave out what is this much less likely than the likeliest.")] = 0.0,
-    repetition_penalty: Annotated[float, typer.Option(help="Above 1: avoid tokens that were read before.")] = 1.0,
+    top_k: Annotated[int, typer.Option(help="Choose among the k likeliest tokens; 0: all.")] = 0,
+    top_p: Annotated[float, typer.Option(help="Choose among the likeliest tokens that sum to this probability.")] = 1.0,
+    min_p: Annotated[
+        float, typer.Option(help="Leave out tokens below this share of the likeliest token's probability.")
+    ] = 0.0,
+    repetition_penalty: Annotated[float, typer.Option(help="Above 1: avoid tokens that occurred before.")] = 1.0,
     seed: Annotated[int, typer.Option(help="Seed of the choice.")] = 0,
     stop: Annotated[list[int] | None, typer.Option(help="Token id that ends the text; repeatable.")] = None,
     stop_string: Annotated[list[str] | None, typer.Option(help="Text that ends the text; repeatable.")] = None,
-    every: Annotated[int, typer.Option(help="Steps on the device between outputs.")] = 8,
+    every: Annotated[int, typer.Option(help="Tokens per output.")] = 8,
 ) -> None:
-    """Generate text from a checkpoint; it appears as it is made.
+    """Generate text from a checkpoint, and print it as it is made.
 
     Raises:
         typer.Exit: with code 2 after a message on standard error, where an argument or the checkpoint is at fault.

@@ -1,8 +1,8 @@
-"""Generation, whatever computes: what is asked is checked, prompts are cut into pieces, and a framework does the rest.
+"""Generation, for every framework: requests are checked and prompts cut into pieces here; the framework does the rest.
 
-A conversation is all there is to know about what was read so far: the model's state (of constant size, but for the
-key-value cache of attention layers), the logits of what comes next, and which tokens were seen. It can be forked,
-saved, loaded and gone on with, without reading the past again.
+A conversation holds everything about the tokens so far: the model's state (of constant size, except for the key-value
+cache of attention layers), the logits of the next token, and which tokens were seen. It can be forked, saved, loaded
+and continued, without reading the past again.
 """
 
 from __future__ import annotations
@@ -206,7 +206,7 @@ class BaseGenerator(ABC, Generic[C]):
             if row.ndim != 1 or (row.size and not np.issubdtype(row.dtype, np.integer)):
                 raise ArgumentError(f"prompt {i} must be a flat sequence of integers.")
             if row.size == 0 and (before is None or not before[i]):
-                raise ArgumentError(f"prompt {i} is empty; a row needs at least one token before it can go on.")
+                raise ArgumentError(f"prompt {i} is empty; a row needs at least one token before it can continue.")
             outside = row[(row < 0) | (row >= self.config.vocab_size)] if row.size else row
             if outside.size:
                 raise ArgumentError(

@@ -50,9 +50,9 @@ class Generator(BaseGenerator[Conversation]):
         config: The model's configuration.
         params: Its parameters; JAX arrays (sharded or not) stay where they are, NumPy arrays go to the default device.
         state_dtype: Dtype of the recurrent state; the arithmetic on it is float32 in any case.
-        layers_apart: Decode from a second copy of the layers, taken apart, which XLA can read in place. False decodes
-            from the stacks that prompts are read with: half the memory, a compile time that does not grow with depth,
-            and a longer step (2.7B on an H200: by a tenth at 1 row, 2.5 times at 16).
+        layers_apart: Decode from a second copy of the layers, as separate arrays, which XLA can read in place. False
+            decodes from the stacks: half the memory, and compile time does not grow with depth, but a step takes
+            longer (2.7B on an H200: by a tenth at 1 row, 2.5 times at 16).
     """
 
     def __init__(self, config: Config, params: Any, *, state_dtype: str = "float32", layers_apart: bool = True) -> None:

@@ -26,7 +26,7 @@ class Sampling:
         seed: The same seed, prompts and settings give the same tokens, however they are streamed.
 
     Raises:
-        ArgumentError: a setting lies outside its range.
+        ArgumentError: a setting is outside its range.
     """
 
     temperature: float = 0.0

@@ -1,7 +1,8 @@
 """Generation with PyTorch: prompts are read by the scans; on a GPU, a token is one replay of a CUDA graph.
 
 A graph holds the choice of a token and the step of the model, for one batch size. Its state is lent to the conversation
-that it decodes: nothing is copied while one conversation goes on, and a second one of the same size takes its place.
+that it decodes, so nothing is copied while one conversation goes on. A second conversation of the same size takes the
+state over, and the first gets a copy.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ class Generator(BaseGenerator[Conversation]):
 
     Args:
         config: The model's configuration.
-        params: Its parameters, layers stacked or apart; NumPy arrays or tensors.
+        params: Its parameters, with stacked or separate layers; NumPy arrays or tensors.
         device: Where it runs.
         state_dtype: Dtype of the recurrent state; the arithmetic on it is float32 in any case.
 

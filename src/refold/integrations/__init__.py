@@ -1,1 +1,1 @@
-"""refold inside other libraries' models, on the instance that is given and nowhere else."""
+"""refold inside other libraries' models. Only the given instance is changed."""

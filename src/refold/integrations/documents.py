@@ -1,9 +1,8 @@
-"""Documents that share a row of a batch, and how their borders reach every layer of a model.
+"""Documents that share a row of a batch: how their borders reach every layer of a model.
 
-Models take the borders in one of three spellings, and most of them drop all three on the way to their recurrent
-layers. So they are read where the model is called (`watch`), kept for as long as that call lasts, and handed to blocks
-as an argument of their own, so that a block that is run again for its gradients (gradient checkpointing) gets those of
-its own call.
+Models take the borders in one of three forms, and most of them drop all three before their recurrent layers. So the
+borders are read where the model is called (`watch`), and kept during that call. Blocks also get them as an argument: if
+a block runs again for its gradients (gradient checkpointing), it gets the borders of its own call.
 """
 
 from __future__ import annotations
@@ -30,9 +29,9 @@ def read(arguments: Mapping[str, Any], positions: bool = True) -> Documents | No
     """Return the documents that the arguments of a model's forward describe; None if each row is one.
 
     Args:
-        arguments: What the caller gave, by name. Looked at are ``cu_seq_lens_q`` or ``cu_seqlens``, else ``seq_idx``,
-            else ``position_ids``: where a position does not follow the one before it, a document begins.
-        positions: Whether to look at ``position_ids``.
+        arguments: The caller's arguments by name. The first of these is used: ``cu_seq_lens_q``, ``cu_seqlens``,
+            ``seq_idx``, else ``position_ids``: where a position does not follow the one before it, a document begins.
+        positions: Whether to read ``position_ids``.
 
     Raises:
         ShapeError: One of them does not have the shape that it must have.
@@ -96,7 +95,7 @@ def _check_tokens(name: str, values: Tensor, arguments: Mapping[str, Any]) -> No
     size = _batch_size(arguments)
     wanted = "(batch, tokens)" if size is None else f"{tuple(size)}"
     if values.ndim != 2 or (size is not None and (values.shape[0] not in (1, size[0]) or values.shape[1] != size[1])):
-        raise ShapeError(f"{name} must have the shape {wanted}; got {tuple(values.shape)}. One entry a token.")
+        raise ShapeError(f"{name} must have the shape {wanted}; got {tuple(values.shape)}. One entry per token.")
 
 
 def _batch_size(arguments: Mapping[str, Any]) -> torch.Size | None:

@@ -1,12 +1,12 @@
-"""The forwards that take the place of those of transformers' Mamba layers.
+"""The forwards that replace those of transformers' Mamba layers.
 
 One forward serves every Mamba-2 layer, one every Mamba-1 layer, one Zamba's. They read the layer's own attributes and
 write the cache that the layer would write, in its layout, so that both may take turns. Projections are called as
-modules, never by their weights: LoRA, quantisation, sharding and hooks see their calls. Only what is as transformers
-made it, a norm or the product of ``dt_proj``, is taken by its weights.
+modules, so LoRA, quantisation, sharding and hooks work. Weights are read directly only if a module is exactly as
+transformers made it: a norm, a convolution, or the product of ``dt_proj``.
 
-They differ from the originals where those lose something: step sizes are clipped in decoding as in prefill, a Mamba-1
-layer goes on from a cached state when it reads several tokens, and documents of a pack do not see each other.
+They differ from the originals in three points. Step sizes are clipped in decoding as in prefill. A Mamba-1 layer
+continues from a cached state when it reads several tokens. Documents of a pack do not see each other.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ def _gated_norm(norm: Any, y: Tensor, z: Tensor) -> Tensor:
 def _apart(linear: nn.Module, x: Tensor) -> tuple[Tensor, Tensor | None]:
     """Return ``linear(x)`` in two parts: the product, and a bias that is still to be added, in float32 by the scan.
 
-    Only a plain layer can be taken apart; anything else (LoRA, quantised, sharded, hooked) is called.
+    Only a plain layer's weight is used directly; anything else (LoRA, quantised, sharded, hooked) is called.
     """
     if type(linear) is not nn.Linear or not _untouched(linear):
         return linear(x), None

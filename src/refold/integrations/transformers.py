@@ -1,8 +1,8 @@
-"""`refold.accelerate`: the Mamba layers of a transformers model run on refold's operators, this model's alone.
+"""`refold.accelerate`: the Mamba layers of one transformers model run on refold's operators.
 
-Each layer gets a subclass of its own class that differs in nothing but its forward, and so does each block around one,
-to carry documents past gradient checkpointing. A class can be put back exactly, is kept by copies and replicas, and is
-what hooks, sharding and compilers expect; a forward bound to the instance would follow none of them.
+Each layer gets a subclass of its own class that differs only in its forward. So does each block around a layer, to
+carry documents through gradient checkpointing. A class can be restored exactly, copies and replicas keep it, and hooks,
+sharding and compilers work with it. A forward that is bound to the instance has none of these properties.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Acceleration:
         vars(self.model).pop(_MARK, None)
 
     def __str__(self) -> str:
-        """Return a line a kind of layer that was replaced, and one a reason for those that were not."""
+        """Return one line per kind of layer that was replaced, and one per reason for layers that were not."""
         lines = [f"refold.accelerate: {type(self.model).__name__}, transformers {_version()}"]
         lines += [f"  {count:4} x {kind} replaced" for kind, count in Counter(self.replaced.values()).items()]
         for reason, count in Counter(self.kept.values()).items():
@@ -88,15 +88,15 @@ def accelerate(model: nn.Module, *, positions: bool = True) -> Acceleration:
     """Let the Mamba layers of a transformers model run on refold's operators.
 
     Only this instance changes. Parameters, the cache and its layout, projections and norms stay what they are, so
-    ``generate``, training, gradient checkpointing, LoRA, quantised projections and ``torch.compile`` go on working. A
+    ``generate``, training, gradient checkpointing, LoRA, quantised projections and ``torch.compile`` still work. A
     second call changes nothing and returns the same summary. docs/accelerate.md says where results differ on purpose.
 
     Args:
         model: A transformers model with layers of mamba, falcon_mamba, jamba, zamba, mamba2, bamba, granitemoehybrid,
             falcon_h1, nemotron_h or zamba2, or a module that holds one.
-        positions: Take ``position_ids`` that do not follow each other as borders between documents. Their values must
-            be read for that, where there are several tokens: one synchronisation per call on a GPU, a graph break under
-            ``torch.compile``. False reads none; ``cu_seq_lens_q`` and ``seq_idx`` are always read.
+        positions: Whether ``position_ids`` that start again begin a document. Their values must be read for that: one
+            synchronisation per call of several tokens on a GPU, and a graph break under ``torch.compile``.
+            ``cu_seq_lens_q`` and ``seq_idx`` are always used.
 
     Returns:
         The summary: ``replaced``, ``kept`` with reasons, ``undo()``; readable when printed.

@@ -1,1 +1,1 @@
-"""Models built from refold's operators: configurations and checkpoints shared, one file a model and framework."""
+"""Models built from refold's operators: configurations and checkpoints shared, one file per model and framework."""

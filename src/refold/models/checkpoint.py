@@ -1,8 +1,9 @@
-"""Checkpoints as nested dictionaries of arrays, layers stacked: NumPy's, which need no framework, or another's.
+"""Checkpoints as nested dictionaries of arrays with stacked layers: NumPy arrays, or those of a framework.
 
-A table says, for each tensor of a configuration, its name in the file, its shape, and its place here. Every tensor of
-the table must be in the files with exactly that shape, and every tensor of the files in the table. Weights keep the
-files' dtype unless another is asked for; the few numbers that enter exponentials (A_log, D, dt_bias) become float32.
+For each tensor of a configuration, a table has its name in the file, its shape, and its place in the dictionary. Every
+tensor of the table must be in the files with exactly that shape, and every tensor of the files in the table. Weights
+keep the files' dtype unless another is requested. The few numbers that enter exponentials (A_log, D, dt_bias) become
+float32.
 """
 
 from collections.abc import Callable, Iterator
@@ -254,7 +255,7 @@ def _open(directory: Path, framework: str) -> dict[str, _Tensor]:
         tensors: dict[str, _Tensor] = {}
         for shard in sorted(set(placed.values())):
             if shard != Path(shard).name or "\\" in shard or shard in ("", ".", ".."):
-                raise CheckpointError(f"{index} names the shard {shard!r}; a shard must be a file beside the index.")
+                raise CheckpointError(f"{index} names the shard {shard!r}; a shard must be a file next to the index.")
             if not (directory / shard).exists():
                 raise CheckpointError(f"{index} names the shard {shard}, which is not there.")
             tensors |= _open_safetensors(directory / shard, framework)

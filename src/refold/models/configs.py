@@ -1,7 +1,7 @@
-"""What a checkpoint's ``config.json`` says, in one vocabulary for all authors.
+"""The settings of a checkpoint's ``config.json``, in one vocabulary for all authors.
 
-Two writers are read: transformers (``model_type``, see ``_READERS``) and state-spaces (``ssm_cfg``). A setting that
-refold's models do not compute is refused here, by name, rather than ignored there.
+Two formats are read: that of transformers (``model_type``, see ``_READERS``) and that of state-spaces (``ssm_cfg``). A
+setting that refold's models do not compute is refused here, by name.
 """
 
 import json
@@ -42,7 +42,7 @@ class MambaConfig:
 
 @dataclass(frozen=True)
 class Mixer2Config:
-    """One Mamba-2 mixer: ``norm_groups`` groups of channels are normalised apart; dt is clipped to ``dt_limit``."""
+    """One Mamba-2 mixer: ``norm_groups`` groups of channels are normalised alone; dt is clipped to ``dt_limit``."""
 
     d_model: int
     nheads: int
@@ -173,7 +173,7 @@ def _impossible(config: Config) -> Iterator[str]:
         if config.nheads % config.nkvheads:
             yield f"{config.nheads} attention heads do not divide among {config.nkvheads} key-value heads"
         if config.nexperts and not 1 <= config.experts_per_token <= config.nexperts:
-            yield f"{config.experts_per_token} experts a token cannot be chosen among {config.nexperts}"
+            yield f"{config.experts_per_token} experts per token cannot be chosen among {config.nexperts}"
         rotated = config.headdim if config.rope_dim is None else config.rope_dim
         if config.rope_theta is not None and (rotated % 2 or not 0 < rotated <= config.headdim):
             yield f"{rotated} of {config.headdim} channels of a head cannot be rotated in pairs"
@@ -352,7 +352,7 @@ def _hybrid_mixer(s: _Settings, norm_eps: float) -> Mixer2Config:
 
 
 def _layers(s: _Settings) -> int:
-    """Return the number of layers, of which there will be a list."""
+    """Return the number of layers."""
     return min(s["num_hidden_layers"], MOST_LAYERS + 1)
 
 

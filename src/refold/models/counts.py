@@ -1,4 +1,4 @@
-"""Operations and bytes that a model needs, counted from its configuration; what measurements are held against.
+"""Operations and bytes that a model needs, counted from its configuration, for comparison with measurements.
 
 A multiply and an add are two operations. Bytes are the fewest that must move: every weight read once, every state read
 and written once. Elementwise work is left out of the operations; it is bound by bytes.
@@ -89,7 +89,7 @@ def prefill(config: Config, batch: int, seqlen: int, chunk_size: int, weight_byt
 
 
 def working_bytes(config: Config, batch: int, seqlen: int, weight_bytes: int) -> int:
-    """Estimate what reading ``seqlen`` tokens per row holds beside weights and states: its widest layer, the logits."""
+    """Estimate the memory for reading ``seqlen`` tokens per row, without weights and states: widest layer, logits."""
     if isinstance(config, MambaConfig):
         wide = 5 * config.d_inner + 3 * config.d_inner  # step sizes are float32
     else:

@@ -1,6 +1,6 @@
-"""Which framework an operator's arguments belong to, and what may be known of them without reading a value.
+"""The framework of an operator's arguments, and their metadata: shape, dtype and device.
 
-Frameworks are told apart by the module of an array's type, so that asking imports neither torch nor jax.
+The framework follows from the module of an array's type. So finding it imports neither torch nor jax.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Which backend runs a call.
 
 A backend is a file ``ops/<operator>/_<backend>.py`` with a function named like the operator and, next to it,
-``supports(meta) -> str | None``: None for yes, else the reason. It is imported when first asked for; a package or a
-file that is missing is a reason like any other. Without a name the first backend of the spec's order that says
-yes runs; a named one runs or raises. Nothing is substituted silently.
+``supports(meta) -> str | None``: None for yes, else the reason. The file is imported at its first use. A missing
+package or file is a reason, too. Without ``backend=``, the first backend in the spec's order that can run is used. A
+named backend runs or raises. Nothing is substituted silently.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The way into every operator: the arrays decide the framework, ``backend=`` decides within it.
+"""The entry of every operator: the arrays decide the framework, and ``backend=`` decides within the framework.
 
 `explain` shows the answers that `refold.ops.backends.resolve` acts on.
 """

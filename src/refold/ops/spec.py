@@ -1,13 +1,13 @@
-"""What an operator takes and gives, as data: one OpSpec drives dispatch, registration, tests, benchmarks and docs.
+"""The arguments and results of an operator, as data: one OpSpec drives dispatch, registration, tests and docs.
 
-Axes are strings of the letters of `refold.axes`. Four spellings go beyond one letter per axis:
+Axes are strings of the letters of `refold.axes`. Four spellings are special:
 
-- ``*`` stands for any number of axes (``"b t *"``: a batch, time, and whatever follows);
-- ``k`` is the number of sequences: that of the pack where ``cu_seqlens`` is given, else the batch;
+- ``*`` is any number of axes (``"b t *"``: batch, time, and any others);
+- ``k`` is the number of sequences: of the pack if ``cu_seqlens`` is given, else the batch;
 - ``w-1`` is one less than ``w``;
-- in a spec with ``time_optional`` the ``t`` of every argument may be absent, from all of them at once.
+- in a spec with ``time_optional``, ``t`` may be absent, from all arguments at once.
 
-Nothing here imports a framework: arrays have been reduced to shape, dtype name and device name (`ArrayMeta`) before.
+Nothing here imports a framework. It sees arrays only as shape, dtype name and device name (`ArrayMeta`).
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ class OpSpec:
     backends: tuple[str, ...] = ("triton", "numba", "torch", "jax", "reference")
     """Preference order."""
     folder: str = ""
-    """Where its implementations live, if not under its own name (steps live beside their scan)."""
+    """The folder of its implementations, if not its own name (steps are in the folder of their scan)."""
     time_optional: bool = False
     updates: str = ""
     """The argument that the twin with a trailing underscore overwrites; empty if there is no such twin."""

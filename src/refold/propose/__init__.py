@@ -1,7 +1,7 @@
-"""Who proposes replacements: files, commands, recorded runs, models over HTTP. `refold.verify` decides on them.
+"""Proposers of replacements: files, commands, recorded runs, models over HTTP. `refold.verify` decides on them.
 
-A proposer returns programs in index notation, plans, or source; `search` tries each proposal against the original,
-source in a sandbox, tells the proposer what came of it, and keeps the best that is accepted. docs/proposers.md has the
+A proposer returns programs in index notation, plans, or source. `search` tries each proposal against the original
+(source in a sandbox), tells the proposer the outcome, and keeps the best accepted one. docs/proposers.md has the
 protocol.
 """
 

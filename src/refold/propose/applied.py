@@ -1,9 +1,9 @@
-"""Use what was accepted: keep it with its evidence, and run a source only behind guards.
+"""Use an accepted proposal: keep it with its evidence, and run a source only with guards.
 
 `save` copies what a run accepted, with its evidence, into a folder of the user's. A rule and choices are used by
 ``refold.compile(rules=...)`` and ``refold.compile(choose=...)``, which check them again. A source was tried for some
-shapes, dtypes, a device and versions, and is used for these alone: `guarded` runs the original for all else, and says
-so.
+shapes, dtypes, a device and versions, and is used only for these. For everything else, `guarded` runs the original, and
+says so.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from typing import Any
 
 import torch
 
-from ..compiler.backend import environment
+from ..compiler.environment import environment
+from ..compiler.private import tree_leaves
 from ..errors import ArgumentError, TargetError, warn
 from ..verify.trial import source
 from .loop import NAMES
@@ -71,12 +72,13 @@ def save(run: Path, folder: Path) -> Path:
     inputs = next(event["request"]["inputs"] for event in events if event["event"] == "request")
     first, last = lines[0], lines[-1]
     guards = {
-        "schema": 1,
+        "schema": 2,
         "sha256": hashlib.sha256(file.read_bytes()).hexdigest(),
         "attribute": first["candidate"]["attribute"],
         "inputs": inputs,
         "device": first["terms"]["device"],
         "train": first["terms"]["train"],
+        "dtype": first["terms"]["dtype"],
         "versions": _versions(),
         "notes": last["notes"],
         "timing": last["timing"],
@@ -111,6 +113,8 @@ def guarded(module: torch.nn.Module, folder: str | Path, *, arguments: Sequence[
         text = (folder / "candidate.py").read_text()
     except (OSError, ValueError) as error:
         raise ArgumentError(f"{folder} holds no source that was kept by refold apply: {error}") from None
+    if guards.get("schema") != 2:
+        raise ArgumentError(f"{folder / GUARDS} was kept by another version of refold; apply the run again")
     if hashlib.sha256(text.encode()).hexdigest() != guards["sha256"]:
         raise ArgumentError(f"{folder / 'candidate.py'} is not the source that was accepted; try it again")
     source(text, attribute=guards["attribute"])
@@ -121,6 +125,7 @@ def guarded(module: torch.nn.Module, folder: str | Path, *, arguments: Sequence[
     replacement = found(*arguments) if isinstance(found, type) else found
     if isinstance(replacement, torch.nn.Module):
         _share(module, replacement)
+        replacement.train(guards["train"])  # it runs in no other mode
     return Guarded(module, replacement, guards)
 
 
@@ -139,7 +144,8 @@ class Guarded(torch.nn.Module):
         # Its parameters are the original's, and are counted once.
         self.__dict__["replacement"] = replacement
         self._guards = guards
-        self._wanted = [(tuple(each["shape"]), each["dtype"]) for each in guards["inputs"]]
+        self._wanted = [each["value"] if "value" in each else (tuple(each["shape"]), each["dtype"])
+                        for each in guards["inputs"]]  # fmt: skip
         changed = [f"{k} {v} instead of {guards['versions'].get(k)}" for k, v in _versions().items()
                    if v != guards["versions"].get(k)]  # fmt: skip
         self._versions = f"versions: {', '.join(changed)}" if changed else ""
@@ -148,7 +154,10 @@ class Guarded(torch.nn.Module):
         """Run the replacement if the guards hold, else the original."""
         reason = self.refusal(*args, **kwargs)
         if not reason:
-            return self.__dict__["replacement"](*args)
+            replacement = self.__dict__["replacement"]
+            if isinstance(replacement, torch.nn.Module):
+                _share(self.original, replacement)  # since the last call they may have been moved or replaced
+            return replacement(*args)
         if not self.fallbacks[reason]:
             warn(f"the original runs in place of its accepted replacement: {reason}")
         self.fallbacks[reason] += 1
@@ -160,24 +169,36 @@ class Guarded(torch.nn.Module):
             return self._versions
         if kwargs:
             return f"it is called with the keyword arguments {', '.join(kwargs)}"
-        leaves = torch.utils._pytree.tree_leaves(args)
+        leaves = tree_leaves(args)
         tensors = [x for x in leaves if isinstance(x, torch.Tensor)]
-        got = [(tuple(x.shape), str(x.dtype).removeprefix("torch.")) for x in tensors]
+        got = [_described(x) for x in leaves]
         if got != self._wanted:
             return f"inputs {_listed(got)}, it was tried on {_listed(self._wanted)}"
+        if not all(x.is_contiguous() for x in tensors):
+            return "its inputs are not contiguous"
+        state = [*self.original.parameters(), *self.original.buffers()]
+        if any(x.device.type != self._guards["device"] for x in state):
+            return f"its parameters are not on {self._guards['device']}"
+        if any(x.is_floating_point() and x.dtype != getattr(torch, self._guards["dtype"]) for x in state):
+            return f"its parameters are not {self._guards['dtype']}"
         if any(x.device.type != self._guards["device"] or type(x) is not torch.Tensor for x in tensors):
             return f"its inputs are not plain tensors on {self._guards['device']}"
-        if torch.is_grad_enabled() and not self._guards["train"]:
-            own = [*tensors, *self.original.parameters()]
-            if any(x.requires_grad for x in own):
-                return "gradients are wanted, and it was tried without"
+        if torch.is_autocast_enabled(self._guards["device"]):
+            return "autocast is on, and it was tried without"
+        needed = torch.is_grad_enabled() and any(x.requires_grad for x in [*tensors, *state])
+        if needed and not self._guards["train"]:
+            return "gradients are wanted, and it was tried without"
         if self.original.training != self._guards["train"]:
             return f"it is in {'training' if self.original.training else 'evaluation'} mode, it was not tried in it"
         return ""
 
 
-def _listed(values: Sequence[tuple[tuple[int, ...], str]]) -> str:
-    return ", ".join(f"{dtype}{list(shape)}" for shape, dtype in values) or "nothing"
+def _described(x: Any) -> Any:
+    return (tuple(x.shape), str(x.dtype).removeprefix("torch.")) if isinstance(x, torch.Tensor) else x
+
+
+def _listed(values: Sequence[Any]) -> str:
+    return ", ".join(f"{x[1]}{list(x[0])}" if isinstance(x, tuple) else repr(x) for x in values) or "nothing"
 
 
 def _versions() -> dict[str, str]:
@@ -221,8 +242,9 @@ def _share(module: torch.nn.Module, replacement: torch.nn.Module) -> None:
                 "it cannot share them"
             )
         for name, value in own.items():
+            if theirs[name] is value:
+                continue
             *path, last = name.split(".")
             owner = replacement.get_submodule(".".join(path))
             store = owner._parameters if kind == "named_parameters" else owner._buffers
             store[last] = value
-    replacement.train(module.training)

@@ -1,8 +1,8 @@
 """Models over HTTP, in the two common styles of chat endpoints.
 
-The key comes from the environment and goes into one header; it is in no message, record or exception. Answers are
-streamed, so that a slow model is not taken for a dead one, and a stream that ends early is asked for again. Errors that
-pass (rate limits, overload, broken connections) are waited out, as long as the budget of time allows.
+The key comes from the environment and goes into one header. It is in no message, record or exception. Answers are
+streamed, so a slow model is not mistaken for a dead one. If a stream ends early, the request is repeated. After
+temporary errors (rate limits, overload, broken connections), the request is repeated later, within the budget of time.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .protocol import Proposal, Request
 _sleep = time.sleep
 _PASSING = {408, 409, 425, 429, 500, 502, 503, 504, 529}
 _LONGEST_WAIT_S = 60.0
-_ANSWER_LIMIT = 4 << 20
+_ANSWER_LIMIT = 8 << 20  # bytes, with what is around the words
 
 
 @dataclass(frozen=True)
@@ -74,9 +74,16 @@ def _openai_body(model: str, system: str, question: str, longest: int) -> dict[s
 def _openai_read(event: dict[str, Any]) -> _Piece:
     usage = event.get("usage") or {}
     choice = (event.get("choices") or [{}])[0]
-    text = (choice.get("delta") or {}).get("content") or ""
-    used = int(usage.get("prompt_tokens", 0)), int(usage.get("completion_tokens", 0))
-    return _Piece(text, *used, done=choice.get("finish_reason") is not None)
+    said = choice.get("delta") or choice.get("message") or {}  # a message: from servers that do not stream
+    used = int(usage.get("prompt_tokens") or 0), int(usage.get("completion_tokens") or 0)
+    return _Piece(_text(said.get("content")), *used, done=choice.get("finish_reason") is not None)
+
+
+def _text(content: Any) -> str:
+    """Return the text of a content: a string, or a list of parts of which some are text."""
+    if isinstance(content, list):
+        return "".join(_text(part.get("text")) for part in content if isinstance(part, dict))
+    return content if isinstance(content, str) else ""
 
 
 def _anthropic_body(model: str, system: str, question: str, longest: int) -> dict[str, Any]:
@@ -89,11 +96,16 @@ def _anthropic_read(event: dict[str, Any]) -> _Piece:
     if kind == "error":
         raise _Passing(str((event.get("error") or {}).get("type", "error")))
     if kind == "message_start":
-        return _Piece(tokens_in=int(event["message"]["usage"]["input_tokens"]))
+        usage = (event.get("message") or {}).get("usage") or {}
+        return _Piece(tokens_in=int(usage.get("input_tokens") or 0))
     if kind == "content_block_delta":
-        return _Piece(event["delta"].get("text", ""))
+        return _Piece(_text((event.get("delta") or {}).get("text")))
+    usage = event.get("usage") or {}
     if kind == "message_delta":
-        return _Piece(tokens_out=int((event.get("usage") or {}).get("output_tokens", 0)))
+        return _Piece(tokens_out=int(usage.get("output_tokens") or 0))
+    if kind == "message":  # from servers that do not stream
+        used = int(usage.get("input_tokens") or 0), int(usage.get("output_tokens") or 0)
+        return _Piece(_text(event.get("content")), *used, done=True)
     return _Piece(done=kind == "message_stop")
 
 
@@ -201,42 +213,61 @@ class Chat:
 
     def _stream(self, question: str, deadline: float) -> str:
         httpx = self._httpx
-        key = os.environ.get(self._style.key, "")
+        key = self._secret()
         body = self._style.body(self._model, prompt.system(), question, self._longest)
-        parts, size, whole = [], 0, False
+        parts, whole = [], False
         try:
             with (
                 httpx.Client(timeout=httpx.Timeout(self._idle, connect=15.0), follow_redirects=False) as client,
                 client.stream("POST", self._url, json=body, headers=self._style.headers(key)) as response,
             ):
                 self._check(response)
-                for event in _events(response.iter_lines()):
+                for event in _events(self._lines(response, deadline)):
                     piece = self._style.read(event)
                     with self._lock:
                         self._tokens[0] += piece.tokens_in
                         self._tokens[1] += piece.tokens_out
                     parts.append(piece.text)
-                    size += len(piece.text)
                     whole |= piece.done
-                    if size > _ANSWER_LIMIT:
-                        raise ProposerError(f"{self.name} does not stop answering")
-                    if time.monotonic() > deadline:
-                        raise _Passing("it takes longer than it may")
-        except httpx.TransportError as error:
-            raise _Passing(f"{type(error).__name__}: {error}") from None
-        except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
-            raise _Passing(f"its answer cannot be read ({type(error).__name__}: {error})") from None
+        except (httpx.TransportError, httpx.DecodingError) as error:
+            raise _Passing(f"{type(error).__name__}: {self._masked(str(error))}") from None
+        except (KeyError, TypeError, ValueError, AttributeError, IndexError, RecursionError) as error:
+            reason = f"its answer cannot be read ({type(error).__name__}: {self._masked(str(error))[:300]})"
+            raise _Passing(reason) from None
         if not whole:
             raise _Passing("its answer was cut off")
-        return "".join(parts)
+        return self._masked("".join(parts))
+
+    def _secret(self) -> str:
+        key = os.environ.get(self._style.key, "").strip()
+        if not all("!" <= letter <= "~" for letter in key):
+            # The library that sends headers would show it in its error.
+            raise ProposerError(f"{self._style.key} holds spaces or letters that no key has")
+        return key
+
+    def _masked(self, text: str) -> str:
+        """Take the key out of what an endpoint or a library says."""
+        return text.replace(self._secret() or "\0", "***")
+
+    def _lines(self, response: Any, deadline: float) -> Iterator[str]:
+        """Yield the lines of an answer, which may neither be endless nor take for ever."""
+        size, rest = 0, b""
+        for chunk in response.iter_bytes():
+            size += len(chunk)
+            if size > _ANSWER_LIMIT:
+                raise ProposerError(f"{self.name} does not stop answering")
+            if time.monotonic() > deadline:
+                raise _Passing("it takes longer than it may")
+            *lines, rest = (rest + chunk).split(b"\n")
+            yield from (line.decode(errors="replace").rstrip("\r") for line in lines)
+        yield rest.decode(errors="replace")
 
     def _check(self, response: Any) -> None:
         """Tell errors that pass from those that stay."""
         status = response.status_code
         if status == 200:
             return
-        response.read()
-        said = response.text[:300].replace(os.environ.get(self._style.key) or "\0", "***")
+        said = self._masked("\n".join(self._lines(response, time.monotonic() + self._idle)))[:300]
         if status in _PASSING:
             raise _Passing(f"status {status}: {said}", _seconds(response.headers.get("retry-after", "")))
         hint = f"; the key is read from {self._style.key}" if status in (401, 403) else ""
@@ -244,7 +275,8 @@ class Chat:
 
 
 def _events(lines: Iterator[str]) -> Iterator[dict[str, Any]]:
-    """Yield the data of server-sent events."""
+    """Yield the data of server-sent events; or one object, which is the answer of a server that does not stream."""
+    plain: list[str] = []
     for line in lines:
         if line.startswith("data:"):
             data = line[5:].strip()
@@ -253,6 +285,12 @@ def _events(lines: Iterator[str]) -> Iterator[dict[str, Any]]:
             event = json.loads(data)
             if isinstance(event, dict):
                 yield event
+        elif plain or line.startswith("{"):
+            plain.append(line)
+    if plain:
+        event = json.loads("\n".join(plain))
+        if isinstance(event, dict):
+            yield event
 
 
 def _seconds(text: str) -> float:

@@ -1,8 +1,8 @@
-"""Propose, try, tell what came of it, until the budget is spent: the loop around any proposer.
+"""The loop around any proposer: ask, try, report the outcome, until the budget is spent.
 
 Everything goes into a run folder as it happens: ``run.jsonl`` (requests, proposals, verdicts), a log for each trial
 that ``refold verify --replay`` repeats, and at the end the best accepted source with its evidence. A run that was cut
-short is resumed from there: what was tried is not tried again, and still counts among the candidates tried.
+short is resumed from there. Nothing is tried twice, and earlier candidates still count as tried.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Run:
     """What a run has found so far.
 
     Attributes:
-        folder: Where its record lies.
+        folder: The folder of its record.
         tried: Every proposal with what came of it, in order.
         best: The number of the best accepted one, or None.
         ended: Why the run ended.
@@ -81,11 +81,11 @@ class Run:
 
     @property
     def file(self) -> Path | None:
-        """Where the best accepted proposal lies: a source, a rule, or choices."""
+        """The file of the best accepted proposal: a source, a rule, or choices."""
         return None if self.accepted is None else self.folder / NAMES[self.accepted.kind]
 
     def keep(self) -> None:
-        """Write the best accepted proposal, with its evidence, in place of an earlier one."""
+        """Write the best accepted proposal with its evidence, and replace an earlier one."""
         if self.accepted is None or self.file is None:
             return
         for old in self.folder.glob("accepted.*"):
@@ -233,7 +233,7 @@ def _workshop(original: Program, terms: Terms, folder: Path, record: _Record) ->
 def _described(workshop: Any, record: _Record) -> dict[str, Any]:
     if workshop is None:
         return {}
-    log.info("looking at the layer")
+    log.info("reading the layer")
     try:
         found = workshop.describe()
     except Exception as error:

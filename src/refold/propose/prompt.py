@@ -1,6 +1,6 @@
-"""Turn a request into the words that a model is asked with, and its answer into proposals.
+"""Turn a request into a prompt for a model, and its answer into proposals.
 
-The words lie in ``prompts/``, one file a version, so that a record names exactly what was asked.
+The prompts are in ``prompts/``, one file per version, so a record names exactly what was asked.
 """
 
 from __future__ import annotations
@@ -40,7 +40,10 @@ def question(request: Request) -> str:
         training=", forward and backward," if request.train else "",
         machine=", ".join(f"{name} {value}" for name, value in request.machine.items()),
         source=request.source,
-        inputs=", ".join(f"{tuple(each['shape'])} {each['dtype']}" for each in request.inputs),
+        inputs=", ".join(
+            repr(each["value"]) if "value" in each else f"{tuple(each['shape'])} {each['dtype']}"
+            for each in request.inputs
+        ),
         facts=_facts(request),
         attempts=attempts,
     )

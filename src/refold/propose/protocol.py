@@ -1,10 +1,10 @@
-"""What a proposer is asked, and what it may answer.
+"""The request to a proposer, and its possible answers.
 
-A proposer takes a `Request` and returns proposals. It is trusted in nothing: a proposal is text, and `refold.verify`
-decides. There are three kinds, safest first: a *program* in index notation and a *plan* of choices are data, of which
-refold makes everything itself; a *source* is code, and is tried in a sandbox. The request holds the layer's source and
-regions, the shapes and dtypes of its inputs, facts of the machine and earlier verdicts; never a seed, an input or an
-expected value. Both have a form in JSON, so that a proposer can be any program.
+A proposer takes a `Request` and returns proposals. It is not trusted: a proposal is text, and `refold.verify` decides.
+There are three kinds, safest first. A *program* in index notation and a *plan* of choices are data, which refold lowers
+itself. A *source* is code, and is tried in a sandbox. The request holds the layer's source and regions, the shapes and
+dtypes of its inputs, facts of the machine and earlier verdicts; never a seed, an input or an expected value. Both have
+a form in JSON, so that a proposer can be any program.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ class Attempt:
         outcome: ``accepted``, ``refused`` or ``unjudged``.
         check: The check that refused it.
         reason: Why.
-        speedup: Of the race, if there was one: the median, and what it is at least.
+        speedup: The measured speed-up, if it was timed: the median, and its lower bound.
         at_least: See ``speedup``.
         kind: Of the proposal.
-        against: What it was raced against.
+        against: The baseline of the timing.
     """
 
     source: str
@@ -54,7 +54,7 @@ class Request:
         source: The file that defines ``Model`` and ``get_inputs()``.
         dtype: What inputs and parameters are cast to.
         train: Whether gradients count as well.
-        inputs: Shape and dtype of each input.
+        inputs: Shape and dtype of each tensor among the inputs, ``value`` of what is none.
         machine: Facts of the device: name, cores, threads, versions.
         attempts: Earlier proposals, the best first.
         wanted: How many proposals are asked for.
@@ -62,7 +62,7 @@ class Request:
             the least bytes take. Empty if nothing is known.
         choices: What a plan may choose: passes, places, operators, knobs of Inductor.
         times_ms: Of the layer as it is: eager, ``torch.compile``, and refold where that is faster.
-        roofline: What this machine does at best, measured: operations and bytes a second.
+        roofline: The measured limits of this machine: operations and bytes per second.
     """
 
     source: str
@@ -119,7 +119,7 @@ class Proposer(Protocol):
 def proposals(text: str, *, origin: str) -> list[Proposal]:
     """Read proposals from JSON: ``{"proposals": [{"kind": "source", "text": ..., "note": ...}]}``.
 
-    A program or a plan may stand as an object in place of ``text``, under the name of its kind.
+    A program or a plan may be given as an object under the name of its kind, instead of ``text``.
 
     Raises:
         ProposerError: The text has another form; says where.

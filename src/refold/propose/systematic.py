@@ -1,9 +1,9 @@
-"""The proposer ``search``: contraction orders and plans, tried one after the other, with no model and no network.
+"""The proposer ``search``: contraction orders and plans, tried systematically, without a model or a network.
 
 First come programs: each region multiplied out (`refold.compiler.notation.algebra`), in several orders of its products,
 those with the fewest multiply-adds first. Then plans that change one thing: a place left alone, a pass left out or
-moved, a backend, a chunk size, a knob of Inductor. What was measured to be faster is kept and changed further, until
-nothing is left to change. What it proposes depends on the request alone, so a run can be repeated.
+moved, a backend, a chunk size, an option of Inductor. A plan that was measured to be faster is kept and changed
+further, until nothing is left to change. The proposals depend on the request alone, so a run can be repeated.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""Where programs in index notation and choices are tried: in this process, since they are data and no code.
+"""Trials of programs in index notation and of choices: in this process, because they are data, not code.
 
-The layer is the user's own. What is proposed for it is parsed, lowered and compiled by refold alone, checked against
-float64 like the compiler's own rewrites, and timed against everything that is at hand without it: eager,
-``torch.compile``, and refold by itself.
+The layer is the user's own. A proposal for it is parsed, lowered and compiled by refold alone, and checked against
+float64 like the compiler's own rewrites. It is timed against eager, ``torch.compile``, and refold without the proposal.
 """
 
 from __future__ import annotations
@@ -21,12 +20,13 @@ import torch
 
 from .. import targets
 from ..compiler.backend import compile as refold_compile
-from ..compiler.backend import environment
 from ..compiler.choices import INDUCTOR, Choices
 from ..compiler.compile_time import RIVAL_S
-from ..compiler.notation.regions import Region, regions
+from ..compiler.environment import environment
 from ..compiler.notation.rules import Rule, replacement
 from ..compiler.pipeline import NAMES
+from ..compiler.private import recompile_limits, tree_leaves
+from ..compiler.regions import Region, regions
 from ..errors import ArgumentError, CompileError, ProgramError, RefoldError, TargetError
 from ..ops.spec import OPERATORS
 from ..report import Report
@@ -93,7 +93,7 @@ class Workshop:
         return {name: (run, median_ms(run, self.device, budget_s=0.3, most=5)) for name, run in found.items()}
 
     def describe(self) -> dict[str, Any]:
-        """Return what a request says of the layer beside its source."""
+        """Return what a request says about the layer, except its source."""
         report = self.default[1]
         rows = [row for graph in report.graphs for row in graph.rewrites]
         found = {
@@ -278,7 +278,7 @@ class Workshop:
     @contextlib.contextmanager
     def _mode(self) -> Iterator[None]:
         # Each proposal compiles the same code once more, and all that were compiled stay in use.
-        limits = torch._dynamo.config.patch(recompile_limit=_COMPILES, accumulated_recompile_limit=_COMPILES)
+        limits = recompile_limits(_COMPILES)
         with torch.set_grad_enabled(self.terms.train), limits:
             yield
 
@@ -294,7 +294,7 @@ def _object(text: str) -> dict[str, Any]:
 
 
 def _tensors(out: Any) -> list[torch.Tensor]:
-    return [x for x in torch.utils._pytree.tree_leaves(out) if isinstance(x, torch.Tensor)]
+    return [x for x in tree_leaves(out) if isinstance(x, torch.Tensor)]
 
 
 def _floating(x: Any) -> bool:

@@ -6,9 +6,7 @@ import dataclasses
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from os import PathLike
-from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 SCHEMA = 1
 
@@ -98,10 +96,10 @@ class GraphReport:
 
 
 @dataclass
-class Report:
+class Contents:
     """Everything that happened in the compiles of one callable, one entry per graph.
 
-    ``ceilings`` is what the device can do at most, if it was measured: ``bytes_per_s`` and ``flops_per_s``.
+    ``ceilings`` holds the measured limits of the device, if they were measured: ``bytes_per_s`` and ``flops_per_s``.
     """
 
     target: str = ""
@@ -122,27 +120,8 @@ class Report:
         """Return the report as JSON text."""
         return json.dumps(self.to_dict(), indent=2)
 
-    def save(self, path: str | PathLike[str]) -> None:
-        """Write the report to a file: as a page if its name ends in ``.html``, else as JSON.
-
-        The JSON can be read as a plan: ``refold.compile(f, plan=path)``.
-        """
-        Path(path).write_text(self.to_html() if Path(path).suffix == ".html" else self.to_json() + "\n")
-
-    def to_html(self) -> str:
-        """Return the report as one page that needs nothing else: no network, no scripts."""
-        from .page import render
-
-        return render(self)
-
-    def _repr_html_(self) -> str:
-        """Show the page in a notebook, in a frame of its own."""
-        from html import escape
-
-        return f'<iframe srcdoc="{escape(self.to_html())}" style="width:100%;height:42rem;border:0"></iframe>'
-
     @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Report:
+    def from_dict(cls, data: Mapping[str, Any]) -> Self:
         """Return the report that `to_dict` wrote.
 
         Raises:
@@ -152,8 +131,3 @@ class Report:
             raise ValueError(f"its schema is {data['schema']!r}, not {SCHEMA}")
         graphs = [GraphReport.from_dict(graph) for graph in data["graphs"]]
         return cls(str(data["target"]), dict(data["environment"]), graphs, dict(data.get("ceilings", {})))
-
-    def __str__(self) -> str:
-        from .text import render
-
-        return render(self)

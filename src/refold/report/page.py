@@ -1,6 +1,7 @@
 """The report as one page: HTML with its pictures inside, no scripts and no network.
 
-The template is ``page.html`` beside this file; here is what it shows and where the lines of the roofline lie.
+The template is ``page.html`` next to this file. This module computes what the template shows, coordinates of the
+roofline included.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 
 import jinja2
 
-from .model import GraphReport, Report, RewriteReport
+from .model import Contents, GraphReport, RewriteReport
 from .text import count, size
 
 # Lines of the user's file that are shown before and after the line that was rewritten.
@@ -25,7 +26,7 @@ COLOURS = {"eager": "eager", "torch.compile": "peer", "refold": "ours"}
 LEFT, TOP, RIGHT, BOTTOM = 58, 14, 406, 234
 
 
-def render(report: Report) -> str:
+def render(report: Contents) -> str:
     """Return the page."""
     return _template().render(
         report=report,

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from .model import GraphReport, Report, RewriteReport
+from .model import Contents, GraphReport, RewriteReport
 
 _MARK = {"applied": "+", "found": "*", "refused": "-"}
 
 
-def render(report: Report) -> str:
+def render(report: Contents) -> str:
     """Return the report as plain text, at most 110 columns where the content allows."""
     lines: list[str] = []
     if report.target:
@@ -42,7 +42,9 @@ def _graph(graph: GraphReport) -> list[str]:
     if graph.difference_from_eager is not None:
         lines.append(f"  difference from eager, relative L2: {graph.difference_from_eager:.1e}")
     if graph.remembered:
-        lines.append(f"  remembered by {graph.remembered}: nothing was timed; times and errors are those of that time")
+        lines.append(
+            f"  remembered by {graph.remembered}: nothing was timed now; times and errors are from the first compile"
+        )
     if graph.compile_s:
         alone = "" if graph.inductor_compile_s is None else f" (Inductor alone {graph.inductor_compile_s:.1f} s)"
         lines.append(f"  compile {graph.compile_s:.1f} s{alone}, checks and timing {graph.checks_s:.1f} s")
@@ -55,8 +57,8 @@ def _rewrite(rewrite: RewriteReport) -> list[str]:
     lines = [f"  {_MARK.get(rewrite.status, '-')} {rewrite.name} [{rewrite.site}] {state}"]
     if rewrite.source:
         lines.append(f"      at     {rewrite.source}")
+    lines.append(f"      what   {rewrite.detail}")
     lines.append(f"      why    {rewrite.why}")
-    lines.append(f"      is     {rewrite.detail}")
     lines.append(
         f"      costs  {count(rewrite.flops_before)}FLOP -> {count(rewrite.flops_after)}FLOP, "
         f"{size(rewrite.bytes_before)} -> {size(rewrite.bytes_after)} moved, "

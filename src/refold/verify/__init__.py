@@ -1,8 +1,9 @@
-"""Is the candidate right, and is it faster? Takes callables and files and knows nothing of compilers.
+"""Is the candidate right, and is it faster? Works on callables and files, and knows nothing of compilers.
 
-`check` compares a candidate with the original against float64; `race` times two callables
-interleaved and accepts only what is faster beyond noise: both for programs that are trusted, in this process. `judge`
-tries a program that is not, in one of its own. docs/verification.md lists what each does and does not establish.
+`check` compares a candidate with the original, both against float64. `race` times two callables in turns, and accepts
+the candidate only if it is faster beyond noise. Both are for trusted programs, in this process. `judge` tries an
+untrusted program, in a process of its own. docs/verification.md says what each of them shows, and what it does not
+show.
 """
 
 from typing import Any

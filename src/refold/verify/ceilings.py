@@ -1,4 +1,4 @@
-"""What a device can do at most, measured: the two lines of a roofline (Williams, Waterman, Patterson, 2009)."""
+"""The measured limits of a device: the two lines of a roofline (Williams, Waterman, Patterson, 2009)."""
 
 from __future__ import annotations
 

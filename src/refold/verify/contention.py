@@ -1,9 +1,11 @@
 """Tell whether the machine was busy with something else while times were taken.
 
-A program that waits for a core is timed with its wait, and programs of several threads wait for the slowest of them: on
-a machine that others use, the better of two programs may look ten times worse. So while a race runs, the processor time
-that everybody used on the cores that this process may use is compared with what it used itself. Where the system does
-not tell, the load average is asked. A spread of the times of one program by a factor says the same.
+If a program waits for a core, its time includes the wait, and a program of several threads waits for the slowest of
+them. So on a busy machine, the better of two programs may look ten times slower. While programs are timed, two numbers
+are
+compared: the processor time that all programs used on the cores of this process, and what this process used itself. If
+the system does not count processor time, the load average is used. A large spread of the times of one program also
+counts as busy.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ OTHERS = 0.15
 FULL = 0.85
 # The upper fifth of one program's times may be so many times its lower fifth.
 SPREAD = 2.0
-# The system counts processor time in hundredths of a second: shorter races are too short to tell.
+# The system counts processor time in hundredths of a second: shorter timings are too short to tell.
 LEAST_S = 0.2
 
 

@@ -26,7 +26,7 @@ def available_bytes(device: torch.device) -> int:
 
 
 def peak_bytes(run: Callable[[], object], device: torch.device) -> int:
-    """Return the largest number of bytes a call holds at once, beyond what was held before it."""
+    """Return the largest number of bytes that a call holds at once, beyond those held before it."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         held = torch.cuda.memory_allocated(device)

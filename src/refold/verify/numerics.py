@@ -6,21 +6,20 @@ With ``r`` the original in float64, ``o`` the original and ``y`` the candidate i
     E2(v)   = ||v - r||_2 / ||r||_2         E2(y)   <= max(8 E2(o),   ( 8 + sqrt(K)/2) u)
     Einf(v) = max |v - r| / s               Einf(y) <= max(8 Einf(o), (16 + sqrt(K))   u)
 
-for every kind of input, where ``s`` is the same program on absolute values (rounding is relative
-to what is added up, not to what is left) or, when that is not defined, ``max(|r|, rms(r))``. Both
-norms are needed: the first sees a loss of precision, the second a few wrong elements. There is no
-absolute tolerance. Sums of products are run on small integers besides, where every honest order of
-summation gives the same bits.
+for every kind of input. ``s`` is the same program on absolute values, because rounding is relative to the size of the
+summands, not of the sum. If that is not defined, ``s`` is ``max(|r|, rms(r))``. The first norm finds a loss of
+precision, the second finds a few wrong elements. There is no absolute tolerance. Sums of products also run on small
+integers, on which every order of summation gives the same bits.
 
-Where the original is not finite, nothing is asked. But a rewrite must not lose finite results: the program is also run
-with one infinity in each input (the past must not see it, and a decay of ``exp(-inf)`` forgets), where the candidate
-must be finite, and near the original, wherever that is finite.
+Where the original is not finite, nothing is compared. But a rewrite must not lose finite results. So the program also
+runs with one infinity in each input: earlier steps must not see it, and a decay of ``exp(-inf)`` forgets it. Wherever
+the original is finite, the candidate must be finite and near it.
 
-Of a float64 program ``o`` and ``r`` are one, so nothing is known of ``E(o)``. It is estimated: rounding errors
-are proportional to the unit as long as their squares do not count, so the program is run with float32 in place
-of float64, on inputs that float32 holds exactly, and its errors are taken times the ratio of the units. If they
-exceed ``sqrt(u)`` of float32 they say nothing, for then they are not proportional, or a comparison went another
-way; the floor alone holds. No bound is therefore ever above ``8 sqrt(2**-24) 2**-29``, 4e-12.
+For a float64 program, ``o`` and ``r`` are the same, so ``E(o)`` is unknown and is estimated. Rounding errors are
+proportional to the unit roundoff, if their squares are negligible. So the program runs in float32, on inputs that
+float32 holds exactly, and its errors are multiplied by the ratio of the roundoffs. If they exceed ``sqrt(u)`` of
+float32, they are not proportional, or a comparison had another outcome; then the estimate is discarded. So no bound is
+above ``8 sqrt(2**-24) 2**-29``, 4e-12.
 """
 
 from __future__ import annotations
@@ -90,6 +89,11 @@ def unit_roundoff(dtype: torch.dtype) -> float:
     return max(_ROUNDOFF[dtype], allowed)
 
 
+def roundoff(dtype: torch.dtype) -> float:
+    """Return the relative error of one rounding in a dtype."""
+    return _ROUNDOFF[dtype]
+
+
 def check(
     original: Program,
     candidate: Program,
@@ -117,7 +121,7 @@ def check(
         multilinear: Whether the program is a sum of products of its inputs.
         spread: Standard deviation of the random inputs.
         seed: Seeds the random inputs.
-        narrowed: The original with float32 in place of float64, from the same inputs; None if there is none.
+        narrowed: The original in float32, from the same inputs; None if there is none.
         differentiated: For each input, whether its gradient is among the results, which end with these.
         coupled: How many values a recurrence carries that depend on one another.
 
@@ -212,8 +216,8 @@ def _normal(x: Any, generator: torch.Generator, spread: float, signed: bool, inf
         x: What to draw like.
         generator: Where from.
         spread: The standard deviation.
-        signed: Whether what is nowhere positive, or nowhere negative, stays so. A log decay that is positive at half of
-            the steps makes states grow by many orders of magnitude, and with them the rounding of its sums.
+        signed: Whether an input that is nowhere positive, or nowhere negative, stays so. A log decay that is positive
+            at half of the steps makes states grow by many orders of magnitude, and with them the rounding of its sums.
         infinity: Whether one element is infinite; in the second half of the memory, since time goes on there.
     """
     if not (isinstance(x, torch.Tensor) and x.is_floating_point()):
@@ -345,6 +349,29 @@ def compare(
     elif not worst[0] <= worst_bound:
         reason = f"largest error {worst[0]:.1e} exceeds {worst_bound:.1e} (original {worst[1]:.1e})"
     return KindResult(kind, not reason, errors[0], errors[1], worst[0], bound, reason)
+
+
+def no_farther(r: torch.Tensor, y: torch.Tensor, others: Sequence[torch.Tensor]) -> bool:
+    """Say whether a result is at most four times as far from the reference as the farthest of others, in both norms.
+
+    Unlike relative errors, this has a meaning where the reference is zero.
+    """
+    if y.is_complex():
+        r, y, *others = (torch.view_as_real(v.resolve_conj().contiguous()) for v in (r, y, *others))
+    if not y.is_floating_point() or any(v.shape != r.shape for v in (y, *others)):
+        return False
+    good = r.isfinite()
+    others = [v for v in others if bool(v.isfinite()[good].all())]
+    if not others:
+        return False
+    own, *moved = (_distances(torch.where(good, v.double() - r.double(), 0.0)) for v in (y, *others))
+    return all(a <= 4 * max(b) for a, *b in zip(own, *moved, strict=True))
+
+
+def _distances(difference: torch.Tensor) -> list[float]:
+    if not difference.numel():
+        return [0.0, 0.0]
+    return [float(torch.linalg.vector_norm(difference)), float(difference.abs().max())]
 
 
 def _where_finite(o: torch.Tensor, y: torch.Tensor, known: float, spare: int) -> KindResult:

@@ -1,7 +1,7 @@
 """Which kernels a program runs, and when: one profiled call of each program, merged into one Chrome trace.
 
-Nothing is profiled unless `profiling` is active; `take` then costs nothing. All programs of a trace start at time zero,
-each in a process of its own, so that Perfetto (https://ui.perfetto.dev) shows them one below the other.
+Nothing is profiled unless `profiling` is active; otherwise `take` costs nothing. All programs of a trace start at time
+zero, each as a separate process, so Perfetto (https://ui.perfetto.dev) shows them one below the other.
 """
 
 from __future__ import annotations

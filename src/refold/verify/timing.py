@@ -1,15 +1,14 @@
-"""Interleaved timing with a decision rule that noise cannot fool.
+"""Timing in turns, with a decision rule for noisy machines.
 
-For each pair the order of the two callables is drawn at random, and ``d = log(t_base / t_cand)``.
-The candidate is accepted when the lower confidence bound of the *median* of d (a sign test: no
-normality, no outlier can move it) exceeds ``log(1 + delta)``. The rule is looked at after 9, 30 and
-60 pairs, each look at an equal share of the error probability alpha; the same bound from above ends
-a hopeless race early.
+For each pair the order of the two callables is drawn at random, and ``d = log(t_base / t_cand)``. The candidate is
+accepted if the lower confidence bound of the *median* of d exceeds ``log(1 + delta)``. The bound comes from a sign
+test, which assumes no distribution and which outliers do not move. The rule is applied after 9, 30 and 60 pairs, each
+time with an equal share of the error probability alpha. The same bound from above ends a hopeless comparison early.
 
-Where the candidate takes a fraction of the baseline's time, nine runs of a slow baseline are more
-than it takes to know: three of them, at random places among twelve runs of the candidate, are all
-slower than all of these with probability 1 / 455 if the two are equal (the rank-sum test). That is
-looked at first. An interval of the ratio is then what all the ratios between the two lie in.
+If the candidate takes a fraction of the baseline's time, nine runs of a slow baseline are more than needed. Then three
+runs of the baseline come at random places among twelve runs of the candidate. If both are equally fast, the three are
+all slower than the twelve with probability 1 / 455 (the rank-sum test). This test comes first. The interval of the
+ratio then spans all ratios between the two sets of runs.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ class Race:
         speedup: Median of the paired ratios.
         at_least: Lower confidence bound of that median.
         at_most: Upper confidence bound of that median.
-        pairs: Number of pairs run; of a lopsided race, runs of the baseline.
+        pairs: Number of pairs run; in the short test, runs of the baseline.
         faster: Whether ``at_least`` exceeds 1.02.
         busy: How the machine was busy with something else meanwhile; empty if it was not.
     """
@@ -111,7 +110,7 @@ def race(
         base: The callable to beat.
         candidate: The callable to judge. A first call of each, which is not judged, warms them up.
         device: Where their work runs.
-        budget_s: After this many seconds the race ends; what is undecided then is not accepted.
+        budget_s: After this many seconds, timing ends. A candidate that is undecided then is not accepted.
         seed: Seeds the order within pairs.
         tried: Candidates tried against the same baseline; they share the chance of error.
 

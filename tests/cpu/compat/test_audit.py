@@ -1,4 +1,4 @@
-"""`refold doctor --audit` calls right what is right, wrong what has a planted mistake, and says what it did not run."""
+"""`refold doctor --audit` finds right functions right, planted mistakes wrong, and says what it did not run."""
 
 import sys
 

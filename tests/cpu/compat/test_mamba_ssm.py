@@ -500,3 +500,12 @@ def test_dtypes_of_results(dtype):
     out, last = selective_scan_fn(u, u, -torch.ones(d, n), u[:, :n], u[:, :n], torch.ones(d), u, None, True, True)
     assert (out.dtype, last.dtype) == (dtype, torch.float32)
     assert rmsnorm_fn(u.mT, torch.ones(d), torch.ones(d), u.mT).dtype == dtype
+    # Callers hand over weights in 16 bit and the bias of the output projection in float32.
+    weights = [torch.randn(s).to(dtype) for s in ((d, 1, w), (d,), (3 + 2 * n, d), (d, 3), (7, d))]
+    A, D, offset = -torch.ones(d, n), torch.ones(d), torch.randn(7)
+    made = [
+        mamba_inner_fn(torch.cat([u, u], 1), *weights, offset.to(kind), A, D=D, delta_bias=D)
+        for kind in (torch.float32, dtype)
+    ]
+    assert made[0].dtype == dtype
+    assert torch.equal(*made)

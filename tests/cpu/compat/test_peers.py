@@ -1,4 +1,4 @@
-"""The same functions beside the packages' own reference code, run from checkouts outside of this repository.
+"""The functions of `refold.compat` against the packages' own reference code, from checkouts outside this repository.
 
 ``REFOLD_PEERS`` names a folder with checkouts of state-spaces/mamba as ``mamba`` and of Dao-AILab/causal-conv1d as
 ``causal-conv1d``. Nothing of them is built: their references are PyTorch.

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from refold.compiler.dynamo import captures_loops, notes
-from refold.compiler.dynamo.loop import CapturedLoop
 from refold.compiler.inductor import bind, show_graph
+from refold.compiler.ir.captured_loop import CapturedLoop
 from refold.compiler.ir.evaluate import evaluate
 from refold.compiler.ir.metadata import stale
 from refold.compiler.ir.rewrite import Rewrite

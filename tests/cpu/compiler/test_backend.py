@@ -1,4 +1,4 @@
-"""The backend end to end: right whatever the module does, safe when refold fails, honest in its report."""
+"""The backend end to end: right for every kind of module, safe if refold fails, and its report is true."""
 
 import json
 import warnings

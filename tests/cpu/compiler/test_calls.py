@@ -1,4 +1,4 @@
-"""How `refold.compile` and `refold.explain` may be called, and what becomes of what they return."""
+"""The arguments of `refold.compile` and `refold.explain`, and the callables that they return."""
 
 import copy
 import io
@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import refold
-from refold.compiler import backend
+from refold.compiler import engine
 
 
 class Layer(torch.nn.Module):
@@ -78,7 +78,7 @@ def test_warnings_point_at_the_users_line(monkeypatch):
     def fail(*_):
         raise RuntimeError("planted")
 
-    monkeypatch.setattr(backend, "Remembering", fail)
+    monkeypatch.setattr(engine, "Remembering", fail)
     with pytest.warns(refold.errors.RefoldWarning, match="planted") as caught:
         refold.compile(lambda x: 2 * x)(torch.ones(3))
     assert caught[0].filename == __file__

@@ -1,4 +1,4 @@
-"""What surrounds the passes: invariants between them, and the printed graphs."""
+"""The frame of the passes: invariants between them, and the printed graphs."""
 
 import logging
 

@@ -1,4 +1,4 @@
-"""Recurrences as people write them are found, in both modes, and compute what eager computes in float64."""
+"""Public recurrences, as written, are found in inference and training, and agree with eager in float64."""
 
 import pytest
 import torch
@@ -6,7 +6,10 @@ import torch
 import refold
 from refold.bench.recurrences import HEAD, RECURRENCES
 from refold.compiler.decisions import Store
-from refold.compiler.dynamo import captures_loops
+from refold.compiler.dynamo import associative_scan, captures_loops
+from refold.compiler.inductor import bind, show_graph
+from refold.compiler.ir.evaluate import evaluate
+from refold.compiler.pipeline import run
 from refold.compiler.session import GraphCompile
 from refold.compiler.validate.region import Settings
 from refold.report import GraphReport
@@ -15,7 +18,7 @@ STEPS = 21
 
 
 def rewritten(fn, *inputs, training=False):
-    """Rewrite what is rewritten before autograd, and run that without generating code: (results, rows)."""
+    """Rewrite before autograd, and in inference after it, and run that without generating code: (results, rows)."""
     rows = []
 
     def backend(gm, example_inputs):
@@ -24,7 +27,13 @@ def rewritten(fn, *inputs, training=False):
         session = GraphCompile(gm, example_inputs, settings, entry, Store(None, ""))
         session._rewrite_before_autograd()
         rows.extend(session.rows.values())
-        return session.gm
+        if training:
+            return session.gm
+        graphs = []
+        show_graph(session.gm, example_inputs, lambda graph: graphs.append((graph, run(graph))))
+        ((graph, rewrites),) = graphs
+        rows.extend(rewrites)
+        return lambda *xs: evaluate(torch.fx.GraphModule(graph.owning_module, graph), bind(graph, xs))
 
     torch._dynamo.reset()
     return torch.compile(fn, backend=captures_loops(backend), fullgraph=True)(*inputs), rows
@@ -57,9 +66,6 @@ def check(fn, inputs, training, like=None):
     return [row.detail for row in found]
 
 
-LATE = ("linear-attention",)  # in inference it is found in the ATen graph, see test_contract_scans.py
-
-
 @pytest.mark.parametrize("training", [False, True])
 @pytest.mark.parametrize("name", RECURRENCES)
 def test_found_and_right(name, training):
@@ -67,8 +73,7 @@ def test_found_and_right(name, training):
     if training and not one.gradient:
         pytest.skip("eager cannot differentiate it")
     details = check(one.fn, one.inputs(2, STEPS, 2 * HEAD), training)
-    if training or name not in LATE:
-        assert any(one.found in detail for detail in details), details
+    assert any(one.found in detail for detail in details), details
 
 
 def network(a, x, move=lambda x: x):
@@ -94,6 +99,16 @@ def doubled(a, x):
         a = a * torch.nn.functional.pad(a, (0, 0, k, 0), value=1.0)[:, :-k]
         k *= 2
     return x
+
+
+def both_ways(a, x):
+    """Forwards and backwards in time, on the same operands."""
+    y, b, k = x, a, 1
+    while k < x.shape[1]:
+        y = y + b * torch.nn.functional.pad(y, (0, 0, 0, k))[:, k:]
+        b = b * torch.nn.functional.pad(b, (0, 0, 0, k), value=1.0)[:, k:]
+        k *= 2
+    return doubled(a, x) * y
 
 
 def backwards(a, x):
@@ -134,6 +149,49 @@ def decays(steps=32):
 def test_networks(fn, training):
     (detail,) = check(fn, decays(17), training)
     assert detail.startswith("17 steps of a state of 2 x 6 as one linear_scan")
+
+
+def test_networks_in_both_directions():
+    found = "32 steps of a state of 2 x 6 as one linear_scan"
+    assert check(both_ways, decays(), False) == [found, f"{found}, against time"]
+
+
+@pytest.mark.parametrize("within", [True, False], ids=["within the network", "around it"])
+def test_networks_without_gradients_stay(within):
+    """A scan in their place would have gradients."""
+
+    def combine(left, right):
+        return left[0] * right[0], right[0].detach() * left[1] + right[1]
+
+    def fn(a, x):
+        from torch._higher_order_ops.associative_scan import associative_scan
+
+        if within:
+            return a * x + associative_scan(combine, (a, x), 1, combine_mode="generic")[1]
+        with torch.no_grad():
+            h = doubled(a, x)
+        return h + a * x
+
+    assert check(fn, decays(17), True) == []
+
+
+def test_inductor_compiles_the_operation_if_nothing_replaces_it(monkeypatch):
+    """As on a GPU, where Inductor has code for it."""
+    monkeypatch.setattr(associative_scan, "has_code", lambda device: True)
+    built, scans = [], lambda gm: [node for node in gm.graph.nodes if associative_scan.is_scan(node)]
+
+    def backend(gm, inputs):
+        settings = Settings(verify="off", accept="always", cache=False)
+        session = GraphCompile(gm, inputs, settings, GraphReport(index=0, mode="inference"), Store(None, ""))
+        assert scans(session.given)
+        assert not scans(session.gm)
+        session._built = lambda: built.append(session.gm)
+        session.run()
+        return gm
+
+    torch._dynamo.reset()
+    torch.compile(operation, backend=backend, fullgraph=True)(*decays())
+    assert [len(scans(gm)) for gm in built] == [0, 1]
 
 
 def test_a_network_in_place():
@@ -214,7 +272,7 @@ def test_five_coupled_carries_stay():
             out.append(carries[0])
         return torch.stack(out, 1)
 
-    assert check(fn, [decays()[1]], False) == []
+    assert not any("linear_system" in detail for detail in check(fn, [decays()[1]], False))
 
 
 @pytest.mark.parametrize("training", [False, True])

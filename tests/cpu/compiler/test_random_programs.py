@@ -1,6 +1,6 @@
-"""Random programs stay what they are when nothing is checked; planted bugs do not pass.
+"""Random programs give the same results when they are rewritten without checks; planted bugs are caught.
 
-Seconds of each kind; ``python tools/fuzz.py --seeds 0 1000`` runs as many as one likes.
+Each kind runs for seconds here; ``python tools/fuzz.py --seeds 0 1000`` runs more.
 """
 
 from random import Random

@@ -1,4 +1,4 @@
-"""What the report and the log tell a person who waits or reads."""
+"""The text of the report, and the progress in the log."""
 
 import logging
 import time
@@ -8,7 +8,7 @@ import torch
 
 import refold
 from refold.compiler import patience as module
-from refold.compiler.backend import environment
+from refold.compiler.environment import environment
 from refold.compiler.patience import patience
 from refold.report import GraphReport, Report
 

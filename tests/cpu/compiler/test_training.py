@@ -1,4 +1,4 @@
-"""A tiny language model, Mamba-2 by broadcast, multiply and sum, trains as it does eagerly."""
+"""A tiny language model (Mamba-2 by broadcast, multiply and sum) trains as it does eagerly."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Checkpoints that are wrong say so in one error that names what is wrong."""
+"""A wrong checkpoint gives one error that names what is wrong."""
 
 import json
 from pathlib import Path
@@ -231,7 +231,7 @@ def test_an_index_that_is_none(directory: Path, index: str) -> None:
 def test_an_index_does_not_point_outside(directory: Path, shard: str) -> None:
     (directory / "model.safetensors").unlink()
     (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": shard}}))
-    with pytest.raises(CheckpointError, match="a shard must be a file beside the index"):
+    with pytest.raises(CheckpointError, match="a shard must be a file next to the index"):
         load_checkpoint(directory)
 
 

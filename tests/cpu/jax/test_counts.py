@@ -1,4 +1,4 @@
-"""The compiled decoding step does the work that the equations need, and moves the bytes, no more than a fifth over."""
+"""The compiled decoding step does the work and moves the bytes of the equations, and at most a fifth more."""
 
 import dataclasses
 from typing import Any

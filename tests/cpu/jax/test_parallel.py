@@ -14,7 +14,7 @@ from refold.models.configs import GraniteHybridConfig, Mamba2Config, MambaConfig
 from refold.models.jax import model_for, to_device
 from refold.models.jax.granite_hybrid import grow_state
 from refold.models.jax.sharding.heads import shard_heads, shard_state
-from refold.models.jax.sharding.time import read_sharded
+from refold.models.jax.sharding.prompt import read_sharded
 
 MIXER = Mixer2Config(d_model=32, nheads=8, headdim=8, ngroups=2, dstate=8, proj_bias=True)
 CONFIGS = {

@@ -1,4 +1,4 @@
-"""What the operators' contract does not reach: several segments, several lanes, and JAX's own transformations."""
+"""Parts of the scans that the contract does not reach: several segments, several lanes, JAX's transformations."""
 
 import jax
 import jax.numpy as jnp

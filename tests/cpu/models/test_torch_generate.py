@@ -1,4 +1,4 @@
-"""Generation with PyTorch: streaming, stopping, sampling, conversations, gradients of the models, bad input."""
+"""Generation with PyTorch: choices, gradients of the models, refusals; test_generate.py has the rest."""
 
 import dataclasses
 
@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from refold.errors import ArgumentError, CapacityError, CheckpointError, DeviceError
+from refold.errors import ArgumentError, CapacityError, DeviceError
 from refold.generate.sampling import Sampling, uniforms
-from refold.generate.torch import NO_TOKEN, Generator, _Kind, _settings, choose
+from refold.generate.torch import Generator, _Kind, _settings, choose
 from refold.models.checkpoint import random_params
 from refold.models.torch import model_for, take_layers_apart, to_device
 from support.models import CONFIGS, GRANITE, MAMBA2
@@ -27,34 +27,12 @@ def collect(parts) -> np.ndarray:
     return np.concatenate(list(parts), axis=1)
 
 
-@pytest.mark.parametrize("name", CONFIGS)
-@pytest.mark.parametrize("sampling", [DRAWN, GREEDY], ids=["drawn", "greedy"])
-def test_streaming_does_not_change_tokens(name: str, sampling: Sampling, generators) -> None:
-    g = generators[name]
-    whole = g.generate(PROMPTS, 11, sampling=sampling)
-    parts = list(g.stream(g.read(PROMPTS), 11, sampling=sampling, every=4))
-    assert [p.shape[1] for p in parts] == [4, 4, 3]
-    assert collect(parts).tolist() == whole
-
-
 def test_rows_draw_what_they_draw_in_another_batch_of_the_same_place(generators) -> None:
     g = generators["mamba2"]
     assert g.generate(PROMPTS, 9, sampling=DRAWN)[0] == g.generate(PROMPTS[:1], 9, sampling=DRAWN)[0]
     assert g.generate(PROMPTS[:1], 9, sampling=DRAWN) != g.generate(
         PROMPTS[:1], 9, sampling=dataclasses.replace(DRAWN, seed=8)
     )
-
-
-@pytest.mark.parametrize("name", CONFIGS)
-def test_a_resumed_conversation_equals_one_that_was_not_interrupted(name: str, generators, tmp_path) -> None:
-    g = generators[name]
-    once = g.read([[*p, 9, 10] for p in PROMPTS])
-    resumed = g.read(PROMPTS)
-    resumed.save(tmp_path / "conversation.safetensors")
-    resumed = g.read([[9, 10], [9, 10]], g.load(tmp_path / "conversation.safetensors"))
-    assert once.state["length"].tolist() == resumed.state["length"].tolist()
-    assert torch.equal(once.seen, resumed.seen)
-    assert collect(g.stream(once, 12)).tolist() == collect(g.stream(resumed, 12)).tolist()
 
 
 @pytest.mark.parametrize("name", ["mamba2", "granite"])
@@ -74,63 +52,12 @@ def test_conversations_pass_between_torch_and_jax(name: str, generators, tmp_pat
     assert np.concatenate([first, second, third], 1).tolist() == expected.tolist()
 
 
-@pytest.mark.parametrize("name", CONFIGS)
-def test_a_fork_is_independent(name: str, generators) -> None:
-    g = generators[name]
-    trunk = g.read(PROMPTS)
-    branch = trunk.fork()
-    first = collect(g.stream(trunk, 8))
-    g.read([[1], [2]], trunk)
-    assert collect(g.stream(branch, 8)).tolist() == first.tolist()
-
-
-@pytest.mark.parametrize("name", CONFIGS)
-def test_a_stopped_row_waits_for_the_others(name: str, generators) -> None:
-    g = generators[name]
-    free = g.generate(PROMPTS, 10, sampling=DRAWN)
-    stop = next(t for t in free[0] if t not in free[1])
-    conversation = g.read(PROMPTS)
-    tokens = collect(g.stream(conversation, 10, sampling=DRAWN, stop_tokens=[stop]))
-    cut = free[0].index(stop) + 1
-    assert tokens[0].tolist() == free[0][:cut] + [NO_TOKEN] * (10 - cut)
-    assert tokens[1].tolist() == free[1]
-    # The stopped row's state is the one it stopped in: going on equals a conversation of its own.
-    assert conversation.state["length"].tolist() == [len(PROMPTS[0]) + cut, len(PROMPTS[1]) + 10]
-    alone = g.read([PROMPTS[0] + free[0][:cut]])
-    both = g.read([[3], [3]], conversation)
-    g.read([[3]], alone)
-    scale = float(alone.logits.abs().max())
-    assert float((alone.logits[0] - both.logits[0]).abs().max()) <= 256 * 2**-23 * scale
-
-
-def test_all_rows_stopped_ends_early(generators) -> None:
-    g = generators["mamba2"]
-    first = g.generate([[1, 2, 3]], 1)[0][0]
-    assert [p.shape for p in g.stream(g.read([[1, 2, 3]]), 50, stop_tokens=[first], every=5)] == [(1, 1)]
-
-
-@pytest.mark.parametrize("name", CONFIGS)
-def test_long_prompts_are_read_in_pieces(name: str, generators, monkeypatch) -> None:
-    g = generators[name]
-    prompts = [list(range(1, 60)), [5, 6, 7], list(range(3, 36))]
-    expected = g.generate(prompts, 6)
-    monkeypatch.setattr("refold.generate.generator.PIECE", 16)
-    assert g.generate(prompts, 6) == expected
-
-
 def test_attention_in_blocks_of_queries(generators, monkeypatch) -> None:
     g = generators["granite"]
     expected = g.read([list(range(40))], g.read([[9, 8, 7]])).logits
     monkeypatch.setattr("refold.models.torch.granite_hybrid.QUERY_BLOCK", 7)
     found = g.read([list(range(40))], g.read([[9, 8, 7]])).logits
     assert float((found - expected).abs().max()) <= 64 * 2**-23 * float(expected.abs().max())
-
-
-def test_state_dtype() -> None:
-    g = Generator(MAMBA2, random_params(MAMBA2), state_dtype="bfloat16")
-    conversation = g.read(PROMPTS)
-    collect(g.stream(conversation, 3))
-    assert conversation.state["ssm"].dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -233,15 +160,6 @@ def test_numbers_that_are_drawn() -> None:
     assert (np.abs(counts - 500) <= 5 * 500**0.5).all()
 
 
-@pytest.mark.parametrize(
-    ("prompts", "message"),
-    [([], "prompts is empty"), ([[1], []], "prompt 1 is empty"), ([[64]], "token id 64"), ([[1.5]], "integers")],
-)
-def test_bad_prompts(prompts, message: str, generators) -> None:
-    with pytest.raises(ArgumentError, match=message):
-        generators["mamba2"].read(prompts)
-
-
 def test_what_memory_cannot_hold_is_refused_before_any_work(generators, monkeypatch) -> None:
     g = generators["granite"]
     talk = g.read([[1, 2, 3]])
@@ -265,47 +183,3 @@ def test_places_and_dtypes_that_are_not_there() -> None:
             Generator(MAMBA2, params, device=device)
     with pytest.raises(ArgumentError, match="state_dtype"):
         Generator(MAMBA2, params, state_dtype="int8")
-
-
-def test_lengths_that_cannot_fit(generators) -> None:
-    with pytest.raises(ArgumentError, match="max_position_embeddings"):
-        generators["granite"].generate([list(range(20))], GRANITE.max_positions)
-    conversation = generators["mamba2"].read([[1]])
-    for bad in ({"max_new_tokens": 0}, {"max_new_tokens": 2.5}, {"max_new_tokens": 4, "every": 0}):
-        with pytest.raises(ArgumentError, match="positive integers"):
-            next(generators["mamba2"].stream(conversation, **bad))
-    for tokens in ([64], [-1], ["a"], 54):
-        with pytest.raises(ArgumentError, match=r"stop.token"):
-            next(generators["mamba2"].stream(conversation, 4, stop_tokens=tokens))
-    with pytest.raises(ArgumentError, match="read nothing"):
-        next(generators["mamba2"].stream(generators["mamba2"].start(1), 1))
-
-
-@pytest.mark.parametrize("name", ["mamba2", "granite"])
-def test_a_damaged_conversation_is_refused(name: str, generators, tmp_path) -> None:
-    from safetensors.torch import load_file, save_file
-
-    g = generators[name]
-    g.read([[1, 2]]).save(tmp_path / "c")
-    (tmp_path / "broken").write_bytes((tmp_path / "c").read_bytes()[:100])
-    with pytest.raises(CheckpointError, match="not a saved conversation"):
-        g.load(tmp_path / "broken")
-    with pytest.raises(CheckpointError, match="another model"):
-        generators["mamba"].load(tmp_path / "c")
-    whole = load_file(tmp_path / "c")
-    damaged = {"length": whole["length"] * 0 - 1, "logits": whole["logits"][:, 1:], "seen": whole["seen"].int()}
-    for part, array in damaged.items():
-        save_file({**whole, part: array.contiguous()}, tmp_path / "d")
-        with pytest.raises(CheckpointError, match=r"is damaged|another model"):
-            g.load(tmp_path / "d")
-    for missing in ("length", "seen"):
-        save_file({key: a for key, a in whole.items() if key != missing}, tmp_path / "d")
-        with pytest.raises(CheckpointError, match=r"no rows|another model"):
-            g.load(tmp_path / "d")
-
-
-@pytest.mark.parametrize(("setting", "value"), [("min_p", 1.5), ("min_p", "x"), ("repetition_penalty", 0.0),
-                                                ("repetition_penalty", float("inf"))])  # fmt: skip
-def test_sampling_refuses_by_name(setting: str, value: object) -> None:
-    with pytest.raises(ArgumentError, match=f"^{setting} must be"):
-        Sampling(**{setting: value})

@@ -1,4 +1,4 @@
-"""An empty batch: empty results of the right shapes, and gradients of zero for what is not part of the batch."""
+"""An empty batch gives empty results of the right shapes, and zero gradients for arguments without a batch axis."""
 
 from typing import Any
 

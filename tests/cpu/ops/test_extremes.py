@@ -122,7 +122,7 @@ def test_decays_that_overflow_apart_from_their_powers() -> None:
     x_, dt, A_, B_, C_, decay_ = tensors(x, np.ones_like(x), A, B, C, decay)
     y, state = ops.selective_scan(x_, dt, A_, B_, C_, decay=decay_)
     y_true, state_true = selective_reference(x, np.ones_like(x), A, B, C, decay=decay)
-    # A relative rounding of an exponent is an absolute one of its power, once a token that is remembered.
+    # A relative rounding of an exponent is an absolute one of its power, once per token that is remembered.
     assert error(y, y_true) < 18.5 * 16 * EPS
     assert error(state, state_true) < 18.5 * 16 * EPS
 

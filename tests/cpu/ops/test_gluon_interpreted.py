@@ -1,4 +1,4 @@
-"""The backward of the Mamba-1 scan with hand-made layouts: interpreted, and compiled for a GPU that is not there."""
+"""The Gluon backward of the Mamba-1 scan: interpreted, and compiled for a GPU that is not there."""
 
 import os
 from dataclasses import replace

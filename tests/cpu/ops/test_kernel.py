@@ -1,4 +1,4 @@
-"""Machine code of Numba's kernels is kept between processes, and nothing fails where it cannot be."""
+"""Machine code of Numba's kernels is kept between processes; if it cannot be kept, nothing fails."""
 
 import subprocess
 import sys

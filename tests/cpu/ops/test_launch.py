@@ -1,4 +1,4 @@
-"""Kernel launches that go around Triton's own, and come back to it on any failure of theirs."""
+"""Direct kernel launches, which fall back to Triton's own launch on any failure."""
 
 from types import SimpleNamespace
 

@@ -1,4 +1,4 @@
-"""docs/numerics.md is what the stored measurements say, and what they say still holds."""
+"""docs/numerics.md shows the stored measurements, and these errors still hold."""
 
 import importlib.util
 import json

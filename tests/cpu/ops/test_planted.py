@@ -1,4 +1,4 @@
-"""The contract must catch what goes wrong in kernels: deliberately wrong scans, each of which it has to refuse."""
+"""The contract must refuse deliberately wrong scans, with the mistakes that kernels make."""
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator

@@ -1,4 +1,4 @@
-"""Properties on problems that nobody wrote down: hypothesis draws the sizes and options, the contract judges."""
+"""Random problems: hypothesis draws the sizes and options, and the contract checks them."""
 
 import torch
 from hypothesis import given, settings

@@ -1,4 +1,4 @@
-"""Calls that run what the last ones ran: only those whose checks, choice of backend and plan would be the same."""
+"""A call reuses the plan of an earlier call only if its checks, backend and plan would be the same."""
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor

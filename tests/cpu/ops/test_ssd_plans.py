@@ -1,4 +1,4 @@
-"""What the forward of ssd plans for a Hopper GPU, and its kernels in Gluon compiled for one: no GPU is needed."""
+"""Plans of the ssd forward for a Hopper GPU, and its Gluon kernels compiled for one; no GPU is needed."""
 
 import re
 
@@ -6,7 +6,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 triton = pytest.importorskip("triton")
-_triton = pytest.importorskip("refold.ops.ssd._triton")
+_triton = pytest.importorskip("refold.ops.ssd._triton_forward")
 pytest.importorskip("refold.ops.torch.tma_launch")
 
 from refold.ops.torch.tables import DEFAULT, FAMILIES  # noqa: E402

@@ -1,4 +1,4 @@
-"""Wrong torch arguments, and what may not be read from them."""
+"""Wrong torch arguments, and metadata that must not be read from values."""
 
 import numpy as np
 import pytest

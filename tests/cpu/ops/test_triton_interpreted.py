@@ -1,4 +1,4 @@
-"""Some cases of every operator through the Triton kernels, interpreted: what a machine without a GPU can say."""
+"""Some cases of every operator through the Triton kernels, interpreted, on a machine without a GPU."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""A server that tests ask, and the style that it speaks."""
+"""A server for tests, and the protocol that it speaks."""
 
 import threading
 

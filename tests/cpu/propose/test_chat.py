@@ -1,4 +1,4 @@
-"""Models over HTTP: a real server on loopback that speaks both protocols and does what servers do."""
+"""Models over HTTP: a real server on loopback that speaks both protocols and fails as servers do."""
 
 import json
 import time
@@ -144,3 +144,92 @@ def test_the_question_holds_what_came_of_earlier_answers():
 def test_only_blocks_with_a_replacement_are_proposals():
     text = f"```python\nimport torch\n```\nthen\n```\n{CODE}\n```\nor\n```py\n{CODE}  # two\n```"
     assert [p.text for p in answers(text)] == [CODE, f"{CODE}  # two"]
+
+
+def _raw(*chunks):
+    """Return what answers with bytes as they are."""
+
+    def say(handler):
+        for chunk in chunks:
+            handler.wfile.write(chunk)
+            handler.wfile.flush()
+
+    return say
+
+
+def _event(data):
+    return f"data: {json.dumps(data)}\n\n".encode()
+
+
+DONE = {"choices": [{"delta": {}, "finish_reason": "stop"}]}
+ODD = {
+    "content in parts": _event({"choices": [{"delta": {"content": [{"type": "text", "text": TEXT}, {"type": "x"}]}}]})
+    + _event(DONE),
+    "tool calls and empty choices": _event({"choices": []})
+    + _event({"choices": None, "usage": {"prompt_tokens": None}})
+    + _event({"choices": [{"delta": {"content": None, "tool_calls": [{"id": "1"}]}}]})
+    + _event({"choices": [{"delta": {"content": TEXT}, "finish_reason": "tool_calls"}]}),
+    "no stream": json.dumps({"choices": [{"message": {"content": TEXT}, "finish_reason": "stop"}]}, indent=1).encode(),
+    "carriage returns, comments, no last newline": b": waiting\r\n\r\n"
+    + _event({"choices": [{"delta": {"content": TEXT}}]}).replace(b"\n", b"\r\n")
+    + _event(DONE).rstrip(),
+}
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_answers_in_other_forms_are_read(name, server):
+    server.script = [_raw(ODD[name])]
+    assert Chat("openai", "m", base_url=server.url, tries=1).propose(REQUEST)[0].text == CODE
+
+
+BROKEN = {
+    "bytes that are no text": b"data: \xff\xfe{\n\n",
+    "an object too deep": b"data: " + b"[" * 100_000 + b"\n\n",
+    "choices that are an object": _event({"choices": {"a": 1}}),
+    "no event at all": b": nothing\n\n",
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_answers_that_cannot_be_read_are_asked_again(name, server, monkeypatch):
+    monkeypatch.setattr("refold.propose.chat._sleep", lambda _: None)
+    server.script = [_raw(BROKEN[name]), EVENTS["openai"](TEXT)]
+    assert Chat("openai", "m", base_url=server.url, tries=2).propose(REQUEST)[0].text == CODE
+
+
+def test_a_line_without_an_end_and_comments_for_ever_are_cut(server):
+    server.script = [_raw(*[b"x" * (1 << 20)] * 9)]
+    with pytest.raises(ProposerError, match="does not stop"):
+        Chat("openai", "m", base_url=server.url, tries=1).propose(REQUEST)
+
+    def pinging(handler):
+        for _ in range(100):
+            handler.wfile.write(b": still there\n")
+            handler.wfile.flush()
+            time.sleep(0.02)
+
+    server.script = [pinging]
+    with pytest.raises(ProposerError, match="longer than it may"):
+        Chat("openai", "m", base_url=server.url, tries=1, seconds=0.1).propose(REQUEST)
+
+
+def test_a_compressed_answer_is_read_and_a_redirection_is_not_followed(server, style):
+    import gzip
+
+    body = gzip.compress(b"".join(map(_event, filter(lambda e: isinstance(e, dict), EVENTS[style](TEXT)))))
+    server.script = [(200, {"Content-Encoding": "gzip"}, body), (307, {"Location": f"{server.url}/elsewhere"}, "")]
+    assert _chat(style, server, tries=1).propose(REQUEST)[0].text == CODE
+    with pytest.raises(ProposerError, match="status 307"):
+        _chat(style, server, tries=1).propose(REQUEST)
+    assert len(server.seen) == 2
+
+
+def test_a_key_that_is_echoed_or_malformed_is_in_no_answer_and_no_error(server, style, monkeypatch):
+    server.script = [EVENTS[style](f"Your key is {KEY}.")]
+    (proposal,) = _chat(style, server).propose(REQUEST)
+    assert KEY not in proposal.text + proposal.note
+    monkeypatch.setenv("OPENAI_API_KEY", f"{KEY}\nX")
+    monkeypatch.setenv("ANTHROPIC_API_KEY", f"{KEY}\nX")
+    with pytest.raises(ProposerError) as caught:
+        _chat(style, server, tries=1).propose(REQUEST)
+    assert KEY not in str(caught.value)

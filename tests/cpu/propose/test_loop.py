@@ -1,4 +1,4 @@
-"""The whole loop: a scripted endpoint over HTTP on loopback, a command, and what other layers make of what won."""
+"""The whole loop: a scripted endpoint over HTTP, a command, and other layers that use an accepted rule."""
 
 import json
 import sys
@@ -16,6 +16,7 @@ from refold.propose.applied import save
 from refold.propose.chat import Chat
 from refold.propose.prompt import answers, question
 from refold.propose.systematic import Systematic, alternatives
+from refold.targets import load
 from refold.verify.trial import source, terms
 from support.endpoint import EVENTS
 
@@ -119,7 +120,7 @@ def test_the_command_of_the_example_wins_and_another_layer_uses_its_rule(tmp_pat
     with pytest.raises(ArgumentError, match=r"holds no rule; a rule's file ends with \.rule\.json"):
         refold.compile(torch.nn.Identity(), rules=rules)
     save_rule(events, rules)
-    layer, inputs = refold.targets.load(str(EXAMPLES / "other_layer.py"), device="cpu", dtype="float32", seed=0)
+    layer, inputs = load(str(EXAMPLES / "other_layer.py"), device="cpu", dtype="float32", seed=0)
     compiled = refold.compile(layer, rules=rules, cache=False)
     with torch.no_grad():
         got = compiled(*inputs)
@@ -162,9 +163,7 @@ def test_an_accepted_source_runs_only_where_it_was_tried(tmp_path):
     once = proposer("file:" + str(write(tmp_path / "candidate.py", SOURCE)))
     search(source(ORIGINAL, role="original"), once, tmp_path / "run", RIGHT)
     save(tmp_path / "run", tmp_path / "kept")
-    module, (x,) = refold.targets.load(
-        str(write(tmp_path / "layer.py", ORIGINAL)), device="cpu", dtype="float32", seed=1
-    )
+    module, (x,) = load(str(write(tmp_path / "layer.py", ORIGINAL)), device="cpu", dtype="float32", seed=1)
     replaced = guarded(module, tmp_path / "kept")
     with torch.no_grad():
         torch.testing.assert_close(replaced(x), module(x))
@@ -195,6 +194,52 @@ def test_an_accepted_source_runs_only_where_it_was_tried(tmp_path):
     write(tmp_path / "kept" / "candidate.py", SOURCE + "\n")
     with pytest.raises(ArgumentError, match="not the source that was accepted"):
         guarded(module, tmp_path / "kept")
+
+
+MODES = """
+import torch
+
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.w = torch.nn.Parameter(torch.ones(3))
+        self.register_buffer("b", torch.zeros(3))
+
+    def forward(self, x, times):
+        if self.training:
+            x = torch.zeros_like(x)
+        return (x * self.w + self.b) * times
+
+
+def get_inputs():
+    return [torch.randn(4, 3), 2]
+"""
+
+
+def test_a_replacement_follows_its_layer(tmp_path):
+    """It has the mode that it was tried in and the parameters of now, and is for the values that it was tried with."""
+    found = "file:" + str(write(tmp_path / "candidate.py", MODES.replace("class Model(", "class ModelNew(")))
+    search(source(MODES, role="original"), proposer(found), tmp_path / "run", RIGHT)
+    save(tmp_path / "run", tmp_path / "kept")
+    module, (x, times) = load(str(write(tmp_path / "layer.py", MODES)), device="cpu", dtype="float32", seed=1)
+    replaced = guarded(module.train(), tmp_path / "kept")
+    module.eval()
+    with torch.no_grad():
+        module.w = torch.nn.Parameter(torch.full((3,), 5.0))
+        module.double().float()
+        module.b += 1
+        torch.testing.assert_close(replaced(x, times), module(x, times), rtol=0, atol=0)
+        assert not replaced.fallbacks
+        with pytest.warns(RefoldWarning, match="3, it was tried on"):
+            torch.testing.assert_close(replaced(x, 3), module(x, 3))
+        with pytest.warns(RefoldWarning, match="not contiguous"):
+            replaced(torch.randn(3, 4).T, times)
+        with pytest.warns(RefoldWarning, match="autocast"), torch.autocast("cpu"):
+            replaced(x, times)
+        module.double()
+        with pytest.warns(RefoldWarning, match="parameters are not float32"):
+            replaced(x, times)
 
 
 def write(path, text):

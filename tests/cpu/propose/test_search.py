@@ -1,4 +1,4 @@
-"""The loop: propose, try, tell what came of it; the record, and going on with it."""
+"""The loop: ask, try, report the outcome; the record, and resuming a run."""
 
 import json
 import sys

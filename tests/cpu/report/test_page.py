@@ -1,4 +1,4 @@
-"""The report as a page: its facts are there, nothing comes from the network, a browser has no complaint."""
+"""The report as a page: its facts are there, nothing comes from the network, and a browser reports no error."""
 
 import html.parser
 import os

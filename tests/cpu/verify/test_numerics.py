@@ -1,9 +1,11 @@
-"""The numerical proof accepts what is right and refuses what is subtly wrong."""
+"""The numerical check accepts right candidates, and refuses subtly wrong ones."""
+
+import math
 
 import pytest
 import torch
 
-from refold.verify import check
+from refold.verify import check, numerics
 
 
 def matmul(a, b):
@@ -192,3 +194,12 @@ def test_a_candidate_must_be_finite_where_the_original_is(where, kept):
     if not kept:
         assert "not finite where the original's are" in evidence.reason
         assert "infinities inputs" in evidence.reason
+
+
+def test_no_farther_has_a_meaning_where_the_reference_is_zero():
+    r, moved = torch.zeros(5, dtype=torch.float64), [torch.full((5,), 1e-6), torch.zeros(5)]
+    assert numerics.no_farther(r, torch.full((5,), 3e-6), moved)
+    for wrong in (torch.full((5,), 1e-5), torch.tensor([0.0, 0, 0, 0, 5e-6]), torch.full((5,), math.nan)):
+        assert not numerics.no_farther(r, wrong, moved)
+    assert not numerics.no_farther(r, torch.zeros(5), [])
+    assert not numerics.no_farther(r, torch.ones(5), [torch.full((5,), math.nan)])

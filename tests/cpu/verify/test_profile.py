@@ -1,4 +1,4 @@
-"""Profiles: what is counted as a kernel, and traces that hold several programs."""
+"""Profiles: which events count as kernels, and traces of several programs."""
 
 import json
 

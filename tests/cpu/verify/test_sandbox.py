@@ -1,4 +1,4 @@
-"""What a candidate cannot do, and could without a sandbox."""
+"""The sandbox: what a candidate cannot do, and could do without it."""
 
 import os
 import socket

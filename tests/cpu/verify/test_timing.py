@@ -1,4 +1,4 @@
-"""The accept rule, on a fake clock."""
+"""The rule that accepts a candidate as faster, on a fake clock."""
 
 import math
 import random

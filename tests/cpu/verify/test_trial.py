@@ -1,15 +1,19 @@
 """The verdict on a candidate: options, evidence, replay, and what cannot be judged."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from refold.errors import ArgumentError, TargetError
 from refold.verify import judge
-from refold.verify.trial import Nursery, replay, source
+from refold.verify.trial import Nursery, checks, process, replay, source
 from refold.verify.trial import sandbox as sandbox_of_trial
-from refold.verify.trial.checks import LEVELS, Terms, Trial
+from refold.verify.trial.checks import Trial
+from refold.verify.trial.terms import LEVELS, Terms
 
 ORIGINAL = """
 import torch
@@ -63,6 +67,9 @@ def test_a_right_candidate_is_accepted_with_its_evidence(nursery):
     assert next(line for line in verdict.lines if line["check"] == "N3")["valid"]
     assert "accepted" in str(verdict)
     assert "landlock" in str(verdict)
+    assert "it calls the library: aten::bmm" in verdict.notes
+    census = next(line for line in verdict.lines if line["check"] == "T12")
+    assert census["operations"]["aten::bmm"] == 1
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64"])
@@ -101,6 +108,73 @@ def test_what_is_no_log_is_not_replayed(text, tmp_path):
         replay(log)
 
 
+def test_what_runs_the_original_s_operations_is_labelled(nursery):
+    same = ORIGINAL.replace("Model(", "ModelNew(")
+    assert any("may have fallen back" in note for note in _judge(nursery, same).notes)
+
+
+def test_an_input_that_never_changes_is_named(nursery):
+    original = ORIGINAL.replace("a @ b", "a[b]").replace("torch.randn(8, 3)", "torch.tensor([0, 1, 3])")
+    candidate = original.replace("Model(", "ModelNew(").replace("a[b]", "a[[0, 1, 3]]")
+    verdict = _judge(nursery, candidate, original, level="quick")
+    assert any(note.startswith("input 1 was the same in all calls") for note in verdict.notes)
+
+
+def test_what_cannot_be_looked_into_is_not_judged(nursery):
+    original = ORIGINAL.replace("a @ b", "a @ b, {1, 2}")
+    verdict = _judge(nursery, RIGHT, original, level="quick")
+    assert verdict.outcome == "unjudged"
+    assert "a set, which cannot be compared" in verdict.reason
+
+
+def test_a_clock_that_tells_twins_apart_decides_nothing(nursery, monkeypatch):
+    quick = LEVELS["quick"]
+    monkeypatch.setitem(LEVELS, "quick", replace(quick, confirmations=1))
+    found = {"speedup": 1.5, "at_least": 1.4, "at_most": 1.6, "pairs": 9, "faster": True, "name": "", "base_ms": 1.5,
+             "candidate_ms": 1.0}  # fmt: skip
+    monkeypatch.setattr(Trial, "_race", lambda self, base, candidate, name: {**found, "name": name})
+    first, second = source(ORIGINAL, name="original.py", role="original"), source(RIGHT)
+    verdict = judge(first, second, level="quick", threads=1, nursery=nursery)
+    assert verdict.outcome == "unjudged"
+    assert "two processes with the original take different times" in verdict.reason
+    fair = {**found, "at_least": 0.9}
+    monkeypatch.setattr(
+        Trial, "_race", lambda self, base, candidate, name: {**(fair if name == "twins" else found), "name": name}
+    )
+    assert judge(first, second, level="quick", threads=1, nursery=nursery).accepted
+
+
+TENSOR = {"type": "Tensor", "dtype": "float32", "device": "cpu", "shape": [2, 3], "stride": [3, 1], "address": 64,
+          "storage": 64, "pointer": 64, "storage_bytes": 24, "odd": [], "requires_grad": False}  # fmt: skip
+anything = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@given(st.sampled_from(sorted(TENSOR)), anything)
+def test_whatever_a_process_says_of_a_tensor_is_a_description_or_misbehaviour(name, value):
+    """What it makes up is no error of the judge's."""
+    try:
+        m = process._checked({**TENSOR, name: value})
+        size = process._span_bytes(m, 1 << 20)
+        assert size <= 1 << 20
+        if not m["odd"]:
+            process._shaped(torch.zeros(size, dtype=torch.uint8), m)
+    except process.Misbehaved:
+        pass
+
+
+@given(anything)
+def test_whatever_a_process_says_of_a_structure_is_one_or_misbehaviour(tree):
+    try:
+        checks._unknown(process._checked_tree(tree))
+        checks._outline(tree)
+    except process.Misbehaved:
+        pass
+
+
 def test_two_functions(nursery):
     inputs = [torch.randn(5, 7)]
     assert judge(doubled, summed, inputs, accept="right", level="quick", threads=1, nursery=nursery).accepted
@@ -129,8 +203,6 @@ def test_what_says_nothing_is_not_judged(original, reason, nursery):
 
 
 def test_without_a_sandbox_nothing_runs(nursery, monkeypatch, tmp_path):
-    from refold.verify.trial import checks
-
     assert checks.enough is sandbox_of_trial.enough
     monkeypatch.setattr(checks, "enough", lambda active: "no Landlock")
     verdict = _judge(nursery, "raise SystemExit('it ran')\nModelNew = None")

@@ -22,12 +22,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch._inductor import config as inductor_config
 from torch.fx import GraphModule, Node
 
-from ..dynamo.loop import CapturedLoop
+from ..ir.captured_loop import CapturedLoop
 from ..ir.fx import concrete
-from ..private import inductor_configuration
+from ..private import HigherOrderOperator, OpOverload, OpOverloadPacket, inductor_config, inductor_configuration
 
 # Operators of these are PyTorch's or refold's own.
 _NAMESPACES = ("_c10d_functional", "aten", "c10d_functional", "mkldnn", "prim", "prims", "quantized", "refold")
@@ -233,11 +232,11 @@ def _symbolic(node: Node) -> str:
 def _target(target: Any) -> str:
     if isinstance(target, str):
         return target
-    if isinstance(target, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
+    if isinstance(target, OpOverload | OpOverloadPacket):
         if str(target).split(".")[0] not in _NAMESPACES:
             raise Unnameable(f"{target} is an operator of somebody else's")
         return str(target)
-    if isinstance(target, torch._ops.HigherOrderOperator):
+    if isinstance(target, HigherOrderOperator):
         if not target.name().startswith(_WITH_GRAPHS):
             raise Unnameable(f"{target.name()} may call code that is not in the graph")
         return f"higher order {target.name()}"

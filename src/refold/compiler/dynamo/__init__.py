@@ -12,98 +12,56 @@ no longer has.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
 
 from ...errors import warn
-
-TESTED_TORCH = ((2, 11), (2, 13))
-"""The PyTorch releases, first and last, whose loops are captured."""
-
-SWITCH = "REFOLD_LOOPS"
-"""The environment variable that, set to ``unroll``, switches loop capture off; read at each compile."""
-
-_MARK = "refold_captures_loops"
-_reason: str | None = None
-_installed: Callable[[], None] | None = None
+from . import switch
+from .switch import unavailable as unavailable
 
 
 def captures_loops(backend: Callable[..., Any]) -> Any:
     """Mark a backend of ``torch.compile``: loops in what is compiled for it are captured. Installs the capture."""
-    setattr(backend, _MARK, True)
+    switch.mark(backend)
     if unavailable() is None:
         install()
     return backend
 
 
-def unavailable() -> str | None:
-    """Return why loops are not captured; None if they are."""
-    if os.environ.get(SWITCH, "capture") == "unroll":
-        return f"the environment variable {SWITCH} is set to unroll"
-    if _reason is not None:
-        return _reason
-    release = tuple(int(part) for part in torch.__version__.split(".")[:2])
-    if not TESTED_TORCH[0] <= release <= TESTED_TORCH[1]:
-        first, last = (".".join(map(str, tested)) for tested in TESTED_TORCH)
-        return f"PyTorch {torch.__version__} is not one of the tested versions, {first} to {last}"
-    return None
-
-
 def install() -> None:
     """Let Dynamo capture loops for marked backends; all of it or nothing."""
-    global _installed, _reason
-    if _installed is not None:
+    if switch.is_on():
         return
-    _reason = None
     try:
         from . import to_scan as to_scan
         from .capture import hook
 
-        _installed = hook.install()
+        switch.switch_on(hook.install())
     except (ImportError, AttributeError, KeyError, TypeError) as error:
-        switch_off(error)
+        switch.switch_off(error)
 
 
 def uninstall() -> None:
     """Give Dynamo back its own interpreter; loops are executed step by step until `install` is called."""
-    global _reason
-    _remove()
-    _reason = "refold.compiler.dynamo.uninstall() was called"
+    switch.switch_off("refold.compiler.dynamo.uninstall() was called")
 
 
-def switch_off(error: Exception) -> None:
-    """Stop capturing loops in this process, because Dynamo is not as expected, and warn."""
-    global _reason
-    _remove()
-    _reason = f"Dynamo of PyTorch {torch.__version__} is not as expected ({type(error).__name__}: {error})"
-    warn(
-        f"loops over time are not captured, so compile time grows with their length: {_reason}. Results are the same. "
-        "Use a tested version of PyTorch, or a newer refold."
-    )
-
-
-def _remove() -> None:
-    global _installed
-    if _installed is not None:
-        _installed()
-        _installed = None
-
-
-def is_marked(backend: Any) -> bool:
-    """Tell whether loops are captured for a backend, however PyTorch has wrapped it."""
-    if unavailable() is not None:
-        return False
-    while backend is not None:
-        inner = vars(backend) if hasattr(backend, "__dict__") else {}
-        if (inner.get("kwargs") or {}).get("options", {}).get("loops") == "unroll":
-            return False
-        if getattr(backend, _MARK, False):
-            return True
-        backend = inner.get("_torchdynamo_orig_backend") or inner.get("compiler_fn") or inner.get("__wrapped__")
-    return False
+@cache
+def rewriting_before_autograd() -> Any:
+    """Return the module that rewrites graphs for training; None, with one warning, if PyTorch lacks what it needs."""
+    try:
+        from . import before_autograd
+    except (ImportError, AttributeError) as error:
+        warn(
+            f"recurrences are rewritten less in training: PyTorch {torch.__version__} is not as expected "
+            f"({type(error).__name__}: {error}). Results are the same. Use a tested version of PyTorch, or a newer "
+            "refold."
+        )
+        return None
+    return before_autograd
 
 
 def notes() -> list[str]:

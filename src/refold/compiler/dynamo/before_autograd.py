@@ -1,9 +1,12 @@
-"""Scans of a graph for training that are no captured loops: found before autograd.
+"""Recurrences of a graph for training that are no captured loops: found before autograd.
 
 A backward reads what its forward wrote: decays, products, states. An operator that never writes them must be there
 before autograd, and brings its own backward. So Dynamo's graph is traced to ATen without a backward, the passes that
-replace scans run over that, and what they found is put into Dynamo's graph, between values that Dynamo has a node for.
-All else of Dynamo's graph stays as it is, in-place operations and `no_grad` among it.
+replace recurrences (`refold.compiler.pipeline.BEFORE_AUTOGRAD`) run over that, and what they found is put into Dynamo's
+graph, between values that Dynamo has a node for. All else of Dynamo's graph stays as it is, in-place operations and
+`no_grad` among it.
+
+Shapes and strides of all values are those that Dynamo traced.
 """
 
 from __future__ import annotations
@@ -16,22 +19,25 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch._C._functorch import get_unwrapped, is_batchedtensor
 from torch._functorch.compile_utils import fx_graph_cse
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, GraphModule, Interpreter, Node
-from torch.utils._pytree import tree_leaves
 
 from ...ops.torch.registry import OPS
 from ..inductor import duplicate
 from ..ir.builder import Builder, extract, is_constant, same_strides
+from ..ir.captured_loop import captured_loops
 from ..ir.fx import is_tensor, value
 from ..ir.rewrite import Rewrite
 from ..ir.views import is_view
 from ..pipeline import BEFORE_AUTOGRAD
 from ..pipeline import run as run_pipeline
+from ..private import HigherOrderOperator, tree_leaves
+from ..recurrence.prefix import FEWEST_LEVELS, levels
+from .associative_scan import Neighbours
 from .body import differentiable, environment, to_aten, twin
-from .loop import captured_loops
-from .mutation import changed_in_place
+from .mutation import changed_in_place, storages
 
 aten = torch.ops.aten
 _CONVERT = torch.ops.prims.convert_element_type.default
@@ -41,6 +47,10 @@ _DEVICES = ("cpu", "cuda")
 _ENTER: Any = getattr(torch.amp.autocast_mode, "_enter_autocast", None)
 _EXIT: Any = getattr(torch.amp.autocast_mode, "_exit_autocast", None)
 _PRODUCTS = (aten.mul.Tensor, aten.sum.dim_IntList)
+# What takes parts of tensors, and what multiplies, by the names that a Dynamo graph has for it.
+_PARTS = {"getitem", "slice", "narrow", "pad", "constant_pad_nd", "select"}
+_MULTIPLIES = {"mul", "imul", "multiply", "addcmul"}
+_VMAP = "torch._functorch.predispatch"
 
 
 def find_rewrites(
@@ -98,10 +108,19 @@ def _worth_a_look(gm: GraphModule) -> bool:
     if captured_loops(gm):
         return False  # a loop that stayed one: to trace it takes as long as it has steps
     calls = [node for node in gm.graph.nodes if node.op.startswith("call")]
-    names = [str(getattr(node.target, "__name__", node.target)) for node in calls]
-    return any(node.target is OPS["linear_scan"] for node in calls) or any(
-        part in name for name in names for part in ("cumsum", "conv")
-    )
+    if any(node.target is OPS["linear_scan"] or _is_definition(gm, node) for node in calls):
+        return True
+    if any(part in _name(node) for node in calls for part in ("cumsum", "conv")):
+        return True
+    return levels(calls, lambda x: _name(x) in _PARTS, lambda x: _name(x) in _MULTIPLIES) >= FEWEST_LEVELS
+
+
+def _is_definition(gm: GraphModule, node: Node) -> bool:
+    return node.op == "call_module" and isinstance(gm.get_submodule(str(node.target)), Neighbours)
+
+
+def _name(node: Node) -> str:
+    return str(getattr(node.target, "__name__", node.target)).partition(".")[0]
 
 
 class BeforeAutograd:
@@ -192,7 +211,7 @@ class BeforeAutograd:
                 continue
             seen.add(node)
             stack.extend(node.all_input_nodes)
-            if isinstance(node.target, torch._ops.HigherOrderOperator):
+            if isinstance(node.target, HigherOrderOperator):
                 return f"{node.target} has a gradient of its own"
             if self._changes(node):
                 return "a value in between is changed in place"
@@ -201,7 +220,7 @@ class BeforeAutograd:
         return ""
 
     def _changes(self, node: Node) -> bool:
-        return any(x.untyped_storage()._cdata in self._changed for x in _tensors(node))
+        return bool(storages(node) & self._changed)
 
     def _original(self, root: Node, inputs: list[Node]) -> GraphModule | None:
         """Return what computed a node, as it was traced; None if Dynamo has no node for it."""
@@ -354,19 +373,32 @@ class _Keeping(Interpreter):
         super().__init__(gm)
         self.tensors: dict[Node, torch.Tensor] = {}
         self.needs: dict[Node, bool] = {}
+        # The level of each vmap that is entered: the graph counts them from 1, but it runs within other transforms.
+        self._levels: list[int] = []
+
+    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run one function; a ``vmap`` that Dynamo wrote out has its levels as numbers."""
+        name = getattr(target, "__name__", "") if getattr(target, "__module__", "") == _VMAP else ""
+        at = {"_add_batch_dim": 2, "_remove_batch_dim": 1}.get(name)
+        if at is not None:
+            args = (*args[:at], self._levels[args[at] - 1], *args[at + 1 :])
+        out = super().call_function(target, args, kwargs)
+        if name == "_vmap_increment_nesting":
+            self._levels.append(out)
+        elif name == "_vmap_decrement_nesting":
+            self._levels.pop()
+        return out
 
     def run_node(self, n: Node) -> Any:
         """Run one node."""
         out = super().run_node(n)
-        if n.op != "output" and isinstance(out, torch.Tensor):
+        if n.op != "output" and isinstance(out, torch.Tensor) and not is_batchedtensor(out):
             self.tensors[n] = out
-        self.needs[n] = any(isinstance(x, torch.Tensor) and x.requires_grad for x in tree_leaves(out))
+        self.needs[n] = any(_asks(x) for x in tree_leaves(out))
         return out
 
 
 def _asks(x: Any) -> bool:
+    while isinstance(x, torch.Tensor) and is_batchedtensor(x):
+        x = get_unwrapped(x)
     return isinstance(x, torch.Tensor) and x.requires_grad
-
-
-def _tensors(node: Node) -> list[torch.Tensor]:
-    return [x for x in tree_leaves(node.meta.get("example_value")) if isinstance(x, torch.Tensor)]

@@ -20,16 +20,16 @@ from torch.fx import Graph, GraphModule, Interpreter, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.fx.traceback import preserve_node_meta
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from ..ir.captured_loop import CapturedLoop
 from ..ir.fx import arg, is_tensor, known, value
 from ..ir.rewrite import source_line
+from ..private import TorchDispatchMode, tree_flatten, tree_leaves, tree_unflatten
 from ..recurrence.affine import Affine, Loop, LoopVectorizer
 from ..recurrence.vectorize import NotALoop, Value, vectorize_node
 from .growing import take_parts
 from .induction_variable import InductionVariable, depends_on_iteration
 from .kept_in_place import keep
-from .loop import CapturedLoop
 from .positions import is_plain, slice_of
 from .read_back import SCATTERS, Origin, promote
 from .step_arithmetic import OF_TENSORS, Counting, is_number
@@ -213,24 +213,18 @@ class Operations(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def to_aten(
-    mode: FakeTensorMode, fn: Callable[..., Any], *inputs: Any,
-    functional: bool = True, keep: Sequence[str] = (), to_read: bool = False,
-) -> GraphModule:  # fmt: skip
-    """Trace a function of fake values to ATen, as autograd is to see it.
+def to_aten(mode: FakeTensorMode, fn: Callable[..., Any], *inputs: Any, to_read: bool = False) -> GraphModule:
+    """Trace a function of fake values to ATen, as autograd is to see it; changes in place become new values.
 
     Args:
         mode: Where the fake values live.
         fn: The function.
         inputs: Its arguments.
-        functional: Whether changes in place become new values.
-        keep: Spellings that stay as they are.
         to_read: Whether the graph is only read: then everything is decomposed as Inductor does it.
     """
-    spellings = set(_SPELLINGS) - set(keep)
-    chosen = {op: rule for op, rule in select_decomp_table().items() if to_read or _packet(op) in spellings}
+    chosen = {op: rule for op, rule in select_decomp_table().items() if to_read or _packet(op) in _SPELLINGS}
     with mode, torch.no_grad(), preserve_node_meta():
-        fn = functionalize(fn, remove="mutations") if functional else fn
+        fn = functionalize(fn, remove="mutations")
         try:
             return make_fx(fn, decomposition_table=chosen)(*inputs)
         except RuntimeError as error:
@@ -250,14 +244,14 @@ def _write(copy: Any, placeholders: list[Node], number: InductionVariable) -> Wr
     written: Any = copy.args[0]
     scatter: Any = copy.args[1]
     if written not in placeholders or not isinstance(scatter, Node) or scatter.target not in SCATTERS:
-        raise NotALoop("in-place", "a step changes a tensor in place")
+        raise NotALoop("in-place", "a step changes a tensor in place", source_line(copy))
     if scatter.args[0] is not written:
-        raise NotALoop("write-uneven", "a step writes to several places of a tensor")
+        raise NotALoop("write-uneven", "a step writes to several places of a tensor", source_line(scatter))
     rank, dim = value(scatter).dim(), arg(scatter, 2, "dim", 0)
     single = scatter.target is aten.select_scatter.default
     place = slice_of(scatter, 3, single, number)
     if place is None:
-        raise NotALoop("write-uneven", "the steps do not write next to one another")
+        raise NotALoop("write-uneven", "the steps do not write next to one another", source_line(scatter))
     content: Any = scatter.args[1]
     while content.target is aten.copy.default and is_plain(content):
         content = content.args[1]
@@ -316,7 +310,7 @@ class Body(LoopVectorizer):
         if isinstance(size, torch.SymInt) and not depends_on_iteration(size):
             return Value(size)
         if node in self.written:
-            raise NotALoop("shared-memory", "a step reads a tensor that steps write to")
+            raise NotALoop("shared-memory", f"a step reads {self.names.get(node, 'a tensor')}, which steps write to")
         if node in self.carried and self.carried[node] is not node:
             return self._carry(node)
         if node in self.initial:
@@ -403,9 +397,9 @@ class Body(LoopVectorizer):
             raise NotALoop("randomness", "there is randomness in the loop")
         if (read := self._read(node)) is not None:
             return read
-        if any(isinstance(leaf, Node) for leaf in torch.utils._pytree.tree_leaves(node.kwargs)):
+        if any(isinstance(leaf, Node) for leaf in tree_leaves(node.kwargs)):
             raise NotALoop("no-iteration-form", f"{node.target} reads a tensor by keyword")
-        flat, spec = torch.utils._pytree.tree_flatten(node.args)
+        flat, spec = tree_flatten(node.args)
         if any(map(is_number, flat)):
             return self._numbered(node)
         leaves: list[Any] = [self._value(x) if isinstance(x, Node) else Value(x) for x in flat]
@@ -416,8 +410,8 @@ class Body(LoopVectorizer):
             return self._affine(node, leaves, carried.loop, self.count)
         if any(x.has_time for x in leaves):
             packed = [x if isinstance(x.node, Node) else x.node for x in leaves]
-            return vectorize_node(self.emit, node, list(torch.utils._pytree.tree_unflatten(packed, spec)), self.count)
-        plain = torch.utils._pytree.tree_unflatten([x.node for x in leaves], spec)
+            return vectorize_node(self.emit, node, list(tree_unflatten(packed, spec)), self.count)
+        plain = tree_unflatten([x.node for x in leaves], spec)
         return Value(self.emit.call(node.target, *plain, **node.kwargs))
 
     def _constant(self, x: torch.Tensor) -> Value:

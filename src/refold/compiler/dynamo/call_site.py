@@ -8,10 +8,12 @@ import torch
 from torch._C._functorch import is_batchedtensor
 from torch.fx import GraphModule, Node
 
+from ..ir.captured_loop import CapturedLoop, step_count
 from ..ir.fx import known
+from ..ir.rewrite import source_line
+from ..private import tree_leaves
 from ..recurrence.vectorize import NotALoop
 from .body import Slices, trace
-from .loop import CapturedLoop, step_count
 from .mutation import changed_in_place
 
 aten = torch.ops.aten
@@ -55,7 +57,7 @@ class CallSite:
         self._check_writes()
         self.lists = self.loop.carried + self.loop.lasts
         self.uses = sorted((int(user.args[1]), user) for user in call.users if user.users)  # type: ignore[arg-type, call-overload]
-        results = torch.utils._pytree.tree_leaves(call.meta["example_value"])
+        results = tree_leaves(call.meta["example_value"])
         self.training = any(x.requires_grad for x in results)
         self.mutated = set[Any]()
         self._check_finals()
@@ -106,12 +108,15 @@ class CallSite:
             others = [x for i, x in enumerate(self.operands) if i != write.operand]
             outside = [x for x in self.gm.graph.nodes if x.op in ("placeholder", "get_attr")]
             if any(storage(x) == memory for x in others + outside):
-                raise NotALoop("shared-memory", "it writes to a tensor that is also read, or that comes from outside")
+                reason = f"it writes to {written.name}, which is also read, or comes from outside"
+                raise NotALoop("shared-memory", reason, source_line(written))
             if write.operand < self.loop.carried or abs(write.step) != write.width:
-                raise NotALoop("write-uneven", "the steps do not write next to one another")
+                reason = f"the steps do not write next to one another, in {written.name}"
+                raise NotALoop("write-uneven", reason, source_line(written))
             whole = (0, known(example(written).shape[write.dim]))
             if not isinstance(self.count, int) and self.bounds(write) != whole:
-                raise NotALoop("size-unknown", "it writes to a part of a tensor whose size is not known")
+                reason = f"it writes to a part of {written.name}, whose size is not known"
+                raise NotALoop("size-unknown", reason, source_line(written))
 
     def _check_finals(self) -> None:
         """Refuse states in place that anything else could see in between."""
@@ -139,9 +144,11 @@ class CallSite:
         inner: Any = self.loop.body.graph.output_node().args[0]
         escaping = []
         for i, use in self.uses:
-            tensors = torch.utils._pytree.tree_leaves(use.meta.get("example_value", self.call.meta["example_value"][i]))
+            tensors = tree_leaves(use.meta.get("example_value", self.call.meta["example_value"][i]))
             if any(x.untyped_storage()._cdata in changed for x in tensors):
-                raise NotALoop("in-place", "a result is changed in place after the loop")
+                raise NotALoop(
+                    "in-place", f"a result, {use.name}, is changed in place after the loop", source_line(use)
+                )
             together = isinstance(self.call.meta["example_value"][i], torch.Tensor)
             if i < self.lists or (
                 not together and any(user.target not in JOINS for item in use.users for user in item.users)

@@ -3,6 +3,9 @@
 A loop's body is traced once, with the number of the step as a symbolic integer whose hint is 0.
 Whatever the program asks about it (a branch, a bounds check, a conversion to a Python number)
 PyTorch records as a guard. The trace is the program of every step for which all guards hold.
+
+Source: guards that hold for a range of values of an induction variable are those of loop analysis in compilers (Aho et
+al. 2006, section 9.6); numbers linear in it are its simplest chains of recurrences (Bachmann et al. 1994).
 """
 
 from __future__ import annotations

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch._C._functorch import is_batchedtensor
 from torch.fx import GraphModule, Node
-from torch.utils._pytree import tree_leaves
 
-from .loop import CapturedLoop, Neighbours, is_scan
+from ..ir.captured_loop import CapturedLoop
+from ..private import HigherOrderOperator, OpOverload, tree_leaves
+from .associative_scan import Neighbours, is_scan
 
 _ARITHMETIC = ("iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "iand", "ior", "ixor")
 _IN_PLACE = tuple(getattr(operator, name) for name in _ARITHMETIC)
@@ -27,9 +28,9 @@ def changed_in_place(gm: GraphModule, cautious: bool = False, but: Node | None =
     """
     changed = set()
     for node in gm.graph.nodes:
-        inner = node.op == "call_module" or isinstance(node.target, torch._ops.HigherOrderOperator)
+        inner = node.op == "call_module" or isinstance(node.target, HigherOrderOperator)
         if (cautious and inner and node is not but and not _is_harmless(gm, node)) or _writes(node):
-            changed |= {storage for x in node.all_input_nodes for storage in _storages(x)}
+            changed |= {storage for x in node.all_input_nodes for storage in storages(x)}
     return changed
 
 
@@ -40,7 +41,7 @@ def _is_harmless(gm: GraphModule, call: Node) -> bool:
     loop = gm.get_submodule(str(call.target)) if call.op == "call_module" else None
     if not isinstance(loop, CapturedLoop):
         return isinstance(loop, Neighbours)
-    given = {storage for x in loop.body.graph.find_nodes(op="placeholder") for storage in _storages(x)}
+    given = {storage for x in loop.body.graph.find_nodes(op="placeholder") for storage in storages(x)}
     return not given & changed_in_place(loop.body, cautious=True)
 
 
@@ -49,7 +50,7 @@ def _writes(node: Node) -> bool:
     if not node.op.startswith("call") or node.op == "call_module":
         return False
     name = getattr(node.target, "__name__", node.target)
-    mutable = isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+    mutable = isinstance(node.target, OpOverload) and node.target._schema.is_mutable
     in_place = isinstance(name, str) and ((name.endswith("_") and not name.endswith("__")) or name == "setitem")
     return mutable or in_place or "out" in node.kwargs or node.target in _IN_PLACE or _asked_to(node)
 
@@ -63,7 +64,7 @@ def _asked_to(node: Node) -> bool:
     return at < len(node.args) and bool(node.args[at])
 
 
-def _storages(node: Node) -> set[Any]:
+def storages(node: Node) -> set[Any]:
     """Return the storages of a value, and of the items of a list of values."""
     leaves = tree_leaves(node.meta.get("example_value"))
     tensors = [x for x in leaves if isinstance(x, torch.Tensor) and not is_batchedtensor(x)]  # those are a vmap's own

@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, GraphModule, Interpreter, Node
 from torch.fx.node import map_arg
 
+from ..private import HigherOrderOperator
 from .body import Operations, to_aten, twin
 
 aten = torch.ops.aten
@@ -52,7 +53,7 @@ def _is_elementwise(node: Node, changed: set[Any]) -> bool:
     example: Any = node.meta.get("example_value")
     inputs: list[Any] = [x.meta.get("example_value") for x in node.all_input_nodes]
     tensors = [example, *inputs]
-    if node.op not in ("call_function", "call_method") or isinstance(node.target, torch._ops.HigherOrderOperator):
+    if node.op not in ("call_function", "call_method") or isinstance(node.target, HigherOrderOperator):
         return False
     tensors = [x for x in tensors if not isinstance(x, (int, torch.SymInt))]
     if not isinstance(example, torch.Tensor) or not all(type(x) is torch._subclasses.FakeTensor for x in tensors):

@@ -3,6 +3,8 @@
 A step writes one position, and reads others at a fixed distance. What was written j steps ago is a carry: the content,
 handed on j times. So positions become carries, and the loop no longer reads what it writes (register promotion). What
 lies ahead of the write is what the tensor held before the loop.
+
+Shapes. The tensor is (..., t, ...), a carry (..., 1, ...) or (...), as the step writes it.
 """
 
 from __future__ import annotations

@@ -7,6 +7,8 @@ nothing, and a sum over them is a few additions. A window then holds what former
 of coupled carries.
 
 Elements keep their axis, with size one, so that what is elementwise along the other axes stays as it is.
+
+Shapes. A carry (..., n, ...) becomes n carries (..., 1, ...).
 """
 
 from __future__ import annotations

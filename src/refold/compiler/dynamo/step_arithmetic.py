@@ -2,6 +2,8 @@
 
 Python computes it step by step in integers of any size and in float64. Here it is a tensor over time, int64 or float64,
 and takes part in an operation as a Python number does: it does not promote a tensor of its own kind.
+
+Shapes. A number of the step becomes (t,), and is padded to (t, 1, ..., 1) where it meets a value (t, ...).
 """
 
 from __future__ import annotations

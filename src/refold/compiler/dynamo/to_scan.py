@@ -12,6 +12,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from ..ir.builder import Builder
+from ..ir.captured_loop import step_count
 from ..ir.fx import concrete, is_tensor, known, value
 from ..ir.rewrite import source_line
 from ..recurrence.affine import Loop
@@ -20,7 +21,6 @@ from ..recurrence.systems import LINEAR_SYSTEM, MAX_PLUS_SCAN
 from ..recurrence.vectorize import NotALoop
 from .body import Body, Traced, differentiable
 from .call_site import CallSite, example
-from .loop import step_count
 from .mutation import changed_in_place
 from .producers import elementwise_producers, trace_producers
 from .read_back import Origin

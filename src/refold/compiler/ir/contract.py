@@ -1,4 +1,8 @@
-"""Matrix products from operands whose axes are symbols: multiply, and sum over what nobody reads afterwards."""
+"""Matrix products from operands whose axes are symbols: multiply, and sum over what nobody reads afterwards.
+
+Shapes. Operands have one axis per symbol, in any order. Two of them are multiplied as (batch, rows, summed) and
+(batch, summed, columns).
+"""
 
 from __future__ import annotations
 

@@ -14,10 +14,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
 
 from ...verify.memory import available_bytes
+from ..private import TorchDispatchMode, tree_leaves, tree_map
 from .evaluate import BLOCK, contracted
 
 aten = torch.ops.aten

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
-from torch.utils._pytree import tree_leaves
 
+from ..private import HigherOrderOperator, tree_leaves
 from .builder import Builder, same_strides
 from .fx import value
 
@@ -86,7 +86,7 @@ def _follows(node: Node) -> bool:
     """Tell whether a node's fake value follows from those of its arguments."""
     return (
         node.op == "call_function"
-        and not isinstance(node.target, torch._ops.HigherOrderOperator)
+        and not isinstance(node.target, HigherOrderOperator)
         and not _BY_VALUE & set(getattr(node.target, "tags", ()))
         and bool(_tensors(node.meta.get("val")))
         and all("val" in x.meta for x in node.all_input_nodes)

@@ -125,8 +125,8 @@ def source_line(node: Node) -> str:
 
 
 def replace_node(
-    root: Node,
-    new: Node,
+    old: Node | Sequence[Node],
+    new: Node | Sequence[Node],
     *,
     inside: Iterable[Node],
     added: Iterable[Node],
@@ -139,13 +139,13 @@ def replace_node(
     spread: float = 1.0,
     site: str = "",
 ) -> Rewrite:
-    """Swap ``root`` for ``new`` and return the record of it.
+    """Swap a node for another, or several at once for as many others, and return the record of it.
 
     Args:
-        root: The node whose value is now computed otherwise.
-        new: The node that computes it.
-        inside: Nodes of the original computation between its inputs and ``root``.
-        added: Nodes made for the new computation.
+        old: The node whose value is now computed otherwise, or several. The rewrite is named after the first.
+        new: The node that computes it, or as many.
+        inside: Nodes of the original computation between its inputs and ``old``.
+        added: Nodes made for the new computation, and those of ``inside`` that it reads as well.
         name: See `Rewrite`, as for the rest.
         why: See `Rewrite`.
         detail: See `Rewrite`.
@@ -153,74 +153,31 @@ def replace_node(
         terms: See `Rewrite`.
         timed_alone: See `Rewrite`.
         spread: See `Rewrite`.
-        site: See `Rewrite`; the name of ``root`` unless given.
+        site: See `Rewrite`; the name of ``old`` unless given.
     """
-    order = {node: i for i, node in enumerate(root.graph.nodes)}
-    inside = set(inside) & upstream(root)
-    inputs = {*region_inputs(root, inside), *region_inputs(new, added)}
+    olds, news = ([x] if isinstance(x, Node) else list(x) for x in (old, new))
+    order = {node: i for i, node in enumerate(olds[0].graph.nodes)}
+    inside = set(inside) & set[Node]().union(*map(upstream, olds))
+    inputs = {x for node in olds for x in region_inputs(node, inside)}
+    inputs |= {x for node in news for x in region_inputs(node, added)}
     if inputs & inside:
-        raise AssertionError(f"the rewrite of {root} reads {inputs & inside}, which it replaces")
+        raise AssertionError(f"the rewrite of {olds[0]} reads {inputs & inside}, which it replaces")
     ordered = sorted(inputs, key=order.__getitem__)
     record = Rewrite(
         name=name,
-        site=site or root.name,
-        source=source_line(root),
+        site=site or olds[0].name,
+        source=source_line(olds[0]),
         why=why,
         detail=detail,
-        original=extract(root, ordered),
+        original=extract(old, ordered),
         candidate=extract(new, ordered),
         inputs=tuple(node.name for node in ordered),
         multilinear=multilinear,
         terms=terms,
         timed_alone=timed_alone,
         spread=spread,
-        result=new.name,
+        result=news[0].name,
     )
-    root.replace_all_uses_with(new)
-    return record
-
-
-def replace_nodes(
-    pairs: Sequence[tuple[Node, Node]],
-    *,
-    inside: Iterable[Node],
-    added: Iterable[Node],
-    name: str,
-    why: str,
-    detail: str,
-    multilinear: bool,
-    terms: int,
-) -> Rewrite:
-    """Swap several nodes for others at once; the region returns all of them, and is named after the first.
-
-    Args:
-        pairs: Each node with what computes it now.
-        inside: Nodes of the original computation between its inputs and these nodes, which both may read.
-        added: Nodes made for the new computation.
-        name: See `Rewrite`, as for the rest.
-        why: See `Rewrite`.
-        detail: See `Rewrite`.
-        multilinear: See `Rewrite`.
-        terms: See `Rewrite`.
-    """
-    roots, news = [old for old, _ in pairs], [new for _, new in pairs]
-    order = {node: i for i, node in enumerate(roots[0].graph.nodes)}
-    inside, made = set(inside), set(added)
-    inputs = {x for root in roots for x in region_inputs(root, inside)}
-    inputs = (inputs | {x for new in news for x in region_inputs(new, made | inside)}) - inside
-    ordered = sorted(inputs, key=order.__getitem__)
-    record = Rewrite(
-        name=name,
-        site=roots[0].name,
-        source=source_line(roots[0]),
-        why=why,
-        detail=detail,
-        original=extract(roots, ordered),
-        candidate=extract(news, ordered),
-        inputs=tuple(node.name for node in ordered),
-        multilinear=multilinear,
-        terms=terms,
-    )
-    for old, new in pairs:
-        old.replace_all_uses_with(new)
+    for a, b in zip(olds, news, strict=True):
+        a.replace_all_uses_with(b)
     return record

@@ -5,6 +5,9 @@ sums of two values, constants, and a diagonal (``where(i == j, v, 0)``, which ma
 done in the order that `opt_einsum` finds. So a sum over an axis of a matrix product becomes a product with a vector of
 sums, a chain of products starts where it is narrow, and a product with a diagonal matrix scales rows. Whether that is
 less work is counted; whether it is exact enough and faster is found out by those who use it.
+
+Values have the axes that their letters say, in any order. Sources: Aji & McEliece 2000 (the distributive law); Smith &
+Gray 2018 (opt_einsum) for the order of products.
 """
 
 from __future__ import annotations

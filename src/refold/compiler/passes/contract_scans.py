@@ -3,6 +3,9 @@
 A captured loop becomes a scan before autograd, when what feeds it is not decomposed yet. Here it is: if a contraction
 alone reads the states, and their factors are those of a selective scan or a state space dual, they are never written.
 A backward needs the states, so graphs for training are left alone.
+
+Shapes. States are (b, t, ..., n) of at least four axes; contracted over n they are (b, t, ...). Source: the two forms
+of one scan are those of Dao & Gu 2024 (arXiv:2405.21060).
 """
 
 from __future__ import annotations

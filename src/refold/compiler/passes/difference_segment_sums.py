@@ -9,6 +9,9 @@ difference are float64; the result is more exact than the original's running sum
 Infinities are counted apart, since ``P[i] - P[j]`` would be NaN after them: ``P`` is that of the
 finite values, and a second prefix sum counts minus infinities, as 1, and what else is not finite, as
 2^32. Where its difference is not zero, the segment is minus infinity, or no number.
+
+Shapes. ``a`` is (..., T, ...), ``s`` is (..., T, T, ...) with the axes i and j, ``P`` is (..., T, ...) over i. Source:
+sums over a range as differences of prefix sums are summed-area tables in one dimension (Crow 1984).
 """
 
 from __future__ import annotations

@@ -4,6 +4,9 @@
 but the last state is wanted, that is one product over all of time,
 
     H = sum over t of exp(S[t,end]) B[t] X[t] + exp(S[start,end]) H[initial].
+
+Shapes. X is (b, t, h, p), B and C are (b, t, g, n), log decays (b, t, h), states (b, h, p, n). Source: Dao & Gu 2024
+(arXiv:2405.21060), section 6.
 """
 
 from __future__ import annotations

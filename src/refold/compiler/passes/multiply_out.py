@@ -3,6 +3,8 @@
 ``sum over n of (x @ W.T + bias)`` is ``x @ (sum over n of W) + sum of bias``: a product of matrices less. The same pass
 orders chains of products and reads a product with a diagonal matrix as the scaling that it is. The algebra is
 `refold.compiler.notation.algebra`; here nodes are chosen, and the result is put in their place.
+
+Values may have any shape. Source: Aji & McEliece 2000, "The Generalized Distributive Law".
 """
 
 from __future__ import annotations

@@ -3,6 +3,8 @@
 ATen calls MKL for them, which on AMD processors with AVX-512 reaches less than half of what oneDNN
 does (two projections of a Granite layer, 256 tokens, 2 threads of a Zen 5 EPYC: 37.0 against 17.6 ms).
 On other processors MKL may win: each product is raced, and what is not faster stays.
+
+Shapes. (rows, k) @ (k, columns), with a bias (columns,) or without.
 """
 
 from __future__ import annotations

@@ -4,6 +4,8 @@ A loop shows where its steps come together again: in a ``cat`` of one value per 
 each step writes a slice of, in a sum over steps (gradients of what all steps read), or in its last
 state. From there `refold.compiler.recurrence.reroll` works backwards. What carries no state from step to step
 is left to Inductor.
+
+Shapes. The steps' values (...) become one value (t, ...), and are joined as they were.
 """
 
 from __future__ import annotations

@@ -4,6 +4,9 @@ A result of a convolution is a sum over offsets k of the kernel of weights times
 axis of space, the shifts along it only decide which border of the input is left out: the total of the input, less the
 sums of a few border rows for each k. What is left is a convolution over the other axes of space with one input channel
 for each channel and offset, or, if nothing is left, a product of matrices.
+
+Shapes. The input is (b, c, *space), weights are (o, c / groups, *kernel), the result is (b, o, *the space that is
+left).
 """
 
 from __future__ import annotations

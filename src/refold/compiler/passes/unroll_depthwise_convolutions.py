@@ -4,6 +4,8 @@ A causal convolution of width 4 over each channel is four multiply-adds an eleme
 it reads and writes the whole sequence by itself, and on NVIDIA GPUs takes five times longer than its
 bytes need; as ``sum over k of w[c, k] x[c, t + k]`` it disappears into the activation after it and
 the split before it. Half precision inputs are accumulated in float32, as the library does.
+
+Shapes. The input is (b, c, t), weights are (c, 1, w), the result is (b, c, t'), with t' = t + padding - w + 1.
 """
 
 from __future__ import annotations

@@ -14,6 +14,9 @@ That is ``H <- exp(a) H + X B`` and ``y = C . H`` at every token: `refold.ops.ss
 read in index notation down to their last factors, so that any order and spelling of the products
 looks the same, and are the same scan only if B, C, X and the source of all five decays are the same
 nodes at the same symbols. Chunks that were padded to their length are read without the padding.
+
+Shapes. X is (b, c, l, h, p), B and C are (b, c, l, g, n) and a is (b, c, l, h) up to the order, the splitting and the
+merging of axes: c chunks of l tokens.
 """
 
 from __future__ import annotations

@@ -15,6 +15,9 @@ there the first term is cut once more, here its pairs are written out.
 
 A product with zero is no mask: zero times infinity is not a number. So what a position must not see is replaced before
 it is multiplied, and a log decay of minus infinity, which forgets, by one whose exponential is zero all the same.
+
+Shapes. Query, key and log decays are (b, c, l, k), values (b, c, l, v), states (b, c, k, v), pairs (b, c, l, l): c
+chunks of l tokens, and what stands for the batch b may be several axes.
 """
 
 from __future__ import annotations

@@ -1,6 +1,9 @@
 """Where the steps of an unrolled loop come together again.
 
 That is in a ``cat`` or ``stack``, in writes next to one another, in a sum over steps, or in the last state.
+
+Shapes. All steps' values are (t, ...), a step's is (...). What joins them puts the time axis where the graph had it:
+``cat`` gives (..., t * width, ...), a sum over steps gives (...).
 """
 
 from __future__ import annotations

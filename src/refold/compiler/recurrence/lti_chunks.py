@@ -10,6 +10,9 @@ inputs to its outputs, for all chunks and all sequences:
 where S0 are the states that enter the chunk: one `linear_scan` over chunks. The first sum is one Toeplitz matrix.
 Powers are taken of the decay itself, so it may be zero or negative. Source: Gu et al. 2022 (S4D, arXiv:2206.11893),
 whose kernel is the first sum.
+
+Shapes. Inputs are (b, c, l), keys, queries and decays (k,), the Toeplitz matrix (l, l), states (b, c, k), each with the
+axes of channels beside them.
 """
 
 from __future__ import annotations

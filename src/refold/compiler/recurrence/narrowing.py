@@ -4,6 +4,8 @@ Reference code widens activations to float32 before a scan and narrows the layer
 numbers several times faster, and the operator sums in float32. So the region from the 16-bit values before the scan to
 the one 16-bit value after it is replaced as one. What it loses is of the size of the rounding that the original makes
 at its end, and the check of the region decides: at most eight times the original's own error, gradients included.
+
+Shapes are those of the region, and stay; dtypes change.
 """
 
 from __future__ import annotations

@@ -2,17 +2,12 @@
 
 Such a network combines neighbours ``(a1, b1), (a2, b2) -> (a1 a2, a2 b1 + b2)`` in a tree, by doubling, or in any
 other order (Blelloch 1990; Hillis & Steele 1986). Nothing is matched here. Each element of a value is a word about the
-steps of the recurrence, and the network is run on these words:
+steps of the recurrence (`refold.compiler.recurrence.words`), and the network is run on these words. A value whose
+element t is the state from step 0 to step t is the recurrence, however it came about. What is no word is an opaque
+value, at which another network may begin.
 
-- ``a[i] ... a[j]`` is a product;
-- ``b[j] + a[j] b[j-1] + ... + a[j] ... a[i+1] b[i]`` is a state that started at step i;
-- a product of the factors after a state, and that state, is a decayed state.
-
-A product of neighbours is a product, a decayed state and the state after it are a longer state. A value whose element
-t is the state from step 0 to step t is the recurrence, however it came about. What is none of these is an opaque value,
-at which another network may begin.
-
-Values are words along time alone: the other axes must go through the network as they are.
+Shapes. A value (..., t, ...) has words of the shape (1, ..., t, ..., 1): they differ along time alone. The other axes
+must go through the network as they are.
 """
 
 from __future__ import annotations
@@ -21,32 +16,38 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch.fx import Node
+from torch.fx.node import map_arg
 
 from ..ir.fx import arg, is_tensor, known, value
+from ..ir.views import is_view
+from .words import ONE, ZERO, Algebra, Opaque
 
 aten = torch.ops.aten
 prims = torch.ops.prims
 
 # Shorter networks are ordinary layer code; longer ones take long to go through.
 SHORTEST, LONGEST = 8, 1 << 16
+# A network of eight steps has this many levels; what is combined less often is none.
+FEWEST_LEVELS = 3
 
-_SAME = (
-    aten.clone.default, aten.alias.default, aten.detach.default, aten.contiguous.default, aten.lift_fresh_copy.default,
-)  # fmt: skip
-_CASTS = (prims.convert_element_type.default, aten._to_copy.default)
+_SAME = (aten.clone.default, aten.alias.default, aten.detach.default, prims.convert_element_type.default)
 _VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
-_FILLED = {
-    aten.zeros.default: 0.0, aten.ones.default: 1.0, aten.zeros_like.default: 0.0, aten.ones_like.default: 1.0,
-    aten.new_zeros.default: 0.0, aten.new_ones.default: 1.0,
-}  # fmt: skip
+_PARTS = (aten.slice.Tensor, aten.select.int, aten.constant_pad_nd.default)
+_PRODUCTS = (aten.mul.Tensor, aten.addcmul.default)
 _TIME = "time"
-_ZERO, _ONE = 0, 1
+
+_Ids = np.ndarray[Any, np.dtype[np.int64]]
 
 
-class _Opaque(Exception):
-    """A value is no word about a recurrence."""
+@dataclass(frozen=True)
+class Blocks:
+    """An axis that was joined from equal parts: their number, and the label that each of them has along it."""
+
+    parts: int
+    label: Any
 
 
 @dataclass(frozen=True)
@@ -55,10 +56,11 @@ class Words:
 
     Attributes:
         ids: The word of each element, as the number `Algebra` has for it; axes that are not time have size one.
-        labels: For each axis ``time``, an axis of the operands counted from the last (-1), or None: the same all along.
+        labels: For each axis ``time``, an axis of the operands counted from the last (-1), `Blocks` of that, or None:
+            the same all along.
     """
 
-    ids: torch.Tensor
+    ids: _Ids
     labels: tuple[Any, ...]
 
 
@@ -77,97 +79,33 @@ class Found:
     reverse: bool
 
 
-class Algebra:
-    """Numbers for words, and what their products and sums are."""
+def recurrences(nodes: Sequence[Node]) -> list[Found]:
+    """Return the nodes that are whole recurrences, forwards or backwards in time."""
+    if levels(nodes, lambda x: x.target in _PARTS, lambda x: x.target in _PRODUCTS) < FEWEST_LEVELS:
+        return []
+    found: dict[Node, Found] = {}
+    for reverse in (False, True):
+        reader = _Reader(reverse)
+        found |= {node: one for node in nodes if (one := reader.read(node)) is not None}
+    return list(found.values())
 
-    def __init__(self) -> None:
-        self._words: list[tuple[Any, ...]] = [("0",), ("1",)]
-        self._numbers: dict[tuple[Any, ...], int] = {word: i for i, word in enumerate(self._words)}
 
-    def number(self, *word: Any) -> int:
-        """Return the number of a word."""
-        if word not in self._numbers:
-            self._numbers[word] = len(self._words)
-            self._words.append(word)
-        return self._numbers[word]
+def levels(nodes: Sequence[Node], is_part: Callable[[Node], bool], is_product: Callable[[Node], bool]) -> int:
+    """Return how often what is multiplied was part of what was multiplied before.
 
-    def leaf(self, source: Any, t: int) -> int:
-        """Return an operand at a step."""
-        return self.number("leaf", source, t)
-
-    def _product(self, x: int) -> tuple[Any, int, int] | None:
-        """Read a word as a product: (operand, first, last)."""
-        word = self._words[x]
-        if word[0] == "leaf":
-            return word[1], word[2], word[2]
-        return word[1:] if word[0] == "product" else None
-
-    def state(self, x: int) -> tuple[Any, Any, int, int] | None:
-        """Read a word as a state: (factors or None, inputs, first, last); any factors, ``...``, if it is one input."""
-        word = self._words[x]
-        if word[0] == "leaf":
-            return ..., word[1], word[2], word[2]
-        return word[1:] if word[0] == "state" else None
-
-    def _decayed(self, x: int) -> tuple[Any, Any, int, int, int] | None:
-        """Read a word as a decayed state: (factors, inputs, first, last, step to which it decayed)."""
-        word = self._words[x]
-        if word[0] == "decayed":
-            return word[1:]
-        if word[0] == "state" and word[1] is None:
-            return None, word[2], word[3], word[4], word[4]
-        return None
-
-    def times(self, x: int, y: int) -> int:
-        """Return a product of words."""
-        if _ZERO in (x, y):
-            return _ZERO
-        if _ONE in (x, y):
-            return y if x == _ONE else x
-        p, q = self._product(x), self._product(y)
-        if p is not None and q is not None and p[0] == q[0]:
-            (source, i, j), (_, k, m) = sorted((p, q), key=lambda part: part[1])
-            if j + 1 != k:
-                raise _Opaque
-            return self.number("product", source, i, m)
-        for factor, other in ((p, y), (q, x)):
-            if factor is None:
-                continue
-            source, first, last = factor
-            state, decayed = self.state(other), self._decayed(other)
-            if state is not None and state[0] in (..., source) and state[3] + 1 == first and source != state[1]:
-                return self.number("decayed", source, *state[1:], last)
-            if decayed is not None and decayed[0] == source and decayed[4] + 1 == first:
-                return self.number("decayed", *decayed[:4], last)
-        raise _Opaque
-
-    def plus(self, x: int, y: int) -> int:
-        """Return a sum of words."""
-        if _ZERO in (x, y):
-            return y if x == _ZERO else x
-        for earlier, later in ((x, y), (y, x)):
-            decayed, state, other = self._decayed(earlier), self.state(later), self._decayed(later)
-            if decayed is None and (alone := self.state(earlier)) is not None and alone[0] is ...:
-                decayed = None, alone[1], alone[2], alone[3], alone[3]  # a sum without factors begins
-            if decayed is None:
-                continue
-            a, b, first, last, to = decayed
-            follows = state is not None and state[0] in (..., a) and state[1:3] == (b, last + 1)
-            if state is not None and follows and (a is None or to == state[3]):
-                return self.number("state", a, b, first, state[3])
-            if other is not None and a is not None and other[:3] == (a, b, last + 1) and other[4] == to:
-                return self.number("decayed", a, b, first, other[3], to)
-        raise _Opaque
-
-    def exp(self, x: int) -> int:
-        """Return the exponential of a word: that of a sum is a product."""
-        if x == _ZERO:
-            return _ONE
-        state = self.state(x)
-        if state is None or state[0] not in (None, ...):
-            raise _Opaque
-        source = ("exp", state[1])
-        return self.leaf(source, state[2]) if state[2] == state[3] else self.number("product", source, *state[2:])
+    Args:
+        nodes: Nodes in order.
+        is_part: Tells whether a node takes a part of a tensor, or pads it.
+        is_product: Tells whether a node multiplies.
+    """
+    found: dict[Node, int] = {}
+    in_part: dict[Node, bool] = {}
+    for node in nodes:
+        found[node] = max((found.get(x, 0) for x in node.all_input_nodes), default=0)
+        in_part[node] = is_part(node) or any(in_part.get(x, False) for x in node.all_input_nodes)
+        if is_product(node) and in_part[node]:
+            found[node], in_part[node] = found[node] + 1, False
+    return max(found.values(), default=0)
 
 
 class _Reader:
@@ -177,25 +115,28 @@ class _Reader:
         self.reverse = reverse
         self.algebra = Algebra()
         self.words: dict[Node, Words] = {}
+        self._views: dict[str, Node] = {}
+        self._first: dict[Node, Node] = {}
 
     def read(self, node: Any) -> Found | None:
         """Find out what a node is, and tell if it is a whole recurrence."""
+        if is_view(node):  # equal views of one value are one operand
+            view = str((node.target, map_arg((node.args, node.kwargs), lambda x: self._first.get(x, x))))
+            self._first[node] = self._views.setdefault(view, node)
         try:
             words = self._words(node)
-        except (_Opaque, IndexError, RuntimeError, ValueError):
+        except (Opaque, IndexError, TypeError, ValueError):
             return None
-        if tuple(words.ids.shape) != tuple(
-            size if label == _TIME else 1 for size, label in zip(value(node).shape, words.labels, strict=True)
-        ):
+        if words.ids.shape != _sizes(words.labels, value(node).shape):
             return None
         self.words[node] = words
         return self._whole(node, words)
 
     def _whole(self, node: Node, words: Words) -> Found | None:
         times = [dim for dim, label in enumerate(words.labels) if label == _TIME]
-        if len(times) != 1 or words.ids.numel() < SHORTEST:
+        if len(times) != 1 or words.ids.size < SHORTEST:
             return None
-        ids = words.ids.flatten().tolist()
+        ids = words.ids.ravel().tolist()
         ids = ids[::-1] if self.reverse else ids
         last = self.algebra.state(ids[-1])
         if last is None or last[0] is ... or last[2:] != (0, len(ids) - 1):
@@ -219,18 +160,16 @@ class _Reader:
 
     def _words(self, node: Any) -> Words:
         if node.op != "call_function" or not is_tensor(node):
-            raise _Opaque
-        target, args = node.target, node.args
+            raise Opaque
         if not (value(node).is_floating_point() or value(node).is_complex()):
-            raise _Opaque
-        if target in _FILLED:
-            return self._constant(node, _FILLED[target])
-        if target in (aten.full.default, aten.full_like.default, aten.scalar_tensor.default):
-            return self._constant(node, args[0 if target is aten.scalar_tensor.default else 1])
-        if target in _SAME or target in _CASTS:
-            return self.words[args[0]] if args[0] in self.words else _opaque()
+            raise Opaque
+        target, args = node.target, node.args
+        if target in (aten.full.default, aten.scalar_tensor.default):
+            return _filled(args[0 if target is aten.scalar_tensor.default else 1], value(node).dim())
+        if target in _SAME:
+            return self.of(args[0])
         if target is aten.copy.default and value(args[0]).shape == value(args[1]).shape:
-            return self.words[args[1]] if args[1] in self.words else _opaque()
+            return self.of(args[1])
         if target is aten.mul.Tensor:
             return self._pair(self.algebra.times, *args)
         if target is aten.add.Tensor and not node.kwargs:
@@ -238,90 +177,94 @@ class _Reader:
         if target is aten.addcmul.default and not node.kwargs:
             product = self._pair(self.algebra.times, args[1], args[2], like=node)
             return self._pair(self.algebra.plus, args[0], product, like=node)
-        if target is aten.exp.default and args[0] in self.words:
-            words = self.words[args[0]]
-            return Words(_each(self.algebra.exp, words.ids), words.labels)
+        if target is aten.exp.default:
+            words = self.of(args[0])
+            ids = [self.algebra.exp(x) for x in words.ids.ravel().tolist()]
+            return Words(np.array(ids, np.int64).reshape(words.ids.shape), words.labels)
         rule = _RULES.get(target)
-        return rule(self, node) if rule is not None else _opaque()
+        if rule is None:
+            raise Opaque
+        return rule(self, node)
 
-    def _constant(self, node: Any, x: Any) -> Words:
-        if isinstance(x, bool) or x not in (0, 1):
-            raise _Opaque
-        rank = value(node).dim()
-        return Words(torch.full([1] * rank, _ONE if x else _ZERO), (None,) * rank)
+    def of(self, node: Any) -> Words:
+        """Return the words of a node that has some."""
+        if node not in self.words:
+            raise Opaque
+        return self.words[node]
 
     def begin(self, node: Any, dim: int) -> Words:
         """Let an opaque value be an operand with its steps along an axis."""
         size = known(value(node).shape[dim])
         if not isinstance(size, int) or not SHORTEST <= size <= LONGEST:
-            raise _Opaque
-        rank = value(node).dim()
+            raise Opaque
+        rank, source = value(node).dim(), (self._first.get(node, node), dim)
         order = range(size - 1, -1, -1) if self.reverse else range(size)
-        ids = torch.tensor([self.algebra.leaf((node, dim), t) for t in order])
+        ids = np.array([self.algebra.leaf(source, t) for t in order])
         labels = tuple(_TIME if d == dim else d - rank for d in range(rank))
-        return Words(ids.view([size if d == dim else 1 for d in range(rank)]), labels)
+        return Words(ids.reshape([size if d == dim else 1 for d in range(rank)]), labels)
 
     def along(self, node: Any, dim: int) -> Words:
         """Return the words of a node of which positions of an axis are taken or filled."""
-        words = self.words.get(node)
-        if words is None:
-            return self.begin(node, dim)
-        return words
+        return self.words[node] if node in self.words else self.begin(node, dim)
 
-    def whole(self, words: Words, dim: int, size: int) -> torch.Tensor:
+    def whole(self, words: Words, dim: int, size: int) -> _Ids:
         """Return words with all positions of an axis written out, if it can be the time axis."""
         if words.labels[dim] == _TIME:
             return words.ids
         if words.labels[dim] is not None:
-            raise _Opaque
-        return words.ids.expand([size if d == dim else n for d, n in enumerate(words.ids.shape)])
+            raise Opaque
+        return np.repeat(words.ids, size, dim)
 
     def _pair(self, combine: Callable[[int, int], int], x: Any, y: Any, like: Any = None) -> Words:
         sides = [x, y]
         nodes = [side for side in sides if isinstance(side, Node)]
         given = [self.words.get(side) if isinstance(side, Node) else side for side in sides]
         if not any(isinstance(side, Words) for side in given) or len(nodes) + (like is not None) < 1:
-            raise _Opaque
+            raise Opaque
         for i, side in enumerate(sides):
             if isinstance(given[i], Words):
                 continue
             other: Any = given[1 - i]
             if not isinstance(side, Node):
-                if isinstance(side, bool) or side not in (0, 1):
-                    raise _Opaque
-                rank = len(other.labels)
-                given[i] = Words(torch.full([1] * rank, int(side)), (None,) * rank)
+                given[i] = _filled(side, len(other.labels))
                 continue
-            times = [d - len(other.labels) for d, label in enumerate(other.labels) if label == _TIME]
-            if len(times) != 1 or value(side).dim() < -times[0]:
-                raise _Opaque
-            given[i] = self.begin(side, value(side).dim() + times[0])
-        a, b = (self._padded(words, max(len(words.labels) for words in given)) for words in given)  # type: ignore[arg-type, union-attr]
+            time = _time_of(other) - len(other.labels)
+            if value(side).dim() < -time:
+                raise Opaque
+            given[i] = self.begin(side, value(side).dim() + time)
+        both: list[Any] = given
+        a, b = (_padded(words, max(len(words.labels) for words in both)) for words in both)
         labels = []
         for p, q in zip(a.labels, b.labels, strict=True):
             if p != q and None not in (p, q):
-                raise _Opaque
+                raise Opaque
             labels.append(q if p is None else p)
-        left, right = torch.broadcast_tensors(a.ids, b.ids)
+        left, right = np.broadcast_arrays(a.ids, b.ids)
         seen: dict[tuple[int, int], int] = {}
         out = []
-        for pair in zip(left.flatten().tolist(), right.flatten().tolist(), strict=True):
+        for pair in zip(left.ravel().tolist(), right.ravel().tolist(), strict=True):
             if pair not in seen:
                 seen[pair] = combine(*pair)
             out.append(seen[pair])
-        return Words(torch.tensor(out, dtype=torch.int64).view(left.shape), tuple(labels))
-
-    def _padded(self, words: Words, rank: int) -> Words:
-        missing = rank - len(words.labels)
-        return Words(words.ids.view([1] * missing + list(words.ids.shape)), (None,) * missing + words.labels)
+        return Words(np.array(out, np.int64).reshape(left.shape), tuple(labels))
 
 
-def _opaque() -> Words:
-    raise _Opaque
+def _sizes(labels: Sequence[Any], shape: Sequence[Any]) -> tuple[Any, ...]:
+    """Return the shape that words have."""
+    parts = (label.parts if isinstance(label, Blocks) else 1 for label in labels)
+    return tuple(n if label == _TIME else size for size, label, n in zip(parts, labels, map(known, shape), strict=True))
 
 
-def _each(fn: Callable[[int], int], ids: torch.Tensor) -> torch.Tensor:
-    return torch.tensor([fn(x) for x in ids.flatten().tolist()], dtype=torch.int64).view(ids.shape)
+def _filled(x: Any, rank: int) -> Words:
+    """Return the words of a constant."""
+    if isinstance(x, bool) or x not in (0, 1):
+        raise Opaque
+    return Words(np.full([1] * rank, ONE if x else ZERO), (None,) * rank)
+
+
+def _padded(words: Words, rank: int) -> Words:
+    missing = rank - len(words.labels)
+    return Words(words.ids.reshape([1] * missing + list(words.ids.shape)), (None,) * missing + words.labels)
 
 
 def _dim(node: Any, at: int, source: Any) -> int:
@@ -330,86 +273,77 @@ def _dim(node: Any, at: int, source: Any) -> int:
     return given % rank if rank else 0
 
 
-def _is_whole(node: Any, source: Any, dim: int) -> bool:
-    return value(node).shape[dim] == value(source).shape[dim]
+def _time_of(words: Words) -> int:
+    times = [d for d, label in enumerate(words.labels) if label == _TIME]
+    if len(times) != 1:
+        raise Opaque
+    return times[0]
+
+
+def _positions(dim: int, *bounds: int | None) -> tuple[slice, ...]:
+    """Return an index that takes a part of one axis."""
+    return (*[slice(None)] * dim, slice(*bounds))
 
 
 def _slice(reader: _Reader, node: Any) -> Words:
     source, dim = node.args[0], _dim(node, 1, node.args[0])
-    if _is_whole(node, source, dim):
-        return reader.words[source] if source in reader.words else _opaque()
+    if value(node).shape[dim] == value(source).shape[dim]:
+        return reader.of(source)
     words = reader.along(source, dim)
     if words.labels[dim] is None:
         return words
     if words.labels[dim] != _TIME:
-        raise _Opaque
-    start, end, step = (arg(node, at) for at in (2, 3, 4))
-    size = words.ids.shape[dim]
-    ids = aten.slice.Tensor(words.ids, dim, start or 0, size if end is None else end, step or 1)
-    return Words(ids, words.labels)
+        raise Opaque
+    return Words(words.ids[_positions(dim, *(arg(node, at) for at in (2, 3, 4)))], words.labels)
 
 
 def _select(reader: _Reader, node: Any) -> Words:
-    source, dim = node.args[0], _dim(node, 1, node.args[0])
-    words = reader.words.get(source)
-    if words is None:
-        raise _Opaque  # a loop's own way to read a step; not a network's
+    words = reader.of(node.args[0])  # of an opaque value it is a loop's own way to read a step, not a network's
+    dim = _dim(node, 1, node.args[0])
     labels = words.labels[:dim] + words.labels[dim + 1 :]
-    return Words(words.ids.select(dim, node.args[2] if words.labels[dim] == _TIME else 0), labels)
+    index: Any = (*[slice(None)] * dim, node.args[2] if words.labels[dim] == _TIME else 0)
+    return Words(words.ids[index], labels)
 
 
 def _flip(reader: _Reader, node: Any) -> Words:
-    words = reader.words.get(node.args[0])
-    if words is None:
-        raise _Opaque
+    words = reader.of(node.args[0])
     dims = [d % len(words.labels) for d in node.args[1]]
     if any(words.labels[d] not in (_TIME, None) for d in dims):
-        raise _Opaque
-    return Words(words.ids.flip(dims), words.labels)
+        raise Opaque
+    return Words(np.flip(words.ids, tuple(dims)), words.labels)
 
 
-def _joined(reader: _Reader, parts: Sequence[Any], dim: int, new_axis: bool) -> Words:
+def _cat(reader: _Reader, node: Any) -> Words:
+    parts, dim = node.args[0], _dim(node, 1, node)
     found = [reader.words.get(part) for part in parts]
     if not any(found):
-        raise _Opaque
+        raise Opaque
     like = next(words for words in found if words is not None)
-    pieces = []
+    # Inductor joins what is stacked along another axis than time, and splits that axis afterwards.
+    blocks = isinstance(like.labels[dim], int)
+    begin = _time_of(like) if blocks else dim
+    pieces = [reader.begin(part, begin) if words is None else words for part, words in zip(parts, found, strict=True)]
     labels: list[Any] = [None] * len(like.labels)
-    for part, words in zip(parts, found, strict=True):
-        if words is None:
-            words = reader.begin(part, dim if not new_axis else _time_of(like))
+    for words in pieces:
         for d, label in enumerate(words.labels):
-            if label is None or (d == dim and not new_axis):
+            if label is None or (d == dim and not blocks):
                 continue
             if labels[d] not in (None, label):
-                raise _Opaque
+                raise Opaque
             labels[d] = label
-        pieces.append(words)
     out = []
     for part, words in zip(parts, pieces, strict=True):
         ids = words.ids
         for d, label in enumerate(labels):
-            if label == _TIME and (new_axis or d != dim):
-                ids = ids.expand([value(part).shape[d] if i == d else n for i, n in enumerate(ids.shape)])
-        out.append(ids if new_axis else reader.whole(Words(ids, words.labels), dim, value(part).shape[dim]))
-    if new_axis:
-        return Words(torch.stack(out, dim), (*labels[:dim], _TIME, *labels[dim:]))
-    return Words(torch.cat(out, dim), tuple(_TIME if d == dim else label for d, label in enumerate(labels)))
-
-
-def _time_of(words: Words) -> int:
-    times = [d for d, label in enumerate(words.labels) if label == _TIME]
-    if len(times) != 1:
-        raise _Opaque
-    return times[0]
-
-
-def _cat(reader: _Reader, node: Any) -> Words:
-    return _joined(reader, node.args[0], _dim(node, 1, node), False)
-
-
-def _stack(reader: _Reader, node: Any) -> Words:
-    return _joined(reader, node.args[0], _dim(node, 1, node), True)
+            if d != dim and label == _TIME and words.labels[d] is None:
+                ids = np.repeat(ids, value(part).shape[d], d)
+        if not blocks:
+            ids = reader.whole(Words(ids, words.labels), dim, value(part).shape[dim])
+        elif words.labels[dim] != like.labels[dim] or value(part).shape[dim] != value(parts[0]).shape[dim]:
+            raise Opaque
+        out.append(ids)
+    labels[dim] = Blocks(len(out), like.labels[dim]) if blocks else _TIME
+    return Words(np.concatenate(out, dim), tuple(labels))
 
 
 def _pad(reader: _Reader, node: Any) -> Words:
@@ -418,38 +352,43 @@ def _pad(reader: _Reader, node: Any) -> Words:
     rank = value(source).dim()
     moved = [rank - 1 - i // 2 for i, pad in enumerate(pads) if pad]
     if not moved or fill not in (0, 1) or len(set(moved)) != 1:
-        raise _Opaque
-    words = reader.along(source, moved[0])
-    ids = reader.whole(words, moved[0], value(source).shape[moved[0]])
-    labels = tuple(_TIME if d == moved[0] else label for d, label in enumerate(words.labels))
-    return Words(aten.constant_pad_nd.default(ids, pads, int(fill)), labels)
+        raise Opaque
+    (dim,) = set(moved)
+    words = reader.along(source, dim)
+    ids = reader.whole(words, dim, value(source).shape[dim])
+    before, after = pads[2 * (rank - 1 - dim) :][:2]
+    ids = ids[_positions(dim, max(-before, 0), ids.shape[dim] - max(-after, 0))]
+    added = [(max(before, 0), max(after, 0)) if d == dim else (0, 0) for d in range(rank)]
+    labels = tuple(_TIME if d == dim else label for d, label in enumerate(words.labels))
+    return Words(np.pad(ids, added, constant_values=ONE if fill else ZERO), labels)
 
 
 def _scatter(reader: _Reader, node: Any) -> Words:
     base, source = node.args[:2]
     dim = _dim(node, 2, base)
-    words = reader.along(base, dim)
-    if source not in reader.words:
-        raise _Opaque
-    own = reader.words[source]
-    ids = reader.whole(words, dim, value(base).shape[dim]).clone()
+    words, own = reader.along(base, dim), reader.of(source)
+    ids = reader.whole(words, dim, value(base).shape[dim]).copy()
     single = node.target is aten.select_scatter.default
     labels = (*own.labels[:dim], _TIME, *own.labels[dim + (not single) :])
     if any(p != q and None not in (p, q) for p, q in zip(labels, words.labels, strict=True)):
-        raise _Opaque
-    if ids.shape != tuple(n if label == _TIME else 1 for n, label in zip(value(base).shape, labels, strict=True)):
-        raise _Opaque
-    if not single:
-        own_ids = reader.whole(own, dim, value(source).shape[dim])
-        return Words(aten.slice_scatter.default(ids, own_ids, dim, *node.args[3:]), labels)
-    return Words(aten.select_scatter.default(ids, own.ids, dim, *node.args[3:]), labels)
+        raise Opaque
+    if ids.shape != _sizes(labels, value(base).shape):
+        raise Opaque
+    if single:
+        ids[(*[slice(None)] * dim, node.args[3])] = own.ids
+    else:
+        ids[_positions(dim, *(arg(node, at) for at in (3, 4, 5)))] = reader.whole(own, dim, value(source).shape[dim])
+    return Words(ids, labels)
 
 
 def _view(reader: _Reader, node: Any) -> Words:
-    given, wanted = [int(n) for n in value(node.args[0]).shape], [int(n) for n in value(node).shape]
+    given, wanted = [known(n) for n in value(node.args[0]).shape], [known(n) for n in value(node).shape]
+    if not all(isinstance(n, int) for n in given + wanted):
+        raise Opaque
     words = reader.words.get(node.args[0])
     if words is None:
         words = reader.begin(node.args[0], _split_axis(given, wanted))
+    words, given = _unblocked(words, given)
     sizes: list[int] = []
     labels: list[Any] = []
     i = j = 0
@@ -462,7 +401,7 @@ def _view(reader: _Reader, node: Any) -> Words:
             else:
                 b, q = b * wanted[q], q + 1
         own = [label for n, label in zip(given[i:p], words.labels[i:p], strict=True) if n != 1]
-        if own == [label for n, label in zip(given[i:p], words.labels[i:p], strict=True) if n != 1 and label == _TIME]:
+        if all(label == _TIME for label in own):
             sizes += wanted[j:q]
             labels += [_TIME if own and n != 1 else None for n in wanted[j:q]]
         elif len(own) == 1 and sum(n != 1 for n in wanted[j:q]) == 1:
@@ -472,23 +411,32 @@ def _view(reader: _Reader, node: Any) -> Words:
             sizes += [1] * (q - j)
             labels += [None] * (q - j)
         else:
-            raise _Opaque
+            raise Opaque
         i, j = p, q
     return Words(words.ids.reshape(sizes), tuple(labels))
+
+
+def _unblocked(words: Words, sizes: Sequence[int]) -> tuple[Words, list[int]]:
+    """Split axes that were joined from equal parts; return the new sizes of the value, too."""
+    shape, labels, new = list[int](), list[Any](), list[int]()
+    for n, own, label in zip(sizes, words.ids.shape, words.labels, strict=True):
+        split = isinstance(label, Blocks)
+        shape += [own, 1] if split else [own]
+        labels += [_TIME, label.label] if split else [label]
+        new += [own, n // own] if split else [n]
+    return Words(words.ids.reshape(shape), tuple(labels)), new
 
 
 def _split_axis(given: list[int], wanted: list[int]) -> int:
     """Return which axis a view splits in two."""
     at = next((i for i, (a, b) in enumerate(zip(given, wanted, strict=False)) if a != b), -1)
     if at < 0 or len(wanted) != len(given) + 1 or wanted[at + 2 :] != given[at + 1 :]:
-        raise _Opaque
+        raise Opaque
     return at
 
 
 def _permute(reader: _Reader, node: Any) -> Words:
-    words = reader.words.get(node.args[0])
-    if words is None:
-        raise _Opaque
+    words = reader.of(node.args[0])
     rank = len(words.labels)
     if node.target is aten.permute.default:
         order = [d % rank for d in node.args[1]]
@@ -496,21 +444,17 @@ def _permute(reader: _Reader, node: Any) -> Words:
         order = list(range(rank))
         i, j = node.args[1:3]
         order[i], order[j] = order[j], order[i]
-    return Words(words.ids.permute(order), tuple(words.labels[d] for d in order))
+    return Words(words.ids.transpose(order), tuple(words.labels[d] for d in order))
 
 
 def _unsqueeze(reader: _Reader, node: Any) -> Words:
-    words = reader.words.get(node.args[0])
-    if words is None:
-        raise _Opaque
+    words = reader.of(node.args[0])
     dim = node.args[1] % (len(words.labels) + 1)
-    return Words(words.ids.unsqueeze(dim), (*words.labels[:dim], None, *words.labels[dim:]))
+    return Words(np.expand_dims(words.ids, dim), (*words.labels[:dim], None, *words.labels[dim:]))
 
 
 def _squeeze(reader: _Reader, node: Any) -> Words:
-    words = reader.words.get(node.args[0])
-    if words is None:
-        raise _Opaque
+    words = reader.of(node.args[0])
     shape, rank = value(node.args[0]).shape, len(words.labels)
     given = node.args[1] if len(node.args) > 1 else range(rank)
     dims = {d % rank for d in ([given] if isinstance(given, int) else given) if shape[d] == 1}
@@ -521,10 +465,8 @@ def _squeeze(reader: _Reader, node: Any) -> Words:
 _RULES: dict[Any, Callable[[_Reader, Any], Words]] = {
     aten.slice.Tensor: _slice,
     aten.select.int: _select,
-    aten.flip.default: _flip,
     prims.rev.default: _flip,
     aten.cat.default: _cat,
-    aten.stack.default: _stack,
     aten.constant_pad_nd.default: _pad,
     aten.slice_scatter.default: _scatter,
     aten.select_scatter.default: _scatter,
@@ -534,12 +476,3 @@ _RULES: dict[Any, Callable[[_Reader, Any], Words]] = {
     aten.unsqueeze.default: _unsqueeze,
     **dict.fromkeys((aten.squeeze.dim, aten.squeeze.dims, aten.squeeze.default), _squeeze),
 }
-
-
-def recurrences(nodes: Sequence[Node]) -> list[Found]:
-    """Return the nodes that are whole recurrences, forwards or backwards in time."""
-    found = []
-    for reverse in (False, True):
-        reader = _Reader(reverse)
-        found += [one for node in nodes if (one := reader.read(node)) is not None]
-    return found

@@ -3,6 +3,8 @@
 Values are split into factors in index notation, each with the axes of the states that it runs along. States may be
 read after their step or before it (``loop.previous``), and next to other products: in ``sum over n of C * (h + u * B)``
 the sum is multiplied out, and what does not hold the states is kept apart.
+
+Shapes. States are (b, t, ...) in the scan, and (t, ...) over all steps of a loop, axis 0 of a state being the batch.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""Put a scan, or an operator that never writes the states, where the steps of a loop were."""
+"""Put a scan, or an operator that never writes the states, where the steps of a loop were.
+
+Shapes. States of all steps are (t, ...); the operator computes (b, t, ...). What takes their place has the shape and
+the strides of what was there.
+"""
 
 from __future__ import annotations
 

@@ -7,6 +7,9 @@ a list of nodes that it is just stacking: that is the carry of a loop. From ther
 are affine functions of the carry, or the loop is refused. Nothing depends on names, on the order of
 nodes or on how the steps were written. Every list is stacked once, so the work is linear in the
 size of the graph.
+
+Shapes. A step's value is (...), and becomes (t, ...). Source: loop rolling works backwards from its seeds in the same
+way (Rocha et al. 2022, "Loop Rolling for Code Size Reduction").
 """
 
 from __future__ import annotations

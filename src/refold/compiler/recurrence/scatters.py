@@ -2,6 +2,9 @@
 
 A step may read what the step before it wrote; in a backward, each step reads its part of a gradient and then clears it
 in a copy for the next one; and of a stack of all states the last one may be all that is read.
+
+Shapes. A write puts (..., width, ...) at a position of one axis of (..., size, ...); ``select_scatter`` writes (...,
+...).
 """
 
 from __future__ import annotations

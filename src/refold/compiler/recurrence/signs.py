@@ -1,4 +1,8 @@
-"""What can be said of the sign of a value from how it is computed: step sizes and decays are softplus, exp, sigmoid."""
+"""What can be said of the sign of a value from how it is computed: step sizes and decays are softplus, exp, sigmoid.
+
+A sign is that of all elements of a value of any shape. Source: the rule of signs, as an abstract interpretation (Cousot
+& Cousot 1977).
+"""
 
 from __future__ import annotations
 

@@ -2,6 +2,8 @@
 
 A loop whose first or last step differs reads only a part of what was prepared for all steps. What
 such a part is made of shows once the slice has moved below the arithmetic.
+
+Shapes. All that is sliced is (t, ...), and slices are along axis 0.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The same operators as a local repository of the package ``kernels``, for ``KernelConfig(use_local_kernel=True)``.
 
-The package replaces functions of a modeling file, so all models of that file in the process are changed, and nothing
-is put back; `refold.accelerate` changes one model and can be undone. What a layer does not hand to its functions they
-cannot know: its limits of step sizes when it decodes, a state to go on from in Mamba-1, documents that its model drops.
+The package replaces functions of a modeling file. This changes all models of that file in the process, and cannot be
+undone; `refold.accelerate` changes one model and can be undone. The functions know only their arguments. They do not
+know limits of step sizes in decoding, a state to continue from in Mamba-1, or documents that the model drops.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""Layers whose forwards have the parameters of transformers' functions, in their order; nothing else, as is required.
+"""Layers whose forwards have exactly the parameters of transformers' functions, as ``kernels`` requires.
 
-Keywords that are not named in a function are handed on by its caller. Of these, only those that tell documents apart
-mean anything here, and they are honoured.
+A caller may pass further keywords. Only those that separate documents have a meaning here, and they are used.
 """
 
 from __future__ import annotations

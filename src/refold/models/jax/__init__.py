@@ -4,8 +4,8 @@ Every model has the same three functions: ``init_state(config, batch)``, ``forwa
 for any number of tokens, and ``step(config, params, token, state)``, which is one step of the recurrence.
 
 Layers come stacked, on axis 0 of each array, and are scanned over, so that compile time does not grow with depth.
-``step`` also takes them apart (:func:`take_layers_apart`), parameters and state alike: it then moves a third of the
-bytes, for a compile time that does grow.
+``step`` also takes separate layers (:func:`take_layers_apart`), in parameters and state. It then moves a third of the
+bytes, but compile time grows with depth.
 """
 
 from types import ModuleType

@@ -1,7 +1,7 @@
 """Granite 4 hybrids and Bamba: Mamba-2 and attention layers, each followed by an MLP and, if configured, experts.
 
-Runs of layers of one kind are scanned over, and the shortest period of the layer order is scanned over in turn, so
-that compile time grows with the length of a period's runs, not with depth. Weights are sliced from the stacks inside
+Consecutive layers of one kind are scanned over, and so is the shortest period of the layer order. So compile time grows
+with the period, not with depth. Weights are sliced from the stacks inside
 the innermost loop, where they are used. The key-value cache is carried and written in place.
 """
 
@@ -78,7 +78,7 @@ def step(
 ) -> tuple[Array, Tree]:
     """Read one token per row, ``(b,)``; rows that are not ``active`` keep their state. Returns logits ``(b, vocab)``.
 
-    Layers of ``params`` and ``state`` are both stacked or both apart.
+    The layers of ``params`` and ``state`` are both stacked or both separate.
     """
 
     def mix(weights: Tree, u: Array, conv: Array, ssm: Array) -> tuple[Array, Array, Array]:
@@ -129,7 +129,7 @@ def _layers(
 def _written_out(
     config: GraniteHybridConfig, params: Tree, hidden: Array, state: Tree, mamba_layer: Any, attention_layer: Any
 ) -> tuple[Array, Tree]:
-    """Run the layers, apart, one after the other; see ``layers.over_layers``."""
+    """Run separate layers, one after the other; see ``layers.over_layers``."""
     new: dict[str, list[Array]] = {name: [] for name in ("conv", "ssm", "k", "v")}
     for common, kind in zip(params["layers"], config.kinds, strict=True):
         i, j = len(new["ssm"]), len(new["k"])

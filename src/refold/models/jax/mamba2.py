@@ -96,7 +96,7 @@ def step(
 ) -> tuple[Array, Tree]:
     """Read one token per row, ``(b,)``; rows that are not ``active`` keep their state. Returns logits ``(b, vocab)``.
 
-    Layers of ``params`` and ``state`` are both stacked or both apart.
+    The layers of ``params`` and ``state`` are both stacked or both separate.
     """
 
     def layer(hidden: Array, inputs: Any) -> tuple[Array, Any]:

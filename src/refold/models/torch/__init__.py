@@ -2,8 +2,8 @@
 
 Every model has the same three functions: ``init_state(config, batch)``, ``forward(config, params, tokens, state)``
 for any number of tokens, and ``step_(config, params, token, state)``, which reads one token per row and overwrites the
-state. Parameters are those of ``refold.models.checkpoint`` with the layers apart: ``params["layers"]`` is a tuple with
-a dictionary for each layer, whose tensors are views of the stacks.
+state. Parameters are those of ``refold.models.checkpoint`` with separate layers: ``params["layers"]`` is a tuple with
+one dictionary per layer, whose tensors are views of the stacks.
 
 ``forward`` has gradients; ``step_`` has none, and may run inside a CUDA graph.
 """
@@ -77,7 +77,7 @@ def _from_numpy(array: np.ndarray) -> Tensor:
 
 
 def take_layers_apart(params: Params) -> Params:
-    """Return parameters in which every stack of layers is a tuple of layers; what is apart already stays."""
+    """Return parameters in which every stack of layers is a tuple of layers; tuples stay as they are."""
 
     def split(stack: Any) -> Any:
         if not isinstance(stack, dict):

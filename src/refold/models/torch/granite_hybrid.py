@@ -189,7 +189,7 @@ def _attention_step_(
     v_cache: Tensor,
     length: Tensor,
 ) -> None:
-    """Attend from one token per row to the whole capacity of the caches, what lies beyond each row's length masked.
+    """Attend from one token per row to the whole capacity of the caches; positions beyond each row's length are masked.
 
     A row that is not active writes where its next token will write.
     """

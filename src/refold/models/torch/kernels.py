@@ -1,9 +1,10 @@
-"""Triton kernels for one token a row: products that begin with a norm, and the scan's step.
+"""Triton kernels for one token per row: products that begin with a norm, and the scan's step.
 
-Reading the weights once is what a token costs, so each kernel does what would otherwise be a pass of its own over small
-arrays: the norm before a product, the convolution or the sum after it. Kernels start while the one before them ends
-(programmatic dependent launch, where the device has it): weights and states, which no kernel just before writes, are
-asked for at once, and then each waits for the results that it needs. Activations between kernels are float32.
+A token costs one read of the weights. So each kernel also does the work that would otherwise be a separate pass over
+small
+arrays: the norm before a product, the convolution or the sum after it. A kernel starts while the kernel before it ends
+(programmatic dependent launch, if the device has it). It requests weights and states at once, because the kernel before
+it does not write them, and then waits for the results that it needs. Activations between kernels are float32.
 """
 
 from __future__ import annotations

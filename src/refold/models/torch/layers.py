@@ -18,15 +18,21 @@ Tree = Any
 
 def kernels(x: Tensor) -> ModuleType | None:
     """Return the fused kernels if they can run where ``x`` is and nothing needs a gradient."""
-    return _kernels() if x.is_cuda and not (torch.is_grad_enabled() and x.requires_grad) else None
+    on_gpu = x.is_cuda and not (torch.is_grad_enabled() and x.requires_grad)
+    return _with("triton", "refold.models.torch.kernels") if on_gpu else None
+
+
+def few_rows() -> ModuleType | None:
+    """Return the products of a few rows on the CPU if Numba is there to compile them."""
+    return _with("numba", "refold.models.torch.few_rows")
 
 
 @cache
-def _kernels() -> ModuleType | None:
+def _with(package: str, name: str) -> ModuleType | None:
     try:
-        return import_module("refold.models.torch.kernels")
+        return import_module(name)
     except ModuleNotFoundError as error:
-        if (error.name or "").split(".")[0] != "triton":
+        if (error.name or "").split(".")[0] != package:
             raise
         return None
 

@@ -59,7 +59,7 @@ def forward(
 
     Args:
         config: The model.
-        params: Parameters, layers apart: see ``refold.models.torch``.
+        params: Parameters with separate layers: see ``refold.models.torch``.
         tokens: Token ids; rows shorter than ``t`` are padded on the right with any id.
         state: State to go on from; None begins afresh.
         lengths: Tokens of each row that are no padding, on the host; None when all are. Padding costs nothing: rows of
@@ -153,7 +153,7 @@ def mixer_step_(
 
 
 def _heads(c: Mixer2Config, xBC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Take apart what leaves the convolution: x by heads, B and C by groups."""
+    """Split the convolution's result: x by heads, B and C by groups."""
     x, B, C = xBC.split([c.d_inner, c.ngroups * c.dstate, c.ngroups * c.dstate], -1)
     groups = (c.ngroups, c.dstate)
     return x.unflatten(-1, (c.nheads, c.headdim)), B.unflatten(-1, groups), C.unflatten(-1, groups)

@@ -1,7 +1,7 @@
-"""What one token needs, in as few passes over memory as there are: products that begin with a norm, and the scans.
+"""The parts of one decoding step, in as few passes over memory as possible: products that begin with a norm, and scans.
 
-Each function is defined here in PyTorch and refold's operators. On a GPU, kernels that compute the same take their
-place: a layer of Mamba-2 is then three launches, each of which reads its weights or its state once. Nothing here has a
+Each function is defined here in PyTorch and refold's operators. On a GPU, kernels that compute the same replace
+them: a layer of Mamba-2 is then three launches, each of which reads its weights or its state once. Nothing here has a
 gradient. ``active`` marks the rows that read a token; the states of the others stay as they are.
 """
 
@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from refold import ops
-from refold.models.torch.layers import kernels, linear, rms_norm, wide
+from refold.models.torch.layers import few_rows, kernels, linear, rms_norm, wide
 
 
 def project(
@@ -46,6 +46,9 @@ def project(
         x = F.silu(first) * second
     if norm is not None:
         x = rms_norm(x, norm, eps, group_size)
+    if (few := few_rows()) is not None and few.takes(x, weight):
+        product = few.product(x, weight)
+        return product if bias is None else product.add_(bias)
     return linear(x, weight, bias).to(wide(weight.dtype))
 
 
@@ -122,8 +125,10 @@ def ssd_(
     """Return the gated output ``(b, h, p)`` of a step of `ops.ssd`, and overwrite ``state``."""
     if (fused := kernels(x)) is not None:
         return fused.ssd_(x, B, C, dt, z, A_log, D, dt_bias, dt_limit, state, active)
-    dt = step_sizes(dt, dt_bias, active, dt_limit)
-    return ops.ssd_step_(x, dt, -A_log.exp(), B, C, state, D=D, z=z)[0]
+    dt, A = step_sizes(dt, dt_bias, active, dt_limit), -A_log.exp()
+    if (few := few_rows()) is not None and few.takes_state(x, state) and D.ndim == 1:
+        return few.ssd_(x, dt, A, B, C, state).addcmul_(x, D[:, None]).mul_(F.silu(z))
+    return ops.ssd_step_(x, dt, A, B, C, state, D=D, z=z)[0]
 
 
 def step_sizes(dt: Tensor, bias: Tensor, active: Tensor | None, limit: tuple[float, float] = (0.0, math.inf)) -> Tensor:

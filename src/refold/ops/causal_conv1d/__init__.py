@@ -1,4 +1,4 @@
-"""The short depthwise convolution before the scans, with the window that decoding carries along."""
+"""The short depthwise convolution before the scans. Its state is the window of last inputs, for decoding."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def causal_conv1d(
     cu_seqlens: Any = None,
     backend: str | None = None,
 ) -> tuple[Any, Any]:
-    """Causal depthwise convolution along time.
+    """Compute a causal depthwise convolution along time.
 
     Per batch row and channel, with x[-1], x[-2], ... taken from initial_state::
 
@@ -28,13 +28,13 @@ def causal_conv1d(
 
     Args:
         x: Inputs, ``(b, t, d)``.
-        weight: ``(d, w)``; the last tap meets the current token.
+        weight: ``(d, w)``; the last tap multiplies the current token.
         bias: ``(d,)``.
         activation: None or ``"silu"``.
         initial_state: The last ``w - 1`` inputs before the first token, oldest first, ``(b, d, w-1)``; zeros if None.
         cu_seqlens: Packs sequences along time: ``k + 1`` offsets from 0 to t, on the device of ``x``. The batch is
             then 1 and states are ``(k, d, w-1)``. A sequence may be empty.
-        backend: None picks the first that can run; a name must be able to.
+        backend: None picks the first that can run. A named one runs, or raises with its reason.
 
     Returns:
         ``(y, state)``: ``y`` like ``x``; ``state`` ``(b, d, w-1)``, the last inputs, in the dtype of ``x``.
@@ -51,7 +51,7 @@ def causal_conv1d(
         ``cu_seqlens``, and from both results. docs/numerics.md shows measured errors.
 
     References:
-        Gu & Dao, "Mamba", 2023, arXiv:2312.00752, which puts it before the scan.
+        Gu & Dao, "Mamba", 2023, arXiv:2312.00752, where it comes before the scan.
 
     Example:
         >>> import numpy as np
@@ -73,7 +73,7 @@ def causal_conv1d_step(
         state: The last inputs, ``(b, d, w-1)``.
         bias: ``(d,)``.
         activation: None or ``"silu"``.
-        backend: None picks the first that can run; a name must be able to.
+        backend: None picks the first that can run. A named one runs, or raises with its reason.
 
     Returns:
         ``(y, state)``: ``y`` like ``x``; a new window like ``state``.
@@ -93,5 +93,5 @@ def causal_conv1d_step(
 def causal_conv1d_step_(
     x: Any, weight: Any, state: Any, bias: Any = None, *, activation: str | None = None, backend: str | None = None
 ) -> tuple[Any, Any]:
-    """`causal_conv1d_step` that overwrites ``state`` and returns it; nothing may need a gradient."""
+    """Compute `causal_conv1d_step`, overwrite ``state`` with the new state, and return it. There is no gradient."""
     return call_in_place(STEP, (x, weight, state, bias), (activation,), backend), state

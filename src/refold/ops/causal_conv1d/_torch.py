@@ -1,8 +1,8 @@
-"""The causal depthwise convolution on torch: one multiply-add over the whole input a tap.
+"""The causal depthwise convolution on torch: one multiply-add over the whole input per tap.
 
-Every sequence is extended by the window before it: its initial state, or zeros. Extended sequences of a pack lie
-one after the other, so that one plain convolution serves a batch and a pack alike, and what it computes between two
-sequences is dropped.
+Every sequence is extended by the window before it: its initial state, or zeros. The extended sequences of a
+pack follow one another, so one plain convolution serves a batch and a pack. Its results between two sequences are
+dropped.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ from refold.ops.torch.tables import device_limits
 
 ROWS = 10  # Tokens whose loads are in flight together.
 BLOCK_D = 128  # Channels a program, which is one warp.
-# The same of the backward, whose programs own several tiles; programs a multiprocessor that are enough.
+# The same for the backward, whose programs own several tiles; and how many programs per multiprocessor are enough.
 BACKWARD_ROWS, BACKWARD_BLOCK_D, BACKWARD_TILES, BACKWARD_PROGRAMS = 12, 64, 16, 32
 
 
@@ -50,7 +50,7 @@ def _live(mask_d, offs_d, condition):
 
 @triton.jit
 def _sequence_of(cu_seqlens_ptr, token, nseqs):
-    """Return the last sequence that begins at or before a token; of empty ones, the one that holds it."""
+    """Return the sequence that holds a token: the last that begins at or before it and is not empty."""
     seq = token * 0
     span = nseqs
     while span > 1:

@@ -1,4 +1,4 @@
-"""The norm after the scans of Mamba-2: RMS over groups of channels, with the gate on either side of it."""
+"""The norm after the scan of Mamba-2: RMS over groups of channels, with a gate before or after the norm."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def gated_rmsnorm(
     norm_before_gate: bool = False,
     backend: str | None = None,
 ) -> Any:
-    """RMS norm with a gate.
+    """Compute an RMS norm with a gate.
 
     Over each group of ``group_size`` channels::
 
@@ -32,9 +32,9 @@ def gated_rmsnorm(
         z: Gate, like ``x``, or None for a plain RMS norm.
         weight: ``(d,)``.
         eps: Added to the mean square.
-        group_size: Channels normalised together, a divisor of d; None is all of them.
-        norm_before_gate: Gate the normalised values rather than the inputs.
-        backend: None picks the first that can run; a name must be able to.
+        group_size: Channels that are normalised together, a divisor of d; None for all.
+        norm_before_gate: Apply the gate after the norm, not before it.
+        backend: None picks the first that can run. A named one runs, or raises with its reason.
 
     Returns:
         ``y``, like ``x``.

@@ -18,7 +18,7 @@ from refold.ops.torch.tables import device_limits
 
 MAX_GROUP = 65536
 MAX_PARTS = 8
-BACKWARD_TILE = 6144  # Values of a program of the backward that 8 warps hold in 128 registers a thread.
+BACKWARD_TILE = 6144  # Values of a program of the backward that 8 warps hold in 128 registers per thread.
 
 
 def supports(meta: Meta) -> str | None:

@@ -1,8 +1,8 @@
 """What the JAX operators share: matrix products, step sizes, the layout of packed sequences.
 
-A pack of sequences is computed as one sequence of chunks in which every sequence begins on a chunk border: the
-number of chunks is then bounded by ``t // l + k`` whatever the lengths, so shapes stay static under ``jit``, and no
-chunk needs a mask inside. The slots that no token fills carry ``dt = 0``, which leaves a state as it is.
+A pack of sequences is computed as one sequence of chunks, in which every sequence begins on a chunk border. No chunk
+then needs a mask inside. There are at most ``t // l + k`` chunks, whatever the lengths are, so shapes stay static under
+``jit``. Slots without a token have ``dt = 0``, which leaves the state unchanged.
 """
 
 from typing import Any, NamedTuple

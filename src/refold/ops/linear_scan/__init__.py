@@ -1,4 +1,4 @@
-"""The elementwise linear recurrence, which every gated recurrent layer without a matrix in its loop comes down to."""
+"""The elementwise linear recurrence: the core of gated recurrent layers that apply no matrix to their state."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ def linear_scan(
     reset: Any = None,
     backend: str | None = None,
 ) -> tuple[Any, Any]:
-    """Elementwise linear recurrence along axis 1.
+    """Compute an elementwise linear recurrence along axis 1.
 
     With h[-1] = initial_state::
 
         h[t] = (0 if reset[t] else a[t] * h[t-1]) + x[t]         (t+1 for t-1 if ``reverse``)
 
     Args:
-        a: Factors, ``(b, t, ...)``, any sign; only products of them are formed, never quotients.
+        a: Factors, ``(b, t, ...)``, of any sign. They are multiplied, never divided.
         x: Inputs, the same shape.
         initial_state: ``(b, ...)``; zeros if None.
         reverse: Run from the last token to the first.
         cu_seqlens: Packs sequences along time: ``k + 1`` offsets from 0 to t, on the device of ``x``. The batch is
             then 1 and states are ``(k, ...)``. A sequence may be empty.
-        reset: Where the state is forgotten, bool, the shape of ``x``; nowhere if None. A factor of zero forgets a state
-            that is finite; a reset forgets one that is NaN or infinite, too, and has no gradient.
-        backend: None picks the first that can run; a name must be able to.
+        reset: Where the state is forgotten, bool, the shape of ``x``. A factor of zero forgets a finite state. A reset
+            also forgets a NaN or an infinity, and has no gradient.
+        backend: None picks the first that can run. A named one runs, or raises with its reason.
 
     Returns:
-        ``(h, state)``: ``h`` like ``x``; ``state`` ``(b, ...)``, float32 (float64 for float64 inputs): the last h,
-        which with ``reverse`` is that of the first token.
+        ``(h, state)``: ``h`` like ``x``; ``state`` ``(b, ...)``, float32 (float64 for float64 inputs): the last h
+        that is computed. With ``reverse``, that is the h of the first token.
 
     Raises:
         ShapeError: An axis disagrees; the message lists all sizes.

@@ -15,7 +15,7 @@ def _solve(a: Array, x: Array, first: Array | None, reverse: bool) -> Array:
     ``first``, shaped like x, marks where the state before does not count: where sequences of a pack begin, and where
     the state is reset. A factor of zero would not do there: zero times a state that is not finite is NaN.
 
-    JAX is told that this is a linear system, so that its derivatives are scans as well: that of x is the transposed
+    JAX is told that this is a linear system. So its derivatives are scans as well: that of x is the transposed
     system, solved the other way round, and that of a follows from the equation. Derived step by step, the scan would
     keep all of its levels for the gradient, and XLA 0.11 crashes on the CPU when it compiles that under ``shard_map``.
     """

@@ -1,6 +1,6 @@
 """The elementwise recurrence on the CPU in one sweep over memory: compiled by Numba, the state in cache.
 
-It reads a and x and writes h once, which is all that the result needs; the torch backend copies what it then updates.
+It reads a and x once and writes h once, which is the least. The torch backend also copies what it then updates.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""The elementwise recurrence on torch: one `addcmul` a token where states are large, two levels of them where small.
+"""The elementwise recurrence on torch: one `addcmul` per token for large states, two levels of them for small states.
 
-A small state leaves a call per token with nothing to do but its overhead. There time is folded into lanes of √t tokens
-that advance together; then one pass carries states from lane to lane and adds what they contribute. Only products of
-factors are formed, never quotients, so signs and zeros are no special cases.
+With a small state, one call per token would be nothing but overhead. Then time is folded into lanes of √t tokens that
+advance together. One more pass carries states from lane to lane, and adds their contributions. Factors are multiplied,
+never divided, so signs and zeros are no special cases.
 
-What the initial state of a sequence contributes is added to its first input. There the loops read nothing of the
-sequence before it: zero times a state that is not finite would be NaN. Offsets are read on the host: on an accelerator
-that is one synchronisation per call.
+The contribution of a sequence's initial state is added to its first input. At that token, the loops do not read the
+state of the sequence before it, because zero times a state that is not finite would be NaN. Offsets are read on the
+host: on an accelerator, that is one synchronisation per call.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Elementwise linear recurrence on GPUs with Triton: a thread a channel, time cut where channels are few."""
+"""The elementwise linear recurrence on GPUs with Triton: one thread per channel. With few channels, time is cut."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def _span(cu_seqlens_ptr, sequence, seqlen):
 
 @triton.jit
 def _place(origin, length, t, channels, offs, REVERSE: tl.constexpr):
-    """Return where token ``t`` of a walk lies."""
+    """Return the position of token ``t`` in the direction of the scan."""
     return (origin + (length - 1 - t if REVERSE else t)) * channels + offs
 
 
@@ -198,8 +198,8 @@ def _linear_scan_bwd_kernel(
 ):  # fmt: skip
     """Grid (blocks of channels, segments, sequences): a program owns BLOCK channels of one segment.
 
-    It walks with the scan and keeps the state at every border between TOKENS tokens; then it goes back from border to
-    border, forms the states between them again and follows the adjoints λ[t] = dh[t] + a[t+1] λ[t+1].
+    It goes with the scan and stores the state at every border between TOKENS tokens. Then it goes back from border to
+    border, computes the states between them again, and follows the adjoints λ[t] = dh[t] + a[t+1] λ[t+1].
     """
     offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     pid_s = tl.program_id(1)

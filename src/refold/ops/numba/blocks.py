@@ -1,7 +1,7 @@
-"""What CPU kernels compiled by Numba have in common: sequences cut into blocks of channels, shared out to threads.
+"""What CPU kernels compiled by Numba have in common: sequences are cut into blocks of channels, and given to threads.
 
-Threads are started for a call and joined before it ends, which is safe under fork and from any thread. There are as
-many as torch uses, if there is work for them.
+Threads are started for a call and joined before it ends. This is safe under fork and from any thread. There are as
+many threads as torch uses, or fewer if there is less work.
 """
 
 from __future__ import annotations

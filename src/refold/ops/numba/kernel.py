@@ -1,9 +1,8 @@
-"""Functions that Numba compiles, with their machine code kept on disk: to compile them takes seconds, to load them 0.1.
+"""Functions that Numba compiles. Their machine code is kept on disk: compiling takes seconds, loading 0.1 s.
 
-Numba looks at the file of a function to see whether what it kept is old, but not at the files of functions that it
-calls. So the folder is named after the text of all of them. What is kept holds for one version of Numba and one kind of
-processor; Numba sees to that. Without a folder that can be written to, or without what of Numba this needs, functions
-are compiled anew in each process.
+Numba compares the file of a function with the stored code's, but not the files of functions that it calls. So the
+folder is named after the text of all of them. Numba itself separates its versions and kinds of processors. If no
+folder can be written to, or if the private names of Numba that this needs are missing, each process compiles anew.
 """
 
 from __future__ import annotations

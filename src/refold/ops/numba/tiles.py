@@ -1,6 +1,6 @@
 """Tiles of arrays in the first-level cache, for kernels compiled by Numba, and the vectors that work on them.
 
-A loop that indexes big arrays is not vectorised, because an index might be negative and then counts from the end.
+A loop that indexes big arrays is not vectorised: an index might be negative, and would then count from the end.
 """
 
 from __future__ import annotations

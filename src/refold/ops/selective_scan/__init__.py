@@ -1,4 +1,4 @@
-"""The Mamba-1 scan: every channel and state decays at its own rate, so no matrix product carries it."""
+"""The scan of Mamba-1: every channel and state decays at its own rate, so it contains no matrix product."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ def selective_scan(
     state_dtype: Any = None,
     backend: str | None = None,
 ) -> tuple[Any, Any]:
-    """Scan selectively (Mamba-1), real A.
+    """Compute the selective scan of Mamba-1, with real A.
 
     Per batch row and channel, with state h of n numbers and h[-1] = initial_state::
 
-        s[t] = softplus(dt[t] + dt_bias)                        (each part if asked for)
+        s[t] = softplus(dt[t] + dt_bias)                        (each part is optional)
         h[t] = decay[t] * exp(s[t] * A) * h[t-1] + s[t] * x[t] * B[t]
         y[t] = (h[t] · C[t] + D * x[t]) * silu(z[t])
 
@@ -44,13 +44,13 @@ def selective_scan(
         D: Skip connection, ``(d,)``.
         z: Gate, like ``x``.
         dt_bias: Added to ``dt``, ``(d,)``.
-        decay: Multiplies the state besides ``exp(s * A)``, ``(b, t, d)``; any sign, zero, above one. Ones if None.
+        decay: A second factor of the state, next to ``exp(s * A)``, ``(b, t, d)``; of any sign, zero, above one.
         dt_softplus: Pass ``dt`` through softplus (the identity above 20).
         initial_state: ``(b, d, n)``; zeros if None.
         cu_seqlens: Packs sequences along time: ``k + 1`` offsets from 0 to t, on the device of ``x``. The batch is
             then 1 and states are ``(k, d, n)``. A sequence may be empty.
         state_dtype: Dtype of the final state; None is float32 (float64 for float64 inputs).
-        backend: None picks the first that can run; a name must be able to.
+        backend: None picks the first that can run. A named one runs, or raises with its reason.
 
     Returns:
         ``(y, state)``: ``y`` like ``x``; ``state`` ``(b, d, n)``.
@@ -107,9 +107,9 @@ def selective_scan_step(
         D: Skip connection, ``(d,)``.
         z: Gate, like ``x``.
         dt_bias: Added to ``dt``, ``(d,)``.
-        decay: Multiplies the state besides ``exp(s * A)``, like ``x``; ones if None.
+        decay: A second factor of the state, next to ``exp(s * A)``, like ``x``.
         dt_softplus: Pass ``dt`` through softplus.
-        backend: None picks the first that can run; a name must be able to.
+        backend: None picks the first that can run. A named one runs, or raises with its reason.
 
     Returns:
         ``(y, state)``: ``y`` like ``x``; a new state like ``state``.
@@ -143,5 +143,5 @@ def selective_scan_step_(
     dt_softplus: bool = False,
     backend: str | None = None,
 ) -> tuple[Any, Any]:
-    """`selective_scan_step` that overwrites ``state`` and returns it; nothing may need a gradient."""
+    """Compute `selective_scan_step`, overwrite ``state`` with the new state, and return it. There is no gradient."""
     return call_in_place(STEP, (x, dt, A, B, C, state, D, z, dt_bias, decay), (dt_softplus,), backend), state

@@ -1,15 +1,14 @@
-"""`_selective_scan_bwd_kernel` for NVIDIA GPUs from Ampere on, with layouts and shared memory laid out by hand.
+"""`_selective_scan_bwd_kernel` for NVIDIA GPUs from Ampere on, with layouts of registers and shared memory by hand.
 
-The algorithm is that of `_triton_backward_kernels`, the way through shared memory that of `_gluon_kernels`: rows are
-copied asynchronously two tiles ahead; all threads form steps, inputs and gradients of a tile and put them, with B and
-C, into shared memory as float32; then the states of a channel, in LANES lanes, walk through it GROUP tokens at a time.
-A group keeps its powers and decayed states in registers on its way forward and uses them on its way back, so that a
-state and token costs two exponentials in all: one in the first walk over time, which leaves the states at the borders
-of tiles, one here.
+The algorithm is that of `_triton_backward_kernels`; shared memory is used as in `_gluon_kernels`. Rows are copied
+asynchronously, two tiles ahead. All threads compute steps, inputs and gradients of a tile, and put them, with B and C,
+into shared memory as float32. Then the states of a channel, in LANES lanes, go over the tile, GROUP tokens at a time.
+Going forward, a group keeps its powers and decayed states in registers; going back, it uses them. So a state and token
+costs two exponentials: one in the first pass over time, which stores the states at the borders of tiles, and one here.
 
-What is summed over the states of a channel (y, the gradients of step and input) is partial in LANES lanes; what is
-summed over channels (dB, dC) is partial in all others. Both are written to shared memory and read back by the threads
-that need the sums, at the price of one addition a value and two accesses of 16 bytes for four.
+Sums over the states of a channel (y, the gradients of step and input) are partial in LANES lanes. Sums over channels
+(dB, dC) are partial in all other lanes. Both are written to shared memory, and read back by the threads that need the
+sums. This costs one addition per value, and two accesses of 16 bytes per four values.
 """
 
 from __future__ import annotations
@@ -274,7 +273,7 @@ def _selective_scan_bwd_lanes_kernel(
     """
     WARPS: gl.constexpr = gl.num_warps()
     GROUPS: gl.constexpr = TOKENS // GROUP
-    STATES: gl.constexpr = BLOCK_N // LANES  # a lane
+    STATES: gl.constexpr = BLOCK_N // LANES  # per lane
     ACROSS: gl.constexpr = 32 // LANES * WARPS  # lanes of different channels
     # (tokens, channels, states) of partial sums over channels, (tokens, channels, lanes) of those over states.
     kcn: gl.constexpr = gl.BlockedLayout([GROUP, 1, STATES], [1, 32 // LANES, LANES], [1, WARPS, 1], [1, 2, 0])

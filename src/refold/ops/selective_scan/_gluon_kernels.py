@@ -1,16 +1,15 @@
-"""`_selective_scan_fwd_kernel` for NVIDIA GPUs from Ampere on, with layouts and shared memory laid out by hand.
+"""`_selective_scan_fwd_kernel` for NVIDIA GPUs from Ampere on, with layouts of registers and shared memory by hand.
 
-A program takes its channels through time a tile of tokens at a time. All its threads form the steps of the tile and
-put them, with x * step, B and C, into shared memory as float32. Then the states walk through the tile: those of a
-channel lie in LANES lanes and take GROUP tokens at a time, so that a state and token cost one exponential, four
-products and sums, and part of a 16-byte read. The parts of y go back through shared memory to the threads that hold x
-and z.
+A program goes over time, one tile of tokens after the other. All its threads compute the steps of the tile, and put
+them, with x * step, B and C, into shared memory as float32. Then the states go over the tile. The states of a channel
+are in LANES lanes, and take GROUP tokens at a time. So a state and token cost one exponential, four products and sums,
+and part of a 16-byte read. The parts of y go back through shared memory to the threads that hold x and z.
 
-The fewer states a lane owns, the more warps share a channel: few channels fill the device without cutting time, which
-costs every exponential twice. The more it owns, the fewer reads of B and C each takes.
+With fewer states per lane, more warps share a channel. So few channels fill the device without cutting time; cutting
+time costs every exponential twice. With more states per lane, there are fewer reads of B and C per state.
 
-The rows of the next two tiles are copied asynchronously meanwhile. Loads into registers would be simpler, but a warp
-has six scoreboards for all that takes time: who waits for an exponential then waits for memory as well.
+Meanwhile, the rows of the next two tiles are copied asynchronously. Loads into registers would be simpler. But a warp
+has only six scoreboards for all slow instructions: waiting for an exponential would then mean waiting for memory, too.
 """
 
 from __future__ import annotations
@@ -34,7 +33,8 @@ def _exp2(v):
 def _softplus(v):
     """log(1 + exp(v)) to 1.4e-7, relative: max(v, 0) + log1p(w) with w = exp(-|v|) in (0, 1].
 
-    log1p(w) / w is a minimax polynomial: one special function in place of three, which set the pace of this kernel.
+    log1p(w) / w is a minimax polynomial: one special function, not three. Special functions
+    limit the speed of this kernel.
     """
     w = _exp2(gl.abs(v) * -1.4426950408889634)
     p = 0.019851261749863625 - 0.0032439809292554855 * w
@@ -127,13 +127,13 @@ def _selective_scan_fwd_lanes_kernel(
 ):  # fmt: skip
     """Grid (blocks of channels, segments, sequences): a program owns BLOCK_D channels of one segment.
 
-    LOCAL writes the segment's own state and summed step, or with decays its factor, a product a state; else y, from
-    the state that the segments before it leave behind, and the final state. Reads its inputs once. Float32. Rows of x,
+    LOCAL writes the segment's own state and summed step, or with decays its factor, a product per state; else y, from
+    the state after the segments before it, and the final state. Reads its inputs once. Float32. Rows of x,
     dt, decay, z, B and C begin at multiples of 16 bytes; ``dstate`` is BLOCK_N; tokens and channels may be ragged.
     """
     GROUPS: gl.constexpr = BLOCK_T // GROUP
     WARPS: gl.constexpr = gl.num_warps()
-    OWN: gl.constexpr = BLOCK_D * LANES // (32 * WARPS)  # Channels a lane.
+    OWN: gl.constexpr = BLOCK_D * LANES // (32 * WARPS)  # channels per lane
     # (tokens of a group, channels, states); (groups, tokens of a group, channels, lanes) of y, not yet summed.
     kcn: gl.constexpr = gl.BlockedLayout(
         [GROUP, OWN, BLOCK_N // LANES], [1, 32 // LANES, LANES], [1, WARPS, 1], [1, 2, 0]

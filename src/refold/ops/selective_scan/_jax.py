@@ -1,9 +1,10 @@
-"""The Mamba-1 scan as ``lax.scan``, never holding more than one state per lane.
+"""The Mamba-1 scan as ``lax.scan``, with one state per lane in memory.
 
-The state differs for every channel, so there is no matrix product to find. On CPU one lane walks the sequence: that
-is the least work, and the state stays in cache. On an accelerator a walk of ``t`` small steps is bound by launches, so
-the sequence is cut into lanes that walk side by side, several steps a launch: once for the state each lane adds, then,
-from the states that enter the lanes, once more for the outputs. Steps are checkpointed in blocks for the backward pass.
+The state differs for every channel, so there is no matrix product. On CPU, one lane goes over the sequence: that is the
+least work, and the state stays in cache. On an accelerator, ``t`` small steps are bound by launches. So the sequence is
+cut into lanes that advance together, several steps per launch. A first pass computes the state that each lane adds. A
+second pass starts from the states that enter the lanes, and computes the outputs. For the backward, steps are
+checkpointed in blocks.
 """
 
 import math

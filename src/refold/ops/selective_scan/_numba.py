@@ -1,8 +1,8 @@
 """The Mamba-1 scan on the CPU in one sweep: compiled by Numba, state and decays in the first-level cache.
 
-The torch backend needs five passes over (t, n, d) because a torch operation does one thing to a whole array. Here a
-block of channels walks the sequence once and nothing of that size exists. The exponential is written out, for
-compilers do not vectorise a call to the library's.
+The torch backend needs five passes over (t, n, d), because a torch operation does one thing to a whole array. Here a
+block of channels goes over the sequence once, and no array of that size exists. The exponential is written out, because
+compilers do not vectorise a call of the library's.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def _sweep(
 ) -> None:  # fmt: skip
     """Scan sequences over blocks of channels, each in one group of B and one of C; overwrites ``state`` (k, n, d).
 
-    ``factor`` is what states are multiplied by beside the exponential, or empty.
+    ``factor`` is the second factor of states, next to the exponential, or empty.
     """
     widest_vectors()
     states, channels = rates.shape

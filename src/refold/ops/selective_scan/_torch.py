@@ -1,13 +1,13 @@
 """The Mamba-1 scan on torch: blocks of tokens that fit a cache, one fused multiply-add per token.
 
-No matrix product carries this recurrence: each channel and state decays at its own rate, and splitting the decay into a
-quotient of two factors overflows. So the work is the sequential one, arranged well: for a block of tokens all decays
-and inputs are formed at once as (b, t, n, d), then each token costs one `addcmul` over the whole state, then one small
-product reads the block. Everything a block touches stays in cache; nothing of size (t, d, n) is ever stored.
+This recurrence contains no matrix product: each channel and state decays at its own rate, and splitting the decay into
+a quotient of two factors overflows. So the work is sequential, but arranged well. For a block of tokens, all decays and
+inputs are computed at once as (b, t, n, d). Then each token costs one `addcmul` over the whole state. Then one small
+product reads the block. All data of a block stays in cache; nothing of size (t, d, n) is ever stored.
 
-Where a sequence of a pack begins, the loop goes on from its initial state; nothing of the sequence before it is
-multiplied by zero, for that may be NaN. Offsets are read on the host: on an accelerator that is one synchronisation a
-call, which the Triton backend does not need.
+Where a sequence of a pack begins, the loop continues from its initial state. The state of the sequence before it is not
+multiplied by zero, because that may give NaN. Offsets are read on the host: on an accelerator, that is one
+synchronisation per call, which the Triton backend does not need.
 
 The backward keeps the state at the entry of each block and recomputes the block.
 """
@@ -167,7 +167,7 @@ class _Scan:
         # A rate of -inf forgets everything; its product with a gradient of zero must not be NaN.
         least = torch.finfo(self.dtype).min
         self.x, self.A = x.to(self.dtype), A.to(self.dtype).mT.clamp(min=least).contiguous()  # (n, d)
-        # exp2 because torch.exp takes 0.60 ns an element where it takes 0.14 (one EPYC core, torch 2.13).
+        # exp2 because torch.exp takes 0.60 ns per element where it takes 0.14 (one EPYC core, torch 2.13).
         self.A_log2 = (self.A.double() * math.log2(math.e)).clamp(min=least).to(self.dtype)
         self.step = step_size(dt, dt_bias, dt_softplus, None).to(self.dtype)
         self.decay = None if decay is None else decay.to(self.dtype)

@@ -108,7 +108,7 @@ def _lanes_sizes(
     """Return the sizes of the kernel with hand-made layouts; None where it does not take these arrays.
 
     It copies 16 bytes at a time asynchronously, so every row has to begin at a multiple of them. A token costs a warp
-    about its states a lane plus one, and the fullest scheduler sets the pace: lanes own few states where schedulers
+    about its states per lane plus one, and the fullest scheduler sets the pace: lanes own few states where schedulers
     would else be idle or uneven. One warp alone cannot hide its waits. Where even few states do not fill the device,
     long sequences are cut.
     """

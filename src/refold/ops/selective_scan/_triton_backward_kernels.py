@@ -1,16 +1,17 @@
 """The Triton kernels of the backward of the Mamba-1 scan, for any sizes, strides and packs.
 
-A program takes a block of channels of one group through time twice. The first walk keeps the state at every border
-between TOKENS tokens. The second walk goes back from border to border: it forms the states between two of them again
-and then follows the adjoints against time,
+A program goes over time twice, with a block of channels of one group. The first pass stores the state at every border
+between TOKENS tokens. The second pass goes back from border to border. It computes the states between two borders
+again, and then follows the adjoints against time,
 
     λ[t] = C[t] dy[t] + f[t+1] λ[t+1]         with f[t] = decay[t] exp(s[t] A), and the gradient of the final state last
 
-Where batch and channels do not fill the device, time is cut into segments. A launch before the main one leaves three
-things of each segment: its own state, its factor, and what its own outputs send back over its first border. All three
-come from one walk in the direction of time, since the last is the sum of C[t] dy[t] times the product of f up to t.
+If batch and channels do not fill the device, time is cut into segments. A launch before the main one computes three
+values for each segment: its own state, its factor, and the gradient that its own outputs send back over its first
+border. All three come from one pass in the direction of time, because the last is the sum of C[t] dy[t] times the
+product of f up to t.
 
-Sums over the channels of a group (dB, dC) and over batch and time (dA, dD, the bias) leave a program as rows of
+Sums over the channels of a group (dB, dC) and over batch and time (dA, dD, the bias) are written per program as rows of
 float32, which `refold.ops.torch.row_sums` adds up in a fixed order.
 """
 

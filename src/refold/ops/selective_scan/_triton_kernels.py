@@ -1,8 +1,8 @@
 """The Triton kernels of the Mamba-1 scan and of its step.
 
-The tile of a program is (states, channels), 32 channels a warp. Exponentials, one a channel, state and token, set the
-pace. Where batch and channels do not fill the device, time is cut into segments: a first launch leaves the state and
-the summed step of each, and the scan chains those before its own segment.
+The tile of a program is (states, channels), with 32 channels per warp. The exponentials, one per channel, state and
+token, limit the speed. If batch and channels do not fill the device, time is cut into segments. A first launch computes
+the state and the summed step of each segment, and the scan chains those before its own segment.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ def _selective_scan_fwd_kernel(
 ):  # fmt: skip
     """Grid (blocks of channels, segments, sequences): a program owns BLOCK_D channels of one segment.
 
-    LOCAL writes the segment's own state and summed step; else y, from the state that the segments before it leave
-    behind, and the final state. With decays there is no step to sum: the segment's factor is a product, one a state,
-    since decays may have no logarithm and, apart from the powers, overflow. Reads its inputs once. Float32; the last
-    tokens and channels may be ragged.
+    LOCAL writes the segment's own state and summed step; else y, from the state after the segments before it, and the
+    final state. With decays there is no step to sum: the segment's factor is a product per state, because decays may
+    have no logarithm, and would overflow without the powers. Reads its inputs once. Float32; the last tokens and
+    channels may be ragged.
     """
     pid_s = tl.program_id(1)
     pid_k = tl.program_id(2).to(tl.int64)

@@ -1,4 +1,4 @@
-"""State space duality: the Mamba-2 scan, and linear attention, which is the same scan without decay."""
+"""State space duality: the scan of Mamba-2. Without decay, the same scan is causal linear attention."""
 
 from __future__ import annotations
 
@@ -29,21 +29,21 @@ def ssd(
     state_dtype: Any = None,
     backend: str | None = None,
 ) -> tuple[Any, Any]:
-    """State space dual scan (Mamba-2).
+    """Compute the state space dual scan of Mamba-2.
 
     Per batch row and head, with state S of shape (p, n) and S[-1] = initial_state::
 
-        d[t] = clip(softplus(dt[t] + dt_bias), dt_limit)        (each part if asked for)
+        d[t] = clip(softplus(dt[t] + dt_bias), dt_limit)        (each part is optional)
         S[t] = exp(d[t] * A) * S[t-1] + d[t] * x[t] ⊗ B[t]
         y[t] = (S[t] @ C[t] + D * x[t]) * silu(z[t])
 
-    With ``A = 0`` and ``dt = 1`` nothing decays and this is causal linear attention with queries C, keys B and
+    With ``A = 0`` and ``dt = 1``, nothing decays. Then this is causal linear attention with queries C, keys B and
     values x.
 
     Args:
         x: Inputs, ``(b, t, h, p)``.
         dt: Step sizes, ``(b, t, h)``, before bias, softplus and limits.
-        A: Decay rates, ``(h,)``; negative in trained models, but any sign is computed right.
+        A: Decay rates, ``(h,)``. Negative in trained models; any sign is allowed.
         B: Input projections, ``(b, t, g, n)``; head ``i`` reads group ``i // (h / g)``.
         C: Output projections, ``(b, t, g, n)``.
         D: Skip connection, ``(h,)`` or ``(h, p)``.
@@ -54,12 +54,12 @@ def ssd(
         initial_state: ``(b, h, p, n)``; zeros if None.
         cu_seqlens: Packs sequences of different lengths along time: ``k + 1`` offsets, int32 or int64, from 0 to t,
             on the device of ``x``. The batch is then 1 and states are ``(k, h, p, n)``. A sequence may be empty.
-        chunk_size: Tokens treated at once. Changes speed and rounding only; None picks.
+        chunk_size: Tokens per chunk. It changes speed and rounding only. None lets the backend choose.
         state_dtype: Dtype of the final state; None is float32 (float64 for float64 inputs).
-        backend: None picks the first that can run; a name must be able to.
+        backend: None picks the first that can run. A named one runs, or raises with its reason.
 
     Returns:
-        ``(y, state)``: ``y`` like ``x``; ``state`` ``(b, h, p, n)``, what the next call takes as initial_state.
+        ``(y, state)``: ``y`` like ``x``; ``state`` ``(b, h, p, n)``, the next call's initial_state.
 
     Raises:
         ShapeError: An axis disagrees; the message lists all sizes.
@@ -119,7 +119,7 @@ def ssd_step(
         dt_bias: Added to ``dt``, ``(h,)``.
         dt_softplus: Pass ``dt`` through softplus.
         dt_limit: Clip the step size to this range.
-        backend: None picks the first that can run; a name must be able to.
+        backend: None picks the first that can run. A named one runs, or raises with its reason.
 
     Returns:
         ``(y, state)``: ``y`` like ``x``; a new state like ``state``.
@@ -153,5 +153,5 @@ def ssd_step_(
     dt_limit: tuple[float, float] = (0.0, math.inf),
     backend: str | None = None,
 ) -> tuple[Any, Any]:
-    """`ssd_step` that overwrites ``state`` and returns it; for decoding, where nothing needs a gradient."""
+    """Compute `ssd_step`, overwrite ``state`` with the new state, and return it. There is no gradient."""
     return call_in_place(STEP, (x, dt, A, B, C, state, D, z, dt_bias), (dt_softplus, dt_limit), backend), state

@@ -1,8 +1,8 @@
 """The two heavy kernels of the SSD backward pass written for Hopper: copy engine, asynchronous products, warp roles.
 
-They take the places of `_ssd_bwd_states_kernel`, and of `_ssd_bwd_keys_kernel` and `_ssd_bwd_queries_kernel`, for
-16-bit inputs, chunks of 64 tokens, 64 channels a head and 64 or 128 states. In the second kernel one warp group does
-the work of each of those two, on the same tiles, which one warp fetches.
+The first replaces `_ssd_bwd_states_kernel`. The second replaces `_ssd_bwd_keys_kernel` and `_ssd_bwd_queries_kernel`:
+one warp group does the work of each, on the same tiles, which one warp loads. They are used for 16-bit inputs, chunks
+of 64 tokens, 64 channels per head and 64 or 128 states.
 """
 
 from __future__ import annotations
@@ -168,7 +168,7 @@ def _fetch_heads(
     full, empty, keys_full, pid_b, pid_g, pid_h, start, place, count,
     CHUNK: gl.constexpr, P: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """One warp: B and C of the chunk, then fills a stage of shared memory a head."""
+    """One warp: load B and C of the chunk, then fill one stage of shared memory per head."""
     mbarrier.expect(keys_full, CHUNK * N * 2 * 2)
     load_tile(B_desc, [pid_b, start, pid_g * N], keys_full, B_smem)
     load_tile(C_desc, [pid_b, start, pid_g * N], keys_full, C_smem)
@@ -419,7 +419,7 @@ def _ssd_bwd_walk_hopper_kernel(
     dx_smem = gl.allocate_shared_memory(dtype, [1, CHUNK, P], dx_desc.layout)
     dcb_smem = gl.allocate_shared_memory(dtype, [CHUNK, CHUNK], pairs)
     before_smem = gl.allocate_shared_memory(dtype, [CHUNK, CHUNK], pairs)
-    # Two neighbours of a row a thread: four rows lie in all banks.
+    # Two neighbours of a row per thread: four rows use all banks.
     values: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
     cb_smem = gl.allocate_shared_memory(gl.float32, [2, CHUNK, CHUNK], values)
     vectors = gl.allocate_shared_memory(gl.float32, [4, CHUNK], vector)

@@ -1,13 +1,13 @@
 """The two heavy kernels of the SSD forward pass written for Hopper: copy engine, asynchronous products, warp roles.
 
-They take the places of `_ssd_fwd_state_kernel` and `_ssd_fwd_scan_kernel` for 16-bit inputs and at most 256 states. The
-channels of a head are cut into tiles of P = 64, and more than 128 states into HALVES of N = 128. Where a tile is wider
-than what is left, the copy engine reads zeros and writes nothing there. Neighbouring tiles of a group (of one head or
-of several) share a program, so that B, C and C·Bᵀ cross the memory system once for all of them.
+They replace `_ssd_fwd_state_kernel` and `_ssd_fwd_scan_kernel` for 16-bit inputs and at most 256 states. The channels
+of a head are cut into tiles of P = 64, and more than 128 states into HALVES of N = 128. Where a tile is incomplete, the
+copy engine reads zeros and writes nothing. Neighbouring tiles of a group (of one head or of several) share a program,
+so B, C and C·Bᵀ are loaded once for all of them.
 
-`prepare` hands over ``shifted`` = decay - log2(step) in place of step, so that decay and step of a pair of tokens are
-one exp2, and C·Bᵀ with zeros above its diagonal. Both kernels start while the one before them ends
-(``gdc_launch_dependents``): they fetch inputs at once and wait for what it writes (``gdc_wait``).
+`prepare` writes ``shifted`` = decay - log2(step), not step, so that decay and step of a pair of tokens are one exp2. It
+writes C·Bᵀ with zeros above its diagonal. Both kernels start while the kernel before them ends
+(``gdc_launch_dependents``). They load inputs at once, and wait for that kernel's results (``gdc_wait``).
 """
 
 from __future__ import annotations
@@ -50,13 +50,13 @@ def _silu(v):
     return v * gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [u], gl.float32, True, 1)
 
 
-# The state that a piece leaves behind ---------------------------------------------------------------------------------
+# The state after a piece -------------------------------------------------------------------------------------------
 
 
 @gluon.jit
 def _state_offsets(tile, half, acc_h: gl.constexpr, HEADDIM: gl.constexpr, DSTATE: gl.constexpr, P: gl.constexpr,
                    N: gl.constexpr):  # fmt: skip
-    """Return where a tile of a state lies in the state of its head, and which elements are inside of it."""
+    """Return the offsets of a tile in the state of its head, and which elements are inside the state."""
     offs_p = tile % _blocks(HEADDIM, P) * P + gl.arange(0, P, layout=gl.SliceLayout(1, acc_h))
     offs_n = half * N + gl.arange(0, N, layout=gl.SliceLayout(0, acc_h))
     return offs_p[:, None] * DSTATE + offs_n[None, :], (offs_p < HEADDIM)[:, None] & (offs_n < DSTATE)[None, :]
@@ -148,8 +148,8 @@ def _ssd_fwd_state_hopper_kernel(
 ):  # fmt: skip
     """Grid (tiles of all heads / TILES, pieces, batch): a program owns one piece of TILES neighbouring tiles.
 
-    Reads x and B of the piece once, writes the state it leaves behind (float32) and its log2 decay: a warp group for
-    each tile and half, of which there are 1, 2 or 4. Ragged ends of the time axis are cut by the copy engine.
+    Reads x and B of the piece once, writes the state after it (float32) and its log2 decay: a warp group for
+    each tile and half (1, 2 or 4 of them). Ragged ends of the time axis are cut by the copy engine.
     """
     gdc_launch_dependents()
     pid_t = gl.program_id(0) * TILES

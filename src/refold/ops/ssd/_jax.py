@@ -1,9 +1,9 @@
-"""State space duality as matrix products that XLA knows well: no custom kernel, any device.
+"""State space duality as matrix products for XLA: no custom kernel, any device.
 
 With ``c`` the cumulative log decay of a chunk, a chunk's output is a masked product of ``C Bᵀ`` (computed once per
 group) with its inputs, plus ``C`` times the state that enters it. The entering states of all chunks of a segment come
-from one small product with the matrix of decays between chunks; segments follow each other in a ``lax.scan``, so
-memory does not grow with the square of the length. Decays stay in log space and float32 until they multiply.
+from one small product with the matrix of decays between chunks. Segments follow each other in a ``lax.scan``, so memory
+does not grow with the square of the length. Decays stay in log space and float32 until they multiply.
 """
 
 import math
@@ -285,10 +285,10 @@ def _segment(initial: Array | None, carry: Any, inputs: Any) -> tuple[Any, Array
 
 @jax.custom_jvp
 def _log_decays(log_decay: Array) -> tuple[Array, Array, Array]:
-    """Return the sums of ``log_decay (m, l, g, r)`` over what lies between two tokens of a chunk, and to its ends.
+    """Return the sums of ``log_decay (m, l, g, r)`` between two tokens of a chunk, and to its ends.
 
     Returns:
-        From after token s to token l, ``(m, g, r, l, s)``, of use where s comes before l; up to token l,
+        From after token s to token l, ``(m, g, r, l, s)``, valid if s comes before l; up to token l,
         ``(m, g, r, l)``; from after token s on, ``(m, g, r, s)``.
     """
     coarse, fine = _cumulative(log_decay)  # their sum is what is meant

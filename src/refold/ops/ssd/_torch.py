@@ -5,14 +5,14 @@ With c the running sum of log decays inside a chunk and X = d x, a chunk compute
     y_i = Σ_{j≤i} (C_i·B_j) exp(c_i - c_j) X_j + exp(c_i) H C_i
     H'  = exp(c_last) H + Σ_j exp(c_last - c_j) X_j ⊗ B_j
 
-C·Bᵀ is formed once per group, and the heads of a group share one product where states are read and written. Sums c are
-kept in float64, for float64 inputs in two parts, because differences lose small decays after large ones. No
-quotient of decays is formed, and an exponent is clamped only where its decay is 0 or infinite anyway, so rates of
+C·Bᵀ is computed once per group, and the heads of a group share one product where states are read and written. Sums c
+are kept in float64 (for float64 inputs in two parts), because differences of float32 sums lose small decays after large
+ones. Decays are never divided, and an exponent is clamped only where its decay is 0 or infinite anyway. So rates of
 either sign are right.
 
-The backward keeps the state at the entry of each block of chunks and recomputes the rest, so that its memory is that
-of one block. The gradient of a log decay is a sum over the pairs of tokens that it lies between, formed by a
-triangular product; the shorter difference of row and column sums cancels where decays are strong.
+The backward stores the state at the entry of each block of chunks and recomputes the rest, so its memory is that of one
+block. The gradient of a log decay is a sum over the pairs of tokens around it, computed by a triangular product. The
+difference of row and column sums would be shorter, but cancels where decays are strong.
 """
 
 from __future__ import annotations
@@ -350,11 +350,11 @@ class _Block:
 
     @staticmethod
     def of(x: Tensor, d: Tensor, log_decay: Tensor, B: Tensor, C: Tensor) -> _Block:
-        # In units of log 2: torch.exp2 is four times as fast as torch.exp on a CPU (0.14 and 0.60 ns an element).
+        # In units of log 2: torch.exp2 is four times as fast as torch.exp on a CPU (0.14 and 0.60 ns per element).
         # A token that decays by 2^-2048 leaves nothing; the sum with a larger one would lose what comes after it.
         steps = (log_decay.double() * math.log2(math.e)).clamp(-2048.0, 2048.0)
         sums = [steps.cumsum(2)]  # (b, c, l, h)
-        if d.dtype == torch.float64:  # there is no wider type to sum in, so what the sums have lost is summed beside
+        if d.dtype == torch.float64:  # there is no wider type, so the rounding errors are summed, too
             sums.append((steps - sums[0].diff(dim=2, prepend=torch.zeros_like(steps[:, :, :1]))).cumsum(2))
         by_head = [part.transpose(2, 3).contiguous() for part in sums]
         within = reduce(torch.add, (part[..., :, None] - part[..., None, :] for part in by_head))

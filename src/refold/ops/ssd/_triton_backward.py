@@ -10,6 +10,7 @@ import triton
 
 from refold.ops.ssd import _triton_backward_kernels as kernels
 from refold.ops.ssd import _triton_kernels as forward
+from refold.ops.ssd._triton_forward import ssd
 from refold.ops.ssd.spec import SPEC
 from refold.ops.torch.launch import (
     INTERPRETED,
@@ -57,8 +58,6 @@ def ssd_backward(
     if z is None:
         plan = _Plan(dy, x, dt, B, C, D, initial_state, cu_seqlens, dt_softplus, dt_limit, config)
         return lambda dy, dstate, x, dt, A, B, C, D, z, *rest: plan(dy, dstate, x, dt, A, B, C, D, *rest)
-
-    from refold.ops.ssd._triton import ssd  # that file imports this one
 
     before_gate = ssd.make(
         x=x, dt=dt, A=A, B=B, C=C, D=D, z=None, dt_bias=dt_bias, initial_state=initial_state, cu_seqlens=cu_seqlens,
@@ -153,8 +152,8 @@ class _Plan:
         parts = 2 if x.dtype == torch.float32 else 1
         size = headdim * dstate
 
-        # Blocks of heads, so that their states take at most `memory` MiB; but no fewer heads than fill the device, as
-        # the time of long sequences would be that of a walk over chunks, once a block.
+        # Blocks of heads, so that their states take at most `memory` MiB. At least as many heads as fill the device:
+        # otherwise long sequences take one pass over all chunks per block.
         head_bytes = 2 * rows * ngroups * size * x.element_size()
         most = max(1, int(config["memory"] * 2**20) // head_bytes)
         least = min(triton.cdiv(sms, 4 * batch * ngroups), int(config["most_memory"] * 2**20) // head_bytes)

@@ -1,14 +1,14 @@
 """The Triton kernels of the SSD backward pass, for what `_triton_kernels` takes, cut into the same chunks.
 
-After `chunks` and `prepare` of the forward pass come, the second and third once a block of heads, so that states take
-bounded memory:
+These launches follow after `chunks` and `prepare` of the forward pass. The second and third run once per block of
+heads, so that states take bounded memory:
 
-1. gate     (with z only) dz, and dy before the gate, from what the forward pass gives without one
+1. gate     (with z only) dz, and dy before the gate, from the results of the forward pass without a gate
 2. states   per head, in both directions of time: the state that enters each chunk, and the gradient of the state that
             leaves it
-3. keys     per chunk and group: walks over heads with dB in registers; writes dx
-   queries  the same with dC, and what the log decays gain from what reads them
-   exact    both once more for chunks in which they found what is not finite; others end at once
+3. keys     per chunk and group: goes over heads with dB in registers; writes dx
+   queries  the same with dC, and the part of the log decays' gradient that comes from outputs
+   exact    both again for chunks in which they found a value that is not finite; others end at once
 4. tokens   d(dt) of each token; sums dB and dC over splits of the heads
 5. a sum of rows, for dA, dD and d(dt_bias)
 
@@ -20,13 +20,14 @@ that leaves, a chunk computes (i and j positions, j <= i)
     dB_j = Σ_i d(C·Bᵀ)_ij C_i + exp(c_last - c_j) Kᵀ X_j
     dC_i = Σ_j d(C·Bᵀ)_ij B_j + exp(c_i) Hᵀ dy_i
 
-The log decay of token k multiplies whatever goes from before k to k or later. Its gradient is the sum of these parts:
+The log decay of token k multiplies every term that goes from before k to k or later. Its gradient has four parts:
 
     Σ_{j<k<=i} step_j M_ij G_ij + Σ_{i>=k} exp(c_i) dy_i·H C_i + exp(c_last) <H, K>
     + Σ_{j<k} exp(c_last - c_j) X_j·K B_j
 
-the first by a product with a triangle of ones: a difference of sums of rows and columns would cancel where decays are
-strong. `queries` leaves the first three parts (late), `keys` the terms of the last (kept) and dX_j·x_j (direct).
+The first is computed by a product with a triangle of ones: a difference of sums of rows and columns would cancel where
+decays are strong. `queries` writes the first three parts (late), `keys` the terms of the last (kept) and dX_j·x_j
+(direct).
 """
 
 from __future__ import annotations
@@ -589,7 +590,7 @@ def _ssd_bwd_tokens_kernel(
 ):  # fmt: skip
     """Grid (batch * chunks, groups + head blocks): a program owns one chunk of one group, or of BLOCK_H heads.
 
-    Group programs sum dB and dC over the splits of heads, always in the same order; head programs write d(dt) and the
+    Group programs sum dB and dC over the splits of heads, always in the same order. Head programs write d(dt) and the
     chunk's part of dA, d(dt_bias) and, where there is a D for each head, dD.
     """
     pid_c = tl.program_id(0).to(tl.int64)

@@ -1,17 +1,17 @@
 """The Triton kernels of the SSD forward pass, for any dtype, head size, state size, length and pack of sequences.
 
 The time axis is cut into chunks of CHUNK tokens (at most; a chunk never crosses the end of a sequence) and the chunks
-into segments. Four launches, of which short inputs need two:
+into segments. There are up to five launches; short inputs need two:
 
-1. chunks    (packed sequences only) lists the chunks: where each begins, how long it is, whose it is
-2. prepare   per chunk: dt after bias, softplus and limits; its decay, summed in log2; C·Bᵀ once a group
-3. state     per piece (a segment is one piece or more) but those of the last segment: what its own tokens leave behind
+1. chunks    (packed sequences only) lists the chunks: where each begins, its length, its sequence
+2. prepare   per chunk: dt after bias, softplus and limits; its decay, summed in log2; C·Bᵀ once per group
+3. state     per piece (a segment is one or more pieces), except in the last segment: the state from its own tokens
 4. pass      chains these states over the pieces (with few pieces, `scan` does that for itself)
-5. scan      per segment: walks its chunks with the state in registers and writes y
+5. scan      per segment: goes over its chunks with the state in registers and writes y
 
-Decays are kept as sums of log2(a) inside a chunk, so that every decay is one exp2 of a difference: in float32 for
-16-bit inputs; for float32 inputs (PARTS = 2) summed in float64 and kept as two float32 parts, a row of the high parts
-before a row of the low ones, since differences of float32 sums would lose small decays after large ones.
+Decays are kept as sums of log2(a) inside a chunk, so every decay is one exp2 of a difference. For 16-bit inputs the
+sums are float32. For float32 inputs (PARTS = 2) they are summed in float64 and kept as two float32 parts, a row of high
+parts before a row of low parts, because differences of float32 sums would lose small decays after large ones.
 """
 
 from __future__ import annotations
@@ -169,7 +169,7 @@ def _ssd_fwd_prepare_kernel(
 ):  # fmt: skip
     """Grid (batch * chunks, groups + head blocks): a program owns one chunk of one group, or of BLOCK_H heads.
 
-    Group programs write C·Bᵀ (CHUNK x CHUNK, float32) on and below the diagonal; head programs write step = dt after
+    Group programs write C·Bᵀ (CHUNK x CHUNK, float32) on and below the diagonal. Head programs write step = dt after
     bias, softplus and limits (0 beyond the chunk) and decay = the running sum of step * A * log2(e), in float32 parts.
     With SHIFT, for the kernels in Gluon, decay - log2(step) takes the place of step, columns of C·Bᵀ come in another
     order, and the next kernel may start early.
@@ -244,8 +244,8 @@ def _ssd_fwd_state_kernel(
 ):  # fmt: skip
     """Grid (heads * blocks of head channels, pieces, batch): a program owns one piece of one head block.
 
-    Reads x and B of the piece once; keeps (state, channels) in float32 registers; writes the state that the piece's
-    own tokens leave behind and the log2 decay that it applies to what came before (-inf where a sequence begins in it).
+    Reads x and B of the piece once. Keeps (state, channels) in float32 registers. Writes the state from the piece's
+    own tokens, and the log2 decay that it applies to earlier states (-inf if a sequence begins in it).
     """
     blocks_p = tl.cdiv(headdim, BLOCK_P)
     pid_h = tl.program_id(0) // blocks_p
@@ -302,7 +302,7 @@ def _ssd_fwd_pass_kernel(
 ):  # fmt: skip
     """Grid (blocks of a state, heads, batch): a program owns BLOCK elements of one head's state, for all pieces.
 
-    Reads and writes each piece's state once, in place: what a piece leaves behind becomes the state after it.
+    Reads and writes each piece's state once, in place: the state from its own tokens becomes the state after it.
     Float32. In a pack, `state` has put the initial states of the sequences in already. HOPPER: `scan` may start early.
     """
     if HOPPER:

@@ -1,16 +1,17 @@
-"""Which results and gradients of the Mamba-2 scan its definition makes not finite, and which stay what they are.
+"""Which results and gradients of the Mamba-2 scan are not finite by its definition.
 
-Formulations in chunks multiply tokens by masks, and zero times NaN is NaN: one bad token would spoil those before it.
-So what is not finite is replaced by zero there, and what the definition spoils is marked here. In the definition a
-state is spoiled from a bad x, B or decay of its channel on, for as long as its sequence lasts, and the gradient of a
-state up to a bad C, decay or gradient of a result. With S[t] the state and L[t] its gradient, both (h, p, n),
+Formulas in chunks multiply tokens by masks, and zero times NaN is NaN: one bad token would spoil earlier ones. So
+values that are not finite are replaced by zero there, and the results that the definition spoils are marked here. In
+the definition, a bad x, B or decay spoils the states of its channel from its token to the end of the sequence. A bad C,
+decay or gradient of a result spoils the gradients of states from its token back to the beginning. With S[t] the state
+and L[t] its gradient, both (h, p, n),
 
     y[t] reads S[t] and C[t]              dX[t] reads L[t] and B[t]           X = step * x
     dB[t] reads L[t] and X[t]             dC[t] reads S[t] and dy[t]
     d(log decay)[t] reads L[t], S[t-1] and the decay itself
 
-so that the first bad token of each state, and the last of each gradient, say everything. Arrays are those of torch or
-JAX, ``xp`` is the module that has their functions; k sequences have a first and a last bad token each.
+So the first bad token of each state, and the last bad token of each gradient, determine everything. Arrays are those of
+torch or JAX; ``xp`` is the module that has their functions. Each of the k sequences has a first and a last bad token.
 """
 
 from __future__ import annotations

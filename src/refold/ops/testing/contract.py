@@ -1,9 +1,8 @@
 """The contract: what every backend of every operator must satisfy on every case of the spec.
 
-A check is a function of a problem and a backend that raises AssertionError. Errors are relative to the largest value
-of the definition in float64 and may not exceed what `Problem.tolerance` computes from the dtype and the sizes; on top
-of that no backend may err more than twice as much as the torch backend on the same inputs, unless that is within a
-rounding of the inputs' dtype.
+A check is a function of a problem and a backend that raises AssertionError. Errors are relative to the largest value of
+the definition in float64. They may not exceed what `Problem.tolerance` computes from the dtype and the sizes. Also, no
+backend may err more than twice as much as the torch backend on the same inputs, plus one rounding of the inputs' dtype.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The definitions once more in torch, float64, one token after the other, so that autograd can differentiate them.
+"""The definitions again in torch: float64, one token after the other, so that autograd can differentiate them.
 
-The reference is NumPy and has no gradients; finite differences of it are too coarse and too slow to compare every
-element. A test holds these to the reference.
+The reference is NumPy and has no gradients. Finite differences of it are too coarse and too slow to compare every
+element. A test compares these definitions with the reference.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Test problems: the arrays of a Case in float64, holding only values that the tested dtype can represent.
 
-So the reference and the implementation see the same numbers, and what differs is rounding inside the implementation.
+So the reference and the implementation see the same numbers, and differ only by rounding inside the implementation.
 """
 
 from __future__ import annotations

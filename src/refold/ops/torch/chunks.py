@@ -1,9 +1,8 @@
 """How the torch backends cut the time axis: chunks of equal length that never cross the border of a sequence.
 
-An ordinary batch is cut where it lies. A pack is gathered: every sequence starts a chunk of its own and its tail is
-filled with zeros, so that later code sees equal chunks and only has to change states where a sequence begins. The
-offsets of a pack are read on the host, which on an accelerator costs one synchronisation per call; the Triton backend
-does not need it.
+An ordinary batch is cut in place. A pack is gathered: every sequence starts a new chunk, and its tail is filled with
+zeros. Later code then sees equal chunks, and only has to change states where a sequence begins. The offsets of a pack
+are read on the host, which costs one synchronisation per call on an accelerator. The Triton backend does not need it.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Launching Triton kernels with little host time.
 
-A Triton launch through ``kernel[grid](...)`` binds, specialises and hashes every argument: 15 to 30 microseconds for
-a kernel with thirty of them. A `Launch` does that once and afterwards calls the compiled kernel directly. So it is part
-of a plan, which holds while all that Triton specialises on stays the same (dtypes, integers, 16-byte alignment of
-pointers): an operator is `planned` once per signature, and `refold.ops.torch.registry` keeps the plans.
+A Triton launch through ``kernel[grid](...)`` binds, specialises and hashes every argument: 15 to 30 microseconds for a
+kernel with thirty of them. A `Launch` does that once, and then calls the compiled kernel directly. It is part of a
+plan. A plan is valid while everything that Triton specialises on stays the same (dtypes, integers, 16-byte alignment of
+pointers). So an operator is `planned` once per signature, and `refold.ops.torch.registry` keeps the plans.
 """
 
 from __future__ import annotations

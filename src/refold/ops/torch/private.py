@@ -1,7 +1,7 @@
-"""Names of PyTorch that are not its public interface, as far as the operators use them.
+"""Private names of PyTorch that the operators use.
 
-Each has a substitute that is slower and just as right, so that a PyTorch that renames one costs time and nothing else.
-A substitute says so once, by a `RefoldWarning`.
+Each has a substitute that is slower and equally right. So a PyTorch that renames one costs only time. A substitute says
+so once, by a `RefoldWarning`.
 """
 
 from __future__ import annotations

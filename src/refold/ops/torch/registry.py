@@ -4,20 +4,20 @@ For every spec this file registers
 
 - ``refold::<op>(arrays..., options..., str backend)``: checks, picks the backend, runs it;
 - ``refold::<op>_backward(gradients of the results, arrays, options, needs, backend)``: the gradients of the arrays that
-  ``needs`` marks, in order. Inputs are all that is saved; a backend without a ``<op>_backward`` of its own uses the
-  chunked one of the torch backend;
+  ``needs`` marks, in order. Only inputs are saved. A backend without its own ``<op>_backward`` uses the chunked one of
+  the torch backend;
 - the floating-point operations of the forward, for ``torch.utils.flop_counter``;
 - ``refold::<op>_`` for steps: the same, but overwriting the state. It has no gradient.
 
-The backend is part of the node as a string and is chosen when the node runs, so a graph captured on one device keeps
-no trace of it. Checks run in the fake kernels while tracing, and once per signature (shapes, strides, dtypes, devices,
-options) in eager mode.
+The backend is part of the node as a string and is chosen when the node runs, so a captured graph does not depend on the
+device it was captured on. Checks run in the fake kernels while tracing, and once per signature (shapes, strides,
+dtypes, devices, options) in eager mode.
 
-A step of decoding has tens of microseconds to spend and the node, its autograd layer and conversions take twenty of
-them. So `run` makes the call a node only where something could see one: gradients, tracing, modes, transforms,
-subclasses. For the same reason nodes are registered at the low level: ``torch.library.custom_op`` costs twice as much.
-Layers call an operator one after the other with the same few signatures. So the last ones are compared first, by the
-guards that Dynamo has for its graphs: one call for all tensors, where Python takes half a microsecond for each.
+A decoding step has tens of microseconds of host time. The node, its autograd layer and conversions take twenty of them.
+So `run` makes the call a node only if something could observe it: gradients, tracing, modes, transforms, subclasses.
+For the same reason, nodes are registered at the low level: ``torch.library.custom_op`` costs twice as much. The layers
+of a model call an operator with the same few signatures. So the last signatures are compared first, by Dynamo's tensor
+guards: one call for all tensors, where Python takes half a microsecond per tensor.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def _signature(arrays: Sequence[Tensor | None], options: Sequence[Any], backend:
 
 
 class _Known:
-    """What runs a plain call, and a quick look at whether another call has its signature.
+    """The function that runs a plain call, and a quick test whether another call has the same signature.
 
     The guards compare types, dispatch keys, dtypes, devices, shapes, strides and requires_grad, so that a call that
     holds is a plain one too, and one under ``torch.autocast`` only if that one was. They refuse a tensor that is given

@@ -1,7 +1,7 @@
-"""Sums over programs in a fixed order: gradients of what many programs share, such as weights.
+"""Sums over the programs of a kernel in a fixed order: gradients of shared arguments, such as weights.
 
-Programs that add to one result with atomics give bits that change from run to run. So each writes a row of its own,
-in float32, and one more launch adds the rows up, always in the same order.
+If programs add to one result with atomics, the last bits change from run to run. So each program writes its own row in
+float32, and one more launch adds the rows up, always in the same order.
 """
 
 from __future__ import annotations

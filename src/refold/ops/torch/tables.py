@@ -1,7 +1,7 @@
 """Launch configurations of the Triton kernels: one small table per GPU family, measured, and a default for the rest.
 
-Nothing is tuned on a user's machine at request time. To extend a
-table, time ``config=`` overrides of a backend's function with ``refold bench`` and add the row that wins.
+Nothing is tuned on the user's machine. To extend a table, time ``config=`` overrides of a backend's function with
+``refold bench``, and add the fastest row.
 """
 
 from __future__ import annotations
@@ -11,18 +11,18 @@ from typing import Any
 
 import torch
 
-# Keys of "ssd": chunk (tokens), block_p (channels a program), tile (state elements a program), warps and stages of the
-# scan, warps of the state pass, slots (programs resident on a multiprocessor), state_cost (time of the state pass over
-# that of the scan), launch_cost (a launch, in chunks of a scan), fused_pass (up to how many pieces the scan chains the
-# states itself), hopper (whether the kernels in Gluon may run), precision (of products of float32), narrow (what is
+# Keys of "ssd": chunk (tokens), block_p (channels per program), tile (state elements per program), warps and stages of
+# the scan, warps of the state pass, slots (programs resident on a multiprocessor), state_cost (time of the state pass
+# over that of the scan), launch_cost (a launch, in chunks of a scan), fused_pass (up to how many pieces the scan chains
+# the states itself), hopper (whether the kernels in Gluon may run), precision (of products of float32), narrow (what is
 # different for at most 16 states).
-# Keys of "ssd_backward": likewise, block_n (states a program), memory and most_memory (MiB that the states of a block
+# Keys of "ssd_backward": likewise, block_n (states per program), memory and most_memory (MiB that the states of a block
 # of heads may take, and may take where fewer heads would not fill the device), slots of the walks over heads, and of
-# the kernels in Gluon the stages, the states a program and, of the first one, the registers a thread.
-# Keys of "selective_scan": block_d (channels a program), warps, unroll (tokens), slots (programs a multiprocessor).
+# the kernels in Gluon the stages, the states per program and, of the first one, the registers per thread.
+# Keys of "selective_scan": block_d (channels per program), warps, unroll (tokens), slots (programs per multiprocessor).
 # Keys of "selective_scan_backward": block_d, warps, tokens (from border to border), slots. Of those of the kernel with
-# hand-made layouts: warps, states (a lane), own (channels a lane), tokens (a tile), group (tokens of a walk), slots.
-# Keys of "selective_scan_lanes": warps, states (at most, a lane), slots, cut (tokens from which time may be cut).
+# Gluon layouts: warps, states (per lane), own (channels per lane), tokens (per tile), group (tokens at a time), slots.
+# Keys of "selective_scan_lanes": warps, states (at most, per lane), slots, cut (tokens from which time may be cut).
 DEFAULT: dict[str, dict[str, Any]] = {
     "ssd": {"chunk": 64, "block_p": 64, "tile": 8192, "warps": 4, "stages": 2, "state_warps": 4, "slots": 2,
             "state_cost": 0.5, "launch_cost": 4.0, "fused_pass": 4, "hopper": 0},

@@ -2,8 +2,8 @@
 
 Triton encodes a tensor map for every descriptor at every launch, 1.2 microseconds each; a call of `ssd` has seven or
 eight. A `MappedLaunch` lays a kernel's parameters out in memory once, in the form that ``cuLaunchKernelEx`` of the
-driver reads; a call puts in addresses, turns maps to tensors that have moved (``cuTensorMapReplaceAddress``) and
-launches.
+driver reads. A call fills in addresses, points the maps of moved tensors to their new addresses
+(``cuTensorMapReplaceAddress``), and launches.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _EARLY = 6
 class MappedLaunch(Launch):
     """A `Launch` whose first arguments are tensors, or None, that the kernel takes as descriptors.
 
-    ``views`` holds what each descriptor says beside its tensor. The kernel may start before the one before it on
+    ``views`` holds everything of a descriptor except its tensor. The kernel may start before the one before it on
     the stream ends, and has to wait (``griddepcontrol.wait``) before it reads what that one writes.
     """
 

@@ -1,8 +1,8 @@
 """Candidates from anywhere, judged so that none can cheat.
 
-`judge` tries a candidate that may be hostile: it runs in a process of its own, without the means to do harm and
-without anything worth knowing, and what it returns is compared and timed from outside. docs/verification.md lists the
-checks and what is not claimed.
+`judge` tries a candidate that may be hostile. The candidate runs in a process of its own, in a sandbox, and without any
+information that would help it to cheat. Its results are compared and timed from outside. docs/verification.md lists the
+checks; docs/threat-model.md says what is not claimed.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ from typing import Any
 import torch
 
 from ...errors import ArgumentError, TargetError
-from .checks import LEVELS, Tensors, Trial
-from .checks import Terms as Terms
+from .checks import Tensors, Trial
 from .process import Misbehaved
 from .process import Nursery as Nursery
 from .process import Unjudgeable as Unjudgeable
@@ -23,6 +22,8 @@ from .program import Program as Program
 from .program import Target
 from .program import program as program
 from .program import source as source
+from .terms import LEVELS
+from .terms import Terms as Terms
 from .verdict import Verdict as Verdict
 
 
@@ -57,11 +58,11 @@ def judge(
         accept: ``faster``: only what is faster than the original beyond noise; ``right``: whatever is right.
         nonfinite: ``strict`` refuses a candidate that returns NaN or infinities elsewhere than the original when an
             input holds one; ``finite-only`` notes it.
-        tried: How many candidates were tried for this original. Each race then errs with 1 % divided by it.
+        tried: How many candidates were tried for this original. Each timing test then errs with 1 % divided by it.
         threads: Threads of either side; None is what torch uses here.
         timeout: Seconds that loading or one call may take.
-        rival: ``best``: the faster of the original and the original compiled by ``torch.compile`` is to be beaten, from
-            level full on; ``eager``: the original.
+        rival: ``best``: the candidate must be faster than the original, and than the original under ``torch.compile``,
+            from level full on; ``eager``: the original.
         allow_unsandboxed: Run the candidate although nothing confines it.
         nursery: Where to start its process, if several candidates are tried: starting torch takes a second or two.
 
@@ -90,7 +91,7 @@ def judge(
 
 
 def describe_inputs(original: Program, terms: Terms, nursery: Nursery) -> list[dict[str, Any]]:
-    """Return shape and dtype of each of the original's inputs, as its own process draws them.
+    """Return shape and dtype of each of the original's tensors, and the value of each other input.
 
     Raises:
         TargetError: The original has no inputs or cannot draw them.
@@ -104,8 +105,17 @@ def describe_inputs(original: Program, terms: Terms, nursery: Nursery) -> list[d
     if "missing" in answer:
         raise TargetError(f"{original.name} does not define get_inputs()")
     floats = ("float16", "bfloat16", "float32", "float64")
-    dtypes = [terms.dtype if m["dtype"] in floats else m["dtype"] for m in answer["tensors"]]
-    return [{"shape": m["shape"], "dtype": dtype} for m, dtype in zip(answer["tensors"], dtypes, strict=True)]
+
+    def described(tree: Any) -> list[dict[str, Any]]:
+        if "items" in tree:
+            inner = [item[1] if "dict" in tree else item for item in tree["items"]]
+            return [each for item in inner for each in described(item)]
+        if "tensor" not in tree:
+            return [{"value": tree.get("value")}]
+        m = answer["tensors"][tree["tensor"]]
+        return [{"shape": m["shape"], "dtype": terms.dtype if m["dtype"] in floats else m["dtype"]}]
+
+    return described(answer["tree"])
 
 
 def replay(log: Path, *, allow_unsandboxed: bool = False) -> tuple[Verdict, Verdict | None]:

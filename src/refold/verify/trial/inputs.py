@@ -32,6 +32,18 @@ def _sparse(x: torch.Tensor, g: torch.Generator) -> torch.Tensor:
     return _normal(x, g) * (torch.rand(x.shape, generator=g) < 0.1)
 
 
+def _zero_rows(x: torch.Tensor, g: torch.Generator) -> torch.Tensor:
+    return _normal(x, g) * (torch.rand([*x.shape[:-1], 1] if x.dim() > 1 else x.shape, generator=g) < 0.5)
+
+
+def _tiny(x: torch.Tensor, g: torch.Generator) -> torch.Tensor:
+    return _normal(x, g) * max(2.0**-40, torch.finfo(x.dtype).tiny ** 0.5)  # squares are normal numbers still
+
+
+def _huge(x: torch.Tensor, g: torch.Generator) -> torch.Tensor:
+    return _normal(x, g) * min(2.0**20, torch.finfo(x.dtype).max ** 0.5)
+
+
 def _constant_rows(x: torch.Tensor, g: torch.Generator) -> torch.Tensor:
     return _normal(x[..., :1] if x.dim() else x, g).expand(x.shape)
 
@@ -52,11 +64,18 @@ KINDS: dict[str, Kind] = {
     "x0.01": lambda x, g: 0.01 * _normal(x, g),
     "x3": lambda x, g: 3 * _normal(x, g),
     "x1000": lambda x, g: 1000 * _normal(x, g),
+    "huge": _huge,
+    "tiny": _tiny,
     "wide exponents": _wide,
     "sparse": _sparse,
+    "zero rows": _zero_rows,
     "constant rows": _constant_rows,
     "sorted": _sorted,
 }
+
+
+# Kinds on which gradients are not compared.
+LARGE = ("x1000", "huge", "wide exponents")
 
 
 def generator(seed: int) -> torch.Generator:
@@ -105,6 +124,17 @@ def _two_swapped(like: Sequence[torch.Tensor], seed: int) -> Tensors:
             places = torch.randperm(x.numel(), generator=g)[:2]
             x.view(-1)[places] = x.view(-1)[places.flip(0)]
         out.append(x)
+    return out
+
+
+def shuffled(like: Sequence[torch.Tensor], seed: int) -> Tensors:
+    """Give integers and truth values another order; what is sorted along its last axis may have to be, and stays."""
+    g = generator(seed)
+    out = []
+    for x in like:
+        ordered = x.is_floating_point() or x.dim() == 0 or x.shape[-1] < 2
+        ordered = ordered or any(bool((a[..., 1:] >= a[..., :-1]).all()) for a in (x, x.flip(-1)))
+        out.append(x if ordered else x.reshape(-1)[torch.randperm(x.numel(), generator=g)].reshape(x.shape))
     return out
 
 

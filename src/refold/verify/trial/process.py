@@ -1,9 +1,9 @@
 """The judge's side of a program's process: place inputs, call, read results out of its memory, take the time.
 
-Nothing that the process says is relied on. Inputs lie in memory that both share and are written when the process is
-seen to sleep; the clock runs from the signal to start to the answer that the call returned, both of them here. The
-process is then stopped and the bytes of its results are read out of it by the kernel (``process_vm_readv``), so that
-what was not computed by then does not count. The original runs in such a process as well.
+Nothing that the process says is trusted. Inputs lie in memory that both share, and are written while the process
+sleeps. The clock runs from the signal to start until the answer that the call has returned; both are taken here. Then
+the process is stopped, and the kernel reads the bytes of its results out of it (``process_vm_readv``). So work that is
+not finished by then does not count. The original runs in such a process, too.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ GUARD = 4096  # bytes of red zone before and after each input
 _PAGE = 4096
 _ROOT = Path(__file__).parents[3]
 _REPLY_LIMIT = 64 << 20
-_SETTLE_S = 2.0  # after which a program that still runs is said not to have ended
+_SETTLE_S = 2.0  # after which it is looked at how much a program that still runs uses
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _ADD_SEALS, _SEAL_SIZE = 1033, 0x1 | 0x2 | 0x4  # fcntl.h: no more seals, no shrinking, no growing
 _DTYPES = {str(d).removeprefix("torch."): d for d in vars(torch).values() if isinstance(d, torch.dtype)}
-# What a process may find in its environment, beside its private folders.
+# What a process may find in its environment, in addition to its private folders.
 _ENVIRONMENT = (
     "PATH",
     "LANG",
@@ -86,6 +86,7 @@ class Call:
         requires_grad: Whether floating-point inputs require gradients.
         same_place: Whether the inputs lie where those of the call before lay.
         keep: Whether the result is kept alive for good.
+        twice: Whether the gradients are differentiated once more, with themselves as cotangents.
     """
 
     tree: Any
@@ -97,6 +98,7 @@ class Call:
     requires_grad: bool = False
     same_place: bool = False
     keep: bool = False
+    twice: bool = False
 
 
 @dataclass
@@ -113,7 +115,7 @@ class Result:
         waited: Seconds that its first thread could have run and another program did.
         changed: The inputs that were changed.
         inputs_after: What the inputs are now.
-        overrun: Whether something beside the inputs was written.
+        overrun: Whether memory next to the inputs was written to.
         aliases: What each result shares its memory with.
     """
 
@@ -152,6 +154,10 @@ class Nursery:
         self._workers: list[Worker] = []
         # Processes of programs that were ended, and may take a moment for it.
         self._past: set[int] = set()
+        # What processes are going to import: once here is cheaper than in each.
+        self.imports: list[str] = []
+        # Whether memory of any of them could be read.
+        self.has_read = False
 
     def __enter__(self) -> Nursery:
         return self
@@ -210,6 +216,8 @@ class Worker:
         self.room, self._next = room, 0
         self._last: list[dict[str, Any]] = []
         self._used = 0.0, 0.0
+        # How long each thread had run when all slept after a call.
+        self._resting: dict[str, tuple[int, int]] = {}
         self._channel, theirs = socket.socketpair()
         request = {
             "folder": str(self._folder),
@@ -219,6 +227,7 @@ class Worker:
             "device": nursery.device,
             "sandboxed": nursery.sandboxed,
             "threads": nursery.threads,
+            "imports": nursery.imports,
             "environment": _private(self._folder),
         }
         with theirs:
@@ -241,6 +250,7 @@ class Worker:
 
     def request(self, timeout: float = 60.0, **command: Any) -> dict[str, Any]:
         """Send a command and return the answer; what the program raises is its misbehaviour."""
+        self._rested()
         self._send(pickle.dumps(command))
         return self._answer(timeout)
 
@@ -256,13 +266,21 @@ class Worker:
                 error = ctypes.get_errno()
                 if error == 14:  # EFAULT
                     raise Misbehaved("M1", f"its result is said to lie at address {address:#x}, where nothing is")
+                if self._nursery.has_read:
+                    raise Misbehaved("P4", f"its memory cannot be read, that of others can: {os.strerror(error)}")
                 raise Unjudgeable(f"results cannot be read out of another process here: {os.strerror(error)}")
             done += got
+        self._nursery.has_read = self._nursery.has_read or size > 0
         return into
 
     def tensors(self, metadata: Sequence[dict[str, Any]], most: int) -> list[torch.Tensor]:
-        """Copy the described tensors out of the process."""
-        return [_shaped(self.read(m["address"], _span_bytes(m, most)), m) for m in map(_checked, metadata)]
+        """Copy the described tensors, which may span ``most`` bytes together, out of the process."""
+        found = []
+        for m in map(_checked, metadata):
+            size = _span_bytes(m, most)
+            found.append(_shaped(self.read(m["address"], size), m))
+            most -= size
+        return found
 
     def wrap(self, tensors: Sequence[torch.Tensor], *, again: bool = False) -> list[dict[str, Any]]:
         """Choose places in the shared memory for tensors: fresh ones, or those chosen last."""
@@ -331,22 +349,30 @@ class Worker:
         self.fill(specs, [*call.tensors, *call.cotangents], call.perturb or 0xFF)
         if asleep and self.activity() != asleep and "S6" not in self.lenient:
             raise Misbehaved("S6", "it used the processor while it waited for its inputs")
+        forks = _forks()
         before, queued = self.processor_time(), self.queue_time()
         start = time.perf_counter()
         self._send(b"")
         frame = self._frame(timeout)
-        seconds = time.perf_counter() - start
-        after, waited = self.processor_time(), self.queue_time() - queued
-        used, self._used = self._used, after
         if "U4" in self.lenient:
             time.sleep(0.05)
+        # What runs on after the answer is stopped before the clock is.
         with self._stopped():
+            seconds = time.perf_counter() - start
+            after, waited = self.processor_time(), self.queue_time() - queued
+            # A process that it started and that ended again is counted by nobody, and may be what it waited for.
+            waited = waited if _forks() == forks else 0.0
             answer = _parsed(frame)
             metadata = [_checked(m) for m in _list(answer, "tensors")]
+            beside = self.lingering()
             tensors = self.tensors(metadata, most)
+        used, self._used = self._used, after
+        if beside and "S6" not in self.lenient:
+            raise Misbehaved("S6", "a process that it started ran on after its call had returned")
+        self._resting = self.settle()
         tree = _checked_tree(answer.get("tree"))
         aliases = [self._alias(m, metadata, inputs) for m in metadata]
-        times = (seconds, sum(after) - sum(before), sum(before) - sum(used), waited if after[1] == before[1] else 0.0)
+        times = (seconds, sum(after) - sum(before), sum(before) - sum(used), waited)
         return Result(tree, metadata, tensors, *times, *self._inspect(inputs, call), aliases)
 
     def _prepare(self, call: Call, hold: bool) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
@@ -358,6 +384,7 @@ class Worker:
         self.request(
             do="prepare", tree=call.tree, tensors=inputs, seed=call.seed, grad=call.grad or bool(call.cotangents),
             perturb=call.perturb, cotangents=cotangents, hold=hold, keep=call.keep,
+            twice=call.twice,
         )  # fmt: skip
         return specs, inputs
 
@@ -389,16 +416,26 @@ class Worker:
         """
         if self._nursery.device != "cpu":
             return {}
-        deadline = time.perf_counter() + _SETTLE_S
+        patience, before = time.perf_counter() + _SETTLE_S, 0.0
         while True:
             found = self.activity(asleep=True)
             if found:
                 return found
-            if time.perf_counter() > deadline:
+            if time.perf_counter() > patience:
+                # On a busy machine it may wait for a processor; what counts is what it uses.
+                used = sum(self.processor_time())
                 if "S6" in self.lenient:
                     return {}
-                raise Misbehaved("S6", f"it still used the processor {_SETTLE_S:.0f} s after its call had returned")
+                if before and used - before > _SETTLE_S / 2:
+                    raise Misbehaved("S6", "it still used the processor long after its call had returned")
+                before = before or used
             time.sleep(5e-5)
+
+    def _rested(self) -> None:
+        """Refuse what ran between a call and the next command; it would slow others down."""
+        resting, self._resting = self._resting, {}
+        if resting and self.activity() != resting and "S6" not in self.lenient:
+            raise Misbehaved("S6", "it used the processor while nobody called it")
 
     def inspect(self) -> dict[str, Any]:
         """Ask for what the program must leave alone."""
@@ -516,7 +553,7 @@ class Worker:
         return None
 
     def _base(self) -> int:
-        """Return where the shared memory lies in the process."""
+        """Return the address of the shared memory in the process."""
         if not hasattr(self, "_mapped"):
             with open(f"/proc/{self.pid}/maps") as maps:
                 lines = [line for line in maps if "memfd:refold-trial" in line]
@@ -606,14 +643,15 @@ def _checked(m: Any) -> dict[str, Any]:
     numbers = ("address", "pointer", "storage", "storage_bytes")
     good = (
         isinstance(m, dict)
-        and m.get("dtype") in _DTYPES
-        and all(isinstance(m.get(name), int) and 0 <= m[name] < 1 << 63 for name in numbers)
+        and all(isinstance(m.get(name), str) for name in ("type", "device", "dtype"))
+        and m["dtype"] in _DTYPES
+        and all(type(m.get(name)) is int and 0 <= m[name] < 1 << 63 for name in numbers)
         and all(
-            isinstance(m.get(name), list) and all(isinstance(n, int) and 0 <= n < 1 << 48 for n in m[name])
+            isinstance(m.get(name), list) and all(type(n) is int and 0 <= n < 1 << 48 for n in m[name])
             for name in ("shape", "stride")
         )
-        and all(isinstance(m.get(name), str) for name in ("type", "device"))
         and isinstance(m.get("odd"), list)
+        and all(isinstance(name, str) for name in m["odd"])
         and isinstance(m.get("requires_grad"), bool)
     )
     if not good:
@@ -628,7 +666,7 @@ def _span_bytes(m: dict[str, Any], most: int) -> int:
     span = 1 + sum((n - 1) * s for n, s in zip(m["shape"], m["stride"], strict=True))
     size = span * _DTYPES[m["dtype"]].itemsize
     if size > most or size > m["storage_bytes"] or math.prod(m["shape"]) * _DTYPES[m["dtype"]].itemsize > most:
-        raise Misbehaved("M3", f"its result spans {size} bytes, its storage has {m['storage_bytes']}")
+        raise Misbehaved("M3", f"its result spans {size} bytes, its storage has {m['storage_bytes']}, {most} are read")
     return size
 
 
@@ -666,6 +704,12 @@ def _private(folder: Path) -> dict[str, str]:
         (folder / name).mkdir(exist_ok=True)
     # Inductor's pool of compile processes would outlive a call.
     return {name: str(folder / part) for name, part in inside.items()} | {"TORCHINDUCTOR_COMPILE_THREADS": "1"}
+
+
+def _forks() -> int:
+    """Return how many processes and threads this machine has started so far."""
+    with open("/proc/stat") as counts:
+        return next((int(line.split()[1]) for line in counts if line.startswith("processes")), 0)
 
 
 def _children(pid: int) -> list[int]:

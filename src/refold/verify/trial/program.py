@@ -1,4 +1,4 @@
-"""What is put on trial: Python source with a class or function in it.
+"""A program on trial: Python source with a class or function in it.
 
 A file in the KernelBench convention (``Model``, ``get_inputs()``, ``get_init_inputs()``; a candidate defines
 ``ModelNew``), ``file.py:function``, or a function. Foreign source is read here as text and never run; the process of

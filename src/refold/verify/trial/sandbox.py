@@ -1,11 +1,14 @@
 """Take a process's rights away before it runs untrusted code (Linux).
 
-Four means, each used where the kernel has it: *namespaces* (no network, no view of other processes; all processes of
-the candidate end with its first one), *Landlock* (files: read the system and Python, write one private folder; no
-signals or abstract sockets to the outside), *seccomp* (no sockets, no tracing, no mounts, no kernel loading) and
-*rlimits* (memory, processor time, file size). `enter` applies them to the calling process for good and returns the
-names of those that hold; `enough` says whether these make a sandbox. Nothing but the standard library is imported,
-for this file runs in the candidate's process.
+Four means, each used if the kernel has it:
+
+- *namespaces*: no network, no view of other processes; all processes of the candidate end with its first one;
+- *Landlock*: read the system and Python, write one private folder; no signals or abstract sockets to the outside;
+- *seccomp*: no sockets, no tracing, no mounts, no kernel loading;
+- *rlimits*: memory, processor time, file size.
+
+`enter` applies them to the calling process for good, and returns the names of those that are in force. `enough` says
+whether these make a sandbox. Only the standard library is imported, because this file runs in the candidate's process.
 
 Not done: cgroups (they need a delegation that few users have) and escapes through bugs of the kernel or of a driver.
 """
@@ -90,7 +93,7 @@ def enter(folder: Path, readable: Iterable[str], limits: dict[str, int], device:
 
     Args:
         folder: The only folder it may write.
-        readable: Files and folders it may read beside the system's.
+        readable: Files and folders that it may read, in addition to the system's.
         limits: Values by the names of rlimits, as ``CPU``; ``DATA`` counts from what the process holds now.
         device: ``cpu`` or ``cuda``.
         active: The namespaces that hold already.

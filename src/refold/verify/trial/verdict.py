@@ -7,50 +7,49 @@ import hashlib
 import json
 import math
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from .program import Program
-
-if TYPE_CHECKING:
-    from .checks import Terms
+from .terms import Terms
 
 SCHEMA = 1
-# What each check asks of a candidate; tests/adversarial shows of each that attacks pass without it.
+# What each check requires of a candidate. tests/adversarial shows for each that an attack passes without it.
 CHECKS = {
     "P3": "it stays within the limits of its process",
-    "P4": "it answers, and only by returning",
+    "P4": "it answers, and only by returning from the call",
     "N8": "the original's results depend on its inputs",
     "M1": "it returns plain tensors with memory",
     "M2": "structure, shapes, dtypes and devices of its results are the original's",
     "M3": "strides are the original's, or contiguous",
     "M4": "its results have gradients where the original's have",
-    "N1": "it is as exact as the original on the original's inputs and on zero-mean ones",
-    "N2": "it is exact where arithmetic on small integers is",
-    "N3": "less precision would have been refused",
+    "N1": "it is as exact as the original, on the original's inputs and on zero-mean ones",
+    "N2": "on small integers, it is exact where the original is",
+    "N3": "the bound is tight enough: half precision would have been refused",
     "N4": "it is as exact on other kinds of inputs",
     "N5": "NaN and infinities come out where the original has them",
     "N6": "it is right, or refuses, for other shapes and layouts",
     "N7": "its gradients are as exact as the original's",
-    "N9": "one changed element counts",
+    "N9": "one changed element of an input is noticed",
     "S1": "it changes inputs, parameters and buffers as the original does",
-    "S2": "its results share memory with what the original's share it with",
+    "S2": "its results share memory with the same tensors as the original's",
     "S3": "it draws as many random numbers as the original",
     "S4": "global settings are as before",
     "S5": "functions of torch and Python are as before",
-    "S6": "nothing of it runs when nobody called it",
-    "S7": "results that were kept stay what they were",
+    "S6": "none of its code runs between calls",
+    "S7": "results of earlier calls do not change later",
     "S8": "hooks and training modes are as before",
-    "U1": "what new memory holds, and what lies beside its inputs, does not count",
-    "U2": "it writes nothing beside its inputs",
+    "U1": "results do not depend on uninitialised memory, or on memory next to its inputs",
+    "U2": "it writes nothing to memory next to its inputs",
     "U4": "results are complete when it returns",
     "D1": "the same inputs give the same bits",
-    "C1": "new content in an old place counts",
-    "C2": "changed weights count",
+    "C1": "new values at an old address give new results",
+    "C2": "changed weights give changed results",
     "C3": "each timed result is right",
     "C5": "it is right with gradients recorded, too",
     "P6": "files of refold, torch and triton are as before (paranoid)",
-    "T5": "it does not take less time than writing its results takes",
-    "T12": "which operations run, as its process says; noted only",
+    "T5": "it takes at least the time that writing its results takes",
+    "T6": "two processes with the original are equally fast (paranoid)",
+    "T12": "which operations run, by its own account; a note only",
     "T1": "it uses no more processors than it was given",
     "T7": "it is faster beyond noise",
 }
@@ -68,9 +67,9 @@ class Verdict:
         outcome: ``accepted``, ``refused`` or ``unjudged``.
         check: The check that refused it; empty otherwise.
         reason: Why it was refused or could not be judged.
-        notes: What a user should know of an accepted candidate, such as shapes it does not take.
+        notes: Facts that a user of an accepted candidate should know, such as shapes that it does not take.
         lines: The checks in the order they ran: name, whether it passed, numbers.
-        timing: The race that decided, times in milliseconds; empty if none was run.
+        timing: The timing test that decided, in milliseconds; empty if none was run.
         sandbox: What confined the candidate.
         off: Checks that were switched off, which only tests of the judge do.
         seed: From which everything random was drawn.
@@ -102,11 +101,11 @@ class Verdict:
         return EXIT_CODES[self.outcome]
 
     def line(self, check: str, passed: bool, reason: str = "", **numbers: Any) -> None:
-        """Write down a check."""
+        """Record a check."""
         self.lines.append({"check": check, "passed": passed, **({"reason": reason} if reason else {}), **numbers})
 
     def note(self, text: str) -> None:
-        """Write down what is no reason to refuse."""
+        """Record a finding that is not a reason to refuse."""
         if text not in self.notes:
             self.notes.append(text)
 
@@ -115,7 +114,7 @@ class Verdict:
         self.outcome, self.check, self.reason = "refused", check, reason
 
     def to_jsonl(self) -> str:
-        """Return one object per line: what was tried, each check, the outcome."""
+        """Return one JSON object per line: the two programs and the terms, each check, the outcome."""
         seed = hashlib.sha256(self.seed.to_bytes(8, "little")).hexdigest()[:16]
         first = {
             "schema": SCHEMA,
@@ -139,7 +138,7 @@ class Verdict:
         return "".join(json.dumps(_finite(line)) + "\n" for line in lines)
 
     def __str__(self) -> str:
-        """Say what was decided and on which grounds."""
+        """Return the decision and its reasons as text."""
         head = {
             "accepted": "accepted",
             "refused": f"refused by {self.check}: {self.reason}",
@@ -155,14 +154,14 @@ class Verdict:
         )
         if worst:
             out.append(
-                f"  error        {worst['error']:.1e} of {worst['bound']:.1e} allowed, the original has "
-                f"{worst['original']:.1e} ({worst['kind']} inputs, the nearest to its bound)"
+                f"  error        {worst['error']:.1e}, bound {worst['bound']:.1e}, original {worst['original']:.1e} "
+                f"({worst['kind']} inputs: the error nearest to its bound)"
             )
         if self.timing:
             t = self.timing
             out.append(
                 f"  time         {t['base_ms']:.3g} ms to {t['candidate_ms']:.3g} ms, {t['speedup']:.2f}x, at least "
-                f"{t['at_least']:.2f}x ({t['pairs']} pairs, {t['name']}, against {t.get('against', 'eager')})"
+                f"{t['at_least']:.2f}x ({t['pairs']} pairs, against {t.get('against', 'eager')})"
             )
         out.append(f"  confined by  {', '.join(self.sandbox) or 'nothing'}")
         out += [f"  note         {note}" for note in self.notes]
@@ -171,7 +170,7 @@ class Verdict:
 
 
 def _finite(value: Any) -> Any:
-    """Replace what JSON has no word for."""
+    """Replace numbers that JSON cannot hold."""
     if isinstance(value, dict):
         return {k: _finite(v) for k, v in value.items()}
     if isinstance(value, list):

@@ -1,24 +1,27 @@
 """The process in which a program under trial runs, and the nursery that forks such processes.
 
-Run as a script: ``python -I worker.py FD``. The nursery imports torch once and forks a process for each program; it
-never runs foreign code and knows no inputs, expected values or seeds. A forked process confines itself (`sandbox`),
-then loads one program and obeys the judge: build, place inputs, call, describe. What it answers is a claim; what
-binds are the bytes that the judge reads out of it, the judge's clock and the limits of the operating system.
+Run as a script: ``python -I worker.py FD``. The nursery imports torch once, and forks a process for each program. It
+never runs foreign code, and knows no inputs, expected values or seeds. A forked process confines itself (`sandbox`),
+loads one program, and follows the judge's commands: build, place inputs, call, describe. Its answers are only claims.
+Decisions rest on the bytes that the judge reads out of it, the judge's clock, and the limits of the operating system.
 
-With a GPU, the shared memory is still the host's. A call begins with the way of the inputs to the device, red zones and
-all, into memory of their own there, and ends with that of the results, of the inputs and of their red zones back, which
-waits for what the call's stream has to do and for no other. So the judge reads the same bytes as without one, an answer
-that comes before its results is wrong, and the time of a call has both ways in it, for original and candidate alike.
+With a GPU, the shared memory is still the host's. A call begins by copying the inputs, with red zones (guard bytes)
+around them, into fresh device memory. It ends by copying back the results, the inputs and the red zones. The copy back
+waits for the call's stream and for no other stream. So the judge reads the same bytes as without a GPU, an answer that
+comes before its results is wrong, and the time of a call includes both copies, for original and candidate alike.
 
-Original and candidate run in the same way, so that neither is favoured. Of refold only `sandbox` is imported here.
+Original and candidate run in the same way, so that neither is favoured. The only part of refold imported here is
+`sandbox`.
 """
 
 from __future__ import annotations
 
 import base64
+import contextlib
 import ctypes
 import gc
 import hashlib
+import importlib
 import importlib.util
 import json
 import mmap
@@ -37,12 +40,17 @@ from typing import Any, NoReturn
 
 import torch
 
+try:
+    from numpy import random as numpy_random
+except ImportError:  # then no program draws from it
+    numpy_random = None  # type: ignore[assignment]
+
 ZONE = 4096  # bytes of the red zones around inputs, as the judge writes them
 HELD = 3  # results kept alive, so that the judge can look at them again
 _M_PERTURB = -6  # of mallopt: the byte with which glibc fills what it allocates, inverted
 _TEXT = 2000
 
-# What a program must leave as it found it, beside the settings: functions that others time and compare with.
+# What a program must leave as it found it, in addition to the settings: functions that others time and compare with.
 _WATCHED = {
     "time": "time perf_counter perf_counter_ns monotonic sleep",
     "json": "dumps",
@@ -56,6 +64,10 @@ _WATCHED = {
     "torch.nn.Module": "__call__ load_state_dict state_dict",
     "torch.nn.functional": "linear softmax",
     "torch.ops.aten": "mm",
+    "numpy": "allclose array_equal asarray",
+    "pickle": "loads dumps",
+    "builtins": "__import__ open isinstance id",
+    "os": "read write kill fork",
 }
 
 
@@ -74,6 +86,16 @@ def _modes() -> dict[str, Any]:
     """Count the modes that intercept operations; torch has no public name for it."""
     names = {"function modes": "_len_torch_function_stack", "dispatch modes": "_len_torch_dispatch_stack"}
     return {what: getattr(torch._C, name, lambda: "unknown")() for what, name in names.items()}
+
+
+def _global_hooks() -> int:
+    found = vars(torch.nn.modules.module)
+    return sum(len(hooks) for name, hooks in found.items() if name.startswith("_global") and isinstance(hooks, dict))
+
+
+def _saved_tensors_hooks() -> bool:
+    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+    return top is not None and top(False) is not None
 
 
 def _settings() -> dict[str, str]:
@@ -96,6 +118,8 @@ def _settings() -> dict[str, str]:
         "anomaly mode": torch.is_anomaly_enabled(),
         "autocast": (torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda")),
         **_modes(),
+        "hooks of all modules": _global_hooks(),
+        "hooks of saved tensors": _saved_tensors_hooks(),
         "mkldnn": torch.backends.mkldnn.enabled,
         "processors": sorted(os.sched_getaffinity(0)),
         "priority": os.getpriority(os.PRIO_PROCESS, 0),
@@ -113,12 +137,29 @@ def _flushes_denormals() -> bool:
     return float(torch.tensor([1e-39]).mul_(1.0)) == 0.0
 
 
+def _seed(seed: int) -> None:
+    torch.manual_seed(seed)
+    random.seed(seed)
+    if numpy_random is not None:
+        numpy_random.seed(seed % 2**32)
+
+
 def _random_state() -> str:
     digest = hashlib.sha256(torch.get_rng_state().numpy().tobytes())
     digest.update(repr(random.getstate()).encode())
+    if numpy_random is not None:
+        _, keys, *rest = numpy_random.get_state()
+        digest.update(repr((list(keys), rest)).encode())
     if torch.cuda.is_initialized():
         digest.update(torch.cuda.get_rng_state().numpy().tobytes())
     return digest.hexdigest()
+
+
+def _of_modules(module: torch.nn.Module) -> list[Any]:
+    """Return training modes and numbers of hooks of a module and those in it, and which parameters have a gradient."""
+    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    modes = [(m.training, *(len(getattr(m, kind)) for kind in kinds)) for m in module.modules()]
+    return [*modes, *(p.grad is not None for p in module.parameters())]
 
 
 def _describe(t: torch.Tensor) -> dict[str, Any]:
@@ -203,6 +244,24 @@ class _Terms(torch.utils._python_dispatch.TorchDispatchMode):
         return out
 
 
+class _Census(torch.utils._python_dispatch.TorchDispatchMode):
+    """Counts operations by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: dict[str, int] = {}
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Keep torch from importing its compiler for this class, which takes two seconds."""
+        return False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.name().partition(".")[0]
+        self.counts[name] = self.counts.get(name, 0) + 1
+        return func(*args, **(kwargs or {}))
+
+
 class Stub:
     """Obeys the judge; one method a command."""
 
@@ -215,6 +274,7 @@ class Stub:
         self._kept: list[Any] = []
         self._before = _settings(), _patched()
         self._ready: tuple[Any, ...] | None = None
+        self._order: list[str] = []
         self._device = "cpu"
         # Of inputs on a device: the bytes in shared memory, the bytes there, and what lies in them.
         self._placed: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
@@ -250,8 +310,7 @@ class Stub:
 
     def do_seed(self, seed: int) -> dict[str, Any]:
         """Seed the random state."""
-        torch.manual_seed(seed)
-        random.seed(seed)
+        _seed(seed)
         return {}
 
     def do_arguments(self, seed: int) -> dict[str, Any]:
@@ -279,8 +338,7 @@ class Stub:
 
     def do_inputs(self, seed: int) -> dict[str, Any]:
         """Draw the original's own inputs."""
-        torch.manual_seed(seed)
-        random.seed(seed)
+        _seed(seed)
         if not hasattr(self._source, "get_inputs"):
             return {"missing": "get_inputs"}
         leaves: list[torch.Tensor] = []
@@ -297,7 +355,7 @@ class Stub:
         state = {} if module is None else module.state_dict(keep_vars=True)
         return {
             "state": [[name, self._stated(name, t)] for name, t in state.items() if isinstance(t, torch.Tensor)],
-            "modes": "" if module is None else str([(m.training, len(m._forward_hooks)) for m in module.modules()]),
+            "modes": "" if module is None else str(_of_modules(module)),
             "settings": {n: v for n, v in settings.items() if n in old_settings and old_settings[n] != v},
             "patched": sorted(n for n, v in patched.items() if old_patched[n] != v),
             "random": _random_state(),
@@ -322,8 +380,17 @@ class Stub:
             self._program.load_state_dict(values, strict=False)
         return self.do_inspect()
 
+    def do_order(self, names: list[str]) -> dict[str, Any]:
+        """Give gradients of parameters in this order; others follow as they are defined."""
+        self._order = names
+        return {}
+
     def do_census(self) -> dict[str, Any]:
         """Run the prepared call and count the operations and kernels that run in it."""
+        if self._device == "cpu" and "torch._dynamo" not in sys.modules:  # else loading the profiler takes seconds
+            with _Census() as census:
+                self.go()
+            return {"operations": census.counts}
         with torch.profiler.profile() as profile:
             self.go()
         return {"operations": {event.key: event.count for event in profile.key_averages()}}
@@ -335,7 +402,16 @@ class Stub:
         return {"terms": terms.longest}
 
     def do_prepare(
-        self, tree: Any, tensors: Any, seed: int, grad: bool, perturb: int, cotangents: Any, hold: bool, keep: bool
+        self,
+        tree: Any,
+        tensors: Any,
+        seed: int,
+        grad: bool,
+        perturb: int,
+        cotangents: Any,
+        hold: bool,
+        keep: bool,
+        twice: bool,
     ) -> dict[str, Any]:
         """Wrap the places where inputs are going to be; the judge fills them afterwards."""
         if not hold:
@@ -344,39 +420,37 @@ class Stub:
         if self._device != "cpu":
             if perturb:
                 self._poison(perturb)
-            torch.manual_seed(seed)
-            random.seed(seed)
-            self._ready = tree, tensors, cotangents, grad, keep
+            _seed(seed)
+            self._ready = tree, tensors, cotangents, grad, keep, twice
             return {}
         leaves = [self._tensor(spec) for spec in tensors]
         places = [self._tensor(spec) for spec in cotangents]
         args = _unflatten(tree, leaves)
         if sys.platform == "linux":
             ctypes.CDLL(None).mallopt(_M_PERTURB, perturb ^ 0xFF if perturb else 0)
-        torch.manual_seed(seed)
-        random.seed(seed)
-        self._ready = args, leaves, places, grad, keep
+        _seed(seed)
+        self._ready = args, leaves, places, grad, keep, twice
         return {}
 
     def go(self) -> dict[str, Any]:
-        """Call the program on what lies in the prepared places."""
+        """Call the program on the inputs in the prepared places."""
         assert self._ready is not None
-        args, leaves, places, grad, keep = self._ready
+        args, leaves, places, grad, keep, twice = self._ready
         if self._device != "cpu":
-            return self._go_on_device(args, leaves, places, grad, keep)
+            return self._go_on_device(args, leaves, places, grad, keep, twice)
         with torch.set_grad_enabled(grad):
             result = self._program(*args)
             outputs: list[torch.Tensor] = []
             tree = _flatten(result, outputs, result=True)
             if places:
-                gradients = _flatten(self._gradients(list(outputs), leaves, places), outputs, result=True)
+                gradients = _flatten(self._gradients(list(outputs), leaves, places, twice), outputs, result=True)
                 tree = {"sequence": "with gradients", "items": [tree, gradients]}
         self._held.append((result, outputs))
         if keep:
             self._kept.append((result, outputs))
         return {"tree": tree, "tensors": [_describe(t) for t in outputs]}
 
-    def _go_on_device(self, tree: Any, specs: Any, places: Any, grad: bool, keep: bool) -> dict[str, Any]:
+    def _go_on_device(self, tree: Any, specs: Any, places: Any, grad: bool, keep: bool, twice: bool) -> dict[str, Any]:
         """Bring the inputs to the device, call, and bring results and inputs back."""
         before = {here.data_ptr(): there for here, there, _ in self._placed}
         self._placed = [self._sent(spec, before) for spec in specs]
@@ -387,7 +461,7 @@ class Stub:
             outputs: list[torch.Tensor] = []
             shape = _flatten(result, outputs, result=True)
             if cotangents:
-                gradients = _flatten(self._gradients(list(outputs), leaves, cotangents), outputs, result=True)
+                gradients = _flatten(self._gradients(list(outputs), leaves, cotangents, twice), outputs, result=True)
                 shape = {"sequence": "with gradients", "items": [shape, gradients]}
         described = [self._received(t) for t in outputs]
         for here, there, _ in self._placed:
@@ -409,7 +483,7 @@ class Stub:
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Copy a place in the shared region, with the zones around it, into memory of the device.
 
-        What lies where an input of the call before lay goes to where that one went; all else to fresh memory.
+        An input at the address of an earlier input goes to that input's place on the device; others to fresh memory.
         """
         dtype = getattr(torch, spec["dtype"])
         if not spec["elements"]:
@@ -427,7 +501,7 @@ class Stub:
         return here, there, value.requires_grad_(spec["requires_grad"])
 
     def _received(self, t: torch.Tensor) -> tuple[dict[str, Any], tuple[torch.Tensor, torch.Tensor] | None]:
-        """Copy a result to the host; what shares memory with an input lies where that input comes back to."""
+        """Copy a result to the host. If it shares memory with an input, it is where that input is copied to."""
         described = _describe(t)
         if described["odd"] or t.device.type == "cpu" or not t.numel():
             return described, None
@@ -450,17 +524,27 @@ class Stub:
                     host.copy_(flat)
         return {}
 
-    def _gradients(self, outputs: Any, leaves: Any, places: Any) -> Any:
+    def _gradients(self, outputs: Any, leaves: Any, places: Any, twice: bool) -> Any:
         if [list(t.shape) for t in outputs] != [list(p.shape) for p in places]:
             return None
         module = self._program if isinstance(self._program, torch.nn.Module) else None
         wanted = [t for t in leaves if t.requires_grad]
-        wanted += [] if module is None else [p for p in module.parameters() if p.requires_grad]
+        named = {} if module is None else dict(module.named_parameters())
+        named = {name: named[name] for name in [*filter(named.__contains__, self._order), *named]}
+        wanted += [p for p in named.values() if p.requires_grad]
         pairs = [(t, p) for t, p in zip(outputs, places, strict=True) if t.requires_grad]
         if not pairs or not wanted:
             return [None for _ in wanted]
         ys, cotangents = zip(*pairs, strict=True)
-        return list(torch.autograd.grad(ys, wanted, cotangents, allow_unused=True))
+        first = list(torch.autograd.grad(ys, wanted, cotangents, allow_unused=True, create_graph=twice))
+        if not twice:
+            return first
+        again = [g for g in first if g is not None and g.requires_grad]
+        if not again:
+            raise RuntimeError("its gradients cannot be differentiated")
+        second = torch.autograd.grad(again, wanted, [g.detach() for g in again], allow_unused=True)
+        # Whether a gradient is zero or none depends on how derivatives are written.
+        return [torch.zeros_like(t) if g is None else g for g, t in zip(second, wanted, strict=True)]
 
     def _tensor(self, spec: dict[str, Any]) -> torch.Tensor:
         """Wrap a place in the shared region, without a copy."""
@@ -508,7 +592,7 @@ def send(channel: socket.socket, payload: bytes) -> None:
 
 
 def _nursery(control: socket.socket) -> None:
-    """Fork a process for each request of the judge, until it is gone."""
+    """Fork a process for each request of the judge, until the judge has ended."""
     sandbox = _import(Path(__file__).with_name("sandbox.py"))
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel buries the dead
     # Orphans of a candidate become children of this process, where the judge can count them.
@@ -518,6 +602,9 @@ def _nursery(control: socket.socket) -> None:
         if not message:
             return
         request = json.loads(message)
+        for name in request["imports"]:
+            with contextlib.suppress(ImportError):
+                importlib.import_module(name)
         if os.fork() == 0:
             control.close()
             _born(request, socket.socket(fileno=handles[0]), handles[1], sandbox)

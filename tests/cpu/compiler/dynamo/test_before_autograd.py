@@ -1,4 +1,4 @@
-"""What is rewritten before autograd: chunked scans, contracted states and convolutions in training, with gradients."""
+"""Rewrites before autograd: chunked scans, contracted states and convolutions in training, with gradients."""
 
 import dataclasses
 from functools import partial

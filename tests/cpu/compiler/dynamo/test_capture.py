@@ -1,4 +1,4 @@
-"""Loops over time are captured while they are traced: whatever their length, one body; tricky ones stay."""
+"""Loops over time are captured: one traced body for any length; loops that cannot be captured stay."""
 
 import math
 

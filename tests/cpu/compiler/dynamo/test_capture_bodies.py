@@ -1,4 +1,4 @@
-"""What a step may hold besides arithmetic: constants, normalisation, slices that take all; and what is left alone."""
+"""Bodies of captured loops: constants, normalisation, slices that take all; and bodies that are left alone."""
 
 import pytest
 import torch

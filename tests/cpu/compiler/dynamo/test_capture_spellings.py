@@ -1,4 +1,4 @@
-"""However a loop over time is spelled, it is captured with all of its steps, and gradients are the user's own."""
+"""A loop over time is captured in every spelling, with all of its steps, and its gradients are right."""
 
 import functools
 

@@ -1,4 +1,4 @@
-"""State that loops keep in objects, dictionaries and lists: it is carried, and is there afterwards."""
+"""State that loops keep in objects, dictionaries and lists is carried, and is there after the loop."""
 
 import collections
 

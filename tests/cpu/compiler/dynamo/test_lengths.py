@@ -1,11 +1,11 @@
-"""One compile for all lengths, where Dynamo knows the length as a symbol; else one for each, and right results."""
+"""One compile for all lengths if Dynamo knows the length as a symbol, else one per length; results are right."""
 
 import pytest
 import torch
 
 import refold
 from refold.compiler.dynamo import captures_loops, notes
-from refold.compiler.dynamo.loop import CapturedLoop
+from refold.compiler.ir.captured_loop import CapturedLoop
 
 LENGTHS = (24, 40, 33, 17, 16, 3, 1)
 

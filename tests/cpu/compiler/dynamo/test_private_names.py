@@ -1,4 +1,4 @@
-"""Names of PyTorch and Triton that are not their public interface: without one of them refold is slower, and right."""
+"""Names of PyTorch that are not its public interface: without any one of them refold is slower, and right."""
 
 import subprocess
 import sys
@@ -9,50 +9,47 @@ import torch
 
 import refold
 from refold.compiler import dynamo
+from refold.compiler.dynamo import switch
 from refold.compiler.dynamo.capture import hook
 from refold.errors import ArgumentError, RefoldWarning
+from support.private_names import ROOT, imported
 
 STEPS = 20
 
-# Deleted before refold is imported. Dynamo itself imports these by name, and keeps them.
-DYNAMO = [
-    "torch._dynamo.source:ConstantSource",
-    "torch._functorch.compile_utils:fx_graph_cse",
-    "torch._dynamo.bytecode_analysis:livevars_analysis",
-    "torch._dynamo.variables.builder:wrap_fx_proxy",
-    "torch._dynamo.variables.iter:ZipVariable",
-    "torch._dynamo.variables.misc:CellVariable",
+COMPILER = ROOT / "compiler"
+# All that the files of each door import, and what they look up there.
+DYNAMO = {f"{module}:{name}" for path in (COMPILER / "dynamo").rglob("*.py") for module, name in imported(path)} | {
     "torch._dynamo.polyfills.builtins:enumerate",
-    "torch._dynamo.current_scope_id:current_scope_id",
     "torch._dynamo.symbolic_convert:InliningGeneratorInstructionTranslator",
-    "torch._dynamo.utils:set_example_value",
-]
-OPERATORS = [
+}
+NEEDED = {f"{module}:{name}" for module, name in imported(COMPILER / "private.py")} | {
+    "torch._inductor.config:joint_custom_pre_pass"
+}
+OPTIONAL = {
+    "torch._inductor:list_options",
+    "torch._inductor:list_mode_options",
+    "torch._inductor.config:save_config_portable",
+    "torch.fx.experimental.symbolic_shapes:statically_known_true",
+    "torch.utils._python_dispatch:_disable_current_modes",
+    "torch._guards:tracing",
+    "torch._guards:CompileContext",
+    "torch._dynamo.metrics_context:MetricsContext",
+    "torch.utils._sympy.functions:PythonMod",
+}
+OPERATORS = {
     "torch._C._dynamo.guards:TensorGuards",
     "torch._C:_len_torch_dispatch_stack",
     "torch._C:_len_torch_function_stack",
     "torch._C._functorch:peek_interpreter_stack",
     "torch.autograd.forward_ad:_current_level",
-]
-
-# Without the first three refold rewrites nothing; without the others one thing is off.
-COMPILER = {
-    "torch._inductor.compile_fx:compile_fx": True,
-    "torch._inductor.custom_graph_pass:CustomGraphPass": True,
-    "torch._inductor:list_options": False,
-    "torch._inductor:list_mode_options": False,
-    "torch.fx.experimental.symbolic_shapes:statically_known_true": False,
-    "torch.utils._python_dispatch:_disable_current_modes": False,
-    "torch._guards:tracing": False,
-    "torch._guards:CompileContext": False,
-    "torch._dynamo.metrics_context:MetricsContext": False,
-    "torch.utils._sympy.functions:PythonMod": False,
 }
 
-# A process that has imported PyTorch, and forks itself for every name.
+# A process that has imported PyTorch and what comes before the compiler, and forks itself for every set of names.
+# They are deleted before the rest is imported. PyTorch itself imports some when it needs them, so they come back.
 PROGRAM = """
 import importlib, os, sys, types, warnings
 import torch, torch._dynamo.symbolic_convert, torch._inductor.compile_fx
+import refold.report
 
 def loop(x):
     h, ys = torch.zeros_like(x[:, 0]), []
@@ -61,45 +58,98 @@ def loop(x):
         ys.append(h)
     return torch.stack(ys, 1)
 
-def look(module, name, what):
-    found = importlib.import_module(module)
-    twin = types.ModuleType(found.__name__)
-    vars(twin).update({key: entry for key, entry in vars(found).items() if key != name})
-    parent, _, leaf = module.rpartition(".")
-    sys.modules[module] = twin
-    setattr(sys.modules[parent], leaf, twin)
-    import refold
+def operators():
     import refold.ops.torch.registry
-    if what != "operators":
-        import refold.compiler.backend
-    sys.modules[module] = found  # PyTorch itself imports some of the names when it needs them
-    setattr(sys.modules[parent], leaf, found)
+    yield
     x, a = torch.randn(2, 20, 3), torch.rand(2, 20, 3)
-    if what == "operators":
-        for _ in range(3):
-            y, _ = refold.ops.linear_scan(a, x)
-        torch.testing.assert_close(y, refold.ops.linear_scan(a, x, backend="torch")[0])
-        a.requires_grad_()
-        refold.ops.linear_scan(a, x)[0].sum().backward()
-        assert a.grad.isfinite().all()
-    if what == "explain":
-        (graph,) = refold.explain(loop, x).graphs
-        print("note", *graph.notes)
-        print("names", *[row.name for row in graph.rewrites])
-    if what == "compile":
-        compiled = refold.compile(loop, accept="always", verify="off", strict=True)
-        torch.testing.assert_close(compiled(x), loop(x))
-        print("note", *compiled.report.graphs[0].notes)
-        print("names", *[row.name for row in compiled.report.rewrites])
+    first, *others = (refold.ops.linear_scan(a, x, backend="torch")[0] for _ in range(3))
+    for y in others:
+        torch.testing.assert_close(y, first, rtol=0, atol=0)
+    a.requires_grad_()
+    refold.ops.linear_scan(a, x, backend="torch")[0].sum().backward()
+    assert a.grad.isfinite().all()
 
-for symbol in sys.argv[2:]:
-    print("symbol", symbol, flush=True)
+def door():
+    from refold.compiler import dynamo
+    dynamo.install()
+    dynamo.rewriting_before_autograd()
+    yield
+    print("loops", dynamo.unavailable())
+    print("training", dynamo.rewriting_before_autograd())
+
+def private():
+    import refold.compiler.private
+    yield
+
+def entry():
+    import refold.compiler.backend
+    yield
+    print("entries of", refold.compiler.backend.compile.__module__)
+
+def explain():
+    import refold.compiler.backend
+    yield
+    (graph,) = refold.explain(loop, torch.randn(2, 20, 3)).graphs
+    print("note", *graph.notes)
+    print("names", *[row.name for row in graph.rewrites])
+
+def train():
+    import refold.compiler.backend, refold.compiler.dynamo
+    refold.compiler.dynamo.rewriting_before_autograd()
+    yield
+    compiled = refold.compile(loop, accept="always", verify="off", strict=True)
+    x = torch.randn(2, 20, 3, requires_grad=True)
+    y = compiled(x)
+    torch.testing.assert_close(y, loop(x))
+    (got,), (want,) = torch.autograd.grad(y.sum(), x), torch.autograd.grad(loop(x).sum(), x)
+    torch.testing.assert_close(got, want)
+    print("note", *compiled.report.graphs[0].notes)
+    print("names", *[row.name for row in compiled.report.rewrites])
+
+class Twin(types.ModuleType):
+    def __init__(self, original):
+        super().__init__(original.__name__)
+        self.original, self.without = original, set()
+
+    def __getattr__(self, name):
+        if name in self.without:
+            raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
+        return getattr(self.original, name)
+
+def look(symbols, check):
+    twins, modules = {}, {}
+    for symbol in symbols:
+        module, name = symbol.split(":")
+        if module not in twins:
+            twins[module] = Twin(importlib.import_module(module))
+            put(module, twins[module])
+        twins[module].without.add(name)
+        if symbol.replace(":", ".") in sys.modules:
+            modules[symbol.replace(":", ".")] = sys.modules[symbol.replace(":", ".")]
+            sys.modules[symbol.replace(":", ".")] = None
+    steps = check()
+    next(steps)
+    sys.modules.update(modules)
+    for module, twin in twins.items():
+        put(module, twin.original)
+    next(steps, None)
+
+def put(module, found):
+    parent, _, leaf = module.rpartition(".")
+    sys.modules[module] = found
+    setattr(sys.modules[parent], leaf, found)
+
+check = globals()[sys.argv[1]]
+if sys.argv[1] == "door":
+    import refold.compiler.pipeline
+for symbols in sys.argv[2:]:
+    print("symbol", symbols, flush=True)
     if os.fork() == 0:
         failed = 1
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             try:
-                look(*symbol.split(":"), sys.argv[1])
+                look(symbols.split(","), check)
                 failed = 0
             except BaseException as error:
                 print("failed", repr(error))
@@ -112,40 +162,54 @@ for symbol in sys.argv[2:]:
 """
 
 
-def without(what, symbols):
-    """Return what is printed without each name."""
-    command = [sys.executable, "-c", PROGRAM, what, *symbols]
+def without(check, *sets):
+    """Return what a check prints without each set of names."""
+    sets = [",".join(sorted(symbols)) for symbols in sets]
+    command = [sys.executable, "-c", PROGRAM, check, *sets]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     printed = dict(part.split("\n", 1) for part in done.stdout.split("symbol ")[1:])
-    assert printed.keys() == set(symbols)
+    assert printed.keys() == set(sets)
     assert not any("failed" in lines for lines in printed.values()), done.stdout
-    return printed.items()
+    return printed
 
 
-def test_loops_are_unrolled_without_a_name_of_dynamo():
-    for symbol, printed in without("compile", DYNAMO):
-        assert printed.count("warning loops over time are not captured") == 1, symbol
-        assert "note loops are traced step by step: Dynamo of PyTorch" in printed, symbol
-        assert "names roll up loop" in printed, symbol  # found after AOTAutograd
+def test_the_door_to_dynamo_shuts_without_any_name_behind_it():
+    for symbol, printed in without("door", *([symbol] for symbol in DYNAMO)).items():
+        shut = [line for line in printed.splitlines() if line.startswith(("loops Dynamo of", "training None"))]
+        assert shut, symbol
+        assert printed.count("warning ") == len(shut), printed
+        assert symbol.rpartition(":")[2] in printed, printed
 
 
-def test_the_compiler_runs_without_a_name_of_inductor():
-    for symbol, printed in without("explain", list(COMPILER)):
-        name = symbol.replace(":", ".")
-        assert printed.count(f"has no {name}") == 1, printed
-        assert ("nothing can be rewritten" in printed) == COMPILER[symbol], printed
-        assert ("names roll up loop" in printed) != COMPILER[symbol], printed
-
-
-def test_inductor_compiles_where_nothing_can_be_rewritten():
-    ((_, printed),) = without("compile", ["torch._inductor.compile_fx:compile_fx"])
+def test_inductor_compiles_without_any_name_that_the_compiler_needs():
+    for symbol, printed in without("entry", *([symbol] for symbol in NEEDED)).items():
+        assert "entries of refold.compiler.without" in printed, symbol
+        assert printed.count("warning refold rewrites nothing") == printed.count("warning ") == 1, printed
+        assert symbol.rpartition(":")[2] in printed, printed
+    ((_, printed),) = without("train", ["torch._inductor.compile_fx:compile_fx"]).items()
     assert "note nothing can be rewritten" in printed
 
 
+def test_one_thing_is_off_without_a_name_that_the_compiler_can_do_without():
+    for symbol, printed in without("private", *([symbol] for symbol in OPTIONAL)).items():
+        assert printed.count(f"has no {symbol.replace(':', '.')}") == printed.count("warning ") == 1, printed
+    ((_, printed),) = without("explain", OPTIONAL).items()
+    assert "names roll up loop" in printed
+    assert printed.count("warning ") == len(OPTIONAL)
+
+
+def test_loops_are_unrolled_and_found_without_a_name_of_dynamo():
+    ((_, printed),) = without("train", ["torch._functorch.compile_utils:fx_graph_cse"]).items()
+    assert printed.count("warning loops over time are not captured") == 1
+    assert printed.count("warning recurrences are rewritten less in training") == 1
+    assert "note loops are traced step by step: Dynamo of PyTorch" in printed
+    assert "names roll up loop" in printed  # found after AOTAutograd
+
+
 def test_operators_run_without_a_name_of_pytorch():
-    for symbol, printed in without("operators", OPERATORS):
-        assert printed.count("warning PyTorch") == 1, symbol
+    for symbol, printed in without("operators", *([symbol] for symbol in OPERATORS)).items():
+        assert printed.count("warning PyTorch") == printed.count("warning ") == 1, symbol
         assert symbol.rpartition(":")[2] in printed
 
 
@@ -207,7 +271,7 @@ def test_other_backends_never_reach_the_capture(monkeypatch):
 
 @pytest.mark.usefixtures("capture")
 def test_another_backend_runs_even_where_marks_cannot_be_read(monkeypatch):
-    monkeypatch.setattr(dynamo, "is_marked", broken)
+    monkeypatch.setattr(switch, "is_marked", broken)
     x = torch.randn(2, STEPS, 3)
     with pytest.warns(RefoldWarning, match="not captured"):
         torch.testing.assert_close(torch.compile(loop, backend="eager")(x), loop(x))
@@ -241,7 +305,7 @@ def test_capture_can_be_switched_off(monkeypatch):
     torch._dynamo.reset()
     torch.compile(loop, backend="refold", options=options)(x)
     assert not any("loop_over_time" in row.site for row in report.rewrites)
-    monkeypatch.setenv(dynamo.SWITCH, "unroll")
+    monkeypatch.setenv(switch.SWITCH, "unroll")
     found, notes = captured()
     assert not found
     assert any("REFOLD_LOOPS is set to unroll" in note for note in notes)
@@ -254,4 +318,4 @@ def test_capture_can_be_switched_off(monkeypatch):
 def test_other_versions_of_pytorch_are_not_touched(monkeypatch, version):
     monkeypatch.setattr(torch, "__version__", version)
     assert f"PyTorch {version} is not one of the tested versions, 2.11 to 2.13" in dynamo.unavailable()
-    assert not dynamo.is_marked(dynamo.captures_loops(lambda gm, inputs: gm))
+    assert not switch.is_marked(dynamo.captures_loops(lambda gm, inputs: gm))

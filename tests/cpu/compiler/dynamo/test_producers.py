@@ -1,4 +1,4 @@
-"""Decays and inputs that are formed in front of a loop: seen through, in inference and in training."""
+"""Decays and inputs that are computed before a loop become part of its region, in inference and in training."""
 
 import pytest
 import torch
@@ -45,7 +45,7 @@ def one_decay_a_head(x, dt, A, Bm, C):
 
 
 def constant_decay_a_key(x, dt, A, Bm, C):
-    """RWKV-5: that the decay is positive shows in front of the loop only."""
+    """RWKV-5: only the code before the loop shows that the decay is positive."""
     w, v = torch.exp(-torch.exp(A[0]))[:, None], torch.stack([x.repeat(1, 1, 3), dt.repeat(1, 1, 3)], 2)
     s, ys = v.new_zeros(v.shape[0], 2, N, v.shape[3]), []
     for t in range(v.shape[1]):

@@ -1,4 +1,4 @@
-"""Steps that compute with their number: it is a tensor over time, of the dtype that a number would take there."""
+"""Bodies that compute with the iteration number: it becomes a tensor over time, with the dtypes of Python numbers."""
 
 import math
 

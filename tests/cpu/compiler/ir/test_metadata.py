@@ -1,4 +1,4 @@
-"""What a graph says of its values is true after every edit: code is generated from it."""
+"""The metadata of a graph is true after every edit: code is generated from it."""
 
 import pytest
 import torch

@@ -12,9 +12,9 @@ from torch import nn
 from refold.compiler.inductor import show_graph
 from refold.compiler.notation import algebra, read
 from refold.compiler.notation.program import parse
-from refold.compiler.notation.regions import regions
 from refold.compiler.notation.rules import Rule, apply_rules
 from refold.compiler.passes.multiply_out import multiply_out
+from refold.compiler.regions import regions
 from refold.errors import ProgramError
 from support import programs
 

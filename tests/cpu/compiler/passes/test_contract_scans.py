@@ -1,4 +1,4 @@
-"""Scans that are in the graph as such: their states are not written if a contraction alone reads them."""
+"""Scans that are in the graph as operators: their states are not written if only a contraction reads them."""
 
 import pytest
 import torch
@@ -140,7 +140,7 @@ def test_states_are_not_written_in_training():
 
 
 def retention(q, k, v, decay, state):
-    """Decays are an argument: one a head, of any sign."""
+    """Decays are an argument: one per head, of any sign."""
     ys = []
     for t in range(q.shape[2]):
         state = decay.view(1, -1, 1, 1) * state + k[:, :, t].unsqueeze(-1) @ v[:, :, t].unsqueeze(-2)
@@ -149,7 +149,7 @@ def retention(q, k, v, decay, state):
 
 
 def read_first(q, k, v, decay, state):
-    """Decays are an argument: one a head and step, of any sign; what is read is the state before the step."""
+    """Decays are an argument: one per head and step, of any sign. The state before the step is read."""
     ys = []
     for t in range(q.shape[2]):
         ys.append((q[:, :, t, :, None] * state).sum(-2))

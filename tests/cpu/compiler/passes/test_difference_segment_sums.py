@@ -1,4 +1,4 @@
-"""Segment sums become differences of prefix sums: more exact than the running sum, and only where they are that."""
+"""Segment sums become differences of prefix sums, which are more exact; other sums stay as they are."""
 
 import pytest
 import torch

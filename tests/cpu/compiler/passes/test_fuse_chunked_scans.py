@@ -1,4 +1,4 @@
-"""Scans written in chunks become one operator however they are spelled; what is no scan stays as it is."""
+"""Scans written in chunks become one operator in every spelling; other code stays as it is."""
 
 from dataclasses import replace
 from functools import partial

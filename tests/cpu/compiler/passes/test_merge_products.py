@@ -1,4 +1,4 @@
-"""Several products of one matrix become one, where the copy of the matrices is smaller than what is saved."""
+"""Several products of one matrix become one, if the copy of the matrices is smaller than the saving."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Contractions are found however they are spelled, and nothing else is touched."""
+"""Contractions are found in every spelling, and nothing else is changed."""
 
 import hypothesis
 import hypothesis.strategies as st

@@ -1,4 +1,4 @@
-"""Loops over time become scans however they are spelled; loops that are no scans stay as they are."""
+"""Unrolled loops over time become scans in every spelling; loops that are not scans stay as they are."""
 
 import pytest
 import torch
@@ -463,7 +463,7 @@ def squeezed_carry(x, a):
 
 
 def wide_as_long(x, a):
-    """Another axis in front of the state is as long as the loop."""
+    """Another axis before the state is as long as the loop."""
     h, out, w = torch.zeros_like(x[:, 0]), [], torch.arange(float(x.shape[1])).view(-1, 1, 1)
     for t in range(x.shape[1]):
         out.append((w * h).amax(0))

@@ -1,4 +1,4 @@
-"""Decays that vary along the contracted axis: by chunks, exact for weak, strong and absent decay, any length."""
+"""Gated linear attention in chunks: exact for weak, strong and absent decay, and for any length."""
 
 import pytest
 import torch
@@ -33,7 +33,7 @@ def attention_by_products(q, k, v, gate, state=None):
 
 
 def attention_with_roots(q, k, v, gate, state=None):
-    """Its gates, roots of sigmoids, are formed in front of the loop."""
+    """Its gates, roots of sigmoids, are computed before the loop."""
     s = torch.zeros(q.shape[0], H, K, v.shape[-1], dtype=q.dtype) if state is None else state
     gates, out = gate.sigmoid() ** (1 / 16), []
     for t in range(q.shape[1]):
@@ -81,7 +81,7 @@ def applied_in_float64(strength):
 
 @pytest.mark.parametrize("strength", [0.1, 5.0, 50.0])
 def test_float64_is_no_less_exact(strength):
-    """It has no wider type to sum log decays in, and strong ones stand beside weak ones."""
+    """It has no wider type to sum log decays in, and strong ones are next to weak ones."""
     assert applied_in_float64(strength) == ["one linear_scan over chunks"]
 
 
@@ -115,7 +115,7 @@ def test_lengths_and_strengths(steps, strength):
 
 
 def test_growth_and_strong_decay_in_one_chunk():
-    """A decay of e-80 beside growth: the factors of exp(G[i] - G[j]) alone would overflow or vanish."""
+    """A decay of e-80 next to growth: the factors of exp(G[i] - G[j]) alone would overflow or vanish."""
     q, k, v, gate = (x[:, :, 0] for x in inputs(CHUNK + 3))
     logs = torch.where(gate > 1, -80.0, 0.3 * gate.abs())
     want = sequential(*(x.double() for x in (q, k, v, logs)), torch.zeros(2, K, V, dtype=torch.float64))
@@ -141,7 +141,7 @@ def from_nothing(q, k, v, logs, _):
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("which", range(4), ids=["query", "key", "value", "decay"])
 def test_what_is_not_finite_stays_in_its_time_and_channel(which, bad):
-    """Padding behind 20 steps, in all channels or in one; results and gradients that eager has stay as they are."""
+    """Padding after 20 steps, in all channels or in one; results and gradients that eager has stay as they are."""
     given = [x[:, :, 0].clone() for x in inputs(2 * CHUNK + 3)]
     given[3] = -given[3].abs()
     for channels in (slice(None), slice(1, 2)):

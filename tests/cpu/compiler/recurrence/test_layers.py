@@ -1,4 +1,4 @@
-"""Layers of the literature with their recurrence as a Python loop, the way one writes them first."""
+"""Layers of the literature, with their recurrence as a plain Python loop."""
 
 import importlib.util
 from pathlib import Path

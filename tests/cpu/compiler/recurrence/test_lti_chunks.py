@@ -1,4 +1,4 @@
-"""Scans that do the same at every step: S4D, any decay, any length, one chunk or several, values and gradients."""
+"""Time-invariant scans (S4D): any decay, any length, one chunk or several, values and gradients."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ def inputs(steps=2 * CHUNK + 5, batch=B, dtype=torch.float32):
 
 
 def s4d(u, rate, b, c, h):
-    """Discretised in front of the loop, from no state."""
+    """Discretised before the loop, from no state."""
     step = rate[:, :1].sigmoid()
     a, b = torch.exp(-torch.exp(rate) * step), b * step
     h, ys = torch.zeros_like(h), []

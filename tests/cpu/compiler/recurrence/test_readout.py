@@ -1,4 +1,4 @@
-"""Outputs that read each state before its step, alone or beside a term of the present step: RWKV and its relatives."""
+"""Outputs that read each state before its update, alone or with a term of the same step: RWKV and its relatives."""
 
 import pytest
 import torch
@@ -48,7 +48,7 @@ def plain(r, k, v, w, u, s):
 
 
 def difference(r, k, v, w, u, s):
-    """Several products beside the state, which has factors of its own and a sign."""
+    """Several products next to the state, which has factors of its own and a sign."""
     out = []
     for t in range(r.shape[1]):
         kv = k[:, t, :, :, None] * v[:, t, :, None, :]

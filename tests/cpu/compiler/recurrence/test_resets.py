@@ -1,4 +1,4 @@
-"""Loops that replace their state where a mask says so forget it, even one that is NaN or infinite."""
+"""Loops that replace their state by a mask forget it, even a state that is NaN or infinite."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""What is said of signs holds for all values."""
+"""Signs that are derived hold for all values."""
 
 import pytest
 import torch

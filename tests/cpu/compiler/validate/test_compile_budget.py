@@ -1,4 +1,4 @@
-"""Loops that nobody can rewrite do not cost minutes: over the budget the graph runs eagerly, and the report says so."""
+"""Loops that cannot be rewritten do not cost minutes: over the budget, the graph runs eagerly, with a note."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The check of the whole graph: what the checks of regions let pass is caught, and what is right is let pass."""
+"""The check of the whole graph catches what the checks of regions miss, and accepts right programs."""
 
 import pytest
 import torch

@@ -13,7 +13,7 @@ from torch._dynamo.variables import ConstantVariable, SymNodeVariable, TensorVar
 from torch._dynamo.variables.builder import wrap_fx_proxy
 from torch.fx import GraphModule, Node, Proxy
 
-from ..loop import CapturedLoop
+from ...ir.captured_loop import CapturedLoop
 from .carried import CarrySpec
 from .lengths import Stacked, variable
 from .lists import GrowingList

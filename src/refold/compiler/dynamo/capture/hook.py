@@ -18,7 +18,7 @@ from torch._dynamo.exc import RestartAnalysis, TorchDynamoException
 from torch._dynamo.variables import TensorVariable
 from torch._guards import TracingContext
 
-from ... import dynamo
+from .. import switch
 from . import lengths
 from .fixpoint import capture_loop
 from .iterators import ENUMERATE, element, remaining, start_enumeration
@@ -141,11 +141,11 @@ def install() -> Callable[[], None]:
 
     def run(tx: Translator) -> Any:
         try:
-            if (table := tables.get(type(tx))) is not None and dynamo.is_marked(tx.output.compiler_fn):
+            if (table := tables.get(type(tx))) is not None and switch.is_marked(tx.output.compiler_fn):
                 tx.dispatch_table = table
                 lengths.watch(tx)
         except Exception as error:  # Dynamo has changed
-            dynamo.switch_off(error)
+            switch.switch_off(error)
         return original(tx)
 
     interpreter.run = run
@@ -175,11 +175,11 @@ def _table(originals: list[Any]) -> list[Any]:
 
 def _attempt(act: Callable[[], None]) -> None:
     """Do one of refold's own parts; all but refusals and Dynamo's own errors mean that it has changed."""
-    if dynamo.unavailable() is not None:  # since this frame began
+    if switch.unavailable() is not None:  # since this frame began
         return
     try:
         act()
     except (Refused, TorchDynamoException):  # ends the trace of a body
         raise
     except Exception as error:
-        dynamo.switch_off(error)
+        switch.switch_off(error)

@@ -23,7 +23,7 @@ from torch._dynamo.variables.iter import MapVariable, ZipVariable
 from torch._dynamo.variables.lists import ListIteratorVariable, RangeIteratorVariable
 from torch.fx import Node
 
-from ..loop import Reads
+from ...ir.captured_loop import Reads
 from .lengths import SymbolicIterator, variable
 from .variables import Refused, Translator, Variable, example, form, is_constant, realized
 

@@ -1,1 +1,1 @@
-"""Models over several devices with ``jax.sharding``: heads cut (`heads`), or the time of a prompt cut (`time`)."""
+"""Models over several devices with ``jax.sharding``: sharded by heads (`heads`), or by time of a prompt (`time`)."""

@@ -1,7 +1,7 @@
-"""Heads cut over devices (tensor parallel).
+"""Heads sharded over devices (tensor parallel).
 
-This needs no other code than one device: parameters and state are placed with shardings, and XLA inserts the one sum
-per layer. For that the input projection is taken apart, so that every device holds whole heads.
+The code is the same as for one device: parameters and state are placed with shardings, and XLA inserts the one sum per
+layer. The input projection is split, so that every device holds whole heads.
 """
 
 from typing import Any
@@ -29,7 +29,7 @@ def shard_heads(config: Config, params: Tree, mesh: Mesh, axis: str = "heads") -
     """Place parameters so that each device of ``axis`` computes its share of the heads.
 
     Returns:
-        Parameters for the model's functions and for ``Generator``; their ``in_proj`` is taken apart.
+        Parameters for the model's functions and for ``Generator``; their ``in_proj`` is split.
 
     Raises:
         ArgumentError: the heads do not divide among the devices.

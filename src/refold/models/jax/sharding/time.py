@@ -1,27 +1,21 @@
-"""Time cut over the devices of a mesh axis: `read_sharded` reads a prompt so; the scans run inside ``shard_map``.
+"""Scans with time sharded over the devices of a mesh axis; they run inside ``shard_map``.
 
-Each device scans its part from nothing, which gives the state it adds. One gather of these states and of the parts'
-total decays tells every device the state that enters its part, from which it computes its outputs.
+Each device scans its part from a zero state, which gives the state that the part adds. These states and the parts'
+total decays are gathered once. From them, every device gets the state that enters its part, and computes its outputs.
 """
 
-from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, PartitionSpec
 
 from refold import ops
-from refold.errors import ArgumentError
-from refold.models.configs import Config, MambaConfig
-from refold.models.jax import model_for
 
 Array = jax.Array
-Tree = Any
 
 
 def whole(seqlen: int, axis: str | None) -> int:
-    """Return the length of a sequence of which each device has ``seqlen`` tokens; None: it is not cut."""
+    """Return the length of the whole sequence if each device has ``seqlen`` tokens; without an axis, ``seqlen``."""
     return seqlen if axis is None else seqlen * jax.lax.axis_size(axis)
 
 
@@ -75,37 +69,3 @@ def selective_scan(
     entering, final = pass_states(added, log_decay, initial_state, axis)
     y, _ = ops.selective_scan(x, dt, A, B, C, initial_state=entering, **options)
     return y, final.astype(initial_state.dtype)
-
-
-def read_sharded(config: Config, params: Tree, tokens: jax.Array, mesh: Mesh, axis: str = "time") -> Any:
-    """Read a prompt whose time is cut over the devices of ``axis``.
-
-    Args:
-        config: The model.
-        params: Its parameters, on every device.
-        tokens: ``(b, t)``; t divides among the devices, each part no shorter than the convolution.
-        mesh: Devices.
-        axis: Mesh axis to cut time over.
-
-    Returns:
-        Logits ``(b, vocab)`` after the last token, and the state, both on every device.
-
-    Raises:
-        ArgumentError: the tokens do not divide.
-    """
-    size = mesh.shape[axis]
-    width = config.conv_width if isinstance(config, MambaConfig) else config.mixer.conv_width
-    if tokens.shape[1] % size or tokens.shape[1] // size < width - 1:
-        raise ArgumentError(
-            f"{tokens.shape[1]} tokens do not divide into {size} equal parts of at least {width - 1} tokens."
-        )
-    forward = partial(model_for(config).forward, config, time_axis=axis)
-    # Every device ends with the same logits and state, by gathers that the replication checker cannot see through.
-    run = jax.shard_map(
-        lambda p, t: forward(p, t),
-        mesh=mesh,
-        in_specs=(PartitionSpec(), PartitionSpec(None, axis)),
-        out_specs=PartitionSpec(),
-        check_vma=False,
-    )
-    return jax.jit(run)(params, jnp.asarray(tokens))

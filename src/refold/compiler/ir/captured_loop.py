@@ -10,7 +10,7 @@ import torch
 from torch.fx import GraphModule, Interpreter, Node
 from torch.fx.traceback import has_preserved_node_meta
 
-from ..ir.fx import concrete, known
+from .fx import concrete, known
 
 
 @dataclass(frozen=True)
@@ -101,36 +101,3 @@ def step_count(loop: CapturedLoop, call: Node) -> Any:
         return loop.count
     operand: Any = call.args[-1]
     return known(operand.meta["example_value"])
-
-
-class Neighbours(torch.nn.Module):
-    """An ``associative_scan`` along axis 0 by its definition: a tree of calls of the graph that combines neighbours."""
-
-    def __init__(self, combine: GraphModule, count: int) -> None:
-        super().__init__()
-        self.combine, self.count = combine, count
-
-    def forward(self, *operands: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Return all prefixes of the first ``count`` operands; the others are the same for all."""
-        xs, rest = operands[: self.count], operands[self.count :]
-        combined = torch.vmap(self.combine, (*[0] * (2 * self.count), *[None] * len(rest)))
-        return tuple(_prefixes(lambda left, right: combined(*left, *right, *rest), xs))
-
-
-def _prefixes(combine: Callable[..., Sequence[torch.Tensor]], xs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return x[0], x[0] x[1], ... along axis 0; ``combine`` is the product of neighbours, the earlier one first."""
-    count = xs[0].shape[0]
-    if count < 2:
-        return list(xs)
-    odd = _prefixes(combine, combine([x[: count - 1 : 2] for x in xs], [x[1::2] for x in xs]))
-    even = [x[:1] for x in xs]
-    if count > 2:
-        later = combine([x[: (count - 1) // 2] for x in odd], [x[2::2] for x in xs])
-        even = [torch.cat(pair) for pair in zip(even, later, strict=True)]
-    pairs = [torch.stack([e[: o.shape[0]], o], 1).flatten(0, 1) for e, o in zip(even, odd, strict=True)]
-    return pairs if count % 2 == 0 else [torch.cat([p, e[-1:]]) for p, e in zip(pairs, even, strict=True)]
-
-
-def is_scan(node: Node) -> bool:
-    """Tell whether a call is that of PyTorch's ``associative_scan``."""
-    return node.op == "call_function" and getattr(node.target, "_name", "") == "associative_scan"

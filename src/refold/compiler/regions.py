@@ -10,16 +10,16 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule
 
-from ...report import GraphReport
-from ..compile_time import RIVAL_S, unrolled_seconds
-from ..dynamo import captures_loops
-from ..inductor import Compiled, show_graph
-from ..ir.builder import between
-from ..ir.cost import Cost, graph_cost, nbytes
-from ..ir.rewrite import source_line
-from ..session import describe_captured
-from .program import Program, Read
-from .read import read
+from ..report import GraphReport
+from .compile_time import RIVAL_S, unrolled_seconds
+from .dynamo import captures_loops
+from .inductor import Compiled, show_graph
+from .ir.builder import between
+from .ir.cost import Cost, graph_cost, nbytes
+from .ir.rewrite import source_line
+from .notation.program import Program, Read
+from .notation.read import read
+from .session import describe_captured
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,80 @@
+"""Whether loops are captured: for which backends, with which PyTorch, and why not."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ...errors import warn
+
+TESTED_TORCH = ((2, 11), (2, 13))
+"""The PyTorch releases, first and last, whose loops are captured."""
+
+SWITCH = "REFOLD_LOOPS"
+"""The environment variable that, set to ``unroll``, switches loop capture off; read at each compile."""
+
+_MARK = "refold_captures_loops"
+_reason: str | None = None
+_remove: Callable[[], None] | None = None
+
+
+def mark(backend: Callable[..., Any]) -> None:
+    """Note that loops are captured for a backend of ``torch.compile``."""
+    setattr(backend, _MARK, True)
+
+
+def is_marked(backend: Any) -> bool:
+    """Tell whether loops are captured for a backend, however PyTorch has wrapped it."""
+    if unavailable() is not None:
+        return False
+    while backend is not None:
+        inner = vars(backend) if hasattr(backend, "__dict__") else {}
+        if (inner.get("kwargs") or {}).get("options", {}).get("loops") == "unroll":
+            return False
+        if getattr(backend, _MARK, False):
+            return True
+        backend = inner.get("_torchdynamo_orig_backend") or inner.get("compiler_fn") or inner.get("__wrapped__")
+    return False
+
+
+def unavailable() -> str | None:
+    """Return why loops are not captured; None if they are."""
+    if os.environ.get(SWITCH, "capture") == "unroll":
+        return f"the environment variable {SWITCH} is set to unroll"
+    if _reason is not None:
+        return _reason
+    release = tuple(int(part) for part in torch.__version__.split(".")[:2])
+    if not TESTED_TORCH[0] <= release <= TESTED_TORCH[1]:
+        first, last = (".".join(map(str, tested)) for tested in TESTED_TORCH)
+        return f"PyTorch {torch.__version__} is not one of the tested versions, {first} to {last}"
+    return None
+
+
+def is_on() -> bool:
+    """Tell whether something was added to Dynamo's interpreter."""
+    return _remove is not None
+
+
+def switch_on(remove: Callable[[], None]) -> None:
+    """Note what was added to Dynamo's interpreter, as a function that removes it."""
+    global _reason, _remove
+    _reason, _remove = None, remove
+
+
+def switch_off(reason: str | Exception) -> None:
+    """Remove what was added to Dynamo's interpreter; warn if the reason is that Dynamo is not as expected."""
+    global _reason, _remove
+    if _remove is not None:
+        _remove()
+        _remove = None
+    if isinstance(reason, str):
+        _reason = reason
+        return
+    _reason = f"Dynamo of PyTorch {torch.__version__} is not as expected ({type(reason).__name__}: {reason})"
+    warn(
+        f"loops over time are not captured, so compile time grows with their length: {_reason}. Results are the same. "
+        "Use a tested version of PyTorch, or a newer refold."
+    )

@@ -1,0 +1,333 @@
+"""What `refold.compiler.backend` hands on: ``torch.compile(backend="refold")``, `refold.compile`, `refold.explain`.
+
+One graph goes through these steps. Inductor is started with a hook on its ATen graph; if the
+pipeline finds nothing there, the compile simply ends as Inductor's own. Otherwise it is stopped,
+each rewrite is checked against float64 and timed against its original, the compile is started again
+with those that stand, and the result is raced against eager and plain Inductor. What runs in the
+end is the fastest of the three, and the report says why.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import cache
+from os import PathLike
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule
+
+from ..errors import ArgumentError, CompileError, PlanError, warn
+from ..report import GraphReport, Report
+from .choices import Choices
+from .decisions import Plan, folder_for
+from .dynamo import captures_loops, notes
+from .environment import environment
+from .inductor import Compiled, inductor, show_graph
+from .notation.rules import read_rules
+from .patience import patience
+from .private import compile_number, inductor_modes, inductor_options, recompile_limit
+from .recurrence.joins import refusals
+from .recurrence.serial_chains import serial_loops
+from .refusals import refused
+from .replay import Remembering
+from .session import STAYS, describe_captured, survey
+from .validate.program import first_line
+from .validate.region import Settings
+
+BUG = "Please report this with the output of `refold doctor`."
+OWN_OPTIONS = ("verify", "accept", "strict", "loops", "compile_budget", "cache", "plan", "rules", "choose", "report")
+
+
+@captures_loops
+def refold(
+    gm: GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    options: Mapping[str, Any] | None = None,
+    mode: str | None = None,
+) -> Compiled:
+    """Compile one Dynamo graph; the function of ``torch.compile(..., backend="refold")``.
+
+    Args:
+        gm: The graph that Dynamo captured.
+        example_inputs: The values it was captured with.
+        options: refold's own ``verify`` ("quick" or "off"), ``accept`` ("faster" or "always"),
+            ``strict`` (bool), ``loops`` ("capture" or "unroll"), ``compile_budget`` (seconds), ``cache`` (bool or a
+            folder), ``plan`` (a report or a path to one), ``rules`` (files), ``choose`` (see
+            `refold.compiler.choices`) and ``report`` (a `refold.report.Report` to add to); all else
+            is passed to Inductor.
+        mode: A mode of ``torch.compile``, passed to Inductor.
+
+    Returns:
+        A callable with the graph's signature.
+
+    Raises:
+        ArgumentError: An option has an unknown value.
+        CompileError: refold itself failed, and ``strict`` was set.
+        PlanError: The plan does not fit, and ``strict`` was set.
+    """
+    given = dict(options or {})
+    own = {key: given.pop(key) for key in OWN_OPTIONS if key in given}
+    report = own.pop("report", None)
+    report = Report() if report is None else report
+    check_inductor_options(given, mode)
+    passed_on = {**((inductor_modes() or {}).get(mode, {}) if mode else {}), **given}
+    settings = check_settings(Settings(**own, options=passed_on))
+    entry = GraphReport(index=len(report.graphs), mode="training" if _is_training(gm) else "inference")
+    report.graphs.append(entry)
+    entry.notes += notes() + _limit_notes()
+    try:
+        with patience():
+            return Remembering(gm, example_inputs, settings, entry).run()
+    except PlanError:
+        raise
+    except Exception as error:
+        if settings.strict:
+            raise CompileError(f"refold failed on graph {entry.index}: {first_line(error)}. {BUG}") from error
+        warn(f"refold failed on graph {entry.index} ({first_line(error)}); Inductor compiles it instead. {BUG}")
+        entry.notes.append(f"refold failed: {first_line(error)}")
+        entry.chosen, entry.reason = "inductor", "because refold failed"
+        for row in entry.rewrites:
+            row.status, row.reason = "refused", refused("refold-failed", first_line(error))
+        return inductor(gm, example_inputs, options=passed_on)
+
+
+def _limit_notes() -> list[str]:
+    """Say when PyTorch will compile a function no more: it then runs eagerly for all else that it is called with."""
+    nth, limit = compile_number(), recompile_limit()
+    if nth is None or limit is None or nth + 1 < limit:
+        return []
+    return [
+        f"this is the last of {limit} compiles of this function (torch._dynamo.config.recompile_limit): called with "
+        "anything that none of them is for, it runs eagerly"
+    ]
+
+
+def _is_training(gm: GraphModule) -> bool:
+    """Tell whether a result of the graph has a gradient."""
+    results = [node.meta.get("example_value") for node in gm.graph.output_node().all_input_nodes]
+    return torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in results)
+
+
+def check_settings(settings: Settings) -> Settings:
+    """Refuse unknown option values.
+
+    Raises:
+        ArgumentError: Names the option, its value and what is allowed.
+    """
+    for name, allowed in (
+        ("verify", ("quick", "off")),
+        ("accept", ("faster", "always")),
+        ("strict", (True, False)),
+        ("loops", ("capture", "unroll")),
+    ):
+        if (got := getattr(settings, name)) not in allowed:
+            raise ArgumentError(f"{name} must be one of {', '.join(map(repr, allowed))}, not {got!r}")
+    budget = settings.compile_budget
+    if isinstance(budget, bool) or not isinstance(budget, (int, float)) or not budget > 0:
+        raise ArgumentError(f"compile_budget must be a number of seconds above 0, not {budget!r}")
+    folder_for(settings.cache)
+    rules, choose = read_rules(settings.rules), Choices.read(settings.choose)
+    plan = None if settings.plan is None else Plan.read(settings.plan)
+    return replace(settings, plan=plan, rules=rules, choose=choose)
+
+
+def check_inductor_options(options: Mapping[str, Any], mode: str | None) -> None:
+    """Refuse options and modes that neither refold nor Inductor has, as plain ``torch.compile`` does.
+
+    Raises:
+        ArgumentError: Names the option and what looks like it.
+    """
+    others = inductor_options() if options else []
+    known = [*OWN_OPTIONS, *(others or [])]
+    for name in options:
+        if others is not None and name.replace("-", "_") not in known:
+            alike = difflib.get_close_matches(name, known)
+            hint = f"; did you mean {' or '.join(alike)}?" if alike else "."
+            raise ArgumentError(
+                f"unexpected option {name!r}: refold's own are {', '.join(OWN_OPTIONS)}, the others "
+                f"those of torch._inductor.list_options(){hint}"
+            )
+    modes = inductor_modes() if mode is not None else None
+    if modes is not None and mode not in modes:
+        raise ArgumentError(f"mode must be one of {', '.join(map(repr, modes))}, not {mode!r}")
+
+
+def check_callable(module: Any) -> None:
+    """Refuse what is no module and no function.
+
+    Raises:
+        ArgumentError: Says what it is.
+    """
+    if isinstance(module, type):
+        raise ArgumentError(f"module must be a module, not the class {module.__name__}; pass {module.__name__}(...)")
+    if not callable(module):
+        raise ArgumentError(f"module must be a torch.nn.Module or a function, not {type(module).__name__}")
+
+
+def compile(
+    module: Callable[..., Any] | None = None,
+    *,
+    verify: str = "quick",
+    accept: str = "faster",
+    strict: bool = False,
+    loops: str = "capture",
+    compile_budget: float = 60.0,
+    cache: bool | str | PathLike[str] = True,
+    plan: Report | Mapping[str, Any] | str | PathLike[str] | None = None,
+    rules: Any = None,
+    choose: Choices | Mapping[str, Any] | None = None,
+    fullgraph: bool = False,
+    dynamic: bool | None = None,
+    mode: str | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> Any:
+    """Compile a module or function with refold; ``torch.compile`` with a report.
+
+    Args:
+        module: An ``nn.Module`` or a function of tensors. Without one, the call returns a decorator that has the other
+            arguments.
+        verify: ``"quick"`` checks every rewrite against float64 when it is first compiled;
+            ``"off"`` trusts the algebra.
+        accept: ``"faster"`` keeps what is measured to be faster than the best of eager and
+            ``torch.compile`` on this machine at these shapes; ``"always"`` keeps all that is right.
+        strict: Raise refold's own failures instead of falling back to Inductor with a warning.
+        loops: ``"capture"`` traces the body of a long loop over time once; ``"unroll"`` leaves Dynamo's
+            interpreter alone, which then executes every step. The environment variable
+            ``REFOLD_LOOPS=unroll`` does the same for a whole process.
+        compile_budget: How many seconds Inductor may take, as estimated before it is started, for unrolled loops
+            over time that cannot be rewritten. Beyond that the graph runs eagerly, and the report says so.
+        cache: Where decisions are kept, so that neither a recompile nor the next process takes them again: True
+            for the default folder (``$REFOLD_CACHE``, else ``~/.cache/refold``), a folder, or False for nowhere.
+        plan: Decisions to replay without timing anything: the ``report`` of a compiled callable, or the path that
+            its ``save`` wrote. Two runs with one plan run the same programs.
+        rules: Rewrites that others found (docs/proposers.md): files, folders of files, or rules. Each is checked and
+            timed like those of the compiler.
+        choose: Which passes run and in which order, which places are left alone, backends and chunk sizes of
+            operators (`refold.compiler.choices.Choices`, or its data).
+        fullgraph: As for ``torch.compile``.
+        dynamic: As for ``torch.compile``.
+        mode: As for ``torch.compile``.
+        options: Options for Inductor.
+
+    Returns:
+        The compiled callable. Its ``report`` (`refold.report.Report`) fills as graphs are compiled,
+        that is at the first call with each new kind of input. Copies and pickles of a compiled module have the report
+        so far, and compile for themselves.
+
+    Raises:
+        ArgumentError: ``module`` is no module or function, an option is unknown or has an unknown value, or ``plan`` is
+            no report.
+
+    Example:
+        >>> import torch, refold
+        >>> @refold.compile
+        ... def scores(q, k):
+        ...     return (q[:, None, :] * k[None, :, :]).sum(-1)
+        >>> scores(torch.ones(3, 8), torch.ones(5, 8)).shape
+        torch.Size([3, 5])
+    """
+    settings = check_settings(
+        Settings(
+            verify, accept, strict, loops, compile_budget=compile_budget, cache=cache, plan=plan, rules=rules,
+            choose=choose,
+        )
+    )  # fmt: skip
+    plan = settings.plan
+    check_inductor_options(options or {}, mode)
+    own = {"verify": verify, "accept": accept, "strict": strict, "loops": loops, "cache": cache, "plan": plan}
+    own |= {"compile_budget": compile_budget, "rules": settings.rules, "choose": settings.choose}
+    arguments: dict[str, Any] = {"fullgraph": fullgraph, "dynamic": dynamic, "mode": mode}
+    arguments["options"] = {**(options or {}), **own}
+    if module is None:
+        return lambda module: _compile(module, None, **arguments)
+    return _compile(module, None, **arguments)
+
+
+def _compile(
+    module: Callable[..., Any], report: Report | None, *, fullgraph: bool, dynamic: bool | None, mode: str | None,
+    options: Mapping[str, Any],
+) -> Any:  # fmt: skip
+    check_callable(module)
+    if report is None:
+        report = Report(target=_name(module), environment=environment())
+    backend = _with_options(refold, {**options, "report": report}, mode)
+    compiled = torch.compile(module, backend=backend, fullgraph=fullgraph, dynamic=dynamic)
+    # OptimizedModule forwards plain attribute writes to the user's module.
+    object.__setattr__(compiled, "report", report)
+    if isinstance(compiled, torch.nn.Module):
+        kind: Any = type(compiled)
+        arguments = {"fullgraph": fullgraph, "dynamic": dynamic, "mode": mode, "options": options}
+        object.__setattr__(compiled, "_refold_arguments", (module, report, arguments))
+        object.__setattr__(compiled, "__class__", _copied_by_compiling(kind))
+    return compiled
+
+
+@cache
+def _copied_by_compiling(kind: Any) -> Any:
+    """Return ``kind``, the class of compiled modules, with copies and pickles that compile the module again.
+
+    What `torch.compile` made of it holds functions of this process; the module and the arguments are all there is.
+    """
+    return type(kind.__name__, (kind,), {"__module__": kind.__module__, "__reduce__": _recipe})
+
+
+def _recipe(compiled: Any) -> tuple[Any, ...]:
+    return _compile_again, compiled._refold_arguments
+
+
+def _compile_again(module: Callable[..., Any], report: Report, arguments: Mapping[str, Any]) -> Any:
+    return _compile(module, report, **arguments)
+
+
+def explain(module: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
+    """List what is wasteful in a module, and why, without changing or compiling anything.
+
+    The module runs once, eagerly, on the given arguments.
+
+    Args:
+        module: An ``nn.Module`` or a function of tensors.
+        args: Its positional arguments.
+        kwargs: Its keyword arguments.
+
+    Returns:
+        A report whose rewrites have status ``found``: products that are written out only to be
+        summed, repeats that are computed on, with FLOPs and bytes before and after; and whose
+        ``loops`` are steps that wait for one another.
+    """
+    check_callable(module)
+    report = Report(target=_name(module), environment=environment())
+
+    @captures_loops
+    def look(gm: GraphModule, inputs: Sequence[Any]) -> Compiled:
+        mode = "training" if _is_training(gm) else "inference"
+        entry = GraphReport(len(report.graphs), mode, chosen="eager", reason="this is an explanation only")
+        report.graphs.append(entry)
+        gm = describe_captured(entry, gm)
+
+        def describe(graph: Graph) -> None:
+            entry.loops += serial_loops(graph)
+            if entry.loops and not any(note.startswith(STAYS) for note in entry.notes):
+                entry.notes += [f"{STAYS} {reason}" for reason in refusals(graph)]
+            survey(entry, graph)
+
+        show_graph(gm, inputs, describe)
+        return gm
+
+    torch.compile(module, backend=look)(*args, **kwargs)
+    return report
+
+
+def _with_options(backend: Callable[..., Compiled], options: Mapping[str, Any], mode: str | None) -> Any:
+    def run(gm: GraphModule, inputs: Sequence[Any]) -> Compiled:
+        return backend(gm, inputs, options=options, mode=mode)
+
+    run.__name__ = "refold"
+    return captures_loops(run) if options.get("loops") == "capture" else run
+
+
+def _name(module: Callable[..., Any]) -> str:
+    return getattr(module, "__qualname__", None) or type(module).__qualname__

@@ -1,0 +1,48 @@
+"""Read a prompt whose time is cut over the devices of a mesh axis."""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, PartitionSpec
+
+from refold.errors import ArgumentError
+from refold.models.configs import Config, MambaConfig
+from refold.models.jax import model_for
+
+Tree = Any
+
+
+def read_sharded(config: Config, params: Tree, tokens: jax.Array, mesh: Mesh, axis: str = "time") -> Any:
+    """Read a prompt whose time is cut over the devices of ``axis``.
+
+    Args:
+        config: The model.
+        params: Its parameters, on every device.
+        tokens: ``(b, t)``; t divides among the devices, each part no shorter than the convolution.
+        mesh: Devices.
+        axis: Mesh axis to cut time over.
+
+    Returns:
+        Logits ``(b, vocab)`` after the last token, and the state, both on every device.
+
+    Raises:
+        ArgumentError: the tokens do not divide.
+    """
+    size = mesh.shape[axis]
+    width = config.conv_width if isinstance(config, MambaConfig) else config.mixer.conv_width
+    if tokens.shape[1] % size or tokens.shape[1] // size < width - 1:
+        raise ArgumentError(
+            f"{tokens.shape[1]} tokens do not divide into {size} equal parts of at least {width - 1} tokens."
+        )
+    forward = partial(model_for(config).forward, config, time_axis=axis)
+    # Every device ends with the same logits and state, by gathers that the replication checker cannot see through.
+    run = jax.shard_map(
+        lambda p, t: forward(p, t),
+        mesh=mesh,
+        in_specs=(PartitionSpec(), PartitionSpec(None, axis)),
+        out_specs=PartitionSpec(),
+        check_vma=False,
+    )
+    return jax.jit(run)(params, jnp.asarray(tokens))

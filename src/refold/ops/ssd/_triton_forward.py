@@ -1,0 +1,421 @@
+"""SSD forward on GPUs with Triton: plans the launches of `_triton_kernels`.
+
+A plan holds everything that depends only on shapes, strides, dtypes and options: how the time axis is cut, the grids,
+the integer arguments. A call only allocates its outputs and workspace, and launches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+
+from refold.ops.spec import Meta
+from refold.ops.ssd import _triton_kernels as kernels
+from refold.ops.ssd.spec import SPEC, STEP
+from refold.ops.torch.launch import (
+    INTERPRETED,
+    Launch,
+    contiguous,
+    current_stream,
+    fresh,
+    fresh_like,
+    gluon,
+    last_contiguous,
+    planned,
+    refusal,
+    same_dtype,
+)
+from refold.ops.torch.tables import device_limits, family, lookup
+
+HOPPER = ("refold.ops.ssd._gluon_kernels", "refold.ops.torch.tma_launch")
+
+
+def supports(meta: Meta) -> str | None:
+    """Return None if the kernels take these arguments, else why not."""
+    if (reason := refusal(meta)) is not None:
+        return reason
+    return same_dtype(meta, "B", "C", "z")
+
+
+@planned(
+    SPEC, x=last_contiguous, A=contiguous, B=last_contiguous, C=last_contiguous, z=last_contiguous, dt_bias=contiguous,
+    initial_state=contiguous, cu_seqlens=contiguous,
+)  # fmt: skip
+def ssd(
+    *, x: torch.Tensor, dt: torch.Tensor, A: torch.Tensor, B: torch.Tensor, C: torch.Tensor, D: torch.Tensor | None,
+    z: torch.Tensor | None, dt_bias: torch.Tensor | None, initial_state: torch.Tensor | None,
+    cu_seqlens: torch.Tensor | None, dt_softplus: bool, dt_limit: tuple[float, float], chunk_size: int | None,
+    state_dtype: torch.dtype | None, config: dict[str, int] | None = None,
+) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:  # fmt: skip
+    """Plan `refold.ops.ssd`; ``config`` overrides entries of the configuration table."""
+    if chunk_size is not None:
+        # A smaller chunk than the table's is granted; a larger one would not fit. The result is the same.
+        config = {"chunk": chunk_size, **(config or {})}
+    return _Plan(x, dt, B, C, D, z, initial_state, dt_softplus, dt_limit, cu_seqlens, state_dtype, config)
+
+
+def choose_cut(nchunks: int, rows: int, slots: int, states: int, state_slots: int, cost: dict) -> tuple[int, int]:
+    """Return (segments, pieces per segment): how to cut ``nchunks`` chunks.
+
+    ``rows`` programs per segment of `scan` run on ``slots`` slots, ``states`` programs per piece of `state` on
+    ``state_slots``. The unit of cost is the time of a chunk in `scan`: `state` takes cost["state_cost"] per chunk, and
+    launching it costs cost["launch_cost"]; the other numbers come from a fit to 1150 measured cuts of 16 shapes on an
+    H200 (benchmarks/LOG.md). More segments fill the device; fewer have less to compute twice.
+    """
+    best, best_cost = (1, 1), float("inf")
+    for nsegments in range(1, min(nchunks, 256) + 1):
+        for pieces in (1, 2, 4, 8):
+            length = -(-nchunks // (nsegments * pieces)) * pieces
+            if -(-nchunks // length) != nsegments or (nsegments == 1 and pieces > 1):
+                continue
+            total = -(-rows * nsegments // slots) * (length + 4.0)
+            if nsegments > 1:
+                npieces = (nsegments - 1) * pieces
+                waves = -(-states * npieces // state_slots)
+                total += cost["state_cost"] * waves * (length // pieces + 2.0) + cost["launch_cost"]
+                total += cost["launch_cost"] + 0.3 * npieces if npieces > cost["fused_pass"] else 0.75 * npieces
+            if total < best_cost * 0.99:
+                best, best_cost = (nsegments, pieces), total
+    return best
+
+
+@dataclass(frozen=True)
+class _Tiles:
+    """How the Hopper kernels cut heads and states into tiles, and how many tiles a program takes.
+
+    Attributes:
+        channels: Of a tile.
+        states: Of a tile, or of half of one.
+        halves: 2 for more states than that.
+        scan: Tiles of a program of `scan`, neighbours in a group.
+        state: Likewise of `state`.
+        blocks: Tiles of a head.
+    """
+
+    channels: int
+    states: int
+    halves: int
+    scan: int
+    state: int
+    blocks: int
+
+    @classmethod
+    def of(cls, nheads: int, ngroups: int, headdim: int, dstate: int) -> _Tiles:
+        """Return the tiles of a problem."""
+        channels, states = 64, 64 if dstate <= 64 else 128
+        halves, blocks = triton.cdiv(dstate, states), triton.cdiv(headdim, channels)
+        group = nheads // ngroups * blocks
+        scan = 2 if halves == 1 and group % 2 == 0 else 1
+        state = next(tiles for tiles in (4, 2, 1) if tiles * halves <= 4 and group % tiles == 0)
+        return cls(channels, states, halves, scan, state, blocks)
+
+    def registers(self) -> tuple[dict[str, int], dict[str, int]]:
+        """Return the options of `scan` and of `state` that let two small programs share a multiprocessor."""
+        scan, state = self.scan * self.states == 64, self.state * self.halves == 1
+        return {"maxnreg": 80} if scan else {}, {"maxnreg": 128} if state else {}
+
+    def slots(self, gate: bool) -> tuple[int, int]:
+        """Return how many programs of `scan` and of `state` a multiprocessor holds; a gate takes shared memory."""
+        scan, state = self.registers()
+        return 2 if scan and not gate else 1, 2 if state else 1
+
+
+def _hopper_fits(x, B, C, z, initial) -> bool:
+    """Say whether the Hopper kernels take these tensors."""
+    if INTERPRETED or x.device.type != "cuda" or torch.cuda.get_device_capability(x.device)[0] != 9:
+        return False
+    return x.dtype in (torch.bfloat16, torch.float16) and _fits_copy_engine(x, B, C, z, initial)
+
+
+def _fits_copy_engine(x, B, C, z, initial) -> bool:
+    """Say whether the tiles of these tensors can be copied: at most 256 states, rows of one dtype on 16 bytes."""
+    if x.shape[1] == 0 or B.shape[-1] > 256 or (initial is not None and initial.data_ptr() % 16):
+        return False
+    return all(
+        t.dtype == x.dtype and t.data_ptr() % 16 == 0 and t.shape[3] % 8 == 0
+        and all(size == 1 or (step > 0 and step % 8 == 0) for size, step in zip(t.shape[:3], t.stride(), strict=False))
+        for t in (x, B, C, z) if t is not None
+    )  # fmt: skip
+
+
+class _Plan:
+    """How one combination of shapes, strides, dtypes and options runs."""
+
+    def __init__(self, x, dt, B, C, D, z, initial, dt_softplus, dt_limit, cu_seqlens, state_dtype, config) -> None:
+        batch, seqlen, nheads, headdim = x.shape
+        ngroups, dstate = B.shape[-2:]
+        varlen = cu_seqlens is not None
+        sms, shared = device_limits(x.device)
+        block_n = max(16, triton.next_power_of_2(dstate))
+        table = lookup("ssd", x.device, x.dtype)
+        if block_n < 32:
+            table = table | table.get("narrow", {})
+        config = table | (config or {})
+        block_p = min(max(16, triton.next_power_of_2(headdim)), config["block_p"])
+        chunk = min(table["chunk"], max(16, triton.next_power_of_2(config["chunk"])))
+        # A tile of the state holds at most `tile` elements; wide states take fewer channels, then shorter chunks.
+        while block_p > 16 and block_p * block_n > config["tile"]:
+            block_p //= 2
+        steps_positive = dt_softplus or dt_limit[0] >= 0
+        hopper = config["hopper"] and not varlen and chunk == 64 and steps_positive
+        self.hopper = hopper and _hopper_fits(x, B, C, z, initial) and gluon(*HOPPER) is not None
+        stages = config["stages"]
+        if not self.hopper and chunk == 64 and x.element_size() == 2 and family(x.device) == "hopper":
+            # Triton's asynchronous products want 64 tokens. Where rows are not known to lie on 16 bytes, Triton 3.6
+            # then accesses memory that is not its own; there, and for more states, 32 tokens are faster, too.
+            if not all(t.data_ptr() % 16 == 0 and all(n % 16 == 0 for n in t.stride()[:3]) for t in (x, B, C)):
+                chunk, stages = 32, 1
+            elif block_n > 128:
+                chunk = 32
+        # Products of float32 keep the tile and its three bfloat16 parts.
+        item = 10 if x.dtype == torch.float32 else x.element_size()
+        while chunk > 16 and self._shared(chunk, block_p, block_n, item, 1) > shared:
+            chunk //= 2
+        while stages > 1 and self._shared(chunk, block_p, block_n, item, stages) > shared:
+            stages -= 1
+        self.nseqs = nseqs = cu_seqlens.numel() - 1 if varlen else batch
+        self.nchunks = nchunks = seqlen // chunk + nseqs if varlen else max(1, triton.cdiv(seqlen, chunk))
+        blocks_p = triton.cdiv(headdim, block_p)
+        rows, slots = batch * nheads * blocks_p, sms * config["slots"]
+        states, state_slots = rows, slots
+        if self.hopper:
+            self.tiles = tiles = _Tiles.of(nheads, ngroups, headdim, dstate)
+            rows, states = (batch * nheads * tiles.blocks // each for each in (tiles.scan, tiles.state))
+            slots, state_slots = (sms * each for each in tiles.slots(z is not None))
+        if "segments" in config:
+            nsegments, pieces = config["segments"], config.get("pieces", 1)
+        else:
+            nsegments, pieces = choose_cut(nchunks, rows, slots, states, state_slots, config)
+        piece_chunks = triton.cdiv(nchunks, nsegments * pieces)
+        segment_chunks = piece_chunks * pieces
+        self.nsegments = nsegments = triton.cdiv(nchunks, segment_chunks)
+        npieces = (nsegments - 1) * pieces
+        self.passed = npieces > config["fused_pass"]
+        self.warm = False
+        self.new_y = fresh_like(x)
+        self.new_final = fresh((nseqs, nheads, headdim, dstate), state_dtype or torch.float32, x.device)
+        # C·Bᵀ that one head alone reads is formed where it is read. (Measured for float32 only.)
+        own_cb = x.dtype == torch.float32 and nheads == ngroups and blocks_p <= 2
+        prepared = 0 if own_cb else ngroups
+        # One float32 workspace, cut into: C·Bᵀ, decay, step, piece states, piece decays.
+        rows = batch * nchunks * nheads * chunk
+        states = batch * npieces * nheads
+        parts = 2 if x.dtype == torch.float32 else 1
+        sizes = [batch * nchunks * prepared * chunk * chunk, rows * parts, rows, states * headdim * dstate, states]
+        self.cuts = []
+        total = 0
+        for size in sizes:
+            self.cuts.append(total * 4)
+            total += -(-size // 32) * 32
+        self.new_workspace = fresh((max(total, 1),), torch.float32, x.device)
+        self.new_table = fresh((nchunks * 4,), torch.int32, x.device) if varlen else None
+
+        precision = "ieee"
+        if INTERPRETED:
+            precision = "widen"
+        elif x.dtype == torch.float32 and (config["precision"] != "bf16x6" or min(chunk, block_p, block_n) >= 32):
+            # Triton 3.6 does not compile chains of bfloat16 products of 16 x 16 tiles: they are formed in float32.
+            precision = config["precision"]
+        shape = {"CHUNK": chunk, "BLOCK_P": block_p, "BLOCK_N": block_n}
+        block_h = min(16, max(4, triton.next_power_of_2(nheads)))
+        self.chunks = Launch(kernels._ssd_fwd_chunks_kernel, (nseqs + 1,), {"CHUNK": chunk, "BLOCK": 128}, {})
+        self.chunks_ints = (nseqs, nchunks, seqlen)
+        self.prepare = Launch(
+            kernels._ssd_fwd_prepare_kernel, (batch * nchunks, prepared + triton.cdiv(nheads, block_h)),
+            {"CHUNK": chunk, "BLOCK_H": block_h, "BLOCK_N": block_n, "SOFTPLUS": bool(dt_softplus), "VARLEN": varlen,
+             "SHIFT": bool(self.hopper), "PARTS": parts, "PRECISION": precision}, {"num_warps": 4},
+        )  # fmt: skip
+        self.prepare_ints = (
+            seqlen, nchunks, nheads, prepared, dstate, float(dt_limit[0]), float(dt_limit[1]),
+            *dt.stride(), *B.stride()[:3], *C.stride()[:3],
+        )  # fmt: skip
+        size = headdim * dstate
+        self.pass_ints = (npieces, nheads, size)
+        self.pass_ = Launch(
+            kernels._ssd_fwd_pass_kernel, (triton.cdiv(size, 1024), nheads, batch),
+            {"BLOCK": 1024, "VARLEN": varlen, "HOPPER": bool(self.hopper)}, {"num_warps": 4},
+        )  # fmt: skip
+        D_strides = (0, 0) if D is None else (D.stride(0), D.stride(1) if D.dim() == 2 else 0)
+        if self.hopper:
+            cut = (segment_chunks, piece_chunks, pieces, npieces)
+            self._plan_hopper(x, B, C, z, initial, D_strides, cut)
+            return
+        loop = {"VARLEN": varlen, "PARTS": parts, "PRECISION": precision, "STAGES": stages}
+        sizes_ints = (nheads, ngroups, headdim, dstate)
+        x_strides, B_strides, C_strides = x.stride()[:3], B.stride()[:3], C.stride()[:3]
+        self.state_ints = (seqlen, nchunks, piece_chunks, npieces, *sizes_ints, *x_strides, *B_strides)
+        self.state = Launch(
+            kernels._ssd_fwd_state_kernel, (nheads * blocks_p, npieces, batch), {**shape, **loop},
+            {"num_warps": config["state_warps"], "num_stages": stages},
+        )  # fmt: skip
+        z_strides = z.stride()[:3] if z is not None else (0, 0, 0)
+        self.scan_ints = (seqlen, nchunks, segment_chunks, pieces, npieces, *sizes_ints,
+                          *x_strides, *B_strides, *C_strides, *z_strides, *D_strides)  # fmt: skip
+        self.scan = Launch(
+            kernels._ssd_fwd_scan_kernel, (nheads * blocks_p, nsegments, batch),
+            {**shape, **loop, "PASSED": self.passed, "OWN_CB": own_cb},
+            {"num_warps": config["warps"], "num_stages": stages},
+        )  # fmt: skip
+
+    def _plan_hopper(self, x, B, C, z, initial, D_strides, cut) -> None:
+        """Plan the Hopper kernels, and describe their tensors to the copy engine."""
+        from refold.ops.torch.tma_launch import MappedLaunch
+
+        hopper: Any = gluon(*HOPPER)
+
+        batch, _, nheads, headdim = x.shape
+        ngroups, dstate = B.shape[-2:]
+        nchunks, tiles = self.nchunks, self.tiles
+        segment_chunks, piece_chunks, pieces, npieces = cut
+
+        def view(tensor: torch.Tensor, block: int) -> dict[str, Any]:
+            b, t, h, width = tensor.shape
+            # The copy engine wants the stride of an axis of one element, too, to be one that it could take.
+            strides = [tensor.stride(i) if tensor.shape[i] > 1 else 8 for i in (0, 2, 1)]
+            return {"shape": [b, h, t, width], "strides": [*strides, 1], "block_shape": [1, 1, 64, block],
+                    "layout": hopper.tile_layout(16, 4)}  # fmt: skip
+
+        x_view, y_view = view(x, tiles.channels), view(torch.empty(x.shape, device="meta"), tiles.channels)
+        z_view = {} if z is None else view(z, tiles.channels)
+        B_view, C_view = view(B, tiles.states), view(C, tiles.states)
+        cb_view = {
+            "shape": [batch * nchunks * ngroups * 64, 64], "strides": [64, 1], "block_shape": [64, 64],
+            "layout": hopper.tile_layout(32, 2),
+        }  # fmt: skip
+        self.initial_described = initial is not None and tiles.halves == 1
+        initial_view = {} if not self.initial_described else {
+            "shape": [batch * nheads, headdim, dstate], "strides": [headdim * dstate, dstate, 1],
+            "block_shape": [1, tiles.channels, tiles.states],
+            "layout": hopper.tile_layout(8 * initial.element_size(), 3),
+        }  # fmt: skip
+        sizes = {"HEADDIM": headdim, "DSTATE": dstate, "HALVES": tiles.halves, "CHUNK": 64, "P": tiles.channels,
+                 "N": tiles.states}  # fmt: skip
+        ntiles = nheads * tiles.blocks
+        scan_registers, state_registers = tiles.registers()
+        self.state_ints = (nchunks, piece_chunks, npieces, nheads, ngroups)
+        self.state = MappedLaunch(
+            hopper._ssd_fwd_state_hopper_kernel, (ntiles // tiles.state, npieces, batch),
+            {**sizes, "TILES": tiles.state, "STAGES": 4},
+            {"num_warps": 4, **state_registers}, [x_view, B_view],
+        )  # fmt: skip
+        self.scan_ints = (nchunks, segment_chunks, self.nsegments, pieces, npieces, nheads, ngroups, *D_strides)
+        self.scan = MappedLaunch(
+            hopper._ssd_fwd_scan_hopper_kernel, (ntiles // tiles.scan, self.nsegments, batch),
+            {**sizes, "TILES": tiles.scan, "PASSED": self.passed, "HAS_Z": z is not None},
+            {"num_warps": 4, **scan_registers},
+            [x_view, z_view, B_view, C_view, cb_view, y_view, initial_view],
+        )  # fmt: skip
+
+    @staticmethod
+    def _shared(chunk: int, block_p: int, block_n: int, item: int, stages: int) -> int:
+        """Shared memory that `scan` may take: the pipelined tiles, and one staging copy of state and C·Bᵀ."""
+        tiles = chunk * (2 * block_n + block_p) * item + chunk * chunk * 4
+        return tiles * stages + (block_n * block_p + chunk * block_p) * item
+
+    def __call__(self, x, dt, A, B, C, D, z, dt_bias, initial, cu_seqlens) -> tuple[torch.Tensor, torch.Tensor]:
+        device = x.device
+        y, final, workspace = self.new_y(), self.new_final(), self.new_workspace()
+        arrays: list[Any] = [x, dt, A, B, C, D, z, dt_bias, initial, y, final]
+        if self.warm:  # addresses save views of the workspace, and the driver a look at every tensor
+            base = workspace.data_ptr()
+            parts: list[Any] = [base + cut for cut in self.cuts]
+            arrays = [a if a is None else a.data_ptr() for a in arrays]
+        else:
+            parts = [workspace[cut // 4 :] for cut in self.cuts]
+        cb, decay, step, piece_state, piece_decay = parts
+        results = y, final
+        x, dt, A, B, C, D, z, dt_bias, initial, y, final = arrays
+        stream = current_stream(device)
+        table = None
+        if self.new_table is not None:
+            table = self.new_table()
+            self.chunks(stream, cu_seqlens, table, *self.chunks_ints)
+        self.prepare(stream, table, dt, A, dt_bias, B, C, decay, step, cb, *self.prepare_ints)
+        if self.nsegments > 1:
+            if self.hopper:
+                self.state(stream, x, B, decay, step, piece_state, piece_decay, *self.state_ints)
+            else:
+                self.state(stream, table, x, B, decay, step, initial, piece_state, piece_decay, *self.state_ints)
+            if self.passed:
+                self.pass_(stream, piece_state, piece_decay, initial, *self.pass_ints)
+        if self.hopper:
+            described, plain = (initial, None) if self.initial_described else (None, initial)
+            self.scan(stream, x, z, B, C, cb, y, described, decay, step, D, plain, piece_state, piece_decay, final,
+                      *self.scan_ints)  # fmt: skip
+        else:
+            self.scan(stream, table, x, B, C, cb, decay, step, D, z, initial, piece_state, piece_decay, y, final,
+                      *self.scan_ints)  # fmt: skip
+        if not self.warm:
+            launches = [self.prepare, self.scan]
+            launches += [self.state] if self.nsegments > 1 else []
+            launches += [self.pass_] if self.nsegments > 1 and self.passed else []
+            launches += [self.chunks] if table is not None else []
+            self.warm = all(launch.takes_addresses for launch in launches)
+        return results
+
+
+def _plan_step(
+    *, x: torch.Tensor, dt: torch.Tensor, A: torch.Tensor, B: torch.Tensor, C: torch.Tensor, state: torch.Tensor,
+    D: torch.Tensor | None, z: torch.Tensor | None, dt_bias: torch.Tensor | None, dt_softplus: bool,
+    dt_limit: tuple[float, float],
+) -> Callable[..., torch.Tensor]:  # fmt: skip
+    """Return a function of the arrays and the new state, which may be the state, that returns y."""
+    batch, nheads, headdim, dstate = state.shape
+    one = x.dim() == 3
+    ntokens = 1 if one else x.shape[1]
+
+    def strides(tensor: torch.Tensor | None) -> tuple[int, int, int]:
+        if tensor is None:
+            return 0, 0, 0
+        return (tensor.stride(0), 0 if one else tensor.stride(1), tensor.stride(1 if one else 2))
+
+    block_n = triton.next_power_of_2(dstate)
+    block_p = min(triton.next_power_of_2(headdim), max(1, 4096 // block_n))
+    D_strides = (0, 0) if D is None else (D.stride(0), D.stride(1) if D.dim() == 2 else 0)
+    ints = (
+        ntokens, nheads, B.shape[-2], headdim, dstate, float(dt_limit[0]), float(dt_limit[1]), *strides(x),
+        *strides(dt), *strides(B), *strides(C), *strides(z), *D_strides,
+    )  # fmt: skip
+    launch = Launch(
+        kernels._ssd_step_kernel, (triton.cdiv(headdim, block_p), nheads, batch),
+        {"BLOCK_P": block_p, "BLOCK_N": block_n, "SOFTPLUS": bool(dt_softplus)}, {"num_warps": 4},
+    )  # fmt: skip
+
+    new_y = fresh_like(x)
+
+    def run(x, dt, A, B, C, state, D, z, dt_bias, new_state):
+        y = new_y()
+        launch(current_stream(x.device), x, dt, A, B, C, D, z, dt_bias, state, new_state, y, *ints)
+        return y
+
+    return run
+
+
+_step_layouts: dict[str, Any] = {
+    "x": last_contiguous, "A": contiguous, "B": last_contiguous, "C": last_contiguous, "state": contiguous,
+    "z": last_contiguous, "dt_bias": contiguous,
+}  # fmt: skip
+
+
+@planned(STEP, **_step_layouts)
+def ssd_step(**arguments: Any) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
+    """Plan `refold.ops.ssd_step`."""
+    step = _plan_step(**arguments)
+    fresh_state = fresh_like(arguments["state"])
+
+    def run(x, dt, A, B, C, state, D, z, dt_bias):
+        new_state = fresh_state()
+        return step(x, dt, A, B, C, state, D, z, dt_bias, new_state), new_state
+
+    return run
+
+
+@planned(STEP, **_step_layouts)
+def ssd_step_(**arguments: Any) -> Callable[..., torch.Tensor]:
+    """Plan `refold.ops.ssd_step_`: the state, contiguous, is overwritten and the outputs are returned."""
+    step = _plan_step(**arguments)
+    return lambda x, dt, A, B, C, state, D, z, dt_bias: step(x, dt, A, B, C, state, D, z, dt_bias, state)

@@ -1,0 +1,12 @@
+"""The third power."""
+
+import torch
+
+
+class Model(torch.nn.Module):
+    def forward(self, x):
+        return x * x * x
+
+
+def get_inputs():
+    return [torch.randn(6, 10)]

@@ -1,0 +1,27 @@
+"""Its backward leaves a gradient in the parameter, which the next step of an optimizer would count twice."""
+
+import torch
+
+EXPECT = "S8"
+TERMS = {"train": True, "level": "quick"}
+
+
+class Twice(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, weight):
+        ctx.weight = weight
+        return weight.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        ctx.weight.grad = gradient.clone()
+        return gradient
+
+
+class ModelNew(torch.nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.linear = torch.nn.Linear(width, width)
+
+    def forward(self, x):
+        return torch.relu(torch.nn.functional.linear(x, Twice.apply(self.linear.weight), self.linear.bias))

@@ -1,0 +1,12 @@
+"""Random configurations of every family, read from checkpoints; `python -m support.random_models` checks more."""
+
+import pytest
+
+from support.random_models import FAMILIES, check
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:transformers.*", "ignore::FutureWarning:transformers.*")
+
+
+@pytest.mark.parametrize("seed", range(400, 400 + len(FAMILIES)))
+def test_accelerated_and_lean_models_equal_those_of_transformers(seed):
+    assert check(seed) == FAMILIES[seed % len(FAMILIES)]

@@ -1,0 +1,38 @@
+"""Pages say what the code says, in the words that CONTRIBUTING.md asks for."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from refold.verify.trial.verdict import CHECKS
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "benchmarks" / "LOG.md", *(ROOT / "docs").rglob("*.md")]
+# Words to avoid, and what to write: of time, "behind" and "in front of" are misread.
+PLAIN = {"behind": "after", "in front of": "before", "beside": "next to", "nobody": "who or what it is"}
+
+
+def test_the_page_on_verification_lists_each_check_of_a_trial():
+    rows = re.findall(r"^\| ([A-Z]\d+) \| (.+) \|$", (ROOT / "docs" / "verification.md").read_text(), re.MULTILINE)
+    assert dict(rows) == CHECKS
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_pages_use_plain_words(page):
+    found = [word for word in PLAIN if re.search(rf"\b{word}\b", page.read_text(), re.IGNORECASE)]
+    assert not found, f"write {', '.join(repr(PLAIN[word]) for word in found)} in place of {found}"
+
+
+def test_the_compilers_page_lists_each_pass():
+    passes = re.findall(
+        r'^    \("([^"]+)", \w+\),$', (ROOT / "src/refold/compiler/pipeline.py").read_text(), re.MULTILINE
+    )
+    rows = re.findall(r"^\| ([^|`]+) \| [^|]+ \| .+ \|$", (ROOT / "docs" / "compiler.md").read_text(), re.MULTILINE)
+    assert set(passes) <= set(rows)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_files_that_a_page_names_exist(page):
+    named = re.findall(r"(?<![\w/.:(-])(?:src|tests|tools|docs|benchmarks|examples)/[\w./-]*\w", page.read_text())
+    assert [name for name in named if not (ROOT / name).exists()] == []

@@ -1,0 +1,46 @@
+"""Private names of other packages are used in few places only, each of which goes on without them."""
+
+import pytest
+
+from support.private_names import ROOT, used
+
+# What stands for each door without a name is tested in tests/cpu/compiler/dynamo/test_private_names.py, test_launch.py
+# and test_gluon_interpreted.py; docs/design.md has the table.
+DOORS = (
+    "compiler/dynamo/",  # Dynamo's interpreter and variables
+    "compiler/private.py",
+    "compiler/without.py",
+    "ops/torch/private.py",
+    "ops/torch/launch.py",
+    "ops/torch/tma_launch.py",
+    "ops/selective_scan/_gluon",
+    "ops/ssd/_gluon",
+    "ops/testing/frameworks.py",  # Triton's interpreter, for tests
+    "verify/trial/worker.py",  # a process of its own: whatever fails there is a candidate that was not judged
+    "bench/",  # PyTorch's own associative_scan, which is measured
+)
+
+
+def outside(root):
+    """Return the files that use private names and are no door."""
+    names = {str(path.relative_to(root)): used(path) for path in root.rglob("*.py")}
+    return {file: found for file, found in names.items() if found and not file.startswith(DOORS)}
+
+
+def test_private_names_are_used_at_doors_only():
+    assert outside(ROOT) == {}
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "from torch._inductor import config",
+        "import torch\ntorch._dynamo.reset()",
+        "from torch.fx.experimental.symbolic_shapes import ShapeEnv",
+        "def f():\n    import triton.runtime.jit",
+    ],
+)
+def test_a_private_name_elsewhere_is_found(tmp_path, source):
+    (tmp_path / "ops").mkdir()
+    (tmp_path / "ops" / "planted.py").write_text(source)
+    assert list(outside(tmp_path)) == ["ops/planted.py"]
