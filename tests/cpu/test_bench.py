@@ -13,7 +13,9 @@ import refold
 from refold.bench import cli, compile_time, generation_torch, linear_attention, operators_gpu, progress, rows, suites
 from refold.cli import app
 from refold.errors import ArgumentError
+from refold.generate.torch import Generator
 from refold.models import counts
+from refold.models.checkpoint import random_params
 from refold.models.configs import Mamba2Config
 from support.models import MIXER
 
@@ -49,6 +51,7 @@ def test_the_list_names_all_suites_and_options():
     said = run("list").output
     assert all(name in said for name in suites.SUITES)
     assert "steps=512,4096" in said
+    assert "fused=" in said
 
 
 def test_rows_are_written_as_they_are_measured_and_compared(toy, tmp_path):
@@ -84,8 +87,8 @@ def test_what_could_not_run_says_so_and_is_tried_again():
     mamba_ssm, _, accelerated = generation_torch.rivals(model, "cpu", torch.float32)
     need, found = counts.decode(model, 2, 4), []
     for rival in (mamba_ssm, accelerated):
-        found += generation_torch.beside(rival, "tiny", "decode", rival.decoder, (2, 5, 3), need, 1, 3)
-        found += generation_torch.beside(rival, "tiny", "prefill", rival.reader, (9,), need, 1)
+        found += generation_torch.rival_rows(rival, "tiny", "decode", rival.decoder, (2, 5, 3), need, 1, 3)
+        found += generation_torch.rival_rows(rival, "tiny", "prefill", rival.reader, (9,), need, 1)
     assert "No module named 'mamba_ssm'" in found[0]["not_run"]
     assert [row["backend"] for row in found if row.get("median_s", 0) > 0] == ["transformers, accelerated"] * 2
     run = progress.Run(found, told=lambda text: None)
@@ -102,7 +105,7 @@ def test_progress_says_what_runs_and_of_how_many(toy):
 @pytest.mark.parametrize(
     ("suite", "count"),
     [("cpu", 8), ("linear-attention", 8), ("compile-time", 2), ("fusion-example", 6), ("chunked-scan", 2),
-     ("training", 3), ("ssd-jax", 1), ("recurrences", 48), ("generation-cpu", 3), ("generation-torch-cpu", 2)],
+     ("training", 3), ("ssd-jax", 1), ("recurrences", 76), ("generation-cpu", 3), ("generation-torch-cpu", 2)],
 )  # fmt: skip
 def test_measurements_are_counted_without_being_made(suite, count):
     options = {"device": "cpu"} if "device" in suites.find(suite).options() else {}
@@ -167,7 +170,19 @@ def test_programs_of_linear_attention_agree():
     assert refused["refused"] == refused["not_run"]["refold"] == "an error above 0.0001"
 
 
-def test_rivals_of_an_operator_are_judged_beside_it(monkeypatch):
+def test_a_loop_of_the_host_decodes_what_the_generator_does():
+    model = Mamba2Config(vocab_size=64, nlayers=1, mixer=MIXER)
+    generator, ends = Generator(model, random_params(model)), []
+    for make in (generation_torch.decoder, generation_torch.host_decoder):
+        read = generator.read
+        generator.read = lambda prompts, read=read: ends.append(read(prompts)) or ends[-1]
+        make(generator, 2, 5, 3)()
+        generator.read = read
+    torch.testing.assert_close(*(end.logits for end in ends))
+    assert generator.lengths(ends[0]).tolist() == generator.lengths(ends[1]).tolist() == [8, 8]
+
+
+def test_rivals_of_an_operator_are_judged_with_it(monkeypatch):
     monkeypatch.setattr(operators_gpu, "time_ms", lambda run, count: [run() is None, 2.0, 3.0])
     x, B = torch.randn(1, 9, 2, 4), torch.randn(1, 9, 1, 3)
     arguments = {"x": x, "dt": torch.rand(1, 9, 2), "A": -torch.rand(2), "B": B, "C": B}
@@ -182,7 +197,7 @@ def test_rivals_of_an_operator_are_judged_beside_it(monkeypatch):
     assert case.accuracy(lambda: right / 0)["error"] == float("inf")
 
 
-def test_a_checkout_is_imported_beside_the_package_of_its_name(tmp_path, monkeypatch):
+def test_a_checkout_is_imported_next_to_the_package_of_its_name(tmp_path, monkeypatch):
     for folder, value in (("installed", 1), ("checkout", 2)):
         (tmp_path / folder / "twice_here").mkdir(parents=True)
         (tmp_path / folder / "twice_here" / "__init__.py").write_text("from twice_here.inner import value\n")

@@ -1,8 +1,9 @@
 """Decoding and prefill of language models with PyTorch, next to mamba-ssm's own generation and transformers' models.
 
 mamba-ssm decodes with its own CUDA graph. Its rows say so if its convolution is not the fast one. transformers' models
-run with mamba-ssm's kernels, and accelerated by refold. A package that cannot be imported, or fails, has a
-row "not run".
+run with mamba-ssm's kernels, and accelerated by refold. A package that cannot be imported, or fails, has a row
+"not run". Rows "host loop" are of the same steps as ours, without a CUDA graph.
+
 Weights are random. Work and bytes are counted from the configuration (``refold.models.counts``).
 """
 
@@ -66,6 +67,22 @@ def decoder(generator: Generator, batch: int, past: int, steps: int) -> Callable
     def call() -> None:
         for _ in generator.stream(conversation, steps, stop_tokens=[]):
             pass
+        done(generator.device)
+
+    return call
+
+
+def host_decoder(generator: Generator, batch: int, past: int, steps: int) -> Callable[[], None]:
+    """Return the same by a loop of the host, which launches each kernel of each token; greedy."""
+    conversation = generator.read([[7] * past] * batch)
+    model, config, params = generator.model, generator.config, generator.params
+    active = torch.ones(batch, dtype=torch.bool, device=generator.device)
+
+    @torch.no_grad()
+    def call() -> None:
+        for _ in range(steps):
+            token = conversation.logits.argmax(-1)
+            conversation.logits = model.step_(config, params, token, conversation.state, active=active)
         done(generator.device)
 
     return call
@@ -211,11 +228,15 @@ def decode(
                     continue
                 need = counts.decode(model, batch, 2, past=past + 3 * STEPS)
                 yield measured("torch", name, what, decoder(generator(), batch, past, STEPS), need, 4, STEPS)
+            what = f"decode batch {batch} past {PAST}"
+            if not hasattr(model, "max_positions") and wanted(backend="torch, host loop", case=f"{name} {what}"):
+                need = counts.decode(model, batch, 2)
+                yield measured("torch, host loop", name, what, host_decoder(generator(), batch, PAST, 32), need, 3, 32)
         if others and isinstance(model, Mamba2Config | MambaConfig):
             for rival in rivals(model):
                 for batch in batches:
                     what, need = f"decode batch {batch} past {PAST}", counts.decode(model, batch, 2)
-                    yield from beside(rival, name, what, rival.decoder, (batch, PAST, STEPS), need, 4, STEPS)
+                    yield from rival_rows(rival, name, what, rival.decoder, (batch, PAST, STEPS), need, 4, STEPS)
 
 
 def prefill(
@@ -236,10 +257,10 @@ def prefill(
             for rival in rivals(model):
                 for seqlen in lengths:
                     what, need = f"prefill {seqlen}", counts.prefill(model, 1, seqlen, 64, 2)
-                    yield from beside(rival, name, what, rival.reader, (seqlen,), need, 5)
+                    yield from rival_rows(rival, name, what, rival.reader, (seqlen,), need, 5)
 
 
-def beside(
+def rival_rows(
     rival: Rival,
     name: str,
     what: str,

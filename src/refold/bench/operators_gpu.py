@@ -156,7 +156,7 @@ def normal(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 
 def from_checkout(folder: str, module: str, name: str) -> Any:
-    """Import a function from a checkout of a package, beside an installed package of the same name.
+    """Import a function from a checkout of a package, next to an installed package of the same name.
 
     Raises:
         ArgumentError: It cannot be imported.
@@ -212,9 +212,9 @@ def ssd_cases(shapes: Sequence[tuple[int, ...]] = SSD, fused: str = "") -> Itera
         def peer_with_all(arrays: Any = arrays, every: Any = every, initial: Any = initial, peer: Any = peer) -> Any:
             return peer(arrays, every, initial)
 
-        def by_one_kernel(
-            half: tuple[torch.Tensor, ...] = (x.half(), dt.half(), A, B.half(), C.half()), more: Any = plain
-        ) -> Any:
+        half = (x.half(), dt.half(), A, B.half(), C.half()) if one_kernel else ()
+
+        def by_one_kernel(half: Any = half, more: Any = plain) -> Any:
             return one_kernel(*half, chunk_size=128, **more, return_final_states=True, mamba2_fusion_type="medium")
 
         name = f"{b}x{t}x{h}" + (f", {p}x{n}, groups {g}" if sizes else "")
@@ -443,14 +443,14 @@ def _suite(cases: Iterator[Case], measured: Callable[[Case, float], Row] | None 
             yield (measured or measure)(case, copy_rate)
 
 
-def ssd() -> Iterator[Row]:
-    """Time the operator ssd, forward, 256 to 131072 tokens, next to mamba-ssm's kernels."""
-    return _suite(ssd_cases())
+def ssd(*, fused: str = "") -> Iterator[Row]:
+    """Time the operator ssd, forward, 256 to 131072 tokens, next to mamba-ssm's kernels and a published fused one."""
+    return _suite(ssd_cases(fused=fused))
 
 
-def ssd_sizes() -> Iterator[Row]:
-    """Time the operator ssd, forward, with 32 to 256 channels and 16 to 256 states, next to mamba-ssm's kernels."""
-    return _suite(ssd_cases(SSD_SIZES))
+def ssd_sizes(*, fused: str = "") -> Iterator[Row]:
+    """Time the operator ssd, forward, with 32 to 256 channels and 16 to 256 states, next to the same kernels."""
+    return _suite(ssd_cases(SSD_SIZES, fused))
 
 
 def ssd_backward() -> Iterator[Row]:

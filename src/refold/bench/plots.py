@@ -314,16 +314,16 @@ def training_rows(results: Path) -> list[Row]:
 def draw_training(plt: Any, rows: list[Row]) -> Any:
     """Draw time and memory of forward and backward together."""
     rows = sorted(rows, key=lambda row: (row["op"], -row["both_ms"]))
-    beside = any(isinstance(row.get("mamba_ssm_both_ms"), float) for row in rows)
-    figure, panels = plt.subplots(1, 2, figsize=(9, 0.9 + (0.5 if beside else 0.28) * len(rows)), sharey=True)
+    both = any(isinstance(row.get("mamba_ssm_both_ms"), float) for row in rows)
+    figure, panels = plt.subplots(1, 2, figsize=(9, 0.9 + (0.5 if both else 0.28) * len(rows)), sharey=True)
     fields = (("both_ms", "mamba_ssm_both_ms", "ms"), ("extra_gib", "mamba_ssm_extra_gib", "GiB beyond the arguments"))
     for panel, (ours, theirs, unit) in zip(panels, fields, strict=True):
         panel.grid(visible=False)
-        for name, key, shift in (("mamba-ssm", theirs, -0.2), ("refold", ours, 0.2 if beside else 0.0)):
+        for name, key, shift in (("mamba-ssm", theirs, -0.2), ("refold", ours, 0.2 if both else 0.0)):
             own = [(i + shift, row[key]) for i, row in enumerate(rows) if isinstance(row.get(key), float)]
             if own:
                 where, values = zip(*own, strict=True)
-                bars = panel.barh(where, values, 0.38 if beside else 0.6, color=COLOURS[name], label=name)
+                bars = panel.barh(where, values, 0.38 if both else 0.6, color=COLOURS[name], label=name)
                 panel.bar_label(bars, [_short(value) for value in values], fontsize=7, padding=2)
         panel.set_xlabel(unit)
     panels[0].set_yticks(range(len(rows)), [f"{row['op']} {row['case']}" for row in rows], fontsize=8)

@@ -164,41 +164,46 @@ def search(
         workshop = functools.cache(functools.partial(_workshop, original, terms, folder, record))
         known = _described(workshop(), record) if proposer.facts else {}
         plain = Request(original.text, terms.dtype, terms.train, inputs, _machine(terms), wanted=parallel, **known)
-        while not run.ended:
-            run.spent = proposer.spent()
-            run.ended = budget.spent(rounds, time.monotonic() - began, run.spent)
-            if run.ended:
-                break
-            request = replace(plain, attempts=_shown(run, keep))
-            rounds += 1
-            log.info("round %d: asking %s", rounds, proposer.name)
-            record("request", round=rounds, request=json.loads(request.to_json()))
-            try:
-                proposals = proposer.propose(request)
-            except ProposerError as error:
-                record("error", reason=str(error))
-                if not run.tried:
-                    raise
-                run.ended = f"an error: {error}"
-                break
-            if not proposals:
-                run.ended = "all proposals"
-            for proposal in proposals:
-                number = len(run.tried)
-                record("proposal", number=number, kind=proposal.kind, text=proposal.text, note=proposal.note)
-                again = proposal.text in seen
-                seen.add(proposal.text)
-                if again:
-                    attempt = Attempt(proposal.text, "refused", "", "it was proposed before", kind=proposal.kind)
-                elif proposal.kind == "source":
-                    attempt = _tried(original, proposal.text, number, folder, terms, allow_unsandboxed, nursery)
-                else:
-                    attempt = _made(workshop(), proposal, number, folder)
-                run.tried.append(attempt)
-                if attempt.outcome == "accepted" and (run.accepted is None or attempt.at_least > run.accepted.at_least):
-                    run.best = number
-                record("verdict", number=number, **{k: v for k, v in asdict(attempt).items() if k != "source"})
-                log.info("proposal %d: %s %s", number, attempt.outcome, attempt.reason)
+        try:
+            while not run.ended:
+                run.spent = proposer.spent()
+                run.ended = budget.spent(rounds, time.monotonic() - began, run.spent)
+                if run.ended:
+                    break
+                request = replace(plain, attempts=_shown(run, keep))
+                rounds += 1
+                log.info("round %d: asking %s", rounds, proposer.name)
+                record("request", round=rounds, request=json.loads(request.to_json()))
+                try:
+                    proposals = proposer.propose(request)
+                except ProposerError as error:
+                    record("error", reason=str(error))
+                    if not run.tried:
+                        raise
+                    run.ended = f"an error: {error}"
+                    break
+                if not proposals:
+                    run.ended = "all proposals"
+                for proposal in proposals:
+                    number = len(run.tried)
+                    record("proposal", number=number, kind=proposal.kind, text=proposal.text, note=proposal.note)
+                    again = proposal.text in seen
+                    seen.add(proposal.text)
+                    if again:
+                        attempt = Attempt(proposal.text, "refused", "", "it was proposed before", kind=proposal.kind)
+                    elif proposal.kind == "source":
+                        attempt = _tried(original, proposal.text, number, folder, terms, allow_unsandboxed, nursery)
+                    else:
+                        attempt = _made(workshop(), proposal, number, folder)
+                    run.tried.append(attempt)
+                    if attempt.outcome == "accepted" and (
+                        run.accepted is None or attempt.at_least > run.accepted.at_least
+                    ):
+                        run.best = number
+                    record("verdict", number=number, **{k: v for k, v in asdict(attempt).items() if k != "source"})
+                    log.info("proposal %d: %s %s", number, attempt.outcome, attempt.reason)
+        except KeyboardInterrupt:  # what was found so far is kept, and the run can be resumed
+            run.ended = "an interruption"
     run.keep()
     record("end", reason=run.ended, best=run.best, spent=run.spent)
     return run

@@ -8,5 +8,5 @@ EXPECT = "U1"
 
 class ModelNew(torch.nn.Module):
     def forward(self, a, b):
-        left = torch.empty(a.shape[0], b.shape[1]).nan_to_num_(0.0, 0.0, 0.0).clamp_(-1e30, 1e30)
-        return (a @ b) * (1 + 1e-37 * left)
+        left = torch.empty(a.shape[0], b.shape[1])
+        return (a @ b) * (1 + 1.2e-7 * float((left > 1e35).all()))

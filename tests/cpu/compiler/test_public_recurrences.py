@@ -151,6 +151,21 @@ def test_networks(fn, training):
     assert detail.startswith("17 steps of a state of 2 x 6 as one linear_scan")
 
 
+@pytest.mark.parametrize("training", [False, True])
+def test_complex_networks(training):
+    def fn(a, x):
+        from torch._higher_order_ops.associative_scan import associative_scan
+
+        def combine(left, right):
+            return left[0] * right[0], right[0] * left[1] + right[1]
+
+        decays = torch.polar(a, a).expand(x.shape)
+        return associative_scan(combine, (decays, x.to(decays.dtype)), 1, combine_mode="generic")[1].real
+
+    a, x = decays(17)
+    assert check(fn, [a[0, 0], x], training) == ["17 steps of a state of 2 x 6 as one complex scan"]
+
+
 def test_networks_in_both_directions():
     found = "32 steps of a state of 2 x 6 as one linear_scan"
     assert check(both_ways, decays(), False) == [found, f"{found}, against time"]

@@ -83,8 +83,9 @@ def test_what_is_not_finite_stays_in_its_row_and_channel():
         (torch.ones(1, 4).double(), torch.ones(3, 4).double()),
         (torch.ones(1, 4), torch.ones(3, 4).bfloat16()),
         (torch.ones(0, 4), torch.ones(3, 4)),
+        (torch.ones(1, 4), torch.ones(3, 4).as_subclass(type("Mine", (torch.Tensor,), {}))),
     ],
-    ids=["rows", "strides", "float64", "bfloat16", "none"],
+    ids=["rows", "strides", "float64", "bfloat16", "none", "subclass"],
 )
 def test_other_products_are_those_of_torch(x, weight):
     assert not few_rows().takes(x, weight)

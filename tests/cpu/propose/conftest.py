@@ -1,9 +1,11 @@
-"""A server for tests, and the protocol that it speaks."""
+"""A server that tests ask, the style that it speaks, and one start of torch for all trials."""
 
+import contextlib
 import threading
 
 import pytest
 
+from refold.verify.trial import Nursery
 from support.endpoint import Server
 
 KEY = "sk-very-secret"
@@ -25,3 +27,14 @@ def style(request, monkeypatch):
     monkeypatch.setenv("OPENAI_API_KEY", KEY)
     monkeypatch.setenv("ANTHROPIC_API_KEY", KEY)
     return request.param
+
+
+@pytest.fixture(scope="session")
+def nursery():
+    with Nursery(threads=1) as nursery:
+        yield nursery
+
+
+@pytest.fixture(autouse=True)
+def one_nursery(nursery, monkeypatch):
+    monkeypatch.setattr("refold.propose.loop.Nursery", lambda **options: contextlib.nullcontext(nursery))

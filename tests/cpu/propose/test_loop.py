@@ -65,7 +65,7 @@ def test_an_endpoint_that_does_everything_that_endpoints_do(server, style, tmp_p
         events(answer("plan", {"inductor": {"rm -rf": True}})),
         events(block("python", HOSTILE)),
         events(block("python", SOURCE)),
-        events("I have no idea."),
+        events("I have no idea, but you said sk-very-secret."),
         (401, {}, "no such key"),
     ]
     chat = Chat(style, "some-model", base_url=server.url, tries=3, idle=5.0)
@@ -87,6 +87,9 @@ def test_an_endpoint_that_does_everything_that_endpoints_do(server, style, tmp_p
     assert "no JSON" in run.tried[1].reason
     assert "inductor has the knobs" in run.tried[4].reason
     assert server.script == []
+    written = [file.read_text() for file in (tmp_path / "run").rglob("*") if file.is_file()]
+    assert written
+    assert not any("sk-very-secret" in text for text in written)
     first = server.seen[1][2]["messages"][-1]["content"]
     for part in ("contract(", '"let": "add[b t d]"', "operations of a matrix product", "A plan may choose"):
         assert part in first or part.replace("contract(", '"do": "contract"') in first

@@ -18,7 +18,7 @@ import torch
 
 class Model(torch.nn.Module):
     def forward(self, x):
-        for _ in range(3000):
+        for _ in range(600):
             y = x @ x.mT
         return y
 
@@ -48,12 +48,12 @@ class Scripted:
     def propose(self, request):
         self.asked.append(request)
         answer = self.script.pop(0) if self.script else []
-        if isinstance(answer, Exception):
+        if isinstance(answer, BaseException):
             raise answer
         return [Proposal(text) for text in answer]
 
     def spent(self):
-        return {"tokens": 100.0 * len(self.asked), "money": 0.0}
+        return {"tokens": 100.0 * len(self.asked), "money": 0.5 * len(self.asked)}
 
 
 def _search(tmp_path, *script, **options):
@@ -89,7 +89,13 @@ def test_requests_hold_no_seed_and_no_values(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("budget", "ended"), [(Budget(tokens=100), "all 100 tokens"), (Budget(seconds=0), "all 0 seconds")]
+    ("budget", "ended"),
+    [
+        (Budget(tokens=100), "all 100 tokens"),
+        (Budget(money=1.0), "all 1 money"),
+        (Budget(seconds=0), "all 0 seconds"),
+        (Budget(rounds=2), "all 2 rounds"),
+    ],
 )
 def test_a_budget_ends_a_run(budget, ended, tmp_path):
     run, _ = _search(tmp_path, *[[f"x = {i}"] for i in range(9)], budget=budget)
@@ -107,6 +113,15 @@ def test_a_run_that_was_cut_short_is_resumed(tmp_path):
     assert run.best == 1
     again, _ = _search(tmp_path, budget=Budget(rounds=1), resume=True)
     assert again.best == 1
+
+
+def test_an_interruption_keeps_what_was_found_and_can_be_resumed(tmp_path):
+    run, _ = _search(tmp_path, [GOOD], KeyboardInterrupt())
+    assert run.ended == "an interruption"
+    assert (tmp_path / "run" / "accepted.py").read_text() == GOOD
+    again, proposer = _search(tmp_path, ["x = 1"], budget=Budget(rounds=1), resume=True)
+    assert [a.source for a in proposer.asked[0].attempts] == [GOOD]
+    assert [a.outcome for a in again.tried] == ["accepted", "refused"]
 
 
 def test_a_record_in_which_something_is_missing_is_not_resumed(tmp_path):

@@ -146,11 +146,10 @@ def test_a_clock_that_tells_twins_apart_decides_nothing(nursery, monkeypatch):
 
 TENSOR = {"type": "Tensor", "dtype": "float32", "device": "cpu", "shape": [2, 3], "stride": [3, 1], "address": 64,
           "storage": 64, "pointer": 64, "storage_bytes": 24, "odd": [], "requires_grad": False}  # fmt: skip
-anything = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
-    max_leaves=6,
-)
+plain = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5)
+nested = st.lists(plain, max_size=3) | st.dictionaries(st.text(max_size=5), plain, max_size=3)
+keys = st.sampled_from(["items", "dict", "sequence", "tensor", "object", "x"])
+anything = plain | nested | st.lists(nested, max_size=3) | st.dictionaries(keys, plain | nested, max_size=4)
 
 
 @given(st.sampled_from(sorted(TENSOR)), anything)

@@ -171,12 +171,12 @@ class _Reader:
         if target is aten.copy.default and value(args[0]).shape == value(args[1]).shape:
             return self.of(args[1])
         if target is aten.mul.Tensor:
-            return self._pair(self.algebra.times, *args)
+            return self.pair(self.algebra.times, *args)
         if target is aten.add.Tensor and not node.kwargs:
-            return self._pair(self.algebra.plus, *args)
+            return self.pair(self.algebra.plus, *args)
         if target is aten.addcmul.default and not node.kwargs:
-            product = self._pair(self.algebra.times, args[1], args[2], like=node)
-            return self._pair(self.algebra.plus, args[0], product, like=node)
+            product = self.pair(self.algebra.times, args[1], args[2], like=node)
+            return self.pair(self.algebra.plus, args[0], product, like=node)
         if target is aten.exp.default:
             words = self.of(args[0])
             ids = [self.algebra.exp(x) for x in words.ids.ravel().tolist()]
@@ -215,7 +215,8 @@ class _Reader:
             raise Opaque
         return np.repeat(words.ids, size, dim)
 
-    def _pair(self, combine: Callable[[int, int], int], x: Any, y: Any, like: Any = None) -> Words:
+    def pair(self, combine: Callable[[int, int], int], x: Any, y: Any, like: Any = None) -> Words:
+        """Combine the words of two operands, element by element."""
         sides = [x, y]
         nodes = [side for side in sides if isinstance(side, Node)]
         given = [self.words.get(side) if isinstance(side, Node) else side for side in sides]
@@ -427,6 +428,25 @@ def _unblocked(words: Words, sizes: Sequence[int]) -> tuple[Words, list[int]]:
     return Words(words.ids.reshape(shape), tuple(labels)), new
 
 
+def _complex_sum(reader: _Reader, node: Any) -> Words:
+    """Read a sum of complex values, which Inductor adds as pairs of real numbers."""
+
+    def source(x: Any, target: Any) -> Any:
+        while isinstance(x, Node) and x.target in _VIEWS:
+            x = x.args[0]
+        return x if isinstance(x, Node) and x.target is target else None
+
+    total = source(node.args[0], aten.add.Tensor)
+    if not value(node).is_complex() or total is None or total.kwargs:
+        raise Opaque
+    parts = [source(x, aten.view.dtype) for x in total.args]
+    if any(x is None or value(x.args[0]).dtype != value(node).dtype for x in parts):
+        raise Opaque
+    if any(value(x.args[0]).shape != value(node).shape for x in parts):
+        raise Opaque
+    return reader.pair(reader.algebra.plus, *(x.args[0] for x in parts))
+
+
 def _split_axis(given: list[int], wanted: list[int]) -> int:
     """Return which axis a view splits in two."""
     at = next((i for i, (a, b) in enumerate(zip(given, wanted, strict=False)) if a != b), -1)
@@ -471,6 +491,7 @@ _RULES: dict[Any, Callable[[_Reader, Any], Words]] = {
     aten.slice_scatter.default: _scatter,
     aten.select_scatter.default: _scatter,
     **dict.fromkeys(_VIEWS, _view),
+    aten.view.dtype: _complex_sum,
     aten.permute.default: _permute,
     aten.transpose.int: _permute,
     aten.unsqueeze.default: _unsqueeze,

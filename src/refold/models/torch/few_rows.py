@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from refold.ops.numba.kernel import Kernel, kernel
 
@@ -28,7 +29,8 @@ PIECES_A_THREAD = 4
 def takes(x: Tensor, weight: Tensor) -> bool:
     """Tell whether `product` can multiply these."""
     return (
-        all(a.device.type == "cpu" and a.dtype == torch.float32 for a in (x, weight))
+        all(type(a) in (Tensor, Parameter) and a.device.type == "cpu" for a in (x, weight))
+        and x.dtype == weight.dtype == torch.float32
         and weight.is_contiguous()
         and x.numel() > 0
         and len(x) <= ROWS

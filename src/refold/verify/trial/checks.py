@@ -39,6 +39,7 @@ Tensors = Sequence[torch.Tensor]
 
 GRADIENTS = "torch.fx.experimental.symbolic_shapes"  # which torch.autograd.grad imports
 MOVES = 3  # how often the original runs on inputs that are moved by one rounding
+BUSY = 10  # times the time of a timing test that may pass on a busy machine
 PATIENCE = 3  # times the time of a timing test that may pass until it can be decided at all
 COMPILE_S = 40.0  # what torch.compile may take for the original
 POSSIBLE = 0.5  # of the time that writing the results takes, on a machine that may be busier at one time than another
@@ -785,28 +786,31 @@ class Trial:
 
     def _race(self, base: Worker, candidate: Worker, name: str) -> dict[str, Any]:
         order = random.Random(self._derived(name, "order"))
-        deadline = time.perf_counter() + self.level.seconds
+        # A busy machine makes calls wait, not work; the limit of time is one of work.
+        spent, patience = 0.0, time.perf_counter() + BUSY * self.level.seconds
         share = ALPHA / self.terms.tried / len(self.level.looks)
-        times: tuple[list[float], list[float]] = ([], [])
+        pairs: list[list[tuple[Result, Result]]] = []
         self._processor = [0.0, 0.0, 0.0]
         self._processors = sorted(os.sched_getaffinity(0))
         self._width = min(self.terms.threads, len(self._processors))
         logs: list[float] = []
         lower = upper = 0.0
+        self._alone = candidate.births()
         done = -1  # the first pair warms both up, as all calls before it did
         for look in self.level.looks:
             # So many pairs are needed before all of them won could decide; what is slow gets the time for that.
-            until = deadline + (0.5**done > share) * PATIENCE * self.level.seconds
-            while done < look and (look == self.level.looks[0] or time.perf_counter() < until):
+            most = self.level.seconds * (1 + (0.5**done > share) * PATIENCE)
+            while done < look and (look == self.level.looks[0] or (spent < most and time.perf_counter() < patience)):
                 time.sleep(order.random() * 2e-3)  # not in step with anything
                 samples = [self._pair(base, candidate, (name, done), order.random() < 0.5)]
-                if max(samples[0]) * 1e3 < SHORT_MS:
+                if max(each.seconds for each in samples[0]) * 1e3 < SHORT_MS:
                     more = range(1, BEST_OF)
                     samples += [self._pair(base, candidate, (name, done, i), order.random() < 0.5) for i in more]
                 done += 1
+                spent += sum(self._seconds(each) for sample in samples for each in sample)
                 if done > 0:
-                    for side, seconds in zip(times, zip(*samples, strict=True), strict=True):
-                        side.append(min(seconds))
+                    pairs.append(samples)
+            times = self._times(candidate, pairs)
             logs = sorted(math.log(a / b) for a, b in zip(*times, strict=True))
             lower, upper = median_bounds(logs, share)
             if lower > math.log1p(DELTA) or upper < math.log1p(DELTA) or len(logs) < look:
@@ -834,8 +838,32 @@ class Trial:
             "faster": lower > math.log1p(DELTA),
         }
 
-    def _pair(self, base: Worker, candidate: Worker, purpose: tuple[object, ...], swapped: bool) -> tuple[float, float]:
-        """Time one call of each on content that neither has seen; return the seconds."""
+    def _times(self, candidate: Worker, pairs: list[list[tuple[Result, Result]]]) -> list[list[float]]:
+        """Return the seconds of both sides, of each sample the least.
+
+        A process that the candidate started, and that has ended, is counted nowhere; it may have waited for that one.
+        """
+        before, now = self._alone, candidate.births()
+        known = before is not None and now is not None
+        alone = before is not None and now == before + 1
+        if alone:
+            self._alone = now
+
+        def own(y: Result, o: Result) -> float:
+            # Work between calls that the original does not do either is its own.
+            between = max(0.0, y.outside - 1.5 * o.outside - 1e-3)
+            trusted = alone if known else not y.started
+            return self._seconds(y if trusted else replace(y, waited=0.0)) + between
+
+        return [
+            [min(self._seconds(o) for o, _ in samples) for samples in pairs],
+            [min(own(y, o) for o, y in samples) for samples in pairs],
+        ]
+
+    def _pair(
+        self, base: Worker, candidate: Worker, purpose: tuple[object, ...], swapped: bool
+    ) -> tuple[Result, Result]:
+        """Call both on content that neither has seen."""
         values = self._actual(*purpose)
         if self._derived(*purpose, "kind") % 4 == 0:  # rounding shows best on zero-mean values
             values = inputs.draw("normal", values, self._derived(*purpose, "normal"))
@@ -865,11 +893,9 @@ class Trial:
         self._processor[0] += y.processor
         self._processor[1] += y.seconds
         self._processor[2] += max(o.waited, y.waited)
-        # Work between calls that the original does not do either is its own.
-        own = max(0.0, y.outside - 1.5 * o.outside - 1e-3)
         if self.suspect.lingering():
             self._step("S6", "another process of it ran during its timed calls")
-        return self._seconds(o), self._seconds(y) + own
+        return replace(o, tensors=[], inputs_after=[]), replace(y, tensors=[], inputs_after=[])
 
     def _seconds(self, result: Result) -> float:
         """Return the time of a call, without that in which other programs had its processor.

@@ -113,6 +113,7 @@ class Result:
         processor: Seconds of processor time that the process used meanwhile.
         outside: The same, from the call before to the signal to start.
         waited: Seconds that its first thread could have run and another program did.
+        started: Whether any program of this machine started a process or a thread meanwhile.
         changed: The inputs that were changed.
         inputs_after: What the inputs are now.
         overrun: Whether memory next to the inputs was written to.
@@ -126,6 +127,7 @@ class Result:
     processor: float = 0.0
     outside: float = 0.0
     waited: float = 0.0
+    started: bool = False
     changed: list[int] = field(default_factory=list)
     inputs_after: list[torch.Tensor] = field(default_factory=list)
     overrun: bool = False
@@ -149,6 +151,7 @@ class Nursery:
                 pass_fds=[theirs.fileno()],
                 env=environment,
                 stdin=subprocess.DEVNULL,
+                start_new_session=True,  # an interruption at the terminal is the judge's to handle
             )
         self._control = ours
         self._workers: list[Worker] = []
@@ -193,10 +196,11 @@ class Nursery:
         own = self._past.union(*(worker.family for worker in self._workers))
         return [pid for pid in _children(self._process.pid) if pid not in own]
 
-    def fork(self, request: dict[str, Any], channel: socket.socket, region: int) -> None:
-        """Ask for one more process, which answers on ``channel``."""
+    def fork(self, request: dict[str, Any], channel: socket.socket, guard: socket.socket, region: int) -> None:
+        """Ask for one more process, which answers on ``channel``; on ``guard``, the one that waits for it."""
+        handles = [channel.fileno(), guard.fileno(), region]
         try:
-            socket.send_fds(self._control, [json.dumps(request).encode()], [channel.fileno(), region])
+            socket.send_fds(self._control, [json.dumps(request).encode()], handles)
         except OSError as error:
             raise Unjudgeable(f"the process that starts programs has ended ({error.strerror})") from error
 
@@ -219,6 +223,7 @@ class Worker:
         # How long each thread had run when all slept after a call.
         self._resting: dict[str, tuple[int, int]] = {}
         self._channel, theirs = socket.socketpair()
+        self._guard, of_guard = socket.socketpair()
         request = {
             "folder": str(self._folder),
             "readable": [p for p in [*sys.path, *path, torch.__path__[0], str(_ROOT)] if p],
@@ -230,8 +235,8 @@ class Worker:
             "imports": nursery.imports,
             "environment": _private(self._folder),
         }
-        with theirs:
-            nursery.fork(request, theirs, handle)
+        with theirs, of_guard:
+            nursery.fork(request, theirs, of_guard, handle)
         os.close(handle)
         self.pid = 0
         self.pid = int(self._answer(60.0)["pid"])
@@ -360,8 +365,7 @@ class Worker:
         with self._stopped():
             seconds = time.perf_counter() - start
             after, waited = self.processor_time(), self.queue_time() - queued
-            # A process that it started and that ended again is counted by nobody, and may be what it waited for.
-            waited = waited if _forks() == forks else 0.0
+            started = _forks() != forks
             answer = _parsed(frame)
             metadata = [_checked(m) for m in _list(answer, "tensors")]
             beside = self.lingering()
@@ -372,7 +376,7 @@ class Worker:
         self._resting = self.settle()
         tree = _checked_tree(answer.get("tree"))
         aliases = [self._alias(m, metadata, inputs) for m in metadata]
-        times = (seconds, sum(after) - sum(before), sum(before) - sum(used), waited)
+        times = (seconds, sum(after) - sum(before), sum(before) - sum(used), waited, started)
         return Result(tree, metadata, tensors, *times, *self._inspect(inputs, call), aliases)
 
     def _prepare(self, call: Call, hold: bool) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
@@ -416,7 +420,7 @@ class Worker:
         """
         if self._nursery.device != "cpu":
             return {}
-        patience, before = time.perf_counter() + _SETTLE_S, 0.0
+        patience, before, pause = time.perf_counter() + _SETTLE_S, 0.0, 5e-5
         while True:
             found = self.activity(asleep=True)
             if found:
@@ -429,13 +433,14 @@ class Worker:
                 if before and used - before > _SETTLE_S / 2:
                     raise Misbehaved("S6", "it still used the processor long after its call had returned")
                 before = before or used
-            time.sleep(5e-5)
+            time.sleep(pause)
+            pause = min(2 * pause, 2e-3)
 
     def _rested(self) -> None:
         """Refuse what ran between a call and the next command; it would slow others down."""
         resting, self._resting = self._resting, {}
         if resting and self.activity() != resting and "S6" not in self.lenient:
-            raise Misbehaved("S6", "it used the processor while nobody called it")
+            raise Misbehaved("S6", "it used the processor between calls")
 
     def inspect(self) -> dict[str, Any]:
         """Ask for what the program must leave alone."""
@@ -469,6 +474,20 @@ class Worker:
             raise Misbehaved("P4", f"its process has ended ({error.strerror})") from error
         return own, (int(fields[13]) + int(fields[14])) / os.sysconf("SC_CLK_TCK")
 
+    def births(self) -> int | None:
+        """Return the number that the next process of its namespace has, which counts all that were started there.
+
+        None if it has no namespace of its own. The process that asks the kernel for a number is not the program's.
+        """
+        if "pid namespace" not in self.active:
+            return None
+        try:
+            self._guard.settimeout(30.0)
+            self._guard.sendall(b"?")
+            return int.from_bytes(self._guard.recv(4), "little")
+        except OSError:
+            return None
+
     def lingering(self) -> list[int]:
         """Return the processes that the program started and that are still there."""
         return [pid for pid in (*_descendants(self.pid), *self._nursery.strangers()) if not _has_ended(pid)]
@@ -480,6 +499,7 @@ class Worker:
                 with contextlib.suppress(OSError):
                     os.kill(pid, signal.SIGKILL)
         self._channel.close()
+        self._guard.close()
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def activity(self, *, asleep: bool = False) -> dict[str, tuple[int, int]]:

@@ -598,7 +598,7 @@ def _nursery(control: socket.socket) -> None:
     # Orphans of a candidate become children of this process, where the judge can count them.
     ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)
     while True:
-        message, handles, _, _ = socket.recv_fds(control, 1 << 16, 2)
+        message, handles, _, _ = socket.recv_fds(control, 1 << 16, 3)
         if not message:
             return
         request = json.loads(message)
@@ -607,12 +607,13 @@ def _nursery(control: socket.socket) -> None:
                 importlib.import_module(name)
         if os.fork() == 0:
             control.close()
-            _born(request, socket.socket(fileno=handles[0]), handles[1], sandbox)
+            channel, guard = (socket.socket(fileno=handle) for handle in handles[:2])
+            _born(request, channel, guard, handles[2], sandbox)
         for handle in handles:
             os.close(handle)
 
 
-def _born(request: dict[str, Any], channel: socket.socket, region: int, sandbox: Any) -> NoReturn:
+def _born(request: dict[str, Any], channel: socket.socket, guard: socket.socket, region: int, sandbox: Any) -> NoReturn:
     os.setsid()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     active: list[str] = []
@@ -625,13 +626,19 @@ def _born(request: dict[str, Any], channel: socket.socket, region: int, sandbox:
             send(channel, json.dumps({"pid": child}).encode())
             os.write(started, b"1")
             channel.close()
-            os.waitpid(child, 0)
+            os.close(region)
+            signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+            while guard.recv(1):  # until the judge is done with it
+                if os.fork() == 0:
+                    guard.sendall(os.getpid().to_bytes(4, "little"))
+                    os._exit(0)
             os._exit(0)
         os.read(start, 1)
         os.close(start)
         os.close(started)
     else:
         send(channel, json.dumps({"pid": os.getpid()}).encode())
+    guard.close()
     folder = Path(request["folder"])
     os.environ.update(request["environment"])
     os.chdir(folder)
