@@ -72,6 +72,8 @@ def check(fn, inputs, training, like=None):
 @pytest.mark.parametrize("name", RECURRENCES)
 def test_found_and_right(name, training):
     one = RECURRENCES[name]
+    if training and not one.gradient:
+        pytest.skip("eager cannot differentiate it")
     details = check(one.fn, one.inputs(2, STEPS, 2 * HEAD), training)
     assert any(one.found in detail for detail in details), details
 

@@ -51,11 +51,15 @@ class CallSite:
         self.operands: list[Node] = []
         self._read_operands()
         self.traced = trace(self.loop, self.count, [example(node) for node in self.operands], self.sequences)
+        names = [_name(self.operands[x.operand], x.back) for x in self.traced.added]
+        self.traced.names = (*self.loop.names, *names)
         self._check_writes()
         self.lists = self.loop.carried + self.loop.lasts
         self.uses = sorted((int(user.args[1]), user) for user in call.users if user.users)  # type: ignore[arg-type, call-overload]
         results = tree_leaves(call.meta["example_value"])
         self.training = any(x.requires_grad for x in results)
+        self.mutated = set[Any]()
+        self._check_finals()
         self._check_aliases()
         if more := len(self.traced.added):
             self.lists += more
@@ -86,8 +90,9 @@ class CallSite:
         self.operands = args
 
     def written(self) -> set[Any]:
-        """Return the memory that the loop itself writes to."""
-        return {storage(self.operands[write.operand]) for write in self.traced.writes}
+        """Return the storages that the loop itself writes to."""
+        places = [write.operand for write in self.traced.writes] + [operand for operand, _ in self.traced.finals]
+        return {storage(self.operands[place]) for place in places}
 
     def bounds(self, write: Any) -> tuple[Any, Any]:
         """Return the positions that all steps write, from the first to before the last."""
@@ -112,6 +117,26 @@ class CallSite:
                 reason = f"it writes to a part of {written.name}, whose size is not known"
                 raise NotALoop("size-unknown", reason, source_line(written))
 
+    def _check_finals(self) -> None:
+        """Refuse states in place that anything else could see in between."""
+        body = self.loop.body.graph
+        placeholders, results = body.find_nodes(op="placeholder"), list[Any](body.output_node().args[0])  # type: ignore[arg-type]
+        collected = [storage(x) for x in results[self.loop.carried + self.loop.lasts :]]
+        outside = [x for x in self.gm.graph.nodes if x.op in ("placeholder", "get_attr")]
+        for operand, _ in self.traced.finals:
+            memory = storage(self.operands[operand])
+            others = [x for i, x in enumerate(self.operands) if i != operand]
+            if any(storage(x) == memory for x in others + outside):
+                raise NotALoop(
+                    "in-place", f"a step changes {self.operands[operand].name} in place, which comes from outside"
+                )
+            own = storage(placeholders[operand + (operand >= self.loop.carried)])
+            if own in collected:
+                raise NotALoop(
+                    "in-place", f"a step collects {self.operands[operand].name}, and later ones change it in place"
+                )
+            self.mutated.add(own)
+
     def _check_aliases(self) -> None:
         """Refuse if the user could observe that a result is no longer a tensor of its own."""
         changed = changed_in_place(self.gm)
@@ -128,7 +153,8 @@ class CallSite:
                 not together and any(user.target not in JOINS for item in use.users for user in item.users)
             ):
                 escaping.append(storage(inner[i]))
-        shared = [storage(node) for node in self.loop.body.graph.find_nodes(op="placeholder")] + escaping
+        given = [storage(node) for node in self.loop.body.graph.find_nodes(op="placeholder")]
+        shared = [memory for memory in given if memory not in self.mutated] + escaping
         if any(shared.count(memory) > 1 for memory in escaping):
             raise NotALoop("shared-memory", "a result shares memory with another or with what the loop reads")
 
@@ -136,6 +162,10 @@ class CallSite:
 def unbound(unbind: Any) -> tuple[Node, int]:
     """Return what is unbound, and along which axis."""
     return unbind.args[0], unbind.args[1] if len(unbind.args) > 1 else unbind.kwargs.get("dim", 0)
+
+
+def _name(tensor: Node, back: int) -> str:
+    return f"{tensor.name} of {back} step{'s' if back > 1 else ''} ago" if back else tensor.name
 
 
 def _parts(split: Any) -> tuple[Node, int, int] | None:

@@ -184,6 +184,12 @@ class LoopVectorizer:
         high = max(start, start + step * (count - 1)) + width
         if width == 1:
             x = self._run(x, low, high, step, dim)
+        elif abs(step) < width:  # windows that overlap
+            x = self._run(x, low, high, 1, dim)
+            x = self.emit.call(aten.unfold.default, x, dim, width, abs(step))
+            x = self._run(x, 0, count, 1 if step > 0 else -1, dim)
+            last = value(x).dim() - 1
+            return Value(self.emit.permute(x, [dim, *range(dim), last, *range(dim + 1, last)]), True)
         else:
             x = self._run(x, low, high, 1, dim)
             shape = value(x).shape
@@ -417,7 +423,8 @@ class LoopVectorizer:
         emit, first = self.emit, loops[0]
         like, count = first.steps[-1], first.length
         val = value(like)
-        names = " and ".join(loop.name for loop in loops)
+        more = f" and {len(loops) - 3} more" if len(loops) > LARGEST else ""
+        names = " and ".join(loop.name for loop in (loops[:3] if more else loops)) + more
         if len(loops) > LARGEST:
             raise NotALoop("carries-coupled", f"{names} depend on one another; systems of up to {LARGEST} are scans")
         if any(body.reset is not None for body in bodies if isinstance(body, Affine)):
