@@ -1,11 +1,13 @@
 """Compare random programs, rewritten with nothing checked, with what eager makes of them.
 
-    python tools/fuzz.py --seeds 0 1000                       # graphs, recurrences and captured loops
+    python tools/fuzz.py --seeds 0 1000                       # of all kinds
     python tools/fuzz.py --seeds 0 1000 --kind recurrence --jobs 8
 
+Kinds: graphs of views, sums and products; recurrences, unrolled; such loops as Dynamo captures them; loops whose
+carries read one another, complex ones and maxima; and layers of public code, through the whole compiler, in many modes.
 No code is generated: what the compiler's passes make of a program runs operation by operation. A line is printed for
 each program that is wrong, with its kind and seed, and at the end how many were run and what was found in them. The
-exit status tells whether all were right. `tests/support/programs.py` says what is drawn and what is compared.
+exit status tells whether all were right. `tests/support/programs.py` says what is compared.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from random import Random
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
-KINDS = ("graph", "recurrence", "captured")
+KINDS = ("graph", "recurrence", "captured", "coupled", "layer")
 
 
 def one(kind: str, seed: int) -> tuple[str, int, str, list[str]]:
@@ -29,17 +31,25 @@ def one(kind: str, seed: int) -> tuple[str, int, str, list[str]]:
     warnings.simplefilter("ignore")
     import torch
 
-    from support import programs
+    from support import programs, random_graphs, random_loops, trial
 
     torch.set_num_threads(1)
-    r = Random(seed)
-    program = programs.graph(r) if kind == "graph" else programs.recurrence(r, captured=kind == "captured")
+    r, about = Random(seed), ""
     try:
-        outcome = programs.judge_captured(program) if kind == "captured" else programs.judge(program)
+        if kind == "layer":
+            about, outcome = trial.trial(r)
+        elif kind == "graph":
+            program = random_graphs.graph(r)
+            about, outcome = program.about, programs.judge(program)
+        else:
+            draw = random_loops.coupled if kind == "coupled" else random_loops.recurrence
+            program = draw(r) if kind == "recurrence" else draw(r, captured=True)
+            about = program.about
+            outcome = programs.judge(program) if kind == "recurrence" else programs.judge_captured(program)
     except Exception as error:  # a compiler that fails is wrong, too
-        return kind, seed, f"{type(error).__name__}: {error} | {program.about}", []
+        return kind, seed, f"{type(error).__name__}: {str(error)[:300]} | {about}", []
     found = [rewrite.rsplit(" as ", 1)[-1].split(":")[0] for rewrite in outcome.rewrites]
-    return kind, seed, f"{outcome.failure} | {program.about}" if outcome.failure else "", found
+    return kind, seed, f"{outcome.failure} | {about}" if outcome.failure else "", found
 
 
 def main() -> int:

@@ -19,6 +19,7 @@ from .rows import Row
 
 # Batch and channels of a case; heads have eight channels.
 BATCH, CHANNELS, HEAD = 4, 64, 8
+PASSES = {False: "forward", True: "forward and backward"}
 
 
 def ema(x: Tensor, a: Tensor) -> Tensor:
@@ -155,6 +156,89 @@ def selective(x: Tensor, dt: Tensor, B: Tensor, C: Tensor, A: Tensor) -> Tensor:
     return torch.stack(out, 1)
 
 
+def xpos_retention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Run retention with positions that each step computes up to its own (Sun et al. 2023, arXiv:2307.08621)."""
+
+    def turned(x: Tensor, t: int, power: float) -> Tensor:
+        half = torch.arange(0, HEAD, 2)
+        scale = ((half + 0.4 * HEAD) / (1.4 * HEAD))[None] ** (power * torch.arange(t + 1)[:, None] / 512)
+        angle = torch.arange(t + 1)[:, None] * 10000 ** (-half / HEAD)
+        sin, cos = ((f(angle) * scale)[-1:].repeat_interleave(2, -1) for f in (torch.sin, torch.cos))
+        other = torch.stack([-x[..., 1::2], x[..., ::2]], -1).flatten(-2)
+        return x * cos + other * sin
+
+    q, k, v = (x.unflatten(-1, (-1, HEAD)) for x in (q, k, v))
+    state, out = q.new_zeros(*q[:, 0].shape, HEAD), []
+    for t in range(q.shape[1]):
+        state = 0.96875 * state + turned(k[:, t], t, -1.0).unsqueeze(-1) * v[:, t].unsqueeze(-2)
+        out.append((turned(q[:, t], t, 1.0).unsqueeze(-2) @ state).squeeze(-2))
+    return torch.stack(out, 1).flatten(2)
+
+
+def lfilter(x: Tensor, b: Tensor, a: Tensor) -> Tensor:
+    """Filter by windows of the input, and of the output that the steps before have written, as audio libraries do."""
+    order, x = a.shape[0], x.transpose(1, 2)
+    windows = F.conv1d(F.pad(x, (order, 0)), b.repeat(x.shape[1], 1, 1), groups=x.shape[1])
+    padded = x.new_zeros(*x.shape[:2], x.shape[2] + order)
+    for t, now in enumerate(windows.permute(2, 0, 1)):
+        padded[:, :, t + order] = now - padded[:, :, t : t + order] @ (0.3 * a.tanh())
+    return padded[:, :, order:].transpose(1, 2)
+
+
+def difference_equation(x: Tensor, a: Tensor) -> Tensor:
+    """Solve a difference equation in the tensor of its solution."""
+    a, y = 0.45 * a.tanh(), torch.zeros_like(x)
+    for t in range(2, x.shape[1]):
+        y[:, t] = x[:, t] + x[:, t - 1] + a[0] * y[:, t - 1] + a[1] * y[:, t - 2]
+    return y
+
+
+def rolled_window(x: Tensor, w: Tensor) -> Tensor:
+    """Convolve with a window that each step rolls, as models cache it."""
+    window, out = x.new_zeros(*x[:, 0].shape, w.shape[1] - 1), []
+    for t in range(x.shape[1]):
+        full = torch.cat([window, x[:, t, :, None]], -1)
+        window = full[..., 1:]
+        out.append(F.silu((full * w).sum(-1)))
+    return torch.stack(out, 1)
+
+
+def rotated_pairs(x: Tensor, r: Tensor, theta: Tensor) -> Tensor:
+    """Turn and shrink pairs of channels, a complex recurrence in real numbers."""
+    x = x.unflatten(-1, (-1, 2))
+    c, s = r.sigmoid() * theta.cos(), r.sigmoid() * theta.sin()
+    h, out = torch.zeros_like(x[:, 0]), []
+    for t in range(x.shape[1]):
+        h = torch.stack([c * h[..., 0] - s * h[..., 1], s * h[..., 0] + c * h[..., 1]], -1) + x[:, t]
+        out.append(h)
+    return torch.stack(out, 1).flatten(2)
+
+
+def tracker(x: Tensor, gain: Tensor) -> Tensor:
+    """Track positions with a Kalman filter of fixed gain: a vector of two, and a matrix."""
+    moves, gain = x.new_tensor([[1.0, 0.1], [0.0, 0.95]]), gain.sigmoid()
+    x = x.flatten(2).mean(-1, keepdim=True)
+    state, out = x.new_zeros(x.shape[0], 2), []
+    for t in range(x.shape[1]):
+        guess = state @ moves.T
+        state = guess + (x[:, t] - guess[:, :1]) * gain
+        out.append(state)
+    return torch.stack(out, 1)
+
+
+def bidirectional_ssm(x: Tensor, nu: Tensor, theta: Tensor) -> Tensor:
+    """Scan a complex diagonal both ways by trees of pairs (Smith et al. 2022, arXiv:2208.04933)."""
+    from torch._higher_order_ops.associative_scan import associative_scan
+
+    def combine(left: tuple[Tensor, Tensor], right: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        return right[0] * left[0], torch.addcmul(right[1], right[0], left[1])
+
+    decay = torch.exp(torch.complex(-nu.exp(), theta))
+    pairs = decay.expand(x.shape), x * (decay - 1)
+    both = [associative_scan(combine, pairs, 1, reverse=r, combine_mode="generic")[1] for r in (False, True)]  # type: ignore[arg-type]
+    return torch.cat(both, -1).real
+
+
 @dataclass(frozen=True)
 class Recurrence:
     """A recurrence and its inputs.
@@ -164,12 +248,14 @@ class Recurrence:
         sequences: How many inputs are ``(batch, time, channels)``.
         rest: Shapes of the other inputs, which come after them.
         found: What it becomes, as the report names it.
+        gradient: Whether eager can differentiate it: not what reads what it writes.
     """
 
     fn: Callable[..., Tensor]
     sequences: int
     rest: tuple[tuple[int, ...], ...]
     found: str
+    gradient: bool = True
 
     def inputs(self, batch: int, steps: int, channels: int) -> list[Tensor]:
         """Draw inputs."""
@@ -193,6 +279,13 @@ RECURRENCES = {
     "rwkv4": Recurrence(rwkv4, 2, ((0,), (0,)), "running maximum"),
     "mlstm": Recurrence(mlstm, 5, (), "running maximum"),
     "selective": Recurrence(selective, 4, ((0, HEAD),), "selective_scan"),
+    "xpos-retention": Recurrence(xpos_retention, 3, (), "ssd"),
+    "lfilter": Recurrence(lfilter, 1, ((4,), (3,)), "linear_system of 3", gradient=False),
+    "difference-equation": Recurrence(difference_equation, 1, ((2,),), "linear_system of 2", gradient=False),
+    "rolled-window": Recurrence(rolled_window, 1, ((0, 4),), "all at once"),
+    "rotated-pairs": Recurrence(rotated_pairs, 1, ((), ()), "linear_system of 2"),
+    "tracker": Recurrence(tracker, 1, ((2,),), "linear_system of 2"),
+    "bidirectional-ssm": Recurrence(bidirectional_ssm, 1, ((0,), (0,)), "complex scan"),
 }
 """By name. A size of zero in ``rest`` stands for the channels."""
 
@@ -204,7 +297,9 @@ def recurrences(
     """Compare public recurrences, as written, with eager and torch.compile over the number of steps."""
     for name in case:
         for count in steps:
-            if wanted(case=name, steps=count):
+            if grad and not RECURRENCES[name].gradient:
+                continue
+            if wanted(case=name, steps=count, **{"pass": PASSES[grad]}):
                 yield measure(name, count, grad, device)
 
 
@@ -223,7 +318,7 @@ def measure(name: str, steps: int, grad: bool, device: str) -> Row:
         "case": name,
         "steps": steps,
         "batch": BATCH,
-        "pass": "forward and backward" if grad else "forward",
+        "pass": PASSES[grad],
         "found": [row.detail for row in graph.applied],
         "chosen": graph.chosen,
         "times_ms": dict(graph.times_ms),

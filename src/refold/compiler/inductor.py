@@ -48,7 +48,8 @@ class Hook(CustomGraphPass):
         """Visit one graph; may edit it in place or raise `Stopped`."""
         index, self.count = self.count, self.count + 1
         try:
-            self.visit(index, graph)
+            with torch.no_grad():  # autograd is over: passes need not care for the gradients of what they make
+                self.visit(index, graph)
         except Stopped:
             self.stopped = True
             raise

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch.fx import Graph, GraphModule, Node
 
 from ..errors import warn
@@ -210,7 +211,8 @@ class GraphCompile:
             key = f"captured:{call.name}:{dual}"
             if not self._wanted(key):
                 continue
-            found = find_scan(self.gm, call, dual)
+            with torch.set_grad_enabled(self.entry.mode == "training"):
+                found = find_scan(self.gm, call, dual)
             self.settings.choices.tune(found.rewrite.candidate.graph)
             start = time.perf_counter()
             verdict = None if self._unjudged else self._verdict(found.rewrite)

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Self
 
-SCHEMA = 1
+SCHEMA = 2
 
 
 @dataclass
@@ -128,6 +128,7 @@ class Contents:
             KeyError, TypeError or ValueError: The data is not that of a report.
         """
         if data["schema"] != SCHEMA:
-            raise ValueError(f"its schema is {data['schema']!r}, not {SCHEMA}")
+            written = data["schema"]
+            raise ValueError(f"another version of refold wrote it: its schema is {written!r}, this version's {SCHEMA}")
         graphs = [GraphReport.from_dict(graph) for graph in data["graphs"]]
         return cls(str(data["target"]), dict(data["environment"]), graphs, dict(data.get("ceilings", {})))

@@ -167,13 +167,14 @@ def check(
         inputs = [_normal(x, generator, spread, not multilinear, infinity=True) for x in like]
         os, ys = list(_several(original(*inputs))), _several(candidate(*inputs))
         leaves = [x for x, need in zip(inputs, differentiated, strict=False) if need]
-        spare = [0] * len(os)
+        ends = [0] * len(os)
         for at, x in enumerate(leaves, len(os) - len(leaves)):
             os[at] = torch.where(x.isfinite(), os[at], math.nan)  # the gradient at an infinity is not used
-            # A step whose state is infinite already may get a NaN where the original has the gradient of nothing: zero.
-            # Coupled values pass that on to one another, one step at a time.
-            spare[at] = coupled * x.numel() // max(x.shape, default=1)
-        found = list(map(_where_finite, os, ys, bounds, spare))
+            # Nothing reads the state that the last step leaves, so the original has no gradient there: zero. A scan
+            # multiplies by that zero, which makes a NaN if the state is infinite. Of coupled values, what one step
+            # leaves is read by another only steps later.
+            ends[at] = coupled
+        found = list(map(_where_finite, os, ys, bounds, ends))
         evidence.kinds.append(min(found, key=lambda one: (one.passed, -one.error / (one.bound or 1.0))))
     return evidence
 
@@ -374,14 +375,17 @@ def _distances(difference: torch.Tensor) -> list[float]:
     return [float(torch.linalg.vector_norm(difference)), float(difference.abs().max())]
 
 
-def _where_finite(o: torch.Tensor, y: torch.Tensor, known: float, spare: int) -> KindResult:
+def _where_finite(o: torch.Tensor, y: torch.Tensor, known: float, ends: int) -> KindResult:
     """Compare a candidate with the original where that is finite; each may be as far off as was found before.
 
-    As many elements as ``spare``, a few positions along the longest axis, may not be finite where the original's are.
+    As many positions as ``ends``, at one end of the longest axis, may not be finite where the original's are.
     """
     _, o, y = _finite_only(o, o, y)
-    if 0 < int((~y.isfinite()).sum()) <= spare:
-        _, o, y = _finite_only(y, o, y)
+    if ends and (at := (~y.isfinite()).nonzero()).numel():
+        axis = max(range(y.dim()), key=lambda d: y.shape[d])
+        first, last = int(at[:, axis].min()), int(at[:, axis].max())
+        if last < ends or first >= y.shape[axis] - ends:
+            _, o, y = _finite_only(y, o, y)
     (error,), (worst,) = _errors(o, None, y)
     bound = 2 * known
     lost = int((~y.isfinite()).sum())

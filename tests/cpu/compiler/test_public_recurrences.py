@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 import refold
 from refold.bench.recurrences import HEAD, RECURRENCES
@@ -10,6 +11,7 @@ from refold.compiler.dynamo import associative_scan, captures_loops
 from refold.compiler.inductor import bind, show_graph
 from refold.compiler.ir.evaluate import evaluate
 from refold.compiler.pipeline import run
+from refold.compiler.recurrence.systems import MAX_PLUS_SCAN
 from refold.compiler.session import GraphCompile
 from refold.compiler.validate.region import Settings
 from refold.report import GraphReport
@@ -70,6 +72,8 @@ def check(fn, inputs, training, like=None):
 @pytest.mark.parametrize("name", RECURRENCES)
 def test_found_and_right(name, training):
     one = RECURRENCES[name]
+    if training and not one.gradient:
+        pytest.skip("eager cannot differentiate it")
     details = check(one.fn, one.inputs(2, STEPS, 2 * HEAD), training)
     assert any(one.found in detail for detail in details), details
 
@@ -326,3 +330,56 @@ def test_a_real_compile_checks_them():
     (graph,) = compiled.report.graphs
     assert graph.chosen == "refold"
     assert graph.rewrites[0].status == "applied"
+
+
+@pytest.mark.parametrize("steps", [1, 2, 7, 20])
+def test_a_maximum_hands_no_gradient_to_what_it_does_not_take(steps):
+    """Not even one that is not a number: garbage at the end must not reach what a later maximum cut off."""
+    generator = torch.Generator().manual_seed(steps)
+    shift, floor = (torch.randn(steps, 6, generator=generator, dtype=torch.float64) for _ in range(2))
+    leaves = [x.requires_grad_() for x in (shift, floor, floor[0].detach().clone())]
+    weights = torch.randn(steps, 6, generator=generator, dtype=torch.float64)
+    weights[-1, :3] = float("nan")
+
+    def loop(shift, floor, h):
+        out = []
+        for t in range(steps):
+            h = torch.maximum(h + shift[t], floor[t])
+            out.append(h)
+        return torch.stack(out)
+
+    expected = torch.autograd.grad(loop(*leaves), leaves, weights)
+    got = torch.autograd.grad(MAX_PLUS_SCAN(*leaves, False), leaves, weights)
+    for a, b in zip(got, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12, equal_nan=True)
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_a_derivative_that_the_code_takes_itself(training):
+    """An operator brings its own gradient, which is none that a graph can take; and wrapped tensors have no storage."""
+
+    def loss(a, x):
+        return sum(y.sin().sum() for y in (doubled(a, x),))
+
+    check(lambda a, x: torch.func.grad(loss)(a, x), decays(17), training)
+
+
+@pytest.mark.parametrize(
+    ("log_decay", "operator"),
+    [(lambda g: g, "linear_scan"), (lambda g: 1e-6 * g, "linear_scan"), (lambda g: F.logsigmoid(g) / 16, "ssd")],
+    ids=["zeros", "small", "logsigmoid"],
+)
+def test_gradients_of_small_log_decays_keep_their_digits(log_decay, operator):
+    """``ssd`` gets inputs divided by log decays; where these are small, gradients are differences of large numbers."""
+
+    def fn(q, k, v, g):
+        g, state, out = log_decay(g).exp(), q.new_zeros(q.shape[0], q.shape[2], 4, 3), []
+        for t in range(q.shape[1]):
+            state = g[:, t, :, None, None] * state + k[:, t, :, :, None] * v[:, t, :, None, :]
+            out.append(torch.einsum("bhk,bhkv->bhv", q[:, t], state))
+        return torch.stack(out, 1)
+
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, g = (torch.randn(2, 20, 2, *n, generator=generator) for n in ((4,), (4,), (3,), ()))
+    details = check(fn, [q, k, v, g * (g < 0)], training=True)
+    assert any(operator in detail for detail in details), details

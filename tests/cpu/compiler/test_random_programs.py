@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from refold.compiler.ir import views
 from refold.compiler.passes import recover_contractions
 from refold.compiler.recurrence import affine, duality, gated_chunks
-from support import programs
+from support import programs, random_graphs, random_loops, trial
 
 aten = torch.ops.aten
 RANDOM = st.randoms(use_true_random=False)
@@ -23,24 +23,24 @@ def quickly(examples):
     return settings(max_examples=examples, deadline=None, derandomize=True)
 
 
-@quickly(60)
+@quickly(40)
 @given(RANDOM)
 def test_graphs(r):
-    program = programs.graph(r)
+    program = random_graphs.graph(r)
     assert programs.judge(program).failure == "", program.about
 
 
 @quickly(15)
 @given(RANDOM)
 def test_recurrences(r):
-    program = programs.recurrence(r)
+    program = random_loops.recurrence(r)
     assert programs.judge(program).failure == "", program.about
 
 
 @quickly(4)
 @given(RANDOM)
 def test_captured_loops(r):
-    program = programs.recurrence(r, captured=True)
+    program = random_loops.recurrence(r, captured=True)
     assert programs.judge_captured(program).failure == "", program.about
 
 
@@ -90,8 +90,8 @@ def _resets_multiply(patch):
 
 
 BUGS = [
-    (_mean_of_everything, "graph", 8),
-    (_inverse_permutation, "graph", 70),
+    (_mean_of_everything, "graph", 16),
+    (_inverse_permutation, "graph", 27),
     (_strictly_causal, "recurrence", 75),
     (_infinities_leak, "recurrence", 1331),
     (_resets_are_infinite, "recurrence", 344),
@@ -102,7 +102,35 @@ BUGS = [
 
 @pytest.mark.parametrize(("plant", "kind", "seed"), BUGS, ids=lambda x: getattr(x, "__name__", None))
 def test_planted_bugs_are_caught(plant, kind, seed, monkeypatch):
-    program = getattr(programs, kind)(Random(seed))
+    program = (random_graphs.graph if kind == "graph" else random_loops.recurrence)(Random(seed))
     assert programs.judge(program).failure == "", program.about
     plant(monkeypatch)
     assert programs.judge(program).failure, program.about
+
+
+@pytest.mark.parametrize(
+    ("size", "joined", "read"), [(4, 0, (1, -1)), (3, 1, (-1, 2)), (5, 0, (1, 4)), (4, 0, (0, -1)), (3, 1, (1, 0))]
+)
+def test_reads_of_stacked_steps(size, joined, read):
+    """A read of the last step is that step; a read along another axis is not."""
+
+    def fn(x):
+        return (torch.stack([x[t].sin() for t in range(4)], joined).select(*read).cos(),)
+
+    for rank in (1, 2):
+        x = torch.randn(4, *[size] * rank)
+        assert programs.judge(programs.Program(fn, [x], "")).failure == ""
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_layers_of_public_code(seed):
+    """A few of what ``tools/fuzz.py --kind layer`` runs: the whole compiler, but for generated code."""
+    about, outcome = trial.trial(Random(seed))
+    assert outcome.failure == "", about
+
+
+@quickly(6)
+@given(RANDOM)
+def test_coupled_loops(r):
+    program = random_loops.coupled(r)
+    assert programs.judge_captured(program).failure == "", program.about

@@ -203,3 +203,45 @@ def test_no_farther_has_a_meaning_where_the_reference_is_zero():
         assert not numerics.no_farther(r, wrong, moved)
     assert not numerics.no_farther(r, torch.zeros(5), [])
     assert not numerics.no_farther(r, torch.ones(5), [torch.full((5,), math.nan)])
+
+
+class _SpoiltGradient(torch.autograd.Function):
+    """A copy, whose gradient is not a number at one position where the other argument is infinite anywhere."""
+
+    @staticmethod
+    def forward(ctx, x, y, at):
+        ctx.at, ctx.bad = at, not bool(y.isfinite().all())
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        grad = grad.clone()
+        if ctx.bad:
+            grad[ctx.at] = float("nan")
+        return grad, None, None
+
+
+@pytest.mark.parametrize(
+    ("at", "coupled", "kept"), [(11, 1, True), (0, 1, True), (10, 1, False), (10, 2, True), (5, 4, False)]
+)
+def test_gradients_may_be_lost_at_the_ends_alone(at, coupled, kept):
+    """There the original has the gradient of a state that nothing reads, and a scan multiplies by that zero."""
+
+    def gradients(spoilt):
+        def run(x, y):
+            x, y = x.detach().requires_grad_(), y.detach().requires_grad_()
+            out = (_SpoiltGradient.apply(x, y.detach(), at) if spoilt else x) * 2 + y
+            return out.detach(), *torch.autograd.grad(out.sum(), (x, y))
+
+        return run
+
+    def reference(x, y):
+        return gradients(False)(x.double(), y.double())
+
+    like = [torch.randn(12, 4), torch.randn(12, 4)]
+    evidence = check(
+        gradients(False), gradients(True), reference, like, like, terms=2, multilinear=False,
+        differentiated=(True, True), coupled=coupled,
+    )  # fmt: skip
+    assert evidence.passed == kept
+    assert kept or "not finite where the original's are" in evidence.reason

@@ -108,6 +108,8 @@ def _worth_a_look(gm: GraphModule) -> bool:
     if captured_loops(gm):
         return False  # a loop that stayed one: to trace it takes as long as it has steps
     calls = [node for node in gm.graph.nodes if node.op.startswith("call")]
+    if any(part in _name(node) for node in calls for part in ("grad_increment_nesting", "jvp_increment_nesting")):
+        return False  # the graph takes a derivative itself, by ``torch.func``; an operator brings one of its own
     if any(node.target is OPS["linear_scan"] or _is_definition(gm, node) for node in calls):
         return True
     if any(part in _name(node) for node in calls for part in ("cumsum", "conv")):
@@ -144,7 +146,8 @@ class BeforeAutograd:
         self._every = {aten: node for node, aten in reversed(named.items())}  # of equals, the first
         self._named: dict[Node, Node] = {}
         self._roots: list[tuple[Node, Node]] = []
-        run_pipeline(self._graph, wanted, passes=BEFORE_AUTOGRAD, seen=self._take)
+        with torch.enable_grad():  # passes ask whether gradients will be taken of what they make
+            run_pipeline(self._graph, wanted, passes=BEFORE_AUTOGRAD, seen=self._take)
 
     def _take(self, found: Rewrite) -> None:
         """Note a rewrite that was just made."""

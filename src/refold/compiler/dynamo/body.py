@@ -29,6 +29,7 @@ from ..recurrence.affine import Affine, Loop, LoopVectorizer
 from ..recurrence.vectorize import NotALoop, Value, vectorize_node
 from .growing import take_parts
 from .induction_variable import InductionVariable, depends_on_iteration
+from .kept_in_place import keep
 from .positions import is_plain, slice_of
 from .read_back import SCATTERS, Origin, promote
 from .step_arithmetic import OF_TENSORS, Counting, is_number
@@ -92,6 +93,7 @@ class Traced:
         names: What to call them.
         added: Where the carries begin that the loop itself has not; they are the last ones.
         fixed: What the last operands are that the loop itself has not.
+        finals: Operands that hold a carry at last: (operand, index in the results).
         elements: Carries that are elements of others and only computed for all steps at once: new value and name.
     """
 
@@ -106,6 +108,7 @@ class Traced:
     names: tuple[str, ...]
     added: list[Origin]
     fixed: list[Origin]
+    finals: list[tuple[int, int]]
     elements: dict[Node, tuple[Any, str]] = field(default_factory=dict)
 
     @property
@@ -152,21 +155,26 @@ def trace(loop: CapturedLoop, count: Any, operands: Sequence[Any], sequences: Se
     counted, *placeholders = graph.find_nodes(op="placeholder")
     promoted = promote(graph, placeholders, number)
     results = list(graph.output_node().args[0])  # type: ignore[arg-type]
-    carries, at, own = promoted.carries, loop.carried, list(placeholders)
-    for last, (register, _, _) in zip(
+    at, own = loop.carried, list(placeholders)
+    kept, changed = keep(graph, own, at, range(at + len(sequences), len(own)), results)
+    carries = [*promoted.carries, *kept]
+    for last, (state, *_) in zip(
         (placeholders[at - 1] if at else counted, *(x[0] for x in carries)), carries, strict=False
     ):
-        last.append(register)
-    placeholders[at:at] = [register for register, _, _ in carries]
+        last.append(state)
+    placeholders[at:at] = [state for state, *_ in carries]
     placeholders += [node for node, _ in promoted.before]
     results[at:at] = [new for _, new, _ in carries]
+    finals = [(i, i) for i in changed]
+    finals += [(origin.operand, at + i) for i, (*_, origin) in enumerate(carries) if origin.dim is None]
     graph.output_node().args = (tuple(results),)
     graph.eliminate_dead_code()
     writes = [_write(node, own, number) for node in graph.find_nodes(op="call_function", target=aten.copy_.default)]
     return Traced(
         module, mode, number, counted, placeholders, results, writes, loop.carried + len(carries),
-        (*loop.names, *(register.name for register, _, _ in carries)),
+        tuple(loop.names),
         [origin for *_, origin in carries], [origin for _, origin in promoted.before],
+        finals,
     )  # fmt: skip
 
 
@@ -243,7 +251,7 @@ def _write(copy: Any, placeholders: list[Node], number: InductionVariable) -> Wr
     single = scatter.target is aten.select_scatter.default
     place = slice_of(scatter, 3, single, number)
     if place is None:
-        raise NotALoop("write-uneven", "the steps do not write next to one another", source_line(scatter))
+        raise NotALoop("write-uneven", "the slices that the steps write overlap or leave gaps", source_line(scatter))
     content: Any = scatter.args[1]
     while content.target is aten.copy.default and is_plain(content):
         content = content.args[1]
@@ -450,11 +458,9 @@ class Body(LoopVectorizer):
                 f"{self.names.get(node.args[0], 'a tensor')} is read at positions that are not evenly spaced",
             )
         start, step, width = place
-        if not step or (width != 1 and abs(step) != width):
-            raise NotALoop(
-                "read-uneven",
-                f"{self.names.get(node.args[0], 'a tensor')} is read in slices that overlap or leave gaps",
-            )
+        if not step or (width != 1 and abs(step) > width):
+            name = self.names.get(node.args[0], "a tensor")
+            raise NotALoop("read-uneven", f"{name} is read in slices with gaps between them")
         return self._slices(
             source.node, node.args[1] % value(source.node).dim(), start, step, width, self.count, not single
         )

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any, cast
 
 import torch
-from torch._C._functorch import is_batchedtensor
 from torch.fx import GraphModule, Node
 
 from ..ir.captured_loop import CapturedLoop, step_count
@@ -14,7 +13,7 @@ from ..ir.rewrite import source_line
 from ..private import tree_leaves
 from ..recurrence.vectorize import NotALoop
 from .body import Slices, trace
-from .mutation import changed_in_place
+from .mutation import changed_in_place, memory
 
 aten = torch.ops.aten
 
@@ -52,11 +51,15 @@ class CallSite:
         self.operands: list[Node] = []
         self._read_operands()
         self.traced = trace(self.loop, self.count, [example(node) for node in self.operands], self.sequences)
+        names = [_name(self.operands[x.operand], x.back) for x in self.traced.added]
+        self.traced.names = (*self.loop.names, *names)
         self._check_writes()
         self.lists = self.loop.carried + self.loop.lasts
         self.uses = sorted((int(user.args[1]), user) for user in call.users if user.users)  # type: ignore[arg-type, call-overload]
         results = tree_leaves(call.meta["example_value"])
         self.training = any(x.requires_grad for x in results)
+        self.mutated = set[Any]()
+        self._check_finals()
         self._check_aliases()
         if more := len(self.traced.added):
             self.lists += more
@@ -76,19 +79,22 @@ class CallSite:
             elif source.target in SPLITS and (parts := _parts(source)) is not None:
                 source, dim, width = parts
             else:
-                raise NotALoop("read-uneven", "it reads a list of tensors that are not slices of one")
+                raise NotALoop(
+                    "read-uneven", "the loop goes through a list of tensors that are not slices of one tensor"
+                )
             rank, size = example(source).dim(), example(source).shape[dim] // (width or 1)
             start = read.start + size if read.start < 0 else read.start
             args[at] = source
             self.sequences.append(Slices(dim % rank, start, read.step, width))
         kinds = (torch.Tensor, torch.SymInt, int)
         if not all(isinstance(x, Node) and isinstance(x.meta.get("example_value"), kinds) for x in args):
-            raise NotALoop("carry-not-tensor", "it reads something that is neither a tensor nor a size")
+            raise NotALoop("carry-not-tensor", "the loop reads a value that is neither a tensor nor a size")
         self.operands = args
 
     def written(self) -> set[Any]:
         """Return the storages that the loop itself writes to."""
-        return {storage(self.operands[write.operand]) for write in self.traced.writes}
+        places = [write.operand for write in self.traced.writes] + [operand for operand, _ in self.traced.finals]
+        return {storage(self.operands[place]) for place in places}
 
     def bounds(self, write: Any) -> tuple[Any, Any]:
         """Return the positions that all steps write, from the first to before the last."""
@@ -99,19 +105,39 @@ class CallSite:
         """Refuse writes that anything else could see in between."""
         for write in self.traced.writes:
             written = self.operands[write.operand]
-            memory = storage(written)
+            own = storage(written)
             others = [x for i, x in enumerate(self.operands) if i != write.operand]
             outside = [x for x in self.gm.graph.nodes if x.op in ("placeholder", "get_attr")]
-            if any(storage(x) == memory for x in others + outside):
+            if any(storage(x) == own for x in others + outside):
                 reason = f"it writes to {written.name}, which is also read, or comes from outside"
                 raise NotALoop("shared-memory", reason, source_line(written))
             if write.operand < self.loop.carried or abs(write.step) != write.width:
-                reason = f"the steps do not write next to one another, in {written.name}"
+                reason = f"the slices of {written.name} that the steps write overlap or leave gaps"
                 raise NotALoop("write-uneven", reason, source_line(written))
             whole = (0, known(example(written).shape[write.dim]))
             if not isinstance(self.count, int) and self.bounds(write) != whole:
-                reason = f"it writes to a part of {written.name}, whose size is not known"
+                reason = f"the loop writes to a part of {written.name}, and the size of that part is not known"
                 raise NotALoop("size-unknown", reason, source_line(written))
+
+    def _check_finals(self) -> None:
+        """Refuse states in place that anything else could see in between."""
+        body = self.loop.body.graph
+        placeholders, results = body.find_nodes(op="placeholder"), list[Any](body.output_node().args[0])  # type: ignore[arg-type]
+        collected = [storage(x) for x in results[self.loop.carried + self.loop.lasts :]]
+        outside = [x for x in self.gm.graph.nodes if x.op in ("placeholder", "get_attr")]
+        for operand, _ in self.traced.finals:
+            memory = storage(self.operands[operand])
+            others = [x for i, x in enumerate(self.operands) if i != operand]
+            if any(storage(x) == memory for x in others + outside):
+                raise NotALoop(
+                    "in-place", f"a step changes {self.operands[operand].name} in place, which comes from outside"
+                )
+            own = storage(placeholders[operand + (operand >= self.loop.carried)])
+            if own in collected:
+                raise NotALoop(
+                    "in-place", f"a step collects {self.operands[operand].name}, and later ones change it in place"
+                )
+            self.mutated.add(own)
 
     def _check_aliases(self) -> None:
         """Refuse if the user could observe that a result is no longer a tensor of its own."""
@@ -120,7 +146,7 @@ class CallSite:
         escaping = []
         for i, use in self.uses:
             tensors = tree_leaves(use.meta.get("example_value", self.call.meta["example_value"][i]))
-            if any(x.untyped_storage()._cdata in changed for x in tensors):
+            if any(memory(x) in changed for x in tensors):
                 raise NotALoop(
                     "in-place", f"a result, {use.name}, is changed in place after the loop", source_line(use)
                 )
@@ -129,14 +155,22 @@ class CallSite:
                 not together and any(user.target not in JOINS for item in use.users for user in item.users)
             ):
                 escaping.append(storage(inner[i]))
-        shared = [storage(node) for node in self.loop.body.graph.find_nodes(op="placeholder")] + escaping
+        given = [storage(node) for node in self.loop.body.graph.find_nodes(op="placeholder")]
+        shared = [memory for memory in given if memory not in self.mutated] + escaping
         if any(shared.count(memory) > 1 for memory in escaping):
-            raise NotALoop("shared-memory", "a result shares memory with another or with what the loop reads")
+            raise NotALoop(
+                "shared-memory",
+                "a result of the loop shares memory with another result or with a tensor that the loop reads",
+            )
 
 
 def unbound(unbind: Any) -> tuple[Node, int]:
     """Return what is unbound, and along which axis."""
     return unbind.args[0], unbind.args[1] if len(unbind.args) > 1 else unbind.kwargs.get("dim", 0)
+
+
+def _name(tensor: Node, back: int) -> str:
+    return f"{tensor.name} of {back} step{'s' if back > 1 else ''} ago" if back else tensor.name
 
 
 def _parts(split: Any) -> tuple[Node, int, int] | None:
@@ -156,6 +190,4 @@ def example(node: Node) -> torch.Tensor:
 def storage(node: Node) -> Any:
     """Return what tells whether two nodes share memory."""
     x = node.meta.get("example_value")
-    if not isinstance(x, torch.Tensor) or is_batchedtensor(x):  # those are a vmap's own
-        return id(node)
-    return x.untyped_storage()._cdata
+    return memory(x) if isinstance(x, torch.Tensor) else id(node)

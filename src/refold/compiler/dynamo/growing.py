@@ -7,6 +7,7 @@ slice of numbers in order are numbers in order, from another one on. So slices m
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -26,6 +27,7 @@ _ELEMENTWISE = (
     aten.detach.default,
 )  # fmt: skip
 _ORDERED = (aten.arange.default, aten.arange.start, aten.arange.start_step)
+_VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
 _FILLED = (aten.full.default, aten.zeros.default, aten.ones.default)
 
 
@@ -107,6 +109,12 @@ def _part(build: Builder, x: Any, dim: int, start: Any, length: int) -> Node:
             i, j = (d % rank for d in x.args[1:3])
             order[i], order[j] = order[j], order[i]
         return build.call(aten.permute.default, (_part(build, source, order[dim], start, length), order))
+    if x.target in _VIEWS:
+        own = [d for d, size in enumerate(value(source).shape) if _grows([size])]
+        if len(own) != 1 or math.prod(value(source).shape[: own[0]]) != math.prod(shape[:dim]):
+            raise _Grows
+        sizes = [length if d == dim else size for d, size in enumerate(shape)]
+        return build.call(aten.reshape.default, (_part(build, source, own[0], start, length), sizes))
     if x.target is aten.expand.default:
         sizes = [length if d == dim else size for d, size in enumerate(shape)]
         return build.call(x.target, (_operand(build, source, dim - rank, start, length), sizes))

@@ -7,7 +7,7 @@ import operator
 from typing import Any
 
 import torch
-from torch._C._functorch import is_batchedtensor
+from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
 from torch.fx import GraphModule, Node
 
 from ..ir.captured_loop import CapturedLoop
@@ -19,7 +19,7 @@ _IN_PLACE = tuple(getattr(operator, name) for name in _ARITHMETIC)
 
 
 def changed_in_place(gm: GraphModule, cautious: bool = False, but: Node | None = None) -> set[Any]:
-    """Return the storages that a graph's operations write to.
+    """Return the memory that a graph's operations write to.
 
     Args:
         gm: The graph.
@@ -64,8 +64,13 @@ def _asked_to(node: Node) -> bool:
     return at < len(node.args) and bool(node.args[at])
 
 
+def memory(x: torch.Tensor) -> Any:
+    """Return what tells whether two tensors share memory, also inside of ``torch.func``'s transforms."""
+    while is_functorch_wrapped_tensor(x):
+        x = get_unwrapped(x)
+    return x.untyped_storage()._cdata
+
+
 def storages(node: Node) -> set[Any]:
     """Return the storages of a value, and of the items of a list of values."""
-    leaves = tree_leaves(node.meta.get("example_value"))
-    tensors = [x for x in leaves if isinstance(x, torch.Tensor) and not is_batchedtensor(x)]  # those are a vmap's own
-    return {x.untyped_storage()._cdata for x in tensors}
+    return {memory(x) for x in tree_leaves(node.meta.get("example_value")) if isinstance(x, torch.Tensor)}

@@ -20,6 +20,7 @@ from torch.fx.node import map_arg
 
 from ..private import HigherOrderOperator
 from .body import Operations, to_aten, twin
+from .mutation import memory
 
 aten = torch.ops.aten
 
@@ -58,7 +59,7 @@ def _is_elementwise(node: Node, changed: set[Any]) -> bool:
     tensors = [x for x in tensors if not isinstance(x, (int, torch.SymInt))]
     if not isinstance(example, torch.Tensor) or not all(type(x) is torch._subclasses.FakeTensor for x in tensors):
         return False
-    if any(x.untyped_storage()._cdata in changed for x in tensors):
+    if any(memory(x) in changed for x in tensors):
         return False
     if example.requires_grad != any(x.requires_grad for x in tensors[1:]):  # detached, or without gradients
         return False

@@ -38,12 +38,14 @@ class Origin:
         dim: The axis; None for all of the operand.
         at: The position.
         keep: Whether the axis stays, with size one.
+        back: How many steps ago it was written, for a carry of `promote`.
     """
 
     operand: int
     dim: int | None = None
     at: int = 0
     keep: bool = False
+    back: int = 0
 
 
 @dataclass
@@ -79,9 +81,9 @@ def promote(graph: Graph, operands: Sequence[Node], number: InductionVariable) -
         operands: The placeholders of the loop's operands.
         number: The number of the step.
     """
-    for node in graph.nodes:
-        while node.target in SCATTERS and (content := node.args[1]).target is aten.copy.default and is_plain(content):
-            node.update_arg(1, content.args[1])
+    for node in graph.find_nodes(op="call_function", target=aten.copy.default):
+        if is_plain(node):
+            node.replace_all_uses_with(node.args[1])
     graph.eliminate_dead_code()
     promoted = Promoted([], [])
     for copy in graph.find_nodes(op="call_function", target=aten.copy_.default):
@@ -166,7 +168,7 @@ def _promote(graph: Graph, written: _Written, number: InductionVariable, promote
     handed = [_content(written.scatters[-1]), *registers]
     for i, register in enumerate(registers):
         at = written.first - written.step * (i + 1)
-        promoted.carries.append((register, handed[i], Origin(operand, dim, at)))
+        promoted.carries.append((register, handed[i], Origin(operand, dim, at, back=i + 1)))
     if before.users:
         promoted.before.append((before, Origin(operand)))
     else:

@@ -36,8 +36,11 @@ def splice(site: CallSite, candidate: GraphModule, inputs: Sequence[Node]) -> No
                     "stack_trace": call.meta.get("stack_trace", ""),
                 }
         results = [copies[node] for node in source.output_node().args[0]]  # type: ignore[union-attr]
-        for write, content in zip(site.traced.writes, results[len(site.uses) :], strict=True):
+        written = results[len(site.uses) :]
+        for write, content in zip(site.traced.writes, written, strict=False):
             _write(site, write, content)
+        for (operand, _), content in zip(site.traced.finals, written[len(site.traced.writes) :], strict=True):
+            graph.call_function(aten.copy_.default, (site.operands[operand], content))
     for (i, use), new in zip(site.uses, results, strict=False):
         if i < site.lists:
             use.replace_all_uses_with(new)

@@ -13,21 +13,21 @@ Shapes. A carry (..., n, ...) becomes n carries (..., 1, ...).
 
 from __future__ import annotations
 
+import functools
 import math
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from ..ir.builder import Builder
+from ..ir.builder import Builder, downstream, upstream
 from ..ir.fx import arg, is_tensor, known, value
 from ..recurrence.vectorize import is_pointwise
-from .axis_order import order_of, sink_permutes
 from .body import Traced
+from .coordinates import order_of, sink_moves
 from .read_back import Origin
 
 aten = torch.ops.aten
@@ -54,25 +54,40 @@ class Elements:
     parts: tuple[Node, ...]
 
 
-def split(traced: Traced) -> Traced | None:
-    """Return a body of which short carries are split into elements, where a step moves or mixes these; None if none is.
+def splits(traced: Traced) -> Iterator[Traced]:
+    """Return bodies with elements in place of values: of few carries first, then of all that gain from it.
 
     Args:
         traced: The body; stays as it is.
     """
+    splitter = _Splitter(traced, {})
+    base = splitter.run()  # what a step puts side by side may be carries already
+    least = splitter.rank
+    if base is not None:
+        yield base
+    alone = {i: found for i in range(traced.carried) if (found := _split_one(traced, {}, i, least)) is not None}
+    for body, *_ in alone.values():
+        yield body
     chosen: dict[int, int] = {}
-    splitter = _Splitter(traced, chosen)
-    best = splitter.run()  # what a step puts side by side may be carries already
-    key = splitter.rank
-    for i, carry in enumerate(traced.placeholders[: traced.carried]):
-        if not is_tensor(carry):
-            continue
-        sizes = [known(size) for size in value(carry).shape]
-        for axis in reversed([d for d, size in enumerate(sizes) if isinstance(size, int) and 2 <= size <= LONGEST]):
-            splitter = _Splitter(traced, {**chosen, i: axis})
-            attempt = splitter.run()
-            if attempt is not None and splitter.rank < key:
-                best, chosen[i], key = attempt, axis, splitter.rank
+    for i in alone if len(alone) > 1 else ():
+        found = _split_one(traced, chosen, i, least)
+        if found is not None:
+            last, chosen[i], least = found
+    if len(chosen) > 1:
+        yield last
+
+
+def _split_one(
+    traced: Traced, chosen: dict[int, int], i: int, least: tuple[int, int]
+) -> tuple[Traced, int, tuple[int, int]] | None:
+    """Split one more carry along its best axis: the body, the axis and its rank; None if it does not gain from it."""
+    carry, best = traced.placeholders[i], None
+    sizes = [known(size) for size in value(carry).shape] if is_tensor(carry) else []
+    for axis in reversed([d for d, size in enumerate(sizes) if isinstance(size, int) and 2 <= size <= LONGEST]):
+        splitter = _Splitter(traced, {**chosen, i: axis})
+        attempt = splitter.run()
+        if attempt is not None and splitter.rank < least:
+            best, least = (attempt, axis, splitter.rank), splitter.rank
     return best
 
 
@@ -90,13 +105,18 @@ class _Splitter:
         self.traced, self.chosen = traced, chosen
         self.elements: dict[Node, Elements] = {}
         self.depends: set[Node] = set()
-        self.joins = self.mixed = 0
+        self.cuts = self.mixed = 0
+        self.cyclic: set[Node] = set()
+        for carry, new in zip(traced.placeholders[: traced.carried], output, strict=False):
+            if isinstance(new, Node):
+                self.cyclic |= downstream(self.copies[carry]) & upstream(new)
         self.build: Any = None
+        self.like = next(x for x in map(self.copies.__getitem__, traced.placeholders) if is_tensor(x))
 
     @property
     def rank(self) -> tuple[int, int]:
-        """How good it is: few values had to be put together again, many operations moved or mixed elements."""
-        return self.joins, -self.mixed
+        """How good it is: few values had to be cut or put together, many operations moved or mixed elements."""
+        return self.cuts, -self.mixed
 
     def run(self) -> Traced | None:
         """Return the new body, or None if splitting is of no use."""
@@ -115,6 +135,7 @@ class _Splitter:
                 split_at[carry].append(part)
                 origins.append(Origin(i, axis, at, keep=True))
             self.elements[carry] = Elements(axis, tuple(split_at[carry]))
+            self.depends.update(split_at[carry])
         self.depends |= set(placeholders[: traced.carried])
         for node in list(graph.nodes):
             if node.op != "call_function" or not any(x in self.depends for x in node.all_input_nodes):
@@ -123,12 +144,14 @@ class _Splitter:
             split_inputs = [x for x in node.all_input_nodes if x in self.elements]
             if not split_inputs and node.target is not aten.cat.default and not is_pointwise(node.target):
                 continue
-            self.build = Builder(node)
+            self.build = Builder(node, like=self.like)
             try:
                 self.mixed += self._step(node)
             except _Whole:
                 self.build.undo()
-                self.joins += len(split_inputs)
+                self.cuts += len(split_inputs)
+                if node.target is operator.getitem:
+                    continue
                 for x in split_inputs:
                     node.replace_input_with(x, self.whole(x))
         return self._result(placeholders, split_at, origins)
@@ -176,6 +199,7 @@ class _Splitter:
             raise _Whole
         if size == 1:
             return (x,)
+        self.cuts += x in self.depends
         return tuple(self.call(aten.slice.Tensor, x, axis, at, at + 1) for at in range(size))
 
     def whole(self, x: Any) -> Any:
@@ -184,7 +208,9 @@ class _Splitter:
         return x if found is None else self.call(aten.cat.default, list(found.parts), found.axis)
 
     def spread(self, node: Node) -> set[int]:
-        """Return the short axes, counted from the last, along which an operation repeats a function of carries."""
+        """Return the short axes, counted from the last, along which an operation repeats what leads back to a carry."""
+        if node not in self.cyclic:
+            return set()
         shape, axes = value(node).shape, set()
         for x in node.all_input_nodes:
             if x in self.depends and is_tensor(x):
@@ -207,7 +233,7 @@ class _Splitter:
     ) -> Traced | None:
         traced, graph = self.traced, self.graph
         output: Any = graph.output_node()
-        self.build = Builder(output, like=next(x for x in placeholders if is_tensor(x)))
+        self.build = Builder(output, like=self.like)
         results = list(output.args[0])
         news: list[Any] = []
         try:
@@ -219,7 +245,7 @@ class _Splitter:
             return None
         results = [self.whole(x) if isinstance(x, Node) else x for x in results]
         output.args = ((*results, *news),)
-        sunk = sink_permutes(graph, [x for x in self.depends if x.op == "placeholder"])
+        sunk = sink_moves(graph, [x for x in self.depends if x.op == "placeholder"])
         if not (self.mixed or sunk):
             return None
         results, news = list(output.args[0][: len(results)]), output.args[0][len(results) :]
@@ -252,15 +278,15 @@ def _pointwise(self: _Splitter, node: Any) -> _Made:
     if any(len(self.elements[x].parts) != count for x in own):
         raise _Whole
 
-    def taken(x: Any, at: int) -> Any:
+    def taken(at: int, x: Any) -> Any:
         if not is_tensor(x) or value(x).dim() < -back or known(value(x).shape[back]) == 1:
             return x
         return self.along(x, value(x).dim() + back)[at]
 
     parts = []
     for at in range(count):
-        args = torch.fx.node.map_arg(node.args, partial(taken, at=at))
-        kwargs = torch.fx.node.map_arg(node.kwargs, partial(taken, at=at))
+        args = torch.fx.node.map_arg(node.args, functools.partial(taken, at))
+        kwargs = torch.fx.node.map_arg(node.kwargs, functools.partial(taken, at))
         parts.append(self.call(node.target, *args, **kwargs))
     return Elements(axis, tuple(parts)), False
 
@@ -293,16 +319,16 @@ def _select(self: _Splitter, node: Any) -> _Made:
 
 
 def _unbind(self: _Splitter, node: Any) -> _Made:
-    return None  # see _getitem
+    return self.elements[node.args[0]], False  # see _getitem
 
 
 def _getitem(self: _Splitter, node: Any) -> _Made:
     source, at = node.args
-    if source.target is aten.unbind.int and source.args[0] in self.elements:
+    if source.target is aten.unbind.int:
         found, dim = self.elements[source.args[0]], _dim(source)
         if dim == found.axis:
             return self.call(aten.squeeze.dim, found.parts[at], dim), True
-    if source.target in (aten.split.Tensor, aten.split_with_sizes.default) and source.args[0] in self.elements:
+    if source.target in (aten.split.Tensor, aten.split_with_sizes.default):
         found, dim = self.elements[source.args[0]], _dim(source, 2)
         sizes = [x.shape[dim] for x in source.meta["val"]]
         if dim == found.axis:

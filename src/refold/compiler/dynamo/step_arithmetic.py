@@ -73,7 +73,10 @@ class Counting:
         if not isinstance(x, Node):
             return [x] * self.count
         if not isinstance(self.count, int):
-            raise NotALoop("number-arithmetic", "what a step computes with its number is not known for all lengths")
+            raise NotALoop(
+                "number-arithmetic",
+                "the numbers that a step computes from the step number are not known for all lengths",
+            )
         if x is self.step:
             return range(self.count)
         if x.target not in _ARITHMETIC:
@@ -84,7 +87,7 @@ class Counting:
         try:
             found: list[Any] = [target(*each) for each in zip(*map(self.values, x.args), strict=True)]
         except ArithmeticError as error:
-            raise NotALoop("number-arithmetic", f"what a step computes with its number fails: {error}") from error
+            raise NotALoop("number-arithmetic", f"arithmetic with the step number fails: {error}") from error
         kind: Any = _KINDS[type(x.meta["val"])][0]
         if any(type(y) is not kind or not math.isfinite(y) or (kind is int and abs(y) >= 2**53) for y in found):
             raise NotALoop("number-arithmetic", "a step computes numbers that are too large, or not always of one kind")

@@ -26,7 +26,7 @@ from .producers import elementwise_producers, trace_producers
 from .read_back import Origin
 from .sequential import LoopRewrite, SequentialLoop, calling
 from .splice import splice
-from .split_carries import split
+from .split_carries import splits
 
 aten = torch.ops.aten
 
@@ -81,11 +81,9 @@ def _find(gm: GraphModule, call: Node, dual: bool) -> CapturedScan:
     try:
         return _best(site, site.traced, dual)
     except NotALoop:
-        parts = split(site.traced)
-        if parts is None:
-            raise
-        with contextlib.suppress(NotALoop):
-            return _best(site, parts, dual)
+        for parts in splits(site.traced):
+            with contextlib.suppress(NotALoop):
+                return _best(site, parts, dual)
         raise  # of what the user wrote
 
 
@@ -143,6 +141,8 @@ def _rewrite(site: CallSite, traced: Traced, before: set[Node], dual: bool) -> C
     for i, _ in site.uses:
         if i < site.lists:
             body.last(traced.results[i])  # the scan after it must be there before any is replaced
+    for _, i in traced.finals:
+        body.last(traced.results[i])
     output = graph.output((*results.values(), *contents))
     for found in body.loops if dual else []:
         dualise(body, found, output)
@@ -156,8 +156,12 @@ def _rewrite(site: CallSite, traced: Traced, before: set[Node], dual: bool) -> C
             build = Builder(anchor)
             results[i] = build.restride(body.last(like), value(like))
     wanted = [i for i, _ in site.uses]
+    finals = []
+    for _, i in traced.finals:
+        like = traced.results[i]
+        finals.append(Builder(anchor).restride(body.last(like), value(like)))
     graph.erase_node(output)
-    graph.output((*(results[i] for i in wanted), *contents))
+    graph.output((*(results[i] for i in wanted), *contents, *finals))
     graph.erase_node(anchor)
     graph.eliminate_dead_code()
     differentiable(graph)
@@ -167,7 +171,14 @@ def _rewrite(site: CallSite, traced: Traced, before: set[Node], dual: bool) -> C
     inner_body = _without_writes(steps_body)
     extra = range(len(steps_body.results), len(steps_body.results) + len(contents))
     count = concrete(site.count)  # of the inputs that it is checked and timed on
-    steps = SequentialLoop(prologue, inner_body, count, steps_body.carried, [*wanted, *extra], site.lists)
+    steps = SequentialLoop(
+        prologue,
+        inner_body,
+        count,
+        steps_body.carried,
+        [*wanted, *extra, *(i for _, i in steps_body.finals)],
+        site.lists,
+    )
     candidate = GraphModule({}, graph)
     detail = _detail(site.count, body.loops)
     rewrite = LoopRewrite(

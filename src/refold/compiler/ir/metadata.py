@@ -109,7 +109,8 @@ def _computed(node: Node) -> Any:
 def _evaluated(node: Node) -> Any:
     args, kwargs = map_arg((node.args, node.kwargs), lambda x: x.meta["val"])
     fakes = _tensors((args, kwargs)) or _tensors(node.meta["val"])
-    with fakes[0].fake_mode:
+    # The user's autocast, which may be active, is in the graph already.
+    with torch.autocast(fakes[0].device.type, enabled=False), fakes[0].fake_mode:
         return node.target(*args, **kwargs)  # type: ignore[operator]
 
 

@@ -158,7 +158,7 @@ class LoopVectorizer:
         """Return a node of the shape of another."""
         if not isinstance(x, Node):
             if isinstance(x, bool) or not isinstance(x, (int, float)):
-                raise NotALoop("initial-state", f"{x!r} is the state before the first step, and is no number")
+                raise NotALoop("initial-state", f"the state before the first step is {x!r}, which is no number")
             val = value(like)
             return self.emit.call(aten.full.default, list(val.shape), x, dtype=val.dtype, device=val.device)
         if not is_tensor(x):
@@ -187,6 +187,12 @@ class LoopVectorizer:
         high = max(start, start + step * (count - 1)) + width
         if width == 1:
             x = self._run(x, low, high, step, dim)
+        elif abs(step) < width:  # windows that overlap
+            x = self._run(x, low, high, 1, dim)
+            x = self.emit.call(aten.unfold.default, x, dim, width, abs(step))
+            x = self._run(x, 0, count, 1 if step > 0 else -1, dim)
+            last = value(x).dim() - 1
+            return Value(self.emit.permute(x, [dim, *range(dim), last, *range(dim + 1, last)]), True)
         else:
             x = self._run(x, low, high, 1, dim)
             shape = value(x).shape
@@ -430,7 +436,8 @@ class LoopVectorizer:
         emit, first = self.emit, loops[0]
         like, count = first.steps[-1], first.length
         val = value(like)
-        names = " and ".join(loop.name for loop in loops)
+        more = f" and {len(loops) - 3} more" if len(loops) > LARGEST else ""
+        names = " and ".join(loop.name for loop in (loops[:3] if more else loops)) + more
         if len(loops) > LARGEST:
             raise NotALoop(
                 "carries-coupled",

@@ -33,7 +33,7 @@ from ..ir.fx import arg, value
 from . import lti_chunks
 from .gated_chunks import CHUNK, gated_scan, merged
 from .readout import Readout, Term, terms
-from .signs import Sign, sign
+from .signs import Sign, fades, sign
 from .slices import sliced_early
 from .vectorize import Emitter, Value
 
@@ -130,7 +130,7 @@ def match_operator(
     if name == "ssd" and not plain:
         found_log = _log_decay(emit, decays, weight, per_step, per_rate, shape, x)
         if found_log is None:
-            return None
+            return _gated(emit, read, scale, offset, shape, initial)
         operands |= dict(zip(("x", "dt", "A"), found_log, strict=True))
     if name == "selective_scan" and not plain:
         decay = _lay(emit, decays, [*tokens, *kept], shape, weight, like=x)
@@ -345,7 +345,8 @@ def _log_decay(
 ) -> tuple[Node, Node, Node] | None:
     """Return x, dt and A for decays that are no ``exp(dt * A)``: their logarithm is A, or dt if it depends on time.
 
-    The operator multiplies x by dt, so x is divided by it.
+    The operator multiplies x by dt, so x is divided by it. The gradient of dt then is a difference of large numbers
+    where dt is small. Where a gradient is taken, there is no such way but for decays whose derivative is as small.
     """
     timed = any(term.spans() & {0, 1} for term in decays)
     order = per_step if timed else per_head
@@ -362,8 +363,16 @@ def _log_decay(
         return x, _constant(emit, x, sizes, 1.0), bounded
     if value(x).dtype == torch.float16:  # a small reciprocal overflows
         return None
+    if torch.is_grad_enabled() and not all(_fades_near_one(term.node) for term in decays):
+        return None
     dt, rate = divisor(emit.call, total)
     return emit.call(aten.div.Tensor, x, emit.reshape(dt, [*sizes, 1])), dt, _constant(emit, x, heads, rate)
+
+
+def _fades_near_one(decay: Node) -> bool:
+    """Tell whether the derivative of a decay is as small as what is missing to one."""
+    inner = _unalias(decay)
+    return inner.target is aten.sigmoid.default or (inner.target is aten.exp.default and fades(arg(inner, 0)))
 
 
 def _logarithm(emit: Emitter, term: Term) -> Node:

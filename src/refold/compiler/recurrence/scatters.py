@@ -107,14 +107,10 @@ def _read_end(node: Any, changed: set[Node]) -> None:
     cat = stacked.args[0] if stacked.target is aten.view.default else stacked
     if cat.target not in (aten.cat.default, aten.stack.default):
         return
-    parts, dim = cat.args[0], arg(cat, 1, "dim", 0) % value(stacked).dim()
-    shape = list(value(parts[0]).shape)
-    at = place(node.args[2], value(stacked).shape[dim])
-    if (
-        at is None
-        or list(value(stacked).shape) != [*shape[:dim], len(parts), *shape[dim:]]
-        or node.args[1] % len(shape) != dim
-    ):
+    parts, whole = cat.args[0], value(stacked).shape
+    shape, dim = list(value(parts[0]).shape), arg(cat, 1, "dim", 0) % value(cat).dim()
+    at = place(node.args[2], whole[dim])
+    if at is None or list(whole) != [*shape[:dim], len(parts), *shape[dim:]] or node.args[1] % len(whole) != dim:
         return
     if value(parts[at]).dtype != value(node).dtype:
         return

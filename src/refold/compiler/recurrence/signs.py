@@ -1,7 +1,7 @@
 """What can be said of the sign of a value from how it is computed: step sizes and decays are softplus, exp, sigmoid.
 
 A sign is that of all elements of a value of any shape. Source: the rule of signs, as an abstract interpretation (Cousot
-& Cousot 1977).
+& Cousot 1977). And whether its derivative fades with it, as theirs does.
 """
 
 from __future__ import annotations
@@ -48,6 +48,11 @@ _POSITIVE = (
     aten.exp.default, aten.exp2.default, aten.sigmoid.default, aten.relu.default, aten.abs.default, aten.sqrt.default,
     aten.rsqrt.default, aten.softplus.default,
 )  # fmt: skip
+_FADING = (
+    aten.exp.default, aten.exp2.default, aten.sigmoid.default, aten.softplus.default, aten.log_sigmoid_forward.default,
+)  # fmt: skip
+_SAME = (aten.alias.default, aten.clone.default, aten.expand.default, aten._to_copy.default,
+         prims.convert_element_type.default)  # fmt: skip
 _COPIES = (
     aten.alias.default, aten.clone.default, aten.expand.default, aten.cumsum.default, aten.constant_pad_nd.default,
     aten._to_copy.default, prims.convert_element_type.default,
@@ -62,6 +67,44 @@ def sign(x: Any) -> Sign:
     if found == UNKNOWN and (constant := constant_value(x)) is not None:
         return Sign(bool((constant >= 0).all()), bool((constant <= 0).all()))
     return found
+
+
+def fades(x: Any) -> bool:
+    """Tell whether the derivative of a value is no larger than a multiple of it where the value is small.
+
+    So it is of ``exp``, of a sigmoid, of a softplus, and of products of these. Who divides by such a value loses digits
+    of its gradient that do not count; of another value they do.
+    """
+    if not isinstance(x, Node):
+        return True
+    if x.op != "call_function":
+        return False
+    parts = [part for part in x.args if isinstance(part, Node)]
+    if x.target in _FADING or _is_log_sigmoid(x):
+        return True
+    if is_view(x) or x.target in _SAME or x.target in (aten.neg.default, aten.log1p.default, aten.mul.Tensor):
+        return bool(parts) and all(fades(part) or constant_value(part) is not None for part in parts)
+    if x.target is aten.div.Tensor:
+        return fades(x.args[0]) and (not isinstance(x.args[1], Node) or constant_value(x.args[1]) is not None)
+    if x.target is aten.add.Tensor:
+        return sign(x) in (POSITIVE, NEGATIVE) and all(map(fades, x.args))
+    if x.target is aten.where.self:  # a softplus: ``where(x > 20, x, log1p(exp(x)))``
+        condition, kept, other = x.args
+        return (_exceeds_zero(condition, kept) or fades(kept)) and fades(other)
+    return x.target is aten.log.default and _log(x) == NEGATIVE
+
+
+def _is_log_sigmoid(x: Node) -> bool:
+    """Tell whether a value is ``min(0, x) - log1p(exp(-|x|))``."""
+    if x.target is not aten.sub.Tensor or not all(isinstance(part, Node) for part in x.args):
+        return False
+    least, rest = x.args
+    if least.target is not aten.minimum.default or rest.target is not aten.log1p.default:  # type: ignore[union-attr]
+        return False
+    power: Any = rest.args[0]  # type: ignore[union-attr]
+    negative = power.target is aten.exp.default and power.args[0].target is aten.neg.default and power.args[0].args[0]
+    magnitude = negative and negative.target is aten.abs.default and negative.args[0]
+    return bool(magnitude) and magnitude in least.args  # type: ignore[union-attr]
 
 
 def _by_rule(x: Node) -> Sign:

@@ -11,6 +11,7 @@ Products of matrices lose digits that one step after the other keeps, so single 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -49,7 +50,12 @@ def linear_system(A: Tensor, b: Tensor, initial: Tensor | None, reverse: bool) -
     return h.clone(memory_format=torch.contiguous_format) if h.shape[0] == 1 else h.contiguous()
 
 
-def _solve(A: Tensor, b: Tensor) -> Tensor:
+def _apply(A: Tensor, x: Tensor) -> Tensor:
+    """Multiply matrices and vectors."""
+    return A[..., 0] * x if A.shape[-1] == 1 else (A * x.unsqueeze(-2)).sum(-1)
+
+
+def _solve(A: Tensor, b: Tensor, apply: Callable[[Tensor, Tensor], Tensor] = _apply) -> Tensor:
     """Return all states from zero: A has the length of b, or one; its first matrix counts for nothing."""
     count = b.shape[0]
     if count == 1:
@@ -57,22 +63,17 @@ def _solve(A: Tensor, b: Tensor) -> Tensor:
     steady = A.shape[0] == 1
     odd = A if steady else A[1::2]
     before = A if steady else A[: count - 1 : 2]
-    pairs = _solve(_product(odd, before), _apply(odd, b[: count - 1 : 2]) + b[1::2])
+    pairs = _solve(_product(odd, before), apply(odd, b[: count - 1 : 2]) + b[1::2], apply)
     h = torch.empty_like(b, memory_format=torch.contiguous_format)
     h[1::2], h[:1] = pairs, b[:1]
     if count > 2:
-        h[2::2] = _apply(A if steady else A[2::2], pairs[: (count - 1) // 2]) + b[2::2]
+        h[2::2] = apply(A if steady else A[2::2], pairs[: (count - 1) // 2]) + b[2::2]
     return h
 
 
 def _product(A: Tensor, B: Tensor) -> Tensor:
     """Multiply matrices of the last two axes; elementwise, as a library's products of tiny matrices are slow."""
     return A * B if A.shape[-1] == 1 else (A.unsqueeze(-1) * B.unsqueeze(-3)).sum(-2)
-
-
-def _apply(A: Tensor, x: Tensor) -> Tensor:
-    """Multiply matrices and vectors."""
-    return A[..., 0] * x if A.shape[-1] == 1 else (A * x.unsqueeze(-2)).sum(-1)
 
 
 @linear_system.register_fake
@@ -157,11 +158,28 @@ def _maxima_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     carried = torch.cat([initial[None], h[:-1]]) + shift
     share = torch.exp(carried - h) if ctx.smooth else (carried > floor).to(h.dtype) + (carried == floor).to(h.dtype) / 2
     share = torch.where(torch.isneginf(h), 0.0, share) if ctx.smooth else share
-    later = share.roll(-1, 0)[..., None, None]
-    lam = linear_system(later, grad[..., None], None, True)[..., 0]
-    carried_grad = lam * share
+    lam = _handed_back(share, grad)
+    carried_grad = _kept(share, lam)
     dshift = carried_grad.sum(0, keepdim=True) if shift.shape[0] == 1 else carried_grad
-    return dshift, lam - carried_grad, carried_grad[0], None
+    return dshift, _kept(1 - share, lam), carried_grad[0], None
+
+
+@torch.library.custom_op("refold::max_plus_adjoint", mutates_args=())
+def _handed_back(share: Tensor, grad: Tensor) -> Tensor:
+    """Return ``lam[t] = grad[t] + share[t + 1] lam[t + 1]``, all (t, ...)."""
+    later = share.roll(-1, 0).flip(0)[..., None, None]
+    lam = _solve(later, grad.flip(0)[..., None], lambda A, x: _kept(A[..., 0], x))
+    return lam[..., 0].flip(0).contiguous()
+
+
+@_handed_back.register_fake
+def _(share: Tensor, grad: Tensor) -> Tensor:
+    return torch.empty_like(grad, memory_format=torch.contiguous_format)
+
+
+def _kept(share: Tensor, x: Tensor) -> Tensor:
+    """Multiply by a share of which zero reads nothing, as autograd's maximum does: not even what is not finite."""
+    return torch.where(share == 0, 0.0, share * x)
 
 
 max_plus_scan.register_autograd(_maxima_backward, setup_context=_save_maxima)

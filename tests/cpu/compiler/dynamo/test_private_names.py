@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import refold
-from refold.compiler import dynamo
+from refold.compiler import backend, dynamo
 from refold.compiler.dynamo import switch
 from refold.compiler.dynamo.capture import hook
 from refold.errors import ArgumentError, RefoldWarning
@@ -303,7 +303,7 @@ def test_capture_can_be_switched_off(monkeypatch):
     report = refold.report.Report()
     options = {"loops": "unroll", "accept": "always", "verify": "off", "report": report}
     torch._dynamo.reset()
-    torch.compile(loop, backend="refold", options=options)(x)
+    torch.compile(loop, backend=backend.refold, options=options)(x)
     assert not any("loop_over_time" in row.site for row in report.rewrites)
     monkeypatch.setenv(switch.SWITCH, "unroll")
     found, notes = captured()

@@ -28,6 +28,9 @@ from .variables import Refused, Translator, Variable, example, is_constant, real
 _KNOWN = "refold_known_lengths"
 JOINS = (torch.stack, torch.cat, torch.concat, torch.concatenate)
 
+KEEPS_SYMBOLS = hasattr(RangeVariable, "tp_iter_impl")
+"""Whether lengths may stay symbols. Before torch 2.13 iterators are made otherwise: each length has its own compile."""
+
 
 def variable(tx: Translator, x: Any) -> Variable:
     """Return a number or an expression in Dynamo's symbols as a variable."""
@@ -188,7 +191,7 @@ def watch(tx: Translator) -> None:
         else:
             tx.push(found)
 
-    if hasattr(RangeVariable, "tp_iter_impl"):  # before torch 2.13 iterators are made otherwise
+    if KEEPS_SYMBOLS:
         tx.call_function = call_function
 
 

@@ -1,7 +1,7 @@
-"""Permutations of a step's values move down, to where they meet their inverse or a result.
+"""Permutations and merged axes of a step's values move down, to where they meet their inverse or a result.
 
-A step may permute its state to multiply it, and permute the product back. Between the two it is elementwise in other
-coordinates; in the state's own it is elementwise all along.
+A step may permute its state to multiply it, or merge axes for a matrix product, and undo that after it. Between the two
+it is elementwise in other coordinates; in the state's own it is elementwise all along.
 """
 
 from __future__ import annotations
@@ -23,9 +23,16 @@ _COPIES = (
     prims.convert_element_type.default, aten._to_copy.default, aten.clone.default, aten.alias.default,
     aten.detach.default,
 )  # fmt: skip
+_RESHAPES = (
+    aten.squeeze.dim, aten.squeeze.dims, aten.squeeze.default, aten.select.int, aten.unsqueeze.default,
+    aten.expand.default,
+)  # fmt: skip
 _PERMUTES = (aten.permute.default, aten.transpose.int, aten.t.default)
 _VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.expand.default)
 _SQUEEZES = (aten.squeeze.dim, aten.squeeze.dims, aten.squeeze.default, aten.select.int)
+
+# A value in the coordinates of its carry, and the order of axes that makes the node of it; None for another shape.
+_Moved = tuple[Node, list[int] | None]
 
 
 def order_of(node: Any) -> list[int]:
@@ -39,14 +46,20 @@ def order_of(node: Any) -> list[int]:
     return order
 
 
-def sink_permutes(graph: Graph, carries: Sequence[Node]) -> bool:
-    """Move permutations of functions of carries down, in place; tell whether any has gone.
+def sink_moves(graph: Graph, carries: Sequence[Node]) -> bool:
+    """Move permutations and merged axes of functions of carries down, in place; tell whether any has gone.
 
     Args:
         graph: A step.
         carries: The placeholders of what it carries.
     """
-    depends, moved = set(carries), dict[Node, tuple[Node, list[int]]]()
+    # Axes may be merged after they were permuted: what was done last is undone first.
+    shapes, orders = (_sink(graph, carries, by_shape) for by_shape in (True, False))
+    return shapes or orders
+
+
+def _sink(graph: Graph, carries: Sequence[Node], shapes: bool) -> bool:
+    depends, moved = set(carries), dict[Node, _Moved]()
     gone = False
     for node in list(graph.nodes):
         if node.op != "call_function" or not any(x in depends for x in node.all_input_nodes):
@@ -55,31 +68,39 @@ def sink_permutes(graph: Graph, carries: Sequence[Node]) -> bool:
         if not is_tensor(node):
             continue
         build = Builder(node)
-        found = _moved(build, node, moved, depends)
+        found = _moved(build, node, moved, depends, shapes)
         for new in build.added:
             if any(x in depends for x in new.all_input_nodes):
                 depends.add(new)
         if found is None:
             continue
         base, order = found
-        if order == sorted(order):
+        if order is None and _without_ones(base) == _without_ones(node):
+            gone = True
+            node.replace_all_uses_with(build.call(aten.reshape.default, (base, list(value(node).shape))))
+            depends.update(build.added)
+        elif order is not None and order == sorted(order):
             gone |= node.target in _PERMUTES
             node.replace_all_uses_with(base)
+        elif order is not None and (kept := [d for d in order if value(base).shape[d] != 1]) == sorted(kept):
+            gone = True  # only axes of size one have moved
+            node.replace_all_uses_with(build.call(aten.reshape.default, (base, list(value(node).shape))))
+            depends.update(build.added)
         else:
             moved[node] = found
     graph.eliminate_dead_code()
     return gone
 
 
-def _moved(
-    build: Builder, node: Any, moved: dict[Node, tuple[Node, list[int]]], depends: set[Node]
-) -> tuple[Node, list[int]] | None:
+def _moved(build: Builder, node: Any, moved: dict[Node, _Moved], depends: set[Node], by_shape: bool) -> _Moved | None:
     """Read a node as a permutation of a value in the coordinates of its carry; None if it is none."""
     source: Any = node.args[0]
-    if node.target in _PERMUTES and value(source).dim() > 1:
+    if not by_shape and node.target in _PERMUTES and value(source).dim() > 1:
         own = order_of(node)
         base, before = moved.get(source, (source, list(range(len(own)))))
-        return base, [before[d] for d in own]
+        return None if before is None else (base, [before[d] for d in own])
+    if by_shape and node.target in _VIEWS[:3] and source in depends and source not in moved:
+        return (source, None) if _without_ones(source) != _without_ones(node) else None
     inputs = [x for x in node.all_input_nodes if x in moved]
     if not inputs:
         return None
@@ -91,6 +112,9 @@ def _moved(
     shapes = [[known(n) for n in value(x).shape] for x in (source, node)]
     if node.target in _VIEWS and shapes[0] == shapes[1]:
         return base, order
+    if order is None:
+        ones = _without_ones(source) == _without_ones(node)
+        return (base, None) if node.target in _VIEWS[:3] or (ones and node.target in _RESHAPES) else None
     rank = len(order)
     if node.target in _SQUEEZES:
         given = node.args[1] if len(node.args) > 1 else range(rank)
@@ -109,14 +133,14 @@ def _moved(
     return None
 
 
-def _pointwise(
-    build: Builder, node: Any, moved: dict[Node, tuple[Node, list[int]]], depends: set[Node]
-) -> tuple[Node, list[int]] | None:
+def _pointwise(build: Builder, node: Any, moved: dict[Node, _Moved], depends: set[Node]) -> _Moved | None:
     rank = value(node).dim()
-    orders = {tuple(moved[x][1]) for x in node.all_input_nodes if x in moved}
+    orders = {None if moved[x][1] is None else tuple(moved[x][1]) for x in node.all_input_nodes if x in moved}  # type: ignore[arg-type]
     if len(orders) != 1:
         return None
     (order,) = orders
+    if order is None:
+        return _in_shape(build, node, moved, depends)
     if len(order) != rank or any(x in depends and x not in moved for x in node.all_input_nodes):
         return None
     inverse = sorted(range(rank), key=order.__getitem__)
@@ -132,3 +156,29 @@ def _pointwise(
 
     args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), back)
     return build.call(node.target, args, kwargs), list(order)
+
+
+def _in_shape(build: Builder, node: Any, moved: dict[Node, _Moved], depends: set[Node]) -> _Moved | None:
+    """Do an operation in the shape of its carry: its other operands must have one element, or all."""
+    bases = [moved[x][0] for x in node.all_input_nodes if x in moved]
+    shape = list(value(bases[0]).shape)
+    if any(list(value(base).shape) != shape for base in bases):
+        return None
+    others = [x for x in node.all_input_nodes if is_tensor(x) and x not in moved]
+    if any(x in depends or known(value(x).numel()) not in (1, known(value(node).numel())) for x in others):
+        return None
+
+    def back(x: Any) -> Any:
+        if x in moved:
+            return moved[x][0]
+        if not is_tensor(x):
+            return x
+        return build.call(aten.reshape.default, (x, [] if known(value(x).numel()) == 1 else shape))
+
+    args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), back)
+    new = build.call(node.target, args, kwargs)
+    return (new, None) if list(value(new).shape) == shape else None
+
+
+def _without_ones(node: Node) -> list[Any]:
+    return [size for size in map(known, value(node).shape) if size != 1]

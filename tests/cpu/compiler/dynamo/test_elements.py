@@ -1,0 +1,293 @@
+"""Loops that move a few elements, read what they wrote, or compute what grows: random ones, and planted bugs."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import refold
+from refold.compiler.dynamo import growing, read_back, split_carries
+from refold.compiler.dynamo.read_back import Origin
+from support.programs import Program, judge_captured
+
+STEPS = 17
+few = settings(max_examples=4, deadline=None, derandomize=True, database=None)
+
+
+def draw(*shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def outcome(fn, *inputs, gradient=True):
+    return judge_captured(Program(fn, list(inputs), "", "autograd" if gradient else ""))
+
+
+def right(fn, *inputs, found="", gradient=True):
+    got = outcome(fn, *inputs, gradient=gradient)
+    assert got.failure == "", got.failure
+    assert any(found in name for name in got.rewrites), got.rewrites
+
+
+# Elements ----------------------------------------------------------------------------------------
+
+
+def moved(h, x, m, kind):
+    """One step on a state of some elements at the end."""
+    if kind == "cat":
+        return torch.cat([h[..., 1:], x[..., None]], -1)
+    if kind == "cat in front":
+        return torch.cat((x.unsqueeze(-1), h[..., :-1]), h.dim() - 1)
+    if kind == "roll":
+        h = torch.roll(h, shifts=1, dims=-1)
+        h[..., 0] = x
+        return h
+    if kind == "flip":
+        return 0.5 * h.flip(-1) + x[..., None]
+    if kind == "product":
+        return h @ m + x[..., None]
+    if kind == "matrix first":
+        return (m @ h.unsqueeze(-1)).squeeze(-1) - x[..., None]
+    if kind == "einsum":
+        return torch.einsum("...k,jk->...j", h, m) + x[..., None]
+    first, *_, last = h.unbind(-1)
+    return torch.stack([m[0, 0] * first - m[0, 1] * last, *[x] * (h.shape[-1] - 2), m[1, 0] * first + x], -1)
+
+
+KINDS = ("cat", "cat in front", "roll", "flip", "product", "matrix first", "einsum", "stack")
+
+
+def loop_over(kind, size, last=False, reverse=False):
+    def fn(x, m, w):
+        m = 0.4 * m.tanh()
+        h, out = x.new_zeros(x.shape[0], x.shape[2], size), []
+        for t in reversed(range(x.shape[1])) if reverse else range(x.shape[1]):
+            h = moved(h, x[:, t], m, kind)
+            out.append((h * w).sum(-1) + h[..., 0])
+        return (torch.stack(out, 1), h) if last else (torch.stack(out, 1),)
+
+    return fn
+
+
+def elements(size):
+    return draw(2, STEPS, 3), draw(size, size, seed=1), draw(size, seed=2)
+
+
+@few
+@given(st.sampled_from(KINDS), st.integers(2, 4), st.booleans(), st.booleans())
+def test_elements_are_carries(kind, size, last, reverse):
+    right(loop_over(kind, size, last, reverse), *elements(size), found="roll up loop")
+
+
+def test_windows_need_no_scan():
+    right(loop_over("cat", 4), *elements(4), found="steps that carry nothing, all at once")
+
+
+def test_a_step_in_other_coordinates():
+    """A state that is permuted and merged for a product, and put back."""
+
+    def fn(x, m):
+        h, out = x.new_zeros(3, 2, 2), []
+        for t in range(x.shape[1]):
+            y = h.transpose(0, 1).reshape(6, 2) @ (0.4 * m.tanh())
+            h = y.view(2, 3, 2).permute(1, 0, 2) + x[:, t]
+            out.append(h)
+        return (torch.stack(out, 1),)
+
+    right(fn, draw(3, STEPS, 2, 2), draw(2, 2, seed=1), found="linear_system of 2")
+
+
+def test_convolved_windows():
+    def fn(x, w, dense):
+        h, out = x.new_zeros(x.shape[0], x.shape[2], 2), []
+        for t in range(x.shape[1]):
+            h = torch.cat([h, x[:, t].unsqueeze(2)], 2)
+            own = torch.nn.functional.conv1d(h, w, groups=3, padding=2)[:, :, 2]
+            out.append(own + torch.nn.functional.conv1d(h, dense)[:, :, 0])
+            h = h[:, :, 1:]
+        return (torch.stack(out, 1),)
+
+    right(fn, draw(2, STEPS, 3), draw(3, 1, 3, seed=1), draw(3, 3, 3, seed=2), found="all at once")
+
+
+@pytest.mark.parametrize("rule", ["roll", "product"])
+def test_a_wrong_rule_is_caught(rule, monkeypatch):
+    op = {"roll": torch.ops.aten.roll.default, "product": torch.ops.aten.mm.default}[rule]
+    own = split_carries._RULES[op]
+
+    def wrong(splitter, node):
+        found, mixes = own(splitter, node)
+        return split_carries.Elements(found.axis, found.parts[1:] + found.parts[:1]), mixes
+
+    monkeypatch.setitem(split_carries._RULES, op, wrong)
+    assert outcome(loop_over(rule, 3), *elements(3)).failure
+
+
+# What steps wrote --------------------------------------------------------------------------------
+
+
+def recursion(lags, ahead, reverse, window, twice):
+    def fn(x, a):
+        steps, y = x.shape[1] - 8, torch.sin(x)  # what is not yet written counts, too
+        far = max(lags)
+        for k in range(steps):
+            t = x.shape[1] - 1 - far - k - ahead if reverse else far + k
+            side = -1 if reverse else 1
+            if window:
+                low = t + 1 if reverse else t - far
+                past = (y[:, low : low + far] * a[:far]).sum(1)
+            else:
+                past = sum(a[i] * y[:, t - side * lag] for i, lag in enumerate(lags))
+            y[:, t] = x[:, t] + past + y[:, t + side * ahead]
+            if twice:
+                y[:, t] -= 0.5 * y[:, t] * a[0]
+        return (y,)
+
+    return fn
+
+
+@few
+@given(
+    st.lists(st.integers(1, 4), min_size=1, max_size=3, unique=True), st.integers(0, 2),
+    st.booleans(), st.booleans(), st.booleans(),
+)  # fmt: skip
+def test_what_was_written_is_a_carry(lags, ahead, reverse, window, twice):
+    a = 0.2 * draw(4, seed=1)
+    right(recursion(lags, ahead, reverse, window, twice), draw(2, STEPS + 8), a, found="roll up loop", gradient=False)
+
+
+def test_a_wrong_beginning_is_caught(monkeypatch):
+    own = read_back._promote
+
+    def wrong(graph, written, number, promoted):
+        own(graph, written, number, promoted)
+        for i, (node, new, origin) in enumerate(promoted.carries):
+            promoted.carries[i] = node, new, Origin(origin.operand, origin.dim, origin.at + 1)
+
+    monkeypatch.setattr(read_back, "_promote", wrong)
+    fn = recursion([1, 2], 0, False, False, False)
+    assert outcome(fn, draw(2, STEPS + 8), 0.2 * draw(4, seed=1), gradient=False).failure
+
+
+# States in place ---------------------------------------------------------------------------------
+
+
+def in_place(kind):
+    def fn(x, a):
+        h = start = torch.sin(x[:, 0])
+        window, out = x.new_zeros(*h.shape, 3), []
+        for t in range(x.shape[1]):
+            if kind == "operators":
+                h *= a
+                h += x[:, t]
+            else:
+                h.mul_(a).add_(x[:, t])
+            window.copy_(window.roll(-1, -1))
+            window[..., -1] = x[:, t]
+            out.append(window.sum(-1) + h if kind != "collected" else h)
+        return torch.stack(out, 1), h.clone(), 2 * start, window * 1
+
+    return fn
+
+
+@pytest.mark.parametrize("kind", ["operators", "methods"])
+def test_states_in_place_are_carries(kind):
+    right(in_place(kind), draw(2, STEPS, 3), 0.5 * draw(3, seed=1), found="linear_scan", gradient=False)
+
+
+def test_a_tensor_that_is_collected_and_changed_is_its_last_content():
+    assert outcome(in_place("collected"), draw(2, STEPS, 3), 0.5 * draw(3, seed=1), gradient=False).failure == ""
+
+
+# What grows --------------------------------------------------------------------------------------
+
+
+def positions(kind, offset):
+    def fn(x):
+        h, out = torch.zeros_like(x[:, 0]), []
+        freq = torch.arange(x.shape[2], dtype=x.dtype) / 3
+        for t in range(x.shape[1]):
+            if kind == "outer":
+                p = torch.outer(torch.arange(t + offset + 1).to(x), freq).cos()[-1]
+            elif kind == "power":
+                p = (0.9 ** torch.arange(offset, t + offset + 1, dtype=x.dtype)[:, None] * freq)[-1:].sum(0)
+            else:
+                p = (torch.arange(0, 2 * (t + 3), 2)[t + 1 : t + 2, None].to(x) * 0.01 * freq).sin()[0]
+            h = 0.9 * h + x[:, t] * p
+            out.append(h)
+        return (torch.stack(out, 1),)
+
+    return fn
+
+
+@few
+@given(st.sampled_from(["outer", "power", "middle"]), st.integers(0, 3))
+def test_growing_tensors(kind, offset):
+    right(positions(kind, offset), draw(2, STEPS, 3), found="linear_scan")
+
+
+def test_wrong_numbers_are_caught(monkeypatch):
+    own = growing._numbers
+    monkeypatch.setattr(growing, "_numbers", lambda build, x, start, length: own(build, x, start + 1, length))
+    assert outcome(positions("outer", 1), draw(2, STEPS, 3)).failure
+
+
+def test_overlapping_windows_and_parts_of_a_split():
+    def fn(x, w):
+        h, out = torch.zeros_like(x[:, 0]), []
+        for t, part in enumerate(x.split(1, 1)):
+            past = x[:, max(t - 2, 0) : t + 1] if t < 2 else x[:, t - 2 : t + 1]
+            h = 0.9 * h + part[:, 0] + ((past * w[:, None]).sum(1) if t >= 2 else 0)
+            out.append(h)
+        return (torch.stack(out, 1),)
+
+    right(fn, draw(2, STEPS + 2, 3), draw(3, seed=1), found="linear_scan")
+
+
+# What stays --------------------------------------------------------------------------------------
+
+
+def refusal(fn, *inputs):
+    """Return what the report says of the one loop that stays."""
+    with torch.no_grad():
+        (note,) = [str(note) for note in refold.explain(fn, *inputs).graphs[0].notes if "stays at" in str(note)]
+    return note
+
+
+def season(x, a):
+    y = torch.zeros_like(x)
+    for t in range(7, x.shape[1]):
+        y[:, t] = a * y[:, t - 7] + x[:, t]
+    return y
+
+
+def delta(q, k, v, beta):
+    S, out = q.new_zeros(q.shape[0], 16, 16), []
+    for t in range(q.shape[1]):
+        old = (S * k[:, t, :, None]).sum(1)
+        S = S + k[:, t, :, None] * (beta[:, t, None] * (v[:, t] - old))[:, None]
+        out.append((S * q[:, t, :, None]).sum(1))
+    return torch.stack(out, 1)
+
+
+def dense(x, m):
+    h, out = torch.zeros_like(x[:, 0]), []
+    for t in range(x.shape[1]):
+        h = h @ m + x[:, t]
+        out.append(h)
+    return torch.stack(out, 1)
+
+
+@pytest.mark.parametrize(
+    ("fn", "shapes", "named", "said"),
+    [
+        (season, [(2, 30), ()], "y of 1 step ago", "[carries-coupled]"),
+        (delta, [(2, 20, 16)] * 3 + [(2, 20)], "the carry S", "[mixes-elements]"),
+        (dense, [(2, 20, 16), (16, 16)], "the carry h", "[mixes-elements]"),
+    ],
+)
+def test_refusals_name_variable_line_and_remedy(fn, shapes, named, said):
+    note = refusal(fn, *(0.1 * draw(*shape, seed=i) for i, shape in enumerate(shapes)))
+    assert named in note
+    assert said in note
+    assert "test_elements.py:" in note
+    assert note.rsplit("]: ", 1)[1].endswith(".")
