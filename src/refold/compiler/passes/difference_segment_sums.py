@@ -55,6 +55,8 @@ def difference_segment_sums(graph: Graph, wanted: Callable[[str], bool]) -> Iter
         # The copies are equal along j: sum up one of them.
         one = replace(read, labels=(*read.labels[:j], *read.labels[j + 1 :]))
         row = lay_out(build, operand(build, read.factors[0]), one)
+        if read.scale != 1.0:
+            row = build.call(aten.mul.Tensor, (row, read.scale))
         zero, never, unknown, one_, other = (_scalar(build, number, root) for number in (0.0, -inf, nan, 1.0, _OTHER))
         finite = build.call(aten.lt.Scalar, (build.call(aten.abs.default, (row,)), inf))
         forgets = build.call(aten.eq.Scalar, (row, -inf))

@@ -31,7 +31,7 @@ from ..recurrence.chunked_form import ChunkStates, NotAScan, Scan, read_scan, re
 from ..recurrence.duality import divisor, step_limits
 from ..recurrence.gated_chunks import FORGETS
 from ..recurrence.narrowing import narrowed, narrowed_later, region
-from ..recurrence.signs import sign
+from ..recurrence.signs import fades, sign
 
 aten = torch.ops.aten
 _CONVERT = torch.ops.prims.convert_element_type.default
@@ -116,6 +116,8 @@ def _operands(scan: Scan) -> _Operands:
         written.remove(same[0])
     dt, A = Product((), tuple(steps)), Product((), tuple(rates), scan.decays.scale)
     if free:
+        # x is divided by the log decay. Its gradient, a difference of large numbers, loses digits where that is small.
+        require(not torch.is_grad_enabled() or all(fades(step.node) for step in steps))
         dt, A = scan.decays, Product((), ())
     keys = [factor for factor in written if summed & set(factor.axes())]
     values = [factor for factor in written if factor not in keys]

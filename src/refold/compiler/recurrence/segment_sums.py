@@ -231,7 +231,7 @@ def masked_copies(masked: Node, i: int) -> tuple[Product, int, bool] | None:
         return None
     source, keep_true = split
     read = index(source, top=False)
-    if len(read.factors) != 1 or read.scale != 1.0 or read.bound:
+    if len(read.factors) != 1 or read.bound:
         return None
     constant = set(read.repeated())
     for j, label in enumerate(read.labels):
@@ -254,7 +254,7 @@ def keeps_below(mask: Node, rank: int, i: int, j: int, keep_true: bool, diagonal
 
 
 def constant_value(node: Node) -> np.ndarray | None:
-    """Compute a value that depends on no input."""
+    """Compute a value that depends on no input; one of 16 bits or fewer as float32, since NumPy lacks bfloat16."""
     outside = without_modes()
     if outside is None or not is_constant(node):
         return None
@@ -263,4 +263,5 @@ def constant_value(node: Node) -> np.ndarray | None:
         if "device" in inner.kwargs:
             inner.update_kwarg("device", torch.device("cpu"))
     with outside:
-        return evaluate(gm, []).numpy()
+        result = evaluate(gm, [])
+        return (result.float() if result.is_floating_point() and result.itemsize <= 2 else result).numpy()

@@ -31,6 +31,13 @@ def test_where_spelled_the_other_way_round(rewritten):
     assert outcome.worst() < 1e-6
 
 
+@pytest.mark.parametrize("number", [-1.0, 0.5])
+def test_a_number_times_the_copies(rewritten, number):
+    outcome = rewritten(lambda a: segment_sum(a * number), torch.randn(2, 16))
+    assert outcome.names == ["difference segment sums"]
+    assert outcome.worst() < 1e-6
+
+
 @pytest.mark.parametrize(
     "numbers", [[-torch.inf], [torch.nan], [-torch.inf, torch.nan], [torch.inf, -torch.inf]], ids=str
 )

@@ -34,6 +34,7 @@ def sign_of(fn):
         (lambda x: torch.sigmoid(x).clamp(min=2.0).log(), UNKNOWN),
         (lambda x: F.softplus(x) + 1, POSITIVE),
         (lambda x: F.softplus(x) - 1, UNKNOWN),
+        (lambda x: torch.full((3,), -2.0, dtype=torch.bfloat16), NEGATIVE),
         (torch.tanh, UNKNOWN),
         (lambda x: torch.where(x > -1, x, 0.0), UNKNOWN),
         (lambda x: torch.where(x > 1, x, 0.0), POSITIVE),
