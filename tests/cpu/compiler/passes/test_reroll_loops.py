@@ -242,7 +242,7 @@ SCANS = [
     (gated_attention, inputs_attention, 1, "ssd"),
     (exponential_gates, inputs_attention, 1, "ssd"),
     (gated_keys, inputs_attention, 1, 1),
-    (signed_decay, inputs_attention, 1, 1),
+    (signed_decay, inputs_attention, 1, "ssd"),
     (min_gru, inputs_gates, 1, 1),
     (last_state_only, inputs_gates, 2, 1),
     (s4d_real, inputs_s4d, 1, 1),
