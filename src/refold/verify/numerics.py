@@ -378,13 +378,13 @@ def _distances(difference: torch.Tensor) -> list[float]:
 def _where_finite(o: torch.Tensor, y: torch.Tensor, known: float, ends: int) -> KindResult:
     """Compare a candidate with the original where that is finite; each may be as far off as was found before.
 
-    As many positions as ``ends``, at one end of the longest axis, may not be finite where the original's are.
+    At one end of an axis, ``ends`` positions may be not finite where the original's are, if the axis is longer than
+    both ends.
     """
     _, o, y = _finite_only(o, o, y)
     if ends and (at := (~y.isfinite()).nonzero()).numel():
-        axis = max(range(y.dim()), key=lambda d: y.shape[d])
-        first, last = int(at[:, axis].min()), int(at[:, axis].max())
-        if last < ends or first >= y.shape[axis] - ends:
+        spans = zip(at.amin(0).tolist(), at.amax(0).tolist(), y.shape, strict=True)
+        if any(size > 2 * ends and (last < ends or first >= size - ends) for first, last, size in spans):
             _, o, y = _finite_only(y, o, y)
     (error,), (worst,) = _errors(o, None, y)
     bound = 2 * known

@@ -28,7 +28,7 @@ from ...ops.torch.registry import OPS
 from ..inductor import duplicate
 from ..ir.builder import Builder, extract, is_constant, same_strides
 from ..ir.captured_loop import captured_loops
-from ..ir.fx import is_tensor, value
+from ..ir.fx import is_erased, is_tensor, value
 from ..ir.rewrite import Rewrite
 from ..ir.views import is_view
 from ..pipeline import BEFORE_AUTOGRAD
@@ -254,6 +254,8 @@ class BeforeAutograd:
         """Put what was found into Dynamo's graph, and return it."""
         copies = dict(self._named)
         for root, new in sorted(self._roots, key=lambda pair: self._order[pair[0]]):
+            if is_erased(new):
+                continue  # a later rewrite replaced all that reads it
             if copies.get(new) is root:
                 del copies[new]
             with self.gm.graph.inserting_before(root), _without_autocast(root):

@@ -36,6 +36,8 @@ def replace_prefix_networks(graph: Graph, wanted: Callable[[str], bool]) -> Iter
         done.add(what)
         if wanted(found.node.name) and (made := _scanned(found, replaced)) is not None:
             yield made
+    if replaced:
+        graph.eliminate_dead_code()  # what is left of a network reads the states, which later passes take for a reader
 
 
 def _scanned(found: Found, replaced: dict[Node, Node]) -> Rewrite | None:

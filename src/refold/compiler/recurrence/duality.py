@@ -100,7 +100,7 @@ def match_operator(
     heads = [place for place in kept if place in spans | wide] or (kept[:1] if len(kept) == 2 else [])
     channels = [place for place in kept if place not in heads]
     # Where no gradient is taken, signs can be kept apart: that of a logarithm says nothing at a decay of zero.
-    signed = weight != 0 and not positive and not torch.is_grad_enabled()
+    signed = bool(decays) and weight != 0 and not positive and not torch.is_grad_enabled()
     signs: Node | None = None
     if (positive or signed) and n not in spans and len(kept) <= 2 and len(channels) == 1:
         # The decay is one number per head: matrix products carry the scan.
