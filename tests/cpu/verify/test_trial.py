@@ -1,7 +1,10 @@
 """The verdict on a candidate: options, evidence, replay, and what cannot be judged."""
 
 import json
+import os
+import threading
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -282,3 +285,25 @@ def get_inputs():
     return [torch.randn(2, 600)]
 """
     assert _judge(nursery, layer.format(name="ModelNew"), layer.format(name="Model"), level="quick").accepted
+
+
+def test_a_thread_that_ends_while_it_is_looked_at(monkeypatch):
+    """The kernel then says of its file that there is no such process; the process itself goes on."""
+    read = Path.read_text
+
+    def ending(path, *args):
+        if path.name == "schedstat" and path.parent.name != str(os.getpid()):
+            raise ProcessLookupError(3, "No such process")
+        return read(path, *args)
+
+    worker = process.Worker.__new__(process.Worker)
+    worker.pid = os.getpid()
+    stop = threading.Event()
+    thread = threading.Thread(target=stop.wait)
+    thread.start()
+    monkeypatch.setattr(Path, "read_text", ending)
+    try:
+        assert list(worker.activity()) == [str(os.getpid())]
+    finally:
+        stop.set()
+        thread.join()

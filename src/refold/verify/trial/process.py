@@ -507,7 +507,7 @@ class Worker:
         found = {}
         try:
             for task in os.listdir(f"/proc/{self.pid}/task"):
-                with contextlib.suppress(FileNotFoundError):
+                with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # a thread that ends meanwhile
                     if asleep:
                         state = Path(f"/proc/{self.pid}/task/{task}/stat").read_text().rpartition(")")[2].split()[0]
                         if state not in "SDT":
