@@ -892,7 +892,7 @@ class Trial:
         self._verify(call, o, y)
         self._processor[0] += y.processor
         self._processor[1] += y.seconds
-        self._processor[2] += max(o.waited, y.waited)
+        self._processor[2] += max(each.waited / each.seconds for each in (o, y)) * y.seconds
         if self.suspect.lingering():
             self._step("S6", "another process of it ran during its timed calls")
         return replace(o, tensors=[], inputs_after=[]), replace(y, tensors=[], inputs_after=[])
