@@ -282,6 +282,11 @@ def described(node: Node) -> str:
     return f"{node.name} ({' x '.join(map(str, node.meta['val'].shape))})"
 
 
+def broadcasts(shape: Sequence[int], to: Sequence[int]) -> bool:
+    """Tell whether a tensor can be expanded to a shape."""
+    return len(shape) <= len(to) and all(a in (1, b) for a, b in zip(shape[::-1], to[::-1], strict=False))
+
+
 def is_pointwise(target: Any) -> bool:
     """Tell whether an operation works on each element by itself, the same way every time."""
     tags = getattr(target, "tags", ())
