@@ -66,9 +66,8 @@ def test_stopped_rows_wait(name: str, pairs) -> None:
     free = here.generate(PROMPTS, 10, sampling=DRAWN)
     stop = next(t for t in free[0][:-1] if t not in free[1])
     talks = [g.read(PROMPTS) for g in (there, here)]
-    found, expected = (
-        collect(g.stream(talk, 10, sampling=DRAWN, stop_tokens=[stop])) for g, talk in zip((there, here), talks, strict=True)
-    )
+    options = {"sampling": DRAWN, "stop_tokens": [stop]}
+    found, expected = (collect(g.stream(talk, 10, **options)) for g, talk in zip((there, here), talks, strict=True))
     assert found.tolist() == expected.tolist()
     assert NO_TOKEN in found[0]
     for part in ("conv", "ssm"):
