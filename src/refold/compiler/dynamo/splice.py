@@ -75,7 +75,7 @@ def _replace_list(graph: Graph, items: Node, stacked: Node) -> None:
     """Let what used the list of all steps' values use the stack."""
     if isinstance(items.meta["example_value"], torch.Tensor):
         with graph.inserting_before(items):
-            whole = graph.call_method("contiguous", (stacked,))
+            whole = graph.call_function(aten.contiguous.default, (stacked,))
         whole.meta["example_value"] = items.meta["example_value"]
         items.replace_all_uses_with(whole)
         return
@@ -88,7 +88,7 @@ def _replace_list(graph: Graph, items: Node, stacked: Node) -> None:
             graph.erase_node(node)
     if items.users:
         with graph.inserting_before(items):
-            dense = graph.call_method("contiguous", (stacked,))
+            dense = graph.call_function(aten.contiguous.default, (stacked,))
             whole = graph.call_function(torch.unbind, (dense, 0))
         dense.meta["example_value"] = stacked.meta["example_value"].contiguous()
         whole.meta["example_value"] = items.meta["example_value"]
@@ -120,7 +120,7 @@ def _replace_join(graph: Graph, join: Any, position: dict[Node, int], stacked: N
         if len(parts) > 1:
             new = graph.call_function(torch.cat, (parts, dim))
         else:
-            new = graph.call_method("contiguous", (parts[0],))
+            new = graph.call_function(aten.contiguous.default, (parts[0],))
     new.meta = dict(join.meta)
     join.replace_all_uses_with(new)
     graph.erase_node(join)

@@ -7,8 +7,11 @@ import torch
 
 import refold
 from refold.compiler import session
+from refold.compiler.dynamo import captures_loops
 from refold.compiler.dynamo.induction_variable import _first_failure
 from refold.compiler.refusals import REASONS
+from refold.compiler.session import describe_captured
+from refold.report import GraphReport
 
 B, T, D, N = 2, 40, 5, 3
 
@@ -453,3 +456,28 @@ def test_the_first_step_that_decides_otherwise(op):
         for b in range(-9, 10):
             expected = next((k for k in range(9) if not holds(a * k + b)), 9)
             assert _first_failure(op, a, b, 9) == expected
+
+
+@pytest.mark.parametrize("join", [torch.stack, torch.cat])
+def test_graphs_with_scans_can_be_cached(join):
+    """A second process would trace them anew: AOTAutograd's cache takes methods of values with an example alone."""
+    graphs = []
+
+    @captures_loops
+    def backend(gm, _):
+        gm = describe_captured(GraphReport(index=0), gm)
+        graphs.append(gm.graph)
+        return gm
+
+    def ema(x):
+        h, out = torch.zeros_like(x[:, 0]), []
+        for t in range(x.shape[1]):
+            h = 0.9 * h + x[:, t]
+            out.append(h)
+        return join(out, 1)
+
+    torch._dynamo.reset()
+    torch.compile(ema, backend=backend)(torch.randn(2, 20, 3))
+    (graph,) = graphs
+    assert graph.find_nodes(op="call_function", target=torch.ops.refold.linear_scan.default)
+    assert all("example_value" in node.args[0].meta for node in graph.find_nodes(op="call_method"))
