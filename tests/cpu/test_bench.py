@@ -2,6 +2,7 @@
 
 import json
 import sys
+import types
 from functools import partial
 from importlib.util import find_spec
 
@@ -10,7 +11,17 @@ import torch
 from typer.testing import CliRunner
 
 import refold
-from refold.bench import cli, compile_time, generation_torch, linear_attention, operators_gpu, progress, rows, suites
+from refold.bench import (
+    cli,
+    compile_time,
+    generation_torch,
+    linear_attention,
+    operators_gpu,
+    peers,
+    progress,
+    rows,
+    suites,
+)
 from refold.cli import app
 from refold.errors import ArgumentError
 from refold.generate.torch import Generator
@@ -242,3 +253,15 @@ def test_kernelbench_runs_what_saves_most_first_and_nothing_where_nothing_was_fo
     file.write_text("{}\nno")
     with pytest.raises(ArgumentError, match="holds no rows of this suite"):
         run()
+
+
+def test_a_hidden_package_is_absent_and_comes_back(monkeypatch):
+    package, part = types.ModuleType("a_package"), types.ModuleType("a_package.part")
+    monkeypatch.setitem(sys.modules, "a_package", package)
+    monkeypatch.setitem(sys.modules, "a_package.part", part)
+    with peers.hidden("a_package", "another_package"):
+        assert "ModuleNotFoundError" in peers.absent("a_package")
+        assert "ModuleNotFoundError" in peers.absent("a_package.part")
+    assert peers.absent("a_package", "a_package.part") is None
+    assert sys.modules["a_package"] is package
+    assert "another_package" not in sys.modules

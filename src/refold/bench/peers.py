@@ -5,7 +5,9 @@ A model is made when it is first called for. What cannot be imported is named as
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
 
@@ -24,6 +26,22 @@ def absent(*modules: str) -> str | None:
         except (ImportError, OSError) as error:  # the second from a library of other versions
             return f"{type(error).__name__}: {str(error).splitlines()[0]}"
     return None
+
+
+@contextmanager
+def hidden(*packages: str) -> Iterator[None]:
+    """Let packages, and what was imported of them, be absent.
+
+    Modeling files of transformers choose on their import between their own PyTorch code and an installed package.
+    """
+    imported = {name: sys.modules.pop(name) for name in list(sys.modules) if name.partition(".")[0] in packages}
+    sys.modules.update(dict.fromkeys(packages))  # type: ignore[arg-type]  # None: not to be imported
+    try:
+        yield
+    finally:
+        for name in packages:
+            del sys.modules[name]
+        sys.modules.update(imported)
 
 
 def of_transformers(model: Mamba2Config | MambaConfig) -> Any:
