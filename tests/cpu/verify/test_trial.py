@@ -147,6 +147,21 @@ def test_a_clock_that_tells_twins_apart_decides_nothing(nursery, monkeypatch):
     assert judge(first, second, level="quick", threads=1, nursery=nursery).accepted
 
 
+def test_an_answer_may_take_longer_where_others_want_the_same_cores(nursery, monkeypatch):
+    asleep = "import time\ntime.sleep(1.5)\nModelNew = None"
+    monkeypatch.setattr(process, "crowding", lambda: 1.0)
+    with nursery.program(asleep, "candidate.py", room=4096) as worker:
+        with pytest.raises(process.Misbehaved, match="did not answer") as error:
+            worker.load("ModelNew", 0.2)
+        assert error.value.check == "P3"
+    monkeypatch.setattr(process, "crowding", lambda: 1e9)  # no more than _CROWDED times
+    with nursery.program(asleep, "candidate.py", room=4096) as worker:
+        with pytest.raises(process.Misbehaved, match="did not answer"):
+            worker.load("ModelNew", 0.05)
+    with nursery.program(asleep, "candidate.py", room=4096) as worker:
+        assert worker.load("ModelNew", 20.0) >= 1.5
+
+
 TENSOR = {"type": "Tensor", "dtype": "float32", "device": "cpu", "shape": [2, 3], "stride": [3, 1], "address": 64,
           "storage": 64, "pointer": 64, "storage_bytes": 24, "odd": [], "requires_grad": False}  # fmt: skip
 plain = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5)

@@ -26,6 +26,7 @@ from typing import Any
 import torch
 
 from .. import numerics
+from ..contention import OTHERS, Usage, others, usage
 from ..timing import ALPHA, BEST_OF, DELTA, SHORT_MS, median_bounds
 from . import inputs
 from .process import GUARD, Call, Misbehaved, Nursery, Raised, Result, Unjudgeable, Worker
@@ -39,6 +40,7 @@ Tensors = Sequence[torch.Tensor]
 
 GRADIENTS = "torch.fx.experimental.symbolic_shapes"  # which torch.autograd.grad imports
 MOVES = 3  # how often the original runs on inputs that are moved by one rounding
+WAITED = 0.2  # of the time of calls; more is waiting for other programs, or for a machine that is slow to wake threads
 BUSY = 10  # times the time of a timing test that may pass on a busy machine
 PATIENCE = 3  # times the time of a timing test that may pass until it can be decided at all
 COMPILE_S = 40.0  # what torch.compile may take for the original
@@ -349,14 +351,11 @@ class Trial:
                 self._step("M4", f"{where} has {'a' if m['requires_grad'] else 'no'} gradient, unlike the original's")
             if not m["address"] and math.prod(m["shape"]) and not m["odd"]:
                 self._step("M1", f"{where} has no memory")
-        if y.tree != o.tree:
-            if self.terms.train and y.tree["items"][0] == o.tree["items"][0]:
-                self._step("N7", "it has gradients for other inputs or parameters than the original")
-            self._step("M2", f"it returns {_outline(y.tree)}, the original {_outline(o.tree)}")
+        if y.tree != o.tree and self.terms.train and y.tree["items"][0] == o.tree["items"][0]:
+            self._step("N7", "it has gradients for other inputs or parameters than the original")
+        if other := _unlike(o, y):
+            self._step("M2", other)
         for index, (a, b) in enumerate(zip(o.metadata, y.metadata, strict=True)):
-            for what in ("shape", "dtype", "device"):
-                if a[what] != b[what]:
-                    self._step("M2", f"result {index} has {what} {b[what]}, the original's {a[what]}")
             if _strides(a) != _strides(b) and index < len(self._outputs):  # of gradients they mean nothing
                 if _strides(b) != _contiguous(b["shape"]):
                     self._step("M3", f"result {index} has strides {b['stride']}, the original's {a['stride']}")
@@ -581,18 +580,9 @@ class Trial:
 
     def _grad_mode(self, first: Tensors) -> None:
         """C5: the same values whether gradients are recorded or not."""
-        if self.terms.train:
-            return
-        call = replace(self._call(inputs.draw("normal", first, self._derived("grad"))), grad=True)
-        with self._of_the_original():
-            o = self.witness.call(call, self.terms.timeout)
-        try:
-            y = self._ask(call)
-        except Raised as error:
-            self.verdict.note(f"only without gradients: {error.reason}")
-            return
-        if y.tree == o.tree:
-            self._numbers("gradients recorded", "C5", call, o, o, y)
+        if not self.terms.train:
+            call = replace(self._call(inputs.draw("normal", first, self._derived("grad"))), grad=True)
+            self._unless_refused("gradients recorded", "C5", call, "only without gradients")
 
     def _integers(self, first: Tensors) -> None:
         """N6: integers are drawn by the original alone, and may be the same in each call."""
@@ -608,22 +598,10 @@ class Trial:
             self._elsewhere("integers in another order", other)
 
     def _second_gradients(self, first: Tensors) -> None:
-        """N7: gradients of gradients, where the original has them; a candidate may refuse, by an exception."""
-        if not self.terms.train:
-            return
-        call = replace(self._call(inputs.draw("normal", first, self._derived("second"))), twice=True)
-        try:
-            o = self.witness.call(call, self.terms.timeout)
-            r = self.reference.call(self._wide(call), self.terms.timeout)
-        except Raised:
-            return
-        try:
-            y = self._ask(call)
-        except Raised as error:
-            self.verdict.note(f"no second gradients: {error.reason}")
-            return
-        if y.tree == o.tree:
-            self._numbers("second gradients of normal", "N7", call, r, o, y)
+        """N7: gradients of gradients, where the original has them."""
+        if self.terms.train:
+            call = replace(self._call(inputs.draw("normal", first, self._derived("second"))), twice=True)
+            self._unless_refused("second gradients of normal", "N7", call, "no second gradients", wide=True)
 
     def _specials(self, first: Tensors) -> None:
         """N5: NaN and infinities stay where the original has them, as far as that is asked for."""
@@ -634,11 +612,13 @@ class Trial:
             with self._of_the_original():
                 o = self.witness.call(call, self.terms.timeout)
             y = self._ask(call)
+            if other := _unlike(o, y):
+                self._step("M2", f"with one {name} among its inputs, {other}")
             differ = [
                 not (torch.equal(a.isnan(), b.isnan()) and torch.equal(a.isinf() * a.sign(), b.isinf() * b.sign()))
                 for a, b in zip(o.tensors, y.tensors, strict=True)
-                if a.is_floating_point() and a.shape == b.shape
-            ]  # fmt: skip
+                if a.is_floating_point()
+            ]
             failure = f"with one {name} among its inputs, other results are not finite than of the original"
             if any(differ) and self.terms.nonfinite != "strict":
                 self.verdict.note(failure)
@@ -670,19 +650,34 @@ class Trial:
                 return False
             g = inputs.generator(self._derived("cotangents", name))
             call = replace(call, cotangents=[torch.randn(t.shape, generator=g).to(t.dtype) for t in plain.tensors])
+        return self._unless_refused(name, "N6", call, f"not for {name}")
+
+    def _unless_refused(self, name: str, check: str, call: Call, note: str, *, wide: bool = False) -> bool:
+        """Compare a call that the original may not accept, and that a candidate may refuse, by an exception.
+
+        Args:
+            name: What is special about the call.
+            check: The check that a wrong result fails.
+            call: The call.
+            note: What is said of a candidate that refuses it.
+            wide: Whether the reference is the original in float64.
+
+        Returns:
+            Whether the original accepts it.
+        """
         try:
             o = self.witness.call(call, self.terms.timeout)
+            r = self.reference.call(self._wide(call), self.terms.timeout) if wide else o
         except Raised:
             return False
         try:
             y = self._ask(call)
         except Raised as error:
-            self.verdict.note(f"not for {name}: {error.reason}")
+            self.verdict.note(f"{note}: {error.reason}")
             return True
-        if y.tree != o.tree or any(a["shape"] != b["shape"] for a, b in zip(o.metadata, y.metadata, strict=True)):
-            self._step("N6", f"{name}: its results have other shapes than the original's")
-        else:
-            self._numbers(name, "N6", call, o, o, y)
+        if other := _unlike(o, y):
+            self._step("M2", f"{name}: {other}")
+        self._numbers(name, check, call, r, o, y)
         return True
 
     # What it does
@@ -795,6 +790,7 @@ class Trial:
         self._width = min(self.terms.threads, len(self._processors))
         logs: list[float] = []
         lower = upper = 0.0
+        began = self._usage(base, candidate)
         self._alone = candidate.births()
         done = -1  # the first pair warms both up, as all calls before it did
         for look in self.level.looks:
@@ -818,10 +814,13 @@ class Trial:
         for worker in (base, candidate):
             worker.pin(set(self._processors))
         used, given, waited = self._processor
-        if self.terms.threads > 1 and waited > 0.2 * given:
+        elsewhere = others(self._usage(base, candidate) - began)
+        if self.terms.threads > 1 and waited > WAITED * given and not elsewhere < OTHERS:
+            who = "" if math.isnan(elsewhere) else f" while other programs kept {elsewhere:.1f} of them busy"
             raise Unjudgeable(
-                f"the machine is busy: calls waited {waited / given:.0%} of their time for a processor, and whether a "
-                "program with several threads is faster cannot be told; try again, or with one thread"
+                f"the machine is busy: calls waited {waited / given:.0%} of their time for its {len(self._processors)} "
+                f"processors{who}, and whether a program with several threads is faster cannot be told; try again, or "
+                "with one thread"
             )
         processors = used / given if given else 0.0
         most = 1.15 * self.terms.threads + 0.02 / given
@@ -836,7 +835,14 @@ class Trial:
             "at_most": math.exp(upper),
             "pairs": len(logs),
             "faster": lower > math.log1p(DELTA),
+            "waited": waited / given if given else 0.0,
+            "others": elsewhere,
         }
+
+    def _usage(self, *workers: Worker) -> Usage:
+        """Return what was used until now, with what these processes used as this one's own."""
+        found = usage()
+        return replace(found, own=found.own + sum(sum(worker.processor_time()) for worker in workers))
 
     def _times(self, candidate: Worker, pairs: list[list[tuple[Result, Result]]]) -> list[list[float]]:
         """Return the seconds of both sides, of each sample the least.
@@ -889,6 +895,8 @@ class Trial:
             y = ask_candidate()
         if base is not self._compiled:
             self._metadata(o, y)
+        elif other := _unlike(o, y):
+            self._step("M2", f"in a timed call, {other}")
         self._verify(call, o, y)
         self._processor[0] += y.processor
         self._processor[1] += y.seconds
@@ -959,6 +967,17 @@ def _integral(r: torch.Tensor, o: torch.Tensor, y: torch.Tensor) -> numerics.Kin
     reason = f"{wrong} of {y.numel()} elements differ where arithmetic is exact" if wrong else ""
     worst = float(distance.max()) if distance.numel() else 0.0
     return numerics.KindResult("integers", not wrong, worst, 0.0, worst, 0.5, reason)
+
+
+def _unlike(o: Result, y: Result) -> str:
+    """Say what else a candidate returns than values of the same structure, shapes and dtypes; empty if nothing."""
+    if y.tree != o.tree:
+        return f"it returns {_outline(y.tree)}, the original {_outline(o.tree)}"
+    for index, (a, b) in enumerate(zip(o.metadata, y.metadata, strict=True)):
+        for what in ("shape", "dtype", "device"):
+            if a[what] != b[what]:
+                return f"result {index} has {what} {b[what]}, the original's {a[what]}"
+    return ""
 
 
 def _identical(a: torch.Tensor, b: torch.Tensor) -> bool:
