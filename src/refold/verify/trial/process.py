@@ -41,6 +41,7 @@ _ROOT = Path(__file__).parents[3]
 _REPLY_LIMIT = 64 << 20
 _CROWDED = 10.0  # times the limit of an answer, at most, where other programs want the same cores
 _SETTLE_S = 2.0  # after which it is looked at how much a program that still runs uses
+_STOPPING_S = 5e-4  # of processor time, more than a process uses from the signal to stop until it stops
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _ADD_SEALS, _SEAL_SIZE = 1033, 0x1 | 0x2 | 0x4  # fcntl.h: no more seals, no shrinking, no growing
 _DTYPES = {str(d).removeprefix("torch."): d for d in vars(torch).values() if isinstance(d, torch.dtype)}
@@ -372,9 +373,12 @@ class Worker:
             metadata = [_checked(m) for m in _list(answer, "tensors")]
             beside = self.lingering()
             tensors = self.tensors(metadata, most)
+            resumed = self.processor_time()[0] - after[0] > _STOPPING_S
         used, self._used = self._used, after
         if beside and "S6" not in self.lenient:
             raise Misbehaved("S6", "a process that it started ran on after its call had returned")
+        if resumed and "S6" not in self.lenient:
+            raise Misbehaved("S6", "it ran on when it had been stopped")
         self._resting = self.settle()
         tree = _checked_tree(answer.get("tree"))
         aliases = [self._alias(m, metadata, inputs) for m in metadata]
