@@ -10,6 +10,7 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
 import refold  # noqa: E402
+from refold.report import Report  # noqa: E402
 from support.scans import operators  # noqa: E402
 
 pytestmark = pytest.mark.gpu
@@ -70,7 +71,7 @@ def test_mamba2_of_full_width_trains_in_bfloat16():
         found = {"y": y, "x": x.grad, **{name: p.grad for name, p in module.named_parameters()}}
         return {name: value.detach().double().clone() for name, value in found.items()}
 
-    report = refold.report.Report()
+    report = Report()
     compiled = torch.compile(layer, backend="refold", options={"report": report})
     ours, eager = step(compiled, layer, x), step(layer, layer, x)
     layer.float()  # the definition: as wide as the layer's own kernels allow

@@ -9,7 +9,7 @@ if not torch.cuda.is_available():
 import refold.ops  # noqa: E402
 from refold.ops.spec import load, shape_of  # noqa: E402
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.xdist_group("large")]  # one at a time, with --dist loadgroup
 ROUNDING = 2**-8  # of bfloat16
 SEQLEN = (1 << 19) + 77
 TAIL = 1024  # Tokens after which nothing is left of a state, with the decays below.

@@ -38,7 +38,7 @@ def arguments(spec, case, dtype):
             axes = arg.axes[case.layout.get(arg.name, 0)]
             axes = axes if "t" in sizes or not spec.time_optional else axes.replace("t ", "")
             values = np.asarray(arg.sample(rng, shape_of(axes, sizes)))
-            name = "float32" if arg.wide else str(dtype).removeprefix("torch.")
+            name = "bool" if values.dtype == bool else "float32" if arg.wide else str(dtype).removeprefix("torch.")
             found[arg.name] = TorchFrame("cuda").array(values, name, case.strided)
     return found
 

@@ -4,11 +4,14 @@ Four means, each used if the kernel has it:
 
 - *namespaces*: no network, no view of other processes; all processes of the candidate end with its first one;
 - *Landlock*: read the system and Python, write one private folder; no signals or abstract sockets to the outside;
-- *seccomp*: no sockets, no tracing, no mounts, no kernel loading;
+- *seccomp*: no sockets but pairs, no tracing, no mounts, no kernel loading;
 - *rlimits*: memory, processor time, file size.
 
 `enter` applies them to the calling process for good, and returns the names of those that are in force. `enough` says
 whether these make a sandbox. Only the standard library is imported, because this file runs in the candidate's process.
+
+CUDA does not start without two things, which a process with a GPU may do: name its threads (write under its own
+/proc/self/task), and make a local socket by which other processes could ask for its memory. It may not connect one.
 
 Not done: cgroups (they need a delegation that few users have) and escapes through bugs of the kernel or of a driver.
 """
@@ -46,7 +49,7 @@ _DENIED = {
         "open_by_handle_at": 304, "setns": 308, "process_vm_readv": 310, "process_vm_writev": 311, "finit_module": 313,
         "kexec_file_load": 320, "bpf": 321, "userfaultfd": 323, "io_uring_setup": 425, "open_tree": 428,
         "move_mount": 429, "fsopen": 430, "fsmount": 432, "pidfd_getfd": 438, "mount_setattr": 442,
-        "sched_setaffinity": 203,
+        "sched_setaffinity": 203, "connect": 42,
     },
     "aarch64": {
         "socket": 198, "ptrace": 117, "pivot_root": 41, "mount": 40, "umount2": 39, "swapon": 224, "reboot": 142,
@@ -54,9 +57,10 @@ _DENIED = {
         "open_by_handle_at": 265, "setns": 268, "process_vm_readv": 270, "process_vm_writev": 271, "finit_module": 273,
         "kexec_file_load": 294, "bpf": 280, "userfaultfd": 282, "io_uring_setup": 425, "open_tree": 428,
         "move_mount": 429, "fsopen": 430, "fsmount": 432, "pidfd_getfd": 438, "mount_setattr": 442,
-        "sched_setaffinity": 122,
+        "sched_setaffinity": 122, "connect": 203,
     },
 }  # fmt: skip
+_SOCKETPAIR = {"x86_64": 53, "aarch64": 199}
 
 SYSTEM_FOLDERS = ("/usr", "/lib", "/lib64", "/bin", "/sbin", "/opt", "/etc", "/sys", "/proc", "/nix", "/gnu")
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
@@ -120,7 +124,7 @@ def enter(folder: Path, readable: Iterable[str], limits: dict[str, int], device:
     found = [*active, "rlimits"]
     if _landlock(folder, readable, device):
         found.append("landlock")
-    if _seccomp():
+    if _seccomp(device):
         found.append("seccomp")
     return found
 
@@ -155,7 +159,7 @@ def _landlock(folder: Path, readable: Iterable[str], device: str) -> bool:
     devices = list(_DEVICES)
     if device != "cpu":
         devices += [str(p) for p in Path("/dev").glob("nvidia*")] + ["/dev/dri", "/dev/kfd", "/dev/shm"]
-        allowed.append(("/dev", _READ_DIR))
+        allowed += [("/dev", _READ_DIR), ("/proc/self/task", read | _WRITE_FILE | _TRUNCATE)]
     allowed += [(path, read | _WRITE_FILE | (_TRUNCATE & rights)) for path in devices]
     try:
         for path, access in allowed:
@@ -179,18 +183,33 @@ def _allow(ruleset: int, path: str, access: int) -> bool:
         os.close(handle)
 
 
-def _seccomp() -> bool:
+def _seccomp(device: str) -> bool:
     machine = platform.machine()
     if machine not in _DENIED:
         return False
-    load, equal, at_least, give = 0x20, 0x15, 0x35, 0x06
+    code = b"".join(struct.pack("HBBI", *line) for line in _filter(machine, device))
+    buffer = ctypes.create_string_buffer(code, len(code))
+    header = struct.pack("HxxxxxxQ", len(code) // 8, ctypes.addressof(buffer))
+    return _LIBC.prctl(_PR_SET_SECCOMP, 2, header, 0, 0) == 0
+
+
+def _filter(machine: str, device: str) -> list[tuple[int, int, int, int]]:
+    """Return the program that decides on each call of the kernel: operation, two jumps, and a value."""
+    load, equal, at_least, both, give = 0x20, 0x15, 0x35, 0x54, 0x06
     allow, deny, kill = 0x7FFF0000, 0x00050000 | 1, 0x80000000  # 1 is EPERM
+    first, second = 16, 24  # where the arguments of a call lie
+
+    # Datagrams can be sent to any named socket without connecting, so only streams and packets in order are left.
+    kinds = [(load, 0, 0, second), (both, 0, 0, 0xF), (equal, 1, 0, 1), (equal, 0, 1, 5), (give, 0, 0, allow)]
+    kinds.append((give, 0, 0, deny))
+    rules = {number: [(give, 0, 0, deny)] for number in _DENIED[machine].values()}
+    rules[_SOCKETPAIR[machine]] = kinds
+    if device != "cpu":
+        local = [(load, 0, 0, first), (equal, 1, 0, 1), (give, 0, 0, deny)]
+        rules[_DENIED[machine]["socket"]] = [*local, *kinds]
+
     program = [(load, 0, 0, 4), (equal, 1, 0, _AUDIT_ARCH[machine]), (give, 0, 0, kill), (load, 0, 0, 0)]
     program += [(at_least, 0, 1, 0x40000000), (give, 0, 0, deny)]  # the x32 calls, another door to the same rooms
-    for number in _DENIED[machine].values():
-        program += [(equal, 0, 1, number), (give, 0, 0, deny)]
-    program.append((give, 0, 0, allow))
-    code = b"".join(struct.pack("HBBI", *line) for line in program)
-    buffer = ctypes.create_string_buffer(code, len(code))
-    header = struct.pack("HxxxxxxQ", len(program), ctypes.addressof(buffer))
-    return _LIBC.prctl(_PR_SET_SECCOMP, 2, header, 0, 0) == 0
+    for number, rule in rules.items():
+        program += [(equal, 0, len(rule), number), *rule]
+    return [*program, (give, 0, 0, allow)]

@@ -79,7 +79,7 @@ def inputs(bad=None):
 def gradients(fn, x, decay, mask):
     leaves = [x.clone().requires_grad_(), decay.clone().requires_grad_()]
     y = fn(*leaves, mask)
-    weight = torch.linspace(-1, 1, y.numel()).view_as(y)
+    weight = torch.linspace(-1, 1, y.numel(), device=y.device).view_as(y)
     return y.detach(), *torch.autograd.grad(y, leaves, weight)
 
 
