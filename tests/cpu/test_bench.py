@@ -85,10 +85,13 @@ def test_a_run_that_was_stopped_keeps_its_rows_and_goes_on(toy, tmp_path):
 def test_what_could_not_run_says_so_and_is_tried_again():
     model = Mamba2Config(vocab_size=64, nlayers=1, mixer=MIXER)
     mamba_ssm, _, accelerated = generation_torch.rivals(model, "cpu", torch.float32)
-    need, found = counts.decode(model, 2, 4), []
+    need, found = generation_torch.needed(model, 2), []
     for rival in (mamba_ssm, accelerated):
         found += generation_torch.rival_rows(rival, "tiny", "decode", rival.decoder, (2, 5, 3), need, 1, 3)
-        found += generation_torch.rival_rows(rival, "tiny", "prefill", rival.reader, (9,), need, 1)
+        found += generation_torch.rival_rows(
+            rival, "tiny", "prefill", rival.reader, (9,), counts.decode(model, 2, 4), 1
+        )
+    assert found[2]["state_dtype"] == "float32"
     assert "No module named 'mamba_ssm'" in found[0]["not_run"]
     assert [row["backend"] for row in found if row.get("median_s", 0) > 0] == ["transformers, accelerated"] * 2
     run = progress.Run(found, told=lambda text: None)
@@ -179,6 +182,11 @@ def test_a_loop_of_the_host_decodes_what_the_generator_does():
         make(generator, 2, 5, 3)()
         generator.read = read
     torch.testing.assert_close(*(end.logits for end in ends))
+    narrow = generation_torch.decoder(Generator(model, random_params(model), state_dtype="bfloat16"), 2, 5, 3)
+    least = [
+        generation_torch.needed(model, 2)(call).bytes for call in (narrow, generation_torch.decoder(generator, 2, 5, 3))
+    ]
+    assert least[1] - least[0] == 2 * 2 * 2 * counts.state_elements(model)[0]  # rows, read and written, bytes saved
     assert generator.lengths(ends[0]).tolist() == generator.lengths(ends[1]).tolist() == [8, 8]
 
 

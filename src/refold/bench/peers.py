@@ -96,7 +96,8 @@ def mamba_ssm_decoder(peer: Any, batch: int, past: int, steps: int, graph: bool 
             token = logits.squeeze(1).argmax(-1, keepdim=True)
         _wait(token)
 
-    return call
+    (_, state), *_ = params.key_value_memory_dict.values()
+    return with_state_dtype(call, state)
 
 
 @torch.inference_mode()
@@ -131,7 +132,7 @@ def transformers_decoder(peer: Any, batch: int, past: int, steps: int, graph: bo
             run()
         _wait(token)
 
-    return call
+    return with_state_dtype(call, held.layers[0].recurrent_states[0])
 
 
 @torch.no_grad()
@@ -143,6 +144,12 @@ def transformers_reader(peer: Any, seqlen: int) -> Call:
     def call() -> None:
         _wait(peer(ids, use_cache=True, logits_to_keep=1).logits)
 
+    return call
+
+
+def with_state_dtype(call: Call, state: torch.Tensor) -> Call:
+    """Note at a call that decodes in which dtype it keeps its states, for its row."""
+    vars(call)["state_dtype"] = str(state.dtype).removeprefix("torch.")
     return call
 
 
