@@ -4,13 +4,24 @@ import json
 import sys
 from functools import partial
 from importlib.util import find_spec
+from types import ModuleType
 
 import pytest
 import torch
 from typer.testing import CliRunner
 
 import refold
-from refold.bench import cli, compile_time, generation_torch, linear_attention, operators_gpu, progress, rows, suites
+from refold.bench import (
+    cli,
+    compile_time,
+    generation_torch,
+    linear_attention,
+    operators_gpu,
+    peers,
+    progress,
+    rows,
+    suites,
+)  # fmt: skip
 from refold.cli import app
 from refold.errors import ArgumentError
 from refold.generate.torch import Generator
@@ -98,6 +109,16 @@ def test_what_could_not_run_says_so_and_is_tried_again():
     named = [{key: row[key] for key in ("backend", "case")} for row in found]
     run.done = [{"suite": "", **row} for row in found]
     assert [run.wanted(what) for what in named] == [True, True, False, False]
+
+
+def test_packages_are_hidden_for_a_while(monkeypatch):
+    """transformers' layers in PyTorch are measured where mamba-ssm is installed, too."""
+    for name in ("mamba_ssm", "mamba_ssm.ops"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    with peers.hidden("mamba_ssm", "causal_conv1d"):
+        assert peers.absent("mamba_ssm.ops") is not None
+    assert peers.absent("mamba_ssm.ops") is None
+    assert "causal_conv1d" not in sys.modules
 
 
 def test_progress_says_what_runs_and_of_how_many(toy):

@@ -5,7 +5,9 @@ A model is made when it is first called for. What cannot be imported is named as
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
 from importlib import import_module
 from typing import Any
 
@@ -145,6 +147,20 @@ def transformers_reader(peer: Any, seqlen: int) -> Call:
         _wait(peer(ids, use_cache=True, logits_to_keep=1).logits)
 
     return call
+
+
+@contextlib.contextmanager
+def hidden(*packages: str) -> Iterator[None]:
+    """Let imports of packages fail meanwhile."""
+    names = {name for name in sys.modules if name.partition(".")[0] in packages}
+    kept = {name: sys.modules.pop(name) for name in names}
+    sys.modules.update(dict.fromkeys(packages))  # type: ignore[arg-type]
+    try:
+        yield
+    finally:
+        for package in packages:
+            del sys.modules[package]
+        sys.modules.update(kept)
 
 
 def with_state_dtype(call: Call, state: torch.Tensor) -> Call:
