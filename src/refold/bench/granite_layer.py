@@ -10,15 +10,16 @@ import time
 from collections.abc import Iterator
 
 import torch
+from transformers import GraniteMoeHybridConfig
 
 import refold
 
-from .peers import hidden
+from . import peers
 from .progress import wanted
 from .rows import Row
 
-with hidden("mamba_ssm", "causal_conv1d"):  # its own code is measured, not the kernels that it would call
-    from transformers import GraniteMoeHybridConfig
+# transformers takes the kernels of these packages where it finds them; the layer here is its PyTorch code.
+with peers.hidden("mamba_ssm", "causal_conv1d"):
     from transformers.models.granitemoehybrid.modeling_granitemoehybrid import GraniteMoeHybridMambaLayer
 
 WIDTH = 1536

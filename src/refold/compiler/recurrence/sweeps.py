@@ -1,8 +1,8 @@
 """Coupled recurrences and running maxima on the CPU, one step after the other, compiled by Numba.
 
 A sweep over time reads its inputs once and writes its states once. Composing pairs of steps, which suits a GPU, takes
-log2 of the length in passes over memory. Steps are taken in the order of the loop, so no digit is lost. Blocks of lanes (the
-elements of a state) go to threads.
+log2 of the length in passes over memory. Steps are taken in the order of the loop, so no digit is lost. Blocks of
+lanes (the elements of a state) go to threads.
 """
 
 from __future__ import annotations

@@ -248,7 +248,10 @@ class Layer(torch.nn.Module):
         x, B, C = (v.unflatten(-1, (-1, n)) for v, n in ((x, 5), (B, 6), (C, 6)))
         steps = dt.float() if self.widen else dt
         x = x * (dt[..., None].float() if self.widen else dt[..., None])
-        y = Listing(einsum=multiplied)(x, A * steps, repeat_groups(B), repeat_groups(C))[0]
+        given = (x, A * steps, repeat_groups(B), repeat_groups(C))
+        if self.widen:  # to full chunks, which they are already
+            given = tuple(F.pad(v, [0, 0] * (v.dim() - 2) + [0, -v.shape[1] % 4]) for v in given)
+        y = Listing(einsum=multiplied)(*given)[0]
         return self.out(y.flatten(2).to(self.out.weight.dtype) if self.widen else y.flatten(2))
 
 
