@@ -41,6 +41,7 @@ Tensors = Sequence[torch.Tensor]
 GRADIENTS = "torch.fx.experimental.symbolic_shapes"  # which torch.autograd.grad imports
 ORDINARY = ("actual", "normal", "timed")  # kinds of inputs by which also small results beside large ones are judged
 MOVES = 3  # how often the original runs on inputs that are moved by one rounding
+BETWEEN_S = 3e-5  # of processor time between two calls, about what equal programs differ by on average
 WAITED = 0.2  # of the time of calls; more is waiting for other programs, or for a machine that is slow to wake threads
 BUSY = 10  # times the time of a timing test that may pass on a busy machine
 PATIENCE = 3  # times the time of a timing test that may pass until it can be decided at all
@@ -882,6 +883,7 @@ class Trial:
     def _times(self, candidate: Worker, pairs: list[list[tuple[Result, Result]]]) -> list[list[float]]:
         """Return the seconds of both sides, of each sample the least.
 
+        Work between calls that the original does not do either is the candidate's own, and so is spread over its calls.
         A process that the candidate started, and that has ended, is counted nowhere; it may have waited for that one.
         """
         before, now = self._alone, candidate.births()
@@ -890,15 +892,16 @@ class Trial:
         if alone:
             self._alone = now
 
-        def own(y: Result, o: Result) -> float:
-            # Work between calls that the original does not do either is its own.
-            between = max(0.0, y.outside - 1.5 * o.outside - 1e-3)
+        extra = [y.outside - o.outside for samples in pairs for o, y in samples]
+        between = max(0.0, statistics.fmean(extra) - BETWEEN_S) if extra else 0.0
+
+        def own(y: Result) -> float:
             trusted = alone if known else not y.started
             return self._seconds(y if trusted else replace(y, waited=0.0)) + between
 
         return [
             [min(self._seconds(o) for o, _ in samples) for samples in pairs],
-            [min(own(y, o) for o, y in samples) for samples in pairs],
+            [min(own(y) for _, y in samples) for samples in pairs],
         ]
 
     def _pair(
