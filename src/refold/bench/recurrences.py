@@ -6,25 +6,36 @@ of the compiler run the same functions.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..compiler.compile_time import unrolled_seconds
+from ..compiler.dynamo import captures_loops
+from ..errors import ArgumentError
+from ..verify.timing import once_ms
 from .progress import wanted
 from .rows import Row
 
 # Batch and channels of a case; heads have eight channels.
 BATCH, CHANNELS, HEAD = 4, 64, 8
+# A result may err so many times as much as eager's own float32 does against float64.
+BOUND = 16
+# Calls are repeated so often, and no longer than this in all.
+ROUNDS, LONG_MS = 21, 1000.0
 PASSES = {False: "forward", True: "forward and backward"}
 
 
 def ema(x: Tensor, a: Tensor) -> Tensor:
     """Compute an exponential moving average, by ``lerp``."""
-    h, out = torch.zeros_like(x[:, 0]), []
+    a, h, out = a.sigmoid(), torch.zeros_like(x[:, 0]), []
     for t in range(x.shape[1]):
         h = torch.lerp(h, x[:, t], a)
         out.append(h)
@@ -291,38 +302,104 @@ RECURRENCES = {
 
 
 def recurrences(
-    *, steps: tuple[int, ...] = (128, 512, 2048, 4096), case: tuple[str, ...] = tuple(RECURRENCES), grad: bool = False,
-    device: str = "cpu",
+    *, steps: tuple[int, ...] = (512, 2048, 128, 4096), case: tuple[str, ...] = tuple(RECURRENCES), grad: bool = False,
+    device: str = "cpu", budget: float = 300.0,
 ) -> Iterator[Row]:  # fmt: skip
     """Compare public recurrences, as written, with eager and torch.compile over the number of steps."""
-    for name in case:
-        for count in steps:
+    if unknown := set(case) - RECURRENCES.keys():
+        raise ArgumentError(f"case has no {', '.join(sorted(unknown))}. There are {', '.join(RECURRENCES)}")
+    for count in steps:
+        for name in case:
             if grad and not RECURRENCES[name].gradient:
                 continue
             if wanted(case=name, steps=count, **{"pass": PASSES[grad]}):
-                yield measure(name, count, grad, device)
+                yield measure(name, count, grad, device, budget)
 
 
-def measure(name: str, steps: int, grad: bool, device: str) -> Row:
-    """Time one recurrence three ways; refold's own report has the numbers."""
+def measure(name: str, steps: int, grad: bool, device: str, budget: float) -> Row:
+    """Time one recurrence in up to three ways, end to end: calls, with the guards of what is compiled.
+
+    Inductor cannot be interrupted. So torch.compile is not run if its compile would take longer than the budget, in
+    seconds, as refold estimates it; then the row says so. The estimate is often several times too high.
+    """
     import refold
 
     one = RECURRENCES[name]
     inputs = [x.to(device).requires_grad_(grad) for x in one.inputs(BATCH, steps, CHANNELS)]
     torch.compiler.reset()
+    with torch.no_grad():
+        weights = torch.randn(one.fn(*inputs).shape, generator=torch.Generator().manual_seed(1)).to(device)
+    seconds = inductor_estimate(one.fn, inputs)
     compiled = refold.compile(one.fn, cache=False)
-    with torch.set_grad_enabled(grad):
-        compiled(*inputs)
+    start = time.perf_counter()
+    results = {"refold": call(compiled, inputs, weights)}
+    first = time.perf_counter() - start
     graph: Any = compiled.report.graphs[-1]
-    return {
+    runs: dict[str, Callable[..., Tensor]] = {"eager": one.fn, "refold": compiled}
+    not_run = {}
+    if seconds <= budget:
+        runs["torch.compile"] = torch.compile(one.fn)
+    else:
+        not_run["torch.compile"] = f"its compile would take about {seconds:.0f} s, the budget is {budget:g} s"
+    reference = call(one.fn, [x.detach().double().requires_grad_(grad) for x in inputs], weights)
+    results["eager"] = call(one.fn, inputs, weights)
+    errors = {who: max(map(error, own, reference)) for who, own in results.items()}
+    row: Row = {
         "case": name,
         "steps": steps,
         "batch": BATCH,
         "pass": PASSES[grad],
         "found": [row.detail for row in graph.applied],
+        "left": [f"{row.detail}: {row.reason}" for row in graph.rewrites if row.status == "refused"],
         "chosen": graph.chosen,
-        "times_ms": dict(graph.times_ms),
+        "errors": errors,
+        "not_run": not_run,
+        "first_call_s": first,
         "compile_s": graph.compile_s,
         "checks_s": graph.checks_s,
         "notes": list(graph.notes),
     }
+    if not errors["refold"] <= BOUND * errors["eager"] + 1e-6:
+        return row | {"refused": f"an error above {BOUND} times eager's"}
+    calls = {who: partial(call, fn, inputs, weights) for who, fn in runs.items()}
+    return row | {"times_ms": in_turns(calls, inputs[0].device)}
+
+
+def call(fn: Callable[..., Tensor], inputs: list[Tensor], weights: Tensor) -> list[Tensor]:
+    """Return a function's result, and the gradients of its sum with weights if the inputs need some."""
+    grad = inputs[0].requires_grad
+    with torch.set_grad_enabled(grad):
+        y = fn(*inputs)
+    return [y.detach(), *(torch.autograd.grad(y, inputs, weights.to(y)) if grad else ())]
+
+
+def inductor_estimate(fn: Callable[..., Tensor], inputs: list[Tensor]) -> float:
+    """Return how many seconds refold thinks that Inductor takes for a function's loops."""
+    found = []
+
+    def estimate(gm: Any, _: Any) -> Any:
+        found.append(unrolled_seconds(gm, "training" if inputs[0].requires_grad else "inference"))
+        return gm
+
+    with torch.set_grad_enabled(inputs[0].requires_grad):
+        torch.compile(fn, backend=captures_loops(estimate))(*inputs)
+    torch.compiler.reset()
+    return sum(found)
+
+
+def error(x: Tensor, exact: Tensor) -> float:
+    """Return the distance from an exact result, relative to its norm."""
+    return float((x.double() - exact).norm() / exact.norm().clamp(min=1e-300))
+
+
+def in_turns(runs: Mapping[str, Callable[[], object]], device: torch.device) -> dict[str, float]:
+    """Return medians of up to `ROUNDS` calls each, in turns, after one that compiles; fewer if they are long."""
+    for name, run in runs.items():
+        if name != "eager":
+            run()
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    for _ in range(ROUNDS):
+        for name, run in runs.items():
+            if sum(times[name]) < LONG_MS:
+                times[name].append(once_ms(run, device))
+    return {name: statistics.median(found) for name, found in times.items()}

@@ -11,6 +11,7 @@ state stands in for the batch. Source: Blelloch 1990 (CMU-CS-90-190), section 1.
 from __future__ import annotations
 
 import functools
+import itertools
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -22,7 +23,7 @@ from torch.fx import Node
 from ...ops.torch.registry import OPS, node_args
 from ..ir.fx import is_tensor, known, value
 from .systems import LARGEST, LINEAR_SYSTEM, MAX_PLUS_SCAN, wide
-from .vectorize import Emitter, NotALoop, Value, described, is_pointwise
+from .vectorize import Emitter, NotALoop, Value, broadcasts, described, is_pointwise
 
 aten = torch.ops.aten
 prims = torch.ops.prims
@@ -164,10 +165,10 @@ class LoopVectorizer:
         if not is_tensor(x):
             raise NotALoop("carry-not-tensor", f"the state before the first step, {x.name}, is not one tensor")
         x = self._known(x)
-        if value(x).dim() > value(like).dim():
+        if not broadcasts(value(x).shape, value(like).shape):
             raise NotALoop(
                 "initial-state",
-                f"the state before the first step, {described(x)}, has more axes than {described(like)}",
+                f"the state before the first step, {described(x)}, has not the shape of {described(like)}",
             )
         return self.emit.expand(x, value(like).shape)
 
@@ -462,20 +463,23 @@ class LoopVectorizer:
             steps = count if time or part.has_time else 1
             return emit.cast(emit.expand(x, [steps, *shape]), dtype)
 
-        dtype = wide(val.dtype)
         size = range(len(loops))
         forms = [body.scales if isinstance(body, Affine) else {} for body in bodies]
         entries = [[form.get(loops[j], Value(0.0)) or Value(1.0) for j in size] for form in forms]
         time = any(entry.has_time for row in entries for entry in row)
-        rows = [emit.call(aten.stack.default, [whole(entry, time) for entry in row], -1) for row in entries]
-        matrix = emit.call(aten.stack.default, rows, -2)
         parts = [body.offset if isinstance(body, Affine) else body for body in bodies]
-        offset = emit.call(aten.stack.default, [whole(part or Value(0.0), True) for part in parts], -1)
+        read = [x.node for x in (*itertools.chain(*entries), *parts) if x is not None]
+        dtypes = (value(node).dtype for node in read if isinstance(node, Node) and is_tensor(node))
+        dtype = functools.reduce(torch.promote_types, dtypes, val.dtype)
+        rows = [emit.call(aten.stack.default, [whole(entry, time) for entry in row]) for row in entries]
+        matrix = emit.call(aten.stack.default, rows)
+        offset = emit.call(aten.stack.default, [whole(part or Value(0.0), True) for part in parts])
         initial = [emit.cast(self._tensor(loop.initial, like), val.dtype) for loop in loops]
-        start = emit.cast(emit.call(aten.stack.default, initial, -1), dtype)
+        begun = any(isinstance(loop.initial, Node) or loop.initial for loop in loops)  # a zero is nothing to multiply
+        start = emit.cast(emit.call(aten.stack.default, initial), dtype) if begun else None
         reverse = first.reverse
         solved = emit.cast(emit.call(LINEAR_SYSTEM, matrix, offset, start, reverse), val.dtype)
-        made = [emit.call(aten.select.int, solved, -1, i) for i in size]
+        made = [emit.call(aten.select.int, solved, 0, i) for i in size]
         for loop, x, start in zip(loops, made, initial, strict=True):
             loop.states, loop.operator = x, f"linear_system of {len(loops)}" if len(loops) > 1 else "complex scan"
             before = emit.call(aten.unsqueeze.default, start, 0)
