@@ -28,6 +28,10 @@ REASONS = {
         "the state is multiplied by itself",
         "Only `a * state + b`, elementwise, is a scan: nonlinear recurrences run step by step.",
     ),
+    "decay-gradient": (
+        "in training, a scan would be divided by log decays whose gradient it loses where they are small",
+        "Compute log decays in the function, as -softplus(a), logsigmoid(a) or -exp(a): that gradient is small there.",
+    ),
     "detached": ("the state is detached in training", "Detach after the loop, or run it under torch.no_grad()."),
     "dictionary-keys": ("a dictionary gets other keys in the loop", "Make all keys before the loop."),
     "dynamo": ("Dynamo itself cannot trace the body", "Dynamo cannot trace the body by itself; see its message."),

@@ -122,6 +122,18 @@ def test_reads_of_stacked_steps(size, joined, read):
         assert programs.judge(programs.Program(fn, [x], "")).failure == ""
 
 
+@pytest.mark.parametrize("shape", [(4, 2), (2, 2, 1), (2, 4, 1)])
+@pytest.mark.parametrize("end", [0, 5])
+def test_a_step_at_an_end_of_another_shape(shape, end):
+    """What one step computes otherwise fits no axis of the others."""
+
+    def fn(x, y):
+        steps = [y.cos().sum() if t == end else x[t].sin().sum() for t in range(6)]
+        return (torch.stack(steps),)
+
+    assert programs.judge(programs.Program(fn, [torch.randn(6, *shape), torch.randn(2, 4)], "")).failure == ""
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_layers_of_public_code(seed):
     """A few of what ``tools/fuzz.py --kind layer`` runs: the whole compiler, but for generated code."""

@@ -23,7 +23,7 @@ from torch.fx import Node
 from ...ops.torch.registry import OPS, node_args
 from ..ir.fx import is_tensor, known, value
 from .systems import LINEAR_SYSTEM, MAX_PLUS_SCAN, largest, wide
-from .vectorize import Emitter, NotALoop, Value, described, is_pointwise
+from .vectorize import Emitter, NotALoop, Value, broadcasts, described, is_pointwise
 
 aten = torch.ops.aten
 prims = torch.ops.prims
@@ -165,10 +165,10 @@ class LoopVectorizer:
         if not is_tensor(x):
             raise NotALoop("carry-not-tensor", f"the state before the first step, {x.name}, is not one tensor")
         x = self._known(x)
-        if value(x).dim() > value(like).dim():
+        if not broadcasts(value(x).shape, value(like).shape):
             raise NotALoop(
                 "initial-state",
-                f"the state before the first step, {described(x)}, has more axes than {described(like)}",
+                f"the state before the first step, {described(x)}, has not the shape of {described(like)}",
             )
         return self.emit.expand(x, value(like).shape)
 

@@ -102,16 +102,18 @@ class Verdict:
 
     def line(self, check: str, passed: bool, reason: str = "", **numbers: Any) -> None:
         """Record a check."""
+        reason = _printable(reason)
         self.lines.append({"check": check, "passed": passed, **({"reason": reason} if reason else {}), **numbers})
 
     def note(self, text: str) -> None:
         """Record a finding that is not a reason to refuse."""
+        text = _printable(text)
         if text not in self.notes:
             self.notes.append(text)
 
-    def refuse(self, check: str, reason: str) -> None:
-        """Decide against the candidate."""
-        self.outcome, self.check, self.reason = "refused", check, reason
+    def end(self, outcome: str, check: str, reason: str) -> None:
+        """Decide."""
+        self.outcome, self.check, self.reason = outcome, check, _printable(reason)
 
     def to_jsonl(self) -> str:
         """Return one JSON object per line: the two programs and the terms, each check, the outcome."""
@@ -167,6 +169,11 @@ class Verdict:
         out += [f"  note         {note}" for note in self.notes]
         out.append(f"  took         {self.seconds:.1f} s, level {self.terms.level}")
         return "\n".join(out)
+
+
+def _printable(text: str) -> str:
+    """Write out what is no printable character: a candidate may have chosen the words, and forges no lines by them."""
+    return "".join(c if c.isprintable() else " | " if c == "\n" else repr(c)[1:-1] for c in text)
 
 
 def _finite(value: Any) -> Any:

@@ -7,8 +7,10 @@ import torch
 
 import refold
 from refold.compiler import session
+from refold.compiler.dynamo import captures_loops
 from refold.compiler.dynamo.induction_variable import _first_failure
 from refold.compiler.refusals import REASONS
+from refold.report import GraphReport
 
 B, T, D, N = 2, 40, 5, 3
 
@@ -131,6 +133,22 @@ CAPTURED = [
     (tuple_state, [T]), (in_place, [T]), (writes, [T]), (writes_over_its_input, [T - 1]), (two_loops, [T - 1] * 2),
     (last_step_differs, [T - 1]), (halves, [20, 19]), (python_numbers, [T]), (short_inner_loop, [T]),
 ]  # fmt: skip
+
+
+def test_a_stack_of_all_steps_takes_no_part_of_them():
+    """The gradient of a part of all would be one more copy."""
+    targets = []
+
+    @captures_loops
+    def backend(gm, _):
+        spliced = session.describe_captured(GraphReport(index=0, mode="training"), gm)
+        targets.extend(node.target for node in spliced.graph.nodes)
+        return gm
+
+    torch._dynamo.reset()
+    torch.compile(scan, backend=backend, fullgraph=True)(xs(), torch.zeros(B, D))
+    assert torch.movedim in targets
+    assert torch.ops.aten.slice.Tensor not in targets
 
 
 @pytest.mark.parametrize(("fn", "steps"), CAPTURED, ids=[case[0].__name__ for case in CAPTURED])
