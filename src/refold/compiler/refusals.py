@@ -8,7 +8,8 @@ from __future__ import annotations
 REASONS = {
     "carries-coupled": (
         "carried values read one another, and are no small linear system",
-        "Up to four carries of one shape that read one another linearly are a scan; make the others depend on fewer.",
+        "Up to four carries of one shape that read one another linearly (on the CPU with Numba 16) are a scan; make "
+        "the others depend on fewer.",
     ),
     "carry-dtype": (
         "the state is not floating point, or its shape is not known",

@@ -22,7 +22,7 @@ from torch.fx import Node
 
 from ...ops.torch.registry import OPS, node_args
 from ..ir.fx import is_tensor, known, value
-from .systems import LARGEST, LINEAR_SYSTEM, MAX_PLUS_SCAN, wide
+from .systems import LINEAR_SYSTEM, MAX_PLUS_SCAN, largest, wide
 from .vectorize import Emitter, NotALoop, Value, broadcasts, described, is_pointwise
 
 aten = torch.ops.aten
@@ -437,31 +437,39 @@ class LoopVectorizer:
         emit, first = self.emit, loops[0]
         like, count = first.steps[-1], first.length
         val = value(like)
-        more = f" and {len(loops) - 3} more" if len(loops) > LARGEST else ""
+        most = largest(val)
+        more = f" and {len(loops) - 3} more" if len(loops) > most else ""
         names = " and ".join(loop.name for loop in (loops[:3] if more else loops)) + more
-        if len(loops) > LARGEST:
+        if len(loops) > most:
             raise NotALoop(
                 "carries-coupled",
-                f"{names} depend on one another; only up to {LARGEST} such carries are computed as one scan",
+                f"{names} depend on one another; here up to {most} such carries are computed as one scan",
             )
         if any(body.reset is not None for body in bodies if isinstance(body, Affine)):
             raise NotALoop(
                 "carries-coupled", f"{names} depend on one another, and a mask replaces some of their elements"
             )
-        if any(value(x.steps[-1]).shape != val.shape or value(x.steps[-1]).dtype != val.dtype for x in loops):
+        shapes = [value(x.steps[-1]).shape for x in loops]
+        if any(value(x.steps[-1]).dtype != val.dtype for x in loops) or any(
+            _without_ones(own) != _without_ones(val.shape) for own in shapes
+        ):
             raise NotALoop("carry-shape", f"{names} depend on one another and differ in shape or dtype")
         shape = [*val.shape]
 
-        def whole(part: Value, time: bool) -> Node:
-            """Lay out an entry, (time, ...), with one step if all are the same."""
+        def whole(part: Value, time: bool, own: Sequence[Any]) -> Node:
+            """Lay out an entry of a row of one's own shape, (time, ...), with one step if all are the same."""
             if not isinstance(part.node, Node):
-                x = emit.call(aten.full.default, [1, *shape], part.node, dtype=val.dtype, device=val.device)
+                x = emit.call(aten.full.default, [1, *own], part.node, dtype=val.dtype, device=val.device)
             elif not part.has_time:
-                x = emit.call(aten.unsqueeze.default, emit.expand(part.node, shape), 0)
+                x = emit.call(aten.unsqueeze.default, emit.expand(part.node, [*own]), 0)
             else:
-                x = emit.padded(part, val.dim())
+                x = emit.padded(part, len(own))
             steps = count if time or part.has_time else 1
-            return emit.cast(emit.expand(x, [steps, *shape]), dtype)
+            return emit.cast(shaped(emit.expand(x, [steps, *own]), [steps, *shape]), dtype)
+
+        def shaped(x: Node, like: Sequence[Any]) -> Node:
+            """Move axes of size one."""
+            return x if [*value(x).shape] == [*like] else emit.reshape(x, [*like])
 
         size = range(len(loops))
         forms = [body.scales if isinstance(body, Affine) else {} for body in bodies]
@@ -471,15 +479,20 @@ class LoopVectorizer:
         read = [x.node for x in (*itertools.chain(*entries), *parts) if x is not None]
         dtypes = (value(node).dtype for node in read if isinstance(node, Node) and is_tensor(node))
         dtype = functools.reduce(torch.promote_types, dtypes, val.dtype)
-        rows = [emit.call(aten.stack.default, [whole(entry, time) for entry in row]) for row in entries]
+        rows = [
+            emit.call(aten.stack.default, [whole(entry, time, own) for entry in row])
+            for row, own in zip(entries, shapes, strict=True)
+        ]
         matrix = emit.call(aten.stack.default, rows)
-        offset = emit.call(aten.stack.default, [whole(part or Value(0.0), True) for part in parts])
-        initial = [emit.cast(self._tensor(loop.initial, like), val.dtype) for loop in loops]
+        offsets = [whole(part or Value(0.0), True, own) for part, own in zip(parts, shapes, strict=True)]
+        offset = emit.call(aten.stack.default, offsets)
+        initial = [emit.cast(self._tensor(loop.initial, loop.steps[-1]), val.dtype) for loop in loops]
         begun = any(isinstance(loop.initial, Node) or loop.initial for loop in loops)  # a zero is nothing to multiply
-        start = emit.cast(emit.call(aten.stack.default, initial), dtype) if begun else None
+        starts = [shaped(x, shape) for x in initial] if begun else []
+        start = emit.cast(emit.call(aten.stack.default, starts), dtype) if begun else None
         reverse = first.reverse
         solved = emit.cast(emit.call(LINEAR_SYSTEM, matrix, offset, start, reverse), val.dtype)
-        made = [emit.call(aten.select.int, solved, 0, i) for i in size]
+        made = [shaped(emit.call(aten.select.int, solved, 0, i), [count, *shapes[i]]) for i in size]
         for loop, x, start in zip(loops, made, initial, strict=True):
             loop.states, loop.operator = x, f"linear_system of {len(loops)}" if len(loops) > 1 else "complex scan"
             before = emit.call(aten.unsqueeze.default, start, 0)
