@@ -4,13 +4,25 @@ import json
 import sys
 from functools import partial
 from importlib.util import find_spec
+from types import ModuleType
 
 import pytest
 import torch
 from typer.testing import CliRunner
 
 import refold
-from refold.bench import cli, compile_time, generation_torch, linear_attention, operators_gpu, progress, rows, suites
+from refold.bench import (
+    cli,
+    compile_time,
+    generation_torch,
+    linear_attention,
+    operators_gpu,
+    peers,
+    progress,
+    rows,
+    suites,
+)  # fmt: skip
+from refold.bench.recurrences import recurrences
 from refold.cli import app
 from refold.errors import ArgumentError
 from refold.generate.torch import Generator
@@ -85,16 +97,29 @@ def test_a_run_that_was_stopped_keeps_its_rows_and_goes_on(toy, tmp_path):
 def test_what_could_not_run_says_so_and_is_tried_again():
     model = Mamba2Config(vocab_size=64, nlayers=1, mixer=MIXER)
     mamba_ssm, _, accelerated = generation_torch.rivals(model, "cpu", torch.float32)
-    need, found = counts.decode(model, 2, 4), []
+    need, found = generation_torch.needed(model, 2), []
     for rival in (mamba_ssm, accelerated):
         found += generation_torch.rival_rows(rival, "tiny", "decode", rival.decoder, (2, 5, 3), need, 1, 3)
-        found += generation_torch.rival_rows(rival, "tiny", "prefill", rival.reader, (9,), need, 1)
+        found += generation_torch.rival_rows(
+            rival, "tiny", "prefill", rival.reader, (9,), counts.decode(model, 2, 4), 1
+        )
+    assert found[2]["state_dtype"] == "float32"
     assert "No module named 'mamba_ssm'" in found[0]["not_run"]
     assert [row["backend"] for row in found if row.get("median_s", 0) > 0] == ["transformers, accelerated"] * 2
     run = progress.Run(found, told=lambda text: None)
     named = [{key: row[key] for key in ("backend", "case")} for row in found]
     run.done = [{"suite": "", **row} for row in found]
     assert [run.wanted(what) for what in named] == [True, True, False, False]
+
+
+def test_packages_are_hidden_for_a_while(monkeypatch):
+    """transformers' layers in PyTorch are measured where mamba-ssm is installed, too."""
+    for name in ("mamba_ssm", "mamba_ssm.ops"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    with peers.hidden("mamba_ssm", "causal_conv1d"):
+        assert peers.absent("mamba_ssm.ops") is not None
+    assert peers.absent("mamba_ssm.ops") is None
+    assert "causal_conv1d" not in sys.modules
 
 
 def test_progress_says_what_runs_and_of_how_many(toy):
@@ -105,11 +130,21 @@ def test_progress_says_what_runs_and_of_how_many(toy):
 @pytest.mark.parametrize(
     ("suite", "count"),
     [("cpu", 8), ("linear-attention", 8), ("compile-time", 2), ("fusion-example", 6), ("chunked-scan", 2),
-     ("training", 3), ("ssd-jax", 1), ("recurrences", 76), ("generation-cpu", 3), ("generation-torch-cpu", 2)],
+     ("training", 3), ("ssd-jax", 1), ("recurrences", 84), ("generation-cpu", 3), ("generation-torch-cpu", 2)],
 )  # fmt: skip
 def test_measurements_are_counted_without_being_made(suite, count):
     options = {"device": "cpu"} if "device" in suites.find(suite).options() else {}
     assert progress.count([(suite, partial(suites.find(suite).load(), **options))], []) == count
+
+
+def test_a_compile_beyond_the_budget_is_not_run_and_the_row_says_so(monkeypatch):
+    monkeypatch.setattr(refold, "compile", partial(refold.compile, verify="off", accept="always"))
+    (row,) = recurrences(steps=(20,), case=("ema",), budget=0.0)
+    assert row["times_ms"].keys() == {"eager", "refold"}
+    assert "the budget is 0 s" in row["not_run"]["torch.compile"]
+    assert row["errors"]["refold"] < 1e-5
+    with pytest.raises(ArgumentError, match=r"case has no em\. There are ema, min-gru"):
+        next(recurrences(case=("em",)))
 
 
 def test_what_is_not_right_is_refused_and_the_exit_code_says_so(toy):
@@ -179,6 +214,11 @@ def test_a_loop_of_the_host_decodes_what_the_generator_does():
         make(generator, 2, 5, 3)()
         generator.read = read
     torch.testing.assert_close(*(end.logits for end in ends))
+    narrow = generation_torch.decoder(Generator(model, random_params(model), state_dtype="bfloat16"), 2, 5, 3)
+    least = [
+        generation_torch.needed(model, 2)(call).bytes for call in (narrow, generation_torch.decoder(generator, 2, 5, 3))
+    ]
+    assert least[1] - least[0] == 2 * 2 * 2 * counts.state_elements(model)[0]  # rows, read and written, bytes saved
     assert generator.lengths(ends[0]).tolist() == generator.lengths(ends[1]).tolist() == [8, 8]
 
 

@@ -29,7 +29,7 @@ class DType:
 
 
 TYPES = {name: DType(getattr(torch, name), torch.empty(0, dtype=getattr(torch, name)).element_size() * 8)
-         for name in ("float16", "bfloat16", "float32", "int32", "int64")}  # fmt: skip
+         for name in ("float16", "bfloat16", "float32", "int32", "int64", "bool")}  # fmt: skip
 TYPE_OF = {kind.torch: kind for kind in TYPES.values()}
 
 
@@ -140,6 +140,9 @@ class Shared:
     def slice(self, start: int, length: int, dim: int = 0) -> Shared:
         return Shared(self.data.narrow(dim, start, length))
 
+    def permute(self, order: tuple[int, ...]) -> Shared:
+        return Shared(self.data.permute(order))
+
     def reinterpret(self, dtype: DType, shape: list[int], layout: Any) -> Shared:
         assert (list(shape), dtype) == (self.shape, self.dtype)
         return self
@@ -167,7 +170,9 @@ def _tf32(value: torch.Tensor) -> torch.Tensor:
     return (value.contiguous().view(torch.int32) & -8192).view(torch.float32)
 
 
-def _mma(a: Tensor, b: Tensor, acc: Tensor, input_precision: str) -> Tensor:
+def _mma(a: Tensor, b: Tensor, acc: Tensor, input_precision: str = "") -> Tensor:
+    if a.data.dtype != torch.float32:
+        return Tensor(acc.data + a.data.float() @ b.data.float(), acc.type.layout)
     assert input_precision == "tf32"
     return Tensor(acc.data + _tf32(a.data) @ _tf32(b.data), acc.type.layout)
 
@@ -216,7 +221,8 @@ def _both(a: Any, b: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 def run(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], consts: dict[str, Any]) -> None:
     """Run every program of a kernel of a Gluon module, one after the other."""
-    passed = [Pointer(a) if isinstance(a, torch.Tensor) else Tensor(torch.tensor(a)) if isinstance(a, int) else a
+    scalars = (int, float)
+    passed = [Pointer(a) if isinstance(a, torch.Tensor) else Tensor(torch.tensor(a)) if isinstance(a, scalars) else a
               for a in args]  # fmt: skip
     for program in itertools.product(*map(range, grid)):
         _module(kernel.fn.__module__, _Language(program, grid))[kernel.fn.__name__](*passed, **consts)
@@ -227,7 +233,8 @@ def _module(name: str, language: _Language) -> dict[str, Any]:
     names: dict[str, Any] = {"__name__": f"interpreted.{name}"}
     text = inspect.getsource(sys.modules[name])
     stand_ins = {"gluon": SimpleNamespace(jit=lambda f: f, constexpr_function=lambda f: f), "gl": language,
-                 "language": language, "mma_v2": _mma, "async_copy": SimpleNamespace(
+                 "language": language, "mma_v2": _mma, "gdc_wait": lambda: None, "gdc_launch_dependents": lambda: None,
+                 "async_copy": SimpleNamespace(
                      async_load=_copy, async_copy_global_to_shared=_copy, commit_group=lambda: None,
                      wait_group=lambda count: None)}  # fmt: skip
 

@@ -9,6 +9,7 @@ Weights are random. Work and bytes are counted from the configuration (``refold.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache, partial
@@ -69,7 +70,7 @@ def decoder(generator: Generator, batch: int, past: int, steps: int) -> Callable
             pass
         done(generator.device)
 
-    return call
+    return peers.with_state_dtype(call, conversation.state["ssm"])
 
 
 def host_decoder(generator: Generator, batch: int, past: int, steps: int) -> Callable[[], None]:
@@ -85,7 +86,7 @@ def host_decoder(generator: Generator, batch: int, past: int, steps: int) -> Cal
             conversation.logits = model.step_(config, params, token, conversation.state, active=active)
         done(generator.device)
 
-    return call
+    return peers.with_state_dtype(call, conversation.state["ssm"])
 
 
 def reader(generator: Generator, seqlen: int) -> Callable[[], None]:
@@ -128,27 +129,30 @@ def measured(
 ) -> Row:
     """Time a call that runs ``rounds`` units of work, with the GPU's memory that it takes beyond what was held."""
     call()
+    extra = {"state_dtype": dtype} if (dtype := vars(call).get("state_dtype")) else {}
     if not torch.cuda.is_available():
-        return row(backend, name, what, seconds(call, repeats, rounds), need)
+        return row(backend, name, what, seconds(call, repeats, rounds), need, extra)
     held = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     times = seconds(call, repeats, rounds)
-    extra = {"extra_gib": (torch.cuda.max_memory_allocated() - held) / 2**30, **ceilings()}
+    extra |= {"extra_gib": (torch.cuda.max_memory_allocated() - held) / 2**30, **ceilings()}
     return row(backend, name, what, times, need, extra)
 
 
-def _models(suite: str, names: tuple[str, ...]) -> Iterator[tuple[str, Config, Callable[[], Generator]]]:
+def _models(suite: str, names: tuple[str, ...]) -> Iterator[tuple[str, Config, Callable[..., Generator]]]:
+    """Yield models, with what makes their generator for a dtype of states; the weights are drawn once."""
     if unknown := sorted(set(names) - set(MODELS)):
         raise ArgumentError(f"{suite}: models has {unknown[0]!r}. Give some of {', '.join(MODELS)}")
     if not torch.cuda.is_available():
         raise ArgumentError(f"{suite} needs a GPU, and there is none. The suite generation-torch-cpu needs none")
     for name in names:
         model = MODELS[name]
-        yield (
-            name,
-            model,
-            cache(lambda model=model: Generator(model, device_params(model, torch.bfloat16, "cuda"), device="cuda")),
-        )
+        weights = cache(partial(device_params, model, torch.bfloat16, "cuda"))
+
+        def make(states: str = "float32", model: Config = model, weights: Any = weights) -> Generator:
+            return Generator(model, weights(), device="cuda", state_dtype=states)
+
+        yield name, model, cache(make)
 
 
 @dataclass(frozen=True)
@@ -216,27 +220,40 @@ def decode(
     models: tuple[str, ...] = ("130M", "2.7B", "mamba1-130M", "hybrid-340M"),
     batches: tuple[int, ...] = (1, 16),
     pasts: tuple[int, ...] = (PAST, 131072),
+    states: tuple[str, ...] = ("float32", "bfloat16"),
     others: bool = True,
 ) -> Iterator[Row]:
-    """Time decoding with PyTorch on the GPU, bfloat16, after short and long prompts, next to other packages."""
+    """Time decoding with PyTorch on the GPU, bfloat16, after short and long prompts, next to other packages.
+
+    Rows say in which dtype states are kept: ours in float32, and in bfloat16 after short prompts.
+    """
     for name, model, generator in _models("decode", models):
         for batch in batches:
-            for past in pasts:
-                what = f"decode batch {batch} past {past}"
+            for past, dtype in itertools.product(pasts, states):
+                what, backend = (
+                    f"decode batch {batch} past {past}",
+                    "torch" if dtype == "float32" else f"torch, {dtype}",
+                )
                 fits = batch * past <= 2**18 and past + 5 * STEPS <= getattr(model, "max_positions", past + 5 * STEPS)
-                if not fits or not wanted(backend="torch", case=f"{name} {what}"):
+                more = dtype != "float32" and past != PAST
+                if not fits or more or not wanted(backend=backend, case=f"{name} {what}"):
                     continue
-                need = counts.decode(model, batch, 2, past=past + 3 * STEPS)
-                yield measured("torch", name, what, decoder(generator(), batch, past, STEPS), need, 4, STEPS)
+                call = decoder(generator(dtype), batch, past, STEPS)
+                yield measured(backend, name, what, call, needed(model, batch, past + 3 * STEPS)(call), 4, STEPS)
             what = f"decode batch {batch} past {PAST}"
             if not hasattr(model, "max_positions") and wanted(backend="torch, host loop", case=f"{name} {what}"):
-                need = counts.decode(model, batch, 2)
-                yield measured("torch, host loop", name, what, host_decoder(generator(), batch, PAST, 32), need, 3, 32)
+                call = host_decoder(generator(), batch, PAST, 32)
+                yield measured("torch, host loop", name, what, call, needed(model, batch)(call), 3, 32)
         if others and isinstance(model, Mamba2Config | MambaConfig):
             for rival in rivals(model):
                 for batch in batches:
-                    what, need = f"decode batch {batch} past {PAST}", counts.decode(model, batch, 2)
+                    what, need = f"decode batch {batch} past {PAST}", needed(model, batch)
                     yield from rival_rows(rival, name, what, rival.decoder, (batch, PAST, STEPS), need, 4, STEPS)
+
+
+def needed(model: Config, batch: int, past: int = 0) -> Callable[[Callable[[], None]], counts.Counts]:
+    """Return what counts the work of a call that decodes, whose states have the dtype that it names."""
+    return lambda call: counts.decode(model, batch, 2, getattr(torch, vars(call)["state_dtype"]).itemsize, past)
 
 
 def prefill(
@@ -266,18 +283,23 @@ def rival_rows(
     what: str,
     how: Callable[..., Callable[[], None]],
     sizes: tuple[int, ...],
-    need: counts.Counts,
+    need: counts.Counts | Callable[[Callable[[], None]], counts.Counts],
     repeats: int,
     rounds: int = 1,
 ) -> Iterator[Row]:
-    """Time what ``how`` returns for another package's model and sizes, or say why it is not run."""
+    """Time what ``how`` returns for another package's model and sizes, or say why it is not run.
+
+    ``need`` is the work of a call, or what counts it.
+    """
     if not wanted(backend=rival.backend, case=f"{name} {what}"):
         return
     if rival.missing is not None:
         yield not_run(rival.backend, name, what, rival.missing)
         return
     try:
-        yield measured(rival.backend, name, what, how(rival.make(), *sizes), need, repeats, rounds)
+        call = how(rival.make(), *sizes)
+        work = need if isinstance(need, counts.Counts) else need(call)
+        yield measured(rival.backend, name, what, call, work, repeats, rounds)
     except Exception as error:  # whatever another package raises; the run goes on
         yield not_run(rival.backend, name, what, f"{type(error).__name__}: {str(error)[:200]}")
 

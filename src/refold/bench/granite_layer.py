@@ -11,12 +11,16 @@ from collections.abc import Iterator
 
 import torch
 from transformers import GraniteMoeHybridConfig
-from transformers.models.granitemoehybrid.modeling_granitemoehybrid import GraniteMoeHybridMambaLayer
 
 import refold
 
+from . import peers
 from .progress import wanted
 from .rows import Row
+
+# transformers takes the kernels of these packages where it finds them; the layer here is its PyTorch code.
+with peers.hidden("mamba_ssm", "causal_conv1d"):
+    from transformers.models.granitemoehybrid.modeling_granitemoehybrid import GraniteMoeHybridMambaLayer
 
 WIDTH = 1536
 

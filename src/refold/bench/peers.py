@@ -5,7 +5,9 @@ A model is made when it is first called for. What cannot be imported is named as
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
 from importlib import import_module
 from typing import Any
 
@@ -96,7 +98,8 @@ def mamba_ssm_decoder(peer: Any, batch: int, past: int, steps: int, graph: bool 
             token = logits.squeeze(1).argmax(-1, keepdim=True)
         _wait(token)
 
-    return call
+    (_, state), *_ = params.key_value_memory_dict.values()
+    return with_state_dtype(call, state)
 
 
 @torch.inference_mode()
@@ -131,7 +134,7 @@ def transformers_decoder(peer: Any, batch: int, past: int, steps: int, graph: bo
             run()
         _wait(token)
 
-    return call
+    return with_state_dtype(call, held.layers[0].recurrent_states[0])
 
 
 @torch.no_grad()
@@ -143,6 +146,26 @@ def transformers_reader(peer: Any, seqlen: int) -> Call:
     def call() -> None:
         _wait(peer(ids, use_cache=True, logits_to_keep=1).logits)
 
+    return call
+
+
+@contextlib.contextmanager
+def hidden(*packages: str) -> Iterator[None]:
+    """Let imports of packages fail meanwhile."""
+    names = {name for name in sys.modules if name.partition(".")[0] in packages}
+    kept = {name: sys.modules.pop(name) for name in names}
+    sys.modules.update(dict.fromkeys(packages))  # type: ignore[arg-type]
+    try:
+        yield
+    finally:
+        for package in packages:
+            del sys.modules[package]
+        sys.modules.update(kept)
+
+
+def with_state_dtype(call: Call, state: torch.Tensor) -> Call:
+    """Note at a call that decodes in which dtype it keeps its states, for its row."""
+    vars(call)["state_dtype"] = str(state.dtype).removeprefix("torch.")
     return call
 
 

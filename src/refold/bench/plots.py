@@ -243,7 +243,9 @@ def _limit_s(row: Row) -> float:
     return max(row["bytes"] / row["ceiling_gb_per_s"] / 1e9, row["flops"] / row["ceiling_tflop_per_s"] / 1e12)
 
 
-_BACKENDS = {"jax": "refold, JAX", "torch": "refold, PyTorch"}
+_BACKENDS = {
+    "jax": "refold, JAX", "torch": "refold, PyTorch", "torch, bfloat16": "refold, PyTorch, bfloat16 states",
+}  # fmt: skip
 
 
 def draw_generation(plt: Any, rows: list[Row]) -> Any:

@@ -27,7 +27,7 @@ above ``8 sqrt(2**-24) 2**-29``, 4e-12.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,6 +39,9 @@ Values = Sequence[Any]
 _ROUNDOFF = {torch.float64: 2.0**-53, torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
 # What torch.set_float32_matmul_precision lets matrix products round float32 inputs to.
 _MATMUL_ROUNDOFF = {"highest": 2.0**-24, "high": 2.0**-11, "medium": 2.0**-8}
+
+# Elements are small beside others below this share of their root mean square, and count if they are so many of all.
+SMALL, LEAST = 2.0**-12, 2.0**-4
 
 
 @dataclass(frozen=True)
@@ -365,10 +368,31 @@ def compare(
     return KindResult(kind, not reason, errors[0], errors[1], worst[0], bound, reason)
 
 
-def no_farther(r: torch.Tensor, y: torch.Tensor, others: Sequence[torch.Tensor]) -> bool:
+def small_parts(r: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yield where a result is small beside others in it: what is wrong there is lost in norms of the whole.
+
+    A mask of -1e9 beside scores, or powers of a number, make such results. Each part is all that is not zero and below
+    a 4096th of the root mean square of what was there before, if that is a sixteenth of the result.
+    """
+    size = torch.where(r.isfinite(), r.double(), 0.0).abs()
+    part = torch.ones_like(size, dtype=torch.bool)
+    while r.numel():
+        part = (size > 0) & (size < _rms(size[part]) * SMALL)
+        if not LEAST * r.numel() <= int(part.sum()) or not bool(part.any()):
+            return
+        yield part
+
+
+def no_farther(r: torch.Tensor, y: torch.Tensor, others: Sequence[torch.Tensor], parts: bool = False) -> bool:
     """Say whether a result is at most four times as far from the reference as the farthest of others, in both norms.
 
     Unlike relative errors, this has a meaning where the reference is zero.
+
+    Args:
+        r: The reference.
+        y: The result.
+        others: Other results.
+        parts: Whether this must also hold for each part of small elements.
     """
     if y.is_complex():
         r, y, *others = (torch.view_as_real(v.resolve_conj().contiguous()) for v in (r, y, *others))
@@ -378,8 +402,11 @@ def no_farther(r: torch.Tensor, y: torch.Tensor, others: Sequence[torch.Tensor])
     others = [v for v in others if bool(v.isfinite()[good].all())]
     if not others:
         return False
-    own, *moved = (_distances(torch.where(good, v.double() - r.double(), 0.0)) for v in (y, *others))
-    return all(a <= 4 * max(b) for a, *b in zip(own, *moved, strict=True))
+    for part in [good, *(small_parts(r) if parts else ())]:
+        own, *moved = (_distances(torch.where(part, v.double() - r.double(), 0.0)) for v in (y, *others))
+        if not all(a <= 4 * max(b) for a, *b in zip(own, *moved, strict=True)):
+            return False
+    return True
 
 
 def _distances(difference: torch.Tensor) -> list[float]:

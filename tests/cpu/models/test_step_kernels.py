@@ -4,12 +4,14 @@ import dataclasses
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor
 
 pytest.importorskip("triton")
+from refold import ops
 from refold.models.checkpoint import random_params
 from refold.models.torch import layers, model_for, steps, take_layers_apart, to_device
 from support.models import CONFIGS
@@ -24,6 +26,7 @@ SHAPES = [  # rows, dtype, size, group, outputs: one row in any dtype, several i
     (3, torch.bfloat16, 48, None, 37),
     (2, torch.bfloat16, 96, 32, 70),
     (5, torch.float16, 40, None, 9),
+    (4, torch.bfloat16, 304, 16, 70),
 ]
 
 
@@ -96,18 +99,93 @@ def test_product_and_convolution(rows, dtype, width) -> None:
         assert torch.equal(window[1], still)
 
 
+@pytest.fixture
+def ahead(monkeypatch):
+    """Run the product in Gluon with torch, as on a GPU that starts kernels early."""
+    pytest.importorskip("triton.experimental.gluon")
+    from refold.models.torch import _gluon_kernels
+    from support import gluon
+
+    kernel = _gluon_kernels._project_rows_ahead_kernel
+
+    class Interpreted:
+        def __getitem__(self, grid):
+            return lambda *args, num_warps, **consts: gluon.run(kernel, grid, args, consts)
+
+    monkeypatch.setattr(gluon, "WARPS", 4)
+    monkeypatch.setattr(kernels(), "_pdl", lambda device: {})
+    stand_in = SimpleNamespace(_project_rows_ahead_kernel=Interpreted())
+    monkeypatch.setattr(kernels(), "_ahead", lambda x, weight: stand_in)
+
+
+@pytest.mark.parametrize(("rows", "size", "outputs"), [(3, 128, 70), (16, 272, 33), (2, 16, 48)])
+def test_product_with_weights_ahead(rows, size, outputs, ahead) -> None:
+    """Tiles that nothing fills, fewer tiles than stages, a convolution, inactive rows, sums."""
+    channels, first, width = outputs // 2, outputs // 3, 4
+    x, weight = torch.randn(rows, size).bfloat16(), torch.randn(outputs, size).bfloat16()
+    window, taps = torch.randn(rows, channels, width - 1).bfloat16(), torch.randn(channels, width)
+    bias, active, moved = torch.randn(outputs), torch.arange(rows) != 1, window.double()
+    product = x.double() @ weight.double().T
+    expected = product + bias
+    mixed, state = ops.causal_conv1d_step(
+        expected[:, first : first + channels], taps.double(), moved, activation="silu"
+    )
+    hidden = torch.randn(rows, outputs)
+    onto = hidden.clone()
+    kernels().project(x, weight, None, None, 0.0, None, False, onto=onto, scale=0.5)
+    assert_close(onto, hidden + 0.5 * product, 2e-6)
+    found = kernels().project(x, weight, bias, None, 0.0, None, False, (window, taps, None, active, first))
+    expected[:, first : first + channels] = mixed
+    assert_close(found, expected, 2e-6)
+    assert_close(window, torch.where(active[:, None, None], state, moved), torch.finfo(torch.bfloat16).eps)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="nothing is compiled where kernels are interpreted")
+@pytest.mark.parametrize(("outputs", "size"), [(10576, 2560), (2560, 5120)])
+def test_product_with_weights_ahead_compiles(outputs, size, monkeypatch) -> None:
+    """Weights are copied 16 bytes at a time, and two programs share a processor."""
+    runtime = pytest.importorskip("triton.experimental.gluon._runtime")
+    import triton
+    from triton.backends.compiler import GPUTarget
+
+    from refold.models.torch import _gluon_kernels
+
+    monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")  # Triton 3.9 warns where nothing is said.
+    block_o, block_k, stages, warps, down = kernels()._ahead_config(outputs, size)
+    consts = {"SIZE": size, "ADD": False, "WIDTH": 4, "BLOCK_O": block_o, "BLOCK_B": 16, "BLOCK_K": block_k,
+              "STAGES": stages, "DOWN": down, "bias_ptr": None}  # fmt: skip
+    kernel, kinds = (
+        _gluon_kernels._project_rows_ahead_kernel,
+        {"out_ptr": "*fp32", "active_ptr": "*i1", "scale": "fp32"},
+    )
+    signature = {
+        name: "constexpr" if name in consts else kinds.get(name, "*bf16" if name.endswith("_ptr") else "i32")
+        for name in kernel.arg_names
+    }
+    names = list(signature)
+    whole = {
+        (i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if signature[name] not in ("constexpr", "fp32")
+    }
+    constants = {(names.index(name),): value for name, value in consts.items()}
+    source = runtime.GluonASTSource(kernel, signature, constexprs=constants, attrs=whole)
+    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps, "launch_pdl": True})
+    assert "cp.async.cg.shared.global" in made.asm["ptx"]
+    assert 2 * (made.metadata.shared + 1024) <= 228 * 1024
+
+
 @here
-def test_scan() -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_scan(dtype) -> None:
     b, h, p, n, g = 3, 6, 16, 12, 3
     x, z, B, C, dt = random(b, h, p), random(b, h, p), random(b, g, n), random(b, g, n), random(b, h)
-    A_log, D, bias, state = random(h), random(h), random(h), random(b, h, p, n)
+    A_log, D, bias, state = random(h), random(h), random(h), random(b, h, p, n, dtype=dtype)
     active = torch.tensor([True, False, True], device=DEVICE)
     arrays = [a.double().cpu() for a in (x, B, C, dt, z, A_log, D, bias)]
     moved = state.double().cpu()
     expected = steps.ssd_(*arrays, (0.3, 0.9), moved, active.cpu())
     found = kernels().ssd_(x, B, C, dt, z, A_log, D, bias, (0.3, 0.9), state, active)
-    assert_close(found[active].cpu(), expected[active.cpu()], 1e-5)
-    assert_close(state.cpu(), moved, 1e-5)
+    assert_close(found[active].cpu(), expected[active.cpu()], 1e-5)  # the arithmetic is float32
+    assert_close(state.cpu(), moved, max(1e-5, torch.finfo(dtype).eps))
 
 
 @here

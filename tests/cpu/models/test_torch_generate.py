@@ -183,3 +183,20 @@ def test_places_and_dtypes_that_are_not_there() -> None:
             Generator(MAMBA2, params, device=device)
     with pytest.raises(ArgumentError, match="state_dtype"):
         Generator(MAMBA2, params, state_dtype="int8")
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_states_in_16_bits(name: str, generators) -> None:
+    """Only what is kept is rounded: logits stay near those with float32 states."""
+    wide = generators[name]
+    narrow = Generator(wide.config, wide.params, state_dtype="bfloat16")
+    found = []
+    for g in (wide, narrow):
+        talk = g.read([[1, 2, 3], [4, 5, 6, 7, 8]])
+        with torch.no_grad():
+            for token in (9, 10, 11):
+                talk.logits = g.model.step_(g.config, g.params, torch.tensor([token, token + 1]), talk.state)
+        assert talk.state["ssm"].dtype == g.state_dtype
+        found.append(talk.logits)
+    error = (found[1] - found[0]).norm() / found[0].norm()
+    assert 0 < error < 1e-2

@@ -4,6 +4,8 @@ import math
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from refold.verify import check, numerics
 
@@ -264,3 +266,29 @@ def test_gradients_may_be_lost_at_the_ends_alone(at, coupled, kept):
     )  # fmt: skip
     assert evidence.passed == kept
     assert kept or "not finite where the original's are" in evidence.reason
+
+
+@pytest.mark.parametrize("mask", [-1e5, -1e9, 1e30])
+def test_small_elements_beside_large_ones_are_parts_of_their_own(mask):
+    scores = torch.randn(64, 64, dtype=torch.float64)
+    r = torch.where(torch.ones(64, 64).triu(1) > 0, mask, scores)
+    (part,) = numerics.small_parts(r)
+    assert torch.equal(part, r != mask)
+    half = torch.where(part, scores.half().float(), mask)
+    assert numerics.compare("", r, r.float(), half, None, 64, (0.0, 0.0)).passed
+    assert not numerics.no_farther(r, half, [r.float()], parts=True)
+
+
+def test_powers_have_parts_within_parts():
+    r = torch.randn(32, 1, dtype=torch.float64) * 10.0 ** -torch.arange(16)
+    sizes = [int(part.sum()) for part in numerics.small_parts(r)]
+    assert len(sizes) > 1
+    assert sizes == sorted(sizes, reverse=True)
+
+
+@given(st.integers(0, 10**6), st.sampled_from([(4096,), (64, 64), (1,), (0,)]))
+def test_numbers_of_one_size_have_no_parts(seed, shape):
+    """Zeros, infinities, and the few that happen to be small are none."""
+    r = torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).relu()
+    r.view(-1)[:1] = math.inf
+    assert not list(numerics.small_parts(r))

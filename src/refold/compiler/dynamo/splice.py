@@ -111,7 +111,9 @@ def _replace_join(graph: Graph, join: Any, position: dict[Node, int], stacked: N
             else:
                 first, last = position[tensors[at]], position[tensors[at + run - 1]]
                 low, high = min(first, last), max(first, last) + 1
-                x = graph.call_function(aten.slice.Tensor, (stacked, 0, low, high))
+                x = stacked
+                if high - low < example(stacked).shape[0]:
+                    x = graph.call_function(aten.slice.Tensor, (stacked, 0, low, high))
                 if last < first:
                     x = graph.call_function(aten.flip.default, (x, [0]))
                 x = graph.call_function(torch.movedim, (x, 0, dim))

@@ -51,6 +51,7 @@ _POSITIVE = (
 _FADING = (
     aten.exp.default, aten.exp2.default, aten.sigmoid.default, aten.softplus.default, aten.log_sigmoid_forward.default,
 )  # fmt: skip
+_CLAMPS = (aten.clamp.default, aten.clamp_min.default, aten.clamp_max.default)
 _SAME = (aten.alias.default, aten.clone.default, aten.expand.default, aten._to_copy.default,
          prims.convert_element_type.default)  # fmt: skip
 _COPIES = (
@@ -82,6 +83,8 @@ def fades(x: Any) -> bool:
     parts = [part for part in x.args if isinstance(part, Node)]
     if x.target in _FADING or _is_log_sigmoid(x):
         return True
+    if x.target in _CLAMPS:  # where it is clamped, the derivative is zero
+        return len(parts) == 1 and fades(parts[0])
     if is_view(x) or x.target in _SAME or x.target in (aten.neg.default, aten.log1p.default, aten.mul.Tensor):
         return bool(parts) and all(fades(part) or constant_value(part) is not None for part in parts)
     if x.target is aten.div.Tensor:

@@ -10,6 +10,7 @@ it does not write them, and then waits for the results that it needs. Activation
 from __future__ import annotations
 
 from functools import cache
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -18,11 +19,13 @@ import triton.language as tl
 from torch import Tensor
 
 from refold.ops.ssd._triton_kernels import LOG2E, _clip, _dot, _exp2, _silu, _softplus
-from refold.ops.torch.launch import INTERPRETED
+from refold.ops.torch.launch import INTERPRETED, gluon
 from refold.ops.torch.tables import device_limits
 
 MOST_ROWS = 64
 """Rows that a product takes; more are bound by arithmetic, which matrix libraries know better."""
+AHEAD_ROWS = 16
+"""Rows that a product with weights requested ahead of time takes."""
 
 
 def takes(x: Tensor, weight: Tensor, group_size: int | None) -> bool:
@@ -58,6 +61,15 @@ def project(
     x = x if x.stride(-1) == 1 else x.contiguous()
     out = torch.empty(batch, nout, dtype=torch.float32, device=x.device) if onto is None else onto
     window, taps, taps_bias, active, first = convolution or (None, None, None, None, 0)
+    if batch > 1 and (ahead := _ahead(x, weight)) is not None:
+        block_o, block_k, stages, warps, down = _ahead_config(nout, size)
+        ahead._project_rows_ahead_kernel[(triton.cdiv(nout, block_o),)](
+            x, weight, bias, out, window, taps, taps_bias, active, batch, nout, x.stride(0), scale, first,
+            0 if taps is None else len(taps), SIZE=size, ADD=onto is not None,
+            WIDTH=1 if taps is None else taps.shape[1], BLOCK_O=block_o, BLOCK_B=AHEAD_ROWS, BLOCK_K=block_k,
+            STAGES=min(stages, triton.cdiv(size, block_k) + 1), DOWN=down, num_warps=warps, **_pdl(x.device),
+        )  # fmt: skip
+        return out
     block_b = triton.next_power_of_2(batch)
     if batch == 1:
         block_o, warps = _row_config(size * weight.element_size())
@@ -90,6 +102,16 @@ def project(
     return out
 
 
+def _ahead(x: Tensor, weight: Tensor) -> ModuleType | None:
+    """Return the kernel in Gluon for up to 16 rows, if the device starts kernels early and rows can be copied."""
+    if len(x) > AHEAD_ROWS or weight.dtype == torch.float32 or not dependent(x.device):
+        return None
+    aligned = weight.shape[1] % 16 == 0 and x.stride(0) % 16 == 0
+    if not aligned or any(a.data_ptr() % 16 for a in (x, weight)):
+        return None
+    return gluon("refold.models.torch._gluon_kernels")
+
+
 def _prepare(x: Tensor, dtype: torch.dtype, norm: Tensor | None, eps: float, group: int, gated: bool) -> Tensor:
     """Return what several rows are multiplied with, in the weight's dtype: gated or normalised."""
     batch, size = len(x), x.shape[1] // (1 + gated)
@@ -114,7 +136,8 @@ def ssd_(
     _ssd_step_kernel[(triton.cdiv(headdim, block_p), nheads, batch)](
         x, dt, A_log, B, C, D, z, dt_bias, state, y, active, nheads, B.shape[1], headdim, dstate,
         float(dt_limit[0]), float(dt_limit[1]), x.stride(0), dt.stride(0), B.stride(0), C.stride(0), z.stride(0),
-        BLOCK_P=block_p, BLOCK_N=block_n, PDL=dependent(x.device), num_warps=4, **_pdl(x.device),
+        BLOCK_P=block_p, BLOCK_N=block_n, PDL=dependent(x.device), num_warps=4 if state.dtype == torch.float32 else 2,
+        **_pdl(x.device),
     )  # fmt: skip
     return y
 
@@ -184,6 +207,11 @@ def _rows_config(nout: int, size: int) -> tuple[int, int, int]:
     return (64, 128, 4) if nout > 2 * size else (32, 256, 4)
 
 
+def _ahead_config(nout: int, size: int) -> tuple[int, int, int, int, int]:
+    """Return (BLOCK_O, BLOCK_K, stages, warps, warps that share outputs); the best of 7 pairs tried on an H200."""
+    return (32, 128, 6, 4, 2) if nout > 2 * size else (16, 256, 5, 2, 1)
+
+
 @triton.jit
 def _finish(
     total, offs_o, offs_b, bias_ptr, out_ptr, window_ptr, taps_ptr, taps_bias_ptr, active_ptr, nrows, nout, scale,
@@ -230,7 +258,10 @@ def _project_row_kernel(
     SIZE: tl.constexpr, ADD: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr, BLOCK_O: tl.constexpr,
     GROUP: tl.constexpr, GATED: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Grid (blocks of outputs): a program owns BLOCK_O outputs of one row, and asks for all their weights at once."""
+    """Grid (blocks of outputs): a program owns BLOCK_O outputs of one row, and asks for all their weights at once.
+
+    Weights are read once. They must not push x and its norm, which all programs read, out of the first-level cache.
+    """
     offs_o = tl.program_id(0) * BLOCK_O + tl.arange(0, BLOCK_O)
     offs_k = tl.arange(0, BLOCK_K)
     mask_o = offs_o < nout
@@ -239,7 +270,8 @@ def _project_row_kernel(
     weights = ()  # type: Any
     for i in tl.static_range(SIZE // GROUP * PARTS):
         offs = i // PARTS * GROUP + i % PARTS * BLOCK_K + offs_k
-        weights += (tl.load(rows + offs[None, :], mask=mask_o[:, None] & (offs < SIZE)[None, :], other=0.0),)
+        mask = mask_o[:, None] & (offs < SIZE)[None, :]
+        weights += (tl.load(rows + offs[None, :], mask=mask, other=0.0, eviction_policy="evict_first"),)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -250,12 +282,12 @@ def _project_row_kernel(
         for i in tl.static_range(PARTS):
             offs = group * GROUP + i * BLOCK_K + offs_k
             mask_k = offs < SIZE
-            x = tl.load(x_ptr + offs, mask=mask_k, other=0.0).to(tl.float32)
+            x = tl.load(x_ptr + offs, mask=mask_k, other=0.0, eviction_policy="evict_last").to(tl.float32)
             if GATED:
                 x = _silu(x) * tl.load(x_ptr + SIZE + offs, mask=mask_k, other=0.0).to(tl.float32)
             if norm_ptr is not None:
                 squares += x * x
-                x *= tl.load(norm_ptr + offs, mask=mask_k, other=0.0).to(tl.float32)
+                x *= tl.load(norm_ptr + offs, mask=mask_k, other=0.0, eviction_policy="evict_last").to(tl.float32)
             acc += weights[group * PARTS + i].to(tl.float32) * x[None, :]
         part = tl.sum(acc, axis=1)
         if norm_ptr is not None:

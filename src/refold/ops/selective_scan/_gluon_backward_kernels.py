@@ -265,11 +265,11 @@ def _selective_scan_bwd_lanes_kernel(
     stride_x_b, stride_x_t, stride_dt_b, stride_dt_t, stride_B_b, stride_B_t, stride_B_g,
     stride_C_b, stride_C_t, stride_C_g, stride_z_b, stride_z_t, stride_decay_b, stride_decay_t,
     BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr, TOKENS: gl.constexpr, GROUP: gl.constexpr, LANES: gl.constexpr,
-    SOFTPLUS: gl.constexpr,
+    SOFTPLUS: gl.constexpr, FULL: gl.constexpr,
 ):  # fmt: skip
     """Grid (blocks of channels, segments, rows), as `_selective_scan_bwd_kernel`; TOKENS are those of a tile.
 
-    Rows of x, dt, decay, z, B and C begin at multiples of 16 bytes; ``dstate`` is BLOCK_N.
+    Rows of x, dt, decay, z, B and C begin at multiples of 16 bytes; ``dstate`` is BLOCK_N. FULL: every tile is.
     """
     WARPS: gl.constexpr = gl.num_warps()
     GROUPS: gl.constexpr = TOKENS // GROUP
@@ -499,8 +499,10 @@ def _selective_scan_bwd_lanes_kernel(
                     token = g * GROUP + i
                     adjoint = _column(dys, token, cn) * _line(Cs, token, cn) + carried
                     # With the power before the decay: a decay of zero has a gradient, too.
-                    # A state that is not finite must not reach A through the zero steps after the end.
-                    dlog = gl.where(t + token < end, reached[i] * adjoint, 0.0)
+                    dlog = reached[i] * adjoint
+                    if not FULL:
+                        # A state that is not finite must not reach A through the zero steps after the end.
+                        dlog = gl.where(t + token < end, dlog, 0.0)
                     carried = powers[i] * adjoint
                     if decay_ptr is not None:
                         ddecays = _over_states(ddecays, slot_l, i, dlog, LANES, kcl)

@@ -59,6 +59,8 @@ def selective_scan_backward(
     if nsegments > 1:
         local_consts = {name: value for name, value in consts.items() if name != "GROUP"}
         local = Launch(segments_kernel, (ngroups * group_blocks, nsegments, batch), local_consts, options)
+    if "GROUP" in consts:
+        consts["FULL"] = cu_seqlens is None and seqlen % tokens == 0
     main = Launch(kernel, (ngroups * group_blocks, nsegments, nrows), consts, options)
 
     strides = (

@@ -136,6 +136,22 @@ CAPTURED = [
 ]  # fmt: skip
 
 
+def test_a_stack_of_all_steps_takes_no_part_of_them():
+    """The gradient of a part of all would be one more copy."""
+    targets = []
+
+    @captures_loops
+    def backend(gm, _):
+        spliced = session.describe_captured(GraphReport(index=0, mode="training"), gm)
+        targets.extend(node.target for node in spliced.graph.nodes)
+        return gm
+
+    torch._dynamo.reset()
+    torch.compile(scan, backend=backend, fullgraph=True)(xs(), torch.zeros(B, D))
+    assert torch.movedim in targets
+    assert torch.ops.aten.slice.Tensor not in targets
+
+
 @pytest.mark.parametrize(("fn", "steps"), CAPTURED, ids=[case[0].__name__ for case in CAPTURED])
 def test_captured(captured, fn, steps):
     got, found = captured(fn, xs())
@@ -422,7 +438,7 @@ def test_a_refusal_names_the_variable_the_line_the_reason_and_the_remedy():
     torch._dynamo.reset()
     (graph,) = refold.explain(squares, xs()).graphs
     (note,) = [note for note in graph.notes if "a loop over time stays" in note]
-    assert "the carry level is multiplied by itself" in note
+    assert "the carry `level` is multiplied by itself" in note
     assert f"test_capture.py:{squares.__code__.co_firstlineno + 3}: level = level * level" in note
     assert f"[carry-squared]: {REASONS['carry-squared'][1]}" in note
 

@@ -1,0 +1,94 @@
+"""Products of up to 16 rows on NVIDIA GPUs from Hopper on, with weights that are requested ahead of time.
+
+As in `kernels._project_rows_kernel`, a program owns BLOCK_O outputs of all rows. Copies to shared memory are
+asynchronous, STAGES - 1 tiles ahead. The first weights, and the windows of the convolution, do not come from the kernel
+before this one. So they are requested before the wait for that kernel, and arrive while it ends.
+"""
+
+from __future__ import annotations
+
+from typing import Any  # noqa: F401 - in type comments
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from refold.ops.selective_scan._gluon_kernels import _append, _copy, _silu
+
+
+@gluon.jit
+def _project_rows_ahead_kernel(
+    x_ptr, weight_ptr, bias_ptr, out_ptr, window_ptr, taps_ptr, taps_bias_ptr, active_ptr,
+    nrows, nout, stride_x, scale, first, channels,
+    SIZE: gl.constexpr, ADD: gl.constexpr, WIDTH: gl.constexpr, BLOCK_O: gl.constexpr, BLOCK_B: gl.constexpr,
+    BLOCK_K: gl.constexpr, STAGES: gl.constexpr, DOWN: gl.constexpr,
+):  # fmt: skip
+    """Grid (blocks of outputs). DOWN warps share the outputs of a program, the others its rows."""
+    WARPS: gl.constexpr = gl.num_warps()
+    COUNT: gl.constexpr = (SIZE + BLOCK_K - 1) // BLOCK_K
+    AHEAD: gl.constexpr = STAGES - 1
+    mma: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [DOWN, WARPS // DOWN], [16, 8])
+    # Columns of 16 bytes, neighbouring rows in other banks.
+    swizzled: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
+    weights = gl.allocate_shared_memory(weight_ptr.dtype.element_ty, [STAGES, BLOCK_O, BLOCK_K], swizzled)
+    xs = gl.allocate_shared_memory(x_ptr.dtype.element_ty, [STAGES, BLOCK_B, BLOCK_K], swizzled)
+    begin = gl.program_id(0) * BLOCK_O
+    weight_rows = weight_ptr + begin.to(gl.int64) * SIZE
+    offs_o = begin + gl.arange(0, BLOCK_O, layout=gl.SliceLayout(1, mma))
+    offs_b = gl.arange(0, BLOCK_B, layout=gl.SliceLayout(0, mma))
+    mask_o, mask_b = offs_o < nout, offs_b < nrows
+    mask = mask_o[:, None] & mask_b[None, :]
+    places = out_ptr + offs_b.to(gl.int64)[None, :] * nout + offs_o[:, None]
+
+    gdc_launch_dependents()
+    for k in gl.static_range(AHEAD):
+        _copy(weights.index(k), weight_rows + k * BLOCK_K, SIZE, SIZE - k * BLOCK_K, nout - begin)
+        async_copy.commit_group()
+    channel = offs_o - first
+    inside = (channel >= 0) & (channel < channels) & mask_o
+    moved = inside[:, None] & mask_b[None, :]
+    past = ()  # type: Any
+    taps = ()  # type: Any
+    if window_ptr is not None:
+        window = window_ptr + (offs_b.to(gl.int64)[None, :] * channels + channel[:, None]) * (WIDTH - 1)
+        for j in gl.static_range(WIDTH - 1):
+            past = _append(past, gl.load(window + j, mask=moved, other=0.0))
+        for j in gl.static_range(WIDTH):
+            taps = _append(taps, gl.load(taps_ptr + channel * WIDTH + j, mask=inside, other=0.0).to(gl.float32))
+    gdc_wait()
+    for k in gl.static_range(AHEAD):
+        _copy(xs.index(k), x_ptr + k * BLOCK_K, stride_x, SIZE - k * BLOCK_K, nrows)
+        async_copy.commit_group()
+    if active_ptr is not None:
+        moved = moved & (gl.load(active_ptr + offs_b, mask=mask_b, other=0) != 0)[None, :]
+
+    total = gl.zeros([BLOCK_O, BLOCK_B], gl.float32, layout=mma)
+    for k in range(COUNT):
+        async_copy.wait_group(AHEAD - 1)
+        at, then = k % STAGES, k + AHEAD
+        left = SIZE - then * BLOCK_K
+        _copy(weights.index(then % STAGES), weight_rows + then * BLOCK_K, SIZE, left, nout - begin)
+        _copy(xs.index(then % STAGES), x_ptr + then * BLOCK_K, stride_x, left, nrows)
+        async_copy.commit_group()
+        a = weights.index(at).load(gl.DotOperandLayout(0, mma, 2))
+        b = xs.index(at).permute((1, 0)).load(gl.DotOperandLayout(1, mma, 2))
+        total = mma_v2(a, b, total)
+    async_copy.wait_group(0)
+
+    if bias_ptr is not None:
+        total += gl.load(bias_ptr + offs_o, mask=mask_o, other=0.0).to(gl.float32)[:, None]
+    if window_ptr is not None:
+        y = total * taps[WIDTH - 1][:, None]
+        for j in gl.static_range(WIDTH - 1):
+            y += past[j].to(gl.float32) * taps[j][:, None]
+        if taps_bias_ptr is not None:
+            y += gl.load(taps_bias_ptr + channel, mask=inside, other=0.0).to(gl.float32)[:, None]
+        for j in gl.static_range(WIDTH - 2):
+            gl.store(window + j, past[j + 1], mask=moved)
+        if WIDTH > 1:
+            gl.store(window + (WIDTH - 2), total.to(window_ptr.dtype.element_ty), mask=moved)
+        total = gl.where(inside[:, None], _silu(y), total)
+    if ADD:
+        total = gl.load(places, mask=mask, other=0.0) + scale * total
+    gl.store(places, total, mask=mask)
