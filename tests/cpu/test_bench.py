@@ -22,6 +22,7 @@ from refold.bench import (
     rows,
     suites,
 )  # fmt: skip
+from refold.bench.recurrences import recurrences
 from refold.cli import app
 from refold.errors import ArgumentError
 from refold.generate.torch import Generator
@@ -129,11 +130,21 @@ def test_progress_says_what_runs_and_of_how_many(toy):
 @pytest.mark.parametrize(
     ("suite", "count"),
     [("cpu", 8), ("linear-attention", 8), ("compile-time", 2), ("fusion-example", 6), ("chunked-scan", 2),
-     ("training", 3), ("ssd-jax", 1), ("recurrences", 76), ("generation-cpu", 3), ("generation-torch-cpu", 2)],
+     ("training", 3), ("ssd-jax", 1), ("recurrences", 84), ("generation-cpu", 3), ("generation-torch-cpu", 2)],
 )  # fmt: skip
 def test_measurements_are_counted_without_being_made(suite, count):
     options = {"device": "cpu"} if "device" in suites.find(suite).options() else {}
     assert progress.count([(suite, partial(suites.find(suite).load(), **options))], []) == count
+
+
+def test_a_compile_beyond_the_budget_is_not_run_and_the_row_says_so(monkeypatch):
+    monkeypatch.setattr(refold, "compile", partial(refold.compile, verify="off", accept="always"))
+    (row,) = recurrences(steps=(20,), case=("ema",), budget=0.0)
+    assert row["times_ms"].keys() == {"eager", "refold"}
+    assert "the budget is 0 s" in row["not_run"]["torch.compile"]
+    assert row["errors"]["refold"] < 1e-5
+    with pytest.raises(ArgumentError, match=r"case has no em\. There are ema, min-gru"):
+        next(recurrences(case=("em",)))
 
 
 def test_what_is_not_right_is_refused_and_the_exit_code_says_so(toy):

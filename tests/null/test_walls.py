@@ -15,6 +15,7 @@ DOORS = (
     "ops/torch/tma_launch.py",
     "ops/selective_scan/_gluon",
     "ops/ssd/_gluon",
+    "models/torch/_gluon",
     "ops/testing/frameworks.py",  # Triton's interpreter, for tests
     "verify/trial/worker.py",  # a process of its own: whatever fails there is a candidate that was not judged
     "bench/",  # PyTorch's own associative_scan, which is measured

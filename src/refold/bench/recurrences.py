@@ -6,25 +6,36 @@ of the compiler run the same functions.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..compiler.compile_time import unrolled_seconds
+from ..compiler.dynamo import captures_loops
+from ..errors import ArgumentError
+from ..verify.timing import once_ms
 from .progress import wanted
 from .rows import Row
 
 # Batch and channels of a case; heads have eight channels.
 BATCH, CHANNELS, HEAD = 4, 64, 8
+# A result may err so many times as much as eager's own float32 does against float64.
+BOUND = 16
+# Calls are repeated so often, and no longer than this in all.
+ROUNDS, LONG_MS = 21, 1000.0
 PASSES = {False: "forward", True: "forward and backward"}
 
 
 def ema(x: Tensor, a: Tensor) -> Tensor:
     """Compute an exponential moving average, by ``lerp``."""
-    h, out = torch.zeros_like(x[:, 0]), []
+    a, h, out = a.sigmoid(), torch.zeros_like(x[:, 0]), []
     for t in range(x.shape[1]):
         h = torch.lerp(h, x[:, t], a)
         out.append(h)
@@ -93,6 +104,32 @@ def holt(x: Tensor, alpha: Tensor, beta: Tensor) -> Tensor:
         trend = beta * (level - before) + (1 - beta) * trend
         out.append(level + trend)
     return torch.stack(out, 1)
+
+
+def holt_winters(x: Tensor, rates: Tensor) -> Tensor:
+    """Smooth a level, its trend and four seasons; a list has the seasons, and is read four steps back."""
+    a, b, c = rates.sigmoid()
+    level, trend = x[:, :4].mean(1), torch.zeros_like(x[:, 0])
+    seasons, out = [x[:, i] - level for i in range(4)], []
+    for t in range(4, x.shape[1]):
+        before, season = level, seasons[t - 4]
+        level = a * (x[:, t] - season) + (1 - a) * (level + trend)
+        trend = b * (level - before) + (1 - b) * trend
+        seasons.append(c * (x[:, t] - level) + (1 - c) * season)
+        out.append(level + trend + seasons[t - 3])
+    return torch.stack(out, 1)
+
+
+def advantages(rewards: Tensor, values: Tensor, ends: Tensor) -> Tensor:
+    """Estimate generalised advantages, backwards in time (Schulman et al. 2015, arXiv:1506.02438)."""
+    goes_on, steps = (ends < 2.0).to(rewards), rewards.shape[1]
+    last: Any = 0.0
+    out: list[Any] = []
+    for t in reversed(range(steps)):
+        after = values[:, t + 1] if t < steps - 1 else 0.0
+        last = rewards[:, t] + 0.99 * after * goes_on[:, t] - values[:, t] + 0.99 * 0.95 * goes_on[:, t] * last
+        out.append(last)
+    return torch.stack(out[::-1], 1)
 
 
 def autoregression(x: Tensor, c: Tensor) -> Tensor:
@@ -274,6 +311,8 @@ RECURRENCES = {
     "lru": Recurrence(lru, 1, ((0,), (0,)), "complex scan"),
     "biquad": Recurrence(biquad, 1, ((3,), (2,)), "linear_system of 2"),
     "holt": Recurrence(holt, 1, ((), ()), "linear_system of 2"),
+    "holt-winters": Recurrence(holt_winters, 1, ((3,),), "linear_system of 6"),
+    "advantages": Recurrence(advantages, 3, (), "linear_scan"),
     "autoregression": Recurrence(autoregression, 1, ((3,),), "linear_system of 3"),
     "linear-attention": Recurrence(linear_attention, 3, (), "ssd"),
     "rwkv4": Recurrence(rwkv4, 2, ((0,), (0,)), "running maximum"),
@@ -291,38 +330,109 @@ RECURRENCES = {
 
 
 def recurrences(
-    *, steps: tuple[int, ...] = (128, 512, 2048, 4096), case: tuple[str, ...] = tuple(RECURRENCES), grad: bool = False,
-    device: str = "cpu",
+    *, steps: tuple[int, ...] = (512, 2048, 128, 4096), case: tuple[str, ...] = tuple(RECURRENCES), grad: bool = False,
+    device: str = "cpu", budget: float = 300.0,
 ) -> Iterator[Row]:  # fmt: skip
     """Compare public recurrences, as written, with eager and torch.compile over the number of steps."""
-    for name in case:
-        for count in steps:
+    if unknown := set(case) - RECURRENCES.keys():
+        raise ArgumentError(f"case has no {', '.join(sorted(unknown))}. There are {', '.join(RECURRENCES)}")
+    for count in steps:
+        for name in case:
             if grad and not RECURRENCES[name].gradient:
                 continue
             if wanted(case=name, steps=count, **{"pass": PASSES[grad]}):
-                yield measure(name, count, grad, device)
+                yield measure(name, count, grad, device, budget)
 
 
-def measure(name: str, steps: int, grad: bool, device: str) -> Row:
-    """Time one recurrence three ways; refold's own report has the numbers."""
+def measure(name: str, steps: int, grad: bool, device: str, budget: float) -> Row:
+    """Time one recurrence in up to three ways, end to end: calls, with the guards of what is compiled.
+
+    Inductor cannot be interrupted. So torch.compile is not run if its compile would take longer than the budget, in
+    seconds, as refold estimates it; then the row says so. The estimate is often several times too high.
+    """
     import refold
 
     one = RECURRENCES[name]
     inputs = [x.to(device).requires_grad_(grad) for x in one.inputs(BATCH, steps, CHANNELS)]
     torch.compiler.reset()
+    with torch.no_grad():
+        weights = torch.randn(one.fn(*inputs).shape, generator=torch.Generator().manual_seed(1)).to(device)
+    seconds = inductor_estimate(one.fn, inputs)
     compiled = refold.compile(one.fn, cache=False)
-    with torch.set_grad_enabled(grad):
-        compiled(*inputs)
+    start = time.perf_counter()
+    results = {"refold": call(compiled, inputs, weights)}
+    first = time.perf_counter() - start
     graph: Any = compiled.report.graphs[-1]
-    return {
+    runs: dict[str, Callable[..., Tensor]] = {"eager": one.fn, "refold": compiled}
+    not_run = {}
+    if seconds <= budget:
+        runs["torch.compile"] = torch.compile(one.fn)
+    else:
+        not_run["torch.compile"] = f"its compile would take about {seconds:.0f} s, the budget is {budget:g} s"
+    reference = call(one.fn, [x.detach().double().requires_grad_(grad) for x in inputs], weights)
+    results["eager"] = call(one.fn, inputs, weights)
+    errors = {who: max(map(error, own, reference)) for who, own in results.items()}
+    row: Row = {
         "case": name,
         "steps": steps,
         "batch": BATCH,
         "pass": PASSES[grad],
         "found": [row.detail for row in graph.applied],
+        "left": [f"{row.detail}: {row.reason}" for row in graph.rewrites if row.status == "refused"],
         "chosen": graph.chosen,
-        "times_ms": dict(graph.times_ms),
+        "errors": errors,
+        "not_run": not_run,
+        "first_call_s": first,
         "compile_s": graph.compile_s,
         "checks_s": graph.checks_s,
         "notes": list(graph.notes),
     }
+    if not errors["refold"] <= BOUND * errors["eager"] + 1e-6:
+        return row | {"refused": f"an error above {BOUND} times eager's"}
+    calls = {who: partial(call, fn, inputs, weights) for who, fn in runs.items()}
+    return row | {"times_ms": in_turns(calls, inputs[0].device)}
+
+
+def call(fn: Callable[..., Tensor], inputs: list[Tensor], weights: Tensor) -> list[Tensor]:
+    """Return a function's result, and the gradients of its sum with weights if the inputs need some."""
+    grad = inputs[0].requires_grad
+    with torch.set_grad_enabled(grad):
+        y = fn(*inputs)
+    return [y.detach(), *(gradients(y, inputs, weights.to(y)) if grad else ())]
+
+
+def gradients(y: Tensor, inputs: list[Tensor], weights: Tensor) -> list[Tensor]:
+    """Return gradients; zeros of an input that has none."""
+    return list(torch.autograd.grad(y, inputs, weights, materialize_grads=True))
+
+
+def inductor_estimate(fn: Callable[..., Tensor], inputs: list[Tensor]) -> float:
+    """Return how many seconds refold thinks that Inductor takes for a function's loops."""
+    found = []
+
+    def estimate(gm: Any, _: Any) -> Any:
+        found.append(unrolled_seconds(gm, "training" if inputs[0].requires_grad else "inference"))
+        return gm
+
+    with torch.set_grad_enabled(inputs[0].requires_grad):
+        torch.compile(fn, backend=captures_loops(estimate))(*inputs)
+    torch.compiler.reset()
+    return sum(found)
+
+
+def error(x: Tensor, exact: Tensor) -> float:
+    """Return the distance from an exact result, relative to its norm."""
+    return float((x.double() - exact).norm() / exact.norm().clamp(min=1e-300))
+
+
+def in_turns(runs: Mapping[str, Callable[[], object]], device: torch.device) -> dict[str, float]:
+    """Return medians of up to `ROUNDS` calls each, in turns, after one that compiles; fewer if they are long."""
+    for name, run in runs.items():
+        if name != "eager":
+            run()
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    for _ in range(ROUNDS):
+        for name, run in runs.items():
+            if sum(times[name]) < LONG_MS:
+                times[name].append(once_ms(run, device))
+    return {name: statistics.median(found) for name, found in times.items()}

@@ -30,6 +30,7 @@ from .passes.replace_prefix_networks import replace_prefix_networks
 from .passes.reroll_loops import reroll_loops
 from .passes.sum_convolutions import sum_convolutions
 from .passes.unroll_depthwise_convolutions import unroll_depthwise_convolutions
+from .refusals import Refusal
 
 log = logging.getLogger("refold.graphs")
 
@@ -37,7 +38,7 @@ LOG = "REFOLD_LOG_GRAPHS"
 CHECK = "REFOLD_CHECK_GRAPHS"
 """Environment variables, read when the passes run."""
 
-Pass = Callable[[Graph, Callable[[str], bool]], Iterator[Rewrite]]
+Pass = Callable[[Graph, Callable[[str], bool]], Iterator[Rewrite | Refusal]]
 
 PASSES: list[tuple[str, Pass]] = [
     ("replace prefix networks", replace_prefix_networks),
@@ -84,7 +85,8 @@ def run(
     Args:
         graph: An ATen graph with fake values in its metadata.
         wanted: Which sites (node names) may be rewritten.
-        notes: Gets a sentence if the time for the search was over before its end, or a rule does not fit.
+        notes: Gets a sentence for what a pass found and may not replace, for a rule that does not fit, and if the time
+            for the search was over before its end.
         passes: The passes; all unless given.
         seen: Called with each rewrite as it is made, before the next one.
         rules: Rewrites that others found; before the passes.
@@ -106,9 +108,12 @@ def run(
         first.append(("apply rules", lambda graph, wanted: apply_rules(graph, wanted, rules, said)))
     for name, apply in (*first, *(PASSES if passes is None else passes)):
         before = len(rewrites)
-        for rewrite in apply(graph, in_time):
-            seen(rewrite)
-            rewrites.append(rewrite)
+        for found in apply(graph, in_time):
+            if isinstance(found, Refusal):
+                said.append(found.advice)
+                continue
+            seen(found)
+            rewrites.append(found)
         if len(rewrites) > before:
             _dump(f'after "{name}"', graph)
             if os.environ.get(CHECK) == "1":

@@ -8,7 +8,8 @@ from __future__ import annotations
 REASONS = {
     "carries-coupled": (
         "carried values read one another, and are no small linear system",
-        "Up to four carries of one shape that read one another linearly are a scan; make the others depend on fewer.",
+        "Up to four carries of one shape that read one another linearly (on the CPU with Numba 16) are a scan; make "
+        "the others depend on fewer.",
     ),
     "carry-dtype": (
         "the state is not floating point, or its shape is not known",
@@ -26,6 +27,10 @@ REASONS = {
     "carry-squared": (
         "the state is multiplied by itself",
         "Only `a * state + b`, elementwise, is a scan: nonlinear recurrences run step by step.",
+    ),
+    "decay-gradient": (
+        "in training, a scan would be divided by log decays whose gradient it loses where they are small",
+        "Compute log decays in the function, as -softplus(a), logsigmoid(a) or -exp(a): that gradient is small there.",
     ),
     "detached": ("the state is detached in training", "Detach after the loop, or run it under torch.no_grad()."),
     "dictionary-keys": ("a dictionary gets other keys in the loop", "Make all keys before the loop."),

@@ -16,6 +16,7 @@ from .dynamo import captures_loops
 from .inductor import Compiled, show_graph
 from .ir.builder import between
 from .ir.cost import Cost, graph_cost, nbytes
+from .ir.fx import plain_name
 from .ir.rewrite import source_line
 from .notation.program import Program, Read
 from .notation.read import read
@@ -66,7 +67,7 @@ def regions(module: Callable[..., Any], inputs: Sequence[Any]) -> tuple[list[Reg
 
     @captures_loops
     def look(gm: GraphModule, given: Sequence[Any]) -> Compiled:
-        names = [_plain(node.name) for node in gm.graph.find_nodes(op="placeholder")]
+        names = [plain_name(node.name) for node in gm.graph.find_nodes(op="placeholder")]
         estimates.append(unrolled_seconds(gm, "inference"))
         rest = describe_captured(GraphReport(index=0), gm)
         if unrolled_seconds(rest, "inference") > RIVAL_S:
@@ -113,11 +114,3 @@ def renamed(program: Program, names: dict[str, str]) -> Program:
     inputs = {chosen.get(k, k): v for k, v in program.inputs.items()}
     dtypes = {chosen.get(k, k): v for k, v in program.dtypes.items()}
     return replace(program, inputs=inputs, steps=steps, dtypes=dtypes)
-
-
-def _plain(name: str) -> str:
-    """Return the user's name from Dynamo's, such as ``l_self_modules_proj_parameters_weight_``."""
-    name = re.sub(r"^[Ll]_+", "", name).strip("_")
-    name = re.sub(r"(^|_)self_", r"\1", name)
-    name = re.sub(r"(modules|parameters|buffers)_+", "", name)
-    return re.sub(r"__+", "_", name).strip("_")

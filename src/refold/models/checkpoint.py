@@ -6,6 +6,7 @@ keep the files' dtype unless another is requested. The few numbers that enter ex
 float32.
 """
 
+import pickle
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -308,8 +309,14 @@ def _open_pickle(path: Path, framework: str) -> dict[str, _Tensor]:
         ) from error
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # torch raises pickle, zip and runtime errors alike for what is no tensor file
-        raise CheckpointError(f"{path} is not a torch file of tensors alone: {error}") from error
+    except pickle.UnpicklingError as error:
+        raise CheckpointError(
+            f"{path} is not a torch file of tensors alone, and to open what else it holds may run a program; "
+            "convert the checkpoint to safetensors where you trust it."
+        ) from error
+    except Exception as error:  # torch raises zip, runtime and end-of-file errors for what is no tensor file
+        reason = str(error).partition(". ")[0].partition("\n")[0]
+        raise CheckpointError(f"{path} is not a whole torch file ({reason}); was it cut short?") from error
     if not isinstance(state, dict) or not all(
         isinstance(key, str) and isinstance(value, torch.Tensor) and value.layout == torch.strided
         for key, value in state.items()

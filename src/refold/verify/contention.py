@@ -2,14 +2,14 @@
 
 If a program waits for a core, its time includes the wait, and a program of several threads waits for the slowest of
 them. So on a busy machine, the better of two programs may look ten times slower. While programs are timed, two numbers
-are
-compared: the processor time that all programs used on the cores of this process, and what this process used itself. If
-the system does not count processor time, the load average is used. A large spread of the times of one program also
+are compared: the processor time that all programs used on the cores of this process, and what this process used itself.
+If the system does not count processor time, the load average is used. A large spread of the times of one program also
 counts as busy.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import statistics
 import time
@@ -53,6 +53,18 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def others(used: Usage) -> float:
+    """Return how many cores other programs kept busy; nan if the system does not tell, or the time was too short."""
+    if used.everybody is None or used.wall < LEAST_S:
+        return math.nan
+    return max(0.0, used.everybody - used.own) / used.wall
+
+
+def crowding() -> float:
+    """Return how many times as long a program may take here because others want the same cores; at least 1."""
+    return max(1.0, (_load() or 0.0) / cores())
+
+
 def contention(used: Usage, samples: Sequence[Sequence[float]], available: int | None = None) -> str:
     """Say how the machine was busy with something else; empty if it was not.
 
@@ -64,9 +76,8 @@ def contention(used: Usage, samples: Sequence[Sequence[float]], available: int |
     count = cores() if available is None else available
     if used.wall >= LEAST_S:
         if used.everybody is not None:
-            others = max(0.0, used.everybody - used.own) / used.wall
-            if others > OTHERS and used.everybody > FULL * count * used.wall:
-                return f"other programs used {others:.1f} of {count} cores"
+            if others(used) > OTHERS and used.everybody > FULL * count * used.wall:
+                return f"other programs used {others(used):.1f} of {count} cores"
         elif (load := _load()) is not None and load > count + 1:
             return f"the load average was {load:.1f} on {count} cores"
     for times in samples:

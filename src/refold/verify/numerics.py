@@ -13,7 +13,9 @@ integers, on which every order of summation gives the same bits.
 
 Where the original is not finite, nothing is compared. But a rewrite must not lose finite results. So the program also
 runs with one infinity in each input: earlier steps must not see it, and a decay of ``exp(-inf)`` forgets it. Wherever
-the original is finite, the candidate must be finite and near it.
+the original is finite, the candidate must be finite and near it. Of gradients this is asked at the steps before the
+first infinity: where they differ after one, the infinities move to the ends of the inputs, and gradients are compared
+once more.
 
 For a float64 program, ``o`` and ``r`` are the same, so ``E(o)`` is unknown and is estimated. Rounding errors are
 proportional to the unit roundoff, if their squares are negligible. So the program runs in float32, on inputs that
@@ -25,7 +27,7 @@ above ``8 sqrt(2**-24) 2**-29``, 4e-12.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,6 +39,9 @@ Values = Sequence[Any]
 _ROUNDOFF = {torch.float64: 2.0**-53, torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
 # What torch.set_float32_matmul_precision lets matrix products round float32 inputs to.
 _MATMUL_ROUNDOFF = {"highest": 2.0**-24, "high": 2.0**-11, "medium": 2.0**-8}
+
+# Elements are small beside others below this share of their root mean square, and count if they are so many of all.
+SMALL, LEAST = 2.0**-12, 2.0**-4
 
 
 @dataclass(frozen=True)
@@ -164,17 +169,27 @@ def check(
         # One result stands for all: the first that fails, else the one nearest to its bound.
         evidence.kinds.append(min(found, key=lambda one: (one.passed, -one.error / (one.bound or 1.0))))
     if evidence.passed:
-        inputs = [_normal(x, generator, spread, not multilinear, infinity=True) for x in like]
-        os, ys = list(_several(original(*inputs))), _several(candidate(*inputs))
-        leaves = [x for x, need in zip(inputs, differentiated, strict=False) if need]
-        ends = [0] * len(os)
-        for at, x in enumerate(leaves, len(os) - len(leaves)):
-            os[at] = torch.where(x.isfinite(), os[at], math.nan)  # the gradient at an infinity is not used
-            # Nothing reads the state that the last step leaves, so the original has no gradient there: zero. A scan
-            # multiplies by that zero, which makes a NaN if the state is infinite. Of coupled values, what one step
-            # leaves is read by another only steps later.
-            ends[at] = coupled
-        found = list(map(_where_finite, os, ys, bounds, ends))
+        leaves = sum(differentiated)
+
+        def with_infinities(last: bool) -> list[KindResult]:
+            inputs = [_normal(x, generator, spread, not multilinear, "last" if last else "late") for x in like]
+            os, ys = list(_several(original(*inputs))), _several(candidate(*inputs))
+            ends = [0] * len(os)
+            given = (x for x, need in zip(inputs, differentiated, strict=False) if need)
+            for at, x in enumerate(given, len(os) - leaves):
+                os[at] = torch.where(x.isfinite(), os[at], math.nan)  # the gradient at an infinity is not used
+                # Nothing reads the state that the last step leaves, so the original has no gradient there: zero. A scan
+                # multiplies by that zero, which makes a NaN if the state is infinite. Of coupled values, what one step
+                # leaves is read by another only steps later.
+                ends[at] = coupled
+            return list(map(_where_finite, os, ys, bounds, ends))
+
+        found = with_infinities(last=False)
+        values = len(found) - leaves
+        if all(one.passed for one in found[:values]) and not all(one.passed for one in found):
+            # Gradients are promised at the steps before the first infinity. After it, a sum over steps may have another
+            # zero that it multiplies by than the original.
+            found[values:] = with_infinities(last=True)[values:]
         evidence.kinds.append(min(found, key=lambda one: (one.passed, -one.error / (one.bound or 1.0))))
     return evidence
 
@@ -210,7 +225,7 @@ def _several(results: Any) -> Sequence[torch.Tensor]:
     return results if isinstance(results, (tuple, list)) else [results]
 
 
-def _normal(x: Any, generator: torch.Generator, spread: float, signed: bool, infinity: bool = False) -> Any:
+def _normal(x: Any, generator: torch.Generator, spread: float, signed: bool, infinity: str = "") -> Any:
     """Draw zero-mean inputs: positive ones hide a loss of precision.
 
     Args:
@@ -219,7 +234,8 @@ def _normal(x: Any, generator: torch.Generator, spread: float, signed: bool, inf
         spread: The standard deviation.
         signed: Whether an input that is nowhere positive, or nowhere negative, stays so. A log decay that is positive
             at half of the steps makes states grow by many orders of magnitude, and with them the rounding of its sums.
-        infinity: Whether one element is infinite; in the second half of the memory, since time goes on there.
+        infinity: Which element is infinite, if one is: a ``"late"`` one, in the second half of the memory, since time
+            goes on there; or the ``"last"``.
     """
     if not (isinstance(x, torch.Tensor) and x.is_floating_point()):
         return x
@@ -228,7 +244,7 @@ def _normal(x: Any, generator: torch.Generator, spread: float, signed: bool, inf
     if sign:
         values = sign * values.abs()
     if infinity and x.numel():
-        at = int(torch.randint(x.numel() // 2, x.numel(), (), generator=generator))
+        at = int(torch.randint(x.numel() // 2, x.numel(), (), generator=generator)) if infinity == "late" else -1
         values.view(-1)[at] = (sign or -1) * math.inf
     return _like(x, values)
 
@@ -352,10 +368,31 @@ def compare(
     return KindResult(kind, not reason, errors[0], errors[1], worst[0], bound, reason)
 
 
-def no_farther(r: torch.Tensor, y: torch.Tensor, others: Sequence[torch.Tensor]) -> bool:
+def small_parts(r: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yield where a result is small beside others in it: what is wrong there is lost in norms of the whole.
+
+    A mask of -1e9 beside scores, or powers of a number, make such results. Each part is all that is not zero and below
+    a 4096th of the root mean square of what was there before, if that is a sixteenth of the result.
+    """
+    size = torch.where(r.isfinite(), r.double(), 0.0).abs()
+    part = torch.ones_like(size, dtype=torch.bool)
+    while r.numel():
+        part = (size > 0) & (size < _rms(size[part]) * SMALL)
+        if not LEAST * r.numel() <= int(part.sum()) or not bool(part.any()):
+            return
+        yield part
+
+
+def no_farther(r: torch.Tensor, y: torch.Tensor, others: Sequence[torch.Tensor], parts: bool = False) -> bool:
     """Say whether a result is at most four times as far from the reference as the farthest of others, in both norms.
 
     Unlike relative errors, this has a meaning where the reference is zero.
+
+    Args:
+        r: The reference.
+        y: The result.
+        others: Other results.
+        parts: Whether this must also hold for each part of small elements.
     """
     if y.is_complex():
         r, y, *others = (torch.view_as_real(v.resolve_conj().contiguous()) for v in (r, y, *others))
@@ -365,8 +402,11 @@ def no_farther(r: torch.Tensor, y: torch.Tensor, others: Sequence[torch.Tensor])
     others = [v for v in others if bool(v.isfinite()[good].all())]
     if not others:
         return False
-    own, *moved = (_distances(torch.where(good, v.double() - r.double(), 0.0)) for v in (y, *others))
-    return all(a <= 4 * max(b) for a, *b in zip(own, *moved, strict=True))
+    for part in [good, *(small_parts(r) if parts else ())]:
+        own, *moved = (_distances(torch.where(part, v.double() - r.double(), 0.0)) for v in (y, *others))
+        if not all(a <= 4 * max(b) for a, *b in zip(own, *moved, strict=True)):
+            return False
+    return True
 
 
 def _distances(difference: torch.Tensor) -> list[float]:

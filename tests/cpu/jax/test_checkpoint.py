@@ -133,7 +133,16 @@ class Evil:
 def test_code_in_a_pickle_is_not_run(directory: Path) -> None:
     (directory / "model.safetensors").unlink()
     torch.save({"a": Evil()}, directory / "pytorch_model.bin")
-    with pytest.raises(CheckpointError, match="tensors alone"):
+    with pytest.raises(CheckpointError, match="tensors alone") as error:
+        load_checkpoint(directory)
+    assert "weights_only" not in str(error.value)  # PyTorch's advice is to switch the protection off
+
+
+def test_a_torch_file_that_was_cut_short(directory: Path) -> None:
+    (directory / "model.safetensors").unlink()
+    torch.save({"a": torch.zeros(1000)}, directory / "pytorch_model.bin")
+    (directory / "pytorch_model.bin").write_bytes((directory / "pytorch_model.bin").read_bytes()[:1000])
+    with pytest.raises(CheckpointError, match=r"is not a whole torch file \([^.\n]*\); was it cut short\?$"):
         load_checkpoint(directory)
 
 

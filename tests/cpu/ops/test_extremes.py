@@ -102,6 +102,22 @@ def test_ssd_nan_is_not_clipped_away(limit: tuple[float, float], softplus: bool,
     assert torch.isnan(state).all()
 
 
+@pytest.mark.parametrize("backend", ["torch", *(["triton"] if INTERPRETED else [])])
+@pytest.mark.parametrize("activation", [None, "silu"])
+def test_conv_nan_at_the_end_stays_at_its_tap(activation: str | None, backend: str) -> None:
+    """The last token meets the last tap alone; a kernel's tile goes on after the end of time."""
+    x, weight = torch.ones(1, 9, 2), torch.ones(2, 4)
+    x[0, 8, 0] = float("nan")
+    leaves = [x.requires_grad_(), weight.requires_grad_()]
+    y, _ = ops.causal_conv1d(*leaves, activation=activation, backend=backend)
+    cotangent = torch.ones_like(y)
+    dx, dweight = torch.autograd.grad(y, leaves, cotangent)
+    spoiled = torch.tensor([[activation is not None] * 3 + [True], [False] * 4])
+    assert torch.equal(dweight.isnan(), spoiled)
+    assert dx[0, :5].isfinite().all()
+    assert dx[..., 1].isfinite().all()
+
+
 @pytest.mark.parametrize("backend", ["torch", "numba"])
 def test_selective_scan_long(backend: str) -> None:
     if reason := absence(load("selective_scan"), backend):

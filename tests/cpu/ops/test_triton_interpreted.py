@@ -23,7 +23,8 @@ def test_contract_interpreted() -> None:
     names = ("test_contract.py", "test_extremes.py", "test_ssd_backward.py", "test_gluon_interpreted.py")
     files = [str(Path(__file__).with_name(name)) for name in names]
     chosen = [f"test_float32 and {op}-triton-{case}" for op, cases in CASES.items() for case in cases]
-    chosen += ["test_half_precision and ssd-triton-plain_t1", "test_ssd_decays and triton", "test_ssd_nan and triton"]
+    chosen += [f"test_half_precision and ssd-triton-{case}" for case in ("plain_t1", "D_per_channel", "strided")]
+    chosen += ["test_ssd_decays and triton", "test_ssd_nan and triton", "test_conv_nan and triton"]
     chosen += ["test_ssd_backward", "test_gluon_interpreted"]
     bad = ("ssd-triton-all_t9", "selective_scan-triton-plain_t1", "linear_scan-triton-packed_empty")
     chosen += [f"test_properties and {cell} and nonfinite" for cell in bad]

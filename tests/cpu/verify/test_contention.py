@@ -1,5 +1,7 @@
 """A busy machine is noticed, a quiet one is not called busy; on a fake clock."""
 
+import math
+
 import pytest
 import torch
 
@@ -37,6 +39,20 @@ def test_without_such_counts_the_load_is_asked(monkeypatch):
     assert not contention(Usage(1.0, 1.0, None), EVEN, 8)
     monkeypatch.setattr(module, "_load", lambda: None)
     assert not contention(Usage(1.0, 1.0, None), EVEN, 2)
+
+
+def test_cores_of_others_are_counted_if_the_system_tells():
+    assert module.others(Usage(2.0, 2.0, 3.0)) == 0.5
+    assert module.others(Usage(2.0, 2.0, 1.9)) == 0.0  # counts of different precision
+    assert math.isnan(module.others(Usage(2.0, 2.0, None)))
+    assert math.isnan(module.others(Usage(0.1, 0.1, 0.2)))
+
+
+@pytest.mark.parametrize(("load", "times"), [(0.3, 1.0), (2.0, 1.0), (5.0, 2.5), (None, 1.0)])
+def test_how_much_longer_a_program_may_take(monkeypatch, load, times):
+    monkeypatch.setattr(module, "_load", lambda: load)
+    monkeypatch.setattr(module, "cores", lambda: 2)
+    assert module.crowding() == times
 
 
 def test_times_that_spread():

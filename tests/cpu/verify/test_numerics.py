@@ -4,6 +4,8 @@ import math
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from refold.verify import check, numerics
 
@@ -196,6 +198,25 @@ def test_a_candidate_must_be_finite_where_the_original_is(where, kept):
         assert "infinities inputs" in evidence.reason
 
 
+@pytest.mark.parametrize(("where", "kept"), [("after", True), ("before", False)])
+def test_gradients_are_finite_before_the_first_infinity(where, kept):
+    """After it, a zero that is a factor of the state makes a NaN where another form of the program has a number."""
+
+    def program(spoilt):
+        def run(x):
+            state = x.cumsum(1) if spoilt == "after" else x.flip(1).cumsum(1).flip(1)
+            return x.cumsum(1), torch.ones_like(x) + (0 * state if spoilt else 0)
+
+        return run
+
+    like = [torch.randn(1, 24, 2)]
+    evidence = check(
+        program(""), program(where), lambda x: program("")(x.double()), like, like, terms=24, multilinear=False,
+        differentiated=(True,),
+    )  # fmt: skip
+    assert evidence.passed == kept, evidence.reason
+
+
 def test_no_farther_has_a_meaning_where_the_reference_is_zero():
     r, moved = torch.zeros(5, dtype=torch.float64), [torch.full((5,), 1e-6), torch.zeros(5)]
     assert numerics.no_farther(r, torch.full((5,), 3e-6), moved)
@@ -245,3 +266,29 @@ def test_gradients_may_be_lost_at_the_ends_alone(at, coupled, kept):
     )  # fmt: skip
     assert evidence.passed == kept
     assert kept or "not finite where the original's are" in evidence.reason
+
+
+@pytest.mark.parametrize("mask", [-1e5, -1e9, 1e30])
+def test_small_elements_beside_large_ones_are_parts_of_their_own(mask):
+    scores = torch.randn(64, 64, dtype=torch.float64)
+    r = torch.where(torch.ones(64, 64).triu(1) > 0, mask, scores)
+    (part,) = numerics.small_parts(r)
+    assert torch.equal(part, r != mask)
+    half = torch.where(part, scores.half().float(), mask)
+    assert numerics.compare("", r, r.float(), half, None, 64, (0.0, 0.0)).passed
+    assert not numerics.no_farther(r, half, [r.float()], parts=True)
+
+
+def test_powers_have_parts_within_parts():
+    r = torch.randn(32, 1, dtype=torch.float64) * 10.0 ** -torch.arange(16)
+    sizes = [int(part.sum()) for part in numerics.small_parts(r)]
+    assert len(sizes) > 1
+    assert sizes == sorted(sizes, reverse=True)
+
+
+@given(st.integers(0, 10**6), st.sampled_from([(4096,), (64, 64), (1,), (0,)]))
+def test_numbers_of_one_size_have_no_parts(seed, shape):
+    """Zeros, infinities, and the few that happen to be small are none."""
+    r = torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).relu()
+    r.view(-1)[:1] = math.inf
+    assert not list(numerics.small_parts(r))

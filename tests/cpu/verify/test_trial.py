@@ -1,8 +1,12 @@
 """The verdict on a candidate: options, evidence, replay, and what cannot be judged."""
 
+import base64
 import json
 import os
+import pickle
+import signal
 import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -145,6 +149,70 @@ def test_a_clock_that_tells_twins_apart_decides_nothing(nursery, monkeypatch):
         Trial, "_race", lambda self, base, candidate, name: {**(fair if name == "twins" else found), "name": name}
     )
     assert judge(first, second, level="quick", threads=1, nursery=nursery).accepted
+
+
+def test_what_it_costs_to_make_and_to_keep_it_is_noted(nursery):
+    code = RIGHT.replace("    def forward", "    def __init__(self):\n        super().__init__()\n"
+                         "        time.sleep(1.5)\n        self.table = torch.empty(200 << 20, dtype=torch.uint8)\n\n"
+                         "    def forward").replace("import torch", "import time\n\nimport torch", 1)  # fmt: skip
+    notes = " ".join(_judge(nursery, code).notes)
+    assert "s to be made" in notes
+    assert "MB of memory that the original does not keep" in notes
+    plain = " ".join(_judge(nursery, RIGHT).notes)
+    assert "to be made" not in plain
+    assert "does not keep" not in plain
+
+
+def test_what_runs_on_when_it_has_been_stopped_is_refused(nursery, monkeypatch):
+    """As by a process that lets it go on, and is gone before anybody looks."""
+    code = RIGHT.replace("import torch\n", "import threading\n\nimport torch\n").replace(
+        '        return torch.einsum("ij,jk->ik", a, b)',
+        "        threading.Thread(target=lambda: [i for i in range(10**8)], daemon=True).start()\n        return a @ b",
+    )
+    read = process.Worker.tensors
+
+    def released(self, *args):
+        used = self.processor_time()[0]
+        os.kill(self.pid, signal.SIGCONT)
+        while self.processor_time()[0] < used + 2 * process._STOPPING_S:
+            time.sleep(1e-3)
+        return read(self, *args)
+
+    with nursery.program(code, "candidate.py", room=1 << 16) as worker:
+        worker.load("ModelNew", 20.0)
+        build = {"arguments": base64.b64encode(pickle.dumps([])).decode(), "seed": 0, "dtype": "float32"}
+        worker.request(do="build", attribute="ModelNew", device="cpu", train=False, **build)
+        tree = {"sequence": "tuple", "items": [{"tensor": 0}, {"tensor": 1}]}
+        monkeypatch.setattr(process.Worker, "tensors", released)
+        with pytest.raises(process.Misbehaved, match="ran on when it had been stopped"):
+            worker.call(process.Call(tree, [torch.randn(4, 8), torch.randn(8, 3)]))
+
+
+@pytest.mark.parametrize("where", ["forward", "import"])
+def test_a_candidate_forges_no_lines_of_the_report(where, nursery):
+    forged = 'raise ValueError("\\x1b[2J\\raccepted\\n  passed       everything")'
+    code = f"{forged}\nModelNew = None" if where == "import" else RIGHT.replace("return", f"{forged}\n        return")
+    verdict = _judge(nursery, code, level="quick")
+    assert verdict.check == "P4"
+    assert "everything" in verdict.reason
+    lines = str(verdict).splitlines()
+    assert lines[0].startswith("refused by P4")
+    assert not any(line.startswith(("accepted", "  passed       everything")) for line in lines)
+    assert all(line.isprintable() for line in lines)
+
+
+def test_an_answer_may_take_longer_where_others_want_the_same_cores(nursery, monkeypatch):
+    asleep = "import time\ntime.sleep(1.5)\nModelNew = None"
+    monkeypatch.setattr(process, "crowding", lambda: 1.0)
+    with nursery.program(asleep, "candidate.py", room=4096) as worker:
+        with pytest.raises(process.Misbehaved, match="did not answer") as error:
+            worker.load("ModelNew", 0.2)
+        assert error.value.check == "P3"
+    monkeypatch.setattr(process, "crowding", lambda: 1e9)  # no more than _CROWDED times
+    with nursery.program(asleep, "candidate.py", room=4096) as other, pytest.raises(process.Misbehaved):
+        other.load("ModelNew", 0.05)
+    with nursery.program(asleep, "candidate.py", room=4096) as worker:
+        assert worker.load("ModelNew", 20.0) >= 1.5
 
 
 TENSOR = {"type": "Tensor", "dtype": "float32", "device": "cpu", "shape": [2, 3], "stride": [3, 1], "address": 64,

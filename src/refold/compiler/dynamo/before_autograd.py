@@ -28,7 +28,7 @@ from ...ops.torch.registry import OPS
 from ..inductor import duplicate
 from ..ir.builder import Builder, extract, is_constant, same_strides, upstream
 from ..ir.captured_loop import captured_loops
-from ..ir.fx import is_erased, is_tensor, value
+from ..ir.fx import CALLED, is_erased, is_tensor, plain_name, value
 from ..ir.metadata import evaluated, with_strides_of
 from ..ir.rewrite import Rewrite
 from ..ir.views import is_view
@@ -74,7 +74,7 @@ def find_rewrites(
     found: BeforeAutograd | None = None
     try:
         found = BeforeAutograd(duplicate(part), wanted)
-        reasons = [f"{what} stays as it is: {reason}" for what, reason in found.refused.items()]
+        reasons = [*found.notes, *(f"{what} stays as it is: {reason}" for what, reason in found.refused.items())]
     except Exception as error:  # what cannot be traced once more has no common error
         reason = (str(error).splitlines() or [""])[0]
         reasons = [f"nothing was rewritten before autograd: {type(error).__name__}: {reason}"]
@@ -132,6 +132,7 @@ class BeforeAutograd:
     Attributes:
         rewrites: What they found, between values of Dynamo's graph.
         refused: Why something that they found cannot stand in Dynamo's graph.
+        notes: What they say.
     """
 
     def __init__(self, gm: GraphModule, wanted: Callable[[str], bool] = lambda _: True) -> None:
@@ -139,17 +140,21 @@ class BeforeAutograd:
         self.gm = gm
         self.rewrites: list[Rewrite] = []
         self.refused: dict[str, str] = {}
+        self.notes: list[str] = []
         self._changed = changed_in_place(gm, cautious=True)
         self._order = {node: i for i, node in enumerate(gm.graph.nodes)}
         self._graph, named, self._constants, self._needs = _trace(gm)
         self._traced = {node.name: node for node in _copy(self._graph).nodes}  # as it was before any pass
         _widen_products(self._graph)
+        for node, aten in named.items():
+            if node.op == "placeholder":
+                aten.meta[CALLED] = plain_name(node.name)
         self._every = {aten: node for node, aten in reversed(named.items())}  # of equals, the first
         self._named: dict[Node, Node] = {}
         self._roots: list[tuple[Node, Node, str]] = []
         self._values: dict[Node, Any] = {}  # of traced nodes, where copies are left out before them
         with torch.enable_grad():  # passes ask whether gradients will be taken of what they make
-            run_pipeline(self._graph, wanted, passes=BEFORE_AUTOGRAD, seen=self._take)
+            run_pipeline(self._graph, wanted, self.notes, BEFORE_AUTOGRAD, self._take)
 
     def _take(self, found: Rewrite) -> None:
         """Note a rewrite that was just made."""

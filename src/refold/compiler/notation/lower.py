@@ -99,7 +99,9 @@ class _Lowering:
         return Operand(node, axes)
 
     def _broadcast(self, x: Operand, letters: Sequence[str]) -> Node:
-        """Permute, with axes of size one where some are missing."""
+        """Permute, with axes of size one where some are missing; what has no axes stays so, and widens nothing."""
+        if not x.axes:
+            return x.node
         axes = [self.axes[letter] for letter in letters]
         node = self.build.permute(x.node, [x.axes.index(axis) for axis in axes if axis in x.axes])
         for dim, axis in enumerate(axes):

@@ -25,6 +25,7 @@ _IN_ORDER = ("reshape",)
 # A value of ours, one of theirs, and where each axis of ours is among those of theirs.
 _Pair = tuple[str, str, tuple[int, ...]]
 _Bound = dict[str, tuple[str, tuple[int, ...]]]
+_Sizes = dict[str, int]
 
 
 @dataclass(frozen=True)
@@ -54,23 +55,16 @@ def match(pattern: Program, reading: Reading, root: Node) -> Found | None:
     ours = pattern.defined()
     if name not in found:
         return None
-    matching = _Matching(pattern, ours, found, theirs)
+    matching = _Matching(pattern, ours, found, theirs, reading.program.sizes)
     if len(ours[pattern.result.name].letters) != len(found[name].letters):
         return None
     start = (pattern.result.name, name, tuple(range(len(found[name].letters))))
-    bound = matching.find([start], {})
-    if bound is None:
+    done = matching.find([start], {}, {})
+    if done is None:
         return None
+    bound, sizes = done
     nodes = {own: reading.nodes.get(other) for own, (other, _) in bound.items() if own in pattern.inputs}
     inputs = {own: node for own, node in nodes.items() if isinstance(node, Node)}
-    sizes: dict[str, int] = {}
-    for own, (other, order) in bound.items():
-        letters = ours[own].letters if own in ours else matching.inputs[own]
-        for letter, at in zip(letters, order, strict=True):
-            size = reading.program.sizes[theirs[other][at]]
-            # By chance two axes of the pattern have had one size, and one letter.
-            if sizes.setdefault(letter, size) != size:
-                return None
     whole = len(inputs) == len(pattern.inputs) and sizes.keys() == pattern.sizes.keys()
     return Found(inputs, sizes) if whole else None
 
@@ -81,30 +75,49 @@ def _flat(inputs: Mapping[str, Groups]) -> dict[str, Letters]:
 
 class _Matching:
     def __init__(
-        self, pattern: Program, ours: Mapping[str, Step], found: Mapping[str, Step], theirs: Mapping[str, Letters]
+        self,
+        pattern: Program,
+        ours: Mapping[str, Step],
+        found: Mapping[str, Step],
+        theirs: Mapping[str, Letters],
+        sizes: Mapping[str, int],
     ) -> None:
-        self.pattern, self.ours, self.found, self.theirs = pattern, ours, found, theirs
+        self.pattern, self.ours, self.found, self.theirs, self.their_sizes = pattern, ours, found, theirs, sizes
         self.inputs = _flat(pattern.inputs)
 
-    def find(self, pairs: list[_Pair], bound: _Bound) -> _Bound | None:
-        """Match pairs of values, ours and theirs, given what was matched before."""
+    def find(self, pairs: list[_Pair], bound: _Bound, sizes: _Sizes) -> tuple[_Bound, _Sizes] | None:
+        """Match pairs of values, ours and theirs, given what was matched before, and the sizes of our letters there."""
         if not pairs:
-            return bound
+            return bound, sizes
         (own, other, order), *rest = pairs
         if own in bound:
-            return self.find(rest, bound) if bound[own] == (other, order) else None
+            return self.find(rest, bound, sizes) if bound[own] == (other, order) else None
         bound = {**bound, own: (other, order)}
         if own in self.inputs:
-            return self.find(rest, bound) if len(self.inputs[own]) == len(self.theirs[other]) else None
+            letters = self.theirs[other]
+            if len(self.inputs[own]) != len(letters):
+                return None
+            known = dict(zip(self.inputs[own], (letters[at] for at in order), strict=True))
+            added = self._sized(sizes, known)
+            return None if added is None else self.find(rest, bound, added)
         if other not in self.found:
             return None
-        for below in self._readings(self.ours[own], self.found[other], order):
-            if (done := self.find([*below, *rest], bound)) is not None:
+        for known, below in self._readings(self.ours[own], self.found[other], order):
+            added = self._sized(sizes, known)
+            if added is not None and (done := self.find([*below, *rest], bound, added)) is not None:
                 return done
         return None
 
-    def _readings(self, a: Step, b: Step, order: tuple[int, ...]) -> Iterator[list[_Pair]]:
-        """Yield how what two steps read may correspond; nothing if the steps differ."""
+    def _sized(self, sizes: _Sizes, known: Mapping[str, str]) -> _Sizes | None:
+        """Add the sizes that letters have there.
+
+        None if one has two: by chance, two axes of the pattern have had one size, and one letter.
+        """
+        there = {own: self.their_sizes[other] for own, other in known.items()}
+        return sizes | there if all(sizes.get(own, size) == size for own, size in there.items()) else None
+
+    def _readings(self, a: Step, b: Step, order: tuple[int, ...]) -> Iterator[tuple[dict[str, str], list[_Pair]]]:
+        """Yield how letters and what two steps read may correspond; nothing if the steps differ."""
         if a.do != b.do or len(a.of) != len(b.of) or len(a.letters) != len(b.letters):
             return
         if a.do in _IN_ORDER and list(order) != sorted(order):
@@ -116,7 +129,7 @@ class _Matching:
         for of in itertools.permutations(b.of) if many else [b.of]:
             for known, pairs in self._pairs(a, list(zip(a.of, of, strict=True)), letters):
                 if _options(a, {}) == _options(b, {theirs: ours for ours, theirs in known.items()}):
-                    yield pairs
+                    yield known, pairs
 
     def _pairs(
         self, a: Step, reads: list[tuple[Read | float | int, Read | float | int]], letters: dict[str, str]

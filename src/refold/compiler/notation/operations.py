@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from ...ops.spec import load
 
-# What values may be made of; results keep PyTorch's rules of promotion.
+# What values may be made of; results keep PyTorch's rules of promotion, where what has no letters counts as a tensor
+# without axes.
 DTYPES = ("float16", "bfloat16", "float32", "float64", "int32", "int64", "bool")
 
 

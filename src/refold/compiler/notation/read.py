@@ -61,6 +61,9 @@ class _Operand:
     dims: tuple[Label, ...]
 
 
+_Given = _Operand | float | int
+
+
 @dataclass(frozen=True)
 class Reading:
     """A whole graph in index notation.
@@ -220,9 +223,7 @@ class _Reader:
             raise _NotInGrammar  # permuted or repeated before
         self._define(view, "reshape", [x], labels)
 
-    def _define(
-        self, node: Node, do: str, of: Sequence[_Operand | float | int], dims: Sequence[Label], **options: Any
-    ) -> None:
+    def _define(self, node: Node, do: str, of: Sequence[_Given], dims: Sequence[Label], **options: Any) -> None:
         """Add a step whose result has these symbols, one label an axis of the node."""
         letters: dict[Axis, str] = {}
         reads: list[Read | float | int] = []
@@ -301,7 +302,7 @@ class _Reader:
         of, dims = self._contraction(arg(node, 0), arg(node, 1))
         self._define(node, "contract", of, dims)
 
-    def _contraction(self, left: Node, right: Node) -> tuple[list[_Operand | float | int], list[Label]]:
+    def _contraction(self, left: Node, right: Node) -> tuple[list[_Given], list[Label]]:
         a, b = self._read(left), self._read(right)
         batch = [*zip(a.dims[:-2], b.dims[:-2], strict=True)]
         for x, y in [*batch, (a.dims[-1], b.dims[-2])]:
@@ -309,7 +310,7 @@ class _Reader:
                 raise _NotInGrammar
         return self._counted([a, b], a.dims[-1] or b.dims[-2]), [*(x or y for x, y in batch), a.dims[-2], b.dims[-1]]
 
-    def _counted(self, factors: list[_Operand], summed: Label, scale: float = 1) -> list[_Operand | float | int]:
+    def _counted(self, factors: list[_Operand], summed: Label, scale: float = 1) -> list[_Given]:
         """Add the number of equal terms, where symbols are summed over that no factor has."""
         own = {axis for f in factors for label in f.own for axis in resolve(label)}
         scale *= math.prod(int(axis.size) for axis in resolve(summed) if axis not in own)
@@ -320,11 +321,15 @@ class _Reader:
         if any(v != 1 for v in node.kwargs.values()) or len(node.args) > 3:
             raise _NotInGrammar
         of, dims = self._contraction(arg(node, 1), arg(node, 2))
-        inner: Any = _Inner(node)
-        self._define(inner, "contract", of, dims)
-        self._pointwise(node, "add", [self._read(arg(node, 0)), self._again(inner)])
+        product = self._inner(node, "product", "contract", of, dims)
+        self._pointwise(node, "add", [self._read(arg(node, 0)), product])
 
-    def _again(self, inner: Any) -> _Operand:
+    def _inner(
+        self, node: Node, name: str, do: str, of: Sequence[_Given], dims: Sequence[Label], **options: Any
+    ) -> _Operand:
+        """Add a step for a value inside one node, and read it."""
+        inner: Any = _Inner(f"{node.name}_{name}")
+        self._define(inner, do, of, dims, **options)
         own = [tuple(Axis(size) for size in sizes) for sizes in self.atoms[inner]]
         return _Operand(inner, tuple((axis,) for label in own for axis in label), tuple(own))
 
@@ -407,7 +412,7 @@ class _Reader:
             raise _NotInGrammar
         if do == "div" and "rounding_mode" in node.kwargs:
             raise _NotInGrammar
-        of: list[_Operand | float | int] = []
+        of: list[_Given] = []
         for v in node.args:
             if isinstance(v, Node) and v in self.constants:
                 of.append(self.constants[v])
@@ -415,9 +420,32 @@ class _Reader:
                 of.append(self._read(v))
             else:
                 of.append(_number(v))
-        self._pointwise(node, do, of)
+        self._pointwise(node, do, self._promoted(node, of))
 
-    def _pointwise(self, node: Node, do: str, of: list[_Operand | float | int]) -> None:
+    def _promoted(self, node: Node, of: list[_Given]) -> list[_Given]:
+        """Cast what would be computed in another dtype here.
+
+        PyTorch lets a tensor without axes, and a number, not widen one with axes. Here axes of size one are none, and
+        tensors without axes that are constants are numbers.
+        """
+        of = list(of)
+        first = int(node.target == aten.where.self)  # a condition widens nothing
+        given: list[Any] = [value(v) if isinstance(v, Node) else v for v in node.args[first:]]
+        if len(given) != 2:
+            return of
+        here: list[Any] = [
+            torch.empty((1,) * len(x.own), dtype=v.dtype, device="meta") if isinstance(x, _Operand) else x
+            for v, x in zip(given, of[first:], strict=True)
+        ]
+        dtype = torch.result_type(*given)
+        if dtype != torch.result_type(*here):
+            for at, v in enumerate(given, first):
+                x = of[at]
+                if isinstance(x, _Operand) and v.dtype != dtype:
+                    of[at] = self._inner(node, f"cast{at}", "cast", [x], x.dims, dtype=_dtype(dtype))
+        return of
+
+    def _pointwise(self, node: Node, do: str, of: list[_Given]) -> None:
         if not any(isinstance(x, _Operand) for x in of):
             raise _NotInGrammar
         rank = value(node).dim()
@@ -587,11 +615,11 @@ def lettered(program: Program) -> Program:
     return Program(inputs, sizes, tuple(steps), result, program.dtypes)
 
 
+@dataclass(eq=False)
 class _Inner:
     """Stands for a value inside one node, such as the product in ``addmm``."""
 
-    def __init__(self, node: Node) -> None:
-        self.node, self.name = node, f"{node.name}_product"
+    name: str
 
 
 def _layout(shape: Sequence[Any], letters: Sequence[tuple[str, int]]) -> Groups:

@@ -25,19 +25,21 @@ from ..ir.builder import Builder, Operand, between, lay_out, multiply, operand, 
 from ..ir.contract import contract
 from ..ir.fx import arg, is_tensor, is_training, value
 from ..ir.index import Factor, Product, layout
-from ..ir.rewrite import Rewrite, replace_node
+from ..ir.rewrite import Rewrite, replace_node, source_line
 from ..ir.symbols import Axis, Label, resolve, unify
 from ..recurrence.chunked_form import ChunkStates, NotAScan, Scan, read_scan, read_states, require, with_label
 from ..recurrence.duality import divisor, step_limits
 from ..recurrence.gated_chunks import FORGETS
 from ..recurrence.narrowing import narrowed, narrowed_later, region
 from ..recurrence.signs import fades, sign
+from ..recurrence.vectorize import described
+from ..refusals import Refusal
 
 aten = torch.ops.aten
 _CONVERT = torch.ops.prims.convert_element_type.default
 
 
-def fuse_chunked_scans(graph: Graph, wanted: Callable[[str], bool]) -> Iterator[Rewrite]:
+def fuse_chunked_scans(graph: Graph, wanted: Callable[[str], bool]) -> Iterator[Rewrite | Refusal]:
     """Replace chunked scans by ``ssd``: their outputs and their last states."""
     if is_training(graph):
         return
@@ -51,6 +53,9 @@ def fuse_chunked_scans(graph: Graph, wanted: Callable[[str], bool]) -> Iterator[
                 yield from _replace(root, read_scan(within, across), wanted)
             except NotAScan:
                 continue
+            except Refusal as reason:
+                yield reason
+                break
             sort_topologically(graph)  # the last state may have been read before the outputs
             graph.eliminate_dead_code()
             break
@@ -101,7 +106,7 @@ class _Operands:
     """Whether x has no step size in common with the decay: ``dt`` is the log decay, and x is to be divided by it."""
 
 
-def _operands(scan: Scan) -> _Operands:
+def _operands(root: Node, scan: Scan) -> _Operands:
     """Divide the factors among the arguments, taking the step size out of the log decay if x has it, too."""
     time, summed = set(resolve(scan.time)), set(resolve(scan.summed))
     steps = [factor for factor in scan.decays.factors if time & set(factor.axes())]
@@ -117,7 +122,9 @@ def _operands(scan: Scan) -> _Operands:
     dt, A = Product((), tuple(steps)), Product((), tuple(rates), scan.decays.scale)
     if free:
         # x is divided by the log decay. Its gradient, a difference of large numbers, loses digits where that is small.
-        require(not torch.is_grad_enabled() or all(fades(step.node) for step in steps))
+        if torch.is_grad_enabled() and (lost := [step.node for step in steps if not fades(step.node)]):
+            what = f"a scan in chunks stays as it is, because its log decay {described(lost[0])} may be small"
+            raise Refusal("decay-gradient", what, source_line(root))
         dt, A = scan.decays, Product((), ())
     keys = [factor for factor in written if summed & set(factor.axes())]
     values = [factor for factor in written if factor not in keys]
@@ -137,7 +144,7 @@ def _spanned(factors: Sequence[Factor]) -> set[Axis]:
 
 def _replace(root: Node, scan: Scan, wanted: Callable[[str], bool]) -> Iterator[Rewrite]:
     """Emit the operator and replace what it computes."""
-    given = _operands(scan)
+    given = _operands(root, scan)
     products = (given.x, given.dt, given.A, given.B, given.C)
     kinds = {value(factor.node).dtype for part in products for factor in part.factors}
     require(all(torch.promote_types(kind, value(root).dtype) == value(root).dtype for kind in kinds))

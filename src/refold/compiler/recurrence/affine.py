@@ -11,6 +11,7 @@ state stands in for the batch. Source: Blelloch 1990 (CMU-CS-90-190), section 1.
 from __future__ import annotations
 
 import functools
+import itertools
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -21,8 +22,8 @@ from torch.fx import Node
 
 from ...ops.torch.registry import OPS, node_args
 from ..ir.fx import is_tensor, known, value
-from .systems import LARGEST, LINEAR_SYSTEM, MAX_PLUS_SCAN, wide
-from .vectorize import Emitter, NotALoop, Value, described, is_pointwise
+from .systems import LINEAR_SYSTEM, MAX_PLUS_SCAN, largest, wide
+from .vectorize import Emitter, NotALoop, Value, broadcasts, described, is_pointwise
 
 aten = torch.ops.aten
 prims = torch.ops.prims
@@ -164,10 +165,10 @@ class LoopVectorizer:
         if not is_tensor(x):
             raise NotALoop("carry-not-tensor", f"the state before the first step, {x.name}, is not one tensor")
         x = self._known(x)
-        if value(x).dim() > value(like).dim():
+        if not broadcasts(value(x).shape, value(like).shape):
             raise NotALoop(
                 "initial-state",
-                f"the state before the first step, {described(x)}, has more axes than {described(like)}",
+                f"the state before the first step, {described(x)}, has not the shape of {described(like)}",
             )
         return self.emit.expand(x, value(like).shape)
 
@@ -436,46 +437,62 @@ class LoopVectorizer:
         emit, first = self.emit, loops[0]
         like, count = first.steps[-1], first.length
         val = value(like)
-        more = f" and {len(loops) - 3} more" if len(loops) > LARGEST else ""
+        most = largest(val)
+        more = f" and {len(loops) - 3} more" if len(loops) > most else ""
         names = " and ".join(loop.name for loop in (loops[:3] if more else loops)) + more
-        if len(loops) > LARGEST:
+        if len(loops) > most:
             raise NotALoop(
                 "carries-coupled",
-                f"{names} depend on one another; only up to {LARGEST} such carries are computed as one scan",
+                f"{names} depend on one another; here up to {most} such carries are computed as one scan",
             )
         if any(body.reset is not None for body in bodies if isinstance(body, Affine)):
             raise NotALoop(
                 "carries-coupled", f"{names} depend on one another, and a mask replaces some of their elements"
             )
-        if any(value(x.steps[-1]).shape != val.shape or value(x.steps[-1]).dtype != val.dtype for x in loops):
+        shapes = [value(x.steps[-1]).shape for x in loops]
+        if any(value(x.steps[-1]).dtype != val.dtype for x in loops) or any(
+            _without_ones(own) != _without_ones(val.shape) for own in shapes
+        ):
             raise NotALoop("carry-shape", f"{names} depend on one another and differ in shape or dtype")
         shape = [*val.shape]
 
-        def whole(part: Value, time: bool) -> Node:
-            """Lay out an entry, (time, ...), with one step if all are the same."""
+        def whole(part: Value, time: bool, own: Sequence[Any]) -> Node:
+            """Lay out an entry of a row of one's own shape, (time, ...), with one step if all are the same."""
             if not isinstance(part.node, Node):
-                x = emit.call(aten.full.default, [1, *shape], part.node, dtype=val.dtype, device=val.device)
+                x = emit.call(aten.full.default, [1, *own], part.node, dtype=val.dtype, device=val.device)
             elif not part.has_time:
-                x = emit.call(aten.unsqueeze.default, emit.expand(part.node, shape), 0)
+                x = emit.call(aten.unsqueeze.default, emit.expand(part.node, [*own]), 0)
             else:
-                x = emit.padded(part, val.dim())
+                x = emit.padded(part, len(own))
             steps = count if time or part.has_time else 1
-            return emit.cast(emit.expand(x, [steps, *shape]), dtype)
+            return emit.cast(shaped(emit.expand(x, [steps, *own]), [steps, *shape]), dtype)
 
-        dtype = wide(val.dtype)
+        def shaped(x: Node, like: Sequence[Any]) -> Node:
+            """Move axes of size one."""
+            return x if [*value(x).shape] == [*like] else emit.reshape(x, [*like])
+
         size = range(len(loops))
         forms = [body.scales if isinstance(body, Affine) else {} for body in bodies]
         entries = [[form.get(loops[j], Value(0.0)) or Value(1.0) for j in size] for form in forms]
         time = any(entry.has_time for row in entries for entry in row)
-        rows = [emit.call(aten.stack.default, [whole(entry, time) for entry in row], -1) for row in entries]
-        matrix = emit.call(aten.stack.default, rows, -2)
         parts = [body.offset if isinstance(body, Affine) else body for body in bodies]
-        offset = emit.call(aten.stack.default, [whole(part or Value(0.0), True) for part in parts], -1)
-        initial = [emit.cast(self._tensor(loop.initial, like), val.dtype) for loop in loops]
-        start = emit.cast(emit.call(aten.stack.default, initial, -1), dtype)
+        read = [x.node for x in (*itertools.chain(*entries), *parts) if x is not None]
+        dtypes = (value(node).dtype for node in read if isinstance(node, Node) and is_tensor(node))
+        dtype = functools.reduce(torch.promote_types, dtypes, val.dtype)
+        rows = [
+            emit.call(aten.stack.default, [whole(entry, time, own) for entry in row])
+            for row, own in zip(entries, shapes, strict=True)
+        ]
+        matrix = emit.call(aten.stack.default, rows)
+        offsets = [whole(part or Value(0.0), True, own) for part, own in zip(parts, shapes, strict=True)]
+        offset = emit.call(aten.stack.default, offsets)
+        initial = [emit.cast(self._tensor(loop.initial, loop.steps[-1]), val.dtype) for loop in loops]
+        begun = any(isinstance(loop.initial, Node) or loop.initial for loop in loops)  # a zero is nothing to multiply
+        starts = [shaped(x, shape) for x in initial] if begun else []
+        start = emit.cast(emit.call(aten.stack.default, starts), dtype) if begun else None
         reverse = first.reverse
         solved = emit.cast(emit.call(LINEAR_SYSTEM, matrix, offset, start, reverse), val.dtype)
-        made = [emit.call(aten.select.int, solved, -1, i) for i in size]
+        made = [shaped(emit.call(aten.select.int, solved, 0, i), [count, *shapes[i]]) for i in size]
         for loop, x, start in zip(loops, made, initial, strict=True):
             loop.states, loop.operator = x, f"linear_system of {len(loops)}" if len(loops) > 1 else "complex scan"
             before = emit.call(aten.unsqueeze.default, start, 0)

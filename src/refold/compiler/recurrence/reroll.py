@@ -27,7 +27,7 @@ from ..ir.cost import numel
 from ..ir.fx import is_tensor, known, place, value
 from ..ir.rewrite import source_line
 from .affine import Affine, Loop, LoopVectorizer
-from .vectorize import NotALoop, Value, described, vectorize_node
+from .vectorize import NotALoop, Value, broadcasts, described, vectorize_node
 
 aten = torch.ops.aten
 prims = torch.ops.prims
@@ -212,6 +212,8 @@ class Reroller(LoopVectorizer):
         core = self.emit.with_time(rest, len(steps) - 1)
         if is_tensor(odd) and numel(value(odd)) > numel(value(like)):  # a factor of a gradient that had no step before
             shape = value(odd).shape
+            if not broadcasts(value(core).shape[1:], shape):
+                raise _other_shapes((odd, like))
             core = self.emit.expand(self.emit.padded(Value(core, True), len(shape)), [len(steps) - 1, *shape])
         else:
             odd = self._tensor(odd, like)

@@ -5,8 +5,8 @@ composed in pairs, which leaves the same problem of half the length. Its states 
 and the others are one step away (cyclic reduction, Blelloch 1990, CMU-CS-90-190). That takes log2 of the length in
 passes, and about as much work as the steps themselves.
 
-Products of matrices lose digits that one step after the other keeps, so single precision is to be computed in double:
-`wide` says in what.
+Products of matrices lose digits that one step after the other keeps, so single precision is computed in double. On the
+CPU one step is taken after the other, in one pass over memory (`refold.compiler.recurrence.sweeps`, if Numba is there).
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-LARGEST = 4
-"""Coupled values of one system: a product of two matrices of this size has 64 terms."""
+PAIRED, SWEPT = 4, 16
+"""Coupled values of one system: a product of two matrices of 4 rows has 64 terms; a sweep multiplies no matrices."""
 
 _WIDE = {torch.float32: torch.float64, torch.complex64: torch.complex128}
 
@@ -28,26 +28,48 @@ def wide(dtype: torch.dtype) -> torch.dtype:
     return _WIDE.get(dtype, torch.promote_types(dtype, torch.float32))
 
 
+def _sweeps(x: Tensor) -> Any:
+    """Return the module that takes one step after the other, if it can: on the CPU, with Numba."""
+    if x.device.type != "cpu":
+        return None
+    try:
+        from . import sweeps
+    except ImportError:
+        return None
+    return sweeps
+
+
+def largest(x: Tensor) -> int:
+    """Return how many values like this one may be coupled in a system."""
+    return PAIRED if _sweeps(x) is None else SWEPT
+
+
 @torch.library.custom_op("refold::linear_system", mutates_args=())
 def linear_system(A: Tensor, b: Tensor, initial: Tensor | None, reverse: bool) -> Tensor:
     """Return all states of ``h[t] = A[t] h[t-1] + b[t]``.
 
     Args:
-        A: ``(t, ..., m, m)``, or ``(1, ..., m, m)`` if all steps have the same; real or complex, as the others.
-        b: ``(t, ..., m)``.
-        initial: The state before the first step, ``(..., m)``; None for nothing, which no infinity makes NaN of.
+        A: ``(m, m, t, ...)``, or ``(m, m, 1, ...)`` if all steps have the same; real or complex, as the others.
+        b: ``(m, t, ...)``.
+        initial: The state before the first step, ``(m, ...)``; None for nothing, which no infinity makes NaN of.
         reverse: Whether the last step comes first.
 
     Returns:
-        ``(t, ..., m)``, contiguous.
+        ``(m, t, ...)``, contiguous, of b's dtype; computed in a wider one.
     """
-    matrices, inputs = (x.flip(0) if reverse else x for x in (A, b))
+    dtype = wide(b.dtype)
+    if b.numel() and (sweeps := _sweeps(b)) is not None:
+        narrow = b.dtype if b.dtype in _WIDE or dtype == b.dtype else dtype
+        operands = (None if x is None else x.to(narrow) for x in (A, b, initial))
+        return sweeps.system(*operands, reverse, dtype).to(b.dtype)
+    matrices, inputs = (x.to(dtype).flip(1 - b.dim()) if reverse else x.to(dtype) for x in (A, b))
+    matrices, inputs = matrices.movedim((0, 1), (-2, -1)), inputs.movedim(0, -1)
     if initial is not None:
-        first = inputs[:1] + _apply(matrices[:1], initial[None])
+        first = inputs[:1] + _apply(matrices[:1], initial.to(dtype).movedim(0, -1)[None])
         inputs = torch.cat([first, inputs[1:]])
-    h = _solve(matrices, inputs)
-    h = h.flip(0) if reverse else h
-    return h.clone(memory_format=torch.contiguous_format) if h.shape[0] == 1 else h.contiguous()
+    h = _solve(matrices, inputs).movedim(-1, 0)
+    h = h.flip(1) if reverse else h
+    return torch.empty_like(b, memory_format=torch.contiguous_format).copy_(h)
 
 
 def _apply(A: Tensor, x: Tensor) -> Tensor:
@@ -89,15 +111,17 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     """Adjoints λ[t] = dh[t] + A[t+1]ᴴ λ[t+1] are the same kind of system against time; A's gradient is λ[t] h[t-1]ᴴ."""
     A, initial, h = ctx.saved_tensors
-    adjoint = A.transpose(-1, -2).conj().resolve_conj()
-    later = adjoint if A.shape[0] == 1 else adjoint.roll(1 if ctx.reverse else -1, 0)
+    adjoint = A.transpose(0, 1).conj().resolve_conj()
+    later = adjoint if A.shape[2] == 1 else adjoint.roll(1 if ctx.reverse else -1, 2)
     lam = linear_system(later, grad, None, not ctx.reverse)
-    start = torch.zeros_like(h[:1]) if initial is None else initial[None]
-    before = torch.cat([h[1:], start]) if ctx.reverse else torch.cat([start, h[:-1]])
-    outer = lam.unsqueeze(-1) * before.unsqueeze(-2).conj()
-    dA = outer.sum(0, keepdim=True) if A.shape[0] == 1 else outer
+    start = torch.zeros_like(h[:, :1]) if initial is None else initial[:, None]
+    before = torch.cat([h[:, 1:], start] if ctx.reverse else [start, h[:, :-1]], 1)
+    outer = lam.unsqueeze(1) * before.unsqueeze(0).conj()
+    dA = outer.sum(2, keepdim=True) if A.shape[2] == 1 else outer
+    if initial is None:
+        return dA, lam, None, None
     edge = -1 if ctx.reverse else 0
-    return dA, lam, None if initial is None else _apply(adjoint[edge], lam[edge]), None
+    return dA, lam, (adjoint[:, :, edge] * lam[:, edge]).sum(1), None
 
 
 linear_system.register_autograd(_backward, setup_context=_save)
@@ -123,6 +147,8 @@ def max_plus_scan(shift: Tensor, floor: Tensor, initial: Tensor, smooth: bool) -
     Returns:
         ``(t, ...)``, contiguous.
     """
+    if floor.numel() and (sweeps := _sweeps(floor)) is not None:
+        return sweeps.maxima(shift, floor, initial, smooth)
     above = torch.logaddexp if smooth else torch.maximum
     first = above(initial[None] + shift[:1], floor[:1])
 
@@ -167,6 +193,8 @@ def _maxima_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
 @torch.library.custom_op("refold::max_plus_adjoint", mutates_args=())
 def _handed_back(share: Tensor, grad: Tensor) -> Tensor:
     """Return ``lam[t] = grad[t] + share[t + 1] lam[t + 1]``, all (t, ...)."""
+    if grad.numel() and (sweeps := _sweeps(grad)) is not None:
+        return sweeps.handed_back(share, grad)
     later = share.roll(-1, 0).flip(0)[..., None, None]
     lam = _solve(later, grad.flip(0)[..., None], lambda A, x: _kept(A[..., 0], x))
     return lam[..., 0].flip(0).contiguous()

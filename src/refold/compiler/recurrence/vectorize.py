@@ -17,7 +17,7 @@ import torch
 from torch.fx import Node
 
 from ..ir.builder import Builder
-from ..ir.fx import is_tensor, value
+from ..ir.fx import CALLED, is_tensor, value
 from ..refusals import Refusal
 
 aten = torch.ops.aten
@@ -278,8 +278,13 @@ BATCHING_RULES: dict[Any, Rule] = {
 
 
 def described(node: Node) -> str:
-    """Name a tensor to a person: its name in the graph, and its shape."""
-    return f"{node.name} ({' x '.join(map(str, node.meta['val'].shape))})"
+    """Name a tensor to a person: its name in the code or in the graph, and its shape."""
+    return f"{node.meta.get(CALLED, node.name)} ({' x '.join(map(str, node.meta['val'].shape))})"
+
+
+def broadcasts(shape: Sequence[int], to: Sequence[int]) -> bool:
+    """Tell whether a tensor can be expanded to a shape."""
+    return len(shape) <= len(to) and all(a in (1, b) for a, b in zip(shape[::-1], to[::-1], strict=False))
 
 
 def is_pointwise(target: Any) -> bool:

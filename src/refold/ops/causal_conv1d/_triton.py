@@ -248,10 +248,11 @@ def _causal_conv1d_bwd_kernel(
                     slope *= _silu_slope(sum)
                 slopes += (slope,)
                 if part == 0:
-                    dbias += slope
+                    # A token after the end has no gradient, but its taps may hold inputs that are not finite.
+                    dbias += tl.where(t < seqlen, slope, 0.0)
                     summed = ()  # type: Any
                     for k in tl.static_range(WIDTH):
-                        summed += (dweights[k] + slope * taps[k],)
+                        summed += (dweights[k] + tl.where(t < seqlen, slope * taps[k], 0.0),)
                     dweights = summed
                 # Now all that reaches the input WIDTH - 1 tokens before is known.
                 s = t - FRONT

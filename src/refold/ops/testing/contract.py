@@ -84,8 +84,10 @@ def check_gradients(problem: Problem, backend: str, frame: Frame) -> None:
     with frame.poisoned():
         found, expected = _both_gradients(problem, backend, frame)
     assert found.keys() == expected.keys(), f"gradients of {sorted(found)}, not of {sorted(expected)}"
-    names = list(expected)
-    _close(problem, [f"d{n}" for n in names], [found[n] for n in names], [expected[n] for n in names])
+    moved = _moved(problem, expected) if problem.dtype in ("float16", "bfloat16") else {}
+    for name, truth in expected.items():
+        error, allowed = relative_error(found[name], truth), problem.tolerance() + 2 * moved.get(name, 0.0)
+        assert error <= allowed, f"d{name}: relative error {error:.2e}, allowed {allowed:.2e}"
 
 
 def check_no_worse_than_torch(problem: Problem, backend: str, frame: Frame) -> None:
@@ -429,6 +431,27 @@ def _both_gradients(
         cotangents[0][spoiled] = np.nan
     found = frame.gradients(_function(problem, backend), _arrays(problem, frame), cotangents)
     return found, oracle.gradients(problem, cotangents)
+
+
+def _moved(problem: Problem, expected: dict[str, np.ndarray], draws: int = 4) -> dict[str, float]:
+    """Return by how much gradients change, relative to the largest, when activations move by a rounding.
+
+    Kernels for 16 bits round the factors of their products. A gradient that is a sum of products of either sign may
+    lose much more by that than a rounding of its own size.
+    """
+    from refold.ops.testing import oracle
+
+    cotangents, rng, most = _cotangents(problem), np.random.default_rng(3), dict.fromkeys(expected, 0.0)
+    for _ in range(draws):
+
+        def move(array: np.ndarray) -> np.ndarray:
+            return array * (1 + EPS[problem.dtype] / 2 * rng.uniform(-1, 1, array.shape))
+
+        names = [name for name in problem.arrays if problem.dtype_of(name) == problem.dtype]
+        other = problem.with_arrays(**{name: move(problem.arrays[name]) for name in names})
+        for name, gradient in oracle.gradients(other, [move(one) for one in cotangents]).items():
+            most[name] = max(most[name], relative_error(gradient, expected[name]))
+    return most
 
 
 def _cotangents(problem: Problem) -> list[np.ndarray]:

@@ -26,6 +26,7 @@ from typing import Any
 import torch
 
 from .. import numerics
+from ..contention import OTHERS, Usage, others, usage
 from ..timing import ALPHA, BEST_OF, DELTA, SHORT_MS, median_bounds
 from . import inputs
 from .process import GUARD, Call, Misbehaved, Nursery, Raised, Result, Unjudgeable, Worker
@@ -38,7 +39,11 @@ Tensors = Sequence[torch.Tensor]
 
 
 GRADIENTS = "torch.fx.experimental.symbolic_shapes"  # which torch.autograd.grad imports
+ORDINARY = ("actual", "normal", "timed")  # kinds of inputs by which also small results beside large ones are judged
 MOVES = 3  # how often the original runs on inputs that are moved by one rounding
+BETWEEN_S = 3e-5  # of processor time between two calls, about what equal programs differ by on average
+KEPT = 64 << 20  # bytes beyond those that the original keeps; less is not worth a note
+WAITED = 0.2  # of the time of calls; more is waiting for other programs, or for a machine that is slow to wake threads
 BUSY = 10  # times the time of a timing test that may pass on a busy machine
 PATIENCE = 3  # times the time of a timing test that may pass until it can be decided at all
 COMPILE_S = 40.0  # what torch.compile may take for the original
@@ -73,7 +78,8 @@ class Trial:
         self._seed = seed
         self._secret = b""
         self._longest = 1
-        self._known = (0.0, 0.0)
+        self._known = self._known_small = (0.0, 0.0)
+        self._lucky = False  # whether a result was excused, since the original's own was right by luck
         self._past: deque[Result] = deque(maxlen=8)
         self._random = False
         self._compiled: Worker | None = None
@@ -91,9 +97,9 @@ class Trial:
         except _Refused:
             pass
         except Misbehaved as error:
-            verdict.refuse(error.check, error.reason)
+            verdict.end("refused", error.check, error.reason)
         except Unjudgeable as error:
-            verdict.outcome, verdict.reason = "unjudged", str(error)
+            verdict.end("unjudged", "", str(error))
         else:
             verdict.outcome = "accepted"
         verdict.seconds = time.perf_counter() - self._began
@@ -131,11 +137,15 @@ class Trial:
         with self._of_the_original():
             for worker in filter(None, (self.witness, self.reference, self.narrow)):
                 worker.load(self.original.attribute, terms.timeout)
+            began = time.perf_counter()
             theirs = self._build(self.witness, self.original, terms.dtype)
+            self._made = [time.perf_counter() - began]
             self._build(self.reference, self.original, "float64")
             if self.narrow:
                 self._build(self.narrow, self.original, "float32")
+        began = time.perf_counter()
         ours = self._start = self._build(self.suspect, self.candidate, terms.dtype)
+        self._made.append(time.perf_counter() - began)
         shape, own = ({name: (m["shape"], m["dtype"]) for name, m in side["state"]} for side in (theirs, ours))
         self._shares_state = bool(shape) and shape == own
         if shape and not self._shares_state:
@@ -210,7 +220,7 @@ class Trial:
         ignored = check in self.off
         self.verdict.line(check, not failure or ignored, failure, **numbers)
         if failure and not ignored:
-            self.verdict.refuse(check, failure[:1000])
+            self.verdict.end("refused", check, failure[:1000])
             raise _Refused
 
     # The checks
@@ -234,6 +244,7 @@ class Trial:
         self._repeatable(first)
         self._grad_mode(first)
         self._integers(first)
+        self._constants(first)
         self._second_gradients(first)
         if level.deep:
             self._specials(first)
@@ -246,6 +257,7 @@ class Trial:
             self._left_behind(2)
         self._still()
         if level.deep:
+            self._kept_for_good()
             self._census(first)
         if self._hashes:
             same = _hashes() == self._hashes
@@ -280,11 +292,15 @@ class Trial:
     def _cotangents(self, seed: int) -> list[torch.Tensor]:
         """Draw what flows back: random, for a sum's ones would hide permutations."""
         g = inputs.generator(seed)
-        return [torch.randn(shape, generator=g).to(dtype) for shape, dtype in self._outputs]
+        return [inputs.normal(torch.empty(shape, dtype=dtype), g) for shape, dtype in self._outputs]
 
     def _wide(self, call: Call, dtype: torch.dtype = torch.float64) -> Call:
-        cast = [[t.to(dtype) if t.is_floating_point() else t for t in ts] for ts in (call.tensors, call.cotangents)]
-        return replace(call, tensors=cast[0], cotangents=cast[1])
+        kinds = {torch.float64: torch.complex128, torch.float32: torch.complex64}
+
+        def cast(t: torch.Tensor) -> torch.Tensor:
+            return t.to(dtype) if t.is_floating_point() else t.to(kinds[dtype]) if t.is_complex() else t
+
+        return replace(call, tensors=list(map(cast, call.tensors)), cotangents=list(map(cast, call.cotangents)))
 
     def _sane(self) -> None:
         """N8: what would say nothing about any candidate is not tried."""
@@ -329,6 +345,7 @@ class Trial:
         y = self._ask(call)
         self._metadata(o, y)
         self._numbers(kind, check or _rule(kind), call, r, o, y)
+        self._aliases = o.aliases
         self._traces(o, y)
         self._past.append(y)
         return o, y
@@ -349,14 +366,11 @@ class Trial:
                 self._step("M4", f"{where} has {'a' if m['requires_grad'] else 'no'} gradient, unlike the original's")
             if not m["address"] and math.prod(m["shape"]) and not m["odd"]:
                 self._step("M1", f"{where} has no memory")
-        if y.tree != o.tree:
-            if self.terms.train and y.tree["items"][0] == o.tree["items"][0]:
-                self._step("N7", "it has gradients for other inputs or parameters than the original")
-            self._step("M2", f"it returns {_outline(y.tree)}, the original {_outline(o.tree)}")
+        if y.tree != o.tree and self.terms.train and y.tree["items"][0] == o.tree["items"][0]:
+            self._step("N7", "it has gradients for other inputs or parameters than the original")
+        if other := _unlike(o, y):
+            self._step("M2", other)
         for index, (a, b) in enumerate(zip(o.metadata, y.metadata, strict=True)):
-            for what in ("shape", "dtype", "device"):
-                if a[what] != b[what]:
-                    self._step("M2", f"result {index} has {what} {b[what]}, the original's {a[what]}")
             if _strides(a) != _strides(b) and index < len(self._outputs):  # of gradients they mean nothing
                 if _strides(b) != _contiguous(b["shape"]):
                     self._step("M3", f"result {index} has strides {b['stride']}, the original's {a['stride']}")
@@ -387,6 +401,10 @@ class Trial:
             exact = zip(r.tensors, o.tensors, known, strict=True)
             own = [_judged(kind, a, b, b, least, self._longest) for a, b, least in exact]
             self._known = max(self._known[0], *(e.error for e in own)), max(self._known[1], *(e.worst for e in own))
+            for a, b in zip(r.tensors, o.tensors, strict=True):
+                for at in numerics.small_parts(a) if b.is_floating_point() else ():
+                    errors = numerics.own_errors(a.double()[at], b[at])
+                    self._known_small = max(self._known_small[0], errors[0]), max(self._known_small[1], errors[1])
         failure = worst.reason and f"{kind} inputs: {worst.reason}"
         if failure and found.index(worst) >= len(self._outputs):
             check, failure = "N7", f"gradient {found.index(worst) - len(self._outputs)}, {failure}"
@@ -419,13 +437,16 @@ class Trial:
         out = []
         for index, one in enumerate(found):
             others = [m.tensors[index] for m in moved if len(m.tensors) == len(o.tensors)]
-            near = not one.passed and numerics.no_farther(r.tensors[index], y.tensors[index], others)
+            near = not one.passed and numerics.no_farther(r.tensors[index], y.tensors[index], others, kind in ORDINARY)
+            self._lucky |= near and kind in ORDINARY
             out.append(replace(one, passed=True, reason="", error=0.0) if near else one)
         return out
 
     def _earlier(self, o: Result, y: Result) -> str:
         """Say so if a wrong result is one that an earlier call gave."""
         for old in self._past:
+            if len(old.tensors) != len(y.tensors):
+                continue
             same = [
                 torch.equal(a, b) and a.numel() > 1 and not torch.equal(a, c)
                 for a, b, c in zip(y.tensors, old.tensors, o.tensors, strict=True)
@@ -459,7 +480,7 @@ class Trial:
             worse = self.reference.call(self._wide(replace(call, tensors=rounded)), self.terms.timeout)
         known = self._estimate(call, len(o.tensors))
         sides = zip(r.tensors, o.tensors, worse.tensors, known, strict=True)
-        valid = not all(_judged("", a, b, c.to(b.dtype), d, self._longest).passed for a, b, c, d in sides)
+        valid = not all(_judged("normal", a, b, c.to(b.dtype), d, self._longest).passed for a, b, c, d in sides)
         self._step("N3", "", valid=valid)
         if not valid:
             self.verdict.note(f"precision unverified: inputs rounded to {lower} would have passed as well")
@@ -474,9 +495,10 @@ class Trial:
                 self._step("S1", f"it left input {index} alone, which the original changes")
             result = _judged("", o.inputs_after[index].double(), o.inputs_after[index], y.inputs_after[index],
                              (0.0, 0.0), 4 * self._longest)  # fmt: skip
-            self._step("S1", result.reason and f"it changed input {index} otherwise than the original: {result.reason}")
-        if o.aliases != y.aliases:
-            self._step("S2", f"its results share memory with {y.aliases}, the original's with {o.aliases}")
+            if result.reason:
+                self._step("S1", f"it changed input {index} otherwise than the original: {result.reason}")
+        if self._aliases != y.aliases:
+            self._step("S2", f"its results share memory with {y.aliases}, the original's with {self._aliases}")
         if y.overrun and not o.overrun:
             self._step("U2", "it wrote to memory next to its inputs")
 
@@ -540,11 +562,13 @@ class Trial:
 
     def _still(self) -> None:
         """S7: a result that is kept does not change."""
-        kept = self._kept
-        now = self.suspect.again(kept, self._most)
+        self._unchanged(self.suspect, self._kept)
+
+    def _unchanged(self, worker: Worker, kept: Result) -> None:
+        now = worker.again(kept, self._most)
         own = [not alias or alias[0] != "input" for alias in kept.aliases]
-        changed = any(mine and not _identical(a, b) for mine, a, b in zip(own, kept.tensors, now, strict=True))
-        self._step("S7", "a result that was kept changed with a later call" if changed else "")
+        if any(mine and not _identical(a, b) for mine, a, b in zip(own, kept.tensors, now, strict=True)):
+            self._step("S7", "a result that was kept changed with a later call")
 
     def _repeatable(self, first: Tensors) -> None:
         """U1 and determinism: the same bits each time, whatever new memory holds."""
@@ -580,19 +604,12 @@ class Trial:
         self._adopt(self._state)
 
     def _grad_mode(self, first: Tensors) -> None:
-        """C5: the same values whether gradients are recorded or not."""
+        """C5: the same values whether gradients are recorded or not, and whether they flow back or not."""
+        call = self._call(inputs.draw("normal", first, self._derived("grad")))
         if self.terms.train:
-            return
-        call = replace(self._call(inputs.draw("normal", first, self._derived("grad"))), grad=True)
-        with self._of_the_original():
-            o = self.witness.call(call, self.terms.timeout)
-        try:
-            y = self._ask(call)
-        except Raised as error:
-            self.verdict.note(f"only without gradients: {error.reason}")
-            return
-        if y.tree == o.tree:
-            self._numbers("gradients recorded", "C5", call, o, o, y)
+            self._unless_refused("no backward", "C5", replace(call, cotangents=()), "only with a backward")
+        else:
+            self._unless_refused("gradients recorded", "C5", replace(call, grad=True), "only without gradients")
 
     def _integers(self, first: Tensors) -> None:
         """N6: integers are drawn by the original alone, and may be the same in each call."""
@@ -607,23 +624,20 @@ class Trial:
         if any(a is not b for a, b in zip(first, other, strict=True)):
             self._elsewhere("integers in another order", other)
 
+    def _constants(self, first: Tensors) -> None:
+        """N6: a number among the arguments is read; other constants are the same in all calls."""
+        call = self._call(inputs.draw("normal", first, self._derived("constants")))
+        tree, others = inputs.constants(self._tree)
+        if tree != self._tree:
+            self._unless_refused("another number", "N6", replace(call, tree=tree), "not for other numbers as arguments")
+        if others:
+            self.verdict.note(f"the arguments {', '.join(map(repr, others))} were so in all calls; others may be wrong")
+
     def _second_gradients(self, first: Tensors) -> None:
-        """N7: gradients of gradients, where the original has them; a candidate may refuse, by an exception."""
-        if not self.terms.train:
-            return
-        call = replace(self._call(inputs.draw("normal", first, self._derived("second"))), twice=True)
-        try:
-            o = self.witness.call(call, self.terms.timeout)
-            r = self.reference.call(self._wide(call), self.terms.timeout)
-        except Raised:
-            return
-        try:
-            y = self._ask(call)
-        except Raised as error:
-            self.verdict.note(f"no second gradients: {error.reason}")
-            return
-        if y.tree == o.tree:
-            self._numbers("second gradients of normal", "N7", call, r, o, y)
+        """N7: gradients of gradients, where the original has them."""
+        if self.terms.train:
+            call = replace(self._call(inputs.draw("normal", first, self._derived("second"))), twice=True)
+            self._unless_refused("second gradients of normal", "N7", call, "no second gradients", wide=True)
 
     def _specials(self, first: Tensors) -> None:
         """N5: NaN and infinities stay where the original has them, as far as that is asked for."""
@@ -634,11 +648,13 @@ class Trial:
             with self._of_the_original():
                 o = self.witness.call(call, self.terms.timeout)
             y = self._ask(call)
+            if other := _unlike(o, y):
+                self._step("M2", f"with one {name} among its inputs, {other}")
             differ = [
                 not (torch.equal(a.isnan(), b.isnan()) and torch.equal(a.isinf() * a.sign(), b.isinf() * b.sign()))
                 for a, b in zip(o.tensors, y.tensors, strict=True)
-                if a.is_floating_point() and a.shape == b.shape
-            ]  # fmt: skip
+                if a.is_floating_point()
+            ]
             failure = f"with one {name} among its inputs, other results are not finite than of the original"
             if any(differ) and self.terms.nonfinite != "strict":
                 self.verdict.note(failure)
@@ -648,6 +664,11 @@ class Trial:
         """N6: inputs that lie otherwise in memory."""
         for name, values in inputs.layouts(first, self._derived("layouts")):
             self._elsewhere(f"{name} inputs", values)
+        if self.terms.train:
+            call = self._call(inputs.draw("normal", first, self._derived("cotangents")))
+            for name, values in inputs.layouts(call.cotangents, self._derived("layouts")):
+                other = replace(call, cotangents=values)
+                self._unless_refused(f"{name} cotangents", "N6", other, f"not for {name} cotangents")
 
     def _shapes(self, first: Tensors) -> None:
         """N6: other shapes. A candidate may refuse them, by an exception; wrong results it may not give."""
@@ -669,23 +690,47 @@ class Trial:
             except Raised:
                 return False
             g = inputs.generator(self._derived("cotangents", name))
-            call = replace(call, cotangents=[torch.randn(t.shape, generator=g).to(t.dtype) for t in plain.tensors])
+            call = replace(call, cotangents=[inputs.normal(t, g) for t in plain.tensors])
+        return self._unless_refused(name, "N6", call, f"not for {name}")
+
+    def _unless_refused(self, name: str, check: str, call: Call, note: str, *, wide: bool = False) -> bool:
+        """Compare a call that the original may not accept, and that a candidate may refuse, by an exception.
+
+        Args:
+            name: What is special about the call.
+            check: The check that a wrong result fails.
+            call: The call.
+            note: What is said of a candidate that refuses it.
+            wide: Whether the reference is the original in float64.
+
+        Returns:
+            Whether the original accepts it.
+        """
         try:
             o = self.witness.call(call, self.terms.timeout)
+            r = self.reference.call(self._wide(call), self.terms.timeout) if wide else o
         except Raised:
             return False
         try:
             y = self._ask(call)
         except Raised as error:
-            self.verdict.note(f"not for {name}: {error.reason}")
+            self.verdict.note(f"{note}: {error.reason}")
             return True
-        if y.tree != o.tree or any(a["shape"] != b["shape"] for a, b in zip(o.metadata, y.metadata, strict=True)):
-            self._step("N6", f"{name}: its results have other shapes than the original's")
-        else:
-            self._numbers(name, "N6", call, o, o, y)
+        if other := _unlike(o, y):
+            self._step("M2", f"{name}: {other}")
+        self._numbers(name, check, call, r, o, y)
         return True
 
     # What it does
+
+    def _kept_for_good(self) -> None:
+        """T11: work that was done when it was made, and memory that it keeps, are no part of the time of a call."""
+        made, held = self._made, [worker.held() for worker in (self.witness, self.suspect)]
+        if made[1] > 10 * made[0] + 1.0:
+            self.verdict.note(f"it takes {made[1]:.1f} s to be made, the original {made[0]:.1f} s")
+        if held[1] > held[0] + KEPT:
+            self.verdict.note(f"it keeps {(held[1] - held[0]) >> 20} MB of memory that the original does not keep")
+        self._step("T11", "", made_s=[round(s, 3) for s in made], held_bytes=held)
 
     def _census(self, first: Tensors) -> None:
         """T12: which operations and kernels run; said of the program by its own process, and so only noted."""
@@ -791,10 +836,12 @@ class Trial:
         share = ALPHA / self.terms.tried / len(self.level.looks)
         pairs: list[list[tuple[Result, Result]]] = []
         self._processor = [0.0, 0.0, 0.0]
+        self._before: tuple[Result, Result] | None = None
         self._processors = sorted(os.sched_getaffinity(0))
         self._width = min(self.terms.threads, len(self._processors))
         logs: list[float] = []
         lower = upper = 0.0
+        began = self._usage(base, candidate)
         self._alone = candidate.births()
         done = -1  # the first pair warms both up, as all calls before it did
         for look in self.level.looks:
@@ -818,10 +865,13 @@ class Trial:
         for worker in (base, candidate):
             worker.pin(set(self._processors))
         used, given, waited = self._processor
-        if self.terms.threads > 1 and waited > 0.2 * given:
+        elsewhere = others(self._usage(base, candidate) - began)
+        if self.terms.threads > 1 and waited > WAITED * given and not elsewhere < OTHERS:
+            who = "" if math.isnan(elsewhere) else f" while other programs kept {elsewhere:.1f} of them busy"
             raise Unjudgeable(
-                f"the machine is busy: calls waited {waited / given:.0%} of their time for a processor, and whether a "
-                "program with several threads is faster cannot be told; try again, or with one thread"
+                f"the machine is busy: calls waited {waited / given:.0%} of their time for its {len(self._processors)} "
+                f"processors{who}, and whether a program with several threads is faster cannot be told; try again, or "
+                "with one thread"
             )
         processors = used / given if given else 0.0
         most = 1.15 * self.terms.threads + 0.02 / given
@@ -836,11 +886,19 @@ class Trial:
             "at_most": math.exp(upper),
             "pairs": len(logs),
             "faster": lower > math.log1p(DELTA),
+            "waited": waited / given if given else 0.0,
+            "others": elsewhere,
         }
+
+    def _usage(self, *workers: Worker) -> Usage:
+        """Return what was used until now, with what these processes used as this one's own."""
+        found = usage()
+        return replace(found, own=found.own + sum(sum(worker.processor_time()) for worker in workers))
 
     def _times(self, candidate: Worker, pairs: list[list[tuple[Result, Result]]]) -> list[list[float]]:
         """Return the seconds of both sides, of each sample the least.
 
+        Work between calls that the original does not do either is the candidate's own, and so is spread over its calls.
         A process that the candidate started, and that has ended, is counted nowhere; it may have waited for that one.
         """
         before, now = self._alone, candidate.births()
@@ -849,15 +907,16 @@ class Trial:
         if alone:
             self._alone = now
 
-        def own(y: Result, o: Result) -> float:
-            # Work between calls that the original does not do either is its own.
-            between = max(0.0, y.outside - 1.5 * o.outside - 1e-3)
+        extra = [y.outside - o.outside for samples in pairs for o, y in samples]
+        between = max(0.0, statistics.fmean(extra) - BETWEEN_S) if extra else 0.0
+
+        def own(y: Result) -> float:
             trusted = alone if known else not y.started
             return self._seconds(y if trusted else replace(y, waited=0.0)) + between
 
         return [
             [min(self._seconds(o) for o, _ in samples) for samples in pairs],
-            [min(own(y, o) for o, y in samples) for samples in pairs],
+            [min(own(y) for _, y in samples) for samples in pairs],
         ]
 
     def _pair(
@@ -889,7 +948,16 @@ class Trial:
             y = ask_candidate()
         if base is not self._compiled:
             self._metadata(o, y)
+        elif other := _unlike(o, y):
+            self._step("M2", f"in a timed call, {other}")
         self._verify(call, o, y)
+        # A candidate may notice that it is timed, so what it leaves is looked at here, too.
+        self._traces(o, y)
+        if self._before is not None:
+            if self.terms.device != "cpu":  # where looking again is work for the process, for both alike
+                base.again(self._before[0])
+            self._unchanged(candidate, self._before[1])
+        self._before = o, y
         self._processor[0] += y.processor
         self._processor[1] += y.seconds
         self._processor[2] += max(each.waited / each.seconds for each in (o, y)) * y.seconds
@@ -909,9 +977,10 @@ class Trial:
 
     def _verify(self, call: Call, o: Result, y: Result) -> None:
         """C3: a timed result is right. The original's own result is the reference, and its error counts twice."""
-        known = (1.125 * self._known[0], 1.125 * self._known[1])
+        known, small = ((1.125 * known[0], 1.125 * known[1]) for known in (self._known, self._known_small))
+        kind = "" if self._lucky else "timed"
         for a, b in zip(o.tensors, y.tensors, strict=True):
-            result = _judged("timed", a.double() if a.is_floating_point() else a, a, b, known, self._longest)
+            result = _judged(kind, a.double() if a.is_floating_point() else a, a, b, known, self._longest, small)
             if result.reason:
                 check, failure = "C3", f"a timed call gave a wrong result: {result.reason}"
                 if "C1" not in self.off and (stale := self._earlier(o, y)):
@@ -937,12 +1006,24 @@ def _rule(kind: str) -> str:
 
 
 def _judged(
-    kind: str, r: torch.Tensor, o: torch.Tensor, y: torch.Tensor, known: tuple[float, float], terms: int
+    kind: str,
+    r: torch.Tensor,
+    o: torch.Tensor,
+    y: torch.Tensor,
+    known: tuple[float, float],
+    terms: int,
+    small: tuple[float, float] = (0.0, 0.0),
 ) -> numerics.KindResult:
+    """Compare one result; ``small`` are errors that the original is known to have where it is small beside others."""
     if y.is_complex():
         r, o, y = (torch.view_as_real(v.resolve_conj().contiguous()) for v in (r, o, y))
     if y.is_floating_point():
-        return numerics.compare(kind, r.double(), o, y, None, terms, known)
+        result = numerics.compare(kind, r.double(), o, y, None, terms, known)
+        for at in numerics.small_parts(r) if result.passed and kind in ORDINARY else ():
+            part = numerics.compare(kind, r.double()[at], o[at], y[at], None, terms, small)
+            if not part.passed:
+                return replace(part, reason=f"of the elements that are small beside others, {part.reason}")
+        return result
     # Where float64 decides otherwise than the original itself, either is right, and what is as near.
     off, own = (y.double() - r.double()).abs(), (o.double() - r.double()).abs()
     wrong = int(((y != o) & ~(off <= 8 * own)).sum())
@@ -959,6 +1040,17 @@ def _integral(r: torch.Tensor, o: torch.Tensor, y: torch.Tensor) -> numerics.Kin
     reason = f"{wrong} of {y.numel()} elements differ where arithmetic is exact" if wrong else ""
     worst = float(distance.max()) if distance.numel() else 0.0
     return numerics.KindResult("integers", not wrong, worst, 0.0, worst, 0.5, reason)
+
+
+def _unlike(o: Result, y: Result) -> str:
+    """Say what else a candidate returns than values of the same structure, shapes and dtypes; empty if nothing."""
+    if y.tree != o.tree:
+        return f"it returns {_outline(y.tree)}, the original {_outline(o.tree)}"
+    for index, (a, b) in enumerate(zip(o.metadata, y.metadata, strict=True)):
+        for what in ("shape", "dtype", "device"):
+            if a[what] != b[what]:
+                return f"result {index} has {what} {b[what]}, the original's {a[what]}"
+    return ""
 
 
 def _identical(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 
@@ -86,14 +87,21 @@ def generator(seed: int) -> torch.Generator:
 def draw(kind: str, like: Sequence[torch.Tensor], seed: int) -> Tensors:
     """Draw values of a kind for all floating-point tensors, with their shapes and dtypes; others stay."""
     g = generator(seed)
-    return [KINDS[kind](x, g).to(x.dtype).contiguous() if x.is_floating_point() else x for x in like]
+
+    def drawn(x: torch.Tensor) -> torch.Tensor:
+        if x.is_complex():
+            return torch.complex(*(drawn(part) for part in (x.real, x.imag))).to(x.dtype)
+        return KINDS[kind](x, g).to(x.dtype).contiguous() if x.is_floating_point() else x
+
+    return [drawn(x) for x in like]
 
 
 def jittered(like: Sequence[torch.Tensor], seed: int) -> Tensors:
     """Change each floating-point value by a percent: content that was not seen before, and like the user's."""
     g = generator(seed)
     return [
-        x * (1 + 0.01 * torch.randn(x.shape, generator=g)).to(x.dtype) if x.is_floating_point() else x for x in like
+        x * (1 + 0.01 * torch.randn(x.shape, generator=g)).to(x.dtype) if x.is_floating_point() or x.is_complex() else x
+        for x in like
     ]
 
 
@@ -132,7 +140,7 @@ def shuffled(like: Sequence[torch.Tensor], seed: int) -> Tensors:
     g = generator(seed)
     out = []
     for x in like:
-        ordered = x.is_floating_point() or x.dim() == 0 or x.shape[-1] < 2
+        ordered = x.is_floating_point() or x.is_complex() or x.dim() == 0 or x.shape[-1] < 2
         ordered = ordered or any(bool((a[..., 1:] >= a[..., :-1]).all()) for a in (x, x.flip(-1)))
         out.append(x if ordered else x.reshape(-1)[torch.randperm(x.numel(), generator=g)].reshape(x.shape))
     return out
@@ -145,6 +153,19 @@ CHANGES: dict[str, Change] = {
     "one element changed little": _one_element(0.05),
     "two elements swapped": _two_swapped,
 }
+
+
+def constants(tree: Any) -> tuple[Any, list[Any]]:
+    """Return a structure of arguments with other numbers, and the constants that stay, since they may be switches."""
+    if "items" in tree:
+        named = "dict" in tree
+        inner = [constants(item[1] if named else item) for item in tree["items"]]
+        items = [[old[0], new] if named else new for old, (new, _) in zip(tree["items"], inner, strict=True)]
+        return {**tree, "items": items}, [each for _, stay in inner for each in stay]
+    value = tree.get("value")
+    if isinstance(value, float) and math.isfinite(value):
+        return {**tree, "value": 1.5 * value + 0.25}, []
+    return tree, [] if value is None else [value]
 
 
 def specials(like: Sequence[torch.Tensor], seed: int) -> Iterator[tuple[str, Tensors]]:
@@ -201,16 +222,18 @@ def _prime(n: int) -> int:
 
 def _fitted(x: torch.Tensor, shape: tuple[int, ...], g: torch.Generator) -> torch.Tensor:
     if tuple(x.shape) == shape:
-        return draw_like(x, g)
-    if x.is_floating_point():
-        return torch.randn(shape, generator=g).to(x.dtype)
+        return normal(x, g)
+    if x.is_floating_point() or x.is_complex():
+        return normal(x.new_empty(shape), g)
     # Integers may be positions or classes: those of the user's inputs, as many as are needed.
     flat, count = x.reshape(-1), math.prod(shape)
     return flat[torch.arange(count) % max(flat.numel(), 1)].reshape(shape).contiguous()
 
 
-def draw_like(x: torch.Tensor, g: torch.Generator) -> torch.Tensor:
-    """Draw zero-mean values for a floating-point tensor."""
+def normal(x: torch.Tensor, g: torch.Generator) -> torch.Tensor:
+    """Draw zero-mean values for a tensor of real or complex numbers; others stay."""
+    if x.is_complex():
+        return torch.randn(x.shape, dtype=x.dtype, generator=g)
     return torch.randn(x.shape, generator=g).to(x.dtype) if x.is_floating_point() else x
 
 

@@ -24,7 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -32,13 +32,16 @@ from typing import Any
 import torch
 
 from ...errors import RefoldError
+from ..contention import crowding
 from . import sandbox
 
 GUARD = 4096  # bytes of red zone before and after each input
 _PAGE = 4096
 _ROOT = Path(__file__).parents[3]
 _REPLY_LIMIT = 64 << 20
+_CROWDED = 10.0  # times the limit of an answer, at most, where other programs want the same cores
 _SETTLE_S = 2.0  # after which it is looked at how much a program that still runs uses
+_STOPPING_S = 5e-4  # of processor time, more than a process uses from the signal to stop until it stops
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _ADD_SEALS, _SEAL_SIZE = 1033, 0x1 | 0x2 | 0x4  # fcntl.h: no more seals, no shrinking, no growing
 _DTYPES = {str(d).removeprefix("torch."): d for d in vars(torch).values() if isinstance(d, torch.dtype)}
@@ -342,7 +345,7 @@ class Worker:
 
         Args:
             call: What to call the program with.
-            timeout: Seconds after which it is given up.
+            timeout: Seconds after which it is given up; more if other programs want the same cores.
             most: The most bytes that a result may span.
             hold: Whether earlier results are kept alive.
 
@@ -370,9 +373,12 @@ class Worker:
             metadata = [_checked(m) for m in _list(answer, "tensors")]
             beside = self.lingering()
             tensors = self.tensors(metadata, most)
+            resumed = self.processor_time()[0] - after[0] > _STOPPING_S
         used, self._used = self._used, after
         if beside and "S6" not in self.lenient:
             raise Misbehaved("S6", "a process that it started ran on after its call had returned")
+        if resumed and "S6" not in self.lenient:
+            raise Misbehaved("S6", "it ran on when it had been stopped")
         self._resting = self.settle()
         tree = _checked_tree(answer.get("tree"))
         aliases = [self._alias(m, metadata, inputs) for m in metadata]
@@ -473,6 +479,13 @@ class Worker:
         except OSError as error:
             raise Misbehaved("P4", f"its process has ended ({error.strerror})") from error
         return own, (int(fields[13]) + int(fields[14])) / os.sysconf("SC_CLK_TCK")
+
+    def held(self) -> int:
+        """Return the bytes of memory that it may write, as far as the system tells."""
+        try:
+            return _data_bytes(Path(f"/proc/{self.pid}/status").read_text())
+        except OSError as error:
+            raise Misbehaved("P4", f"its process has ended ({error.strerror})") from error
 
     def births(self) -> int | None:
         """Return the number that the next process of its namespace has, which counts all that were started there.
@@ -588,25 +601,34 @@ class Worker:
             raise Misbehaved("P4", f"its process has ended or does not listen ({error})") from error
 
     def _frame(self, timeout: float) -> bytes:
-        deadline = time.perf_counter() + timeout
+        """Read one frame; where other programs want the same cores, it may take longer."""
+        start = time.perf_counter()
+
+        def left() -> float:
+            spent = time.perf_counter() - start
+            return timeout - spent if spent < timeout else timeout * min(crowding(), _CROWDED) - spent
+
         try:
-            (size,) = struct.unpack("<I", self._exactly(4, deadline))
+            (size,) = struct.unpack("<I", self._exactly(4, left))
             if size > _REPLY_LIMIT:
                 raise Misbehaved("P4", f"its answer of {size} bytes is longer than any answer is")
-            return self._exactly(size, deadline)
+            return self._exactly(size, left)
         except TimeoutError:
-            raise Misbehaved("P3", f"it did not answer within {timeout:.0f} s") from None
+            raise Misbehaved("P3", f"it did not answer within {time.perf_counter() - start:.0f} s") from None
         except OSError as error:
             raise Misbehaved("P4", f"its process has ended ({error})") from error
 
-    def _exactly(self, size: int, deadline: float) -> bytes:
+    def _exactly(self, size: int, left: Callable[[], float]) -> bytes:
         parts = []
         while size:
-            left = deadline - time.perf_counter()
-            if left <= 0:
+            seconds = left()
+            if seconds <= 0:
                 raise TimeoutError
-            self._channel.settimeout(left)
-            part = self._channel.recv(min(size, 1 << 20))
+            self._channel.settimeout(seconds)
+            try:
+                part = self._channel.recv(min(size, 1 << 20))
+            except TimeoutError:
+                continue  # there may be more by now
             if not part:
                 raise Misbehaved("P4", "its process has ended before it answered")
             parts.append(part)
@@ -724,6 +746,10 @@ def _private(folder: Path) -> dict[str, str]:
         (folder / name).mkdir(exist_ok=True)
     # Inductor's pool of compile processes would outlive a call.
     return {name: str(folder / part) for name, part in inside.items()} | {"TORCHINDUCTOR_COMPILE_THREADS": "1"}
+
+
+def _data_bytes(status: str) -> int:
+    return int(status.partition("VmData:")[2].split()[0]) << 10 if "VmData:" in status else 0
 
 
 def _forks() -> int:

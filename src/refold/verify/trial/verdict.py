@@ -27,7 +27,7 @@ CHECKS = {
     "N3": "the bound is tight enough: half precision would have been refused",
     "N4": "it is as exact on other kinds of inputs",
     "N5": "NaN and infinities come out where the original has them",
-    "N6": "it is right, or refuses, for other shapes and layouts",
+    "N6": "it is right, or refuses, for other shapes, layouts and numbers among the arguments",
     "N7": "its gradients are as exact as the original's",
     "N9": "one changed element of an input is noticed",
     "S1": "it changes inputs, parameters and buffers as the original does",
@@ -45,10 +45,11 @@ CHECKS = {
     "C1": "new values at an old address give new results",
     "C2": "changed weights give changed results",
     "C3": "each timed result is right",
-    "C5": "it is right with gradients recorded, too",
+    "C5": "it is right with gradients recorded, too; in training, also if nothing flows back",
     "P6": "files of refold, torch and triton are as before (paranoid)",
     "T5": "it takes at least the time that writing its results takes",
     "T6": "two processes with the original are equally fast (paranoid)",
+    "T11": "how long it takes to be made, and what memory it keeps; a note only",
     "T12": "which operations run, by its own account; a note only",
     "T1": "it uses no more processors than it was given",
     "T7": "it is faster beyond noise",
@@ -102,16 +103,18 @@ class Verdict:
 
     def line(self, check: str, passed: bool, reason: str = "", **numbers: Any) -> None:
         """Record a check."""
+        reason = _printable(reason)
         self.lines.append({"check": check, "passed": passed, **({"reason": reason} if reason else {}), **numbers})
 
     def note(self, text: str) -> None:
         """Record a finding that is not a reason to refuse."""
+        text = _printable(text)
         if text not in self.notes:
             self.notes.append(text)
 
-    def refuse(self, check: str, reason: str) -> None:
-        """Decide against the candidate."""
-        self.outcome, self.check, self.reason = "refused", check, reason
+    def end(self, outcome: str, check: str, reason: str) -> None:
+        """Decide."""
+        self.outcome, self.check, self.reason = outcome, check, _printable(reason)
 
     def to_jsonl(self) -> str:
         """Return one JSON object per line: the two programs and the terms, each check, the outcome."""
@@ -167,6 +170,11 @@ class Verdict:
         out += [f"  note         {note}" for note in self.notes]
         out.append(f"  took         {self.seconds:.1f} s, level {self.terms.level}")
         return "\n".join(out)
+
+
+def _printable(text: str) -> str:
+    """Write out what is no printable character: a candidate may have chosen the words, and forges no lines by them."""
+    return "".join(c if c.isprintable() else " | " if c == "\n" else repr(c)[1:-1] for c in text)
 
 
 def _finite(value: Any) -> Any:

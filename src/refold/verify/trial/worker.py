@@ -50,25 +50,32 @@ HELD = 3  # results kept alive, so that the judge can look at them again
 _M_PERTURB = -6  # of mallopt: the byte with which glibc fills what it allocates, inverted
 _TEXT = 2000
 
-# What a program must leave as it found it, in addition to the settings: functions that others time and compare with.
+# What a program must leave as it found it, in addition to the settings: functions that others compute, time and compare
+# with. Of some, all that have a public name.
 _WATCHED = {
     "time": "time perf_counter perf_counter_ns monotonic sleep",
     "json": "dumps",
     "gc": "collect",
-    "torch": "allclose equal isclose randn rand empty zeros matmul no_grad load save get_rng_state set_rng_state",
+    "torch": "*",
     "torch.cuda": "synchronize Event Stream current_stream is_available memory_allocated",
     "torch.cuda.Event": "record elapsed_time synchronize",
     "torch.autograd": "grad backward",
     "torch.testing": "assert_close",
-    "torch.Tensor": "to clone copy_ double data_ptr __eq__ __sub__ allclose equal detach",
-    "torch.nn.Module": "__call__ load_state_dict state_dict",
-    "torch.nn.functional": "linear softmax",
+    "torch.Tensor": "* __eq__ __sub__ __add__ __mul__ __matmul__ __getitem__ __setitem__",
+    "torch.nn.Module": "* __call__",
+    "torch.nn.functional": "*",
     "torch.ops.aten": "mm",
     "numpy": "allclose array_equal asarray",
     "pickle": "loads dumps",
     "builtins": "__import__ open isinstance id",
     "os": "read write kill fork",
 }
+
+
+def _of_torch(function: Any) -> bool:
+    """Say whether a function is written in torch, whose compiler wraps some of them when it is imported."""
+    code = getattr(function, "__code__", None)
+    return code is not None and code.co_filename.startswith(torch.__path__[0] + os.sep)
 
 
 def _patched() -> dict[str, int]:
@@ -78,7 +85,13 @@ def _patched() -> dict[str, int]:
         owner: Any = sys.modules.get(first)
         for name in rest:
             owner = getattr(owner, name, None)
-        found |= {f"{path}.{name}": id(getattr(owner, name, None)) for name in names.split()}
+        for name in names.split():
+            if name == "*":
+                own = vars(owner)
+                public = [n for n in dir(owner) if n[0] != "_" and (n not in own or callable(own[n]))]
+                found |= {f"{path}.{n}": 0 if _of_torch(own.get(n)) else id(own.get(n)) for n in public}
+            else:
+                found[f"{path}.{name}"] = id(getattr(owner, name, None))
     return found
 
 
@@ -91,6 +104,13 @@ def _modes() -> dict[str, Any]:
 def _global_hooks() -> int:
     found = vars(torch.nn.modules.module)
     return sum(len(hooks) for name, hooks in found.items() if name.startswith("_global") and isinstance(hooks, dict))
+
+
+def _replaced() -> list[str]:
+    """Return the operations of torch that were given another implementation for a processor or its gradients."""
+    places = ("/CPU", "/CUDA", "/AutogradCPU", "/AutogradCUDA", "/Autograd")
+    found = getattr(torch.library, "_impls", ())
+    return sorted(name for name in found if name.endswith(places) and name.startswith("aten/"))
 
 
 def _saved_tensors_hooks() -> bool:
@@ -122,11 +142,12 @@ def _settings() -> dict[str, str]:
         "hooks of saved tensors": _saved_tensors_hooks(),
         "mkldnn": torch.backends.mkldnn.enabled,
         "processors": sorted(os.sched_getaffinity(0)),
-        "priority": os.getpriority(os.PRIO_PROCESS, 0),
+        "priority": (os.getpriority(os.PRIO_PROCESS, 0), os.sched_getscheduler(0)),
         "timers": [signal.getitimer(kind)[0] > 0 for kind in (0, 1, 2)],
         "signal handlers": {n: str(signal.getsignal(n)) for n in signal.valid_signals()},
         "tracing": (str(sys.gettrace()), str(sys.getprofile())),
-        "garbage collection": (gc.isenabled(), gc.get_threshold()),
+        "garbage collection": (gc.isenabled(), gc.get_threshold(), len(gc.callbacks)),
+        "operations of torch": _replaced(),
     }
     if "torch._dynamo" in sys.modules:
         values["dynamo disabled"] = torch._dynamo.config.disable
@@ -357,7 +378,7 @@ class Stub:
             "state": [[name, self._stated(name, t)] for name, t in state.items() if isinstance(t, torch.Tensor)],
             "modes": "" if module is None else str(_of_modules(module)),
             "settings": {n: v for n, v in settings.items() if n in old_settings and old_settings[n] != v},
-            "patched": sorted(n for n, v in patched.items() if old_patched[n] != v),
+            "patched": sorted(n for n, v in old_patched.items() if patched.get(n) != v),
             "random": _random_state(),
         }
 
@@ -378,7 +399,7 @@ class Stub:
                     own[name].copy_(value)
         else:
             self._program.load_state_dict(values, strict=False)
-        return self.do_inspect()
+        return {}
 
     def do_order(self, names: list[str]) -> dict[str, Any]:
         """Give gradients of parameters in this order; others follow as they are defined."""

@@ -15,6 +15,7 @@ from refold.compiler.dynamo.before_autograd import find_rewrites
 from refold.compiler.inductor import clone_inputs
 from refold.compiler.ir.evaluate import values_at
 from refold.compiler.passes import fuse_chunked_scans, replace_causal_convolutions
+from refold.compiler.refusals import REASONS
 from refold.compiler.session import describe_captured
 from refold.compiler.validate.region import Settings, validate_region
 from refold.report import GraphReport
@@ -96,11 +97,17 @@ def test_chunked_scans_in_training(listing):
 
 
 def test_log_decays_of_any_size_are_not_divided_by_in_training():
-    """Near zero their gradients would be lost."""
+    """Near zero their gradients would be lost. The report says so, of a scan and of nothing else."""
     x, a, B, C = inputs()
-    entry, error = trained(Listing(), *differentiable(x, 1e-6 * a, B, C))
+    scan = Listing()
+    entry, error = trained(lambda x, decays, B, C: scan(x, decays, B, C), *differentiable(x, 1e-6 * a, B, C))
     assert SCAN not in names(entry)
     assert error < 8
+    (note,) = entry.notes
+    assert f"its log decay decays ({' x '.join(map(str, a.shape))}) may be small" in note
+    assert note.endswith(f" [decay-gradient]: {REASONS['decay-gradient'][1]}")
+    entry, _ = trained(softplus(Listing()), *differentiable(x, a, B, C))
+    assert entry.notes == []
 
 
 def test_the_last_state_alone():

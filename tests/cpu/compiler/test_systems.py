@@ -1,0 +1,71 @@
+"""Systems of coupled carries and running maxima: both ways to compute them give the steps of the loop."""
+
+import pytest
+import torch
+
+from refold.compiler.recurrence import systems
+from refold.compiler.recurrence.systems import linear_system, max_plus_scan
+
+STEPS = 7
+
+
+@pytest.fixture(params=["sweeps", "pairs"])
+def way(request, monkeypatch):
+    """Take one step after the other, or compose pairs of them."""
+    if request.param == "pairs":
+        monkeypatch.setattr(systems, "_sweeps", lambda x: None)
+    else:
+        pytest.importorskip("numba")
+
+
+def stepwise(A, b, initial, reverse):
+    h, out = initial, [None] * STEPS
+    for t in range(STEPS)[:: -1 if reverse else 1]:
+        matrix = A[:, :, t if A.shape[2] > 1 else 0]
+        h = out[t] = b[:, t] if h is None else (matrix * h).sum(1) + b[:, t]
+    return torch.stack(out, 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.complex128])
+@pytest.mark.parametrize(
+    ("size", "matrices", "reverse", "begins"),
+    [(2, 1, False, True), (2, STEPS, True, True), (3, STEPS, False, False), (1, 1, True, False)],
+)
+def test_systems_and_their_gradients(way, dtype, size, matrices, reverse, begins):
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(size, size, matrices, 3, 5), (size, STEPS, 3, 5), (size, 3, 5)][: 2 + begins]
+    leaves = [(torch.randn(s, generator=generator, dtype=dtype) / 2).requires_grad_() for s in shapes]
+    given = [*leaves, *[None] * (1 - begins), reverse]
+    y, expected = linear_system(*given), stepwise(*given)
+    weights = torch.randn(y.shape, generator=generator, dtype=dtype)
+    torch.testing.assert_close(y, expected)
+    got = torch.autograd.grad(y, leaves, weights)
+    for a, b in zip(got, torch.autograd.grad(expected, leaves, weights), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_sixteen_bits_are_rounded_once(way):
+    A, b, start = torch.full((1, 1, 1, 4), 0.999), torch.ones(1, STEPS, 4), torch.zeros(1, 4)
+    narrow = [x.half() for x in (A, b, start)]
+    expected = stepwise(*(x.double() for x in narrow), False).half()
+    assert torch.equal(linear_system(*narrow, False), expected)
+
+
+def test_a_state_that_is_not_there_is_not_read(way):
+    """Zero times infinity would be NaN."""
+    A, b = torch.full((1, 1, 1, 2), float("inf")), torch.ones(1, STEPS, 2)
+    assert linear_system(A, b, None, False)[0, 0].isfinite().all()
+
+
+@pytest.mark.parametrize("smooth", [False, True])
+def test_maxima_keep_what_is_not_finite(way, smooth):
+    above = torch.logaddexp if smooth else torch.maximum
+    generator = torch.Generator().manual_seed(0)
+    shift, floor = (torch.randn(STEPS, 300, generator=generator, dtype=torch.float64) for _ in range(2))
+    floor[2, 0], floor[3, 1], shift[2, 2], floor[:3, 3] = float("nan"), float("inf"), float("nan"), -float("inf")
+    h, out = torch.full((300,), -float("inf"), dtype=torch.float64), []
+    for t in range(STEPS):
+        h = above(h + shift[t], floor[t])
+        out.append(h)
+    start = torch.full((300,), -float("inf"), dtype=torch.float64)
+    torch.testing.assert_close(max_plus_scan(shift, floor, start, smooth), torch.stack(out), equal_nan=True)

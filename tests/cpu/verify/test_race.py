@@ -1,0 +1,147 @@
+"""When a timing test of two processes can decide: calls, clock and other programs follow a script."""
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+
+from refold.verify.contention import Usage
+from refold.verify.trial import checks, source
+from refold.verify.trial.process import Result, Unjudgeable
+from refold.verify.trial.terms import Terms
+
+NOTHING = source("Model = ModelNew = None", name="original.py", role="original")
+
+
+class Machine:
+    """Two processes on two cores, on which other programs may run.
+
+    Args:
+        ratio: How many times as long the original takes.
+        waited: The share of its time that a call waits for a core; drawn anew for each call, twice that at most.
+        others: How many cores other programs use; None if the system does not tell.
+    """
+
+    def __init__(self, monkeypatch, *, ratio=1.0, waited=0.4, others=0.0, seed=0):
+        self.ratio, self.waited, self.others = ratio, waited, others
+        self.draw = random.Random(seed)
+        self.wall = self.used = 0.0
+        self.calls = 0
+        monkeypatch.setattr(checks, "usage", self.usage)
+        monkeypatch.setattr(checks.time, "sleep", lambda seconds: None)
+        monkeypatch.setattr(checks.os, "sched_getaffinity", lambda pid: {0, 1})
+
+    def usage(self):
+        everybody = None if self.others is None else self.used + self.wall * self.others
+        return Usage(self.wall, 0.0, everybody)
+
+    def processor_time(self):
+        return self.used / 2, 0.0  # of each of the two
+
+    def births(self):
+        return None
+
+    def pin(self, processors):
+        pass
+
+    def call(self, seconds, outside=5e-4):
+        """Return a call of two threads that works so long, and waits besides."""
+        share = min(2 * self.waited * self.draw.random(), 0.9)
+        took = seconds * self.draw.uniform(1.0, 1.05) / (1 - share)
+        self.wall += 5 * took
+        self.used += 2 * seconds
+        return Result(
+            None,
+            [],
+            [],
+            took,
+            processor=2 * seconds,
+            outside=outside * self.draw.uniform(0.9, 1.1),
+            waited=share * took,
+        )
+
+    def race(self, threads=2, seed=1, outside=(5e-4,)):
+        trial = checks.Trial(NOTHING, NOTHING, None, Terms(level="quick", threads=threads), None, seed=seed)
+
+        def pair(base, candidate, purpose, swapped):
+            o, y = self.call(1e-3 * self.ratio), self.call(1e-3, outside[self.calls % len(outside)])
+            self.calls += 1
+            trial._processor[0] += y.processor
+            trial._processor[1] += y.seconds
+            trial._processor[2] += max(each.waited / each.seconds for each in (o, y)) * y.seconds
+            return o, y
+
+        trial._pair = pair
+        return trial._race(self, self, "race")
+
+
+def test_a_machine_that_is_slow_to_wake_threads_can_judge(monkeypatch):
+    race = Machine(monkeypatch, ratio=1.5, others=0.03).race()
+    assert race["faster"]
+    assert race["waited"] > 0.36
+    assert race["others"] == pytest.approx(0.03)
+
+
+@pytest.mark.parametrize("others", [0.3, 2.0, None])
+def test_waiting_for_other_programs_decides_nothing(monkeypatch, others):
+    with pytest.raises(Unjudgeable, match=r"calls waited \d+% of their time") as error:
+        Machine(monkeypatch, ratio=1.5, others=others).race()
+    assert ("other programs kept" in str(error.value)) == (others is not None)
+
+
+def test_other_programs_that_nobody_waits_for_are_in_nobody_s_way(monkeypatch):
+    assert Machine(monkeypatch, ratio=1.5, waited=0.05, others=1.0).race()["faster"]
+
+
+@pytest.mark.parametrize("waited", [0.1, 0.4, 0.6])
+def test_equal_programs_are_not_accepted_however_long_they_wait(monkeypatch, waited):
+    races = [Machine(monkeypatch, waited=waited, seed=seed).race(seed=seed) for seed in range(20)]
+    assert not any(race["faster"] for race in races)
+
+
+def test_processes_that_are_hidden_count_as_other_programs(monkeypatch):
+    """What a candidate starts and does not own up to makes the machine busy, not quiet."""
+    machine = Machine(monkeypatch, ratio=1.5)
+    usage = machine.usage
+    monkeypatch.setattr(checks, "usage", lambda: replace(usage(), everybody=usage().everybody + 0.5 * machine.wall))
+    with pytest.raises(Unjudgeable):
+        machine.race()
+
+
+@pytest.mark.parametrize("outside", [[2e-3], [5e-4] * 9 + [1.6e-2]])
+def test_work_between_calls_is_counted(monkeypatch, outside):
+    """Also where it is done for many calls at once; else each call would have a millisecond for nothing."""
+    machine = Machine(monkeypatch, ratio=1.5, waited=0.0)
+    assert machine.race()["faster"]
+    assert not machine.race(outside=outside)["faster"]
+
+
+@pytest.mark.parametrize(
+    ("tree", "shape", "reason"),
+    [
+        ({"sequence": "list", "items": [{"tensor": 0}]}, [4, 4], "it returns list(tensor), the original tensor"),
+        ({"tensor": 0}, [4, 1], "result 0 has shape [4, 1], the original's [4, 4]"),
+    ],
+)
+def test_a_timed_result_has_the_structure_of_the_original_s_also_when_that_is_compiled(tree, shape, reason):
+    """Other strides are allowed there, because compiled programs have others."""
+    trial = checks.Trial(NOTHING, NOTHING, None, Terms(level="quick"), None, seed=1)
+    trial._tree, trial._processors, trial._width, trial._most = {"tensor": 0}, [0], 1, 1 << 20
+    trial._actual = lambda *purpose: [torch.ones(4, 4)]
+
+    class Process:
+        def __init__(self, tree, shape):
+            m = {"shape": shape, "dtype": "float32", "device": "cpu"}
+            self.result = Result(tree, [m], [torch.ones(shape)], 1.0)
+
+        def pin(self, processors):
+            pass
+
+        def call(self, *args, **options):
+            return self.result
+
+    trial._compiled = Process({"tensor": 0}, [4, 4])
+    with pytest.raises(checks._Refused):
+        trial._pair(trial._compiled, Process(tree, shape), ("race", 1), False)
+    assert (trial.verdict.check, trial.verdict.reason) == ("M2", f"in a timed call, {reason}")
