@@ -56,6 +56,8 @@ PASSES: list[tuple[str, Pass]] = [
     ("prefer oneDNN", prefer_onednn),
 ]
 
+NAMES = tuple(name for name, _ in PASSES)
+
 BEFORE_AUTOGRAD: list[tuple[str, Pass]] = [
     ("replace prefix networks", replace_prefix_networks),
     ("contract scans", contract_scans),
@@ -65,8 +67,6 @@ BEFORE_AUTOGRAD: list[tuple[str, Pass]] = [
     ("unroll depthwise convolutions", unroll_depthwise_convolutions),
 ]
 """What replaces code whose backward is not there yet; see `refold.compiler.dynamo.before_autograd`."""
-
-NAMES = tuple(dict.fromkeys(name for name, _ in (*PASSES, *BEFORE_AUTOGRAD)))
 
 # The search for rewrites of one graph may take this much of the CPU; after that nothing more is looked at.
 SEARCH_S = 5.0
