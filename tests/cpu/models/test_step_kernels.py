@@ -103,10 +103,10 @@ def test_product_and_convolution(rows, dtype, width) -> None:
 def ahead(monkeypatch):
     """Run the product in Gluon with torch, as on a GPU that starts kernels early."""
     pytest.importorskip("triton.experimental.gluon")
-    from refold.models.torch import _ahead_kernels
+    from refold.models.torch import _gluon_kernels
     from support import gluon
 
-    kernel = _ahead_kernels._project_rows_ahead_kernel
+    kernel = _gluon_kernels._project_rows_ahead_kernel
 
     class Interpreted:
         def __getitem__(self, grid):
@@ -148,14 +148,14 @@ def test_product_with_weights_ahead_compiles(outputs, size, monkeypatch) -> None
     import triton
     from triton.backends.compiler import GPUTarget
 
-    from refold.models.torch import _ahead_kernels
+    from refold.models.torch import _gluon_kernels
 
     monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")  # Triton 3.9 warns where nothing is said.
     block_o, block_k, stages, warps, down = kernels()._ahead_config(outputs, size)
     consts = {"SIZE": size, "ADD": False, "WIDTH": 4, "BLOCK_O": block_o, "BLOCK_B": 16, "BLOCK_K": block_k,
               "STAGES": stages, "DOWN": down, "bias_ptr": None}  # fmt: skip
     kernel, kinds = (
-        _ahead_kernels._project_rows_ahead_kernel,
+        _gluon_kernels._project_rows_ahead_kernel,
         {"out_ptr": "*fp32", "active_ptr": "*i1", "scale": "fp32"},
     )
     signature = {

@@ -27,7 +27,7 @@ class Machine:
         self.ratio, self.waited, self.others = ratio, waited, others
         self.draw = random.Random(seed)
         self.wall = self.used = 0.0
-        self.active = []
+        self.calls = 0
         monkeypatch.setattr(checks, "usage", self.usage)
         monkeypatch.setattr(checks.time, "sleep", lambda seconds: None)
         monkeypatch.setattr(checks.os, "sched_getaffinity", lambda pid: {0, 1})
@@ -45,19 +45,28 @@ class Machine:
     def pin(self, processors):
         pass
 
-    def call(self, seconds):
+    def call(self, seconds, outside=5e-4):
         """Return a call of two threads that works so long, and waits besides."""
         share = min(2 * self.waited * self.draw.random(), 0.9)
         took = seconds * self.draw.uniform(1.0, 1.05) / (1 - share)
         self.wall += 5 * took
         self.used += 2 * seconds
-        return Result(None, [], [], took, processor=2 * seconds, waited=share * took)
+        return Result(
+            None,
+            [],
+            [],
+            took,
+            processor=2 * seconds,
+            outside=outside * self.draw.uniform(0.9, 1.1),
+            waited=share * took,
+        )
 
-    def race(self, threads=2, seed=1):
+    def race(self, threads=2, seed=1, outside=(5e-4,)):
         trial = checks.Trial(NOTHING, NOTHING, None, Terms(level="quick", threads=threads), None, seed=seed)
 
         def pair(base, candidate, purpose, swapped):
-            o, y = self.call(1e-3 * self.ratio), self.call(1e-3)
+            o, y = self.call(1e-3 * self.ratio), self.call(1e-3, outside[self.calls % len(outside)])
+            self.calls += 1
             trial._processor[0] += y.processor
             trial._processor[1] += y.seconds
             trial._processor[2] += max(each.waited / each.seconds for each in (o, y)) * y.seconds
@@ -98,6 +107,14 @@ def test_processes_that_are_hidden_count_as_other_programs(monkeypatch):
     monkeypatch.setattr(checks, "usage", lambda: replace(usage(), everybody=usage().everybody + 0.5 * machine.wall))
     with pytest.raises(Unjudgeable):
         machine.race()
+
+
+@pytest.mark.parametrize("outside", [[2e-3], [5e-4] * 9 + [1.6e-2]])
+def test_work_between_calls_is_counted(monkeypatch, outside):
+    """Also where it is done for many calls at once; else each call would have a millisecond for nothing."""
+    machine = Machine(monkeypatch, ratio=1.5, waited=0.0)
+    assert machine.race()["faster"]
+    assert not machine.race(outside=outside)["faster"]
 
 
 @pytest.mark.parametrize(

@@ -151,6 +151,18 @@ def test_a_clock_that_tells_twins_apart_decides_nothing(nursery, monkeypatch):
     assert judge(first, second, level="quick", threads=1, nursery=nursery).accepted
 
 
+def test_what_it_costs_to_make_and_to_keep_it_is_noted(nursery):
+    code = RIGHT.replace("    def forward", "    def __init__(self):\n        super().__init__()\n"
+                         "        time.sleep(1.5)\n        self.table = torch.empty(200 << 20, dtype=torch.uint8)\n\n"
+                         "    def forward").replace("import torch", "import time\n\nimport torch", 1)  # fmt: skip
+    notes = " ".join(_judge(nursery, code).notes)
+    assert "s to be made" in notes
+    assert "MB of memory that the original does not keep" in notes
+    plain = " ".join(_judge(nursery, RIGHT).notes)
+    assert "to be made" not in plain
+    assert "does not keep" not in plain
+
+
 def test_what_runs_on_when_it_has_been_stopped_is_refused(nursery, monkeypatch):
     """As by a process that lets it go on, and is gone before anybody looks."""
     code = RIGHT.replace("import torch\n", "import threading\n\nimport torch\n").replace(

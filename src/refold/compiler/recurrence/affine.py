@@ -22,6 +22,7 @@ from torch.fx import Node
 
 from ...ops.torch.registry import OPS, node_args
 from ..ir.fx import is_tensor, known, value
+from ..ir.source import expression, name_of
 from .systems import LINEAR_SYSTEM, MAX_PLUS_SCAN, largest, wide
 from .vectorize import Emitter, NotALoop, Value, broadcasts, described, is_pointwise
 
@@ -53,7 +54,7 @@ class Loop:
         last: The last state, if something cheaper than ``states`` holds it.
         operator: What computes its states.
         count: How many steps there are, if one node stands for all of them.
-        name: What to call it to a person.
+        variable: What the user calls it, if it is known.
         system: The loops whose states are computed together, this one among them; empty if it is alone.
     """
 
@@ -67,8 +68,13 @@ class Loop:
     last: Node | None = None
     operator: str = "linear_scan"
     count: Any = None
-    name: str = "the carry"
+    variable: str = ""
     system: tuple[Loop, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """What to call it to a person."""
+        return f"the carry `{self.variable or name_of(self.steps[-1])}`"
 
     @property
     def length(self) -> Any:
@@ -128,6 +134,7 @@ class LoopVectorizer:
         return x
 
     def _apply(self, x: Affine, carry: Node, step: Node) -> Value:
+        """Return a function of carries whose states are known, (t, ...), for all steps."""
         shape = tuple(value(step).shape) if x.shape is None else x.shape
         rank, terms = len(shape), list[Node]()
         for loop, scale in x.scales.items():
@@ -150,20 +157,21 @@ class LoopVectorizer:
         return Value(out, True)
 
     def _floor(self, floor: Value, like: Node) -> Node:
+        """Return a floor with the rank of ``like``, (t, ...), or, if it is a number, as a tensor without axes."""
         val = value(like)
         if isinstance(floor.node, Node):
             return self.emit.padded(floor, val.dim() - 1)
         return self.emit.call(aten.full.default, [], floor.node, dtype=val.dtype, device=val.device)
 
     def _tensor(self, x: Any, like: Node) -> Node:
-        """Return a node of the shape of another."""
+        """Return a state before the first step, (...) or a number, in the shape of a step's value."""
         if not isinstance(x, Node):
             if isinstance(x, bool) or not isinstance(x, (int, float)):
-                raise NotALoop("initial-state", f"the state before the first step is {x!r}, which is no number")
+                raise NotALoop("initial-state", f"`{name_of(like)}` is {x!r} before the first step, which is no number")
             val = value(like)
             return self.emit.call(aten.full.default, list(val.shape), x, dtype=val.dtype, device=val.device)
         if not is_tensor(x):
-            raise NotALoop("carry-not-tensor", f"the state before the first step, {x.name}, is not one tensor")
+            raise NotALoop("carry-not-tensor", f"the state before the first step, `{name_of(x)}`, is not one tensor")
         x = self._known(x)
         if not broadcasts(value(x).shape, value(like).shape):
             raise NotALoop(
@@ -183,7 +191,7 @@ class LoopVectorizer:
         return x if step > 0 else self.emit.call(prims.rev.default, x, [dim])
 
     def _slices(self, x: Node, dim: int, start: int, step: int, width: int, count: int, keep: bool) -> Value:
-        """Read slices of one axis, the first at ``start`` and each ``step`` after the one before, all at once."""
+        """Read slices of one axis, the first at ``start``, each ``step`` after the last, all at once: (t, ...)."""
         low = min(start, start + step * (count - 1))
         high = max(start, start + step * (count - 1)) + width
         if width == 1:
@@ -211,7 +219,7 @@ class LoopVectorizer:
             raise NotALoop("carry-not-tensor", f"{loop.name} is not one tensor: one operation makes several")
         found, shape = self._operation(node, leaves, loop, count), tuple(value(node).shape)
         if _without_ones(shape) != _without_ones(value(loop.steps[-1]).shape):
-            raise NotALoop("carry-shape", f"{node.target} broadcasts {loop.name} to another shape, {shape}")
+            raise NotALoop("carry-shape", f"`{expression(node)}` broadcasts {loop.name} to another shape, {shape}")
         return replace(found, shape=shape)
 
     def _operation(self, node: Any, leaves: list[Any], loop: Loop, count: int) -> Affine:
@@ -230,7 +238,7 @@ class LoopVectorizer:
         if target is prims.convert_element_type.default and node.args[1].is_floating_point:
             return mine
         if not is_pointwise(target):
-            raise NotALoop("mixes-elements", f"{target} mixes elements of {loop.name}")
+            raise NotALoop("mixes-elements", f"`{expression(node)}` mixes elements of {loop.name}")
         if target in (aten.add.Tensor, aten.sub.Tensor):
             a, b = operands[:2]  # the factor may be the third
             alpha = node.kwargs.get("alpha", 1) * (-1.0 if target is aten.sub.Tensor else 1.0)
@@ -254,7 +262,7 @@ class LoopVectorizer:
             return self._scaled(mine, Value(-1.0), loop)
         if target is aten.where.self and isinstance(leaves[0], Value):
             return self._where(node, leaves, loop, count)
-        raise NotALoop("carry-not-affine", f"{target} is applied to {loop.name}, and is not affine in it")
+        raise NotALoop("carry-not-affine", f"`{expression(node)}` is not affine in {loop.name}")
 
     def _maximum(self, node: Any, operands: list[Any], mine: Affine) -> Affine:
         """Apply an operation to, or make, the maximum of a shifted carry and something else."""
@@ -272,11 +280,11 @@ class LoopVectorizer:
             return replace(mine, offset=offset, floor=self._call(aten.add.Tensor, loop, mine.floor, by))
         raise NotALoop(
             "carry-not-affine",
-            f"{target} and a maximum are both applied to {loop.name}, and the result is not affine in it",
+            f"`{expression(node)}` and a maximum are both applied to {loop.name}, and the result is not affine in it",
         )
 
     def _maxima(self, loop: Loop, body: Affine) -> None:
-        """Compute all states of a running maximum."""
+        """Compute all states, (t, ...), of a running maximum."""
         emit, like, count = self.emit, loop.steps[-1], loop.length
         val = value(like)
         if not val.is_floating_point() or loop.reverse:
@@ -313,7 +321,7 @@ class LoopVectorizer:
         return Value(self.emit.reshape(part.node, [*value(part.node).shape[: part.has_time], *sizes]), part.has_time)
 
     def _call(self, target: Any, loop: Loop, *operands: Value) -> Value:
-        """Combine what does not depend on the carry."""
+        """Combine what does not depend on the carry: numbers, values of each step (...), or of all steps (t, ...)."""
         if not any(isinstance(x.node, Node) for x in operands):
             a, b = (*(x.node for x in operands), 0)[:2]
             numbers = {aten.mul.Tensor: lambda: a * b, aten.add.Tensor: lambda: a + b}
@@ -325,6 +333,7 @@ class LoopVectorizer:
         return Value(out, any(x.has_time for x in operands))
 
     def _plus(self, a: Affine | Value, b: Affine | Value, loop: Loop) -> Affine:
+        """Add two operands, at least one a function of carries; they broadcast as a step's values (...) do."""
         scales: dict[Loop, Value | None] = {}
         for x in (a, b):
             for own, scale in x.scales.items() if isinstance(x, Affine) else ():
@@ -343,6 +352,7 @@ class LoopVectorizer:
         return affine(scales, terms[0] if terms else None, reset)
 
     def _scaled(self, x: Affine | Value, by: Value, loop: Loop) -> Any:
+        """Multiply by what does not depend on the carry; both broadcast as a step's values (...) do."""
         if isinstance(x, Value):
             return self._call(aten.mul.Tensor, loop, x, by)
         scales = {
@@ -387,7 +397,7 @@ class LoopVectorizer:
     # The loop itself -------------------------------------------------------------------------
 
     def _scan(self, loop: Loop, body: Affine) -> Value:
-        """Compute all states at once, and note what each step read."""
+        """Compute all states, (t, ...), at once, and note what each step read."""
         emit, like, count = self.emit, loop.steps[-1], loop.length
         val = value(like)
         if val.is_complex() or body.floor is not None:
@@ -433,7 +443,10 @@ class LoopVectorizer:
         return Value(loop.states, True)
 
     def _system(self, loops: Sequence[Loop], bodies: Sequence[Affine | Value]) -> None:
-        """Compute the states of coupled carries together, or of a complex one."""
+        """Compute the states, (t, ...) each, of coupled carries together, or of a complex one.
+
+        The operator takes matrices (t, ..., k, k) and offsets (t, ..., k) for k carries.
+        """
         emit, first = self.emit, loops[0]
         like, count = first.steps[-1], first.length
         val = value(like)

@@ -73,12 +73,12 @@ def linear_system(A: Tensor, b: Tensor, initial: Tensor | None, reverse: bool) -
 
 
 def _apply(A: Tensor, x: Tensor) -> Tensor:
-    """Multiply matrices and vectors."""
+    """Multiply matrices (..., n, n) and vectors (..., n)."""
     return A[..., 0] * x if A.shape[-1] == 1 else (A * x.unsqueeze(-2)).sum(-1)
 
 
 def _solve(A: Tensor, b: Tensor, apply: Callable[[Tensor, Tensor], Tensor] = _apply) -> Tensor:
-    """Return all states from zero: A has the length of b, or one; its first matrix counts for nothing."""
+    """Return all states (t, ..., n) from zero. A is (t or 1, ..., n, n); its first matrix counts for nothing."""
     count = b.shape[0]
     if count == 1:
         return b
@@ -94,7 +94,7 @@ def _solve(A: Tensor, b: Tensor, apply: Callable[[Tensor, Tensor], Tensor] = _ap
 
 
 def _product(A: Tensor, B: Tensor) -> Tensor:
-    """Multiply matrices of the last two axes; elementwise, as a library's products of tiny matrices are slow."""
+    """Multiply matrices (..., n, n); elementwise, as a library's products of tiny matrices are slow."""
     return A * B if A.shape[-1] == 1 else (A.unsqueeze(-1) * B.unsqueeze(-3)).sum(-2)
 
 

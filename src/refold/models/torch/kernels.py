@@ -109,7 +109,7 @@ def _ahead(x: Tensor, weight: Tensor) -> ModuleType | None:
     aligned = weight.shape[1] % 16 == 0 and x.stride(0) % 16 == 0
     if not aligned or any(a.data_ptr() % 16 for a in (x, weight)):
         return None
-    return gluon("refold.models.torch._ahead_kernels")
+    return gluon("refold.models.torch._gluon_kernels")
 
 
 def _prepare(x: Tensor, dtype: torch.dtype, norm: Tensor | None, eps: float, group: int, gated: bool) -> Tensor:

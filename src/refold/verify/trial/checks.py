@@ -41,6 +41,8 @@ Tensors = Sequence[torch.Tensor]
 GRADIENTS = "torch.fx.experimental.symbolic_shapes"  # which torch.autograd.grad imports
 ORDINARY = ("actual", "normal", "timed")  # kinds of inputs by which also small results beside large ones are judged
 MOVES = 3  # how often the original runs on inputs that are moved by one rounding
+BETWEEN_S = 3e-5  # of processor time between two calls, about what equal programs differ by on average
+KEPT = 64 << 20  # bytes beyond those that the original keeps; less is not worth a note
 WAITED = 0.2  # of the time of calls; more is waiting for other programs, or for a machine that is slow to wake threads
 BUSY = 10  # times the time of a timing test that may pass on a busy machine
 PATIENCE = 3  # times the time of a timing test that may pass until it can be decided at all
@@ -135,11 +137,15 @@ class Trial:
         with self._of_the_original():
             for worker in filter(None, (self.witness, self.reference, self.narrow)):
                 worker.load(self.original.attribute, terms.timeout)
+            began = time.perf_counter()
             theirs = self._build(self.witness, self.original, terms.dtype)
+            self._made = [time.perf_counter() - began]
             self._build(self.reference, self.original, "float64")
             if self.narrow:
                 self._build(self.narrow, self.original, "float32")
+        began = time.perf_counter()
         ours = self._start = self._build(self.suspect, self.candidate, terms.dtype)
+        self._made.append(time.perf_counter() - began)
         shape, own = ({name: (m["shape"], m["dtype"]) for name, m in side["state"]} for side in (theirs, ours))
         self._shares_state = bool(shape) and shape == own
         if shape and not self._shares_state:
@@ -251,6 +257,7 @@ class Trial:
             self._left_behind(2)
         self._still()
         if level.deep:
+            self._kept_for_good()
             self._census(first)
         if self._hashes:
             same = _hashes() == self._hashes
@@ -716,6 +723,15 @@ class Trial:
 
     # What it does
 
+    def _kept_for_good(self) -> None:
+        """T11: work that was done when it was made, and memory that it keeps, are no part of the time of a call."""
+        made, held = self._made, [worker.held() for worker in (self.witness, self.suspect)]
+        if made[1] > 10 * made[0] + 1.0:
+            self.verdict.note(f"it takes {made[1]:.1f} s to be made, the original {made[0]:.1f} s")
+        if held[1] > held[0] + KEPT:
+            self.verdict.note(f"it keeps {(held[1] - held[0]) >> 20} MB of memory that the original does not keep")
+        self._step("T11", "", made_s=[round(s, 3) for s in made], held_bytes=held)
+
     def _census(self, first: Tensors) -> None:
         """T12: which operations and kernels run; said of the program by its own process, and so only noted."""
         call = self._call(inputs.draw("normal", first, self._derived("census")))
@@ -820,7 +836,7 @@ class Trial:
         share = ALPHA / self.terms.tried / len(self.level.looks)
         pairs: list[list[tuple[Result, Result]]] = []
         self._processor = [0.0, 0.0, 0.0]
-        self._before: Result | None = None
+        self._before: tuple[Result, Result] | None = None
         self._processors = sorted(os.sched_getaffinity(0))
         self._width = min(self.terms.threads, len(self._processors))
         logs: list[float] = []
@@ -882,6 +898,7 @@ class Trial:
     def _times(self, candidate: Worker, pairs: list[list[tuple[Result, Result]]]) -> list[list[float]]:
         """Return the seconds of both sides, of each sample the least.
 
+        Work between calls that the original does not do either is the candidate's own, and so is spread over its calls.
         A process that the candidate started, and that has ended, is counted nowhere; it may have waited for that one.
         """
         before, now = self._alone, candidate.births()
@@ -890,15 +907,16 @@ class Trial:
         if alone:
             self._alone = now
 
-        def own(y: Result, o: Result) -> float:
-            # Work between calls that the original does not do either is its own.
-            between = max(0.0, y.outside - 1.5 * o.outside - 1e-3)
+        extra = [y.outside - o.outside for samples in pairs for o, y in samples]
+        between = max(0.0, statistics.fmean(extra) - BETWEEN_S) if extra else 0.0
+
+        def own(y: Result) -> float:
             trusted = alone if known else not y.started
             return self._seconds(y if trusted else replace(y, waited=0.0)) + between
 
         return [
             [min(self._seconds(o) for o, _ in samples) for samples in pairs],
-            [min(own(y, o) for o, y in samples) for samples in pairs],
+            [min(own(y) for _, y in samples) for samples in pairs],
         ]
 
     def _pair(
@@ -936,8 +954,10 @@ class Trial:
         # A candidate may notice that it is timed, so what it leaves is looked at here, too.
         self._traces(o, y)
         if self._before is not None:
-            self._unchanged(candidate, self._before)
-        self._before = y
+            if self.terms.device != "cpu":  # where looking again is work for the process, for both alike
+                base.again(self._before[0])
+            self._unchanged(candidate, self._before[1])
+        self._before = o, y
         self._processor[0] += y.processor
         self._processor[1] += y.seconds
         self._processor[2] += max(each.waited / each.seconds for each in (o, y)) * y.seconds

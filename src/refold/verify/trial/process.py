@@ -480,6 +480,13 @@ class Worker:
             raise Misbehaved("P4", f"its process has ended ({error.strerror})") from error
         return own, (int(fields[13]) + int(fields[14])) / os.sysconf("SC_CLK_TCK")
 
+    def held(self) -> int:
+        """Return the bytes of memory that it may write, as far as the system tells."""
+        try:
+            return _data_bytes(Path(f"/proc/{self.pid}/status").read_text())
+        except OSError as error:
+            raise Misbehaved("P4", f"its process has ended ({error.strerror})") from error
+
     def births(self) -> int | None:
         """Return the number that the next process of its namespace has, which counts all that were started there.
 
@@ -739,6 +746,10 @@ def _private(folder: Path) -> dict[str, str]:
         (folder / name).mkdir(exist_ok=True)
     # Inductor's pool of compile processes would outlive a call.
     return {name: str(folder / part) for name, part in inside.items()} | {"TORCHINDUCTOR_COMPILE_THREADS": "1"}
+
+
+def _data_bytes(status: str) -> int:
+    return int(status.partition("VmData:")[2].split()[0]) << 10 if "VmData:" in status else 0
 
 
 def _forks() -> int:
