@@ -256,8 +256,8 @@ def refusal(fn, *inputs):
 
 def season(x, a):
     y = torch.zeros_like(x)
-    for t in range(7, x.shape[1]):
-        y[:, t] = a * y[:, t - 7] + x[:, t]
+    for t in range(20, x.shape[1]):
+        y[:, t] = a * y[:, t - 20] + x[:, t]
     return y
 
 
@@ -290,7 +290,7 @@ def dense(x, m):
 @pytest.mark.parametrize(
     ("fn", "shapes", "named", "said"),
     [
-        (season, [(2, 30), ()], "y of 1 step ago", "[carries-coupled]"),
+        (season, [(2, 45), ()], "a step reads `y`, which steps write to", "[shared-memory]"),
         (delta, [(2, 20, 16)] * 3 + [(2, 20)], "the carry `S`", "[mixes-elements]"),
         (dense, [(2, 20, 16), (16, 16)], "the carry `h`", "[mixes-elements]"),
     ],
