@@ -309,8 +309,8 @@ def explain(module: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
         gm = describe_captured(entry, gm)
 
         def describe(graph: Graph) -> None:
-            entry.loops += serial_loops(graph)
-            if entry.loops and not any(note.startswith(STAYS) for note in entry.notes):
+            entry.loops += (serial := serial_loops(graph))
+            if serial and not any(note.startswith(STAYS) for note in entry.notes):
                 entry.notes += [f"{STAYS} {reason}" for reason in refusals(graph)]
             survey(entry, graph)
 

@@ -25,6 +25,7 @@ from .passes.merge_products import merge_products
 from .passes.multiply_out import multiply_out
 from .passes.prefer_onednn import prefer_onednn
 from .passes.recover_contractions import drop_degenerate_sums, recover_contractions
+from .passes.replace_causal_convolutions import replace_causal_convolutions
 from .passes.replace_prefix_networks import replace_prefix_networks
 from .passes.reroll_loops import reroll_loops
 from .passes.sum_convolutions import sum_convolutions
@@ -62,9 +63,10 @@ BEFORE_AUTOGRAD: list[tuple[str, Pass]] = [
     ("contract scans", contract_scans),
     ("fuse chunked scans", fuse_chunked_scans),
     ("contract last states", contract_last_states),
+    ("replace causal convolutions", replace_causal_convolutions),
     ("unroll depthwise convolutions", unroll_depthwise_convolutions),
 ]
-"""What replaces a recurrence whose backward is not there yet; see `refold.compiler.dynamo.before_autograd`."""
+"""What replaces code whose backward is not there yet; see `refold.compiler.dynamo.before_autograd`."""
 
 # The search for rewrites of one graph may take this much of the CPU; after that nothing more is looked at.
 SEARCH_S = 5.0

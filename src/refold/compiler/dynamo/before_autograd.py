@@ -26,9 +26,10 @@ from torch.fx import Graph, GraphModule, Interpreter, Node
 
 from ...ops.torch.registry import OPS
 from ..inductor import duplicate
-from ..ir.builder import Builder, extract, is_constant, same_strides
+from ..ir.builder import Builder, extract, is_constant, same_strides, upstream
 from ..ir.captured_loop import captured_loops
 from ..ir.fx import is_erased, is_tensor, value
+from ..ir.metadata import evaluated, with_strides_of
 from ..ir.rewrite import Rewrite
 from ..ir.source import CALLED, located, name_of
 from ..ir.views import is_view
@@ -154,7 +155,8 @@ class BeforeAutograd:
                 aten.meta[CALLED] = name_of(node)
         self._every = {aten: node for node, aten in reversed(named.items())}  # of equals, the first
         self._named: dict[Node, Node] = {}
-        self._roots: list[tuple[Node, Node]] = []
+        self._roots: list[tuple[Node, Node, str]] = []
+        self._values: dict[Node, Any] = {}  # of traced nodes, where copies are left out before them
         with torch.enable_grad():  # passes ask whether gradients will be taken of what they make
             run_pipeline(self._graph, wanted, self.notes, BEFORE_AUTOGRAD, self._take)
 
@@ -171,7 +173,7 @@ class BeforeAutograd:
             reason.found_at(found.source, "")
             self.refused[f"{found.name} [{found.site}]"] = reason
             return
-        self._roots += roots
+        self._roots += [(root, x, old.name) for root, x in roots]
         self.rewrites.append(
             dataclasses.replace(
                 found,
@@ -274,11 +276,12 @@ class BeforeAutograd:
     def spliced(self) -> GraphModule:
         """Put what was found into Dynamo's graph, and return it."""
         copies = dict(self._named)
-        for root, new in sorted(self._roots, key=lambda pair: self._order[pair[0]]):
+        for root, new, old in sorted(self._roots, key=lambda found: self._order[found[0]]):
             if is_erased(new):
                 continue  # a later rewrite replaced all that reads it
             if copies.get(new) is root:
                 del copies[new]
+            new = self._with_fewer_copies(old, new)
             with self.gm.graph.inserting_before(root), _without_autocast(root):
                 found = _copied(new, self.gm.graph, copies)
             root.replace_all_uses_with(found)
@@ -286,6 +289,54 @@ class BeforeAutograd:
         self.gm.graph.lint()
         self.gm.recompile()
         return self.gm
+
+    def _with_fewer_copies(self, old: str, new: Node) -> Node:
+        """Return what replaces a node, without copies whose only purpose is a memory layout that nothing needs.
+
+        A candidate has the strides of the original, and a dense operand for an operator. Dynamo's graph is traced anew,
+        so other strides are fine where no view relies on them and none leaves the graph. Operators take any operand
+        whose last axis is dense.
+        """
+        operators = set(OPS.values())
+        for node in upstream(new):
+            if node.target is aten.clone.default and node.users and operators.issuperset(x.target for x in node.users):
+                dense: Any = node.args[0]
+                if self._laid_out(dense).stride(-1) == 1:
+                    node.replace_all_uses_with(dense)
+        source = _before_copy(new)
+        if source is None or old not in self._traced or new.name in self._traced:
+            return new
+        traced = self._traced[old]
+        values = with_strides_of(self._values | {traced: self._laid_out(source)}, traced.graph)
+        if values is None:
+            return new
+        self._values = values
+        return source
+
+    def _laid_out(self, node: Node) -> Any:
+        """Return the fake value of a node where copies were left out before it."""
+        if node.name in self._traced:
+            traced = self._traced[node.name]
+            return self._values.get(traced, traced.meta["val"])
+        return evaluated(node, {x: self._laid_out(x) for x in node.all_input_nodes})
+
+
+def _before_copy(node: Node) -> Node | None:
+    """Return what a node is a copy of, with other strides or as a part of something larger; None if it is none."""
+    shape, inner = value(node).shape, list(range(value(node).dim()))
+    order = inner
+    if node.target is aten.permute.default:
+        node, order = node.args  # type: ignore[assignment]
+    source: Any = node.args[0] if node.args else None
+    if node.target is aten.slice.Tensor and source.target is aten.constant_pad_nd.default:
+        whole: Any = source.args[0]
+        first = node.args[2] == 0 and all(before == 0 for before in source.args[1][::2])
+        return whole if first and order == inner and value(whole).shape == shape else None
+    if node.target is not aten.clone.default:
+        return None
+    if source.target is aten.permute.default and [source.args[1][i] for i in order] == inner:
+        return source.args[0]
+    return source if list(order) == inner else None
 
 
 def _autocasts(root: Node) -> bool:

@@ -83,6 +83,8 @@ def find_scan(gm: GraphModule, call: Node, dual: bool = True) -> CapturedScan:
 
 def _find(gm: GraphModule, call: Node, dual: bool) -> CapturedScan:
     site = CallSite(gm, call)
+    if not site.operands:
+        raise NotALoop("no-scan", "it reads and carries no tensor")
     try:
         return _best(site, site.traced, dual)
     except NotALoop:

@@ -7,7 +7,8 @@ although every operation by itself is right. Run node by node, the graph gives t
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -74,10 +75,30 @@ def refresh(graph: Graph, changed: Iterable[Node], but: Node | None = None) -> N
                 before[node] = old
 
 
+def with_strides_of(values: Mapping[Node, Any], graph: Graph) -> dict[Node, Any] | None:
+    """Return the fake values of a graph that would be others if some nodes had these; nothing is edited.
+
+    None if something relies on the strides that there are: a view that is then none, or what leaves the graph.
+    """
+    changed = dict(values)
+    for node in graph.nodes:
+        if node in values or not any(x in changed for x in node.all_input_nodes):
+            continue
+        if not _follows(node):
+            return None
+        try:
+            new = evaluated(node, changed)
+        except (RuntimeError, ValueError):
+            return None
+        if not _alike(node.meta["val"], new):
+            changed[node] = new
+    return changed
+
+
 def stale(graph: Graph) -> str:
     """Say which node of a graph is not what its fake value claims; empty if none is."""
     for node in graph.nodes:
-        if _follows(node) and not _alike(node.meta["val"], real := _evaluated(node)):
+        if _follows(node) and not _alike(node.meta["val"], real := evaluated(node)):
             return f"{node.target} makes {_described(real)}, its metadata says {_described(node.meta['val'])}"
     return ""
 
@@ -96,18 +117,19 @@ def _follows(node: Node) -> bool:
 def _computed(node: Node) -> Any:
     """Return a node's fake value; a view that is no longer possible gets a copy first."""
     try:
-        return _evaluated(node)
+        return evaluated(node)
     except (RuntimeError, ValueError):
         if node.target not in _VIEWS:
             raise
     source: Any = node.args[0]
     dense = Builder(node).call(aten.clone.default, (source,), {"memory_format": torch.contiguous_format})
     node.replace_input_with(source, dense)
-    return _evaluated(node)
+    return evaluated(node)
 
 
-def _evaluated(node: Node) -> Any:
-    args, kwargs = map_arg((node.args, node.kwargs), lambda x: x.meta["val"])
+def evaluated(node: Node, values: Mapping[Node, Any] = MappingProxyType({})) -> Any:
+    """Return a node's fake value, computed of those of its arguments, or of ``values`` in their place."""
+    args, kwargs = map_arg((node.args, node.kwargs), lambda x: values.get(x, x.meta["val"]))
     fakes = _tensors((args, kwargs)) or _tensors(node.meta["val"])
     # The user's autocast, which may be active, is in the graph already.
     with torch.autocast(fakes[0].device.type, enabled=False), fakes[0].fake_mode:

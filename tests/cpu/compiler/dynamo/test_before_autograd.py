@@ -15,7 +15,7 @@ from refold.compiler.dynamo import before_autograd, captures_loops
 from refold.compiler.dynamo.before_autograd import BeforeAutograd, find_rewrites
 from refold.compiler.inductor import clone_inputs
 from refold.compiler.ir.evaluate import values_at
-from refold.compiler.passes import fuse_chunked_scans
+from refold.compiler.passes import fuse_chunked_scans, replace_causal_convolutions
 from refold.compiler.refusals import REASONS
 from refold.compiler.session import describe_captured
 from refold.compiler.validate.region import Settings, validate_region
@@ -34,6 +34,7 @@ from support.chunked import (
 )
 
 SCAN = "fuse chunked scan"
+CONVOLUTION = "replace causal convolution"
 
 
 def gradients(fn, args):
@@ -46,19 +47,26 @@ def gradients(fn, args):
     return [*(y.detach() for y in results), *found]
 
 
-def trained(fn, *args):
+def trained(fn, *args, graphs=None, results=None):
     """Compile a function without code generation; return its report, and errors of results and gradients.
 
-    Errors are relative to float64, in units of what the function itself is off.
+    Errors are relative to float64, in units of what the function itself is off. ``graphs`` gets the graph that runs,
+    ``results`` what the function returns.
     """
     entry = GraphReport(index=0, mode="training")
 
     @captures_loops
     def backend(gm, _):
-        return describe_captured(entry, gm)
+        made = describe_captured(entry, gm)
+        if graphs is not None:
+            graphs.append(made.graph)
+        return made
 
     torch._dynamo.reset()
-    got = gradients(torch.compile(fn, backend=backend, fullgraph=True), args)
+    compiled = torch.compile(fn, backend=backend, fullgraph=True)
+    if results is not None:
+        results.append(compiled(*args))
+    got = gradients(compiled, args)
     own = gradients(fn, args)
     wide = [x.detach().double().requires_grad_(x.requires_grad) if isinstance(x, torch.Tensor) else x for x in args]
     errors = []
@@ -305,6 +313,62 @@ def test_convolutions_are_unrolled():
     entry, error = trained(call, torch.randn(2, 12, 8), *weights)
     assert sorted(names(entry)) == [SCAN, "unroll depthwise convolution"]
     assert error < 8
+
+
+@pytest.fixture
+def operators_pay(monkeypatch):
+    """Replace convolutions as on a GPU."""
+    monkeypatch.setattr(replace_causal_convolutions, "pays", lambda device: True)
+
+
+@pytest.mark.parametrize("widen", [False, True])
+def test_causal_convolutions_are_operators(widen, operators_pay):
+    """What they make has channels last, and goes to the scan as it is."""
+    layer = Layer(widen=widen)
+    call, weights = module_of(layer.bfloat16() if widen else layer)
+    graphs = []
+    u = torch.randn(2, 12, 8, dtype=weights[0].dtype)
+    entry, error = trained(call, u, *weights, graphs=graphs)
+    assert sorted(names(entry)) == [SCAN, CONVOLUTION]
+    assert error < 8
+    (scan,) = graphs[0].find_nodes(op="call_function", target=torch.ops.refold.ssd.default)
+    assert not [i for i, x in enumerate(scan.args[:5]) if getattr(x, "target", None) is torch.ops.aten.clone.default]
+
+
+def convolved(x, weight, bias, after, pad=2, input_pad=0, stop=None):
+    x = F.conv1d(F.pad(x.mT, (input_pad, 0)), weight, bias, padding=pad, groups=weight.shape[0])
+    return after(x[..., :stop] if stop else x)
+
+
+CONVOLUTIONS = [  # keywords, what is made of the result, whether it is an operator
+    ({"stop": 9}, lambda y: y.mT.square(), True),
+    ({"stop": 9}, lambda y: y, True),  # leaves the graph
+    ({"stop": 9}, lambda y: F.silu(y).view(2, 3, 18).square(), True),  # a view that needs time last
+    ({"pad": 0, "input_pad": 2}, lambda y: F.silu(y.mT), True),
+    ({"pad": 0, "input_pad": 1}, lambda y: F.silu(y), False),
+    ({"stop": 8}, lambda y: F.silu(y), False),
+    ({}, lambda y: F.silu(y), False),
+    ({"stop": 9}, lambda y: F.silu(y) + y.flip(-1), True),
+]
+
+
+@pytest.mark.parametrize(("keywords", "after", "operator"), CONVOLUTIONS)
+def test_layouts_of_convolutions(keywords, after, operator, operators_pay):
+    """Values, gradients and strides of what leaves the graph are those of eager code."""
+    args = differentiable(torch.randn(2, 9, 6), torch.randn(6, 1, 3), torch.randn(6))
+    found = []
+    entry, error = trained(partial(convolved, after=after, **keywords), *args, results=found)
+    assert names(entry) == [CONVOLUTION if operator else "unroll depthwise convolution"]
+    assert error < 8
+    assert found[0].stride() == convolved(*args, after=after, **keywords).stride()
+
+
+def test_a_planted_bug_in_a_convolution_is_refused(monkeypatch, operators_pay):
+    monkeypatch.setattr(replace_causal_convolutions, "_is_head", lambda node, tokens, width: True)
+    args = differentiable(torch.randn(2, 9, 6), torch.randn(6, 1, 3), torch.randn(6))
+    rewrite, actual = found_in(lambda *a: convolved(*a, after=lambda y: y[..., 2:].mT), *args)
+    assert rewrite.name == CONVOLUTION
+    assert "not equal" in validate_region(rewrite, actual, Settings(accept="always")).reason
 
 
 def test_a_scan_that_was_widened_runs_in_16_bits():
