@@ -158,3 +158,11 @@ def test_the_last_state_of_a_retention_stays_one_scan_in_training():
         compiled(*[x.requires_grad_() for x in inputs])
     rewrites = [row for row in compiled.report.graphs[0].rewrites if "ssd" in row.detail]
     assert [row.status for row in rewrites] == ["applied"] * 2
+
+
+def test_checks_run_without_the_users_autocast():
+    """It is in the graph already, and does not take float16 next to float64 on a CPU."""
+    about, outcome = trial.trial(
+        Random(0), "retention", mode="autocast", dtype=torch.float16, verify="quick", lengths=(2, 17), batch=1
+    )
+    assert outcome.failure == "", about

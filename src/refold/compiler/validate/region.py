@@ -117,6 +117,18 @@ def validate_region(rewrite: Rewrite, actual: Sequence[Any] | None, settings: Se
         )
         return verdict
     device = next(x.device for x in like if isinstance(x, torch.Tensor))
+    with torch.autocast(device.type, enabled=False):  # the user's, which may be active, is in the graph already
+        return _decided(verdict, rewrite, actual, like, device, settings)
+
+
+def _decided(
+    verdict: Verdict,
+    rewrite: Rewrite,
+    actual: Sequence[Any] | None,
+    like: list[Any],
+    device: torch.device,
+    settings: Settings,
+) -> Verdict:
     if settings.verify == "quick":
         log.info("checking %s: %s", rewrite.site, rewrite.detail)
         start = time.perf_counter()
