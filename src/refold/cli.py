@@ -232,15 +232,14 @@ def apply(
     source by refold.propose.guarded, for inputs like those that it was tried on.
     """
     _torch()
-    from .propose import applied
+    from .propose import applied, protocol
 
     kind, file = applied.accepted(run)
     typer.echo(file.read_text().rstrip())
     evidence = (run / "accepted.jsonl").read_text().splitlines()
     last = json_module.loads(evidence[-1])
     timing = last.get("timing", last)
-    timed = timing.get("speedup")
-    speed = f"{timed:.2f}x, at least {timing['at_least']:.2f}x" if timed else "right, not timed"
+    speed = protocol.speed(timing.get("speedup"), timing.get("at_least"))
     typer.echo(f"\n{kind}: {speed}; evidence: {run / 'accepted.jsonl'}")
     for note in last.get("notes", []):
         typer.echo(f"note: {note}")

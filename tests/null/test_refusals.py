@@ -45,6 +45,13 @@ def test_all_ids_are_explained_and_all_explained_ids_are_used():
     assert used_ids() == set(REASONS)
 
 
+def test_a_program_shows_each_of_them():
+    """Each id is one that a test of the compiler expects in a report."""
+    sources = [path.read_text() for path in (ROOT / "tests/cpu/compiler").rglob("test_*.py")]
+    seen = {name for name in REASONS for text in sources if f'"{name}"' in text or f"[{name}]: " in text}
+    assert seen == set(REASONS)
+
+
 def test_the_documentation_lists_them():
     assert listed() == REASONS
 

@@ -30,6 +30,31 @@ def imported(path):
     return found
 
 
+def on_objects(path, own):
+    """Return the private attributes of objects that a file uses, but for those in ``own`` and of operators."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("__"):
+            holder = ast.unparse(node.value)
+            operator = holder.startswith(("aten", "prims", "torch.ops."))  # which a saved program may hold: these stay
+            if node.attr not in own and not operator and holder not in ("os", "sys"):
+                found.add(ast.unparse(node))
+    return found
+
+
+def defined(paths):
+    """Return the private names that some files define: functions, classes, variables, attributes of ``self``."""
+    found = set()
+    for node in (node for path in paths for node in ast.walk(ast.parse(path.read_text()))):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            found.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            found.add(node.id)
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            found |= {node.attr} if ast.unparse(node.value) in ("self", "compiled", "framework_of_type") else set()
+    return {name for name in found if name.startswith("_")}
+
+
 def used(path):
     """Return all private names that a file uses, dotted: imported, or as attributes of an imported package."""
     found = {".".join(pair) for pair in imported(path)}

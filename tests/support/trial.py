@@ -84,6 +84,16 @@ def _called(mode: str, fn: Callable[..., Any], xs: Tensors) -> Tensors:
     return [x.detach() for x in (*results, *own)]
 
 
+def _without_refold(mode: str, fn: Callable[..., Any], xs: Tensors) -> Exception | None:
+    """Return the error that Dynamo itself makes of a call; None if it makes none."""
+    torch._dynamo.reset()
+    try:
+        _called(mode, torch.compile(fn, backend="eager"), xs)
+    except Exception as error:
+        return error
+    return None
+
+
 def _transformed(mode: str, fn: Callable[..., Any], xs: Tensors) -> Callable[..., Any]:
     if mode == "func.grad":
         wanted = tuple(_floating(xs))
@@ -136,9 +146,14 @@ def trial(r: Random, name: str = "", **given: Any) -> tuple[str, Outcome]:
             return about, Outcome("", [f"eager: {type(error).__name__}"])
         if compiled is None:
             compiled = refold.compile(plain, verify=verify, accept="always", strict=True, cache=False)
-        with no_code(), warnings.catch_warnings():
-            warnings.simplefilter("error", RefoldWarning)
-            runs.append(_called(mode, compiled, xs))
+        try:
+            with no_code(), warnings.catch_warnings():
+                warnings.simplefilter("error", RefoldWarning)
+                runs.append(_called(mode, compiled, xs))
+        except Exception:
+            if (error := _without_refold(mode, plain, xs)) is not None:
+                return about, Outcome("", [f"Dynamo: {type(error).__name__}"])
+            raise
         names = [f"{row.name}: {row.detail}" for graph in compiled.report.graphs for row in graph.rewrites]
         if compared(*runs, []):
             generator = torch.Generator().manual_seed(0)

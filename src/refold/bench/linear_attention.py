@@ -145,7 +145,7 @@ def linear_attention(
             what["pass"] = "forward and backward" if grad else "forward"
             if wanted(**what):
                 torch.manual_seed(0)
-                torch._dynamo.reset()
+                torch.compiler.reset()
                 kind, shape = KINDS[name], (batch, length, heads, channels)
                 drawn = [torch.randn(shape), torch.randn(shape) / channels**0.5, torch.randn(shape), kind.decay(*shape)]
                 inputs = [a.to(device, getattr(torch, dtype)).requires_grad_(grad) for a in drawn]

@@ -106,6 +106,32 @@ def holt(x: Tensor, alpha: Tensor, beta: Tensor) -> Tensor:
     return torch.stack(out, 1)
 
 
+def holt_winters(x: Tensor, rates: Tensor) -> Tensor:
+    """Smooth a level, its trend and four seasons; a list has the seasons, and is read four steps back."""
+    a, b, c = rates.sigmoid()
+    level, trend = x[:, :4].mean(1), torch.zeros_like(x[:, 0])
+    seasons, out = [x[:, i] - level for i in range(4)], []
+    for t in range(4, x.shape[1]):
+        before, season = level, seasons[t - 4]
+        level = a * (x[:, t] - season) + (1 - a) * (level + trend)
+        trend = b * (level - before) + (1 - b) * trend
+        seasons.append(c * (x[:, t] - level) + (1 - c) * season)
+        out.append(level + trend + seasons[t - 3])
+    return torch.stack(out, 1)
+
+
+def advantages(rewards: Tensor, values: Tensor, ends: Tensor) -> Tensor:
+    """Estimate generalised advantages, backwards in time (Schulman et al. 2015, arXiv:1506.02438)."""
+    goes_on, steps = (ends < 2.0).to(rewards), rewards.shape[1]
+    last: Any = 0.0
+    out: list[Any] = []
+    for t in reversed(range(steps)):
+        after = values[:, t + 1] if t < steps - 1 else 0.0
+        last = rewards[:, t] + 0.99 * after * goes_on[:, t] - values[:, t] + 0.99 * 0.95 * goes_on[:, t] * last
+        out.append(last)
+    return torch.stack(out[::-1], 1)
+
+
 def autoregression(x: Tensor, c: Tensor) -> Tensor:
     """Add a linear prediction from the last three values."""
     c = 0.3 * c.tanh()
@@ -285,6 +311,8 @@ RECURRENCES = {
     "lru": Recurrence(lru, 1, ((0,), (0,)), "complex scan"),
     "biquad": Recurrence(biquad, 1, ((3,), (2,)), "linear_system of 2"),
     "holt": Recurrence(holt, 1, ((), ()), "linear_system of 2"),
+    "holt-winters": Recurrence(holt_winters, 1, ((3,),), "linear_system of 6"),
+    "advantages": Recurrence(advantages, 3, (), "linear_scan"),
     "autoregression": Recurrence(autoregression, 1, ((3,),), "linear_system of 3"),
     "linear-attention": Recurrence(linear_attention, 3, (), "ssd"),
     "rwkv4": Recurrence(rwkv4, 2, ((0,), (0,)), "running maximum"),
@@ -370,7 +398,12 @@ def call(fn: Callable[..., Tensor], inputs: list[Tensor], weights: Tensor) -> li
     grad = inputs[0].requires_grad
     with torch.set_grad_enabled(grad):
         y = fn(*inputs)
-    return [y.detach(), *(torch.autograd.grad(y, inputs, weights.to(y)) if grad else ())]
+    return [y.detach(), *(gradients(y, inputs, weights.to(y)) if grad else ())]
+
+
+def gradients(y: Tensor, inputs: list[Tensor], weights: Tensor) -> list[Tensor]:
+    """Return gradients; zeros of an input that has none."""
+    return list(torch.autograd.grad(y, inputs, weights, materialize_grads=True))
 
 
 def inductor_estimate(fn: Callable[..., Tensor], inputs: list[Tensor]) -> float:

@@ -87,7 +87,7 @@ def refold(
         if settings.strict:
             raise CompileError(f"refold failed on graph {entry.index}: {first_line(error)}. {BUG}") from error
         warn(f"refold failed on graph {entry.index} ({first_line(error)}); Inductor compiles it instead. {BUG}")
-        entry.notes.append(f"refold failed: {first_line(error)}")
+        entry.notes.append(f"refold failed: {refused('refold-failed', first_line(error))}")
         entry.chosen, entry.reason = "inductor", "because refold failed"
         for row in entry.rewrites:
             row.status, row.reason = "refused", refused("refold-failed", first_line(error))
@@ -305,6 +305,7 @@ def explain(module: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
         mode = "training" if _is_training(gm) else "inference"
         entry = GraphReport(len(report.graphs), mode, chosen="eager", reason="this is an explanation only")
         report.graphs.append(entry)
+        entry.notes += notes()
         gm = describe_captured(entry, gm)
 
         def describe(graph: Graph) -> None:

@@ -28,9 +28,10 @@ from torch.utils._pytree import tree_map as tree_map
 from torch.utils._pytree import tree_unflatten as tree_unflatten
 
 from ..errors import warn
+from ..ops.torch.private import schema as schema
 
 # The hook for passes, and what tells whether an operation writes to its arguments: both are read at each compile.
-_NEEDED = inductor_config.joint_custom_pre_pass, torch.ops.aten.add.Tensor._schema.is_mutable
+_NEEDED = inductor_config.joint_custom_pre_pass, schema(torch.ops.aten.add.Tensor).is_mutable
 _MISSING: Any = object()
 
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 REASONS = {
     "carries-coupled": (
         "carried values read one another, and are no small linear system",
-        "Up to four carries of one shape that read one another linearly are a scan; make the others depend on fewer.",
+        "Up to four carries of one shape that read one another linearly (on the CPU with Numba 16) are a scan; make "
+        "the others depend on fewer.",
     ),
     "carry-dtype": (
         "the state is not floating point, or its shape is not known",
@@ -31,7 +32,10 @@ REASONS = {
         "in training, a scan would be divided by log decays whose gradient it loses where they are small",
         "Compute log decays in the function, as -softplus(a), logsigmoid(a) or -exp(a): that gradient is small there.",
     ),
-    "detached": ("the state is detached in training", "Detach after the loop, or run it under torch.no_grad()."),
+    "detached": (
+        "a value of a recurrence is detached in training",
+        "Detach after the recurrence, or run it under torch.no_grad().",
+    ),
     "dictionary-keys": ("a dictionary gets other keys in the loop", "Make all keys before the loop."),
     "dynamo": ("Dynamo itself cannot trace the body", "Dynamo cannot trace the body by itself; see its message."),
     "early-exit": (
@@ -42,6 +46,8 @@ REASONS = {
         "the first step runs another program than the other steps",
         "Give the state before the loop the dtype, shape and gradient that it has after a step.",
     ),
+    "generator": ("the loop contains `yield`", "Write the loop without yield."),
+    "global-state": ("a global variable is set", "Use local variables or attributes."),
     "graph-differs": (
         "the rewritten graph as a whole is not equal to the original",
         "Nothing needs to be done; please report it, with the report.",
@@ -50,11 +56,9 @@ REASONS = {
         "the rewritten graph as a whole is not measurably faster",
         'Nothing needs to be done; accept="always" uses it all the same.',
     ),
-    "generator": ("the loop contains `yield`", "Write the loop without yield."),
-    "global-state": ("a global variable is set", "Use local variables or attributes."),
     "higher-order": (
-        "an operation in or around the loop is made of a function (checkpointing, a nested scan)",
-        "Move checkpointing and the like around the loop, or out of it.",
+        "an operation in or around a recurrence is made of a function (checkpointing, a nested scan)",
+        "Move checkpointing and the like around the recurrence, or out of it.",
     ),
     "identity": ("tensors are compared with `is`", "Do not compare tensors with `is` in the loop."),
     "in-place": (
@@ -95,11 +99,11 @@ REASONS = {
     ),
     "no-gradient": ("an operation has no gradient", "Run the loop under torch.no_grad(), or without the operation."),
     "no-iteration-form": ("no batching rule for an operation", "Compute it before the loop for all steps at once."),
-    "no-scan": ("the loop carries nothing", "Nothing needs to be done: the loop carries nothing that is used."),
-    "number-arithmetic": (
-        "arithmetic with the iteration number that has no exact form",
-        "Compute it before the loop as a tensor with a time axis.",
+    "no-place": (
+        "a rewrite has no place in the forward",
+        "Nothing needs to be done; give the result a name before anything reads it to have it rewritten.",
     ),
+    "no-scan": ("the loop carries nothing", "Nothing needs to be done: the loop carries nothing that is used."),
     "not-equal": (
         "a rewrite is not equal to what it replaces, within the bound",
         "Nothing needs to be done; please report it, with the report.",
@@ -107,6 +111,14 @@ REASONS = {
     "not-faster": (
         "a rewrite is not faster than what it replaces",
         'Nothing needs to be done; accept="always" uses it all the same.',
+    ),
+    "not-traced": (
+        "a graph cannot be traced before autograd",
+        "Nothing needs to be done; see the message, and report it if the graph is ordinary.",
+    ),
+    "number-arithmetic": (
+        "arithmetic with the iteration number that has no exact form",
+        "Compute it before the loop as a tensor with a time axis.",
     ),
     "outside-change": (
         "the loop changes something outside of it",
@@ -143,7 +155,6 @@ REASONS = {
         "a result or a written tensor shares memory with something that is read",
         "Write results to a tensor that is made in the function and read only after the loop.",
     ),
-    "short-loop": ("fewer than 16 steps", "Nothing needs to be done: a short loop is traced step by step."),
     "size-unknown": (
         "a size is a symbol where a number is needed",
         "Compile with dynamic=False, or mark fewer sizes as dynamic.",
@@ -179,20 +190,27 @@ REASONS = {
 class Refusal(Exception):
     """A loop stays as it is; the message says why, for a person, with the id of the reason."""
 
-    def __init__(self, reason: str, message: str, line: str = "") -> None:
+    def __init__(self, reason: str, message: str, line: str = "", code: str = "") -> None:
         """Refuse.
 
         Args:
             reason: A key of `REASONS`.
             message: What was found, with its name.
             line: The user's line that it was found in; empty if it is the loop's own.
+            code: The user's expression that it was found in; empty if it is not known.
         """
         super().__init__(message)
-        self.reason, self.remedy, self.line = reason, REASONS[reason][1], line
+        self.reason, self.remedy, self.line, self.code = reason, REASONS[reason][1], line, code
+
+    def found_at(self, line: str, code: str) -> None:
+        """Note where it was found, unless that is known more closely."""
+        if not self.line:
+            self.line, self.code = line, self.code or code
 
     def __str__(self) -> str:
-        """Return the message with line and id."""
-        return f"{self.args[0]}{f' ({self.line})' if self.line else ''} [{self.reason}]"
+        """Return the message with expression, line and id."""
+        code = f": `{self.code}`" if self.code and f"`{self.code}`" not in self.args[0] else ""
+        return f"{self.args[0]}{code}{f' ({self.line})' if self.line else ''} [{self.reason}]"
 
     @property
     def advice(self) -> str:

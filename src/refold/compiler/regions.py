@@ -16,8 +16,7 @@ from .dynamo import captures_loops
 from .inductor import Compiled, show_graph
 from .ir.builder import between
 from .ir.cost import Cost, graph_cost, nbytes
-from .ir.fx import plain_name
-from .ir.rewrite import source_line
+from .ir.source import plain_name, source_line
 from .notation.program import Program, Read
 from .notation.read import read
 from .session import describe_captured

@@ -178,7 +178,7 @@ class Remembering:
             if self.settings.strict:
                 raise PlanError(f"{text}. Make a new one with report.save(path)") from None
             warn(f"{text}; Inductor compiles it")
-            entry.notes.append(text)
+            entry.notes.append(refused("plan-misfit", text))
             entry.chosen, entry.reason = "inductor", "because the plan does not fit"
             for row in entry.rewrites:
                 row.status, row.reason = "refused", refused("plan-misfit", text)

@@ -127,7 +127,7 @@ class GraphCompile:
                 row.status, row.reason = "refused", refused("too-long", str(reason))
         entry.rewrites = list(self.rows.values())
         entry.chosen, entry.reason = "eager", f"because {reason}"
-        entry.notes.append(f"the graph runs eagerly: {reason}")
+        entry.notes.append(f"the graph runs eagerly: {refused('too-long', str(reason))}")
         log.warning("refold: graph %d runs eagerly: %s", entry.index, reason)
         if not entry.applied:
             return self.given
@@ -221,8 +221,7 @@ class GraphCompile:
             if row.status != "refused":
                 row.status = "applied"
                 self.terms = max(self.terms, found.rewrite.terms)
-                if found.fixed:
-                    self.entry.notes.append(f"this compile is for these sizes alone: {found.fixed} [{call.name}]")
+                self.entry.notes += found.notes
                 return found
             if not found.dual:
                 break  # else what does not write the states rounds too much, or is slower
@@ -446,6 +445,7 @@ def describe_captured(entry: GraphReport, gm: GraphModule) -> GraphModule:
             entry.notes.append(f"{STAYS} {reason.told_of(loop)}")
             continue
         entry.loops.append(loop)
+        entry.notes += found.notes
         entry.rewrites.append(_row(found.rewrite, "", None))
         found.splice()
     gm.recompile()

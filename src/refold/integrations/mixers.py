@@ -147,10 +147,13 @@ def _apart(linear: nn.Module, x: Tensor) -> tuple[Tensor, Tensor | None]:
     return F.linear(x, linear.weight), linear.bias
 
 
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+
+
 def _untouched(module: nn.Module) -> bool:
     """Whether calling a module runs the forward of its class and nothing else."""
-    hooks = (module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks)
-    return "forward" not in vars(module) and not any(hooks)
+    # A PyTorch without one of these names may have hooks elsewhere.
+    return "forward" not in vars(module) and not any(getattr(module, name, True) for name in _HOOKS)
 
 
 def _cached(cache: Any, layer: int) -> tuple[Tensor | None, Tensor | None]:

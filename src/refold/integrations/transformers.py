@@ -126,7 +126,7 @@ def accelerate(model: nn.Module, *, positions: bool = True) -> Acceleration:
                 done.replaced[name] = kind.__name__
             else:
                 done.kept[name] = reason
-        elif hasattr(module, "A_log") or "conv1d" in module._modules:
+        elif hasattr(module, "A_log") or "conv1d" in dict(module.named_children()):
             done.kept[name] = f"refold has no forward for {type(module).__name__}"
     if not done.replaced:
         warn(f"accelerate: {type(model).__name__} has no layer that refold can replace; it runs as before.\n{done}")

@@ -79,6 +79,8 @@ class Output:
     axes: str
     like: str = "x"
     """Has the dtype of this argument; ``"state_dtype"`` means that option, else float32 (float64 of float64)."""
+    alone: tuple[str, ...] = ()
+    """Arguments that no other result depends on."""
 
 
 @dataclass(frozen=True, slots=True)

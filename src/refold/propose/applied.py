@@ -144,6 +144,7 @@ class Guarded(torch.nn.Module):
         # Its parameters are the original's, and are counted once.
         self.__dict__["replacement"] = replacement
         self._guards = guards
+        self._shared: list[torch.Tensor] = []  # with the replacement, at its last call
         self._wanted = [each["value"] if "value" in each else (tuple(each["shape"]), each["dtype"])
                         for each in guards["inputs"]]  # fmt: skip
         changed = [f"{k} {v} instead of {guards['versions'].get(k)}" for k, v in _versions().items()
@@ -152,11 +153,14 @@ class Guarded(torch.nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the replacement if the guards hold, else the original."""
-        reason = self.refusal(*args, **kwargs)
+        state = self._state()
+        reason = self._reason(state, args, kwargs)
         if not reason:
             replacement = self.__dict__["replacement"]
-            if isinstance(replacement, torch.nn.Module):
-                _share(self.original, replacement)  # since the last call they may have been moved or replaced
+            if isinstance(replacement, torch.nn.Module) and not _are(state, self._shared):
+                # Since the last call they were moved or replaced.
+                _share(self.original, replacement)
+                self._shared = state
             return replacement(*args)
         if not self.fallbacks[reason]:
             warn(f"the original runs in place of its accepted replacement: {reason}")
@@ -165,6 +169,12 @@ class Guarded(torch.nn.Module):
 
     def refusal(self, *args: Any, **kwargs: Any) -> str:
         """Say which guard does not hold; empty if all do."""
+        return self._reason(self._state(), args, kwargs)
+
+    def _state(self) -> list[torch.Tensor]:
+        return [*self.original.parameters(), *self.original.buffers()]
+
+    def _reason(self, state: list[torch.Tensor], args: Sequence[Any], kwargs: dict[str, Any]) -> str:
         if self._versions:
             return self._versions
         if kwargs:
@@ -176,7 +186,6 @@ class Guarded(torch.nn.Module):
             return f"inputs {_listed(got)}, it was tried on {_listed(self._wanted)}"
         if not all(x.is_contiguous() for x in tensors):
             return "its inputs are not contiguous"
-        state = [*self.original.parameters(), *self.original.buffers()]
         if any(x.device.type != self._guards["device"] for x in state):
             return f"its parameters are not on {self._guards['device']}"
         if any(x.is_floating_point() and x.dtype != getattr(torch, self._guards["dtype"]) for x in state):
@@ -191,6 +200,10 @@ class Guarded(torch.nn.Module):
         if self.original.training != self._guards["train"]:
             return f"it is in {'training' if self.original.training else 'evaluation'} mode, it was not tried in it"
         return ""
+
+
+def _are(some: Sequence[Any], others: Sequence[Any]) -> bool:
+    return len(some) == len(others) and all(x is y for x, y in zip(some, others, strict=True))
 
 
 def _described(x: Any) -> Any:
@@ -246,5 +259,4 @@ def _share(module: torch.nn.Module, replacement: torch.nn.Module) -> None:
                 continue
             *path, last = name.split(".")
             owner = replacement.get_submodule(".".join(path))
-            store = owner._parameters if kind == "named_parameters" else owner._buffers
-            store[last] = value
+            setattr(owner, last, value)

@@ -21,7 +21,7 @@ from typing import Any
 
 from ..errors import ArgumentError, ProposerError, TargetError
 from ..verify.trial import Nursery, Program, Terms, Verdict, describe_inputs, judge, source
-from .protocol import SCHEMA, Attempt, Proposal, Proposer, Request
+from .protocol import SCHEMA, Attempt, Proposal, Proposer, Request, speed
 
 log = logging.getLogger("refold")
 
@@ -108,15 +108,14 @@ class Run:
         """Say what was tried and what is best."""
         lines = []
         for number, attempt in enumerate(self.tried):
-            speed = f"  {attempt.speedup:.2f}x, at least {attempt.at_least:.2f}x" if attempt.speedup else ""
+            times = f"  {speed(attempt.speedup, attempt.at_least)}" if attempt.speedup else ""
             why = f"  {attempt.check}: {attempt.reason}" if attempt.reason else ""
-            lines.append(f"  {number:3}  {attempt.kind:7}  {attempt.outcome}{speed}{why}")
+            lines.append(f"  {number:3}  {attempt.kind:7}  {attempt.outcome}{times}{why}")
         if self.accepted is None:
             lines.append(f"nothing was accepted; ended after {self.ended}")
         else:
             best = self.accepted
-            speed = f"{best.speedup:.2f}x as fast as {best.against} (at least {best.at_least:.2f}x)"
-            said = speed if best.speedup else "right, not timed"
+            said = speed(best.speedup, best.at_least, best.against)
             lines.append(f"proposal {self.best} is accepted, {said}: {self.file}; ended after {self.ended}")
             lines += ["", self.accepted.source.rstrip()]
         return "\n".join(lines)

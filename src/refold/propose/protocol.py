@@ -97,6 +97,13 @@ class Proposal:
     kind: str = "source"
 
 
+def speed(speedup: float | None, at_least: float | None, against: str = "") -> str:
+    """Say how fast something accepted is; what was not timed was only checked."""
+    if not speedup:
+        return "right, not timed"
+    return f"{speedup:.2f}x{f' as fast as {against}' if against else ''}, at least {at_least:.2f}x"
+
+
 class Proposer(Protocol):
     """Somebody who proposes."""
 

@@ -13,7 +13,9 @@ integers, on which every order of summation gives the same bits.
 
 Where the original is not finite, nothing is compared. But a rewrite must not lose finite results. So the program also
 runs with one infinity in each input: earlier steps must not see it, and a decay of ``exp(-inf)`` forgets it. Wherever
-the original is finite, the candidate must be finite and near it.
+the original is finite, the candidate must be finite and near it. Of gradients this is asked at the steps before the
+first infinity: where they differ after one, the infinities move to the ends of the inputs, and gradients are compared
+once more.
 
 For a float64 program, ``o`` and ``r`` are the same, so ``E(o)`` is unknown and is estimated. Rounding errors are
 proportional to the unit roundoff, if their squares are negligible. So the program runs in float32, on inputs that
@@ -167,17 +169,27 @@ def check(
         # One result stands for all: the first that fails, else the one nearest to its bound.
         evidence.kinds.append(min(found, key=lambda one: (one.passed, -one.error / (one.bound or 1.0))))
     if evidence.passed:
-        inputs = [_normal(x, generator, spread, not multilinear, infinity=True) for x in like]
-        os, ys = list(_several(original(*inputs))), _several(candidate(*inputs))
-        leaves = [x for x, need in zip(inputs, differentiated, strict=False) if need]
-        ends = [0] * len(os)
-        for at, x in enumerate(leaves, len(os) - len(leaves)):
-            os[at] = torch.where(x.isfinite(), os[at], math.nan)  # the gradient at an infinity is not used
-            # Nothing reads the state that the last step leaves, so the original has no gradient there: zero. A scan
-            # multiplies by that zero, which makes a NaN if the state is infinite. Of coupled values, what one step
-            # leaves is read by another only steps later.
-            ends[at] = coupled
-        found = list(map(_where_finite, os, ys, bounds, ends))
+        leaves = sum(differentiated)
+
+        def with_infinities(last: bool) -> list[KindResult]:
+            inputs = [_normal(x, generator, spread, not multilinear, "last" if last else "late") for x in like]
+            os, ys = list(_several(original(*inputs))), _several(candidate(*inputs))
+            ends = [0] * len(os)
+            given = (x for x, need in zip(inputs, differentiated, strict=False) if need)
+            for at, x in enumerate(given, len(os) - leaves):
+                os[at] = torch.where(x.isfinite(), os[at], math.nan)  # the gradient at an infinity is not used
+                # Nothing reads the state that the last step leaves, so the original has no gradient there: zero. A scan
+                # multiplies by that zero, which makes a NaN if the state is infinite. Of coupled values, what one step
+                # leaves is read by another only steps later.
+                ends[at] = coupled
+            return list(map(_where_finite, os, ys, bounds, ends))
+
+        found = with_infinities(last=False)
+        values = len(found) - leaves
+        if all(one.passed for one in found[:values]) and not all(one.passed for one in found):
+            # Gradients are promised at the steps before the first infinity. After it, a sum over steps may have another
+            # zero that it multiplies by than the original.
+            found[values:] = with_infinities(last=True)[values:]
         evidence.kinds.append(min(found, key=lambda one: (one.passed, -one.error / (one.bound or 1.0))))
     return evidence
 
@@ -213,7 +225,7 @@ def _several(results: Any) -> Sequence[torch.Tensor]:
     return results if isinstance(results, (tuple, list)) else [results]
 
 
-def _normal(x: Any, generator: torch.Generator, spread: float, signed: bool, infinity: bool = False) -> Any:
+def _normal(x: Any, generator: torch.Generator, spread: float, signed: bool, infinity: str = "") -> Any:
     """Draw zero-mean inputs: positive ones hide a loss of precision.
 
     Args:
@@ -222,7 +234,8 @@ def _normal(x: Any, generator: torch.Generator, spread: float, signed: bool, inf
         spread: The standard deviation.
         signed: Whether an input that is nowhere positive, or nowhere negative, stays so. A log decay that is positive
             at half of the steps makes states grow by many orders of magnitude, and with them the rounding of its sums.
-        infinity: Whether one element is infinite; in the second half of the memory, since time goes on there.
+        infinity: Which element is infinite, if one is: a ``"late"`` one, in the second half of the memory, since time
+            goes on there; or the ``"last"``.
     """
     if not (isinstance(x, torch.Tensor) and x.is_floating_point()):
         return x
@@ -231,7 +244,7 @@ def _normal(x: Any, generator: torch.Generator, spread: float, signed: bool, inf
     if sign:
         values = sign * values.abs()
     if infinity and x.numel():
-        at = int(torch.randint(x.numel() // 2, x.numel(), (), generator=generator))
+        at = int(torch.randint(x.numel() // 2, x.numel(), (), generator=generator)) if infinity == "late" else -1
         values.view(-1)[at] = (sign or -1) * math.inf
     return _like(x, values)
 

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from ..errors import ArgumentError
+from ..ops.torch.private import schema
 from .memory import quiet_profiler, trace_events
 from .timing import synchronize
 
@@ -135,7 +136,7 @@ def _works(name: str) -> bool:
         return False
     try:
         packet = getattr(getattr(torch.ops, space), op)
-        schemas = [getattr(packet, overload)._schema for overload in packet.overloads()]
+        schemas = [schema(getattr(packet, overload)) for overload in packet.overloads()]
     except (AttributeError, RuntimeError):
         return True
     returns = [value.alias_info for schema in schemas for value in schema.returns]

@@ -1,6 +1,7 @@
 """The backend end to end: right for every kind of module, safe if refold fails, and its report is true."""
 
 import json
+import re
 import warnings
 
 import pytest
@@ -9,7 +10,10 @@ import torch.nn as nn
 
 import refold
 from refold.compiler import pipeline
+from refold.compiler.refusals import REASONS
+from refold.compiler.validate import program, region
 from refold.errors import ArgumentError, RefoldWarning
+from refold.verify.timing import Race
 
 ALWAYS = {"accept": "always", "strict": True}
 
@@ -48,16 +52,24 @@ def test_report_holds_the_evidence():
     assert "recover contraction" in str(compiled.report)
 
 
-def test_only_what_is_faster_is_kept():
-    compiled = refold.compile(scores, strict=True)
+@pytest.mark.parametrize("faster", [True, False])
+def test_only_what_is_faster_is_kept(faster, monkeypatch):
+    """Which of the two is faster is planted."""
+
+    def race(base, run, device, **_):
+        return Race(1.0, 0.5, 2.0, 2.0, 2.0, 9, True) if faster else Race(0.5, 1.0, 0.5, 0.5, 0.5, 9, False)
+
+    monkeypatch.setattr(program, "race", race)
+    monkeypatch.setattr(region, "race", lambda *args, **_: Race(1.0, 0.5, 2.0, 2.0, 2.0, 9, True))
+    compiled = refold.compile(scores, strict=True, cache=False)
     x, y = pair(2)
     close(compiled(x, y), scores(x, y))
     (graph,) = compiled.report.graphs
-    if graph.chosen == "refold":
-        assert graph.speedup_at_least > 1.02
-    else:
-        assert not graph.applied
-        assert all(rewrite.reason for rewrite in graph.rewrites)
+    (row,) = graph.rewrites
+    assert (graph.chosen == "refold") == faster
+    assert row.status == ("applied" if faster else "refused")
+    assert faster or f"[graph-slower]: {REASONS['graph-slower'][1]}" in row.reason
+    assert re.match(rf"{re.escape(__file__)}:\d+: return", row.source)
 
 
 def test_a_changed_length_gives_right_results():
@@ -217,6 +229,7 @@ def test_when_refold_fails_inductor_runs_with_one_warning(monkeypatch):
     assert len(ours) == 1
     assert "planted" in str(ours[0].message)
     assert "refold doctor" in str(ours[0].message)
+    assert any(f"[refold-failed]: {REASONS['refold-failed'][1]}" in note for note in compiled.report.graphs[0].notes)
     assert compiled.report.graphs[0].chosen == "inductor"
 
 

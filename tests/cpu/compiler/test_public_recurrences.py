@@ -11,6 +11,7 @@ from refold.compiler.dynamo import associative_scan, captures_loops
 from refold.compiler.inductor import bind, show_graph
 from refold.compiler.ir.evaluate import evaluate
 from refold.compiler.pipeline import run
+from refold.compiler.recurrence import systems
 from refold.compiler.recurrence.systems import MAX_PLUS_SCAN
 from refold.compiler.session import GraphCompile
 from refold.compiler.validate.region import Settings
@@ -44,7 +45,7 @@ def rewritten(fn, *inputs, training=False):
 def outputs(fn, inputs, training, weights):
     inputs = [x.detach().requires_grad_(training) for x in inputs]
     y = fn(*inputs)
-    own = torch.autograd.grad((y * weights.to(y)).sum(), inputs) if training else ()
+    own = torch.autograd.grad((y * weights.to(y)).sum(), inputs, materialize_grads=True) if training else ()
     return [y.detach(), *own]
 
 
@@ -281,15 +282,37 @@ def test_coupled_carries(name, training):
     assert "linear_system of 2" in detail
 
 
-def test_five_coupled_carries_stay():
+@pytest.mark.parametrize("numba", [True, False])
+def test_five_coupled_carries_are_swept_and_never_composed(numba, monkeypatch):
     def fn(x):
-        carries, out = [torch.zeros_like(x[:, 0])] * 5, []
+        a = b = c = d = e = torch.zeros_like(x[:, 0])
+        out = []
         for t in range(x.shape[1]):
-            carries = [x[:, t] + 0.1 * sum(carries), *carries[:4]]
-            out.append(carries[0])
+            a, b, c, d, e = x[:, t] + 0.1 * (a + b + c + d + e), a, b, c, d
+            out.append(a)
         return torch.stack(out, 1)
 
-    assert not any("linear_system" in detail for detail in check(fn, [decays()[1]], False))
+    if not numba:
+        monkeypatch.setattr(systems, "_sweeps", lambda x: None)
+    assert any("linear_system of 5" in detail for detail in check(fn, [decays()[1]], False)) == numba
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_seasons_that_a_window_rolls(training):
+    """Carries of a window have an axis of size one that level and trend do not have."""
+
+    def fn(y):
+        level, trend, seasons, out = y[:, 0], torch.zeros_like(y[:, 0]), y[:, :4] - y[:, :1], []
+        for t in range(4, y.shape[1]):
+            new = 0.3 * (y[:, t] - seasons[:, 0]) + 0.7 * (level + trend)
+            trend = 0.2 * (new - level) + 0.8 * trend
+            season = 0.4 * (y[:, t] - new) + 0.6 * seasons[:, 0]
+            level, seasons = new, torch.cat([seasons[:, 1:], season[:, None]], 1)
+            out.append(level + trend)
+        return torch.stack(out, 1)
+
+    (detail,) = check(fn, [decays(24)[1][..., 0]], training)
+    assert "linear_system of 6" in detail
 
 
 @pytest.mark.parametrize("training", [False, True])

@@ -10,10 +10,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 
+import refold
 from refold.compiler.ir import views
 from refold.compiler.passes import recover_contractions
 from refold.compiler.recurrence import affine, duality, gated_chunks
 from support import programs, random_graphs, random_loops, trial
+from support.layers import LAYERS, Sizes
 
 aten = torch.ops.aten
 RANDOM = st.randoms(use_true_random=False)
@@ -146,3 +148,13 @@ def test_layers_of_public_code(seed):
 def test_coupled_loops(r):
     program = random_loops.coupled(r)
     assert programs.judge_captured(program).failure == "", program.about
+
+
+def test_the_last_state_of_a_retention_stays_one_scan_in_training():
+    """A check with infinities does not refuse the second result of a scan because of what only the first reads."""
+    fn, inputs = LAYERS["retention"](Sizes(Random(1), torch.float32, 2, 33))
+    compiled = refold.compile(fn, accept="always", cache=False)
+    with trial.no_code():
+        compiled(*[x.requires_grad_() for x in inputs])
+    rewrites = [row for row in compiled.report.graphs[0].rewrites if "ssd" in row.detail]
+    assert [row.status for row in rewrites] == ["applied"] * 2

@@ -249,3 +249,27 @@ def test_compiled_decoding_updates_the_state_in_place() -> None:
             torch.testing.assert_close(compiled(x, dt, A, B, state), decode(x, dt, A, B, expected_state))
     torch.testing.assert_close(state, expected_state)
     assert state.abs().sum() > 0
+
+
+@pytest.mark.parametrize("spec", [each for each in SPECS if any(output.alone for output in each.values[0].outputs)])
+def test_what_only_an_unused_result_reads_has_no_gradient(spec: OpSpec) -> None:
+    """Zero times an infinity of it must not reach the gradients of other arguments."""
+    (alone,) = (set(output.alone) for output in spec.outputs if output.alone)
+
+    def gradients(value: float) -> dict[str, Tensor | None]:
+        args = arguments(spec, COMPLETE[spec.name])
+        arrays = {arg.name: a for arg, a in zip(spec.args, args, strict=False) if a is not None and a.requires_grad}
+        with torch.no_grad():
+            for name in alone & arrays.keys():
+                arrays[name].view(-1)[::3] = value
+        _, state = library.OPS[spec.name](*args)
+        found = torch.autograd.grad(state.sum(), [*arrays.values()], allow_unused=True)
+        return dict(zip(arrays, found, strict=True))
+
+    finite, infinite = gradients(1.0), gradients(torch.inf)
+    assert alone & finite.keys()
+    for name, grad in infinite.items():
+        assert (grad is None) == (name in alone)
+        if grad is not None:
+            torch.testing.assert_close(grad, finite[name], rtol=0, atol=0)
+            assert grad.isfinite().all()

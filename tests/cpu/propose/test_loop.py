@@ -220,7 +220,7 @@ def get_inputs():
 """
 
 
-def test_a_replacement_follows_its_layer(tmp_path):
+def test_a_replacement_follows_its_layer(tmp_path, monkeypatch):
     """It has the mode that it was tried in and the parameters of now, and is for the values that it was tried with."""
     found = "file:" + str(write(tmp_path / "candidate.py", MODES.replace("class Model(", "class ModelNew(")))
     search(source(MODES, role="original"), proposer(found), tmp_path / "run", RIGHT)
@@ -234,6 +234,14 @@ def test_a_replacement_follows_its_layer(tmp_path):
         module.b += 1
         torch.testing.assert_close(replaced(x, times), module(x, times), rtol=0, atol=0)
         assert not replaced.fallbacks
+        shared = []
+        monkeypatch.setattr("refold.propose.applied._share", lambda *modules: shared.append(modules))
+        replaced(x, times)
+        assert not shared  # nothing changed since the last call
+        module.b = module.b.clone()
+        replaced(x, times)
+        replaced(x, times)
+        assert len(shared) == 1
         with pytest.warns(RefoldWarning, match="3, it was tried on"):
             torch.testing.assert_close(replaced(x, 3), module(x, 3))
         with pytest.warns(RefoldWarning, match="not contiguous"):

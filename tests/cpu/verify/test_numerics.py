@@ -198,6 +198,25 @@ def test_a_candidate_must_be_finite_where_the_original_is(where, kept):
         assert "infinities inputs" in evidence.reason
 
 
+@pytest.mark.parametrize(("where", "kept"), [("after", True), ("before", False)])
+def test_gradients_are_finite_before_the_first_infinity(where, kept):
+    """After it, a zero that is a factor of the state makes a NaN where another form of the program has a number."""
+
+    def program(spoilt):
+        def run(x):
+            state = x.cumsum(1) if spoilt == "after" else x.flip(1).cumsum(1).flip(1)
+            return x.cumsum(1), torch.ones_like(x) + (0 * state if spoilt else 0)
+
+        return run
+
+    like = [torch.randn(1, 24, 2)]
+    evidence = check(
+        program(""), program(where), lambda x: program("")(x.double()), like, like, terms=24, multilinear=False,
+        differentiated=(True,),
+    )  # fmt: skip
+    assert evidence.passed == kept, evidence.reason
+
+
 def test_no_farther_has_a_meaning_where_the_reference_is_zero():
     r, moved = torch.zeros(5, dtype=torch.float64), [torch.full((5,), 1e-6), torch.zeros(5)]
     assert numerics.no_farther(r, torch.full((5,), 3e-6), moved)

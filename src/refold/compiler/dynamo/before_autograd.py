@@ -28,16 +28,18 @@ from ...ops.torch.registry import OPS
 from ..inductor import duplicate
 from ..ir.builder import Builder, extract, is_constant, same_strides
 from ..ir.captured_loop import captured_loops
-from ..ir.fx import CALLED, is_erased, is_tensor, plain_name, value
+from ..ir.fx import is_erased, is_tensor, value
 from ..ir.rewrite import Rewrite
+from ..ir.source import CALLED, located, name_of
 from ..ir.views import is_view
 from ..pipeline import BEFORE_AUTOGRAD
 from ..pipeline import run as run_pipeline
 from ..private import HigherOrderOperator, tree_leaves
 from ..recurrence.prefix import FEWEST_LEVELS, levels
+from ..refusals import Refusal, refused
 from .associative_scan import Neighbours
 from .body import differentiable, environment, to_aten, twin
-from .mutation import changed_in_place, storages
+from .mutation import changed_in_place, storages, writes
 
 aten = torch.ops.aten
 _CONVERT = torch.ops.prims.convert_element_type.default
@@ -73,10 +75,12 @@ def find_rewrites(
     found: BeforeAutograd | None = None
     try:
         found = BeforeAutograd(duplicate(part), wanted)
-        reasons = [*found.notes, *(f"{what} stays as it is: {reason}" for what, reason in found.refused.items())]
+        reasons = [*found.notes, *(f"{what} stays as it is: {reason.advice}" for what, reason in found.refused.items())]
     except Exception as error:  # what cannot be traced once more has no common error
         reason = (str(error).splitlines() or [""])[0]
-        reasons = [f"nothing was rewritten before autograd: {type(error).__name__}: {reason}"]
+        reasons = [
+            f"nothing was rewritten before autograd: {refused('not-traced', f'{type(error).__name__}: {reason}')}"
+        ]
     notes += [reason for reason in reasons if reason not in notes]
     return found if found is not None and found.rewrites else None
 
@@ -138,7 +142,7 @@ class BeforeAutograd:
         """Trace the graph and run the passes."""
         self.gm = gm
         self.rewrites: list[Rewrite] = []
-        self.refused: dict[str, str] = {}
+        self.refused: dict[str, Refusal] = {}
         self.notes: list[str] = []
         self._changed = changed_in_place(gm, cautious=True)
         self._order = {node: i for i, node in enumerate(gm.graph.nodes)}
@@ -147,7 +151,7 @@ class BeforeAutograd:
         _widen_products(self._graph)
         for node, aten in named.items():
             if node.op == "placeholder":
-                aten.meta[CALLED] = plain_name(node.name)
+                aten.meta[CALLED] = name_of(node)
         self._every = {aten: node for node, aten in reversed(named.items())}  # of equals, the first
         self._named: dict[Node, Node] = {}
         self._roots: list[tuple[Node, Node]] = []
@@ -162,7 +166,9 @@ class BeforeAutograd:
         roots = [(self._named[old], new)] if old in self._named else [(self._named[x], x) for x in self._readers(new)]
         inputs = self._sources([by_name[name] for name in found.inputs])
         given = [self._named[x] for x in inputs]
-        if reason := self._reason(given, [root for root, _ in roots]):
+        reason = self._reason(given, [root for root, _ in roots])
+        if reason is not None:
+            reason.found_at(found.source, "")
             self.refused[f"{found.name} [{found.site}]"] = reason
             return
         self._roots += roots
@@ -201,18 +207,24 @@ class BeforeAutograd:
                 stack.extend(reversed(node.all_input_nodes))
         return list(found)
 
-    def _reason(self, inputs: list[Node], roots: list[Node]) -> str:
-        """Say why a rewrite between these nodes of Dynamo's graph cannot stand there; empty if it can."""
+    def _reason(self, inputs: list[Node], roots: list[Node]) -> Refusal | None:
+        """Say why a rewrite between these nodes of Dynamo's graph cannot stand there; None if it can."""
+
+        def because(reason: str, message: str, node: Node, name: Any = None) -> Refusal:
+            name = name if isinstance(name, Node) else node
+            return Refusal(reason, message.format(f"`{name_of(name)}`"), *located(node))
+
         if not roots:
-            return "its result has no name in the code"
+            return Refusal("no-place", "its result has no name in the code")
         if (_ENTER is None or _EXIT is None) and any(map(_autocasts, roots)):
-            return "autocast is active, and this PyTorch has no way to leave it in a graph"
-        if any(self._order[x] > self._order[root] for x in inputs for root in roots):
-            return "a result is read before all inputs are there"
+            return because("mode", "{} is under autocast, which this PyTorch cannot leave in a graph", roots[0])
+        for x in inputs:
+            if any(self._order[x] > self._order[root] for root in roots):
+                return because("no-place", "a result is read before its input {} is there", x)
         seen, stack = set(inputs), list(roots)
         for node in inputs:
-            if self._changes(node):
-                return "an input is changed in place"
+            if (change := self._change(node)) is not None:
+                return because("in-place", "its input {} is changed in place", change, change.args[0])
         while stack:
             node = stack.pop()
             if node in seen or node in self._constants or node.op == "placeholder":
@@ -220,15 +232,19 @@ class BeforeAutograd:
             seen.add(node)
             stack.extend(node.all_input_nodes)
             if isinstance(node.target, HigherOrderOperator):
-                return f"{node.target} has a gradient of its own"
-            if self._changes(node):
-                return "a value in between is changed in place"
+                return because("higher-order", "{} has a gradient of its own", node)
+            if (change := self._change(node)) is not None:
+                return because("in-place", "{} is changed in place", change, change.args[0])
             if not self._needs[node] and any(self._needs[x] for x in node.all_input_nodes):
-                return f"{node.name} is without gradients, or detached"
-        return ""
+                return because("detached", "{} is without gradients, or detached", node)
+        return None
 
-    def _changes(self, node: Node) -> bool:
-        return bool(storages(node) & self._changed)
+    def _change(self, node: Node) -> Node | None:
+        """Return what may change a node's memory in place, if anything."""
+        if not storages(node) & self._changed:
+            return None
+        calls = [x for x in self.gm.graph.nodes if any(storages(y) & storages(node) for y in x.all_input_nodes)]
+        return next(filter(writes, calls), calls[0])
 
     def _original(self, root: Node, inputs: list[Node]) -> GraphModule | None:
         """Return what computed a node, as it was traced; None if Dynamo has no node for it."""

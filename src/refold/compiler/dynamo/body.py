@@ -7,6 +7,7 @@ step, or a tensor with a time axis, or an affine function of a carry. Carries th
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,7 +24,7 @@ from torch.fx.traceback import preserve_node_meta
 
 from ..ir.captured_loop import CapturedLoop
 from ..ir.fx import arg, is_tensor, known, value
-from ..ir.rewrite import source_line
+from ..ir.source import expression, located, name_of
 from ..private import TorchDispatchMode, tree_flatten, tree_leaves, tree_unflatten
 from ..recurrence.affine import Affine, Loop, LoopVectorizer
 from ..recurrence.vectorize import NotALoop, Value, vectorize_node
@@ -90,7 +91,7 @@ class Traced:
         results: What it returns: the new carries, then the rest.
         writes: What it writes.
         carried: How many carries there are.
-        names: What to call them.
+        names: What to call the operands, the carried ones first.
         added: Where the carries begin that the loop itself has not; they are the last ones.
         fixed: What the last operands are that the loop itself has not.
         finals: Operands that hold a carry at last: (operand, index in the results).
@@ -137,19 +138,22 @@ def trace(loop: CapturedLoop, count: Any, operands: Sequence[Any], sequences: Se
     number = InductionVariable(mode.shape_env)  # type: ignore[arg-type]
     split = loop.carried, loop.carried + len(sequences)
 
-    def step(k: Any, *xs: Any) -> Any:
+    def step(run: Callable[..., Any], k: Any, *xs: Any) -> Any:
         state, tensors, rest = xs[: split[0]], xs[split[0] : split[1]], xs[split[1] :]
         items = [s.item(x, k) for x, s in zip(tensors, sequences, strict=True)]
-        return Interpreter(loop.body).run(*state, k, *items, *rest)
+        return run(*state, k, *items, *rest)
 
-    if _draws(mode, step, fakes):
-        raise NotALoop("randomness", "the loop draws random numbers")
-    module = to_aten(mode, step, number.symint, *fakes)
+    watched = _Watched(loop.body)
+    with mode, torch.no_grad():
+        step(watched.run, 0, *map(twin, fakes))
+    if (drawing := watched.draws) is not None:
+        raise NotALoop("randomness", f"`{expression(drawing)}` draws random numbers in the loop", drawing)
+    module = to_aten(mode, functools.partial(step, Interpreter(loop.body).run), number.symint, *fakes)
     with mode:
         take_parts(module.graph)
     number.take_guards()
     if not number.hold(count) if isinstance(count, torch.SymInt) else number.steps(count) < count:
-        raise NotALoop("step-number", "what a step does depends on its number")
+        raise NotALoop("step-number", number.decided(count))
     graph = module.graph
     graph.eliminate_dead_code()
     counted, *placeholders = graph.find_nodes(op="placeholder")
@@ -193,11 +197,18 @@ def environment(values: Sequence[Any]) -> Any:
     return symbols[0].node.shape_env if symbols else ShapeEnv()
 
 
-def _draws(mode: FakeTensorMode, step: Callable[..., Any], fakes: Sequence[Any]) -> bool:
-    """Tell whether a step draws random numbers, from a run of the first one on fake values."""
-    with mode, torch.no_grad(), Operations() as ran:
-        step(0, *map(twin, fakes))
-    return any(torch.Tag.nondeterministic_seeded in func.tags for func in ran.seen)
+class _Watched(Interpreter):
+    """Runs a graph, and notes a node that draws random numbers."""
+
+    draws: Node | None = None
+
+    def run_node(self, n: Node) -> Any:
+        """Run one node."""
+        with Operations() as ran:
+            out = super().run_node(n)
+        if any(torch.Tag.nondeterministic_seeded in func.tags for func in ran.seen):
+            self.draws = n
+        return out
 
 
 class Operations(TorchDispatchMode):
@@ -244,14 +255,14 @@ def _write(copy: Any, placeholders: list[Node], number: InductionVariable) -> Wr
     written: Any = copy.args[0]
     scatter: Any = copy.args[1]
     if written not in placeholders or not isinstance(scatter, Node) or scatter.target not in SCATTERS:
-        raise NotALoop("in-place", "a step changes a tensor in place", source_line(copy))
+        raise NotALoop("in-place", "a step changes a tensor in place", copy)
     if scatter.args[0] is not written:
-        raise NotALoop("write-uneven", "a step writes to several places of a tensor", source_line(scatter))
+        raise NotALoop("write-uneven", "a step writes to several places of a tensor", scatter)
     rank, dim = value(scatter).dim(), arg(scatter, 2, "dim", 0)
     single = scatter.target is aten.select_scatter.default
     place = slice_of(scatter, 3, single, number)
     if place is None:
-        raise NotALoop("write-uneven", "the slices that the steps write overlap or leave gaps", source_line(scatter))
+        raise NotALoop("write-uneven", "the slices that the steps write overlap or leave gaps", scatter)
     content: Any = scatter.args[1]
     while content.target is aten.copy.default and is_plain(content):
         content = content.args[1]
@@ -277,10 +288,13 @@ class Body(LoopVectorizer):
         self._solved: dict[Node, Loop] = {}
         self._coupled = self._dependencies()
 
+    def _named(self, node: Node) -> str:
+        return self.names.get(node) or name_of(node)
+
     def over_time(self, x: Any) -> Node:
         """Return a value of the body with a time axis in front."""
         if not isinstance(x, Node):
-            raise NotALoop("carry-not-tensor", "the loop returns something that is not a tensor")
+            raise NotALoop("carry-not-tensor", f"the loop returns {x!r}, which is not a tensor")
         found = self._closed(self._value(x))
         if isinstance(found, Affine):
             raise NotALoop("carries-coupled", f"{found.loop.name} and another carry depend on each other")
@@ -310,7 +324,7 @@ class Body(LoopVectorizer):
         if isinstance(size, torch.SymInt) and not depends_on_iteration(size):
             return Value(size)
         if node in self.written:
-            raise NotALoop("shared-memory", f"a step reads {self.names.get(node, 'a tensor')}, which steps write to")
+            raise NotALoop("shared-memory", f"a step reads `{self._named(node)}`, which steps write to")
         if node in self.carried and self.carried[node] is not node:
             return self._carry(node)
         if node in self.initial:
@@ -323,7 +337,7 @@ class Body(LoopVectorizer):
                 try:
                     self._memo[node] = self._step(node)
                 except NotALoop as refusal:
-                    refusal.line = refusal.line or source_line(node)
+                    refusal.found_at(*located(node))
                     raise
         return self._closed(self._memo[node])
 
@@ -335,9 +349,9 @@ class Body(LoopVectorizer):
         if loop is None:
             new = self.carried[node]
             if not isinstance(new, Node):
-                raise NotALoop("carry-not-tensor", f"the carry {self.names[node]} is not a tensor")
+                raise NotALoop("carry-not-tensor", f"the carry `{self.names[node]}` is not a tensor")
             loop = self._solved[node] = Loop(
-                (new,), initial=self.initial[node], count=self.count, name=f"the carry {self.names[node]}"
+                (new,), initial=self.initial[node], count=self.count, variable=self.names[node]
             )
             found = self._value(new)
             if isinstance(found, Affine):
@@ -363,9 +377,8 @@ class Body(LoopVectorizer):
         for node in carries:
             new = self.carried[node]
             if not isinstance(new, Node) or not is_tensor(new):
-                raise NotALoop("carry-not-tensor", f"the carry {self.names[node]} is not a tensor")
-            name = f"the carry {self.names[node]}"
-            loops.append(Loop((new,), initial=self.initial[node], count=self.count, name=name))
+                raise NotALoop("carry-not-tensor", f"the carry `{self.names[node]}` is not a tensor")
+            loops.append(Loop((new,), initial=self.initial[node], count=self.count, variable=self.names[node]))
         for node, loop in zip(carries, loops, strict=True):
             loop.system = tuple(loops)
             self._solved[node] = loop
@@ -398,11 +411,11 @@ class Body(LoopVectorizer):
         if node.target in (aten.lift_fresh.default, aten.lift_fresh_copy.default):
             return self._value(node.args[0])
         if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
-            raise NotALoop("randomness", f"{node.target} draws random numbers in the loop")
+            raise NotALoop("randomness", f"`{expression(node)}` draws random numbers in the loop")
         if (read := self._read(node)) is not None:
             return read
         if any(isinstance(leaf, Node) for leaf in tree_leaves(node.kwargs)):
-            raise NotALoop("no-iteration-form", f"{node.target} gets a tensor by keyword")
+            raise NotALoop("no-iteration-form", f"`{expression(node)}` gets a tensor by keyword")
         flat, spec = tree_flatten(node.args)
         if any(map(is_number, flat)):
             return self._numbered(node)
@@ -421,7 +434,7 @@ class Body(LoopVectorizer):
     def _constant(self, x: torch.Tensor) -> Value:
         """Write out a constant that the body makes of Python's numbers."""
         if x.numel() > _CONSTANT:
-            raise NotALoop("python-constant", f"a step makes a tensor of {x.numel()} Python numbers")
+            raise NotALoop("python-constant", f"a step makes a tensor of {x.numel()} numbers of Python")
         return Value(self.emit.call(torch.tensor, x.tolist(), dtype=x.dtype, device=x.device))
 
     def _numbered(self, node: Any) -> Value | Affine:
@@ -431,7 +444,7 @@ class Body(LoopVectorizer):
             filled = self.counting.over_time(node.args[-1], like.dtype, like.device)
             return Value(emit.expand(emit.padded(filled, like.dim()), [self.count, *like.shape]), True)
         if node.target not in OF_TENSORS or len(node.args) != 2 or node.kwargs:
-            raise NotALoop("number-arithmetic", f"a step passes {node.target} its number")
+            raise NotALoop("number-arithmetic", f"a step passes {node.target} its number: `{expression(node)}`", node)
         leaves = self.counting.combined(node, [x if is_number(x) else self._value(x) for x in node.args])
         for x in leaves:
             if isinstance(x, Affine):
@@ -447,20 +460,18 @@ class Body(LoopVectorizer):
             return None
         source = self._value(node.args[0])
         if isinstance(source, Affine) or source.has_time:
-            raise NotALoop(
-                "read-computed", f"a step slices {self.names.get(node.args[0], 'a tensor')}, which the loop computes"
-            )
+            raise NotALoop("read-computed", f"a step slices `{self._named(node.args[0])}`, which the loop computes")
         single = node.target is aten.select.int
         place = slice_of(node, 2, single, self.number)
         if place is None:
             raise NotALoop(
                 "read-uneven",
-                f"{self.names.get(node.args[0], 'a tensor')} is read at positions that are not evenly spaced",
+                f"`{self._named(node.args[0])}` is read at positions that are not evenly spaced",
             )
         start, step, width = place
         if not step or (width != 1 and abs(step) > width):
-            name = self.names.get(node.args[0], "a tensor")
-            raise NotALoop("read-uneven", f"{name} is read in slices with gaps between them")
+            name = self._named(node.args[0])
+            raise NotALoop("read-uneven", f"`{name}` is read in slices with gaps between them")
         return self._slices(
             source.node, node.args[1] % value(source.node).dim(), start, step, width, self.count, not single
         )
@@ -480,7 +491,7 @@ def differentiable(graph: Graph) -> None:
                 kinds = {key: node.kwargs[key] for key in ("dtype", "device")}
                 new = graph.call_function(aten.arange.default, node.args, kinds)
             else:
-                raise NotALoop("no-gradient", f"{node.target} has no gradient")
+                raise NotALoop("no-gradient", f"`{expression(node)}`, {node.target}, has no gradient", node)
         new.meta = dict(node.meta)
         node.replace_all_uses_with(new)
         graph.erase_node(node)

@@ -9,11 +9,11 @@ from torch.fx import GraphModule, Node
 
 from ..ir.captured_loop import CapturedLoop, step_count
 from ..ir.fx import known
-from ..ir.rewrite import source_line
+from ..ir.source import name_of
 from ..private import tree_leaves
 from ..recurrence.vectorize import NotALoop
 from .body import Slices, trace
-from .mutation import changed_in_place, memory
+from .mutation import changed_in_place, memory, writes
 
 aten = torch.ops.aten
 
@@ -51,8 +51,8 @@ class CallSite:
         self.operands: list[Node] = []
         self._read_operands()
         self.traced = trace(self.loop, self.count, [example(node) for node in self.operands], self.sequences)
-        names = [_name(self.operands[x.operand], x.back) for x in self.traced.added]
-        self.traced.names = (*self.loop.names, *names)
+        added = [_name(self.operands[x.operand], x.back) for x in self.traced.added]
+        self.traced.names = (*self.loop.names, *added, *map(name_of, self.operands[self.loop.carried :]))
         self._check_writes()
         self.lists = self.loop.carried + self.loop.lasts
         self.uses = sorted((int(user.args[1]), user) for user in call.users if user.users)  # type: ignore[arg-type, call-overload]
@@ -80,15 +80,19 @@ class CallSite:
                 source, dim, width = parts
             else:
                 raise NotALoop(
-                    "read-uneven", "the loop goes through a list of tensors that are not slices of one tensor"
+                    "read-uneven",
+                    f"the loop goes through `{name_of(source)}`, a list of tensors that are not slices of one tensor",
                 )
             rank, size = example(source).dim(), example(source).shape[dim] // (width or 1)
             start = read.start + size if read.start < 0 else read.start
             args[at] = source
             self.sequences.append(Slices(dim % rank, start, read.step, width))
         kinds = (torch.Tensor, torch.SymInt, int)
-        if not all(isinstance(x, Node) and isinstance(x.meta.get("example_value"), kinds) for x in args):
-            raise NotALoop("carry-not-tensor", "the loop reads a value that is neither a tensor nor a size")
+        for x in args:
+            if not (isinstance(x, Node) and isinstance(x.meta.get("example_value"), kinds)):
+                number: Any = x.args[0] if isinstance(x, Node) and x.target == "item" else x
+                name = name_of(number) if isinstance(number, Node) else number
+                raise NotALoop("carry-not-tensor", f"the loop reads `{name}`, which is neither a tensor nor a size")
         self.operands = args
 
     def written(self) -> set[Any]:
@@ -109,15 +113,15 @@ class CallSite:
             others = [x for i, x in enumerate(self.operands) if i != write.operand]
             outside = [x for x in self.gm.graph.nodes if x.op in ("placeholder", "get_attr")]
             if any(storage(x) == own for x in others + outside):
-                reason = f"it writes to {written.name}, which is also read, or comes from outside"
-                raise NotALoop("shared-memory", reason, source_line(written))
+                reason = f"it writes to `{name_of(written)}`, which is also read, or comes from outside"
+                raise NotALoop("shared-memory", reason, write.content)
             if write.operand < self.loop.carried or abs(write.step) != write.width:
-                reason = f"the slices of {written.name} that the steps write overlap or leave gaps"
-                raise NotALoop("write-uneven", reason, source_line(written))
+                reason = f"the slices of `{name_of(written)}` that the steps write overlap or leave gaps"
+                raise NotALoop("write-uneven", reason, write.content)
             whole = (0, known(example(written).shape[write.dim]))
             if not isinstance(self.count, int) and self.bounds(write) != whole:
-                reason = f"the loop writes to a part of {written.name}, and the size of that part is not known"
-                raise NotALoop("size-unknown", reason, source_line(written))
+                reason = f"the loop writes to a part of `{name_of(written)}`, and the size of that part is not known"
+                raise NotALoop("size-unknown", reason, write.content)
 
     def _check_finals(self) -> None:
         """Refuse states in place that anything else could see in between."""
@@ -130,12 +134,13 @@ class CallSite:
             others = [x for i, x in enumerate(self.operands) if i != operand]
             if any(storage(x) == memory for x in others + outside):
                 raise NotALoop(
-                    "in-place", f"a step changes {self.operands[operand].name} in place, which comes from outside"
+                    "in-place", f"a step changes `{name_of(self.operands[operand])}` in place, which comes from outside"
                 )
             own = storage(placeholders[operand + (operand >= self.loop.carried)])
             if own in collected:
                 raise NotALoop(
-                    "in-place", f"a step collects {self.operands[operand].name}, and later ones change it in place"
+                    "in-place",
+                    f"a step collects `{name_of(self.operands[operand])}`, and later ones change it in place",
                 )
             self.mutated.add(own)
 
@@ -147,21 +152,24 @@ class CallSite:
         for i, use in self.uses:
             tensors = tree_leaves(use.meta.get("example_value", self.call.meta["example_value"][i]))
             if any(memory(x) in changed for x in tensors):
+                change = next((user for user in use.users if writes(user)), use)
                 raise NotALoop(
-                    "in-place", f"a result, {use.name}, is changed in place after the loop", source_line(use)
+                    "in-place", f"a result, `{name_of(inner[i])}`, is changed in place after the loop", change
                 )
             together = isinstance(self.call.meta["example_value"][i], torch.Tensor)
             if i < self.lists or (
                 not together and any(user.target not in JOINS for item in use.users for user in item.users)
             ):
-                escaping.append(storage(inner[i]))
+                escaping.append(inner[i])
         given = [storage(node) for node in self.loop.body.graph.find_nodes(op="placeholder")]
-        shared = [memory for memory in given if memory not in self.mutated] + escaping
-        if any(shared.count(memory) > 1 for memory in escaping):
-            raise NotALoop(
-                "shared-memory",
-                "a result of the loop shares memory with another result or with a tensor that the loop reads",
-            )
+        shared = [memory for memory in given if memory not in self.mutated] + [storage(x) for x in escaping]
+        for x in escaping:
+            if shared.count(storage(x)) > 1:
+                raise NotALoop(
+                    "shared-memory",
+                    f"a result, `{name_of(x)}`, shares memory with another result or with a tensor that the loop reads",
+                    x,
+                )
 
 
 def unbound(unbind: Any) -> tuple[Node, int]:
@@ -170,7 +178,8 @@ def unbound(unbind: Any) -> tuple[Node, int]:
 
 
 def _name(tensor: Node, back: int) -> str:
-    return f"{tensor.name} of {back} step{'s' if back > 1 else ''} ago" if back else tensor.name
+    name = name_of(tensor)
+    return f"{name} of {back} step{'s' if back > 1 else ''} ago" if back else name
 
 
 def _parts(split: Any) -> tuple[Node, int, int] | None:

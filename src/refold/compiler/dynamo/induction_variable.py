@@ -60,6 +60,24 @@ class InductionVariable:
         known = [self.env.replace(guard) for guard in self.guards]
         return min((self._first_failure(guard, most) for guard in known), default=most)
 
+    def decided(self, count: Any, before: int = 0) -> str:
+        """Say which step decides otherwise than those before it, and on what, for a person.
+
+        Args:
+            count: How many steps there are; a number, or a symbol.
+            before: How many steps of the loop ran before the one that is number 0 here.
+        """
+        known = [self.env.replace(guard) for guard in self.guards]
+        if not isinstance(count, int):
+            return "what a step does depends on its number, for some lengths"
+        at, guard = min(((self._first_failure(guard, count), guard) for guard in known), key=lambda pair: pair[0])
+        decision = guard.subs(self.symbol, sympy.Symbol("step", integer=True) - before)
+        if isinstance(decision, sympy.core.relational.Relational):
+            decision = f"{decision.lhs} {decision.rel_op} {decision.rhs}"
+        if guard.subs(self.symbol, at) != sympy.false:
+            return f"a step decides on its number by `{decision}`, of which the next step is not known"
+        return f"step {before + at}, counted from 0, is the first for which `{decision}` is not true"
+
     def hold(self, count: Any) -> bool:
         """Tell whether all guards hold at ``count`` steps, a symbol; what that asks of sizes is guarded then."""
         return all(self._holds(self.env.replace(guard), count) for guard in self.guards)

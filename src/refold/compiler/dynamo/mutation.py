@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
 from torch.fx import GraphModule, Node
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..ir.captured_loop import CapturedLoop
-from ..private import HigherOrderOperator, OpOverload, tree_leaves
+from ..private import HigherOrderOperator, OpOverload, schema, tree_leaves
 from .associative_scan import Neighbours, is_scan
 
 _ARITHMETIC = ("iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "iand", "ior", "ixor")
@@ -29,7 +30,7 @@ def changed_in_place(gm: GraphModule, cautious: bool = False, but: Node | None =
     changed = set()
     for node in gm.graph.nodes:
         inner = node.op == "call_module" or isinstance(node.target, HigherOrderOperator)
-        if (cautious and inner and node is not but and not _is_harmless(gm, node)) or _writes(node):
+        if (cautious and inner and node is not but and not _is_harmless(gm, node)) or writes(node):
             changed |= {storage for x in node.all_input_nodes for storage in storages(x)}
     return changed
 
@@ -45,12 +46,12 @@ def _is_harmless(gm: GraphModule, call: Node) -> bool:
     return not given & changed_in_place(loop.body, cautious=True)
 
 
-def _writes(node: Node) -> bool:
+def writes(node: Node) -> bool:
     """Tell whether a call changes one of its arguments."""
     if not node.op.startswith("call") or node.op == "call_module":
         return False
     name = getattr(node.target, "__name__", node.target)
-    mutable = isinstance(node.target, OpOverload) and node.target._schema.is_mutable
+    mutable = isinstance(node.target, OpOverload) and schema(node.target).is_mutable
     in_place = isinstance(name, str) and ((name.endswith("_") and not name.endswith("__")) or name == "setitem")
     return mutable or in_place or "out" in node.kwargs or node.target in _IN_PLACE or _asked_to(node)
 
@@ -68,7 +69,7 @@ def memory(x: torch.Tensor) -> Any:
     """Return what tells whether two tensors share memory, also inside of ``torch.func``'s transforms."""
     while is_functorch_wrapped_tensor(x):
         x = get_unwrapped(x)
-    return x.untyped_storage()._cdata
+    return StorageWeakRef(x.untyped_storage()).cdata
 
 
 def storages(node: Node) -> set[Any]:

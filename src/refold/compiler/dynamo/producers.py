@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, GraphModule, Interpreter, Node
 from torch.fx.node import map_arg
 
-from ..private import HigherOrderOperator
+from ..private import HigherOrderOperator, schema
 from .body import Operations, to_aten, twin
 from .mutation import memory
 
@@ -79,7 +79,7 @@ def _is_elementwise(node: Node, changed: set[Any]) -> bool:
 
 
 def _is_plain(func: Any) -> bool:
-    if func._schema.is_mutable or torch.Tag.nondeterministic_seeded in func.tags:
+    if schema(func).is_mutable or torch.Tag.nondeterministic_seeded in func.tags:
         return False
     if func.overloadpacket is aten.lift_fresh:  # a constant tensor, whose values are not in the graph
         return False

@@ -17,6 +17,7 @@ import torch
 from torch.fx import Node
 
 from ..ir.fx import is_tensor, value
+from ..ir.source import expression
 from ..recurrence.vectorize import Emitter, NotALoop, Value
 from .induction_variable import depends_on_iteration
 
@@ -74,23 +75,23 @@ class Counting:
             return [x] * self.count
         if not isinstance(self.count, int):
             raise NotALoop(
-                "number-arithmetic",
-                "the numbers that a step computes from the step number are not known for all lengths",
+                "number-arithmetic", f"`{expression(x)}`, a number, is not known for all lengths of the loop", x
             )
         if x is self.step:
             return range(self.count)
         if x.target not in _ARITHMETIC:
-            raise NotALoop(
-                "number-arithmetic", f"a step computes {getattr(x.target, '__name__', x.target)} of its number"
-            )
+            name = getattr(x.target, "__name__", x.target)
+            raise NotALoop("number-arithmetic", f"a step computes `{expression(x)}`, {name} of its number", x)
         target: Any = x.target
         try:
             found: list[Any] = [target(*each) for each in zip(*map(self.values, x.args), strict=True)]
         except ArithmeticError as error:
-            raise NotALoop("number-arithmetic", f"arithmetic with the step number fails: {error}") from error
+            raise NotALoop("number-arithmetic", f"`{expression(x)}` fails at a step: {error}", x) from error
         kind: Any = _KINDS[type(x.meta["val"])][0]
         if any(type(y) is not kind or not math.isfinite(y) or (kind is int and abs(y) >= 2**53) for y in found):
-            raise NotALoop("number-arithmetic", "a step computes numbers that are too large, or not always of one kind")
+            raise NotALoop(
+                "number-arithmetic", f"`{expression(x)}` is too large at a step, or not always of one kind", x
+            )
         return found
 
     def over_time(self, x: Any, dtype: torch.dtype, device: torch.device) -> Value:
@@ -123,10 +124,12 @@ class Counting:
         dtype = torch.result_type(value(like), kind(1))
         if dtype in (torch.float16, torch.bfloat16):
             if node.target in _COMPARISONS:
-                raise NotALoop("number-arithmetic", "a step compares numbers of low precision with its number")
+                raise NotALoop(
+                    "number-arithmetic", f"`{expression(node)}` compares numbers of low precision with the step's", node
+                )
             dtype = torch.float32  # in which PyTorch computes, too: only the result is rounded
         if node.target in (aten.pow.Tensor_Scalar, aten.pow.Scalar) and not dtype.is_floating_point:
-            raise NotALoop("number-arithmetic", "a step computes powers of integers")
+            raise NotALoop("number-arithmetic", f"`{expression(node)}` takes powers of integers", node)
         device = value(node).device
         return [self.over_time(x, dtype, device) if is_number(x) else self._cast(x, dtype) for x in operands]
 

@@ -14,7 +14,7 @@ from torch.fx import Graph, GraphModule, Node
 from ..ir.builder import Builder
 from ..ir.captured_loop import step_count
 from ..ir.fx import concrete, is_tensor, known, value
-from ..ir.rewrite import source_line
+from ..ir.source import source_line
 from ..recurrence.affine import Loop
 from ..recurrence.replace import SCANS, WHY, dualise
 from ..recurrence.systems import LINEAR_SYSTEM, MAX_PLUS_SCAN
@@ -49,6 +49,11 @@ class CapturedScan:
     dual: bool
     fixed: str = ""
 
+    @property
+    def notes(self) -> list[str]:
+        """What a report says of it, in addition."""
+        return [f"this compile is for these sizes alone: {self.fixed} [{self.site.call.name}]"] if self.fixed else []
+
     def splice(self) -> None:
         """Put the scan where the loop was."""
         splice(self.site, self.rewrite.candidate, self.inputs)
@@ -70,7 +75,7 @@ def find_scan(gm: GraphModule, call: Node, dual: bool = True) -> CapturedScan:
     except Exception as error:  # whatever it is, it may be otherwise with numbers for sizes
         if not _make_sizes_known(gm, call):
             raise
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        reason = error.advice if isinstance(error, NotALoop) else (str(error).splitlines() or [type(error).__name__])[0]
     found = _find(gm, call, dual)
     found.fixed = reason
     return found
@@ -167,7 +172,8 @@ def _rewrite(site: CallSite, traced: Traced, before: set[Node], dual: bool) -> C
     differentiable(graph)
     graph.lint()
     if not any(node.target in (*SCANS, LINEAR_SYSTEM, MAX_PLUS_SCAN) for node in graph.nodes) and body.loops:
-        raise NotALoop("no-scan", "nothing that is used depends on the carry")
+        names = " and ".join(dict.fromkeys(f"`{x.variable}`" for x in body.loops))
+        raise NotALoop("no-scan", f"nothing that is used depends on {names}")
     inner_body = _without_writes(steps_body)
     extra = range(len(steps_body.results), len(steps_body.results) + len(contents))
     count = concrete(site.count)  # of the inputs that it is checked and timed on

@@ -142,7 +142,7 @@ class Operand:
 
 
 def operand(build: Builder, factor: Factor) -> Operand:
-    """Insert a factor's pending steps and give every symbol an axis of its own."""
+    """Insert a factor's pending steps and give every symbol an axis of its own, whatever the factor's axes were."""
     node = factor.node
     for step in factor.pending:
         node = step(build, node)
@@ -151,7 +151,10 @@ def operand(build: Builder, factor: Factor) -> Operand:
 
 
 def multiply(build: Builder, a: Operand, b: Operand, out: Sequence[Axis], by: Any = aten.mul.Tensor) -> Operand:
-    """Multiply elementwise, broadcasting; axes in the order of ``out`` where they reach it. ``by`` may divide."""
+    """Multiply elementwise, broadcasting over symbols; axes in the order of ``out`` where they reach it.
+
+    ``by`` may divide instead.
+    """
     axes = sorted({*a.axes, *b.axes}, key=lambda axis: out.index(axis) if axis in out else len(out))
     nodes = []
     for x in (a, b):
@@ -164,7 +167,7 @@ def multiply(build: Builder, a: Operand, b: Operand, out: Sequence[Axis], by: An
 
 
 def lay_out(build: Builder, x: Operand, product: Product) -> Node:
-    """Permute, repeat and merge axes into the labels of a product."""
+    """Permute, repeat and merge an operand's axes, one per symbol, into those of a product, one per label."""
     axes = layout(product)
     node = build.permute(x.node, [x.axes.index(axis) for axis in axes if axis in x.axes])
     if missing := [dim for dim, axis in enumerate(axes) if axis not in x.axes]:

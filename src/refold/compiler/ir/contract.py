@@ -24,7 +24,7 @@ def sum_out(build: Builder, x: Operand, keep: set[Axis]) -> Operand:
 
 
 def contract(build: Builder, operands: list[Operand], keep: set[Axis], out: list[Axis]) -> Operand:
-    """Multiply operands and sum over what is not kept; two at a time."""
+    """Multiply operands and sum over what is not kept; two at a time. The result has the kept axes, in any order."""
     *rest, last = operands
     if not rest:
         return sum_out(build, last, keep)

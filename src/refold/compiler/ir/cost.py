@@ -17,7 +17,7 @@ import torch
 from torch.fx import Node
 from torch.utils.flop_counter import flop_registry
 
-from ..private import OpOverload
+from ..private import OpOverload, schema
 from .fx import concrete
 from .views import is_view
 
@@ -85,7 +85,7 @@ def _is_free(node: Node) -> bool:
         return True
     if is_view(node):
         return node.target not in (aten.clone.default, aten.repeat.default)
-    returns = node.target._schema.returns if isinstance(node.target, OpOverload) else ()
+    returns = schema(node.target).returns if isinstance(node.target, OpOverload) else ()
     return any(out.alias_info is not None and not out.alias_info.is_write for out in returns)
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from ...verify.memory import available_bytes
-from ..private import TorchDispatchMode, tree_leaves, tree_map
+from ..private import TorchDispatchMode, schema, tree_leaves, tree_map
 from .evaluate import BLOCK, contracted
 
 aten = torch.ops.aten
@@ -89,7 +89,7 @@ class Computing(TorchDispatchMode):
         if kind == "dropout":
             x, p = args[:2]
             return x * drawn / (1 - p) if p < 1 else x * 0, drawn
-        return args[0].copy_(drawn) if func._schema.is_mutable else drawn
+        return args[0].copy_(drawn) if schema(func).is_mutable else drawn
 
     # Products that are not written out ------------------------------------------------------------
 
@@ -127,10 +127,10 @@ class Computing(TorchDispatchMode):
 
     def _check_writes(self, func: Any, args: Any) -> None:
         """Refuse what writes to such a product or its factors, or relies on how the product lies in memory."""
-        strides = any("stride" in argument.name for argument in func._schema.arguments)
-        if func._schema.is_mutable or strides:
+        strides = any("stride" in argument.name for argument in schema(func).arguments)
+        if schema(func).is_mutable or strides:
             tensors = [x for x in tree_leaves(args) if isinstance(x, torch.Tensor)]
-            if any(_address(x) in (self.in_use if func._schema.is_mutable else self.products) for x in tensors):
+            if any(_address(x) in (self.in_use if schema(func).is_mutable else self.products) for x in tensors):
                 raise _Lazy
 
 
@@ -162,14 +162,14 @@ def _randomness(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> str:
     """
     if torch.Tag.nondeterministic_seeded not in func.tags:
         return ""
-    name = func._schema.name.partition("::")[2].rstrip("_")
+    name = schema(func).name.partition("::")[2].rstrip("_")
     if name == "native_dropout":
         return "dropout" if args[2] is not False else ""
     if name.startswith(_DRAWS):
         return "draws"
-    names = [argument.name for argument in func._schema.arguments]
+    names = [argument.name for argument in schema(func).arguments]
     given = dict(zip(names, args, strict=False)) | kwargs
-    defaults = {argument.name: argument.default_value for argument in func._schema.arguments}
+    defaults = {argument.name: argument.default_value for argument in schema(func).arguments}
     if "dropout_p" in names and not given.get("dropout_p", defaults["dropout_p"]):
         return ""
     raise Impossible(f"{name} is random in a way that cannot be replayed")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import torch
@@ -13,8 +12,6 @@ from ..private import statically_known_true
 aten = torch.ops.aten
 
 Size = int | torch.SymInt
-CALLED = "refold_called"
-"""The key of a node's metadata for the name that its value has in the user's code, where the node has another."""
 
 
 def concrete(size: Any) -> Any:
@@ -44,14 +41,6 @@ def value(node: Node) -> torch.Tensor:
 def arg(node: Node, position: int, name: str = "", default: Any = None) -> Any:
     """Return an argument of a call, given by position or by name."""
     return node.args[position] if len(node.args) > position else node.kwargs.get(name, default)
-
-
-def plain_name(name: str) -> str:
-    """Return the user's name from Dynamo's, such as ``l_self_modules_proj_parameters_weight_``."""
-    name = re.sub(r"^[Ll]_+", "", name).strip("_")
-    name = re.sub(r"(^|_)self_", r"\1", name)
-    name = re.sub(r"(modules|parameters|buffers)_+", "", name)
-    return re.sub(r"__+", "_", name).strip("_")
 
 
 def is_tensor(node: Any) -> bool:

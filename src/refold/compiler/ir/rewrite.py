@@ -13,6 +13,7 @@ from torch.fx import GraphModule, Node
 
 from .builder import extract, region_inputs, upstream
 from .cost import Cost, graph_cost
+from .source import source_line
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,18 +111,6 @@ def canonical(gm: GraphModule) -> str:
     return "\n".join(
         f"{called(node)} {torch.fx.node.map_arg((node.args, node.kwargs), number)}" for node in gm.graph.nodes
     )
-
-
-def source_line(node: Node) -> str:
-    """Return the innermost line of the user's code that made a node."""
-    lines = [line.strip() for line in (node.meta.get("stack_trace") or "").splitlines() if line.strip()]
-    frames = [i for i, line in enumerate(lines) if line.startswith("File ")]
-    if not frames:
-        return ""
-    last = frames[-1]
-    where = lines[last].replace('File "', "").replace('", line ', ":").split(",")[0]
-    code = lines[last + 1] if last + 1 < len(lines) else ""
-    return f"{where}: {code}".rstrip(": ")
 
 
 def replace_node(

@@ -1,6 +1,7 @@
 """The symbols of index notation: one per axis, split and unified as a graph reshapes and multiplies.
 
-Symbols are unified only where the graph itself multiplies two axes element by element.
+Symbols stand for axes of any shape: one symbol per axis, or several if the axis was merged from several. They are
+unified only where the graph itself multiplies two axes element by element.
 """
 
 from __future__ import annotations

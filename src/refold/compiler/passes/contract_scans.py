@@ -98,13 +98,13 @@ def _last_state(graph: Graph, scan: Node, states: Node) -> Any:
 
 
 def _time_of(view: Node) -> int | None:
-    """Return where a permutation of the states has the time axis."""
+    """Return where a permutation of the states, (b, t, ...), has the time axis."""
     order: Any = view.args[1] if view.target is aten.permute.default else ()
     return list(order).index(1) if 1 in order else None
 
 
 def _again(scan: Any, reroller: Reroller, states: Node) -> Node:
-    """Emit the scan once more, as a loop whose dual can be looked for."""
+    """Emit the scan, whose states are (b, t, ...), once more, as a loop whose dual can be looked for."""
     emit, given = reroller.emit, named_args("linear_scan", scan.args)
     a, x, initial = (given[name] for name in ("a", "x", "initial_state"))
     twin = emit.call(getitem, emit.call(scan.target, *scan.args), 0)

@@ -25,7 +25,8 @@ from ..ir.builder import Builder, Operand, between, lay_out, multiply, operand, 
 from ..ir.contract import contract
 from ..ir.fx import arg, is_tensor, is_training, value
 from ..ir.index import Factor, Product, layout
-from ..ir.rewrite import Rewrite, replace_node, source_line
+from ..ir.rewrite import Rewrite, replace_node
+from ..ir.source import located
 from ..ir.symbols import Axis, Label, resolve, unify
 from ..recurrence.chunked_form import ChunkStates, NotAScan, Scan, read_scan, read_states, require, with_label
 from ..recurrence.duality import divisor, step_limits
@@ -124,7 +125,7 @@ def _operands(root: Node, scan: Scan) -> _Operands:
         # x is divided by the log decay. Its gradient, a difference of large numbers, loses digits where that is small.
         if torch.is_grad_enabled() and (lost := [step.node for step in steps if not fades(step.node)]):
             what = f"a scan in chunks stays as it is, because its log decay {described(lost[0])} may be small"
-            raise Refusal("decay-gradient", what, source_line(root))
+            raise Refusal("decay-gradient", what, *located(root))
         dt, A = scan.decays, Product((), ())
     keys = [factor for factor in written if summed & set(factor.axes())]
     values = [factor for factor in written if factor not in keys]

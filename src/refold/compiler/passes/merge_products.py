@@ -78,6 +78,7 @@ def _pays(roots: list[Node]) -> bool:
 
 
 def _merged(graph: Graph, roots: list[Node]) -> Rewrite:
+    """Replace products (m, k) @ (k, n) of one (m, k) by slices of its product with all of (k, n) side by side."""
     last = roots[-1]
     build = Builder(last)
     x = arg(roots[0], _PRODUCTS[roots[0].target])

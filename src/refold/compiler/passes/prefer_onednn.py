@@ -29,7 +29,7 @@ SMALLEST = 1 << 22
 
 @torch.library.custom_op("refold::onednn_linear", mutates_args=(), device_types="cpu")
 def onednn_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """``x @ weight.T + bias`` by oneDNN; opaque, so that Inductor hands it dense operands."""
+    """``x (m, k) @ weight (n, k).T + bias (n)`` by oneDNN; opaque, so that Inductor hands it dense operands."""
     return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
 
 

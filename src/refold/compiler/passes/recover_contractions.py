@@ -4,6 +4,8 @@ The sum is read in index notation (`refold.compiler.ir.index`): a product of fac
 Symbols that no factor reads are dropped. That alone removes the repeat of one ``B, C`` group to every head.
 ``opt_einsum`` orders the factors (Smith & Gray 2018, doi:10.21105/joss.00753), and each pair becomes ``mm`` or ``bmm``.
 Matrix products that are in the graph already are read the same way, and rewritten if a repeat falls out of them.
+
+Values may have any shape; an operand of a product has one axis per symbol.
 """
 
 from __future__ import annotations

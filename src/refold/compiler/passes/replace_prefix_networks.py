@@ -2,6 +2,8 @@
 
 PyTorch's ``associative_scan``, and scans by doubling or by trees that people write themselves, combine neighbours in
 time, in passes over all of memory. `refold.compiler.recurrence.prefix` reads what they compute.
+
+Shapes. Values are (..., t, ...), and stay so. Sources: as there.
 """
 
 from __future__ import annotations
@@ -52,6 +54,7 @@ def _scanned(found: Found, replaced: dict[Node, Node]) -> Rewrite | None:
     emit.at(root)
 
     def over_time(x: Node) -> Value:
+        """Return an operand, broadcast to (..., t, ...), with time as axis 0: (t, ...)."""
         own = dim - (rank - value(x).dim())
         return Value(emit.permute(x, [own, *(d for d in range(value(x).dim()) if d != own)]), True)
 

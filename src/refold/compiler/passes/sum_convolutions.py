@@ -135,7 +135,10 @@ def _summed(build: Builder, call: _Convolution, out: torch.Tensor, dims: list[in
 
 
 def _shifted(build: Builder, call: _Convolution, x: Node, dim: int, length: int, kernel: int) -> Node:
-    """Return for each offset of the kernel the sum of those positions of an axis that meet a result."""
+    """Return for each offset of the kernel the sum of those positions of an axis that meet a result.
+
+    The axis of x, (b, c, *space), gets the size of the kernel.
+    """
     size = int(value(x).shape[dim])
     stride, padding, dilation = (values[dim - 2] for values in (call.stride, call.padding, call.dilation))
     total = build.call(aten.sum.dim_IntList, (x, [dim], True))

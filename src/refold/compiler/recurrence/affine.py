@@ -22,7 +22,8 @@ from torch.fx import Node
 
 from ...ops.torch.registry import OPS, node_args
 from ..ir.fx import is_tensor, known, value
-from .systems import LARGEST, LINEAR_SYSTEM, MAX_PLUS_SCAN, wide
+from ..ir.source import expression, name_of
+from .systems import LINEAR_SYSTEM, MAX_PLUS_SCAN, largest, wide
 from .vectorize import Emitter, NotALoop, Value, broadcasts, described, is_pointwise
 
 aten = torch.ops.aten
@@ -53,7 +54,7 @@ class Loop:
         last: The last state, if something cheaper than ``states`` holds it.
         operator: What computes its states.
         count: How many steps there are, if one node stands for all of them.
-        name: What to call it to a person.
+        variable: What the user calls it, if it is known.
         system: The loops whose states are computed together, this one among them; empty if it is alone.
     """
 
@@ -67,8 +68,13 @@ class Loop:
     last: Node | None = None
     operator: str = "linear_scan"
     count: Any = None
-    name: str = "the carry"
+    variable: str = ""
     system: tuple[Loop, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """What to call it to a person."""
+        return f"the carry `{self.variable or name_of(self.steps[-1])}`"
 
     @property
     def length(self) -> Any:
@@ -128,6 +134,7 @@ class LoopVectorizer:
         return x
 
     def _apply(self, x: Affine, carry: Node, step: Node) -> Value:
+        """Return a function of carries whose states are known, (t, ...), for all steps."""
         shape = tuple(value(step).shape) if x.shape is None else x.shape
         rank, terms = len(shape), list[Node]()
         for loop, scale in x.scales.items():
@@ -150,20 +157,21 @@ class LoopVectorizer:
         return Value(out, True)
 
     def _floor(self, floor: Value, like: Node) -> Node:
+        """Return a floor with the rank of ``like``, (t, ...), or, if it is a number, as a tensor without axes."""
         val = value(like)
         if isinstance(floor.node, Node):
             return self.emit.padded(floor, val.dim() - 1)
         return self.emit.call(aten.full.default, [], floor.node, dtype=val.dtype, device=val.device)
 
     def _tensor(self, x: Any, like: Node) -> Node:
-        """Return a node of the shape of another."""
+        """Return a state before the first step, (...) or a number, in the shape of a step's value."""
         if not isinstance(x, Node):
             if isinstance(x, bool) or not isinstance(x, (int, float)):
-                raise NotALoop("initial-state", f"the state before the first step is {x!r}, which is no number")
+                raise NotALoop("initial-state", f"`{name_of(like)}` is {x!r} before the first step, which is no number")
             val = value(like)
             return self.emit.call(aten.full.default, list(val.shape), x, dtype=val.dtype, device=val.device)
         if not is_tensor(x):
-            raise NotALoop("carry-not-tensor", f"the state before the first step, {x.name}, is not one tensor")
+            raise NotALoop("carry-not-tensor", f"the state before the first step, `{name_of(x)}`, is not one tensor")
         x = self._known(x)
         if not broadcasts(value(x).shape, value(like).shape):
             raise NotALoop(
@@ -183,7 +191,7 @@ class LoopVectorizer:
         return x if step > 0 else self.emit.call(prims.rev.default, x, [dim])
 
     def _slices(self, x: Node, dim: int, start: int, step: int, width: int, count: int, keep: bool) -> Value:
-        """Read slices of one axis, the first at ``start`` and each ``step`` after the one before, all at once."""
+        """Read slices of one axis, the first at ``start``, each ``step`` after the last, all at once: (t, ...)."""
         low = min(start, start + step * (count - 1))
         high = max(start, start + step * (count - 1)) + width
         if width == 1:
@@ -211,7 +219,7 @@ class LoopVectorizer:
             raise NotALoop("carry-not-tensor", f"{loop.name} is not one tensor: one operation makes several")
         found, shape = self._operation(node, leaves, loop, count), tuple(value(node).shape)
         if _without_ones(shape) != _without_ones(value(loop.steps[-1]).shape):
-            raise NotALoop("carry-shape", f"{node.target} broadcasts {loop.name} to another shape, {shape}")
+            raise NotALoop("carry-shape", f"`{expression(node)}` broadcasts {loop.name} to another shape, {shape}")
         return replace(found, shape=shape)
 
     def _operation(self, node: Any, leaves: list[Any], loop: Loop, count: int) -> Affine:
@@ -230,7 +238,7 @@ class LoopVectorizer:
         if target is prims.convert_element_type.default and node.args[1].is_floating_point:
             return mine
         if not is_pointwise(target):
-            raise NotALoop("mixes-elements", f"{target} mixes elements of {loop.name}")
+            raise NotALoop("mixes-elements", f"`{expression(node)}` mixes elements of {loop.name}")
         if target in (aten.add.Tensor, aten.sub.Tensor):
             a, b = operands[:2]  # the factor may be the third
             alpha = node.kwargs.get("alpha", 1) * (-1.0 if target is aten.sub.Tensor else 1.0)
@@ -254,7 +262,7 @@ class LoopVectorizer:
             return self._scaled(mine, Value(-1.0), loop)
         if target is aten.where.self and isinstance(leaves[0], Value):
             return self._where(node, leaves, loop, count)
-        raise NotALoop("carry-not-affine", f"{target} is applied to {loop.name}, and is not affine in it")
+        raise NotALoop("carry-not-affine", f"`{expression(node)}` is not affine in {loop.name}")
 
     def _maximum(self, node: Any, operands: list[Any], mine: Affine) -> Affine:
         """Apply an operation to, or make, the maximum of a shifted carry and something else."""
@@ -272,11 +280,11 @@ class LoopVectorizer:
             return replace(mine, offset=offset, floor=self._call(aten.add.Tensor, loop, mine.floor, by))
         raise NotALoop(
             "carry-not-affine",
-            f"{target} and a maximum are both applied to {loop.name}, and the result is not affine in it",
+            f"`{expression(node)}` and a maximum are both applied to {loop.name}, and the result is not affine in it",
         )
 
     def _maxima(self, loop: Loop, body: Affine) -> None:
-        """Compute all states of a running maximum."""
+        """Compute all states, (t, ...), of a running maximum."""
         emit, like, count = self.emit, loop.steps[-1], loop.length
         val = value(like)
         if not val.is_floating_point() or loop.reverse:
@@ -313,7 +321,7 @@ class LoopVectorizer:
         return Value(self.emit.reshape(part.node, [*value(part.node).shape[: part.has_time], *sizes]), part.has_time)
 
     def _call(self, target: Any, loop: Loop, *operands: Value) -> Value:
-        """Combine what does not depend on the carry."""
+        """Combine what does not depend on the carry: numbers, values of each step (...), or of all steps (t, ...)."""
         if not any(isinstance(x.node, Node) for x in operands):
             a, b = (*(x.node for x in operands), 0)[:2]
             numbers = {aten.mul.Tensor: lambda: a * b, aten.add.Tensor: lambda: a + b}
@@ -325,6 +333,7 @@ class LoopVectorizer:
         return Value(out, any(x.has_time for x in operands))
 
     def _plus(self, a: Affine | Value, b: Affine | Value, loop: Loop) -> Affine:
+        """Add two operands, at least one a function of carries; they broadcast as a step's values (...) do."""
         scales: dict[Loop, Value | None] = {}
         for x in (a, b):
             for own, scale in x.scales.items() if isinstance(x, Affine) else ():
@@ -343,6 +352,7 @@ class LoopVectorizer:
         return affine(scales, terms[0] if terms else None, reset)
 
     def _scaled(self, x: Affine | Value, by: Value, loop: Loop) -> Any:
+        """Multiply by what does not depend on the carry; both broadcast as a step's values (...) do."""
         if isinstance(x, Value):
             return self._call(aten.mul.Tensor, loop, x, by)
         scales = {
@@ -387,7 +397,7 @@ class LoopVectorizer:
     # The loop itself -------------------------------------------------------------------------
 
     def _scan(self, loop: Loop, body: Affine) -> Value:
-        """Compute all states at once, and note what each step read."""
+        """Compute all states, (t, ...), at once, and note what each step read."""
         emit, like, count = self.emit, loop.steps[-1], loop.length
         val = value(like)
         if val.is_complex() or body.floor is not None:
@@ -433,35 +443,46 @@ class LoopVectorizer:
         return Value(loop.states, True)
 
     def _system(self, loops: Sequence[Loop], bodies: Sequence[Affine | Value]) -> None:
-        """Compute the states of coupled carries together, or of a complex one."""
+        """Compute the states, (t, ...) each, of coupled carries together, or of a complex one.
+
+        The operator takes matrices (t, ..., k, k) and offsets (t, ..., k) for k carries.
+        """
         emit, first = self.emit, loops[0]
         like, count = first.steps[-1], first.length
         val = value(like)
-        more = f" and {len(loops) - 3} more" if len(loops) > LARGEST else ""
+        most = largest(val)
+        more = f" and {len(loops) - 3} more" if len(loops) > most else ""
         names = " and ".join(loop.name for loop in (loops[:3] if more else loops)) + more
-        if len(loops) > LARGEST:
+        if len(loops) > most:
             raise NotALoop(
                 "carries-coupled",
-                f"{names} depend on one another; only up to {LARGEST} such carries are computed as one scan",
+                f"{names} depend on one another; here up to {most} such carries are computed as one scan",
             )
         if any(body.reset is not None for body in bodies if isinstance(body, Affine)):
             raise NotALoop(
                 "carries-coupled", f"{names} depend on one another, and a mask replaces some of their elements"
             )
-        if any(value(x.steps[-1]).shape != val.shape or value(x.steps[-1]).dtype != val.dtype for x in loops):
+        shapes = [value(x.steps[-1]).shape for x in loops]
+        if any(value(x.steps[-1]).dtype != val.dtype for x in loops) or any(
+            _without_ones(own) != _without_ones(val.shape) for own in shapes
+        ):
             raise NotALoop("carry-shape", f"{names} depend on one another and differ in shape or dtype")
         shape = [*val.shape]
 
-        def whole(part: Value, time: bool) -> Node:
-            """Lay out an entry, (time, ...), with one step if all are the same."""
+        def whole(part: Value, time: bool, own: Sequence[Any]) -> Node:
+            """Lay out an entry of a row of one's own shape, (time, ...), with one step if all are the same."""
             if not isinstance(part.node, Node):
-                x = emit.call(aten.full.default, [1, *shape], part.node, dtype=val.dtype, device=val.device)
+                x = emit.call(aten.full.default, [1, *own], part.node, dtype=val.dtype, device=val.device)
             elif not part.has_time:
-                x = emit.call(aten.unsqueeze.default, emit.expand(part.node, shape), 0)
+                x = emit.call(aten.unsqueeze.default, emit.expand(part.node, [*own]), 0)
             else:
-                x = emit.padded(part, val.dim())
+                x = emit.padded(part, len(own))
             steps = count if time or part.has_time else 1
-            return emit.cast(emit.expand(x, [steps, *shape]), dtype)
+            return emit.cast(shaped(emit.expand(x, [steps, *own]), [steps, *shape]), dtype)
+
+        def shaped(x: Node, like: Sequence[Any]) -> Node:
+            """Move axes of size one."""
+            return x if [*value(x).shape] == [*like] else emit.reshape(x, [*like])
 
         size = range(len(loops))
         forms = [body.scales if isinstance(body, Affine) else {} for body in bodies]
@@ -471,15 +492,20 @@ class LoopVectorizer:
         read = [x.node for x in (*itertools.chain(*entries), *parts) if x is not None]
         dtypes = (value(node).dtype for node in read if isinstance(node, Node) and is_tensor(node))
         dtype = functools.reduce(torch.promote_types, dtypes, val.dtype)
-        rows = [emit.call(aten.stack.default, [whole(entry, time) for entry in row]) for row in entries]
+        rows = [
+            emit.call(aten.stack.default, [whole(entry, time, own) for entry in row])
+            for row, own in zip(entries, shapes, strict=True)
+        ]
         matrix = emit.call(aten.stack.default, rows)
-        offset = emit.call(aten.stack.default, [whole(part or Value(0.0), True) for part in parts])
-        initial = [emit.cast(self._tensor(loop.initial, like), val.dtype) for loop in loops]
+        offsets = [whole(part or Value(0.0), True, own) for part, own in zip(parts, shapes, strict=True)]
+        offset = emit.call(aten.stack.default, offsets)
+        initial = [emit.cast(self._tensor(loop.initial, loop.steps[-1]), val.dtype) for loop in loops]
         begun = any(isinstance(loop.initial, Node) or loop.initial for loop in loops)  # a zero is nothing to multiply
-        start = emit.cast(emit.call(aten.stack.default, initial), dtype) if begun else None
+        starts = [shaped(x, shape) for x in initial] if begun else []
+        start = emit.cast(emit.call(aten.stack.default, starts), dtype) if begun else None
         reverse = first.reverse
         solved = emit.cast(emit.call(LINEAR_SYSTEM, matrix, offset, start, reverse), val.dtype)
-        made = [emit.call(aten.select.int, solved, 0, i) for i in size]
+        made = [shaped(emit.call(aten.select.int, solved, 0, i), [count, *shapes[i]]) for i in size]
         for loop, x, start in zip(loops, made, initial, strict=True):
             loop.states, loop.operator = x, f"linear_system of {len(loops)}" if len(loops) > 1 else "complex scan"
             before = emit.call(aten.unsqueeze.default, start, 0)

@@ -345,6 +345,8 @@ def _log_decay(
 ) -> tuple[Node, Node, Node] | None:
     """Return x, dt and A for decays that are no ``exp(dt * A)``: their logarithm is A, or dt if it depends on time.
 
+    dt has the axes ``per_step``, A the axes ``per_head``, and x those of dt and one more.
+
     The operator multiplies x by dt, so x is divided by it. The gradient of dt then is a difference of large numbers
     where dt is small. Where a gradient is taken, there is no such way but for decays whose derivative is as small.
     """

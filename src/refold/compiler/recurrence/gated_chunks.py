@@ -68,7 +68,7 @@ def gated_scan(
     sums = _running_sums(emit, g)
 
     def end(part: Node) -> Node:
-        """Return what holds at the end of each chunk."""
+        """Return what holds at the end of each chunk: (b, c, l, k) becomes (b, c, 1, k)."""
         return emit.call(aten.slice.Tensor, part, 2, CHUNK - 1, CHUNK)
 
     def decay(exponent: Node) -> Node:
@@ -81,7 +81,7 @@ def gated_scan(
         return reduce(partial(emit.call, aten.add.Tensor), parts)
 
     def product(a: Node, b: Node) -> Node:
-        """Multiply the matrices of all chunks."""
+        """Multiply the matrices of all chunks, (b, c, m, n) and (b, c, n, o)."""
         a, b = (emit.reshape(m, [rows * chunks, *value(m).shape[2:]]) for m in (a, b))
         out = emit.call(aten.bmm.default, a, b)
         return emit.reshape(out, [rows, chunks, *value(out).shape[1:]])
@@ -135,7 +135,7 @@ def finite_part(emit: Emitter, x: Node, time: int) -> tuple[Node, Node]:
 
 
 def _chunked(emit: Emitter, x: Node, chunks: int) -> Node:
-    """Cut time into chunks; what is missing of the last one neither decays nor adds anything."""
+    """Cut (b, t, k) into chunks, (b, c, l, k); what is missing of the last one neither decays nor adds anything."""
     rows, steps, width = value(x).shape
     if not isinstance(steps, int) or steps != chunks * CHUNK:  # of a symbolic length it may be nothing
         kind = {"dtype": value(x).dtype, "device": value(x).device}
@@ -159,7 +159,7 @@ def _running_sums(emit: Emitter, g: Node) -> list[Node]:
 
 
 def _causal(emit: Emitter, like: Node) -> Node:
-    """Return which position of a chunk, the first axis, is not before which, the second."""
+    """Return which position of a chunk, the first axis, is not before which, the second: (l, l, 1)."""
     at = emit.positions(CHUNK, value(like).device)
     rows, columns = (emit.reshape(at, shape) for shape in ([CHUNK, 1, 1], [1, CHUNK, 1]))
     return emit.call(aten.ge.Tensor, rows, columns)

@@ -19,7 +19,8 @@ from torch.fx import Graph, Node
 
 from ..ir.builder import upstream
 from ..ir.fx import arg, is_erased, is_tensor, same, value
-from ..ir.rewrite import Rewrite, source_line
+from ..ir.rewrite import Rewrite
+from ..ir.source import source_line
 from .affine import Loop
 from .replace import Join, replace
 from .reroll import Reroller
@@ -77,7 +78,7 @@ def _cat(reroller: Reroller, root: Any) -> Node:
 
 
 def _along(reroller: Reroller, x: Node, dim: int, shape: Sequence[int]) -> Node:
-    """Lay steps one after another along an axis that each of them has."""
+    """Lay steps (t, ...) one after another along an axis that each of them has, in this shape."""
     order = [d + 1 for d in range(dim)] + [0] + [d + 1 for d in range(dim, value(x).dim() - 1)]
     return reroller.emit.reshape(reroller.emit.permute(x, order), shape)
 
@@ -102,19 +103,23 @@ def _written(reroller: Reroller, root: Node) -> Node:
 
 
 def _place(reroller: Reroller, root: Node, base: Node, writes: list[tuple[Node, Node]]) -> Node:
-    """Write the values of all steps at once."""
+    """Write the values of all steps, (t, ...), to neighbouring slices of one axis of ``base`` at once."""
     positions: list[Any] = [position(write) for write, _ in writes]
     first = positions[0]
     if first is None or any(p is None or (p[0], p[2]) != (first[0], first[2]) for p in positions):
         raise NotALoop(
-            "write-uneven", f"the steps do not all write slices of one width to one axis of {described(base)}"
+            "write-uneven",
+            f"the steps do not all write slices of one width to one axis of {described(base)}",
+            writes[0][0],
         )
     dim, _, width = first
     ordered = sorted(zip(positions, writes, strict=True), key=lambda pair: pair[0][1])
     starts = [p[1] for p, _ in ordered]
     if any(b - a != width for a, b in pairwise(starts)):
         raise NotALoop(
-            "write-uneven", f"the slices that the steps write to axis {dim} of {described(base)} overlap or leave gaps"
+            "write-uneven",
+            f"the slices that the steps write to axis {dim} of {described(base)} overlap or leave gaps",
+            writes[0][0],
         )
     x = reroller.stack([content for _, (_, content) in ordered], root)
     shape = [*value(root).shape]
@@ -183,18 +188,18 @@ def _sum(reroller: Reroller, root: Node) -> Node:
 
 
 def _sums(reroller: Reroller, root: Node, terms: list[Node]) -> list[Node]:
-    """Add up terms over time, each step having one or a few."""
+    """Add up terms (...) over time, each step having one or a few; one sum (...) for each of these."""
+    reasons: list[NotALoop] = []
     for period in range(1, _TERMS + 1):
         if len(terms) % period or len(terms) // period < SHORTEST:
             continue
         try:
             stacks = [reroller.stack(terms[k::period], root) for k in range(period)]
-        except NotALoop:
-            if period == _TERMS:
-                raise
+        except NotALoop as reason:
+            reasons.append(reason)
             continue
         return [reroller.emit.call(aten.sum.dim_IntList, x, [0]) for x in stacks]
-    raise NotALoop("steps-differ", f"the {len(terms)} terms of a sum are not the same operations for each step")
+    raise reasons[0]
 
 
 def last_states(graph: Graph, reroller: Reroller) -> Iterator[tuple[Node, Join, Node]]:

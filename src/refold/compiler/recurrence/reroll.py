@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,7 +25,7 @@ from torch.fx import Node
 
 from ..ir.cost import numel
 from ..ir.fx import is_tensor, known, place, value
-from ..ir.rewrite import source_line
+from ..ir.source import expression, located, name_of
 from .affine import Affine, Loop, LoopVectorizer
 from .vectorize import NotALoop, Value, broadcasts, described, vectorize_node
 
@@ -39,9 +39,15 @@ DEPTH = 150
 
 @dataclass
 class _Frame:
-    """One attempt: the lists being stacked, none of which a peeled list may see."""
+    """One attempt: the lists being stacked, none of which a peeled list may see.
+
+    Attributes:
+        open: The lists being stacked, by their first and last nodes.
+        peeled: How many steps were peeled from the beginning of lists, and from their end.
+    """
 
     open: dict[Node, Loop] = field(default_factory=dict)
+    peeled: tuple[int, int] = (0, 0)
 
 
 class Reroller(LoopVectorizer):
@@ -75,6 +81,7 @@ class Reroller(LoopVectorizer):
         return NotALoop("carries-coupled", f"{loop.name} depends on another carry that depends on it")
 
     def _list(self, steps: tuple[Any, ...], frame: _Frame, depth: int, peeled: int) -> Value | Affine:
+        """Stack one value (...) per step to (t, ...), or read them as a function of a carry."""
         first = steps[0]
         if all(step is first for step in steps):
             return Value(first)
@@ -92,9 +99,8 @@ class Reroller(LoopVectorizer):
             if part is None:
                 part = self._new(steps, frame, depth, peeled)
         except NotALoop as reason:
-            reason.line = reason.line or next(
-                (source_line(step) for step in reversed(steps) if isinstance(step, Node)), ""
-            )
+            if not reason.line:
+                reason.found_at(*next((located(step) for step in reversed(steps) if isinstance(step, Node)), ("", "")))
             self._memo[steps] = reason
             raise
         self._memo[steps] = part
@@ -103,8 +109,8 @@ class Reroller(LoopVectorizer):
             ends = [step for step in (steps[0], steps[-1]) if isinstance(step, Node)]
             val = max((step.meta["val"] for step in ends), key=numel)
             if isinstance(val, torch.Tensor) and tuple(value(part.node).shape) != (len(steps), *val.shape):
-                self._memo[steps] = _other_shapes(steps)
-                raise _other_shapes(steps)
+                self._memo[steps] = other = _differ(steps, frame, _shape)
+                raise other
             for i, step in enumerate(steps):
                 if isinstance(step, Node):
                     self._place.setdefault(step, (part, steps, i))
@@ -126,19 +132,18 @@ class Reroller(LoopVectorizer):
         return None
 
     def _new(self, steps: tuple[Any, ...], frame: _Frame, depth: int, peeled: int) -> Value | Affine:
+        """Stack values, one (...) per step, that no list holds yet."""
         if depth > DEPTH:
             raise NotALoop("step-long", f"a value of a step depends on more than {DEPTH} operations in a row")
         if (end := self._odd_end(steps)) is not None:
-            return self._peel(steps, end, peeled)
+            return self._peel(steps, end, frame, peeled)
         sample = steps[-1]
         if not isinstance(sample, Node) or sample.op != "call_function":
             raise NotALoop(
                 "read-uneven", f"the steps read different tensors, {_listed(steps)}, that are not slices of one tensor"
             )
         if any(self._kind(step) != sample.target for step in steps):
-            raise NotALoop(
-                "steps-differ", f"the steps do not compute the same: {_listed(self._kind(step) for step in steps)}"
-            )
+            raise _differ(steps, frame, self._kind)
         if sample.target is aten.copy.default and all(plain_copy(step) for step in steps):
             self.members.update(steps)
             return self._list(tuple(step.args[1] for step in steps), frame, depth + 1, peeled)
@@ -147,15 +152,13 @@ class Reroller(LoopVectorizer):
             return read
         rows = [list(_leaves((step.args, step.kwargs))) for step in steps]
         if any(len(row) != len(rows[0]) for row in rows):
-            raise NotALoop(
-                "steps-differ",
-                f"{sample.target} has other numbers of arguments in other steps: {_listed(map(len, rows))}",
-            )
+            counts = dict(zip(steps, (f"has {len(row)} arguments" for row in rows), strict=True))
+            raise _differ(steps, frame, counts.__getitem__)
         tags = getattr(sample.target, "tags", ())
         if torch.Tag.nondeterministic_seeded in tags:
-            raise NotALoop("randomness", f"{sample.target} draws random numbers in the loop")
+            raise NotALoop("randomness", f"`{expression(sample)}` draws random numbers in the loop")
         if any(isinstance(leaf, Node) for leaf in _leaves(sample.kwargs)):
-            raise NotALoop("no-iteration-form", f"{sample.target} gets a tensor by keyword")
+            raise NotALoop("no-iteration-form", f"`{expression(sample)}` gets a tensor by keyword")
         loop = Loop(steps)
         frame.open.setdefault(steps[0], loop)
         frame.open.setdefault(steps[-1], loop)
@@ -198,31 +201,31 @@ class Reroller(LoopVectorizer):
         x, y = self._place.get(a), self._place.get(b)
         return x is not None and y is not None and x[1] is y[1] and abs(x[2] - y[2]) == 1
 
-    def _peel(self, steps: tuple[Any, ...], end: int, peeled: int) -> Value:
-        """Stack all steps but one at the end, which stays as it is."""
+    def _peel(self, steps: tuple[Any, ...], end: int, frame: _Frame, peeled: int) -> Value:
+        """Stack all steps but one at the end, which stays as it is: (t - 1, ...) and (1, ...) are joined."""
         if peeled >= PEELS:
-            raise NotALoop("steps-differ", f"more than {PEELS} steps at the ends differ from the others")
-        rest = self._list(steps[1:] if end == 0 else steps[:-1], _Frame(), 0, peeled + 1)
+            raise _differ(steps, frame, self._kind)
+        first, last = frame.peeled
+        inner = _Frame(peeled=(first + 1, last) if end == 0 else (first, last + 1))
+        rest = self._list(steps[1:] if end == 0 else steps[:-1], inner, 0, peeled + 1)
         odd = steps[end]
         if isinstance(rest, Affine):
             raise self._unknown(rest.loop)
         like = steps[1] if end == 0 else steps[-2]
         if not is_tensor(like):
-            raise NotALoop("steps-differ", f"{like} at one step and {odd} at another are not both tensors")
+            raise _differ(steps, frame, type)
         core = self.emit.with_time(rest, len(steps) - 1)
         if is_tensor(odd) and numel(value(odd)) > numel(value(like)):  # a factor of a gradient that had no step before
             shape = value(odd).shape
             if not broadcasts(value(core).shape[1:], shape):
-                raise _other_shapes((odd, like))
+                raise _differ(steps, frame, _shape)
             core = self.emit.expand(self.emit.padded(Value(core, True), len(shape)), [len(steps) - 1, *shape])
         else:
             odd = self._tensor(odd, like)
         if value(odd).dtype != value(core).dtype:
-            raise NotALoop(
-                "steps-differ", f"the dtype changes from step to step: {value(odd).dtype} and {value(core).dtype}"
-            )
+            raise _differ(steps, frame, _dtype)
         if value(odd).shape != value(core).shape[1:]:  # an end that was taken off the rest was larger
-            raise _other_shapes((odd, like))
+            raise _differ(steps, frame, _shape)
         own = self.emit.call(aten.unsqueeze.default, odd, 0)
         return Value(self.emit.call(aten.cat.default, [own, core] if end == 0 else [core, own], 0), True)
 
@@ -251,11 +254,13 @@ class Reroller(LoopVectorizer):
             raise NotALoop(
                 "read-uneven",
                 f"{described(source)} is read at positions of axis {dim} that are not evenly spaced: {some} in a row",
+                steps[-1],
             )
         if any(part[3] - part[2] != width for part in parts) or (width != 1 and abs(step) != width):
             raise NotALoop(
                 "read-uneven",
                 f"{described(source)} is read in slices of axis {dim} of other widths than their distance",
+                steps[-1],
             )
         return self._slices(source, dim, starts[0], step, width, len(steps), keep)
 
@@ -269,7 +274,8 @@ def _carry(steps: tuple[Any, ...], frame: _Frame) -> Affine | None:
         if (steps[:-1] == loop.steps[1:]) if reverse else (steps[1:] == loop.steps[:-1]):
             initial = steps[-1] if reverse else steps[0]
             if loop.initial is not None and loop.initial is not initial:
-                raise NotALoop("initial-state", f"the carry has two initial values, {loop.initial} and {initial}")
+                names = " and ".join(f"`{name_of(x) if isinstance(x, Node) else x}`" for x in (loop.initial, initial))
+                raise NotALoop("initial-state", f"{loop.name} has two initial values, {names}")
             loop.initial, loop.reverse = initial, reverse
             return Affine(loop)
     return None
@@ -277,14 +283,41 @@ def _carry(steps: tuple[Any, ...], frame: _Frame) -> Affine | None:
 
 def _listed(items: Iterable[Any]) -> str:
     """Name the first few different items."""
-    names = list(dict.fromkeys(str(item) for item in items))
+    names = list(dict.fromkeys(f"`{name_of(item) if isinstance(item, Node) else item}`" for item in items))
     return ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
 
 
-def _other_shapes(steps: Iterable[Any]) -> NotALoop:
-    """Refuse a loop whose steps (...) have several shapes."""
-    shapes = _listed(tuple(value(step).shape) for step in steps if isinstance(step, Node) and is_tensor(step))
-    return NotALoop("steps-differ", f"the shape changes from step to step: {shapes}")
+def _differ(steps: Sequence[Any], frame: _Frame, of: Callable[[Any], Any]) -> NotALoop:
+    """Refuse steps that are not alike; name the first one that differs from the step before it, as they run.
+
+    Args:
+        steps: One value per step, in the order of the list.
+        frame: The attempt, which knows how many steps were peeled.
+        of: What differs: the kind of a step's operation, or a text that says what the step does.
+    """
+    nodes = [step for step in steps if isinstance(step, Node)]
+    backward = len(nodes) > 1 and nodes[-1] < nodes[0]
+    run, number = (steps[::-1], frame.peeled[1]) if backward else (steps, frame.peeled[0])
+    at = next((i for i in range(1, len(run)) if of(run[i]) != of(run[i - 1])), len(run) - 1)
+
+    def said(step: Any) -> str:
+        what = of(step)
+        return what if isinstance(what, str) else f"computes `{name_of(step) if isinstance(step, Node) else step}`"
+
+    after, before = said(run[at]), said(run[at - 1])
+    if after == before:  # one line of code, two operations
+        after, before = (f"{text} ({of(step)})" for text, step in ((after, run[at]), (before, run[at - 1])))
+    message = f"step {number + at}, counted from 0, {after}, and the step before it {before}"
+    return NotALoop("steps-differ", message, run[at] if isinstance(run[at], Node) else None)
+
+
+def _shape(step: Any) -> str:
+    """Say which shape a step (...) has."""
+    return f"has the shape {tuple(value(step).shape)}" if is_tensor(step) else f"is the number {step}"
+
+
+def _dtype(step: Any) -> str:
+    return f"has the dtype {value(step).dtype}" if is_tensor(step) else f"is the number {step}"
 
 
 def plain_copy(node: Any) -> bool:

@@ -3,8 +3,10 @@
 With ``P`` the running sum of ``a`` along an axis, state space code needs ``P[i]`` (from the start), ``P[-1] - P[i]``
 (to the end) and ``P[i] - P[j]`` (between). The last is also written as a running sum over a copy of ``a``, which a mask
 has cleared on and above the diagonal. The sum is then masked to ``-inf`` above the diagonal. So its exponential is the
-decay from each position to each later one. Dao & Gu 2024 (arXiv:2405.21060), listing 1, calls this ``segsum``: (..., t)
--> (..., t, t).
+decay from each position to each later one. Dao & Gu 2024 (arXiv:2405.21060), listing 1, calls this ``segsum``.
+
+Shapes. ``a`` is (..., t): sums from the start or to the end are (..., t), and those between positions (..., t, t). Axes
+may be in any order.
 """
 
 from __future__ import annotations

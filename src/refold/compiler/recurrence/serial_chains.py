@@ -6,7 +6,7 @@ from collections import defaultdict
 
 from torch.fx import Graph, Node
 
-from ..ir.rewrite import source_line
+from ..ir.source import source_line
 from ..ir.views import is_view
 
 # Shorter chains are ordinary layer code.

@@ -1,8 +1,8 @@
 """Coupled recurrences and running maxima on the CPU, one step after the other, compiled by Numba.
 
 A sweep over time reads its inputs once and writes its states once. Composing pairs of steps, which suits a GPU, takes
-log2 of the length in passes over memory. Steps are taken in the order of the loop, so no digit is lost. Blocks of
-lanes (the elements of a state) go to threads.
+log2 of the length in passes over memory. Steps are taken in the order of the loop, so no digit is lost. Blocks of lanes
+(the elements of a state) go to threads.
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ def system(A: Tensor, b: Tensor, initial: Tensor | None, reverse: bool, dtype: t
         x.resolve_conj().resolve_neg().contiguous()
         for x in (A.reshape(size, size, A.shape[2], -1), b.reshape(size, steps, -1), start)
     ]
-    arrays = (*flat, h.view(size, steps, -1), given, torch.empty(0, dtype=dtype))
+    # An entry that is zero at all steps, as between values that do not read each other, is not multiplied.
+    entries = flat[0].ne(0).flatten(2).any(-1) if A.shape[2] == 1 else torch.ones(size, size, dtype=torch.bool)
+    arrays = (*flat, h.view(size, steps, -1), entries, given, torch.empty(0, dtype=dtype))
     share_out(_system, arrays, [()], (0, flat[1].shape[2]), LANES, size * size * flat[1][0].numel())
     return h
 
@@ -53,7 +55,7 @@ def handed_back(share: Tensor, grad: Tensor) -> Tensor:
 
 
 @kernel(fastmath={"contract"})
-def _system(A: Any, b: Any, start: Any, h: Any, flags: Any, like: Any, blocks: Any) -> None:
+def _system(A: Any, b: Any, start: Any, h: Any, entries: Any, flags: Any, like: Any, blocks: Any) -> None:
     """Sweep over time; the flags say whether there is a first state, and whether the last step comes first."""
     size, steps, _ = b.shape
     old, new = np.empty((size, LANES), like.dtype), np.empty((size, LANES), like.dtype)
@@ -72,6 +74,8 @@ def _system(A: Any, b: Any, start: Any, h: Any, flags: Any, like: Any, blocks: A
                     row[c] = inputs[c]
                 if n or flags[0]:
                     for j in range(size):
+                        if not entries[i, j]:
+                            continue
                         factors, before = A[i, j, t if A.shape[2] > 1 else 0, low:high], old[j]
                         for c in range(width):
                             row[c] += factors[c] * before[c]

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-LARGEST = 4
-"""Coupled values of one system: a product of two matrices of this size has 64 terms."""
+PAIRED, SWEPT = 4, 16
+"""Coupled values of one system: a product of two matrices of 4 rows has 64 terms; a sweep multiplies no matrices."""
 
 _WIDE = {torch.float32: torch.float64, torch.complex64: torch.complex128}
 
@@ -30,13 +30,18 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 
 def _sweeps(x: Tensor) -> Any:
     """Return the module that takes one step after the other, if it can: on the CPU, with Numba."""
-    if x.device.type != "cpu" or x.numel() == 0:
+    if x.device.type != "cpu":
         return None
     try:
         from . import sweeps
     except ImportError:
         return None
     return sweeps
+
+
+def largest(x: Tensor) -> int:
+    """Return how many values like this one may be coupled in a system."""
+    return PAIRED if _sweeps(x) is None else SWEPT
 
 
 @torch.library.custom_op("refold::linear_system", mutates_args=())
@@ -53,7 +58,7 @@ def linear_system(A: Tensor, b: Tensor, initial: Tensor | None, reverse: bool) -
         ``(m, t, ...)``, contiguous, of b's dtype; computed in a wider one.
     """
     dtype = wide(b.dtype)
-    if (sweeps := _sweeps(b)) is not None:
+    if b.numel() and (sweeps := _sweeps(b)) is not None:
         narrow = b.dtype if b.dtype in _WIDE or dtype == b.dtype else dtype
         operands = (None if x is None else x.to(narrow) for x in (A, b, initial))
         return sweeps.system(*operands, reverse, dtype).to(b.dtype)
@@ -68,12 +73,12 @@ def linear_system(A: Tensor, b: Tensor, initial: Tensor | None, reverse: bool) -
 
 
 def _apply(A: Tensor, x: Tensor) -> Tensor:
-    """Multiply matrices and vectors."""
+    """Multiply matrices (..., n, n) and vectors (..., n)."""
     return A[..., 0] * x if A.shape[-1] == 1 else (A * x.unsqueeze(-2)).sum(-1)
 
 
 def _solve(A: Tensor, b: Tensor, apply: Callable[[Tensor, Tensor], Tensor] = _apply) -> Tensor:
-    """Return all states from zero: A has the length of b, or one; its first matrix counts for nothing."""
+    """Return all states (t, ..., n) from zero. A is (t or 1, ..., n, n); its first matrix counts for nothing."""
     count = b.shape[0]
     if count == 1:
         return b
@@ -89,7 +94,7 @@ def _solve(A: Tensor, b: Tensor, apply: Callable[[Tensor, Tensor], Tensor] = _ap
 
 
 def _product(A: Tensor, B: Tensor) -> Tensor:
-    """Multiply matrices of the last two axes; elementwise, as a library's products of tiny matrices are slow."""
+    """Multiply matrices (..., n, n); elementwise, as a library's products of tiny matrices are slow."""
     return A * B if A.shape[-1] == 1 else (A.unsqueeze(-1) * B.unsqueeze(-3)).sum(-2)
 
 
@@ -142,7 +147,7 @@ def max_plus_scan(shift: Tensor, floor: Tensor, initial: Tensor, smooth: bool) -
     Returns:
         ``(t, ...)``, contiguous.
     """
-    if (sweeps := _sweeps(floor)) is not None:
+    if floor.numel() and (sweeps := _sweeps(floor)) is not None:
         return sweeps.maxima(shift, floor, initial, smooth)
     above = torch.logaddexp if smooth else torch.maximum
     first = above(initial[None] + shift[:1], floor[:1])
@@ -188,7 +193,7 @@ def _maxima_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
 @torch.library.custom_op("refold::max_plus_adjoint", mutates_args=())
 def _handed_back(share: Tensor, grad: Tensor) -> Tensor:
     """Return ``lam[t] = grad[t] + share[t + 1] lam[t + 1]``, all (t, ...)."""
-    if (sweeps := _sweeps(grad)) is not None:
+    if grad.numel() and (sweeps := _sweeps(grad)) is not None:
         return sweeps.handed_back(share, grad)
     later = share.roll(-1, 0).flip(0)[..., None, None]
     lam = _solve(later, grad.flip(0)[..., None], lambda A, x: _kept(A[..., 0], x))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import operator
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +18,8 @@ import torch
 from torch.fx import Node
 
 from ..ir.builder import Builder
-from ..ir.fx import CALLED, is_tensor, value
+from ..ir.fx import is_tensor, value
+from ..ir.source import CALLED, expression, located, name_of
 from ..refusals import Refusal
 
 aten = torch.ops.aten
@@ -26,6 +28,10 @@ prims = torch.ops.prims
 
 class NotALoop(Refusal):
     """Steps cannot be merged."""
+
+    def __init__(self, reason: str, message: str, node: Node | None = None) -> None:
+        """Refuse, because of a node if one is given."""
+        super().__init__(reason, message, *(located(node) if node is not None else ()))
 
 
 @dataclass(frozen=True)
@@ -97,7 +103,7 @@ class Emitter:
         return self.reshape(v.node, [shape[0], *([1] * (rank + 1 - len(shape))), *shape[1:]])
 
     def with_time(self, v: Value, steps: int, like: Node | None = None) -> Node:
-        """Return a tensor with a time axis, repeating what is the same at every step."""
+        """Return a tensor (t, ...), repeating what is the same at every step."""
         if v.has_time:
             return v.node
         if not isinstance(v.node, Node):
@@ -207,7 +213,7 @@ def _cat(emit: Emitter, node: Any, args: list[Any], steps: int) -> Node:
 
 def _layer_norm(emit: Emitter, node: Node, args: list[Any], steps: int) -> Node:
     if any(isinstance(a, Value) and a.has_time for a in args[1:]):
-        raise NotALoop("no-iteration-form", "a normalisation uses other weights at each step")
+        raise NotALoop("no-iteration-form", f"`{expression(node)}` uses other weights at each step", node)
     plain = [a.node if isinstance(a, Value) else a for a in args]
     return emit.call(node.target, *plain, **node.kwargs)
 
@@ -217,6 +223,7 @@ def _getitem(emit: Emitter, node: Node, args: list[Any], steps: int) -> Node:
 
 
 def _mm(emit: Emitter, node: Node, args: list[Any], steps: int) -> Node:
+    """``(r, k) @ (k, c)`` of each step: (t r, k) @ (k, c) if the second is always the same, else with t as batch."""
     a, b = args[-2:]
     if a.has_time and not b.has_time:  # rows of all steps under one another
         rows = emit.reshape(a.node, [math.prod(value(a.node).shape[:2]), value(a.node).shape[2]])
@@ -225,15 +232,14 @@ def _mm(emit: Emitter, node: Node, args: list[Any], steps: int) -> Node:
         out = emit.call(aten.bmm.default, emit.with_time(a, steps), emit.with_time(b, steps))
     if node.target is aten.addmm.default:
         if node.kwargs:
-            raise NotALoop(
-                "no-iteration-form",
-                f"{node.target} scales its operands ({', '.join(node.kwargs)}), which has no form over all steps",
-            )
+            message = f"`{expression(node)}` scales its operands ({', '.join(node.kwargs)})"
+            raise NotALoop("no-iteration-form", f"{message}, which has no form over all steps", node)
         out = emit.call(aten.add.Tensor, emit.padded(args[0], 2), out)
     return out
 
 
 def _bmm(emit: Emitter, node: Node, args: list[Any], steps: int) -> Node:
+    """``(b, r, k) @ (b, k, c)`` of each step: one product with the batch (t b)."""
     merged = []
     for v in args:
         x = emit.with_time(v, steps)
@@ -242,7 +248,7 @@ def _bmm(emit: Emitter, node: Node, args: list[Any], steps: int) -> Node:
 
 
 def _contract(emit: Emitter, node: Node, args: list[Any], steps: int) -> Node:
-    """``mv`` and ``dot``: their matrix products with the time axis as batch."""
+    """``mv``, (r, k) and (k), and ``dot``, (k) and (k): their matrix products with the time axis as batch."""
     a, b = (emit.with_time(v, steps) for v in args)
     vector = [*value(b).shape, 1]
     left = a if node.target is aten.mv.default else emit.reshape(a, [steps, 1, value(a).shape[1]])
@@ -278,8 +284,11 @@ BATCHING_RULES: dict[Any, Rule] = {
 
 
 def described(node: Node) -> str:
-    """Name a tensor to a person: its name in the code or in the graph, and its shape."""
-    return f"{node.meta.get(CALLED, node.name)} ({' x '.join(map(str, node.meta['val'].shape))})"
+    """Name a tensor to a person: as the source does, and by its shape."""
+    # An ATen graph numbers its inputs.
+    unnamed = CALLED not in node.meta and re.fullmatch(r"(arg|primals_|tangents_)\d+(_\d+)?", node.name)
+    name = "a tensor" if unnamed else f"`{name_of(node)}`"
+    return f"{name} ({' x '.join(map(str, node.meta['val'].shape))})"
 
 
 def broadcasts(shape: Sequence[int], to: Sequence[int]) -> bool:
@@ -307,17 +316,23 @@ def vectorize_node(emit: Emitter, node: Node, args: list[Any], steps: int) -> Va
     """
     rule = BATCHING_RULES.get(node.target, _pointwise if is_pointwise(node.target) else None)
     if rule is None:
-        raise NotALoop("no-iteration-form", f"{node.target} has no rule that computes all steps at once")
+        raise NotALoop(
+            "no-iteration-form",
+            f"`{expression(node)}`, {node.target}, has no rule that computes all steps at once",
+            node,
+        )
     try:
         new = rule(emit, node, args, steps)
     except (RuntimeError, ValueError, TypeError, AttributeError) as error:
         raise NotALoop(
-            "no-iteration-form", f"{node.target} fails when it computes all steps at once ({error})"
+            "no-iteration-form", f"`{expression(node)}` fails when it computes all steps at once ({error})", node
         ) from error
     for own, step in zip(_tensors(new), _tensors(node), strict=False):
         if step.numel() and (tuple(own.shape) != (steps, *step.shape) or own.dtype != step.dtype):
             raise NotALoop(
-                "no-iteration-form", f"{node.target} over all steps has another shape or dtype than its steps have"
+                "no-iteration-form",
+                f"`{expression(node)}` over all steps has another shape or dtype than its steps",
+                node,
             )
     return Value(new, True)
 

@@ -13,16 +13,14 @@ from refold.models.configs import Mamba2Config, Mixer2Config
 from refold.models.jax.layers import (
     Array,
     Tree,
-    embed,
     last_window,
     linear,
-    output,
-    over_layers,
     rms_norm,
     select,
     valid_tokens,
 )
 from refold.models.jax.sharding import time as time_shards
+from refold.models.jax.stack import read, read_one
 from refold.ops.jax.layout import step_sizes
 
 
@@ -83,12 +81,7 @@ def forward(
         mixed, conv, ssm = mixer(config.mixer, weights, normed, conv, ssm, lengths, valid, chunk_size, time_axis)
         return hidden + mixed, (conv, ssm)
 
-    states = state["conv"], state["ssm"]
-    hidden, (conv, ssm) = over_layers(layer, embed(params, tokens), params["layers"], states)
-    length = state["length"] + (time_shards.whole(seqlen, time_axis) if lengths is None else lengths)
-    if time_axis is not None and kind == "last":
-        hidden = time_shards.from_last(hidden[:, -1:], time_axis)
-    return output(params, hidden, config.norm_eps, lengths, kind), {"length": length, "conv": conv, "ssm": ssm}
+    return read(layer, params, tokens, state, config.norm_eps, lengths, kind, time_axis)
 
 
 def step(
@@ -105,11 +98,7 @@ def step(
         mixed, conv, ssm = mixer_step(config.mixer, weights, normed, conv, ssm, active)
         return hidden + mixed, (conv, ssm)
 
-    states = state["conv"], state["ssm"]
-    hidden, (conv, ssm) = over_layers(layer, embed(params, token), params["layers"], states)
-    length = state["length"] + (1 if active is None else active.astype(jnp.int32))
-    logits = output(params, hidden[:, None], config.norm_eps, None, "last")
-    return logits, {"length": length, "conv": conv, "ssm": ssm}
+    return read_one(layer, params, token, state, config.norm_eps, active)
 
 
 def mixer(

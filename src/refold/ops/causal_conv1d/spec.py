@@ -56,7 +56,7 @@ SPEC = OpSpec(
         Arg(CU_SEQLENS, ("k",), optional=True, dtypes=INTEGERS),
     ),
     options=(ACTIVATION,),
-    outputs=(Output("y", "b t d"), Output("state", "k d w-1")),
+    outputs=(Output("y", "b t d", alone=("weight", "bias")), Output("state", "k d w-1")),
     cases=_cases,
     flops=_flops,
     scans="forward",

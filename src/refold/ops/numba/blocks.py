@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
@@ -58,16 +59,12 @@ def share_out(
         width: The most channels of a block.
         updates: State updates of the whole call.
     """
-    blocks = np.array(
-        [
-            (*span, low, min(low + width, end))
-            for span in spans
-            for begin, end in pairwise(edges)
-            for low in range(begin, end, width)
-        ]
-    )
+    blocks = _blocks(tuple(spans), tuple(edges), width)
     views = [array.detach().numpy() for array in arrays]
-    workers = max(1, min(torch.get_num_threads(), len(blocks), updates // UPDATES_A_THREAD))
+    workers = min(torch.get_num_threads(), len(blocks), updates // UPDATES_A_THREAD)
+    if workers <= 1:
+        sweep(*views, blocks)
+        return
     # A list's iterator gives each piece to one thread. Those that start late, because the threads of a torch operation
     # still spin on their cores, find less left to do.
     pieces = iter(np.array_split(blocks, min(len(blocks), PIECES_A_THREAD * workers)))
@@ -76,13 +73,23 @@ def share_out(
         for piece in pieces:
             sweep(*views, piece)
 
-    if workers == 1:
+    with ThreadPoolExecutor(workers - 1) as pool:
+        others = pool.map(work, range(workers - 1))
         work()
-    else:
-        with ThreadPoolExecutor(workers - 1) as pool:
-            others = pool.map(work, range(workers - 1))
-            work()
-            list(others)
+        list(others)
+
+
+@lru_cache(maxsize=64)
+def _blocks(spans: tuple[tuple[int, ...], ...], edges: tuple[int, ...], width: int) -> np.ndarray:
+    """Return an array whose rows are a span and a range of channels; only to be read."""
+    return np.array(
+        [
+            (*span, low, min(low + width, end))
+            for span in spans
+            for begin, end in pairwise(edges)
+            for low in range(begin, end, width)
+        ]
+    )
 
 
 def zeros_or_copy(initial: Tensor | None, *shape: int) -> Tensor:

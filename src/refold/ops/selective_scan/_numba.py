@@ -18,6 +18,7 @@ from torch import Tensor
 from refold.ops.numba.blocks import share_out, spans_of, supports, zeros_or_copy
 from refold.ops.numba.kernel import kernel
 from refold.ops.numba.tiles import read_tile, tile_of, widest_vectors, write_tile
+from refold.ops.selective_scan._torch import short_scan
 from refold.ops.torch.pointwise import finish, step_size
 
 __all__ = ["selective_scan", "selective_scan_step", "supports"]
@@ -49,20 +50,9 @@ def selective_scan(
     return finish(y, wide, D, z).to(x.dtype), state.mT.to(state_dtype or torch.float32).contiguous()
 
 
-def selective_scan_step(
-    *, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, state: Tensor, D: Tensor | None, z: Tensor | None,
-    dt_bias: Tensor | None, decay: Tensor | None, dt_softplus: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Compute `refold.ops.selective_scan_step`: a short scan."""
-    one = x.ndim == 2
-    if one:
-        x, dt, B, C = (a[:, None] for a in (x, dt, B, C))
-        z, decay = (None if a is None else a[:, None] for a in (z, decay))
-    y, state = selective_scan(
-        x=x, dt=dt, A=A, B=B, C=C, D=D, z=z, dt_bias=dt_bias, decay=decay, initial_state=state,
-        cu_seqlens=None, dt_softplus=dt_softplus, state_dtype=state.dtype,
-    )  # fmt: skip
-    return y[:, 0] if one else y, state
+def selective_scan_step(**arguments: Any) -> tuple[Tensor, Tensor]:
+    """Compute `refold.ops.selective_scan_step`."""
+    return short_scan(selective_scan, **arguments)
 
 
 @numba.njit(nogil=True, inline="always", fastmath={"contract"})

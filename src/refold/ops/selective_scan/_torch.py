@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -121,19 +121,23 @@ def selective_scan_backward(
     return grads
 
 
-def selective_scan_step(
-    *, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, state: Tensor, D: Tensor | None, z: Tensor | None,
-    dt_bias: Tensor | None, decay: Tensor | None, dt_softplus: bool,
+def selective_scan_step(**arguments: Any) -> tuple[Tensor, Tensor]:
+    """Compute `refold.ops.selective_scan_step`."""
+    return short_scan(selective_scan, **arguments)
+
+
+def short_scan(
+    scan: Callable[..., tuple[Tensor, Tensor]], *, x: Tensor, dt: Tensor, B: Tensor, C: Tensor, z: Tensor | None,
+    decay: Tensor | None, state: Tensor, **others: Any,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Compute `refold.ops.selective_scan_step`: a short scan."""
+    """Compute one step, ``x (b, d)``, or a few, ``x (b, t, d)``, as a scan."""
     one = x.ndim == 2
     if one:
         x, dt, B, C = (a[:, None] for a in (x, dt, B, C))
         z, decay = (None if a is None else a[:, None] for a in (z, decay))
-    y, state = selective_scan(
-        x=x, dt=dt, A=A, B=B, C=C, D=D, z=z, dt_bias=dt_bias, decay=decay, initial_state=state, cu_seqlens=None,
-        dt_softplus=dt_softplus, state_dtype=state.dtype,
-    )  # fmt: skip
+    y, state = scan(
+        x=x, dt=dt, B=B, C=C, z=z, decay=decay, initial_state=state, cu_seqlens=None, state_dtype=state.dtype, **others
+    )
     return y[:, 0] if one else y, state
 
 

@@ -91,7 +91,7 @@ SPEC = OpSpec(
         Arg(CU_SEQLENS, ("k",), optional=True, dtypes=INTEGERS),
     ),
     options=(DT_SOFTPLUS, STATE_DTYPE),
-    outputs=(Output("y", "b t d"), Output("state", "k d n", like="state_dtype")),
+    outputs=(Output("y", "b t d", alone=("C", "D", "z")), Output("state", "k d n", like="state_dtype")),
     cases=_cases,
     flops=_flops,
     constraints=_constraints,

@@ -123,7 +123,7 @@ SPEC = OpSpec(
         Arg(CU_SEQLENS, ("k",), optional=True, dtypes=INTEGERS),
     ),
     options=(DT_SOFTPLUS, DT_LIMIT, CHUNK_SIZE, STATE_DTYPE),
-    outputs=(Output("y", "b t h p"), Output("state", "k h p n", like="state_dtype")),
+    outputs=(Output("y", "b t h p", alone=("C", "D", "z")), Output("state", "k h p n", like="state_dtype")),
     cases=_cases,
     flops=_flops,
     constraints=_constraints,

@@ -68,6 +68,15 @@ def _find_stream() -> Callable[[int], int]:
         return lambda index: torch.cuda.current_stream(index).cuda_stream
 
 
+def schema(op: Any) -> Any:
+    """Return what an operation of PyTorch takes, writes to and returns.
+
+    Raises:
+        AttributeError: This PyTorch does not say. The compiler looks at import, and is off then.
+    """
+    return op._schema
+
+
 TensorGuards: Any = _find_guards()
 """Dynamo's comparison of tensors with those of an earlier call; None where PyTorch has none."""
 

@@ -440,12 +440,15 @@ def _autograd_backward(spec: OpSpec) -> Callable[..., Any]:
     narrays, noptions = len(spec.args), len(spec.options)
 
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
-        arrays = ctx.saved_tensors
-        needs = [
-            need and arg.differentiable for arg, need in zip(spec.args, ctx.needs_input_grad[:narrays], strict=True)
-        ]
         if all(g is None for g in gradients):
             return (None,) * (narrays + noptions + 1)
+        # What only a result reads that nobody uses has no gradient, and an infinity of it reaches no other.
+        idle = {name for output, g in zip(spec.outputs, gradients, strict=True) if g is None for name in output.alone}
+        arrays, needs = list(ctx.saved_tensors), []
+        for at, (arg, need) in enumerate(zip(spec.args, ctx.needs_input_grad[:narrays], strict=True)):
+            needs.append(need and arg.differentiable and arg.name not in idle)
+            if arg.name in idle and arrays[at] is not None:
+                arrays[at] = None if arg.optional else torch.zeros_like(arrays[at])
         found = iter(OPS[f"{spec.name}_backward"](*gradients, *arrays, *ctx.options[:-1], needs, ctx.options[-1]))
         return tuple(next(found) if need else None for need in needs) + (None,) * (noptions + 1)
 

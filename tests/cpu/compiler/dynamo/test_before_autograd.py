@@ -1,6 +1,7 @@
 """Rewrites before autograd: chunked scans, contracted states and convolutions in training, with gradients."""
 
 import dataclasses
+import re
 from functools import partial
 
 import pytest
@@ -10,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint
 
-from refold.compiler.dynamo import captures_loops
-from refold.compiler.dynamo.before_autograd import find_rewrites
+from refold.compiler.dynamo import before_autograd, captures_loops
+from refold.compiler.dynamo.before_autograd import BeforeAutograd, find_rewrites
 from refold.compiler.inductor import clone_inputs
 from refold.compiler.ir.evaluate import values_at
 from refold.compiler.passes import fuse_chunked_scans
@@ -96,7 +97,7 @@ def test_log_decays_of_any_size_are_not_divided_by_in_training():
     assert SCAN not in names(entry)
     assert error < 8
     (note,) = entry.notes
-    assert f"its log decay decays ({' x '.join(map(str, a.shape))}) may be small" in note
+    assert f"its log decay `decays` ({' x '.join(map(str, a.shape))}) may be small" in note
     assert note.endswith(f" [decay-gradient]: {REASONS['decay-gradient'][1]}")
     entry, _ = trained(softplus(Listing()), *differentiable(x, a, B, C))
     assert entry.notes == []
@@ -208,12 +209,46 @@ def detached_values(x, a, B, C):
     return Listing()(x.detach(), a, B, C)[0] + x
 
 
-@pytest.mark.parametrize("fn", [detached_decays, detached_values, decays_without_gradients, keys_changed_in_place])
-def test_what_autograd_sees_otherwise_stays(fn):
+STAYS = {
+    detached_decays: ("detached", "detach"),
+    detached_values: ("detached", "`x.detach()`"),
+    decays_without_gradients: ("detached", "`total`"),
+    keys_changed_in_place: ("in-place", "`B` is changed in place: `B.mul_(2)`"),
+}
+
+
+@pytest.mark.parametrize(("fn", "why"), STAYS.items(), ids=lambda x: getattr(x, "__name__", ""))
+def test_what_autograd_sees_otherwise_stays(fn, why):
     entry, error = trained(softplus(fn), *differentiable(*inputs()))
     assert SCAN not in names(entry)
     assert error < 8
-    assert any("stays as it is" in note for note in entry.notes)
+    (id, name) = why
+    said = next(note for note in entry.notes if "stays as it is" in note)
+    assert f"[{id}]: {REASONS[id][1]}" in said
+    assert name in said
+    assert re.search(r"(test_before_autograd|chunked)\.py:\d+: ", said)
+
+
+@pytest.mark.parametrize("id", ["no-place", "not-traced"])
+def test_what_has_no_place_or_cannot_be_traced(id, monkeypatch):
+    """Both are planted."""
+    if id == "no-place":
+        reason = BeforeAutograd._reason
+        monkeypatch.setattr(BeforeAutograd, "_reason", lambda self, inputs, roots: reason(self, inputs, []))
+    else:
+        monkeypatch.setattr(before_autograd, "_trace", lambda gm: 1 / 0)
+    torch._dynamo.reset()
+    entry = GraphReport(0, "training")
+
+    @captures_loops
+    def look(gm, inputs):
+        describe_captured(entry, gm)
+        return gm.forward
+
+    torch.compile(stepped, backend=look)(*step_inputs())
+    (said,) = entry.notes
+    assert f"[{id}]: {REASONS[id][1]}" in said
+    assert "ZeroDivisionError" in said or re.search(r"chunked\.py:\d+: ", said)
 
 
 def test_checkpointed_layers():

@@ -437,7 +437,7 @@ def test_a_refusal_names_the_variable_the_line_the_reason_and_the_remedy():
     torch._dynamo.reset()
     (graph,) = refold.explain(squares, xs()).graphs
     (note,) = [note for note in graph.notes if "a loop over time stays" in note]
-    assert "the carry level is multiplied by itself" in note
+    assert "the carry `level` is multiplied by itself" in note
     assert f"test_capture.py:{squares.__code__.co_firstlineno + 3}: level = level * level" in note
     assert f"[carry-squared]: {REASONS['carry-squared'][1]}" in note
 

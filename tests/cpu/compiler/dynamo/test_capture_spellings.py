@@ -584,13 +584,13 @@ def cell_of_another_kind(x):
 
 
 NEVER = [
-    (genexpr_source, "only running it can end"),
+    (genexpr_source, "only running the iterator can tell"),
     (genexpr_tuple, "generator"),
     (genexpr_list, "generator"),
     (generator_function, "generator"),
-    (python_carry, "w changes"),
+    (python_carry, "`w` changes"),
     (two_paces, "evenly spaced"),
-    (wrong_position, "a list that is read"),
+    (wrong_position, "`hs`"),
     (list_is_returned_and_read, "list"),
     (appends_to_what_it_goes_through, "evenly spaced"),
     (cell_of_another_kind, ""),

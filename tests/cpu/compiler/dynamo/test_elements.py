@@ -281,8 +281,8 @@ def dense(x, m):
     ("fn", "shapes", "named", "said"),
     [
         (season, [(2, 30), ()], "y of 1 step ago", "[carries-coupled]"),
-        (delta, [(2, 20, 16)] * 3 + [(2, 20)], "the carry S", "[mixes-elements]"),
-        (dense, [(2, 20, 16), (16, 16)], "the carry h", "[mixes-elements]"),
+        (delta, [(2, 20, 16)] * 3 + [(2, 20)], "the carry `S`", "[mixes-elements]"),
+        (dense, [(2, 20, 16), (16, 16)], "the carry `h`", "[mixes-elements]"),
     ],
 )
 def test_refusals_name_variable_line_and_remedy(fn, shapes, named, said):

@@ -250,3 +250,27 @@ def test_the_last_compile_is_said():
             compiled(xs(steps))
     said = [any("the last of 2 compiles" in note for note in graph.notes) for graph in compiled.report.graphs]
     assert said == [False, True]
+
+
+@pytest.mark.parametrize("dynamic", [True, None])
+def test_numbers_that_change_between_calls(dynamic):
+    """Dynamo makes them inputs of the graph, which a body reads."""
+
+    def fn(x, scale):
+        h = torch.zeros_like(x[0])
+        for t in range(20):
+            h = scale * h + x[t]
+        return h
+
+    torch._dynamo.reset()
+    graphs = []
+
+    @captures_loops
+    def backend(gm, inputs):
+        graphs.append(gm)
+        return gm.forward
+
+    x, compiled = torch.randn(20, 4), torch.compile(fn, backend=backend, dynamic=dynamic)
+    for scale in (0.25, 0.5, 0.75):
+        torch.testing.assert_close(compiled(x, scale), fn(x, scale))
+    assert len(graphs) == (1 if dynamic else 2)

@@ -12,6 +12,7 @@ from refold.compiler import backend, dynamo
 from refold.compiler.dynamo import switch
 from refold.compiler.dynamo.capture import hook
 from refold.errors import ArgumentError, RefoldWarning
+from refold.integrations import mixers
 from support.private_names import ROOT, imported
 
 STEPS = 20
@@ -82,6 +83,18 @@ def private():
     yield
 
 def entry():
+    import refold.compiler.backend
+    yield
+    print("entries of", refold.compiler.backend.compile.__module__)
+
+def schemas():
+    import refold.ops.torch.private
+
+    class Operation:  # of a PyTorch that keeps it elsewhere
+        pass
+
+    read = refold.ops.torch.private.schema
+    refold.ops.torch.private.schema = lambda op: read(Operation())
     import refold.compiler.backend
     yield
     print("entries of", refold.compiler.backend.compile.__module__)
@@ -189,6 +202,23 @@ def test_inductor_compiles_without_any_name_that_the_compiler_needs():
         assert symbol.rpartition(":")[2] in printed, printed
     ((_, printed),) = without("train", ["torch._inductor.compile_fx:compile_fx"]).items()
     assert "note nothing can be rewritten" in printed
+
+
+def test_inductor_compiles_if_operations_have_no_schema():
+    ((_, printed),) = without("schemas", ["torch._guards:tracing"]).items()
+    assert "entries of refold.compiler.without" in printed
+    assert "'Operation' object has no attribute '_schema'" in printed
+    assert printed.count("warning refold rewrites nothing") == printed.count("warning ") == 1
+
+
+def test_a_layer_is_called_if_its_hooks_may_be_elsewhere(monkeypatch):
+    layer, x = torch.nn.Linear(3, 4), torch.randn(2, 3)
+    product, bias = mixers._apart(layer, x)
+    torch.testing.assert_close(product + bias, layer(x))
+    monkeypatch.setattr(mixers, "_HOOKS", ("_hooks_of_a_later_version",))
+    whole, none = mixers._apart(layer, x)
+    torch.testing.assert_close(whole, layer(x))
+    assert none is None
 
 
 def test_one_thing_is_off_without_a_name_that_the_compiler_can_do_without():

@@ -101,7 +101,7 @@ STAY = {
     "powers of integers": (lambda t, u, n, h: (n.abs() % 2) ** t + u, "powers of integers"),
     "low precision": (lambda t, u, n, h: (u.bfloat16() > t * 0.1).float(), "compares numbers of low precision"),
     "the carry's power": (lambda t, u, n, h: u + h.abs().clamp(max=1) ** t, "carry"),
-    "a number that it asks for": (lambda t, u, n, h: u * math.exp(-t), "depends on its number"),
+    "a number that it asks for": (lambda t, u, n, h: u * math.exp(-t), "is not true"),
 }
 
 

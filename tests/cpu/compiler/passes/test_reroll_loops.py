@@ -452,10 +452,14 @@ def one_odd_step(x, w):
 UNROLLED = [
     (
         uneven,
-        "x[:, t * t // 40]",
+        "h = w[0] * h + x[:, t * t // 40]",
         "(2 x 24 x 4) is read at positions of axis 1 that are not evenly spaced: 0, 0, 1 in",
     ),
-    (one_odd_step, "torch.tanh(x[:, t]))", "the steps do not compute the same: aten.tanh.default, aten.exp.default"),
+    (
+        one_odd_step,
+        "else torch.tanh(x[:, t]))",
+        "step 9, counted from 0, computes `torch.exp(x[:, t])`, and the step before it computes `torch.tanh(x[:, t])`",
+    ),
 ]
 
 

@@ -7,6 +7,7 @@ import refold
 from refold.compiler import pipeline, session
 from refold.compiler.compile_time import inductor_seconds
 from refold.compiler.decisions.store import forget
+from refold.compiler.refusals import REASONS
 from refold.errors import ArgumentError
 
 
@@ -41,7 +42,7 @@ def test_an_unrolled_loop_over_the_budget_runs_eagerly():
     compiled = refold.compile(gru, strict=True, cache=False, loops="unroll", compile_budget=0.01)
     torch.testing.assert_close(compiled(x), gru(x), rtol=0, atol=0)
     assert compiled.report.graphs[0].chosen == "eager"
-    assert "compile_budget is 0.01 s" in str(compiled.report)
+    assert f"compile_budget is 0.01 s [too-long]: {REASONS['too-long'][1]}" in str(compiled.report)
 
 
 def test_scans_of_such_a_graph_still_run():

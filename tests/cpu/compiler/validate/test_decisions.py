@@ -15,6 +15,7 @@ import refold
 from refold.compiler import replay, session
 from refold.compiler.decisions import Unnameable, forget, name_program, place, store
 from refold.compiler.decisions.store import Store, default_folder
+from refold.compiler.refusals import REASONS
 from refold.errors import ArgumentError, RefoldWarning
 from refold.verify.timing import Race
 
@@ -365,6 +366,7 @@ def test_a_plan_that_does_not_fit(monkeypatch):
     ]
     assert result.shape == (2, 12, 8)
     assert graph.chosen == "inductor"
+    assert any(f"[plan-misfit]: {REASONS['plan-misfit'][1]}" in note for note in graph.notes)
     with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match=r"PlanError.*Make a new one"):
         with_plan(scores, plan, *pair(12), accept="always", cache=False, strict=True)
     plan.graphs[0].rewrites[0].signature = "another"

@@ -8,6 +8,7 @@ import refold
 from refold.compiler import pipeline, session
 from refold.compiler.ir import dispatch
 from refold.compiler.ir.dispatch import Impossible, Random, Recording, in_dtype
+from refold.compiler.refusals import REASONS
 from refold.compiler.validate import whole
 from refold.compiler.validate.region import Verdict
 from refold.compiler.validate.whole import compare
@@ -55,7 +56,9 @@ def test_a_wrong_output_is_caught(planted):
     (graph,) = compiled.report.graphs
     assert graph.chosen == "inductor"
     assert "differs from the original: output 0: relative error 1.0e-03" in graph.reason
-    assert [row.status for row in graph.rewrites] == ["refused"]
+    (row,) = graph.rewrites
+    assert row.status == "refused"
+    assert f"[graph-differs]: {REASONS['graph-differs'][1]}" in row.reason
 
 
 @pytest.mark.parametrize("n", [1, 2])

@@ -16,7 +16,7 @@ from torch._dynamo.variables import ListVariable, SymNodeVariable
 
 from ..induction_variable import InductionVariable
 from .lists import GrowingList
-from .locations import ListEnd, Local, Location
+from .locations import ListEnd, ListLocation, Local, Location
 from .variables import Refused, Translator, Variable, example, form, fresh, is_constant, realized, tensors
 
 
@@ -97,15 +97,17 @@ def widen(
         before: Any = location.now(tx)
         if location in assumed.carried:
             found = tensors(then)
+            if isinstance(location, ListLocation) and len(found) > len(assumed.carried[location]):
+                raise Refused("list-read", f"the loop reads `{location.name}`, which it makes longer")
             if len(found) != len(assumed.carried[location]) or type(realized(before)) is not type(then):
-                raise Refused("state-unstable", f"{location.name} is not the same kind of thing after a step")
+                raise Refused("state-unstable", f"`{location.name}` is not the same kind of thing after a step")
             values = [example(x) for x in found]
-            if [form(x) for x in values] != [form(x) for x in assumed.carried[location]]:
+            if [form(x, location.name) for x in values] != [form(x) for x in assumed.carried[location]]:
                 new.carried[location] = [fresh(tx, x) for x in values]
         elif location in assumed.counters:
             start, growth = assumed.counters[location]
             if not isinstance(then, SymNodeVariable) or number.affine(then.sym_num) != (growth, start + growth):
-                raise Refused("python-state", f"{location.name} does not grow by the same number at every step")
+                raise Refused("python-state", f"`{location.name}` does not grow by the same number at every step")
         elif then is before or (is_constant(before) and is_constant(then) and before.value is then.value):
             continue
         elif is_constant(before) and is_constant(then) and type(before.value) is type(then.value) is int:

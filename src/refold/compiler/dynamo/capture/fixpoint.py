@@ -19,7 +19,7 @@ from .emit import emit
 from .iterators import Element, advance, element, goes_through, remaining
 from .lengths import SymbolicIterator
 from .trace import SHORTEST, TRACES, LoopCode, Trace, trace
-from .variables import Refused, Translator, example, form, realized, tensors
+from .variables import Refused, Translator, described, example, form, name_of, realized, tensors
 
 
 def capture_loop(tx: Translator, code: LoopCode) -> None:
@@ -39,8 +39,6 @@ def capture_loop(tx: Translator, code: LoopCode) -> None:
         raise
     except Exception:  # whatever it is, it may be otherwise with a number
         iterator.known()
-    if iterator.len < SHORTEST:
-        raise Refused("short-loop", "it has few steps")
     return _capture(tx, dataclasses.replace(code, element=cast(Element, element(tx, iterator))))
 
 
@@ -50,13 +48,13 @@ def _capture(tx: Translator, code: LoopCode) -> None:
     iterator = realized(tx.stack[-1])
     if any(growing.grown and goes_through(iterator, growing.items) for growing in found.lists):
         raise Refused("list-read", "the loop appends to the list that it goes through")
-    count = remaining(tx, iterator) or 0
+    count = left = remaining(tx, iterator) or 0
     if isinstance(count, int):
         count = found.number.steps(count)
     elif not found.number.hold(count):
-        raise Refused("step-number", "what a step does depends on its number")
+        raise Refused("step-number", found.number.decided(count, code.done))
     if count < SHORTEST:
-        raise Refused("step-number", "what a step does depends on its number")
+        raise Refused("step-number", found.number.decided(left, code.done))
     emit(tx, assumed, found, count, live)
     advance(tx, iterator, count)
 
@@ -70,22 +68,29 @@ def find(tx: Translator, code: LoopCode, live: set[str]) -> tuple[CarrySpec, Tra
         except RestartAnalysis:
             raise
         except Exception as error:
-            names = ", ".join(sorted(location.name for location in assumed.unknown))
+            names = ", ".join(sorted(f"`{location.name}`" for location in assumed.unknown))
             if isinstance(error, Refused) or not (names or assumed.plain):
                 raise
             if names:
                 raise Refused("python-state", f"{names} changes, and neither is a tensor nor counts") from error
-            raise Refused("list-read", "the loop reads a list that it changes") from error
+            names = ", ".join(f"`{name_of(tx, x)}`" for x in assumed.plain)
+            raise Refused("list-read", f"the loop reads a list that it changes, one of {names}") from error
         again = widen(tx, assumed, found.after, found.lists, found.number)
         if again is None:
             break
+        moved = [x.name for x, values in again.carried.items() if values is not assumed.carried.get(x)]
         assumed = again
     else:
-        raise Refused("state-unstable", "the state does not settle")
+        raise Refused("state-unstable", f"the form of {', '.join(f'`{x}`' for x in moved)} changes at every step")
     entry = {location: [example(x) for x in tensors(location.now(tx))] for location in assumed.carried}
-    if any([form(x) for x in entry[p]] != [form(x) for x in xs] for p, xs in assumed.carried.items()):
+    for location, later in assumed.carried.items():
+        if [form(x) for x in entry[location]] == [form(x) for x in later]:
+            continue
         # The first step starts from tensors of another form (say, without gradient): it must be the same program.
         first = trace(tx, code, dataclasses.replace(assumed, carried=entry))
         if first.program() != found.program():
-            raise Refused("first-step", "the first step is another program than the next")
+            before, after = (", ".join(map(described, xs)) for xs in (entry[location], later))
+            message = f"the first step runs another program: `{location.name}` is {before}, and {after} after a step"
+            raise Refused("first-step", message)
+        break
     return assumed, found

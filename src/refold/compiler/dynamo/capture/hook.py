@@ -7,6 +7,7 @@ interpreter is as it was, and goes on to execute the loop step by step; `notes` 
 
 from __future__ import annotations
 
+import dataclasses
 import dis
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -23,11 +24,10 @@ from . import lengths
 from .fixpoint import capture_loop
 from .iterators import ENUMERATE, element, remaining, start_enumeration
 from .trace import SHORTEST, LoopCode
-from .variables import Refused, Translator, Variable, realized
+from .variables import Refused, Translator, Variable, place_of, realized
 
 # The first steps may differ (`if h is None`): so many heads of one loop are tried.
 HEADS = 3
-_UNKNOWN_LENGTH = Refused("sequence-unknown", "it goes through an iterator that only running it can end")
 
 
 def notes() -> list[str]:
@@ -81,13 +81,16 @@ def _meet(tx: Translator, iterator: Variable, count: int | None, code: Callable[
         return
     if state.busy:
         if count is not None and code() is not None:
-            raise Refused("loop-inside", "there is a long loop in the loop")
+            raise Refused("loop-inside", "there is a long loop in the loop", *place_of(tx, tx.current_instruction))
         return
     _, met = state.met.get(id(iterator), (iterator, 0))
     state.met[id(iterator)] = iterator, met + 1
-    where = f"{tx.f_code.co_filename}:{tx.lineno}"
+    where, through = place_of(tx, tx.current_instruction)
+    where = where or f"{tx.f_code.co_filename}:{tx.lineno}"
     if count is None and met + 1 == SHORTEST:
-        state.refused[where] = state.doubts.get(where, _UNKNOWN_LENGTH.advice)
+        state.refused[where] = state.doubts.get(where) or _advice(
+            Refused("sequence-unknown", "only running the iterator can tell when it ends"), where, through
+        )
     if met >= HEADS:
         return
     reasons = state.doubts if count is None else state.refused
@@ -95,12 +98,12 @@ def _meet(tx: Translator, iterator: Variable, count: int | None, code: Callable[
     try:
         _check_modes(tx)
         if (found := code()) is not None:
-            capture_loop(tx, found)
+            capture_loop(tx, dataclasses.replace(found, done=met))
             reasons.pop(where, None)
     except RestartAnalysis:
         raise
     except Exception as error:  # whatever it is: the loop is traced step by step
-        reasons[where] = _advice(error)
+        reasons[where] = _advice(error, where, through)
     finally:
         state.busy = False
 
@@ -112,9 +115,15 @@ def _check_identity(tx: Translator) -> None:
         raise Refused("identity", "the loop asks whether two tensors are the same object")
 
 
-def _advice(error: Exception) -> str:
+def _advice(error: Exception, where: str, through: str) -> str:
+    """Return reason and remedy for a loop at a line that goes through something."""
     if not isinstance(error, Refused):
+        stack = getattr(error, "real_stack", None)
         error = Refused("dynamo", (str(error).splitlines() or [type(error).__name__])[0])
+        if stack:
+            error.found_at(f"{stack[-1].filename}:{stack[-1].lineno}: {stack[-1].line}", "")
+    error.found_at(where, through)
+    error.line = "" if error.line == where else error.line
     return error.advice
 
 

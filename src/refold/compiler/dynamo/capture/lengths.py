@@ -22,6 +22,7 @@ from torch._dynamo.variables.builtin import BuiltinVariable
 from torch._dynamo.variables.lists import RangeIteratorVariable, RangeVariable
 from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 
+from ...ir.source import named
 from .variables import Refused, Translator, Variable, example, is_constant, realized
 
 # What is set of Dynamo's log, which outlives its attempts at one frame, once lengths are to be numbers.
@@ -38,18 +39,25 @@ def variable(tx: Translator, x: Any) -> Variable:
     return _variable(tx, sympy.sympify(expression))
 
 
+def _named(tx: Translator, symbol: Any) -> str:
+    """Return what the user calls a size that is a symbol, as ``x.size()[1]``."""
+    sources = getattr(tx.output.shape_env, "var_to_sources", {}).get(symbol) or [symbol]
+    name = getattr(sources[0], "name", str(symbol))
+    return named(name() if callable(name) else name)
+
+
 def _variable(tx: Translator, x: Any) -> Variable:
     if x.is_Integer:
         return ConstantVariable.create(int(x))
     if x.is_Symbol:
         symbols = tx.output.root_tracer.bound_symbols
         if x not in symbols:
-            raise Refused("size-unknown", f"nothing computes the size {x}")
+            raise Refused("size-unknown", f"nothing computes the size `{_named(tx, x)}`")
         proxy = symbols[x]() if isinstance(symbols[x], LazyProxy) else symbols[x]
         return SymNodeVariable.create(tx, proxy, proxy.node.meta["example_value"])
     apply = operator.add if x.is_Add else operator.mul if x.is_Mul else None
     if apply is None:
-        raise Refused("size-unknown", f"a size is {x}")
+        raise Refused("size-unknown", f"a size is `{x}`")
     parts = [_variable(tx, part) for part in x.args]
     while len(parts) > 1:
         a, b = parts[:2]

@@ -24,7 +24,8 @@ from .variables import Refused, Translator, Variable
 class GrowingList:
     """Stands in for a list's items: takes new ones, and knows what was asked of the old ones."""
 
-    def __init__(self, owner: ListVariable, number: InductionVariable) -> None:
+    def __init__(self, owner: ListVariable, number: InductionVariable, name: str) -> None:
+        self.name = name
         self.owner, self.items, self.mutation, self.number = owner, owner.items, owner.mutation_type, number
         # New items at the front and the back, in the list's order, and the items that were there next to them.
         self.front: list[Variable] = []
@@ -53,7 +54,7 @@ class GrowingList:
     def check(self) -> None:
         """Raise if a position that depends on the step was read as another than it is at later steps."""
         if self.rates and (self.front or self.rates != {len(self.back)}):
-            raise Refused("list-read", "the loop reads a list at a position that moves otherwise than the list grows")
+            raise Refused("list-read", f"`{self.name}` is read at a position that moves otherwise than the list grows")
 
     def append(self, item: Variable) -> None:
         """Take a new last item."""
@@ -81,8 +82,8 @@ class GrowingList:
             return known[at]
         self.wants = (wanted - len(self.front), 0) if at >= 0 else (0, wanted - len(self.back))
         if max(self.wants) > len(self.items):
-            raise Refused("list-read", "the loop reads a list where its first step finds nothing")
-        raise Refused("list-read", "the loop reads a list that it makes longer")
+            raise Refused("list-read", f"the loop reads `{self.name}` where its first step finds nothing")
+        raise Refused("list-read", f"the loop reads `{self.name}`, which it makes longer")
 
     def _from_the_end(self, at: torch.SymInt) -> int:
         """Return a position that moves with the step as one from the end, which moves as well."""
@@ -113,7 +114,7 @@ class GrowingList:
 
     def _refuse(self, *args: Any) -> Any:
         self.read = True
-        raise Refused("list-read", "the loop reads a list that it makes longer")
+        raise Refused("list-read", f"the loop reads `{self.name}`, which it makes longer")
 
     __len__ = __iter__ = __contains__ = __add__ = __reversed__ = _refuse
 

@@ -9,7 +9,7 @@ and `ListRecorder` let it, tell what was changed, and put it back.
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from torch._dynamo.current_scope_id import current_scope_id
@@ -19,7 +19,7 @@ from torch._dynamo.variables.misc import CellVariable
 
 from .lengths import Stacked
 from .lists import GrowingList
-from .variables import Refused, Translator, Variable, is_constant
+from .variables import Refused, Translator, Variable, is_constant, name_of, source_of
 
 CONTENTS = "cell_contents"
 
@@ -96,7 +96,7 @@ class Attribute:
     @property
     def name(self) -> str:
         """What a person calls it."""
-        return f"the attribute {self.attribute}"
+        return f"{source_of(self.owner) or 'an object'}.{self.attribute}"
 
     def now(self, tx: Translator) -> Variable | None:
         """Return what it was set to, if it was."""
@@ -108,7 +108,7 @@ class Attribute:
 
     def clear(self, tx: Translator) -> None:
         """Refuse."""
-        raise Refused("python-state", f"{self.name} changes, and neither is a tensor nor counts")
+        raise Refused("python-state", f"`{self.name}` changes, and neither is a tensor nor counts")
 
 
 @dataclass(frozen=True)
@@ -117,11 +117,12 @@ class DictEntry:
 
     owner: ConstDictVariable
     key: Any
+    of: str = field(default="a dictionary", compare=False)
 
     @property
     def name(self) -> str:
         """What a person calls it."""
-        return f"the value of {self.key.vt.value!r}" if is_constant(self.key.vt) else "a value of a dictionary"
+        return f"{self.of}[{self.key.vt.value!r}]" if is_constant(self.key.vt) else f"a value of {self.of}"
 
     def now(self, tx: Translator) -> Variable:
         """Return the value."""
@@ -134,7 +135,7 @@ class DictEntry:
 
     def clear(self, tx: Translator) -> None:
         """Refuse."""
-        raise Refused("python-state", f"{self.name} in a dictionary changes, and neither is a tensor nor counts")
+        raise Refused("python-state", f"`{self.name}` changes, and neither is a tensor nor counts")
 
 
 @dataclass(frozen=True)
@@ -144,8 +145,12 @@ class ListEnd:
     owner: ListVariable
     count: int
     at_front: bool
+    of: str = field(default="a list", compare=False)
 
-    name = "the end of a list"
+    @property
+    def name(self) -> str:
+        """What a person calls it."""
+        return f"{self.of}[{0 if self.at_front else -1}]"
 
     def now(self, tx: Translator) -> Variable:
         """Return the items, in a tuple."""
@@ -162,7 +167,7 @@ class ListEnd:
 
     def clear(self, tx: Translator) -> None:
         """Refuse."""
-        raise Refused("list-kind", "the ends of a list are not of the same kind at every step")
+        raise Refused("list-kind", f"`{self.name}` is not of the same kind at every step")
 
 
 @dataclass(frozen=True)
@@ -170,8 +175,7 @@ class ListLocation:
     """All items of a list that stays as long as it is, such as the states of a stack of layers."""
 
     owner: ListVariable
-
-    name = "a list that is read and written"
+    name: str = field(default="a list", compare=False)
 
     def now(self, tx: Translator) -> Variable:
         """Return the items, in a tuple."""
@@ -184,7 +188,7 @@ class ListLocation:
 
     def clear(self, tx: Translator) -> None:
         """Refuse."""
-        raise Refused("list-kind", "a list does not hold the same kind of things at every step")
+        raise Refused("list-kind", f"`{self.name}` does not hold the same kind of things at every step")
 
 
 class AttributeRecorder:
@@ -233,7 +237,8 @@ class AttributeRecorder:
 class DictRecorder:
     """Lets the values of a dictionary's keys be changed, and puts them back."""
 
-    def __init__(self, owner: ConstDictVariable) -> None:
+    def __init__(self, owner: ConstDictVariable, name: str) -> None:
+        self.name = name
         self.owner, self.items, self.mutation = owner, owner.items, owner.mutation_type
         owner.items, owner.mutation_type = copy.copy(owner.items), _of_this_scope(owner.mutation_type)
 
@@ -245,8 +250,8 @@ class DictRecorder:
         """
         now = self.owner.items
         if list(now) != list(self.items):
-            raise Refused("dictionary-keys", "a dictionary gets other keys in the loop")
-        return {DictEntry(self.owner, key): y for key, y in now.items() if y is not self.items[key]}
+            raise Refused("dictionary-keys", f"`{self.name}` gets other keys in the loop")
+        return {DictEntry(self.owner, key, self.name): y for key, y in now.items() if y is not self.items[key]}
 
     def put_back(self) -> None:
         """Undo all changes."""
@@ -267,7 +272,7 @@ class ListRecorder:
 
     def changed(self, tx: Translator) -> dict[Location, Variable | None]:
         """Return the items."""
-        location = ListLocation(self.owner)
+        location = ListLocation(self.owner, name_of(tx, self.owner))
         return {location: location.now(tx)}
 
     def put_back(self) -> None:

@@ -20,13 +20,14 @@ from torch._dynamo.variables.builder import wrap_fx_proxy
 from torch._ops import HigherOrderOperator
 from torch.fx import Graph, Node, Proxy
 
+from ...ir.source import expression, located
 from ..induction_variable import InductionVariable
 from .carried import CarrySpec
 from .iterators import Calls, Element, Items, Numbers
 from .lists import GrowingList, SequenceView
 from .locations import AttributeRecorder, DictRecorder, ListEnd, ListLocation, ListRecorder, Local, Location, containers
 from .side_effects import rolled_back, snapshot
-from .variables import Refused, Translator, Variable, placeholder, realized, rebuilt, tensors
+from .variables import Refused, Translator, Variable, name_of, place_of, placeholder, realized, rebuilt, tensors
 
 # Shorter loops are cheap to trace, and often loops over layers; more of a list's items are not carried either.
 SHORTEST = 16
@@ -52,6 +53,8 @@ class LoopCode:
     end: int
     # What it goes through.
     element: Element
+    # How many of its steps were traced before this attempt.
+    done: int = 0
 
     @property
     def begin(self) -> int:
@@ -108,7 +111,8 @@ def trace(tx: Translator, code: LoopCode, assumed: CarrySpec) -> Trace:
         found = _Tracing(tx, code, assumed).run()
         if found is not None:
             return found
-    raise Refused("state-unstable", "the state does not settle")
+    names = ", ".join(f"`{location.name}`" for location in assumed.carried) or "the state"
+    raise Refused("state-unstable", f"no form of {names} was found that a step leads from and to")
 
 
 class _Tracing:
@@ -146,11 +150,11 @@ class _Tracing:
 
     def _stand_in(self, x: Variable) -> Any:
         if type(x) is ConstDictVariable:
-            return DictRecorder(x) if x.is_mutable() else None
+            return DictRecorder(x, name_of(self.tx, x)) if x.is_mutable() else None
         if type(x) is ListVariable and ListLocation(x) in self.assumed.carried:
             return ListRecorder(x)
         if type(x) is ListVariable and x.is_mutable() and x not in self.assumed.plain:
-            return GrowingList(x, self.number)
+            return GrowingList(x, self.number, name_of(self.tx, x))
         if x.items and type(realized(x.items[0])) is TensorVariable:
             return SequenceView(x, self.number, self._take)
         return None
@@ -218,11 +222,16 @@ class _Tracing:
         while tx.instruction_pointer != code.head:
             instruction = tx.instructions[tx.instruction_pointer]
             if reason := next((why for name, why in _LEAVES.items() if instruction.opname.startswith(name)), None):
-                raise Refused(*reason)
-            if not tx.step():
-                raise Refused("early-exit", "the loop ends the function")
+                raise Refused(*reason, *place_of(tx, instruction))
+            try:
+                going = tx.step()
+            except Refused as refusal:
+                refusal.found_at(*place_of(tx, instruction))
+                raise
+            if not going:
+                raise Refused("early-exit", "the loop ends the function", *place_of(tx, instruction))
             if tx.instruction_pointer is None or not code.head <= tx.instruction_pointer < code.end:
-                raise Refused("early-exit", "the loop can be left early")
+                raise Refused("early-exit", "the loop can be left early", *place_of(tx, instruction))
         if len(tx.stack) != len(below) or any(a is not b for a, b in zip(tx.stack, below, strict=True)):
             raise Refused("early-exit", "the loop leaves something on the stack")
 
@@ -232,7 +241,7 @@ class _Tracing:
     def _learns(self, growing: GrowingList) -> bool:
         """Assume more of a list that was read: that its ends are carried, or that it does not grow."""
         assumed, (front, back) = self.assumed, growing.wants
-        end = ListEnd(growing.owner, max(front, back), bool(front))
+        end = ListEnd(growing.owner, max(front, back), bool(front), growing.name)
         if 0 < end.count < SHORTEST and tensors(end.now(self.tx)):
             for location in [x for x in assumed.carried if isinstance(x, ListEnd) and x.owner is end.owner]:
                 if location.at_front == end.at_front:
@@ -246,7 +255,7 @@ class _Tracing:
     def _learns_of_writes(self) -> bool:
         """Assume that short lists of tensors do not stay as they are but are written to."""
         short = [x for x in self.assumed.plain if len(x.items) < SHORTEST]
-        written = [x for x in short if self.assumed.carry(self.tx, ListLocation(x))]
+        written = [x for x in short if self.assumed.carry(self.tx, ListLocation(x, name_of(self.tx, x)))]
         self.assumed.plain -= set(written)
         return bool(written)
 
@@ -254,7 +263,12 @@ class _Tracing:
 def _create_proxy(
     tx: Translator, create: Callable[..., Any], kind: str, target: Any, args: Any, kwargs: Any, *rest: Any, **more: Any
 ) -> Any:
-    """Create a proxy; positions that depend on the step are selected first, for indexing makes them constants."""
+    """Create a proxy; positions that depend on the step are selected first, for indexing makes them constants.
+
+    A number that the function is called with is read from its tensor outside of the loop: Dynamo reads it once.
+    """
+    if kind == "call_method" and target == "item" and args[0].node.graph is tx.output.root_tracer.graph:
+        return tx.output.root_tracer.create_proxy(kind, target, args, kwargs, *rest, **more)
     if (
         kind == "call_function"
         and target in (operator.getitem, operator.setitem)
@@ -287,10 +301,10 @@ def _example(x: Any) -> Any:
 
 def _check(graph: Graph) -> None:
     """Raise if a node does more than compute tensors from tensors."""
-    for node in graph.nodes:
-        if node.op in ("placeholder", "output"):
-            continue
+    calls = [node for node in graph.nodes if node.op not in ("placeholder", "output")]
+    for node in calls:
         if isinstance(node.target, HigherOrderOperator) or node.op == "call_module":
-            raise Refused("higher-order", f"there is a {node.target} in the loop")
+            raise Refused("higher-order", f"`{expression(node)}` is a {node.target}", *located(node))
+    for node in calls:
         if node.meta.get("example_value") is None and node.target is not operator.setitem:
-            raise Refused("python-state", f"{node.target} in the loop computes no tensor")
+            raise Refused("python-state", f"`{expression(node)}` computes no tensor", *located(node))

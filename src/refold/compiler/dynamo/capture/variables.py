@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import linecache
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 from torch._dynamo.variables import ConstantVariable, LazyVariableTracker, TensorVariable, TupleVariable
 from torch._dynamo.variables.builder import wrap_fx_proxy
 
+from ...ir.source import iterated, named, segment
 from ...refusals import Refusal
 from ..induction_variable import depends_on_iteration
 
@@ -24,6 +26,28 @@ class Refused(Refusal):
 def realized(x: Variable) -> Variable:
     """Return what a lazy variable stands for."""
     return x.realize() if isinstance(x, LazyVariableTracker) else x
+
+
+def name_of(tx: Translator, x: Variable) -> str:
+    """Return what the user calls a variable of Dynamo's: a local variable of the frame, or where it comes from."""
+    local = next((name for name, y in tx.symbolic_locals.items() if y is x), None)
+    return local or source_of(x) or "a list"
+
+
+def source_of(x: Variable) -> str:
+    """Return where a variable of Dynamo's comes from, as ``self.h``; empty if it was made in the compiled code."""
+    source = getattr(getattr(x, "source", None), "name", "")
+    return named(source() if callable(source) else source)
+
+
+def place_of(tx: Translator, instruction: Any) -> tuple[str, str]:
+    """Return the line of an instruction, as ``file:line: code``, and its expression; empty if they are not known."""
+    file, at = tx.f_code.co_filename, instruction.positions
+    if at is None or at.lineno is None:
+        return "", ""
+    code = linecache.getline(file, at.lineno).strip()
+    text = iterated(file, at.lineno) if instruction.opname == "FOR_ITER" else ""
+    return f"{file}:{at.lineno}: {code}".rstrip(": "), text or segment(file, at)
 
 
 def is_constant(x: Variable) -> bool:
@@ -53,21 +77,28 @@ def example(x: Variable) -> torch.Tensor:
     return x.as_proxy().node.meta["example_value"]
 
 
-def form(x: torch.Tensor) -> tuple[Any, ...]:
-    """Return what a program can ask of a tensor without reading it; sizes must not depend on the step."""
-    return (type(x), _fixed(x.shape), _fixed(x.stride()), x.dtype, x.device, x.requires_grad)
+def form(x: torch.Tensor, name: str = "") -> tuple[Any, ...]:
+    """Return what a program can ask of a tensor, by its name, without reading it; no size may depend on the step."""
+    shape, strides = (_fixed(sizes, name) for sizes in (x.shape, x.stride()))
+    return (type(x), shape, strides, x.dtype, x.device, x.requires_grad)
 
 
-def _fixed(sizes: Any) -> tuple[Any, ...]:
+def described(x: torch.Tensor) -> str:
+    """Say for a person what `form` returns."""
+    shape = " x ".join(map(str, x.shape)) or "no axes"
+    return f"{str(x.dtype).removeprefix('torch.')}, {shape}, {'with' if x.requires_grad else 'without'} a gradient"
+
+
+def _fixed(sizes: Any, name: str) -> tuple[Any, ...]:
     """Return sizes so that equal ones compare as equal: numbers, or expressions in Dynamo's symbols."""
-    return tuple(size if isinstance(size, int) else _expression(size) for size in sizes)
+    return tuple(size if isinstance(size, int) else _expression(size, name) for size in sizes)
 
 
-def _expression(size: torch.SymInt) -> Any:
+def _expression(size: torch.SymInt, name: str) -> Any:
     if (known := size.node.maybe_as_int()) is not None:
         return known
     if depends_on_iteration(size):
-        raise Refused("carry-shape", "a size depends on the step")
+        raise Refused("carry-shape", f"a size of {f'`{name}`' if name else 'a tensor'} depends on the step")
     return size.node.expr
 
 
