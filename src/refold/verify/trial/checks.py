@@ -244,7 +244,7 @@ class Trial:
             self._round(kind, inputs.draw(kind, first, self._derived(kind)))
             if whole:
                 self._adopt(self._state)
-        whole = [
+        discrete = [
             math.prod(shape) for shape, dtype in self._outputs if not (dtype.is_floating_point or dtype.is_complex)
         ]
         if level.deep and any(discrete):
