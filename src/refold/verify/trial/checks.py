@@ -42,6 +42,10 @@ GRADIENTS = "torch.fx.experimental.symbolic_shapes"  # which torch.autograd.grad
 ORDINARY = ("actual", "normal", "timed")  # kinds of inputs by which also small results beside large ones are judged
 MOVES = 3  # how often the original runs on inputs that are moved by one rounding
 BETWEEN_S = 3e-5  # of processor time between two calls, about what equal programs differ by on average
+DISCRETE, MORE = (
+    4096,
+    200,
+)  # so many integers and truth values among results are compared, in so many more calls at most
 KEPT = 64 << 20  # bytes beyond those that the original keeps; less is not worth a note
 WAITED = 0.2  # of the time of calls; more is waiting for other programs, or for a machine that is slow to wake threads
 BUSY = 10  # times the time of a timing test that may pass on a busy machine
@@ -240,6 +244,13 @@ class Trial:
             self._round(kind, inputs.draw(kind, first, self._derived(kind)))
             if whole:
                 self._adopt(self._state)
+        discrete = [
+            math.prod(shape) for shape, dtype in self._outputs if not (dtype.is_floating_point or dtype.is_complex)
+        ]
+        if level.deep and any(discrete):
+            # Of a position or a truth value, rounding shows only where two values are nearly equal, which is rare.
+            for turn in range(min(-(-DISCRETE // sum(discrete)), MORE, int(level.kinds_s / self._cost))):
+                self._round("normal", inputs.draw("normal", first, self._derived("discrete", turn)))
         self._stale(first)
         self._repeatable(first)
         self._grad_mode(first)
