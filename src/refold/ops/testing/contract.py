@@ -131,9 +131,10 @@ def check_strong_decays(problem: Problem, backend: str, frame: Frame) -> None:
         return
     theirs, expected = _both_gradients(strong, "torch", frame_of("torch"))
     ours, _ = _both_gradients(strong, backend, frame)
+    moved = _moved(strong, expected)
     for name, truth in expected.items():
         error, bound = relative_error(ours[name], truth), relative_error(theirs[name], truth)
-        allowed = max(2 * bound, 16 * EPS[problem.dtype])
+        allowed = max(2 * bound, 16 * EPS[problem.dtype]) + 4 * moved[name]  # a term is a product of several factors
         assert error <= allowed, f"d{name}: error {error:.2e}, torch {bound:.2e}; allowed {allowed:.2e}"
 
 
@@ -434,10 +435,10 @@ def _both_gradients(
 
 
 def _moved(problem: Problem, expected: dict[str, np.ndarray], draws: int = 4) -> dict[str, float]:
-    """Return by how much gradients change, relative to the largest, when activations move by a rounding.
+    """Return by how much gradients change, relative to the largest, when inputs move by a rounding.
 
-    Kernels for 16 bits round the factors of their products. A gradient that is a sum of products of either sign may
-    lose much more by that than a rounding of its own size.
+    Kernels for 16 bits round the factors of their products; in float32, exponentials of large decays lose as much. A
+    gradient that is a sum of products of either sign may lose much more by that than a rounding of its own size.
     """
     from refold.ops.testing import oracle
 
