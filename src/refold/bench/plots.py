@@ -245,6 +245,7 @@ def _limit_s(row: Row) -> float:
 
 _BACKENDS = {
     "jax": "refold, JAX", "torch": "refold, PyTorch", "torch, bfloat16": "refold, PyTorch, bfloat16 states",
+    "torch, host loop": "refold, PyTorch, no graph",
 }  # fmt: skip
 
 
