@@ -174,7 +174,7 @@ def test_what_runs_on_when_it_has_been_stopped_is_refused(nursery, monkeypatch):
     def released(self, *args):
         used = self.processor_time()[0]
         os.kill(self.pid, signal.SIGCONT)
-        while self.processor_time()[0] < used + 2 * process._STOPPING_S:
+        while self.processor_time()[0] < used + 2 * process._RESUMED_S:
             time.sleep(1e-3)
         return read(self, *args)
 

@@ -41,7 +41,8 @@ _ROOT = Path(__file__).parents[3]
 _REPLY_LIMIT = 64 << 20
 _CROWDED = 10.0  # times the limit of an answer, at most, where other programs want the same cores
 _SETTLE_S = 2.0  # after which it is looked at how much a program that still runs uses
-_STOPPING_S = 5e-4  # of processor time, more than a process uses from the signal to stop until it stops
+_STOP_S = 0.05  # within which all threads stop, unless other programs keep them from running at all
+_RESUMED_S = 5e-4  # of processor time, which a process that has stopped does not use
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _ADD_SEALS, _SEAL_SIZE = 1033, 0x1 | 0x2 | 0x4  # fcntl.h: no more seals, no shrinking, no growing
 _DTYPES = {str(d).removeprefix("torch."): d for d in vars(torch).values() if isinstance(d, torch.dtype)}
@@ -369,11 +370,13 @@ class Worker:
             seconds = time.perf_counter() - start
             after, waited = self.processor_time(), self.queue_time() - queued
             started = _forks() != forks
+            self._await_stop()
+            stopped = self.processor_time()[0]
             answer = _parsed(frame)
             metadata = [_checked(m) for m in _list(answer, "tensors")]
             beside = self.lingering()
             tensors = self.tensors(metadata, most)
-            resumed = self.processor_time()[0] - after[0] > _STOPPING_S
+            resumed = self.processor_time()[0] - stopped > _RESUMED_S
         used, self._used = self._used, after
         if beside and "S6" not in self.lenient:
             raise Misbehaved("S6", "a process that it started ran on after its call had returned")
@@ -540,6 +543,18 @@ class Worker:
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGCONT)
+
+    def _await_stop(self) -> None:
+        """Wait until every thread has seen the signal to stop: one that runs on another core does not do so at once."""
+        until = time.perf_counter() + _STOP_S
+        while time.perf_counter() < until:
+            states = set()
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # a thread that ends meanwhile
+                for task in os.listdir(f"/proc/{self.pid}/task"):
+                    stat = Path(f"/proc/{self.pid}/task/{task}/stat").read_text()
+                    states.add(stat.rpartition(")")[2].split()[0])
+            if states <= set("TtZX"):
+                return
 
     def _bytes(self, spec: dict[str, Any], t: torch.Tensor) -> torch.Tensor:
         return torch.frombuffer(
