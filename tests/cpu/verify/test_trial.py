@@ -82,7 +82,8 @@ def test_a_right_candidate_is_accepted_with_its_evidence(nursery):
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64"])
 def test_other_dtypes(dtype, nursery):
     assert _judge(nursery, RIGHT, dtype=dtype, level="quick").accepted
-    assert _judge(nursery, WRONG.replace("1.001", "1.05"), dtype=dtype, level="quick").check == "N1"
+    # Some 60 roundings in bfloat16: five per cent, 13 roundings, may be what moving the inputs by one excuses.
+    assert _judge(nursery, WRONG.replace("1.001", "1.25"), dtype=dtype, level="quick").check == "N1"
 
 
 def test_a_factor_in_float64_is_seen(nursery):

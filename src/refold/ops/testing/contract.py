@@ -84,10 +84,8 @@ def check_gradients(problem: Problem, backend: str, frame: Frame) -> None:
     with frame.poisoned():
         found, expected = _both_gradients(problem, backend, frame)
     assert found.keys() == expected.keys(), f"gradients of {sorted(found)}, not of {sorted(expected)}"
-    moved = _moved(problem, expected) if problem.dtype in ("float16", "bfloat16") else {}
-    for name, truth in expected.items():
-        error, allowed = relative_error(found[name], truth), problem.tolerance() + 2 * moved.get(name, 0.0)
-        assert error <= allowed, f"d{name}: relative error {error:.2e}, allowed {allowed:.2e}"
+    moves = 2 if problem.dtype in ("float16", "bfloat16") else 0
+    _gradients_close(problem, found, expected, dict.fromkeys(expected, problem.tolerance()), moves)
 
 
 def check_no_worse_than_torch(problem: Problem, backend: str, frame: Frame) -> None:
@@ -131,11 +129,8 @@ def check_strong_decays(problem: Problem, backend: str, frame: Frame) -> None:
         return
     theirs, expected = _both_gradients(strong, "torch", frame_of("torch"))
     ours, _ = _both_gradients(strong, backend, frame)
-    moved = _moved(strong, expected)
-    for name, truth in expected.items():
-        error, bound = relative_error(ours[name], truth), relative_error(theirs[name], truth)
-        allowed = max(2 * bound, 16 * EPS[problem.dtype]) + 4 * moved[name]  # a term is a product of several factors
-        assert error <= allowed, f"d{name}: error {error:.2e}, torch {bound:.2e}; allowed {allowed:.2e}"
+    allowed = {n: max(2 * relative_error(theirs[n], truth), 16 * EPS[problem.dtype]) for n, truth in expected.items()}
+    _gradients_close(strong, ours, expected, allowed, 4)  # a term is a product of several factors
 
 
 def check_nonfinite(problem: Problem, backend: str, frame: Frame) -> None:
@@ -434,6 +429,25 @@ def _both_gradients(
     return found, oracle.gradients(problem, cotangents)
 
 
+def _gradients_close(
+    problem: Problem,
+    found: dict[str, np.ndarray],
+    expected: dict[str, np.ndarray],
+    allowed: dict[str, float],
+    moves: int,
+) -> None:
+    """Compare gradients: each may err by what is allowed, and ``moves`` times what a rounding of inputs moves it by."""
+    errors = {name: relative_error(found[name], truth) for name, truth in expected.items()}
+    if moves and any(errors[name] > allowed[name] for name in expected):
+        moved = _moved(problem, expected)
+        allowed = {name: allowed[name] + moves * moved[name] for name in expected}
+    for name, error in errors.items():
+        assert error <= allowed[name], (
+            f"{problem.spec.name}[{problem.case.name}, {problem.dtype}] d{name}: relative error {error:.2e}, "
+            f"allowed {allowed[name]:.2e}"
+        )
+
+
 def _moved(problem: Problem, expected: dict[str, np.ndarray], draws: int = 4) -> dict[str, float]:
     """Return by how much gradients change, relative to the largest, when inputs move by a rounding.
 
@@ -443,12 +457,12 @@ def _moved(problem: Problem, expected: dict[str, np.ndarray], draws: int = 4) ->
     from refold.ops.testing import oracle
 
     cotangents, rng, most = _cotangents(problem), np.random.default_rng(3), dict.fromkeys(expected, 0.0)
+    names = [name for name in problem.arrays if problem.dtype_of(name) == problem.dtype]
+
+    def move(array: np.ndarray) -> np.ndarray:
+        return array * (1 + EPS[problem.dtype] / 2 * rng.uniform(-1, 1, array.shape))
+
     for _ in range(draws):
-
-        def move(array: np.ndarray) -> np.ndarray:
-            return array * (1 + EPS[problem.dtype] / 2 * rng.uniform(-1, 1, array.shape))
-
-        names = [name for name in problem.arrays if problem.dtype_of(name) == problem.dtype]
         other = problem.with_arrays(**{name: move(problem.arrays[name]) for name in names})
         for name, gradient in oracle.gradients(other, [move(one) for one in cotangents]).items():
             most[name] = max(most[name], relative_error(gradient, expected[name]))

@@ -478,7 +478,7 @@ class Worker:
         """Return the seconds of processor time of all its threads so far, and of children that ended."""
         try:
             own = time.clock_gettime((~self.pid << 3) | 2)  # what clock_getcpuclockid gives
-            fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
+            fields = _stat(self.pid)
         except OSError as error:
             raise Misbehaved("P4", f"its process has ended ({error.strerror})") from error
         return own, (int(fields[13]) + int(fields[14])) / os.sysconf("SC_CLK_TCK")
@@ -524,10 +524,8 @@ class Worker:
         try:
             for task in os.listdir(f"/proc/{self.pid}/task"):
                 with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # a thread that ends meanwhile
-                    if asleep:
-                        state = Path(f"/proc/{self.pid}/task/{task}/stat").read_text().rpartition(")")[2].split()[0]
-                        if state not in "SDT":
-                            return {}
+                    if asleep and _stat(f"{self.pid}/task/{task}")[0] not in "SDT":
+                        return {}
                     ran, _, turns = Path(f"/proc/{self.pid}/task/{task}/schedstat").read_text().split()
                     found[task] = (int(ran), int(turns))
         except OSError as error:
@@ -547,14 +545,15 @@ class Worker:
     def _await_stop(self) -> None:
         """Wait until every thread has seen the signal to stop: one that runs on another core does not do so at once."""
         until = time.perf_counter() + _STOP_S
-        while time.perf_counter() < until:
-            states = set()
-            with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # a thread that ends meanwhile
-                for task in os.listdir(f"/proc/{self.pid}/task"):
-                    stat = Path(f"/proc/{self.pid}/task/{task}/stat").read_text()
-                    states.add(stat.rpartition(")")[2].split()[0])
-            if states <= set("TtZX"):
-                return
+        while time.perf_counter() < until and not all(state in "TtZX" for state in self._states()):
+            time.sleep(5e-5)
+
+    def _states(self) -> Iterator[str]:
+        """Yield the state of each thread, as proc(5) names it."""
+        with contextlib.suppress(FileNotFoundError):  # the process has ended, which others notice
+            for task in os.listdir(f"/proc/{self.pid}/task"):
+                with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # a thread that ends meanwhile
+                    yield _stat(f"{self.pid}/task/{task}")[0]
 
     def _bytes(self, spec: dict[str, Any], t: torch.Tensor) -> torch.Tensor:
         return torch.frombuffer(
@@ -789,17 +788,22 @@ def _descendants(pid: int) -> list[int]:
     return found
 
 
+def _stat(process: int | str) -> list[str]:
+    """Return what /proc tells of a process, or of a thread ``process/task/thread``, from its state on."""
+    return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+
+
 def _has_ended(pid: int) -> bool:
     """Say whether a process is only remembered until somebody asks how it ended."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+        return _stat(pid)[0] == "Z"
     except OSError:
         return True
 
 
 def _parents(pid: int) -> list[int]:
     with contextlib.suppress(OSError):
-        return [int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])]
+        return [int(_stat(pid)[1])]
     return []
 
 
