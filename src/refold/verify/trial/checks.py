@@ -674,7 +674,7 @@ class Trial:
     def _layouts(self, first: Tensors) -> None:
         """N6: inputs that lie otherwise in memory."""
         for name, values in inputs.layouts(first, self._derived("layouts")):
-            self._elsewhere(f"{name} inputs", values)
+            self._elsewhere(name, values, f"not for {name} inputs")
         if self.terms.train:
             call = self._call(inputs.draw("normal", first, self._derived("cotangents")))
             for name, values in inputs.layouts(call.cotangents, self._derived("layouts")):
@@ -690,9 +690,9 @@ class Trial:
             if tried >= most:
                 break
             if sum(t.numel() for t in values) <= 2 * size + 64:
-                tried += self._elsewhere(f"size {name}", values)
+                tried += self._elsewhere(f"size {name}", values, f"not for size {name}")
 
-    def _elsewhere(self, name: str, values: Tensors) -> bool:
+    def _elsewhere(self, name: str, values: Tensors, note: str) -> bool:
         """Try inputs that the original may not accept, and the candidate may refuse."""
         call = self._call(values)
         if self.terms.train:
@@ -702,7 +702,7 @@ class Trial:
                 return False
             g = inputs.generator(self._derived("cotangents", name))
             call = replace(call, cotangents=[inputs.normal(t, g) for t in plain.tensors])
-        return self._unless_refused(name, "N6", call, f"not for {name}")
+        return self._unless_refused(name, "N6", call, note)
 
     def _unless_refused(self, name: str, check: str, call: Call, note: str, *, wide: bool = False) -> bool:
         """Compare a call that the original may not accept, and that a candidate may refuse, by an exception.
@@ -1028,6 +1028,8 @@ def _judged(
     """Compare one result; ``small`` are errors that the original is known to have where it is small beside others."""
     if y.is_complex():
         r, o, y = (torch.view_as_real(v.resolve_conj().contiguous()) for v in (r, o, y))
+    if kind in inputs.EQUAL_TERMS:
+        terms = terms**2  # roundings of equal terms have one sign: they add up in proportion to the number of terms
     if y.is_floating_point():
         result = numerics.compare(kind, r.double(), o, y, None, terms, known)
         for at in numerics.small_parts(r) if result.passed and kind in ORDINARY else ():
