@@ -14,8 +14,7 @@ integers, on which every order of summation gives the same bits.
 Where the original is not finite, nothing is compared. But a rewrite must not lose finite results. So the program also
 runs with one infinity in each input: earlier steps must not see it, and a decay of ``exp(-inf)`` forgets it. Wherever
 the original is finite, the candidate must be finite and near it. Of gradients this is asked at the steps before the
-first infinity: where they differ after one, the infinities move to the ends of the inputs, and gradients are compared
-once more.
+first infinity: where they differ after one, the infinities move to the last step, and gradients are compared once more.
 
 For a float64 program, ``o`` and ``r`` are the same, so ``E(o)`` is unknown and is estimated. Rounding errors are
 proportional to the unit roundoff, if their squares are negligible. So the program runs in float32, on inputs that
@@ -171,9 +170,12 @@ def check(
     if evidence.passed:
         leaves = sum(differentiated)
 
-        def with_infinities(last: bool) -> list[KindResult]:
-            inputs = [_normal(x, generator, spread, not multilinear, "last" if last else "late") for x in like]
-            os, ys = list(_several(original(*inputs))), _several(candidate(*inputs))
+        def drawn(infinity: str) -> tuple[Values, list[torch.Tensor]]:
+            inputs = [_normal(x, generator, spread, not multilinear, infinity) for x in like]
+            return inputs, list(_several(original(*inputs)))
+
+        def with_infinities(inputs: Values, os: list[torch.Tensor]) -> list[KindResult]:
+            ys = _several(candidate(*inputs))
             ends = [0] * len(os)
             given = (x for x, need in zip(inputs, differentiated, strict=False) if need)
             for at, x in enumerate(given, len(os) - leaves):
@@ -184,12 +186,14 @@ def check(
                 ends[at] = coupled
             return list(map(_where_finite, os, ys, bounds, ends))
 
-        found = with_infinities(last=False)
+        found = with_infinities(*drawn("late"))
         values = len(found) - leaves
         if all(one.passed for one in found[:values]) and not all(one.passed for one in found):
             # Gradients are promised at the steps before the first infinity. After it, a sum over steps may have another
-            # zero that it multiplies by than the original.
-            found[values:] = with_infinities(last=True)[values:]
+            # zero that it multiplies by than the original. The last step is the one that reaches fewest results; of a
+            # program that goes against time, it is the first in memory.
+            ends = [drawn("last"), drawn("first")]
+            found[values:] = with_infinities(*max(ends, key=lambda end: _finite(end[1][:values])))[values:]
         evidence.kinds.append(min(found, key=lambda one: (one.passed, -one.error / (one.bound or 1.0))))
     return evidence
 
@@ -235,7 +239,7 @@ def _normal(x: Any, generator: torch.Generator, spread: float, signed: bool, inf
         signed: Whether an input that is nowhere positive, or nowhere negative, stays so. A log decay that is positive
             at half of the steps makes states grow by many orders of magnitude, and with them the rounding of its sums.
         infinity: Which element is infinite, if one is: a ``"late"`` one, in the second half of the memory, since time
-            goes on there; or the ``"last"``.
+            goes on there; or the ``"last"``, or the ``"first"``.
     """
     if not (isinstance(x, torch.Tensor) and x.is_floating_point()):
         return x
@@ -244,7 +248,8 @@ def _normal(x: Any, generator: torch.Generator, spread: float, signed: bool, inf
     if sign:
         values = sign * values.abs()
     if infinity and x.numel():
-        at = int(torch.randint(x.numel() // 2, x.numel(), (), generator=generator)) if infinity == "late" else -1
+        late = torch.randint(x.numel() // 2, x.numel(), (), generator=generator)
+        at = {"late": int(late), "last": -1, "first": 0}[infinity]
         values.view(-1)[at] = (sign or -1) * math.inf
     return _like(x, values)
 
@@ -413,6 +418,10 @@ def _distances(difference: torch.Tensor) -> list[float]:
     if not difference.numel():
         return [0.0, 0.0]
     return [float(torch.linalg.vector_norm(difference)), float(difference.abs().max())]
+
+
+def _finite(results: Sequence[torch.Tensor]) -> int:
+    return sum(int(y.isfinite().sum()) for y in results)
 
 
 def _where_finite(o: torch.Tensor, y: torch.Tensor, known: float, ends: int) -> KindResult:
