@@ -486,7 +486,7 @@ def small_parts(r: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def no_farther(r: torch.Tensor, y: torch.Tensor, others: Sequence[torch.Tensor], parts: bool = False) -> bool:
-    """Say whether a result is at most four times as far from the reference as the farthest of others, in both norms.
+    """Say whether a result is at most eight times as far from the reference as the farthest of others, in both norms.
 
     Unlike relative errors, this has a meaning where the reference is zero.
 
@@ -506,7 +506,7 @@ def no_farther(r: torch.Tensor, y: torch.Tensor, others: Sequence[torch.Tensor],
         return False
     for part in [good, *(small_parts(r) if parts else ())]:
         own, *moved = (_distances(torch.where(part, v.double() - r.double(), 0.0)) for v in (y, *others))
-        if not all(a <= 4 * max(b) for a, *b in zip(own, *moved, strict=True)):
+        if not all(a <= 8 * max(b) for a, *b in zip(own, *moved, strict=True)):
             return False
     return True
 

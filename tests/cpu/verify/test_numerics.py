@@ -224,7 +224,7 @@ def test_gradients_are_finite_before_the_first_infinity(where, kept, against):
 def test_no_farther_has_a_meaning_where_the_reference_is_zero():
     r, moved = torch.zeros(5, dtype=torch.float64), [torch.full((5,), 1e-6), torch.zeros(5)]
     assert numerics.no_farther(r, torch.full((5,), 3e-6), moved)
-    for wrong in (torch.full((5,), 1e-5), torch.tensor([0.0, 0, 0, 0, 5e-6]), torch.full((5,), math.nan)):
+    for wrong in (torch.full((5,), 1e-5), torch.tensor([0.0, 0, 0, 0, 9e-6]), torch.full((5,), math.nan)):
         assert not numerics.no_farther(r, wrong, moved)
     assert not numerics.no_farther(r, torch.zeros(5), [])
     assert not numerics.no_farther(r, torch.ones(5), [torch.full((5,), math.nan)])

@@ -12,6 +12,7 @@ import contextlib
 import ctypes
 import hashlib
 import importlib.util
+import itertools
 import math
 import os
 import random
@@ -46,10 +47,12 @@ DISCRETE, MORE = (
     200,
 )  # so many integers and truth values among results are compared, in so many more calls at most
 KEPT = 64 << 20  # bytes beyond those that the original keeps; less is not worth a note
+MADE_S = 1.0  # to be made; less is not worth a note
 WAITED = 0.2  # of the time of calls; more is waiting for other programs, or for a machine that is slow to wake threads
 BUSY = 10  # times the time of a timing test that may pass on a busy machine
 PATIENCE = 3  # times the time of a timing test that may pass until it can be decided at all
 COMPILE_S = 40.0  # what torch.compile may take for the original
+SIZES = 6  # other shapes that are tried while the C library looks at memory
 POSSIBLE = 0.5  # of the time that writing the results takes, on a machine that may be busier at one time than another
 # Operations that a library does, of which a kernel of one's own would say more.
 _LIBRARY = "mm bmm addmm baddbmm mv dot convolution _convolution mkldnn_convolution cudnn_convolution"
@@ -140,17 +143,14 @@ class Trial:
         with self._of_the_original():
             for worker in filter(None, (self.witness, self.reference, self.narrow)):
                 worker.load(self.original.attribute, terms.timeout)
-            began = time.perf_counter()
-            theirs = self._build(self.witness, self.original, terms.dtype)
-            self._made = [time.perf_counter() - began]
+            theirs, made = self._timed_build(self.witness, self.original)
             self._build(self.reference, self.original, "float64")
             if self.narrow:
                 self._build(self.narrow, self.original, "float32")
-        began = time.perf_counter()
-        ours = self._start = self._build(self.suspect, self.candidate, terms.dtype)
-        self._made.append(time.perf_counter() - began)
-        shape, own = ({name: (m["shape"], m["dtype"]) for name, m in side["state"]} for side in (theirs, ours))
-        self._shares_state = bool(shape) and shape == own
+        ours, own = self._timed_build(self.suspect, self.candidate)
+        self._start, self._made = ours, (made, own)
+        shape, other = ({name: (m["shape"], m["dtype"]) for name, m in side["state"]} for side in (theirs, ours))
+        self._shares_state = bool(shape) and shape == other
         if shape and not self._shares_state:
             self.verdict.note(
                 "its parameters differ from the original's in names or shapes, so no other weights than those of its "
@@ -176,6 +176,12 @@ class Trial:
             compiled=compiled,
         )  # fmt: skip
         return worker.inspect()
+
+    def _timed_build(self, worker: Worker, program: Program) -> tuple[dict[str, Any], float]:
+        """Also return the seconds it took, without those in which other programs had its processor."""
+        start, queued = time.perf_counter(), worker.queue_time()
+        found = self._build(worker, program, self.terms.dtype)
+        return found, time.perf_counter() - start - (worker.queue_time() - queued)
 
     def _derived(self, *purpose: object) -> int:
         """Return the seed of one purpose; none tells anything of another."""
@@ -269,6 +275,7 @@ class Trial:
         if level.deep:
             self._kept_for_good()
             self._census(first)
+            self._heap(first)
         if self._hashes:
             same = _hashes() == self._hashes
             self._step("P6", "" if same else "files of refold, torch or triton are others than before the trial")
@@ -672,7 +679,7 @@ class Trial:
             call = self._call(inputs.draw("normal", first, self._derived("cotangents")))
             for name, values in inputs.layouts(call.cotangents, self._derived("layouts")):
                 other = replace(call, cotangents=values)
-                self._unless_refused(f"{name} cotangents", "N6", other, f"not for {name} cotangents")
+                self._unless_refused(f"{name} cotangents", "N6", other, f"not for {name} cotangents", wide=True)
 
     def _shapes(self, first: Tensors) -> None:
         """N6: other shapes. A candidate may refuse them, by an exception; wrong results it may not give."""
@@ -705,14 +712,14 @@ class Trial:
             check: The check that a wrong result fails.
             call: The call.
             note: What is said of a candidate that refuses it.
-            wide: Whether the reference is the original in float64.
+            wide: Whether the reference is the original in float64, unless that draws random numbers.
 
         Returns:
             Whether the original accepts it.
         """
         try:
             o = self.witness.call(call, self.terms.timeout)
-            r = self.reference.call(self._wide(call), self.terms.timeout) if wide else o
+            r = self.reference.call(self._wide(call), self.terms.timeout) if wide and not self._random else o
         except Raised:
             return False
         try:
@@ -730,7 +737,7 @@ class Trial:
     def _kept_for_good(self) -> None:
         """T11: work that was done when it was made, and memory that it keeps, are no part of the time of a call."""
         made, held = self._made, [worker.held() for worker in (self.witness, self.suspect)]
-        if made[1] > 10 * made[0] + 1.0:
+        if made[1] > max(10 * made[0], MADE_S):
             self.verdict.note(f"it takes {made[1]:.1f} s to be made, the original {made[0]:.1f} s")
         if held[1] > held[0] + KEPT:
             self.verdict.note(f"it keeps {(held[1] - held[0]) >> 20} MB of memory that the original does not keep")
@@ -749,6 +756,48 @@ class Trial:
         elif calls:
             self.verdict.note(f"it calls the library: {', '.join(calls)}")
         self._step("T12", "", operations=own)
+
+    def _heap(self, first: Tensors) -> None:
+        """U3: what is written next to memory of its own shows when the C library looks at that memory."""
+        if self.terms.device != "cpu":
+            return
+        values = [self._actual("heap"), *(drawn for _, drawn in inputs.layouts(first, self._derived("heap")))]
+        calls = [self._call(each) for each in values]
+        others = inputs.resized(first, self._derived("heap sizes"))
+        calls += [replace(self._call(drawn), cotangents=()) for _, drawn in itertools.islice(others, SIZES)]
+        known = []
+        for call in calls:
+            with contextlib.suppress(Raised):
+                self.witness.call(call, self.terms.timeout)
+                known.append(call)
+        nursery, failure = self.nursery.careful(), ""
+        ended = self._ended(nursery, self.candidate, known)
+        if not nursery.is_careful():
+            self.verdict.note("whether it writes beyond its own memory is unknown: there is no libc_malloc_debug here")
+        elif ended and self._ended(nursery, self.original, known):
+            self.verdict.note("where the C library looks at all memory, neither it nor the original runs to the end")
+        elif ended:
+            failure = f"it wrote beyond memory of its own: where the C library looks at that, {ended}"
+        self._step("U3", failure, calls=len(known))
+
+    def _ended(self, nursery: Nursery, program: Program, calls: Sequence[Call]) -> str:
+        """Make calls and let go of each result; say how the process ended, empty if it lives."""
+        try:
+            with nursery.program(program.text, "candidate.py", room=self.suspect.room) as worker:
+                worker.lenient = self.off
+                worker.load(program.attribute, self.terms.timeout)
+                self._build(worker, program, self.terms.dtype)
+                for call in [*calls, calls[0]]:
+                    with contextlib.suppress(Raised):  # what it may refuse
+                        worker.call(call, self.terms.timeout, most=self._most, hold=False)
+        except Raised:
+            pass
+        except Misbehaved as error:
+            if error.check == "P4":
+                return error.reason
+            if error.check != "P3":  # it may be slow there
+                raise
+        return ""
 
     # Time
 
