@@ -54,7 +54,7 @@ class GrowingList:
     def check(self) -> None:
         """Raise if a position that depends on the step was read as another than it is at later steps."""
         if self.rates and (self.front or self.rates != {len(self.back)}):
-            raise Refused("list-read", f"`{self.name}` is read at a position that moves otherwise than the list grows")
+            raise Refused("list-read", f"`{self.name}` is read at a position that does not move as the list grows")
 
     def append(self, item: Variable) -> None:
         """Take a new last item."""
