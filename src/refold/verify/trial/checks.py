@@ -123,6 +123,8 @@ class Trial:
 
         self.giver = start(self.original, "original.py", 1 << 16)
         self.verdict.sandbox = self.giver.active
+        for text in self.giver.unseen:
+            self.verdict.note(text)
         if self.nursery.sandboxed and (missing := enough(self.giver.active)):
             raise Unjudgeable(f"there is no sandbox to run it in: {missing}")
         with self._of_the_original():
