@@ -202,8 +202,8 @@ def check(
         found = judged(known)
         if not all(one.passed for one in found) and all(one.passed for one in judged(known, parts=False)):
             for at in range(MOVES):
-                drawn = torch.Generator().manual_seed(seed + at)
-                others = _several(original(*[moved(x, drawn) for x in inputs]))
+                moves = torch.Generator().manual_seed(seed + at)
+                others = _several(original(*[moved(x, moves) for x in inputs]))
                 seen = [Errors(0.0, 0.0, *own_errors(r, o)[2:]) for r, o in zip(rs, others, strict=True)]
                 known = [a | b for a, b in zip(known, seen, strict=True)]
             found = judged(known)

@@ -635,7 +635,7 @@ class Trial:
         if fixed:
             self.verdict.note(f"input {', '.join(map(str, fixed))} was the same in all calls; others may be wrong")
         if any(a is not b for a, b in zip(first, other, strict=True)):
-            self._elsewhere("integers in another order", other)
+            self._elsewhere("integers in another order", other, "not for integers in another order")
 
     def _constants(self, first: Tensors) -> None:
         """N6: a number among the arguments is read; other constants are the same in all calls."""
