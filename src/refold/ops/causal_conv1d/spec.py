@@ -72,7 +72,7 @@ STEP = OpSpec(
         Arg("bias", ("d",), optional=True),
     ),
     options=(ACTIVATION,),
-    outputs=(Output("y", "b t d"), Output("state", "k d w-1", like="state")),
+    outputs=(Output("y", "b t d", alone=("weight", "bias")), Output("state", "k d w-1", like="state")),
     cases=_step_cases,
     flops=_flops,
     folder="causal_conv1d",

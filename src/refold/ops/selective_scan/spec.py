@@ -103,7 +103,7 @@ STEP = OpSpec(
     summary="One or a few tokens of the Mamba-1 scan",
     args=(*_INPUTS, Arg("state", ("k d n",), wide=True), *_EXTRAS),
     options=(DT_SOFTPLUS,),
-    outputs=(Output("y", "b t d"), Output("state", "k d n", like="state")),
+    outputs=(Output("y", "b t d", alone=("C", "D", "z")), Output("state", "k d n", like="state")),
     cases=_step_cases,
     flops=_flops,
     constraints=_constraints,
