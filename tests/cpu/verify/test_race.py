@@ -73,6 +73,7 @@ class Machine:
             return o, y
 
         trial._pair = pair
+        trial._begin = trial._look = lambda base, candidate: None
         return trial._race(self, self, "race")
 
 
