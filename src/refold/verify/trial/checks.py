@@ -41,7 +41,6 @@ Tensors = Sequence[torch.Tensor]
 
 GRADIENTS = "torch.fx.experimental.symbolic_shapes"  # which torch.autograd.grad imports
 ORDINARY = ("actual", "normal", "timed")  # kinds of inputs by which also small results beside large ones are judged
-MOVES = 3  # how often the original runs on inputs that are moved by one rounding
 BETWEEN_S = 3e-5  # of processor time between two calls, about what equal programs differ by on average
 DISCRETE, MORE = (
     4096,
@@ -87,7 +86,7 @@ class Trial:
         self._secret = b""
         self._shares_state = False
         self._longest = 1
-        self._known = self._known_small = (0.0, 0.0)
+        self._known = numerics.NOTHING
         self._lucky = False  # whether a result was excused, since the original's own was right by luck
         self._past: deque[Result] = deque(maxlen=8)
         self._random = False
@@ -126,6 +125,8 @@ class Trial:
 
         self.giver = start(self.original, "original.py", 1 << 16)
         self.verdict.sandbox = self.giver.active
+        for text in self.giver.unseen:
+            self.verdict.note(text)
         if self.nursery.sandboxed and (missing := enough(self.giver.active)):
             raise Unjudgeable(f"there is no sandbox to run it in: {missing}")
         with self._of_the_original():
@@ -405,10 +406,7 @@ class Trial:
         """N1 and its kin: the two norms, for every result."""
         if any(a.shape != b.shape or a.dtype != b.dtype for a, b in zip(o.tensors, y.tensors, strict=True)):
             return  # metadata that was told to be ignored
-        if r is o:
-            known = [(1.125 * self._known[0], 1.125 * self._known[1])] * len(o.tensors)
-        else:
-            known = self._estimate(call, len(o.tensors))
+        known = [self._known * 1.125] * len(o.tensors) if r is o else self._estimate(call, len(o.tensors))
         sides = list(zip(r.tensors, o.tensors, y.tensors, known, strict=True))
         if kind in inputs.LARGE:
             # Exponentials are saturated there, and what kernels keep of them for the backward has no digits left.
@@ -423,13 +421,10 @@ class Trial:
         worst = min(found, key=lambda one: (one.passed, -one.error / (one.bound or 1.0)))
         if check == "N1" and r is not o:
             # What the original's own errors are, for calls that are compared with the original alone.
-            exact = zip(r.tensors, o.tensors, known, strict=True)
-            own = [_judged(kind, a, b, b, least, self._longest) for a, b, least in exact]
-            self._known = max(self._known[0], *(e.error for e in own)), max(self._known[1], *(e.worst for e in own))
             for a, b in zip(r.tensors, o.tensors, strict=True):
-                for at in numerics.small_parts(a) if b.is_floating_point() else ():
-                    errors = numerics.own_errors(a.double()[at], b[at])
-                    self._known_small = max(self._known_small[0], errors[0]), max(self._known_small[1], errors[1])
+                if b.is_floating_point() or b.is_complex():
+                    a, b = _real(a, b)
+                    self._known |= numerics.own_errors(a.double(), b)
         failure = worst.reason and f"{kind} inputs: {worst.reason}"
         if failure and found.index(worst) >= len(self._outputs):
             check, failure = "N7", f"gradient {found.index(worst) - len(self._outputs)}, {failure}"
@@ -451,7 +446,7 @@ class Trial:
         g = inputs.generator(self._derived("moved", kind))
         unit = [numerics.roundoff(t.dtype) if t.is_floating_point() else 0.0 for t in call.tensors]
         moved: list[Result] = []
-        for _ in range(MOVES):
+        for _ in range(numerics.MOVES):
             signs = [2 * torch.randint(0, 2, t.shape, generator=g) - 1 for t in call.tensors]
             tensors = [
                 (t * (1 + 1.01 * u * s)).to(t.dtype) if u else t
@@ -481,10 +476,10 @@ class Trial:
                 return "it returned the result of an earlier call for new inputs"
         return ""
 
-    def _estimate(self, call: Call, count: int) -> list[tuple[float, float]]:
+    def _estimate(self, call: Call, count: int) -> list[numerics.Errors]:
         """Errors of a float64 original, read off a float32 run."""
         if self.narrow is None or self._random:
-            return [(0.0, 0.0)] * count
+            return [numerics.NOTHING] * count
 
         def run(worker: Worker, dtype: torch.dtype) -> numerics.Program:
             return lambda *xs: (
@@ -519,7 +514,7 @@ class Trial:
             if index not in y.changed:
                 self._step("S1", f"it left input {index} alone, which the original changes")
             result = _judged("", o.inputs_after[index].double(), o.inputs_after[index], y.inputs_after[index],
-                             (0.0, 0.0), 4 * self._longest)  # fmt: skip
+                             numerics.NOTHING, 4 * self._longest)  # fmt: skip
             if result.reason:
                 self._step("S1", f"it changed input {index} otherwise than the original: {result.reason}")
         if self._aliases != y.aliases:
@@ -578,7 +573,7 @@ class Trial:
                 )
                 continue
             terms = 4 * self._longest * calls**2  # each call adds its rounding error
-            result = numerics.compare("", value.double(), value, mine, None, terms, (0.0, 0.0))
+            result = numerics.compare("", value.double(), value, mine, None, terms, parts=False)
             self._step("S1", result.reason and f"its parameter or buffer {name} differs: {result.reason}")
 
     def _stale(self, first: Tensors) -> None:
@@ -654,7 +649,7 @@ class Trial:
         if fixed:
             self.verdict.note(f"input {', '.join(map(str, fixed))} was the same in all calls; others may be wrong")
         if any(a is not b for a, b in zip(first, other, strict=True)):
-            self._elsewhere("integers in another order", other)
+            self._elsewhere("integers in another order", other, "not for integers in another order")
 
     def _constants(self, first: Tensors) -> None:
         """N6: a number among the arguments is read; other constants are the same in all calls."""
@@ -695,7 +690,7 @@ class Trial:
     def _layouts(self, first: Tensors) -> None:
         """N6: inputs that lie otherwise in memory."""
         for name, values in inputs.layouts(first, self._derived("layouts")):
-            self._elsewhere(f"{name} inputs", values)
+            self._elsewhere(name, values, f"not for {name} inputs")
         if self.terms.train:
             call = self._call(inputs.draw("normal", first, self._derived("cotangents")))
             for name, values in inputs.layouts(call.cotangents, self._derived("layouts")):
@@ -711,9 +706,9 @@ class Trial:
             if tried >= most:
                 break
             if sum(t.numel() for t in values) <= 2 * size + 64:
-                tried += self._elsewhere(f"size {name}", values)
+                tried += self._elsewhere(f"size {name}", values, f"not for size {name}")
 
-    def _elsewhere(self, name: str, values: Tensors) -> bool:
+    def _elsewhere(self, name: str, values: Tensors, note: str) -> bool:
         """Try inputs that the original may not accept, and the candidate may refuse."""
         call = self._call(values)
         if self.terms.train:
@@ -723,7 +718,7 @@ class Trial:
                 return False
             g = inputs.generator(self._derived("cotangents", name))
             call = replace(call, cotangents=[inputs.normal(t, g) for t in plain.tensors])
-        return self._unless_refused(name, "N6", call, f"not for {name}")
+        return self._unless_refused(name, "N6", call, note)
 
     def _unless_refused(self, name: str, check: str, call: Call, note: str, *, wide: bool = False) -> bool:
         """Compare a call that the original may not accept, and that a candidate may refuse, by an exception.
@@ -1071,10 +1066,9 @@ class Trial:
 
     def _verify(self, call: Call, o: Result, y: Result) -> None:
         """C3: a timed result is right. The original's own result is the reference, and its error counts twice."""
-        known, small = ((1.125 * known[0], 1.125 * known[1]) for known in (self._known, self._known_small))
-        kind = "" if self._lucky else "timed"
+        known, kind = self._known * 1.125, "" if self._lucky else "timed"
         for a, b in zip(o.tensors, y.tensors, strict=True):
-            result = _judged(kind, a.double() if a.is_floating_point() else a, a, b, known, self._longest, small)
+            result = _judged(kind, a.double() if a.is_floating_point() else a, a, b, known, self._longest)
             if result.reason:
                 check, failure = "C3", f"a timed call gave a wrong result: {result.reason}"
                 if "C1" not in self.off and (stale := self._earlier(o, y)):
@@ -1104,25 +1098,25 @@ def _judged(
     r: torch.Tensor,
     o: torch.Tensor,
     y: torch.Tensor,
-    known: tuple[float, float],
+    known: numerics.Errors,
     terms: int,
-    small: tuple[float, float] = (0.0, 0.0),
 ) -> numerics.KindResult:
-    """Compare one result; ``small`` are errors that the original is known to have where it is small beside others."""
-    if y.is_complex():
-        r, o, y = (torch.view_as_real(v.resolve_conj().contiguous()) for v in (r, o, y))
+    """Compare one result; ``known`` are errors that the original is known to have."""
+    r, o, y = _real(r, o, y)
+    if kind in inputs.EQUAL_TERMS:
+        terms = terms**2  # roundings of equal terms have one sign: they add up in proportion to the number of terms
     if y.is_floating_point():
-        result = numerics.compare(kind, r.double(), o, y, None, terms, known)
-        for at in numerics.small_parts(r) if result.passed and kind in ORDINARY else ():
-            part = numerics.compare(kind, r.double()[at], o[at], y[at], None, terms, small)
-            if not part.passed:
-                return replace(part, reason=f"of the elements that are small beside others, {part.reason}")
-        return result
+        return numerics.compare(kind, r.double(), o, y, None, terms, known, kind in ORDINARY)
     # Where float64 decides otherwise than the original itself, either is right, and what is as near.
     off, own = (y.double() - r.double()).abs(), (o.double() - r.double()).abs()
     wrong = int(((y != o) & ~(off <= 8 * own)).sum())
     reason = f"{wrong} of {y.numel()} elements differ" if wrong else ""
     return numerics.KindResult(kind, not wrong, float(wrong), 0.0, float(wrong), 0.0, reason)
+
+
+def _real(*values: torch.Tensor) -> list[torch.Tensor]:
+    """Return complex tensors as real ones with an axis for the two parts, and others as they are."""
+    return [torch.view_as_real(v.resolve_conj().contiguous()) if v.is_complex() else v for v in values]
 
 
 def _integral(r: torch.Tensor, o: torch.Tensor, y: torch.Tensor) -> numerics.KindResult | None:

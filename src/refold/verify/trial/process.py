@@ -280,7 +280,10 @@ class Worker:
         self.family = {self.pid, *_parents(self.pid)}
         # Rules that are not to be enforced here, so that tests can show that they are needed.
         self.lenient: frozenset[str] = frozenset()
-        self.active = [str(part) for part in self.request(do="hello")["active"]]
+        hello = self.request(do="hello")
+        self.active = [str(part) for part in hello["active"]]
+        # What its checks do not see with this PyTorch.
+        self.unseen = [str(part) for part in hello["off"]]
 
     def load(self, attribute: str, timeout: float) -> float:
         """Import the program; return the seconds it took."""
