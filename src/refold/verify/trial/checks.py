@@ -49,6 +49,7 @@ DISCRETE, MORE = (
 KEPT = 64 << 20  # bytes beyond those that the original keeps; less is not worth a note
 LOOKED_AT = 16  # one timed call in so many is followed by a look at what it left
 MADE_S = 1.0  # to be made; less is not worth a note
+CLEAR = 2.0  # times as fast, by the bound: what waits of equal programs do not make of each other
 WAITED = 0.2  # of the time of calls; more is waiting for other programs, or for a machine that is slow to wake threads
 BUSY = 10  # times the time of a timing test that may pass on a busy machine
 PATIENCE = 3  # times the time of a timing test that may pass until it can be decided at all
@@ -937,7 +938,8 @@ class Trial:
             worker.pin(set(self._processors))
         used, given, waited = self._processor
         elsewhere = others(self._usage(base, candidate) - began)
-        if self.terms.threads > 1 and waited > WAITED * given and not elsewhere < OTHERS:
+        clear = lower > math.log(CLEAR) or upper < -math.log(CLEAR)
+        if self.terms.threads > 1 and waited > WAITED * given and not elsewhere < OTHERS and not clear:
             who = "" if math.isnan(elsewhere) else f" while other programs kept {elsewhere:.1f} of them busy"
             raise Unjudgeable(
                 f"the machine is busy: calls waited {waited / given:.0%} of their time for its {len(self._processors)} "
