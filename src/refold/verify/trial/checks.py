@@ -124,7 +124,10 @@ class Trial:
         for text in self.giver.unseen:
             self.verdict.note(text)
         if self.nursery.sandboxed and (missing := enough(self.giver.active)):
-            raise Unjudgeable(f"there is no sandbox to run it in: {missing}")
+            raise Unjudgeable(
+                f"there is no sandbox to run it in: {missing}. --allow-unsandboxed (allow_unsandboxed=True) runs it "
+                "without one"
+            )
         with self._of_the_original():
             self.giver.load(self.original.attribute, terms.timeout)
             self._arguments = str(self.giver.request(do="arguments", seed=0)["arguments"])
@@ -332,9 +335,11 @@ class Trial:
         if unknown := _unknown(found[0].tree):
             raise Unjudgeable(f"the original returns a {unknown}, which cannot be compared; let it return tensors")
         if not found[0].tensors:
-            raise Unjudgeable("the original returns no tensor, so that there is nothing to compare")
+            raise Unjudgeable("the original returns no tensor, so there is nothing to compare; let it return tensors")
         if all(_identical(a, b) for a, b in zip(found[0].tensors, found[1].tensors, strict=True)):
-            raise Unjudgeable("the original returns the same for different inputs, so that nothing can be told")
+            raise Unjudgeable(
+                "the original returns the same for different inputs, so right and wrong candidates look alike"
+            )
         sizes = sum(t.numel() for ts in (found[0].tensors, plain[0].tensors, self._state.values()) for t in ts)
         self._most = 64 * sizes + (1 << 24)
         if self._random:
