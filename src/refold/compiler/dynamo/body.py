@@ -426,7 +426,7 @@ class Body(LoopVectorizer):
                 raise NotALoop("detached", f"{carried.loop.name} is detached")
             return self._affine(node, leaves, carried.loop, self.count)
         if any(x.has_time for x in leaves):
-            packed = [x if isinstance(x.node, Node) else x.node for x in leaves]
+            packed = [x if isinstance(x.node, (Node, tuple)) else x.node for x in leaves]
             return vectorize_node(self.emit, node, list(tree_unflatten(packed, spec)), self.count)
         plain = tree_unflatten([x.node for x in leaves], spec)
         return Value(self.emit.call(node.target, *plain, **node.kwargs))

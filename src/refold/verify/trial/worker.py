@@ -603,6 +603,8 @@ def send(channel: socket.socket, payload: bytes) -> None:
 def _nursery(control: socket.socket) -> None:
     """Fork a process for each request of the judge, until the judge has ended."""
     sandbox = _import(Path(__file__).with_name("sandbox.py"), "refold trial: sandbox")
+    for name in ("LD_PRELOAD", "MALLOC_CHECK_"):  # of this process, not of what programs start
+        os.environ.pop(name, None)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel buries the dead
     # Orphans of a candidate become children of this process, where the judge can count them.
     ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)

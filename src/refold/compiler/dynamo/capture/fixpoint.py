@@ -11,13 +11,13 @@ from __future__ import annotations
 import dataclasses
 from typing import cast
 
-from torch._dynamo.bytecode_analysis import livevars_analysis
 from torch._dynamo.exc import RestartAnalysis
 
 from .carried import CarrySpec, first_spec, widen
 from .emit import emit
 from .iterators import Element, advance, element, goes_through, remaining
 from .lengths import SymbolicIterator
+from .liveness import live_at
 from .trace import SHORTEST, TRACES, LoopCode, Trace, trace
 from .variables import Refused, Translator, described, example, form, name_of, realized, tensors
 
@@ -43,7 +43,7 @@ def capture_loop(tx: Translator, code: LoopCode) -> None:
 
 
 def _capture(tx: Translator, code: LoopCode) -> None:
-    live = livevars_analysis(tx.instructions, tx.instructions[code.head])
+    live = live_at(tx.instructions, tx.instructions[code.head])
     assumed, found = find(tx, code, live)
     iterator = realized(tx.stack[-1])
     if any(growing.grown and goes_through(iterator, growing.items) for growing in found.lists):

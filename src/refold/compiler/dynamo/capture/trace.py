@@ -190,7 +190,7 @@ class _Tracing:
         for location, examples in assumed.carried.items():
             values = [placeholder(tx, self.tracer, "carried", like) for like in examples]
             nodes[location] = [x.as_proxy().node for x in values]
-            location.put(tx, rebuilt(self.given[location], iter(values)))
+            location.put(tx, rebuilt(tx, self.given[location], iter(values), frozen=True))
         step = self.tracer.create_graph_input("step", int, self.number.symint)
         self.step = step.node
         counted = SymNodeVariable.create(tx, step, self.number.symint)
