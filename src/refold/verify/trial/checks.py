@@ -638,7 +638,9 @@ class Trial:
             if not values[0].is_floating_point() and all(torch.equal(values[0], x) for x in values[1:])
         ]
         if fixed:
-            self.verdict.note(f"input {', '.join(map(str, fixed))} was the same in all calls; others may be wrong")
+            self.verdict.note(
+                f"input {', '.join(map(str, fixed))} was the same in all calls; other values were not tried"
+            )
         if any(a is not b for a, b in zip(first, other, strict=True)):
             self._elsewhere("integers in another order", other, "not for integers in another order")
 
@@ -649,7 +651,9 @@ class Trial:
         if tree != self._tree:
             self._unless_refused("another number", "N6", replace(call, tree=tree), "not for other numbers as arguments")
         if others:
-            self.verdict.note(f"the arguments {', '.join(map(repr, others))} were so in all calls; others may be wrong")
+            self.verdict.note(
+                f"the arguments {', '.join(map(repr, others))} were the same in all calls; other values were not tried"
+            )
 
     def _second_gradients(self, first: Tensors) -> None:
         """N7: gradients of gradients, where the original has them."""
@@ -745,7 +749,7 @@ class Trial:
         """T11: work that was done when it was made, and memory that it keeps, are no part of the time of a call."""
         made, held = self._made, [worker.held() for worker in (self.witness, self.suspect)]
         if made[1] > max(10 * made[0], MADE_S):
-            self.verdict.note(f"it takes {made[1]:.1f} s to be made, the original {made[0]:.1f} s")
+            self.verdict.note(f"making it takes {made[1]:.1f} s, making the original {made[0]:.1f} s")
         if held[1] > held[0] + KEPT:
             self.verdict.note(f"it keeps {(held[1] - held[0]) >> 20} MB of memory that the original does not keep")
         self._step("T11", "", made_s=[round(s, 3) for s in made], held_bytes=held)
@@ -831,7 +835,7 @@ class Trial:
                 min(each.call(call, self.terms.timeout).seconds for _ in range(3)) for each in (self.witness, worker)
             ]
         except Misbehaved as error:
-            self.verdict.note(f"torch.compile of the original was not raced against: {error.reason[:120]}")
+            self.verdict.note(f"torch.compile of the original was not timed: {error.reason[:120]}")
             return self.witness, "eager"
         return (worker, "torch.compile") if times[1] < times[0] else (self.witness, "eager")
 
