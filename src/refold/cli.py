@@ -309,7 +309,7 @@ def _search(
     target: str, propose: str, base_url: str, price: tuple[float, float], run: Path | None, budget: Any, quiet: bool,
     verbose: bool, **options: Any,
 ) -> None:  # fmt: skip
-    """Let somebody propose replacements for a file, and print what was accepted."""
+    """Let a proposer suggest replacements for a file, and print what was accepted."""
     if run is None:
         raise _Refusal("--propose needs --run FOLDER, where the record is kept")
     if ":" in target:

@@ -40,7 +40,7 @@ Tensors = Sequence[torch.Tensor]
 
 
 GRADIENTS = "torch.fx.experimental.symbolic_shapes"  # which torch.autograd.grad imports
-ORDINARY = ("actual", "normal", "timed")  # kinds of inputs by which also small results beside large ones are judged
+ORDINARY = ("actual", "normal", "timed")  # kinds of inputs by which also small results next to large ones are judged
 BETWEEN_S = 3e-5  # of processor time between two calls, about what equal programs differ by on average
 DISCRETE, MORE = (
     4096,
