@@ -22,8 +22,8 @@ from refold.ops.torch.launch import (
 )
 from refold.ops.torch.tables import device_limits
 
-# Channels and warps of a program; tokens that are loaded at a time, from border to border in the backward; programs a
-# multiprocessor from which time is not cut.
+# Channels and warps of a program; tokens that are loaded at a time (`_rows` counts on 16), from border to border in the
+# backward; programs a multiprocessor from which time is not cut.
 BLOCK, WARPS, TOKENS, SLOTS = 128, 1, 16, 2
 
 
@@ -51,19 +51,44 @@ def _place(origin, length, t, channels, offs, REVERSE: tl.constexpr):
 
 
 @triton.jit
+def _channels(channels, BLOCK: tl.constexpr):
+    """Return the channels of a program, and which of them exist.
+
+    The hint keeps loads of 16-bit values from being wider than a thread's share of a token: each of the 32 threads
+    owns all tokens of its channels.
+    """
+    offs = tl.max_contiguous(tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), BLOCK // 32)
+    return offs, offs < channels
+
+
+@triton.jit
 def _tokens(
     ptr, origin, length, first, begin, end, channels, offs, mask, other, TOKENS: tl.constexpr, REVERSE: tl.constexpr
 ):
-    """Load TOKENS tokens of a walk from ``first`` on, those that are not from ``begin`` to ``end`` as ``other``.
+    """Load a tile of TOKENS tokens of a walk from ``first`` on; those not from ``begin`` to ``end`` are ``other``.
 
-    All at once, before anything is computed or stored: what is loaded after a store waits for it to be computed.
+    All at once, before anything is computed or stored: what is loaded after a store waits for it to be computed. And as
+    one operation, because Triton needs seconds to choose layouts for some hundred loads.
     """
-    found = ()  # type: Any
-    for i in tl.static_range(TOKENS):
-        t = first + i
-        live = mask & ((offs * 0 + t) >= begin) & ((offs * 0 + t) < end)
-        found += (tl.load(ptr + _place(origin, length, t, channels, offs, REVERSE), mask=live, other=other),)
-    return found
+    t = first + tl.arange(0, TOKENS)[:, None]
+    live = mask[None, :] & (t < tl.where(first < begin, first, end))  # first is whole tiles away from begin
+    return tl.load(ptr + _place(origin, length, t, channels, offs[None, :], REVERSE), mask=live, other=other)
+
+
+@triton.jit
+def _rows(tile, BLOCK: tl.constexpr):
+    """Return the 16 tokens of a tile, one by one. This moves nothing between threads."""
+    return _parts(tile.reshape(2, 2, 2, 2, BLOCK).permute(4, 3, 2, 1, 0))
+
+
+@triton.jit
+def _parts(tile):
+    """Return the vectors of an array in which all other axes have two places, the last axis first."""
+    if len(tile.shape) == 1:
+        return (tile,)
+    else:
+        early, late = tl.split(tile)
+        return _parts(early) + _parts(late)
 
 
 @triton.jit
@@ -75,10 +100,9 @@ def _linear_scan_segments_kernel(
 
     The last is the sum of dh[t] times the product of factors up to t, so that one walk gives all three.
     """
-    offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    offs, mask = _channels(channels, BLOCK)
     pid_s = tl.program_id(1)
     pid_b = tl.program_id(2).to(tl.int64)
-    mask = offs < channels
     state = tl.zeros((BLOCK,), tl.float32)
     adjoint = tl.zeros((BLOCK,), tl.float32)
     factor = tl.zeros((BLOCK,), tl.float32) + 1.0
@@ -86,12 +110,15 @@ def _linear_scan_segments_kernel(
     origin, begin = pid_b * seqlen, pid_s * segment
     end = tl.minimum(begin + segment, seqlen)
     for first in range(begin, end, TOKENS):
-        aa = _tokens(a_ptr, origin, seqlen, first, begin, end, channels, offs, mask, 1.0, TOKENS, REVERSE)
-        xx = _tokens(x_ptr, origin, seqlen, first, begin, end, channels, offs, mask, 0.0, TOKENS, REVERSE)
+        next_a = _tokens(a_ptr, origin, seqlen, first, begin, end, channels, offs, mask, 1.0, TOKENS, REVERSE)
+        next_x = _tokens(x_ptr, origin, seqlen, first, begin, end, channels, offs, mask, 0.0, TOKENS, REVERSE)
+        aa, xx = _rows(next_a, BLOCK), _rows(next_x, BLOCK)
         if dh_ptr is not None:
-            dhs = _tokens(dh_ptr, origin, seqlen, first, begin, end, channels, offs, mask, 0.0, TOKENS, REVERSE)
+            next_dh = _tokens(dh_ptr, origin, seqlen, first, begin, end, channels, offs, mask, 0.0, TOKENS, REVERSE)
+            dhs = _rows(next_dh, BLOCK)
         if reset_ptr is not None:
-            rr = _tokens(reset_ptr, origin, seqlen, first, begin, end, channels, offs, mask, 0, TOKENS, REVERSE)
+            next_r = _tokens(reset_ptr, origin, seqlen, first, begin, end, channels, offs, mask, 0, TOKENS, REVERSE)
+            rr = _rows(next_r, BLOCK)
         for i in tl.static_range(TOKENS):
             a = aa[i].to(tl.float32)
             state = a * state
@@ -157,10 +184,9 @@ def _linear_scan_fwd_kernel(
 
     Reads its inputs once, and the next tokens while it walks over these.
     """
-    offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    offs, mask = _channels(channels, BLOCK)
     pid_s = tl.program_id(1)
     sequence = tl.program_id(2).to(tl.int64)
-    mask = offs < channels
     origin, length = _span(cu_seqlens_ptr, sequence, seqlen)
     state = _state_before(
         initial_ptr, reset_ptr, segment_state_ptr, segment_factor_ptr, segment_reset_ptr,
@@ -174,10 +200,10 @@ def _linear_scan_fwd_kernel(
     if reset_ptr is not None:
         next_r = _tokens(reset_ptr, origin, length, begin, begin, end, channels, offs, mask, 0, TOKENS, REVERSE)
     for first in range(begin, end, TOKENS):
-        aa, xx, after = next_a, next_x, first + TOKENS
+        aa, xx, after = _rows(next_a, BLOCK), _rows(next_x, BLOCK), first + TOKENS
         next_a = _tokens(a_ptr, origin, length, after, begin, end, channels, offs, mask, 1.0, TOKENS, REVERSE)
         next_x = _tokens(x_ptr, origin, length, after, begin, end, channels, offs, mask, 0.0, TOKENS, REVERSE)
-        rr, next_r = next_r, next_x
+        rr, next_r = _rows(next_r, BLOCK), next_x
         if reset_ptr is not None:
             next_r = _tokens(reset_ptr, origin, length, after, begin, end, channels, offs, mask, 0, TOKENS, REVERSE)
         for i in tl.static_range(TOKENS):
@@ -201,10 +227,9 @@ def _linear_scan_bwd_kernel(
     It goes with the scan and stores the state at every border between TOKENS tokens. Then it goes back from border to
     border, computes the states between them again, and follows the adjoints λ[t] = dh[t] + a[t+1] λ[t+1].
     """
-    offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    offs, mask = _channels(channels, BLOCK)
     pid_s = tl.program_id(1)
     sequence = tl.program_id(2).to(tl.int64)
-    mask = offs < channels
     origin, length = _span(cu_seqlens_ptr, sequence, seqlen)
     begin = pid_s * segment
     end = tl.minimum(begin + segment, length)
@@ -223,10 +248,10 @@ def _linear_scan_bwd_kernel(
     if reset_ptr is not None:
         next_r = _tokens(reset_ptr, origin, length, begin, begin, end, channels, offs, mask, 0, TOKENS, REVERSE)
     for j in range(count):
-        aa, xx, after = next_a, next_x, begin + (j + 1) * TOKENS
+        aa, xx, after = _rows(next_a, BLOCK), _rows(next_x, BLOCK), begin + (j + 1) * TOKENS
         next_a = _tokens(a_ptr, origin, length, after, begin, end, channels, offs, mask, 1.0, TOKENS, REVERSE)
         next_x = _tokens(x_ptr, origin, length, after, begin, end, channels, offs, mask, 0.0, TOKENS, REVERSE)
-        rr, next_r = next_r, next_x
+        rr, next_r = _rows(next_r, BLOCK), next_x
         if reset_ptr is not None:
             next_r = _tokens(reset_ptr, origin, length, after, begin, end, channels, offs, mask, 0, TOKENS, REVERSE)
         tl.store(border_ptr + (borders + j) * channels + offs, state, mask=mask)
@@ -253,15 +278,15 @@ def _linear_scan_bwd_kernel(
         j = count - 1 - back
         first = begin + j * TOKENS
         before = first - TOKENS
-        aa, xx, state = next_a, next_x, next_state
+        aa, xx, state = _rows(next_a, BLOCK), _rows(next_x, BLOCK), next_state
         if dh_ptr is not None:
-            dhs = next_dh
+            dhs = _rows(next_dh, BLOCK)
             next_dh = _tokens(dh_ptr, origin, length, before, begin, end, channels, offs, mask, 0.0, TOKENS, REVERSE)
         border -= channels
         next_state = tl.load(border, mask=mask & (offs * 0 + j > 0), other=0.0)
         next_a = _tokens(a_ptr, origin, length, before, begin, end, channels, offs, mask, 1.0, TOKENS, REVERSE)
         next_x = _tokens(x_ptr, origin, length, before, begin, end, channels, offs, mask, 0.0, TOKENS, REVERSE)
-        rr, next_r = next_r, next_x
+        rr, next_r = _rows(next_r, BLOCK), next_x
         if reset_ptr is not None:
             next_r = _tokens(reset_ptr, origin, length, before, begin, end, channels, offs, mask, 0, TOKENS, REVERSE)
         states = ()  # type: Any

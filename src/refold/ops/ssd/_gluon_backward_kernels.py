@@ -20,6 +20,9 @@ from triton.language.extra.cuda import gdc_wait
 
 from refold.ops.ssd._gluon_kernels import _exp2, barrier, load_tile, store_tile
 
+# Which heads a launch takes: see `_triton_backward_kernels`.
+UNSPECIALIZED = ("first", "held", "split_heads")
+
 # Of decays between tokens of a chunk: what lies above the diagonal has to stay finite.
 GREATEST = gl.constexpr(96.0)
 
@@ -113,7 +116,7 @@ def _walk_chunks(
     tma.store_wait(0)
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=UNSPECIALIZED)
 def _ssd_bwd_states_hopper_kernel(
     x_desc, dy_desc, B_desc, C_desc, H_desc, K_desc, decay_ptr, step_ptr, initial_ptr, dfinal_ptr, dinitial_ptr,
     nchunks, nheads, ngroups, first, held,
@@ -381,7 +384,7 @@ def _walk_queries(
     _add_part(dC_ptr + part * (CHUNK * N), dC, first, flag + 1, CHUNK, N)
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=UNSPECIALIZED)
 def _ssd_bwd_walk_hopper_kernel(
     x_desc, dy_desc, H_desc, K_desc, B_desc, C_desc, dx_desc,
     decay_ptr, step_ptr, D_ptr, dB_ptr, dC_ptr, late_ptr, kept_ptr, direct_ptr, skip_ptr, through_ptr, sums_ptr,

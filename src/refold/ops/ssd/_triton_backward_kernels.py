@@ -37,6 +37,9 @@ import triton.language as tl
 
 from refold.ops.ssd._triton_kernels import LOG2E, _chunk_span, _clip, _dot, _exp2, _load_decay, _softplus
 
+# Which heads a launch takes. Triton would compile a block of heads anew where 16 divides its numbers, for no gain.
+UNSPECIALIZED = ("first", "count", "split_heads")
+
 
 @triton.jit
 def _sigmoid(v):
@@ -64,7 +67,7 @@ def _ssd_bwd_gate_kernel(
     tl.store(y_ptr + token * channels + offs, (dout * z * gate).to(y_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=UNSPECIALIZED)
 def _ssd_bwd_states_kernel(
     table_ptr, x_ptr, dy_ptr, B_ptr, C_ptr, decay_ptr, step_ptr, initial_ptr, dfinal_ptr,
     entering_ptr, leaving_ptr, dinitial_ptr,
@@ -348,7 +351,7 @@ def _keys(
     tl.store(dB_ptr + offs_part, dB, mask=mask_jn & ((offs_n * 0 + kept_dB.to(tl.int32)) == 0)[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=UNSPECIALIZED)
 def _ssd_bwd_keys_kernel(
     table_ptr, x_ptr, dy_ptr, B_ptr, C_ptr, D_ptr, decay_ptr, step_ptr, leaving_ptr,
     dx_ptr, dB_ptr, kept_ptr, direct_ptr, skip_ptr, sums_ptr, flags_ptr,
@@ -512,7 +515,7 @@ def _queries(
     tl.store(dC_ptr + offs_part, dC, mask=mask_in & ((offs_n * 0 + kept_dC.to(tl.int32)) == 0)[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=UNSPECIALIZED)
 def _ssd_bwd_queries_kernel(
     table_ptr, x_ptr, dy_ptr, B_ptr, C_ptr, decay_ptr, step_ptr, entering_ptr, leaving_ptr,
     dC_ptr, late_ptr, flags_ptr,
@@ -537,7 +540,7 @@ def _ssd_bwd_queries_kernel(
     )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=UNSPECIALIZED)
 def _ssd_bwd_exact_kernel(
     table_ptr, x_ptr, dy_ptr, A_ptr, B_ptr, C_ptr, D_ptr, decay_ptr, step_ptr, entering_ptr, leaving_ptr,
     dx_ptr, dB_ptr, dC_ptr, kept_ptr, direct_ptr, skip_ptr, late_ptr, through_ptr, sums_ptr, flags_ptr,

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import Context, ContextVar
 from functools import cache
 from importlib import import_module
 from types import ModuleType
@@ -30,6 +32,29 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 TESTED_TRITON = ((3, 6), (3, 9))
 """The Triton releases, first and last, whose compiled kernels are launched directly."""
+
+
+_compiling: ContextVar[bool] = ContextVar("compiling", default=False)
+"""Whether launches only compile."""
+
+
+def compile_together(plan: Callable[..., Any], arrays: Sequence[Any]) -> None:
+    """Compile the kernels that ``plan`` launches for ``arrays``, in threads, and launch none.
+
+    Triton frees the interpreter's lock in its passes, in LLVM and in ptxas. The plan runs once, and its results, which
+    nothing has written, are dropped. A kernel that fails to compile is compiled once more at its launch, which raises.
+    Without `triton.AsyncCompileMode`, nothing happens.
+    """
+    mode = getattr(triton, "AsyncCompileMode", None)
+    if mode is None:
+        return
+
+    def run() -> None:
+        _compiling.set(True)
+        with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as threads, mode(threads, ignore_errors=True):
+            plan(*arrays)
+
+    Context().run(run)  # so that this mode and one of the caller do not see each other
 
 
 @cache
@@ -105,6 +130,9 @@ class Launch:
                 self._through_triton(args)
 
     def _through_triton(self, args: tuple[Any, ...]) -> None:
+        if _compiling.get():
+            self.kernel.warmup(*args, grid=self.grid, **self.consts, **self.options)
+            return
         compiled = self.kernel[self.grid](*args, **self.consts, **self.options)
         if INTERPRETED or self.compiled is not None:
             return
@@ -139,6 +167,8 @@ class Planned:
         self.names += [arg.name for arg in spec.args]
         self.layouts = layouts
         self.make = make
+        self.compiled: set[str] = set()
+        """The dtypes and options for which kernels have been compiled together."""
         self.__doc__ = make.__doc__
 
     def plan(self, **arguments: Any) -> Callable[..., Any]:
@@ -159,6 +189,10 @@ class Planned:
     def _plan(self, arguments: dict[str, Any]) -> Callable[..., Any]:
         readable = {name: make(arguments[name]) for name, make in self.layouts.items()}
         plan: Callable[..., Any] = self.make(**(arguments | readable))
+        kinds = str([getattr(argument, "dtype", argument) for argument in arguments.values()])
+        if not INTERPRETED and kinds not in self.compiled:
+            self.compiled.add(kinds)
+            compile_together(plan, [readable.get(name, arguments[name]) for name in self.names])
         if all(array is arguments[name] for name, array in readable.items()):
             return plan
         layouts = [self.layouts.get(name, _as_it_is) for name in self.names]

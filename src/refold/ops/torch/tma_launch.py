@@ -61,7 +61,7 @@ class MappedLaunch(Launch):
         args = (*described, *args[len(described) :])
         compiles = self.compiled is None
         super().__call__(stream, *args)
-        if compiles and self.direct is None:
+        if compiles and self.compiled is not None and self.direct is None:
             self.parameters = self._laid_out(args)
 
     def _laid_out(self, args: tuple[Any, ...]) -> _Parameters | None:

@@ -1,0 +1,123 @@
+"""What a first call costs: kernels that compile side by side, few variants of them, and few operations in them."""
+
+import re
+from collections import Counter
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton")
+
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.runtime.driver import driver  # noqa: E402
+
+from refold.ops.linear_scan import _triton as scan  # noqa: E402
+from refold.ops.torch import launch  # noqa: E402
+
+HOPPER = GPUTarget("cuda", 90, 32)
+
+
+class Device:
+    """A device for which Triton compiles, and on which nothing can be launched."""
+
+    def get_current_target(self):
+        return HOPPER
+
+    def get_current_device(self):
+        return 0
+
+    def get_current_stream(self, device=None):
+        return 0
+
+
+@pytest.fixture
+def compiled(monkeypatch):
+    """The constants of the kernels that Triton began to compile, in order."""
+    found = []
+    monkeypatch.setattr(launch, "INTERPRETED", False)
+    monkeypatch.setattr(triton.knobs.runtime, "jit_cache_hook", lambda **known: found.append(known["key"]))
+    monkeypatch.setattr(driver, "_active", Device())
+    monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")  # Triton 3.9 warns where nothing is said.
+    return found
+
+
+def launches(kernel, *blocks):
+    return [launch.Launch(kernel, (1,), {"BLOCK": block}, {}) for block in blocks]
+
+
+@triton.jit
+def _double_kernel(x_ptr, y_ptr, BLOCK: triton.language.constexpr):
+    offs = triton.language.arange(0, BLOCK)
+    triton.language.store(y_ptr + offs, 2 * triton.language.load(x_ptr + offs))
+
+
+def test_kernels_of_a_plan_are_compiled_and_not_launched(compiled):
+    first, second = launches(_double_kernel, 16, 32)
+    x = torch.ones(32)
+
+    def plan(x):
+        y = torch.empty_like(x)
+        first(0, x, y)
+        second(0, x, y)
+        return y.sum()
+
+    launch.compile_together(plan, [x])  # a launch would fail: this device has no way to load a kernel
+    assert len(compiled) == 2
+    assert first.compiled is None
+    for block in (16, 32):
+        assert _double_kernel.warmup(x, x, BLOCK=block, grid=(1,)).asm["cubin"]
+    assert len(compiled) == 2  # they were there
+
+
+@triton.jit
+def _wrong_kernel(x_ptr, BLOCK: triton.language.constexpr):
+    triton.language.static_assert(BLOCK == 0, "never true")
+
+
+def test_a_kernel_that_does_not_compile_fails_at_its_launch(compiled):
+    (wrong,) = launches(_wrong_kernel, 16)
+    x = torch.ones(16)
+    launch.compile_together(lambda x: wrong(0, x), [x])
+    with pytest.raises(triton.CompilationError, match="never true"):
+        wrong(0, x)
+    launch.compile_together(lambda x: wrong(0, x), [x])  # no mode of Triton's was left behind
+
+
+def test_blocks_of_heads_share_their_kernels(compiled, monkeypatch):
+    backward = pytest.importorskip("refold.ops.ssd._triton_backward")
+    variants = set()
+
+    def refuse(*, key, fn, **known):
+        variants.add((fn.name.rpartition(".")[2], key))
+        return True  # so nothing is compiled, nor launched
+
+    monkeypatch.setattr(triton.knobs.runtime, "jit_cache_hook", refuse)
+    monkeypatch.setattr(backward, "INTERPRETED", False)
+    monkeypatch.setattr(launch.private, "raw_stream", lambda index: 0)
+    b, t, h, p, n = 1, 32, 18, 16, 32
+    x, B = torch.ones(b, t, h, p), torch.ones(b, t, 1, n)
+    given = dict.fromkeys(("D", "z", "dt_bias", "initial_state", "cu_seqlens", "chunk_size", "state_dtype", "dstate"))
+    given |= {"x": x, "dy": x, "dt": torch.ones(b, t, h), "A": -torch.ones(h), "B": B, "C": B, "needs": frozenset("x")}
+    one_head = {"memory": 0, "block_n": 16}
+    backward.ssd_backward(**given, dt_softplus=True, dt_limit=(0.0, 8.0), config=one_head)
+    found = Counter(name for name, key in variants)
+    # Those that walk over heads are two: for the first block of states, and for the others.
+    assert {name: found[f"_ssd_bwd_{name}_kernel"] for name in ("states", "keys", "queries", "exact")} == {
+        "states": 1, "keys": 2, "queries": 2, "exact": 2,
+    }  # fmt: skip
+
+
+def test_the_backward_of_a_scan_is_few_operations(compiled):
+    """Triton's pass that chooses layouts takes time in proportion to the third power of their number.
+
+    2037 operations, a load for each token, took twelve seconds, 891 take two.
+    """
+    kernel = scan._linear_scan_bwd_kernel
+    kinds = {name: "*fp32" if name.endswith("_ptr") else "i32" for name in kernel.arg_names}
+    consts = {"BLOCK": scan.BLOCK, "TOKENS": scan.TOKENS, "REVERSE": True, "cu_seqlens_ptr": None}
+    kinds |= {"reset_ptr": "*i1", **dict.fromkeys(consts, "constexpr")}
+    source = triton.compiler.ASTSource(kernel, kinds, consts)
+    text = triton.compile(source, target=HOPPER, options={"num_warps": scan.WARPS}).asm["ttgir"]
+    assert 20 <= text.count("tt.load") <= 30
+    assert 500 < len(re.findall(r"^ +(?:%.* = )?\"?(?:tt|ttg|arith|scf|math)\.", text, re.MULTILINE)) < 1000
+    assert "local_alloc" not in text  # each thread has all tokens of its channels
