@@ -79,7 +79,8 @@ def refold(
     report.graphs.append(entry)
     entry.notes += notes() + _limit_notes()
     try:
-        with patience():
+        # What is traced, checked and timed here saves tensors of its own: hooks of the caller (checkpointing) get none.
+        with patience(), torch.autograd.graph.saved_tensors_hooks(_itself, _itself):
             return Remembering(gm, example_inputs, settings, entry).run()
     except PlanError:
         raise
@@ -92,6 +93,10 @@ def refold(
         for row in entry.rewrites:
             row.status, row.reason = "refused", refused("refold-failed", first_line(error))
         return inductor(gm, example_inputs, options=passed_on)
+
+
+def _itself(x: torch.Tensor) -> torch.Tensor:
+    return x
 
 
 def _limit_notes() -> list[str]:

@@ -36,7 +36,7 @@ from .validate.region import Settings, Verdict, undisturbed_rng, validate_region
 
 log = logging.getLogger("refold")
 
-STAYS = "a loop over time stays at"
+STAYS = "a loop over time is not rewritten:"
 """How a note begins that says why a loop is no scan."""
 
 

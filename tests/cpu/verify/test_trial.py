@@ -376,3 +376,18 @@ def test_a_thread_that_ends_while_it_is_looked_at(monkeypatch):
     finally:
         stop.set()
         thread.join()
+
+
+def test_roundings_of_equal_terms_may_add_up():
+    """One term after the other is a right order of summation, and all its roundings have one sign there."""
+    x = torch.randn(1, 64, generator=torch.Generator().manual_seed(0)).expand(512, 64)
+    exact, pairwise, sequential = x.double().sum(0), x.contiguous().sum(0), torch.zeros(64)
+    for row in x:
+        sequential += row
+    halved = x.half().double().sum(0).float()
+
+    def passes(kind, y):
+        return checks._judged(kind, exact, pairwise, y, (0.0, 0.0), 512).passed
+
+    assert [passes(kind, sequential) for kind in ("normal", "repeated", "constant rows")] == [False, True, True]
+    assert not any(passes(kind, halved) for kind in ("normal", "repeated", "constant rows"))

@@ -263,7 +263,7 @@ def _mm(emit: Emitter, node: Node, args: list[Any], steps: int) -> Node:
     if node.target is aten.addmm.default:
         if node.kwargs:
             message = f"`{expression(node)}` scales its operands ({', '.join(node.kwargs)})"
-            raise NotALoop("no-iteration-form", f"{message}, which has no form over all steps", node)
+            raise NotALoop("no-iteration-form", f"{message}, for which no rule computes all steps at once", node)
         out = emit.call(aten.add.Tensor, emit.padded(args[0], 2), out)
     return out
 
@@ -352,7 +352,7 @@ def vectorize_node(emit: Emitter, node: Node, args: list[Any], steps: int) -> Va
     if rule is None:
         raise NotALoop(
             "no-iteration-form",
-            f"`{expression(node)}`, {node.target}, has no rule that computes all steps at once",
+            f"{node.target} has no rule that computes all steps at once: `{expression(node)}`",
             node,
         )
     try:

@@ -12,6 +12,7 @@ import contextlib
 import ctypes
 import hashlib
 import importlib.util
+import itertools
 import math
 import os
 import random
@@ -40,17 +41,18 @@ Tensors = Sequence[torch.Tensor]
 
 GRADIENTS = "torch.fx.experimental.symbolic_shapes"  # which torch.autograd.grad imports
 ORDINARY = ("actual", "normal", "timed")  # kinds of inputs by which also small results beside large ones are judged
-MOVES = 3  # how often the original runs on inputs that are moved by one rounding
 BETWEEN_S = 3e-5  # of processor time between two calls, about what equal programs differ by on average
 DISCRETE, MORE = (
     4096,
     200,
 )  # so many integers and truth values among results are compared, in so many more calls at most
 KEPT = 64 << 20  # bytes beyond those that the original keeps; less is not worth a note
+MADE_S = 1.0  # to be made; less is not worth a note
 WAITED = 0.2  # of the time of calls; more is waiting for other programs, or for a machine that is slow to wake threads
 BUSY = 10  # times the time of a timing test that may pass on a busy machine
 PATIENCE = 3  # times the time of a timing test that may pass until it can be decided at all
 COMPILE_S = 40.0  # what torch.compile may take for the original
+SIZES = 6  # other shapes that are tried while the C library looks at memory
 POSSIBLE = 0.5  # of the time that writing the results takes, on a machine that may be busier at one time than another
 # Operations that a library does, of which a kernel of one's own would say more.
 _LIBRARY = "mm bmm addmm baddbmm mv dot convolution _convolution mkldnn_convolution cudnn_convolution"
@@ -82,7 +84,7 @@ class Trial:
         self._seed = seed
         self._secret = b""
         self._longest = 1
-        self._known = self._known_small = (0.0, 0.0)
+        self._known = numerics.NOTHING
         self._lucky = False  # whether a result was excused, since the original's own was right by luck
         self._past: deque[Result] = deque(maxlen=8)
         self._random = False
@@ -121,6 +123,8 @@ class Trial:
 
         self.giver = start(self.original, "original.py", 1 << 16)
         self.verdict.sandbox = self.giver.active
+        for text in self.giver.unseen:
+            self.verdict.note(text)
         if self.nursery.sandboxed and (missing := enough(self.giver.active)):
             raise Unjudgeable(f"there is no sandbox to run it in: {missing}")
         with self._of_the_original():
@@ -141,17 +145,14 @@ class Trial:
         with self._of_the_original():
             for worker in filter(None, (self.witness, self.reference, self.narrow)):
                 worker.load(self.original.attribute, terms.timeout)
-            began = time.perf_counter()
-            theirs = self._build(self.witness, self.original, terms.dtype)
-            self._made = [time.perf_counter() - began]
+            theirs, made = self._timed_build(self.witness, self.original)
             self._build(self.reference, self.original, "float64")
             if self.narrow:
                 self._build(self.narrow, self.original, "float32")
-        began = time.perf_counter()
-        ours = self._start = self._build(self.suspect, self.candidate, terms.dtype)
-        self._made.append(time.perf_counter() - began)
-        shape, own = ({name: (m["shape"], m["dtype"]) for name, m in side["state"]} for side in (theirs, ours))
-        self._shares_state = bool(shape) and shape == own
+        ours, own = self._timed_build(self.suspect, self.candidate)
+        self._start, self._made = ours, (made, own)
+        shape, other = ({name: (m["shape"], m["dtype"]) for name, m in side["state"]} for side in (theirs, ours))
+        self._shares_state = bool(shape) and shape == other
         if shape and not self._shares_state:
             self.verdict.note(
                 "its parameters differ from the original's in names or shapes, so no other weights than those of its "
@@ -177,6 +178,12 @@ class Trial:
             compiled=compiled,
         )  # fmt: skip
         return worker.inspect()
+
+    def _timed_build(self, worker: Worker, program: Program) -> tuple[dict[str, Any], float]:
+        """Also return the seconds it took, without those in which other programs had its processor."""
+        start, queued = time.perf_counter(), worker.queue_time()
+        found = self._build(worker, program, self.terms.dtype)
+        return found, time.perf_counter() - start - (worker.queue_time() - queued)
 
     def _derived(self, *purpose: object) -> int:
         """Return the seed of one purpose; none tells anything of another."""
@@ -270,6 +277,7 @@ class Trial:
         if level.deep:
             self._kept_for_good()
             self._census(first)
+            self._heap(first)
         if self._hashes:
             same = _hashes() == self._hashes
             self._step("P6", "" if same else "files of refold, torch or triton are others than before the trial")
@@ -391,10 +399,7 @@ class Trial:
         """N1 and its kin: the two norms, for every result."""
         if any(a.shape != b.shape or a.dtype != b.dtype for a, b in zip(o.tensors, y.tensors, strict=True)):
             return  # metadata that was told to be ignored
-        if r is o:
-            known = [(1.125 * self._known[0], 1.125 * self._known[1])] * len(o.tensors)
-        else:
-            known = self._estimate(call, len(o.tensors))
+        known = [self._known * 1.125] * len(o.tensors) if r is o else self._estimate(call, len(o.tensors))
         sides = list(zip(r.tensors, o.tensors, y.tensors, known, strict=True))
         if kind in inputs.LARGE:
             # Exponentials are saturated there, and what kernels keep of them for the backward has no digits left.
@@ -409,13 +414,10 @@ class Trial:
         worst = min(found, key=lambda one: (one.passed, -one.error / (one.bound or 1.0)))
         if check == "N1" and r is not o:
             # What the original's own errors are, for calls that are compared with the original alone.
-            exact = zip(r.tensors, o.tensors, known, strict=True)
-            own = [_judged(kind, a, b, b, least, self._longest) for a, b, least in exact]
-            self._known = max(self._known[0], *(e.error for e in own)), max(self._known[1], *(e.worst for e in own))
             for a, b in zip(r.tensors, o.tensors, strict=True):
-                for at in numerics.small_parts(a) if b.is_floating_point() else ():
-                    errors = numerics.own_errors(a.double()[at], b[at])
-                    self._known_small = max(self._known_small[0], errors[0]), max(self._known_small[1], errors[1])
+                if b.is_floating_point() or b.is_complex():
+                    a, b = _real(a, b)
+                    self._known |= numerics.own_errors(a.double(), b)
         failure = worst.reason and f"{kind} inputs: {worst.reason}"
         if failure and found.index(worst) >= len(self._outputs):
             check, failure = "N7", f"gradient {found.index(worst) - len(self._outputs)}, {failure}"
@@ -437,7 +439,7 @@ class Trial:
         g = inputs.generator(self._derived("moved", kind))
         unit = [numerics.roundoff(t.dtype) if t.is_floating_point() else 0.0 for t in call.tensors]
         moved: list[Result] = []
-        for _ in range(MOVES):
+        for _ in range(numerics.MOVES):
             signs = [2 * torch.randint(0, 2, t.shape, generator=g) - 1 for t in call.tensors]
             tensors = [
                 (t * (1 + 1.01 * u * s)).to(t.dtype) if u else t
@@ -467,10 +469,10 @@ class Trial:
                 return "it returned the result of an earlier call for new inputs"
         return ""
 
-    def _estimate(self, call: Call, count: int) -> list[tuple[float, float]]:
+    def _estimate(self, call: Call, count: int) -> list[numerics.Errors]:
         """Errors of a float64 original, read off a float32 run."""
         if self.narrow is None or self._random:
-            return [(0.0, 0.0)] * count
+            return [numerics.NOTHING] * count
 
         def run(worker: Worker, dtype: torch.dtype) -> numerics.Program:
             return lambda *xs: (
@@ -505,7 +507,7 @@ class Trial:
             if index not in y.changed:
                 self._step("S1", f"it left input {index} alone, which the original changes")
             result = _judged("", o.inputs_after[index].double(), o.inputs_after[index], y.inputs_after[index],
-                             (0.0, 0.0), 4 * self._longest)  # fmt: skip
+                             numerics.NOTHING, 4 * self._longest)  # fmt: skip
             if result.reason:
                 self._step("S1", f"it changed input {index} otherwise than the original: {result.reason}")
         if self._aliases != y.aliases:
@@ -557,7 +559,7 @@ class Trial:
                     "S1", f"it changed its parameter or buffer {name}" if untouched else f"its {name} is another"
                 )
                 continue
-            result = numerics.compare("", value.double(), value, mine, None, 4 * self._longest, (0.0, 0.0))
+            result = numerics.compare("", value.double(), value, mine, None, 4 * self._longest, parts=False)
             self._step("S1", result.reason and f"its parameter or buffer {name} differs: {result.reason}")
 
     def _stale(self, first: Tensors) -> None:
@@ -633,7 +635,7 @@ class Trial:
         if fixed:
             self.verdict.note(f"input {', '.join(map(str, fixed))} was the same in all calls; others may be wrong")
         if any(a is not b for a, b in zip(first, other, strict=True)):
-            self._elsewhere("integers in another order", other)
+            self._elsewhere("integers in another order", other, "not for integers in another order")
 
     def _constants(self, first: Tensors) -> None:
         """N6: a number among the arguments is read; other constants are the same in all calls."""
@@ -674,12 +676,12 @@ class Trial:
     def _layouts(self, first: Tensors) -> None:
         """N6: inputs that lie otherwise in memory."""
         for name, values in inputs.layouts(first, self._derived("layouts")):
-            self._elsewhere(f"{name} inputs", values)
+            self._elsewhere(name, values, f"not for {name} inputs")
         if self.terms.train:
             call = self._call(inputs.draw("normal", first, self._derived("cotangents")))
             for name, values in inputs.layouts(call.cotangents, self._derived("layouts")):
                 other = replace(call, cotangents=values)
-                self._unless_refused(f"{name} cotangents", "N6", other, f"not for {name} cotangents")
+                self._unless_refused(f"{name} cotangents", "N6", other, f"not for {name} cotangents", wide=True)
 
     def _shapes(self, first: Tensors) -> None:
         """N6: other shapes. A candidate may refuse them, by an exception; wrong results it may not give."""
@@ -690,9 +692,9 @@ class Trial:
             if tried >= most:
                 break
             if sum(t.numel() for t in values) <= 2 * size + 64:
-                tried += self._elsewhere(f"size {name}", values)
+                tried += self._elsewhere(f"size {name}", values, f"not for size {name}")
 
-    def _elsewhere(self, name: str, values: Tensors) -> bool:
+    def _elsewhere(self, name: str, values: Tensors, note: str) -> bool:
         """Try inputs that the original may not accept, and the candidate may refuse."""
         call = self._call(values)
         if self.terms.train:
@@ -702,7 +704,7 @@ class Trial:
                 return False
             g = inputs.generator(self._derived("cotangents", name))
             call = replace(call, cotangents=[inputs.normal(t, g) for t in plain.tensors])
-        return self._unless_refused(name, "N6", call, f"not for {name}")
+        return self._unless_refused(name, "N6", call, note)
 
     def _unless_refused(self, name: str, check: str, call: Call, note: str, *, wide: bool = False) -> bool:
         """Compare a call that the original may not accept, and that a candidate may refuse, by an exception.
@@ -712,14 +714,14 @@ class Trial:
             check: The check that a wrong result fails.
             call: The call.
             note: What is said of a candidate that refuses it.
-            wide: Whether the reference is the original in float64.
+            wide: Whether the reference is the original in float64, unless that draws random numbers.
 
         Returns:
             Whether the original accepts it.
         """
         try:
             o = self.witness.call(call, self.terms.timeout)
-            r = self.reference.call(self._wide(call), self.terms.timeout) if wide else o
+            r = self.reference.call(self._wide(call), self.terms.timeout) if wide and not self._random else o
         except Raised:
             return False
         try:
@@ -737,7 +739,7 @@ class Trial:
     def _kept_for_good(self) -> None:
         """T11: work that was done when it was made, and memory that it keeps, are no part of the time of a call."""
         made, held = self._made, [worker.held() for worker in (self.witness, self.suspect)]
-        if made[1] > 10 * made[0] + 1.0:
+        if made[1] > max(10 * made[0], MADE_S):
             self.verdict.note(f"it takes {made[1]:.1f} s to be made, the original {made[0]:.1f} s")
         if held[1] > held[0] + KEPT:
             self.verdict.note(f"it keeps {(held[1] - held[0]) >> 20} MB of memory that the original does not keep")
@@ -756,6 +758,48 @@ class Trial:
         elif calls:
             self.verdict.note(f"it calls the library: {', '.join(calls)}")
         self._step("T12", "", operations=own)
+
+    def _heap(self, first: Tensors) -> None:
+        """U3: what is written next to memory of its own shows when the C library looks at that memory."""
+        if self.terms.device != "cpu":
+            return
+        values = [self._actual("heap"), *(drawn for _, drawn in inputs.layouts(first, self._derived("heap")))]
+        calls = [self._call(each) for each in values]
+        others = inputs.resized(first, self._derived("heap sizes"))
+        calls += [replace(self._call(drawn), cotangents=()) for _, drawn in itertools.islice(others, SIZES)]
+        known = []
+        for call in calls:
+            with contextlib.suppress(Raised):
+                self.witness.call(call, self.terms.timeout)
+                known.append(call)
+        nursery, failure = self.nursery.careful(), ""
+        ended = self._ended(nursery, self.candidate, known)
+        if not nursery.is_careful():
+            self.verdict.note("whether it writes beyond its own memory is unknown: there is no libc_malloc_debug here")
+        elif ended and self._ended(nursery, self.original, known):
+            self.verdict.note("where the C library looks at all memory, neither it nor the original runs to the end")
+        elif ended:
+            failure = f"it wrote beyond memory of its own: where the C library looks at that, {ended}"
+        self._step("U3", failure, calls=len(known))
+
+    def _ended(self, nursery: Nursery, program: Program, calls: Sequence[Call]) -> str:
+        """Make calls and let go of each result; say how the process ended, empty if it lives."""
+        try:
+            with nursery.program(program.text, "candidate.py", room=self.suspect.room) as worker:
+                worker.lenient = self.off
+                worker.load(program.attribute, self.terms.timeout)
+                self._build(worker, program, self.terms.dtype)
+                for call in [*calls, calls[0]]:
+                    with contextlib.suppress(Raised):  # what it may refuse
+                        worker.call(call, self.terms.timeout, most=self._most, hold=False)
+        except Raised:
+            pass
+        except Misbehaved as error:
+            if error.check == "P4":
+                return error.reason
+            if error.check != "P3":  # it may be slow there
+                raise
+        return ""
 
     # Time
 
@@ -988,10 +1032,9 @@ class Trial:
 
     def _verify(self, call: Call, o: Result, y: Result) -> None:
         """C3: a timed result is right. The original's own result is the reference, and its error counts twice."""
-        known, small = ((1.125 * known[0], 1.125 * known[1]) for known in (self._known, self._known_small))
-        kind = "" if self._lucky else "timed"
+        known, kind = self._known * 1.125, "" if self._lucky else "timed"
         for a, b in zip(o.tensors, y.tensors, strict=True):
-            result = _judged(kind, a.double() if a.is_floating_point() else a, a, b, known, self._longest, small)
+            result = _judged(kind, a.double() if a.is_floating_point() else a, a, b, known, self._longest)
             if result.reason:
                 check, failure = "C3", f"a timed call gave a wrong result: {result.reason}"
                 if "C1" not in self.off and (stale := self._earlier(o, y)):
@@ -1021,25 +1064,25 @@ def _judged(
     r: torch.Tensor,
     o: torch.Tensor,
     y: torch.Tensor,
-    known: tuple[float, float],
+    known: numerics.Errors,
     terms: int,
-    small: tuple[float, float] = (0.0, 0.0),
 ) -> numerics.KindResult:
-    """Compare one result; ``small`` are errors that the original is known to have where it is small beside others."""
-    if y.is_complex():
-        r, o, y = (torch.view_as_real(v.resolve_conj().contiguous()) for v in (r, o, y))
+    """Compare one result; ``known`` are errors that the original is known to have."""
+    r, o, y = _real(r, o, y)
+    if kind in inputs.EQUAL_TERMS:
+        terms = terms**2  # roundings of equal terms have one sign: they add up in proportion to the number of terms
     if y.is_floating_point():
-        result = numerics.compare(kind, r.double(), o, y, None, terms, known)
-        for at in numerics.small_parts(r) if result.passed and kind in ORDINARY else ():
-            part = numerics.compare(kind, r.double()[at], o[at], y[at], None, terms, small)
-            if not part.passed:
-                return replace(part, reason=f"of the elements that are small beside others, {part.reason}")
-        return result
+        return numerics.compare(kind, r.double(), o, y, None, terms, known, kind in ORDINARY)
     # Where float64 decides otherwise than the original itself, either is right, and what is as near.
     off, own = (y.double() - r.double()).abs(), (o.double() - r.double()).abs()
     wrong = int(((y != o) & ~(off <= 8 * own)).sum())
     reason = f"{wrong} of {y.numel()} elements differ" if wrong else ""
     return numerics.KindResult(kind, not wrong, float(wrong), 0.0, float(wrong), 0.0, reason)
+
+
+def _real(*values: torch.Tensor) -> list[torch.Tensor]:
+    """Return complex tensors as real ones with an axis for the two parts, and others as they are."""
+    return [torch.view_as_real(v.resolve_conj().contiguous()) if v.is_complex() else v for v in values]
 
 
 def _integral(r: torch.Tensor, o: torch.Tensor, y: torch.Tensor) -> numerics.KindResult | None:

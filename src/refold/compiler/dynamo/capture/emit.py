@@ -69,7 +69,7 @@ def emit(tx: Translator, assumed: CarrySpec, found: Trace, count: Any, live: set
     known = isinstance(count, int)
     if not known and (found.items or not all(map(_is_column, found.lists))):
         names = " and ".join(f"`{growing.name}`" for growing in found.lists if growing.grown) or "its lists"
-        raise Refused("list-kind", f"the loop makes {names} longer otherwise than by one tensor per step")
+        raise Refused("list-kind", f"the loop makes {names} longer by other things than one tensor per step")
     results = _results(assumed, found, count, live, columns)
     # What the last step only passes on is known without the loop.
     last = {node: items.items[count - 1] for items, node in found.items}
@@ -148,7 +148,9 @@ def _results(assumed: CarrySpec, found: Trace, count: Any, live: set[str], colum
         elif is_constant(then):
             results.constants[location] = then.value  # type: ignore[attr-defined]
         else:
-            raise Refused("python-state", f"`{location.name}` is used after the loop, and is no tensor and no integer")
+            raise Refused(
+                "python-state", f"`{location.name}` is used after the loop, and is neither a tensor nor an integer"
+            )
     while unread := [location for location in results.carried if not _is_read(location, results, found, columns)]:
         # Only what the last step leaves in such a location counts; the end of a list is kept with the list.
         results.carried = [location for location in results.carried if location not in unread]

@@ -65,7 +65,7 @@ class GrowingList:
         if self.stored is not None and (self.read or self.front or self.back):
             raise Refused("list-read", f"the loop reads `{self.name}`, of which each step writes another item")
         if self.rates and (self.front or self.rates != {len(self.back)}):
-            raise Refused("list-read", f"`{self.name}` is read at a position that moves otherwise than the list grows")
+            raise Refused("list-read", f"`{self.name}` is read at a position that does not move as the list grows")
 
     def append(self, item: Variable) -> None:
         """Take a new last item."""

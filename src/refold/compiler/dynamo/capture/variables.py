@@ -125,8 +125,8 @@ def form(x: torch.Tensor, name: str = "") -> tuple[Any, ...]:
 
 def described(x: torch.Tensor) -> str:
     """Say for a person what `form` returns."""
-    shape = " x ".join(map(str, x.shape)) or "no axes"
-    return f"{str(x.dtype).removeprefix('torch.')}, {shape}, {'with' if x.requires_grad else 'without'} a gradient"
+    grad = "with" if x.requires_grad else "without"
+    return f"{str(x.dtype).removeprefix('torch.')} of shape {tuple(x.shape)} {grad} a gradient"
 
 
 def _fixed(sizes: Any, name: str) -> tuple[Any, ...]:
