@@ -329,6 +329,59 @@ def test_complex_steps_that_change(training):
     assert "complex scan" in detail
 
 
+def rwkv4_in_one_state(k, v, w, u):
+    """Numerator, denominator and maximum are rows of one tensor."""
+    w, state, out = -torch.exp(w), torch.stack([0 * w, 0 * w, 0 * w - 1e30]).expand(len(k), 3, -1), []
+    for t in range(k.shape[1]):
+        num, den, top = state[:, 0], state[:, 1], state[:, 2]
+        new = torch.maximum(top, u + k[:, t])
+        old, own = torch.exp(top - new), torch.exp(u + k[:, t] - new)
+        out.append((old * num + own * v[:, t]) / (old * den + own))
+        new = torch.maximum(top + w, k[:, t])
+        old, own = torch.exp(top + w - new), torch.exp(k[:, t] - new)
+        state = torch.stack([old * num + own * v[:, t], old * den + own, new], 1)
+    return torch.stack(out, 1)
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_a_maximum_in_a_row_of_the_state(training):
+    (detail,) = check(rwkv4_in_one_state, RECURRENCES["rwkv4"].inputs(2, STEPS, 2 * HEAD), training)
+    assert "running maximum" in detail
+
+
+def retention_by_heads(q, k, v):
+    """Heads in a loop in each step, each with a norm, which leave a list of states and one of results."""
+    states, out = [x.new_zeros(len(x), HEAD, HEAD) for x in (q, k)], []
+    for t in range(q.shape[1]):
+        heads, after = [], []
+        for i, state in enumerate(states):
+            own = slice(i * HEAD, (i + 1) * HEAD)
+            after.append((1 - 2.0 ** (-5 - i)) * state + k[:, t, own].unsqueeze(-1) * v[:, t, own].unsqueeze(-2))
+            heads.append((q[:, t, own].unsqueeze(1) @ after[i]).squeeze(1))
+        states = after
+        out.append(F.group_norm(torch.cat(heads, -1), 2))
+    return torch.stack(out, 1)
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_heads_in_a_loop_of_each_step(training):
+    details = check(retention_by_heads, RECURRENCES["xpos-retention"].inputs(2, STEPS, 2 * HEAD), training)
+    assert [detail.rsplit(" ", 1)[1] for detail in details] == ["ssd"]
+
+
+def test_a_factor_that_depends_on_the_step_in_a_quotient():
+    def adam(g):
+        m, p, out = torch.zeros_like(g[:, 0]), torch.zeros_like(g[:, 0]), []
+        for t in range(g.shape[1]):
+            m.mul_(0.9).add_(g[:, t], alpha=0.1)
+            p.addcdiv_(m, 1 + g[:, t] ** 2, value=-0.01 / (1 - 0.9 ** (t + 1)))
+            out.append(p.clone())
+        return torch.stack(out, 1)
+
+    (detail,) = check(adam, [torch.randn(2, STEPS, HEAD)], False)
+    assert detail.endswith("linear_scan")
+
+
 @pytest.mark.parametrize("smooth", [False, True])
 def test_running_maxima(smooth):
     above = torch.logaddexp if smooth else torch.maximum

@@ -41,9 +41,15 @@ prims = torch.ops.prims
 # Spellings of arithmetic. Nothing else may be decomposed before autograd: the derivative of a decomposition can be
 # another than PyTorch's own where an intermediate value is infinite.
 _SPELLINGS = (
-    "_to_copy", "addcdiv", "addmv", "lerp", "mul", "new_zeros", "rsub", "stack", "sub", "unsafe_split",
+    "_to_copy", "addcdiv", "addmv", "lerp", "mul", "new_zeros", "rsub", "sub", "unsafe_split",
     "zeros_like", "ones_like", "full_like", "zeros", "ones",
 )  # fmt: skip
+# Torch's own spelling of a stack joins the parts and splits the axis again, which is hard to read by elements. With a
+# factor that depends on the step, Dynamo itself spells addcdiv by a product and a sum in one.
+_OWN_SPELLINGS: dict[Any, Callable[..., Any]] = {
+    aten.stack.default: lambda xs, dim=0: torch.cat([x.unsqueeze(dim) for x in xs], dim),
+    **({prims.fma.default: lambda a, b, c: a * b + c} if hasattr(prims, "fma") else {}),
+}
 # Larger constants of a body are not written into the graph number by number.
 _CONSTANT = 4096
 
@@ -234,6 +240,8 @@ def to_aten(mode: FakeTensorMode, fn: Callable[..., Any], *inputs: Any, to_read:
         to_read: Whether the graph is only read: then everything is decomposed as Inductor does it.
     """
     chosen = {op: rule for op, rule in select_decomp_table().items() if to_read or _packet(op) in _SPELLINGS}
+    if not to_read:
+        chosen |= _OWN_SPELLINGS
     with mode, torch.no_grad(), preserve_node_meta():
         fn = functionalize(fn, remove="mutations")
         try:

@@ -230,11 +230,12 @@ class LoopVectorizer:
         mine: Affine = next(x for x in leaves if isinstance(x, Affine))
         if target in _SAME:
             return mine
-        if target in _MAXIMA or any(isinstance(x, Affine) and x.floor is not None for x in leaves):
-            return self._maximum(node, operands, mine)
         if target in _VIEWS and _without_ones(value(node).shape) == _without_ones(value(node.args[0]).shape):
             scales = {other: self._viewed(scale, node) for other, scale in mine.scales.items()}
-            return affine(scales, self._viewed(mine.offset, node), self._viewed(mine.reset, node))
+            found = affine(scales, self._viewed(mine.offset, node), self._viewed(mine.reset, node))
+            return replace(found, floor=self._viewed(mine.floor, node), smooth=mine.smooth)
+        if target in _MAXIMA or any(isinstance(x, Affine) and x.floor is not None for x in leaves):
+            return self._maximum(node, operands, mine)
         if target is prims.convert_element_type.default and node.args[1].is_floating_point:
             return mine
         if not is_pointwise(target):
