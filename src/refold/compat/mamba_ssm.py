@@ -397,7 +397,7 @@ def selective_state_update(
         if tied:
             return ops.ssd_step_(
                 x, dt[..., 0], A[:, 0, 0], B, C, rows, D=D, z=z, dt_bias=None if dt_bias is None else dt_bias[:, 0],
-                dt_softplus=dt_softplus,
+                dt_softplus=dt_softplus, dt_limit=(-math.inf, math.inf),
             )[0]  # fmt: skip
         if not heads:
             return ops.selective_scan_step_(

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from refold.errors import ArgumentError, TargetError
-from refold.verify import judge
+from refold.verify import judge, numerics
 from refold.verify.trial import Nursery, checks, process, replay, source
 from refold.verify.trial import sandbox as sandbox_of_trial
 from refold.verify.trial.checks import Trial
@@ -421,7 +421,7 @@ def test_roundings_of_equal_terms_may_add_up():
     halved = x.half().double().sum(0).float()
 
     def passes(kind, y):
-        return checks._judged(kind, exact, pairwise, y, (0.0, 0.0), 512).passed
+        return checks._judged(kind, exact, pairwise, y, numerics.Errors(), 512).passed
 
     assert [passes(kind, sequential) for kind in ("normal", "repeated", "constant rows")] == [False, True, True]
     assert not any(passes(kind, halved) for kind in ("normal", "repeated", "constant rows"))
