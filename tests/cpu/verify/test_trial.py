@@ -157,10 +157,10 @@ def test_what_it_costs_to_make_and_to_keep_it_is_noted(nursery):
                          "        time.sleep(1.5)\n        self.table = torch.empty(200 << 20, dtype=torch.uint8)\n\n"
                          "    def forward").replace("import torch", "import time\n\nimport torch", 1)  # fmt: skip
     notes = " ".join(_judge(nursery, code).notes)
-    assert "s to be made" in notes
+    assert "making it takes" in notes
     assert "MB of memory that the original does not keep" in notes
     plain = " ".join(_judge(nursery, RIGHT).notes)
-    assert "to be made" not in plain
+    assert "making it takes" not in plain
     assert "does not keep" not in plain
 
 

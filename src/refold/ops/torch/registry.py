@@ -452,7 +452,7 @@ def _autograd_backward(spec: OpSpec) -> Callable[..., Any]:
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
         if all(g is None for g in gradients):
             return (None,) * (narrays + noptions + 1)
-        # What only a result reads that nobody uses has no gradient, and an infinity of it reaches no other.
+        # An argument that only an unused result reads has no gradient, and an infinity in it reaches no other.
         idle = {name for output, g in zip(spec.outputs, gradients, strict=True) if g is None for name in output.alone}
         arrays, needs = list(ctx.saved_tensors), []
         for at, (arg, need) in enumerate(zip(spec.args, ctx.needs_input_grad[:narrays], strict=True)):

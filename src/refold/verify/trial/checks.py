@@ -40,7 +40,7 @@ Tensors = Sequence[torch.Tensor]
 
 
 GRADIENTS = "torch.fx.experimental.symbolic_shapes"  # which torch.autograd.grad imports
-ORDINARY = ("actual", "normal", "timed")  # kinds of inputs by which also small results beside large ones are judged
+ORDINARY = ("actual", "normal", "timed")  # kinds of inputs by which also small results next to large ones are judged
 BETWEEN_S = 3e-5  # of processor time between two calls, about what equal programs differ by on average
 DISCRETE, MORE = (
     4096,
@@ -129,7 +129,10 @@ class Trial:
         for text in self.giver.unseen:
             self.verdict.note(text)
         if self.nursery.sandboxed and (missing := enough(self.giver.active)):
-            raise Unjudgeable(f"there is no sandbox to run it in: {missing}")
+            raise Unjudgeable(
+                f"there is no sandbox to run it in: {missing}. --allow-unsandboxed (allow_unsandboxed=True) runs it "
+                "without one"
+            )
         with self._of_the_original():
             self.giver.load(self.original.attribute, terms.timeout)
             self._arguments = str(self.giver.request(do="arguments", seed=0)["arguments"])
@@ -346,9 +349,11 @@ class Trial:
         if unknown := _unknown(found[0].tree):
             raise Unjudgeable(f"the original returns a {unknown}, which cannot be compared; let it return tensors")
         if not found[0].tensors:
-            raise Unjudgeable("the original returns no tensor, so that there is nothing to compare")
+            raise Unjudgeable("the original returns no tensor, so there is nothing to compare; let it return tensors")
         if all(_identical(a, b) for a, b in zip(found[0].tensors, found[1].tensors, strict=True)):
-            raise Unjudgeable("the original returns the same for different inputs, so that nothing can be told")
+            raise Unjudgeable(
+                "the original returns the same for different inputs, so right and wrong candidates look alike"
+            )
         sizes = sum(t.numel() for ts in (found[0].tensors, plain[0].tensors, self._state.values()) for t in ts)
         self._most = 64 * sizes + (1 << 24)
         if self._random:
@@ -648,7 +653,9 @@ class Trial:
             if not values[0].is_floating_point() and all(torch.equal(values[0], x) for x in values[1:])
         ]
         if fixed:
-            self.verdict.note(f"input {', '.join(map(str, fixed))} was the same in all calls; others may be wrong")
+            self.verdict.note(
+                f"input {', '.join(map(str, fixed))} was the same in all calls; other values were not tried"
+            )
         if any(a is not b for a, b in zip(first, other, strict=True)):
             self._elsewhere("integers in another order", other, "not for integers in another order")
 
@@ -659,7 +666,9 @@ class Trial:
         if tree != self._tree:
             self._unless_refused("another number", "N6", replace(call, tree=tree), "not for other numbers as arguments")
         if others:
-            self.verdict.note(f"the arguments {', '.join(map(repr, others))} were so in all calls; others may be wrong")
+            self.verdict.note(
+                f"the arguments {', '.join(map(repr, others))} were the same in all calls; other values were not tried"
+            )
 
     def _second_gradients(self, first: Tensors) -> None:
         """N7: gradients of gradients, where the original has them."""
@@ -755,7 +764,7 @@ class Trial:
         """T11: work that was done when it was made, and memory that it keeps, are no part of the time of a call."""
         made, held = self._made, [worker.held() for worker in (self.witness, self.suspect)]
         if made[1] > max(10 * made[0], MADE_S):
-            self.verdict.note(f"it takes {made[1]:.1f} s to be made, the original {made[0]:.1f} s")
+            self.verdict.note(f"making it takes {made[1]:.1f} s, making the original {made[0]:.1f} s")
         if held[1] > held[0] + KEPT:
             self.verdict.note(f"it keeps {(held[1] - held[0]) >> 20} MB of memory that the original does not keep")
         self._step("T11", "", made_s=[round(s, 3) for s in made], held_bytes=held)
@@ -841,7 +850,7 @@ class Trial:
                 min(each.call(call, self.terms.timeout).seconds for _ in range(3)) for each in (self.witness, worker)
             ]
         except Misbehaved as error:
-            self.verdict.note(f"torch.compile of the original was not raced against: {error.reason[:120]}")
+            self.verdict.note(f"torch.compile of the original was not timed: {error.reason[:120]}")
             return self.witness, "eager"
         return (worker, "torch.compile") if times[1] < times[0] else (self.witness, "eager")
 

@@ -844,7 +844,7 @@ def _stat(process: int | str) -> list[str]:
 
 
 def _has_ended(pid: int) -> bool:
-    """Say whether a process is only remembered until somebody asks how it ended."""
+    """Say whether a process is only kept until its parent asks how it ended."""
     try:
         return _stat(pid)[0] == "Z"
     except OSError:
