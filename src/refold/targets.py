@@ -84,8 +84,7 @@ def _from_file(target: str) -> tuple[Any, Any]:
     missing = [name for name in ("Model", "get_inputs") if not hasattr(source, name)]
     if missing:
         raise TargetError(
-            f"{target} does not define {' or '.join(missing)}: a target has a class Model, a torch.nn.Module, and a "
-            "function get_inputs() that returns its arguments"
+            f"{target} does not define {' or '.join(missing)}; a file needs a class Model and a function get_inputs()"
         )
     arguments = _run(target, "get_init_inputs()", getattr(source, "get_init_inputs", list))
     if isinstance(arguments, dict):

@@ -7,6 +7,7 @@ from support.random_models import FAMILIES, check
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:transformers.*", "ignore::FutureWarning:transformers.*")
 
 
-@pytest.mark.parametrize("seed", range(400, 400 + len(FAMILIES)))
+# one of each family; in 573, a rounding of the parameters moves gradients by a hundred roundings
+@pytest.mark.parametrize("seed", [*range(400, 403), 573, *range(404, 410)])
 def test_accelerated_and_lean_models_equal_those_of_transformers(seed):
     assert check(seed) == FAMILIES[seed % len(FAMILIES)]

@@ -73,6 +73,7 @@ def _from_positions(ids: Tensor, arguments: Mapping[str, Any]) -> Documents | No
         ids = ids.expand(size)
     seqlen = ids.shape[1]
     starts = torch.zeros_like(ids, dtype=torch.bool)
+    begun = torch.ones_like(starts[:, 0])
     if isinstance(mask, Tensor) and mask.ndim == 2:
         # Padding has positions that mean nothing: each token is compared with the last one that is not padding.
         real = mask[:, -seqlen:].bool().expand(ids.shape).to(ids.device)
@@ -81,12 +82,15 @@ def _from_positions(ids: Tensor, arguments: Mapping[str, Any]) -> Documents | No
         follows = ids[:, 1:] == ids.gather(1, before.clamp(min=0)) + 1
         starts[:, 1:] = real[:, 1:] & (before >= 0) & ~follows
         head = ids.gather(1, real.int().argmax(1, keepdim=True))[:, 0]
+        begun = real.any(1)
+        if mask.shape[1] > seqlen:  # A row that has read nothing but padding is at no border.
+            begun &= mask[:, :-seqlen].bool().any(1).to(ids.device)
     else:
         starts[:, 1:] = ids[:, 1:] != ids[:, :-1] + 1
         head = ids[:, 0]
-    fresh = head == 0 if _continues(arguments) else None
-    begun = starts if fresh is None else starts | fresh[:, None]
-    if not bool(begun.any()):
+    fresh = (head == 0) & begun if _continues(arguments) else None
+    borders = starts if fresh is None else starts | fresh[:, None]
+    if not bool(borders.any()):
         return None
     return Documents.from_starts(starts, fresh)
 

@@ -45,7 +45,7 @@ _ROUNDOFF = {torch.float64: 2.0**-53, torch.float32: 2.0**-24, torch.float16: 2.
 # What torch.set_float32_matmul_precision lets matrix products round float32 inputs to.
 _MATMUL_ROUNDOFF = {"highest": 2.0**-24, "high": 2.0**-11, "medium": 2.0**-8}
 
-# Elements are small beside others below this share of their root mean square, and count if they are so many of all.
+# Elements are small next to others below this share of their root mean square, and count if they are so many of all.
 SMALL, LEAST = 2.0**-12, 2.0**-4
 # So often inputs are moved by at most one rounding.
 MOVES = 3
@@ -96,7 +96,7 @@ class Evidence:
 
 
 class Errors(NamedTuple):
-    """How far a result is from its reference, in two norms: all elements, and those that are small beside others.
+    """How far a result is from its reference, in two norms: all elements, and those that are small next to others.
 
     Attributes:
         e2: E2.
@@ -301,7 +301,7 @@ def _normal(x: Any, generator: torch.Generator, spread: float, signed: bool, inf
         x: What to draw like.
         generator: Where from.
         spread: The standard deviation.
-        signed: Whether an input that is nowhere positive, or nowhere negative, stays so. A log decay that is positive
+        signed: Whether an input that is never positive, or never negative, stays so. A log decay that is positive
             at half of the steps makes states grow by many orders of magnitude, and with them the rounding of its sums.
         infinity: Which element is infinite, if one is: a ``"late"`` one, in the second half of the memory, since time
             goes on there; or the ``"last"``, or the ``"first"``.
@@ -450,7 +450,7 @@ def compare(
         scale: The program on absolute values; None if that is not defined.
         terms: Number of terms added up for one element.
         known: Errors that the original is known to have at least.
-        parts: Whether elements that are small beside others are also judged by themselves, if there is no scale.
+        parts: Whether elements that are small next to others are also judged by themselves, if there is no scale.
     """
     u = unit_roundoff(y.dtype)
     exact, *sides = _finite_only(r, o, y)
@@ -466,14 +466,14 @@ def compare(
     for at in small_parts(exact) if parts and scale is None and not reason else ():
         part = compare(kind, r[at], o[at], y[at], None, terms, Errors(*known[2:]), parts=False)
         if not part.passed:
-            return replace(part, reason=f"of the elements that are small beside others, {part.reason}")
+            return replace(part, reason=f"of the elements that are small next to others, {part.reason}")
     return KindResult(kind, not reason, errors[0], errors[1], worst[0], bound, reason)
 
 
 def small_parts(r: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yield where a result is small beside others in it: what is wrong there is lost in norms of the whole.
+    """Yield where a result is small next to others in it: what is wrong there is lost in norms of the whole.
 
-    A mask of -1e9 beside scores, or powers of a number, make such results. Each part is all that is not zero and below
+    A mask of -1e9 next to scores, or powers of a number, make such results. Each part is all that is not zero and below
     a 4096th of the root mean square of what was there before, if that is a sixteenth of the result.
     """
     size = torch.where(r.isfinite(), r.double(), 0.0).abs()

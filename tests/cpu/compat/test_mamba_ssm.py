@@ -248,7 +248,7 @@ def step_definition(state, x, dt, A, B, C, D, z, bias, softplus):
 def step_arguments(kind, every, rows=b):
     """Arguments with the axis of heads; ``tied`` ones are expanded over a head's channels and states."""
     if kind == "tied":
-        A = -rand(h).exp()[:, None, None].expand(h, p, n)
+        A = (-rand(h).exp())[:, None, None].expand(h, p, n)
         dt, bias = rand(rows, h)[..., None].expand(-1, -1, p), rand(h)[:, None].expand(h, p)
     else:
         A, dt, bias = -rand(h, p, n).exp(), rand(rows, h, p), rand(h, p)

@@ -280,7 +280,7 @@ def test_small_elements_beside_large_ones_are_parts_of_their_own(mask):
     assert torch.equal(part, r != mask)
     half = torch.where(part, scores.half().float(), mask)
     assert numerics.compare("", r, r.float(), half, None, 64, parts=False).passed
-    assert "small beside others" in numerics.compare("", r, r.float(), half, None, 64).reason
+    assert "small next to others" in numerics.compare("", r, r.float(), half, None, 64).reason
     assert numerics.compare("", r, r.float(), r.float() * (1 + 2**-23), None, 64).passed
     assert not numerics.no_farther(r, half, [r.float()], parts=True)
 
@@ -292,7 +292,7 @@ def test_a_wrong_channel_that_is_small_is_found(dtype):
     x = torch.randn(64, 4, dtype=dtype)
     off = torch.finfo(dtype).eps * 256 * torch.tensor([0.0, 1.0, 0.0, 0.0])
     assert in_float64(channels, lambda x: (x + 0.0).exp() * size, x).passed
-    assert "small beside others" in in_float64(channels, lambda x: channels(x) * (1 + off.to(dtype)), x).reason
+    assert "small next to others" in in_float64(channels, lambda x: channels(x) * (1 + off.to(dtype)), x).reason
 
 
 def test_a_small_channel_may_be_as_inexact_as_the_original_is_next_to_its_inputs():

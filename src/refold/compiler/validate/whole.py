@@ -7,7 +7,7 @@ and in float64. All calls use the same random numbers and the same cotangents. T
 (`refold.verify.numerics`).
 
 Two things differ from a region. A result of a few elements (a loss, say) is one draw of the original's rounding, which
-may be small by luck. If only such results fail, or elements that are small beside others, the original is also run on
+may be small by luck. If only such results fail, or elements that are small next to others, the original is also run on
 inputs that are moved by at most one rounding. Then the largest error seen is its error. The original cannot always be
 run in float64: memory may be too small, or an operation may not support float64. Then the original is its own
 reference, and its error is how far such inputs move it.

@@ -40,14 +40,16 @@ Tensors = Sequence[torch.Tensor]
 
 
 GRADIENTS = "torch.fx.experimental.symbolic_shapes"  # which torch.autograd.grad imports
-ORDINARY = ("actual", "normal", "timed")  # kinds of inputs by which also small results beside large ones are judged
+ORDINARY = ("actual", "normal", "timed")  # kinds of inputs by which also small results next to large ones are judged
 BETWEEN_S = 3e-5  # of processor time between two calls, about what equal programs differ by on average
 DISCRETE, MORE = (
     4096,
     200,
 )  # so many integers and truth values among results are compared, in so many more calls at most
 KEPT = 64 << 20  # bytes beyond those that the original keeps; less is not worth a note
+LOOKED_AT = 16  # one timed call in so many is followed by a look at what it left
 MADE_S = 1.0  # to be made; less is not worth a note
+CLEAR = 2.0  # times as fast, by the bound: what waits of equal programs do not make of each other
 WAITED = 0.2  # of the time of calls; more is waiting for other programs, or for a machine that is slow to wake threads
 BUSY = 10  # times the time of a timing test that may pass on a busy machine
 PATIENCE = 3  # times the time of a timing test that may pass until it can be decided at all
@@ -83,6 +85,7 @@ class Trial:
         self.verdict = Verdict(original, candidate, terms, off=sorted(off))
         self._seed = seed
         self._secret = b""
+        self._shares_state = False
         self._longest = 1
         self._known = numerics.NOTHING
         self._lucky = False  # whether a result was excused, since the original's own was right by luck
@@ -126,7 +129,10 @@ class Trial:
         for text in self.giver.unseen:
             self.verdict.note(text)
         if self.nursery.sandboxed and (missing := enough(self.giver.active)):
-            raise Unjudgeable(f"there is no sandbox to run it in: {missing}")
+            raise Unjudgeable(
+                f"there is no sandbox to run it in: {missing}. --allow-unsandboxed (allow_unsandboxed=True) runs it "
+                "without one"
+            )
         with self._of_the_original():
             self.giver.load(self.original.attribute, terms.timeout)
             self._arguments = str(self.giver.request(do="arguments", seed=0)["arguments"])
@@ -216,6 +222,11 @@ class Trial:
         sides = [(self.witness, own), (self.reference, torch.float64)]
         sides += [(self.narrow, torch.float32)] if self.narrow else []
         sides += [(self.suspect, own)] if suspect else []
+        self._give(state, sides, steps=steps)
+
+    def _give(
+        self, state: dict[str, torch.Tensor], sides: Sequence[tuple[Worker, torch.dtype]], *, steps: bool = False
+    ) -> None:
         for worker, dtype in sides:
             values = {n: (t.to(dtype) if t.is_floating_point() else t).contiguous() for n, t in state.items()}
             for batch in worker.batches(values):
@@ -338,9 +349,11 @@ class Trial:
         if unknown := _unknown(found[0].tree):
             raise Unjudgeable(f"the original returns a {unknown}, which cannot be compared; let it return tensors")
         if not found[0].tensors:
-            raise Unjudgeable("the original returns no tensor, so that there is nothing to compare")
+            raise Unjudgeable("the original returns no tensor, so there is nothing to compare; let it return tensors")
         if all(_identical(a, b) for a, b in zip(found[0].tensors, found[1].tensors, strict=True)):
-            raise Unjudgeable("the original returns the same for different inputs, so that nothing can be told")
+            raise Unjudgeable(
+                "the original returns the same for different inputs, so right and wrong candidates look alike"
+            )
         sizes = sum(t.numel() for ts in (found[0].tensors, plain[0].tensors, self._state.values()) for t in ts)
         self._most = 64 * sizes + (1 << 24)
         if self._random:
@@ -514,6 +527,9 @@ class Trial:
             self._step("S2", f"its results share memory with {y.aliases}, the original's with {self._aliases}")
         if y.overrun and not o.overrun:
             self._step("U2", "it wrote to memory next to its inputs")
+        for index in range(len(self._outputs)):
+            if y.reused[index] and not o.reused[index]:
+                self._step("S7", f"result {index} lies in the memory of an earlier call's result, which is still held")
 
     def _late(self, y: Result) -> None:
         """U4, S6: when a call has returned its results are what they are, and nothing runs."""
@@ -530,23 +546,26 @@ class Trial:
         self.suspect.settle()
         left = self.suspect.lingering()
         self._step("S6", f"it left {len(left)} processes running" if left else "")
+        self._surroundings(self.witness, self.suspect, self._start["modes"])
+
+    def _surroundings(self, original: Worker, candidate: Worker, modes: str, calls: int = 1) -> None:
+        """S1, S3 to S5, S8: what a candidate left, whose modes were these, and its state after so many calls."""
         with self._of_the_original():
-            expected = self.witness.inspect()
-        found = self.suspect.inspect()
+            expected = original.inspect()
+        found = candidate.inspect()
         changed = {n: v for n, v in found["settings"].items() if expected["settings"].get(n) != v}
         self._step("S4", f"it changed global settings: {_listed(changed)}" if changed else "")
         patched = sorted(set(found["patched"]) - set(expected["patched"]))
         self._step("S5", f"it replaced {', '.join(map(str, patched))}" if patched else "")
         differs = found["random"] != expected["random"]
         self._step("S3", "it leaves another random state than the original" if differs else "")
-        self._step("S8", "it changed its training mode or its hooks" if found["modes"] != self._start["modes"] else "")
+        self._step("S8", "it changed its training mode or its hooks" if found["modes"] != modes else "")
         if self._shares_state:
-            self._same_state(expected, found)
+            theirs = self._read_state(original, expected)
+            most = 2 * sum(t.numel() * t.element_size() for t in theirs.values()) + (1 << 20)
+            self._same_state(theirs, self._read_state(candidate, found, most), calls)
 
-    def _same_state(self, expected: dict[str, Any], found: dict[str, Any]) -> None:
-        theirs = self._read_state(self.witness, expected)
-        most = 2 * sum(t.numel() * t.element_size() for t in theirs.values()) + (1 << 20)
-        ours = self._read_state(self.suspect, found, most)
+    def _same_state(self, theirs: dict[str, torch.Tensor], ours: dict[str, torch.Tensor], calls: int) -> None:
         if theirs.keys() != ours.keys():
             self._step("S1", "it changed the names of its parameters")
         for name, value in theirs.items():
@@ -559,7 +578,8 @@ class Trial:
                     "S1", f"it changed its parameter or buffer {name}" if untouched else f"its {name} is another"
                 )
                 continue
-            result = numerics.compare("", value.double(), value, mine, None, 4 * self._longest, parts=False)
+            terms = 4 * self._longest * calls**2  # each call adds its rounding error
+            result = numerics.compare("", value.double(), value, mine, None, terms, parts=False)
             self._step("S1", result.reason and f"its parameter or buffer {name} differs: {result.reason}")
 
     def _stale(self, first: Tensors) -> None:
@@ -633,7 +653,9 @@ class Trial:
             if not values[0].is_floating_point() and all(torch.equal(values[0], x) for x in values[1:])
         ]
         if fixed:
-            self.verdict.note(f"input {', '.join(map(str, fixed))} was the same in all calls; others may be wrong")
+            self.verdict.note(
+                f"input {', '.join(map(str, fixed))} was the same in all calls; other values were not tried"
+            )
         if any(a is not b for a, b in zip(first, other, strict=True)):
             self._elsewhere("integers in another order", other, "not for integers in another order")
 
@@ -644,7 +666,9 @@ class Trial:
         if tree != self._tree:
             self._unless_refused("another number", "N6", replace(call, tree=tree), "not for other numbers as arguments")
         if others:
-            self.verdict.note(f"the arguments {', '.join(map(repr, others))} were so in all calls; others may be wrong")
+            self.verdict.note(
+                f"the arguments {', '.join(map(repr, others))} were the same in all calls; other values were not tried"
+            )
 
     def _second_gradients(self, first: Tensors) -> None:
         """N7: gradients of gradients, where the original has them."""
@@ -740,7 +764,7 @@ class Trial:
         """T11: work that was done when it was made, and memory that it keeps, are no part of the time of a call."""
         made, held = self._made, [worker.held() for worker in (self.witness, self.suspect)]
         if made[1] > max(10 * made[0], MADE_S):
-            self.verdict.note(f"it takes {made[1]:.1f} s to be made, the original {made[0]:.1f} s")
+            self.verdict.note(f"making it takes {made[1]:.1f} s, making the original {made[0]:.1f} s")
         if held[1] > held[0] + KEPT:
             self.verdict.note(f"it keeps {(held[1] - held[0]) >> 20} MB of memory that the original does not keep")
         self._step("T11", "", made_s=[round(s, 3) for s in made], held_bytes=held)
@@ -826,7 +850,7 @@ class Trial:
                 min(each.call(call, self.terms.timeout).seconds for _ in range(3)) for each in (self.witness, worker)
             ]
         except Misbehaved as error:
-            self.verdict.note(f"torch.compile of the original was not raced against: {error.reason[:120]}")
+            self.verdict.note(f"torch.compile of the original was not timed: {error.reason[:120]}")
             return self.witness, "eager"
         return (worker, "torch.compile") if times[1] < times[0] else (self.witness, "eager")
 
@@ -896,6 +920,7 @@ class Trial:
         self._width = min(self.terms.threads, len(self._processors))
         logs: list[float] = []
         lower = upper = 0.0
+        self._begin(base, candidate)
         began = self._usage(base, candidate)
         self._alone = candidate.births()
         done = -1  # the first pair warms both up, as all calls before it did
@@ -917,11 +942,13 @@ class Trial:
             lower, upper = median_bounds(logs, share)
             if lower > math.log1p(DELTA) or upper < math.log1p(DELTA) or len(logs) < look:
                 break
+        self._look(base, candidate)
         for worker in (base, candidate):
             worker.pin(set(self._processors))
         used, given, waited = self._processor
         elsewhere = others(self._usage(base, candidate) - began)
-        if self.terms.threads > 1 and waited > WAITED * given and not elsewhere < OTHERS:
+        clear = lower > math.log(CLEAR) or upper < -math.log(CLEAR)
+        if self.terms.threads > 1 and waited > WAITED * given and not elsewhere < OTHERS and not clear:
             who = "" if math.isnan(elsewhere) else f" while other programs kept {elsewhere:.1f} of them busy"
             raise Unjudgeable(
                 f"the machine is busy: calls waited {waited / given:.0%} of their time for its {len(self._processors)} "
@@ -944,6 +971,18 @@ class Trial:
             "waited": waited / given if given else 0.0,
             "others": elsewhere,
         }
+
+    def _begin(self, base: Worker, candidate: Worker) -> None:
+        """Give both the same state, which the timed calls may change."""
+        own = getattr(torch, self.terms.dtype)
+        if self._shares_state:
+            self._give(self._state, [(each, own) for each in (base, candidate) if each is not self._compiled])
+        self._modes, self._looked, self._calls = candidate.inspect()["modes"], False, 0
+
+    def _look(self, base: Worker, candidate: Worker) -> None:
+        """See what the timed calls so far have left: they, too, change and leave what the original does."""
+        if base is not self._compiled:
+            self._surroundings(base, candidate, self._modes, self._calls)
 
     def _usage(self, *workers: Worker) -> Usage:
         """Return what was used until now, with what these processes used as this one's own."""
@@ -1013,6 +1052,12 @@ class Trial:
                 base.again(self._before[0])
             self._unchanged(candidate, self._before[1])
         self._before = o, y
+        self._calls += 1
+        if self._looked:  # which was work for the process, between calls
+            o, y = replace(o, outside=0.0), replace(y, outside=0.0)
+        self._looked = self._derived(*purpose, "look") % LOOKED_AT == 0
+        if self._looked:
+            self._look(base, candidate)
         self._processor[0] += y.processor
         self._processor[1] += y.seconds
         self._processor[2] += max(each.waited / each.seconds for each in (o, y)) * y.seconds

@@ -24,6 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -127,6 +128,7 @@ class Result:
         inputs_after: What the inputs are now.
         overrun: Whether memory next to the inputs was written to.
         aliases: What each result shares its memory with.
+        reused: Of each result, whether it lies in the memory of a result of an earlier call that is still held.
     """
 
     tree: Any
@@ -141,6 +143,7 @@ class Result:
     inputs_after: list[torch.Tensor] = field(default_factory=list)
     overrun: bool = False
     aliases: list[Any] = field(default_factory=list)
+    reused: list[bool] = field(default_factory=list)
 
 
 class Nursery:
@@ -251,6 +254,8 @@ class Worker:
         self.room, self._next = room, 0
         self._last: list[dict[str, Any]] = []
         self._used = 0.0, 0.0
+        # Where results of the last calls lie, which the process holds for one call more.
+        self._recent: deque[set[int]] = deque(maxlen=2)
         # How long each thread had run when all slept after a call.
         self._resting: dict[str, tuple[int, int]] = {}
         self._channel, theirs = socket.socketpair()
@@ -416,10 +421,15 @@ class Worker:
         tree = _checked_tree(answer.get("tree"))
         aliases = [self._alias(m, metadata, inputs) for m in metadata]
         times = (seconds, sum(after) - sum(before), sum(before) - sum(used), waited, started)
-        return Result(tree, metadata, tensors, *times, *self._inspect(inputs, call), aliases)
+        own = [0 if alias and alias[0] == "input" else m["storage"] for m, alias in zip(metadata, aliases, strict=True)]
+        reused = [bool(at) and any(at in earlier for earlier in self._recent) for at in own]
+        self._recent.append(set(own))
+        return Result(tree, metadata, tensors, *times, *self._inspect(inputs, call), aliases, reused)
 
     def _prepare(self, call: Call, hold: bool) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
         """Choose places for a call's tensors and tell the process; return all of them and those of the inputs."""
+        if not hold:
+            self._recent.clear()
         specs = self.wrap([*call.tensors, *call.cotangents], again=call.same_place)
         inputs, cotangents = specs[: len(call.tensors)], specs[len(call.tensors) :]
         for spec, t in zip(inputs, call.tensors, strict=True):
@@ -834,7 +844,7 @@ def _stat(process: int | str) -> list[str]:
 
 
 def _has_ended(pid: int) -> bool:
-    """Say whether a process is only remembered until somebody asks how it ended."""
+    """Say whether a process is only kept until its parent asks how it ended."""
     try:
         return _stat(pid)[0] == "Z"
     except OSError:

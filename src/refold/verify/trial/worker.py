@@ -41,6 +41,12 @@ from typing import Any, NoReturn
 import torch
 
 try:
+    from tqdm import tqdm
+
+    tqdm.monitor_interval = 0  # its thread, which torch's compiler would start, runs every ten seconds
+except ImportError:
+    pass
+try:
     from numpy import random as numpy_random
 except ImportError:  # then no program draws from it
     numpy_random = None  # type: ignore[assignment]
