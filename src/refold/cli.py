@@ -35,7 +35,7 @@ app = typer.Typer(
 )
 
 Target = Annotated[
-    str, typer.Argument(help="A KernelBench-style Python file, or package.module:factory.", show_default=False)
+    str, typer.Argument(help="A file with Model and get_inputs(), or package.module:factory.", show_default=False)
 ]
 Device = Annotated[str, typer.Option(help="Where to run: cpu, cuda, cuda:1, ...")]
 TrialDevice = Annotated[str, typer.Option(help="Where to run: cpu or cuda.")]

@@ -46,8 +46,8 @@ def _graph(graph: GraphReport) -> list[str]:
             f"  remembered by {graph.remembered}: nothing was timed now; times and errors are from the first compile"
         )
     if graph.compile_s:
-        alone = "" if graph.inductor_compile_s is None else f" (Inductor alone {graph.inductor_compile_s:.1f} s)"
-        lines.append(f"  compile {graph.compile_s:.1f} s{alone}, checks and timing {graph.checks_s:.1f} s")
+        plain = "" if graph.inductor_compile_s is None else f" (torch.compile {graph.inductor_compile_s:.1f} s)"
+        lines.append(f"  compile {graph.compile_s:.1f} s{plain}, checks and timing {graph.checks_s:.1f} s")
     lines += [f"  note: {note}" for note in graph.notes]
     return lines
 
