@@ -1,4 +1,4 @@
-"""For all tests: one seed per test, no compile state carried from one test to the next, and a quick XLA."""
+"""For all tests: no luck, no compile state carried from one test to the next, and a quick XLA."""
 
 import os
 import sys
@@ -24,6 +24,16 @@ os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *_CHEAP]).s
 
 # No test reads or writes the user's own decisions; tests of them name a folder of their own.
 os.environ["REFOLD_CACHE"] = "off"
+
+
+# The same examples in each run, and no limit on the time that one takes, which a busy machine decides.
+if find_spec("hypothesis"):
+    from hypothesis import HealthCheck, settings
+
+    settings.register_profile(
+        "steady", deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow]
+    )
+    settings.load_profile("steady")
 
 
 @pytest.fixture(autouse=True)

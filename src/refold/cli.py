@@ -38,6 +38,7 @@ Target = Annotated[
     str, typer.Argument(help="A KernelBench-style Python file, or package.module:factory.", show_default=False)
 ]
 Device = Annotated[str, typer.Option(help="Where to run: cpu, cuda, cuda:1, ...")]
+TrialDevice = Annotated[str, typer.Option(help="Where to run: cpu or cuda.")]
 Dtype = Annotated[str, typer.Option(help="float32, float16, bfloat16 or float64.")]
 Seed = Annotated[int, typer.Option(help="Seed of parameters and inputs.")]
 Json = Annotated[
@@ -75,7 +76,9 @@ def optimize(
     quiet: Quiet = False,
     verbose: Verbose = False,
     verify: Annotated[str, typer.Option(help="quick: check each rewrite against float64; off: no checks.")] = "quick",
-    accept: Annotated[str, typer.Option(help="faster: keep only what is measured to be; always: keep all.")] = "faster",
+    accept: Annotated[
+        str, typer.Option(help="faster: keep only what is measured to be faster; always: keep all that is right.")
+    ] = "faster",
     rules: Annotated[Path | None, typer.Option(help="Rules to apply: a file or a folder.")] = None,
     train: Annotated[bool, typer.Option("--train", help="Optimize forward and backward together.")] = False,
     propose: Annotated[str, _proposals(f"Who proposes: {FORMS}.")] = "rules",
@@ -88,12 +91,12 @@ def optimize(
     seconds: Annotated[float, _proposals("Most seconds for the whole run.")] = 1800.0,
     tokens: Annotated[float, _proposals("Most tokens for the whole run.")] = float("inf"),
     money: Annotated[float, _proposals("Most money for the whole run, computed by --price.")] = float("inf"),
-    price: Annotated[tuple[float, float], _proposals("Price of a million tokens, in and out.")] = (0.0, 0.0),
+    price: Annotated[tuple[float, float], _proposals("Prices of a million tokens: input, output.")] = (0.0, 0.0),
     allow_unsandboxed: Annotated[bool, _proposals("Try sources even without a sandbox.", UNSANDBOXED)] = False,
 ) -> None:
     """Rewrite a layer, check each rewrite, measure the result, print the evidence.
 
-    With --propose, replacements come from somewhere else; each is tried in a sandbox against the original.
+    With --propose, a proposer suggests replacements. Each is tried against the original; sources run in a sandbox.
     """
     if propose != "rules":
         from .propose import Budget
@@ -171,10 +174,13 @@ def verify(
     candidate: Annotated[str, typer.Argument(help="A file with ModelNew, or file.py:name.")] = "",
     level: Annotated[str, typer.Option(help="quick: seconds; full: up to a minute; paranoid: minutes.")] = "full",
     dtype: Dtype = "float32",
-    device: Device = "cpu",
+    device: TrialDevice = "cpu",
     train: Annotated[bool, typer.Option("--train", help="Compare and time gradients as well.")] = False,
     accept: Annotated[str, typer.Option(help="faster, or right: speed does not count.")] = "faster",
-    nonfinite: Annotated[str, typer.Option(help="strict: NaN stays where it was; or finite-only.")] = "finite-only",
+    nonfinite: Annotated[
+        str,
+        typer.Option(help="strict: NaN and infinities must be where the original has them; finite-only: a note."),
+    ] = "finite-only",
     tried: Annotated[int, typer.Option(help="How many candidates were tried; they share the chance of error.")] = 1,
     rival: Annotated[
         str,
@@ -228,7 +234,7 @@ def apply(
 ) -> None:
     """Show what a run accepted, and keep it where it can be used.
 
-    Use a rule by refold.compile(rules=...), and choices by refold.compile(choose=...); both are checked again. Use a
+    Use a rule by refold.compile(rules=...), and a plan by refold.compile(choose=...); both are checked again. Use a
     source by refold.propose.guarded, for inputs like those that it was tried on.
     """
     _torch()
@@ -303,7 +309,7 @@ def _search(
     target: str, propose: str, base_url: str, price: tuple[float, float], run: Path | None, budget: Any, quiet: bool,
     verbose: bool, **options: Any,
 ) -> None:  # fmt: skip
-    """Let somebody propose replacements for a file, and print what was accepted."""
+    """Let a proposer suggest replacements for a file, and print what was accepted."""
     if run is None:
         raise _Refusal("--propose needs --run FOLDER, where the record is kept")
     if ":" in target:

@@ -87,7 +87,10 @@ def _numba() -> str:
         return "no: torch is not installed (pip install 'refold[torch]')"
     if not _installed("numba"):
         return "no: numba is not installed (pip install 'refold[numba]'); the torch backend runs the scans instead"
-    return "yes: selective_scan and linear_scan on the CPU"
+    from .ops.backends import absence
+    from .ops.spec import all_specs
+
+    return f"yes: {', '.join(spec.name for spec in all_specs() if absence(spec, 'numba') is None)} on the CPU"
 
 
 def _jax() -> str:

@@ -83,7 +83,9 @@ def _from_file(target: str) -> tuple[Any, Any]:
     _run(target, "importing it", spec.loader.exec_module, source)
     missing = [name for name in ("Model", "get_inputs") if not hasattr(source, name)]
     if missing:
-        raise TargetError(f"{target} does not define {' or '.join(missing)}, as the KernelBench convention asks")
+        raise TargetError(
+            f"{target} does not define {' or '.join(missing)}; a file needs a class Model and a function get_inputs()"
+        )
     arguments = _run(target, "get_init_inputs()", getattr(source, "get_init_inputs", list))
     if isinstance(arguments, dict):
         module = _run(target, "Model(...)", source.Model, **arguments)

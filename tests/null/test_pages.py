@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from refold.ops.spec import OPERATORS
 from refold.verify.trial.verdict import CHECKS
 
 ROOT = Path(__file__).parents[2]
@@ -30,6 +31,13 @@ def test_the_compilers_page_lists_each_pass():
     )
     rows = re.findall(r"^\| ([^|`]+) \| [^|]+ \| .+ \|$", (ROOT / "docs" / "compiler.md").read_text(), re.MULTILINE)
     assert set(passes) <= set(rows)
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_pages_have_each_operator(name):
+    assert f"- operators/{name}.md" in (ROOT / "mkdocs.yml").read_text(), "add its page to the site"
+    assert f"\n| `{name}` | " in (ROOT / "docs" / "operators.md").read_text(), "add a row to the table of operators"
+    assert f"`{name}`" in (ROOT / "docs" / "numerics.md").read_text(), "measure its errors: tools/numerics.py"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())

@@ -4,8 +4,8 @@ import pytest
 
 from support.private_names import ROOT, defined, on_objects, used
 
-# What stands for each door without a name is tested in tests/cpu/compiler/dynamo/test_private_names.py, test_launch.py
-# and test_gluon_interpreted.py; docs/design.md has the table.
+# What each door does without a name is tested in tests/cpu/compiler/dynamo/test_private_names.py, test_launch.py,
+# test_gluon_interpreted.py and tests/cpu/verify/test_private_names.py; docs/design.md has the table.
 DOORS = (
     "compiler/dynamo/",  # Dynamo's interpreter and variables
     "compiler/private.py",
@@ -17,7 +17,7 @@ DOORS = (
     "ops/ssd/_gluon",
     "models/torch/_gluon",
     "ops/testing/frameworks.py",  # Triton's interpreter, for tests
-    "verify/trial/worker.py",  # a process of its own: whatever fails there is a candidate that was not judged
+    "verify/trial/private.py",
     "bench/",  # PyTorch's own associative_scan, which is measured
 )
 

@@ -6,6 +6,7 @@ axes are empty, and some values are written to in place.
 
 from __future__ import annotations
 
+import copy
 import math
 from random import Random
 
@@ -204,7 +205,7 @@ def graph(r: Random) -> Program:
     if r.random() < 0.3 and not empty:
         program.gradient = "autograd"
     elif r.random() < 0.3 and inputs[0].numel():
-        bad = inputs[0].clone(memory_format=torch.contiguous_format)
+        bad = copy.deepcopy(inputs[0])  # with its strides, which the graph is traced for
         bad[tuple(r.randrange(n) for n in bad.shape)] = r.choice([math.nan, math.inf, -math.inf])
         program.hostile = [[bad, *inputs[1:]]]
     return program

@@ -97,7 +97,7 @@ def plot(
 ) -> None:
     """Draw stored results. Figures without results are left out."""
     if not results.is_dir():
-        raise ArgumentError(f"{results} is no folder. Run in the root of the repository, or give --results FOLDER")
+        raise ArgumentError(f"{results} is not a folder. Run in the root of the repository, or give --results FOLDER")
     if check:
         if found := plots.stale(results, out):
             typer.echo(f"stale figures: {', '.join(found)}. Run refold bench plot", err=True)

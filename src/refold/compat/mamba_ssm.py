@@ -376,7 +376,7 @@ def selective_state_update(
     heads = state.ndim == 4
     if state.ndim not in (3, 4) or x.ndim not in (state.ndim - 1, state.ndim):
         raise ShapeError(
-            f"{op}: state must be (b, d, n) or (b, h, p, n), and x have an axis less, or as many for a few tokens; got "
+            f"{op}: state must be (b, d, n) or (b, h, p, n), and x one axis fewer, or as many for several tokens; got "
             f"{tuple(state.shape)} and {tuple(x.shape)}."
         )
     shape = tuple(x.shape[-2:] if heads else x.shape[-1:]) + tuple(state.shape[-1:])
@@ -469,7 +469,7 @@ def _documents(op: str, x: Tensor, seq_idx: Tensor | None, cu_seqlens: Tensor | 
     if seq_idx is not None and not cu_seqlens.is_cuda:
         check_cu_seqlens_values(op, cu_seqlens.tolist(), x.shape[1])
         if not torch.equal(Documents.from_index(seq_idx).cu_seqlens.cpu(), cu_seqlens.unique().int()):
-            raise ArgumentError(f"{op}: seq_idx changes elsewhere than cu_seqlens says. Pass one of them.")
+            raise ArgumentError(f"{op}: seq_idx and cu_seqlens mark different documents. Pass one of them.")
     return Documents.from_offsets(cu_seqlens)
 
 

@@ -24,7 +24,9 @@ class Slots:
         """Take the slots that are read and, if they differ, written; None if neither is given."""
         for name, index in indices.items():
             if index is not None and index.shape != (batch,):
-                raise ShapeError(f"{op}: {name} must have the shape ({batch},); got {tuple(index.shape)}. One a row.")
+                raise ShapeError(
+                    f"{op}: {name} must have the shape ({batch},); got {tuple(index.shape)}. Give one per row."
+                )
             if index is not None and index.dtype not in (torch.int32, torch.int64):
                 raise DtypeError(f"{op}: {name} must be int32 or int64; got {index.dtype}. Convert it.")
         source, target = (*indices.values(), None)[:2]

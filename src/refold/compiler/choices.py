@@ -88,7 +88,7 @@ class Choices:
         inductor = _mapping(data.get("inductor", {}), "inductor")
         for name, value in inductor.items():
             if name not in INDUCTOR:
-                raise ArgumentError(f"inductor has the knobs {', '.join(INDUCTOR)}; not {name!r:.80}")
+                raise ArgumentError(f"inductor takes the options {', '.join(INDUCTOR)}; not {name!r:.80}")
             if not any(value is one or (type(value) is type(one) and value == one) for one in INDUCTOR[name]):
                 raise ArgumentError(f"inductor.{name} must be one of {INDUCTOR[name]}, not {value!r:.80}")
         return cls(
@@ -129,7 +129,7 @@ def _check_operator(name: str, own: Mapping[str, Any]) -> None:
     for option, value in own.items():
         if option not in _TUNED or (option != "backend" and option not in options):
             raise ArgumentError(
-                f"of {name}, {' and '.join(_TUNED)} may be chosen, where it has them; not {option!r:.40}"
+                f"operators.{name} takes {' and '.join(_TUNED)}, if the operator has them; not {option!r:.40}"
             )
         if option == "backend":
             backends = [backend for backend, framework in BACKENDS.items() if framework == "torch"]

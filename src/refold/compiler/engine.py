@@ -79,7 +79,8 @@ def refold(
     report.graphs.append(entry)
     entry.notes += notes() + _limit_notes()
     try:
-        with patience():
+        # What is traced, checked and timed here saves tensors of its own: hooks of the caller (checkpointing) get none.
+        with patience(), torch.autograd.graph.saved_tensors_hooks(_itself, _itself):
             return Remembering(gm, example_inputs, settings, entry).run()
     except PlanError:
         raise
@@ -94,14 +95,18 @@ def refold(
         return inductor(gm, example_inputs, options=passed_on)
 
 
+def _itself(x: torch.Tensor) -> torch.Tensor:
+    return x
+
+
 def _limit_notes() -> list[str]:
-    """Say when PyTorch will compile a function no more: it then runs eagerly for all else that it is called with."""
+    """Say when PyTorch will not compile a function again: it then runs eagerly for all other arguments."""
     nth, limit = compile_number(), recompile_limit()
     if nth is None or limit is None or nth + 1 < limit:
         return []
     return [
-        f"this is the last of {limit} compiles of this function (torch._dynamo.config.recompile_limit): called with "
-        "anything that none of them is for, it runs eagerly"
+        f"this is the last of {limit} compiles of this function (torch._dynamo.config.recompile_limit): "
+        "arguments for which none of them was made run eagerly"
     ]
 
 
@@ -190,10 +195,10 @@ def compile(
         module: An ``nn.Module`` or a function of tensors. Without one, the call returns a decorator that has the other
             arguments.
         verify: ``"quick"`` checks every rewrite against float64 when it is first compiled;
-            ``"off"`` trusts the algebra.
-        accept: ``"faster"`` keeps what is measured to be faster than the best of eager and
-            ``torch.compile`` on this machine at these shapes; ``"always"`` keeps all that is right.
-        strict: Raise refold's own failures instead of falling back to Inductor with a warning.
+            ``"off"`` uses rewrites without a check.
+        accept: ``"faster"`` keeps a rewrite if it is measured to be faster than the faster of eager and
+            ``torch.compile``, on this machine and at these shapes; ``"always"`` keeps all that pass the check.
+        strict: If refold itself fails, raise an error instead of falling back to Inductor with a warning.
         loops: ``"capture"`` traces the body of a long loop over time once; ``"unroll"`` leaves Dynamo's
             interpreter alone, which then executes every step. The environment variable
             ``REFOLD_LOOPS=unroll`` does the same for a whole process.
@@ -203,8 +208,8 @@ def compile(
             for the default folder (``$REFOLD_CACHE``, else ``~/.cache/refold``), a folder, or False for nowhere.
         plan: Decisions to replay without timing anything: the ``report`` of a compiled callable, or the path that
             its ``save`` wrote. Two runs with one plan run the same programs.
-        rules: Rewrites that others found (docs/proposers.md): files, folders of files, or rules. Each is checked and
-            timed like those of the compiler.
+        rules: Rewrites that were found elsewhere (docs/proposers.md): files, folders of files, or rules. Each is
+            checked and timed like those of the compiler.
         choose: Which passes run and in which order, which places are left alone, backends and chunk sizes of
             operators (`refold.compiler.choices.Choices`, or its data).
         fullgraph: As for ``torch.compile``.
@@ -218,8 +223,8 @@ def compile(
         so far, and compile for themselves.
 
     Raises:
-        ArgumentError: ``module`` is no module or function, an option is unknown or has an unknown value, or ``plan`` is
-            no report.
+        ArgumentError: ``module`` is not a module or function, an option is unknown or has an unknown value, or
+            ``plan`` is not a report.
 
     Example:
         >>> import torch, refold

@@ -126,7 +126,7 @@ def run(
     if missed and notes is not None:
         notes.append(
             f"the search for rewrites ended after {SEARCH_S:.0f} s: {len(missed)} places in a graph of "
-            f"{len(graph.nodes)} operations were not looked at"
+            f"{len(graph.nodes)} operations were not searched"
         )
     return rewrites
 

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 REASONS = {
     "carries-coupled": (
-        "carried values read one another, and are no small linear system",
-        "Up to four carries of one shape that read one another linearly (on the CPU with Numba 16) are a scan; make "
-        "the others depend on fewer.",
+        "several carries depend on one another, and are not a small linear system",
+        "Up to four carries of one shape (on a CPU with Numba, 16) that depend on one another linearly are one scan. "
+        "Let the others depend on fewer carries.",
     ),
     "carry-dtype": (
         "the state is not floating point, or its shape is not known",
@@ -21,26 +21,33 @@ REASONS = {
     ),
     "carry-not-tensor": (
         "the loop carries, reads or returns something that is not one tensor",
-        "Carry tensors, or integers that count.",
+        "Use single tensors, or integers that count. Pass a number that changes between calls as a tensor.",
     ),
-    "carry-shape": ("the state changes its shape", "Give the state its final shape before the loop."),
+    "carry-shape": (
+        "a shape depends on the step",
+        "Give each tensor that the loop carries or keeps one shape, the same at every step.",
+    ),
     "carry-squared": (
         "the state is multiplied by itself",
         "Only `a * state + b`, elementwise, is a scan: nonlinear recurrences run step by step.",
     ),
     "decay-gradient": (
-        "in training, a scan would be divided by log decays whose gradient it loses where they are small",
-        "Compute log decays in the function, as -softplus(a), logsigmoid(a) or -exp(a): that gradient is small there.",
+        "in training, a rewrite would divide by log decays, and lose the gradients of small ones",
+        "Compute the log decays in the compiled function, as -softplus(a), logsigmoid(a) or -exp(a): where they are "
+        "small, their gradients are small.",
     ),
     "detached": (
         "a value of a recurrence is detached in training",
         "Detach after the recurrence, or run it under torch.no_grad().",
     ),
-    "dictionary-keys": ("a dictionary gets other keys in the loop", "Make all keys before the loop."),
-    "dynamo": ("Dynamo itself cannot trace the body", "Dynamo cannot trace the body by itself; see its message."),
+    "dictionary-keys": ("the keys of a dictionary change in the loop", "Make all keys before the loop."),
+    "dynamo": (
+        "Dynamo itself cannot trace the body",
+        "Write this line with operations on tensors, or move it out of the loop. The message is Dynamo's.",
+    ),
     "early-exit": (
         "`break`, `return` or an exception may leave the loop",
-        "Let the loop run over a length that is known before it: move break and return after it.",
+        "Loop over a number of steps that is known before the loop, and select what you need after it.",
     ),
     "first-step": (
         "the first step runs another program than the other steps",
@@ -57,8 +64,9 @@ REASONS = {
         'Nothing needs to be done; accept="always" uses it all the same.',
     ),
     "higher-order": (
-        "an operation in or around a recurrence is made of a function (checkpointing, a nested scan)",
-        "Move checkpointing and the like around the recurrence, or out of it.",
+        "an operation in a recurrence, or around it, takes a function (checkpointing, a nested scan)",
+        "Checkpoint a compiled function, in place of compiling a checkpointed one. Move other such operations out of "
+        "the recurrence.",
     ),
     "identity": ("tensors are compared with `is`", "Do not compare tensors with `is` in the loop."),
     "in-place": (
@@ -71,7 +79,7 @@ REASONS = {
     ),
     "inputs-unknown": (
         "no inputs could be made for the check of a region",
-        'Nothing needs to be done; verify="off" trusts the algebra.',
+        'Nothing needs to be done; verify="off" uses the rewrite without a check.',
     ),
     "list-kind": (
         "a list gets other things than one tensor per step",
@@ -82,11 +90,11 @@ REASONS = {
         "Read only the ends of a list that grows (`hs[-1]`), or keep what is needed in a variable.",
     ),
     "loop-inside": (
-        "a long loop is in the loop",
+        "the loop contains another long loop",
         "Vectorise the inner loop, or write it as an operator of `refold.ops`.",
     ),
     "metadata-wrong": (
-        "a rewrite states other shapes, strides or dtypes than it has",
+        "a rewrite states other shapes, strides or dtypes than its values have",
         "Nothing needs to be done; please report it, with the report.",
     ),
     "mixes-elements": (
@@ -95,13 +103,16 @@ REASONS = {
     ),
     "mode": (
         "autocast or a function transform is active",
-        "Compile the function without autocast or the transform around it.",
+        "Run the loop without torch.autocast and without transforms of torch.func; cast its inputs instead.",
     ),
-    "no-gradient": ("an operation has no gradient", "Run the loop under torch.no_grad(), or without the operation."),
-    "no-iteration-form": ("no batching rule for an operation", "Compute it before the loop for all steps at once."),
+    "no-gradient": ("an operation has no gradient", "Run the loop under torch.no_grad(), or leave the operation out."),
+    "no-iteration-form": (
+        "an operation has no rule that computes all steps at once",
+        "Compute it before the loop, for all steps at once.",
+    ),
     "no-place": (
-        "a rewrite has no place in the forward",
-        "Nothing needs to be done; give the result a name before anything reads it to have it rewritten.",
+        "the forward has no place for a rewrite",
+        "Nothing needs to be done. For the rewrite, give the result a name, and read it only after all its inputs.",
     ),
     "no-scan": ("the loop carries nothing", "Nothing needs to be done: the loop carries nothing that is used."),
     "not-equal": (
@@ -114,29 +125,35 @@ REASONS = {
     ),
     "not-traced": (
         "a graph cannot be traced before autograd",
-        "Nothing needs to be done; see the message, and report it if the graph is ordinary.",
+        "Nothing needs to be done. Please report it, unless the message is about your own code.",
     ),
     "number-arithmetic": (
-        "arithmetic with the iteration number that has no exact form",
-        "Compute it before the loop as a tensor with a time axis.",
+        "arithmetic with the number of the step cannot be done exactly for all steps at once",
+        "Compute it for all steps before the loop, as a tensor with a time axis.",
     ),
     "outside-change": (
         "the loop changes something outside of it",
-        "Return what the loop changes instead of changing objects outside of it.",
+        "Return new values in place of changing objects outside of the loop, and delete nothing.",
     ),
     "plan-misfit": (
         "a plan does not fit the program",
         "Make a new plan on this version of the program, or compile without one.",
     ),
-    "python-constant": ("a step makes a large tensor of Python's numbers", "Make the tensor before the loop."),
+    "python-constant": ("a step makes a large tensor from Python numbers", "Make the tensor before the loop."),
     "python-state": (
         "a variable changes that is neither a tensor nor an integer that counts",
         "Carry a tensor, or an integer that grows by the same number at every step.",
     ),
-    "randomness": ("the loop draws random numbers", "Draw all random numbers before the loop, with a time axis."),
-    "read-computed": ("a step slices what the loop computes", "Do not slice in the loop what the loop computes."),
+    "randomness": (
+        "the loop draws random numbers",
+        "Draw all random numbers before the loop, as a tensor with a time axis.",
+    ),
+    "read-computed": (
+        "a step slices what the loop computes",
+        "Slice only tensors that exist before the loop; keep what later steps need in variables.",
+    ),
     "read-uneven": (
-        "slices that are not evenly spaced, or not of one tensor",
+        "the slices that are read are not evenly spaced, or not of one tensor",
         "Read position t, or evenly spaced slices, of one tensor: `x[:, t]`.",
     ),
     "refold-failed": (
@@ -144,11 +161,11 @@ REASONS = {
         "Please report it, with the output of `refold doctor`.",
     ),
     "sequence-uneven": (
-        "what the loop goes through is not evenly spaced",
+        "the items of the loop are not evenly spaced",
         "Loop over a range, or over evenly spaced items of one tensor.",
     ),
     "sequence-unknown": (
-        "the length of what the loop goes through is not known",
+        "the number of steps is not known before the loop",
         "Loop over a range, or over a list or tensor of known length.",
     ),
     "shared-memory": (
@@ -160,19 +177,19 @@ REASONS = {
         "Compile with dynamic=False, or mark fewer sizes as dynamic.",
     ),
     "state-unstable": (
-        "the state changes its form from step to step",
+        "the type, shape, dtype or gradient of the state changes from step to step",
         "Give every variable the same type, shape, dtype and gradient after each step.",
     ),
     "step-long": (
-        "a step has too many operations to follow",
+        "too many operations depend on one another in a step",
         "Move what does not depend on the state out of the loop.",
     ),
     "step-number": (
-        "a step decides on its number, in other ways than for all steps alike",
+        "a decision in the loop depends on the number of the step",
         "Put what differs from step to step into a tensor with a time axis.",
     ),
     "steps-differ": (
-        "the steps are not all alike",
+        "the steps are not alike",
         "Give all steps the same operations, shapes and dtypes; move special steps out of the loop.",
     ),
     "too-long": (
@@ -180,8 +197,8 @@ REASONS = {
         "Raise compile_budget, or write the loop so that it can be captured.",
     ),
     "write-uneven": (
-        "steps do not write next to one another",
-        "Write position t of one tensor, or neighbouring slices: `y[:, t] = ...`.",
+        "the slices that are written overlap, leave gaps, or differ in width",
+        "Write position t of one tensor, or slices next to one another: `y[:, t] = ...`.",
     ),
 }
 """By id: what was found, and what to do."""

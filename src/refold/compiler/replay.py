@@ -154,7 +154,10 @@ class Remembering:
             return self._replay(GraphReport.from_dict(found[0]), found[1], trusted=True)
         except (Misfit, KeyError, TypeError) as error:
             _reset(self.entry, index, mode, self.entry.program)
-            self.entry.notes += [*notes, f"what {found[1]} knew of this graph does not fit: {error}"]
+            self.entry.notes += [
+                *notes,
+                f"the decision about this graph that {found[1]} remembered does not fit: {error}",
+            ]
             self.store.drop("graph", self.entry.program)
             return None
 

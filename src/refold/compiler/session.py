@@ -36,7 +36,7 @@ from .validate.region import Settings, Verdict, undisturbed_rng, validate_region
 
 log = logging.getLogger("refold")
 
-STAYS = "a loop over time stays at"
+STAYS = "a loop over time is not rewritten:"
 """How a note begins that says why a loop is no scan."""
 
 
@@ -107,7 +107,8 @@ class GraphCompile:
                 compiled = self._last_word(compiled)
         races = [verdict.race for verdict in self.verdicts.values() if verdict.race is not None]
         entry.busy = entry.busy or next((race.busy for race in races if race.busy), "")
-        log.info("graph %d: %s runs, %d rewrites", entry.index, entry.chosen, len(entry.applied))
+        count = len(entry.applied)
+        log.info("graph %d: %s runs, %d rewrite%s", entry.index, entry.chosen, count, "" if count == 1 else "s")
         return compiled
 
     def _built(self) -> Compiled | None:
@@ -460,8 +461,10 @@ def describe_captured(entry: GraphReport, gm: GraphModule) -> GraphModule:
 
 def survey(entry: GraphReport, graph: Graph) -> None:
     """Write into a report what the pipeline would do with a graph; edits the graph."""
-    before = graph_cost(graph.nodes)
+    earlier, before = list(entry.rewrites), graph_cost(graph.nodes)
     entry.rewrites += [_row(rewrite, "", None) for rewrite in run_pipeline(graph)]
     after = graph_cost(graph.nodes)
-    entry.flops_before, entry.flops_after = before.flops, after.flops
-    entry.bytes_before, entry.bytes_after = before.bytes, after.bytes
+    # What was rewritten before autograd is in the graph already.
+    entry.flops_before = before.flops + sum(row.flops_before - row.flops_after for row in earlier)
+    entry.bytes_before = before.bytes + sum(row.bytes_before - row.bytes_after for row in earlier)
+    entry.flops_after, entry.bytes_after = after.flops, after.bytes

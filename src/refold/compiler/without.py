@@ -25,12 +25,12 @@ def refold(
     options: Mapping[str, Any] | None = None,
     mode: str | None = None,
 ) -> Callable[..., Any]:
-    """Compile one Dynamo graph by Inductor; eagerly if that cannot be had either."""
+    """Compile one Dynamo graph by Inductor; eagerly if that is not available either."""
     entry = _entry((options or {}).get("report") or Report())
     try:
         return torch._dynamo.lookup_backend("inductor")(gm, list(example_inputs))
     except (ImportError, AttributeError) as error:
-        entry.notes.append(f"Inductor cannot be had ({error}); the graph runs eagerly")
+        entry.notes.append(f"Inductor is not available ({error}); the graph runs eagerly")
         entry.chosen = "eager"
         return gm
 

@@ -17,7 +17,7 @@ def generate(
     model: Annotated[str, typer.Argument(help="Checkpoint directory, or owner/name on the Hugging Face hub.")],
     prompt: Annotated[str | None, typer.Option(help="Text to continue.")] = None,
     prompt_file: Annotated[
-        Path | None, typer.Option(help="File with that text; - reads standard input.", show_default=False)
+        Path | None, typer.Option(help="File with the prompt; - reads standard input.", show_default=False)
     ] = None,
     token_ids: Annotated[str | None, typer.Option(help="Prompt as token ids, separated by commas or spaces.")] = None,
     max_new_tokens: Annotated[int, typer.Option(help="Most tokens to generate.")] = 64,
@@ -33,10 +33,10 @@ def generate(
         float, typer.Option(help="Leave out tokens below this share of the likeliest token's probability.")
     ] = 0.0,
     repetition_penalty: Annotated[float, typer.Option(help="Above 1: avoid tokens that occurred before.")] = 1.0,
-    seed: Annotated[int, typer.Option(help="Seed of the choice.")] = 0,
-    stop: Annotated[list[int] | None, typer.Option(help="Token id that ends the text; repeatable.")] = None,
-    stop_string: Annotated[list[str] | None, typer.Option(help="Text that ends the text; repeatable.")] = None,
-    every: Annotated[int, typer.Option(help="Tokens per output.")] = 8,
+    seed: Annotated[int, typer.Option(help="Seed of the random choice of tokens.")] = 0,
+    stop: Annotated[list[int] | None, typer.Option(help="End a text after this token id; repeatable.")] = None,
+    stop_string: Annotated[list[str] | None, typer.Option(help="End the text before this string; repeatable.")] = None,
+    every: Annotated[int, typer.Option(help="Tokens that are printed at a time.")] = 8,
 ) -> None:
     """Generate text from a checkpoint, and print it as it is made.
 

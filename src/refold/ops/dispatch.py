@@ -73,9 +73,9 @@ def call(spec: OpSpec, arrays: Sequence[Any], options: Sequence[Any], backend: s
     if framework_of_type(type(arrays[0])) == "torch":
         # One look at one array leads there. Checks of all arrays and the choice of backend follow once per signature,
         # and out of sight of what traces calls.
-        from refold.ops.torch import registry as library
+        from refold.ops.torch import registry
 
-        return library.run(spec.name, arrays, options, backend or "")
+        return registry.run(spec.name, arrays, options, backend or "")
     framework, options = framework_of(spec, arrays), spec.plain_options(options)
     meta = spec.validate(meta_of(spec, framework, arrays, options))
     run = getattr(resolve(spec, meta, backend or ""), spec.name)
@@ -99,9 +99,9 @@ def call(spec: OpSpec, arrays: Sequence[Any], options: Sequence[Any], backend: s
 def call_in_place(spec: OpSpec, arrays: Sequence[Any], options: Sequence[Any], backend: str | None) -> Any:
     """Run the twin of an operator that overwrites ``spec.updates``, and return the other result."""
     if framework_of_type(type(arrays[0])) == "torch":
-        from refold.ops.torch import registry as library
+        from refold.ops.torch import registry
 
-        return library.run(f"{spec.name}_", arrays, options, backend or "")
+        return registry.run(f"{spec.name}_", arrays, options, backend or "")
     if framework_of(spec, arrays) == "jax":
         raise BackendUnsupported(f"{spec.name}_: jax arrays cannot be written. Use {spec.name} and keep its state.")
     y, state = call(spec, arrays, options, backend)

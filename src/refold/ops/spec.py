@@ -139,7 +139,6 @@ class OpSpec:
     """One operator. Everything that is not an implementation."""
 
     name: str
-    summary: str
     args: tuple[Arg, ...]
     options: tuple[Option, ...]
     outputs: tuple[Output, ...]

@@ -50,7 +50,7 @@ def _from_file(file: Path) -> Proposal:
     try:
         data = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise ProposerError(f"{file} is no JSON: {error}") from error
+        raise ProposerError(f"{file} is not JSON: {error}") from error
     if isinstance(data, dict) and "kind" not in data and {"region", "program"} <= data.keys():
         data = {"kind": "program", "program": data["program"]}
     if not isinstance(data, dict) or data.get("kind") not in KINDS:

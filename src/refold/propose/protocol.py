@@ -134,7 +134,7 @@ def proposals(text: str, *, origin: str) -> list[Proposal]:
     try:
         answer = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise ProposerError(f"{origin} answered with what is no JSON ({error}): {text[:200]!r}") from error
+        raise ProposerError(f"{origin} did not answer with JSON ({error}): {text[:200]!r}") from error
     found = answer.get("proposals") if isinstance(answer, dict) else None
     if not isinstance(found, list):
         raise ProposerError(f'{origin} must answer {{"proposals": [...]}}, not {text[:200]!r}')

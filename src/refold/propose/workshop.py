@@ -198,7 +198,7 @@ class Workshop:
         data = _object(text)
         named = data.get("region")
         if not self.regions:
-            raise ProgramError("this layer has no region that index notation can say; propose a source")
+            raise ProgramError("no region of this layer can be written in index notation; propose a source")
         known = {region.name: region for region in self.regions}
         if named is None:
             region = self.regions[-1]
@@ -287,7 +287,7 @@ def _object(text: str) -> dict[str, Any]:
     try:
         data = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise ProgramError(f"it is no JSON: {error}") from None
+        raise ProgramError(f"it is not JSON: {error}") from None
     if not isinstance(data, dict):
         raise ProgramError(f"it must be an object, not {text[:80]!r}")
     return data

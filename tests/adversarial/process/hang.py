@@ -4,7 +4,7 @@ import torch
 
 EXPECT = "P3"
 OFF = set()
-TERMS = {"timeout": 2.0}
+TERMS = {"timeout": 4.0}
 
 
 class ModelNew(torch.nn.Module):

@@ -1,4 +1,4 @@
-"""The clock is replaced by one that stands still."""
+"""The clock is replaced by one that stands still, for a program that is slow."""
 
 import time
 
@@ -17,4 +17,6 @@ class ModelNew(torch.nn.Module):
         self.linear = torch.nn.Linear(width, width)
 
     def forward(self, x):
-        return torch.relu(self.linear(x))
+        for _ in range(20):
+            y = torch.relu(self.linear(x))
+        return y

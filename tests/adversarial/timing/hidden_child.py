@@ -1,4 +1,4 @@
-"""A process that shares its memory does the work and ends unseen; the call looks as if it waited for a processor."""
+"""A process that shares its memory does slow work and ends unseen; the call looks as if it waited for a processor."""
 
 import ctypes
 import subprocess
@@ -16,8 +16,11 @@ CODE = """
 #include <signal.h>
 static const float *x; static float *y; static long n; static char stack[1 << 16];
 static int work(void *unused) {
-    double sum = 0;
-    for (long i = 0; i < n; i++) y[i] = sum += x[i];
+    for (int turn = 0; turn < 3; turn++) {
+        double sum = 0;
+        for (long i = 0; i < n; i++) y[i] = sum += x[i];
+        __asm__ volatile("" ::: "memory");
+    }
     return 0;
 }
 void run(const float *from, float *to, long count) {

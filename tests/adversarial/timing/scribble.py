@@ -5,7 +5,7 @@ import time
 
 import torch
 
-EXPECT = {"U4", "N1"}
+EXPECT = {"U4", "N1", "S6"}
 OFF = set()
 
 

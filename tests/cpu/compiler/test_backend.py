@@ -284,6 +284,22 @@ def test_explain_names_serial_loops():
     assert "12 steps" in found
 
 
+def test_explain_counts_what_a_captured_loop_costs():
+    """The loop is a scan already where the rest of the graph is counted."""
+
+    def loop(a, x):
+        h, out = torch.zeros_like(x[:, 0]), []
+        for t in range(x.shape[1]):
+            h = torch.sigmoid(a) * h + x[:, t]
+            out.append(h)
+        return torch.stack(out, 1)
+
+    (graph,) = refold.explain(loop, torch.rand(3), torch.randn(2, 40, 3)).graphs
+    (row,) = graph.rewrites
+    assert graph.flops_before - graph.flops_after == row.flops_before - row.flops_after > 0
+    assert graph.bytes_before - graph.bytes_after == row.bytes_before - row.bytes_after != 0
+
+
 def test_matmuls_survive_inductor():
     import torch._inductor.config as config
 

@@ -332,9 +332,6 @@ def write_uneven(x):
     return out
 
 
-# Loops that are traced step by step ---------------------------------------------------------------
-
-
 # Loops that Dynamo traces step by step --------------------------------------------------------------
 
 
@@ -368,7 +365,7 @@ NAMES = {
     "dictionary-keys": "`seen`",
     "dynamo": "queue.add(t)",
     "early-exit": "`break`",
-    "first-step": "`h` is float32, 18, without a gradient, and float32, 24,",
+    "first-step": "`h` is float32 of shape (18,) without a gradient before the loop, and float32 of shape (24,)",
     "generator": "`yield h`",
     "global-state": "`COUNT`",
     "higher-order": "torch.utils.checkpoint.checkpoint(",
@@ -379,8 +376,8 @@ NAMES = {
     "list-read": "`hs`",
     "loop-inside": "for k in range(16)",
     "mixes-elements": "`w @ h` mixes elements of the carry `h`",
-    "mode": "`range(T)`",
-    "no-gradient": "prims.sin.default, has no gradient",
+    "mode": "for t in range(T)",
+    "no-gradient": "prims.sin.default has no gradient",
     "no-iteration-form": "`torch.sort(x[t])`",
     "no-scan": "`h`",
     "number-arithmetic": "`x[t].clamp(max=t)`",
@@ -390,8 +387,8 @@ NAMES = {
     "randomness": "`torch.rand_like(x[t])`",
     "read-computed": "`w`",
     "read-uneven": "`x` is read at positions that are not evenly spaced",
-    "sequence-uneven": "`[k * k % T for k in range(T)]`",
-    "sequence-unknown": "`(x[t] for t in range(T))`",
+    "sequence-uneven": "[k * k % T for k in range(T)]",
+    "sequence-unknown": "(x[t] for t in range(T))",
     "shared-memory": "`out`",
     "size-unknown": "`out`",
     "state-unstable": "`h`",

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from refold.compiler.backend import refold
 from refold.compiler.dynamo import captures_loops
@@ -43,3 +44,16 @@ def test_loss_curve():
     got, own = losses(captures_loops(backend), checkpointed=True, sizes=sizes), losses(None, sizes=sizes)
     assert "fuse chunked scan" in [row.name for row in report.graphs[0].applied]
     assert (got - own).abs().max() < 1e-4
+
+
+def test_a_compiled_function_is_checkpointed():
+    def layer(x):
+        return torch.tanh(x.cumsum(0) * 2)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(layer, backend=refold, options={"verify": "off", "accept": "always", "cache": False})
+    x = torch.randn(20, 6, requires_grad=True)
+    # It compiles in the checkpointed call, so hooks of saved tensors are active then.
+    (got,) = torch.autograd.grad(checkpoint(compiled, x, use_reentrant=False).sum(), x)
+    (want,) = torch.autograd.grad(layer(x).sum(), x)
+    torch.testing.assert_close(got, want)

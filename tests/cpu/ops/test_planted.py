@@ -14,7 +14,7 @@ from refold.ops.linear_scan import _torch as scan
 from refold.ops.spec import Case, load
 from refold.ops.ssd import _torch as right
 from refold.ops.testing import CHECKS, check, problem
-from refold.ops.torch import registry as library
+from refold.ops.torch import registry
 
 CHUNK = 8
 
@@ -228,14 +228,14 @@ def plant(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     """Return a function that offers a copy of the torch backend with a bug in it as the backend ``planted``."""
 
     def install(bug: str) -> None:
-        module, resolve = ModuleType("planted"), library.resolve
+        module, resolve = ModuleType("planted"), registry.resolve
         module.__dict__.update({name: getattr(right, name) for name in ("ssd", "ssd_backward", "ssd_step")})
         module.__dict__.update(WRONG.get(bug, {"ssd": planted("")}))
         monkeypatch.setitem(BACKENDS, "planted", "torch")
         monkeypatch.setattr(
-            library, "resolve", lambda spec, meta, name: module if name == "planted" else resolve(spec, meta, name)
+            registry, "resolve", lambda spec, meta, name: module if name == "planted" else resolve(spec, meta, name)
         )
-        for spec_runner in library.RUNNERS.values():
+        for spec_runner in registry.RUNNERS.values():
             monkeypatch.setattr(spec_runner, "found", {})
             monkeypatch.setattr(spec_runner, "known", {})
             monkeypatch.setattr(spec_runner, "recent", ())

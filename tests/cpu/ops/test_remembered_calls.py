@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import refold.ops as ops
 from refold.errors import RefoldError
-from refold.ops.torch import registry as library
+from refold.ops.torch import registry
 
 NAMES = ["x", "dt", "A", "B", "C", "D", "z", "dt_bias", "initial_state", "cu_seqlens"]
 OPTIONS = (True, (0.0, inf), 4, None)
@@ -22,7 +22,7 @@ REMEMBERED = "what ran before"
 
 
 def run(arrays: Sequence[Any], options: Sequence[Any] = OPTIONS, backend: str = "") -> Any:
-    return library.run("ssd", arrays, options, backend)
+    return registry.run("ssd", arrays, options, backend)
 
 
 def arrays() -> list[Any]:
@@ -36,10 +36,10 @@ def call(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     """Return a function that calls ssd after a plain call of it, which then is all that is remembered."""
 
     def answer(before: Sequence[Any], after: Sequence[Any], *rest: Any) -> Any:
-        monkeypatch.setattr(library.RUNNERS["ssd"], "recent", ())
-        monkeypatch.setattr(library.RUNNERS["ssd"], "known", {})
+        monkeypatch.setattr(registry.RUNNERS["ssd"], "recent", ())
+        monkeypatch.setattr(registry.RUNNERS["ssd"], "known", {})
         run(before)
-        (known,) = library.RUNNERS["ssd"].recent
+        (known,) = registry.RUNNERS["ssd"].recent
         known.run = lambda *_: REMEMBERED
         try:
             return run(after, *rest)
@@ -156,15 +156,15 @@ def test_a_public_call_like_the_last_one_forms_no_signature(monkeypatch: pytest.
     x, dt, A, B, C, D, *_ = arrays()
     given = {"D": D, "dt_softplus": True, "dt_limit": (0.1, 2.0)}
     expected, _ = ops.ssd(x, dt, A, B, C, **given)
-    monkeypatch.setattr(library, "_signature", lambda *_: pytest.fail("a signature was formed"))
+    monkeypatch.setattr(registry, "_signature", lambda *_: pytest.fail("a signature was formed"))
     assert torch.equal(ops.ssd(x, dt, A, B, C, **given)[0], expected)
 
 
 def test_many_signatures_in_turn_are_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     made = []
-    known = library._Known
-    monkeypatch.setattr(library, "_Known", lambda *given: made.append(given[0][0].shape) or known(*given))
-    lengths = range(40, 42 + library._RECENT)
+    known = registry._Known
+    monkeypatch.setattr(registry, "_Known", lambda *given: made.append(given[0][0].shape) or known(*given))
+    lengths = range(40, 42 + registry._RECENT)
     for _ in range(3):
         for seqlen in lengths:
             x = torch.randn(1, seqlen, 3)

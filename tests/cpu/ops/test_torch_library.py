@@ -15,8 +15,8 @@ from torch.utils.flop_counter import FlopCounterMode
 import refold.ops as ops
 from refold.errors import ArgumentError
 from refold.ops.spec import Case, OpSpec, all_specs
-from refold.ops.testing import frame_of, problem
-from refold.ops.torch import registry as library
+from refold.ops.testing import frame_of, oracle, problem
+from refold.ops.torch import registry
 
 COMPLETE = {
     "ssd": "all_t9", "ssd_step": "few_tokens", "selective_scan": "all_t17", "selective_scan_step": "all",
@@ -43,43 +43,43 @@ def arguments(spec: OpSpec, name: str, dtype: str = "float32", grad: bool = True
 
 @pytest.mark.parametrize("spec", SPECS)
 def test_opcheck(spec: OpSpec) -> None:
-    report = torch.library.opcheck(library.OPS[spec.name], tuple(arguments(spec, COMPLETE[spec.name])))
+    report = torch.library.opcheck(registry.OPS[spec.name], tuple(arguments(spec, COMPLETE[spec.name])))
     assert set(report.values()) == {"SUCCESS"}
 
 
 @pytest.mark.parametrize("spec", [p for p in SPECS if p.values[0].scans])
 def test_opcheck_packed(spec: OpSpec) -> None:
-    report = torch.library.opcheck(library.OPS[spec.name], tuple(arguments(spec, "packed")))
+    report = torch.library.opcheck(registry.OPS[spec.name], tuple(arguments(spec, "packed")))
     assert set(report.values()) == {"SUCCESS"}
 
 
 @pytest.mark.parametrize("spec", [p for p in SPECS if p.values[0].updates])
 def test_opcheck_in_place(spec: OpSpec) -> None:
     args = tuple(arguments(spec, COMPLETE[spec.name], grad=False))
-    report = torch.library.opcheck(library.OPS[spec.name + "_"], args)
+    report = torch.library.opcheck(registry.OPS[spec.name + "_"], args)
     assert set(report.values()) == {"SUCCESS"}
 
 
 @pytest.mark.parametrize("spec", SPECS)
 def test_gradcheck(spec: OpSpec) -> None:
     args = arguments(spec, COMPLETE[spec.name], "float64")
-    assert torch.autograd.gradcheck(lambda *a: library.OPS[spec.name](*a), tuple(args), fast_mode=True)
+    assert torch.autograd.gradcheck(lambda *a: registry.OPS[spec.name](*a), tuple(args), fast_mode=True)
 
 
 @pytest.mark.parametrize("spec", [p for p in SPECS if p.values[0].scans])
 @pytest.mark.parametrize("name", ["packed", "packed_empty"])
 def test_gradcheck_packed(spec: OpSpec, name: str) -> None:
     args = arguments(spec, name, "float64")
-    assert torch.autograd.gradcheck(lambda *a: library.OPS[spec.name](*a), tuple(args), fast_mode=True)
+    assert torch.autograd.gradcheck(lambda *a: registry.OPS[spec.name](*a), tuple(args), fast_mode=True)
 
 
 @pytest.mark.parametrize("spec", [p for p in SPECS if p.values[0].updates])
 def test_in_place_twin_writes_what_the_step_returns(spec: OpSpec) -> None:
     args = arguments(spec, COMPLETE[spec.name], grad=False)
     at = next(i for i, arg in enumerate(spec.args) if arg.name == spec.updates)
-    y, state = library.OPS[spec.name](*args)
+    y, state = registry.OPS[spec.name](*args)
     version = args[at]._version
-    y_in_place = library.OPS[spec.name + "_"](*args)
+    y_in_place = registry.OPS[spec.name + "_"](*args)
     assert torch.equal(y, y_in_place)
     assert torch.equal(state, args[at])
     assert args[at]._version > version
@@ -206,7 +206,7 @@ def test_aot_autograd_gives_the_same_gradients(layer: Callable[..., Tensor]) -> 
 @pytest.mark.parametrize("spec", SPECS)
 def test_flop_counter_of_torch_knows_the_work(spec: OpSpec) -> None:
     with FlopCounterMode(display=False) as counter, torch.no_grad():
-        library.OPS[spec.name](*arguments(spec, COMPLETE[spec.name], grad=False))
+        registry.OPS[spec.name](*arguments(spec, COMPLETE[spec.name], grad=False))
     assert counter.get_total_flops() == spec.flops(find(spec, COMPLETE[spec.name]).sizes)
 
 
@@ -251,6 +251,20 @@ def test_compiled_decoding_updates_the_state_in_place() -> None:
     assert state.abs().sum() > 0
 
 
+@pytest.mark.parametrize("spec", SPECS)
+def test_the_spec_names_what_one_result_alone_reads(spec: OpSpec) -> None:
+    given = problem(spec, find(spec, COMPLETE[spec.name]), "float64")
+    arrays = {name: torch.from_numpy(array) for name, array in given.arrays.items()}
+    leaves = {name: a.requires_grad_() for name, a in arrays.items() if a.is_floating_point()}
+    read = []
+    for result in oracle.results(given, arrays):
+        found = torch.autograd.grad(result.sum(), [*leaves.values()], allow_unused=True, retain_graph=True)
+        read.append({name for name, grad in zip(leaves, found, strict=True) if grad is not None})
+    for i, output in enumerate(spec.outputs):
+        others = set().union(*read[:i], *read[i + 1 :])
+        assert {*output.alone} & leaves.keys() == read[i] - others if others else not output.alone
+
+
 @pytest.mark.parametrize("spec", [each for each in SPECS if any(output.alone for output in each.values[0].outputs)])
 def test_what_only_an_unused_result_reads_has_no_gradient(spec: OpSpec) -> None:
     """Zero times an infinity of it must not reach the gradients of other arguments."""
@@ -262,7 +276,7 @@ def test_what_only_an_unused_result_reads_has_no_gradient(spec: OpSpec) -> None:
         with torch.no_grad():
             for name in alone & arrays.keys():
                 arrays[name].view(-1)[::3] = value
-        _, state = library.OPS[spec.name](*args)
+        _, state = registry.OPS[spec.name](*args)
         found = torch.autograd.grad(state.sum(), [*arrays.values()], allow_unused=True)
         return dict(zip(arrays, found, strict=True))
 
@@ -273,3 +287,7 @@ def test_what_only_an_unused_result_reads_has_no_gradient(spec: OpSpec) -> None:
         if grad is not None:
             torch.testing.assert_close(grad, finite[name], rtol=0, atol=0)
             assert grad.isfinite().all()
+    frozen = [a.detach().requires_grad_(arg.name in alone) if isinstance(a, Tensor) and a.requires_grad else a
+              for arg, a in zip(spec.args, arguments(spec, COMPLETE[spec.name]), strict=False)]  # fmt: skip
+    y, state = library.OPS[spec.name](*frozen, *arguments(spec, COMPLETE[spec.name])[len(spec.args) :])
+    assert (y.requires_grad, state.requires_grad) == (True, False)

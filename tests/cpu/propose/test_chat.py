@@ -1,6 +1,8 @@
 """Models over HTTP: a real server on loopback that speaks both protocols and fails as servers do."""
 
 import json
+import socket
+import threading
 import time
 
 import pytest
@@ -81,15 +83,25 @@ def test_an_error_is_one_sentence_without_the_key(status, tries, style, server, 
 
 
 def test_a_slow_model_is_not_a_dead_one_and_a_dead_one_is_given_up(style, server):
+    given_up = threading.Event()
+
     def slow(handler):
+        for _ in range(6):
+            time.sleep(0.2)
+            handler.wfile.write(b": still there\n\n")
+            handler.wfile.flush()
         for event in EVENTS[style](TEXT):
-            time.sleep(0.1)
             handler.say(event)
 
-    server.script = [slow, lambda handler: time.sleep(1.0)]
-    assert _chat(style, server, idle=0.5).propose(REQUEST)[0].text == CODE
+    def dead(handler):
+        given_up.wait(60)
+
+    server.script = [slow, dead]
+    assert _chat(style, server, idle=1.0).propose(REQUEST)[0].text == CODE
     with pytest.raises(ProposerError, match="no whole answer after 1 tries: ReadTimeout"):
         _chat(style, server, idle=0.3, tries=1).propose(REQUEST)
+    given_up.set()
+    assert len(server.seen) == 2
 
 
 def test_an_endless_answer_is_cut(style, server):
@@ -106,8 +118,11 @@ def test_several_are_asked_at_the_same_time_and_one_failure_does_not_lose_the_ot
 
 
 def test_nobody_there(style):
-    with pytest.raises(ProposerError, match="ConnectError"):
-        Chat(style, "m", base_url="http://127.0.0.1:9", tries=1).propose(REQUEST)
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # and listens to nobody
+        chat = Chat(style, "m", base_url=f"http://127.0.0.1:{taken.getsockname()[1]}", tries=1)
+        with pytest.raises(ProposerError, match="ConnectError"):
+            chat.propose(REQUEST)
 
 
 def test_an_answer_without_source_is_no_proposal_but_is_told(style, server):

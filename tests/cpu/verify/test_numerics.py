@@ -198,21 +198,25 @@ def test_a_candidate_must_be_finite_where_the_original_is(where, kept):
         assert "infinities inputs" in evidence.reason
 
 
+@pytest.mark.parametrize("against", [False, True])
 @pytest.mark.parametrize(("where", "kept"), [("after", True), ("before", False)])
-def test_gradients_are_finite_before_the_first_infinity(where, kept):
+def test_gradients_are_finite_before_the_first_infinity(where, kept, against):
     """After it, a zero that is a factor of the state makes a NaN where another form of the program has a number."""
+
+    def sums(x, backwards):
+        return x.flip(1).cumsum(1).flip(1) if backwards else x.cumsum(1)
 
     def program(spoilt):
         def run(x):
-            state = x.cumsum(1) if spoilt == "after" else x.flip(1).cumsum(1).flip(1)
-            return x.cumsum(1), torch.ones_like(x) + (0 * state if spoilt else 0)
+            state = sums(x, against != (spoilt == "before"))
+            return sums(x, against), torch.ones_like(x) + (0 * state if spoilt else 0)
 
         return run
 
     like = [torch.randn(1, 24, 2)]
     evidence = check(
         program(""), program(where), lambda x: program("")(x.double()), like, like, terms=24, multilinear=False,
-        differentiated=(True,),
+        differentiated=(True,), seed=1,
     )  # fmt: skip
     assert evidence.passed == kept, evidence.reason
 
@@ -220,7 +224,7 @@ def test_gradients_are_finite_before_the_first_infinity(where, kept):
 def test_no_farther_has_a_meaning_where_the_reference_is_zero():
     r, moved = torch.zeros(5, dtype=torch.float64), [torch.full((5,), 1e-6), torch.zeros(5)]
     assert numerics.no_farther(r, torch.full((5,), 3e-6), moved)
-    for wrong in (torch.full((5,), 1e-5), torch.tensor([0.0, 0, 0, 0, 5e-6]), torch.full((5,), math.nan)):
+    for wrong in (torch.full((5,), 1e-5), torch.tensor([0.0, 0, 0, 0, 9e-6]), torch.full((5,), math.nan)):
         assert not numerics.no_farther(r, wrong, moved)
     assert not numerics.no_farther(r, torch.zeros(5), [])
     assert not numerics.no_farther(r, torch.ones(5), [torch.full((5,), math.nan)])
@@ -275,8 +279,33 @@ def test_small_elements_beside_large_ones_are_parts_of_their_own(mask):
     (part,) = numerics.small_parts(r)
     assert torch.equal(part, r != mask)
     half = torch.where(part, scores.half().float(), mask)
-    assert numerics.compare("", r, r.float(), half, None, 64, (0.0, 0.0)).passed
+    assert numerics.compare("", r, r.float(), half, None, 64, parts=False).passed
+    assert "small next to others" in numerics.compare("", r, r.float(), half, None, 64).reason
+    assert numerics.compare("", r, r.float(), r.float() * (1 + 2**-23), None, 64).passed
     assert not numerics.no_farther(r, half, [r.float()], parts=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_wrong_channel_that_is_small_is_found(dtype):
+    size = torch.tensor([1.0, 1e-6, 1.0, 1.0], dtype=dtype)
+    channels = lambda x: x.exp() * size.to(x.dtype)  # noqa: E731
+    x = torch.randn(64, 4, dtype=dtype)
+    off = torch.finfo(dtype).eps * 256 * torch.tensor([0.0, 1.0, 0.0, 0.0])
+    assert in_float64(channels, lambda x: (x + 0.0).exp() * size, x).passed
+    assert "small next to others" in in_float64(channels, lambda x: channels(x) * (1 + off.to(dtype)), x).reason
+
+
+def test_a_small_channel_may_be_as_inexact_as_the_original_is_next_to_its_inputs():
+    """A difference of equal numbers that the original finds exactly, by luck."""
+    a = torch.randn(64, 1)
+    x = torch.cat([a, (a.double() * (1 + 1e-5)).float(), 1e3 * torch.randn(64, 1)], 1)
+    difference = lambda x: torch.stack([x[:, 1] - x[:, 0], x[:, 2].sin() * 1e3], 1)  # noqa: E731
+    other = lambda x: torch.stack([(x[:, 1] * 0.9 - x[:, 0] * 0.9) / 0.9, x[:, 2].sin() * 1e3], 1)  # noqa: E731
+    reference = lambda x: difference(x.double())  # noqa: E731
+    evidence = check(difference, other, reference, [x], [x], terms=1, multilinear=False)
+    assert evidence.passed, evidence.reason
+    wrong = lambda x: difference(x) * (1 + torch.tensor([0.1, 0.0]))  # noqa: E731
+    assert not check(difference, wrong, reference, [x], [x], terms=1, multilinear=False).passed
 
 
 def test_powers_have_parts_within_parts():

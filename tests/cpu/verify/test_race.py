@@ -73,6 +73,7 @@ class Machine:
             return o, y
 
         trial._pair = pair
+        trial._begin = trial._look = lambda base, candidate: None
         return trial._race(self, self, "race")
 
 
@@ -90,6 +91,13 @@ def test_waiting_for_other_programs_decides_nothing(monkeypatch, others):
     assert ("other programs kept" in str(error.value)) == (others is not None)
 
 
+@pytest.mark.parametrize("ratio", [20.0, 0.05])
+def test_a_clear_difference_is_seen_on_a_busy_machine(monkeypatch, ratio):
+    race = Machine(monkeypatch, ratio=ratio, others=2.0).race()
+    assert race["waited"] > 0.36
+    assert race["faster"] == (ratio > 1)
+
+
 def test_other_programs_that_nobody_waits_for_are_in_nobody_s_way(monkeypatch):
     assert Machine(monkeypatch, ratio=1.5, waited=0.05, others=1.0).race()["faster"]
 
@@ -98,6 +106,12 @@ def test_other_programs_that_nobody_waits_for_are_in_nobody_s_way(monkeypatch):
 def test_equal_programs_are_not_accepted_however_long_they_wait(monkeypatch, waited):
     races = [Machine(monkeypatch, waited=waited, seed=seed).race(seed=seed) for seed in range(20)]
     assert not any(race["faster"] for race in races)
+
+
+def test_equal_programs_seem_at_no_time_clearly_different(monkeypatch):
+    for seed in range(20):
+        with pytest.raises(Unjudgeable):
+            Machine(monkeypatch, waited=0.6, others=2.0, seed=seed).race(seed=seed)
 
 
 def test_processes_that_are_hidden_count_as_other_programs(monkeypatch):

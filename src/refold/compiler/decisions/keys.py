@@ -234,7 +234,7 @@ def _target(target: Any) -> str:
         return target
     if isinstance(target, OpOverload | OpOverloadPacket):
         if str(target).split(".")[0] not in _NAMESPACES:
-            raise Unnameable(f"{target} is an operator of somebody else's")
+            raise Unnameable(f"{target} is an operator of another package")
         return str(target)
     if isinstance(target, HigherOrderOperator):
         if not target.name().startswith(_WITH_GRAPHS):
@@ -244,7 +244,7 @@ def _target(target: Any) -> str:
     module: Any = getattr(target, "__module__", None) or getattr(owner, "__module__", "")
     name: Any = getattr(target, "__qualname__", None) or getattr(target, "__name__", "")
     if not name or not module or module.split(".")[0] not in _MODULES:
-        raise Unnameable(f"{name or target} is a function of somebody else's")
+        raise Unnameable(f"{name or target} is a function of another package")
     return f"{module}.{name}"
 
 

@@ -65,7 +65,7 @@ class Store:
                 kind,
                 key,
             ):
-                raise ValueError("it is not a decision of refold's")
+                raise ValueError("it is not a decision of refold")
             data = read["data"]
             os.utime(path)
         except FileNotFoundError:

@@ -222,7 +222,7 @@ class BeforeAutograd:
             return because("mode", "{} is under autocast, which this PyTorch cannot leave in a graph", roots[0])
         for x in inputs:
             if any(self._order[x] > self._order[root] for root in roots):
-                return because("no-place", "a result is read before its input {} is there", x)
+                return because("no-place", "a result is read before its input {} is computed", x)
         seen, stack = set(inputs), list(roots)
         for node in inputs:
             if (change := self._change(node)) is not None:
@@ -234,11 +234,15 @@ class BeforeAutograd:
             seen.add(node)
             stack.extend(node.all_input_nodes)
             if isinstance(node.target, HigherOrderOperator):
-                return because("higher-order", "{} has a gradient of its own", node)
+                return because(
+                    "higher-order",
+                    "{} is computed by an autograd function, or by an operation that takes a function",
+                    node,
+                )
             if (change := self._change(node)) is not None:
                 return because("in-place", "{} is changed in place", change, change.args[0])
             if not self._needs[node] and any(self._needs[x] for x in node.all_input_nodes):
-                return because("detached", "{} is without gradients, or detached", node)
+                return because("detached", "{} is detached, or computed without gradients", node)
         return None
 
     def _change(self, node: Node) -> Node | None:

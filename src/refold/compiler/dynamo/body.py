@@ -426,7 +426,7 @@ class Body(LoopVectorizer):
                 raise NotALoop("detached", f"{carried.loop.name} is detached")
             return self._affine(node, leaves, carried.loop, self.count)
         if any(x.has_time for x in leaves):
-            packed = [x if isinstance(x.node, Node) else x.node for x in leaves]
+            packed = [x if isinstance(x.node, (Node, tuple)) else x.node for x in leaves]
             return vectorize_node(self.emit, node, list(tree_unflatten(packed, spec)), self.count)
         plain = tree_unflatten([x.node for x in leaves], spec)
         return Value(self.emit.call(node.target, *plain, **node.kwargs))
@@ -434,7 +434,7 @@ class Body(LoopVectorizer):
     def _constant(self, x: torch.Tensor) -> Value:
         """Write out a constant that the body makes of Python's numbers."""
         if x.numel() > _CONSTANT:
-            raise NotALoop("python-constant", f"a step makes a tensor of {x.numel()} numbers of Python")
+            raise NotALoop("python-constant", f"a step makes a tensor from {x.numel()} Python numbers")
         return Value(self.emit.call(torch.tensor, x.tolist(), dtype=x.dtype, device=x.device))
 
     def _numbered(self, node: Any) -> Value | Affine:
@@ -444,7 +444,9 @@ class Body(LoopVectorizer):
             filled = self.counting.over_time(node.args[-1], like.dtype, like.device)
             return Value(emit.expand(emit.padded(filled, like.dim()), [self.count, *like.shape]), True)
         if node.target not in OF_TENSORS or len(node.args) != 2 or node.kwargs:
-            raise NotALoop("number-arithmetic", f"a step passes {node.target} its number: `{expression(node)}`", node)
+            raise NotALoop(
+                "number-arithmetic", f"a step passes its number to {node.target}: `{expression(node)}`", node
+            )
         leaves = self.counting.combined(node, [x if is_number(x) else self._value(x) for x in node.args])
         for x in leaves:
             if isinstance(x, Affine):
@@ -491,7 +493,7 @@ def differentiable(graph: Graph) -> None:
                 kinds = {key: node.kwargs[key] for key in ("dtype", "device")}
                 new = graph.call_function(aten.arange.default, node.args, kinds)
             else:
-                raise NotALoop("no-gradient", f"`{expression(node)}`, {node.target}, has no gradient", node)
+                raise NotALoop("no-gradient", f"{node.target} has no gradient: `{expression(node)}`", node)
         new.meta = dict(node.meta)
         node.replace_all_uses_with(new)
         graph.erase_node(node)

@@ -134,13 +134,16 @@ class CallSite:
             others = [x for i, x in enumerate(self.operands) if i != operand]
             if any(storage(x) == memory for x in others + outside):
                 raise NotALoop(
-                    "in-place", f"a step changes `{name_of(self.operands[operand])}` in place, which comes from outside"
+                    "in-place",
+                    f"a step changes `{name_of(self.operands[operand])}` in place, which shares memory with an input "
+                    "or with another tensor that the loop reads",
                 )
             own = storage(placeholders[operand + (operand >= self.loop.carried)])
             if own in collected:
                 raise NotALoop(
                     "in-place",
-                    f"a step collects `{name_of(self.operands[operand])}`, and later ones change it in place",
+                    f"the loop keeps `{name_of(self.operands[operand])}` of each step, and later steps change it in "
+                    "place",
                 )
             self.mutated.add(own)
 

@@ -200,7 +200,7 @@ def parse(data: Any, *, shapes: Mapping[str, Sequence[int]] | None = None) -> Pr
         try:
             data = json.loads(data)
         except (ValueError, RecursionError) as error:
-            raise ProgramError(f"the program is no JSON: {error}") from None
+            raise ProgramError(f"the program is not JSON: {error}") from None
     if not isinstance(data, Mapping):
         raise ProgramError(f"a program is an object with inputs, steps and result, not {data!r:.80}")
     if unknown := sorted(map(str, data.keys() - {"inputs", "sizes", "dtypes", "steps", "result"})):
@@ -223,7 +223,7 @@ class _Parser:
         sizes = self._mapping(data.get("sizes", {}), "sizes")
         for letter, size in sizes.items():
             if not _LETTER.match(str(letter)):
-                raise self.fail(f"{letter!r} is no name of an axis; use letters and digits")
+                raise self.fail(f"{letter!r} is not a name of an axis; use letters and digits")
             self._bind(str(letter), size)
         inputs: dict[str, Groups] = {}
         for name, text in self._mapping(data.get("inputs"), "inputs").items():
@@ -283,7 +283,7 @@ class _Parser:
     def _distinct(self, letters: Sequence[str]) -> None:
         for letter in letters:
             if letters.count(letter) > 1:
-                raise self.fail(f"{letter} stands for two axes; a diagonal is not read")
+                raise self.fail(f"{letter} stands for two axes of one value; use a letter for each")
         if len(letters) > MOST_AXES:
             raise self.fail(f"{len(letters)} axes are more than the {MOST_AXES} that a value may have")
 
@@ -306,7 +306,9 @@ class _Parser:
                 else:
                     inner.append(token)
             else:
-                raise self.fail(f"{token!r} in {text!r} is no axis; write letters, 1, or (h p) for an axis read as two")
+                raise self.fail(
+                    f"{token!r} in {text!r} is not an axis; write letters, 1, or (h p) for an axis read as two"
+                )
         if inner is not None:
             raise self.fail(f"a bracket in {text!r} is not closed")
         return tuple(groups)
@@ -447,7 +449,7 @@ class _Parser:
             before = math.prod(self.sizes[letter] for letter in step.reads[0].letters)
             after = math.prod(self.sizes[letter] for letter in step.letters)
             if before != after:
-                raise self.fail(f"it makes {after} elements of {before}")
+                raise self.fail(f"it makes {after} elements from {before}; both must be the same number")
             return
         if do == "concat":
             new = options["along"]

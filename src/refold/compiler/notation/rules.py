@@ -193,7 +193,7 @@ def _replaced(rule: Rule, root: Node, found: Found, site: str, notes: list[str])
         inside=inside,
         added=build.added,
         name=f"rule {rule.name}",
-        why="somebody proposed another program for it",
+        why="another program was proposed for it",
         detail="; ".join(str(program).splitlines()),
         multilinear=rule.region.multilinear,
         terms=max(rule.region.terms(), program.terms()),

@@ -167,7 +167,7 @@ class LoopVectorizer:
         """Return a state before the first step, (...) or a number, in the shape of a step's value."""
         if not isinstance(x, Node):
             if isinstance(x, bool) or not isinstance(x, (int, float)):
-                raise NotALoop("initial-state", f"`{name_of(like)}` is {x!r} before the first step, which is no number")
+                raise NotALoop("initial-state", f"`{name_of(like)}` is {x!r} before the first step, not a number")
             val = value(like)
             return self.emit.call(aten.full.default, list(val.shape), x, dtype=val.dtype, device=val.device)
         if not is_tensor(x):
@@ -176,7 +176,7 @@ class LoopVectorizer:
         if not broadcasts(value(x).shape, value(like).shape):
             raise NotALoop(
                 "initial-state",
-                f"the state before the first step, {described(x)}, has not the shape of {described(like)}",
+                f"the state before the first step, {described(x)}, does not have the shape of {described(like)}",
             )
         return self.emit.expand(x, value(like).shape)
 

@@ -163,7 +163,7 @@ def match_operator(
 def _signs(emit: Emitter, decays: list[Term], weight: float, order: list[Any], shape: list[int]) -> Node:
     """Return the sign P of the product of all decays up to each step, (batch, time, head, 1).
 
-    States with these signs, ``P[t] h[t] = |a[t]| P[t-1] h[t-1] + P[t] x[t]``, have decays that are nowhere negative.
+    States with these signs, ``P[t] h[t] = |a[t]| P[t-1] h[t-1] + P[t] x[t]``, have decays that are never negative.
     """
     laid = _lay(emit, decays, [*order, None], shape, weight)
     assert laid is not None  # decays run along no other axis
@@ -330,7 +330,7 @@ def _decay(
 
 
 def _is_positive(node: Node) -> bool:
-    """Tell whether a value is nowhere negative, whatever the inputs."""
+    """Tell whether a value is never negative, whatever the inputs."""
     return sign(node).nonnegative
 
 
@@ -392,7 +392,7 @@ def _logarithm(emit: Emitter, term: Term) -> Node:
 def divisor(call: Callable[..., Node], a: Node) -> tuple[Node, float]:
     """Split log decays into steps, by which one can divide, and a rate; the exponential of their product is the same.
 
-    Where log decays are nowhere positive, steps are nowhere negative: some kernels of the operator need that.
+    Where log decays are never positive, steps are never negative: some kernels of the operator need that.
     """
     val, falls = value(a), sign(a).nonpositive
     small = call(aten.lt.Scalar, call(aten.abs.default, a), NO_DECAY)

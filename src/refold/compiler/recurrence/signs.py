@@ -24,7 +24,7 @@ prims = torch.ops.prims
 
 @dataclass(frozen=True)
 class Sign:
-    """Whether a value is nowhere negative, and whether it is nowhere positive; NaN counts as neither."""
+    """Whether a value is never negative, and whether it is never positive; NaN counts as neither."""
 
     nonnegative: bool = False
     nonpositive: bool = False

@@ -218,8 +218,38 @@ def _layer_norm(emit: Emitter, node: Node, args: list[Any], steps: int) -> Node:
     return emit.call(node.target, *plain, **node.kwargs)
 
 
+def _merged(emit: Emitter, node: Any, args: list[Any], steps: int) -> Any:
+    """Operations on a batch, with the same weights at every step: batches of all steps under one another."""
+    if not args[0].has_time or any(isinstance(a, Value) and a.has_time for a in args[1:]):
+        raise NotALoop("no-iteration-form", f"`{expression(node)}` uses other weights at each step", node)
+    rows, *rest = value(args[0].node).shape[1:]
+    plain = [a.node if isinstance(a, Value) else a for a in args[1:]]
+    if node.target is aten.native_group_norm.default:
+        plain[2] = steps * rows
+    out = emit.call(node.target, emit.reshape(args[0].node, [steps * rows, *rest]), *plain, **node.kwargs)
+    val = node.meta["val"]
+    if isinstance(val, torch.Tensor):
+        return emit.reshape(out, [steps, *val.shape])
+    return tuple(emit.reshape(emit.call(operator.getitem, out, i), [steps, *x.shape]) for i, x in enumerate(val))
+
+
+def _looked_up(emit: Emitter, node: Node, args: list[Any], steps: int) -> Node:
+    """Rows of one table."""
+    if args[0].has_time:
+        raise NotALoop("no-iteration-form", f"`{expression(node)}` uses another table at each step", node)
+    return emit.call(node.target, args[0].node, args[1].node, *args[2:], **node.kwargs)
+
+
+def _norm(emit: Emitter, node: Any, args: list[Any], steps: int) -> Node:
+    """Norms, whose axes come third."""
+    rank, given = _rank(args), args[2] if len(args) > 2 else None
+    dims = [_dim(d, rank) for d in (range(rank) if given is None else given)]
+    return emit.call(node.target, args[0].node, args[1] if len(args) > 1 else 2, dims, *args[3:], **node.kwargs)
+
+
 def _getitem(emit: Emitter, node: Node, args: list[Any], steps: int) -> Node:
-    return emit.call(operator.getitem, args[0].node, args[1])
+    several = args[0].node
+    return several[args[1]] if isinstance(several, tuple) else emit.call(operator.getitem, several, args[1])
 
 
 def _mm(emit: Emitter, node: Node, args: list[Any], steps: int) -> Node:
@@ -233,7 +263,7 @@ def _mm(emit: Emitter, node: Node, args: list[Any], steps: int) -> Node:
     if node.target is aten.addmm.default:
         if node.kwargs:
             message = f"`{expression(node)}` scales its operands ({', '.join(node.kwargs)})"
-            raise NotALoop("no-iteration-form", f"{message}, which has no form over all steps", node)
+            raise NotALoop("no-iteration-form", f"{message}, for which no rule computes all steps at once", node)
         out = emit.call(aten.add.Tensor, emit.padded(args[0], 2), out)
     return out
 
@@ -263,7 +293,8 @@ BATCHING_RULES: dict[Any, Rule] = {
     **dict.fromkeys((aten._softmax.default, aten._log_softmax.default, aten.cumsum.default), _along_dim),
     **dict.fromkeys((aten.split.Tensor, aten.split_with_sizes.default), _sized_split),
     **dict.fromkeys((aten.sum.dim_IntList, aten.mean.dim, aten.amax.default, aten.amin.default), _reduce),
-    **dict.fromkeys((aten.squeeze.dims, aten.var.correction), _reduce),
+    **dict.fromkeys((aten.max.dim, aten.min.dim, aten.cumprod.default, aten._logcumsumexp.default), _along_dim),
+    **dict.fromkeys((aten.squeeze.dims, aten.var.correction, aten.logsumexp.default, aten.flip.default), _reduce),
     **dict.fromkeys((aten.sum.default, aten.mean.default), _reduce_all),
     **dict.fromkeys((aten.view.default, aten._unsafe_view.default, aten.reshape.default), _reshape),
     **dict.fromkeys((aten.permute.default, aten.transpose.int, aten.t.default), _permute),
@@ -279,6 +310,9 @@ BATCHING_RULES: dict[Any, Rule] = {
     aten.bmm.default: _bmm,
     aten.native_layer_norm.default: _layer_norm,
     aten._fused_rms_norm.default: _layer_norm,
+    **dict.fromkeys((aten.native_group_norm.default, aten.convolution.default), _merged),
+    aten.embedding.default: _looked_up,
+    aten.linalg_vector_norm.default: _norm,
     operator.getitem: _getitem,
 }
 
@@ -318,7 +352,7 @@ def vectorize_node(emit: Emitter, node: Node, args: list[Any], steps: int) -> Va
     if rule is None:
         raise NotALoop(
             "no-iteration-form",
-            f"`{expression(node)}`, {node.target}, has no rule that computes all steps at once",
+            f"{node.target} has no rule that computes all steps at once: `{expression(node)}`",
             node,
         )
     try:
@@ -327,7 +361,8 @@ def vectorize_node(emit: Emitter, node: Node, args: list[Any], steps: int) -> Va
         raise NotALoop(
             "no-iteration-form", f"`{expression(node)}` fails when it computes all steps at once ({error})", node
         ) from error
-    for own, step in zip(_tensors(new), _tensors(node), strict=False):
+    made = [value(x) for x in new] if isinstance(new, tuple) else _tensors(new)
+    for own, step in zip(made, _tensors(node), strict=False):
         if step.numel() and (tuple(own.shape) != (steps, *step.shape) or own.dtype != step.dtype):
             raise NotALoop(
                 "no-iteration-form",

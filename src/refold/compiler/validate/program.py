@@ -70,9 +70,7 @@ def choose_program(
     seconds = unrolled_seconds(gm, entry.mode)
     unrolled = seconds > RIVAL_S
     if "eager" in originals and unrolled:
-        entry.notes.append(
-            f"torch.compile was not timed: to compile the unrolled loop would take it about {seconds:.0f} s"
-        )
+        entry.notes.append(f"torch.compile was not timed: compiling the unrolled loop would take about {seconds:.0f} s")
     elif settings.accept == "faster" or not originals:
         _add_plain(originals, gm, inputs, options, entry)
     why = "graph-slower"
@@ -131,7 +129,7 @@ def _time_all(
         if not rivals:
             entry.times_ms["refold"] = median_ms(ours, device)
             return
-        log.info("racing the whole graph")
+        log.info("timing the whole graph against the original")
         times = first_times(rivals, device)
         name = min(times, key=times.__getitem__)
         result = race(rivals[name], ours, device, budget_s=TIMING_BUDGET_S)
@@ -170,7 +168,7 @@ def _add_plain(
     entry: GraphReport,
 ) -> None:
     """Add plain Inductor to what is raced against, if it can compile the graph."""
-    log.info("compiling the original with Inductor, to race against it")
+    log.info("compiling the original with Inductor, to time it, too")
     start = time.perf_counter()
     try:
         # With symbolic sizes the baseline must be compiled for them too, in the context that knows them.

@@ -7,30 +7,28 @@ and in float64. All calls use the same random numbers and the same cotangents. T
 (`refold.verify.numerics`).
 
 Two things differ from a region. A result of a few elements (a loss, say) is one draw of the original's rounding, which
-may be small by luck. If only such results fail, the original is also run on inputs that are moved by at most one
-rounding. Then the largest error seen is its error. The original cannot always be run in float64: memory may be too
-small, or an operation may not support float64. Then the original is its own reference, and its error is how far such
-inputs move it.
+may be small by luck. If only such results fail, or elements that are small next to others, the original is also run on
+inputs that are moved by at most one rounding. Then the largest error seen is its error. The original cannot always be
+run in float64: memory may be too small, or an operation may not support float64. Then the original is its own
+reference, and its error is how far such inputs move it.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 
-from ...verify import KindResult, agree, narrow_errors, own_errors, unit_roundoff
+from ...verify import MOVES, Errors, KindResult, agree, moved, narrow_errors, own_errors
 from ..inductor import Compiled, arguments, clone_inputs
 from ..ir.dispatch import NARROWER, WIDER, Random, Recording, in_dtype
 
 # A result of fewer elements than these may have a small error by luck.
 FEW = 64
-# So often inputs are moved.
-MOVES = 3
 SEED = 0
 
 Results = dict[str, torch.Tensor]
@@ -112,7 +110,7 @@ def compare(
         reason = f"it fails: {str(error).partition(chr(10))[0]}"
         found.results = [KindResult("the program", False, 0.0, 0.0, 0.0, 0.0, reason)]
         return found
-    known: dict[str, list[tuple[float, float]]] = defaultdict(lambda: [(0.0, 0.0)])
+    known: dict[str, Errors] = defaultdict(Errors)
     if reference is None:
         reference = mine
         _add_moved(known, reference, own, inputs)
@@ -120,18 +118,15 @@ def compare(
         _add_narrow(known, original, inputs, draws)
     found.results = _judge(reference, mine, got, inputs, terms, known)
     failed = [one.kind for one in found.results if not one.passed]
-    if (
-        failed
-        and own is not None
-        and reference is not mine
-        and all(name in got and got[name].numel() < FEW for name in failed)
-    ):
-        _add_moved(known, reference, own, inputs)
-        found.results = _judge(reference, mine, got, inputs, terms, known)
+    if failed and own is not None and reference is not mine:
+        as_a_whole = _judge(reference, mine, got, inputs, terms, known, parts=False)
+        if all(one.passed or (one.kind in got and got[one.kind].numel() < FEW) for one in as_a_whole):
+            _add_moved(known, reference, own, inputs)
+            found.results = _judge(reference, mine, got, inputs, terms, known)
     if failed and draws and control is not None:
         _drop_incomparable(found, _judge(reference, mine, _observe(control(), inputs), inputs, terms, known))
     if mine is not None:
-        alike = (own_errors(mine[k], y)[0] for k, y in got.items() if k in mine and y.is_floating_point())
+        alike = (own_errors(mine[k], y).e2 for k, y in got.items() if k in mine and y.is_floating_point())
         found.difference = max(alike, default=0.0)
     return found
 
@@ -146,7 +141,13 @@ def _drop_incomparable(found: Comparison, control: Sequence[KindResult]) -> None
 
 
 def _judge(
-    reference: Any, mine: Results | None, got: Results, inputs: Sequence[Any], terms: int, known: Any
+    reference: Any,
+    mine: Results | None,
+    got: Results,
+    inputs: Sequence[Any],
+    terms: int,
+    known: Mapping[str, Errors],
+    parts: bool = True,
 ) -> list[KindResult]:
     """Compare result by result. What only one of the programs wrote to is what it was in the others."""
     results = []
@@ -158,8 +159,7 @@ def _judge(
         if r is None or o is None or y is None:
             results.append(KindResult(name, False, 0.0, 0.0, 0.0, 0.0, "not all programs have it"))
         else:
-            errors = known[name]
-            results.append(agree(name, r, o, y, terms, (max(e for e, _ in errors), max(e for _, e in errors))))
+            results.append(agree(name, r, o, y, terms, known[name], parts))
     return results
 
 
@@ -205,24 +205,18 @@ def _in_dtype(x: Any, dtype: torch.dtype | None) -> Any:
     return x.detach().to(into[x.dtype]).requires_grad_(x.requires_grad)
 
 
-def _add_moved(known: Any, reference: Any, own: Any, inputs: Sequence[Any]) -> None:
+def _add_moved(known: dict[str, Errors], reference: Any, own: Any, inputs: Sequence[Any]) -> None:
     """Add the errors that the original makes on inputs that are moved by at most one rounding."""
     for i in range(MOVES):
         generator = torch.Generator().manual_seed(SEED + 1 + i)
-        for name, o in _observe(own, [_moved(x, generator) for x in inputs]).items():
+        for name, o in _observe(own, [moved(x, generator) for x in inputs]).items():
             if o.is_floating_point() and name in reference:
-                known[name].append(own_errors(reference[name], o))
+                known[name] |= own_errors(reference[name], o)
 
 
-def _moved(x: Any, generator: torch.Generator) -> Any:
-    if not (isinstance(x, torch.Tensor) and x.is_floating_point()):
-        return x
-    by = torch.rand(x.shape, generator=generator).mul_(2).sub_(1).to(x.device).double() * unit_roundoff(x.dtype)
-    twin = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
-    return twin.copy_(x.detach().double() * (1 + by)).requires_grad_(x.requires_grad)
-
-
-def _add_narrow(known: Any, original: Compiled, inputs: Sequence[Any], draws: Sequence[torch.Tensor]) -> None:
+def _add_narrow(
+    known: dict[str, Errors], original: Compiled, inputs: Sequence[Any], draws: Sequence[torch.Tensor]
+) -> None:
     """Add the errors of results in float64, of which the original is its own reference, read off a float32 run."""
     rounded = [
         x.detach().float().double().requires_grad_(x.requires_grad)
@@ -237,4 +231,4 @@ def _add_narrow(known: Any, original: Compiled, inputs: Sequence[Any], draws: Se
         return
     for name in wide.keys() & narrow.keys():
         if wide[name].dtype == torch.float64:
-            known[name].append(narrow_errors(wide[name], narrow[name]))
+            known[name] |= narrow_errors(wide[name], narrow[name])

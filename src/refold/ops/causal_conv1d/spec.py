@@ -47,7 +47,6 @@ def _step_cases() -> list[Case]:
 
 SPEC = OpSpec(
     name="causal_conv1d",
-    summary="Causal depthwise convolution",
     args=(
         Arg("x", ("b t d",)),
         Arg("weight", ("d w",)),
@@ -64,7 +63,6 @@ SPEC = OpSpec(
 
 STEP = OpSpec(
     name="causal_conv1d_step",
-    summary="One or a few tokens of the causal convolution",
     args=(
         Arg("x", ("b t d",)),
         Arg("weight", ("d w",)),
@@ -72,7 +70,7 @@ STEP = OpSpec(
         Arg("bias", ("d",), optional=True),
     ),
     options=(ACTIVATION,),
-    outputs=(Output("y", "b t d"), Output("state", "k d w-1", like="state")),
+    outputs=(Output("y", "b t d", alone=("weight", "bias")), Output("state", "k d w-1", like="state")),
     cases=_step_cases,
     flops=_flops,
     folder="causal_conv1d",

@@ -37,7 +37,6 @@ def _cases() -> list[Case]:
 
 SPEC = OpSpec(
     name="gated_rmsnorm",
-    summary="RMS norm with a gate",
     args=(Arg("x", ("* d",)), Arg("z", ("* d",), optional=True), Arg("weight", ("d",), wide=True)),
     options=(
         Option("eps", None, "float", lambda v: isinstance(v, float) and v >= 0, "a float >= 0"),

@@ -57,7 +57,6 @@ def _cases() -> list[Case]:
 
 SPEC = OpSpec(
     name="linear_scan",
-    summary="Elementwise linear recurrence",
     args=(
         Arg("a", ("b t *",), sample=decays),
         Arg("x", ("b t *",)),

@@ -83,7 +83,6 @@ def _step_cases() -> list[Case]:
 
 SPEC = OpSpec(
     name="selective_scan",
-    summary="Mamba-1 scan",
     args=(
         *_INPUTS,
         *_EXTRAS,
@@ -100,10 +99,9 @@ SPEC = OpSpec(
 
 STEP = OpSpec(
     name="selective_scan_step",
-    summary="One or a few tokens of the Mamba-1 scan",
     args=(*_INPUTS, Arg("state", ("k d n",), wide=True), *_EXTRAS),
     options=(DT_SOFTPLUS,),
-    outputs=(Output("y", "b t d"), Output("state", "k d n", like="state")),
+    outputs=(Output("y", "b t d", alone=("C", "D", "z")), Output("state", "k d n", like="state")),
     cases=_step_cases,
     flops=_flops,
     constraints=_constraints,

@@ -115,7 +115,6 @@ def _step_cases() -> list[Case]:
 
 SPEC = OpSpec(
     name="ssd",
-    summary="Mamba-2 scan (state space duality)",
     args=(
         *_INPUTS,
         *_EXTRAS,
@@ -132,10 +131,9 @@ SPEC = OpSpec(
 
 STEP = OpSpec(
     name="ssd_step",
-    summary="One or a few tokens of the Mamba-2 scan",
     args=(*_INPUTS, Arg("state", ("k h p n",), wide=True), *_EXTRAS),
     options=(DT_SOFTPLUS, DT_LIMIT),
-    outputs=(Output("y", "b t h p"), Output("state", "k h p n", like="state")),
+    outputs=(Output("y", "b t h p", alone=("C", "D", "z")), Output("state", "k h p n", like="state")),
     cases=_step_cases,
     flops=_flops,
     constraints=_constraints,

@@ -35,7 +35,7 @@ from torch.utils.flop_counter import register_flop_formula
 from refold.errors import ArgumentError
 from refold.ops.arrays import framework_of, keyword_arguments, meta_of
 from refold.ops.backends import backend_module, resolve
-from refold.ops.spec import CU_SEQLENS, OpSpec, all_specs, check_cu_seqlens_values
+from refold.ops.spec import CU_SEQLENS, OpSpec, Output, all_specs, check_cu_seqlens_values
 from refold.ops.torch import private
 
 Signature = tuple[Any, ...]
@@ -422,11 +422,21 @@ def _setup_context(spec: OpSpec) -> Callable[..., None]:
     narrays = len(spec.args)
 
     def setup_context(ctx: Any, inputs: Sequence[Any], output: Any) -> None:
+        # A state that is carried on must not hold a graph that it does not depend on.
+        needed = {arg.name for arg, need in zip(spec.args, ctx.needs_input_grad, strict=False) if need}
+        results = zip(spec.outputs, output if isinstance(output, tuple) else (output,), strict=True)
+        ctx.mark_non_differentiable(*(y for o, y in results if not needed & _reads(spec, o)))
         ctx.save_for_backward(*inputs[:narrays])
         ctx.options = inputs[narrays:]
         ctx.set_materialize_grads(False)
 
     return setup_context
+
+
+def _reads(spec: OpSpec, output: Output) -> set[str]:
+    """Return the names of the arguments that a result depends on."""
+    others = {name for other in spec.outputs if other is not output for name in other.alone}
+    return {arg.name for arg in spec.args if arg.differentiable} - others
 
 
 def _setup_name(name: str) -> Callable[..., None]:
@@ -442,7 +452,7 @@ def _autograd_backward(spec: OpSpec) -> Callable[..., Any]:
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
         if all(g is None for g in gradients):
             return (None,) * (narrays + noptions + 1)
-        # What only a result reads that nobody uses has no gradient, and an infinity of it reaches no other.
+        # An argument that only an unused result reads has no gradient, and an infinity in it reaches no other.
         idle = {name for output, g in zip(spec.outputs, gradients, strict=True) if g is None for name in output.alone}
         arrays, needs = list(ctx.saved_tensors), []
         for at, (arg, need) in enumerate(zip(spec.args, ctx.needs_input_grad[:narrays], strict=True)):

@@ -12,6 +12,7 @@ import contextlib
 import ctypes
 import hashlib
 import importlib.util
+import itertools
 import math
 import os
 import random
@@ -39,18 +40,21 @@ Tensors = Sequence[torch.Tensor]
 
 
 GRADIENTS = "torch.fx.experimental.symbolic_shapes"  # which torch.autograd.grad imports
-ORDINARY = ("actual", "normal", "timed")  # kinds of inputs by which also small results beside large ones are judged
-MOVES = 3  # how often the original runs on inputs that are moved by one rounding
+ORDINARY = ("actual", "normal", "timed")  # kinds of inputs by which also small results next to large ones are judged
 BETWEEN_S = 3e-5  # of processor time between two calls, about what equal programs differ by on average
 DISCRETE, MORE = (
     4096,
     200,
 )  # so many integers and truth values among results are compared, in so many more calls at most
 KEPT = 64 << 20  # bytes beyond those that the original keeps; less is not worth a note
+LOOKED_AT = 16  # one timed call in so many is followed by a look at what it left
+MADE_S = 1.0  # to be made; less is not worth a note
+CLEAR = 2.0  # times as fast, by the bound: what waits of equal programs do not make of each other
 WAITED = 0.2  # of the time of calls; more is waiting for other programs, or for a machine that is slow to wake threads
 BUSY = 10  # times the time of a timing test that may pass on a busy machine
 PATIENCE = 3  # times the time of a timing test that may pass until it can be decided at all
 COMPILE_S = 40.0  # what torch.compile may take for the original
+SIZES = 6  # other shapes that are tried while the C library looks at memory
 POSSIBLE = 0.5  # of the time that writing the results takes, on a machine that may be busier at one time than another
 # Operations that a library does, of which a kernel of one's own would say more.
 _LIBRARY = "mm bmm addmm baddbmm mv dot convolution _convolution mkldnn_convolution cudnn_convolution"
@@ -81,8 +85,9 @@ class Trial:
         self.verdict = Verdict(original, candidate, terms, off=sorted(off))
         self._seed = seed
         self._secret = b""
+        self._shares_state = False
         self._longest = 1
-        self._known = self._known_small = (0.0, 0.0)
+        self._known = numerics.NOTHING
         self._lucky = False  # whether a result was excused, since the original's own was right by luck
         self._past: deque[Result] = deque(maxlen=8)
         self._random = False
@@ -121,8 +126,13 @@ class Trial:
 
         self.giver = start(self.original, "original.py", 1 << 16)
         self.verdict.sandbox = self.giver.active
+        for text in self.giver.unseen:
+            self.verdict.note(text)
         if self.nursery.sandboxed and (missing := enough(self.giver.active)):
-            raise Unjudgeable(f"there is no sandbox to run it in: {missing}")
+            raise Unjudgeable(
+                f"there is no sandbox to run it in: {missing}. --allow-unsandboxed (allow_unsandboxed=True) runs it "
+                "without one"
+            )
         with self._of_the_original():
             self.giver.load(self.original.attribute, terms.timeout)
             self._arguments = str(self.giver.request(do="arguments", seed=0)["arguments"])
@@ -141,17 +151,14 @@ class Trial:
         with self._of_the_original():
             for worker in filter(None, (self.witness, self.reference, self.narrow)):
                 worker.load(self.original.attribute, terms.timeout)
-            began = time.perf_counter()
-            theirs = self._build(self.witness, self.original, terms.dtype)
-            self._made = [time.perf_counter() - began]
+            theirs, made = self._timed_build(self.witness, self.original)
             self._build(self.reference, self.original, "float64")
             if self.narrow:
                 self._build(self.narrow, self.original, "float32")
-        began = time.perf_counter()
-        ours = self._start = self._build(self.suspect, self.candidate, terms.dtype)
-        self._made.append(time.perf_counter() - began)
-        shape, own = ({name: (m["shape"], m["dtype"]) for name, m in side["state"]} for side in (theirs, ours))
-        self._shares_state = bool(shape) and shape == own
+        ours, own = self._timed_build(self.suspect, self.candidate)
+        self._start, self._made = ours, (made, own)
+        shape, other = ({name: (m["shape"], m["dtype"]) for name, m in side["state"]} for side in (theirs, ours))
+        self._shares_state = bool(shape) and shape == other
         if shape and not self._shares_state:
             self.verdict.note(
                 "its parameters differ from the original's in names or shapes, so no other weights than those of its "
@@ -177,6 +184,12 @@ class Trial:
             compiled=compiled,
         )  # fmt: skip
         return worker.inspect()
+
+    def _timed_build(self, worker: Worker, program: Program) -> tuple[dict[str, Any], float]:
+        """Also return the seconds it took, without those in which other programs had its processor."""
+        start, queued = time.perf_counter(), worker.queue_time()
+        found = self._build(worker, program, self.terms.dtype)
+        return found, time.perf_counter() - start - (worker.queue_time() - queued)
 
     def _derived(self, *purpose: object) -> int:
         """Return the seed of one purpose; none tells anything of another."""
@@ -209,6 +222,11 @@ class Trial:
         sides = [(self.witness, own), (self.reference, torch.float64)]
         sides += [(self.narrow, torch.float32)] if self.narrow else []
         sides += [(self.suspect, own)] if suspect else []
+        self._give(state, sides, steps=steps)
+
+    def _give(
+        self, state: dict[str, torch.Tensor], sides: Sequence[tuple[Worker, torch.dtype]], *, steps: bool = False
+    ) -> None:
         for worker, dtype in sides:
             values = {n: (t.to(dtype) if t.is_floating_point() else t).contiguous() for n, t in state.items()}
             for batch in worker.batches(values):
@@ -270,6 +288,7 @@ class Trial:
         if level.deep:
             self._kept_for_good()
             self._census(first)
+            self._heap(first)
         if self._hashes:
             same = _hashes() == self._hashes
             self._step("P6", "" if same else "files of refold, torch or triton are others than before the trial")
@@ -330,9 +349,11 @@ class Trial:
         if unknown := _unknown(found[0].tree):
             raise Unjudgeable(f"the original returns a {unknown}, which cannot be compared; let it return tensors")
         if not found[0].tensors:
-            raise Unjudgeable("the original returns no tensor, so that there is nothing to compare")
+            raise Unjudgeable("the original returns no tensor, so there is nothing to compare; let it return tensors")
         if all(_identical(a, b) for a, b in zip(found[0].tensors, found[1].tensors, strict=True)):
-            raise Unjudgeable("the original returns the same for different inputs, so that nothing can be told")
+            raise Unjudgeable(
+                "the original returns the same for different inputs, so right and wrong candidates look alike"
+            )
         sizes = sum(t.numel() for ts in (found[0].tensors, plain[0].tensors, self._state.values()) for t in ts)
         self._most = 64 * sizes + (1 << 24)
         if self._random:
@@ -391,10 +412,7 @@ class Trial:
         """N1 and its kin: the two norms, for every result."""
         if any(a.shape != b.shape or a.dtype != b.dtype for a, b in zip(o.tensors, y.tensors, strict=True)):
             return  # metadata that was told to be ignored
-        if r is o:
-            known = [(1.125 * self._known[0], 1.125 * self._known[1])] * len(o.tensors)
-        else:
-            known = self._estimate(call, len(o.tensors))
+        known = [self._known * 1.125] * len(o.tensors) if r is o else self._estimate(call, len(o.tensors))
         sides = list(zip(r.tensors, o.tensors, y.tensors, known, strict=True))
         if kind in inputs.LARGE:
             # Exponentials are saturated there, and what kernels keep of them for the backward has no digits left.
@@ -409,13 +427,10 @@ class Trial:
         worst = min(found, key=lambda one: (one.passed, -one.error / (one.bound or 1.0)))
         if check == "N1" and r is not o:
             # What the original's own errors are, for calls that are compared with the original alone.
-            exact = zip(r.tensors, o.tensors, known, strict=True)
-            own = [_judged(kind, a, b, b, least, self._longest) for a, b, least in exact]
-            self._known = max(self._known[0], *(e.error for e in own)), max(self._known[1], *(e.worst for e in own))
             for a, b in zip(r.tensors, o.tensors, strict=True):
-                for at in numerics.small_parts(a) if b.is_floating_point() else ():
-                    errors = numerics.own_errors(a.double()[at], b[at])
-                    self._known_small = max(self._known_small[0], errors[0]), max(self._known_small[1], errors[1])
+                if b.is_floating_point() or b.is_complex():
+                    a, b = _real(a, b)
+                    self._known |= numerics.own_errors(a.double(), b)
         failure = worst.reason and f"{kind} inputs: {worst.reason}"
         if failure and found.index(worst) >= len(self._outputs):
             check, failure = "N7", f"gradient {found.index(worst) - len(self._outputs)}, {failure}"
@@ -437,7 +452,7 @@ class Trial:
         g = inputs.generator(self._derived("moved", kind))
         unit = [numerics.roundoff(t.dtype) if t.is_floating_point() else 0.0 for t in call.tensors]
         moved: list[Result] = []
-        for _ in range(MOVES):
+        for _ in range(numerics.MOVES):
             signs = [2 * torch.randint(0, 2, t.shape, generator=g) - 1 for t in call.tensors]
             tensors = [
                 (t * (1 + 1.01 * u * s)).to(t.dtype) if u else t
@@ -467,10 +482,10 @@ class Trial:
                 return "it returned the result of an earlier call for new inputs"
         return ""
 
-    def _estimate(self, call: Call, count: int) -> list[tuple[float, float]]:
+    def _estimate(self, call: Call, count: int) -> list[numerics.Errors]:
         """Errors of a float64 original, read off a float32 run."""
         if self.narrow is None or self._random:
-            return [(0.0, 0.0)] * count
+            return [numerics.NOTHING] * count
 
         def run(worker: Worker, dtype: torch.dtype) -> numerics.Program:
             return lambda *xs: (
@@ -505,13 +520,16 @@ class Trial:
             if index not in y.changed:
                 self._step("S1", f"it left input {index} alone, which the original changes")
             result = _judged("", o.inputs_after[index].double(), o.inputs_after[index], y.inputs_after[index],
-                             (0.0, 0.0), 4 * self._longest)  # fmt: skip
+                             numerics.NOTHING, 4 * self._longest)  # fmt: skip
             if result.reason:
                 self._step("S1", f"it changed input {index} otherwise than the original: {result.reason}")
         if self._aliases != y.aliases:
             self._step("S2", f"its results share memory with {y.aliases}, the original's with {self._aliases}")
         if y.overrun and not o.overrun:
             self._step("U2", "it wrote to memory next to its inputs")
+        for index in range(len(self._outputs)):
+            if y.reused[index] and not o.reused[index]:
+                self._step("S7", f"result {index} lies in the memory of an earlier call's result, which is still held")
 
     def _late(self, y: Result) -> None:
         """U4, S6: when a call has returned its results are what they are, and nothing runs."""
@@ -528,23 +546,26 @@ class Trial:
         self.suspect.settle()
         left = self.suspect.lingering()
         self._step("S6", f"it left {len(left)} processes running" if left else "")
+        self._surroundings(self.witness, self.suspect, self._start["modes"])
+
+    def _surroundings(self, original: Worker, candidate: Worker, modes: str, calls: int = 1) -> None:
+        """S1, S3 to S5, S8: what a candidate left, whose modes were these, and its state after so many calls."""
         with self._of_the_original():
-            expected = self.witness.inspect()
-        found = self.suspect.inspect()
+            expected = original.inspect()
+        found = candidate.inspect()
         changed = {n: v for n, v in found["settings"].items() if expected["settings"].get(n) != v}
         self._step("S4", f"it changed global settings: {_listed(changed)}" if changed else "")
         patched = sorted(set(found["patched"]) - set(expected["patched"]))
         self._step("S5", f"it replaced {', '.join(map(str, patched))}" if patched else "")
         differs = found["random"] != expected["random"]
         self._step("S3", "it leaves another random state than the original" if differs else "")
-        self._step("S8", "it changed its training mode or its hooks" if found["modes"] != self._start["modes"] else "")
+        self._step("S8", "it changed its training mode or its hooks" if found["modes"] != modes else "")
         if self._shares_state:
-            self._same_state(expected, found)
+            theirs = self._read_state(original, expected)
+            most = 2 * sum(t.numel() * t.element_size() for t in theirs.values()) + (1 << 20)
+            self._same_state(theirs, self._read_state(candidate, found, most), calls)
 
-    def _same_state(self, expected: dict[str, Any], found: dict[str, Any]) -> None:
-        theirs = self._read_state(self.witness, expected)
-        most = 2 * sum(t.numel() * t.element_size() for t in theirs.values()) + (1 << 20)
-        ours = self._read_state(self.suspect, found, most)
+    def _same_state(self, theirs: dict[str, torch.Tensor], ours: dict[str, torch.Tensor], calls: int) -> None:
         if theirs.keys() != ours.keys():
             self._step("S1", "it changed the names of its parameters")
         for name, value in theirs.items():
@@ -557,7 +578,8 @@ class Trial:
                     "S1", f"it changed its parameter or buffer {name}" if untouched else f"its {name} is another"
                 )
                 continue
-            result = numerics.compare("", value.double(), value, mine, None, 4 * self._longest, (0.0, 0.0))
+            terms = 4 * self._longest * calls**2  # each call adds its rounding error
+            result = numerics.compare("", value.double(), value, mine, None, terms, parts=False)
             self._step("S1", result.reason and f"its parameter or buffer {name} differs: {result.reason}")
 
     def _stale(self, first: Tensors) -> None:
@@ -631,9 +653,11 @@ class Trial:
             if not values[0].is_floating_point() and all(torch.equal(values[0], x) for x in values[1:])
         ]
         if fixed:
-            self.verdict.note(f"input {', '.join(map(str, fixed))} was the same in all calls; others may be wrong")
+            self.verdict.note(
+                f"input {', '.join(map(str, fixed))} was the same in all calls; other values were not tried"
+            )
         if any(a is not b for a, b in zip(first, other, strict=True)):
-            self._elsewhere("integers in another order", other)
+            self._elsewhere("integers in another order", other, "not for integers in another order")
 
     def _constants(self, first: Tensors) -> None:
         """N6: a number among the arguments is read; other constants are the same in all calls."""
@@ -642,7 +666,9 @@ class Trial:
         if tree != self._tree:
             self._unless_refused("another number", "N6", replace(call, tree=tree), "not for other numbers as arguments")
         if others:
-            self.verdict.note(f"the arguments {', '.join(map(repr, others))} were so in all calls; others may be wrong")
+            self.verdict.note(
+                f"the arguments {', '.join(map(repr, others))} were the same in all calls; other values were not tried"
+            )
 
     def _second_gradients(self, first: Tensors) -> None:
         """N7: gradients of gradients, where the original has them."""
@@ -674,12 +700,12 @@ class Trial:
     def _layouts(self, first: Tensors) -> None:
         """N6: inputs that lie otherwise in memory."""
         for name, values in inputs.layouts(first, self._derived("layouts")):
-            self._elsewhere(f"{name} inputs", values)
+            self._elsewhere(name, values, f"not for {name} inputs")
         if self.terms.train:
             call = self._call(inputs.draw("normal", first, self._derived("cotangents")))
             for name, values in inputs.layouts(call.cotangents, self._derived("layouts")):
                 other = replace(call, cotangents=values)
-                self._unless_refused(f"{name} cotangents", "N6", other, f"not for {name} cotangents")
+                self._unless_refused(f"{name} cotangents", "N6", other, f"not for {name} cotangents", wide=True)
 
     def _shapes(self, first: Tensors) -> None:
         """N6: other shapes. A candidate may refuse them, by an exception; wrong results it may not give."""
@@ -690,9 +716,9 @@ class Trial:
             if tried >= most:
                 break
             if sum(t.numel() for t in values) <= 2 * size + 64:
-                tried += self._elsewhere(f"size {name}", values)
+                tried += self._elsewhere(f"size {name}", values, f"not for size {name}")
 
-    def _elsewhere(self, name: str, values: Tensors) -> bool:
+    def _elsewhere(self, name: str, values: Tensors, note: str) -> bool:
         """Try inputs that the original may not accept, and the candidate may refuse."""
         call = self._call(values)
         if self.terms.train:
@@ -702,7 +728,7 @@ class Trial:
                 return False
             g = inputs.generator(self._derived("cotangents", name))
             call = replace(call, cotangents=[inputs.normal(t, g) for t in plain.tensors])
-        return self._unless_refused(name, "N6", call, f"not for {name}")
+        return self._unless_refused(name, "N6", call, note)
 
     def _unless_refused(self, name: str, check: str, call: Call, note: str, *, wide: bool = False) -> bool:
         """Compare a call that the original may not accept, and that a candidate may refuse, by an exception.
@@ -712,14 +738,14 @@ class Trial:
             check: The check that a wrong result fails.
             call: The call.
             note: What is said of a candidate that refuses it.
-            wide: Whether the reference is the original in float64.
+            wide: Whether the reference is the original in float64, unless that draws random numbers.
 
         Returns:
             Whether the original accepts it.
         """
         try:
             o = self.witness.call(call, self.terms.timeout)
-            r = self.reference.call(self._wide(call), self.terms.timeout) if wide else o
+            r = self.reference.call(self._wide(call), self.terms.timeout) if wide and not self._random else o
         except Raised:
             return False
         try:
@@ -737,8 +763,8 @@ class Trial:
     def _kept_for_good(self) -> None:
         """T11: work that was done when it was made, and memory that it keeps, are no part of the time of a call."""
         made, held = self._made, [worker.held() for worker in (self.witness, self.suspect)]
-        if made[1] > 10 * made[0] + 1.0:
-            self.verdict.note(f"it takes {made[1]:.1f} s to be made, the original {made[0]:.1f} s")
+        if made[1] > max(10 * made[0], MADE_S):
+            self.verdict.note(f"making it takes {made[1]:.1f} s, making the original {made[0]:.1f} s")
         if held[1] > held[0] + KEPT:
             self.verdict.note(f"it keeps {(held[1] - held[0]) >> 20} MB of memory that the original does not keep")
         self._step("T11", "", made_s=[round(s, 3) for s in made], held_bytes=held)
@@ -756,6 +782,48 @@ class Trial:
         elif calls:
             self.verdict.note(f"it calls the library: {', '.join(calls)}")
         self._step("T12", "", operations=own)
+
+    def _heap(self, first: Tensors) -> None:
+        """U3: what is written next to memory of its own shows when the C library looks at that memory."""
+        if self.terms.device != "cpu":
+            return
+        values = [self._actual("heap"), *(drawn for _, drawn in inputs.layouts(first, self._derived("heap")))]
+        calls = [self._call(each) for each in values]
+        others = inputs.resized(first, self._derived("heap sizes"))
+        calls += [replace(self._call(drawn), cotangents=()) for _, drawn in itertools.islice(others, SIZES)]
+        known = []
+        for call in calls:
+            with contextlib.suppress(Raised):
+                self.witness.call(call, self.terms.timeout)
+                known.append(call)
+        nursery, failure = self.nursery.careful(), ""
+        ended = self._ended(nursery, self.candidate, known)
+        if not nursery.is_careful():
+            self.verdict.note("whether it writes beyond its own memory is unknown: there is no libc_malloc_debug here")
+        elif ended and self._ended(nursery, self.original, known):
+            self.verdict.note("where the C library looks at all memory, neither it nor the original runs to the end")
+        elif ended:
+            failure = f"it wrote beyond memory of its own: where the C library looks at that, {ended}"
+        self._step("U3", failure, calls=len(known))
+
+    def _ended(self, nursery: Nursery, program: Program, calls: Sequence[Call]) -> str:
+        """Make calls and let go of each result; say how the process ended, empty if it lives."""
+        try:
+            with nursery.program(program.text, "candidate.py", room=self.suspect.room) as worker:
+                worker.lenient = self.off
+                worker.load(program.attribute, self.terms.timeout)
+                self._build(worker, program, self.terms.dtype)
+                for call in [*calls, calls[0]]:
+                    with contextlib.suppress(Raised):  # what it may refuse
+                        worker.call(call, self.terms.timeout, most=self._most, hold=False)
+        except Raised:
+            pass
+        except Misbehaved as error:
+            if error.check == "P4":
+                return error.reason
+            if error.check != "P3":  # it may be slow there
+                raise
+        return ""
 
     # Time
 
@@ -782,7 +850,7 @@ class Trial:
                 min(each.call(call, self.terms.timeout).seconds for _ in range(3)) for each in (self.witness, worker)
             ]
         except Misbehaved as error:
-            self.verdict.note(f"torch.compile of the original was not raced against: {error.reason[:120]}")
+            self.verdict.note(f"torch.compile of the original was not timed: {error.reason[:120]}")
             return self.witness, "eager"
         return (worker, "torch.compile") if times[1] < times[0] else (self.witness, "eager")
 
@@ -852,6 +920,7 @@ class Trial:
         self._width = min(self.terms.threads, len(self._processors))
         logs: list[float] = []
         lower = upper = 0.0
+        self._begin(base, candidate)
         began = self._usage(base, candidate)
         self._alone = candidate.births()
         done = -1  # the first pair warms both up, as all calls before it did
@@ -873,11 +942,13 @@ class Trial:
             lower, upper = median_bounds(logs, share)
             if lower > math.log1p(DELTA) or upper < math.log1p(DELTA) or len(logs) < look:
                 break
+        self._look(base, candidate)
         for worker in (base, candidate):
             worker.pin(set(self._processors))
         used, given, waited = self._processor
         elsewhere = others(self._usage(base, candidate) - began)
-        if self.terms.threads > 1 and waited > WAITED * given and not elsewhere < OTHERS:
+        clear = lower > math.log(CLEAR) or upper < -math.log(CLEAR)
+        if self.terms.threads > 1 and waited > WAITED * given and not elsewhere < OTHERS and not clear:
             who = "" if math.isnan(elsewhere) else f" while other programs kept {elsewhere:.1f} of them busy"
             raise Unjudgeable(
                 f"the machine is busy: calls waited {waited / given:.0%} of their time for its {len(self._processors)} "
@@ -900,6 +971,18 @@ class Trial:
             "waited": waited / given if given else 0.0,
             "others": elsewhere,
         }
+
+    def _begin(self, base: Worker, candidate: Worker) -> None:
+        """Give both the same state, which the timed calls may change."""
+        own = getattr(torch, self.terms.dtype)
+        if self._shares_state:
+            self._give(self._state, [(each, own) for each in (base, candidate) if each is not self._compiled])
+        self._modes, self._looked, self._calls = candidate.inspect()["modes"], False, 0
+
+    def _look(self, base: Worker, candidate: Worker) -> None:
+        """See what the timed calls so far have left: they, too, change and leave what the original does."""
+        if base is not self._compiled:
+            self._surroundings(base, candidate, self._modes, self._calls)
 
     def _usage(self, *workers: Worker) -> Usage:
         """Return what was used until now, with what these processes used as this one's own."""
@@ -969,6 +1052,12 @@ class Trial:
                 base.again(self._before[0])
             self._unchanged(candidate, self._before[1])
         self._before = o, y
+        self._calls += 1
+        if self._looked:  # which was work for the process, between calls
+            o, y = replace(o, outside=0.0), replace(y, outside=0.0)
+        self._looked = self._derived(*purpose, "look") % LOOKED_AT == 0
+        if self._looked:
+            self._look(base, candidate)
         self._processor[0] += y.processor
         self._processor[1] += y.seconds
         self._processor[2] += max(each.waited / each.seconds for each in (o, y)) * y.seconds
@@ -988,10 +1077,9 @@ class Trial:
 
     def _verify(self, call: Call, o: Result, y: Result) -> None:
         """C3: a timed result is right. The original's own result is the reference, and its error counts twice."""
-        known, small = ((1.125 * known[0], 1.125 * known[1]) for known in (self._known, self._known_small))
-        kind = "" if self._lucky else "timed"
+        known, kind = self._known * 1.125, "" if self._lucky else "timed"
         for a, b in zip(o.tensors, y.tensors, strict=True):
-            result = _judged(kind, a.double() if a.is_floating_point() else a, a, b, known, self._longest, small)
+            result = _judged(kind, a.double() if a.is_floating_point() else a, a, b, known, self._longest)
             if result.reason:
                 check, failure = "C3", f"a timed call gave a wrong result: {result.reason}"
                 if "C1" not in self.off and (stale := self._earlier(o, y)):
@@ -1021,25 +1109,25 @@ def _judged(
     r: torch.Tensor,
     o: torch.Tensor,
     y: torch.Tensor,
-    known: tuple[float, float],
+    known: numerics.Errors,
     terms: int,
-    small: tuple[float, float] = (0.0, 0.0),
 ) -> numerics.KindResult:
-    """Compare one result; ``small`` are errors that the original is known to have where it is small beside others."""
-    if y.is_complex():
-        r, o, y = (torch.view_as_real(v.resolve_conj().contiguous()) for v in (r, o, y))
+    """Compare one result; ``known`` are errors that the original is known to have."""
+    r, o, y = _real(r, o, y)
+    if kind in inputs.EQUAL_TERMS:
+        terms = terms**2  # roundings of equal terms have one sign: they add up in proportion to the number of terms
     if y.is_floating_point():
-        result = numerics.compare(kind, r.double(), o, y, None, terms, known)
-        for at in numerics.small_parts(r) if result.passed and kind in ORDINARY else ():
-            part = numerics.compare(kind, r.double()[at], o[at], y[at], None, terms, small)
-            if not part.passed:
-                return replace(part, reason=f"of the elements that are small beside others, {part.reason}")
-        return result
+        return numerics.compare(kind, r.double(), o, y, None, terms, known, kind in ORDINARY)
     # Where float64 decides otherwise than the original itself, either is right, and what is as near.
     off, own = (y.double() - r.double()).abs(), (o.double() - r.double()).abs()
     wrong = int(((y != o) & ~(off <= 8 * own)).sum())
     reason = f"{wrong} of {y.numel()} elements differ" if wrong else ""
     return numerics.KindResult(kind, not wrong, float(wrong), 0.0, float(wrong), 0.0, reason)
+
+
+def _real(*values: torch.Tensor) -> list[torch.Tensor]:
+    """Return complex tensors as real ones with an axis for the two parts, and others as they are."""
+    return [torch.view_as_real(v.resolve_conj().contiguous()) if v.is_complex() else v for v in values]
 
 
 def _integral(r: torch.Tensor, o: torch.Tensor, y: torch.Tensor) -> numerics.KindResult | None:

@@ -78,6 +78,10 @@ KINDS: dict[str, Kind] = {
 # Kinds on which gradients are not compared.
 LARGE = ("x1000", "huge", "wide exponents")
 
+REPEATED = "repeated"
+# Kinds of which sums may have terms that are all equal.
+EQUAL_TERMS = ("constant rows", REPEATED)
+
 
 def generator(seed: int) -> torch.Generator:
     """Return a source of random numbers of its own."""
@@ -208,7 +212,7 @@ def layouts(like: Sequence[torch.Tensor], seed: int) -> Iterator[tuple[str, Tens
     yield "transposed", [x.mT.contiguous().mT if x.dim() > 1 else x for x in fresh]
     yield "strided", [_spread(x) for x in fresh]
     yield (
-        "repeated",
+        REPEATED,
         [x[:1].expand(x.shape) if x.dim() and x.shape[0] > 1 and x.is_floating_point() else x for x in fresh],
     )
     yield "odd address", [_shifted(x) for x in fresh]

@@ -24,6 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -41,9 +42,14 @@ _ROOT = Path(__file__).parents[3]
 _REPLY_LIMIT = 64 << 20
 _CROWDED = 10.0  # times the limit of an answer, at most, where other programs want the same cores
 _SETTLE_S = 2.0  # after which it is looked at how much a program that still runs uses
+_AWAKE_S = 60.0  # the longest that a thread may neither sleep nor run, on however busy a machine
+# States of threads, as proc(5) names them.
+_STOPPED = "TtZX"
+_ASLEEP = _STOPPED + "S"
 _STOP_S = 0.05  # within which all threads stop, unless other programs keep them from running at all
 _RESUMED_S = 5e-4  # of processor time, which a process that has stopped does not use
 _LIBC = ctypes.CDLL(None, use_errno=True)
+_CAREFUL = {"LD_PRELOAD": "libc_malloc_debug.so.0", "MALLOC_CHECK_": "3"}  # of glibc: look, and abort
 _ADD_SEALS, _SEAL_SIZE = 1033, 0x1 | 0x2 | 0x4  # fcntl.h: no more seals, no shrinking, no growing
 _DTYPES = {str(d).removeprefix("torch."): d for d in vars(torch).values() if isinstance(d, torch.dtype)}
 # What a process may find in its environment, in addition to its private folders.
@@ -122,6 +128,7 @@ class Result:
         inputs_after: What the inputs are now.
         overrun: Whether memory next to the inputs was written to.
         aliases: What each result shares its memory with.
+        reused: Of each result, whether it lies in the memory of a result of an earlier call that is still held.
     """
 
     tree: Any
@@ -136,18 +143,27 @@ class Result:
     inputs_after: list[torch.Tensor] = field(default_factory=list)
     overrun: bool = False
     aliases: list[Any] = field(default_factory=list)
+    reused: list[bool] = field(default_factory=list)
 
 
 class Nursery:
-    """Starts processes for programs; a context manager that ends them all."""
+    """Starts processes for programs; a context manager that ends them all.
 
-    def __init__(self, *, threads: int, device: str = "cpu", sandboxed: bool = True):
+    Args:
+        threads: Threads that each process may use.
+        device: ``cpu`` or ``cuda``.
+        sandboxed: Whether the processes are confined.
+        careful: Whether the C library looks at memory that is given back, and ends a process that wrote beyond it.
+    """
+
+    def __init__(self, *, threads: int, device: str = "cpu", sandboxed: bool = True, careful: bool = False):
         if sys.platform != "linux":
             raise Unjudgeable(f"the judge reads results out of another process, which needs Linux, not {sys.platform}")
         self.threads, self.device, self.sandboxed = threads, device, sandboxed
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         environment = {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
         environment |= {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
+        environment |= _CAREFUL if careful else {}
         script = Path(__file__).with_name("worker.py")
         with theirs:
             self._process = subprocess.Popen(
@@ -165,6 +181,7 @@ class Nursery:
         self.imports: list[str] = []
         # Whether memory of any of them could be read.
         self.has_read = False
+        self._careful: Nursery | None = None
 
     def __enter__(self) -> Nursery:
         return self
@@ -174,6 +191,8 @@ class Nursery:
 
     def close(self) -> None:
         """End the nursery and all that it started."""
+        if self._careful is not None:
+            self._careful.close()
         for worker in list(self._workers):
             worker.close()
         self._control.close()
@@ -194,6 +213,17 @@ class Nursery:
             self._workers.remove(worker)
             self._past |= worker.family
             worker.close()
+
+    def careful(self) -> Nursery:
+        """Return a nursery like this one whose processes are ended when they wrote beyond their own memory."""
+        if self._careful is None:
+            self._careful = Nursery(threads=self.threads, device=self.device, sandboxed=self.sandboxed, careful=True)
+        self._careful.imports = self.imports
+        return self._careful
+
+    def is_careful(self) -> bool:
+        """Say whether the C library has the part that does so; known once it has started a process."""
+        return "libc_malloc_debug" in Path(f"/proc/{self._process.pid}/maps").read_text()
 
     def strangers(self) -> list[int]:
         """Return the children of the nursery that it did not fork for a program: what one left running."""
@@ -224,6 +254,8 @@ class Worker:
         self.room, self._next = room, 0
         self._last: list[dict[str, Any]] = []
         self._used = 0.0, 0.0
+        # Where results of the last calls lie, which the process holds for one call more.
+        self._recent: deque[set[int]] = deque(maxlen=2)
         # How long each thread had run when all slept after a call.
         self._resting: dict[str, tuple[int, int]] = {}
         self._channel, theirs = socket.socketpair()
@@ -248,7 +280,10 @@ class Worker:
         self.family = {self.pid, *_parents(self.pid)}
         # Rules that are not to be enforced here, so that tests can show that they are needed.
         self.lenient: frozenset[str] = frozenset()
-        self.active = [str(part) for part in self.request(do="hello")["active"]]
+        hello = self.request(do="hello")
+        self.active = [str(part) for part in hello["active"]]
+        # What its checks do not see with this PyTorch.
+        self.unseen = [str(part) for part in hello["off"]]
 
     def load(self, attribute: str, timeout: float) -> float:
         """Import the program; return the seconds it took."""
@@ -358,13 +393,13 @@ class Worker:
         self.fill(specs, [*call.tensors, *call.cotangents], call.perturb or 0xFF)
         if asleep and self.activity() != asleep and "S6" not in self.lenient:
             raise Misbehaved("S6", "it used the processor while it waited for its inputs")
-        forks = _forks()
+        forks, threads = _forks(), self._threads()
         before, queued = self.processor_time(), self.queue_time()
         start = time.perf_counter()
         self._send(b"")
         frame = self._frame(timeout)
-        if "U4" in self.lenient:
-            time.sleep(0.05)
+        while "U4" in self.lenient and self._threads() - threads:
+            time.sleep(1e-3)
         # What runs on after the answer is stopped before the clock is.
         with self._stopped():
             seconds = time.perf_counter() - start
@@ -386,10 +421,15 @@ class Worker:
         tree = _checked_tree(answer.get("tree"))
         aliases = [self._alias(m, metadata, inputs) for m in metadata]
         times = (seconds, sum(after) - sum(before), sum(before) - sum(used), waited, started)
-        return Result(tree, metadata, tensors, *times, *self._inspect(inputs, call), aliases)
+        own = [0 if alias and alias[0] == "input" else m["storage"] for m, alias in zip(metadata, aliases, strict=True)]
+        reused = [bool(at) and any(at in earlier for earlier in self._recent) for at in own]
+        self._recent.append(set(own))
+        return Result(tree, metadata, tensors, *times, *self._inspect(inputs, call), aliases, reused)
 
     def _prepare(self, call: Call, hold: bool) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
         """Choose places for a call's tensors and tell the process; return all of them and those of the inputs."""
+        if not hold:
+            self._recent.clear()
         specs = self.wrap([*call.tensors, *call.cotangents], again=call.same_place)
         inputs, cotangents = specs[: len(call.tensors)], specs[len(call.tensors) :]
         for spec, t in zip(inputs, call.tensors, strict=True):
@@ -429,21 +469,27 @@ class Worker:
         """
         if self._nursery.device != "cpu":
             return {}
-        patience, before, pause = time.perf_counter() + _SETTLE_S, 0.0, 5e-5
+        start, before, pause = time.perf_counter(), 0.0, 5e-5
+        states, last = _ASLEEP, dict[str, tuple[int, int]]()
         while True:
-            found = self.activity(asleep=True)
-            if found:
+            found = self.activity(states)
+            # Threads are looked at one after the other, so of two that take turns, each may be seen asleep. If none
+            # has run from one look to the next, all slept between them.
+            if found and found == last:
                 return found
-            if time.perf_counter() > patience:
+            if (waited := time.perf_counter() - start) > _SETTLE_S:
                 # On a busy machine it may wait for a processor; what counts is what it uses.
                 used = sum(self.processor_time())
                 if "S6" in self.lenient:
                     return {}
-                if before and used - before > _SETTLE_S / 2:
-                    raise Misbehaved("S6", "it still used the processor long after its call had returned")
+                if (before and used - before > _SETTLE_S / 2) or waited > _AWAKE_S:
+                    raise Misbehaved("S6", "it was still awake long after its call had returned")
                 before = before or used
-            time.sleep(pause)
-            pause = min(2 * pause, 2e-3)
+                states = _ASLEEP + "D"  # as one is whose child has its memory; before, as it waits for a disk
+            if not found:
+                time.sleep(pause)
+                pause = min(2 * pause, 2e-3)
+            last = found
 
     def _rested(self) -> None:
         """Refuse what ran between a call and the next command; it would slow others down."""
@@ -518,13 +564,13 @@ class Worker:
         self._guard.close()
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    def activity(self, *, asleep: bool = False) -> dict[str, tuple[int, int]]:
-        """Return the run time and the number of turns of each thread; nothing if all must sleep and one does not."""
+    def activity(self, states: str = "") -> dict[str, tuple[int, int]]:
+        """Return the run time and the number of turns of each thread; nothing if one is in none of the states."""
         found = {}
         try:
             for task in os.listdir(f"/proc/{self.pid}/task"):
                 with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # a thread that ends meanwhile
-                    if asleep and _stat(f"{self.pid}/task/{task}")[0] not in "SDT":
+                    if states and _stat(f"{self.pid}/task/{task}")[0] not in states:
                         return {}
                     ran, _, turns = Path(f"/proc/{self.pid}/task/{task}/schedstat").read_text().split()
                     found[task] = (int(ran), int(turns))
@@ -545,15 +591,19 @@ class Worker:
     def _await_stop(self) -> None:
         """Wait until every thread has seen the signal to stop: one that runs on another core does not do so at once."""
         until = time.perf_counter() + _STOP_S
-        while time.perf_counter() < until and not all(state in "TtZX" for state in self._states()):
+        while time.perf_counter() < until and not all(state in _STOPPED for state in self._states()):
             time.sleep(5e-5)
+
+    def _threads(self) -> set[str]:
+        with contextlib.suppress(FileNotFoundError):  # the process has ended, which others notice
+            return set(os.listdir(f"/proc/{self.pid}/task"))
+        return set()
 
     def _states(self) -> Iterator[str]:
         """Yield the state of each thread, as proc(5) names it."""
-        with contextlib.suppress(FileNotFoundError):  # the process has ended, which others notice
-            for task in os.listdir(f"/proc/{self.pid}/task"):
-                with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # a thread that ends meanwhile
-                    yield _stat(f"{self.pid}/task/{task}")[0]
+        for task in self._threads():
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # a thread that ends meanwhile
+                yield _stat(f"{self.pid}/task/{task}")[0]
 
     def _bytes(self, spec: dict[str, Any], t: torch.Tensor) -> torch.Tensor:
         return torch.frombuffer(
@@ -794,7 +844,7 @@ def _stat(process: int | str) -> list[str]:
 
 
 def _has_ended(pid: int) -> bool:
-    """Say whether a process is only remembered until somebody asks how it ended."""
+    """Say whether a process is only kept until its parent asks how it ended."""
     try:
         return _stat(pid)[0] == "Z"
     except OSError:

@@ -87,8 +87,7 @@ def source(text: str, *, name: str = "candidate.py", attribute: str = "", role: 
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise TargetError(f"{role} {name} is not Python: {error}") from error
     if attribute not in defined:
-        hint = "" if role == "original" else ", as the KernelBench convention asks; name another with file.py:name"
-        raise TargetError(f"{role} {name} does not define {attribute}{hint}")
+        raise TargetError(f"{role} {name} does not define {attribute}; define it, or name another with file.py:name")
     return found
 
 

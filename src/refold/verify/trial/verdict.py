@@ -40,6 +40,7 @@ CHECKS = {
     "S8": "hooks and training modes are as before",
     "U1": "results do not depend on uninitialised memory, or on memory next to its inputs",
     "U2": "it writes nothing to memory next to its inputs",
+    "U3": "it writes nothing next to memory of its own, as the C library sees it (full, CPU)",
     "U4": "results are complete when it returns",
     "D1": "the same inputs give the same bits",
     "C1": "new values at an old address give new results",

@@ -10,8 +10,8 @@ around them, into fresh device memory. It ends by copying back the results, the 
 waits for the call's stream and for no other stream. So the judge reads the same bytes as without a GPU, an answer that
 comes before its results is wrong, and the time of a call includes both copies, for original and candidate alike.
 
-Original and candidate run in the same way, so that neither is favoured. The only part of refold imported here is
-`sandbox`.
+Original and candidate run in the same way, so that neither is favoured. The only parts of refold imported here are
+`sandbox` and `private`.
 """
 
 from __future__ import annotations
@@ -41,9 +41,29 @@ from typing import Any, NoReturn
 import torch
 
 try:
+    from tqdm import tqdm
+
+    tqdm.monitor_interval = 0  # its thread, which torch's compiler would start, runs every ten seconds
+except ImportError:
+    pass
+try:
     from numpy import random as numpy_random
 except ImportError:  # then no program draws from it
     numpy_random = None  # type: ignore[assignment]
+
+
+def _import(path: Path, name: str = "") -> Any:
+    """Import a file as a module of its own name, or of another one that no program can mean."""
+    name = name or path.stem
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{path.name} cannot be imported")
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+private: Any = _import(Path(__file__).with_name("private.py"), "refold trial: private")
 
 ZONE = 4096  # bytes of the red zones around inputs, as the judge writes them
 HELD = 3  # results kept alive, so that the judge can look at them again
@@ -95,29 +115,6 @@ def _patched() -> dict[str, int]:
     return found
 
 
-def _modes() -> dict[str, Any]:
-    """Count the modes that intercept operations; torch has no public name for it."""
-    names = {"function modes": "_len_torch_function_stack", "dispatch modes": "_len_torch_dispatch_stack"}
-    return {what: getattr(torch._C, name, lambda: "unknown")() for what, name in names.items()}
-
-
-def _global_hooks() -> int:
-    found = vars(torch.nn.modules.module)
-    return sum(len(hooks) for name, hooks in found.items() if name.startswith("_global") and isinstance(hooks, dict))
-
-
-def _replaced() -> list[str]:
-    """Return the operations of torch that were given another implementation for a processor or its gradients."""
-    places = ("/CPU", "/CUDA", "/AutogradCPU", "/AutogradCUDA", "/Autograd")
-    found = getattr(torch.library, "_impls", ())
-    return sorted(name for name in found if name.endswith(places) and name.startswith("aten/"))
-
-
-def _saved_tensors_hooks() -> bool:
-    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
-    return top is not None and top(False) is not None
-
-
 def _settings() -> dict[str, str]:
     """Return the global switches that change what other code computes or how fast."""
     values: dict[str, Any] = {
@@ -137,9 +134,7 @@ def _settings() -> dict[str, str]:
         "inference mode": torch.is_inference_mode_enabled(),
         "anomaly mode": torch.is_anomaly_enabled(),
         "autocast": (torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda")),
-        **_modes(),
-        "hooks of all modules": _global_hooks(),
-        "hooks of saved tensors": _saved_tensors_hooks(),
+        **private.settings(),
         "mkldnn": torch.backends.mkldnn.enabled,
         "processors": sorted(os.sched_getaffinity(0)),
         "priority": (os.getpriority(os.PRIO_PROCESS, 0), os.sched_getscheduler(0)),
@@ -147,10 +142,7 @@ def _settings() -> dict[str, str]:
         "signal handlers": {n: str(signal.getsignal(n)) for n in signal.valid_signals()},
         "tracing": (str(sys.gettrace()), str(sys.getprofile())),
         "garbage collection": (gc.isenabled(), gc.get_threshold(), len(gc.callbacks)),
-        "operations of torch": _replaced(),
     }
-    if "torch._dynamo" in sys.modules:
-        values["dynamo disabled"] = torch._dynamo.config.disable
     return {name: str(value) for name, value in values.items()}
 
 
@@ -178,13 +170,15 @@ def _random_state() -> str:
 
 def _of_modules(module: torch.nn.Module) -> list[Any]:
     """Return training modes and numbers of hooks of a module and those in it, and which parameters have a gradient."""
-    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    modes = [(m.training, *(len(getattr(m, kind)) for kind in kinds)) for m in module.modules()]
+    modes = [(m.training, *private.count_hooks(m)) for m in module.modules()]
     return [*modes, *(p.grad is not None for p in module.parameters())]
 
 
 def _describe(t: torch.Tensor) -> dict[str, Any]:
-    strided = t.layout == torch.strided and not t._is_zerotensor() and not t.is_meta
+    strided = t.layout == torch.strided and not t.is_meta
+    # Zeros that a formula stands for, or a storage that was taken away.
+    no_memory = strided and t.numel() > 0 and t.data_ptr() == 0
+    strided = strided and not no_memory
     storage = t.untyped_storage() if strided else None
     return {
         "type": "Tensor" if type(t) in (torch.Tensor, torch.nn.Parameter) else type(t).__qualname__,
@@ -202,7 +196,7 @@ def _describe(t: torch.Tensor) -> dict[str, Any]:
                 ("not strided", t.layout != torch.strided),
                 ("conjugate", t.is_conj()),
                 ("negated", t.is_neg()),
-                ("zero tensor", t._is_zerotensor()),
+                ("without memory", no_memory),
                 ("on device meta", t.is_meta),
             )
             if odd
@@ -229,7 +223,7 @@ def _flatten(value: Any, leaves: list[torch.Tensor], *, result: bool) -> Any:
     return {"object": type(value).__qualname__}
 
 
-class _Terms(torch.utils._python_dispatch.TorchDispatchMode):
+class _Terms(private.DispatchMode):
     """Counts the terms of the longest sum that one operation forms."""
 
     PRODUCTS = ("mm", "bmm", "addmm", "baddbmm", "mv", "addmv", "dot", "addbmm", "_int_mm")
@@ -265,7 +259,7 @@ class _Terms(torch.utils._python_dispatch.TorchDispatchMode):
         return out
 
 
-class _Census(torch.utils._python_dispatch.TorchDispatchMode):
+class _Census(private.DispatchMode):
     """Counts operations by name."""
 
     def __init__(self) -> None:
@@ -326,8 +320,8 @@ class Stub:
         return {"seconds": time.perf_counter() - start}
 
     def do_hello(self) -> dict[str, Any]:
-        """Say what confines this process."""
-        return {"active": self._active}
+        """Say what confines this process, and what it cannot see with this PyTorch."""
+        return {"active": self._active, "off": private.OFF}
 
     def do_seed(self, seed: int) -> dict[str, Any]:
         """Seed the random state."""
@@ -408,7 +402,7 @@ class Stub:
 
     def do_census(self) -> dict[str, Any]:
         """Run the prepared call and count the operations and kernels that run in it."""
-        if self._device == "cpu" and "torch._dynamo" not in sys.modules:  # else loading the profiler takes seconds
+        if self._device == "cpu" and not private.imported_dynamo():  # else loading the profiler takes seconds
             with _Census() as census:
                 self.go()
             return {"operations": census.counts}
@@ -614,7 +608,9 @@ def send(channel: socket.socket, payload: bytes) -> None:
 
 def _nursery(control: socket.socket) -> None:
     """Fork a process for each request of the judge, until the judge has ended."""
-    sandbox = _import(Path(__file__).with_name("sandbox.py"))
+    sandbox = _import(Path(__file__).with_name("sandbox.py"), "refold trial: sandbox")
+    for name in ("LD_PRELOAD", "MALLOC_CHECK_"):  # of this process, not of what programs start
+        os.environ.pop(name, None)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel buries the dead
     # Orphans of a candidate become children of this process, where the judge can count them.
     ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)
@@ -671,15 +667,6 @@ def _born(request: dict[str, Any], channel: socket.socket, guard: socket.socket,
     torch.set_num_threads(request["threads"])
     sys.path[:0] = request["path"]
     Stub(channel, mmap.mmap(region, 0), folder, active).serve()
-
-
-def _import(path: Path) -> Any:
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    if spec is None or spec.loader is None:
-        raise ImportError(f"{path.name} cannot be imported")
-    module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 if __name__ == "__main__":

@@ -421,7 +421,9 @@ def test_a_loop_that_is_no_scan_stays_and_the_report_says_why():
     inputs = xs(), torch.randn(D, D), torch.randn(D, D)
     compiled = refold.compile(gru, strict=True)
     torch.testing.assert_close(compiled(*inputs), gru(*inputs))
-    (note,) = [note for graph in compiled.report.graphs for note in graph.notes if "a loop over time stays" in note]
+    (note,) = [
+        note for graph in compiled.report.graphs for note in graph.notes if "a loop over time is not rewritten" in note
+    ]
     assert "mixes elements" in note
     assert "40 steps" in note
 
@@ -437,7 +439,7 @@ def squares(x):
 def test_a_refusal_names_the_variable_the_line_the_reason_and_the_remedy():
     torch._dynamo.reset()
     (graph,) = refold.explain(squares, xs()).graphs
-    (note,) = [note for note in graph.notes if "a loop over time stays" in note]
+    (note,) = [note for note in graph.notes if "a loop over time is not rewritten" in note]
     assert "the carry `level` is multiplied by itself" in note
     assert f"test_capture.py:{squares.__code__.co_firstlineno + 3}: level = level * level" in note
     assert f"[carry-squared]: {REASONS['carry-squared'][1]}" in note

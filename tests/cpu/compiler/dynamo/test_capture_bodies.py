@@ -63,6 +63,11 @@ SCANS = {
     "less a part": loop_of(lambda t, h, u: torch.sub(u, h, alpha=0.5)),
     "layer norm": loop_of(lambda t, h, u: 0.9 * h + F.layer_norm(u, (D,))),
     "rms norm": loop_of(lambda t, h, u: 0.9 * h + F.rms_norm(u, (D,))),
+    "group norm": loop_of(lambda t, h, u: 0.9 * h + F.group_norm(u, 2, torch.linspace(1, 2, D))),
+    "convolution": loop_of(lambda t, h, u: 0.9 * h + F.conv1d(u[:, None], torch.ones(2, 1, 3), padding=1).sum(1)),
+    "embedding": loop_of(lambda t, h, u: 0.9 * h + u * F.embedding((u > 0).long(), torch.ones(2, 1)).squeeze(-1)),
+    "norm": loop_of(lambda t, h, u: 0.9 * h + F.normalize(u, dim=-1) * u.max(-1, keepdim=True).values),
+    "sums of exponentials": loop_of(lambda t, h, u: 0.5 * h + u.logsumexp(-1, keepdim=True) - u.flip(0).cumprod(-1)),
     "gated": lambda x: gated(x, torch.linspace(-1, 1, 2 * D * D).view(D, 2 * D)),
     "slice takes all": takes_all,
 }

@@ -1,6 +1,7 @@
 """State that loops keep in objects, dictionaries and lists is carried, and is there after the loop."""
 
 import collections
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -165,12 +166,80 @@ def swapped(x, held):
     return held.a * held.b
 
 
+class Pair(NamedTuple):
+    level: torch.Tensor
+    rest: list
+
+
+def heads_of_a_step(x, held):
+    """A list that each step makes is not handed on, though a variable keeps it."""
+    states, out = [x[:, 0] * 0, x[:, 0] * 0], []
+    for t in range(x.shape[1]):
+        heads = []
+        for i in range(2):
+            states[i] = (0.5 + 0.1 * i) * states[i] + x[:, t]
+            heads.append(states[i].tanh())
+        out.append(torch.cat(heads, -1))
+    return torch.stack(out, 1), states[0]
+
+
+def list_made_anew(x, held):
+    states, out = [x[:, 0] * 0, x[:, 0] * 0], []
+    for t in range(x.shape[1]):
+        y, after = x[:, t], []
+        for state in states:
+            after.append(0.5 * state + y)
+            y = after[-1].tanh()
+        states = after
+        out.append(y)
+    states.append(out[-1])
+    held.ys.append(states)
+    return torch.stack(out, 1), states[1]
+
+
+def list_made_by_a_function(x, held):
+    def step(u, states):
+        return u * 2, [0.5 * h + u for h in states]
+
+    states = held.layers
+    for t in range(x.shape[1]):
+        y, states = step(x[:, t], states)
+    held.layers[0] = y
+    return states
+
+
+def named_tuples_of_lists(x, held):
+    pair = Pair(x[:, 0], [x[:, 0] * 0])
+    for t in range(x.shape[1]):
+        level = 0.5 * pair.level + x[:, t]
+        pair = Pair(level=level, rest=[0.25 * pair.rest[0] + level])
+    return pair._replace(rest=pair.rest[0])
+
+
+def made_long_before(x, held):
+    h, ys = x[:, 0] * 0, [None] * (x.shape[1] + 1)
+    for t in range(x.shape[1]):
+        h = 0.5 * h + x[:, t]
+        ys[t + 1] = h
+    return ys[1:], ys[0], held.ys
+
+
+def filled_from_behind(x, held):
+    h, ys = x[:, 0] * 0, [held.h] * (2 * x.shape[1])
+    for t in reversed(range(x.shape[1])):
+        h = 0.5 * h + x[:, t]
+        ys[2 * t - 2 * x.shape[1]] = h
+    return ys
+
+
 CAPTURED = [
     (attribute, [T]), (attribute_of_a_new_object, [T]), (attribute_from_before, [T - 1]),
     (attribute_that_was_none, [T - 1]), (buffer, [T - 1]), (in_a_method, [T]), (dictionary, [T]),
     (dictionary_from_before, [T - 1]), (dictionary_of_layers, [T]), (dictionary_of_outputs, [T]),
     (dictionary_in_an_attribute, [T]), (list_in_an_attribute, [T - 1]), (layers_in_an_attribute, [T - 1]),
-    (objects_in_a_list, [T - 1]), (two_names_for_a_dictionary, [T]), (swapped, [T]),
+    (objects_in_a_list, [T]), (two_names_for_a_dictionary, [T]), (swapped, [T]),
+    (heads_of_a_step, [T]), (list_made_anew, [T]), (list_made_by_a_function, [T]), (named_tuples_of_lists, [T]),
+    (made_long_before, [T]), (filled_from_behind, [T]),
 ]  # fmt: skip
 
 # Not captured: (function, why) ------------------------------------------------------------------------
@@ -304,7 +373,57 @@ def the_same_object_at_the_first_step(x, held):
     return h
 
 
+def lists_that_change_places(x, held):
+    a, b = held.layers, held.ys
+    b.extend([x[:, 0], x[:, 1]])
+    for _ in range(x.shape[1] - 1):
+        a, b = b, a
+    a[0] = x[:, 2]
+    return b[0] * a[1]
+
+
+def two_names_for_a_new_list(x, held):
+    a = b = [x[:, 0]]
+    for t in range(x.shape[1]):
+        a = b = [0.5 * a[0] + 0.1 * b[0] + x[:, t]]
+    a[0] = x[:, 1]
+    return b[0] * 1
+
+
+def list_that_changes_and_is_replaced(x, held):
+    states = [x[:, 0]]
+    for t in range(x.shape[1]):
+        held.ys = states
+        states = [0.5 * states[0] + x[:, t]]
+        held.ys[0] = x[:, t]
+    return states[0]
+
+
+def the_same_list_from_the_second_step(x, held):
+    states, before = [x[:, 0]], [x[:, 0]]
+    for t in range(x.shape[1]):
+        states = [(0.5 if states is before else 0.25) * states[0] + x[:, t]]
+        before = states
+    return states[0]
+
+
+def longer_by_a_sum(x, held):
+    hs = [x[:, 0]]
+    for t in range(x.shape[1]):
+        hs = [*hs, 0.5 * hs[-1] + x[:, t]]
+    return torch.stack(hs, 1)
+
+
+def made_long_before_and_read(x, held):
+    ys = [x[:, 0]] * x.shape[1]
+    for t in range(1, x.shape[1]):
+        ys[t] = 0.5 * ys[t - 1] + ys[0] + x[:, t]
+    return torch.stack(ys, 1)
+
+
 AS_THEY_ARE = [
+    lists_that_change_places, two_names_for_a_new_list, list_that_changes_and_is_replaced,
+    the_same_list_from_the_second_step, longer_by_a_sum, made_long_before_and_read,
     new_keys, deleted_key, number_in_an_attribute, number_in_a_dictionary, shape_of_an_attribute, window, seen,
     generator_from_outside, enumeration_from_outside,
     generator_that_never_ends, short_generator, range_from_outside,
@@ -346,7 +465,17 @@ def test_what_is_not_captured_is_done_all_the_same(captured, monkeypatch, fn):
     assert any("traced step by step" in note for note in captured.notes)
 
 
-SCANS = [attribute, attribute_from_before, dictionary_of_outputs, in_a_method]
+def test_a_graph_that_ends_after_a_loop_whose_temporaries_are_lists():
+    def fn(x):
+        y, _ = heads_of_a_step(x, None)
+        torch._dynamo.graph_break()
+        return y + 1
+
+    torch._dynamo.reset()
+    torch.testing.assert_close(torch.compile(fn, backend=captures_loops(lambda gm, _: gm))(xs()), fn(xs()))
+
+
+SCANS = [heads_of_a_step, attribute, attribute_from_before, dictionary_of_outputs, in_a_method]
 
 
 @pytest.mark.parametrize("fn", SCANS, ids=lambda fn: fn.__name__)

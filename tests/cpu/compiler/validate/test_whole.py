@@ -209,6 +209,19 @@ def test_a_sum_that_cancels_may_round():
     assert compare(lambda x, w: original(x, w) * 1.5, original, original, [x, w], 1, None).reason
 
 
+def test_a_small_channel_is_judged_alone():
+    """Next to channels of 1, what is wrong in one of 1e-6 is lost in norms of the whole."""
+
+    def original(x):
+        return (x.exp() - 1.0) * size
+
+    size = torch.tensor([1.0, 1e-6, 1.0, 1.0])
+    x = torch.randn(200, 4)
+    assert not compare(lambda x: x.exp() * size - size, original, original, [x], 1).reason
+    wrong = compare(lambda x: original(x) * torch.tensor([1.0, 1.01, 1.0, 1.0]), original, original, [x], 1)
+    assert "small beside others" in wrong.reason
+
+
 def test_what_cannot_be_run_in_float64_is_its_own_reference():
     def original(x):
         return x.view(torch.int32).bitwise_and(-2).view(torch.float32) * 3

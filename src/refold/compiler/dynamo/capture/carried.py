@@ -17,7 +17,7 @@ from torch._dynamo.variables import ListVariable, SymNodeVariable
 from ..induction_variable import InductionVariable
 from .lists import GrowingList
 from .locations import ListEnd, ListLocation, Local, Location
-from .variables import Refused, Translator, Variable, example, form, fresh, is_constant, realized, tensors
+from .variables import Refused, Translator, Variable, example, form, fresh, is_constant, lists, structure, tensors
 
 
 @dataclass
@@ -40,9 +40,16 @@ class CarrySpec:
         """All locations of which something is assumed."""
         return {*self.carried, *self.written, *self.counters}
 
-    def carry(self, tx: Translator, location: Location) -> bool:
-        """Assume of a location that it holds other tensors at each step; return whether it holds tensors."""
-        found = tensors(location.now(tx))
+    def carry(self, tx: Translator, location: Location, replaced: bool = False) -> bool:
+        """Assume of a location that it holds other tensors at each step; return whether it holds tensors.
+
+        Args:
+            tx: The frame.
+            location: The location.
+            replaced: Whether steps are known to replace what is there: a list may also be changed as it is.
+        """
+        now = location.now(tx)
+        found = tensors(now) if replaced or not lists(now) else []
         if found:
             self.carried[location] = [example(x) for x in found]
         return bool(found)
@@ -74,7 +81,7 @@ def widen(
     tx: Translator,
     assumed: CarrySpec,
     after: dict[Location, Variable | None],
-    lists: list[GrowingList],
+    growing_lists: list[GrowingList],
     number: InductionVariable,
 ) -> CarrySpec | None:
     """Compare the state after the body with the one before it.
@@ -83,7 +90,7 @@ def widen(
         tx: The frame, as it is before the loop.
         assumed: The form that the body was traced from.
         after: What the body left in every location that it may have written.
-        lists: The lists that the body could append to.
+        growing_lists: The lists that the body could append to.
         number: The step's number in that trace.
 
     Returns:
@@ -99,7 +106,7 @@ def widen(
             found = tensors(then)
             if isinstance(location, ListLocation) and len(found) > len(assumed.carried[location]):
                 raise Refused("list-read", f"the loop reads `{location.name}`, which it makes longer")
-            if len(found) != len(assumed.carried[location]) or type(realized(before)) is not type(then):
+            if structure(before) != structure(then):
                 raise Refused("state-unstable", f"`{location.name}` is not the same kind of thing after a step")
             values = [example(x) for x in found]
             if [form(x, location.name) for x in values] != [form(x) for x in assumed.carried[location]]:
@@ -112,10 +119,10 @@ def widen(
             continue
         elif is_constant(before) and is_constant(then) and type(before.value) is type(then.value) is int:
             new.counters[location] = before.value, then.value - before.value
-        elif before is None or not new.carry(tx, location):
+        elif before is None or not new.carry(tx, location, not isinstance(location, (ListEnd, ListLocation))):
             new.written.add(location)
             new.unknown |= {location} if before is not None and not isinstance(then, SymNodeVariable) else set()
-    for growing in lists:
+    for growing in growing_lists:
         if growing.read and not growing.grown:
             new.plain.add(growing.owner)
             for location in [x for x in new.carried if isinstance(x, ListEnd) and x.owner is growing.owner]:

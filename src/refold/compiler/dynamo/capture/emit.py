@@ -8,8 +8,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch._dynamo.current_scope_id import current_scope_id
 from torch._dynamo.utils import set_example_value
 from torch._dynamo.variables import ConstantVariable, SymNodeVariable, TensorVariable
+from torch._dynamo.variables.base import ValueMutationNew
 from torch._dynamo.variables.builder import wrap_fx_proxy
 from torch.fx import GraphModule, Node, Proxy
 
@@ -19,7 +21,19 @@ from .lengths import Stacked, variable
 from .lists import GrowingList
 from .locations import ListEnd, Local, Location
 from .trace import Trace
-from .variables import Refused, Translator, Variable, example, form, fresh, is_constant, realized, rebuilt, tensors
+from .variables import (
+    Refused,
+    Translator,
+    Variable,
+    example,
+    form,
+    fresh,
+    is_constant,
+    lists,
+    realized,
+    rebuilt,
+    tensors,
+)
 
 
 @dataclass
@@ -47,15 +61,15 @@ def emit(tx: Translator, assumed: CarrySpec, found: Trace, count: Any, live: set
     Raises:
         Refused: Something that is needed after the loop is no tensor and no number; nothing is changed then.
     """
-    collected = [item for growing in found.lists for item in (*growing.front, *growing.back)]
+    collected = [item for growing in found.lists for item in growing.taken]
     for growing in found.lists:
-        if not all(tensors(item) for item in (*growing.front, *growing.back)):
-            raise Refused("list-kind", f"the loop appends to `{growing.name}` something that is not a tensor")
+        if not all(map(tensors, growing.taken)):
+            raise Refused("list-kind", f"the loop puts something that is not a tensor into `{growing.name}`")
     columns = [x for item in collected for x in tensors(item)]
     known = isinstance(count, int)
     if not known and (found.items or not all(map(_is_column, found.lists))):
         names = " and ".join(f"`{growing.name}`" for growing in found.lists if growing.grown) or "its lists"
-        raise Refused("list-kind", f"the loop makes {names} longer otherwise than by one tensor per step")
+        raise Refused("list-kind", f"the loop makes {names} longer by other things than one tensor per step")
     results = _results(assumed, found, count, live, columns)
     # What the last step only passes on is known without the loop.
     last = {node: items.items[count - 1] for items, node in found.items}
@@ -76,10 +90,10 @@ def emit(tx: Translator, assumed: CarrySpec, found: Trace, count: Any, live: set
     made = [wrap_fx_proxy(tx, call[i], example_value=x) for i, x in enumerate(values)]
     last |= {_node(x): y for x, y in zip(wanted, made[split[0] :], strict=True)}
     taken = iter(made[: split[0]])
-    after = {location: rebuilt(found.after[location], taken) for location in results.carried}
+    after = {location: rebuilt(tx, found.after[location], taken) for location in results.carried}
     for location in results.lasts:
         then = [last.get(_node(x), x) for x in tensors(found.after[location])]
-        after[location] = rebuilt(found.after[location], iter(then))
+        after[location] = rebuilt(tx, found.after[location], iter(then))
     after |= {location: _constant(tx, x) for location, x in results.constants.items()}
     collect = _items if known else _rows_together
     filled: Iterator[Any] = iter([collect(tx, call[i], column) for i, column in enumerate(stacks, split[1])])
@@ -94,18 +108,21 @@ def emit(tx: Translator, assumed: CarrySpec, found: Trace, count: Any, live: set
                 growing.owner.items = Stacked(tx, growing.items, next(filled))  # type: ignore[assignment]
                 tx.output.side_effects.mutation(growing.owner)
             continue
-        front, back = ([_rows(item, filled) for item in items] for items in (growing.front, growing.back))
+        front, back = ([_rows(tx, item, filled) for item in items] for items in (growing.front, growing.back))
         if growing.grown:
             tx.output.side_effects.mutation(growing.owner)
+        if growing.stored is not None:
+            every, first, item = growing.stored
+            for k, row in enumerate(_rows(tx, item, filled)):
+                growing.owner.items[first + every * k] = row
         growing.owner.items[:0] = [x for step in reversed(list(zip(*front, strict=True))) for x in step]
         growing.owner.items.extend(x for step in zip(*back, strict=True) for x in step)
 
 
 def _is_column(growing: GrowingList) -> bool:
     """Tell whether each step appends one tensor, or nothing, to a list."""
-    return (
-        not growing.front and len(growing.back) <= 1 and all(type(realized(x)) is TensorVariable for x in growing.back)
-    )
+    taken = growing.taken
+    return taken == growing.back[:1] and all(type(realized(x)) is TensorVariable for x in taken)
 
 
 def _constant(tx: Translator, x: Any) -> Variable:
@@ -131,11 +148,22 @@ def _results(assumed: CarrySpec, found: Trace, count: Any, live: set[str], colum
         elif is_constant(then):
             results.constants[location] = then.value  # type: ignore[attr-defined]
         else:
-            raise Refused("python-state", f"`{location.name}` is used after the loop, and is no tensor and no integer")
+            raise Refused(
+                "python-state", f"`{location.name}` is used after the loop, and is neither a tensor nor an integer"
+            )
     while unread := [location for location in results.carried if not _is_read(location, results, found, columns)]:
         # Only what the last step leaves in such a location counts; the end of a list is kept with the list.
         results.carried = [location for location in results.carried if location not in unread]
         results.lasts += [location for location in unread if not isinstance(location, ListEnd)]
+    met: set[int] = set()
+    for location in (*results.carried, *results.lasts):
+        for x in lists(found.after[location]):
+            made = isinstance(x.mutation_type, ValueMutationNew) and x.mutation_type.scope > current_scope_id()
+            if id(x) in met or not made:
+                raise Refused(
+                    "python-state", f"`{location.name}` is a list that another variable, or a step before, has"
+                )
+            met.add(id(x))
     return results
 
 
@@ -196,10 +224,10 @@ def _call(
     return call
 
 
-def _rows(item: Variable, filled: Iterator[list[Variable]]) -> list[Variable]:
+def _rows(tx: Translator, item: Variable, filled: Iterator[list[Variable]]) -> list[Variable]:
     """Return what one step collects, for all steps."""
     steps = zip(*[next(filled) for _ in tensors(item)], strict=True)
-    return [rebuilt(item, iter(row)) for row in steps]
+    return [rebuilt(tx, item, iter(row)) for row in steps]
 
 
 def _items(tx: Translator, proxy: Any, column: list[torch.Tensor]) -> list[Variable]:

@@ -11,13 +11,13 @@ from __future__ import annotations
 import dataclasses
 from typing import cast
 
-from torch._dynamo.bytecode_analysis import livevars_analysis
 from torch._dynamo.exc import RestartAnalysis
 
 from .carried import CarrySpec, first_spec, widen
 from .emit import emit
 from .iterators import Element, advance, element, goes_through, remaining
 from .lengths import SymbolicIterator
+from .liveness import live_at
 from .trace import SHORTEST, TRACES, LoopCode, Trace, trace
 from .variables import Refused, Translator, described, example, form, name_of, realized, tensors
 
@@ -43,7 +43,7 @@ def capture_loop(tx: Translator, code: LoopCode) -> None:
 
 
 def _capture(tx: Translator, code: LoopCode) -> None:
-    live = livevars_analysis(tx.instructions, tx.instructions[code.head])
+    live = live_at(tx.instructions, tx.instructions[code.head])
     assumed, found = find(tx, code, live)
     iterator = realized(tx.stack[-1])
     if any(growing.grown and goes_through(iterator, growing.items) for growing in found.lists):
@@ -72,16 +72,19 @@ def find(tx: Translator, code: LoopCode, live: set[str]) -> tuple[CarrySpec, Tra
             if isinstance(error, Refused) or not (names or assumed.plain):
                 raise
             if names:
-                raise Refused("python-state", f"{names} changes, and neither is a tensor nor counts") from error
+                raise Refused(
+                    "python-state",
+                    f"each step changes {names}, and that is neither a tensor nor an integer that counts",
+                ) from error
             names = ", ".join(f"`{name_of(tx, x)}`" for x in assumed.plain)
-            raise Refused("list-read", f"the loop reads a list that it changes, one of {names}") from error
+            raise Refused("list-read", f"the loop reads one of the lists {names}, and changes it") from error
         again = widen(tx, assumed, found.after, found.lists, found.number)
         if again is None:
             break
-        moved = [x.name for x, values in again.carried.items() if values is not assumed.carried.get(x)]
+        moved = [f"`{x.name}`" for x, values in again.carried.items() if values is not assumed.carried.get(x)]
         assumed = again
     else:
-        raise Refused("state-unstable", f"the form of {', '.join(f'`{x}`' for x in moved)} changes at every step")
+        raise Refused("state-unstable", f"each step changes the type, shape, dtype or gradient of {', '.join(moved)}")
     entry = {location: [example(x) for x in tensors(location.now(tx))] for location in assumed.carried}
     for location, later in assumed.carried.items():
         if [form(x) for x in entry[location]] == [form(x) for x in later]:
@@ -90,7 +93,8 @@ def find(tx: Translator, code: LoopCode, live: set[str]) -> tuple[CarrySpec, Tra
         first = trace(tx, code, dataclasses.replace(assumed, carried=entry))
         if first.program() != found.program():
             before, after = (", ".join(map(described, xs)) for xs in (entry[location], later))
-            message = f"the first step runs another program: `{location.name}` is {before}, and {after} after a step"
+            what = f"`{location.name}` is {before} before the loop, and {after} after a step"
+            message = f"the first step runs another program, because {what}"
             raise Refused("first-step", message)
         break
     return assumed, found

@@ -81,15 +81,15 @@ def _meet(tx: Translator, iterator: Variable, count: int | None, code: Callable[
         return
     if state.busy:
         if count is not None and code() is not None:
-            raise Refused("loop-inside", "there is a long loop in the loop", *place_of(tx, tx.current_instruction))
+            raise Refused("loop-inside", "the loop contains another long loop", *place_of(tx, tx.current_instruction))
         return
     _, met = state.met.get(id(iterator), (iterator, 0))
     state.met[id(iterator)] = iterator, met + 1
-    where, through = place_of(tx, tx.current_instruction)
+    where, _ = place_of(tx, tx.current_instruction)
     where = where or f"{tx.f_code.co_filename}:{tx.lineno}"
     if count is None and met + 1 == SHORTEST:
         state.refused[where] = state.doubts.get(where) or _advice(
-            Refused("sequence-unknown", "only running the iterator can tell when it ends"), where, through
+            Refused("sequence-unknown", "only running the iterator can tell when it ends"), where
         )
     if met >= HEADS:
         return
@@ -103,7 +103,7 @@ def _meet(tx: Translator, iterator: Variable, count: int | None, code: Callable[
     except RestartAnalysis:
         raise
     except Exception as error:  # whatever it is: the loop is traced step by step
-        reasons[where] = _advice(error, where, through)
+        reasons[where] = _advice(error, where)
     finally:
         state.busy = False
 
@@ -115,21 +115,23 @@ def _check_identity(tx: Translator) -> None:
         raise Refused("identity", "the loop asks whether two tensors are the same object")
 
 
-def _advice(error: Exception, where: str, through: str) -> str:
-    """Return reason and remedy for a loop at a line that goes through something."""
+def _advice(error: Exception, where: str) -> str:
+    """Return reason and remedy for a loop at a line."""
     if not isinstance(error, Refused):
         stack = getattr(error, "real_stack", None)
-        error = Refused("dynamo", (str(error).splitlines() or [type(error).__name__])[0])
+        error = Refused("dynamo", f"Dynamo says: {(str(error).splitlines() or [type(error).__name__])[0]}")
         if stack:
             error.found_at(f"{stack[-1].filename}:{stack[-1].lineno}: {stack[-1].line}", "")
-    error.found_at(where, through)
+    error.found_at(where, "")
     error.line = "" if error.line == where else error.line
     return error.advice
 
 
 def _check_modes(tx: Translator) -> None:
     if len(tx.output.tracers) > 1:
-        raise Refused("higher-order", "it is in a function that is captured as one operation, as checkpointing does")
+        raise Refused(
+            "higher-order", "it is in a function that Dynamo captured as one operation, such as a checkpointed one"
+        )
     if torch._C._is_any_autocast_enabled() or torch._C._functorch.peek_interpreter_stack() is not None:
         raise Refused("mode", "autocast or a function transform is active")
 

@@ -57,7 +57,7 @@ def _variable(tx: Translator, x: Any) -> Variable:
         return SymNodeVariable.create(tx, proxy, proxy.node.meta["example_value"])
     apply = operator.add if x.is_Add else operator.mul if x.is_Mul else None
     if apply is None:
-        raise Refused("size-unknown", f"a size is `{x}`")
+        raise Refused("size-unknown", f"the size `{x}` is neither a sum nor a product of known sizes")
     parts = [_variable(tx, part) for part in x.args]
     while len(parts) > 1:
         a, b = parts[:2]

@@ -2,9 +2,9 @@
 
 While a body is traced, stand-ins take the place of lists' items. `GrowingList` is for every list that the body could
 append to. It takes new items at either end, and gives back those, and as many of the items before as are assumed to be
-known (`capture.locations.ListEnd`): ``ys[-1]`` is the carry of a loop that keeps it in a list. Everything else that
-looks at the items refuses. `SequenceView` is for lists of slices that stay as they are: ``xs[t]`` is then what a loop
-over ``xs`` would get.
+known (`capture.locations.ListEnd`): ``ys[-1]`` is the carry of a loop that keeps it in a list. It takes one item for a
+position that moves (``ys[t] = h``), if no step reads the list. Everything else that looks at the items refuses.
+`SequenceView` is for lists of slices that stay as they are: ``xs[t]`` is then what a loop over ``xs`` would get.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch._dynamo.variables import ConstantVariable, ListVariable, TupleVariable
+from torch._dynamo.variables import ConstantVariable, ListVariable, SymNodeVariable, TupleVariable
 from torch._dynamo.variables.base import ValueMutationNew
 
 from ..induction_variable import InductionVariable
 from .iterators import Items, sequence
-from .variables import Refused, Translator, Variable
+from .variables import Refused, Translator, Variable, realized
 
 
 class GrowingList:
@@ -33,6 +33,8 @@ class GrowingList:
         self.first: list[Variable] = []
         self.last: list[Variable] = []
         self.read = False
+        # What is put at a position that moves: how far each step, the first position, and the item.
+        self.stored: tuple[int, int, Variable] | None = None
         # How many of the first and last items the body asked for, and by how many items it took the list to grow.
         self.wants = (0, 0)
         self.rates: set[int] = set()
@@ -40,21 +42,30 @@ class GrowingList:
         owner.call_method = self._call_method  # type: ignore[method-assign]
         owner.as_python_constant = self._as_python_constant  # type: ignore[method-assign]
         owner.tp_iter_impl = self._refuse  # type: ignore[assignment]
+        owner.mp_ass_subscript_impl = self._assign  # type: ignore[method-assign]
 
     def restore(self) -> None:
         """Give the list its items back."""
         self.owner.items, self.owner.mutation_type = self.items, self.mutation
         del self.owner.call_method, self.owner.as_python_constant, self.owner.tp_iter_impl
+        del self.owner.mp_ass_subscript_impl
 
     @property
     def grown(self) -> bool:
         """Whether there are new items."""
-        return bool(self.front or self.back)
+        return bool(self.taken)
+
+    @property
+    def taken(self) -> list[Variable]:
+        """What one step puts into the list: at its front, at its back, and at a position that moves."""
+        return [*self.front, *self.back, *([] if self.stored is None else [self.stored[2]])]
 
     def check(self) -> None:
         """Raise if a position that depends on the step was read as another than it is at later steps."""
+        if self.stored is not None and (self.read or self.front or self.back):
+            raise Refused("list-read", f"the loop reads `{self.name}`, of which each step writes another item")
         if self.rates and (self.front or self.rates != {len(self.back)}):
-            raise Refused("list-read", f"`{self.name}` is read at a position that moves otherwise than the list grows")
+            raise Refused("list-read", f"`{self.name}` is read at a position that does not move as the list grows")
 
     def append(self, item: Variable) -> None:
         """Take a new last item."""
@@ -101,9 +112,22 @@ class GrowingList:
         if name == "extend" and len(args) == 1 and type(args[0]) in (ListVariable, TupleVariable):
             self.extend(args[0].items)
             return ConstantVariable.create(None)
+        if name == "__setitem__":  # so it is done up to torch 2.11
+            return self._assign(tx, *args)
         if name == "__iter__":  # torch <= 2.11 goes through a list this way
             self._refuse()
         return type(self.owner).call_method(self.owner, tx, name, args, kwargs)
+
+    def _assign(self, tx: Translator, key: Any, value: Any) -> Any:
+        key = realized(key)
+        if not isinstance(key, SymNodeVariable):
+            return type(self.owner).call_method(self.owner, tx, "__setitem__", [key, value], {})
+        found = self.number.affine(key.sym_num)
+        if found is None or not found[0] or type(found[1]) is not int or self.stored is not None or value is None:
+            return self._refuse()
+        _within(key.sym_num, found[1], len(self.items))
+        self.stored = *found, value
+        return ConstantVariable.create(None)
 
     def _as_python_constant(self) -> Any:
         # Dynamo asks of its own accord, for one, when it makes a function of a closure.
@@ -136,10 +160,15 @@ class SequenceView(list[Any]):
         if found is None or not found[0] or not -len(self) <= found[1] < len(self):
             return super().__getitem__(at)
         every, first = found
-        low, high = (0, len(self)) if first >= 0 else (-len(self), 0)
-        # Decisions on the step's number: what follows holds as long as the position is in the list, on this side of 0.
-        if not (bool(at >= low) and bool(at < high)):
-            raise IndexError
+        low, high = _within(at, first, len(self))
         picked = [self.items[k] for k in range(first, high if every > 0 else low - 1, every)]
         element = sequence(picked) if len(picked) > 1 else None
         return self.take(element) if isinstance(element, Items) else super().__getitem__(at)
+
+
+def _within(at: torch.SymInt, first: int, length: int) -> tuple[int, int]:
+    """Decide that a position that moves stays in a list, on the side of 0 where it is first; return that range."""
+    low, high = (0, length) if first >= 0 else (-length, 0)
+    if not (bool(at >= low) and bool(at < high)):
+        raise IndexError
+    return low, high

@@ -108,7 +108,9 @@ class Attribute:
 
     def clear(self, tx: Translator) -> None:
         """Refuse."""
-        raise Refused("python-state", f"`{self.name}` changes, and neither is a tensor nor counts")
+        raise Refused(
+            "python-state", f"each step changes `{self.name}`, and that is neither a tensor nor an integer that counts"
+        )
 
 
 @dataclass(frozen=True)
@@ -135,7 +137,9 @@ class DictEntry:
 
     def clear(self, tx: Translator) -> None:
         """Refuse."""
-        raise Refused("python-state", f"`{self.name}` changes, and neither is a tensor nor counts")
+        raise Refused(
+            "python-state", f"each step changes `{self.name}`, and that is neither a tensor nor an integer that counts"
+        )
 
 
 @dataclass(frozen=True)
@@ -250,7 +254,7 @@ class DictRecorder:
         """
         now = self.owner.items
         if list(now) != list(self.items):
-            raise Refused("dictionary-keys", f"`{self.name}` gets other keys in the loop")
+            raise Refused("dictionary-keys", f"`{self.name}` gets or loses keys in the loop")
         return {DictEntry(self.owner, key, self.name): y for key, y in now.items() if y is not self.items[key]}
 
     def put_back(self) -> None:

@@ -136,7 +136,7 @@ def rolled_back(tx: Translator) -> Iterator[None]:
 
 def _refuse() -> None:
     # Dynamo would go on with a copy of what it knows.
-    raise Refused("higher-order", "there is an operation in the loop that is made of a function, as checkpointing is")
+    raise Refused("higher-order", "an operation in the loop takes a function, as checkpointing does")
 
 
 def _registers(frame: Translator) -> dict[str, Any]:

@@ -112,7 +112,7 @@ def trace(tx: Translator, code: LoopCode, assumed: CarrySpec) -> Trace:
         if found is not None:
             return found
     names = ", ".join(f"`{location.name}`" for location in assumed.carried) or "the state"
-    raise Refused("state-unstable", f"no form of {names} was found that a step leads from and to")
+    raise Refused("state-unstable", f"no type, shape and dtype of {names} was found that a step keeps")
 
 
 class _Tracing:
@@ -190,7 +190,7 @@ class _Tracing:
         for location, examples in assumed.carried.items():
             values = [placeholder(tx, self.tracer, "carried", like) for like in examples]
             nodes[location] = [x.as_proxy().node for x in values]
-            location.put(tx, rebuilt(self.given[location], iter(values)))
+            location.put(tx, rebuilt(tx, self.given[location], iter(values), frozen=True))
         step = self.tracer.create_graph_input("step", int, self.number.symint)
         self.step = step.node
         counted = SymNodeVariable.create(tx, step, self.number.symint)
@@ -229,11 +229,11 @@ class _Tracing:
                 refusal.found_at(*place_of(tx, instruction))
                 raise
             if not going:
-                raise Refused("early-exit", "the loop ends the function", *place_of(tx, instruction))
+                raise Refused("early-exit", "the function returns inside the loop", *place_of(tx, instruction))
             if tx.instruction_pointer is None or not code.head <= tx.instruction_pointer < code.end:
                 raise Refused("early-exit", "the loop can be left early", *place_of(tx, instruction))
         if len(tx.stack) != len(below) or any(a is not b for a, b in zip(tx.stack, below, strict=True)):
-            raise Refused("early-exit", "the loop leaves something on the stack")
+            raise Refused("early-exit", "the loop leaves a value on the stack of Python")
 
     def _locations(self) -> set[Location]:
         return self.assumed.locations | {Local(name) for name in self.code.stored(self.tx.instructions)}
@@ -281,7 +281,7 @@ def _create_proxy(
             any(isinstance(_example(entry), torch.Tensor) or isinstance(entry, (bool, list)) for entry in entries)
             and locations
         ):
-            raise Refused("step-number", "a tensor is indexed by another and by the step")
+            raise Refused("step-number", "a tensor is indexed by another tensor and by the number of the step")
         taken = [entry is not None and entry is not Ellipsis for entry in entries]
         for i in reversed(locations):
             dim = sum(taken[:i])
@@ -304,7 +304,7 @@ def _check(graph: Graph) -> None:
     calls = [node for node in graph.nodes if node.op not in ("placeholder", "output")]
     for node in calls:
         if isinstance(node.target, HigherOrderOperator) or node.op == "call_module":
-            raise Refused("higher-order", f"`{expression(node)}` is a {node.target}", *located(node))
+            raise Refused("higher-order", f"`{expression(node)}` takes a function, as {node.target}", *located(node))
     for node in calls:
         if node.meta.get("example_value") is None and node.target is not operator.setitem:
             raise Refused("python-state", f"`{expression(node)}` computes no tensor", *located(node))

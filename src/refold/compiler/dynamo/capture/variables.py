@@ -7,7 +7,14 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch._dynamo.variables import ConstantVariable, LazyVariableTracker, TensorVariable, TupleVariable
+from torch._dynamo.variables import (
+    ConstantVariable,
+    LazyVariableTracker,
+    ListVariable,
+    TensorVariable,
+    TupleVariable,
+)
+from torch._dynamo.variables.base import ValueMutationNew, VariableTracker
 from torch._dynamo.variables.builder import wrap_fx_proxy
 
 from ...ir.source import iterated, named, segment
@@ -60,16 +67,49 @@ def tensors(x: Variable) -> list[Variable]:
     x = realized(x)
     if type(x) is TensorVariable:
         return [x]
-    if type(x) is TupleVariable:
-        parts = [tensors(item) for item in x.items]
-        return [y for part in parts for y in part] if all(parts) else []
-    return []
+    parts = [tensors(item) for item in _items(x)]
+    return [y for part in parts for y in part] if all(parts) else []
 
 
-def rebuilt(x: Variable, values: Iterator[Variable]) -> Variable:
-    """Put other tensors in place of a variable's."""
+def lists(x: Variable) -> list[ListVariable]:
+    """Return the lists that a variable consists of."""
     x = realized(x)
-    return TupleVariable([rebuilt(item, values) for item in x.items]) if type(x) is TupleVariable else next(values)
+    return [*([x] if type(x) is ListVariable else []), *(y for item in _items(x) for y in lists(item))]
+
+
+def structure(x: Variable) -> Any:
+    """Return how a variable consists of tensors: equal for equal nests."""
+    x = realized(x)
+    return _named_tuple(x) or type(x), [structure(item) for item in _items(x)]
+
+
+def rebuilt(tx: Translator, x: Variable, values: Iterator[Variable], frozen: bool = False) -> Variable:
+    """Put other tensors in place of a variable's.
+
+    Args:
+        tx: The frame.
+        x: The variable.
+        values: The tensors.
+        frozen: Whether Dynamo refuses to change lists: another variable may stand for the same one.
+    """
+    x = realized(x)
+    if type(x) is TensorVariable:
+        return next(values)
+    items = [rebuilt(tx, item, values, frozen) for item in _items(x)]
+    if type(x) is ListVariable:
+        return ListVariable(items, mutation_type=None if frozen else ValueMutationNew())
+    kind = _named_tuple(x)
+    return TupleVariable(items) if kind is None else VariableTracker.build(tx, kind).call_function(tx, items, {})
+
+
+def _items(x: Variable) -> list[Variable]:
+    return list(x.items) if type(x) in (TupleVariable, ListVariable) or _named_tuple(x) else []
+
+
+def _named_tuple(x: Variable) -> type | None:
+    """Return the class of a named tuple; None of anything else."""
+    kind = getattr(x, "tuple_cls", None)
+    return kind if kind is not None and hasattr(kind, "_fields") else None
 
 
 def example(x: Variable) -> torch.Tensor:
@@ -85,8 +125,8 @@ def form(x: torch.Tensor, name: str = "") -> tuple[Any, ...]:
 
 def described(x: torch.Tensor) -> str:
     """Say for a person what `form` returns."""
-    shape = " x ".join(map(str, x.shape)) or "no axes"
-    return f"{str(x.dtype).removeprefix('torch.')}, {shape}, {'with' if x.requires_grad else 'without'} a gradient"
+    grad = "with" if x.requires_grad else "without"
+    return f"{str(x.dtype).removeprefix('torch.')} of shape {tuple(x.shape)} {grad} a gradient"
 
 
 def _fixed(sizes: Any, name: str) -> tuple[Any, ...]:

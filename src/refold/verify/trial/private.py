@@ -1,0 +1,92 @@
+"""Names of PyTorch that are not its public interface, as far as the process of a trial uses them.
+
+That process does not import refold, so it loads this file by its path (`worker`). Each name is looked up once. Without
+one, a check sees less: `OFF` says what, and the judge notes it in its verdict. Whether results are right is decided
+without any of them.
+"""
+
+from __future__ import annotations
+
+import operator
+import sys
+from typing import Any
+
+import torch
+
+COSTS = {
+    "_C._autograd._top_saved_tensors_default_hooks": "S4 does not see hooks of saved tensors",
+    "_C._len_torch_function_stack": "S4 does not count function modes",
+    "_C._len_torch_dispatch_stack": "S4 does not count dispatch modes",
+    "library._impls": "S4 does not see operations of torch that were given another implementation",
+    "nn.modules.module._global_forward_hooks": "S4 does not count hooks of all modules",
+    "nn.Module._forward_hooks": "S8 does not count hooks of modules",
+    "utils._python_dispatch.TorchDispatchMode": "sums are not counted, so bounds are those of short ones; nor is T12",
+}
+"""What is off without a name of torch."""
+
+OFF: list[str] = []
+"""What is off with this PyTorch."""
+
+
+def _find(name: str, default: Any = None) -> Any:
+    """Return what a name stands for; of a class whose instances have it, what one of them has."""
+    path = name.replace("nn.Module.", "")
+    try:
+        return operator.attrgetter(path)(torch if path == name else torch.nn.Module())
+    except AttributeError:
+        OFF.append(f"{COSTS[name]} (PyTorch {torch.__version__} has no torch.{name})")
+        return default
+
+
+class _NoMode:
+    """Sees no operation."""
+
+    def __enter__(self) -> Any:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
+_saved_tensors_hooks = _find("_C._autograd._top_saved_tensors_default_hooks")
+_function_modes = _find("_C._len_torch_function_stack")
+_dispatch_modes = _find("_C._len_torch_dispatch_stack")
+_implementations = _find("library._impls", ())
+_global_hooks = _find("nn.modules.module._global_forward_hooks")
+_module_hooks = _find("nn.Module._forward_hooks")
+DispatchMode: Any = _find("utils._python_dispatch.TorchDispatchMode", _NoMode)
+"""A class whose instances, as context managers, see each operation."""
+
+
+def settings() -> dict[str, Any]:
+    """Return the global switches that have no public name; those of `OFF` never change."""
+    places = ("/CPU", "/CUDA", "/AutogradCPU", "/AutogradCUDA", "/Autograd")
+    found: dict[str, Any] = {
+        "hooks of saved tensors": _saved_tensors_hooks is not None and _saved_tensors_hooks(False) is not None,
+        "function modes": _function_modes and _function_modes(),
+        "dispatch modes": _dispatch_modes and _dispatch_modes(),
+        "hooks of all modules": _global_hooks is not None and _count_global_hooks(),
+        "operations of torch": sorted(
+            name for name in _implementations if name.endswith(places) and name.startswith("aten/")
+        ),
+    }
+    # Looking it up would import Dynamo, which takes seconds.
+    if "torch._dynamo" in sys.modules:
+        found["dynamo disabled"] = getattr(torch._dynamo.config, "disable", None)
+    return found
+
+
+def _count_global_hooks() -> int:
+    names = vars(torch.nn.modules.module)
+    return sum(len(hooks) for name, hooks in names.items() if name.startswith("_global") and isinstance(hooks, dict))
+
+
+def count_hooks(module: torch.nn.Module) -> list[int]:
+    """Return how many hooks of each kind a module has itself."""
+    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    return [] if _module_hooks is None else [len(getattr(module, kind, ())) for kind in kinds]
+
+
+def imported_dynamo() -> bool:
+    """Tell whether PyTorch's compiler was imported."""
+    return "torch._dynamo" in sys.modules
