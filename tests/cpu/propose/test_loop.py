@@ -84,7 +84,7 @@ def test_an_endpoint_that_does_everything_that_endpoints_do(server, style, tmp_p
     assert run.ended.startswith("an error:")
     assert waits[0] == 3.0
     assert len(waits) == 3
-    assert "no JSON" in run.tried[1].reason
+    assert "not JSON" in run.tried[1].reason
     assert "inductor takes the options" in run.tried[4].reason
     assert server.script == []
     written = [file.read_text() for file in (tmp_path / "run").rglob("*") if file.is_file()]

@@ -197,7 +197,7 @@ def test_a_command_improves_a_layer_from_the_command_line(tmp_path):
 @pytest.mark.parametrize(
     ("code", "message"),
     [
-        ("print('hello')", "no JSON"),
+        ("print('hello')", "did not answer with JSON"),
         ("print('[]')", "must answer"),
         ("import sys; sys.exit('broken')", "exit code 1: broken"),
         ("""print('{"proposals": [{"kind": "magic", "text": ""}]}')""", "kinds that are taken"),
@@ -218,7 +218,7 @@ def test_a_command_that_does_not_exist():
 
 def test_proposals_from_json():
     assert proposals('{"proposals": [{"text": "a", "note": "b"}]}', origin="x") == [Proposal("a", "b")]
-    with pytest.raises(ProposerError, match="no JSON"):
+    with pytest.raises(ProposerError, match="not JSON"):
         proposals("[" * 100_000, origin="x")
 
 

@@ -127,8 +127,9 @@ class Builder:
         """
         if same_strides(value(x), like):
             return x
-        # Dense copies in the order of like's strides, outermost first.
-        order = sorted(range(like.dim()), key=lambda dim: concrete(like.stride()[dim]), reverse=True)
+        # Dense copies in the order of like's strides, outermost first; of equal ones, an axis of size one is innermost.
+        sizes = [*zip(like.stride(), like.shape, strict=True)]
+        order = sorted(range(like.dim()), key=lambda dim: [concrete(n) for n in sizes[dim]], reverse=True)
         dense = self.call(aten.clone.default, (self.permute(x, order),), {"memory_format": torch.contiguous_format})
         return self.permute(dense, [order.index(dim) for dim in range(like.dim())])
 

@@ -283,7 +283,7 @@ class _Parser:
     def _distinct(self, letters: Sequence[str]) -> None:
         for letter in letters:
             if letters.count(letter) > 1:
-                raise self.fail(f"{letter} stands for two axes of one value; use a letter for each")
+                raise self.fail(f"{letter} stands for two axes of one value; a diagonal is not read")
         if len(letters) > MOST_AXES:
             raise self.fail(f"{len(letters)} axes are more than the {MOST_AXES} that a value may have")
 
@@ -449,7 +449,7 @@ class _Parser:
             before = math.prod(self.sizes[letter] for letter in step.reads[0].letters)
             after = math.prod(self.sizes[letter] for letter in step.letters)
             if before != after:
-                raise self.fail(f"it makes {after} elements from {before}; both must be the same number")
+                raise self.fail(f"it makes {after} elements of {before}")
             return
         if do == "concat":
             new = options["along"]

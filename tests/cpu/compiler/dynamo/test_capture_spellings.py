@@ -588,7 +588,7 @@ NEVER = [
     (genexpr_tuple, "generator"),
     (genexpr_list, "generator"),
     (generator_function, "generator"),
-    (python_carry, "`w` changes"),
+    (python_carry, "changes `w`"),
     (two_paces, "evenly spaced"),
     (wrong_position, "`hs`"),
     (list_is_returned_and_read, "list"),

@@ -111,3 +111,17 @@ def test_a_scan_read_by_more_than_its_contraction_leaves_no_stale_strides(rewrit
     }
     assert all(name.startswith("arg") for name in inputs)
     assert outcome.worst() < 1e-5
+
+
+@pytest.mark.parametrize("shape", [(3, 4, 1, 3), (3, 1, 4), (1, 3), (2, 1, 1, 3)])
+@pytest.mark.parametrize("last_first", [False, True])
+def test_a_layout_holds_for_axes_of_size_one_too(shape, last_first):
+    """What PyTorch makes of two operands depends on these strides, so fake values after them do."""
+    fresh = torch.empty(shape[::-1]).permute(*reversed(range(len(shape)))) if last_first else torch.empty(shape)
+    gm = traced(lambda x: x.exp(), torch.randn(tuple(2 * n for n in shape))[tuple(slice(n) for n in shape)])
+    root = node_of(gm, aten.exp.default)
+    like = fresh.exp()
+    twin = Builder(root).call(aten.mul.Tensor, (root.args[0], 1.0))
+    relaid = Builder(root).restride(twin, like)
+    if relaid is not twin:
+        assert relaid.meta["val"].stride() == like.stride()

@@ -48,7 +48,7 @@ def test_a_program_is_written_as_it_was_read():
 
 WRONG = {
     "no object": ([], "a program is an object"),
-    "no JSON": ("{", "no JSON"),
+    "no JSON": ("{", "not JSON"),
     "another key": (changed(code="import os"), "not code"),
     "no steps": (changed(steps=3), "steps must be a list"),
     "an unknown word": (step(do="torch.mm"), "do must be one of"),

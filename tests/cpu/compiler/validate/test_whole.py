@@ -219,7 +219,7 @@ def test_a_small_channel_is_judged_alone():
     x = torch.randn(200, 4)
     assert not compare(lambda x: x.exp() * size - size, original, original, [x], 1).reason
     wrong = compare(lambda x: original(x) * torch.tensor([1.0, 1.01, 1.0, 1.0]), original, original, [x], 1)
-    assert "small beside others" in wrong.reason
+    assert "small next to others" in wrong.reason
 
 
 def test_what_cannot_be_run_in_float64_is_its_own_reference():
