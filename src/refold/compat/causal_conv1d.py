@@ -17,7 +17,7 @@ from refold.compat.documents import Documents
 from refold.compat.slots import Slots
 from refold.errors import ArgumentError, ShapeError
 
-__all__ = ["causal_conv1d_fn", "causal_conv1d_update"]
+__all__ = ["causal_conv1d_fn", "causal_conv1d_update", "causal_conv1d_varlen_states"]
 
 
 def causal_conv1d_fn(
@@ -136,6 +136,35 @@ def causal_conv1d_update(
         y, after = step(conv_state)
         conv_state.copy_(after)
     return into(op, out, y[:, 0] if x.ndim == 2 else time_last(y, x))
+
+
+def causal_conv1d_varlen_states(x: Tensor, cu_seqlens: Tensor, state_len: int) -> Tensor:
+    """Return the last inputs of each document of a pack, from which `causal_conv1d_update` goes on.
+
+    Args:
+        x: Inputs of all documents, one after the other, ``(t, d)``.
+        cu_seqlens: ``(k + 1,)``, their offsets.
+        state_len: How many inputs to keep; zeros stand before a document that is shorter.
+
+    Returns:
+        ``(k, d, state_len)``, with channels next to each other in memory.
+
+    Raises:
+        ArgumentError: ``state_len`` is not a positive integer.
+        ShapeError: ``x`` or ``cu_seqlens`` does not have the axes above.
+    """
+    op = "causal_conv1d_varlen_states"
+    if not isinstance(state_len, int) or isinstance(state_len, bool) or state_len < 1:
+        raise ArgumentError(f"{op}: state_len must be a positive integer; got {state_len!r}.")
+    if x.ndim != 2 or cu_seqlens.ndim != 1 or len(cu_seqlens) < 2:
+        raise ShapeError(
+            f"{op}: x must be (t, d) and cu_seqlens (k + 1,) with k >= 1; got shapes {tuple(x.shape)} and "
+            f"{tuple(cu_seqlens.shape)}."
+        )
+    offsets = cu_seqlens.to(x.device).long()
+    place = offsets[1:, None] + torch.arange(-state_len, 0, device=x.device)
+    inside = (place >= offsets[:-1, None])[..., None]
+    return torch.where(inside, x[place.clamp(min=0)], 0).mT
 
 
 def into(op: str, out: Tensor | None, y: Tensor) -> Tensor:

@@ -69,6 +69,8 @@ def _from_offsets(name: str, offsets: Tensor, arguments: Mapping[str, Any]) -> D
 def _from_positions(ids: Tensor, arguments: Mapping[str, Any]) -> Documents | None:
     _check_tokens(_POSITIONS, ids, arguments)
     size, mask = _batch_size(arguments), arguments.get("attention_mask")
+    if isinstance(mask, Mapping):  # with a static cache, `generate` makes one per kind of layer
+        mask = mask.get("linear_attention")
     if size is not None and ids.shape[0] == 1:
         ids = ids.expand(size)
     seqlen = ids.shape[1]

@@ -5,7 +5,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from refold.compat.causal_conv1d import causal_conv1d_fn, causal_conv1d_update
+from refold.compat.causal_conv1d import causal_conv1d_fn, causal_conv1d_update, causal_conv1d_varlen_states
 from refold.compat.mamba_ssm import (
     mamba_chunk_scan_combined,
     mamba_inner_fn,
@@ -231,6 +231,18 @@ def test_causal_conv1d_update_in_slots():
         causal_conv1d_update(x, state, weight, cache_seqlens=slots[:3])
     with pytest.raises(ShapeError, match=r"out must have the shape \(4, 12\)"):
         causal_conv1d_update(x, state, weight, conv_state_indices=slots, out=out[:2])
+
+
+@pytest.mark.parametrize("length", [1, w - 1, 9])
+def test_last_inputs_of_documents(length):
+    x = rand(int(OFFSETS[-1]), d)
+    found = causal_conv1d_varlen_states(x, OFFSETS, length)
+    documents = x.split(OFFSETS.diff().tolist())
+    assert torch.equal(found, torch.stack([F.pad(one.mT, (length, 0))[..., -length:] for one in documents]))
+    with pytest.raises(ArgumentError, match="state_len must be a positive integer; got 0"):
+        causal_conv1d_varlen_states(x, OFFSETS, 0)
+    with pytest.raises(ShapeError, match=r"x must be \(t, d\)"):
+        causal_conv1d_varlen_states(x[None], OFFSETS, length)
 
 
 def step_definition(state, x, dt, A, B, C, D, z, bias, softplus):
