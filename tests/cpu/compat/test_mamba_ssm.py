@@ -112,7 +112,7 @@ def test_mamba_chunk_scan_combined_refuses():
     with pytest.raises(ShapeError, match=r"seq_idx must have the shape \(2, 11\)"):
         mamba_chunk_scan_combined(x, dt, A, B, C, 8, seq_idx=INDEX[:1])
     one = (x[:1], dt[:1], A, B[:1], C[:1], 8)
-    with pytest.raises(ArgumentError, match="seq_idx changes elsewhere"):
+    with pytest.raises(ArgumentError, match="seq_idx and cu_seqlens mark different documents"):
         mamba_chunk_scan_combined(*one, seq_idx=INDEX[:1], cu_seqlens=torch.tensor([0, 3, 5, 11]))
     with pytest.raises(ArgumentError, match="cu_seqlens must end at t=11; got 10"):
         mamba_chunk_scan_combined(*one, seq_idx=INDEX[:1], cu_seqlens=torch.tensor([0, 4, 10]))

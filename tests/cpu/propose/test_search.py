@@ -218,7 +218,7 @@ def test_a_command_that_does_not_exist():
 
 def test_proposals_from_json():
     assert proposals('{"proposals": [{"text": "a", "note": "b"}]}', origin="x") == [Proposal("a", "b")]
-    with pytest.raises(ProposerError, match="not JSON"):
+    with pytest.raises(ProposerError, match="did not answer with JSON"):
         proposals("[" * 100_000, origin="x")
 
 
