@@ -95,7 +95,9 @@ def test_kernel_compiles(dstate, monkeypatch):
     monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")  # Triton 3.9 warns where nothing is said.
     monkeypatch.setattr(plans, "_copies_ahead", lambda device: True)
     made = []
-    monkeypatch.setattr("refold.ops.torch.launch.compile_together", lambda *args: None)  # it asks the driver for a stream
+    monkeypatch.setattr(
+        "refold.ops.torch.launch.compile_together", lambda *args: None
+    )  # it asks the driver for a stream
     monkeypatch.setattr(plans, "Launch", lambda *args: made.append(Launch(*args)) or made[-1])
     x, B = torch.zeros(2, 64, 32, dtype=torch.bfloat16), torch.zeros(2, 64, dstate, dtype=torch.bfloat16)
     plans.selective_scan_backward.plan(
