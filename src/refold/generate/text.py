@@ -29,10 +29,10 @@ class Text:
             return ""
         self.tokens += tokens
         text = self.decode(self.tokens)
-        found = [place for stop in self.stop_strings if (place := text.find(stop)) >= 0]
+        found = [(place + len(stop), place) for stop in self.stop_strings if (place := text.find(stop)) >= 0]
         self.ended = bool(found)
         if found:
-            text = text[: min(found)]
+            text = text[: min(found)[1]]  # of several, the one that is complete first, however many tokens came at once
         elif not last:
             if text.endswith("\ufffd") or not text.startswith(self.shown):
                 return ""
