@@ -249,7 +249,8 @@ IMPOSSIBLE = [
     ("num_hidden_layers", 10**6), ("num_hidden_layers", 10**18), ("num_hidden_layers", 10**400), ("hidden_size", True),
     ("n_groups", 2.0), ("n_groups", "24"), ("n_groups", [24]), ("n_groups", 3), ("time_step_limit", [1]),
     ("time_step_limit", ["a", "b"]), ("time_step_limit", [{"x": 1}, 2]), ("time_step_limit", [2, 1]),
-    ("time_step_limit", 3), ("time_step_limit", [0, 10**400]), ("layer_norm_epsilon", -1e-5), ("eos_token_id", "x"), ("eos_token_id", [1, [2]]), ("eos_token_id", -1),
+    ("time_step_limit", 3), ("time_step_limit", [0, 10**400]), ("layer_norm_epsilon", -1e-5),
+    ("eos_token_id", "x"), ("eos_token_id", [1, [2]]), ("eos_token_id", -1),
     ("model_type", ["a"]), ("model_type", "gpt"), ("layer_norm_epsilon", "x"), ("layer_norm_epsilon", float("nan")),
     ("conv_kernel", 0), ("use_bias", "no"), ("tie_word_embeddings", 1), ("quantization_config", {"bits": 4}),
 ]  # fmt: skip
