@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import cache
 from os import PathLike
@@ -79,8 +80,7 @@ def refold(
     report.graphs.append(entry)
     entry.notes += notes() + _limit_notes()
     try:
-        # What is traced, checked and timed here saves tensors of its own: hooks of the caller (checkpointing) get none.
-        with patience(), torch.autograd.graph.saved_tensors_hooks(_itself, _itself):
+        with patience(), _unseen_by_hooks():
             return Remembering(gm, example_inputs, settings, entry).run()
     except PlanError:
         raise
@@ -95,8 +95,21 @@ def refold(
         return inductor(gm, example_inputs, options=passed_on)
 
 
-def _itself(x: torch.Tensor) -> torch.Tensor:
-    return x
+def _unseen_by_hooks() -> AbstractContextManager[Any]:
+    """Return a context in which hooks of the caller (checkpointing) get no saved tensors.
+
+    What a compile traces, checks and times saves tensors of its own. Where the caller has no hooks there are none
+    here either: transforms of ``torch.func``, which the graph may hold, do not run under any.
+    """
+
+    def itself(x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    try:
+        with torch.autograd.graph.disable_saved_tensors_hooks("there are hooks"):
+            return nullcontext()
+    except RuntimeError:
+        return torch.autograd.graph.saved_tensors_hooks(itself, itself)
 
 
 def _limit_notes() -> list[str]:

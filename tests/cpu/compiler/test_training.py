@@ -57,3 +57,16 @@ def test_a_compiled_function_is_checkpointed():
     (got,) = torch.autograd.grad(checkpoint(compiled, x, use_reentrant=False).sum(), x)
     (want,) = torch.autograd.grad(layer(x).sum(), x)
     torch.testing.assert_close(got, want)
+
+
+def test_a_transform_in_a_compiled_function():
+    """Transforms of torch.func refuse hooks of saved tensors, so a compile adds none where there are none."""
+
+    def gradient(x):
+        return torch.func.grad(lambda y: torch.tanh(y.cumsum(0) * 2).sum())(x)
+
+    torch._dynamo.reset()
+    options = {"verify": "off", "accept": "always", "cache": False, "strict": True}
+    compiled = torch.compile(gradient, backend=refold, options=options)
+    x = torch.randn(20, 6)
+    torch.testing.assert_close(compiled(x), gradient(x))
