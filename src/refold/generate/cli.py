@@ -54,7 +54,7 @@ def generate(
             device=device, dtype=dtype, sampling=sampling, stop_tokens=stop, stop_strings=stop_string or (),
             every=every,
         ):  # fmt: skip
-            sys.stdout.write(piece)
+            sys.stdout.write(_writable(piece, sys.stdout.encoding))
             sys.stdout.flush()
     except RefoldError as error:
         sys.stderr.write(f"refold generate: {error}\n")
@@ -68,6 +68,8 @@ def read_prompt(path: Path) -> str:
     Raises:
         ArgumentError: it cannot be read as text.
     """
+    if str(path) == "-" and sys.stdin is None:
+        raise ArgumentError("--prompt-file - reads standard input, which is closed; name a file.")
     try:
         return sys.stdin.read() if str(path) == "-" else path.read_text(encoding="utf-8")
     except OSError as error:
@@ -76,6 +78,11 @@ def read_prompt(path: Path) -> str:
         raise ArgumentError(
             f"--prompt-file {path} is not text in UTF-8: {error.reason} at byte {error.start}"
         ) from error
+
+
+def _writable(text: str, encoding: str | None) -> str:
+    """Return ``text`` with a question mark for each character that the output cannot show."""
+    return text.encode(encoding or "utf-8", "replace").decode(encoding or "utf-8")
 
 
 def generate_text(
@@ -105,7 +112,9 @@ def generate_text(
     check_stop_strings(stop_strings)
     if stop_strings and prompt is None:
         raise ArgumentError("--stop-string ends a text; with --token-ids, use --stop.")
+    from refold.generate.generator import check_positions, check_prompts, check_request
     from refold.models.checkpoint import find_checkpoint
+    from refold.models.configs import read_config
 
     kind, places = _generator(framework, device)
     directory = find_checkpoint(model)
@@ -116,11 +125,14 @@ def generate_text(
             raise ArgumentError("--prompt holds no token; give some text.")
     else:
         ids, decode = parse_ids(token_ids or ""), None
+    config = read_config(directory)  # what cannot be done is refused before the weights are read
+    check_prompts(config, [ids])
+    stop = check_request(config, max_new_tokens, every, sampling, stop_tokens)
+    check_positions(config, len(ids) + max_new_tokens)
     generator = kind.from_checkpoint(directory, dtype=dtype, **places)
-    stop = set(generator.config.stop_tokens if stop_tokens is None else stop_tokens)
     text = None if decode is None else Text(decode, stop_strings)
     conversation = generator.read([ids])
-    stream = generator.stream(conversation, max_new_tokens, sampling=sampling, stop_tokens=sorted(stop), every=every)
+    stream = generator.stream(conversation, max_new_tokens, sampling=sampling, stop_tokens=stop, every=every)
     for part in stream:
         new = [int(token) for token in part[0] if token >= 0]
         if text is None:

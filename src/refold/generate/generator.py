@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
+from numbers import Integral
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Generic, Protocol, TypeVar
@@ -90,8 +91,7 @@ class BaseGenerator(ABC, Generic[C]):
                 are not those of the conversation.
             CapacityError: the prompt does not fit into memory.
         """
-        before = None if conversation is None else self.lengths(conversation)
-        rows = self._check_prompts(prompts, before)
+        rows = check_prompts(self.config, prompts, None if conversation is None else self.lengths(conversation))
         lengths = np.array([len(row) for row in rows], np.int32)
         longest = int(lengths.max())
         self._check_memory(len(rows), longest, conversation)
@@ -131,25 +131,14 @@ class BaseGenerator(ABC, Generic[C]):
             ArgumentError: a count, a stop token or the conversation cannot be used.
             CapacityError: the tokens do not fit into memory.
         """
-        sampling = sampling or Sampling()
-        counts = [max_new_tokens] if every is None else [max_new_tokens, every]
-        if not all(isinstance(count, (int, np.integer)) and count > 0 for count in counts):
-            raise ArgumentError(
-                f"max_new_tokens and every must be positive integers; they are {max_new_tokens} and {every}."
-            )
-        if not isinstance(stop_tokens, Iterable | None):
-            raise ArgumentError(f"stop_tokens must be a sequence of token ids; it is {stop_tokens!r}.")
-        stop = self.config.stop_tokens if stop_tokens is None else tuple(stop_tokens)
-        for token in stop:
-            if not isinstance(token, (int, np.integer)) or not 0 <= token < self.config.vocab_size:
-                raise ArgumentError(f"stop token {token!r} is no id in [0, {self.config.vocab_size}).")
+        stop = check_request(self.config, max_new_tokens, every, sampling, stop_tokens)
         lengths = self.lengths(conversation)
         if not lengths.all():
             raise ArgumentError("a row of the conversation has read nothing; read a prompt first.")
         self._check_memory(len(lengths), max_new_tokens, conversation, reading=False)
         self._make_room(conversation, max_new_tokens)
         yield from self._decode(
-            conversation, max_new_tokens, every or max_new_tokens, sampling, np.array(sorted(stop), np.int32)
+            conversation, max_new_tokens, every or max_new_tokens, sampling or Sampling(), np.array(stop, np.int32)
         )
 
     def generate(
@@ -160,8 +149,19 @@ class BaseGenerator(ABC, Generic[C]):
         sampling: Sampling | None = None,
         stop_tokens: Sequence[int] | None = None,
     ) -> list[list[int]]:
-        """Return the new tokens of each prompt, its stop token included."""
-        parts = list(self.stream(self.read(prompts), max_new_tokens, sampling=sampling, stop_tokens=stop_tokens))
+        """Return the new tokens of each prompt, its stop token included.
+
+        Raises:
+            ArgumentError, CapacityError: as `read` and `stream`, before anything is read.
+        """
+        rows = check_prompts(self.config, prompts)
+        stop_tokens = check_request(self.config, max_new_tokens, None, sampling, stop_tokens)
+        check_positions(self.config, max(map(len, rows)) + max_new_tokens)
+        parts = list(
+            self.stream(
+                self.read([row.tolist() for row in rows]), max_new_tokens, sampling=sampling, stop_tokens=stop_tokens
+            )
+        )
         return [[int(t) for t in row if t != NO_TOKEN] for row in np.concatenate(parts, axis=1)]
 
     def load(self, path: str | Path) -> C:
@@ -196,24 +196,6 @@ class BaseGenerator(ABC, Generic[C]):
         """Return the length to which a piece is padded."""
         return length
 
-    def _check_prompts(self, prompts: Sequence[Sequence[int]], before: np.ndarray | None) -> list[np.ndarray]:
-        if len(prompts) == 0:
-            raise ArgumentError("prompts is empty; give at least one row of token ids.")
-        if before is not None and len(prompts) != len(before):
-            raise ArgumentError(f"{len(prompts)} prompts for a conversation of {len(before)} rows.")
-        rows = [np.asarray(prompt) for prompt in prompts]
-        for i, row in enumerate(rows):
-            if row.ndim != 1 or (row.size and not np.issubdtype(row.dtype, np.integer)):
-                raise ArgumentError(f"prompt {i} must be a flat sequence of integers.")
-            if row.size == 0 and (before is None or not before[i]):
-                raise ArgumentError(f"prompt {i} is empty; a row needs at least one token before it can continue.")
-            outside = row[(row < 0) | (row >= self.config.vocab_size)] if row.size else row
-            if outside.size:
-                raise ArgumentError(
-                    f"prompt {i} has token id {int(outside[0])}; ids must lie in [0, {self.config.vocab_size})."
-                )
-        return rows
-
     def _make_room(self, conversation: C, new: int) -> None:
         """Let the key-value cache of a hybrid model hold ``new`` more tokens."""
         if not isinstance(self.config, GraniteHybridConfig):
@@ -231,11 +213,7 @@ class BaseGenerator(ABC, Generic[C]):
             ssm, conv = counts.state_elements(config)
             need += batch * (ssm * state + conv * weight)
         if isinstance(config, GraniteHybridConfig):
-            if read + new > config.max_positions:
-                raise ArgumentError(
-                    f"{read + new} tokens do not fit: the model has {config.max_positions} positions "
-                    "(max_position_embeddings). Shorten the prompt or max_new_tokens."
-                )
+            check_positions(config, read + new)
             held = 0 if conversation is None else self._capacity(conversation)
             if read + new > held:
                 room = bucket(read + new)
@@ -248,6 +226,105 @@ class BaseGenerator(ABC, Generic[C]):
                 f"{what} in {batch} rows needs about {need / 2**30:.1f} GiB, and {free / 2**30:.1f} GiB are free. "
                 "Take fewer rows at a time, or a shorter text."
             )
+
+
+def check_prompts(config: Config, prompts: Sequence[Sequence[int]], read: np.ndarray | None = None) -> list[np.ndarray]:
+    """Return a row of token ids for each prompt; ``read`` says how many tokens each row has read before.
+
+    Raises:
+        ArgumentError: a prompt is no row of ids, is empty where nothing was read, or the rows are not as many.
+    """
+    try:
+        rows = list(prompts)
+    except TypeError as error:
+        raise ArgumentError(f"prompts must be a sequence of rows of token ids; it is {prompts!r:.80}.") from error
+    if not rows:
+        raise ArgumentError("prompts is empty; give at least one row of token ids.")
+    if read is not None and len(rows) != len(read):
+        raise ArgumentError(f"{len(rows)} prompts for a conversation of {len(read)} rows.")
+    return [_ids(config, i, row, read is None or not read[i]) for i, row in enumerate(rows)]
+
+
+def _ids(config: Config, i: int, prompt: Sequence[int], first: bool) -> np.ndarray:
+    try:
+        row = np.asarray(prompt)
+    except ValueError:  # rows of several lengths
+        row = np.zeros(())
+    if row.ndim != 1 or (row.size and not np.issubdtype(row.dtype, np.integer)):
+        raise ArgumentError(f"prompt {i} must be a flat sequence of integers.")
+    if row.size == 0 and first:
+        raise ArgumentError(f"prompt {i} is empty; a row needs at least one token before it can continue.")
+    outside = row[(row < 0) | (row >= config.vocab_size)] if row.size else row
+    if outside.size:
+        raise ArgumentError(f"prompt {i} has token id {int(outside[0])}; ids must lie in [0, {config.vocab_size}).")
+    return row
+
+
+def check_request(
+    config: Config,
+    max_new_tokens: int,
+    every: int | None,
+    sampling: Sampling | None,
+    stop_tokens: Iterable[int] | None,
+) -> list[int]:
+    """Return the ids at which a row ends, the checkpoint's if ``stop_tokens`` is None.
+
+    An id of the checkpoint outside its vocabulary is left out: no row can end with it.
+
+    Raises:
+        ArgumentError: a count is not positive, ``sampling`` is none, or a stop token is no id of the vocabulary.
+    """
+    check_count("max_new_tokens", max_new_tokens)
+    if every is not None:
+        check_count("every", every)
+    if not isinstance(sampling, Sampling | None):
+        raise ArgumentError(f"sampling must be a Sampling; it is {sampling!r:.80}.")
+    if stop_tokens is None:
+        return sorted(token for token in config.stop_tokens if token < config.vocab_size)
+    if not isinstance(stop_tokens, Iterable):
+        raise ArgumentError(f"stop_tokens must be a sequence of token ids; it is {stop_tokens!r}.")
+    stop = list(stop_tokens)
+    for token in stop:
+        if not _is_integer(token) or not 0 <= token < config.vocab_size:
+            raise ArgumentError(f"stop token {token!r} is no id in [0, {config.vocab_size}).")
+    return sorted(set(stop))
+
+
+def check_positions(config: Config, tokens: int) -> None:
+    """Refuse more tokens in a row than the model has positions for.
+
+    Raises:
+        ArgumentError: it has fewer.
+    """
+    if isinstance(config, GraniteHybridConfig) and tokens > config.max_positions:
+        raise ArgumentError(
+            f"{tokens} tokens do not fit: the model has {config.max_positions} positions "
+            "(max_position_embeddings). Shorten the prompt or max_new_tokens."
+        )
+
+
+def check_count(name: str, value: int) -> None:
+    """Refuse what is no positive integer.
+
+    Raises:
+        ArgumentError: it is none.
+    """
+    if not _is_integer(value) or value < 1:
+        raise ArgumentError(f"{name} must be a positive integer; it is {value!r}.")
+
+
+def check_state_dtype(name: str) -> None:
+    """Refuse a dtype that states are not kept in.
+
+    Raises:
+        ArgumentError: it is none of those.
+    """
+    if name not in ("float32", "bfloat16", "float16"):
+        raise ArgumentError(f"state_dtype must be float32, bfloat16 or float16; it is {name!r}.")
+
+
+def _is_integer(value: object) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 def bucket(length: int) -> int:

@@ -9,7 +9,10 @@ import numpy as np
 from refold.errors import ArgumentError
 
 COLDEST = 1e-6
-"""Least temperature but 0: logits divided by less overflow."""
+"""Least temperature but 0, and least repetition penalty: logits divided by less overflow."""
+
+LEAST_SHARE = 1e-30
+"""Least ``top_p``: float32 takes smaller numbers for 0, and no token would be left."""
 
 
 @dataclass(frozen=True)
@@ -43,13 +46,14 @@ class Sampling:
             )
         if not _is(Integral, self.top_k) or self.top_k < 0:
             raise ArgumentError(f"top_k must be 0 (all tokens) or a positive integer; it is {self.top_k!r}.")
-        if not _is(Real, self.top_p) or not 0 < self.top_p <= 1:
-            raise ArgumentError(f"top_p must be a number in (0, 1]; it is {self.top_p!r}.")
+        if not _is(Real, self.top_p) or not LEAST_SHARE <= self.top_p <= 1:
+            raise ArgumentError(f"top_p must be a number in (0, 1], {LEAST_SHARE} or more; it is {self.top_p!r}.")
         if not _is(Real, self.min_p) or not 0 <= self.min_p <= 1:
             raise ArgumentError(f"min_p must be a number in [0, 1]; it is {self.min_p!r}.")
-        if not _is(Real, self.repetition_penalty) or not 0 < self.repetition_penalty < math.inf:
+        if not _is(Real, self.repetition_penalty) or not COLDEST <= self.repetition_penalty <= 1 / COLDEST:
             raise ArgumentError(
-                f"repetition_penalty must be a positive finite number; it is {self.repetition_penalty!r}."
+                f"repetition_penalty must be a number from {COLDEST} to {1 / COLDEST:.0f}; "
+                f"it is {self.repetition_penalty!r}."
             )
         if not _is(Integral, self.seed) or not 0 <= self.seed < 2**32:
             raise ArgumentError(f"seed must be an integer in [0, 2**32); it is {self.seed!r}.")

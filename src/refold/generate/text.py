@@ -29,10 +29,10 @@ class Text:
             return ""
         self.tokens += tokens
         text = self.decode(self.tokens)
-        found = [place for stop in self.stop_strings if (place := text.find(stop)) >= 0]
+        found = [(place + len(stop), place) for stop in self.stop_strings if (place := text.find(stop)) >= 0]
         self.ended = bool(found)
         if found:
-            text = text[: min(found)]
+            text = text[: min(found)[1]]  # of several, the one that is complete first, however many tokens came at once
         elif not last:
             if text.endswith("\ufffd") or not text.startswith(self.shown):
                 return ""
@@ -57,7 +57,7 @@ def check_stop_strings(stop_strings: Sequence[str]) -> None:
 
 
 def tokenizer(directory: Path) -> tuple[Callable[[str], list[int]], Callable[[list[int]], str]]:
-    """Return the encoder and decoder of a checkpoint's ``tokenizer.json``.
+    """Return the encoder and decoder of a checkpoint's ``tokenizer.json``; the first refuses what is no text.
 
     Raises:
         CheckpointError: there is none, or it is damaged.
@@ -74,7 +74,15 @@ def tokenizer(directory: Path) -> tuple[Callable[[str], list[int]], Callable[[li
         found = Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises a bare Exception for a file it cannot parse
         raise CheckpointError(f"{path} is not a tokenizer ({error}).") from error
-    return lambda text: found.encode(text).ids, found.decode
+
+    def encode(text: str) -> list[int]:
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:  # bytes that are no text reach Python as such halves of characters
+            raise ArgumentError(f"the prompt is not text in UTF-8, from character {error.start} on.") from error
+        return found.encode(text).ids
+
+    return encode, found.decode
 
 
 def parse_ids(text: str) -> list[int]:

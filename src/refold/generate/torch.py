@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 
 from refold.errors import ArgumentError
-from refold.generate.generator import NO_TOKEN, BaseGenerator
+from refold.generate.generator import NO_TOKEN, BaseGenerator, check_count, check_state_dtype
 from refold.generate.sampling import Sampling, uniforms
 from refold.models.configs import Config
 from refold.models.torch import load_checkpoint, model_for, take_layers_apart, to_device, usable
-from refold.models.torch.layers import kernels
+from refold.models.torch.layers import kernels, wide
 from refold.verify.memory import available_bytes
 
 __all__ = ["NO_TOKEN", "Conversation", "Generator"]
@@ -77,8 +77,7 @@ class Generator(BaseGenerator[Conversation]):
     def __init__(
         self, config: Config, params: Any, *, device: str | torch.device = "cpu", state_dtype: str = "float32"
     ) -> None:
-        if state_dtype not in ("float32", "bfloat16", "float16"):
-            raise ArgumentError(f"state_dtype must be float32, bfloat16 or float16; it is {state_dtype!r}.")
+        check_state_dtype(state_dtype)
         self.config, self.device = config, usable(device)
         self.params = take_layers_apart(to_device(params, self.device))
         self.state_dtype = getattr(torch, state_dtype)
@@ -104,6 +103,7 @@ class Generator(BaseGenerator[Conversation]):
 
     def start(self, batch: int) -> Conversation:
         """Return the conversation of ``batch`` rows that have read nothing."""
+        check_count("batch", batch)
         return self._conversation(self._fresh(batch, self.device))
 
     def lengths(self, conversation: Conversation) -> np.ndarray:
@@ -113,7 +113,7 @@ class Generator(BaseGenerator[Conversation]):
     def _fresh(self, batch: int, device: str | torch.device = "meta") -> dict[str, Tensor]:
         state = self.model.init_state(self.config, batch, self.params["embedding"].dtype, self.state_dtype, device)
         shape = (batch, self.config.vocab_size)
-        logits = torch.zeros(shape, device=device)
+        logits = torch.zeros(shape, dtype=wide(self.params["embedding"].dtype), device=device)
         return {**state, "logits": logits, "seen": torch.zeros(shape, dtype=torch.bool, device=device)}
 
     def _conversation(self, arrays: dict[str, Tensor]) -> Conversation:

@@ -177,6 +177,8 @@ def _impossible(config: Config) -> Iterator[str]:
         rotated = config.headdim if config.rope_dim is None else config.rope_dim
         if config.rope_theta is not None and (rotated % 2 or not 0 < rotated <= config.headdim):
             yield f"{rotated} of {config.headdim} channels of a head cannot be rotated in pairs"
+        if config.rope_theta is not None and config.rope_theta <= 0:
+            yield f"no angles can be made of rope_theta={config.rope_theta}"
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -226,9 +228,14 @@ class _Settings:
         """Return a setting that is on or off."""
         return self._checked(key, self.get(key, default), lambda v: isinstance(v, bool), "true or false")
 
-    def number(self, key: str, default: float) -> float:
-        """Return a finite number."""
-        return self._checked(key, self.get(key, default), _is_number, "a finite number")
+    def number(self, key: str, default: float, least: float = -math.inf) -> float:
+        """Return a number that float32 can hold."""
+        expected = "a number that float32 can hold" + (f", {least:g} or more" if least > -math.inf else "")
+        return float(self._checked(key, self.get(key, default), lambda v: _is_number(v) and v >= least, expected))
+
+    def epsilon(self, key: str, default: float) -> float:
+        """Return what a norm adds to a mean of squares."""
+        return self.number(key, default, least=0.0)
 
     def part(self, key: str) -> "_Settings":
         """Return the settings of an object inside, which need not be there."""
@@ -272,7 +279,7 @@ class _Settings:
         given = self.get(key, (0.0, math.inf))
         try:
             low, high = (float(v["__float__"]) if isinstance(v, dict) else float(v) for v in given)
-        except (TypeError, ValueError, KeyError):
+        except (TypeError, ValueError, KeyError, OverflowError):  # of the last: an integer that no float holds
             low = high = math.nan
         self._checked(key, given, lambda _: low <= high, "two numbers, the lower one first")
         return low, high
@@ -283,7 +290,7 @@ def _is_size(value: Any, least: int = 1) -> bool:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 2**127
 
 
 def _mamba(s: _Settings) -> MambaConfig:
@@ -299,14 +306,14 @@ def _mamba(s: _Settings) -> MambaConfig:
         conv_width=s.size("conv_kernel", 4),
         conv_bias=s.flag("use_conv_bias", True),
         proj_bias=s.flag("use_bias", False),
-        norm_eps=s.number("layer_norm_epsilon", 1e-5),
+        norm_eps=s.epsilon("layer_norm_epsilon", 1e-5),
         tied=s.flag("tie_word_embeddings", True),
         stop_tokens=s.stop_tokens(),
     )
 
 
 def _falcon_mamba(s: _Settings) -> MambaConfig:
-    return replace(_mamba(s), selection_eps=s.number("mixer_rms_eps", 1e-6))
+    return replace(_mamba(s), selection_eps=s.epsilon("mixer_rms_eps", 1e-6))
 
 
 def _mamba2(s: _Settings) -> Mamba2Config:
@@ -320,7 +327,7 @@ def _mamba2(s: _Settings) -> Mamba2Config:
         conv_width=s.size("conv_kernel", 4),
         conv_bias=s.flag("use_conv_bias", True),
         proj_bias=s.flag("use_bias", False),
-        norm_eps=s.number("layer_norm_epsilon", 1e-5),
+        norm_eps=s.epsilon("layer_norm_epsilon", 1e-5),
         dt_limit=s.limit(),
     )
     return Mamba2Config(
@@ -346,7 +353,7 @@ def _hybrid_mixer(s: _Settings, norm_eps: float) -> Mixer2Config:
         conv_width=s.size("mamba_d_conv", 4),
         conv_bias=s.flag("mamba_conv_bias", True),
         proj_bias=s.flag("mamba_proj_bias", False),
-        norm_eps=s.number("rms_norm_eps", norm_eps),
+        norm_eps=s.epsilon("rms_norm_eps", norm_eps),
         dt_limit=s.limit(),
     )
 
@@ -360,7 +367,7 @@ def _rope_theta(s: _Settings) -> float:
     rope = s.part("rope_parameters")
     if rope.get("rope_type", "default") != "default" or s.raw.get("rope_scaling"):
         raise CheckpointError(f"{s.path}: only the default rotary embedding is supported, not {rope.raw!r:.200}.")
-    return float(rope.number("rope_theta", s.number("rope_theta", 10000.0)))
+    return rope.number("rope_theta", s.number("rope_theta", 10000.0))
 
 
 def _granite(s: _Settings) -> GraniteHybridConfig:
@@ -391,7 +398,7 @@ def _granite(s: _Settings) -> GraniteHybridConfig:
         attention_multiplier=s.number("attention_multiplier", 1.0),
         logits_divisor=s.number("logits_scaling", 1.0),
         max_positions=s.size("max_position_embeddings", 2048),
-        norm_eps=s.number("rms_norm_eps", 1e-6),
+        norm_eps=s.epsilon("rms_norm_eps", 1e-6),
         tied=s.flag("tie_word_embeddings", False),
         stop_tokens=s.stop_tokens(),
     )
@@ -424,7 +431,7 @@ def _bamba(s: _Settings) -> GraniteHybridConfig:
         attention_multiplier=headdim**-0.5,
         logits_divisor=1.0,
         max_positions=s.size("max_position_embeddings", 262144),
-        norm_eps=s.number("rms_norm_eps", 1e-5),
+        norm_eps=s.epsilon("rms_norm_eps", 1e-5),
         tied=s.flag("tie_word_embeddings", False),
         stop_tokens=s.stop_tokens(),
         layout="bamba",
@@ -449,7 +456,7 @@ def _state_spaces(s: _Settings) -> MambaConfig | Mamba2Config:
     d_model, nlayers, tied = s["d_model"], s["n_layer"], s.flag("tie_embeddings", True)
     d_inner = int(ssm.number("expand", 2) * d_model)
     conv_width, conv_bias, bias = ssm.size("d_conv", 4), ssm.flag("conv_bias", True), ssm.flag("bias", False)
-    eps = s.number("norm_epsilon", 1e-5)
+    eps = s.epsilon("norm_epsilon", 1e-5)
     if layer == "Mamba1":
         return MambaConfig(
             vocab_size=vocab_size,

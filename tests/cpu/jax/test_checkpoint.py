@@ -1,6 +1,7 @@
 """A wrong checkpoint gives one error that names what is wrong."""
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -248,7 +249,8 @@ IMPOSSIBLE = [
     ("num_hidden_layers", 10**6), ("num_hidden_layers", 10**18), ("num_hidden_layers", 10**400), ("hidden_size", True),
     ("n_groups", 2.0), ("n_groups", "24"), ("n_groups", [24]), ("n_groups", 3), ("time_step_limit", [1]),
     ("time_step_limit", ["a", "b"]), ("time_step_limit", [{"x": 1}, 2]), ("time_step_limit", [2, 1]),
-    ("time_step_limit", 3), ("eos_token_id", "x"), ("eos_token_id", [1, [2]]), ("eos_token_id", -1),
+    ("time_step_limit", 3), ("time_step_limit", [0, 10**400]), ("layer_norm_epsilon", -1e-5),
+    ("eos_token_id", "x"), ("eos_token_id", [1, [2]]), ("eos_token_id", -1),
     ("model_type", ["a"]), ("model_type", "gpt"), ("layer_norm_epsilon", "x"), ("layer_norm_epsilon", float("nan")),
     ("conv_kernel", 0), ("use_bias", "no"), ("tie_word_embeddings", 1), ("quantization_config", {"bits": 4}),
 ]  # fmt: skip
@@ -267,7 +269,11 @@ def test_impossible_settings_are_refused_at_once(directory: Path, key: str, valu
     )
 
 
-@pytest.mark.parametrize(("key", "value"), [("time_step_rank", "x"), ("expand", "x"), ("expand", 10**300)])
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("time_step_rank", "x"), ("expand", "x"), ("expand", 10**300), ("expand", 10**400), ("expand", 1e308),
+     ("layer_norm_epsilon", -1.0)],
+)  # fmt: skip
 def test_impossible_settings_of_mamba(tmp_path: Path, key: str, value: object) -> None:
     raw = {
         "model_type": "mamba",
@@ -280,6 +286,28 @@ def test_impossible_settings_of_mamba(tmp_path: Path, key: str, value: object) -
     (tmp_path / "config.json").write_text(json.dumps(raw))
     with pytest.raises(CheckpointError, match=f"{key}|intermediate_size"):
         read_config(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changed", "says"),
+    [
+        ({"rope_theta": 0}, "rope_theta=0"),
+        ({"rope_parameters": {"rope_theta": -2.0}}, "rope_theta=-2"),
+        ({"residual_multiplier": 1e300}, "residual_multiplier.*float32 can hold"),
+        ({"embedding_multiplier": 10**400}, "embedding_multiplier.*float32 can hold"),
+        ({"rms_norm_eps": -1}, "rms_norm_eps.*0 or more"),
+    ],
+)
+def test_impossible_settings_of_granite(tmp_path: Path, changed: dict[str, object], says: str) -> None:
+    raw = {
+        "model_type": "granitemoehybrid", "vocab_size": 8, "hidden_size": 8, "num_hidden_layers": 1,
+        "num_attention_heads": 2, "shared_intermediate_size": 4, "mamba_n_heads": 2, "mamba_d_state": 2,
+        "position_embedding_type": "rope",
+    }  # fmt: skip
+    for settings_, refused in ((raw, False), ({**raw, **changed}, True)):
+        (tmp_path / "config.json").write_text(json.dumps(settings_))
+        with pytest.raises(CheckpointError, match=says) if refused else nullcontext():
+            read_config(tmp_path)
 
 
 def test_a_configuration_that_is_a_directory(directory: Path) -> None:

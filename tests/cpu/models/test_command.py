@@ -10,7 +10,8 @@ from safetensors.numpy import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from typer.testing import CliRunner
 
-from refold.generate.cli import generate, jax_devices
+from refold.errors import ArgumentError
+from refold.generate.cli import generate, jax_devices, read_prompt
 from refold.generate.text import Text
 from refold.generate.torch import Generator
 from refold.models.checkpoint import layout, random_params
@@ -109,6 +110,8 @@ def test_a_prompt_comes_from_a_file_or_from_standard_input(checkpoint: Path, tmp
         (["--token-ids", "1", "--stop-string", "x"], "--stop"),
         (["--prompt", "w1", "--stop-string", ""], "not empty"),
         (["--token-ids", "1", "--dtype", "int8"], "int8"),
+        (["--prompt", "w1 \udcff"], "not text in UTF-8"),
+        (["--token-ids", "1", "--device", "meta"], "meta"),
     ],
 )
 def test_bad_input_is_one_line(checkpoint: Path, arguments: list[str], says: str) -> None:
@@ -116,6 +119,38 @@ def test_bad_input_is_one_line(checkpoint: Path, arguments: list[str], says: str
     assert result.exit_code == 2
     assert says in result.output
     assert result.output.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--token-ids", "64"], "token id 64"),
+        (["--token-ids", "1", "--stop", "64"], "stop token 64"),
+        (["--token-ids", "1", "--max-new-tokens", "0"], "max_new_tokens must be"),
+        (["--token-ids", "1", "--every", "0"], "every must be"),
+    ],
+)
+def test_the_request_is_checked_before_the_weights_are_read(
+    checkpoint: Path, tmp_path: Path, arguments: list[str], says: str
+) -> None:
+    (tmp_path / "config.json").write_text((checkpoint / "config.json").read_text())
+    result = run(tmp_path, *arguments)
+    assert result.exit_code == 2
+    assert says in result.output
+
+
+def test_standard_input_that_is_closed(monkeypatch) -> None:
+    monkeypatch.setattr("sys.stdin", None)
+    with pytest.raises(ArgumentError, match="which is closed"):
+        read_prompt(Path("-"))
+
+
+def test_an_output_that_cannot_show_a_character_gets_a_question_mark(checkpoint: Path, monkeypatch) -> None:
+    monkeypatch.setattr("refold.generate.cli.generate_text", lambda *a, **k: iter(["a", "é日", "b"]))
+    app = typer.Typer()
+    app.command()(generate)
+    result = CliRunner(charset="ascii").invoke(app, [str(checkpoint), "--prompt", "w1"])
+    assert (result.exit_code, result.output) == (0, "a??b\n")
 
 
 def test_stop_string(checkpoint: Path) -> None:
@@ -145,6 +180,15 @@ def test_text_holds_back_what_may_change(pieces: list[int]) -> None:
     assert [half.feed([0]), half.feed([1])] == ["", "aß"]
     open_end = Text(lambda ids: "abc<st"[: len(ids)], ["<stop>"])
     assert open_end.feed(range(6)) + "|" + open_end.feed((), last=True) == "abc|<st"
+
+
+@pytest.mark.parametrize("pieces", [[5], [1] * 5, [2, 3]])
+def test_of_stop_strings_that_overlap_the_one_complete_first_ends_the_text(pieces: list[int]) -> None:
+    text, shown, begin = Text(lambda ids: "xabcd"[: len(ids)], ["abcd", "c"]), "", 0
+    for n in pieces:
+        shown += text.feed(range(begin, begin + n))
+        begin += n
+    assert shown == "xab"
 
 
 def test_doctor_lists_devices() -> None:

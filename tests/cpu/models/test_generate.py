@@ -103,6 +103,9 @@ def test_state_dtype(make):
     conversation = g.read(PROMPTS)
     collect(g.stream(conversation, 3))
     assert str(conversation.state["ssm"].dtype).endswith("bfloat16")
+    for wrong in ("int8", "float64", None):
+        with pytest.raises(ArgumentError, match="state_dtype must be"):
+            make(MAMBA2, g.params, state_dtype=wrong)
 
 
 @pytest.mark.parametrize(
@@ -114,6 +117,9 @@ def test_state_dtype(make):
         ([[-1]], "token id -1"),
         ([[1.5]], "integers"),
         ([[[1]]], "flat sequence"),
+        ([[[1], [2, 3]]], "flat sequence"),
+        (None, "sequence of rows"),
+        (3, "sequence of rows"),
     ],
 )
 def test_bad_prompts(prompts, message, generators):
@@ -126,16 +132,41 @@ def test_lengths_that_cannot_fit(generators):
         generators["granite"].generate([list(range(20))], GRANITE.max_positions)
     g = generators["mamba2"]
     conversation = g.read([[1]])
-    for bad in ({"max_new_tokens": 0}, {"max_new_tokens": 2.5}, {"max_new_tokens": 4, "every": 0}):
-        with pytest.raises(ArgumentError, match="positive integers"):
-            next(g.stream(conversation, **bad))
-    for tokens in ([64], [-1], ["a"]):
+    for bad in (
+        {"max_new_tokens": 0},
+        {"max_new_tokens": 2.5},
+        {"max_new_tokens": True},
+        {"every": 0},
+        {"every": True},
+    ):
+        with pytest.raises(ArgumentError, match="must be a positive integer"):
+            next(g.stream(conversation, **{"max_new_tokens": 4, **bad}))
+    with pytest.raises(ArgumentError, match="sampling must be a Sampling"):
+        next(g.stream(conversation, 4, sampling={"temperature": 1}))
+    for rows in (0, -1):
+        with pytest.raises(ArgumentError, match="batch must be a positive integer"):
+            g.start(rows)
+    for tokens in ([64], [-1], ["a"], [True]):
         with pytest.raises(ArgumentError, match="stop token"):
             next(g.stream(conversation, 4, stop_tokens=tokens))
     with pytest.raises(ArgumentError, match="stop_tokens must be a sequence of token ids; it is 54"):
         next(g.stream(conversation, 4, stop_tokens=54))
     with pytest.raises(ArgumentError, match="read nothing"):
         next(g.stream(g.start(1), 1))
+
+
+def test_nothing_is_read_for_a_request_that_cannot_be_honoured(generators, monkeypatch):
+    g = generators["granite"]
+    monkeypatch.setattr(g, "read", lambda *a: pytest.fail("work was begun"))
+    for ask in ({"max_new_tokens": GRANITE.max_positions}, {"max_new_tokens": 0}, {"stop_tokens": [64]}):
+        with pytest.raises(ArgumentError):
+            g.generate([[1]], **{"max_new_tokens": 4, **ask})
+
+
+def test_a_checkpoint_whose_end_is_outside_its_vocabulary_never_ends(make, generators):
+    g = generators["mamba2"]
+    ends = make(dataclasses.replace(MAMBA2, stop_tokens=(64,)), g.params)
+    assert ends.generate([[1, 2, 3]], 4) == g.generate([[1, 2, 3]], 4)
 
 
 def test_conversation_of_another_model(make, generators, tmp_path):
@@ -181,7 +212,8 @@ def test_a_damaged_conversation_is_refused(name, generators, tmp_path):
     [("temperature", -1.0), ("temperature", 1e-39), ("temperature", "x"), ("temperature", float("inf")),
      ("temperature", float("nan")), ("temperature", True), ("top_k", -1), ("top_k", 2.5), ("top_k", True),
      ("top_p", 0.0), ("top_p", 1.5), ("top_p", "x"), ("top_p", None), ("min_p", 1.5), ("min_p", "x"),
-     ("repetition_penalty", 0.0), ("repetition_penalty", float("inf")), ("seed", 1.5), ("seed", -1)],
+     ("top_p", 1e-40), ("repetition_penalty", 0.0), ("repetition_penalty", float("inf")), ("repetition_penalty", 1e-40),
+     ("seed", 1.5), ("seed", -1)],
 )  # fmt: skip
 def test_sampling_refuses_by_name(setting, value):
     with pytest.raises(ArgumentError, match=f"^{setting} must be"):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from refold.errors import ArgumentError, CapacityError, DeviceError
+from refold.errors import CapacityError, DeviceError
 from refold.generate.sampling import Sampling, uniforms
 from refold.generate.torch import Generator, _Kind, _settings, choose
 from refold.models.checkpoint import random_params
@@ -178,11 +178,20 @@ def test_what_memory_cannot_hold_is_refused_before_any_work(generators, monkeypa
 
 def test_places_and_dtypes_that_are_not_there() -> None:
     params = random_params(MAMBA2)
-    for device in ("nowhere", "cuda:99", "cuda" if not torch.cuda.is_available() else "cuda:98"):
+    for device in ("nowhere", "meta", "cuda:99", "cuda" if not torch.cuda.is_available() else "cuda:98"):
         with pytest.raises(DeviceError, match="cannot be used"):
             Generator(MAMBA2, params, device=device)
-    with pytest.raises(ArgumentError, match="state_dtype"):
-        Generator(MAMBA2, params, state_dtype="int8")
+
+
+def test_a_conversation_with_float64_weights_is_saved_and_loaded(tmp_path) -> None:
+    params = take_layers_apart(to_device(random_params(MAMBA2)))
+    layers = tuple({name: a.double() for name, a in layer.items()} for layer in params.pop("layers"))
+    g = Generator(MAMBA2, {name: a.double() for name, a in params.items()} | {"layers": layers})
+    talk = g.read([[1, 2, 3]])
+    talk.save(tmp_path / "c")
+    again = g.load(tmp_path / "c")
+    assert again.logits.dtype == torch.float64
+    assert [*map(np.ndarray.tolist, g.stream(again, 4))] == [*map(np.ndarray.tolist, g.stream(talk, 4))]
 
 
 @pytest.mark.parametrize("name", CONFIGS)

@@ -45,14 +45,14 @@ def load_checkpoint(
 
 
 def usable(device: str | torch.device) -> torch.device:
-    """Return a device that is there.
+    """Return a device that is there, and computes.
 
     Raises:
-        DeviceError: it is not.
+        DeviceError: it is not, or has no numbers, as ``meta``.
     """
     try:
         place = torch.device(device)
-        torch.empty(0, device=place)
+        torch.empty(0, device=place).cpu()
     except (RuntimeError, AssertionError) as error:  # the second where torch was built without CUDA
         reason = str(error).splitlines()[0]
         raise DeviceError(
