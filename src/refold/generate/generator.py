@@ -83,7 +83,7 @@ class BaseGenerator(ABC, Generic[C]):
     def _free_bytes(self) -> int:
         """Return the memory that is left for states and prompts."""
 
-    def read(self, prompts: Sequence[Sequence[int]], conversation: C | None = None) -> C:
+    def read(self, prompts: Sequence[Sequence[int] | np.ndarray], conversation: C | None = None) -> C:
         """Read a prompt for each row, of any lengths, at the end of ``conversation`` (moved on in place) or afresh.
 
         Raises:
@@ -157,11 +157,7 @@ class BaseGenerator(ABC, Generic[C]):
         rows = check_prompts(self.config, prompts)
         stop_tokens = check_request(self.config, max_new_tokens, None, sampling, stop_tokens)
         check_positions(self.config, max(map(len, rows)) + max_new_tokens)
-        parts = list(
-            self.stream(
-                self.read([row.tolist() for row in rows]), max_new_tokens, sampling=sampling, stop_tokens=stop_tokens
-            )
-        )
+        parts = list(self.stream(self.read(rows), max_new_tokens, sampling=sampling, stop_tokens=stop_tokens))
         return [[int(t) for t in row if t != NO_TOKEN] for row in np.concatenate(parts, axis=1)]
 
     def load(self, path: str | Path) -> C:
@@ -228,7 +224,9 @@ class BaseGenerator(ABC, Generic[C]):
             )
 
 
-def check_prompts(config: Config, prompts: Sequence[Sequence[int]], read: np.ndarray | None = None) -> list[np.ndarray]:
+def check_prompts(
+    config: Config, prompts: Sequence[Sequence[int] | np.ndarray], read: np.ndarray | None = None
+) -> list[np.ndarray]:
     """Return a row of token ids for each prompt; ``read`` says how many tokens each row has read before.
 
     Raises:
@@ -245,7 +243,7 @@ def check_prompts(config: Config, prompts: Sequence[Sequence[int]], read: np.nda
     return [_ids(config, i, row, read is None or not read[i]) for i, row in enumerate(rows)]
 
 
-def _ids(config: Config, i: int, prompt: Sequence[int], first: bool) -> np.ndarray:
+def _ids(config: Config, i: int, prompt: Sequence[int] | np.ndarray, first: bool) -> np.ndarray:
     try:
         row = np.asarray(prompt)
     except ValueError:  # rows of several lengths

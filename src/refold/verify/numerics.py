@@ -281,8 +281,7 @@ def agree(
     """
     if failure := _metadata(o, y):
         return KindResult(kind, False, math.inf, 0.0, math.inf, 0.0, failure)
-    if y.is_complex():
-        r, o, y = (torch.view_as_real(v.resolve_conj()) for v in (r, o, y))
+    r, o, y = real(r, o, y)
     if y.is_floating_point():
         return compare(kind, r, o, y, None, terms, known, parts)
     wrong, own = (float((v != r).sum()) for v in (y, o))
@@ -496,8 +495,7 @@ def no_farther(r: torch.Tensor, y: torch.Tensor, others: Sequence[torch.Tensor],
         others: Other results.
         parts: Whether this must also hold for each part of small elements.
     """
-    if y.is_complex():
-        r, y, *others = (torch.view_as_real(v.resolve_conj().contiguous()) for v in (r, y, *others))
+    r, y, *others = real(r, y, *others)
     if not y.is_floating_point() or any(v.shape != r.shape for v in (y, *others)):
         return False
     good = r.isfinite()
@@ -509,6 +507,11 @@ def no_farther(r: torch.Tensor, y: torch.Tensor, others: Sequence[torch.Tensor],
         if not all(a <= 8 * max(b) for a, *b in zip(own, *moved, strict=True)):
             return False
     return True
+
+
+def real(*values: torch.Tensor) -> list[torch.Tensor]:
+    """Return complex tensors as real ones with an axis for the two parts, and others as they are."""
+    return [torch.view_as_real(v.resolve_conj().contiguous()) if v.is_complex() else v for v in values]
 
 
 def _distances(difference: torch.Tensor) -> list[float]:

@@ -419,13 +419,13 @@ def _backward_fake(spec: OpSpec) -> Callable[..., Any]:
 
 
 def _setup_context(spec: OpSpec) -> Callable[..., None]:
-    narrays = len(spec.args)
+    narrays, reads = len(spec.args), [_reads(spec, output) for output in spec.outputs]
 
     def setup_context(ctx: Any, inputs: Sequence[Any], output: Any) -> None:
         # A state that is carried on must not hold a graph that it does not depend on.
         needed = {arg.name for arg, need in zip(spec.args, ctx.needs_input_grad, strict=False) if need}
-        results = zip(spec.outputs, output if isinstance(output, tuple) else (output,), strict=True)
-        ctx.mark_non_differentiable(*(y for o, y in results if not needed & _reads(spec, o)))
+        results = zip(output if isinstance(output, tuple) else (output,), reads, strict=True)
+        ctx.mark_non_differentiable(*(y for y, names in results if not needed & names))
         ctx.save_for_backward(*inputs[:narrays])
         ctx.options = inputs[narrays:]
         ctx.set_materialize_grads(False)

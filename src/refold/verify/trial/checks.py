@@ -429,7 +429,7 @@ class Trial:
             # What the original's own errors are, for calls that are compared with the original alone.
             for a, b in zip(r.tensors, o.tensors, strict=True):
                 if b.is_floating_point() or b.is_complex():
-                    a, b = _real(a, b)
+                    a, b = numerics.real(a, b)
                     self._known |= numerics.own_errors(a.double(), b)
         failure = worst.reason and f"{kind} inputs: {worst.reason}"
         if failure and found.index(worst) >= len(self._outputs):
@@ -1113,7 +1113,7 @@ def _judged(
     terms: int,
 ) -> numerics.KindResult:
     """Compare one result; ``known`` are errors that the original is known to have."""
-    r, o, y = _real(r, o, y)
+    r, o, y = numerics.real(r, o, y)
     if kind in inputs.EQUAL_TERMS:
         terms = terms**2  # roundings of equal terms have one sign: they add up in proportion to the number of terms
     if y.is_floating_point():
@@ -1123,11 +1123,6 @@ def _judged(
     wrong = int(((y != o) & ~(off <= 8 * own)).sum())
     reason = f"{wrong} of {y.numel()} elements differ" if wrong else ""
     return numerics.KindResult(kind, not wrong, float(wrong), 0.0, float(wrong), 0.0, reason)
-
-
-def _real(*values: torch.Tensor) -> list[torch.Tensor]:
-    """Return complex tensors as real ones with an axis for the two parts, and others as they are."""
-    return [torch.view_as_real(v.resolve_conj().contiguous()) if v.is_complex() else v for v in values]
 
 
 def _integral(r: torch.Tensor, o: torch.Tensor, y: torch.Tensor) -> numerics.KindResult | None:

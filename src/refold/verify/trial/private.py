@@ -71,7 +71,7 @@ def settings() -> dict[str, Any]:
         ),
     }
     # Looking it up would import Dynamo, which takes seconds.
-    if "torch._dynamo" in sys.modules:
+    if imported_dynamo():
         found["dynamo disabled"] = getattr(torch._dynamo.config, "disable", None)
     return found
 

@@ -19,7 +19,7 @@ from .iterators import Element, advance, element, goes_through, remaining
 from .lengths import SymbolicIterator
 from .liveness import live_at
 from .trace import SHORTEST, TRACES, LoopCode, Trace, trace
-from .variables import Refused, Translator, described, example, form, name_of, realized, tensors
+from .variables import Refused, Translator, described, example, form, name_of, not_carried, realized, tensors
 
 
 def capture_loop(tx: Translator, code: LoopCode) -> None:
@@ -72,10 +72,7 @@ def find(tx: Translator, code: LoopCode, live: set[str]) -> tuple[CarrySpec, Tra
             if isinstance(error, Refused) or not (names or assumed.plain):
                 raise
             if names:
-                raise Refused(
-                    "python-state",
-                    f"each step changes {names}, and that is neither a tensor nor an integer that counts",
-                ) from error
+                raise not_carried(names) from error
             names = ", ".join(f"`{name_of(tx, x)}`" for x in assumed.plain)
             raise Refused("list-read", f"the loop reads one of the lists {names}, and changes it") from error
         again = widen(tx, assumed, found.after, found.lists, found.number)

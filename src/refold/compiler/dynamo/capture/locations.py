@@ -19,7 +19,7 @@ from torch._dynamo.variables.misc import CellVariable
 
 from .lengths import Stacked
 from .lists import GrowingList
-from .variables import Refused, Translator, Variable, is_constant, name_of, source_of
+from .variables import Refused, Translator, Variable, is_constant, name_of, not_carried, source_of
 
 CONTENTS = "cell_contents"
 
@@ -108,9 +108,7 @@ class Attribute:
 
     def clear(self, tx: Translator) -> None:
         """Refuse."""
-        raise Refused(
-            "python-state", f"each step changes `{self.name}`, and that is neither a tensor nor an integer that counts"
-        )
+        raise not_carried(f"`{self.name}`")
 
 
 @dataclass(frozen=True)
@@ -137,9 +135,7 @@ class DictEntry:
 
     def clear(self, tx: Translator) -> None:
         """Refuse."""
-        raise Refused(
-            "python-state", f"each step changes `{self.name}`, and that is neither a tensor nor an integer that counts"
-        )
+        raise not_carried(f"`{self.name}`")
 
 
 @dataclass(frozen=True)

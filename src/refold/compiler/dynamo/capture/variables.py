@@ -30,6 +30,13 @@ class Refused(Refusal):
     """A loop is not captured."""
 
 
+def not_carried(names: str) -> Refused:
+    """Return the refusal of state that changes, and that no loop can carry."""
+    return Refused(
+        "python-state", f"each step changes {names}, and that is neither a tensor nor an integer that counts"
+    )
+
+
 def realized(x: Variable) -> Variable:
     """Return what a lazy variable stands for."""
     return x.realize() if isinstance(x, LazyVariableTracker) else x
