@@ -70,3 +70,32 @@ def test_a_transform_in_a_compiled_function():
     compiled = torch.compile(gradient, backend=refold, options=options)
     x = torch.randn(20, 6)
     torch.testing.assert_close(compiled(x), gradient(x))
+
+
+def test_backwards_run_in_the_thread_that_compiles(monkeypatch):
+    # On a GPU a backward has a thread of its own, and Inductor would wait there for the lock of the compile under way.
+    apart, grad = [], torch.autograd.grad
+
+    def recorded(*args, **kwargs):
+        apart.append(torch._C._is_multithreading_enabled())
+        return grad(*args, **kwargs)
+
+    def layer(x, decay):
+        h = torch.zeros_like(x[0])
+        states = []
+        for t in range(x.shape[0]):
+            h = decay * h + x[t]
+            states.append(h)
+        return torch.stack(states)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(layer, backend="refold", options={"accept": "always", "cache": False, "strict": True})
+    x, decay = torch.randn(40, 6, requires_grad=True), torch.rand(6, requires_grad=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.autograd, "grad", recorded)
+        y = compiled(x, decay)
+    assert apart
+    assert not any(apart)
+    assert torch._C._is_multithreading_enabled()
+    for got, want in zip(grad(y.sum(), [x, decay]), grad(layer(x, decay).sum(), [x, decay]), strict=True):
+        torch.testing.assert_close(got, want)
