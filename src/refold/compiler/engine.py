@@ -83,7 +83,9 @@ def refold(
     # lock of the compile under way, which this thread holds. So backwards run in this thread meanwhile.
     try:
         with patience(), _unseen_by_hooks(), torch.autograd.set_multithreading_enabled(False):
-            return Remembering(gm, example_inputs, settings, entry).run()
+            run = Remembering(gm, example_inputs, settings, entry).run()
+            # A call of a module looks for hooks first, which a graph has none of.
+            return run.forward if isinstance(run, GraphModule) else run
     except PlanError:
         raise
     except Exception as error:
