@@ -83,6 +83,14 @@ def test_where_nothing_is_rewritten_a_call_costs_what_it_costs_without_refold(fn
     assert own == rival
 
 
+def test_a_number_in_double_precision():
+    """Of a graph that takes one, PyTorch may ask that it is traced again."""
+    x, a = torch.ones(3, 4, dtype=torch.float64), torch.tensor(0.5, dtype=torch.float64)
+    compiled = refold.compile(lambda x, a: 2 * x * a, cache=False, strict=True)
+    torch.testing.assert_close(compiled(x, a), x)
+    assert len(compiled.report.graphs) == 1
+
+
 def saved(compiled):
     file = io.BytesIO()
     torch.save(compiled, file)

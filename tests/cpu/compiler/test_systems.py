@@ -29,11 +29,18 @@ def stepwise(A, b, initial, reverse):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.complex128])
 @pytest.mark.parametrize(
     ("size", "matrices", "reverse", "begins"),
-    [(2, 1, False, True), (2, STEPS, True, True), (3, STEPS, False, False), (1, 1, True, False)],
+    [
+        (2, (1, 3, 5), False, True),
+        (2, (STEPS, 3, 5), True, True),
+        (3, (STEPS, 1, 5), False, False),
+        (1, (1, 3, 5), True, False),
+        (2, (1, 1, 1), False, True),
+        (3, (STEPS, 1, 1), True, False),
+    ],
 )
 def test_systems_and_their_gradients(way, dtype, size, matrices, reverse, begins):
     generator = torch.Generator().manual_seed(0)
-    shapes = [(size, size, matrices, 3, 5), (size, STEPS, 3, 5), (size, 3, 5)][: 2 + begins]
+    shapes = [(size, size, *matrices), (size, STEPS, 3, 5), (size, 3, 5)][: 2 + begins]
     leaves = [(torch.randn(s, generator=generator, dtype=dtype) / 2).requires_grad_() for s in shapes]
     given = [*leaves, *[None] * (1 - begins), reverse]
     y, expected = LINEAR_SYSTEM(*given), stepwise(*given)

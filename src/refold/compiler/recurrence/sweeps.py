@@ -32,6 +32,8 @@ def system(A: Tensor, b: Tensor, initial: Tensor | None, reverse: bool, dtype: t
     """Compute `refold.compiler.recurrence.systems.linear_system`, with states of ``dtype`` in between."""
     size, steps = b.shape[:2]
     h = torch.empty_like(b, memory_format=torch.contiguous_format)
+    if A.shape[3:] != b.shape[2:] and A.shape[3:].numel() > 1:
+        A = A.expand(*A.shape[:3], *b.shape[2:])
     matrices, inputs = _flat(A, size, size, A.shape[2]), _flat(b, size, steps)
     start = np.empty((size, 0), inputs.dtype) if initial is None else _flat(initial, size)
     # An entry that is zero at all steps, as between values that do not read each other, is not multiplied.
@@ -87,9 +89,15 @@ def _system(A: Any, b: Any, start: Any, h: Any, entries: Any, reverse: Any, like
                     for j in range(size):
                         if not entries[i, j]:
                             continue
-                        factors, before = A[i, j, t if A.shape[2] > 1 else 0, low:high], old[j]
-                        for c in range(width):
-                            row[c] += factors[c] * before[c]
+                        at, before = t if A.shape[2] > 1 else 0, old[j]
+                        if A.shape[3] > 1:
+                            factors = A[i, j, at, low:high]
+                            for c in range(width):
+                                row[c] += factors[c] * before[c]
+                        else:
+                            factor = like.dtype.type(A[i, j, at, 0])
+                            for c in range(width):
+                                row[c] += factor * before[c]
                 for c in range(width):
                     states[c] = row[c]
             old, new = new, old

@@ -54,7 +54,8 @@ def linear_system(A: Tensor, b: Tensor, initial: Tensor | None, reverse: bool) -
     """Return all states of ``h[t] = A[t] h[t-1] + b[t]``.
 
     Args:
-        A: ``(m, m, t, ...)``, or ``(m, m, 1, ...)`` if all steps have the same; real or complex, as the others.
+        A: ``(m, m, t, ...)``, or with axes of size one where all steps or elements of a state have the same; real or
+            complex, as the others.
         b: ``(m, t, ...)``.
         initial: The state before the first step, ``(m, ...)``; None for nothing, which no infinity makes NaN of.
         reverse: Whether the last step comes first.
@@ -122,7 +123,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     start = torch.zeros_like(h[:, :1]) if initial is None else initial[:, None]
     before = torch.cat([h[:, 1:], start] if ctx.reverse else [start, h[:, :-1]], 1)
     outer = lam.unsqueeze(1) * before.unsqueeze(0).conj()
-    dA = outer.sum(2, keepdim=True) if A.shape[2] == 1 else outer
+    dA = outer.sum_to_size(A.shape)
     if initial is None:
         return dA, lam, None, None
     edge = -1 if ctx.reverse else 0
