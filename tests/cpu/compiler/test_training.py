@@ -6,7 +6,9 @@ from torch.utils.checkpoint import checkpoint
 
 from refold.compiler.backend import refold
 from refold.compiler.dynamo import captures_loops
+from refold.compiler.dynamo.before_autograd import BeforeAutograd, checkpointed
 from refold.compiler.session import describe_captured
+from refold.compiler.validate.region import Settings, validate_region
 from refold.report import GraphReport, Report
 from support.tiny_lm import losses
 
@@ -44,6 +46,20 @@ def test_loss_curve():
     got, own = losses(captures_loops(backend), checkpointed=True, sizes=sizes), losses(None, sizes=sizes)
     assert "fuse chunked scan" in [row.name for row in report.graphs[0].applied]
     assert (got - own).abs().max() < 1e-4
+
+
+def test_a_scan_under_autocast_is_right_by_its_check():
+    found = []
+
+    def backend(gm, inputs):
+        for path in [(), *checkpointed(gm)]:
+            found.extend(BeforeAutograd(gm.get_submodule(".".join(path))).rewrites)
+        return gm
+
+    losses(captures_loops(backend), checkpointed=True, autocast=torch.bfloat16, sizes=(1, 32, 32, 32, 16), steps=1)
+    [scan] = [rewrite for rewrite in found if rewrite.name == "fuse chunked scan"]
+    assert scan.detail.endswith("in bfloat16")
+    assert validate_region(scan, None, Settings(verify="quick", accept="always")).reason == ""
 
 
 def test_a_compiled_function_is_checkpointed():
