@@ -238,6 +238,8 @@ class LoopVectorizer:
             return self._maximum(node, operands, mine)
         if target is prims.convert_element_type.default and node.args[1].is_floating_point:
             return mine
+        if target in (aten.view_as_complex.default, aten.view_as_real.default):
+            raise NotALoop("complex-as-real", f"`{expression(node)}` of {loop.name} is another view of its numbers")
         if not is_pointwise(target):
             raise NotALoop("mixes-elements", f"`{expression(node)}` mixes elements of {loop.name}")
         if target in (aten.add.Tensor, aten.sub.Tensor):
