@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from refold.errors import ArgumentError, TargetError
@@ -217,7 +217,8 @@ def test_an_answer_may_take_longer_where_others_want_the_same_cores(nursery, mon
 
 
 TENSOR = {"type": "Tensor", "dtype": "float32", "device": "cpu", "shape": [2, 3], "stride": [3, 1], "address": 64,
-          "storage": 64, "pointer": 64, "storage_bytes": 24, "odd": [], "requires_grad": False}  # fmt: skip
+          "storage": 64, "pointer": 64, "storage_bytes": 24, "odd": [],
+    "traits": [], "requires_grad": False}  # fmt: skip
 plain = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5)
 nested = st.lists(plain, max_size=3) | st.dictionaries(st.text(max_size=5), plain, max_size=3)
 keys = st.sampled_from(["items", "dict", "sequence", "tensor", "object", "x"])
@@ -225,6 +226,7 @@ anything = plain | nested | st.lists(nested, max_size=3) | st.dictionaries(keys,
 
 
 @given(st.sampled_from(sorted(TENSOR)), anything)
+@example("shape", [1 << 47, 1 << 47, 0])
 def test_whatever_a_process_says_of_a_tensor_is_a_description_or_misbehaviour(name, value):
     """What it makes up is no error of the judge's."""
     try:
@@ -237,10 +239,20 @@ def test_whatever_a_process_says_of_a_tensor_is_a_description_or_misbehaviour(na
         pass
 
 
-@given(anything)
-def test_whatever_a_process_says_of_a_structure_is_one_or_misbehaviour(tree):
+@pytest.mark.parametrize("number", ["1" + "0" * 400, "NaN", "Infinity", "-1e300", '"1"', "null", "[]"])
+def test_a_number_that_is_none_is_misbehaviour(number):
+    with pytest.raises(process.Misbehaved, match="no number 'seconds'"):
+        process._number(process._parsed(f'{{"seconds": {number}}}'.encode()), "seconds")
+
+
+@given(anything, st.integers(0, 2))
+@example({"items": [{"tensor": 0}], "sequence": "tuple"}, 0)
+@example({"items": [{"tensor": 0}, {"tensor": 0}], "sequence": "tuple"}, 2)
+def test_whatever_a_process_says_of_a_structure_is_one_or_misbehaviour(tree, count):
+    """A structure has as many tensors as are described, so that equal ones can be compared."""
     try:
-        checks._unknown(process._checked_tree(tree))
+        checks._unknown(process._checked_tree(tree, count))
+        assert json.dumps(tree).count('"tensor": ') + json.dumps(tree).count('"float": ') >= count
         checks._outline(tree)
     except process.Misbehaved:
         pass

@@ -13,6 +13,7 @@ import ctypes
 import hashlib
 import importlib.util
 import itertools
+import json
 import math
 import os
 import random
@@ -48,12 +49,14 @@ DISCRETE, MORE = (
 )  # so many integers and truth values among results are compared, in so many more calls at most
 KEPT = 64 << 20  # bytes beyond those that the original keeps; less is not worth a note
 LOOKED_AT = 16  # one timed call in so many is followed by a look at what it left
+COARSE = 0.01  # of a gradient at large inputs, where backwards lose digits
 MADE_S = 1.0  # to be made; less is not worth a note
 CLEAR = 2.0  # times as fast, by the bound: what waits of equal programs do not make of each other
 WAITED = 0.2  # of the time of calls; more is waiting for other programs, or for a machine that is slow to wake threads
 BUSY = 10  # times the time of a timing test that may pass on a busy machine
 PATIENCE = 3  # times the time of a timing test that may pass until it can be decided at all
 COMPILE_S = 40.0  # what torch.compile may take for the original
+SLOW = 2  # times the processor time that shapes may take, for a candidate that compiles anew for each
 SIZES = 6  # other shapes that are tried while the C library looks at memory
 POSSIBLE = 0.5  # of the time that writing the results takes, on a machine that may be busier at one time than another
 # Operations that a library does, of which a kernel of one's own would say more.
@@ -88,6 +91,7 @@ class Trial:
         self._shares_state = False
         self._longest = 1
         self._known = numerics.NOTHING
+        self._usual: tuple[float, list[float]] | None = None  # norms of zero-mean inputs and of their gradients
         self._lucky = False  # whether a result was excused, since the original's own was right by luck
         self._past: deque[Result] = deque(maxlen=8)
         self._random = False
@@ -255,7 +259,8 @@ class Trial:
         self._late(y)
         self._left_behind(0)
         self._weights(first)
-        for kind in self._chosen(tuple(inputs.KINDS)):
+        several = sum(map(inputs.is_real, first)) > 1
+        for kind in self._chosen((*inputs.KINDS, *(inputs.UNLIKE if several else ()))):
             whole = kind == "integers" and self._shares_state
             if whole:
                 self._adopt(self._whole_numbers())
@@ -348,6 +353,11 @@ class Trial:
             self._cost = 3 * self._seconds(found[1])
         if unknown := _unknown(found[0].tree):
             raise Unjudgeable(f"the original returns a {unknown}, which cannot be compared; let it return tensors")
+        if odd := next((m["odd"] for m in found[0].metadata if m["odd"]), None):
+            raise Unjudgeable(
+                f"the original returns a tensor that is {' and '.join(odd)}, which cannot be compared; let it return "
+                "plain ones (resolve_conj(), resolve_neg(), to_dense())"
+            )
         if not found[0].tensors:
             raise Unjudgeable("the original returns no tensor, so there is nothing to compare; let it return tensors")
         if all(_identical(a, b) for a, b in zip(found[0].tensors, found[1].tensors, strict=True)):
@@ -392,13 +402,15 @@ class Trial:
             expected = o.metadata[index] if index < len(o.metadata) else m
             if m["type"] != expected["type"]:
                 self._step("M1", f"{where} is a {m['type']}, the original's a {expected['type']}")
+            if more := set(m["traits"]) - set(expected["traits"]):
+                self._step("M1", f"{where} is {', '.join(sorted(more))}, which the original's is not")
             if m["odd"] != expected["odd"]:
                 self._step("M1", f"{where} is {', '.join(m['odd']) or 'plain'}, which the original's is not")
-            if self.terms.train and m["requires_grad"] != expected["requires_grad"]:
+            if m["requires_grad"] != expected["requires_grad"] and (self.terms.train or m["requires_grad"]):
                 self._step("M4", f"{where} has {'a' if m['requires_grad'] else 'no'} gradient, unlike the original's")
             if not m["address"] and math.prod(m["shape"]) and not m["odd"]:
                 self._step("M1", f"{where} has no memory")
-        if y.tree != o.tree and self.terms.train and y.tree["items"][0] == o.tree["items"][0]:
+        if y.tree != o.tree and self.terms.train and y.tree.get("items", [])[:1] == o.tree["items"][:1]:
             self._step("N7", "it has gradients for other inputs or parameters than the original")
         if other := _unlike(o, y):
             self._step("M2", other)
@@ -416,6 +428,7 @@ class Trial:
         sides = list(zip(r.tensors, o.tensors, y.tensors, known, strict=True))
         if kind in inputs.LARGE:
             # Exponentials are saturated there, and what kernels keep of them for the backward has no digits left.
+            self._coarse(kind, call, sides[len(self._outputs) :])
             sides = sides[: len(self._outputs)]
         found = [_judged(kind, *each, self._longest) for each in sides]
         if check == "N2":
@@ -439,7 +452,22 @@ class Trial:
         numbers = {"error": worst.error, "original": worst.original_error, "worst": worst.worst, "bound": worst.bound}
         self._step(check, failure, kind=kind, **numbers)
         if kind == "normal" and r is not o:
+            self._usual = _size(call.tensors), [_size([t]) for t in r.tensors[len(self._outputs) :]]
             self._calibrate(call, r, o)
+
+    def _coarse(self, kind: str, call: Call, sides: Sequence[tuple[Any, ...]]) -> None:
+        """N7: gradients at large inputs are near, but for what is left of products of large inputs and no digits."""
+        unit = numerics.roundoff(getattr(torch, self.terms.dtype))
+        grown = max(1.0, _size(call.tensors) / self._usual[0]) ** 2 if self._usual and self._usual[0] else 1.0
+        for index, (r, o, y) in enumerate(side[:3] for side in sides):
+            r, o, y = (t.double() for t in numerics.real(r, o, y))
+            if not bool(r.isfinite().all() & o.isfinite().all()):
+                continue
+            usual = self._usual[1][index] if self._usual else 0.0
+            size, off = _size([r]), _size([y - r]) if bool(y.isfinite().all()) else math.inf
+            most = max(max(COARSE, 16 * unit) * size, 8 * _size([o - r]), 100 * unit * usual * grown)
+            failure = f"gradient {index}, {kind} inputs: off by {off:.1e}, its size is {size:.1e}"
+            self._step("N7", "" if off <= most else failure, kind=kind, error=off, bound=most)
 
     def _excused(
         self, kind: str, call: Call, r: Result, o: Result, y: Result, found: list[numerics.KindResult]
@@ -523,6 +551,10 @@ class Trial:
                              numerics.NOTHING, 4 * self._longest)  # fmt: skip
             if result.reason:
                 self._step("S1", f"it changed input {index} otherwise than the original: {result.reason}")
+        if others := sorted(set(y.arguments) - set(o.arguments)):
+            self._step("S1", f"it changed {', '.join(others)}, in the caller's hands")
+        if y.cotangents_changed and not o.cotangents_changed:
+            self._step("S1", "its backward changed the gradient that it was given, which others may use")
         if self._aliases != y.aliases:
             self._step("S2", f"its results share memory with {y.aliases}, the original's with {self._aliases}")
         if y.overrun and not o.overrun:
@@ -559,7 +591,8 @@ class Trial:
         self._step("S5", f"it replaced {', '.join(map(str, patched))}" if patched else "")
         differs = found["random"] != expected["random"]
         self._step("S3", "it leaves another random state than the original" if differs else "")
-        self._step("S8", "it changed its training mode or its hooks" if found["modes"] != modes else "")
+        failure = "it changed its training mode, its hooks, or which parameters need or have a gradient"
+        self._step("S8", failure if found["modes"] != modes else "")
         if self._shares_state:
             theirs = self._read_state(original, expected)
             most = 2 * sum(t.numel() * t.element_size() for t in theirs.values()) + (1 << 20)
@@ -671,10 +704,23 @@ class Trial:
             )
 
     def _second_gradients(self, first: Tensors) -> None:
-        """N7: gradients of gradients, where the original has them."""
-        if self.terms.train:
-            call = replace(self._call(inputs.draw("normal", first, self._derived("second"))), twice=True)
-            self._unless_refused("second gradients of normal", "N7", call, "no second gradients", wide=True)
+        """N7: gradients as a training loop may ask for them; gradients of gradients, where the original has them."""
+        if not self.terms.train:
+            return
+        call = replace(self._call(inputs.draw("normal", first, self._derived("second"))), flow="differentiated")
+        self._unless_refused("second gradients of normal", "N7", call, "no second gradients", wide=True)
+        call = replace(self._call(inputs.draw("normal", first, self._derived("accumulated"))), flow="accumulated")
+        note = "no second backward of one graph"
+        self._unless_refused("accumulated gradients of normal", "N7", call, note, wide=True)
+        real = [index for index, x in enumerate(first) if inputs.is_real(x)]
+        constant = [frozenset(real) - {index} for index in real] if len(real) > 1 else []
+        for some in [frozenset(real), *constant]:
+            call = self._call(inputs.draw("normal", first, self._derived("constant", *some)), constant=some)
+            which = ", ".join(str(index) for index in sorted(some))
+            self._unless_refused(
+                f"no gradient for input {which}, normal", "N7", call, f"not without a gradient for input {which}",
+                wide=True,
+            )  # fmt: skip
 
     def _specials(self, first: Tensors) -> None:
         """N5: NaN and infinities stay where the original has them, as far as that is asked for."""
@@ -709,13 +755,13 @@ class Trial:
 
     def _shapes(self, first: Tensors) -> None:
         """N6: other shapes. A candidate may refuse them, by an exception; wrong results it may not give."""
-        most = min(40 if self.terms.level == "paranoid" else 12, max(int(self.level.shapes_s / self._cost), 2))
-        tried = 0
+        most = min(60 if self.terms.level == "paranoid" else 24, max(int(self.level.shapes_s / self._cost), 2))
+        tried, began = 0, sum(self.suspect.processor_time())
         size = sum(t.numel() for t in first)
         for name, values in inputs.resized(first, self._derived("shapes")):
-            if tried >= most:
+            if tried >= most or sum(self.suspect.processor_time()) - began > SLOW * self.level.shapes_s:
                 break
-            if sum(t.numel() for t in values) <= 2 * size + 64:
+            if sum(t.numel() for t in values) <= 4 * size + 64:
                 tried += self._elsewhere(f"size {name}", values, f"not for size {name}")
 
     def _elsewhere(self, name: str, values: Tensors, note: str) -> bool:
@@ -728,6 +774,8 @@ class Trial:
                 return False
             g = inputs.generator(self._derived("cotangents", name))
             call = replace(call, cotangents=[inputs.normal(t, g) for t in plain.tensors])
+        if self.witness.needed([*call.tensors, *call.cotangents]) > self.witness.room:
+            return False
         return self._unless_refused(name, "N6", call, note)
 
     def _unless_refused(self, name: str, check: str, call: Call, note: str, *, wide: bool = False) -> bool:
@@ -1100,6 +1148,12 @@ def _hashes() -> str:
     return digest.hexdigest()
 
 
+def _size(tensors: Sequence[torch.Tensor]) -> float:
+    """Return the root mean square of real and complex numbers; those that are not finite count for nothing."""
+    parts = [t.abs().double().nan_to_num(0, 0, 0).flatten() for t in tensors if inputs.is_real(t)]
+    return math.sqrt(float(torch.cat(parts).square().mean())) if parts and sum(map(len, parts)) else 0.0
+
+
 def _rule(kind: str) -> str:
     return {"actual": "N1", "normal": "N1", "integers": "N2"}.get(kind, "N4")
 
@@ -1138,7 +1192,7 @@ def _integral(r: torch.Tensor, o: torch.Tensor, y: torch.Tensor) -> numerics.Kin
 
 def _unlike(o: Result, y: Result) -> str:
     """Say what else a candidate returns than values of the same structure, shapes and dtypes; empty if nothing."""
-    if y.tree != o.tree:
+    if json.dumps(y.tree) != json.dumps(o.tree):  # in Python, true is one
         return f"it returns {_outline(y.tree)}, the original {_outline(o.tree)}"
     for index, (a, b) in enumerate(zip(o.metadata, y.metadata, strict=True)):
         for what in ("shape", "dtype", "device"):
@@ -1177,7 +1231,8 @@ def _outline(tree: Any) -> str:
     if not isinstance(tree, dict):
         return "nothing"
     if "items" in tree:
-        inner = [_outline(item[1] if "dict" in tree else item) for item in tree["items"]]
+        named = "dict" in tree
+        inner = [f"{item[0]}: {_outline(item[1])}" if named else _outline(item) for item in tree["items"]]
         return f"{tree.get('dict') or tree.get('sequence')}({', '.join(inner)})"
     return "tensor" if "tensor" in tree else "float" if "float" in tree else str(tree.get("value", tree.get("object")))
 
