@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from refold.errors import ArgumentError, TargetError
 from refold.verify import judge, numerics
-from refold.verify.trial import Nursery, checks, process, replay, source
+from refold.verify.trial import Nursery, process, replay, results, session, source
 from refold.verify.trial import sandbox as sandbox_of_trial
 from refold.verify.trial.checks import Trial
 from refold.verify.trial.terms import LEVELS, Terms
@@ -251,9 +251,9 @@ def test_a_number_that_is_none_is_misbehaviour(number):
 def test_whatever_a_process_says_of_a_structure_is_one_or_misbehaviour(tree, count):
     """A structure has as many tensors as are described, so that equal ones can be compared."""
     try:
-        checks._unknown(process._checked_tree(tree, count))
+        results.foreign_type(process._checked_tree(tree, count))
         assert json.dumps(tree).count('"tensor": ') + json.dumps(tree).count('"float": ') >= count
-        checks._outline(tree)
+        results.outline(tree)
     except process.Misbehaved:
         pass
 
@@ -286,8 +286,8 @@ def test_what_says_nothing_is_not_judged(original, reason, nursery):
 
 
 def test_without_a_sandbox_nothing_runs(nursery, monkeypatch, tmp_path):
-    assert checks.enough is sandbox_of_trial.enough
-    monkeypatch.setattr(checks, "enough", lambda active: "no Landlock")
+    assert session.enough is sandbox_of_trial.enough
+    monkeypatch.setattr(session, "enough", lambda active: "no Landlock")
     verdict = _judge(nursery, "raise SystemExit('it ran')\nModelNew = None")
     assert verdict.outcome == "unjudged"
     assert "no sandbox" in verdict.reason
@@ -433,7 +433,7 @@ def test_roundings_of_equal_terms_may_add_up():
     halved = x.half().double().sum(0).float()
 
     def passes(kind, y):
-        return checks._judged(kind, exact, pairwise, y, numerics.Errors(), 512).passed
+        return results.judged(kind, exact, pairwise, y, numerics.Errors(), 512).passed
 
     assert [passes(kind, sequential) for kind in ("normal", "repeated", "constant rows")] == [False, True, True]
     assert not any(passes(kind, halved) for kind in ("normal", "repeated", "constant rows"))
