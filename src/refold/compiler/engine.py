@@ -79,8 +79,10 @@ def refold(
     entry = GraphReport(index=len(report.graphs), mode="training" if _is_training(gm) else "inference")
     report.graphs.append(entry)
     entry.notes += notes() + _limit_notes()
+    # On a GPU, a backward runs in a thread of its own. Inductor compiles it there when it first runs, and waits for the
+    # lock of the compile under way, which this thread holds. So backwards run in this thread meanwhile.
     try:
-        with patience(), _unseen_by_hooks():
+        with patience(), _unseen_by_hooks(), torch.autograd.set_multithreading_enabled(False):
             return Remembering(gm, example_inputs, settings, entry).run()
     except PlanError:
         raise

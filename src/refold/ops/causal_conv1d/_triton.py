@@ -247,12 +247,12 @@ def _causal_conv1d_bwd_kernel(
                         sum += taps[k] * weights[k]
                     slope *= _silu_slope(sum)
                 slopes += (slope,)
-                if part == 0:
-                    # A token after the end has no gradient, but its taps may hold inputs that are not finite.
-                    dbias += tl.where(t < seqlen, slope, 0.0)
+                # A token after the end has no gradient, but its taps may hold inputs that are not finite.
+                if (part == 0) & (t < seqlen):
+                    dbias += slope
                     summed = ()  # type: Any
                     for k in tl.static_range(WIDTH):
-                        summed += (dweights[k] + tl.where(t < seqlen, slope * taps[k], 0.0),)
+                        summed += (dweights[k] + slope * taps[k],)
                     dweights = summed
                 # Now all that reaches the input WIDTH - 1 tokens before is known.
                 s = t - FRONT
