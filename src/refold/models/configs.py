@@ -325,8 +325,8 @@ _NORMS_GROUPS = (5, 23)
 def _norm_groups(ngroups: int) -> int:
     """Return how many groups of channels the gated norm of transformers takes alone.
 
-    A checkpoint does not say it, and every author trained with one norm per group. Before 5.23 transformers took all
-    channels together (Mamba-2, Bamba, Granite). So this follows the release that is installed, and without one, the authors.
+    A checkpoint does not say it. Its authors trained with one norm per group. Before 5.23, transformers took all
+    channels together (Mamba-2, Bamba, Granite). So this follows the installed release; without one, the authors.
     """
     try:
         installed = importlib.metadata.version("transformers")
