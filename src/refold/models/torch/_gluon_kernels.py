@@ -2,8 +2,8 @@
 
 As in `kernels._project_rows_kernel`, a program owns BLOCK_O outputs of all rows. Copies to shared memory are
 asynchronous, STAGES - 1 tiles ahead. The first weights, and the windows of the convolution, do not come from the kernel
-before this one. So they are requested before the wait for that kernel, and arrive while it ends. The loop over tiles is unrolled:
-otherwise, each tile spends more instructions on its place in the ring and on masks than on the product.
+before this one. So they are requested before the wait for that kernel, and arrive while it ends. The loop over tiles is
+unrolled. Otherwise each tile spends more instructions on its place in the ring and on masks than on the product.
 """
 
 from __future__ import annotations
@@ -32,8 +32,12 @@ def _project_rows_ahead_kernel(
     mma: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [DOWN, WARPS // DOWN], [16, 8])
     # Columns of 16 bytes, neighbouring rows in other banks.
     swizzled: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
-    weights = gl.allocate_shared_memory(weight_ptr.dtype.element_ty, [STAGES, BLOCK_O, BLOCK_K], swizzled)
-    xs = gl.allocate_shared_memory(x_ptr.dtype.element_ty, [STAGES, BLOCK_B, BLOCK_K], swizzled)
+    # Tiles of one array would count as one: a copy to any of them would wait until all threads have read any other.
+    weights = ()  # type: Any
+    xs = ()  # type: Any
+    for _ in gl.static_range(STAGES):
+        weights = _append(weights, gl.allocate_shared_memory(weight_ptr.dtype.element_ty, [BLOCK_O, BLOCK_K], swizzled))
+        xs = _append(xs, gl.allocate_shared_memory(x_ptr.dtype.element_ty, [BLOCK_B, BLOCK_K], swizzled))
     begin = gl.program_id(0) * BLOCK_O
     offs_o = begin + gl.arange(0, BLOCK_O, layout=gl.SliceLayout(1, mma))
     offs_b = gl.arange(0, BLOCK_B, layout=gl.SliceLayout(0, mma))
@@ -52,7 +56,7 @@ def _project_rows_ahead_kernel(
 
     gdc_launch_dependents()
     for k in gl.static_range(AHEAD):
-        _async_load(weights.index(k), weight_tile + k * BLOCK_K, mask=offs_k < SIZE - k * BLOCK_K)
+        _async_load(weights[k], weight_tile + k * BLOCK_K, mask=offs_k < SIZE - k * BLOCK_K)
         async_copy.commit_group()
     channel = offs_o - first
     inside = (channel >= 0) & (channel < channels) & mask_o
@@ -69,7 +73,7 @@ def _project_rows_ahead_kernel(
             taps_bias = gl.load(taps_bias_ptr + channel, mask=inside, other=0.0).to(gl.float32)
     gdc_wait()
     for k in gl.static_range(AHEAD):
-        _async_load(xs.index(k), x_tile + k * BLOCK_K, mask=(row_b < nrows) & (offs_k < SIZE - k * BLOCK_K))
+        _async_load(xs[k], x_tile + k * BLOCK_K, mask=(row_b < nrows) & (offs_k < SIZE - k * BLOCK_K))
         async_copy.commit_group()
     if ADD:
         before = gl.load(places, mask=mask, other=0.0)
@@ -79,16 +83,15 @@ def _project_rows_ahead_kernel(
     total = gl.zeros([BLOCK_O, BLOCK_B], gl.float32, layout=mma)
     for k in gl.static_range(COUNT):
         async_copy.wait_group(AHEAD - 1)
-        at, then = k % STAGES, k + AHEAD
         if k + AHEAD < COUNT:
-            left = offs_k < SIZE - then * BLOCK_K
-            _async_load(weights.index(then % STAGES), weight_tile + then * BLOCK_K, mask=left)
-            _async_load(xs.index(then % STAGES), x_tile + then * BLOCK_K, mask=(row_b < nrows) & left)
+            then = (k + AHEAD) * BLOCK_K
+            left = offs_k < SIZE - then
+            _async_load(weights[(k + AHEAD) % STAGES], weight_tile + then, mask=left)
+            _async_load(xs[(k + AHEAD) % STAGES], x_tile + then, mask=(row_b < nrows) & left)
         async_copy.commit_group()
-        a = weights.index(at).load(gl.DotOperandLayout(0, mma, 2))
-        b = xs.index(at).permute((1, 0)).load(gl.DotOperandLayout(1, mma, 2))
+        a = weights[k % STAGES].load(gl.DotOperandLayout(0, mma, 2))
+        b = xs[k % STAGES].permute((1, 0)).load(gl.DotOperandLayout(1, mma, 2))
         total = mma_v2(a, b, total)
-    async_copy.wait_group(0)
 
     if bias_ptr is not None:
         total += gl.load(bias_ptr + offs_o, mask=mask_o, other=0.0).to(gl.float32)[:, None]
