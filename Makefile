@@ -47,7 +47,7 @@ wheel: setup
 test: export OMP_NUM_THREADS = 1
 test: lint site $(NEWEST)/.done
 	$(BIN)/python -m pytest tests --ignore=tests/gpu -n 2 --dist worksteal
-	$(NEWEST)/bin/python -m pytest tests/hf/test_layers.py tests/hf/test_accelerate.py -n 2 --dist worksteal -k "not dynamic_length"
+	$(NEWEST)/bin/python -m pytest tests/hf/test_layers.py tests/hf/test_accelerate.py tests/hf/test_random_models.py -n 2 --dist worksteal -k "not dynamic_length"
 
 clean:
 	rm -rf $(VENV) $(NEWEST) build dist

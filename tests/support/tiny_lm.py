@@ -9,7 +9,7 @@ ROOT = Path(__file__).parent.parent.parent
 STEPS = 200
 
 
-def losses(backend, device="cpu", checkpointed=False, autocast=None, sizes=(2, 16, 8, 8, 8)):
+def losses(backend, device="cpu", checkpointed=False, autocast=None, sizes=(2, 16, 8, 8, 8), steps=STEPS):
     """Return the loss of each step; backend None is eager."""
     sys.path.insert(0, str(ROOT / "examples"))
     try:
@@ -21,4 +21,4 @@ def losses(backend, device="cpu", checkpointed=False, autocast=None, sizes=(2, 1
     model = example.LanguageModel(*sizes, checkpointed=checkpointed).to(device)
     run = model if backend is None else torch.compile(model, backend=backend, fullgraph=True)
     text = (ROOT / "docs" / "glossary.md").read_bytes()
-    return example.train(run, example.batches(text, STEPS, 2, 32, device), autocast=autocast)
+    return example.train(run, example.batches(text, steps, 2, 32, device), autocast=autocast)

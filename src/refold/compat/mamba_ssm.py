@@ -17,14 +17,19 @@ from torch import Tensor
 from refold import ops
 from refold.compat.causal_conv1d import causal_conv1d_fn, check_index, into, time_last
 from refold.compat.documents import Documents
+from refold.compat.norms import RMSNorm, RMSNormGated, layer_norm_fn, rms_norm_fn, rmsnorm_fn
 from refold.compat.slots import Slots
 from refold.errors import ArgumentError, DtypeError, ShapeError
 from refold.ops.spec import check_cu_seqlens_values
 
 __all__ = [
+    "RMSNorm",
+    "RMSNormGated",
+    "layer_norm_fn",
     "mamba_chunk_scan_combined",
     "mamba_inner_fn",
     "mamba_split_conv1d_scan_combined",
+    "rms_norm_fn",
     "rmsnorm_fn",
     "selective_scan_fn",
     "selective_state_update",
@@ -422,41 +427,6 @@ def selective_state_update(
         return step(rows), rows
 
     return into(op, out, slots.update(state, on_slots))
-
-
-def rmsnorm_fn(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    z: Tensor | None = None,
-    eps: float = 1e-6,
-    group_size: int | None = None,
-    norm_before_gate: bool = True,
-) -> Tensor:
-    """Normalise groups of channels by their RMS, with a gate, by `refold.ops.gated_rmsnorm`.
-
-    Args:
-        x: ``(..., d)``.
-        weight: ``(d,)``.
-        bias: ``(d,)``, added to the scaled norm, or None.
-        z: Gate, like ``x``.
-        eps: Added to the mean square.
-        group_size: Channels normalised together; None is all.
-        norm_before_gate: Gate the normalised values rather than the inputs.
-
-    Returns:
-        Like ``x``.
-
-    Raises:
-        ShapeError: Axes disagree.
-    """
-    if bias is None:
-        return ops.gated_rmsnorm(x, z, weight, eps=eps, group_size=group_size, norm_before_gate=norm_before_gate)
-    wide = torch.promote_types(x.dtype, torch.float32)
-    gate, values = None if z is None else z.to(wide), x.to(wide)
-    inside = None if norm_before_gate else gate
-    y = ops.gated_rmsnorm(values, inside, weight, eps=eps, group_size=group_size) + bias.to(wide)
-    return (y if gate is None or not norm_before_gate else y * F.silu(gate)).to(x.dtype)
 
 
 def _documents(op: str, x: Tensor, seq_idx: Tensor | None, cu_seqlens: Tensor | None) -> Documents | None:

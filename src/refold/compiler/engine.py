@@ -28,7 +28,7 @@ from .environment import environment
 from .inductor import Compiled, inductor, show_graph
 from .notation.rules import read_rules
 from .patience import patience
-from .private import compile_number, inductor_modes, inductor_options, recompile_limit
+from .private import TraceAgain, compile_number, inductor_modes, inductor_options, recompile_limit
 from .recurrence.joins import refusals
 from .recurrence.serial_chains import serial_loops
 from .refusals import refused
@@ -79,10 +79,17 @@ def refold(
     entry = GraphReport(index=len(report.graphs), mode="training" if _is_training(gm) else "inference")
     report.graphs.append(entry)
     entry.notes += notes() + _limit_notes()
+    # On a GPU, a backward runs in a thread of its own. Inductor compiles it there when it first runs, and waits for the
+    # lock of the compile under way, which this thread holds. So backwards run in this thread meanwhile.
     try:
-        with patience(), _unseen_by_hooks():
-            return Remembering(gm, example_inputs, settings, entry).run()
+        with patience(), _unseen_by_hooks(), torch.autograd.set_multithreading_enabled(False):
+            run = Remembering(gm, example_inputs, settings, entry).run()
+            # A call of a module looks for hooks first, which a graph has none of.
+            return run.forward if isinstance(run, GraphModule) else run
     except PlanError:
+        raise
+    except TraceAgain:
+        report.graphs.remove(entry)
         raise
     except Exception as error:
         if settings.strict:

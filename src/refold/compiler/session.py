@@ -28,6 +28,7 @@ from .ir.cost import Cost, graph_cost
 from .ir.evaluate import values_at
 from .ir.rewrite import Rewrite
 from .pipeline import run as run_pipeline
+from .private import TraceAgain
 from .recurrence.serial_chains import unrolled_operations
 from .recurrence.vectorize import NotALoop
 from .refusals import refused
@@ -291,6 +292,8 @@ class GraphCompile:
             log.info("compiling graph %d", self.entry.index)
             try:
                 compiled = inductor(self.gm, self.inputs, hook=hook, options=self.options)
+            except TraceAgain:
+                raise
             except Exception as error:
                 if hook.error is not None:
                     raise hook.error from None

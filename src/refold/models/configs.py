@@ -4,8 +4,10 @@ Two formats are read: that of transformers (``model_type``, see ``_READERS``) an
 setting that refold's models do not compute is refused here, by name.
 """
 
+import importlib.metadata
 import json
 import math
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -316,17 +318,36 @@ def _falcon_mamba(s: _Settings) -> MambaConfig:
     return replace(_mamba(s), selection_eps=s.epsilon("mixer_rms_eps", 1e-6))
 
 
+_NORMS_GROUPS = (5, 23)
+"""The first release of transformers whose gated norm takes each group of channels alone."""
+
+
+def _norm_groups(ngroups: int) -> int:
+    """Return how many groups of channels the gated norm of transformers takes alone.
+
+    A checkpoint does not say it. Its authors trained with one norm per group. Before 5.23, transformers took all
+    channels together (Mamba-2, Bamba, Granite). So this follows the installed release; without one, the authors.
+    """
+    try:
+        installed = importlib.metadata.version("transformers")
+    except importlib.metadata.PackageNotFoundError:
+        return ngroups
+    return ngroups if tuple(map(int, re.findall(r"\d+", installed)[:2])) >= _NORMS_GROUPS else 1
+
+
 def _mamba2(s: _Settings) -> Mamba2Config:
     s.refuse("hidden_act", ("silu",), "silu")
+    ngroups = s.size("n_groups", 1)
     mixer = Mixer2Config(
         d_model=s["hidden_size"],
         nheads=s["num_heads"],
         headdim=s["head_dim"],
-        ngroups=s.size("n_groups", 1),
+        ngroups=ngroups,
         dstate=s["state_size"],
         conv_width=s.size("conv_kernel", 4),
         conv_bias=s.flag("use_conv_bias", True),
         proj_bias=s.flag("use_bias", False),
+        norm_groups=_norm_groups(ngroups),
         norm_eps=s.epsilon("layer_norm_epsilon", 1e-5),
         dt_limit=s.limit(),
     )
@@ -343,16 +364,17 @@ _KINDS = {"mamba": "mamba", "linear_attention": "mamba", "attention": "attention
 
 
 def _hybrid_mixer(s: _Settings, norm_eps: float) -> Mixer2Config:
-    d_model, nheads = s["hidden_size"], s["mamba_n_heads"]
+    d_model, nheads, ngroups = s["hidden_size"], s["mamba_n_heads"], s.size("mamba_n_groups", 1)
     return Mixer2Config(
         d_model=d_model,
         nheads=nheads,
         headdim=s.auto_size("mamba_d_head", int(s.number("mamba_expand", 2) * d_model) // nheads),
-        ngroups=s.size("mamba_n_groups", 1),
+        ngroups=ngroups,
         dstate=s["mamba_d_state"],
         conv_width=s.size("mamba_d_conv", 4),
         conv_bias=s.flag("mamba_conv_bias", True),
         proj_bias=s.flag("mamba_proj_bias", False),
+        norm_groups=_norm_groups(ngroups),
         norm_eps=s.epsilon("rms_norm_eps", norm_eps),
         dt_limit=s.limit(),
     )

@@ -7,6 +7,7 @@
 import ast
 import importlib
 import inspect
+import itertools
 import math
 import os
 import sys
@@ -30,6 +31,10 @@ FUNCTIONS = {
     mamba.mamba_inner_fn: "mamba/mamba_ssm/ops/selective_scan_interface.py",
     mamba.selective_state_update: "mamba/mamba_ssm/ops/triton/selective_state_update.py",
     mamba.rmsnorm_fn: "mamba/mamba_ssm/ops/triton/layernorm_gated.py",
+    mamba.layer_norm_fn: "mamba/mamba_ssm/ops/triton/layer_norm.py",
+    mamba.rms_norm_fn: "mamba/mamba_ssm/ops/triton/layer_norm.py",
+    mamba.RMSNorm: "mamba/mamba_ssm/ops/triton/layer_norm.py",
+    mamba.RMSNormGated: "mamba/mamba_ssm/ops/triton/layernorm_gated.py",
     conv.causal_conv1d_fn: "causal-conv1d/causal_conv1d/causal_conv1d_interface.py",
     conv.causal_conv1d_update: "causal-conv1d/causal_conv1d/causal_conv1d_interface.py",
 }
@@ -37,9 +42,13 @@ FUNCTIONS = {
 
 def signature_of(file, name):
     tree = ast.parse((Path(PEERS) / file).read_text())
-    node = next(n for n in tree.body if isinstance(n, ast.FunctionDef) and n.name == name)
+    body = tree.body
+    if name[0].isupper():  # a module: what makes it
+        name = name.removesuffix("Gated")
+        body, name = next(n for n in body if isinstance(n, ast.ClassDef) and n.name == name).body, "__init__"
+    node = next(n for n in body if isinstance(n, ast.FunctionDef) and n.name == name)
     defaults = [eval(ast.unparse(v), {"float": float}) for v in node.args.defaults]
-    names = [a.arg for a in node.args.args]
+    names = [a.arg for a in node.args.args if a.arg != "self"]
     return names, dict(zip(names[len(names) - len(defaults) :], defaults, strict=True))
 
 
@@ -68,6 +77,7 @@ def theirs():
         "update": "mamba_ssm.ops.triton.selective_state_update",
         "ssd": "mamba_ssm.ops.triton.ssd_combined",
         "norm": "mamba_ssm.ops.triton.layernorm_gated",
+        "add_norm": "mamba_ssm.ops.triton.layer_norm",
         "conv": "causal_conv1d.causal_conv1d_interface",
     }
     yield types.SimpleNamespace(**{k: importlib.import_module(v) for k, v in names.items()})
@@ -135,6 +145,27 @@ def test_split_and_norm(theirs, monkeypatch, before):
         rest |= {"outproj_weight": torch.randn(5, d), "outproj_bias": torch.randn(5)}
         found = mamba.mamba_split_conv1d_scan_combined(*given, **rest)
         close(found, theirs.ssd.mamba_split_conv1d_scan_ref(*given, **rest))
+
+
+@pytest.mark.parametrize("name", ["layer_norm", "rms_norm"])
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_norm_of_stream(theirs, name, dropout):
+    ours, reference = getattr(mamba, f"{name}_fn"), getattr(theirs.add_norm, f"{name}_ref")
+    x, residual, x1 = (torch.randn(b, t, d) for _ in range(3))
+    weight, bias, weight1, bias1, scale = *(torch.randn(d) for _ in range(4)), torch.randn(b, t)
+    for given in (
+        {"residual": residual, "rowscale": scale},
+        {"residual": residual, "x1": x1, "weight1": weight1, "bias1": bias1},
+        {"x1": x1, "weight1": weight1},
+    ):
+        for offset, prenorm in itertools.product((bias, None), (True, False)):
+            rest = given | {"eps": 1e-3, "dropout_p": dropout, "prenorm": prenorm}
+            *found, kept, kept1 = ours(x, weight, offset, **rest, return_dropout_mask=True)
+            rest |= {"dropout_mask": kept, "dropout_mask1": kept1} if dropout else {}
+            expected = reference(x, weight, offset, **rest)
+            expected = expected if isinstance(expected, tuple) else (expected,)
+            for a, e in zip(found, expected, strict=True):
+                close(a, e)
 
 
 def test_state_update(theirs):

@@ -6,7 +6,9 @@ from torch.utils.checkpoint import checkpoint
 
 from refold.compiler.backend import refold
 from refold.compiler.dynamo import captures_loops
+from refold.compiler.dynamo.before_autograd import BeforeAutograd, checkpointed
 from refold.compiler.session import describe_captured
+from refold.compiler.validate.region import Settings, validate_region
 from refold.report import GraphReport, Report
 from support.tiny_lm import losses
 
@@ -46,6 +48,20 @@ def test_loss_curve():
     assert (got - own).abs().max() < 1e-4
 
 
+def test_a_scan_under_autocast_is_right_by_its_check():
+    found = []
+
+    def backend(gm, inputs):
+        for path in [(), *checkpointed(gm)]:
+            found.extend(BeforeAutograd(gm.get_submodule(".".join(path))).rewrites)
+        return gm
+
+    losses(captures_loops(backend), checkpointed=True, autocast=torch.bfloat16, sizes=(1, 32, 32, 32, 16), steps=1)
+    [scan] = [rewrite for rewrite in found if rewrite.name == "fuse chunked scan"]
+    assert scan.detail.endswith("in bfloat16")
+    assert validate_region(scan, None, Settings(verify="quick", accept="always")).reason == ""
+
+
 def test_a_compiled_function_is_checkpointed():
     def layer(x):
         return torch.tanh(x.cumsum(0) * 2)
@@ -70,3 +86,32 @@ def test_a_transform_in_a_compiled_function():
     compiled = torch.compile(gradient, backend=refold, options=options)
     x = torch.randn(20, 6)
     torch.testing.assert_close(compiled(x), gradient(x))
+
+
+def test_backwards_run_in_the_thread_that_compiles(monkeypatch):
+    # On a GPU a backward has a thread of its own, and Inductor would wait there for the lock of the compile under way.
+    apart, grad = [], torch.autograd.grad
+
+    def recorded(*args, **kwargs):
+        apart.append(torch._C._is_multithreading_enabled())
+        return grad(*args, **kwargs)
+
+    def layer(x, decay):
+        h = torch.zeros_like(x[0])
+        states = []
+        for t in range(x.shape[0]):
+            h = decay * h + x[t]
+            states.append(h)
+        return torch.stack(states)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(layer, backend="refold", options={"accept": "always", "cache": False, "strict": True})
+    x, decay = torch.randn(40, 6, requires_grad=True), torch.rand(6, requires_grad=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.autograd, "grad", recorded)
+        y = compiled(x, decay)
+    assert apart
+    assert not any(apart)
+    assert torch._C._is_multithreading_enabled()
+    for got, want in zip(grad(y.sum(), [x, decay]), grad(layer(x, decay).sum(), [x, decay]), strict=True):
+        torch.testing.assert_close(got, want)

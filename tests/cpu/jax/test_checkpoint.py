@@ -2,6 +2,7 @@
 
 import json
 from contextlib import nullcontext
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import numpy as np
@@ -308,6 +309,20 @@ def test_impossible_settings_of_granite(tmp_path: Path, changed: dict[str, objec
         (tmp_path / "config.json").write_text(json.dumps(settings_))
         with pytest.raises(CheckpointError, match=says) if refused else nullcontext():
             read_config(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("installed", "groups"), [("5.17.0", 1), ("5.22.0", 1), ("5.23.0.dev0", 2), ("6.0", 2), (None, 2)]
+)
+def test_groups_of_the_gated_norm_follow_transformers(directory: Path, monkeypatch, installed, groups) -> None:
+    def version(name: str) -> str:
+        if installed is None:
+            raise PackageNotFoundError(name)
+        return installed
+
+    monkeypatch.setattr("importlib.metadata.version", version)
+    settings(directory, num_heads=4, n_groups=2)
+    assert read_config(directory).mixer.norm_groups == groups
 
 
 def test_a_configuration_that_is_a_directory(directory: Path) -> None:

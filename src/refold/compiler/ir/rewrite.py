@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from .builder import extract, region_inputs, upstream
+from .builder import between, extract, region_inputs, upstream
 from .cost import Cost, graph_cost
 from .source import source_line
 
@@ -117,7 +117,7 @@ def replace_node(
     old: Node | Sequence[Node],
     new: Node | Sequence[Node],
     *,
-    inside: Iterable[Node],
+    inside: Iterable[Node] = (),
     added: Iterable[Node],
     name: str,
     why: str,
@@ -133,7 +133,7 @@ def replace_node(
     Args:
         old: The node whose value is now computed otherwise, or several. The rewrite is named after the first.
         new: The node that computes it, or as many.
-        inside: Nodes of the original computation between its inputs and ``old``.
+        inside: Further nodes of the original computation than those between what the new one reads and ``old``.
         added: Nodes made for the new computation, and those of ``inside`` that it reads as well.
         name: See `Rewrite`, as for the rest.
         why: See `Rewrite`.
@@ -146,9 +146,11 @@ def replace_node(
     """
     olds, news = ([x] if isinstance(x, Node) else list(x) for x in (old, new))
     order = {node: i for i, node in enumerate(olds[0].graph.nodes)}
-    inside = set(inside) & set[Node]().union(*map(upstream, olds))
-    inputs = {x for node in olds for x in region_inputs(node, inside)}
-    inputs |= {x for node in news for x in region_inputs(node, added)}
+    read = {x for node in news for x in region_inputs(node, added)}
+    # No input of the region may be computed from what the new computation reads: values that a check makes up for both
+    # would not fit together, and a gradient would flow to one of them only.
+    inside = (set(inside) | {x for node in olds for x in between(node, read)}) & set[Node]().union(*map(upstream, olds))
+    inputs = {x for node in olds for x in region_inputs(node, inside)} | read
     if inputs & inside:
         raise AssertionError(f"the rewrite of {olds[0]} reads {inputs & inside}, which it replaces")
     ordered = sorted(inputs, key=order.__getitem__)

@@ -21,7 +21,7 @@ import torch
 from torch.fx import Graph, Node
 
 from ...ops.torch.registry import OPS, node_args
-from ..ir.builder import Builder, Operand, between, lay_out, multiply, operand, same_strides, sort_topologically
+from ..ir.builder import Builder, Operand, lay_out, multiply, operand, same_strides, sort_topologically
 from ..ir.contract import contract
 from ..ir.fx import arg, is_tensor, is_training, value
 from ..ir.index import Factor, Product, layout
@@ -206,12 +206,10 @@ def _replace(root: Node, scan: Scan, wanted: Callable[[str], bool]) -> Iterator[
         yield rewrite
         return
     made = set(build.added)
-    sources = {x for node in made for x in node.all_input_nodes if x not in made}
     for old, new in [(root, y), *((node, new) for node, new in lasts if wanted(node.name))]:
         yield replace_node(
             old,
             new,
-            inside=between(old, sources),
             added=made,
             name="fuse chunked scan",
             why="decays and products of each chunk are written out and read again",
@@ -340,11 +338,9 @@ def _contract_last_state(root: Node, states: ChunkStates) -> Rewrite:
         first = multiply(build, through, operand(build, states.initial), out)
         new = build.call(aten.add.Tensor, (new, lay_out(build, first, Product(labels, ()))))
     new = _last_of(build, new, root, states)
-    sources = {x for node in build.added for x in node.all_input_nodes if x not in build.added}
     return replace_node(
         root,
         new,
-        inside=between(root, sources),
         added=build.added,
         name="contract last state",
         why="the state after each chunk is written out, and only the last is read",

@@ -18,7 +18,7 @@ import torch
 from torch.fx import Graph, Node
 
 from ...ops.torch.registry import OPS, node_args
-from ..ir.builder import Builder, between
+from ..ir.builder import Builder
 from ..ir.fx import arg, is_training, same, value
 from ..ir.rewrite import Rewrite, replace_node
 
@@ -49,7 +49,6 @@ def replace_causal_convolutions(graph: Graph, wanted: Callable[[str], bool]) -> 
             yield replace_node(
                 root,
                 build.restride(y, value(root)),
-                inside=between(root, {x, *conv.all_input_nodes[1:]}),
                 added=build.added,
                 name="replace causal convolution",
                 why="its gradients are sums over time for each tap, and its values lie in memory with time last",

@@ -15,9 +15,8 @@ dtypes, devices, options) in eager mode.
 
 A decoding step has tens of microseconds of host time. The node, its autograd layer and conversions take twenty of them.
 So `run` makes the call a node only if something could observe it: gradients, tracing, modes, transforms, subclasses.
-For the same reason, nodes are registered at the low level: ``torch.library.custom_op`` costs twice as much. The layers
-of a model call an operator with the same few signatures. So the last signatures are compared first, by Dynamo's tensor
-guards: one call for all tensors, where Python takes half a microsecond per tensor.
+The layers of a model call an operator with the same few signatures. So the last signatures are compared first, by
+Dynamo's tensor guards: one call for all tensors, where Python takes half a microsecond per tensor.
 """
 
 from __future__ import annotations
@@ -37,6 +36,7 @@ from refold.ops.arrays import framework_of, keyword_arguments, meta_of
 from refold.ops.backends import backend_module, resolve
 from refold.ops.spec import CU_SEQLENS, OpSpec, Output, all_specs, check_cu_seqlens_values
 from refold.ops.torch import private
+from refold.ops.torch.nodes import define, differentiate, refuse_derivative, without_autocast
 
 Signature = tuple[Any, ...]
 
@@ -46,7 +46,6 @@ OPS: dict[str, Any] = {}
 RUNNERS: dict[str, _Runner] = {}
 """Name -> what checks its calls and remembers the answers; in-place twins have their own."""
 
-_LIBRARY = torch.library.Library("refold", "FRAGMENT")
 _FOUND_LIMIT = 4096  # Distinct signatures that are remembered; then the memory starts afresh.
 _RECENT = 4  # Of them, those that are compared before one is formed.
 _PLAIN_TENSORS = {type(None), Tensor, torch.nn.Parameter}
@@ -185,7 +184,7 @@ class _Runner:
         known = self.known.get((cast, signature))
         if known is None or not known.holds(arrays, options, backend):
             run = self._remembered(signature, arrays, options, backend)
-            run = partial(_without_autocast, device, run) if cast else run
+            run = partial(without_autocast, device, run) if cast else run
             if private.TensorGuards is None:
                 return run(*arrays)
             known = self.known[cast, signature] = _Known(arrays, options, backend, run)
@@ -361,48 +360,27 @@ def _register(spec: OpSpec) -> None:
     arrays = ", ".join(f"Tensor{'?' if a.optional else ''} {a.name}" for a in spec.args)
     options = "".join(f", {o.schema} {o.name}" for o in spec.options)
     results = "(" + ", ".join("Tensor" for _ in spec.outputs) + ")"
-    _define(spec.name, f"({arrays}{options}, str backend) -> {results}", runner.node, _forward_fake(spec))
+    schema = f"({arrays}{options}, str backend) -> {results}"
+    OPS[spec.name] = define(spec.name, schema, runner.node, _forward_fake(spec))
     gradients = ", ".join(f"Tensor? d{o.name}" for o in spec.outputs)
-    _define(
+    OPS[f"{spec.name}_backward"] = define(
         f"{spec.name}_backward",
         f"({gradients}, {arrays}{options}, bool[] needs, str backend) -> Tensor[]",
         _backward(spec, runner),
         _backward_fake(spec),
     )
-    torch.library.register_autograd(
-        f"refold::{spec.name}_backward", _refuse_second_derivative, setup_context=_setup_name(spec.name), lib=_LIBRARY
-    )
-    torch.library.register_autograd(
-        f"refold::{spec.name}", _autograd_backward(spec), setup_context=_setup_context(spec), lib=_LIBRARY
-    )
+    refuse_derivative(f"{spec.name}_backward")
+    differentiate(spec.name, _autograd_backward(spec), _setup_context(spec))
     register_flop_formula(getattr(torch.ops.refold, spec.name), get_raw=True)(_flops(spec))
     if spec.updates:
         written = arrays.replace(f"Tensor {spec.updates}", f"Tensor(a!) {spec.updates}")
         twin = RUNNERS[f"{spec.name}_"] = _Runner(spec, in_place=True)
-        _define(
+        OPS[f"{spec.name}_"] = define(
             f"{spec.name}_",
             f"({written}{options}, str backend) -> Tensor",
             twin.node,
             lambda *args: _forward_fake(spec)(*args)[0],
         )
-
-
-def _without_autocast(device: str, run: Callable[..., Any], *args: Any) -> Any:
-    """Run what an operator is made of in the dtypes that it chose itself: those of its arguments decide."""
-    with torch.autocast(device, enabled=False):
-        return run(*args)
-
-
-def _define(name: str, schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> None:
-    def implementation(*args: Any) -> Any:
-        device = next(a for a in args if isinstance(a, Tensor)).device.type
-        cast = device != "meta" and torch.is_autocast_enabled(device)
-        return _without_autocast(device, run, *args) if cast else run(*args)
-
-    _LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides))
-    _LIBRARY.impl(name, implementation, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"refold::{name}", fake, lib=_LIBRARY)
-    OPS[name] = getattr(torch.ops.refold, name).default
 
 
 def _flops(spec: OpSpec) -> Callable[..., int]:
@@ -472,13 +450,6 @@ def _reads(spec: OpSpec, output: Output) -> set[str]:
     return {arg.name for arg in spec.args if arg.differentiable} - others
 
 
-def _setup_name(name: str) -> Callable[..., None]:
-    def setup_context(ctx: Any, inputs: Sequence[Any], output: Any) -> None:
-        ctx.op = name
-
-    return setup_context
-
-
 def _autograd_backward(spec: OpSpec) -> Callable[..., Any]:
     narrays, noptions = len(spec.args), len(spec.options)
 
@@ -516,10 +487,6 @@ def _refuse_transforms(op: str, arrays: Sequence[Any]) -> None:
     """Raise where ``torch.func`` would differentiate; PyTorch's own error has no remedy for a user."""
     if not torch.compiler.is_compiling() and any(a is not None and private.is_transformed(a) for a in arrays):
         raise ArgumentError(f"{op}: torch.func cannot differentiate it. Use backward() or torch.autograd.grad.")
-
-
-def _refuse_second_derivative(ctx: Any, *gradients: Any) -> Any:
-    raise ArgumentError(f"{ctx.op}: it has no second derivative. Differentiate it once, without create_graph.")
 
 
 for _spec in all_specs():
