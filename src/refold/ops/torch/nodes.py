@@ -29,7 +29,8 @@ def define(name: str, schema: str, run: Callable[..., Any], fake: Callable[..., 
 
     def implementation(*args: Any) -> Any:
         device = next(a for a in args if isinstance(a, Tensor)).device.type
-        return without_autocast(device, run, *args) if torch.is_autocast_enabled(device) else run(*args)
+        cast = device != "meta" and torch.is_autocast_enabled(device)
+        return without_autocast(device, run, *args) if cast else run(*args)
 
     _LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides))
     _LIBRARY.impl(name, implementation, "CompositeExplicitAutograd")
@@ -46,7 +47,7 @@ def refuse_derivative(name: str) -> None:
     """Let a node, which is the gradient of another, raise where it would be differentiated."""
 
     def setup(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.op = name
+        ctx.op = name.removesuffix("_backward")  # the name that users know
 
     def backward(ctx: Any, *gradients: Any) -> Any:
         raise ArgumentError(f"{ctx.op}: it has no second derivative. Differentiate it once, without create_graph.")

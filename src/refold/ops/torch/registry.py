@@ -87,6 +87,7 @@ def run(name: str, arrays: Sequence[Any], options: Sequence[Any], backend: str) 
     if runner.in_place:
         _refuse_gradients(name, arrays)
     _refuse_tangents(name, arrays)
+    _refuse_transforms(name, arrays)
     return OPS[name](*arrays, *options, backend)
 
 
@@ -104,7 +105,7 @@ def _plain(arrays: Sequence[Tensor | None], options: Sequence[Any]) -> bool:
     if not (_PLAIN_TENSORS.issuperset(map(type, arrays)) and _PLAIN_OPTIONS.issuperset(map(type, options))):
         return False
     needs_grad = torch.is_grad_enabled()
-    return not any(a is not None and (a.is_neg() or (needs_grad and a.requires_grad)) for a in arrays)
+    return not any(a is not None and (a.is_neg() or a.is_meta or (needs_grad and a.requires_grad)) for a in arrays)
 
 
 def _signature(arrays: Sequence[Tensor | None], options: Sequence[Any], backend: str) -> Signature:
@@ -269,7 +270,7 @@ class _Runner:
         if _is_empty(arrays):
             return self._empty(arrays, options)
         if self.in_place:
-            return self._updating(module, arrays, options)
+            return self._updating(module, arrays, options, backend)
         found = _bound(self.spec, getattr(module, name), arrays, options)
         at = self.offsets
         if at is None or (offsets := arrays[at]) is None or offsets.device.type != "cpu":
@@ -283,13 +284,18 @@ class _Runner:
         return checked
 
     def _updating(
-        self, module: ModuleType, arrays: Sequence[Tensor | None], options: Sequence[Any]
+        self, module: ModuleType, arrays: Sequence[Tensor | None], options: Sequence[Any], backend: str
     ) -> Callable[..., Tensor]:
         at = next(i for i, arg in enumerate(self.spec.args) if arg.name == self.spec.updates)
         state = arrays[at]
+        assert state is not None
+        if _may_overlap_itself(state):
+            raise ArgumentError(
+                f"{self.spec.name}_: the elements of {self.spec.updates} must not share memory; got the shape "
+                f"{tuple(state.shape)} with the strides {state.stride()}. Pass {self.spec.updates}.clone()."
+            )
         # A backend's own in-place twin writes a contiguous state as it goes; all else pays one copy of the state.
         in_place = getattr(module, f"{self.spec.name}_", None)
-        assert state is not None
         if in_place is None or not state.is_contiguous():
             step = _bound(self.spec, getattr(module, self.spec.name), arrays, options)
 
@@ -298,7 +304,18 @@ class _Runner:
                 arrays[at].copy_(new_state)
                 return y
         else:
-            write = _bound(self.spec, in_place, arrays, options)
+            direct, size = _bound(self.spec, in_place, arrays, options), _extent(state)
+            others = [(i, _extent(a)) for i, a in enumerate(arrays) if i != at and a is not None]
+
+            def write(*arrays: Any) -> Tensor:
+                start = arrays[at].data_ptr()
+                shared = {i for i, extent in others if -extent < arrays[i].data_ptr() - start < size}
+                if not shared:
+                    return direct(*arrays)  # type: ignore[no-any-return]
+                # What lies in the state's memory would be written before it is read.
+                apart = [a.clone() if i in shared else a for i, a in enumerate(arrays)]
+                signature = _signature(apart, options, backend)
+                return self._remembered(signature, apart, options, backend)(*apart)  # type: ignore[no-any-return]
 
         def updating(*arrays: Any) -> Tensor:
             y = write(*arrays)
@@ -306,6 +323,21 @@ class _Runner:
             return y
 
         return updating
+
+
+def _extent(x: Tensor) -> int:
+    """Return the bytes from the first element to the end of the last one."""
+    return (1 + sum((size - 1) * step for size, step in zip(x.shape, x.stride(), strict=True))) * x.element_size()
+
+
+def _may_overlap_itself(x: Tensor) -> bool:
+    """Whether two elements may lie in one place: some axis steps less than all shorter steps together reach."""
+    reach = 0
+    for step, size in sorted((step, size) for step, size in zip(x.stride(), x.shape, strict=True) if size > 1):
+        if step <= reach:
+            return True
+        reach += step * (size - 1)
+    return False
 
 
 def _is_empty(arrays: Sequence[Tensor | None]) -> bool:
@@ -449,6 +481,12 @@ def _refuse_tangents(op: str, arrays: Sequence[Any]) -> None:
         return
     if any(a is not None and forward_ad.unpack_dual(a).tangent is not None for a in arrays):
         raise ArgumentError(f"{op}: it has no forward-mode derivative. Use reverse mode: torch.autograd.grad.")
+
+
+def _refuse_transforms(op: str, arrays: Sequence[Any]) -> None:
+    """Raise where ``torch.func`` would differentiate; PyTorch's own error has no remedy for a user."""
+    if not torch.compiler.is_compiling() and any(a is not None and private.is_transformed(a) for a in arrays):
+        raise ArgumentError(f"{op}: torch.func cannot differentiate it. Use backward() or torch.autograd.grad.")
 
 
 for _spec in all_specs():
