@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from numbers import Integral
 from pathlib import Path
 from types import ModuleType
@@ -32,9 +33,23 @@ class HasState(Protocol):
     """A framework's conversation."""
 
     state: dict[str, Any]
+    logits: Any
 
 
 C = TypeVar("C", bound=HasState)
+
+
+@contextmanager
+def writing(path: str | Path) -> Iterator[None]:
+    """Turn an error of writing a file into one that names it."""
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except (SafetensorError, OSError) as error:
+        raise ArgumentError(
+            f"save: {path} cannot be written ({error}). Name a file in a folder that exists."
+        ) from error
 
 
 class BaseGenerator(ABC, Generic[C]):
@@ -43,6 +58,8 @@ class BaseGenerator(ABC, Generic[C]):
     config: Config
     model: ModuleType
     """The functions of the model, such as ``init_state``."""
+    kind: type[C]
+    """The class of this framework's conversations."""
 
     @abstractmethod
     def start(self, batch: int) -> C:
@@ -91,6 +108,8 @@ class BaseGenerator(ABC, Generic[C]):
                 are not those of the conversation.
             CapacityError: the prompt does not fit into memory.
         """
+        if conversation is not None:
+            self._check_conversation(conversation)
         rows = check_prompts(self.config, prompts, None if conversation is None else self.lengths(conversation))
         lengths = np.array([len(row) for row in rows], np.int32)
         longest = int(lengths.max())
@@ -131,6 +150,7 @@ class BaseGenerator(ABC, Generic[C]):
             ArgumentError: a count, a stop token or the conversation cannot be used.
             CapacityError: the tokens do not fit into memory.
         """
+        self._check_conversation(conversation)
         stop = check_request(self.config, max_new_tokens, every, sampling, stop_tokens)
         lengths = self.lengths(conversation)
         if not lengths.all():
@@ -183,6 +203,20 @@ class BaseGenerator(ABC, Generic[C]):
         if (length < 0).any() or ("k" in arrays and (length > room).any()):
             raise CheckpointError(f"{path} is damaged: it says that its rows have read {length.tolist()[:8]} tokens.")
         return self._conversation(arrays)
+
+    def _check_conversation(self, conversation: C) -> None:
+        if not isinstance(conversation, self.kind):
+            wanted, got = f"{self.kind.__module__}.{self.kind.__name__}", type(conversation).__name__
+            raise ArgumentError(
+                f"conversation must be a {wanted}; got {got}. "
+                "Pass what `start`, `read` or `load` of this generator returned."
+            )
+        vocabulary = conversation.logits.shape[-1]
+        if vocabulary != self.config.vocab_size:
+            raise ArgumentError(
+                f"conversation belongs to a model of {vocabulary} tokens; this one has {self.config.vocab_size}. Pass "
+                "what `start`, `read` or `load` of this generator returned."
+            )
 
     def _capacity(self, conversation: C) -> int:
         """Return how many tokens per row the key-value cache can hold."""

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from refold.generate.generator import NO_TOKEN, BaseGenerator, bucket, check_count, check_state_dtype
+from refold.generate.generator import NO_TOKEN, BaseGenerator, bucket, check_count, check_state_dtype, writing
 from refold.generate.sampling import Sampling
 from refold.memory import host_bytes
 from refold.models.checkpoint import load_checkpoint
@@ -36,11 +36,16 @@ class Conversation:
         return Conversation(*jax.tree.map(jnp.copy, (self.state, self.logits, self.seen)))
 
     def save(self, path: str | Path) -> None:
-        """Write the conversation to a safetensors file."""
+        """Write the conversation to a safetensors file.
+
+        Raises:
+            ArgumentError: the file cannot be written.
+        """
         from safetensors.numpy import save_file
 
         arrays = {**self.state, "logits": self.logits, "seen": self.seen}
-        save_file({name: np.asarray(a) for name, a in arrays.items()}, path)
+        with writing(path):
+            save_file({name: np.asarray(a) for name, a in arrays.items()}, path)
 
 
 class Generator(BaseGenerator[Conversation]):
@@ -57,6 +62,8 @@ class Generator(BaseGenerator[Conversation]):
     Raises:
         ArgumentError: ``state_dtype`` is not float32, bfloat16 or float16.
     """
+
+    kind = Conversation
 
     def __init__(self, config: Config, params: Any, *, state_dtype: str = "float32", layers_apart: bool = True) -> None:
         check_state_dtype(state_dtype)

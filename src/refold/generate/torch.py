@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from refold.errors import ArgumentError
-from refold.generate.generator import NO_TOKEN, BaseGenerator, check_count, check_state_dtype
+from refold.generate.generator import NO_TOKEN, BaseGenerator, check_count, check_state_dtype, writing
 from refold.generate.sampling import Sampling, uniforms
 from refold.models.configs import Config
 from refold.models.torch import load_checkpoint, model_for, take_layers_apart, to_device, usable
@@ -53,11 +53,16 @@ class Conversation:
         return Conversation({name: a.clone() for name, a in self.state.items()}, self.logits.clone(), self.seen.clone())
 
     def save(self, path: str | Path) -> None:
-        """Write the conversation to a safetensors file."""
+        """Write the conversation to a safetensors file.
+
+        Raises:
+            ArgumentError: the file cannot be written.
+        """
         from safetensors.torch import save_file
 
         arrays = {**self.state, "logits": self.logits, "seen": self.seen}
-        save_file({name: a.contiguous() for name, a in arrays.items()}, path)
+        with writing(path):
+            save_file({name: a.contiguous() for name, a in arrays.items()}, path)
 
 
 class Generator(BaseGenerator[Conversation]):
@@ -73,6 +78,8 @@ class Generator(BaseGenerator[Conversation]):
         DeviceError: the device is not there.
         ArgumentError: ``state_dtype`` is not float32, bfloat16 or float16.
     """
+
+    kind = Conversation
 
     def __init__(
         self, config: Config, params: Any, *, device: str | torch.device = "cpu", state_dtype: str = "float32"

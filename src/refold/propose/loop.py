@@ -181,7 +181,8 @@ def search(
                     record("error", reason=str(error))
                     if not run.tried:
                         raise
-                    run.ended = f"an error: {error}"
+                    out = budget.spent(rounds, time.monotonic() - began, {})  # it may have had no more time
+                    run.ended = out if "seconds" in out else f"an error: {error}"
                     break
                 if not proposals:
                     run.ended = "all proposals"

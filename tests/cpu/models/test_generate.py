@@ -179,6 +179,24 @@ def test_conversation_of_another_model(make, generators, tmp_path):
         generators["mamba2"].read([[1], [2]], generators["mamba2"].read([[1]]))
 
 
+def test_what_is_no_conversation_of_this_generator(make, generators):
+    g = generators["mamba2"]
+    smaller = dataclasses.replace(MAMBA2, vocab_size=32)
+    other = make(smaller, random_params(smaller)).read([[1]])
+    for wrong, says in (([[1, 2]], "must be a .*Conversation; got list"), (other, "a model of 32 tokens")):
+        with pytest.raises(ArgumentError, match=says):
+            next(g.stream(wrong, 4))
+        with pytest.raises(ArgumentError, match=says):
+            g.read([[1]], wrong)
+
+
+def test_saving_where_nothing_can_be_written(generators, tmp_path):
+    talk = generators["mamba2"].read([[1]])
+    for path in (tmp_path / "missing" / "c", tmp_path):
+        with pytest.raises(ArgumentError, match=f"save: {path} cannot be written"):
+            talk.save(path)
+
+
 @pytest.mark.parametrize("name", ["mamba2", "granite"])
 def test_a_damaged_conversation_is_refused(name, generators, tmp_path):
     from safetensors.numpy import load_file, save_file

@@ -413,8 +413,10 @@ class Trial(Race):
         note = "no second backward of one graph"
         self._unless_refused("accumulated gradients of normal", "N7", call, note, wide=True)
         real = [index for index, x in enumerate(first) if inputs.is_real(x)]
-        constant = [frozenset(real) - {index} for index in real] if len(real) > 1 else []
-        for some in [frozenset(real), *constant]:
+        constant = [frozenset(real)] if self._state else []  # parameters need them still
+        if len(real) > 1:
+            constant.append(frozenset(real) - {random.Random(self._derived("wanted")).choice(real)})
+        for some in constant:
             call = self._call(inputs.draw("normal", first, self._derived("constant", *some)), constant=some)
             which = ", ".join(str(index) for index in sorted(some))
             self._unless_refused(
