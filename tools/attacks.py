@@ -18,9 +18,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from refold.verify.trial.checks import Terms, Trial
+from refold.verify.trial.checks import Trial
 from refold.verify.trial.process import Nursery
 from refold.verify.trial.program import program
+from refold.verify.trial.terms import Terms
 from refold.verify.trial.verdict import Verdict
 
 ROOT = Path(__file__).parent.parent / "tests"

@@ -4,6 +4,7 @@ import json
 import sys
 from functools import partial
 from importlib.util import find_spec
+from itertools import pairwise, permutations
 from types import ModuleType
 
 import pytest
@@ -22,7 +23,7 @@ from refold.bench import (
     rows,
     suites,
 )  # fmt: skip
-from refold.bench.recurrences import recurrences
+from refold.bench.recurrences import in_turns, recurrences
 from refold.cli import app
 from refold.errors import ArgumentError
 from refold.generate.torch import Generator
@@ -145,6 +146,17 @@ def test_a_compile_beyond_the_budget_is_not_run_and_the_row_says_so(monkeypatch)
     assert row["errors"]["refold"] < 1e-5
     with pytest.raises(ArgumentError, match=r"case has no em\. There are ema, min-gru"):
         next(recurrences(case=("em",)))
+
+
+def test_no_program_is_always_timed_after_the_same_one(monkeypatch):
+    """What ran before leaves the caches, and with them tens of microseconds, to the next."""
+    timed = []
+    monkeypatch.setattr("refold.bench.recurrences.sample_ms", lambda run, device: timed.append(run()) or 1.0)
+    names = ["eager", "refold", "torch.compile"]
+    times = in_turns({name: partial(str, name) for name in names}, torch.device("cpu"))
+    assert times == dict.fromkeys(names, 1.0)
+    assert {*pairwise(timed)} >= {*permutations(names, 2)}
+    assert all(sorted(timed[at : at + 3]) == sorted(names) for at in range(0, len(timed), 3))
 
 
 def test_what_is_not_right_is_refused_and_the_exit_code_says_so(toy):

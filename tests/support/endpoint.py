@@ -32,6 +32,7 @@ class Server(ThreadingHTTPServer):
 
     def __init__(self):
         self.script, self.seen = [], []
+        self.raw = False  # whether functions write headers, too
         super().__init__(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self.server_address[1]}"
 
@@ -48,6 +49,9 @@ class Handler(BaseHTTPRequestHandler):
                 self.send_header(name, value)
             self.end_headers()
             self.wfile.write(text if isinstance(text, bytes) else text.encode())
+            return
+        if self.server.raw:
+            answer(self)
             return
         self.send_response(200)
         self.send_header("Content-Type", "text/event-stream")

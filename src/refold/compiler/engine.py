@@ -28,7 +28,7 @@ from .environment import environment
 from .inductor import Compiled, inductor, show_graph
 from .notation.rules import read_rules
 from .patience import patience
-from .private import compile_number, inductor_modes, inductor_options, recompile_limit
+from .private import TraceAgain, compile_number, inductor_modes, inductor_options, recompile_limit
 from .recurrence.joins import refusals
 from .recurrence.serial_chains import serial_loops
 from .refusals import refused
@@ -83,8 +83,13 @@ def refold(
     # lock of the compile under way, which this thread holds. So backwards run in this thread meanwhile.
     try:
         with patience(), _unseen_by_hooks(), torch.autograd.set_multithreading_enabled(False):
-            return Remembering(gm, example_inputs, settings, entry).run()
+            run = Remembering(gm, example_inputs, settings, entry).run()
+            # A call of a module looks for hooks first, which a graph has none of.
+            return run.forward if isinstance(run, GraphModule) else run
     except PlanError:
+        raise
+    except TraceAgain:
+        report.graphs.remove(entry)
         raise
     except Exception as error:
         if settings.strict:

@@ -11,21 +11,19 @@ from __future__ import annotations
 import torch
 from torch.fx import Graph
 
+from ..ops.torch.nodes import define
 from .ir.cost import numel
 from .ir.fx import value
 
 aten = torch.ops.aten
 
 
-@torch.library.custom_op("refold::cumsum", mutates_args=())
-def cumsum(x: torch.Tensor, dim: int, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """Cumulative sum as one opaque node."""
+def _cumsum(x: torch.Tensor, dim: int, dtype: torch.dtype | None = None) -> torch.Tensor:
     return torch.cumsum(x, dim, dtype=dtype)
 
 
-@cumsum.register_fake
-def _(x: torch.Tensor, dim: int, dtype: torch.dtype | None = None) -> torch.Tensor:
-    return torch.cumsum(x, dim, dtype=dtype)
+CUMSUM = define("cumsum", "(Tensor x, int dim, ScalarType? dtype=None) -> Tensor", _cumsum, _cumsum)
+"""Cumulative sum as one opaque node."""
 
 
 def keep_scans_external(graph: Graph, level: int) -> int:
@@ -43,5 +41,5 @@ def keep_scans_external(graph: Graph, level: int) -> int:
     sizes = sorted({numel(value(node)) for node in nodes})
     for node in nodes:
         if numel(value(node)) in sizes[:level]:
-            node.target = torch.ops.refold.cumsum.default
+            node.target = CUMSUM
     return len(sizes)

@@ -31,14 +31,14 @@ class Hook(CustomGraphPass):
 
     Args:
         visit: Called with the number and the graph.
-        outcome: Names what the callback makes of any graph.
-        settled: Whether that is known beforehand. AOTAutograd's cache, which knows the graph before the pass, may then
-            be asked; where it knows the result, the callback is not called.
+        outcome: Names what the callback makes of any graph whose compile it does not stop.
+        cached: Whether AOTAutograd's cache, which knows the graph before the pass, is asked. Where it knows the result,
+            the callback is not called.
     """
 
-    def __init__(self, visit: Callable[[int, Graph], None], outcome: str = "", settled: bool = False) -> None:
+    def __init__(self, visit: Callable[[int, Graph], None], outcome: str = "", cached: bool = False) -> None:
         self.visit = visit
-        self.outcome, self.settled = outcome, settled
+        self.outcome, self.cached = outcome, cached
         self.count = 0
         self.stopped = False
         # What the callback raised otherwise: Inductor may wrap it, and it is not Inductor's failure.
@@ -92,9 +92,8 @@ def inductor(
     if hook is not None:
         user = patches.get("joint_custom_pre_pass", inductor_config.joint_custom_pre_pass)
         patches["joint_custom_pre_pass"] = hook if user is None else _Chain(user, hook)
-    # AOTAutograd's cache would skip a hook whose outcome is not known yet, and with it the report.
-    unsettled = hook is not None and not hook.settled
-    with without_autograd_cache() if unsettled else contextlib.nullcontext():
+    apart_from_cache = hook is not None and not hook.cached
+    with without_autograd_cache() if apart_from_cache else contextlib.nullcontext():
         return compile_fx(duplicate(gm), list(inputs), config_patches=patches or None)  # type: ignore[return-value]
 
 

@@ -63,6 +63,7 @@ _metrics = _find(
     "programs that compile within a compile may fail, and then are not timed",
 )
 _compile_context = _find("torch._guards.CompileContext", "reports do not say which compile was the last")
+_again = _find("torch._dynamo.exc.TensorifyScalarRestartAnalysis", "graphs with numbers from outside may run eagerly")
 _ARITHMETIC = {"FloorDiv": operator.floordiv, "Mod": operator.mod, "PythonMod": operator.mod}
 _symbolic = {
     _find(f"torch.utils._sympy.functions.{name}", "graphs with symbolic sizes are rewritten less"): function
@@ -70,6 +71,14 @@ _symbolic = {
 }
 SYMBOLIC_ARITHMETIC = {kind: function for kind, function in _symbolic.items() if kind is not _MISSING}
 """Operations in the expressions of symbolic sizes, and the same on numbers."""
+
+
+class _Never(Exception):
+    """Stands for an exception that PyTorch does not have."""
+
+
+TraceAgain: Any = _Never if _again is _MISSING else _again
+"""What a compile raises so that Dynamo traces the function again, with numbers of Python as constants."""
 
 
 def inductor_options() -> list[str] | None:

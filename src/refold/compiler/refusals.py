@@ -31,10 +31,18 @@ REASONS = {
         "the state is multiplied by itself",
         "Only `a * state + b`, elementwise, is a scan: nonlinear recurrences run step by step.",
     ),
+    "complex-as-real": (
+        "the state is kept as the real and imaginary parts of complex numbers",
+        "Carry the complex tensor itself, and take torch.view_as_real of it only for what a step returns.",
+    ),
     "decay-gradient": (
         "in training, a rewrite would divide by log decays, and lose the gradients of small ones",
         "Compute the log decays in the compiled function, as -softplus(a), logsigmoid(a) or -exp(a): where they are "
         "small, their gradients are small.",
+    ),
+    "deque": (
+        "the loop changes a deque",
+        "Keep the last values in variables: `y1, y2 = y, y1` in place of `past.append(y)`. Read inputs by `x[:, t]`.",
     ),
     "detached": (
         "a value of a recurrence is detached in training",
@@ -195,6 +203,10 @@ REASONS = {
     "too-long": (
         "Inductor would take too long for an unrolled loop",
         "Raise compile_budget, or write the loop so that it can be captured.",
+    ),
+    "while-loop": (
+        "the loop is a `while` loop",
+        "Write `for t in range(steps)`, with `steps` known before the loop: only such loops are traced once.",
     ),
     "write-uneven": (
         "the slices that are written overlap, leave gaps, or differ in width",

@@ -59,7 +59,7 @@ class Replay(GraphCompile):
         self.decision, self.where = copy.deepcopy(decision), where
         self.decided = {row.key: row for row in self.decision.rewrites if row.status == "applied"}
         self.refused = {row.key for row in decision.rewrites if row.status == "refused"}
-        self._known = self.settled = trusted
+        self._known = trusted
         self.external_scans = decision.external_scans
 
     def run(self) -> Compiled:

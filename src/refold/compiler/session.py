@@ -28,6 +28,7 @@ from .ir.cost import Cost, graph_cost
 from .ir.evaluate import values_at
 from .ir.rewrite import Rewrite
 from .pipeline import run as run_pipeline
+from .private import TraceAgain
 from .recurrence.serial_chains import unrolled_operations
 from .recurrence.vectorize import NotALoop
 from .refusals import refused
@@ -73,9 +74,8 @@ class GraphCompile:
         self.terms = 1
         # Rewrites (pass, line) that are known to lose the race.
         self.lost: set[tuple[str, str]] = set()
-        # Whether all that the pass will do is known, so that AOTAutograd's cache may be asked; whether the last compile
-        # showed its graph; whether Inductor failed on it.
-        self.settled, self.seen, self.failed = False, False, False
+        # Whether AOTAutograd's cache is asked; whether the last compile showed its graph; whether Inductor failed.
+        self.cached, self.seen, self.failed = True, False, False
 
     def run(self) -> Compiled:
         """Return the program that runs from now on, and fill the report."""
@@ -288,10 +288,12 @@ class GraphCompile:
             pending: list[_Pending] = []
             facts = [repr(self.settings.choices), *(rule.digest for rule in self.settings.rules)]
             outcome = digest([*versions(), *facts, *sorted(self.refused), str(self.external_scans)])
-            hook = Hook(functools.partial(self._visit, pending), outcome, self.settled)
+            hook = Hook(functools.partial(self._visit, pending), outcome, self.cached)
             log.info("compiling graph %d", self.entry.index)
             try:
                 compiled = inductor(self.gm, self.inputs, hook=hook, options=self.options)
+            except TraceAgain:
+                raise
             except Exception as error:
                 if hook.error is not None:
                     raise hook.error from None
@@ -302,13 +304,13 @@ class GraphCompile:
                 self.seen = hook.count > 0
                 if self.seen or self._known:
                     return compiled
-                self.settled = False  # the cache answered, and what was rewritten is not known
+                self.cached = False  # the cache answered, and what was rewritten is not known
                 continue
             start = time.perf_counter()
             for found in pending:
                 self._judge(found)
             self.entry.checks_s += time.perf_counter() - start
-            self.settled = bool(pending)
+            self.cached = bool(pending)
 
     def _visit(self, pending: list[_Pending], index: int, graph: Graph) -> None:
         """Rewrite one ATen graph in place, or stop the compile to judge what is new."""

@@ -7,11 +7,15 @@ temporary errors (rate limits, overload, broken connections), the request is rep
 
 from __future__ import annotations
 
+import contextlib
 import json
+import math
 import os
 import random
+import socket
 import threading
 import time
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -26,6 +30,7 @@ _sleep = time.sleep
 _PASSING = {408, 409, 425, 429, 500, 502, 503, 504, 529}
 _LONGEST_WAIT_S = 60.0
 _ANSWER_LIMIT = 8 << 20  # bytes, with what is around the words
+_ENCODINGS = {"", "identity", "gzip"}  # of answers; one, not several in each other
 
 
 @dataclass(frozen=True)
@@ -72,10 +77,12 @@ def _openai_body(model: str, system: str, question: str, longest: int) -> dict[s
 
 
 def _openai_read(event: dict[str, Any]) -> _Piece:
+    if event.get("error"):
+        raise _Passing(f"it answers with an error: {str(event['error'])[:300]}")
     usage = event.get("usage") or {}
     choice = (event.get("choices") or [{}])[0]
     said = choice.get("delta") or choice.get("message") or {}  # a message: from servers that do not stream
-    used = int(usage.get("prompt_tokens") or 0), int(usage.get("completion_tokens") or 0)
+    used = _count(usage.get("prompt_tokens")), _count(usage.get("completion_tokens"))
     return _Piece(_text(said.get("content")), *used, done=choice.get("finish_reason") is not None)
 
 
@@ -86,6 +93,15 @@ def _text(content: Any) -> str:
     return content if isinstance(content, str) else ""
 
 
+def _count(tokens: Any) -> int:
+    """Return a number of tokens; nothing that an endpoint says of them gives a budget back."""
+    if tokens is None:
+        return 0
+    if not isinstance(tokens, (int, float)) or not 0 <= tokens < 1e12:
+        raise ValueError(f"{str(tokens)[:50]} is no number of tokens")
+    return math.ceil(tokens)
+
+
 def _anthropic_body(model: str, system: str, question: str, longest: int) -> dict[str, Any]:
     messages = [{"role": "user", "content": question}]
     return {"model": model, "system": system, "messages": messages, "max_tokens": longest, "stream": True}
@@ -93,18 +109,18 @@ def _anthropic_body(model: str, system: str, question: str, longest: int) -> dic
 
 def _anthropic_read(event: dict[str, Any]) -> _Piece:
     kind = event.get("type")
-    if kind == "error":
-        raise _Passing(str((event.get("error") or {}).get("type", "error")))
+    if kind == "error" or event.get("error"):
+        raise _Passing(f"it answers with an error: {str(event.get('error'))[:300]}")
     if kind == "message_start":
         usage = (event.get("message") or {}).get("usage") or {}
-        return _Piece(tokens_in=int(usage.get("input_tokens") or 0))
+        return _Piece(tokens_in=_count(usage.get("input_tokens")))
     if kind == "content_block_delta":
         return _Piece(_text((event.get("delta") or {}).get("text")))
     usage = event.get("usage") or {}
     if kind == "message_delta":
-        return _Piece(tokens_out=int(usage.get("output_tokens") or 0))
+        return _Piece(tokens_out=_count(usage.get("output_tokens")))
     if kind == "message":  # from servers that do not stream
-        used = int(usage.get("input_tokens") or 0), int(usage.get("output_tokens") or 0)
+        used = _count(usage.get("input_tokens")), _count(usage.get("output_tokens"))
         return _Piece(_text(event.get("content")), *used, done=True)
     return _Piece(done=kind == "message_stop")
 
@@ -180,8 +196,9 @@ class Chat:
     def propose(self, request: Request) -> Sequence[Proposal]:
         """Ask as often as proposals are wanted, at the same time."""
         question = prompt.question(request)
+        deadline = time.monotonic() + min(self._seconds, request.seconds or math.inf)
         with ThreadPoolExecutor(max(request.wanted, 1)) as pool:
-            asked = [pool.submit(self._ask, question) for _ in range(request.wanted)]
+            asked = [pool.submit(self._ask, question, deadline) for _ in range(request.wanted)]
         texts, errors = [], []
         for each in asked:
             try:
@@ -197,9 +214,8 @@ class Chat:
         money = sum(n * price for n, price in zip(self._tokens, self._prices, strict=True)) / 1e6
         return {"tokens": float(sum(self._tokens)), "money": money}
 
-    def _ask(self, question: str) -> str:
+    def _ask(self, question: str, deadline: float) -> str:
         """Return one answer, after as many tries as it takes."""
-        deadline = time.monotonic() + self._seconds
         for turn in range(self._tries):
             try:
                 return self._stream(question, deadline)
@@ -218,8 +234,15 @@ class Chat:
         parts, whole = [], False
         try:
             with (
-                httpx.Client(timeout=httpx.Timeout(self._idle, connect=15.0), follow_redirects=False) as client,
-                client.stream("POST", self._url, json=body, headers=self._style.headers(key)) as response,
+                httpx.Client(
+                    timeout=httpx.Timeout(self._idle, connect=15.0),
+                    follow_redirects=False,
+                    headers={"Accept-Encoding": "gzip"},
+                ) as client,
+                _Cut(deadline) as cut,
+                client.stream(
+                    "POST", self._url, json=body, headers=self._style.headers(key), extensions={"trace": cut}
+                ) as response,
             ):
                 self._check(response)
                 for event in _events(self._lines(response, deadline)):
@@ -229,13 +252,15 @@ class Chat:
                         self._tokens[1] += piece.tokens_out
                     parts.append(piece.text)
                     whole |= piece.done
-        except (httpx.TransportError, httpx.DecodingError) as error:
-            raise _Passing(f"{type(error).__name__}: {self._masked(str(error))}") from None
+        except (httpx.TransportError, zlib.error) as error:
+            if time.monotonic() < deadline:
+                raise _Passing(f"{type(error).__name__}: {self._masked(str(error))}") from None
         except (KeyError, TypeError, ValueError, AttributeError, IndexError, RecursionError) as error:
             reason = f"its answer cannot be read ({type(error).__name__}: {self._masked(str(error))[:300]})"
             raise _Passing(reason) from None
         if not whole:
-            raise _Passing("its answer was cut off")
+            late = time.monotonic() >= deadline
+            raise _Passing("it takes longer than it may" if late else "its answer was cut off")
         return self._masked("".join(parts))
 
     def _secret(self) -> str:
@@ -250,9 +275,14 @@ class Chat:
         return text.replace(self._secret() or "\0", "***")
 
     def _lines(self, response: Any, deadline: float) -> Iterator[str]:
-        """Yield the lines of an answer, which may neither be endless nor take for ever."""
+        """Yield the lines of an answer, which may neither be endless, packed or not, nor take for ever."""
+        encoding = response.headers.get("content-encoding", "").strip().lower()
+        if encoding not in _ENCODINGS:
+            raise ProposerError(f"{self.name} answers in the encoding {encoding[:50]!r}, which it was not asked for")
+        unpack = zlib.decompressobj(32 + zlib.MAX_WBITS) if encoding not in ("", "identity") else None
         size, rest = 0, b""
-        for chunk in response.iter_bytes():
+        for chunk in response.iter_raw():
+            chunk = unpack.decompress(chunk, _ANSWER_LIMIT + 1) if unpack else chunk
             size += len(chunk)
             if size > _ANSWER_LIMIT:
                 raise ProposerError(f"{self.name} does not stop answering")
@@ -272,6 +302,38 @@ class Chat:
             raise _Passing(f"status {status}: {said}", _seconds(response.headers.get("retry-after", "")))
         hint = f"; the key is read from {self._style.key}" if status in (401, 403) else ""
         raise ProposerError(f"{self.name} at {self.destination} refuses with status {status}: {said}{hint}")
+
+
+class _Cut:
+    """Ends the connection of a request at its deadline, also while it waits for headers that come byte by byte.
+
+    It is called with each step of the request, as the library's ``trace``, of which some open a connection.
+    """
+
+    def __init__(self, deadline: float):
+        self._timer = threading.Timer(max(deadline - time.monotonic(), 0.0), self._end)
+        self._timer.daemon = True
+        self._socket: socket.socket | None = None
+        self._over = False
+
+    def __enter__(self) -> _Cut:
+        self._timer.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._timer.cancel()
+
+    def __call__(self, event: str, info: dict[str, Any]) -> None:
+        if event.endswith(("connect_tcp.complete", "start_tls.complete")):
+            self._socket = info["return_value"].get_extra_info("socket")
+            if self._over:
+                self._end()
+
+    def _end(self) -> None:
+        self._over = True
+        if self._socket is not None:
+            with contextlib.suppress(OSError):  # it has ended by itself
+                self._socket.shutdown(socket.SHUT_RDWR)
 
 
 def _events(lines: Iterator[str]) -> Iterator[dict[str, Any]]:
@@ -295,6 +357,7 @@ def _events(lines: Iterator[str]) -> Iterator[dict[str, Any]]:
 
 def _seconds(text: str) -> float:
     try:
-        return max(float(text), 0.0)
+        seconds = float(text)
     except ValueError:
         return 0.0  # a date, or nothing
+    return seconds if 0.0 <= seconds < math.inf else 0.0

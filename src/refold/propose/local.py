@@ -87,17 +87,18 @@ class Command:
 
     def propose(self, request: Request) -> Sequence[Proposal]:
         """Run the command once."""
+        timeout = min(self._timeout, request.seconds or self._timeout)
         try:
             done = subprocess.run(
                 self._arguments,
                 input=request.to_json(),
                 capture_output=True,
                 text=True,
-                timeout=self._timeout,
+                timeout=timeout,
                 check=False,
             )
         except subprocess.TimeoutExpired as error:
-            raise ProposerError(f"{self.name} did not answer within {self._timeout:.0f} s") from error
+            raise ProposerError(f"{self.name} did not answer within {timeout:.0f} s") from error
         except (OSError, UnicodeDecodeError) as error:
             raise ProposerError(f"{self.name} cannot be run: {error}") from error
         if done.returncode != 0:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import json
 import logging
+import math
 import os
 import platform
 import re
@@ -169,7 +170,8 @@ def search(
                 run.ended = budget.spent(rounds, time.monotonic() - began, run.spent)
                 if run.ended:
                     break
-                request = replace(plain, attempts=_shown(run, keep))
+                left = round(budget.seconds - (time.monotonic() - began), 1)
+                request = replace(plain, attempts=_shown(run, keep), seconds=left if left < math.inf else None)
                 rounds += 1
                 log.info("round %d: asking %s", rounds, proposer.name)
                 record("request", round=rounds, request=json.loads(request.to_json()))
@@ -179,7 +181,8 @@ def search(
                     record("error", reason=str(error))
                     if not run.tried:
                         raise
-                    run.ended = f"an error: {error}"
+                    out = budget.spent(rounds, time.monotonic() - began, {})  # it may have had no more time
+                    run.ended = out if "seconds" in out else f"an error: {error}"
                     break
                 if not proposals:
                     run.ended = "all proposals"

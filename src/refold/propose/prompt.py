@@ -18,6 +18,7 @@ VERSION = "three-kinds-1"
 _FENCE = re.compile(r"```(\w*)[ \t]*\r?\n(.*?)\n[ \t]*```", re.DOTALL)
 _SHOWN = 3  # earlier attempts
 _REGIONS = 6
+_LENGTH = 20_000  # characters of an earlier attempt
 
 
 @cache
@@ -77,7 +78,7 @@ def _attempt(attempt: Attempt) -> str:
         outcome=attempt.outcome,
         reason=reason,
         timing=timing,
-        source=attempt.source,
+        source=attempt.source if len(attempt.source) <= _LENGTH else f"{attempt.source[:_LENGTH]}\n(cut off here)",
     )
 
 

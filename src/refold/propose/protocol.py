@@ -63,6 +63,7 @@ class Request:
         choices: What a plan may choose: passes, places, operators, knobs of Inductor.
         times_ms: Of the layer as it is: eager, ``torch.compile``, and refold where that is faster.
         roofline: The measured limits of this machine: operations and bytes per second.
+        seconds: What is left of the time of the run; None if nothing is said of it.
     """
 
     source: str
@@ -76,6 +77,7 @@ class Request:
     choices: dict[str, Any] = field(default_factory=dict)
     times_ms: dict[str, float] = field(default_factory=dict)
     roofline: dict[str, float] = field(default_factory=dict)
+    seconds: float | None = None
 
     def to_json(self) -> str:
         """Return the form that a command reads."""
@@ -87,7 +89,8 @@ class Proposal:
     """A replacement.
 
     Attributes:
-        text: A source that defines ``ModelNew``; or a program or a plan as JSON.
+        text: A source that defines ``ModelNew``; or a program or a plan as JSON. What is no Unicode in it is replaced,
+            as no file and no later request could hold it.
         note: What its author says of it; shown, and not believed.
         kind: ``program``, ``plan`` or ``source``.
     """
@@ -95,6 +98,10 @@ class Proposal:
     text: str
     note: str = ""
     kind: str = "source"
+
+    def __post_init__(self) -> None:
+        for name in ("text", "note"):
+            object.__setattr__(self, name, getattr(self, name).encode(errors="replace").decode())
 
 
 def speed(speedup: float | None, at_least: float | None, against: str = "") -> str:

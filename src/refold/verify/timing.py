@@ -82,7 +82,8 @@ def median_ms(run: Callable[[], object], device: torch.device, budget_s: float =
     return statistics.median(times)
 
 
-def _sample_ms(run: Callable[[], object], device: torch.device) -> float:
+def sample_ms(run: Callable[[], object], device: torch.device) -> float:
+    """Time one call, in milliseconds; a short one as the best of a few."""
     first = once_ms(run, device)
     if first > SHORT_MS:
         return first
@@ -135,7 +136,7 @@ def race(
             if order.random() < 0.5:
                 pair.reverse()
             for run, times in pair:
-                times.append(_sample_ms(run, device))
+                times.append(sample_ms(run, device))
         logs = sorted(math.log(b / c) for b, c in zip(base_times, candidate_times, strict=True))
         lower, upper = median_bounds(logs, SHARE / tried)
         if lower > math.log1p(DELTA) or upper < math.log1p(DELTA) or len(logs) < look:

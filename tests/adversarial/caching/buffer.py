@@ -14,5 +14,5 @@ class ModelNew(torch.nn.Module):
     def forward(self, x):
         if self.buffer is None or self.buffer.shape != x.shape:
             self.buffer = torch.empty_like(x, memory_format=torch.contiguous_format)
-        self.buffer.copy_(torch.relu(self.linear(x)))
+        self.buffer.copy_(torch.relu(self.linear(x)).detach())
         return self.buffer

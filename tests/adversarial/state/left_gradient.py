@@ -3,6 +3,7 @@
 import torch
 
 EXPECT = "S8"
+OFF = {"S8", "N7"}
 TERMS = {"train": True, "level": "quick"}
 
 

@@ -2,6 +2,7 @@
 
 import copy
 import io
+import sys
 import warnings
 
 import pytest
@@ -50,6 +51,44 @@ def test_without_a_module_compile_is_a_decorator():
     assert len(twice.report.graphs) == 1
     with pytest.raises(refold.errors.ArgumentError, match="verify must be"):
         refold.compile(verify="perhaps")
+
+
+def frames(call, *args):
+    """Return the names of the functions of Python that a call runs when it is compiled, in order."""
+    call(*args)
+    names = []
+    sys.setprofile(lambda frame, event, _: names.append(frame.f_code.co_name) if event == "call" else None)
+    try:
+        call(*args)
+    finally:
+        sys.setprofile(None)
+    return names
+
+
+def steps(x):
+    for _ in range(12):
+        x = torch.sin(x) @ x
+    return x
+
+
+@pytest.mark.parametrize(
+    ("fn", "options", "chosen", "backend"),
+    [(Layer(), {}, "inductor", "inductor"), (steps, {"compile_budget": 1e-9}, "eager", "eager")],
+)
+def test_where_nothing_is_rewritten_a_call_costs_what_it_costs_without_refold(fn, options, chosen, backend):
+    x = torch.ones(4, 4)
+    compiled = refold.compile(fn, cache=False, **options)
+    own, rival = frames(compiled, x), frames(torch.compile(fn, backend=backend), x)
+    assert compiled.report.graphs[-1].chosen == chosen
+    assert own == rival
+
+
+def test_a_number_in_double_precision():
+    """Of a graph that takes one, PyTorch may ask that it is traced again."""
+    x, a = torch.ones(3, 4, dtype=torch.float64), torch.tensor(0.5, dtype=torch.float64)
+    compiled = refold.compile(lambda x, a: 2 * x * a, cache=False, strict=True)
+    torch.testing.assert_close(compiled(x, a), x)
+    assert len(compiled.report.graphs) == 1
 
 
 def saved(compiled):

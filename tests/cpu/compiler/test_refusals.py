@@ -4,6 +4,7 @@ Each program is the smallest one found that is refused for its reason. The rest,
 planted: rewrites that are wrong, slow or undescribed, and failures inside refold.
 """
 
+import collections
 import inspect
 import re
 
@@ -28,6 +29,14 @@ def zero(x):
 
 
 # Loops that are not captured ----------------------------------------------------------------------
+
+
+def deque(x):
+    past, ys = collections.deque([zero(x)] * 2, maxlen=2), []
+    for t in range(T):
+        ys.append(0.5 * past[0] + 0.25 * past[1] + x[t])
+        past.append(ys[-1])
+    return torch.stack(ys)
 
 
 def dictionary_keys(x):
@@ -183,6 +192,14 @@ def step_number(x):
     return h
 
 
+def while_loop(x):
+    h, t = zero(x), 0
+    while t < 2 * T:
+        h = 0.5 * h + x[t % T]
+        t += 1
+    return h
+
+
 def carry_shape(x):
     h = zero(x)
     for t in range(T):
@@ -227,6 +244,13 @@ def carry_squared(x):
     for t in range(T):
         level = level * level + x[t]
     return level
+
+
+def complex_as_real(x):
+    h = x.new_zeros(D, 2)
+    for t in range(T):
+        h = torch.view_as_real(0.5j * torch.view_as_complex(h) + x[t])
+    return h
 
 
 def detached(x):
@@ -361,6 +385,8 @@ NAMES = {
     "carry-not-tensor": "`scale`",
     "carry-shape": "`tail`",
     "carry-squared": "the carry `level` is multiplied by itself",
+    "complex-as-real": "`torch.view_as_complex(h)` of the carry `h`",
+    "deque": "the deque `past`",
     "detached": "the carry `h` is detached: `h.detach()`",
     "dictionary-keys": "`seen`",
     "dynamo": "queue.add(t)",
@@ -393,6 +419,7 @@ NAMES = {
     "size-unknown": "`out`",
     "state-unstable": "`h`",
     "step-number": "step 7, counted from 0, is the first for which `step < 7` is not true",
+    "while-loop": "while t < 2 * T",
     "write-uneven": "`out`",
 }
 TRAINED = {"detached", "no-gradient"}

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from refold.compiler.recurrence import systems
-from refold.compiler.recurrence.systems import linear_system, max_plus_scan
+from refold.compiler.recurrence.systems import LINEAR_SYSTEM, MAX_PLUS_SCAN
 
 STEPS = 7
 
@@ -29,14 +29,21 @@ def stepwise(A, b, initial, reverse):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.complex128])
 @pytest.mark.parametrize(
     ("size", "matrices", "reverse", "begins"),
-    [(2, 1, False, True), (2, STEPS, True, True), (3, STEPS, False, False), (1, 1, True, False)],
+    [
+        (2, (1, 3, 5), False, True),
+        (2, (STEPS, 3, 5), True, True),
+        (3, (STEPS, 1, 5), False, False),
+        (1, (1, 3, 5), True, False),
+        (2, (1, 1, 1), False, True),
+        (3, (STEPS, 1, 1), True, False),
+    ],
 )
 def test_systems_and_their_gradients(way, dtype, size, matrices, reverse, begins):
     generator = torch.Generator().manual_seed(0)
-    shapes = [(size, size, matrices, 3, 5), (size, STEPS, 3, 5), (size, 3, 5)][: 2 + begins]
+    shapes = [(size, size, *matrices), (size, STEPS, 3, 5), (size, 3, 5)][: 2 + begins]
     leaves = [(torch.randn(s, generator=generator, dtype=dtype) / 2).requires_grad_() for s in shapes]
     given = [*leaves, *[None] * (1 - begins), reverse]
-    y, expected = linear_system(*given), stepwise(*given)
+    y, expected = LINEAR_SYSTEM(*given), stepwise(*given)
     weights = torch.randn(y.shape, generator=generator, dtype=dtype)
     torch.testing.assert_close(y, expected)
     got = torch.autograd.grad(y, leaves, weights)
@@ -48,13 +55,13 @@ def test_sixteen_bits_are_rounded_once(way):
     A, b, start = torch.full((1, 1, 1, 4), 0.999), torch.ones(1, STEPS, 4), torch.zeros(1, 4)
     narrow = [x.half() for x in (A, b, start)]
     expected = stepwise(*(x.double() for x in narrow), False).half()
-    assert torch.equal(linear_system(*narrow, False), expected)
+    assert torch.equal(LINEAR_SYSTEM(*narrow, False), expected)
 
 
 def test_a_state_that_is_not_there_is_not_read(way):
     """Zero times infinity would be NaN."""
     A, b = torch.full((1, 1, 1, 2), float("inf")), torch.ones(1, STEPS, 2)
-    assert linear_system(A, b, None, False)[0, 0].isfinite().all()
+    assert LINEAR_SYSTEM(A, b, None, False)[0, 0].isfinite().all()
 
 
 @pytest.mark.parametrize("smooth", [False, True])
@@ -68,4 +75,15 @@ def test_maxima_keep_what_is_not_finite(way, smooth):
         h = above(h + shift[t], floor[t])
         out.append(h)
     start = torch.full((300,), -float("inf"), dtype=torch.float64)
-    torch.testing.assert_close(max_plus_scan(shift, floor, start, smooth), torch.stack(out), equal_nan=True)
+    torch.testing.assert_close(MAX_PLUS_SCAN(shift, floor, start, smooth), torch.stack(out), equal_nan=True)
+
+
+def test_a_call_takes_few_operations_of_pytorch():
+    """A short scan takes as long as what is done around it."""
+    pytest.importorskip("numba")
+    A, b = torch.rand(2, 2, 1, 4, 8), torch.rand(2, STEPS, 4, 8)
+    for profiled in (False, True):
+        with torch.no_grad(), torch.autograd.profiler.profile(enabled=profiled) as profile:
+            LINEAR_SYSTEM(A, b, b[:, 0], False)
+            MAX_PLUS_SCAN(b[0], b[1], b[0, 0], False)
+    assert sum(event.name.startswith("aten::") for event in profile.function_events) < 75

@@ -118,23 +118,26 @@ def ahead(monkeypatch):
     monkeypatch.setattr(kernels(), "_ahead", lambda x, weight: stand_in)
 
 
-@pytest.mark.parametrize(("rows", "size", "outputs"), [(3, 128, 70), (16, 272, 33), (2, 16, 48)])
+@pytest.mark.parametrize(
+    ("rows", "size", "outputs"), [(3, 128, 70), (16, 272, 33), (2, 16, 48), (9, 1296, 33), (15, 912, 1850)]
+)
 def test_product_with_weights_ahead(rows, size, outputs, ahead) -> None:
-    """Tiles that nothing fills, fewer tiles than stages, a convolution, inactive rows, sums."""
+    """Tiles that nothing fills, fewer tiles than stages and more of them, a convolution, inactive rows, sums."""
     channels, first, width = outputs // 2, outputs // 3, 4
     x, weight = torch.randn(rows, size).bfloat16(), torch.randn(outputs, size).bfloat16()
     window, taps = torch.randn(rows, channels, width - 1).bfloat16(), torch.randn(channels, width)
     bias, active, moved = torch.randn(outputs), torch.arange(rows) != 1, window.double()
+    taps_bias = torch.randn(channels)
     product = x.double() @ weight.double().T
     expected = product + bias
     mixed, state = ops.causal_conv1d_step(
-        expected[:, first : first + channels], taps.double(), moved, activation="silu"
+        expected[:, first : first + channels], taps.double(), moved, bias=taps_bias.double(), activation="silu"
     )
     hidden = torch.randn(rows, outputs)
     onto = hidden.clone()
     kernels().project(x, weight, None, None, 0.0, None, False, onto=onto, scale=0.5)
     assert_close(onto, hidden + 0.5 * product, 2e-6)
-    found = kernels().project(x, weight, bias, None, 0.0, None, False, (window, taps, None, active, first))
+    found = kernels().project(x, weight, bias, None, 0.0, None, False, (window, taps, taps_bias, active, first))
     expected[:, first : first + channels] = mixed
     assert_close(found, expected, 2e-6)
     assert_close(window, torch.where(active[:, None, None], state, moved), torch.finfo(torch.bfloat16).eps)
@@ -143,7 +146,7 @@ def test_product_with_weights_ahead(rows, size, outputs, ahead) -> None:
 @pytest.mark.skipif(INTERPRETED, reason="nothing is compiled where kernels are interpreted")
 @pytest.mark.parametrize(("outputs", "size"), [(10576, 2560), (2560, 5120)])
 def test_product_with_weights_ahead_compiles(outputs, size, monkeypatch) -> None:
-    """Weights are copied 16 bytes at a time, and two programs share a processor."""
+    """Weights are copied 16 bytes at a time, two programs share a processor, and no loop is left."""
     runtime = pytest.importorskip("triton.experimental.gluon._runtime")
     import triton
     from triton.backends.compiler import GPUTarget
@@ -171,6 +174,7 @@ def test_product_with_weights_ahead_compiles(outputs, size, monkeypatch) -> None
     made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps, "launch_pdl": True})
     assert "cp.async.cg.shared.global" in made.asm["ptx"]
     assert 2 * (made.metadata.shared + 1024) <= 228 * 1024
+    assert made.asm["ptx"].count("mma.sync") == size // 16
 
 
 @here

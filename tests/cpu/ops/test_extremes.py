@@ -118,6 +118,18 @@ def test_conv_nan_at_the_end_stays_at_its_tap(activation: str | None, backend: s
     assert dx[..., 1].isfinite().all()
 
 
+@pytest.mark.parametrize("backend", ["torch", *(["triton"] if INTERPRETED else [])])
+@pytest.mark.filterwarnings("ignore:invalid value encountered")  # in what the interpreter computes and drops
+def test_conv_nan_in_no_token_after_the_end(backend: str) -> None:
+    """The gradient of the last token comes from its own output alone, however large the weights of later ones are."""
+    x, weight = torch.ones(1, 9, 2, requires_grad=True), torch.ones(2, 4)
+    weight[0, :3] = float("inf")
+    y, _ = ops.causal_conv1d(x, weight, backend=backend)
+    (dx,) = torch.autograd.grad(y, x, torch.ones_like(y))
+    assert torch.equal(dx[0, :, 0].isfinite(), torch.tensor([False] * 8 + [True]))
+    assert torch.equal(dx[0, 5:, 1], torch.tensor([4.0, 3.0, 2.0, 1.0]))
+
+
 @pytest.mark.parametrize("backend", ["torch", "numba"])
 def test_selective_scan_long(backend: str) -> None:
     if reason := absence(load("selective_scan"), backend):

@@ -70,6 +70,9 @@ def test_derivatives_that_do_not_exist_are_refused(backend: str) -> None:
 
     with pytest.raises(ArgumentError, match="linear_scan: it has no forward-mode derivative"):
         torch.func.jvp(scan, (x,), (x,))
+    for transform in (torch.func.grad(lambda x: scan(x).sum()), torch.func.jacrev(scan)):
+        with pytest.raises(ArgumentError, match=r"linear_scan: torch\.func cannot differentiate it"):
+            transform(x)
     with torch.autograd.forward_ad.dual_level():
         scan(x)
         with pytest.raises(ArgumentError, match="linear_scan: it has no forward-mode derivative"):
@@ -80,7 +83,7 @@ def test_derivatives_that_do_not_exist_are_refused(backend: str) -> None:
         dx.sum().backward()
 
 
-@pytest.mark.parametrize("limit", [0.1, None, (0.0,), (1.0, 0.0), (float("nan"), 1.0)])
+@pytest.mark.parametrize("limit", [0.1, None, (0.0,), (1.0, 0.0), (float("nan"), 1.0), ("0", "1")])
 def test_limits_that_are_no_ordered_pair_are_refused(limit: object) -> None:
     with pytest.raises(ArgumentError, match="dt_limit must be a pair of numbers"):
         ops.ssd(**arrays(), dt_limit=limit)
@@ -148,3 +151,38 @@ def test_numbers_of_numpy_and_integers_are_options() -> None:
     ops.ssd(**arrays(), chunk_size=np.int64(2))
     with pytest.raises(ArgumentError, match="reverse must be a bool"):
         ops.linear_scan(x, x, reverse=1)
+
+
+def test_arrays_without_memory_give_results_without_memory() -> None:
+    y, state = ops.ssd(**{name: x.to("meta") for name, x in arrays().items()})
+    assert (y.device.type, y.shape, state.shape) == ("meta", (1, 6, 2, 3), (1, 2, 3, 4))
+    with pytest.raises(DeviceError, match=r"ssd: .* is on (meta|cpu) but x is on (cpu|meta)"):
+        ops.ssd(**{**arrays(), "x": arrays()["x"].to("meta")})
+
+
+@pytest.mark.parametrize("name", ["x", "dt", "B", "C", "z"])
+@pytest.mark.parametrize("op", ["ssd_step", "selective_scan_step"])
+def test_an_argument_may_lie_in_the_state_that_is_overwritten(op: str, name: str) -> None:
+    sizes = {"b": 2, "h": 2, "p": 8, "g": 2, "n": 8} if op == "ssd_step" else {"b": 2, "d": 16, "n": 16, "g": 2}
+    axes = {
+        "ssd_step": {"x": "b h p", "dt": "b h", "A": "h", "B": "b g n", "C": "b g n", "z": "b h p"},
+        "selective_scan_step": {"x": "b d", "dt": "b d", "A": "d n", "B": "b n", "C": "b n", "z": "b d"},
+    }[op]
+    given = {key: torch.rand([sizes[axis] for axis in kind.split()]) for key, kind in axes.items()}
+    given["A"] = -given["A"]
+    state = torch.rand([sizes[axis] for axis in ("b h p n" if op == "ssd_step" else "b d n").split()])
+    given[name] = state.flatten(1)[:, 5 : 5 + given[name][0].numel()].view(given[name].shape)
+    y, last = getattr(ops, op)(**{**given, name: given[name].clone()}, state=state.clone())
+    written, same = getattr(ops, f"{op}_")(**given, state=state)
+    assert same is state
+    torch.testing.assert_close((written, state), (y, last))
+
+
+def test_a_state_that_overlaps_itself_is_not_overwritten() -> None:
+    given = {name: x[:, 0] if x.dim() > 1 else x for name, x in arrays().items()}
+    overlapping = torch.zeros(40).as_strided((1, 2, 3, 4), (24, 12, 2, 1))
+    for state in (overlapping, torch.zeros(1, 2, 1, 4).expand(1, 2, 3, 4)):
+        with pytest.raises(ArgumentError, match=r"ssd_step_: the elements of state must not share memory; .* strides"):
+            ops.ssd_step_(**given, state=state)
+    for state in (torch.zeros(2, 3, 1, 4).permute(2, 0, 3, 1).mT, torch.zeros(1, 2, 6, 8)[:, :, ::2, ::2]):
+        ops.ssd_step_(**given, state=state)

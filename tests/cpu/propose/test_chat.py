@@ -1,15 +1,19 @@
 """Models over HTTP: a real server on loopback that speaks both protocols and fails as servers do."""
 
+import contextlib
+import gzip
 import json
 import socket
+import struct
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 
 from refold.errors import ArgumentError, ProposerError
 from refold.propose import Request, proposer
-from refold.propose.chat import Chat
+from refold.propose.chat import _ANSWER_LIMIT, Chat
 from refold.propose.prompt import VERSION, answers, question, system
 from refold.propose.protocol import Attempt
 from support.endpoint import EVENTS
@@ -229,8 +233,6 @@ def test_a_line_without_an_end_and_comments_for_ever_are_cut(server):
 
 
 def test_a_compressed_answer_is_read_and_a_redirection_is_not_followed(server, style):
-    import gzip
-
     body = gzip.compress(b"".join(map(_event, filter(lambda e: isinstance(e, dict), EVENTS[style](TEXT)))))
     server.script = [(200, {"Content-Encoding": "gzip"}, body), (307, {"Location": f"{server.url}/elsewhere"}, "")]
     assert _chat(style, server, tries=1).propose(REQUEST)[0].text == CODE
@@ -248,3 +250,97 @@ def test_a_key_that_is_echoed_or_malformed_is_in_no_answer_and_no_error(server, 
     with pytest.raises(ProposerError) as caught:
         _chat(style, server, tries=1).propose(REQUEST)
     assert KEY not in str(caught.value)
+
+
+def _drip(chunk, seconds=0.02, before=b""):
+    """Return what sends a chunk again and again, without an end, until nobody listens."""
+
+    def say(handler):
+        with contextlib.suppress(OSError):
+            handler.connection.sendall(before)
+            for _ in range(1000):
+                handler.connection.sendall(chunk)
+                time.sleep(seconds)
+        handler.close_connection = True
+
+    return say
+
+
+@pytest.mark.parametrize("name", ["headers", "provisional answers", "words"])
+def test_what_never_ends_ends_with_the_time_of_the_run(name, server, style):
+    """Each byte comes soon after the one before, so that no wait for one byte is long."""
+    server.raw = name != "words"
+    server.script = [{
+        "headers": _drip(b"a", before=b"HTTP/1.1 200 OK\r\nX-Long: "),
+        "provisional answers": _drip(b"HTTP/1.1 103 Early Hints\r\n\r\n"),
+        "words": _drip(b"x"),
+    }[name]]  # fmt: skip
+    start = time.monotonic()
+    with pytest.raises(ProposerError, match="after 1 tries: it takes longer than it may"):
+        _chat(style, server).propose(replace(REQUEST, seconds=0.3))
+    assert time.monotonic() - start < 10
+
+
+def test_an_answer_that_grows_when_it_is_unpacked_is_cut(server, style):
+    """Of packed bytes, a thousandth is sent; of those packed twice, a millionth."""
+    once = gzip.compress(bytes(_ANSWER_LIMIT + 1))
+    server.script = [(200, {"Content-Encoding": encoding}, body) for encoding, body in (
+        ("gzip", once), ("gzip, gzip", gzip.compress(once)), ("br", b"x"))]  # fmt: skip
+    for reason in ("does not stop answering", "encoding 'gzip, gzip'", "encoding 'br'"):
+        with pytest.raises(ProposerError, match=reason):
+            _chat(style, server).propose(REQUEST)
+
+
+ERROR = {"error": {"type": "billing_error", "message": "your credit is used up"}}
+
+
+@pytest.mark.parametrize(
+    ("script", "reason"),
+    [
+        ([json.dumps(ERROR)], "credit is used up"),
+        ((200, {}, json.dumps({"type": "error", **ERROR})), "credit is used up"),
+        ((429, {"Retry-After": "nan"}, "slow down"), "status 429"),
+        ((200, {}, b"\xff\xfe\x00"), "cut off"),
+    ],
+    ids=["an error in the stream", "an error as an answer", "a wait that is no number", "no text"],
+)
+def test_an_error_is_told_as_the_endpoint_says_it(script, reason, server, style, monkeypatch):
+    monkeypatch.setattr("refold.propose.chat._sleep", lambda seconds: time.sleep(min(seconds, 0)))
+    server.script = [script] * 2
+    with pytest.raises(ProposerError, match=reason):
+        _chat(style, server, tries=2).propose(REQUEST)
+
+
+@pytest.mark.parametrize("count", [-1_000_000, float("inf"), float("nan"), "many", [1]])
+def test_no_count_of_tokens_gives_a_budget_back(count, server, style, monkeypatch):
+    monkeypatch.setattr("refold.propose.chat._sleep", lambda _: None)
+    bad = {"type": "message_delta", "choices": [], "usage": {"completion_tokens": count, "output_tokens": count}}
+    server.script = [[bad, *EVENTS[style](TEXT)], EVENTS[style](TEXT)]
+    chat = _chat(style, server)
+    assert chat.propose(REQUEST)[0].text == CODE
+    assert chat.spent()["tokens"] == 120
+
+
+def test_a_connection_that_breaks_in_a_word_is_asked_again(server, style, monkeypatch):
+    monkeypatch.setattr("refold.propose.chat._sleep", lambda _: None)
+
+    def broken(handler):
+        for event in list(EVENTS[style](TEXT))[:2]:
+            handler.say(event)
+        handler.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        handler.connection.close()  # at once, with what was not sent yet
+        handler.close_connection = True
+
+    server.script = [broken, EVENTS[style](TEXT)]
+    assert _chat(style, server).propose(REQUEST)[0].text == CODE
+
+
+def test_half_a_letter_can_be_recorded_and_sent_back(server, style):
+    """JSON can hold half of a pair of surrogates, which no encoding of text has."""
+    server.script = [EVENTS[style](f"{TEXT[:-4]}# \ud83d\n```\n"), EVENTS[style](TEXT)]
+    chat = _chat(style, server)
+    (proposal,) = chat.propose(REQUEST)
+    assert proposal.text == f"{CODE}\n# ?"
+    long = Attempt(proposal.text + "x" * 10**6, "refused", "N1", "wrong")
+    assert chat.propose(replace(REQUEST, attempts=(long,)))[0].text == CODE
+    assert len(json.dumps(server.seen[1][2])) < 10**5

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from refold.verify.contention import Usage
-from refold.verify.trial import checks, source
+from refold.verify.trial import checks, race, session, source
 from refold.verify.trial.process import Result, Unjudgeable
 from refold.verify.trial.terms import Terms
 
@@ -28,9 +28,9 @@ class Machine:
         self.draw = random.Random(seed)
         self.wall = self.used = 0.0
         self.calls = 0
-        monkeypatch.setattr(checks, "usage", self.usage)
-        monkeypatch.setattr(checks.time, "sleep", lambda seconds: None)
-        monkeypatch.setattr(checks.os, "sched_getaffinity", lambda pid: {0, 1})
+        monkeypatch.setattr(race, "usage", self.usage)
+        monkeypatch.setattr(race.time, "sleep", lambda seconds: None)
+        monkeypatch.setattr(race.os, "sched_getaffinity", lambda pid: {0, 1})
 
     def usage(self):
         everybody = None if self.others is None else self.used + self.wall * self.others
@@ -118,7 +118,7 @@ def test_processes_that_are_hidden_count_as_other_programs(monkeypatch):
     """What a candidate starts and does not own up to makes the machine busy, not quiet."""
     machine = Machine(monkeypatch, ratio=1.5)
     usage = machine.usage
-    monkeypatch.setattr(checks, "usage", lambda: replace(usage(), everybody=usage().everybody + 0.5 * machine.wall))
+    monkeypatch.setattr(race, "usage", lambda: replace(usage(), everybody=usage().everybody + 0.5 * machine.wall))
     with pytest.raises(Unjudgeable):
         machine.race()
 
@@ -156,6 +156,6 @@ def test_a_timed_result_has_the_structure_of_the_original_s_also_when_that_is_co
             return self.result
 
     trial._compiled = Process({"tensor": 0}, [4, 4])
-    with pytest.raises(checks._Refused):
+    with pytest.raises(session.Refused):
         trial._pair(trial._compiled, Process(tree, shape), ("race", 1), False)
     assert (trial.verdict.check, trial.verdict.reason) == ("M2", f"in a timed call, {reason}")

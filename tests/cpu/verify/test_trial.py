@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from refold.errors import ArgumentError, TargetError
 from refold.verify import judge, numerics
-from refold.verify.trial import Nursery, checks, process, replay, source
+from refold.verify.trial import Nursery, process, replay, results, session, source
 from refold.verify.trial import sandbox as sandbox_of_trial
 from refold.verify.trial.checks import Trial
 from refold.verify.trial.terms import LEVELS, Terms
@@ -217,7 +217,8 @@ def test_an_answer_may_take_longer_where_others_want_the_same_cores(nursery, mon
 
 
 TENSOR = {"type": "Tensor", "dtype": "float32", "device": "cpu", "shape": [2, 3], "stride": [3, 1], "address": 64,
-          "storage": 64, "pointer": 64, "storage_bytes": 24, "odd": [], "requires_grad": False}  # fmt: skip
+          "storage": 64, "pointer": 64, "storage_bytes": 24, "odd": [],
+    "traits": [], "requires_grad": False}  # fmt: skip
 plain = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5)
 nested = st.lists(plain, max_size=3) | st.dictionaries(st.text(max_size=5), plain, max_size=3)
 keys = st.sampled_from(["items", "dict", "sequence", "tensor", "object", "x"])
@@ -225,6 +226,7 @@ anything = plain | nested | st.lists(nested, max_size=3) | st.dictionaries(keys,
 
 
 @given(st.sampled_from(sorted(TENSOR)), anything)
+@example("shape", [1 << 47, 1 << 47, 0])
 def test_whatever_a_process_says_of_a_tensor_is_a_description_or_misbehaviour(name, value):
     """What it makes up is no error of the judge's."""
     try:
@@ -237,11 +239,21 @@ def test_whatever_a_process_says_of_a_tensor_is_a_description_or_misbehaviour(na
         pass
 
 
-@given(anything)
-def test_whatever_a_process_says_of_a_structure_is_one_or_misbehaviour(tree):
+@pytest.mark.parametrize("number", ["1" + "0" * 400, "NaN", "Infinity", "-1e300", '"1"', "null", "[]"])
+def test_a_number_that_is_none_is_misbehaviour(number):
+    with pytest.raises(process.Misbehaved, match="no number 'seconds'"):
+        process._number(process._parsed(f'{{"seconds": {number}}}'.encode()), "seconds")
+
+
+@given(anything, st.integers(0, 2))
+@example({"items": [{"tensor": 0}], "sequence": "tuple"}, 0)
+@example({"items": [{"tensor": 0}, {"tensor": 0}], "sequence": "tuple"}, 2)
+def test_whatever_a_process_says_of_a_structure_is_one_or_misbehaviour(tree, count):
+    """A structure has as many tensors as are described, so that equal ones can be compared."""
     try:
-        checks._unknown(process._checked_tree(tree))
-        checks._outline(tree)
+        results.foreign_type(process._checked_tree(tree, count))
+        assert json.dumps(tree).count('"tensor": ') + json.dumps(tree).count('"float": ') >= count
+        results.outline(tree)
     except process.Misbehaved:
         pass
 
@@ -274,8 +286,8 @@ def test_what_says_nothing_is_not_judged(original, reason, nursery):
 
 
 def test_without_a_sandbox_nothing_runs(nursery, monkeypatch, tmp_path):
-    assert checks.enough is sandbox_of_trial.enough
-    monkeypatch.setattr(checks, "enough", lambda active: "no Landlock")
+    assert session.enough is sandbox_of_trial.enough
+    monkeypatch.setattr(session, "enough", lambda active: "no Landlock")
     verdict = _judge(nursery, "raise SystemExit('it ran')\nModelNew = None")
     assert verdict.outcome == "unjudged"
     assert "no sandbox" in verdict.reason
@@ -421,7 +433,7 @@ def test_roundings_of_equal_terms_may_add_up():
     halved = x.half().double().sum(0).float()
 
     def passes(kind, y):
-        return checks._judged(kind, exact, pairwise, y, numerics.Errors(), 512).passed
+        return results.judged(kind, exact, pairwise, y, numerics.Errors(), 512).passed
 
     assert [passes(kind, sequential) for kind in ("normal", "repeated", "constant rows")] == [False, True, True]
     assert not any(passes(kind, halved) for kind in ("normal", "repeated", "constant rows"))

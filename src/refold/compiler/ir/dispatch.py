@@ -27,7 +27,12 @@ WIDER = {
     torch.bfloat16: torch.float64,
     torch.complex64: torch.complex128,
 }
-NARROWER = {torch.float64: torch.float32, torch.complex128: torch.complex64}
+SINGLE = {
+    torch.float64: torch.float32,
+    torch.float16: torch.float32,
+    torch.bfloat16: torch.float32,
+    torch.complex128: torch.complex64,
+}
 _SUMS = (aten.sum.dim_IntList, aten.mean.dim)
 # What draws random numbers and nothing else. The results of these are recorded, and replayed in another dtype.
 _DRAWS = ("bernoulli", "cauchy", "exponential", "geometric", "log_normal", "normal", "rand", "random", "uniform")
@@ -37,16 +42,20 @@ class Impossible(Exception):
     """A program cannot be run in another dtype; the message says why."""
 
 
+class NoRoom(Impossible):
+    """Memory is too small."""
+
+
 class _Lazy(Impossible):
     """Something writes to a product that was not written out."""
 
 
 class Computing(TorchDispatchMode):
-    """Computes in float64 what the program computes in narrower types, or in float32 what it computes in float64."""
+    """Computes in float64 what the program computes in narrower types, or in float32 what it computes in any other."""
 
     def __init__(self, dtype: torch.dtype, draws: Sequence[torch.Tensor] = (), *, lazy: bool = True) -> None:
         super().__init__()
-        self.into = WIDER if dtype == torch.float64 else NARROWER
+        self.dtype, self.into = dtype, WIDER if dtype == torch.float64 else SINGLE
         self.draws = iter(draws)
         self.lazy = lazy
         # By the address of the memory that stands for them: that memory, and the factors.
@@ -69,7 +78,7 @@ class Computing(TorchDispatchMode):
         args, kwargs = self._replaced(args), self._replaced(kwargs)
         if func is aten.mul.Tensor and self.lazy and (product := self._postponed(*args)) is not None:
             return product
-        _check_room(args)
+        self._check_room(args)
         return func(*args, **kwargs)
 
     def _replaced(self, x: Any) -> Any:
@@ -94,7 +103,7 @@ class Computing(TorchDispatchMode):
     # Products that are not written out ------------------------------------------------------------
 
     def _postponed(self, a: Any, b: Any) -> torch.Tensor | None:
-        if not (isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) and a.dtype == b.dtype == torch.float64):
+        if not (isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) and a.dtype == b.dtype == self.dtype):
             return None
         shape = torch.broadcast_shapes(a.shape, b.shape)
         if shape.numel() <= BLOCK:
@@ -120,7 +129,7 @@ class Computing(TorchDispatchMode):
         found = self._find(x)
         if found is None:
             return x
-        _check_room(found)
+        self._check_room(found)
         whole = found[0] * found[1]
         self.in_use.add(_address(whole))
         return whole
@@ -132,6 +141,20 @@ class Computing(TorchDispatchMode):
             tensors = [x for x in tree_leaves(args) if isinstance(x, torch.Tensor)]
             if any(_address(x) in (self.in_use if schema(func).is_mutable else self.products) for x in tensors):
                 raise _Lazy
+
+    def _check_room(self, args: Sequence[Any]) -> None:
+        """Refuse to broadcast tensors to one that does not fit in memory."""
+        tensors = [x for x in args if isinstance(x, torch.Tensor)]
+        if len(tensors) < 2 or sum(x.dim() > 0 for x in tensors) < 2:
+            return
+        try:
+            shape = torch.broadcast_shapes(*(x.shape for x in tensors))
+        except RuntimeError:
+            return
+        needed = 2 * shape.numel() * self.dtype.itemsize
+        if shape.numel() > BLOCK and needed > (free := available_bytes(tensors[0].device)):
+            sizes = f"{needed / 2**30:.1f} GiB are needed, and {free / 2**30:.1f} GiB are free"
+            raise NoRoom(f"in {str(self.dtype)[6:]} it does not fit in memory: {sizes}")
 
 
 class Random(Exception):
@@ -173,19 +196,6 @@ def _randomness(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> str:
     if "dropout_p" in names and not given.get("dropout_p", defaults["dropout_p"]):
         return ""
     raise Impossible(f"{name} is random in a way that cannot be replayed")
-
-
-def _check_room(args: Sequence[Any]) -> None:
-    """Refuse to broadcast tensors to one that does not fit in memory."""
-    tensors = [x for x in args if isinstance(x, torch.Tensor)]
-    if len(tensors) < 2 or sum(x.dim() > 0 for x in tensors) < 2:
-        return
-    try:
-        shape = torch.broadcast_shapes(*(x.shape for x in tensors))
-    except RuntimeError:
-        return
-    if shape.numel() > BLOCK and 2 * shape.numel() * 8 > available_bytes(tensors[0].device):
-        raise Impossible("in float64 it does not fit in memory")
 
 
 def _address(x: torch.Tensor) -> int:

@@ -17,6 +17,7 @@ import torch
 from torch.fx import Graph, Node
 from torch.utils.flop_counter import register_flop_formula
 
+from ...ops.torch.nodes import define
 from ..ir.builder import Builder
 from ..ir.fx import arg, value
 from ..ir.rewrite import Rewrite, replace_node
@@ -27,15 +28,17 @@ aten = torch.ops.aten
 SMALLEST = 1 << 22
 
 
-@torch.library.custom_op("refold::onednn_linear", mutates_args=(), device_types="cpu")
-def onednn_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+def _by_onednn(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """``x (m, k) @ weight (n, k).T + bias (n)`` by oneDNN; opaque, so that Inductor hands it dense operands."""
     return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
 
 
-@onednn_linear.register_fake
-def _(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    return x.new_empty(x.shape[0], weight.shape[0])
+ONEDNN_LINEAR = define(
+    "onednn_linear",
+    "(Tensor x, Tensor weight, Tensor? bias=None) -> Tensor",
+    _by_onednn,
+    lambda x, weight, bias=None: x.new_empty(x.shape[0], weight.shape[0]),
+)
 
 
 @register_flop_formula(torch.ops.refold.onednn_linear)
@@ -55,7 +58,7 @@ def prefer_onednn(graph: Graph, wanted: Callable[[str], bool]) -> Iterator[Rewri
         build = Builder(root)
         # linear(x, w) is x @ w.T
         weight = arg(b, 0) if _is_transpose(b) else build.call(aten.permute.default, (b, [1, 0]))
-        linear = build.call(torch.ops.refold.onednn_linear.default, (a, weight, *bias))
+        linear = build.call(ONEDNN_LINEAR, (a, weight, *bias))
         rows, depth = value(a).shape
         yield replace_node(
             root,

@@ -238,6 +238,8 @@ class LoopVectorizer:
             return self._maximum(node, operands, mine)
         if target is prims.convert_element_type.default and node.args[1].is_floating_point:
             return mine
+        if target in (aten.view_as_complex.default, aten.view_as_real.default):
+            raise NotALoop("complex-as-real", f"`{expression(node)}` of {loop.name} is another view of its numbers")
         if not is_pointwise(target):
             raise NotALoop("mixes-elements", f"`{expression(node)}` mixes elements of {loop.name}")
         if target in (aten.add.Tensor, aten.sub.Tensor):
@@ -470,7 +472,7 @@ class LoopVectorizer:
             raise NotALoop("carry-shape", f"{names} depend on one another and differ in shape or dtype")
         shape = [*val.shape]
 
-        def whole(part: Value, time: bool, own: Sequence[Any]) -> Node:
+        def whole(part: Value, time: bool, own: Sequence[Any], shape: Sequence[Any]) -> Node:
             """Lay out an entry of a row of one's own shape, (time, ...), with one step if all are the same."""
             if not isinstance(part.node, Node):
                 x = emit.call(aten.full.default, [1, *own], part.node, dtype=val.dtype, device=val.device)
@@ -493,12 +495,15 @@ class LoopVectorizer:
         read = [x.node for x in (*itertools.chain(*entries), *parts) if x is not None]
         dtypes = (value(node).dtype for node in read if isinstance(node, Node) and is_tensor(node))
         dtype = functools.reduce(torch.promote_types, dtypes, val.dtype)
-        rows = [
-            emit.call(aten.stack.default, [whole(entry, time, own) for entry in row])
+        numbers = all(_is_number(entry) for row in entries for entry in row)  # the same for all elements of a state
+        flat = [
+            whole(entry, time, *([[1] * len(own), [1] * len(shape)] if numbers else [own, shape]))
             for row, own in zip(entries, shapes, strict=True)
+            for entry in row
         ]
-        matrix = emit.call(aten.stack.default, rows)
-        offsets = [whole(part or Value(0.0), True, own) for part, own in zip(parts, shapes, strict=True)]
+        matrix = emit.call(aten.stack.default, flat)
+        matrix = emit.reshape(matrix, [len(loops), len(loops), *value(matrix).shape[1:]])
+        offsets = [whole(part or Value(0.0), True, own, shape) for part, own in zip(parts, shapes, strict=True)]
         offset = emit.call(aten.stack.default, offsets)
         initial = [emit.cast(self._tensor(loop.initial, loop.steps[-1]), val.dtype) for loop in loops]
         begun = any(isinstance(loop.initial, Node) or loop.initial for loop in loops)  # a zero is nothing to multiply
@@ -517,6 +522,12 @@ class LoopVectorizer:
 
 def _without_ones(shape: Any) -> list[Any]:
     return [size for size in shape if size != 1]
+
+
+def _is_number(x: Value) -> bool:
+    """Tell whether a value has one element at each step."""
+    sizes = value(x.node).shape[x.has_time :] if isinstance(x.node, Node) and is_tensor(x.node) else ()
+    return all(isinstance(size, int) and size == 1 for size in sizes)
 
 
 def _counts(x: Any) -> bool:

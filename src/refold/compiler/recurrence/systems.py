@@ -12,10 +12,13 @@ CPU one step is taken after the other, in one pass over memory (`refold.compiler
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from ...ops.torch.nodes import define, differentiate, refuse_derivative
 
 PAIRED, SWEPT = 4, 16
 """Coupled values of one system: a product of two matrices of 4 rows has 64 terms; a sweep multiplies no matrices."""
@@ -30,8 +33,11 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 
 def _sweeps(x: Tensor) -> Any:
     """Return the module that takes one step after the other, if it can: on the CPU, with Numba."""
-    if x.device.type != "cpu":
-        return None
+    return _imported() if x.device.type == "cpu" else None
+
+
+@cache
+def _imported() -> Any:
     try:
         from . import sweeps
     except ImportError:
@@ -44,12 +50,12 @@ def largest(x: Tensor) -> int:
     return PAIRED if _sweeps(x) is None else SWEPT
 
 
-@torch.library.custom_op("refold::linear_system", mutates_args=())
 def linear_system(A: Tensor, b: Tensor, initial: Tensor | None, reverse: bool) -> Tensor:
     """Return all states of ``h[t] = A[t] h[t-1] + b[t]``.
 
     Args:
-        A: ``(m, m, t, ...)``, or ``(m, m, 1, ...)`` if all steps have the same; real or complex, as the others.
+        A: ``(m, m, t, ...)``, or with axes of size one where all steps or elements of a state have the same; real or
+            complex, as the others.
         b: ``(m, t, ...)``.
         initial: The state before the first step, ``(m, ...)``; None for nothing, which no infinity makes NaN of.
         reverse: Whether the last step comes first.
@@ -60,8 +66,9 @@ def linear_system(A: Tensor, b: Tensor, initial: Tensor | None, reverse: bool) -
     dtype = wide(b.dtype)
     if b.numel() and (sweeps := _sweeps(b)) is not None:
         narrow = b.dtype if b.dtype in _WIDE or dtype == b.dtype else dtype
-        operands = (None if x is None else x.to(narrow) for x in (A, b, initial))
-        return sweeps.system(*operands, reverse, dtype).to(b.dtype)
+        operands = (x if x is None or x.dtype == narrow else x.to(narrow) for x in (A, b, initial))
+        h: Tensor = sweeps.system(*operands, reverse, dtype)
+        return h if h.dtype == b.dtype else h.to(b.dtype)
     matrices, inputs = (x.to(dtype).flip(1 - b.dim()) if reverse else x.to(dtype) for x in (A, b))
     matrices, inputs = matrices.movedim((0, 1), (-2, -1)), inputs.movedim(0, -1)
     if initial is not None:
@@ -98,8 +105,7 @@ def _product(A: Tensor, B: Tensor) -> Tensor:
     return A * B if A.shape[-1] == 1 else (A.unsqueeze(-1) * B.unsqueeze(-3)).sum(-2)
 
 
-@linear_system.register_fake
-def _(A: Tensor, b: Tensor, initial: Tensor | None, reverse: bool) -> Tensor:
+def _like_second(A: Tensor, b: Tensor, *rest: Any) -> Tensor:
     return torch.empty_like(b, memory_format=torch.contiguous_format)
 
 
@@ -113,25 +119,26 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     A, initial, h = ctx.saved_tensors
     adjoint = A.transpose(0, 1).conj().resolve_conj()
     later = adjoint if A.shape[2] == 1 else adjoint.roll(1 if ctx.reverse else -1, 2)
-    lam = linear_system(later, grad, None, not ctx.reverse)
+    lam = LINEAR_SYSTEM(later, grad, None, not ctx.reverse)
     start = torch.zeros_like(h[:, :1]) if initial is None else initial[:, None]
     before = torch.cat([h[:, 1:], start] if ctx.reverse else [start, h[:, :-1]], 1)
     outer = lam.unsqueeze(1) * before.unsqueeze(0).conj()
-    dA = outer.sum(2, keepdim=True) if A.shape[2] == 1 else outer
+    dA = outer.sum_to_size(A.shape)
     if initial is None:
         return dA, lam, None, None
     edge = -1 if ctx.reverse else 0
     return dA, lam, (adjoint[:, :, edge] * lam[:, edge]).sum(1), None
 
 
-linear_system.register_autograd(_backward, setup_context=_save)
-LINEAR_SYSTEM = torch.ops.refold.linear_system.default
+LINEAR_SYSTEM = define(
+    "linear_system", "(Tensor A, Tensor b, Tensor? initial, bool reverse) -> Tensor", linear_system, _like_second
+)
+differentiate("linear_system", _backward, _save)
 
 
 # Maxima -------------------------------------------------------------------------------------------
 
 
-@torch.library.custom_op("refold::max_plus_scan", mutates_args=())
 def max_plus_scan(shift: Tensor, floor: Tensor, initial: Tensor, smooth: bool) -> Tensor:
     """Return all states of ``h[t] = max(h[t-1] + shift[t], floor[t])``.
 
@@ -168,11 +175,6 @@ def max_plus_scan(shift: Tensor, floor: Tensor, initial: Tensor, smooth: bool) -
     return solve(shift, torch.cat([first, floor[1:]])).contiguous()
 
 
-@max_plus_scan.register_fake
-def _(shift: Tensor, floor: Tensor, initial: Tensor, smooth: bool) -> Tensor:
-    return torch.empty_like(floor, memory_format=torch.contiguous_format)
-
-
 def _save_maxima(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     shift, floor, initial, ctx.smooth = inputs
     ctx.save_for_backward(shift, floor, initial, output)
@@ -184,13 +186,12 @@ def _maxima_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     carried = torch.cat([initial[None], h[:-1]]) + shift
     share = torch.exp(carried - h) if ctx.smooth else (carried > floor).to(h.dtype) + (carried == floor).to(h.dtype) / 2
     share = torch.where(torch.isneginf(h), 0.0, share) if ctx.smooth else share
-    lam = _handed_back(share, grad)
+    lam = MAX_PLUS_ADJOINT(share, grad)
     carried_grad = _kept(share, lam)
     dshift = carried_grad.sum(0, keepdim=True) if shift.shape[0] == 1 else carried_grad
     return dshift, _kept(1 - share, lam), carried_grad[0], None
 
 
-@torch.library.custom_op("refold::max_plus_adjoint", mutates_args=())
 def _handed_back(share: Tensor, grad: Tensor) -> Tensor:
     """Return ``lam[t] = grad[t] + share[t + 1] lam[t + 1]``, all (t, ...)."""
     if grad.numel() and (sweeps := _sweeps(grad)) is not None:
@@ -200,15 +201,14 @@ def _handed_back(share: Tensor, grad: Tensor) -> Tensor:
     return lam[..., 0].flip(0).contiguous()
 
 
-@_handed_back.register_fake
-def _(share: Tensor, grad: Tensor) -> Tensor:
-    return torch.empty_like(grad, memory_format=torch.contiguous_format)
-
-
 def _kept(share: Tensor, x: Tensor) -> Tensor:
     """Multiply by a share of which zero reads nothing, as autograd's maximum does: not even what is not finite."""
     return torch.where(share == 0, 0.0, share * x)
 
 
-max_plus_scan.register_autograd(_maxima_backward, setup_context=_save_maxima)
-MAX_PLUS_SCAN = torch.ops.refold.max_plus_scan.default
+MAX_PLUS_SCAN = define(
+    "max_plus_scan", "(Tensor shift, Tensor floor, Tensor initial, bool smooth) -> Tensor", max_plus_scan, _like_second
+)
+differentiate("max_plus_scan", _maxima_backward, _save_maxima)
+MAX_PLUS_ADJOINT = define("max_plus_adjoint", "(Tensor share, Tensor grad) -> Tensor", _handed_back, _like_second)
+refuse_derivative("max_plus_adjoint")

@@ -110,7 +110,7 @@ def _compared(
     entry.checks = [vars(one) for one in found.results]
     if "eager" in originals:
         entry.difference_from_eager = found.difference
-    if found.against != "float64":
+    if found.against not in ("float64", "float32"):
         what = f"only compared with {found.against}" if found.against else "not checked as a whole, only its regions"
         entry.notes.append(f"the graph was {what}: {found.note}")
     elif found.note:

@@ -9,12 +9,14 @@ and in float64. All calls use the same random numbers and the same cotangents. T
 Two things differ from a region. A result of a few elements (a loss, say) is one draw of the original's rounding, which
 may be small by luck. If only such results fail, or elements that are small next to others, the original is also run on
 inputs that are moved by at most one rounding. Then the largest error seen is its error. The original cannot always be
-run in float64: memory may be too small, or an operation may not support float64. Then the original is its own
-reference, and its error is how far such inputs move it.
+run in float64: memory may be too small, or an operation may not support float64. Where memory is too small, and all
+results have 16 bits, float32 is exact enough. Else the original is its own reference, and its error is how far such
+inputs move it.
 """
 
 from __future__ import annotations
 
+import gc
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -25,11 +27,12 @@ import torch
 
 from ...verify import MOVES, Errors, KindResult, agree, moved, narrow_errors, own_errors
 from ..inductor import Compiled, arguments, clone_inputs
-from ..ir.dispatch import NARROWER, WIDER, Random, Recording, in_dtype
+from ..ir.dispatch import SINGLE, WIDER, NoRoom, Random, Recording, in_dtype
 
 # A result of fewer elements than these may have a small error by luck.
 FEW = 64
 SEED = 0
+_HALF = (torch.bfloat16, torch.float16)
 
 Results = dict[str, torch.Tensor]
 
@@ -40,7 +43,7 @@ class Comparison:
 
     Attributes:
         results: One entry for each result that was compared.
-        against: What the reference was: ``float64``, ``the original``, or nothing if no memory allowed any.
+        against: What the reference was: ``float64``, ``float32``, ``the original``, or nothing if memory allowed none.
         note: Why it was not float64.
         difference: Largest relative L2 difference from the original.
     """
@@ -91,12 +94,12 @@ def compare(
     reference = mine = None
     try:
         try:
-            reference = _observe(original, inputs, torch.float64)
+            found.against, reference = _exact(original, inputs)
         except Random:
             with Recording() as recording:
                 mine = _observe(original, inputs)
             draws, program = recording.draws, program if repeatable is None else repeatable()
-            reference = _observe(original, inputs, torch.float64, draws)
+            found.against, reference = _exact(original, inputs, draws)
     except Exception as error:  # what is not made for float64 has no common error
         found.against, found.note = "the original", str(error).partition("\n")[0] or type(error).__name__
     if mine is None and own is not None:
@@ -110,6 +113,11 @@ def compare(
         reason = f"it fails: {str(error).partition(chr(10))[0]}"
         found.results = [KindResult("the program", False, 0.0, 0.0, 0.0, 0.0, reason)]
         return found
+    if found.against == "float32" and any(y.is_floating_point() and y.dtype not in _HALF for y in got.values()):
+        found.against, found.note = "the original" if mine else "", "in float64 it does not fit in memory"
+        reference = None
+        if mine is None:
+            return found
     known: dict[str, Errors] = defaultdict(Errors)
     if reference is None:
         reference = mine
@@ -129,6 +137,17 @@ def compare(
         alike = (own_errors(mine[k], y).e2 for k, y in got.items() if k in mine and y.is_floating_point())
         found.difference = max(alike, default=0.0)
     return found
+
+
+def _exact(original: Compiled, inputs: Sequence[Any], draws: Sequence[torch.Tensor] = ()) -> tuple[str, Results]:
+    """Run the original in float64, or in float32 if memory is too small for that and all inputs have 16 bits."""
+    try:
+        return "float64", _observe(original, inputs, torch.float64, draws)
+    except (NoRoom, torch.OutOfMemoryError):
+        if any(x.dtype not in _HALF for x in inputs if isinstance(x, torch.Tensor) and x.is_floating_point()):
+            raise
+    gc.collect()  # what the first run left in circles
+    return "float32", _observe(original, inputs, torch.float32, draws)
 
 
 def _drop_incomparable(found: Comparison, control: Sequence[KindResult]) -> None:
@@ -199,7 +218,7 @@ def _cotangent(index: int, y: torch.Tensor) -> torch.Tensor:
 
 
 def _in_dtype(x: Any, dtype: torch.dtype | None) -> Any:
-    into = WIDER if dtype == torch.float64 else NARROWER
+    into = WIDER if dtype == torch.float64 else SINGLE
     if dtype is None or not isinstance(x, torch.Tensor) or x.dtype not in into:
         return x
     return x.detach().to(into[x.dtype]).requires_grad_(x.requires_grad)

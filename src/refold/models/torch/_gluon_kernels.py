@@ -2,7 +2,8 @@
 
 As in `kernels._project_rows_kernel`, a program owns BLOCK_O outputs of all rows. Copies to shared memory are
 asynchronous, STAGES - 1 tiles ahead. The first weights, and the windows of the convolution, do not come from the kernel
-before this one. So they are requested before the wait for that kernel, and arrive while it ends.
+before this one. So they are requested before the wait for that kernel, and arrive while it ends. The loop over tiles is
+unrolled. Otherwise each tile spends more instructions on its place in the ring and on masks than on the product.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from refold.ops.selective_scan._gluon_kernels import _append, _copy, _silu
+from refold.ops.selective_scan._gluon_kernels import _append, _async_load, _silu
 
 
 @gluon.jit
@@ -31,19 +32,31 @@ def _project_rows_ahead_kernel(
     mma: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [DOWN, WARPS // DOWN], [16, 8])
     # Columns of 16 bytes, neighbouring rows in other banks.
     swizzled: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
-    weights = gl.allocate_shared_memory(weight_ptr.dtype.element_ty, [STAGES, BLOCK_O, BLOCK_K], swizzled)
-    xs = gl.allocate_shared_memory(x_ptr.dtype.element_ty, [STAGES, BLOCK_B, BLOCK_K], swizzled)
+    # Tiles of one array would count as one: a copy to any of them would wait until all threads have read any other.
+    weights = ()  # type: Any
+    xs = ()  # type: Any
+    for _ in gl.static_range(STAGES):
+        weights = _append(weights, gl.allocate_shared_memory(weight_ptr.dtype.element_ty, [BLOCK_O, BLOCK_K], swizzled))
+        xs = _append(xs, gl.allocate_shared_memory(x_ptr.dtype.element_ty, [BLOCK_B, BLOCK_K], swizzled))
     begin = gl.program_id(0) * BLOCK_O
-    weight_rows = weight_ptr + begin.to(gl.int64) * SIZE
     offs_o = begin + gl.arange(0, BLOCK_O, layout=gl.SliceLayout(1, mma))
     offs_b = gl.arange(0, BLOCK_B, layout=gl.SliceLayout(0, mma))
     mask_o, mask_b = offs_o < nout, offs_b < nrows
     mask = mask_o[:, None] & mask_b[None, :]
     places = out_ptr + offs_b.to(gl.int64)[None, :] * nout + offs_o[:, None]
 
+    # A thread copies 16 bytes at a time. Outputs after the last one repeat it, and are not stored.
+    lanes: gl.constexpr = min(32, BLOCK_K // 8)
+    rows: gl.constexpr = gl.BlockedLayout([1, 8], [32 // lanes, lanes], [WARPS, 1], [1, 0])
+    offs_k = gl.arange(0, BLOCK_K, layout=gl.SliceLayout(0, rows))[None, :]
+    row_o = gl.minimum(begin + gl.arange(0, BLOCK_O, layout=gl.SliceLayout(1, rows)), nout - 1)[:, None]
+    row_b = gl.arange(0, BLOCK_B, layout=gl.SliceLayout(1, rows))[:, None]
+    weight_tile = weight_ptr + row_o.to(gl.int64) * SIZE + offs_k
+    x_tile = x_ptr + row_b * stride_x + offs_k
+
     gdc_launch_dependents()
     for k in gl.static_range(AHEAD):
-        _copy(weights.index(k), weight_rows + k * BLOCK_K, SIZE, SIZE - k * BLOCK_K, nout - begin)
+        _async_load(weights[k], weight_tile + k * BLOCK_K, mask=offs_k < SIZE - k * BLOCK_K)
         async_copy.commit_group()
     channel = offs_o - first
     inside = (channel >= 0) & (channel < channels) & mask_o
@@ -56,25 +69,29 @@ def _project_rows_ahead_kernel(
             past = _append(past, gl.load(window + j, mask=moved, other=0.0))
         for j in gl.static_range(WIDTH):
             taps = _append(taps, gl.load(taps_ptr + channel * WIDTH + j, mask=inside, other=0.0).to(gl.float32))
+        if taps_bias_ptr is not None:
+            taps_bias = gl.load(taps_bias_ptr + channel, mask=inside, other=0.0).to(gl.float32)
     gdc_wait()
     for k in gl.static_range(AHEAD):
-        _copy(xs.index(k), x_ptr + k * BLOCK_K, stride_x, SIZE - k * BLOCK_K, nrows)
+        _async_load(xs[k], x_tile + k * BLOCK_K, mask=(row_b < nrows) & (offs_k < SIZE - k * BLOCK_K))
         async_copy.commit_group()
+    if ADD:
+        before = gl.load(places, mask=mask, other=0.0)
     if active_ptr is not None:
         moved = moved & (gl.load(active_ptr + offs_b, mask=mask_b, other=0) != 0)[None, :]
 
     total = gl.zeros([BLOCK_O, BLOCK_B], gl.float32, layout=mma)
-    for k in range(COUNT):
+    for k in gl.static_range(COUNT):
         async_copy.wait_group(AHEAD - 1)
-        at, then = k % STAGES, k + AHEAD
-        left = SIZE - then * BLOCK_K
-        _copy(weights.index(then % STAGES), weight_rows + then * BLOCK_K, SIZE, left, nout - begin)
-        _copy(xs.index(then % STAGES), x_ptr + then * BLOCK_K, stride_x, left, nrows)
+        if k + AHEAD < COUNT:
+            then = (k + AHEAD) * BLOCK_K
+            left = offs_k < SIZE - then
+            _async_load(weights[(k + AHEAD) % STAGES], weight_tile + then, mask=left)
+            _async_load(xs[(k + AHEAD) % STAGES], x_tile + then, mask=(row_b < nrows) & left)
         async_copy.commit_group()
-        a = weights.index(at).load(gl.DotOperandLayout(0, mma, 2))
-        b = xs.index(at).permute((1, 0)).load(gl.DotOperandLayout(1, mma, 2))
+        a = weights[k % STAGES].load(gl.DotOperandLayout(0, mma, 2))
+        b = xs[k % STAGES].permute((1, 0)).load(gl.DotOperandLayout(1, mma, 2))
         total = mma_v2(a, b, total)
-    async_copy.wait_group(0)
 
     if bias_ptr is not None:
         total += gl.load(bias_ptr + offs_o, mask=mask_o, other=0.0).to(gl.float32)[:, None]
@@ -83,12 +100,12 @@ def _project_rows_ahead_kernel(
         for j in gl.static_range(WIDTH - 1):
             y += past[j].to(gl.float32) * taps[j][:, None]
         if taps_bias_ptr is not None:
-            y += gl.load(taps_bias_ptr + channel, mask=inside, other=0.0).to(gl.float32)[:, None]
+            y += taps_bias[:, None]
         for j in gl.static_range(WIDTH - 2):
             gl.store(window + j, past[j + 1], mask=moved)
         if WIDTH > 1:
             gl.store(window + (WIDTH - 2), total.to(window_ptr.dtype.element_ty), mask=moved)
         total = gl.where(inside[:, None], _silu(y), total)
     if ADD:
-        total = gl.load(places, mask=mask, other=0.0) + scale * total
+        total = before + scale * total
     gl.store(places, total, mask=mask)

@@ -26,6 +26,8 @@ MOST_ROWS = 64
 """Rows that a product takes; more are bound by arithmetic, which matrix libraries know better."""
 AHEAD_ROWS = 16
 """Rows that a product with weights requested ahead of time takes."""
+AHEAD_SIZE = 16384
+"""Inputs that such a product takes: its loop over them is unrolled."""
 
 
 def takes(x: Tensor, weight: Tensor, group_size: int | None) -> bool:
@@ -104,7 +106,9 @@ def project(
 
 def _ahead(x: Tensor, weight: Tensor) -> ModuleType | None:
     """Return the kernel in Gluon for up to 16 rows, if the device starts kernels early and rows can be copied."""
-    if len(x) > AHEAD_ROWS or weight.dtype == torch.float32 or not dependent(x.device):
+    if len(x) > AHEAD_ROWS or weight.shape[1] > AHEAD_SIZE:
+        return None
+    if weight.dtype == torch.float32 or not dependent(x.device):
         return None
     aligned = weight.shape[1] % 16 == 0 and x.stride(0) % 16 == 0
     if not aligned or any(a.data_ptr() % 16 for a in (x, weight)):

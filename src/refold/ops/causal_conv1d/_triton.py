@@ -13,6 +13,7 @@ from refold.ops.causal_conv1d.spec import SPEC, STEP
 from refold.ops.spec import Meta
 from refold.ops.ssd._triton_kernels import _sigmoid, _silu
 from refold.ops.torch.launch import (
+    INTERPRETED,
     Launch,
     contiguous,
     current_stream,
@@ -28,7 +29,7 @@ from refold.ops.torch.tables import device_limits
 ROWS = 10  # Tokens whose loads are in flight together.
 BLOCK_D = 128  # Channels a program, which is one warp.
 # The same for the backward, whose programs own several tiles; and how many programs per multiprocessor are enough.
-BACKWARD_ROWS, BACKWARD_BLOCK_D, BACKWARD_TILES, BACKWARD_PROGRAMS = 12, 64, 16, 32
+BACKWARD_ROWS, BACKWARD_BLOCK_D, BACKWARD_TILES, BACKWARD_PROGRAMS = 8, 64, 16, 32
 
 
 def supports(meta: Meta) -> str | None:
@@ -266,8 +267,8 @@ def _causal_conv1d_bwd_kernel(
                     if VARLEN:
                         reached = tl.where(t - k < out_end, reached, 0.0)
                     dx += reached
-                written = _live(mask_d, offs_d, (s >= first) & (s < seqlen))
-                if dfinal_ptr is not None:
+                written = _live(mask_d, offs_d, (s >= first) & (s < seqlen - (0 if VARLEN else FRONT)))
+                if VARLEN and dfinal_ptr is not None:
                     place = s - out_end + FRONT
                     cell = ((pid_b + out_seq) * channels + offs_d) * FRONT + place
                     held = written & _live(mask_d, offs_d, (place >= 0) & (place < FRONT))
@@ -278,6 +279,39 @@ def _causal_conv1d_bwd_kernel(
     for k in tl.static_range(WIDTH):
         tl.store(row + k, dweights[k], mask=mask_d)
     tl.store(row + WIDTH, dbias, mask=mask_d)
+    # The last WIDTH - 1 tokens by themselves: fewer tokens follow them, and nothing may be multiplied by the weights of
+    # those that do not exist, which may be infinite.
+    if not VARLEN and pid_t == tl.num_programs(1) - 1:
+        late_slopes = ()  # type: Any
+        for e in tl.static_range(FRONT):
+            t = seqlen - FRONT + e
+            live = _live(mask_d, offs_d, t >= 0)
+            slope = tl.zeros((BLOCK_D,), tl.float32)
+            if dy_ptr is not None:
+                slope = tl.load(dy_base + t.to(tl.int64) * channels, mask=live, other=0.0).to(tl.float32)
+            if SILU:
+                sum = bias
+                for k in tl.static_range(WIDTH):
+                    s = t + k - FRONT
+                    held = live & _live(mask_d, offs_d, s >= 0)
+                    tap = tl.load(x_base + s.to(tl.int64) * stride_x_t, mask=held, other=0.0).to(tl.float32)
+                    if initial_ptr is not None:
+                        cell = (pid_b * channels + offs_d) * FRONT + (t + k)
+                        early = live & _live(mask_d, offs_d, s < 0)
+                        tap += tl.load(initial_ptr + cell, mask=early, other=0.0).to(tl.float32)
+                    sum += tap * weights[k]
+                slope *= _silu_slope(sum)
+            late_slopes += (slope,)
+        for e in tl.static_range(FRONT):
+            t = seqlen - FRONT + e
+            live = _live(mask_d, offs_d, t >= 0)
+            dx = tl.zeros((BLOCK_D,), tl.float32)
+            for k in tl.static_range(FRONT - e):
+                dx += late_slopes[e + k] * weights[FRONT - k]
+            if dfinal_ptr is not None:
+                cell = (pid_b * channels + offs_d) * FRONT + e
+                dx += tl.load(dfinal_ptr + cell, mask=live, other=0.0).to(tl.float32)
+            tl.store(dx_base + t.to(tl.int64) * channels, dx.to(dx_ptr.dtype.element_ty), mask=live)
     if dinitial_ptr is not None:
         for s in range(pid_t, nseqs if VARLEN else 1, tl.num_programs(1)):
             origin = 0
@@ -411,7 +445,9 @@ def causal_conv1d_backward(
         "SILU": activation == "silu", "VARLEN": cu_seqlens is not None,
     }  # fmt: skip
     grid = (blocks_d, triton.cdiv(seqlen, tiles * BACKWARD_ROWS), batch)
-    launch = Launch(_causal_conv1d_bwd_kernel, grid, consts, {"num_warps": 1})
+    # Without a limit, the last tokens cost registers in all programs, and fewer of these are resident.
+    options = {"num_warps": 1} | ({"maxnreg": 64} if width <= 4 and not INTERPRETED else {})
+    launch = Launch(_causal_conv1d_bwd_kernel, grid, consts, options)
     ints = (seqlen, channels, nseqs, *x.stride()[:2])
     sums = RowSums(grid[1] * batch, (channels, width + 1), torch.float32, x.device)
     new_dx, new_dinitial = fresh_like(x), None if initial_state is None else fresh_like(initial_state)

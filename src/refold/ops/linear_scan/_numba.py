@@ -18,6 +18,7 @@ __all__ = ["linear_scan", "supports"]
 
 CHANNELS = 512
 """Elements of the state in a block: long enough for whole pages to be read in turn."""
+_NOTHING = np.zeros((1, 1, 1), np.bool_)  # no tensor: a module that is imported while PyTorch traces makes fake ones
 
 
 def linear_scan(
@@ -31,7 +32,7 @@ def linear_scan(
     state = zeros_or_copy(initial_state, len(spans), *rest)
     h = torch.empty_like(inputs)
     elements = inputs.shape[2]
-    arrays = (factors, inputs, _marks(reset, x), h, state.view(len(spans), elements), torch.tensor([reverse]))
+    arrays = (factors, inputs, _marks(reset, x), h, state.view(len(spans), elements), reverse)
     share_out(_sweep, arrays, spans, (0, elements), CHANNELS, inputs.numel())
     return h.view(x.shape).to(x.dtype), state
 
@@ -56,7 +57,7 @@ def linear_scan_backward(
     elements = h.shape[2]
     states = (array.view(len(spans), elements) for array in (before, dinitial))
     # λ h[t-1] takes the place of h, as nothing reads a state after its adjoint.
-    arrays = (factors, _marks(reset, x), h, adjoints, *states, torch.tensor([reverse]))
+    arrays = (factors, _marks(reset, x), h, adjoints, *states, reverse)
     share_out(_sweep_back, arrays, spans, (0, elements), CHANNELS, h.numel())
     grads = {"a": h.view(x.shape), "x": adjoints.view(x.shape)}
     return grads if initial_state is None else {**grads, "initial_state": dinitial}
@@ -64,13 +65,13 @@ def linear_scan_backward(
 
 def _flat(array: Tensor) -> Tensor:
     """Return a tensor as float32 (batch, time, elements)."""
-    return array[..., None].float().flatten(2).contiguous()
+    return array.unsqueeze(-1).float().flatten(2).contiguous()
 
 
-def _marks(reset: Tensor | None, x: Tensor) -> Tensor:
+def _marks(reset: Tensor | None, x: Tensor) -> Any:
     """Return what is reset as (batch, time, elements), one element at most if nothing is."""
     if reset is None:
-        return torch.zeros(1, 1, 1, dtype=torch.bool)
+        return _NOTHING
     return reset.reshape(*x.shape[:2], -1).contiguous()
 
 
@@ -82,7 +83,7 @@ def _sweep(a: Any, x: Any, reset: Any, h: Any, state: Any, reverse: Any, blocks:
         width = high - low
         last[:width] = state[k, low:high]
         for i in range(start, stop):
-            t = start + stop - 1 - i if reverse[0] else i
+            t = start + stop - 1 - i if reverse else i
             # Slices, because an index that might count from the end keeps a loop from being vectorised.
             factors, inputs, states = a[row, t, low:high], x[row, t, low:high], h[row, t, low:high]
             if some:
@@ -105,9 +106,9 @@ def _sweep_back(a: Any, reset: Any, h: Any, adjoints: Any, before: Any, carry: A
         width = high - low
         last[:width] = carry[k, low:high]
         for i in range(start, stop):
-            t = i if reverse[0] else start + stop - 1 - i
+            t = i if reverse else start + stop - 1 - i
             factors, grads, states = a[row, t, low:high], adjoints[row, t, low:high], h[row, t, low:high]
-            earlier = before[k, low:high] if i == stop - 1 else h[row, t + 1 if reverse[0] else t - 1, low:high]
+            earlier = before[k, low:high] if i == stop - 1 else h[row, t + 1 if reverse else t - 1, low:high]
             for c in range(width):
                 adjoint = grads[c] + last[c]
                 grads[c] = adjoint

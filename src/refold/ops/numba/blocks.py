@@ -34,18 +34,18 @@ def supports(meta: Meta) -> str | None:
     return None
 
 
-def spans_of(op: str, batch: int, seqlen: int, cu_seqlens: Tensor | None) -> list[tuple[int, int, int, int]]:
+def spans_of(op: str, batch: int, seqlen: int, cu_seqlens: Tensor | None) -> tuple[tuple[int, ...], ...]:
     """Return for each sequence its row of the batch, first token, last plus one, and row of the states."""
     if cu_seqlens is None:
-        return [(row, 0, seqlen, row) for row in range(batch)]
-    return [(0, start, stop, k) for k, (start, stop) in enumerate(pairwise(read_offsets(op, cu_seqlens, seqlen)))]
+        return tuple((row, 0, seqlen, row) for row in range(batch))
+    return tuple((0, start, stop, k) for k, (start, stop) in enumerate(pairwise(read_offsets(op, cu_seqlens, seqlen))))
 
 
 def share_out(
     sweep: Callable[..., None],
-    arrays: Sequence[Tensor],
-    spans: Sequence[tuple[int, ...]],
-    edges: Sequence[int],
+    arrays: Sequence[Any],
+    spans: tuple[tuple[int, ...], ...],
+    edges: tuple[int, ...],
     width: int,
     updates: int,
 ) -> None:
@@ -53,14 +53,14 @@ def share_out(
 
     Args:
         sweep: A compiled function that releases the interpreter lock.
-        arrays: What it takes, as tensors.
+        arrays: What it takes, tensors as tensors.
         spans: What `spans_of` returned.
         edges: Channels at which a block must end, from 0 to the number of channels.
         width: The most channels of a block.
         updates: State updates of the whole call.
     """
-    blocks = _blocks(tuple(spans), tuple(edges), width)
-    views = [array.detach().numpy() for array in arrays]
+    blocks = _blocks(spans, edges, width)
+    views = [array.detach().numpy() if isinstance(array, Tensor) else array for array in arrays]
     workers = min(torch.get_num_threads(), len(blocks), updates // UPDATES_A_THREAD)
     if workers <= 1:
         sweep(*views, blocks)

@@ -44,7 +44,7 @@ def selective_scan(
     rates = (A.double().mT * math.log2(math.e)).float().contiguous()
     state = zeros_or_copy(None if initial_state is None else initial_state.mT, len(spans), *rates.shape)
     y = torch.empty_like(wide)
-    edges = sorted({i * channels // p.shape[2] for p in (B, C) for i in range(p.shape[2] + 1)})
+    edges = tuple(sorted({i * channels // p.shape[2] for p in (B, C) for i in range(p.shape[2] + 1)}))
     arrays = (wide, step, factor, rates, B, C, y, state)
     share_out(_sweep, arrays, spans, edges, CHANNELS, wide.numel() * rates.shape[0])
     return finish(y, wide, D, z).to(x.dtype), state.mT.to(state_dtype or torch.float32).contiguous()

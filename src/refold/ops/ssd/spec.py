@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -36,7 +37,7 @@ def step_sizes(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
 
 def valid_limits(value: Any) -> bool:
     """Whether ``value`` is an ordered pair of numbers."""
-    pair = isinstance(value, (tuple, list)) and len(value) == 2
+    pair = isinstance(value, (tuple, list)) and len(value) == 2 and all(isinstance(v, Real) for v in value)
     return pair and not any(math.isnan(v) for v in value) and value[0] <= value[1]
 
 

@@ -57,6 +57,15 @@ def _find_watched() -> Callable[[], bool]:
     return watched
 
 
+def _find_transformed() -> Callable[[torch.Tensor], bool]:
+    """Return what tells whether ``torch.func`` follows a tensor to differentiate."""
+    try:
+        found: Callable[[torch.Tensor], bool] = torch._C._functorch.is_gradtrackingtensor
+    except AttributeError:
+        return lambda x: False  # then PyTorch raises an error of its own
+    return found
+
+
 def _find_stream() -> Callable[[int], int]:
     """Return what gives the raw handle of a device's current stream."""
     try:
@@ -81,4 +90,5 @@ TensorGuards: Any = _find_guards()
 """Dynamo's comparison of tensors with those of an earlier call; None where PyTorch has none."""
 
 watched = _find_watched()
+is_transformed = _find_transformed()
 raw_stream = _find_stream()

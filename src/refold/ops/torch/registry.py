@@ -15,9 +15,8 @@ dtypes, devices, options) in eager mode.
 
 A decoding step has tens of microseconds of host time. The node, its autograd layer and conversions take twenty of them.
 So `run` makes the call a node only if something could observe it: gradients, tracing, modes, transforms, subclasses.
-For the same reason, nodes are registered at the low level: ``torch.library.custom_op`` costs twice as much. The layers
-of a model call an operator with the same few signatures. So the last signatures are compared first, by Dynamo's tensor
-guards: one call for all tensors, where Python takes half a microsecond per tensor.
+The layers of a model call an operator with the same few signatures. So the last signatures are compared first, by
+Dynamo's tensor guards: one call for all tensors, where Python takes half a microsecond per tensor.
 """
 
 from __future__ import annotations
@@ -37,6 +36,7 @@ from refold.ops.arrays import framework_of, keyword_arguments, meta_of
 from refold.ops.backends import backend_module, resolve
 from refold.ops.spec import CU_SEQLENS, OpSpec, Output, all_specs, check_cu_seqlens_values
 from refold.ops.torch import private
+from refold.ops.torch.nodes import define, differentiate, refuse_derivative, without_autocast
 
 Signature = tuple[Any, ...]
 
@@ -46,7 +46,6 @@ OPS: dict[str, Any] = {}
 RUNNERS: dict[str, _Runner] = {}
 """Name -> what checks its calls and remembers the answers; in-place twins have their own."""
 
-_LIBRARY = torch.library.Library("refold", "FRAGMENT")
 _FOUND_LIMIT = 4096  # Distinct signatures that are remembered; then the memory starts afresh.
 _RECENT = 4  # Of them, those that are compared before one is formed.
 _PLAIN_TENSORS = {type(None), Tensor, torch.nn.Parameter}
@@ -88,6 +87,7 @@ def run(name: str, arrays: Sequence[Any], options: Sequence[Any], backend: str) 
     if runner.in_place:
         _refuse_gradients(name, arrays)
     _refuse_tangents(name, arrays)
+    _refuse_transforms(name, arrays)
     return OPS[name](*arrays, *options, backend)
 
 
@@ -105,7 +105,7 @@ def _plain(arrays: Sequence[Tensor | None], options: Sequence[Any]) -> bool:
     if not (_PLAIN_TENSORS.issuperset(map(type, arrays)) and _PLAIN_OPTIONS.issuperset(map(type, options))):
         return False
     needs_grad = torch.is_grad_enabled()
-    return not any(a is not None and (a.is_neg() or (needs_grad and a.requires_grad)) for a in arrays)
+    return not any(a is not None and (a.is_neg() or a.is_meta or (needs_grad and a.requires_grad)) for a in arrays)
 
 
 def _signature(arrays: Sequence[Tensor | None], options: Sequence[Any], backend: str) -> Signature:
@@ -184,7 +184,7 @@ class _Runner:
         known = self.known.get((cast, signature))
         if known is None or not known.holds(arrays, options, backend):
             run = self._remembered(signature, arrays, options, backend)
-            run = partial(_without_autocast, device, run) if cast else run
+            run = partial(without_autocast, device, run) if cast else run
             if private.TensorGuards is None:
                 return run(*arrays)
             known = self.known[cast, signature] = _Known(arrays, options, backend, run)
@@ -270,7 +270,7 @@ class _Runner:
         if _is_empty(arrays):
             return self._empty(arrays, options)
         if self.in_place:
-            return self._updating(module, arrays, options)
+            return self._updating(module, arrays, options, backend)
         found = _bound(self.spec, getattr(module, name), arrays, options)
         at = self.offsets
         if at is None or (offsets := arrays[at]) is None or offsets.device.type != "cpu":
@@ -284,13 +284,18 @@ class _Runner:
         return checked
 
     def _updating(
-        self, module: ModuleType, arrays: Sequence[Tensor | None], options: Sequence[Any]
+        self, module: ModuleType, arrays: Sequence[Tensor | None], options: Sequence[Any], backend: str
     ) -> Callable[..., Tensor]:
         at = next(i for i, arg in enumerate(self.spec.args) if arg.name == self.spec.updates)
         state = arrays[at]
+        assert state is not None
+        if _may_overlap_itself(state):
+            raise ArgumentError(
+                f"{self.spec.name}_: the elements of {self.spec.updates} must not share memory; got the shape "
+                f"{tuple(state.shape)} with the strides {state.stride()}. Pass {self.spec.updates}.clone()."
+            )
         # A backend's own in-place twin writes a contiguous state as it goes; all else pays one copy of the state.
         in_place = getattr(module, f"{self.spec.name}_", None)
-        assert state is not None
         if in_place is None or not state.is_contiguous():
             step = _bound(self.spec, getattr(module, self.spec.name), arrays, options)
 
@@ -299,7 +304,18 @@ class _Runner:
                 arrays[at].copy_(new_state)
                 return y
         else:
-            write = _bound(self.spec, in_place, arrays, options)
+            direct, size = _bound(self.spec, in_place, arrays, options), _extent(state)
+            others = [(i, _extent(a)) for i, a in enumerate(arrays) if i != at and a is not None]
+
+            def write(*arrays: Any) -> Tensor:
+                start = arrays[at].data_ptr()
+                shared = {i for i, extent in others if -extent < arrays[i].data_ptr() - start < size}
+                if not shared:
+                    return direct(*arrays)  # type: ignore[no-any-return]
+                # What lies in the state's memory would be written before it is read.
+                apart = [a.clone() if i in shared else a for i, a in enumerate(arrays)]
+                signature = _signature(apart, options, backend)
+                return self._remembered(signature, apart, options, backend)(*apart)  # type: ignore[no-any-return]
 
         def updating(*arrays: Any) -> Tensor:
             y = write(*arrays)
@@ -307,6 +323,21 @@ class _Runner:
             return y
 
         return updating
+
+
+def _extent(x: Tensor) -> int:
+    """Return the bytes from the first element to the end of the last one."""
+    return (1 + sum((size - 1) * step for size, step in zip(x.shape, x.stride(), strict=True))) * x.element_size()
+
+
+def _may_overlap_itself(x: Tensor) -> bool:
+    """Whether two elements may lie in one place: some axis steps less than all shorter steps together reach."""
+    reach = 0
+    for step, size in sorted((step, size) for step, size in zip(x.stride(), x.shape, strict=True) if size > 1):
+        if step <= reach:
+            return True
+        reach += step * (size - 1)
+    return False
 
 
 def _is_empty(arrays: Sequence[Tensor | None]) -> bool:
@@ -329,47 +360,27 @@ def _register(spec: OpSpec) -> None:
     arrays = ", ".join(f"Tensor{'?' if a.optional else ''} {a.name}" for a in spec.args)
     options = "".join(f", {o.schema} {o.name}" for o in spec.options)
     results = "(" + ", ".join("Tensor" for _ in spec.outputs) + ")"
-    _define(spec.name, f"({arrays}{options}, str backend) -> {results}", runner.node, _forward_fake(spec))
+    schema = f"({arrays}{options}, str backend) -> {results}"
+    OPS[spec.name] = define(spec.name, schema, runner.node, _forward_fake(spec))
     gradients = ", ".join(f"Tensor? d{o.name}" for o in spec.outputs)
-    _define(
+    OPS[f"{spec.name}_backward"] = define(
         f"{spec.name}_backward",
         f"({gradients}, {arrays}{options}, bool[] needs, str backend) -> Tensor[]",
         _backward(spec, runner),
         _backward_fake(spec),
     )
-    torch.library.register_autograd(
-        f"refold::{spec.name}_backward", _refuse_second_derivative, setup_context=_setup_name(spec.name), lib=_LIBRARY
-    )
-    torch.library.register_autograd(
-        f"refold::{spec.name}", _autograd_backward(spec), setup_context=_setup_context(spec), lib=_LIBRARY
-    )
+    refuse_derivative(f"{spec.name}_backward")
+    differentiate(spec.name, _autograd_backward(spec), _setup_context(spec))
     register_flop_formula(getattr(torch.ops.refold, spec.name), get_raw=True)(_flops(spec))
     if spec.updates:
         written = arrays.replace(f"Tensor {spec.updates}", f"Tensor(a!) {spec.updates}")
         twin = RUNNERS[f"{spec.name}_"] = _Runner(spec, in_place=True)
-        _define(
+        OPS[f"{spec.name}_"] = define(
             f"{spec.name}_",
             f"({written}{options}, str backend) -> Tensor",
             twin.node,
             lambda *args: _forward_fake(spec)(*args)[0],
         )
-
-
-def _without_autocast(device: str, run: Callable[..., Any], *args: Any) -> Any:
-    """Run what an operator is made of in the dtypes that it chose itself: those of its arguments decide."""
-    with torch.autocast(device, enabled=False):
-        return run(*args)
-
-
-def _define(name: str, schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> None:
-    def implementation(*args: Any) -> Any:
-        device = next(a for a in args if isinstance(a, Tensor)).device.type
-        return _without_autocast(device, run, *args) if torch.is_autocast_enabled(device) else run(*args)
-
-    _LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides))
-    _LIBRARY.impl(name, implementation, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"refold::{name}", fake, lib=_LIBRARY)
-    OPS[name] = getattr(torch.ops.refold, name).default
 
 
 def _flops(spec: OpSpec) -> Callable[..., int]:
@@ -439,13 +450,6 @@ def _reads(spec: OpSpec, output: Output) -> set[str]:
     return {arg.name for arg in spec.args if arg.differentiable} - others
 
 
-def _setup_name(name: str) -> Callable[..., None]:
-    def setup_context(ctx: Any, inputs: Sequence[Any], output: Any) -> None:
-        ctx.op = name
-
-    return setup_context
-
-
 def _autograd_backward(spec: OpSpec) -> Callable[..., Any]:
     narrays, noptions = len(spec.args), len(spec.options)
 
@@ -479,8 +483,10 @@ def _refuse_tangents(op: str, arrays: Sequence[Any]) -> None:
         raise ArgumentError(f"{op}: it has no forward-mode derivative. Use reverse mode: torch.autograd.grad.")
 
 
-def _refuse_second_derivative(ctx: Any, *gradients: Any) -> Any:
-    raise ArgumentError(f"{ctx.op}: it has no second derivative. Differentiate it once, without create_graph.")
+def _refuse_transforms(op: str, arrays: Sequence[Any]) -> None:
+    """Raise where ``torch.func`` would differentiate; PyTorch's own error has no remedy for a user."""
+    if not torch.compiler.is_compiling() and any(a is not None and private.is_transformed(a) for a in arrays):
+        raise ArgumentError(f"{op}: torch.func cannot differentiate it. Use backward() or torch.autograd.grad.")
 
 
 for _spec in all_specs():

@@ -6,6 +6,7 @@ programs that rely on signs, scales, order or density. All are drawn from a secr
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -75,8 +76,11 @@ KINDS: dict[str, Kind] = {
 }
 
 
-# Kinds on which gradients are not compared.
-LARGE = ("x1000", "huge", "wide exponents")
+# Kinds for more than one tensor: what the first, third and so on are multiplied by, and the others.
+UNLIKE = {"large beside small": (1e3, 1e-3), "small beside large": (1e-3, 1e3)}
+
+# Kinds on which gradients are compared coarsely, if at all.
+LARGE = ("x1000", "huge", "wide exponents", "large beside small", "small beside large")
 
 REPEATED = "repeated"
 # Kinds of which sums may have terms that are all equal.
@@ -92,12 +96,18 @@ def draw(kind: str, like: Sequence[torch.Tensor], seed: int) -> Tensors:
     """Draw values of a kind for all floating-point tensors, with their shapes and dtypes; others stay."""
     g = generator(seed)
 
-    def drawn(x: torch.Tensor) -> torch.Tensor:
+    def drawn(x: torch.Tensor, scale: float) -> torch.Tensor:
         if x.is_complex():
-            return torch.complex(*(drawn(part) for part in (x.real, x.imag))).to(x.dtype)
-        return KINDS[kind](x, g).to(x.dtype).contiguous() if x.is_floating_point() else x
+            return torch.complex(*(drawn(part, scale) for part in (x.real, x.imag))).to(x.dtype)
+        return (scale * KINDS.get(kind, _normal)(x, g)).to(x.dtype).contiguous() if x.is_floating_point() else x
 
-    return [drawn(x) for x in like]
+    scales = itertools.cycle(UNLIKE.get(kind, (1.0,)))
+    return [drawn(x, next(scales)) if is_real(x) else x for x in like]
+
+
+def is_real(x: torch.Tensor) -> bool:
+    """Say whether a tensor has real or complex numbers."""
+    return x.is_floating_point() or x.is_complex()
 
 
 def jittered(like: Sequence[torch.Tensor], seed: int) -> Tensors:
@@ -109,8 +119,11 @@ def jittered(like: Sequence[torch.Tensor], seed: int) -> Tensors:
     ]
 
 
-def _one_element(by: float) -> Change:
-    """Return what changes one element at a random place of each floating-point tensor, by so many times its spread."""
+def _one_element(by: float, at: int | None = None) -> Change:
+    """Return what changes one element of each floating-point tensor, at a random place or at this one.
+
+    It changes by so many times the spread of all.
+    """
 
     def change(like: Sequence[torch.Tensor], seed: int) -> Tensors:
         g = generator(seed)
@@ -119,7 +132,8 @@ def _one_element(by: float) -> Change:
             if x.is_floating_point() and x.numel():
                 x = x.clone()
                 spread = float(x.double().std()) if x.numel() > 1 else 1.0
-                x.view(-1)[int(torch.randint(x.numel(), (1,), generator=g))] += by * spread or by
+                place = int(torch.randint(x.numel(), (1,), generator=g)) if at is None else at
+                x.view(-1)[place] += by * spread or by
             out.append(x)
         return out
 
@@ -156,6 +170,7 @@ CHANGES: dict[str, Change] = {
     "another element changed": _one_element(2.0),
     "one element changed little": _one_element(0.05),
     "two elements swapped": _two_swapped,
+    "the last element changed": _one_element(2.0, at=-1),
 }
 
 
@@ -185,19 +200,25 @@ def specials(like: Sequence[torch.Tensor], seed: int) -> Iterator[tuple[str, Ten
 
 
 def resized(like: Sequence[torch.Tensor], seed: int) -> Iterator[tuple[str, Tensors]]:
-    """Yield inputs of other shapes: wherever a size stands it becomes one, one more or less, a prime, or zero.
+    """Yield inputs of other shapes: wherever a size stands it becomes one, one more or less, a prime, more, or zero.
 
-    Which sizes belong together is not known. Equal ones are changed together first, then the leading ones alone; what
-    the original does not accept is none of the program's domain.
+    Each size is changed in one way before any is in the next, so that few trials reach all axes. Which sizes belong
+    together is not known. Equal ones are changed together first, then the leading ones alone; what the original does
+    not accept is none of the program's domain.
     """
-    sizes = sorted({n for x in like for n in x.shape if n > 1}, reverse=True)
+    axes = itertools.zip_longest(*(x.shape for x in like), fillvalue=1)
+    sizes = list(dict.fromkeys(n for axis in axes for n in axis if n > 1))
     places: list[Callable[[torch.Tensor, int, int], list[int]]] = [
         lambda x, old, new: [new if n == old else n for n in x.shape],
         lambda x, old, new: [new, *x.shape[1:]] if x.dim() and x.shape[0] == old else list(x.shape),
     ]
     seen = {tuple(tuple(x.shape) for x in like)}
-    for old in sizes:
-        for new in (old + 1, old - 1, 1, _prime(old // 2 + 1), 0):
+    changes: list[Callable[[int], int]] = [
+        lambda n: n + 1, lambda n: n - 1, lambda n: 1, lambda n: 3 * n + 1, lambda n: _prime(n // 2 + 1), lambda n: 0,
+    ]  # fmt: skip
+    for change in changes:
+        for old in sizes:
+            new = change(old)
             for place in places:
                 shapes = tuple(tuple(place(x, old, new)) for x in like)
                 if shapes not in seen:

@@ -28,7 +28,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -96,7 +96,9 @@ class Call:
         requires_grad: Whether floating-point inputs require gradients.
         same_place: Whether the inputs lie where those of the call before lay.
         keep: Whether the result is kept alive for good.
-        twice: Whether the gradients are differentiated once more, with themselves as cotangents.
+        flow: How gradients are asked for: ``once``; ``accumulated`` in ``.grad`` by two backwards of one graph; or
+            ``differentiated`` once more, with themselves as cotangents, also by what flows back.
+        constant: The inputs that require no gradient although others do.
     """
 
     tree: Any
@@ -108,7 +110,8 @@ class Call:
     requires_grad: bool = False
     same_place: bool = False
     keep: bool = False
-    twice: bool = False
+    flow: str = "once"
+    constant: frozenset[int] = frozenset()
 
 
 @dataclass
@@ -125,6 +128,8 @@ class Result:
         waited: Seconds that its first thread could have run and another program did.
         started: Whether any program of this machine started a process or a thread meanwhile.
         changed: The inputs that were changed.
+        arguments: What of the caller's own objects was changed, as the process says.
+        cotangents_changed: Whether what flowed back into the results was changed.
         inputs_after: What the inputs are now.
         overrun: Whether memory next to the inputs was written to.
         aliases: What each result shares its memory with.
@@ -139,11 +144,23 @@ class Result:
     outside: float = 0.0
     waited: float = 0.0
     started: bool = False
+    arguments: list[str] = field(default_factory=list)
     changed: list[int] = field(default_factory=list)
     inputs_after: list[torch.Tensor] = field(default_factory=list)
     overrun: bool = False
+    cotangents_changed: bool = False
     aliases: list[Any] = field(default_factory=list)
     reused: list[bool] = field(default_factory=list)
+
+
+class _Mapping(NamedTuple):
+    """A part of a process's memory, and the file that is there."""
+
+    start: int
+    end: int
+    writable: bool
+    offset: int
+    inode: int
 
 
 class Nursery:
@@ -251,6 +268,7 @@ class Worker:
         # Shrunk by the other side, it would end this process when it is looked at.
         fcntl.fcntl(handle, _ADD_SEALS, _SEAL_SIZE)
         self._region = mmap.mmap(handle, room)
+        self._inode = os.fstat(handle).st_ino
         self.room, self._next = room, 0
         self._last: list[dict[str, Any]] = []
         self._used = 0.0, 0.0
@@ -329,7 +347,7 @@ class Worker:
     def wrap(self, tensors: Sequence[torch.Tensor], *, again: bool = False) -> list[dict[str, Any]]:
         """Choose places in the shared memory for tensors: fresh ones, or those chosen last."""
         specs: list[dict[str, Any]] = []
-        need = sum(_extent(t) * t.element_size() + 2 * GUARD + 128 for t in tensors)
+        need = self.needed(tensors)
         if need > self.room:
             raise Unjudgeable(f"inputs of {need} bytes do not fit into the {self.room} bytes set aside")
         at = self._last[0]["offset"] - GUARD if again and self._last else self._next
@@ -353,6 +371,10 @@ class Worker:
         if tensors:
             self._last, self._next = specs, at if at + GUARD < self.room else 0
         return specs
+
+    def needed(self, tensors: Sequence[torch.Tensor]) -> int:
+        """Return the bytes of shared memory that tensors take, with the red zones around them."""
+        return sum(_extent(t) * t.element_size() + 2 * GUARD + 128 for t in tensors)
 
     def batches(self, tensors: dict[str, torch.Tensor]) -> Iterator[dict[str, torch.Tensor]]:
         """Divide tensors so that each part fits into the shared memory."""
@@ -418,13 +440,19 @@ class Worker:
         if resumed and "S6" not in self.lenient:
             raise Misbehaved("S6", "it ran on when it had been stopped")
         self._resting = self.settle()
-        tree = _checked_tree(answer.get("tree"))
-        aliases = [self._alias(m, metadata, inputs) for m in metadata]
+        tree = _checked_tree(answer.get("tree"), len(metadata))
+        mappings = self._mappings()
+        for m in metadata:
+            where = next((each for each in mappings if each.start <= m["address"] < each.end), None)
+            if where is not None and not where.writable:
+                m["traits"] = [*m["traits"], "in memory that nobody can write to"]
+        aliases = [self._alias(m, metadata, inputs, mappings) for m in metadata]
         times = (seconds, sum(after) - sum(before), sum(before) - sum(used), waited, started)
         own = [0 if alias and alias[0] == "input" else m["storage"] for m, alias in zip(metadata, aliases, strict=True)]
         reused = [bool(at) and any(at in earlier for earlier in self._recent) for at in own]
         self._recent.append(set(own))
-        return Result(tree, metadata, tensors, *times, *self._inspect(inputs, call), aliases, reused)
+        arguments = [str(each)[:200] for each in _list(answer, "arguments")]
+        return Result(tree, metadata, tensors, *times, arguments, *self._inspect(specs, call), aliases, reused)
 
     def _prepare(self, call: Call, hold: bool) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
         """Choose places for a call's tensors and tell the process; return all of them and those of the inputs."""
@@ -432,12 +460,13 @@ class Worker:
             self._recent.clear()
         specs = self.wrap([*call.tensors, *call.cotangents], again=call.same_place)
         inputs, cotangents = specs[: len(call.tensors)], specs[len(call.tensors) :]
-        for spec, t in zip(inputs, call.tensors, strict=True):
-            spec["requires_grad"] = call.requires_grad and (t.is_floating_point() or t.is_complex())
+        for index, (spec, t) in enumerate(zip(inputs, call.tensors, strict=True)):
+            wanted = call.requires_grad and index not in call.constant
+            spec["requires_grad"] = wanted and (t.is_floating_point() or t.is_complex())
         self.request(
             do="prepare", tree=call.tree, tensors=inputs, seed=call.seed, grad=call.grad or bool(call.cotangents),
             perturb=call.perturb, cotangents=cotangents, hold=hold, keep=call.keep,
-            twice=call.twice,
+            flow=call.flow,
         )  # fmt: skip
         return specs, inputs
 
@@ -617,10 +646,12 @@ class Worker:
             for at in (spec["offset"] - GUARD, end)
         ]
 
-    def _inspect(self, specs: Sequence[dict[str, Any]], call: Call) -> tuple[list[int], list[torch.Tensor], bool]:
-        """Return which inputs changed, what they are now, and whether a red zone was written."""
-        changed, after, overrun = [], [], False
-        for index, (spec, t) in enumerate(zip(specs, call.tensors, strict=True)):
+    def _inspect(self, specs: Sequence[dict[str, Any]], call: Call) -> tuple[list[int], list[torch.Tensor], bool, bool]:
+        """Return which inputs changed, what they are now, and whether a red zone or a cotangent was written."""
+        changed: list[int] = []
+        after: list[torch.Tensor] = []
+        overrun = False
+        for index, (spec, t) in enumerate(zip(specs, [*call.tensors, *call.cotangents], strict=True)):
             if not spec["elements"]:
                 after.append(t)
                 continue
@@ -632,14 +663,22 @@ class Worker:
             else:
                 after.append(t)
             overrun |= any(bool((zone != (call.perturb or 0xFF)).any()) for zone in self._zones(spec, t))
-        return changed, after, overrun
+        count = len(call.tensors)
+        return [i for i in changed if i < count], after[:count], overrun, any(i >= count for i in changed)
 
-    def _alias(self, m: dict[str, Any], others: Sequence[dict[str, Any]], inputs: Sequence[dict[str, Any]]) -> Any:
-        """Say which input or earlier result a result shares its memory with."""
-        base = self._base()
+    def _alias(
+        self,
+        m: dict[str, Any],
+        others: Sequence[dict[str, Any]],
+        inputs: Sequence[dict[str, Any]],
+        mappings: Sequence[_Mapping],
+    ) -> Any:
+        """Say which input or earlier result a result shares its memory with, by whatever address."""
+        place = next((m["address"] - each.start + each.offset for each in mappings
+                      if each.start <= m["address"] < each.end and each.inode == self._inode), None)  # fmt: skip
         for index, spec in enumerate(inputs):
             size = _DTYPES[spec["dtype"]].itemsize * spec["elements"]
-            at = m["address"] - base - spec["offset"]
+            at = -1 if place is None else place - spec["offset"]
             if size and 0 <= at < size:
                 return ["input", index, at]
         for index, other in enumerate(others):
@@ -649,13 +688,15 @@ class Worker:
                 return ["output", index, m["pointer"] - other["pointer"]]
         return None
 
-    def _base(self) -> int:
-        """Return the address of the shared memory in the process."""
-        if not hasattr(self, "_mapped"):
-            with open(f"/proc/{self.pid}/maps") as maps:
-                lines = [line for line in maps if "memfd:refold-trial" in line]
-            self._mapped = int(lines[0].split("-")[0], 16) if lines else 0
-        return self._mapped
+    def _mappings(self) -> list[_Mapping]:
+        """Return what the kernel says of the memory of the process."""
+        found = []
+        with contextlib.suppress(OSError):  # it has ended, which others notice
+            for line in Path(f"/proc/{self.pid}/maps").read_text(errors="replace").splitlines():
+                span, rights, offset, _, inode = line.split(maxsplit=5)[:5]
+                start, end = (int(at, 16) for at in span.split("-"))
+                found.append(_Mapping(start, end, "w" in rights, int(offset, 16), int(inode)))
+        return found
 
     def _send(self, payload: bytes) -> None:
         try:
@@ -723,7 +764,7 @@ def _list(answer: dict[str, Any], name: str) -> list[Any]:
 
 def _number(answer: dict[str, Any], name: str) -> float:
     value = answer.get(name)
-    if not isinstance(value, (int, float)):
+    if not isinstance(value, (int, float)) or not abs(value) < 1e18:
         raise Misbehaved("P4", f"its answer has no number {name!r}")
     return float(value)
 
@@ -734,14 +775,22 @@ def _pair(value: Any) -> tuple[Any, Any]:
     return value[0], value[1]
 
 
-def _checked_tree(tree: Any, depth: int = 0) -> dict[str, Any]:
-    """Return a structure if it is one; the process may have made it up."""
+def _checked_tree(tree: Any, count: int) -> dict[str, Any]:
+    """Return a structure if it is one of so many tensors, each in its place; the process may have made it up."""
+    if list(_leaves(tree)) != list(range(count)):
+        raise Misbehaved("P4", f"its answer describes no structure of {count} tensors: {str(tree)[:200]}")
+    return tree
+
+
+def _leaves(tree: Any, depth: int = 0) -> Iterator[Any]:
+    """Yield the numbers of the tensors in a structure, in order."""
     if not isinstance(tree, dict) or depth > 50:
         raise Misbehaved("P4", f"its answer describes no structure: {str(tree)[:200]}")
     if "items" in tree:
         for item in _list(tree, "items"):
-            _checked_tree(_pair(item)[1] if "dict" in tree else item, depth + 1)
-    return tree
+            yield from _leaves(_pair(item)[1] if "dict" in tree else item, depth + 1)
+    elif "tensor" in tree or "float" in tree:
+        yield tree.get("tensor", tree.get("float"))
 
 
 def _checked(m: Any) -> dict[str, Any]:
@@ -756,11 +805,13 @@ def _checked(m: Any) -> dict[str, Any]:
             isinstance(m.get(name), list) and all(type(n) is int and 0 <= n < 1 << 48 for n in m[name])
             for name in ("shape", "stride")
         )
-        and isinstance(m.get("odd"), list)
-        and all(isinstance(name, str) for name in m["odd"])
+        and all(
+            isinstance(m.get(name), list) and all(isinstance(text, str) for text in m[name])
+            for name in ("odd", "traits")
+        )
         and isinstance(m.get("requires_grad"), bool)
     )
-    if not good:
+    if not good or math.prod(max(n, 1) for n in m["shape"]) >= 1 << 48:
         raise Misbehaved("P4", f"its answer describes no tensor: {str(m)[:200]}")
     return m
 

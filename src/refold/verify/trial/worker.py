@@ -47,9 +47,10 @@ try:
 except ImportError:
     pass
 try:
+    from numpy import geterr as numpy_errors
     from numpy import random as numpy_random
 except ImportError:  # then no program draws from it
-    numpy_random = None  # type: ignore[assignment]
+    numpy_random = numpy_errors = None  # type: ignore[assignment]
 
 
 def _import(path: Path, name: str = "") -> Any:
@@ -84,6 +85,11 @@ _WATCHED = {
     "torch.Tensor": "* __eq__ __sub__ __add__ __mul__ __matmul__ __getitem__ __setitem__",
     "torch.nn.Module": "* __call__",
     "torch.nn.functional": "*",
+    "torch.linalg": "*",
+    "torch.fft": "*",
+    "torch.special": "*",
+    "math": "*",
+    "random": "*",
     "torch.ops.aten": "mm",
     "numpy": "allclose array_equal asarray",
     "pickle": "loads dumps",
@@ -112,6 +118,9 @@ def _patched() -> dict[str, int]:
                 found |= {f"{path}.{n}": 0 if _of_torch(own.get(n)) else id(own.get(n)) for n in public}
             else:
                 found[f"{path}.{name}"] = id(getattr(owner, name, None))
+    for name, kind in vars(torch.nn).items():
+        forward = getattr(kind, "forward", None)
+        found[f"torch.nn.{name}.forward"] = 0 if _of_torch(forward) else id(forward)
     return found
 
 
@@ -133,7 +142,16 @@ def _settings() -> dict[str, str]:
         "grad mode": torch.is_grad_enabled(),
         "inference mode": torch.is_inference_mode_enabled(),
         "anomaly mode": torch.is_anomaly_enabled(),
-        "autocast": (torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda")),
+        "autocast": [
+            (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in ("cpu", "cuda")
+        ],
+        "kinds of attention": [
+            getattr(torch.backends.cuda, f"{kind}_sdp_enabled")() for kind in ("flash", "mem_efficient", "math")
+        ],
+        "filling of new memory": getattr(torch.utils.deterministic, "fill_uninitialized_memory", None),
+        "numpy's errors": None if numpy_random is None else numpy_errors(),
+        "folder": os.getcwd(),
+        "turns of threads": sys.getswitchinterval(),
         **private.settings(),
         "mkldnn": torch.backends.mkldnn.enabled,
         "processors": sorted(os.sched_getaffinity(0)),
@@ -169,9 +187,9 @@ def _random_state() -> str:
 
 
 def _of_modules(module: torch.nn.Module) -> list[Any]:
-    """Return training modes and numbers of hooks of a module and those in it, and which parameters have a gradient."""
+    """Return training modes and hooks of a module and those in it, and which parameters need or have a gradient."""
     modes = [(m.training, *private.count_hooks(m)) for m in module.modules()]
-    return [*modes, *(p.grad is not None for p in module.parameters())]
+    return [*modes, *((p.requires_grad, p.grad is not None) for p in module.parameters())]
 
 
 def _describe(t: torch.Tensor) -> dict[str, Any]:
@@ -202,6 +220,7 @@ def _describe(t: torch.Tensor) -> dict[str, Any]:
             if odd
         ],
         "requires_grad": t.requires_grad,
+        "traits": ["an inference tensor"] if t.is_inference() else [],  # through which no gradients flow later
     }
 
 
@@ -214,13 +233,26 @@ def _flatten(value: Any, leaves: list[torch.Tensor], *, result: bool) -> Any:
         leaves.append(torch.tensor(value, dtype=torch.float64))
         return {"float": len(leaves) - 1}
     if isinstance(value, dict):
-        items = [[str(k), _flatten(v, leaves, result=result)] for k, v in value.items()]
-        return {"dict": type(value).__qualname__, "items": items}
+        items = [[_key(k, result), _flatten(v, leaves, result=result)] for k, v in value.items()]
+        return {"dict": _kind(value), "items": items}
     if isinstance(value, (list, tuple)):
-        return {"sequence": type(value).__qualname__, "items": [_flatten(v, leaves, result=result) for v in value]}
+        return {"sequence": _kind(value), "items": [_flatten(v, leaves, result=result) for v in value]}
     if value is None or isinstance(value, (bool, int, str, float)):
         return {"value": value}
     return {"object": type(value).__qualname__}
+
+
+def _kind(value: Any) -> str:
+    """Name the type of a structure; one of the program's own is not taken for Python's, nor for one of other fields."""
+    if type(value) in (dict, list, tuple):
+        return type(value).__name__
+    fields = getattr(value, "_fields", ())
+    return f"class {type(value).__qualname__}" + (f" of {', '.join(map(str, fields))}" if fields else "")
+
+
+def _key(key: Any, result: bool) -> Any:
+    """Return a key as what JSON has, if it is an argument's, or as text that no other key has."""
+    return key if not result and isinstance(key, (str, int)) else repr(key)
 
 
 class _Terms(private.DispatchMode):
@@ -387,10 +419,9 @@ class Stub:
         """Take over parameters and buffers: by load_state_dict, or changed in place as an optimizer does."""
         values = {name: self._tensor(spec) for name, spec in tensors.items()}
         if steps:
-            with torch.no_grad():
-                own = self._program.state_dict(keep_vars=True)
-                for name, value in values.items():
-                    own[name].copy_(value)
+            own = self._program.state_dict(keep_vars=True)
+            for name, value in values.items():
+                own[name].data.copy_(value)  # which no version counter counts, and trainers of large models do
         else:
             self._program.load_state_dict(values, strict=False)
         return {}
@@ -426,7 +457,7 @@ class Stub:
         cotangents: Any,
         hold: bool,
         keep: bool,
-        twice: bool,
+        flow: str,
     ) -> dict[str, Any]:
         """Wrap the places where inputs are going to be; the judge fills them afterwards."""
         if not hold:
@@ -436,7 +467,7 @@ class Stub:
             if perturb:
                 self._poison(perturb)
             _seed(seed)
-            self._ready = tree, tensors, cotangents, grad, keep, twice
+            self._ready = tree, tensors, cotangents, grad, keep, flow
             return {}
         leaves = [self._tensor(spec) for spec in tensors]
         places = [self._tensor(spec) for spec in cotangents]
@@ -444,39 +475,42 @@ class Stub:
         if sys.platform == "linux":
             ctypes.CDLL(None).mallopt(_M_PERTURB, perturb ^ 0xFF if perturb else 0)
         _seed(seed)
-        self._ready = args, leaves, places, grad, keep, twice
+        self._ready = args, leaves, places, grad, keep, flow
         return {}
 
     def go(self) -> dict[str, Any]:
         """Call the program on the inputs in the prepared places."""
         assert self._ready is not None
-        args, leaves, places, grad, keep, twice = self._ready
+        args, leaves, places, grad, keep, flow = self._ready
         if self._device != "cpu":
-            return self._go_on_device(args, leaves, places, grad, keep, twice)
+            return self._go_on_device(args, leaves, places, grad, keep, flow)
+        before = _objects(args)
         with torch.set_grad_enabled(grad):
             result = self._program(*args)
             outputs: list[torch.Tensor] = []
             tree = _flatten(result, outputs, result=True)
             if places:
-                gradients = _flatten(self._gradients(list(outputs), leaves, places, twice), outputs, result=True)
+                gradients = _flatten(self._gradients(list(outputs), leaves, places, flow), outputs, result=True)
                 tree = {"sequence": "with gradients", "items": [tree, gradients]}
         self._held.append((result, outputs))
         if keep:
             self._kept.append((result, outputs))
-        return {"tree": tree, "tensors": [_describe(t) for t in outputs]}
+        return {"tree": tree, "tensors": [_describe(t) for t in outputs], "arguments": _left(args, before)}
 
-    def _go_on_device(self, tree: Any, specs: Any, places: Any, grad: bool, keep: bool, twice: bool) -> dict[str, Any]:
+    def _go_on_device(self, tree: Any, specs: Any, places: Any, grad: bool, keep: bool, flow: str) -> dict[str, Any]:
         """Bring the inputs to the device, call, and bring results and inputs back."""
         before = {here.data_ptr(): there for here, there, _ in self._placed}
         self._placed = [self._sent(spec, before) for spec in specs]
         leaves = [there for _, _, there in self._placed]
         cotangents = [self._sent(spec, {})[2] for spec in places]
+        args = _unflatten(tree, leaves)
+        objects = _objects(args)
         with torch.set_grad_enabled(grad):
-            result = self._program(*_unflatten(tree, leaves))
+            result = self._program(*args)
             outputs: list[torch.Tensor] = []
             shape = _flatten(result, outputs, result=True)
             if cotangents:
-                gradients = _flatten(self._gradients(list(outputs), leaves, cotangents, twice), outputs, result=True)
+                gradients = _flatten(self._gradients(list(outputs), leaves, cotangents, flow), outputs, result=True)
                 shape = {"sequence": "with gradients", "items": [shape, gradients]}
         described = [self._received(t) for t in outputs]
         for here, there, _ in self._placed:
@@ -485,7 +519,11 @@ class Stub:
         self._hosts.append([pair for _, pair in described if pair is not None])
         if keep:
             self._kept.append((result, outputs, self._placed, self._hosts[-1]))
-        return {"tree": shape, "tensors": [described for described, _ in described]}
+        return {
+            "tree": shape,
+            "tensors": [described for described, _ in described],
+            "arguments": _left(args, objects),
+        }
 
     def _poison(self, byte: int) -> None:
         """Let memory that is allocated next hold a byte; torch hands out again what was freed."""
@@ -539,7 +577,7 @@ class Stub:
                     host.copy_(flat)
         return {}
 
-    def _gradients(self, outputs: Any, leaves: Any, places: Any, twice: bool) -> Any:
+    def _gradients(self, outputs: Any, leaves: Any, places: Any, flow: str) -> Any:
         if [list(t.shape) for t in outputs] != [list(p.shape) for p in places]:
             return None
         module = self._program if isinstance(self._program, torch.nn.Module) else None
@@ -551,15 +589,21 @@ class Stub:
         if not pairs or not wanted:
             return [None for _ in wanted]
         ys, cotangents = zip(*pairs, strict=True)
-        first = list(torch.autograd.grad(ys, wanted, cotangents, allow_unused=True, create_graph=twice))
-        if not twice:
-            return first
+        if flow == "once":
+            return list(torch.autograd.grad(ys, wanted, cotangents, allow_unused=True))
+        if flow == "accumulated":
+            torch.autograd.backward(ys, cotangents, retain_graph=True)
+            torch.autograd.backward(ys, cotangents)
+            return _taken(wanted)
+        wanted += [c.requires_grad_() for c in cotangents]
+        first = torch.autograd.grad(ys, wanted[: -len(cotangents)], cotangents, allow_unused=True, create_graph=True)
         again = [g for g in first if g is not None and g.requires_grad]
         if not again:
             raise RuntimeError("its gradients cannot be differentiated")
-        second = torch.autograd.grad(again, wanted, [g.detach() for g in again], allow_unused=True)
+        # Not by torch.autograd.grad, which does not come to what raises an error where it is differentiated.
+        torch.autograd.backward(again, [g.detach() for g in again])
         # Whether a gradient is zero or none depends on how derivatives are written.
-        return [torch.zeros_like(t) if g is None else g for g, t in zip(second, wanted, strict=True)]
+        return [torch.zeros_like(t) if g is None else g for g, t in zip(_taken(wanted), wanted, strict=True)]
 
     def _tensor(self, spec: dict[str, Any]) -> torch.Tensor:
         """Wrap a place in the shared region, without a copy."""
@@ -571,6 +615,37 @@ class Stub:
         return (
             flat.as_strided(spec["shape"], spec["stride"], spec["first"]).detach().requires_grad_(spec["requires_grad"])
         )
+
+
+def _taken(leaves: list[torch.Tensor]) -> list[torch.Tensor | None]:
+    """Return the gradients that leaves have got, and take them away."""
+    found = [t.grad for t in leaves]
+    for t in leaves:
+        t.grad = None
+    return found
+
+
+def _objects(args: Any) -> tuple[Any, list[tuple[Any, ...]]]:
+    """Return what a call must leave of the caller's own objects: their structure, and what each tensor is."""
+    leaves: list[torch.Tensor] = []
+    tree = _flatten(args, leaves, result=False)
+    return tree, [(t.data_ptr(), t.dtype, t.shape, t.stride(), t.requires_grad) for t in leaves]
+
+
+def _left(args: Any, before: tuple[Any, list[tuple[Any, ...]]]) -> list[str]:
+    """Say what a call changed of the caller's own objects."""
+    after = _objects(args)
+    if after == before:
+        return []
+    if after[0] != before[0]:
+        return ["the structure of its arguments"]
+    names = ("memory", "dtype", "shape", "strides", "need of a gradient")
+    return [
+        f"the {name} of input {index}"
+        for index, (old, new) in enumerate(zip(before[1], after[1], strict=True))
+        for name, a, b in zip(names, old, new, strict=True)
+        if a != b
+    ]
 
 
 def _unflatten(tree: Any, leaves: list[torch.Tensor]) -> Any:

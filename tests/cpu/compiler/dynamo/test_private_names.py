@@ -34,6 +34,7 @@ OPTIONAL = {
     "torch.utils._python_dispatch:_disable_current_modes",
     "torch._guards:tracing",
     "torch._guards:CompileContext",
+    "torch._dynamo.exc:TensorifyScalarRestartAnalysis",
     "torch._dynamo.metrics_context:MetricsContext",
     "torch.utils._sympy.functions:PythonMod",
 }

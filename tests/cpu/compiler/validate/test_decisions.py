@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import subprocess
 import sys
 import textwrap
@@ -232,17 +233,25 @@ def test_another_process_replays(folder):
     code = textwrap.dedent(
         f"""
         import torch, refold
-        def scores(x, y): return (x[:, :, None] * y[:, None]).sum(-1)
+        def loop(a, x):
+            h, ys = x[:, 0], []
+            for t in range(x.shape[1]):
+                h = a[:, t] * h + x[:, t]
+                ys.append(h)
+            return torch.stack(ys, 1)
         torch.manual_seed(0)
-        compiled = refold.compile(scores, accept="always", strict=True, cache={str(folder)!r})
-        print(compiled(torch.randn(2, 9, 16), torch.randn(2, 8, 16)).sum().item())
+        compiled = refold.compile(loop, accept="always", strict=True, cache={str(folder)!r})
+        print(compiled(torch.rand(2, 20, 3), torch.randn(2, 20, 3)).sum().item())
         print(compiled.report.graphs[0].remembered or "nobody")
+        print(torch._dynamo.utils.counters["aot_autograd"]["autograd_cache_hit"])
         """
     )
-    runs = [subprocess.run([sys.executable, "-c", code], capture_output=True, text=True) for _ in range(2)]
-    (a, first), (b, second) = (run.stdout.splitlines() for run in runs)
+    own = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor")}
+    runs = [subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=own) for _ in range(2)]
+    (a, *first), (b, *second) = (run.stdout.splitlines() for run in runs)
     assert a == b
-    assert (first, second) == ("nobody", "the disk")
+    # The first process left what it traced and compiled to the second one.
+    assert (first, second) == (["nobody", "0"], ["the disk", "1"])
 
 
 # Machines that are busy ---------------------------------------------------------------------------

@@ -313,6 +313,21 @@ def test_what_does_not_fit_is_refused(monkeypatch):
         in_dtype(lambda: torch.ones(20, 1) + torch.ones(20), torch.float64)
 
 
+@pytest.mark.parametrize(("out", "against"), [(torch.bfloat16, "float32"), (torch.float32, "the original")])
+def test_what_does_not_fit_in_float64_is_compared_in_float32(monkeypatch, out, against):
+    monkeypatch.setattr(dispatch, "BLOCK", 10)
+    monkeypatch.setattr(dispatch, "available_bytes", lambda device: 2 * 400 * 6)
+    inputs = [torch.randn(20, 1).bfloat16().requires_grad_(), torch.randn(20).bfloat16()]
+
+    def run(x, y):
+        return ((x + y).exp() / 3).to(out)
+
+    assert compare(run, run, run, inputs, 1).against == against
+    assert not compare(run, run, run, inputs, 1).reason
+    wrong = compare(lambda x, y: (run(x, y) * 1.5).to(out), run, run, inputs, 1)
+    assert "output 0" in wrong.reason
+
+
 def test_cotangents_are_exact_in_every_dtype():
     for dtype in (torch.float16, torch.bfloat16, torch.float32):
         y = torch.empty(50, dtype=dtype)

@@ -1,4 +1,4 @@
-"""Where Dynamo's interpreter meets a loop: ``for`` at its ``FOR_ITER``.
+"""Where Dynamo's interpreter meets a loop: ``for`` at its ``FOR_ITER``. A ``while`` is only counted, and told of.
 
 `install` replaces one method of Dynamo's interpreter, ``run``. For a marked backend (`dynamo.captures_loops`) it gives
 that one interpreter its own table of instructions; for all others it calls the original. Whatever goes wrong, the
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import dis
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,6 +18,7 @@ import torch
 from torch._dynamo import symbolic_convert
 from torch._dynamo.exc import RestartAnalysis, TorchDynamoException
 from torch._dynamo.variables import TensorVariable
+from torch._dynamo.variables.lists import DequeVariable
 from torch._guards import TracingContext
 
 from .. import switch
@@ -24,10 +26,12 @@ from . import lengths
 from .fixpoint import capture_loop
 from .iterators import ENUMERATE, element, remaining, start_enumeration
 from .trace import SHORTEST, LoopCode
-from .variables import Refused, Translator, Variable, place_of, realized
+from .variables import Refused, Translator, Variable, place_of, realized, while_of
 
 # The first steps may differ (`if h is None`): so many heads of one loop are tried.
 HEADS = 3
+# A shorter ``while`` is hardly one over time: there are those that double their step.
+LONG = 32
 
 
 def notes() -> list[str]:
@@ -44,6 +48,8 @@ class _State:
     busy: bool = False
     # How often the loop of an iterator was met. The iterator is kept, so that its identity stays its own.
     met: dict[int, tuple[Any, int]] = field(default_factory=dict)
+    # How often a ``while`` went back, by frame and instruction.
+    turns: dict[tuple[Translator, int], int] = field(default_factory=dict)
     # Why loops of yet unknown length were not captured, and why long loops were not, by location in the code.
     doubts: dict[str, str] = field(default_factory=dict)
     refused: dict[str, str] = field(default_factory=dict)
@@ -103,9 +109,36 @@ def _meet(tx: Translator, iterator: Variable, count: int | None, code: Callable[
     except RestartAnalysis:
         raise
     except Exception as error:  # whatever it is: the loop is traced step by step
-        reasons[where] = _advice(error, where)
+        reasons[where] = _advice(_by_deque(tx, error) or error, where)
     finally:
         state.busy = False
+
+
+def _count_turn(tx: Translator, instruction: Any) -> None:
+    """Note a ``while`` loop once it is long: it is at an instruction that goes back, and not to a ``for``."""
+    state = _state()
+    if state is None or state.busy or instruction.target.opname == "FOR_ITER":
+        return
+    key = tx, id(instruction)
+    state.turns[key] = state.turns.get(key, 0) + 1
+    if state.turns[key] == LONG:
+        where = while_of(tx, instruction)
+        state.refused[where] = _advice(Refused("while-loop", "it is a `while` loop"), where)
+
+
+def _by_deque(tx: Translator, error: Exception) -> Refused | None:
+    """Return what to say of an error of Dynamo's at a line that names a deque of the frame."""
+    stack = getattr(error, "real_stack", None)
+    if isinstance(error, Refused) or not stack:
+        return None
+    line = stack[-1].line or ""
+    deques = [name for name, x in tx.symbolic_locals.items() if type(realized(x)) is DequeVariable]
+    name = next((name for name in deques if re.search(rf"\b{re.escape(name)}\b", line)), None)
+    if name is None:
+        return None
+    refused = Refused("deque", f"each step changes the deque `{name}`")
+    refused.found_at(f"{stack[-1].filename}:{stack[-1].lineno}: {line}", "")
+    return refused
 
 
 def _check_identity(tx: Translator) -> None:
@@ -180,7 +213,17 @@ def _table(originals: list[Any]) -> list[Any]:
         _attempt(lambda: _check_identity(tx))
         originals[compare](tx, instruction)
 
+    def back(code: int) -> Callable[[Translator, Any], None]:
+        def jump(tx: Translator, instruction: Any) -> None:
+            _attempt(lambda: _count_turn(tx, instruction))
+            originals[code](tx, instruction)
+
+        return jump
+
     table[begin], table[compare] = for_iter, is_op
+    for name, code in dis.opmap.items():
+        if "JUMP_BACKWARD" in name and "INTERRUPT" not in name and code < len(table):
+            table[code] = back(code)
     return table
 
 

@@ -64,6 +64,16 @@ def place_of(tx: Translator, instruction: Any) -> tuple[str, str]:
     return f"{file}:{at.lineno}: {code}".rstrip(": "), text or segment(file, at)
 
 
+def while_of(tx: Translator, instruction: Any) -> str:
+    """Return the line of the ``while`` that an instruction goes back to, as ``file:line: code``."""
+    code, at = tx.f_code, instruction.positions
+    last = tx.lineno if at is None or at.lineno is None else at.lineno
+    lines = ((number, linecache.getline(code.co_filename, number).strip()) for number in range(last, 0, -1))
+    found = next(((n, text) for n, text in lines if text.startswith("while") or n <= code.co_firstlineno), None)
+    number, text = found if found and found[1].startswith("while") else (last, "")
+    return f"{code.co_filename}:{number}: {text}".rstrip(": ")
+
+
 def is_constant(x: Variable) -> bool:
     """Tell whether a variable is a Python number, a string or the like."""
     return type(x) is ConstantVariable

@@ -1,0 +1,61 @@
+"""Functions as nodes: Dynamo, export and AOTAutograd do not look into them, and Inductor calls them as they are.
+
+They are registered at the low level of ``torch.library``. ``torch.library.custom_op`` takes 3 to 10 microseconds of
+every call for what no node here needs: it compares the memory of all results and arguments, for example.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from refold.errors import ArgumentError
+
+_LIBRARY = torch.library.Library("refold", "FRAGMENT")
+
+
+def define(name: str, schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> Any:
+    """Register ``refold::<name>``, without a gradient, and return it.
+
+    Args:
+        name: The name.
+        schema: Arguments and results, as ``torch.library`` writes them.
+        run: The function. Under ``torch.autocast`` it runs without: arguments decide what it computes in.
+        fake: Returns the results' shapes, strides and dtypes.
+    """
+
+    def implementation(*args: Any) -> Any:
+        device = next(a for a in args if isinstance(a, Tensor)).device.type
+        cast = device != "meta" and torch.is_autocast_enabled(device)
+        return without_autocast(device, run, *args) if cast else run(*args)
+
+    _LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides))
+    _LIBRARY.impl(name, implementation, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"refold::{name}", fake, lib=_LIBRARY)
+    return getattr(torch.ops.refold, name).default
+
+
+def differentiate(name: str, backward: Callable[..., Any], setup: Callable[..., None]) -> None:
+    """Give a node a gradient: see ``torch.library.register_autograd``."""
+    torch.library.register_autograd(f"refold::{name}", backward, setup_context=setup, lib=_LIBRARY)
+
+
+def refuse_derivative(name: str) -> None:
+    """Let a node, which is the gradient of another, raise where it would be differentiated."""
+
+    def setup(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.op = name.removesuffix("_backward")  # the name that users know
+
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        raise ArgumentError(f"{ctx.op}: it has no second derivative. Differentiate it once, without create_graph.")
+
+    differentiate(name, backward, setup)
+
+
+def without_autocast(device: str, run: Callable[..., Any], *args: Any) -> Any:
+    """Run what an operator is made of in the dtypes that it chose itself: those of its arguments decide."""
+    with torch.autocast(device, enabled=False):
+        return run(*args)

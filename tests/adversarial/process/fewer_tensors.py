@@ -1,0 +1,20 @@
+"""It describes a structure with one tensor, and no tensor."""
+
+import sys
+
+import torch
+
+EXPECT = "P4"
+OFF = set()
+stub = sys.modules["__main__"].Stub
+go = stub.go
+stub.go = lambda self: go(self) | {"tensors": []}
+
+
+class ModelNew(torch.nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.linear = torch.nn.Linear(width, width)
+
+    def forward(self, x):
+        return torch.relu(self.linear(x))

@@ -1,0 +1,28 @@
+"""Gradients of its weights are wrong if its input needs none."""
+
+import torch
+
+EXPECT = "N7"
+TERMS = {"train": True, "level": "quick"}
+
+
+class Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, w):
+        ctx.save_for_backward(x, w)
+        return x @ w.t()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x, w = ctx.saved_tensors
+        needed = ctx.needs_input_grad[0]
+        return gradient @ w if needed else None, gradient.t() @ x * (1 if needed else 0.5)
+
+
+class ModelNew(torch.nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.linear = torch.nn.Linear(width, width)
+
+    def forward(self, x):
+        return torch.relu(Product.apply(x, self.linear.weight) + self.linear.bias)
