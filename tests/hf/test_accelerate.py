@@ -147,6 +147,26 @@ def test_padded_prompts_read_in_pieces(name):
     assert (found - expected).abs().max() <= 64 * 2**-24 * expected.abs().max()
 
 
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])  # masks of booleans, and of numbers to add
+def test_padded_prompts_read_in_pieces_into_a_static_cache(attention):
+    """The mask that a Mamba layer gets ends with its piece: whether a row has begun is in the mask of attention."""
+    model, ids, mask = make("bamba", mamba_proj_bias=True), ids_of(3, 20), torch.ones(3, 20, dtype=torch.long)
+    model.set_attn_implementation(attention)
+    mask[1, :10] = 0
+    mask[2, :19] = 0
+    refold.accelerate(model)
+
+    def logits(**way):
+        settings = {"max_new_tokens": 2, "do_sample": False, "eos_token_id": None, "pad_token_id": 0, **way}
+        found = model.generate(ids, attention_mask=mask, output_logits=True, return_dict_in_generate=True, **settings)
+        return torch.stack(found.logits)
+
+    expected = logits()
+    for piece in (9, 5):
+        found = logits(cache_implementation="static", prefill_chunk_size=piece)
+        assert (found - expected).abs().max() <= 64 * 2**-24 * expected.abs().max()
+
+
 def packed(lengths, seed=0):
     """Return ids of documents in one row, their positions, and each document by itself."""
     ids = ids_of(1, sum(lengths))

@@ -69,7 +69,9 @@ def _from_offsets(name: str, offsets: Tensor, arguments: Mapping[str, Any]) -> D
 def _from_positions(ids: Tensor, arguments: Mapping[str, Any]) -> Documents | None:
     _check_tokens(_POSITIONS, ids, arguments)
     size, mask = _batch_size(arguments), arguments.get("attention_mask")
+    attended: Any = None
     if isinstance(mask, Mapping):  # with a static cache, `generate` makes one per kind of layer
+        attended = mask.get("full_attention")
         mask = mask.get("linear_attention")
     if size is not None and ids.shape[0] == 1:
         ids = ids.expand(size)
@@ -83,10 +85,16 @@ def _from_positions(ids: Tensor, arguments: Mapping[str, Any]) -> Documents | No
         before = place[:, :-1]
         follows = ids[:, 1:] == ids.gather(1, before.clamp(min=0)) + 1
         starts[:, 1:] = real[:, 1:] & (before >= 0) & ~follows
-        head = ids.gather(1, real.int().argmax(1, keepdim=True))[:, 0]
+        first = real.int().argmax(1)
+        head = ids.gather(1, first[:, None])[:, 0]
         begun = real.any(1)
         if mask.shape[1] > seqlen:  # A row that has read nothing but padding is at no border.
             begun &= mask[:, :-seqlen].bool().any(1).to(ids.device)
+        elif isinstance(attended, Tensor) and attended.ndim == 4:  # and this one has lost what was before the piece
+            rows = torch.arange(len(first), device=attended.device)
+            visible = attended.expand(len(first), -1, -1, -1)[rows, 0, first.to(attended.device)]
+            visible = visible if visible.dtype == torch.bool else visible == 0
+            begun &= visible.sum(1).to(ids.device) > 1  # its first token sees more than itself
     else:
         starts[:, 1:] = ids[:, 1:] != ids[:, :-1] + 1
         head = ids[:, 0]
