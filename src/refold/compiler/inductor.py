@@ -17,7 +17,7 @@ from torch.fx import Graph, GraphModule
 
 from .. import __version__
 from .ir.fx import concrete
-from .private import CustomGraphPass, apart, compile_fx, inductor_config, without_autograd_cache
+from .private import CustomGraphPass, apart, compile_fx, inductor_config, with_backward, without_autograd_cache
 
 Compiled = Callable[..., Any]
 
@@ -93,7 +93,7 @@ def inductor(
         user = patches.get("joint_custom_pre_pass", inductor_config.joint_custom_pre_pass)
         patches["joint_custom_pre_pass"] = hook if user is None else _Chain(user, hook)
     apart_from_cache = hook is not None and not hook.cached
-    with without_autograd_cache() if apart_from_cache else contextlib.nullcontext():
+    with without_autograd_cache() if apart_from_cache else contextlib.nullcontext(), with_backward():
         return compile_fx(duplicate(gm), list(inputs), config_patches=patches or None)  # type: ignore[return-value]
 
 

@@ -129,6 +129,14 @@ def without_autograd_cache() -> AbstractContextManager[Any]:
         return contextlib.nullcontext()
 
 
+def with_backward() -> AbstractContextManager[Any]:
+    """Let AOTAutograd compile a backward with its forward, not when it first runs: then its failures are known, too."""
+    try:
+        return torch._functorch.config.patch(force_non_lazy_backward_lowering=True)
+    except AttributeError:
+        return contextlib.nullcontext()
+
+
 def compile_number() -> int | None:
     """Return how many times Dynamo has compiled the function under way; None if that is not known."""
     if _compile_context is _MISSING:

@@ -9,6 +9,7 @@ from refold.compiler.dynamo import captures_loops
 from refold.compiler.dynamo.before_autograd import BeforeAutograd, checkpointed
 from refold.compiler.session import describe_captured
 from refold.compiler.validate.region import Settings, validate_region
+from refold.errors import RefoldWarning
 from refold.report import GraphReport, Report
 from support.tiny_lm import losses
 
@@ -105,7 +106,7 @@ def test_backwards_run_in_the_thread_that_compiles(monkeypatch):
         return torch.stack(states)
 
     torch._dynamo.reset()
-    compiled = torch.compile(layer, backend="refold", options={"accept": "always", "cache": False, "strict": True})
+    compiled = torch.compile(layer, backend=refold, options={"accept": "always", "cache": False, "strict": True})
     x, decay = torch.randn(40, 6, requires_grad=True), torch.rand(6, requires_grad=True)
     with monkeypatch.context() as patch:
         patch.setattr(torch.autograd, "grad", recorded)
@@ -115,3 +116,27 @@ def test_backwards_run_in_the_thread_that_compiles(monkeypatch):
     assert torch._C._is_multithreading_enabled()
     for got, want in zip(grad(y.sum(), [x, decay]), grad(layer(x, decay).sum(), [x, decay]), strict=True):
         torch.testing.assert_close(got, want)
+
+
+def test_a_backward_that_inductor_cannot_compile_is_noticed_at_once(monkeypatch):
+    import torch._inductor.compile_fx as inductor
+
+    def fails(*args, **kwargs):
+        raise RuntimeError("planted")
+
+    def layer(x):
+        return (torch.tanh(x.cumsum(0)) * x[:, None].expand(-1, 7, -1).sum(1)).cumsum(1)
+
+    report = Report()
+    torch._dynamo.reset()
+    options = {"verify": "off", "accept": "always", "cache": False, "report": report}
+    compiled = torch.compile(layer, backend=refold, options=options)
+    x = torch.randn(20, 6, requires_grad=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(inductor, "compile_fx_backward", fails)
+        with pytest.warns(RefoldWarning, match="planted"):
+            y = compiled(x)
+    assert "runs eagerly" in report.graphs[0].notes[-1]
+    (got,) = torch.autograd.grad(y.sum(), x)
+    (want,) = torch.autograd.grad(layer(x).sum(), x)
+    torch.testing.assert_close(got, want)

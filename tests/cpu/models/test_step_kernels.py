@@ -153,6 +153,7 @@ def test_product_with_weights_ahead_compiles(outputs, size, monkeypatch) -> None
 
     from refold.models.torch import _gluon_kernels
 
+    monkeypatch.delenv("TRITON_STORE_BINARY_ONLY", raising=False)
     monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")  # Triton 3.9 warns where nothing is said.
     block_o, block_k, stages, warps, down = kernels()._ahead_config(outputs, size)
     consts = {"SIZE": size, "ADD": False, "WIDTH": 4, "BLOCK_O": block_o, "BLOCK_B": 16, "BLOCK_K": block_k,
