@@ -250,55 +250,45 @@ _BACKENDS = {
 
 
 def draw_generation(plt: Any, rows: list[Row]) -> Any:
-    """Draw tokens per second of decoding, and of prefill over the length, and what the device's limits allow."""
-    decoded = [row for row in rows if " decode " in row["case"]]
-    size = (9.5, max(3.6, 1 + 0.3 * len(decoded)))
-    figure, (bars, lines) = plt.subplots(1, 2, figsize=size, width_ratios=[1, 1.1])
-    several = len({row["backend"] for row in rows}) > 1
-    names, values, limits, colours = [], [], [], []
-    for row in decoded:
-        model, _, rest = row["case"].partition(" decode batch ")
-        batch = int(rest.split()[0])
-        name = _BACKENDS.get(row["backend"], row["backend"])
-        names.append(f"{model}, batch {rest}" + (f", {name}" if several else ""))
-        values.append(batch / row["median_s"])
-        limits.append(batch / _limit_s(row))
-        colours.append(OURS if row["backend"] in _BACKENDS else PEER)
-    at = list(range(len(decoded)))
-    bars.grid(visible=False)
-    bars.barh(at, limits, 0.7, color="#e3e6eb")
-    bars.bar_label(
-        bars.barh(at, values, 0.45, color=colours), [_short(value) for value in values], fontsize=7, padding=2
-    )
-    bars.set_yticks(at, names, fontsize=8)
-    bars.invert_yaxis()
-    bars.set(xscale="log", title="decode (grey: the limit)", xlabel="tokens per second")
-    read: dict[tuple[str, str], list[Row]] = {}
-    for row in rows:
-        if " prefill " in row["case"]:
-            read.setdefault((row["case"].partition(" ")[0], row["backend"]), []).append(row)
-    shades = dict(zip(dict.fromkeys(model for model, _ in read), (OURS, EAGER, PEER, "#2f7d6b"), strict=False))
-    for (model, backend), own in read.items():
-        own = sorted(own, key=_length)
-        lengths, name = [_length(row) for row in own], _BACKENDS.get(backend, backend)
-        style = "o-" if backend in _BACKENDS else "s:"
-        rates = [t / row["median_s"] for t, row in zip(lengths, own, strict=True)]
-        lines.plot(lengths, rates, style, color=shades[model], label=model + (f", {name}" if several else ""))
-        if backend in _BACKENDS:
-            bound = [t / _limit_s(row) for t, row in zip(lengths, own, strict=True)]
-            lines.plot(lengths, bound, "--", color=shades[model], linewidth=1)
-    ticks = sorted({_length(row) for own in read.values() for row in own})
-    lines.set(xscale="log", yscale="log", title="prefill (dashed: the limit)", xlabel="tokens of the prompt")
-    lines.set_xticks(ticks, [f"{t // 1024}K" for t in ticks])
-    lines.minorticks_off()
-    lines.set_ylabel(f"tokens per second, {rows[0]['env'].get('device') or rows[0]['env']['gpu']}")
-    lines.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0))
+    """Draw tokens per second of decoding and of prefill, and what the device's limits allow."""
+    kinds = [[row for row in rows if f" {kind} " in row["case"]] for kind in ("decode", "prefill")]
+    counts = [max(len(own), 1) for own in kinds]
+    figure, panels = plt.subplots(2, 1, figsize=(9.5, 1.6 + 0.22 * sum(counts)), height_ratios=counts)
+    device = rows[0]["env"].get("device") or rows[0]["env"]["gpu"]
+    for panel, own, kind in zip(panels, kinds, ("decode", "prefill"), strict=True):
+        own = sorted(own, key=lambda row: (row["case"].partition(" ")[0], _made(row), _order(row["backend"])))
+        at = list(range(len(own)))
+        rates = [_made(row) / row["median_s"] for row in own]
+        colours = [OURS if row["backend"] in _BACKENDS else PEER for row in own]
+        panel.grid(visible=False)
+        panel.barh(at, [_made(row) / _limit_s(row) for row in own], 0.8, color="#e3e6eb")
+        bars = panel.barh(at, rates, 0.5, color=colours)
+        panel.bar_label(bars, [_short(rate) for rate in rates], fontsize=7, padding=2)
+        names = [f"{row['case'].partition(' ')[0]}, {_described(row)}" for row in own]
+        panel.set_yticks(at, names, fontsize=7)
+        panel.invert_yaxis()
+        panel.set(xscale="log", title=f"{kind}, {device} (grey: the limit)")
+    panels[1].set_xlabel("tokens per second")
     figure.tight_layout()
     return figure
 
 
-def _length(row: Row) -> int:
-    return int(row["case"].rpartition(" ")[2])
+def _made(row: Row) -> int:
+    """Return the tokens of a call: of a step the rows, of a prefill the prompt."""
+    model, _, rest = row["case"].partition(" decode batch ")
+    return int(rest.split()[0]) if rest else int(model.rpartition(" ")[2])
+
+
+def _described(row: Row) -> str:
+    tokens = _made(row)
+    what = f"{tokens} tokens" if " prefill " in row["case"] else f"batch {tokens}"
+    return f"{what}: {_BACKENDS.get(row['backend'], row['backend'])}"
+
+
+def _order(backend: str) -> tuple[int, str]:
+    """Return where a backend stands: refold's own first."""
+    own = list(_BACKENDS)
+    return own.index(backend) if backend in own else len(own), backend
 
 
 # Training and accuracy --------------------------------------------------------------------------
