@@ -34,6 +34,8 @@ SINGLE = {
     torch.complex128: torch.complex64,
 }
 _SUMS = (aten.sum.dim_IntList, aten.mean.dim)
+# How many products that were written out are kept for their next use.
+KEPT = 2
 # What draws random numbers and nothing else. The results of these are recorded, and replayed in another dtype.
 _DRAWS = ("bernoulli", "cauchy", "exponential", "geometric", "log_normal", "normal", "rand", "random", "uniform")
 
@@ -60,7 +62,9 @@ class Computing(TorchDispatchMode):
         self.lazy = lazy
         # By the address of the memory that stands for them: that memory, and the factors.
         self.products: dict[int, tuple[torch.UntypedStorage, torch.Tensor, torch.Tensor]] = {}
-        # Where they, their factors, and those written out for once, lie.
+        # Those that were written out last, by the same address: each step of a loop may read its part of one.
+        self.written: dict[int, torch.Tensor] = {}
+        # Where they, their factors, and those written out lie.
         self.in_use: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -129,9 +133,15 @@ class Computing(TorchDispatchMode):
         found = self._find(x)
         if found is None:
             return x
-        self._check_room(found)
-        whole = found[0] * found[1]
-        self.in_use.add(_address(whole))
+        at = _address(x)
+        whole = self.written.pop(at, None)
+        if whole is None:
+            self._check_room(found)
+            whole = found[0] * found[1]
+            self.in_use.add(_address(whole))
+        self.written[at] = whole
+        if len(self.written) > KEPT:
+            del self.written[next(iter(self.written))]
         return whole
 
     def _check_writes(self, func: Any, args: Any) -> None:

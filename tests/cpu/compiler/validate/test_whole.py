@@ -313,6 +313,19 @@ def test_what_does_not_fit_is_refused(monkeypatch):
         in_dtype(lambda: torch.ones(20, 1) + torch.ones(20), torch.float64)
 
 
+def test_a_product_is_written_out_once_for_all_steps_of_a_loop(monkeypatch):
+    monkeypatch.setattr(dispatch, "BLOCK", 10)
+    a, b = torch.randn(20, 3), torch.randn(20, 1)
+
+    def run():
+        product = a * b
+        return [product[t] for t in range(20)]
+
+    steps = in_dtype(run, torch.float64)
+    assert len({step.untyped_storage().data_ptr() for step in steps}) == 1
+    assert torch.equal(torch.stack(steps), a.double() * b.double())
+
+
 @pytest.mark.parametrize(("out", "against"), [(torch.bfloat16, "float32"), (torch.float32, "the original")])
 def test_what_does_not_fit_in_float64_is_compared_in_float32(monkeypatch, out, against):
     monkeypatch.setattr(dispatch, "BLOCK", 10)
