@@ -81,7 +81,7 @@ def test_requests_hold_no_seed_and_no_values(tmp_path):
     run, proposer = _search(tmp_path, [ZEROS], budget=Budget(rounds=1))
     log = [json.loads(line) for line in (tmp_path / "run" / "trials" / "000.jsonl").read_text().splitlines()]
     asked = json.loads(proposer.asked[0].to_json())
-    facts = {"regions", "choices", "times_ms", "roofline"}
+    facts = {"regions", "choices", "times_ms", "roofline", "seconds"}
     assert set(asked) == {"schema", "source", "dtype", "train", "inputs", "machine", "attempts", "wanted"} | facts
     assert asked["inputs"] == [{"shape": [2, 5, 4], "dtype": "float32"}]
     assert str(log[-1]["seed"]) not in (tmp_path / "run" / "run.jsonl").read_text()
