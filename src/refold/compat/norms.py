@@ -143,7 +143,26 @@ def _dropout(x: Tensor, p: float) -> tuple[Tensor, Tensor | None]:
     return torch.where(kept, x / (1 - p), 0), kept
 
 
-class RMSNorm(nn.Module):
+class _Scaled(nn.Module):
+    """What both norms hold: ``eps`` and one parameter, ``weight``."""
+
+    bias: None
+
+    def __init__(
+        self, hidden_size: int, eps: float, device: torch.device | str | None, dtype: torch.dtype | None
+    ) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.empty(hidden_size, device=device, dtype=dtype))
+        self.register_parameter("bias", None)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Set the weight to ones."""
+        nn.init.ones_(self.weight)
+
+
+class RMSNorm(_Scaled):
     """An RMS norm that may add to a residual stream first, by `rms_norm_fn`; one parameter, ``weight``.
 
     Args:
@@ -154,8 +173,6 @@ class RMSNorm(nn.Module):
         dtype: Of the weight.
     """
 
-    bias: None
-
     def __init__(
         self,
         hidden_size: int,
@@ -164,16 +181,8 @@ class RMSNorm(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__()
-        self.eps = eps
+        super().__init__(hidden_size, eps, device, dtype)
         self.drop = nn.Dropout(dropout_p) if dropout_p > 0.0 else None
-        self.weight = nn.Parameter(torch.empty(hidden_size, device=device, dtype=dtype))
-        self.register_parameter("bias", None)
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Set the weight to ones."""
-        nn.init.ones_(self.weight)
 
     def forward(
         self, x: Tensor, residual: Tensor | None = None, prenorm: bool = False, residual_in_fp32: bool = False
@@ -221,7 +230,7 @@ def rmsnorm_fn(
     return (y if gate is None or not norm_before_gate else y * F.silu(gate)).to(x.dtype)
 
 
-class RMSNormGated(nn.Module):
+class RMSNormGated(_Scaled):
     """An RMS norm over groups of channels, with a gate, by `rmsnorm_fn`; one parameter, ``weight``.
 
     Args:
@@ -233,8 +242,6 @@ class RMSNormGated(nn.Module):
         dtype: Of the weight.
     """
 
-    bias: None
-
     def __init__(
         self,
         hidden_size: int,
@@ -244,17 +251,9 @@ class RMSNormGated(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__()
-        self.eps = eps
-        self.weight = nn.Parameter(torch.empty(hidden_size, device=device, dtype=dtype))
-        self.register_parameter("bias", None)
+        super().__init__(hidden_size, eps, device, dtype)
         self.group_size = group_size
         self.norm_before_gate = norm_before_gate
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Set the weight to ones."""
-        nn.init.ones_(self.weight)
 
     def forward(self, x: Tensor, z: Tensor | None = None) -> Tensor:
         """Return the norm of ``x`` (..., d) with the gate ``z``, or without one."""
