@@ -3,8 +3,8 @@
 All programs of a layer share one set of weights. A call is a forward and the gradients of the input and of all weights.
 Programs take turns. A turn is a few calls in a row, and the host does not wait between them, as between the layers of a
 model; the L2 cache is overwritten before each turn. Results and gradients are compared with the naive layer in float64,
-in eager, sequence by sequence. A program is timed only if it is right, and a row is refused if one of ours is not. Eager
-is the measure of what the dtype gives, so it is timed whatever its error. Programs that cannot run, or are wrong,
+in eager, sequence by sequence. A program is timed only if it is right, and a row is refused if one of ours is not.
+Eager is the measure of what the dtype gives, so it is timed whatever its error. Programs that cannot run, or are wrong,
 mamba-ssm's kernels among them, are named under ``not_run``.
 """
 
