@@ -5,6 +5,7 @@ import sys
 from functools import partial
 from importlib.util import find_spec
 from itertools import pairwise, permutations
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -16,6 +17,7 @@ from refold.bench import (
     cli,
     compile_time,
     generation_torch,
+    language_models,
     linear_attention,
     operators_gpu,
     peers,
@@ -92,6 +94,52 @@ def test_a_run_that_was_stopped_keeps_its_rows_and_goes_on(toy, tmp_path):
     resumed = run("run", "cpu", "--set", "sizes=1,2,3", "--out", out, "--resume")
     assert "... 1/1 cpu 3" in resumed.stderr
     assert [row["case"] for row in rows.read(tmp_path / "rows.jsonl")] == ["1", "2", "3"]
+
+
+def test_a_limit_of_time_leaves_measurements_to_the_next_run(toy, tmp_path):
+    out = str(tmp_path / "rows.jsonl")
+    ended = run("run", "cpu", "--out", out, "--limit", "0")
+    assert ended.exit_code == 3
+    assert "2 measurements are left; the same command with --resume goes on" in ended.stderr
+    assert not Path(out).exists()
+    assert run("run", "cpu", "--out", out, "--limit", "600", "--resume").exit_code == 0
+    assert len(rows.read(Path(out))) == 2
+
+
+def test_the_name_gpu_runs_all_that_need_one_and_options_can_be_of_one_suite():
+    chosen = suites.choose(["gpu", "cpu"], {"ssd.fused": "/x", "cpu.rounds": "2"})
+    names = {suite.name for suite, _ in chosen}
+    assert names == {name for name, suite in suites.SUITES.items() if suite.device == "cuda"} | {"cpu"}
+    for suite, options in chosen:
+        assert suite.settings(options).keys() == options.keys()
+        assert suite.runs_on(suite.settings(options)) == ("cpu" if suite.name == "cpu" else "cuda")
+    given = {suite.name: options for suite, options in chosen}
+    assert (given["ssd"], given["cpu"]) == ({"fused": "/x"}, {"rounds": "2"})
+    with pytest.raises(ArgumentError, match="the suite ssd is not run"):
+        suites.choose(["cpu"], {"ssd.fused": "/x"})
+
+
+def test_rows_are_stored_by_machine_and_suite_in_place_of_older_ones(tmp_path):
+    gpu = {"gpu": "NVIDIA H200", "processor": "Intel(R) Xeon(R) Processor @ 2.8GHz", "threads": 2}
+    row = {"suite": "ssd-sizes", "device": "cuda", "case": "1", "median_ms": 2.0, "env": gpu}
+    first, second = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
+    for new in (row, row | {"case": "2"}, row | {"suite": "cpu", "device": "cpu"}):
+        rows.append(first, new)
+    for new in (row | {"median_ms": 1.0}, row | {"case": "2", "not_run": "no memory"}, row | {"case": "3"}):
+        rows.append(second, new)
+    results = tmp_path / "results"
+    assert "results is not a folder" in str(run("store", str(first), "--results", str(results)).exception)
+    results.mkdir()
+    assert "ssd_sizes.jsonl: 0 replaced, 2 added" in run("store", str(first), "--results", str(results)).output
+    said = run("store", str(second), "--results", str(results)).output
+    assert "nvidia-h200/ssd_sizes.jsonl: 1 replaced, 1 added, 1 left as they were" in said
+    found = rows.stored(results, "nvidia-h200", "ssd-sizes", "ssd")
+    assert [(one["case"], one["median_ms"], "not_run" in one) for one in found] == [
+        ("1", 1.0, False), ("2", 2.0, False), ("3", 2.0, False),
+    ]  # fmt: skip
+    assert len(rows.stored(results, "intel-xeon-2-threads", "cpu")) == 1
+    with pytest.raises(ArgumentError, match="does not say its suite and machine"):
+        rows.store([{"case": "1"}], results)
 
 
 @pytest.mark.skipif(find_spec("mamba_ssm") is not None, reason="mamba-ssm is installed")
@@ -232,6 +280,24 @@ def test_a_loop_of_the_host_decodes_what_the_generator_does():
     ]
     assert least[1] - least[0] == 2 * 2 * 2 * counts.state_elements(model)[0]  # rows, read and written, bytes saved
     assert generator.lengths(ends[0]).tolist() == generator.lengths(ends[1]).tolist() == [8, 8]
+
+
+def test_a_slow_call_is_timed_once(monkeypatch):
+    clock, made = [0.0], []
+
+    def call(seconds):
+        clock[0] += seconds
+        made.append(seconds)
+
+    monkeypatch.setattr(language_models.time, "perf_counter", lambda: clock[0])
+    slow = 2 * language_models.SLOW_S
+    found = list(
+        language_models.in_turns(
+            ("a", "b"), "tiny", "read", (partial(call, 1.0), partial(call, slow)), 3, 1, counts.Counts(1, 1)
+        )
+    )
+    assert [(row["median_s"], row["n"]) for row in found] == [(1.0, 3), (slow, 1)]
+    assert sorted(made) == [1.0] * 4 + [slow]
 
 
 def test_rivals_of_an_operator_are_judged_with_it(monkeypatch):
