@@ -89,7 +89,8 @@ def _ms(value: float | str | None) -> str:
         return "-"
     if isinstance(value, str):
         return value.partition(":")[0] if value.startswith(("not run", "an error")) else "not run"
-    return f"{value:,.0f} ms" if value >= 100 else f"{value:.1f} ms" if value >= 10 else f"{value:.3g} ms"
+    number = f"{value:,.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.3g}"
+    return f"{number}\u00a0ms"  # one word: cells do not break it
 
 
 def _size(count: int) -> str:
@@ -111,10 +112,10 @@ def granite_layer() -> str:
         return _ms(row["times_ms"].get("torch.compile")).replace("-", "fails (torch 2.11)")
 
     return table(rows, {
-        "machine": device,
+        "machine, dtype, batch x tokens": lambda row: (
+            f"{device(row)}, {row['dtype']}, {row['batch']} x {row['tokens']}"
+        ),
         "transformers": key("transformers"),
-        "dtype": key("dtype"),
-        "batch x tokens": lambda row: f"{row['batch']} x {row['tokens']}",
         "eager": time("eager"),
         "torch.compile": compiled,
         "refold": time("refold", bold=True),
