@@ -82,7 +82,25 @@ def test_rows_are_written_as_they_are_measured_and_compared(toy, tmp_path):
     for row in found[1:]:
         rows.append(faster, row | {"times_ms": {"refold": row["times_ms"]["refold"] / 4}})
     assert [(a, b) for *_, a, b in rows.compare(found, rows.read(faster))] == [(4.0, 1.0), (8.0, 2.0)]
-    assert "4.00  cpu 2: refold times_ms" in run("compare", str(out), str(faster)).output
+    assert "4.00          cpu 2: refold times_ms" in run("compare", str(out), str(faster)).output
+
+
+def test_times_whose_percentiles_overlap_are_said_to_be_the_same():
+    def row(low, high):
+        return {
+            "case": "1",
+            "median_ms": {"refold": (low + high) / 2},
+            "p20_ms": {"refold": low},
+            "p80_ms": {"refold": high},
+        }
+
+    def verdicts(*pair):
+        return [(one.which, one.verdict) for one in rows.compare([row(2.0, 3.0)], [row(*pair)])]
+
+    assert verdicts(1.0, 1.9) == [("refold median_ms", "faster")]
+    assert verdicts(1.0, 2.1) == verdicts(2.9, 4.0) == [("refold median_ms", "same")]
+    assert verdicts(3.1, 4.0) == [("refold median_ms", "slower")]
+    assert rows.compare([{"case": "1", "hot_ms": 1.0}], [{"case": "1", "hot_ms": 1.0}])[0].verdict == ""
 
 
 def test_a_run_that_was_stopped_keeps_its_rows_and_goes_on(toy, tmp_path):
@@ -100,7 +118,7 @@ def test_a_limit_of_time_leaves_measurements_to_the_next_run(toy, tmp_path):
     out = str(tmp_path / "rows.jsonl")
     ended = run("run", "cpu", "--out", out, "--limit", "0")
     assert ended.exit_code == 3
-    assert "2 measurements are left; the same command with --resume goes on" in ended.stderr
+    assert "measurements left: 2; the same command with --resume goes on" in ended.stderr
     assert not Path(out).exists()
     assert run("run", "cpu", "--out", out, "--limit", "600", "--resume").exit_code == 0
     assert len(rows.read(Path(out))) == 2

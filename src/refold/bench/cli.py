@@ -79,7 +79,7 @@ def run(
     if refused:
         typer.echo(f"{refused} measurements were refused", err=True)
     if running.left:
-        typer.echo(f"{running.left} measurements are left; the same command with --resume goes on", err=True)
+        typer.echo(f"measurements left: {running.left}; the same command with --resume goes on", err=True)
     if refused or running.left:
         raise typer.Exit(1 if refused else 3)
 
@@ -104,13 +104,16 @@ def compare(
     before: Annotated[Path, typer.Argument(help="A file of rows.")],
     after: Annotated[Path, typer.Argument(help="Another file of rows.")],
 ) -> None:
-    """Compare the times that two files have in common; a ratio above 1 means that the second is faster."""
+    """Compare the times that two files have in common; a ratio above 1 means that the second is faster.
+
+    "faster" and "slower" stand where the 20th to 80th percentiles of the two do not overlap, "same" where they do.
+    """
     found = rows.compare(rows.read(before), rows.read(after))
     if not found:
         raise ArgumentError(f"{before} and {after} have no measurement in common. Compare runs of one suite")
     typer.echo(f"{'before ms':>11} {'after ms':>11} {'ratio':>7}")
-    for name, which, a, b in found:
-        typer.echo(f"{a:11.4f} {b:11.4f} {a / b:7.2f}  {name}: {which}")
+    for name, which, verdict, a, b in found:
+        typer.echo(f"{a:11.4f} {b:11.4f} {a / b:7.2f}  {verdict:6}  {name}: {which}")
 
 
 @app.command()

@@ -51,7 +51,8 @@ def device(row: Row) -> str:
     env = row["env"]
     if "gpu" in env and row["device"] != "cpu":
         return env["gpu"]
-    return f"{env['processor'].replace('(R)', '').replace(' Processor', '')}, {env['threads']} threads"
+    name = env["processor"].replace("(R)", "").replace(" Processor", "")
+    return f"{name}, {env['threads']} {'thread' if env['threads'] == 1 else 'threads'}"
 
 
 # Operators --------------------------------------------------------------------------------------

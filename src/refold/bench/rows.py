@@ -12,7 +12,7 @@ import subprocess
 from collections.abc import Iterable, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..errors import ArgumentError
 
@@ -153,7 +153,7 @@ def machine(row: Row) -> str:
         name = env["gpu"]
     else:
         name = re.sub(r"\(.*?\)|@.*|,.*|\b(processor|cpu)\b", " ", env["processor"], flags=re.IGNORECASE)
-        name += f" {env['threads']} threads"
+        name += f" {env['threads']} {'thread' if env['threads'] == 1 else 'threads'}"
     return "-".join(re.findall(r"[a-z0-9.]+", name.lower()))
 
 
@@ -201,16 +201,43 @@ def measured(row: Row) -> bool:
     return not any(isinstance(row.get(why), str) for why in ("not_run", "skipped"))
 
 
-def compare(before: list[Row], after: list[Row]) -> list[tuple[str, str, float, float]]:
-    """Pair the times of two runs: (what, which time, milliseconds before, milliseconds after).
+class Pair(NamedTuple):
+    """A time that two runs have in common, in milliseconds.
 
-    If a file has several rows of one identity, the last one counts.
+    Attributes:
+        name: What was measured.
+        which: Which time of it.
+        verdict: Whether the second run is faster, slower, or neither: their 20th to 80th percentiles overlap. Empty if
+            the rows do not have these.
+        before: The time in the first run.
+        after: The time in the second run.
     """
+
+    name: str
+    which: str
+    verdict: str
+    before: float
+    after: float
+
+
+def compare(before: list[Row], after: list[Row]) -> list[Pair]:
+    """Pair the times of two runs. If a file has several rows of one identity, the last one counts."""
     old = {identity(row): row for row in before}
     found = []
     for key, row in {identity(row): row for row in after}.items():
         if key in old:
             a, b = times_ms(old[key]), times_ms(row)
             name = " ".join(value for _, value in key)
-            found += [(name, which, a[which], b[which]) for which in b if which in a]
+            found += [
+                Pair(name, which, _verdict(a, b, which), a[which], b[which])
+                for which in b
+                if which in a and not which.endswith(("p20_ms", "p80_ms"))
+            ]
     return found
+
+
+def _verdict(a: Mapping[str, float], b: Mapping[str, float], which: str) -> str:
+    low, high = (which.replace("median_ms", percentile) for percentile in ("p20_ms", "p80_ms"))
+    if low == which or not {low, high} <= a.keys() & b.keys():
+        return ""
+    return "faster" if b[high] < a[low] else "slower" if b[low] > a[high] else "same"
