@@ -24,6 +24,7 @@ from refold.bench import (
     progress,
     rows,
     suites,
+    training,
 )  # fmt: skip
 from refold.bench.recurrences import in_turns, recurrences
 from refold.cli import app
@@ -281,6 +282,25 @@ def test_programs_of_linear_attention_agree():
     inputs = [torch.randn(1, 6, 1, n) for n in (4, 4, 4, 1)]
     refused = linear_attention.measure(linear_attention.loop, wrong, inputs, 1e-4, 1)
     assert refused["refused"] == refused["not_run"]["refold"] == "an error above 0.0001"
+
+
+def test_only_our_own_programs_refuse_a_row_of_training():
+    layer, u = torch.nn.Linear(4, 4), torch.randn(2, 3, 4, requires_grad=True)
+
+    def measured(**programs):
+        return training.measure(layer, programs, u, 1e-4, 1, False)
+
+    def wrong(x):
+        return layer(x) * 1.01
+
+    row = measured(**{"refold": layer, "torch.compile": wrong, "eager": wrong})
+    assert "refused" not in row
+    assert row["not_run"] == {"torch.compile": "an error above 0.0001"}
+    assert row["median_ms"].keys() == {"refold", "eager"}
+    assert row["errors"]["eager"] > 1e-3
+    row = measured(refold=wrong, eager=layer)
+    assert row["refused"] == "refold: an error above 0.0001"
+    assert row["median_ms"].keys() == {"eager"}
 
 
 def test_a_loop_of_the_host_decodes_what_the_generator_does():
