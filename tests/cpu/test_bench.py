@@ -1,6 +1,8 @@
 """``refold bench``: suites that load, rows that are kept, runs that can be compared."""
 
 import json
+import re
+import subprocess
 import sys
 from functools import partial
 from importlib.util import find_spec
@@ -265,6 +267,25 @@ def test_rows_of_all_schemas_have_times():
 
 def test_the_environment_is_json():
     assert {"refold", "torch", "processor", "threads"} <= json.loads(run("env").output).keys()
+
+
+def test_the_revision_is_that_of_the_source_and_of_nothing_around_it(tmp_path, monkeypatch):
+    monkeypatch.delenv("REFOLD_REVISION", raising=False)
+    file = tmp_path / "rows.py"
+    file.write_text("1\n")
+
+    def git(*arguments):
+        given = ["-c", "user.name=a", "-c", "user.email=a@b", *arguments]
+        subprocess.run(["git", *given], cwd=tmp_path, check=True, capture_output=True)
+
+    git("init", "-q")
+    assert rows.revision(file) == "unknown"
+    git("add", "rows.py")
+    git("commit", "-qm", "one")
+    clean = rows.revision(file)
+    assert re.fullmatch("[0-9a-f]{7,}", clean)
+    file.write_text("2\n")
+    assert rows.revision(file) == f"{clean}-dirty"
 
 
 def test_a_real_suite_runs():

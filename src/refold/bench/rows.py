@@ -43,18 +43,24 @@ def environment() -> dict[str, Any]:
     return found
 
 
-def revision() -> str:
-    """Return the git hash of the source; an exported tree has it in the environment variable ``REFOLD_REVISION``."""
+def revision(file: Path = Path(__file__)) -> str:
+    """Return the git hash of the source, with ``-dirty`` if tracked files differ from it.
+
+    An exported tree has it in the environment variable ``REFOLD_REVISION``. Of an installed package it is unknown, even
+    if it lies in the folder of another repository.
+    """
     if given := os.environ.get("REFOLD_REVISION"):
         return given
-    here = Path(__file__).parent
+
+    def git(*arguments: str) -> str:
+        command = ["git", *arguments]
+        return subprocess.run(command, cwd=file.parent, capture_output=True, text=True, check=True).stdout.strip()
+
     try:
-        found = subprocess.run(
-            ["git", "rev-parse", "--short", "HEAD"], cwd=here, capture_output=True, text=True, check=False
-        )
-    except OSError:  # no git
+        git("ls-files", "--error-unmatch", file.name)
+        return git("describe", "--always", "--dirty", "--exclude=*")
+    except (OSError, subprocess.CalledProcessError):  # no git, or not in it
         return "unknown"
-    return found.stdout.strip() or "unknown"
 
 
 def processor() -> str:
