@@ -14,6 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import refold.ops as ops
 from refold.errors import ArgumentError
+from refold.ops.backends import backend_module
 from refold.ops.spec import Case, OpSpec, all_specs
 from refold.ops.testing import frame_of, oracle, problem
 from refold.ops.torch import registry
@@ -111,6 +112,12 @@ def test_in_place_twin_writes_what_the_step_returns(spec: OpSpec) -> None:
     assert torch.equal(y, y_in_place)
     assert torch.equal(state, args[at])
     assert args[at]._version > version
+
+
+@pytest.mark.parametrize("spec", [p for p in SPECS if p.values[0].updates])
+def test_triton_writes_the_state_itself(spec: OpSpec) -> None:
+    """Without a twin of its own, a backend computes a second state, which is copied: twice the bytes."""
+    assert callable(getattr(backend_module(spec, "triton"), f"{spec.name}_", None))
 
 
 def test_in_place_twin_refuses_gradients() -> None:
