@@ -1,8 +1,10 @@
 """Layers in training: naive code with eager, torch.compile and refold; the same layer with refold.ops, and mamba-ssm.
 
 All programs of a layer share one set of weights. A call is a forward and the gradients of the input and of all weights.
-Programs take turns, and the L2 cache is overwritten before each call. A program is timed only if its result and
-gradients are right: compared with the naive layer in float64, in eager, sequence by sequence. Programs that cannot run,
+Programs take turns. A turn is a few calls in a row, and the host does not wait between them, as between the layers of a
+model; the L2 cache is overwritten before each turn. Results and gradients are compared with the naive layer in float64,
+in eager, sequence by sequence. A program is timed only if it is right, and a row is refused if one of ours is not.
+Eager is the measure of what the dtype gives, so it is timed whatever its error. Programs that cannot run, or are wrong,
 mamba-ssm's kernels among them, are named under ``not_run``.
 """
 
@@ -28,10 +30,12 @@ from .rows import Row
 
 Program = Callable[[torch.Tensor], torch.Tensor]
 
-# Relative L2 error of a result or gradient. A naive layer in bfloat16 is itself that far off.
+# Relative L2 error of a result or gradient. A naive layer in bfloat16 is itself that far off, or farther.
 BOUND = {"bfloat16": 5e-2, "float32": 1e-4}
 # A program that takes longer is called a few times only.
 SLOW_MS = 200.0
+# The programs that may refuse a row.
+OURS = ("refold", "refold.ops")
 
 
 def mamba1(width: int) -> tuple[torch.nn.Module, dict[str, Program]]:
@@ -142,8 +146,14 @@ def errors(got: list[torch.Tensor], expected: list[torch.Tensor]) -> list[float]
     return [float((a.double() - b).norm() / b.norm()) for a, b in zip(got, expected, strict=True)]
 
 
-def take_turns(runs: dict[str, Callable[[], object]], rounds: int, device: torch.device) -> dict[str, list[float]]:
-    """Return the sorted times of calls that take turns, in milliseconds; slow programs get fewer of them."""
+def take_turns(
+    runs: dict[str, Callable[[], object]], rounds: int, device: torch.device, calls: int = 1
+) -> dict[str, list[float]]:
+    """Return the sorted times of a call, in milliseconds, of programs that take turns; slow ones get fewer of them.
+
+    On a GPU, a turn is ``calls`` calls in a row, and the host does not wait between them. It waits before the first
+    call, and the L2 cache is overwritten then.
+    """
     times: dict[str, list[float]] = {name: [] for name in runs}
     flush = torch.empty(1 << 28, dtype=torch.float32, device=device) if device.type == "cuda" else None
     for i in range(rounds + 2):
@@ -157,11 +167,13 @@ def take_turns(runs: dict[str, Callable[[], object]], rounds: int, device: torch
             else:
                 flush.zero_()
                 begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+                many = 1 if times[name] and times[name][0] > SLOW_MS else calls
                 begin.record()
-                run()
+                for _ in range(many):
+                    run()
                 end.record()
                 end.synchronize()
-                ms = begin.elapsed_time(end)
+                ms = begin.elapsed_time(end) / many
             times[name] += [ms] if i >= 2 else []
     return {name: sorted(found) for name, found in times.items()}
 
@@ -187,6 +199,7 @@ def training(
     verify: str = "quick",
     gate: bool = True,
     kernels: bool = False,
+    calls: int = 4,
 ) -> Iterator[Row]:
     """Time naive layers in training: eager, refold, refold.ops, mamba-ssm, and with inductor=true torch.compile."""
     if dtype not in BOUND:
@@ -208,13 +221,14 @@ def training(
         programs |= {"eager": layer} if eager else {}
         programs |= {"torch.compile": torch.compile(layer)} if inductor else {}
         u = torch.randn(batch, tokens, width or own, device=at).to(getattr(torch, dtype)).requires_grad_()
-        row = measure(layer, programs, u, BOUND[dtype] if gate else None, rounds, kernels)
+        row = measure(layer, programs, u, BOUND[dtype] if gate else None, rounds, kernels, calls)
         yield {
             "case": name,
             "width": width or own,
             "batch": batch,
             "tokens": tokens,
             "dtype": dtype,
+            "calls": calls,
             **row,
             "report": compiled.report.to_dict(),
         }
@@ -227,8 +241,9 @@ def measure(
     bound: float | None,
     rounds: int,
     kernels: bool,
+    calls: int = 1,
 ) -> Row:
-    """Check the programs of a layer, and time those that are right."""
+    """Check the programs of a layer, and time eager and those that are right."""
     dy, weights = torch.randn_like(u), list(layer.parameters())
     expected = None if bound is None else reference(layer, u, dy)
     row: Row = {"first_call_s": {}, "errors": {}, "not_run": {}}
@@ -247,12 +262,14 @@ def measure(
         row["first_call_s"][kind] = time.perf_counter() - start
         if expected is not None and bound is not None:
             row["errors"][kind] = max(errors(got, expected))
-            if not row["errors"][kind] <= bound:
-                row["not_run"][kind] = row["refused"] = f"an error above {bound}"
+            if kind != "eager" and not row["errors"][kind] <= bound:
+                row["not_run"][kind] = f"an error above {bound}"
+                if kind in OURS:
+                    row["refused"] = f"{kind}: an error above {bound}"
                 continue
         del got
         runs[kind] = run
-    times = take_turns(runs, rounds, u.device)
+    times = take_turns(runs, rounds, u.device, calls)
     if kernels and u.is_cuda:
         row["kernels"] = {kind: longest_kernels(run, u.device) for kind, run in runs.items() if kind != "eager"}
     return {
