@@ -185,13 +185,14 @@ def test_own_calls_stay_as_they_are_written(rewritten):
         assert [target for target in outcome.targets if "refold.ssd" in target]
 
 
-def test_captured_loops_through_the_compiler():
+@pytest.mark.parametrize("training", [False, True])
+def test_captured_loops_through_the_compiler(training):
     torch._dynamo.reset()
-    args = drawn(attention, torch.bfloat16)
+    args = [x.requires_grad_(training) for x in drawn(attention, torch.bfloat16)]
     compiled = refold.compile(partial(attention, decay="step"), accept="always", strict=True, cache=False)
-    with no_code(), torch.no_grad():
-        y = compiled(*args)
+    with no_code(), torch.set_grad_enabled(training):
+        y = compiled(*args).detach()
     (entry,) = compiled.report.graphs
     assert [row.name for row in entry.applied] == ["roll up loop", NAME]
-    exact = attention(*(x.double() for x in args))
+    exact = attention(*(x.detach().double() for x in args))
     assert float((y.double() - exact).norm() / exact.norm()) < 2**-7
