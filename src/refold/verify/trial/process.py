@@ -16,6 +16,7 @@ import math
 import mmap
 import os
 import pickle
+import platform
 import shutil
 import signal
 import socket
@@ -48,6 +49,12 @@ _STOPPED = "TtZX"
 _ASLEEP = _STOPPED + "S"
 _STOP_S = 0.05  # within which all threads stop, unless other programs keep them from running at all
 _RESUMED_S = 5e-4  # of processor time, which a process that has stopped does not use
+# Calls of the kernel in which a thread sleeps, and which of their arguments is the limit of time (asm/unistd.h). First
+# the one that goes on with any of them after the process was stopped; of those without a limit, poll alone does.
+_TIMED_WAITS = {
+    "x86_64": (219, {202: 3, 230: 2, 35: 0, 7: 2, 271: 2, 23: 4, 270: 4, 232: 3, 281: 3, 128: 2, 219: 2}),
+    "aarch64": (128, {98: 3, 115: 2, 101: 0, 73: 2, 72: 4, 22: 3, 137: 2, 128: 2}),
+}
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _CAREFUL = {"LD_PRELOAD": "libc_malloc_debug.so.0", "MALLOC_CHECK_": "3"}  # of glibc: look, and abort
 _ADD_SEALS, _SEAL_SIZE = 1033, 0x1 | 0x2 | 0x4  # fcntl.h: no more seals, no shrinking, no growing
@@ -91,6 +98,7 @@ class Call:
         tensors: The values; the process gets them with these strides.
         seed: Seeds the random state the program finds.
         grad: Whether gradients are recorded.
+        inference: Whether PyTorch is in inference mode.
         cotangents: What flows back into the results; empty for forward only.
         perturb: The byte that new memory and the red zones are filled with.
         requires_grad: Whether floating-point inputs require gradients.
@@ -99,6 +107,7 @@ class Call:
         flow: How gradients are asked for: ``once``; ``accumulated`` in ``.grad`` by two backwards of one graph; or
             ``differentiated`` once more, with themselves as cotangents, also by what flows back.
         constant: The inputs that require no gradient although others do.
+        frozen: Whether no parameter requires one.
     """
 
     tree: Any
@@ -112,6 +121,8 @@ class Call:
     keep: bool = False
     flow: str = "once"
     constant: frozenset[int] = frozenset()
+    inference: bool = False
+    frozen: bool = False
 
 
 @dataclass
@@ -128,7 +139,7 @@ class Result:
         waited: Seconds that its first thread could have run and another program did.
         started: Whether any program of this machine started a process or a thread meanwhile.
         changed: The inputs that were changed.
-        arguments: What of the caller's own objects was changed, as the process says.
+        left: What of the caller's own objects and modes was changed, as the process says.
         cotangents_changed: Whether what flowed back into the results was changed.
         inputs_after: What the inputs are now.
         overrun: Whether memory next to the inputs was written to.
@@ -144,7 +155,7 @@ class Result:
     outside: float = 0.0
     waited: float = 0.0
     started: bool = False
-    arguments: list[str] = field(default_factory=list)
+    left: list[str] = field(default_factory=list)
     changed: list[int] = field(default_factory=list)
     inputs_after: list[torch.Tensor] = field(default_factory=list)
     overrun: bool = False
@@ -335,6 +346,21 @@ class Worker:
         self._nursery.has_read = self._nursery.has_read or size > 0
         return into
 
+    def write(self, m: dict[str, Any], value: torch.Tensor) -> None:
+        """Write a contiguous tensor into the process, which learns nothing of it."""
+        self.settle()
+        value = value.contiguous()
+        size, done = value.numel() * value.element_size(), 0
+        while done < size:
+            local = struct.pack("QQ", value.data_ptr() + done, size - done)
+            remote = struct.pack("QQ", m["address"] + done, size - done)
+            got = _LIBC.process_vm_writev(self.pid, local, 1, remote, 1, 0)
+            if got <= 0:
+                raise Misbehaved(
+                    "M1", f"its parameter is said to lie at {m['address']:#x}, where nothing can be written"
+                )
+            done += got
+
     def tensors(self, metadata: Sequence[dict[str, Any]], most: int) -> list[torch.Tensor]:
         """Copy the described tensors, which may span ``most`` bytes together, out of the process."""
         found = []
@@ -451,8 +477,8 @@ class Worker:
         own = [0 if alias and alias[0] == "input" else m["storage"] for m, alias in zip(metadata, aliases, strict=True)]
         reused = [bool(at) and any(at in earlier for earlier in self._recent) for at in own]
         self._recent.append(set(own))
-        arguments = [str(each)[:200] for each in _list(answer, "arguments")]
-        return Result(tree, metadata, tensors, *times, arguments, *self._inspect(specs, call), aliases, reused)
+        left = [str(each)[:200] for each in _list(answer, "left")]
+        return Result(tree, metadata, tensors, *times, left, *self._inspect(specs, call), aliases, reused)
 
     def _prepare(self, call: Call, hold: bool) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
         """Choose places for a call's tensors and tell the process; return all of them and those of the inputs."""
@@ -463,10 +489,10 @@ class Worker:
         for index, (spec, t) in enumerate(zip(inputs, call.tensors, strict=True)):
             wanted = call.requires_grad and index not in call.constant
             spec["requires_grad"] = wanted and (t.is_floating_point() or t.is_complex())
+        mode = "inference" if call.inference else "recorded" if call.grad or call.cotangents else "plain"
         self.request(
-            do="prepare", tree=call.tree, tensors=inputs, seed=call.seed, grad=call.grad or bool(call.cotangents),
-            perturb=call.perturb, cotangents=cotangents, hold=hold, keep=call.keep,
-            flow=call.flow,
+            do="prepare", tree=call.tree, tensors=inputs, seed=call.seed, mode=mode, perturb=call.perturb,
+            cotangents=cotangents, hold=hold, keep=call.keep, flow=call.flow, frozen=call.frozen,
         )  # fmt: skip
         return specs, inputs
 
@@ -578,6 +604,24 @@ class Worker:
             return int.from_bytes(self._guard.recv(4), "little")
         except OSError:
             return None
+
+    def wakes(self) -> str:
+        """Say what will run by itself after some time: a thread that sleeps with a limit, a timer; empty if nothing."""
+        restarted, waits = _TIMED_WAITS.get(platform.machine(), (-1, {}))
+        with contextlib.suppress(OSError):  # some systems keep these from everybody; or it has ended
+            for task in self._threads():
+                fields = Path(f"/proc/{self.pid}/task/{task}/syscall").read_text().split()
+                number = int(fields[0]) if fields[0].isdigit() else -1
+                if number in waits:
+                    limit = int(fields[1 + waits[number]], 16)
+                    # No limit is a pointer to nothing, or minus one.
+                    if limit & 0xFFFFFFFF != 0xFFFFFFFF and (limit or number == restarted):
+                        return "a thread of it sleeps for a certain time"
+            if any("[timerfd]" in os.readlink(entry) for entry in Path(f"/proc/{self.pid}/fd").iterdir()):
+                return "it has a timer"
+            if Path(f"/proc/{self.pid}/timers").read_text():
+                return "it has a timer"
+        return ""
 
     def lingering(self) -> list[int]:
         """Return the processes that the program started and that are still there."""
