@@ -590,7 +590,8 @@ class Trial(Race):
     def _ended(self, nursery: Nursery, program: Program, calls: Sequence[Call]) -> str:
         """Make calls and let go of each result; say how the process ended, empty if it lives."""
         try:
-            with nursery.program(program.text, "candidate.py", room=self.suspect.room) as worker:
+            beside = self.suspect if program is self.candidate else None
+            with nursery.program(program.text, "candidate.py", room=self.suspect.room, beside=beside) as worker:
                 worker.lenient = self.off
                 worker.load(program.attribute, self.terms.timeout)
                 self._build(worker, program, self.terms.dtype)

@@ -7,7 +7,9 @@ without any of them.
 
 from __future__ import annotations
 
+import contextlib
 import operator
+import os
 import sys
 from typing import Any
 
@@ -94,6 +96,23 @@ def count_hooks(module: torch.nn.Module) -> list[int]:
     """Return how many hooks of each kind a module has itself."""
     kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
     return [] if _module_hooks is None else [len(getattr(module, kind, ())) for kind in kinds]
+
+
+def warm_compiler() -> None:
+    """Let torch's compiler, if it was imported, find out once which instructions this processor has."""
+    instructions = sys.modules.get("torch._inductor.cpu_vec_isa")
+    with contextlib.suppress(Exception):  # where it cannot, or has no such function, each process finds out by itself
+        getattr(instructions, "valid_vec_isa_list", bool)()
+
+
+def move_compiler() -> None:
+    """Let torch's compiler, if it was imported, keep what it compiles in the folder of this process."""
+    where: Any
+    paths: Any
+    where, paths = (sys.modules.get(f"torch._inductor.{name}") for name in ("codecache", "runtime.cache_dir_utils"))
+    if hasattr(where, "_HEADER_DIR") and paths is not None:
+        where._HEADER_DIR = os.path.join(paths.default_cache_dir(), "precompiled_headers")
+        where._HEADER_LOCK_DIR = os.path.join(where._HEADER_DIR, "locks")
 
 
 def imported_dynamo() -> bool:

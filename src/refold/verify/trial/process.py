@@ -11,12 +11,15 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import fcntl
+import getpass
+import itertools
 import json
 import math
 import mmap
 import os
 import pickle
 import platform
+import pwd
 import shutil
 import signal
 import socket
@@ -41,6 +44,8 @@ GUARD = 4096  # bytes of red zone before and after each input
 _PAGE = 4096
 _ROOT = Path(__file__).parents[3]
 _REPLY_LIMIT = 64 << 20
+_HEADERS = "precompiled_headers"
+_ALONE = {"TORCHINDUCTOR_COMPILE_THREADS": "1"}  # Inductor's pool of compile processes would outlive a call
 _CROWDED = 10.0  # times the limit of an answer, at most, where other programs want the same cores
 _SETTLE_S = 2.0  # after which it is looked at how much a program that still runs uses
 _AWAKE_S = 60.0  # the longest that a thread may neither sleep nor run, on however busy a machine
@@ -191,7 +196,7 @@ class Nursery:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         environment = {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
         environment |= {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
-        environment |= _CAREFUL if careful else {}
+        environment |= _ALONE | (_CAREFUL if careful else {})
         script = Path(__file__).with_name("worker.py")
         with theirs:
             self._process = subprocess.Popen(
@@ -231,9 +236,14 @@ class Nursery:
         self._process.wait()
 
     @contextlib.contextmanager
-    def program(self, text: str, name: str, *, room: int, path: Sequence[str] = ()) -> Iterator[Worker]:
-        """Start a process with a program's source, with ``room`` bytes for what is shared; end it on the way out."""
-        worker = Worker(self, text, name, room, path)
+    def program(
+        self, text: str, name: str, *, room: int, path: Sequence[str] = (), beside: Worker | None = None
+    ) -> Iterator[Worker]:
+        """Start a process with a program's source, with ``room`` bytes for what is shared; end it on the way out.
+
+        ``beside`` is another process of the same program. The two have one folder, with what compilers left there.
+        """
+        worker = Worker(self, text, name, room, path, beside)
         self._workers.append(worker)
         try:
             yield worker
@@ -270,9 +280,12 @@ class Nursery:
 class Worker:
     """One program in its process."""
 
-    def __init__(self, nursery: Nursery, text: str, name: str, room: int, path: Sequence[str]):
+    def __init__(
+        self, nursery: Nursery, text: str, name: str, room: int, path: Sequence[str], beside: Worker | None = None
+    ):
         self._nursery, self._text, self._name = nursery, text, name
-        self._folder = Path(tempfile.mkdtemp(prefix="refold-trial-"))
+        self._own_folder = beside is None
+        self._folder: Path = Path(tempfile.mkdtemp(prefix="refold-trial-")) if beside is None else beside._folder
         room = -(-room // _PAGE) * _PAGE
         handle = os.memfd_create("refold-trial", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.ftruncate(handle, room)
@@ -291,14 +304,14 @@ class Worker:
         self._guard, of_guard = socket.socketpair()
         request = {
             "folder": str(self._folder),
-            "readable": [p for p in [*sys.path, *path, torch.__path__[0], str(_ROOT)] if p],
+            "readable": [p for p in [*sys.path, *path, torch.__path__[0], str(_ROOT), *_headers()] if p],
             "path": [str(_ROOT), *path],
             "limits": _limits(nursery.device, room),
             "device": nursery.device,
             "sandboxed": nursery.sandboxed,
             "threads": nursery.threads,
             "imports": nursery.imports,
-            "environment": _private(self._folder),
+            "environment": _private(self._folder, fresh=beside is None),
         }
         with theirs, of_guard:
             nursery.fork(request, theirs, of_guard, handle)
@@ -635,7 +648,8 @@ class Worker:
                     os.kill(pid, signal.SIGKILL)
         self._channel.close()
         self._guard.close()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        if self._own_folder:
+            shutil.rmtree(self._folder, ignore_errors=True)
 
     def activity(self, states: str = "") -> dict[str, tuple[int, int]]:
         """Return the run time and the number of turns of each thread; nothing if one is in none of the states."""
@@ -898,13 +912,23 @@ def _limits(device: str, room: int) -> dict[str, int]:
     return limits
 
 
-def _private(folder: Path) -> dict[str, str]:
+def _headers() -> list[str]:
+    """Return the folder where Inductor keeps compiled C++ headers of this user, for its path is always the same."""
+    folder = Path(tempfile.gettempdir()) / f"torchinductor_{getpass.getuser()}" / _HEADERS
+    return [str(folder)] if folder.is_dir() and folder.stat().st_uid == os.getuid() else []
+
+
+def _private(folder: Path, *, fresh: bool) -> dict[str, str]:
     inside = {"HOME": "", "TMPDIR": "", "XDG_CACHE_HOME": "cache", "TRITON_CACHE_DIR": "triton"}
     inside |= {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TORCH_EXTENSIONS_DIR": "extensions", "NUMBA_CACHE_DIR": "numba"}
-    for name in inside.values():
-        (folder / name).mkdir(exist_ok=True)
-    # Inductor's pool of compile processes would outlive a call.
-    return {name: str(folder / part) for name, part in inside.items()} | {"TORCHINDUCTOR_COMPILE_THREADS": "1"}
+    if fresh:  # else a program may have put anything there
+        for name in inside.values():
+            (folder / name).mkdir(exist_ok=True)
+        here = folder / f"torchinductor_{pwd.getpwuid(os.getuid()).pw_name}" / _HEADERS
+        here.mkdir(parents=True)
+        for header in itertools.chain.from_iterable(Path(headers).glob("*.gch") for headers in _headers()):
+            (here / header.name).symlink_to(header)
+    return {name: str(folder / part) for name, part in inside.items()} | _ALONE
 
 
 def _data_bytes(status: str) -> int:

@@ -29,6 +29,7 @@ from .verdict import Verdict
 
 Tensors = Sequence[torch.Tensor]
 GRADIENTS = "torch.fx.experimental.symbolic_shapes"  # which torch.autograd.grad imports
+COMPILER = "torch._inductor.compile_fx"
 
 
 class Refused(Exception):
@@ -74,7 +75,8 @@ class Session:
 
     def _open(self, stack: contextlib.ExitStack) -> None:
         terms = self.terms
-        self.nursery.imports = [GRADIENTS] if terms.train else []
+        compiles = "torch.compile" in self.candidate.text + self.original.text
+        self.nursery.imports = [GRADIENTS] * terms.train + [COMPILER] * compiles
 
         def start(program: Program, name: str, room: int) -> Worker:
             return stack.enter_context(self.nursery.program(program.text, name, room=room))

@@ -29,6 +29,7 @@ import signal
 import socket
 import struct
 import sys
+import tempfile
 import time
 import traceback
 from collections import deque
@@ -598,6 +599,7 @@ def _nursery(control: socket.socket) -> None:
         for name in request["imports"]:
             with contextlib.suppress(ImportError):
                 importlib.import_module(name)
+        private.warm_compiler()
         if os.fork() == 0:
             control.close()
             channel, guard = (socket.socket(fileno=handle) for handle in handles[:2])
@@ -634,6 +636,8 @@ def _born(request: dict[str, Any], channel: socket.socket, guard: socket.socket,
     guard.close()
     folder = Path(request["folder"])
     os.environ.update(request["environment"])
+    tempfile.tempdir = None
+    private.move_compiler()
     os.chdir(folder)
     null = os.open(os.devnull, os.O_RDWR)
     for handle in (0, 1, 2):
