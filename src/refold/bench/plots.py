@@ -49,7 +49,7 @@ class Plot:
 def device(row: Row) -> str:
     """Return the name of the device that a row was measured on, for a person."""
     env = row["env"]
-    if "gpu" in env and row["device"] != "cpu":
+    if "gpu" in env and row.get("device") != "cpu":
         return env["gpu"]
     name = env["processor"].replace("(R)", "").replace(" Processor", "")
     return f"{name}, {env['threads']} {'thread' if env['threads'] == 1 else 'threads'}"

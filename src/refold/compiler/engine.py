@@ -25,7 +25,7 @@ from .choices import Choices
 from .decisions import Plan, folder_for
 from .dynamo import captures_loops, notes
 from .environment import environment
-from .inductor import Compiled, inductor, show_graph
+from .inductor import Compiled, first_line, show_graph
 from .notation.rules import read_rules
 from .patience import patience
 from .private import TraceAgain, compile_number, inductor_modes, inductor_options, recompile_limit
@@ -34,7 +34,7 @@ from .recurrence.serial_chains import serial_loops
 from .refusals import refused
 from .replay import Remembering
 from .session import STAYS, describe_captured, survey
-from .validate.program import first_line
+from .validate.program import plain
 from .validate.region import Settings
 
 BUG = "Please report this with the output of `refold doctor`."
@@ -99,7 +99,7 @@ def refold(
         entry.chosen, entry.reason = "inductor", "because refold failed"
         for row in entry.rewrites:
             row.status, row.reason = "refused", refused("refold-failed", first_line(error))
-        return inductor(gm, example_inputs, options=passed_on)
+        return plain(gm, example_inputs, settings, entry)
 
 
 def _unseen_by_hooks() -> AbstractContextManager[Any]:

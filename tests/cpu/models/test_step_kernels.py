@@ -74,7 +74,7 @@ def test_product(rows, dtype, size, group, outputs, before) -> None:
     assert_close(kernels().project(*arguments), expected, bound(dtype, rows))
     hidden = random(rows, outputs)
     before_sum = hidden.clone()
-    kernels().project(*arguments, onto=hidden, scale=0.5)
+    kernels().project(*arguments, onto=hidden, scale=0.5, out=hidden)
     assert_close(hidden, before_sum.double() + 0.5 * expected, bound(dtype, rows))
 
 
@@ -135,7 +135,7 @@ def test_product_with_weights_ahead(rows, size, outputs, ahead) -> None:
     )
     hidden = torch.randn(rows, outputs)
     onto = hidden.clone()
-    kernels().project(x, weight, None, None, 0.0, None, False, onto=onto, scale=0.5)
+    kernels().project(x, weight, None, None, 0.0, None, False, onto=onto, scale=0.5, out=onto)
     assert_close(onto, hidden + 0.5 * product, 2e-6)
     found = kernels().project(x, weight, bias, None, 0.0, None, False, (window, taps, taps_bias, active, first))
     expected[:, first : first + channels] = mixed
@@ -156,8 +156,8 @@ def test_product_with_weights_ahead_compiles(outputs, size, monkeypatch) -> None
     monkeypatch.delenv("TRITON_STORE_BINARY_ONLY", raising=False)
     monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")  # Triton 3.9 warns where nothing is said.
     block_o, block_k, stages, warps, down = kernels()._ahead_config(outputs, size)
-    consts = {"SIZE": size, "ADD": False, "WIDTH": 4, "BLOCK_O": block_o, "BLOCK_B": 16, "BLOCK_K": block_k,
-              "STAGES": stages, "DOWN": down, "bias_ptr": None}  # fmt: skip
+    consts = {"SIZE": size, "WIDTH": 4, "APART": 3, "BLOCK_O": block_o, "BLOCK_B": 16, "BLOCK_K": block_k,
+              "STAGES": stages, "DOWN": down, "bias_ptr": None, "onto_ptr": None}  # fmt: skip
     kernel, kinds = (
         _gluon_kernels._project_rows_ahead_kernel,
         {"out_ptr": "*fp32", "active_ptr": "*i1", "scale": "fp32"},

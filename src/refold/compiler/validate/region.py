@@ -320,7 +320,7 @@ def _baseline(rewrite: Rewrite, settings: Settings) -> GraphModule | None:
 def compile_or_none(gm: GraphModule, inputs: Sequence[Any], options: dict[str, Any]) -> Callable[..., Any] | None:
     """Compile a graph apart from the compile under way; None if Inductor cannot."""
     try:
-        compiled = standalone(gm, inputs, options)
+        compiled = standalone(gm, inputs, options=options)
         compiled(*inputs)
     except torch.OutOfMemoryError:
         raise
