@@ -328,7 +328,7 @@ def explain(module: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
     @captures_loops
     def look(gm: GraphModule, inputs: Sequence[Any]) -> Compiled:
         mode = "training" if _is_training(gm) else "inference"
-        entry = GraphReport(len(report.graphs), mode, chosen="eager", reason="this is an explanation only")
+        entry = GraphReport(len(report.graphs), mode, chosen="eager", reason="refold.explain changes nothing")
         report.graphs.append(entry)
         entry.notes += notes()
         gm = describe_captured(entry, gm)
