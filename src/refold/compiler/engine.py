@@ -26,7 +26,6 @@ from .decisions import Plan, folder_for
 from .dynamo import captures_loops, notes
 from .environment import environment
 from .inductor import Compiled, first_line, show_graph
-from .inductor import Compiled, inductor, show_graph
 from .ir.captured_loop import run_as_written
 from .notation.rules import read_rules
 from .patience import patience

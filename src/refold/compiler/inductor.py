@@ -17,8 +17,8 @@ import torch
 from torch.fx import Graph, GraphModule
 
 from .. import __version__
-from .external_cumsum import keep_scans_external
 from .complex_values import lay_out_complex_values
+from .external_cumsum import keep_scans_external
 from .ir.fx import concrete
 from .private import (
     CustomGraphPass,
