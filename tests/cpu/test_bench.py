@@ -134,6 +134,11 @@ def test_the_name_gpu_runs_all_that_need_one_and_options_can_be_of_one_suite():
     for suite, options in chosen:
         assert suite.settings(options).keys() == options.keys()
         assert suite.runs_on(suite.settings(options)) == ("cpu" if suite.name == "cpu" else "cuda")
+    fusion = [(suite, suite.settings(options)) for suite, options in chosen if suite.name == "fusion-example"]
+    done = [{"suite": "fusion-example", "case": "fused_mamba", "layers": 8, "dtype": kind, "batch": batch}
+            for kind in ("float32", "bfloat16") for batch in (1, 4, 16)]  # fmt: skip
+    counts = [progress.count([(suite.name, partial(suite.load(), **options))], done) for suite, options in fusion]
+    assert counts == [0, 3]  # the same sizes with another number of layers are not done
     given = {suite.name: options for suite, options in chosen}
     assert (given["ssd"], given["cpu"]) == ({"fused": "/x"}, {"rounds": "2"})
     with pytest.raises(ArgumentError, match="the suite ssd is not run"):

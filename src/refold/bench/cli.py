@@ -15,7 +15,7 @@ import typer
 
 from ..errors import ArgumentError, RefoldError
 from . import plots, progress, rows
-from .suites import SUITES, choose
+from .suites import GPU, SUITES, choose
 
 app = typer.Typer(help="Run benchmarks, and compare and draw their results.", no_args_is_help=True)
 
@@ -32,6 +32,7 @@ def list_suites() -> None:
         typer.echo(f"{suite.name:24} {about}")
         if options:
             typer.echo(f"{'':24}   {options}")
+    typer.echo(f"{'gpu':24} All of these that need a GPU, {len(GPU)} in all, with the options whose rows are stored.")
 
 
 @app.command()

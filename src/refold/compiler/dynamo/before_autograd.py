@@ -28,7 +28,7 @@ from ...ops.torch.registry import OPS
 from ..inductor import duplicate
 from ..ir.builder import Builder, extract, is_constant, same_strides, upstream
 from ..ir.captured_loop import captured_loops
-from ..ir.fx import is_erased, is_tensor, value
+from ..ir.fx import is_erased, is_made, is_tensor, value
 from ..ir.metadata import evaluated, with_strides_of
 from ..ir.rewrite import Rewrite
 from ..ir.source import CALLED, located, name_of
@@ -115,7 +115,7 @@ def _worth_a_look(gm: GraphModule) -> bool:
     calls = [node for node in gm.graph.nodes if node.op.startswith("call")]
     if any(part in _name(node) for node in calls for part in ("grad_increment_nesting", "jvp_increment_nesting")):
         return False  # the graph takes a derivative itself, by ``torch.func``; an operator brings one of its own
-    if any(node.target is OPS["linear_scan"] or _is_definition(gm, node) for node in calls):
+    if any(node.target is OPS["linear_scan"] or is_made(node) or _is_definition(gm, node) for node in calls):
         return True
     if any(part in _name(node) for node in calls for part in ("cumsum", "conv")):
         return True
@@ -241,7 +241,9 @@ class BeforeAutograd:
                 )
             if (change := self._change(node)) is not None:
                 return because("in-place", "{} is changed in place", change, change.args[0])
-            if not self._needs[node] and any(self._needs[x] for x in node.all_input_nodes):
+            example = node.meta.get("example_value")
+            counts = isinstance(example, torch.Tensor) and not (example.is_floating_point() or example.is_complex())
+            if not (self._needs[node] or counts) and any(self._needs[x] for x in node.all_input_nodes):
                 return because("detached", "{} is detached, or computed without gradients", node)
         return None
 
