@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-MOST = 6
+MOST = 8
 """Coupled values of one system. Triton needs minutes to compile the 256 products of a step of 16."""
 LANES = 32
 """Lanes of a program: one warp."""
