@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 
 import torch
+import transformers
 from transformers import GraniteMoeHybridConfig
 
 import refold
@@ -57,6 +58,7 @@ def granite_layer(
         report = compiled.report.to_dict()
         yield {
             "case": "granite-4.0-h-tiny",
+            "transformers": transformers.__version__,
             "dtype": name,
             "batch": batch,
             "tokens": tokens,

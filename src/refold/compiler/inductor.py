@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,8 +18,17 @@ from torch.fx import Graph, GraphModule
 
 from .. import __version__
 from .complex_values import lay_out_complex_values
+from .external_cumsum import keep_scans_external
 from .ir.fx import concrete
-from .private import CustomGraphPass, apart, compile_fx, inductor_config, with_backward, without_autograd_cache
+from .private import (
+    CustomGraphPass,
+    TraceAgain,
+    apart,
+    compile_fx,
+    inductor_config,
+    with_backward,
+    without_autograd_cache,
+)
 
 Compiled = Callable[..., Any]
 
@@ -79,9 +89,55 @@ class _Chain(CustomGraphPass):
 
 
 def inductor(
-    gm: GraphModule, inputs: Sequence[Any], *, hook: Hook | None = None, options: dict[str, Any] | None = None
+    gm: GraphModule,
+    inputs: Sequence[Any],
+    *,
+    options: Mapping[str, Any] | None = None,
+    notes: list[str] | None = None,
 ) -> Compiled:
-    """Compile a Dynamo graph with Inductor.
+    """Compile a Dynamo graph with Inductor as it is; cumulative sums that it has no code for are left to ATen.
+
+    Args:
+        gm: The graph; not changed.
+        inputs: The values that Dynamo traced with.
+        options: Inductor options, as for ``torch.compile(options=...)``.
+        notes: Gets a sentence if sums are left to ATen.
+    """
+    try:
+        return inductor_with(gm, inputs, None, options)
+    except (TraceAgain, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # Inductor's failures have no common type
+        failure = error
+    for sizes in itertools.count(1):
+
+        def visit(index: int, graph: Graph, sizes: int = sizes) -> None:
+            if keep_scans_external(graph, sizes) < sizes and not index:
+                raise Stopped  # no more sums could be left to ATen
+
+        hook = Hook(visit, f"external sums of {sizes} sizes", cached=True)
+        try:
+            compiled = inductor_with(gm, inputs, hook, options)
+        except Exception:
+            if hook.stopped or not hook.count:
+                break
+            continue
+        if notes is not None and (note := sums_are_external(failure)) not in notes:
+            notes.append(note)
+        return compiled
+    raise failure
+
+
+def sums_are_external(failure: Exception) -> str:
+    """Say why cumulative sums are left to ATen."""
+    what = first_line(failure)
+    return f"Inductor failed ({what}); cumulative sums are handed to ATen, smallest first, until it compiles"
+
+
+def inductor_with(
+    gm: GraphModule, inputs: Sequence[Any], hook: Hook | None, options: Mapping[str, Any] | None = None
+) -> Compiled:
+    """Compile a Dynamo graph with Inductor, once, whatever comes of it.
 
     Args:
         gm: The graph; not changed.
@@ -128,7 +184,7 @@ def show_graph(gm: GraphModule, inputs: Sequence[Any], look: Callable[[Graph], o
 
     hook = Hook(visit)
     try:
-        inductor(gm, inputs, hook=hook)
+        inductor_with(gm, inputs, hook)
     except Exception:
         if hook.error is not None:
             raise hook.error from None
@@ -136,10 +192,21 @@ def show_graph(gm: GraphModule, inputs: Sequence[Any], look: Callable[[Graph], o
             raise
 
 
-def standalone(gm: GraphModule, inputs: Sequence[Any], options: dict[str, Any] | None = None) -> Compiled:
-    """Compile a graph for exactly these inputs, apart from whatever compile is under way."""
+def standalone(
+    gm: GraphModule,
+    inputs: Sequence[Any],
+    *,
+    options: Mapping[str, Any] | None = None,
+    notes: list[str] | None = None,
+) -> Compiled:
+    """Compile a graph for exactly these inputs, apart from whatever compile is under way; see `inductor`."""
     with apart():
-        return inductor(gm, inputs, options=options)
+        return inductor(gm, inputs, options=options, notes=notes)
+
+
+def first_line(error: BaseException) -> str:
+    """Return an error's type and the first line of its message."""
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
 
 
 def duplicate(gm: GraphModule) -> GraphModule:

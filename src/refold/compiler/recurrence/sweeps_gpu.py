@@ -5,7 +5,9 @@ several steps at a time, before it computes them. That is one launch, where comp
 for each of log2(steps) passes. The functions are those of `refold.compiler.recurrence.sweeps`.
 """
 
-# ruff: noqa: RUF005  (Triton knows no starred tuples)
+# Triton knows no starred tuples, and tuples grow.
+# ruff: noqa: RUF005
+# mypy: disable-error-code="assignment, var-annotated"
 
 from __future__ import annotations
 
