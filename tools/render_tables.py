@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from refold.bench.plots import GPU, device, standing
+from refold.bench.plots import GPU, device, granite_rows, standing
 from refold.bench.rows import Row, machine, measured, place, stored
 
 ROOT = Path(__file__).parents[1]
@@ -102,8 +102,6 @@ def _size(count: int) -> str:
 
 def granite_layer() -> str:
     """Return the table of the Granite hybrid layer: one row a machine, release, dtype and size."""
-    folders = sorted(path.name for path in RESULTS.iterdir() if path.is_dir())
-    rows = [row for folder in folders for row in stored(RESULTS, folder, "granite-layer")]
 
     def peaks(row: Row) -> str:
         return " -> ".join(_size(row["peak_bytes"][name]) for name in ("eager", "refold"))
@@ -111,7 +109,7 @@ def granite_layer() -> str:
     def compiled(row: Row) -> str:
         return _ms(row["times_ms"].get("torch.compile")).replace("-", "fails (torch 2.11)")
 
-    return table(rows, {
+    return table(granite_rows(RESULTS), {
         "machine, dtype, batch x tokens": lambda row: (
             f"{device(row)}, {row['dtype']}, {row['batch']} x {row['tokens']}"
         ),
@@ -121,6 +119,28 @@ def granite_layer() -> str:
         "refold": time("refold", bold=True),
         "peak, eager -> refold": peaks,
     }).partition("\n\n")[0]  # fmt: skip
+
+
+def granite_programs() -> str:
+    """Return the table of all programs of the Granite layer, and of its product that is summed: times and kernels."""
+    rows = [row for folder in (GPU, *_cpus()) for row in stored(RESULTS, folder, "granite-layer") if "kernels" in row]
+
+    def program(*names: str) -> Callable[[Row], str]:
+        def cell(row: Row) -> str:
+            name = next((name for name in names if name in row["kernels"]), names[0])
+            launched = f", {row['kernels'][name]} kernels" if name in row["kernels"] else ""
+            return f"{time(name)(row)}{launched}"
+
+        return cell
+
+    return table(rows, {
+        "what": lambda row: f"{row['case']}, {row['dtype']}, {row['batch']} x {row['tokens']}, {device(row)}",
+        "eager": program("eager"),
+        "torch.compile": program("torch.compile"),
+        "mamba-ssm": program("mamba_ssm"),
+        "refold.ops": program("refold.ops"),
+        "refold": program("refold"),
+    })  # fmt: skip
 
 
 def ssd_sizes() -> str:
@@ -336,12 +356,12 @@ def _cpus() -> list[str]:
 
 
 TABLES: dict[str, Callable[[], str]] = {
-    "granite_layer": granite_layer, "ssd_sizes": ssd_sizes, "pointwise": pointwise, "training": training,
-    "linear_attention": linear_attention, "chunked_scan": chunked_scan, "kernelbench": kernelbench,
-    "recurrences": recurrences(CPU), "recurrences_gpu": recurrences(GPU), "cpu": cpu, "compile_time": compile_time,
-    "decode": generation("decode"), "prefill": generation("prefill"), "generation": generation("generation"),
-    "ssd_jax": ssd_jax, "generation_cpu": in_turns("generation-cpu"),
-    "generation_torch_cpu": in_turns("generation-torch-cpu"),
+    "granite_layer": granite_layer, "granite_programs": granite_programs, "ssd_sizes": ssd_sizes,
+    "pointwise": pointwise, "training": training, "linear_attention": linear_attention,
+    "chunked_scan": chunked_scan, "kernelbench": kernelbench, "recurrences": recurrences(CPU),
+    "recurrences_gpu": recurrences(GPU), "cpu": cpu, "compile_time": compile_time, "decode": generation("decode"),
+    "prefill": generation("prefill"), "generation": generation("generation"), "ssd_jax": ssd_jax,
+    "generation_cpu": in_turns("generation-cpu"), "generation_torch_cpu": in_turns("generation-torch-cpu"),
 }  # fmt: skip
 
 

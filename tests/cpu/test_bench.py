@@ -299,6 +299,24 @@ def test_a_real_suite_runs():
     assert row["report"]["graphs"][0]["rewrites"]
 
 
+def test_a_line_of_the_granite_layer_is_timed_with_what_is_right_only():
+    pytest.importorskip("transformers")
+    from refold.bench import granite_layer
+
+    inputs = [torch.randn(1, 24, 2, 16) for _ in range(2)]
+    others = {
+        "wrong": lambda C, B: C @ B.mT,
+        "fails": lambda C, B: 1 / 0,
+        "twice": lambda C, B: granite_layer.multiply_sum(C, 2 * B),
+    }
+    row = granite_layer.compared(granite_layer.multiply_sum, others, inputs, 1)
+    assert row["times_ms"].keys() == {"eager", "refold", "torch.compile"}
+    assert row["kernels"]["eager"] == 2
+    assert row["not_run"]["twice"] == "an error above 0.0001"
+    assert row["not_run"]["fails"] == "ZeroDivisionError: division by zero"
+    assert row["not_run"]["wrong"].startswith("RuntimeError: The size of tensor")
+
+
 def test_programs_of_linear_attention_agree():
     given = {"tokens": (17,), "batch": 1, "heads": 2, "channels": 4, "dtype": "float32", "rounds": 1, "verify": "off"}
     (row,) = linear_attention.linear_attention(device="cpu", case=("retnet",), **given)
