@@ -181,6 +181,8 @@ def _rewrite(site: CallSite, traced: Traced, before: set[Node], dual: bool) -> C
     if not any(node.target in (*SCANS, LINEAR_SYSTEM, MAX_PLUS_SCAN) for node in graph.nodes) and body.loops:
         names = " and ".join(dict.fromkeys(f"`{x.variable}`" for x in body.loops))
         raise NotALoop("no-scan", f"nothing that is used depends on {names}")
+    differentiable(prologue.graph)
+    prologue.recompile()
     inner_body = _without_writes(steps_body)
     extra = range(len(steps_body.results), len(steps_body.results) + len(contents))
     count = concrete(site.count)  # of the inputs that it is checked and timed on

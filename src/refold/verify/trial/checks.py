@@ -178,11 +178,13 @@ class Trial(Race):
             self._step("S1", "the original changes its buffers, and these are not the candidate's")
         self._step("N8", "", terms=self._longest, random=self._random, stateful=self._stateful)
 
-    def _round(self, kind: str, values: Tensors, *, check: str = "", **options: Any) -> tuple[Result, Result]:
-        """Run one call on all sides and compare everything that comes back."""
+    def _round(
+        self, kind: str, values: Tensors, *, check: str = "", adopted: bool = False, **options: Any
+    ) -> tuple[Result, Result]:
+        """Run one call on all sides and compare everything that comes back; say if they have their state already."""
         call = self._call(values, **options)
-        if self._stateful and self._shares_state:
-            self._adopt(self._state)
+        if self._stateful and self._shares_state and not adopted:
+            self._adopt(self._given_state)
         with self._of_the_original():
             o = self.witness.call(call, self.terms.timeout)
             # What a number must be is known by then, so that the original in its own precision can stand for it.
@@ -318,7 +320,7 @@ class Trial(Race):
         self._round("actual", self._actual("left behind", turn))
         self.suspect.settle()
         left = self.suspect.lingering()
-        self._step("S6", f"it left {len(left)} processes running" if left else "")
+        self._step("S6", f"it left {len(left)} processes running" if left else self.suspect.wakes())
         self._surroundings(self.witness, self.suspect, self._start["modes"])
 
     def _stale(self, first: Tensors) -> None:
@@ -359,15 +361,27 @@ class Trial(Race):
         if not self._shares_state:
             return
         for turn, steps in enumerate((False, True)):
-            g = inputs.generator(self._derived("weights", turn))
-            new = {}
-            for name, value in self._state.items():
-                factor = 1 + 0.3 * torch.randn(value.shape, generator=g).double().abs()
-                new[name] = (value.double() * factor).to(value.dtype) if value.is_floating_point() else value
-            self._adopt(new, steps=steps)
+            self._adopt(self._other_weights("weights", turn), steps=steps)
             kind = "after its weights changed in place" if steps else "after load_state_dict"
             self._round(kind, self._actual("weights", turn), check="C2")
+        # What was asked and told until now may have made it look at its weights once more.
+        places = self._places(self.suspect)
+        self._round("actual", self._actual("settled"))
+        new = self._other_weights("written over")
+        new = {name: new[name] if name in places else value for name, value in self._given_state.items()}
+        self._adopt(new, suspect=False)
+        for name in filter(places.__contains__, new):
+            self.suspect.write(places[name], new[name])
+        self._round("after its weights were written over", self._actual("written"), check="C2", adopted=True)
         self._adopt(self._state)
+
+    def _other_weights(self, *purpose: object) -> dict[str, torch.Tensor]:
+        g = inputs.generator(self._derived(*purpose))
+        new = {}
+        for name, value in self._state.items():
+            factor = 1 + 0.3 * torch.randn(value.shape, generator=g).double().abs()
+            new[name] = (value.double() * factor).to(value.dtype) if value.is_floating_point() else value
+        return new
 
     def _grad_mode(self, first: Tensors) -> None:
         """C5: the same values whether gradients are recorded or not, and whether they flow back or not."""
@@ -376,6 +390,7 @@ class Trial(Race):
             self._unless_refused("no backward", "C5", replace(call, cotangents=()), "only with a backward")
         else:
             self._unless_refused("gradients recorded", "C5", replace(call, grad=True), "only without gradients")
+            self._unless_refused("inference mode", "C5", replace(call, inference=True), "not in inference mode")
 
     def _integers(self, first: Tensors) -> None:
         """N6: integers are drawn by the original alone, and may be the same in each call."""
@@ -412,6 +427,10 @@ class Trial(Race):
         call = replace(self._call(inputs.draw("normal", first, self._derived("accumulated"))), flow="accumulated")
         note = "no second backward of one graph"
         self._unless_refused("accumulated gradients of normal", "N7", call, note, wide=True)
+        if self._state:
+            call = replace(self._call(inputs.draw("normal", first, self._derived("frozen"))), frozen=True)
+            self._unless_refused("frozen parameters, normal", "N7", call, "not with frozen parameters", wide=True)
+        self._plain_sum(first)
         real = [index for index, x in enumerate(first) if inputs.is_real(x)]
         constant = [frozenset(real)] if self._state else []  # parameters need them still
         if len(real) > 1:
@@ -423,6 +442,19 @@ class Trial(Race):
                 f"no gradient for input {which}, normal", "N7", call, f"not without a gradient for input {which}",
                 wide=True,
             )  # fmt: skip
+
+    def _plain_sum(self, first: Tensors) -> None:
+        """N7: what flows back from a sum of all results, one number for all of them, of which nothing may be left."""
+        call = self._call(inputs.draw("normal", first, self._derived("sum")))
+        ones = [torch.ones((), dtype=t.dtype).expand(t.shape) for t in call.cotangents]
+        call = replace(call, cotangents=ones)
+        with self._of_the_original():
+            o = self.witness.call(call, self.terms.timeout)
+            r = o if self._random else self.reference.call(self._wide(call), self.terms.timeout)
+        y = self._ask(call)
+        self._metadata(o, y)
+        sides = list(zip(r.tensors, o.tensors, y.tensors, strict=True))
+        self._coarse("a sum's", call, sides[len(self._outputs) :])
 
     def _specials(self, first: Tensors) -> None:
         """N5: NaN and infinities stay where the original has them, as far as that is asked for."""
@@ -505,6 +537,7 @@ class Trial(Race):
             return True
         if other := unlike(o, y):
             self._step("M2", f"{name}: {other}")
+        self._untouched(o, y)
         self._numbers(name, check, call, r, o, y)
         return True
 
@@ -557,7 +590,8 @@ class Trial(Race):
     def _ended(self, nursery: Nursery, program: Program, calls: Sequence[Call]) -> str:
         """Make calls and let go of each result; say how the process ended, empty if it lives."""
         try:
-            with nursery.program(program.text, "candidate.py", room=self.suspect.room) as worker:
+            beside = self.suspect if program is self.candidate else None
+            with nursery.program(program.text, "candidate.py", room=self.suspect.room, beside=beside) as worker:
                 worker.lenient = self.off
                 worker.load(program.attribute, self.terms.timeout)
                 self._build(worker, program, self.terms.dtype)

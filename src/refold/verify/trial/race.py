@@ -88,7 +88,9 @@ class Race(Session):
     def _alike_twins(self, base: Worker, against: str) -> None:
         """T6: two processes with the same program are equally fast, or the clock cannot be trusted here."""
         with contextlib.ExitStack() as stack, self._of_the_original():
-            twin = stack.enter_context(self.nursery.program(self.original.text, "original.py", room=self.suspect.room))
+            twin = stack.enter_context(
+                self.nursery.program(self.original.text, "original.py", room=self.suspect.room, beside=self._compiled)
+            )
             twin.load(self.original.attribute, self.terms.timeout)
             self._build(twin, self.original, self.terms.dtype, compiled=against != "eager")
             race = self._race(base, twin, "twins")
