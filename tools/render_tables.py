@@ -143,14 +143,25 @@ def granite_programs() -> str:
     })  # fmt: skip
 
 
-def ssd_sizes() -> str:
-    """Return the table of the operator ssd with other sizes of heads and states."""
-    return table(stored(RESULTS, GPU, "ssd-sizes"), {
+def ssd(suite: str) -> Callable[[], str]:
+    """Return what makes the table of the operator ssd: times, and how near results are to float64."""
+
+    def of(what: str) -> Callable[[Row], str]:
+        def cell(row: Row) -> str:
+            found = [row.get("accuracy", {}).get(name, {}).get(what) for name in ("refold", "mamba_ssm", "fused")]
+            return ", ".join(f"{100 * share:.2f} %" for share in found if share is not None) or "-"
+
+        return cell
+
+    return lambda: table(stored(RESULTS, GPU, suite), {
         "batch x tokens x heads, channels x states": key("case"),
         "refold": time("refold", bold=True),
         "mamba-ssm": time("mamba-ssm"),
         "published fused kernel": time("fused"),
         "copy of its bytes": time("copy"),
+        "errors": of("error"),
+        "within 0.1 %": of("within_1e-3"),
+        "within 1 %": of("within_1e-2"),
     })  # fmt: skip
 
 
@@ -356,7 +367,8 @@ def _cpus() -> list[str]:
 
 
 TABLES: dict[str, Callable[[], str]] = {
-    "granite_layer": granite_layer, "granite_programs": granite_programs, "ssd_sizes": ssd_sizes,
+    "granite_layer": granite_layer, "granite_programs": granite_programs, "ssd": ssd("ssd"),
+    "ssd_sizes": ssd("ssd-sizes"),
     "pointwise": pointwise, "training": training, "linear_attention": linear_attention,
     "chunked_scan": chunked_scan, "kernelbench": kernelbench, "recurrences": recurrences(CPU),
     "recurrences_gpu": recurrences(GPU), "cpu": cpu, "compile_time": compile_time, "decode": generation("decode"),

@@ -312,6 +312,8 @@ def test_a_line_of_the_granite_layer_is_timed_with_what_is_right_only():
     row = granite_layer.compared(granite_layer.multiply_sum, others, inputs, 1)
     assert row["times_ms"].keys() == {"eager", "refold", "torch.compile"}
     assert row["kernels"]["eager"] == 2
+    verdicts = {pair.which: pair.verdict for pair in rows.compare([row], [row])}
+    assert verdicts["eager times_ms"] == "same"
     assert row["not_run"]["twice"] == "an error above 0.0001"
     assert row["not_run"]["fails"] == "ZeroDivisionError: division by zero"
     assert row["not_run"]["wrong"].startswith("RuntimeError: The size of tensor")

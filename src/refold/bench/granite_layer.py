@@ -118,6 +118,8 @@ def compared(program: Program, others: dict[str, Program], inputs: list[torch.Te
     return {
         **row,
         "times_ms": {who: statistics.median(found) for who, found in times.items()},
+        "p20_ms": {who: found[len(found) // 5] for who, found in times.items()},
+        "p80_ms": {who: found[len(found) * 4 // 5] for who, found in times.items()},
         "peak_bytes": {who: graph.peak_bytes.get(who) or peak_bytes(run, device) for who, run in runs.items()},
         "kernels": {who: sum(one["count"] for one in found) for who, found in kernels.items() if found},
         "report": compiled.report.to_dict(),
