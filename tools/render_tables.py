@@ -46,14 +46,20 @@ def origin(rows: list[Row]) -> str:
 
     dates = sorted({row["date"] for row in rows if "date" in row})
     parts = [
-        each(device(row) for row in rows),
-        "torch " + each(row["env"].get("torch", "").partition("+")[0] for row in rows),
+        " and ".join(sorted({device(row) for row in rows})),
+        each(_framework(row) for row in rows),
         " to ".join(dict.fromkeys((dates[0], dates[-1]))) if dates else "no date",
         "revisions " + each(row["env"].get("revision") for row in rows),
     ]
     files = dict.fromkeys(place(RESULTS, machine(row), row["suite"]).relative_to(ROOT).as_posix() for row in rows)
-    kept = [part for part in parts if not part.endswith((" ", "revisions", "torch"))]
+    kept = [part for part in parts if part and part != "revisions "]
     return f"<small>{'; '.join(kept)}. Rows: {', '.join(f'`{file}`' for file in files)}.</small>"
+
+
+def _framework(row: Row) -> str | None:
+    name = "jax" if row.get("backend") == "jax" else "torch"
+    version = row["env"].get(name)
+    return f"{name} {version.partition('+')[0]}" if version else None
 
 
 def key(name: str) -> Callable[[Row], str]:
