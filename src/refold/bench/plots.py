@@ -161,7 +161,8 @@ def draw_roofline(plt: Any, rows: list[Row]) -> Any:
 def granite_rows(results: Path) -> list[Row]:
     """Return the rows of the Granite hybrid layer."""
     folders = sorted(path.name for path in results.iterdir() if path.is_dir())
-    return [row for folder in folders for row in stored(results, folder, "granite-layer")]
+    rows = [row for folder in folders for row in stored(results, folder, "granite-layer")]
+    return [row for row in rows if row["case"] != "multiply-sum"]
 
 
 def draw_granite(plt: Any, rows: list[Row]) -> Any:
