@@ -54,8 +54,8 @@ def run(
 ) -> None:
     """Run suites, and print one line per measurement.
 
-    Exit code 3 if --limit left measurements; else 1 if one was refused because its result is wrong, or if one of several
-    suites failed (the others still run). Rows measured before Ctrl-C stay in the file of --out.
+    Exit code 3 if --limit left measurements; else 1 if one was refused because its result is wrong, or if one of
+    several suites failed (the others still run). Rows measured before Ctrl-C stay in the file of --out.
     """
     if resume and out is None:
         raise ArgumentError("--resume needs --out FILE, which has the rows that were measured before")
