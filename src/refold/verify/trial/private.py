@@ -8,6 +8,7 @@ without any of them.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import operator
 import os
 import sys
@@ -99,10 +100,10 @@ def count_hooks(module: torch.nn.Module) -> list[int]:
 
 
 def warm_compiler() -> None:
-    """Let torch's compiler, if it was imported, find out once which instructions this processor has."""
-    instructions = sys.modules.get("torch._inductor.cpu_vec_isa")
-    with contextlib.suppress(Exception):  # where it cannot, or has no such function, each process finds out by itself
-        getattr(instructions, "valid_vec_isa_list", bool)()
+    """Import torch's compiler, and let it find out once which instructions this processor has."""
+    with contextlib.suppress(Exception):  # where it cannot, or has other names, each process does so by itself
+        importlib.import_module("torch._inductor.compile_fx")
+        importlib.import_module("torch._inductor.cpu_vec_isa").valid_vec_isa_list()
 
 
 def move_compiler() -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import fcntl
+import functools
 import getpass
 import itertools
 import json
@@ -187,26 +188,22 @@ class Nursery:
         device: ``cpu`` or ``cuda``.
         sandboxed: Whether the processes are confined.
         careful: Whether the C library looks at memory that is given back, and ends a process that wrote beyond it.
+        compiler: Whether torch's compiler is imported once for all processes.
     """
 
-    def __init__(self, *, threads: int, device: str = "cpu", sandboxed: bool = True, careful: bool = False):
+    def __init__(
+        self,
+        *,
+        threads: int,
+        device: str = "cpu",
+        sandboxed: bool = True,
+        careful: bool = False,
+        compiler: bool = False,
+    ):
         if sys.platform != "linux":
             raise Unjudgeable(f"the judge reads results out of another process, which needs Linux, not {sys.platform}")
         self.threads, self.device, self.sandboxed = threads, device, sandboxed
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        environment = {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
-        environment |= {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
-        environment |= _ALONE | (_CAREFUL if careful else {})
-        script = Path(__file__).with_name("worker.py")
-        with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-I", str(script), str(theirs.fileno())],
-                pass_fds=[theirs.fileno()],
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                start_new_session=True,  # an interruption at the terminal is the judge's to handle
-            )
-        self._control = ours
+        self._careful, self._compiler = careful, compiler
         self._workers: list[Worker] = []
         # Processes of programs that were ended, and may take a moment for it.
         self._past: set[int] = set()
@@ -214,7 +211,25 @@ class Nursery:
         self.imports: list[str] = []
         # Whether memory of any of them could be read.
         self.has_read = False
-        self._careful: Nursery | None = None
+        self._others: dict[tuple[bool, bool], Nursery] = {}
+
+    @functools.cached_property
+    def _started(self) -> tuple[subprocess.Popen[bytes], socket.socket]:
+        """The process that forks others, and the channel to it."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        environment = {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
+        environment |= {"OMP_NUM_THREADS": str(self.threads), "MKL_NUM_THREADS": str(self.threads)}
+        environment |= _ALONE | (_CAREFUL if self._careful else {})
+        script = Path(__file__).with_name("worker.py")
+        with theirs:
+            process = subprocess.Popen(
+                [sys.executable, "-I", str(script), str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,  # an interruption at the terminal is the judge's to handle
+            )
+        return process, ours
 
     def __enter__(self) -> Nursery:
         return self
@@ -224,16 +239,19 @@ class Nursery:
 
     def close(self) -> None:
         """End the nursery and all that it started."""
-        if self._careful is not None:
-            self._careful.close()
+        for other in self._others.values():
+            other.close()
         for worker in list(self._workers):
             worker.close()
-        self._control.close()
-        for pid in _descendants(self._process.pid):
+        if "_started" not in vars(self):
+            return
+        process, control = self._started
+        control.close()
+        for pid in _descendants(process.pid):
             with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
-        self._process.kill()
-        self._process.wait()
+        process.kill()
+        process.wait()
 
     @contextlib.contextmanager
     def program(
@@ -252,27 +270,37 @@ class Nursery:
             self._past |= worker.family
             worker.close()
 
-    def careful(self) -> Nursery:
-        """Return a nursery like this one whose processes are ended when they wrote beyond their own memory."""
-        if self._careful is None:
-            self._careful = Nursery(threads=self.threads, device=self.device, sandboxed=self.sandboxed, careful=True)
-        self._careful.imports = self.imports
-        return self._careful
+    def other(self, *, careful: bool = False, compiler: bool = False) -> Nursery:
+        """Return a nursery like this one that is also careful, or has torch's compiler; closed with this one."""
+        key = careful or self._careful, compiler or self._compiler
+        if key == (self._careful, self._compiler):
+            return self
+        if key not in self._others:
+            self._others[key] = Nursery(
+                threads=self.threads, device=self.device, sandboxed=self.sandboxed, careful=key[0], compiler=key[1]
+            )
+        self._others[key].imports = self.imports
+        return self._others[key]
+
+    @property
+    def has_compiler(self) -> bool:
+        """Whether torch's compiler is imported once for all processes."""
+        return self._compiler
 
     def is_careful(self) -> bool:
         """Say whether the C library has the part that does so; known once it has started a process."""
-        return "libc_malloc_debug" in Path(f"/proc/{self._process.pid}/maps").read_text()
+        return "libc_malloc_debug" in Path(f"/proc/{self._started[0].pid}/maps").read_text()
 
     def strangers(self) -> list[int]:
         """Return the children of the nursery that it did not fork for a program: what one left running."""
         own = self._past.union(*(worker.family for worker in self._workers))
-        return [pid for pid in _children(self._process.pid) if pid not in own]
+        return [pid for pid in _children(self._started[0].pid) if pid not in own]
 
     def fork(self, request: dict[str, Any], channel: socket.socket, guard: socket.socket, region: int) -> None:
         """Ask for one more process, which answers on ``channel``; on ``guard``, the one that waits for it."""
         handles = [channel.fileno(), guard.fileno(), region]
         try:
-            socket.send_fds(self._control, [json.dumps(request).encode()], handles)
+            socket.send_fds(self._started[1], [json.dumps(request).encode()], handles)
         except OSError as error:
             raise Unjudgeable(f"the process that starts programs has ended ({error.strerror})") from error
 
@@ -311,6 +339,7 @@ class Worker:
             "sandboxed": nursery.sandboxed,
             "threads": nursery.threads,
             "imports": nursery.imports,
+            "compiler": nursery.has_compiler,
             "environment": _private(self._folder, fresh=beside is None),
         }
         with theirs, of_guard:

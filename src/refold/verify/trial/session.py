@@ -29,7 +29,6 @@ from .verdict import Verdict
 
 Tensors = Sequence[torch.Tensor]
 GRADIENTS = "torch.fx.experimental.symbolic_shapes"  # which torch.autograd.grad imports
-COMPILER = "torch._inductor.compile_fx"
 
 
 class Refused(Exception):
@@ -72,11 +71,14 @@ class Session:
         self._began = time.perf_counter()
         self._outputs: list[tuple[list[int], torch.dtype]] = []  # shape and dtype of each result, without gradients
         self._stateful = False  # whether the original changes its buffers
+        self._constant: set[str] = set()  # parameters and buffers that it leaves alone
 
     def _open(self, stack: contextlib.ExitStack) -> None:
         terms = self.terms
-        compiles = "torch.compile" in self.candidate.text + self.original.text
-        self.nursery.imports = [GRADIENTS] * terms.train + [COMPILER] * compiles
+        self.nursery.imports = [GRADIENTS] if terms.train else []
+        texts = self.candidate.text + self.original.text
+        if "torch.compile" in texts and "triton" not in texts:  # which is told before it is imported how to run
+            self.nursery = self.nursery.other(compiler=True)
 
         def start(program: Program, name: str, room: int) -> Worker:
             return stack.enter_context(self.nursery.program(program.text, name, room=room))
@@ -197,13 +199,29 @@ class Session:
         """Return where parameters and buffers lie in a process, those that can be written over as they are."""
         if self.terms.device != "cpu":
             return {}
+        found = [
+            (name.removeprefix("_orig_mod."), m) for name, m in worker.inspect()["state"]
+        ]  # as torch.compile names it
         return {
             name: m
-            for name, m in worker.inspect()["state"]
+            for name, m in found
             if name in self._state
             and strides(m) == contiguous(m["shape"])
             and (m["shape"], m["dtype"]) == (list(self._state[name].shape), str(self._state[name].dtype)[6:])
         }
+
+    def _written(self, worker: Worker, places: dict[str, dict[str, Any]], state: dict[str, torch.Tensor]) -> None:
+        """Write values into their places in a process, the last of those that share one being the same for all."""
+        for name in filter(places.__contains__, state):
+            worker.write(places[name], state[name])
+
+    def _other_weights(self, *purpose: object, spread: float = 0.3) -> dict[str, torch.Tensor]:
+        g = inputs.generator(self._derived(*purpose))
+        new = {}
+        for name, value in self._state.items():
+            factor = 1 + spread * torch.randn(value.shape, generator=g).double().abs()
+            new[name] = (value.double() * factor).to(value.dtype) if value.is_floating_point() else value
+        return new
 
     def _step(self, check: str, failure: str, **numbers: Any) -> None:
         """Write down the outcome of a check; a failure decides."""

@@ -599,7 +599,8 @@ def _nursery(control: socket.socket) -> None:
         for name in request["imports"]:
             with contextlib.suppress(ImportError):
                 importlib.import_module(name)
-        private.warm_compiler()
+        if request["compiler"]:
+            private.warm_compiler()
         if os.fork() == 0:
             control.close()
             channel, guard = (socket.socket(fileno=handle) for handle in handles[:2])
