@@ -13,38 +13,18 @@ from collections.abc import Callable, Iterator
 
 import torch
 import transformers
-from transformers import GraniteMoeHybridConfig
 
 import refold
 
 from ..verify.memory import peak_bytes
 from ..verify.profile import profiling, take
-from . import peers
+from .layers import Program, granite
 from .progress import wanted
 from .rows import Row
-from .training import BOUND, granite, take_turns
-
-# transformers takes the kernels of these packages where it finds them; the layer here is its PyTorch code.
-with peers.hidden("mamba_ssm", "causal_conv1d"):
-    from transformers.models.granitemoehybrid.modeling_granitemoehybrid import GraniteMoeHybridMambaLayer
+from .training import BOUND, take_turns
 
 WIDTH = 1536
 CASES = ("granite-4.0-h-tiny", "multiply-sum")
-Program = Callable[..., torch.Tensor]
-
-
-def layer(width: int) -> torch.nn.Module:
-    """Return the layer at granite-4.0-h-tiny's proportions, random weights."""
-    config = GraniteMoeHybridConfig(
-        hidden_size=width,
-        mamba_n_heads=2 * width // 64,
-        mamba_d_head=64,
-        mamba_d_state=128,
-        mamba_n_groups=1,
-        mamba_chunk_size=256,
-        mamba_expand=2,
-    )
-    return GraniteMoeHybridMambaLayer(config, 0)
 
 
 def multiply_sum(C: torch.Tensor, B: torch.Tensor) -> torch.Tensor:
