@@ -34,6 +34,7 @@ from .inductor import (
 from .ir.captured_loop import captured_loops
 from .ir.cost import Cost, graph_cost
 from .ir.evaluate import values_at
+from .ir.fx import is_made
 from .ir.rewrite import Rewrite
 from .pipeline import run as run_pipeline
 from .private import TraceAgain
@@ -295,6 +296,7 @@ class GraphCompile:
         while True:
             pending: list[_Pending] = []
             facts = [repr(self.settings.choices), *(rule.digest for rule in self.settings.rules)]
+            facts += [node.name for node in self.gm.graph.nodes if is_made(node)]  # they are treated otherwise
             outcome = digest([*versions(), *facts, *sorted(self.refused), str(self.external_scans)])
             hook = Hook(functools.partial(self._visit, pending), outcome, self.cached)
             log.info("compiling graph %d", self.entry.index)
