@@ -73,7 +73,7 @@ def _missing(spec: OpSpec, backend: str) -> str | None:
         if not _installed(package):
             return f"the package {package} is not installed; pip install 'refold[{package}]'"
     if not _exists(f"{spec.module}.{_file(backend)}"):
-        return f"{spec.module} has no file {_file(backend)}.py"
+        return f"{spec.name} has no {backend} implementation"
     return None
 
 
