@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from refold.bench.plots import GPU, device, standing
+from refold.bench.plots import GPU, device, granite_rows, standing
 from refold.bench.rows import Row, machine, measured, place, stored
 
 ROOT = Path(__file__).parents[1]
@@ -46,14 +46,20 @@ def origin(rows: list[Row]) -> str:
 
     dates = sorted({row["date"] for row in rows if "date" in row})
     parts = [
-        each(device(row) for row in rows),
-        "torch " + each(row["env"].get("torch", "").partition("+")[0] for row in rows),
+        " and ".join(sorted({device(row) for row in rows})),
+        each(_framework(row) for row in rows),
         " to ".join(dict.fromkeys((dates[0], dates[-1]))) if dates else "no date",
         "revisions " + each(row["env"].get("revision") for row in rows),
     ]
     files = dict.fromkeys(place(RESULTS, machine(row), row["suite"]).relative_to(ROOT).as_posix() for row in rows)
-    kept = [part for part in parts if not part.endswith((" ", "revisions", "torch"))]
+    kept = [part for part in parts if part and part != "revisions "]
     return f"<small>{'; '.join(kept)}. Rows: {', '.join(f'`{file}`' for file in files)}.</small>"
+
+
+def _framework(row: Row) -> str | None:
+    name = "jax" if row.get("backend") == "jax" else "torch"
+    version = row["env"].get(name)
+    return f"{name} {version.partition('+')[0]}" if version else None
 
 
 def key(name: str) -> Callable[[Row], str]:
@@ -102,8 +108,6 @@ def _size(count: int) -> str:
 
 def granite_layer() -> str:
     """Return the table of the Granite hybrid layer: one row a machine, release, dtype and size."""
-    folders = sorted(path.name for path in RESULTS.iterdir() if path.is_dir())
-    rows = [row for folder in folders for row in stored(RESULTS, folder, "granite-layer")]
 
     def peaks(row: Row) -> str:
         return " -> ".join(_size(row["peak_bytes"][name]) for name in ("eager", "refold"))
@@ -111,7 +115,7 @@ def granite_layer() -> str:
     def compiled(row: Row) -> str:
         return _ms(row["times_ms"].get("torch.compile")).replace("-", "fails (torch 2.11)")
 
-    return table(rows, {
+    return table(granite_rows(RESULTS), {
         "machine, dtype, batch x tokens": lambda row: (
             f"{device(row)}, {row['dtype']}, {row['batch']} x {row['tokens']}"
         ),
@@ -123,14 +127,47 @@ def granite_layer() -> str:
     }).partition("\n\n")[0]  # fmt: skip
 
 
-def ssd_sizes() -> str:
-    """Return the table of the operator ssd with other sizes of heads and states."""
-    return table(stored(RESULTS, GPU, "ssd-sizes"), {
+def granite_programs() -> str:
+    """Return the table of all programs of the Granite layer, and of its product that is summed: times and kernels."""
+    rows = [row for folder in (GPU, *_cpus()) for row in stored(RESULTS, folder, "granite-layer") if "kernels" in row]
+
+    def program(*names: str) -> Callable[[Row], str]:
+        def cell(row: Row) -> str:
+            name = next((name for name in names if name in row["kernels"]), names[0])
+            launched = f", {row['kernels'][name]} kernels" if name in row["kernels"] else ""
+            return f"{time(name)(row)}{launched}"
+
+        return cell
+
+    return table(rows, {
+        "what": lambda row: f"{row['case']}, {row['dtype']}, {row['batch']} x {row['tokens']}, {device(row)}",
+        "eager": program("eager"),
+        "torch.compile": program("torch.compile"),
+        "mamba-ssm": program("mamba_ssm"),
+        "refold.ops": program("refold.ops"),
+        "refold": program("refold"),
+    })  # fmt: skip
+
+
+def ssd(suite: str) -> Callable[[], str]:
+    """Return what makes the table of the operator ssd: times, and how near results are to float64."""
+
+    def of(what: str) -> Callable[[Row], str]:
+        def cell(row: Row) -> str:
+            found = [row.get("accuracy", {}).get(name, {}).get(what) for name in ("refold", "mamba_ssm", "fused")]
+            return ", ".join(f"{100 * share:.2f} %" for share in found if share is not None) or "-"
+
+        return cell
+
+    return lambda: table(stored(RESULTS, GPU, suite), {
         "batch x tokens x heads, channels x states": key("case"),
         "refold": time("refold", bold=True),
         "mamba-ssm": time("mamba-ssm"),
         "published fused kernel": time("fused"),
         "copy of its bytes": time("copy"),
+        "errors": of("error"),
+        "within 0.1 %": of("within_1e-3"),
+        "within 1 %": of("within_1e-2"),
     })  # fmt: skip
 
 
@@ -191,8 +228,8 @@ def kernelbench() -> str:
     rows = stored(RESULTS, GPU, "kernelbench")
     timed = sorted((row for row in rows if row.get("times_ms")), key=lambda row: -(row["ratio"] or 0))
     failed = [f"{row['example']} ({row['failed']})" for row in rows if "failed" in row]
-    said = [f"Of {len(rows)} problems that are stored, {len(timed)} were timed. In "
-            f"{sum('skipped' in row for row in rows)} others nothing is found."]  # fmt: skip
+    nothing = len(rows) - len(timed) - len(failed)
+    said = [f"Of {len(rows)} problems that are stored, {len(timed)} were timed. In {nothing} others nothing is found."]
     said += [f"Not finished: {', '.join(failed)}."] if failed else []
     return " ".join(said) + "\n\n" + table(timed, {
         "problem": lambda row: f"{row['example']} {row['file'].partition('_')[2].removesuffix('.py').rstrip('_')}",
@@ -336,12 +373,13 @@ def _cpus() -> list[str]:
 
 
 TABLES: dict[str, Callable[[], str]] = {
-    "granite_layer": granite_layer, "ssd_sizes": ssd_sizes, "pointwise": pointwise, "training": training,
-    "linear_attention": linear_attention, "chunked_scan": chunked_scan, "kernelbench": kernelbench,
-    "recurrences": recurrences(CPU), "recurrences_gpu": recurrences(GPU), "cpu": cpu, "compile_time": compile_time,
-    "decode": generation("decode"), "prefill": generation("prefill"), "generation": generation("generation"),
-    "ssd_jax": ssd_jax, "generation_cpu": in_turns("generation-cpu"),
-    "generation_torch_cpu": in_turns("generation-torch-cpu"),
+    "granite_layer": granite_layer, "granite_programs": granite_programs, "ssd": ssd("ssd"),
+    "ssd_sizes": ssd("ssd-sizes"),
+    "pointwise": pointwise, "training": training, "linear_attention": linear_attention,
+    "chunked_scan": chunked_scan, "kernelbench": kernelbench, "recurrences": recurrences(CPU),
+    "recurrences_gpu": recurrences(GPU), "cpu": cpu, "compile_time": compile_time, "decode": generation("decode"),
+    "prefill": generation("prefill"), "generation": generation("generation"), "ssd_jax": ssd_jax,
+    "generation_cpu": in_turns("generation-cpu"), "generation_torch_cpu": in_turns("generation-torch-cpu"),
 }  # fmt: skip
 
 

@@ -46,13 +46,15 @@ def run(*arguments):
 def toy(monkeypatch):
     """Plant a suite that measures nothing."""
 
-    def toy(*, sizes: tuple[int, ...] = (1, 2), wrong: bool = False, stops: int = 0):
+    def toy(*, sizes: tuple[int, ...] = (1, 2), wrong: bool = False, stops: int = 0, fails: bool = False):
         """Time nothing."""
         for size in sizes:
             if not progress.wanted(case=str(size)):
                 continue
             if stops == size:
                 raise KeyboardInterrupt
+            if fails:
+                raise ZeroDivisionError("planted")
             yield {"case": str(size), "times_ms": {"refold": 2.0 * size}, **({"refused": "planted"} if wrong else {})}
 
     monkeypatch.setattr(suites.Suite, "load", lambda self: toy)
@@ -127,6 +129,16 @@ def test_a_limit_of_time_leaves_measurements_to_the_next_run(toy, tmp_path):
     assert len(rows.read(Path(out))) == 2
 
 
+def test_one_of_several_suites_that_fails_does_not_stop_the_others(toy, tmp_path):
+    out = str(tmp_path / "rows.jsonl")
+    ended = run("run", "ssd", "cpu", "--set", "ssd.fails=true", "--out", out)
+    assert ended.exit_code == 1
+    assert "ZeroDivisionError: planted" in ended.stderr
+    assert "failed: ssd; the reasons are above" in ended.stderr
+    assert {row["suite"] for row in rows.read(Path(out))} == {"cpu"}
+    assert isinstance(run("run", "ssd", "--set", "fails=true").exception, ZeroDivisionError)
+
+
 def test_the_name_gpu_runs_all_that_need_one_and_options_can_be_of_one_suite():
     chosen = suites.choose(["gpu", "cpu"], {"ssd.fused": "/x", "cpu.rounds": "2"})
     names = {suite.name for suite, _ in chosen}
@@ -134,6 +146,11 @@ def test_the_name_gpu_runs_all_that_need_one_and_options_can_be_of_one_suite():
     for suite, options in chosen:
         assert suite.settings(options).keys() == options.keys()
         assert suite.runs_on(suite.settings(options)) == ("cpu" if suite.name == "cpu" else "cuda")
+    fusion = [(suite, suite.settings(options)) for suite, options in chosen if suite.name == "fusion-example"]
+    done = [{"suite": "fusion-example", "case": "fused_mamba", "layers": 8, "dtype": kind, "batch": batch}
+            for kind in ("float32", "bfloat16") for batch in (1, 4, 16)]  # fmt: skip
+    counts = [progress.count([(suite.name, partial(suite.load(), **options))], done) for suite, options in fusion]
+    assert counts == [0, 3]  # the same sizes with another number of layers are not done
     given = {suite.name: options for suite, options in chosen}
     assert (given["ssd"], given["cpu"]) == ({"fused": "/x"}, {"rounds": "2"})
     with pytest.raises(ArgumentError, match="the suite ssd is not run"):
@@ -236,7 +253,7 @@ def test_what_is_not_right_is_refused_and_the_exit_code_says_so(toy):
     ("arguments", "message"),
     [
         (["run", "no-such"], "there is no suite 'no-such'. There are ssd"),
-        (["run", "cpu", "--set", "shape=3"], "has no option shape. It has sizes, wrong, stops"),
+        (["run", "cpu", "--set", "shape=3"], "has no option shape. It has sizes, wrong, stops, fails"),
         (["run", "cpu", "--set", "sizes=1,x"], "sizes is 'x'. Give a value like 1"),
         (["run", "cpu", "--set", "wrong=1"], "Give true or false"),
         (["run", "cpu", "--set", "wrong"], "give name=value"),
@@ -292,6 +309,26 @@ def test_a_real_suite_runs():
     (row,) = compile_time.compile_time(steps=(32,))
     assert row["first_call_s"] > 0
     assert row["report"]["graphs"][0]["rewrites"]
+
+
+def test_a_line_of_the_granite_layer_is_timed_with_what_is_right_only():
+    pytest.importorskip("transformers")
+    from refold.bench import granite_layer
+
+    inputs = [torch.randn(1, 24, 2, 16) for _ in range(2)]
+    others = {
+        "wrong": lambda C, B: C @ B.mT,
+        "fails": lambda C, B: 1 / 0,
+        "twice": lambda C, B: granite_layer.multiply_sum(C, 2 * B),
+    }
+    row = granite_layer.compared(granite_layer.multiply_sum, others, inputs, 1)
+    assert row["times_ms"].keys() == {"eager", "refold", "torch.compile"}
+    assert row["kernels"]["eager"] == 2
+    verdicts = {pair.which: pair.verdict for pair in rows.compare([row], [row])}
+    assert verdicts["eager times_ms"] == "same"
+    assert row["not_run"]["twice"] == "an error above 0.0001"
+    assert row["not_run"]["fails"] == "ZeroDivisionError: division by zero"
+    assert row["not_run"]["wrong"].startswith("RuntimeError: The size of tensor")
 
 
 def test_programs_of_linear_attention_agree():

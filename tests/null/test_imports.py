@@ -33,7 +33,7 @@ ORDER = [
 COMPILER = [
     ["environment", "private", "refusals", "patience"],
     ["ir"],
-    ["compile_time", "decisions", "external_cumsum"],
+    ["compile_time", "complex_values", "decisions", "external_cumsum"],
     ["inductor"],
     ["recurrence", "notation"],
     ["passes"],

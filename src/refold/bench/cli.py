@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import math
+import os
 import shlex
 import sys
 import time
+import traceback
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -15,7 +18,7 @@ import typer
 
 from ..errors import ArgumentError, RefoldError
 from . import plots, progress, rows
-from .suites import SUITES, choose
+from .suites import GPU, SUITES, choose
 
 app = typer.Typer(help="Run benchmarks, and compare and draw their results.", no_args_is_help=True)
 
@@ -32,6 +35,7 @@ def list_suites() -> None:
         typer.echo(f"{suite.name:24} {about}")
         if options:
             typer.echo(f"{'':24}   {options}")
+    typer.echo(f"{'gpu':24} All of these that need a GPU, {len(GPU)} in all, with the options whose rows are stored.")
 
 
 @app.command()
@@ -50,8 +54,8 @@ def run(
 ) -> None:
     """Run suites, and print one line per measurement.
 
-    Exit code 1 if a measurement was refused because its result is wrong, 3 if --limit left some. Rows measured before
-    Ctrl-C stay in the file of --out.
+    Exit code 3 if --limit left measurements; else 1 if one was refused because its result is wrong, or if one of
+    several suites failed (the others still run). Rows measured before Ctrl-C stay in the file of --out.
     """
     if resume and out is None:
         raise ArgumentError("--resume needs --out FILE, which has the rows that were measured before")
@@ -60,28 +64,39 @@ def run(
         (suite, suite.settings(texts), shlex.join(["refold", "bench", "run", suite.name, *_sets(texts)]))
         for suite, texts in choose(suites, dict(_pair(text) for text in given or []))
     ]
-    env, refused = rows.environment(), 0
+    if len(chosen) > 1:  # else JAX takes three quarters of a GPU's memory, and the other suites have the rest
+        os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    env, refused, failed = rows.environment(), 0, list[str]()
     done = rows.read(out) if resume and out is not None and out.exists() else []
     total = progress.count([(suite.name, partial(suite.load(), **options)) for suite, options, _ in chosen], done)
     try:
         with progress.shown(total, quiet) as told, progress.active(progress.Run(done, told, ends=ends)) as running:
             for suite, options, command in chosen:
                 running.suite = suite.name
-                for row in suite.load()(**options):
-                    refused += "refused" in row
-                    typer.echo(rows.described(row))
-                    if out is not None:
-                        rows.append(out, rows.complete(row, suite.name, suite.runs_on(options), command, env))
+                _free_memory()
+                try:
+                    for row in suite.load()(**options):
+                        refused += "refused" in row
+                        typer.echo(rows.described(row))
+                        if out is not None:
+                            rows.append(out, rows.complete(row, suite.name, suite.runs_on(options), command, env))
+                except Exception:
+                    if len(chosen) == 1:
+                        raise
+                    traceback.print_exc()
+                    failed.append(suite.name)
     except KeyboardInterrupt:
         kept = f"{out} keeps the measured rows; --resume continues" if out is not None else "nothing was kept: no --out"
         typer.echo(f"stopped: {kept}", err=True)
         raise typer.Exit(130) from None
     if refused:
-        typer.echo(f"{refused} measurements were refused", err=True)
+        typer.echo(f"measurements refused: {refused}", err=True)
+    if failed:
+        typer.echo(f"failed: {', '.join(failed)}; the reasons are above", err=True)
     if running.left:
         typer.echo(f"measurements left: {running.left}; the same command with --resume goes on", err=True)
-    if refused or running.left:
-        raise typer.Exit(1 if refused else 3)
+    if refused or failed or running.left:
+        raise typer.Exit(3 if running.left else 1)
 
 
 @app.command()
@@ -140,6 +155,15 @@ def plot(
 def env_command() -> None:
     """Print the versions and devices on which measurements depend, as JSON."""
     typer.echo(json.dumps(rows.environment(), indent=2))
+
+
+def _free_memory() -> None:
+    """Give the memory of a GPU back that the suite before kept for itself."""
+    import torch
+
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def _folder(results: Path) -> None:

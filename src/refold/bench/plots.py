@@ -161,7 +161,8 @@ def draw_roofline(plt: Any, rows: list[Row]) -> Any:
 def granite_rows(results: Path) -> list[Row]:
     """Return the rows of the Granite hybrid layer."""
     folders = sorted(path.name for path in results.iterdir() if path.is_dir())
-    return [row for folder in folders for row in stored(results, folder, "granite-layer")]
+    rows = [row for folder in folders for row in stored(results, folder, "granite-layer")]
+    return [row for row in rows if row["case"] != "multiply-sum"]
 
 
 def draw_granite(plt: Any, rows: list[Row]) -> Any:
@@ -236,55 +237,108 @@ def _limit_s(row: Row) -> float:
     return max(row["bytes"] / row["ceiling_gb_per_s"] / 1e9, row["flops"] / row["ceiling_tflop_per_s"] / 1e12)
 
 
-_BACKENDS = {
-    "jax": "refold, JAX", "torch": "refold, PyTorch", "torch, bfloat16": "refold, PyTorch, bfloat16 states",
-    "torch, host loop": "refold, PyTorch, no graph",
-    "transformers, accelerated, CUDA graph": "transformers, accelerated by refold, CUDA graph",
-}  # fmt: skip
+# Of programs that generate text: their names in a figure, and colours. What is not listed is only in tables.
+PROGRAMS = {
+    "torch": ("refold", OURS),
+    "torch, bfloat16": ("refold, bfloat16 states", "#d98a97"),
+    "jax": ("refold, JAX", "#e0a96d"),
+    "transformers, accelerated, CUDA graph": ("transformers, accelerated by refold", "#7d9d6a"),
+    "mamba-ssm, CUDA graph": ("mamba-ssm, CUDA graph", PEER),
+    "mamba-ssm, PyTorch convolution, CUDA graph": ("mamba-ssm, slow convolution", SOFT),
+    "transformers, mamba-ssm's kernels": ("transformers, mamba-ssm's kernels", EAGER),
+}
 
 
-def draw_generation(plt: Any, rows: list[Row]) -> Any:
-    """Draw tokens per second of decoding and of prefill, and what the device's limits allow."""
-    kinds = [[row for row in rows if f" {kind} " in row["case"]] for kind in ("decode", "prefill")]
-    counts = [max(len(own), 1) for own in kinds]
-    figure, panels = plt.subplots(2, 1, figsize=(9.5, 1.6 + 0.22 * sum(counts)), height_ratios=counts)
-    for panel, own, kind in zip(panels, kinds, ("decode", "prefill"), strict=True):
-        own = sorted(own, key=standing)
-        at = list(range(len(own)))
-        rates = [_made(row) / row["median_s"] for row in own]
-        colours = [OURS if row["backend"] in _BACKENDS else PEER for row in own]
-        panel.grid(visible=False)
-        panel.barh(at, [_made(row) / _limit_s(row) for row in own], 0.8, color="#e3e6eb")
-        bars = panel.barh(at, rates, 0.5, color=colours)
-        panel.bar_label(bars, [_short(rate) for rate in rates], fontsize=7, padding=2)
-        names = [f"{row['case'].partition(' ')[0]}, {_described(row)}" for row in own]
-        panel.set_yticks(at, names, fontsize=7)
-        panel.invert_yaxis()
-        panel.set(xscale="log", title=f"{kind}, {device(rows[0])} (grey: the limit)")
-    panels[1].set_xlabel("tokens per second")
-    figure.tight_layout()
-    return figure
-
-
-def _made(row: Row) -> int:
-    """Return the tokens of a call: of a step the rows, of a prefill the prompt."""
+def _parts(row: Row) -> tuple[str, int, int]:
+    """Return model, rows or length of the prompt, and tokens before (0 if not said) of a row of generation."""
     model, _, rest = row["case"].partition(" decode batch ")
-    return int(rest.split()[0]) if rest else int(model.rpartition(" ")[2])
-
-
-def _described(row: Row) -> str:
-    tokens, past = _made(row), row["case"].partition(" past ")[2]
-    what = f"{tokens} tokens" if " prefill " in row["case"] else f"batch {tokens}"
-    what += f" after {past} tokens" if past else ""
-    return f"{what}: {_BACKENDS.get(row['backend'], row['backend'])}"
+    if rest:
+        batch, _, past = rest.partition(" past ")
+        return model, int(batch), int(past or 0)
+    model, _, length = row["case"].partition(" prefill ")
+    return model, int(length), 0
 
 
 def standing(row: Row) -> tuple[str, int, int, int, str]:
-    """Return where a row stands: by model, batch or length, and tokens before; refold's own first."""
-    own, backend = list(_BACKENDS), row["backend"]
-    past = int(row["case"].partition(" past ")[2] or 0)
-    place = own.index(backend) if backend in own else len(own)
-    return row["case"].partition(" ")[0], _made(row), past, place, backend
+    """Return where a row of generation stands in a table: by model, batch or length, and tokens before."""
+    own, backend = list(PROGRAMS), row["backend"]
+    return *_parts(row), own.index(backend) if backend in own else len(own), backend
+
+
+def decode_rows(results: Path) -> list[Row]:
+    """Return the rows of decoding after short prompts."""
+    rows = [row for row in generation_rows(results) if " decode " in row["case"] and row["backend"] in PROGRAMS]
+    place = list(PROGRAMS)
+    rows = [row for row in rows if _parts(row)[2] < 2048]
+    return sorted(rows, key=lambda row: (*_parts(row)[:2], place.index(row["backend"])))
+
+
+def draw_decode(plt: Any, rows: list[Row]) -> Any:
+    """Draw tokens per second of decoding, and what the device's limits allow."""
+    groups: dict[tuple[str, int], list[Row]] = {}
+    for row in rows:
+        groups.setdefault(_parts(row)[:2], []).append(row)
+    models, batches = sorted({model for model, _ in groups}), sorted({batch for _, batch in groups})
+    counts = [max(len(groups.get((model, batch), [])) for batch in batches) for model in models]
+    figure, panels = plt.subplots(
+        len(models), len(batches), figsize=(10, 0.8 * len(models) + 0.25 * sum(counts)),
+        height_ratios=[count + 1 for count in counts], squeeze=False, layout="constrained",
+    )  # fmt: skip
+    for model, line in zip(models, panels, strict=True):
+        for batch, panel in zip(batches, line, strict=True):
+            own = groups.get((model, batch), [])
+            at = range(len(own))
+            panel.grid(visible=False)
+            panel.barh(at, [batch / _limit_s(row) for row in own], 0.8, color="#e3e6eb")
+            rates = [batch / row["median_s"] for row in own]
+            bars = panel.barh(at, rates, 0.5, color=[PROGRAMS[row["backend"]][1] for row in own])
+            panel.bar_label(bars, [_short(rate) for rate in rates], fontsize=7, padding=2)
+            panel.set_yticks(at, [PROGRAMS[row["backend"]][0] for row in own], fontsize=7)
+            panel.tick_params(axis="x", labelsize=7)
+            panel.locator_params(axis="x", nbins=5)
+            panel.invert_yaxis()
+            panel.set_title(f"{model}, {batch} row{'s' * (batch > 1)}", fontsize=9)
+    figure.supxlabel(f"tokens per second, {device(rows[0])}; grey: what the measured rates allow", fontsize=8)
+    return figure
+
+
+def prefill_rows(results: Path) -> list[Row]:
+    """Return the rows of reading prompts, of models with more than one length."""
+    rows = [row for row in generation_rows(results) if " prefill " in row["case"] and row["backend"] in PROGRAMS]
+    return sorted(rows, key=standing)
+
+
+def draw_prefill(plt: Any, rows: list[Row]) -> Any:
+    """Draw tokens per second and memory over the length of a prompt."""
+    models = sorted({_parts(row)[0] for row in rows})
+    figure, panels = plt.subplots(
+        2, len(models), figsize=(2.6 * len(models) + 1, 5.2), sharex=True, sharey="row", squeeze=False,
+        layout="constrained",
+    )  # fmt: skip
+    for column, model in enumerate(models):
+        own = [row for row in rows if _parts(row)[0] == model]
+        rates, memory = panels[0][column], panels[1][column]
+        for backend, (name, colour) in PROGRAMS.items():
+            line = [row for row in own if row["backend"] == backend]
+            at = [_parts(row)[1] for row in line]
+            if line:
+                rates.plot(
+                    at, [x / row["median_s"] for x, row in zip(at, line, strict=True)], "o-", color=colour, label=name
+                )
+            if line and all("extra_gib" in row for row in line):
+                memory.plot(at, [row["extra_gib"] for row in line], "o-", color=colour)
+        limit = {_parts(row)[1]: _parts(row)[1] / _limit_s(row) for row in own}
+        rates.plot(list(limit), list(limit.values()), "--", color=INK, linewidth=1, label="measured matrix rate")
+        rates.set(xscale="log", yscale="log", title=model)
+        memory.set(xscale="log", yscale="log", xlabel="tokens of the prompt")
+        lengths = sorted({_parts(row)[1] for row in rows})
+        memory.set_xticks(lengths, [f"{length // 1024}K" for length in lengths])
+        memory.minorticks_off()
+    panels[0][0].set_ylabel(f"tokens per second, {device(rows[0])}")
+    panels[1][0].set_ylabel("GiB beyond the weights")
+    handles = {label: one for panel in panels[0] for one, label in zip(*panel.get_legend_handles_labels(), strict=True)}
+    figure.legend(handles.values(), handles, fontsize=8, loc="outside lower center", ncols=3)
+    return figure
 
 
 # Training and accuracy --------------------------------------------------------------------------
@@ -390,7 +444,8 @@ PLOTS = {
     "roofline": Plot("Operations per second over operations per byte.", roofline_rows, draw_roofline),
     "granite_layer": Plot("The Granite layer of transformers: time and memory.", granite_rows, draw_granite),
     "fusion_example": Plot("The eager Mamba model over the batch: time and memory.", fusion_rows, draw_fusion),
-    "generation": Plot("Tokens per second, and what the device allows.", generation_rows, draw_generation),
+    "decode": Plot("Tokens per second of decoding, and what the device allows.", decode_rows, draw_decode),
+    "prefill": Plot("Tokens per second and memory over the length of a prompt.", prefill_rows, draw_prefill),
     "gradients": Plot("Forward and backward of the operators: time and memory.", gradient_rows, draw_gradients),
     "training": Plot("Forward and backward of layers: time and memory.", training_rows, draw_training),
     "accuracy": Plot("Errors of the GPU kernels against float64.", accuracy_rows, draw_accuracy),

@@ -243,7 +243,7 @@ def compare(before: list[Row], after: list[Row]) -> list[Pair]:
 
 
 def _verdict(a: Mapping[str, float], b: Mapping[str, float], which: str) -> str:
-    low, high = (which.replace("median_ms", percentile) for percentile in ("p20_ms", "p80_ms"))
+    low, high = (re.sub("(median|times)_ms", percentile, which) for percentile in ("p20_ms", "p80_ms"))
     if low == which or not {low, high} <= a.keys() & b.keys():
         return ""
     return "faster" if b[high] < a[low] else "slower" if b[low] > a[high] else "same"

@@ -117,9 +117,8 @@ GPU: tuple[tuple[str, dict[str, str]], ...] = (
     ("ssd-backward", {}), ("selective-scan-backward", {}), ("pointwise-backward", {}),
     ("training", {}), ("granite-layer", {}), ("chunked-scan", {}), ("decode", {}), ("prefill", {}),
     ("linear-attention", {}), ("linear-attention", {"grad": "true"}), ("fusion-example", {}),
-    ("ssd-jax", {}), ("generation", {}),
     ("recurrences", {"device": "cuda"}), ("recurrences", {"device": "cuda", "grad": "true"}),
-    ("kernelbench", {"device": "cuda"}),
+    ("kernelbench", {"device": "cuda"}), ("ssd-jax", {}), ("generation", {}),
     ("fusion-example", {"layers": "1", "dtype": "float32", "inductor": "true"}),
 )  # fmt: skip
 """Everything that is stored of a GPU: suites and options. What takes longest comes last."""

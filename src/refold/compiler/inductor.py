@@ -17,6 +17,7 @@ import torch
 from torch.fx import Graph, GraphModule
 
 from .. import __version__
+from .complex_values import lay_out_complex_values
 from .external_cumsum import keep_scans_external
 from .ir.fx import concrete
 from .private import (
@@ -146,11 +147,26 @@ def inductor_with(
     """
     patches = dict(options or {})
     if hook is not None:
-        user = patches.get("joint_custom_pre_pass", inductor_config.joint_custom_pre_pass)
-        patches["joint_custom_pre_pass"] = hook if user is None else _Chain(user, hook)
+        _add(patches, "joint_custom_pre_pass", hook)
     apart_from_cache = hook is not None and not hook.cached
     with without_autograd_cache() if apart_from_cache else contextlib.nullcontext(), with_backward():
-        return compile_fx(duplicate(gm), list(inputs), config_patches=patches or None)  # type: ignore[return-value]
+        try:
+            return compile_fx(duplicate(gm), list(inputs), config_patches=patches or None)  # type: ignore[return-value]
+        except Exception as error:
+            if "complex" not in str(error) or (hook is not None and hook.error is not None):
+                raise
+            if hook is not None:
+                hook.count = 0
+            _add(patches, "post_grad_custom_post_pass", Hook(lambda _, graph: lay_out_complex_values(graph)))
+            with contextlib.suppress(Exception):  # the first error says more
+                return compile_fx(duplicate(gm), list(inputs), config_patches=patches)  # type: ignore[return-value]
+            raise
+
+
+def _add(patches: dict[str, Any], name: str, hook: Hook) -> None:
+    """Put a hook among Inductor's options, after the user's own pass."""
+    user = patches.get(name, getattr(inductor_config, name))
+    patches[name] = hook if user is None else _Chain(user, hook)
 
 
 def show_graph(gm: GraphModule, inputs: Sequence[Any], look: Callable[[Graph], object]) -> None:

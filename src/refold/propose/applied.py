@@ -8,11 +8,13 @@ says so.
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import importlib.util
 import json
 import shutil
 import sys
+import weakref
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -105,7 +107,7 @@ def guarded(module: torch.nn.Module, folder: str | Path, *, arguments: Sequence[
 
     Raises:
         ArgumentError: The folder holds no guards, or the source is not the one that was accepted.
-        TargetError: The source cannot be imported, or has other parameters than the module.
+        TargetError: The source cannot be imported, has other parameters than the module, or would not see the module's.
     """
     folder = Path(folder)
     try:
@@ -124,7 +126,14 @@ def guarded(module: torch.nn.Module, folder: str | Path, *, arguments: Sequence[
     found = getattr(_import(folder / "candidate.py"), guards["attribute"])
     replacement = found(*arguments) if isinstance(found, type) else found
     if isinstance(replacement, torch.nn.Module):
+        before = [weakref.ref(t) for t in (*replacement.parameters(), *replacement.buffers())]
         _share(module, replacement)
+        gc.collect()
+        if any(own() is not None for own in before):
+            raise TargetError(
+                "the replacement holds parameters or buffers in other places, too, as in a list, and would go on with "
+                "its own values there; let it read them from its attributes"
+            )
         replacement.train(guards["train"])  # it runs in no other mode
     return Guarded(module, replacement, guards)
 

@@ -179,7 +179,10 @@ class Chat:
         self._url = (base_url or self._style.base_url).rstrip("/") + self._style.path
         host = urlsplit(self._url)
         if host.scheme not in ("http", "https") or not host.hostname:
-            raise ArgumentError(f"base_url must be the http address of a chat endpoint, not {base_url!r}")
+            raise ArgumentError(
+                f"base_url must be the http address of a chat endpoint, as http://127.0.0.1:8000/v1, not {base_url!r}; "
+                "say it with --base-url"
+            )
         if host.username or host.password:
             raise ArgumentError(f"base_url must hold no password; put the key into {self._style.key}")
         self.name = f"{style}:{model}"

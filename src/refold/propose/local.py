@@ -102,7 +102,7 @@ class Command:
         except (OSError, UnicodeDecodeError) as error:
             raise ProposerError(f"{self.name} cannot be run: {error}") from error
         if done.returncode != 0:
-            said = done.stderr.strip()[-500:]
+            said = done.stderr.strip()[-500:] or "it wrote nothing to its standard error"
             raise ProposerError(f"{self.name} ended with exit code {done.returncode}: {said}")
         if len(done.stdout) > _ANSWER_LIMIT:
             raise ProposerError(

@@ -110,7 +110,7 @@ class Run:
         lines = []
         for number, attempt in enumerate(self.tried):
             times = f"  {speed(attempt.speedup, attempt.at_least)}" if attempt.speedup else ""
-            why = f"  {attempt.check}: {attempt.reason}" if attempt.reason else ""
+            why = "  " + ": ".join(filter(None, (attempt.check, attempt.reason))) if attempt.reason else ""
             lines.append(f"  {number:3}  {attempt.kind:7}  {attempt.outcome}{times}{why}")
         if self.accepted is None:
             lines.append(f"nothing was accepted; ended after {self.ended}")
@@ -189,7 +189,7 @@ def search(
                 for proposal in proposals:
                     number = len(run.tried)
                     record("proposal", number=number, kind=proposal.kind, text=proposal.text, note=proposal.note)
-                    again = proposal.text in seen
+                    again = proposal.text in seen and bool(proposal.text)
                     seen.add(proposal.text)
                     if again:
                         attempt = Attempt(proposal.text, "refused", "", "it was proposed before", kind=proposal.kind)
@@ -214,6 +214,8 @@ def search(
 def _tried(
     original: Program, text: str, number: int, folder: Path, terms: Terms, allow_unsandboxed: bool, nursery: Nursery
 ) -> Attempt:
+    if not text:
+        return Attempt(text, "refused", "", "the answer holds no fenced block with a program, a plan or ModelNew")
     try:
         candidate = source(text)
     except TargetError as error:

@@ -51,7 +51,25 @@ def test_loss_curve():
     assert (got - own).abs().max() < 1e-4
 
 
-def test_a_scan_under_autocast_is_right_by_its_check():
+@pytest.fixture
+def autocast_of_a_gpu():
+    """Sum 16-bit numbers as autocast does on a GPU: in float32, by an argument of the sum."""
+    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
+
+    def in_float32(x, *args, dtype=None, **kwargs):
+        with torch._C._ExcludeDispatchKeyGuard(keys):
+            dtype = torch.float32 if dtype is None and x.dtype == torch.bfloat16 else dtype
+            return torch.ops.aten.sum.dim_IntList(x, *args, dtype=dtype, **kwargs)
+
+    with torch.library._scoped_library("aten", "IMPL") as library:
+        library.impl("sum.dim_IntList", in_float32, "AutocastCPU")
+        yield
+
+
+@pytest.mark.parametrize("device", ["cpu", "gpu"])
+def test_a_scan_under_autocast_is_right_by_its_check(device, request):
+    if device == "gpu":
+        request.getfixturevalue("autocast_of_a_gpu")
     found = []
 
     def backend(gm, inputs):

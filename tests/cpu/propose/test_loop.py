@@ -1,5 +1,7 @@
 """The whole loop: a scripted endpoint over HTTP, a command, and other layers that use an accepted rule."""
 
+import contextlib
+import hashlib
 import json
 import sys
 from pathlib import Path
@@ -10,7 +12,7 @@ from typer.testing import CliRunner
 
 import refold
 from refold.cli import app
-from refold.errors import ArgumentError, RefoldWarning
+from refold.errors import ArgumentError, RefoldWarning, TargetError
 from refold.propose import Budget, Proposal, guarded, proposer, search
 from refold.propose.applied import save
 from refold.propose.chat import Chat
@@ -81,6 +83,7 @@ def test_an_endpoint_that_does_everything_that_endpoints_do(server, style, tmp_p
         ("source", "accepted", ""),
         ("source", "refused", ""),
     ]
+    assert run.tried[7].reason.startswith("the answer holds no fenced block")
     assert run.ended.startswith("an error:")
     assert waits[0] == 3.0
     assert len(waits) == 3
@@ -250,6 +253,23 @@ def test_a_replacement_follows_its_layer(tmp_path, monkeypatch):
         module.double()
         with pytest.warns(RefoldWarning, match="parameters are not float32"):
             replaced(x, times)
+
+
+def test_a_replacement_that_would_not_see_its_layer_s_parameters_is_refused(tmp_path):
+    """A list of parameters would go on with the values that the source drew for itself."""
+    text = MODES.replace("class Model(", "class ModelNew(")
+    write(tmp_path / "original.py", MODES)
+    module, _ = load(str(tmp_path / "original.py"), device="cpu", dtype="float32", seed=1)
+    kept = text.replace("        self.register", "        self.kept = [self.w]\n        self.register")
+    for wrong, source_text in ((False, text), (True, kept)):
+        write(tmp_path / "candidate.py", source_text)
+        guards = {"schema": 2, "sha256": hashlib.sha256(source_text.encode()).hexdigest(), "attribute": "ModelNew",
+                  "inputs": [{"shape": [4, 3], "dtype": "float32"}, {"value": 2}], "device": "cpu", "train": False,
+                  "dtype": "float32", "versions": {}}  # fmt: skip
+        write(tmp_path / "guards.json", json.dumps(guards))
+        expected = pytest.raises(TargetError, match="holds parameters or buffers in other places")
+        with expected if wrong else contextlib.nullcontext():
+            guarded(module, tmp_path)
 
 
 def write(path, text):

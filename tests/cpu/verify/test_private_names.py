@@ -29,7 +29,7 @@ def get_inputs():
 
 def _copy(folder, names):
     """Copy the files of a trial's process to a folder, as if PyTorch had none of these names."""
-    for file in ("worker.py", "sandbox.py", "private.py"):
+    for file in ("worker.py", "sandbox.py", "private.py", "surroundings.py"):
         text = (TRIAL / file).read_text()
         for name in names if file == "private.py" else ():
             assert name in text

@@ -383,8 +383,8 @@ def _copy(graph: Graph) -> Graph:
 def _widen_products(graph: Graph) -> None:
     """Turn a product in 16 bits that is widened into a product of widened factors.
 
-    Autocast sums in float32 what it multiplies in 16 bits, and the sum is a contraction all the same. The graph is only
-    read: what runs, and what rewrites are compared with, is the original.
+    Autocast sums in float32 what it multiplies in 16 bits, and the sum is a contraction all the same. On a GPU, the sum
+    itself does the widening. The graph is only read: what runs, and what rewrites are compared with, is the original.
     """
     widened: dict[Node, Node] = {}
 
@@ -402,6 +402,10 @@ def _widen_products(graph: Graph) -> None:
     def wide(x: Any) -> Any:
         return widen(x) if is_tensor(x) and value(x).dtype in _HALF else x
 
+    for node in graph.find_nodes(op="call_function", target=aten.sum.dim_IntList):
+        if node.kwargs.get("dtype") == torch.float32 and value(node.args[0]).dtype in _HALF:  # type: ignore[arg-type]
+            node.args = (wide(node.args[0]), *node.args[1:])
+            node.kwargs = {name: x for name, x in node.kwargs.items() if name != "dtype"}
     for node in graph.find_nodes(op="call_function", target=aten.mul.Tensor):
         if value(node).dtype == torch.float32 and node not in widened.values():
             node.args = tuple(map(wide, node.args))

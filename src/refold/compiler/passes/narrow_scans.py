@@ -55,4 +55,5 @@ def _narrowed(scan: Node, y: Node, wanted: Callable[[str], bool]) -> Rewrite | N
         multilinear=False,
         terms=concrete(tokens),
         spread=0.1,
+        rounds_more=True,
     )

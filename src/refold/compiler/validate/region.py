@@ -148,6 +148,7 @@ def _decided(
             narrowed=narrowed,
             differentiated=rewrite.differentiated,
             coupled=rewrite.coupled,
+            rounds_more=rewrite.rounds_more,
         )
         verdict.evidence.seconds = time.perf_counter() - start
         if not verdict.evidence.passed:

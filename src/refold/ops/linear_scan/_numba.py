@@ -1,10 +1,6 @@
 """The elementwise recurrence on the CPU in one sweep over memory: compiled by Numba, the state in cache.
 
 It reads a and x once and writes h once, which is the least. The torch backend also copies what it then updates.
-
-A short scan takes a few microseconds, as long as a few operations of PyTorch. So arrays are shaped and filled with NumPy.
-Kernels take arrays of one axis and unsigned positions: a slice for each step counts references, which takes longer than
-a row of 64 elements, and an index that might count from the end keeps a loop from being vectorised.
 """
 
 from __future__ import annotations
@@ -15,14 +11,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from refold.ops.numba.blocks import share_out, spans_of, supports
+from refold.ops.numba.blocks import share_out, spans_of, supports, zeros_or_copy
 from refold.ops.numba.kernel import kernel
 
 __all__ = ["linear_scan", "supports"]
 
 CHANNELS = 512
 """Elements of the state in a block: long enough for whole pages to be read in turn."""
-_NOTHING = np.zeros(0, np.bool_)  # no tensor: a module that is imported while PyTorch traces makes fake ones
+_NOTHING = np.zeros((1, 1, 1), np.bool_)  # no tensor: a module that is imported while PyTorch traces makes fake ones
 
 
 def linear_scan(
@@ -32,13 +28,13 @@ def linear_scan(
     """Compute `refold.ops.linear_scan`."""
     batch, seqlen, *rest = x.shape
     spans = spans_of("linear_scan", batch, seqlen, cu_seqlens)
-    h = torch.empty(x.shape, dtype=torch.float32)
-    state = torch.empty((len(spans), *rest), dtype=torch.float32)
-    states, elements = state.numpy().reshape(-1), state.numel() // len(spans)
-    states[:] = 0 if initial_state is None else _flat(initial_state)
-    arrays = (_flat(a), _flat(x), _marks(reset), h.numpy().reshape(-1), states, reverse, seqlen, elements)
-    share_out(_sweep, arrays, spans, (0, elements), CHANNELS, x.numel())
-    return h if h.dtype is x.dtype else h.to(x.dtype), state
+    factors, inputs = _flat(a), _flat(x)
+    state = zeros_or_copy(initial_state, len(spans), *rest)
+    h = torch.empty_like(inputs)
+    elements = inputs.shape[2]
+    arrays = (factors, inputs, _marks(reset, x), h, state.view(len(spans), elements), reverse)
+    share_out(_sweep, arrays, spans, (0, elements), CHANNELS, inputs.numel())
+    return h.view(x.shape).to(x.dtype), state
 
 
 def linear_scan_backward(
@@ -54,84 +50,69 @@ def linear_scan_backward(
     spans = spans_of("linear_scan", batch, seqlen, cu_seqlens)
     given = {"initial_state": initial_state, "cu_seqlens": cu_seqlens, "reset": reset, "reverse": reverse}
     h, _ = linear_scan(a=a, x=x.float(), **given)  # type: ignore[arg-type]
-    adjoints, dinitial = torch.empty_like(h), torch.empty((len(spans), *rest), dtype=torch.float32)
-    adjoints.numpy().reshape(-1)[:] = 0 if dh is None else _flat(dh)
-    carry, elements = dinitial.numpy().reshape(-1), dinitial.numel() // len(spans)
-    carry[:] = 0 if dstate is None else _flat(dstate)
-    before = np.zeros_like(carry) if initial_state is None else _flat(initial_state)
+    factors, h = _flat(a), _flat(h)
+    adjoints = torch.zeros_like(h) if dh is None else _flat(dh).clone()
+    before = zeros_or_copy(initial_state, len(spans), *rest)
+    dinitial = zeros_or_copy(dstate, len(spans), *rest)
+    elements = h.shape[2]
+    states = (array.view(len(spans), elements) for array in (before, dinitial))
     # λ h[t-1] takes the place of h, as nothing reads a state after its adjoint.
-    flat = (_flat(a), _marks(reset), h.numpy().reshape(-1), adjoints.numpy().reshape(-1), before, carry)
-    share_out(_sweep_back, (*flat, reverse, seqlen, elements), spans, (0, elements), CHANNELS, h.numel())
-    grads = {"a": h, "x": adjoints}
+    arrays = (factors, _marks(reset, x), h, adjoints, *states, reverse)
+    share_out(_sweep_back, arrays, spans, (0, elements), CHANNELS, h.numel())
+    grads = {"a": h.view(x.shape), "x": adjoints.view(x.shape)}
     return grads if initial_state is None else {**grads, "initial_state": dinitial}
 
 
-def _flat(x: Tensor) -> np.ndarray:
-    """Return all elements of a tensor, in order, as float32; only to be read."""
-    x = x.detach()
-    return np.ascontiguousarray((x if x.dtype is torch.float32 else x.float()).resolve_neg().numpy()).reshape(-1)
+def _flat(array: Tensor) -> Tensor:
+    """Return a tensor as float32 (batch, time, elements)."""
+    return array.unsqueeze(-1).float().flatten(2).contiguous()
 
 
-def _marks(reset: Tensor | None) -> np.ndarray:
-    """Return what is reset, element by element, or nothing if nothing is."""
-    return _NOTHING if reset is None else np.ascontiguousarray(reset.numpy()).reshape(-1)
+def _marks(reset: Tensor | None, x: Tensor) -> Any:
+    """Return what is reset as (batch, time, elements), one element at most if nothing is."""
+    if reset is None:
+        return _NOTHING
+    return reset.reshape(*x.shape[:2], -1).contiguous()
 
 
-@kernel(fastmath={"contract"})
-def _sweep(
-    a: Any, x: Any, reset: Any, h: Any, state: Any, reverse: Any, seqlen: Any, elements: Any, blocks: Any
-) -> None:
-    """Scan sequences over ranges of channels; overwrites ``state``, (k, elements)."""
-    last = np.empty(CHANNELS, np.float32)
+@kernel(apart=True, fastmath={"contract"})
+def _sweep(a: Any, x: Any, reset: Any, h: Any, state: Any, reverse: Any, blocks: Any) -> None:
+    """Scan sequences over ranges of channels; overwrites ``state`` (k, elements)."""
+    some = reset.size > 1 or reset[0, 0, 0]
     for row, start, stop, k, low, high in blocks:
-        width, at = np.uintp(high - low), np.uintp(k * elements + low)
-        for c in range(width):
-            last[c] = state[at + c]
+        width, last = high - low, state[k, low:high]
         for i in range(start, stop):
             t = start + stop - 1 - i if reverse else i
-            now = np.uintp((row * seqlen + t) * elements + low)
-            if reset.size:
+            # Slices, because an index that might count from the end keeps a loop from being vectorised.
+            factors, inputs, states = a[row, t, low:high], x[row, t, low:high], h[row, t, low:high]
+            if some:
+                marks = reset[row, t, low:high]
                 for c in range(width):
-                    last[c] = (np.float32(0.0) if reset[now + c] else a[now + c] * last[c]) + x[now + c]
-                    h[now + c] = last[c]
+                    last[c] = (np.float32(0.0) if marks[c] else factors[c] * last[c]) + inputs[c]
+                    states[c] = last[c]
             else:
                 for c in range(width):
-                    last[c] = a[now + c] * last[c] + x[now + c]
-                    h[now + c] = last[c]
-        for c in range(width):
-            state[at + c] = last[c]
+                    last[c] = factors[c] * last[c] + inputs[c]
+                    states[c] = last[c]
 
 
-@kernel(fastmath={"contract"})
-def _sweep_back(
-    a: Any, reset: Any, h: Any, adjoints: Any, before: Any, carry: Any, reverse: Any, seqlen: Any, elements: Any,
-    blocks: Any,
-) -> None:  # fmt: skip
+@kernel(apart=True, fastmath={"contract"})
+def _sweep_back(a: Any, reset: Any, h: Any, adjoints: Any, before: Any, carry: Any, reverse: Any, blocks: Any) -> None:
     """Turn results' gradients into adjoints, states into a's gradients, and last states' gradients into first ones'."""
-    last = np.empty(CHANNELS, np.float32)
+    some = reset.size > 1 or reset[0, 0, 0]
     for row, start, stop, k, low, high in blocks:
-        width, at = np.uintp(high - low), np.uintp(k * elements + low)
-        for c in range(width):
-            last[c] = carry[at + c]
+        width, last = high - low, carry[k, low:high]
         for i in range(start, stop):
             t = i if reverse else start + stop - 1 - i
-            now = np.uintp((row * seqlen + t) * elements + low)
-            if i == stop - 1:
+            factors, grads, states = a[row, t, low:high], adjoints[row, t, low:high], h[row, t, low:high]
+            earlier = before[k, low:high] if i == stop - 1 else h[row, t + 1 if reverse else t - 1, low:high]
+            for c in range(width):
+                adjoint = grads[c] + last[c]
+                grads[c] = adjoint
+                states[c] = adjoint * earlier[c]
+                last[c] = factors[c] * adjoint
+            if some:
+                marks = reset[row, t, low:high]
                 for c in range(width):
-                    adjoint = adjoints[now + c] + last[c]
-                    adjoints[now + c] = adjoint
-                    h[now + c] = adjoint * before[at + c]
-                    last[c] = a[now + c] * adjoint
-            else:
-                earlier = np.uintp((row * seqlen + (t + 1 if reverse else t - 1)) * elements + low)
-                for c in range(width):
-                    adjoint = adjoints[now + c] + last[c]
-                    adjoints[now + c] = adjoint
-                    h[now + c] = adjoint * h[earlier + c]
-                    last[c] = a[now + c] * adjoint
-            if reset.size:
-                for c in range(width):
-                    h[now + c] = np.float32(0.0) if reset[now + c] else h[now + c]
-                    last[c] = np.float32(0.0) if reset[now + c] else last[c]
-        for c in range(width):
-            carry[at + c] = last[c]
+                    states[c] = np.float32(0.0) if marks[c] else states[c]
+                    last[c] = np.float32(0.0) if marks[c] else last[c]

@@ -94,10 +94,10 @@ def run(name: str, arrays: Sequence[Any], options: Sequence[Any], backend: str) 
 
 
 def _check_options(spec: OpSpec, options: Sequence[Any]) -> None:
-    """Refuse values that fit no schema, and dtypes by name, before PyTorch refuses them without a remedy."""
+    """Refuse values that fit no schema, and dtypes of others, before PyTorch refuses them without a remedy."""
     spec.check_options(options)
     for option, value in zip(spec.options, options, strict=True):
-        if option.schema.startswith("ScalarType") and isinstance(value, str):
+        if option.schema.startswith("ScalarType") and not isinstance(value, torch.dtype | None):
             expected = option.expected.replace("dtype", "torch.dtype")
             raise ArgumentError(f"{spec.name}: {option.name} must be {expected}; got {value!r}.")
 

@@ -21,12 +21,11 @@ from typing import Any
 
 import torch
 
-from .. import numerics
 from . import inputs
-from .process import Call, Misbehaved, Nursery, Raised, Result, Unjudgeable, Worker
+from .process import Call, Misbehaved, Nursery, Raised, Result, Unjudgeable
 from .program import Program
 from .race import Race
-from .results import ORDINARY, alike, foreign_type, identical, integral, judged, rms, rule, unlike
+from .results import alike, foreign_type, identical, rule, unlike
 from .session import Refused, Tensors
 from .verdict import Verdict
 
@@ -35,7 +34,6 @@ DISCRETE, MORE = (
     200,
 )  # so many integers and truth values among results are compared, in so many more calls at most
 KEPT = 64 << 20  # bytes beyond those that the original keeps; less is not worth a note
-COARSE = 0.01  # of a gradient at large inputs, where backwards lose digits
 MADE_S = 1.0  # to be made; less is not worth a note
 SLOW = 2  # times the processor time that shapes may take, for a candidate that compiles anew for each
 SIZES = 6  # other shapes that are tried while the C library looks at memory
@@ -133,14 +131,6 @@ class Trial(Race):
             for name, value in self._state.items()
         }
 
-    def _wide(self, call: Call, dtype: torch.dtype = torch.float64) -> Call:
-        kinds = {torch.float64: torch.complex128, torch.float32: torch.complex64}
-
-        def cast(t: torch.Tensor) -> torch.Tensor:
-            return t.to(dtype) if t.is_floating_point() else t.to(kinds[dtype]) if t.is_complex() else t
-
-        return replace(call, tensors=list(map(cast, call.tensors)), cotangents=list(map(cast, call.cotangents)))
-
     def _sane(self) -> None:
         """N8: what would say nothing about any candidate is not tried."""
         self._outputs = []
@@ -151,7 +141,8 @@ class Trial(Race):
             self.witness.request(do="seed", seed=1)
             self._random = after["random"] != self.witness.inspect()["random"]
             state = self._read_state(self.witness, after)
-            self._stateful = any(not identical(state[name], value) for name, value in self._state.items())
+            self._constant = {name for name, value in self._state.items() if identical(state[name], value)}
+            self._stateful = len(self._constant) < len(self._state)
             self._outputs = [(list(t.shape), t.dtype) for t in found[0].tensors]
             self._longest = self.reference.terms(self._wide(self._call(plain[0].tensors)), self.terms.timeout)
             self._cost = 3 * self._seconds(found[1])
@@ -178,11 +169,13 @@ class Trial(Race):
             self._step("S1", "the original changes its buffers, and these are not the candidate's")
         self._step("N8", "", terms=self._longest, random=self._random, stateful=self._stateful)
 
-    def _round(self, kind: str, values: Tensors, *, check: str = "", **options: Any) -> tuple[Result, Result]:
-        """Run one call on all sides and compare everything that comes back."""
+    def _round(
+        self, kind: str, values: Tensors, *, check: str = "", adopted: bool = False, **options: Any
+    ) -> tuple[Result, Result]:
+        """Run one call on all sides and compare everything that comes back; say if they have their state already."""
         call = self._call(values, **options)
-        if self._stateful and self._shares_state:
-            self._adopt(self._state)
+        if self._stateful and self._shares_state and not adopted:
+            self._adopt(self._given_state)
         with self._of_the_original():
             o = self.witness.call(call, self.terms.timeout)
             # What a number must be is known by then, so that the original in its own precision can stand for it.
@@ -199,111 +192,6 @@ class Trial(Race):
     def _ask(self, call: Call) -> Result:
         return self.suspect.call(call, self.terms.timeout, most=self._most)
 
-    def _numbers(self, kind: str, check: str, call: Call, r: Result, o: Result, y: Result) -> None:
-        """N1 and its kin: the two norms, for every result."""
-        if any(a.shape != b.shape or a.dtype != b.dtype for a, b in zip(o.tensors, y.tensors, strict=True)):
-            return  # metadata that was told to be ignored
-        known = [self._known * 1.125] * len(o.tensors) if r is o else self._estimate(call, len(o.tensors))
-        sides = list(zip(r.tensors, o.tensors, y.tensors, known, strict=True))
-        if kind in inputs.LARGE:
-            # Exponentials are saturated there, and what kernels keep of them for the backward has no digits left.
-            self._coarse(kind, call, sides[len(self._outputs) :])
-            sides = sides[: len(self._outputs)]
-        found = [judged(kind, *each, self._longest) for each in sides]
-        if check == "N2":
-            whole = [integral(*each) for each in zip(r.tensors, o.tensors, y.tensors, strict=True)]
-            check = "N2" if all(whole) else "N4"
-            found = [exact or one for exact, one in zip(whole, found, strict=True)]
-        if check != "N2" and not all(one.passed for one in found):
-            found = self._excused(kind, call, r, o, y, found)
-        worst = min(found, key=lambda one: (one.passed, -one.error / (one.bound or 1.0)))
-        if check == "N1" and r is not o:
-            # What the original's own errors are, for calls that are compared with the original alone.
-            for a, b in zip(r.tensors, o.tensors, strict=True):
-                if b.is_floating_point() or b.is_complex():
-                    a, b = numerics.real(a, b)
-                    self._known |= numerics.own_errors(a.double(), b)
-        failure = worst.reason and f"{kind} inputs: {worst.reason}"
-        if failure and found.index(worst) >= len(self._outputs):
-            check, failure = "N7", f"gradient {found.index(worst) - len(self._outputs)}, {failure}"
-        if failure and check != "N9" and "C1" not in self.off and (stale := self._earlier(o, y)):
-            check, failure = "C1", stale
-        numbers = {"error": worst.error, "original": worst.original_error, "worst": worst.worst, "bound": worst.bound}
-        self._step(check, failure, kind=kind, **numbers)
-        if kind == "normal" and r is not o:
-            self._usual = rms(call.tensors), [rms([t]) for t in r.tensors[len(self._outputs) :]]
-            self._calibrate(call, r, o)
-
-    def _coarse(self, kind: str, call: Call, sides: Sequence[tuple[Any, ...]]) -> None:
-        """N7: gradients at large inputs are near, but for what is left of products of large inputs and no digits."""
-        unit = numerics.roundoff(getattr(torch, self.terms.dtype))
-        grown = max(1.0, rms(call.tensors) / self._usual[0]) ** 2 if self._usual and self._usual[0] else 1.0
-        for index, (r, o, y) in enumerate(side[:3] for side in sides):
-            r, o, y = (t.double() for t in numerics.real(r, o, y))
-            if not bool(r.isfinite().all() & o.isfinite().all()):
-                continue
-            usual = self._usual[1][index] if self._usual else 0.0
-            size, off = rms([r]), rms([y - r]) if bool(y.isfinite().all()) else math.inf
-            most = max(max(COARSE, 16 * unit) * size, 8 * rms([o - r]), 100 * unit * usual * grown)
-            failure = f"gradient {index}, {kind} inputs: off by {off:.1e}, its size is {size:.1e}"
-            self._step("N7", "" if off <= most else failure, kind=kind, error=off, bound=most)
-
-    def _excused(
-        self, kind: str, call: Call, r: Result, o: Result, y: Result, found: list[numerics.KindResult]
-    ) -> list[numerics.KindResult]:
-        """Let pass what is off as the original is when its inputs move by one rounding.
-
-        Where little is left of a difference of nearly equal numbers, how far off the original is on these very inputs
-        may be luck: the variance of equal numbers is zero in one order of summation, and nearly zero in others.
-        """
-        g = inputs.generator(self._derived("moved", kind))
-        unit = [numerics.roundoff(t.dtype) if t.is_floating_point() else 0.0 for t in call.tensors]
-        moved: list[Result] = []
-        for _ in range(numerics.MOVES):
-            signs = [2 * torch.randint(0, 2, t.shape, generator=g) - 1 for t in call.tensors]
-            tensors = [
-                (t * (1 + 1.01 * u * s)).to(t.dtype) if u else t
-                for t, u, s in zip(call.tensors, unit, signs, strict=True)
-            ]
-            with contextlib.suppress(Raised):
-                moved.append(self.witness.call(replace(call, tensors=tensors, same_place=False), self.terms.timeout))
-        out = []
-        for index, one in enumerate(found):
-            others = [m.tensors[index] for m in moved if len(m.tensors) == len(o.tensors)]
-            near = not one.passed and numerics.no_farther(r.tensors[index], y.tensors[index], others, kind in ORDINARY)
-            self._lucky |= near and kind in ORDINARY
-            out.append(replace(one, passed=True, reason="", error=0.0) if near else one)
-        return out
-
-    def _estimate(self, call: Call, count: int) -> list[numerics.Errors]:
-        """Errors of a float64 original, read off a float32 run."""
-        if self.narrow is None or self._random:
-            return [numerics.NOTHING] * count
-
-        def run(worker: Worker, dtype: torch.dtype) -> numerics.Program:
-            return lambda *xs: (
-                worker.call(self._wide(replace(call, tensors=list(xs)), dtype), self.terms.timeout).tensors
-            )
-
-        narrowed, reference = run(self.narrow, torch.float32), run(self.reference, torch.float64)
-        with self._of_the_original():
-            return numerics.estimated(narrowed, reference, list(call.tensors), False)
-
-    def _calibrate(self, call: Call, r: Result, o: Result) -> None:
-        """N3: a kind of input says something about precision only if less of it would be refused."""
-        lower = {torch.float32: torch.float16, torch.float64: torch.float32}.get(getattr(torch, self.terms.dtype))
-        if lower is None:
-            return
-        rounded = [t.to(lower).to(t.dtype) if t.is_floating_point() else t for t in call.tensors]
-        with self._of_the_original():
-            worse = self.reference.call(self._wide(replace(call, tensors=rounded)), self.terms.timeout)
-        known = self._estimate(call, len(o.tensors))
-        sides = zip(r.tensors, o.tensors, worse.tensors, known, strict=True)
-        valid = not all(judged("normal", a, b, c.to(b.dtype), d, self._longest).passed for a, b, c, d in sides)
-        self._step("N3", "", valid=valid)
-        if not valid:
-            self.verdict.note(f"precision unverified: inputs rounded to {lower} would have passed as well")
-
     def _late(self, y: Result) -> None:
         """U4, S6: when a call has returned its results are what they are, and nothing runs."""
         asleep = self.suspect.settle()
@@ -318,7 +206,7 @@ class Trial(Race):
         self._round("actual", self._actual("left behind", turn))
         self.suspect.settle()
         left = self.suspect.lingering()
-        self._step("S6", f"it left {len(left)} processes running" if left else "")
+        self._step("S6", f"it left {len(left)} processes running" if left else self.suspect.wakes())
         self._surroundings(self.witness, self.suspect, self._start["modes"])
 
     def _stale(self, first: Tensors) -> None:
@@ -359,14 +247,16 @@ class Trial(Race):
         if not self._shares_state:
             return
         for turn, steps in enumerate((False, True)):
-            g = inputs.generator(self._derived("weights", turn))
-            new = {}
-            for name, value in self._state.items():
-                factor = 1 + 0.3 * torch.randn(value.shape, generator=g).double().abs()
-                new[name] = (value.double() * factor).to(value.dtype) if value.is_floating_point() else value
-            self._adopt(new, steps=steps)
+            self._adopt(self._other_weights("weights", turn), steps=steps)
             kind = "after its weights changed in place" if steps else "after load_state_dict"
             self._round(kind, self._actual("weights", turn), check="C2")
+        # What was asked and told until now may have made it look at its weights once more.
+        places = self._places(self.suspect)
+        self._round("actual", self._actual("settled"))
+        other = self._other_weights("written over")
+        self._adopt({n: other[n] if n in places else t for n, t in self._given_state.items()}, suspect=False)
+        self._written(self.suspect, places, other)
+        self._round("after its weights were written over", self._actual("written"), check="C2", adopted=True)
         self._adopt(self._state)
 
     def _grad_mode(self, first: Tensors) -> None:
@@ -376,6 +266,7 @@ class Trial(Race):
             self._unless_refused("no backward", "C5", replace(call, cotangents=()), "only with a backward")
         else:
             self._unless_refused("gradients recorded", "C5", replace(call, grad=True), "only without gradients")
+            self._unless_refused("inference mode", "C5", replace(call, inference=True), "not in inference mode")
 
     def _integers(self, first: Tensors) -> None:
         """N6: integers are drawn by the original alone, and may be the same in each call."""
@@ -412,6 +303,10 @@ class Trial(Race):
         call = replace(self._call(inputs.draw("normal", first, self._derived("accumulated"))), flow="accumulated")
         note = "no second backward of one graph"
         self._unless_refused("accumulated gradients of normal", "N7", call, note, wide=True)
+        if self._state:
+            call = replace(self._call(inputs.draw("normal", first, self._derived("frozen"))), frozen=True)
+            self._unless_refused("frozen parameters, normal", "N7", call, "not with frozen parameters", wide=True)
+        self._plain_sum(first)
         real = [index for index, x in enumerate(first) if inputs.is_real(x)]
         constant = [frozenset(real)] if self._state else []  # parameters need them still
         if len(real) > 1:
@@ -423,6 +318,19 @@ class Trial(Race):
                 f"no gradient for input {which}, normal", "N7", call, f"not without a gradient for input {which}",
                 wide=True,
             )  # fmt: skip
+
+    def _plain_sum(self, first: Tensors) -> None:
+        """N7: what flows back from a sum of all results, one number for all of them, of which nothing may be left."""
+        call = self._call(inputs.draw("normal", first, self._derived("sum")))
+        ones = [torch.ones((), dtype=t.dtype).expand(t.shape) for t in call.cotangents]
+        call = replace(call, cotangents=ones)
+        with self._of_the_original():
+            o = self.witness.call(call, self.terms.timeout)
+            r = o if self._random else self.reference.call(self._wide(call), self.terms.timeout)
+        y = self._ask(call)
+        self._metadata(o, y)
+        sides = list(zip(r.tensors, o.tensors, y.tensors, strict=True))
+        self._coarse("a sum's", call, sides[len(self._outputs) :])
 
     def _specials(self, first: Tensors) -> None:
         """N5: NaN and infinities stay where the original has them, as far as that is asked for."""
@@ -505,6 +413,7 @@ class Trial(Race):
             return True
         if other := unlike(o, y):
             self._step("M2", f"{name}: {other}")
+        self._untouched(o, y)
         self._numbers(name, check, call, r, o, y)
         return True
 
@@ -544,7 +453,7 @@ class Trial(Race):
             with contextlib.suppress(Raised):
                 self.witness.call(call, self.terms.timeout)
                 known.append(call)
-        nursery, failure = self.nursery.careful(), ""
+        nursery, failure = self.nursery.other(careful=True), ""
         ended = self._ended(nursery, self.candidate, known)
         if not nursery.is_careful():
             self.verdict.note("whether it writes beyond its own memory is unknown: there is no libc_malloc_debug here")
@@ -557,7 +466,8 @@ class Trial(Race):
     def _ended(self, nursery: Nursery, program: Program, calls: Sequence[Call]) -> str:
         """Make calls and let go of each result; say how the process ended, empty if it lives."""
         try:
-            with nursery.program(program.text, "candidate.py", room=self.suspect.room) as worker:
+            beside = self.suspect if program is self.candidate else None
+            with nursery.program(program.text, "candidate.py", room=self.suspect.room, beside=beside) as worker:
                 worker.lenient = self.off
                 worker.load(program.attribute, self.terms.timeout)
                 self._build(worker, program, self.terms.dtype)

@@ -7,7 +7,10 @@ without any of them.
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import operator
+import os
 import sys
 from typing import Any
 
@@ -20,6 +23,7 @@ COSTS = {
     "library._impls": "S4 does not see operations of torch that were given another implementation",
     "nn.modules.module._global_forward_hooks": "S4 does not count hooks of all modules",
     "nn.Module._forward_hooks": "S8 does not count hooks of modules",
+    "utils._config_module.ConfigModule.get_config_copy": "S4 does not see settings of torch's compiler",
     "utils._python_dispatch.TorchDispatchMode": "sums are not counted, so bounds are those of short ones; nor is T12",
 }
 """What is off without a name of torch."""
@@ -54,6 +58,7 @@ _dispatch_modes = _find("_C._len_torch_dispatch_stack")
 _implementations = _find("library._impls", ())
 _global_hooks = _find("nn.modules.module._global_forward_hooks")
 _module_hooks = _find("nn.Module._forward_hooks")
+_config = _find("utils._config_module.ConfigModule.get_config_copy")
 DispatchMode: Any = _find("utils._python_dispatch.TorchDispatchMode", _NoMode)
 """A class whose instances, as context managers, see each operation."""
 
@@ -70,10 +75,17 @@ def settings() -> dict[str, Any]:
             name for name in _implementations if name.endswith(places) and name.startswith("aten/")
         ),
     }
-    # Looking it up would import Dynamo, which takes seconds.
-    if imported_dynamo():
-        found["dynamo disabled"] = getattr(torch._dynamo.config, "disable", None)
+    # Looking them up would import Dynamo, which takes seconds.
+    for name in ("_dynamo", "_inductor", "_functorch"):
+        config = sys.modules.get(f"torch.{name}.config")
+        found[f"settings of torch.{name}"] = {} if config is None or _config is None else _changed(config)
     return found
+
+
+def _changed(config: Any) -> dict[str, Any]:
+    """Return settings of a part of torch's compiler that are not those that it begins with."""
+    begun = getattr(config, "_config", {})
+    return {n: v for n, v in _config(config).items() if n in begun and v != getattr(begun[n], "default", v)}
 
 
 def _count_global_hooks() -> int:
@@ -85,6 +97,23 @@ def count_hooks(module: torch.nn.Module) -> list[int]:
     """Return how many hooks of each kind a module has itself."""
     kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
     return [] if _module_hooks is None else [len(getattr(module, kind, ())) for kind in kinds]
+
+
+def warm_compiler() -> None:
+    """Import torch's compiler, and let it find out once which instructions this processor has."""
+    with contextlib.suppress(Exception):  # where it cannot, or has other names, each process does so by itself
+        importlib.import_module("torch._inductor.compile_fx")
+        importlib.import_module("torch._inductor.cpu_vec_isa").valid_vec_isa_list()
+
+
+def move_compiler() -> None:
+    """Let torch's compiler, if it was imported, keep what it compiles in the folder of this process."""
+    where: Any
+    paths: Any
+    where, paths = (sys.modules.get(f"torch._inductor.{name}") for name in ("codecache", "runtime.cache_dir_utils"))
+    if hasattr(where, "_HEADER_DIR") and paths is not None:
+        where._HEADER_DIR = os.path.join(paths.default_cache_dir(), "precompiled_headers")
+        where._HEADER_LOCK_DIR = os.path.join(where._HEADER_DIR, "locks")
 
 
 def imported_dynamo() -> bool:

@@ -11,11 +11,16 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import fcntl
+import functools
+import getpass
+import itertools
 import json
 import math
 import mmap
 import os
 import pickle
+import platform
+import pwd
 import shutil
 import signal
 import socket
@@ -40,6 +45,8 @@ GUARD = 4096  # bytes of red zone before and after each input
 _PAGE = 4096
 _ROOT = Path(__file__).parents[3]
 _REPLY_LIMIT = 64 << 20
+_HEADERS = "precompiled_headers"
+_ALONE = {"TORCHINDUCTOR_COMPILE_THREADS": "1"}  # Inductor's pool of compile processes would outlive a call
 _CROWDED = 10.0  # times the limit of an answer, at most, where other programs want the same cores
 _SETTLE_S = 2.0  # after which it is looked at how much a program that still runs uses
 _AWAKE_S = 60.0  # the longest that a thread may neither sleep nor run, on however busy a machine
@@ -48,6 +55,12 @@ _STOPPED = "TtZX"
 _ASLEEP = _STOPPED + "S"
 _STOP_S = 0.05  # within which all threads stop, unless other programs keep them from running at all
 _RESUMED_S = 5e-4  # of processor time, which a process that has stopped does not use
+# Calls of the kernel in which a thread sleeps, and which of their arguments is the limit of time (asm/unistd.h). First
+# the one that goes on with any of them after the process was stopped; of those without a limit, poll alone does.
+_TIMED_WAITS = {
+    "x86_64": (219, {202: 3, 230: 2, 35: 0, 7: 2, 271: 2, 23: 4, 270: 4, 232: 3, 281: 3, 128: 2, 219: 2}),
+    "aarch64": (128, {98: 3, 115: 2, 101: 0, 73: 2, 72: 4, 22: 3, 137: 2, 128: 2}),
+}
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _CAREFUL = {"LD_PRELOAD": "libc_malloc_debug.so.0", "MALLOC_CHECK_": "3"}  # of glibc: look, and abort
 _ADD_SEALS, _SEAL_SIZE = 1033, 0x1 | 0x2 | 0x4  # fcntl.h: no more seals, no shrinking, no growing
@@ -91,6 +104,7 @@ class Call:
         tensors: The values; the process gets them with these strides.
         seed: Seeds the random state the program finds.
         grad: Whether gradients are recorded.
+        inference: Whether PyTorch is in inference mode.
         cotangents: What flows back into the results; empty for forward only.
         perturb: The byte that new memory and the red zones are filled with.
         requires_grad: Whether floating-point inputs require gradients.
@@ -99,6 +113,7 @@ class Call:
         flow: How gradients are asked for: ``once``; ``accumulated`` in ``.grad`` by two backwards of one graph; or
             ``differentiated`` once more, with themselves as cotangents, also by what flows back.
         constant: The inputs that require no gradient although others do.
+        frozen: Whether no parameter requires one.
     """
 
     tree: Any
@@ -112,6 +127,8 @@ class Call:
     keep: bool = False
     flow: str = "once"
     constant: frozenset[int] = frozenset()
+    inference: bool = False
+    frozen: bool = False
 
 
 @dataclass
@@ -128,7 +145,7 @@ class Result:
         waited: Seconds that its first thread could have run and another program did.
         started: Whether any program of this machine started a process or a thread meanwhile.
         changed: The inputs that were changed.
-        arguments: What of the caller's own objects was changed, as the process says.
+        left: What of the caller's own objects and modes was changed, as the process says.
         cotangents_changed: Whether what flowed back into the results was changed.
         inputs_after: What the inputs are now.
         overrun: Whether memory next to the inputs was written to.
@@ -144,7 +161,7 @@ class Result:
     outside: float = 0.0
     waited: float = 0.0
     started: bool = False
-    arguments: list[str] = field(default_factory=list)
+    left: list[str] = field(default_factory=list)
     changed: list[int] = field(default_factory=list)
     inputs_after: list[torch.Tensor] = field(default_factory=list)
     overrun: bool = False
@@ -171,26 +188,22 @@ class Nursery:
         device: ``cpu`` or ``cuda``.
         sandboxed: Whether the processes are confined.
         careful: Whether the C library looks at memory that is given back, and ends a process that wrote beyond it.
+        compiler: Whether torch's compiler is imported once for all processes.
     """
 
-    def __init__(self, *, threads: int, device: str = "cpu", sandboxed: bool = True, careful: bool = False):
+    def __init__(
+        self,
+        *,
+        threads: int,
+        device: str = "cpu",
+        sandboxed: bool = True,
+        careful: bool = False,
+        compiler: bool = False,
+    ):
         if sys.platform != "linux":
             raise Unjudgeable(f"the judge reads results out of another process, which needs Linux, not {sys.platform}")
         self.threads, self.device, self.sandboxed = threads, device, sandboxed
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        environment = {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
-        environment |= {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
-        environment |= _CAREFUL if careful else {}
-        script = Path(__file__).with_name("worker.py")
-        with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-I", str(script), str(theirs.fileno())],
-                pass_fds=[theirs.fileno()],
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                start_new_session=True,  # an interruption at the terminal is the judge's to handle
-            )
-        self._control = ours
+        self._careful, self._compiler = careful, compiler
         self._workers: list[Worker] = []
         # Processes of programs that were ended, and may take a moment for it.
         self._past: set[int] = set()
@@ -198,7 +211,25 @@ class Nursery:
         self.imports: list[str] = []
         # Whether memory of any of them could be read.
         self.has_read = False
-        self._careful: Nursery | None = None
+        self._others: dict[tuple[bool, bool], Nursery] = {}
+
+    @functools.cached_property
+    def _started(self) -> tuple[subprocess.Popen[bytes], socket.socket]:
+        """The process that forks others, and the channel to it."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        environment = {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
+        environment |= {"OMP_NUM_THREADS": str(self.threads), "MKL_NUM_THREADS": str(self.threads)}
+        environment |= _ALONE | (_CAREFUL if self._careful else {})
+        script = Path(__file__).with_name("worker.py")
+        with theirs:
+            process = subprocess.Popen(
+                [sys.executable, "-I", str(script), str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,  # an interruption at the terminal is the judge's to handle
+            )
+        return process, ours
 
     def __enter__(self) -> Nursery:
         return self
@@ -208,21 +239,29 @@ class Nursery:
 
     def close(self) -> None:
         """End the nursery and all that it started."""
-        if self._careful is not None:
-            self._careful.close()
+        for other in self._others.values():
+            other.close()
         for worker in list(self._workers):
             worker.close()
-        self._control.close()
-        for pid in _descendants(self._process.pid):
+        if "_started" not in vars(self):
+            return
+        process, control = self._started
+        control.close()
+        for pid in _descendants(process.pid):
             with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
-        self._process.kill()
-        self._process.wait()
+        process.kill()
+        process.wait()
 
     @contextlib.contextmanager
-    def program(self, text: str, name: str, *, room: int, path: Sequence[str] = ()) -> Iterator[Worker]:
-        """Start a process with a program's source, with ``room`` bytes for what is shared; end it on the way out."""
-        worker = Worker(self, text, name, room, path)
+    def program(
+        self, text: str, name: str, *, room: int, path: Sequence[str] = (), beside: Worker | None = None
+    ) -> Iterator[Worker]:
+        """Start a process with a program's source, with ``room`` bytes for what is shared; end it on the way out.
+
+        ``beside`` is another process of the same program. The two have one folder, with what compilers left there.
+        """
+        worker = Worker(self, text, name, room, path, beside)
         self._workers.append(worker)
         try:
             yield worker
@@ -231,27 +270,37 @@ class Nursery:
             self._past |= worker.family
             worker.close()
 
-    def careful(self) -> Nursery:
-        """Return a nursery like this one whose processes are ended when they wrote beyond their own memory."""
-        if self._careful is None:
-            self._careful = Nursery(threads=self.threads, device=self.device, sandboxed=self.sandboxed, careful=True)
-        self._careful.imports = self.imports
-        return self._careful
+    def other(self, *, careful: bool = False, compiler: bool = False) -> Nursery:
+        """Return a nursery like this one that is also careful, or has torch's compiler; closed with this one."""
+        key = careful or self._careful, compiler or self._compiler
+        if key == (self._careful, self._compiler):
+            return self
+        if key not in self._others:
+            self._others[key] = Nursery(
+                threads=self.threads, device=self.device, sandboxed=self.sandboxed, careful=key[0], compiler=key[1]
+            )
+        self._others[key].imports = self.imports
+        return self._others[key]
+
+    @property
+    def has_compiler(self) -> bool:
+        """Whether torch's compiler is imported once for all processes."""
+        return self._compiler
 
     def is_careful(self) -> bool:
         """Say whether the C library has the part that does so; known once it has started a process."""
-        return "libc_malloc_debug" in Path(f"/proc/{self._process.pid}/maps").read_text()
+        return "libc_malloc_debug" in Path(f"/proc/{self._started[0].pid}/maps").read_text()
 
     def strangers(self) -> list[int]:
         """Return the children of the nursery that it did not fork for a program: what one left running."""
         own = self._past.union(*(worker.family for worker in self._workers))
-        return [pid for pid in _children(self._process.pid) if pid not in own]
+        return [pid for pid in _children(self._started[0].pid) if pid not in own]
 
     def fork(self, request: dict[str, Any], channel: socket.socket, guard: socket.socket, region: int) -> None:
         """Ask for one more process, which answers on ``channel``; on ``guard``, the one that waits for it."""
         handles = [channel.fileno(), guard.fileno(), region]
         try:
-            socket.send_fds(self._control, [json.dumps(request).encode()], handles)
+            socket.send_fds(self._started[1], [json.dumps(request).encode()], handles)
         except OSError as error:
             raise Unjudgeable(f"the process that starts programs has ended ({error.strerror})") from error
 
@@ -259,9 +308,12 @@ class Nursery:
 class Worker:
     """One program in its process."""
 
-    def __init__(self, nursery: Nursery, text: str, name: str, room: int, path: Sequence[str]):
+    def __init__(
+        self, nursery: Nursery, text: str, name: str, room: int, path: Sequence[str], beside: Worker | None = None
+    ):
         self._nursery, self._text, self._name = nursery, text, name
-        self._folder = Path(tempfile.mkdtemp(prefix="refold-trial-"))
+        self._own_folder = beside is None
+        self._folder: Path = Path(tempfile.mkdtemp(prefix="refold-trial-")) if beside is None else beside._folder
         room = -(-room // _PAGE) * _PAGE
         handle = os.memfd_create("refold-trial", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.ftruncate(handle, room)
@@ -280,14 +332,15 @@ class Worker:
         self._guard, of_guard = socket.socketpair()
         request = {
             "folder": str(self._folder),
-            "readable": [p for p in [*sys.path, *path, torch.__path__[0], str(_ROOT)] if p],
+            "readable": [p for p in [*sys.path, *path, torch.__path__[0], str(_ROOT), *_headers()] if p],
             "path": [str(_ROOT), *path],
             "limits": _limits(nursery.device, room),
             "device": nursery.device,
             "sandboxed": nursery.sandboxed,
             "threads": nursery.threads,
             "imports": nursery.imports,
-            "environment": _private(self._folder),
+            "compiler": nursery.has_compiler,
+            "environment": _private(self._folder, fresh=beside is None),
         }
         with theirs, of_guard:
             nursery.fork(request, theirs, of_guard, handle)
@@ -334,6 +387,21 @@ class Worker:
             done += got
         self._nursery.has_read = self._nursery.has_read or size > 0
         return into
+
+    def write(self, m: dict[str, Any], value: torch.Tensor) -> None:
+        """Write a contiguous tensor into the process, which learns nothing of it."""
+        self.settle()
+        value = value.contiguous()
+        size, done = value.numel() * value.element_size(), 0
+        while done < size:
+            local = struct.pack("QQ", value.data_ptr() + done, size - done)
+            remote = struct.pack("QQ", m["address"] + done, size - done)
+            got = _LIBC.process_vm_writev(self.pid, local, 1, remote, 1, 0)
+            if got <= 0:
+                raise Misbehaved(
+                    "M1", f"its parameter is said to lie at {m['address']:#x}, where nothing can be written"
+                )
+            done += got
 
     def tensors(self, metadata: Sequence[dict[str, Any]], most: int) -> list[torch.Tensor]:
         """Copy the described tensors, which may span ``most`` bytes together, out of the process."""
@@ -451,8 +519,8 @@ class Worker:
         own = [0 if alias and alias[0] == "input" else m["storage"] for m, alias in zip(metadata, aliases, strict=True)]
         reused = [bool(at) and any(at in earlier for earlier in self._recent) for at in own]
         self._recent.append(set(own))
-        arguments = [str(each)[:200] for each in _list(answer, "arguments")]
-        return Result(tree, metadata, tensors, *times, arguments, *self._inspect(specs, call), aliases, reused)
+        left = [str(each)[:200] for each in _list(answer, "left")]
+        return Result(tree, metadata, tensors, *times, left, *self._inspect(specs, call), aliases, reused)
 
     def _prepare(self, call: Call, hold: bool) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
         """Choose places for a call's tensors and tell the process; return all of them and those of the inputs."""
@@ -463,10 +531,10 @@ class Worker:
         for index, (spec, t) in enumerate(zip(inputs, call.tensors, strict=True)):
             wanted = call.requires_grad and index not in call.constant
             spec["requires_grad"] = wanted and (t.is_floating_point() or t.is_complex())
+        mode = "inference" if call.inference else "recorded" if call.grad or call.cotangents else "plain"
         self.request(
-            do="prepare", tree=call.tree, tensors=inputs, seed=call.seed, grad=call.grad or bool(call.cotangents),
-            perturb=call.perturb, cotangents=cotangents, hold=hold, keep=call.keep,
-            flow=call.flow,
+            do="prepare", tree=call.tree, tensors=inputs, seed=call.seed, mode=mode, perturb=call.perturb,
+            cotangents=cotangents, hold=hold, keep=call.keep, flow=call.flow, frozen=call.frozen,
         )  # fmt: skip
         return specs, inputs
 
@@ -579,6 +647,24 @@ class Worker:
         except OSError:
             return None
 
+    def wakes(self) -> str:
+        """Say what will run by itself after some time: a thread that sleeps with a limit, a timer; empty if nothing."""
+        restarted, waits = _TIMED_WAITS.get(platform.machine(), (-1, {}))
+        with contextlib.suppress(OSError):  # some systems keep these from everybody; or it has ended
+            for task in self._threads():
+                fields = Path(f"/proc/{self.pid}/task/{task}/syscall").read_text().split()
+                number = int(fields[0]) if fields[0].isdigit() else -1
+                if number in waits:
+                    limit = int(fields[1 + waits[number]], 16)
+                    # No limit is a pointer to nothing, or minus one.
+                    if limit & 0xFFFFFFFF != 0xFFFFFFFF and (limit or number == restarted):
+                        return "a thread of it sleeps for a certain time"
+            if any("[timerfd]" in os.readlink(entry) for entry in Path(f"/proc/{self.pid}/fd").iterdir()):
+                return "it has a timer"
+            if Path(f"/proc/{self.pid}/timers").read_text():
+                return "it has a timer"
+        return ""
+
     def lingering(self) -> list[int]:
         """Return the processes that the program started and that are still there."""
         return [pid for pid in (*_descendants(self.pid), *self._nursery.strangers()) if not _has_ended(pid)]
@@ -591,7 +677,8 @@ class Worker:
                     os.kill(pid, signal.SIGKILL)
         self._channel.close()
         self._guard.close()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        if self._own_folder:
+            shutil.rmtree(self._folder, ignore_errors=True)
 
     def activity(self, states: str = "") -> dict[str, tuple[int, int]]:
         """Return the run time and the number of turns of each thread; nothing if one is in none of the states."""
@@ -854,13 +941,23 @@ def _limits(device: str, room: int) -> dict[str, int]:
     return limits
 
 
-def _private(folder: Path) -> dict[str, str]:
+def _headers() -> list[str]:
+    """Return the folder where Inductor keeps compiled C++ headers of this user, for its path is always the same."""
+    folder = Path(tempfile.gettempdir()) / f"torchinductor_{getpass.getuser()}" / _HEADERS
+    return [str(folder)] if folder.is_dir() and folder.stat().st_uid == os.getuid() else []
+
+
+def _private(folder: Path, *, fresh: bool) -> dict[str, str]:
     inside = {"HOME": "", "TMPDIR": "", "XDG_CACHE_HOME": "cache", "TRITON_CACHE_DIR": "triton"}
     inside |= {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TORCH_EXTENSIONS_DIR": "extensions", "NUMBA_CACHE_DIR": "numba"}
-    for name in inside.values():
-        (folder / name).mkdir(exist_ok=True)
-    # Inductor's pool of compile processes would outlive a call.
-    return {name: str(folder / part) for name, part in inside.items()} | {"TORCHINDUCTOR_COMPILE_THREADS": "1"}
+    if fresh:  # else a program may have put anything there
+        for name in inside.values():
+            (folder / name).mkdir(exist_ok=True)
+        here = folder / f"torchinductor_{pwd.getpwuid(os.getuid()).pw_name}" / _HEADERS
+        here.mkdir(parents=True)
+        for header in itertools.chain.from_iterable(Path(headers).glob("*.gch") for headers in _headers()):
+            (here / header.name).symlink_to(header)
+    return {name: str(folder / part) for name, part in inside.items()} | _ALONE
 
 
 def _data_bytes(status: str) -> int:

@@ -17,12 +17,16 @@ import torch
 from ..contention import OTHERS, Usage, others, usage
 from ..timing import ALPHA, BEST_OF, DELTA, SHORT_MS, median_bounds
 from . import inputs
+from .comparison import Comparison
 from .process import Call, Misbehaved, Result, Unjudgeable, Worker
 from .results import judged, unlike
-from .session import Session
 
 BETWEEN_S = 3e-5  # of processor time between two calls, about what equal programs differ by on average
 LOOKED_AT = 16  # one timed call in so many is followed by a look at what it left
+# What is faster on inputs of the usual kind and weights that stay may be only that. So these are tried among the first
+# timed calls, too, and weights change as often; later, in one call of so many.
+KINDS = ("uniform", "negated", "x0.01", "x3", "x1000", "sparse")
+SELDOM = 8
 CLEAR = 2.0  # times as fast, by the bound: what waits of equal programs do not make of each other
 WAITED = 0.2  # of the time of calls; more is waiting for other programs, or for a machine that is slow to wake threads
 BUSY = 10  # times the time of a timing test that may pass on a busy machine
@@ -31,7 +35,7 @@ COMPILE_S = 40.0  # what torch.compile may take for the original
 POSSIBLE = 0.5  # of the time that writing the results takes, on a machine that may be busier at one time than another
 
 
-class Race(Session):
+class Race(Comparison):
     """The part of a trial that is about time."""
 
     def _faster(self) -> None:
@@ -88,7 +92,9 @@ class Race(Session):
     def _alike_twins(self, base: Worker, against: str) -> None:
         """T6: two processes with the same program are equally fast, or the clock cannot be trusted here."""
         with contextlib.ExitStack() as stack, self._of_the_original():
-            twin = stack.enter_context(self.nursery.program(self.original.text, "original.py", room=self.suspect.room))
+            twin = stack.enter_context(
+                self.nursery.program(self.original.text, "original.py", room=self.suspect.room, beside=self._compiled)
+            )
             twin.load(self.original.attribute, self.terms.timeout)
             self._build(twin, self.original, self.terms.dtype, compiled=against != "eager")
             race = self._race(base, twin, "twins")
@@ -127,6 +133,9 @@ class Race(Session):
         self._width = min(self.terms.threads, len(self._processors))
         logs: list[float] = []
         lower = upper = 0.0
+        turns = range(1, self.level.looks[0] + 1)
+        self._odd = dict(zip(order.sample(turns, min(len(KINDS), len(turns))), KINDS, strict=False))
+        self._fresh = set(order.sample(turns, len(turns) // 3))
         self._begin(base, candidate)
         began = self._usage(base, candidate)
         self._alone = candidate.births()
@@ -136,7 +145,7 @@ class Race(Session):
             most = self.level.seconds * (1 + (0.5**done > share) * PATIENCE)
             while done < look and (look == self.level.looks[0] or (spent < most and time.perf_counter() < patience)):
                 time.sleep(order.random() * 2e-3)  # not in step with anything
-                samples = [self._pair(base, candidate, (name, done), order.random() < 0.5)]
+                samples = [self._pair(base, candidate, (name, done, 0), order.random() < 0.5)]
                 if max(each.seconds for each in samples[0]) * 1e3 < SHORT_MS:
                     more = range(1, BEST_OF)
                     samples += [self._pair(base, candidate, (name, done, i), order.random() < 0.5) for i in more]
@@ -150,6 +159,8 @@ class Race(Session):
             if lower > math.log1p(DELTA) or upper < math.log1p(DELTA) or len(logs) < look:
                 break
         self._look(base, candidate)
+        for worker, places in self._places_of.items():
+            self._written(worker, places, self._state)
         for worker in (base, candidate):
             worker.pin(set(self._processors))
         used, given, waited = self._processor
@@ -184,6 +195,9 @@ class Race(Session):
         own = getattr(torch, self.terms.dtype)
         if self._shares_state:
             self._give(self._state, [(each, own) for each in (base, candidate) if each is not self._compiled])
+        both = (base, candidate) if self._shares_state else ()
+        self._places_of = {each: self._places(each) for each in both}
+        self._now = self._state
         self._modes, self._looked, self._calls = candidate.inspect()["modes"], False, 0
 
     def _look(self, base: Worker, candidate: Worker) -> None:
@@ -221,12 +235,18 @@ class Race(Session):
         ]
 
     def _pair(
-        self, base: Worker, candidate: Worker, purpose: tuple[object, ...], swapped: bool
+        self, base: Worker, candidate: Worker, purpose: tuple[str, int, int], swapped: bool
     ) -> tuple[Result, Result]:
         """Call both on content that neither has seen."""
+        _, turn, sample = purpose
+        first, seldom = turn <= self.level.looks[0], self._derived(*purpose, "seldom") % SELDOM == 0
+        kind = self._odd.get(turn, "timed") if first else KINDS[turn % len(KINDS)] if seldom else "timed"
+        kind = "timed" if sample else kind
         values = self._actual(*purpose)
-        if self._derived(*purpose, "kind") % 4 == 0:  # rounding shows best on zero-mean values
-            values = inputs.draw("normal", values, self._derived(*purpose, "normal"))
+        if kind != "timed" or self._derived(*purpose, "kind") % 4 == 0:  # rounding shows best on zero-mean values
+            values = inputs.draw(kind, values, self._derived(*purpose, "values"))
+        if not sample and (turn in self._fresh if first else seldom):
+            self._reweigh(purpose)
         call = self._call(values, salt=purpose)
 
         # On the same processors, so that for both the same other programs are in the way.
@@ -251,7 +271,7 @@ class Race(Session):
             self._metadata(o, y)
         elif other := unlike(o, y):
             self._step("M2", f"in a timed call, {other}")
-        self._verify(call, o, y)
+        self._verify(kind, call, o, y)
         # A candidate may notice that it is timed, so what it leaves is looked at here, too.
         self._traces(o, y)
         if self._before is not None:
@@ -272,14 +292,38 @@ class Race(Session):
             self._step("S6", "another process of it ran during its timed calls")
         return replace(o, tensors=[], inputs_after=[]), replace(y, tensors=[], inputs_after=[])
 
-    def _verify(self, call: Call, o: Result, y: Result) -> None:
-        """C3: a timed result is right. The original's own result is the reference, and its error counts twice."""
-        known, kind = self._known * 1.125, "" if self._lucky else "timed"
-        for a, b in zip(o.tensors, y.tensors, strict=True):
-            result = judged(kind, a.double() if a.is_floating_point() else a, a, b, known, self._longest)
-            if result.reason:
-                check, failure = "C3", f"a timed call gave a wrong result: {result.reason}"
-                if "C1" not in self.off and (stale := self._earlier(o, y)):
-                    check, failure = "C1", stale
-                self._step(check, failure, error=result.error, bound=result.bound)
+    def _reweigh(self, purpose: tuple[object, ...]) -> None:
+        """Change weights in the memory of both, which are told nothing."""
+        if not all(self._places_of.values()) or not self._places_of:
+            return
+        names = set.intersection(*map(set, self._places_of.values())) & self._constant
+        other = self._other_weights(*purpose, "weights", spread=0.1)
+        self._now = {name: other[name] if name in names else value for name, value in self._state.items()}
+        for worker, places in self._places_of.items():
+            self._written(worker, {name: places[name] for name in names}, other)
+
+    def _verify(self, kind: str, call: Call, o: Result, y: Result) -> None:
+        """C3: a timed result is right. First by the original's own result, whose error counts twice."""
+        known = self._known * 1.125
+        usual = "" if self._lucky or kind != "timed" else kind
+        near = [
+            judged(usual, a.double() if a.is_floating_point() else a, a, b, known, self._longest)
+            for a, b in zip(o.tensors, y.tensors, strict=True)
+        ]
+        far = next((one for one in near if one.reason), None)
+        if far is not None and not (self._random or self._stateful):
+            self._closely(kind, call, o, y)
+        elif far is not None:
+            self._step("C3", f"a timed call gave a wrong result: {far.reason}", error=far.error, bound=far.bound)
         self._past.append(y)
+
+    def _closely(self, kind: str, call: Call, o: Result, y: Result) -> None:
+        """Compare a timed result as any other, with float64 and moved inputs."""
+        sides = [(self.reference, torch.float64), (self.witness, getattr(torch, self.terms.dtype))]
+        if self._shares_state:
+            self._give(self._now, sides)
+        with self._of_the_original():
+            r = self.reference.call(self._wide(call), self.terms.timeout)
+        self._numbers(kind, "C3", call, r, o, y)
+        if self._shares_state:
+            self._give(self._state, sides[:1])

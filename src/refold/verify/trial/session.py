@@ -62,6 +62,8 @@ class Session:
         self._known = numerics.NOTHING
         self._usual: tuple[float, list[float]] | None = None  # norms of zero-mean inputs and of their gradients
         self._lucky = False  # whether a result was excused, since the original's own was right by luck
+        self._state: dict[str, torch.Tensor] = {}  # parameters and buffers that all sides begin with
+        self._given_state = self._state  # what they were given last
         self._past: deque[Result] = deque(maxlen=8)
         self._random = False
         self._compiled: Worker | None = None
@@ -69,10 +71,14 @@ class Session:
         self._began = time.perf_counter()
         self._outputs: list[tuple[list[int], torch.dtype]] = []  # shape and dtype of each result, without gradients
         self._stateful = False  # whether the original changes its buffers
+        self._constant: set[str] = set()  # parameters and buffers that it leaves alone
 
     def _open(self, stack: contextlib.ExitStack) -> None:
         terms = self.terms
         self.nursery.imports = [GRADIENTS] if terms.train else []
+        texts = self.candidate.text + self.original.text
+        if "torch.compile" in texts and "triton" not in texts:  # which is told before it is imported how to run
+            self.nursery = self.nursery.other(compiler=True)
 
         def start(program: Program, name: str, room: int) -> Worker:
             return stack.enter_context(self.nursery.program(program.text, name, room=room))
@@ -117,7 +123,7 @@ class Session:
                 "its parameters differ from the original's in names or shapes, so no other weights than those of its "
                 "own construction can be given to it"
             )
-        self._state = self._read_state(self.witness, theirs)
+        self._state = self._given_state = self._read_state(self.witness, theirs)
         self._adopt(self._state, suspect=self._shares_state)
         if self._shares_state:
             self.suspect.request(do="order", names=list(shape))
@@ -171,6 +177,7 @@ class Session:
 
     def _adopt(self, state: dict[str, torch.Tensor], *, suspect: bool = True, steps: bool = False) -> None:
         """Give all sides the same parameters and buffers, in the precision of each."""
+        self._given_state = state
         own = getattr(torch, self.terms.dtype)
         sides = [(self.witness, own), (self.reference, torch.float64)]
         sides += [(self.narrow, torch.float32)] if self.narrow else []
@@ -187,6 +194,34 @@ class Session:
                 worker.fill(specs, list(batch.values()), 0xFF)
                 tensors = dict(zip(batch, specs, strict=True))
                 worker.request(self.terms.timeout, do="adopt", tensors=tensors, steps=steps)
+
+    def _places(self, worker: Worker) -> dict[str, dict[str, Any]]:
+        """Return where parameters and buffers lie in a process, those that can be written over as they are."""
+        if self.terms.device != "cpu":
+            return {}
+        found = [
+            (name.removeprefix("_orig_mod."), m) for name, m in worker.inspect()["state"]
+        ]  # as torch.compile names it
+        return {
+            name: m
+            for name, m in found
+            if name in self._state
+            and strides(m) == contiguous(m["shape"])
+            and (m["shape"], m["dtype"]) == (list(self._state[name].shape), str(self._state[name].dtype)[6:])
+        }
+
+    def _written(self, worker: Worker, places: dict[str, dict[str, Any]], state: dict[str, torch.Tensor]) -> None:
+        """Write values into their places in a process, the last of those that share one being the same for all."""
+        for name in filter(places.__contains__, state):
+            worker.write(places[name], state[name])
+
+    def _other_weights(self, *purpose: object, spread: float = 0.3) -> dict[str, torch.Tensor]:
+        g = inputs.generator(self._derived(*purpose))
+        new = {}
+        for name, value in self._state.items():
+            factor = 1 + spread * torch.randn(value.shape, generator=g).double().abs()
+            new[name] = (value.double() * factor).to(value.dtype) if value.is_floating_point() else value
+        return new
 
     def _step(self, check: str, failure: str, **numbers: Any) -> None:
         """Write down the outcome of a check; a failure decides."""
@@ -247,8 +282,8 @@ class Session:
                 return "it returned the result of an earlier call for new inputs"
         return ""
 
-    def _traces(self, o: Result, y: Result) -> None:
-        """S1, S2, U2: what a call did other than returning."""
+    def _untouched(self, o: Result, y: Result) -> None:
+        """S1, U2: what a call did to what the caller holds."""
         for index in y.changed:
             if index not in o.changed:
                 self._step("S1", f"it changed input {index}, which the original leaves alone")
@@ -259,14 +294,18 @@ class Session:
                              numerics.NOTHING, 4 * self._longest)  # fmt: skip
             if result.reason:
                 self._step("S1", f"it changed input {index} otherwise than the original: {result.reason}")
-        if others := sorted(set(y.arguments) - set(o.arguments)):
+        if others := sorted(set(y.left) - set(o.left)):
             self._step("S1", f"it changed {', '.join(others)}, in the caller's hands")
         if y.cotangents_changed and not o.cotangents_changed:
             self._step("S1", "its backward changed the gradient that it was given, which others may use")
-        if self._aliases != y.aliases:
-            self._step("S2", f"its results share memory with {y.aliases}, the original's with {self._aliases}")
         if y.overrun and not o.overrun:
             self._step("U2", "it wrote to memory next to its inputs")
+
+    def _traces(self, o: Result, y: Result) -> None:
+        """S1, S2, S7, U2: what a call did other than returning."""
+        self._untouched(o, y)
+        if self._aliases != y.aliases:
+            self._step("S2", f"its results share memory with {y.aliases}, the original's with {self._aliases}")
         for index in range(len(self._outputs)):
             if y.reused[index] and not o.reused[index]:
                 self._step("S7", f"result {index} lies in the memory of an earlier call's result, which is still held")

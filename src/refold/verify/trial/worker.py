@@ -11,7 +11,7 @@ waits for the call's stream and for no other stream. So the judge reads the same
 comes before its results is wrong, and the time of a call includes both copies, for original and candidate alike.
 
 Original and candidate run in the same way, so that neither is favoured. The only parts of refold imported here are
-`sandbox` and `private`.
+`sandbox`, `private` and `surroundings`.
 """
 
 from __future__ import annotations
@@ -19,22 +19,21 @@ from __future__ import annotations
 import base64
 import contextlib
 import ctypes
-import gc
-import hashlib
 import importlib
 import importlib.util
 import json
 import mmap
 import os
 import pickle
-import random
 import signal
 import socket
 import struct
 import sys
+import tempfile
 import time
 import traceback
 from collections import deque
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -46,11 +45,6 @@ try:
     tqdm.monitor_interval = 0  # its thread, which torch's compiler would start, runs every ten seconds
 except ImportError:
     pass
-try:
-    from numpy import geterr as numpy_errors
-    from numpy import random as numpy_random
-except ImportError:  # then no program draws from it
-    numpy_random = numpy_errors = None  # type: ignore[assignment]
 
 
 def _import(path: Path, name: str = "") -> Any:
@@ -65,125 +59,12 @@ def _import(path: Path, name: str = "") -> Any:
 
 
 private: Any = _import(Path(__file__).with_name("private.py"), "refold trial: private")
+surroundings: Any = _import(Path(__file__).with_name("surroundings.py"), "refold trial: surroundings")
 
 ZONE = 4096  # bytes of the red zones around inputs, as the judge writes them
 HELD = 3  # results kept alive, so that the judge can look at them again
 _M_PERTURB = -6  # of mallopt: the byte with which glibc fills what it allocates, inverted
 _TEXT = 2000
-
-# What a program must leave as it found it, in addition to the settings: functions that others compute, time and compare
-# with. Of some, all that have a public name.
-_WATCHED = {
-    "time": "time perf_counter perf_counter_ns monotonic sleep",
-    "json": "dumps",
-    "gc": "collect",
-    "torch": "*",
-    "torch.cuda": "synchronize Event Stream current_stream is_available memory_allocated",
-    "torch.cuda.Event": "record elapsed_time synchronize",
-    "torch.autograd": "grad backward",
-    "torch.testing": "assert_close",
-    "torch.Tensor": "* __eq__ __sub__ __add__ __mul__ __matmul__ __getitem__ __setitem__",
-    "torch.nn.Module": "* __call__",
-    "torch.nn.functional": "*",
-    "torch.linalg": "*",
-    "torch.fft": "*",
-    "torch.special": "*",
-    "math": "*",
-    "random": "*",
-    "torch.ops.aten": "mm",
-    "numpy": "allclose array_equal asarray",
-    "pickle": "loads dumps",
-    "builtins": "__import__ open isinstance id",
-    "os": "read write kill fork",
-}
-
-
-def _of_torch(function: Any) -> bool:
-    """Say whether a function is written in torch, whose compiler wraps some of them when it is imported."""
-    code = getattr(function, "__code__", None)
-    return code is not None and code.co_filename.startswith(torch.__path__[0] + os.sep)
-
-
-def _patched() -> dict[str, int]:
-    found: dict[str, int] = {}
-    for path, names in _WATCHED.items():
-        first, *rest = path.split(".")
-        owner: Any = sys.modules.get(first)
-        for name in rest:
-            owner = getattr(owner, name, None)
-        for name in names.split():
-            if name == "*":
-                own = vars(owner)
-                public = [n for n in dir(owner) if n[0] != "_" and (n not in own or callable(own[n]))]
-                found |= {f"{path}.{n}": 0 if _of_torch(own.get(n)) else id(own.get(n)) for n in public}
-            else:
-                found[f"{path}.{name}"] = id(getattr(owner, name, None))
-    for name, kind in vars(torch.nn).items():
-        forward = getattr(kind, "forward", None)
-        found[f"torch.nn.{name}.forward"] = 0 if _of_torch(forward) else id(forward)
-    return found
-
-
-def _settings() -> dict[str, str]:
-    """Return the global switches that change what other code computes or how fast."""
-    values: dict[str, Any] = {
-        "matmul precision": torch.get_float32_matmul_precision(),
-        "TF32 in cuBLAS": torch.backends.cuda.matmul.allow_tf32,
-        "TF32 in cuDNN": torch.backends.cudnn.allow_tf32,
-        "cuDNN": torch.backends.cudnn.enabled,
-        "cuDNN benchmark": torch.backends.cudnn.benchmark,
-        "cuDNN deterministic": torch.backends.cudnn.deterministic,
-        "deterministic": torch.are_deterministic_algorithms_enabled(),
-        "flush denormals": _flushes_denormals(),
-        "threads": torch.get_num_threads(),
-        "threads between operations": torch.get_num_interop_threads(),
-        "default dtype": torch.get_default_dtype(),
-        "default device": torch.get_default_device(),
-        "grad mode": torch.is_grad_enabled(),
-        "inference mode": torch.is_inference_mode_enabled(),
-        "anomaly mode": torch.is_anomaly_enabled(),
-        "autocast": [
-            (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in ("cpu", "cuda")
-        ],
-        "kinds of attention": [
-            getattr(torch.backends.cuda, f"{kind}_sdp_enabled")() for kind in ("flash", "mem_efficient", "math")
-        ],
-        "filling of new memory": getattr(torch.utils.deterministic, "fill_uninitialized_memory", None),
-        "numpy's errors": None if numpy_random is None else numpy_errors(),
-        "folder": os.getcwd(),
-        "turns of threads": sys.getswitchinterval(),
-        **private.settings(),
-        "mkldnn": torch.backends.mkldnn.enabled,
-        "processors": sorted(os.sched_getaffinity(0)),
-        "priority": (os.getpriority(os.PRIO_PROCESS, 0), os.sched_getscheduler(0)),
-        "timers": [signal.getitimer(kind)[0] > 0 for kind in (0, 1, 2)],
-        "signal handlers": {n: str(signal.getsignal(n)) for n in signal.valid_signals()},
-        "tracing": (str(sys.gettrace()), str(sys.getprofile())),
-        "garbage collection": (gc.isenabled(), gc.get_threshold(), len(gc.callbacks)),
-    }
-    return {name: str(value) for name, value in values.items()}
-
-
-def _flushes_denormals() -> bool:
-    return float(torch.tensor([1e-39]).mul_(1.0)) == 0.0
-
-
-def _seed(seed: int) -> None:
-    torch.manual_seed(seed)
-    random.seed(seed)
-    if numpy_random is not None:
-        numpy_random.seed(seed % 2**32)
-
-
-def _random_state() -> str:
-    digest = hashlib.sha256(torch.get_rng_state().numpy().tobytes())
-    digest.update(repr(random.getstate()).encode())
-    if numpy_random is not None:
-        _, keys, *rest = numpy_random.get_state()
-        digest.update(repr((list(keys), rest)).encode())
-    if torch.cuda.is_initialized():
-        digest.update(torch.cuda.get_rng_state().numpy().tobytes())
-    return digest.hexdigest()
 
 
 def _of_modules(module: torch.nn.Module) -> list[Any]:
@@ -319,8 +200,9 @@ class Stub:
         self._source: Any = None
         self._held: deque[Any] = deque(maxlen=HELD)
         self._kept: list[Any] = []
-        self._before = _settings(), _patched()
+        self._surroundings = surroundings.Surroundings(folder, private.settings)
         self._ready: tuple[Any, ...] | None = None
+        self._mode = "plain", False
         self._order: list[str] = []
         self._device = "cpu"
         # Of inputs on a device: the bytes in shared memory, the bytes there, and what lies in them.
@@ -357,7 +239,7 @@ class Stub:
 
     def do_seed(self, seed: int) -> dict[str, Any]:
         """Seed the random state."""
-        _seed(seed)
+        surroundings.seed(seed)
         return {}
 
     def do_arguments(self, seed: int) -> dict[str, Any]:
@@ -385,7 +267,7 @@ class Stub:
 
     def do_inputs(self, seed: int) -> dict[str, Any]:
         """Draw the original's own inputs."""
-        _seed(seed)
+        surroundings.seed(seed)
         if not hasattr(self._source, "get_inputs"):
             return {"missing": "get_inputs"}
         leaves: list[torch.Tensor] = []
@@ -396,16 +278,15 @@ class Stub:
 
     def do_inspect(self) -> dict[str, Any]:
         """Describe what the program must leave alone: its state, global settings, the random state, functions."""
-        settings, patched = _settings(), _patched()
-        old_settings, old_patched = self._before
+        settings, functions = self._surroundings.changes()
         module = self._program if isinstance(self._program, torch.nn.Module) else None
         state = {} if module is None else module.state_dict(keep_vars=True)
         return {
             "state": [[name, self._stated(name, t)] for name, t in state.items() if isinstance(t, torch.Tensor)],
             "modes": "" if module is None else str(_of_modules(module)),
-            "settings": {n: v for n, v in settings.items() if n in old_settings and old_settings[n] != v},
-            "patched": sorted(n for n, v in old_patched.items() if patched.get(n) != v),
-            "random": _random_state(),
+            "settings": settings,
+            "patched": functions,
+            "random": surroundings.random_state(),
         }
 
     def _stated(self, name: str, t: torch.Tensor) -> dict[str, Any]:
@@ -452,12 +333,13 @@ class Stub:
         tree: Any,
         tensors: Any,
         seed: int,
-        grad: bool,
+        mode: str,
         perturb: int,
         cotangents: Any,
         hold: bool,
         keep: bool,
         flow: str,
+        frozen: bool,
     ) -> dict[str, Any]:
         """Wrap the places where inputs are going to be; the judge fills them afterwards."""
         if not hold:
@@ -466,26 +348,28 @@ class Stub:
         if self._device != "cpu":
             if perturb:
                 self._poison(perturb)
-            _seed(seed)
-            self._ready = tree, tensors, cotangents, grad, keep, flow
+            surroundings.seed(seed)
+            self._ready = tree, tensors, cotangents, keep, flow
+            self._mode = mode, frozen
             return {}
         leaves = [self._tensor(spec) for spec in tensors]
         places = [self._tensor(spec) for spec in cotangents]
         args = _unflatten(tree, leaves)
         if sys.platform == "linux":
             ctypes.CDLL(None).mallopt(_M_PERTURB, perturb ^ 0xFF if perturb else 0)
-        _seed(seed)
-        self._ready = args, leaves, places, grad, keep, flow
+        surroundings.seed(seed)
+        self._ready = args, leaves, places, keep, flow
+        self._mode = mode, frozen
         return {}
 
     def go(self) -> dict[str, Any]:
         """Call the program on the inputs in the prepared places."""
         assert self._ready is not None
-        args, leaves, places, grad, keep, flow = self._ready
+        args, leaves, places, keep, flow = self._ready
         if self._device != "cpu":
-            return self._go_on_device(args, leaves, places, grad, keep, flow)
+            return self._go_on_device(args, leaves, places, keep, flow)
         before = _objects(args)
-        with torch.set_grad_enabled(grad):
+        with self._in_mode() as left:
             result = self._program(*args)
             outputs: list[torch.Tensor] = []
             tree = _flatten(result, outputs, result=True)
@@ -495,9 +379,27 @@ class Stub:
         self._held.append((result, outputs))
         if keep:
             self._kept.append((result, outputs))
-        return {"tree": tree, "tensors": [_describe(t) for t in outputs], "arguments": _left(args, before)}
+        return {"tree": tree, "tensors": [_describe(t) for t in outputs], "left": left + _left(args, before)}
 
-    def _go_on_device(self, tree: Any, specs: Any, places: Any, grad: bool, keep: bool, flow: str) -> dict[str, Any]:
+    @contextlib.contextmanager
+    def _in_mode(self) -> Iterator[list[str]]:
+        """Record gradients or not, as the call asks for; add to the list if the program has changed that."""
+        mode, frozen = self._mode
+        module = self._program if frozen and isinstance(self._program, torch.nn.Module) else torch.nn.Module()
+        constant = [p for p in module.parameters() if p.requires_grad]
+        left: list[str] = []
+        try:
+            for p in constant:
+                p.requires_grad_(False)
+            with torch.inference_mode() if mode == "inference" else torch.set_grad_enabled(mode == "recorded"):
+                yield left
+                if torch.is_grad_enabled() != (mode == "recorded"):
+                    left.append("whether gradients are recorded")
+        finally:
+            for p in constant:
+                p.requires_grad_()
+
+    def _go_on_device(self, tree: Any, specs: Any, places: Any, keep: bool, flow: str) -> dict[str, Any]:
         """Bring the inputs to the device, call, and bring results and inputs back."""
         before = {here.data_ptr(): there for here, there, _ in self._placed}
         self._placed = [self._sent(spec, before) for spec in specs]
@@ -505,7 +407,7 @@ class Stub:
         cotangents = [self._sent(spec, {})[2] for spec in places]
         args = _unflatten(tree, leaves)
         objects = _objects(args)
-        with torch.set_grad_enabled(grad):
+        with self._in_mode() as left:
             result = self._program(*args)
             outputs: list[torch.Tensor] = []
             shape = _flatten(result, outputs, result=True)
@@ -522,7 +424,7 @@ class Stub:
         return {
             "tree": shape,
             "tensors": [described for described, _ in described],
-            "arguments": _left(args, objects),
+            "left": left + _left(args, objects),
         }
 
     def _poison(self, byte: int) -> None:
@@ -697,6 +599,8 @@ def _nursery(control: socket.socket) -> None:
         for name in request["imports"]:
             with contextlib.suppress(ImportError):
                 importlib.import_module(name)
+        if request["compiler"]:
+            private.warm_compiler()
         if os.fork() == 0:
             control.close()
             channel, guard = (socket.socket(fileno=handle) for handle in handles[:2])
@@ -733,6 +637,8 @@ def _born(request: dict[str, Any], channel: socket.socket, guard: socket.socket,
     guard.close()
     folder = Path(request["folder"])
     os.environ.update(request["environment"])
+    tempfile.tempdir = None
+    private.move_compiler()
     os.chdir(folder)
     null = os.open(os.devnull, os.O_RDWR)
     for handle in (0, 1, 2):

@@ -1,0 +1,300 @@
+"""What a program must leave of its process as it found it: settings, functions, random states, and what acts later.
+
+The process of a trial makes one `Surroundings` before it loads its program, and asks it later what differs. All of it
+is read by code in the program's own process, so it finds accidents and simple tricks. Where an accepted program is
+used, it would act on the user's other code: variables of the environment, import hooks, modules under foreign names,
+functions that run at exit. Libraries that a program imports may do such things, too. So of finders and functions at
+exit, only those count that are not code of an installed package.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import gc
+import hashlib
+import itertools
+import logging
+import os
+import random
+import resource
+import signal
+import sys
+import threading
+import warnings
+from collections.abc import Callable
+from functools import partial
+from importlib.machinery import PathFinder
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+
+try:
+    from numpy import geterr as numpy_errors
+    from numpy import random as numpy_random
+except ImportError:  # then no program draws from it
+    numpy_random = numpy_errors = None  # type: ignore[assignment]
+
+_BACKENDS = [
+    torch.backends,
+    *(
+        getattr(getattr(torch.backends, backend, None), kind, None)
+        for backend, kind in itertools.product(("cuda", "cudnn", "mkldnn"), ("matmul", "conv", "rnn"))
+    ),
+]
+
+# What a program must leave as it found it, in addition to the settings: functions that others compute, time and compare
+# with. Of some, all that have a public name.
+_WATCHED = {
+    "time": "time perf_counter perf_counter_ns monotonic sleep",
+    "json": "dumps",
+    "gc": "collect",
+    "torch": "*",
+    "torch.cuda": "synchronize Event Stream current_stream is_available memory_allocated",
+    "torch.cuda.Event": "record elapsed_time synchronize",
+    "torch.autograd": "grad backward",
+    "torch.testing": "assert_close",
+    "torch.Tensor": "* __eq__ __sub__ __add__ __mul__ __matmul__ __getitem__ __setitem__",
+    "torch.nn.Module": "* __call__",
+    "torch.nn.functional": "*",
+    "torch.linalg": "*",
+    "torch.fft": "*",
+    "torch.special": "*",
+    "math": "*",
+    "random": "*",
+    "torch.ops.aten": "mm",
+    "numpy": "*",
+    "pickle": "loads dumps",
+    "builtins": "* __import__",
+    "os": "* _exit",
+    "sys": "exit",
+}
+
+
+def _of_torch(function: Any) -> bool:
+    """Say whether a function is written in torch, whose compiler wraps some of them when it is imported."""
+    code = getattr(function, "__code__", None)
+    return code is not None and code.co_filename.startswith(torch.__path__[0] + os.sep)
+
+
+def _functions() -> dict[str, int]:
+    found: dict[str, int] = {}
+    for path, names in _WATCHED.items():
+        first, *rest = path.split(".")
+        owner: Any = sys.modules.get(first)
+        for name in rest:
+            owner = getattr(owner, name, None)
+        for name in names.split():
+            if name == "*":
+                own = vars(owner)
+                # Of modules, not what is imported where it is read, as parts of NumPy are.
+                all_names = own if isinstance(owner, ModuleType) else dir(owner)
+                public = [n for n in all_names if n[0] != "_" and (n not in own or callable(own[n]))]
+                found |= {f"{path}.{n}": 0 if _of_torch(own.get(n)) else id(own.get(n)) for n in public}
+            else:
+                found[f"{path}.{name}"] = id(getattr(owner, name, None))
+    for owner, method in ((torch.nn, "forward"), (torch.optim, "step")):
+        for name, kind in vars(owner).items():
+            function = getattr(kind, method, None)
+            found[f"{owner.__name__}.{name}.{method}"] = 0 if _of_torch(function) else id(function)
+    return found
+
+
+# Variables that may be set: without a GPU, Triton's kernels need the first; the others, compilers set for themselves.
+_VARIABLES = ("TRITON_INTERPRET", "_TORCHINDUCTOR_", "__KMP_", "KMP_")
+# Names that code has which C libraries compile, and Python's own.
+_INTERNAL = ("<internal>", "<frozen ")
+
+
+class Surroundings:
+    """A process before its program is loaded.
+
+    Args:
+        folder: The program's own folder, which holds its source and all that it writes.
+        private: Returns settings that have no public name.
+    """
+
+    def __init__(self, folder: Path, private: Callable[[], dict[str, Any]]):
+        self._folder, self._private = str(folder.resolve()), private
+        self._variables = _variables()
+        self._path, self._finders = list(sys.path), [*sys.meta_path, *sys.path_hooks]
+        self._modules = dict(sys.modules)
+        self._at_exit: list[Callable[..., Any]] = []
+        self._listen()
+        self._settings, self._functions = self._found(), _functions()
+
+    def changes(self) -> tuple[dict[str, str], list[str]]:
+        """Return settings that are others than before, with their values now, and the functions that were replaced."""
+        now, functions = self._found(), _functions()
+        settings = {n: v for n, v in now.items() if n in self._settings and self._settings[n] != v}
+        return settings, sorted(n for n, v in self._functions.items() if functions.get(n) != v)
+
+    def _found(self) -> dict[str, str]:
+        values = {
+            **self._private(),
+            "variables of the environment": self._other_variables(),
+            "import hooks": self._own_finders(),
+            "folders of modules": self._own_folders(),
+            "modules": self._own_modules(),
+            "functions at exit": [str(f) for f in self._at_exit if self._is_own(f)],
+            "warnings as errors": [each for each in warnings.filters if each[0] == "error"],
+        }
+        return _settings() | {name: str(value) for name, value in values.items()}
+
+    def _other_variables(self) -> list[str]:
+        now = _variables()
+        return sorted(
+            f"{name}={now.get(name)}"
+            for name in self._variables.keys() | now.keys()
+            if self._variables.get(name) != now.get(name) and not name.startswith(_VARIABLES)
+        )
+
+    def _own_finders(self) -> list[str]:
+        now = [*sys.meta_path, *sys.path_hooks]
+        kept = [f for f in now if any(f is old for old in self._finders)]
+        lost = [] if len(kept) == len(self._finders) and all(map(_is, kept, self._finders)) else ["those from before"]
+        fresh = [f for f in now if not any(f is old for old in self._finders)]
+        return lost + [str(f) for f in fresh if self._is_own(f if isinstance(f, type) or callable(f) else type(f))]
+
+    def _own_folders(self) -> list[str]:
+        """Folders of an installed package may be added, as a package does with those that it brings along."""
+        lost = [path for path in self._path if path not in sys.path]
+        fresh = [path for path in sys.path if path not in self._path]
+        return lost + [path for path in fresh if not str(path).startswith(tuple(p + os.sep for p in self._path if p))]
+
+    def _own_modules(self) -> list[str]:
+        """Modules in the place of others: of those that were imported, and of those that may be imported later."""
+        now = dict(sys.modules)
+        others = [name for name, old in self._modules.items() if now.get(name, old) is not old]
+        for name in now.keys() - self._modules.keys():
+            spec = getattr(now[name], "__spec__", None)
+            made_up = spec is None or str(getattr(spec, "origin", "")).startswith(self._folder)
+            if "." not in name and made_up and PathFinder.find_spec(name, self._path) is not None:
+                others.append(name)
+        return sorted(others)
+
+    def _is_own(self, function: Any) -> bool:
+        """Say whether a function or class is written in no installed package and not in Python's library."""
+        while isinstance(function, partial):
+            function = function.func
+        function = getattr(function, "__func__", function)
+        code = getattr(function, "__code__", None)
+        if code is None and isinstance(getattr(function, "__self__", None), ModuleType):
+            return True  # as os._exit, which says nothing of who wanted it
+        module = sys.modules.get(getattr(function, "__module__", None) or "")
+        file = code.co_filename if code is not None else getattr(module, "__file__", None)
+        return file is None or (file.startswith((self._folder, "<")) and not file.startswith(_INTERNAL))
+
+    def _listen(self) -> None:
+        """Write down which functions are to run at exit; Python does not tell."""
+        register, unregister = atexit.register, atexit.unregister
+
+        def registered(function: Any, *args: Any, **kwargs: Any) -> Any:
+            self._at_exit.append(function)
+            return register(function, *args, **kwargs)
+
+        def unregistered(function: Any) -> None:
+            self._at_exit = [f for f in self._at_exit if f != function]
+            unregister(function)
+
+        atexit.register, atexit.unregister = registered, unregistered  # type: ignore[assignment]
+
+
+def _is(a: object, b: object) -> bool:
+    return a is b
+
+
+def _variables() -> dict[str, str]:
+    """Return the variables of the environment, as Python and as the C library have them, where these differ."""
+    found = dict(os.environ)
+    entries = ctypes.POINTER(ctypes.c_char_p).in_dll(ctypes.CDLL(None), "environ")
+    for entry in itertools.takewhile(bool, map(entries.__getitem__, itertools.count() if entries else ())):
+        name, _, value = os.fsdecode(entry).partition("=")
+        if found.get(name) != value:
+            found[f"{name} of the C library"] = value
+    return found
+
+
+def _umask() -> int:
+    mask = os.umask(0o77)
+    os.umask(mask)
+    return mask
+
+
+def _settings() -> dict[str, str]:
+    """Return the global switches that change what other code computes or how fast."""
+    values: dict[str, Any] = {
+        "matmul precision": _precision(),
+        "precision of backends": [getattr(owner, "fp32_precision", None) for owner in _BACKENDS],
+        "order of einsum": (torch.backends.opt_einsum.enabled, torch.backends.opt_einsum.strategy),
+        "quantized engine": torch.backends.quantized.engine,
+        "logging": logging.root.manager.disable,
+        "TF32 in cuBLAS": torch.backends.cuda.matmul.allow_tf32,
+        "TF32 in cuDNN": torch.backends.cudnn.allow_tf32,
+        "cuDNN": torch.backends.cudnn.enabled,
+        "cuDNN benchmark": torch.backends.cudnn.benchmark,
+        "cuDNN deterministic": torch.backends.cudnn.deterministic,
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "flush denormals": _flushes_denormals(),
+        "threads": torch.get_num_threads(),
+        "threads between operations": torch.get_num_interop_threads(),
+        "default dtype": torch.get_default_dtype(),
+        "default device": torch.get_default_device(),
+        "grad mode": torch.is_grad_enabled(),
+        "inference mode": torch.is_inference_mode_enabled(),
+        "anomaly mode": torch.is_anomaly_enabled(),
+        "autocast": [
+            (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in ("cpu", "cuda")
+        ],
+        "kinds of attention": [
+            getattr(torch.backends.cuda, f"{kind}_sdp_enabled")() for kind in ("flash", "mem_efficient", "math")
+        ],
+        "filling of new memory": getattr(torch.utils.deterministic, "fill_uninitialized_memory", None),
+        "numpy's errors": None if numpy_random is None else numpy_errors(),
+        "folder": os.getcwd(),
+        "turns of threads": sys.getswitchinterval(),
+        "mkldnn": torch.backends.mkldnn.enabled,
+        "processors": sorted(os.sched_getaffinity(0)),
+        "priority": (os.getpriority(os.PRIO_PROCESS, 0), os.sched_getscheduler(0)),
+        "timers": [signal.getitimer(kind)[0] > 0 for kind in (0, 1, 2)],
+        "signal handlers": {n: str(signal.getsignal(n)) for n in signal.valid_signals()},
+        "tracing": (sys.gettrace(), sys.getprofile(), threading.gettrace(), threading.getprofile()),
+        "hooks of the interpreter": (sys.excepthook, sys.unraisablehook, sys.displayhook, threading.excepthook),
+        "rights of new files": _umask(),
+        "limits": [resource.getrlimit(kind) for name, kind in vars(resource).items() if name.startswith("RLIMIT_")],
+        "garbage collection": (gc.isenabled(), gc.get_threshold(), len(gc.callbacks)),
+    }
+    return {name: str(value) for name, value in values.items()}
+
+
+def _precision() -> str:
+    try:
+        return torch.get_float32_matmul_precision()
+    except RuntimeError:  # it has been set for some backends by other names
+        return "of each backend its own"
+
+
+def _flushes_denormals() -> bool:
+    return float(torch.tensor([1e-39]).mul_(1.0)) == 0.0
+
+
+def seed(number: int) -> None:
+    """Seed the random numbers of torch, Python and NumPy."""
+    torch.manual_seed(number)
+    random.seed(number)
+    if numpy_random is not None:
+        numpy_random.seed(number % 2**32)
+
+
+def random_state() -> str:
+    """Return a name of the state of all random numbers."""
+    digest = hashlib.sha256(torch.get_rng_state().numpy().tobytes())
+    digest.update(repr(random.getstate()).encode())
+    if numpy_random is not None:
+        _, keys, *rest = numpy_random.get_state()
+        digest.update(repr((list(keys), rest)).encode())
+    if torch.cuda.is_initialized():
+        digest.update(torch.cuda.get_rng_state().numpy().tobytes())
+    return digest.hexdigest()

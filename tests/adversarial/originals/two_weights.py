@@ -1,0 +1,17 @@
+"""A product with a product of two weights."""
+
+import torch
+
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a = torch.nn.Parameter(torch.randn(256, 256))
+        self.b = torch.nn.Parameter(torch.randn(256, 256))
+
+    def forward(self, x):
+        return x @ (self.a @ self.b)
+
+
+def get_inputs():
+    return [torch.randn(4, 256)]

@@ -1,0 +1,116 @@
+"""What the process of a trial sees of its surroundings: each thing that a program may leave behind, by its name."""
+
+import atexit
+import contextlib
+import functools
+import importlib.util
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import types
+import warnings
+from unittest import mock
+
+import pytest
+import torch
+
+from refold.verify.trial.surroundings import Surroundings
+
+FINDER = type("Finder", (), {"find_spec": staticmethod(lambda name, path=None, target=None: None), "__module__": "x"})
+
+
+@contextlib.contextmanager
+def in_folder(name):
+    """Import a module from the program's own folder, as a program would that writes one there."""
+    with open(f"{name}.py", "w") as file:
+        file.write("x = 1\n")
+    spec = importlib.util.spec_from_file_location(name, os.path.abspath(f"{name}.py"))
+    with mock.patch.dict(sys.modules, {name: importlib.util.module_from_spec(spec)}):
+        yield
+
+
+@contextlib.contextmanager
+def at_exit(function, *args):
+    atexit.register(function, *args)
+    yield
+    atexit.unregister(function)
+
+
+@contextlib.contextmanager
+def changed(owner, name, value):
+    old = getattr(owner, name)
+    setattr(owner, name, value)
+    yield
+    setattr(owner, name, old)
+
+
+@pytest.fixture
+def surroundings(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(atexit, "register", atexit.register)
+    monkeypatch.setattr(atexit, "unregister", atexit.unregister)
+    return lambda: Surroundings(tmp_path, dict)  # in the test: pytest has a variable for each part of one
+
+
+SEEN = {
+    "variables of the environment": lambda: mock.patch.dict(os.environ, {"OMP_NUM_THREADS": "64"}),
+    "variables of the environment, gone": lambda: mock.patch.dict(os.environ, clear=True),
+    "import hooks": lambda: mock.patch.object(sys, "meta_path", [FINDER, *sys.meta_path]),
+    "import hooks, of paths": lambda: mock.patch.object(sys, "path_hooks", [FINDER, *sys.path_hooks]),
+    "import hooks, in another order": lambda: mock.patch.object(sys, "meta_path", sys.meta_path[::-1]),
+    "folders of modules": lambda: mock.patch.object(sys, "path", [os.getcwd(), *sys.path]),
+    "modules": lambda: in_folder("yaml"),
+    "modules, made up": lambda: mock.patch.dict(sys.modules, {"yaml": types.ModuleType("yaml")}),
+    "modules, replaced": lambda: mock.patch.dict(sys.modules, {"json": types.ModuleType("json")}),
+    "functions at exit": lambda: at_exit(os._exit, 0),
+    "functions at exit, in pieces": lambda: at_exit(functools.partial(eval("lambda: None"))),
+    "warnings as errors": lambda: mock.patch.object(warnings, "filters", [("error", None, BytesWarning, None, 7)]),
+    "hooks of the interpreter": lambda: mock.patch.object(sys, "excepthook", print),
+    "logging": lambda: changed(logging.root.manager, "disable", 50),
+    "order of einsum": lambda: mock.patch.object(torch.backends.opt_einsum, "enabled", False),
+    "precision of backends": lambda: changed(torch.backends.mkldnn.conv, "fp32_precision", "bf16"),
+}
+
+
+@pytest.mark.parametrize("what", SEEN)
+def test_what_acts_later_is_seen(what, surroundings, monkeypatch):
+    monkeypatch.delitem(sys.modules, "yaml", raising=False)
+    surroundings = surroundings()
+    assert surroundings.changes() == ({}, [])
+    with SEEN[what]():
+        settings, _ = surroundings.changes()
+        assert list(settings) == [what.partition(",")[0]]
+    assert surroundings.changes() == ({}, [])
+
+
+@pytest.mark.parametrize("path", ["builtins.sum", "numpy.mean", "torch.optim.SGD.step", "torch.nn.Linear.forward"])
+def test_what_is_replaced_is_seen(path, surroundings):
+    surroundings = surroundings()
+    with mock.patch(path, print):
+        assert path in surroundings.changes()[1]
+
+
+def test_what_packages_do_is_left_to_them(surroundings, tmp_path):
+    """A folder is removed at exit by Python's own function; a package finds its own modules; Triton is interpreted."""
+    surroundings = surroundings()
+    package = next(path for path in sys.path if path.endswith("site-packages"))
+    finder = type("Finder", (), {"find_spec": FINDER.find_spec, "__module__": "torch"})
+    with (
+        at_exit(shutil.rmtree, tmp_path / "folder", True),
+        mock.patch.object(sys, "path", [*sys.path, f"{package}/setuptools/_vendor"]),
+        mock.patch.object(sys, "meta_path", [*sys.meta_path, finder]),
+        mock.patch.dict(os.environ, {"TRITON_INTERPRET": "1"}),
+        in_folder("of_its_own"),
+    ):
+        assert surroundings.changes() == ({}, [])
+
+
+def test_all_variables_are_seen_also_those_of_the_c_library():
+    code = (
+        "import ctypes, pathlib; from refold.verify.trial.surroundings import Surroundings;"
+        "found = Surroundings(pathlib.Path('.'), dict); ctypes.CDLL(None).setenv(b'LD_PRELOAD', b'x.so', 1);"
+        "print(found.changes()[0])"
+    )
+    assert "LD_PRELOAD" in subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout
