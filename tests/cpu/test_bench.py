@@ -1,10 +1,13 @@
 """``refold bench``: suites that load, rows that are kept, runs that can be compared."""
 
 import json
+import re
+import subprocess
 import sys
 from functools import partial
 from importlib.util import find_spec
 from itertools import pairwise, permutations
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -16,12 +19,14 @@ from refold.bench import (
     cli,
     compile_time,
     generation_torch,
+    language_models,
     linear_attention,
     operators_gpu,
     peers,
     progress,
     rows,
     suites,
+    training,
 )  # fmt: skip
 from refold.bench.recurrences import in_turns, recurrences
 from refold.cli import app
@@ -41,13 +46,15 @@ def run(*arguments):
 def toy(monkeypatch):
     """Plant a suite that measures nothing."""
 
-    def toy(*, sizes: tuple[int, ...] = (1, 2), wrong: bool = False, stops: int = 0):
+    def toy(*, sizes: tuple[int, ...] = (1, 2), wrong: bool = False, stops: int = 0, fails: bool = False):
         """Time nothing."""
         for size in sizes:
             if not progress.wanted(case=str(size)):
                 continue
             if stops == size:
                 raise KeyboardInterrupt
+            if fails:
+                raise ZeroDivisionError("planted")
             yield {"case": str(size), "times_ms": {"refold": 2.0 * size}, **({"refused": "planted"} if wrong else {})}
 
     monkeypatch.setattr(suites.Suite, "load", lambda self: toy)
@@ -80,7 +87,25 @@ def test_rows_are_written_as_they_are_measured_and_compared(toy, tmp_path):
     for row in found[1:]:
         rows.append(faster, row | {"times_ms": {"refold": row["times_ms"]["refold"] / 4}})
     assert [(a, b) for *_, a, b in rows.compare(found, rows.read(faster))] == [(4.0, 1.0), (8.0, 2.0)]
-    assert "4.00  cpu 2: refold times_ms" in run("compare", str(out), str(faster)).output
+    assert "4.00          cpu 2: refold times_ms" in run("compare", str(out), str(faster)).output
+
+
+def test_times_whose_percentiles_overlap_are_said_to_be_the_same():
+    def row(low, high):
+        return {
+            "case": "1",
+            "median_ms": {"refold": (low + high) / 2},
+            "p20_ms": {"refold": low},
+            "p80_ms": {"refold": high},
+        }
+
+    def verdicts(*pair):
+        return [(one.which, one.verdict) for one in rows.compare([row(2.0, 3.0)], [row(*pair)])]
+
+    assert verdicts(1.0, 1.9) == [("refold median_ms", "faster")]
+    assert verdicts(1.0, 2.1) == verdicts(2.9, 4.0) == [("refold median_ms", "same")]
+    assert verdicts(3.1, 4.0) == [("refold median_ms", "slower")]
+    assert rows.compare([{"case": "1", "hot_ms": 1.0}], [{"case": "1", "hot_ms": 1.0}])[0].verdict == ""
 
 
 def test_a_run_that_was_stopped_keeps_its_rows_and_goes_on(toy, tmp_path):
@@ -92,6 +117,67 @@ def test_a_run_that_was_stopped_keeps_its_rows_and_goes_on(toy, tmp_path):
     resumed = run("run", "cpu", "--set", "sizes=1,2,3", "--out", out, "--resume")
     assert "... 1/1 cpu 3" in resumed.stderr
     assert [row["case"] for row in rows.read(tmp_path / "rows.jsonl")] == ["1", "2", "3"]
+
+
+def test_a_limit_of_time_leaves_measurements_to_the_next_run(toy, tmp_path):
+    out = str(tmp_path / "rows.jsonl")
+    ended = run("run", "cpu", "--out", out, "--limit", "0")
+    assert ended.exit_code == 3
+    assert "measurements left: 2; the same command with --resume goes on" in ended.stderr
+    assert not Path(out).exists()
+    assert run("run", "cpu", "--out", out, "--limit", "600", "--resume").exit_code == 0
+    assert len(rows.read(Path(out))) == 2
+
+
+def test_one_of_several_suites_that_fails_does_not_stop_the_others(toy, tmp_path):
+    out = str(tmp_path / "rows.jsonl")
+    ended = run("run", "ssd", "cpu", "--set", "ssd.fails=true", "--out", out)
+    assert ended.exit_code == 1
+    assert "ZeroDivisionError: planted" in ended.stderr
+    assert "failed: ssd; the reasons are above" in ended.stderr
+    assert {row["suite"] for row in rows.read(Path(out))} == {"cpu"}
+    assert isinstance(run("run", "ssd", "--set", "fails=true").exception, ZeroDivisionError)
+
+
+def test_the_name_gpu_runs_all_that_need_one_and_options_can_be_of_one_suite():
+    chosen = suites.choose(["gpu", "cpu"], {"ssd.fused": "/x", "cpu.rounds": "2"})
+    names = {suite.name for suite, _ in chosen}
+    assert names == {name for name, suite in suites.SUITES.items() if suite.device == "cuda"} | {"cpu"}
+    for suite, options in chosen:
+        assert suite.settings(options).keys() == options.keys()
+        assert suite.runs_on(suite.settings(options)) == ("cpu" if suite.name == "cpu" else "cuda")
+    fusion = [(suite, suite.settings(options)) for suite, options in chosen if suite.name == "fusion-example"]
+    done = [{"suite": "fusion-example", "case": "fused_mamba", "layers": 8, "dtype": kind, "batch": batch}
+            for kind in ("float32", "bfloat16") for batch in (1, 4, 16)]  # fmt: skip
+    counts = [progress.count([(suite.name, partial(suite.load(), **options))], done) for suite, options in fusion]
+    assert counts == [0, 3]  # the same sizes with another number of layers are not done
+    given = {suite.name: options for suite, options in chosen}
+    assert (given["ssd"], given["cpu"]) == ({"fused": "/x"}, {"rounds": "2"})
+    with pytest.raises(ArgumentError, match="the suite ssd is not run"):
+        suites.choose(["cpu"], {"ssd.fused": "/x"})
+
+
+def test_rows_are_stored_by_machine_and_suite_in_place_of_older_ones(tmp_path):
+    gpu = {"gpu": "NVIDIA H200", "processor": "Intel(R) Xeon(R) Processor @ 2.8GHz", "threads": 2}
+    row = {"suite": "ssd-sizes", "device": "cuda", "case": "1", "median_ms": 2.0, "env": gpu}
+    first, second = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
+    for new in (row, row | {"case": "2"}, row | {"suite": "cpu", "device": "cpu"}):
+        rows.append(first, new)
+    for new in (row | {"median_ms": 1.0}, row | {"case": "2", "not_run": "no memory"}, row | {"case": "3"}):
+        rows.append(second, new)
+    results = tmp_path / "results"
+    assert "results is not a folder" in str(run("store", str(first), "--results", str(results)).exception)
+    results.mkdir()
+    assert "ssd_sizes.jsonl: 0 replaced, 2 added" in run("store", str(first), "--results", str(results)).output
+    said = run("store", str(second), "--results", str(results)).output
+    assert "nvidia-h200/ssd_sizes.jsonl: 1 replaced, 1 added, 1 left as they were" in said
+    found = rows.stored(results, "nvidia-h200", "ssd-sizes", "ssd")
+    assert [(one["case"], one["median_ms"], "not_run" in one) for one in found] == [
+        ("1", 1.0, False), ("2", 2.0, False), ("3", 2.0, False),
+    ]  # fmt: skip
+    assert len(rows.stored(results, "intel-xeon-2-threads", "cpu")) == 1
+    with pytest.raises(ArgumentError, match="does not say its suite and machine"):
+        rows.store([{"case": "1"}], results)
 
 
 @pytest.mark.skipif(find_spec("mamba_ssm") is not None, reason="mamba-ssm is installed")
@@ -167,7 +253,7 @@ def test_what_is_not_right_is_refused_and_the_exit_code_says_so(toy):
     ("arguments", "message"),
     [
         (["run", "no-such"], "there is no suite 'no-such'. There are ssd"),
-        (["run", "cpu", "--set", "shape=3"], "has no option shape. It has sizes, wrong, stops"),
+        (["run", "cpu", "--set", "shape=3"], "has no option shape. It has sizes, wrong, stops, fails"),
         (["run", "cpu", "--set", "sizes=1,x"], "sizes is 'x'. Give a value like 1"),
         (["run", "cpu", "--set", "wrong=1"], "Give true or false"),
         (["run", "cpu", "--set", "wrong"], "give name=value"),
@@ -200,10 +286,49 @@ def test_the_environment_is_json():
     assert {"refold", "torch", "processor", "threads"} <= json.loads(run("env").output).keys()
 
 
+def test_the_revision_is_that_of_the_source_and_of_nothing_around_it(tmp_path, monkeypatch):
+    monkeypatch.delenv("REFOLD_REVISION", raising=False)
+    file = tmp_path / "rows.py"
+    file.write_text("1\n")
+
+    def git(*arguments):
+        given = ["-c", "user.name=a", "-c", "user.email=a@b", *arguments]
+        subprocess.run(["git", *given], cwd=tmp_path, check=True, capture_output=True)
+
+    git("init", "-q")
+    assert rows.revision(file) == "unknown"
+    git("add", "rows.py")
+    git("commit", "-qm", "one")
+    clean = rows.revision(file)
+    assert re.fullmatch("[0-9a-f]{7,}", clean)
+    file.write_text("2\n")
+    assert rows.revision(file) == f"{clean}-dirty"
+
+
 def test_a_real_suite_runs():
     (row,) = compile_time.compile_time(steps=(32,))
     assert row["first_call_s"] > 0
     assert row["report"]["graphs"][0]["rewrites"]
+
+
+def test_a_line_of_the_granite_layer_is_timed_with_what_is_right_only():
+    pytest.importorskip("transformers")
+    from refold.bench import granite_layer
+
+    inputs = [torch.randn(1, 24, 2, 16) for _ in range(2)]
+    others = {
+        "wrong": lambda C, B: C @ B.mT,
+        "fails": lambda C, B: 1 / 0,
+        "twice": lambda C, B: granite_layer.multiply_sum(C, 2 * B),
+    }
+    row = granite_layer.compared(granite_layer.multiply_sum, others, inputs, 1)
+    assert row["times_ms"].keys() == {"eager", "refold", "torch.compile"}
+    assert row["kernels"]["eager"] == 2
+    verdicts = {pair.which: pair.verdict for pair in rows.compare([row], [row])}
+    assert verdicts["eager times_ms"] == "same"
+    assert row["not_run"]["twice"] == "an error above 0.0001"
+    assert row["not_run"]["fails"] == "ZeroDivisionError: division by zero"
+    assert row["not_run"]["wrong"].startswith("RuntimeError: The size of tensor")
 
 
 def test_programs_of_linear_attention_agree():
@@ -215,6 +340,25 @@ def test_programs_of_linear_attention_agree():
     inputs = [torch.randn(1, 6, 1, n) for n in (4, 4, 4, 1)]
     refused = linear_attention.measure(linear_attention.loop, wrong, inputs, 1e-4, 1)
     assert refused["refused"] == refused["not_run"]["refold"] == "an error above 0.0001"
+
+
+def test_only_our_own_programs_refuse_a_row_of_training():
+    layer, u = torch.nn.Linear(4, 4), torch.randn(2, 3, 4, requires_grad=True)
+
+    def measured(**programs):
+        return training.measure(layer, programs, u, 1e-4, 1, False)
+
+    def wrong(x):
+        return layer(x) * 1.01
+
+    row = measured(**{"refold": layer, "torch.compile": wrong, "eager": wrong})
+    assert "refused" not in row
+    assert row["not_run"] == {"torch.compile": "an error above 0.0001"}
+    assert row["median_ms"].keys() == {"refold", "eager"}
+    assert row["errors"]["eager"] > 1e-3
+    row = measured(refold=wrong, eager=layer)
+    assert row["refused"] == "refold: an error above 0.0001"
+    assert row["median_ms"].keys() == {"eager"}
 
 
 def test_a_loop_of_the_host_decodes_what_the_generator_does():
@@ -232,6 +376,24 @@ def test_a_loop_of_the_host_decodes_what_the_generator_does():
     ]
     assert least[1] - least[0] == 2 * 2 * 2 * counts.state_elements(model)[0]  # rows, read and written, bytes saved
     assert generator.lengths(ends[0]).tolist() == generator.lengths(ends[1]).tolist() == [8, 8]
+
+
+def test_a_slow_call_is_timed_once(monkeypatch):
+    clock, made = [0.0], []
+
+    def call(seconds):
+        clock[0] += seconds
+        made.append(seconds)
+
+    monkeypatch.setattr(language_models.time, "perf_counter", lambda: clock[0])
+    slow = 2 * language_models.SLOW_S
+    found = list(
+        language_models.in_turns(
+            ("a", "b"), "tiny", "read", (partial(call, 1.0), partial(call, slow)), 3, 1, counts.Counts(1, 1)
+        )
+    )
+    assert [(row["median_s"], row["n"]) for row in found] == [(1.0, 3), (slow, 1)]
+    assert sorted(made) == [1.0] * 4 + [slow]
 
 
 def test_rivals_of_an_operator_are_judged_with_it(monkeypatch):

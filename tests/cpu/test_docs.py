@@ -3,7 +3,8 @@
 The blocks of one page run one after the other, in one process and one empty folder. A block with ``title="file.py"`` is
 also written to that file. A line ``<!-- not run: REASON -->`` before a block leaves it out. A session with ``>>>`` is
 checked line by line, as doctest does. A text block after ``<!-- passes: WHEN -->`` must be part of the graphs that the
-page's run prints.
+page's run prints. Each paragraph of a text block after ``<!-- printed -->`` must be part of what the run prints, apart
+from where lines break and files lie.
 """
 
 import os
@@ -21,6 +22,7 @@ BLOCK = re.compile(
 )
 SKIPPED = re.compile(r"<!-- not run: .+ -->")
 GRAPHS = re.compile(r"<!-- passes: \w+ -->\n```text\n(.*?)```", re.DOTALL)
+PRINTED = re.compile(r"<!-- printed -->\n```text\n(.*?)```", re.DOTALL)
 
 # Runs a session in the names of the page, and leaves there what it defines.
 SESSION = """
@@ -94,6 +96,15 @@ def test_python_of_a_page_runs(page, tmp_path, nursery):
     for graph in GRAPHS.findall(page.read_text()):
         for line in graph.splitlines():
             assert line in printed
+    said = unfolded((tmp_path / "printed").read_text())
+    for sample in PRINTED.findall(page.read_text()):
+        for paragraph in sample.split("\n\n"):
+            assert unfolded(paragraph) in said
+
+
+def unfolded(text):
+    """Return text as one line, without what depends on the place of files."""
+    return re.sub(r"[\w/.-]+\.py:\d+", "FILE", " ".join(text.split()))
 
 
 def test_the_page_on_how_it_works_shows_a_graph_before_and_after():

@@ -6,6 +6,7 @@ import torch
 import refold
 from refold import audit
 from refold.compat import causal_conv1d, mamba_ssm
+from refold.integrations import decoding
 
 families = pytest.importorskip("support.families", reason="transformers is not installed")
 
@@ -38,14 +39,9 @@ def test_logits_and_tokens(name):
     assert torch.equal(same, tokens)
 
 
-@pytest.mark.parametrize("name", ["mamba", "mamba2"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_decoding_in_a_cuda_graph(name, dtype):
-    model = families.make(name).to("cuda", dtype)
-    refold.accelerate(model)
-    ids = torch.randint(0, families.VOCAB, (2, 24), device="cuda")
+def replayed(model, ids):
+    """Return the logits of the tokens from the 20th on, by a graph of one token."""
     with torch.no_grad():
-        expected = model(ids, use_cache=False).logits[:, 20:]
         cache, token = model(ids[:, :20], use_cache=True).cache_params, ids[:, 20:21].clone()
         states = [(layer.conv_states[0], layer.recurrent_states[0]) for layer in cache.layers]
         kept = [tuple(s.clone() for s in pair) for pair in states]
@@ -64,8 +60,54 @@ def test_decoding_in_a_cuda_graph(name, dtype):
             token.copy_(ids[:, t : t + 1])
             graph.replay()
             found.append(logits.clone())
-    unit = 2**-24 if dtype is torch.float32 else 2**-8
-    assert (torch.cat(found, 1) - expected).abs().max() <= 64 * unit * expected.abs().max()
+    return torch.cat(found, 1)
+
+
+@pytest.mark.parametrize("name", ["mamba", "mamba2"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_decoding_in_a_cuda_graph(name, dtype, rows, monkeypatch):
+    """With the kernels of one token, where the layer has them, and without."""
+    model = families.make(name).to("cuda", dtype)
+    refold.accelerate(model)
+    ids = torch.randint(0, families.VOCAB, (rows, 24), device="cuda")
+    with torch.no_grad():
+        expected = model(ids, use_cache=False).logits[:, 20:]
+    bound = 64 * (2**-24 if dtype is torch.float32 else 2**-8) * expected.abs().max()
+    steps, step_ = [], decoding._step_
+    monkeypatch.setattr(decoding, "_step_", lambda *args, **rest: steps.append(1) or step_(*args, **rest))
+    assert (replayed(model, ids) - expected).abs().max() <= bound
+    assert len(steps) == (4 if name == "mamba2" and (rows == 1 or dtype == torch.bfloat16) else 0)  # twice two layers
+    monkeypatch.setattr(decoding, "kernels", lambda x: None)
+    assert (replayed(model, ids) - expected).abs().max() <= bound
+
+
+@pytest.mark.parametrize("whole", [True, False], ids=["block", "layer"])
+@pytest.mark.parametrize("wide", [True, False])
+def test_a_layer_reads_one_token_in_few_launches(whole, wide, monkeypatch):
+    model = families.make("mamba2", residual_in_fp32=wide).to("cuda", torch.bfloat16)
+    refold.accelerate(model)
+    block = model.backbone.layers[0]
+    ids, x = torch.randint(0, families.VOCAB, (1, 8), device="cuda"), torch.randn(1, 1, 48, device="cuda").bfloat16()
+
+    def launches():
+        with torch.no_grad():
+            cache = model(ids, use_cache=True).cache_params
+            layer = block if whole else block.mixer
+            layer(x, cache_params=cache)
+            torch.cuda.synchronize()
+            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+                y = layer(x, cache_params=cache)
+                torch.cuda.synchronize()
+        kinds = [event.device_type for event in profile.events()]
+        return kinds.count(torch.autograd.DeviceType.CUDA), y.dtype
+
+    count, dtype = launches()
+    assert 1 <= count <= 4
+    monkeypatch.setattr(decoding, "kernels", lambda x: None)
+    before = launches()
+    assert before[0] > 8
+    assert dtype == before[1]
 
 
 @pytest.mark.parametrize("case", audit.CASES, ids=lambda c: f"{c.function}-{c.name}".replace(" ", "_"))

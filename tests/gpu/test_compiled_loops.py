@@ -8,6 +8,8 @@ torch = pytest.importorskip("torch")
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
+from refold.bench.recurrences import RECURRENCES  # noqa: E402
+from refold.compiler.recurrence.systems import LINEAR_SYSTEM, MAX_PLUS_SCAN  # noqa: E402
 from support.scans import compiled, flat, operators  # noqa: E402
 
 pytestmark = pytest.mark.gpu
@@ -51,3 +53,48 @@ def test_loop(name, loop, cuda):
     for one, other, want in zip(got, eager, exact, strict=True):
         error, bound = ((a.double() - want).norm() / want.norm() for a in (one, other))
         assert error <= 4 * bound + torch.finfo(one.dtype).eps
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("name", ["lru", "bidirectional-ssm", "holt-winters", "biquad", "rwkv4"])
+def test_public_recurrence(name, grad, cuda):
+    one = RECURRENCES[name]
+    inputs = [x.to(cuda).requires_grad_(grad) for x in one.inputs(2, 64, 16)]
+    exact = [x.detach().double().requires_grad_(grad) for x in inputs]
+    run = compiled(one.fn)
+    with torch.set_grad_enabled(grad):
+        results = [fn(*given) for fn, given in ((run, inputs), (one.fn, inputs), (one.fn, exact))]
+        if grad:
+            weights = torch.randn(results[0].shape, generator=torch.Generator().manual_seed(1)).to(cuda)
+            results = [
+                torch.autograd.grad(y, given, weights.to(y))
+                for y, given in zip(results, (inputs, inputs, exact), strict=True)
+            ]
+    assert any(one.found in operator for operator in operators(run))
+    assert not any("Inductor failed" in note for graph in run.report.graphs for note in graph.notes)
+    for got, eager, want in zip(*map(flat, results), strict=True):
+        error, bound = ((a.double() - want).norm() / want.norm() for a in (got, eager))
+        assert error <= 16 * bound + 1e-6
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.complex64])
+@pytest.mark.parametrize("size", [1, 2, 6])
+@pytest.mark.parametrize("steps", [1, 129])
+def test_sweeps_agree_with_those_of_the_cpu(dtype, size, steps, cuda):
+    generator = torch.Generator().manual_seed(0)
+    A, b, start = (
+        torch.randn(shape, generator=generator, dtype=dtype) / 4
+        for shape in ((size, size, 1, 1), (size, steps, 3, 37), (size, 3, 37))
+    )
+    for reverse in (False, True):
+        for initial in (start, None):
+            want = LINEAR_SYSTEM(A, b, initial, reverse)
+            got = LINEAR_SYSTEM(A.to(cuda), b.to(cuda), None if initial is None else initial.to(cuda), reverse)
+            torch.testing.assert_close(got.cpu(), want)
+
+
+@pytest.mark.parametrize("smooth", [False, True])
+def test_running_maxima_agree_with_those_of_the_cpu(smooth, cuda):
+    shift, floor, start = (torch.randn(shape) for shape in ((129, 77), (129, 77), (77,)))
+    want = MAX_PLUS_SCAN(shift, floor, start, smooth)
+    torch.testing.assert_close(MAX_PLUS_SCAN(*(x.to(cuda) for x in (shift, floor, start)), smooth).cpu(), want)

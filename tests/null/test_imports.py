@@ -33,7 +33,8 @@ ORDER = [
 COMPILER = [
     ["environment", "private", "refusals", "patience"],
     ["ir"],
-    ["compile_time", "decisions", "external_cumsum", "inductor"],
+    ["compile_time", "complex_values", "decisions", "external_cumsum"],
+    ["inductor"],
     ["recurrence", "notation"],
     ["passes"],
     ["pipeline"],

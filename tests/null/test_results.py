@@ -19,6 +19,29 @@ def test_figures_are_not_stale():
     assert plots.stale(ROOT / "benchmarks" / "results", ROOT / "docs" / "figures") == []
 
 
+def test_stored_rows_lie_where_they_belong_once_each():
+    from refold.bench import rows
+    from refold.bench.suites import SUITES
+
+    results = ROOT / "benchmarks" / "results"
+    for path in sorted(path for path in results.glob("*/*.jsonl") if path.parent.name != "numerics"):
+        found = rows.read(path)
+        assert {rows.place(results, rows.machine(row), row["suite"]) for row in found} == {path}
+        assert {row["suite"] for row in found} <= SUITES.keys()
+        assert len({rows.identity(row) for row in found}) == len(found), f"{path}: use refold bench store"
+
+
+def test_every_suite_is_shown_somewhere():
+    """A figure or a table reads the rows of each suite."""
+    page = (ROOT / "docs" / "benchmarks.md").read_text()
+    shown = (ROOT / "src/refold/bench/plots.py").read_text() + (ROOT / "tools/render_tables.py").read_text()
+    from refold.bench.suites import SUITES
+
+    for name in SUITES:
+        assert f'"{name}"' in shown, f"nothing draws or renders the rows of {name}"
+        assert f"`{name}`" in page, f"docs/benchmarks.md does not say where the rows of {name} are shown"
+
+
 def test_a_figure_of_other_rows_is_stale(tmp_path):
     from refold.bench import plots
 

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import math
+import os
 import shlex
 import sys
+import time
+import traceback
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -13,7 +18,7 @@ import typer
 
 from ..errors import ArgumentError, RefoldError
 from . import plots, progress, rows
-from .suites import SUITES, find
+from .suites import GPU, SUITES, choose
 
 app = typer.Typer(help="Run benchmarks, and compare and draw their results.", no_args_is_help=True)
 
@@ -30,47 +35,83 @@ def list_suites() -> None:
         typer.echo(f"{suite.name:24} {about}")
         if options:
             typer.echo(f"{'':24}   {options}")
+    typer.echo(f"{'gpu':24} All of these that need a GPU, {len(GPU)} in all, with the options whose rows are stored.")
 
 
 @app.command()
 def run(
-    suites: Annotated[list[str], typer.Argument(help="Names that `refold bench list` shows.")],
+    suites: Annotated[list[str], typer.Argument(help="Names that `refold bench list` shows; gpu: all for one.")],
     out: Annotated[Path | None, typer.Option(help="Append each row to this file as it is measured.")] = None,
     given: Annotated[
-        list[str] | None, typer.Option("--set", help="An option of the suite, as name=value.", show_default=False)
+        list[str] | None,
+        typer.Option("--set", help="An option: name=value or suite.name=value.", show_default=False),
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Skip measurements that the file of --out has.")] = False,
+    limit: Annotated[
+        float, typer.Option(help="Begin no measurement after so many seconds.", show_default="none")
+    ] = math.inf,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress.")] = False,
 ) -> None:
     """Run suites, and print one line per measurement.
 
-    Exit code 1 if a measurement was refused because its result is wrong. Rows measured before Ctrl-C stay in the
-    file of --out.
+    Exit code 3 if --limit left measurements; else 1 if one was refused because its result is wrong, or if one of
+    several suites failed (the others still run). Rows measured before Ctrl-C stay in the file of --out.
     """
     if resume and out is None:
         raise ArgumentError("--resume needs --out FILE, which has the rows that were measured before")
-    settings = dict(_pair(text) for text in given or [])
-    chosen = [(suite, suite.settings(settings)) for suite in map(find, suites)]
-    command = shlex.join(["refold", "bench", "run", *suites, *(f"--set={text}" for text in given or [])])
-    env, refused = rows.environment(), 0
+    ends = time.monotonic() + limit
+    chosen = [
+        (suite, suite.settings(texts), shlex.join(["refold", "bench", "run", suite.name, *_sets(texts)]))
+        for suite, texts in choose(suites, dict(_pair(text) for text in given or []))
+    ]
+    if len(chosen) > 1:  # else JAX takes three quarters of a GPU's memory, and the other suites have the rest
+        os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    env, refused, failed = rows.environment(), 0, list[str]()
     done = rows.read(out) if resume and out is not None and out.exists() else []
-    total = progress.count([(suite.name, partial(suite.load(), **options)) for suite, options in chosen], done)
+    total = progress.count([(suite.name, partial(suite.load(), **options)) for suite, options, _ in chosen], done)
     try:
-        with progress.shown(total, quiet) as told, progress.active(progress.Run(done, told)) as running:
-            for suite, options in chosen:
+        with progress.shown(total, quiet) as told, progress.active(progress.Run(done, told, ends=ends)) as running:
+            for suite, options, command in chosen:
                 running.suite = suite.name
-                for row in suite.load()(**options):
-                    refused += "refused" in row
-                    typer.echo(rows.described(row))
-                    if out is not None:
-                        rows.append(out, rows.complete(row, suite.name, command, env))
+                _free_memory()
+                try:
+                    for row in suite.load()(**options):
+                        refused += "refused" in row
+                        typer.echo(rows.described(row))
+                        if out is not None:
+                            rows.append(out, rows.complete(row, suite.name, suite.runs_on(options), command, env))
+                except Exception:
+                    if len(chosen) == 1:
+                        raise
+                    traceback.print_exc()
+                    failed.append(suite.name)
     except KeyboardInterrupt:
         kept = f"{out} keeps the measured rows; --resume continues" if out is not None else "nothing was kept: no --out"
         typer.echo(f"stopped: {kept}", err=True)
         raise typer.Exit(130) from None
     if refused:
-        typer.echo(f"{refused} measurements were refused", err=True)
-        raise typer.Exit(1)
+        typer.echo(f"measurements refused: {refused}", err=True)
+    if failed:
+        typer.echo(f"failed: {', '.join(failed)}; the reasons are above", err=True)
+    if running.left:
+        typer.echo(f"measurements left: {running.left}; the same command with --resume goes on", err=True)
+    if refused or failed or running.left:
+        raise typer.Exit(3 if running.left else 1)
+
+
+@app.command()
+def store(
+    files: Annotated[list[Path], typer.Argument(help="Files that `refold bench run --out` wrote.")],
+    results: Annotated[Path, typer.Option(help="The folder of results.")] = Path("benchmarks/results"),
+) -> None:
+    """Put rows where figures and tables find them: results/MACHINE/SUITE.jsonl.
+
+    A row replaces the stored row of the same measurement. Afterwards, draw: refold bench plot.
+    """
+    _folder(results)
+    found = rows.store([row for file in files for row in rows.read(file)], results)
+    for path, (replaced, added, others) in found.items():
+        typer.echo(f"{path}: {replaced} replaced, {added} added, {others} left as they were")
 
 
 @app.command()
@@ -78,13 +119,16 @@ def compare(
     before: Annotated[Path, typer.Argument(help="A file of rows.")],
     after: Annotated[Path, typer.Argument(help="Another file of rows.")],
 ) -> None:
-    """Compare the times that two files have in common; a ratio above 1 means that the second is faster."""
+    """Compare the times that two files have in common; a ratio above 1 means that the second is faster.
+
+    "faster" and "slower" stand where the 20th to 80th percentiles of the two do not overlap, "same" where they do.
+    """
     found = rows.compare(rows.read(before), rows.read(after))
     if not found:
         raise ArgumentError(f"{before} and {after} have no measurement in common. Compare runs of one suite")
     typer.echo(f"{'before ms':>11} {'after ms':>11} {'ratio':>7}")
-    for name, which, a, b in found:
-        typer.echo(f"{a:11.4f} {b:11.4f} {a / b:7.2f}  {name}: {which}")
+    for name, which, verdict, a, b in found:
+        typer.echo(f"{a:11.4f} {b:11.4f} {a / b:7.2f}  {verdict:6}  {name}: {which}")
 
 
 @app.command()
@@ -96,8 +140,7 @@ def plot(
     check: Annotated[bool, typer.Option("--check", help="Draw nothing; fail if a figure is stale.")] = False,
 ) -> None:
     """Draw stored results. Figures without results are left out."""
-    if not results.is_dir():
-        raise ArgumentError(f"{results} is not a folder. Run in the root of the repository, or give --results FOLDER")
+    _folder(results)
     if check:
         if found := plots.stale(results, out):
             typer.echo(f"stale figures: {', '.join(found)}. Run refold bench plot", err=True)
@@ -112,6 +155,24 @@ def plot(
 def env_command() -> None:
     """Print the versions and devices on which measurements depend, as JSON."""
     typer.echo(json.dumps(rows.environment(), indent=2))
+
+
+def _free_memory() -> None:
+    """Give the memory of a GPU back that the suite before kept for itself."""
+    import torch
+
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def _folder(results: Path) -> None:
+    if not results.is_dir():
+        raise ArgumentError(f"{results} is not a folder. Run in the root of the repository, or give --results FOLDER")
+
+
+def _sets(texts: dict[str, str]) -> list[str]:
+    return [f"--set={name}={text}" for name, text in texts.items()]
 
 
 def _pair(text: str) -> tuple[str, str]:

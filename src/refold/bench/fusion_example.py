@@ -70,7 +70,7 @@ def fusion_example(
     options = {"strict": True, "verify": verify, "accept": "always" if verify == "off" else "faster"}
     for name in dtype:
         for rows in batch:
-            if not wanted(case=Path(file).stem, dtype=name, batch=rows):
+            if not wanted(case=Path(file).stem, layers=layers, dtype=name, batch=rows):
                 continue
             at = torch.device(device)
             torch.manual_seed(0)

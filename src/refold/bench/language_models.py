@@ -32,6 +32,9 @@ MODELS: dict[str, Config] = {
 }  # fmt: skip
 
 
+SLOW_S = 10.0
+"""Seconds of a call from which on it is not repeated."""
+
 PAST = 1024
 """Tokens read before decoding is timed; attention reads them at each step."""
 
@@ -67,13 +70,18 @@ def in_turns(
     need: counts.Counts,
     extra: dict[str, Any] | None = None,
 ) -> Iterator[Row]:
-    """Time two calls turn by turn; ``extra`` belongs to the first row."""
+    """Time two calls turn by turn; ``extra`` belongs to the first row.
+
+    The first call of each, which may compile, does not count. If it takes longer than `SLOW_S`, it is the only one.
+    """
     times: tuple[list[float], list[float]] = ([], [])
-    for call in calls:
-        call()
+    first = [seconds(call, 1, rounds)[0] for call in calls]
     for _ in range(repeats):
-        for call, found in zip(calls, times, strict=True):
-            found += seconds(call, 1, rounds)
+        for call, took, found in zip(calls, first, times, strict=True):
+            if took * rounds > SLOW_S:
+                found[:] = [took]
+            else:
+                found += seconds(call, 1, rounds)
     for backend, found, more in zip(backends, times, (extra, None), strict=True):
         yield row(backend, name, what, found, need, more)
 

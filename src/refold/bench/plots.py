@@ -16,10 +16,11 @@ from typing import Any
 
 from ..errors import ArgumentError, MissingDependency
 from ..ops.spec import load
-from .rows import Row, read
+from .rows import Row, measured, stored
 
 OURS, PEER, EAGER, INK, SOFT = "#b8324a", "#6d7a91", "#2b2d42", "#1d2026", "#8a909c"
-COLOURS = {"refold": OURS, "torch.compile": PEER, "mamba-ssm": PEER, "eager": EAGER}
+COLOURS = {"refold": OURS, "torch.compile": PEER, "mamba-ssm": PEER, "mamba_ssm": PEER, "eager": EAGER,
+           "refold.ops": "#d98a97"}  # fmt: skip
 STYLE: Any = {
     "font.size": 9, "axes.titlesize": 10, "axes.titlelocation": "left", "axes.titleweight": "bold",
     "axes.spines.top": False, "axes.spines.right": False, "axes.edgecolor": SOFT, "axes.labelcolor": INK,
@@ -27,8 +28,6 @@ STYLE: Any = {
     "grid.color": "#e3e6eb", "axes.axisbelow": True, "legend.frameon": False, "lines.linewidth": 2,
     "lines.markersize": 5, "svg.fonttype": "none", "figure.facecolor": "white", "savefig.dpi": 160,
 }  # fmt: skip
-# Rows measured on a CPU name no processor; the folders do.
-CPUS = {"amd-epyc-2-threads": "AMD EPYC, 2 threads", "intel-xeon-2-threads": "Intel Xeon, 2 threads"}
 GPU = "nvidia-h200"
 
 
@@ -47,12 +46,13 @@ class Plot:
     draw: Callable[[Any, list[Row]], Any]
 
 
-def newest(path: Path, *keys: str) -> list[Row]:
-    """Return the rows of one result file, the newest of each kind."""
-    found: dict[Any, Row] = {}
-    for row in read(path):
-        found[tuple(row.get(key) for key in keys)] = row
-    return list(found.values())
+def device(row: Row) -> str:
+    """Return the name of the device that a row was measured on, for a person."""
+    env = row["env"]
+    if "gpu" in env and row.get("device") != "cpu":
+        return env["gpu"]
+    name = env["processor"].replace("(R)", "").replace(" Processor", "")
+    return f"{name}, {env['threads']} {'thread' if env['threads'] == 1 else 'threads'}"
 
 
 # Operators --------------------------------------------------------------------------------------
@@ -60,8 +60,7 @@ def newest(path: Path, *keys: str) -> list[Row]:
 
 def operator_rows(results: Path) -> list[Row]:
     """Return the rows of the scans that ran in turns with the official kernels."""
-    files = (results / GPU / f"{name}.jsonl" for name in ("ssd", "selective_scan"))
-    rows = [row for path in files for row in newest(path, "op", "case", "dtype")]
+    rows = stored(results, GPU, "ssd", "selective-scan")
     return [row for row in rows if isinstance(row.get("mamba_ssm_ms"), float) and "all options" not in row["case"]]
 
 
@@ -161,11 +160,9 @@ def draw_roofline(plt: Any, rows: list[Row]) -> Any:
 
 def granite_rows(results: Path) -> list[Row]:
     """Return the rows of the Granite hybrid layer."""
-    return [
-        {**row, "machine": CPUS.get(path.parent.name, row["report"]["environment"]["device"])}
-        for path in sorted(results.glob("*/hybrid_layer.jsonl"))
-        for row in newest(path, "transformers", "dtype", "batch")
-    ]
+    folders = sorted(path.name for path in results.iterdir() if path.is_dir())
+    rows = [row for folder in folders for row in stored(results, folder, "granite-layer")]
+    return [row for row in rows if row["case"] != "multiply-sum"]
 
 
 def draw_granite(plt: Any, rows: list[Row]) -> Any:
@@ -175,16 +172,16 @@ def draw_granite(plt: Any, rows: list[Row]) -> Any:
     for panel, field, unit, scale in ((panels[0], "times_ms", "ms", 1), (panels[1], "peak_bytes", "MiB", 2**20)):
         panel.grid(visible=False)
         for name, shift in shifts.items():
-            values = [row["report"]["graphs"][0][field].get(name, 0) / scale for row in rows]
+            values = [row[field].get(name, 0) / scale for row in rows]
             bars = panel.barh([i + shift for i in range(len(rows))], values, 0.25, color=COLOURS[name], label=name)
             panel.bar_label(bars, [_short(value) if value else "" for value in values], fontsize=7, padding=2)
         panel.set_xscale("log")
         panel.set_xlabel(unit)
         for i, row in enumerate(rows):
-            for name in shifts.keys() - row["report"]["graphs"][0][field].keys():
+            for name in shifts.keys() - row[field].keys():
                 left = panel.get_xlim()[0]
                 panel.text(left, i + shifts[name], f" {name} fails", fontsize=7, va="center", color=COLOURS[name])
-    names = [f"{row['machine']}\n{row['dtype']}, transformers {row['transformers']}" for row in rows]
+    names = [f"{device(row)}\n{row['dtype']}, transformers {row['transformers']}" for row in rows]
     panels[0].set_yticks(range(len(rows)), names, fontsize=8)
     panels[0].invert_yaxis()
     figure.legend(*panels[0].get_legend_handles_labels(), fontsize=8, loc="upper center", ncols=3)
@@ -193,8 +190,7 @@ def draw_granite(plt: Any, rows: list[Row]) -> Any:
 
 def fusion_rows(results: Path) -> list[Row]:
     """Return the rows of the fused Mamba model with 8 layers, and with one layer next to torch.compile."""
-    rows = newest(results / GPU / "fusion_example.jsonl", "example", "case", "layers", "dtype", "batch")
-    return [row for row in rows if row.get("example", row.get("case")) == "fused_mamba"]
+    return [row for row in stored(results, GPU, "fusion-example") if row["case"] == "fused_mamba"]
 
 
 def draw_fusion(plt: Any, rows: list[Row]) -> Any:
@@ -225,7 +221,7 @@ def draw_fusion(plt: Any, rows: list[Row]) -> Any:
         panels[1][column].set(xscale="log", yscale="log", xlabel="batch")
         panels[1][column].set_xticks([1, 2, 4, 8, 16], ["1", "2", "4", "8", "16"])
         panels[1][column].minorticks_off()
-    panels[0][0].set_ylabel(f"ms, {rows[0]['device']}")
+    panels[0][0].set_ylabel(f"ms, {device(rows[0])}")
     panels[1][0].set_ylabel("peak MiB")
     panels[0][2].legend(fontsize=8)
     return figure
@@ -233,9 +229,7 @@ def draw_fusion(plt: Any, rows: list[Row]) -> Any:
 
 def generation_rows(results: Path) -> list[Row]:
     """Return the rows of generation, with JAX and with PyTorch."""
-    files = (results / GPU / f"{name}.jsonl" for name in ("jax_generate", "decode", "prefill"))
-    rows = [row for path in files if path.exists() for row in newest(path, "op", "backend", "case")]
-    return [row for row in rows if "not_run" not in row]
+    return [row for row in stored(results, GPU, "generation", "decode", "prefill") if measured(row)]
 
 
 def _limit_s(row: Row) -> float:
@@ -243,68 +237,153 @@ def _limit_s(row: Row) -> float:
     return max(row["bytes"] / row["ceiling_gb_per_s"] / 1e9, row["flops"] / row["ceiling_tflop_per_s"] / 1e12)
 
 
-_BACKENDS = {
-    "jax": "refold, JAX", "torch": "refold, PyTorch", "torch, bfloat16": "refold, PyTorch, bfloat16 states",
-    "torch, host loop": "refold, PyTorch, no graph",
-}  # fmt: skip
+# Of programs that generate text: their names in a figure, and colours. What is not listed is only in tables.
+PROGRAMS = {
+    "torch": ("refold", OURS),
+    "torch, bfloat16": ("refold, bfloat16 states", "#d98a97"),
+    "jax": ("refold, JAX", "#e0a96d"),
+    "transformers, accelerated, CUDA graph": ("transformers, accelerated by refold", "#7d9d6a"),
+    "mamba-ssm, CUDA graph": ("mamba-ssm, CUDA graph", PEER),
+    "mamba-ssm, PyTorch convolution, CUDA graph": ("mamba-ssm, slow convolution", SOFT),
+    "transformers, mamba-ssm's kernels": ("transformers, mamba-ssm's kernels", EAGER),
+}
 
 
-def draw_generation(plt: Any, rows: list[Row]) -> Any:
-    """Draw tokens per second of decoding and of prefill, and what the device's limits allow."""
-    kinds = [[row for row in rows if f" {kind} " in row["case"]] for kind in ("decode", "prefill")]
-    counts = [max(len(own), 1) for own in kinds]
-    figure, panels = plt.subplots(2, 1, figsize=(9.5, 1.6 + 0.22 * sum(counts)), height_ratios=counts)
-    device = rows[0]["env"].get("device") or rows[0]["env"]["gpu"]
-    for panel, own, kind in zip(panels, kinds, ("decode", "prefill"), strict=True):
-        own = sorted(own, key=lambda row: (row["case"].partition(" ")[0], _made(row), _order(row["backend"])))
-        at = list(range(len(own)))
-        rates = [_made(row) / row["median_s"] for row in own]
-        colours = [OURS if row["backend"] in _BACKENDS else PEER for row in own]
-        panel.grid(visible=False)
-        panel.barh(at, [_made(row) / _limit_s(row) for row in own], 0.8, color="#e3e6eb")
-        bars = panel.barh(at, rates, 0.5, color=colours)
-        panel.bar_label(bars, [_short(rate) for rate in rates], fontsize=7, padding=2)
-        names = [f"{row['case'].partition(' ')[0]}, {_described(row)}" for row in own]
-        panel.set_yticks(at, names, fontsize=7)
-        panel.invert_yaxis()
-        panel.set(xscale="log", title=f"{kind}, {device} (grey: the limit)")
-    panels[1].set_xlabel("tokens per second")
-    figure.tight_layout()
+def _parts(row: Row) -> tuple[str, int, int]:
+    """Return model, rows or length of the prompt, and tokens before (0 if not said) of a row of generation."""
+    model, _, rest = row["case"].partition(" decode batch ")
+    if rest:
+        batch, _, past = rest.partition(" past ")
+        return model, int(batch), int(past or 0)
+    model, _, length = row["case"].partition(" prefill ")
+    return model, int(length), 0
+
+
+def standing(row: Row) -> tuple[str, int, int, int, str]:
+    """Return where a row of generation stands in a table: by model, batch or length, and tokens before."""
+    own, backend = list(PROGRAMS), row["backend"]
+    return *_parts(row), own.index(backend) if backend in own else len(own), backend
+
+
+def decode_rows(results: Path) -> list[Row]:
+    """Return the rows of decoding after short prompts."""
+    rows = [row for row in generation_rows(results) if " decode " in row["case"] and row["backend"] in PROGRAMS]
+    place = list(PROGRAMS)
+    rows = [row for row in rows if _parts(row)[2] < 2048]
+    return sorted(rows, key=lambda row: (*_parts(row)[:2], place.index(row["backend"])))
+
+
+def draw_decode(plt: Any, rows: list[Row]) -> Any:
+    """Draw tokens per second of decoding, and what the device's limits allow."""
+    groups: dict[tuple[str, int], list[Row]] = {}
+    for row in rows:
+        groups.setdefault(_parts(row)[:2], []).append(row)
+    models, batches = sorted({model for model, _ in groups}), sorted({batch for _, batch in groups})
+    counts = [max(len(groups.get((model, batch), [])) for batch in batches) for model in models]
+    figure, panels = plt.subplots(
+        len(models), len(batches), figsize=(10, 0.8 * len(models) + 0.25 * sum(counts)),
+        height_ratios=[count + 1 for count in counts], squeeze=False, layout="constrained",
+    )  # fmt: skip
+    for model, line in zip(models, panels, strict=True):
+        for batch, panel in zip(batches, line, strict=True):
+            own = groups.get((model, batch), [])
+            at = range(len(own))
+            panel.grid(visible=False)
+            panel.barh(at, [batch / _limit_s(row) for row in own], 0.8, color="#e3e6eb")
+            rates = [batch / row["median_s"] for row in own]
+            bars = panel.barh(at, rates, 0.5, color=[PROGRAMS[row["backend"]][1] for row in own])
+            panel.bar_label(bars, [_short(rate) for rate in rates], fontsize=7, padding=2)
+            panel.set_yticks(at, [PROGRAMS[row["backend"]][0] for row in own], fontsize=7)
+            panel.tick_params(axis="x", labelsize=7)
+            panel.locator_params(axis="x", nbins=5)
+            panel.invert_yaxis()
+            panel.set_title(f"{model}, {batch} row{'s' * (batch > 1)}", fontsize=9)
+    figure.supxlabel(f"tokens per second, {device(rows[0])}; grey: what the measured rates allow", fontsize=8)
     return figure
 
 
-def _made(row: Row) -> int:
-    """Return the tokens of a call: of a step the rows, of a prefill the prompt."""
-    model, _, rest = row["case"].partition(" decode batch ")
-    return int(rest.split()[0]) if rest else int(model.rpartition(" ")[2])
+def prefill_rows(results: Path) -> list[Row]:
+    """Return the rows of reading prompts, of models with more than one length."""
+    rows = [row for row in generation_rows(results) if " prefill " in row["case"] and row["backend"] in PROGRAMS]
+    return sorted(rows, key=standing)
 
 
-def _described(row: Row) -> str:
-    tokens = _made(row)
-    what = f"{tokens} tokens" if " prefill " in row["case"] else f"batch {tokens}"
-    return f"{what}: {_BACKENDS.get(row['backend'], row['backend'])}"
-
-
-def _order(backend: str) -> tuple[int, str]:
-    """Return where a backend stands: refold's own first."""
-    own = list(_BACKENDS)
-    return own.index(backend) if backend in own else len(own), backend
+def draw_prefill(plt: Any, rows: list[Row]) -> Any:
+    """Draw tokens per second and memory over the length of a prompt."""
+    models = sorted({_parts(row)[0] for row in rows})
+    figure, panels = plt.subplots(
+        2, len(models), figsize=(2.6 * len(models) + 1, 5.2), sharex=True, sharey="row", squeeze=False,
+        layout="constrained",
+    )  # fmt: skip
+    for column, model in enumerate(models):
+        own = [row for row in rows if _parts(row)[0] == model]
+        rates, memory = panels[0][column], panels[1][column]
+        for backend, (name, colour) in PROGRAMS.items():
+            line = [row for row in own if row["backend"] == backend]
+            at = [_parts(row)[1] for row in line]
+            if line:
+                rates.plot(
+                    at, [x / row["median_s"] for x, row in zip(at, line, strict=True)], "o-", color=colour, label=name
+                )
+            if line and all("extra_gib" in row for row in line):
+                memory.plot(at, [row["extra_gib"] for row in line], "o-", color=colour)
+        limit = {_parts(row)[1]: _parts(row)[1] / _limit_s(row) for row in own}
+        rates.plot(list(limit), list(limit.values()), "--", color=INK, linewidth=1, label="measured matrix rate")
+        rates.set(xscale="log", yscale="log", title=model)
+        memory.set(xscale="log", yscale="log", xlabel="tokens of the prompt")
+        lengths = sorted({_parts(row)[1] for row in rows})
+        memory.set_xticks(lengths, [f"{length // 1024}K" for length in lengths])
+        memory.minorticks_off()
+    panels[0][0].set_ylabel(f"tokens per second, {device(rows[0])}")
+    panels[1][0].set_ylabel("GiB beyond the weights")
+    handles = {label: one for panel in panels[0] for one, label in zip(*panel.get_legend_handles_labels(), strict=True)}
+    figure.legend(handles.values(), handles, fontsize=8, loc="outside lower center", ncols=3)
+    return figure
 
 
 # Training and accuracy --------------------------------------------------------------------------
 
 
 def training_rows(results: Path) -> list[Row]:
-    """Return the rows of results and gradients together, without further options."""
-    rows = [
-        row
-        for path in sorted((results / GPU).glob("*backward*.jsonl"))
-        for row in newest(path, "op", "pass", "case", "dtype")
-    ]
-    return [row for row in rows if isinstance(row.get("both_ms"), float) and "options" not in row["case"]]
+    """Return the rows of layers in training."""
+    return [row for row in stored(results, GPU, "training") if row["median_ms"]]
 
 
 def draw_training(plt: Any, rows: list[Row]) -> Any:
+    """Draw time and peak memory of forward and backward of layers, for each program."""
+    names = [name for name in TRAINED if any(name in row["median_ms"] for row in rows)]
+    figure, panels = plt.subplots(1, 2, figsize=(9, 0.8 + 0.2 * len(names) * len(rows)), sharey=True)
+    high = 0.8 / len(names)
+    for panel, field, unit, scale in ((panels[0], "median_ms", "ms", 1), (panels[1], "peak_bytes", "GiB", 2**30)):
+        panel.grid(visible=False)
+        for place, name in enumerate(names):
+            at = [i - 0.4 + high * (place + 0.5) for i in range(len(rows))]
+            values = [row[field].get(name, 0) / scale for row in rows]
+            bars = panel.barh(at, values, high * 0.9, color=COLOURS[name], label=name)
+            panel.bar_label(bars, [_short(value) if value else "" for value in values], fontsize=7, padding=2)
+            for i, row in zip(at, rows, strict=True):
+                if panel is panels[0] and name not in row["median_ms"]:
+                    why = row["not_run"].get(name, "not run").partition(":")[0]
+                    panel.text(0, i, f" {name}: {why}", fontsize=7, va="center", color=COLOURS[name])
+        panel.set_xlabel(unit)
+    what = [f"{row['case']}, {row['width']} wide\n{row['batch']} x {row['tokens']}, {row['dtype']}" for row in rows]
+    panels[0].set_yticks(range(len(rows)), what, fontsize=8)
+    panels[0].invert_yaxis()
+    panels[0].set_title(f"layers in training, {device(rows[0])}")
+    panels[1].legend(fontsize=8, loc="lower right")
+    return figure
+
+
+TRAINED = ("eager", "torch.compile", "mamba_ssm", "refold.ops", "refold")
+
+
+def gradient_rows(results: Path) -> list[Row]:
+    """Return the rows of results and gradients of operators together, without further options."""
+    rows = stored(results, GPU, "ssd-backward", "selective-scan-backward", "pointwise-backward")
+    return [row for row in rows if isinstance(row.get("both_ms"), float) and "options" not in row["case"]]
+
+
+def draw_gradients(plt: Any, rows: list[Row]) -> Any:
     """Draw time and memory of forward and backward together."""
     rows = sorted(rows, key=lambda row: (row["op"], -row["both_ms"]))
     both = any(isinstance(row.get("mamba_ssm_both_ms"), float) for row in rows)
@@ -365,8 +444,10 @@ PLOTS = {
     "roofline": Plot("Operations per second over operations per byte.", roofline_rows, draw_roofline),
     "granite_layer": Plot("The Granite layer of transformers: time and memory.", granite_rows, draw_granite),
     "fusion_example": Plot("The eager Mamba model over the batch: time and memory.", fusion_rows, draw_fusion),
-    "generation": Plot("Tokens per second, and what the device allows.", generation_rows, draw_generation),
-    "training": Plot("Forward and backward of the operators: time and memory.", training_rows, draw_training),
+    "decode": Plot("Tokens per second of decoding, and what the device allows.", decode_rows, draw_decode),
+    "prefill": Plot("Tokens per second and memory over the length of a prompt.", prefill_rows, draw_prefill),
+    "gradients": Plot("Forward and backward of the operators: time and memory.", gradient_rows, draw_gradients),
+    "training": Plot("Forward and backward of layers: time and memory.", training_rows, draw_training),
     "accuracy": Plot("Errors of the GPU kernels against float64.", accuracy_rows, draw_accuracy),
 }
 

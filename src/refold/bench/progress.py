@@ -6,6 +6,8 @@ the measurements. Then it makes those that are missing.
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -26,13 +28,17 @@ class Run:
         done: Rows that need not be measured again; those that say why something was not run do not count.
         told: Is called with what is measured now; None while measurements are counted.
         suite: The suite that runs.
+        ends: The time, by ``time.monotonic``, after which no measurement begins.
         count: Measurements that were asked for and are not done.
+        left: Those of them that were not begun in time.
     """
 
     done: Sequence[Row] = ()
     told: Callable[[str], None] | None = None
     suite: str = ""
+    ends: float = math.inf
     count: int = field(default=0, init=False)
+    left: int = field(default=0, init=False)
 
     def wanted(self, what: dict[str, Any]) -> bool:
         """Tell whether a measurement is to be made now."""
@@ -42,6 +48,9 @@ class Run:
             return False
         self.count += 1
         if self.told is None:
+            return False
+        if time.monotonic() > self.ends:
+            self.left += 1
             return False
         self.told(f"{self.suite} {' '.join(map(str, what.values()))}")
         return True

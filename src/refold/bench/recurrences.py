@@ -198,9 +198,9 @@ def xpos_retention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Run retention with positions that each step computes up to its own (Sun et al. 2023, arXiv:2307.08621)."""
 
     def turned(x: Tensor, t: int, power: float) -> Tensor:
-        half = torch.arange(0, HEAD, 2)
-        scale = ((half + 0.4 * HEAD) / (1.4 * HEAD))[None] ** (power * torch.arange(t + 1)[:, None] / 512)
-        angle = torch.arange(t + 1)[:, None] * 10000 ** (-half / HEAD)
+        half, past = torch.arange(0, HEAD, 2, device=x.device), torch.arange(t + 1, device=x.device)
+        scale = ((half + 0.4 * HEAD) / (1.4 * HEAD))[None] ** (power * past[:, None] / 512)
+        angle = past[:, None] * 10000 ** (-half / HEAD)
         sin, cos = ((f(angle) * scale)[-1:].repeat_interleave(2, -1) for f in (torch.sin, torch.cos))
         other = torch.stack([-x[..., 1::2], x[..., ::2]], -1).flatten(-2)
         return x * cos + other * sin

@@ -7,20 +7,22 @@ import json
 import math
 import os
 import platform
+import re
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..errors import ArgumentError
 
 Row = dict[str, Any]
 SCHEMA = 3
+_ADVICE = "Give a file that `refold bench run --out` wrote"
 _PACKAGES = ("torch", "triton", "numba", "jax", "transformers", "mamba-ssm")
-# What says which measurement a row is; older rows have no suite.
-_IDENTITY = ("suite", "benchmark", "op", "pass", "backend", "case", "returns", "dtype", "batch", "tokens", "steps",
-             "layers", "example")  # fmt: skip
+# What says which measurement a row is.
+_IDENTITY = ("suite", "op", "pass", "backend", "example", "case", "transformers", "dtype", "batch", "tokens", "steps",
+             "layers", "width", "heads", "channels")  # fmt: skip
 
 
 def environment() -> dict[str, Any]:
@@ -41,18 +43,24 @@ def environment() -> dict[str, Any]:
     return found
 
 
-def revision() -> str:
-    """Return the git hash of the source; an exported tree has it in the environment variable ``REFOLD_REVISION``."""
+def revision(file: Path = Path(__file__)) -> str:
+    """Return the git hash of the source, with ``-dirty`` if tracked files differ from it.
+
+    An exported tree has it in the environment variable ``REFOLD_REVISION``. Of an installed package it is unknown, even
+    if it lies in the folder of another repository.
+    """
     if given := os.environ.get("REFOLD_REVISION"):
         return given
-    here = Path(__file__).parent
+
+    def git(*arguments: str) -> str:
+        command = ["git", *arguments]
+        return subprocess.run(command, cwd=file.parent, capture_output=True, text=True, check=True).stdout.strip()
+
     try:
-        found = subprocess.run(
-            ["git", "rev-parse", "--short", "HEAD"], cwd=here, capture_output=True, text=True, check=False
-        )
-    except OSError:  # no git
+        git("ls-files", "--error-unmatch", file.name)
+        return git("describe", "--always", "--dirty", "--exclude=*")
+    except (OSError, subprocess.CalledProcessError):  # no git, or not in it
         return "unknown"
-    return found.stdout.strip() or "unknown"
 
 
 def processor() -> str:
@@ -64,10 +72,18 @@ def processor() -> str:
     return next((line.partition(":")[2].strip() for line in lines if "model name" in line), platform.machine())
 
 
-def complete(row: Row, suite: str, command: str, env: Mapping[str, Any]) -> Row:
+def complete(row: Row, suite: str, device: str, command: str, env: Mapping[str, Any]) -> Row:
     """Add to a measurement what every row has."""
     today = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d")
-    return {"schema": SCHEMA, "suite": suite, **row, "command": command, "date": today, "env": dict(env)}
+    return {
+        "schema": SCHEMA,
+        "suite": suite,
+        "device": device,
+        **row,
+        "command": command,
+        "date": today,
+        "env": dict(env),
+    }
 
 
 def append(path: Path, row: Row) -> None:
@@ -83,11 +99,10 @@ def read(path: Path) -> list[Row]:
     Raises:
         ArgumentError: It cannot be read, or a line is not a JSON object.
     """
-    advice = "Give a file that `refold bench run --out` wrote"
     try:
         lines = path.read_text().splitlines()
     except OSError as error:
-        raise ArgumentError(f"{path} cannot be read: {error.strerror}. {advice}") from error
+        raise ArgumentError(f"{path} cannot be read: {error.strerror}. {_ADVICE}") from error
     rows: list[Row] = []
     for number, line in enumerate(lines, 1):
         if not line.strip():
@@ -95,9 +110,9 @@ def read(path: Path) -> list[Row]:
         try:
             row = json.loads(line)
         except json.JSONDecodeError as error:
-            raise ArgumentError(f"{path}:{number} is not JSON ({error}). {advice}") from error
+            raise ArgumentError(f"{path}:{number} is not JSON ({error}). {_ADVICE}") from error
         if not isinstance(row, dict):
-            raise ArgumentError(f"{path}:{number} is {line[:40]!r}, not a JSON object. {advice}")
+            raise ArgumentError(f"{path}:{number} is {line[:40]!r}, not a JSON object. {_ADVICE}")
         rows.append(row)
     return rows
 
@@ -131,16 +146,104 @@ def identity(row: Row) -> tuple[tuple[str, str], ...]:
     return tuple((key, str(row[key])) for key in _IDENTITY if key in row and row[key] is not None)
 
 
-def compare(before: list[Row], after: list[Row]) -> list[tuple[str, str, float, float]]:
-    """Pair the times of two runs: (what, which time, milliseconds before, milliseconds after).
+def machine(row: Row) -> str:
+    """Return the name of the machine that a row was measured on: ``nvidia-h200``, or ``amd-epyc-2-threads``.
 
-    If a file has several rows of one identity, the last one counts.
+    Raises:
+        ArgumentError: The row does not say.
     """
+    env = row.get("env")
+    if not (isinstance(env, dict) and "suite" in row and ("gpu" in env or {"processor", "threads"} <= env.keys())):
+        raise ArgumentError(f"a row does not say its suite and machine: {described(row)[:80]}. {_ADVICE}")
+    if "gpu" in env and row.get("device") != "cpu":
+        name = env["gpu"]
+    else:
+        name = re.sub(r"\(.*?\)|@.*|,.*|\b(processor|cpu)\b", " ", env["processor"], flags=re.IGNORECASE)
+        name += f" {env['threads']} {'thread' if env['threads'] == 1 else 'threads'}"
+    return "-".join(re.findall(r"[a-z0-9.]+", name.lower()))
+
+
+def place(results: Path, folder: str, suite: str) -> Path:
+    """Return the file of a folder of results that holds the rows of a machine and a suite."""
+    return results / folder / f"{suite.replace('-', '_')}.jsonl"
+
+
+def store(new: Iterable[Row], results: Path) -> dict[Path, tuple[int, int, int]]:
+    """Put rows where figures and tables find them, in place of older rows of the same measurement.
+
+    What was not run does not replace what was measured.
+
+    Returns:
+        For each file: how many rows were replaced, how many were added, and how many others it has.
+    """
+    files: dict[Path, list[Row]] = {}
+    for row in new:
+        files.setdefault(place(results, machine(row), row["suite"]), []).append(row)
+    counts = {}
+    for path, rows in files.items():
+        old = {identity(row): row for row in (read(path) if path.exists() else [])}
+        found, kept = dict(old), set(old)
+        for row in rows:
+            key = identity(row)
+            if not measured(row) and key in found and measured(found[key]):
+                continue
+            found[key] = row
+            kept.discard(key)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("".join(json.dumps(row) + "\n" for row in found.values()))
+        replaced = len(old) - len(kept)
+        counts[path] = (replaced, len(found) - len(old), len(kept))
+    return counts
+
+
+def stored(results: Path, folder: str, *suites: str) -> list[Row]:
+    """Return the stored rows of suites; none of a suite that was not stored."""
+    paths = (place(results, folder, suite) for suite in suites)
+    return [row for path in paths if path.exists() for row in read(path)]
+
+
+def measured(row: Row) -> bool:
+    """Tell whether a row is a measurement, and not only the reason why there is none."""
+    return not any(isinstance(row.get(why), str) for why in ("not_run", "skipped"))
+
+
+class Pair(NamedTuple):
+    """A time that two runs have in common, in milliseconds.
+
+    Attributes:
+        name: What was measured.
+        which: Which time of it.
+        verdict: Whether the second run is faster, slower, or neither: their 20th to 80th percentiles overlap. Empty if
+            the rows do not have these.
+        before: The time in the first run.
+        after: The time in the second run.
+    """
+
+    name: str
+    which: str
+    verdict: str
+    before: float
+    after: float
+
+
+def compare(before: list[Row], after: list[Row]) -> list[Pair]:
+    """Pair the times of two runs. If a file has several rows of one identity, the last one counts."""
     old = {identity(row): row for row in before}
     found = []
     for key, row in {identity(row): row for row in after}.items():
         if key in old:
             a, b = times_ms(old[key]), times_ms(row)
             name = " ".join(value for _, value in key)
-            found += [(name, which, a[which], b[which]) for which in b if which in a]
+            found += [
+                Pair(name, which, _verdict(a, b, which), a[which], b[which])
+                for which in b
+                if which in a and not which.endswith(("p20_ms", "p80_ms"))
+            ]
     return found
+
+
+def _verdict(a: Mapping[str, float], b: Mapping[str, float], which: str) -> str:
+    low, high = (re.sub("(median|times)_ms", percentile, which) for percentile in ("p20_ms", "p80_ms"))
+    if low == which or not {low, high} <= a.keys() & b.keys():
+        return ""
+    return "faster" if b[high] < a[low] else "slower" if b[low] > a[high] else "same"

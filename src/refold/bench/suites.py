@@ -7,7 +7,7 @@ defaults of the options give their types: a tuple takes values separated by comm
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
@@ -18,11 +18,19 @@ from .rows import Row
 
 @dataclass(frozen=True)
 class Suite:
-    """A function of a module of this package, imported when it is asked for."""
+    """A function of a module of this package, imported when it is asked for.
+
+    Attributes:
+        name: Its name for users.
+        module: The module.
+        function: The function.
+        device: Where it runs, if it has no option ``device``.
+    """
 
     name: str
     module: str
     function: str
+    device: str = "cuda"
 
     def load(self) -> Callable[..., Iterator[Row]]:
         """Import it.
@@ -42,6 +50,10 @@ class Suite:
     def options(self) -> dict[str, Any]:
         """Return its options and their defaults."""
         return {name: one.default for name, one in inspect.signature(self.load()).parameters.items()}
+
+    def runs_on(self, settings: Mapping[str, Any]) -> str:
+        """Return where it runs with given settings."""
+        return str({"device": self.device, **self.options(), **settings}["device"])
 
     def settings(self, given: dict[str, str]) -> dict[str, Any]:
         """Turn texts into values of the options.
@@ -81,7 +93,7 @@ SUITES = {
         Suite("selective-scan-backward", "operators_gpu", "selective_scan_backward"),
         Suite("pointwise", "operators_gpu", "pointwise"),
         Suite("pointwise-backward", "operators_gpu", "pointwise_backward"),
-        Suite("cpu", "operators_cpu", "cpu"),
+        Suite("cpu", "operators_cpu", "cpu", device="cpu"),
         Suite("fusion-example", "fusion_example", "fusion_example"),
         Suite("granite-layer", "granite_layer", "granite_layer"),
         Suite("training", "training", "training"),
@@ -90,14 +102,26 @@ SUITES = {
         Suite("recurrences", "recurrences", "recurrences"),
         Suite("linear-attention", "linear_attention", "linear_attention"),
         Suite("kernelbench", "kernelbench", "kernelbench"),
-        Suite("compile-time", "compile_time", "compile_time"),
+        Suite("compile-time", "compile_time", "compile_time", device="cpu"),
         Suite("generation", "generation", "generation"),
-        Suite("generation-cpu", "generation", "generation_cpu"),
+        Suite("generation-cpu", "generation", "generation_cpu", device="cpu"),
         Suite("decode", "generation_torch", "decode"),
         Suite("prefill", "generation_torch", "prefill"),
-        Suite("generation-torch-cpu", "generation_torch", "generation_torch_cpu"),
+        Suite("generation-torch-cpu", "generation_torch", "generation_torch_cpu", device="cpu"),
     )
 }
+
+
+GPU: tuple[tuple[str, dict[str, str]], ...] = (
+    ("ssd", {}), ("ssd-sizes", {}), ("selective-scan", {}), ("pointwise", {}),
+    ("ssd-backward", {}), ("selective-scan-backward", {}), ("pointwise-backward", {}),
+    ("training", {}), ("granite-layer", {}), ("chunked-scan", {}), ("decode", {}), ("prefill", {}),
+    ("linear-attention", {}), ("linear-attention", {"grad": "true"}), ("fusion-example", {}),
+    ("recurrences", {"device": "cuda"}), ("recurrences", {"device": "cuda", "grad": "true"}),
+    ("kernelbench", {"device": "cuda"}), ("ssd-jax", {}), ("generation", {}),
+    ("fusion-example", {"layers": "1", "dtype": "float32", "inductor": "true"}),
+)  # fmt: skip
+"""Everything that is stored of a GPU: suites and options. What takes longest comes last."""
 
 
 def find(name: str) -> Suite:
@@ -108,5 +132,27 @@ def find(name: str) -> Suite:
     """
     suite = SUITES.get(name.replace("_", "-"))
     if suite is None:
-        raise ArgumentError(f"there is no suite {name!r}. There are {', '.join(SUITES)}")
+        raise ArgumentError(f"there is no suite {name!r}. There are {', '.join(SUITES)}, and gpu for all that need one")
     return suite
+
+
+def choose(names: Iterable[str], given: Mapping[str, str]) -> list[tuple[Suite, dict[str, str]]]:
+    """Return suites and their options; the name ``gpu`` stands for all of `GPU`.
+
+    Args:
+        names: Names of suites.
+        given: Options by name, for all suites; or by ``SUITE.NAME``, for one of them.
+
+    Raises:
+        ArgumentError: There is no such suite, or it is not among the names, or it has no such option.
+    """
+    chosen = [one for name in names for one in (GPU if name == "gpu" else ((name, {}),))]
+    found = [(find(name), dict(options)) for name, options in chosen]
+    for name, text in given.items():
+        owner, dot, option = name.rpartition(".")
+        meant = [options for suite, options in found if not dot or suite is find(owner)]
+        if not meant:
+            raise ArgumentError(f"--set {name}={text}: the suite {owner} is not run")
+        for options in meant:
+            options[option] = text
+    return found

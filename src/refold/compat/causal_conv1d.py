@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from refold import ops
+from refold.compat.checks import positive
 from refold.compat.documents import Documents
 from refold.compat.slots import Slots
 from refold.errors import ArgumentError, ShapeError
@@ -154,8 +155,7 @@ def causal_conv1d_varlen_states(x: Tensor, cu_seqlens: Tensor, state_len: int) -
         ShapeError: ``x`` or ``cu_seqlens`` does not have the axes above.
     """
     op = "causal_conv1d_varlen_states"
-    if not isinstance(state_len, int) or isinstance(state_len, bool) or state_len < 1:
-        raise ArgumentError(f"{op}: state_len must be a positive integer; got {state_len!r}.")
+    positive(op, "state_len", state_len)
     if x.ndim != 2 or cu_seqlens.ndim != 1 or len(cu_seqlens) < 2:
         raise ShapeError(
             f"{op}: x must be (t, d) and cu_seqlens (k + 1,) with k >= 1; got shapes {tuple(x.shape)} and "

@@ -16,11 +16,14 @@ from torch import Tensor
 
 from refold import ops
 from refold.compat.causal_conv1d import causal_conv1d_fn, check_index, into, time_last
+from refold.compat.checks import positive, states_dtype
 from refold.compat.documents import Documents
 from refold.compat.norms import RMSNorm, RMSNormGated, layer_norm_fn, rms_norm_fn, rmsnorm_fn
 from refold.compat.slots import Slots
 from refold.errors import ArgumentError, DtypeError, ShapeError
+from refold.ops.gated_rmsnorm.spec import EPS
 from refold.ops.spec import check_cu_seqlens_values
+from refold.ops.ssd.spec import DT_LIMIT
 
 __all__ = [
     "RMSNorm",
@@ -85,12 +88,14 @@ def mamba_chunk_scan_combined(
         ShapeError: Axes disagree.
     """
     op = "mamba_chunk_scan_combined"
-    _positive(op, "chunk_size", chunk_size)
+    positive(op, "chunk_size", chunk_size)
+    dt_limit = DT_LIMIT.read(op, dt_limit)
+    states_dtype(op, "state_dtype", state_dtype)
     if return_varlen_states and cu_seqlens is None:
         raise ArgumentError(f"{op}: return_varlen_states=True needs cu_seqlens; got None.")
     documents = _documents(op, x, seq_idx, cu_seqlens)
     tokens = {"x": x, "dt": dt, "B": B, "C": C, "z": z}
-    rest: dict[str, Any] = {"A": A, "D": D, "dt_bias": dt_bias, "dt_softplus": dt_softplus, "dt_limit": tuple(dt_limit)}
+    rest: dict[str, Any] = {"A": A, "D": D, "dt_bias": dt_bias, "dt_softplus": dt_softplus, "dt_limit": dt_limit}
     if documents is None:
         out, states = ops.ssd(x, dt, B=B, C=C, z=z, **rest, initial_state=initial_states)
         return (out, states) if return_final_states else out
@@ -162,6 +167,11 @@ def mamba_split_conv1d_scan_combined(
     op = "mamba_split_conv1d_scan_combined"
     if D.ndim == 1 and headdim is None:
         raise ArgumentError(f"{op}: headdim is needed where D has the shape (h,); got None.")
+    if headdim is not None:
+        positive(op, "headdim", headdim)
+    positive(op, "ngroups", ngroups)
+    if rmsnorm_weight is not None:
+        rmsnorm_eps = EPS.read(op, rmsnorm_eps, "rmsnorm_eps")
     if outproj_bias is not None and outproj_weight is None:
         raise ArgumentError(f"{op}: outproj_bias needs outproj_weight; got None.")
     nheads, headdim = (len(D), headdim) if D.ndim == 1 else tuple(D.shape)
@@ -300,6 +310,8 @@ def mamba_inner_fn(
     _real(op, A)
     if checkpoint_lvl not in (0, 1):
         raise ArgumentError(f"{op}: checkpoint_lvl must be 0 or 1; got {checkpoint_lvl!r}.")
+    if any(weight is not None for weight in (b_rms_weight, c_rms_weight, dt_rms_weight)):
+        b_c_dt_rms_eps = EPS.read(op, b_c_dt_rms_eps, "b_c_dt_rms_eps")
     given = {"B": (B, B_proj_bias, b_rms_weight), "C": (C, C_proj_bias, c_rms_weight)}
     for name, (value, bias, weight) in given.items():
         if value is not None and (bias is not None or weight is not None):
@@ -470,11 +482,6 @@ def _alike(B: Tensor, C: Tensor, channels: int) -> tuple[Tensor, Tensor]:
 def _real(op: str, A: Tensor) -> None:
     if A.is_complex():
         raise DtypeError(f"{op}: A must be real; got {A.dtype}. refold has no complex scan.")
-
-
-def _positive(op: str, name: str, value: Any) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ArgumentError(f"{op}: {name} must be a positive integer; got {value!r}.")
 
 
 def _same(a: Tensor, axis: int) -> bool:

@@ -13,7 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from refold import ops
+from refold.compat.checks import positive, share
 from refold.errors import ArgumentError, ShapeError
+from refold.ops.gated_rmsnorm.spec import EPS
 
 __all__ = ["RMSNorm", "RMSNormGated", "layer_norm_fn", "rms_norm_fn", "rmsnorm_fn"]
 
@@ -66,7 +68,7 @@ def layer_norm_fn(
         are like ``x``.
 
     Raises:
-        ArgumentError: ``dropout_p`` is no share, or arguments exclude each other.
+        ArgumentError: ``eps`` or ``dropout_p`` is out of range, or arguments exclude each other.
         ShapeError: Axes disagree.
     """
     op = "rms_norm_fn" if is_rms_norm else "layer_norm_fn"
@@ -78,8 +80,8 @@ def layer_norm_fn(
     for name, (value, wanted) in shapes.items():
         if value is not None and value.shape != wanted:
             raise ShapeError(f"{op}: {name} must have the shape {tuple(wanted)}; got {tuple(value.shape)}.")
-    if not 0 <= dropout_p < 1:
-        raise ArgumentError(f"{op}: dropout_p must be 0 or more and below 1; got {dropout_p!r}.")
+    share(op, "dropout_p", dropout_p)
+    eps = EPS.read(op, eps)
     if rowscale is not None and x1 is not None:
         raise ArgumentError(f"{op}: rowscale and x1 exclude each other. Scale x before the call.")
     if bias1 is not None and weight1 is None:
@@ -152,7 +154,8 @@ class _Scaled(nn.Module):
         self, hidden_size: int, eps: float, device: torch.device | str | None, dtype: torch.dtype | None
     ) -> None:
         super().__init__()
-        self.eps = eps
+        positive(type(self).__name__, "hidden_size", hidden_size)
+        self.eps = EPS.read(type(self).__name__, eps)
         self.weight = nn.Parameter(torch.empty(hidden_size, device=device, dtype=dtype))
         self.register_parameter("bias", None)
         self.reset_parameters()
@@ -181,6 +184,7 @@ class RMSNorm(_Scaled):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
+        share("RMSNorm", "dropout_p", dropout_p)
         super().__init__(hidden_size, eps, device, dtype)
         self.drop = nn.Dropout(dropout_p) if dropout_p > 0.0 else None
 
@@ -251,6 +255,8 @@ class RMSNormGated(_Scaled):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
+        if group_size is not None:
+            positive("RMSNormGated", "group_size", group_size)
         super().__init__(hidden_size, eps, device, dtype)
         self.group_size = group_size
         self.norm_before_gate = norm_before_gate

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from refold.errors import DtypeError, ShapeError
+from refold.errors import ArgumentError, DtypeError, ShapeError
 
 
 @dataclass(frozen=True)
@@ -22,6 +22,8 @@ class Slots:
     @classmethod
     def of(cls, op: str, batch: int, pad: int, **indices: Tensor | None) -> Slots | None:
         """Take the slots that are read and, if they differ, written; None if neither is given."""
+        if not isinstance(pad, int) or isinstance(pad, bool):
+            raise ArgumentError(f"{op}: pad_slot_id must be an integer; got {pad!r}.")
         for name, index in indices.items():
             if index is not None and index.shape != (batch,):
                 raise ShapeError(

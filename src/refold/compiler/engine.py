@@ -25,7 +25,8 @@ from .choices import Choices
 from .decisions import Plan, folder_for
 from .dynamo import captures_loops, notes
 from .environment import environment
-from .inductor import Compiled, inductor, show_graph
+from .inductor import Compiled, first_line, show_graph
+from .ir.captured_loop import run_as_written
 from .notation.rules import read_rules
 from .patience import patience
 from .private import TraceAgain, compile_number, inductor_modes, inductor_options, recompile_limit
@@ -34,7 +35,7 @@ from .recurrence.serial_chains import serial_loops
 from .refusals import refused
 from .replay import Remembering
 from .session import STAYS, describe_captured, survey
-from .validate.program import first_line
+from .validate.program import plain
 from .validate.region import Settings
 
 BUG = "Please report this with the output of `refold doctor`."
@@ -85,7 +86,7 @@ def refold(
         with patience(), _unseen_by_hooks(), torch.autograd.set_multithreading_enabled(False):
             run = Remembering(gm, example_inputs, settings, entry).run()
             # A call of a module looks for hooks first, which a graph has none of.
-            return run.forward if isinstance(run, GraphModule) else run
+            return run_as_written(run).forward if isinstance(run, GraphModule) else run
     except PlanError:
         raise
     except TraceAgain:
@@ -99,7 +100,7 @@ def refold(
         entry.chosen, entry.reason = "inductor", "because refold failed"
         for row in entry.rewrites:
             row.status, row.reason = "refused", refused("refold-failed", first_line(error))
-        return inductor(gm, example_inputs, options=passed_on)
+        return plain(gm, example_inputs, settings, entry)
 
 
 def _unseen_by_hooks() -> AbstractContextManager[Any]:
@@ -328,7 +329,7 @@ def explain(module: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
     @captures_loops
     def look(gm: GraphModule, inputs: Sequence[Any]) -> Compiled:
         mode = "training" if _is_training(gm) else "inference"
-        entry = GraphReport(len(report.graphs), mode, chosen="eager", reason="this is an explanation only")
+        entry = GraphReport(len(report.graphs), mode, chosen="eager", reason="refold.explain changes nothing")
         report.graphs.append(entry)
         entry.notes += notes()
         gm = describe_captured(entry, gm)

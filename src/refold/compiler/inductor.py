@@ -9,15 +9,26 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.fx import Graph, GraphModule
 
 from .. import __version__
+from .complex_values import lay_out_complex_values
+from .external_cumsum import keep_scans_external
 from .ir.fx import concrete
-from .private import CustomGraphPass, apart, compile_fx, inductor_config, with_backward, without_autograd_cache
+from .private import (
+    CustomGraphPass,
+    TraceAgain,
+    apart,
+    compile_fx,
+    inductor_config,
+    with_backward,
+    without_autograd_cache,
+)
 
 Compiled = Callable[..., Any]
 
@@ -78,9 +89,55 @@ class _Chain(CustomGraphPass):
 
 
 def inductor(
-    gm: GraphModule, inputs: Sequence[Any], *, hook: Hook | None = None, options: dict[str, Any] | None = None
+    gm: GraphModule,
+    inputs: Sequence[Any],
+    *,
+    options: Mapping[str, Any] | None = None,
+    notes: list[str] | None = None,
 ) -> Compiled:
-    """Compile a Dynamo graph with Inductor.
+    """Compile a Dynamo graph with Inductor as it is; cumulative sums that it has no code for are left to ATen.
+
+    Args:
+        gm: The graph; not changed.
+        inputs: The values that Dynamo traced with.
+        options: Inductor options, as for ``torch.compile(options=...)``.
+        notes: Gets a sentence if sums are left to ATen.
+    """
+    try:
+        return inductor_with(gm, inputs, None, options)
+    except (TraceAgain, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # Inductor's failures have no common type
+        failure = error
+    for sizes in itertools.count(1):
+
+        def visit(index: int, graph: Graph, sizes: int = sizes) -> None:
+            if keep_scans_external(graph, sizes) < sizes and not index:
+                raise Stopped  # no more sums could be left to ATen
+
+        hook = Hook(visit, f"external sums of {sizes} sizes", cached=True)
+        try:
+            compiled = inductor_with(gm, inputs, hook, options)
+        except Exception:
+            if hook.stopped or not hook.count:
+                break
+            continue
+        if notes is not None and (note := sums_are_external(failure)) not in notes:
+            notes.append(note)
+        return compiled
+    raise failure
+
+
+def sums_are_external(failure: Exception) -> str:
+    """Say why cumulative sums are left to ATen."""
+    what = first_line(failure)
+    return f"Inductor failed ({what}); cumulative sums are handed to ATen, smallest first, until it compiles"
+
+
+def inductor_with(
+    gm: GraphModule, inputs: Sequence[Any], hook: Hook | None, options: Mapping[str, Any] | None = None
+) -> Compiled:
+    """Compile a Dynamo graph with Inductor, once, whatever comes of it.
 
     Args:
         gm: The graph; not changed.
@@ -90,11 +147,26 @@ def inductor(
     """
     patches = dict(options or {})
     if hook is not None:
-        user = patches.get("joint_custom_pre_pass", inductor_config.joint_custom_pre_pass)
-        patches["joint_custom_pre_pass"] = hook if user is None else _Chain(user, hook)
+        _add(patches, "joint_custom_pre_pass", hook)
     apart_from_cache = hook is not None and not hook.cached
     with without_autograd_cache() if apart_from_cache else contextlib.nullcontext(), with_backward():
-        return compile_fx(duplicate(gm), list(inputs), config_patches=patches or None)  # type: ignore[return-value]
+        try:
+            return compile_fx(duplicate(gm), list(inputs), config_patches=patches or None)  # type: ignore[return-value]
+        except Exception as error:
+            if "complex" not in str(error) or (hook is not None and hook.error is not None):
+                raise
+            if hook is not None:
+                hook.count = 0
+            _add(patches, "post_grad_custom_post_pass", Hook(lambda _, graph: lay_out_complex_values(graph)))
+            with contextlib.suppress(Exception):  # the first error says more
+                return compile_fx(duplicate(gm), list(inputs), config_patches=patches)  # type: ignore[return-value]
+            raise
+
+
+def _add(patches: dict[str, Any], name: str, hook: Hook) -> None:
+    """Put a hook among Inductor's options, after the user's own pass."""
+    user = patches.get(name, getattr(inductor_config, name))
+    patches[name] = hook if user is None else _Chain(user, hook)
 
 
 def show_graph(gm: GraphModule, inputs: Sequence[Any], look: Callable[[Graph], object]) -> None:
@@ -112,7 +184,7 @@ def show_graph(gm: GraphModule, inputs: Sequence[Any], look: Callable[[Graph], o
 
     hook = Hook(visit)
     try:
-        inductor(gm, inputs, hook=hook)
+        inductor_with(gm, inputs, hook)
     except Exception:
         if hook.error is not None:
             raise hook.error from None
@@ -120,10 +192,21 @@ def show_graph(gm: GraphModule, inputs: Sequence[Any], look: Callable[[Graph], o
             raise
 
 
-def standalone(gm: GraphModule, inputs: Sequence[Any], options: dict[str, Any] | None = None) -> Compiled:
-    """Compile a graph for exactly these inputs, apart from whatever compile is under way."""
+def standalone(
+    gm: GraphModule,
+    inputs: Sequence[Any],
+    *,
+    options: Mapping[str, Any] | None = None,
+    notes: list[str] | None = None,
+) -> Compiled:
+    """Compile a graph for exactly these inputs, apart from whatever compile is under way; see `inductor`."""
     with apart():
-        return inductor(gm, inputs, options=options)
+        return inductor(gm, inputs, options=options, notes=notes)
+
+
+def first_line(error: BaseException) -> str:
+    """Return an error's type and the first line of its message."""
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
 
 
 def duplicate(gm: GraphModule) -> GraphModule:

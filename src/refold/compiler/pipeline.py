@@ -23,6 +23,7 @@ from .passes.difference_segment_sums import difference_segment_sums
 from .passes.fuse_chunked_scans import contract_last_states, fuse_chunked_scans
 from .passes.merge_products import merge_products
 from .passes.multiply_out import multiply_out
+from .passes.narrow_scans import narrow_scans
 from .passes.prefer_onednn import prefer_onednn
 from .passes.recover_contractions import drop_degenerate_sums, recover_contractions
 from .passes.replace_causal_convolutions import replace_causal_convolutions
@@ -46,6 +47,7 @@ PASSES: list[tuple[str, Pass]] = [
     ("contract scans", contract_scans),
     ("fuse chunked scans", fuse_chunked_scans),
     ("contract last states", contract_last_states),
+    ("narrow scans", narrow_scans),
     ("drop degenerate sums", drop_degenerate_sums),
     ("sum a convolution's input", sum_convolutions),
     ("multiply out", multiply_out),
@@ -63,6 +65,7 @@ BEFORE_AUTOGRAD: list[tuple[str, Pass]] = [
     ("contract scans", contract_scans),
     ("fuse chunked scans", fuse_chunked_scans),
     ("contract last states", contract_last_states),
+    ("narrow scans", narrow_scans),
     ("replace causal convolutions", replace_causal_convolutions),
     ("unroll depthwise convolutions", unroll_depthwise_convolutions),
 ]

@@ -8,7 +8,8 @@ from __future__ import annotations
 REASONS = {
     "carries-coupled": (
         "several carries depend on one another, and are not a small linear system",
-        "Up to four carries of one shape (on a CPU with Numba, 16) that depend on one another linearly are one scan. "
+        "Up to four carries of one shape (16 on a CPU with Numba, 8 on a GPU with Triton) "
+        "that depend on one another linearly are one scan. "
         "Let the others depend on fewer carries.",
     ),
     "carry-dtype": (

@@ -18,10 +18,11 @@ from torch.fx import GraphModule
 from ..errors import PlanError, warn
 from ..report import GraphReport, RewriteReport
 from .decisions import Key, Plan, Store, Unnameable, digest, folder_for, name_program, place
-from .inductor import Compiled, inductor
+from .inductor import Compiled
 from .ir.rewrite import Rewrite
 from .refusals import refused
 from .session import GraphCompile, TooLong
+from .validate.program import plain
 from .validate.region import Settings, Verdict
 
 log = logging.getLogger("refold")
@@ -78,7 +79,7 @@ class Replay(GraphCompile):
         if decision.chosen == "eager":
             return self.given
         if decision.chosen == "inductor" and decision.rewrites:
-            return inductor(self.given, self.inputs, options=self.options)
+            return plain(self.given, self.inputs, dataclasses.replace(self.settings, options=self.options), entry)
         self._rewrite_before_autograd()
         eager: Callable[[], Compiled] | None = None
         try:
@@ -185,7 +186,7 @@ class Remembering:
             entry.chosen, entry.reason = "inductor", "because the plan does not fit"
             for row in entry.rewrites:
                 row.status, row.reason = "refused", refused("plan-misfit", text)
-            return inductor(self.gm, self.inputs, options=dict(self.settings.options or {}))
+            return plain(self.gm, self.inputs, self.settings, entry)
 
     def _afresh(self) -> Compiled:
         """Decide, and remember it."""
@@ -199,7 +200,7 @@ class Remembering:
                 if before.chosen != "refold":
                     entry.chosen, entry.mode = before.chosen, before.mode
                     entry.reason = "because it was the fastest at sizes between the same powers of two"
-                    return self.gm if before.chosen == "eager" else self._plain()
+                    return self.gm if before.chosen == "eager" else plain(self.gm, self.inputs, settings, entry)
                 settings = dataclasses.replace(settings, accept="always")
                 lost = {(row.name, row.source) for row in before.rewrites if row.status == "refused"}
         session = GraphCompile(self.gm, self.inputs, settings, entry, self.store)
@@ -210,9 +211,6 @@ class Remembering:
         if not session.failed:
             self._remember()
         return compiled
-
-    def _plain(self) -> Compiled:
-        return inductor(self.gm, self.inputs, options=dict(self.settings.options or {}))
 
     def _remember(self) -> None:
         """Keep what was decided; on disk, unless the machine was busy."""

@@ -15,24 +15,33 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from ..errors import warn
 from ..report import GraphReport, RewriteReport
 from .compile_time import inductor_seconds, unrolled_seconds
 from .decisions import Store, digest, versions
 from .dynamo import rewriting_before_autograd
 from .dynamo.associative_scan import define_scans
 from .external_cumsum import keep_scans_external
-from .inductor import Compiled, Hook, Stopped, bind, clone_inputs, duplicate, inductor
+from .inductor import (
+    Compiled,
+    Hook,
+    Stopped,
+    bind,
+    clone_inputs,
+    duplicate,
+    inductor_with,
+    sums_are_external,
+)
 from .ir.captured_loop import captured_loops
 from .ir.cost import Cost, graph_cost
 from .ir.evaluate import values_at
+from .ir.fx import is_made
 from .ir.rewrite import Rewrite
 from .pipeline import run as run_pipeline
 from .private import TraceAgain
 from .recurrence.serial_chains import unrolled_operations
 from .recurrence.vectorize import NotALoop
 from .refusals import refused
-from .validate.program import Rewritten, choose_program, first_line
+from .validate.program import Rewritten, choose_program, left_eager
 from .validate.region import Settings, Verdict, undisturbed_rng, validate_region
 
 log = logging.getLogger("refold")
@@ -287,11 +296,12 @@ class GraphCompile:
         while True:
             pending: list[_Pending] = []
             facts = [repr(self.settings.choices), *(rule.digest for rule in self.settings.rules)]
+            facts += [node.name for node in self.gm.graph.nodes if is_made(node)]  # they are treated otherwise
             outcome = digest([*versions(), *facts, *sorted(self.refused), str(self.external_scans)])
             hook = Hook(functools.partial(self._visit, pending), outcome, self.cached)
             log.info("compiling graph %d", self.entry.index)
             try:
-                compiled = inductor(self.gm, self.inputs, hook=hook, options=self.options)
+                compiled = inductor_with(self.gm, self.inputs, hook, self.options)
             except TraceAgain:
                 raise
             except Exception as error:
@@ -388,17 +398,12 @@ class GraphCompile:
 
     def _recover(self, error: Exception) -> bool:
         """After Inductor failed: tell whether another attempt is worth it."""
-        text = first_line(error)
         if self.external_scans < self.scan_sizes:
             self.external_scans += 1
-            note = f"Inductor failed ({text}); cumulative sums are handed to ATen, smallest first, until it compiles"
-            if note not in self.entry.notes:
+            if (note := sums_are_external(error)) not in self.entry.notes:
                 self.entry.notes.append(note)
             return True
-        if self.settings.strict:
-            raise error
-        warn(f"Inductor failed on this graph ({text}); it runs eagerly")
-        self.entry.notes.append(f"Inductor failed ({text}); the graph runs eagerly")
+        left_eager(error, self.settings, self.entry)
         return False
 
 

@@ -124,17 +124,21 @@ def _rates(A_log: Tensor) -> Tensor:
 
 def _gated_norm(norm: Any, y: Tensor, z: Tensor) -> Tensor:
     """Return ``norm(y, z)``, in one operator where the norm is one of transformers' own, as it was made."""
+    options = _norm_options(norm)
+    return norm(y, z) if options is None else ops.gated_rmsnorm(y, z, norm.weight, **options)
+
+
+def _norm_options(norm: Any) -> dict[str, Any] | None:
+    """Return the options with which `ops.gated_rmsnorm` is this norm; None if the norm must be called."""
     kind = type(norm)
     if not (kind.__module__.startswith("transformers.models.") and kind.__name__.endswith("RMSNormGated")):
-        return norm(y, z)
+        return None
     if not _untouched(norm):
-        return norm(y, z)
+        return None
     groups = getattr(norm, "n_groups", None)
-    size = getattr(norm, "group_size", None if groups is None else y.shape[-1] // groups)
+    size = getattr(norm, "group_size", None if groups is None else norm.weight.shape[-1] // groups)
     before = getattr(norm, "norm_before_gate", False)
-    return ops.gated_rmsnorm(
-        y, z, norm.weight, eps=norm.variance_epsilon, group_size=size, norm_before_gate=before
-    )  # fmt: skip
+    return {"eps": norm.variance_epsilon, "group_size": size, "norm_before_gate": before}
 
 
 def _apart(linear: nn.Module, x: Tensor) -> tuple[Tensor, Tensor | None]:

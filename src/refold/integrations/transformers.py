@@ -17,7 +17,7 @@ from typing import Any
 from torch import nn
 
 from refold.errors import ArgumentError, RefoldError, warn
-from refold.integrations import mixers
+from refold.integrations import decoding, mixers
 from refold.integrations.documents import current, reading, watch
 
 MIXERS = {
@@ -25,12 +25,12 @@ MIXERS = {
     "FalconMambaMixer": mixers.mamba,
     "JambaMambaMixer": mixers.mamba,
     "ZambaMambaMixer": mixers.zamba,
-    "Mamba2Mixer": mixers.mamba2,
-    "BambaMixer": mixers.mamba2,
-    "GraniteMoeHybridMambaLayer": mixers.mamba2,
-    "FalconH1Mixer": mixers.mamba2,
-    "NemotronHMamba2Mixer": mixers.mamba2,
-    "Zamba2MambaMixer": mixers.mamba2,
+    "Mamba2Mixer": decoding.mamba2,
+    "BambaMixer": decoding.mamba2,
+    "GraniteMoeHybridMambaLayer": decoding.mamba2,
+    "FalconH1Mixer": decoding.mamba2,
+    "NemotronHMamba2Mixer": decoding.mamba2,
+    "Zamba2MambaMixer": decoding.mamba2,
 }
 """Name of a layer's class in transformers -> the forward that takes its place."""
 
@@ -191,7 +191,11 @@ def _mixer(kind: Any) -> type:
 
 @cache
 def _block(kind: Any) -> type:
-    """Return the subclass of a block's class that carries documents to where its forward runs, now or again."""
+    """Return the subclass of a block's class that carries documents to where its forward runs, now or again.
+
+    A ``Mamba2Block`` of transformers also reads one token in three launches where `decoding.ready` allows it.
+    """
+    fused = decoding.mamba2_block if decoding.is_mamba2_block(kind) else None
 
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
         given = current()
@@ -199,6 +203,8 @@ def _block(kind: Any) -> type:
 
     def forward(self: Any, *args: Any, documents: Any = None, **kwargs: Any) -> Any:
         if documents is None:
+            if fused is not None and (found := fused(self, *args, **kwargs)) is not None:
+                return found
             return kind.forward(self, *args, **kwargs)
         with reading(documents):
             return kind.forward(self, *args, **kwargs)

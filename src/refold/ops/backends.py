@@ -60,7 +60,7 @@ def absence(spec: OpSpec, backend: str) -> str | None:
             return f"the package {package} is not installed; pip install 'refold[{package}]'"
     name = f"{spec.module}.{_file(backend)}"
     if not _exists(name):
-        return f"{spec.module} has no file {_file(backend)}.py"
+        return f"{spec.name} has no {backend} implementation"
     return None if hasattr(import_module(name), spec.name) else f"{name} does not implement {spec.name}"
 
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from importlib import import_module
 from itertools import pairwise
+from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -33,6 +34,9 @@ BOOL = ("bool",)
 CU_SEQLENS = "cu_seqlens"
 MAY_BE_EMPTY = "b", "*"
 """Axes of a batch: where there is nothing in it, results are empty and gradients of parameters are zero."""
+
+LARGEST_INT = 2**63 - 1
+"""What fits an integer of a torch.library schema."""
 
 Sampler = Callable[[np.random.Generator, tuple[int, ...]], np.ndarray]
 
@@ -69,6 +73,27 @@ class Option:
     schema: str
     check: Callable[[Any], bool] = lambda value: True
     expected: str = ""
+
+    def plain(self, value: Any) -> Any:
+        """Return NumPy's numbers as Python's, and other real numbers as floats where floats are meant."""
+        if isinstance(value, np.generic):
+            value = value.item()
+        if self.schema == "float":
+            return _as_float(value)
+        if self.schema == "float[]" and isinstance(value, (tuple, list)):
+            return tuple(map(_as_float, value))
+        return value
+
+    def require(self, op: str, value: Any, name: str = "") -> None:
+        """Raise the error that names the option, or what another signature calls it, if it cannot have a value."""
+        if not self.check(value):
+            raise ArgumentError(f"{op}: {name or self.name} must be {self.expected}; got {value!r}.")
+
+    def read(self, op: str, value: Any, name: str = "") -> Any:
+        """Return a value as `plain` does, once it is known that the option may have it."""
+        plain = self.plain(value)
+        self.require(op, plain, name)
+        return plain
 
 
 @dataclass(frozen=True)
@@ -187,18 +212,13 @@ class OpSpec:
         return meta
 
     def plain_options(self, values: Sequence[Any]) -> tuple[Any, ...]:
-        """Return options with NumPy's numbers as Python's, and integers as floats where floats are meant."""
-        plain = [value.item() if isinstance(value, np.generic) else value for value in values]
-        floats = [
-            option.schema == "float" and type(value) is int for option, value in zip(self.options, plain, strict=True)
-        ]
-        return tuple(float(value) if is_float else value for value, is_float in zip(plain, floats, strict=True))
+        """Return options as `Option.plain` does; values are in their order."""
+        return tuple(option.plain(value) for option, value in zip(self.options, values, strict=True))
 
     def check_options(self, values: Sequence[Any]) -> None:
         """Raise the error that names the first option with a value it cannot have; values are in their order."""
         for option, value in zip(self.options, values, strict=True):
-            if not option.check(value):
-                raise ArgumentError(f"{self.name}: {option.name} must be {option.expected}; got {value!r}.")
+            option.require(self.name, value)
 
 
 @cache
@@ -232,7 +252,7 @@ def shape_of(axes: str, sizes: Mapping[str, Any]) -> tuple[int, ...]:
 
 def positive_int(value: Any) -> bool:
     """Whether an optional size is absent or a positive integer."""
-    return value is None or (isinstance(value, int) and not isinstance(value, bool) and value > 0)
+    return value is None or (isinstance(value, int) and not isinstance(value, bool) and 0 < value <= LARGEST_INT)
 
 
 def float_dtype(value: Any) -> bool:
@@ -255,6 +275,16 @@ def check_cu_seqlens_values(op: str, values: list[int], seqlen: int) -> None:
     for i, (start, end) in enumerate(pairwise(values)):
         if end < start:
             raise ArgumentError(f"{op}: cu_seqlens must not decrease; got {start} then {end} at {i}. Sort them.")
+
+
+def _as_float(value: Any) -> Any:
+    """Return a real number as a float, if it is in the range of floats; anything else as it is."""
+    if type(value) is float or isinstance(value, bool) or not isinstance(value, Real):
+        return value
+    try:
+        return float(value)
+    except OverflowError:
+        return value
 
 
 def _check_present(spec: OpSpec, meta: Meta) -> None:

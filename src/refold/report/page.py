@@ -48,11 +48,13 @@ def _template() -> jinja2.Template:
 
 def _graph(graph: GraphReport, ceilings: dict[str, float]) -> dict[str, Any]:
     """Return what the page shows of a graph."""
+    missing = ", ".join(who for who in graph.times_ms if who not in graph.peak_bytes)
     return {
         "data": graph,
         "verdict": _verdict(graph),
         "times": _bars(graph.times_ms, milliseconds),
         "memory": _bars(graph.peak_bytes, size),
+        "memory_note": f"Measuring it would take too long: {missing}." if missing else "",
         "kernels": _bars({who: sum(k["count"] for k in found) for who, found in graph.kernels.items()}, str),
         "roofline": _roofline(graph, ceilings),
         "kept": [(row, _excerpt(row)) for row in graph.rewrites if row.status != "refused"],

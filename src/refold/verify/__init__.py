@@ -18,6 +18,7 @@ from .numerics import check as check
 from .numerics import moved as moved
 from .numerics import narrow_errors as narrow_errors
 from .numerics import own_errors as own_errors
+from .numerics import roundoff as roundoff
 from .timing import Race as Race
 from .timing import median_ms as median_ms
 from .timing import race as race

@@ -126,3 +126,25 @@ def test_warnings_point_at_the_users_line(monkeypatch):
     with pytest.warns(refold.errors.RefoldWarning, match="planted") as caught:
         refold.compile(lambda x: 2 * x)(torch.ones(3))
     assert caught[0].filename == __file__
+
+
+def test_a_loop_that_runs_eagerly_takes_no_more_operations_than_the_users():
+    def fn(x, y):
+        h, out = torch.zeros_like(x[:, 0]), []
+        for t in range(2, x.shape[1]):
+            h = torch.tanh(h + x[:, t] - y[t - 2])
+            out.append(h)
+        return torch.stack(out, 1)
+
+    torch._dynamo.reset()
+    x, y = torch.randn(2, 34, 3), torch.randn(34, 3)
+    run, calls, results = refold.compile(fn, compile_budget=1e-3), [], []
+    run(x, y)
+    assert run.report.graphs[-1].chosen == "eager"
+    for each in (fn, run):
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            results.append(each(x, y))
+        calls.append(sorted(event.name for event in profile.events() if event.name.startswith("aten::")))
+    torch.testing.assert_close(results[1], results[0], rtol=0, atol=0)
+    assert len(calls[1]) <= len(calls[0])
+    assert calls[1].count("aten::tanh") == 32

@@ -7,13 +7,21 @@ from refold.compiler.recurrence import systems
 from refold.compiler.recurrence.systems import LINEAR_SYSTEM, MAX_PLUS_SCAN
 
 STEPS = 7
+pytestmark = pytest.mark.filterwarnings("ignore:invalid value")  # of Triton's interpreter
 
 
-@pytest.fixture(params=["sweeps", "pairs"])
+@pytest.fixture(params=["sweeps", "pairs", "gpu"])
 def way(request, monkeypatch):
-    """Take one step after the other, or compose pairs of them."""
+    """Take one step after the other, by Numba or as on a GPU, or compose pairs of them."""
     if request.param == "pairs":
         monkeypatch.setattr(systems, "_sweeps", lambda x: None)
+    elif request.param == "gpu":
+        from refold.ops.torch.launch import INTERPRETED
+
+        if not INTERPRETED:
+            pytest.skip("Triton does not run on the CPU")
+        sweeps = systems._imported("sweeps_gpu")
+        monkeypatch.setattr(systems, "_sweeps", lambda x: sweeps)
     else:
         pytest.importorskip("numba")
 

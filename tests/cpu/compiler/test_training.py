@@ -7,7 +7,9 @@ from torch.utils.checkpoint import checkpoint
 from refold.compiler.backend import refold
 from refold.compiler.dynamo import captures_loops
 from refold.compiler.dynamo.before_autograd import BeforeAutograd, checkpointed
+from refold.compiler.engine import compile as refold_compile
 from refold.compiler.session import describe_captured
+from refold.compiler.validate import program
 from refold.compiler.validate.region import Settings, validate_region
 from refold.errors import RefoldWarning
 from refold.report import GraphReport, Report
@@ -49,7 +51,25 @@ def test_loss_curve():
     assert (got - own).abs().max() < 1e-4
 
 
-def test_a_scan_under_autocast_is_right_by_its_check():
+@pytest.fixture
+def autocast_of_a_gpu():
+    """Sum 16-bit numbers as autocast does on a GPU: in float32, by an argument of the sum."""
+    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
+
+    def in_float32(x, *args, dtype=None, **kwargs):
+        with torch._C._ExcludeDispatchKeyGuard(keys):
+            dtype = torch.float32 if dtype is None and x.dtype == torch.bfloat16 else dtype
+            return torch.ops.aten.sum.dim_IntList(x, *args, dtype=dtype, **kwargs)
+
+    with torch.library._scoped_library("aten", "IMPL") as library:
+        library.impl("sum.dim_IntList", in_float32, "AutocastCPU")
+        yield
+
+
+@pytest.mark.parametrize("device", ["cpu", "gpu"])
+def test_a_scan_under_autocast_is_right_by_its_check(device, request):
+    if device == "gpu":
+        request.getfixturevalue("autocast_of_a_gpu")
     found = []
 
     def backend(gm, inputs):
@@ -140,3 +160,54 @@ def test_a_backward_that_inductor_cannot_compile_is_noticed_at_once(monkeypatch)
     (got,) = torch.autograd.grad(y.sum(), x)
     (want,) = torch.autograd.grad(layer(x).sum(), x)
     torch.testing.assert_close(got, want)
+
+
+def without_code_for_sums(monkeypatch):
+    """Let Inductor fail as that of torch 2.11 does for some cumulative sums on a GPU."""
+    from torch._inductor import lowering
+
+    def fails(*args, **kwargs):
+        raise TypeError("list indices must be integers or slices, not NoneType")
+
+    monkeypatch.setitem(lowering.lowerings, torch.ops.aten.cumsum.default, fails)
+
+
+def test_sums_that_inductor_has_no_code_for_are_left_to_aten(monkeypatch):
+    """In the graph that is rewritten, and, where that is not right, in the original; with their backwards."""
+    without_code_for_sums(monkeypatch)
+    monkeypatch.setattr(program, "_compared", lambda *_: "differs from the original: planted")
+
+    def layer(x, w):
+        return (torch.tanh(x.cumsum(0) * 3.25)[:, :, None] * w).sum(1).cumsum(1, dtype=torch.float64)
+
+    torch._dynamo.reset()
+    compiled = refold_compile(layer, accept="always", cache=False, strict=True)
+    x, w = torch.randn(20, 6, requires_grad=True), torch.randn(6, 5, requires_grad=True)
+    got, want = compiled(x, w), layer(x, w)
+    (graph,) = compiled.report.graphs
+    assert graph.chosen == "inductor"
+    assert graph.external_scans
+    assert [row.name for row in graph.rewrites][:1] == ["recover contraction"]
+    (note,) = [note for note in graph.notes if "handed to ATen" in note]
+    assert "list indices must be integers" in note
+    for one, other in zip(*(torch.autograd.grad(y.sum(), [x, w]) for y in (got, want)), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_a_graph_that_inductor_cannot_compile_runs_eagerly(monkeypatch):
+    """Also where the rewritten graph was compiled, and is wrong."""
+    monkeypatch.setattr(program, "_compared", lambda *_: "differs from the original: planted")
+    monkeypatch.setattr(program, "inductor", lambda *_, **__: [][0])
+
+    def layer(x, w):
+        return (x[:, :, None] * w).sum(1) * 3.5
+
+    torch._dynamo.reset()
+    compiled = refold_compile(layer, accept="always", cache=False)
+    x, w = torch.randn(20, 6), torch.randn(6, 5)
+    with pytest.warns(RefoldWarning, match="it runs eagerly"):
+        y = compiled(x, w)
+    (graph,) = compiled.report.graphs
+    assert graph.chosen == "eager"
+    assert graph.reason == "because Inductor failed: IndexError: list index out of range"
+    torch.testing.assert_close(y, layer(x, w))

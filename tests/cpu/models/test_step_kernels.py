@@ -74,8 +74,12 @@ def test_product(rows, dtype, size, group, outputs, before) -> None:
     assert_close(kernels().project(*arguments), expected, bound(dtype, rows))
     hidden = random(rows, outputs)
     before_sum = hidden.clone()
-    kernels().project(*arguments, onto=hidden, scale=0.5)
+    apart = random(rows, outputs, dtype=torch.bfloat16)
+    assert kernels().project(*arguments, onto=hidden, scale=0.5, out=apart) is apart
+    assert torch.equal(hidden, before_sum)
+    kernels().project(*arguments, onto=hidden, scale=0.5, out=hidden)
     assert_close(hidden, before_sum.double() + 0.5 * expected, bound(dtype, rows))
+    assert_close(apart, hidden, torch.finfo(torch.bfloat16).eps)  # the interpreter cuts instead of rounding
 
 
 @here
@@ -84,7 +88,8 @@ def test_product(rows, dtype, size, group, outputs, before) -> None:
 def test_product_and_convolution(rows, dtype, width) -> None:
     outputs, size, channels, first = 40, 48, 20, 9
     x, weight, norm = random(rows, size), random(outputs, size, dtype=dtype), random(size, dtype=dtype)
-    window, taps = random(rows, channels, width - 1, dtype=dtype), random(channels, width, dtype=dtype)
+    wider, taps = random(rows, channels, width, dtype=dtype), random(channels, width, dtype=dtype)
+    window, first_column = wider[..., 1:], wider[..., 0].clone()
     bias, active = random(channels, dtype=dtype), torch.tensor([True, False, True], device=DEVICE)[:rows]
     moved = window.double().cpu()
     expected = steps.project_and_convolve_(
@@ -95,6 +100,7 @@ def test_product_and_convolution(rows, dtype, width) -> None:
     found = kernels().project(x, weight, None, norm, 1e-5, None, False, (window, taps, bias, active, first))
     assert_close(found.cpu(), expected, bound(dtype, rows))
     assert_close(window.cpu(), moved, bound(dtype, rows) + torch.finfo(dtype).eps)
+    assert torch.equal(wider[..., 0], first_column)
     if still is not None:
         assert torch.equal(window[1], still)
 
@@ -125,7 +131,8 @@ def test_product_with_weights_ahead(rows, size, outputs, ahead) -> None:
     """Tiles that nothing fills, fewer tiles than stages and more of them, a convolution, inactive rows, sums."""
     channels, first, width = outputs // 2, outputs // 3, 4
     x, weight = torch.randn(rows, size).bfloat16(), torch.randn(outputs, size).bfloat16()
-    window, taps = torch.randn(rows, channels, width - 1).bfloat16(), torch.randn(channels, width)
+    wider, taps = torch.randn(rows, channels, width).bfloat16(), torch.randn(channels, width)
+    window = wider[..., 1:] if rows % 2 else wider[..., 1:].contiguous()
     bias, active, moved = torch.randn(outputs), torch.arange(rows) != 1, window.double()
     taps_bias = torch.randn(channels)
     product = x.double() @ weight.double().T
@@ -135,8 +142,12 @@ def test_product_with_weights_ahead(rows, size, outputs, ahead) -> None:
     )
     hidden = torch.randn(rows, outputs)
     onto = hidden.clone()
-    kernels().project(x, weight, None, None, 0.0, None, False, onto=onto, scale=0.5)
+    apart = torch.empty(rows, outputs, dtype=torch.bfloat16)
+    kernels().project(x, weight, None, None, 0.0, None, False, onto=onto, scale=0.5, out=apart)
+    assert torch.equal(onto, hidden)
+    kernels().project(x, weight, None, None, 0.0, None, False, onto=onto, scale=0.5, out=onto)
     assert_close(onto, hidden + 0.5 * product, 2e-6)
+    assert torch.equal(apart, onto.bfloat16())
     found = kernels().project(x, weight, bias, None, 0.0, None, False, (window, taps, taps_bias, active, first))
     expected[:, first : first + channels] = mixed
     assert_close(found, expected, 2e-6)
@@ -156,8 +167,8 @@ def test_product_with_weights_ahead_compiles(outputs, size, monkeypatch) -> None
     monkeypatch.delenv("TRITON_STORE_BINARY_ONLY", raising=False)
     monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")  # Triton 3.9 warns where nothing is said.
     block_o, block_k, stages, warps, down = kernels()._ahead_config(outputs, size)
-    consts = {"SIZE": size, "ADD": False, "WIDTH": 4, "BLOCK_O": block_o, "BLOCK_B": 16, "BLOCK_K": block_k,
-              "STAGES": stages, "DOWN": down, "bias_ptr": None}  # fmt: skip
+    consts = {"SIZE": size, "WIDTH": 4, "APART": 3, "BLOCK_O": block_o, "BLOCK_B": 16, "BLOCK_K": block_k,
+              "STAGES": stages, "DOWN": down, "bias_ptr": None, "onto_ptr": None}  # fmt: skip
     kernel, kinds = (
         _gluon_kernels._project_rows_ahead_kernel,
         {"out_ptr": "*fp32", "active_ptr": "*i1", "scale": "fp32"},

@@ -130,6 +130,20 @@ def test_conv_nan_in_no_token_after_the_end(backend: str) -> None:
     assert torch.equal(dx[0, 5:, 1], torch.tensor([4.0, 3.0, 2.0, 1.0]))
 
 
+@pytest.mark.parametrize("backend", ["torch", *(["triton"] if INTERPRETED else [])])
+@pytest.mark.parametrize("lengths", [None, (2, 0, 7)], ids=["alone", "packed"])
+@pytest.mark.filterwarnings("ignore:invalid value encountered")  # in what the interpreter computes and drops
+def test_conv_nan_in_no_token_that_a_tap_does_not_reach(lengths: tuple[int, ...] | None, backend: str) -> None:
+    """Nothing stands before a sequence without an initial state, so there an infinite weight multiplies nothing."""
+    x, weight = torch.ones(1, 9, 2), torch.ones(2, 4)
+    weight[0, 0] = float("inf")
+    offsets = None if lengths is None else torch.tensor([0, *lengths]).cumsum(0).int()
+    y, _ = ops.causal_conv1d(x, weight, cu_seqlens=offsets, backend=backend)
+    token = [t for n in lengths or (9,) for t in range(n)]
+    assert y[0, :, 0].tolist() == [t + 1 if t < 3 else float("inf") for t in token]
+    assert y[0, :, 1].tolist() == [min(t, 3) + 1 for t in token]
+
+
 @pytest.mark.parametrize("backend", ["torch", "numba"])
 def test_selective_scan_long(backend: str) -> None:
     if reason := absence(load("selective_scan"), backend):

@@ -1,8 +1,10 @@
 """Machine code of Numba's kernels is kept between processes; if it cannot be kept, nothing fails."""
 
+import os
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 
 pytest.importorskip("numba")
@@ -12,35 +14,34 @@ import torch
 import refold
 from refold.ops.linear_scan import _numba
 from refold.ops.numba import kernel as kernels
+from refold.ops.numba import machine
 
 CODE = """
-import torch, refold
-from refold.ops.linear_scan import _numba
+import sys, torch, refold
 h, _ = refold.ops.linear_scan(torch.full((1, 3, 1), 0.5), torch.ones(1, 3, 1), backend="numba")
 assert h.flatten().tolist() == [1, 1.5, 1.75]
-print(sum(_numba._sweep.run.stats.cache_hits.values()))
+print(int("numba" in sys.modules))
 """
 
 
-def loaded(folder):
-    """Run the operator in a process of its own; returns how often machine code was loaded."""
-    done = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, env=environment(folder))
+def needs_numba(folder):
+    """Run the operator in a process of its own; returns whether that imported Numba."""
+    environment = {**os.environ, "REFOLD_CACHE": str(folder), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
-    return int(done.stdout)
+    return bool(int(done.stdout))
 
 
-def environment(folder):
-    import os
-
-    return {**os.environ, "REFOLD_CACHE": str(folder), "OMP_NUM_THREADS": "1"}
-
-
-def test_the_second_process_loads_what_the_first_compiled(tmp_path):
-    assert loaded(tmp_path) == 0
-    assert loaded(tmp_path) == 1
-    for damaged in tmp_path.rglob("*.nbc"):
-        damaged.write_bytes(b"")
-    assert loaded(tmp_path) == 0
+def test_the_second_process_runs_what_the_first_compiled_without_numba(tmp_path):
+    assert needs_numba(tmp_path)
+    assert not needs_numba(tmp_path)
+    (kept,) = tmp_path.rglob("*.o")
+    whole = kept.read_bytes()
+    for damaged in (b"", whole[:-1], whole[:100] + b"x" + whole[101:]):
+        kept.write_bytes(damaged)
+        assert machine.read(kept) is None
+    assert needs_numba(tmp_path)
+    assert kept.read_bytes() == whole
 
 
 @pytest.fixture
@@ -49,43 +50,107 @@ def named(monkeypatch, tmp_path):
     return tmp_path / "kept"
 
 
+def fresh(apart=True, function=_numba._sweep.function):
+    return kernels.Kernel(function, dict(_numba._sweep.options), apart)
+
+
 def scan_with(kernel, monkeypatch):
     monkeypatch.setattr(_numba, "_sweep", kernel)
     h, _ = refold.ops.linear_scan(torch.full((1, 3, 1), 0.5), torch.ones(1, 3, 1), backend="numba")
     assert h.flatten().tolist() == [1, 1.5, 1.75]
 
 
-def test_nothing_is_kept_where_nothing_may_be(named, monkeypatch):
-    monkeypatch.setenv("REFOLD_CACHE", "off")
-    assert kernels.Kernel(_numba._sweep.function, {}).kept() is None
-    monkeypatch.setenv("REFOLD_CACHE", "/dev/null/nowhere")
-    assert kernels.Kernel(_numba._sweep.function, {}).kept() is None
+def test_both_ways_give_the_same_bits(named, monkeypatch):
+    torch.manual_seed(0)
+    a, x, reset = torch.rand(2, 9, 700), torch.randn(2, 9, 700), torch.rand(2, 9, 700) < 0.2
+    results = []
+    for apart in (True, False):
+        monkeypatch.setattr(_numba, "_sweep", fresh(apart))
+        for given in ({}, {"reset": reset}, {"reverse": True}, {"initial_state": torch.ones(2, 700)}):
+            results += refold.ops.linear_scan(a, x, backend="numba", **given)
+        assert bool(_numba._sweep.codes) == apart
+    half = len(results) // 2
+    assert all(map(torch.equal, results[:half], results[half:]))
+
+
+def test_what_needs_numba_while_it_runs_runs_by_numba(named):
+    def allocates(x, y):
+        copy = x.copy()
+        for i in range(len(y)):
+            y[i] = copy[i]
+
+    def takes_other_things(x, y):
+        y[0] = x[0, 0]
+
+    y = np.zeros(3)
+    kernel = fresh(True, allocates)
+    kernel(torch.arange(3.0), y)
+    assert (y.tolist(), kernel.apart, kernel.codes) == ([0.0, 1.0, 2.0], False, {})
+    kernel = fresh(True, takes_other_things)
+    kernel(np.full((1, 1), 7.0), y)
+    kernel(np.full((1, 1), 8.0, np.float32), y)
+    assert (y[0], len(kernel.codes)) == (8.0, 2)
+    with pytest.raises(AssertionError, match="contiguous"):
+        kernel(np.zeros((2, 2)).T, y)
+
+
+def test_an_array_that_takes_the_place_of_another_is_not_taken_for_it(named):
+    def double(x, y):
+        for i in range(len(y)):
+            y[i] = 2 * x[i]
+
+    kernel = fresh(True, double)
+    for k in range(1000):
+        x, y = np.full(2, float(k)), torch.zeros(2, dtype=torch.float64)
+        kernel(x, y)
+        assert y.tolist() == [2.0 * k] * 2
+    (code,) = kernel.codes.values()
+    assert len(code.addresses) <= machine._KEPT
+
+
+@pytest.mark.parametrize("apart", [True, False])
+def test_nothing_is_kept_where_nothing_may_be(named, monkeypatch, apart):
+    for folder in ("off", "/dev/null/nowhere"):
+        monkeypatch.setenv("REFOLD_CACHE", folder)
+        assert fresh()._folder() is None
+        scan_with(fresh(apart), monkeypatch)
+    assert not named.exists()
 
 
 def test_without_numbas_setting_kernels_are_compiled_anew(named, monkeypatch):
     before = numba.config.CACHE_DIR
-    assert kernels.Kernel(_numba._sweep.function, {}).kept() is not None
+    assert fresh().kept() is not None
     assert before == numba.config.CACHE_DIR
     monkeypatch.delattr(numba.config, "CACHE_DIR")
-    fresh = kernels.Kernel(_numba._sweep.function, {})
-    assert fresh.kept() is None
-    scan_with(fresh, monkeypatch)
+    assert fresh().kept() is None
+    scan_with(fresh(False), monkeypatch)
+
+
+def test_without_a_name_of_numbas_it_runs_kernels_itself(named, monkeypatch):
+    kinds = type(numba.njit(lambda: None)).__mro__
+    monkeypatch.delattr(next(kind for kind in kinds if "inspect_llvm" in vars(kind)), "inspect_llvm")
+    kernel = fresh()
+    scan_with(kernel, monkeypatch)
+    assert not kernel.apart
 
 
 def test_another_text_has_another_folder(named, monkeypatch, tmp_path):
-    kernels.Kernel(_numba._sweep.function, {})
+    first = fresh()._folder()
     other = tmp_path / "other.py"
     other.write_text("# a helper that changed")
     monkeypatch.setattr(kernels, "_SHARED", [*kernels._SHARED, other])
-    kernels.Kernel(_numba._sweep.function, {})
+    assert fresh()._folder() != first
     assert len(list((named / "numba").iterdir())) == 2
 
 
-def test_a_full_disk_is_no_error(named, monkeypatch):
-    kernel = kernels.Kernel(_numba._sweep.function, {})
-
+@pytest.mark.parametrize("apart", [True, False])
+def test_a_full_disk_is_no_error(named, monkeypatch, apart):
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    kernel.run = full
+    kernel = fresh(apart)
+    if apart:
+        monkeypatch.setattr(kernels, "write", full)
+    else:
+        kernel.run = full
     scan_with(kernel, monkeypatch)

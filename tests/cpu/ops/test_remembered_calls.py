@@ -131,7 +131,12 @@ def test_gradients_are_not_lost_when_they_are_enabled_again(call: Callable[..., 
     given = changed("x", lambda a: a.requires_grad_())
     with torch.no_grad():
         assert call(given, given) is REMEMBERED
+        registry.RUNNERS["ssd"].known.clear()
+        registry.RUNNERS["ssd"].recent = ()
+        assert not run(given)[0].requires_grad
     assert run(given)[0].requires_grad
+    with pytest.raises(RefoldError, match="overwrites the state"):
+        ops.ssd_step_(*(a[:, 0] for a in given[:2]), given[2], given[3][:, 0], given[4][:, 0], torch.zeros(1, 2, 4, 4))
 
 
 @pytest.mark.parametrize("backend", ["torch", "numba"])

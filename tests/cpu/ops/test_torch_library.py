@@ -14,6 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import refold.ops as ops
 from refold.errors import ArgumentError
+from refold.ops.backends import backend_module
 from refold.ops.spec import Case, OpSpec, all_specs
 from refold.ops.testing import frame_of, oracle, problem
 from refold.ops.torch import registry
@@ -66,6 +67,34 @@ def test_gradcheck(spec: OpSpec) -> None:
     assert torch.autograd.gradcheck(lambda *a: registry.OPS[spec.name](*a), tuple(args), fast_mode=True)
 
 
+@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("autocast", [False, True])
+def test_a_plain_call_has_the_gradients_of_its_node(spec: OpSpec, autocast: bool, monkeypatch: Any) -> None:
+    args = arguments(spec, COMPLETE[spec.name])
+    arrays = args[: len(spec.args)]
+    options = [tuple(o) if isinstance(o, list) else o for o in args[len(spec.args) : -1]]
+    leaves = [a for a in arrays if a is not None and a.requires_grad]
+
+    def gradients(call: Callable[[], Any]) -> list[Tensor]:
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            results = call()
+            results = results if isinstance(results, tuple) else (results,)
+            found = torch.autograd.grad([r.sum() for r in results], leaves, allow_unused=True, materialize_grads=True)
+        return [*(r.detach() for r in results), *found]
+
+    expected = gradients(lambda: registry.OPS[spec.name](*args))
+    monkeypatch.setattr(registry, "OPS", {})  # no node runs
+    for _ in range(2):  # the second time its signature is known
+        found = gradients(lambda: registry.run(spec.name, arrays, options, "torch"))
+        for a, b in zip(found, expected, strict=True):
+            torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
+    monkeypatch.undo()
+    result = registry.run(spec.name, arrays, options, "torch")
+    result = result[0] if isinstance(result, tuple) else result
+    with pytest.raises(ArgumentError, match=f"{spec.name}: it has no second derivative"):
+        torch.autograd.grad(torch.autograd.grad(result.sum(), leaves[0], create_graph=True)[0].sum(), leaves)
+
+
 @pytest.mark.parametrize("spec", [p for p in SPECS if p.values[0].scans])
 @pytest.mark.parametrize("name", ["packed", "packed_empty"])
 def test_gradcheck_packed(spec: OpSpec, name: str) -> None:
@@ -83,6 +112,12 @@ def test_in_place_twin_writes_what_the_step_returns(spec: OpSpec) -> None:
     assert torch.equal(y, y_in_place)
     assert torch.equal(state, args[at])
     assert args[at]._version > version
+
+
+@pytest.mark.parametrize("spec", [p for p in SPECS if p.values[0].updates])
+def test_triton_writes_the_state_itself(spec: OpSpec) -> None:
+    """Without a twin of its own, a backend computes a second state, which is copied: twice the bytes."""
+    assert callable(getattr(backend_module(spec, "triton"), f"{spec.name}_", None))
 
 
 def test_in_place_twin_refuses_gradients() -> None:
@@ -266,21 +301,25 @@ def test_the_spec_names_what_one_result_alone_reads(spec: OpSpec) -> None:
 
 
 @pytest.mark.parametrize("spec", [each for each in SPECS if any(output.alone for output in each.values[0].outputs)])
-def test_what_only_an_unused_result_reads_has_no_gradient(spec: OpSpec) -> None:
+@pytest.mark.parametrize("node", [True, False])
+def test_what_only_an_unused_result_reads_has_no_gradient(spec: OpSpec, node: bool) -> None:
     """Zero times an infinity of it must not reach the gradients of other arguments."""
     (alone,) = (set(output.alone) for output in spec.outputs if output.alone)
 
-    def gradients(value: float) -> dict[str, Tensor | None]:
+    def gradients(value: float, node: bool) -> dict[str, Tensor | None]:
         args = arguments(spec, COMPLETE[spec.name])
         arrays = {arg.name: a for arg, a in zip(spec.args, args, strict=False) if a is not None and a.requires_grad}
         with torch.no_grad():
             for name in alone & arrays.keys():
                 arrays[name].view(-1)[::3] = value
-        _, state = registry.OPS[spec.name](*args)
+        at = len(spec.args)
+        args[at:] = [tuple(o) if isinstance(o, list) else o for o in args[at:]]
+        call = registry.OPS[spec.name] if node else lambda *a: registry.run(spec.name, a[:at], a[at:-1], a[-1])
+        _, state = call(*args)
         found = torch.autograd.grad(state.sum(), [*arrays.values()], allow_unused=True)
         return dict(zip(arrays, found, strict=True))
 
-    finite, infinite = gradients(1.0), gradients(torch.inf)
+    finite, infinite = gradients(1.0, node), gradients(torch.inf, node)
     assert alone & finite.keys()
     for name, grad in infinite.items():
         assert (grad is None) == (name in alone)

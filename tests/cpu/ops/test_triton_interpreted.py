@@ -45,3 +45,12 @@ def test_contract_interpreted() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     missing = [cell for cell in cells if f"{cell[0]}[{cell[1]}-triton-{cell[2]}" not in done.stdout]
     assert not missing, f"no tests have the names {missing}"
+
+
+def test_sweeps_interpreted() -> None:
+    """The sweeps of coupled carries and of running maxima, as a GPU runs them."""
+    file = Path(__file__).parent.parent / "compiler" / "test_systems.py"
+    command = [sys.executable, "-m", "pytest", str(file), "-k", "gpu", "-q"]
+    done = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "skipped" not in done.stdout

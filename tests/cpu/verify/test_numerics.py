@@ -321,3 +321,30 @@ def test_numbers_of_one_size_have_no_parts(seed, shape):
     r = torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).relu()
     r.view(-1)[:1] = math.inf
     assert not list(numerics.small_parts(r))
+
+
+def test_a_candidate_in_16_bits_is_asked_for_what_one_rounding_of_inputs_leaves():
+    """Where terms cancel, a product in 16 bits loses what a sum in float32 keeps; but a wrong product is refused."""
+
+    def original(x, d, y):
+        return (x.to(like(x)) * d.to(like(x)) - y.to(like(x))).to(x.dtype)
+
+    def like(x):
+        return torch.promote_types(x.dtype, torch.float32)
+
+    def narrow(x, d, y):
+        return x * d - y
+
+    def judged(candidate, rounds_more):
+        x, d = (torch.randn(4096, generator=torch.Generator().manual_seed(n)).bfloat16() for n in (1, 2))
+        y = x * d
+        y[::64] = 0.0
+        actual = [x, d, y]
+        exact = [lambda *xs: original(*(v.double() for v in xs))]
+        found = check(original, candidate, *exact, actual, actual, terms=2, multilinear=False, rounds_more=rounds_more)
+        return found.reason
+
+    assert "actual" in judged(narrow, False)
+    assert judged(narrow, True) == ""
+    assert "exceeds" in judged(lambda x, d, y: narrow(x, d, y) * 1.25, True)
+    assert "exceeds" in judged(lambda x, d, y: narrow(x, 1.125 * d, y), True)

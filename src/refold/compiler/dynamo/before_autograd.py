@@ -28,7 +28,7 @@ from ...ops.torch.registry import OPS
 from ..inductor import duplicate
 from ..ir.builder import Builder, extract, is_constant, same_strides, upstream
 from ..ir.captured_loop import captured_loops
-from ..ir.fx import is_erased, is_tensor, value
+from ..ir.fx import is_erased, is_made, is_tensor, value
 from ..ir.metadata import evaluated, with_strides_of
 from ..ir.rewrite import Rewrite
 from ..ir.source import CALLED, located, name_of
@@ -115,7 +115,7 @@ def _worth_a_look(gm: GraphModule) -> bool:
     calls = [node for node in gm.graph.nodes if node.op.startswith("call")]
     if any(part in _name(node) for node in calls for part in ("grad_increment_nesting", "jvp_increment_nesting")):
         return False  # the graph takes a derivative itself, by ``torch.func``; an operator brings one of its own
-    if any(node.target is OPS["linear_scan"] or _is_definition(gm, node) for node in calls):
+    if any(node.target is OPS["linear_scan"] or is_made(node) or _is_definition(gm, node) for node in calls):
         return True
     if any(part in _name(node) for node in calls for part in ("cumsum", "conv")):
         return True
@@ -241,7 +241,9 @@ class BeforeAutograd:
                 )
             if (change := self._change(node)) is not None:
                 return because("in-place", "{} is changed in place", change, change.args[0])
-            if not self._needs[node] and any(self._needs[x] for x in node.all_input_nodes):
+            example = node.meta.get("example_value")
+            counts = isinstance(example, torch.Tensor) and not (example.is_floating_point() or example.is_complex())
+            if not (self._needs[node] or counts) and any(self._needs[x] for x in node.all_input_nodes):
                 return because("detached", "{} is detached, or computed without gradients", node)
         return None
 
@@ -381,8 +383,8 @@ def _copy(graph: Graph) -> Graph:
 def _widen_products(graph: Graph) -> None:
     """Turn a product in 16 bits that is widened into a product of widened factors.
 
-    Autocast sums in float32 what it multiplies in 16 bits, and the sum is a contraction all the same. The graph is only
-    read: what runs, and what rewrites are compared with, is the original.
+    Autocast sums in float32 what it multiplies in 16 bits, and the sum is a contraction all the same. On a GPU, the sum
+    itself does the widening. The graph is only read: what runs, and what rewrites are compared with, is the original.
     """
     widened: dict[Node, Node] = {}
 
@@ -400,6 +402,10 @@ def _widen_products(graph: Graph) -> None:
     def wide(x: Any) -> Any:
         return widen(x) if is_tensor(x) and value(x).dtype in _HALF else x
 
+    for node in graph.find_nodes(op="call_function", target=aten.sum.dim_IntList):
+        if node.kwargs.get("dtype") == torch.float32 and value(node.args[0]).dtype in _HALF:  # type: ignore[arg-type]
+            node.args = (wide(node.args[0]), *node.args[1:])
+            node.kwargs = {name: x for name, x in node.kwargs.items() if name != "dtype"}
     for node in graph.find_nodes(op="call_function", target=aten.mul.Tensor):
         if value(node).dtype == torch.float32 and node not in widened.values():
             node.args = tuple(map(wide, node.args))

@@ -34,6 +34,7 @@ def splice(site: CallSite, candidate: GraphModule, inputs: Sequence[Node]) -> No
                 copies[node].meta = {
                     "example_value": node.meta["val"],
                     "stack_trace": call.meta.get("stack_trace", ""),
+                    "custom": node.meta.get("custom", {}),
                 }
         results = [copies[node] for node in source.output_node().args[0]]  # type: ignore[union-attr]
         written = results[len(site.uses) :]

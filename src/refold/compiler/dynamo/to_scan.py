@@ -104,11 +104,16 @@ def _best(site: CallSite, traced: Traced, dual: bool) -> CapturedScan:
 
 
 def describe_loop(gm: GraphModule, call: Node) -> str:
-    """Describe a captured loop as `refold.compiler.recurrence.serial_chains.serial_loops` describes an unrolled one."""
+    """Describe a captured loop as `refold.compiler.recurrence.serial_chains.serial_loops` describes an unrolled one.
+
+    Views do not count, as there.
+    """
     loop: Any = gm.get_submodule(str(call.target))
-    lines = [source_line(node) for node in loop.body.graph.nodes if node.op.startswith("call")]
+    calls = [node for node in loop.body.graph.nodes if node.op.startswith("call")]
+    made = [(node, node.meta.get("example_value")) for node in calls]
+    lines = [source_line(node) for node, value in made if not (isinstance(value, torch.Tensor) and value._is_view())]
     carried = [x for x in loop.body.graph.output_node().args[0][: loop.carried] if x.op.startswith("call")]
-    line = source_line(carried[0]) if carried else lines[-1]
+    line = source_line(carried[0] if carried else calls[-1])
     steps = concrete(step_count(loop, call))
     return f"{line} ({steps} steps one after another, {lines.count(line)} operations per step)"
 
@@ -176,6 +181,8 @@ def _rewrite(site: CallSite, traced: Traced, before: set[Node], dual: bool) -> C
     if not any(node.target in (*SCANS, LINEAR_SYSTEM, MAX_PLUS_SCAN) for node in graph.nodes) and body.loops:
         names = " and ".join(dict.fromkeys(f"`{x.variable}`" for x in body.loops))
         raise NotALoop("no-scan", f"nothing that is used depends on {names}")
+    differentiable(prologue.graph)
+    prologue.recompile()
     inner_body = _without_writes(steps_body)
     extra = range(len(steps_body.results), len(steps_body.results) + len(contents))
     count = concrete(site.count)  # of the inputs that it is checked and timed on

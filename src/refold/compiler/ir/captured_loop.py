@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -57,7 +59,7 @@ class CapturedLoop(torch.nn.Module):
     def forward(self, *operands: Any) -> tuple[Any, ...]:
         """Run all steps."""
         # An interpreter tells AOTAutograd which line of the user's each operation comes from.
-        return self.run(Interpreter(self.body).run if has_preserved_node_meta() else self.body, operands)
+        return self.run(Interpreter(self.body).run if has_preserved_node_meta() else self.body.forward, operands)
 
     def run(self, body: Callable[..., Any], operands: Sequence[Any]) -> tuple[Any, ...]:
         """Run all steps with this body."""
@@ -69,10 +71,10 @@ class CapturedLoop(torch.nn.Module):
         collected: list[tuple[Any, ...]] = []
         kept = carried + self.lasts
         for k in range(count):
-            items = (xs[read.start + read.step * k] for xs, read in zip(sequences, self.reads, strict=True))
+            items = [xs[read.start + read.step * k] for xs, read in zip(sequences, self.reads, strict=True)]
             out = body(*state, k, *items, *fixed)
-            state = tuple(out[:carried])
-            collected.append(tuple(out[carried:]))
+            state = out[:carried]
+            collected.append(out[carried:])
         columns = [list(column) for column in zip(*collected, strict=True)]
         lasts, lists = columns[: kept - carried], columns[kept - carried :]
         return (
@@ -86,6 +88,45 @@ def captured_loops(gm: GraphModule) -> list[Node]:
     """Return the calls of captured loops in a graph."""
     calls = [node for node in gm.graph.nodes if node.op == "call_module"]
     return [node for node in calls if isinstance(gm.get_submodule(str(node.target)), CapturedLoop)]
+
+
+def run_as_written(gm: GraphModule) -> GraphModule:
+    """Return a graph, to be run eagerly, whose loops take as many operations per step as the user's own.
+
+    The capture reads ``x[:, t]`` as item t and then all of it, and keeps arithmetic on step numbers of which nothing is
+    used.
+    """
+    calls = captured_loops(gm)
+    if not calls:
+        return gm
+    twin = GraphModule(gm, copy.deepcopy(gm.graph))
+    for call in calls:
+        loop: Any = copy.copy(gm.get_submodule(str(call.target)))
+        loop._modules = {"body": GraphModule(loop.body, copy.deepcopy(loop.body.graph))}
+        for node in reversed(loop.body.graph.nodes):
+            if node.op != "call_function":
+                continue
+            if node.target in _ON_NUMBERS and not node.users and not any(map(_may_be_tensor, node.all_input_nodes)):
+                loop.body.graph.erase_node(node)
+            elif node.target is operator.getitem and _is_all(*node.args):
+                node.replace_all_uses_with(node.args[0])
+                loop.body.graph.erase_node(node)
+        loop.body.recompile()
+        twin.set_submodule(str(call.target), loop)
+    return twin
+
+
+_ON_NUMBERS = (operator.add, operator.sub, operator.mul, operator.neg)
+
+
+def _may_be_tensor(node: Node) -> bool:
+    return not isinstance(node.meta.get("example_value"), (int, torch.SymInt))
+
+
+def _is_all(x: Any, index: Any) -> bool:
+    """Tell whether an index takes all of a tensor that an operation has just read."""
+    read = isinstance(x, Node) and x.target is torch.select and len(x.users) == 1
+    return read and all(i in (Ellipsis, slice(None)) for i in (index if isinstance(index, tuple) else (index,)))
 
 
 def unrolled_size(gm: GraphModule) -> int:

@@ -17,7 +17,7 @@ import torch
 
 from ...verify.memory import available_bytes
 from ..private import TorchDispatchMode, schema, tree_leaves, tree_map
-from .evaluate import BLOCK, contracted
+from .evaluate import BLOCK, contracted, summed_in_blocks
 
 aten = torch.ops.aten
 
@@ -53,11 +53,16 @@ class _Lazy(Impossible):
 
 
 class Computing(TorchDispatchMode):
-    """Computes in float64 what the program computes in narrower types, or in float32 what it computes in any other."""
+    """Computes in float64 what the program computes in narrower types, or in float32 what it computes in any other.
 
-    def __init__(self, dtype: torch.dtype, draws: Sequence[torch.Tensor] = (), *, lazy: bool = True) -> None:
+    Without a dtype it computes in the program's own types. A product that is only summed is then multiplied and summed
+    in blocks, as rounded as it would be if it were written out.
+    """
+
+    def __init__(self, dtype: torch.dtype | None, draws: Sequence[torch.Tensor] = (), *, lazy: bool = True) -> None:
         super().__init__()
-        self.dtype, self.into = dtype, WIDER if dtype == torch.float64 else SINGLE
+        self.dtype = dtype
+        self.into = {torch.float64: WIDER, torch.float32: SINGLE, None: {}}[dtype]
         self.draws = iter(draws)
         self.lazy = lazy
         # By the address of the memory that stands for them: that memory, and the factors.
@@ -107,7 +112,9 @@ class Computing(TorchDispatchMode):
     # Products that are not written out ------------------------------------------------------------
 
     def _postponed(self, a: Any, b: Any) -> torch.Tensor | None:
-        if not (isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) and a.dtype == b.dtype == self.dtype):
+        if not (isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) and a.dtype == b.dtype):
+            return None
+        if a.dtype != self.dtype and not (self.dtype is None and a.is_floating_point()):
             return None
         shape = torch.broadcast_shapes(a.shape, b.shape)
         if shape.numel() <= BLOCK:
@@ -126,6 +133,8 @@ class Computing(TorchDispatchMode):
     ) -> torch.Tensor:
         a, b = product
         dims = [d % a.dim() for d in (dims if dims else range(a.dim()))]
+        if self.dtype is None:
+            return summed_in_blocks(func, a, b, dims, keepdim).contiguous()
         total = contracted(a, b, dims, keepdim)
         return (total / math.prod(a.shape[d] for d in dims) if func is aten.mean.dim else total).contiguous()
 
@@ -161,10 +170,11 @@ class Computing(TorchDispatchMode):
             shape = torch.broadcast_shapes(*(x.shape for x in tensors))
         except RuntimeError:
             return
-        needed = 2 * shape.numel() * self.dtype.itemsize
+        dtype = self.dtype or tensors[0].dtype
+        needed = 2 * shape.numel() * dtype.itemsize
         if shape.numel() > BLOCK and needed > (free := available_bytes(tensors[0].device)):
             sizes = f"{needed / 2**30:.1f} GiB are needed, and {free / 2**30:.1f} GiB are free"
-            raise NoRoom(f"in {str(self.dtype)[6:]} it does not fit in memory: {sizes}")
+            raise NoRoom(f"in {str(dtype)[6:]} it does not fit in memory: {sizes}")
 
 
 class Random(Exception):
@@ -212,8 +222,8 @@ def _address(x: torch.Tensor) -> int:
     return x.untyped_storage().data_ptr() if x.layout == torch.strided else 0
 
 
-def in_dtype(run: Callable[[], Any], dtype: torch.dtype, draws: Sequence[torch.Tensor] = ()) -> Any:
-    """Call a program with all it computes in another dtype.
+def in_dtype(run: Callable[[], Any], dtype: torch.dtype | None, draws: Sequence[torch.Tensor] = ()) -> Any:
+    """Call a program with all it computes in another dtype, or with nothing but large products computed otherwise.
 
     Raises:
         Impossible: It cannot be done.

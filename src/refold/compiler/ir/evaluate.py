@@ -80,29 +80,41 @@ class Evaluator(torch.fx.Interpreter):
 
     def _sum(self, n: Node, product: _Product, kwargs: dict[str, Any]) -> torch.Tensor:
         dims = sum_dims(n)
-        rest = n.args[2:]
-        keepdim = bool(rest[0] if rest else kwargs.get("keepdim", False))
+        keepdim = bool(n.args[2] if len(n.args) > 2 else kwargs.get("keepdim", False))
         if self.dtype == product.a.dtype == torch.float64:
             total = contracted(product.a, product.b, dims, keepdim)
             shape = torch.broadcast_shapes(product.a.shape, product.b.shape)
             return total / math.prod(shape[d] for d in dims) if n.target is aten.mean.dim else total
-        shape = torch.broadcast_shapes(product.a.shape, product.b.shape)
-        kept = [d for d in range(len(shape)) if d not in dims]
-        axis = max(kept, key=lambda d: shape[d], default=None)
-        if axis is None:
-            return n.target(product.a * product.b, dims, *rest, **kwargs)  # type: ignore[operator]
-        size = shape[axis]
-        width = max(1, BLOCK * size // shape.numel())
-        out_axis = axis if keepdim else axis - sum(d < axis for d in dims)
+        return summed_in_blocks(n.target, product.a, product.b, dims, keepdim, kwargs.get("dtype"))
 
-        def part(x: torch.Tensor, start: int) -> torch.Tensor:
-            return x if x.shape[axis] == 1 else x.narrow(axis, start, min(width, size - start))
 
-        blocks = [
-            n.target(part(product.a, start) * part(product.b, start), dims, *rest, **kwargs)  # type: ignore[operator]
-            for start in range(0, size, width)
-        ]
-        return torch.cat(blocks, out_axis)
+def summed_in_blocks(
+    run: Any, a: torch.Tensor, b: torch.Tensor, dims: Sequence[int], keepdim: bool, dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    """Return ``run(a * b, dims, keepdim)``, a sum or mean, in blocks along the longest axis that it keeps.
+
+    Args:
+        run: The sum or mean.
+        a: A tensor.
+        b: One of the same rank.
+        dims: The axes that are summed.
+        keepdim: Whether they are kept, with size one.
+        dtype: What it is summed in, if not in the dtype of the product.
+    """
+    shape = torch.broadcast_shapes(a.shape, b.shape)
+    kept = [d for d in range(len(shape)) if d not in dims]
+    axis = max(kept, key=lambda d: shape[d], default=None)
+    if axis is None:
+        return run(a * b, dims, keepdim, dtype=dtype)
+    size = shape[axis]
+    width = max(1, BLOCK * size // shape.numel())
+    out_axis = axis if keepdim else axis - sum(d < axis for d in dims)
+
+    def part(x: torch.Tensor, start: int) -> torch.Tensor:
+        return x if x.shape[axis] == 1 else x.narrow(axis, start, min(width, size - start))
+
+    blocks = [run(part(a, start) * part(b, start), dims, keepdim, dtype=dtype) for start in range(0, size, width)]
+    return torch.cat(blocks, out_axis)
 
 
 def contracted(a: torch.Tensor, b: torch.Tensor, dims: Sequence[int], keepdim: bool) -> torch.Tensor:

@@ -43,6 +43,19 @@ def arg(node: Node, position: int, name: str = "", default: Any = None) -> Any:
     return node.args[position] if len(node.args) > position else node.kwargs.get(name, default)
 
 
+_MADE = "refold_made"
+
+
+def mark_as_made(node: Node, made: bool = True) -> None:
+    """Note that refold made a call of an operator, which is not the user's own; traces of the graph keep the note."""
+    node.meta["custom"] = {**(node.meta.get("custom") or {}), _MADE: made}
+
+
+def is_made(node: Node) -> bool:
+    """Tell whether refold made a call of an operator."""
+    return bool((node.meta.get("custom") or {}).get(_MADE))
+
+
 def is_tensor(node: Any) -> bool:
     """Tell whether an argument is a graph node that holds one tensor."""
     return isinstance(node, Node) and isinstance(node.meta.get("val"), torch.Tensor)

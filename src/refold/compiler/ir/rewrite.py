@@ -39,6 +39,7 @@ class Rewrite:
             overflows at one: there is nothing to compare then.
         differentiated: For each input, whether its gradient must be right as well; empty if no gradient is taken.
         coupled: How many values a recurrence carries that depend on one another.
+        rounds_more: Whether the candidate rounds to 16 bits what the original, of 16-bit inputs, does not.
         result: Name of the node that stands for the replaced one.
     """
 
@@ -56,6 +57,7 @@ class Rewrite:
     spread: float = 1.0
     differentiated: tuple[bool, ...] = ()
     coupled: int = 1
+    rounds_more: bool = False
     result: str = ""
 
     @cached_property
@@ -126,6 +128,7 @@ def replace_node(
     terms: int,
     timed_alone: bool = True,
     spread: float = 1.0,
+    rounds_more: bool = False,
     site: str = "",
 ) -> Rewrite:
     """Swap a node for another, or several at once for as many others, and return the record of it.
@@ -142,6 +145,7 @@ def replace_node(
         terms: See `Rewrite`.
         timed_alone: See `Rewrite`.
         spread: See `Rewrite`.
+        rounds_more: See `Rewrite`.
         site: See `Rewrite`; the name of ``old`` unless given.
     """
     olds, news = ([x] if isinstance(x, Node) else list(x) for x in (old, new))
@@ -167,6 +171,7 @@ def replace_node(
         terms=terms,
         timed_alone=timed_alone,
         spread=spread,
+        rounds_more=rounds_more,
         result=news[0].name,
     )
     for a, b in zip(olds, news, strict=True):

@@ -20,7 +20,7 @@ from torch.fx import Graph, Node
 
 from ...ops.torch.registry import OPS, named_args
 from ..ir.builder import sort_topologically
-from ..ir.fx import arg, is_erased, is_training, place, same, value
+from ..ir.fx import arg, is_erased, is_made, is_training, mark_as_made, place, same, value
 from ..ir.metadata import refresh, substitute
 from ..ir.rewrite import Rewrite
 from ..recurrence.affine import Affine, Loop
@@ -55,6 +55,8 @@ def contract_scans(graph: Graph, wanted: Callable[[str], bool]) -> Iterator[Rewr
         rewrite = replace_reader(reroller, states, partial(_again, scan), wanted, WHY)
         if rewrite is None:
             continue
+        for made in reroller.emit.added if not is_made(scan) else ():
+            mark_as_made(made, False)  # it is the user's own call, in another form
         yield rewrite
         if last is not None and wanted(last.name):
             loop: Any = reroller.loops[-1]

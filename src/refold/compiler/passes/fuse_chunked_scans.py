@@ -246,6 +246,7 @@ def _narrowed(
         multilinear=False,
         terms=tokens,
         spread=0.1,
+        rounds_more=True,
     )
 
 

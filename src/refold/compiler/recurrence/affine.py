@@ -21,7 +21,7 @@ import torch
 from torch.fx import Node
 
 from ...ops.torch.registry import OPS, node_args
-from ..ir.fx import is_tensor, known, value
+from ..ir.fx import is_tensor, known, mark_as_made, value
 from ..ir.source import expression, name_of
 from .systems import LINEAR_SYSTEM, MAX_PLUS_SCAN, largest, wide
 from .vectorize import Emitter, NotALoop, Value, broadcasts, described, is_pointwise
@@ -434,6 +434,7 @@ class LoopVectorizer:
         by_name = dict(zip(("a", "x", "reset"), timed, strict=False))
         given = node_args("linear_scan", **by_name, initial_state=first, reverse=loop.reverse)
         scan = emit.call(OPS["linear_scan"], *given)
+        mark_as_made(scan)
         out = emit.call(operator.getitem, scan, 0)
         loop.scan, loop.body = out, body
         out = emit.permute(out, order) if val.dim() else emit.call(aten.squeeze.dim, out, 0)

@@ -29,7 +29,7 @@ import torch
 from torch.fx import Node
 
 from ...ops.torch.registry import OPS, node_args
-from ..ir.fx import arg, value
+from ..ir.fx import arg, mark_as_made, value
 from . import lti_chunks
 from .gated_chunks import CHUNK, gated_scan, merged
 from .readout import Readout, Term, terms
@@ -148,6 +148,7 @@ def match_operator(
     given = {letter: _dense(emit, v) for letter, v in operands.items()}
     limits = {"dt_limit": step_limits(sign(operands["dt"]))} if name == "ssd" else {}
     result = emit.call(OPS[name], *node_args(name, **given, initial_state=initial, **limits))
+    mark_as_made(result)
     y, last = (emit.call(getitem, result, i) for i in (0, 1))
     if signs is not None:
         y = emit.call(aten.mul.Tensor, y, signs)

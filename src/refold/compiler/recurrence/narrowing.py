@@ -11,20 +11,28 @@ Shapes are those of the region, and stay; dtypes change.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from operator import getitem
+from typing import Any
 
 import torch
 from torch.fx import Node
 from torch.fx.node import map_arg
 
-from ...ops.torch.registry import OPS, named_args, node_args
+from ...ops.torch.registry import OPS, RUNNERS, named_args, node_args
 from ..ir.builder import Builder, is_constant
 from ..ir.fx import arg, is_tensor, value
+from ..ir.index import index
+from ..ir.symbols import resolve
 
 aten = torch.ops.aten
 convert = torch.ops.prims.convert_element_type.default
 
 _HALF = (torch.bfloat16, torch.float16)
+# What of an operator's arguments must have 16 bits, and what else may.
+_NARROWED = {"ssd": (("x", "B", "C"), ()), "selective_scan": (("x",), ("B", "C")), "linear_scan": (("x",), ("a",))}
+OPERATORS = {OPS[name]: name for name in _NARROWED}
+"""The scans that can have 16-bit arguments."""
 # How many nodes are looked at: what lies between a scan and the layer's result is short.
 MOST = 512
 
@@ -71,45 +79,89 @@ def narrowed(build: Builder, root: Node, inside: set[Node], old: Node, new: Node
         root: The 16-bit value.
         inside: What computes it: a `region`, and the nodes between its values and ``new``.
         old: What the scan gave.
-        new: The same by ``ssd`` in float32.
+        new: The same by an operator in float32; it may be ``old``.
 
     Returns:
-        The new value; None if x, B or C of the scan was not widened.
+        The new value; None if what the operator must have in 16 bits was not widened, or if in 16 bits another
+        backend would run.
     """
     half = value(root).dtype
     copies: dict[Node, Node] = {}
 
     def copy(node: Node) -> Node:
-        if node is old:
+        if node in copies:
+            return copies[node]
+        if node is old is not new:
             return copy(new)
         if node not in inside or is_constant(node):
             return node
-        if node not in copies:
-            args, kwargs = map_arg((node.args, node.kwargs), copy)
-            copies[node] = build.call(node.target, args, kwargs)  # type: ignore[arg-type]
+        given: Any = map_arg((node.args, node.kwargs), copy if _moves(node) else wide)
+        same = node.target is convert and value(given[0][0]).dtype == value(node).dtype
+        copies[node] = given[0][0] if same else build.call(node.target, *given)
         return copies[node]
 
-    def narrow(node: Node) -> Node | None:
+    def wide(node: Node) -> Node:
+        """Return the copy of a node in the dtype that the node has."""
+        new = copy(node)
+        changed = is_tensor(new) and value(new).dtype != value(node).dtype
+        return build.call(convert, (new, value(node).dtype)) if changed else new
+
+    def narrow(node: Any) -> Node | None:
+        if not is_tensor(node):
+            return None
         if node.target is convert:
             source: Node = arg(node, 0)
             return source if value(source).dtype == half else None
-        moves = getattr(node.target, "is_view", False) or node.target in (aten.clone.default, aten._unsafe_view.default)
-        inner = narrow(arg(node, 0)) if moves else None
+        if node.target is aten.div.Tensor and half == torch.bfloat16 and narrow(arg(node, 0)) is not None:
+            return build.call(convert, (copy(node), half))  # by a log decay, which the operator multiplies by
+        if node.target is aten.where.self:  # a choice rounds nothing
+            sides = [narrow(x) for x in node.args[1:]]
+            return None if None in sides else build.call(node.target, (copy(arg(node, 0)), *sides))
+        inner = narrow(arg(node, 0)) if _moves(node) else None
         if inner is None or node.target is aten.clone.default:
             return inner
         if node.target in (aten.view.default, aten._unsafe_view.default):
             return build.reshape(inner, [[size] for size in value(node).shape])
         return build.call(node.target, (inner, *node.args[1:]), node.kwargs)
 
-    scans = [node for node in inside if node.target is OPS["ssd"]]
+    scans = [node for node in inside if node.target in OPERATORS]
     if len(scans) != 1:
         return None
-    given = named_args("ssd", scans[0].args)
-    parts = {name: narrow(given[name]) for name in ("x", "B", "C")}
-    if any(part is None for part in parts.values()):
+    (scan,) = scans
+    name = OPERATORS[scan.target]
+    given, (must, may) = named_args(name, scan.args), _NARROWED[name]
+    parts = {key: part for key in (*must, *may) if (part := narrow(given[key])) is not None}
+    if not parts.keys() >= set(must):
         return None
-    rest = {name: copy(part) if isinstance(part, Node) else part for name, part in given.items() if name not in parts}
-    y = build.call(getitem, (build.call(OPS["ssd"], node_args("ssd", **{**rest, **parts})), 0))
-    first = next(user for user in scans[0].users if user.target is getitem and user.args[1] == 0)
-    copies[first] = build.call(convert, (y, value(first).dtype))
-    return build.restride(copy(root), value(root))
+    rest = {key: copy(part) if isinstance(part, Node) else part for key, part in given.items() if key not in parts}
+    args = node_args(name, **{**rest, **parts})
+    if _backend(name, args) is not _backend(name, scan.args):
+        return None
+    y = build.call(getitem, (build.call(scan.target, args), 0))
+    first = next(user for user in scan.users if user.target is getitem and user.args[1] == 0)
+    copies[first] = y
+    found = copy(root)
+    return build.restride(y if _is_same(found, y) else found, value(root))
+
+
+def _moves(node: Node) -> bool:
+    """Tell whether a node moves or copies the elements of a tensor, or converts them."""
+    return getattr(node.target, "is_view", False) or node.target in (
+        aten.clone.default, aten._unsafe_view.default, convert,
+    )  # fmt: skip
+
+
+def _is_same(node: Node, source: Node) -> bool:
+    """Tell whether a node has the elements of another one in the same places, after any views and copies."""
+    read = index(node)
+    if [factor.node for factor in read.factors] != [source] or read.scale != 1.0:
+        return False
+    return [*map(resolve, read.labels)] == [*map(resolve, read.factors[0].labels)]
+
+
+def _backend(name: str, args: Sequence[Any]) -> Any:
+    """Return what would run a node of an operator."""
+    runner = RUNNERS[name]
+    fakes: list[Any] = [value(x) if isinstance(x, Node) else tuple(x) if isinstance(x, list) else x for x in args]
+    arrays = len(runner.spec.args)
+    return runner.module(fakes[:arrays], fakes[arrays:-1], fakes[-1])

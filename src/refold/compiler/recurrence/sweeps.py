@@ -16,6 +16,8 @@ from torch import Tensor
 from ...ops.numba.blocks import share_out
 from ...ops.numba.kernel import kernel
 
+MOST = 16
+"""Coupled values of one system: a sweep multiplies no matrices."""
 LANES = 256
 """Lanes of a block: the states of a few coupled values, old and new, stay in the first-level cache."""
 

@@ -6,13 +6,15 @@ and the others are one step away (cyclic reduction, Blelloch 1990, CMU-CS-90-190
 passes, and about as much work as the steps themselves.
 
 Products of matrices lose digits that one step after the other keeps, so single precision is computed in double. On the
-CPU one step is taken after the other, in one pass over memory (`refold.compiler.recurrence.sweeps`, if Numba is there).
+CPU with Numba (`refold.compiler.recurrence.sweeps`) and on GPUs with Triton (`sweeps_gpu`), one step is taken after the
+other, in one pass over memory.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -20,8 +22,8 @@ from torch import Tensor
 
 from ...ops.torch.nodes import define, differentiate, refuse_derivative
 
-PAIRED, SWEPT = 4, 16
-"""Coupled values of one system: a product of two matrices of 4 rows has 64 terms; a sweep multiplies no matrices."""
+PAIRED = 4
+"""Coupled values of one system, if steps are composed: a product of two matrices of 4 rows has 64 terms."""
 
 _WIDE = {torch.float32: torch.float64, torch.complex64: torch.complex128}
 
@@ -32,22 +34,24 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def _sweeps(x: Tensor) -> Any:
-    """Return the module that takes one step after the other, if it can: on the CPU, with Numba."""
-    return _imported() if x.device.type == "cpu" else None
+    """Return the module that takes one step after the other, if it can: on the CPU with Numba, on a GPU with Triton."""
+    name = {"cpu": "sweeps", "cuda": "sweeps_gpu"}.get(x.device.type)
+    return None if name is None else _imported(name)
 
 
 @cache
-def _imported() -> Any:
+def _imported(name: str) -> Any:
     try:
-        from . import sweeps
+        return import_module(f"{__package__}.{name}")
     except ImportError:
         return None
-    return sweeps
 
 
 def largest(x: Tensor) -> int:
     """Return how many values like this one may be coupled in a system."""
-    return PAIRED if _sweeps(x) is None else SWEPT
+    sweeps = _sweeps(x)
+    most: int = PAIRED if sweeps is None else sweeps.MOST
+    return most
 
 
 def linear_system(A: Tensor, b: Tensor, initial: Tensor | None, reverse: bool) -> Tensor:

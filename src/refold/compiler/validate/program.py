@@ -11,14 +11,15 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
+from ...errors import warn
 from ...report import GraphReport
 from ...verify import median_ms, profile, race
 from ...verify.memory import available_bytes, peak_bytes
 from ...verify.timing import DELTA
 from ..compile_time import RIVAL_S, unrolled_seconds
-from ..inductor import Compiled, arguments, clone_inputs, inductor, standalone
+from ..inductor import Compiled, arguments, clone_inputs, first_line, inductor, standalone
 from ..ir.cost import Cost, clearly_less
-from ..private import apart
+from ..private import TraceAgain, apart
 from ..refusals import refused
 from .region import Settings, first_times, undisturbed_rng
 from .whole import compare
@@ -86,7 +87,31 @@ def choose_program(
         return rewritten.run
     for row in entry.applied:
         row.status, row.reason = "refused", refused(why, entry.reason.removeprefix("because "))
-    return gm if entry.chosen == "eager" else inductor(gm, inputs, options=options)
+    return gm if entry.chosen == "eager" else plain(gm, inputs, settings, entry)
+
+
+def plain(gm: GraphModule, inputs: Sequence[Any], settings: Settings, entry: GraphReport) -> Compiled:
+    """Compile a graph without rewrites; where Inductor cannot, it runs eagerly, and the report says why.
+
+    Raises:
+        Exception: Inductor's own, if ``strict`` is set.
+    """
+    try:
+        return inductor(gm, inputs, options=dict(settings.options or {}), notes=entry.notes)
+    except TraceAgain:
+        raise
+    except Exception as error:  # Inductor's failures have no common type
+        left_eager(error, settings, entry)
+        entry.chosen, entry.reason = "eager", f"because Inductor failed: {first_line(error)}"
+        return gm
+
+
+def left_eager(error: Exception, settings: Settings, entry: GraphReport) -> None:
+    """Say that a graph that Inductor cannot compile runs eagerly; raise its error if that is wanted."""
+    if settings.strict:
+        raise error
+    warn(f"Inductor failed on this graph ({first_line(error)}); it runs eagerly")
+    entry.notes.append(f"Inductor failed ({first_line(error)}); the graph runs eagerly")
 
 
 def _compared(
@@ -173,18 +198,13 @@ def _add_plain(
     try:
         # With symbolic sizes the baseline must be compiled for them too, in the context that knows them.
         dynamic = any(isinstance(x, torch.SymInt) for x in inputs)
-        plain = (inductor if dynamic else standalone)(gm, inputs, options=options)
+        compiled = (inductor if dynamic else standalone)(gm, inputs, options=options, notes=entry.notes)
         with undisturbed_rng(), apart():
-            _trial(plain, inputs)()
-        originals["torch.compile"] = plain
+            _trial(compiled, inputs)()
+        originals["torch.compile"] = compiled
         entry.inductor_compile_s = time.perf_counter() - start
     except Exception as error:  # Inductor's failures have no common type
         entry.notes.append(f"torch.compile alone fails on this graph: {first_line(error)}")
-
-
-def first_line(error: BaseException) -> str:
-    """Return an error's type and the first line of its message."""
-    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
 
 
 def _device(inputs: Sequence[Any]) -> torch.device:

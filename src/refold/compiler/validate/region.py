@@ -148,6 +148,7 @@ def _decided(
             narrowed=narrowed,
             differentiated=rewrite.differentiated,
             coupled=rewrite.coupled,
+            rounds_more=rewrite.rounds_more,
         )
         verdict.evidence.seconds = time.perf_counter() - start
         if not verdict.evidence.passed:
@@ -320,7 +321,7 @@ def _baseline(rewrite: Rewrite, settings: Settings) -> GraphModule | None:
 def compile_or_none(gm: GraphModule, inputs: Sequence[Any], options: dict[str, Any]) -> Callable[..., Any] | None:
     """Compile a graph apart from the compile under way; None if Inductor cannot."""
     try:
-        compiled = standalone(gm, inputs, options)
+        compiled = standalone(gm, inputs, options=options)
         compiled(*inputs)
     except torch.OutOfMemoryError:
         raise

@@ -8,14 +8,19 @@ and in float64. All calls use the same random numbers and the same cotangents. T
 
 Two things differ from a region. A result of a few elements (a loss, say) is one draw of the original's rounding, which
 may be small by luck. If only such results fail, or elements that are small next to others, the original is also run on
-inputs that are moved by at most one rounding. Then the largest error seen is its error. The original cannot always be
-run in float64: memory may be too small, or an operation may not support float64. Where memory is too small, and all
-results have 16 bits, float32 is exact enough. Else the original is its own reference, and its error is how far such
-inputs move it.
+inputs that are moved by at most one rounding, of the 16-bit type under autocast. Then the largest error seen is its
+error.
+
+The original cannot always be run in float64: memory may be too small, or an operation may not support float64. Where
+memory is too small, and all results have 16 bits, float32 is exact enough. Else the original is its own reference, and
+its error is how far such inputs move it. Nor can it always be run as it is, or as Inductor compiles it. Then it runs
+operation by operation, and large products that are only summed are multiplied and summed in blocks.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import gc
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -24,10 +29,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.fx import GraphModule
 
-from ...verify import MOVES, Errors, KindResult, agree, moved, narrow_errors, own_errors
+from ...verify import MOVES, Errors, KindResult, agree, moved, narrow_errors, own_errors, roundoff
 from ..inductor import Compiled, arguments, clone_inputs
-from ..ir.dispatch import SINGLE, WIDER, NoRoom, Random, Recording, in_dtype
+from ..ir.dispatch import SINGLE, WIDER, Impossible, NoRoom, Random, Recording, in_dtype
 
 # A result of fewer elements than these may have a small error by luck.
 FEW = 64
@@ -78,7 +84,8 @@ def compare(
     Args:
         program: The program that is about to run.
         original: What it stands for, a program that runs operation by operation.
-        own: The original as it can be run in its own dtypes: itself, or compiled; None if memory allows neither.
+        own: The original as it can be run in its own dtypes: itself, or compiled; None if memory allows neither, and
+            Inductor cannot compile it.
         inputs: The values that the original was captured with.
         terms: Number of terms in the longest sum that was rewritten.
         repeatable: Makes a version of the program that draws the same random numbers as the original; called only if
@@ -102,8 +109,13 @@ def compare(
             found.against, reference = _exact(original, inputs, draws)
     except Exception as error:  # what is not made for float64 has no common error
         found.against, found.note = "the original", str(error).partition("\n")[0] or type(error).__name__
-    if mine is None and own is not None:
-        mine = _observe(own, inputs)
+    observe = None if own is None else functools.partial(_observe, own)
+    if mine is None and observe is not None:
+        mine = observe(inputs)
+    elif mine is None:
+        observe = functools.partial(_observe, original, as_it_is=False)
+        with contextlib.suppress(Impossible, torch.OutOfMemoryError):
+            mine = observe(inputs)
     if reference is None and mine is None:
         found.against = ""
         return found
@@ -119,17 +131,18 @@ def compare(
         if mine is None:
             return found
     known: dict[str, Errors] = defaultdict(Errors)
+    least = _autocast(original)
     if reference is None:
         reference = mine
-        _add_moved(known, reference, own, inputs)
+        _add_moved(known, reference, observe, inputs, least)
     elif any(y.dtype == torch.float64 for y in got.values()):
         _add_narrow(known, original, inputs, draws)
     found.results = _judge(reference, mine, got, inputs, terms, known)
     failed = [one.kind for one in found.results if not one.passed]
-    if failed and own is not None and reference is not mine:
+    if failed and mine is not None and observe is not None and reference is not mine:
         as_a_whole = _judge(reference, mine, got, inputs, terms, known, parts=False)
         if all(one.passed or (one.kind in got and got[one.kind].numel() < FEW) for one in as_a_whole):
-            _add_moved(known, reference, own, inputs)
+            _add_moved(known, reference, observe, inputs, least)
             found.results = _judge(reference, mine, got, inputs, terms, known)
     if failed and draws and control is not None:
         _drop_incomparable(found, _judge(reference, mine, _observe(control(), inputs), inputs, terms, known))
@@ -183,9 +196,22 @@ def _judge(
 
 
 def _observe(
-    run: Compiled, inputs: Sequence[Any], dtype: torch.dtype | None = None, draws: Sequence[torch.Tensor] = ()
+    run: Compiled,
+    inputs: Sequence[Any],
+    dtype: torch.dtype | None = None,
+    draws: Sequence[torch.Tensor] = (),
+    *,
+    as_it_is: bool = True,
 ) -> Results:
-    """Call a program on copies of inputs, with its backward; return all that it computes and changes."""
+    """Call a program on copies of inputs, with its backward; return all that it computes and changes.
+
+    Args:
+        run: The program.
+        inputs: The inputs.
+        dtype: What it computes in; its own dtypes unless given.
+        draws: The random numbers that it draws in another dtype.
+        as_it_is: Whether it may write out large products in its own dtypes.
+    """
     own = [_in_dtype(x, dtype) for x in clone_inputs(inputs)]
 
     def call() -> Results:
@@ -208,7 +234,7 @@ def _observe(
         return results
 
     torch.manual_seed(SEED)
-    return call() if dtype is None else in_dtype(call, dtype, draws)
+    return call() if dtype is None and as_it_is else in_dtype(call, dtype, draws)
 
 
 def _cotangent(index: int, y: torch.Tensor) -> torch.Tensor:
@@ -224,11 +250,25 @@ def _in_dtype(x: Any, dtype: torch.dtype | None) -> Any:
     return x.detach().to(into[x.dtype]).requires_grad_(x.requires_grad)
 
 
-def _add_moved(known: dict[str, Errors], reference: Any, own: Any, inputs: Sequence[Any]) -> None:
+def _autocast(original: Compiled) -> float:
+    """Return the relative error of a rounding to what autocast computes in; zero without autocast.
+
+    A program under it rounds its float32 inputs itself, to 16 bits.
+    """
+    found = [torch.get_autocast_dtype(kind) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
+    for part in original.modules() if isinstance(original, GraphModule) else ():
+        for node in part.graph.nodes if isinstance(part, GraphModule) else ():
+            if getattr(node.target, "__name__", "") == "_enter_autocast":
+                kind, dtype, enabled, *_ = node.args
+                found += [dtype or torch.get_autocast_dtype(kind)] if enabled else []
+    return max(map(roundoff, found), default=0.0)
+
+
+def _add_moved(known: dict[str, Errors], reference: Any, observe: Any, inputs: Sequence[Any], least: float) -> None:
     """Add the errors that the original makes on inputs that are moved by at most one rounding."""
     for i in range(MOVES):
         generator = torch.Generator().manual_seed(SEED + 1 + i)
-        for name, o in _observe(own, [moved(x, generator) for x in inputs]).items():
+        for name, o in observe([moved(x, generator, least) for x in inputs]).items():
             if o.is_floating_point() and name in reference:
                 known[name] |= own_errors(reference[name], o)
 

@@ -20,9 +20,9 @@ from refold.ops.selective_scan._gluon_kernels import _append, _async_load, _silu
 
 @gluon.jit
 def _project_rows_ahead_kernel(
-    x_ptr, weight_ptr, bias_ptr, out_ptr, window_ptr, taps_ptr, taps_bias_ptr, active_ptr,
+    x_ptr, weight_ptr, bias_ptr, onto_ptr, out_ptr, window_ptr, taps_ptr, taps_bias_ptr, active_ptr,
     nrows, nout, stride_x, scale, first, channels,
-    SIZE: gl.constexpr, ADD: gl.constexpr, WIDTH: gl.constexpr, BLOCK_O: gl.constexpr, BLOCK_B: gl.constexpr,
+    SIZE: gl.constexpr, WIDTH: gl.constexpr, APART: gl.constexpr, BLOCK_O: gl.constexpr, BLOCK_B: gl.constexpr,
     BLOCK_K: gl.constexpr, STAGES: gl.constexpr, DOWN: gl.constexpr,
 ):  # fmt: skip
     """Grid (blocks of outputs). DOWN warps share the outputs of a program, the others its rows."""
@@ -43,7 +43,7 @@ def _project_rows_ahead_kernel(
     offs_b = gl.arange(0, BLOCK_B, layout=gl.SliceLayout(0, mma))
     mask_o, mask_b = offs_o < nout, offs_b < nrows
     mask = mask_o[:, None] & mask_b[None, :]
-    places = out_ptr + offs_b.to(gl.int64)[None, :] * nout + offs_o[:, None]
+    places = offs_b.to(gl.int64)[None, :] * nout + offs_o[:, None]
 
     # A thread copies 16 bytes at a time. Outputs after the last one repeat it, and are not stored.
     lanes: gl.constexpr = min(32, BLOCK_K // 8)
@@ -64,7 +64,7 @@ def _project_rows_ahead_kernel(
     past = ()  # type: Any
     taps = ()  # type: Any
     if window_ptr is not None:
-        window = window_ptr + (offs_b.to(gl.int64)[None, :] * channels + channel[:, None]) * (WIDTH - 1)
+        window = window_ptr + (offs_b.to(gl.int64)[None, :] * channels + channel[:, None]) * APART
         for j in gl.static_range(WIDTH - 1):
             past = _append(past, gl.load(window + j, mask=moved, other=0.0))
         for j in gl.static_range(WIDTH):
@@ -75,8 +75,8 @@ def _project_rows_ahead_kernel(
     for k in gl.static_range(AHEAD):
         _async_load(xs[k], x_tile + k * BLOCK_K, mask=(row_b < nrows) & (offs_k < SIZE - k * BLOCK_K))
         async_copy.commit_group()
-    if ADD:
-        before = gl.load(places, mask=mask, other=0.0)
+    if onto_ptr is not None:
+        before = gl.load(onto_ptr + places, mask=mask, other=0.0).to(gl.float32)
     if active_ptr is not None:
         moved = moved & (gl.load(active_ptr + offs_b, mask=mask_b, other=0) != 0)[None, :]
 
@@ -106,6 +106,6 @@ def _project_rows_ahead_kernel(
         if WIDTH > 1:
             gl.store(window + (WIDTH - 2), total.to(window_ptr.dtype.element_ty), mask=moved)
         total = gl.where(inside[:, None], _silu(y), total)
-    if ADD:
+    if onto_ptr is not None:
         total = before + scale * total
-    gl.store(places, total, mask=mask)
+    gl.store(out_ptr + places, total.to(out_ptr.dtype.element_ty), mask=mask)

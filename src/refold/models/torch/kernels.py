@@ -51,24 +51,39 @@ def project(
     convolution: tuple[Tensor, Tensor, Tensor | None, Tensor | None, int] | None = None,
     onto: Tensor | None = None,
     scale: float = 1.0,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Compute `steps.project`, with what `steps.project_and_convolve_` or `steps.add_projected_` do after it.
 
-    ``convolution`` is (window, taps, bias, active, first channel).
+    Args:
+        x: As in `steps.project`, like the next six.
+        weight: ``(out, size)``.
+        bias: ``(out,)``.
+        norm: ``(size,)``.
+        eps: For the norm.
+        group_size: For the norm.
+        gated: x has two halves.
+        convolution: Window, taps, bias, active, first channel. The window may be the last columns of a wider one.
+        onto: What ``scale`` times the product is added to, ``(b, out)``, contiguous.
+        scale: See ``onto``.
+        out: Where the result goes, ``(b, out)``, contiguous, of any dtype; may be ``onto``. None makes one in float32.
     """
     batch, (nout, size) = len(x), weight.shape
     group = group_size or size
     if batch > 1 and (gated or norm is not None or x.dtype != weight.dtype):
         x, norm, gated = _prepare(x, weight.dtype, norm, eps, group, gated), None, False
     x = x if x.stride(-1) == 1 else x.contiguous()
-    out = torch.empty(batch, nout, dtype=torch.float32, device=x.device) if onto is None else onto
+    if out is None:
+        out = torch.empty(batch, nout, dtype=torch.float32, device=x.device)
     window, taps, taps_bias, active, first = convolution or (None, None, None, None, 0)
+    consts = {
+        "SIZE": size, "WIDTH": 1 if taps is None else taps.shape[1], "APART": 1 if window is None else window.stride(1)
+    }  # fmt: skip
     if batch > 1 and (ahead := _ahead(x, weight)) is not None:
         block_o, block_k, stages, warps, down = _ahead_config(nout, size)
         ahead._project_rows_ahead_kernel[(triton.cdiv(nout, block_o),)](
-            x, weight, bias, out, window, taps, taps_bias, active, batch, nout, x.stride(0), scale, first,
-            0 if taps is None else len(taps), SIZE=size, ADD=onto is not None,
-            WIDTH=1 if taps is None else taps.shape[1], BLOCK_O=block_o, BLOCK_B=AHEAD_ROWS, BLOCK_K=block_k,
+            x, weight, bias, onto, out, window, taps, taps_bias, active, batch, nout, x.stride(0), scale, first,
+            0 if taps is None else len(taps), **consts, BLOCK_O=block_o, BLOCK_B=AHEAD_ROWS, BLOCK_K=block_k,
             STAGES=min(stages, triton.cdiv(size, block_k) + 1), DOWN=down, num_warps=warps, **_pdl(x.device),
         )  # fmt: skip
         return out
@@ -82,13 +97,10 @@ def project(
         stages = max(1, min(stages, shared // ((block_o + block_b) * block_k * weight.element_size())))
     grid = (triton.cdiv(nout, block_o),)
     arguments = (
-        x, weight, bias, norm, out, window, taps, taps_bias, active, batch, nout, x.stride(0), eps, scale, first,
+        x, weight, bias, norm, onto, out, window, taps, taps_bias, active, batch, nout, x.stride(0), eps, scale, first,
         0 if taps is None else len(taps),
     )  # fmt: skip
-    consts = {
-        "SIZE": size, "ADD": onto is not None, "WIDTH": 1 if taps is None else taps.shape[1],
-        "PDL": dependent(x.device), "BLOCK_O": block_o,
-    }  # fmt: skip
+    consts |= {"PDL": dependent(x.device), "BLOCK_O": block_o}
     if batch == 1:
         block_k = _block_k(group, 1024)
         if block_k < 64 and group == size:
@@ -218,8 +230,8 @@ def _ahead_config(nout: int, size: int) -> tuple[int, int, int, int, int]:
 
 @triton.jit
 def _finish(
-    total, offs_o, offs_b, bias_ptr, out_ptr, window_ptr, taps_ptr, taps_bias_ptr, active_ptr, nrows, nout, scale,
-    first, channels, ADD: tl.constexpr, WIDTH: tl.constexpr,
+    total, offs_o, offs_b, bias_ptr, onto_ptr, out_ptr, window_ptr, taps_ptr, taps_bias_ptr, active_ptr, nrows, nout,
+    scale, first, channels, WIDTH: tl.constexpr, APART: tl.constexpr,
 ):  # fmt: skip
     """Store a tile ``total (O, B)`` of a product: with its bias, convolved, or added to what is there."""
     mask_o, mask_b = offs_o < nout, offs_b < nrows
@@ -233,7 +245,7 @@ def _finish(
         if active_ptr is not None:
             moved = moved & (tl.load(active_ptr + offs_b, mask=mask_b, other=0) != 0)[None, :]
         taps = taps_ptr + channel * WIDTH
-        rows = window_ptr + (offs_b.to(tl.int64)[None, :] * channels + channel[:, None]) * (WIDTH - 1)
+        rows = window_ptr + (offs_b.to(tl.int64)[None, :] * channels + channel[:, None]) * APART
         past = ()  # type: Any
         for j in tl.static_range(WIDTH - 1):
             past += (tl.load(rows + j, mask=inside[:, None] & mask_b[None, :], other=0.0),)
@@ -248,18 +260,18 @@ def _finish(
         if WIDTH > 1:
             tl.store(rows + WIDTH - 2, total.to(window_ptr.dtype.element_ty), mask=moved)
         total = tl.where(inside[:, None], _silu(y), total)
-    places = out_ptr + offs_b.to(tl.int64)[None, :] * nout + offs_o[:, None]
-    if ADD:
-        total = tl.load(places, mask=mask, other=0.0) + scale * total
-        tl.debug_barrier()
-    tl.store(places, total, mask=mask)
+    places = offs_b.to(tl.int64)[None, :] * nout + offs_o[:, None]
+    if onto_ptr is not None:
+        total = tl.load(onto_ptr + places, mask=mask, other=0.0).to(tl.float32) + scale * total
+        tl.debug_barrier()  # every thread has read it: the result may go to the same place
+    tl.store(out_ptr + places, total.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
 def _project_row_kernel(
-    x_ptr, weight_ptr, bias_ptr, norm_ptr, out_ptr, window_ptr, taps_ptr, taps_bias_ptr, active_ptr,
-    nrows, nout, stride_x, eps, scale, first, channels,
-    SIZE: tl.constexpr, ADD: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr, BLOCK_O: tl.constexpr,
+    x_ptr, weight_ptr, bias_ptr, norm_ptr, onto_ptr, out_ptr, window_ptr, taps_ptr, taps_bias_ptr,
+    active_ptr, nrows, nout, stride_x, eps, scale, first, channels,
+    SIZE: tl.constexpr, WIDTH: tl.constexpr, APART: tl.constexpr, PDL: tl.constexpr, BLOCK_O: tl.constexpr,
     GROUP: tl.constexpr, GATED: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Grid (blocks of outputs): a program owns BLOCK_O outputs of one row, and asks for all their weights at once.
@@ -297,15 +309,15 @@ def _project_row_kernel(
         if norm_ptr is not None:
             part *= tl.rsqrt(tl.sum(squares) / GROUP + eps)
         total += part
-    _finish(total[:, None], offs_o, tl.arange(0, 1), bias_ptr, out_ptr, window_ptr, taps_ptr, taps_bias_ptr,
-            active_ptr, nrows, nout, scale, first, channels, ADD, WIDTH)  # fmt: skip
+    _finish(total[:, None], offs_o, tl.arange(0, 1), bias_ptr, onto_ptr, out_ptr, window_ptr, taps_ptr,
+            taps_bias_ptr, active_ptr, nrows, nout, scale, first, channels, WIDTH, APART)  # fmt: skip
 
 
 @triton.jit
 def _project_rows_kernel(
-    x_ptr, weight_ptr, bias_ptr, norm_ptr, out_ptr, window_ptr, taps_ptr, taps_bias_ptr, active_ptr,
-    nrows, nout, stride_x, eps, scale, first, channels,
-    SIZE: tl.constexpr, ADD: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr, BLOCK_O: tl.constexpr,
+    x_ptr, weight_ptr, bias_ptr, norm_ptr, onto_ptr, out_ptr, window_ptr, taps_ptr, taps_bias_ptr,
+    active_ptr, nrows, nout, stride_x, eps, scale, first, channels,
+    SIZE: tl.constexpr, WIDTH: tl.constexpr, APART: tl.constexpr, PDL: tl.constexpr, BLOCK_O: tl.constexpr,
     BLOCK_B: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Grid (blocks of outputs): a program owns BLOCK_O outputs of all rows; x has the weight's dtype."""
@@ -324,8 +336,8 @@ def _project_rows_kernel(
         weight = tl.load(weight_rows + offs[None, :], mask=mask_o[:, None] & mask_k[None, :], other=0.0)
         x = tl.load(x_rows + offs[None, :], mask=mask_b[:, None] & mask_k[None, :], other=0.0)
         total = _dot(weight, tl.trans(x), total, PRECISION)
-    _finish(total, offs_o, offs_b, bias_ptr, out_ptr, window_ptr, taps_ptr, taps_bias_ptr, active_ptr, nrows, nout,
-            scale, first, channels, ADD, WIDTH)  # fmt: skip
+    _finish(total, offs_o, offs_b, bias_ptr, onto_ptr, out_ptr, window_ptr, taps_ptr, taps_bias_ptr, active_ptr, nrows,
+            nout, scale, first, channels, WIDTH, APART)  # fmt: skip
 
 
 @triton.jit

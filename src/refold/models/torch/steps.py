@@ -104,7 +104,7 @@ def add_projected_(
 ) -> None:
     """Add ``scale`` times `project` to ``hidden (b, out)``."""
     if (fused := _fused(x, weight, group_size)) is not None:
-        fused.project(x, weight, bias, norm, eps, group_size, gated, onto=hidden, scale=scale)
+        fused.project(x, weight, bias, norm, eps, group_size, gated, onto=hidden, scale=scale, out=hidden)
         return
     hidden.add_(project(x, weight, bias, norm=norm, eps=eps, group_size=group_size, gated=gated), alpha=scale)
 

@@ -24,7 +24,7 @@ def causal_conv1d(
     """Compute `refold.ops.causal_conv1d`."""
     windows = _Windows(x, weight.shape[1], cu_seqlens)
     extended = windows.extend(x, initial_state)
-    y = windows.tokens(_convolve(extended, weight, bias))
+    y = windows.tokens(windows.convolve(extended, weight, bias, nothing_before=initial_state is None))
     if activation == "silu":
         y = F.silu(y, inplace=True)
     return y.to(x.dtype).contiguous(), windows.final(extended).to(x.dtype)
@@ -40,7 +40,7 @@ def causal_conv1d_backward(
     extended = windows.extend(x, initial_state)
     dout = torch.zeros_like(x, dtype=extended.dtype) if dy is None else dy.to(extended.dtype)
     if activation == "silu":
-        raw = windows.tokens(_convolve(extended, weight, bias))
+        raw = windows.tokens(windows.convolve(extended, weight, bias, nothing_before=initial_state is None))
         gate = torch.sigmoid(raw)
         dout = dout * gate * (1 + raw * (1 - gate))
     dextended = torch.zeros_like(extended)
@@ -86,16 +86,6 @@ def causal_conv1d_step_backward(
     return grads
 
 
-def _convolve(extended: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Return the convolution at every position that has a full window, (b, e - w + 1, d)."""
-    count = extended.shape[1] - weight.shape[1] + 1
-    taps = weight.to(extended.dtype).unbind(1)
-    out = extended[:, :count] * taps[0]
-    for j, tap in enumerate(taps[1:], 1):
-        out.addcmul_(extended[:, j : j + count], tap.expand_as(out))
-    return out if bias is None else out.add_(bias.to(out.dtype))
-
-
 class _Windows:
     """Extended sequences: w - 1 earlier inputs before each."""
 
@@ -114,6 +104,7 @@ class _Windows:
             source += [torch.arange(window, window + self.front), torch.arange(start, end)]
             ends.append(end + (k + 1) * self.front)
         place = torch.cat(source)
+        self.real = (place < self.seqlen).to(x.device)
         where = torch.empty_like(place)
         where[place] = torch.arange(place.numel())
         tails = torch.tensor(ends)[:, None] + torch.arange(-self.front, 0)
@@ -128,6 +119,24 @@ class _Windows:
         if not self.packed:
             return torch.cat([fronts, x.to(self.dtype)], 1)
         return torch.cat([x[0].to(self.dtype), fronts.flatten(0, 1)]).index_select(0, self.place)[None]
+
+    def convolve(self, extended: Tensor, weight: Tensor, bias: Tensor | None, *, nothing_before: bool) -> Tensor:
+        """Return the convolution at every position that has a full window, (b, e - w + 1, d).
+
+        With nothing before the sequences, zeros stand there, and are not multiplied: a weight may be infinite.
+        """
+        count = extended.shape[1] - self.front
+        *earlier, last = weight.to(extended.dtype).unbind(1)
+        out = extended[:, self.front :] * last
+        for j, tap in reversed(list(enumerate(earlier))):
+            read, summed = extended[:, j : j + count], out
+            if nothing_before and self.packed:
+                out += torch.where(self.real[j : j + count, None], read * tap, 0.0)
+                continue
+            if nothing_before:
+                read, summed = read[:, self.front - j :], out[:, self.front - j :]
+            summed.addcmul_(read, tap.expand_as(summed))
+        return out if bias is None else out.add_(bias.to(out.dtype))
 
     def tokens(self, out: Tensor) -> Tensor:
         """Return the results at tokens, (b, t, d), of those at every full window."""

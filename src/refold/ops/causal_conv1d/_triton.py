@@ -116,6 +116,7 @@ def _causal_conv1d_fwd_kernel(
             y = bias
             for k in tl.static_range(WIDTH):
                 tap = rows[j + k]
+                weight = weights[k]
                 if VARLEN and k < WIDTH - 1:
                     place = t - begin + k  # in initial state and inputs of the sequence, one after the other
                     tap = tl.where(place >= WIDTH - 1, tap, 0.0)
@@ -123,12 +124,27 @@ def _causal_conv1d_fwd_kernel(
                         cell = (seq.to(tl.int64) * channels + offs_d) * (WIDTH - 1) + place
                         early = _live(mask_d, offs_d, (place >= 0) & (place < WIDTH - 1))
                         tap += tl.load(initial_ptr + cell, mask=early, other=0.0).to(tl.float32)
-                y += tap * weights[k]
+                    else:
+                        weight = tl.where(place >= WIDTH - 1, weight, 0.0)
+                y += tap * weight
             if SILU:
                 y = _silu(y)
             y_row = y_base + t.to(tl.int64) * channels
             tl.store(y_row, y.to(y_ptr.dtype.element_ty), mask=_live(mask_d, offs_d, t < seqlen))
         window = rows[ROWS:]
+    # The first tokens again: what is not there must not be multiplied by a weight, which may be infinite.
+    NOTHING_BEFORE: tl.constexpr = initial_ptr is None and not VARLEN
+    if NOTHING_BEFORE and pid_t == 0:
+        there = ()  # type: Any
+        for e in tl.static_range(WIDTH - 1):
+            live_e = _live(mask_d, offs_d, e < seqlen)
+            there += (tl.load(x_base + e * stride_x_t, mask=live_e, other=0.0).to(tl.float32),)
+            sum = bias
+            for k in tl.static_range(WIDTH - 1 - e, WIDTH):
+                sum += there[e + k - (WIDTH - 1)] * weights[k]
+            if SILU:
+                sum = _silu(sum)
+            tl.store(y_base + e * channels, sum.to(y_ptr.dtype.element_ty), mask=live_e)
     offs_w = tl.arange(0, BLOCK_W)
     live = mask_d[:, None] & (offs_w < WIDTH - 1)[None, :]
     for s in range(pid_t, nseqs if VARLEN else 1, tl.num_programs(1)):

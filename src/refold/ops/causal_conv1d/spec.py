@@ -7,7 +7,9 @@ from typing import Any
 
 from refold.ops.spec import CU_SEQLENS, INTEGERS, Arg, Case, OpSpec, Option, Output
 
-ACTIVATION = Option("activation", None, "str?", lambda v: v in (None, "silu"), "None or 'silu'")
+ACTIVATION = Option(
+    "activation", None, "str?", lambda v: v is None or (isinstance(v, str) and v == "silu"), "None or 'silu'"
+)
 
 
 def _flops(sizes: Mapping[str, Any]) -> int:

@@ -35,11 +35,13 @@ def _cases() -> list[Case]:
     ]
 
 
+EPS = Option("eps", None, "float", lambda v: isinstance(v, float) and 0 <= v < math.inf, "a finite float >= 0")
+
 SPEC = OpSpec(
     name="gated_rmsnorm",
     args=(Arg("x", ("* d",)), Arg("z", ("* d",), optional=True), Arg("weight", ("d",), wide=True)),
     options=(
-        Option("eps", None, "float", lambda v: isinstance(v, float) and v >= 0, "a float >= 0"),
+        EPS,
         Option("group_size", None, "int?", positive_int, "None or a positive integer"),
         Option("norm_before_gate", False, "bool", lambda v: isinstance(v, bool), "a bool"),
     ),

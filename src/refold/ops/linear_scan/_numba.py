@@ -75,13 +75,12 @@ def _marks(reset: Tensor | None, x: Tensor) -> Any:
     return reset.reshape(*x.shape[:2], -1).contiguous()
 
 
-@kernel(fastmath={"contract"})
+@kernel(apart=True, fastmath={"contract"})
 def _sweep(a: Any, x: Any, reset: Any, h: Any, state: Any, reverse: Any, blocks: Any) -> None:
     """Scan sequences over ranges of channels; overwrites ``state`` (k, elements)."""
-    last, some = np.empty(CHANNELS, np.float32), reset.size > 1 or reset[0, 0, 0]
+    some = reset.size > 1 or reset[0, 0, 0]
     for row, start, stop, k, low, high in blocks:
-        width = high - low
-        last[:width] = state[k, low:high]
+        width, last = high - low, state[k, low:high]
         for i in range(start, stop):
             t = start + stop - 1 - i if reverse else i
             # Slices, because an index that might count from the end keeps a loop from being vectorised.
@@ -95,16 +94,14 @@ def _sweep(a: Any, x: Any, reset: Any, h: Any, state: Any, reverse: Any, blocks:
                 for c in range(width):
                     last[c] = factors[c] * last[c] + inputs[c]
                     states[c] = last[c]
-        state[k, low:high] = last[:width]
 
 
-@kernel(fastmath={"contract"})
+@kernel(apart=True, fastmath={"contract"})
 def _sweep_back(a: Any, reset: Any, h: Any, adjoints: Any, before: Any, carry: Any, reverse: Any, blocks: Any) -> None:
     """Turn results' gradients into adjoints, states into a's gradients, and last states' gradients into first ones'."""
-    last, some = np.empty(CHANNELS, np.float32), reset.size > 1 or reset[0, 0, 0]
+    some = reset.size > 1 or reset[0, 0, 0]
     for row, start, stop, k, low, high in blocks:
-        width = high - low
-        last[:width] = carry[k, low:high]
+        width, last = high - low, carry[k, low:high]
         for i in range(start, stop):
             t = i if reverse else start + stop - 1 - i
             factors, grads, states = a[row, t, low:high], adjoints[row, t, low:high], h[row, t, low:high]
@@ -119,4 +116,3 @@ def _sweep_back(a: Any, reset: Any, h: Any, adjoints: Any, before: Any, carry: A
                 for c in range(width):
                     states[c] = np.float32(0.0) if marks[c] else states[c]
                     last[c] = np.float32(0.0) if marks[c] else last[c]
-        carry[k, low:high] = last[:width]

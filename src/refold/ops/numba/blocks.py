@@ -53,17 +53,16 @@ def share_out(
 
     Args:
         sweep: A compiled function that releases the interpreter lock.
-        arrays: What it takes, tensors as tensors.
+        arrays: What it takes.
         spans: What `spans_of` returned.
         edges: Channels at which a block must end, from 0 to the number of channels.
         width: The most channels of a block.
         updates: State updates of the whole call.
     """
     blocks = _blocks(spans, edges, width)
-    views = [array.detach().numpy() if isinstance(array, Tensor) else array for array in arrays]
     workers = min(torch.get_num_threads(), len(blocks), updates // UPDATES_A_THREAD)
     if workers <= 1:
-        sweep(*views, blocks)
+        sweep(*arrays, blocks)
         return
     # A list's iterator gives each piece to one thread. Those that start late, because the threads of a torch operation
     # still spin on their cores, find less left to do.
@@ -71,7 +70,7 @@ def share_out(
 
     def work(*_: Any) -> None:
         for piece in pieces:
-            sweep(*views, piece)
+            sweep(*arrays, piece)
 
     with ThreadPoolExecutor(workers - 1) as pool:
         others = pool.map(work, range(workers - 1))

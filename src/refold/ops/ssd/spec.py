@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -36,13 +35,16 @@ def step_sizes(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
 
 
 def valid_limits(value: Any) -> bool:
-    """Whether ``value`` is an ordered pair of numbers."""
-    pair = isinstance(value, (tuple, list)) and len(value) == 2 and all(isinstance(v, Real) for v in value)
-    return pair and not any(math.isnan(v) for v in value) and value[0] <= value[1]
+    """Whether ``value`` is an ordered pair of floats that leaves finite steps."""
+    pair = isinstance(value, (tuple, list)) and len(value) == 2 and all(isinstance(v, float) for v in value)
+    return pair and value[0] <= value[1] and value[0] < math.inf and value[1] > -math.inf
 
 
 DT_SOFTPLUS = Option("dt_softplus", False, "bool", lambda v: isinstance(v, bool), "a bool")
-DT_LIMIT = Option("dt_limit", (0.0, math.inf), "float[]", valid_limits, "a pair of numbers (low, high), low <= high")
+DT_LIMIT = Option(
+    "dt_limit", (0.0, math.inf), "float[]", valid_limits,
+    "a pair of numbers (low, high), low <= high, of which only low may be -inf and only high inf",
+)  # fmt: skip
 STATE_DTYPE = Option("state_dtype", None, "ScalarType?", float_dtype, "None or a float dtype")
 CHUNK_SIZE = Option("chunk_size", None, "int?", positive_int, "None or a positive integer")
 

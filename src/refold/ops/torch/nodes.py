@@ -26,14 +26,8 @@ def define(name: str, schema: str, run: Callable[..., Any], fake: Callable[..., 
         run: The function. Under ``torch.autocast`` it runs without: arguments decide what it computes in.
         fake: Returns the results' shapes, strides and dtypes.
     """
-
-    def implementation(*args: Any) -> Any:
-        device = next(a for a in args if isinstance(a, Tensor)).device.type
-        cast = device != "meta" and torch.is_autocast_enabled(device)
-        return without_autocast(device, run, *args) if cast else run(*args)
-
     _LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides))
-    _LIBRARY.impl(name, implementation, "CompositeExplicitAutograd")
+    _LIBRARY.impl(name, apart_from_autocast(run), "CompositeExplicitAutograd")
     torch.library.register_fake(f"refold::{name}", fake, lib=_LIBRARY)
     return getattr(torch.ops.refold, name).default
 
@@ -53,6 +47,17 @@ def refuse_derivative(name: str) -> None:
         raise ArgumentError(f"{ctx.op}: it has no second derivative. Differentiate it once, without create_graph.")
 
     differentiate(name, backward, setup)
+
+
+def apart_from_autocast(run: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that runs without ``torch.autocast``, also where that is on."""
+
+    def implementation(*args: Any) -> Any:
+        device = next(a for a in args if isinstance(a, Tensor)).device.type
+        cast = device != "meta" and torch.is_autocast_enabled(device)
+        return without_autocast(device, run, *args) if cast else run(*args)
+
+    return implementation
 
 
 def without_autocast(device: str, run: Callable[..., Any], *args: Any) -> Any:

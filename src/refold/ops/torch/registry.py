@@ -13,8 +13,10 @@ The backend is part of the node as a string and is chosen when the node runs, so
 device it was captured on. Checks run in the fake kernels while tracing, and once per signature (shapes, strides,
 dtypes, devices, options) in eager mode.
 
-A decoding step has tens of microseconds of host time. The node, its autograd layer and conversions take twenty of them.
-So `run` makes the call a node only if something could observe it: gradients, tracing, modes, transforms, subclasses.
+A decoding step has tens of microseconds of host time. The node, its autograd layer and conversions take twenty of them,
+and ten times as much with gradients. So `run` makes the call a node only if something could observe it: tracing, modes,
+transforms, subclasses. Gradients of other calls come from one ``torch.autograd.Function`` per operator, with the same
+backward as the node.
 The layers of a model call an operator with the same few signatures. So the last signatures are compared first, by
 Dynamo's tensor guards: one call for all tensors, where Python takes half a microsecond per tensor.
 """
@@ -36,7 +38,7 @@ from refold.ops.arrays import framework_of, keyword_arguments, meta_of
 from refold.ops.backends import backend_module, resolve
 from refold.ops.spec import CU_SEQLENS, OpSpec, Output, all_specs, check_cu_seqlens_values
 from refold.ops.torch import private
-from refold.ops.torch.nodes import define, differentiate, refuse_derivative, without_autocast
+from refold.ops.torch.nodes import apart_from_autocast, define, differentiate, refuse_derivative, without_autocast
 
 Signature = tuple[Any, ...]
 
@@ -77,7 +79,7 @@ def run(name: str, arrays: Sequence[Any], options: Sequence[Any], backend: str) 
     if not watched:
         for known in runner.recent:
             if known.holds(arrays, options, backend):
-                return known.run(*arrays)
+                return runner.follow(known.run, known.requires_grad, arrays, options, backend)
     framework_of(runner.spec, arrays)
     options = runner.spec.plain_options(options)
     if not watched:
@@ -92,20 +94,19 @@ def run(name: str, arrays: Sequence[Any], options: Sequence[Any], backend: str) 
 
 
 def _check_options(spec: OpSpec, options: Sequence[Any]) -> None:
-    """Refuse values that fit no schema, and dtypes by name, before PyTorch refuses them without a remedy."""
+    """Refuse values that fit no schema, and dtypes of others, before PyTorch refuses them without a remedy."""
     spec.check_options(options)
     for option, value in zip(spec.options, options, strict=True):
-        if option.schema.startswith("ScalarType") and isinstance(value, str):
+        if option.schema.startswith("ScalarType") and not isinstance(value, torch.dtype | None):
             expected = option.expected.replace("dtype", "torch.dtype")
             raise ArgumentError(f"{spec.name}: {option.name} must be {expected}; got {value!r}.")
 
 
 def _plain(arrays: Sequence[Tensor | None], options: Sequence[Any]) -> bool:
-    """Whether a call has nothing that only the dispatcher treats: subclasses, gradients, signs not yet applied."""
+    """Whether a call has nothing that only the dispatcher treats: subclasses, signs not yet applied."""
     if not (_PLAIN_TENSORS.issuperset(map(type, arrays)) and _PLAIN_OPTIONS.issuperset(map(type, options))):
         return False
-    needs_grad = torch.is_grad_enabled()
-    return not any(a is not None and (a.is_neg() or a.is_meta or (needs_grad and a.requires_grad)) for a in arrays)
+    return not any(a is not None and (a.is_neg() or a.is_meta) for a in arrays)
 
 
 def _signature(arrays: Sequence[Tensor | None], options: Sequence[Any], backend: str) -> Signature:
@@ -159,7 +160,6 @@ class _Known:
             and [a.data_ptr() % 16 for a in given] == self.addresses
             and options == self.options
             and backend == self.backend
-            and not (self.requires_grad and torch.is_grad_enabled())
             and not (self.copies and any(arrays[i] is not arrays[j] for i, j in self.copies))
         )
 
@@ -175,6 +175,7 @@ class _Runner:
         self.found: dict[Signature, Callable[..., Any]] = {}
         self.known: dict[tuple[bool, Signature], _Known] = {}
         self.recent: tuple[_Known, ...] = ()  # Replaced as a whole: other threads may be reading it.
+        self.differentiable: Any = None if in_place else _differentiable(spec, self)
 
     def __call__(self, arrays: Sequence[Tensor | None], options: Sequence[Any], backend: str) -> Any:
         """Return the results of a plain call."""
@@ -186,10 +187,21 @@ class _Runner:
             run = self._remembered(signature, arrays, options, backend)
             run = partial(without_autocast, device, run) if cast else run
             if private.TensorGuards is None:
-                return run(*arrays)
+                requires_grad = any(a is not None and a.requires_grad for a in arrays)
+                return self.follow(run, requires_grad, arrays, options, backend)
             known = self.known[cast, signature] = _Known(arrays, options, backend, run)
         self.recent = (known, *[other for other in self.recent if other is not known][: _RECENT - 1])
-        return known.run(*arrays)
+        return self.follow(known.run, known.requires_grad, arrays, options, backend)
+
+    def follow(
+        self, run: Callable[..., Any], requires_grad: bool, arrays: Sequence[Any], options: Sequence[Any], backend: str
+    ) -> Any:
+        """Run a plain call, with a gradient if one may be asked for."""
+        if not (requires_grad and torch.is_grad_enabled()):
+            return run(*arrays)
+        if self.differentiable is None:
+            _refuse_gradients(f"{self.spec.name}_", arrays)
+        return self.differentiable.apply(*arrays, *options, backend, run)
 
     def node(self, *args: Any) -> Any:
         """Run the op as the dispatcher calls it."""
@@ -370,7 +382,7 @@ def _register(spec: OpSpec) -> None:
         _backward_fake(spec),
     )
     refuse_derivative(f"{spec.name}_backward")
-    differentiate(spec.name, _autograd_backward(spec), _setup_context(spec))
+    differentiate(spec.name, _autograd_backward(spec, runner), _setup_context(spec))
     register_flop_formula(getattr(torch.ops.refold, spec.name), get_raw=True)(_flops(spec))
     if spec.updates:
         written = arrays.replace(f"Tensor {spec.updates}", f"Tensor(a!) {spec.updates}")
@@ -444,14 +456,31 @@ def _setup_context(spec: OpSpec) -> Callable[..., None]:
     return setup_context
 
 
+def _differentiable(spec: OpSpec, runner: _Runner) -> Any:
+    """Return a plain call of an operator as a function of autograd: arrays, options, backend, and what runs it."""
+    narrays, save, gradients = len(spec.args), _setup_context(spec), _autograd_backward(spec, runner)
+
+    def forward(ctx: Any, *inputs: Any) -> Any:
+        results = inputs[-1](*inputs[:narrays])
+        save(ctx, inputs[:-1], results)
+        return results
+
+    def backward(ctx: Any, *given: Tensor | None) -> tuple[Any, ...]:
+        return (*gradients(ctx, *given), None)
+
+    members = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
+    return type(spec.name, (torch.autograd.Function,), members)
+
+
 def _reads(spec: OpSpec, output: Output) -> set[str]:
     """Return the names of the arguments that a result depends on."""
     others = {name for other in spec.outputs if other is not output for name in other.alone}
     return {arg.name for arg in spec.args if arg.differentiable} - others
 
 
-def _autograd_backward(spec: OpSpec) -> Callable[..., Any]:
-    narrays, noptions = len(spec.args), len(spec.options)
+def _autograd_backward(spec: OpSpec, runner: _Runner) -> Callable[..., Any]:
+    narrays, noptions, name = len(spec.args), len(spec.options), f"{spec.name}_backward"
+    plain = apart_from_autocast(_backward(spec, runner))
 
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
         if all(g is None for g in gradients):
@@ -463,7 +492,10 @@ def _autograd_backward(spec: OpSpec) -> Callable[..., Any]:
             needs.append(need and arg.differentiable and arg.name not in idle)
             if arg.name in idle and arrays[at] is not None:
                 arrays[at] = None if arg.optional else torch.zeros_like(arrays[at])
-        found = iter(OPS[f"{spec.name}_backward"](*gradients, *arrays, *ctx.options[:-1], needs, ctx.options[-1]))
+        *options, backend = ctx.options
+        # With gradients enabled (create_graph), the node says that there is no second derivative.
+        direct = not (private.watched() or torch.is_grad_enabled()) and _plain((*gradients, *arrays), options)
+        found = iter((plain if direct else OPS[name])(*gradients, *arrays, *options, needs, backend))
         return tuple(next(found) if need else None for need in needs) + (None,) * (noptions + 1)
 
     return backward

@@ -394,13 +394,13 @@ def test_what_was_unpacked_to_go_through_it_is_not_traced(monkeypatch):
         return torch.stack(ys, 1) + items[-1][:, None]
 
     traced = []
-    compile_with = session.inductor
+    compile_with = session.inductor_with
 
     def recording(gm, *args, **kwargs):
         traced.append([node.target for node in gm.graph.nodes])
         return compile_with(gm, *args, **kwargs)
 
-    monkeypatch.setattr(session, "inductor", recording)
+    monkeypatch.setattr(session, "inductor_with", recording)
     torch._dynamo.reset()
     refold.compile(through_items, accept="always", strict=True)(xs())
     assert traced

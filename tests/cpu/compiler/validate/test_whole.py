@@ -326,6 +326,40 @@ def test_a_product_is_written_out_once_for_all_steps_of_a_loop(monkeypatch):
     assert torch.equal(torch.stack(steps), a.double() * b.double())
 
 
+def test_an_original_that_neither_fits_nor_compiles_is_run_in_blocks(monkeypatch):
+    """Else it would be judged as if it were exact."""
+    monkeypatch.setattr(dispatch, "BLOCK", 10)
+
+    def original(x, y):
+        return (x[:, None] * y).sum(-1) + 256.0 - 256.0
+
+    x, y = (torch.randn(n, 16, dtype=torch.bfloat16, requires_grad=True) for n in (9, 8))
+    assert compare(original, original, None, [x, y], 16).reason == ""
+    assert "output 0" in compare(lambda x, y: 2.5 * original(x, y), original, None, [x, y], 16).reason
+
+
+def test_results_of_few_elements_under_autocast():
+    """What autocast rounds float32 inputs to is what a draw of the original's rounding comes from."""
+
+    def linear(x, w):
+        with torch.autocast("cpu", torch.bfloat16):
+            return (x @ w).float()
+
+    graphs = []
+    x, w = torch.randn(4, 64), torch.randn(64, 2)
+    torch._dynamo.reset()
+    torch.compile(linear, backend=lambda gm, _: graphs.append(gm) or gm, fullgraph=True)(x, w)
+    y, exact = linear(x, w), (x.double() @ w.double()).float()
+
+    def lucky(a, b):
+        near = torch.allclose(a, x, rtol=1e-6, atol=0) and torch.allclose(b, w, rtol=1e-6, atol=0)
+        return (exact if near else linear(a, b),)
+
+    assert compare(lambda *_: (y,), graphs[0], lucky, [x, w], 64).reason == ""
+    assert compare(lambda *_: (1.25 * y,), graphs[0], lucky, [x, w], 64).reason
+    assert compare(lambda *_: (y,), lucky, lucky, [x, w], 64).reason
+
+
 @pytest.mark.parametrize(("out", "against"), [(torch.bfloat16, "float32"), (torch.float32, "the original")])
 def test_what_does_not_fit_in_float64_is_compared_in_float32(monkeypatch, out, against):
     monkeypatch.setattr(dispatch, "BLOCK", 10)

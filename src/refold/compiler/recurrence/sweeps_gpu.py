@@ -1,0 +1,237 @@
+"""Coupled recurrences and running maxima on a GPU, one step after the other, in Triton.
+
+A program owns a few lanes (elements of a state) and keeps their coupled values in registers. It reads the inputs of
+several steps at a time, before it computes them. That is one launch, where composing pairs of steps takes ten launches
+for each of log2(steps) passes. The functions are those of `refold.compiler.recurrence.sweeps`.
+"""
+
+# Triton knows no starred tuples, and tuples grow.
+# ruff: noqa: RUF005
+# mypy: disable-error-code="assignment, var-annotated"
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+MOST = 8
+"""Coupled values of one system. Triton needs minutes to compile the 256 products of a step of 16."""
+LANES = 32
+"""Lanes of a program: one warp."""
+
+_KINDS = {torch.float32: tl.float32, torch.float64: tl.float64, torch.complex128: tl.float64}
+
+
+def system(A: Tensor, b: Tensor, initial: Tensor | None, reverse: bool, dtype: torch.dtype) -> Tensor:
+    """Compute `refold.compiler.recurrence.systems.linear_system`, with states of ``dtype`` in between."""
+    size, steps = b.shape[:2]
+    h = torch.empty_like(b, memory_format=torch.contiguous_format)
+    if A.shape[3:] != b.shape[2:] and A.shape[3:].numel() > 1:
+        A = A.expand(*A.shape[:3], *b.shape[2:])
+    parts = 2 if b.is_complex() else 1
+    matrices, inputs = _flat(A, size, size, A.shape[2]), _flat(b, size, steps)
+    start = inputs if initial is None else _flat(initial, size)
+    lanes, steady = inputs.shape[2], matrices.shape[2] == 1
+    loads = parts * size * (1 if steady else 1 + size)
+    _launch(
+        _system_kernel, lanes, matrices, inputs, start, h, lanes, steps,
+        *[0 if n == 1 else s for n, s in zip(matrices.shape[2:4], matrices.stride()[2:4], strict=True)],
+        *matrices.stride()[:2], *inputs.stride()[:3], *start.stride()[:2],
+        SIZE=size, STEADY=steady, BEGINS=initial is not None, REVERSE=reverse, PARTS=parts,
+        AHEAD=max(1, min(8, 16 // loads)), LANED=matrices.shape[3] > 1, KIND=_KINDS[dtype],
+    )  # fmt: skip
+    return h
+
+
+def maxima(shift: Tensor, floor: Tensor, initial: Tensor, smooth: bool) -> Tensor:
+    """Compute `refold.compiler.recurrence.systems.max_plus_scan`."""
+    steps, h = floor.shape[0], torch.empty_like(floor, memory_format=torch.contiguous_format)
+    moves, floors, start = _flat(shift, len(shift)), _flat(floor, steps), _flat(initial)
+    _launch(
+        _maxima_kernel, start.numel(), moves, floors, start, h, start.numel(), steps,
+        moves.stride(0) if len(shift) > 1 else 0, moves.stride(1), *floors.stride(), *start.stride(),
+        SMOOTH=smooth, AHEAD=8,
+    )  # fmt: skip
+    return h
+
+
+def handed_back(share: Tensor, grad: Tensor) -> Tensor:
+    """Return ``lam[t] = grad[t] + share[t + 1] lam[t + 1]``; a share of zero reads nothing."""
+    steps, lam = grad.shape[0], torch.empty_like(grad, memory_format=torch.contiguous_format)
+    shares, grads = _flat(share, steps), _flat(grad, steps)
+    lanes = grads.shape[1]
+    _launch(_handed_back_kernel, lanes, shares, grads, lam, lanes, steps, *shares.stride(), *grads.stride(), AHEAD=8)
+    return lam
+
+
+def _flat(x: Tensor, *leading: int) -> Tensor:
+    """Return a tensor with one axis of lanes after the leading ones, of real numbers: pairs for complex ones."""
+    x = x.detach().reshape(*leading, -1)
+    return torch.view_as_real(x.resolve_conj()) if x.is_complex() else x.resolve_neg()
+
+
+def _launch(kernel: Any, lanes: int, *args: Any, **consts: Any) -> None:
+    tensors = [torch.view_as_real(x) if isinstance(x, Tensor) and x.is_complex() else x for x in args]
+    device = args[0].device
+    with torch.cuda.device(device if device.type == "cuda" else -1):
+        kernel[(triton.cdiv(lanes, LANES),)](*tensors, **consts, LANES=LANES, num_warps=1)
+
+
+@triton.jit
+def _place(lane, step, steps, REVERSE: tl.constexpr):
+    """Return the place of a step in time, for each lane: 64 bits, so that what it is multiplied with fits."""
+    return lane * 0 + (steps - 1 - step if REVERSE else step)
+
+
+@triton.jit
+def _times(i: tl.constexpr, stride):
+    """Multiply without overflow."""
+    return tl.full((), i, tl.int64) * stride
+
+
+@triton.jit
+def _load(ptr, mask, KIND: tl.constexpr, PARTS: tl.constexpr):
+    """Return a value's parts: the real one, and the imaginary one."""
+    other = None if mask is None else 0.0
+    if PARTS == 1:
+        return (tl.load(ptr, mask=mask, other=other).to(KIND),)
+    else:
+        return (tl.load(ptr, mask=mask, other=other).to(KIND), tl.load(ptr + 1, mask=mask, other=other).to(KIND))
+
+
+@triton.jit
+def _add_product(total, a, x, STEADY: tl.constexpr, PARTS: tl.constexpr):
+    """Return total + a x; an entry of a steady matrix that is zero reads nothing."""
+    if PARTS == 1:
+        real = total[0] + a[0] * x[0]
+        if STEADY:
+            real = tl.where(a[0] == 0, total[0], real)
+        return (real,)
+    else:
+        real = total[0] + (a[0] * x[0] - a[1] * x[1])
+        imag = total[1] + (a[0] * x[1] + a[1] * x[0])
+        if STEADY:
+            none = (a[0] == 0) & (a[1] == 0)
+            real, imag = tl.where(none, total[0], real), tl.where(none, total[1], imag)
+        return (real, imag)
+
+
+@triton.jit
+def _system_kernel(
+    A_ptr, b_ptr, start_ptr, h_ptr, lanes, steps, A_time, A_lane, A_row, A_column, b_row, b_time, b_lane, start_row,
+    start_lane,
+    SIZE: tl.constexpr, STEADY: tl.constexpr, BEGINS: tl.constexpr, REVERSE: tl.constexpr, PARTS: tl.constexpr,
+    AHEAD: tl.constexpr, LANED: tl.constexpr, KIND: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
+    """Grid (blocks of lanes,)."""
+    lane = (tl.program_id(0) * LANES + tl.arange(0, LANES)).to(tl.int64)
+    mask = lane < lanes
+    zero = tl.zeros((LANES,), KIND)
+    none = (zero, zero) if PARTS == 2 else (zero,)
+    old = ()
+    for i in tl.static_range(SIZE):
+        if BEGINS:
+            old = old + (_load(start_ptr + _times(i, start_row) + lane * start_lane, mask, KIND, PARTS),)
+        else:
+            old = old + (none,)
+    steady = ()
+    if STEADY:
+        for i in tl.static_range(SIZE):
+            for j in tl.static_range(SIZE):
+                at = A_ptr + _times(i, A_row) + _times(j, A_column)
+                if LANED:
+                    steady = steady + (_load(at + lane * A_lane, mask, KIND, PARTS),)
+                else:  # one number for all lanes, which Triton compiles faster
+                    steady = steady + (_load(at, None, KIND, PARTS),)
+    for first in range(0, steps, AHEAD):
+        inputs = ()
+        matrices = ()
+        for k in tl.static_range(AHEAD):
+            live = mask & (_place(lane, first + k, steps, False) < steps)
+            t = _place(lane, first + k, steps, REVERSE)
+            for i in tl.static_range(SIZE):
+                inputs = inputs + (_load(b_ptr + _times(i, b_row) + t * b_time + lane * b_lane, live, KIND, PARTS),)
+                if not STEADY:
+                    for j in tl.static_range(SIZE):
+                        at = A_ptr + _times(i, A_row) + _times(j, A_column) + t * A_time + lane * A_lane
+                        matrices = matrices + (_load(at, live, KIND, PARTS),)
+        for k in tl.static_range(AHEAD):
+            live = mask & (_place(lane, first + k, steps, False) < steps)
+            t = _place(lane, first + k, steps, REVERSE)
+            new = ()
+            for i in tl.static_range(SIZE):
+                total = inputs[k * SIZE + i]
+                for j in tl.static_range(SIZE):
+                    if STEADY:
+                        total = _add_product(total, steady[i * SIZE + j], old[j], True, PARTS)
+                    else:
+                        total = _add_product(total, matrices[(k * SIZE + i) * SIZE + j], old[j], False, PARTS)
+                if not BEGINS:  # nothing is before the first step, which no infinity makes NaN of
+                    total = _unless(_place(lane, first + k, steps, False) == 0, total, inputs[k * SIZE + i], PARTS)
+                place = h_ptr + ((_times(i, steps) + t) * lanes + lane) * PARTS
+                for part in tl.static_range(PARTS):
+                    tl.store(place + part, total[part].to(h_ptr.dtype.element_ty), mask=live)
+                new = new + (total,)
+            old = new
+
+
+@triton.jit
+def _unless(condition, x, other, PARTS: tl.constexpr):
+    if PARTS == 1:
+        return (tl.where(condition, other[0], x[0]),)
+    else:
+        return (tl.where(condition, other[0], x[0]), tl.where(condition, other[1], x[1]))
+
+
+@triton.jit
+def _maxima_kernel(
+    shift_ptr, floor_ptr, start_ptr, h_ptr, lanes, steps, shift_time, shift_lane, floor_time, floor_lane, start_lane,
+    SMOOTH: tl.constexpr, AHEAD: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
+    """Grid (blocks of lanes,). What is not a number stays so, as with PyTorch's maximum."""
+    lane = (tl.program_id(0) * LANES + tl.arange(0, LANES)).to(tl.int64)
+    mask = lane < lanes
+    kind: tl.constexpr = h_ptr.dtype.element_ty
+    last = tl.load(start_ptr + lane * start_lane, mask=mask, other=0.0)
+    for first in range(0, steps, AHEAD):
+        moves = ()
+        floors = ()
+        for k in tl.static_range(AHEAD):
+            t, live = _place(lane, first + k, steps, False), mask & (_place(lane, first + k, steps, False) < steps)
+            moves = moves + (tl.load(shift_ptr + t * shift_time + lane * shift_lane, mask=live, other=0.0),)
+            floors = floors + (tl.load(floor_ptr + t * floor_time + lane * floor_lane, mask=live, other=0.0),)
+        for k in tl.static_range(AHEAD):
+            a, b = (last + moves[k]).to(kind), floors[k]
+            last = tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL).to(kind)
+            if SMOOTH:  # in double precision, which needs no log1p
+                share = tl.log(1.0 + tl.exp(-tl.abs(a - b).to(tl.float64)))
+                last = tl.where(tl.abs(last) == float("inf"), last, (last.to(tl.float64) + share).to(kind))
+            place = h_ptr + _place(lane, first + k, steps, False) * lanes + lane
+            tl.store(place, last, mask=mask & (_place(lane, first + k, steps, False) < steps))
+
+
+@triton.jit
+def _handed_back_kernel(
+    share_ptr, grad_ptr, lam_ptr, lanes, steps, share_time, share_lane, grad_time, grad_lane,
+    AHEAD: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
+    """Grid (blocks of lanes,)."""
+    lane = (tl.program_id(0) * LANES + tl.arange(0, LANES)).to(tl.int64)
+    mask = lane < lanes
+    kept = tl.zeros((LANES,), lam_ptr.dtype.element_ty)
+    for first in range(0, steps, AHEAD):
+        shares = ()
+        grads = ()
+        for k in tl.static_range(AHEAD):
+            t, live = _place(lane, first + k, steps, True), mask & (_place(lane, first + k, steps, False) < steps)
+            shares = shares + (tl.load(share_ptr + t * share_time + lane * share_lane, mask=live, other=0.0),)
+            grads = grads + (tl.load(grad_ptr + t * grad_time + lane * grad_lane, mask=live, other=0.0),)
+        for k in tl.static_range(AHEAD):
+            lam = grads[k] + kept
+            place = lam_ptr + _place(lane, first + k, steps, True) * lanes + lane
+            tl.store(place, lam, mask=mask & (_place(lane, first + k, steps, False) < steps))
+            kept = tl.where(shares[k] == 0, 0.0, shares[k] * lam)

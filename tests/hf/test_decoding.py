@@ -1,0 +1,278 @@
+"""One token of an accelerated Mamba-2 layer in three launches equals its ordinary forward.
+
+Without a GPU the kernels are interpreted, in a process of its own.
+"""
+
+import copy
+import os
+import subprocess
+import sys
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+pytest.importorskip("triton")
+import refold
+from refold.integrations import decoding
+from refold.ops import backends
+from support.families import VOCAB, make
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cpu" if INTERPRETED or not torch.cuda.is_available() else "cuda"
+here = pytest.mark.skipif(DEVICE == "cpu" and not INTERPRETED, reason="runs interpreted, in a process of its own")
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:transformers.*", "ignore::FutureWarning:transformers.*")
+SMALL = {"hidden_size": 16, "num_heads": 4, "head_dim": 8, "n_groups": 2, "state_size": 4}
+ODD = {"use_bias": True, "use_conv_bias": False, "residual_in_fp32": False, "time_step_limit": (0.6, 0.9)}
+CASES = [  # family, rows, dtype, changes, layers that have the form
+    ("mamba2", 1, torch.float32, SMALL, 2),
+    ("mamba2", 1, torch.float32, {**SMALL, **ODD}, 2),
+    ("mamba2", 1, torch.bfloat16, {**SMALL, "residual_in_fp32": False}, 2),
+    ("mamba2", 3, torch.bfloat16, {}, 2),
+    ("bamba", 1, torch.float32, {}, 1),
+    ("bamba", 3, torch.bfloat16, {"mamba_proj_bias": True}, 1),
+    ("granitemoehybrid", 1, torch.float32, {}, 1),
+    ("nemotron_h", 1, torch.float32, {}, 1),
+    ("zamba2", 1, torch.float32, {}, 3),
+    ("falcon_h1", 1, torch.float32, {}, 0),
+    ("falcon_h1-normed", 1, torch.float32, {}, 0),
+    ("mamba2", 3, torch.float32, SMALL, 0),  # the kernels take several rows in 16 bits only
+]
+
+
+@pytest.mark.skipif(INTERPRETED or DEVICE == "cuda", reason="this is that process, or there is a GPU")
+def test_interpreted():
+    command = [sys.executable, "-m", "pytest", __file__, "-x", "--tb=short", "-p", "no:cacheprovider"]
+    done = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "passed" in done.stdout
+
+
+@pytest.fixture
+def fused(monkeypatch):
+    """Let the kernels run on this device; return the dtypes of the results that they gave.
+
+    Where they are interpreted, the operators run in PyTorch: to interpret or compile theirs takes longer.
+    """
+    from refold.models.torch import kernels
+
+    if INTERPRETED:
+        monkeypatch.setattr(backends, "_installed", lambda package: package == "torch")
+
+    steps, step_ = [], decoding._step_
+
+    def counted(*args, **keywords):
+        y = step_(*args, **keywords)
+        steps.append(y.dtype)
+        return y
+
+    monkeypatch.setattr(decoding, "kernels", lambda x: kernels)
+    monkeypatch.setattr(decoding, "_step_", counted)
+    return steps
+
+
+def called(model):
+    return "cache_params" if type(model).__name__.startswith("Mamba2") else "past_key_values"
+
+
+def decode(model, ids, prompt=6):
+    """Read a prompt and then one token after the other; return what came of the tokens, and what the cache holds."""
+    with torch.no_grad():
+        cache, found = model(ids[:, :prompt], use_cache=True)[called(model)], []
+        for token in ids[:, prompt:].split(1, 1):
+            out = model(token, use_cache=True, output_hidden_states=True, **{called(model): cache})
+            found += [out.logits, *out.hidden_states]
+    for layer in cache.layers:
+        if getattr(layer, "conv_states", {}).get(0) is not None:
+            found += [layer.conv_states[0][..., 1:].clone(), layer.recurrent_states[0].clone()]
+    return found
+
+
+def compare(model, ids, expected, exact):
+    """Allow four times what the ordinary forward loses against float64, and a few roundings; dtypes are the same."""
+    eps = torch.finfo(next(model.parameters()).dtype).eps
+    found = decode(model, ids)
+    assert len(found) == len(expected)
+    for a, b, c in zip(found, expected, (value.to(ids.device) for value in exact), strict=True):
+        assert a.dtype == b.dtype
+        bound = 4 * (b.double() - c).abs().max() + 16 * eps * c.abs().max()
+        assert (a.double() - c).abs().max() <= bound, (float((a.double() - c).abs().max()), float(bound))
+
+
+def ordinary(model, ids, monkeypatch):
+    """Return what `decode` gives where no kernel runs, and the same in float64."""
+    with monkeypatch.context() as patch:
+        patch.setattr(decoding, "kernels", lambda x: None)
+        return decode(model, ids), decode(copy.deepcopy(model).double().cpu(), ids.cpu())
+
+
+def prepared(name, rows, dtype, changes, tokens=2):
+    model = make(name, **changes).to(DEVICE, dtype)
+    refold.accelerate(model)
+    return model, torch.randint(0, VOCAB, (rows, 6 + tokens), device=DEVICE)
+
+
+@here
+@pytest.mark.parametrize(("name", "rows", "dtype", "changes", "layers"), CASES)
+def test_equals_the_ordinary_forward(name, rows, dtype, changes, layers, fused, monkeypatch):
+    model, ids = prepared(name, rows, dtype, changes)
+    results = ordinary(model, ids, monkeypatch)
+    assert not fused
+    compare(model, ids, *results)
+    assert len(fused) == 2 * layers
+
+
+@here
+@pytest.mark.parametrize("bug", ["the wrong columns", "the block's input is overwritten"])
+def test_a_planted_bug_is_found(bug, fused, monkeypatch):
+    model, ids = prepared("mamba2", 1, torch.float32, SMALL)
+    kernels, results = decoding.kernels(ids), ordinary(model, ids, monkeypatch)
+    project = kernels.project
+
+    def planted(x, weight, bias, norm, eps, group, gated, convolution=None, onto=None, out=None):
+        if bug == "the wrong columns" and convolution is not None:
+            window, *rest = convolution
+            convolution = (window.as_strided(window.shape, window.stride(), window.storage_offset() - 1), *rest)
+        if bug == "the block's input is overwritten" and onto is not None:
+            out = onto
+        return project(x, weight, bias, norm, eps, group, gated, convolution, onto, out=out)
+
+    monkeypatch.setattr(kernels, "project", planted)
+    with pytest.raises(AssertionError):
+        compare(model, ids, *results)
+    assert fused
+
+
+@here
+def test_forwards_take_turns_on_one_cache(fused, monkeypatch):
+    """The kernels, the ordinary forward, transformers' own, and a piece of two tokens."""
+    model = make("mamba2", **SMALL).to(DEVICE)
+    ids = torch.randint(0, VOCAB, (1, 14), device=DEVICE)
+    with torch.no_grad():
+        expected = model(ids, use_cache=False).logits[:, 4:]
+        exact = copy.deepcopy(model).double()(ids, use_cache=False).logits[:, 4:]
+        summary, found = refold.accelerate(model), []
+        cache = model(ids[:, :4], use_cache=True).cache_params
+        t = 4
+        for way in ("kernels", "kernels", "own", "kernels", "ordinary", "kernels", "own", "piece", "kernels"):
+            tokens, before = 2 if way == "piece" else 1, len(fused)
+            if way == "own":
+                summary.undo()
+            with monkeypatch.context() as patch:
+                if way == "ordinary":
+                    patch.setattr(decoding, "kernels", lambda x: None)
+                found.append(model(ids[:, t : t + tokens], use_cache=True, cache_params=cache).logits)
+            assert len(fused) - before == (2 if way == "kernels" else 0)
+            if way == "own":
+                summary = refold.accelerate(model)
+            t += tokens
+    error = (torch.cat(found, 1).double() - exact).abs().max()
+    assert error <= 4 * (expected.double() - exact).abs().max() + 64 * 2**-24 * exact.abs().max()
+
+
+class Adapted(nn.Linear):
+    """A linear layer with more than its weight."""
+
+    def forward(self, x):
+        return super().forward(x) + 1
+
+
+class Hidden(Tensor):
+    """A weight whose numbers are another matter."""
+
+
+def hook(*args):
+    return None
+
+
+def change(model, mixer, way):
+    """Make something of a layer, or around it, unusual; return a context and arguments for its call."""
+    keywords = {}
+    if way == "adapter":
+        mixer.out_proj = Adapted(*reversed(mixer.out_proj.weight.shape), bias=False).to(DEVICE)
+    elif way.startswith("hook"):
+        getattr(mixer, way.split()[1]).register_forward_hook(hook)
+    elif way == "forward":
+        mixer.in_proj.forward = mixer.in_proj.forward
+    elif way == "subclass":
+        mixer.in_proj.weight = nn.Parameter(mixer.in_proj.weight.detach().as_subclass(Hidden))
+    elif way == "activation":
+        mixer.activation, mixer.act = "gelu", nn.GELU()
+    elif way == "autocast":
+        return torch.autocast(DEVICE, torch.bfloat16), keywords
+    elif way == "mode":
+        return torch.utils.flop_counter.FlopCounterMode(display=False), keywords
+    elif way == "documents":
+        keywords["cu_seq_lens_q"] = torch.tensor([0, 1], device=DEVICE)
+    elif way == "mask":
+        keywords["attention_mask"] = torch.ones(1, 1, device=DEVICE)
+    elif way == "global hook":
+        handle = nn.modules.module.register_module_forward_hook(hook)
+        return _removing(handle), keywords
+    elif way == "gradients":
+        return torch.enable_grad(), keywords
+    return nullcontext(), keywords
+
+
+class _removing:
+    def __init__(self, handle):
+        self.handle = handle
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        self.handle.remove()
+
+
+WAYS = (
+    "adapter", "hook in_proj", "hook out_proj", "hook conv1d", "hook norm", "forward", "subclass", "activation",
+    "autocast", "mode", "documents", "mask", "global hook", "gradients", "past", "strides", "float64", "two tokens",
+    "no cache",
+)  # fmt: skip
+
+
+@here
+@pytest.mark.parametrize("way", [None, *WAYS])
+def test_whatever_is_unusual_runs_the_ordinary_forward(way, fused, monkeypatch):
+    model, ids = prepared("mamba2", 1, torch.float64 if way == "float64" else torch.float32, SMALL)
+    block = model.backbone.layers[0]
+    with torch.no_grad():
+        cache = model(ids, use_cache=True).cache_params
+        held = cache.layers[0]
+        if way == "past":
+            cache.layers[0].activate_past_recording()
+        if way == "strides":
+            held.recurrent_states[0] = held.recurrent_states[0].mT.contiguous().mT
+        x = torch.randn(1, 2 if way == "two tokens" else 1, 16, device=DEVICE, dtype=next(block.parameters()).dtype)
+        context, keywords = change(model, block.mixer, way or "")
+        if way != "no cache":
+            keywords["cache_params"] = cache
+        caches = [copy.deepcopy(cache) for _ in range(2)]
+        results = []
+        with context:
+            for copied, allowed in zip(caches, (True, False), strict=True):
+                if "cache_params" in keywords:
+                    keywords["cache_params"] = copied
+                if not allowed:
+                    monkeypatch.setattr(decoding, "kernels", lambda x: None)
+                results.append([f(x, **keywords).detach() for f in (block, block.mixer)])
+    assert len(fused) == (2 if way is None else 0)
+    for found, expected in zip(*results, strict=True):
+        assert (found - expected).abs().max() <= (64 * 2**-24 * expected.abs().max() if way is None else 0)
+    widths = {copied.layers[0].conv_states[0].shape[-1] for copied in caches}
+    assert widths == {4 + 2 * (way == "past")}
+
+
+@here
+def test_hooks_of_a_layer_run_and_its_kernels_too(fused):
+    model, ids = prepared("mamba2", 1, torch.float32, SMALL)
+    block, seen = model.backbone.layers[0], []
+    with torch.no_grad():
+        cache = model(ids, use_cache=True).cache_params
+        block.mixer.register_forward_hook(lambda module, args, output: seen.append(output))
+        x = torch.randn(1, 1, 16, device=DEVICE)
+        y = block(x, cache_params=cache)
+    assert len(fused) == len(seen) == 1
+    assert torch.equal(y, x + seen[0])

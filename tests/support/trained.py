@@ -1,0 +1,48 @@
+"""Compile functions for training without code generation, and compare results and gradients with float64."""
+
+import torch
+
+from refold.compiler.dynamo import captures_loops
+from refold.compiler.session import describe_captured
+from refold.report import GraphReport
+from refold.verify.numerics import unit_roundoff
+
+
+def gradients(fn, args):
+    """Return results, and gradients for cotangents that every dtype holds exactly."""
+    results = [y for y in torch.utils._pytree.tree_leaves(fn(*args)) if y.requires_grad]
+    generator = torch.Generator().manual_seed(0)
+    weights = [torch.randint(-4, 5, y.shape, generator=generator).to(y) for y in results]
+    leaves = [x for x in args if isinstance(x, torch.Tensor) and x.requires_grad]
+    found = torch.autograd.grad(results, leaves, weights, allow_unused=True, materialize_grads=True)
+    return [*(y.detach() for y in results), *found]
+
+
+def trained(fn, *args, graphs=None, results=None):
+    """Compile a function without code generation; return its report, and errors of results and gradients.
+
+    Errors are relative to float64, in units of what the function itself is off. ``graphs`` gets the graph that runs,
+    ``results`` what the function returns.
+    """
+    entry = GraphReport(index=0, mode="training")
+
+    @captures_loops
+    def backend(gm, _):
+        made = describe_captured(entry, gm)
+        if graphs is not None:
+            graphs.append(made.graph)
+        return made
+
+    torch._dynamo.reset()
+    compiled = torch.compile(fn, backend=backend, fullgraph=True)
+    if results is not None:
+        results.append(compiled(*args))
+    got = gradients(compiled, args)
+    own = gradients(fn, args)
+    wide = [x.detach().double().requires_grad_(x.requires_grad) if isinstance(x, torch.Tensor) else x for x in args]
+    errors = []
+    for y, o, r in zip(got, own, gradients(fn, wide), strict=True):
+        assert (y.shape, y.dtype) == (o.shape, o.dtype)
+        floor = 4 * unit_roundoff(y.dtype) * float(r.norm())
+        errors.append(float((y.double() - r).norm()) / (float((o.double() - r).norm()) + floor + 1e-300))
+    return entry, max(errors)
