@@ -18,6 +18,7 @@ from torch.fx import Graph
 from .ir.invariants import check_invariants
 from .ir.rewrite import Rewrite
 from .notation.rules import Rule, apply_rules
+from .passes.absorb_skips import absorb_skips
 from .passes.contract_scans import contract_scans
 from .passes.difference_segment_sums import difference_segment_sums
 from .passes.fuse_chunked_scans import contract_last_states, fuse_chunked_scans
@@ -48,6 +49,7 @@ PASSES: list[tuple[str, Pass]] = [
     ("fuse chunked scans", fuse_chunked_scans),
     ("contract last states", contract_last_states),
     ("narrow scans", narrow_scans),
+    ("absorb skips", absorb_skips),
     ("drop degenerate sums", drop_degenerate_sums),
     ("sum a convolution's input", sum_convolutions),
     ("multiply out", multiply_out),
@@ -66,6 +68,7 @@ BEFORE_AUTOGRAD: list[tuple[str, Pass]] = [
     ("fuse chunked scans", fuse_chunked_scans),
     ("contract last states", contract_last_states),
     ("narrow scans", narrow_scans),
+    ("absorb skips", absorb_skips),
     ("replace causal convolutions", replace_causal_convolutions),
     ("unroll depthwise convolutions", unroll_depthwise_convolutions),
 ]

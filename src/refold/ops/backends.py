@@ -8,6 +8,7 @@ named backend runs or raises. Nothing is substituted silently.
 
 from __future__ import annotations
 
+import os
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
@@ -47,6 +48,11 @@ def refusal(spec: OpSpec, backend: str, meta: Meta) -> str | None:
     """Return None if ``backend`` can run ``meta``, else why not."""
     if BACKENDS[backend] != meta.framework:
         return f"takes {BACKENDS[backend]} arrays; these are {meta.framework}"
+    if (reason := _missing(spec, backend)) is not None:
+        return reason
+    if backend == "triton" and meta.device != "cuda" and os.environ.get("TRITON_INTERPRET", "0") != "1":
+        # Its files say the same, but to import Triton and all kernels takes a tenth of a second.
+        return f"needs a GPU; these arrays are on {meta.device}"
     if (reason := absence(spec, backend)) is not None:
         return reason
     supports = getattr(backend_module(spec, backend), "supports", None)
@@ -55,13 +61,20 @@ def refusal(spec: OpSpec, backend: str, meta: Meta) -> str | None:
 
 def absence(spec: OpSpec, backend: str) -> str | None:
     """Return why a backend can run nothing at all here: a package or an implementation is missing."""
+    if (reason := _missing(spec, backend)) is not None:
+        return reason
+    name = f"{spec.module}.{_file(backend)}"
+    return None if hasattr(import_module(name), spec.name) else f"{name} does not implement {spec.name}"
+
+
+def _missing(spec: OpSpec, backend: str) -> str | None:
+    """Return which package or file of a backend is not there."""
     for package in _PACKAGES[backend]:
         if not _installed(package):
             return f"the package {package} is not installed; pip install 'refold[{package}]'"
-    name = f"{spec.module}.{_file(backend)}"
-    if not _exists(name):
+    if not _exists(f"{spec.module}.{_file(backend)}"):
         return f"{spec.name} has no {backend} implementation"
-    return None if hasattr(import_module(name), spec.name) else f"{name} does not implement {spec.name}"
+    return None
 
 
 def backend_module(spec: OpSpec, backend: str) -> ModuleType:

@@ -154,6 +154,30 @@ def test_networks(fn, training):
     assert detail.startswith("17 steps of a state of 2 x 6 as one linear_scan")
 
 
+def read_at_the_end_of_a_tree(a, x):
+    from torch._higher_order_ops.associative_scan import associative_scan
+
+    def combine(left, right):
+        return left[0] * right[0], right[0] * left[1] + right[1]
+
+    return associative_scan(combine, (a, x), 1, combine_mode="generic")[1]
+
+
+@pytest.mark.parametrize("sizes", [(1, 20, 6), (1, 17, 1), (2, 16, 1)], ids=str)
+def test_networks_with_axes_of_one_element(sizes):
+    """A batch of one: what is joined next to time has no axis that says so."""
+    torch._dynamo.reset()
+    (graph,) = refold.explain(read_at_the_end_of_a_tree, torch.rand(sizes), torch.randn(sizes)).graphs
+    (row,) = graph.rewrites
+    assert row.detail == f"{sizes[1]} steps of a state of {sizes[0]} x {sizes[2]} as one linear_scan"
+
+
+def test_a_network_of_a_batch_of_one():
+    a, x = decays(17)
+    (detail,) = check(read_at_the_end_of_a_tree, (a[:1], x[:1]), False)
+    assert detail == "17 steps of a state of 1 x 6 as one linear_scan"
+
+
 @pytest.mark.parametrize("training", [False, True])
 def test_complex_networks(training):
     def fn(a, x):

@@ -156,6 +156,7 @@ class BeforeAutograd:
         self._every = {aten: node for node, aten in reversed(named.items())}  # of equals, the first
         self._named: dict[Node, Node] = {}
         self._roots: list[tuple[Node, Node, str]] = []
+        self._standing: set[str] = set()  # operators of the rewrites
         self._values: dict[Node, Any] = {}  # of traced nodes, where copies are left out before them
         with torch.enable_grad():  # passes ask whether gradients will be taken of what they make
             run_pipeline(self._graph, wanted, self.notes, BEFORE_AUTOGRAD, self._take)
@@ -173,11 +174,16 @@ class BeforeAutograd:
             reason.found_at(found.source, "")
             self.refused[f"{found.name} [{found.site}]"] = reason
             return
+        ours = _operators(found.original) - self._traced.keys()
+        if not found.timed_alone and ours - self._standing:
+            return  # it goes on from a rewrite that cannot stand
+        self._standing |= _operators(found.candidate)
+        naive = None if ours and not found.timed_alone else self._original(old, inputs)
         self._roots += [(root, x, old.name) for root, x in roots]
         self.rewrites.append(
             dataclasses.replace(
                 found,
-                original=self._original(old, inputs) or self._from(inputs, found.original, found.inputs),
+                original=naive or self._from(inputs, found.original, found.inputs),
                 candidate=self._from(inputs, found.candidate, found.inputs),
                 inputs=tuple(node.name for node in given),
                 multilinear=False,  # gradients are longer sums, which small integers do not make exact
@@ -325,6 +331,12 @@ class BeforeAutograd:
             traced = self._traced[node.name]
             return self._values.get(traced, traced.meta["val"])
         return evaluated(node, {x: self._laid_out(x) for x in node.all_input_nodes})
+
+
+def _operators(gm: GraphModule) -> set[str]:
+    """Return the names of the calls of refold's operators."""
+    operators = set(OPS.values())
+    return {node.name for node in gm.graph.nodes if node.target in operators}
 
 
 def _before_copy(node: Node) -> Node | None:

@@ -213,10 +213,10 @@ def matmul_product(node: Node) -> Product | None:
     )
 
 
-def expand(product: Product) -> Product:
+def expand(product: Product, inner: Callable[[Node], Product | None] | None = None) -> Product:
     """Read every factor further, through views, products and contractions, down to what is neither.
 
-    Past `MAX_FACTORS` what is left is taken as it is.
+    Past `MAX_FACTORS` what is left is taken as it is. ``inner`` may read nodes otherwise; None is what it is.
     """
     factors: list[Factor] = []
     scale, bound, through = product.scale, product.bound, product.through
@@ -224,12 +224,12 @@ def expand(product: Product) -> Product:
     while unread:
         factor = unread.pop(0)
         full = bool(factor.pending) or len(factors) + len(unread) >= MAX_FACTORS
-        inner = None if full else _open(factor.node)
-        if inner is None or not all(unify(x, y) for x, y in zip(inner.labels, factor.labels, strict=True)):
+        found = None if full else (inner or _open)(factor.node)
+        if found is None or not all(unify(x, y) for x, y in zip(found.labels, factor.labels, strict=True)):
             factors.append(factor)
             continue
-        unread = [*inner.factors, *unread]
-        scale, bound, through = scale * inner.scale, bound + inner.bound, through + inner.through
+        unread = [*found.factors, *unread]
+        scale, bound, through = scale * found.scale, bound + found.bound, through + found.through
     return Product(product.labels, tuple(factors), scale, bound, through)
 
 

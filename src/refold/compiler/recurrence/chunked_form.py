@@ -210,7 +210,7 @@ def _totals(jump: Segments, chunk: Label) -> Segments:
     require(jump.source.scale == 1.0 and not factor.pending and factor.node.target is aten.constant_pad_nd.default)
     require(resolve(jump.step) in labels)
     dim = labels.index(resolve(jump.step))
-    require(_padding(factor.node) == {dim: (1, 0)} and not any(factor.node.args[2:]))
+    require(padding(factor.node) == {dim: (1, 0)} and not any(factor.node.args[2:]))
     total = segments(arg(factor.node, 0))
     if total is None:
         raise NotAScan
@@ -224,7 +224,8 @@ def with_label(labels: tuple[Label, ...], axis: int, label: Label) -> tuple[Labe
     return (*labels[:axis], label, *labels[axis + 1 :])
 
 
-def _padding(node: Node) -> dict[int, tuple[int, int]]:
+def padding(node: Node) -> dict[int, tuple[int, int]]:
+    """Return how much a node pads each axis before and after, if at all."""
     pad, rank = arg(node, 1), value(node).dim()
     pairs = {rank - 1 - k: (pad[2 * k], pad[2 * k + 1]) for k in range(len(pad) // 2)}
     return {dim: pair for dim, pair in pairs.items() if pair != (0, 0)}
@@ -252,7 +253,7 @@ def _drop_padding(scan: Scan, pairs: Segments) -> None:
     places = [(scan.decays, pairs.step), (scan.queries, pairs.upto), (scan.written, pairs.after)]
     timed = [(product, resolve((*scan.states.chunk, *(place or ())))) for product, place in places]
     lengths = {
-        _length_before_padding(factor, time)
+        length_before_padding(factor, time)
         for product, time in timed
         for factor in product.factors
         if set(time) & set(factor.axes())
@@ -263,26 +264,27 @@ def _drop_padding(scan: Scan, pairs: Segments) -> None:
         return
     scan.time = (Axis(length),)
     scan.decays, scan.queries, scan.written = (
-        expand(replace(product, factors=tuple(_before_padding(factor, time, scan.time) for factor in product.factors)))
+        expand(replace(product, factors=tuple(before_padding(factor, time, scan.time) for factor in product.factors)))
         for product, time in timed
     )
 
 
-def _length_before_padding(factor: Factor, time: Label) -> int | None:
+def length_before_padding(factor: Factor, time: Label) -> int | None:
     """Return how many tokens there were before zeros were put after them; None if that was not done."""
     node = factor.pending[-1].node if factor.pending else factor.node
     if node.target is not aten.constant_pad_nd.default or any(node.args[2:]):
         return None
-    if len(padding := _padding(node)) != 1 or (factor.pending and factor.pending[-1].scale != 1.0):
+    if len(filled := padding(node)) != 1 or (factor.pending and factor.pending[-1].scale != 1.0):
         return None
-    ((dim, (before, behind)),) = padding.items()
+    ((dim, (before, behind)),) = filled.items()
     place = dict(factor.pending[-1].dims)[dim] if factor.pending else dim
     if before or behind < 0 or resolve(factor.labels[place]) != time:
         return None
     return int(value(node).shape[dim]) - behind
 
 
-def _before_padding(factor: Factor, time: Label, short: Label) -> Factor:
+def before_padding(factor: Factor, time: Label, short: Label) -> Factor:
+    """Read a factor as it was before zeros were put after it, with other symbols for the tokens."""
     if not set(time) & set(factor.axes()):
         return factor
     labels = tuple(short if resolve(label) == time else label for label in factor.labels)

@@ -321,9 +321,13 @@ def _cat(reader: _Reader, node: Any) -> Words:
         raise Opaque
     like = next(words for words in found if words is not None)
     # Inductor joins what is stacked along another axis than time, and splits that axis afterwards.
-    blocks = isinstance(like.labels[dim], int)
-    begin = _time_of(like) if blocks else dim
+    beside = isinstance(like.labels[dim], int)
+    begin = _time_of(like) if beside else dim
     pieces = [reader.begin(part, begin) if words is None else words for part, words in zip(parts, found, strict=True)]
+    # What is one element wide has the same word all along: joined, these are the steps of an axis of their own.
+    single = all(known(value(part).shape[dim]) == 1 for part in parts)
+    pieces = [_alike_along(words, dim) if single else words for words in pieces]
+    blocks = beside and not single
     labels: list[Any] = [None] * len(like.labels)
     for words in pieces:
         for d, label in enumerate(words.labels):
@@ -345,6 +349,13 @@ def _cat(reader: _Reader, node: Any) -> Words:
         out.append(ids)
     labels[dim] = Blocks(len(out), like.labels[dim]) if blocks else _TIME
     return Words(np.concatenate(out, dim), tuple(labels))
+
+
+def _alike_along(words: Words, dim: int) -> Words:
+    """Return words without the label of an axis that is not time."""
+    label = words.labels[dim]
+    labels = (*words.labels[:dim], label if label == _TIME else None, *words.labels[dim + 1 :])
+    return Words(words.ids, labels)
 
 
 def _pad(reader: _Reader, node: Any) -> Words:

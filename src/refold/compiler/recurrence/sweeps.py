@@ -36,12 +36,12 @@ def system(A: Tensor, b: Tensor, initial: Tensor | None, reverse: bool, dtype: t
     h = torch.empty_like(b, memory_format=torch.contiguous_format)
     if A.shape[3:] != b.shape[2:] and A.shape[3:].numel() > 1:
         A = A.expand(*A.shape[:3], *b.shape[2:])
-    matrices, inputs = _flat(A, size, size, A.shape[2]), _flat(b, size, steps)
-    start = np.empty((size, 0), inputs.dtype) if initial is None else _flat(initial, size)
-    # An entry that is zero at all steps, as between values that do not read each other, is not multiplied.
-    entries = matrices.any((2, 3)) if A.shape[2] == 1 else np.ones((size, size), np.bool_)
-    lanes = inputs.shape[2]
-    arrays = (matrices, inputs, start, h.view(size, steps, lanes), entries, reverse, _LIKE[dtype])
+    matrices, inputs = _flat(A), _flat(b)
+    start = np.empty(0, inputs.dtype) if initial is None else _flat(initial)
+    lanes, times = inputs.size // (size * steps), A.shape[2]
+    widths = matrices.size // (size * size * times)
+    results, sizes = h.numpy().reshape(-1), (size, steps, lanes, times, widths)
+    arrays = (matrices, inputs, start, results, reverse, _LIKE[dtype], sizes)
     share_out(_system, arrays, ((),), (0, lanes), LANES, size * size * steps * lanes)
     return h
 
@@ -69,39 +69,60 @@ def _flat(x: Tensor, *leading: int) -> np.ndarray:
 
 
 @kernel(fastmath={"contract"})
-def _system(A: Any, b: Any, start: Any, h: Any, entries: Any, reverse: Any, like: Any, blocks: Any) -> None:
-    """Sweep over time; without a first state, ``start`` is empty."""
-    size, steps, _ = b.shape
+def _system(A: Any, b: Any, start: Any, h: Any, reverse: Any, like: Any, sizes: Any, blocks: Any) -> None:
+    """Sweep over time; without a first state, ``start`` is empty. All arrays have one axis."""
+    size, steps, lanes, times, widths = sizes
+    # An entry that is zero at all steps, as between values that do not read each other, is not multiplied.
+    entries, counts = np.empty((size, size), np.int64), np.zeros(size, np.int64)
+    for i in range(size):
+        for j in range(size):
+            some = times > 1
+            for c in range(0 if some else widths):
+                some = some or A[(i * size + j) * widths + c] != 0
+            if some:
+                entries[i, counts[i]] = j
+                counts[i] += 1
     begins = start.size > 0
-    old, new = np.empty((size, LANES), like.dtype), np.empty((size, LANES), like.dtype)
+    old, new = np.empty(size * LANES, like.dtype), np.empty(size * LANES, like.dtype)
     for low, high in blocks:
-        width = high - low
+        width = np.uintp(high - low)
         if begins:
             for i in range(size):
-                row, first = old[i], start[i, low:high]
+                row, first = np.uintp(i * LANES), np.uintp(i * lanes + low)
                 for c in range(width):
-                    row[c] = first[c]
+                    old[row + c] = start[first + c]
         for n in range(steps):
             t = steps - 1 - n if reverse else n
             for i in range(size):
-                row, inputs, states = new[i], b[i, t, low:high], h[i, t, low:high]
-                for c in range(width):
-                    row[c] = inputs[c]
+                row, now, read = np.uintp(i * LANES), np.uintp((i * steps + t) * lanes + low), 0
                 if n or begins:
-                    for j in range(size):
-                        if not entries[i, j]:
-                            continue
-                        at, before = t if A.shape[2] > 1 else 0, old[j]
-                        if A.shape[3] > 1:
-                            factors = A[i, j, at, low:high]
-                            for c in range(width):
-                                row[c] += factors[c] * before[c]
-                        else:
-                            factor = like.dtype.type(A[i, j, at, 0])
-                            for c in range(width):
-                                row[c] += factor * before[c]
+                    read = counts[i]
+                at = (i * size * times + (t if times > 1 else 0)) * widths
+                if read == 0 or widths > 1:
+                    for c in range(width):
+                        new[row + c] = b[now + c]
+                    for k in range(read):
+                        j = entries[i, k]
+                        before, factors = np.uintp(j * LANES), np.uintp(at + j * times * widths + low)
+                        for c in range(width):
+                            new[row + c] += A[factors + c] * old[before + c]
+                else:  # up to two in one pass over the lanes
+                    j, m = entries[i, 0], entries[i, 1 if read > 1 else 0]
+                    one, two = np.uintp(j * LANES), np.uintp(m * LANES)
+                    by_one, by_two = like.dtype.type(A[at + j * times]), like.dtype.type(A[at + m * times])
+                    if read == 1:
+                        for c in range(width):
+                            new[row + c] = b[now + c] + by_one * old[one + c]
+                    else:
+                        for c in range(width):
+                            new[row + c] = (b[now + c] + by_one * old[one + c]) + by_two * old[two + c]
+                    for k in range(2, read):
+                        j = entries[i, k]
+                        before, factor = np.uintp(j * LANES), like.dtype.type(A[at + j * times])
+                        for c in range(width):
+                            new[row + c] += factor * old[before + c]
                 for c in range(width):
-                    states[c] = row[c]
+                    h[now + c] = new[row + c]
             old, new = new, old
 
 

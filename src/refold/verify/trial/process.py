@@ -218,7 +218,7 @@ class Nursery:
         """The process that forks others, and the channel to it."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         environment = {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
-        environment |= {"OMP_NUM_THREADS": str(self.threads), "MKL_NUM_THREADS": str(self.threads)}
+        environment |= {f"{library}_NUM_THREADS": str(self.threads) for library in ("OMP", "MKL", "NUMBA")}
         environment |= _ALONE | (_CAREFUL if self._careful else {})
         script = Path(__file__).with_name("worker.py")
         with theirs:

@@ -50,9 +50,8 @@ class Race(Comparison):
             return self.witness, "eager"
         call = self._call(self._actual("rival"))
         try:
-            worker = stack.enter_context(
-                self.nursery.program(self.original.text, "original.py", room=self.suspect.room)
-            )
+            nursery = self.nursery.other(compiler="triton" not in self.original.text)
+            worker = stack.enter_context(nursery.program(self.original.text, "original.py", room=self.suspect.room))
             worker.load(self.original.attribute, self.terms.timeout)
             self._build(worker, self.original, self.terms.dtype, compiled=True)
             worker.call(call, COMPILE_S)

@@ -265,7 +265,11 @@ class Session:
         for index, (a, b) in enumerate(zip(o.metadata, y.metadata, strict=True)):
             if strides(a) != strides(b) and index < len(self._outputs):  # of gradients they mean nothing
                 if strides(b) != contiguous(b["shape"]):
-                    self._step("M3", f"result {index} has strides {b['stride']}, the original's {a['stride']}")
+                    self._step(
+                        "M3",
+                        f"result {index} has strides {b['stride']}, the original's {a['stride']}; return it so, or "
+                        "contiguous",
+                    )
                 self.verdict.note(f"result {index} is contiguous where the original's has strides {a['stride']}")
 
     def _earlier(self, o: Result, y: Result) -> str:

@@ -34,6 +34,7 @@ from support.chunked import (
 from support.trained import trained
 
 SCAN = "fuse chunked scan"
+SKIP = "absorb skip"
 CONVOLUTION = "replace causal convolution"
 
 
@@ -230,7 +231,7 @@ def test_checkpointed_layers():
 
 
 class Layer(torch.nn.Module):
-    """Projections around a chunked scan and a short convolution."""
+    """Projections around a chunked scan with a skip, and a short convolution."""
 
     def __init__(self, widen):
         super().__init__()
@@ -239,6 +240,7 @@ class Layer(torch.nn.Module):
         self.conv = torch.nn.Conv1d(sum(self.sizes), sum(self.sizes), 3, groups=sum(self.sizes), padding=2)
         self.out = torch.nn.Linear(HEADS * 5, 8)
         self.A = torch.nn.Parameter(torch.randn(HEADS))
+        self.D = torch.nn.Parameter(torch.randn(HEADS))
         self.widen = widen
 
     def forward(self, u):
@@ -250,11 +252,11 @@ class Layer(torch.nn.Module):
             x, B, C = x.float(), B.float(), C.float()
         x, B, C = (v.unflatten(-1, (-1, n)) for v, n in ((x, 5), (B, 6), (C, 6)))
         steps = dt.float() if self.widen else dt
-        x = x * (dt[..., None].float() if self.widen else dt[..., None])
-        given = (x, A * steps, repeat_groups(B), repeat_groups(C))
+        stepped = x * (dt[..., None].float() if self.widen else dt[..., None])
+        given = (stepped, A * steps, repeat_groups(B), repeat_groups(C))
         if self.widen:  # to full chunks, which they are already
             given = tuple(F.pad(v, [0, 0] * (v.dim() - 2) + [0, -v.shape[1] % 4]) for v in given)
-        y = Listing(einsum=multiplied)(*given)[0]
+        y = Listing(einsum=multiplied)(*given)[0] + (self.D.float() if self.widen else self.D)[:, None] * x
         return self.out(y.flatten(2).to(self.out.weight.dtype) if self.widen else y.flatten(2))
 
 
@@ -271,7 +273,7 @@ def module_of(layer):
 def test_convolutions_are_unrolled():
     call, weights = module_of(Layer(widen=False))
     entry, error = trained(call, torch.randn(2, 12, 8), *weights)
-    assert sorted(names(entry)) == [SCAN, "unroll depthwise convolution"]
+    assert sorted(names(entry)) == [SKIP, SCAN, "unroll depthwise convolution"]
     assert error < 8
 
 
@@ -289,9 +291,10 @@ def test_causal_convolutions_are_operators(widen, operators_pay):
     graphs = []
     u = torch.randn(2, 12, 8, dtype=weights[0].dtype)
     entry, error = trained(call, u, *weights, graphs=graphs)
-    assert sorted(names(entry)) == [SCAN, CONVOLUTION]
+    assert sorted(names(entry)) == [SKIP, SCAN, CONVOLUTION]
     assert error < 8
     (scan,) = graphs[0].find_nodes(op="call_function", target=torch.ops.refold.ssd.default)
+    assert scan.args[5] is not None
     assert not [i for i, x in enumerate(scan.args[:5]) if getattr(x, "target", None) is torch.ops.aten.clone.default]
 
 
@@ -335,6 +338,7 @@ def test_a_scan_that_was_widened_runs_in_16_bits():
     layer = Layer(widen=True).bfloat16()
     call, weights = module_of(layer)
     entry, error = trained(call, torch.randn(2, 12, 8).bfloat16(), *weights)
+    assert sorted(names(entry)) == [SKIP, SCAN, "unroll depthwise convolution"]
     (scan,) = (row for row in entry.rewrites if row.name == SCAN)
     assert "in bfloat16" in scan.detail
     assert error < 8
@@ -361,7 +365,7 @@ def test_autocast():
     u = torch.randn(2, 12, 8)
     for fn in (autocast, partial(torch.autocast("cpu", torch.bfloat16)(call))):
         entry, error = trained(fn, u, *weights)
-        assert SCAN in names(entry)
+        assert {SCAN, SKIP} <= {*names(entry)}
         assert error < 8
 
 
