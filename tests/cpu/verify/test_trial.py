@@ -376,6 +376,26 @@ def test_a_bar_of_progress_has_no_thread(nursery):
         worker.load("ModelNew", 60.0)
 
 
+def test_two_processes_of_one_program_have_one_folder(nursery):
+    """What a compiler left there need not be compiled again; others have folders of their own."""
+    code = "open('left', 'a').write('x')\nModelNew = None"
+    with nursery.program(code, "candidate.py", room=4096) as first:
+        first.load("ModelNew", 20.0)
+        with nursery.program(code, "candidate.py", room=4096, beside=first) as second:
+            second.load("ModelNew", 20.0)
+        assert (first._folder / "left").read_text() == "xx"
+        with nursery.program(code, "candidate.py", room=4096) as other:
+            other.load("ModelNew", 20.0)
+            assert (other._folder / "left").read_text() == "x"
+
+
+def test_all_libraries_are_given_as_many_threads(nursery):
+    names = ("OMP", "MKL", "NUMBA")
+    code = f"import os\nassert [os.environ[f'{{n}}_NUM_THREADS'] for n in {names}] == ['1'] * 3\nModelNew = None"
+    with nursery.program(code, "candidate.py", room=4096) as worker:
+        worker.load("ModelNew", 20.0)
+
+
 def test_threads_that_take_turns_do_not_count_as_asleep(nursery, monkeypatch):
     """Each is looked at while the other runs; only a second look tells."""
     looks = iter([{"1": (1, 1), "2": (1, 1)}, {"1": (2, 2), "2": (1, 1)}, {}] + [{"1": (2, 2), "2": (9, 2)}] * 2)

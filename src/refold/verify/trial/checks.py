@@ -252,7 +252,7 @@ class Trial(Race):
             self._round(kind, self._actual("weights", turn), check="C2")
         # What was asked and told until now may have made it look at its weights once more.
         places = self._places(self.suspect)
-        self._round("actual", self._actual("settled"))
+        self._round("settled", self._actual("settled"), check="C2")
         other = self._other_weights("written over")
         self._adopt({n: other[n] if n in places else t for n, t in self._given_state.items()}, suspect=False)
         self._written(self.suspect, places, other)

@@ -648,7 +648,12 @@ class Worker:
             return None
 
     def wakes(self) -> str:
-        """Say what will run by itself after some time: a thread that sleeps with a limit, a timer; empty if nothing."""
+        """Say what will run by itself after some time: a thread that sleeps with a limit, a timer; empty if nothing.
+
+        Threads of a GPU's driver do, so with one nothing is asked.
+        """
+        if self._nursery.device != "cpu":
+            return ""
         restarted, waits = _TIMED_WAITS.get(platform.machine(), (-1, {}))
         with contextlib.suppress(OSError):  # some systems keep these from everybody; or it has ended
             for task in self._threads():
