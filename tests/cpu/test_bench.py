@@ -159,11 +159,12 @@ def test_the_name_gpu_runs_all_that_need_one_and_options_can_be_of_one_suite():
 
 def test_rows_are_stored_by_machine_and_suite_in_place_of_older_ones(tmp_path):
     gpu = {"gpu": "NVIDIA H200", "processor": "Intel(R) Xeon(R) Processor @ 2.8GHz", "threads": 2}
-    row = {"suite": "ssd-sizes", "device": "cuda", "case": "1", "median_ms": 2.0, "env": gpu}
+    row = {"suite": "ssd-sizes", "device": "cuda", "case": "1", "median_ms": 2.0, "date": "2026-01-02", "env": gpu}
     first, second = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
     for new in (row, row | {"case": "2"}, row | {"suite": "cpu", "device": "cpu"}):
         rows.append(first, new)
-    for new in (row | {"median_ms": 1.0}, row | {"case": "2", "not_run": "no memory"}, row | {"case": "3"}):
+    for new in (row | {"median_ms": 1.0}, row | {"case": "2", "not_run": "no memory"}, row | {"case": "3"},
+                row | {"case": "2", "median_ms": 3.0, "date": "2026-01-01"}):  # fmt: skip
         rows.append(second, new)
     results = tmp_path / "results"
     assert "results is not a folder" in str(run("store", str(first), "--results", str(results)).exception)

@@ -171,7 +171,7 @@ def place(results: Path, folder: str, suite: str) -> Path:
 def store(new: Iterable[Row], results: Path) -> dict[Path, tuple[int, int, int]]:
     """Put rows where figures and tables find them, in place of older rows of the same measurement.
 
-    What was not run does not replace what was measured.
+    What was not run does not replace what was measured, and a row of an earlier day does not replace a later one.
 
     Returns:
         For each file: how many rows were replaced, how many were added, and how many others it has.
@@ -185,7 +185,7 @@ def store(new: Iterable[Row], results: Path) -> dict[Path, tuple[int, int, int]]
         found, kept = dict(old), set(old)
         for row in rows:
             key = identity(row)
-            if not measured(row) and key in found and measured(found[key]):
+            if key in found and not _replaces(row, found[key]):
                 continue
             found[key] = row
             kept.discard(key)
@@ -194,6 +194,10 @@ def store(new: Iterable[Row], results: Path) -> dict[Path, tuple[int, int, int]]
         replaced = len(old) - len(kept)
         counts[path] = (replaced, len(found) - len(old), len(kept))
     return counts
+
+
+def _replaces(new: Row, old: Row) -> bool:
+    return new.get("date", "") >= old.get("date", "") and (measured(new) or not measured(old))
 
 
 def stored(results: Path, folder: str, *suites: str) -> list[Row]:

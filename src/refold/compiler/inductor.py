@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import itertools
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -158,7 +159,9 @@ def inductor_with(
             if hook is not None:
                 hook.count = 0
             _add(patches, "post_grad_custom_post_pass", Hook(lambda _, graph: lay_out_complex_values(graph)))
-            with contextlib.suppress(Exception):  # the first error says more
+            # The first error says more. Inductor warns of complex values, which is an error where warnings are errors.
+            with contextlib.suppress(Exception), warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message=".*complex")
                 return compile_fx(duplicate(gm), list(inputs), config_patches=patches)  # type: ignore[return-value]
             raise
 

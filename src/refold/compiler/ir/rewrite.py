@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -115,6 +116,11 @@ def canonical(gm: GraphModule) -> str:
     )
 
 
+def _is_fraction(x: object) -> bool:
+    """Tell whether a product of integers and this number may be rounded."""
+    return isinstance(x, float) and math.isfinite(x) and not (x * 2**10).is_integer()
+
+
 def replace_node(
     old: Node | Sequence[Node],
     new: Node | Sequence[Node],
@@ -158,16 +164,17 @@ def replace_node(
     if inputs & inside:
         raise AssertionError(f"the rewrite of {olds[0]} reads {inputs & inside}, which it replaces")
     ordered = sorted(inputs, key=order.__getitem__)
+    original = extract(old, ordered)
     record = Rewrite(
         name=name,
         site=site or olds[0].name,
         source=source_line(olds[0]),
         why=why,
         detail=detail,
-        original=extract(old, ordered),
+        original=original,
         candidate=extract(new, ordered),
         inputs=tuple(node.name for node in ordered),
-        multilinear=multilinear,
+        multilinear=multilinear and not any(_is_fraction(x) for node in original.graph.nodes for x in node.args),
         terms=terms,
         timed_alone=timed_alone,
         spread=spread,

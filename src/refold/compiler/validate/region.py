@@ -116,7 +116,8 @@ def validate_region(rewrite: Rewrite, actual: Sequence[Any] | None, settings: Se
             "inputs-unknown", "its inputs could not be made up: they are not all floating-point tensors"
         )
         return verdict
-    device = next(x.device for x in like if isinstance(x, torch.Tensor))
+    results = rewrite.original.graph.output_node().all_input_nodes  # where a region of constants computes
+    device = next(x.device for x in (*like, *(node.meta.get("val") for node in results)) if isinstance(x, torch.Tensor))
     with torch.autocast(device.type, enabled=False):  # the user's, which may be active, is in the graph already
         return _decided(verdict, rewrite, actual, like, device, settings)
 

@@ -31,7 +31,7 @@ def gated_rmsnorm(
         x: Inputs, ``(..., d)``.
         z: Gate, like ``x``, or None for a plain RMS norm.
         weight: ``(d,)``.
-        eps: Added to the mean square.
+        eps: Added to the mean square; finite, 0 or more.
         group_size: Channels that are normalised together, a divisor of d; None for all.
         norm_before_gate: Apply the gate after the norm, not before it.
         backend: None picks the first that can run. A named one runs, or raises with its reason.
@@ -41,6 +41,7 @@ def gated_rmsnorm(
 
     Raises:
         ShapeError: An axis disagrees, or group_size does not divide d.
+        ArgumentError: ``eps`` or ``group_size`` has a value that it cannot have.
         DtypeError: A dtype is not among those supported, or frameworks are mixed.
         DeviceError: Arrays live on different devices.
         BackendUnsupported: ``backend`` was named but cannot run; lists the reasons.

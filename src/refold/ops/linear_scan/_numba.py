@@ -32,9 +32,11 @@ def linear_scan(
     state = zeros_or_copy(initial_state, len(spans), *rest)
     h = torch.empty_like(inputs)
     elements = inputs.shape[2]
-    arrays = (factors, inputs, _marks(reset, x), h, state.view(len(spans), elements), reverse)
+    states = state if len(rest) == 1 else state.view(len(spans), elements)
+    arrays = (factors, inputs, _marks(reset, x), h, states, reverse)
     share_out(_sweep, arrays, spans, (0, elements), CHANNELS, inputs.numel())
-    return h.view(x.shape).to(x.dtype), state
+    h = h if len(rest) == 1 else h.view(x.shape)
+    return h if x.dtype is torch.float32 else h.to(x.dtype), state
 
 
 def linear_scan_backward(
@@ -65,7 +67,10 @@ def linear_scan_backward(
 
 def _flat(array: Tensor) -> Tensor:
     """Return a tensor as float32 (batch, time, elements)."""
-    return array.unsqueeze(-1).float().flatten(2).contiguous()
+    # A short scan takes a few microseconds, and an operation of PyTorch that changes nothing one of them.
+    array = array if array.dtype is torch.float32 else array.float()
+    array = array if array.is_contiguous() else array.contiguous()
+    return array if array.dim() == 3 else array.view(*array.shape[:2], -1)
 
 
 def _marks(reset: Tensor | None, x: Tensor) -> Any:

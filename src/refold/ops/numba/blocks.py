@@ -95,4 +95,5 @@ def zeros_or_copy(initial: Tensor | None, *shape: int) -> Tensor:
     """Return the states that the sequences start from, to be overwritten."""
     if initial is None:
         return torch.zeros(shape, dtype=torch.float32)
-    return initial.float().clone(memory_format=torch.contiguous_format)
+    state = torch.empty(initial.shape, dtype=torch.float32)
+    return state.copy_(initial)

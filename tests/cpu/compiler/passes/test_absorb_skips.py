@@ -141,6 +141,18 @@ def test_a_layer_that_is_widened(rewritten, tokens):
     assert (node.args[0].meta["val"].dtype, node.args[5].meta["val"].dtype) == (torch.bfloat16, torch.float32)
 
 
+def test_a_loop_that_became_a_scan(rewritten):
+    def loop(x, dt, A, B, C, D, z):
+        h, ys = x.new_zeros(*x.shape[:1], *x.shape[2:], B.shape[-1]), []
+        for t in range(x.shape[1]):
+            step = dt[:, t, :, None, None]
+            h = torch.exp(step * A[:, None, None]) * h + step * x[:, t, :, :, None] * B[:, t, :, None]
+            ys.append((h * C[:, t, :, None]).sum(-1) + D[:, None] * x[:, t])
+        return torch.stack(ys, 1)
+
+    check(rewritten(loop, *arguments()), 1)
+
+
 @settings(max_examples=16, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     heads=st.sampled_from([1, 2, 4]),
