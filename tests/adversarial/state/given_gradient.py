@@ -3,6 +3,7 @@
 import torch
 
 EXPECT = "S1"
+OFF = set()
 TERMS = {"train": True, "level": "quick"}
 
 

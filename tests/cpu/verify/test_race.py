@@ -157,5 +157,5 @@ def test_a_timed_result_has_the_structure_of_the_original_s_also_when_that_is_co
 
     trial._compiled = Process({"tensor": 0}, [4, 4])
     with pytest.raises(session.Refused):
-        trial._pair(trial._compiled, Process(tree, shape), ("race", 1), False)
+        trial._pair(trial._compiled, Process(tree, shape), ("race", 1, 0), False)
     assert (trial.verdict.check, trial.verdict.reason) == ("M2", f"in a timed call, {reason}")

@@ -67,6 +67,10 @@ class Session:
         self._past: deque[Result] = deque(maxlen=8)
         self._random = False
         self._compiled: Worker | None = None
+        self._places_of: dict[Worker, dict[str, dict[str, Any]]] = {}  # of the weights of the two that are timed
+        self._now: dict[str, torch.Tensor] = {}  # these weights
+        self._odd: dict[int, str] = {}  # which of the first timed calls have inputs of another kind
+        self._fresh: set[int] = set()  # and which have changed weights
         self._most = 1 << 20
         self._began = time.perf_counter()
         self._outputs: list[tuple[list[int], torch.dtype]] = []  # shape and dtype of each result, without gradients
