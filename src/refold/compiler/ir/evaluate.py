@@ -197,6 +197,9 @@ def evaluate(gm: GraphModule, inputs: Sequence[Any], dtype: torch.dtype | None =
         return Evaluator(gm, dtype).run(*(_as(x, dtype) for x in inputs))
 
 
+_NESTING = ("_vmap_increment_nesting", "_vmap_decrement_nesting")
+
+
 def values_at(graph: Graph, names: Sequence[str], inputs: Sequence[Any]) -> dict[str, Any]:
     """Run the part of a graph that some of its nodes depend on, and return their values.
 
@@ -207,7 +210,8 @@ def values_at(graph: Graph, names: Sequence[str], inputs: Sequence[Any]) -> dict
     """
     wanted = [node for node in graph.nodes if node.name in set(names)]
     needed: set[Node] = set()
-    stack = list(wanted)
+    # No value says that what is between these two runs under ``vmap``, as Dynamo writes it out.
+    stack = wanted + [node for node in graph.nodes if getattr(node.target, "__name__", "") in _NESTING]
     while stack:
         node = stack.pop()
         if node not in needed:

@@ -5,7 +5,7 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from refold.compiler.ir import evaluate as module
-from refold.compiler.ir.evaluate import evaluate, with_gradients
+from refold.compiler.ir.evaluate import evaluate, values_at, with_gradients
 from refold.verify.memory import peak_bytes
 
 
@@ -94,3 +94,21 @@ def test_gradients_of_a_product_in_blocks_are_no_larger_than_its_factors(monkeyp
     assert largest < 32 * 24 * 16
     for g, w in zip(got, want, strict=True):
         torch.testing.assert_close(g.double(), w, rtol=1e-4, atol=1e-4)
+
+
+def test_values_after_a_vmap_that_dynamo_wrote_out():
+    found = {}
+
+    def look(gm, inputs):
+        found["graph"] = gm.graph
+        return gm.forward
+
+    def twice(x, y):
+        return torch.vmap(torch.add)(torch.vmap(torch.mul)(x, y), x).sin()
+
+    x, y = torch.randn(3, 4), torch.randn(3, 4)
+    torch._dynamo.reset()
+    expected = torch.compile(twice, backend=look, fullgraph=True)(x, y)
+    assert any("vmap" in node.name for node in found["graph"].nodes)
+    last = next(node.name for node in reversed(found["graph"].nodes) if node.name.startswith("sin"))
+    assert torch.equal(values_at(found["graph"], [last], [x, y])[last], expected)
