@@ -17,6 +17,7 @@ import pickle
 import threading
 from collections.abc import Callable
 from functools import cached_property
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,9 @@ from torch import Tensor
 
 from refold.cache import default_folder
 from refold.ops.numba.machine import Code, Kinds, NotApart, kinds_of, machine, named, read, translated, write
+
+if find_spec("numba") is None:  # who imports this file asks so whether Numba is there
+    raise ModuleNotFoundError("No module named 'numba'", name="numba")
 
 _ONE_AT_A_TIME = threading.Lock()
 _SHARED = sorted(Path(__file__).parent.glob("*.py"))
