@@ -31,7 +31,7 @@ from ..ir.symbols import Axis, Label, resolve, unify
 from ..recurrence.chunked_form import ChunkStates, NotAScan, Scan, read_scan, read_states, require, with_label
 from ..recurrence.duality import divisor, step_limits
 from ..recurrence.gated_chunks import FORGETS
-from ..recurrence.narrowing import narrowed, narrowed_later, region
+from ..recurrence.narrowing import narrow_after
 from ..recurrence.signs import fades, sign
 from ..recurrence.vectorize import described
 from ..refusals import Refusal
@@ -225,24 +225,17 @@ def _narrowed(
     build: Builder, root: Node, y: Node, wanted: Callable[[str], bool], detail: str, tokens: int
 ) -> Rewrite | None:
     """Replace the 16-bit value that a widened scan becomes, with a scan in 16 bits; None if it is not of that kind."""
-    end = narrowed_later(root)
-    inside = None if end is None or not wanted(end.name) else region(end)
-    if end is None or inside is None or root not in inside:
-        return None
-    later = Builder(end)
-    new = narrowed(later, end, inside | set(build.added), root, y)
-    if new is None:
-        for node in reversed(later.added):
-            root.graph.erase_node(node)
+    found = narrow_after(root, y, build.added, wanted)
+    if found is None:
         return None
     return replace_node(
-        end,
-        new,
-        inside=inside,
-        added=later.added,
+        found.end,
+        found.new,
+        inside=found.inside,
+        added=found.added,
         name="fuse chunked scan",
         why="decays and products of each chunk are written out and read again, widened to float32",
-        detail=f"{detail} in {str(value(end).dtype).removeprefix('torch.')}",
+        detail=f"{detail} in {str(value(found.end).dtype).removeprefix('torch.')}",
         multilinear=False,
         terms=tokens,
         spread=0.1,

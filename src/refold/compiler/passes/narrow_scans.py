@@ -14,10 +14,9 @@ from operator import getitem
 
 from torch.fx import Graph, Node
 
-from ..ir.builder import Builder
 from ..ir.fx import concrete, is_made, is_training, known, value
 from ..ir.rewrite import Rewrite, replace_node
-from ..recurrence.narrowing import OPERATORS, narrowed, narrowed_later, region
+from ..recurrence.narrowing import OPERATORS, narrow_after
 
 
 def narrow_scans(graph: Graph, wanted: Callable[[str], bool]) -> Iterator[Rewrite]:
@@ -33,25 +32,19 @@ def narrow_scans(graph: Graph, wanted: Callable[[str], bool]) -> Iterator[Rewrit
 
 
 def _narrowed(scan: Node, y: Node, wanted: Callable[[str], bool]) -> Rewrite | None:
-    end = narrowed_later(y)
-    inside = None if end is None or not wanted(end.name) else region(end)
-    if end is None or inside is None or scan not in inside:
-        return None
-    build = Builder(end)
-    new = narrowed(build, end, inside, y, y)
-    if new is None:
-        build.undo()
+    found = narrow_after(y, y, (), wanted)
+    if found is None:
         return None
     tokens = known(value(y).shape[1])
     many = f"{tokens} tokens" if isinstance(tokens, int) else "any number of tokens"
     return replace_node(
-        end,
-        new,
-        inside=inside,
-        added=build.added,
+        found.end,
+        found.new,
+        inside=found.inside,
+        added=found.added,
         name="narrow scan",
         why="what is read and written was widened to float32",
-        detail=f"{many} in one {OPERATORS[scan.target]} in {str(value(end).dtype).removeprefix('torch.')}",
+        detail=f"{many} in one {OPERATORS[scan.target]} in {str(value(found.end).dtype).removeprefix('torch.')}",
         multilinear=False,
         terms=concrete(tokens),
         spread=0.1,

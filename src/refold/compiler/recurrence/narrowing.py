@@ -11,7 +11,8 @@ Shapes are those of the region, and stay; dtypes change.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from operator import getitem
 from typing import Any
 
@@ -69,6 +70,44 @@ def region(root: Node) -> set[Node] | None:
         found.add(node)
         stack.extend(node.all_input_nodes)
     return found
+
+
+@dataclass
+class Narrowed:
+    """A 16-bit value that was computed anew.
+
+    Attributes:
+        end: The value.
+        new: What takes its place.
+        inside: The `region` of the value.
+        added: The nodes that compute ``new``.
+    """
+
+    end: Node
+    new: Node
+    inside: set[Node]
+    added: list[Node]
+
+
+def narrow_after(old: Node, new: Node, made: Collection[Node], wanted: Callable[[str], bool]) -> Narrowed | None:
+    """Compute the 16-bit value that a widened scan becomes anew, with a scan in 16 bits; None if there is none.
+
+    Args:
+        old: What the scan gave.
+        new: The same by an operator in float32; it may be ``old``.
+        made: The nodes that compute ``new``.
+        wanted: Which values may be replaced.
+    """
+    end = narrowed_later(old)
+    inside = None if end is None or not wanted(end.name) else region(end)
+    if end is None or inside is None or old not in inside:
+        return None
+    build = Builder(end)
+    found = narrowed(build, end, inside | set(made), old, new)
+    if found is None:
+        build.undo()
+        return None
+    return Narrowed(end, found, inside, build.added)
 
 
 def narrowed(build: Builder, root: Node, inside: set[Node], old: Node, new: Node) -> Node | None:
