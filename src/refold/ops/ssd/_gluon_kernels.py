@@ -20,7 +20,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     mbarrier,
     tma,
     warpgroup_mma,
-    warpgroup_mma_init,
     warpgroup_mma_wait,
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
@@ -126,7 +125,7 @@ def _sum_state(
     shifted = gl.load(shifted_ptr + row + offs_t)
     last = gl.load(decay_ptr + row + CHUNK - 1)
     total = last * 0.0
-    state = warpgroup_mma_init(gl.zeros([P, N], gl.float32, layout=acc_h))
+    state = gl.zeros([P, N], gl.float32, layout=acc_h)
     for i in range(count):
         stage = i % STAGES
         total += last
@@ -135,16 +134,16 @@ def _sum_state(
         shifted = gl.load(shifted_ptr + row + offs_t)
         last = gl.load(decay_ptr + row + CHUNK - 1)
         barrier()
-        # Every warp has waited for the products of the chunk before the last one: its tiles are free.
-        mbarrier.arrive(empty.index((i + STAGES - 2) % STAGES), count=1, pred=i > 1)
+        # Every warp has waited for the products of the last chunk: its tiles are free.
+        mbarrier.arrive(empty.index((i + STAGES - 1) % STAGES), count=1, pred=i > 0)
         mbarrier.wait(full.index(stage), (i // STAGES) & 1)
         weight = weight_smem.index(UNIT).load(gl.SliceLayout(0, op_h))
         x_tile = x_smem.index(stage * TILES + WHICH).reshape([CHUNK, P]).permute((1, 0)).load(op_h)
         x_weighted = (x_tile.to(gl.float32) * weight[None, :]).to(x_smem.dtype)
-        done = warpgroup_mma_wait(0, deps=[state])
         B_tile = B_smem.index(stage * HALVES + HALF).reshape([CHUNK, N])
-        state = warpgroup_mma(x_weighted, B_tile, done, is_async=True)
-    state = warpgroup_mma_wait(0, deps=[state])
+        # Waited for at once: of a sum in flight over the end of a loop, ptxas runs every product alone.
+        state = warpgroup_mma(x_weighted, B_tile, state, is_async=True)
+        state = warpgroup_mma_wait(0, deps=[state])
     offs, inside = _state_offsets(tile, HALF, acc_h, HEADDIM, DSTATE, P, N)
     piece = (pid_b * npieces + pid_s).to(gl.int64) * nheads + pid_h
     gl.store(state_ptr + piece * (HEADDIM * DSTATE) + offs, state, mask=inside)
