@@ -57,11 +57,8 @@ def _attention(width: int) -> dict[str, Any]:
 
 
 MODELS = {
-    "mamba": Model("Mamba", 2560, lambda width, layers: {**_MAMBA1, "time_step_rank": width // 16}),
     "mamba2": Model("Mamba2", 2560, lambda width, layers: {
         "num_heads": 2 * width // 64, "head_dim": 64, "state_size": 128, "n_groups": 1}),
-    "falcon_mamba": Model("FalconMamba", 4096, lambda width, layers: {**_MAMBA1, "time_step_rank": width // 16}),
-    "jamba": Model("Jamba", 4096, lambda width, layers: {**_JAMBA, **_attention(width), "mamba_dt_rank": width // 16}),
     "bamba": Model("Bamba", 4096, lambda width, layers: {**_heads(width, 128), "attn_layer_indices": []}),
     "granitemoehybrid": Model("GraniteMoeHybrid", 1536, lambda width, layers: {
         **_heads(width, 128), "layer_types": ["mamba"] * layers, "num_local_experts": 0,
@@ -78,8 +75,11 @@ MODELS = {
     "minimax": Model("MiniMax", 4096, lambda width, layers: {
         **_attention(width), "layer_types": ["linear_attention"] * layers, "num_local_experts": 1,
         "num_experts_per_tok": 1}),
+    "mamba": Model("Mamba", 2560, lambda width, layers: {**_MAMBA1, "time_step_rank": width // 16}),
+    "falcon_mamba": Model("FalconMamba", 4096, lambda width, layers: {**_MAMBA1, "time_step_rank": width // 16}),
+    "jamba": Model("Jamba", 4096, lambda width, layers: {**_JAMBA, **_attention(width), "mamba_dt_rank": width // 16}),
 }  # fmt: skip
-"""By transformers' names."""
+"""By transformers' names; those whose original is a loop over all tokens come last."""
 
 
 def make(name: str, width: int, layers: int) -> Any:
