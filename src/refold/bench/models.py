@@ -66,7 +66,7 @@ MODELS = {
     "falcon_h1": Model("FalconH1", 2048, lambda width, layers: {**_heads(width, 256), "mamba_d_ssm": 2 * width}),
     "nemotron_h": Model("NemotronH", 4096, lambda width, layers: {
         **_attention(width), "layers_block_type": ["mamba"] * layers, "mamba_num_heads": 2 * width // 64,
-        "mamba_head_dim": 64, "ssm_state_size": 128, "n_groups": 8}),
+        "mamba_head_dim": 64, "ssm_state_size": 128, "n_groups": min(8, 2 * width // 64)}),
     "zamba2": Model("Zamba2", 2560, lambda width, layers: {
         "layers_block_type": ["mamba"] * layers, "n_mamba_heads": 2 * width // 64, "mamba_headdim": 64,
         "mamba_d_state": 64, "num_attention_heads": max(1, width // 128)}),
@@ -91,7 +91,7 @@ def make(name: str, width: int, layers: int) -> Any:
             "hidden_size": width, "num_hidden_layers": layers, "intermediate_size": width, "vocab_size": 8,
             "pad_token_id": None, "bos_token_id": None, "eos_token_id": None, **one.more(width, layers),
         }  # fmt: skip
-        if "layers_block_type" in given:  # then their number is that list's length
+        if one.kind == "NemotronH":  # their number is the length of the list of their kinds
             del given["num_hidden_layers"]
         if one.kind in ("Mamba", "FalconMamba", "Mamba2"):  # no MLP, and the name is another size there
             del given["intermediate_size"]

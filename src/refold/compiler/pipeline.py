@@ -28,6 +28,7 @@ from .passes.narrow_scans import narrow_scans
 from .passes.prefer_onednn import prefer_onednn
 from .passes.recover_contractions import drop_degenerate_sums, recover_contractions
 from .passes.replace_causal_convolutions import replace_causal_convolutions
+from .passes.replace_gated_norms import replace_gated_norms
 from .passes.replace_prefix_networks import replace_prefix_networks
 from .passes.replace_rescaled_sums import replace_rescaled_sums
 from .passes.reroll_loops import reroll_loops
@@ -73,6 +74,7 @@ BEFORE_AUTOGRAD: list[tuple[str, Pass]] = [
     ("narrow scans", narrow_scans),
     ("absorb skips", absorb_skips),
     ("replace causal convolutions", replace_causal_convolutions),
+    ("replace gated norms", replace_gated_norms),
     ("unroll depthwise convolutions", unroll_depthwise_convolutions),
 ]
 """What replaces code whose backward is not there yet; see `refold.compiler.dynamo.before_autograd`."""
