@@ -172,9 +172,8 @@ def measure(model: Any, programs: dict[str, Any], x: Tensor, bound: float, round
         try:
             error = float((run().double() - exact).norm() / exact.norm())
         except Exception as failure:  # whatever a program raises; the others are measured
-            row["not_run"][who] = row["refused"] = (
-                f"{who}: {type(failure).__name__}: {str(failure).splitlines()[0][:200]}"
-            )
+            said = str(failure).partition("\n")[0][:200]
+            row["not_run"][who] = row["refused"] = f"{who}: {type(failure).__name__}: {said}"
             continue
         row["first_call_s"][who], row["errors"][who] = time.perf_counter() - start, error
         if error <= bound:
