@@ -2,7 +2,8 @@
 
 Values are split into factors in index notation, each with the axes of the states that it runs along. States may be read
 after their step or before it (``loop.previous``), and other products may be added to them. The sum in ``sum over n of C
-* (h + u * B)`` is multiplied out. The terms without the states are kept apart.
+* (h + u * B)`` is multiplied out. The terms without the states are kept apart. States that are rounded to 16 bits only
+to be contracted are read before that, and the other factors are widened.
 
 Shapes. States are (b, t, ...) in the scan, and (t, ...) over all steps of a loop, axis 0 of a state being the batch.
 """
@@ -10,18 +11,19 @@ Shapes. States are (b, t, ...) in the scan, and (t, ...) over all steps of a loo
 from __future__ import annotations
 
 from collections.abc import Mapping, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch.fx import Node
 
 from ..ir.fx import value
-from ..ir.index import Factor, Product, index, matmul_product, sum_product
+from ..ir.index import Factor, Product, expand, index, matmul_product, sum_product
 from ..ir.symbols import resolve
 from .vectorize import Emitter
 
 aten = torch.ops.aten
+_CONVERT = torch.ops.prims.convert_element_type.default
 
 
 @dataclass(frozen=True)
@@ -37,8 +39,36 @@ class Term:
 
 
 def terms(emit: Emitter, node: Node, state_axes: tuple[int | None, ...]) -> tuple[float, list[Term]]:
-    """Split a value into factors as far as index notation sees them; (scale, factors)."""
-    return _split(emit, index(node), node, state_axes)
+    """Split a value into factors as far as index notation sees them; (scale, factors).
+
+    Index notation takes a product of two dtypes as it is. Here each side is split, and its factors are widened.
+    """
+    if not _is_mixed(node):
+        return _split(emit, index(node), node, state_axes)
+    scale, found = 1.0, list[Term]()
+    for side in node.all_input_nodes:
+        number, parts = terms(emit, side, _own_axes(side, state_axes))
+        scale, found = scale * number, found + [_cast(emit, term, value(node).dtype) for term in parts]
+    return scale, found
+
+
+def _is_mixed(node: Node) -> bool:
+    """Tell whether a node multiplies a tensor by another one, of a narrower type."""
+    if node.target is not aten.mul.Tensor or len(node.all_input_nodes) != 2:
+        return False
+    kinds = {value(side).dtype for side in node.all_input_nodes}
+    return len(kinds) == 2 and value(node).dtype == torch.float32
+
+
+def _own_axes(side: Node, state_axes: tuple[int | None, ...]) -> tuple[int | None, ...]:
+    """Return which axis of the states each axis of an operand is that is broadcast; one of size one is none."""
+    shape = value(side).shape
+    own = state_axes[len(state_axes) - len(shape) :]
+    return tuple(place if size != 1 else None for place, size in zip(own, shape, strict=True))
+
+
+def _cast(emit: Emitter, term: Term, dtype: torch.dtype) -> Term:
+    return Term(emit.cast(term.node, dtype), term.state_axes)
 
 
 def _split(emit: Emitter, product: Product, node: Node, state_axes: tuple[int | None, ...]) -> tuple[float, list[Term]]:
@@ -137,8 +167,12 @@ def find_readout(emit: Emitter, node: Node, states: ScanStates) -> Readout | Non
         product = matmul_product(node)
     else:
         return None
-    holding = [] if product is None else [factor for factor in product.factors if factor.node in states.dependent]
-    if product is None or len(holding) != 1:
+    if product is None:
+        return None
+    whole = expand(product, lambda factor: _before_rounding(factor) if factor in states.dependent else None)
+    rounded, product = whole.through != product.through, whole
+    holding = [factor for factor in product.factors if factor.node in states.dependent]
+    if len(holding) != 1:
         return None
     (mine,) = holding
     state_axes = states.state_axes(mine.node)
@@ -162,6 +196,8 @@ def find_readout(emit: Emitter, node: Node, states: ScanStates) -> Readout | Non
         if placed is None:
             return None
         scale, others = scale * placed[0], others + placed[1]
+    if rounded:
+        others = [_cast(emit, term, value(mine.node).dtype) for term in others]
     found = _multiplied_out(emit, scale, [Term(mine.node, state_axes), *others], states)
     held = [product for product in found or [] if any(term.node in states.dependent for term in product[1])]
     if found is None or len(held) != 1:
@@ -173,6 +209,17 @@ def find_readout(emit: Emitter, node: Node, states: ScanStates) -> Readout | Non
     others = [term for term in factors if term is not own]
     out = tuple(where[axis] for axis in layout)
     return Readout(node, where[bound[0]], scale, others, out, own.node is states.before, besides)
+
+
+def _before_rounding(node: Node) -> Product | None:
+    """Read what was rounded to 16 bits before it is contracted: an operator's states stay in float32."""
+    if node.target is not _CONVERT or value(node).dtype not in (torch.bfloat16, torch.float16):
+        return None
+    wide: Any = node.args[0]
+    if value(wide).dtype != torch.float32:
+        return None
+    inner = index(wide)
+    return replace(inner, through=(*inner.through, node))
 
 
 def _multiplied_out(
@@ -188,9 +235,7 @@ def _multiplied_out(
     products: list[tuple[float, list[Term]]] = []
     for side, sign in zip(sides, (1.0, -1.0 if total.node.target is aten.sub.Tensor else 1.0), strict=True):
         assert isinstance(side, Node)
-        shape = value(side).shape
-        own = total.state_axes[len(total.state_axes) - len(shape) :]
-        number, parts = terms(emit, side, tuple(p if size != 1 else None for p, size in zip(own, shape, strict=True)))
+        number, parts = terms(emit, side, _own_axes(side, total.state_axes))
         found = _multiplied_out(emit, scale * sign * number, parts + others, states)
         if found is None:
             return None

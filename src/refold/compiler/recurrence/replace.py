@@ -25,6 +25,7 @@ from .readout import ScanStates, find_readout
 from .reroll import Reroller
 
 aten = torch.ops.aten
+_CONVERT = torch.ops.prims.convert_element_type.default
 
 SCANS = {OPS[name] for name in ("linear_scan", "selective_scan", "ssd")}
 _CONTRACTIONS = (aten.sum.dim_IntList, aten.bmm.default)
@@ -71,7 +72,7 @@ def _only_reader(root: Node) -> tuple[Node, set[Node]] | None:
         for user in stack.pop().users:
             if user.target in _CONTRACTIONS:
                 readers.add(user)
-            elif user.op == "call_function" and (is_view(user) or user.target is aten.mul.Tensor):
+            elif user.op == "call_function" and (is_view(user) or user.target in (aten.mul.Tensor, _CONVERT)):
                 between.add(user)
                 stack.append(user)
             else:
