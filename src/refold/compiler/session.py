@@ -94,7 +94,8 @@ class GraphCompile:
         saved = self._rewrite_before_autograd()
         try:
             compiled = self._built()
-            if defined and not entry.applied:  # Inductor has code of its own for PyTorch's scans
+            applied = any(row.status == "applied" for row in self.rows.values())
+            if defined and not applied:  # Inductor has code of its own for PyTorch's scans
                 self.gm = self.given
                 compiled = self._built()
         except TooLong as reason:

@@ -185,6 +185,22 @@ def test_inductor_compiles_the_operation_if_nothing_replaces_it(monkeypatch):
     assert [len(scans(gm)) for gm in built] == [0, 1]
 
 
+def test_what_replaces_the_operation_is_not_compiled_away(monkeypatch):
+    """The program that runs is the one whose rewrites the report shows, also where Inductor has code of its own."""
+    monkeypatch.setattr(associative_scan, "has_code", lambda device: True)
+    built, compile_once = [], GraphCompile._built
+
+    def counted(session):
+        built.append(any(map(associative_scan.is_scan, session.gm.graph.nodes)))
+        return compile_once(session)
+
+    monkeypatch.setattr(GraphCompile, "_built", counted)
+    compiled = refold.compile(operation, accept="always", verify="off", cache=False, strict=True)
+    torch.testing.assert_close(compiled(*decays()), doubled(*decays()) * doubled(*decays())[:, -1:])
+    assert [row.detail for row in compiled.report.rewrites] == ["32 steps of a state of 2 x 6 as one linear_scan"]
+    assert built == [False]
+
+
 def test_a_network_in_place():
     def fn(a, x):
         return network(a[..., None], x[..., None], lambda x: x.transpose(1, 2))[..., 0]
