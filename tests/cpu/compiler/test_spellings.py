@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import refold
 from support.agreement import check
 
 BATCH, STEPS, CHANNELS, HEADS, HEAD = 2, 24, 6, 2, 4
@@ -118,6 +119,32 @@ def longhorn(x, q, k, dt):
     return torch.stack(out, 1)
 
 
+def operation(a, x):
+    """PyTorch's own ``scan``, of which the last state is read, too."""
+    from torch._higher_order_ops.scan import scan
+
+    def step(h, now):
+        h = now[0] * h + now[1]
+        return h, 2 * h
+
+    last, states = scan(step, torch.zeros_like(x[:, 0]), (a.sigmoid(), x), dim=1)
+    return states + last.unsqueeze(1)
+
+
+def operation_against_time(a, x):
+    """The same backwards, with two states, and with what all steps read."""
+    from torch._higher_order_ops.scan import scan
+
+    decay = a.mean((0, 1)).sigmoid()
+
+    def step(state, now):
+        h = decay * state[0] + now
+        return (h, 0.5 * state[1] + h), state[1].sin()
+
+    zero = torch.zeros_like(x[:, 0])
+    return scan(step, (zero, zero), x, dim=1, reverse=True)[1]
+
+
 LONG, ONE, WEIGHTS = (BATCH, STEPS, CHANNELS), (STEPS, HEADS * HEAD), (CHANNELS, HEAD)
 SPELLINGS = {
     rwkv6_of_one_sequence: ([ONE, ONE, ONE, ONE, ONE[1:]], "linear_scan"),
@@ -128,9 +155,12 @@ SPELLINGS = {
     sums_of_chunks: ([(BATCH, 2 * STEPS, CHANNELS)] * 2, "linear_scan"),
     gate_loop: ([LONG] * 5, "complex scan"),
     longhorn: ([LONG] * 4, "linear_scan"),
+    operation: ([LONG] * 2, "linear_scan"),
+    operation_against_time: ([LONG] * 2, "linear_scan"),
 }
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # by PyTorch's scan in eager
 @pytest.mark.parametrize("training", [False, True])
 @pytest.mark.parametrize("fn", SPELLINGS, ids=lambda fn: fn.__name__)
 def test_found_and_right(fn, training):
@@ -138,3 +168,19 @@ def test_found_and_right(fn, training):
     generator = torch.Generator().manual_seed(0)
     details = check(fn, [torch.randn(shape, generator=generator) for shape in shapes], training)
     assert any(found in detail for detail in details), details
+
+
+def test_an_operation_that_is_no_scan_stays_and_the_report_says_why():
+    from torch._higher_order_ops.scan import scan
+
+    def fn(x):
+        def step(h, now):
+            h = torch.tanh(h) + now
+            return h, h.clone()
+
+        return scan(step, torch.zeros_like(x[:, 0]), x, dim=1)[1]
+
+    report = refold.explain(fn, torch.randn(BATCH, STEPS, CHANNELS))
+    assert not report.rewrites
+    assert "a scan operation stays as it is: `torch.tanh(h)`" in str(report)
+    assert "[carry-not-affine]" in str(report)
