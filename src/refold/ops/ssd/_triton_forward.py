@@ -94,7 +94,7 @@ class _Tiles:
         scan: Tiles of a program of `scan`, neighbours in a group.
         state: Likewise of `state`.
         blocks: Tiles of a head.
-        own_cb: Whether a program of `scan` forms C·Bᵀ: where no other one reads it.
+        own_cb: Whether a program of `scan` forms C·Bᵀ: where at most one other tile reads it.
     """
 
     channels: int
@@ -111,9 +111,10 @@ class _Tiles:
         channels, states = 64, 64 if dstate <= 64 else 128
         halves, blocks = triton.cdiv(dstate, states), triton.cdiv(headdim, channels)
         group = nheads // ngroups * blocks
-        scan = 2 if halves == 1 and group % 2 == 0 else 1
+        own_cb = group == 1 or (group == 2 and halves == 1)
+        scan = 2 if halves == 1 and group % 2 == 0 and not own_cb else 1
         state = next(tiles for tiles in (4, 2, 1) if tiles * halves <= 4 and group % tiles == 0)
-        return cls(channels, states, halves, scan, state, blocks, own_cb=group == 1)
+        return cls(channels, states, halves, scan, state, blocks, own_cb)
 
     def registers(self) -> tuple[dict[str, int], dict[str, int]]:
         """Return the options of `scan` and of `state` that let two small programs share a multiprocessor."""
