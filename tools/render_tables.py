@@ -269,7 +269,7 @@ def recurrences(folder: str) -> Callable[[], str]:
     return render
 
 
-def models(folder: str) -> Callable[[], str]:
+def models(folders: Callable[[], list[str]]) -> Callable[[], str]:
     """Return what makes the table of transformers' models: the fastest turns, and compiled over accelerated."""
 
     def best(name: str, bold: bool = False) -> Callable[[Row], str]:
@@ -280,7 +280,7 @@ def models(folder: str) -> Callable[[], str]:
         ms = row.get("best_ms", {})
         return f"{ms['refold'] / ms['accelerated']:.2f}x" if {"refold", "accelerated"} <= ms.keys() else "-"
 
-    return lambda: table(stored(RESULTS, folder, "models"), {
+    return lambda: table([row for folder in folders() for row in stored(RESULTS, folder, "models")], {
         "model": key("case"),
         "width, tokens, dtype": lambda row: f"{row['width']}, {row['batch']} x {row['tokens']}, {row['dtype']}",
         "eager": best("eager"),
@@ -392,7 +392,7 @@ def ssd_jax() -> str:
 
 
 def _cpus() -> list[str]:
-    return sorted(path.name for path in RESULTS.iterdir() if path.name.endswith("-threads"))
+    return sorted(path.name for path in RESULTS.iterdir() if path.name.endswith(("-thread", "-threads")))
 
 
 TABLES: dict[str, Callable[[], str]] = {
@@ -400,7 +400,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "ssd_sizes": ssd("ssd-sizes"),
     "pointwise": pointwise, "training": training, "linear_attention": linear_attention,
     "chunked_scan": chunked_scan, "kernelbench": kernelbench, "recurrences": recurrences(CPU),
-    "recurrences_gpu": recurrences(GPU), "models": models(CPU), "models_gpu": models(GPU),
+    "recurrences_gpu": recurrences(GPU), "models": models(_cpus), "models_gpu": models(lambda: [GPU]),
     "cpu": cpu, "compile_time": compile_time, "decode": generation("decode"),
     "prefill": generation("prefill"), "generation": generation("generation"), "ssd_jax": ssd_jax,
     "generation_cpu": in_turns("generation-cpu"), "generation_torch_cpu": in_turns("generation-torch-cpu"),

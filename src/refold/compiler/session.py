@@ -20,6 +20,7 @@ from .compile_time import inductor_seconds, unrolled_seconds
 from .decisions import Store, digest, versions
 from .dynamo import rewriting_before_autograd
 from .dynamo.associative_scan import define_scans
+from .dynamo.scan_operation import scans_as_loops
 from .external_cumsum import keep_scans_external
 from .inductor import (
     Compiled,
@@ -71,7 +72,7 @@ class GraphCompile:
         self, gm: GraphModule, inputs: Sequence[Any], settings: Settings, entry: GraphReport, store: Store
     ) -> None:
         self.inputs, self.settings, self.entry, self.store = inputs, settings, entry, store
-        self.given = define_scans(gm, everywhere=entry.mode == "training")
+        self.given = define_scans(scans_as_loops(gm, entry.notes), everywhere=entry.mode == "training")
         self.gm = define_scans(self.given, everywhere=True)
         self.options = {**(settings.options or {}), **settings.choices.inductor}
         self.refused: set[str] = set()
@@ -94,7 +95,8 @@ class GraphCompile:
         saved = self._rewrite_before_autograd()
         try:
             compiled = self._built()
-            if defined and not entry.applied:  # Inductor has code of its own for PyTorch's scans
+            applied = any(row.status == "applied" for row in self.rows.values())
+            if defined and not applied:  # Inductor has code of its own for PyTorch's scans
                 self.gm = self.given
                 compiled = self._built()
         except TooLong as reason:
@@ -442,7 +444,7 @@ def _row(rewrite: Rewrite, key: str, verdict: Verdict | None) -> RewriteReport:
 
 def describe_captured(entry: GraphReport, gm: GraphModule) -> GraphModule:
     """Write into a report what would be rewritten before autograd; return the graph with that."""
-    gm = duplicate(define_scans(gm, everywhere=True))
+    gm = duplicate(define_scans(scans_as_loops(gm, entry.notes), everywhere=True))
     for call in captured_loops(gm):
         from .dynamo.to_scan import describe_loop, find_scan
 

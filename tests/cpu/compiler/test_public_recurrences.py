@@ -7,66 +7,15 @@ import torch.nn.functional as F
 import refold
 from refold.bench.recurrences import HEAD, RECURRENCES
 from refold.compiler.decisions import Store
-from refold.compiler.dynamo import associative_scan, captures_loops
-from refold.compiler.inductor import bind, show_graph
-from refold.compiler.ir.evaluate import evaluate
-from refold.compiler.pipeline import run
+from refold.compiler.dynamo import associative_scan
 from refold.compiler.recurrence import systems
 from refold.compiler.recurrence.systems import MAX_PLUS_SCAN
 from refold.compiler.session import GraphCompile
 from refold.compiler.validate.region import Settings
 from refold.report import GraphReport
+from support.agreement import check
 
 STEPS = 21
-
-
-def rewritten(fn, *inputs, training=False):
-    """Rewrite before autograd, and in inference after it, and run that without generating code: (results, rows)."""
-    rows = []
-
-    def backend(gm, example_inputs):
-        entry = GraphReport(index=0, mode="training" if training else "inference")
-        settings = Settings(verify="off", accept="always", cache=False)
-        session = GraphCompile(gm, example_inputs, settings, entry, Store(None, ""))
-        session._rewrite_before_autograd()
-        rows.extend(session.rows.values())
-        if training:
-            return session.gm
-        graphs = []
-        show_graph(session.gm, example_inputs, lambda graph: graphs.append((graph, run(graph))))
-        ((graph, rewrites),) = graphs
-        rows.extend(rewrites)
-        return lambda *xs: evaluate(torch.fx.GraphModule(graph.owning_module, graph), bind(graph, xs))
-
-    torch._dynamo.reset()
-    return torch.compile(fn, backend=captures_loops(backend), fullgraph=True)(*inputs), rows
-
-
-def outputs(fn, inputs, training, weights):
-    inputs = [x.detach().requires_grad_(training) for x in inputs]
-    y = fn(*inputs)
-    own = torch.autograd.grad((y * weights.to(y)).sum(), inputs, materialize_grads=True) if training else ()
-    return [y.detach(), *own]
-
-
-def check(fn, inputs, training, like=None):
-    """Compare with eager, or ``like``, in float64: as near to it as that is in float32, or nearly so."""
-    found = []
-
-    def run(*xs):
-        y, rows = rewritten(fn, *xs, training=training)
-        found.extend(rows)
-        return y
-
-    weights = torch.randn(fn(*inputs).shape, generator=torch.Generator().manual_seed(1))
-    like = like or fn
-    exact = outputs(like, [x.double() for x in inputs], training, weights)
-    eager = outputs(like, inputs, training, weights)
-    for r, o, y in zip(exact, eager, outputs(run, inputs, training, weights), strict=True):
-        norm = float(r.norm()) or 1.0
-        error, own = (float((x.double() - r).norm()) / norm for x in (y, o))
-        assert error <= 16 * own + 1e-6, f"error {error:.1e}, eager's is {own:.1e}"
-    return [row.detail for row in found]
 
 
 @pytest.mark.parametrize("training", [False, True])
@@ -234,6 +183,22 @@ def test_inductor_compiles_the_operation_if_nothing_replaces_it(monkeypatch):
     torch._dynamo.reset()
     torch.compile(operation, backend=backend, fullgraph=True)(*decays())
     assert [len(scans(gm)) for gm in built] == [0, 1]
+
+
+def test_what_replaces_the_operation_is_not_compiled_away(monkeypatch):
+    """The program that runs is the one whose rewrites the report shows, also where Inductor has code of its own."""
+    monkeypatch.setattr(associative_scan, "has_code", lambda device: True)
+    built, compile_once = [], GraphCompile._built
+
+    def counted(session):
+        built.append(any(map(associative_scan.is_scan, session.gm.graph.nodes)))
+        return compile_once(session)
+
+    monkeypatch.setattr(GraphCompile, "_built", counted)
+    compiled = refold.compile(operation, accept="always", verify="off", cache=False, strict=True)
+    torch.testing.assert_close(compiled(*decays()), doubled(*decays()) * doubled(*decays())[:, -1:])
+    assert [row.detail for row in compiled.report.rewrites] == ["32 steps of a state of 2 x 6 as one linear_scan"]
+    assert built == [False]
 
 
 def test_a_network_in_place():

@@ -1,0 +1,186 @@
+"""Recurrences in further spellings of public code are found, and agree with eager in float64."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import refold
+from support.agreement import check
+
+BATCH, STEPS, CHANNELS, HEADS, HEAD = 2, 24, 6, 2, 4
+
+
+def rwkv6_of_one_sequence(r, k, v, w, u):
+    """Heads are matrices, and their outer products products of matrices."""
+    r, k, v, w = r.view(-1, HEADS, 1, HEAD), k.view(-1, HEADS, HEAD, 1), v.view(-1, HEADS, 1, HEAD), torch.exp(w)
+    w, u, state = torch.exp(-w).view(-1, HEADS, HEAD, 1), u.view(HEADS, HEAD, 1), k.new_zeros(HEADS, HEAD, HEAD)
+    out = k.new_empty(r.shape[0], HEADS, HEAD)
+    for t in range(r.shape[0]):
+        a = k[t] @ v[t]
+        out[t] = (r[t] @ (u * a + state)).squeeze(1)
+        state = a + w[t] * state
+    return out.view(-1, HEADS * HEAD)
+
+
+def mlstm_by_chunks(k, v, i, f):
+    """The states of xLSTM's matrix memory at the ends of chunks, with their stabiliser (arXiv:2503.13427)."""
+    k, v = (x.unflatten(1, (-1, 4)) for x in (k, v))
+    i, f = (x[..., 0].unflatten(1, (-1, 4)) for x in (i, F.logsigmoid(f)))
+    b = f.cumsum(-1)
+    a, g = b[..., -1:] - b + i, b[..., -1]
+    top, c, states = torch.zeros_like(g[:, 0]), k.new_zeros(k.shape[0], k.shape[-1], k.shape[-1]), []
+    for n in range(k.shape[1]):
+        new = torch.max(g[:, n] + top, a[:, n].max(-1).values)
+        inputs = k[:, n] * torch.exp(a[:, n] - new[:, None])[..., None]
+        c = torch.exp(g[:, n] + top - new)[:, None, None] * c + inputs.mT @ v[:, n]
+        top = new
+        states.append(c)
+    return torch.stack(states, 1)
+
+
+def kalman_of_columns(z, gain):
+    """Positions and velocities in a plane, as columns that matrices multiply from the left."""
+    moves = torch.eye(4).to(z) + 0.1 * torch.eye(4).roll(2, 1).triu(1).to(z)
+    sees = torch.eye(4)[:2].to(z)
+    x, out = z.new_zeros(z.shape[0], 4, 1), []
+    for t in range(z.shape[1]):
+        x = 0.9 * (moves @ x)
+        x = x + 0.3 * gain.sigmoid() @ (z[:, t, :2].unsqueeze(-1) - sees @ x)
+        out.append(x.squeeze(-1))
+    return torch.stack(out, 1)
+
+
+def linear_prediction(x, coefficients):
+    """An all-pole filter whose coefficients change at every step."""
+    x, past, out = x[..., 0], torch.zeros_like(x[:, 0, :3]), []
+    for t in range(x.shape[1]):
+        y = x[:, t] - torch.linalg.vecdot(0.2 * coefficients[:, t, :3], past)
+        past = torch.cat([y.unsqueeze(1), past[:, :-1]], dim=1)
+        out.append(y)
+    return torch.stack(out, 1)
+
+
+def s4d_by_steps(u, re, im, c):
+    """Complex states, a step in a function of its own, time last."""
+    rate, c = torch.complex(-re.exp(), im), torch.complex(c, im)
+    decay = torch.exp(0.1 * rate)
+    inputs, state, out = (decay - 1) / rate, torch.zeros(u.shape[0], *rate.shape, dtype=rate.dtype), []
+
+    def step(x, state):
+        state = torch.einsum("bhn,hn->bhn", state, decay) + torch.einsum("hn,bh->bhn", inputs, x.to(inputs.dtype))
+        return 2 * torch.einsum("hn,bhn->bh", c, state).real, state
+
+    for x in u.mT.unbind(-1):
+        y, state = step(x, state)
+        out.append(y)
+    return F.gelu(torch.stack(out, -1))
+
+
+def sums_of_chunks(g, x):
+    """A cumulative sum within chunks, and a state that goes from chunk to chunk."""
+    h, out = torch.zeros_like(x[:, 0]), []
+    for logs, part in zip(F.logsigmoid(g).split(2, dim=1), x.split(2, dim=1), strict=True):
+        sums = logs.cumsum(1)
+        states = sums.exp() * (h.unsqueeze(1) + (part * torch.exp(-sums)).cumsum(1))
+        h = states[:, -1]
+        out.append(states)
+    return torch.cat(out, 1)
+
+
+def halved(combine, elements):
+    """Scan along axis 1 as JAX does it: of pairs first, then of what is between them."""
+    count = elements[0].shape[1]
+    if count < 2:
+        return elements
+    pairs = combine([x[:, : count - 1 : 2] for x in elements], [x[:, 1::2] for x in elements])
+    odd = halved(combine, pairs)
+    even = combine([x[:, : (count - 1) // 2] for x in odd], [x[:, 2::2] for x in elements])
+    even = [torch.cat([x[:, :1], later], 1) for x, later in zip(elements, even, strict=True)]
+    both = [torch.stack([e[:, : o.shape[1]], o], 2).flatten(1, 2) for e, o in zip(even, odd, strict=True)]
+    return both if count % 2 == 0 else [torch.cat([x, e[:, -1:]], 1) for x, e in zip(both, even, strict=True)]
+
+
+def gate_loop(q, k, v, size, angle):
+    """Complex gates on outer products, scanned by halves (Katsch 2023, arXiv:2311.01927)."""
+    gates = torch.polar(size.sigmoid(), angle)[..., :1, None]
+    states = (k.unsqueeze(-1) * v.unsqueeze(-2)).to(gates.dtype)
+    states = halved(lambda x, y: [x[0] * y[0], y[0] * x[1] + y[1]], [gates, states])[1]
+    return torch.einsum("btn,btnd->btd", q.to(states.dtype), states).real
+
+
+def longhorn(x, q, k, dt):
+    """A decay that depends on keys and step sizes (Liu et al. 2024, arXiv:2407.14207)."""
+    dt = dt.sigmoid() / (1 + dt.sigmoid() * k.square().sum(-1, keepdim=True))
+    decays, inputs = 1 - torch.einsum("bld,bln->bldn", dt, k.pow(2)), torch.einsum("bld,bln->bldn", dt, k)
+    h, out = x.new_zeros(x.shape[0], x.shape[2], k.shape[2]), []
+    for t in range(x.shape[1]):
+        h = decays[:, t] * h + inputs[:, t] * x[:, t].unsqueeze(-1)
+        out.append(torch.einsum("bn,bdn->bd", q[:, t], h))
+    return torch.stack(out, 1)
+
+
+def operation(a, x):
+    """PyTorch's own ``scan``, of which the last state is read, too."""
+    from torch._higher_order_ops.scan import scan
+
+    def step(h, now):
+        h = now[0] * h + now[1]
+        return h, 2 * h
+
+    last, states = scan(step, torch.zeros_like(x[:, 0]), (a.sigmoid(), x), dim=1)
+    return states + last.unsqueeze(1)
+
+
+def operation_against_time(a, x):
+    """The same backwards, with two states, and with what all steps read."""
+    from torch._higher_order_ops.scan import scan
+
+    decay = a.mean((0, 1)).sigmoid()
+
+    def step(state, now):
+        h = decay * state[0] + now
+        return (h, 0.5 * state[1] + h), state[1].sin()
+
+    zero = torch.zeros_like(x[:, 0])
+    return scan(step, (zero, zero), x, dim=1, reverse=True)[1]
+
+
+LONG, ONE, WEIGHTS = (BATCH, STEPS, CHANNELS), (STEPS, HEADS * HEAD), (CHANNELS, HEAD)
+SPELLINGS = {
+    rwkv6_of_one_sequence: ([ONE, ONE, ONE, ONE, ONE[1:]], "linear_scan"),
+    mlstm_by_chunks: ([(BATCH, 4 * STEPS, CHANNELS)] * 4, "running maximum"),
+    kalman_of_columns: ([LONG, (4, 2)], "linear_system of 4"),
+    linear_prediction: ([LONG, LONG], "linear_system of 3"),
+    s4d_by_steps: ([LONG, WEIGHTS, WEIGHTS, WEIGHTS], "complex scan"),
+    sums_of_chunks: ([(BATCH, 2 * STEPS, CHANNELS)] * 2, "linear_scan"),
+    gate_loop: ([LONG] * 5, "complex scan"),
+    longhorn: ([LONG] * 4, "linear_scan"),
+    operation: ([LONG] * 2, "linear_scan"),
+    operation_against_time: ([LONG] * 2, "linear_scan"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # by PyTorch's scan in eager
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("fn", SPELLINGS, ids=lambda fn: fn.__name__)
+def test_found_and_right(fn, training):
+    shapes, found = SPELLINGS[fn]
+    generator = torch.Generator().manual_seed(0)
+    details = check(fn, [torch.randn(shape, generator=generator) for shape in shapes], training)
+    assert any(found in detail for detail in details), details
+
+
+def test_an_operation_that_is_no_scan_stays_and_the_report_says_why():
+    from torch._higher_order_ops.scan import scan
+
+    def fn(x):
+        def step(h, now):
+            h = torch.tanh(h) + now
+            return h, h.clone()
+
+        return scan(step, torch.zeros_like(x[:, 0]), x, dim=1)[1]
+
+    report = refold.explain(fn, torch.randn(BATCH, STEPS, CHANNELS))
+    assert not report.rewrites
+    assert "a scan operation stays as it is: `torch.tanh(h)`" in str(report)
+    assert "[carry-not-affine]" in str(report)
