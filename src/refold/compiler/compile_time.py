@@ -31,7 +31,7 @@ def inductor_seconds(operations: float) -> float:
 
 def layer_seconds(operations: float) -> float:
     """Estimate how long Inductor takes for so many operations that compute and are no unrolled loop."""
-    return 0.03 * operations
+    return 0.035 * operations
 
 
 def unrolled_seconds(gm: GraphModule, mode: str) -> float:

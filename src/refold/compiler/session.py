@@ -260,7 +260,7 @@ class GraphCompile:
             key = ":".join(["forward", *path]) + ":"
             while True:
                 wanted = functools.partial(self._is_wanted_of, key)
-                found = tools.find_rewrites(self.gm, path, wanted, self.entry.notes)
+                found = tools.find_rewrites(self.gm, path, wanted, self.entry.notes, self._known)
                 if found is None:
                     break
                 rows = []
