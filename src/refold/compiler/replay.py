@@ -206,6 +206,15 @@ class Remembering:
         session = GraphCompile(self.gm, self.inputs, settings, entry, self.store)
         session.lost = lost
         compiled = session.run()
+        if session.lost_together:
+            log.info("the rewrites together are not faster: each is timed alone")
+            before = copy.copy(entry)
+            _reset(entry, before.index, before.mode, before.program)
+            entry.remembered, entry.notes = before.remembered, before.notes
+            session = GraphCompile(self.gm, self.inputs, settings, entry, self.store, each=True)
+            session.lost = lost
+            compiled = session.run()
+            entry.compile_s, entry.checks_s = entry.compile_s + before.compile_s, entry.checks_s + before.checks_s
         if entry.remembered and entry.chosen == "refold":
             entry.reason = "as it does at sizes between the same powers of two"
         if not session.failed:

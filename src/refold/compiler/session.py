@@ -16,7 +16,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from ..report import GraphReport, RewriteReport
-from .compile_time import inductor_seconds, unrolled_seconds
+from .compile_time import WITH_BACKWARD, inductor_seconds, layer_seconds, unrolled_seconds
 from .decisions import Store, digest, versions
 from .dynamo import rewriting_before_autograd
 from .dynamo.associative_scan import define_scans
@@ -33,7 +33,7 @@ from .inductor import (
     sums_are_external,
 )
 from .ir.captured_loop import captured_loops
-from .ir.cost import Cost, graph_cost
+from .ir.cost import Cost, computing, graph_cost
 from .ir.evaluate import values_at
 from .ir.fx import is_made
 from .ir.rewrite import Rewrite
@@ -69,8 +69,17 @@ class GraphCompile:
     """The compile of one graph: find rewrites, judge them, take the fastest program."""
 
     def __init__(
-        self, gm: GraphModule, inputs: Sequence[Any], settings: Settings, entry: GraphReport, store: Store
+        self,
+        gm: GraphModule,
+        inputs: Sequence[Any],
+        settings: Settings,
+        entry: GraphReport,
+        store: Store,
+        *,
+        each: bool = False,
     ) -> None:
+        # Whether each region is timed alone, however long that takes.
+        self.each = each
         self.inputs, self.settings, self.entry, self.store = inputs, settings, entry, store
         self.given = define_scans(scans_as_loops(gm, entry.notes), everywhere=entry.mode == "training")
         self.gm = define_scans(self.given, everywhere=True)
@@ -82,6 +91,8 @@ class GraphCompile:
         self.external_scans, self.scan_sizes = 0, 0
         # The number of terms in the longest sum that was rewritten.
         self.terms = 1
+        # How many operations of the original Inductor would generate code for, backward included.
+        self.operations = 0
         # Rewrites (pass, line) that are known to lose the race.
         self.lost: set[tuple[str, str]] = set()
         # Whether AOTAutograd's cache is asked; whether the last compile showed its graph; whether Inductor failed.
@@ -151,7 +162,8 @@ class GraphCompile:
     def _last_word(self, compiled: Compiled, repeatable: Callable[[], Compiled] | None = None) -> Compiled:
         """Check the whole graph, and race it if that is wanted."""
         start = time.perf_counter()
-        rewritten = Rewritten(compiled, repeatable or self._repeatable, self.terms, self.gm)
+        seconds = layer_seconds(self.operations)
+        rewritten = Rewritten(compiled, repeatable or self._repeatable, self.terms, self.gm, seconds)
         try:
             return choose_program(rewritten, self.given, self.inputs, self.settings, self.entry)
         finally:
@@ -171,6 +183,8 @@ class GraphCompile:
             self.refused.add(key)
         return row
 
+    # How many operations fewer Inductor sees because of what was rewritten before autograd.
+    _operations_saved = 0
     # Whether it is known that the rewrites fit although the graph was not seen.
     _known = False
 
@@ -248,7 +262,7 @@ class GraphCompile:
             key = ":".join(["forward", *path]) + ":"
             while True:
                 wanted = functools.partial(self._is_wanted_of, key)
-                found = tools.find_rewrites(self.gm, path, wanted, self.entry.notes)
+                found = tools.find_rewrites(self.gm, path, wanted, self.entry.notes, self._known)
                 if found is None:
                     break
                 rows = []
@@ -264,6 +278,8 @@ class GraphCompile:
                     self.terms = max(self.terms, rewrite.terms)
                     before, after = rewrite.before, rewrite.after
                     saved += Cost(before.flops - after.flops, before.bytes - after.bytes)
+                    fewer = computing(rewrite.original.graph.nodes) - computing(rewrite.candidate.graph.nodes)
+                    self._operations_saved += WITH_BACKWARD * fewer
                 self.gm = tools.with_part(self.gm, path, found.spliced())
                 break
         return saved
@@ -330,6 +346,8 @@ class GraphCompile:
             self.entry.mode = "training"
         if index == 0:
             self.entry.flops_before = self.entry.flops_after = self.entry.bytes_before = self.entry.bytes_after = 0
+            self.operations = self._operations_saved
+        self.operations += computing(graph.nodes)
         before = graph_cost(graph.nodes)
         original = _copy(graph)
         notes: list[str] = []
@@ -385,7 +403,7 @@ class GraphCompile:
             return Verdict("not faster at sizes between the same powers of two")
         facts = [rewrite.signature, str(rewrite.differentiated), str(rewrite.spread), str(rewrite.terms)]
         options = json.dumps(dict(self.settings.options or {}), sort_keys=True, default=repr)
-        key = digest([*facts, self.settings.verify, self.settings.accept, options])
+        key = digest([*facts, self.settings.verify, self.settings.accept, options, str(self.each)])
         if (found := self.store.get("region", key)) is not None:
             try:
                 return Verdict.from_dict(found[0])
@@ -393,10 +411,17 @@ class GraphCompile:
                 self.entry.notes.append(
                     f"the stored decision on a region ({found[1]}) cannot be read, so it is checked again: {error}"
                 )
-        verdict = validate_region(rewrite, actual, self.settings)
+        verdict = validate_region(rewrite, actual, self.settings, self.each)
         busy = verdict.race is not None and bool(verdict.race.busy)
         self.store.put("region", key, dataclasses.asdict(verdict), lasting=not busy)
         return verdict
+
+    @property
+    def lost_together(self) -> bool:
+        """Whether rewrites lost the race of the whole graph that may be faster without some of the others."""
+        stood = [verdict.postponed for verdict in self.verdicts.values() if not verdict.reason]
+        others = len(stood) > 1 or any(key.startswith("captured:") for key in self.rows)
+        return self.entry.chosen != "refold" and self.entry.speedup is not None and any(stood) and others
 
     def _recover(self, error: Exception) -> bool:
         """After Inductor failed: tell whether another attempt is worth it."""

@@ -57,7 +57,7 @@ _VMAP = "torch._functorch.predispatch"
 
 
 def find_rewrites(
-    gm: GraphModule, path: tuple[str, ...], wanted: Callable[[str], bool], notes: list[str]
+    gm: GraphModule, path: tuple[str, ...], wanted: Callable[[str], bool], notes: list[str], known: bool = False
 ) -> BeforeAutograd | None:
     """Find what can be rewritten in a Dynamo graph before autograd.
 
@@ -66,6 +66,7 @@ def find_rewrites(
         path: Which part of it: names of graphs in graphs, as `checkpointed` gives them.
         wanted: Which sites may be rewritten.
         notes: Gets a sentence for what cannot be looked at, or cannot be replaced.
+        known: Whether it was found before in this graph, with the same inputs, that what is wanted can stand there.
 
     Returns:
         What was found; None if nothing was.
@@ -75,7 +76,7 @@ def find_rewrites(
         return None
     found: BeforeAutograd | None = None
     try:
-        found = BeforeAutograd(duplicate(part), wanted)
+        found = BeforeAutograd(duplicate(part), wanted, known)
         reasons = [*found.notes, *(f"{what} stays as it is: {reason.advice}" for what, reason in found.refused.items())]
     except Exception as error:  # what cannot be traced once more has no common error
         reason = (str(error).splitlines() or [""])[0]
@@ -139,15 +140,16 @@ class BeforeAutograd:
         notes: What they say.
     """
 
-    def __init__(self, gm: GraphModule, wanted: Callable[[str], bool] = lambda _: True) -> None:
-        """Trace the graph and run the passes."""
+    def __init__(self, gm: GraphModule, wanted: Callable[[str], bool] = lambda _: True, known: bool = False) -> None:
+        """Trace the graph and run the passes; see `find_rewrites`."""
         self.gm = gm
         self.rewrites: list[Rewrite] = []
         self.refused: dict[str, Refusal] = {}
         self.notes: list[str] = []
         self._changed = changed_in_place(gm, cautious=True)
         self._order = {node: i for i, node in enumerate(gm.graph.nodes)}
-        self._graph, named, self._constants, self._needs = _trace(gm)
+        # Whether each value has a gradient, which takes another run of the graph to see.
+        self._graph, named, self._constants, self._needs = _trace(gm, gradients=not known)
         self._traced = {node.name: node for node in _copy(self._graph).nodes}  # as it was before any pass
         _widen_products(self._graph)
         for node, aten in named.items():
@@ -169,7 +171,7 @@ class BeforeAutograd:
         roots = [(self._named[old], new)] if old in self._named else [(self._named[x], x) for x in self._readers(new)]
         inputs = self._sources([by_name[name] for name in found.inputs])
         given = [self._named[x] for x in inputs]
-        reason = self._reason(given, [root for root, _ in roots])
+        reason = self._reason(given, [root for root, _ in roots]) if self._needs else None
         if reason is not None:
             reason.found_at(found.source, "")
             self.refused[f"{found.name} [{found.site}]"] = reason
@@ -187,7 +189,7 @@ class BeforeAutograd:
                 candidate=self._from(inputs, found.candidate, found.inputs),
                 inputs=tuple(node.name for node in given),
                 multilinear=False,  # gradients are longer sums, which small integers do not make exact
-                differentiated=tuple(self._needs[node] for node in given),
+                differentiated=tuple(self._needs[node] for node in given) if self._needs else (),
             )
         )
 
@@ -430,12 +432,12 @@ def _widen_products(graph: Graph) -> None:
     graph.eliminate_dead_code()
 
 
-def _trace(gm: GraphModule) -> tuple[Graph, dict[Node, Node], set[Node], dict[Node, bool]]:
+def _trace(gm: GraphModule, gradients: bool) -> tuple[Graph, dict[Node, Node], set[Node], dict[Node, bool]]:
     """Trace a Dynamo graph to ATen, without a backward.
 
     Returns:
         The ATen graph; what became of each tensor of Dynamo's; which of these are constants; and for each of Dynamo's
-        nodes, whether its value has a gradient. No integer has one.
+        nodes, whether its value has a gradient, if that is asked for. No integer has one.
     """
     placeholders = gm.graph.find_nodes(op="placeholder")
     examples = [node.meta["example_value"] for node in placeholders]
@@ -459,6 +461,8 @@ def _trace(gm: GraphModule) -> tuple[Graph, dict[Node, Node], set[Node], dict[No
     graph.eliminate_dead_code()
     alive = set(graph.nodes)
     named = {node: aten for node, aten in named.items() if aten in alive}
+    if not gradients:
+        return graph, named, constants, {}
     with mode, torch.enable_grad():
         pairs = zip(fakes, examples, strict=True)
         keeping.run(*(x.requires_grad_().view_as(x) if _asks(like) else x for x, like in pairs))

@@ -51,9 +51,9 @@ class Cost:
 SEVERAL = 4
 
 
-def clearly_less(new: Cost, old: Cost) -> bool:
-    """Tell whether something does no more operations than something else and moves several times fewer bytes."""
-    return new.flops <= old.flops and SEVERAL * new.bytes <= old.bytes
+def clearly_less(new: Cost, old: Cost, times: int = SEVERAL) -> bool:
+    """Tell whether something does no more operations than something else and moves so many times fewer bytes."""
+    return new.flops <= old.flops and times * new.bytes <= old.bytes
 
 
 # So many times fewer calls are "many times fewer".
@@ -111,6 +111,11 @@ def _flops(node: Node, outputs: list[torch.Tensor], inputs: list[Any]) -> int:
     if node.target in _COPIES or not any(x.is_floating_point() for x in outputs):
         return 0
     return max(numel(x) for x in (*outputs, *inputs))
+
+
+def computing(nodes: Iterable[Node]) -> int:
+    """Return how many of several nodes move data."""
+    return sum(node_cost(node).bytes > 0 for node in nodes)
 
 
 def graph_cost(nodes: Iterable[Node]) -> Cost:

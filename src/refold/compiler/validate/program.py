@@ -15,8 +15,8 @@ from ...errors import warn
 from ...report import GraphReport
 from ...verify import median_ms, profile, race
 from ...verify.memory import available_bytes, peak_bytes
-from ...verify.timing import DELTA
-from ..compile_time import RIVAL_S, unrolled_seconds
+from ...verify.timing import DELTA, once_ms
+from ..compile_time import ORIGINAL_S, RIVAL_S, unrolled_seconds
 from ..inductor import Compiled, arguments, clone_inputs, first_line, inductor, standalone
 from ..ir.captured_loop import unrolled_size
 from ..ir.cost import Cost, calls_far_less, clearly_less
@@ -31,6 +31,8 @@ log = logging.getLogger("refold")
 TIMING_BUDGET_S = 20.0
 # What takes longer than this, and is not the fastest, is timed no more often than it takes to know that.
 SLOW_MS = 200.0
+# What moves so many times fewer bytes than the original, and is so many times faster than eager, needs no other rival.
+CLEARLY = 2
 
 
 @dataclass(frozen=True)
@@ -42,12 +44,14 @@ class Rewritten:
         repeatable: Compiles it again, so that it draws the same random numbers as the original.
         terms: Number of terms in the longest sum that was rewritten.
         graph: What was compiled: Dynamo's graph, with operators in place of loops.
+        original_s: How many seconds Inductor would take for the original, as estimated.
     """
 
     run: Compiled
     repeatable: Callable[[], Compiled]
     terms: int
     graph: GraphModule
+    original_s: float
 
 
 def choose_program(
@@ -73,9 +77,10 @@ def choose_program(
         entry.notes.append("eager was not timed: it does not fit in memory")
     seconds = unrolled_seconds(gm, entry.mode)
     unrolled = seconds > RIVAL_S
+    costly = rewritten.original_s > ORIGINAL_S and clearly_less(*_costs(entry), CLEARLY)
     if "eager" in originals and unrolled:
         entry.notes.append(f"torch.compile was not timed: compiling the unrolled loop would take about {seconds:.0f} s")
-    elif settings.accept == "faster" or not originals:
+    elif (settings.accept == "faster" and not costly) or not originals:
         _add_plain(originals, gm, inputs, options, entry)
     why = "graph-slower"
     if settings.verify != "off" and (reason := _compared(rewritten, gm, originals, inputs, options, entry)):
@@ -85,6 +90,8 @@ def choose_program(
         why = "graph-differs"
         log.warning("refold: graph %d: %s runs, %s", entry.index, entry.chosen, entry.reason)
     elif settings.accept == "faster":
+        if costly and not unrolled and "torch.compile" not in originals:
+            _spare_plain(rewritten, originals, gm, inputs, options, entry)
         _time_all(rewritten, gm, originals, inputs, entry, peaks=not unrolled)
     if entry.chosen == "refold":
         return rewritten.run
@@ -183,8 +190,7 @@ def _time_all(
                 entry.kernels[who] = found
     entry.busy = result.busy
     calls = unrolled_size(rewritten.graph), unrolled_size(gm)
-    before, after = Cost(entry.flops_before, entry.bytes_before), Cost(entry.flops_after, entry.bytes_after)
-    if not result.faster and result.busy and clearly_less(after, before):
+    if not result.faster and result.busy and clearly_less(*_costs(entry)):
         fewer = entry.bytes_before / max(entry.bytes_after, 1)
         entry.reason = f"because the machine was too busy to tell, and it moves {fewer:.0f} times fewer bytes"
     elif not result.faster and result.busy and name == "eager" and calls_far_less(*calls):
@@ -194,6 +200,33 @@ def _time_all(
         entry.reason = (
             f"because the rewritten graph is not measurably faster than {name}: "
             f"between {result.at_least:.2f}x and {result.at_most:.2f}x, must exceed {1 + DELTA:.2f}x for certain"
+        )
+
+
+def _costs(entry: GraphReport) -> tuple[Cost, Cost]:
+    """Return what the rewritten graph and the original cost."""
+    return Cost(entry.flops_after, entry.bytes_after), Cost(entry.flops_before, entry.bytes_before)
+
+
+def _spare_plain(
+    rewritten: Rewritten,
+    originals: dict[str, Compiled],
+    gm: GraphModule,
+    inputs: Sequence[Any],
+    options: dict[str, Any],
+    entry: GraphReport,
+) -> None:
+    """Add plain Inductor, whose compile is long, unless the rewritten graph is clearly faster than eager."""
+    device, ours, eager = _device(inputs), _trial(rewritten.run, inputs), _trial(originals["eager"], inputs)
+    with undisturbed_rng(), apart():
+        ours()
+        times = [[once_ms(run, device) for _ in range(2)] for run in (eager, ours)]
+    if min(times[0]) < CLEARLY * min(times[1]):
+        _add_plain(originals, gm, inputs, options, entry)
+    else:
+        entry.notes.append(
+            f"torch.compile was not timed: compiling the original would take about {rewritten.original_s:.0f} s, and "
+            "the rewritten graph moves less than half of the bytes and takes less than half of the time of eager"
         )
 
 

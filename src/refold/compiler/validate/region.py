@@ -22,7 +22,7 @@ from ..choices import Choices
 from ..compile_time import RIVAL_S, inductor_seconds
 from ..inductor import duplicate, standalone
 from ..ir.builder import same_strides
-from ..ir.cost import calls_far_less, clearly_less, concrete, graph_cost, node_cost
+from ..ir.cost import calls_far_less, clearly_less, computing, concrete, graph_cost, node_cost
 from ..ir.evaluate import evaluate, with_gradients
 from ..ir.metadata import stale
 from ..ir.rewrite import Rewrite
@@ -32,6 +32,8 @@ log = logging.getLogger("refold")
 
 # A region may take this many seconds of pair timing before the race is called.
 TIMING_BUDGET_S = 5.0
+# Inductor takes seconds for a region of more operations than these.
+FEW_OPERATIONS = 8
 
 
 @dataclass(frozen=True)
@@ -80,12 +82,21 @@ class Settings:
 
 @dataclass
 class Verdict:
-    """What was found out about one rewrite; ``reason`` is empty if it stands."""
+    """What was found out about one rewrite; ``reason`` is empty if it stands.
+
+    Attributes:
+        reason: Why it does not stand.
+        evidence: What the check found.
+        race: Its times, if it was timed alone.
+        original_by: What of the original was the fastest.
+        postponed: Whether it could be timed alone, and the race of the whole graph comes first.
+    """
 
     reason: str = ""
     evidence: Evidence | None = None
     race: Race | None = None
     original_by: str = ""
+    postponed: bool = False
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Verdict:
@@ -97,16 +108,18 @@ class Verdict:
         evidence, timed = data["evidence"], data["race"]
         if evidence is not None:
             evidence = Evidence(**{**evidence, "kinds": [KindResult(**kind) for kind in evidence["kinds"]]})
-        return cls(data["reason"], evidence, None if timed is None else Race(**timed), data["original_by"])
+        timed = None if timed is None else Race(**timed)
+        return cls(data["reason"], evidence, timed, data["original_by"], data["postponed"])
 
 
-def validate_region(rewrite: Rewrite, actual: Sequence[Any] | None, settings: Settings) -> Verdict:
+def validate_region(rewrite: Rewrite, actual: Sequence[Any] | None, settings: Settings, each: bool = False) -> Verdict:
     """Decide whether a rewrite is right and faster.
 
     Args:
         rewrite: The rewrite.
         actual: Its inputs as the user's data makes them; None if they could not be had.
         settings: What to require.
+        each: Whether it is timed alone even if Inductor takes seconds to compile it for that.
     """
     verdict = Verdict()
     actual = None if actual is None else [_as_traced(*pair) for pair in zip(_inputs(rewrite), actual, strict=True)]
@@ -119,7 +132,7 @@ def validate_region(rewrite: Rewrite, actual: Sequence[Any] | None, settings: Se
     results = rewrite.original.graph.output_node().all_input_nodes  # where a region of constants computes
     device = next(x.device for x in (*like, *(node.meta.get("val") for node in results)) if isinstance(x, torch.Tensor))
     with torch.autocast(device.type, enabled=False):  # the user's, which may be active, is in the graph already
-        return _decided(verdict, rewrite, actual, like, device, settings)
+        return _decided(verdict, rewrite, actual, like, device, settings, each)
 
 
 def _decided(
@@ -129,6 +142,7 @@ def _decided(
     like: list[Any],
     device: torch.device,
     settings: Settings,
+    each: bool,
 ) -> Verdict:
     if settings.verify == "quick":
         log.info("checking %s: %s", rewrite.site, rewrite.detail)
@@ -165,6 +179,11 @@ def _decided(
         ):
             # To compile the baseline for the CPU takes longest of all. The race of the whole graph decides.
             return verdict
+        if baseline is None and not each:
+            # The backward, and what Inductor makes of the surroundings, are in the race of the whole graph alone.
+            verdict.postponed = any(rewrite.differentiated) or computing(rewrite.original.graph.nodes) > FEW_OPERATIONS
+            if verdict.postponed:
+                return verdict
         log.info("comparing the time of %s with the original", rewrite.site)
         verdict.race, verdict.original_by = _time(rewrite, baseline, like, device, settings)
         # A region alone is spared what Inductor's fusion recomputes in the whole graph, so the race

@@ -141,6 +141,25 @@ def step_inputs():
     return differentiable(x, dt, torch.randn(HEADS), B, C)
 
 
+def test_what_is_known_to_stand_is_found_without_a_run_for_gradients(monkeypatch):
+    runs, found = [], []
+    real = before_autograd._Keeping.run
+    monkeypatch.setattr(before_autograd._Keeping, "run", lambda *args: (runs.append(1), real(*args))[1])
+
+    def backend(gm, _):
+        for known in (False, True):
+            rewrites = find_rewrites(gm, (), lambda _: True, [], known).rewrites
+            found.append([(rewrite.site, rewrite.signature) for rewrite in rewrites])
+            runs.append(0)
+        return gm
+
+    torch._dynamo.reset()
+    torch.compile(stepped, backend=backend, fullgraph=True)(*step_inputs())
+    assert found[0]
+    assert found[0] == found[1]
+    assert runs == [1, 1, 0, 1, 0]
+
+
 @pytest.mark.parametrize("apart", [False, True])
 def test_steps_that_are_nowhere_negative_are_said_to_be_so(apart):
     """Some kernels of the operator need that."""
@@ -206,7 +225,7 @@ def test_what_has_no_place_or_cannot_be_traced(id, monkeypatch):
         reason = BeforeAutograd._reason
         monkeypatch.setattr(BeforeAutograd, "_reason", lambda self, inputs, roots: reason(self, inputs, []))
     else:
-        monkeypatch.setattr(before_autograd, "_trace", lambda gm: 1 / 0)
+        monkeypatch.setattr(before_autograd, "_trace", lambda gm, gradients: 1 / 0)
     torch._dynamo.reset()
     entry = GraphReport(0, "training")
 

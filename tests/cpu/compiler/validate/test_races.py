@@ -1,0 +1,111 @@
+"""Which races are run, and which are spared: compiling what only loses a race is what a first call spends most on."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import refold
+from refold.compiler.validate import program, region
+from refold.verify.timing import Race
+from support.trial import no_code
+
+WON = Race(base_ms=4.0, candidate_ms=1.0, speedup=4.0, at_least=3.9, at_most=4.1, pairs=9, faster=True)
+LOST = replace(WON, speedup=0.5, at_least=0.4, at_most=0.6, faster=False)
+
+
+def scores(x, y):
+    return (x[:, :, None] * y[:, None]).sum(-1)
+
+
+def twice(x, y, z):
+    return scores(x, y), scores(x, z)
+
+
+def tensors():
+    return [torch.randn(2, n, 16) for n in (9, 8, 7)]
+
+
+@pytest.fixture
+def races(monkeypatch):
+    """Return the outcomes of coming races of the whole graph, and a list of the regions that were timed alone."""
+    torch._dynamo.reset()
+    outcomes, alone = [WON], []
+
+    def timed(rewrite, *_):
+        alone.append(rewrite.detail)
+        return (LOST if len(alone) == 1 else WON), "torch.compile"
+
+    monkeypatch.setattr(region, "FEW_OPERATIONS", 0)
+    monkeypatch.setattr(region, "_time", timed)
+    monkeypatch.setattr(program, "race", lambda *args, **kwargs: outcomes.pop(0))
+    return outcomes, alone
+
+
+def compiled(fn, *inputs):
+    layer = refold.compile(fn, cache=False, strict=True)
+    with no_code(), torch.no_grad():
+        layer(*inputs)
+    return layer.report.graphs[0]
+
+
+def test_a_large_region_is_timed_with_the_whole_graph(races):
+    graph = compiled(twice, *tensors())
+    assert graph.chosen == "refold"
+    assert [row.status for row in graph.rewrites] == ["applied", "applied"]
+    assert all(row.errors for row in graph.rewrites)
+    assert races == ([], [])
+
+
+def test_each_is_timed_alone_if_they_lose_together(races):
+    outcomes, alone = races
+    outcomes[:] = [LOST, WON]
+    graph = compiled(twice, *tensors())
+    assert len(alone) == 2
+    assert graph.chosen == "refold"
+    assert sorted(row.status for row in graph.rewrites) == ["applied", "refused"]
+    assert next(row for row in graph.rewrites if row.status == "refused").reason.startswith("not faster: 0.50x")
+    assert not outcomes
+
+
+def test_one_that_loses_is_not_timed_again(races):
+    races[0][:] = [LOST]
+    graph = compiled(scores, *tensors()[:2])
+    assert graph.chosen != "refold"
+    assert races == ([], [])
+    assert graph.rewrites[0].status == "refused"
+
+
+def test_in_training_a_forward_is_not_timed_without_its_backward(races, monkeypatch):
+    monkeypatch.setattr(region, "FEW_OPERATIONS", 1000)
+
+    def ema(x):
+        h, ys = torch.zeros_like(x[:, 0]), []
+        for t in range(x.shape[1]):
+            h = 0.9 * h + x[:, t]
+            ys.append(h)
+        return torch.stack(ys, 1)
+
+    layer = refold.compile(ema, cache=False, strict=True)
+    with no_code():
+        layer(torch.randn(2, 20, 3, requires_grad=True))
+    (graph,) = layer.report.graphs
+    assert (graph.chosen, [row.status for row in graph.rewrites]) == ("refold", ["applied"])
+    assert races == ([], [])
+
+
+@pytest.mark.parametrize("clearly", [True, False])
+def test_a_rival_that_is_long_to_compile_is_spared_by_a_clear_win(races, clearly, monkeypatch):
+    compiles = []
+    monkeypatch.setattr(program, "ORIGINAL_S", 0.0)
+    monkeypatch.setattr(program, "clearly_less", lambda *costs: True)
+    monkeypatch.setattr(program, "once_ms", lambda run, device: 1.0)
+    monkeypatch.setattr(program, "CLEARLY", 0 if clearly else 2)
+    add = program._add_plain
+    monkeypatch.setattr(program, "_add_plain", lambda *args: (compiles.append(1), add(*args)))
+    graph = compiled(scores, *tensors()[:2])
+    assert graph.chosen == "refold"
+    assert graph.checks
+    assert bool(compiles) is not clearly
+    assert ("torch.compile" in graph.times_ms) is not clearly
+    assert any("compiling the original would take about 0 s" in note for note in graph.notes) is clearly
