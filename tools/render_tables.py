@@ -269,6 +269,29 @@ def recurrences(folder: str) -> Callable[[], str]:
     return render
 
 
+def models(folder: str) -> Callable[[], str]:
+    """Return what makes the table of transformers' models: the fastest turns, and compiled over accelerated."""
+
+    def best(name: str, bold: bool = False) -> Callable[[Row], str]:
+        shown = time(name, bold=bold)
+        return lambda row: shown({**row, "times_ms": row.get("best_ms", {})})
+
+    def ratio(row: Row) -> str:
+        ms = row.get("best_ms", {})
+        return f"{ms['refold'] / ms['accelerated']:.2f}x" if {"refold", "accelerated"} <= ms.keys() else "-"
+
+    return lambda: table(stored(RESULTS, folder, "models"), {
+        "model": key("case"),
+        "width, tokens, dtype": lambda row: f"{row['width']}, {row['batch']} x {row['tokens']}, {row['dtype']}",
+        "eager": best("eager"),
+        "torch.compile": best("torch.compile"),
+        "accelerated": best("accelerated"),
+        "accelerated and compiled": best("accelerated, refold"),
+        "compiled": best("refold", bold=True),
+        "compiled, of accelerated": ratio,
+    })  # fmt: skip
+
+
 def cpu() -> str:
     """Return the table of the suite cpu, of the machine that it was measured on last."""
     found = [(RESULTS / folder, stored(RESULTS, folder, "cpu")) for folder in _cpus()]
@@ -377,7 +400,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "ssd_sizes": ssd("ssd-sizes"),
     "pointwise": pointwise, "training": training, "linear_attention": linear_attention,
     "chunked_scan": chunked_scan, "kernelbench": kernelbench, "recurrences": recurrences(CPU),
-    "recurrences_gpu": recurrences(GPU), "cpu": cpu, "compile_time": compile_time, "decode": generation("decode"),
+    "recurrences_gpu": recurrences(GPU), "models": models(CPU), "models_gpu": models(GPU),
+    "cpu": cpu, "compile_time": compile_time, "decode": generation("decode"),
     "prefill": generation("prefill"), "generation": generation("generation"), "ssd_jax": ssd_jax,
     "generation_cpu": in_turns("generation-cpu"), "generation_torch_cpu": in_turns("generation-torch-cpu"),
 }  # fmt: skip

@@ -21,6 +21,7 @@ from refold.bench import (
     generation_torch,
     language_models,
     linear_attention,
+    models,
     operators_gpu,
     peers,
     progress,
@@ -218,7 +219,8 @@ def test_progress_says_what_runs_and_of_how_many(toy):
 @pytest.mark.parametrize(
     ("suite", "count"),
     [("cpu", 8), ("linear-attention", 8), ("compile-time", 2), ("fusion-example", 6), ("chunked-scan", 2),
-     ("training", 3), ("ssd-jax", 1), ("recurrences", 84), ("generation-cpu", 3), ("generation-torch-cpu", 2)],
+     ("training", 3), ("ssd-jax", 1), ("recurrences", 88), ("models", 11), ("generation-cpu", 3),
+     ("generation-torch-cpu", 2)],
 )  # fmt: skip
 def test_measurements_are_counted_without_being_made(suite, count):
     options = {"device": "cpu"} if "device" in suites.find(suite).options() else {}
@@ -330,6 +332,26 @@ def test_a_line_of_the_granite_layer_is_timed_with_what_is_right_only():
     assert row["not_run"]["twice"] == "an error above 0.0001"
     assert row["not_run"]["fails"] == "ZeroDivisionError: division by zero"
     assert row["not_run"]["wrong"].startswith("RuntimeError: The size of tensor")
+
+
+@pytest.mark.parametrize("name", models.MODELS)
+def test_models_have_as_many_layers_as_they_are_given(name):
+    model, x = models.make(name, 128, 1), torch.randn(1, 5, 128)
+    assert len(model.layers) == 1
+    assert models.measure(model, {"eager": model}, x, 1e-4, 1)["times_ms"].keys() == {"eager"}
+
+
+def test_models_are_compared_with_float64_before_they_are_timed():
+    model = models.make("mamba2", 64, 1)
+    fast = models._accelerated(model)
+    programs = {"accelerated": fast, "refold": model, "minimax": models._accelerated(models.make("minimax", 64, 1))}
+    row = models.measure(model, programs, torch.randn(1, 9, 64), 1e-4, 1)
+    assert row["times_ms"].keys() == {"accelerated", "refold"}
+    assert "no forward" in row["not_run"]["minimax"]
+    fast.layers[0].mixer.D = torch.nn.Parameter(model.layers[0].mixer.D + 0.1)
+    refused = models.measure(model, programs, torch.randn(1, 9, 64), 1e-4, 1)
+    assert refused["refused"].startswith("accelerated: an error")
+    assert refused["times_ms"].keys() == {"refold"}
 
 
 def test_programs_of_linear_attention_agree():

@@ -122,6 +122,22 @@ def test_tensor_core_shapes(dtype, shape, gate):
         assert (one.double() - expected).norm() <= ROUNDING[dtype] * 1.1 * expected.norm()
 
 
+@pytest.mark.parametrize("shape", SSD_SIZES[1::2])
+def test_steps_of_any_sign(shape):
+    """The Hopper kernels take them, too: growth, decays of zero, and no decay."""
+    import refold
+
+    arrays, options = ssd_problem(shape, torch.bfloat16, True)
+    arrays["dt"][:, 7::31] = 0.0
+    arrays["dt"][:, 11], arrays["x"][:, 11] = 3e5, 0.0
+    options = {"dt_limit": (-math.inf, math.inf)}
+    found = [refold.ops.ssd(**arrays, **options, backend="triton") for _ in range(2)]
+    want = refold.ops.ssd(**{name: a.double() for name, a in arrays.items()}, **options, backend="torch")
+    for one, same, expected in zip(*found, want, strict=True):
+        assert torch.equal(one, same)
+        assert (one.double() - expected).norm() <= ROUNDING[torch.bfloat16] * 1.1 * expected.norm()
+
+
 @pytest.mark.parametrize("shape", SSD_SIZES[1:])
 @pytest.mark.parametrize("gate", [False, True])
 def test_values_that_are_not_finite(shape, gate):

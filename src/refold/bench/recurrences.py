@@ -52,6 +52,13 @@ def min_gru(x: Tensor, z: Tensor) -> Tensor:
     return torch.cat(out, 1)
 
 
+def log_space(gate: Tensor, hidden: Tensor) -> Tensor:
+    """Train minGRU by sums of logarithms (Heinsen 2023, arXiv:2311.06281; Feng et al. 2024)."""
+    sums = -F.softplus(gate).cumsum(1)
+    positive = torch.where(hidden >= 0, (F.relu(hidden) + 0.5).log(), -F.softplus(-hidden))
+    return (sums + (positive - F.softplus(-gate) - sums).logcumsumexp(1)).exp()
+
+
 def associative(a: Tensor, x: Tensor) -> Tensor:
     """Compute a gated recurrence by PyTorch's ``associative_scan``."""
     from torch._higher_order_ops.associative_scan import associative_scan
@@ -307,6 +314,7 @@ class Recurrence:
 RECURRENCES = {
     "ema": Recurrence(ema, 1, ((),), "linear_scan"),
     "min-gru": Recurrence(min_gru, 2, (), "linear_scan"),
+    "log-space": Recurrence(log_space, 2, (), "linear_scan"),
     "associative-scan": Recurrence(associative, 2, (), "linear_scan"),
     "doubling": Recurrence(doubling, 2, (), "linear_scan"),
     "lru": Recurrence(lru, 1, ((0,), (0,)), "complex scan"),

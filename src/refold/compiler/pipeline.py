@@ -28,7 +28,9 @@ from .passes.narrow_scans import narrow_scans
 from .passes.prefer_onednn import prefer_onednn
 from .passes.recover_contractions import drop_degenerate_sums, recover_contractions
 from .passes.replace_causal_convolutions import replace_causal_convolutions
+from .passes.replace_gated_norms import replace_gated_norms
 from .passes.replace_prefix_networks import replace_prefix_networks
+from .passes.replace_rescaled_sums import replace_rescaled_sums
 from .passes.reroll_loops import reroll_loops
 from .passes.sum_convolutions import sum_convolutions
 from .passes.unroll_depthwise_convolutions import unroll_depthwise_convolutions
@@ -44,6 +46,7 @@ Pass = Callable[[Graph, Callable[[str], bool]], Iterator[Rewrite | Refusal]]
 
 PASSES: list[tuple[str, Pass]] = [
     ("replace prefix networks", replace_prefix_networks),
+    ("replace rescaled sums", replace_rescaled_sums),
     ("roll up loops", reroll_loops),
     ("contract scans", contract_scans),
     ("fuse chunked scans", fuse_chunked_scans),
@@ -64,12 +67,14 @@ NAMES = tuple(name for name, _ in PASSES)
 
 BEFORE_AUTOGRAD: list[tuple[str, Pass]] = [
     ("replace prefix networks", replace_prefix_networks),
+    ("replace rescaled sums", replace_rescaled_sums),
     ("contract scans", contract_scans),
     ("fuse chunked scans", fuse_chunked_scans),
     ("contract last states", contract_last_states),
     ("narrow scans", narrow_scans),
     ("absorb skips", absorb_skips),
     ("replace causal convolutions", replace_causal_convolutions),
+    ("replace gated norms", replace_gated_norms),
     ("unroll depthwise convolutions", unroll_depthwise_convolutions),
 ]
 """What replaces code whose backward is not there yet; see `refold.compiler.dynamo.before_autograd`."""

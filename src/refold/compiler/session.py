@@ -149,7 +149,7 @@ class GraphCompile:
     def _last_word(self, compiled: Compiled, repeatable: Callable[[], Compiled] | None = None) -> Compiled:
         """Check the whole graph, and race it if that is wanted."""
         start = time.perf_counter()
-        rewritten = Rewritten(compiled, repeatable or self._repeatable, self.terms)
+        rewritten = Rewritten(compiled, repeatable or self._repeatable, self.terms, self.gm)
         try:
             return choose_program(rewritten, self.given, self.inputs, self.settings, self.entry)
         finally:

@@ -51,7 +51,7 @@ class Profiles:
         synchronize(device)
         with (
             quiet_profiler(),
-            torch.profiler.profile(activities=activities) as profiler,
+            torch.profiler.profile(activities=activities, acc_events=True) as profiler,
             torch.profiler.record_function(name),
         ):
             run()

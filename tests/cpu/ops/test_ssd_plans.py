@@ -77,20 +77,23 @@ FLOATS = dict.fromkeys(("decay_ptr", "shifted_ptr", "state_ptr", "total_ptr", "p
 
 
 @pytest.mark.parametrize(
-    ("shape", "gate", "programs"),
+    ("shape", "more", "programs"),
     [
-        ((1, 4096, 4, 64, 1, 128), True, 1),
-        ((1, 4096, 2, 80, 1, 256), True, 1),
-        ((1, 4096, 3, 64, 3, 48), False, 2),
+        ((1, 4096, 4, 64, 1, 128), {}, 1),
+        ((1, 4096, 2, 80, 1, 256), {}, 1),
+        ((1, 4096, 3, 64, 3, 48), {}, 2),
+        ((1, 4096, 3, 64, 3, 48), {"dt_softplus": False, "dt_limit": (-float("inf"), 1.0)}, 2),
     ],
-    ids=["two_tiles", "two_halves", "one_tile"],
+    ids=["two_tiles", "two_halves", "one_tile", "signs"],
 )
-def test_kernels_fit_a_hopper_gpu(shape, gate, programs):
+def test_kernels_fit_a_hopper_gpu(shape, more, programs):
     """They compile, and as many programs fit on a multiprocessor as was planned."""
     b, _, h, p, _, n = shape
-    made = plan(*shape, z=gate, initial_state=torch.zeros(b, h, p, n), D=torch.zeros(h))
-    slots = made.tiles.slots(gate)
+    made = plan(*shape, z=True, initial_state=torch.zeros(b, h, p, n), D=torch.zeros(h), **more)
+    slots = made.tiles.slots(True)
     assert made.hopper
+    assert made.scan.consts["OWN_CB"] == (shape[4] == h)
+    assert made.scan.consts["SIGNED"] == bool(more)
     assert made.nsegments > 1
     assert slots[0] == programs
     pointers = FLOATS if made.initial_described else {**FLOATS, "initial_ptr": "*fp32"}

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._inductor.utils import run_and_get_code
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -330,3 +331,30 @@ def test_what_only_an_unused_result_reads_has_no_gradient(spec: OpSpec, node: bo
               for arg, a in zip(spec.args, arguments(spec, COMPLETE[spec.name]), strict=False)]  # fmt: skip
     y, state = registry.OPS[spec.name](*frozen, *arguments(spec, COMPLETE[spec.name])[len(spec.args) :])
     assert (y.requires_grad, state.requires_grad) == (True, False)
+
+
+def test_inductor_pads_rows_without_a_copy():
+    """On a GPU, Inductor pads the rows of what it writes; an operator reads them as they are."""
+    torch.manual_seed(0)
+    u, w, taps = torch.randn(2, 9, 12), torch.randn(12, 37), torch.randn(24, 3)
+    arguments = (u.requires_grad_(), w.requires_grad_(), taps.requires_grad_())
+
+    def layer(u, w, taps):
+        z, x = (u @ w).sigmoid().split([13, 24], dim=-1)
+        y = ops.causal_conv1d(x, taps, activation="silu")[0]
+        return ops.gated_rmsnorm(y, x, taps[:, 0], eps=1e-5).sum() + z.sum()
+
+    options = {
+        "disable_padding_cpu": False,
+        "padding_stride_threshold": 8,
+        "padding_alignment_bytes": 64,
+        "fx_graph_cache": False,
+    }
+    torch._dynamo.reset()
+    compiled = torch.compile(layer, fullgraph=True, options=options)
+    with torch._functorch.config.patch(enable_autograd_cache=False):
+        y, code = run_and_get_code(lambda: torch.autograd.grad(compiled(*arguments), arguments))
+    (call,) = (line for line in code[0].splitlines() if "= torch.ops.refold.causal_conv1d.default(" in line)
+    assert "48, 1), 13)" in call  # 37 columns in rows of 48, read by the operator from column 13
+    for got, expected in zip(y, torch.autograd.grad(layer(*arguments), arguments), strict=True):
+        torch.testing.assert_close(got, expected)

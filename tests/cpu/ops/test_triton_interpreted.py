@@ -27,7 +27,8 @@ BAD = {"ssd": "all_t15", "selective_scan": "plain_t1", "linear_scan": "packed_em
 
 def test_contract_interpreted() -> None:
     """In a process of its own: Triton decides while it is imported whether kernels are interpreted."""
-    names = ("test_contract.py", "test_extremes.py", "test_ssd_backward.py", "test_gluon_interpreted.py")
+    names = ("test_contract.py", "test_extremes.py", "test_ssd_backward.py", "test_gluon_interpreted.py",
+             "test_ssd_hopper.py")  # fmt: skip
     files = [str(Path(__file__).with_name(name)) for name in names]
     cells = [("test_float32", op, case) for op in OPERATORS for case in CASES.get(op, map(str, load(op).cases()))
              if absence(load(op), "triton") is None]  # fmt: skip
@@ -39,7 +40,7 @@ def test_contract_interpreted() -> None:
     ]
     chosen = [f"{test} and {op}-triton-{case}" for test, op, case in cells]
     chosen += ["test_ssd_decays and triton", "test_ssd_nan and triton", "test_conv_nan and triton"]
-    chosen += ["test_ssd_backward", "test_gluon_interpreted"]
+    chosen += ["test_ssd_backward", "test_gluon_interpreted", "test_ssd_hopper"]
     command = [sys.executable, "-m", "pytest", "-vv", *files, "-k", " or ".join(f"({c})" for c in chosen), "--tb=short"]
     done = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr

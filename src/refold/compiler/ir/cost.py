@@ -56,6 +56,20 @@ def clearly_less(new: Cost, old: Cost) -> bool:
     return new.flops <= old.flops and SEVERAL * new.bytes <= old.bytes
 
 
+# So many times fewer calls are "many times fewer".
+MANY = 8
+
+
+def calls_far_less(new: int, old: int) -> bool:
+    """Tell whether a program makes many times fewer calls than another that runs eagerly, call by call."""
+    return MANY * new <= old
+
+
+def has_backward_kernels(device: torch.device) -> bool:
+    """Tell whether pointwise operators have kernels of their own with a backward: on a CPU fused code is faster."""
+    return device.type == "cuda"
+
+
 def numel(val: Any) -> int:
     """Return the number of elements of a (fake) tensor; 0 for anything else."""
     return math.prod(concrete(size) for size in val.shape) if isinstance(val, torch.Tensor) else 0

@@ -3,7 +3,8 @@
 Written out as multiply-adds (`unroll_depthwise_convolutions`), such a convolution fuses with its neighbours. Its
 backward does not: the gradients of the taps are sums over all of time, one per tap, and values that autograd keeps lie
 in memory as the library leaves them, with time last. The operator reads and writes channels last, as the projections
-before and after it, and its backward is one pass.
+before and after it, and its backward is one pass. Where all that reads the result is a SiLU, the operator computes that
+too: otherwise the result is written and read again for it, forward and backward.
 
 Shapes. The input is (b, c, t), weights are (c, 1, w), the result is (b, c, t).
 """
@@ -18,11 +19,14 @@ import torch
 from torch.fx import Graph, Node
 
 from ...ops.torch.registry import OPS, node_args
-from ..ir.builder import Builder
+from ..ir.builder import Builder, between
+from ..ir.cost import has_backward_kernels
 from ..ir.fx import arg, is_training, same, value
 from ..ir.rewrite import Rewrite, replace_node
+from ..ir.silu import silu_argument
 
 aten = torch.ops.aten
+_CONVERT = torch.ops.prims.convert_element_type.default
 
 
 def replace_causal_convolutions(graph: Graph, wanted: Callable[[str], bool]) -> Iterator[Rewrite]:
@@ -30,39 +34,76 @@ def replace_causal_convolutions(graph: Graph, wanted: Callable[[str], bool]) -> 
     if is_training(graph) or not torch.is_grad_enabled():
         return
     for conv in graph.find_nodes(op="call_function", target=aten.convolution.default):
-        found = _read(conv) if pays(value(conv).device) else None
+        found = _read(conv) if has_backward_kernels(value(conv).device) else None
         if found is None or not all(wanted(root.name) for root in found[1]):
             continue
         x, roots = found
         for root in roots:
-            build = Builder(root)
-            tokens = build.permute(x, [0, 2, 1])
-            taps = build.call(aten.select.int, (arg(conv, 1), 1, 0))
-            result = build.call(
-                OPS["causal_conv1d"], node_args("causal_conv1d", x=tokens, weight=taps, bias=arg(conv, 2))
-            )
-            y = build.permute(build.call(getitem, (result, 0)), [0, 2, 1])
-            if root is not conv:  # a part, as the original is
-                beyond = [0, value(conv).shape[2] - value(root).shape[2]]
-                y = build.call(aten.constant_pad_nd.default, (y, beyond))
+            silus = _silus(root)
+            silus = silus if all(wanted(end.name) for end, _ in silus) else []
+            ends = silus or [(root, [0, 1, 2])]
+            build = Builder(ends[0][0])
+            y = _convolved(build, conv, x, "silu" if silus else None)
+            if root is not conv and not silus:  # a part, as the original is
+                y = build.call(aten.constant_pad_nd.default, (y, [0, value(conv).shape[2] - value(root).shape[2]]))
                 y = build.call(aten.slice.Tensor, (y, 2, 0, value(root).shape[2]))
-            yield replace_node(
-                root,
-                build.restride(y, value(root)),
-                added=build.added,
-                name="replace causal convolution",
-                why="its gradients are sums over time for each tap, and its values lie in memory with time last",
-                detail=f"{value(taps).shape[1]} taps of {value(taps).shape[0]} channels as one causal_conv1d",
-                multilinear=True,
-                terms=value(taps).shape[1] + 1,
-                timed_alone=False,
-            )
+            made = set(build.added)
+            channels, _, width = value(arg(conv, 1)).shape
+            with_silu = ", and a SiLU," if silus else ""
+            for end, order in ends:
+                build = Builder(end)
+                new = build.restride(build.permute(y, order), value(end))
+                yield replace_node(
+                    end,
+                    new,
+                    added=made.union(build.added),
+                    name="replace causal convolution",
+                    why="its gradients are sums over time for each tap, and its values lie in memory with time last",
+                    detail=f"{width} taps of {channels} channels{with_silu} as one causal_conv1d",
+                    multilinear=not silus,
+                    terms=width + 1,
+                    timed_alone=False,
+                )
         graph.eliminate_dead_code()
 
 
-def pays(device: torch.device) -> bool:
-    """Tell whether the operator has a kernel of its own with a backward: on a CPU fused code is faster."""
-    return device.type == "cuda"
+def _convolved(build: Builder, conv: Node, x: Node, activation: str | None) -> Node:
+    """Emit the operator; its result is (b, c, t), as that of the convolution."""
+    tokens = build.permute(x, [0, 2, 1])
+    taps = build.call(aten.select.int, (arg(conv, 1), 1, 0))
+    given = node_args("causal_conv1d", x=tokens, weight=taps, bias=arg(conv, 2), activation=activation)
+    return build.permute(build.call(getitem, (build.call(OPS["causal_conv1d"], given), 0)), [0, 2, 1])
+
+
+def _silus(root: Node) -> list[tuple[Node, list[int]]]:
+    """Return the SiLUs of a value that nothing else reads, each with the order that the axes have there by then.
+
+    The value may be permuted, copied and widened before it; then the SiLU ends where it is narrowed again.
+    """
+    ends: list[tuple[Node, list[int]]] = []
+    stack = [(root, [0, 1, 2])]
+    while stack:
+        node, order = stack.pop()
+        silus = [user for user in node.users if silu_argument(user) is node]
+        inner = set[Node]().union(*(between(silu, [node]) for silu in silus))
+        if any(user not in inner and user not in silus for x in inner for user in x.users):
+            return []
+        for user in node.users.keys() - inner:
+            if user.target is aten.permute.default:
+                stack.append((user, [order[dim] for dim in arg(user, 1)]))
+            elif user.target is aten.clone.default or (user.target is _CONVERT and value(user).dtype == torch.float32):
+                stack.append((user, order))
+            elif user not in silus:
+                return []
+        for silu in silus:
+            end = silu
+            if value(silu).dtype != value(root).dtype:
+                (end, *others) = silu.users
+                if others or end.target is not _CONVERT or value(end).dtype != value(root).dtype:
+                    return []
+            ends.append((end, order))
+    places = {node: i for i, node in enumerate(root.graph.nodes)}
+    return sorted(ends, key=lambda found: places[found[0]])
 
 
 def _read(conv: Node) -> tuple[Node, list[Node]] | None:

@@ -10,19 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-import torch
 from torch.fx import Graph, Node
 
-from ..ir.builder import Builder, between, upstream
-from ..ir.fx import concrete, is_training, value
-from ..ir.rewrite import Rewrite, replace_node
-from ..ir.views import is_view
-from ..recurrence.affine import Affine, Loop, LoopVectorizer
-from ..recurrence.prefix import Found, recurrences
-from ..recurrence.vectorize import NotALoop, Value
+from ..ir.fx import is_training
+from ..ir.rewrite import Rewrite
+from ..recurrence.prefix import recurrences
+from ..recurrence.scanned import scanned
 
-aten = torch.ops.aten
-
+NAME = "replace prefix network"
 WHY = "its states are combined pair by pair, in passes over all of memory"
 
 
@@ -36,61 +31,7 @@ def replace_prefix_networks(graph: Graph, wanted: Callable[[str], bool]) -> Iter
         if what in done or not found.node.users:
             continue
         done.add(what)
-        if wanted(found.node.name) and (made := _scanned(found, replaced)) is not None:
+        if wanted(found.node.name) and (made := scanned(found, NAME, WHY, replaced)) is not None:
             yield made
     if replaced:
         graph.eliminate_dead_code()  # what is left of a network reads the states, which later passes take for a reader
-
-
-def _scanned(found: Found, replaced: dict[Node, Node]) -> Rewrite | None:
-    """Replace one recurrence; None if the operator does not take it.
-
-    Args:
-        found: The recurrence.
-        replaced: What stands for the recurrences that were replaced before; gets this one.
-    """
-    root, dim, vectorizer = found.node, found.dim, LoopVectorizer()
-    rank, emit = value(root).dim(), vectorizer.emit
-    emit.at(root)
-
-    def over_time(x: Node) -> Value:
-        """Return an operand, broadcast to (..., t, ...), with time as axis 0: (t, ...)."""
-        own = dim - (rank - value(x).dim())
-        return Value(emit.permute(x, [own, *(d for d in range(value(x).dim()) if d != own)]), True)
-
-    operands = [replaced.get(x, x) for x in (found.a, found.b) if x is not None]
-    step = emit.call(aten.select.int, root, dim, 0)
-    loop = Loop((step,), reverse=found.reverse, initial=0, count=value(root).shape[dim])
-    decay = None if found.a is None else operands[0]
-    if decay is not None and found.exponent:
-        decay = emit.call(aten.exp.default, decay)
-    try:
-        scale = None if decay is None else over_time(decay)
-        states = vectorizer._scan(loop, Affine(loop, scale, over_time(operands[-1])))
-    except NotALoop:
-        return None
-    new = emit.permute(states.node, [*range(1, dim + 1), 0, *range(dim + 1, rank)])
-    build = Builder(root)
-    new = build.restride(new, value(root))
-    emit.added.remove(step)
-    root.graph.erase_node(step)
-    replaced[root] = new
-    # The network may view what the operands are views of otherwise: both versions of the region start from that.
-    views, sources, live = dict[Node, None](), set[Node](), upstream(new)
-    for x in operands:
-        while is_view(x):
-            views[x] = None
-            x = x.all_input_nodes[0]
-        sources.add(x)
-    return replace_node(
-        root,
-        new,
-        inside=between(root, sources),
-        added=[*views, *(x for x in (*emit.added, *build.added) if x in live)],
-        name="replace prefix network",
-        why=WHY,
-        detail=loop.described + (", against time" if found.reverse else ""),
-        multilinear=False,
-        terms=max(concrete(n) for n in value(root).shape),
-        spread=0.1,
-    )

@@ -393,7 +393,7 @@ def _logarithm(emit: Emitter, term: Term) -> Node:
 def divisor(call: Callable[..., Node], a: Node) -> tuple[Node, float]:
     """Split log decays into steps, by which one can divide, and a rate; the exponential of their product is the same.
 
-    Where log decays are never positive, steps are never negative: some kernels of the operator need that.
+    Where log decays are never positive, steps are never negative: some kernels of its backward need that.
     """
     val, falls = value(a), sign(a).nonpositive
     small = call(aten.lt.Scalar, call(aten.abs.default, a), NO_DECAY)

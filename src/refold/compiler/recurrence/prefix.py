@@ -23,6 +23,7 @@ from torch.fx.node import map_arg
 
 from ..ir.fx import arg, is_tensor, known, value
 from ..ir.views import is_view
+from .scanned import Found
 from .words import ONE, ZERO, Algebra, Opaque
 
 aten = torch.ops.aten
@@ -62,21 +63,6 @@ class Words:
 
     ids: _Ids
     labels: tuple[Any, ...]
-
-
-@dataclass(frozen=True)
-class Found:
-    """A value that is a recurrence: ``h[t] = a[t] h[t-1] + b[t]`` from h = 0 along an axis; ``t + 1`` if ``reverse``.
-
-    ``a`` is None for a factor of one, and the exponential of that node if ``exponent``.
-    """
-
-    node: Node
-    a: Node | None
-    exponent: bool
-    b: Node
-    dim: int
-    reverse: bool
 
 
 def recurrences(nodes: Sequence[Node]) -> list[Found]:

@@ -18,7 +18,8 @@ from ...verify.memory import available_bytes, peak_bytes
 from ...verify.timing import DELTA
 from ..compile_time import RIVAL_S, unrolled_seconds
 from ..inductor import Compiled, arguments, clone_inputs, first_line, inductor, standalone
-from ..ir.cost import Cost, clearly_less
+from ..ir.captured_loop import unrolled_size
+from ..ir.cost import Cost, calls_far_less, clearly_less
 from ..private import TraceAgain, apart
 from ..refusals import refused
 from .region import Settings, first_times, undisturbed_rng
@@ -40,11 +41,13 @@ class Rewritten:
         run: The program.
         repeatable: Compiles it again, so that it draws the same random numbers as the original.
         terms: Number of terms in the longest sum that was rewritten.
+        graph: What was compiled: Dynamo's graph, with operators in place of loops.
     """
 
     run: Compiled
     repeatable: Callable[[], Compiled]
     terms: int
+    graph: GraphModule
 
 
 def choose_program(
@@ -82,7 +85,7 @@ def choose_program(
         why = "graph-differs"
         log.warning("refold: graph %d: %s runs, %s", entry.index, entry.chosen, entry.reason)
     elif settings.accept == "faster":
-        _time_all(rewritten.run, originals, inputs, entry, peaks=not unrolled)
+        _time_all(rewritten, gm, originals, inputs, entry, peaks=not unrolled)
     if entry.chosen == "refold":
         return rewritten.run
     for row in entry.applied:
@@ -144,11 +147,17 @@ def _compared(
 
 
 def _time_all(
-    program: Compiled, originals: dict[str, Compiled], inputs: Sequence[Any], entry: GraphReport, *, peaks: bool
+    rewritten: Rewritten,
+    gm: GraphModule,
+    originals: dict[str, Compiled],
+    inputs: Sequence[Any],
+    entry: GraphReport,
+    *,
+    peaks: bool,
 ) -> None:
     """Race a program against the original, and record which is to run."""
     device = _device(inputs)
-    ours, rivals = _trial(program, inputs), {name: _trial(run, inputs) for name, run in originals.items()}
+    ours, rivals = _trial(rewritten.run, inputs), {name: _trial(run, inputs) for name, run in originals.items()}
     with undisturbed_rng(), apart():
         ours()
         if not rivals:
@@ -173,10 +182,13 @@ def _time_all(
             if found := profile.take(f"graph {entry.index}: {who}", run, device):
                 entry.kernels[who] = found
     entry.busy = result.busy
+    calls = unrolled_size(rewritten.graph), unrolled_size(gm)
     before, after = Cost(entry.flops_before, entry.bytes_before), Cost(entry.flops_after, entry.bytes_after)
     if not result.faster and result.busy and clearly_less(after, before):
         fewer = entry.bytes_before / max(entry.bytes_after, 1)
         entry.reason = f"because the machine was too busy to tell, and it moves {fewer:.0f} times fewer bytes"
+    elif not result.faster and result.busy and name == "eager" and calls_far_less(*calls):
+        entry.reason = f"because the machine was too busy to tell, and it makes {calls[0]} calls, and eager {calls[1]}"
     elif not result.faster:
         entry.chosen = "eager" if name == "eager" else "inductor"
         entry.reason = (

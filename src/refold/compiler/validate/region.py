@@ -22,7 +22,7 @@ from ..choices import Choices
 from ..compile_time import RIVAL_S, inductor_seconds
 from ..inductor import duplicate, standalone
 from ..ir.builder import same_strides
-from ..ir.cost import clearly_less, concrete, graph_cost, node_cost
+from ..ir.cost import calls_far_less, clearly_less, concrete, graph_cost, node_cost
 from ..ir.evaluate import evaluate, with_gradients
 from ..ir.metadata import stale
 from ..ir.rewrite import Rewrite
@@ -171,7 +171,9 @@ def _decided(
         # is generous to the original. What it cannot decide, the race of the whole graph will, unless
         # this rewrite stands in the way of others.
         slower = not verdict.race.faster if baseline is not None else verdict.race.at_most <= 1 + DELTA
-        if verdict.race.busy and clearly_less(rewrite.after, rewrite.before):
+        calls = len(rewrite.candidate.graph.nodes)
+        fewer_calls = verdict.original_by == "eager" and calls_far_less(calls, rewrite.size)
+        if verdict.race.busy and (fewer_calls or clearly_less(rewrite.after, rewrite.before)):
             return verdict  # a busy machine does not decide
         if slower:
             verdict.reason = refused(

@@ -177,7 +177,7 @@ class _Plan:
         self.prepare = Launch(
             forward._ssd_fwd_prepare_kernel, (rows, triton.cdiv(nheads, block_h)),
             {"CHUNK": chunk, "BLOCK_H": block_h, "BLOCK_N": block_n, "SOFTPLUS": bool(dt_softplus), "VARLEN": varlen,
-             "SHIFT": False, "PARTS": parts, "PRECISION": precision}, {"num_warps": 4},
+             "SHIFT": False, "SIGNED": False, "PARTS": parts, "PRECISION": precision}, {"num_warps": 4},
         )  # fmt: skip
         self.prepare_ints = (
             seqlen, nchunks, nheads, 0, dstate, *limits, *dt.stride(), *B.stride()[:3], *C.stride()[:3],

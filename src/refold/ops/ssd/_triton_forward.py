@@ -7,7 +7,7 @@ the integer arguments. A call only allocates its outputs and workspace, and laun
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -94,6 +94,7 @@ class _Tiles:
         scan: Tiles of a program of `scan`, neighbours in a group.
         state: Likewise of `state`.
         blocks: Tiles of a head.
+        own_cb: Whether a program of `scan` forms C·Bᵀ: where at most one other tile reads it.
     """
 
     channels: int
@@ -102,6 +103,7 @@ class _Tiles:
     scan: int
     state: int
     blocks: int
+    own_cb: bool
 
     @classmethod
     def of(cls, nheads: int, ngroups: int, headdim: int, dstate: int) -> _Tiles:
@@ -109,9 +111,10 @@ class _Tiles:
         channels, states = 64, 64 if dstate <= 64 else 128
         halves, blocks = triton.cdiv(dstate, states), triton.cdiv(headdim, channels)
         group = nheads // ngroups * blocks
-        scan = 2 if halves == 1 and group % 2 == 0 else 1
+        own_cb = group == 1 or (group == 2 and halves == 1)
+        scan = 2 if halves == 1 and group % 2 == 0 and not own_cb else 1
         state = next(tiles for tiles in (4, 2, 1) if tiles * halves <= 4 and group % tiles == 0)
-        return cls(channels, states, halves, scan, state, blocks)
+        return cls(channels, states, halves, scan, state, blocks, own_cb)
 
     def registers(self) -> tuple[dict[str, int], dict[str, int]]:
         """Return the options of `scan` and of `state` that let two small programs share a multiprocessor."""
@@ -121,7 +124,7 @@ class _Tiles:
     def slots(self, gate: bool) -> tuple[int, int]:
         """Return how many programs of `scan` and of `state` a multiprocessor holds; a gate takes shared memory."""
         scan, state = self.registers()
-        return 2 if scan and not gate else 1, 2 if state else 1
+        return 2 if scan and (self.own_cb or not gate) else 1, 2 if state else 1
 
 
 def _hopper_fits(x, B, C, z, initial) -> bool:
@@ -160,9 +163,9 @@ class _Plan:
         # A tile of the state holds at most `tile` elements; wide states take fewer channels, then shorter chunks.
         while block_p > 16 and block_p * block_n > config["tile"]:
             block_p //= 2
-        steps_positive = dt_softplus or dt_limit[0] >= 0
-        hopper = config["hopper"] and not varlen and chunk == 64 and steps_positive
-        self.hopper = hopper and _hopper_fits(x, B, C, z, initial) and gluon(*HOPPER) is not None
+        hopper = config["hopper"] and not varlen and chunk == 64
+        self.hopper = bool(hopper and _hopper_fits(x, B, C, z, initial) and gluon(*HOPPER) is not None)
+        signed = self.hopper and not dt_softplus and dt_limit[0] < 0
         stages = config["stages"]
         if not self.hopper and chunk == 64 and x.element_size() == 2 and family(x.device) == "hopper":
             # Triton's asynchronous products want 64 tokens. Where rows are not known to lie on 16 bytes, Triton 3.6
@@ -183,7 +186,9 @@ class _Plan:
         rows, slots = batch * nheads * blocks_p, sms * config["slots"]
         states, state_slots = rows, slots
         if self.hopper:
-            self.tiles = tiles = _Tiles.of(nheads, ngroups, headdim, dstate)
+            tiles = _Tiles.of(nheads, ngroups, headdim, dstate)
+            chosen = {"own_cb": bool(config.get("own_cb", tiles.own_cb)), "scan": config.get("scan_tiles", tiles.scan)}
+            self.tiles = tiles = replace(tiles, **chosen)
             rows, states = (batch * nheads * tiles.blocks // each for each in (tiles.scan, tiles.state))
             slots, state_slots = (sms * each for each in tiles.slots(z is not None))
         if "segments" in config:
@@ -200,6 +205,8 @@ class _Plan:
         self.new_final = fresh((nseqs, nheads, headdim, dstate), state_dtype or torch.float32, x.device)
         # C·Bᵀ that one head alone reads is formed where it is read. (Measured for float32 only.)
         own_cb = x.dtype == torch.float32 and nheads == ngroups and blocks_p <= 2
+        if self.hopper:
+            own_cb = self.tiles.own_cb
         prepared = 0 if own_cb else ngroups
         # One float32 workspace, cut into: C·Bᵀ, decay, step, piece states, piece decays.
         rows = batch * nchunks * nheads * chunk
@@ -227,7 +234,8 @@ class _Plan:
         self.prepare = Launch(
             kernels._ssd_fwd_prepare_kernel, (batch * nchunks, prepared + triton.cdiv(nheads, block_h)),
             {"CHUNK": chunk, "BLOCK_H": block_h, "BLOCK_N": block_n, "SOFTPLUS": bool(dt_softplus), "VARLEN": varlen,
-             "SHIFT": bool(self.hopper), "PARTS": parts, "PRECISION": precision}, {"num_warps": 4},
+             "SHIFT": self.hopper, "SIGNED": signed, "PARTS": parts, "PRECISION": precision},
+            {"num_warps": 4},
         )  # fmt: skip
         self.prepare_ints = (
             seqlen, nchunks, nheads, prepared, dstate, float(dt_limit[0]), float(dt_limit[1]),
@@ -237,12 +245,12 @@ class _Plan:
         self.pass_ints = (npieces, nheads, size)
         self.pass_ = Launch(
             kernels._ssd_fwd_pass_kernel, (triton.cdiv(size, 1024), nheads, batch),
-            {"BLOCK": 1024, "VARLEN": varlen, "HOPPER": bool(self.hopper)}, {"num_warps": 4},
+            {"BLOCK": 1024, "VARLEN": varlen, "HOPPER": self.hopper}, {"num_warps": 4},
         )  # fmt: skip
         D_strides = (0, 0) if D is None else (D.stride(0), D.stride(1) if D.dim() == 2 else 0)
         if self.hopper:
             cut = (segment_chunks, piece_chunks, pieces, npieces)
-            self._plan_hopper(x, B, C, z, initial, D_strides, cut)
+            self._plan_hopper(x, B, C, z, initial, D_strides, cut, config["hopper_stages"], signed)
             return
         loop = {"VARLEN": varlen, "PARTS": parts, "PRECISION": precision, "STAGES": stages}
         sizes_ints = (nheads, ngroups, headdim, dstate)
@@ -261,7 +269,7 @@ class _Plan:
             {"num_warps": config["warps"], "num_stages": stages},
         )  # fmt: skip
 
-    def _plan_hopper(self, x, B, C, z, initial, D_strides, cut) -> None:
+    def _plan_hopper(self, x, B, C, z, initial, D_strides, cut, stages, signed) -> None:
         """Plan the Hopper kernels, and describe their tensors to the copy engine."""
         from refold.ops.torch.tma_launch import MappedLaunch
 
@@ -282,7 +290,7 @@ class _Plan:
         x_view, y_view = view(x, tiles.channels), view(torch.empty(x.shape, device="meta"), tiles.channels)
         z_view = {} if z is None else view(z, tiles.channels)
         B_view, C_view = view(B, tiles.states), view(C, tiles.states)
-        cb_view = {
+        cb_view = {} if tiles.own_cb else {
             "shape": [batch * nchunks * ngroups * 64, 64], "strides": [64, 1], "block_shape": [64, 64],
             "layout": hopper.tile_layout(32, 2),
         }  # fmt: skip
@@ -299,13 +307,14 @@ class _Plan:
         self.state_ints = (nchunks, piece_chunks, npieces, nheads, ngroups)
         self.state = MappedLaunch(
             hopper._ssd_fwd_state_hopper_kernel, (ntiles // tiles.state, npieces, batch),
-            {**sizes, "TILES": tiles.state, "STAGES": 4},
+            {**sizes, "TILES": tiles.state, "STAGES": 4, "SIGNED": signed},
             {"num_warps": 4, **state_registers}, [x_view, B_view],
         )  # fmt: skip
         self.scan_ints = (nchunks, segment_chunks, self.nsegments, pieces, npieces, nheads, ngroups, *D_strides)
         self.scan = MappedLaunch(
             hopper._ssd_fwd_scan_hopper_kernel, (ntiles // tiles.scan, self.nsegments, batch),
-            {**sizes, "TILES": tiles.scan, "PASSED": self.passed, "HAS_Z": z is not None},
+            {**sizes, "TILES": tiles.scan, "PASSED": self.passed, "HAS_Z": z is not None, "STAGES": stages,
+             "OWN_CB": tiles.own_cb, "SIGNED": signed},
             {"num_warps": 4, **scan_registers},
             [x_view, z_view, B_view, C_view, cb_view, y_view, initial_view],
         )  # fmt: skip
@@ -344,6 +353,7 @@ class _Plan:
                 self.pass_(stream, piece_state, piece_decay, initial, *self.pass_ints)
         if self.hopper:
             described, plain = (initial, None) if self.initial_described else (None, initial)
+            cb = None if self.tiles.own_cb else cb
             self.scan(stream, x, z, B, C, cb, y, described, decay, step, D, plain, piece_state, piece_decay, final,
                       *self.scan_ints)  # fmt: skip
         else:

@@ -165,14 +165,15 @@ def _ssd_fwd_prepare_kernel(
     seqlen, nchunks, nheads, ngroups, dstate, dt_min, dt_max,
     stride_dt_b, stride_dt_t, stride_dt_h, stride_B_b, stride_B_t, stride_B_g, stride_C_b, stride_C_t, stride_C_g,
     CHUNK: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, SOFTPLUS: tl.constexpr,
-    VARLEN: tl.constexpr, SHIFT: tl.constexpr, PARTS: tl.constexpr, PRECISION: tl.constexpr,
+    VARLEN: tl.constexpr, SHIFT: tl.constexpr, SIGNED: tl.constexpr, PARTS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Grid (batch * chunks, groups + head blocks): a program owns one chunk of one group, or of BLOCK_H heads.
 
     Group programs write C·Bᵀ (CHUNK x CHUNK, float32) on and below the diagonal. Head programs write step = dt after
     bias, softplus and limits (0 beyond the chunk) and decay = the running sum of step * A * log2(e), in float32 parts.
     With SHIFT, for the kernels in Gluon, decay - log2(step) takes the place of step, columns of C·Bᵀ come in another
-    order, and the next kernel may start early.
+    order, and the next kernel may start early. With SIGNED, for steps of any sign, it is decay - log2(abs(step)), and
+    its last bit says whether the step is negative.
     """
     if SHIFT:
         _let_next_start()
@@ -223,10 +224,14 @@ def _ssd_fwd_prepare_kernel(
         else:
             log2_decay = _clip(step * (A * LOG2E)[:, None], -256.0, 256.0)
             if SHIFT:  # An infinite step spoils all that comes after it; its logarithm alone would not.
-                log2_decay = tl.where(step < float("inf"), log2_decay, float("nan"))
+                log2_decay = tl.where(tl.abs(step) < float("inf"), log2_decay, float("nan"))
             decay = tl.cumsum(log2_decay, axis=1)
         if SHIFT:
-            step = decay - tl.log2(step)
+            shifted = decay - tl.log2(tl.abs(step))
+            if SIGNED:
+                bits = (shifted.to(tl.int32, bitcast=True) & -2) | (step < 0.0).to(tl.int32)
+                shifted = bits.to(tl.float32, bitcast=True)
+            step = shifted
         tl.store(step_ptr + rows, step, mask=heads[:, None])
         rows = (pid_c.to(tl.int64) * nheads + offs_h[:, None]) * (CHUNK * PARTS) + offs_t[None, :]
         tl.store(decay_ptr + rows, decay, mask=heads[:, None])

@@ -17,7 +17,7 @@ from refold.errors import ArgumentError
 _LIBRARY = torch.library.Library("refold", "FRAGMENT")
 
 
-def define(name: str, schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> Any:
+def define(name: str, schema: str, run: Callable[..., Any], fake: Callable[..., Any], *, padded: bool = False) -> Any:
     """Register ``refold::<name>``, without a gradient, and return it.
 
     Args:
@@ -25,8 +25,11 @@ def define(name: str, schema: str, run: Callable[..., Any], fake: Callable[..., 
         schema: Arguments and results, as ``torch.library`` writes them.
         run: The function. Under ``torch.autocast`` it runs without: arguments decide what it computes in.
         fake: Returns the results' shapes, strides and dtypes.
+        padded: Whether rows of arguments may be farther apart in memory than when the node was traced. On a GPU,
+            Inductor pads rows to a multiple of 128 bytes, and copies what must have exact strides.
     """
-    _LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides))
+    strides = torch.Tag.needs_fixed_stride_order if padded else torch.Tag.needs_exact_strides
+    _LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag, strides))
     _LIBRARY.impl(name, apart_from_autocast(run), "CompositeExplicitAutograd")
     torch.library.register_fake(f"refold::{name}", fake, lib=_LIBRARY)
     return getattr(torch.ops.refold, name).default

@@ -374,13 +374,14 @@ def _register(spec: OpSpec) -> None:
     options = "".join(f", {o.schema} {o.name}" for o in spec.options)
     results = "(" + ", ".join("Tensor" for _ in spec.outputs) + ")"
     schema = f"({arrays}{options}, str backend) -> {results}"
-    OPS[spec.name] = define(spec.name, schema, runner.node, _forward_fake(spec))
+    OPS[spec.name] = define(spec.name, schema, runner.node, _forward_fake(spec), padded=True)
     gradients = ", ".join(f"Tensor? d{o.name}" for o in spec.outputs)
     OPS[f"{spec.name}_backward"] = define(
         f"{spec.name}_backward",
         f"({gradients}, {arrays}{options}, bool[] needs, str backend) -> Tensor[]",
         _backward(spec, runner),
         _backward_fake(spec),
+        padded=True,
     )
     refuse_derivative(f"{spec.name}_backward")
     differentiate(spec.name, _autograd_backward(spec, runner), _setup_context(spec))
@@ -393,6 +394,7 @@ def _register(spec: OpSpec) -> None:
             f"({written}{options}, str backend) -> Tensor",
             twin.node,
             lambda *args: _forward_fake(spec)(*args)[0],
+            padded=True,
         )
 
 

@@ -15,7 +15,7 @@ from refold.compiler.dynamo import before_autograd, captures_loops
 from refold.compiler.dynamo.before_autograd import BeforeAutograd, find_rewrites
 from refold.compiler.inductor import clone_inputs
 from refold.compiler.ir.evaluate import values_at
-from refold.compiler.passes import fuse_chunked_scans, replace_causal_convolutions
+from refold.compiler.passes import fuse_chunked_scans, replace_causal_convolutions, replace_gated_norms
 from refold.compiler.refusals import REASONS
 from refold.compiler.session import describe_captured
 from refold.compiler.validate.region import Settings, validate_region
@@ -36,6 +36,7 @@ from support.trained import trained
 SCAN = "fuse chunked scan"
 SKIP = "absorb skip"
 CONVOLUTION = "replace causal convolution"
+NORM = "replace gated norm"
 
 
 def names(entry):
@@ -114,12 +115,12 @@ def test_gradients_of_random_layers(needs, chunk, chunks, groups, spelling, step
 
 
 def found_in(fn, *args):
-    """Return the one rewrite that is found, and the values that it gets."""
+    """Return the last rewrite that is found, and the values that it gets."""
     found = []
 
     @captures_loops
     def backend(gm, given):
-        (rewrite,) = find_rewrites(gm, (), lambda _: True, []).rewrites
+        rewrite = find_rewrites(gm, (), lambda _: True, []).rewrites[-1]
         values = values_at(gm.graph, rewrite.inputs, clone_inputs(given))
         found.extend([rewrite, [values[name] for name in rewrite.inputs]])
         return gm
@@ -279,8 +280,9 @@ def test_convolutions_are_unrolled():
 
 @pytest.fixture
 def operators_pay(monkeypatch):
-    """Replace convolutions as on a GPU."""
-    monkeypatch.setattr(replace_causal_convolutions, "pays", lambda device: True)
+    """Replace convolutions and norms as on a GPU."""
+    for module in (replace_causal_convolutions, replace_gated_norms):
+        monkeypatch.setattr(module, "has_backward_kernels", lambda device: True)
 
 
 @pytest.mark.parametrize("widen", [False, True])
@@ -324,6 +326,114 @@ def test_layouts_of_convolutions(keywords, after, operator, operators_pay):
     assert names(entry) == [CONVOLUTION if operator else "unroll depthwise convolution"]
     assert error < 8
     assert found[0].stride() == convolved(*args, after=after, **keywords).stride()
+
+
+SILUS = [  # what is made of the result, how many operators compute a SiLU
+    (lambda y: F.silu(y.mT), 1),
+    (lambda y: F.silu(y).mT, 1),
+    (lambda y: y * torch.sigmoid(y), 1),
+    (lambda y: torch.sigmoid(y) * y, 1),
+    (lambda y: F.silu(y.float()).to(y.dtype), 1),
+    (lambda y: F.silu(y) + F.silu(y.mT).mT.square(), 1),  # one operator, read twice
+    (lambda y: F.silu(y) * y, 0),
+    (lambda y: y * torch.sigmoid(y + 1), 0),
+    (lambda y: F.silu(y[:, 1:]), 0),
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("after", "silus"), SILUS)
+def test_a_convolution_computes_the_silu_that_reads_it(after, silus, dtype, operators_pay):
+    args = differentiable(*(x.to(dtype) for x in (torch.randn(2, 9, 6), torch.randn(6, 1, 3), torch.randn(6))))
+    graphs, found = [], []
+    entry, error = trained(partial(convolved, after=after, stop=9), *args, graphs=graphs, results=found)
+    assert set(names(entry)) == {CONVOLUTION}
+    operators = graphs[0].find_nodes(op="call_function", target=torch.ops.refold.causal_conv1d.default)
+    assert [node.args[5] for node in operators] == (["silu"] * silus or [None])
+    assert error < 8
+    assert found[0].stride() == convolved(*args, after=after, stop=9).stride()
+
+
+def normed(x, z, weight, kernel, norm):
+    y = F.conv1d(F.pad(x.mT, (2, 0)), kernel, groups=kernel.shape[0]).mT
+    return norm(y, z, weight).square()
+
+
+def mean_square(v):
+    return v.pow(2).mean(-1, keepdim=True)
+
+
+def textbook(y, z, weight):
+    v = y * F.silu(z)
+    return v * torch.rsqrt(mean_square(v) + 1e-5) * weight
+
+
+def widened(y, z, weight):
+    """As transformers has it."""
+    v = y.float() * F.silu(z.float())
+    return (weight * (v * torch.rsqrt(mean_square(v) + 1e-5))).to(y.dtype)
+
+
+def narrowed_before_weight(y, z, weight):
+    v = (y * F.silu(z)).float()
+    return weight * (v * torch.rsqrt((v * v).mean(-1, keepdim=True) + 1e-5)).to(y.dtype)
+
+
+def grouped(y, z, weight):
+    v = (F.silu(z) * y).unflatten(-1, (2, 3))
+    return (v * torch.rsqrt(mean_square(v) + 1e-5)).flatten(-2) * weight
+
+
+def weighted_after(y, z, weight):
+    return textbook(y, z, weight[:1]) * weight
+
+
+NORMS = [  # the norm, whether it is an operator
+    (textbook, True),
+    (widened, True),
+    (narrowed_before_weight, True),
+    (grouped, True),
+    (weighted_after, False),  # one number is no weight per channel
+    (lambda y, z, w: y * torch.rsqrt(mean_square(y) + 1e-5) * w, False),  # no gate
+    (lambda y, z, w: y * F.silu(z) * torch.rsqrt(mean_square(y) + 1e-5) * w, False),  # of something else
+    (lambda y, z, w: textbook(y, z, w) + z, True),
+    (lambda y, z, w: textbook(y, z[:, :1], w), False),  # one gate for all tokens
+    (lambda y, z, w: (y * F.silu(z)) * torch.rsqrt(mean_square(y * F.silu(z)) - 1e-5 + 2e-5) * w, False),
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("norm", "operator"), NORMS)
+def test_gated_norms_are_operators(norm, operator, dtype, operators_pay):
+    shapes = (2, 5, 6), (2, 5, 6), (6,), (6, 1, 3)
+    args = differentiable(*(torch.randn(shape).to(dtype) for shape in shapes))
+    graphs = []
+    entry, error = trained(partial(normed, norm=norm), *args, graphs=graphs)
+    assert names(entry) == [CONVOLUTION, *[NORM] * operator]
+    assert len(graphs[0].find_nodes(op="call_function", target=torch.ops.refold.gated_rmsnorm.default)) == operator
+    assert error < 8
+
+
+@pytest.mark.parametrize("bug", [{"eps": 1e-2}, {"norm_before_gate": True}, {"group_size": 3}])
+def test_a_planted_bug_in_a_norm_is_refused(bug, monkeypatch, operators_pay):
+    args = [torch.randn(shape) for shape in ((2, 5, 6), (2, 5, 6), (6,), (6, 1, 3))]
+    real = replace_gated_norms.node_args
+    monkeypatch.setattr(replace_gated_norms, "node_args", lambda name, **given: real(name, **{**given, **bug}))
+    rewrite, actual = found_in(partial(normed, norm=textbook), *differentiable(*args))
+    assert rewrite.name == NORM
+    assert "not equal" in validate_region(rewrite, actual, Settings(accept="always")).reason
+
+
+def test_a_forgotten_silu_is_refused(monkeypatch, operators_pay):
+    args = differentiable(torch.randn(2, 9, 6), torch.randn(6, 1, 3), torch.randn(6))
+    real = replace_causal_convolutions.node_args
+    without = {"activation": None}
+    monkeypatch.setattr(
+        replace_causal_convolutions, "node_args", lambda name, **given: real(name, **{**given, **without})
+    )
+    rewrite, actual = found_in(partial(convolved, after=F.silu, stop=9), *args)
+    assert rewrite.name == CONVOLUTION
+    assert "not equal" in validate_region(rewrite, actual, Settings(accept="always")).reason
 
 
 def test_a_planted_bug_in_a_convolution_is_refused(monkeypatch, operators_pay):
