@@ -28,6 +28,7 @@ from refold.compiler.pipeline import run
 from refold.compiler.recurrence import duality, gated_chunks, lti_chunks
 from refold.compiler.session import describe_captured
 from refold.report import GraphReport
+from refold.verify.numerics import in_strides
 
 Tensors = list[torch.Tensor]
 
@@ -167,7 +168,8 @@ def _run(gm: GraphModule, values: Tensors) -> Tensors:
 
 
 def widened(values: Tensors) -> Tensors:
-    return [x.double() if x.is_floating_point() else x.cdouble() if x.is_complex() else x for x in values]
+    wide = [x.double() if x.is_floating_point() else x.cdouble() if x.is_complex() else x for x in values]
+    return [in_strides(y, x.stride()) for x, y in zip(values, wide, strict=True)]
 
 
 class _Rounding(Interpreter):

@@ -170,6 +170,18 @@ def _reset(d: _Draw) -> Callable[[Sequence[torch.Tensor], int, torch.Tensor, tor
     return lambda xs, t, state, new: torch.where(mask(xs, t), state, state * 0.5 + new)
 
 
+def _odd(d: _Draw) -> tuple[Callable[[int], int], Callable[[Any], Any], Callable[[torch.Tensor], torch.Tensor]]:
+    """Draw what public code has and no rule expects: which step's inputs a step reads; what it does to state and input.
+
+    Inputs read in turns, products with a truth value, lists of axes that are empty.
+    """
+    kind = d.choose("odd", [*["no"] * 9, "turns", "true", "no axes"])
+    period = max(2, d.steps // 2) if kind == "turns" else d.steps
+    same = lambda x: x  # noqa: E731
+    true, no_axes = lambda x: x * True, lambda x: x.flip(())
+    return lambda t: t % period, true if kind == "true" else same, no_axes if kind == "no axes" else same
+
+
 def _read(d: _Draw) -> Callable[[Sequence[torch.Tensor], int, torch.Tensor], torch.Tensor]:
     """Draw what a step makes of the state."""
     kind = d.choose("read", ["sum", "sum", "einsum", "bmm", "scaled", "state"])
@@ -220,6 +232,8 @@ def recurrence(r: Random, captured: bool = False) -> Program:
     bonus = d.input(d.heads, d.keys) if order == "both" else None
     d.r = Random(" ".join(["resets", *d.about]))  # of its own, so that all else that a seed names stays what it is
     reset = _reset(d)
+    d.r = Random(" ".join(["unexpected", *d.about]))
+    turn, true, no_axes = _odd(d)
     d.r = r
     shape, steps = (d.batch, d.heads, d.keys, d.values), d.steps
 
@@ -228,13 +242,15 @@ def recurrence(r: Random, captured: bool = False) -> Program:
         state: Any = starts.get(initial)
         ys: Tensors = []
         out = None
-        for t in reversed(range(steps)) if reverse else range(steps):
-            new = added(xs, t)
+        for step in reversed(range(steps)) if reverse else range(steps):
+            t = turn(step)
+            new = no_axes(added(xs, t))
             before = xs[0].new_zeros(shape) if state is None or isinstance(state, float) else state
             if state is None:
                 state = new
             else:
-                if forget and t % 5 == 3:
+                state = true(state)
+                if forget and step % 5 == 3:
                     state = state * 0
                 if decay is not None:
                     state = decay(xs, t) * state
@@ -246,7 +262,7 @@ def recurrence(r: Random, captured: bool = False) -> Program:
             if written == "write":
                 if out is None:
                     out = y.new_zeros(y.shape[0], steps, *y.shape[1:])
-                out[:, t] = y
+                out[:, step] = y
             ys.append(y)
         whole = out if out is not None else _collected(written, ys)
         return {"outputs": (whole,), "both": (whole, state), "last": (state,)}[returned]

@@ -84,6 +84,9 @@ def refold(
     # lock of the compile under way, which this thread holds. So backwards run in this thread meanwhile.
     try:
         with patience(), _unseen_by_hooks(), torch.autograd.set_multithreading_enabled(False):
+            if kind := next(filter(None, map(_left_alone, example_inputs)), ""):
+                entry.notes.append(f"nothing was looked for: {kind}")
+                return plain(gm, example_inputs, settings, entry)
             run = Remembering(gm, example_inputs, settings, entry).run()
             # A call of a module looks for hooks first, which a graph has none of.
             return run_as_written(run).forward if isinstance(run, GraphModule) else run
@@ -118,6 +121,13 @@ def _unseen_by_hooks() -> AbstractContextManager[Any]:
             return nullcontext()
     except RuntimeError:
         return torch.autograd.graph.saved_tensors_hooks(itself, itself)
+
+
+def _left_alone(x: Any) -> str:
+    """Say why a graph with such an input is Inductor's alone; empty if it is not."""
+    if (isinstance(x, torch.SymInt) and x.node.is_nested_int()) or (isinstance(x, torch.Tensor) and x.is_nested):
+        return "an input is a nested tensor"
+    return "an input has no values, only a shape" if isinstance(x, torch.Tensor) and x.is_meta else ""
 
 
 def _limit_notes() -> list[str]:

@@ -23,6 +23,8 @@ def framework_of(spec: OpSpec, arrays: Sequence[Any]) -> str:
     ):
         if framework == "torch":
             _refuse_layouts(spec, arrays)
+        elif framework == "numpy":
+            _refuse_meanings(spec, arrays)
         return framework
     if framework is None:
         raise DtypeError(
@@ -48,6 +50,18 @@ def _refuse_layouts(spec: OpSpec, arrays: Sequence[Any]) -> None:
         layout = "nested" if array.is_nested else str(array.layout).removeprefix("torch.")
         remedy = "Pack its sequences along time" if array.is_nested else f"Pass {arg.name}.to_dense()"
         raise ArgumentError(f"{spec.name}: {arg.name} must be a dense tensor; it is {layout}. {remedy}.")
+
+
+def _refuse_meanings(spec: OpSpec, arrays: Sequence[Any]) -> None:
+    """Raise at an array for which arithmetic means something else: masked ones, and matrices."""
+    import numpy as np
+
+    for arg, array in zip(spec.args, arrays, strict=True):
+        if isinstance(array, np.ma.MaskedArray | np.matrix):
+            remedy = f"{arg.name}.filled(...)" if isinstance(array, np.ma.MaskedArray) else f"numpy.asarray({arg.name})"
+            raise ArgumentError(
+                f"{spec.name}: {arg.name} must be a plain numpy array; it is a {type(array).__name__}. Pass {remedy}."
+            )
 
 
 def framework_of_type(kind: type) -> str | None:

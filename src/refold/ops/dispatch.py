@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import Any
 
-from refold.errors import BackendUnsupported
+from refold.errors import ArgumentError, BackendUnsupported
 from refold.ops.arrays import framework_of, framework_of_type, keyword_arguments, meta_of
 from refold.ops.backends import refusal, resolve
 from refold.ops.spec import CU_SEQLENS, OpSpec, check_cu_seqlens_values, load
@@ -104,6 +104,9 @@ def call_in_place(spec: OpSpec, arrays: Sequence[Any], options: Sequence[Any], b
         return registry.run(f"{spec.name}_", arrays, options, backend or "")
     if framework_of(spec, arrays) == "jax":
         raise BackendUnsupported(f"{spec.name}_: jax arrays cannot be written. Use {spec.name} and keep its state.")
+    written = next(array for arg, array in zip(spec.args, arrays, strict=True) if arg.name == spec.updates)
+    if not written.flags.writeable:
+        raise ArgumentError(f"{spec.name}_: {spec.updates} is read-only. Pass {spec.updates}.copy().")
     y, state = call(spec, arrays, options, backend)
-    next(array for arg, array in zip(spec.args, arrays, strict=True) if arg.name == spec.updates)[...] = state
+    written[...] = state
     return y

@@ -315,15 +315,15 @@ def _normal(x: Any, generator: torch.Generator, spread: float, signed: bool, inf
     """
     if not (isinstance(x, torch.Tensor) and x.is_floating_point()):
         return x
-    values = spread * torch.randn(x.shape, generator=generator)
+    values = spread * torch.randn(_apart(x), generator=generator)
     sign = _sign(x) if signed else 0
     if sign:
         values = sign * values.abs()
     if infinity and x.numel():
-        late = torch.randint(x.numel() // 2, x.numel(), (), generator=generator)
+        late = torch.randint(values.numel() // 2, values.numel(), (), generator=generator)
         at = {"late": int(late), "last": -1, "first": 0}[infinity]
         values.view(-1)[at] = (sign or -1) * math.inf
-    return _like(x, values)
+    return _like(x, values.expand(x.shape))
 
 
 def _sign(x: torch.Tensor) -> int:
@@ -343,12 +343,22 @@ def _integers(x: Any, terms: int, generator: torch.Generator) -> Any:
 
 
 def _like(x: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    out = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
-    return out.copy_(values) if not _overlaps(x) else values.to(x.device, x.dtype)
+    return in_strides(values.to(x.device, x.dtype), x.stride())
 
 
-def _overlaps(x: torch.Tensor) -> bool:
-    return any(stride == 0 and size > 1 for size, stride in zip(x.shape, x.stride(), strict=True))
+def in_strides(values: torch.Tensor, strides: Sequence[int]) -> torch.Tensor:
+    """Return values that lie in memory with these strides; where a stride is 0, the first value stands for all."""
+    first = values
+    for dim, stride in enumerate(strides):
+        if stride == 0 and values.shape[dim] > 1:
+            first = first.narrow(dim, 0, 1)
+    own = torch.empty_strided(first.shape, list(strides), dtype=values.dtype, device=values.device)
+    return own.copy_(first).expand(values.shape)
+
+
+def _apart(x: torch.Tensor) -> list[int]:
+    """Return the shape of the elements that have memory of their own."""
+    return [1 if stride == 0 and size > 1 else size for size, stride in zip(x.shape, x.stride(), strict=True)]
 
 
 def _absolute(x: Any) -> Any:

@@ -315,3 +315,14 @@ def test_matmuls_survive_inductor():
     with config.patch(fx_graph_cache=False, post_grad_custom_post_pass=Count()):
         refold.compile(scores, verify="off", accept="always", strict=True)(*pair(2))
     assert survivors
+
+
+def test_inputs_of_other_kinds_are_left_to_inductor():
+    """Nested tensors have sizes that no number stands for; tensors of the device meta have nothing to check."""
+    nested = torch.nested.nested_tensor([torch.randn(3, 4), torch.randn(5, 4)], layout=torch.jagged)
+    compiled = refold.compile(lambda x: x.sin() * 2, strict=True)
+    torch.testing.assert_close(compiled(nested).values(), nested.values().sin() * 2)
+    assert "nested" in str(compiled.report)
+    compiled = refold.compile(lambda x: x.cumsum(1) * 2, strict=True)
+    assert compiled(torch.empty(2, 3, device="meta")).is_meta
+    assert "only a shape" in str(compiled.report)

@@ -136,6 +136,44 @@ def test_a_step_at_an_end_of_another_shape(shape, end):
     assert programs.judge(programs.Program(fn, [torch.randn(6, *shape), torch.randn(2, 4)], "")).failure == ""
 
 
+def _loop(step, count=8):
+    """Return a loop over (batch, time, channels) with a state; ``step`` is called with state, inputs, number, decay."""
+
+    def fn(x, a):
+        h, ys = torch.zeros_like(x[:, 0]), []
+        for t in range(count):
+            h = step(h, x, t, a)
+            ys.append(h)
+        return (torch.stack(ys, 1),)
+
+    return fn
+
+
+def _older(x, a):
+    """States of five steps before; they are joined with a first part of another size."""
+    ys = list(x[:, :5].unbind(1))
+    for t in range(5, 8):
+        ys.append(a * ys[t - 5] + x[:, t])
+    return torch.cat([x[:, :5], *(y.unsqueeze(1) for y in ys[5:])], 1), torch.cat([ys[0][:, None], x[:, :5], x, x], 1)
+
+
+ODD = {
+    "inputs in turns": _loop(lambda h, x, t, a: a * h + x[:, t % 4], 12),
+    "no axes to flip": _loop(lambda h, x, t, a: a * h + x[:, t].flip(())),
+    "times true": _loop(lambda h, x, t, a: a * (h * True) + x[:, t] + True),
+    "over zero": _loop(lambda h, x, t, a: (a * h) / (1.0 if t else 0.0) + x[:, t]),
+    "all over zero": _loop(lambda h, x, t, a: a * (h / 0.0) + x[:, t]),
+    "parts of several sizes": _older,
+}
+
+
+@pytest.mark.parametrize("gradient", ["", "autograd"])
+@pytest.mark.parametrize("name", ODD)
+def test_odd_steps(name, gradient):
+    x, a = (torch.randn(shape, generator=torch.Generator().manual_seed(0)) for shape in ((2, 8, 3), (3,)))
+    assert programs.judge(programs.Program(ODD[name], [x, a], "", gradient)).failure == ""
+
+
 @pytest.mark.parametrize("seed", [0, 1, 2, 310003])
 def test_layers_of_public_code(seed):
     """A few of what ``tools/fuzz.py --kind layer`` runs: the whole compiler, but for generated code."""

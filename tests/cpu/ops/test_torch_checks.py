@@ -186,3 +186,30 @@ def test_a_state_that_overlaps_itself_is_not_overwritten() -> None:
             ops.ssd_step_(**given, state=state)
     for state in (torch.zeros(2, 3, 1, 4).permute(2, 0, 3, 1).mT, torch.zeros(1, 2, 6, 8)[:, :, ::2, ::2]):
         ops.ssd_step_(**given, state=state)
+
+
+def test_zeros_without_memory_are_zeros() -> None:
+    """Forward-mode derivatives of PyTorch make such tensors; kernels that get their address end the process."""
+    a, zeros = torch.rand(2, 5, 3), torch._efficientzerotensor(2, 5, 3)
+    for backend in ("numba", "torch"):
+        h, _ = ops.linear_scan(a, zeros, backend=backend)
+        assert torch.equal(h, torch.zeros(2, 5, 3))
+
+
+@pytest.mark.parametrize("make", [lambda: torch.randn(2, 4, 3, dtype=torch.cfloat).conj().imag,
+                                  lambda: torch._efficientzerotensor(2, 4, 3)], ids=["negated", "zeros"])  # fmt: skip
+def test_a_state_that_does_not_hold_its_values_is_not_overwritten(make) -> None:
+    with pytest.raises(ArgumentError, match="causal_conv1d_step_: state must be a tensor that can be written"):
+        ops.causal_conv1d_step_(torch.ones(2, 4), torch.ones(4, 4), make())
+
+
+@pytest.mark.filterwarnings("ignore:the matrix subclass:PendingDeprecationWarning")
+def test_numpy_arrays_that_mean_something_else() -> None:
+    x = np.ones((3, 3))
+    for other, remedy in ((np.ma.masked_array(x, x > 0), "filled"), (np.matrix(x), "numpy.asarray")):
+        with pytest.raises(ArgumentError, match=f"linear_scan: x must be a plain numpy array; .* Pass .*{remedy}"):
+            ops.linear_scan(x, other)
+    state = np.ones((2, 4, 3))
+    state.flags.writeable = False
+    with pytest.raises(ArgumentError, match="causal_conv1d_step_: state is read-only"):
+        ops.causal_conv1d_step_(np.ones((2, 4)), np.ones((4, 4)), state)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -328,7 +329,7 @@ class LoopVectorizer:
         if not any(isinstance(x.node, Node) for x in operands):
             a, b = (*(x.node for x in operands), 0)[:2]
             numbers = {aten.mul.Tensor: lambda: a * b, aten.add.Tensor: lambda: a + b}
-            return Value(numbers.get(target, lambda: 1.0 / a)())
+            return Value(numbers.get(target, lambda: _inverse(a))())
         if not isinstance(operands[0].node, Node):
             operands = operands[::-1]
         rank = max(value(x.node).dim() - x.has_time for x in operands if isinstance(x.node, Node))
@@ -533,4 +534,11 @@ def _is_number(x: Value) -> bool:
 
 def _counts(x: Any) -> bool:
     """Tell whether a leaf is an operand: a tensor or a number."""
-    return isinstance(x, Value) and (isinstance(x.node, Node) or type(x.node) in (int, float, complex))
+    return isinstance(x, Value) and (isinstance(x.node, Node) or type(x.node) in (bool, int, float, complex))
+
+
+def _inverse(x: complex) -> complex:
+    """Return 1 / x, as PyTorch divides by zero."""
+    if x:
+        return 1.0 / x
+    return math.nan if isinstance(x, complex) else math.copysign(math.inf, x)

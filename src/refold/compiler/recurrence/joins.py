@@ -63,8 +63,10 @@ def joins(graph: Graph) -> Iterator[tuple[Node, Join]]:
     for node in list(graph.nodes):
         if node.op != "call_function" or is_erased(node) or not is_tensor(node):
             continue
-        if node.target in (aten.cat.default, aten.stack.default) and len(node.args[0]) >= SHORTEST:
-            yield node, _cat
+        if node.target in (aten.cat.default, aten.stack.default):
+            parts = node.args[0]
+            if len(parts) >= SHORTEST and all(_same_shape(part, parts[0]) for part in parts):
+                yield node, _cat
         elif node.target in _SCATTERS and not any(_writes_on(user, node) for user in node.users):
             if len(_writes(node)[1]) >= SHORTEST:
                 yield node, _written
@@ -141,6 +143,11 @@ def _same_type(a: Any, b: Any) -> bool:
     return not a.kwargs and x.shape == y.shape and x.dtype == y.dtype
 
 
+def _same_shape(a: Any, b: Any) -> bool:
+    x, y = value(a).shape, value(b).shape
+    return len(x) == len(y) and all(map(same, x, y))
+
+
 def _terms(root: Node) -> list[Node]:
     """Return what a chain of additions adds up, first one first; empty if it is not all of one type."""
     terms: list[Node] = []
@@ -212,6 +219,7 @@ def last_states(graph: Graph, reroller: Reroller) -> Iterator[tuple[Node, Join, 
             continue
 
         def join(reroller: Reroller, root: Node, loop: Loop = loop, states: Node = states, at: int = at) -> Node:
+            reroller.emit.settle()  # what was made may stand after this place
             last = loop.last or reroller.emit.call(aten.select.int, states, 0, at)
             return reroller.emit.call(aten.clone.default, last)
 

@@ -177,6 +177,11 @@ def _reduce(emit: Emitter, node: Any, args: list[Any], steps: int) -> Node:
     return emit.call(node.target, args[0].node, [_dim(d, rank) for d in dims], *args[2:], **kwargs)
 
 
+def _listed_axes(emit: Emitter, node: Node, args: list[Any], steps: int) -> Node:
+    """Operations whose second argument lists axes of the input; an empty list is no axis."""
+    return emit.call(node.target, args[0].node, [_dim(d, _rank(args)) for d in args[1]])
+
+
 def _reduce_all(emit: Emitter, node: Any, args: list[Any], steps: int) -> Node:
     target = {aten.sum.default: aten.sum.dim_IntList, aten.mean.default: aten.mean.dim}[node.target]
     return emit.call(target, args[0].node, list(range(1, _rank(args) + 1)), **node.kwargs)
@@ -294,7 +299,8 @@ BATCHING_RULES: dict[Any, Rule] = {
     **dict.fromkeys((aten.split.Tensor, aten.split_with_sizes.default), _sized_split),
     **dict.fromkeys((aten.sum.dim_IntList, aten.mean.dim, aten.amax.default, aten.amin.default), _reduce),
     **dict.fromkeys((aten.max.dim, aten.min.dim, aten.cumprod.default, aten._logcumsumexp.default), _along_dim),
-    **dict.fromkeys((aten.squeeze.dims, aten.var.correction, aten.logsumexp.default, aten.flip.default), _reduce),
+    **dict.fromkeys((aten.var.correction, aten.logsumexp.default), _reduce),
+    **dict.fromkeys((aten.squeeze.dims, aten.flip.default, prims.rev.default), _listed_axes),
     **dict.fromkeys((aten.sum.default, aten.mean.default), _reduce_all),
     **dict.fromkeys((aten.view.default, aten._unsafe_view.default, aten.reshape.default), _reshape),
     **dict.fromkeys((aten.permute.default, aten.transpose.int, aten.t.default), _permute),

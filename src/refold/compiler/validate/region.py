@@ -16,6 +16,7 @@ from torch.utils.flop_counter import flop_registry
 
 from ...verify import Evidence, KindResult, Program, Race, check, profile, race
 from ...verify.memory import available_bytes
+from ...verify.numerics import in_strides
 from ...verify.timing import DELTA, once_ms
 from .. import pipeline
 from ..choices import Choices
@@ -267,11 +268,7 @@ def _as_traced(expected: Any, x: Any) -> Any:
     if not isinstance(x, torch.Tensor):
         return x
     strides = [concrete(stride) for stride in expected.stride()]
-    return (
-        x
-        if list(x.stride()) == strides
-        else torch.empty_strided(x.shape, strides, dtype=x.dtype, device=x.device).copy_(x)
-    )
+    return x if list(x.stride()) == strides else in_strides(x, strides)
 
 
 def _examples(rewrite: Rewrite) -> list[Any] | None:
@@ -283,7 +280,7 @@ def _examples(rewrite: Rewrite) -> list[Any] | None:
         elif isinstance(val, torch.Tensor) and (val.is_floating_point() or val.is_complex()):
             shape = [concrete(size) for size in val.shape]
             strides = [concrete(stride) for stride in val.stride()]
-            made.append(torch.empty_strided(shape, strides, dtype=val.dtype, device=val.device).normal_())
+            made.append(in_strides(torch.empty(shape, dtype=val.dtype, device=val.device).normal_(), strides))
         else:
             return None
     return made

@@ -32,6 +32,7 @@ import torch
 from torch.fx import GraphModule
 
 from ...verify import MOVES, Errors, KindResult, agree, moved, narrow_errors, own_errors, roundoff
+from ...verify.numerics import in_strides
 from ..inductor import Compiled, arguments, clone_inputs
 from ..ir.dispatch import SINGLE, WIDER, Impossible, NoRoom, Random, Recording, in_dtype
 
@@ -247,7 +248,9 @@ def _in_dtype(x: Any, dtype: torch.dtype | None) -> Any:
     into = WIDER if dtype == torch.float64 else SINGLE
     if dtype is None or not isinstance(x, torch.Tensor) or x.dtype not in into:
         return x
-    return x.detach().to(into[x.dtype]).requires_grad_(x.requires_grad)
+    wide = x.detach().to(into[x.dtype])
+    wide = in_strides(wide, x.stride()) if 0 in x.stride() else wide  # views of what is expanded rely on that
+    return wide.requires_grad_(x.requires_grad)
 
 
 def _autocast(original: Compiled) -> float:

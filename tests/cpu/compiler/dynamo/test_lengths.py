@@ -129,6 +129,56 @@ EACH = (ends, last_differs, unbound, counted)
 lengths_of = {ends: LENGTHS[:5], counted: LENGTHS[:5]}
 
 
+def _sum(ys):
+    total = 0
+    for y in ys:
+        total = total + y
+    return total
+
+
+def _ends_of(ys):
+    first, *_, last = ys
+    return first + last
+
+
+def _swapped(ys):
+    ys[0] = ys.pop()
+    return torch.stack(ys, 1)
+
+
+# What else a program does with a list that a loop has filled.
+USES = {
+    "for": _sum,
+    "comprehension": lambda ys: torch.cat([y[:, None] for y in ys], 1),
+    "starred": lambda ys: torch.stack([*ys, ys[0]], 1),
+    "arguments": lambda ys: (lambda *zs: torch.stack(zs, 1))(*ys),
+    "unpacked": _ends_of,
+    "enumerate": lambda ys: torch.stack([y * i for i, y in enumerate(ys)], 1),
+    "zip": lambda ys: torch.stack([a * b for a, b in zip(ys, reversed(ys), strict=True)], 1),
+    "reversed": lambda ys: torch.stack(list(reversed(ys)), 1),
+    "added to": lambda ys: torch.stack([ys[-1]] + ys, 1),  # noqa: RUF005
+    "generator": lambda ys: torch.stack(list(y * 2 for y in ys), 1),  # noqa: C400
+    "changed": _swapped,
+    "truth": lambda ys: torch.stack(ys, 1) if ys else None,
+    "dictionary": lambda ys: {"ys": ys, "count": len(ys)},
+}
+
+
+@pytest.mark.parametrize("use", USES.values(), ids=USES)
+def test_a_list_of_any_length_is_used_otherwise(use, counting):
+    def fn(x):
+        h, ys = torch.zeros_like(x[:, 0]), []
+        for t in range(x.shape[1]):
+            h = 0.5 * h + x[:, t]
+            ys.append(h)
+        return use(ys)
+
+    compiled = torch.compile(fn, backend=counting)
+    for steps in (17, 24):
+        same(compiled(xs(steps)), fn(xs(steps)))
+    assert len(counting.graphs) > 1
+
+
 def same(got, expected):
     assert type(got) is type(expected)
     for a, b in zip(*(torch.utils._pytree.tree_leaves(x) for x in (got, expected)), strict=True):

@@ -379,3 +379,17 @@ def test_cotangents_are_exact_in_every_dtype():
     for dtype in (torch.float16, torch.bfloat16, torch.float32):
         y = torch.empty(50, dtype=dtype)
         assert torch.equal(whole._cotangent(0, y).double(), whole._cotangent(0, y.double()))
+
+
+def test_views_of_an_expanded_input():
+    """In other strides than those of the input, its axes could not be merged."""
+
+    def fn(x, a):
+        rows = x.expand(3, 2, 6).view(6, 6)
+        return (rows[:, None] * a).sum(-1)
+
+    x = torch.randn(6, generator=torch.Generator().manual_seed(0)).expand(3, 1, 6)
+    a = torch.randn(5, 6, generator=torch.Generator().manual_seed(1))
+    compiled = refold.compile(fn, accept="always", strict=True, cache=False)
+    torch.testing.assert_close(compiled(x, a), fn(x, a))
+    assert [row.status for row in compiled.report.graphs[0].rewrites] == ["applied"]

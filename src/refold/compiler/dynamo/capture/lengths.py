@@ -145,10 +145,14 @@ class SymbolicIterator(RangeIteratorVariable):
         self.reconstruct(codegen)
 
 
-class Stacked:
-    """Stands in for the items of a list to which a loop of unknown length has appended one tensor per step."""
+class Stacked(list[Any]):
+    """Stands in for the items of a list to which a loop of unknown length has appended one tensor per step.
+
+    It is a list because Dynamo's variables ask for one, and holds nothing: whoever looks at it starts over.
+    """
 
     def __init__(self, tx: Translator, before: list[Variable], rows: TensorVariable) -> None:
+        super().__init__()
         self.log, self.before, self.rows = tx.speculation_log, before, rows
 
     def joined(self, tx: Translator, fn: Any, dim: int) -> Variable:
@@ -165,12 +169,31 @@ class Stacked:
         """Start over with numbers for lengths."""
         raise start_over(self.log)
 
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return self.refuse()
+    def __eq__(self, other: object) -> bool:
+        return self is other
 
-    __len__ = __iter__ = __getitem__ = __setitem__ = __contains__ = __add__ = __reversed__ = refuse
+    __hash__ = object.__hash__  # type: ignore[assignment]
+    __repr__ = object.__repr__
+    __radd__ = __bool__ = __copy__ = __deepcopy__ = __reduce_ex__ = refuse
+
+
+for _name in (
+    "len",
+    "iter",
+    "getitem",
+    "setitem",
+    "delitem",
+    "contains",
+    "reversed",
+    "add",
+    "iadd",
+    "mul",
+    "imul",
+    "rmul",
+):
+    setattr(Stacked, f"__{_name}__", Stacked.refuse)
+for _name in [name for name in vars(list) if not name.startswith("_")]:
+    setattr(Stacked, _name, Stacked.refuse)
 
 
 def _call(tx: Translator, fn: Any, x: Any, *rest: Any, **options: Any) -> Variable:
