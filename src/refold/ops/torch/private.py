@@ -66,6 +66,11 @@ def _find_transformed() -> Callable[[torch.Tensor], bool]:
     return found
 
 
+def has_no_memory(x: torch.Tensor) -> bool:
+    """Tell whether a tensor has elements that are nowhere: PyTorch has zeros without memory."""
+    return hasattr(x, "_is_zerotensor") and bool(x._is_zerotensor())
+
+
 def _find_stream() -> Callable[[int], int]:
     """Return what gives the raw handle of a device's current stream."""
     try:

@@ -88,7 +88,8 @@ def run(name: str, arrays: Sequence[Any], options: Sequence[Any], backend: str) 
             return runner(arrays, options, backend)
     if runner.in_place:
         _refuse_gradients(name, arrays)
-        _refuse_negated(runner.spec, arrays)
+        if not torch.compiler.is_compiling():  # a graph writes to what it made itself, or to what it was given
+            _refuse_negated(runner.spec, arrays)
     _refuse_tangents(name, arrays)
     _refuse_transforms(name, arrays)
     return OPS[name](*arrays, *options, backend)
@@ -107,7 +108,7 @@ def _plain(arrays: Sequence[Tensor | None], options: Sequence[Any]) -> bool:
     """Whether a call has nothing that only the dispatcher treats: subclasses, signs not yet applied, no memory."""
     if not (_PLAIN_TENSORS.issuperset(map(type, arrays)) and _PLAIN_OPTIONS.issuperset(map(type, options))):
         return False
-    return not any(a is not None and (a.is_neg() or a.is_meta or a._is_zerotensor()) for a in arrays)
+    return not any(a is not None and (a.is_neg() or a.is_meta or private.has_no_memory(a)) for a in arrays)
 
 
 def _signature(arrays: Sequence[Tensor | None], options: Sequence[Any], backend: str) -> Signature:
@@ -513,7 +514,7 @@ def _refuse_gradients(op: str, arrays: Sequence[Any]) -> None:
 def _refuse_negated(spec: OpSpec, arrays: Sequence[Any]) -> None:
     """Raise at a state whose memory does not hold its values: PyTorch negates them later, or makes zeros of nothing."""
     state = next(a for a, arg in zip(arrays, spec.args, strict=True) if arg.name == spec.updates)
-    if isinstance(state, Tensor) and (state.is_neg() or state._is_zerotensor()):
+    if isinstance(state, Tensor) and (state.is_neg() or private.has_no_memory(state)):
         raise ArgumentError(
             f"{spec.name}_: {spec.updates} must be a tensor that can be written; it is a view that PyTorch negates, or "
             f"zeros without memory. Pass {spec.updates}.resolve_neg().clone()."
