@@ -97,7 +97,9 @@ def refold(
         raise
     except Exception as error:
         if settings.strict:
-            raise CompileError(f"refold failed on graph {entry.index}: {first_line(error)}. {BUG}") from error
+            before = f", after the rewritten graph was left {entry.reason}" if entry.reason else ""
+            message = f"refold failed on graph {entry.index}: {first_line(error)}{before}. {BUG}"
+            raise CompileError(message) from error
         warn(f"refold failed on graph {entry.index} ({first_line(error)}); Inductor compiles it instead. {BUG}")
         entry.notes.append(f"refold failed: {refused('refold-failed', first_line(error))}")
         entry.chosen, entry.reason = "inductor", "because refold failed"
