@@ -356,6 +356,8 @@ def draw_training(plt: Any, rows: list[Row]) -> Any:
     high = 0.8 / len(names)
     for panel, field, unit, scale in ((panels[0], "median_ms", "ms", 1), (panels[1], "peak_bytes", "GiB", 2**30)):
         panel.grid(visible=False)
+        panel.set_xscale("log")
+        least = min(value for row in rows for value in row[field].values()) / scale / 2
         for place, name in enumerate(names):
             at = [i - 0.4 + high * (place + 0.5) for i in range(len(rows))]
             values = [row[field].get(name, 0) / scale for row in rows]
@@ -364,7 +366,8 @@ def draw_training(plt: Any, rows: list[Row]) -> Any:
             for i, row in zip(at, rows, strict=True):
                 if panel is panels[0] and name not in row["median_ms"]:
                     why = row["not_run"].get(name, "not run").partition(":")[0]
-                    panel.text(0, i, f" {name}: {why}", fontsize=7, va="center", color=COLOURS[name])
+                    panel.text(least, i, f" {name}: {why}", fontsize=7, va="center", color=COLOURS[name])
+        panel.set_xlim(least, 3 * panel.get_xlim()[1])
         panel.set_xlabel(unit)
     what = [f"{row['case']}, {row['width']} wide\n{row['batch']} x {row['tokens']}, {row['dtype']}" for row in rows]
     panels[0].set_yticks(range(len(rows)), what, fontsize=8)
