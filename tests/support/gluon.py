@@ -386,6 +386,23 @@ def run(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], consts: dict[
         _module(kernel.fn.__module__, _Language(program, grid))[kernel.fn.__name__](*passed, **consts)
 
 
+def launched(monkeypatch: Any, kernels: str) -> list[str]:
+    """Run the kernels of a module so where plans launch them, and all others as ever; list the names of what runs."""
+    from refold.ops.torch.launch import Launch  # tests set what its import reads
+
+    names, launch = list[str](), Launch.__call__
+
+    def call(self: Any, stream: Any, *args: Any) -> None:
+        names.append(self.kernel.fn.__name__)
+        if self.kernel.fn.__module__ == kernels:
+            run(self.kernel, self.grid, args, self.consts)
+        else:
+            launch(self, stream, *args)
+
+    monkeypatch.setattr(Launch, "__call__", call)
+    return names
+
+
 def _module(name: str, language: _Language) -> dict[str, Any]:
     """Return the names of a module of kernels that is run again, with ``language`` for ``gl``."""
     names: dict[str, Any] = {"__name__": f"interpreted.{name}"}

@@ -104,7 +104,7 @@ def call_in_place(spec: OpSpec, arrays: Sequence[Any], options: Sequence[Any], b
         return registry.run(f"{spec.name}_", arrays, options, backend or "")
     if framework_of(spec, arrays) == "jax":
         raise BackendUnsupported(f"{spec.name}_: jax arrays cannot be written. Use {spec.name} and keep its state.")
-    written = next(array for arg, array in zip(spec.args, arrays, strict=True) if arg.name == spec.updates)
+    written = arrays[spec.updates_at]
     if not written.flags.writeable:
         raise ArgumentError(f"{spec.name}_: {spec.updates} is read-only. Pass {spec.updates}.copy().")
     y, state = call(spec, arrays, options, backend)

@@ -187,6 +187,11 @@ class OpSpec:
         """Import path of the folder of implementations."""
         return f"refold.ops.{self.folder or self.name}"
 
+    @property
+    def updates_at(self) -> int:
+        """Which of the arrays the twin that works in place overwrites."""
+        return next(i for i, arg in enumerate(self.args) if arg.name == self.updates)
+
     def bytes_moved(self, meta: Meta) -> int:
         """Return the bytes that any implementation must at least read and write once."""
         read = sum(_elements(a.shape) * _itemsize(a.dtype) for a in meta.arrays.values())

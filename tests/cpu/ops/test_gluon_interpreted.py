@@ -28,16 +28,7 @@ interpreted = pytest.mark.skipif(
 @pytest.fixture
 def launched(monkeypatch):
     """Plan as for a GPU with asynchronous copies, run kernels in Gluon with torch, and list what runs."""
-    names, launch = [], Launch.__call__
-
-    def call(self, stream, *args):
-        names.append(self.kernel.fn.__name__)
-        if self.kernel.fn.__module__ == KERNELS:
-            gluon.run(self.kernel, self.grid, args, self.consts)
-        else:
-            launch(self, stream, *args)
-
-    monkeypatch.setattr(Launch, "__call__", call)
+    names = gluon.launched(monkeypatch, KERNELS)
     monkeypatch.setattr(plans, "_copies_ahead", lambda device: True)
     return names
 

@@ -12,7 +12,6 @@ if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("run by test_triton_interpreted, in a process of its own", allow_module_level=True)
 
 import refold.ops  # noqa: E402
-from refold.ops.torch.launch import Launch  # noqa: E402
 from refold.ops.torch.tables import DEFAULT, FAMILIES  # noqa: E402
 from support import gluon  # noqa: E402
 
@@ -26,16 +25,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning
 @pytest.fixture
 def launched(monkeypatch):
     """Plan as for an H200, run kernels in Gluon with torch, and list what runs."""
-    names, launch = [], Launch.__call__
-
-    def call(self, stream, *args):
-        names.append(self.kernel.fn.__name__)
-        if self.kernel.fn.__module__ == KERNELS:
-            gluon.run(self.kernel, self.grid, args, self.consts)
-        else:
-            launch(self, stream, *args)
-
-    monkeypatch.setattr(Launch, "__call__", call)
+    names = gluon.launched(monkeypatch, KERNELS)
     monkeypatch.setattr(plans, "lookup", lambda *_: DEFAULT["ssd"] | FAMILIES["hopper"]["ssd"])
     monkeypatch.setattr(plans, "_hopper_fits", lambda x, *others: plans._fits_copy_engine(x, *others))
     monkeypatch.setattr(kernels, "_let_next_start", lambda: None)

@@ -300,7 +300,7 @@ class _Runner:
     def _updating(
         self, module: ModuleType, arrays: Sequence[Tensor | None], options: Sequence[Any], backend: str
     ) -> Callable[..., Tensor]:
-        at = next(i for i, arg in enumerate(self.spec.args) if arg.name == self.spec.updates)
+        at = self.spec.updates_at
         state = arrays[at]
         assert state is not None
         if _may_overlap_itself(state):
@@ -513,7 +513,7 @@ def _refuse_gradients(op: str, arrays: Sequence[Any]) -> None:
 
 def _refuse_negated(spec: OpSpec, arrays: Sequence[Any]) -> None:
     """Raise at a state whose memory does not hold its values: PyTorch negates them later, or makes zeros of nothing."""
-    state = next(a for a, arg in zip(arrays, spec.args, strict=True) if arg.name == spec.updates)
+    state = arrays[spec.updates_at]
     if isinstance(state, Tensor) and (state.is_neg() or private.has_no_memory(state)):
         raise ArgumentError(
             f"{spec.name}_: {spec.updates} must be a tensor that can be written; it is a view that PyTorch negates, or "
