@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint
 
+import refold
 from refold.compiler.dynamo import before_autograd, captures_loops
 from refold.compiler.dynamo.before_autograd import BeforeAutograd, find_rewrites
 from refold.compiler.inductor import clone_inputs
@@ -471,6 +472,23 @@ def test_a_scan_that_was_widened_runs_in_16_bits():
     (scan,) = (row for row in entry.rewrites if row.name == SCAN)
     assert "in bfloat16" in scan.detail
     assert error < 8
+
+
+def test_a_scan_in_16_bits_is_replayed(tmp_path):
+    """The report names what the scan becomes, not the scan."""
+    layer = Layer(widen=True).bfloat16()
+    u = torch.randn(2, 12, 8).bfloat16()
+    found = []
+    for plan in (None, tmp_path / "plan.json"):
+        torch._dynamo.reset()
+        compiled = refold.compile(layer, accept="always", strict=True, cache=False, plan=plan)
+        with torch.no_grad():
+            found.append(compiled(u))
+        compiled.report.save(tmp_path / "plan.json")
+        rows = compiled.report.graphs[0].applied
+        assert [row.name for row in rows] == [SCAN, SKIP, "unroll depthwise convolution"]
+        assert "in bfloat16" in rows[0].detail
+    torch.testing.assert_close(*found, rtol=0, atol=0)
 
 
 def test_a_result_that_stays_wide_keeps_the_scan_wide():
