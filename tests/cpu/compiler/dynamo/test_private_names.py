@@ -44,8 +44,8 @@ OPERATORS = {
     "torch._C:_len_torch_function_stack",
     "torch._C._functorch:peek_interpreter_stack",
     "torch.autograd.forward_ad:_current_level",
-    "torch._library.autograd:make_autograd_impl",
-    "torch._library.autograd:Info",
+    "torch._C:_after_autograd_keyset",
+    "torch._C:DispatchKeySet",
 }
 
 # A process that has imported PyTorch and what comes before the compiler, and forks itself for every set of names.
