@@ -9,12 +9,14 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 import refold
 from refold.compiler import session
 from refold.compiler.dynamo import before_autograd, captures_loops
 from refold.compiler.dynamo.before_autograd import BeforeAutograd, find_rewrites
+from refold.compiler.dynamo.body import to_aten
 from refold.compiler.inductor import clone_inputs
 from refold.compiler.ir.evaluate import values_at
 from refold.compiler.passes import fuse_chunked_scans, replace_causal_convolutions, replace_gated_norms
@@ -539,6 +541,20 @@ def test_states_collected_in_a_loop_are_contracted():
     entry, error = trained(contracted, *differentiable(*args))
     assert "as one selective_scan" in entry.rewrites[-1].detail
     assert error < 8
+
+
+def test_what_is_read_of_complex_sums_has_their_derivative():
+    """Inductor adds complex values as bits of real ones, and an original of such a region would have no gradient."""
+    with (mode := FakeTensorMode()):
+        fake = torch.empty(2, 4, dtype=torch.complex64)
+
+    def fn(x, y):
+        return torch.addcmul(x, y, x) + torch.add(x, y, alpha=2)
+
+    read = to_aten(mode, fn, fake, fake.clone(), to_read=True)
+    given = [torch.randn(2, 4, dtype=torch.complex64, requires_grad=True) for _ in range(2)]
+    for got, expected in zip(*(torch.autograd.grad(run(*given).abs().sum(), given) for run in (read, fn)), strict=True):
+        torch.testing.assert_close(got, expected)
 
 
 # Inference: passes after autograd look at what stays -----------------------------------------
