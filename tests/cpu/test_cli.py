@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from refold import __version__
+from refold.cli import main
 
 LAYER = """
 import torch
@@ -95,17 +96,24 @@ def test_doctor_says_what_is_usable_and_why_not():
         (["forward.py"], "forward.py: forward raised RuntimeError: "),
     ],
 )
-def test_bad_input_is_one_sentence_and_exit_code_2(layer, arguments, sentence):
+def test_bad_input_is_one_sentence_and_exit_code_2(layer, arguments, sentence, monkeypatch, capfd):
+    """In this process: a new one imports torch and its compiler each time."""
     (layer.parent / "empty.py").write_text("")
     (layer.parent / "broken.py").write_text("def\n")
     (layer.parent / "raises.py").write_text(LAYER.replace("super().__init__()", "raise RuntimeError('planted')"))
     (layer.parent / "forward.py").write_text(LAYER.replace("return (x", "return torch.ones(7, 7) @ x; (x"))
-    done = refold("explain", *arguments, cwd=layer.parent)
-    assert done.returncode == 2
-    message = done.stderr.strip().splitlines()[-1]
+    monkeypatch.chdir(layer.parent)
+    monkeypatch.syspath_prepend(layer.parent)
+    monkeypatch.delitem(sys.modules, "layer", raising=False)
+    monkeypatch.setattr(sys, "argv", ["refold", "explain", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    printed = capfd.readouterr().err
+    message = printed.strip().splitlines()[-1]
     assert message.startswith("refold: ")
     assert sentence in message
-    assert "Traceback" not in done.stderr
+    assert "Traceback" not in printed
 
 
 def test_an_unknown_option_is_exit_code_2(layer):
