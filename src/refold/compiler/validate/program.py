@@ -17,12 +17,12 @@ from ...verify import median_ms, profile, race
 from ...verify.memory import available_bytes, peak_bytes
 from ...verify.timing import DELTA, once_ms
 from ..compile_time import ORIGINAL_S, RIVAL_S, unrolled_seconds
-from ..inductor import Compiled, arguments, clone_inputs, first_line, inductor, standalone
+from ..inductor import Compiled, first_line, inductor, standalone
 from ..ir.captured_loop import unrolled_size
 from ..ir.cost import Cost, calls_far_less, clearly_less
 from ..private import TraceAgain, apart
 from ..refusals import refused
-from .region import Settings, first_times, undisturbed_rng
+from .region import Settings, first_times, trial, undisturbed_rng
 from .whole import compare
 
 log = logging.getLogger("refold")
@@ -164,7 +164,7 @@ def _time_all(
 ) -> None:
     """Race a program against the original, and record which is to run."""
     device = _device(inputs)
-    ours, rivals = _trial(rewritten.run, inputs), {name: _trial(run, inputs) for name, run in originals.items()}
+    ours, rivals = trial(rewritten.run, inputs), {name: trial(run, inputs) for name, run in originals.items()}
     with undisturbed_rng(), apart():
         ours()
         if not rivals:
@@ -217,7 +217,7 @@ def _spare_plain(
     entry: GraphReport,
 ) -> None:
     """Add plain Inductor, whose compile is long, unless the rewritten graph is clearly faster than eager."""
-    device, ours, eager = _device(inputs), _trial(rewritten.run, inputs), _trial(originals["eager"], inputs)
+    device, ours, eager = _device(inputs), trial(rewritten.run, inputs), trial(originals["eager"], inputs)
     with undisturbed_rng(), apart():
         ours()
         times = [[once_ms(run, device) for _ in range(2)] for run in (eager, ours)]
@@ -245,7 +245,7 @@ def _add_plain(
         dynamic = any(isinstance(x, torch.SymInt) for x in inputs)
         compiled = (inductor if dynamic else standalone)(gm, inputs, options=options, notes=entry.notes)
         with undisturbed_rng(), apart():
-            _trial(compiled, inputs)()
+            trial(compiled, inputs)()
         originals["torch.compile"] = compiled
         entry.inductor_compile_s = time.perf_counter() - start
     except Exception as error:  # Inductor's failures have no common type
@@ -255,20 +255,3 @@ def _add_plain(
 def _device(inputs: Sequence[Any]) -> torch.device:
     devices = [x.device for x in inputs if isinstance(x, torch.Tensor)]
     return next((device for device in devices if device.type != "cpu"), torch.device("cpu"))
-
-
-def _trial(run: Compiled, inputs: Sequence[Any]) -> Callable[[], object]:
-    """Return a call on copies of the inputs, with backward where the outputs ask for it."""
-    own = clone_inputs(inputs)
-    leaves = [x for x in own if isinstance(x, torch.Tensor) and x.requires_grad]
-
-    def call() -> object:
-        out = run(*arguments(own, inputs))
-        outputs = [y for y in (out if isinstance(out, (tuple, list)) else [out]) if isinstance(y, torch.Tensor)]
-        if torch.is_grad_enabled() and leaves:
-            roots = [y for y in outputs if y.requires_grad]
-            if roots:
-                torch.autograd.grad(roots, leaves, [torch.ones_like(y) for y in roots], allow_unused=True)
-        return [y.detach() for y in outputs]
-
-    return call

@@ -21,7 +21,7 @@ from ...verify.timing import DELTA, once_ms
 from .. import pipeline
 from ..choices import Choices
 from ..compile_time import RIVAL_S, inductor_seconds
-from ..inductor import duplicate, standalone
+from ..inductor import Compiled, arguments, clone_inputs, duplicate, standalone
 from ..ir.builder import same_strides
 from ..ir.cost import calls_far_less, clearly_less, computing, concrete, graph_cost, node_cost
 from ..ir.evaluate import evaluate, with_gradients
@@ -31,8 +31,9 @@ from ..refusals import refused
 
 log = logging.getLogger("refold")
 
-# A region may take this many seconds of pair timing before the race is called.
+# A region may take this many seconds of pair timing before the race is called: less where a tie refuses nothing.
 TIMING_BUDGET_S = 5.0
+TIE_BUDGET_S = 1.0
 # Inductor takes seconds for a region of more operations than these.
 FEW_OPERATIONS = 8
 
@@ -292,28 +293,32 @@ def _time(
     """Race the region against the fastest of its eager and compiled original, and what other rewrites make of it.
 
     What other rewrites make of it stands in for the compiled original: that one is in the race of the whole graph, and
-    takes Inductor longest.
+    takes Inductor longest. Without other rewrites, what is differentiated is timed with its backward.
     """
     options = dict(settings.options or {})
     originals: dict[str, Callable[[], object]] = {}
-    with torch.no_grad():
+    needed = rewrite.differentiated if baseline is None else ()
+    if any(needed):
+        inputs = [x.detach().requires_grad_() if needs else x for x, needs in zip(inputs, needed, strict=True)]
+    with torch.set_grad_enabled(any(needed)):
         if fits(rewrite.original, device):
-            originals["eager"] = lambda: rewrite.original(*inputs)
+            originals["eager"] = trial(rewrite.original, inputs)
         otherwise = None if baseline is None else compile_or_none(baseline, inputs, options)
         if otherwise is not None:
-            originals["its other rewrites"] = lambda: otherwise(*inputs)
+            originals["its other rewrites"] = trial(otherwise, inputs)
         elif inductor_seconds(rewrite.size) <= RIVAL_S and not (originals and _one_library_call(rewrite.original)):
             compiled = compile_or_none(rewrite.original, inputs, options)
             if compiled is not None:
-                originals["torch.compile"] = lambda: compiled(*inputs)
+                originals["torch.compile"] = trial(compiled, inputs)
         fast = None if _one_library_call(rewrite.candidate) else compile_or_none(rewrite.candidate, inputs, options)
-        run = (lambda: fast(*inputs)) if fast is not None else (lambda: rewrite.candidate(*inputs))
+        run = trial(rewrite.candidate if fast is None else fast, inputs)
         run()
         if not originals:  # cannot be run at all the way it was: anything that runs is faster
             ms = once_ms(run, device)
             return Race(inf, ms, inf, inf, inf, 0, True), "nothing (does not fit in memory)"
         name = min(times := first_times(originals, device), key=times.__getitem__)
-        return race(originals[name], run, device, budget_s=TIMING_BUDGET_S), name
+        budget = TIE_BUDGET_S if baseline is None else TIMING_BUDGET_S
+        return race(originals[name], run, device, budget_s=budget), name
 
 
 def _one_library_call(gm: GraphModule) -> bool:
@@ -369,3 +374,20 @@ def undisturbed_rng() -> AbstractContextManager[None]:
     """Keep trial runs from advancing the user's random state."""
     devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
     return torch.random.fork_rng(devices=devices)
+
+
+def trial(run: Compiled, inputs: Sequence[Any]) -> Callable[[], object]:
+    """Return a call on copies of the inputs, with backward where the outputs ask for it."""
+    own = clone_inputs(inputs)
+    leaves = [x for x in own if isinstance(x, torch.Tensor) and x.requires_grad]
+
+    def call() -> object:
+        out = run(*arguments(own, inputs))
+        outputs = [y for y in (out if isinstance(out, (tuple, list)) else [out]) if isinstance(y, torch.Tensor)]
+        if torch.is_grad_enabled() and leaves:
+            roots = [y for y in outputs if y.requires_grad]
+            if roots:
+                torch.autograd.grad(roots, leaves, [torch.ones_like(y) for y in roots], allow_unused=True)
+        return [y.detach() for y in outputs]
+
+    return call

@@ -22,6 +22,14 @@ def twice(x, y, z):
     return scores(x, y), scores(x, z)
 
 
+def ema(x):
+    h, ys = torch.zeros_like(x[:, 0]), []
+    for t in range(x.shape[1]):
+        h = 0.9 * h + x[:, t]
+        ys.append(h)
+    return torch.stack(ys, 1)
+
+
 def tensors():
     return [torch.randn(2, n, 16) for n in (9, 8, 7)]
 
@@ -78,20 +86,34 @@ def test_one_that_loses_is_not_timed_again(races):
 
 def test_in_training_a_forward_is_not_timed_without_its_backward(races, monkeypatch):
     monkeypatch.setattr(region, "FEW_OPERATIONS", 1000)
-
-    def ema(x):
-        h, ys = torch.zeros_like(x[:, 0]), []
-        for t in range(x.shape[1]):
-            h = 0.9 * h + x[:, t]
-            ys.append(h)
-        return torch.stack(ys, 1)
-
     layer = refold.compile(ema, cache=False, strict=True)
     with no_code():
         layer(torch.randn(2, 20, 3, requires_grad=True))
     (graph,) = layer.report.graphs
     assert (graph.chosen, [row.status for row in graph.rewrites]) == ("refold", ["applied"])
     assert races == ([], [])
+
+
+def test_in_training_what_is_timed_alone_is_timed_with_its_backward(monkeypatch):
+    torch._dynamo.reset()
+    backwards, outcomes, time = [], [LOST, WON], region._time
+
+    def timed(rewrite, baseline, inputs, *others):
+        grad = torch.autograd.grad
+        with monkeypatch.context() as patched:
+            patched.setattr(torch.autograd, "grad", lambda *args, **kwargs: (backwards.append(1), grad(*args, **kwargs)))
+            patched.setattr(region, "compile_or_none", lambda *args: None)
+            patched.setattr(region, "race", lambda base, ours, *_, **__: (base(), ours(), WON)[-1])
+            return time(rewrite, baseline, inputs, *others)
+
+    monkeypatch.setattr(region, "_time", timed)
+    monkeypatch.setattr(program, "race", lambda *args, **kwargs: outcomes.pop(0))
+    layer = refold.compile(ema, cache=False, strict=True)
+    with no_code():
+        layer(torch.randn(2, 20, 3, requires_grad=True))
+    (graph,) = layer.report.graphs
+    assert (graph.chosen, [row.status for row in graph.rewrites], outcomes) == ("refold", ["applied"], [])
+    assert len(backwards) >= 3
 
 
 @pytest.mark.parametrize("clearly", [True, False])
