@@ -6,8 +6,12 @@ import transformers
 from transformers import DynamicCache
 
 import refold
-from refold.compiler import pipeline
-from refold.compiler.dynamo import before_autograd
+from refold.compiler import pipeline, session
+from refold.compiler.dynamo import before_autograd, captures_loops
+from refold.compiler.inductor import show_graph
+from refold.compiler.passes import replace_causal_convolutions, replace_gated_norms
+from refold.report import GraphReport
+from support import families
 
 # Releases from 5.18 on write the contractions as einsum; until then they were multiplied and summed.
 EINSUM = tuple(int(part) for part in transformers.__version__.split(".")[:2]) >= (5, 18)
@@ -225,3 +229,51 @@ def test_associative_scan(training):
             agree(a, b)
     found = [row.detail for row in compiled.report.rewrites if row.status == "applied"]
     assert any("as one selective_scan" in detail for detail in found)
+
+
+MIXERS = {  # the scan of a mixer, and whether a gated norm follows it
+    "mamba": ("selective_scan", False),
+    "falcon_mamba": ("selective_scan", False),
+    "jamba": ("selective_scan", False),
+    "mamba2": ("ssd", True),
+    "bamba": ("ssd", True),
+    "granitemoehybrid": ("ssd", True),
+    "falcon_h1": ("ssd", False),
+    "nemotron_h": ("ssd", True),
+    "zamba2": ("ssd", True),
+}
+
+
+@pytest.mark.parametrize("name", MIXERS)
+def test_inference_on_a_gpu_is_made_of_operators(name, monkeypatch):
+    """The scan of a Mamba-2 layer reads parts of what the convolution wrote, as they lie in memory."""
+    for module in (session, replace_causal_convolutions, replace_gated_norms):
+        monkeypatch.setattr(module, "has_pointwise_kernels", lambda device: True)
+    modules = families.make(name).modules()
+    mixer = next(x for x in modules if hasattr(x, "conv1d") and hasattr(x, "in_proj")).bfloat16()
+    scan, norm = MIXERS[name]
+    expected = ["causal_conv1d", scan, *["gated_rmsnorm"] * norm]
+
+    def look(graph):
+        """Look at the graph that Inductor compiles: its values lie in memory as the operators write them."""
+        nodes = [node for node in graph.nodes if getattr(node.target, "namespace", "") == "refold"]
+        assert [node.target._opname for node in nodes] == expected
+        assert nodes[0].args[5] == "silu"
+        if scan == "ssd":
+            x, _, _, B, C, *_ = nodes[1].args
+            assert all(part.meta["val"].stride(1) == x.meta["val"].stride(1) for part in (B, C))
+            assert all(part.meta["val"].stride(-1) == 1 for part in (x, B, C))
+            assert not any(part.target is torch.ops.aten.clone.default for part in (x, B, C))
+
+    @captures_loops
+    def backend(gm, given):
+        made = session.describe_captured(GraphReport(0, "inference"), gm)
+        show_graph(made, given, look)
+        return made
+
+    x = torch.randn(2, 40, 48, dtype=torch.bfloat16)
+    with torch.no_grad():
+        got, eager = torch.compile(mixer, backend=backend, fullgraph=True)(x), mixer(x)
+    if isinstance(got, tuple):
+        got, eager = got[0], eager[0]
+    agree(got, eager, 2**18)

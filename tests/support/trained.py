@@ -1,4 +1,4 @@
-"""Compile functions for training without code generation, and compare results and gradients with float64."""
+"""Rewrite functions before autograd without code generation, and compare results and gradients with float64."""
 
 import torch
 
@@ -10,12 +10,21 @@ from refold.verify.numerics import unit_roundoff
 
 def gradients(fn, args):
     """Return results, and gradients for cotangents that every dtype holds exactly."""
-    results = [y for y in torch.utils._pytree.tree_leaves(fn(*args)) if y.requires_grad]
+    results = torch.utils._pytree.tree_leaves(fn(*args))
+    if not torch.is_grad_enabled():
+        return results
+    results = [y for y in results if y.requires_grad]
     generator = torch.Generator().manual_seed(0)
     weights = [torch.randint(-4, 5, y.shape, generator=generator).to(y) for y in results]
     leaves = [x for x in args if isinstance(x, torch.Tensor) and x.requires_grad]
     found = torch.autograd.grad(results, leaves, weights, allow_unused=True, materialize_grads=True)
     return [*(y.detach() for y in results), *found]
+
+
+def inferred(fn, *args, graphs=None, results=None):
+    """Do as `trained` for inference, where there are no gradients."""
+    with torch.no_grad():
+        return trained(fn, *args, graphs=graphs, results=results)
 
 
 def trained(fn, *args, graphs=None, results=None):
@@ -24,7 +33,7 @@ def trained(fn, *args, graphs=None, results=None):
     Errors are relative to float64, in units of what the function itself is off. ``graphs`` gets the graph that runs,
     ``results`` what the function returns.
     """
-    entry = GraphReport(index=0, mode="training")
+    entry = GraphReport(index=0, mode="training" if torch.is_grad_enabled() else "inference")
 
     @captures_loops
     def backend(gm, _):

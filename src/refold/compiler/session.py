@@ -33,7 +33,7 @@ from .inductor import (
     sums_are_external,
 )
 from .ir.captured_loop import captured_loops
-from .ir.cost import Cost, computing, graph_cost
+from .ir.cost import Cost, computing, graph_cost, has_pointwise_kernels
 from .ir.evaluate import values_at
 from .ir.fx import is_made
 from .ir.rewrite import Rewrite
@@ -254,15 +254,17 @@ class GraphCompile:
         return None
 
     def _rewrite_forward(self) -> Cost:
-        """Rewrite the ATen graph of a forward whose backward is not there yet; return what that saves."""
-        saved = Cost()
-        if self.entry.mode != "training" or (tools := rewriting_before_autograd()) is None:
+        """Rewrite the ATen graph of a forward before autograd; return what that saves."""
+        saved, training = Cost(), self.entry.mode == "training"
+        if (tools := _tools_before_autograd(self.gm, training)) is None:
             return saved
+        if not training and (self.settings.rules or self.settings.choices.passes is not None):
+            return saved  # they are for the graph as AOTAutograd gives it
         for path in [(), *tools.checkpointed(self.gm)]:
             key = ":".join(["forward", *path]) + ":"
             while True:
                 wanted = functools.partial(self._is_wanted_of, key)
-                found = tools.find_rewrites(self.gm, path, wanted, self.entry.notes, self._known)
+                found = tools.find_rewrites(self.gm, path, wanted, self.entry.notes, self._known, training)
                 if found is None:
                     break
                 rows = []
@@ -279,7 +281,7 @@ class GraphCompile:
                     before, after = rewrite.before, rewrite.after
                     saved += Cost(before.flops - after.flops, before.bytes - after.bytes)
                     fewer = computing(rewrite.original.graph.nodes) - computing(rewrite.candidate.graph.nodes)
-                    self._operations_saved += WITH_BACKWARD * fewer
+                    self._operations_saved += (WITH_BACKWARD if training else 1) * fewer
                 self.gm = tools.with_part(self.gm, path, found.spliced())
                 break
         return saved
@@ -434,6 +436,16 @@ class GraphCompile:
         return False
 
 
+def _tools_before_autograd(gm: GraphModule, training: bool) -> Any:
+    """Return the module that rewrites graphs before autograd; None if PyTorch lacks what it needs, or it is of no use.
+
+    In inference it is of use on devices where a convolution or a norm becomes an operator.
+    """
+    given = [node.meta.get("example_value") for node in gm.graph.find_nodes(op="placeholder")]
+    pays = training or any(isinstance(x, torch.Tensor) and has_pointwise_kernels(x.device) for x in given)
+    return rewriting_before_autograd() if pays else None
+
+
 def _copy(graph: Graph) -> Graph:
     twin = copy.deepcopy(graph)
     twin.owning_module = graph.owning_module
@@ -484,10 +496,11 @@ def describe_captured(entry: GraphReport, gm: GraphModule) -> GraphModule:
         entry.rewrites.append(_row(found.rewrite, "", None))
         found.splice()
     gm.recompile()
-    if entry.mode != "training" or (tools := rewriting_before_autograd()) is None:
+    training = entry.mode == "training"
+    if (tools := _tools_before_autograd(gm, training)) is None:
         return gm
     for path in [(), *tools.checkpointed(gm)]:
-        if (more := tools.find_rewrites(gm, path, lambda _: True, entry.notes)) is not None:
+        if (more := tools.find_rewrites(gm, path, lambda _: True, entry.notes, training=training)) is not None:
             entry.rewrites += [_row(rewrite, "", None) for rewrite in more.rewrites]
             gm = tools.with_part(gm, path, more.spliced())
     return gm

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
+import refold
 from refold.compiler.complex_values import AS_TRACED, CAST, OF_PAIRS, lay_out_complex_values
 from refold.compiler.inductor import inductor
 
@@ -72,3 +73,24 @@ def test_values_and_layouts_stay(fn):
     assert got.stride() == want.stride()
     for node in gm.graph.nodes:
         assert node.op == "output" or isinstance(node.meta["val"], torch.Tensor)
+
+
+def gated_loop(q, k, gates):
+    """GateLoop (Katsch 2023, arXiv:2311.01927)."""
+    size, angle = gates.chunk(2, -1)
+    a = torch.polar(torch.sigmoid(size), angle)
+    h, out = torch.zeros_like(a[:, 0]), []
+    for t in range(q.shape[1]):
+        h = a[:, t] * h + k[:, t]
+        out.append((q[:, t] * h).real)
+    return torch.stack(out, 1)
+
+
+@pytest.mark.filterwarnings("ignore:Torchinductor does not support code generation")
+def test_gradients_of_a_loop_whose_decays_are_laid_out_as_the_gates():
+    """Where Inductor leaves complex values to ATen, it must expect the strides that they have."""
+    run = refold.compile(gated_loop, accept="always", verify="off", strict=True, cache=False)
+    inputs = [torch.randn(2, 20, n, requires_grad=True) for n in (6, 6, 12)]
+    got, want = (torch.autograd.grad(fn(*inputs).square().sum(), inputs) for fn in (run, gated_loop))
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+    assert "complex scan" in run.report.graphs[0].applied[0].detail

@@ -51,7 +51,7 @@ def uninstall() -> None:
 
 @cache
 def rewriting_before_autograd() -> Any:
-    """Return the module that rewrites graphs for training; None, with one warning, if PyTorch lacks what it needs."""
+    """Return the module that rewrites before autograd; None, with one warning, if PyTorch lacks what it needs."""
     try:
         from . import before_autograd
     except (ImportError, AttributeError) as error:

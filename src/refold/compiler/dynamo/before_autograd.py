@@ -1,10 +1,13 @@
-"""Recurrences of a graph for training that are no captured loops: found before autograd.
+"""Recurrences of a graph that are no captured loops: found before autograd.
 
 A backward reads what its forward wrote: decays, products, states. An operator that never writes them must be there
 before autograd, and brings its own backward. So Dynamo's graph is traced to ATen without a backward. The passes that
 replace recurrences (`refold.compiler.pipeline.BEFORE_AUTOGRAD`) run over the traced graph. What they found is put into
 Dynamo's graph, between values that Dynamo has a node for. All else of Dynamo's graph stays as it is, in-place
 operations and `no_grad` among it.
+
+Inference has no such need. But what is put into Dynamo's graph is traced anew with it, and then values lie in memory as
+the operators write them, not as the original did: what reads them needs no copy.
 
 Shapes and strides of all values are those that Dynamo traced.
 """
@@ -57,7 +60,12 @@ _VMAP = "torch._functorch.predispatch"
 
 
 def find_rewrites(
-    gm: GraphModule, path: tuple[str, ...], wanted: Callable[[str], bool], notes: list[str], known: bool = False
+    gm: GraphModule,
+    path: tuple[str, ...],
+    wanted: Callable[[str], bool],
+    notes: list[str],
+    known: bool = False,
+    training: bool = True,
 ) -> BeforeAutograd | None:
     """Find what can be rewritten in a Dynamo graph before autograd.
 
@@ -67,23 +75,25 @@ def find_rewrites(
         wanted: Which sites may be rewritten.
         notes: Gets a sentence for what cannot be looked at, or cannot be replaced.
         known: Whether it was found before in this graph, with the same inputs, that what is wanted can stand there.
+        training: Whether gradients will be taken. If not, passes after autograd look at what stays.
 
     Returns:
         What was found; None if nothing was.
     """
     part: Any = gm.get_submodule(".".join(path))
-    if not _worth_a_look(part):
+    if not _worth_a_look(part, training):
         return None
     found: BeforeAutograd | None = None
     try:
-        found = BeforeAutograd(duplicate(part), wanted, known)
+        found = BeforeAutograd(duplicate(part), wanted, known, training)
         reasons = [*found.notes, *(f"{what} stays as it is: {reason.advice}" for what, reason in found.refused.items())]
     except Exception as error:  # what cannot be traced once more has no common error
         reason = (str(error).splitlines() or [""])[0]
         reasons = [
             f"nothing was rewritten before autograd: {refused('not-traced', f'{type(error).__name__}: {reason}')}"
         ]
-    notes += [reason for reason in reasons if reason not in notes]
+    if training:
+        notes += [reason for reason in reasons if reason not in notes]
     return found if found is not None and found.rewrites else None
 
 
@@ -109,18 +119,29 @@ def with_part(gm: GraphModule, path: tuple[str, ...], part: GraphModule) -> Grap
     return twin
 
 
-def _worth_a_look(gm: GraphModule) -> bool:
+def _worth_a_look(gm: GraphModule, training: bool) -> bool:
     """Tell whether a graph may hold what the passes look for."""
     if captured_loops(gm):
         return False  # a loop that stayed one: to trace it takes as long as it has steps
     calls = [node for node in gm.graph.nodes if node.op.startswith("call")]
     if any(part in _name(node) for node in calls for part in ("grad_increment_nesting", "jvp_increment_nesting")):
         return False  # the graph takes a derivative itself, by ``torch.func``; an operator brings one of its own
+    if not training:  # without a convolution, passes after autograd find the same
+        if _may_need_gradients(gm):
+            return False  # a value may have one, although no result has
+        return any("conv1d" in _name(node) for node in calls)
     if any(node.target is OPS["linear_scan"] or is_made(node) or _is_definition(gm, node) for node in calls):
         return True
     if any(part in _name(node) for node in calls for part in ("cumsum", "conv")):
         return True
     return levels(calls, lambda x: _name(x) in _PARTS, lambda x: _name(x) in _MULTIPLIES) >= FEWEST_LEVELS
+
+
+def _may_need_gradients(gm: GraphModule) -> bool:
+    """Tell whether gradients are enabled, in all of a graph or in parts, and an input has one."""
+    inside = any(_name(node).endswith("set_grad_enabled") and node.args == (True,) for node in gm.graph.nodes)
+    given = [node.meta.get("example_value") for node in gm.graph.nodes if node.op in ("placeholder", "get_attr")]
+    return (inside or torch.is_grad_enabled()) and any(map(_asks, given))
 
 
 def _is_definition(gm: GraphModule, node: Node) -> bool:
@@ -140,7 +161,13 @@ class BeforeAutograd:
         notes: What they say.
     """
 
-    def __init__(self, gm: GraphModule, wanted: Callable[[str], bool] = lambda _: True, known: bool = False) -> None:
+    def __init__(
+        self,
+        gm: GraphModule,
+        wanted: Callable[[str], bool] = lambda _: True,
+        known: bool = False,
+        training: bool = True,
+    ) -> None:
         """Trace the graph and run the passes; see `find_rewrites`."""
         self.gm = gm
         self.rewrites: list[Rewrite] = []
@@ -149,7 +176,9 @@ class BeforeAutograd:
         self._changed = changed_in_place(gm, cautious=True)
         self._order = {node: i for i, node in enumerate(gm.graph.nodes)}
         # Whether each value has a gradient, which takes another run of the graph to see.
-        self._graph, named, self._constants, self._needs = _trace(gm, gradients=not known)
+        self._graph, named, self._constants, self._needs = _trace(gm, gradients=training and not known)
+        if not (training or known):
+            self._needs = dict.fromkeys(gm.graph.nodes, False)
         self._traced = {node.name: node for node in _copy(self._graph).nodes}  # as it was before any pass
         _widen_products(self._graph)
         for node, aten in named.items():
@@ -160,7 +189,7 @@ class BeforeAutograd:
         self._roots: list[tuple[Node, Node, str]] = []
         self._standing: set[str] = set()  # operators of the rewrites
         self._values: dict[Node, Any] = {}  # of traced nodes, where copies are left out before them
-        with torch.enable_grad():  # passes ask whether gradients will be taken of what they make
+        with torch.set_grad_enabled(training):  # passes ask whether gradients will be taken of what they make
             run_pipeline(self._graph, wanted, self.notes, BEFORE_AUTOGRAD, self._take)
 
     def _take(self, found: Rewrite) -> None:

@@ -237,9 +237,14 @@ def to_aten(mode: FakeTensorMode, fn: Callable[..., Any], *inputs: Any, to_read:
         mode: Where the fake values live.
         fn: The function.
         inputs: Its arguments.
-        to_read: Whether the graph is only read: then everything is decomposed as Inductor does it.
+        to_read: Whether the graph is only read: then all is decomposed as Inductor does it, but for sums of complex
+            values, which it adds as the bits of real ones: those have no derivative.
     """
-    chosen = {op: rule for op, rule in select_decomp_table().items() if to_read or _packet(op) in _SPELLINGS}
+    chosen = {
+        op: rule
+        for op, rule in select_decomp_table().items()
+        if (_packet(op) != "add" if to_read else _packet(op) in _SPELLINGS)
+    }
     if not to_read:
         chosen |= _OWN_SPELLINGS
     with mode, torch.no_grad(), preserve_node_meta():

@@ -65,8 +65,8 @@ def calls_far_less(new: int, old: int) -> bool:
     return MANY * new <= old
 
 
-def has_backward_kernels(device: torch.device) -> bool:
-    """Tell whether pointwise operators have kernels of their own with a backward: on a CPU fused code is faster."""
+def has_pointwise_kernels(device: torch.device) -> bool:
+    """Tell whether pointwise operators have kernels of their own: on a CPU fused code is faster."""
     return device.type == "cuda"
 
 

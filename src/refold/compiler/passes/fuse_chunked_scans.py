@@ -31,7 +31,7 @@ from ..ir.symbols import Axis, Label, resolve, unify
 from ..recurrence.chunked_form import ChunkStates, NotAScan, Scan, read_scan, read_states, require, with_label
 from ..recurrence.duality import divisor, step_limits
 from ..recurrence.gated_chunks import FORGETS
-from ..recurrence.narrowing import narrow_after
+from ..recurrence.narrowing import narrow_after, narrowed_later
 from ..recurrence.signs import fades, sign
 from ..recurrence.vectorize import described
 from ..refusals import Refusal
@@ -46,7 +46,7 @@ def fuse_chunked_scans(graph: Graph, wanted: Callable[[str], bool]) -> Iterator[
         return
     _merge_conversions(graph)
     for root in graph.find_nodes(op="call_function", target=aten.add.Tensor):
-        if not (_is_candidate(root) and wanted(root.name)):
+        if not (_is_candidate(root) and _is_wanted(root, wanted)):
             continue
         a, b = root.all_input_nodes
         for within, across in ((a, b), (b, a)):
@@ -60,6 +60,11 @@ def fuse_chunked_scans(graph: Graph, wanted: Callable[[str], bool]) -> Iterator[
             sort_topologically(graph)  # the last state may have been read before the outputs
             graph.eliminate_dead_code()
             break
+
+
+def _is_wanted(root: Node, wanted: Callable[[str], bool]) -> bool:
+    """Tell whether a scan may be replaced, or else the 16-bit value that it becomes."""
+    return wanted(root.name) or ((end := narrowed_later(root)) is not None and wanted(end.name))
 
 
 def _merge_conversions(graph: Graph) -> None:
@@ -204,6 +209,9 @@ def _replace(root: Node, scan: Scan, wanted: Callable[[str], bool]) -> Iterator[
     detail = f"{_size(time)} tokens, {_size(heads)} heads of {_size(channels)} x {_size(summed)} as one ssd"
     if not lasts and (rewrite := _narrowed(build, root, y, wanted, detail, _size(time))) is not None:
         yield rewrite
+        return
+    if not wanted(root.name):
+        build.undo()
         return
     made = set(build.added)
     for old, new in [(root, y), *((node, new) for node, new in lasts if wanted(node.name))]:

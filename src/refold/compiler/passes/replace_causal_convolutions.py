@@ -1,10 +1,10 @@
-"""Hand a short causal convolution of each channel to the operator that it is, in training on a GPU.
+"""Hand a short causal convolution of each channel to the operator that it is, on a GPU.
 
-Written out as multiply-adds (`unroll_depthwise_convolutions`), such a convolution fuses with its neighbours. Its
-backward does not: the gradients of the taps are sums over all of time, one per tap, and values that autograd keeps lie
-in memory as the library leaves them, with time last. The operator reads and writes channels last, as the projections
-before and after it, and its backward is one pass. Where all that reads the result is a SiLU, the operator computes that
-too: otherwise the result is written and read again for it, forward and backward.
+Written out as multiply-adds (`unroll_depthwise_convolutions`), such a convolution fuses with its neighbours. But its
+values lie in memory as the library leaves them, with time last, and a scan after it copies what it reads. Its backward
+does not fuse: the gradients of the taps are sums over all of time, one per tap. The operator reads and writes channels
+last, as the projections before and after it, and its backward is one pass. Where all that reads the result is a SiLU,
+the operator computes that too: otherwise the result is written and read again for it, forward and backward.
 
 Shapes. The input is (b, c, t), weights are (c, 1, w), the result is (b, c, t).
 """
@@ -20,8 +20,8 @@ from torch.fx import Graph, Node
 
 from ...ops.torch.registry import OPS, node_args
 from ..ir.builder import Builder, between
-from ..ir.cost import has_backward_kernels
-from ..ir.fx import arg, is_training, same, value
+from ..ir.cost import has_pointwise_kernels
+from ..ir.fx import arg, same, value
 from ..ir.rewrite import Rewrite, replace_node
 from ..ir.silu import silu_argument
 
@@ -31,25 +31,22 @@ _CONVERT = torch.ops.prims.convert_element_type.default
 
 def replace_causal_convolutions(graph: Graph, wanted: Callable[[str], bool]) -> Iterator[Rewrite]:
     """Replace depthwise convolutions that see no later input by ``causal_conv1d``."""
-    if is_training(graph) or not torch.is_grad_enabled():
-        return
     for conv in graph.find_nodes(op="call_function", target=aten.convolution.default):
-        found = _read(conv) if has_backward_kernels(value(conv).device) else None
-        if found is None or not all(wanted(root.name) for root in found[1]):
+        found = _read(conv) if has_pointwise_kernels(value(conv).device) else None
+        if found is None:
             continue
         x, roots = found
-        for root in roots:
-            silus = _silus(root)
-            silus = silus if all(wanted(end.name) for end, _ in silus) else []
-            ends = silus or [(root, [0, 1, 2])]
+        ends_of = {root: _ends(root, wanted) for root in roots}
+        for root, ends in ends_of.items() if all(ends_of.values()) else ():
+            silu = ends[0][0] is not root
             build = Builder(ends[0][0])
-            y = _convolved(build, conv, x, "silu" if silus else None)
-            if root is not conv and not silus:  # a part, as the original is
+            y = _convolved(build, conv, x, "silu" if silu else None)
+            if root is not conv and not silu:  # a part, as the original is
                 y = build.call(aten.constant_pad_nd.default, (y, [0, value(conv).shape[2] - value(root).shape[2]]))
                 y = build.call(aten.slice.Tensor, (y, 2, 0, value(root).shape[2]))
             made = set(build.added)
             channels, _, width = value(arg(conv, 1)).shape
-            with_silu = ", and a SiLU," if silus else ""
+            with_silu = ", and a SiLU," if silu else ""
             for end, order in ends:
                 build = Builder(end)
                 new = build.restride(build.permute(y, order), value(end))
@@ -58,9 +55,9 @@ def replace_causal_convolutions(graph: Graph, wanted: Callable[[str], bool]) -> 
                     new,
                     added=made.union(build.added),
                     name="replace causal convolution",
-                    why="its gradients are sums over time for each tap, and its values lie in memory with time last",
+                    why="its values lie in memory with time last, and its gradients are sums over time for each tap",
                     detail=f"{width} taps of {channels} channels{with_silu} as one causal_conv1d",
-                    multilinear=not silus,
+                    multilinear=not silu,
                     terms=width + 1,
                     timed_alone=False,
                 )
@@ -73,6 +70,14 @@ def _convolved(build: Builder, conv: Node, x: Node, activation: str | None) -> N
     taps = build.call(aten.select.int, (arg(conv, 1), 1, 0))
     given = node_args("causal_conv1d", x=tokens, weight=taps, bias=arg(conv, 2), activation=activation)
     return build.permute(build.call(getitem, (build.call(OPS["causal_conv1d"], given), 0)), [0, 2, 1])
+
+
+def _ends(root: Node, wanted: Callable[[str], bool]) -> list[tuple[Node, list[int]]]:
+    """Return what becomes the operator's result, as `_silus` does: the SiLUs of a value, or else the value itself."""
+    silus = _silus(root)
+    if silus and all(wanted(end.name) for end, _ in silus):
+        return silus
+    return [(root, [0, 1, 2])] if wanted(root.name) else []
 
 
 def _silus(root: Node) -> list[tuple[Node, list[int]]]:

@@ -1,8 +1,8 @@
-"""Hand the gated RMS norm after a scan to the operator that it is, in training on a GPU.
+"""Hand the gated RMS norm after a scan to the operator that it is, on a GPU.
 
-Forward, such a norm fuses into one kernel. Its backward needs sums over the channels of a token and over all tokens,
-and the gradient of the gate, which is then joined with others to the gradient of the projection that all come from.
-The operator's backward is one pass.
+Forward, such a norm fuses into one kernel, which reads its inputs twice where a row is long. Its backward needs sums
+over the channels of a token and over all tokens, and the gradient of the gate, which is then joined with others to the
+gradient of the projection that all come from. The operator's backward is one pass.
 
 The norm is ``v * rsqrt(mean(v²) + eps) * weight`` with ``v = x * silu(z)``, over all channels or over groups of them.
 It may be widened to float32 between 16-bit values. The operator computes in float32, and so rounds less often.
@@ -22,8 +22,8 @@ from torch.fx import Graph, Node
 
 from ...ops.torch.registry import OPS, node_args
 from ..ir.builder import Builder
-from ..ir.cost import has_backward_kernels
-from ..ir.fx import arg, is_tensor, is_training, same, value
+from ..ir.cost import has_pointwise_kernels
+from ..ir.fx import arg, is_tensor, same, value
 from ..ir.rewrite import Rewrite, replace_node
 from ..ir.silu import silu_argument
 from ..ir.views import is_view
@@ -36,10 +36,8 @@ _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 def replace_gated_norms(graph: Graph, wanted: Callable[[str], bool]) -> Iterator[Rewrite]:
     """Replace ``v * rsqrt(mean(v²) + eps) * weight``, with ``v = x * silu(z)``, by ``gated_rmsnorm``."""
-    if is_training(graph) or not torch.is_grad_enabled():
-        return
     for root in graph.find_nodes(op="call_function", target=aten.rsqrt.default):
-        norm = _read(root) if has_backward_kernels(value(root).device) else None
+        norm = _read(root) if has_pointwise_kernels(value(root).device) else None
         if norm is None or not wanted(norm.end.name):
             continue
         build = Builder(norm.end)

@@ -122,7 +122,9 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     """Adjoints λ[t] = dh[t] + A[t+1]ᴴ λ[t+1] are the same kind of system against time; A's gradient is λ[t] h[t-1]ᴴ."""
     A, initial, h = ctx.saved_tensors
     adjoint = A.transpose(0, 1).conj().resolve_conj()
-    later = adjoint if A.shape[2] == 1 else adjoint.roll(1 if ctx.reverse else -1, 2)
+    # Not by ``roll``: Inductor leaves that of complex values to an indexing, of which it expects wrong strides.
+    cut = -1 if ctx.reverse else 1
+    later = adjoint if A.shape[2] == 1 else torch.cat([adjoint[:, :, cut:], adjoint[:, :, :cut]], 2)
     lam = LINEAR_SYSTEM(later, grad, None, not ctx.reverse)
     start = torch.zeros_like(h[:, :1]) if initial is None else initial[:, None]
     before = torch.cat([h[:, 1:], start] if ctx.reverse else [start, h[:, :-1]], 1)

@@ -1,4 +1,4 @@
-"""Rewrites before autograd: chunked scans, contracted states and convolutions in training, with gradients."""
+"""Rewrites before autograd: chunked scans, contracted states, convolutions and norms, with gradients and without."""
 
 import dataclasses
 import re
@@ -9,10 +9,14 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
+import refold
+from refold.compiler import session
 from refold.compiler.dynamo import before_autograd, captures_loops
 from refold.compiler.dynamo.before_autograd import BeforeAutograd, find_rewrites
+from refold.compiler.dynamo.body import to_aten
 from refold.compiler.inductor import clone_inputs
 from refold.compiler.ir.evaluate import values_at
 from refold.compiler.passes import fuse_chunked_scans, replace_causal_convolutions, replace_gated_norms
@@ -31,7 +35,7 @@ from support.chunked import (
     multiplied,
     repeat_groups,
 )
-from support.trained import trained
+from support.trained import inferred, trained
 
 SCAN = "fuse chunked scan"
 SKIP = "absorb skip"
@@ -300,18 +304,22 @@ def test_convolutions_are_unrolled():
 @pytest.fixture
 def operators_pay(monkeypatch):
     """Replace convolutions and norms as on a GPU."""
-    for module in (replace_causal_convolutions, replace_gated_norms):
-        monkeypatch.setattr(module, "has_backward_kernels", lambda device: True)
+    for module in (session, replace_causal_convolutions, replace_gated_norms):
+        monkeypatch.setattr(module, "has_pointwise_kernels", lambda device: True)
 
 
+MODES = pytest.mark.parametrize("run", [trained, inferred])
+
+
+@MODES
 @pytest.mark.parametrize("widen", [False, True])
-def test_causal_convolutions_are_operators(widen, operators_pay):
+def test_causal_convolutions_are_operators(widen, run, operators_pay):
     """What they make has channels last, and goes to the scan as it is."""
     layer = Layer(widen=widen)
     call, weights = module_of(layer.bfloat16() if widen else layer)
     graphs = []
     u = torch.randn(2, 12, 8, dtype=weights[0].dtype)
-    entry, error = trained(call, u, *weights, graphs=graphs)
+    entry, error = run(call, u, *weights, graphs=graphs)
     assert sorted(names(entry)) == [SKIP, SCAN, CONVOLUTION]
     assert error < 8
     (scan,) = graphs[0].find_nodes(op="call_function", target=torch.ops.refold.ssd.default)
@@ -336,12 +344,13 @@ CONVOLUTIONS = [  # keywords, what is made of the result, whether it is an opera
 ]
 
 
+@MODES
 @pytest.mark.parametrize(("keywords", "after", "operator"), CONVOLUTIONS)
-def test_layouts_of_convolutions(keywords, after, operator, operators_pay):
+def test_layouts_of_convolutions(keywords, after, operator, run, operators_pay):
     """Values, gradients and strides of what leaves the graph are those of eager code."""
     args = differentiable(torch.randn(2, 9, 6), torch.randn(6, 1, 3), torch.randn(6))
     found = []
-    entry, error = trained(partial(convolved, after=after, **keywords), *args, results=found)
+    entry, error = run(partial(convolved, after=after, **keywords), *args, results=found)
     assert names(entry) == [CONVOLUTION if operator else "unroll depthwise convolution"]
     assert error < 8
     assert found[0].stride() == convolved(*args, after=after, **keywords).stride()
@@ -360,12 +369,13 @@ SILUS = [  # what is made of the result, how many operators compute a SiLU
 ]
 
 
+@MODES
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("after", "silus"), SILUS)
-def test_a_convolution_computes_the_silu_that_reads_it(after, silus, dtype, operators_pay):
+def test_a_convolution_computes_the_silu_that_reads_it(after, silus, dtype, run, operators_pay):
     args = differentiable(*(x.to(dtype) for x in (torch.randn(2, 9, 6), torch.randn(6, 1, 3), torch.randn(6))))
     graphs, found = [], []
-    entry, error = trained(partial(convolved, after=after, stop=9), *args, graphs=graphs, results=found)
+    entry, error = run(partial(convolved, after=after, stop=9), *args, graphs=graphs, results=found)
     assert set(names(entry)) == {CONVOLUTION}
     operators = graphs[0].find_nodes(op="call_function", target=torch.ops.refold.causal_conv1d.default)
     assert [node.args[5] for node in operators] == (["silu"] * silus or [None])
@@ -421,13 +431,14 @@ NORMS = [  # the norm, whether it is an operator
 ]
 
 
+@MODES
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("norm", "operator"), NORMS)
-def test_gated_norms_are_operators(norm, operator, dtype, operators_pay):
+def test_gated_norms_are_operators(norm, operator, dtype, run, operators_pay):
     shapes = (2, 5, 6), (2, 5, 6), (6,), (6, 1, 3)
     args = differentiable(*(torch.randn(shape).to(dtype) for shape in shapes))
     graphs = []
-    entry, error = trained(partial(normed, norm=norm), *args, graphs=graphs)
+    entry, error = run(partial(normed, norm=norm), *args, graphs=graphs)
     assert names(entry) == [CONVOLUTION, *[NORM] * operator]
     assert len(graphs[0].find_nodes(op="call_function", target=torch.ops.refold.gated_rmsnorm.default)) == operator
     assert error < 8
@@ -473,6 +484,23 @@ def test_a_scan_that_was_widened_runs_in_16_bits():
     assert error < 8
 
 
+def test_a_scan_in_16_bits_is_replayed(tmp_path):
+    """The report names what the scan becomes, not the scan."""
+    layer = Layer(widen=True).bfloat16()
+    u = torch.randn(2, 12, 8).bfloat16()
+    found = []
+    for plan in (None, tmp_path / "plan.json"):
+        torch._dynamo.reset()
+        compiled = refold.compile(layer, accept="always", strict=True, cache=False, plan=plan)
+        with torch.no_grad():
+            found.append(compiled(u))
+        compiled.report.save(tmp_path / "plan.json")
+        rows = compiled.report.graphs[0].applied
+        assert [row.name for row in rows] == [SCAN, SKIP, "unroll depthwise convolution"]
+        assert "in bfloat16" in rows[0].detail
+    torch.testing.assert_close(*found, rtol=0, atol=0)
+
+
 def test_a_result_that_stays_wide_keeps_the_scan_wide():
     def layer(x, a, B, C):
         return Listing()(x.float(), -F.softplus(a.float()), B.float(), C.float())[0]
@@ -513,3 +541,166 @@ def test_states_collected_in_a_loop_are_contracted():
     entry, error = trained(contracted, *differentiable(*args))
     assert "as one selective_scan" in entry.rewrites[-1].detail
     assert error < 8
+
+
+def test_what_is_read_of_complex_sums_has_their_derivative():
+    """Inductor adds complex values as bits of real ones, and an original of such a region would have no gradient."""
+    with (mode := FakeTensorMode()):
+        fake = torch.empty(2, 4, dtype=torch.complex64)
+
+    def fn(x, y):
+        return torch.addcmul(x, y, x) + torch.add(x, y, alpha=2)
+
+    read = to_aten(mode, fn, fake, fake.clone(), to_read=True)
+    given = [torch.randn(2, 4, dtype=torch.complex64, requires_grad=True) for _ in range(2)]
+    for got, expected in zip(*(torch.autograd.grad(run(*given).abs().sum(), given) for run in (read, fn)), strict=True):
+        torch.testing.assert_close(got, expected)
+
+
+# Inference: passes after autograd look at what stays -----------------------------------------
+
+
+def on_cpu(layer):
+    """Return a layer as a function, and inputs without gradients."""
+    call, weights = module_of(layer)
+    return call, [torch.randn(2, 12, 8), *(weight.detach() for weight in weights)]
+
+
+def gated(x, z, weight, kernel):
+    """Return a function of parts that inference has on a GPU: a convolution, a SiLU, a norm."""
+    y = F.silu(F.conv1d(F.pad(x.mT, (2, 0)), kernel, groups=kernel.shape[0])).mT
+    return textbook(y, z, weight)
+
+
+def gated_inputs(needs=False):
+    shapes = (2, 5, 6), (2, 5, 6), (6,), (6, 1, 3)
+    return [torch.randn(shape).requires_grad_(needs) for shape in shapes]
+
+
+def compiled_names(fn, *args, **options):
+    """Compile a function as a user does it; compare with eager, and return the rewrites that run."""
+    torch._dynamo.reset()
+    compiled = refold.compile(fn, **{"accept": "always", "strict": True, "cache": False, **options})
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(*args), fn(*args))
+    (graph,) = compiled.report.graphs
+    return [row.name for row in graph.applied], compiled
+
+
+def test_inference_on_a_cpu_is_rewritten_after_autograd():
+    call, args = on_cpu(Layer(widen=False))
+    entry, _ = inferred(call, *args)
+    assert names(entry) == []
+    found, _ = compiled_names(call, *args)
+    assert sorted(found) == [SKIP, SCAN, "unroll depthwise convolution"]
+
+
+def test_inference_by_operators_is_checked_and_replayed(operators_pay, tmp_path):
+    found, compiled = compiled_names(gated, *gated_inputs())
+    assert found == [CONVOLUTION, NORM]
+    (graph,) = compiled.report.graphs
+    assert graph.mode == "inference"
+    assert all(row.errors and all(error["passed"] for error in row.errors) for row in graph.applied)
+    compiled.report.save(tmp_path / "plan.json")
+    again, _ = compiled_names(gated, *gated_inputs(), plan=tmp_path / "plan.json")
+    assert again == found
+
+
+def test_chosen_passes_are_for_the_graph_after_autograd(operators_pay):
+    name = "unroll depthwise convolutions"
+    assert compiled_names(gated, *gated_inputs(), choose={"passes": [name]})[0] == ["unroll depthwise convolution"]
+    assert compiled_names(gated, *gated_inputs(), choose={"passes": []})[0] == []
+
+
+def test_graphs_without_a_convolution_are_not_traced_twice_in_inference(monkeypatch, operators_pay):
+    monkeypatch.setattr(before_autograd, "_trace", lambda *_, **__: 1 / 0)
+    entry, _ = inferred(lambda *args: Listing()(*args)[0], *inputs())
+    assert entry.rewrites == entry.notes == []
+
+
+def detached_result(x, z, weight, kernel):
+    return gated(x.detach(), z, weight, kernel).detach()
+
+
+@pytest.mark.parametrize(("enabled", "fn"), [(True, detached_result), (True, gated), (False, gated)])
+def test_what_may_have_gradients_stays(enabled, fn, operators_pay):
+    """No result has a gradient, but a value in between may have one."""
+    graphs = []
+
+    @captures_loops
+    def backend(gm, _):
+        graphs.append(find_rewrites(gm, (), lambda _: True, [], training=False))
+        return gm
+
+    torch._dynamo.reset()
+    with torch.set_grad_enabled(enabled):
+        torch.compile(fn, backend=backend)(*gated_inputs(needs=True))
+    assert [found is None for found in graphs] == [enabled]
+
+
+def changed_before(x, z, weight, kernel):
+    x.mul_(2)
+    return gated(x, z, weight, kernel)
+
+
+def changed_after(x, z, weight, kernel):
+    y = gated(x, z, weight, kernel)
+    x.zero_()
+    z.add_(1)
+    return y
+
+
+def changed_between(x, z, weight, kernel):
+    y = F.conv1d(F.pad(x.mT, (2, 0)), kernel, groups=kernel.shape[0])
+    y.mul_(z.mT)
+    return textbook(F.silu(y).mT, z, weight)
+
+
+@pytest.mark.parametrize("fn", [changed_before, changed_after, changed_between])
+def test_changes_in_place_in_inference(fn, operators_pay):
+    """Before autograd what is changed stays; after it, changes are new values, and other passes may rewrite it."""
+    args = gated_inputs()
+    torch._dynamo.reset()
+    compiled = refold.compile(fn, accept="always", strict=True, cache=False)
+    mine, theirs = clone_inputs(args), clone_inputs(args)
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(*mine), fn(*theirs))
+    for a, b in zip(mine, theirs, strict=True):
+        torch.testing.assert_close(a, b)
+    assert not any("stays as it is" in note for note in compiled.report.graphs[0].notes)
+
+
+@settings(max_examples=12, deadline=None, derandomize=True)
+@given(
+    keywords=st.sampled_from([{"stop": 9}, {"pad": 0, "input_pad": 2}, {"pad": 0, "input_pad": 1}, {"stop": 8}]),
+    activation=st.sampled_from([F.silu, torch.sigmoid, lambda y: y]),
+    norm=st.sampled_from([textbook, widened, narrowed_before_weight, grouped]),
+    last=st.booleans(),
+    read_twice=st.booleans(),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    seed=st.integers(0, 1 << 20),
+)
+def test_random_gated_convolutions_in_inference(keywords, activation, norm, last, read_twice, dtype, seed):
+    """Of any spelling the results are as near to float64 as eager's, in the same memory layout."""
+
+    def layer(x, z, weight, taps, bias):
+        def after(y):
+            y = activation(y.mT if last else y)
+            y = y if last else y.mT
+            gate = F.pad(z, [0, 0, 0, y.shape[1] - z.shape[1]])
+            out = norm(y, gate, weight)
+            return (out, y) if read_twice else out
+
+        return convolved(x, taps, bias, after, **keywords)
+
+    torch.manual_seed(seed)
+    shapes = (2, 9, 6), (2, 8, 6), (6,), (6, 1, 3), (6,)
+    args = [torch.randn(shape).to(dtype) for shape in shapes]
+    found = []
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (session, replace_causal_convolutions, replace_gated_norms):
+            patch.setattr(module, "has_pointwise_kernels", lambda device: True)
+        _, error = inferred(layer, *args, results=found)
+    assert error < 8
+    leaves = torch.utils._pytree.tree_leaves
+    assert [y.stride() for y in leaves(found[0])] == [y.stride() for y in leaves(layer(*args))]
