@@ -515,7 +515,7 @@ def small_parts(r: torch.Tensor) -> Iterator[torch.Tensor]:
     rest = size = (r.double() if _all_finite(r) else torch.where(r.isfinite(), r.double(), 0.0)).abs()
     while r.numel():
         part = (size > 0) & (size < _rms(rest) * SMALL)
-        if not max(1, LEAST * r.numel()) <= int(part.sum()):
+        if not max(1, LEAST * r.numel()) <= int(part.sum()) < rest.numel():  # squares may be zero or infinite
             return
         rest = size[part]
         yield part
