@@ -231,7 +231,7 @@ def _time_all(
 def _raced(
     originals: dict[str, Compiled], ours: Callable[[], object], inputs: Sequence[Any], device: torch.device
 ) -> tuple[dict[str, Callable[[], object]], dict[str, float], str, Race]:
-    """Race a program against the fastest of the originals; return the calls and times of all, its name, and the race."""
+    """Race a program against the fastest of the originals; return all calls, their times, its name, and the race."""
     rivals = {name: _trial(run, inputs) for name, run in originals.items()}
     with undisturbed_rng(), apart():
         ours()
