@@ -17,7 +17,7 @@ from .ir.captured_loop import captured_loops, unrolled_size
 # What a program that is only raced against may take to compile, in seconds.
 RIVAL_S = 15.0
 # What the original may take to compile that is no unrolled loop, if the rewritten graph is clearly less work.
-ORIGINAL_S = 10.0
+ORIGINAL_S = 5.0
 # Operations of a forward with its backward, for each of the forward.
 WITH_BACKWARD = 3
 # ATen operations that become of one of Dynamo's nodes, without a backward and with one.

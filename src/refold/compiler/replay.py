@@ -211,10 +211,11 @@ class Remembering:
             before = copy.copy(entry)
             _reset(entry, before.index, before.mode, before.program)
             entry.remembered, entry.notes = before.remembered, before.notes
-            session = GraphCompile(self.gm, self.inputs, settings, entry, self.store, each=True)
+            session = GraphCompile(self.gm, self.inputs, settings, entry, self.store, earlier=session)
             session.lost = lost
             compiled = session.run()
             entry.compile_s, entry.checks_s = entry.compile_s + before.compile_s, entry.checks_s + before.checks_s
+            entry.inductor_compile_s = before.inductor_compile_s or entry.inductor_compile_s
         if entry.remembered and entry.chosen == "refold":
             entry.reason = "as it does at sizes between the same powers of two"
         if not session.failed:

@@ -76,10 +76,12 @@ class GraphCompile:
         entry: GraphReport,
         store: Store,
         *,
-        each: bool = False,
+        earlier: GraphCompile | None = None,
     ) -> None:
-        # Whether each region is timed alone, however long that takes.
-        self.each = each
+        # The compile whose rewrites lost the race together. What it found out holds; each region is now timed alone.
+        self.earlier = earlier
+        # The original as Inductor compiles it, if it was.
+        self.rivals: dict[str, Compiled] = {} if earlier is None else earlier.rivals
         self.inputs, self.settings, self.entry, self.store = inputs, settings, entry, store
         self.given = define_scans(scans_as_loops(gm, entry.notes), everywhere=entry.mode == "training")
         self.gm = define_scans(self.given, everywhere=True)
@@ -165,7 +167,7 @@ class GraphCompile:
         seconds = layer_seconds(self.operations)
         rewritten = Rewritten(compiled, repeatable or self._repeatable, self.terms, self.gm, seconds)
         try:
-            return choose_program(rewritten, self.given, self.inputs, self.settings, self.entry)
+            return choose_program(rewritten, self.given, self.inputs, self.settings, self.entry, self.rivals)
         finally:
             self.entry.checks_s += time.perf_counter() - start
 
@@ -403,9 +405,13 @@ class GraphCompile:
         """Judge a rewrite, unless it was judged before in this place."""
         if (rewrite.name, rewrite.source) in self.lost:
             return Verdict("not faster at sizes between the same powers of two")
+        before = None if self.earlier is None else self.earlier.verdicts.get(rewrite.signature)
+        if before is not None and not before.postponed:
+            return before
         facts = [rewrite.signature, str(rewrite.differentiated), str(rewrite.spread), str(rewrite.terms)]
+        each = self.earlier is not None
         options = json.dumps(dict(self.settings.options or {}), sort_keys=True, default=repr)
-        key = digest([*facts, self.settings.verify, self.settings.accept, options, str(self.each)])
+        key = digest([*facts, self.settings.verify, self.settings.accept, options, str(each)])
         if (found := self.store.get("region", key)) is not None:
             try:
                 return Verdict.from_dict(found[0])
@@ -413,7 +419,8 @@ class GraphCompile:
                 self.entry.notes.append(
                     f"the stored decision on a region ({found[1]}) cannot be read, so it is checked again: {error}"
                 )
-        verdict = validate_region(rewrite, actual, self.settings, self.each)
+        evidence = None if before is None else before.evidence
+        verdict = validate_region(rewrite, actual, self.settings, each, evidence)
         busy = verdict.race is not None and bool(verdict.race.busy)
         self.store.put("region", key, dataclasses.asdict(verdict), lasting=not busy)
         return verdict

@@ -387,8 +387,15 @@ def _metadata(o: torch.Tensor, y: torch.Tensor) -> str:
 
 def _finite_only(r: torch.Tensor, o: torch.Tensor, y: torch.Tensor) -> list[torch.Tensor]:
     """Set positions to zero where the reference or the original is not finite; rewrites may differ there."""
+    if _all_finite(r) and _all_finite(o):
+        return [v.double() for v in (r, o, y)]
     good = r.isfinite() & o.isfinite()
     return [torch.where(good, v.double(), 0.0) for v in (r, o, y)]
+
+
+def _all_finite(x: torch.Tensor) -> bool:
+    """Say whether all elements are finite, by one pass over memory; a sum that overflows says no as well."""
+    return math.isfinite(float(x.sum(dtype=torch.float64)))
 
 
 def _exact(r: torch.Tensor, y: torch.Tensor) -> KindResult:
@@ -449,9 +456,14 @@ def own_errors(r: torch.Tensor, o: torch.Tensor, scale: torch.Tensor | None = No
 
 def _errors(r: torch.Tensor, scale: torch.Tensor | None, *values: torch.Tensor) -> tuple[list[float], list[float]]:
     """Return E2 and Einf of values against the reference."""
-    s = r.abs().clamp_min(_rms(r)) if scale is None else scale.double().clamp_min(torch.finfo(torch.float64).tiny)
-    worst = [float(((v - r).abs() / s).nan_to_num(math.inf, math.inf).max()) if r.numel() else 0.0 for v in values]
-    return [_relative(v - r, r) for v in values], worst
+    s = r.abs().clamp_min_(_rms(r)) if scale is None else scale.double().clamp_min(torch.finfo(torch.float64).tiny)
+    errors, worst = [], []
+    for v in values:
+        difference = v - r
+        errors.append(_relative(difference, r))
+        largest = float(difference.abs_().div_(s).max()) if r.numel() else 0.0
+        worst.append(math.inf if math.isnan(largest) else largest)
+    return errors, worst
 
 
 def compare(
@@ -500,12 +512,12 @@ def small_parts(r: torch.Tensor) -> Iterator[torch.Tensor]:
     A mask of -1e9 next to scores, or powers of a number, make such results. Each part is all that is not zero and below
     a 4096th of the root mean square of what was there before, if that is a sixteenth of the result.
     """
-    size = torch.where(r.isfinite(), r.double(), 0.0).abs()
-    part = torch.ones_like(size, dtype=torch.bool)
+    rest = size = (r.double() if _all_finite(r) else torch.where(r.isfinite(), r.double(), 0.0)).abs()
     while r.numel():
-        part = (size > 0) & (size < _rms(size[part]) * SMALL)
-        if not LEAST * r.numel() <= int(part.sum()) or not bool(part.any()):
+        part = (size > 0) & (size < _rms(rest) * SMALL)
+        if not max(1, LEAST * r.numel()) <= int(part.sum()) < rest.numel():  # squares may be zero or infinite
             return
+        rest = size[part]
         yield part
 
 
@@ -562,7 +574,7 @@ def _where_finite(o: torch.Tensor, y: torch.Tensor, known: float, ends: int) -> 
             _, o, y = _finite_only(y, o, y)
     (error,), (worst,) = _errors(o, None, y)
     bound = 2 * known
-    lost = int((~y.isfinite()).sum())
+    lost = 0 if _all_finite(y) else int((~y.isfinite()).sum())
     reason = ""
     if lost:
         reason = f"{lost} of {y.numel()} elements are not finite where the original's are"
@@ -578,4 +590,4 @@ def _relative(difference: torch.Tensor, r: torch.Tensor) -> float:
 
 
 def _rms(r: torch.Tensor) -> float:
-    return float(r.square().mean().sqrt()) or 1.0 if r.numel() else 1.0
+    return float(torch.linalg.vector_norm(r)) / math.sqrt(r.numel()) or 1.0 if r.numel() else 1.0

@@ -17,7 +17,7 @@ import math
 import random
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -104,6 +104,7 @@ def race(
     budget_s: float = 10.0,
     seed: int = 0,
     tried: int = 1,
+    looks: Sequence[int] = LOOKS,
 ) -> Race:
     """Time a candidate against a baseline, interleaved in random order.
 
@@ -114,6 +115,7 @@ def race(
         budget_s: After this many seconds, timing ends. A candidate that is undecided then is not accepted.
         seed: Seeds the order within pairs.
         tried: Candidates tried against the same baseline; they share the chance of error.
+        looks: After how many pairs the rule is applied; fewer looks leave more undecided.
 
     Returns:
         The medians and the verdict.
@@ -130,8 +132,8 @@ def race(
     deadline = time.perf_counter() + budget_s
     logs: list[float] = []
     lower, upper = -math.inf, math.inf
-    for look in LOOKS:
-        while len(base_times) < look and (len(base_times) < LOOKS[0] // 3 or time.perf_counter() < deadline):
+    for look in looks:
+        while len(base_times) < look and (len(base_times) < looks[0] // 3 or time.perf_counter() < deadline):
             pair = [(base, base_times), (candidate, candidate_times)]
             if order.random() < 0.5:
                 pair.reverse()

@@ -315,6 +315,28 @@ def test_powers_have_parts_within_parts():
     assert sizes == sorted(sizes, reverse=True)
 
 
+def test_parts_end_where_squares_are_zero_or_infinite():
+    r = 10.0 ** -torch.arange(0, 320, 5, dtype=torch.float64)[:, None].expand(64, 4)
+    for values in (r, r[40:], 1e300 * r[:40], 1e300 * r):
+        sizes = [int(part.sum()) for part in numerics.small_parts(values)]
+        assert sizes == sorted(set(sizes), reverse=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("odd", [(math.inf, -math.inf), (math.inf,), (-math.inf,), (math.nan,), ()])
+def test_only_what_is_not_finite_in_the_original_is_left_out(dtype, odd):
+    """Also where infinities cancel in a sum, and where a sum of finite numbers is none."""
+    r = torch.full((64,), torch.finfo(dtype).max, dtype=torch.float64)
+    r[: len(odd)] = torch.tensor(odd, dtype=torch.float64)
+    o = r.to(dtype)
+    y = torch.where(o.isfinite(), o, 1.0)
+    assert numerics.compare("", r, o, y, None, 1).passed
+    for wrong in (0.0, math.inf, math.nan):
+        assert not numerics.compare("", r, o, y.index_fill(0, torch.tensor([3]), wrong), None, 1).passed
+    lost = numerics.compare("", o.double().nan_to_num(1.0, 1.0, 1.0), y, o, None, 1)
+    assert lost.passed is not bool(odd)
+
+
 @given(st.integers(0, 10**6), st.sampled_from([(4096,), (64, 64), (1,), (0,)]))
 def test_numbers_of_one_size_have_no_parts(seed, shape):
     """Zeros, infinities, and the few that happen to be small are none."""

@@ -67,6 +67,14 @@ def test_a_hopeless_race_ends_early(clock):
     assert outcome.at_most < 1
 
 
+def test_a_race_of_one_look_ends_with_it(clock):
+    equal = timing.race(noisy(1.0, 0), noisy(1.0, 1), CPU, looks=timing.LOOKS[:1])
+    assert (equal.pairs, equal.faster) == (9, False)
+    slower = timing.race(noisy(1.0, 0), noisy(1.2, 1), CPU, looks=timing.LOOKS[:1])
+    assert slower.pairs == 9
+    assert slower.at_most < 1 + timing.DELTA
+
+
 def test_a_race_out_of_time_accepts_nothing(clock):
     outcome = timing.race(noisy(2.0, 0), noisy(1.0, 1), CPU, budget_s=0.0)
     assert outcome.pairs < 9

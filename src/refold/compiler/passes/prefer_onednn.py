@@ -29,7 +29,12 @@ SMALLEST = 1 << 22
 
 
 def _by_onednn(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """``x (m, k) @ weight (n, k).T + bias (n)`` by oneDNN; opaque, so that Inductor hands it dense operands."""
+    """``x (m, k) @ weight (n, k).T + bias (n)`` by oneDNN; opaque, so that Inductor hands it dense operands.
+
+    For a weight with gaps in memory, oneDNN has no kernel: it multiplies number by number, a thousand times slower.
+    """
+    if not (weight.is_contiguous() or weight.mT.is_contiguous()):
+        weight = weight.contiguous()
     return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -13,16 +14,16 @@ from torch.fx import GraphModule
 
 from ...errors import warn
 from ...report import GraphReport
-from ...verify import median_ms, profile, race
+from ...verify import Race, median_ms, profile, race
 from ...verify.memory import available_bytes, peak_bytes
-from ...verify.timing import DELTA, once_ms
+from ...verify.timing import DELTA
 from ..compile_time import ORIGINAL_S, RIVAL_S, unrolled_seconds
 from ..inductor import Compiled, arguments, clone_inputs, first_line, inductor, standalone
 from ..ir.captured_loop import unrolled_size
 from ..ir.cost import Cost, calls_far_less, clearly_less
 from ..private import TraceAgain, apart
 from ..refusals import refused
-from .region import Settings, first_times, undisturbed_rng
+from .region import Settings, first_times, undisturbed_rng, with_backward
 from .whole import compare
 
 log = logging.getLogger("refold")
@@ -55,7 +56,12 @@ class Rewritten:
 
 
 def choose_program(
-    rewritten: Rewritten, gm: GraphModule, inputs: Sequence[Any], settings: Settings, entry: GraphReport
+    rewritten: Rewritten,
+    gm: GraphModule,
+    inputs: Sequence[Any],
+    settings: Settings,
+    entry: GraphReport,
+    compiled: dict[str, Compiled],
 ) -> Compiled:
     """Compare a rewritten graph with the original, race it against eager and plain Inductor, and record both.
 
@@ -65,6 +71,7 @@ def choose_program(
         inputs: The values it was captured with; copies of them are used.
         settings: What to require, and the options for Inductor.
         entry: The report to write into.
+        compiled: The original as Inductor compiled it, if it did; gets it otherwise.
 
     Returns:
         What is to run: the fastest of the three, and never the rewritten graph if it differs from the original.
@@ -80,8 +87,8 @@ def choose_program(
     costly = rewritten.original_s > ORIGINAL_S and clearly_less(*_costs(entry), CLEARLY)
     if "eager" in originals and unrolled:
         entry.notes.append(f"torch.compile was not timed: compiling the unrolled loop would take about {seconds:.0f} s")
-    elif (settings.accept == "faster" and not costly) or not originals:
-        _add_plain(originals, gm, inputs, options, entry)
+    elif (settings.accept == "faster" and (compiled or not costly)) or not originals:
+        _add_plain(originals, gm, inputs, options, entry, compiled)
     why = "graph-slower"
     if settings.verify != "off" and (reason := _compared(rewritten, gm, originals, inputs, options, entry)):
         # An unrolled loop of that length takes Inductor minutes.
@@ -90,9 +97,9 @@ def choose_program(
         why = "graph-differs"
         log.warning("refold: graph %d: %s runs, %s", entry.index, entry.chosen, entry.reason)
     elif settings.accept == "faster":
-        if costly and not unrolled and "torch.compile" not in originals:
-            _spare_plain(rewritten, originals, gm, inputs, options, entry)
-        _time_all(rewritten, gm, originals, inputs, entry, peaks=not unrolled)
+        spared = costly and not unrolled and "torch.compile" not in originals
+        add = functools.partial(_add_plain, originals, gm, inputs, options, entry, compiled) if spared else None
+        _time_all(rewritten, gm, originals, inputs, entry, add, peaks=not unrolled)
     if entry.chosen == "refold":
         return rewritten.run
     for row in entry.applied:
@@ -159,21 +166,39 @@ def _time_all(
     originals: dict[str, Compiled],
     inputs: Sequence[Any],
     entry: GraphReport,
+    add: Callable[[], None] | None,
     *,
     peaks: bool,
 ) -> None:
-    """Race a program against the original, and record which is to run."""
+    """Race a program against the originals, and record which is to run.
+
+    Args:
+        rewritten: The program.
+        gm: The graph as it was.
+        originals: What it is raced against.
+        inputs: The values the graph was captured with; copies of them are used.
+        entry: The report to write into.
+        add: Adds plain Inductor, whose compile is long, to the originals; called only if the program is not clearly
+            faster than eager. None if nothing was spared.
+        peaks: Whether peaks of memory are taken on the CPU, too.
+    """
     device = _device(inputs)
-    ours, rivals = _trial(rewritten.run, inputs), {name: _trial(run, inputs) for name, run in originals.items()}
-    with undisturbed_rng(), apart():
-        ours()
-        if not rivals:
+    ours = _trial(rewritten.run, inputs)
+    if not originals:
+        with undisturbed_rng(), apart():
             entry.times_ms["refold"] = median_ms(ours, device)
-            return
-        log.info("timing the whole graph against the original")
-        times = first_times(rivals, device)
-        name = min(times, key=times.__getitem__)
-        result = race(rivals[name], ours, device, budget_s=TIMING_BUDGET_S)
+        return
+    log.info("timing the whole graph against the original")
+    rivals, times, name, result = _raced(originals, ours, inputs, device)
+    if add is not None and result.speedup < CLEARLY:
+        add()
+        rivals, times, name, result = _raced(originals, ours, inputs, device)
+    elif add is not None:
+        entry.notes.append(
+            f"torch.compile was not timed: compiling the original would take about {rewritten.original_s:.0f} s, and "
+            "the rewritten graph moves less than half of the bytes and takes less than half of the time of eager"
+        )
+    with undisturbed_rng(), apart():
         for other, run in rivals.items():
             slow = times[other] > SLOW_MS
             entry.times_ms[other] = (
@@ -203,31 +228,21 @@ def _time_all(
         )
 
 
+def _raced(
+    originals: dict[str, Compiled], ours: Callable[[], object], inputs: Sequence[Any], device: torch.device
+) -> tuple[dict[str, Callable[[], object]], dict[str, float], str, Race]:
+    """Race a program against the fastest of the originals; return all calls, their times, its name, and the race."""
+    rivals = {name: _trial(run, inputs) for name, run in originals.items()}
+    with undisturbed_rng(), apart():
+        ours()
+        times = first_times(rivals, device)
+        name = min(times, key=times.__getitem__)
+        return rivals, times, name, race(rivals[name], ours, device, budget_s=TIMING_BUDGET_S)
+
+
 def _costs(entry: GraphReport) -> tuple[Cost, Cost]:
     """Return what the rewritten graph and the original cost."""
     return Cost(entry.flops_after, entry.bytes_after), Cost(entry.flops_before, entry.bytes_before)
-
-
-def _spare_plain(
-    rewritten: Rewritten,
-    originals: dict[str, Compiled],
-    gm: GraphModule,
-    inputs: Sequence[Any],
-    options: dict[str, Any],
-    entry: GraphReport,
-) -> None:
-    """Add plain Inductor, whose compile is long, unless the rewritten graph is clearly faster than eager."""
-    device, ours, eager = _device(inputs), _trial(rewritten.run, inputs), _trial(originals["eager"], inputs)
-    with undisturbed_rng(), apart():
-        ours()
-        times = [[once_ms(run, device) for _ in range(2)] for run in (eager, ours)]
-    if min(times[0]) < CLEARLY * min(times[1]):
-        _add_plain(originals, gm, inputs, options, entry)
-    else:
-        entry.notes.append(
-            f"torch.compile was not timed: compiling the original would take about {rewritten.original_s:.0f} s, and "
-            "the rewritten graph moves less than half of the bytes and takes less than half of the time of eager"
-        )
 
 
 def _add_plain(
@@ -236,17 +251,21 @@ def _add_plain(
     inputs: Sequence[Any],
     options: dict[str, Any],
     entry: GraphReport,
+    compiled: dict[str, Compiled],
 ) -> None:
-    """Add plain Inductor to what is raced against, if it can compile the graph."""
+    """Add plain Inductor to what is raced against, if it can compile the graph, or has."""
+    if compiled:
+        originals |= compiled
+        return
     log.info("compiling the original with Inductor, to time it, too")
     start = time.perf_counter()
     try:
         # With symbolic sizes the baseline must be compiled for them too, in the context that knows them.
         dynamic = any(isinstance(x, torch.SymInt) for x in inputs)
-        compiled = (inductor if dynamic else standalone)(gm, inputs, options=options, notes=entry.notes)
+        run = (inductor if dynamic else standalone)(gm, inputs, options=options, notes=entry.notes)
         with undisturbed_rng(), apart():
-            _trial(compiled, inputs)()
-        originals["torch.compile"] = compiled
+            _trial(run, inputs)()
+        originals["torch.compile"] = compiled["torch.compile"] = run
         entry.inductor_compile_s = time.perf_counter() - start
     except Exception as error:  # Inductor's failures have no common type
         entry.notes.append(f"torch.compile alone fails on this graph: {first_line(error)}")
@@ -260,15 +279,4 @@ def _device(inputs: Sequence[Any]) -> torch.device:
 def _trial(run: Compiled, inputs: Sequence[Any]) -> Callable[[], object]:
     """Return a call on copies of the inputs, with backward where the outputs ask for it."""
     own = clone_inputs(inputs)
-    leaves = [x for x in own if isinstance(x, torch.Tensor) and x.requires_grad]
-
-    def call() -> object:
-        out = run(*arguments(own, inputs))
-        outputs = [y for y in (out if isinstance(out, (tuple, list)) else [out]) if isinstance(y, torch.Tensor)]
-        if torch.is_grad_enabled() and leaves:
-            roots = [y for y in outputs if y.requires_grad]
-            if roots:
-                torch.autograd.grad(roots, leaves, [torch.ones_like(y) for y in roots], allow_unused=True)
-        return [y.detach() for y in outputs]
-
-    return call
+    return with_backward(lambda: run(*arguments(own, inputs)), own)

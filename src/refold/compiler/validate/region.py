@@ -17,7 +17,7 @@ from torch.utils.flop_counter import flop_registry
 from ...verify import Evidence, KindResult, Program, Race, check, profile, race
 from ...verify.memory import available_bytes
 from ...verify.numerics import in_strides
-from ...verify.timing import DELTA, once_ms
+from ...verify.timing import DELTA, LOOKS, once_ms
 from .. import pipeline
 from ..choices import Choices
 from ..compile_time import RIVAL_S, inductor_seconds
@@ -113,7 +113,13 @@ class Verdict:
         return cls(data["reason"], evidence, timed, data["original_by"], data["postponed"])
 
 
-def validate_region(rewrite: Rewrite, actual: Sequence[Any] | None, settings: Settings, each: bool = False) -> Verdict:
+def validate_region(
+    rewrite: Rewrite,
+    actual: Sequence[Any] | None,
+    settings: Settings,
+    each: bool = False,
+    evidence: Evidence | None = None,
+) -> Verdict:
     """Decide whether a rewrite is right and faster.
 
     Args:
@@ -121,8 +127,9 @@ def validate_region(rewrite: Rewrite, actual: Sequence[Any] | None, settings: Se
         actual: Its inputs as the user's data makes them; None if they could not be had.
         settings: What to require.
         each: Whether it is timed alone even if Inductor takes seconds to compile it for that.
+        evidence: What a check of it found before; None if it was not checked.
     """
-    verdict = Verdict()
+    verdict = Verdict(evidence=evidence)
     actual = None if actual is None else [_as_traced(*pair) for pair in zip(_inputs(rewrite), actual, strict=True)]
     like = list(actual) if actual is not None else _examples(rewrite)
     if like is None:
@@ -145,7 +152,7 @@ def _decided(
     settings: Settings,
     each: bool,
 ) -> Verdict:
-    if settings.verify == "quick":
+    if settings.verify == "quick" and verdict.evidence is None:
         log.info("checking %s: %s", rewrite.site, rewrite.detail)
         start = time.perf_counter()
         if reason := _misdescribed(rewrite):
@@ -186,7 +193,9 @@ def _decided(
             if verdict.postponed:
                 return verdict
         log.info("comparing the time of %s with the original", rewrite.site)
-        verdict.race, verdict.original_by = _time(rewrite, baseline, like, device, settings)
+        # A tie refuses no rewrite of a small region, and few pairs say whether it is clearly slower.
+        looks = LOOKS[:1] if baseline is None and not each else LOOKS
+        verdict.race, verdict.original_by = _time(rewrite, baseline, like, device, settings, looks)
         # A region alone is spared what Inductor's fusion recomputes in the whole graph, so the race
         # is generous to the original. What it cannot decide, the race of the whole graph will, unless
         # this rewrite stands in the way of others.
@@ -287,33 +296,43 @@ def _examples(rewrite: Rewrite) -> list[Any] | None:
 
 
 def _time(
-    rewrite: Rewrite, baseline: GraphModule | None, inputs: Sequence[Any], device: torch.device, settings: Settings
+    rewrite: Rewrite,
+    baseline: GraphModule | None,
+    inputs: Sequence[Any],
+    device: torch.device,
+    settings: Settings,
+    looks: Sequence[int],
 ) -> tuple[Race, str]:
     """Race the region against the fastest of its eager and compiled original, and what other rewrites make of it.
 
     What other rewrites make of it stands in for the compiled original: that one is in the race of the whole graph, and
-    takes Inductor longest.
+    takes Inductor longest. Other rewrites are made after autograd, and have no backward. Without them, what is
+    differentiated is timed with its backward.
     """
     options = dict(settings.options or {})
     originals: dict[str, Callable[[], object]] = {}
-    with torch.no_grad():
+    needed = rewrite.differentiated if baseline is None else ()
+    if any(needed):
+        inputs = [x.detach().requires_grad_() if needs else x for x, needs in zip(inputs, needed, strict=True)]
+    with torch.set_grad_enabled(any(needed)):
         if fits(rewrite.original, device):
-            originals["eager"] = lambda: rewrite.original(*inputs)
+            originals["eager"] = with_backward(lambda: rewrite.original(*inputs), inputs)
         otherwise = None if baseline is None else compile_or_none(baseline, inputs, options)
         if otherwise is not None:
             originals["its other rewrites"] = lambda: otherwise(*inputs)
         elif inductor_seconds(rewrite.size) <= RIVAL_S and not (originals and _one_library_call(rewrite.original)):
             compiled = compile_or_none(rewrite.original, inputs, options)
             if compiled is not None:
-                originals["torch.compile"] = lambda: compiled(*inputs)
+                originals["torch.compile"] = with_backward(lambda: compiled(*inputs), inputs)
         fast = None if _one_library_call(rewrite.candidate) else compile_or_none(rewrite.candidate, inputs, options)
-        run = (lambda: fast(*inputs)) if fast is not None else (lambda: rewrite.candidate(*inputs))
+        ours = rewrite.candidate if fast is None else fast
+        run = with_backward(lambda: ours(*inputs), inputs)
         run()
         if not originals:  # cannot be run at all the way it was: anything that runs is faster
             ms = once_ms(run, device)
             return Race(inf, ms, inf, inf, inf, 0, True), "nothing (does not fit in memory)"
         name = min(times := first_times(originals, device), key=times.__getitem__)
-        return race(originals[name], run, device, budget_s=TIMING_BUDGET_S), name
+        return race(originals[name], run, device, budget_s=TIMING_BUDGET_S, looks=looks), name
 
 
 def _one_library_call(gm: GraphModule) -> bool:
@@ -355,12 +374,17 @@ def fits(gm: GraphModule, device: torch.device) -> bool:
 
 
 def first_times(runs: dict[str, Callable[[], object]], device: torch.device) -> dict[str, float]:
-    """Return the time of each of several callables in milliseconds, taken once where that says who is fastest."""
+    """Return the time of each of several callables in milliseconds, taken once where that says who is fastest.
+
+    One alone is the fastest, and is not timed: its time is 0.
+    """
+    if len(runs) == 1:
+        return dict.fromkeys(runs, 0.0)
     times = {name: once_ms(run, device) for name, run in runs.items()}
     best = min(times.values())
     for name, run in runs.items():
         # A slow first call decides by itself: few second calls are four times faster.
-        if len(runs) > 1 and times[name] < 4 * best:
+        if times[name] < 4 * best:
             times[name] = min(once_ms(run, device) for _ in range(2))
     return times
 
@@ -369,3 +393,19 @@ def undisturbed_rng() -> AbstractContextManager[None]:
     """Keep trial runs from advancing the user's random state."""
     devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
     return torch.random.fork_rng(devices=devices)
+
+
+def with_backward(run: Callable[[], Any], inputs: Sequence[Any]) -> Callable[[], object]:
+    """Return a call of a program, with its backward where gradients of the inputs are asked for."""
+    leaves = [x for x in inputs if isinstance(x, torch.Tensor) and x.requires_grad]
+
+    def call() -> object:
+        out = run()
+        outputs = [y for y in (out if isinstance(out, (tuple, list)) else [out]) if isinstance(y, torch.Tensor)]
+        if torch.is_grad_enabled() and leaves:
+            roots = [y for y in outputs if y.requires_grad]
+            if roots:
+                torch.autograd.grad(roots, leaves, [torch.ones_like(y) for y in roots], allow_unused=True)
+        return [y.detach() for y in outputs]
+
+    return call

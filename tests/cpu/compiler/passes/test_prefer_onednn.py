@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import refold
+from refold.compiler.passes.prefer_onednn import ONEDNN_LINEAR
 from refold.verify.numerics import unit_roundoff
 
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch is built without oneDNN")
@@ -45,6 +46,17 @@ def test_a_recovered_contraction_goes_there_too(rewritten):
 )
 def test_others_stay(rewritten, inputs):
     assert rewritten(lambda a, b: a @ b, *inputs).names == []
+
+
+@pytest.mark.parametrize("columns", [False, True])
+def test_onednn_gets_no_weight_with_gaps(columns, monkeypatch):
+    x, weight = torch.randn(200, 300), torch.randn(300, 200)[:, :100].T if columns else torch.randn(100, 400)[:, :300]
+    weights, product = [], torch.ops.mkldnn._linear_pointwise
+    monkeypatch.setattr(
+        torch.ops.mkldnn, "_linear_pointwise", lambda x, w, *others: (weights.append(w), product(x, w, *others))[1]
+    )
+    torch.testing.assert_close(ONEDNN_LINEAR(x, weight), x @ weight.T, rtol=0.0, atol=1e-3)
+    assert weights[0].is_contiguous()
 
 
 def test_compiled_with_gradients():

@@ -305,9 +305,9 @@ def test_a_graph_of_microseconds_is_not_raced_for_every_length(folder, monkeypat
     monkeypatch.setattr(replay, "TINY_MS", 1e9)
     real = session.choose_program
 
-    def choose_program(rewritten, gm, inputs, settings, entry):
+    def choose_program(rewritten, gm, inputs, settings, *others):
         races.append(settings.accept)
-        return real(rewritten, gm, inputs, settings, entry)
+        return real(rewritten, gm, inputs, settings, *others)
 
     monkeypatch.setattr(session, "choose_program", choose_program)
     compiled = refold.compile(scores, cache=folder, strict=True, dynamic=False)
