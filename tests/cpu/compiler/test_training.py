@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+from torch._higher_order_ops import associative_scan, cond, scan, while_loop
+from torch._higher_order_ops import map as map_over
 from torch.utils.checkpoint import checkpoint
 
 from refold.compiler.backend import refold
@@ -107,6 +109,80 @@ def test_a_transform_in_a_compiled_function():
     compiled = torch.compile(gradient, backend=refold, options=options)
     x = torch.randn(20, 6)
     torch.testing.assert_close(compiled(x), gradient(x))
+
+
+def repeated(x, a, w):
+    """A ``while`` of PyTorch, whose backward has as many steps as a run takes."""
+    start = (torch.zeros((), dtype=torch.int64), x)
+    return while_loop(lambda i, h: i < 4, lambda i, h: (i + 1, torch.tanh(h @ w) * a), start)[1]
+
+
+def repeated_plainly(x, a, w):
+    for _ in range(4):
+        x = torch.tanh(x @ w) * a
+    return x
+
+
+def stepped(x, a, w):
+    """A scan of PyTorch that is none of refold's."""
+
+    def step(h, xt):
+        h = torch.tanh(h @ w + xt)
+        return h.clone(), h.sin()
+
+    return scan(step, 1.0 * a[:1], x[:, None])[1][:, 0]
+
+
+def stepped_plainly(x, a, w):
+    h, results = a[:1], []
+    for xt in x[:, None]:
+        h = torch.tanh(h @ w + xt)
+        results.append(h.sin())
+    return torch.cat(results)
+
+
+def chosen(x, a, w):
+    y = map_over(lambda xt, w: torch.tanh(xt @ w), x, w)
+    return cond(x.sum() > 100, lambda y, a: y - a, lambda y, a: y * a, (y, a))
+
+
+def chosen_plainly(x, a, w):
+    return torch.tanh(x @ w) * a
+
+
+def combined(x, a, w):
+    def neighbours(left, right):
+        return left[0] * right[0], right[0] * left[1] + right[1]
+
+    return associative_scan(neighbours, (a, x), 0, combine_mode="generic")[1] @ w
+
+
+def combined_plainly(x, a, w):
+    h, results = torch.zeros(5), []
+    for xt, at in zip(x, a, strict=True):
+        h = at * h + xt
+        results.append(h)
+    return torch.stack(results) @ w
+
+
+@pytest.mark.parametrize(
+    ("fn", "plain"),
+    [
+        (repeated, repeated_plainly),
+        (stepped, stepped_plainly),
+        (chosen, chosen_plainly),
+        (combined, combined_plainly),
+    ],
+)
+def test_operations_that_take_functions(fn, plain):
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    args = [v.requires_grad_() for v in (torch.randn(6, 5), torch.rand(6, 5), 0.3 * torch.randn(5, 5))]
+    compiled = refold_compile(fn, accept="always", strict=True, cache=False, fullgraph=True)
+    got, own = compiled(*args), plain(*args)
+    torch.testing.assert_close(got, own)
+    for a, b in zip(*(torch.autograd.grad(y.square().sum(), args) for y in (got, own)), strict=True):
+        torch.testing.assert_close(a, b)
 
 
 def test_backwards_run_in_the_thread_that_compiles(monkeypatch):
