@@ -1,5 +1,7 @@
 """transformers' own Mamba layers, unmodified: contractions and recurrences found, same results, both directions."""
 
+import functools
+
 import pytest
 import torch
 import transformers
@@ -231,6 +233,33 @@ def test_associative_scan(training):
             agree(a, b)
     found = [row.detail for row in compiled.report.rewrites if row.status == "applied"]
     assert any("as one selective_scan" in detail for detail in found)
+
+
+def test_recurrent_gemma_trains_with_its_bounded_derivative():
+    """Its root of zero has an infinite derivative, but in the backward that it brings."""
+    from transformers import RecurrentGemmaConfig
+    from transformers.models.recurrent_gemma.modeling_recurrent_gemma import RecurrentGemmaRecurrentBlock
+
+    sizes = {"hidden_size": 48, "lru_width": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
+    block = RecurrentGemmaRecurrentBlock(RecurrentGemmaConfig(**sizes, num_hidden_layers=1, vocab_size=8), 0)
+    with torch.no_grad():
+        for weight in block.parameters():
+            weight.normal_(std=0.3)
+        block.rg_lru.recurrent_param[:12] = -200  # decays of one
+    positions = torch.arange(40)[None].repeat(2, 1)
+    block.forward = functools.partial(block.forward, position_ids=positions, attention_mask=None, use_cache=False)
+
+    class First(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.block = block
+
+        def forward(self, x):
+            return self.block(x)[0]
+
+    report = trained(First())
+    assert [row.name for row in report.rewrites] == ["roll up loop", "unroll depthwise convolution"]
+    assert not any("before autograd" in note for note in report.graphs[0].notes)
 
 
 MIXERS = {  # the scan of a mixer, and whether a gated norm follows it

@@ -69,6 +69,10 @@ class Hook(CustomGraphPass):
             self.error = error
             raise
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Hook:
+        """Return itself: PyTorch copies Inductor's settings while it traces, and a hook knows the user's tensors."""
+        return self
+
     def uuid(self) -> str:
         """Identify the pass to the caches of Inductor, keyed by the graph *after* it, and of AOTAutograd."""
         return f"refold-{__version__}-{self.outcome}"

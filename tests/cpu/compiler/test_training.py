@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+from torch._higher_order_ops import associative_scan, cond, scan, while_loop
+from torch._higher_order_ops import map as map_over
 from torch.utils.checkpoint import checkpoint
 
 from refold.compiler.backend import refold
@@ -107,6 +109,156 @@ def test_a_transform_in_a_compiled_function():
     compiled = torch.compile(gradient, backend=refold, options=options)
     x = torch.randn(20, 6)
     torch.testing.assert_close(compiled(x), gradient(x))
+
+
+def averages(x, a):
+    """Return all averages, and the last one."""
+    a, h, results = torch.sigmoid(a), torch.zeros_like(x[:, 0]), []
+    for t in range(x.shape[1]):
+        h = a * h + (1 - a) * x[:, t]
+        results.append(h)
+    return torch.stack(results, 1), h
+
+
+def leaves():
+    torch.manual_seed(0)
+    return torch.randn(2, 16, 3, requires_grad=True), torch.randn(3, requires_grad=True)
+
+
+def compiled_averages():
+    torch._dynamo.reset()
+    return refold_compile(averages, accept="always", verify="off", strict=True, cache=False)
+
+
+def backwards(fn, x, a):
+    """Use the results of a layer in many ways, and return all gradients."""
+    found, weights = [], [x, a]
+    found += torch.autograd.grad(fn(x, a)[0].square().sum(), weights)  # some of the results
+    found += torch.autograd.grad(fn(x, a)[1].square().sum(), weights)
+    found += torch.autograd.grad(fn(x, a)[0][:, ::2].mT[..., -1].square().sum(), weights)  # a view
+    found += torch.autograd.grad(fn(x, a)[0].mul_(2).square().sum(), weights)
+    (first, _), (second, last) = fn(x, a), fn(0.5 * x, a)  # two calls, then their backwards
+    found += torch.autograd.grad(second.square().sum() + last.sum(), weights)
+    found += torch.autograd.grad(first.square().sum(), weights)
+    found += torch.autograd.grad(fn(fn(x, a)[0], a)[0].square().sum(), weights)
+    for reentrant in (False, True):
+        checkpointed = checkpoint(fn, 1.0 * x, a, use_reentrant=reentrant)[0]
+        checkpointed.square().sum().backward()
+        found += [x.grad, a.grad]
+        x.grad = a.grad = None
+    hooks = [x.register_hook(lambda g: 2 * g), a.register_hook(lambda g: 3 * g)]
+    found += torch.autograd.grad(fn(x, a)[0].square().sum(), weights)
+    for hook in hooks:
+        hook.remove()
+    with torch.no_grad():
+        fn(x, a)
+        a += 0.1
+    found += torch.autograd.grad(fn(x, a)[0].square().sum(), weights)
+    found += torch.autograd.grad(fn(x, a.detach())[0].square().sum(), [x])
+    return found
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # Dynamo asks for it
+def test_the_results_of_a_loop_are_used_in_many_ways():
+    compiled = compiled_averages()
+    wide = [v.detach().double().requires_grad_() for v in leaves()]
+    for got, exact in zip(backwards(compiled, *leaves()), backwards(averages, *wide), strict=True):
+        torch.testing.assert_close(got.double(), exact, rtol=1e-5, atol=1e-5)
+    assert all(graph.chosen == "refold" for graph in compiled.report.graphs)
+
+
+def test_a_second_backward_is_refused_with_a_remedy():
+    """PyTorch computes a backward in the memory of what was saved, unless it is told not to."""
+    import torch._functorch.config as config
+
+    x, a = leaves()
+    loss = compiled_averages()(x, a)[0].square().sum()
+    with pytest.raises(RuntimeError, match="donated_buffer=False"):
+        loss.backward(retain_graph=True)
+    with config.patch(donated_buffer=False):
+        compiled = compiled_averages()
+        loss, own = (fn(x, a)[0].square().sum() for fn in (compiled, averages))
+        expected = torch.autograd.grad(own, [x, a])
+        for again in (True, True, False):
+            got = torch.autograd.grad(loss, [x, a], retain_graph=again)
+            torch.testing.assert_close(got, expected)
+        (gradient,) = torch.autograd.grad(compiled(x, a)[0].square().sum(), [x], create_graph=True)
+        with pytest.raises(RuntimeError, match="does not currently support double backward"):
+            gradient.sum().backward()
+
+
+def repeated(x, a, w):
+    """A ``while`` of PyTorch, whose backward has as many steps as a run takes."""
+    start = (torch.zeros((), dtype=torch.int64), x)
+    return while_loop(lambda i, h: i < 4, lambda i, h: (i + 1, torch.tanh(h @ w) * a), start)[1]
+
+
+def repeated_plainly(x, a, w):
+    for _ in range(4):
+        x = torch.tanh(x @ w) * a
+    return x
+
+
+def stepped(x, a, w):
+    """A scan of PyTorch that is none of refold's."""
+
+    def step(h, xt):
+        h = torch.tanh(h @ w + xt)
+        return h.clone(), h.sin()
+
+    return scan(step, 1.0 * a[:1], x[:, None])[1][:, 0]
+
+
+def stepped_plainly(x, a, w):
+    h, results = a[:1], []
+    for xt in x[:, None]:
+        h = torch.tanh(h @ w + xt)
+        results.append(h.sin())
+    return torch.cat(results)
+
+
+def chosen(x, a, w):
+    y = map_over(lambda xt, w: torch.tanh(xt @ w), x, w)
+    return cond(x.sum() > 100, lambda y, a: y - a, lambda y, a: y * a, (y, a))
+
+
+def chosen_plainly(x, a, w):
+    return torch.tanh(x @ w) * a
+
+
+def combined(x, a, w):
+    def neighbours(left, right):
+        return left[0] * right[0], right[0] * left[1] + right[1]
+
+    return associative_scan(neighbours, (a, x), 0, combine_mode="generic")[1] @ w
+
+
+def combined_plainly(x, a, w):
+    h, results = torch.zeros(5), []
+    for xt, at in zip(x, a, strict=True):
+        h = at * h + xt
+        results.append(h)
+    return torch.stack(results) @ w
+
+
+@pytest.mark.parametrize(
+    ("fn", "plain"),
+    [
+        (repeated, repeated_plainly),
+        (stepped, stepped_plainly),
+        (chosen, chosen_plainly),
+        (combined, combined_plainly),
+    ],
+)
+def test_operations_that_take_functions(fn, plain):
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    args = [v.requires_grad_() for v in (torch.randn(6, 5), torch.rand(6, 5), 0.3 * torch.randn(5, 5))]
+    compiled = refold_compile(fn, accept="always", strict=True, cache=False, fullgraph=True)
+    got, own = compiled(*args), plain(*args)
+    torch.testing.assert_close(got, own)
+    for a, b in zip(*(torch.autograd.grad(y.square().sum(), args) for y in (got, own)), strict=True):
+        torch.testing.assert_close(a, b)
 
 
 def test_backwards_run_in_the_thread_that_compiles(monkeypatch):

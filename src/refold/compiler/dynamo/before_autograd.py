@@ -38,12 +38,12 @@ from ..ir.source import CALLED, located, name_of
 from ..ir.views import is_view
 from ..pipeline import BEFORE_AUTOGRAD
 from ..pipeline import run as run_pipeline
-from ..private import HigherOrderOperator, tree_leaves
+from ..private import HigherOrderOperator, tree_flatten, tree_leaves, tree_map, tree_unflatten
 from ..recurrence.prefix import FEWEST_LEVELS, levels
 from ..refusals import Refusal, refused
 from .associative_scan import Neighbours
 from .body import differentiable, environment, to_aten, twin
-from .mutation import changed_in_place, storages, writes
+from .mutation import changed_in_place, is_autograd_function, storages, writes
 
 aten = torch.ops.aten
 _CONVERT = torch.ops.prims.convert_element_type.default
@@ -464,6 +464,9 @@ def _widen_products(graph: Graph) -> None:
 def _trace(gm: GraphModule, gradients: bool) -> tuple[Graph, dict[Node, Node], set[Node], dict[Node, bool]]:
     """Trace a Dynamo graph to ATen, without a backward.
 
+    An autograd function has a backward of its own, so what it returns is an input of the ATen graph: nothing is known
+    of it, and it equals nothing else.
+
     Returns:
         The ATen graph; what became of each tensor of Dynamo's; which of these are constants; and for each of Dynamo's
         nodes, whether its value has a gradient, if that is asked for. No integer has one.
@@ -471,15 +474,19 @@ def _trace(gm: GraphModule, gradients: bool) -> tuple[Graph, dict[Node, Node], s
     placeholders = gm.graph.find_nodes(op="placeholder")
     examples = [node.meta["example_value"] for node in placeholders]
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=environment(examples))
+    functions = list(filter(is_autograd_function, gm.graph.nodes))
     with mode:
         fakes = [twin(x) for x in examples]
+        returned, form = tree_flatten([tree_map(twin, node.meta["example_value"]) for node in functions])
     keeping = _Keeping(gm)
 
     def run(*inputs: Any) -> Any:
-        results = keeping.run(*inputs)
-        return results, list(keeping.tensors.values())
+        keeping.kept = dict(zip(functions, tree_unflatten(inputs[len(fakes) :], form), strict=True))
+        results = keeping.run(*inputs[: len(fakes)])
+        given = [keeping.given[node] for node in functions]
+        return (results, given), list(keeping.tensors.values())
 
-    traced = to_aten(mode, run, *fakes, to_read=True)
+    traced = to_aten(mode, run, *fakes, *returned, to_read=True)
     graph = fx_graph_cse(traced.graph)
     graph.owning_module = traced
     output: Any = graph.output_node()
@@ -492,6 +499,7 @@ def _trace(gm: GraphModule, gradients: bool) -> tuple[Graph, dict[Node, Node], s
     named = {node: aten for node, aten in named.items() if aten in alive}
     if not gradients:
         return graph, named, constants, {}
+    keeping.kept = {}
     with mode, torch.enable_grad():
         pairs = zip(fakes, examples, strict=True)
         keeping.run(*(x.requires_grad_().view_as(x) if _asks(like) else x for x, like in pairs))
@@ -505,6 +513,9 @@ class _Keeping(Interpreter):
         super().__init__(gm)
         self.tensors: dict[Node, torch.Tensor] = {}
         self.needs: dict[Node, bool] = {}
+        # What calls return that are not run, and what they are given.
+        self.kept: dict[Node, Any] = {}
+        self.given: dict[Node, Any] = {}
         # The level of each vmap that is entered: the graph counts them from 1, but it runs within other transforms.
         self._levels: list[int] = []
 
@@ -523,7 +534,10 @@ class _Keeping(Interpreter):
 
     def run_node(self, n: Node) -> Any:
         """Run one node."""
-        out = super().run_node(n)
+        if n in self.kept:
+            out, self.given[n] = self.kept[n], self.fetch_args_kwargs_from_env(n)[0][2:]
+        else:
+            out = super().run_node(n)
         if n.op != "output" and isinstance(out, torch.Tensor) and not is_batchedtensor(out):
             self.tensors[n] = out
         self.needs[n] = any(_asks(x) for x in tree_leaves(out))

@@ -36,14 +36,25 @@ def changed_in_place(gm: GraphModule, cautious: bool = False, but: Node | None =
 
 
 def _is_harmless(gm: GraphModule, call: Node) -> bool:
-    """Tell whether a call is that of a captured loop whose body writes to none of its arguments, or of a scan."""
+    """Tell whether a call is that of a scan, or of a loop or an autograd function that write to no argument."""
     if is_scan(call):
         return True
+    if is_autograd_function(call):
+        return _writes_to_no_input(gm.get_submodule(str(call.args[0].target)))  # type: ignore[union-attr, arg-type]
     loop = gm.get_submodule(str(call.target)) if call.op == "call_module" else None
     if not isinstance(loop, CapturedLoop):
         return isinstance(loop, Neighbours)
-    given = {storage for x in loop.body.graph.find_nodes(op="placeholder") for storage in storages(x)}
-    return not given & changed_in_place(loop.body, cautious=True)
+    return _writes_to_no_input(loop.body)
+
+
+def _writes_to_no_input(gm: GraphModule) -> bool:
+    given = {storage for x in gm.graph.find_nodes(op="placeholder") for storage in storages(x)}
+    return not given & changed_in_place(gm, cautious=True)
+
+
+def is_autograd_function(node: Node) -> bool:
+    """Tell whether a call is that of an autograd function of the user's own."""
+    return isinstance(node.target, HigherOrderOperator) and node.target.name() == "autograd_function_apply"
 
 
 def writes(node: Node) -> bool:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from ..private import statically_known_true
+from ..private import statically_known_true, tree_leaves
 
 aten = torch.ops.aten
 
@@ -15,8 +15,17 @@ Size = int | torch.SymInt
 
 
 def concrete(size: Any) -> Any:
-    """Return a size as a number: for a symbol, the value it had when traced."""
-    return int(size.node.hint) if isinstance(size, torch.SymInt) else size
+    """Return a size as a number: for a symbol, the value it had when traced; 1 if only a run knows it."""
+    if not isinstance(size, torch.SymInt):
+        return size
+    return int(size.node.hint) if size.node.has_hint() else 1
+
+
+def only_a_run_knows(graph: Graph) -> bool:
+    """Tell whether a value of a graph has a size that had none when traced: the steps of PyTorch's ``while_loop``."""
+    values = (x for node in graph.nodes for x in tree_leaves(node.meta.get("val")))
+    sizes = (size for x in values if isinstance(x, torch.Tensor) for size in x.shape)
+    return any(isinstance(size, torch.SymInt) and not size.node.has_hint() for size in sizes)
 
 
 def known(size: Any) -> Any:

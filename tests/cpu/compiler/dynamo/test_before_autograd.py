@@ -244,6 +244,79 @@ def test_what_has_no_place_or_cannot_be_traced(id, monkeypatch):
     assert "ZeroDivisionError" in said or re.search(r"chunked\.py:\d+: ", said)
 
 
+class Itself(torch.autograd.Function):
+    """Returns what it is given; its backward is not the derivative of that."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, g):
+        return -3 * g
+
+
+class Doubling(torch.autograd.Function):
+    """Returns its first argument, and doubles the second one in place."""
+
+    @staticmethod
+    def forward(ctx, x, y):
+        y.mul_(2)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, g):
+        return -3 * g, None
+
+
+def values_of_a_function(x, a, B, C):
+    return Listing()(Itself.apply(x), a, B, C)[0]
+
+
+def function_of_a_result(x, a, B, C):
+    return Itself.apply(Listing()(x, a, B, C)[0])
+
+
+def values_with_and_without_a_function(x, a, B, C):
+    return Listing()(Itself.apply(x), a, B, C)[0], Listing()(x, a, B, C)[0]
+
+
+def loop_over_values_of_a_function(x, a, B, C):
+    h, states = torch.zeros_like(x[:, 0]), []
+    for t in range(x.shape[1]):
+        h = torch.exp(a[:, t, :, None]) * h + x[:, t]
+        states.append(h)
+    return Listing()(Itself.apply(torch.stack(states, 1)), a, Itself.apply(B), C)[0]
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [values_of_a_function, function_of_a_result, values_with_and_without_a_function, loop_over_values_of_a_function],
+)
+def test_autograd_functions_keep_their_backward(fn):
+    entry, error = trained(softplus(fn), *differentiable(*inputs(24)))
+    assert SCAN in names(entry)
+    assert (fn is loop_over_values_of_a_function) == ("roll up loop" in names(entry))
+    assert entry.notes == []
+    assert error < 8
+
+
+@pytest.mark.parametrize("through", [False, True])
+def test_what_reaches_through_an_autograd_function_stays(through):
+    """It may change what it is given, and its backward is its own."""
+
+    def layer(x, a, B, C):
+        if through:
+            return Listing(between=lambda a: Itself.apply(difference(a)))(x, a, B, C)[0]
+        C = 1.0 * C
+        return Listing()(Doubling.apply(x, C), a, B, C)[0]
+
+    *others, C = inputs()
+    entry, error = trained(softplus(layer), *differentiable(*others), C)
+    assert SCAN not in names(entry)
+    assert error < 8
+
+
 def test_checkpointed_layers():
     def model(x, *args):
         x = checkpoint(stepped, x, *args, use_reentrant=False)
