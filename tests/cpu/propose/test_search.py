@@ -226,7 +226,9 @@ def test_proposals_from_json():
     ("options", "message"),
     [
         (["--propose", "file:x.py"], "needs --run"),
-        (["--run", "x"], "go with --propose"),
+        (["--run", "x"], "--run goes with --propose"),
+        (["--rounds", "2"], "--rounds goes with --propose"),
+        (["--propose", "search", "--run", "x", "--html", "a.html"], "--html does not go with --propose"),
         (["--propose", "nobody:x", "--run", "x"], "must be rules"),
         (["--propose", "openai:m", "--run", "x"], "base_url must be"),
     ],
