@@ -431,7 +431,8 @@ def draw_accuracy(plt: Any, rows: list[Row]) -> Any:
     panel.axhline(1, color=INK, linewidth=1)
     panel.text(len(names) - 0.45, 1, "one rounding", fontsize=7, va="bottom", ha="right")
     panel.set_xticks(range(len(names)), names, rotation=25, ha="right")
-    panel.set(yscale="log", title="errors of results and gradients", ylabel="relative L2 error / unit roundoff")
+    panel.set(yscale="log", title="errors of results and gradients, Triton kernels")
+    panel.set_ylabel("largest error / largest value,\nin units of one rounding")
     panel.legend(fontsize=8, ncols=3)
     return figure
 
