@@ -135,6 +135,7 @@ def optimize(
             compiled(*inputs)
         report: Report = compiled.report
         report.target = target
+        report.environment |= {"device": device, "dtype": dtype}
         if html is not None:
             from .verify.ceilings import ceilings
 
@@ -170,6 +171,7 @@ def explain(
             targets.check_runs(target, module, inputs)
             report = refold_explain(module, *inputs)
         report.target = target
+        report.environment |= {"device": device, "dtype": dtype}
     _finish(report, json, html)
 
 

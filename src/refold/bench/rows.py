@@ -30,6 +30,7 @@ def environment() -> dict[str, Any]:
     import torch
 
     from .. import __version__
+    from ..compiler.environment import processor
 
     found: dict[str, Any] = {"refold": __version__, "revision": revision(), "python": platform.python_version()}
     for package in _PACKAGES:
@@ -61,15 +62,6 @@ def revision(file: Path = Path(__file__)) -> str:
         return git("describe", "--always", "--dirty", "--exclude=*")
     except (OSError, subprocess.CalledProcessError):  # no git, or not in it
         return "unknown"
-
-
-def processor() -> str:
-    """Return the name of the processor."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor() or platform.machine()
-    return next((line.partition(":")[2].strip() for line in lines if "model name" in line), platform.machine())
 
 
 def complete(row: Row, suite: str, device: str, command: str, env: Mapping[str, Any]) -> Row:

@@ -12,7 +12,6 @@ import json
 import logging
 import math
 import os
-import platform
 import re
 import time
 from dataclasses import asdict, dataclass, field, replace
@@ -322,12 +321,9 @@ def _opened(original: Program, folder: Path, terms: Terms, resume: bool) -> tupl
 
 def _machine(terms: Terms) -> dict[str, Any]:
     """Return what is worth knowing of the machine."""
-    name = platform.processor() or platform.machine()
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        lines = [line.partition(":") for line in cpuinfo.read_text().splitlines()]
-        name = next((value.strip() for key, _, value in lines if key.strip() == "model name"), name)
-    facts: dict[str, Any] = {"processor": name, "threads": terms.threads}
+    from ..compiler.environment import processor
+
+    facts: dict[str, Any] = {"processor": processor(), "threads": terms.threads}
     for package in ("torch", "numba", "triton"):
         try:
             facts[package] = version(package)
