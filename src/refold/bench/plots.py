@@ -71,7 +71,7 @@ def draw_operators(plt: Any, rows: list[Row]) -> Any:
         groups.setdefault(f"{row['op']}, {row['dtype']}", []).append(row)
     widths = [len(group) for group in groups.values()]
     figure, panels = plt.subplots(
-        1, len(groups), figsize=(2 + 0.55 * sum(widths), 3.6), sharey=True, squeeze=False, width_ratios=widths
+        1, len(groups), figsize=(1.5 + 0.4 * sum(widths), 3.8), sharey=True, squeeze=False, width_ratios=widths
     )
     for panel, (title, group) in zip(panels[0], groups.items(), strict=True):
         at = range(len(group))
