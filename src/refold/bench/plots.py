@@ -87,7 +87,7 @@ def draw_operators(plt: Any, rows: list[Row]) -> Any:
         panel.set_xlabel(f"batch x tokens x {'heads' if group[0]['op'] == 'ssd' else 'channels x states'}", fontsize=8)
         panel.set_xticks(list(at), [row["case"] for row in group], rotation=60, ha="right", fontsize=7)
     panels[0][0].set_ylabel(f"ms (logarithmic), {rows[0]['env']['gpu']}")
-    panels[0][0].legend(fontsize=8)
+    panels[0][-1].legend(fontsize=8, loc="upper left")
     return figure
 
 
