@@ -289,9 +289,12 @@ def _opened(original: Program, folder: Path, terms: Terms, resume: bool) -> tupl
     """Make the folder of a run, or read what a run that is resumed has tried."""
     path = folder / "run.jsonl"
     if not resume:
-        if folder.exists() and any(folder.iterdir()):
-            raise ArgumentError(f"{folder} is not empty; name another folder, or resume the run in it")
-        (folder / "trials").mkdir(parents=True, exist_ok=True)
+        try:
+            if folder.exists() and any(folder.iterdir()):
+                raise ArgumentError(f"{folder} is not empty; name another folder, or resume the run in it")
+            (folder / "trials").mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ArgumentError(f"the folder {folder} of a run cannot be made: {error.strerror}") from error
         return Run(folder), set()
     run, texts = Run(folder), {}
     try:
