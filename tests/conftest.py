@@ -1,4 +1,4 @@
-"""For all tests: no luck, no compile state carried from one test to the next, and a quick XLA."""
+"""For all tests: no luck, no compile state carried from one test to the next, and quick compilers."""
 
 import os
 import sys
@@ -17,6 +17,9 @@ _CHEAP = [
 # XLA ends the process at a flag it does not know, and later releases do not know this one.
 if find_spec("jaxlib") and version("jaxlib").startswith("0.10."):
     _CHEAP.append("--xla_cpu_use_fusion_emitters=false")
+# Inductor writes plain loops: vector instructions take it half as long again to write, and each new cache of its code
+# first asks the C++ compiler for them. The second run of `make test` has them: an empty value lets Inductor choose.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
 # The compiler checks its graphs after every pass.
 os.environ.setdefault("REFOLD_CHECK_GRAPHS", "1")
 os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *_CHEAP]).strip()

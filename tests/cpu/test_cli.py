@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from refold import __version__
+from refold.cli import main
 
 LAYER = """
 import torch
@@ -89,13 +90,13 @@ def test_doctor_says_what_is_usable_and_why_not():
         (["layer:get_inputs"], "get_inputs() must return (module, inputs)"),
         (["layer.py", "--dtype", "int8"], "--dtype must be one of float32, float16, bfloat16, float64, not 'int8'"),
         (["layer.py", "--device", "gpu"], "--device gpu cannot be used here"),
-        (["layer.py", "--json", "/nonexistent/report.json"], "--json /nonexistent/report.json cannot be written"),
+        (["layer.py", "--json", "layer.py/report.json"], "--json layer.py/report.json cannot be written"),
         (["empty.py"], "does not define Model or get_inputs"),
         (["broken.py"], "importing it raised SyntaxError"),
         (["raises.py"], "Model(...) raised RuntimeError: planted"),
         (["forward.py"], "forward.py: forward raised RuntimeError: "),
         (["ends.py"], "ends.py: importing it raised SystemExit: 0"),
-        (["ends:factory"], "ends:factory: importing ends raised SystemExit: 0"),
+        (["stops:factory"], "stops:factory: importing stops raised SystemExit: 0"),
         (["folder.py"], "folder.py is a directory"),
         ([":factory"], "'' is no module"),
         (["./layer.py:Model"], "'./layer.py' is no module"),
@@ -103,19 +104,27 @@ def test_doctor_says_what_is_usable_and_why_not():
         (["layer.py", "--html", "-"], "--html needs a file"),
     ],
 )
-def test_bad_input_is_one_sentence_and_exit_code_2(layer, arguments, sentence):
-    (layer.parent / "ends.py").write_text("raise SystemExit(0)")
+def test_bad_input_is_one_sentence_and_exit_code_2(layer, arguments, sentence, monkeypatch, capfd):
+    """In this process: a new one imports torch and its compiler each time."""
+    for name in ("ends.py", "stops.py"):
+        (layer.parent / name).write_text("raise SystemExit(0)")
     (layer.parent / "folder.py").mkdir()
     (layer.parent / "empty.py").write_text("")
     (layer.parent / "broken.py").write_text("def\n")
     (layer.parent / "raises.py").write_text(LAYER.replace("super().__init__()", "raise RuntimeError('planted')"))
     (layer.parent / "forward.py").write_text(LAYER.replace("return (x", "return torch.ones(7, 7) @ x; (x"))
-    done = refold("explain", *arguments, cwd=layer.parent)
-    assert done.returncode == 2
-    message = done.stderr.strip().splitlines()[-1]
+    monkeypatch.chdir(layer.parent)
+    monkeypatch.syspath_prepend(layer.parent)
+    monkeypatch.delitem(sys.modules, "layer", raising=False)
+    monkeypatch.setattr(sys, "argv", ["refold", "explain", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    printed = capfd.readouterr().err
+    message = printed.strip().splitlines()[-1]
     assert message.startswith("refold: ")
     assert sentence in message
-    assert "Traceback" not in done.stderr
+    assert "Traceback" not in printed
 
 
 def test_an_unknown_option_is_exit_code_2(layer):

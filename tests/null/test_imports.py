@@ -1,6 +1,7 @@
 """Importing refold is light, and imports go one way only."""
 
 import ast
+import functools
 import graphlib
 import shutil
 import subprocess
@@ -60,19 +61,25 @@ def test_an_unknown_name_says_what_there_is():
         refold.accelarate  # noqa: B018
 
 
+@functools.cache
+def _statements(source):
+    """Return the imports of a source text: how far each goes up, from what, the names. Copied trees share them."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ImportFrom):
+            found.append((node.level, node.module or "", [alias.name for alias in node.names]))
+        elif isinstance(node, ast.Import):
+            found += [(0, "", [alias.name]) for alias in node.names]
+    return found
+
+
 def _imports(path, root):
     """Yield what a file imports of the package, as paths of names: ("compiler", "ir", "fx", "value")."""
     package = ["refold", *path.relative_to(root).parts[:-1]]
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ImportFrom):
-            base = package[: len(package) - node.level + 1] if node.level else []
-            name = [*base, *(node.module or "").split(".")] if node.module else base
-            names = [[*name, alias.name] for alias in node.names]
-        elif isinstance(node, ast.Import):
-            names = [alias.name.split(".") for alias in node.names]
-        else:
-            continue
-        yield from (tuple(name[1:]) for name in names if name[0] == "refold")
+    for level, module, names in _statements(path.read_text()):
+        base = [*(package[: len(package) - level + 1] if level else []), *filter(None, module.split("."))]
+        whole = [(*base, *name.split(".")) for name in names]
+        yield from (name[1:] for name in whole if name[0] == "refold")
 
 
 def _wrong(root, order, *folder, peers=False):

@@ -13,8 +13,10 @@ import torch
 from torch import Tensor
 
 from refold.errors import ArgumentError
+from refold.ops.torch import private
 
 _LIBRARY = torch.library.Library("refold", "FRAGMENT")
+_FUNCTIONS: dict[str, Callable[..., Any]] = {}
 
 
 def define(name: str, schema: str, run: Callable[..., Any], fake: Callable[..., Any], *, padded: bool = False) -> Any:
@@ -30,14 +32,23 @@ def define(name: str, schema: str, run: Callable[..., Any], fake: Callable[..., 
     """
     strides = torch.Tag.needs_fixed_stride_order if padded else torch.Tag.needs_exact_strides
     _LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag, strides))
-    _LIBRARY.impl(name, apart_from_autocast(run), "CompositeExplicitAutograd")
+    _FUNCTIONS[name] = apart_from_autocast(run)
+    _LIBRARY.impl(name, _FUNCTIONS[name], "CompositeExplicitAutograd")
     torch.library.register_fake(f"refold::{name}", fake, lib=_LIBRARY)
     return getattr(torch.ops.refold, name).default
 
 
 def differentiate(name: str, backward: Callable[..., Any], setup: Callable[..., None]) -> None:
-    """Give a node a gradient: see ``torch.library.register_autograd``."""
-    torch.library.register_autograd(f"refold::{name}", backward, setup_context=setup, lib=_LIBRARY)
+    """Give a node a gradient: see ``torch.library.register_autograd``.
+
+    In a compiled program gradients are off, and nodes run many times: there the node's function is called at once.
+    """
+    if private.gradient is None:
+        torch.library.register_autograd(f"refold::{name}", backward, setup_context=setup, lib=_LIBRARY)
+        return
+    node = getattr(torch.ops.refold, name).default
+    kernel = private.gradient(node, _FUNCTIONS[name], backward, setup)
+    _LIBRARY.impl(name, kernel, "Autograd", with_keyset=True)
 
 
 def refuse_derivative(name: str) -> None:

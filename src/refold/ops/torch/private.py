@@ -82,6 +82,35 @@ def _find_stream() -> Callable[[int], int]:
         return lambda index: torch.cuda.current_stream(index).cuda_stream
 
 
+def _find_gradient() -> Callable[..., Callable[..., Any]] | None:
+    """Return what gives a node a gradient as ``torch.library.register_autograd`` does, and no cost without one."""
+    try:
+        from torch._library.autograd import Info, make_autograd_impl
+
+        keys, key = torch._C.DispatchKeySet, torch._C.DispatchKey
+        # What is left if a tensor is memory of a device, and nothing looks at calls; the last two are for other nodes.
+        plain = [keys(k).raw_repr() for k in (key.CPU, key.CUDA, key.BackendSelect, key.ADInplaceOrView)]
+        others = torch._C._after_autograd_keyset.raw_repr()
+    except (ImportError, AttributeError) as error:
+        _without(str(error), "each node in a compiled program takes 10 microseconds or more longer")
+        return None
+    for bits in plain:
+        others &= ~bits
+
+    def gradient(op: Any, run: Callable[..., Any], backward: Any, setup: Any) -> Callable[..., Any]:
+        full = make_autograd_impl(op, Info(backward, setup))
+
+        def kernel(keys: Any, *args: Any) -> Any:
+            # The dispatcher would come back with the same arguments to run the function.
+            if torch.is_grad_enabled() or keys.raw_repr() & others:
+                return full(keys, *args)
+            return run(*args)
+
+        return kernel
+
+    return gradient
+
+
 def schema(op: Any) -> Any:
     """Return what an operation of PyTorch takes, writes to and returns.
 
@@ -97,3 +126,5 @@ TensorGuards: Any = _find_guards()
 watched = _find_watched()
 is_transformed = _find_transformed()
 raw_stream = _find_stream()
+gradient = _find_gradient()
+"""Makes the function that runs a node under autograd, of the node, its function, its backward and what saves for it."""

@@ -44,6 +44,8 @@ OPERATORS = {
     "torch._C:_len_torch_function_stack",
     "torch._C._functorch:peek_interpreter_stack",
     "torch.autograd.forward_ad:_current_level",
+    "torch._C:_after_autograd_keyset",
+    "torch._C:DispatchKeySet",
 }
 
 # A process that has imported PyTorch and what comes before the compiler, and forks itself for every set of names.

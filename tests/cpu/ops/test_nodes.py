@@ -1,0 +1,127 @@
+"""A node where gradients are off: its function is called at once, unless something looks at the call."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from refold.ops.torch import private
+from refold.ops.torch.nodes import define, differentiate
+
+CALLS: list[str] = []
+
+
+def _double(x: Tensor) -> Tensor:
+    CALLS.append("forward")
+    return 2 * x
+
+
+def _save(ctx: Any, inputs: Any, output: Any) -> None:
+    CALLS.append("save")
+
+
+def _backward(ctx: Any, grad: Tensor) -> Tensor:
+    return 3 * grad  # not the derivative: its use is seen
+
+
+DOUBLE = define("a_node_of_tests", "(Tensor x) -> Tensor", _double, torch.empty_like)
+differentiate("a_node_of_tests", _backward, _save)
+
+
+@contextmanager
+def through_pytorch(count: int) -> Iterator[None]:
+    """Expect so many calls to pass what PyTorch does for autograd, which calls the dispatcher again."""
+    seen, guard = [], torch._C._AutoDispatchBelowAutograd
+    torch._C._AutoDispatchBelowAutograd = lambda: (seen.append(1), guard())[1]  # type: ignore[misc, assignment]
+    try:
+        yield
+    finally:
+        torch._C._AutoDispatchBelowAutograd = guard  # type: ignore[misc]
+    assert len(seen) == count
+
+
+@pytest.fixture(autouse=True)
+def none_before() -> None:
+    CALLS.clear()
+
+
+@pytest.mark.skipif(private.gradient is None, reason="this release of PyTorch has other private names")
+def test_without_gradients_the_function_is_called_at_once() -> None:
+    x = torch.randn(3, requires_grad=True)
+    with torch.no_grad(), through_pytorch(0):
+        y = DOUBLE(x)
+    assert torch.equal(y, 2 * x.detach())
+    assert (y.requires_grad, CALLS) == (False, ["forward"])
+    with through_pytorch(1):
+        assert not DOUBLE(x.detach()).requires_grad
+
+
+def test_the_gradient_is_the_one_given() -> None:
+    x = torch.randn(3, requires_grad=True)
+    assert torch.autograd.grad(DOUBLE(x).sum(), x)[0].tolist() == [3.0] * 3
+    assert CALLS == ["forward", "save"]
+    with torch.no_grad():
+        DOUBLE(x)
+    assert torch.autograd.grad(DOUBLE(x).sum(), x)[0].tolist() == [3.0] * 3
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_who_looks_at_calls_sees_the_node(grad: bool) -> None:
+    class Names(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(func)
+            return func(*args, **kwargs or {})
+
+    x: Tensor = torch.ones(2)
+    seen: list[Any] = []
+    with torch.set_grad_enabled(grad), Names():
+        DOUBLE(x)
+    assert seen[0] is DOUBLE
+    with torch.set_grad_enabled(grad):
+        traced = make_fx(DOUBLE)(x)
+    assert [n.target for n in traced.graph.nodes if n.op == "call_function"] == [DOUBLE]
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_tensors_without_memory(grad: bool) -> None:
+    with torch.set_grad_enabled(grad):
+        assert DOUBLE(torch.ones(2, device="meta")).device.type == "meta"
+        with FakeTensorMode() as mode:
+            assert DOUBLE(mode.from_tensor(torch.ones(2))).shape == (2,)
+    assert CALLS == []
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_lazy_conjugates_and_signs(grad: bool) -> None:
+    x = torch.randn(4, dtype=torch.complex64)
+    with torch.set_grad_enabled(grad):
+        for view in (x.conj(), x.conj().imag):
+            torch.testing.assert_close(DOUBLE(view), 2 * view)
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_functional_tensors_and_inference_mode(grad: bool) -> None:
+    x = torch.randn(2, 3)
+    with torch.set_grad_enabled(grad):
+        torch.testing.assert_close(torch.func.functionalize(DOUBLE)(x), 2 * x)
+        with torch.inference_mode():
+            torch.testing.assert_close(DOUBLE(x), 2 * x)
+
+
+def test_no_tangent_is_lost_without_gradients() -> None:
+    """With gradients off, PyTorch's own functions do keep tangents: a node raises, or keeps them."""
+    with torch.no_grad(), forward_ad.dual_level():
+        dual = forward_ad.make_dual(torch.ones(2), torch.ones(2))
+        try:
+            tangent = forward_ad.unpack_dual(DOUBLE(dual)).tangent
+        except (RuntimeError, NotImplementedError):
+            return
+        assert tangent is not None
+        assert tangent.tolist() == [2.0, 2.0]
