@@ -24,6 +24,9 @@ AIMS: dict[str, float | int] = {
     "2.7B decode batch 1": 1.9, "2.7B decode batch 16": 2.9, "130M decode batch 1": 0.45, "2.7B prefill 8192": 55,
 }  # fmt: skip
 
+# Times of a row that are not those of a program that does the same.
+LIMITS = ("copy", "graph", "refold, both", "mamba-ssm, both")
+
 Columns = dict[str, Callable[[Row], str]]
 
 
@@ -67,14 +70,23 @@ def key(name: str) -> Callable[[Row], str]:
     return lambda row: str(row.get(name, "-"))
 
 
-def time(*names: str, bold: bool = False) -> Callable[[Row], str]:
-    """Return a column that shows the time of a program, or why there is none."""
+def time(*names: str, shown: tuple[str, ...] = ()) -> Callable[[Row], str]:
+    """Return a column that shows the time of a program, or why there is none.
+
+    Args:
+        names: The names that the program has in rows.
+        shown: The programs of the table; all of the row by default. The time of the fastest one is bold.
+    """
 
     def cell(row: Row) -> str:
         reasons = row["not_run"] if isinstance(row.get("not_run"), dict) else {}
         known = {**_times(row), **reasons}
-        value = next((known[name] for name in names if name in known), None)
-        return f"**{_ms(value)}**" if bold and isinstance(value, float) else _ms(value)
+        name = next((name for name in names if name in known), "")
+        value = known.get(name)
+        programs = shown or known.keys() - set(LIMITS)
+        timed = [known[program] for program in programs if isinstance(known.get(program), float)]
+        fastest = name in programs and len(timed) > 1 and value == min(timed)
+        return f"**{_ms(value)}**" if fastest else _ms(value)
 
     return cell
 
@@ -94,6 +106,8 @@ def _ms(value: float | str | None) -> str:
     if value is None:
         return "-"
     if isinstance(value, str):
+        if re.match(r"\w+Error\b", value):
+            return "fails"
         return value.partition(":")[0] if value.startswith(("not run", "an error")) else "not run"
     number = f"{value:,.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.3g}"
     return f"{number}\u00a0ms"  # one word: cells do not break it
@@ -112,17 +126,19 @@ def granite_layer() -> str:
     def peaks(row: Row) -> str:
         return " -> ".join(_size(row["peak_bytes"][name]) for name in ("eager", "refold"))
 
+    shown = ("eager", "torch.compile", "refold")
+
     def compiled(row: Row) -> str:
-        return _ms(row["times_ms"].get("torch.compile")).replace("-", "fails (torch 2.11)")
+        return time("torch.compile", shown=shown)({**row, "not_run": {}}).replace("-", "fails (torch 2.11)")
 
     return table(granite_rows(RESULTS), {
         "machine, dtype, batch x tokens": lambda row: (
             f"{device(row)}, {row['dtype']}, {row['batch']} x {row['tokens']}"
         ),
         "transformers": key("transformers"),
-        "eager": time("eager"),
+        "eager": time("eager", shown=shown),
         "torch.compile": compiled,
-        "refold": time("refold", bold=True),
+        "refold": time("refold", shown=shown),
         "peak, eager -> refold": peaks,
     }).partition("\n\n")[0]  # fmt: skip
 
@@ -134,8 +150,10 @@ def granite_programs() -> str:
     def program(*names: str) -> Callable[[Row], str]:
         def cell(row: Row) -> str:
             name = next((name for name in names if name in row["kernels"]), names[0])
-            launched = f", {row['kernels'][name]} kernels" if name in row["kernels"] else ""
-            return f"{time(name)(row)}{launched}"
+            if name not in row["times_ms"] or name not in row["kernels"]:
+                return time(name)(row)
+            count = row["kernels"][name]
+            return f"{time(name)(row)}, {count} kernel{'s' * (count != 1)}"
 
         return cell
 
@@ -161,7 +179,7 @@ def ssd(suite: str) -> Callable[[], str]:
 
     return lambda: table(stored(RESULTS, GPU, suite), {
         "batch x tokens x heads, channels x states": key("case"),
-        "refold": time("refold", bold=True),
+        "refold": time("refold"),
         "mamba-ssm": time("mamba-ssm"),
         "published fused kernel": time("fused"),
         "copy of its bytes": time("copy"),
@@ -177,7 +195,7 @@ def pointwise() -> str:
         "operator": lambda row: f"`{row['op']}`",
         "pass": lambda row: row.get("pass", "forward"),
         "sizes": key("case"),
-        "time": time("refold", bold=True),
+        "time": time("refold"),
         "in a CUDA graph": time("graph"),
         "rate, of a copy's": lambda row: f"{100 * row['share_of_copy']:.0f} %",
     })  # fmt: skip
@@ -194,7 +212,7 @@ def training() -> str:
         "torch.compile": time("torch.compile"),
         "mamba-ssm": time("mamba_ssm"),
         "refold.ops": time("refold.ops"),
-        "refold": time("refold", bold=True),
+        "refold": time("refold"),
     })  # fmt: skip
 
 
@@ -209,7 +227,7 @@ def linear_attention() -> str:
         "torch.compile": time("torch.compile"),
         "fla": time("fla"),
         "refold.ops": time("refold.ops"),
-        "refold": time("refold", bold=True),
+        "refold": time("refold"),
     })  # fmt: skip
 
 
@@ -219,7 +237,7 @@ def chunked_scan() -> str:
         "returns": key("case"),
         "eager": time("eager"),
         "torch.compile": time("torch.compile"),
-        "refold": time("refold", bold=True),
+        "refold": time("refold"),
     })  # fmt: skip
 
 
@@ -235,7 +253,7 @@ def kernelbench() -> str:
         "problem": lambda row: f"{row['example']} {row['file'].partition('_')[2].removesuffix('.py').rstrip('_')}",
         "eager": time("eager"),
         "torch.compile": time("torch.compile"),
-        "refold": time("refold", bold=True),
+        "refold": time("refold"),
         "the faster of both, over refold": lambda row: f"{row['ratio']:.2f}x" if row["ratio"] else "-",
         "runs": lambda row: ", ".join(row["chosen"]),
         "right": lambda row: "no" if "refused" in row else "yes",
@@ -272,8 +290,8 @@ def recurrences(folder: str) -> Callable[[], str]:
 def models(folders: Callable[[], list[str]]) -> Callable[[], str]:
     """Return what makes the table of transformers' models: the fastest turns, and compiled over accelerated."""
 
-    def best(name: str, bold: bool = False) -> Callable[[Row], str]:
-        shown = time(name, bold=bold)
+    def best(name: str) -> Callable[[Row], str]:
+        shown = time(name)
         return lambda row: shown({**row, "times_ms": row.get("best_ms", {})})
 
     def ratio(row: Row) -> str:
@@ -287,7 +305,7 @@ def models(folders: Callable[[], list[str]]) -> Callable[[], str]:
         "torch.compile": best("torch.compile"),
         "accelerated": best("accelerated"),
         "accelerated and compiled": best("accelerated, refold"),
-        "compiled": best("refold", bold=True),
+        "compiled": best("refold"),
         "compiled, of accelerated": ratio,
     })  # fmt: skip
 
@@ -316,7 +334,7 @@ def cpu() -> str:
 
     return table(list(pairs.values()), {
         "what": key("case"),
-        "refold": time("refold", bold=True),
+        "refold": time("refold"),
         "others": others,
     })  # fmt: skip
 

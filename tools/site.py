@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 import re
 import sys
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -55,25 +56,33 @@ def operator_page(name: str) -> str:
     rows += ["", "| option | default | |", "|---|---|---|"]
     rows += [f"| `{option.name}` | `{option.default!r}` | {option.expected} |" for option in spec.options]
     rows += ["", "| result | axes |", "|---|---|", *(f"| `{out.name}` | `{out.axes}` |" for out in spec.outputs)]
-    signature = f"refold.ops.{name}{inspect.signature(function)}"
     text = inspect.cleandoc(function.__doc__ or "")
     return (
-        f"# {name}\n\n```text\n{signature}\n```\n\n{as_markdown(text)}\n\n## From the spec\n\n"
+        f"# {name}\n\n```text\n{call(name, function)}\n```\n\n{as_markdown(text)}\n\n## From the spec\n\n"
         + "\n".join(rows)
         + "\n\nThe letters are explained in the [glossary](../glossary.md#letters).\n"
     )
 
 
 def as_markdown(docstring: str) -> str:
-    """Return a docstring in Google style with its sections as headings and its entries as lists."""
-    lines = []
+    """Return a docstring in Google style as Markdown: sections are headings, entries lists, and examples code."""
+    lines, section = [], ""
     for line in docstring.splitlines():
         if re.fullmatch(r"[A-Z][a-z]+:", line):
-            lines += [f"## {line[:-1]}", ""]
-        elif entry := re.match(r"    (\w[\w, *]*): (.*)", line):
+            section = line[:-1]
+            lines += [f"## {section}", ""]
+        elif section in ("Args", "Raises") and (entry := re.match(r"    (\w[\w, *]*): (.*)", line)):
             lines.append(f"- `{entry[1]}`: {entry[2]}")
-        elif line.startswith("        "):
-            lines.append(f"  {line.strip()}")
+        elif section in ("Args", "Raises"):
+            lines.append(f"  {line.strip()}".rstrip())
         else:
-            lines.append(line)
+            text = line if section in ("", "Example") else line.removeprefix("    ")
+            lines.append(re.sub(r"::$", ":", text).replace("docs/numerics.md", "[numerics.md](../numerics.md)"))
     return "\n".join(lines)
+
+
+def call(name: str, function: Any) -> str:
+    """Return the call of an operator, with the defaults of its options, in lines that fit a page."""
+    given = [one.replace(annotation=one.empty) for one in inspect.signature(function).parameters.values()]
+    text = str(inspect.Signature(given))[1:-1]
+    return f"refold.ops.{name}(\n{textwrap.fill(text, 84, initial_indent='    ', subsequent_indent='    ')}\n)"

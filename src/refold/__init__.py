@@ -1,4 +1,4 @@
-"""refold: recurrent sequence layers, as fast as the hardware allows.
+"""refold: a backend of ``torch.compile`` and operators for recurrent sequence layers.
 
 Names are resolved on first use, so that ``import refold`` imports neither torch nor jax.
 """

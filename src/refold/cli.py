@@ -11,7 +11,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -64,8 +64,15 @@ def _proposals(text: str, *names: str, **options: Any) -> Any:
     return typer.Option(*names, help=text, rich_help_panel="Proposals", **options)
 
 
+# Options of optimize that only its proposals have, and those that they do not have.
+_PROPOSING = ("run", "resume", "base_url", "level", "parallel", "rounds", "seconds", "tokens", "money", "price",
+              "allow_unsandboxed")  # fmt: skip
+_COMPILING = ("seed", "json", "html", "trace", "verify", "rules")
+
+
 @app.command()
 def optimize(
+    context: typer.Context,
     target: Target,
     device: Device = "cpu",
     dtype: Dtype = "float32",
@@ -101,6 +108,7 @@ def optimize(
     if propose != "rules":
         from .propose import Budget
 
+        _refuse_given(context, _COMPILING, "does not go with --propose")
         budget = Budget(rounds, seconds, tokens, money)
         _search(
             target, propose, base_url, price, run, budget, parallel=parallel, resume=resume, level=level,
@@ -108,8 +116,7 @@ def optimize(
             allow_unsandboxed=allow_unsandboxed, quiet=quiet, verbose=verbose,
         )  # fmt: skip
         return
-    if run or resume or base_url:
-        raise _Refusal("--run, --resume and --base-url go with --propose")
+    _refuse_given(context, _PROPOSING, "goes with --propose")
     for option, path in (("--json", json), ("--html", html), ("--trace", trace)):
         _check_writable(path, option)
     pictures = html is not None or trace is not None
@@ -128,15 +135,16 @@ def optimize(
             compiled(*inputs)
         report: Report = compiled.report
         report.target = target
+        report.environment |= {"device": device, "dtype": dtype}
         if html is not None:
             from .verify.ceilings import ceilings
 
             logging.getLogger("refold").info("measuring the copy and matrix rates of the device")
             report.ceilings = ceilings(torch.device(device), targets.DTYPES[dtype])
-            _write("--html", html, report.to_html())
-        if trace is not None and profiles is not None:
+    _finish(report, json, html)
+    if trace is not None and profiles is not None:
+        with _writing("--trace", trace):
             profiles.save(trace)
-    _finish(report, json)
 
 
 @app.command()
@@ -163,9 +171,8 @@ def explain(
             targets.check_runs(target, module, inputs)
             report = refold_explain(module, *inputs)
         report.target = target
-    if html is not None:
-        _write("--html", html, report.to_html())
-    _finish(report, json)
+        report.environment |= {"device": device, "dtype": dtype}
+    _finish(report, json, html)
 
 
 @app.command()
@@ -331,30 +338,49 @@ def _search(
     raise typer.Exit(0 if found.accepted else 1)
 
 
-def _check_writable(json: Path | None, option: str = "--json") -> None:
+def _refuse_given(context: typer.Context, names: Iterable[str], why: str) -> None:
+    """Refuse options that were given and would have no effect."""
+    for name in names:
+        source = context.get_parameter_source(name)
+        if source is not None and source.name == "COMMANDLINE":
+            raise _Refusal(f"--{name.replace('_', '-')} {why}")
+
+
+def _check_writable(path: Path | None, option: str = "--json") -> None:
     """Refuse a file that cannot be written before there is anything to write."""
-    if json is None or str(json) == "-":
+    if path is None or (str(path) == "-" and option == "--json"):
         return
-    if json.is_dir():
-        raise _Refusal(f"{option} {json} cannot be written: it is a directory")
-    if not json.parent.is_dir():
-        raise _Refusal(f"{option} {json} cannot be written: the directory {json.parent} does not exist")
-    if not os.access(json if json.exists() else json.parent, os.W_OK):
-        raise _Refusal(f"{option} {json} cannot be written: permission denied")
+    if str(path) == "-":
+        raise _Refusal(f"{option} needs a file; only --json can be printed to standard output")
+    if path.is_dir():
+        raise _Refusal(f"{option} {path} cannot be written: it is a directory")
+    if not path.parent.is_dir():
+        raise _Refusal(f"{option} {path} cannot be written: the directory {path.parent} does not exist")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise _Refusal(f"{option} {path} cannot be written: permission denied")
 
 
-def _finish(report: Report, json: Path | None) -> None:
+def _finish(report: Report, json: Path | None, html: Path | None) -> None:
+    """Print a report, and write it to files. What is printed is not lost if a file cannot be written."""
     if str(json) == "-":
         typer.echo(report.to_json())
-        return
-    typer.echo(str(report))
-    if json is not None:
-        _write("--json", json, report.to_json() + "\n")
+    else:
+        typer.echo(str(report))
+        if json is not None:
+            _write("--json", json, report.to_json() + "\n")
+    if html is not None:
+        _write("--html", html, report.to_html())
 
 
 def _write(option: str, path: Path, text: str) -> None:
+    with _writing(option, path):
+        path.write_text(text, encoding="utf-8")
+
+
+@contextmanager
+def _writing(option: str, path: Path) -> Iterator[None]:
     try:
-        path.write_text(text)
+        yield
     except OSError as error:
         raise _Refusal(f"{option} {path} cannot be written: {error.strerror}") from error
 

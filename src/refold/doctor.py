@@ -38,7 +38,7 @@ def _devices() -> dict[str, str]:
     if _installed("torch"):
         import torch
 
-        found["cpu"] += f", torch uses {torch.get_num_threads()} threads"
+        found["cpu"] += f", torch uses {(count := torch.get_num_threads())} thread{'s' * (count != 1)}"
         for index in range(torch.cuda.device_count()):
             properties = torch.cuda.get_device_properties(index)
             memory = properties.total_memory / 2**30

@@ -42,6 +42,8 @@ def load(target: str, *, device: str, dtype: str, seed: int) -> tuple[torch.nn.M
     """
     if dtype not in DTYPES:
         raise TargetError(f"--dtype must be one of {', '.join(DTYPES)}, not {dtype!r}")
+    if not 0 <= seed < 2**64:
+        raise TargetError(f"--seed must be between 0 and 2**64 - 1, not {seed}")
     where = _device(device)
     torch.manual_seed(seed)
     module, inputs = _from_factory(target) if ":" in target else _from_file(target)
@@ -70,8 +72,10 @@ def _place(x: Any, device: torch.device, dtype: torch.dtype) -> Any:
 
 def _from_file(target: str) -> tuple[Any, Any]:
     path = Path(target)
+    if path.is_dir():
+        raise TargetError(f"{target} is a directory; name a Python file, or package.module:factory")
     if path.suffix != ".py":
-        raise TargetError(f"{target} is neither a Python file nor package.module:factory")
+        raise TargetError(f"{target or repr(target)} is neither a Python file nor package.module:factory")
     if not path.is_file():
         raise TargetError(f"{target} does not exist")
     spec = importlib.util.spec_from_file_location(path.stem, path)
@@ -96,11 +100,15 @@ def _from_file(target: str) -> tuple[Any, Any]:
 
 def _from_factory(target: str) -> tuple[Any, Any]:
     name, _, factory = target.partition(":")
+    if not name or name.startswith(".") or "/" in name or name.endswith(".py"):
+        raise TargetError(f"{target}: {name!r} is no module; give package.module:factory, or a Python file alone")
     sys.path.insert(0, "")
     try:
         source = importlib.import_module(name)
     except ImportError as error:
         raise TargetError(f"{target}: module {name} cannot be imported: {error}") from error
+    except (Exception, SystemExit) as error:
+        raise TargetError(f"{target}: importing {name} raised {_said(error)}") from error
     finally:
         sys.path.remove("")
     if not callable(getattr(source, factory, None)):
@@ -124,6 +132,10 @@ def _run(target: str, what: str, function: Any, *args: Any, **kwargs: Any) -> An
     """Call the user's code; whatever it raises becomes one sentence."""
     try:
         return function(*args, **kwargs)
-    except Exception as error:
-        reason = " ".join(str(error).split("\n\n")[0].split())
-        raise TargetError(f"{target}: {what} raised {type(error).__name__}: {reason}") from error
+    except (Exception, SystemExit) as error:  # a script that ends by sys.exit() has no layer to return
+        raise TargetError(f"{target}: {what} raised {_said(error)}") from error
+
+
+def _said(error: BaseException) -> str:
+    """Return an exception as a part of a sentence."""
+    return f"{type(error).__name__}: {' '.join(str(error).split(chr(10) * 2)[0].split())}"

@@ -38,6 +38,8 @@ from refold.models.checkpoint import random_params
 from refold.models.configs import Mamba2Config
 from support.models import MIXER
 
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+
 
 def run(*arguments):
     return CliRunner().invoke(app, ["bench", *arguments])
@@ -118,6 +120,9 @@ def test_a_run_that_was_stopped_keeps_its_rows_and_goes_on(toy, tmp_path):
     resumed = run("run", "cpu", "--set", "sizes=1,2,3", "--out", out, "--resume")
     assert "... 1/1 cpu 3" in resumed.stderr
     assert [row["case"] for row in rows.read(tmp_path / "rows.jsonl")] == ["1", "2", "3"]
+    again = run("run", "cpu", "--set", "sizes=1,2,3", "--out", out, "--resume")
+    assert f"nothing to measure: {out} has all of it" in again.stderr
+    assert again.exit_code == 0
 
 
 def test_a_limit_of_time_leaves_measurements_to_the_next_run(toy, tmp_path):
@@ -261,6 +266,11 @@ def test_what_is_not_right_is_refused_and_the_exit_code_says_so(toy):
         (["run", "cpu", "--set", "wrong=1"], "Give true or false"),
         (["run", "cpu", "--set", "wrong"], "give name=value"),
         (["run", "cpu", "--resume"], "--resume needs --out FILE"),
+        (["run", "cpu", "--limit", "nan"], "--limit is nan"),
+        (["run", "cpu", "--set", "sizes=1,-2"], "sizes is '-2'. Give 0 or more"),
+        (["run", "cpu", "--set", "stops=-1"], "stops is '-1'. Give 0 or more"),
+        (["run", "cpu", "--set", "fails=true", "--out", "/dev/null/rows"], "/dev/null/rows cannot be written"),
+        (["plot", "length", "--results", str(RESULTS), "--out", "/dev/null/x"], "--out /dev/null/x cannot be written"),
         (["compare", "no-such.jsonl", "no-such.jsonl"], "no-such.jsonl cannot be read"),
     ],
 )
@@ -274,6 +284,13 @@ def test_lines_that_are_no_rows_are_named(tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_text('{"case": "1"}\n\n[1]\n')
     with pytest.raises(ArgumentError, match=r"rows.jsonl:3 is '\[1\]', not a JSON object"):
+        rows.read(path)
+
+
+def test_a_file_that_is_no_text_is_named(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(b"\xb2{}")
+    with pytest.raises(ArgumentError, match=r"rows\.jsonl is not text in UTF-8"):
         rows.read(path)
 
 

@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -94,10 +95,20 @@ def test_doctor_says_what_is_usable_and_why_not():
         (["broken.py"], "importing it raised SyntaxError"),
         (["raises.py"], "Model(...) raised RuntimeError: planted"),
         (["forward.py"], "forward.py: forward raised RuntimeError: "),
+        (["ends.py"], "ends.py: importing it raised SystemExit: 0"),
+        (["stops:factory"], "stops:factory: importing stops raised SystemExit: 0"),
+        (["folder.py"], "folder.py is a directory"),
+        ([":factory"], "'' is no module"),
+        (["./layer.py:Model"], "'./layer.py' is no module"),
+        (["layer.py", "--seed", str(2**64)], "--seed must be between 0 and 2**64 - 1"),
+        (["layer.py", "--html", "-"], "--html needs a file"),
     ],
 )
 def test_bad_input_is_one_sentence_and_exit_code_2(layer, arguments, sentence, monkeypatch, capfd):
     """In this process: a new one imports torch and its compiler each time."""
+    for name in ("ends.py", "stops.py"):
+        (layer.parent / name).write_text("raise SystemExit(0)")
+    (layer.parent / "folder.py").mkdir()
     (layer.parent / "empty.py").write_text("")
     (layer.parent / "broken.py").write_text("def\n")
     (layer.parent / "raises.py").write_text(LAYER.replace("super().__init__()", "raise RuntimeError('planted')"))
@@ -137,6 +148,15 @@ def test_a_report_that_cannot_be_written_is_noticed_before_the_work(layer, json)
     assert done.returncode == 2
     assert f"--json {json} cannot be written" in done.stderr
     assert "imported" not in done.stderr
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a file that cannot be written")
+@pytest.mark.parametrize("option", ["--html", "--trace"])
+def test_a_report_is_printed_before_files_that_may_fail(layer, option):
+    done = refold("optimize", layer, "--accept", "always", option, "/dev/full", "-q")
+    assert done.returncode == 2
+    assert done.stderr == f"refold: {option} /dev/full cannot be written: No space left on device\n"
+    assert "recover contraction" in done.stdout
 
 
 def test_a_target_imports_what_lies_beside_it(layer):

@@ -1,5 +1,6 @@
 """Pages say what the code says, in the words that CONTRIBUTING.md asks for."""
 
+import importlib.util
 import re
 from pathlib import Path
 
@@ -44,3 +45,17 @@ def test_pages_have_each_operator(name):
 def test_files_that_a_page_names_exist(page):
     named = re.findall(r"(?<![\w/.:(-])(?:src|tests|tools|docs|benchmarks|examples)/[\w./-]*\w", page.read_text())
     assert [name for name in named if not (ROOT / name).exists()] == []
+
+
+def test_a_page_of_an_operator_is_no_source():
+    """Its sections are prose and lists; only equations and examples are code."""
+    spec = importlib.util.spec_from_file_location("site_pages", ROOT / "tools" / "site.py")
+    site = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(site)
+    for name in OPERATORS:
+        page = site.operator_page(name)
+        assert "::\n" not in page
+        assert "'Any'" not in page
+        code = [line for line in page.splitlines() if line.startswith("    ")]
+        assert not [line for line in code if "``" in line], "prose that is indented is shown as code"
+        assert max(map(len, page.split("```")[1].splitlines())) < 90

@@ -2,9 +2,12 @@
 
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
+
+from refold.bench.plots import PLOTS, STYLE
 
 ROOT = Path(__file__).parents[2]
 
@@ -52,6 +55,31 @@ def test_a_figure_of_other_rows_is_stale(tmp_path):
     path = figures / "length.svg"
     path.write_text(path.read_text().replace("drawn from rows", "drawn from rows 0"))
     assert plots.stale(ROOT / "benchmarks" / "results", figures) == ["length"]
+
+
+@pytest.mark.parametrize("name", PLOTS)
+def test_numbers_and_names_of_an_axis_do_not_overlap(name):
+    pytest.importorskip("matplotlib")
+    import matplotlib
+
+    matplotlib.use("agg")
+    import matplotlib.pyplot as plt
+
+    plot = PLOTS[name]
+    with plt.rc_context(STYLE):
+        figure = plot.draw(plt, plot.rows(ROOT / "benchmarks" / "results"))
+        figure.canvas.draw()
+        for panel in figure.axes:
+            for axis, start, end in ((panel.xaxis, "x0", "x1"), (panel.yaxis, "y0", "y1")):
+                labels = [tick.label1 for tick in (*axis.get_major_ticks(), *axis.get_minor_ticks())]
+                shown = [label for label in labels if label.get_text() and label.get_visible()]
+                boxes = sorted(
+                    (getattr(box, start), getattr(box, end), label.get_text())
+                    for label in shown if not label.get_rotation() for box in [label.get_window_extent()]
+                )  # fmt: skip
+                for (_, right, text), (left, _, following) in pairwise(boxes):
+                    assert right <= left, f"{text!r} and {following!r} overlap"
+        plt.close(figure)
 
 
 def test_drawing_the_same_rows_gives_the_same_bytes(tmp_path):

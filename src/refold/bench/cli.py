@@ -59,16 +59,22 @@ def run(
     """
     if resume and out is None:
         raise ArgumentError("--resume needs --out FILE, which has the rows that were measured before")
+    if not limit >= 0:
+        raise ArgumentError(f"--limit is {limit}. Give seconds, 0 or more")
     ends = time.monotonic() + limit
     chosen = [
         (suite, suite.settings(texts), shlex.join(["refold", "bench", "run", suite.name, *_sets(texts)]))
         for suite, texts in choose(suites, dict(_pair(text) for text in given or []))
     ]
+    if out is not None:
+        rows.check_writable(out)
     if len(chosen) > 1:  # else JAX takes three quarters of a GPU's memory, and the other suites have the rest
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     env, refused, failed = rows.environment(), 0, list[str]()
     done = rows.read(out) if resume and out is not None and out.exists() else []
     total = progress.count([(suite.name, partial(suite.load(), **options)) for suite, options, _ in chosen], done)
+    if done and not total:
+        typer.echo(f"nothing to measure: {out} has all of it", err=True)
     try:
         with progress.shown(total, quiet) as told, progress.active(progress.Run(done, told, ends=ends)) as running:
             for suite, options, command in chosen:
@@ -147,7 +153,11 @@ def plot(
             raise typer.Exit(1)
         return
     for name in names or plots.PLOTS:
-        for path in plots.draw(name, results, out, png):
+        try:
+            drawn = plots.draw(name, results, out, png)
+        except OSError as error:
+            raise ArgumentError(f"--out {out} cannot be written: {error.strerror}") from error
+        for path in drawn:
             typer.echo(path)
 
 

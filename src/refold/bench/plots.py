@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import statistics
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -71,19 +71,23 @@ def draw_operators(plt: Any, rows: list[Row]) -> Any:
         groups.setdefault(f"{row['op']}, {row['dtype']}", []).append(row)
     widths = [len(group) for group in groups.values()]
     figure, panels = plt.subplots(
-        1, len(groups), figsize=(2 + 0.55 * sum(widths), 3.6), sharey=True, squeeze=False, width_ratios=widths
+        1, len(groups), figsize=(1.5 + 0.4 * sum(widths), 3.8), sharey=True, squeeze=False, width_ratios=widths
     )
     for panel, (title, group) in zip(panels[0], groups.items(), strict=True):
         at = range(len(group))
-        panel.bar([i - 0.2 for i in at], [row["mamba_ssm_ms"] for row in group], 0.4, color=PEER, label="mamba-ssm")
-        panel.bar([i + 0.2 for i in at], [row["median_ms"] for row in group], 0.4, color=OURS, label="refold")
-        floor = [row["share_of_copy"] * row["median_ms"] for row in group]
-        panel.hlines(floor, [i - 0.45 for i in at], [i + 0.45 for i in at], color=INK, label="copy of its bytes")
+        panel.vlines(
+            at, [row["copy_ms"] for row in group], [row["mamba_ssm_ms"] for row in group], color="#e3e6eb", linewidth=5
+        )
+        for name, key in (("mamba-ssm", "mamba_ssm_ms"), ("refold", "median_ms")):
+            panel.plot(at, [row[key] for row in group], "o", color=COLOURS[name], label=name)
+        panel.plot(at, [row["copy_ms"] for row in group], "_", color=INK, markersize=11, label="copy of its bytes")
         panel.set_yscale("log")
+        panel.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
         panel.set_title(title)
+        panel.set_xlabel(f"batch x tokens x {'heads' if group[0]['op'] == 'ssd' else 'channels x states'}", fontsize=8)
         panel.set_xticks(list(at), [row["case"] for row in group], rotation=60, ha="right", fontsize=7)
-    panels[0][0].set_ylabel(f"ms, {rows[0]['env']['gpu']}")
-    panels[0][0].legend(fontsize=8)
+    panels[0][0].set_ylabel(f"ms (logarithmic), {rows[0]['env']['gpu']}")
+    panels[0][-1].legend(fontsize=8, loc="upper left")
     return figure
 
 
@@ -109,11 +113,12 @@ def draw_length(plt: Any, rows: list[Row]) -> Any:
         at = [_tokens(row) for row in own]
         for name, key in (("mamba-ssm", "mamba_ssm_ms"), ("refold", "median_ms")):
             panel.plot(at, [1e6 * row[key] / _tokens(row) for row in own], "o-", color=COLOURS[name], label=name)
-        floor = [1e6 * row["share_of_copy"] * row["median_ms"] / _tokens(row) for row in own]
+        floor = [1e6 * row["copy_ms"] / _tokens(row) for row in own]
         panel.plot(at, floor, "--", color=INK, linewidth=1, label="copy of its bytes")
         panel.set(xscale="log", yscale="log", title=f"ssd, {heads} heads, bfloat16", xlabel="tokens")
         panel.set_xticks(at, [f"{t // 1024}K" for t in at])
         panel.minorticks_off()
+        panel.set_yticks([10, 20, 50, 100, 200], ["10", "20", "50", "100", "200"])
     panels[0].set_ylabel(f"ns per token, {rows[0]['env']['gpu']}")
     panels[0].legend(fontsize=8)
     return figure
@@ -167,24 +172,17 @@ def granite_rows(results: Path) -> list[Row]:
 
 def draw_granite(plt: Any, rows: list[Row]) -> Any:
     """Draw the time and the peak memory of the layer for each way of running it."""
-    figure, panels = plt.subplots(1, 2, figsize=(9, 0.5 + 0.75 * len(rows)), sharey=True)
-    shifts = {"eager": -0.27, "torch.compile": 0.0, "refold": 0.27}
-    for panel, field, unit, scale in ((panels[0], "times_ms", "ms", 1), (panels[1], "peak_bytes", "MiB", 2**20)):
-        panel.grid(visible=False)
-        for name, shift in shifts.items():
-            values = [row[field].get(name, 0) / scale for row in rows]
-            bars = panel.barh([i + shift for i in range(len(rows))], values, 0.25, color=COLOURS[name], label=name)
-            panel.bar_label(bars, [_short(value) if value else "" for value in values], fontsize=7, padding=2)
-        panel.set_xscale("log")
-        panel.set_xlabel(unit)
-        for i, row in enumerate(rows):
-            for name in shifts.keys() - row[field].keys():
-                left = panel.get_xlim()[0]
-                panel.text(left, i + shifts[name], f" {name} fails", fontsize=7, va="center", color=COLOURS[name])
+    figure, panels = plt.subplots(1, 2, figsize=(9, 0.8 + 0.6 * len(rows)), sharey=True, layout="constrained")
+    shown = (("times_ms", "time of a call", "ms", 1), ("peak_bytes", "peak memory", "MiB", 2**20))
+    for panel, (field, title, unit, scale) in zip(panels, shown, strict=True):
+        for name, shift in {"eager": -0.25, "torch.compile": 0.0, "refold": 0.25}.items():
+            values = [(row[field][name] / scale if name in row[field] else None) for row in rows]
+            _dots(panel, values, [i + shift for i in range(len(rows))], name, "fails")
+        _logarithmic(panel, f"{unit} (logarithmic)")
+        panel.set_title(title)
     names = [f"{device(row)}\n{row['dtype']}, transformers {row['transformers']}" for row in rows]
-    panels[0].set_yticks(range(len(rows)), names, fontsize=8)
-    panels[0].invert_yaxis()
-    figure.legend(*panels[0].get_legend_handles_labels(), fontsize=8, loc="upper center", ncols=3)
+    _name_lines(panels[0], names)
+    figure.legend(*panels[0].get_legend_handles_labels(), fontsize=8, loc="outside lower center", ncols=3)
     return figure
 
 
@@ -223,6 +221,10 @@ def draw_fusion(plt: Any, rows: list[Row]) -> Any:
         panels[1][column].minorticks_off()
     panels[0][0].set_ylabel(f"ms, {device(rows[0])}")
     panels[1][0].set_ylabel("peak MiB")
+    for line in panels:
+        for panel in line:
+            panel.margins(x=0.15, y=0.2)  # room for the numbers
+        line[0].yaxis.set_major_formatter(lambda value, _: f"{value:g}")
     panels[0][2].legend(fontsize=8)
     return figure
 
@@ -244,7 +246,7 @@ PROGRAMS = {
     "jax": ("refold, JAX", "#e0a96d"),
     "transformers, accelerated, CUDA graph": ("transformers, accelerated by refold", "#7d9d6a"),
     "mamba-ssm, CUDA graph": ("mamba-ssm, CUDA graph", PEER),
-    "mamba-ssm, PyTorch convolution, CUDA graph": ("mamba-ssm, slow convolution", SOFT),
+    "mamba-ssm, PyTorch convolution, CUDA graph": ("mamba-ssm, PyTorch's convolution", SOFT),
     "transformers, mamba-ssm's kernels": ("transformers, mamba-ssm's kernels", EAGER),
 }
 
@@ -296,6 +298,7 @@ def draw_decode(plt: Any, rows: list[Row]) -> Any:
             panel.set_yticks(at, [PROGRAMS[row["backend"]][0] for row in own], fontsize=7)
             panel.tick_params(axis="x", labelsize=7)
             panel.locator_params(axis="x", nbins=5)
+            panel.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
             panel.invert_yaxis()
             panel.set_title(f"{model}, {batch} row{'s' * (batch > 1)}", fontsize=9)
     figure.supxlabel(f"tokens per second, {device(rows[0])}; grey: what the measured rates allow", fontsize=8)
@@ -327,6 +330,8 @@ def draw_prefill(plt: Any, rows: list[Row]) -> Any:
                 )
             if line and all("extra_gib" in row for row in line):
                 memory.plot(at, [row["extra_gib"] for row in line], "o-", color=colour)
+        if not memory.lines:
+            memory.text(0.5, 0.5, "memory was not measured", fontsize=8, ha="center", transform=memory.transAxes)
         limit = {_parts(row)[1]: _parts(row)[1] / _limit_s(row) for row in own}
         rates.plot(list(limit), list(limit.values()), "--", color=INK, linewidth=1, label="measured matrix rate")
         rates.set(xscale="log", yscale="log", title=model)
@@ -352,28 +357,20 @@ def training_rows(results: Path) -> list[Row]:
 def draw_training(plt: Any, rows: list[Row]) -> Any:
     """Draw time and peak memory of forward and backward of layers, for each program."""
     names = [name for name in TRAINED if any(name in row["median_ms"] for row in rows)]
-    figure, panels = plt.subplots(1, 2, figsize=(9, 0.8 + 0.2 * len(names) * len(rows)), sharey=True)
-    high = 0.8 / len(names)
-    for panel, field, unit, scale in ((panels[0], "median_ms", "ms", 1), (panels[1], "peak_bytes", "GiB", 2**30)):
-        panel.grid(visible=False)
-        panel.set_xscale("log")
-        least = min(value for row in rows for value in row[field].values()) / scale / 2
+    figure, panels = plt.subplots(
+        1, 2, figsize=(9, 1.1 + 0.2 * len(names) * len(rows)), sharey=True, layout="constrained"
+    )
+    shown = (("median_ms", "forward and backward", "ms", 1), ("peak_bytes", "peak memory", "GiB", 2**30))
+    for panel, (field, title, unit, scale) in zip(panels, shown, strict=True):
         for place, name in enumerate(names):
-            at = [i - 0.4 + high * (place + 0.5) for i in range(len(rows))]
-            values = [row[field].get(name, 0) / scale for row in rows]
-            bars = panel.barh(at, values, high * 0.9, color=COLOURS[name], label=name)
-            panel.bar_label(bars, [_short(value) if value else "" for value in values], fontsize=7, padding=2)
-            for i, row in zip(at, rows, strict=True):
-                if panel is panels[0] and name not in row["median_ms"]:
-                    why = row["not_run"].get(name, "not run").partition(":")[0]
-                    panel.text(least, i, f" {name}: {why}", fontsize=7, va="center", color=COLOURS[name])
-        panel.set_xlim(least, 3 * panel.get_xlim()[1])
-        panel.set_xlabel(unit)
+            at = [i + 0.8 * ((place + 0.5) / len(names) - 0.5) for i in range(len(rows))]
+            values = [(row[field][name] / scale if name in row[field] else None) for row in rows]
+            _dots(panel, values, at, name, "not run")
+        _logarithmic(panel, f"{unit} (logarithmic)")
+        panel.set_title(f"{title}, {device(rows[0])}")
     what = [f"{row['case']}, {row['width']} wide\n{row['batch']} x {row['tokens']}, {row['dtype']}" for row in rows]
-    panels[0].set_yticks(range(len(rows)), what, fontsize=8)
-    panels[0].invert_yaxis()
-    panels[0].set_title(f"layers in training, {device(rows[0])}")
-    panels[1].legend(fontsize=8, loc="lower right")
+    _name_lines(panels[0], what)
+    figure.legend(*panels[0].get_legend_handles_labels(), fontsize=8, loc="outside lower center", ncols=len(names))
     return figure
 
 
@@ -394,16 +391,20 @@ def draw_gradients(plt: Any, rows: list[Row]) -> Any:
     fields = (("both_ms", "mamba_ssm_both_ms", "ms"), ("extra_gib", "mamba_ssm_extra_gib", "GiB beyond the arguments"))
     for panel, (ours, theirs, unit) in zip(panels, fields, strict=True):
         panel.grid(visible=False)
-        for name, key, shift in (("mamba-ssm", theirs, -0.2), ("refold", ours, 0.2 if both else 0.0)):
-            own = [(i + shift, row[key]) for i, row in enumerate(rows) if isinstance(row.get(key), float)]
+        for name, key, shift in (("mamba-ssm", theirs, -0.2), ("refold", ours, 0.2)):
+            own = [
+                (i + shift * isinstance(row.get(theirs), float), row[key])
+                for i, row in enumerate(rows) if isinstance(row.get(key), float)
+            ]  # fmt: skip
             if own:
                 where, values = zip(*own, strict=True)
-                bars = panel.barh(where, values, 0.38 if both else 0.6, color=COLOURS[name], label=name)
+                bars = panel.barh(where, values, 0.38, color=COLOURS[name], label=name)
                 panel.bar_label(bars, [_short(value) for value in values], fontsize=7, padding=2)
         panel.set_xlabel(unit)
     panels[0].set_yticks(range(len(rows)), [f"{row['op']} {row['case']}" for row in rows], fontsize=8)
     panels[0].invert_yaxis()
-    panels[0].set_title(f"forward and backward, {rows[0]['env']['gpu']}")
+    dtypes = ", ".join(sorted({row["dtype"] for row in rows}))
+    panels[0].set_title(f"forward and backward, {dtypes}, {rows[0]['env']['gpu']}")
     panels[1].legend(fontsize=8)
     return figure
 
@@ -430,9 +431,47 @@ def draw_accuracy(plt: Any, rows: list[Row]) -> Any:
     panel.axhline(1, color=INK, linewidth=1)
     panel.text(len(names) - 0.45, 1, "one rounding", fontsize=7, va="bottom", ha="right")
     panel.set_xticks(range(len(names)), names, rotation=25, ha="right")
-    panel.set(yscale="log", title="errors of results and gradients", ylabel="relative L2 error / unit roundoff")
+    panel.set(yscale="log", title="errors of results and gradients, Triton kernels")
+    panel.set_ylabel("largest error / largest value,\nin units of one rounding")
     panel.legend(fontsize=8, ncols=3)
     return figure
+
+
+def _dots(panel: Any, values: Sequence[float | None], at: Sequence[float], program: str, missing: str) -> None:
+    """Draw the values of a program as dots with their numbers: a bar would have no beginning on a logarithmic axis."""
+    label = program.replace("_", "-")
+    known = [(value, y) for value, y in zip(values, at, strict=True) if value is not None]
+    panel.plot(*zip(*known, strict=True), "o", color=COLOURS[program], label=label)
+    for value, y in zip(values, at, strict=True):
+        text, x, kind = (f"{label} {missing}", 0, panel.get_yaxis_transform()) if value is None else (
+            _short(value), value, panel.transData)  # fmt: skip
+        panel.annotate(text, (x, y), xycoords=kind, xytext=(6, 0), textcoords="offset points", fontsize=7, va="center",
+                       color=COLOURS[program] if value is None else INK)  # fmt: skip
+
+
+def _logarithmic(panel: Any, label: str) -> None:
+    """Give a panel of dots its logarithmic axis, with plain numbers, and room for the numbers next to the dots."""
+    from matplotlib.ticker import LogLocator, NullLocator
+
+    panel.set_xscale("log")
+    panel.margins(x=0.2)
+    low, high = panel.get_xlim()
+    panel.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 100 * low else (1,)))
+    panel.xaxis.set_major_formatter(lambda value, _: f"{value:g}" if value < 1000 else f"{value:,.0f}")
+    panel.xaxis.set_minor_locator(NullLocator())
+    panel.grid(visible=True, axis="x")
+    panel.grid(visible=False, axis="y")
+    panel.set_xlabel(label)
+
+
+def _name_lines(panel: Any, names: Sequence[str]) -> None:
+    """Name the groups of dots from top to bottom, with a line between them."""
+    panel.set_yticks(range(len(names)), names, fontsize=8)
+    panel.set_ylim(len(names) - 0.5, -0.5)
+    for each in panel.figure.axes:
+        each.tick_params(axis="y", length=0)
+        for i in range(1, len(names)):
+            each.axhline(i - 0.5, color="#e3e6eb", linewidth=1)
 
 
 def _short(value: float) -> str:

@@ -30,6 +30,7 @@ def environment() -> dict[str, Any]:
     import torch
 
     from .. import __version__
+    from ..compiler.environment import processor
 
     found: dict[str, Any] = {"refold": __version__, "revision": revision(), "python": platform.python_version()}
     for package in _PACKAGES:
@@ -63,15 +64,6 @@ def revision(file: Path = Path(__file__)) -> str:
         return "unknown"
 
 
-def processor() -> str:
-    """Return the name of the processor."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor() or platform.machine()
-    return next((line.partition(":")[2].strip() for line in lines if "model name" in line), platform.machine())
-
-
 def complete(row: Row, suite: str, device: str, command: str, env: Mapping[str, Any]) -> Row:
     """Add to a measurement what every row has."""
     today = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d")
@@ -86,11 +78,34 @@ def complete(row: Row, suite: str, device: str, command: str, env: Mapping[str, 
     }
 
 
+def check_writable(path: Path) -> None:
+    """Make sure that rows can be written to a file, before they are measured.
+
+    Raises:
+        ArgumentError: They cannot.
+    """
+    existed = path.exists()
+    _append(path, "")
+    if not existed:
+        path.unlink()
+
+
 def append(path: Path, row: Row) -> None:
-    """Write one more line."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a") as file:
-        file.write(json.dumps(row) + "\n")
+    """Write one more line.
+
+    Raises:
+        ArgumentError: The file cannot be written.
+    """
+    _append(path, json.dumps(row) + "\n")
+
+
+def _append(path: Path, text: str) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a") as file:
+            file.write(text)
+    except OSError as error:
+        raise ArgumentError(f"{path} cannot be written: {error.strerror}. Name another file with --out") from error
 
 
 def read(path: Path) -> list[Row]:
@@ -100,9 +115,11 @@ def read(path: Path) -> list[Row]:
         ArgumentError: It cannot be read, or a line is not a JSON object.
     """
     try:
-        lines = path.read_text().splitlines()
+        lines = path.read_text(encoding="utf-8").splitlines()
     except OSError as error:
         raise ArgumentError(f"{path} cannot be read: {error.strerror}. {_ADVICE}") from error
+    except UnicodeDecodeError as error:
+        raise ArgumentError(f"{path} is not text in UTF-8. {_ADVICE}") from error
     rows: list[Row] = []
     for number, line in enumerate(lines, 1):
         if not line.strip():

@@ -78,9 +78,12 @@ def _value(what: str, text: str, default: Any) -> Any:
             raise ArgumentError(f"{what} is {text!r}. Give true or false")
         return text == "true"
     try:
-        return kind(text)
+        found = kind(text)
     except ValueError as error:
         raise ArgumentError(f"{what} is {text!r}. Give a value like {default!r}") from error
+    if kind is int and found < min(default, 0):
+        raise ArgumentError(f"{what} is {text!r}. Give 0 or more")
+    return found
 
 
 SUITES = {

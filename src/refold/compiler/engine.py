@@ -77,6 +77,7 @@ def refold(
     check_inductor_options(given, mode)
     passed_on = {**((inductor_modes() or {}).get(mode, {}) if mode else {}), **given}
     settings = check_settings(Settings(**own, options=passed_on))
+    report.environment = report.environment or environment()  # torch.compile may have been given an empty report
     entry = GraphReport(index=len(report.graphs), mode="training" if _is_training(gm) else "inference")
     report.graphs.append(entry)
     entry.notes += notes() + _limit_notes()

@@ -118,6 +118,7 @@ def generate_text(
 
     kind, places = _generator(framework, device)
     directory = find_checkpoint(model)
+    config = read_config(directory)  # what cannot be done is refused before the weights are read
     if prompt is not None:
         encode, decode = tokenizer(directory)
         ids = encode(prompt)
@@ -125,7 +126,6 @@ def generate_text(
             raise ArgumentError("--prompt holds no token; give some text.")
     else:
         ids, decode = parse_ids(token_ids or ""), None
-    config = read_config(directory)  # what cannot be done is refused before the weights are read
     check_prompts(config, [ids])
     stop = check_request(config, max_new_tokens, every, sampling, stop_tokens)
     check_positions(config, len(ids) + max_new_tokens)

@@ -60,7 +60,10 @@ def save(run: Path, folder: Path) -> Path:
         ArgumentError: The run accepted nothing, or the folder holds something else of the same name.
     """
     kind, file = accepted(run)
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ArgumentError(f"the folder {folder} cannot be made: {error.strerror}") from error
     if kind != "source":
         into = folder / f"{run.resolve().name}.{file.name.removeprefix('accepted.')}"
         _check_free(into)

@@ -12,7 +12,6 @@ import json
 import logging
 import math
 import os
-import platform
 import re
 import time
 from dataclasses import asdict, dataclass, field, replace
@@ -290,9 +289,12 @@ def _opened(original: Program, folder: Path, terms: Terms, resume: bool) -> tupl
     """Make the folder of a run, or read what a run that is resumed has tried."""
     path = folder / "run.jsonl"
     if not resume:
-        if folder.exists() and any(folder.iterdir()):
-            raise ArgumentError(f"{folder} is not empty; name another folder, or resume the run in it")
-        (folder / "trials").mkdir(parents=True, exist_ok=True)
+        try:
+            if folder.exists() and any(folder.iterdir()):
+                raise ArgumentError(f"{folder} is not empty; name another folder, or resume the run in it")
+            (folder / "trials").mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ArgumentError(f"the folder {folder} of a run cannot be made: {error.strerror}") from error
         return Run(folder), set()
     run, texts = Run(folder), {}
     try:
@@ -322,12 +324,9 @@ def _opened(original: Program, folder: Path, terms: Terms, resume: bool) -> tupl
 
 def _machine(terms: Terms) -> dict[str, Any]:
     """Return what is worth knowing of the machine."""
-    name = platform.processor() or platform.machine()
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        lines = [line.partition(":") for line in cpuinfo.read_text().splitlines()]
-        name = next((value.strip() for key, _, value in lines if key.strip() == "model name"), name)
-    facts: dict[str, Any] = {"processor": name, "threads": terms.threads}
+    from ..compiler.environment import processor
+
+    facts: dict[str, Any] = {"processor": processor(), "threads": terms.threads}
     for package in ("torch", "numba", "triton"):
         try:
             facts[package] = version(package)

@@ -33,6 +33,7 @@ def render(report: Contents) -> str:
         graphs=[_graph(graph, report.ceilings) for graph in report.graphs],
         size=size,
         count=count,
+        milliseconds=milliseconds,
         environment=" · ".join(f"{name} {value}" for name, value in report.environment.items()),
     )
 

@@ -14,11 +14,12 @@ class Report(Contents):
     """What happened in the compiles of one callable; ``print`` shows it as text, a notebook as a page."""
 
     def save(self, path: str | PathLike[str]) -> None:
-        """Write the report to a file: as a page if its name ends in ``.html``, else as JSON.
+        """Write the report to a file: as a page if its name ends in ``.html`` or ``.htm``, else as JSON.
 
         The JSON can be read as a plan: ``refold.compile(f, plan=path)``.
         """
-        Path(path).write_text(self.to_html() if Path(path).suffix == ".html" else self.to_json() + "\n")
+        is_page = Path(path).suffix.lower() in (".html", ".htm")
+        Path(path).write_text(self.to_html() if is_page else self.to_json() + "\n", encoding="utf-8")
 
     def to_html(self) -> str:
         """Return the report as one page that needs nothing else: no network, no scripts."""

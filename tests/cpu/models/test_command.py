@@ -139,6 +139,12 @@ def test_the_request_is_checked_before_the_weights_are_read(
     assert says in result.output
 
 
+def test_a_folder_without_a_checkpoint_is_named_as_such(tmp_path: Path) -> None:
+    result = run(tmp_path, "--prompt", "w1")
+    assert result.exit_code == 2
+    assert "config.json does not exist; a checkpoint directory needs it" in result.output
+
+
 def test_standard_input_that_is_closed(monkeypatch) -> None:
     monkeypatch.setattr("sys.stdin", None)
     with pytest.raises(ArgumentError, match="which is closed"):

@@ -225,8 +225,12 @@ def test_proposals_from_json():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        (["--propose", "search", "--run", "/dev/null/x"], "/dev/null/x of a run cannot be made"),
+        (["--propose", "search", "--run", __file__], "of a run cannot be made: Not a directory"),
         (["--propose", "file:x.py"], "needs --run"),
-        (["--run", "x"], "go with --propose"),
+        (["--run", "x"], "--run goes with --propose"),
+        (["--rounds", "2"], "--rounds goes with --propose"),
+        (["--propose", "search", "--run", "x", "--html", "a.html"], "--html does not go with --propose"),
         (["--propose", "nobody:x", "--run", "x"], "must be rules"),
         (["--propose", "openai:m", "--run", "x"], "base_url must be"),
     ],

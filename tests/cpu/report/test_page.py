@@ -134,6 +134,14 @@ def test_a_page_of_a_file_that_is_gone_shows_the_line_alone(report):
     assert "y = x + 1" in text
 
 
+def test_long_times_are_written_out(report):
+    report.graphs[0].rewrites[0].original_ms = 2347.2
+    report.graphs[0].kernels["eager"][0]["ms"] = 1760.4
+    text = str(Page(report.to_html()))
+    assert "2,347 ms (eager) → 1 ms" in text
+    assert "1,760 ms" in text
+
+
 @pytest.mark.parametrize("empty", [Report(), Report(graphs=[GraphReport(0)])])
 def test_an_empty_report_is_a_page_too(empty):
     text = str(Page(empty.to_html()))
@@ -142,8 +150,9 @@ def test_an_empty_report_is_a_page_too(empty):
 
 def test_save_writes_what_the_name_says(report, tmp_path):
     report.save(tmp_path / "a.html")
+    report.save(tmp_path / "A.HTM")
     report.save(tmp_path / "a.json")
-    assert (tmp_path / "a.html").read_text() == report.to_html()
+    assert (tmp_path / "a.html").read_text() == (tmp_path / "A.HTM").read_text() == report.to_html()
     assert Report.from_dict(__import__("json").loads((tmp_path / "a.json").read_text())) == report
     assert report._repr_html_().startswith("<iframe srcdoc=")
 

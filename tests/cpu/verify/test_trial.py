@@ -327,6 +327,12 @@ def test_a_target_that_is_none(target):
         judge(target, target)
 
 
+def test_a_folder_is_no_target(tmp_path):
+    (tmp_path / "layer.py").mkdir()
+    with pytest.raises(TargetError, match=r"layer\.py is a directory"):
+        judge(tmp_path / "layer.py", tmp_path / "layer.py")
+
+
 def test_many_candidates_share_the_chance_of_error(nursery):
     """With a thousand tried, nine wins of nine are not enough."""
     slow = ORIGINAL.replace(

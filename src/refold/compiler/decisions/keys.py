@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
+from ..environment import processor
 from ..ir.captured_loop import CapturedLoop
 from ..ir.fx import concrete
 from ..private import HigherOrderOperator, OpOverload, OpOverloadPacket, inductor_config, inductor_configuration
@@ -110,16 +111,7 @@ def place(inputs: Sequence[Any]) -> str:
 def _device(device: str) -> str:
     if device.startswith("cuda"):
         return f"{torch.cuda.get_device_name(device)} {torch.cuda.get_device_capability(device)}"
-    return f"{_processor()} {torch.backends.cpu.get_cpu_capability()}" if device == "cpu" else device.split(":")[0]
-
-
-@functools.cache
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()
+    return f"{processor()} {torch.backends.cpu.get_cpu_capability()}" if device == "cpu" else device.split(":")[0]
 
 
 @functools.cache

@@ -25,7 +25,7 @@ def gated_rmsnorm(
     Over each group of ``group_size`` channels::
 
         norm(v) = v / sqrt(mean(v²) + eps) * weight
-        y = norm(x * silu(z))                                   norm(x) * silu(z) if ``norm_before_gate``
+        y = norm(x * silu(z))                                   norm(x) * silu(z) if norm_before_gate
 
     Args:
         x: Inputs, ``(..., d)``.

@@ -24,7 +24,7 @@ def linear_scan(
 
     With h[-1] = initial_state::
 
-        h[t] = (0 if reset[t] else a[t] * h[t-1]) + x[t]         (t+1 for t-1 if ``reverse``)
+        h[t] = (0 if reset[t] else a[t] * h[t-1]) + x[t]         (t+1 for t-1 if reverse)
 
     Args:
         a: Factors, ``(b, t, ...)``, of any sign. They are multiplied, never divided.

@@ -71,6 +71,8 @@ def program(target: Target, *, role: str) -> Program:
     file = Path(path + ".py" if attribute else path)
     if file.suffix != ".py":
         raise TargetError(f"{role} {target} is neither a Python file nor file.py:name")
+    if file.is_dir():
+        raise TargetError(f"{role} {file} is a directory, not a Python file")
     if not file.is_file():
         raise TargetError(f"{role} {file} does not exist")
     return source(file.read_text(errors="replace"), name=file.name, attribute=attribute, role=role)

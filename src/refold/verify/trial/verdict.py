@@ -159,7 +159,7 @@ class Verdict:
         if worst:
             out.append(
                 f"  error        {worst['error']:.1e}, bound {worst['bound']:.1e}, original {worst['original']:.1e} "
-                f"({worst['kind']} inputs: the error nearest to its bound)"
+                f"(inputs: {worst['kind']}; of all errors the nearest to its bound)"
             )
         if self.timing:
             t = self.timing
