@@ -21,7 +21,7 @@ from torch._ops import HigherOrderOperator
 from torch.fx import Graph, Node, Proxy
 
 from ...ir.source import expression, located
-from ..induction_variable import InductionVariable
+from ..induction_variable import InductionVariable, depends_on_iteration
 from .carried import CarrySpec
 from .iterators import Calls, Element, Items, Numbers
 from .lists import GrowingList, SequenceView
@@ -269,6 +269,8 @@ def _create_proxy(
     """
     if kind == "call_method" and target == "item" and args[0].node.graph is tx.output.root_tracer.graph:
         return tx.output.root_tracer.create_proxy(kind, target, args, kwargs, *rest, **more)
+    if target in (torch.sym_min, torch.sym_max) and (chosen := _chosen(target, args)) is not None:
+        return chosen
     if (
         kind == "call_function"
         and target in (operator.getitem, operator.setitem)
@@ -293,6 +295,19 @@ def _create_proxy(
         if locations:
             args = (x, entries or Ellipsis, *args[2:])
     return create(kind, target, args, kwargs, *rest, **more)
+
+
+def _chosen(target: Any, args: Any) -> Any:
+    """Decide on which side of a limit a number is that moves with the step, as for the last chunk of a sequence.
+
+    What it decides is a guard on the step's number. None stands for nothing to decide.
+    """
+    moving = [x for x in args if isinstance(_example(x), torch.SymInt) and depends_on_iteration(_example(x))]
+    if len(args) != 2 or len(moving) != 1 or moving[0].node.op != "call_function":
+        return None
+    (own,), limit = moving, args[args[0] is moving[0]]
+    value, end = _example(own), _example(limit) if isinstance(limit, Proxy) else limit
+    return own if bool(value <= end if target is torch.sym_min else value >= end) else None
 
 
 def _example(x: Any) -> Any:
