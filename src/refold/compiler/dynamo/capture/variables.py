@@ -27,7 +27,13 @@ Variable = Any
 
 
 class Refused(Refusal):
-    """A loop is not captured."""
+    """A loop is not captured.
+
+    Attributes:
+        alike: How many steps from this one on are alike, if another one is what it is refused for.
+    """
+
+    alike = 1
 
 
 def not_carried(names: str) -> Refused:
