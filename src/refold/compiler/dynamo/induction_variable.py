@@ -74,7 +74,8 @@ class InductionVariable:
         at, guard = min(((self._first_failure(guard, count), guard) for guard in known), key=lambda pair: pair[0])
         decision = guard.subs(self.symbol, sympy.Symbol("step", integer=True) - before)
         if isinstance(decision, sympy.core.relational.Relational):
-            decision = re.sub(r"\bPythonMod\((.+?), (\w+)\)", r"\1 % \2", f"{decision.lhs} {decision.rel_op} {decision.rhs}")
+            text = f"{decision.lhs} {decision.rel_op} {decision.rhs}"
+            decision = re.sub(r"\bPythonMod\((.+?), (\w+)\)", r"\1 % \2", text)
         if guard.subs(self.symbol, at) != sympy.false:
             return f"a step decides on its number by `{decision}`, of which the next step is not known"
         return f"step {before + at}, counted from 0, is the first for which `{decision}` is not true"
