@@ -27,7 +27,19 @@ from .iterators import Calls, Element, Items, Numbers
 from .lists import GrowingList, SequenceView
 from .locations import AttributeRecorder, DictRecorder, ListEnd, ListLocation, ListRecorder, Local, Location, containers
 from .side_effects import rolled_back, snapshot
-from .variables import Refused, Translator, Variable, name_of, place_of, placeholder, realized, rebuilt, tensors
+from .variables import (
+    Refused,
+    Translator,
+    Variable,
+    attributes,
+    changeable,
+    name_of,
+    place_of,
+    placeholder,
+    realized,
+    rebuilt,
+    tensors,
+)
 
 # Shorter loops are cheap to trace, and often loops over layers; more of a list's items are not carried either.
 SHORTEST = 16
@@ -123,6 +135,8 @@ class _Tracing:
         self.given = {location: location.now(tx) for location in assumed.carried}
         self.tracer: Any = None
         self.step: Any = None
+        # Objects among what is assumed of the state, with what their attributes held.
+        self.objects: list[tuple[Variable, dict[str, Variable]]] = []
 
     def run(self) -> Trace | None:
         """Trace; None if the form was changed for another attempt."""
@@ -165,6 +179,8 @@ class _Tracing:
         try:
             carried = self._begin()
             self._run_body()
+            if any(attributes(x) != before for x, before in self.objects):
+                raise Refused("python-state", "a step changes an object that the step before made")
             after: dict[Location, Variable | None] = {x: x.now(tx) for x in self._locations()}
             for x in writable:
                 after |= x.changed(tx)
@@ -190,7 +206,9 @@ class _Tracing:
         for location, examples in assumed.carried.items():
             values = [placeholder(tx, self.tracer, "carried", like) for like in examples]
             nodes[location] = [x.as_proxy().node for x in values]
-            location.put(tx, rebuilt(tx, self.given[location], iter(values), frozen=True))
+            state = rebuilt(tx, self.given[location], iter(values), frozen=True)
+            self.objects += [(x, dict(attributes(x))) for x in changeable(state)]
+            location.put(tx, state)
         step = self.tracer.create_graph_input("step", int, self.number.symint)
         self.step = step.node
         counted = SymNodeVariable.create(tx, step, self.number.symint)
