@@ -201,16 +201,6 @@ def learned_reset_of_layers(x, ends, start):
     return torch.stack(out, 1)
 
 
-def cumulative_sum_control(x):
-    """Detect a change of the mean in both directions (Page 1954)."""
-    up = down = torch.zeros_like(x[:, 0])
-    out = []
-    for t in range(x.shape[1]):
-        up, down = F.relu(up + x[:, t] - 0.1), torch.clamp(down - x[:, t] - 0.1, min=0)
-        out.append(torch.maximum(up, down))
-    return torch.stack(out, 1)
-
-
 def running_range(x):
     high = low = x[:, 0]
     out = []
@@ -256,7 +246,6 @@ SPELLINGS = {
     states_by_baddbmm: ([LONG] * 3, "ssd"),
     reset_by_a_mask: ([LONG] * 2, "linear_scan"),
     learned_reset_of_layers: ([LONG, LONG, (CHANNELS,)], "linear_scan"),
-    cumulative_sum_control: ([LONG], "running maximum"),
     running_range: ([LONG], "running minimum"),
     running_logsumexp: ([LONG] * 2, "running maximum"),
     inputs_by_any_operation: ([LONG] * 2, "linear_scan"),

@@ -217,6 +217,28 @@ def named_tuples_of_lists(x, held):
     return pair._replace(rest=pair.rest[0])
 
 
+def pairs_in_a_list(x, held):
+    pairs, ys = [[x[:, 0] * 0, x[:, 0]], [x[:, 0], x[:, 0] * 0]], []
+    for t in range(x.shape[1]):
+        y = x[:, t]
+        for i in range(2):
+            pairs[i][0], pairs[i][1] = 0.5 * pairs[i][0] + y, pairs[i][0] + 0.25 * pairs[i][1]
+            y = pairs[i][1]
+        ys.append(y)
+    return torch.stack(ys, 1), pairs
+
+
+def dictionaries_of_layers(x, held):
+    caches, ys = [{"h": x[:, 0] * 0}, {"h": x[:, 0]}], []
+    for t in range(x.shape[1]):
+        y = x[:, t]
+        for i in range(2):
+            caches[i] = {"h": 0.5 * caches[i]["h"] + y}
+            y = caches[i]["h"].tanh()
+        ys.append(y)
+    return torch.stack(ys, 1), caches
+
+
 def dictionary_made_anew(x, held):
     state, ys = {"h": x[:, 0] * 0, "inner": {"n": x[:, 0] * 0 + 1}}, []
     for t in range(x.shape[1]):
@@ -301,6 +323,7 @@ CAPTURED = [
     (dictionary_from_before, [T - 1]), (dictionary_of_layers, [T]), (dictionary_of_outputs, [T]),
     (dictionary_in_an_attribute, [T]), (list_in_an_attribute, [T - 1]), (layers_in_an_attribute, [T - 1]),
     (objects_in_a_list, [T]), (two_names_for_a_dictionary, [T]), (swapped, [T]),
+    (pairs_in_a_list, [T]), (dictionaries_of_layers, [T]),
     (dictionary_made_anew, [T]), (dictionary_made_by_a_function, [T]), (dictionaries_in_a_list, [T]),
     (dataclass_made_anew, [T]), (dataclass_replaced, [T]),
     (heads_of_a_step, [T]), (list_made_anew, [T]), (list_made_by_a_function, [T]), (named_tuples_of_lists, [T]),

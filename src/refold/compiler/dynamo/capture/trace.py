@@ -260,7 +260,7 @@ class _Tracing:
         """Assume more of a list that was read: that its ends are carried, or that it does not grow."""
         assumed, (front, back) = self.assumed, growing.wants
         end = ListEnd(growing.owner, max(front, back), bool(front), growing.name)
-        if 0 < end.count < SHORTEST and tensors(end.now(self.tx)):
+        if 0 < end.count < SHORTEST and tensors(end.now(self.tx)) and not changeable(end.now(self.tx)):
             for location in [x for x in assumed.carried if isinstance(x, ListEnd) and x.owner is end.owner]:
                 if location.at_front == end.at_front:
                     del assumed.carried[location]
@@ -273,7 +273,10 @@ class _Tracing:
     def _learns_of_writes(self) -> bool:
         """Assume that short lists of tensors do not stay as they are but are written to."""
         short = [x for x in self.assumed.plain if len(x.items) < SHORTEST]
-        written = [x for x in short if self.assumed.carry(self.tx, ListLocation(x, name_of(self.tx, x)))]
+        written: list[Any] = []
+        for replaced in (False, True):  # what lists and dictionaries hold, before the lists that hold these
+            locations = {x: ListLocation(x, name_of(self.tx, x)) for x in short if not written}
+            written += [x for x, location in locations.items() if self.assumed.carry(self.tx, location, replaced)]
         self.assumed.plain -= set(written)
         return bool(written)
 
