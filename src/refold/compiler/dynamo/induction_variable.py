@@ -58,6 +58,10 @@ class InductionVariable:
 
     def steps(self, most: int) -> int:
         """Return for how many steps, from the first one and at most ``most``, all guards hold."""
+        # A number of steps that is known holds for known sizes only.
+        sizes = {x for guard in self.guards for x in self.env.replace(guard).free_symbols} - {self.symbol}
+        for size in sizes:
+            self.env.evaluate_expr(size)
         known = [self.env.replace(guard) for guard in self.guards]
         return min((self._first_failure(guard, most) for guard in known), default=most)
 

@@ -17,12 +17,11 @@ from typing import Any
 import torch
 from torch.func import functionalize
 from torch.fx import Node
-from torch.fx.experimental.proxy_tensor import make_fx
 
 from ..ir.builder import Builder
 from ..ir.fx import is_tensor, value
 from ..ir.source import CALLED, expression, located, name_of
-from ..private import tree_flatten, tree_unflatten
+from ..private import OpOverload, make_fx, tree_flatten, tree_unflatten
 from ..refusals import Refusal
 
 aten = torch.ops.aten
@@ -302,7 +301,7 @@ def _mapped(emit: Emitter, node: Node, args: list[Any], steps: int) -> Any:
     at = [i for i, x in enumerate(leaves) if isinstance(x, Value)]
     given = [leaves[i] for i in at]
     no_rule = f"{node.target} has no rule that computes all steps at once: `{expression(node)}`"
-    if not isinstance(node.target, torch._ops.OpOverload) or not all(isinstance(x.node, Node) for x in given):
+    if not isinstance(node.target, OpOverload) or not all(isinstance(x.node, Node) for x in given):
         raise NotALoop("no-iteration-form", no_rule, node)
 
     def step(*xs: torch.Tensor) -> Any:
