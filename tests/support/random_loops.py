@@ -294,6 +294,18 @@ def _hostile(d: _Draw, r: Random, reverse: bool) -> Tensors:
 # Several carries --------------------------------------------------------------------------------
 
 
+# Spellings of a running maximum or minimum.
+_BOUNDS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "relu": lambda h, x: torch.relu(h + x),
+    "clamp": lambda h, x: torch.clamp(h + x, min=0.1),
+    "clamped": lambda h, x: torch.clamp(x, max=h + 0.5),
+    "minimum": lambda h, x: torch.minimum(x, h),
+    "stack": lambda h, x: torch.stack([x, h, -x]).amax(0),
+    "first": lambda h, x: torch.stack([h, x], -1).min(-1).values,
+    "sum": lambda h, x: torch.logsumexp(torch.stack([h, x]), 0),
+}
+
+
 def coupled(r: Random, captured: bool = True) -> Program:
     """Draw a captured loop with two or three carries that read one another, with a complex one, or with a maximum."""
     d = _Draw(r, r.randrange(16, 24) if captured else r.randrange(4, 10))
@@ -309,6 +321,9 @@ def coupled(r: Random, captured: bool = True) -> Program:
     together = d.choose("together", [True, False])  # all from the old values, or each from what is there
     initial = d.choose("initial", ["zeros", "given"])
     first = d.input(d.batch, *wide)
+    d.r = Random(" ".join(["bound", *d.about]))  # of its own, so that all else that a seed names stays what it is
+    bound = d.choose("bound", ["largest", *_BOUNDS]) if kind == "maximum" else "largest"
+    d.r = r
 
     def start(xs: Sequence[torch.Tensor]) -> torch.Tensor:
         return xs[first] if initial == "given" else torch.zeros_like(xs[first])
@@ -331,7 +346,7 @@ def coupled(r: Random, captured: bool = True) -> Program:
 
     def largest(xs: Sequence[torch.Tensor], t: int, carries: Tensors) -> tuple[Tensors, torch.Tensor]:
         decay = -xs[a][0, 0].exp() if not varying else torch.nn.functional.logsigmoid(xs[g][:, t])
-        join = torch.maximum if together else torch.logaddexp
+        join = _BOUNDS.get(bound, torch.maximum if together else torch.logaddexp)
         new = join(carries[0] + decay, xs[x][:, t])
         return [new, *carries[1:]], new
 

@@ -191,6 +191,16 @@ def mlstm(q: Tensor, k: Tensor, v: Tensor, i: Tensor, f: Tensor) -> Tensor:
     return torch.stack(out, 1).flatten(2)
 
 
+def change_of_mean(x: Tensor) -> Tensor:
+    """Detect a change of the mean in both directions, by cumulative sums that stay above zero (Page 1954)."""
+    up = down = torch.zeros_like(x[:, 0])
+    out = []
+    for t in range(x.shape[1]):
+        up, down = F.relu(up + x[:, t] - 0.1), torch.clamp(down - x[:, t] - 0.1, min=0)
+        out.append(torch.maximum(up, down))
+    return torch.stack(out, 1)
+
+
 def selective(x: Tensor, dt: Tensor, B: Tensor, C: Tensor, A: Tensor) -> Tensor:
     """Compute the selective scan of Mamba, step by step (Gu & Dao 2023, arXiv:2312.00752)."""
     dt, A = F.softplus(dt), -torch.exp(A)
@@ -326,6 +336,7 @@ RECURRENCES = {
     "linear-attention": Recurrence(linear_attention, 3, (), "ssd"),
     "rwkv4": Recurrence(rwkv4, 2, ((0,), (0,)), "running maximum"),
     "mlstm": Recurrence(mlstm, 5, (), "running maximum"),
+    "change-of-mean": Recurrence(change_of_mean, 1, (), "running maximum"),
     "selective": Recurrence(selective, 4, ((0, HEAD),), "selective_scan"),
     "xpos-retention": Recurrence(xpos_retention, 3, (), "ssd"),
     "lfilter": Recurrence(lfilter, 1, ((4,), (3,)), "linear_system of 3", gradient=False),

@@ -21,6 +21,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass as CustomGraphPass
 from torch._ops import HigherOrderOperator as HigherOrderOperator
 from torch._ops import OpOverload as OpOverload
 from torch._ops import OpOverloadPacket as OpOverloadPacket
+from torch.fx.experimental.proxy_tensor import make_fx as make_fx
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._pytree import tree_flatten as tree_flatten
 from torch.utils._pytree import tree_leaves as tree_leaves

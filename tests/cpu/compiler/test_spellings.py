@@ -145,6 +145,91 @@ def operation_against_time(a, x):
     return scan(step, (zero, zero), x, dim=1, reverse=True)[1]
 
 
+def fast_weights_of_one_sequence(q, k, v, g):
+    """Matrices without a batch, and vectors that multiply them from the left (Schmidhuber 1992; GLA with one head)."""
+    state, out = q.new_zeros(q.shape[1], v.shape[1]), []
+    for qt, kt, vt, gt in zip(q, k, v, g, strict=True):
+        state = torch.sigmoid(gt[0]) * state + torch.outer(kt, vt)
+        out.append(qt @ state)
+    return torch.stack(out)
+
+
+def fast_weights_from_the_right(q, k, v, g):
+    """The same with the state transposed, which is read before its step."""
+    state, out = q.new_ones(v.shape[1], q.shape[1]), []
+    for t in range(len(q)):
+        out.append(torch.mv(state, q[t]))
+        state = torch.addr(state * g[t].sigmoid(), v[t], k[t])
+    return torch.stack(out)
+
+
+def keys_in_front(q, k, v):
+    """What is contracted is the first axis of the state."""
+    state, out = torch.zeros_like(k[0]), []
+    for t in range(q.shape[0]):
+        state = 0.9 * state + k[t] * v[t]
+        out.append((q[t] * state).sum(0))
+    return torch.stack(out)
+
+
+def states_by_baddbmm(q, k, v):
+    state, out = k.new_zeros(k.shape[0], k.shape[2], v.shape[2]), []
+    for t in range(k.shape[1]):
+        state = torch.baddbmm(state, k[:, t].unsqueeze(2), v[:, t].unsqueeze(1), beta=0.97, alpha=0.5)
+        out.append(torch.bmm(q[:, t].unsqueeze(1), state).squeeze(1))
+    return torch.stack(out, 1)
+
+
+def reset_by_a_mask(x, ends):
+    """Actors of reinforcement learning forget at the end of an episode."""
+    h, out = torch.zeros_like(x[:, 0]), []
+    for t in range(x.shape[1]):
+        h = 0.9 * h + x[:, t]
+        out.append(h)
+        h = h.clone()
+        h[ends[:, t, 0] > 1] = 0
+    return torch.stack(out, 1)
+
+
+def learned_reset_of_layers(x, ends, start):
+    hs, out = start.expand(3, x.shape[0], -1), []
+    for t in range(x.shape[1]):
+        hs = hs.clone()
+        hs[:, ends[:, t, 0] > 0.5] = start
+        hs = 0.9 * hs + x[:, t]
+        out.append(hs.sum(0))
+    return torch.stack(out, 1)
+
+
+def running_range(x):
+    high = low = x[:, 0]
+    out = []
+    for xt in x.unbind(1):
+        high, low = torch.stack([high - 0.1, xt]).max(0).values, torch.minimum(xt, low + 0.1)
+        out.append(high - low)
+    return torch.stack(out, 1)
+
+
+def running_logsumexp(x, g):
+    h, out = x[:, 0], []
+    for t in range(1, x.shape[1]):
+        h = torch.logsumexp(torch.stack([h + F.logsigmoid(g[:, t]), x[:, t]], -1), -1)
+        out.append(h)
+    return torch.stack(out, 1)
+
+
+def inputs_by_any_operation(x, g):
+    """What a step computes of its inputs has no rule of its own here."""
+    h, loss, out = torch.zeros_like(x[:, 0]), 0.0, []
+    for t in range(x.shape[1]):
+        largest = F.one_hot(x[:, t].argmax(-1), x.shape[2]).to(x)
+        kept = x[:, t] * (x[:, t] >= x[:, t].topk(3, -1).values[:, -1:])
+        h = g[:, t].sigmoid() * h + largest + F.pad(kept[:, 1:], (1, 0)) + x[:, t].gather(-1, g[:, t].argsort(-1))
+        loss = loss + F.mse_loss(h, x[:, t]) + F.cross_entropy(x[:, t], x[:, t].argmin(-1))
+        out.append(h)
+    return torch.stack(out, 1) + loss
+
+
 LONG, ONE, WEIGHTS = (BATCH, STEPS, CHANNELS), (STEPS, HEADS * HEAD), (CHANNELS, HEAD)
 SPELLINGS = {
     rwkv6_of_one_sequence: ([ONE, ONE, ONE, ONE, ONE[1:]], "linear_scan"),
@@ -155,6 +240,15 @@ SPELLINGS = {
     sums_of_chunks: ([(BATCH, 2 * STEPS, CHANNELS)] * 2, "linear_scan"),
     gate_loop: ([LONG] * 5, "complex scan"),
     longhorn: ([LONG] * 4, "linear_scan"),
+    fast_weights_of_one_sequence: ([ONE] * 4, "ssd"),
+    fast_weights_from_the_right: ([ONE] * 4, "linear_scan"),
+    keys_in_front: ([(STEPS, HEAD, BATCH)] * 3, "linear_scan"),
+    states_by_baddbmm: ([LONG] * 3, "ssd"),
+    reset_by_a_mask: ([LONG] * 2, "linear_scan"),
+    learned_reset_of_layers: ([LONG, LONG, (CHANNELS,)], "linear_scan"),
+    running_range: ([LONG], "running minimum"),
+    running_logsumexp: ([LONG] * 2, "running maximum"),
+    inputs_by_any_operation: ([LONG] * 2, "linear_scan"),
     operation: ([LONG] * 2, "linear_scan"),
     operation_against_time: ([LONG] * 2, "linear_scan"),
 }
@@ -184,3 +278,47 @@ def test_an_operation_that_is_no_scan_stays_and_the_report_says_why():
     assert not report.rewrites
     assert "a scan operation stays as it is: `torch.tanh(h)`" in str(report)
     assert "[carry-not-affine]" in str(report)
+
+
+BOUNDED = {
+    "relu": lambda h, x, c: F.relu(h + x),
+    "clamp": lambda h, x, c: torch.clamp(h + x, min=0),
+    "clamp to a tensor": lambda h, x, c: torch.clamp(h + x, min=c),
+    "from above": lambda h, x, c: (h + x).clamp_max(1),
+    "the other clamp": lambda h, x, c: torch.clamp(c, max=h - x),
+    "maximum": lambda h, x, c: torch.maximum(c, h + x),
+    "minimum": lambda h, x, c: torch.minimum(h + x, c),
+    "of a stack": lambda h, x, c: torch.stack([c, h + x], -1).max(-1).values,
+    "of a stack, shared": lambda h, x, c: torch.stack([c, h + x, -c], -1).amin(-1),
+    "twice": lambda h, x, c: torch.clamp(torch.clamp(h + x, min=-1), min=c),
+    "moved": lambda h, x, c: F.relu(h) + x,
+}
+
+
+@pytest.mark.parametrize("name", BOUNDED)
+def test_gradients_where_both_sides_of_a_bound_are_equal(name):
+    """Each spelling hands its gradient on in its own way."""
+
+    def fn(x, c):
+        x, c = x.round(), c.round()
+        h, out = torch.zeros_like(x[:, 0]), []
+        for t in range(x.shape[1]):
+            h = BOUNDED[name](h, x[:, t], c[:, t])
+            out.append(h * c[:, t])
+        return torch.stack(out, 1)
+
+    generator = torch.Generator().manual_seed(0)
+    (detail,) = check(fn, [torch.randn(LONG, generator=generator) for _ in range(2)], True)
+    assert "running" in detail
+
+
+@pytest.mark.parametrize("step", [lambda h, x: (h + x).clamp(-1, 1), lambda h, x: torch.relu(0.5 * h + x)])
+def test_what_is_bounded_otherwise_stays(step):
+    def fn(x):
+        h, out = torch.zeros_like(x[:, 0]), []
+        for t in range(x.shape[1]):
+            h = step(h, x[:, t])
+            out.append(h)
+        return torch.stack(out, 1)
+
+    assert check(fn, [torch.randn(LONG, generator=torch.Generator().manual_seed(0))], False) == []

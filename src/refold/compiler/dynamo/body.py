@@ -44,11 +44,53 @@ _SPELLINGS = (
     "_to_copy", "addcdiv", "addmv", "lerp", "mul", "new_zeros", "rsub", "sub", "unsafe_split",
     "zeros_like", "ones_like", "full_like", "zeros", "ones",
 )  # fmt: skip
+
+
 # Torch's own spelling of a stack joins the parts and splits the axis again, which is hard to read by elements. With a
 # factor that depends on the step, Dynamo itself spells addcdiv by a product and a sum in one.
+def _added_product(product: Callable[..., torch.Tensor]) -> Callable[..., Any]:
+    """Spell a sum of a matrix and a product, if the matrix may be a state: one of the shape of the product."""
+
+    def spelled(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, beta: float = 1, alpha: float = 1) -> Any:
+        rank = max(2, a.dim())
+        if x.dim() < rank or not x.is_floating_point():
+            return NotImplemented
+        out = product(a, b)
+        out = out if alpha == 1 else alpha * out
+        return out.expand(x.shape) if beta == 0 else (x if beta == 1 else beta * x) + out
+
+    return spelled
+
+
+def _replaced(x: torch.Tensor, indices: Sequence[Any], values: torch.Tensor, accumulate: bool = False) -> Any:
+    """Spell ``x[mask] = values`` as a choice, if each of the elements gets the same values."""
+    mask, before = indices[-1], indices[:-1]
+    if mask is None or mask.dtype != torch.bool or any(i is not None for i in before) or accumulate:
+        return NotImplemented
+    rest = x.dim() - len(before) - mask.dim()
+    if values.dim() > rest and not all(isinstance(size, int) and size == 1 for size in values.shape):
+        return NotImplemented
+    values = values.reshape(()) if values.dim() > rest else values
+    return torch.where(mask.reshape([*mask.shape, *[1] * rest]), values, x)
+
+
 _OWN_SPELLINGS: dict[Any, Callable[..., Any]] = {
     aten.stack.default: lambda xs, dim=0: torch.cat([x.unsqueeze(dim) for x in xs], dim),
     **({prims.fma.default: lambda a, b, c: a * b + c} if hasattr(prims, "fma") else {}),
+    aten.addmm.default: _added_product(torch.mm),
+    aten.baddbmm.default: _added_product(torch.bmm),
+    aten.addbmm.default: _added_product(lambda a, b: torch.bmm(a, b).sum(0)),
+    aten.addr.default: _added_product(lambda a, b: a.unsqueeze(1) * b),
+    aten.index_put.default: _replaced,
+}
+# Views that a tensor is given in place, as products of vectors do within.
+_VIEWS_IN_PLACE = {
+    aten.squeeze_.default: aten.squeeze.default,
+    aten.squeeze_.dim: aten.squeeze.dim,
+    aten.squeeze_.dims: aten.squeeze.dims,
+    aten.unsqueeze_.default: aten.unsqueeze.default,
+    aten.transpose_.default: aten.transpose.int,
+    aten.t_.default: aten.t.default,
 }
 # Larger constants of a body are not written into the graph number by number.
 _CONSTANT = 4096
@@ -250,12 +292,15 @@ def to_aten(mode: FakeTensorMode, fn: Callable[..., Any], *inputs: Any, to_read:
     with mode, torch.no_grad(), preserve_node_meta():
         fn = functionalize(fn, remove="mutations")
         try:
-            return make_fx(fn, decomposition_table=chosen)(*inputs)
+            module = make_fx(fn, decomposition_table=chosen)(*inputs)
         except RuntimeError as error:
             if "symbolic sizes" not in str(error):
                 raise
-        with enable_python_dispatcher():  # what torch 2.11 decomposes in C++ knows no symbols
-            return make_fx(fn, decomposition_table=chosen)(*inputs)
+            with enable_python_dispatcher():  # what torch 2.11 decomposes in C++ knows no symbols
+                module = make_fx(fn, decomposition_table=chosen)(*inputs)
+    for node in module.graph.nodes:
+        node.target = _VIEWS_IN_PLACE.get(node.target, node.target)
+    return module
 
 
 def _packet(op: Any) -> str:

@@ -11,6 +11,7 @@ section 9.6). Numbers that are linear in it are the simplest chains of recurrenc
 from __future__ import annotations
 
 import itertools
+import re
 from typing import Any
 
 import sympy
@@ -57,6 +58,10 @@ class InductionVariable:
 
     def steps(self, most: int) -> int:
         """Return for how many steps, from the first one and at most ``most``, all guards hold."""
+        # A number of steps that is known holds for known sizes only.
+        sizes = {x for guard in self.guards for x in self.env.replace(guard).free_symbols} - {self.symbol}
+        for size in sizes:
+            self.env.evaluate_expr(size)
         known = [self.env.replace(guard) for guard in self.guards]
         return min((self._first_failure(guard, most) for guard in known), default=most)
 
@@ -73,7 +78,8 @@ class InductionVariable:
         at, guard = min(((self._first_failure(guard, count), guard) for guard in known), key=lambda pair: pair[0])
         decision = guard.subs(self.symbol, sympy.Symbol("step", integer=True) - before)
         if isinstance(decision, sympy.core.relational.Relational):
-            decision = f"{decision.lhs} {decision.rel_op} {decision.rhs}"
+            text = f"{decision.lhs} {decision.rel_op} {decision.rhs}"
+            decision = re.sub(r"\bPythonMod\((.+?), (\w+)\)", r"\1 % \2", text)
         if guard.subs(self.symbol, at) != sympy.false:
             return f"a step decides on its number by `{decision}`, of which the next step is not known"
         return f"step {before + at}, counted from 0, is the first for which `{decision}` is not true"

@@ -386,6 +386,33 @@ def _sum(self: _Splitter, node: Any) -> _Made:
     return (total if keep else self.call(aten.squeeze.dims, total, sorted(dims))), True
 
 
+def _largest(self: _Splitter, node: Any) -> _Made:
+    """Maxima along the axis, one element after the other; with positions (``max.dim``), if nothing reads those."""
+    found, single = self.elements[node.args[0]], node.target in (aten.max.dim, aten.min.dim)
+    given, keep = arg(node, 1, "dim", None), arg(node, 2, "keepdim", False)
+    rank = value(node.args[0]).dim()
+    dims = {d % rank for d in ([given] if isinstance(given, int) else given or range(rank))}
+    if dims != {found.axis} or (single and any(user.args[1] != 0 for user in node.users)):
+        raise _Whole
+    total = functools.reduce(functools.partial(self.call, _LARGEST[node.target]), found.parts)
+    total = total if keep else self.call(aten.squeeze.dim, total, found.axis)
+    if not single:
+        return total, True
+    for user in list(node.users):
+        user.replace_all_uses_with(total)
+    return node, True
+
+
+# Maxima along an axis, and of two values. Of equal ones, ``max.dim`` hands its gradient to the first.
+_LARGEST = {
+    aten.amax.default: aten.maximum.default,
+    aten.amin.default: aten.minimum.default,
+    aten.max.dim: aten.clamp_min.Tensor,
+    aten.min.dim: aten.clamp_max.Tensor,
+    aten.logsumexp.default: aten.logaddexp.default,
+}
+
+
 def _scatter(self: _Splitter, node: Any) -> _Made:
     base, source = node.args[:2]
     dim = arg(node, 2, "dim", 0) % value(base).dim()
@@ -543,6 +570,7 @@ _RULES: dict[Any, Callable[[_Splitter, Any], _Made]] = {
     aten.roll.default: _roll,
     **dict.fromkeys((aten.flip.default, prims.rev.default), _flip),
     **dict.fromkeys((aten.sum.dim_IntList, aten.mean.dim), _sum),
+    **dict.fromkeys(_LARGEST, _largest),
     **dict.fromkeys((aten.select_scatter.default, aten.slice_scatter.default), _scatter),
     **dict.fromkeys((aten.view.default, aten._unsafe_view.default, aten.reshape.default), _view),
     aten.unsqueeze.default: _unsqueeze,

@@ -30,7 +30,16 @@ from .vectorize import Emitter, NotALoop, Value, broadcasts, described, is_point
 aten = torch.ops.aten
 prims = torch.ops.prims
 
-_MAXIMA = (aten.maximum.default, aten.logaddexp.default)
+# Bounds: whether from above, whether smooth, and the share of a gradient that the first operand gets at a tie.
+_BOUNDS = {
+    aten.maximum.default: (False, False, 0.5),
+    aten.minimum.default: (True, False, 0.5),
+    aten.logaddexp.default: (False, True, 0.5),
+    aten.relu.default: (False, False, 0.0),
+    **dict.fromkeys((aten.clamp_min.default, aten.clamp_min.Tensor), (False, False, 1.0)),
+    **dict.fromkeys((aten.clamp_max.default, aten.clamp_max.Tensor), (True, False, 1.0)),
+    **dict.fromkeys((aten.clamp.default, aten.clamp.Tensor), (False, False, 1.0)),  # from below, unless it says so
+}
 _SAME = (aten.clone.default, aten.alias.default, aten.detach.default)
 # Views: of a carry only those may occur that add or drop axes of size one, or take all of an axis.
 _VIEWS = (
@@ -91,13 +100,32 @@ class Loop:
 
 
 @dataclass(frozen=True)
+class Bound:
+    """What a function of a carry does not go beyond: its maximum with ``value``.
+
+    ``upper`` makes that a minimum, and ``smooth`` a ``logaddexp``. ``tie`` is the share of a gradient that the function
+    gets where the two are equal.
+    """
+
+    value: Value
+    upper: bool = False
+    smooth: bool = False
+    tie: float = 0.5
+
+    @property
+    def kind(self) -> tuple[bool, bool, float]:
+        """All but the value."""
+        return self.upper, self.smooth, self.tie
+
+
+@dataclass(frozen=True)
 class Affine:
     """``scale * carry + offset``, elementwise; None stands for 1 and for 0.
 
     Where ``reset`` is true it is ``offset``: the carry was not read there, and if it is NaN, that ends there. None
     stands for nowhere. ``shape`` is a step's shape: the carry's, but for axes of size one; None before anything was
-    done to the carry. ``others`` are further carries of one system, each with its scale. With a ``floor`` the value is
-    the maximum of that and ``carry + offset``, or ``logaddexp`` of the two if ``smooth``.
+    done to the carry. ``others`` are further carries of one system, each with its scale. With a ``bound`` it is
+    ``carry + offset`` within that.
     """
 
     loop: Loop
@@ -106,8 +134,7 @@ class Affine:
     shape: tuple[int, ...] | None = None
     reset: Value | None = None
     others: tuple[tuple[Loop, Value | None], ...] = ()
-    floor: Value | None = None
-    smooth: bool = False
+    bound: Bound | None = None
 
     @property
     def scales(self) -> dict[Loop, Value | None]:
@@ -152,17 +179,23 @@ class LoopVectorizer:
             out = self.emit.call(aten.where.self, self.emit.padded(x.reset, rank), zero, out)
         if x.offset is not None:
             out = self.emit.call(aten.add.Tensor, out, self.emit.padded(x.offset, rank))
-        if x.floor is not None:
-            target = aten.logaddexp.default if x.smooth else aten.maximum.default
-            out = self.emit.call(target, out, self._floor(x.floor, out))
+        if x.bound is not None:
+            out = self._bounded(out, x.bound)
         return Value(out, True)
 
-    def _floor(self, floor: Value, like: Node) -> Node:
-        """Return a floor with the rank of ``like``, (t, ...), or, if it is a number, as a tensor without axes."""
-        val = value(like)
-        if isinstance(floor.node, Node):
-            return self.emit.padded(floor, val.dim() - 1)
-        return self.emit.call(aten.full.default, [], floor.node, dtype=val.dtype, device=val.device)
+    def _bounded(self, x: Node, bound: Bound) -> Node:
+        """Apply a bound to what has the rank of ``x``, (t, ...)."""
+        val = value(x)
+        if isinstance(bound.value.node, Node):
+            by = self.emit.padded(bound.value, val.dim() - 1)
+        else:
+            by = self.emit.call(aten.full.default, [], bound.value.node, dtype=val.dtype, device=val.device)
+        if bound.smooth or bound.tie == 0.5:
+            chosen = aten.logaddexp.default if bound.smooth else aten.maximum.default
+            return self.emit.call(aten.minimum.default if bound.upper else chosen, x, by)
+        if bound.tie == 0:  # the first of two equal operands gets the gradient
+            x, by = by, x
+        return self.emit.call(aten.clamp_max.Tensor if bound.upper else aten.clamp_min.Tensor, x, by)
 
     def _tensor(self, x: Any, like: Node) -> Node:
         """Return a state before the first step, (...) or a number, in the shape of a step's value."""
@@ -234,9 +267,13 @@ class LoopVectorizer:
         if target in _VIEWS and _without_ones(value(node).shape) == _without_ones(value(node.args[0]).shape):
             scales = {other: self._viewed(scale, node) for other, scale in mine.scales.items()}
             found = affine(scales, self._viewed(mine.offset, node), self._viewed(mine.reset, node))
-            return replace(found, floor=self._viewed(mine.floor, node), smooth=mine.smooth)
-        if target in _MAXIMA or any(isinstance(x, Affine) and x.floor is not None for x in leaves):
-            return self._maximum(node, operands, mine)
+            if mine.bound is None:
+                return found
+            by = self._viewed(mine.bound.value, node)
+            assert by is not None
+            return replace(found, bound=replace(mine.bound, value=by))
+        if target in _BOUNDS or any(isinstance(x, Affine) and x.bound is not None for x in leaves):
+            return self._bound(node, leaves, operands, mine)
         if target is prims.convert_element_type.default and node.args[1].is_floating_point:
             return mine
         if target in (aten.view_as_complex.default, aten.view_as_real.default):
@@ -268,24 +305,33 @@ class LoopVectorizer:
             return self._where(node, leaves, loop, count)
         raise NotALoop("carry-not-affine", f"`{expression(node)}` is not affine in {loop.name}")
 
-    def _maximum(self, node: Any, operands: list[Any], mine: Affine) -> Affine:
-        """Apply an operation to, or make, the maximum of a shifted carry and something else."""
-        loop, target = mine.loop, node.target
-        smooth = target is aten.logaddexp.default
+    def _bound(self, node: Any, leaves: list[Any], operands: list[Any], mine: Affine) -> Affine:
+        """Apply an operation to a shifted carry within bounds, or bound it."""
+        loop, target, own = mine.loop, node.target, mine.bound
         rest = [x for x in operands if x is not mine]
         alone = mine.scale is None and not mine.others and not any(isinstance(x, Affine) for x in rest)
-        if alone and target in _MAXIMA and (mine.floor is None or mine.smooth == smooth):
-            floor = rest[0] if mine.floor is None else self._call(target, loop, mine.floor, rest[0])
-            return replace(mine, floor=floor, smooth=smooth)
-        if alone and target in (aten.add.Tensor, aten.sub.Tensor) and mine is operands[0] and mine.floor is not None:
+        if alone and target in _BOUNDS and not node.kwargs:
+            upper, smooth, tie = _BOUNDS[target]
+            limits = rest or [Value(0.0)]
+            if target in (aten.clamp.default, aten.clamp.Tensor):
+                upper = leaves[1].node is None
+            elif leaves[0] is not mine:
+                tie = 1 - tie
+            bound = Bound(limits[0], upper, smooth, tie)
+            if len(limits) == 1 and own is None:
+                return replace(mine, bound=bound)
+            if len(limits) == 1 and own is not None and own.kind == bound.kind:
+                first = Value(self.emit.with_time(own.value, loop.length, node), True)
+                both = self._bounded(self.emit.padded(first, value(node).dim()), bound)
+                return replace(mine, bound=replace(own, value=Value(both, True)))
+        if alone and target in (aten.add.Tensor, aten.sub.Tensor) and mine is operands[0] and own is not None:
             alpha = node.kwargs.get("alpha", 1) * (-1.0 if target is aten.sub.Tensor else 1.0)
             by = rest[0] if alpha == 1 else self._scaled(rest[0], Value(alpha), loop)
             offset = by if mine.offset is None else self._call(aten.add.Tensor, loop, mine.offset, by)
-            return replace(mine, offset=offset, floor=self._call(aten.add.Tensor, loop, mine.floor, by))
-        raise NotALoop(
-            "carry-not-affine",
-            f"`{expression(node)}` and a maximum are both applied to {loop.name}, and the result is not affine in it",
-        )
+            moved = replace(own, value=self._call(aten.add.Tensor, loop, own.value, by))
+            return replace(mine, offset=offset, bound=moved)
+        too = "" if own is None else "with a bound before it, "
+        raise NotALoop("carry-not-affine", f"{too}`{expression(node)}` is not affine in {loop.name}")
 
     def _maxima(self, loop: Loop, body: Affine) -> None:
         """Compute all states, (t, ...), of a running maximum."""
@@ -294,10 +340,11 @@ class LoopVectorizer:
         if not val.is_floating_point() or loop.reverse:
             raise NotALoop(
                 "carry-dtype",
-                f"a running maximum needs a floating-point state and steps forward in time; {loop.name} is "
+                f"a running maximum or minimum needs a floating-point state and steps forward in time; {loop.name} is "
                 f"{val.dtype}, {'backward' if loop.reverse else 'forward'} in time",
             )
-        assert body.floor is not None
+        bound = body.bound
+        assert bound is not None
         shape, dtype = list(val.shape), wide(val.dtype)
 
         def whole(part: Value, time: bool) -> Node:
@@ -305,9 +352,13 @@ class LoopVectorizer:
             return emit.cast(emit.expand(emit.padded(Value(x, True), val.dim()), [value(x).shape[0], *shape]), dtype)
 
         initial = emit.cast(self._tensor(loop.initial, like), dtype)
-        shift, floor = whole(body.offset or Value(0.0), False), whole(body.floor, True)
-        solved = emit.call(MAX_PLUS_SCAN, shift, floor, initial, body.smooth)
-        loop.states, loop.operator = emit.cast(solved, val.dtype), "running maximum"
+        operands = [whole(body.offset or Value(0.0), False), whole(bound.value, True), initial]
+        if bound.upper:  # a minimum is a maximum of what is negated
+            operands = [emit.call(aten.neg.default, x) for x in operands]
+        solved = emit.call(MAX_PLUS_SCAN, *operands, bound.smooth, bound.tie)
+        solved = emit.call(aten.neg.default, solved) if bound.upper else solved
+        loop.states = emit.cast(solved, val.dtype)
+        loop.operator = f"running {'minimum' if bound.upper else 'maximum'}"
         before = emit.call(aten.unsqueeze.default, emit.cast(initial, val.dtype), 0)
         inner = emit.call(aten.slice.Tensor, loop.states, 0, 0, count - 1)
         loop.previous = emit.call(aten.cat.default, [before, inner], 0)
@@ -404,8 +455,8 @@ class LoopVectorizer:
         """Compute all states, (t, ...), at once, and note what each step read."""
         emit, like, count = self.emit, loop.steps[-1], loop.length
         val = value(like)
-        if val.is_complex() or body.floor is not None:
-            self._system((loop,), [body]) if body.floor is None else self._maxima(loop, body)
+        if val.is_complex() or body.bound is not None:
+            self._system((loop,), [body]) if body.bound is None else self._maxima(loop, body)
             return Value(loop.states, True)
         static = loop.count is not None or all(isinstance(size, int) for size in val.shape)
         if not (val.is_floating_point() and static):

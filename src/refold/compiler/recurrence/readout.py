@@ -125,6 +125,25 @@ class Readout:
     exclusive: bool
     extra_terms: list[tuple[float, list[Term]]]
 
+    def with_batch(self) -> Readout:
+        """Return the same of states that have one more axis, of size one: a batch, after time."""
+        return replace(
+            self,
+            summed=self.summed + 1,
+            others=_with_batch(self.others),
+            out=_later(self.out),
+            extra_terms=[(scale, _with_batch(factors)) for scale, factors in self.extra_terms],
+        )
+
+
+def _with_batch(factors: list[Term]) -> list[Term]:
+    return [Term(term.node, _later(term.state_axes)) for term in factors]
+
+
+def _later(places: tuple[int | None, ...]) -> tuple[int | None, ...]:
+    """Return axes of the states, counted with one more after time."""
+    return tuple(place + 1 if place else place for place in places)
+
 
 @dataclass(frozen=True)
 class ScanStates:

@@ -170,7 +170,15 @@ def dualise(reroller: LoopVectorizer, loop: Loop, new: Node) -> Node:
             initial = reroller.emit.expand(initial, shape[1:])
         elif loop.initial != 0:
             continue
-        found = match_operator(reroller.emit, read, body.scale, body.offset, shape, initial)
+        found = None
+        if read.summed != 1:
+            found = match_operator(reroller.emit, read, body.scale, body.offset, shape, initial)
+        if found is None and (read.summed == 1 or len(shape) == 3):  # no axis of the state is a batch
+            if initial is not None:
+                initial = reroller.emit.call(aten.unsqueeze.default, initial, 0)
+            shape = [shape[0], 1, *shape[1:]]
+            found = match_operator(reroller.emit, read.with_batch(), body.scale, body.offset, shape, initial)
+            found = None if found is None else (found[0], reroller.emit.call(aten.squeeze.dim, found[1], 0))
         if found is None:
             continue
         y, last = found

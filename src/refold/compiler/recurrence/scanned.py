@@ -15,7 +15,7 @@ from ..ir.builder import Builder, between, upstream
 from ..ir.fx import concrete, value
 from ..ir.rewrite import Rewrite, replace_node
 from ..ir.views import is_view
-from .affine import Affine, Loop, LoopVectorizer
+from .affine import Affine, Bound, Loop, LoopVectorizer
 from .vectorize import NotALoop, Value
 
 aten = torch.ops.aten
@@ -86,7 +86,7 @@ def scanned(found: Found, name: str, why: str, replaced: dict[Node, Node]) -> Re
         body = Affine(loop, scale, over_time(b))
         if found.logarithm:
             loop.initial = -math.inf
-            body = Affine(loop, None, scale, floor=over_time(b), smooth=True)
+            body = Affine(loop, None, scale, bound=Bound(over_time(b), smooth=True))
         states = vectorizer._scan(loop, body)
     except NotALoop:
         return None

@@ -145,7 +145,7 @@ differentiate("linear_system", _backward, _save)
 # Maxima -------------------------------------------------------------------------------------------
 
 
-def max_plus_scan(shift: Tensor, floor: Tensor, initial: Tensor, smooth: bool) -> Tensor:
+def max_plus_scan(shift: Tensor, floor: Tensor, initial: Tensor, smooth: bool, tie: float = 0.5) -> Tensor:
     """Return all states of ``h[t] = max(h[t-1] + shift[t], floor[t])``.
 
     That is a linear recurrence whose sum is a maximum and whose product is a sum: the running maximum that keeps
@@ -156,6 +156,7 @@ def max_plus_scan(shift: Tensor, floor: Tensor, initial: Tensor, smooth: bool) -
         floor: ``(t, ...)``.
         initial: The state before the first step, ``(...)``.
         smooth: Whether ``logaddexp`` takes the place of the maximum.
+        tie: Which share of a gradient the state before gets where both sides are equal.
 
     Returns:
         ``(t, ...)``, contiguous.
@@ -182,20 +183,23 @@ def max_plus_scan(shift: Tensor, floor: Tensor, initial: Tensor, smooth: bool) -
 
 
 def _save_maxima(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    shift, floor, initial, ctx.smooth = inputs
+    shift, floor, initial, ctx.smooth, ctx.tie = inputs
     ctx.save_for_backward(shift, floor, initial, output)
 
 
 def _maxima_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    """Hand on the share of a state's gradient that the carried side had in it: all, half at a tie, or none."""
+    """Hand on the share of a state's gradient that the carried side had in it: all, what a tie leaves it, or none."""
     shift, floor, initial, h = ctx.saved_tensors
     carried = torch.cat([initial[None], h[:-1]]) + shift
-    share = torch.exp(carried - h) if ctx.smooth else (carried > floor).to(h.dtype) + (carried == floor).to(h.dtype) / 2
+    if ctx.smooth:
+        share = torch.exp(carried - h)
+    else:
+        share = (carried > floor).to(h.dtype) + ctx.tie * (carried == floor).to(h.dtype)
     share = torch.where(torch.isneginf(h), 0.0, share) if ctx.smooth else share
     lam = MAX_PLUS_ADJOINT(share, grad)
     carried_grad = _kept(share, lam)
     dshift = carried_grad.sum(0, keepdim=True) if shift.shape[0] == 1 else carried_grad
-    return dshift, _kept(1 - share, lam), carried_grad[0], None
+    return dshift, _kept(1 - share, lam), carried_grad[0], None, None
 
 
 def _handed_back(share: Tensor, grad: Tensor) -> Tensor:
@@ -213,7 +217,10 @@ def _kept(share: Tensor, x: Tensor) -> Tensor:
 
 
 MAX_PLUS_SCAN = define(
-    "max_plus_scan", "(Tensor shift, Tensor floor, Tensor initial, bool smooth) -> Tensor", max_plus_scan, _like_second
+    "max_plus_scan",
+    "(Tensor shift, Tensor floor, Tensor initial, bool smooth, float tie=0.5) -> Tensor",
+    max_plus_scan,
+    _like_second,
 )
 differentiate("max_plus_scan", _maxima_backward, _save_maxima)
 MAX_PLUS_ADJOINT = define("max_plus_adjoint", "(Tensor share, Tensor grad) -> Tensor", _handed_back, _like_second)

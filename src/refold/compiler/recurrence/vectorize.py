@@ -15,11 +15,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.func import functionalize
 from torch.fx import Node
 
 from ..ir.builder import Builder
 from ..ir.fx import is_tensor, value
 from ..ir.source import CALLED, expression, located, name_of
+from ..private import OpOverload, make_fx, tree_flatten, tree_unflatten
 from ..refusals import Refusal
 
 aten = torch.ops.aten
@@ -122,6 +124,9 @@ def _frozen(x: Any) -> Any:
         return (torch.SymInt, str(x.node.expr))
     return (type(x), x)
 
+
+# Operations that one operation of a step may be over all steps, if no rule here has it.
+_MAPPED = 24
 
 # A rule: (emitter, a step's node, its arguments with `Value`s for nodes, steps) -> node with time in front.
 Rule = Callable[[Emitter, Node, list[Any], int], Node]
@@ -290,6 +295,41 @@ def _contract(emit: Emitter, node: Node, args: list[Any], steps: int) -> Node:
     return emit.reshape(emit.call(aten.bmm.default, left, emit.reshape(b, vector)), [steps, *value(node).shape])
 
 
+def _mapped(emit: Emitter, node: Node, args: list[Any], steps: int) -> Any:
+    """All other operations: as ``torch.vmap`` maps them over the time axis."""
+    leaves, spec = tree_flatten(args)
+    at = [i for i, x in enumerate(leaves) if isinstance(x, Value)]
+    given = [leaves[i] for i in at]
+    no_rule = f"{node.target} has no rule that computes all steps at once: `{expression(node)}`"
+    if not isinstance(node.target, OpOverload) or not all(isinstance(x.node, Node) for x in given):
+        raise NotALoop("no-iteration-form", no_rule, node)
+
+    def step(*xs: torch.Tensor) -> Any:
+        filled = list(leaves)
+        for i, x in zip(at, xs, strict=True):
+            filled[i] = x
+        return node.target(*tree_unflatten(filled, spec), **node.kwargs)  # type: ignore[operator]
+
+    every = functionalize(torch.vmap(step, in_dims=tuple(0 if x.has_time else None for x in given)))
+    inputs = [value(x.node) for x in given]
+    with inputs[0].fake_mode, torch.no_grad():  # type: ignore[attr-defined]
+        graph = make_fx(every)(*inputs).graph
+    copies: dict[Node, Any] = {}
+    if len(graph.nodes) > _MAPPED + len(given):  # one step after the other
+        raise NotALoop("no-iteration-form", no_rule, node)
+    for one, x in zip(graph.find_nodes(op="placeholder"), given, strict=True):
+        copies[one] = x.node
+    for one in graph.nodes:
+        if one.op == "get_attr":
+            raise NotALoop("no-iteration-form", no_rule, node)
+        if one.op == "call_function":
+            its_args, its_kwargs = torch.fx.node.map_arg((one.args, one.kwargs), copies.__getitem__)
+            copies[one] = emit.call(one.target, *its_args, **its_kwargs)
+    results: Any = torch.fx.node.map_arg(graph.output_node().args, copies.__getitem__)
+    (out,) = results
+    return out if isinstance(out, Node) else tuple(out)
+
+
 _CASTS = (prims.convert_element_type.default, aten._to_copy.default, aten.clone.default, aten.alias.default)
 
 BATCHING_RULES: dict[Any, Rule] = {
@@ -354,13 +394,7 @@ def vectorize_node(emit: Emitter, node: Node, args: list[Any], steps: int) -> Va
     Raises:
         NotALoop: There is no rule for this operation.
     """
-    rule = BATCHING_RULES.get(node.target, _pointwise if is_pointwise(node.target) else None)
-    if rule is None:
-        raise NotALoop(
-            "no-iteration-form",
-            f"{node.target} has no rule that computes all steps at once: `{expression(node)}`",
-            node,
-        )
+    rule = BATCHING_RULES.get(node.target, _pointwise if is_pointwise(node.target) else _mapped)
     try:
         new = rule(emit, node, args, steps)
     except (RuntimeError, ValueError, TypeError, AttributeError) as error:

@@ -495,7 +495,35 @@ def dtype_changes(x):
     return h
 
 
+def begins_otherwise(x):
+    h, ys = zero(x), []
+    for t in range(x.shape[1]):
+        h = h + x[:, t] / (t + 1) if t < 7 else 0.5 * h + x[:, t]
+        ys.append(h)
+    return torch.stack(ys, 1)
+
+
+def windows_of_the_past(x):
+    h, ys = zero(x), []
+    for t in range(x.shape[1]):
+        h = 0.5 * h + x[:, max(0, t - 3) : t + 1].mean(1)
+        ys.append(h)
+    return torch.stack(ys, 1)
+
+
+def shorter_last_chunk(x):
+    h, ys, size = zero(x), torch.empty_like(x[:, :-1]), 2
+    for start in range(0, x.shape[1] - 1, size):
+        end = min(start + size, x.shape[1] - 1)
+        ys[:, start:end] = x[:, start:end] + h[:, None]
+        h = 0.5 * h + x[:, start:end].sum(1) * 0.9 ** (end - start)
+    return ys
+
+
 PARTLY = [
+    (begins_otherwise, [T - 7]),
+    (windows_of_the_past, [T - 3]),
+    (shorter_last_chunk, [T // 2 - 1]),
     (exception_at_a_step, [30]),
     (shape_changes, [25]),
     (dtype_changes, [21, 18]),

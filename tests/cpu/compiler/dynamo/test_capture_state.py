@@ -1,6 +1,7 @@
 """State that loops keep in objects, dictionaries and lists is carried, and is there after the loop."""
 
 import collections
+import dataclasses
 from typing import NamedTuple
 
 import pytest
@@ -216,6 +217,90 @@ def named_tuples_of_lists(x, held):
     return pair._replace(rest=pair.rest[0])
 
 
+def pairs_in_a_list(x, held):
+    pairs, ys = [[x[:, 0] * 0, x[:, 0]], [x[:, 0], x[:, 0] * 0]], []
+    for t in range(x.shape[1]):
+        y = x[:, t]
+        for i in range(2):
+            pairs[i][0], pairs[i][1] = 0.5 * pairs[i][0] + y, pairs[i][0] + 0.25 * pairs[i][1]
+            y = pairs[i][1]
+        ys.append(y)
+    return torch.stack(ys, 1), pairs
+
+
+def dictionaries_of_layers(x, held):
+    caches, ys = [{"h": x[:, 0] * 0}, {"h": x[:, 0]}], []
+    for t in range(x.shape[1]):
+        y = x[:, t]
+        for i in range(2):
+            caches[i] = {"h": 0.5 * caches[i]["h"] + y}
+            y = caches[i]["h"].tanh()
+        ys.append(y)
+    return torch.stack(ys, 1), caches
+
+
+def dictionary_made_anew(x, held):
+    state, ys = {"h": x[:, 0] * 0, "inner": {"n": x[:, 0] * 0 + 1}}, []
+    for t in range(x.shape[1]):
+        state = {**state, "h": 0.5 * state["h"] + x[:, t], "inner": {"n": state["inner"]["n"] + 1}}
+        ys.append(state["h"] / state["inner"]["n"])
+    state["h"] = state["h"] + 1
+    held.map["last"] = state["h"]
+    return torch.stack(ys, 1), state
+
+
+def dictionary_made_by_a_function(x, held):
+    def step(u, state):
+        new = dict(state)
+        new["h"] = 0.5 * state["h"] + u
+        return new["h"].tanh(), new
+
+    state, ys = {"h": x[:, 0] * 0}, []
+    for t in range(x.shape[1]):
+        y, state = step(x[:, t], state)
+        ys.append(y)
+    return torch.stack(ys, 1)
+
+
+def dictionaries_in_a_list(x, held):
+    h, history = x[:, 0] * 0, []
+    for t in range(x.shape[1]):
+        h = 0.5 * h + x[:, t]
+        history.append({"h": h, "pair": (h * 2, x[:, t])})
+    return torch.stack([past["h"] + past["pair"][0] for past in history], 1), history[-1]
+
+
+@dataclasses.dataclass
+class Levels:
+    level: torch.Tensor
+    trends: dict
+
+    def next(self, u):
+        return Levels(0.5 * self.level + u, {"fast": 0.25 * self.trends["fast"] + u})
+
+
+@dataclasses.dataclass(frozen=True)
+class Frozen:
+    level: torch.Tensor
+    trend: torch.Tensor
+
+
+def dataclass_made_anew(x, held):
+    state, ys = Levels(x[:, 0], {"fast": x[:, 0] * 0}), []
+    for t in range(x.shape[1]):
+        state = state.next(x[:, t])
+        ys.append(state.level * state.trends["fast"])
+    state.level = state.level + 1
+    return torch.stack(ys, 1), state.level, state.trends
+
+
+def dataclass_replaced(x, held):
+    state = Frozen(x[:, 0], x[:, 0] * 0)
+    for t in range(x.shape[1]):
+        state = dataclasses.replace(state, level=0.5 * state.level + x[:, t], trend=state.level)
+    return state.level, state.trend
+
+
 def made_long_before(x, held):
     h, ys = x[:, 0] * 0, [None] * (x.shape[1] + 1)
     for t in range(x.shape[1]):
@@ -238,6 +323,9 @@ CAPTURED = [
     (dictionary_from_before, [T - 1]), (dictionary_of_layers, [T]), (dictionary_of_outputs, [T]),
     (dictionary_in_an_attribute, [T]), (list_in_an_attribute, [T - 1]), (layers_in_an_attribute, [T - 1]),
     (objects_in_a_list, [T]), (two_names_for_a_dictionary, [T]), (swapped, [T]),
+    (pairs_in_a_list, [T]), (dictionaries_of_layers, [T]),
+    (dictionary_made_anew, [T]), (dictionary_made_by_a_function, [T]), (dictionaries_in_a_list, [T]),
+    (dataclass_made_anew, [T]), (dataclass_replaced, [T]),
     (heads_of_a_step, [T]), (list_made_anew, [T]), (list_made_by_a_function, [T]), (named_tuples_of_lists, [T]),
     (made_long_before, [T]), (filled_from_behind, [T]),
 ]  # fmt: skip
@@ -257,6 +345,24 @@ def deleted_key(x, held):
     for t in range(x.shape[1]):
         h = 0.5 * h + state.pop(t)
     return h
+
+
+def object_that_is_changed_later(x, held):
+    state, ys = Levels(x[:, 0], {"fast": x[:, 0] * 0}), []
+    for t in range(x.shape[1]):
+        before, state = state, state.next(x[:, t])
+        before.level = before.level + 1
+        ys.append(state.level - before.level)
+    return torch.stack(ys, 1)
+
+
+def dictionary_with_two_names(x, held):
+    state = other = {"h": x[:, 0] * 0}
+    for t in range(x.shape[1]):
+        other = state
+        state = {"h": 0.5 * other["h"] + x[:, t]}
+    other["h"] = other["h"] * 2
+    return state["h"], other["h"]
 
 
 def number_in_an_attribute(x, held):
@@ -424,6 +530,7 @@ def made_long_before_and_read(x, held):
 AS_THEY_ARE = [
     lists_that_change_places, two_names_for_a_new_list, list_that_changes_and_is_replaced,
     the_same_list_from_the_second_step, longer_by_a_sum, made_long_before_and_read,
+    object_that_is_changed_later, dictionary_with_two_names,
     new_keys, deleted_key, number_in_an_attribute, number_in_a_dictionary, shape_of_an_attribute, window, seen,
     generator_from_outside, enumeration_from_outside,
     generator_that_never_ends, short_generator, range_from_outside,

@@ -224,6 +224,23 @@ def test_else_each_length_is_traced_with_its_number(fn, counting):
     assert all(graph for graph in counting.graphs[:4])
 
 
+def test_chunks_of_each_length_are_captured(counting):
+    """Where a chunk ends depends on the length, and so does whether the last one is shorter."""
+
+    def fn(x):
+        h, ys, size = torch.zeros_like(x[:, 0]), [], 2
+        for start in range(0, x.shape[1], size):
+            end = min(start + size, x.shape[1])
+            ys.append(x[:, start:end] + h[:, None])
+            h = 0.5 * h + x[:, start : start + size].sum(1)
+        return torch.cat(ys, 1)
+
+    compiled = torch.compile(fn, backend=counting)
+    for steps in (41, 50, 65):
+        same(compiled(xs(steps)), fn(xs(steps)))
+    assert [graph for graph in counting.graphs if graph] == [[20], [25], [32]]
+
+
 @symbolic
 @pytest.mark.parametrize("mark", ["dynamic", "mark_dynamic"])
 def test_symbols_from_the_first_call(mark, counting):

@@ -17,7 +17,7 @@ from torch._dynamo.variables import ListVariable, SymNodeVariable
 from ..induction_variable import InductionVariable
 from .lists import GrowingList
 from .locations import ListEnd, ListLocation, Local, Location
-from .variables import Refused, Translator, Variable, example, form, fresh, is_constant, lists, structure, tensors
+from .variables import Refused, Translator, Variable, changeable, example, form, fresh, is_constant, structure, tensors
 
 
 @dataclass
@@ -46,10 +46,10 @@ class CarrySpec:
         Args:
             tx: The frame.
             location: The location.
-            replaced: Whether steps are known to replace what is there: a list may also be changed as it is.
+            replaced: Whether steps are known to replace what is there: a list or an object may also be changed.
         """
         now = location.now(tx)
-        found = tensors(now) if replaced or not lists(now) else []
+        found = tensors(now) if replaced or not changeable(now) else []
         if found:
             self.carried[location] = [example(x) for x in found]
         return bool(found)

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch._dynamo.current_scope_id import current_scope_id
 from torch._dynamo.utils import set_example_value
-from torch._dynamo.variables import ConstantVariable, SymNodeVariable, TensorVariable
-from torch._dynamo.variables.base import ValueMutationNew
+from torch._dynamo.variables import ConstantVariable, ListVariable, SymNodeVariable, TensorVariable
+from torch._dynamo.variables.base import AttributeMutationNew, ValueMutationNew
 from torch._dynamo.variables.builder import wrap_fx_proxy
 from torch.fx import GraphModule, Node, Proxy
 
@@ -25,11 +25,11 @@ from .variables import (
     Refused,
     Translator,
     Variable,
+    changeable,
     example,
     form,
     fresh,
     is_constant,
-    lists,
     realized,
     rebuilt,
     tensors,
@@ -157,11 +157,13 @@ def _results(assumed: CarrySpec, found: Trace, count: Any, live: set[str], colum
         results.lasts += [location for location in unread if not isinstance(location, ListEnd)]
     met: set[int] = set()
     for location in (*results.carried, *results.lasts):
-        for x in lists(found.after[location]):
-            made = isinstance(x.mutation_type, ValueMutationNew) and x.mutation_type.scope > current_scope_id()
-            if id(x) in met or not made:
+        for x in changeable(found.after[location]):
+            mutation = x.mutation_type
+            new = isinstance(mutation, (ValueMutationNew, AttributeMutationNew))
+            if id(x) in met or not new or mutation.scope <= current_scope_id():
+                what = "a list" if type(x) is ListVariable else "an object"
                 raise Refused(
-                    "python-state", f"`{location.name}` is a list that another variable, or a step before, has"
+                    "python-state", f"`{location.name}` is {what} that another variable, or a step before, has"
                 )
             met.add(id(x))
     return results

@@ -54,7 +54,9 @@ def _capture(tx: Translator, code: LoopCode) -> None:
     elif not found.number.hold(count):
         raise Refused("step-number", found.number.decided(count, code.done))
     if count < SHORTEST:
-        raise Refused("step-number", found.number.decided(left, code.done))
+        refused = Refused("step-number", found.number.decided(left, code.done))
+        refused.alike = count
+        raise refused
     emit(tx, assumed, found, count, live)
     advance(tx, iterator, count)
 

@@ -28,7 +28,7 @@ from .iterators import ENUMERATE, element, remaining, start_enumeration
 from .trace import SHORTEST, LoopCode
 from .variables import Refused, Translator, Variable, place_of, realized, while_of
 
-# The first steps may differ (`if h is None`): so many heads of one loop are tried.
+# The first steps may differ (`if h is None`, `max(t - 3, 0)`): so many heads of one loop are tried.
 HEADS = 3
 # A shorter ``while`` is hardly one over time: there are those that double their step.
 LONG = 32
@@ -41,13 +41,28 @@ def notes() -> list[str]:
 
 
 @dataclass
+class _Met:
+    """How often the loop of an iterator was met, how often tried, and at which head to try next.
+
+    The iterator is kept, so that its identity stays its own.
+    """
+
+    iterator: Any
+    heads: int = 0
+    tries: int = 0
+    next: int = 0
+    # Whether it was refused for what a step decides on its number: the first such decision is what a person is told.
+    decided: bool = False
+
+
+@dataclass
 class _State:
     """What one compile knows of its loops."""
 
     # Whether a body is being traced.
     busy: bool = False
-    # How often the loop of an iterator was met. The iterator is kept, so that its identity stays its own.
-    met: dict[int, tuple[Any, int]] = field(default_factory=dict)
+    # The loops that were met, by iterator.
+    met: dict[int, _Met] = field(default_factory=dict)
     # How often a ``while`` went back, by frame and instruction.
     turns: dict[tuple[Translator, int], int] = field(default_factory=dict)
     # Why loops of yet unknown length were not captured, and why long loops were not, by location in the code.
@@ -89,16 +104,17 @@ def _meet(tx: Translator, iterator: Variable, count: int | None, code: Callable[
         if count is not None and code() is not None:
             raise Refused("loop-inside", "the loop contains another long loop", *place_of(tx, tx.current_instruction))
         return
-    _, met = state.met.get(id(iterator), (iterator, 0))
-    state.met[id(iterator)] = iterator, met + 1
+    loop = state.met.setdefault(id(iterator), _Met(iterator))
+    met, loop.heads = loop.heads, loop.heads + 1
     where, _ = place_of(tx, tx.current_instruction)
     where = where or f"{tx.f_code.co_filename}:{tx.lineno}"
     if count is None and met + 1 == SHORTEST:
         state.refused[where] = state.doubts.get(where) or _advice(
             Refused("sequence-unknown", "only running the iterator can tell when it ends"), where
         )
-    if met >= HEADS:
+    if loop.tries >= HEADS or met < loop.next:
         return
+    loop.tries += 1
     reasons = state.doubts if count is None else state.refused
     state.busy = True
     try:
@@ -109,7 +125,11 @@ def _meet(tx: Translator, iterator: Variable, count: int | None, code: Callable[
     except RestartAnalysis:
         raise
     except Exception as error:  # whatever it is: the loop is traced step by step
-        reasons[where] = _advice(_by_deque(tx, error) or error, where)
+        decided = isinstance(error, Refused) and error.reason == "step-number"
+        if not (decided and loop.decided):
+            reasons[where] = _advice(_by_deque(tx, error) or error, where)
+        loop.decided = decided
+        loop.next = met + (error.alike if isinstance(error, Refused) else 1)
     finally:
         state.busy = False
 

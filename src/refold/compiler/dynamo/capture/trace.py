@@ -21,13 +21,25 @@ from torch._ops import HigherOrderOperator
 from torch.fx import Graph, Node, Proxy
 
 from ...ir.source import expression, located
-from ..induction_variable import InductionVariable
+from ..induction_variable import InductionVariable, depends_on_iteration
 from .carried import CarrySpec
 from .iterators import Calls, Element, Items, Numbers
 from .lists import GrowingList, SequenceView
 from .locations import AttributeRecorder, DictRecorder, ListEnd, ListLocation, ListRecorder, Local, Location, containers
 from .side_effects import rolled_back, snapshot
-from .variables import Refused, Translator, Variable, name_of, place_of, placeholder, realized, rebuilt, tensors
+from .variables import (
+    Refused,
+    Translator,
+    Variable,
+    attributes,
+    changeable,
+    name_of,
+    place_of,
+    placeholder,
+    realized,
+    rebuilt,
+    tensors,
+)
 
 # Shorter loops are cheap to trace, and often loops over layers; more of a list's items are not carried either.
 SHORTEST = 16
@@ -123,6 +135,8 @@ class _Tracing:
         self.given = {location: location.now(tx) for location in assumed.carried}
         self.tracer: Any = None
         self.step: Any = None
+        # Objects among what is assumed of the state, with what their attributes held.
+        self.objects: list[tuple[Variable, dict[str, Variable]]] = []
 
     def run(self) -> Trace | None:
         """Trace; None if the form was changed for another attempt."""
@@ -165,6 +179,8 @@ class _Tracing:
         try:
             carried = self._begin()
             self._run_body()
+            if any(attributes(x) != before for x, before in self.objects):
+                raise Refused("python-state", "a step changes an object that the step before made")
             after: dict[Location, Variable | None] = {x: x.now(tx) for x in self._locations()}
             for x in writable:
                 after |= x.changed(tx)
@@ -190,7 +206,9 @@ class _Tracing:
         for location, examples in assumed.carried.items():
             values = [placeholder(tx, self.tracer, "carried", like) for like in examples]
             nodes[location] = [x.as_proxy().node for x in values]
-            location.put(tx, rebuilt(tx, self.given[location], iter(values), frozen=True))
+            state = rebuilt(tx, self.given[location], iter(values), frozen=True)
+            self.objects += [(x, dict(attributes(x))) for x in changeable(state)]
+            location.put(tx, state)
         step = self.tracer.create_graph_input("step", int, self.number.symint)
         self.step = step.node
         counted = SymNodeVariable.create(tx, step, self.number.symint)
@@ -242,7 +260,7 @@ class _Tracing:
         """Assume more of a list that was read: that its ends are carried, or that it does not grow."""
         assumed, (front, back) = self.assumed, growing.wants
         end = ListEnd(growing.owner, max(front, back), bool(front), growing.name)
-        if 0 < end.count < SHORTEST and tensors(end.now(self.tx)):
+        if 0 < end.count < SHORTEST and tensors(end.now(self.tx)) and not changeable(end.now(self.tx)):
             for location in [x for x in assumed.carried if isinstance(x, ListEnd) and x.owner is end.owner]:
                 if location.at_front == end.at_front:
                     del assumed.carried[location]
@@ -255,7 +273,10 @@ class _Tracing:
     def _learns_of_writes(self) -> bool:
         """Assume that short lists of tensors do not stay as they are but are written to."""
         short = [x for x in self.assumed.plain if len(x.items) < SHORTEST]
-        written = [x for x in short if self.assumed.carry(self.tx, ListLocation(x, name_of(self.tx, x)))]
+        written: list[Any] = []
+        for replaced in (False, True):  # what lists and dictionaries hold, before the lists that hold these
+            locations = {x: ListLocation(x, name_of(self.tx, x)) for x in short if not written}
+            written += [x for x, location in locations.items() if self.assumed.carry(self.tx, location, replaced)]
         self.assumed.plain -= set(written)
         return bool(written)
 
@@ -269,6 +290,8 @@ def _create_proxy(
     """
     if kind == "call_method" and target == "item" and args[0].node.graph is tx.output.root_tracer.graph:
         return tx.output.root_tracer.create_proxy(kind, target, args, kwargs, *rest, **more)
+    if target in (torch.sym_min, torch.sym_max) and (chosen := _chosen(target, args)) is not None:
+        return chosen
     if (
         kind == "call_function"
         and target in (operator.getitem, operator.setitem)
@@ -293,6 +316,19 @@ def _create_proxy(
         if locations:
             args = (x, entries or Ellipsis, *args[2:])
     return create(kind, target, args, kwargs, *rest, **more)
+
+
+def _chosen(target: Any, args: Any) -> Any:
+    """Decide on which side of a limit a number is that moves with the step, as for the last chunk of a sequence.
+
+    What it decides is a guard on the step's number. None stands for nothing to decide.
+    """
+    moving = [x for x in args if isinstance(_example(x), torch.SymInt) and depends_on_iteration(_example(x))]
+    if len(args) != 2 or len(moving) != 1 or moving[0].node.op != "call_function":
+        return None
+    (own,), limit = moving, args[args[0] is moving[0]]
+    value, end = _example(own), _example(limit) if isinstance(limit, Proxy) else limit
+    return own if bool(value <= end if target is torch.sym_min else value >= end) else None
 
 
 def _example(x: Any) -> Any:

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
 import linecache
 from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._dynamo.variables import (
     ConstantVariable,
+    ConstDictVariable,
     LazyVariableTracker,
     ListVariable,
     TensorVariable,
     TupleVariable,
+    UserDefinedClassVariable,
 )
-from torch._dynamo.variables.base import ValueMutationNew, VariableTracker
+from torch._dynamo.variables.base import AttributeMutationNew, ValueMutationNew, VariableTracker
 from torch._dynamo.variables.builder import wrap_fx_proxy
 
 from ...ir.source import iterated, named, segment
@@ -27,7 +31,13 @@ Variable = Any
 
 
 class Refused(Refusal):
-    """A loop is not captured."""
+    """A loop is not captured.
+
+    Attributes:
+        alike: How many steps from this one on are alike, if another one is what it is refused for.
+    """
+
+    alike = 1
 
 
 def not_carried(names: str) -> Refused:
@@ -88,16 +98,24 @@ def tensors(x: Variable) -> list[Variable]:
     return [y for part in parts for y in part] if all(parts) else []
 
 
-def lists(x: Variable) -> list[ListVariable]:
-    """Return the lists that a variable consists of."""
+def changeable(x: Variable) -> list[Variable]:
+    """Return the lists, dictionaries and objects that a variable consists of."""
     x = realized(x)
-    return [*([x] if type(x) is ListVariable else []), *(y for item in _items(x) for y in lists(item))]
+    own = [x] if type(x) is ListVariable or _is_dict(x) or _fields(x) is not None else []
+    return [*own, *(y for item in _items(x) for y in changeable(item))]
+
+
+def attributes(x: Variable) -> dict[str, Variable]:
+    """Return what an object that was made in the compiled code has in its attributes."""
+    tx: Any = InstructionTranslator.current_tx()
+    return tx.output.side_effects.store_attr_mutations.get(x, {})
 
 
 def structure(x: Variable) -> Any:
     """Return how a variable consists of tensors: equal for equal nests."""
     x = realized(x)
-    return _named_tuple(x) or type(x), [structure(item) for item in _items(x)]
+    names = [key.vt.as_python_constant() for key in x.items] if _is_dict(x) else _fields(x)
+    return _named_tuple(x) or (type(x.value) if _fields(x) else type(x)), names, [structure(item) for item in _items(x)]
 
 
 def rebuilt(tx: Translator, x: Variable, values: Iterator[Variable], frozen: bool = False) -> Variable:
@@ -107,7 +125,7 @@ def rebuilt(tx: Translator, x: Variable, values: Iterator[Variable], frozen: boo
         tx: The frame.
         x: The variable.
         values: The tensors.
-        frozen: Whether Dynamo refuses to change lists: another variable may stand for the same one.
+        frozen: Whether Dynamo refuses to change lists and dictionaries: another variable may stand for the same one.
     """
     x = realized(x)
     if type(x) is TensorVariable:
@@ -115,12 +133,38 @@ def rebuilt(tx: Translator, x: Variable, values: Iterator[Variable], frozen: boo
     items = [rebuilt(tx, item, values, frozen) for item in _items(x)]
     if type(x) is ListVariable:
         return ListVariable(items, mutation_type=None if frozen else ValueMutationNew())
+    if _is_dict(x):
+        entries = dict(zip(x.items, items, strict=True))
+        return ConstDictVariable(entries, mutation_type=None if frozen else ValueMutationNew())
+    if _fields(x) is not None:
+        return UserDefinedClassVariable(type(x.value), source=x.cls_source).call_function(tx, items, {})
     kind = _named_tuple(x)
     return TupleVariable(items) if kind is None else VariableTracker.build(tx, kind).call_function(tx, items, {})
 
 
 def _items(x: Variable) -> list[Variable]:
+    if _is_dict(x):
+        return list(x.items.values())
+    if (fields := _fields(x)) is not None:
+        return [attributes(x)[name] for name in fields]
     return list(x.items) if type(x) in (TupleVariable, ListVariable) or _named_tuple(x) else []
+
+
+def _is_dict(x: Variable) -> bool:
+    """Tell whether a variable is a plain dictionary with constants for keys."""
+    return type(x) is ConstDictVariable and x.user_cls is dict and all(key.vt.is_python_constant() for key in x.items)
+
+
+def _fields(x: Variable) -> list[str] | None:
+    """Return the fields of a dataclass that the compiled code makes of them and nothing else; None of anything else."""
+    made = isinstance(getattr(x, "mutation_type", None), AttributeMutationNew)
+    if not made or not dataclasses.is_dataclass(getattr(x, "value", None)):
+        return None
+    fields = dataclasses.fields(x.value)
+    names = [field.name for field in fields]
+    plain = x.value.__dataclass_params__.init and all(field.init and not field.kw_only for field in fields)
+    plain = plain and not hasattr(x.value, "__post_init__")
+    return names if plain and names and set(attributes(x)) == set(names) else None
 
 
 def _named_tuple(x: Variable) -> type | None:
