@@ -187,6 +187,20 @@ def test_rows_are_stored_by_machine_and_suite_in_place_of_older_ones(tmp_path):
         rows.store([{"case": "1"}], results)
 
 
+@pytest.mark.parametrize(
+    ("text", "kept"),
+    [
+        ("layer.py --set fused=/home/a.b/fused-1/x", "layer.py --set fused=x"),
+        ("/opt/venv/lib/python3.11/site-packages/transformers/models/a.py:7: y", "transformers/models/a.py:7: y"),
+        ("tokens/s, https://a.org/b/c, ../a/b.py, src/a/b.py, 1 / 2 / 3", None),
+    ],
+)
+def test_stored_rows_name_no_folder_of_the_machine(text, kept, tmp_path):
+    env = {"processor": "a", "threads": 1}
+    rows.store([{"suite": "cpu", "device": "cpu", "command": text, "env": env}], tmp_path)
+    assert rows.stored(tmp_path, "a-1-thread", "cpu")[0]["command"] == (kept or text)
+
+
 @pytest.mark.skipif(find_spec("mamba_ssm") is not None, reason="mamba-ssm is installed")
 def test_what_could_not_run_says_so_and_is_tried_again():
     model = Mamba2Config(vocab_size=64, nlayers=1, mixer=MIXER)

@@ -32,6 +32,7 @@ def test_stored_rows_lie_where_they_belong_once_each():
         assert {rows.place(results, rows.machine(row), row["suite"]) for row in found} == {path}
         assert {row["suite"] for row in found} <= SUITES.keys()
         assert len({rows.identity(row) for row in found}) == len(found), f"{path}: use refold bench store"
+        assert rows.without_folders(path.read_text()) == path.read_text(), f"{path} names folders of a machine"
 
 
 def test_every_suite_is_shown_somewhere():

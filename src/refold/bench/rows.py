@@ -189,6 +189,7 @@ def store(new: Iterable[Row], results: Path) -> dict[Path, tuple[int, int, int]]
     """Put rows where figures and tables find them, in place of older rows of the same measurement.
 
     What was not run does not replace what was measured, and a row of an earlier day does not replace a later one.
+    Absolute paths lose their folders, which only the machine had.
 
     Returns:
         For each file: how many rows were replaced, how many were added, and how many others it has.
@@ -207,10 +208,19 @@ def store(new: Iterable[Row], results: Path) -> dict[Path, tuple[int, int, int]]
             found[key] = row
             kept.discard(key)
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("".join(json.dumps(row) + "\n" for row in found.values()))
+        path.write_text("".join(without_folders(json.dumps(row)) + "\n" for row in found.values()))
         replaced = len(old) - len(kept)
         counts[path] = (replaced, len(found) - len(old), len(kept))
     return counts
+
+
+def without_folders(text: str) -> str:
+    """Return a text whose absolute paths are names of files, or of files in an installed package."""
+    return re.sub(r"(?<![\w.:/])/(?:[\w.+-]+/)+(?=[\w.+-])", lambda found: _installed(found[0]), text)
+
+
+def _installed(folder: str) -> str:
+    return folder.partition("/site-packages/")[2]
 
 
 def _replaces(new: Row, old: Row) -> bool:
