@@ -11,9 +11,9 @@ def flat(results):
     return [results] if isinstance(results, torch.Tensor) else list(results)
 
 
-def compiled(fn):
+def compiled(fn, **options):
     torch._dynamo.reset()
-    return refold.compile(fn, accept="always", strict=True)
+    return refold.compile(fn, accept="always", strict=True, **options)
 
 
 def operators(run):

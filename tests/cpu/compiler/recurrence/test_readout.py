@@ -102,7 +102,7 @@ def test_values(fn, operator, batch, dtype):
 
 @pytest.mark.parametrize(("fn", "operator"), FOUND, ids=[fn.__name__ for fn, _ in FOUND])
 def test_gradients(fn, operator):
-    run, results = compiled(fn), []
+    run, results = compiled(fn, verify="off"), []  # its own bound is that of this test
     for program in (run, fn):
         leaves = [x.requires_grad_() for x in inputs()]
         loss = sum(y.square().sum() for y in flat(program(*leaves)))

@@ -43,6 +43,17 @@ def capture_loop(tx: Translator, code: LoopCode) -> None:
 
 
 def _capture(tx: Translator, code: LoopCode) -> None:
+    try:
+        return _captured(tx, code)
+    except RestartAnalysis:
+        raise
+    except Exception:  # limits of the step's number that are no arithmetic may be decided
+        if not code.limited:
+            raise
+    return _captured(tx, dataclasses.replace(code, decides=True))
+
+
+def _captured(tx: Translator, code: LoopCode) -> None:
     live = live_at(tx.instructions, tx.instructions[code.head])
     assumed, found = find(tx, code, live)
     iterator = realized(tx.stack[-1])

@@ -10,7 +10,7 @@ import contextlib
 import functools
 import operator
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -67,6 +67,10 @@ class LoopCode:
     element: Element
     # How many of its steps were traced before this attempt.
     done: int = 0
+    # Whether it is decided, for a step, on which side of a limit its number is: `min(t, 5)` is arithmetic otherwise.
+    decides: bool = False
+    # Numbers with a limit that were met.
+    limited: list[Any] = field(default_factory=list, compare=False)
 
     @property
     def begin(self) -> int:
@@ -147,7 +151,7 @@ class _Tracing:
                 tx.output.subtracer("refold_loop", None) as self.tracer,
                 contextlib.ExitStack() as stand_ins,
             ):
-                self.tracer.create_proxy = functools.partial(_create_proxy, tx, self.tracer.create_proxy)
+                self.tracer.create_proxy = functools.partial(_create_proxy, tx, self.code, self.tracer.create_proxy)
                 made: list[Any] = [AttributeRecorder(tx)]
                 stand_ins.callback(made[0].restore)
                 for x in containers(tx):
@@ -282,7 +286,15 @@ class _Tracing:
 
 
 def _create_proxy(
-    tx: Translator, create: Callable[..., Any], kind: str, target: Any, args: Any, kwargs: Any, *rest: Any, **more: Any
+    tx: Translator,
+    code: LoopCode,
+    create: Callable[..., Any],
+    kind: str,
+    target: Any,
+    args: Any,
+    kwargs: Any,
+    *rest: Any,
+    **more: Any,
 ) -> Any:
     """Create a proxy; positions that depend on the step are selected first, for indexing makes them constants.
 
@@ -290,8 +302,10 @@ def _create_proxy(
     """
     if kind == "call_method" and target == "item" and args[0].node.graph is tx.output.root_tracer.graph:
         return tx.output.root_tracer.create_proxy(kind, target, args, kwargs, *rest, **more)
-    if target in (torch.sym_min, torch.sym_max) and (chosen := _chosen(target, args)) is not None:
-        return chosen
+    if target in (torch.sym_min, torch.sym_max):
+        code.limited.append(target)
+        if code.decides and (chosen := _chosen(target, args)) is not None:
+            return chosen
     if (
         kind == "call_function"
         and target in (operator.getitem, operator.setitem)
