@@ -1,4 +1,4 @@
-"""One token of an accelerated Mamba-2 layer in three launches equals its ordinary forward.
+"""One token of an accelerated Mamba layer in three or four launches equals its ordinary forward.
 
 Without a GPU the kernels are interpreted, in a process of its own.
 """
@@ -37,6 +37,12 @@ CASES = [  # family, rows, dtype, changes, layers that have the form
     ("zamba2", 1, torch.float32, {}, 3),
     ("falcon_h1", 1, torch.float32, {}, 0),
     ("falcon_h1-normed", 1, torch.float32, {}, 0),
+    ("mamba", 1, torch.float32, {}, 2),
+    ("mamba", 3, torch.bfloat16, {"residual_in_fp32": False, "use_conv_bias": False}, 2),
+    ("falcon_mamba", 1, torch.float32, {}, 2),
+    ("falcon_mamba", 3, torch.bfloat16, {}, 2),
+    ("jamba", 1, torch.float32, {}, 2),
+    ("jamba", 3, torch.bfloat16, {}, 2),
     ("mamba2", 3, torch.float32, SMALL, 0),  # the kernels take several rows in 16 bits only
 ]
 
@@ -73,7 +79,8 @@ def fused(monkeypatch):
 
 
 def called(model):
-    return "cache_params" if type(model).__name__.startswith("Mamba2") else "past_key_values"
+    kind = type(model).__name__.removesuffix("ForCausalLM")
+    return "cache_params" if kind in ("Mamba", "FalconMamba", "Mamba2") else "past_key_values"
 
 
 def decode(model, ids, prompt=6):
@@ -139,6 +146,28 @@ def test_a_planted_bug_is_found(bug, fused, monkeypatch):
         return project(x, weight, bias, norm, eps, group, gated, convolution, onto, out=out)
 
     monkeypatch.setattr(kernels, "project", planted)
+    with pytest.raises(AssertionError):
+        compare(model, ids, *results)
+    assert fused
+
+
+@here
+@pytest.mark.parametrize("bug", ["no norms", "norms without weights", "the bias is left out", "z and x change places"])
+def test_a_planted_bug_of_a_selective_scan_is_found(bug, fused, monkeypatch):
+    model, ids = prepared("jamba", 1, torch.float32, {})
+    kernels, results = decoding.kernels(ids), ordinary(model, ids, monkeypatch)
+    scan_ = kernels.selective_scan_
+
+    def planted(x, dt, B, C, z, dt_proj, dt_bias, A_log, D, state, active, eps, norms):
+        if bug.startswith("no"):
+            eps, norms = None if bug == "no norms" else eps, None
+        elif bug.startswith("the"):
+            dt_bias = torch.zeros_like(dt_bias)
+        else:
+            x, z = z, x
+        return scan_(x, dt, B, C, z, dt_proj, dt_bias, A_log, D, state, active, eps, norms)
+
+    monkeypatch.setattr(kernels, "selective_scan_", planted)
     with pytest.raises(AssertionError):
         compare(model, ids, *results)
     assert fused
@@ -263,6 +292,23 @@ def test_whatever_is_unusual_runs_the_ordinary_forward(way, fused, monkeypatch):
         assert (found - expected).abs().max() <= (64 * 2**-24 * expected.abs().max() if way is None else 0)
     widths = {copied.layers[0].conv_states[0].shape[-1] for copied in caches}
     assert widths == {4 + 2 * (way == "past")}
+
+
+@here
+@pytest.mark.parametrize("way", ["", "x_proj", "dt_proj", "dt_layernorm", "another norm", "no bias"])
+def test_unusual_parts_of_a_selective_layer_run_the_ordinary_forward(way, fused):
+    model, ids = prepared("falcon_mamba", 1, torch.float32, {})
+    mixer = model.backbone.layers[0].mixer
+    with torch.no_grad():
+        cache = model(ids, use_cache=True).cache_params
+        if way == "another norm":
+            mixer.c_layernorm = nn.RMSNorm(8, device=DEVICE)
+        elif way == "no bias":
+            mixer.dt_proj.bias = None
+        elif way:
+            getattr(mixer, way).register_forward_hook(hook)
+        model.backbone.layers[0](torch.randn(1, 1, 48, device=DEVICE), cache_params=cache)
+    assert len(fused) == (not way)
 
 
 @here

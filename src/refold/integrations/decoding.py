@@ -1,8 +1,8 @@
-"""One token per row on a GPU, without gradients: a Mamba-2 layer in three launches, as in a lean model.
+"""One token per row on a GPU, without gradients: a layer of Mamba-2 in three launches, of Mamba-1 in four.
 
-The kernels are those of ``refold.models.torch``: a product with the norm before it and the convolution after it, the
-scan's step, and a product with the norm before it and the sum after it. They read weights directly and write to the
-tensors of transformers' cache. `ready` says when that gives what the ordinary forward would give; else that one runs.
+The kernels are those of ``refold.models.torch``: products with the norm before them and the convolution or the sum
+after them, and the steps of the scans. They read weights directly and write to the tensors of transformers' cache.
+`ready` says when that gives what the ordinary forward would give; else that one runs.
 
 Several of these kernels may be under way at once, and each reads states before it waits for those before it. So
 between two tokens of one layer another kind of kernel must run. In a model, the embedding and the head are such.
@@ -10,7 +10,7 @@ between two tokens of one layer another kind of kernel must run. In a model, the
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,19 @@ from refold.models.torch.layers import kernels
 from refold.ops.torch import private
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+BLOCKS = {"MambaBlock": "MambaRMSNorm", "FalconMambaBlock": "FalconMambaRMSNorm", "Mamba2Block": "Mamba2RMSNorm"}
+"""Name of a block of transformers that is a norm, a layer and a sum -> the name of its norm."""
 _any_global_hook = getattr(_modules, "_has_any_global_hook", lambda: True)  # without the name, as if there were one
+
+
+def mamba(
+    self: Any, hidden_states: Tensor, cache_params: Any = None, attention_mask: Tensor | None = None, **kwargs: Any
+) -> Tensor:
+    """Forward of a Mamba-1 layer: in four launches if it is `ready`, else `mixers.mamba`."""
+    held = ready(self, hidden_states, cache_params, attention_mask, kwargs)
+    if held is None:
+        return mixers.mamba(self, hidden_states, cache_params, attention_mask, **kwargs)
+    return _step_(self, hidden_states[:, 0], *held, dtype=hidden_states.dtype)
 
 
 def mamba2(
@@ -34,14 +46,14 @@ def mamba2(
     return _step_(self, hidden_states[:, 0], *held, dtype=hidden_states.dtype)
 
 
-def mamba2_block(
+def block(
     self: Any, hidden_states: Tensor, cache_params: Any = None, attention_mask: Tensor | None = None, **kwargs: Any
 ) -> Tensor | None:
-    """Return ``hidden_states + mixer(norm(hidden_states))`` of a ``Mamba2Block``; None if it is not `ready`."""
+    """Return ``hidden_states + mixer(norm(hidden_states))`` of one of `BLOCKS`; None if it is not `ready`."""
     norm, mixer = self.norm, self.mixer
-    if type(mixer).forward is not mamba2 or not all(map(mixers._untouched, (mixer, norm))):
+    if type(mixer).forward not in (mamba, mamba2) or not all(map(mixers._untouched, (mixer, norm))):
         return None
-    if type(norm).__name__ != "Mamba2RMSNorm" or not type(norm).__module__.startswith("transformers.models."):
+    if type(norm).__name__ not in BLOCKS.values() or not type(norm).__module__.startswith("transformers.models."):
         return None
     held = ready(mixer, hidden_states, cache_params, attention_mask, kwargs, norm=norm.weight)
     if held is None:
@@ -51,9 +63,9 @@ def mamba2_block(
     return _step_(mixer, x, *held, dtype=dtype, norm=norm.weight, eps=norm.variance_epsilon, onto=x)
 
 
-def is_mamba2_block(kind: type) -> bool:
-    """Whether blocks of this class run the forward of transformers' ``Mamba2Block``."""
-    bases = [base for base in kind.__mro__ if base.__name__ == "Mamba2Block"]
+def is_block(kind: type) -> bool:
+    """Whether blocks of this class run the forward of one of `BLOCKS`."""
+    bases = [base for base in kind.__mro__ if base.__name__ in BLOCKS]
     return any(
         base.__module__.startswith("transformers.models.") and kind.forward is base.forward  # type: ignore[attr-defined]
         for base in bases
@@ -76,55 +88,117 @@ def ready(
         return None
     if x.ndim != 3 or x.shape[1] != 1 or x.numel() == 0 or mask is not None or mixers._documents(given) is not None:
         return None
+    if type(self.conv1d) is not nn.Conv1d or self.activation not in ("silu", "swish"):
+        return None
+    sizes = _mamba1(self) if hasattr(self, "x_proj") else _mamba2(self)
+    states = _states(cache, self.layer_idx)
+    if sizes is None or states is None:
+        return None
+    linears = [self.in_proj, self.out_proj, *sizes.linears]
+    if any(type(module) is not nn.Linear for module in linears):
+        return None
+    if not all(map(mixers._untouched, (self.conv1d, *linears))):
+        return None
 
-    before, conv, after = self.in_proj, self.conv1d, self.out_proj
-    if type(before) is not nn.Linear or type(conv) is not nn.Conv1d or type(after) is not nn.Linear:
+    (window, state), dtype, width = states, self.in_proj.weight.dtype, self.conv_kernel_size
+    shapes = [
+        (window, (len(x), sizes.channels, width)),
+        (state, (len(x), *sizes.state)),
+        (self.in_proj.weight, (sizes.columns, x.shape[-1])),
+        (self.conv1d.weight, (sizes.channels, 1, width)),
+        (self.out_proj.weight, (x.shape[-1], sizes.inner)),
+        *sizes.parameters,
+    ]
+    if norm is not None:
+        shapes.append((norm, (x.shape[-1],)))
+    if any(tuple(a.shape) != shape for a, shape in shapes):
         return None
-    if not all(map(mixers._untouched, (before, conv, after))) or self.activation not in ("silu", "swish"):
+    biases = [module.bias for module in (*linears, self.conv1d) if module.bias is not None]
+    for a in (*(a for a, _ in shapes), *biases):  # quantised and sharded weights are of other types
+        if type(a) not in (Tensor, nn.Parameter, nn.Buffer) or a.device != x.device or a.dtype not in DTYPES:
+            return None
+        if not a.is_contiguous():
+            return None
+    if any(module.weight.dtype != dtype for module in linears):
         return None
+    if (x if norm is None else norm).dtype != dtype or x.dtype not in DTYPES:
+        return None
+    taken = all(
+        fused.takes(x[:, 0], module.weight, sizes.group if module is self.out_proj else None)
+        for module in linears
+        if module is not getattr(self, "dt_proj", None)
+    )
+    return states if taken else None
+
+
+class _Sizes(NamedTuple):
+    """Sizes that the weights and states of a layer must have.
+
+    Attributes:
+        inner: Channels of the scan.
+        channels: Channels of the convolution.
+        columns: Channels of the first product.
+        state: Sizes of a row's state.
+        group: Channels that the norm before the last product takes together; None without that norm.
+        linears: Products between the first and the last.
+        parameters: Other parameters, with the shapes that they must have.
+    """
+
+    inner: int
+    channels: int
+    columns: int
+    state: tuple[int, ...]
+    group: int | None
+    linears: tuple[nn.Module, ...]
+    parameters: list[tuple[Any, tuple[int, ...]]]
+
+
+def _mamba1(self: Any) -> _Sizes | None:
+    """Return the sizes of a Mamba-1 layer; None if it is not as transformers made it."""
+    inner, n, rank = self.intermediate_size, self.ssm_state_size, self.time_step_rank
+    norms = _selection_norms(self)
+    if norms is None or getattr(self.dt_proj, "bias", None) is None:
+        return None
+    parameters = [
+        (self.A_log, (inner, n)), (self.D, (inner,)), (self.dt_proj.bias, (inner,)),
+        (self.x_proj.weight, (rank + 2 * n, inner)), (self.dt_proj.weight, (inner, rank)),
+        *zip(norms[1] or (), ((rank,), (n,), (n,)), strict=False),
+    ]  # fmt: skip
+    return _Sizes(inner, inner, 2 * inner, (inner, n), None, (self.x_proj, self.dt_proj), parameters)
+
+
+def _mamba2(self: Any) -> _Sizes | None:
+    """Return the sizes of a Mamba-2 layer; None if it is not as transformers made it, or has other factors."""
     if getattr(self, "ssm_in_multiplier", None) is not None or not getattr(self, "mamba_rms_norm", True):
         return None
     options = mixers._norm_options(self.norm)
     if options is None or options["norm_before_gate"]:
         return None
+    inner, channels = self.num_heads * self.head_dim, self.conv_dim
+    if self.num_heads % self.n_groups or channels != inner + 2 * self.n_groups * self.ssm_state_size:
+        return None
+    state = self.num_heads, self.head_dim, self.ssm_state_size
+    parameters: list[Any] = [(a, (self.num_heads,)) for a in (self.A_log, self.D, self.dt_bias)]
+    parameters.append((self.norm.weight, (inner,)))
+    return _Sizes(inner, channels, inner + channels + self.num_heads, state, options["group_size"], (), parameters)
 
-    states = _states(cache, self.layer_idx)
-    if states is None:
-        return None
-    window, state = states
-    heads = (self.A_log, self.D, self.dt_bias)
-    biases = [b for b in (before.bias, conv.bias, after.bias) if b is not None]
-    weights = [*heads, *biases, conv.weight, self.norm.weight, before.weight, after.weight, window, state]
-    if norm is not None:
-        weights.append(norm)
-    device, dtype = x.device, before.weight.dtype
-    for a in weights:  # quantised and sharded weights are of other types
-        if type(a) not in (Tensor, nn.Parameter) or a.device != device or a.dtype not in DTYPES:
-            return None
-        if not a.is_contiguous():
-            return None
-    if after.weight.dtype != dtype or (x if norm is None else norm).dtype != dtype or x.dtype not in DTYPES:
-        return None
 
-    batch, width, inner = len(x), self.conv_kernel_size, self.num_heads * self.head_dim
-    groups = self.n_groups * self.ssm_state_size
-    shapes = [
-        (window, (batch, self.conv_dim, width)),
-        (state, (batch, self.num_heads, self.head_dim, self.ssm_state_size)),
-        (before.weight, (inner + self.conv_dim + self.num_heads, x.shape[-1])),
-        (conv.weight, (inner + 2 * groups, 1, width)),
-        (self.norm.weight, (inner,)),
-        (after.weight, (x.shape[-1], inner)),
-        *((a, (self.num_heads,)) for a in heads),
-    ]
-    if self.num_heads % self.n_groups or self.conv_dim != inner + 2 * groups:
+def _selection_norms(self: Any) -> tuple[float | None, tuple[Tensor, Tensor, Tensor] | None] | None:
+    """Return eps and weights of a Mamba-1 layer's norms of dt, B and C, as `steps.selective_scan_` takes them.
+
+    None if the norms must be called: they were changed, or are unknown.
+    """
+    if not hasattr(self, "dt_layernorm"):
+        return None, None
+    norms = self.dt_layernorm, self.b_layernorm, self.c_layernorm
+    kind = type(norms[0])
+    if not kind.__module__.startswith("transformers.models.") or not all(map(mixers._untouched, norms)):
         return None
-    if norm is not None:
-        shapes.append((norm, (x.shape[-1],)))
-    if any(tuple(a.shape) != shape for a, shape in shapes):
+    name = {"FalconMambaWeightlessRMSNorm": "eps", "JambaRMSNorm": "variance_epsilon"}.get(kind.__name__, "")
+    eps = {getattr(norm, name, None) if type(norm) is kind else None for norm in norms}
+    if len(eps) != 1 or None in eps:
         return None
-    taken = fused.takes(x[:, 0], before.weight, None) and fused.takes(x[:, 0], after.weight, options["group_size"])
-    return (window, state) if taken else None
+    return eps.pop(), None if name == "eps" else tuple(norm.weight for norm in norms)  # type: ignore[return-value]
 
 
 def _states(cache: Any, layer: int) -> tuple[Tensor, Tensor] | None:
@@ -149,22 +223,44 @@ def _step_(
     The window of transformers' cache holds one input more than the convolution needs, and the first is never read.
     """
     fused: Any = kernels(x)
-    inner, groups = self.num_heads * self.head_dim, (self.n_groups, self.ssm_state_size)
-    taps, options = self.conv1d.weight[:, 0], mixers._norm_options(self.norm)
-    assert options is not None
+    one, weight = hasattr(self, "x_proj"), self.out_proj.weight
+    convolution = (window[..., 1:], self.conv1d.weight[:, 0], self.conv1d.bias, None, 0 if one else weight.shape[1])
     with torch.cuda.device_of(x):
         projected = fused.project(
-            x, self.in_proj.weight, self.in_proj.bias, norm, eps, None, False,
-            (window[..., 1:], taps, self.conv1d.bias, None, inner),
+            x, self.in_proj.weight, self.in_proj.bias, norm, eps, None, False, convolution
         )  # fmt: skip
-        z, inputs, B, C, dt = projected.split([inner, inner, *2 * [groups[0] * groups[1]], self.num_heads], -1)
-        y = fused.ssd_(
-            inputs.unflatten(-1, state.shape[1:3]), B.unflatten(-1, groups), C.unflatten(-1, groups), dt,
-            z.unflatten(-1, state.shape[1:3]), self.A_log, self.D, self.dt_bias, tuple(self.time_step_limit), state,
-            None,
-        )  # fmt: skip
-        weight = self.out_proj.weight
+        y, *last = (_mamba1_scan_ if one else _mamba2_scan_)(self, fused, projected, state)
         return fused.project(
-            y.flatten(-2), weight, self.out_proj.bias, self.norm.weight, options["eps"], options["group_size"], False,
-            onto=onto, out=torch.empty(len(x), len(weight), dtype=dtype, device=x.device),
+            y, weight, self.out_proj.bias, *last, False, onto=onto,
+            out=torch.empty(len(x), len(weight), dtype=dtype, device=x.device),
         )[:, None]  # fmt: skip
+
+
+def _mamba1_scan_(
+    self: Any, fused: Any, projected: Tensor, state: Tensor
+) -> tuple[Tensor, Tensor | None, float, int | None]:
+    """Return the gated output ``(b, d)`` of the scan's step, and weight, eps and group of a norm after it: none."""
+    found = _selection_norms(self)
+    assert found is not None
+    x, z = projected.chunk(2, -1)
+    sizes = [self.time_step_rank, self.ssm_state_size, self.ssm_state_size]
+    dt, B, C = fused.project(x, self.x_proj.weight, self.x_proj.bias, None, 0.0, None, False).split(sizes, -1)
+    y = fused.selective_scan_(
+        x, dt, B, C, z, self.dt_proj.weight, self.dt_proj.bias, self.A_log, self.D, state, None, *found
+    )
+    return y, None, 0.0, None
+
+
+def _mamba2_scan_(
+    self: Any, fused: Any, projected: Tensor, state: Tensor
+) -> tuple[Tensor, Tensor | None, float, int | None]:
+    """Return the gated output ``(b, h p)`` of the scan's step, and weight, eps and group of the norm after it."""
+    inner, groups = self.num_heads * self.head_dim, (self.n_groups, self.ssm_state_size)
+    options = mixers._norm_options(self.norm)
+    assert options is not None
+    z, inputs, B, C, dt = projected.split([inner, inner, *2 * [groups[0] * groups[1]], self.num_heads], -1)
+    y = fused.ssd_(
+        inputs.unflatten(-1, state.shape[1:3]), B.unflatten(-1, groups), C.unflatten(-1, groups), dt,
+        z.unflatten(-1, state.shape[1:3]), self.A_log, self.D, self.dt_bias, tuple(self.time_step_limit), state, None,
+    )  # fmt: skip
+    return y.flatten(-2), self.norm.weight, options["eps"], options["group_size"]

@@ -21,9 +21,9 @@ from refold.integrations import decoding, mixers
 from refold.integrations.documents import current, reading, watch
 
 MIXERS = {
-    "MambaMixer": mixers.mamba,
-    "FalconMambaMixer": mixers.mamba,
-    "JambaMambaMixer": mixers.mamba,
+    "MambaMixer": decoding.mamba,
+    "FalconMambaMixer": decoding.mamba,
+    "JambaMambaMixer": decoding.mamba,
     "ZambaMambaMixer": mixers.zamba,
     "Mamba2Mixer": decoding.mamba2,
     "BambaMixer": decoding.mamba2,
@@ -193,9 +193,9 @@ def _mixer(kind: Any) -> type:
 def _block(kind: Any) -> type:
     """Return the subclass of a block's class that carries documents to where its forward runs, now or again.
 
-    A ``Mamba2Block`` of transformers also reads one token in three launches where `decoding.ready` allows it.
+    One of `decoding.BLOCKS` also reads one token by the kernels of a step where `decoding.ready` allows it.
     """
-    fused = decoding.mamba2_block if decoding.is_mamba2_block(kind) else None
+    fused = decoding.block if decoding.is_block(kind) else None
 
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
         given = current()

@@ -205,6 +205,31 @@ def test_scan(dtype) -> None:
 
 
 @here
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("norms", ["none", "ones", "weights"])
+@pytest.mark.parametrize("shared", [False, True], ids=["a row each", "four rows each"])
+def test_selective_scan(dtype, norms, shared, monkeypatch) -> None:
+    """Sizes that no block divides, rows that read nothing, parts of wider rows."""
+    if shared:
+        monkeypatch.setattr(kernels(), "SHARED_BYTES", 0)
+    b, d, n, r = 6, 19, 5, 3
+    low, both = random(b, r + 2 * n), random(b, 2 * d)
+    (dt, B, C), (x, z) = low.split([r, n, n], -1), both.chunk(2, -1)
+    dt_proj, bias, A_log, D = random(d, r, dtype=dtype), random(d), random(d, n), random(d, dtype=dtype)
+    weights = tuple(random(size) for size in (r, n, n)) if norms == "weights" else None
+    state, active = random(b, d, n, dtype=dtype), torch.tensor([1, 0, 1, 1, 0, 1], device=DEVICE).bool()
+    eps = None if norms == "none" else 0.1
+    arrays = [a.double().cpu() for a in (x, dt, B, C, z, dt_proj, bias, A_log, D)]
+    moved, still = state.double().cpu(), state[~active].clone()
+    exact = None if weights is None else tuple(a.double().cpu() for a in weights)
+    expected = steps.selective_scan_(*arrays, moved, active.cpu(), eps=eps, norms=exact)
+    found = kernels().selective_scan_(x, dt, B, C, z, dt_proj, bias, A_log, D, state, active, eps, weights)
+    assert_close(found[active].cpu(), expected[active.cpu()], 1e-5)  # the arithmetic is float32
+    assert_close(state.cpu(), moved, max(1e-5, torch.finfo(dtype).eps))
+    assert torch.equal(state[~active], still)
+
+
+@here
 def test_sum_and_norm() -> None:
     hidden, mixed, weight = random(2, 4, 48), random(2, 4, 48), random(48)
     sums, normed = layers.add_norm(hidden.double().cpu(), mixed.double().cpu(), weight.double().cpu(), 1e-5, 0.3)

@@ -1,10 +1,9 @@
-"""Triton kernels for one token per row: products that begin with a norm, and the scan's step.
+"""Triton kernels for one token per row: products that begin with a norm, and the steps of the scans.
 
 A token costs one read of the weights. So each kernel also does the work that would otherwise be a separate pass over
-small
-arrays: the norm before a product, the convolution or the sum after it. A kernel starts while the kernel before it ends
-(programmatic dependent launch, if the device has it). It requests weights and states at once, because the kernel before
-it does not write them, and then waits for the results that it needs. Activations between kernels are float32.
+small arrays: the norm before a product, the convolution or the sum after it. A kernel starts while the kernel before it
+ends (programmatic dependent launch, if the device has it). It requests weights and states at once, because the kernel
+before it does not write them, and then waits for the results that it needs. Activations between kernels are float32.
 """
 
 from __future__ import annotations
@@ -28,6 +27,8 @@ AHEAD_ROWS = 16
 """Rows that a product with weights requested ahead of time takes."""
 AHEAD_SIZE = 16384
 """Inputs that such a product takes: its loop over them is unrolled."""
+SHARED_BYTES = 1 << 24
+"""Bytes of ``dt_proj`` that the rows of a step may read in all; beyond, four rows read it together."""
 
 
 def takes(x: Tensor, weight: Tensor, group_size: int | None) -> bool:
@@ -154,6 +155,26 @@ def ssd_(
         float(dt_limit[0]), float(dt_limit[1]), x.stride(0), dt.stride(0), B.stride(0), C.stride(0), z.stride(0),
         BLOCK_P=block_p, BLOCK_N=block_n, PDL=dependent(x.device), num_warps=4 if state.dtype == torch.float32 else 2,
         **_pdl(x.device),
+    )  # fmt: skip
+    return y
+
+
+def selective_scan_(
+    x: Tensor, dt: Tensor, B: Tensor, C: Tensor, z: Tensor, dt_proj: Tensor, dt_bias: Tensor, A_log: Tensor, D: Tensor,
+    state: Tensor, active: Tensor | None, eps: float | None, norms: tuple[Tensor, Tensor, Tensor] | None,
+) -> Tensor:  # fmt: skip
+    """Compute `steps.selective_scan_`; values of a row lie one after the other, parameters are contiguous."""
+    batch, channels, dstate = state.shape
+    rank = dt_proj.shape[1]
+    y = torch.empty(batch, channels, dtype=torch.float32, device=x.device)
+    block_d = min(32, max(8, triton.next_power_of_2(channels // 256)))
+    rows = 1 if batch * dt_proj.nbytes <= SHARED_BYTES else 4
+    dt_norm, B_norm, C_norm = norms or (None, None, None)
+    _selective_step_kernel[(triton.cdiv(channels, block_d), triton.cdiv(batch, rows))](
+        x, dt, B, C, z, dt_proj, dt_bias, A_log, D, dt_norm, B_norm, C_norm, state, y, active, batch, channels, dstate,
+        rank, 0.0 if eps is None else eps, x.stride(0), dt.stride(0), B.stride(0), C.stride(0), z.stride(0),
+        NORMED=eps is not None, ROWS=rows, BLOCK_D=block_d, BLOCK_N=triton.next_power_of_2(dstate),
+        BLOCK_R=triton.next_power_of_2(rank), PDL=dependent(x.device), num_warps=4, **_pdl(x.device),
     )  # fmt: skip
     return y
 
@@ -393,6 +414,68 @@ def _ssd_step_kernel(
     if active_ptr is not None:
         mask = mask & (tl.load(active_ptr + pid_b + offs_p * 0) != 0)[:, None]  # the interpreter takes no scalar
     tl.store(places, state.to(state_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _selective_step_kernel(
+    x_ptr, dt_ptr, B_ptr, C_ptr, z_ptr, dt_proj_ptr, dt_bias_ptr, A_log_ptr, D_ptr, dt_norm_ptr, B_norm_ptr, C_norm_ptr,
+    state_ptr, y_ptr, active_ptr, nrows, channels, dstate, rank, eps, stride_x, stride_dt, stride_B, stride_C, stride_z,
+    NORMED: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """Grid (blocks of channels, blocks of rows): a program owns BLOCK_D channels of ROWS rows, and their step sizes."""
+    offs_d = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D)
+    offs_n, offs_r = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_R)
+    first = tl.program_id(1).to(tl.int64) * ROWS
+    mask_d, mask_n, mask_r = offs_d < channels, offs_n < dstate, offs_r < rank
+    mask = mask_d[:, None] & mask_n[None, :]
+    inside = offs_d.to(tl.int64)[:, None] * dstate + offs_n[None, :]
+    states = ()  # type: Any
+    for i in tl.static_range(ROWS):
+        places = state_ptr + (first + i) * channels * dstate + inside
+        states += (tl.load(places, mask=mask & (first + i + inside * 0 < nrows), other=0.0),)
+    weights = tl.load(
+        dt_proj_ptr + offs_d.to(tl.int64)[:, None] * rank + offs_r[None, :],
+        mask=mask_d[:, None] & mask_r[None, :], other=0.0,
+    ).to(tl.float32)  # fmt: skip
+    A = -tl.exp(tl.load(A_log_ptr + inside, mask=mask, other=0.0).to(tl.float32)) * LOG2E
+    bias = tl.load(dt_bias_ptr + offs_d, mask=mask_d, other=0.0).to(tl.float32)
+    D = tl.load(D_ptr + offs_d, mask=mask_d, other=0.0).to(tl.float32)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    for i in tl.static_range(ROWS):
+        row = first + i
+        live = row + offs_d * 0 < nrows  # the interpreter takes no scalar
+        mask_x = mask_d & live
+        dt = tl.load(dt_ptr + row * stride_dt + offs_r, mask=mask_r & (row + offs_r * 0 < nrows), other=0.0)
+        mask_row = mask_n & (row + offs_n * 0 < nrows)
+        B = tl.load(B_ptr + row * stride_B + offs_n, mask=mask_row, other=0.0).to(tl.float32)
+        C = tl.load(C_ptr + row * stride_C + offs_n, mask=mask_row, other=0.0).to(tl.float32)
+        x = tl.load(x_ptr + row * stride_x + offs_d, mask=mask_x, other=0.0).to(tl.float32)
+        z = tl.load(z_ptr + row * stride_z + offs_d, mask=mask_x, other=0.0).to(tl.float32)
+        dt = dt.to(tl.float32)
+        if NORMED:
+            dt = _normed(dt, dt_norm_ptr, offs_r, rank, eps)
+            B = _normed(B, B_norm_ptr, offs_n, dstate, eps)
+            C = _normed(C, C_norm_ptr, offs_n, dstate, eps)
+        step = _softplus(tl.sum(weights * dt[None, :], axis=1) + bias)
+        state = states[i].to(tl.float32) * _exp2(step[:, None] * A) + (x * step)[:, None] * B[None, :]
+        y = tl.sum(state * C[None, :], axis=1) + D * x
+        tl.store(y_ptr + row * channels + offs_d, y * _silu(z), mask=mask_x)
+        if active_ptr is not None:
+            live = live & (tl.load(active_ptr + row + offs_d * 0, mask=live, other=0) != 0)
+        places = state_ptr + row * channels * dstate + inside
+        tl.store(places, state.to(state_ptr.dtype.element_ty), mask=mask & live[:, None])
+
+
+@triton.jit
+def _normed(x, weight_ptr, offs, size, eps):
+    """Return the RMS norm of the first ``size`` values of x, whose others are zeros."""
+    x *= tl.rsqrt(tl.sum(x * x) / size + eps)
+    if weight_ptr is not None:
+        x *= tl.load(weight_ptr + offs, mask=offs < size, other=0.0).to(tl.float32)
+    return x
 
 
 @triton.jit

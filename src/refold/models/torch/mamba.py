@@ -78,10 +78,11 @@ def step_(config: MambaConfig, params: Tree, token: Tensor, state: Tree, *, acti
             taps=weights["conv_weight"], taps_bias=weights.get("conv_bias"), first=0, active=active,
         )  # fmt: skip
         x, z = projected.chunk(2, -1)
-        dt, B, C = _selection(c, weights, x)
-        dt = steps.step_sizes(dt, weights["dt_bias"], active)
-        B, C = B.to(x.dtype), C.to(x.dtype)
-        y, _ = ops.selective_scan_step_(x, dt, -weights["A_log"].exp(), B, C, ssm, D=weights["D"], z=z)
+        dt, B, C = steps.project(x, weights["x_proj"]).split([c.dt_rank, c.dstate, c.dstate], -1)
+        y = steps.selective_scan_(
+            x, dt, B, C, z, weights["dt_proj"], weights["dt_bias"], weights["A_log"], weights["D"], ssm, active,
+            eps=c.selection_eps,
+        )  # fmt: skip
         steps.add_projected_(hidden, y, weights["out_proj"], weights.get("out_bias"))
     state["length"] += 1 if active is None else active
     return steps.project(hidden, params.get("head", params["embedding"]), norm=params["norm"], eps=c.norm_eps)

@@ -1,8 +1,8 @@
 """The parts of one decoding step, in as few passes over memory as possible: products that begin with a norm, and scans.
 
 Each function is defined here in PyTorch and refold's operators. On a GPU, kernels that compute the same replace
-them: a layer of Mamba-2 is then three launches, each of which reads its weights or its state once. Nothing here has a
-gradient. ``active`` marks the rows that read a token; the states of the others stay as they are.
+them: a layer of Mamba-2 is then three launches, one of Mamba-1 four, each of which reads its weights or its state once.
+Nothing here has a gradient. ``active`` marks the rows that read a token; the states of the others stay as they are.
 """
 
 from __future__ import annotations
@@ -129,6 +129,49 @@ def ssd_(
     if (few := few_rows()) is not None and few.takes_state(x, state) and D.ndim == 1:
         return few.ssd_(x, dt, A, B, C, state).addcmul_(x, D[:, None]).mul_(F.silu(z))
     return ops.ssd_step_(x, dt, A, B, C, state, D=D, z=z)[0]
+
+
+def selective_scan_(
+    x: Tensor,
+    dt: Tensor,
+    B: Tensor,
+    C: Tensor,
+    z: Tensor,
+    dt_proj: Tensor,
+    dt_bias: Tensor,
+    A_log: Tensor,
+    D: Tensor,
+    state: Tensor,
+    active: Tensor | None,
+    *,
+    eps: float | None = None,
+    norms: tuple[Tensor, Tensor, Tensor] | None = None,
+) -> Tensor:
+    """Return the gated output ``(b, d)`` of a step of `ops.selective_scan`, and overwrite ``state (b, d, n)``.
+
+    Args:
+        x: Inputs, ``(b, d)``.
+        dt: Step sizes before their product with ``dt_proj``, ``(b, r)``.
+        B: Input weights, ``(b, n)``.
+        C: Output weights, ``(b, n)``.
+        z: Gate, ``(b, d)``.
+        dt_proj: ``(d, r)``.
+        dt_bias: Added to the product, before the softplus, ``(d,)``.
+        A_log: ``log(-A)``, ``(d, n)``.
+        D: ``(d,)``.
+        state: Moved on.
+        active: Rows whose state is moved on, ``(b,)``; all if None.
+        eps: Added to the mean squares of RMS norms of dt, B and C; None where they are not normalised.
+        norms: The weights of these norms; ones if None.
+    """
+    if (fused := kernels(x)) is not None:
+        return fused.selective_scan_(x, dt, B, C, z, dt_proj, dt_bias, A_log, D, state, active, eps, norms)
+    if eps is not None:
+        ones = 3 * (dt_proj.new_ones(()),)
+        dt, B, C = (rms_norm(a, weight, eps) for a, weight in zip((dt, B, C), norms or ones, strict=True))
+    dt = step_sizes(linear(dt, dt_proj), dt_bias, active)
+    B, C = B.to(x.dtype), C.to(x.dtype)
+    return ops.selective_scan_step_(x, dt, -A_log.exp(), B, C, state, D=D, z=z)[0]
 
 
 def step_sizes(dt: Tensor, bias: Tensor, active: Tensor | None, limit: tuple[float, float] = (0.0, math.inf)) -> Tensor:
