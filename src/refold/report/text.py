@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 from .model import Contents, GraphReport, RewriteReport
 
 _MARK = {"applied": "+", "found": "*", "refused": "-"}
@@ -56,7 +58,7 @@ def _rewrite(rewrite: RewriteReport) -> list[str]:
     state = rewrite.status + (f": {rewrite.reason}" if rewrite.reason else "")
     lines = [f"  {_MARK.get(rewrite.status, '-')} {rewrite.name} [{rewrite.site}] {state}"]
     if rewrite.source:
-        lines.append(f"      at     {rewrite.source}")
+        lines.append(f"      at     {rewrite.source.removeprefix(f'{os.getcwd()}{os.sep}')}")
     lines.append(f"      what   {rewrite.detail}")
     lines.append(f"      why    {rewrite.why}")
     lines.append(
