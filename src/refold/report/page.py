@@ -17,7 +17,7 @@ from typing import Any
 import jinja2
 
 from .model import Contents, GraphReport, RewriteReport
-from .text import count, size
+from .text import UNDECIDED, count, place, size, undecided
 
 # Lines of the user's file that are shown before and after the line that was rewritten.
 AROUND = 2
@@ -34,6 +34,8 @@ def render(report: Contents) -> str:
         size=size,
         count=count,
         milliseconds=milliseconds,
+        undecided=undecided,
+        not_decided=UNDECIDED,
         environment=" · ".join(f"{name} {value}" for name, value in report.environment.items()),
     )
 
@@ -94,14 +96,14 @@ def _excerpt(row: RewriteReport) -> dict[str, Any]:
     """Return the user's lines around a rewrite; the line alone if its file cannot be read."""
     found = re.match(r"(.*?):(\d+)(?:: (.*))?$", row.source)
     if found is None:
-        return {"where": row.source, "lines": []}
+        return {"where": place(row.source), "lines": []}
     path, number, code = found[1], int(found[2]), found[3] or ""
     around = [(n, linecache.getline(path, n).rstrip("\n")) for n in range(number - AROUND, number + AROUND + 1)]
     if code not in dict(around).get(number, ""):  # the file is gone, or was changed since
         around = [(number, code)]
     while not around[-1][1].strip() and around[-1][0] > number:
         around.pop()
-    return {"where": f"{path}:{number}", "lines": [(n, line, n == number) for n, line in around if n > 0]}
+    return {"where": place(f"{path}:{number}"), "lines": [(n, line, n == number) for n, line in around if n > 0]}
 
 
 @dataclass(frozen=True)

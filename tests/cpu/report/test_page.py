@@ -157,6 +157,22 @@ def test_save_writes_what_the_name_says(report, tmp_path):
     assert report._repr_html_().startswith("<iframe srcdoc=")
 
 
+def test_a_rewrite_whose_own_time_decides_nothing_says_so(report):
+    """Else one that is kept, and timed as slower, looks like an error."""
+    kept = report.graphs[0].rewrites[0]
+    assert "too near to decide" not in str(report) + report.to_html()
+    kept.speedup, kept.at_least = 0.98, 0.93
+    assert "0.98x, at least 0.93x; too near to decide alone" in str(report)
+    assert "0.98 times, at least 0.93; too near to decide alone" in report.to_html()
+
+
+def test_files_below_the_current_folder_are_named_without_it(report, tmp_path, monkeypatch):
+    assert f"at     {tmp_path}/layer.py:3: return" in str(report)
+    monkeypatch.chdir(tmp_path)
+    assert "at     layer.py:3: return" in str(report)
+    assert "<dd>layer.py:3</dd>" in report.to_html()
+
+
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome") or shutil.which("chrome")
 QUIET = ["--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking",
          "--disable-component-update", "--disable-sync", "--disable-quic"]  # fmt: skip
