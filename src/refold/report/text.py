@@ -78,7 +78,8 @@ def _rewrite(rewrite: RewriteReport) -> list[str]:
     if rewrite.candidate_ms is not None and rewrite.original_ms is not None:
         lines.append(
             f"      time   {rewrite.original_ms:.3f} ms ({rewrite.original_by}) -> {rewrite.candidate_ms:.3f} ms, "
-            f"{rewrite.speedup:.2f}x, at least {rewrite.at_least:.2f}x" + (f"; {UNDECIDED}" if undecided(rewrite) else "")
+            f"{rewrite.speedup:.2f}x, at least {rewrite.at_least:.2f}x"
+            + (f"; {UNDECIDED}" if undecided(rewrite) else "")
         )
     return lines
 
