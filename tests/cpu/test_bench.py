@@ -64,6 +64,22 @@ def toy(monkeypatch):
     return toy
 
 
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0.05, "0.0500"),
+        (3.0, "3.00"),
+        (9.996, "10.0"),
+        (99.94, "99.9"),
+        (99.96, "100"),
+        (1234.5, "1,234"),
+        (1e-5, "1.00e-05"),
+    ],
+)
+def test_numbers_have_three_digits(value, text):
+    assert rows.rounded(value) == text
+
+
 @pytest.mark.parametrize("suite", suites.SUITES.values(), ids=lambda suite: suite.name)
 def test_every_suite_can_be_listed(suite):
     assert suite.about().endswith(".")
