@@ -429,7 +429,8 @@ def draw_accuracy(plt: Any, rows: list[Row]) -> Any:
         if points:
             panel.plot(*zip(*points, strict=True), mark, color=colour, alpha=0.6, markersize=4, label=dtype)
     panel.axhline(1, color=INK, linewidth=1)
-    panel.text(len(names) - 0.45, 1, "one rounding", fontsize=7, va="bottom", ha="right")
+    panel.set_xlim(-0.45, len(names) - 0.05)
+    panel.text(len(names) - 0.05, 1, "one rounding", fontsize=7, va="bottom", ha="right")
     panel.set_xticks(range(len(names)), names, rotation=25, ha="right")
     panel.set(yscale="log", title="errors of results and gradients, Triton kernels")
     panel.set_ylabel("largest error / largest value,\nin units of one rounding")
