@@ -127,6 +127,28 @@ def test_points_of_the_roofline_lie_where_they_were_measured(report):
     assert low > ridge == flat
 
 
+def test_names_of_points_stand_off_the_roof_and_off_one_another(report):
+    from refold.report.page import _roofline
+
+    def below(eager_ms, refold_ms):
+        report.graphs[0].times_ms = {"eager": eager_ms, "refold": refold_ms}
+        return [point["below"] for point in _roofline(report.graphs[0], report.ceilings)["points"]]
+
+    assert below(4.0, 1.0) == [True, False]  # far below the roof
+    assert below(4.0, 0.11) == [True, True]  # just below it: above the point, the roof would cross the name
+    assert below(4.0, 0.05) == [True, False]  # above the roof
+    assert below(0.4, 0.11) == [True, False]  # where the name of eager stands
+
+
+def test_a_page_that_only_explains_counts_what_was_found(report):
+    graph = report.graphs[0]
+    graph.chosen, graph.speedup = "eager", None
+    graph.rewrites = [rewrite("", status="found")]
+    assert "1 rewrite was found; nothing was changed." in str(Page(report.to_html()))
+    graph.rewrites *= 2
+    assert "2 rewrites were found; nothing was changed." in str(Page(report.to_html()))
+
+
 def test_a_page_of_a_file_that_is_gone_shows_the_line_alone(report):
     report.graphs[0].rewrites = [rewrite("/gone/layer.py:7: y = x + 1")]
     text = str(Page(report.to_html()))
