@@ -257,7 +257,7 @@ def kernelbench() -> str:
         "torch.compile": time("torch.compile"),
         "refold": time("refold"),
         "the faster of both, over refold": lambda row: f"{row['ratio']:.2f}x" if row["ratio"] else "-",
-        "runs": lambda row: ", ".join(row["chosen"]),
+        "runs": lambda row: ", ".join(row["chosen"]).replace("inductor", "torch.compile"),
         "right": lambda row: "no" if "refused" in row else "yes",
     })  # fmt: skip
 
@@ -332,7 +332,7 @@ def cpu() -> str:
         pairs[row["case"]] = {**row, "times_ms": times}
 
     def others(row: Row) -> str:
-        return "; ".join(f"{name} {_ms(ms)}" for name, ms in row["times_ms"].items() if name != "refold") or "-"
+        return "; ".join(f"{name}: {_ms(ms)}" for name, ms in row["times_ms"].items() if name != "refold") or "-"
 
     return table(list(pairs.values()), {
         "what": key("case"),

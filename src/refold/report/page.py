@@ -76,7 +76,7 @@ def _verdict(graph: GraphReport) -> str:
         return "rewritten; it was not timed against the original"
     if found := sum(row.status == "found" for row in graph.rewrites):
         return f"{found} {'rewrite was' if found == 1 else 'rewrites were'} found; nothing was changed"
-    return f"left as it was: {graph.chosen} runs" + (f", {graph.reason}" if graph.reason else "")
+    return f"left as it was: {graph.runs} runs" + (f", {graph.reason}" if graph.reason else "")
 
 
 def milliseconds(value: float) -> str:

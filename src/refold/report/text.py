@@ -25,7 +25,7 @@ def render(report: Contents) -> str:
 
 
 def _graph(graph: GraphReport) -> list[str]:
-    lines = [f"graph {graph.index} ({graph.mode}): {graph.chosen} runs" + (f", {graph.reason}" if graph.reason else "")]
+    lines = [f"graph {graph.index} ({graph.mode}): {graph.runs} runs" + (f", {graph.reason}" if graph.reason else "")]
     for rewrite in graph.rewrites:
         lines += _rewrite(rewrite)
     lines += [f"  ! serial loop: {loop}" for loop in graph.loops]

@@ -140,6 +140,13 @@ def test_names_of_points_stand_off_the_roof_and_off_one_another(report):
     assert below(0.4, 0.11) == [True, False]  # where the name of eager stands
 
 
+def test_what_runs_is_named_as_in_the_table_of_times():
+    report = Report(graphs=[GraphReport(0, reason="the rewritten graph is not faster")])
+    assert report.graphs[0].chosen == "inductor"
+    assert "graph 0 (inference): torch.compile runs, the rewritten" in str(report)
+    assert "Left as it was: torch.compile runs, the rewritten" in str(Page(report.to_html()))
+
+
 def test_a_page_that_only_explains_counts_what_was_found(report):
     graph = report.graphs[0]
     graph.chosen, graph.speedup = "eager", None
