@@ -373,7 +373,7 @@ def test_sizes_beyond_the_memory_are_one_sentence(error, monkeypatch):
 def test_no_program_is_always_timed_after_the_same_one(monkeypatch):
     """What ran before leaves the caches, and with them tens of microseconds, to the next."""
     timed = []
-    monkeypatch.setattr("refold.bench.recurrences.sample_ms", lambda run, device: timed.append(run()) or 1.0)
+    monkeypatch.setattr("refold.bench.recurrences._sample", lambda run, device: timed.append(run()) or 1.0)
     names = ["eager", "refold", "torch.compile"]
     times = in_turns({name: partial(str, name) for name in names}, torch.device("cpu"))
     assert times == dict.fromkeys(names, 1.0)

@@ -21,7 +21,7 @@ from torch import Tensor
 from ..compiler.compile_time import unrolled_seconds
 from ..compiler.dynamo import captures_loops
 from ..errors import ArgumentError
-from ..verify.timing import sample_ms
+from ..verify.timing import once_ms, sample_ms
 from .options import check_names
 from .progress import wanted
 from .rows import Row
@@ -32,6 +32,8 @@ BATCH, CHANNELS, HEAD = 4, 64, 8
 BOUND = 16
 # Calls are repeated so often, and no longer than this in all.
 ROUNDS, LONG_MS = 21, 1000.0
+# Calls of tens of microseconds are repeated for so long in each round.
+WARM_MS = 2.0
 PASSES = {False: "forward", True: "forward and backward"}
 
 
@@ -450,11 +452,18 @@ def error(x: Tensor, exact: Tensor) -> float:
     return float((x.double() - exact).norm() / exact.norm().clamp(min=1e-300))
 
 
+def _sample(run: Callable[[], object], device: torch.device) -> float:
+    end, best = time.perf_counter() + WARM_MS / 1e3, sample_ms(run, device)
+    while time.perf_counter() < end:
+        best = min(best, once_ms(run, device))
+    return best
+
+
 def in_turns(runs: Mapping[str, Callable[[], object]], device: torch.device) -> dict[str, float]:
     """Return medians of up to `ROUNDS` samples each, in turns, after a call that compiles; fewer if they are long.
 
-    Every round has an order of its own, and a sample of a short call is the best of a few. Of two equal programs in
-    turns, the first after eager takes tens of microseconds more, because it finds in the caches what eager left there.
+    Every round has an order of its own. A sample is the best of a few calls, and of as many as fit in `WARM_MS`: the
+    first ones take tens of microseconds more, because they find in the caches what the program before left there.
     """
     for name, run in runs.items():
         if name != "eager":
@@ -464,5 +473,5 @@ def in_turns(runs: Mapping[str, Callable[[], object]], device: torch.device) -> 
     for _ in range(ROUNDS):
         for name in order.sample(list(runs), len(runs)):
             if sum(times[name]) < LONG_MS:
-                times[name].append(sample_ms(runs[name], device))
+                times[name].append(_sample(runs[name], device))
     return {name: statistics.median(found) for name, found in times.items()}

@@ -44,6 +44,7 @@ def stepwise(A, b, initial, reverse):
         (1, (1, 3, 5), True, False),
         (2, (1, 1, 1), False, True),
         (3, (STEPS, 1, 1), True, False),
+        (5, (1, 1, 1), False, True),
     ],
 )
 def test_systems_and_their_gradients(way, dtype, size, matrices, reverse, begins):
@@ -70,6 +71,25 @@ def test_a_state_that_is_not_there_is_not_read(way):
     """Zero times infinity would be NaN."""
     A, b = torch.full((1, 1, 1, 2), float("inf")), torch.ones(1, STEPS, 2)
     assert LINEAR_SYSTEM(A, b, None, False)[0, 0].isfinite().all()
+
+
+@pytest.mark.parametrize("smooth", [False, True])
+@pytest.mark.parametrize("steady", ["shift", "floor"])
+def test_one_shift_or_floor_for_all_steps(way, smooth, steady):
+    """The result and the gradients are those of as many copies."""
+    generator = torch.Generator().manual_seed(0)
+    shift, floor, start = (torch.randn(n, 300, generator=generator, dtype=torch.float64) for n in (STEPS, STEPS, 1))
+    one = {"shift": shift, "floor": floor}[steady][:1].clone()
+    results = []
+    for whole in (False, True):
+        operand = one.clone().requires_grad_()
+        copies = operand.expand(STEPS, -1) if whole else operand
+        pair = (copies, floor) if steady == "shift" else (shift, copies)
+        h = MAX_PLUS_SCAN(*pair, start[0], smooth)
+        assert h.shape == (STEPS, 300)
+        results.append((h, *torch.autograd.grad(h.sin().sum(), operand)))
+    for found, expected in zip(*results, strict=True):
+        torch.testing.assert_close(found, expected)
 
 
 @pytest.mark.parametrize("smooth", [False, True])

@@ -349,10 +349,15 @@ class LoopVectorizer:
 
         def whole(part: Value, time: bool) -> Node:
             x = emit.with_time(part, count if time or part.has_time else 1, like)
-            return emit.cast(emit.expand(emit.padded(Value(x, True), val.dim()), [value(x).shape[0], *shape]), dtype)
+            x = emit.cast(emit.expand(emit.padded(Value(x, True), val.dim()), [value(x).shape[0], *shape]), dtype)
+            # On a CPU, sweeps read contiguous memory: what computes x writes it so, which costs less than a copy.
+            if val.device.type != "cpu" or value(x).is_contiguous():
+                return x
+            return emit.call(aten.clone.default, x, memory_format=torch.contiguous_format)
 
         initial = emit.cast(self._tensor(loop.initial, like), dtype)
-        operands = [whole(body.offset or Value(0.0), False), whole(bound.value, True), initial]
+        offset = body.offset or Value(0.0)
+        operands = [whole(offset, False), whole(bound.value, not offset.has_time), initial]
         if bound.upper:  # a minimum is a maximum of what is negated
             operands = [emit.call(aten.neg.default, x) for x in operands]
         solved = emit.call(MAX_PLUS_SCAN, *operands, bound.smooth, bound.tie)

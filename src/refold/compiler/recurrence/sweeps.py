@@ -48,9 +48,10 @@ def system(A: Tensor, b: Tensor, initial: Tensor | None, reverse: bool, dtype: t
 
 def maxima(shift: Tensor, floor: Tensor, initial: Tensor, smooth: bool) -> Tensor:
     """Compute `refold.compiler.recurrence.systems.max_plus_scan`."""
-    h, steps = torch.empty_like(floor, memory_format=torch.contiguous_format), floor.shape[0]
-    arrays = (_flat(shift, len(shift)), _flat(floor, steps), _flat(initial), h.view(steps, -1), smooth)
-    share_out(_maxima, arrays, ((),), (0, initial.numel()), LANES, floor.numel())
+    moves, floors = shift.shape[0], floor.shape[0]
+    h = torch.empty_like(floor if moves == 1 else shift, memory_format=torch.contiguous_format)
+    arrays = (_flat(shift, moves), _flat(floor, floors), _flat(initial), h.numpy().reshape(len(h), -1), smooth)
+    share_out(_maxima, arrays, ((),), (0, initial.numel()), LANES, h.numel())
     return h
 
 
@@ -106,23 +107,38 @@ def _system(A: Any, b: Any, start: Any, h: Any, reverse: Any, like: Any, sizes: 
                         before, factors = np.uintp(j * LANES), np.uintp(at + j * times * widths + low)
                         for c in range(width):
                             new[row + c] += A[factors + c] * old[before + c]
-                else:  # up to two in one pass over the lanes
-                    j, m = entries[i, 0], entries[i, 1 if read > 1 else 0]
-                    one, two = np.uintp(j * LANES), np.uintp(m * LANES)
-                    by_one, by_two = like.dtype.type(A[at + j * times]), like.dtype.type(A[at + m * times])
-                    if read == 1:
-                        for c in range(width):
-                            new[row + c] = b[now + c] + by_one * old[one + c]
-                    else:
-                        for c in range(width):
-                            new[row + c] = (b[now + c] + by_one * old[one + c]) + by_two * old[two + c]
-                    for k in range(2, read):
+                    for c in range(width):
+                        h[now + c] = new[row + c]
+                    continue
+                # Up to three in one pass over the lanes.
+                j, m = entries[i, 0], entries[i, 1 if read > 1 else 0]
+                one, two = np.uintp(j * LANES), np.uintp(m * LANES)
+                by_one, by_two = like.dtype.type(A[at + j * times]), like.dtype.type(A[at + m * times])
+                if read == 1:
+                    for c in range(width):
+                        value = b[now + c] + by_one * old[one + c]
+                        new[row + c] = value
+                        h[now + c] = value
+                elif read == 2:
+                    for c in range(width):
+                        value = (b[now + c] + by_one * old[one + c]) + by_two * old[two + c]
+                        new[row + c] = value
+                        h[now + c] = value
+                else:
+                    j = entries[i, 2]
+                    three, by_three = np.uintp(j * LANES), like.dtype.type(A[at + j * times])
+                    for c in range(width):
+                        value = (b[now + c] + by_one * old[one + c]) + by_two * old[two + c] + by_three * old[three + c]
+                        new[row + c] = value
+                        h[now + c] = value
+                    for k in range(3, read):
                         j = entries[i, k]
                         before, factor = np.uintp(j * LANES), like.dtype.type(A[at + j * times])
                         for c in range(width):
                             new[row + c] += factor * old[before + c]
-                for c in range(width):
-                    h[now + c] = new[row + c]
+                    if read > 3:
+                        for c in range(width):
+                            h[now + c] = new[row + c]
             old, new = new, old
 
 
@@ -135,8 +151,9 @@ def _maxima(shift: Any, floor: Any, start: Any, h: Any, smooth: Any, blocks: Any
         first = start[low:high]
         for c in range(width):
             last[c] = first[c]
-        for t in range(len(floor)):
-            moves, floors, states = shift[t if len(shift) > 1 else 0, low:high], floor[t, low:high], h[t, low:high]
+        for t in range(len(h)):
+            moves, floors = shift[t if len(shift) > 1 else 0, low:high], floor[t if len(floor) > 1 else 0, low:high]
+            states = h[t, low:high]
             if smooth:
                 for c in range(width):
                     a, b = last[c] + moves[c], floors[c]

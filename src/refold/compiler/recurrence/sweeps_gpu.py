@@ -49,12 +49,12 @@ def system(A: Tensor, b: Tensor, initial: Tensor | None, reverse: bool, dtype: t
 
 def maxima(shift: Tensor, floor: Tensor, initial: Tensor, smooth: bool) -> Tensor:
     """Compute `refold.compiler.recurrence.systems.max_plus_scan`."""
-    steps, h = floor.shape[0], torch.empty_like(floor, memory_format=torch.contiguous_format)
-    moves, floors, start = _flat(shift, len(shift)), _flat(floor, steps), _flat(initial)
+    h = torch.empty_like(floor if shift.shape[0] == 1 else shift, memory_format=torch.contiguous_format)
+    moves, floors, start = _flat(shift, len(shift)), _flat(floor, len(floor)), _flat(initial)
     _launch(
-        _maxima_kernel, start.numel(), moves, floors, start, h, start.numel(), steps,
-        moves.stride(0) if len(shift) > 1 else 0, moves.stride(1), *floors.stride(), *start.stride(),
-        SMOOTH=smooth, AHEAD=8,
+        _maxima_kernel, start.numel(), moves, floors, start, h, start.numel(), len(h),
+        *(stride for x in (moves, floors) for stride in (x.stride(0) if len(x) > 1 else 0, x.stride(1))),
+        *start.stride(), SMOOTH=smooth, AHEAD=8,
     )  # fmt: skip
     return h
 

@@ -153,7 +153,7 @@ def max_plus_scan(shift: Tensor, floor: Tensor, initial: Tensor, smooth: bool, t
 
     Args:
         shift: ``(t, ...)``, or ``(1, ...)`` if all steps have the same.
-        floor: ``(t, ...)``.
+        floor: The same; one of the two has all steps.
         initial: The state before the first step, ``(...)``.
         smooth: Whether ``logaddexp`` takes the place of the maximum.
         tie: Which share of a gradient the state before gets where both sides are equal.
@@ -163,6 +163,7 @@ def max_plus_scan(shift: Tensor, floor: Tensor, initial: Tensor, smooth: bool, t
     """
     if floor.numel() and (sweeps := _sweeps(floor)) is not None:
         return sweeps.maxima(shift, floor, initial, smooth)
+    floor = floor.expand(max(len(shift), len(floor)), *floor.shape[1:])
     above = torch.logaddexp if smooth else torch.maximum
     first = above(initial[None] + shift[:1], floor[:1])
 
@@ -182,6 +183,11 @@ def max_plus_scan(shift: Tensor, floor: Tensor, initial: Tensor, smooth: bool, t
     return solve(shift, torch.cat([first, floor[1:]])).contiguous()
 
 
+def _all_steps(shift: Tensor, floor: Tensor, *rest: Any) -> Tensor:
+    whole = floor if shift.shape[0] == 1 else shift
+    return torch.empty_like(whole, memory_format=torch.contiguous_format)
+
+
 def _save_maxima(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     shift, floor, initial, ctx.smooth, ctx.tie = inputs
     ctx.save_for_backward(shift, floor, initial, output)
@@ -198,8 +204,11 @@ def _maxima_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     share = torch.where(torch.isneginf(h), 0.0, share) if ctx.smooth else share
     lam = MAX_PLUS_ADJOINT(share, grad)
     carried_grad = _kept(share, lam)
-    dshift = carried_grad.sum(0, keepdim=True) if shift.shape[0] == 1 else carried_grad
-    return dshift, _kept(1 - share, lam), carried_grad[0], None, None
+    dshift, dfloor = (
+        grad.sum(0, keepdim=True) if operand.shape[0] == 1 else grad
+        for operand, grad in ((shift, carried_grad), (floor, _kept(1 - share, lam)))
+    )
+    return dshift, dfloor, carried_grad[0], None, None
 
 
 def _handed_back(share: Tensor, grad: Tensor) -> Tensor:
@@ -220,7 +229,7 @@ MAX_PLUS_SCAN = define(
     "max_plus_scan",
     "(Tensor shift, Tensor floor, Tensor initial, bool smooth, float tie=0.5) -> Tensor",
     max_plus_scan,
-    _like_second,
+    _all_steps,
 )
 differentiate("max_plus_scan", _maxima_backward, _save_maxima)
 MAX_PLUS_ADJOINT = define("max_plus_adjoint", "(Tensor share, Tensor grad) -> Tensor", _handed_back, _like_second)
