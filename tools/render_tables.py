@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from refold.bench.plots import GPU, device, granite_rows, standing
-from refold.bench.rows import Row, machine, measured, place, stored
+from refold.bench.rows import Row, machine, measured, place, rounded, stored
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -109,8 +109,7 @@ def _ms(value: float | str | None) -> str:
         if re.match(r"\w+Error\b", value):
             return "fails"
         return value.partition(":")[0] if value.startswith(("not run", "an error")) else "not run"
-    number = f"{value:,.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.3g}"
-    return f"{number}\u00a0ms"  # one word: cells do not break it
+    return f"{rounded(value)}\u00a0ms"  # one word: cells do not break it
 
 
 def _size(count: int) -> str:
@@ -218,7 +217,10 @@ def training() -> str:
 
 def linear_attention() -> str:
     """Return the table of linear attention."""
-    return table(stored(RESULTS, GPU, "linear-attention"), {
+    rows = stored(RESULTS, GPU, "linear-attention")
+    cases = list(dict.fromkeys(row["case"] for row in rows))
+    rows.sort(key=lambda row: (row["pass"], cases.index(row["case"]), row["batch"], row["tokens"]))
+    return table(rows, {
         "kind": key("case"),
         "pass": key("pass"),
         "batch x tokens": lambda row: f"{row['batch']} x {row['tokens']}",
@@ -255,7 +257,7 @@ def kernelbench() -> str:
         "torch.compile": time("torch.compile"),
         "refold": time("refold"),
         "the faster of both, over refold": lambda row: f"{row['ratio']:.2f}x" if row["ratio"] else "-",
-        "runs": lambda row: ", ".join(row["chosen"]),
+        "runs": lambda row: ", ".join(row["chosen"]).replace("inductor", "torch.compile"),
         "right": lambda row: "no" if "refused" in row else "yes",
     })  # fmt: skip
 
@@ -270,7 +272,7 @@ def recurrences(folder: str) -> Callable[[], str]:
             return "wrong"
         alone = "" if "torch.compile" in times else "*"
         ratio = min(rivals) / times["refold"]
-        return (f"{ratio:.0f}x" if ratio >= 10 else f"{ratio:.2g}x") + alone
+        return (f"{ratio:.0f}x" if ratio >= 9.95 else f"{ratio:#.2g}x") + alone
 
     def render() -> str:
         rows = stored(RESULTS, folder, "recurrences")
@@ -330,7 +332,7 @@ def cpu() -> str:
         pairs[row["case"]] = {**row, "times_ms": times}
 
     def others(row: Row) -> str:
-        return "; ".join(f"{name} {_ms(ms)}" for name, ms in row["times_ms"].items() if name != "refold") or "-"
+        return "; ".join(f"{name}: {_ms(ms)}" for name, ms in row["times_ms"].items() if name != "refold") or "-"
 
     return table(list(pairs.values()), {
         "what": key("case"),
@@ -375,7 +377,7 @@ def generation(*suites: str) -> Callable[[], str]:
             return "-"
         most = AIMS[model] if isinstance(AIMS[model], float) else 100 * least(row) / int(AIMS[model])
         over = 1e3 * row["median_s"] / most - 1
-        return f"{_ms(most)}: {f'missed by {100 * over:.0f} %' if over > 0 else 'met'}"
+        return f"{most:.3g}\u00a0ms: {f'missed by {100 * over:.0f} %' if over > 0 else 'met'}"
 
     return lambda: table(sorted(stored(RESULTS, GPU, *suites), key=standing), {
         "what": key("case"),

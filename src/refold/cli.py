@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json as json_module
 import logging
+import math
 import os
 import sys
 import time
@@ -109,6 +110,10 @@ def optimize(
         from .propose import Budget
 
         _refuse_given(context, _COMPILING, "does not go with --propose")
+        if not min(price) >= 0:
+            raise _Refusal(f"--price is {price[0]:g} {price[1]:g}. Give two prices, 0 or more")
+        if money < math.inf and not any(price):
+            raise _Refusal("--money needs --price, by which it is computed")
         budget = Budget(rounds, seconds, tokens, money)
         _search(
             target, propose, base_url, price, run, budget, parallel=parallel, resume=resume, level=level,

@@ -76,6 +76,8 @@ def _triton() -> str:
     import torch
 
     if torch.cuda.is_available():
+        if not os.environ.get("CC") and not any(map(shutil.which, ("gcc", "clang"))):
+            return "no: Triton needs a C compiler, and neither gcc nor clang is on the PATH"
         return "yes"
     if os.environ.get("TRITON_INTERPRET") == "1":
         return "interpreted on the CPU, for tests (TRITON_INTERPRET=1)"

@@ -31,7 +31,7 @@ from refold.bench import (
 )  # fmt: skip
 from refold.bench.recurrences import in_turns, recurrences
 from refold.cli import app
-from refold.errors import ArgumentError
+from refold.errors import ArgumentError, CapacityError
 from refold.generate.torch import Generator
 from refold.models import counts
 from refold.models.checkpoint import random_params
@@ -62,6 +62,22 @@ def toy(monkeypatch):
 
     monkeypatch.setattr(suites.Suite, "load", lambda self: toy)
     return toy
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0.05, "0.0500"),
+        (3.0, "3.00"),
+        (9.996, "10.0"),
+        (99.94, "99.9"),
+        (99.96, "100"),
+        (1234.5, "1,234"),
+        (1e-5, "1.00e-05"),
+    ],
+)
+def test_numbers_have_three_digits(value, text):
+    assert rows.rounded(value) == text
 
 
 @pytest.mark.parametrize("suite", suites.SUITES.values(), ids=lambda suite: suite.name)
@@ -252,8 +268,106 @@ def test_a_compile_beyond_the_budget_is_not_run_and_the_row_says_so(monkeypatch)
     assert row["times_ms"].keys() == {"eager", "refold"}
     assert "the budget is 0 s" in row["not_run"]["torch.compile"]
     assert row["errors"]["refold"] < 1e-5
-    with pytest.raises(ArgumentError, match=r"case has no em\. There are ema, min-gru"):
-        next(recurrences(case=("em",)))
+
+
+@pytest.mark.parametrize(
+    ("suite", "option", "text", "said"),
+    [
+        ("compile-time", "steps", "512,0", r"compile-time: steps is '0'\. Give 1 to"),
+        ("cpu", "tokens", "-1", "Give 1 to"),
+        ("cpu", "rounds", "0", "Give 1 to"),
+        ("cpu", "tokens", "99999999999999999999", "Give 1 to"),
+        ("training", "width", "-1", "Give 0 to"),
+        ("training", "calls", "1e3", "Give a value like 4"),
+        ("fusion-example", "width", "0", "Give 1 to"),
+        ("recurrences", "budget", "nan", "Give 0 to 1000000 seconds"),
+        ("recurrences", "budget", "-1", "Give 0 to 1000000 seconds"),
+        ("kernelbench", "seconds", "inf", "Give 0 to 1000000 seconds"),
+        ("models", "both", "1", "Give true or false"),
+    ],
+)
+def test_a_value_outside_the_range_of_an_option_is_refused(suite, option, text, said):
+    with pytest.raises(ArgumentError, match=said):
+        suites.find(suite).settings({option: text})
+
+
+def test_the_options_of_what_is_stored_are_in_their_ranges():
+    for name, texts in suites.GPU:
+        suites.find(name).settings(texts)
+    assert suites.find("kernelbench").settings({"total": "inf"})["total"] == float("inf")
+
+
+@pytest.mark.parametrize(
+    ("suite", "option", "text", "said"),
+    [
+        ("training", "layers", "mamba3", r"layers is 'mamba3'\. Give one of mamba1, mamba2, granite"),
+        ("training", "dtype", "int8", "Give one of bfloat16, float32"),
+        ("training", "verify", "slow", "Give one of quick, off"),
+        ("training", "width", "100", "Give a multiple of 32"),
+        ("models", "case", "gpt", "Give one of mamba2,"),
+        ("models", "width", "640", "a multiple of 512"),
+        ("linear-attention", "case", "x", "Give one of linear-attention, retnet"),
+        ("recurrences", "case", "em", r"case is 'em'\. Give one of ema, min-gru"),
+        ("recurrences", "steps", "3", "leave out holt-winters"),
+        ("fusion-example", "dtype", "int8", "Give one of float32"),
+        ("granite-layer", "dtype", "", "dtype is ''. Give one of"),
+        ("chunked-scan", "returns", "x", "Give one of outputs, state"),
+        ("kernelbench", "levels", "level9", "Give one of level1"),
+        ("generation", "models", "9B", "Give one of 130M"),
+        ("decode", "states", "int8", "Give one of float32"),
+    ],
+)
+def test_an_unknown_name_is_refused_before_anything_is_measured(suite, option, text, said):
+    found = suites.find(suite)
+    at = {"device": "cpu"} if "device" in found.options() else {}
+    with pytest.raises(ArgumentError, match=said):
+        progress.count([(suite, partial(found.load(), **found.settings({**at, option: text})))], [])
+
+
+def test_problems_of_kernelbench_are_chosen_by_name(tmp_path):
+    for level, file in (("level1", "1_a.py"), ("level1", "2_b.py"), ("level2", "1_c.py")):
+        (tmp_path / level).mkdir(exist_ok=True)
+        (tmp_path / level / file).write_text("")
+    run = partial(suites.find("kernelbench").load(), folder=str(tmp_path), levels=("level1", "level2"))
+    assert progress.count([("kernelbench", run)], []) == 3
+    assert progress.count([("kernelbench", partial(run, only=("level2/1",)))], []) == 1
+    with pytest.raises(ArgumentError, match=r"only is 'level2/2'\. Give problems of the levels, such as level1/1"):
+        next(run(only=("level2/2",)))
+    with pytest.raises(ArgumentError, match="has no folder level3"):
+        next(run(levels=("level1", "level3")))
+
+
+def test_a_device_that_is_not_here_is_refused_in_one_sentence():
+    """So that a suite for a GPU does not end in PyTorch's traceback on a machine without one."""
+    for name, device in (("training", "tpu:0"), ("models", "cpu:x"), ("chunked-scan", "cuda:99")):
+        found = run("run", name, "--set", f"device={device}").exception
+        assert isinstance(found, ArgumentError)
+        assert f"{name}: device is {device!r}, which cannot be used here: " in str(found)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError("no room"),
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB. More advice"),
+        RuntimeError(
+            "[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes. Code 12"
+        ),
+        RuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes."),
+    ],
+    ids=["host", "gpu", "torch", "jax"],
+)
+def test_sizes_beyond_the_memory_are_one_sentence(error, monkeypatch):
+    def toy():
+        """Take all memory."""
+        if progress.wanted(case="1"):
+            raise error
+        yield {}
+
+    monkeypatch.setattr(suites.Suite, "load", lambda self: toy)
+    found = run("run", "cpu").exception
+    assert isinstance(found, CapacityError)
+    assert re.match(r"cpu needs more memory: [^.\[]+\. Give smaller sizes$", str(found))
 
 
 def test_no_program_is_always_timed_after_the_same_one(monkeypatch):
@@ -281,8 +395,8 @@ def test_what_is_not_right_is_refused_and_the_exit_code_says_so(toy):
         (["run", "cpu", "--set", "wrong"], "give name=value"),
         (["run", "cpu", "--resume"], "--resume needs --out FILE"),
         (["run", "cpu", "--limit", "nan"], "--limit is nan"),
-        (["run", "cpu", "--set", "sizes=1,-2"], "sizes is '-2'. Give 0 or more"),
-        (["run", "cpu", "--set", "stops=-1"], "stops is '-1'. Give 0 or more"),
+        (["run", "cpu", "--set", "sizes=1,-2"], "sizes is '-2'. Give 1 to 2147483647"),
+        (["run", "cpu", "--set", "stops=-1"], "stops is '-1'. Give 0 to"),
         (["run", "cpu", "--set", "fails=true", "--out", "/dev/null/rows"], "/dev/null/rows cannot be written"),
         (["plot", "length", "--results", str(RESULTS), "--out", "/dev/null/x"], "--out /dev/null/x cannot be written"),
         (["compare", "no-such.jsonl", "no-such.jsonl"], "no-such.jsonl cannot be read"),

@@ -10,6 +10,7 @@ import pytest
 
 from refold import __version__
 from refold.cli import main
+from refold.doctor import examine
 
 LAYER = """
 import torch
@@ -71,6 +72,16 @@ def test_a_factory_is_a_target_too(layer):
     done = refold("explain", "layer:factory", "--dtype", "bfloat16", cwd=layer.parent)
     assert done.returncode == 0, done.stderr
     assert "recover contraction" in done.stdout
+
+
+def test_doctor_misses_the_compiler_that_triton_needs(monkeypatch):
+    pytest.importorskip("triton")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    monkeypatch.setenv("CC", "")
+    assert examine()["parts"]["triton"].startswith("no: Triton needs a C compiler")
+    monkeypatch.setenv("CC", "/opt/cc")
+    assert examine()["parts"]["triton"] == "yes"
 
 
 def test_doctor_says_what_is_usable_and_why_not():

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 import refold
 
 from ..verify import median_ms, race
+from .options import check_names
 from .progress import wanted
 from .rows import Row
 
@@ -56,6 +57,7 @@ def chunked_scan(
 ) -> Iterator[Row]:
     """Time KernelBench's chunked Mamba-2 (level 3, problems 48 and 49): eager, torch.compile and refold."""
     sizes = {"batch": batch, "tokens": 128, "heads": 8, "states": 16, "chunk": 64}
+    check_names("chunked-scan: returns", returns, ("outputs", "state"))
     at = torch.device(device)
     for what in returns:
         if not wanted(case=what, batch=batch):

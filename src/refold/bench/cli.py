@@ -16,7 +16,7 @@ from typing import Annotated
 
 import typer
 
-from ..errors import ArgumentError, RefoldError
+from ..errors import ArgumentError, CapacityError, RefoldError
 from . import plots, progress, rows
 from .suites import GPU, SUITES, choose
 
@@ -66,6 +66,8 @@ def run(
         (suite, suite.settings(texts), shlex.join(["refold", "bench", "run", suite.name, *_sets(texts)]))
         for suite, texts in choose(suites, dict(_pair(text) for text in given or []))
     ]
+    for suite, options, _ in chosen:
+        suite.check_device(options)
     if out is not None:
         rows.check_writable(out)
     if len(chosen) > 1:  # else JAX takes three quarters of a GPU's memory, and the other suites have the rest
@@ -86,9 +88,11 @@ def run(
                         typer.echo(rows.described(row))
                         if out is not None:
                             rows.append(out, rows.complete(row, suite.name, suite.runs_on(options), command, env))
-                except Exception:
+                except Exception as error:
                     if len(chosen) == 1:
-                        raise
+                        if (reason := _no_memory(error)) is None:
+                            raise
+                        raise CapacityError(f"{suite.name} needs more memory: {reason}. Give smaller sizes") from error
                     traceback.print_exc()
                     failed.append(suite.name)
     except KeyboardInterrupt:
@@ -174,6 +178,22 @@ def _free_memory() -> None:
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
+
+
+def _no_memory(error: Exception) -> str | None:
+    """Return what an error says about memory that is used up, or None. Not all packages have a class for it."""
+    import torch
+
+    text = str(error)
+    said = "can't allocate memory" in text or "RESOURCE_EXHAUSTED" in text  # PyTorch on the CPU, and JAX
+    if said or isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        return (
+            (text.splitlines() or ["out of memory"])[0]
+            .rpartition("DefaultCPUAllocator: ")[2]
+            .split(". ")[0]
+            .rstrip(".")
+        )
+    return None
 
 
 def _folder(results: Path) -> None:

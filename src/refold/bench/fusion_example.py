@@ -22,6 +22,7 @@ from ..errors import ArgumentError
 from ..verify import race
 from ..verify.memory import peak_bytes
 from ..verify.timing import median_ms
+from .options import DTYPES, VERIFY, check_names
 from .progress import wanted
 from .rows import Row
 
@@ -64,6 +65,8 @@ def fusion_example(
     verify: str = "quick",
 ) -> Iterator[Row]:
     """Time the published kernel-fusion example: eager, refold, and with inductor=true (minutes) torch.compile."""
+    check_names("fusion-example: dtype", dtype, DTYPES)
+    check_names("fusion-example: verify", [verify], VERIFY)
     torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
     module = source(file)
     sizes = {"layers": layers, "width": width, "state": state, "vocabulary": VOCABULARY}

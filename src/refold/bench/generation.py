@@ -15,13 +15,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..errors import ArgumentError
 from ..generate.jax import Generator
 from ..models import counts
 from ..models.checkpoint import layout, random_params
 from ..models.configs import Config, Mamba2Config
 from ..models.jax import take_layers_apart
 from .language_models import MODELS, PAST, in_turns, row, seconds
+from .options import check_names
 from .peers import of_transformers, transformers_decoder
 from .progress import wanted
 from .rows import Row
@@ -129,8 +129,7 @@ def generation(
     batches: tuple[int, ...] = (1, 16),
 ) -> Iterator[Row]:
     """Time decoding and prefill of models with JAX on the default device, bfloat16."""
-    if unknown := sorted(set(models) - set(MODELS)):
-        raise ArgumentError(f"generation: models has {unknown[0]!r}. Give some of {', '.join(MODELS)}")
+    check_names("generation: models", models, MODELS)
     ceilings = cache(measure_ceilings)
     for name in models:
         model = MODELS[name]

@@ -27,6 +27,7 @@ from ..models.checkpoint import layout, random_params
 from ..models.configs import Config, Mamba2Config, MambaConfig
 from . import peers
 from .language_models import MODELS, PAST, in_turns, not_run, row, seconds
+from .options import DTYPES, check_names
 from .progress import wanted
 from .rows import Row
 
@@ -141,8 +142,7 @@ def measured(
 
 def _models(suite: str, names: tuple[str, ...]) -> Iterator[tuple[str, Config, Callable[..., Generator]]]:
     """Yield models, with what makes their generator for a dtype of states; the weights are drawn once."""
-    if unknown := sorted(set(names) - set(MODELS)):
-        raise ArgumentError(f"{suite}: models has {unknown[0]!r}. Give some of {', '.join(MODELS)}")
+    check_names(f"{suite}: models", names, MODELS)
     if not torch.cuda.is_available():
         raise ArgumentError(f"{suite} needs a GPU, and there is none. The suite generation-torch-cpu needs none")
     for name in names:
@@ -227,6 +227,7 @@ def decode(
 
     Rows say in which dtype states are kept: ours in float32, and in bfloat16 after short prompts.
     """
+    check_names("decode: states", states, DTYPES)
     for name, model, generator in _models("decode", models):
         for batch in batches:
             for past, dtype in itertools.product(pasts, states):

@@ -19,6 +19,7 @@ import refold
 from ..verify.memory import peak_bytes
 from ..verify.profile import profiling, take
 from .layers import Program, granite
+from .options import check_names
 from .progress import wanted
 from .rows import Row
 from .training import BOUND, take_turns
@@ -42,6 +43,7 @@ def granite_layer(
     rounds: int = 15,
 ) -> Iterator[Row]:
     """Time transformers' Granite hybrid layer, unmodified: eager, torch.compile, refold, refold.ops, mamba-ssm."""
+    check_names("granite-layer: dtype", dtype, BOUND)
     for name in dtype:
         kind = getattr(torch, name)
         for case in CASES:

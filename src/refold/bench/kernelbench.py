@@ -35,6 +35,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ArgumentError
+from .options import check_names
 from .progress import wanted
 from .rows import Row
 
@@ -42,14 +43,12 @@ LEVELS = ("level1", "level2", "level3")
 SMALLEST = 64  # smaller integers are channels, kernels and the like, and stay
 
 
-def problems(folder: Path, levels: Sequence[str], only: Sequence[str]) -> Iterator[tuple[str, Path]]:
+def problems(folder: Path, levels: Sequence[str]) -> Iterator[tuple[str, Path]]:
     """Yield names, such as ``level2/14``, and files of problems, in order."""
     for level in levels:
         files = sorted((folder / level).glob("*_*.py"), key=lambda file: int(file.name.split("_")[0]))
         for file in files:
-            name = f"{level}/{file.name.split('_')[0]}"
-            if not only or name in only:
-                yield name, file
+            yield f"{level}/{file.name.split('_')[0]}", file
 
 
 def shrunk(text: str, factor: int) -> str:
@@ -192,12 +191,22 @@ def kernelbench(
         seconds: Limit of time for one problem.
         total: Start no more problems after so many seconds.
     """
-    if not (Path(folder) / levels[0]).is_dir():
-        raise ArgumentError(f"{folder} has no folder {levels[0]}; give --set folder=PATH, of a checkout of KernelBench")
+    check_names("kernelbench: levels", levels, LEVELS)
+    for level in levels:
+        if not (Path(folder) / level).is_dir():
+            raise ArgumentError(
+                f"kernelbench: {folder} has no folder {level}. Give --set folder=PATH, of a checkout of KernelBench"
+            )
     gains = saved(Path(found)) if found else {}
     start = time.perf_counter()
-    chosen = list(problems(Path(folder), levels, [one for one in only if one]))
-    for name, file in sorted(chosen, key=lambda one: -gains.get(one[0], 1.0)):
+    chosen = dict(problems(Path(folder), levels))
+    if any(only):
+        if unknown := [name for name in only if name not in chosen]:
+            raise ArgumentError(
+                f"kernelbench: only is {unknown[0]!r}. Give problems of the levels, such as {next(iter(chosen))}"
+            )
+        chosen = {name: chosen[name] for name in only}
+    for name, file in sorted(chosen.items(), key=lambda one: -gains.get(one[0], 1.0)):
         content = hashlib.sha256(file.read_bytes()).hexdigest()[:16]
         what = {"example": name, "case": f"{content} {'find' if find else device} {shrink}"}
         if not wanted(**what):

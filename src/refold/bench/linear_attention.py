@@ -19,7 +19,7 @@ from torch import Tensor
 
 import refold
 
-from ..errors import ArgumentError
+from .options import VERIFY, check_names
 from .progress import wanted
 from .rows import Row
 from .training import BOUND, take_turns
@@ -135,10 +135,9 @@ def linear_attention(
     verify: str = "quick",
 ) -> Iterator[Row]:
     """Time linear attention without and with decays: naive loops, refold, fla, and with inductor=true torch.compile."""
-    if unknown := sorted(set(case) - set(KINDS)):
-        raise ArgumentError(f"linear-attention: there is no case {unknown[0]!r}. There are {', '.join(KINDS)}")
-    if dtype not in BOUND:
-        raise ArgumentError(f"linear-attention: dtype is {dtype!r}. Give one of {', '.join(BOUND)}")
+    check_names("linear-attention: case", case, KINDS)
+    check_names("linear-attention: dtype", [dtype], BOUND)
+    check_names("linear-attention: verify", [verify], VERIFY)
     for name in case:
         for length in tokens:
             what: Row = {"case": name, "tokens": length, "batch": batch, "dtype": dtype}

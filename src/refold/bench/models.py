@@ -22,6 +22,7 @@ import refold
 
 from ..errors import ArgumentError, RefoldWarning
 from .layers import Program
+from .options import check_names
 from .peers import hidden
 from .progress import wanted
 from .rows import Row
@@ -121,10 +122,10 @@ def models(
 
     A width of 0 is that of the published model.
     """
-    if unknown := sorted(set(case) - MODELS.keys()):
-        raise ArgumentError(f"models: there is no case {unknown[0]!r}. There are {', '.join(MODELS)}")
-    if dtype not in BOUND:
-        raise ArgumentError(f"models: dtype is {dtype!r}. Give one of {', '.join(BOUND)}")
+    check_names("models: case", case, MODELS)
+    check_names("models: dtype", [dtype], BOUND)
+    if width % 512 and width not in (128, 256):  # else heads of attention do not share keys evenly
+        raise ArgumentError(f"models: width is {width}. Give 128, 256, a multiple of 512, or 0 for the published width")
     transformers.logging.set_verbosity_error()
     for name in case:
         what: Row = {"case": name, "transformers": transformers.__version__, "dtype": dtype, "batch": batch}

@@ -98,24 +98,25 @@ def cpu(*, tokens: int = 1024, rounds: int = 5, steps: int = 256, transformers: 
 
 def operators(*, tokens: int, rounds: int, transformers: bool) -> Iterator[Row]:
     """Time selective_scan and ssd on the CPU, next to loops over time, an associative scan, and transformers."""
-    torch.manual_seed(0)
-    x, dt, A = torch.randn(1, tokens, 1536), torch.rand(1, tokens, 1536) * 0.1, -torch.rand(1536, 16)
-    B, C = torch.randn(1, tokens, 16), torch.randn(1, tokens, 16)
-    runners: dict[str, Callable[..., Any]] = {
-        "refold": lambda *inputs: ops.selective_scan(*inputs)[0],
-        "loop over time": loop_over_time,
-        "loop, channels first": channels_first_loop,
-        "compiled associative scan": torch.compile(associative),
-    }
     if wanted(case=(case := f"selective_scan 1 x {tokens} x 1536 x 16")):
+        torch.manual_seed(0)
+        x, dt, A = torch.randn(1, tokens, 1536), torch.rand(1, tokens, 1536) * 0.1, -torch.rand(1536, 16)
+        B, C = torch.randn(1, tokens, 16), torch.randn(1, tokens, 16)
+        runners: dict[str, Callable[..., Any]] = {
+            "refold": lambda *inputs: ops.selective_scan(*inputs)[0],
+            "loop over time": loop_over_time,
+            "loop, channels first": channels_first_loop,
+            "compiled associative scan": torch.compile(associative),
+        }
         yield timed(case, runners, (x, dt, A, B, C), rounds)
-    x, dt, A = torch.randn(1, tokens, 24, 64), torch.rand(1, tokens, 24) * 0.1, -torch.rand(24)
-    B, C = torch.randn(1, tokens, 1, 128), torch.randn(1, tokens, 1, 128)
-    runners = {"refold": lambda *inputs: ops.ssd(*inputs)[0]}
-    if transformers:
-        from transformers.models.mamba2.modeling_mamba2 import mamba2_chunk_scan
-
-        for size in (64, 128, 256):
-            runners[f"transformers, chunks of {size}"] = lambda *inputs, size=size: mamba2_chunk_scan(*inputs, size)
     if wanted(case=(case := f"ssd 1 x {tokens} x 24 x 64, n=128")):
+        torch.manual_seed(0)
+        x, dt, A = torch.randn(1, tokens, 24, 64), torch.rand(1, tokens, 24) * 0.1, -torch.rand(24)
+        B, C = torch.randn(1, tokens, 1, 128), torch.randn(1, tokens, 1, 128)
+        runners = {"refold": lambda *inputs: ops.ssd(*inputs)[0]}
+        if transformers:
+            from transformers.models.mamba2.modeling_mamba2 import mamba2_chunk_scan
+
+            for size in (64, 128, 256):
+                runners[f"transformers, chunks of {size}"] = lambda *inputs, size=size: mamba2_chunk_scan(*inputs, size)
         yield timed(case, runners, (x, dt, A, B, C), rounds)

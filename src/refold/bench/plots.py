@@ -16,7 +16,7 @@ from typing import Any
 
 from ..errors import ArgumentError, MissingDependency
 from ..ops.spec import load
-from .rows import Row, measured, stored
+from .rows import Row, measured, rounded, stored
 
 OURS, PEER, EAGER, INK, SOFT = "#b8324a", "#6d7a91", "#2b2d42", "#1d2026", "#8a909c"
 COLOURS = {"refold": OURS, "torch.compile": PEER, "mamba-ssm": PEER, "mamba_ssm": PEER, "eager": EAGER,
@@ -294,7 +294,7 @@ def draw_decode(plt: Any, rows: list[Row]) -> Any:
             panel.barh(at, [batch / _limit_s(row) for row in own], 0.8, color="#e3e6eb")
             rates = [batch / row["median_s"] for row in own]
             bars = panel.barh(at, rates, 0.5, color=[PROGRAMS[row["backend"]][1] for row in own])
-            panel.bar_label(bars, [_short(rate) for rate in rates], fontsize=7, padding=2)
+            panel.bar_label(bars, [rounded(rate) for rate in rates], fontsize=7, padding=2)
             panel.set_yticks(at, [PROGRAMS[row["backend"]][0] for row in own], fontsize=7)
             panel.tick_params(axis="x", labelsize=7)
             panel.locator_params(axis="x", nbins=5)
@@ -399,7 +399,7 @@ def draw_gradients(plt: Any, rows: list[Row]) -> Any:
             if own:
                 where, values = zip(*own, strict=True)
                 bars = panel.barh(where, values, 0.38, color=COLOURS[name], label=name)
-                panel.bar_label(bars, [_short(value) for value in values], fontsize=7, padding=2)
+                panel.bar_label(bars, [rounded(value) for value in values], fontsize=7, padding=2)
         panel.set_xlabel(unit)
     panels[0].set_yticks(range(len(rows)), [f"{row['op']} {row['case']}" for row in rows], fontsize=8)
     panels[0].invert_yaxis()
@@ -429,7 +429,8 @@ def draw_accuracy(plt: Any, rows: list[Row]) -> Any:
         if points:
             panel.plot(*zip(*points, strict=True), mark, color=colour, alpha=0.6, markersize=4, label=dtype)
     panel.axhline(1, color=INK, linewidth=1)
-    panel.text(len(names) - 0.45, 1, "one rounding", fontsize=7, va="bottom", ha="right")
+    panel.set_xlim(-0.45, len(names) - 0.05)
+    panel.text(len(names) - 0.05, 1, "one rounding", fontsize=7, va="bottom", ha="right")
     panel.set_xticks(range(len(names)), names, rotation=25, ha="right")
     panel.set(yscale="log", title="errors of results and gradients, Triton kernels")
     panel.set_ylabel("largest error / largest value,\nin units of one rounding")
@@ -444,7 +445,7 @@ def _dots(panel: Any, values: Sequence[float | None], at: Sequence[float], progr
     panel.plot(*zip(*known, strict=True), "o", color=COLOURS[program], label=label)
     for value, y in zip(values, at, strict=True):
         text, x, kind = (f"{label} {missing}", 0, panel.get_yaxis_transform()) if value is None else (
-            _short(value), value, panel.transData)  # fmt: skip
+            rounded(value), value, panel.transData)  # fmt: skip
         panel.annotate(text, (x, y), xycoords=kind, xytext=(6, 0), textcoords="offset points", fontsize=7, va="center",
                        color=COLOURS[program] if value is None else INK)  # fmt: skip
 
@@ -472,10 +473,6 @@ def _name_lines(panel: Any, names: Sequence[str]) -> None:
         each.tick_params(axis="y", length=0)
         for i in range(1, len(names)):
             each.axhline(i - 0.5, color="#e3e6eb", linewidth=1)
-
-
-def _short(value: float) -> str:
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 PLOTS = {

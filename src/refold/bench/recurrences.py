@@ -22,6 +22,7 @@ from ..compiler.compile_time import unrolled_seconds
 from ..compiler.dynamo import captures_loops
 from ..errors import ArgumentError
 from ..verify.timing import once_ms, sample_ms
+from .options import check_names
 from .progress import wanted
 from .rows import Row
 
@@ -296,6 +297,9 @@ def bidirectional_ssm(x: Tensor, nu: Tensor, theta: Tensor) -> Tensor:
     return torch.cat(both, -1).real
 
 
+SEASONS = 4  # Steps that `holt_winters` reads before it starts.
+
+
 @dataclass(frozen=True)
 class Recurrence:
     """A recurrence and its inputs.
@@ -356,8 +360,9 @@ def recurrences(
     device: str = "cpu", budget: float = 300.0,
 ) -> Iterator[Row]:  # fmt: skip
     """Compare public recurrences, as written, with eager and torch.compile over the number of steps."""
-    if unknown := set(case) - RECURRENCES.keys():
-        raise ArgumentError(f"case has no {', '.join(sorted(unknown))}. There are {', '.join(RECURRENCES)}")
+    check_names("recurrences: case", case, RECURRENCES)
+    if "holt-winters" in case and min(steps) < SEASONS:
+        raise ArgumentError(f"recurrences: steps is {min(steps)}. Give {SEASONS} or more, or leave out holt-winters")
     for count in steps:
         for name in case:
             if grad and not RECURRENCES[name].gradient:

@@ -180,6 +180,11 @@ def machine(row: Row) -> str:
     return "-".join(re.findall(r"[a-z0-9.]+", name.lower()))
 
 
+def rounded(value: float) -> str:
+    """Return a number with three digits, or more if it has more before the point; zeros at the end count as digits."""
+    return f"{value:,.0f}" if value >= 99.95 else f"{value:#.3g}"
+
+
 def place(results: Path, folder: str, suite: str) -> Path:
     """Return the file of a folder of results that holds the rows of a machine and a suite."""
     return results / folder / f"{suite.replace('-', '_')}.jsonl"

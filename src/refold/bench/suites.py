@@ -13,6 +13,7 @@ from importlib import import_module
 from typing import Any
 
 from ..errors import ArgumentError, MissingDependency
+from .options import check_device, read_option
 from .rows import Row
 
 
@@ -25,12 +26,14 @@ class Suite:
         module: The module.
         function: The function.
         device: Where it runs, if it has no option ``device``.
+        zero: Its options that may be 0, though their default is not.
     """
 
     name: str
     module: str
     function: str
     device: str = "cuda"
+    zero: tuple[str, ...] = ()
 
     def load(self) -> Callable[..., Iterator[Row]]:
         """Import it.
@@ -55,35 +58,27 @@ class Suite:
         """Return where it runs with given settings."""
         return str({"device": self.device, **self.options(), **settings}["device"])
 
+    def check_device(self, settings: Mapping[str, Any]) -> None:
+        """Refuse given settings whose device is not here. Suites without an option ``device`` check it themselves.
+
+        Raises:
+            DeviceError: It cannot be used.
+        """
+        if "device" in self.options():
+            check_device(f"{self.name}: device", self.runs_on(settings))
+
     def settings(self, given: dict[str, str]) -> dict[str, Any]:
         """Turn texts into values of the options.
 
         Raises:
-            ArgumentError: There is no such option, or the text is not of its type.
+            ArgumentError: There is no such option, or its value cannot be used.
         """
         known, found = self.options(), dict[str, Any]()
         for name, text in given.items():
             if name not in known:
                 raise ArgumentError(f"{self.name} has no option {name}. It has {', '.join(known) or 'none'}")
-            found[name] = _value(f"{self.name}: {name}", text, known[name])
+            found[name] = read_option(f"{self.name}: {name}", text, known[name], name in self.zero)
         return found
-
-
-def _value(what: str, text: str, default: Any) -> Any:
-    if isinstance(default, tuple):
-        return tuple(_value(what, part, default[0]) for part in text.split(","))
-    kind = type(default)
-    if kind is bool:
-        if text not in ("true", "false"):
-            raise ArgumentError(f"{what} is {text!r}. Give true or false")
-        return text == "true"
-    try:
-        found = kind(text)
-    except ValueError as error:
-        raise ArgumentError(f"{what} is {text!r}. Give a value like {default!r}") from error
-    if kind is int and found < min(default, 0):
-        raise ArgumentError(f"{what} is {text!r}. Give 0 or more")
-    return found
 
 
 SUITES = {
@@ -104,7 +99,7 @@ SUITES = {
         Suite("chunked-scan", "chunked_scan", "chunked_scan"),
         Suite("recurrences", "recurrences", "recurrences"),
         Suite("linear-attention", "linear_attention", "linear_attention"),
-        Suite("models", "models", "models"),
+        Suite("models", "models", "models", zero=("width",)),
         Suite("kernelbench", "kernelbench", "kernelbench"),
         Suite("compile-time", "compile_time", "compile_time", device="cpu"),
         Suite("generation", "generation", "generation"),

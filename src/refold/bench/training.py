@@ -22,6 +22,7 @@ from ..errors import ArgumentError
 from ..verify.memory import peak_bytes
 from ..verify.profile import profiling, take
 from .layers import LAYERS, Program
+from .options import VERIFY, check_names
 from .progress import wanted
 from .rows import Row
 
@@ -116,11 +117,11 @@ def training(
     calls: int = 4,
 ) -> Iterator[Row]:
     """Time naive layers in training: eager, refold, refold.ops, mamba-ssm, and with inductor=true torch.compile."""
-    if dtype not in BOUND:
-        raise ArgumentError(f"training: dtype is {dtype!r}. Give one of {', '.join(BOUND)}")
-    for name in layers:
-        if name not in LAYERS:
-            raise ArgumentError(f"training: there is no layer {name!r}. There are {', '.join(LAYERS)}")
+    check_names("training: dtype", [dtype], BOUND)
+    check_names("training: layers", layers, LAYERS)
+    check_names("training: verify", [verify], VERIFY)
+    if width % 32:
+        raise ArgumentError(f"training: width is {width}. Give a multiple of 32; 0 is that of the published layer")
     at = torch.device(device)
     for name in layers:
         make, own = LAYERS[name]

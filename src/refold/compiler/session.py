@@ -132,7 +132,7 @@ class GraphCompile:
         races = [verdict.race for verdict in self.verdicts.values() if verdict.race is not None]
         entry.busy = entry.busy or next((race.busy for race in races if race.busy), "")
         count = len(entry.applied)
-        log.info("graph %d: %s runs, %d rewrite%s", entry.index, entry.chosen, count, "" if count == 1 else "s")
+        log.info("graph %d: %s runs, %d rewrite%s", entry.index, entry.runs, count, "" if count == 1 else "s")
         return compiled
 
     def _built(self) -> Compiled | None:

@@ -50,7 +50,7 @@ def explain(op: str, *args: Any, **kwargs: Any) -> Explanation:
         A mapping from backend to None (yes) or the reason; printing it shows a table.
 
     Example:
-        >>> import numpy as np
+        >>> import numpy as np, refold
         >>> x = np.ones((1, 8, 4))
         >>> refold.ops.explain("linear_scan", x, x).chosen
         'reference'

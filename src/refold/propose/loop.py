@@ -38,12 +38,21 @@ class Budget:
         seconds: Time for all of it; what has begun is finished.
         tokens: Counted by the endpoint.
         money: By the prices that the user gave.
+
+    Raises:
+        ArgumentError: A limit is negative, not a number, or no round is allowed.
     """
 
     rounds: int = 4
     seconds: float = 1800.0
     tokens: float = float("inf")
     money: float = float("inf")
+
+    def __post_init__(self) -> None:
+        """Refuse limits that are none."""
+        for name, least in (("rounds", 1), ("seconds", 0), ("tokens", 0), ("money", 0)):
+            if not getattr(self, name) >= least:
+                raise ArgumentError(f"{name} must be {least} or more, not {getattr(self, name)}")
 
     def spent(self, rounds: int, seconds: float, used: dict[str, float]) -> str:
         """Say what is used up; empty if nothing is."""
@@ -151,8 +160,9 @@ def search(
         ProposerError: The proposer failed before it proposed anything.
     """
     budget = budget or Budget()
-    if parallel < 1 or keep < 0:
-        raise ArgumentError(f"parallel must be positive and keep not negative, not {parallel} and {keep}")
+    for name, value, least in (("parallel", parallel, 1), ("keep", keep, 0)):
+        if value < least:
+            raise ArgumentError(f"{name} must be {least} or more, not {value}")
     run, seen = _opened(original, folder, terms, resume)
     record = _Record(folder / "run.jsonl")
     record("start", schema=SCHEMA, original=asdict(original), sha256=original.sha256, terms=asdict(terms),

@@ -90,6 +90,11 @@ class GraphReport:
         return cls(**{**data, "rewrites": [RewriteReport(**rewrite) for rewrite in data["rewrites"]]})
 
     @property
+    def runs(self) -> str:
+        """What runs from now on, as the times name it."""
+        return "torch.compile" if self.chosen == "inductor" else self.chosen
+
+    @property
     def applied(self) -> list[RewriteReport]:
         """The rewrites that run from now on."""
         return [rewrite for rewrite in self.rewrites if rewrite.status == "applied"]

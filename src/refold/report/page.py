@@ -17,13 +17,14 @@ from typing import Any
 import jinja2
 
 from .model import Contents, GraphReport, RewriteReport
-from .text import count, size
+from .text import UNDECIDED, count, place, size, undecided
 
 # Lines of the user's file that are shown before and after the line that was rewritten.
 AROUND = 2
 COLOURS = {"eager": "eager", "torch.compile": "peer", "refold": "ours"}
 # The plotting area of the roofline: left, top, right, bottom, in units of its picture.
 LEFT, TOP, RIGHT, BOTTOM = 58, 14, 406, 234
+LINE = 24  # what a line of text takes there, with some room
 
 
 def render(report: Contents) -> str:
@@ -34,6 +35,8 @@ def render(report: Contents) -> str:
         size=size,
         count=count,
         milliseconds=milliseconds,
+        undecided=undecided,
+        not_decided=UNDECIDED,
         environment=" · ".join(f"{name} {value}" for name, value in report.environment.items()),
     )
 
@@ -71,9 +74,9 @@ def _verdict(graph: GraphReport) -> str:
         return f"{graph.speedup:.2f} times as fast as {'the faster of ' if len(rivals) > 1 else ''}{against}"
     if graph.chosen == "refold":
         return "rewritten; it was not timed against the original"
-    if any(row.status == "found" for row in graph.rewrites):
-        return "something to rewrite was found; nothing was changed"
-    return f"left as it was: {graph.chosen} runs" + (f", {graph.reason}" if graph.reason else "")
+    if found := sum(row.status == "found" for row in graph.rewrites):
+        return f"{found} {'rewrite was' if found == 1 else 'rewrites were'} found; nothing was changed"
+    return f"left as it was: {graph.runs} runs" + (f", {graph.reason}" if graph.reason else "")
 
 
 def milliseconds(value: float) -> str:
@@ -94,14 +97,14 @@ def _excerpt(row: RewriteReport) -> dict[str, Any]:
     """Return the user's lines around a rewrite; the line alone if its file cannot be read."""
     found = re.match(r"(.*?):(\d+)(?:: (.*))?$", row.source)
     if found is None:
-        return {"where": row.source, "lines": []}
+        return {"where": place(row.source), "lines": []}
     path, number, code = found[1], int(found[2]), found[3] or ""
     around = [(n, linecache.getline(path, n).rstrip("\n")) for n in range(number - AROUND, number + AROUND + 1)]
     if code not in dict(around).get(number, ""):  # the file is gone, or was changed since
         around = [(number, code)]
     while not around[-1][1].strip() and around[-1][0] > number:
         around.pop()
-    return {"where": f"{path}:{number}", "lines": [(n, line, n == number) for n, line in around if n > 0]}
+    return {"where": place(f"{path}:{number}"), "lines": [(n, line, n == number) for n, line in around if n > 0]}
 
 
 @dataclass(frozen=True)
@@ -128,6 +131,18 @@ def _power(power: int) -> str:
     return text if 0 <= power < 15 else f"{10.0**power:g}"
 
 
+def _name_below(name: str, at: dict[str, tuple[float, float, float]]) -> bool:
+    """Tell whether a name stands below its point: eager's does, and refold's if the roof would cross it above.
+
+    Args:
+        name: The program.
+        at: Where each program's point is, and the height of the roof there.
+    """
+    _, y, roof = at[name]
+    free = all(abs(y - other) > LINE for who, (_, other, _) in at.items() if who != name)
+    return name == "eager" or (free and 0 <= y - roof < LINE)
+
+
 def _roofline(graph: GraphReport, ceilings: dict[str, float]) -> dict[str, Any] | None:
     """Return the picture of the roofline: the device's limits, and the graph before and after; None if not measured."""
     work = {"eager": (graph.flops_before, graph.bytes_before), "refold": (graph.flops_after, graph.bytes_after)}
@@ -145,11 +160,12 @@ def _roofline(graph: GraphReport, ceilings: dict[str, float]) -> dict[str, Any] 
     across = _Scale(low, high, LEFT, RIGHT)
     bottom = min([low * rate, *(y for _, y in points.values())]) / 3
     up = _Scale(bottom, peak * 3, BOTTOM, TOP)
+    at = {name: (across(x), up(y), up(min(peak, x * rate))) for name, (x, y) in points.items()}
     return {
         "roof": [(across(low), up(low * rate)), (across(ridge), up(peak)), (across(high), up(peak))],
         "points": [
-            {"name": name, "x": across(x), "y": up(y), "colour": COLOURS[name], "intensity": x, "rate": y,
-             "share": y / min(peak, x * rate)}
+            {"name": name, "x": at[name][0], "y": at[name][1], "colour": COLOURS[name], "intensity": x, "rate": y,
+             "share": y / min(peak, x * rate), "below": _name_below(name, at)}
             for name, (x, y) in points.items()
         ],
         "across": across.ticks(),

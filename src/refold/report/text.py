@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+
 from .model import Contents, GraphReport, RewriteReport
 
+UNDECIDED = "too near to decide alone"
 _MARK = {"applied": "+", "found": "*", "refused": "-"}
 
 
@@ -22,7 +25,7 @@ def render(report: Contents) -> str:
 
 
 def _graph(graph: GraphReport) -> list[str]:
-    lines = [f"graph {graph.index} ({graph.mode}): {graph.chosen} runs" + (f", {graph.reason}" if graph.reason else "")]
+    lines = [f"graph {graph.index} ({graph.mode}): {graph.runs} runs" + (f", {graph.reason}" if graph.reason else "")]
     for rewrite in graph.rewrites:
         lines += _rewrite(rewrite)
     lines += [f"  ! serial loop: {loop}" for loop in graph.loops]
@@ -56,7 +59,7 @@ def _rewrite(rewrite: RewriteReport) -> list[str]:
     state = rewrite.status + (f": {rewrite.reason}" if rewrite.reason else "")
     lines = [f"  {_MARK.get(rewrite.status, '-')} {rewrite.name} [{rewrite.site}] {state}"]
     if rewrite.source:
-        lines.append(f"      at     {rewrite.source}")
+        lines.append(f"      at     {place(rewrite.source)}")
     lines.append(f"      what   {rewrite.detail}")
     lines.append(f"      why    {rewrite.why}")
     lines.append(
@@ -75,9 +78,20 @@ def _rewrite(rewrite: RewriteReport) -> list[str]:
     if rewrite.candidate_ms is not None and rewrite.original_ms is not None:
         lines.append(
             f"      time   {rewrite.original_ms:.3f} ms ({rewrite.original_by}) -> {rewrite.candidate_ms:.3f} ms, "
-            f"{rewrite.speedup:.1f}x, at least {rewrite.at_least:.1f}x"
+            f"{rewrite.speedup:.2f}x, at least {rewrite.at_least:.2f}x"
+            + (f"; {UNDECIDED}" if undecided(rewrite) else "")
         )
     return lines
+
+
+def place(source: str) -> str:
+    """Return where a rewrite was found, without the folder that this program runs in."""
+    return source.removeprefix(f"{os.getcwd()}{os.sep}")
+
+
+def undecided(rewrite: RewriteReport) -> bool:
+    """Tell whether timing a rewrite alone left open if it is faster."""
+    return rewrite.status == "applied" and rewrite.at_least is not None and rewrite.at_least < 1
 
 
 def _checks(graph: GraphReport) -> str:

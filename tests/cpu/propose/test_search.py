@@ -88,6 +88,29 @@ def test_requests_hold_no_seed_and_no_values(tmp_path):
     assert run.ended == "all 1 rounds"
 
 
+@pytest.mark.parametrize("limit", [{"rounds": 0}, {"seconds": -1.0}, {"tokens": float("nan")}, {"money": -0.5}])
+def test_a_budget_that_is_none_is_refused(limit):
+    with pytest.raises(ArgumentError, match=f"{next(iter(limit))} must be [01] or more, not "):
+        Budget(**limit)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [(("--money", "1"), "--money needs --price"), (("--price", "1", "-1"), "Give two prices, 0 or more"),
+     (("--rounds", "-1"), "rounds must be 1 or more, not -1")],
+)  # fmt: skip
+def test_a_limit_that_cannot_hold_is_refused(given, said, tmp_path):
+    """Money without prices would never be spent."""
+    found = CliRunner().invoke(app, ["optimize", "x.py", "--propose", "search", "--run", str(tmp_path / "run"), *given])
+    assert said in str(found.exception)
+
+
+@pytest.mark.parametrize(("name", "value"), [("parallel", 0), ("keep", -1)])
+def test_a_number_of_proposals_that_is_none_is_refused(name, value, tmp_path):
+    with pytest.raises(ArgumentError, match=f"^{name} must be [01] or more, not {value}$"):
+        _search(tmp_path, **{name: value})
+
+
 @pytest.mark.parametrize(
     ("budget", "ended"),
     [

@@ -127,6 +127,35 @@ def test_points_of_the_roofline_lie_where_they_were_measured(report):
     assert low > ridge == flat
 
 
+def test_names_of_points_stand_off_the_roof_and_off_one_another(report):
+    from refold.report.page import _roofline
+
+    def below(eager_ms, refold_ms):
+        report.graphs[0].times_ms = {"eager": eager_ms, "refold": refold_ms}
+        return [point["below"] for point in _roofline(report.graphs[0], report.ceilings)["points"]]
+
+    assert below(4.0, 1.0) == [True, False]  # far below the roof
+    assert below(4.0, 0.11) == [True, True]  # just below it: above the point, the roof would cross the name
+    assert below(4.0, 0.05) == [True, False]  # above the roof
+    assert below(0.4, 0.11) == [True, False]  # where the name of eager stands
+
+
+def test_what_runs_is_named_as_in_the_table_of_times():
+    report = Report(graphs=[GraphReport(0, reason="the rewritten graph is not faster")])
+    assert report.graphs[0].chosen == "inductor"
+    assert "graph 0 (inference): torch.compile runs, the rewritten" in str(report)
+    assert "Left as it was: torch.compile runs, the rewritten" in str(Page(report.to_html()))
+
+
+def test_a_page_that_only_explains_counts_what_was_found(report):
+    graph = report.graphs[0]
+    graph.chosen, graph.speedup = "eager", None
+    graph.rewrites = [rewrite("", status="found")]
+    assert "1 rewrite was found; nothing was changed." in str(Page(report.to_html()))
+    graph.rewrites *= 2
+    assert "2 rewrites were found; nothing was changed." in str(Page(report.to_html()))
+
+
 def test_a_page_of_a_file_that_is_gone_shows_the_line_alone(report):
     report.graphs[0].rewrites = [rewrite("/gone/layer.py:7: y = x + 1")]
     text = str(Page(report.to_html()))
@@ -155,6 +184,22 @@ def test_save_writes_what_the_name_says(report, tmp_path):
     assert (tmp_path / "a.html").read_text() == (tmp_path / "A.HTM").read_text() == report.to_html()
     assert Report.from_dict(__import__("json").loads((tmp_path / "a.json").read_text())) == report
     assert report._repr_html_().startswith("<iframe srcdoc=")
+
+
+def test_a_rewrite_whose_own_time_decides_nothing_says_so(report):
+    """Else one that is kept, and timed as slower, looks like an error."""
+    kept = report.graphs[0].rewrites[0]
+    assert "too near to decide" not in str(report) + report.to_html()
+    kept.speedup, kept.at_least = 0.98, 0.93
+    assert "0.98x, at least 0.93x; too near to decide alone" in str(report)
+    assert "0.98 times, at least 0.93; too near to decide alone" in report.to_html()
+
+
+def test_files_below_the_current_folder_are_named_without_it(report, tmp_path, monkeypatch):
+    assert f"at     {tmp_path}/layer.py:3: return" in str(report)
+    monkeypatch.chdir(tmp_path)
+    assert "at     layer.py:3: return" in str(report)
+    assert "<dd>layer.py:3</dd>" in report.to_html()
 
 
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome") or shutil.which("chrome")

@@ -95,7 +95,7 @@ def choose_program(
         entry.chosen = "eager" if unrolled and "eager" in originals else "inductor"
         entry.reason = f"because the rewritten graph {reason}"
         why = "graph-differs"
-        log.warning("refold: graph %d: %s runs, %s", entry.index, entry.chosen, entry.reason)
+        log.warning("refold: graph %d: %s runs, %s", entry.index, entry.runs, entry.reason)
     elif settings.accept == "faster":
         spared = costly and not unrolled and "torch.compile" not in originals
         add = functools.partial(_add_plain, originals, gm, inputs, options, entry, compiled) if spared else None

@@ -55,6 +55,7 @@ def causal_conv1d(
 
     Example:
         >>> import numpy as np
+        >>> from refold.ops import causal_conv1d
         >>> y, state = causal_conv1d(np.arange(4.0).reshape(1, 4, 1), np.ones((1, 2)))
         >>> y.ravel().tolist(), state.tolist()
         ([0.0, 1.0, 3.0, 5.0], [[[3.0]]])
@@ -83,6 +84,7 @@ def causal_conv1d_step(
 
     Example:
         >>> import numpy as np
+        >>> from refold.ops import causal_conv1d_step
         >>> y, state = causal_conv1d_step(np.ones((1, 1)), np.ones((1, 3)), np.array([[[2.0, 5.0]]]))
         >>> y.tolist(), state.tolist()
         ([[8.0]], [[[5.0, 1.0]]])

@@ -55,6 +55,7 @@ def gated_rmsnorm(
 
     Example:
         >>> import numpy as np
+        >>> from refold.ops import gated_rmsnorm
         >>> gated_rmsnorm(np.array([3.0, 4.0]), None, np.ones(2), eps=0.0).round(3).tolist()
         [0.849, 1.131]
     """

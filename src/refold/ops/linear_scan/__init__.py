@@ -58,6 +58,7 @@ def linear_scan(
 
     Example:
         >>> import numpy as np
+        >>> from refold.ops import linear_scan
         >>> h, state = linear_scan(np.full((1, 4, 1), 0.5), np.ones((1, 4, 1)))
         >>> h.ravel().tolist(), state.tolist()
         ([1.0, 1.5, 1.75, 1.875], [[1.875]])

@@ -39,8 +39,8 @@ def selective_scan(
         x: Inputs, ``(b, t, d)``.
         dt: Step sizes, ``(b, t, d)``, before bias and softplus.
         A: Decay rates, ``(d, n)``.
-        B: Input projections, ``(b, t, n)``, or ``(b, t, g, n)``: channel ``i`` reads group ``i // (d / g)``.
-        C: Output projections, ``(b, t, n)`` or ``(b, t, g, n)``.
+        B: Input factors (keys), ``(b, t, n)``, or ``(b, t, g, n)``: channel ``i`` reads group ``i // (d / g)``.
+        C: Readout factors (queries), ``(b, t, n)`` or ``(b, t, g, n)``.
         D: Skip connection, ``(d,)``.
         z: Gate, like ``x``.
         dt_bias: Added to ``dt``, ``(d,)``.
@@ -71,6 +71,7 @@ def selective_scan(
 
     Example:
         >>> import numpy as np
+        >>> from refold.ops import selective_scan
         >>> x, B = np.ones((2, 64, 12)), np.ones((2, 64, 4))
         >>> y, state = selective_scan(x, 0.1 * x, -np.ones((12, 4)), B, B)
         >>> y.shape, state.shape
@@ -101,8 +102,8 @@ def selective_scan_step(
         x: Inputs, ``(b, d)``, or ``(b, t, d)`` for a few tokens at once.
         dt: Step sizes, like ``x``.
         A: Decay rates, ``(d, n)``.
-        B: Input projections, ``(b, n)``, ``(b, g, n)``, or with a time axis after the batch.
-        C: Output projections, as ``B``.
+        B: Input factors (keys), ``(b, n)``, ``(b, g, n)``, or with a time axis after the batch.
+        C: Readout factors (queries), as ``B``.
         state: ``(b, d, n)``, any float dtype; arithmetic is float32.
         D: Skip connection, ``(d,)``.
         z: Gate, like ``x``.
@@ -119,6 +120,7 @@ def selective_scan_step(
 
     Example:
         >>> import numpy as np
+        >>> from refold.ops import selective_scan_step
         >>> y, state = selective_scan_step(
         ...     np.ones((2, 12)), np.ones((2, 12)), -np.ones((12, 4)), np.ones((2, 4)), np.ones((2, 4)),
         ...     np.zeros((2, 12, 4)))

@@ -44,8 +44,8 @@ def ssd(
         x: Inputs, ``(b, t, h, p)``.
         dt: Step sizes, ``(b, t, h)``, before bias, softplus and limits.
         A: Decay rates, ``(h,)``. Negative in trained models; any sign is allowed.
-        B: Input projections, ``(b, t, g, n)``; head ``i`` reads group ``i // (h / g)``.
-        C: Output projections, ``(b, t, g, n)``.
+        B: Input factors (keys), ``(b, t, g, n)``; head ``i`` reads group ``i // (h / g)``.
+        C: Readout factors (queries), ``(b, t, g, n)``.
         D: Skip connection, ``(h,)`` or ``(h, p)``.
         z: Gate, like ``x``.
         dt_bias: Added to ``dt``, ``(h,)``.
@@ -77,6 +77,7 @@ def ssd(
 
     Example:
         >>> import numpy as np
+        >>> from refold.ops import ssd
         >>> x, dt = np.ones((2, 64, 4, 16)), np.full((2, 64, 4), 0.1)
         >>> B = C = np.ones((2, 64, 1, 8))
         >>> y, state = ssd(x, dt, -np.ones(4), B, C)
@@ -111,8 +112,8 @@ def ssd_step(
         x: Inputs, ``(b, h, p)``, or ``(b, t, h, p)`` for a few tokens at once.
         dt: Step sizes, ``(b, h)`` or ``(b, t, h)``.
         A: Decay rates, ``(h,)``.
-        B: Input projections, ``(b, g, n)`` or ``(b, t, g, n)``.
-        C: Output projections, like ``B``.
+        B: Input factors (keys), ``(b, g, n)`` or ``(b, t, g, n)``.
+        C: Readout factors (queries), like ``B``.
         state: ``(b, h, p, n)``, any float dtype; arithmetic is float32.
         D: Skip connection, ``(h,)`` or ``(h, p)``.
         z: Gate, like ``x``.
@@ -129,6 +130,7 @@ def ssd_step(
 
     Example:
         >>> import numpy as np
+        >>> from refold.ops import ssd_step
         >>> y, state = ssd_step(
         ...     np.ones((2, 4, 16)), np.ones((2, 4)), -np.ones(4), np.ones((2, 1, 8)), np.ones((2, 1, 8)),
         ...     np.zeros((2, 4, 16, 8)))
