@@ -102,7 +102,8 @@ def test_prefill_is_one_scan(name, length):
     assert rows[0].detail == f"{length} tokens, 8 heads of 12 x 20 as one ssd"
 
 
-@pytest.mark.parametrize(("name", "length"), CELLS)
+# Of contractions, the length changes sizes alone: a part of a chunk, one, and several.
+@pytest.mark.parametrize(("name", "length"), [("granite", 80), ("bamba", 31), ("mamba2", 32)])
 def test_contractions_where_the_scan_is_not_faster(name, length, monkeypatch):
     monkeypatch.setattr(pipeline, "PASSES", [entry for entry in pipeline.PASSES if entry[0] != "fuse chunked scans"])
     compiled = prefill(name, length)
