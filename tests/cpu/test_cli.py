@@ -41,15 +41,34 @@ def refold(*arguments, cwd=None):
 
 
 @pytest.fixture
+def here(layer, monkeypatch, capfd):
+    """Return a function that runs a command in this process: a new one imports torch and its compiler each time."""
+
+    def run(*arguments):
+        monkeypatch.chdir(layer.parent)
+        monkeypatch.syspath_prepend(layer.parent)
+        for name in ("layer", "width"):
+            monkeypatch.delitem(sys.modules, name, raising=False)
+        monkeypatch.setattr(sys, "argv", ["refold", *map(str, arguments)])
+        capfd.readouterr()
+        with pytest.raises(SystemExit) as ended:
+            main()
+        printed = capfd.readouterr()
+        return subprocess.CompletedProcess(sys.argv, ended.value.code or 0, printed.out, printed.err)
+
+    return run
+
+
+@pytest.fixture
 def layer(tmp_path):
     path = tmp_path / "layer.py"
     path.write_text(LAYER)
     return path
 
 
-def test_explain_lists_waste(layer, tmp_path):
+def test_explain_lists_waste(layer, here, tmp_path):
     out = tmp_path / "report.json"
-    done = refold("explain", layer, "--json", out)
+    done = here("explain", layer, "--json", out)
     assert done.returncode == 0, done.stderr
     assert "products are written out only to be summed" in done.stdout
     assert "layer.py:8: return (x[:, None, :] * self.w[None]).sum(-1)" in done.stdout
@@ -68,8 +87,8 @@ def test_optimize_prints_the_evidence_and_plain_progress(layer, tmp_path):
     assert graph["chosen"] == "refold"
 
 
-def test_a_factory_is_a_target_too(layer):
-    done = refold("explain", "layer:factory", "--dtype", "bfloat16", cwd=layer.parent)
+def test_a_factory_is_a_target_too(here):
+    done = here("explain", "layer:factory", "--dtype", "bfloat16")
     assert done.returncode == 0, done.stderr
     assert "recover contraction" in done.stdout
 
@@ -115,8 +134,7 @@ def test_doctor_says_what_is_usable_and_why_not():
         (["layer.py", "--html", "-"], "--html needs a file"),
     ],
 )
-def test_bad_input_is_one_sentence_and_exit_code_2(layer, arguments, sentence, monkeypatch, capfd):
-    """In this process: a new one imports torch and its compiler each time."""
+def test_bad_input_is_one_sentence_and_exit_code_2(layer, arguments, sentence, here):
     for name in ("ends.py", "stops.py"):
         (layer.parent / name).write_text("raise SystemExit(0)")
     (layer.parent / "folder.py").mkdir()
@@ -124,38 +142,32 @@ def test_bad_input_is_one_sentence_and_exit_code_2(layer, arguments, sentence, m
     (layer.parent / "broken.py").write_text("def\n")
     (layer.parent / "raises.py").write_text(LAYER.replace("super().__init__()", "raise RuntimeError('planted')"))
     (layer.parent / "forward.py").write_text(LAYER.replace("return (x", "return torch.ones(7, 7) @ x; (x"))
-    monkeypatch.chdir(layer.parent)
-    monkeypatch.syspath_prepend(layer.parent)
-    monkeypatch.delitem(sys.modules, "layer", raising=False)
-    monkeypatch.setattr(sys, "argv", ["refold", "explain", *arguments])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    assert ended.value.code == 2
-    printed = capfd.readouterr().err
-    message = printed.strip().splitlines()[-1]
+    done = here("explain", *arguments)
+    assert done.returncode == 2
+    message = done.stderr.strip().splitlines()[-1]
     assert message.startswith("refold: ")
     assert sentence in message
-    assert "Traceback" not in printed
+    assert "Traceback" not in done.stderr
 
 
-def test_an_unknown_option_is_exit_code_2(layer):
-    done = refold("optimize", layer, "--accept", "perhaps")
+def test_an_unknown_option_is_exit_code_2(layer, here):
+    done = here("optimize", layer, "--accept", "perhaps")
     assert done.returncode == 2
     assert "accept must be one of 'faster', 'always', not 'perhaps'" in done.stderr
 
 
-def test_optimize_of_a_layer_that_fails_is_one_sentence(layer):
+def test_optimize_of_a_layer_that_fails_is_one_sentence(layer, here):
     layer.write_text(LAYER.replace("return (x", "return torch.ones(7, 7) @ x; (x"))
-    done = refold("optimize", layer)
+    done = here("optimize", layer)
     assert done.returncode == 2
     assert "forward raised RuntimeError: mat1 and mat2 shapes cannot be multiplied" in done.stderr.splitlines()[-1]
     assert "Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize("json", ["nowhere/report.json", "."])
-def test_a_report_that_cannot_be_written_is_noticed_before_the_work(layer, json):
+def test_a_report_that_cannot_be_written_is_noticed_before_the_work(layer, here, json):
     layer.write_text("raise SystemExit('imported')")
-    done = refold("optimize", layer, "--json", json, cwd=layer.parent)
+    done = here("optimize", layer, "--json", json)
     assert done.returncode == 2
     assert f"--json {json} cannot be written" in done.stderr
     assert "imported" not in done.stderr
@@ -163,17 +175,17 @@ def test_a_report_that_cannot_be_written_is_noticed_before_the_work(layer, json)
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a file that cannot be written")
 @pytest.mark.parametrize("option", ["--html", "--trace"])
-def test_a_report_is_printed_before_files_that_may_fail(layer, option):
-    done = refold("optimize", layer, "--accept", "always", option, "/dev/full", "-q")
+def test_a_report_is_printed_before_files_that_may_fail(layer, here, option):
+    done = here("optimize", layer, "--accept", "always", option, "/dev/full", "-q")
     assert done.returncode == 2
     assert done.stderr == f"refold: {option} /dev/full cannot be written: No space left on device\n"
     assert "recover contraction" in done.stdout
 
 
-def test_a_target_imports_what_lies_beside_it(layer):
+def test_a_target_imports_what_lies_beside_it(layer, here):
     (layer.parent / "width.py").write_text("WIDTH = 8")
     layer.write_text(LAYER.replace("import torch", "import torch\nfrom width import WIDTH", 1))
-    done = refold("explain", layer)
+    done = here("explain", layer)
     assert done.returncode == 0, done.stderr
 
 
@@ -233,7 +245,7 @@ def test_optimize_writes_a_page_and_a_trace(layer, tmp_path):
     assert {"recover contraction [sum_1]: before", "recover contraction [sum_1]: after"} <= names
 
 
-def test_progress_can_have_times(layer):
-    done = refold("explain", layer, "-v")
+def test_progress_can_have_times(layer, here):
+    done = here("explain", layer, "-v")
     assert re.match(r" +\d+\.\d\d s  loading", done.stderr)
-    assert refold("explain", layer, "-v", "-q").returncode == 2
+    assert here("explain", layer, "-v", "-q").returncode == 2

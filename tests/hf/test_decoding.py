@@ -154,7 +154,7 @@ def test_a_planted_bug_is_found(bug, fused, monkeypatch):
 @here
 @pytest.mark.parametrize("bug", ["no norms", "norms without weights", "the bias is left out", "z and x change places"])
 def test_a_planted_bug_of_a_selective_scan_is_found(bug, fused, monkeypatch):
-    model, ids = prepared("jamba", 1, torch.float32, {})
+    model, ids = prepared("jamba", 1, torch.float32, {}, tokens=1)
     kernels, results = decoding.kernels(ids), ordinary(model, ids, monkeypatch)
     scan_ = kernels.selective_scan_
 

@@ -91,7 +91,7 @@ def prefill(name, length):
     return compiled
 
 
-# Granite's and Bamba's layers are one code under two names; so each length needs one of them.
+# Granite's and Bamba's layers are one code under two names; so each length, and each test, needs one of them.
 CELLS = [("granite", 80), ("bamba", 31), ("bamba", 32), ("mamba2", 80), ("mamba2", 31), ("mamba2", 32)]
 
 
@@ -102,7 +102,8 @@ def test_prefill_is_one_scan(name, length):
     assert rows[0].detail == f"{length} tokens, 8 heads of 12 x 20 as one ssd"
 
 
-@pytest.mark.parametrize(("name", "length"), CELLS)
+# Of contractions, the length changes sizes alone: a part of a chunk, one, and several.
+@pytest.mark.parametrize(("name", "length"), [("granite", 80), ("bamba", 31), ("mamba2", 32)])
 def test_contractions_where_the_scan_is_not_faster(name, length, monkeypatch):
     monkeypatch.setattr(pipeline, "PASSES", [entry for entry in pipeline.PASSES if entry[0] != "fuse chunked scans"])
     compiled = prefill(name, length)
@@ -128,7 +129,7 @@ def trained(layer, seqlen=40):
     return compiled.report
 
 
-@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("name", ["granite", "mamba2"])
 def test_training(name):
     applied = {rewrite.name for rewrite in trained(LAYERS[name]()[0]).rewrites if rewrite.status == "applied"}
     assert "fuse chunked scan" in applied
@@ -144,7 +145,7 @@ def test_training_by_contractions(monkeypatch):
         assert len(contractions(report)) >= 15
 
 
-@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("name", ["bamba", "mamba2"])
 def test_cache_decoding_and_mask(name):
     layer, config = LAYERS[name]()
     layer.eval()

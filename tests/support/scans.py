@@ -3,8 +3,11 @@
 import torch
 
 import refold
+from refold.compiler.dynamo import captures_loops
 from refold.compiler.dynamo.body import differentiable
 from refold.compiler.recurrence.vectorize import Emitter
+from refold.compiler.session import describe_captured
+from refold.report import GraphReport
 
 
 def flat(results):
@@ -16,10 +19,29 @@ def compiled(fn, **options):
     return refold.compile(fn, accept="always", strict=True, **options)
 
 
+def spliced(fn, mode="inference"):
+    """Return a function that runs the graph in which captured loops are replaced, as it is, and the graph's report.
+
+    Inductor, which takes most of the time of compiling, has no part in it.
+    """
+    report = GraphReport(0, mode)
+
+    @captures_loops
+    def backend(gm, _):
+        return describe_captured(report, gm)
+
+    torch._dynamo.reset()
+    return torch.compile(fn, backend=backend, fullgraph=True), report
+
+
 def operators(run):
     """Name the operators that loops became."""
-    details = [row.detail for graph in run.report.graphs for row in graph.applied]
-    return [detail.split(" as one ")[1] for detail in details if " as one " in detail]
+    return names(row for graph in run.report.graphs for row in graph.applied)
+
+
+def names(rows):
+    """Name the operators that loops became, by the rows of a report."""
+    return [row.detail.split(" as one ")[1] for row in rows if " as one " in row.detail]
 
 
 def emitted(scan, *operands):

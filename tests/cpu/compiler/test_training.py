@@ -18,9 +18,9 @@ from refold.report import GraphReport, Report
 from support.tiny_lm import losses
 
 
-@pytest.mark.parametrize("checkpointed", [False, True], ids=["kept", "checkpointed"])
-@pytest.mark.parametrize("autocast", [None, torch.bfloat16], ids=["float32", "autocast"])
+@pytest.mark.parametrize(("checkpointed", "autocast"), [(False, None), (False, torch.bfloat16), (True, torch.bfloat16)])
 def test_loss_curves_without_code_generation(checkpointed, autocast):
+    """`test_loss_curve` is checkpointed in float32."""
     entry = GraphReport(index=0, mode="training")
 
     @captures_loops

@@ -56,7 +56,7 @@ def compiled(function: Any, *arguments: Any, donated: tuple[int, ...] = ()) -> A
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-@pytest.mark.parametrize(("dtype", "rows"), [("float32", 1), ("float32", 2), ("float32", 4), ("bfloat16", 2)])
+@pytest.mark.parametrize(("dtype", "rows"), [("float32", 1), ("float32", 4), ("bfloat16", 2)])
 def test_work_of_a_step(name: str, dtype: str, rows: int) -> None:
     """All layers, several rows. In bfloat16 XLA on CPU widens the weights for one row, so that is left out."""
     config = PUBLISHED[name]

@@ -1,5 +1,7 @@
 """Parts of the scans that the contract does not reach: several segments, several lanes, JAX's transformations."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -36,38 +38,48 @@ def close(found, expected, terms: int) -> None:
     assert np.abs(found - expected).max() <= 8 * EPS * np.sqrt(terms) * np.abs(expected).max()
 
 
-def compare(op: str, function, pack, **options) -> None:
-    arrays = problem(op, pack)
-    offsets = {} if pack is None else {"cu_seqlens": np.array(pack)}
-    expected = getattr(ops, op)(**arrays, **offsets)
-    given = {name: jnp.asarray(a, jnp.float32) for name, a in arrays.items()}
-    jax_offsets = {name: jnp.asarray(a) for name, a in offsets.items()}
+def gradients(function, op: str, packed: bool, **options):
+    """Return the gradients of the sum of the results' squares, and the results."""
+    given = {name: jnp.asarray(a, jnp.float32) for name, a in problem(op, PACKS[packed]).items()}
+    offsets = {"cu_seqlens": jnp.asarray(PACKS[packed])} if packed else {}
 
     def loss(given):
-        y, state = function(**given, **jax_offsets, **options)
+        y, state = function(**given, **offsets, **options)
         return (y * y).sum() + (state * state).sum(), (y, state)
 
-    gradients, found = jax.grad(loss, has_aux=True)(given)
+    return jax.grad(loss, has_aux=True)(given)
+
+
+@functools.cache
+def plain(op: str, packed: bool):
+    """Return the gradients as the operator computes them, and the results of the definition."""
+    offsets = {"cu_seqlens": np.array(PACKS[packed])} if packed else {}
+    return gradients(getattr(ops, op), op, packed)[0], getattr(ops, op)(**problem(op, PACKS[packed]), **offsets)
+
+
+def compare(function, op: str, packed: bool, **options) -> None:
+    of_gradients, expected = plain(op, packed)
+    given, found = gradients(function, op, packed, **options)
     for one, other in zip(found, expected, strict=True):
         close(one, other, 40 * 5)
-    plain = jax.grad(lambda given: sum((r * r).sum() for r in getattr(ops, op)(**given, **jax_offsets)))(given)
-    for name, gradient in gradients.items():
-        close(gradient, plain[name], 40 * 5 * 8)
+    for name, gradient in given.items():
+        close(gradient, of_gradients[name], 40 * 5 * 8)
 
 
-@pytest.mark.parametrize("pack", PACKS, ids=["batch", "pack"])
-@pytest.mark.parametrize("segment", [1, 2, 3])
-def test_segments(segment: int, pack, monkeypatch) -> None:
+@pytest.mark.parametrize(("segment", "packed"), [(1, True), (2, False), (3, True)])
+def test_segments(segment: int, packed: bool, monkeypatch) -> None:
+    """Ten chunks: in segments of one, in segments that divide them, and in others."""
+    plain("ssd", packed)  # before anything is changed
     monkeypatch.setattr(ssd_jax, "SEGMENT_CHUNKS", segment)
-    compare("ssd", ssd_jax.ssd.__wrapped__, pack, chunk_size=4)
+    compare(ssd_jax.ssd.__wrapped__, "ssd", packed, chunk_size=4)
 
 
-@pytest.mark.parametrize("pack", PACKS, ids=["batch", "pack"])
-@pytest.mark.parametrize("lane", [1, 7, 40])
-def test_lanes(lane: int, pack, monkeypatch) -> None:
+@pytest.mark.parametrize(("lane", "packed"), [(1, False), (7, False), (7, True), (40, True)])
+def test_lanes(lane: int, packed: bool, monkeypatch) -> None:
+    plain("selective_scan", packed)  # before anything is changed
     monkeypatch.setattr(selective_jax, "default_lane_length", lambda seqlen: lane)
     monkeypatch.setattr(selective_jax, "CHECKPOINT_STEPS", 3)
-    compare("selective_scan", selective_jax.selective_scan.__wrapped__, pack)
+    compare(selective_jax.selective_scan.__wrapped__, "selective_scan", packed)
 
 
 @pytest.mark.parametrize("lane", [7, 40])

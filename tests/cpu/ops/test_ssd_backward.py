@@ -41,7 +41,7 @@ def cut_by(monkeypatch):
 def test_cuts_change_nothing(cut, cut_by):
     cut_by(cut)
     case = CASES["one_group"]
-    sizes = case.sizes | {"t": 35, "h": 6, "p": 20, "n": 18}
+    sizes = case.sizes | {"t": 35, "h": 3, "p": 20, "n": 18}
     check("gradients", problem(SPEC, replace(case, name=cut, sizes=sizes)), "triton")
 
 
@@ -50,7 +50,7 @@ def test_what_is_not_finite_stays_in_its_place(cut, cut_by):
     """Each block of heads, and each block of states, is done again by itself."""
     cut_by(cut)
     case = CASES["one_group"]
-    sizes = case.sizes | {"b": 1, "t": 35, "h": 4, "p": 18, "n": 18}
+    sizes = case.sizes | {"b": 1, "t": 35, "h": 2, "p": 18, "n": 18}
     check("nonfinite_gradients", problem(SPEC, replace(case, name=cut, sizes=sizes)), "triton")
 
 

@@ -375,7 +375,8 @@ def under_autocast(x):
 def test_memory_and_modes_are_the_users(fn):
     torch._dynamo.reset()
     compiled = refold.compile(fn, accept="always", strict=True)
-    got, expected = compiled(xs()), fn(xs())
+    x = xs()[:, :18]  # what is no scan is compiled step by step
+    got, expected = compiled(x), fn(x)
     # A sum of D products in bfloat16, carried on with a factor of a half.
     tolerance = 2 * D * 2.0**-8 * 4 if fn is under_autocast else 1e-4
     torch.testing.assert_close(got, expected, rtol=tolerance, atol=tolerance)
@@ -418,14 +419,14 @@ def gru(x, w, u):
 
 def test_a_loop_that_is_no_scan_stays_and_the_report_says_why():
     torch._dynamo.reset()
-    inputs = xs(), torch.randn(D, D), torch.randn(D, D)
-    compiled = refold.compile(gru, strict=True)
+    inputs = xs()[:, :18], torch.randn(D, D), torch.randn(D, D)
+    compiled = refold.compile(gru, accept="always", strict=True, verify="off")
     torch.testing.assert_close(compiled(*inputs), gru(*inputs))
     (note,) = [
         note for graph in compiled.report.graphs for note in graph.notes if "a loop over time is not rewritten" in note
     ]
     assert "mixes elements" in note
-    assert "40 steps" in note
+    assert "18 steps" in note
 
 
 def squares(x):

@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 
 import refold
+from support.scans import spliced
 
 B, T, D = 2, 24, 4
 
@@ -72,18 +73,31 @@ SCANS = {
 }
 
 
-@pytest.mark.parametrize("grad", [False, True])
-@pytest.mark.parametrize("name", SCANS)
-def test_they_become_scans(name, grad):
-    fn, x = SCANS[name], xs(grad=grad)
-    compiled = refold.compile(fn, accept="always", strict=True, verify="off")
-    got, expected = compiled(x), fn(x)
+def agree(run, fn, grad):
+    x = xs(grad=grad)
+    got, expected = run(x), fn(x)
     torch.testing.assert_close(got, expected)
-    (graph,) = compiled.report.graphs
-    assert (graph.mode, [row.status for row in graph.rewrites]) == ("training" if grad else "inference", ["applied"])
     if grad:
         (own,), (eager,) = (torch.autograd.grad(y.sin().sum(), x) for y in (got, expected))
         torch.testing.assert_close(own, eager, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("name", SCANS)
+def test_they_become_scans(name, grad):
+    run, report = spliced(SCANS[name], "training" if grad else "inference")
+    agree(run, SCANS[name], grad)
+    assert [row.name for row in report.rewrites] == ["roll up loop"]
+
+
+@pytest.mark.parametrize(
+    ("name", "grad"), [("constant by step", False), ("constant inside", True), ("embedding", True), ("gated", True)]
+)
+def test_they_are_compiled(name, grad):
+    compiled = refold.compile(SCANS[name], accept="always", strict=True, verify="off")
+    agree(compiled, SCANS[name], grad)
+    (graph,) = compiled.report.graphs
+    assert (graph.mode, [row.status for row in graph.rewrites]) == ("training" if grad else "inference", ["applied"])
 
 
 def test_two_loops_that_differ_in_a_constant_are_two_programs():

@@ -155,11 +155,11 @@ def put(module, found):
     sys.modules[module] = found
     setattr(sys.modules[parent], leaf, found)
 
-check = globals()[sys.argv[1]]
-if sys.argv[1] == "door":
-    import refold.compiler.pipeline
-for symbols in sys.argv[2:]:
-    print("symbol", symbols, flush=True)
+for name, symbols in (pair.split("=") for pair in sys.argv[1:]):
+    print("symbol", f"{name}={symbols}", flush=True)
+    check = globals()[name]
+    if check is door:
+        import refold.compiler.pipeline
     if os.fork() == 0:
         failed = 1
         with warnings.catch_warnings(record=True) as caught:
@@ -178,37 +178,47 @@ for symbols in sys.argv[2:]:
 """
 
 
-def without(check, *sets):
-    """Return what a check prints without each set of names."""
-    sets = [",".join(sorted(symbols)) for symbols in sets]
-    command = [sys.executable, "-c", PROGRAM, check, *sets]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+def without(**checks):
+    """Return for each check what it prints without each set of names."""
+    pairs = [f"{name}={','.join(sorted(symbols))}" for name, sets in checks.items() for symbols in sets]
+    done = subprocess.run([sys.executable, "-c", PROGRAM, *pairs], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     printed = dict(part.split("\n", 1) for part in done.stdout.split("symbol ")[1:])
-    assert printed.keys() == set(sets)
+    assert printed.keys() == set(pairs)
     assert not any("failed" in lines for lines in printed.values()), done.stdout
-    return printed
+    return [
+        {pair.partition("=")[2]: lines for pair, lines in printed.items() if pair.startswith(f"{name}=")}
+        for name in checks
+    ]
+
+
+def each(symbols):
+    return [[symbol] for symbol in symbols]
 
 
 def test_the_door_to_dynamo_shuts_without_any_name_behind_it():
-    for symbol, printed in without("door", *([symbol] for symbol in DYNAMO)).items():
+    (door,) = without(door=each(DYNAMO))
+    for symbol, printed in door.items():
         shut = [line for line in printed.splitlines() if line.startswith(("loops Dynamo of", "training None"))]
         assert shut, symbol
         assert printed.count("warning ") == len(shut), printed
         assert symbol.rpartition(":")[2] in printed, printed
 
 
-def test_inductor_compiles_without_any_name_that_the_compiler_needs():
-    for symbol, printed in without("entry", *([symbol] for symbol in NEEDED)).items():
+def test_programs_are_compiled_without_any_name_that_the_compiler_needs():
+    train = ["torch._inductor.compile_fx:compile_fx", "torch._functorch.compile_utils:fx_graph_cse"]
+    entry, train, schemas = without(entry=each(NEEDED), train=each(train), schemas=[["torch._guards:tracing"]])
+    for symbol, printed in entry.items():
         assert "entries of refold.compiler.without" in printed, symbol
         assert printed.count("warning refold rewrites nothing") == printed.count("warning ") == 1, printed
         assert symbol.rpartition(":")[2] in printed, printed
-    ((_, printed),) = without("train", ["torch._inductor.compile_fx:compile_fx"]).items()
-    assert "note nothing can be rewritten" in printed
-
-
-def test_inductor_compiles_if_operations_have_no_schema():
-    ((_, printed),) = without("schemas", ["torch._guards:tracing"]).items()
+    nothing, unrolled = train.values()
+    assert "note nothing can be rewritten" in nothing
+    assert unrolled.count("warning loops over time are not captured") == 1
+    assert unrolled.count("warning recurrences are rewritten less in training") == 1
+    assert "note loops are traced step by step: Dynamo of PyTorch" in unrolled
+    assert "names roll up loop" in unrolled  # found after AOTAutograd
+    (printed,) = schemas.values()
     assert "entries of refold.compiler.without" in printed
     assert "'Operation' object has no attribute '_schema'" in printed
     assert printed.count("warning refold rewrites nothing") == printed.count("warning ") == 1
@@ -225,23 +235,17 @@ def test_a_layer_is_called_if_its_hooks_may_be_elsewhere(monkeypatch):
 
 
 def test_one_thing_is_off_without_a_name_that_the_compiler_can_do_without():
-    for symbol, printed in without("private", *([symbol] for symbol in OPTIONAL)).items():
+    private, explain = without(private=each(OPTIONAL), explain=[OPTIONAL])
+    for symbol, printed in private.items():
         assert printed.count(f"has no {symbol.replace(':', '.')}") == printed.count("warning ") == 1, printed
-    ((_, printed),) = without("explain", OPTIONAL).items()
+    (printed,) = explain.values()
     assert "names roll up loop" in printed
     assert printed.count("warning ") == len(OPTIONAL)
 
 
-def test_loops_are_unrolled_and_found_without_a_name_of_dynamo():
-    ((_, printed),) = without("train", ["torch._functorch.compile_utils:fx_graph_cse"]).items()
-    assert printed.count("warning loops over time are not captured") == 1
-    assert printed.count("warning recurrences are rewritten less in training") == 1
-    assert "note loops are traced step by step: Dynamo of PyTorch" in printed
-    assert "names roll up loop" in printed  # found after AOTAutograd
-
-
 def test_operators_run_without_a_name_of_pytorch():
-    for symbol, printed in without("operators", *([symbol] for symbol in OPERATORS)).items():
+    (operators,) = without(operators=each(OPERATORS))
+    for symbol, printed in operators.items():
         assert printed.count("warning PyTorch") == printed.count("warning ") == 1, symbol
         assert symbol.rpartition(":")[2] in printed
 

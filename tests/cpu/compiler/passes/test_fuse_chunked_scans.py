@@ -256,6 +256,7 @@ def test_a_tie_goes_to_the_contractions_if_there_are_any(monkeypatch, listing, s
     tie = Race(speedup=1.0, base_ms=1.0, candidate_ms=1.0, at_least=0.9, at_most=1.1, pairs=9, faster=False)
     monkeypatch.setattr("refold.compiler.validate.region.clearly_less", lambda *args: False)  # else there is no race
     monkeypatch.setattr("refold.compiler.validate.region.race", lambda *args, **kwargs: tie)
+    monkeypatch.setattr("refold.compiler.validate.region.compile_or_none", lambda region, *args: region)  # to be timed
     monkeypatch.setattr("refold.compiler.validate.program.race", lambda *args, **kwargs: replace(tie, faster=True))
     compiled = refold.compile(lambda *args: listing(*args)[0], strict=True)
     with torch.no_grad():

@@ -6,7 +6,7 @@ import torch
 import refold
 from refold.compiler.recurrence import gated_chunks as keyed
 from refold.compiler.recurrence.gated_chunks import CHUNK, gated_scan
-from support.scans import emitted
+from support.scans import compiled, emitted, names, operators, spliced
 
 H, K, V = 2, 4, CHUNK
 
@@ -56,18 +56,26 @@ def close(got, want, steps):
         assert (a - b).norm() <= 4 * K * steps**0.5 * torch.finfo(a.dtype).eps * b.norm()
 
 
+def agree(run, fn, *state):
+    steps = 2 * CHUNK + 5
+    leaves = [x.requires_grad_() for x in (*inputs(steps), *state)]
+    got, want = run(*leaves), fn(*leaves)
+    close([got], [want], steps)
+    close(torch.autograd.grad(got.sum(), leaves), torch.autograd.grad(want.sum(), leaves), steps)
+
+
 @pytest.mark.parametrize("fn", [attention, attention_by_products, attention_with_roots])
 def test_values_and_gradients(fn):
-    steps = 2 * CHUNK + 5
-    torch._dynamo.reset()
-    run = refold.compile(fn, accept="always", strict=True)
-    for state in ([], [torch.ones(2, H, K, V)]):
-        leaves = [x.requires_grad_() for x in (*inputs(steps), *state)]
-        got, want = run(*leaves), fn(*leaves)
-        close([got], [want], steps)
-        close(torch.autograd.grad(got.sum(), leaves), torch.autograd.grad(want.sum(), leaves), steps)
-    details = [row.detail for graph in run.report.graphs for row in graph.rewrites]
-    assert [detail.split(" as ")[1] for detail in details] == ["one linear_scan over chunks"] * 2
+    run, report = spliced(fn, "training")
+    agree(run, fn)
+    agree(run, fn, torch.ones(2, H, K, V))
+    assert names(report.rewrites) == ["linear_scan over chunks"] * 2
+
+
+def test_training():
+    run = compiled(attention_with_roots)
+    agree(run, attention_with_roots, torch.ones(2, H, K, V))
+    assert operators(run) == ["linear_scan over chunks"]
 
 
 def applied_in_float64(strength):

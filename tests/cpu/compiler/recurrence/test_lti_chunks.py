@@ -5,7 +5,7 @@ import torch
 
 from refold.compiler.recurrence.lti_chunks import CHUNK, lti_scan
 from refold.compiler.recurrence.vectorize import Emitter
-from support.scans import compiled, emitted, flat, operators
+from support.scans import compiled, emitted, flat, names, operators, spliced
 
 B, D, N = 2, 6, 8
 CHUNKS = "linear_scan over chunks"
@@ -64,10 +64,8 @@ def close(got, want):
         assert (a - b).norm() <= 4 * N * CHUNK**0.5 * torch.finfo(a.dtype).eps * b.norm()
 
 
-@pytest.mark.parametrize("fn", FOUND)
-@pytest.mark.parametrize(("batch", "dtype"), [(1, torch.float32), (2, torch.float64)], ids=["one", "two64"])
-def test_values_and_gradients(fn, batch, dtype):
-    run, results = compiled(fn), []
+def agree(run, fn, batch, dtype):
+    results = []
     for program in (run, fn):
         leaves = [x.requires_grad_() for x in inputs(batch=batch, dtype=dtype)]
         ys = flat(program(*leaves))
@@ -75,6 +73,19 @@ def test_values_and_gradients(fn, batch, dtype):
         gradients = torch.autograd.grad(ys, leaves, weights, allow_unused=True, materialize_grads=True)
         results.append([*(y.detach() for y in ys), *gradients])
     close(*results)
+
+
+@pytest.mark.parametrize("fn", FOUND)
+@pytest.mark.parametrize(("batch", "dtype"), [(1, torch.float32), (2, torch.float64)], ids=["one", "two64"])
+def test_values_and_gradients(fn, batch, dtype):
+    run, report = spliced(fn, "training")
+    agree(run, fn, batch, dtype)
+    assert names(report.rewrites) == [CHUNKS]
+
+
+def test_training():
+    run = compiled(signed)
+    agree(run, signed, 2, torch.float64)
     assert operators(run) == [CHUNKS]
 
 
