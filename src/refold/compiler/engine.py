@@ -27,6 +27,7 @@ from .dynamo import captures_loops, notes
 from .environment import environment
 from .inductor import Compiled, first_line, show_graph
 from .ir.captured_loop import run_as_written
+from .ir.fx import mend_powers
 from .notation.rules import read_rules
 from .patience import patience
 from .private import TraceAgain, compile_number, inductor_modes, inductor_options, recompile_limit
@@ -70,6 +71,7 @@ def refold(
         CompileError: refold itself failed, and ``strict`` was set.
         PlanError: The plan does not fit, and ``strict`` was set.
     """
+    mend_powers(gm)
     given = dict(options or {})
     own = {key: given.pop(key) for key in OWN_OPTIONS if key in given}
     report = own.pop("report", None)
@@ -345,6 +347,7 @@ def explain(module: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
         entry = GraphReport(len(report.graphs), mode, chosen="eager", reason="refold.explain changes nothing")
         report.graphs.append(entry)
         entry.notes += notes()
+        mend_powers(gm)
         gm = describe_captured(entry, gm)
 
         def describe(graph: Graph) -> None:
