@@ -80,7 +80,8 @@ REASONS = {
     "identity": ("tensors are compared with `is`", "Do not compare tensors with `is` in the loop."),
     "in-place": (
         "a step, or what follows the loop, changes a tensor in place",
-        "Write `h = h + x` instead of `h += x`, and change results of the loop only after copying them.",
+        "Write `h = h + x` instead of `h += x`, and `h = torch.where(mask, y, h)` instead of `h[mask] = y`. "
+        "Change results of the loop only after copying them.",
     ),
     "initial-state": (
         "the first step reads a value of another kind or shape",

@@ -60,6 +60,7 @@ class CallSite:
         self.training = any(x.requires_grad for x in results)
         self.mutated = set[Any]()
         self._check_finals()
+        self._check_left()
         self._check_aliases()
         if more := len(self.traced.added):
             self.lists += more
@@ -146,6 +147,25 @@ class CallSite:
                     "place",
                 )
             self.mutated.add(own)
+
+    def _check_left(self) -> None:
+        """Refuse states that a step changes in place, and then replaces, if anything else could see the change."""
+        body = self.loop.body.graph
+        placeholders, results = body.find_nodes(op="placeholder"), list[Any](body.output_node().args[0])  # type: ignore[arg-type]
+        nodes = list(self.gm.graph.nodes)
+        later = set(nodes[nodes.index(self.call) + 1 :])
+        for i in self.traced.left:
+            first, given, new = self.operands[i], storage(placeholders[i]), storage(results[i])
+            own = [x for x in nodes if storage(x) == storage(first)]
+            kept = [storage(x) for at, x in enumerate(results) if at != i]
+            seen = new in map(storage, placeholders) or new in kept or given in kept
+            seen |= any(x.op in ("placeholder", "get_attr") or not later.isdisjoint(x.users) for x in own)
+            if seen or any(at != i and storage(x) == storage(first) for at, x in enumerate(self.operands)):
+                raise NotALoop(
+                    "in-place",
+                    f"a step changes `{self.loop.names[i]}` in place before it replaces it, and the tensor is read "
+                    "elsewhere",
+                )
 
     def _check_aliases(self) -> None:
         """Refuse if the user could observe that a result is no longer a tensor of its own."""
