@@ -1,8 +1,8 @@
 """States that a step keeps in one tensor: ``h.mul_(a).add_(x)``, ``h += x``, ``w.copy_(...)``, ``h[:, 0] = x``.
 
 What a step leaves in the tensor is what the next one finds there. So its content is a carry, and after the loop the
-last content is copied into the tensor. If a step puts another tensor in its place (``h[done] = 0; h = a * h + x``), what
-it leaves in the old one is not used again, and is dropped.
+last content is copied into the tensor. If a step puts another tensor in its place (``h[done] = 0; h = a * h + x``),
+what it leaves in the old one is not used again, and is dropped.
 """
 
 from __future__ import annotations
