@@ -68,7 +68,7 @@ def refold(
 
     Raises:
         ArgumentError: An option has an unknown value.
-        CompileError: refold itself failed, and ``strict`` was set.
+        CompileError: refold itself failed, or Inductor, and ``strict`` was set.
         PlanError: The plan does not fit, and ``strict`` was set.
     """
     mend_powers(gm)
@@ -100,8 +100,9 @@ def refold(
         raise
     except Exception as error:
         if settings.strict:
-            before = f", after the rewritten graph was left {entry.reason}" if entry.reason else ""
-            message = f"refold failed on graph {entry.index}: {first_line(error)}{before}. {BUG}"
+            if isinstance(error, CompileError):  # it is Inductor that failed
+                raise
+            message = f"refold failed on graph {entry.index}: {first_line(error)}. {BUG}"
             raise CompileError(message) from error
         warn(f"refold failed on graph {entry.index} ({first_line(error)}); Inductor compiles it instead. {BUG}")
         entry.notes.append(f"refold failed: {refused('refold-failed', first_line(error))}")
