@@ -146,7 +146,7 @@ def _values_decide(error: Exception, gm: GraphModule) -> str:
     calls = [node for node in gm.graph.nodes if node.op.startswith("call")]
     kinds = [
         (
-            "Write `h = torch.where(mask, y, h)` in place of `h[mask] = y`, which selects as many elements as are true.",
+            "Write `h = torch.where(mask, y, h)` instead of `h[mask] = y`, which selects as many elements as are true.",
             [node for node in calls if node.target in (operator.setitem, operator.getitem) and _selects(node.args[1])],
         ),
         (
