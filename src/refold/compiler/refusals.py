@@ -77,6 +77,11 @@ REASONS = {
         "Checkpoint a compiled function, in place of compiling a checkpointed one. Move other such operations out of "
         "the recurrence.",
     ),
+    "hook": (
+        "a hook is registered on a result",
+        "Register it on `h * 1`, if it is for what reads `h` after the loop, or run the loop outside of the compiled "
+        "function.",
+    ),
     "identity": ("tensors are compared with `is`", "Do not compare tensors with `is` in the loop."),
     "in-place": (
         "a step, or what follows the loop, changes a tensor in place",

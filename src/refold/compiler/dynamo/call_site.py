@@ -13,7 +13,7 @@ from ..ir.source import name_of
 from ..private import tree_leaves
 from ..recurrence.vectorize import NotALoop
 from .body import Slices, trace
-from .mutation import changed_in_place, memory, writes
+from .mutation import changed_in_place, memory, registers_hook, storages, writes
 
 aten = torch.ops.aten
 
@@ -170,6 +170,8 @@ class CallSite:
     def _check_aliases(self) -> None:
         """Refuse if the user could observe that a result is no longer a tensor of its own."""
         changed = changed_in_place(self.gm)
+        hooks = [node for node in self.gm.graph.nodes if registers_hook(node)]
+        hooked = {memory: node for node in hooks for x in node.all_input_nodes for memory in storages(x)}
         inner: Any = self.loop.body.graph.output_node().args[0]
         escaping = []
         for i, use in self.uses:
@@ -179,6 +181,9 @@ class CallSite:
                 raise NotALoop(
                     "in-place", f"a result, `{name_of(inner[i])}`, is changed in place after the loop", change
                 )
+            if hook := next((hooked[memory(x)] for x in tensors if memory(x) in hooked), None):
+                # Results of a scan are not computed from one another: a hook on one would miss the others' gradients.
+                raise NotALoop("hook", f"a hook is registered on a result, `{name_of(inner[i])}`", hook)
             together = isinstance(self.call.meta["example_value"][i], torch.Tensor)
             if i < self.lists or (
                 not together and any(user.target not in JOINS for item in use.users for user in item.users)

@@ -234,6 +234,18 @@ def test_a_state_that_is_changed_in_place_and_read_elsewhere_stays(kind, gradien
     assert got.failure == "", got.failure
 
 
+def test_a_hook_on_a_result_sees_all_of_its_gradient():
+    def fn(x):
+        h, out = torch.zeros_like(x[:, 0]), torch.zeros_like(x)
+        for t in range(x.shape[1]):
+            h = 0.9 * h + x[:, t]
+            out[:, t] = h
+        h.register_hook(lambda grad: 2 * grad)
+        return h * 1, out
+
+    assert outcome(fn, draw(2, STEPS, 3)).failure == ""
+
+
 # What grows --------------------------------------------------------------------------------------
 
 
