@@ -27,6 +27,7 @@ from .dynamo import captures_loops, notes
 from .environment import environment
 from .inductor import Compiled, first_line, show_graph
 from .ir.captured_loop import run_as_written
+from .ir.fx import mend_powers
 from .notation.rules import read_rules
 from .patience import patience
 from .private import TraceAgain, compile_number, inductor_modes, inductor_options, recompile_limit
@@ -67,9 +68,10 @@ def refold(
 
     Raises:
         ArgumentError: An option has an unknown value.
-        CompileError: refold itself failed, and ``strict`` was set.
+        CompileError: refold itself failed, or Inductor, and ``strict`` was set.
         PlanError: The plan does not fit, and ``strict`` was set.
     """
+    mend_powers(gm)
     given = dict(options or {})
     own = {key: given.pop(key) for key in OWN_OPTIONS if key in given}
     report = own.pop("report", None)
@@ -98,8 +100,9 @@ def refold(
         raise
     except Exception as error:
         if settings.strict:
-            before = f", after the rewritten graph was left {entry.reason}" if entry.reason else ""
-            message = f"refold failed on graph {entry.index}: {first_line(error)}{before}. {BUG}"
+            if isinstance(error, CompileError):  # it is Inductor that failed
+                raise
+            message = f"refold failed on graph {entry.index}: {first_line(error)}. {BUG}"
             raise CompileError(message) from error
         warn(f"refold failed on graph {entry.index} ({first_line(error)}); Inductor compiles it instead. {BUG}")
         entry.notes.append(f"refold failed: {refused('refold-failed', first_line(error))}")
@@ -345,6 +348,7 @@ def explain(module: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
         entry = GraphReport(len(report.graphs), mode, chosen="eager", reason="refold.explain changes nothing")
         report.graphs.append(entry)
         entry.notes += notes()
+        mend_powers(gm)
         gm = describe_captured(entry, gm)
 
         def describe(graph: Graph) -> None:

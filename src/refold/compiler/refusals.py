@@ -77,10 +77,16 @@ REASONS = {
         "Checkpoint a compiled function, in place of compiling a checkpointed one. Move other such operations out of "
         "the recurrence.",
     ),
+    "hook": (
+        "a hook is registered on a result",
+        "Register it on `h * 1`, if it is for what reads `h` after the loop, or run the loop outside of the compiled "
+        "function.",
+    ),
     "identity": ("tensors are compared with `is`", "Do not compare tensors with `is` in the loop."),
     "in-place": (
         "a step, or what follows the loop, changes a tensor in place",
-        "Write `h = h + x` instead of `h += x`, and change results of the loop only after copying them.",
+        "Write `h = h + x` instead of `h += x`, and `h = torch.where(mask, y, h)` instead of `h[mask] = y`. "
+        "Change results of the loop only after copying them.",
     ),
     "initial-state": (
         "the first step reads a value of another kind or shape",

@@ -439,7 +439,7 @@ class GraphCompile:
             if (note := sums_are_external(error)) not in self.entry.notes:
                 self.entry.notes.append(note)
             return True
-        left_eager(error, self.settings, self.entry)
+        left_eager(error, self.gm, self.settings, self.entry)
         return False
 
 

@@ -7,6 +7,7 @@ import warnings
 import pytest
 import torch
 import torch.nn as nn
+from torch._higher_order_ops import while_loop
 
 import refold
 from refold.compiler import pipeline
@@ -240,6 +241,34 @@ def test_strict_raises_refolds_own_error(monkeypatch):
     monkeypatch.setattr(pipeline, "run", broken)
     with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match=r"CompileError.*planted"):
         refold.compile(scores, strict=True)(*pair(2))
+
+
+def by_mask(x, mask):
+    h = x * 2
+    h[mask] = x[0]
+    return h
+
+
+def by_while(x, mask):
+    return while_loop(lambda i, h: i < 3, lambda i, h: (i + 1, h * 0.5 + x), (torch.tensor(0), x * 1.0))[1]
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # PyTorch's own words about the same
+@pytest.mark.parametrize(("fn", "said"), [(by_mask, "torch.where(mask, y, h)"), (by_while, "fixed number of steps")])
+def test_what_numbers_decide_in_training_is_named_and_nothing_to_report(fn, said):
+    x, mask = torch.randn(6, 3, requires_grad=True), torch.rand(6) < 0.5
+    torch._dynamo.reset()
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed) as caught:
+        refold.compile(fn, strict=True)(x, mask)
+    assert "test_backend.py:" in str(caught.value)
+    assert said in str(caught.value)
+    assert "report this" not in str(caught.value)
+    torch._dynamo.reset()
+    compiled = refold.compile(fn)
+    with pytest.warns(RefoldWarning, match=re.escape(said)):
+        got = compiled(x, mask)
+    close(got.detach(), fn(x.detach(), mask))
+    assert said in compiled.report.graphs[0].notes[-1]
 
 
 @pytest.mark.parametrize(("option", "got"), [("verify", "slow"), ("accept", "maybe"), ("strict", "yes")])

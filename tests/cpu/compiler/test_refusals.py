@@ -100,6 +100,15 @@ def higher_order(x):
     return h
 
 
+def hook(x):
+    h, ys = zero(x), []
+    for t in range(T):
+        h = 0.5 * h + x[t]
+        ys.append(h * 2)
+    h.register_hook(torch.neg)
+    return torch.stack(ys) + h
+
+
 def identity(x):
     h = first = zero(x)
     for t in range(T):
@@ -395,6 +404,7 @@ NAMES = {
     "generator": "`yield h`",
     "global-state": "`COUNT`",
     "higher-order": "torch.utils.checkpoint.checkpoint(",
+    "hook": "a hook is registered on a result, `h`",
     "identity": "`h is first`",
     "in-place": "`h`",
     "initial-state": "the carry `h` has the shape (1,) before the loop, and (6,) after a step",
@@ -422,7 +432,7 @@ NAMES = {
     "while-loop": "while t < 2 * T",
     "write-uneven": "`out`",
 }
-TRAINED = {"detached", "no-gradient"}
+TRAINED = {"detached", "hook", "no-gradient"}
 
 
 def told(fn, *calls, mode="inference", dynamic=None):
@@ -453,6 +463,8 @@ def check(id, said, fn):
 def test_a_loop_that_stays(id, monkeypatch):
     if id == "size-unknown" and not KEEPS_SYMBOLS:
         pytest.skip("all sizes are numbers before torch 2.13")
+    if id == "hook" and torch.__version__ < (2, 13):
+        pytest.skip("a graph holds no hooks on what it computes before torch 2.13")
     torch._dynamo.reset()
     fn, x = globals()[id.replace("-", "_")], torch.randn(T, D)
     if id == "no-scan":  # no program was found: a guard against scans that get lost

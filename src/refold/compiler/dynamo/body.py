@@ -143,6 +143,7 @@ class Traced:
         added: Where the carries begin that the loop itself has not; they are the last ones.
         fixed: What the last operands are that the loop itself has not.
         finals: Operands that hold a carry at last: (operand, index in the results).
+        left: Carries that a step changes in place before it puts other tensors in their place.
         elements: Carries that are elements of others and only computed for all steps at once: new value and name.
     """
 
@@ -158,6 +159,7 @@ class Traced:
     added: list[Origin]
     fixed: list[Origin]
     finals: list[tuple[int, int]]
+    left: list[int]
     elements: dict[Node, tuple[Any, str]] = field(default_factory=dict)
 
     @property
@@ -208,7 +210,7 @@ def trace(loop: CapturedLoop, count: Any, operands: Sequence[Any], sequences: Se
     promoted = promote(graph, placeholders, number)
     results = list(graph.output_node().args[0])  # type: ignore[arg-type]
     at, own = loop.carried, list(placeholders)
-    kept, changed = keep(graph, own, at, range(at + len(sequences), len(own)), results)
+    kept, changed, left = keep(graph, own, at, range(at + len(sequences), len(own)), results)
     carries = [*promoted.carries, *kept]
     for last, (state, *_) in zip(
         (placeholders[at - 1] if at else counted, *(x[0] for x in carries)), carries, strict=False
@@ -227,6 +229,7 @@ def trace(loop: CapturedLoop, count: Any, operands: Sequence[Any], sequences: Se
         tuple(loop.names),
         [origin for *_, origin in carries], [origin for _, origin in promoted.before],
         finals,
+        left,
     )  # fmt: skip
 
 

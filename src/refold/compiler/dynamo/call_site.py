@@ -13,7 +13,7 @@ from ..ir.source import name_of
 from ..private import tree_leaves
 from ..recurrence.vectorize import NotALoop
 from .body import Slices, trace
-from .mutation import changed_in_place, memory, writes
+from .mutation import changed_in_place, memory, registers_hook, storages, writes
 
 aten = torch.ops.aten
 
@@ -60,6 +60,7 @@ class CallSite:
         self.training = any(x.requires_grad for x in results)
         self.mutated = set[Any]()
         self._check_finals()
+        self._check_left()
         self._check_aliases()
         if more := len(self.traced.added):
             self.lists += more
@@ -147,9 +148,30 @@ class CallSite:
                 )
             self.mutated.add(own)
 
+    def _check_left(self) -> None:
+        """Refuse states that a step changes in place, and then replaces, if anything else could see the change."""
+        body = self.loop.body.graph
+        placeholders, results = body.find_nodes(op="placeholder"), list[Any](body.output_node().args[0])  # type: ignore[arg-type]
+        nodes = list(self.gm.graph.nodes)
+        later = set(nodes[nodes.index(self.call) + 1 :])
+        for i in self.traced.left:
+            first, given, new = self.operands[i], storage(placeholders[i]), storage(results[i])
+            own = [x for x in nodes if storage(x) == storage(first)]
+            kept = [storage(x) for at, x in enumerate(results) if at != i]
+            seen = new in map(storage, placeholders) or new in kept or given in kept
+            seen |= any(x.op in ("placeholder", "get_attr") or not later.isdisjoint(x.users) for x in own)
+            if seen or any(at != i and storage(x) == storage(first) for at, x in enumerate(self.operands)):
+                raise NotALoop(
+                    "in-place",
+                    f"a step changes `{self.loop.names[i]}` in place before it replaces it, and the tensor is read "
+                    "elsewhere",
+                )
+
     def _check_aliases(self) -> None:
         """Refuse if the user could observe that a result is no longer a tensor of its own."""
         changed = changed_in_place(self.gm)
+        hooks = [node for node in self.gm.graph.nodes if registers_hook(node)]
+        hooked = {memory: node for node in hooks for x in node.all_input_nodes for memory in storages(x)}
         inner: Any = self.loop.body.graph.output_node().args[0]
         escaping = []
         for i, use in self.uses:
@@ -159,6 +181,9 @@ class CallSite:
                 raise NotALoop(
                     "in-place", f"a result, `{name_of(inner[i])}`, is changed in place after the loop", change
                 )
+            if hook := next((hooked[memory(x)] for x in tensors if memory(x) in hooked), None):
+                # Results of a scan are not computed from one another: a hook on one would miss the others' gradients.
+                raise NotALoop("hook", f"a hook is registered on a result, `{name_of(inner[i])}`", hook)
             together = isinstance(self.call.meta["example_value"][i], torch.Tensor)
             if i < self.lists or (
                 not together and any(user.target not in JOINS for item in use.users for user in item.users)

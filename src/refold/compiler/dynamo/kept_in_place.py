@@ -1,7 +1,8 @@
 """States that a step keeps in one tensor: ``h.mul_(a).add_(x)``, ``h += x``, ``w.copy_(...)``, ``h[:, 0] = x``.
 
 What a step leaves in the tensor is what the next one finds there. So its content is a carry, and after the loop the
-last content is copied into the tensor.
+last content is copied into the tensor. If a step puts another tensor in its place (``h[done] = 0; h = a * h + x``),
+what it leaves in the old one is not used again, and is dropped.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ aten = torch.ops.aten
 
 def keep(
     graph: Graph, operands: Sequence[Node], carried: int, others: range, results: list[Any]
-) -> tuple[list[tuple[Node, Node, Origin]], list[int]]:
+) -> tuple[list[tuple[Node, Node, Origin]], list[int], list[int]]:
     """Turn tensors that a step changes as a whole into carries, in place.
 
     Args:
@@ -30,10 +31,10 @@ def keep(
         results: What the step returns.
 
     Returns:
-        For each new carry its placeholder, its new value and where it begins; and which of the loop's own carries are
-        changed in place.
+        For each new carry its placeholder, its new value and where it begins; which of the loop's own carries are
+        changed in place; and which are changed in place before another tensor takes their place.
     """
-    added, changed = list[tuple[Node, Node, Origin]](), list[int]()
+    added, changed, left = list[tuple[Node, Node, Origin]](), list[int](), list[int]()
     for copy in graph.find_nodes(op="call_function", target=aten.copy_.default):
         tensor, new = copy.args
         index = operands.index(tensor) if tensor in operands else -1
@@ -41,6 +42,8 @@ def keep(
             continue
         if index < carried and results[index] is new:
             changed.append(index)
+        elif index < carried:
+            left.append(index)
         elif index in others:
             with graph.inserting_after(tensor):
                 state = graph.placeholder(f"{tensor.name}_state")
@@ -50,7 +53,7 @@ def keep(
         else:
             continue
         graph.erase_node(copy)
-    return added, changed
+    return added, changed, left
 
 
 def _moves(new: Any) -> bool:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
+import operator
 from typing import Any
 
 import torch
-from torch.fx import Graph, Node
+from torch.fx import Graph, GraphModule, Node
 
 from ..private import statically_known_true, tree_leaves
 
@@ -92,3 +94,29 @@ def sum_dims(node: Node) -> list[int]:
 def is_training(graph: Graph) -> bool:
     """Tell whether a graph holds a backward."""
     return any(str(n.target).startswith("tangents") for n in graph.find_nodes(op="placeholder"))
+
+
+def mend_powers(gm: GraphModule) -> None:
+    """Change powers of negative numbers so that the code of a graph computes what its nodes say.
+
+    PyTorch (2.13) prints ``pow(-0.9, x)`` as ``-0.9 ** x``, which Python reads as ``-(0.9 ** x)``.
+    """
+    for module in gm.modules():
+        if not isinstance(module, GraphModule):
+            continue
+        powers = [
+            node
+            for node in module.graph.find_nodes(op="call_function", target=operator.pow)
+            if isinstance(node.args[0], (int, float)) and math.copysign(1.0, node.args[0]) < 0
+        ]
+        for node in powers:
+            base, exponent = node.args
+            if isinstance(exponent.meta.get("example_value"), torch.Tensor):
+                node.target = torch.pow
+                continue
+            with module.graph.inserting_before(node):
+                named = module.graph.call_function(operator.neg, (-base,))
+            named.meta["example_value"] = base
+            node.args = (named, exponent)
+        if powers:
+            module.recompile()

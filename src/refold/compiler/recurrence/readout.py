@@ -179,7 +179,7 @@ _SUMS = (aten.add.Tensor, aten.sub.Tensor)
 
 
 def find_readout(emit: Emitter, node: Node, states: ScanStates) -> Readout | None:
-    """Read a contraction of the states; None if it is none, or reads them otherwise."""
+    """Read a contraction of each step's state; None if it is none, or reads them otherwise."""
     if node.target is aten.sum.dim_IntList:
         product = sum_product(node)
     elif node.target is aten.bmm.default:
@@ -205,8 +205,8 @@ def find_readout(emit: Emitter, node: Node, states: ScanStates) -> Readout | Non
         where.update(dict.fromkeys(axes, place))
     bound = resolve(product.bound)
     layout = [axis for label in product.labels for axis in resolve(label)]
-    if len(bound) != 1 or any(axis not in where for axis in (*bound, *layout)):
-        return None
+    if len(bound) != 1 or any(axis not in where for axis in (*bound, *layout)) or where[bound[0]] == 0:
+        return None  # a sum over time is not one of each state
     scale, others = product.scale, list[Term]()
     for factor in product.factors:
         if factor is mine:

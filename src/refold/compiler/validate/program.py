@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import functools
 import logging
+import operator
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
-from ...errors import warn
+from ...errors import CompileError, warn
 from ...report import GraphReport
 from ...verify import Race, median_ms, profile, race
 from ...verify.memory import available_bytes, peak_bytes
@@ -21,7 +22,8 @@ from ..compile_time import ORIGINAL_S, RIVAL_S, unrolled_seconds
 from ..inductor import Compiled, arguments, clone_inputs, first_line, inductor, standalone
 from ..ir.captured_loop import unrolled_size
 from ..ir.cost import Cost, calls_far_less, clearly_less
-from ..private import TraceAgain, apart
+from ..ir.source import source_line
+from ..private import TraceAgain, apart, tree_leaves
 from ..refusals import refused
 from .region import Settings, first_times, undisturbed_rng, with_backward
 from .whole import compare
@@ -118,17 +120,48 @@ def plain(gm: GraphModule, inputs: Sequence[Any], settings: Settings, entry: Gra
     except TraceAgain:
         raise
     except Exception as error:  # Inductor's failures have no common type
-        left_eager(error, settings, entry)
+        left_eager(error, gm, settings, entry)
         entry.chosen, entry.reason = "eager", f"because Inductor failed: {first_line(error)}"
         return gm
 
 
-def left_eager(error: Exception, settings: Settings, entry: GraphReport) -> None:
-    """Say that a graph that Inductor cannot compile runs eagerly; raise its error if that is wanted."""
+def left_eager(error: Exception, gm: GraphModule, settings: Settings, entry: GraphReport) -> None:
+    """Say that a graph that Inductor cannot compile runs eagerly.
+
+    Raises:
+        CompileError: ``strict`` is set.
+    """
+    what, hint = first_line(error), _values_decide(error, gm)
     if settings.strict:
-        raise error
-    warn(f"Inductor failed on this graph ({first_line(error)}); it runs eagerly")
-    entry.notes.append(f"Inductor failed ({first_line(error)}); the graph runs eagerly")
+        after = f", after the rewritten graph was left {entry.reason}" if entry.reason else ""
+        raise CompileError(f"Inductor cannot compile graph {entry.index} ({what}){after}{hint}") from error
+    warn(f"Inductor failed on this graph ({what}); it runs eagerly{hint}")
+    entry.notes.append(f"Inductor failed ({what}); the graph runs eagerly{hint}")
+
+
+def _values_decide(error: Exception, gm: GraphModule) -> str:
+    """Say where and what to do, if what PyTorch cannot trace is a size or a decision that only numbers tell."""
+    if not type(error).__name__.startswith(("DynamicOutputShape", "DataDependentOutput")):
+        return ""
+    calls = [node for node in gm.graph.nodes if node.op.startswith("call")]
+    kinds = [
+        (
+            "Write `h = torch.where(mask, y, h)` instead of `h[mask] = y`, which selects as many elements as are true.",
+            [node for node in calls if node.target in (operator.setitem, operator.getitem) and _selects(node.args[1])],
+        ),
+        (
+            "Write a loop over a fixed number of steps: how many steps a `while_loop` takes only a run tells.",
+            [node for node in calls if getattr(node.target, "__name__", "") == "while_loop"],
+        ),
+    ]
+    found = [(remedy, nodes[0]) for remedy, nodes in kinds if nodes]
+    return "".join(f". At {source_line(node)}: {remedy}" for remedy, node in found[:1])
+
+
+def _selects(index: Any) -> bool:
+    """Tell whether an index selects elements by truth values."""
+    examples = (x.meta.get("example_value") for x in tree_leaves(index) if isinstance(x, Node))
+    return any(isinstance(x, torch.Tensor) and x.dtype is torch.bool for x in examples)
 
 
 def _compared(

@@ -611,7 +611,28 @@ def cell_of_another_kind(x):
     return h[0]
 
 
+class Spike(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, v):
+        ctx.save_for_backward(v)
+        return (v > 0).to(v.dtype)
+
+    @staticmethod
+    def backward(ctx, grad):
+        (v,) = ctx.saved_tensors
+        return grad / (1 + v.abs()) ** 2
+
+
+def autograd_function_in_a_step(x):
+    x, v, spikes = x.clone().requires_grad_(), zero(x), []
+    for t in range(x.shape[1]):
+        v = 0.9 * v + x[:, t]
+        spikes.append(Spike.apply(v - 1))
+    return torch.stack(spikes, 1)
+
+
 NEVER = [
+    (autograd_function_in_a_step, "`Spike.apply(v - 1)` takes a function"),
     (genexpr_source, "only running the iterator can tell"),
     (genexpr_tuple, "generator"),
     (genexpr_list, "generator"),

@@ -609,3 +609,26 @@ def test_a_second_call_goes_on_from_what_the_first_left():
     for _ in range(2):
         torch.testing.assert_close(compiled(xs(), held), buffer(xs(), expected_held))
     torch.testing.assert_close(held.contents(), expected_held.contents())
+
+
+@pytest.mark.parametrize("how", ["state", "item", "method"])
+def test_what_a_loop_leaves_may_be_changed_in_place_in_training(captured, how):
+    def fn(x):
+        h, hs = torch.zeros_like(x[:, 0]), []
+        for t in range(x.shape[1]):
+            h = 0.5 * h + x[:, t]
+            hs.append(h * 2)
+        if how == "state":
+            h += 1
+        elif how == "item":
+            hs[3] *= 2
+        else:
+            torch.relu_(h)
+        return torch.stack(hs, 1), h
+
+    x = xs().requires_grad_()
+    got, steps = captured(fn, x)
+    assert steps
+    expected = fn(x)
+    torch.testing.assert_close(got, expected)
+    torch.testing.assert_close(*(torch.autograd.grad(differentiable(out), x) for out in (got, expected)))

@@ -199,6 +199,53 @@ def test_a_tensor_that_is_collected_and_changed_is_its_last_content():
     assert outcome(in_place("collected"), draw(2, STEPS, 3), 0.5 * draw(3, seed=1), gradient=False).failure == ""
 
 
+def reset_before(kind):
+    """A step changes the state in place, and then puts another tensor in its place."""
+
+    def fn(x, a):
+        done = x[..., 0] > 0.5
+        h = begin = torch.zeros_like(x[:, 0])
+        other, out = h if kind == "two names" else torch.zeros_like(h), torch.zeros_like(x)
+        listed = []
+        for t in range(x.shape[1]):
+            if kind == "kept":
+                other = h
+            h[done[:, t]] = 0
+            h += 0.1
+            h = a * h + x[:, t]
+            out[:, t] = h + other
+            listed.append(h if kind == "collected" else h * 2)
+        if kind == "changed later":
+            h += 1
+        return out, h * 3, torch.stack(listed, 1), (begin if kind == "read later" else x.new_ones(3)) * a
+
+    return fn
+
+
+def test_a_state_that_is_changed_in_place_and_then_replaced_is_a_carry():
+    right(reset_before(""), draw(2, STEPS, 3), 0.5 * draw(3, seed=1), found="linear_scan")
+    right(reset_before(""), draw(2, STEPS, 3), 0.5 * draw(3, seed=1), found="linear_scan", gradient=False)
+
+
+@pytest.mark.parametrize("gradient", [False, True])
+@pytest.mark.parametrize("kind", ["two names", "kept", "collected", "changed later", "read later"])
+def test_a_state_that_is_changed_in_place_and_read_elsewhere_stays(kind, gradient):
+    got = outcome(reset_before(kind), draw(2, STEPS, 3), 0.5 * draw(3, seed=1), gradient=gradient)
+    assert got.failure == "", got.failure
+
+
+def test_a_hook_on_a_result_sees_all_of_its_gradient():
+    def fn(x):
+        h, out = torch.zeros_like(x[:, 0]), torch.zeros_like(x)
+        for t in range(x.shape[1]):
+            h = 0.9 * h + x[:, t]
+            out[:, t] = h
+        h.register_hook(lambda grad: 2 * grad)
+        return h * 1, out
+
+    assert outcome(fn, draw(2, STEPS, 3)).failure == ""
+
+
 # What grows --------------------------------------------------------------------------------------
 
 
@@ -287,9 +334,19 @@ def dense(x, m):
     return torch.stack(out, 1)
 
 
+def kept_and_reset(x, a):
+    h, out = torch.zeros_like(x[:, 0]), []
+    for t in range(x.shape[1]):
+        h[x[:, t, 0] > 0] = 0
+        h = a * h + x[:, t]
+        out.append(h)
+    return torch.stack(out, 1)
+
+
 @pytest.mark.parametrize(
     ("fn", "shapes", "named", "said"),
     [
+        (kept_and_reset, [(2, 20, 4), ()], "`h = torch.where(mask, y, h)`", "[in-place]"),
         (season, [(2, 45), ()], "a step reads `y`, which steps write to", "[shared-memory]"),
         (delta, [(2, 20, 16)] * 3 + [(2, 20)], "the carry `S`", "[mixes-elements]"),
         (dense, [(2, 20, 16), (16, 16)], "the carry `h`", "[mixes-elements]"),

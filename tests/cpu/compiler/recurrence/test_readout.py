@@ -5,6 +5,7 @@ import torch
 
 from refold.compiler.recurrence import duality
 from refold.compiler.recurrence.gated_chunks import CHUNK
+from support.agreement import check
 from support.scans import compiled, flat, operators
 
 H, K, V, STEPS = 2, 4, CHUNK, 2 * CHUNK + 5
@@ -167,3 +168,18 @@ def test_wrong_ones_are_refused(monkeypatch, part, wrong):
     with torch.no_grad():
         close(flat(run(*inputs())), flat(bonus(*inputs())))
     assert operators(run) == ["linear_scan"]
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_a_sum_over_time_reads_no_single_state(batch):
+    """Eligibility traces, in a loop that is short enough to be unrolled."""
+
+    def fn(x, r):
+        z = w = torch.zeros_like(x[:, 0])
+        for t in range(x.shape[1] - 1):
+            z = 0.72 * z + x[:, t]
+            w = w + 0.05 * r[:, t, None] * z
+        return torch.cat([w, z], -1)
+
+    g = torch.Generator().manual_seed(0)
+    check(fn, [torch.randn(batch, 5, 6, generator=g), torch.randn(batch, 5, generator=g)], training=False)

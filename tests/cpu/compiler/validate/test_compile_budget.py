@@ -112,3 +112,40 @@ def test_a_search_that_takes_too_long_ends_and_says_so(monkeypatch):
 def test_budgets_that_are_no_seconds(budget):
     with pytest.raises(ArgumentError, match="compile_budget must be a number of seconds above 0"):
         refold.compile(gru, compile_budget=budget)
+
+
+def by_tensor(x, n):
+    h, out = torch.zeros_like(x[:, 0]), []
+    for t in range(x.shape[1]):
+        h = torch.tanh(h) * 0.9 + x[:, t] * (-0.9) ** n[t]
+        out.append(h)
+    return torch.stack(out, 1)
+
+
+def by_size(x, n):
+    return torch.tanh(x) * (-1) ** (x.shape[1] + 1)
+
+
+@pytest.mark.filterwarnings("ignore::refold.errors.RefoldWarning")  # Inductor of torch 2.13 fails on `by_size`
+@pytest.mark.parametrize(("fn", "steps", "dynamic"), [(by_tensor, (24,), None), (by_size, (24, 21), True)])
+def test_a_graph_that_runs_eagerly_has_powers_of_negative_numbers(fn, steps, dynamic):
+    """PyTorch prints ``(-0.9) ** x`` without brackets in the code of a graph."""
+    torch._dynamo.reset()
+    compiled = refold.compile(fn, compile_budget=1e-9, dynamic=dynamic)
+    for count in steps:
+        x, n = torch.randn(2, count, 4), torch.arange(count).float()
+        torch.testing.assert_close(compiled(x, n), fn(x, n))
+    if fn is by_tensor:
+        assert compiled.report.graphs[0].chosen == "eager"
+
+
+def test_a_rewrite_is_compared_with_powers_of_negative_numbers():
+    def fn(x, n):
+        y = x * ((-1.0) ** n)[None, :, None]
+        return (y[:, :, None, :] * x[:, None, :, :]).sum(-1)
+
+    torch._dynamo.reset()
+    compiled = refold.compile(fn, accept="always")
+    x, n = torch.randn(2, 48, 4), torch.arange(48).float()
+    torch.testing.assert_close(compiled(x, n), fn(x, n))
+    assert [row.status for row in compiled.report.graphs[0].rewrites] == ["applied"]

@@ -30,6 +30,8 @@ from .variables import Refused, Translator, Variable, place_of, realized, while_
 
 # The first steps may differ (`if h is None`, `max(t - 3, 0)`): so many heads of one loop are tried.
 HEADS = 3
+# Where PyTorch asks whether an autograd function returns what it is given.
+_AUTOGRAD_FUNCTIONS = "torch._functorch.autograd_function"
 # A shorter ``while`` is hardly one over time: there are those that double their step.
 LONG = 32
 
@@ -164,6 +166,8 @@ def _by_deque(tx: Translator, error: Exception) -> Refused | None:
 def _check_identity(tx: Translator) -> None:
     """Refuse to compare tensors by identity in a body: a stand-in for the tensors of all steps is none of them."""
     state = _state()
+    if tx.f_globals.get("__name__") == _AUTOGRAD_FUNCTIONS:  # such a call is refused, and not for this question
+        return
     if state is not None and state.busy and all(type(realized(x)) is TensorVariable for x in tx.stack[-2:]):
         raise Refused("identity", "the loop asks whether two tensors are the same object")
 

@@ -206,13 +206,14 @@ def _expression(size: torch.SymInt, name: str) -> Any:
 def fresh(tx: Translator, like: torch.Tensor, count: Any = None) -> torch.Tensor:
     """Make another fake value of the same form, or ``count`` of them in one tensor."""
     form(like)  # raises where a size depends on the step
-    kind: dict[str, Any] = {"dtype": like.dtype, "device": like.device, "requires_grad": like.requires_grad}
+    kind: dict[str, Any] = {"dtype": like.dtype, "device": like.device}
     with tx.output.fake_mode, torch.enable_grad():
         if count is None:
             made = torch.empty_strided(like.shape, like.stride(), **kind)
         else:
             made = torch.empty((count, *like.shape), **kind)
-        return made.view_as(made) if like.requires_grad else made
+        # Neither a leaf nor a view of one: the user may change it in place.
+        return made.copy_(torch.empty((), **kind, requires_grad=True)) if like.requires_grad else made
 
 
 def placeholder(tx: Translator, tracer: Any, name: str, like: torch.Tensor) -> Variable:
