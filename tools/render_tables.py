@@ -19,6 +19,7 @@ ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 CPU = "intel-xeon-2-threads"
+AMD = "amd-epyc-2-threads"
 # What refold is to reach: milliseconds, or as an integer percent of the measured limit.
 AIMS: dict[str, float | int] = {
     "2.7B decode batch 1": 1.9, "2.7B decode batch 16": 2.9, "130M decode batch 1": 0.45, "2.7B prefill 8192": 55,
@@ -419,7 +420,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "granite_layer": granite_layer, "granite_programs": granite_programs, "ssd": ssd("ssd"),
     "ssd_sizes": ssd("ssd-sizes"),
     "pointwise": pointwise, "training": training, "linear_attention": linear_attention,
-    "chunked_scan": chunked_scan, "kernelbench": kernelbench, "recurrences": recurrences(CPU),
+    "chunked_scan": chunked_scan, "kernelbench": kernelbench,
+    "recurrences": recurrences(CPU), "recurrences_amd": recurrences(AMD),
     "recurrences_gpu": recurrences(GPU), "models": models(_cpus), "models_gpu": models(lambda: [GPU]),
     "cpu": cpu, "compile_time": compile_time, "decode": generation("decode"),
     "prefill": generation("prefill"), "generation": generation("generation"), "ssd_jax": ssd_jax,
