@@ -10,6 +10,7 @@ between two tokens of one layer another kind of kernel must run. In a model, the
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -30,20 +31,23 @@ def mamba(
     self: Any, hidden_states: Tensor, cache_params: Any = None, attention_mask: Tensor | None = None, **kwargs: Any
 ) -> Tensor:
     """Forward of a Mamba-1 layer: in four launches if it is `ready`, else `mixers.mamba`."""
-    held = ready(self, hidden_states, cache_params, attention_mask, kwargs)
-    if held is None:
-        return mixers.mamba(self, hidden_states, cache_params, attention_mask, **kwargs)
-    return _step_(self, hidden_states[:, 0], *held, dtype=hidden_states.dtype)
+    return _forward(mixers.mamba, self, hidden_states, cache_params, attention_mask, kwargs)
 
 
 def mamba2(
     self: Any, hidden_states: Tensor, cache_params: Any = None, attention_mask: Tensor | None = None, **kwargs: Any
 ) -> Tensor:
     """Forward of a Mamba-2 layer: in three launches if it is `ready`, else `mixers.mamba2`."""
-    held = ready(self, hidden_states, cache_params, attention_mask, kwargs)
+    return _forward(mixers.mamba2, self, hidden_states, cache_params, attention_mask, kwargs)
+
+
+def _forward(
+    ordinary: Callable[..., Tensor], self: Any, x: Tensor, cache: Any, mask: Tensor | None, given: dict[str, Any]
+) -> Tensor:
+    held = ready(self, x, cache, mask, given)
     if held is None:
-        return mixers.mamba2(self, hidden_states, cache_params, attention_mask, **kwargs)
-    return _step_(self, hidden_states[:, 0], *held, dtype=hidden_states.dtype)
+        return ordinary(self, x, cache, mask, **given)
+    return _step_(self, x[:, 0], *held, dtype=x.dtype)
 
 
 def block(

@@ -351,9 +351,7 @@ class LoopVectorizer:
             x = emit.with_time(part, count if time or part.has_time else 1, like)
             x = emit.cast(emit.expand(emit.padded(Value(x, True), val.dim()), [value(x).shape[0], *shape]), dtype)
             # On a CPU, sweeps read contiguous memory: what computes x writes it so, which costs less than a copy.
-            if val.device.type != "cpu" or value(x).is_contiguous():
-                return x
-            return emit.call(aten.clone.default, x, memory_format=torch.contiguous_format)
+            return emit.dense(x) if val.device.type == "cpu" else x
 
         initial = emit.cast(self._tensor(loop.initial, like), dtype)
         offset = body.offset or Value(0.0)

@@ -142,10 +142,10 @@ def match_operator(
     if initial is not None:
         aligned = emit.permute(initial, [place - 1 for place in state_order if place is not None])
         initial = emit.reshape(aligned, [1 if place is None else shape[place] for place in state_order])
-        initial = _dense(emit, emit.cast(initial, value(x).dtype))
+        initial = emit.dense(emit.cast(initial, value(x).dtype))
     if read.exclusive:
         operands["C"] = _next(emit, C)
-    given = {letter: _dense(emit, v) for letter, v in operands.items()}
+    given = {letter: emit.dense(v) for letter, v in operands.items()}
     limits = {"dt_limit": step_limits(sign(operands["dt"]))} if name == "ssd" else {}
     result = emit.call(OPS[name], *node_args(name, **given, initial_state=initial, **limits))
     mark_as_made(result)
@@ -451,7 +451,3 @@ def _lay(
 def _constant(emit: Emitter, like: Node, sizes: list[int], number: float) -> Node:
     val = value(like)
     return emit.call(aten.full.default, sizes, number, dtype=val.dtype, device=val.device)
-
-
-def _dense(emit: Emitter, x: Node) -> Node:
-    return x if value(x).is_contiguous() else emit.call(aten.clone.default, x, memory_format=torch.contiguous_format)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ...ops.numba.blocks import share_out
 from ...ops.numba.kernel import kernel
+from .systems import all_steps
 
 MOST = 16
 """Coupled values of one system: a sweep multiplies no matrices."""
@@ -48,9 +49,8 @@ def system(A: Tensor, b: Tensor, initial: Tensor | None, reverse: bool, dtype: t
 
 def maxima(shift: Tensor, floor: Tensor, initial: Tensor, smooth: bool) -> Tensor:
     """Compute `refold.compiler.recurrence.systems.max_plus_scan`."""
-    moves, floors = shift.shape[0], floor.shape[0]
-    h = torch.empty_like(floor if moves == 1 else shift, memory_format=torch.contiguous_format)
-    arrays = (_flat(shift, moves), _flat(floor, floors), _flat(initial), h.numpy().reshape(len(h), -1), smooth)
+    h = all_steps(shift, floor)
+    arrays = (_flat(shift, len(shift)), _flat(floor, len(floor)), _flat(initial), h.numpy().reshape(len(h), -1), smooth)
     share_out(_maxima, arrays, ((),), (0, initial.numel()), LANES, h.numel())
     return h
 

@@ -18,6 +18,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .systems import all_steps
+
 MOST = 8
 """Coupled values of one system. Triton needs minutes to compile the 256 products of a step of 16."""
 LANES = 32
@@ -49,7 +51,7 @@ def system(A: Tensor, b: Tensor, initial: Tensor | None, reverse: bool, dtype: t
 
 def maxima(shift: Tensor, floor: Tensor, initial: Tensor, smooth: bool) -> Tensor:
     """Compute `refold.compiler.recurrence.systems.max_plus_scan`."""
-    h = torch.empty_like(floor if shift.shape[0] == 1 else shift, memory_format=torch.contiguous_format)
+    h = all_steps(shift, floor)
     moves, floors, start = _flat(shift, len(shift)), _flat(floor, len(floor)), _flat(initial)
     _launch(
         _maxima_kernel, start.numel(), moves, floors, start, h, start.numel(), len(h),

@@ -183,7 +183,8 @@ def max_plus_scan(shift: Tensor, floor: Tensor, initial: Tensor, smooth: bool, t
     return solve(shift, torch.cat([first, floor[1:]])).contiguous()
 
 
-def _all_steps(shift: Tensor, floor: Tensor, *rest: Any) -> Tensor:
+def all_steps(shift: Tensor, floor: Tensor, *rest: Any) -> Tensor:
+    """Return memory for all states of a running maximum."""
     whole = floor if shift.shape[0] == 1 else shift
     return torch.empty_like(whole, memory_format=torch.contiguous_format)
 
@@ -229,7 +230,7 @@ MAX_PLUS_SCAN = define(
     "max_plus_scan",
     "(Tensor shift, Tensor floor, Tensor initial, bool smooth, float tie=0.5) -> Tensor",
     max_plus_scan,
-    _all_steps,
+    all_steps,
 )
 differentiate("max_plus_scan", _maxima_backward, _save_maxima)
 MAX_PLUS_ADJOINT = define("max_plus_adjoint", "(Tensor share, Tensor grad) -> Tensor", _handed_back, _like_second)

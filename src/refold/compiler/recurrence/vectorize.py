@@ -79,6 +79,12 @@ class Emitter:
             dense = self.call(aten.clone.default, x, memory_format=torch.contiguous_format)
             return self.call(aten.view.default, dense, list(shape))
 
+    def dense(self, x: Node) -> Node:
+        """Copy into contiguous memory, unless x lies so already."""
+        if value(x).is_contiguous():
+            return x
+        return self.call(aten.clone.default, x, memory_format=torch.contiguous_format)
+
     def permute(self, x: Node, order: Sequence[int]) -> Node:
         """Permute axes, unless they are in order already."""
         return x if list(order) == list(range(len(order))) else self.call(aten.permute.default, x, list(order))
