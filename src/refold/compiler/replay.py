@@ -30,6 +30,9 @@ log = logging.getLogger("refold")
 # A graph that takes less is not raced again for every length.
 TINY_MS = 1.0
 
+# What the report of a replay does not take over: its own place, words and seconds.
+_OWN = ("index", "program", "notes", "compile_s", "checks_s", "inductor_compile_s")
+
 
 class Misfit(Exception):
     """A decision does not fit the program that it is to be replayed on; the message says where."""
@@ -72,7 +75,7 @@ class Replay(GraphCompile):
         start = time.perf_counter()
         entry, decision = self.entry, self.decision
         for field in dataclasses.fields(decision):
-            if field.name not in ("index", "program", "notes", "compile_s", "checks_s"):
+            if field.name not in _OWN:
                 setattr(entry, field.name, getattr(decision, field.name))
         entry.remembered = self.where
         entry.notes += [note for note in decision.notes if note not in entry.notes]

@@ -49,6 +49,8 @@ class GraphReport:
     gradient and written input of the whole graph, and ``checked_against`` says with what they were compared.
     ``program`` names the graph, see docs/compiler.md; ``remembered`` says who knew all this already: ``this process``,
     ``the disk``, ``a plan``, or empty. ``busy`` says how the machine was busy while times were taken.
+    ``compile_s``, ``checks_s`` (checks and timing) and ``inductor_compile_s`` (torch.compile of the original, if that
+    was timed, too) are parts of the first call, in seconds, and share nothing.
     ``kernels`` has, for each program that was profiled, what one call launches: name, count and milliseconds.
     """
 

@@ -1,5 +1,6 @@
 """Which races are run, and which are spared: compiling what only loses a race is what a first call spends most on."""
 
+import time
 from dataclasses import replace
 
 import pytest
@@ -164,6 +165,19 @@ def test_what_the_first_attempt_found_out_holds_in_the_second(races, monkeypatch
     assert (len(checks), len(alone), len(compiles)) == (2, 2, 1)
     assert all(row.errors for row in graph.rewrites)
     assert graph.inductor_compile_s is not None
+
+
+def test_the_parts_of_a_first_call_share_nothing(races, monkeypatch):
+    outcomes, _ = races
+    outcomes[:] = [LOST, WON]
+    standalone = program.standalone
+    monkeypatch.setattr(program, "standalone", lambda *a, **k: (time.sleep(1), standalone(*a, **k))[1])
+    start = time.perf_counter()
+    graph = compiled(twice, *tensors())
+    whole = time.perf_counter() - start
+    assert graph.inductor_compile_s > 1
+    assert min(graph.compile_s, graph.checks_s) > 0
+    assert graph.compile_s + graph.checks_s + graph.inductor_compile_s < whole
 
 
 def test_a_tie_of_a_small_region_is_soon_called(races, monkeypatch):
