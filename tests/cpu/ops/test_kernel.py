@@ -11,7 +11,6 @@ pytest.importorskip("numba")
 import numba
 import torch
 
-import refold
 from refold.ops.linear_scan import _numba
 from refold.ops.numba import kernel as kernels
 from refold.ops.numba import machine
@@ -54,10 +53,16 @@ def fresh(apart=True, function=_numba._sweep.function):
     return kernels.Kernel(function, dict(_numba._sweep.options), apart)
 
 
-def scan_with(kernel, monkeypatch):
+def scan_with(kernel, monkeypatch, **given):
+    """Plan the operator with a kernel and run it: what the registry remembers has another one."""
     monkeypatch.setattr(_numba, "_sweep", kernel)
-    h, _ = refold.ops.linear_scan(torch.full((1, 3, 1), 0.5), torch.ones(1, 3, 1), backend="numba")
-    assert h.flatten().tolist() == [1, 1.5, 1.75]
+    arguments = {"initial_state": None, "cu_seqlens": None, "reset": None, "reverse": False, **given}
+    return _numba.linear_scan(**{"a": torch.full((1, 3, 1), 0.5), "x": torch.ones(1, 3, 1), **arguments})
+
+
+def is_right(results):
+    h, state = results
+    return (h.flatten().tolist(), state.tolist()) == ([1, 1.5, 1.75], [[1.75]])
 
 
 def test_both_ways_give_the_same_bits(named, monkeypatch):
@@ -65,12 +70,16 @@ def test_both_ways_give_the_same_bits(named, monkeypatch):
     a, x, reset = torch.rand(2, 9, 700), torch.randn(2, 9, 700), torch.rand(2, 9, 700) < 0.2
     results = []
     for apart in (True, False):
-        monkeypatch.setattr(_numba, "_sweep", fresh(apart))
+        kernel = fresh(apart)
         for given in ({}, {"reset": reset}, {"reverse": True}, {"initial_state": torch.ones(2, 700)}):
-            results += refold.ops.linear_scan(a, x, backend="numba", **given)
-        assert bool(_numba._sweep.codes) == apart
+            results += scan_with(kernel, monkeypatch, a=a, x=x, **given)
+        assert bool(kernel.codes) == apart
     half = len(results) // 2
     assert all(map(torch.equal, results[:half], results[half:]))
+
+
+def slot(x):
+    return machine.Slot(x.dtype, tuple(x.shape))
 
 
 def test_what_needs_numba_while_it_runs_runs_by_numba(named):
@@ -82,30 +91,32 @@ def test_what_needs_numba_while_it_runs_runs_by_numba(named):
     def takes_other_things(x, y):
         y[0] = x[0, 0]
 
-    y = np.zeros(3)
+    x, y = torch.arange(3.0), torch.zeros(3)
     kernel = fresh(True, allocates)
-    kernel(torch.arange(3.0), y)
+    kernel.prepared(slot(x), slot(y))(x, y)
     assert (y.tolist(), kernel.apart, kernel.codes) == ([0.0, 1.0, 2.0], False, {})
     kernel = fresh(True, takes_other_things)
-    kernel(np.full((1, 1), 7.0), y)
-    kernel(np.full((1, 1), 8.0, np.float32), y)
+    kernel.prepared(np.full((1, 1), 7.0), slot(y))(y)
+    kernel.prepared(np.full((1, 1), 8.0, np.float32), slot(y))(y)
     assert (y[0], len(kernel.codes)) == (8.0, 2)
     with pytest.raises(AssertionError, match="contiguous"):
-        kernel(np.zeros((2, 2)).T, y)
+        kernel.prepared(np.zeros((2, 2)).T, slot(y))
 
 
-def test_an_array_that_takes_the_place_of_another_is_not_taken_for_it(named):
-    def double(x, y):
+@pytest.mark.parametrize("apart", [True, False])
+def test_one_call_serves_all_tensors_and_keeps_its_arrays(named, apart):
+    def shifted(x, by, y):
         for i in range(len(y)):
-            y[i] = 2 * x[i]
+            y[i] = x[i] + by[i]
 
-    kernel = fresh(True, double)
-    for k in range(1000):
-        x, y = np.full(2, float(k)), torch.zeros(2, dtype=torch.float64)
-        kernel(x, y)
-        assert y.tolist() == [2.0 * k] * 2
-    (code,) = kernel.codes.values()
-    assert len(code.addresses) <= machine._KEPT
+    call = fresh(apart, shifted).prepared(machine.Slot(torch.float64, (2,)), np.array([1.0, 2.0]), slot(torch.zeros(2)))
+    others = [np.full(2, np.nan) for _ in range(1000)]  # takes the memory of an array that nobody has
+    for k in range(len(others)):
+        y = torch.zeros(2)
+        call(torch.full((2,), float(k), dtype=torch.float64), y)
+        assert y.tolist() == [k + 1.0, k + 2.0]
+    with pytest.raises(ValueError, match="zip"):
+        call(torch.zeros(2, dtype=torch.float64))
 
 
 @pytest.mark.parametrize("apart", [True, False])
@@ -113,7 +124,7 @@ def test_nothing_is_kept_where_nothing_may_be(named, monkeypatch, apart):
     for folder in ("off", "/dev/null/nowhere"):
         monkeypatch.setenv("REFOLD_CACHE", folder)
         assert fresh()._folder() is None
-        scan_with(fresh(apart), monkeypatch)
+        assert is_right(scan_with(fresh(apart), monkeypatch))
     assert not named.exists()
 
 
@@ -123,14 +134,14 @@ def test_without_numbas_setting_kernels_are_compiled_anew(named, monkeypatch):
     assert before == numba.config.CACHE_DIR
     monkeypatch.delattr(numba.config, "CACHE_DIR")
     assert fresh().kept() is None
-    scan_with(fresh(False), monkeypatch)
+    assert is_right(scan_with(fresh(False), monkeypatch))
 
 
 def test_without_a_name_of_numbas_it_runs_kernels_itself(named, monkeypatch):
     kinds = type(numba.njit(lambda: None)).__mro__
     monkeypatch.delattr(next(kind for kind in kinds if "inspect_llvm" in vars(kind)), "inspect_llvm")
     kernel = fresh()
-    scan_with(kernel, monkeypatch)
+    assert is_right(scan_with(kernel, monkeypatch))
     assert not kernel.apart
 
 
@@ -153,4 +164,4 @@ def test_a_full_disk_is_no_error(named, monkeypatch, apart):
         monkeypatch.setattr(kernels, "write", full)
     else:
         kernel.run = full
-    scan_with(kernel, monkeypatch)
+    assert is_right(scan_with(kernel, monkeypatch))

@@ -7,6 +7,9 @@ log2 of the length in passes over memory. Steps are taken in the order of the lo
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -15,6 +18,7 @@ from torch import Tensor
 
 from ...ops.numba.blocks import share_out
 from ...ops.numba.kernel import kernel
+from ...ops.numba.machine import Slot
 from .systems import all_steps
 
 MOST = 16
@@ -22,98 +26,111 @@ MOST = 16
 LANES = 256
 """Lanes of a block: the states of a few coupled values, old and new, stay in the first-level cache."""
 
-# Arrays, as a module that is imported while PyTorch traces makes fake tensors.
-_LIKE = {
-    torch.float32: np.empty(0, np.float32),
-    torch.float64: np.empty(0, np.float64),
-    torch.complex64: np.empty(0, np.complex64),
-    torch.complex128: np.empty(0, np.complex128),
-}
-
 
 def system(A: Tensor, b: Tensor, initial: Tensor | None, reverse: bool, dtype: torch.dtype) -> Tensor:
     """Compute `refold.compiler.recurrence.systems.linear_system`, with states of ``dtype`` in between."""
-    size, steps = b.shape[:2]
     h = torch.empty_like(b, memory_format=torch.contiguous_format)
     if A.shape[3:] != b.shape[2:] and A.shape[3:].numel() > 1:
         A = A.expand(*A.shape[:3], *b.shape[2:])
-    matrices, inputs = _flat(A), _flat(b)
-    start = np.empty(0, inputs.dtype) if initial is None else _flat(initial)
-    lanes, times = inputs.size // (size * steps), A.shape[2]
-    widths = matrices.size // (size * size * times)
-    results, sizes = h.numpy().reshape(-1), (size, steps, lanes, times, widths)
-    arrays = (matrices, inputs, start, results, reverse, _LIKE[dtype], sizes)
-    share_out(_system, arrays, ((),), (0, lanes), LANES, size * size * steps * lanes)
+    sweep, states, entries = _prepared(A.shape, b.shape, b.dtype, dtype, initial is not None, reverse)
+    begin = () if initial is None else (_plain(initial),)
+    sweep(_plain(A), _plain(b), *begin, h, torch.empty(states, dtype=dtype), torch.empty(entries, dtype=torch.int64))
     return h
+
+
+@lru_cache(maxsize=64)
+def _prepared(
+    matrices: torch.Size, inputs: torch.Size, dtype: torch.dtype, wide: torch.dtype, begins: bool, reverse: bool
+) -> tuple[Callable[..., None], int, int]:
+    """Return the sweep over systems of these shapes, and what it needs in between: states, old and new, and indices."""
+    size, steps, *rest = inputs
+    lanes, times = math.prod(rest), matrices[2]
+    sizes = np.array([size, steps, lanes, times, matrices[3:].numel()])
+    start = Slot(dtype, (size * lanes,)) if begins else np.empty(0, str(dtype).removeprefix("torch."))
+    whole, states = Slot(dtype, (inputs.numel(),)), Slot(wide, (2 * size * lanes,))
+    entries = Slot(torch.int64, (-(-lanes // LANES) * size * (size + 1),))
+    given = (sizes, reverse, Slot(dtype, (matrices.numel(),)), whole, start, whole, states, entries)
+    sweep = share_out(_system, given, ((),), (0, lanes), LANES, size * size * steps * lanes)
+    return sweep, states.shape[0], entries.shape[0]
 
 
 def maxima(shift: Tensor, floor: Tensor, initial: Tensor, smooth: bool) -> Tensor:
     """Compute `refold.compiler.recurrence.systems.max_plus_scan`."""
     h = all_steps(shift, floor)
-    arrays = (_flat(shift, len(shift)), _flat(floor, len(floor)), _flat(initial), h.numpy().reshape(len(h), -1), smooth)
-    share_out(_maxima, arrays, ((),), (0, initial.numel()), LANES, h.numel())
+    tensors = _flat(shift, len(shift)), _flat(floor, len(floor)), _flat(initial), h.view(len(h), -1)
+    share_out(_maxima, (*tensors, smooth), ((),), (0, initial.numel()), LANES, h.numel())(*tensors)
     return h
 
 
 def handed_back(share: Tensor, grad: Tensor) -> Tensor:
     """Return ``lam[t] = grad[t] + share[t + 1] lam[t + 1]``; a share of zero reads nothing."""
     lam, steps = torch.empty_like(grad, memory_format=torch.contiguous_format), grad.shape[0]
-    arrays = (_flat(share, steps), _flat(grad, steps), lam.view(steps, -1))
-    share_out(_handed_back, arrays, ((),), (0, grad.numel() // steps), LANES, grad.numel())
+    tensors = _flat(share, steps), _flat(grad, steps), lam.view(steps, -1)
+    share_out(_handed_back, tensors, ((),), (0, grad.numel() // steps), LANES, grad.numel())(*tensors)
     return lam
 
 
-def _flat(x: Tensor, *leading: int) -> np.ndarray:
-    """Return a tensor as a contiguous array of all lanes, after the leading axes; reshaping one costs little."""
-    array: np.ndarray = x.detach().resolve_conj().resolve_neg().numpy()
-    return np.ascontiguousarray(array.reshape(*leading, -1))
+def _plain(x: Tensor) -> Tensor:
+    """Return a contiguous tensor whose memory holds its values."""
+    x = x.resolve_conj().resolve_neg()
+    return x if x.is_contiguous() else x.contiguous()
 
 
-@kernel(fastmath={"contract"})
-def _system(A: Any, b: Any, start: Any, h: Any, reverse: Any, like: Any, sizes: Any, blocks: Any) -> None:
+def _flat(x: Tensor, *leading: int) -> Tensor:
+    """Return a contiguous tensor of all lanes, after the leading axes."""
+    return _plain(x).view(*leading, -1)
+
+
+@kernel(apart=True, fastmath={"contract"})
+def _system(
+    sizes: Any, reverse: Any, A: Any, b: Any, start: Any, h: Any, states: Any, entries: Any, blocks: Any
+) -> None:
     """Sweep over time; without a first state, ``start`` is empty. All arrays have one axis."""
-    size, steps, lanes, times, widths = sizes
-    # An entry that is zero at all steps, as between values that do not read each other, is not multiplied.
-    entries, counts = np.empty((size, size), np.int64), np.zeros(size, np.int64)
-    for i in range(size):
-        for j in range(size):
-            some = times > 1
-            for c in range(0 if some else widths):
-                some = some or A[(i * size + j) * widths + c] != 0
-            if some:
-                entries[i, counts[i]] = j
-                counts[i] += 1
+    size, steps, lanes, times, widths = sizes[0], sizes[1], sizes[2], sizes[3], sizes[4]
     begins = start.size > 0
-    old, new = np.empty(size * LANES, like.dtype), np.empty(size * LANES, like.dtype)
     for low, high in blocks:
-        width = np.uintp(high - low)
+        # An entry that is zero at all steps, as between values that do not read each other, is not multiplied. For each
+        # row: how many are not zero, and which.
+        first, width = low // LANES * size * (size + 1), np.uintp(high - low)
+        for i in range(size):
+            row, read = first + i * (size + 1), 0
+            for j in range(size):
+                some, at = times > 1, (i * size + j) * widths
+                for c in range(0 if some else min(widths, high - low)):
+                    some = some or A[at + (low + c if widths > 1 else 0)] != 0
+                if some:
+                    read += 1
+                    entries[row + read] = j
+            entries[row] = read
+        old, new = states[2 * size * low : size * (low + high)], states[size * (low + high) : 2 * size * high]
         if begins:
             for i in range(size):
-                row, first = np.uintp(i * LANES), np.uintp(i * lanes + low)
+                row, begin = np.uintp(i) * width, np.uintp(i * lanes + low)
                 for c in range(width):
-                    old[row + c] = start[first + c]
+                    old[row + c] = start[begin + c]
         for n in range(steps):
             t = steps - 1 - n if reverse else n
             for i in range(size):
-                row, now, read = np.uintp(i * LANES), np.uintp((i * steps + t) * lanes + low), 0
-                if n or begins:
-                    read = counts[i]
+                row, now = np.uintp(i) * width, np.uintp((i * steps + t) * lanes + low)
+                which = first + i * (size + 1)
+                read = entries[which] if n or begins else 0
+                which += 1
                 at = (i * size * times + (t if times > 1 else 0)) * widths
                 if read == 0 or widths > 1:
                     for c in range(width):
                         new[row + c] = b[now + c]
                     for k in range(read):
-                        j = entries[i, k]
-                        before, factors = np.uintp(j * LANES), np.uintp(at + j * times * widths + low)
+                        j = entries[which + k]
+                        before, factors = np.uintp(j) * width, np.uintp(at + j * times * widths + low)
                         for c in range(width):
                             new[row + c] += A[factors + c] * old[before + c]
                     for c in range(width):
                         h[now + c] = new[row + c]
                     continue
                 # Up to three in one pass over the lanes.
-                j, m = entries[i, 0], entries[i, 1 if read > 1 else 0]
-                one, two = np.uintp(j * LANES), np.uintp(m * LANES)
-                by_one, by_two = like.dtype.type(A[at + j * times]), like.dtype.type(A[at + m * times])
+                j, m = entries[which], entries[which + (1 if read > 1 else 0)]
+                one, two = np.uintp(j) * width, np.uintp(m) * width
+                by_one, by_two = states.dtype.type(A[at + j * times]), states.dtype.type(A[at + m * times])
                 if read == 1:
                     for c in range(width):
                         value = b[now + c] + by_one * old[one + c]
@@ -125,15 +142,15 @@ def _system(A: Any, b: Any, start: Any, h: Any, reverse: Any, like: Any, sizes: 
                         new[row + c] = value
                         h[now + c] = value
                 else:
-                    j = entries[i, 2]
-                    three, by_three = np.uintp(j * LANES), like.dtype.type(A[at + j * times])
+                    j = entries[which + 2]
+                    three, by_three = np.uintp(j) * width, states.dtype.type(A[at + j * times])
                     for c in range(width):
                         value = (b[now + c] + by_one * old[one + c]) + by_two * old[two + c] + by_three * old[three + c]
                         new[row + c] = value
                         h[now + c] = value
                     for k in range(3, read):
-                        j = entries[i, k]
-                        before, factor = np.uintp(j * LANES), like.dtype.type(A[at + j * times])
+                        j = entries[which + k]
+                        before, factor = np.uintp(j) * width, states.dtype.type(A[at + j * times])
                         for c in range(width):
                             new[row + c] += factor * old[before + c]
                     if read > 3:

@@ -12,17 +12,8 @@ import triton.language as tl
 from refold.ops.causal_conv1d.spec import SPEC, STEP
 from refold.ops.spec import Meta
 from refold.ops.ssd._triton_kernels import _sigmoid, _silu
-from refold.ops.torch.launch import (
-    INTERPRETED,
-    Launch,
-    contiguous,
-    current_stream,
-    fresh,
-    fresh_like,
-    last_contiguous,
-    planned,
-    refusal,
-)
+from refold.ops.torch.launch import INTERPRETED, Launch, current_stream, last_contiguous, planned, refusal
+from refold.ops.torch.plans import contiguous, fresh, fresh_like
 from refold.ops.torch.row_sums import RowSums
 from refold.ops.torch.tables import device_limits
 

@@ -12,7 +12,8 @@ import triton.language as tl
 from refold.ops.gated_rmsnorm.spec import SPEC
 from refold.ops.spec import Meta
 from refold.ops.ssd._triton_kernels import LOG2E, _exp2, _silu
-from refold.ops.torch.launch import PTX, Launch, contiguous, current_stream, fresh_like, planned, refusal
+from refold.ops.torch.launch import PTX, Launch, current_stream, planned, refusal
+from refold.ops.torch.plans import contiguous, fresh_like
 from refold.ops.torch.row_sums import RowSums
 from refold.ops.torch.tables import device_limits
 

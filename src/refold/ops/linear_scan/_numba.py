@@ -5,14 +5,19 @@ It reads a and x once and writes h once, which is the least. The torch backend a
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from refold.ops.linear_scan.spec import SPEC
 from refold.ops.numba.blocks import share_out, spans_of, supports, zeros_or_copy
-from refold.ops.numba.kernel import kernel
+from refold.ops.numba.kernel import Kernel, kernel
+from refold.ops.numba.machine import Slot
+from refold.ops.torch.plans import planned
 
 __all__ = ["linear_scan", "supports"]
 
@@ -21,67 +26,89 @@ CHANNELS = 512
 _NOTHING = np.zeros((1, 1, 1), np.bool_)  # no tensor: a module that is imported while PyTorch traces makes fake ones
 
 
+@planned(SPEC)
 def linear_scan(
     *, a: Tensor, x: Tensor, initial_state: Tensor | None, cu_seqlens: Tensor | None, reset: Tensor | None,
     reverse: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Compute `refold.ops.linear_scan`."""
-    batch, seqlen, *rest = x.shape
-    spans = spans_of("linear_scan", batch, seqlen, cu_seqlens)
-    factors, inputs = _flat(a), _flat(x)
-    state = zeros_or_copy(initial_state, len(spans), *rest)
-    h = torch.empty_like(inputs)
-    elements = inputs.shape[2]
-    states = state if len(rest) == 1 else state.view(len(spans), elements)
-    arrays = (factors, inputs, _marks(reset, x), h, states, reverse)
-    share_out(_sweep, arrays, spans, (0, elements), CHANNELS, inputs.numel())
-    h = h if len(rest) == 1 else h.view(x.shape)
-    return h if x.dtype is torch.float32 else h.to(x.dtype), state
+) -> Callable[..., tuple[Tensor, Tensor]]:  # fmt: skip
+    """Plan `refold.ops.linear_scan`."""
+    cut = _cut(_sweep, x, cu_seqlens, reset, reverse, 1)
+
+    def run(
+        a: Tensor, x: Tensor, initial_state: Tensor | None, cu_seqlens: Tensor | None, reset: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        sequences, sweep = cut(cu_seqlens)
+        state = zeros_or_copy(initial_state, sequences, *x.shape[2:])
+        h = torch.empty(x.shape, dtype=torch.float32)
+        sweep(*_marks(reset), _single(a), _single(x), h, state)
+        return h if x.dtype is torch.float32 else h.to(x.dtype), state
+
+    return run
 
 
+@planned(SPEC, backward=True)
 def linear_scan_backward(
     *, dh: Tensor | None, dstate: Tensor | None, needs: frozenset[str], a: Tensor, x: Tensor,
     initial_state: Tensor | None, cu_seqlens: Tensor | None, reset: Tensor | None, reverse: bool,
-) -> dict[str, Tensor]:  # fmt: skip
-    """Return the gradients of all floating-point arguments that are present, whatever ``needs`` says.
+) -> Callable[..., dict[str, Tensor]]:  # fmt: skip
+    """Plan the gradients of all floating-point arguments that are present, whatever ``needs`` says.
 
     With adjoints λ[t] = dh[t] + a[t+1] λ[t+1], x's gradient is λ and a's λ[t] h[t-1]: one sweep against the scan.
     Neither passes a reset.
     """
-    batch, seqlen, *rest = x.shape
-    spans = spans_of("linear_scan", batch, seqlen, cu_seqlens)
     given = {"initial_state": initial_state, "cu_seqlens": cu_seqlens, "reset": reset, "reverse": reverse}
-    h, _ = linear_scan(a=a, x=x.float(), **given)  # type: ignore[arg-type]
-    factors, h = _flat(a), _flat(h)
-    adjoints = torch.zeros_like(h) if dh is None else _flat(dh).clone()
-    before = zeros_or_copy(initial_state, len(spans), *rest)
-    dinitial = zeros_or_copy(dstate, len(spans), *rest)
-    elements = h.shape[2]
-    states = (array.view(len(spans), elements) for array in (before, dinitial))
-    # λ h[t-1] takes the place of h, as nothing reads a state after its adjoint.
-    arrays = (factors, _marks(reset, x), h, adjoints, *states, reverse)
-    share_out(_sweep_back, arrays, spans, (0, elements), CHANNELS, h.numel())
-    grads = {"a": h.view(x.shape), "x": adjoints.view(x.shape)}
-    return grads if initial_state is None else {**grads, "initial_state": dinitial}
+    forward = linear_scan.plan(a=a, x=x.float(), **given)
+    cut = _cut(_sweep_back, x, cu_seqlens, reset, reverse, 2)
+
+    def run(
+        dh: Tensor | None, dstate: Tensor | None, a: Tensor, x: Tensor, initial_state: Tensor | None,
+        cu_seqlens: Tensor | None, reset: Tensor | None,
+    ) -> dict[str, Tensor]:  # fmt: skip
+        sequences, sweep = cut(cu_seqlens)
+        h, _ = forward(a, x.float(), initial_state, cu_seqlens, reset)
+        adjoints = torch.zeros_like(h) if dh is None else torch.empty_like(h).copy_(dh)
+        before, dinitial = (zeros_or_copy(state, sequences, *x.shape[2:]) for state in (initial_state, dstate))
+        # λ h[t-1] takes the place of h, as nothing reads a state after its adjoint.
+        sweep(*_marks(reset), _single(a), h, adjoints, before, dinitial)
+        grads = {"a": h, "x": adjoints}
+        return grads if initial_state is None else {**grads, "initial_state": dinitial}
+
+    return run
 
 
-def _flat(array: Tensor) -> Tensor:
-    """Return a tensor as float32 (batch, time, elements)."""
+def _cut(
+    kernel: Kernel, x: Tensor, cu_seqlens: Tensor | None, reset: Tensor | None, reverse: bool, states: int
+) -> Callable[[Tensor | None], tuple[int, Callable[..., None]]]:
+    """Return what gives, for offsets of sequences, their number and the sweep over them."""
+    batch, seqlen, *rest = x.shape
+    elements = math.prod(rest)
+    flat = Slot(torch.float32, (batch, seqlen, elements))
+    marks = _NOTHING if reset is None else Slot(torch.bool, flat.shape)
+
+    def cut(offsets: Tensor | None) -> tuple[int, Callable[..., None]]:
+        spans = spans_of("linear_scan", batch, seqlen, offsets)
+        given = (marks, reverse, flat, flat, flat, *[Slot(torch.float32, (len(spans), elements))] * states)
+        return len(spans), share_out(kernel, given, spans, (0, elements), CHANNELS, math.prod(flat.shape))
+
+    if cu_seqlens is not None:  # values, which a signature does not hold
+        return cut
+    whole = cut(None)
+    return lambda _: whole
+
+
+def _single(array: Tensor) -> Tensor:
+    """Return a tensor as a contiguous one of float32."""
     # A short scan takes a few microseconds, and an operation of PyTorch that changes nothing one of them.
     array = array if array.dtype is torch.float32 else array.float()
-    array = array if array.is_contiguous() else array.contiguous()
-    return array if array.dim() == 3 else array.view(*array.shape[:2], -1)
+    return array if array.is_contiguous() else array.contiguous()
 
 
-def _marks(reset: Tensor | None, x: Tensor) -> Any:
-    """Return what is reset as (batch, time, elements), one element at most if nothing is."""
-    if reset is None:
-        return _NOTHING
-    return reset.reshape(*x.shape[:2], -1).contiguous()
+def _marks(reset: Tensor | None) -> tuple[Tensor, ...]:
+    return () if reset is None else (reset if reset.is_contiguous() else reset.contiguous(),)
 
 
 @kernel(apart=True, fastmath={"contract"})
-def _sweep(a: Any, x: Any, reset: Any, h: Any, state: Any, reverse: Any, blocks: Any) -> None:
+def _sweep(reset: Any, reverse: Any, a: Any, x: Any, h: Any, state: Any, blocks: Any) -> None:
     """Scan sequences over ranges of channels; overwrites ``state`` (k, elements)."""
     some = reset.size > 1 or reset[0, 0, 0]
     for row, start, stop, k, low, high in blocks:
@@ -102,7 +129,7 @@ def _sweep(a: Any, x: Any, reset: Any, h: Any, state: Any, reverse: Any, blocks:
 
 
 @kernel(apart=True, fastmath={"contract"})
-def _sweep_back(a: Any, reset: Any, h: Any, adjoints: Any, before: Any, carry: Any, reverse: Any, blocks: Any) -> None:
+def _sweep_back(reset: Any, reverse: Any, a: Any, h: Any, adjoints: Any, before: Any, carry: Any, blocks: Any) -> None:
     """Turn results' gradients into adjoints, states into a's gradients, and last states' gradients into first ones'."""
     some = reset.size > 1 or reset[0, 0, 0]
     for row, start, stop, k, low, high in blocks:

@@ -11,15 +11,8 @@ import triton.language as tl
 
 from refold.ops.linear_scan.spec import SPEC
 from refold.ops.spec import Meta
-from refold.ops.torch.launch import (
-    Launch,
-    contiguous,
-    current_stream,
-    fresh,
-    fresh_like,
-    planned,
-    refusal,
-)
+from refold.ops.torch.launch import Launch, current_stream, planned, refusal
+from refold.ops.torch.plans import contiguous, fresh, fresh_like
 from refold.ops.torch.tables import device_limits
 
 # Channels and warps of a program; tokens that are loaded at a time (`_rows` counts on 16), from border to border in the

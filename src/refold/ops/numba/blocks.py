@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import lru_cache
+from functools import cache, lru_cache
 from itertools import pairwise
 from typing import Any
 
@@ -16,6 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from refold.ops.numba.kernel import Kernel
+from refold.ops.numba.machine import Slot
 from refold.ops.spec import Meta
 from refold.ops.torch.chunks import read_offsets
 
@@ -42,40 +44,55 @@ def spans_of(op: str, batch: int, seqlen: int, cu_seqlens: Tensor | None) -> tup
 
 
 def share_out(
-    sweep: Callable[..., None],
-    arrays: Sequence[Any],
+    kernel: Kernel,
+    given: Sequence[Any],
     spans: tuple[tuple[int, ...], ...],
     edges: tuple[int, ...],
     width: int,
     updates: int,
-) -> None:
-    """Call ``sweep(*arrays, blocks)`` until all blocks are done; a block is a span and a range of channels.
+) -> Callable[..., None]:
+    """Return what calls ``kernel(*given, blocks)`` until all are done; a block is a span and a range of channels.
 
     Args:
-        sweep: A compiled function that releases the interpreter lock.
-        arrays: What it takes.
+        kernel: It releases the interpreter lock.
+        given: What it takes. Tensors stand for others of the same dtypes and shapes; none is kept.
         spans: What `spans_of` returned.
         edges: Channels at which a block must end, from 0 to the number of channels.
         width: The most channels of a block.
         updates: State updates of the whole call.
+
+    Returns:
+        A function of the tensors, which must be contiguous.
     """
+    slots = [Slot(x.dtype, tuple(x.shape)) if isinstance(x, Tensor) else x for x in given]
     blocks = _blocks(spans, edges, width)
-    workers = min(torch.get_num_threads(), len(blocks), updates // UPDATES_A_THREAD)
-    if workers <= 1:
-        sweep(*arrays, blocks)
-        return
-    # A list's iterator gives each piece to one thread. Those that start late, because the threads of a torch operation
-    # still spin on their cores, find less left to do.
-    pieces = iter(np.array_split(blocks, min(len(blocks), PIECES_A_THREAD * workers)))
+    most = min(len(blocks), updates // UPDATES_A_THREAD)
 
-    def work(*_: Any) -> None:
-        for piece in pieces:
-            sweep(*arrays, piece)
+    @cache
+    def prepared(workers: int) -> list[Callable[..., None]]:
+        pieces = [blocks] if workers <= 1 else np.array_split(blocks, min(len(blocks), PIECES_A_THREAD * workers))
+        return [kernel.prepared(*slots, piece) for piece in pieces]
 
-    with ThreadPoolExecutor(workers - 1) as pool:
-        others = pool.map(work, range(workers - 1))
-        work()
-        list(others)
+    def run(*tensors: Tensor) -> None:
+        workers = max(1, min(torch.get_num_threads(), most))
+        calls = prepared(workers)
+        if workers == 1:
+            calls[0](*tensors)
+            return
+        # A list's iterator gives each piece to one thread. Those that start late, because the threads of a torch
+        # operation still spin on their cores, find less left to do.
+        left = iter(calls)
+
+        def work(*_: Any) -> None:
+            for call in left:
+                call(*tensors)
+
+        with ThreadPoolExecutor(workers - 1) as pool:
+            others = pool.map(work, range(workers - 1))
+            work()
+            list(others)
+
+    return run
 
 
 @lru_cache(maxsize=64)

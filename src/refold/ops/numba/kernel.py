@@ -24,7 +24,7 @@ from typing import Any
 from torch import Tensor
 
 from refold.cache import default_folder
-from refold.ops.numba.machine import Code, Kinds, NotApart, kinds_of, machine, named, read, translated, write
+from refold.ops.numba.machine import Code, Kinds, NotApart, Slot, kinds_of, machine, named, read, translated, write
 
 if find_spec("numba") is None:  # who imports this file asks so whether Numba is there
     raise ModuleNotFoundError("No module named 'numba'", name="numba")
@@ -46,23 +46,40 @@ class Kernel:
         self.function, self.options, self.apart = function, options, apart
         self.codes: dict[Kinds, Code] = {}
 
-    def __call__(self, *arrays: Any) -> None:
-        """Call it."""
+    def __call__(self, *given: Any) -> None:
+        """Call it by Numba, with whatever that takes."""
+        try:
+            self.run(*given)
+        except (OSError, EOFError, pickle.PickleError):  # a file that is damaged, or a full disk, before it ran
+            self.run = self.compiled()
+            self.run(*given)
+
+    def prepared(self, *given: Any) -> Callable[..., None]:
+        """Return a call that takes tensors for slots.
+
+        Args:
+            *given: Its arguments: slots, arrays of NumPy, truth values; without ``apart``, whatever Numba takes.
+
+        Returns:
+            A function of as many contiguous tensors as there are slots.
+        """
         if self.apart:
-            kinds = kinds_of(arrays)
+            kinds = kinds_of(given)
             code = self.codes.get(kinds)
             if code is None:
                 with _ONE_AT_A_TIME:
                     code = self.codes.get(kinds) or self._code(kinds)
             if code is not None:
-                code(*arrays)
-                return
-        views = [array.detach().numpy() if isinstance(array, Tensor) else array for array in arrays]
-        try:
-            self.run(*views)
-        except (OSError, EOFError, pickle.PickleError):  # a file that is damaged, or a full disk, before it ran
-            self.run = self.compiled()
-            self.run(*views)
+                return code.prepared(given)
+        places = [i for i, x in enumerate(given) if isinstance(x, Slot)]
+
+        def call(*tensors: Tensor) -> None:
+            views = list(given)
+            for i, x in zip(places, tensors, strict=True):
+                views[i] = x.detach().numpy().reshape(given[i].shape)
+            self(*views)
+
+        return call
 
     def _code(self, kinds: Kinds) -> Code | None:
         """Load machine code for these kinds of arguments, or make it; None if it needs Numba after all."""

@@ -20,20 +20,19 @@ import os
 import tempfile
 from array import array
 from collections.abc import Callable, Sequence
+from functools import partial
 from importlib.metadata import version
 from itertools import accumulate
 from operator import mul
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
-from torch import Tensor
+import torch
 
 NAME = "kernel"
 CASTS = {"i64": "add i64 {}, 0", "ptr": "inttoptr i64 {} to ptr", "i8": "trunc i64 {} to i8"}
 _DIGEST = hashlib.sha256().digest_size
-_KEPT = 256
-"""Shapes of calls, and addresses of NumPy's arrays, that are remembered: to ask for one takes NumPy 5 us."""
 
 Kinds = tuple[Any, ...]
 """Of each argument, its dtype and the number of axes; of a truth value, None."""
@@ -43,13 +42,18 @@ class NotApart(Exception):
     """A function needs Numba while it runs, or is not laid out as expected; the message says why."""
 
 
+class Slot(NamedTuple):
+    """The place of a contiguous tensor that each call brings."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
 def kinds_of(given: Sequence[Any]) -> Kinds:
     """Return what machine code depends on; arrays must be contiguous."""
     for x in given:
-        assert x.is_contiguous() if isinstance(x, Tensor) else x is True or x is False or x.flags.c_contiguous, (
-            "kernels take contiguous arrays and truth values"
-        )
-    return tuple([None if x is True or x is False else (x.dtype, x.ndim) for x in given])
+        assert isinstance(x, Slot | bool) or x.flags.c_contiguous, "kernels take contiguous arrays and truth values"
+    return tuple([None if isinstance(x, bool) else (x.dtype, len(x.shape)) for x in given])
 
 
 def named(kinds: Kinds) -> Kinds:
@@ -146,46 +150,32 @@ class Code:
         if not address:
             raise NotApart("there is no function in it")
         self.function = ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.c_void_p)(address)
-        ends = accumulate((1 if kind is None else 5 + 2 * kind[1] for kind in kinds), initial=0)
-        self.places = [at + (0 if kind is None else 4) for at, kind in zip(ends, kinds, strict=False)]
-        self.known: dict[tuple[Any, ...], array[int]] = {}
-        self.addresses: dict[int, tuple[np.ndarray, int]] = {}
+        self.ends = list(accumulate((1 if kind is None else 5 + 2 * kind[1] for kind in kinds), initial=0))
 
-    def __call__(self, *given: Any) -> None:
-        """Run it; other threads of Python may run meanwhile."""
-        shapes = tuple([getattr(x, "shape", None) for x in given])
-        known = self.known.get(shapes)
-        if known is None:
-            if len(self.known) >= _KEPT:
-                self.known.clear()
-            known = self.known[shapes] = self._described(given)
-        row = known[:]
-        for place, x in zip(self.places, given, strict=True):
-            row[place] = x.data_ptr() if isinstance(x, Tensor) else self._address(x)
-        status = self.function(row.buffer_info()[0])
+    def prepared(self, given: Sequence[Any]) -> Callable[..., None]:
+        """Return a call with tensors in place of the slots; other threads of Python may run meanwhile."""
+        places = [end + 4 for end, x in zip(self.ends, given, strict=False) if isinstance(x, Slot)]
+        # With the arrays: they stay where they are as long as someone has them.
+        return partial(self._call, self._described(given), places, [x for x in given if isinstance(x, np.ndarray)])
+
+    def _call(self, row: array[int], places: Sequence[int], _: Any, *tensors: torch.Tensor) -> None:
+        own = row[:]
+        for place, x in zip(places, tensors, strict=True):
+            own[place] = x.data_ptr()
+        status = self.function(own.buffer_info()[0])
         if status:
             raise RuntimeError(f"a kernel failed with status {status}")
 
-    def _address(self, x: Any) -> int:
-        """Return a truth value as it is, and the address of an array; it is kept, so that it stays there."""
-        if x is True or x is False:
-            return int(x)
-        known = self.addresses.get(id(x))
-        if known is None or known[0] is not x:
-            if len(self.addresses) >= _KEPT:
-                self.addresses.clear()
-            known = self.addresses[id(x)] = x, x.ctypes.data
-        return known[1]
-
     def _described(self, given: Sequence[Any]) -> array[int]:
-        """Return the row of numbers without addresses and truth values."""
+        """Return the row of numbers, without the addresses of tensors."""
         row = array("q")
         for x in given:
-            if x is True or x is False:
-                row.append(0)
+            if isinstance(x, bool):
+                row.append(x)
                 continue
-            strides = list(accumulate(reversed(x.shape[1:]), mul, initial=x.itemsize))[::-1] if x.ndim else []
-            row.extend([0, 0, math.prod(x.shape), x.itemsize, 0, *x.shape, *strides])
+            size, address = (x.dtype.itemsize, 0) if isinstance(x, Slot) else (x.itemsize, x.ctypes.data)
+            strides = list(accumulate(reversed(x.shape[1:]), mul, initial=size))[::-1] if x.shape else []
+            row.extend([0, 0, math.prod(x.shape), size, address, *x.shape, *strides])
         return row
 
 

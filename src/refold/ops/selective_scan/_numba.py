@@ -46,7 +46,7 @@ def selective_scan(
     y = torch.empty_like(wide)
     edges = tuple(sorted({i * channels // p.shape[2] for p in (B, C) for i in range(p.shape[2] + 1)}))
     arrays = (wide, step, factor, rates, B, C, y, state)
-    share_out(_sweep, arrays, spans, edges, CHANNELS, wide.numel() * rates.shape[0])
+    share_out(_sweep, arrays, spans, edges, CHANNELS, wide.numel() * rates.shape[0])(*arrays)
     return finish(y, wide, D, z).to(x.dtype), state.mT.to(state_dtype or torch.float32).contiguous()
 
 

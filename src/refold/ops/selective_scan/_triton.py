@@ -12,18 +12,8 @@ from refold.ops.selective_scan import _triton_kernels as kernels
 from refold.ops.selective_scan._triton_backward import selective_scan_backward as selective_scan_backward
 from refold.ops.selective_scan.spec import SPEC, STEP
 from refold.ops.spec import Meta
-from refold.ops.torch.launch import (
-    PTX,
-    Launch,
-    contiguous,
-    current_stream,
-    fresh,
-    fresh_like,
-    gluon,
-    last_contiguous,
-    planned,
-    refusal,
-)
+from refold.ops.torch.launch import PTX, Launch, current_stream, gluon, last_contiguous, planned, refusal
+from refold.ops.torch.plans import contiguous, fresh, fresh_like
 from refold.ops.torch.tables import device_limits, lookup
 
 

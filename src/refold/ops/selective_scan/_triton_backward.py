@@ -10,17 +10,8 @@ import triton
 
 from refold.ops.selective_scan import _triton_backward_kernels as kernels
 from refold.ops.selective_scan.spec import SPEC
-from refold.ops.torch.launch import (
-    PTX,
-    Launch,
-    contiguous,
-    current_stream,
-    fresh,
-    fresh_like,
-    gluon,
-    last_contiguous,
-    planned,
-)
+from refold.ops.torch.launch import PTX, Launch, current_stream, gluon, last_contiguous, planned
+from refold.ops.torch.plans import contiguous, fresh, fresh_like
 from refold.ops.torch.row_sums import RowSums
 from refold.ops.torch.tables import device_limits, lookup
 

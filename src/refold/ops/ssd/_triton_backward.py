@@ -12,17 +12,8 @@ from refold.ops.ssd import _triton_backward_kernels as kernels
 from refold.ops.ssd import _triton_kernels as forward
 from refold.ops.ssd._triton_forward import ssd
 from refold.ops.ssd.spec import SPEC
-from refold.ops.torch.launch import (
-    INTERPRETED,
-    Launch,
-    contiguous,
-    current_stream,
-    fresh,
-    fresh_like,
-    gluon,
-    last_contiguous,
-    planned,
-)
+from refold.ops.torch.launch import INTERPRETED, Launch, current_stream, gluon, last_contiguous, planned
+from refold.ops.torch.plans import contiguous, fresh, fresh_like
 from refold.ops.torch.row_sums import RowSums
 from refold.ops.torch.tables import device_limits, lookup
 

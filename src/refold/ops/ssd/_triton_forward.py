@@ -19,16 +19,14 @@ from refold.ops.ssd.spec import SPEC, STEP
 from refold.ops.torch.launch import (
     INTERPRETED,
     Launch,
-    contiguous,
     current_stream,
-    fresh,
-    fresh_like,
     gluon,
     last_contiguous,
     planned,
     refusal,
     same_dtype,
 )
+from refold.ops.torch.plans import contiguous, fresh, fresh_like
 from refold.ops.torch.tables import device_limits, family, lookup
 
 HOPPER = ("refold.ops.ssd._gluon_kernels", "refold.ops.torch.tma_launch")

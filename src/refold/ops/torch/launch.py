@@ -3,16 +3,16 @@
 A Triton launch through ``kernel[grid](...)`` binds, specialises and hashes every argument: 15 to 30 microseconds for a
 kernel with thirty of them. A `Launch` does that once, and then calls the compiled kernel directly. It is part of a
 plan. A plan is valid while everything that Triton specialises on stays the same (dtypes, integers, 16-byte alignment of
-pointers). So an operator is `planned` once per signature, and `refold.ops.torch.registry` keeps the plans.
+pointers). So an operator is planned once per signature (`refold.ops.torch.plans`).
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import Context, ContextVar
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
 from types import ModuleType
 from typing import Any
@@ -21,8 +21,9 @@ import torch
 import triton
 
 from refold.errors import warn
-from refold.ops.spec import Meta, OpSpec
-from refold.ops.torch import private
+from refold.ops.spec import Meta
+from refold.ops.torch import plans, private
+from refold.ops.torch.plans import Planned
 
 PTX = os.environ.get("TRITON_INTERPRET", "0") != "1" and torch.version.hip is None
 """Whether kernels may hold PTX: the plain exp2 spends two more instructions per value on denormal results."""
@@ -152,33 +153,22 @@ class Launch:
                      leave if getattr(leave, "calls", leave) else None, *args, *self.tail)  # fmt: skip
 
 
-class Planned:
-    """An operator made of a function that takes all arguments and returns a function of the arrays, the plan.
+class LaunchPlanned(Planned):
+    """An operator whose plan launches kernels, on the device of the arrays; a signature's are compiled together."""
 
-    A plan has decided whatever does not change while shapes, strides, dtypes, devices, alignment and options stay the
-    same: how work is cut, grids, integer arguments. ``layouts`` gives, for some arrays, what makes their layout one
-    that kernels can read.
-    """
-
-    def __init__(
-        self, spec: OpSpec, backward: bool, layouts: dict[str, Callable[[Any], Any]], make: Callable[..., Any]
-    ) -> None:
-        self.names = [f"d{output.name}" for output in spec.outputs] if backward else []
-        self.names += [arg.name for arg in spec.args]
-        self.layouts = layouts
-        self.make = make
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
         self.compiled: set[str] = set()
         """The dtypes and options for which kernels have been compiled together."""
-        self.__doc__ = make.__doc__
 
     def plan(self, **arguments: Any) -> Callable[..., Any]:
         """Return the plan for calls with this signature: a function of the arrays in the order of the spec."""
         device = next(a.device for a in arguments.values() if isinstance(a, torch.Tensor))
         if device.type != "cuda" or torch.cuda.device_count() == 1:
-            return self._plan(arguments)
+            return super().plan(**arguments)
         # Kernels are loaded on, and launched on, the current device.
         with torch.cuda.device(device):
-            plan = self._plan(arguments)
+            plan = super().plan(**arguments)
 
         def there(*arrays: Any) -> Any:
             with torch.cuda.device(device):
@@ -186,57 +176,22 @@ class Planned:
 
         return there
 
-    def _plan(self, arguments: dict[str, Any]) -> Callable[..., Any]:
-        readable = {name: make(arguments[name]) for name, make in self.layouts.items()}
-        plan: Callable[..., Any] = self.make(**(arguments | readable))
+    def made(self, arguments: Mapping[str, Any]) -> Callable[..., Any]:
+        """Return the plan, whose kernels have been compiled."""
+        plan = super().made(arguments)
         kinds = str([getattr(argument, "dtype", argument) for argument in arguments.values()])
         if not INTERPRETED and kinds not in self.compiled:
             self.compiled.add(kinds)
-            compile_together(plan, [readable.get(name, arguments[name]) for name in self.names])
-        if all(array is arguments[name] for name, array in readable.items()):
-            return plan
-        layouts = [self.layouts.get(name, _as_it_is) for name in self.names]
-        return lambda *arrays: plan(*[make(array) for make, array in zip(layouts, arrays, strict=True)])
-
-    def __call__(self, **arguments: Any) -> Any:
-        """Plan and run."""
-        return self.plan(**arguments)(*[arguments[name] for name in self.names])
+            compile_together(plan, [arguments[name] for name in self.names])
+        return plan
 
 
-def planned(
-    spec: OpSpec, backward: bool = False, **layouts: Callable[[Any], Any]
-) -> Callable[[Callable[..., Any]], Planned]:
-    """Make an operator, or its backward, of the function that plans it; see `Planned`.
-
-    The arrays of a backward are the gradients of the results and then the arguments.
-    """
-    return lambda make: Planned(spec, backward, layouts, make)
-
-
-def _as_it_is(array: Any) -> Any:
-    return array
+planned = partial(plans.planned, kind=LaunchPlanned)
 
 
 def current_stream(device: torch.device) -> int:
     """Return the raw handle of the current stream of ``device`` (0 under the interpreter)."""
     return 0 if INTERPRETED else private.raw_stream(device.index)
-
-
-def fresh(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Callable[[], torch.Tensor]:
-    """Return what makes contiguous tensors: with the strides known, in two thirds of the time of ``torch.empty``."""
-    shape, strides = tuple(shape), torch.empty(shape, device="meta").stride()
-    # Looked up at each call, so that tests can hand out memory full of NaN.
-    return lambda: torch.empty_strided(shape, strides, dtype=dtype, device=device)
-
-
-def fresh_like(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
-    """Return what makes contiguous tensors of the shape, dtype and device of another."""
-    return fresh(tensor.shape, tensor.dtype, tensor.device)
-
-
-def contiguous(tensor: torch.Tensor | None) -> Any:
-    """Return the tensor itself where its layout is that of a fresh one, else a copy."""
-    return tensor if tensor is None or tensor.is_contiguous() else tensor.contiguous()
 
 
 def last_contiguous(tensor: torch.Tensor | None) -> Any:

@@ -12,7 +12,8 @@ import torch
 import triton
 import triton.language as tl
 
-from refold.ops.torch.launch import Launch, fresh
+from refold.ops.torch.launch import Launch
+from refold.ops.torch.plans import fresh
 
 ELEMENTS = 2048  # A program's tile.
 
