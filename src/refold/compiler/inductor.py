@@ -18,6 +18,7 @@ import torch
 from torch.fx import Graph, GraphModule
 
 from .. import __version__
+from ..ops.torch.nodes import AT_ONCE
 from .complex_values import lay_out_complex_values
 from .external_cumsum import keep_scans_external
 from .ir.fx import concrete
@@ -29,6 +30,7 @@ from .private import (
     inductor_config,
     with_backward,
     without_autograd_cache,
+    write_calls_at_once,
 )
 
 Compiled = Callable[..., Any]
@@ -150,6 +152,7 @@ def inductor_with(
         hook: Sees, and may edit, each ATen graph.
         options: Inductor options, as for ``torch.compile(options=...)``.
     """
+    write_calls_at_once(AT_ONCE)
     patches = dict(options or {})
     if hook is not None:
         _add(patches, "joint_custom_pre_pass", hook)

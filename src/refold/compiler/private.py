@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from importlib import import_module
 from typing import Any
@@ -65,6 +65,9 @@ _metrics = _find(
 )
 _compile_context = _find("torch._guards.CompileContext", "reports do not say which compile was the last")
 _again = _find("torch._dynamo.exc.TensorifyScalarRestartAnalysis", "graphs with numbers from outside may run eagerly")
+_registry = "torch._inductor.codegen.custom_extern_kernel_codegen"
+_written = _find(f"{_registry}.CUSTOM_EXTERN_KERNEL_CODEGEN", "each operator in a compiled program takes 8 us more")
+_Written = _find(f"{_registry}.CustomCodegen", "each operator in a compiled program takes 8 us more")
 _ARITHMETIC = {"FloorDiv": operator.floordiv, "Mod": operator.mod, "PythonMod": operator.mod}
 _symbolic = {
     _find(f"torch.utils._sympy.functions.{name}", "graphs with symbolic sizes are rewritten less"): function
@@ -120,6 +123,20 @@ def statically_known_true(condition: Any) -> bool:
 def without_modes() -> AbstractContextManager[None] | None:
     """Leave all dispatch modes for a while; None if that is not possible."""
     return None if _no_modes is _MISSING else _no_modes()
+
+
+def write_calls_at_once(names: Iterable[str]) -> None:
+    """Have Inductor's code call what ``at_once`` of these nodes of refold is, not the dispatcher."""
+    if _written is _MISSING or _Written is _MISSING:
+        return
+
+    def write(kernel: Any, writeline: Callable[[str], None]) -> None:
+        own, named = kernel.codegen_args(), kernel.codegen_kwargs()
+        call = kernel.python_kernel_name + ("" if named else ".at_once")
+        writeline(f"{kernel.get_name()} = {call}({', '.join([*own, *named])})")
+
+    for name in names:
+        _written.setdefault(f"torch.ops.refold.{name}.default", _Written(python=write))
 
 
 def without_autograd_cache() -> AbstractContextManager[Any]:

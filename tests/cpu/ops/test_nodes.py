@@ -12,6 +12,7 @@ from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import refold
 from refold.ops.torch import private
 from refold.ops.torch.nodes import define, differentiate
 
@@ -125,3 +126,44 @@ def test_no_tangent_is_lost_without_gradients() -> None:
             return
         assert tangent is not None
         assert tangent.tolist() == [2.0, 2.0]
+
+
+# In compiled code --------------------------------------------------------------------------------------
+
+
+def test_what_compiled_code_calls_leaves_to_the_dispatcher_what_it_must_do() -> None:
+    class Names(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(func)
+            return func(*args, **kwargs or {})
+
+    seen: list[Any] = []
+    x = torch.randn(4, dtype=torch.complex64)
+    for view in (x, x.conj(), x.conj().imag):
+        with torch.no_grad():
+            torch.testing.assert_close(DOUBLE.at_once(view), 2 * view)
+    with Names():
+        DOUBLE.at_once(x)
+    assert seen[0] is DOUBLE
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        DOUBLE.at_once(x)
+    assert "refold::a_node_of_tests" in {event.key for event in profile.key_averages()}
+    with through_pytorch(0):
+        DOUBLE.at_once(x)
+
+
+def test_a_node_that_writes_to_an_argument_is_left_to_the_dispatcher() -> None:
+    def write(x: Tensor) -> Tensor:
+        return x.add_(1).clone()
+
+    node = define("a_node_of_tests_that_writes", "(Tensor(a!) x) -> Tensor", write, torch.empty_like)
+    assert not hasattr(node, "at_once")
+    assert hasattr(DOUBLE, "at_once")
+
+
+def test_compiled_code_calls_the_function(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled = refold.compile(lambda x: DOUBLE(x + 1).sum(), cache=False)
+    x = torch.randn(3)
+    torch.testing.assert_close(compiled(x), (2 * (x + 1)).sum())
+    monkeypatch.setattr(DOUBLE, "at_once", lambda x: 5 * x)
+    torch.testing.assert_close(compiled(x), (5 * (x + 1)).sum())

@@ -17,6 +17,9 @@ from refold.ops.torch import private
 
 _LIBRARY = torch.library.Library("refold", "FRAGMENT")
 _FUNCTIONS: dict[str, Callable[..., Any]] = {}
+AT_ONCE: set[str] = set()
+"""Nodes with a function ``at_once``, which compiled code calls in their place. One that writes to an argument has none:
+the dispatcher counts how often a tensor was written to."""
 
 
 def define(name: str, schema: str, run: Callable[..., Any], fake: Callable[..., Any], *, padded: bool = False) -> Any:
@@ -35,7 +38,24 @@ def define(name: str, schema: str, run: Callable[..., Any], fake: Callable[..., 
     _FUNCTIONS[name] = apart_from_autocast(run)
     _LIBRARY.impl(name, _FUNCTIONS[name], "CompositeExplicitAutograd")
     torch.library.register_fake(f"refold::{name}", fake, lib=_LIBRARY)
-    return getattr(torch.ops.refold, name).default
+    node = getattr(torch.ops.refold, name).default
+    if "!" not in schema:
+        node.at_once = _at_once(node, _FUNCTIONS[name])
+        AT_ONCE.add(name)
+    return node
+
+
+def _at_once(node: Any, run: Callable[..., Any]) -> Callable[..., Any]:
+    """Return what calls a node's function; or the node, if the dispatcher, which takes 8 us, has something to do.
+
+    That is to show the call to someone, and to apply conjugation and signs that PyTorch left for later.
+    """
+
+    def call(*args: Any) -> Any:
+        later = True in [x.is_neg() or x.is_conj() for x in args if isinstance(x, Tensor)]
+        return node(*args) if later or private.watched() or private.profiled() else run(*args)
+
+    return call
 
 
 def differentiate(name: str, backward: Callable[..., Any], setup: Callable[..., None]) -> None:

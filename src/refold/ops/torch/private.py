@@ -57,6 +57,16 @@ def _find_watched() -> Callable[[], bool]:
     return watched
 
 
+def _find_profiled() -> Callable[[], bool]:
+    """Return what tells whether a profiler lists calls."""
+    try:
+        found: Callable[[], bool] = torch._C._autograd._profiler_enabled
+    except AttributeError as error:
+        _without(str(error), "each node in a compiled program goes through the dispatcher, 8 microseconds more")
+        return lambda: True
+    return found
+
+
 def _find_transformed() -> Callable[[torch.Tensor], bool]:
     """Return what tells whether ``torch.func`` follows a tensor to differentiate."""
     try:
@@ -124,6 +134,7 @@ TensorGuards: Any = _find_guards()
 """Dynamo's comparison of tensors with those of an earlier call; None where PyTorch has none."""
 
 watched = _find_watched()
+profiled = _find_profiled()
 is_transformed = _find_transformed()
 raw_stream = _find_stream()
 gradient = _find_gradient()

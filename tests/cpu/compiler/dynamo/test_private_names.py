@@ -33,6 +33,7 @@ OPTIONAL = {
     "torch.fx.experimental.symbolic_shapes:statically_known_true",
     "torch.utils._python_dispatch:_disable_current_modes",
     "torch._guards:tracing",
+    "torch._inductor.codegen.custom_extern_kernel_codegen:CustomCodegen",
     "torch._guards:CompileContext",
     "torch._dynamo.exc:TensorifyScalarRestartAnalysis",
     "torch._dynamo.metrics_context:MetricsContext",
@@ -45,6 +46,7 @@ OPERATORS = {
     "torch._C._functorch:peek_interpreter_stack",
     "torch.autograd.forward_ad:_current_level",
     "torch._C:_after_autograd_keyset",
+    "torch._C._autograd:_profiler_enabled",
     "torch._C:DispatchKeySet",
 }
 
