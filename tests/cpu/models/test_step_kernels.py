@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 pytest.importorskip("triton")
+import triton.language as tl
+
 from refold import ops
 from refold.models.checkpoint import random_params
 from refold.models.torch import layers, model_for, steps, take_layers_apart, to_device
@@ -227,6 +229,125 @@ def test_selective_scan(dtype, norms, shared, monkeypatch) -> None:
     assert_close(found[active].cpu(), expected[active.cpu()], 1e-5)  # the arithmetic is float32
     assert_close(state.cpu(), moved, max(1e-5, torch.finfo(dtype).eps))
     assert torch.equal(state[~active], still)
+
+
+ATTENTION = [  # dtype, heads, key heads, head size, capacity, lengths: odd sizes, full caches, empty ones, many parts
+    (torch.float32, 3, 1, 8, 40, [0, 39, 17]),
+    (torch.float32, 4, 4, 5, 1, [0]),
+    (torch.bfloat16, 12, 4, 24, 70, [33, 69, 0, 1, 64]),
+    (torch.float16, 6, 2, 80, 150, [149, 48]),
+    (torch.bfloat16, 17, 1, 16, 300, [256]),
+]
+
+
+def attend(dtype, heads, groups, size, capacity, lengths, scale, theta=None, dim=None) -> tuple[list[Tensor], ...]:
+    """Return result and caches of the kernel, and of the definition in float64; beyond a row's past is no number."""
+    rows = len(lengths)
+    length = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
+    caches = [random(rows, capacity, groups, size, dtype=dtype) for _ in range(2)]
+    beyond = torch.arange(capacity, device=DEVICE) >= length[:, None]
+    exact = [cache.double().masked_fill(beyond[:, :, None, None], 0).cpu() for cache in caches]
+    for cache in caches:
+        cache[beyond] = torch.nan
+    before = [cache.clone() for cache in caches]
+    q, k, v = (random(rows, n, size).to(dtype).float() for n in (heads, groups, groups))
+    rotary = {"scale": scale, "theta": theta, "rope_dim": dim}
+    y = steps.attend_(*(a.double().cpu() for a in (q, k, v)), *exact, length.cpu(), **rotary)
+    assert kernels().takes_cache(q, *caches)
+    found = kernels().attend_(q, k, v, *caches, length, *rotary.values())
+    assert found.dtype == (torch.float32 if rows == 1 else dtype)
+    row, slot = torch.arange(rows, device=DEVICE), length.long()
+    for cache, held, right in zip(caches, before, exact, strict=True):
+        assert_close(cache[row, slot].cpu(), right[row.cpu(), slot.cpu()], max(1e-5, torch.finfo(dtype).eps))
+        cache[row, slot], held[row, slot] = 0, 0  # nothing else was written
+        assert torch.equal(cache.nan_to_num(7), held.nan_to_num(7))
+    return found, y
+
+
+@here
+@pytest.mark.parametrize(("dtype", "heads", "groups", "size", "capacity", "lengths"), ATTENTION)
+@pytest.mark.parametrize("splits", [1, 4, 64])
+def test_attention(dtype, heads, groups, size, capacity, lengths, splits, monkeypatch) -> None:
+    """Parts of one tile and of several, and parts with nothing to read."""
+    monkeypatch.setattr(kernels(), "CACHE_TILE", 256)
+    monkeypatch.setattr(kernels(), "MOST_SPLITS", splits)
+    monkeypatch.setattr(kernels(), "SPLIT_PROGRAMS", 1000)
+    found, exact = attend(dtype, heads, groups, size, capacity, lengths, scale=size**-0.5)
+    allowed = 2e-6 if dtype == torch.float32 else 2 * torch.finfo(dtype).eps
+    for row in range(len(lengths)):
+        assert_close(found[row].cpu(), exact[row], allowed)
+
+
+@pytest.mark.skipif(INTERPRETED or DEVICE == "cpu", reason="sizes of models are for a GPU")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("heads", "groups", "size"), [(12, 4, 64), (32, 8, 128), (64, 1, 96)])
+@pytest.mark.parametrize("lengths", [[8191], [8191, 0, 1024, 5001], [700] * 70])
+def test_attention_of_sizes_of_models(dtype, heads, groups, size, lengths) -> None:
+    found, exact = attend(dtype, heads, groups, size, 8192 if len(lengths) < 70 else 1024, lengths, size**-0.5, 1e4)
+    allowed = 1e-4 if dtype == torch.float32 else 4 * torch.finfo(dtype).eps
+    for row in range(len(lengths)):
+        assert_close(found[row].cpu(), exact[row], allowed)
+
+
+@here
+@pytest.mark.parametrize("scale", [-0.3, 0.0, 30.0])
+def test_attention_of_any_scale(scale) -> None:
+    """With a large scale, most of what another part or the new token gave fades to zero."""
+    found, exact = attend(torch.float32, 4, 2, 8, 600, [599, 300], scale)
+    assert_close(found.cpu(), exact, 1e-5 * max(1.0, abs(scale)))
+
+
+@here
+@pytest.mark.parametrize("dim", [None, 6])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_attention_rotates(dim, dtype) -> None:
+    found, exact = attend(dtype, 4, 2, 16, 2100, [2099, 5], 0.3, 10000.0, dim)
+    # An angle of 2099 in float32 is known to 1e-4.
+    assert_close(found.cpu(), exact, 1e-4 if dtype == torch.float32 else 4 * torch.finfo(dtype).eps)
+
+
+@here
+def test_attention_to_scores_that_overflow_a_power() -> None:
+    """Scores of thousands, the largest one in the past or the new one."""
+    for new in (1.0, 100.0):
+        length = torch.tensor([40], dtype=torch.int32, device=DEVICE)
+        q, k, v = random(1, 2, 16) + 9, new * (random(1, 1, 16).abs() + 1), random(1, 1, 16)
+        caches = [random(1, 64, 1, 16).abs() * 30, random(1, 64, 1, 16)]
+        exact = [cache.double().cpu() for cache in caches]
+        expected = steps.attend_(*(a.double().cpu() for a in (q, k, v)), *exact, length.cpu(), scale=1.0)
+        assert_close(kernels().attend_(q, k, v, *caches, length, 1.0, None, None).cpu(), expected, 5e-3)
+
+
+PLANTED = {
+    "the rest of the past is in no part": ("_part_size", lambda past, splits, block: past // splits),
+    "only the new token is read": ("_part_size", lambda past, splits, block: past * 0),
+    "powers of e": ("_exp2", lambda v: v.exp()),
+    "the last tile only": ("_dot", lambda a, b, acc, _: tl.dot(a.to(tl.float32), b.to(tl.float32))),
+    "no positions": ("_load_rotated", lambda head, offs, mask, *_: tl.load(head + offs, mask=mask, other=0.0)),
+}
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="a compiled kernel does not see what is planted")
+@pytest.mark.parametrize("bug", PLANTED)
+def test_planted_bugs_of_attention_are_found(bug, monkeypatch) -> None:
+    monkeypatch.setattr(kernels(), "CACHE_TILE", 256)
+    sizes = torch.float32, 4, 2, 16, 200, [197, 150]
+    found, exact = attend(*sizes, 0.3, 10000.0)
+    assert_close(found, exact, 1e-4)
+    monkeypatch.setattr(kernels(), *PLANTED[bug])
+    with pytest.raises(AssertionError):
+        assert_close(*attend(*sizes, 0.3, 10000.0), 1e-4)
+
+
+@here
+def test_what_attention_leaves_to_pytorch() -> None:
+    caches = [random(2, 9, 2, 16) for _ in range(2)]
+    takes, q = kernels().takes_cache, random(2, 4, 16)
+    assert takes(q, *caches)
+    assert not takes(q, *(cache.double() for cache in caches))
+    assert not takes(q, caches[0].bfloat16(), caches[1])
+    assert not takes(q, *(cache[:, ::2] for cache in caches))
+    assert not takes(random(2, 2, 1024), *(random(2, 9, 2, 1024) for _ in range(2)))
 
 
 @here
