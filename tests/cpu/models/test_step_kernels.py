@@ -382,7 +382,7 @@ def test_likeliest_token_and_the_books() -> None:
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize("rows", [1, 3])
 def test_a_token_of_each_model(name: str, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    few = {"kinds": ("mamba", "attention")} if name == "granite" else {"nlayers": 1}  # interpreting takes its time
+    few = {"kinds": ("mamba", "attention"), "rope_theta": 1e4} if name == "granite" else {"nlayers": 1}
     config, model = dataclasses.replace(CONFIGS[name], **few), model_for(CONFIGS[name])
     dtype = torch.float32 if rows == 1 else torch.bfloat16
     params = take_layers_apart(to_device(random_params(config, dtype=str(dtype).removeprefix("torch.")), DEVICE))
@@ -400,6 +400,6 @@ def test_a_token_of_each_model(name: str, rows: int, monkeypatch: pytest.MonkeyP
     allowed = 1e-4 if rows == 1 else 0.06  # bfloat16: the definition rounds between operators, the kernels do not
     assert_close(found, expected, allowed)
     assert after["length"].tolist() == [2, 0, 2][:rows]
-    for part in ("conv", "ssm"):
+    for part in before.keys() - {"length"}:
         assert_close(after[part], before[part], allowed)
-        assert rows == 1 or not after[part][:, 1].any()
+        assert rows == 1 or part in ("k", "v") or not after[part][:, 1].any()

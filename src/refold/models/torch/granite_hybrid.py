@@ -116,19 +116,20 @@ def _feed_(config: GraniteHybridConfig, common: Tree, hidden: Tensor) -> None:
     """Add the answers of the MLP and of the experts to the stream of one token per row."""
     c = config
     normed = rms_norm(hidden, common["mlp_norm"], c.norm_eps) if c.nexperts else None
-    norm = {"norm": common["mlp_norm"], "eps": c.norm_eps}
     if "mlp_in" in common:
-        fed = steps.project(hidden, common["mlp_in"], **norm)
+        fed = steps.project(hidden, common["mlp_in"], norm=common["mlp_norm"], eps=c.norm_eps)
     else:
-        halves = [
-            steps.project(hidden, common[name], common.get(f"{name}_bias"), **norm) for name in ("mlp_gate", "mlp_up")
-        ]
-        fed = torch.cat(halves, -1)
+        fed = torch.cat(_project_all(common, ("mlp_gate", "mlp_up"), hidden, common["mlp_norm"], c.norm_eps), -1)
     scale = c.residual_multiplier
     steps.add_projected_(hidden, fed, common["mlp_out"], common.get("mlp_out_bias"), gated=True, scale=scale)
     if normed is not None:
         few = len(hidden) * c.experts_per_token <= c.nexperts
         hidden.add_(_experts(c, common, normed, few or hidden.is_cuda), alpha=scale)  # a CUDA graph cannot count
+
+
+def _project_all(weights: Tree, names: Sequence[str], hidden: Tensor, norm: Tensor, eps: float) -> list[Tensor]:
+    biases = [weights.get(f"{name}_bias") for name in names]
+    return steps.project_all(hidden, [weights[name] for name in names], biases, norm=norm, eps=eps)
 
 
 def _heads(config: GraniteHybridConfig, x: Tensor) -> Tensor:
@@ -191,10 +192,8 @@ def _attention_step_(
 ) -> None:
     """Attend from one token per row. A row that is not active writes where its next token will write."""
     c = config
-    q, k, v = (
-        _heads(c, steps.project(hidden, weights[name], weights.get(f"{name}_bias"), norm=norm, eps=c.norm_eps))
-        for name in ("q", "k", "v")
-    )
+    products = _project_all(weights, ("q", "k", "v"), hidden, norm, c.norm_eps)
+    q, k, v = (_heads(c, product) for product in products)
     y = steps.attend_(
         q, k, v, k_cache, v_cache, length, scale=c.attention_multiplier, theta=c.rope_theta, rope_dim=c.rope_dim
     )

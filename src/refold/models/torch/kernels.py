@@ -139,6 +139,11 @@ def _ahead(x: Tensor, weight: Tensor) -> ModuleType | None:
     return gluon("refold.models.torch._gluon_kernels")
 
 
+def normalised(x: Tensor, norm: Tensor, eps: float) -> Tensor:
+    """Return the RMS norm of several rows in the weight's dtype, for products with no norm before them."""
+    return _prepare(x, norm.dtype, norm, eps, len(norm), False)
+
+
 def _prepare(x: Tensor, dtype: torch.dtype, norm: Tensor | None, eps: float, group: int, gated: bool) -> Tensor:
     """Return what several rows are multiplied with, in the weight's dtype: gated or normalised."""
     batch, size = len(x), x.shape[1] // (1 + gated)

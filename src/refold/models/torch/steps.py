@@ -8,6 +8,7 @@ Nothing here has a gradient. ``active`` marks the rows that read a token; the st
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from types import ModuleType
 
 import torch
@@ -50,6 +51,17 @@ def project(
         product = few.product(x, weight)
         return product if bias is None else product.add_(bias)
     return linear(x, weight, bias).to(wide(weight.dtype))
+
+
+def project_all(
+    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], *, norm: Tensor, eps: float
+) -> list[Tensor]:
+    """Return `project` for each of several weights; where the norm is a pass of its own, it is computed once."""
+    fused = _fused(x, weights[0])
+    if fused is not None and len(x) == 1:
+        return [project(x, weight, bias, norm=norm, eps=eps) for weight, bias in zip(weights, biases, strict=True)]
+    x = rms_norm(x, norm, eps) if fused is None else fused.normalised(x, norm, eps)
+    return [project(x, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
 
 
 def project_and_convolve_(
