@@ -156,25 +156,13 @@ def test_product_with_weights_ahead(rows, size, outputs, ahead) -> None:
     assert_close(window, torch.where(active[:, None, None], state, moved), torch.finfo(torch.bfloat16).eps)
 
 
-@pytest.mark.skipif(INTERPRETED, reason="nothing is compiled where kernels are interpreted")
-@pytest.mark.parametrize(("outputs", "size"), [(10576, 2560), (2560, 5120)])
-def test_product_with_weights_ahead_compiles(outputs, size, monkeypatch) -> None:
-    """Weights are copied 16 bytes at a time, two programs share a processor, and no loop is left."""
-    runtime = pytest.importorskip("triton.experimental.gluon._runtime")
+def compiled(kernel, source, consts: dict[str, object], kinds: dict[str, str], warps: int, monkeypatch):
+    """Compile for an H200, without one. Arguments that ``kinds`` does not name are bfloat16 arrays and integers."""
     import triton
     from triton.backends.compiler import GPUTarget
 
-    from refold.models.torch import _gluon_kernels
-
     monkeypatch.delenv("TRITON_STORE_BINARY_ONLY", raising=False)
     monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")  # Triton 3.9 warns where nothing is said.
-    block_o, block_k, stages, warps, down = kernels()._ahead_config(outputs, size)
-    consts = {"SIZE": size, "WIDTH": 4, "APART": 3, "BLOCK_O": block_o, "BLOCK_B": 16, "BLOCK_K": block_k,
-              "STAGES": stages, "DOWN": down, "bias_ptr": None, "onto_ptr": None}  # fmt: skip
-    kernel, kinds = (
-        _gluon_kernels._project_rows_ahead_kernel,
-        {"out_ptr": "*fp32", "active_ptr": "*i1", "scale": "fp32"},
-    )
     signature = {
         name: "constexpr" if name in consts else kinds.get(name, "*bf16" if name.endswith("_ptr") else "i32")
         for name in kernel.arg_names
@@ -184,11 +172,42 @@ def test_product_with_weights_ahead_compiles(outputs, size, monkeypatch) -> None
         (i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if signature[name] not in ("constexpr", "fp32")
     }
     constants = {(names.index(name),): value for name, value in consts.items()}
-    source = runtime.GluonASTSource(kernel, signature, constexprs=constants, attrs=whole)
-    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps, "launch_pdl": True})
+    made = source(kernel, signature, constexprs=constants, attrs=whole)
+    return triton.compile(made, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps, "launch_pdl": True})
+
+
+@pytest.mark.skipif(INTERPRETED, reason="nothing is compiled where kernels are interpreted")
+@pytest.mark.parametrize(("outputs", "size"), [(10576, 2560), (2560, 5120)])
+def test_product_with_weights_ahead_compiles(outputs, size, monkeypatch) -> None:
+    """Weights are copied 16 bytes at a time, two programs share a processor, and no loop is left."""
+    runtime = pytest.importorskip("triton.experimental.gluon._runtime")
+    from refold.models.torch import _gluon_kernels
+
+    block_o, block_k, stages, warps, down = kernels()._ahead_config(outputs, size)
+    consts = {"SIZE": size, "WIDTH": 4, "APART": 3, "BLOCK_O": block_o, "BLOCK_B": 16, "BLOCK_K": block_k,
+              "STAGES": stages, "DOWN": down, "bias_ptr": None, "onto_ptr": None}  # fmt: skip
+    kinds = {"out_ptr": "*fp32", "active_ptr": "*i1", "scale": "fp32"}
+    kernel = _gluon_kernels._project_rows_ahead_kernel
+    made = compiled(kernel, runtime.GluonASTSource, consts, kinds, warps, monkeypatch)
     assert "cp.async.cg.shared.global" in made.asm["ptx"]
     assert 2 * (made.metadata.shared + 1024) <= 228 * 1024
     assert made.asm["ptx"].count("mma.sync") == size // 16
+
+
+@pytest.mark.skipif(INTERPRETED, reason="nothing is compiled where kernels are interpreted")
+@pytest.mark.parametrize(("size", "half"), [(64, 0), (128, 32)])
+def test_attention_compiles(size, half, monkeypatch) -> None:
+    """Keys and values are copied 16 bytes at a time, ahead; products run on matrix units; four programs share."""
+    from triton.compiler import ASTSource
+
+    consts = {"SPLITS": 8, "BLOCK_S": kernels().CACHE_TILE // size, "PDL": True, "HALF": half, "RATE": 0.4,
+              "BLOCK_R": 16, "BLOCK_E": size, "STAGES": 3, "PRECISION": "ieee"}  # fmt: skip
+    wide = ("q_ptr", "k_ptr", "v_ptr", "parts_ptr", "sums_ptr")
+    kinds = {**dict.fromkeys(wide, "*fp32"), "length_ptr": "*i32", "scale": "fp32"}
+    made = compiled(kernels()._attend_kernel, ASTSource, consts, kinds, 4, monkeypatch)
+    assert "cp.async.cg.shared.global" in made.asm["ptx"]
+    assert "mma.sync" in made.asm["ptx"]
+    assert 4 * (made.metadata.shared + 1024) <= 228 * 1024
 
 
 @here

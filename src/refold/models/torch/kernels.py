@@ -195,13 +195,13 @@ def selective_scan_(
 
 
 def takes_cache(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> bool:
-    """Whether `attend_` takes these queries and caches: plain caches, and a tile of queries that registers hold."""
+    """Whether `attend_` takes these queries and caches: plain caches, queries of a key head that registers hold."""
     ratio, headdim = q.shape[1] // k_cache.shape[2], q.shape[2]
     if k_cache.dtype != v_cache.dtype or k_cache.dtype not in (torch.bfloat16, torch.float16, torch.float32):
         return False
     if not k_cache.is_contiguous() or not v_cache.is_contiguous():
         return False
-    return headdim <= 512 and _at_least_16(ratio) * _at_least_16(headdim) <= 16384
+    return headdim <= 512 and _at_least_16(ratio) * _at_least_16(headdim) <= 8192 and 0 < len(q) <= 65535
 
 
 def attend_(

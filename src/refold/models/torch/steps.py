@@ -1,7 +1,8 @@
-"""The parts of one decoding step, in as few passes over memory as possible: products that begin with a norm, and scans.
+"""The parts of one decoding step, in as few passes over memory as possible: products after a norm, scans, attention.
 
 Each function is defined here in PyTorch and refold's operators. On a GPU, kernels that compute the same replace
 them: a layer of Mamba-2 is then three launches, one of Mamba-1 four, each of which reads its weights or its state once.
+Attention is two launches next to its products, and reads the past once.
 Nothing here has a gradient. ``active`` marks the rows that read a token; the states of the others stay as they are.
 """
 
