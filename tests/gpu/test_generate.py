@@ -4,6 +4,7 @@ import gc
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,8 @@ from refold.generate.sampling import Sampling
 from refold.generate.torch import NO_TOKEN, Generator
 from refold.models.checkpoint import random_params
 from support.models import CONFIGS
+
+kernels = pytest.importorskip("refold.models.torch.kernels")
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -74,6 +77,23 @@ def test_stopped_rows_wait(name: str, pairs) -> None:
     for part in ("conv", "ssm"):
         a, b = talks[0].state[part].cpu(), talks[1].state[part]
         assert torch.allclose(a, b, rtol=1e-3, atol=1e-4 * float(b.abs().max()))
+
+
+@pytest.mark.parametrize("theta", [None, 10000.0], ids=["no positions", "rotary"])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_tokens_with_and_without_the_kernels_of_attention(theta: float | None, rows: int, monkeypatch) -> None:
+    """Greedy tokens in a CUDA graph, on pasts of several lengths that are no multiple of a tile."""
+    config = replace(CONFIGS["granite"], rope_theta=theta, max_positions=2048)
+    params, calls = random_params(config), []
+    prompts = [[(11 * i + r) % 64 for i in range(n)] for r, n in enumerate((701, 3, 317))][:rows]
+    attend_ = kernels.attend_
+    monkeypatch.setattr(kernels, "attend_", lambda *arguments: calls.append(1) or attend_(*arguments))
+    found = Generator(config, params, device="cuda").generate(prompts, 80)
+    assert calls
+    monkeypatch.setattr(kernels, "takes_cache", lambda *_: False)
+    calls.clear()
+    assert Generator(config, params, device="cuda").generate(prompts, 80) == found
+    assert not calls
 
 
 def test_reading_then_decoding_equals_reading_all_in_bfloat16(pairs) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from refold.models.configs import GraniteHybridConfig
 from refold.models.torch import steps
-from refold.models.torch.layers import Rows, Tree, add_norm, embed, linear, output, rms_norm, wide
+from refold.models.torch.layers import Rows, Tree, add_norm, embed, linear, output, rms_norm, rotate, wide
 from refold.models.torch.mamba2 import mixer, mixer_state, mixer_step_
 
 QUERY_BLOCK = 1024
@@ -116,19 +116,20 @@ def _feed_(config: GraniteHybridConfig, common: Tree, hidden: Tensor) -> None:
     """Add the answers of the MLP and of the experts to the stream of one token per row."""
     c = config
     normed = rms_norm(hidden, common["mlp_norm"], c.norm_eps) if c.nexperts else None
-    norm = {"norm": common["mlp_norm"], "eps": c.norm_eps}
     if "mlp_in" in common:
-        fed = steps.project(hidden, common["mlp_in"], **norm)
+        fed = steps.project(hidden, common["mlp_in"], norm=common["mlp_norm"], eps=c.norm_eps)
     else:
-        halves = [
-            steps.project(hidden, common[name], common.get(f"{name}_bias"), **norm) for name in ("mlp_gate", "mlp_up")
-        ]
-        fed = torch.cat(halves, -1)
+        fed = torch.cat(_project_all(common, ("mlp_gate", "mlp_up"), hidden, common["mlp_norm"], c.norm_eps), -1)
     scale = c.residual_multiplier
     steps.add_projected_(hidden, fed, common["mlp_out"], common.get("mlp_out_bias"), gated=True, scale=scale)
     if normed is not None:
         few = len(hidden) * c.experts_per_token <= c.nexperts
         hidden.add_(_experts(c, common, normed, few or hidden.is_cuda), alpha=scale)  # a CUDA graph cannot count
+
+
+def _project_all(weights: Tree, names: Sequence[str], hidden: Tensor, norm: Tensor, eps: float) -> list[Tensor]:
+    biases = [weights.get(f"{name}_bias") for name in names]
+    return steps.project_all(hidden, [weights[name] for name in names], biases, norm=norm, eps=eps)
 
 
 def _heads(config: GraniteHybridConfig, x: Tensor) -> Tensor:
@@ -150,7 +151,7 @@ def _attention(
     for r, (query, key, value) in enumerate(zip(*(rows.apart(a) for a in (q, k, v)), strict=True)):
         before, after = past[r], past[r] + len(key)
         position = torch.arange(before, after, device=u.device)
-        query, key = _rotate(config, query, position), _rotate(config, key, position)
+        query, key = (rotate(a, position, config.rope_theta, config.rope_dim) for a in (query, key))
         k_cache[r, before:after], v_cache[r, before:after] = key.detach(), value.detach()
         if before:
             key, value = torch.cat([k_cache[r, :before], key]), torch.cat([v_cache[r, :before], value])
@@ -189,39 +190,14 @@ def _attention_step_(
     v_cache: Tensor,
     length: Tensor,
 ) -> None:
-    """Attend from one token per row to the whole capacity of the caches; positions beyond each row's length are masked.
-
-    A row that is not active writes where its next token will write.
-    """
+    """Attend from one token per row. A row that is not active writes where its next token will write."""
     c = config
-    q, k, v = (
-        _heads(c, steps.project(hidden, weights[name], weights.get(f"{name}_bias"), norm=norm, eps=c.norm_eps))
-        for name in ("q", "k", "v")
+    products = _project_all(weights, ("q", "k", "v"), hidden, norm, c.norm_eps)
+    q, k, v = (_heads(c, product) for product in products)
+    y = steps.attend_(
+        q, k, v, k_cache, v_cache, length, scale=c.attention_multiplier, theta=c.rope_theta, rope_dim=c.rope_dim
     )
-    q, k = _rotate(c, q, length), _rotate(c, k, length)
-    row, slot = torch.arange(len(q), device=q.device), length.long()
-    k_cache[row, slot], v_cache[row, slot] = k.to(k_cache.dtype), v.to(v_cache.dtype)
-    seen = torch.arange(k_cache.shape[1], device=q.device) <= length[:, None]  # (b, capacity)
-    q = q.to(k_cache.dtype).unflatten(1, (c.nkvheads, -1))
-    scores = torch.einsum("bkre,bske->bkrs", q, k_cache).to(wide(q.dtype)) * c.attention_multiplier
-    shares = scores.masked_fill(~seen[:, None, None], -torch.inf).softmax(-1).to(q.dtype)
-    y = torch.einsum("bkrs,bske->bkre", shares, v_cache).flatten(1)
     steps.add_projected_(hidden, y, weights["o"], weights.get("o_bias"), scale=c.residual_multiplier)
-
-
-def _rotate(config: GraniteHybridConfig, x: Tensor, position: Tensor) -> Tensor:
-    """Rotate the halves of the first ``rope_dim`` of ``x (t, heads, e)`` by angles that grow with ``position (t,)``."""
-    if config.rope_theta is None:
-        return x
-    dim = config.headdim if config.rope_dim is None else config.rope_dim
-    half = dim // 2
-    frequency = 1.0 / config.rope_theta ** (torch.arange(half, dtype=torch.float32, device=x.device) / half)
-    angle = (position[:, None] * frequency)[:, None]  # (t, 1, e/2)
-    first, second, rest = x.split([half, half, x.shape[-1] - dim], -1)
-    first, second = first.to(wide(x.dtype)), second.to(wide(x.dtype))
-    cos, sin = angle.cos(), angle.sin()
-    turned = [first * cos - second * sin, second * cos + first * sin]
-    return torch.cat([*(a.to(x.dtype) for a in turned), rest], -1)
 
 
 def _mlp(common: Tree, x: Tensor) -> Tensor:

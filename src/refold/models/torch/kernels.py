@@ -1,4 +1,4 @@
-"""Triton kernels for one token per row: products that begin with a norm, and the steps of the scans.
+"""Triton kernels for one token per row: products that begin with a norm, the steps of the scans, and attention.
 
 A token costs one read of the weights. So each kernel also does the work that would otherwise be a separate pass over
 small arrays: the norm before a product, the convolution or the sum after it. A kernel starts while the kernel before it
@@ -8,6 +8,7 @@ before it does not write them, and then waits for the results that it needs. Act
 
 from __future__ import annotations
 
+import math
 from functools import cache
 from types import ModuleType
 from typing import Any
@@ -29,6 +30,15 @@ AHEAD_SIZE = 16384
 """Inputs that such a product takes: its loop over them is unrolled."""
 SHARED_BYTES = 1 << 24
 """Bytes of ``dt_proj`` that the rows of a step may read in all; beyond, four rows read it together."""
+
+SPLIT_PROGRAMS = 4
+"""Programs per multiprocessor among which attention splits the past; each keeps two tiles in flight."""
+MOST_SPLITS = 128
+"""Parts of a row's past, at most; more would cost more to combine than they save."""
+CACHE_TILE = 4096
+"""Numbers of a tile of keys, and of one of values."""
+LEAST = tl.constexpr(-3.4028234663852886e38)
+"""The maximum of no scores: finite, so that a difference from it is no NaN."""
 
 
 def takes(x: Tensor, weight: Tensor, group_size: int | None) -> bool:
@@ -129,6 +139,11 @@ def _ahead(x: Tensor, weight: Tensor) -> ModuleType | None:
     return gluon("refold.models.torch._gluon_kernels")
 
 
+def normalised(x: Tensor, norm: Tensor, eps: float) -> Tensor:
+    """Return the RMS norm of several rows in the weight's dtype, for products with no norm before them."""
+    return _prepare(x, norm.dtype, norm, eps, len(norm), False)
+
+
 def _prepare(x: Tensor, dtype: torch.dtype, norm: Tensor | None, eps: float, group: int, gated: bool) -> Tensor:
     """Return what several rows are multiplied with, in the weight's dtype: gated or normalised."""
     batch, size = len(x), x.shape[1] // (1 + gated)
@@ -176,6 +191,52 @@ def selective_scan_(
         NORMED=eps is not None, ROWS=rows, BLOCK_D=block_d, BLOCK_N=triton.next_power_of_2(dstate),
         BLOCK_R=triton.next_power_of_2(rank), PDL=dependent(x.device), num_warps=4, **_pdl(x.device),
     )  # fmt: skip
+    return y
+
+
+def takes_cache(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> bool:
+    """Whether `attend_` takes these queries and caches: plain caches, queries of a key head that registers hold."""
+    ratio, headdim = q.shape[1] // k_cache.shape[2], q.shape[2]
+    if k_cache.dtype != v_cache.dtype or k_cache.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        return False
+    if not k_cache.is_contiguous() or not v_cache.is_contiguous():
+        return False
+    return headdim <= 512 and _at_least_16(ratio) * _at_least_16(headdim) <= 8192 and 0 < len(q) <= 65535
+
+
+def attend_(
+    q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, length: Tensor, scale: float,
+    theta: float | None, rope_dim: int | None,
+) -> Tensor:  # fmt: skip
+    """Compute `steps.attend_`; heads of q, k and v lie one after the other. The result of several rows is rounded.
+
+    The past of each row is cut into equal parts, whose number depends on the capacity, so that a CUDA graph can be
+    replayed; where the parts begin depends on ``length``. The kernel before this must not write ``length``.
+    """
+    batch, nheads, headdim = q.shape
+    capacity, nkvheads = k_cache.shape[1:3]
+    block_r, block_e = _at_least_16(nheads // nkvheads), _at_least_16(headdim)
+    block_s = max(16, CACHE_TILE // block_e)
+    processors, shared = device_limits(q.device)
+    wanted = min(MOST_SPLITS, SPLIT_PROGRAMS * processors // (batch * nkvheads), triton.cdiv(capacity, block_s))
+    splits = 1 << max(0, wanted.bit_length() - 1)
+    stages = max(1, min(3, shared // (2 * block_s * block_e * k_cache.element_size()) - 1))
+    half = 0 if theta is None else (headdim if rope_dim is None else rope_dim) // 2
+    parts = torch.empty(batch, nheads, splits, headdim, dtype=torch.float32, device=q.device)
+    sums = torch.empty(batch, nheads, 2, splits, dtype=torch.float32, device=q.device)
+    y = torch.empty(batch, nheads * headdim, dtype=q.dtype if batch == 1 else k_cache.dtype, device=q.device)
+    consts = {"SPLITS": splits, "BLOCK_S": block_s, "PDL": dependent(q.device)}
+    _attend_kernel[(splits, nkvheads, batch)](
+        q, k, v, k_cache, v_cache, length, parts, sums, capacity, nkvheads, nheads // nkvheads, headdim,
+        scale * math.log2(math.e), q.stride(0), k.stride(0), v.stride(0), **consts, HALF=half,
+        RATE=0.0 if theta is None else math.log2(theta) / half, BLOCK_R=block_r, BLOCK_E=block_e, STAGES=stages,
+        PRECISION="widen" if INTERPRETED else "ieee", num_warps=8 if k_cache.dtype == torch.float32 else 4,
+        **_pdl(q.device),
+    )  # fmt: skip
+    block_e = min(block_e, max(16, CACHE_TILE // splits))
+    _combine_kernel[(triton.cdiv(headdim, block_e), nheads, batch)](
+        parts, sums, length, y, nheads, headdim, **consts, BLOCK_E=block_e, num_warps=4, **_pdl(q.device)
+    )
     return y
 
 
@@ -228,6 +289,11 @@ def _pdl(device: torch.device) -> dict[str, Any]:
 def _block_k(size: int, most: int) -> int:
     """Return the largest power of two, at most ``most``, that divides a size."""
     return min(most, size & -size)
+
+
+def _at_least_16(size: int) -> int:
+    """Return the power of two that holds a size, and that matrix units take."""
+    return max(16, triton.next_power_of_2(size))
 
 
 def _row_config(size: int) -> tuple[int, int]:
@@ -475,6 +541,114 @@ def _normed(x, weight_ptr, offs, size, eps):
     x *= tl.rsqrt(tl.sum(x * x) / size + eps)
     if weight_ptr is not None:
         x *= tl.load(weight_ptr + offs, mask=offs < size, other=0.0).to(tl.float32)
+    return x
+
+
+@triton.jit
+def _attend_kernel(
+    q_ptr, k_ptr, v_ptr, k_cache_ptr, v_cache_ptr, length_ptr, parts_ptr, sums_ptr, capacity, nkvheads, ratio, headdim,
+    scale, stride_q, stride_k, stride_v, SPLITS: tl.constexpr, BLOCK_S: tl.constexpr, PDL: tl.constexpr,
+    HALF: tl.constexpr, RATE: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_E: tl.constexpr, STAGES: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Grid (parts of the past, key heads, rows): a program owns what a key head's queries read of one part.
+
+    The first part has the new token as well: it reads it from k and v, and writes it. So no program reads what another
+    one writes. ``scale`` is that of base-2 logarithms.
+    """
+    split, pid_g, pid_b = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    offs_r = tl.arange(0, BLOCK_R)
+    offs_e = tl.arange(0, BLOCK_E)[None, :]
+    mask_e = offs_e < headdim
+    past = tl.load(length_ptr + pid_b)
+    size = _part_size(past, SPLITS, BLOCK_S)
+    begin = tl.minimum(split * size, past)
+    end = tl.minimum(begin + size, past)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    q_rows = q_ptr + pid_b * stride_q + (pid_g * ratio + offs_r)[:, None] * headdim
+    mask_q = (offs_r < ratio)[:, None] & mask_e
+    q = _load_rotated(q_rows, offs_e, mask_q, past, HALF, RATE).to(k_cache_ptr.dtype.element_ty)
+    mask_new = mask_e & (split + offs_e * 0 == 0)  # the interpreter takes no scalar
+    k = _load_rotated(k_ptr + pid_b * stride_k + pid_g * headdim, offs_e, mask_new, past, HALF, RATE)
+    v = tl.load(v_ptr + pid_b * stride_v + pid_g * headdim + offs_e, mask=mask_new, other=0.0)
+    k, v = k.to(k_cache_ptr.dtype.element_ty), v.to(v_cache_ptr.dtype.element_ty)
+    apart = nkvheads * headdim
+    keys = k_cache_ptr + pid_b * capacity * apart + pid_g * headdim
+    values = v_cache_ptr + pid_b * capacity * apart + pid_g * headdim
+    place = past.to(tl.int64) * apart + offs_e
+    room = mask_new & (past + offs_e * 0 < capacity)
+    tl.store(keys + place, k, mask=room)
+    tl.store(values + place, v, mask=room)
+
+    first = split + offs_r * 0 == 0
+    most = tl.where(first, tl.sum(q.to(tl.float32) * k.to(tl.float32), axis=1) * scale, LEAST)
+    total = tl.where(first, 1.0, 0.0)
+    acc = tl.zeros((BLOCK_R, BLOCK_E), tl.float32) + v.to(tl.float32)
+    for start in tl.range(begin, end, BLOCK_S, num_stages=STAGES):
+        offs_s = start + tl.arange(0, BLOCK_S)
+        mask = (offs_s < end)[:, None] & mask_e
+        places = offs_s.to(tl.int64)[:, None] * apart + offs_e
+        key = tl.load(keys + places, mask=mask, other=0.0)
+        value = tl.load(values + places, mask=mask, other=0.0)
+        scores = _dot(q, tl.trans(key), None, PRECISION) * scale
+        scores = tl.where((offs_s < end)[None, :], scores, float("-inf"))
+        higher = tl.maximum(most, tl.max(scores, axis=1))
+        shares = _exp2(scores - higher[:, None])
+        fade = _exp2(most - higher)
+        total = total * fade + tl.sum(shares, axis=1)
+        acc = _dot(shares.to(value.dtype), value, acc * fade[:, None], PRECISION)
+        most = higher
+
+    live = (offs_r < ratio) & (first | (begin + offs_r * 0 < past))
+    heads = (pid_b * nkvheads + pid_g) * ratio + offs_r
+    tl.store(sums_ptr + heads * (2 * SPLITS) + split, most, mask=live)
+    tl.store(sums_ptr + heads * (2 * SPLITS) + SPLITS + split, total, mask=live)
+    tl.store(parts_ptr + (heads * SPLITS + split)[:, None] * headdim + offs_e, acc, mask=live[:, None] & mask_e)
+
+
+@triton.jit
+def _combine_kernel(
+    parts_ptr, sums_ptr, length_ptr, y_ptr, nheads, headdim, SPLITS: tl.constexpr, BLOCK_S: tl.constexpr,
+    PDL: tl.constexpr, BLOCK_E: tl.constexpr,
+):  # fmt: skip
+    """Grid (blocks of a head, heads, rows): join what the parts of the past gave."""
+    head = tl.program_id(2).to(tl.int64) * nheads + tl.program_id(1)
+    offs_p = tl.arange(0, SPLITS)
+    offs_e = tl.program_id(0) * BLOCK_E + tl.arange(0, BLOCK_E)
+    past = tl.load(length_ptr + tl.program_id(2))
+    live = (offs_p == 0) | (offs_p * _part_size(past, SPLITS, BLOCK_S) < past)
+    mask_e = offs_e < headdim
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    most = tl.load(sums_ptr + head * (2 * SPLITS) + offs_p, mask=live, other=LEAST)
+    total = tl.load(sums_ptr + head * (2 * SPLITS) + SPLITS + offs_p, mask=live, other=0.0)
+    places = (head * SPLITS + offs_p)[:, None] * headdim + offs_e[None, :]
+    parts = tl.load(parts_ptr + places, mask=live[:, None] & mask_e[None, :], other=0.0)
+    weight = _exp2(most - tl.max(most, axis=0))
+    y = tl.sum(parts * weight[:, None], axis=0) / tl.sum(total * weight, axis=0)
+    tl.store(y_ptr + head * headdim + offs_e, y.to(y_ptr.dtype.element_ty), mask=mask_e)
+
+
+@triton.jit
+def _part_size(past, SPLITS: tl.constexpr, BLOCK_S: tl.constexpr):
+    """Return how much of the past is in a part, in whole tiles; at least one."""
+    return tl.maximum(tl.cdiv(past, SPLITS * BLOCK_S), 1) * BLOCK_S
+
+
+@triton.jit
+def _load_rotated(head_ptr, offs, mask, position, HALF: tl.constexpr, RATE: tl.constexpr):
+    """Load heads in float32, the halves of their first 2 HALF numbers rotated: `layers.rotate`."""
+    x = tl.load(head_ptr + offs, mask=mask, other=0.0).to(tl.float32)
+    if HALF > 0:
+        low, rotated = offs < HALF, offs < 2 * HALF
+        partner = tl.load(head_ptr + tl.where(low, offs + HALF, offs - HALF), mask=mask & rotated, other=0.0)
+        place = tl.where(low, offs, offs - HALF).to(tl.float64)
+        frequency = tl.exp2(place * tl.full((1, 1), -RATE, tl.float64)).to(tl.float32)
+        angle = tl.where(rotated, position.to(tl.float32) * frequency, 0.0)
+        x = x * tl.cos(angle) + tl.where(low, -partner, partner).to(tl.float32) * tl.sin(angle)
     return x
 
 

@@ -75,6 +75,24 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, group_size: int | None = Non
     return ((groups * scale).flatten(-2) * weight).to(weight.dtype)
 
 
+def rotate(x: Tensor, position: Tensor, theta: float | None, dim: int | None = None) -> Tensor:
+    """Rotate the halves of the first ``dim`` of ``x (t, heads, e)`` by angles that grow with ``position (t,)``.
+
+    All of a head is rotated if ``dim`` is None, and nothing if ``theta`` is.
+    """
+    if theta is None:
+        return x
+    dim = x.shape[-1] if dim is None else dim
+    half = dim // 2
+    frequency = 1.0 / theta ** (torch.arange(half, dtype=torch.float32, device=x.device) / half)
+    angle = (position[:, None] * frequency)[:, None]  # (t, 1, e/2)
+    first, second, rest = x.split([half, half, x.shape[-1] - dim], -1)
+    first, second = first.to(wide(x.dtype)), second.to(wide(x.dtype))
+    cos, sin = angle.cos(), angle.sin()
+    turned = [first * cos - second * sin, second * cos + first * sin]
+    return torch.cat([*(a.to(x.dtype) for a in turned), rest], -1)
+
+
 def output(params: Tree, normed: Tensor, rows: Rows, kind: str) -> Tensor:
     """Turn the normalised stream into what the caller asked for.
 

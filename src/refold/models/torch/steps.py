@@ -1,13 +1,15 @@
-"""The parts of one decoding step, in as few passes over memory as possible: products that begin with a norm, and scans.
+"""The parts of one decoding step, in as few passes over memory as possible: products after a norm, scans, attention.
 
 Each function is defined here in PyTorch and refold's operators. On a GPU, kernels that compute the same replace
 them: a layer of Mamba-2 is then three launches, one of Mamba-1 four, each of which reads its weights or its state once.
+Attention is two launches next to its products, and reads the past once.
 Nothing here has a gradient. ``active`` marks the rows that read a token; the states of the others stay as they are.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from types import ModuleType
 
 import torch
@@ -15,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from refold import ops
-from refold.models.torch.layers import few_rows, kernels, linear, rms_norm, wide
+from refold.models.torch.layers import few_rows, kernels, linear, rms_norm, rotate, wide
 
 
 def project(
@@ -50,6 +52,17 @@ def project(
         product = few.product(x, weight)
         return product if bias is None else product.add_(bias)
     return linear(x, weight, bias).to(wide(weight.dtype))
+
+
+def project_all(
+    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], *, norm: Tensor, eps: float
+) -> list[Tensor]:
+    """Return `project` for each of several weights; where the norm is a pass of its own, it is computed once."""
+    fused = _fused(x, weights[0])
+    if fused is not None and len(x) == 1:
+        return [project(x, weight, bias, norm=norm, eps=eps) for weight, bias in zip(weights, biases, strict=True)]
+    x = rms_norm(x, norm, eps) if fused is None else fused.normalised(x, norm, eps)
+    return [project(x, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
 
 
 def project_and_convolve_(
@@ -172,6 +185,43 @@ def selective_scan_(
     dt = step_sizes(linear(dt, dt_proj), dt_bias, active)
     B, C = B.to(x.dtype), C.to(x.dtype)
     return ops.selective_scan_step_(x, dt, -A_log.exp(), B, C, state, D=D, z=z)[0]
+
+
+def attend_(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    length: Tensor,
+    *,
+    scale: float,
+    theta: float | None = None,
+    rope_dim: int | None = None,
+) -> Tensor:
+    """Return what one token per row reads by attention, ``(b, h e)``, and write its key and value into the caches.
+
+    Args:
+        q: Queries, ``(b, h, e)``.
+        k: Keys, ``(b, g, e)``; ``h / g`` query heads read the same ones.
+        v: Values, ``(b, g, e)``.
+        k_cache: Keys of the past, ``(b, capacity, g, e)``; it must have room.
+        v_cache: Values of the past, likewise.
+        length: Tokens of each row's past, ``(b,)``; what the caches hold beyond is not read.
+        scale: Factor of the scores.
+        theta: Base of the rotary positions of q and k; None if they have none.
+        rope_dim: How many numbers of a head are rotated; all if None.
+    """
+    if (fused := kernels(q)) is not None and fused.takes_cache(q, k_cache, v_cache):
+        return fused.attend_(q, k, v, k_cache, v_cache, length, scale, theta, rope_dim)
+    q, k = rotate(q, length, theta, rope_dim), rotate(k, length, theta, rope_dim)
+    row, slot = torch.arange(len(q), device=q.device), length.long()
+    k_cache[row, slot], v_cache[row, slot] = k.to(k_cache.dtype), v.to(v_cache.dtype)
+    seen = torch.arange(k_cache.shape[1], device=q.device) <= length[:, None]  # (b, capacity)
+    q = q.to(k_cache.dtype).unflatten(1, (k_cache.shape[2], -1))
+    scores = torch.einsum("bkre,bske->bkrs", q, k_cache).to(wide(q.dtype)) * scale
+    shares = scores.masked_fill(~seen[:, None, None], -torch.inf).softmax(-1).to(q.dtype)
+    return torch.einsum("bkrs,bske->bkre", shares, v_cache).flatten(1)
 
 
 def step_sizes(dt: Tensor, bias: Tensor, active: Tensor | None, limit: tuple[float, float] = (0.0, math.inf)) -> Tensor:
