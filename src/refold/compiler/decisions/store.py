@@ -15,7 +15,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from ...cache import default_folder
+from ...cache import at_home, default_folder
 from ...errors import ArgumentError
 
 FORMAT = 1
@@ -35,7 +35,7 @@ def folder_for(cache: Any) -> Path | None:
     if isinstance(cache, bool):
         return default_folder() if cache else None
     if isinstance(cache, (str, os.PathLike)):
-        return Path(cache).expanduser()
+        return at_home(cache, "cache")
     raise ArgumentError(f"cache must be True, False or a folder, not {cache!r}")
 
 
@@ -117,6 +117,8 @@ def _trim(folder: Path) -> None:
     """Remove the files that were not used for longest, down to three quarters of the limit."""
     found = []
     for path in folder.glob("*/*"):
+        if path.is_dir():  # machine code
+            continue
         try:
             found.append((path.stat().st_mtime, path.stat().st_size, path))
         except OSError:  # another process removed it

@@ -507,11 +507,11 @@ def _trace(gm: GraphModule, gradients: bool) -> tuple[Graph, dict[Node, Node], s
 
 
 class _Keeping(Interpreter):
-    """Notes each tensor, and what has a gradient."""
+    """Notes each tensor and each size that is given, and what has a gradient."""
 
     def __init__(self, gm: GraphModule) -> None:
         super().__init__(gm)
-        self.tensors: dict[Node, torch.Tensor] = {}
+        self.tensors: dict[Node, torch.Tensor | torch.SymInt] = {}
         self.needs: dict[Node, bool] = {}
         # What calls return that are not run, and what they are given.
         self.kept: dict[Node, Any] = {}
@@ -538,7 +538,8 @@ class _Keeping(Interpreter):
             out, self.given[n] = self.kept[n], self.fetch_args_kwargs_from_env(n)[0][2:]
         else:
             out = super().run_node(n)
-        if n.op != "output" and isinstance(out, torch.Tensor) and not is_batchedtensor(out):
+        size = n.op == "placeholder" and isinstance(out, torch.SymInt)
+        if size or (n.op != "output" and isinstance(out, torch.Tensor) and not is_batchedtensor(out)):
             self.tensors[n] = out
         self.needs[n] = any(_asks(x) for x in tree_leaves(out))
         return out

@@ -181,6 +181,8 @@ def _rewrite(site: CallSite, traced: Traced, before: set[Node], dual: bool) -> C
     if not any(node.target in (*SCANS, LINEAR_SYSTEM, MAX_PLUS_SCAN) for node in graph.nodes) and body.loops:
         names = " and ".join(dict.fromkeys(f"`{x.variable}`" for x in body.loops))
         raise NotALoop("no-scan", f"nothing that is used depends on {names}")
+    if not (wanted or contents or finals):
+        raise NotALoop("no-scan", "nothing that it computes is used")
     differentiable(prologue.graph)
     prologue.recompile()
     inner_body = _without_writes(steps_body)

@@ -36,6 +36,7 @@ from support.chunked import (
     repeat_groups,
 )
 from support.trained import inferred, trained
+from support.trial import no_code
 
 SCAN = "fuse chunked scan"
 SKIP = "absorb skip"
@@ -777,3 +778,21 @@ def test_random_gated_convolutions_in_inference(keywords, activation, norm, last
     assert error < 8
     leaves = torch.utils._pytree.tree_leaves
     assert [y.stride() for y in leaves(found[0])] == [y.stride() for y in leaves(layer(*args))]
+
+
+@pytest.mark.parametrize("verify", ["off", "quick"])
+def test_a_rewrite_that_makes_a_tensor_of_a_size_that_is_a_symbol(verify):
+    def fn(x):
+        decays = (0.2 * x.sigmoid() + 0.01).cumprod(1)
+        return decays * (x / decays).cumsum(1)
+
+    compiled = refold.compile(fn, dynamic=True, verify=verify, accept="always", strict=True, cache=False)
+    for steps in (16, 20):
+        x = torch.randn(2, steps, 3, generator=torch.Generator().manual_seed(steps), requires_grad=True)
+        with no_code():
+            y = compiled(x)
+            (found,) = torch.autograd.grad(y.sum(), x)
+        (expected,) = torch.autograd.grad(fn(x.double()).sum(), x)
+        torch.testing.assert_close(y, fn(x))
+        torch.testing.assert_close(found, expected)
+    assert [row.name for row in compiled.report.rewrites] == ["replace rescaled sum"]

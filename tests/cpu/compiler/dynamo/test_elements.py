@@ -308,6 +308,19 @@ def season(x, a):
     return y
 
 
+def test_a_window_that_nothing_reads_stays():
+    def fn(x):
+        window = x.new_zeros(2, 3)
+        for t in range(STEPS):
+            window = torch.cat([window[:, 1:], x[:, t, None]], 1)
+        return 2 * x
+
+    x = draw(2, STEPS)
+    report = refold.explain(fn, x)
+    assert "nothing that it computes is used [no-scan]" in str(report)
+    assert torch.equal(refold.compile(fn, strict=True, cache=False)(x), fn(x))
+
+
 def test_a_long_loop_that_reads_no_tensor_stays():
     def fn(x):
         powers = torch.stack([torch.full((1,), 0.9 ** (i + 1)) for i in range(16)])

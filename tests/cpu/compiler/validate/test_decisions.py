@@ -189,12 +189,29 @@ def test_off_means_off(tmp_path, monkeypatch):
         refold.compile(scores, cache=3)
 
 
+def test_a_home_that_is_not_known(monkeypatch):
+    def unknown(*_):
+        raise KeyError("planted")
+
+    monkeypatch.setattr("pwd.getpwuid", unknown)
+    for name in ("HOME", "REFOLD_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    assert default_folder() is None
+    monkeypatch.setenv("REFOLD_CACHE", "~nobody-here/refold")
+    with pytest.raises(ArgumentError, match="REFOLD_CACHE names '~nobody-here/refold', a home that is not known"):
+        default_folder()
+    with pytest.raises(ArgumentError, match="cache names '~nobody-here'"):
+        refold.compile(scores, cache="~nobody-here")
+
+
 def test_the_folder_is_bounded(tmp_path, monkeypatch):
     monkeypatch.setattr(store, "LIMIT", 20_000)
     kept = Store(tmp_path, "place")
+    (tmp_path / "numba" / "code").mkdir(parents=True)  # the oldest
     for i in range(50):
         kept.put("graph", str(i), "x" * 1000)
-    assert sum(path.stat().st_size for path in tmp_path.rglob("*")) < 25_000
+    assert sum(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file()) < 25_000
+    assert kept.notes == []
     forget()
     assert kept.get("graph", "49") == ("x" * 1000, "the disk")
 
