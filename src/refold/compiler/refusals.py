@@ -18,7 +18,7 @@ REASONS = {
     ),
     "carry-not-affine": (
         "the new state is not `a * state + b`",
-        "Only `a * state + b`, elementwise, is a scan: nonlinear recurrences run step by step.",
+        "Only `a * state + b`, elementwise, also within bounds, is a scan: nonlinear recurrences run step by step.",
     ),
     "carry-not-tensor": (
         "the loop carries, reads or returns something that is not one tensor",

@@ -17,7 +17,7 @@ from ..ir.fx import concrete, is_tensor, known, value
 from ..ir.source import source_line
 from ..recurrence.affine import Loop
 from ..recurrence.replace import SCANS, WHY, dualise
-from ..recurrence.systems import LINEAR_SYSTEM, MAX_PLUS_SCAN
+from ..recurrence.systems import BOUNDED_SCAN, LINEAR_SYSTEM
 from ..recurrence.vectorize import NotALoop
 from .body import Body, Traced, differentiable
 from .call_site import CallSite, example
@@ -113,7 +113,7 @@ def describe_loop(gm: GraphModule, call: Node) -> str:
     made = [(node, node.meta.get("example_value")) for node in calls]
     lines = [source_line(node) for node, value in made if not (isinstance(value, torch.Tensor) and value._is_view())]
     carried = [x for x in loop.body.graph.output_node().args[0][: loop.carried] if x.op.startswith("call")]
-    line = source_line(carried[0] if carried else calls[-1])
+    line = source_line(next(iter([*carried, *reversed(calls)]), call))
     steps = concrete(step_count(loop, call))
     return f"{line} ({steps} steps one after another, {lines.count(line)} operations per step)"
 
@@ -178,7 +178,7 @@ def _rewrite(site: CallSite, traced: Traced, before: set[Node], dual: bool) -> C
     graph.eliminate_dead_code()
     differentiable(graph)
     graph.lint()
-    if not any(node.target in (*SCANS, LINEAR_SYSTEM, MAX_PLUS_SCAN) for node in graph.nodes) and body.loops:
+    if not any(node.target in (*SCANS, LINEAR_SYSTEM, BOUNDED_SCAN) for node in graph.nodes) and body.loops:
         names = " and ".join(dict.fromkeys(f"`{x.variable}`" for x in body.loops))
         raise NotALoop("no-scan", f"nothing that is used depends on {names}")
     differentiable(prologue.graph)

@@ -47,11 +47,16 @@ def system(A: Tensor, b: Tensor, initial: Tensor | None, reverse: bool, dtype: t
     return h
 
 
-def maxima(shift: Tensor, floor: Tensor, initial: Tensor, smooth: bool) -> Tensor:
-    """Compute `refold.compiler.recurrence.systems.max_plus_scan`."""
-    h = all_steps(shift, floor)
-    arrays = (_flat(shift, len(shift)), _flat(floor, len(floor)), _flat(initial), h.numpy().reshape(len(h), -1), smooth)
-    share_out(_maxima, arrays, ((),), (0, initial.numel()), LANES, h.numel())
+def bounded(
+    scale: Tensor | None, shift: Tensor, low: Tensor, high: Tensor | None, initial: Tensor, smooth: bool
+) -> Tensor:
+    """Compute `refold.compiler.recurrence.systems.bounded_scan`."""
+    h = all_steps(scale, shift, low)
+    start = _flat(initial)
+    none = np.empty((0, 0), start.dtype)
+    operands = (none if x is None else _flat(x, len(x)) for x in (scale, shift, low, high))
+    arrays = (*operands, start, h.numpy().reshape(len(h), -1), smooth)
+    share_out(_bounded, arrays, ((),), (0, start.size), LANES, h.numel())
     return h
 
 
@@ -143,17 +148,21 @@ def _system(A: Any, b: Any, start: Any, h: Any, reverse: Any, like: Any, sizes: 
 
 
 @kernel()
-def _maxima(shift: Any, floor: Any, start: Any, h: Any, smooth: Any, blocks: Any) -> None:
-    """Sweep over time; what is not a number stays so, as with PyTorch's maximum."""
+def _bounded(scale: Any, shift: Any, low: Any, high: Any, start: Any, h: Any, smooth: Any, blocks: Any) -> None:
+    """Sweep over time; what is not a number stays so, as with PyTorch's maximum. Empty operands are none."""
     last = np.empty(LANES, h.dtype)
-    for low, high in blocks:
-        width = high - low
-        first = start[low:high]
+    for begin, end in blocks:
+        width = end - begin
+        first = start[begin:end]
         for c in range(width):
             last[c] = first[c]
         for t in range(len(h)):
-            moves, floors = shift[t if len(shift) > 1 else 0, low:high], floor[t if len(floor) > 1 else 0, low:high]
-            states = h[t, low:high]
+            moves, floors = shift[t if len(shift) > 1 else 0, begin:end], low[t if len(low) > 1 else 0, begin:end]
+            states = h[t, begin:end]
+            if len(scale):
+                factors = scale[t if len(scale) > 1 else 0, begin:end]
+                for c in range(width):
+                    last[c] *= factors[c]
             if smooth:
                 for c in range(width):
                     a, b = last[c] + moves[c], floors[c]
@@ -164,6 +173,12 @@ def _maxima(shift: Any, floor: Any, start: Any, h: Any, smooth: Any, blocks: Any
                 for c in range(width):
                     a, b = last[c] + moves[c], floors[c]
                     last[c] = a if a > b or a != a else b
+                    states[c] = last[c]
+            if len(high):
+                tops = high[t if len(high) > 1 else 0, begin:end]
+                for c in range(width):
+                    a, b = last[c], tops[c]
+                    last[c] = a if a < b or a != a else b
                     states[c] = last[c]
 
 
