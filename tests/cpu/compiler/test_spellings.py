@@ -10,7 +10,7 @@ import torch.nn.functional as F
 import refold
 from refold.compiler.recurrence.affine import LoopVectorizer
 from refold.compiler.recurrence.vectorize import Value
-from support.agreement import check
+from support.agreement import check, rewritten
 
 BATCH, STEPS, CHANNELS, HEADS, HEAD = 2, 24, 6, 2, 4
 
@@ -426,6 +426,72 @@ def test_gradients_where_both_sides_of_a_bound_are_equal(name):
     generator = torch.Generator().manual_seed(0)
     (detail,) = check(fn, [torch.randn(LONG, generator=generator) for _ in range(2)], True)
     assert "running" in detail or "bounded scan" in detail
+
+
+FLOATS = {
+    "counts": (1.0, lambda h, n, x: (h + (x - h) / n, n + 1.0), True),
+    "begins small": (1e-4, lambda h, n, x: ((n * h + x) / (n + 1.0), n + 1.0), True),
+    "falls": (3.0, lambda h, n, x: (0.5 * h + n * x, n - 0.5), True),
+    "in two parts": (0.3, lambda h, n, x: (0.5 * h + n * x, n + 0.1 + 0.2), True),
+    "discounts": (1.0, lambda h, n, x: (h + n * x, n * 0.9), True),
+    "grows": (0.7, lambda h, n, x: (0.5 * h + x / n, 1.1 * n), True),
+    "within a root": (1.0, lambda h, n, x: (0.5 * h + x / math.sqrt(n), n + 1.0), True),
+    "both": (1.0, lambda h, n, x: (0.5 * h + n * x, 0.5 * n + 1.0), False),
+    "both, of small numbers": (1e-13, lambda h, n, x: (0.5 * h + 1e13 * n * x, 0.5 * n + 1e-14), False),
+    "squares": (0.9, lambda h, n, x: (0.5 * h + n * x, n * n), False),
+    "stops": (1.0, lambda h, n, x: (0.5 * h + n * x, n * 0.5 if n > 0.1 else n), False),
+}
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("name", FLOATS)
+def test_floats_that_change(name, training):
+    start, step, found = FLOATS[name]
+
+    def fn(x):
+        h, n, out = torch.zeros_like(x[:, 0]), start, []
+        for t in range(x.shape[1]):
+            h, n = step(h, n, x[:, t])
+            out.append(h)
+        return torch.stack(out, 1) * n
+
+    details = check(fn, [torch.randn(LONG, generator=torch.Generator().manual_seed(0))], training)
+    assert any("linear_scan" in detail for detail in details) == found
+
+
+def two_lists(x, h):
+    out, again = [], []
+    for t in range(x.shape[0]):
+        h = torch.maximum(h, x[t])
+        out.append(h)
+        again.append(h)
+    return torch.stack(out), torch.stack(again), h
+
+
+def two_of_a_system(x, h):
+    b, out, other = h, [], []
+    for t in range(x.shape[0]):
+        h, b = 0.9 * h - 0.1 * b + x[t], 0.1 * h + 0.9 * b
+        out.append(h)
+        other.append(b)
+    return torch.stack(out), torch.stack(other), h, b
+
+
+def collected_inputs(x, h):
+    x, out, read = x.sin(), [], []
+    for t in range(x.shape[0]):
+        h = 0.9 * h + x[t]
+        out.append(h)
+        read.append(x[t])
+    return torch.stack(out), torch.stack(read), h, x
+
+
+@pytest.mark.parametrize("fn", [two_lists, two_of_a_system, collected_inputs], ids=lambda fn: fn.__name__)
+def test_results_share_no_memory(fn):
+    """Who changes one of them in place after the call changes no other."""
+    results, rows = rewritten(fn, torch.randn(STEPS, CHANNELS), torch.zeros(CHANNELS), training=True)
+    assert rows
+    assert len({y.untyped_storage().data_ptr() for y in results}) == len(results)
 
 
 PLANTED = {
