@@ -344,7 +344,8 @@ CAPTURED = [
     (dictionary_made_anew, [T]), (dictionary_made_by_a_function, [T]), (dictionaries_in_a_list, [T]),
     (dataclass_made_anew, [T]), (dataclass_replaced, [T]),
     (heads_of_a_step, [T]), (list_made_anew, [T]), (list_made_by_a_function, [T]), (named_tuples_of_lists, [T]),
-    (made_long_before, [T]), (filled_from_behind, [T]), (number_in_an_attribute, [T]), (number_in_a_dictionary, [T - 1]),
+    (made_long_before, [T]), (filled_from_behind, [T]), (number_in_an_attribute, [T]),
+    (number_in_a_dictionary, [T - 1]),
 ]  # fmt: skip
 
 # Not captured: (function, why) ------------------------------------------------------------------------
