@@ -9,7 +9,7 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
 from refold.bench.recurrences import RECURRENCES  # noqa: E402
-from refold.compiler.recurrence.systems import LINEAR_SYSTEM, MAX_PLUS_SCAN  # noqa: E402
+from refold.compiler.recurrence.systems import BOUNDED_SCAN, LINEAR_SYSTEM  # noqa: E402
 from support.scans import compiled, flat, operators  # noqa: E402
 
 pytestmark = pytest.mark.gpu
@@ -96,5 +96,13 @@ def test_sweeps_agree_with_those_of_the_cpu(dtype, size, steps, cuda):
 @pytest.mark.parametrize("smooth", [False, True])
 def test_running_maxima_agree_with_those_of_the_cpu(smooth, cuda):
     shift, floor, start = (torch.randn(shape) for shape in ((129, 77), (129, 77), (77,)))
-    want = MAX_PLUS_SCAN(shift, floor, start, smooth)
-    torch.testing.assert_close(MAX_PLUS_SCAN(*(x.to(cuda) for x in (shift, floor, start)), smooth).cpu(), want)
+    want = BOUNDED_SCAN(None, shift, floor, None, start, smooth)
+    got = BOUNDED_SCAN(None, shift.to(cuda), floor.to(cuda), None, start.to(cuda), smooth)
+    torch.testing.assert_close(got.cpu(), want)
+
+
+@pytest.mark.parametrize("steps", [1, 129])
+def test_bounded_scans_agree_with_those_of_the_cpu(steps, cuda):
+    operands = [torch.randn(shape) for shape in ((steps, 77), (129, 77), (steps, 77), (129, 77), (77,))]
+    want = BOUNDED_SCAN(*operands, False)
+    torch.testing.assert_close(BOUNDED_SCAN(*(x.to(cuda) for x in operands), False).cpu(), want)

@@ -294,7 +294,7 @@ def _hostile(d: _Draw, r: Random, reverse: bool) -> Tensors:
 # Several carries --------------------------------------------------------------------------------
 
 
-# Spellings of a running maximum or minimum.
+# Spellings of a running maximum or minimum, and of other bounds.
 _BOUNDS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "relu": lambda h, x: torch.relu(h + x),
     "clamp": lambda h, x: torch.clamp(h + x, min=0.1),
@@ -303,6 +303,11 @@ _BOUNDS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "stack": lambda h, x: torch.stack([x, h, -x]).amax(0),
     "first": lambda h, x: torch.stack([h, x], -1).min(-1).values,
     "sum": lambda h, x: torch.logsumexp(torch.stack([h, x]), 0),
+    "decaying": lambda h, x: torch.maximum(0.9 * h, x),
+    "rectified": lambda h, x: torch.relu(x.cos() * h + x),
+    "both": lambda h, x: torch.clamp(h + x, -1, 0.5),
+    "tensors": lambda h, x: torch.clamp(0.5 * h + x, x.sin(), x.cos()),
+    "hard": lambda h, x: x - torch.nn.functional.hardtanh(h + x),
 }
 
 

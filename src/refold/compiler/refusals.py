@@ -18,7 +18,7 @@ REASONS = {
     ),
     "carry-not-affine": (
         "the new state is not `a * state + b`",
-        "Only `a * state + b`, elementwise, is a scan: nonlinear recurrences run step by step.",
+        "Only `a * state + b`, elementwise, also within bounds, is a scan: nonlinear recurrences run step by step.",
     ),
     "carry-not-tensor": (
         "the loop carries, reads or returns something that is not one tensor",
@@ -156,8 +156,8 @@ REASONS = {
     ),
     "python-constant": ("a step makes a large tensor from Python numbers", "Make the tensor before the loop."),
     "python-state": (
-        "a variable changes that is neither a tensor nor an integer that counts",
-        "Carry a tensor, or an integer that grows by the same number at every step.",
+        "a variable changes that is neither a tensor nor a number that grows evenly",
+        "Carry a tensor, or a number that grows by the same number, or by the same factor, at every step.",
     ),
     "randomness": (
         "the loop draws random numbers",

@@ -161,7 +161,7 @@ def python_state(x):
     h, w = zero(x), 1.0
     for t in range(T):
         h = w * h + x[t]
-        w *= 0.9
+        w = 0.9 * w * w
     return h
 
 

@@ -1,11 +1,16 @@
 """Recurrences in further spellings of public code are found, and agree with eager in float64."""
 
+import math
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
 
 import refold
-from support.agreement import check
+from refold.compiler.recurrence.affine import LoopVectorizer
+from refold.compiler.recurrence.vectorize import Value
+from support.agreement import check, rewritten
 
 BATCH, STEPS, CHANNELS, HEADS, HEAD = 2, 24, 6, 2, 4
 
@@ -230,6 +235,75 @@ def inputs_by_any_operation(x, g):
     return torch.stack(out, 1) + loss
 
 
+def goertzel(x):
+    """One bin of a spectrum: what is used is the last state, and the one before it (Goertzel 1958)."""
+    w = 2 * math.cos(0.4)
+    s1 = s2 = torch.zeros_like(x[:, 0])
+    for n in range(x.shape[1]):
+        s = x[:, n] + w * s1 - s2
+        s2 = s1
+        s1 = s
+    return s1**2 + s2**2 - w * s1 * s2
+
+
+def closed_loop(ref):
+    """A first-order plant with a PID controller."""
+    y = integral = previous = torch.zeros_like(ref[:, 0])
+    out = []
+    for t in range(ref.shape[1]):
+        error = ref[:, t] - y
+        integral = integral + 0.05 * error
+        y = y + 0.05 * (error + 0.4 * integral + 0.4 * (error - previous) - y)
+        previous = error
+        out.append(y)
+    return torch.stack(out, 1)
+
+
+def anti_windup(error):
+    """An integrator within the limits of what it drives."""
+    integral, out = torch.zeros_like(error[:, 0]), []
+    for e in error.unbind(1):
+        integral = (integral + 0.1 * e).clamp(-0.2, 0.3)
+        out.append(2 * e + 0.5 * integral)
+    return torch.stack(out, 1)
+
+
+def largest_of_late(x):
+    """Scales of 8-bit training: the largest magnitude, which fades."""
+    amax, out = torch.zeros_like(x[:, 0]), []
+    for t in range(x.shape[1]):
+        amax = torch.max(amax * 0.95, x[:, t].abs())
+        out.append(x[:, t] / (amax + 1e-6))
+    return torch.stack(out, 1)
+
+
+def independent(x, u):
+    """A layer of IndRNN (Li et al. 2018, arXiv:1803.04831)."""
+    h, out = torch.zeros_like(x[:, 0]), []
+    for t in range(x.shape[1]):
+        h = F.relu(x[:, t] + u * h)
+        out.append(h)
+    return torch.stack(out, 1)
+
+
+def going_for_it(r, v):
+    """Returns that follow the better of what was done and what was expected (Vinyals et al. 2019)."""
+    value, out = v[:, -1], []
+    for t in reversed(range(r.shape[1] - 1)):
+        value = r[:, t] + 0.9 * torch.maximum(v[:, t + 1], value)
+        out.append(value)
+    return torch.stack(out[::-1], 1)
+
+
+def membrane(x):
+    """A leaky integrator whose steps leave pairs."""
+    mem, recorded = torch.zeros_like(x[:, 0]), []
+    for step in range(x.shape[1]):
+        mem = 0.9 * mem + x[:, step]
+        recorded.append((mem, torch.sigmoid(10 * (mem - 1))))
+    return torch.stack([m for m, _ in recorded]) + torch.stack([s for _, s in recorded])
+
+
 LONG, ONE, WEIGHTS = (BATCH, STEPS, CHANNELS), (STEPS, HEADS * HEAD), (CHANNELS, HEAD)
 SPELLINGS = {
     rwkv6_of_one_sequence: ([ONE, ONE, ONE, ONE, ONE[1:]], "linear_scan"),
@@ -249,6 +323,13 @@ SPELLINGS = {
     running_range: ([LONG], "running minimum"),
     running_logsumexp: ([LONG] * 2, "running maximum"),
     inputs_by_any_operation: ([LONG] * 2, "linear_scan"),
+    goertzel: ([LONG], "linear_system of 2"),
+    closed_loop: ([LONG], "linear_system of 3"),
+    anti_windup: ([LONG], "bounded scan"),
+    largest_of_late: ([LONG], "bounded scan"),
+    independent: ([LONG, (CHANNELS,)], "bounded scan"),
+    going_for_it: ([LONG] * 2, "bounded scan"),
+    membrane: ([LONG], "linear_scan"),
     operation: ([LONG] * 2, "linear_scan"),
     operation_against_time: ([LONG] * 2, "linear_scan"),
 }
@@ -262,6 +343,25 @@ def test_found_and_right(fn, training):
     generator = torch.Generator().manual_seed(0)
     details = check(fn, [torch.randn(shape, generator=generator) for shape in shapes], training)
     assert any(found in detail for detail in details), details
+
+
+@pytest.mark.parametrize("kept", ["in a list", "twice"])
+def test_a_state_that_is_handed_on_is_one_tensor(kept):
+    """Where a list or another variable has it as well, who changes the one changes the other."""
+
+    def fn(x):
+        u = v = w = torch.zeros_like(x[:, 0])
+        states = []
+        for t in range(x.shape[1]):
+            u, v, w = 0.9 * u + x[:, t], u, u
+            states.append(u)
+        return (states, v) if kept == "in a list" else ([torch.stack(states), w], v)
+
+    torch._dynamo.reset()
+    states, v = refold.compile(fn, verify="off", accept="always", cache=False, loops="capture")(torch.randn(LONG))
+    other = states[-2] if kept == "in a list" else states[1]
+    v += 1
+    assert torch.equal(v, other)
 
 
 def test_an_operation_that_is_no_scan_stays_and_the_report_says_why():
@@ -292,6 +392,22 @@ BOUNDED = {
     "of a stack, shared": lambda h, x, c: torch.stack([c, h + x, -c], -1).amin(-1),
     "twice": lambda h, x, c: torch.clamp(torch.clamp(h + x, min=-1), min=c),
     "moved": lambda h, x, c: F.relu(h) + x,
+    "moved from the right": lambda h, x, c: x - F.relu(h),
+    "decaying": lambda h, x, c: torch.maximum(0.5 * h, x),
+    "rectified": lambda h, x, c: F.relu(c.sign() * h + x),
+    "from above, decaying": lambda h, x, c: torch.minimum(c.sigmoid() * h, x),
+    "divided": lambda h, x, c: (h / 2 + x).clamp(min=c),
+    "then decaying": lambda h, x, c: x + 0.5 * torch.maximum(h, c),
+    "turned round": lambda h, x, c: c - torch.maximum(h, x) / 2,
+    "both sides": lambda h, x, c: (h + x).clamp(-1, 1),
+    "both sides, by tensors": lambda h, x, c: torch.clamp(h + x, c, -c),
+    "both sides, by one tensor": lambda h, x, c: torch.minimum((0.5 * h + x).clamp(min=-1), c),
+    "both sides, the upper one first": lambda h, x, c: torch.max(torch.min(h - x, c), -c),
+    "both sides, then moved": lambda h, x, c: x - torch.clamp(h, -1, 1),
+    "hard": lambda h, x, c: F.hardtanh(c * h + x),
+    "hard, between others": lambda h, x, c: F.hardtanh(h + x, -2, 1),
+    "relu6": lambda h, x, c: F.relu6(h + x),
+    "clamp and relu": lambda h, x, c: F.relu((h + x).clamp(max=1)),
 }
 
 
@@ -309,10 +425,103 @@ def test_gradients_where_both_sides_of_a_bound_are_equal(name):
 
     generator = torch.Generator().manual_seed(0)
     (detail,) = check(fn, [torch.randn(LONG, generator=generator) for _ in range(2)], True)
-    assert "running" in detail
+    assert "running" in detail or "bounded scan" in detail
 
 
-@pytest.mark.parametrize("step", [lambda h, x: (h + x).clamp(-1, 1), lambda h, x: torch.relu(0.5 * h + x)])
+FLOATS = {
+    "counts": (1.0, lambda h, n, x: (h + (x - h) / n, n + 1.0), True),
+    "begins small": (1e-4, lambda h, n, x: ((n * h + x) / (n + 1.0), n + 1.0), True),
+    "falls": (3.0, lambda h, n, x: (0.5 * h + n * x, n - 0.5), True),
+    "in two parts": (0.3, lambda h, n, x: (0.5 * h + n * x, n + 0.1 + 0.2), True),
+    "discounts": (1.0, lambda h, n, x: (h + n * x, n * 0.9), True),
+    "grows": (0.7, lambda h, n, x: (0.5 * h + x / n, 1.1 * n), True),
+    "within a root": (1.0, lambda h, n, x: (0.5 * h + x / math.sqrt(n), n + 1.0), True),
+    "both": (1.0, lambda h, n, x: (0.5 * h + n * x, 0.5 * n + 1.0), False),
+    "both, of small numbers": (1e-13, lambda h, n, x: (0.5 * h + 1e13 * n * x, 0.5 * n + 1e-14), False),
+    "squares": (0.9, lambda h, n, x: (0.5 * h + n * x, n * n), False),
+    "stops": (1.0, lambda h, n, x: (0.5 * h + n * x, n * 0.5 if n > 0.1 else n), False),
+}
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("name", FLOATS)
+def test_floats_that_change(name, training):
+    start, step, found = FLOATS[name]
+
+    def fn(x):
+        h, n, out = torch.zeros_like(x[:, 0]), start, []
+        for t in range(x.shape[1]):
+            h, n = step(h, n, x[:, t])
+            out.append(h)
+        return torch.stack(out, 1) * n
+
+    details = check(fn, [torch.randn(LONG, generator=torch.Generator().manual_seed(0))], training)
+    assert any("linear_scan" in detail for detail in details) == found
+
+
+def two_lists(x, h):
+    out, again = [], []
+    for t in range(x.shape[0]):
+        h = torch.maximum(h, x[t])
+        out.append(h)
+        again.append(h)
+    return torch.stack(out), torch.stack(again), h
+
+
+def two_of_a_system(x, h):
+    b, out, other = h, [], []
+    for t in range(x.shape[0]):
+        h, b = 0.9 * h - 0.1 * b + x[t], 0.1 * h + 0.9 * b
+        out.append(h)
+        other.append(b)
+    return torch.stack(out), torch.stack(other), h, b
+
+
+def collected_inputs(x, h):
+    x, out, read = x.sin(), [], []
+    for t in range(x.shape[0]):
+        h = 0.9 * h + x[t]
+        out.append(h)
+        read.append(x[t])
+    return torch.stack(out), torch.stack(read), h, x
+
+
+@pytest.mark.parametrize("fn", [two_lists, two_of_a_system, collected_inputs], ids=lambda fn: fn.__name__)
+def test_results_share_no_memory(fn):
+    """Who changes one of them in place after the call changes no other."""
+    results, rows = rewritten(fn, torch.randn(STEPS, CHANNELS), torch.zeros(CHANNELS), training=True)
+    assert rows
+    assert len({y.untyped_storage().data_ptr() for y in results}) == len(results)
+
+
+PLANTED = {
+    "_moved": ("moved", lambda _, x, by: replace(x, offset=by)),
+    "_times": ("turned round", lambda self, x, by: replace(self._scaled(x, Value(by), x.loop), bounds=x.bounds)),
+    "_within": ("both sides", lambda _, x, bound, node: replace(x, bounds=(bound,))),
+}
+
+
+@pytest.mark.parametrize("rule", PLANTED)
+def test_a_wrong_rule_of_bounds_is_caught(rule, monkeypatch):
+    name, wrong = PLANTED[rule]
+    monkeypatch.setattr(LoopVectorizer, rule, wrong)
+    with pytest.raises(AssertionError, match="error"):
+        test_gradients_where_both_sides_of_a_bound_are_equal(name)
+
+
+OTHERWISE = {
+    "three bounds": lambda h, x: torch.maximum((h + x).clamp(-1, 1), 0.5 * x),
+    "a factor of unknown sign": lambda h, x: x.sin() * F.relu(h) + x,
+    "a smooth one that decays": lambda h, x: torch.logaddexp(0.5 * h, x),
+    "a smooth one with an edge": lambda h, x: torch.logaddexp(h, x).clamp(max=1),
+    "a choice": lambda h, x: torch.where(x > 0, F.relu(h + x), 0.0),
+    "a choice before": lambda h, x: F.relu(torch.where(x > 1, 0.0, h) + x),
+    "a bound that reads the state": lambda h, x: torch.minimum(h + x, 0.5 * h),
+    "what is above a bound": lambda h, x: h - torch.minimum(h, x),
+}
+
+
+@pytest.mark.parametrize("step", OTHERWISE.values(), ids=OTHERWISE)
 def test_what_is_bounded_otherwise_stays(step):
     def fn(x):
         h, out = torch.zeros_like(x[:, 0]), []

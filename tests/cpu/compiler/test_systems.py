@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from refold.compiler.recurrence import systems
-from refold.compiler.recurrence.systems import LINEAR_SYSTEM, MAX_PLUS_SCAN
+from refold.compiler.recurrence.systems import BOUNDED_SCAN, LINEAR_SYSTEM
 
 STEPS = 7
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value")  # of Triton's interpreter
@@ -85,11 +85,57 @@ def test_one_shift_or_floor_for_all_steps(way, smooth, steady):
         operand = one.clone().requires_grad_()
         copies = operand.expand(STEPS, -1) if whole else operand
         pair = (copies, floor) if steady == "shift" else (shift, copies)
-        h = MAX_PLUS_SCAN(*pair, start[0], smooth)
+        h = BOUNDED_SCAN(None, *pair, None, start[0], smooth)
         assert h.shape == (STEPS, 300)
         results.append((h, *torch.autograd.grad(h.sin().sum(), operand)))
     for found, expected in zip(*results, strict=True):
         torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("steady", ["", "scale", "shift", "low", "high"])
+@pytest.mark.parametrize("missing", ["", "scale", "high"])
+def test_bounded_scans_and_their_gradients(way, steady, missing):
+    """Factors of both signs, bounds that cross, and ties; each with one value for all steps, too."""
+    generator = torch.Generator().manual_seed(0)
+    given = {name: torch.randn(STEPS, 300, generator=generator, dtype=torch.float64) for name in OPERANDS}
+    for name in ("shift", "low", "high"):
+        given[name] = given[name].round() + (name == "high")
+    given["scale"] = given["scale"].sign() * 2.0 ** given["scale"].round().clamp(max=0)
+    start = given["shift"][0].clone()
+    given = {name: x[:1].clone() if name == steady else x for name, x in given.items()}
+    operands = [None if name == missing else given[name].requires_grad_() for name in OPERANDS]
+    leaves = [x for x in (*operands, start.requires_grad_()) if x is not None]
+    h, out = start, []
+    for scale, shift, low, high in zip(*(_over_time(x) for x in operands), strict=True):
+        h = torch.maximum((h if scale is None else scale * h) + shift, low)
+        h = h if high is None else torch.minimum(h, high)
+        out.append(h)
+    expected, found = torch.stack(out), BOUNDED_SCAN(*operands, start, False)
+    torch.testing.assert_close(found, expected)
+    weights = torch.randn(expected.shape, generator=generator, dtype=torch.float64)
+    for ours, theirs in zip(*(torch.autograd.grad(y, leaves, weights) for y in (found, expected)), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+OPERANDS = ("scale", "shift", "low", "high")
+
+
+def _over_time(x):
+    return [None] * STEPS if x is None else x.expand(STEPS, -1)
+
+
+def test_bounds_keep_what_is_not_finite(way):
+    generator = torch.Generator().manual_seed(0)
+    operands = [torch.randn(STEPS, 300, generator=generator, dtype=torch.float64) for _ in OPERANDS]
+    for i, x in enumerate(operands):
+        for lane, bad in enumerate((float("nan"), float("inf"), -float("inf"))):
+            x[2, 3 * i + lane] = bad
+    h, out = torch.zeros(300, dtype=torch.float64), []
+    for scale, shift, low, high in zip(*operands, strict=True):
+        h = torch.minimum(torch.maximum(scale * h + shift, low), high)
+        out.append(h)
+    found = BOUNDED_SCAN(*operands, torch.zeros(300, dtype=torch.float64), False)
+    torch.testing.assert_close(found, torch.stack(out), equal_nan=True)
 
 
 @pytest.mark.parametrize("smooth", [False, True])
@@ -103,7 +149,7 @@ def test_maxima_keep_what_is_not_finite(way, smooth):
         h = above(h + shift[t], floor[t])
         out.append(h)
     start = torch.full((300,), -float("inf"), dtype=torch.float64)
-    torch.testing.assert_close(MAX_PLUS_SCAN(shift, floor, start, smooth), torch.stack(out), equal_nan=True)
+    torch.testing.assert_close(BOUNDED_SCAN(None, shift, floor, None, start, smooth), torch.stack(out), equal_nan=True)
 
 
 def test_a_call_takes_few_operations_of_pytorch():
@@ -113,5 +159,5 @@ def test_a_call_takes_few_operations_of_pytorch():
     for profiled in (False, True):
         with torch.no_grad(), torch.autograd.profiler.profile(enabled=profiled) as profile:
             LINEAR_SYSTEM(A, b, b[:, 0], False)
-            MAX_PLUS_SCAN(b[0], b[1], b[0, 0], False)
+            BOUNDED_SCAN(None, b[0], b[1], None, b[0, 0], False)
     assert sum(event.name.startswith("aten::") for event in profile.function_events) < 75

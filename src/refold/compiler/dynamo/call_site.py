@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
@@ -13,6 +14,7 @@ from ..ir.source import name_of
 from ..private import tree_leaves
 from ..recurrence.vectorize import NotALoop
 from .body import Slices, trace
+from .capture.trace import SHORTEST
 from .mutation import changed_in_place, memory, registers_hook, storages, writes
 
 aten = torch.ops.aten
@@ -189,8 +191,11 @@ class CallSite:
                 not together and any(user.target not in JOINS for item in use.users for user in item.users)
             ):
                 escaping.append(inner[i])
-        given = [storage(node) for node in self.loop.body.graph.find_nodes(op="placeholder")]
-        shared = [memory for memory in given if memory not in self.mutated] + [storage(x) for x in escaping]
+        lists = {storage(x) for x in escaping} & {storage(x) for x in inner[self.lists :]}
+        own = set() if lists else self._handed_on(inner)
+        given = [node for node in self.loop.body.graph.find_nodes(op="placeholder") if node not in own]
+        shared = [memory for memory in map(storage, given) if memory not in self.mutated]
+        shared += [storage(x) for x in escaping]
         for x in escaping:
             if shared.count(storage(x)) > 1:
                 raise NotALoop(
@@ -198,6 +203,20 @@ class CallSite:
                     f"a result, `{name_of(x)}`, shares memory with another result or with a tensor that the loop reads",
                     x,
                 )
+
+    def _handed_on(self, results: Sequence[Any]) -> set[Node]:
+        """Return the carried tensors that hold after the loop what one of its last steps made."""
+        given = self.loop.body.graph.find_nodes(op="placeholder")[: self.loop.carried]
+        after = dict(zip(given, results, strict=False))
+        read = {storage(x) for x in self.loop.body.graph.find_nodes(op="placeholder")}
+        found = set[Node]()
+        for start in given:
+            x = start
+            for _ in range(1, min(self.count, len(given) + 1) if isinstance(self.count, int) else SHORTEST):
+                x = after.get(x, x)
+            if storage(x) not in read:
+                found.add(start)
+        return found
 
 
 def unbound(unbind: Any) -> tuple[Node, int]:

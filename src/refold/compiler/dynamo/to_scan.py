@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Sequence
+import operator
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,11 +18,11 @@ from ..ir.fx import concrete, is_tensor, known, value
 from ..ir.source import source_line
 from ..recurrence.affine import Loop
 from ..recurrence.replace import SCANS, WHY, dualise
-from ..recurrence.systems import LINEAR_SYSTEM, MAX_PLUS_SCAN
+from ..recurrence.systems import BOUNDED_SCAN, LINEAR_SYSTEM
 from ..recurrence.vectorize import NotALoop
 from .body import Body, Traced, differentiable
-from .call_site import CallSite, example
-from .mutation import changed_in_place
+from .call_site import JOINS, CallSite, example, storage
+from .mutation import changed_in_place, memory
 from .producers import elementwise_producers, trace_producers
 from .read_back import Origin
 from .sequential import LoopRewrite, SequentialLoop, calling
@@ -113,7 +114,7 @@ def describe_loop(gm: GraphModule, call: Node) -> str:
     made = [(node, node.meta.get("example_value")) for node in calls]
     lines = [source_line(node) for node, value in made if not (isinstance(value, torch.Tensor) and value._is_view())]
     carried = [x for x in loop.body.graph.output_node().args[0][: loop.carried] if x.op.startswith("call")]
-    line = source_line(carried[0] if carried else calls[-1])
+    line = source_line(next(iter([*carried, *reversed(calls)]), call))
     steps = concrete(step_count(loop, call))
     return f"{line} ({steps} steps one after another, {lines.count(line)} operations per step)"
 
@@ -172,13 +173,15 @@ def _rewrite(site: CallSite, traced: Traced, before: set[Node], dual: bool) -> C
     for _, i in traced.finals:
         like = traced.results[i]
         finals.append(Builder(anchor).restride(body.last(like), value(like)))
+    results = _apart(Builder(anchor), results, {i for i, use in site.uses if _returned(use)})
+    contents = [*_apart(Builder(anchor), dict(enumerate(contents))).values()]
     graph.erase_node(output)
     graph.output((*(results[i] for i in wanted), *contents, *finals))
     graph.erase_node(anchor)
     graph.eliminate_dead_code()
     differentiable(graph)
     graph.lint()
-    if not any(node.target in (*SCANS, LINEAR_SYSTEM, MAX_PLUS_SCAN) for node in graph.nodes) and body.loops:
+    if not any(node.target in (*SCANS, LINEAR_SYSTEM, BOUNDED_SCAN) for node in graph.nodes) and body.loops:
         names = " and ".join(dict.fromkeys(f"`{x.variable}`" for x in body.loops))
         raise NotALoop("no-scan", f"nothing that is used depends on {names}")
     if not (wanted or contents or finals):
@@ -215,6 +218,28 @@ def _rewrite(site: CallSite, traced: Traced, before: set[Node], dual: bool) -> C
         steps=steps,
     )
     return CapturedScan(site, rewrite, inputs, dual=any(found.operator != "linear_scan" for found in body.loops))
+
+
+def _apart(build: Builder, results: dict[int, Node], returned: Collection[int] = ()) -> dict[int, Node]:
+    """Give results memory of their own: what the loop makes shares none with what it reads, or who called it sees."""
+    read = {memory(value(x)) for x in build.graph.find_nodes(op="placeholder") if is_tensor(x)}
+    made, found = set[Any](), dict(results)
+    for i in sorted(results, key=lambda i: -value(results[i]).dim()):  # rather the last state than all
+        own = memory(value(results[i]))
+        if own in read or (i in returned and own in made):
+            found[i] = build.call(aten.clone.default, (results[i],))
+        elif i in returned:
+            made.add(own)
+    return found
+
+
+def _returned(x: Node) -> bool:
+    """Tell whether a graph returns memory of a value, or what a scan makes of all its items."""
+    return any(
+        user.op == "output"
+        or ((user.target in (*JOINS, operator.getitem) or storage(user) == storage(x)) and _returned(user))
+        for user in x.users
+    )
 
 
 # How many of the scans of one loop are named.

@@ -24,7 +24,7 @@ from torch.fx import Node
 from ...ops.torch.registry import OPS, node_args
 from ..ir.fx import is_tensor, known, mark_as_made, value
 from ..ir.source import expression, name_of
-from .systems import LINEAR_SYSTEM, MAX_PLUS_SCAN, largest, wide
+from .systems import BOUNDED_SCAN, LINEAR_SYSTEM, largest, wide
 from .vectorize import Emitter, NotALoop, Value, broadcasts, described, is_pointwise
 
 aten = torch.ops.aten
@@ -39,7 +39,9 @@ _BOUNDS = {
     **dict.fromkeys((aten.clamp_min.default, aten.clamp_min.Tensor), (False, False, 1.0)),
     **dict.fromkeys((aten.clamp_max.default, aten.clamp_max.Tensor), (True, False, 1.0)),
     **dict.fromkeys((aten.clamp.default, aten.clamp.Tensor), (False, False, 1.0)),  # from below, unless it says so
+    aten.hardtanh.default: (False, False, 0.0),
 }
+_HARD = (Value(-1.0), Value(1.0))  # what hardtanh stays within unless it says so
 _SAME = (aten.clone.default, aten.alias.default, aten.detach.default)
 # Views: of a carry only those may occur that add or drop axes of size one, or take all of an axis.
 _VIEWS = (
@@ -124,8 +126,8 @@ class Affine:
 
     Where ``reset`` is true it is ``offset``: the carry was not read there, and if it is NaN, that ends there. None
     stands for nowhere. ``shape`` is a step's shape: the carry's, but for axes of size one; None before anything was
-    done to the carry. ``others`` are further carries of one system, each with its scale. With a ``bound`` it is
-    ``carry + offset`` within that.
+    done to the carry. ``others`` are further carries of one system, each with its scale. With ``bounds`` it is that
+    within the first, and then within the second; they bound it from two sides.
     """
 
     loop: Loop
@@ -134,7 +136,7 @@ class Affine:
     shape: tuple[int, ...] | None = None
     reset: Value | None = None
     others: tuple[tuple[Loop, Value | None], ...] = ()
-    bound: Bound | None = None
+    bounds: tuple[Bound, ...] = ()
 
     @property
     def scales(self) -> dict[Loop, Value | None]:
@@ -179,8 +181,8 @@ class LoopVectorizer:
             out = self.emit.call(aten.where.self, self.emit.padded(x.reset, rank), zero, out)
         if x.offset is not None:
             out = self.emit.call(aten.add.Tensor, out, self.emit.padded(x.offset, rank))
-        if x.bound is not None:
-            out = self._bounded(out, x.bound)
+        for bound in x.bounds:
+            out = self._bounded(out, bound)
         return Value(out, True)
 
     def _bounded(self, x: Node, bound: Bound) -> Node:
@@ -267,12 +269,9 @@ class LoopVectorizer:
         if target in _VIEWS and _without_ones(value(node).shape) == _without_ones(value(node.args[0]).shape):
             scales = {other: self._viewed(scale, node) for other, scale in mine.scales.items()}
             found = affine(scales, self._viewed(mine.offset, node), self._viewed(mine.reset, node))
-            if mine.bound is None:
-                return found
-            by = self._viewed(mine.bound.value, node)
-            assert by is not None
-            return replace(found, bound=replace(mine.bound, value=by))
-        if target in _BOUNDS or any(isinstance(x, Affine) and x.bound is not None for x in leaves):
+            viewed = ((bound, self._viewed(bound.value, node)) for bound in mine.bounds)
+            return replace(found, bounds=tuple(replace(bound, value=by or bound.value) for bound, by in viewed))
+        if target in _BOUNDS or any(isinstance(x, Affine) and x.bounds for x in leaves):
             return self._bound(node, leaves, operands, mine)
         if target is prims.convert_element_type.default and node.args[1].is_floating_point:
             return mine
@@ -306,35 +305,89 @@ class LoopVectorizer:
         raise NotALoop("carry-not-affine", f"`{expression(node)}` is not affine in {loop.name}")
 
     def _bound(self, node: Any, leaves: list[Any], operands: list[Any], mine: Affine) -> Affine:
-        """Apply an operation to a shifted carry within bounds, or bound it."""
-        loop, target, own = mine.loop, node.target, mine.bound
+        """Bound a function of a carry, or apply an operation to one within bounds."""
+        loop, target = mine.loop, node.target
         rest = [x for x in operands if x is not mine]
-        alone = mine.scale is None and not mine.others and not any(isinstance(x, Affine) for x in rest)
-        if alone and target in _BOUNDS and not node.kwargs:
-            upper, smooth, tie = _BOUNDS[target]
-            limits = rest or [Value(0.0)]
-            if target in (aten.clamp.default, aten.clamp.Tensor):
-                upper = leaves[1].node is None
-            elif leaves[0] is not mine:
-                tie = 1 - tie
-            bound = Bound(limits[0], upper, smooth, tie)
-            if len(limits) == 1 and own is None:
-                return replace(mine, bound=bound)
-            if len(limits) == 1 and own is not None and own.kind == bound.kind:
-                first = Value(self.emit.with_time(own.value, loop.length, node), True)
-                both = self._bounded(self.emit.padded(first, value(node).dim()), bound)
-                return replace(mine, bound=replace(own, value=Value(both, True)))
-        if alone and target in (aten.add.Tensor, aten.sub.Tensor) and mine is operands[0] and own is not None:
+        alone = not mine.others and mine.reset is None and not any(isinstance(x, Affine) for x in rest)
+        found: Affine | None = mine if alone else None
+        if target in _BOUNDS:
+            for bound in self._limits(node, leaves, rest, mine) if alone and not node.kwargs else [None]:
+                found = self._within(found, bound, node) if found is not None and bound is not None else None
+        elif alone and target in (aten.add.Tensor, aten.sub.Tensor):
+            a, b = operands[:2]  # the factor may be the third
             alpha = node.kwargs.get("alpha", 1) * (-1.0 if target is aten.sub.Tensor else 1.0)
-            by = rest[0] if alpha == 1 else self._scaled(rest[0], Value(alpha), loop)
-            offset = by if mine.offset is None else self._call(aten.add.Tensor, loop, mine.offset, by)
-            moved = replace(own, value=self._call(aten.add.Tensor, loop, own.value, by))
-            return replace(mine, offset=offset, bound=moved)
-        too = "" if own is None else "with a bound before it, "
-        raise NotALoop("carry-not-affine", f"{too}`{expression(node)}` is not affine in {loop.name}")
+            own, by = (mine, self._scaled(b, Value(alpha), loop)) if mine is a else (self._times(mine, alpha), a)
+            if mine is a and alpha == 1:
+                by = b
+            found = None if own is None else self._moved(own, by)
+        elif alone and target is aten.mul.Tensor:
+            found = self._times(mine, rest[0].node)
+        elif alone and target is aten.div.Tensor and mine is operands[0] and not isinstance(rest[0].node, Node):
+            found = self._times(mine, _inverse(rest[0].node))
+        elif alone and target is aten.neg.default:
+            found = self._times(mine, -1.0)
+        else:
+            found = None
+        if found is None:
+            too = "with a bound before it, " if mine.bounds else ""
+            raise NotALoop("carry-not-affine", f"{too}`{expression(node)}` is not affine in {loop.name}")
+        return found
 
-    def _maxima(self, loop: Loop, body: Affine) -> None:
-        """Compute all states, (t, ...), of a running maximum."""
+    def _limits(self, node: Any, leaves: list[Any], rest: list[Any], mine: Affine) -> list[Bound | None]:
+        """Return the bounds that an operation sets, in their order; None for what is not one."""
+        upper, smooth, tie = _BOUNDS[node.target]
+        tie = tie if leaves[0] is mine else 1 - tie
+        if node.target is aten.hardtanh.default:
+            rest = [*rest, *_HARD[len(rest) :]]
+        elif node.target in (aten.clamp.default, aten.clamp.Tensor):
+            upper = leaves[1].node is None
+        if len(rest) < 2:
+            return [Bound(rest[0] if rest else Value(0.0), upper, smooth, tie)]
+        low, high = rest
+        if leaves[0] is not mine:
+            return [None]
+        if isinstance(low.node, Node) and isinstance(high.node, Node):  # only what is below the other has a gradient
+            below = self._call(aten.lt.Tensor, mine.loop, low, high)
+            fixed = self._call(aten.detach.default, mine.loop, low)
+            low = self._call(aten.where.self, mine.loop, below, low, fixed)
+        return [Bound(low, False, False, tie), Bound(high, True, False, tie)]
+
+    def _within(self, x: Affine, bound: Bound, node: Node) -> Affine | None:
+        """Set one more bound; None if there are too many."""
+        if bound.smooth and x.scale is not None:
+            return None
+        if not x.bounds:
+            return replace(x, bounds=(bound,))
+        *before, last = x.bounds
+        if last.kind == bound.kind:
+            first = Value(self.emit.with_time(last.value, x.loop.length, node), True)
+            both = self._bounded(self.emit.padded(first, value(node).dim()), bound)
+            return replace(x, bounds=(*before, replace(last, value=Value(both, True))))
+        if before or last.smooth or bound.smooth or last.upper == bound.upper:
+            return None
+        return replace(x, bounds=(last, bound))
+
+    def _moved(self, x: Affine, by: Value) -> Affine:
+        """Add what does not depend on the carry to a function of it within bounds."""
+        offset = by if x.offset is None else self._call(aten.add.Tensor, x.loop, x.offset, by)
+        bounds = (replace(own, value=self._call(aten.add.Tensor, x.loop, own.value, by)) for own in x.bounds)
+        return replace(x, offset=offset, bounds=tuple(bounds))
+
+    def _times(self, x: Affine, by: Any) -> Affine | None:
+        """Multiply a function of a carry within bounds by a number; a negative one turns them round."""
+        if by == 1:
+            return x
+        if type(by) not in (int, float) or not math.isfinite(by) or by == 0 or any(own.smooth for own in x.bounds):
+            return None
+        moved = self._scaled(x, Value(by), x.loop)
+        bounds = (
+            replace(own, value=self._call(aten.mul.Tensor, x.loop, own.value, Value(by)), upper=own.upper != (by < 0))
+            for own in x.bounds
+        )
+        return replace(moved, bounds=tuple(bounds))
+
+    def _bounded_scan(self, loop: Loop, body: Affine) -> None:
+        """Compute all states, (t, ...), within bounds."""
         emit, like, count = self.emit, loop.steps[-1], loop.length
         val = value(like)
         if not val.is_floating_point() or loop.reverse:
@@ -343,25 +396,34 @@ class LoopVectorizer:
                 f"a running maximum or minimum needs a floating-point state and steps forward in time; {loop.name} is "
                 f"{val.dtype}, {'backward' if loop.reverse else 'forward'} in time",
             )
-        bound = body.bound
-        assert bound is not None
+        low, *high = body.bounds
         shape, dtype = list(val.shape), wide(val.dtype)
 
-        def whole(part: Value, time: bool) -> Node:
+        def whole(part: Value, time: bool, sign: bool = True) -> Node:
             x = emit.with_time(part, count if time or part.has_time else 1, like)
             x = emit.cast(emit.expand(emit.padded(Value(x, True), val.dim()), [value(x).shape[0], *shape]), dtype)
+            x = emit.call(aten.neg.default, x) if sign and low.upper else x
             # On a CPU, sweeps read contiguous memory: what computes x writes it so, which costs less than a copy.
             return emit.dense(x) if val.device.type == "cpu" else x
 
+        # A minimum is a maximum of what is negated.
         initial = emit.cast(self._tensor(loop.initial, like), dtype)
         offset = body.offset or Value(0.0)
-        operands = [whole(offset, False), whole(bound.value, not offset.has_time), initial]
-        if bound.upper:  # a minimum is a maximum of what is negated
-            operands = [emit.call(aten.neg.default, x) for x in operands]
-        solved = emit.call(MAX_PLUS_SCAN, *operands, bound.smooth, bound.tie)
-        solved = emit.call(aten.neg.default, solved) if bound.upper else solved
+        solved = emit.call(
+            BOUNDED_SCAN,
+            None if body.scale is None else whole(body.scale, False, False),
+            whole(offset, False),
+            whole(low.value, not offset.has_time),
+            whole(high[0].value, False) if high else None,
+            emit.call(aten.neg.default, initial) if low.upper else initial,
+            low.smooth,
+            low.tie,
+            high[0].tie if high else 0.5,
+        )
+        solved = emit.call(aten.neg.default, solved) if low.upper else solved
         loop.states = emit.cast(solved, val.dtype)
-        loop.operator = f"running {'minimum' if bound.upper else 'maximum'}"
+        largest = f"running {'minimum' if low.upper else 'maximum'}"
+        loop.operator = largest if not high and body.scale is None else "bounded scan"
         before = emit.call(aten.unsqueeze.default, emit.cast(initial, val.dtype), 0)
         inner = emit.call(aten.slice.Tensor, loop.states, 0, 0, count - 1)
         loop.previous = emit.call(aten.cat.default, [before, inner], 0)
@@ -458,8 +520,8 @@ class LoopVectorizer:
         """Compute all states, (t, ...), at once, and note what each step read."""
         emit, like, count = self.emit, loop.steps[-1], loop.length
         val = value(like)
-        if val.is_complex() or body.bound is not None:
-            self._system((loop,), [body]) if body.bound is None else self._maxima(loop, body)
+        if val.is_complex() or body.bounds:
+            self._bounded_scan(loop, body) if body.bounds else self._system((loop,), [body])
             return Value(loop.states, True)
         static = loop.count is not None or all(isinstance(size, int) for size in val.shape)
         if not (val.is_floating_point() and static):

@@ -86,7 +86,7 @@ def scanned(found: Found, name: str, why: str, replaced: dict[Node, Node]) -> Re
         body = Affine(loop, scale, over_time(b))
         if found.logarithm:
             loop.initial = -math.inf
-            body = Affine(loop, None, scale, bound=Bound(over_time(b), smooth=True))
+            body = Affine(loop, None, scale, bounds=(Bound(over_time(b), smooth=True),))
         states = vectorizer._scan(loop, body)
     except NotALoop:
         return None

@@ -54,11 +54,16 @@ def _prepared(
     return sweep, states.shape[0], entries.shape[0]
 
 
-def maxima(shift: Tensor, floor: Tensor, initial: Tensor, smooth: bool) -> Tensor:
-    """Compute `refold.compiler.recurrence.systems.max_plus_scan`."""
-    h = all_steps(shift, floor)
-    tensors = _flat(shift, len(shift)), _flat(floor, len(floor)), _flat(initial), h.view(len(h), -1)
-    share_out(_maxima, (*tensors, smooth), ((),), (0, initial.numel()), LANES, h.numel())(*tensors)
+def bounded(
+    scale: Tensor | None, shift: Tensor, low: Tensor, high: Tensor | None, initial: Tensor, smooth: bool
+) -> Tensor:
+    """Compute `refold.compiler.recurrence.systems.bounded_scan`."""
+    h = all_steps(scale, shift, low)
+    none = np.empty((0, 0), str(h.dtype).removeprefix("torch."))
+    operands = [none if x is None else _flat(x, len(x)) for x in (scale, shift, low, high)]
+    given = (*operands, _flat(initial), h.view(len(h), -1), smooth)
+    sweep = share_out(_bounded, given, ((),), (0, initial.numel()), LANES, h.numel())
+    sweep(*[x for x in given if isinstance(x, Tensor)])
     return h
 
 
@@ -160,17 +165,21 @@ def _system(
 
 
 @kernel()
-def _maxima(shift: Any, floor: Any, start: Any, h: Any, smooth: Any, blocks: Any) -> None:
-    """Sweep over time; what is not a number stays so, as with PyTorch's maximum."""
+def _bounded(scale: Any, shift: Any, low: Any, high: Any, start: Any, h: Any, smooth: Any, blocks: Any) -> None:
+    """Sweep over time; what is not a number stays so, as with PyTorch's maximum. Empty operands are none."""
     last = np.empty(LANES, h.dtype)
-    for low, high in blocks:
-        width = high - low
-        first = start[low:high]
+    for begin, end in blocks:
+        width = end - begin
+        first = start[begin:end]
         for c in range(width):
             last[c] = first[c]
         for t in range(len(h)):
-            moves, floors = shift[t if len(shift) > 1 else 0, low:high], floor[t if len(floor) > 1 else 0, low:high]
-            states = h[t, low:high]
+            moves, floors = shift[t if len(shift) > 1 else 0, begin:end], low[t if len(low) > 1 else 0, begin:end]
+            states = h[t, begin:end]
+            if len(scale):
+                factors = scale[t if len(scale) > 1 else 0, begin:end]
+                for c in range(width):
+                    last[c] *= factors[c]
             if smooth:
                 for c in range(width):
                     a, b = last[c] + moves[c], floors[c]
@@ -181,6 +190,12 @@ def _maxima(shift: Any, floor: Any, start: Any, h: Any, smooth: Any, blocks: Any
                 for c in range(width):
                     a, b = last[c] + moves[c], floors[c]
                     last[c] = a if a > b or a != a else b
+                    states[c] = last[c]
+            if len(high):
+                tops = high[t if len(high) > 1 else 0, begin:end]
+                for c in range(width):
+                    a, b = last[c], tops[c]
+                    last[c] = a if a < b or a != a else b
                     states[c] = last[c]
 
 

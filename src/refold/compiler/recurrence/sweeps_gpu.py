@@ -49,14 +49,16 @@ def system(A: Tensor, b: Tensor, initial: Tensor | None, reverse: bool, dtype: t
     return h
 
 
-def maxima(shift: Tensor, floor: Tensor, initial: Tensor, smooth: bool) -> Tensor:
-    """Compute `refold.compiler.recurrence.systems.max_plus_scan`."""
-    h = all_steps(shift, floor)
-    moves, floors, start = _flat(shift, len(shift)), _flat(floor, len(floor)), _flat(initial)
+def bounded(
+    scale: Tensor | None, shift: Tensor, low: Tensor, high: Tensor | None, initial: Tensor, smooth: bool
+) -> Tensor:
+    """Compute `refold.compiler.recurrence.systems.bounded_scan`."""
+    h, start = all_steps(scale, shift, low), _flat(initial)
+    operands = [_flat(x, len(x)) for x in (low if scale is None else scale, shift, low, low if high is None else high)]
     _launch(
-        _maxima_kernel, start.numel(), moves, floors, start, h, start.numel(), len(h),
-        *(stride for x in (moves, floors) for stride in (x.stride(0) if len(x) > 1 else 0, x.stride(1))),
-        *start.stride(), SMOOTH=smooth, AHEAD=8,
+        _bounded_kernel, start.numel(), *operands, start, h, start.numel(), len(h),
+        *(stride for x in operands for stride in (x.stride(0) if len(x) > 1 else 0, x.stride(1))), *start.stride(),
+        SCALED=scale is not None, LIMITED=high is not None, SMOOTH=smooth, AHEAD=8,
     )  # fmt: skip
     return h
 
@@ -190,9 +192,10 @@ def _unless(condition, x, other, PARTS: tl.constexpr):
 
 
 @triton.jit
-def _maxima_kernel(
-    shift_ptr, floor_ptr, start_ptr, h_ptr, lanes, steps, shift_time, shift_lane, floor_time, floor_lane, start_lane,
-    SMOOTH: tl.constexpr, AHEAD: tl.constexpr, LANES: tl.constexpr,
+def _bounded_kernel(
+    scale_ptr, shift_ptr, low_ptr, high_ptr, start_ptr, h_ptr, lanes, steps, scale_time, scale_lane, shift_time,
+    shift_lane, low_time, low_lane, high_time, high_lane, start_lane,
+    SCALED: tl.constexpr, LIMITED: tl.constexpr, SMOOTH: tl.constexpr, AHEAD: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     """Grid (blocks of lanes,). What is not a number stays so, as with PyTorch's maximum."""
     lane = (tl.program_id(0) * LANES + tl.arange(0, LANES)).to(tl.int64)
@@ -200,18 +203,28 @@ def _maxima_kernel(
     kind: tl.constexpr = h_ptr.dtype.element_ty
     last = tl.load(start_ptr + lane * start_lane, mask=mask, other=0.0)
     for first in range(0, steps, AHEAD):
+        factors = ()
         moves = ()
-        floors = ()
+        lows = ()
+        highs = ()
         for k in tl.static_range(AHEAD):
             t, live = _place(lane, first + k, steps, False), mask & (_place(lane, first + k, steps, False) < steps)
+            if SCALED:
+                factors = factors + (tl.load(scale_ptr + t * scale_time + lane * scale_lane, mask=live, other=0.0),)
             moves = moves + (tl.load(shift_ptr + t * shift_time + lane * shift_lane, mask=live, other=0.0),)
-            floors = floors + (tl.load(floor_ptr + t * floor_time + lane * floor_lane, mask=live, other=0.0),)
+            lows = lows + (tl.load(low_ptr + t * low_time + lane * low_lane, mask=live, other=0.0),)
+            if LIMITED:
+                highs = highs + (tl.load(high_ptr + t * high_time + lane * high_lane, mask=live, other=0.0),)
         for k in tl.static_range(AHEAD):
-            a, b = (last + moves[k]).to(kind), floors[k]
+            if SCALED:
+                last = last * factors[k]
+            a, b = (last + moves[k]).to(kind), lows[k]
             last = tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL).to(kind)
             if SMOOTH:  # in double precision, which needs no log1p
                 share = tl.log(1.0 + tl.exp(-tl.abs(a - b).to(tl.float64)))
                 last = tl.where(tl.abs(last) == float("inf"), last, (last.to(tl.float64) + share).to(kind))
+            if LIMITED:
+                last = tl.minimum(last, highs[k], propagate_nan=tl.PropagateNan.ALL).to(kind)
             place = h_ptr + _place(lane, first + k, steps, False) * lanes + lane
             tl.store(place, last, mask=mask & (_place(lane, first + k, steps, False) < steps))
 

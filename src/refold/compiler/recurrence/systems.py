@@ -142,28 +142,48 @@ LINEAR_SYSTEM = define(
 differentiate("linear_system", _backward, _save)
 
 
-# Maxima -------------------------------------------------------------------------------------------
+# Bounds -------------------------------------------------------------------------------------------
 
 
-def max_plus_scan(shift: Tensor, floor: Tensor, initial: Tensor, smooth: bool, tie: float = 0.5) -> Tensor:
-    """Return all states of ``h[t] = max(h[t-1] + shift[t], floor[t])``.
+def bounded_scan(
+    scale: Tensor | None, shift: Tensor, low: Tensor, high: Tensor | None, initial: Tensor, smooth: bool,
+    low_tie: float = 0.5, high_tie: float = 0.5,
+) -> Tensor:  # fmt: skip
+    """Return all states of ``h[t] = min(max(scale[t] * h[t-1] + shift[t], low[t]), high[t])``.
 
-    That is a linear recurrence whose sum is a maximum and whose product is a sum: the running maximum that keeps
-    exponential gates finite.
+    Without scale and high, that is a linear recurrence whose sum is a maximum and whose product is a sum: the running
+    maximum that keeps exponential gates finite. Without Numba and Triton, the steps of such a one are composed, and
+    others are taken one after the other.
 
     Args:
-        shift: ``(t, ...)``, or ``(1, ...)`` if all steps have the same.
-        floor: The same; one of the two has all steps.
+        scale: ``(t, ...)``, or ``(1, ...)`` if all steps have the same; None for 1.
+        shift: The same.
+        low: The same; shift or low has all steps.
+        high: The same as scale; None for no such bound.
         initial: The state before the first step, ``(...)``.
-        smooth: Whether ``logaddexp`` takes the place of the maximum.
-        tie: Which share of a gradient the state before gets where both sides are equal.
+        smooth: Whether ``logaddexp`` takes the place of the maximum; then there is no scale and no high.
+        low_tie: Which share of a gradient the state before gets where it is equal to the lower bound.
+        high_tie: The same at the upper bound.
 
     Returns:
         ``(t, ...)``, contiguous.
     """
-    if floor.numel() and (sweeps := _sweeps(floor)) is not None:
-        return sweeps.maxima(shift, floor, initial, smooth)
-    floor = floor.expand(max(len(shift), len(floor)), *floor.shape[1:])
+    if low.numel() and (sweeps := _sweeps(low)) is not None:
+        h: Tensor = sweeps.bounded(scale, shift, low, high, initial, smooth)
+        return h
+    low = low.expand(max(len(shift), len(low)), *low.shape[1:])
+    if scale is None and high is None:
+        return _maxima(shift, low, initial, smooth)
+    factors, tops = (x if x is None else x.expand(low.shape) for x in (scale, high))
+    out = [initial]
+    for t, (move, floor) in enumerate(zip(shift.expand(low.shape), low, strict=True)):
+        x = torch.maximum((out[-1] if factors is None else factors[t] * out[-1]) + move, floor)
+        out.append(x if tops is None else torch.minimum(x, tops[t]))
+    return torch.stack(out[1:])
+
+
+def _maxima(shift: Tensor, floor: Tensor, initial: Tensor, smooth: bool) -> Tensor:
+    """Compose the steps of a running maximum."""
     above = torch.logaddexp if smooth else torch.maximum
     first = above(initial[None] + shift[:1], floor[:1])
 
@@ -183,33 +203,44 @@ def max_plus_scan(shift: Tensor, floor: Tensor, initial: Tensor, smooth: bool, t
     return solve(shift, torch.cat([first, floor[1:]])).contiguous()
 
 
-def all_steps(shift: Tensor, floor: Tensor, *rest: Any) -> Tensor:
-    """Return memory for all states of a running maximum."""
-    whole = floor if shift.shape[0] == 1 else shift
+def all_steps(scale: Tensor | None, shift: Tensor, low: Tensor, *rest: Any) -> Tensor:
+    """Return memory for all states within bounds."""
+    whole = low if shift.shape[0] == 1 else shift
     return torch.empty_like(whole, memory_format=torch.contiguous_format)
 
 
-def _save_maxima(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    shift, floor, initial, ctx.smooth, ctx.tie = inputs
-    ctx.save_for_backward(shift, floor, initial, output)
+def _save_bounded(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    *operands, ctx.smooth, ctx.low_tie, ctx.high_tie = inputs
+    ctx.save_for_backward(*operands, output)
 
 
-def _maxima_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+def _bounded_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     """Hand on the share of a state's gradient that the carried side had in it: all, what a tie leaves it, or none."""
-    shift, floor, initial, h = ctx.saved_tensors
-    carried = torch.cat([initial[None], h[:-1]]) + shift
+    scale, shift, low, high, initial, h = ctx.saved_tensors
+    before = torch.cat([initial[None], h[:-1]])
+    carried = (before if scale is None else scale * before) + shift
     if ctx.smooth:
-        share = torch.exp(carried - h)
+        share = torch.where(torch.isneginf(h), 0.0, torch.exp(carried - h))
     else:
-        share = (carried > floor).to(h.dtype) + ctx.tie * (carried == floor).to(h.dtype)
-    share = torch.where(torch.isneginf(h), 0.0, share) if ctx.smooth else share
-    lam = MAX_PLUS_ADJOINT(share, grad)
-    carried_grad = _kept(share, lam)
-    dshift, dfloor = (
-        grad.sum(0, keepdim=True) if operand.shape[0] == 1 else grad
-        for operand, grad in ((shift, carried_grad), (floor, _kept(1 - share, lam)))
-    )
-    return dshift, dfloor, carried_grad[0], None, None
+        share = _above(carried, low, ctx.low_tie)
+    shares = [share, 1 - share]
+    if high is not None:
+        below = _above(-torch.maximum(carried, low), -high, ctx.high_tie)
+        shares = [below * shares[0], below * shares[1], 1 - below]
+    factor = shares[0] if scale is None else _kept(shares[0], scale)
+    lam = BOUNDED_ADJOINT(factor, grad)
+    moved, *held = (_kept(share, lam) for share in shares)
+    found = [None if scale is None else _kept(moved, before), moved, held[0], None if high is None else held[1]]
+    own = [
+        x if x is None or operand.shape[0] > 1 else x.sum(0, keepdim=True)
+        for x, operand in zip(found, (scale, shift, low, high), strict=True)
+    ]
+    return *own, _kept(factor[0], lam[0]), None, None, None
+
+
+def _above(x: Tensor, bound: Tensor, tie: float) -> Tensor:
+    """Return the share of a gradient that goes to the first operand of a maximum."""
+    return (x > bound).to(x.dtype) + tie * (x == bound).to(x.dtype)
 
 
 def _handed_back(share: Tensor, grad: Tensor) -> Tensor:
@@ -226,12 +257,13 @@ def _kept(share: Tensor, x: Tensor) -> Tensor:
     return torch.where(share == 0, 0.0, share * x)
 
 
-MAX_PLUS_SCAN = define(
-    "max_plus_scan",
-    "(Tensor shift, Tensor floor, Tensor initial, bool smooth, float tie=0.5) -> Tensor",
-    max_plus_scan,
+BOUNDED_SCAN = define(
+    "bounded_scan",
+    "(Tensor? scale, Tensor shift, Tensor low, Tensor? high, Tensor initial, bool smooth, float low_tie=0.5, "
+    "float high_tie=0.5) -> Tensor",
+    bounded_scan,
     all_steps,
 )
-differentiate("max_plus_scan", _maxima_backward, _save_maxima)
-MAX_PLUS_ADJOINT = define("max_plus_adjoint", "(Tensor share, Tensor grad) -> Tensor", _handed_back, _like_second)
-refuse_derivative("max_plus_adjoint")
+differentiate("bounded_scan", _bounded_backward, _save_bounded)
+BOUNDED_ADJOINT = define("bounded_adjoint", "(Tensor share, Tensor grad) -> Tensor", _handed_back, _like_second)
+refuse_derivative("bounded_adjoint")

@@ -554,7 +554,7 @@ def python_carry(x):
     h, w = zero(x), 1.0
     for t in range(x.shape[1]):
         h = w * h + x[:, t]
-        w *= 0.9
+        w = 0.9 * w * w
     return h
 
 
@@ -637,7 +637,7 @@ NEVER = [
     (genexpr_tuple, "generator"),
     (genexpr_list, "generator"),
     (generator_function, "generator"),
-    (python_carry, "changes `w`"),
+    (python_carry, "`w` does not grow by the same number, or factor, at every step"),
     (two_paces, "evenly spaced"),
     (wrong_position, "`hs`"),
     (list_is_returned_and_read, "list"),

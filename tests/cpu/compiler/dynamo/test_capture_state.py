@@ -317,6 +317,23 @@ def filled_from_behind(x, held):
     return ys
 
 
+def number_in_an_attribute(x, held):
+    held.n = 1.0
+    h = x[:, 0] * 0
+    for t in range(x.shape[1]):
+        h = h * 0.5 + held.n * x[:, t]
+        held.n *= 0.9
+    return h
+
+
+def number_in_a_dictionary(x, held):
+    h = x[:, 0] * 0
+    for t in range(x.shape[1]):
+        h = h * 0.5 + held.map["n"] * x[:, t]
+        held.map["n"] *= 0.9
+    return h
+
+
 CAPTURED = [
     (attribute, [T]), (attribute_of_a_new_object, [T]), (attribute_from_before, [T - 1]),
     (attribute_that_was_none, [T - 1]), (buffer, [T - 1]), (in_a_method, [T]), (dictionary, [T]),
@@ -327,7 +344,8 @@ CAPTURED = [
     (dictionary_made_anew, [T]), (dictionary_made_by_a_function, [T]), (dictionaries_in_a_list, [T]),
     (dataclass_made_anew, [T]), (dataclass_replaced, [T]),
     (heads_of_a_step, [T]), (list_made_anew, [T]), (list_made_by_a_function, [T]), (named_tuples_of_lists, [T]),
-    (made_long_before, [T]), (filled_from_behind, [T]),
+    (made_long_before, [T]), (filled_from_behind, [T]), (number_in_an_attribute, [T]),
+    (number_in_a_dictionary, [T - 1]),
 ]  # fmt: skip
 
 # Not captured: (function, why) ------------------------------------------------------------------------
@@ -363,23 +381,6 @@ def dictionary_with_two_names(x, held):
         state = {"h": 0.5 * other["h"] + x[:, t]}
     other["h"] = other["h"] * 2
     return state["h"], other["h"]
-
-
-def number_in_an_attribute(x, held):
-    held.n = 1.0
-    h = x[:, 0] * 0
-    for t in range(x.shape[1]):
-        h = h * 0.5 + held.n * x[:, t]
-        held.n *= 0.9
-    return h
-
-
-def number_in_a_dictionary(x, held):
-    h = x[:, 0] * 0
-    for t in range(x.shape[1]):
-        h = h * 0.5 + held.map["n"] * x[:, t]
-        held.map["n"] *= 0.9
-    return h
 
 
 def shape_of_an_attribute(x, held):
@@ -531,7 +532,7 @@ AS_THEY_ARE = [
     lists_that_change_places, two_names_for_a_new_list, list_that_changes_and_is_replaced,
     the_same_list_from_the_second_step, longer_by_a_sum, made_long_before_and_read,
     object_that_is_changed_later, dictionary_with_two_names,
-    new_keys, deleted_key, number_in_an_attribute, number_in_a_dictionary, shape_of_an_attribute, window, seen,
+    new_keys, deleted_key, shape_of_an_attribute, window, seen,
     generator_from_outside, enumeration_from_outside,
     generator_that_never_ends, short_generator, range_from_outside,
     checkpointed_steps, the_same_object_from_the_second_step, the_same_object_at_the_first_step,

@@ -15,6 +15,7 @@ import torch
 from torch._dynamo.variables import ListVariable, SymNodeVariable
 
 from ..induction_variable import InductionVariable
+from .iterators import Numbers
 from .lists import GrowingList
 from .locations import ListEnd, ListLocation, Local, Location
 from .variables import Refused, Translator, Variable, changeable, example, form, fresh, is_constant, structure, tensors
@@ -28,8 +29,8 @@ class CarrySpec:
     carried: dict[Location, list[torch.Tensor]] = field(default_factory=dict)
     # Places that no step reads before it writes them.
     written: set[Location] = field(default_factory=set)
-    # Places of integers that grow by a constant: value at the first step, growth.
-    counters: dict[Location, tuple[int, int]] = field(default_factory=dict)
+    # Places of numbers that grow by a constant, or by a constant factor.
+    counters: dict[Location, Numbers] = field(default_factory=dict)
     # Lists that stay as they are.
     plain: set[ListVariable] = field(default_factory=set)
     # Of the written locations, those whose value changes in a way that no step may see.
@@ -112,13 +113,19 @@ def widen(
             if [form(x, location.name) for x in values] != [form(x) for x in assumed.carried[location]]:
                 new.carried[location] = [fresh(tx, x) for x in values]
         elif location in assumed.counters:
-            start, growth = assumed.counters[location]
-            if not isinstance(then, SymNodeVariable) or number.affine(then.sym_num) != (growth, start + growth):
-                raise Refused("python-state", f"`{location.name}` does not grow by the same number at every step")
+            counter = assumed.counters[location]
+            if not isinstance(then, SymNodeVariable) or not counter.grow(then.sym_num, number):
+                if not isinstance(counter.step, float) or counter.powers or not counter.start:
+                    raise Refused(
+                        "python-state", f"`{location.name}` does not grow by the same number, or factor, at every step"
+                    )
+                new.counters[location] = Numbers(
+                    counter.start, (counter.start + counter.step) / counter.start, powers=True
+                )
         elif then is before or (is_constant(before) and is_constant(then) and before.value is then.value):
             continue
-        elif is_constant(before) and is_constant(then) and type(before.value) is type(then.value) is int:
-            new.counters[location] = before.value, then.value - before.value
+        elif is_constant(before) and is_constant(then) and type(before.value) is type(then.value) in (int, float):
+            new.counters[location] = Numbers(before.value, then.value - before.value)
         elif before is None or not new.carry(tx, location, not isinstance(location, (ListEnd, ListLocation))):
             new.written.add(location)
             new.unknown |= {location} if before is not None and not isinstance(then, SymNodeVariable) else set()

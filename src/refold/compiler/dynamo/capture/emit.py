@@ -135,7 +135,7 @@ def _rows_together(tx: Translator, proxy: Any, rows: torch.Tensor) -> Variable:
 
 def _results(assumed: CarrySpec, found: Trace, count: Any, live: set[str], columns: list[Variable]) -> _Results:
     results = _Results(list(assumed.carried))
-    results.constants = {location: start + growth * count for location, (start, growth) in assumed.counters.items()}
+    results.constants = {location: numbers.after(count) for location, numbers in assumed.counters.items()}
     for location in assumed.written:
         then = found.after[location]
         if then is None or (isinstance(location, Local) and location.name not in live):

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import sympy
 import torch
 from torch._dynamo.polyfills import builtins as polyfills
 from torch._dynamo.utils import set_example_value
@@ -24,6 +25,7 @@ from torch._dynamo.variables.lists import ListIteratorVariable, RangeIteratorVar
 from torch.fx import Node
 
 from ...ir.captured_loop import Reads
+from ..induction_variable import InductionVariable
 from .lengths import SymbolicIterator, variable
 from .variables import Refused, Translator, Variable, example, form, is_constant, realized
 
@@ -33,22 +35,62 @@ _ZIPS = (ZipVariable, MapVariable)
 _REVERSED = getattr(polyfills, "_ReversedSequenceIterator", None)
 
 
+_ROUNDING = 1e-15
+
+
 @dataclass(frozen=True)
 class Numbers:
-    """Integers ``start + step * k``."""
+    """Integers or floats ``start + step * k``, or floats ``start * step**k``.
+
+    Floats are rounded otherwise than step by step, in their last bits.
+    """
 
     start: Any
-    step: int
+    step: Any
+    powers: bool = False
 
     def at(self, tx: Translator, counted: Variable) -> Variable:
-        """Return the integer of the step whose number is given."""
+        """Return the number of the step whose number is given."""
         number, proxy = counted.sym_num, counted.as_proxy()
-        for apply, by, neutral in ((operator.mul, self.step, 1), (operator.add, self.start, 0)):
-            if not isinstance(by, int) or by != neutral:
-                number = apply(number, by)
-                proxy = tx.output.create_proxy("call_function", apply, (proxy, variable(tx, by).as_proxy()), {})
-                set_example_value(proxy.node, number)
+        for apply, by in self._operations:
+            right = variable(tx, by).as_proxy() if isinstance(by, (int, torch.SymInt)) else by
+            given = (right, proxy) if apply is operator.pow else (proxy, right)
+            proxy = tx.output.create_proxy("call_function", apply, given, {})
+            number = apply(by, number) if apply is operator.pow else apply(number, by)
+            set_example_value(proxy.node, number)
         return SymNodeVariable.create(tx, proxy, number)
+
+    @property
+    def _operations(self) -> list[tuple[Any, Any]]:
+        if self.powers:
+            return [(operator.pow, self.step), (operator.mul, self.start)]
+        both = ((operator.mul, self.step, 1), (operator.add, self.start, 0))
+        return [(apply, by) for apply, by, neutral in both if type(by) is not int or by != neutral]
+
+    def grow(self, then: Any, number: InductionVariable) -> bool:
+        """Tell whether a step leads to the number of the next one."""
+        if not isinstance(self.step, float):
+            return number.affine(then) == (self.step, self.start + self.step)
+        x: Any = number.symint
+        for apply, by in self._operations:
+            x = apply(by, x) if apply is operator.pow else apply(x, by)
+        x = x * self.step if self.powers else x + self.step
+        if not isinstance(then, torch.SymFloat):
+            return False
+        size = abs(self.start) * max(1.0, abs(self.step)) if self.powers else abs(self.step)
+        left = sympy.expand(then.node.expr - x.node.expr).as_coefficients_dict()
+        return all(abs(rest) <= _ROUNDING * (abs(self.start) + size if of == 1 else size) for of, rest in left.items())
+
+    def after(self, count: Any) -> Any:
+        """Return the number after so many steps."""
+        if not isinstance(self.step, float):
+            return self.start + self.step * count
+        if not isinstance(count, int):
+            raise Refused("python-state", "a float changes at every step, for any number of steps")
+        value = self.start
+        for _ in range(count):
+            value = value * self.step if self.powers else value + self.step
+        return value
 
 
 @dataclass(frozen=True)

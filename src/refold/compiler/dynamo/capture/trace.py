@@ -216,8 +216,8 @@ class _Tracing:
         step = self.tracer.create_graph_input("step", int, self.number.symint)
         self.step = step.node
         counted = SymNodeVariable.create(tx, step, self.number.symint)
-        for location, (start, growth) in assumed.counters.items():
-            location.put(tx, Numbers(start, growth).at(tx, counted))
+        for location, numbers in assumed.counters.items():
+            location.put(tx, numbers.at(tx, counted))
         tx.push(self._item(counted, self.code.element))
         return nodes
 
