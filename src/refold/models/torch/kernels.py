@@ -31,7 +31,7 @@ AHEAD_SIZE = 16384
 SHARED_BYTES = 1 << 24
 """Bytes of ``dt_proj`` that the rows of a step may read in all; beyond, four rows read it together."""
 
-SPLIT_PROGRAMS = 4
+SPLIT_PROGRAMS = 8
 """Programs per multiprocessor among which attention splits the past; each keeps two tiles in flight."""
 MOST_SPLITS = 128
 """Parts of a row's past, at most; more would cost more to combine than they save."""
