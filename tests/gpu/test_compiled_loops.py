@@ -56,7 +56,7 @@ def test_loop(name, loop, cuda):
 
 
 @pytest.mark.parametrize("grad", [False, True])
-@pytest.mark.parametrize("name", ["lru", "bidirectional-ssm", "holt-winters", "biquad", "rwkv4"])
+@pytest.mark.parametrize("name", ["lru", "bidirectional-ssm", "holt-winters", "biquad", "rwkv4", "ind-rnn"])
 def test_public_recurrence(name, grad, cuda):
     one = RECURRENCES[name]
     inputs = [x.to(cuda).requires_grad_(grad) for x in one.inputs(2, 64, 16)]

@@ -204,6 +204,33 @@ def change_of_mean(x: Tensor) -> Tensor:
     return torch.stack(out, 1)
 
 
+def fading_maximum(x: Tensor) -> Tensor:
+    """Scale by the largest magnitude so far, which fades, as training in 8 bits does."""
+    largest, out = torch.zeros_like(x[:, 0]), []
+    for t in range(x.shape[1]):
+        largest = torch.max(largest * 0.95, x[:, t].abs())
+        out.append(x[:, t] / (largest + 1e-6))
+    return torch.stack(out, 1)
+
+
+def ind_rnn(x: Tensor, u: Tensor) -> Tensor:
+    """Run a layer of IndRNN (Li et al. 2018, arXiv:1803.04831)."""
+    h, out = torch.zeros_like(x[:, 0]), []
+    for t in range(x.shape[1]):
+        h = F.relu(x[:, t] + u * h)
+        out.append(h)
+    return torch.stack(out, 1)
+
+
+def anti_windup(error: Tensor) -> Tensor:
+    """Integrate within the limits of what the integral drives (Astrom & Rundqwist 1989)."""
+    integral, out = torch.zeros_like(error[:, 0]), []
+    for e in error.unbind(1):
+        integral = (integral + 0.1 * e).clamp(-0.2, 0.3)
+        out.append(2 * e + 0.5 * integral)
+    return torch.stack(out, 1)
+
+
 def selective(x: Tensor, dt: Tensor, B: Tensor, C: Tensor, A: Tensor) -> Tensor:
     """Compute the selective scan of Mamba, step by step (Gu & Dao 2023, arXiv:2312.00752)."""
     dt, A = F.softplus(dt), -torch.exp(A)
@@ -343,6 +370,9 @@ RECURRENCES = {
     "rwkv4": Recurrence(rwkv4, 2, ((0,), (0,)), "running maximum"),
     "mlstm": Recurrence(mlstm, 5, (), "running maximum"),
     "change-of-mean": Recurrence(change_of_mean, 1, (), "running maximum"),
+    "fading-maximum": Recurrence(fading_maximum, 1, (), "bounded scan"),
+    "ind-rnn": Recurrence(ind_rnn, 1, ((0,),), "bounded scan"),
+    "anti-windup": Recurrence(anti_windup, 1, (), "bounded scan"),
     "selective": Recurrence(selective, 4, ((0, HEAD),), "selective_scan"),
     "xpos-retention": Recurrence(xpos_retention, 3, (), "ssd"),
     "lfilter": Recurrence(lfilter, 1, ((4,), (3,)), "linear_system of 3", gradient=False),

@@ -259,33 +259,6 @@ def closed_loop(ref):
     return torch.stack(out, 1)
 
 
-def anti_windup(error):
-    """An integrator within the limits of what it drives."""
-    integral, out = torch.zeros_like(error[:, 0]), []
-    for e in error.unbind(1):
-        integral = (integral + 0.1 * e).clamp(-0.2, 0.3)
-        out.append(2 * e + 0.5 * integral)
-    return torch.stack(out, 1)
-
-
-def largest_of_late(x):
-    """Scales of 8-bit training: the largest magnitude, which fades."""
-    amax, out = torch.zeros_like(x[:, 0]), []
-    for t in range(x.shape[1]):
-        amax = torch.max(amax * 0.95, x[:, t].abs())
-        out.append(x[:, t] / (amax + 1e-6))
-    return torch.stack(out, 1)
-
-
-def independent(x, u):
-    """A layer of IndRNN (Li et al. 2018, arXiv:1803.04831)."""
-    h, out = torch.zeros_like(x[:, 0]), []
-    for t in range(x.shape[1]):
-        h = F.relu(x[:, t] + u * h)
-        out.append(h)
-    return torch.stack(out, 1)
-
-
 def going_for_it(r, v):
     """Returns that follow the better of what was done and what was expected (Vinyals et al. 2019)."""
     value, out = v[:, -1], []
@@ -325,9 +298,6 @@ SPELLINGS = {
     inputs_by_any_operation: ([LONG] * 2, "linear_scan"),
     goertzel: ([LONG], "linear_system of 2"),
     closed_loop: ([LONG], "linear_system of 3"),
-    anti_windup: ([LONG], "bounded scan"),
-    largest_of_late: ([LONG], "bounded scan"),
-    independent: ([LONG, (CHANNELS,)], "bounded scan"),
     going_for_it: ([LONG] * 2, "bounded scan"),
     membrane: ([LONG], "linear_scan"),
     operation: ([LONG] * 2, "linear_scan"),
