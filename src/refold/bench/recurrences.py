@@ -215,7 +215,7 @@ def fading_maximum(x: Tensor) -> Tensor:
 
 def ind_rnn(x: Tensor, u: Tensor) -> Tensor:
     """Run a layer of IndRNN (Li et al. 2018, arXiv:1803.04831)."""
-    h, out = torch.zeros_like(x[:, 0]), []
+    u, h, out = u.tanh(), torch.zeros_like(x[:, 0]), []
     for t in range(x.shape[1]):
         h = F.relu(x[:, t] + u * h)
         out.append(h)

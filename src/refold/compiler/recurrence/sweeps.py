@@ -59,31 +59,50 @@ def bounded(
 ) -> Tensor:
     """Compute `refold.compiler.recurrence.systems.bounded_scan`."""
     h = all_steps(scale, shift, low)
-    none = np.empty((0, 0), str(h.dtype).removeprefix("torch."))
-    operands = [none if x is None else _flat(x, len(x)) for x in (scale, shift, low, high)]
-    given = (*operands, _flat(initial), h.view(len(h), -1), smooth)
-    sweep = share_out(_bounded, given, ((),), (0, initial.numel()), LANES, h.numel())
-    sweep(*[x for x in given if isinstance(x, Tensor)])
+    counts = tuple([0 if x is None else x.shape[0] for x in (scale, shift, low, high)])
+    operands = [_plain(x) for x in (scale, shift, low, high, initial) if x is not None]
+    sweep, lanes = _prepared_bounds(counts, h.shape, h.dtype, smooth)
+    sweep(*operands, h, torch.empty(lanes, dtype=h.dtype))
     return h
+
+
+@lru_cache(maxsize=64)
+def _prepared_bounds(
+    counts: tuple[int, ...], shape: torch.Size, dtype: torch.dtype, smooth: bool
+) -> tuple[Callable[..., None], int]:
+    """Return the sweep for bounds with so many steps (0 without one), and how many states it keeps in between."""
+    steps, *rest = shape
+    lanes = math.prod(rest)
+    none = np.empty(0, str(dtype).removeprefix("torch."))
+    operands = [Slot(dtype, (count * lanes,)) if count else none for count in counts]
+    state, whole = Slot(dtype, (lanes,)), Slot(dtype, (steps * lanes,))
+    if smooth:
+        counts, operands = counts[1:3], operands[1:3]
+    given = (np.array([steps, lanes, *counts]), *operands, state, whole, state)
+    return share_out(_smooth if smooth else _bounded, given, ((),), (0, lanes), LANES, steps * lanes), lanes
 
 
 def handed_back(share: Tensor, grad: Tensor) -> Tensor:
     """Return ``lam[t] = grad[t] + share[t + 1] lam[t + 1]``; a share of zero reads nothing."""
-    lam, steps = torch.empty_like(grad, memory_format=torch.contiguous_format), grad.shape[0]
-    tensors = _flat(share, steps), _flat(grad, steps), lam.view(steps, -1)
-    share_out(_handed_back, tensors, ((),), (0, grad.numel() // steps), LANES, grad.numel())(*tensors)
+    lam = torch.empty_like(grad, memory_format=torch.contiguous_format)
+    sweep, lanes = _prepared_adjoint(grad.shape, grad.dtype)
+    sweep(_plain(share), _plain(grad), lam, torch.empty(lanes, dtype=grad.dtype))
     return lam
+
+
+@lru_cache(maxsize=64)
+def _prepared_adjoint(shape: torch.Size, dtype: torch.dtype) -> tuple[Callable[..., None], int]:
+    steps, *rest = shape
+    lanes = math.prod(rest)
+    whole = Slot(dtype, (steps * lanes,))
+    given = (np.array([steps, lanes]), whole, whole, whole, Slot(dtype, (lanes,)))
+    return share_out(_handed_back, given, ((),), (0, lanes), LANES, steps * lanes), lanes
 
 
 def _plain(x: Tensor) -> Tensor:
     """Return a contiguous tensor whose memory holds its values."""
     x = x.resolve_conj().resolve_neg()
     return x if x.is_contiguous() else x.contiguous()
-
-
-def _flat(x: Tensor, *leading: int) -> Tensor:
-    """Return a contiguous tensor of all lanes, after the leading axes."""
-    return _plain(x).view(*leading, -1)
 
 
 @kernel(apart=True, fastmath={"contract"})
@@ -164,51 +183,69 @@ def _system(
             old, new = new, old
 
 
-@kernel()
-def _bounded(scale: Any, shift: Any, low: Any, high: Any, start: Any, h: Any, smooth: Any, blocks: Any) -> None:
+@kernel(apart=True)
+def _bounded(
+    sizes: Any, scale: Any, shift: Any, low: Any, high: Any, start: Any, h: Any, last: Any, blocks: Any
+) -> None:
     """Sweep over time; what is not a number stays so, as with PyTorch's maximum. Empty operands are none."""
-    last = np.empty(LANES, h.dtype)
+    steps, lanes = sizes[0], sizes[1]
+    scales, shifts, lows, highs = sizes[2] > 1, sizes[3] > 1, sizes[4] > 1, sizes[5] > 1
     for begin, end in blocks:
-        width = end - begin
-        first = start[begin:end]
+        first, width = np.uintp(begin), np.uintp(end - begin)
         for c in range(width):
-            last[c] = first[c]
-        for t in range(len(h)):
-            moves, floors = shift[t if len(shift) > 1 else 0, begin:end], low[t if len(low) > 1 else 0, begin:end]
-            states = h[t, begin:end]
-            if len(scale):
-                factors = scale[t if len(scale) > 1 else 0, begin:end]
+            last[first + c] = start[first + c]
+        for t in range(steps):
+            now = np.uintp(t * lanes + begin)
+            moves, floors = now if shifts else first, now if lows else first
+            if scale.size:
+                factors = now if scales else first
                 for c in range(width):
-                    last[c] *= factors[c]
-            if smooth:
-                for c in range(width):
-                    a, b = last[c] + moves[c], floors[c]
-                    top = a if a > b or a != a else b
-                    last[c] = top if np.isinf(top) else top + np.log1p(np.exp(-abs(a - b)))
-                    states[c] = last[c]
+                    a, b = scale[factors + c] * last[first + c] + shift[moves + c], low[floors + c]
+                    state = a if a > b or a != a else b
+                    last[first + c] = state
+                    h[now + c] = state
             else:
                 for c in range(width):
-                    a, b = last[c] + moves[c], floors[c]
-                    last[c] = a if a > b or a != a else b
-                    states[c] = last[c]
-            if len(high):
-                tops = high[t if len(high) > 1 else 0, begin:end]
+                    a, b = last[first + c] + shift[moves + c], low[floors + c]
+                    state = a if a > b or a != a else b
+                    last[first + c] = state
+                    h[now + c] = state
+            if high.size:
+                tops = now if highs else first
                 for c in range(width):
-                    a, b = last[c], tops[c]
-                    last[c] = a if a < b or a != a else b
-                    states[c] = last[c]
+                    a, b = last[first + c], high[tops + c]
+                    state = a if a < b or a != a else b
+                    last[first + c] = state
+                    h[now + c] = state
 
 
 @kernel()
-def _handed_back(share: Any, grad: Any, lam: Any, blocks: Any) -> None:
-    last = np.empty(LANES, lam.dtype)
-    for low, high in blocks:
-        width = high - low
-        last[:width] = 0
-        for n in range(len(grad)):
-            t = len(grad) - 1 - n
-            shares, grads, adjoints = share[t, low:high], grad[t, low:high], lam[t, low:high]
+def _smooth(sizes: Any, shift: Any, floor: Any, start: Any, h: Any, last: Any, blocks: Any) -> None:
+    """Sweep over time with ``logaddexp`` in place of the maximum."""
+    steps, lanes, shifts, floors = sizes[0], sizes[1], sizes[2] > 1, sizes[3] > 1
+    for begin, end in blocks:
+        for c in range(begin, end):
+            last[c] = start[c]
+        for t in range(steps):
+            now = t * lanes
+            for c in range(begin, end):
+                a, b = last[c] + shift[c + (now if shifts else 0)], floor[c + (now if floors else 0)]
+                top = a if a > b or a != a else b
+                last[c] = top if np.isinf(top) else top + np.log1p(np.exp(-abs(a - b)))
+                h[now + c] = last[c]
+
+
+@kernel(apart=True)
+def _handed_back(sizes: Any, share: Any, grad: Any, lam: Any, last: Any, blocks: Any) -> None:
+    steps, lanes = sizes[0], sizes[1]
+    for begin, end in blocks:
+        first, width = np.uintp(begin), np.uintp(end - begin)
+        for c in range(width):
+            last[first + c] = 0
+        for n in range(steps):
+            now = np.uintp((steps - 1 - n) * lanes + begin)
             for c in range(width):
-                adjoint = grads[c] + last[c]
-                adjoints[c] = adjoint
-                last[c] = shares[c] * adjoint if shares[c] != 0 else 0
+                adjoint, kept = grad[now + c] + last[first + c], share[now + c]
+                lam[now + c] = adjoint
+                product = kept * adjoint
+                last[first + c] = product if kept != 0 else kept
