@@ -7,6 +7,7 @@ from refold.compiler.recurrence import systems
 from refold.compiler.recurrence.systems import BOUNDED_SCAN, LINEAR_SYSTEM
 
 STEPS = 7
+TIES = 0.5, 0.5  # as PyTorch's maximum and minimum share a gradient
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value")  # of Triton's interpreter
 
 
@@ -85,7 +86,7 @@ def test_one_shift_or_floor_for_all_steps(way, smooth, steady):
         operand = one.clone().requires_grad_()
         copies = operand.expand(STEPS, -1) if whole else operand
         pair = (copies, floor) if steady == "shift" else (shift, copies)
-        h = BOUNDED_SCAN(None, *pair, None, start[0], smooth)
+        h = BOUNDED_SCAN(None, *pair, None, start[0], smooth, *TIES)
         assert h.shape == (STEPS, 300)
         results.append((h, *torch.autograd.grad(h.sin().sum(), operand)))
     for found, expected in zip(*results, strict=True):
@@ -110,7 +111,7 @@ def test_bounded_scans_and_their_gradients(way, steady, missing):
         h = torch.maximum((h if scale is None else scale * h) + shift, low)
         h = h if high is None else torch.minimum(h, high)
         out.append(h)
-    expected, found = torch.stack(out), BOUNDED_SCAN(*operands, start, False)
+    expected, found = torch.stack(out), BOUNDED_SCAN(*operands, start, False, *TIES)
     torch.testing.assert_close(found, expected)
     weights = torch.randn(expected.shape, generator=generator, dtype=torch.float64)
     for ours, theirs in zip(*(torch.autograd.grad(y, leaves, weights) for y in (found, expected)), strict=True):
@@ -134,7 +135,7 @@ def test_bounds_keep_what_is_not_finite(way):
     for scale, shift, low, high in zip(*operands, strict=True):
         h = torch.minimum(torch.maximum(scale * h + shift, low), high)
         out.append(h)
-    found = BOUNDED_SCAN(*operands, torch.zeros(300, dtype=torch.float64), False)
+    found = BOUNDED_SCAN(*operands, torch.zeros(300, dtype=torch.float64), False, *TIES)
     torch.testing.assert_close(found, torch.stack(out), equal_nan=True)
 
 
@@ -149,7 +150,9 @@ def test_maxima_keep_what_is_not_finite(way, smooth):
         h = above(h + shift[t], floor[t])
         out.append(h)
     start = torch.full((300,), -float("inf"), dtype=torch.float64)
-    torch.testing.assert_close(BOUNDED_SCAN(None, shift, floor, None, start, smooth), torch.stack(out), equal_nan=True)
+    torch.testing.assert_close(
+        BOUNDED_SCAN(None, shift, floor, None, start, smooth, *TIES), torch.stack(out), equal_nan=True
+    )
 
 
 def test_a_call_takes_few_operations_of_pytorch():
@@ -159,5 +162,5 @@ def test_a_call_takes_few_operations_of_pytorch():
     for profiled in (False, True):
         with torch.no_grad(), torch.autograd.profiler.profile(enabled=profiled) as profile:
             LINEAR_SYSTEM(A, b, b[:, 0], False)
-            BOUNDED_SCAN(None, b[0], b[1], None, b[0, 0], False)
+            BOUNDED_SCAN(None, b[0], b[1], None, b[0, 0], False, *TIES)
     assert sum(event.name.startswith("aten::") for event in profile.function_events) < 75

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import refold
 from refold.ops.torch import private
-from refold.ops.torch.nodes import define, differentiate
+from refold.ops.torch.nodes import AT_ONCE, define, differentiate
 
 CALLS: list[str] = []
 
@@ -159,6 +159,16 @@ def test_a_node_that_writes_to_an_argument_is_left_to_the_dispatcher() -> None:
     node = define("a_node_of_tests_that_writes", "(Tensor(a!) x) -> Tensor", write, torch.empty_like)
     assert not hasattr(node, "at_once")
     assert hasattr(DOUBLE, "at_once")
+
+
+def test_arguments_have_no_defaults() -> None:
+    """Compiled code would name such an argument, and leave the call to the dispatcher."""
+    from refold.compiler.recurrence import systems
+
+    assert systems.BOUNDED_SCAN.__name__.startswith("bounded_scan")
+    for name in AT_ONCE - {"cumsum"}:  # it takes the place of aten.cumsum, with its arguments
+        arguments = getattr(torch.ops.refold, name).default._schema.arguments
+        assert not any(argument.has_default_value() for argument in arguments), name
 
 
 def test_compiled_code_calls_the_function(monkeypatch: pytest.MonkeyPatch) -> None:

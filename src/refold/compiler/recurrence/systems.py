@@ -147,7 +147,7 @@ differentiate("linear_system", _backward, _save)
 
 def bounded_scan(
     scale: Tensor | None, shift: Tensor, low: Tensor, high: Tensor | None, initial: Tensor, smooth: bool,
-    low_tie: float = 0.5, high_tie: float = 0.5,
+    low_tie: float, high_tie: float,
 ) -> Tensor:  # fmt: skip
     """Return all states of ``h[t] = min(max(scale[t] * h[t-1] + shift[t], low[t]), high[t])``.
 
@@ -259,8 +259,8 @@ def _kept(share: Tensor, x: Tensor) -> Tensor:
 
 BOUNDED_SCAN = define(
     "bounded_scan",
-    "(Tensor? scale, Tensor shift, Tensor low, Tensor? high, Tensor initial, bool smooth, float low_tie=0.5, "
-    "float high_tie=0.5) -> Tensor",
+    "(Tensor? scale, Tensor shift, Tensor low, Tensor? high, Tensor initial, bool smooth, float low_tie, float high_tie)"
+    " -> Tensor",
     bounded_scan,
     all_steps,
 )
