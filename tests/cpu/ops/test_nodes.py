@@ -165,7 +165,7 @@ def test_arguments_have_no_defaults() -> None:
     """Compiled code would name such an argument, and leave the call to the dispatcher."""
     from refold.compiler.recurrence import systems
 
-    assert systems.BOUNDED_SCAN.__name__.startswith("bounded_scan")
+    assert systems.BOUNDED_SCAN.at_once
     for name in AT_ONCE - {"cumsum"}:  # it takes the place of aten.cumsum, with its arguments
         arguments = getattr(torch.ops.refold, name).default._schema.arguments
         assert not any(argument.has_default_value() for argument in arguments), name

@@ -259,8 +259,8 @@ def _kept(share: Tensor, x: Tensor) -> Tensor:
 
 BOUNDED_SCAN = define(
     "bounded_scan",
-    "(Tensor? scale, Tensor shift, Tensor low, Tensor? high, Tensor initial, bool smooth, float low_tie, float high_tie)"
-    " -> Tensor",
+    "(Tensor? scale, Tensor shift, Tensor low, Tensor? high, Tensor initial, bool smooth, float low_tie, "
+    "float high_tie) -> Tensor",
     bounded_scan,
     all_steps,
 )
