@@ -89,8 +89,8 @@ def test_sweeps_agree_with_those_of_the_cpu(dtype, size, steps, cuda):
     )
     for reverse in (False, True):
         for initial in (start, None):
-            want = LINEAR_SYSTEM(A, b, initial, reverse)
-            got = LINEAR_SYSTEM(A.to(cuda), b.to(cuda), None if initial is None else initial.to(cuda), reverse)
+            want = LINEAR_SYSTEM(A, b, initial, reverse, [])
+            got = LINEAR_SYSTEM(A.to(cuda), b.to(cuda), None if initial is None else initial.to(cuda), reverse, [])
             torch.testing.assert_close(got.cpu(), want)
 
 

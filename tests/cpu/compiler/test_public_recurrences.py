@@ -388,6 +388,31 @@ def test_running_maxima(smooth):
     assert "running maximum" in detail
 
 
+def delays_in_any_order(x):
+    """A recurrence of order 4, whose earlier values are handed on from the oldest to the newest."""
+    y4 = y3 = y2 = y1 = torch.zeros_like(x[:, 0])
+    out = []
+    for t in range(x.shape[1]):
+        y4, y3, y2, y1 = y3, y2, y1, x[:, t] + 0.5 * y1 - 0.3 * y2 + 0.2 * y3 + 0.1 * y4
+        out.append(y1 + y4)
+    return torch.cat([torch.stack(out, 1), y4[:, None]], 1)
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_what_only_keeps_an_earlier_value_is_not_computed(training, monkeypatch):
+    seen, whole = [], systems.with_copies
+
+    def watched(A, b, copies):
+        seen.append((len(A), list(copies)))
+        return whole(A, b, copies)
+
+    monkeypatch.setattr(systems, "_sweeps", lambda x: None)
+    monkeypatch.setattr(systems, "with_copies", watched)
+    details = check(delays_in_any_order, [torch.randn(2, STEPS, 8)], training)
+    assert details == [f"{STEPS} steps of a state of 2 x 8 as one linear_system of 4"]
+    assert (1, [0, 1, 2]) in seen
+
+
 def test_a_real_compile_checks_them():
     one = RECURRENCES["biquad"]
     compiled = refold.compile(one.fn, accept="always", strict=True)

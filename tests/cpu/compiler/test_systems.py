@@ -27,32 +27,39 @@ def way(request, monkeypatch):
         pytest.importorskip("numba")
 
 
-def stepwise(A, b, initial, reverse):
+def stepwise(A, b, initial, reverse, copies):
     h, out = initial, [None] * STEPS
     for t in range(STEPS)[:: -1 if reverse else 1]:
         matrix = A[:, :, t if A.shape[2] > 1 else 0]
-        h = out[t] = b[:, t] if h is None else (matrix * h).sum(1) + b[:, t]
+        out[t] = b[:, t] if h is None else (matrix * h).sum(1) + b[:, t]
+        kept = [torch.zeros_like(b[0, t]) if h is None else h[copied] for copied in copies]
+        h = torch.cat([out[t], torch.stack(kept)]) if kept else out[t]
     return torch.stack(out, 1)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.complex128])
 @pytest.mark.parametrize(
-    ("size", "matrices", "reverse", "begins"),
+    ("size", "matrices", "reverse", "begins", "copies"),
     [
-        (2, (1, 3, 5), False, True),
-        (2, (STEPS, 3, 5), True, True),
-        (3, (STEPS, 1, 5), False, False),
-        (1, (1, 3, 5), True, False),
-        (2, (1, 1, 1), False, True),
-        (3, (STEPS, 1, 1), True, False),
-        (5, (1, 1, 1), False, True),
+        (2, (1, 3, 5), False, True, []),
+        (2, (STEPS, 3, 5), True, True, []),
+        (3, (STEPS, 1, 5), False, False, []),
+        (1, (1, 3, 5), True, False, []),
+        (2, (1, 1, 1), False, True, []),
+        (3, (STEPS, 1, 1), True, False, []),
+        (5, (1, 1, 1), False, True, []),
+        (1, (1, 1, 1), False, True, [0, 1]),
+        (2, (STEPS, 3, 5), True, True, [1]),
+        (2, (STEPS, 1, 1), True, False, [0, 2, 1, 2]),
+        (1, (1, 3, 5), False, False, [0]),
     ],
 )
-def test_systems_and_their_gradients(way, dtype, size, matrices, reverse, begins):
+def test_systems_and_their_gradients(way, dtype, size, matrices, reverse, begins, copies):
     generator = torch.Generator().manual_seed(0)
-    shapes = [(size, size, *matrices), (size, STEPS, 3, 5), (size, 3, 5)][: 2 + begins]
+    every = size + len(copies)
+    shapes = [(size, every, *matrices), (size, STEPS, 3, 5), (every, 3, 5)][: 2 + begins]
     leaves = [(torch.randn(s, generator=generator, dtype=dtype) / 2).requires_grad_() for s in shapes]
-    given = [*leaves, *[None] * (1 - begins), reverse]
+    given = [*leaves, *[None] * (1 - begins), reverse, copies]
     y, expected = LINEAR_SYSTEM(*given), stepwise(*given)
     weights = torch.randn(y.shape, generator=generator, dtype=dtype)
     torch.testing.assert_close(y, expected)
@@ -64,14 +71,14 @@ def test_systems_and_their_gradients(way, dtype, size, matrices, reverse, begins
 def test_sixteen_bits_are_rounded_once(way):
     A, b, start = torch.full((1, 1, 1, 4), 0.999), torch.ones(1, STEPS, 4), torch.zeros(1, 4)
     narrow = [x.half() for x in (A, b, start)]
-    expected = stepwise(*(x.double() for x in narrow), False).half()
-    assert torch.equal(LINEAR_SYSTEM(*narrow, False), expected)
+    expected = stepwise(*(x.double() for x in narrow), False, []).half()
+    assert torch.equal(LINEAR_SYSTEM(*narrow, False, []), expected)
 
 
 def test_a_state_that_is_not_there_is_not_read(way):
     """Zero times infinity would be NaN."""
     A, b = torch.full((1, 1, 1, 2), float("inf")), torch.ones(1, STEPS, 2)
-    assert LINEAR_SYSTEM(A, b, None, False)[0, 0].isfinite().all()
+    assert LINEAR_SYSTEM(A, b, None, False, [])[0, 0].isfinite().all()
 
 
 @pytest.mark.parametrize("smooth", [False, True])
@@ -161,6 +168,6 @@ def test_a_call_takes_few_operations_of_pytorch():
     A, b = torch.rand(2, 2, 1, 4, 8), torch.rand(2, STEPS, 4, 8)
     for profiled in (False, True):
         with torch.no_grad(), torch.autograd.profiler.profile(enabled=profiled) as profile:
-            LINEAR_SYSTEM(A, b, b[:, 0], False)
+            LINEAR_SYSTEM(A, b, b[:, 0], False, [])
             BOUNDED_SCAN(None, b[0], b[1], None, b[0, 0], False, *TIES)
     assert sum(event.name.startswith("aten::") for event in profile.function_events) < 75

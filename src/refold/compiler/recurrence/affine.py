@@ -605,37 +605,62 @@ class LoopVectorizer:
             """Move axes of size one."""
             return x if [*value(x).shape] == [*like] else emit.reshape(x, [*like])
 
-        size = range(len(loops))
-        forms = [body.scales if isinstance(body, Affine) else {} for body in bodies]
+        pairs = list(zip(loops, bodies, strict=True))
+        copied = _copied(pairs) if val.device.type == "cpu" else {}
+        rows, size = len(loops) - len(copied), range(len(loops))
+        pairs.sort(key=lambda pair: [*copied].index(pair[0]) + 1 if pair[0] in copied else 0)
+        loops, bodies = zip(*pairs, strict=True)
+        shapes = [value(x.steps[-1]).shape for x in loops]
+        forms = [body.scales if isinstance(body, Affine) else {} for body in bodies[:rows]]
         entries = [[form.get(loops[j], Value(0.0)) or Value(1.0) for j in size] for form in forms]
         time = any(entry.has_time for row in entries for entry in row)
-        parts = [body.offset if isinstance(body, Affine) else body for body in bodies]
+        parts = [body.offset if isinstance(body, Affine) else body for body in bodies[:rows]]
         read = [x.node for x in (*itertools.chain(*entries), *parts) if x is not None]
         dtypes = (value(node).dtype for node in read if isinstance(node, Node) and is_tensor(node))
         dtype = functools.reduce(torch.promote_types, dtypes, val.dtype)
         numbers = all(_is_number(entry) for row in entries for entry in row)  # the same for all elements of a state
         flat = [
             whole(entry, time, *([[1] * len(own), [1] * len(shape)] if numbers else [own, shape]))
-            for row, own in zip(entries, shapes, strict=True)
+            for row, own in zip(entries, shapes, strict=False)
             for entry in row
         ]
         matrix = emit.call(aten.stack.default, flat)
-        matrix = emit.reshape(matrix, [len(loops), len(loops), *value(matrix).shape[1:]])
-        offsets = [whole(part or Value(0.0), True, own, shape) for part, own in zip(parts, shapes, strict=True)]
+        matrix = emit.reshape(matrix, [rows, len(loops), *value(matrix).shape[1:]])
+        offsets = [whole(part or Value(0.0), True, own, shape) for part, own in zip(parts, shapes, strict=False)]
         offset = emit.call(aten.stack.default, offsets)
+        offset = emit.dense(offset) if val.device.type == "cpu" else offset
         initial = [emit.cast(self._tensor(loop.initial, loop.steps[-1]), val.dtype) for loop in loops]
         begun = any(isinstance(loop.initial, Node) or loop.initial for loop in loops)  # a zero is nothing to multiply
         starts = [shaped(x, shape) for x in initial] if begun else []
         start = emit.cast(emit.call(aten.stack.default, starts), dtype) if begun else None
-        reverse = first.reverse
-        solved = emit.cast(emit.call(LINEAR_SYSTEM, matrix, offset, start, reverse), val.dtype)
-        made = [shaped(emit.call(aten.select.int, solved, 0, i), [count, *shapes[i]]) for i in size]
-        for loop, x, start in zip(loops, made, initial, strict=True):
-            loop.states, loop.operator = x, f"linear_system of {len(loops)}" if len(loops) > 1 else "complex scan"
+        copies = [loops.index(copied[loop]) for loop in loops[rows:]]
+        solved = emit.cast(emit.call(LINEAR_SYSTEM, matrix, offset, start, first.reverse, copies), val.dtype)
+        for i, (loop, start) in enumerate(zip(loops, initial, strict=True)):
+            loop.operator = f"linear_system of {len(loops)}" if len(loops) > 1 else "complex scan"
+            states: Any = emit.call(aten.select.int, solved, 0, i) if i < rows else copied[loop].previous
+            loop.states = shaped(states, [count, *shapes[i]])
             before = emit.call(aten.unsqueeze.default, start, 0)
-            inner = emit.call(aten.slice.Tensor, x, 0, *((1, count) if reverse else (0, count - 1)))
-            loop.previous = emit.call(aten.cat.default, [inner, before] if reverse else [before, inner], 0)
+            inner = emit.call(aten.slice.Tensor, loop.states, 0, *((1, count) if first.reverse else (0, count - 1)))
+            loop.previous = emit.call(aten.cat.default, [inner, before] if first.reverse else [before, inner], 0)
             self.loops.append(loop)
+
+
+def _copied(pairs: Sequence[tuple[Loop, Affine | Value]]) -> dict[Loop, Loop]:
+    """Return the carries that only keep what another one was a step before, each after the one that it copies.
+
+    Carries that copy one another in turns are not among them: they are computed.
+    """
+    found: dict[Loop, Loop] = {}
+    for loop, body in pairs:
+        if isinstance(body, Affine) and body.offset is None and len(body.scales) == 1:
+            ((read, scale),) = body.scales.items()
+            if scale is None or (isinstance(scale.node, int | float) and scale.node == 1):
+                found[loop] = read
+    known = [loop for loop, _ in pairs if loop not in found]
+    ordered: dict[Loop, Loop] = {}
+    while ready := {loop: read for loop, read in found.items() if loop not in ordered and read in (*known, *ordered)}:
+        ordered |= ready
+    return ordered
 
 
 def _without_ones(shape: Any) -> list[Any]:

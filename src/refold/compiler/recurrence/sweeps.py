@@ -8,7 +8,7 @@ log2 of the length in passes over memory. Steps are taken in the order of the lo
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -27,12 +27,15 @@ LANES = 256
 """Lanes of a block: the states of a few coupled values, old and new, stay in the first-level cache."""
 
 
-def system(A: Tensor, b: Tensor, initial: Tensor | None, reverse: bool, dtype: torch.dtype) -> Tensor:
+def system(
+    A: Tensor, b: Tensor, initial: Tensor | None, reverse: bool, copies: Sequence[int], dtype: torch.dtype
+) -> Tensor:
     """Compute `refold.compiler.recurrence.systems.linear_system`, with states of ``dtype`` in between."""
     h = torch.empty_like(b, memory_format=torch.contiguous_format)
     if A.shape[3:] != b.shape[2:] and A.shape[3:].numel() > 1:
         A = A.expand(*A.shape[:3], *b.shape[2:])
-    sweep, states, entries = _prepared(A.shape, b.shape, b.dtype, dtype, initial is not None, reverse)
+    begins = initial is not None
+    sweep, states, entries = _prepared(A.shape, b.shape, b.dtype, dtype, begins, reverse, tuple(copies))
     begin = () if initial is None else (_plain(initial),)
     sweep(_plain(A), _plain(b), *begin, h, torch.empty(states, dtype=dtype), torch.empty(entries, dtype=torch.int64))
     return h
@@ -40,17 +43,19 @@ def system(A: Tensor, b: Tensor, initial: Tensor | None, reverse: bool, dtype: t
 
 @lru_cache(maxsize=64)
 def _prepared(
-    matrices: torch.Size, inputs: torch.Size, dtype: torch.dtype, wide: torch.dtype, begins: bool, reverse: bool
-) -> tuple[Callable[..., None], int, int]:
+    matrices: torch.Size, inputs: torch.Size, dtype: torch.dtype, wide: torch.dtype, begins: bool, reverse: bool,
+    copies: tuple[int, ...],
+) -> tuple[Callable[..., None], int, int]:  # fmt: skip
     """Return the sweep over systems of these shapes, and what it needs in between: states, old and new, and indices."""
-    size, steps, *rest = inputs
-    lanes, times = math.prod(rest), matrices[2]
-    sizes = np.array([size, steps, lanes, times, matrices[3:].numel()])
+    rows, steps, *rest = inputs
+    size, lanes, times = matrices[1], math.prod(rest), matrices[2]
+    sizes = np.array([size, rows, steps, lanes, times, matrices[3:].numel()])
     start = Slot(dtype, (size * lanes,)) if begins else np.empty(0, str(dtype).removeprefix("torch."))
     whole, states = Slot(dtype, (inputs.numel(),)), Slot(wide, (2 * size * lanes,))
     entries = Slot(torch.int64, (-(-lanes // LANES) * size * (size + 1),))
-    given = (sizes, reverse, Slot(dtype, (matrices.numel(),)), whole, start, whole, states, entries)
-    sweep = share_out(_system, given, ((),), (0, lanes), LANES, size * size * steps * lanes)
+    copied = np.array(copies, np.int64)
+    given = (sizes, reverse, copied, Slot(dtype, (matrices.numel(),)), whole, start, whole, states, entries)
+    sweep = share_out(_system, given, ((),), (0, lanes), LANES, rows * size * steps * lanes)
     return sweep, states.shape[0], entries.shape[0]
 
 
@@ -107,16 +112,16 @@ def _plain(x: Tensor) -> Tensor:
 
 @kernel(apart=True, fastmath={"contract"})
 def _system(
-    sizes: Any, reverse: Any, A: Any, b: Any, start: Any, h: Any, states: Any, entries: Any, blocks: Any
+    sizes: Any, reverse: Any, copies: Any, A: Any, b: Any, start: Any, h: Any, states: Any, entries: Any, blocks: Any
 ) -> None:
     """Sweep over time; without a first state, ``start`` is empty. All arrays have one axis."""
-    size, steps, lanes, times, widths = sizes[0], sizes[1], sizes[2], sizes[3], sizes[4]
+    size, rows, steps, lanes, times, widths = sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], sizes[5]
     begins = start.size > 0
     for low, high in blocks:
         # An entry that is zero at all steps, as between values that do not read each other, is not multiplied. For each
         # row: how many are not zero, and which.
         first, width = low // LANES * size * (size + 1), np.uintp(high - low)
-        for i in range(size):
+        for i in range(rows):
             row, read = first + i * (size + 1), 0
             for j in range(size):
                 some, at = times > 1, (i * size + j) * widths
@@ -134,7 +139,11 @@ def _system(
                     old[row + c] = start[begin + c]
         for n in range(steps):
             t = steps - 1 - n if reverse else n
-            for i in range(size):
+            for k in range(size - rows):
+                row, copied = np.uintp(rows + k) * width, np.uintp(copies[k]) * width
+                for c in range(width):
+                    new[row + c] = old[copied + c] if n or begins else 0
+            for i in range(rows):
                 row, now = np.uintp(i) * width, np.uintp((i * steps + t) * lanes + low)
                 which = first + i * (size + 1)
                 read = entries[which] if n or begins else 0

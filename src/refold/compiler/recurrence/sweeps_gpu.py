@@ -11,6 +11,7 @@ for each of log2(steps) passes. The functions are those of `refold.compiler.recu
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .systems import all_steps
+from .systems import all_steps, with_copies
 
 MOST = 8
 """Coupled values of one system. Triton needs minutes to compile the 256 products of a step of 16."""
@@ -28,8 +29,12 @@ LANES = 32
 _KINDS = {torch.float32: tl.float32, torch.float64: tl.float64, torch.complex128: tl.float64}
 
 
-def system(A: Tensor, b: Tensor, initial: Tensor | None, reverse: bool, dtype: torch.dtype) -> Tensor:
+def system(
+    A: Tensor, b: Tensor, initial: Tensor | None, reverse: bool, copies: Sequence[int], dtype: torch.dtype
+) -> Tensor:
     """Compute `refold.compiler.recurrence.systems.linear_system`, with states of ``dtype`` in between."""
+    if copies:
+        return system(*with_copies(A, b, copies), initial, reverse, (), dtype)[: len(b)]
     size, steps = b.shape[:2]
     h = torch.empty_like(b, memory_format=torch.contiguous_format)
     if A.shape[3:] != b.shape[2:] and A.shape[3:].numel() > 1:

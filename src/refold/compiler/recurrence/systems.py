@@ -12,7 +12,7 @@ other, in one pass over memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from importlib import import_module
 from typing import Any
@@ -54,33 +54,49 @@ def largest(x: Tensor) -> int:
     return most
 
 
-def linear_system(A: Tensor, b: Tensor, initial: Tensor | None, reverse: bool) -> Tensor:
-    """Return all states of ``h[t] = A[t] h[t-1] + b[t]``.
+def linear_system(A: Tensor, b: Tensor, initial: Tensor | None, reverse: bool, copies: Sequence[int]) -> Tensor:
+    """Return all states of ``h[t] = A[t] s[t-1] + b[t]``, where s is h and then copies of what s was a step before.
+
+    A recurrence of a higher order keeps earlier values as copies: ``y[t] = a y[t-1] + c y[t-2] + x[t]`` has one row,
+    for y, and one copy, of y. Copies are neither read from memory nor written to it.
 
     Args:
-        A: ``(m, m, t, ...)``, or with axes of size one where all steps or elements of a state have the same; real or
-            complex, as the others.
-        b: ``(m, t, ...)``.
-        initial: The state before the first step, ``(m, ...)``; None for nothing, which no infinity makes NaN of.
+        A: ``(n, m, t, ...)``, n of m values being computed, or with axes of size one where all steps or elements of a
+            state have the same; real or complex, as the others.
+        b: ``(n, t, ...)``.
+        initial: The values before the first step, ``(m, ...)``; None for nothing, which no infinity makes NaN of.
         reverse: Whether the last step comes first.
+        copies: For each of the m - n other values, which one it copies: ``s[n + k][t] = s[copies[k]][t-1]``; one that
+            comes before it.
 
     Returns:
-        ``(m, t, ...)``, contiguous, of b's dtype; computed in a wider one.
+        ``(n, t, ...)``, contiguous, of b's dtype; computed in a wider one.
     """
     dtype = wide(b.dtype)
     if b.numel() and (sweeps := _sweeps(b)) is not None:
         narrow = b.dtype if b.dtype in _WIDE or dtype == b.dtype else dtype
         operands = (x if x is None or x.dtype == narrow else x.to(narrow) for x in (A, b, initial))
-        h: Tensor = sweeps.system(*operands, reverse, dtype)
+        h: Tensor = sweeps.system(*operands, reverse, copies, dtype)
         return h if h.dtype == b.dtype else h.to(b.dtype)
-    matrices, inputs = (x.to(dtype).flip(1 - b.dim()) if reverse else x.to(dtype) for x in (A, b))
+    A, inputs = with_copies(A.to(dtype), b.to(dtype), copies)
+    matrices, inputs = (x.flip(1 - b.dim()) if reverse else x for x in (A, inputs))
     matrices, inputs = matrices.movedim((0, 1), (-2, -1)), inputs.movedim(0, -1)
     if initial is not None:
         first = inputs[:1] + _apply(matrices[:1], initial.to(dtype).movedim(0, -1)[None])
         inputs = torch.cat([first, inputs[1:]])
-    h = _solve(matrices, inputs).movedim(-1, 0)
+    h = _solve(matrices, inputs).movedim(-1, 0)[: b.shape[0]]
     h = h.flip(1) if reverse else h
     return torch.empty_like(b, memory_format=torch.contiguous_format).copy_(h)
+
+
+def with_copies(A: Tensor, b: Tensor, copies: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """Return a system that computes its copies, too: with rows of zeros and a one."""
+    if not copies:
+        return A, b
+    rows = A.new_zeros(len(copies), *A.shape[1:])
+    for k, copied in enumerate(copies):
+        rows[k, copied] = 1
+    return torch.cat([A, rows]), torch.cat([b, b.new_zeros(len(copies), *b.shape[1:])])
 
 
 def _apply(A: Tensor, x: Tensor) -> Tensor:
@@ -114,30 +130,42 @@ def _like_second(A: Tensor, b: Tensor, *rest: Any) -> Tensor:
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    A, _, initial, ctx.reverse = inputs
+    A, _, initial, ctx.reverse, ctx.copies = inputs
     ctx.save_for_backward(A, initial, output)
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    """Adjoints λ[t] = dh[t] + A[t+1]ᴴ λ[t+1] are the same kind of system against time; A's gradient is λ[t] h[t-1]ᴴ."""
+    """Adjoints λ[t] = dh[t] + A[t+1]ᴴ λ[t+1] are the same kind of system against time; A's gradient is λ[t] s[t-1]ᴴ."""
     A, initial, h = ctx.saved_tensors
-    adjoint = A.transpose(0, 1).conj().resolve_conj()
+    rows, size = A.shape[:2]
+    matrices, grad = with_copies(A, grad, ctx.copies)
+    adjoint = matrices.transpose(0, 1).conj().resolve_conj()
     # Not by ``roll``: Inductor leaves that of complex values to an indexing, of which it expects wrong strides.
     cut = -1 if ctx.reverse else 1
     later = adjoint if A.shape[2] == 1 else torch.cat([adjoint[:, :, cut:], adjoint[:, :, :cut]], 2)
-    lam = LINEAR_SYSTEM(later, grad, None, not ctx.reverse)
-    start = torch.zeros_like(h[:, :1]) if initial is None else initial[:, None]
-    before = torch.cat([h[:, 1:], start] if ctx.reverse else [start, h[:, :-1]], 1)
-    outer = lam.unsqueeze(1) * before.unsqueeze(0).conj()
+    lam = LINEAR_SYSTEM(later, grad, None, not ctx.reverse, [])
+    start = h.new_zeros(size, *h.shape[2:]) if initial is None else initial
+
+    def before(states: Tensor, first: Tensor) -> Tensor:
+        pair = [states[:, 1:], first] if ctx.reverse else [first, states[:, :-1]]
+        return torch.cat(pair, 1)
+
+    read = before(h, start[:rows, None])
+    for k, copied in enumerate(ctx.copies, rows):
+        read = torch.cat([read, before(read[copied : copied + 1], start[k : k + 1, None])])
+    outer = lam[:rows].unsqueeze(1) * read.unsqueeze(0).conj()
     dA = outer.sum_to_size(A.shape)
     if initial is None:
-        return dA, lam, None, None
+        return dA, lam[:rows], None, None, None
     edge = -1 if ctx.reverse else 0
-    return dA, lam, (adjoint[:, :, edge] * lam[:, edge]).sum(1), None
+    return dA, lam[:rows], (adjoint[:, :, edge] * lam[:, edge]).sum(1), None, None
 
 
 LINEAR_SYSTEM = define(
-    "linear_system", "(Tensor A, Tensor b, Tensor? initial, bool reverse) -> Tensor", linear_system, _like_second
+    "linear_system",
+    "(Tensor A, Tensor b, Tensor? initial, bool reverse, int[] copies) -> Tensor",
+    linear_system,
+    _like_second,
 )
 differentiate("linear_system", _backward, _save)
 
