@@ -254,7 +254,7 @@ def test_progress_says_what_runs_and_of_how_many(toy):
 @pytest.mark.parametrize(
     ("suite", "count"),
     [("cpu", 8), ("linear-attention", 8), ("compile-time", 2), ("fusion-example", 6), ("chunked-scan", 2),
-     ("training", 3), ("ssd-jax", 1), ("recurrences", 92), ("models", 11), ("generation-cpu", 3),
+     ("training", 3), ("ssd-jax", 1), ("recurrences", 104), ("models", 11), ("generation-cpu", 3),
      ("generation-torch-cpu", 2)],
 )  # fmt: skip
 def test_measurements_are_counted_without_being_made(suite, count):

@@ -163,8 +163,10 @@ def test_a_node_that_writes_to_an_argument_is_left_to_the_dispatcher() -> None:
 
 def test_arguments_have_no_defaults() -> None:
     """Compiled code would name such an argument, and leave the call to the dispatcher."""
+    from refold.compiler import engine
     from refold.compiler.recurrence import systems
 
+    assert engine.refold  # its passes define nodes, too
     assert systems.BOUNDED_SCAN.at_once
     for name in AT_ONCE - {"cumsum"}:  # it takes the place of aten.cumsum, with its arguments
         arguments = getattr(torch.ops.refold, name).default._schema.arguments

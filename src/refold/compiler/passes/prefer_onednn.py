@@ -28,7 +28,7 @@ aten = torch.ops.aten
 SMALLEST = 1 << 22
 
 
-def _by_onednn(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+def _by_onednn(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """``x (m, k) @ weight (n, k).T + bias (n)`` by oneDNN; opaque, so that Inductor hands it dense operands.
 
     For a weight with gaps in memory, oneDNN has no kernel: it multiplies number by number, a thousand times slower.
@@ -40,9 +40,9 @@ def _by_onednn(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None 
 
 ONEDNN_LINEAR = define(
     "onednn_linear",
-    "(Tensor x, Tensor weight, Tensor? bias=None) -> Tensor",
+    "(Tensor x, Tensor weight, Tensor? bias) -> Tensor",
     _by_onednn,
-    lambda x, weight, bias=None: x.new_empty(x.shape[0], weight.shape[0]),
+    lambda x, weight, bias: x.new_empty(x.shape[0], weight.shape[0]),
 )
 
 
@@ -63,7 +63,7 @@ def prefer_onednn(graph: Graph, wanted: Callable[[str], bool]) -> Iterator[Rewri
         build = Builder(root)
         # linear(x, w) is x @ w.T
         weight = arg(b, 0) if _is_transpose(b) else build.call(aten.permute.default, (b, [1, 0]))
-        linear = build.call(ONEDNN_LINEAR, (a, weight, *bias))
+        linear = build.call(ONEDNN_LINEAR, (a, weight, bias[0] if bias else None))
         rows, depth = value(a).shape
         yield replace_node(
             root,

@@ -55,7 +55,7 @@ def test_onednn_gets_no_weight_with_gaps(columns, monkeypatch):
     monkeypatch.setattr(
         torch.ops.mkldnn, "_linear_pointwise", lambda x, w, *others: (weights.append(w), product(x, w, *others))[1]
     )
-    torch.testing.assert_close(ONEDNN_LINEAR(x, weight), x @ weight.T, rtol=0.0, atol=1e-3)
+    torch.testing.assert_close(ONEDNN_LINEAR(x, weight, None), x @ weight.T, rtol=0.0, atol=1e-3)
     assert weights[0].is_contiguous()
 
 
