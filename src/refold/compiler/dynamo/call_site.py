@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import operator
 from typing import Any, cast
 
 import torch
 from torch.fx import GraphModule, Node
+from torch.fx.node import map_arg
 
 from ..ir.captured_loop import CapturedLoop, step_count
 from ..ir.fx import known
@@ -52,6 +53,7 @@ class CallSite:
         self.sequences: list[Slices] = []
         self.operands: list[Node] = []
         self._read_operands()
+        self._return_views()
         self.traced = trace(self.loop, self.count, [example(node) for node in self.operands], self.sequences)
         added = [_name(self.operands[x.operand], x.back) for x in self.traced.added]
         self.traced.names = (*self.loop.names, *added, *map(name_of, self.operands[self.loop.carried :]))
@@ -97,6 +99,64 @@ class CallSite:
                 name = name_of(number) if isinstance(number, Node) else number
                 raise NotALoop("carry-not-tensor", f"the loop reads `{name}`, which is neither a tensor nor a size")
         self.operands = args
+
+    def _return_views(self) -> None:
+        """Let results that are views of what the loop reads be views of it, as the user's loop leaves them."""
+        loop, results, changed = self.loop, _results(self.loop), changed_in_place(self.gm)
+        read = {storage(x) for x in loop.body.graph.find_nodes(op="placeholder")[loop.carried + 1 :]}
+        count: Any = self.call.args[-1] if loop.count is None else loop.count
+        for use in [user for user in self.call.users if user.users]:
+            i: Any = use.args[1]
+            x, back = self._held(results[i]) if i < loop.carried + loop.lasts else (None, 0)
+            if isinstance(x, Node) and storage(x) in read:
+                with self.gm.graph.inserting_before(self.call), torch.set_grad_enabled(example(use).requires_grad):
+                    view = self._outside(x, self._made(operator.sub, count, 1 + back))
+                if isinstance(view, Node) and memory(example(view)) not in changed:
+                    use.replace_all_uses_with(view)
+
+    def _outside(self, x: Any, step: Any) -> Any:
+        """Compute a value of the body outside of the loop; None if it depends on what the loop carries."""
+        if not isinstance(x, Node):
+            return x
+        loop = self.loop
+        if x.op == "placeholder":
+            at = loop.body.graph.find_nodes(op="placeholder").index(x) - 1
+            if at < loop.carried:
+                return step if at == loop.carried - 1 else None
+            source, item = self.operands[at], at - loop.carried
+            if item >= len(self.sequences):
+                return source
+            read = self.sequences[item]
+            position = self._made(operator.add, read.start, self._made(operator.mul, read.step, step))
+            if read.width is None:
+                return self._made(torch.select, source, read.dim, position)
+            return self._made(
+                torch.narrow, source, read.dim, self._made(operator.mul, position, read.width), read.width
+            )
+        inputs = {node: self._outside(node, step) for node in x.all_input_nodes}
+        if not x.op.startswith("call_") or any(own is None for own in inputs.values()):
+            return None
+        args, kwargs = map_arg((x.args, x.kwargs), inputs.get)
+        return self._made(x.target, *args, **kwargs)
+
+    def _made(self, target: Any, *args: Any, **kwargs: Any) -> Any:
+        """Call a function, or a method, in Dynamo's graph; on numbers alone, call it now."""
+        run = target if callable(target) else getattr(torch.Tensor, target)
+        found = run(*map_arg(args, example), **map_arg(kwargs, example))
+        if isinstance(found, int):
+            return found
+        node = self.gm.graph.create_node("call_function" if callable(target) else "call_method", target, args, kwargs)
+        node.meta = {"example_value": found, "stack_trace": self.call.meta.get("stack_trace", "")}
+        return node
+
+    def _held(self, x: Any) -> tuple[Any, int]:
+        """Return what a result of the body is after the last step: what a step so many before it made, or was given."""
+        given = self.loop.body.graph.find_nodes(op="placeholder")[: self.loop.carried]
+        after, back = dict(zip(given, _results(self.loop), strict=False)), 0
+        most = min(self.count, len(given) + 1) if isinstance(self.count, int) else SHORTEST
+        while x in after and back < most - 1:
+            x, back = after[x], back + 1
+        return x, back
 
     def written(self) -> set[Any]:
         """Return the storages that the loop itself writes to."""
@@ -175,7 +235,7 @@ class CallSite:
         hooks = [node for node in self.gm.graph.nodes if registers_hook(node)]
         hooked = {memory: node for node in hooks for x in node.all_input_nodes for memory in storages(x)}
         inner: Any = self.loop.body.graph.output_node().args[0]
-        escaping = []
+        escaping: dict[int, Any] = {}
         for i, use in self.uses:
             tensors = tree_leaves(use.meta.get("example_value", self.call.meta["example_value"][i]))
             if any(memory(x) in changed for x in tensors):
@@ -190,33 +250,28 @@ class CallSite:
             if i < self.lists or (
                 not together and any(user.target not in JOINS for item in use.users for user in item.users)
             ):
-                escaping.append(inner[i])
-        lists = {storage(x) for x in escaping} & {storage(x) for x in inner[self.lists :]}
-        own = set() if lists else self._handed_on(inner)
-        given = [node for node in self.loop.body.graph.find_nodes(op="placeholder") if node not in own]
-        shared = [memory for memory in map(storage, given) if memory not in self.mutated]
-        shared += [storage(x) for x in escaping]
-        for x in escaping:
-            if shared.count(storage(x)) > 1:
+                escaping[i] = inner[i]
+        given = self.loop.body.graph.find_nodes(op="placeholder")
+        before = {storage(x) for x in given}
+        listed = [storage(x) for i, x in escaping.items() if i >= self.lists]
+        # Carried tensors whose memory nothing has after the loop: their places then hold what a step made.
+        gone = {x for x in given[: self.loop.carried] if not listed and storage(self._held(x)[0]) not in before}
+        read = {storage(x) for x in given if x not in gone} - self.mutated
+        ends = {i: self._held(x) for i, x in escaping.items() if i < self.lists}
+        seen = [(storage(x), back) for x, back in ends.values()] + [(x, 0) for x in listed]
+        for i, x in escaping.items():
+            end, back = ends.get(i, (x, 0))
+            if storage(end) in read or (back and storage(end) in listed) or seen.count((storage(end), back)) > 1:
                 raise NotALoop(
                     "shared-memory",
                     f"a result, `{name_of(x)}`, shares memory with another result or with a tensor that the loop reads",
                     x,
                 )
 
-    def _handed_on(self, results: Sequence[Any]) -> set[Node]:
-        """Return the carried tensors that hold after the loop what one of its last steps made."""
-        given = self.loop.body.graph.find_nodes(op="placeholder")[: self.loop.carried]
-        after = dict(zip(given, results, strict=False))
-        read = {storage(x) for x in self.loop.body.graph.find_nodes(op="placeholder")}
-        found = set[Node]()
-        for start in given:
-            x = start
-            for _ in range(1, min(self.count, len(given) + 1) if isinstance(self.count, int) else SHORTEST):
-                x = after.get(x, x)
-            if storage(x) not in read:
-                found.add(start)
-        return found
+
+def _results(loop: CapturedLoop) -> list[Any]:
+    """Return what a step returns."""
+    return list(loop.body.graph.output_node().args[0])  # type: ignore[arg-type]
 
 
 def unbound(unbind: Any) -> tuple[Node, int]:
