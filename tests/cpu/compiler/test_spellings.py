@@ -277,6 +277,29 @@ def membrane(x):
     return torch.stack([m for m, _ in recorded]) + torch.stack([s for _, s in recorded])
 
 
+def rwkv7_by_products(r, w, k, v, a, b):
+    """Heads in the batch; what the delta rule removes is a product of a column and a row (arXiv:2503.14456)."""
+    r, w, k, v, a, b = (x[..., :4].unflatten(-1, (2, 2)) for x in (r, torch.exp(-torch.exp(w)), k, v, a, b))
+    a, out = F.normalize(a, dim=-1), torch.empty_like(r)
+    state, b = r.new_zeros(r.shape[0], 2, 2, 2), -a * b.sigmoid()
+    for t in range(r.shape[1]):
+        read, key, value, old, new = (x[:, t] for x in (r, k, v, a, b))
+        state = state * w[:, t, :, None, :] + state @ old.unsqueeze(-1) @ new.unsqueeze(-2)
+        state = state + value.unsqueeze(-1) @ key.unsqueeze(-2)
+        out[:, t] = (state @ read.unsqueeze(-1)).squeeze(-1)
+    return out.flatten(2)
+
+
+def adafactor(g):
+    """Second moments whose decay depends on a power of the step's number (Shazeer & Stern 2018)."""
+    v, out = torch.zeros_like(g[:, 0]), []
+    for t in range(g.shape[1]):
+        decay = 1 - (t + 1) ** -0.8
+        v = decay * v + (1 - decay) * (g[:, t] ** 2 + 1e-3)
+        out.append(g[:, t] * v.rsqrt())
+    return torch.stack(out, 1)
+
+
 LONG, ONE, WEIGHTS = (BATCH, STEPS, CHANNELS), (STEPS, HEADS * HEAD), (CHANNELS, HEAD)
 SPELLINGS = {
     rwkv6_of_one_sequence: ([ONE, ONE, ONE, ONE, ONE[1:]], "linear_scan"),
@@ -300,6 +323,8 @@ SPELLINGS = {
     closed_loop: ([LONG], "linear_system of 3"),
     going_for_it: ([LONG] * 2, "bounded scan"),
     membrane: ([LONG], "linear_scan"),
+    rwkv7_by_products: ([LONG] * 6, "linear_system of 2"),
+    adafactor: ([LONG], "linear_scan"),
     operation: ([LONG] * 2, "linear_scan"),
     operation_against_time: ([LONG] * 2, "linear_scan"),
 }
@@ -398,13 +423,18 @@ def test_gradients_where_both_sides_of_a_bound_are_equal(name):
     assert "running" in detail or "bounded scan" in detail
 
 
-FLOATS = {
+NUMBERS = {
     "counts": (1.0, lambda h, n, x: (h + (x - h) / n, n + 1.0), True),
     "begins small": (1e-4, lambda h, n, x: ((n * h + x) / (n + 1.0), n + 1.0), True),
     "falls": (3.0, lambda h, n, x: (0.5 * h + n * x, n - 0.5), True),
     "in two parts": (0.3, lambda h, n, x: (0.5 * h + n * x, n + 0.1 + 0.2), True),
     "discounts": (1.0, lambda h, n, x: (h + n * x, n * 0.9), True),
     "grows": (0.7, lambda h, n, x: (0.5 * h + x / n, 1.1 * n), True),
+    "halves": (1.0, lambda h, n, x: (0.5 * h + n * x, n / 2), True),
+    "changes its sign": (0.7, lambda h, n, x: (0.5 * h + n * x, -n), True),
+    "changes its sign, an integer": (3, lambda h, n, x: (0.5 * h + n * x, n * -1), True),
+    "takes turns": (0, lambda h, n, x: (0.5 * h + n * x, 1 - n), True),
+    "halves and changes its sign": (1.0, lambda h, n, x: (0.5 * h + n * x, -n / 2), False),
     "within a root": (1.0, lambda h, n, x: (0.5 * h + x / math.sqrt(n), n + 1.0), True),
     "both": (1.0, lambda h, n, x: (0.5 * h + n * x, 0.5 * n + 1.0), False),
     "both, of small numbers": (1e-13, lambda h, n, x: (0.5 * h + 1e13 * n * x, 0.5 * n + 1e-14), False),
@@ -414,9 +444,9 @@ FLOATS = {
 
 
 @pytest.mark.parametrize("training", [False, True])
-@pytest.mark.parametrize("name", FLOATS)
-def test_floats_that_change(name, training):
-    start, step, found = FLOATS[name]
+@pytest.mark.parametrize("name", NUMBERS)
+def test_numbers_that_change(name, training):
+    start, step, found = NUMBERS[name]
 
     def fn(x):
         h, n, out = torch.zeros_like(x[:, 0]), start, []

@@ -159,13 +159,13 @@ def _pointwise(build: Builder, node: Any, moved: dict[Node, _Moved], depends: se
 
 
 def _in_shape(build: Builder, node: Any, moved: dict[Node, _Moved], depends: set[Node]) -> _Moved | None:
-    """Do an operation in the shape of its carry: its other operands must have one element, or all."""
+    """Do an operation in the shape of its carry, which must have as many elements as the result."""
     bases = [moved[x][0] for x in node.all_input_nodes if x in moved]
     shape = list(value(bases[0]).shape)
     if any(list(value(base).shape) != shape for base in bases):
         return None
     others = [x for x in node.all_input_nodes if is_tensor(x) and x not in moved]
-    if any(x in depends or known(value(x).numel()) not in (1, known(value(node).numel())) for x in others):
+    if any(x in depends for x in others) or known(value(bases[0]).numel()) != known(value(node).numel()):
         return None
 
     def back(x: Any) -> Any:
@@ -173,7 +173,11 @@ def _in_shape(build: Builder, node: Any, moved: dict[Node, _Moved], depends: set
             return moved[x][0]
         if not is_tensor(x):
             return x
-        return build.call(aten.reshape.default, (x, [] if known(value(x).numel()) == 1 else shape))
+        if known(value(x).numel()) == 1:
+            return build.call(aten.reshape.default, (x, []))
+        whole = list(value(node).shape)
+        x = x if list(value(x).shape) == whole else build.call(aten.expand.default, (x, whole))
+        return build.call(aten.reshape.default, (x, shape))
 
     args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), back)
     new = build.call(node.target, args, kwargs)

@@ -18,6 +18,7 @@ import sympy
 import torch
 from torch._dynamo.source import ConstantSource
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+from torch.utils._sympy.functions import ToFloat
 
 # Where an environment keeps its symbols that count steps.
 _STEPS = "refold_steps"
@@ -76,10 +77,11 @@ class InductionVariable:
         if not isinstance(count, int):
             return "what a step does depends on its number, for some lengths"
         at, guard = min(((self._first_failure(guard, count), guard) for guard in known), key=lambda pair: pair[0])
-        decision = guard.subs(self.symbol, sympy.Symbol("step", integer=True) - before)
+        decision = _exact(guard).subs(self.symbol, sympy.Symbol("step", integer=True) - before)
         if isinstance(decision, sympy.core.relational.Relational):
             text = f"{decision.lhs} {decision.rel_op} {decision.rhs}"
-            decision = re.sub(r"\bPythonMod\((.+?), (\w+)\)", r"\1 % \2", text)
+            text = re.sub(r"\bPythonMod\((.+?), (\w+)\)", r"\1 % \2", text)
+            decision = re.sub(r"\b(?:Int|Float)TrueDiv\((\w+), (\w+)\)", r"\1 / \2", text)
         if guard.subs(self.symbol, at) != sympy.false:
             return f"a step decides on its number by `{decision}`, of which the next step is not known"
         return f"step {before + at}, counted from 0, is the first for which `{decision}` is not true"
@@ -124,12 +126,12 @@ class InductionVariable:
         known = rest if isinstance(rest, int) else rest.node.maybe_as_int()
         return int(a), rest if known is None else known
 
-    def _coefficients(self, expr: Any) -> tuple[int, int] | None:
-        expr = sympy.expand(expr)
+    def _coefficients(self, expr: Any) -> tuple[int, int | float] | None:
+        expr = sympy.expand(_exact(expr))
         a, b = expr.coeff(self.symbol, 1), expr.coeff(self.symbol, 0)
-        if not (a.is_Integer and b.is_Integer) or sympy.expand(a * self.symbol + b - expr) != 0:
+        if not (a.is_Integer and (b.is_Integer or b.is_Float)) or sympy.expand(a * self.symbol + b - expr) != 0:
             return None
-        return int(a), int(b)
+        return int(a), int(b) if b.is_Integer else float(b)
 
     def _first_failure(self, guard: Any, most: int) -> int:
         if guard in (True, sympy.true):
@@ -143,12 +145,17 @@ class InductionVariable:
         return 1  # all that is known is that it holds where the body was traced
 
 
-def _first_failure(op: str, a: int, b: int, most: int) -> int:
+def _exact(expr: Any) -> Any:
+    """Return an expression with integers in place of floats that are made of them."""
+    return expr.replace(ToFloat, lambda x: x)
+
+
+def _first_failure(op: str, a: int, b: int | float, most: int) -> int:
     """Return the first step at which ``a * step + b <op> 0`` is false, or ``most``."""
     if op == "!=":
         if not a:
             return most if b else 0
-        root = -b // a if b % a == 0 else most
+        root = int(-b // a) if b % a == 0 else most
         return root if 0 <= root < most else most
     holds = {
         "==": lambda v: v == 0,

@@ -102,6 +102,7 @@ class _Splitter:
         self.graph.output((*output, *contents))
         for node in self.graph.find_nodes(op="call_function", target=aten.copy_.default):
             self.graph.erase_node(node)
+        _multiply_out_columns(self.graph)
         self.traced, self.chosen = traced, chosen
         self.elements: dict[Node, Elements] = {}
         self.depends: set[Node] = set()
@@ -258,6 +259,19 @@ class _Splitter:
             writes=[replace(write, content=x) for write, x in zip(traced.writes, results[ends:], strict=True)],
             elements={part: (new, name) for part, new, name in zip(parts, news, names, strict=True)},
         )  # fmt: skip
+
+
+def _multiply_out_columns(graph: Graph) -> None:
+    """Write products of a column and a row, which sum nothing, as elementwise ones."""
+    for node in list(graph.nodes):
+        if node.target not in (aten.mm.default, aten.bmm.default) or node.kwargs:
+            continue
+        if known(value(node.args[0]).shape[-1]) == 1:
+            with graph.inserting_before(node):
+                new = graph.call_function(aten.mul.Tensor, node.args)
+            new.meta = dict(node.meta)
+            node.replace_all_uses_with(new)
+            graph.erase_node(node)
 
 
 # Operations: what a node is by elements (or another node), and whether elements are moved or mixed; None for as it is.

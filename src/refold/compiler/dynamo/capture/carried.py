@@ -115,13 +115,12 @@ def widen(
         elif location in assumed.counters:
             counter = assumed.counters[location]
             if not isinstance(then, SymNodeVariable) or not counter.grow(then.sym_num, number):
-                if not isinstance(counter.step, float) or counter.powers or not counter.start:
+                other = counter.otherwise()
+                if other is None:
                     raise Refused(
                         "python-state", f"`{location.name}` does not grow by the same number, or factor, at every step"
                     )
-                new.counters[location] = Numbers(
-                    counter.start, (counter.start + counter.step) / counter.start, powers=True
-                )
+                new.counters[location] = other
         elif then is before or (is_constant(before) and is_constant(then) and before.value is then.value):
             continue
         elif is_constant(before) and is_constant(then) and type(before.value) is type(then.value) in (int, float):

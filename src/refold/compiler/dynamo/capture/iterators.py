@@ -11,7 +11,7 @@ import builtins
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import sympy
 import torch
@@ -23,6 +23,7 @@ from torch._dynamo.variables.functions import LocalGeneratorObjectVariable
 from torch._dynamo.variables.iter import MapVariable, ZipVariable
 from torch._dynamo.variables.lists import ListIteratorVariable, RangeIteratorVariable
 from torch.fx import Node
+from torch.utils._sympy.functions import FloatTrueDiv
 
 from ...ir.captured_loop import Reads
 from ..induction_variable import InductionVariable
@@ -40,14 +41,15 @@ _ROUNDING = 1e-15
 
 @dataclass(frozen=True)
 class Numbers:
-    """Integers or floats ``start + step * k``, or floats ``start * step**k``.
+    """Numbers of a form: "sums" are ``start + step * k``, and "powers" ``start * step**k``.
 
-    Floats are rounded otherwise than step by step, in their last bits.
+    "turns" are ``start`` and ``start + step`` in turns. Integers are sums or turns. Floats are rounded otherwise than
+    step by step, in their last bits.
     """
 
     start: Any
     step: Any
-    powers: bool = False
+    form: Literal["sums", "turns", "powers"] = "sums"
 
     def at(self, tx: Translator, counted: Variable) -> Variable:
         """Return the number of the step whose number is given."""
@@ -62,34 +64,50 @@ class Numbers:
 
     @property
     def _operations(self) -> list[tuple[Any, Any]]:
-        if self.powers:
+        if self.form == "powers":
             return [(operator.pow, self.step), (operator.mul, self.start)]
         both = ((operator.mul, self.step, 1), (operator.add, self.start, 0))
-        return [(apply, by) for apply, by, neutral in both if type(by) is not int or by != neutral]
+        turns = [(operator.mod, 2)] if self.form == "turns" else []
+        return turns + [(apply, by) for apply, by, neutral in both if type(by) is not int or by != neutral]
 
     def grow(self, then: Any, number: InductionVariable) -> bool:
         """Tell whether a step leads to the number of the next one."""
-        if not isinstance(self.step, float):
+        if self.form == "sums" and not isinstance(self.step, float):
             return number.affine(then) == (self.step, self.start + self.step)
         x: Any = number.symint
         for apply, by in self._operations:
             x = apply(by, x) if apply is operator.pow else apply(x, by)
-        x = x * self.step if self.powers else x + self.step
-        if not isinstance(then, torch.SymFloat):
+        if type(then) is not type(x):
             return False
-        size = abs(self.start) * max(1.0, abs(self.step)) if self.powers else abs(self.step)
-        left = sympy.expand(then.node.expr - x.node.expr).as_coefficients_dict()
+        x = {"sums": x + self.step, "turns": 2 * self.start + self.step - x, "powers": x * self.step}[self.form]
+        size = abs(self.start) * max(1.0, abs(self.step)) if self.form == "powers" else abs(self.step)
+        new = then.node.expr.replace(FloatTrueDiv, operator.truediv)
+        left = sympy.expand(new - x.node.expr).as_coefficients_dict()
         return all(abs(rest) <= _ROUNDING * (abs(self.start) + size if of == 1 else size) for of, rest in left.items())
+
+    def otherwise(self) -> Numbers | None:
+        """Return another form with the same two first numbers; None if there is none."""
+        after = self.start + self.step
+        if self.form == "sums" and isinstance(after, float) and self.start and after / self.start > 0:
+            return Numbers(self.start, after / self.start, "powers")
+        return None if self.form == "turns" else Numbers(self.start, self.second - self.start, "turns")
+
+    @property
+    def second(self) -> Any:
+        """The number of the second step."""
+        return self.start * self.step if self.form == "powers" else self.start + self.step
 
     def after(self, count: Any) -> Any:
         """Return the number after so many steps."""
-        if not isinstance(self.step, float):
+        if self.form == "sums" and not isinstance(self.step, float):
             return self.start + self.step * count
         if not isinstance(count, int):
-            raise Refused("python-state", "a float changes at every step, for any number of steps")
+            raise Refused("python-state", "a number changes otherwise than by an integer, for any number of steps")
+        if self.form == "turns":
+            return self.second if count % 2 else self.start
         value = self.start
         for _ in range(count):
-            value = value * self.step if self.powers else value + self.step
+            value = value * self.step if self.form == "powers" else value + self.step
         return value
 
 
