@@ -300,6 +300,24 @@ def adafactor(g):
     return torch.stack(out, 1)
 
 
+def returns_of_lists(rewards, ends):
+    """Lists of what was recorded at each step, read backwards (REINFORCE)."""
+    rewards, ends = [rewards[:, t] for t in range(STEPS)], [ends[:, t] for t in range(STEPS)]
+    value, out = torch.zeros_like(rewards[0]), []
+    for reward, end in zip(rewards[::-1], ends[::-1], strict=True):
+        value = reward + 0.99 * value * (end < 1)
+        out.insert(0, value)
+    return torch.stack(out, 1)
+
+
+def columns_in_a_list(x):
+    columns, h, out = [x[..., k] for k in range(STEPS)], torch.zeros_like(x[..., 0]), []
+    for t in range(STEPS):
+        h = 0.9 * h + columns[t]
+        out.append(h)
+    return torch.stack(out, -1)
+
+
 LONG, ONE, WEIGHTS = (BATCH, STEPS, CHANNELS), (STEPS, HEADS * HEAD), (CHANNELS, HEAD)
 SPELLINGS = {
     rwkv6_of_one_sequence: ([ONE, ONE, ONE, ONE, ONE[1:]], "linear_scan"),
@@ -325,6 +343,8 @@ SPELLINGS = {
     membrane: ([LONG], "linear_scan"),
     rwkv7_by_products: ([LONG] * 6, "linear_system of 2"),
     adafactor: ([LONG], "linear_scan"),
+    returns_of_lists: ([LONG] * 2, "linear_scan"),
+    columns_in_a_list: ([(BATCH, CHANNELS, STEPS)], "linear_scan"),
     operation: ([LONG] * 2, "linear_scan"),
     operation_against_time: ([LONG] * 2, "linear_scan"),
 }

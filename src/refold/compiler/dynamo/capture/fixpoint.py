@@ -68,6 +68,8 @@ def _captured(tx: Translator, code: LoopCode) -> None:
         refused = Refused("step-number", found.number.decided(left, code.done))
         refused.alike = count
         raise refused
+    if not assumed.carried and found.only_reads:  # as views of their tensor, the items are of more use
+        return
     emit(tx, assumed, found, count, live)
     advance(tx, iterator, count)
 

@@ -16,13 +16,14 @@ from typing import Any, Literal
 import sympy
 import torch
 from torch._dynamo.polyfills import builtins as polyfills
+from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._dynamo.utils import set_example_value
 from torch._dynamo.variables import ConstantVariable, SymNodeVariable, TensorVariable, TupleVariable
 from torch._dynamo.variables.base import ValueMutationNew, VariableTracker
 from torch._dynamo.variables.functions import LocalGeneratorObjectVariable
 from torch._dynamo.variables.iter import MapVariable, ZipVariable
 from torch._dynamo.variables.lists import ListIteratorVariable, RangeIteratorVariable
-from torch.fx import Node
+from torch.fx import Node, Proxy
 from torch.utils._sympy.functions import FloatTrueDiv
 
 from ...ir.captured_loop import Reads
@@ -292,12 +293,36 @@ def sequence(items: list[Variable]) -> Element | None:
         return _together([sequence([item.items[i] for item in items]) for i in range(len(first.items))])
     if type(first) is TensorVariable:
         nodes = [item.as_proxy().node for item in items]
-        one = all(node.target is operator.getitem and node.args[0] is nodes[0].args[0] for node in nodes)
-        spaced = _spaced([node.args[1] for node in nodes]) if one else None
+        found = [_position(node) for node in nodes]
+        one = all(x is not None and x[:2] == found[0][:2] for x in found)
+        spaced = _spaced([x[2] for x in found]) if one else None
         if spaced is None or len({form(example(item)) for item in items}) > 1:
             raise Refused("sequence-uneven", "it goes through tensors that are not evenly spaced items of one")
-        return Items(nodes[0].args[0], Reads(*spaced), items)
+        return Items(_in_front(*found[0][:2]), Reads(*spaced), items)
     return None
+
+
+def _position(node: Node) -> tuple[Node, int, int] | None:
+    """Read an item as a sequence or a tensor, the axis, and the position there; None if it is another part."""
+    if node.target is not operator.getitem:
+        return None
+    source: Any = node.args[0]
+    key = node.args[1]
+    *before, at = key if isinstance(key, tuple) else (key,)
+    last = before == [Ellipsis]
+    if type(at) is not int or not (last or all(isinstance(x, slice) and x == slice(None) for x in before)):
+        return None
+    return source, source.meta["example_value"].dim() - 1 if last else len(before), at
+
+
+def _in_front(source: Node, dim: int) -> Node:
+    """Return a view of a tensor with an axis in front."""
+    if not dim:
+        return source
+    tracer = InstructionTranslator.current_tx().output.root_tracer
+    proxy = tracer.create_proxy("call_function", torch.movedim, (Proxy(source, tracer), dim, 0), {})
+    set_example_value(proxy.node, torch.movedim(source.meta["example_value"], dim, 0))
+    return proxy.node
 
 
 def _spaced(numbers: list[Any]) -> tuple[int, int] | None:

@@ -99,6 +99,12 @@ class Trace:
     after: dict[Location, Variable | None]
     lists: list[GrowingList]
 
+    @property
+    def only_reads(self) -> bool:
+        """Whether the body does no more than to read parts of tensors, as ``[x[:, t] for t in range(n)]`` does."""
+        reads, calls = (torch.select, operator.getitem), [x for x in self.graph.nodes if x.op != "placeholder"]
+        return all(x.target in reads or isinstance(x.meta.get("example_value"), torch.SymInt) for x in calls)
+
     def program(self) -> list[Any]:
         """Return the graph as data: equal for equal programs."""
         # Which sizes are arguments as well depends on the form of the carried values, not on what is computed.
