@@ -318,6 +318,28 @@ def columns_in_a_list(x):
     return torch.stack(out, -1)
 
 
+def lists_of_moments(g, p):
+    """Adam on a list of parameters, as PyTorch's own optimizers compute it."""
+    params = [x[:, 0] for x in p.split(3, -1)]
+    m, v = ([torch.zeros_like(x) for x in params] for _ in range(2))
+    for t in range(g.shape[1]):
+        grads = [x[:, t] for x in g.split(3, -1)]
+        m = torch._foreach_lerp(m, grads, 0.1)
+        v = torch._foreach_mul(v, 0.99)
+        torch._foreach_addcmul_(v, grads, grads, 0.01)
+        params = torch._foreach_addcdiv(params, m, torch._foreach_add(torch._foreach_sqrt(v), 1e-2), -0.01)
+    return torch.cat(params, -1)
+
+
+def products_added(x, a):
+    h, out = x[:, 0], []
+    for t in range(x.shape[1]):
+        h = torch.addcmul(x[:, t], a[:, t].sigmoid(), h, value=0.5)
+        h = torch.addcdiv(x[:, t], h, 1 + a[:, t].exp(), value=-0.5)
+        out.append(h)
+    return torch.stack(out, 1)
+
+
 LONG, ONE, WEIGHTS = (BATCH, STEPS, CHANNELS), (STEPS, HEADS * HEAD), (CHANNELS, HEAD)
 SPELLINGS = {
     rwkv6_of_one_sequence: ([ONE, ONE, ONE, ONE, ONE[1:]], "linear_scan"),
@@ -344,6 +366,8 @@ SPELLINGS = {
     rwkv7_by_products: ([LONG] * 6, "linear_system of 2"),
     adafactor: ([LONG], "linear_scan"),
     returns_of_lists: ([LONG] * 2, "linear_scan"),
+    lists_of_moments: ([LONG] * 2, "linear_scan"),
+    products_added: ([LONG] * 2, "linear_scan"),
     columns_in_a_list: ([(BATCH, CHANNELS, STEPS)], "linear_scan"),
     operation: ([LONG] * 2, "linear_scan"),
     operation_against_time: ([LONG] * 2, "linear_scan"),

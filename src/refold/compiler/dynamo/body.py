@@ -74,6 +74,22 @@ def _replaced(x: torch.Tensor, indices: Sequence[Any], values: torch.Tensor, acc
     return torch.where(mask.reshape([*mask.shape, *[1] * rest]), values, x)
 
 
+def _one_by_one(name: str) -> Callable[..., Any]:
+    """Spell an operation on lists of tensors tensor by tensor."""
+    plain = getattr(torch, name)
+
+    def spelled(xs: Sequence[torch.Tensor], *rest: Any, **kwargs: Any) -> list[torch.Tensor]:
+        lists = [y if isinstance(y, (list, tuple)) else [y] * len(xs) for y in rest]
+        if name.startswith("addc"):  # whose factor may come last
+            factors = lists[2] if len(lists) > 2 else [1] * len(xs)
+            return [plain(x, a, b, value=v) for x, a, b, v in zip(xs, *lists[:2], factors, strict=True)]
+        return [plain(*row, **kwargs) for row in zip(xs, *lists, strict=True)]
+
+    return spelled
+
+
+_ON_LISTS = ("add", "sub", "mul", "div", "lerp", "neg", "sqrt", "addcmul", "addcdiv")
+
 _OWN_SPELLINGS: dict[Any, Callable[..., Any]] = {
     aten.stack.default: lambda xs, dim=0: torch.cat([x.unsqueeze(dim) for x in xs], dim),
     **({prims.fma.default: lambda a, b, c: a * b + c} if hasattr(prims, "fma") else {}),
@@ -82,6 +98,12 @@ _OWN_SPELLINGS: dict[Any, Callable[..., Any]] = {
     aten.addbmm.default: _added_product(lambda a, b: torch.bmm(a, b).sum(0)),
     aten.addr.default: _added_product(lambda a, b: a.unsqueeze(1) * b),
     aten.index_put.default: _replaced,
+    **{
+        getattr(packet, kind): _one_by_one(name)
+        for name in _ON_LISTS
+        for packet in [getattr(aten, f"_foreach_{name}")]
+        for kind in {"default", "Scalar", "List", "ScalarList"} & {*packet.overloads()}
+    },
 }
 # Views that a tensor is given in place, as products of vectors do within.
 _VIEWS_IN_PLACE = {

@@ -292,12 +292,18 @@ class LoopVectorizer:
         if target is aten.div.Tensor and isinstance(operands[0], Affine) and not isinstance(operands[1], Affine):
             inverse = self._call(aten.reciprocal.default, loop, operands[1])
             return self._scaled(operands[0], inverse, loop)
-        if target is aten.addcmul.default and not node.kwargs:
-            a, b, c = leaves
+        added = target in (aten.addcmul.default, aten.addcdiv.default)
+        if added and not isinstance(factor := node.kwargs.get("value", 1), Node):
+            a, b, c = leaves[:3]  # the factor may be the fourth
+            if target is aten.addcdiv.default:
+                if isinstance(c, Affine):
+                    raise NotALoop("carry-not-affine", f"`{expression(node)}` divides by {loop.name}")
+                c = self._call(aten.reciprocal.default, loop, c)
             if isinstance(b, Affine) and isinstance(c, Affine):
                 raise NotALoop("carry-squared", f"{loop.name} is multiplied by itself")
             b, c = (c, b) if isinstance(c, Affine) else (b, c)
-            return self._plus(a, self._scaled(b, c, loop), loop)
+            product = self._scaled(b, c, loop)
+            return self._plus(a, product if factor == 1 else self._scaled(product, Value(factor), loop), loop)
         if target is aten.neg.default:
             return self._scaled(mine, Value(-1.0), loop)
         if target is aten.where.self and isinstance(leaves[0], Value):

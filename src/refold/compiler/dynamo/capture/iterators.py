@@ -293,8 +293,8 @@ def sequence(items: list[Variable]) -> Element | None:
         return _together([sequence([item.items[i] for item in items]) for i in range(len(first.items))])
     if type(first) is TensorVariable:
         nodes = [item.as_proxy().node for item in items]
-        found = [_position(node) for node in nodes]
-        one = all(x is not None and x[:2] == found[0][:2] for x in found)
+        found = [x for x in map(_position, nodes) if x is not None]
+        one = len(found) == len(nodes) and len({x[:2] for x in found}) == 1
         spaced = _spaced([x[2] for x in found]) if one else None
         if spaced is None or len({form(example(item)) for item in items}) > 1:
             raise Refused("sequence-uneven", "it goes through tensors that are not evenly spaced items of one")
