@@ -62,7 +62,10 @@ REASONS = {
         "the first step runs another program than the other steps",
         "Give the state before the loop the dtype, shape and gradient that it has after a step.",
     ),
-    "generator": ("the loop contains `yield`", "Write the loop without yield."),
+    "generator": (
+        "the loop contains `yield`",
+        "Write a `for` loop without `yield`, and without functions such as `itertools.accumulate`.",
+    ),
     "global-state": ("a global variable is set", "Use local variables or attributes."),
     "graph-differs": (
         "the rewritten graph as a whole is not equal to the original",

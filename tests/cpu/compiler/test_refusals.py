@@ -6,6 +6,7 @@ planted: rewrites that are wrong, slow or undescribed, and failures inside refol
 
 import collections
 import inspect
+import itertools
 import re
 
 import pytest
@@ -501,6 +502,21 @@ def test_explain_says_why_a_loop_is_not_captured():
     torch._dynamo.reset()
     (graph,) = refold.explain(python_state, torch.randn(T, D)).graphs
     check("python-state", graph.notes[0], python_state)
+
+
+def test_a_loop_of_pythons_library_is_named_by_the_line_that_calls_it():
+    """Dynamo spells such functions in files of its own."""
+
+    def fn(x):
+        step = torch.nn.functional.silu
+        return torch.stack(list(itertools.accumulate(x, lambda h, now: step(h) + now)))
+
+    torch._dynamo.reset()
+    said = told(fn, (torch.randn(T, D),))
+    assert not any("polyfills" in note for note in said)
+    if torch.__version__ >= (2, 13):
+        check("generator", said[0], fn)
+        assert "in `accumulate`" in said[0]
 
 
 # Rewrites and graphs ---------------------------------------------------------------------------------

@@ -255,7 +255,8 @@ class LoopVectorizer:
             raise NotALoop("carry-not-tensor", f"{loop.name} is not one tensor: one operation makes several")
         found, shape = self._operation(node, leaves, loop, count), tuple(value(node).shape)
         if _without_ones(shape) != _without_ones(value(loop.steps[-1]).shape):
-            raise NotALoop("carry-shape", f"`{expression(node)}` broadcasts {loop.name} to another shape, {shape}")
+            reason = f"`{expression(node)}` pairs elements of {loop.name} with one another, as {shape}"
+            raise NotALoop("mixes-elements", reason)
         return replace(found, shape=shape)
 
     def _operation(self, node: Any, leaves: list[Any], loop: Loop, count: int) -> Affine:

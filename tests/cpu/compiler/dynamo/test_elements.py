@@ -347,6 +347,14 @@ def dense(x, m):
     return torch.stack(out, 1)
 
 
+def hidden_markov(x, m):
+    h, out = torch.zeros_like(x[:, 0]), []
+    for t in range(x.shape[1]):
+        h = torch.logsumexp(h.unsqueeze(-1) + m, 1) + x[:, t]
+        out.append(h)
+    return torch.stack(out, 1)
+
+
 def kept_and_reset(x, a):
     h, out = torch.zeros_like(x[:, 0]), []
     for t in range(x.shape[1]):
@@ -363,6 +371,7 @@ def kept_and_reset(x, a):
         (season, [(2, 45), ()], "a step reads `y`, which steps write to", "[shared-memory]"),
         (delta, [(2, 20, 16)] * 3 + [(2, 20)], "the carry `S`", "[mixes-elements]"),
         (dense, [(2, 20, 16), (16, 16)], "the carry `h`", "[mixes-elements]"),
+        (hidden_markov, [(2, 20, 5), (5, 5)], "pairs elements of the carry `h`", "[mixes-elements]"),
     ],
 )
 def test_refusals_name_variable_line_and_remedy(fn, shapes, named, said, monkeypatch):

@@ -32,6 +32,8 @@ from .variables import Refused, Translator, Variable, place_of, realized, while_
 HEADS = 3
 # Where PyTorch asks whether an autograd function returns what it is given.
 _AUTOGRAD_FUNCTIONS = "torch._functorch.autograd_function"
+# Where Dynamo keeps its own spellings of functions of Python's library, such as `itertools.accumulate`.
+_POLYFILLS = "torch/_dynamo/polyfills"
 # A shorter ``while`` is hardly one over time: there are those that double their step.
 LONG = 32
 
@@ -108,8 +110,9 @@ def _meet(tx: Translator, iterator: Variable, count: int | None, code: Callable[
         return
     loop = state.met.setdefault(id(iterator), _Met(iterator))
     met, loop.heads = loop.heads, loop.heads + 1
-    where, _ = place_of(tx, tx.current_instruction)
-    where = where or f"{tx.f_code.co_filename}:{tx.lineno}"
+    frame = _users_frame(tx)
+    where, _ = place_of(frame, frame.current_instruction)
+    where = where or f"{frame.f_code.co_filename}:{frame.lineno}"
     if count is None and met + 1 == SHORTEST:
         state.refused[where] = state.doubts.get(where) or _advice(
             Refused("sequence-unknown", "only running the iterator can tell when it ends"), where
@@ -128,12 +131,22 @@ def _meet(tx: Translator, iterator: Variable, count: int | None, code: Callable[
         raise
     except Exception as error:  # whatever it is: the loop is traced step by step
         decided = isinstance(error, Refused) and error.reason == "step-number"
+        if frame is not tx and isinstance(error, Refused):  # the line is of a function of Python's, as Dynamo writes it
+            reason = error.reason
+            error = Refused(reason, f"in `{tx.f_code.co_name.strip('_')}`, {error.args[0]}")
         if not (decided and loop.decided):
             reasons[where] = _advice(_by_deque(tx, error) or error, where)
         loop.decided = decided
         loop.next = met + (error.alike if isinstance(error, Refused) else 1)
     finally:
         state.busy = False
+
+
+def _users_frame(tx: Translator) -> Translator:
+    """Return the innermost frame that is not Dynamo's own spelling of a function of Python's library."""
+    while _POLYFILLS in tx.f_code.co_filename.replace("\\", "/") and getattr(tx, "parent", None) is not None:
+        tx = tx.parent
+    return tx
 
 
 def _count_turn(tx: Translator, instruction: Any) -> None:
