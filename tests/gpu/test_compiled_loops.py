@@ -14,7 +14,7 @@ from support.scans import compiled, flat, operators  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 CHUNKS = "linear_scan over chunks"
-TIES = 0.5, 0.5  # as PyTorch's maximum and minimum share a gradient
+TIES = (0.5, 1.0), (0.5, 1.0)  # as PyTorch's maximum and minimum share a gradient
 LOOPS = {
     "recurrence.test_readout": {"bonus": CHUNKS, "by_products": CHUNKS, "plain": CHUNKS, "one_decay_a_head": "ssd",
                          "output_first": "selective_scan"},

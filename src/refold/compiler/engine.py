@@ -90,6 +90,10 @@ def refold(
             if kind := next(filter(None, map(_left_alone, example_inputs)), ""):
                 entry.notes.append(f"nothing was looked for: {kind}")
                 return plain(gm, example_inputs, settings, entry)
+            if any(isinstance(x, torch.Tensor) and x.is_neg() for x in example_inputs):
+                # Dynamo compiles again for them: its guards compare dispatch keys.
+                entry.chosen, entry.reason = "eager", "because Inductor drops the sign of an input, a negated view"
+                return run_as_written(gm).forward
             run = Remembering(gm, example_inputs, settings, entry).run()
             # A call of a module looks for hooks first, which a graph has none of.
             return run_as_written(run).forward if isinstance(run, GraphModule) else run

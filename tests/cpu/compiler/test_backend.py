@@ -355,3 +355,14 @@ def test_inputs_of_other_kinds_are_left_to_inductor():
     compiled = refold.compile(lambda x: x.cumsum(1) * 2, strict=True)
     assert compiled(torch.empty(2, 3, device="meta")).is_meta
     assert "only a shape" in str(compiled.report)
+
+
+def test_views_that_are_negated_when_they_are_read():
+    """Inductor reads the memory of one, which holds the numbers with the other sign."""
+    compiled = refold.compile(lambda x: x.exp() + 1, strict=True, verify="off", accept="always")
+    plain = torch.randn(3, 4)
+    view = torch.complex(plain, plain).conj().imag
+    assert view.is_neg()
+    for x in (plain, view):
+        torch.testing.assert_close(compiled(x), x.exp() + 1)
+    assert "negated view" in str(compiled.report)

@@ -16,7 +16,7 @@ from refold.report import GraphReport
 from support.agreement import check
 
 STEPS = 21
-TIES = 0.5, 0.5  # as PyTorch's maximum and minimum share a gradient
+TIES = (0.5, 1.0), (0.5, 1.0)  # as PyTorch's maximum and minimum share a gradient
 
 
 @pytest.mark.parametrize("training", [False, True])

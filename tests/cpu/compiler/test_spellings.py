@@ -10,7 +10,7 @@ import torch.nn.functional as F
 import refold
 from refold.compiler.recurrence.affine import LoopVectorizer
 from refold.compiler.recurrence.vectorize import Value
-from support.agreement import check, rewritten
+from support.agreement import check, outputs, rewritten
 
 BATCH, STEPS, CHANNELS, HEADS, HEAD = 2, 24, 6, 2, 4
 
@@ -465,6 +465,33 @@ def test_gradients_where_both_sides_of_a_bound_are_equal(name):
     generator = torch.Generator().manual_seed(0)
     (detail,) = check(fn, [torch.randn(LONG, generator=generator) for _ in range(2)], True)
     assert "running" in detail or "bounded scan" in detail
+
+
+OTHERWISE = (
+    "moved", "moved from the right", "then decaying", "turned round", "both sides, then moved",
+    "of a stack", "of a stack, shared",
+)  # fmt: skip
+"""What is added after a bound, and the largest of a stack, share the gradient of what is not finite in another way."""
+
+
+@pytest.mark.parametrize("name", [name for name in BOUNDED if name not in OTHERWISE])
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_gradients_before_what_is_not_finite(name, bad):
+    def fn(x, c):
+        h, out = torch.zeros_like(x[:, 0]), []
+        for t in range(x.shape[1]):
+            h = BOUNDED[name](h, x[:, t], c[:, t])
+            out.append(h)
+        return torch.stack(out, 1)
+
+    generator = torch.Generator().manual_seed(0)
+    inputs = [torch.randn(BATCH, STEPS, CHANNELS, generator=generator) for _ in range(2)]
+    first = STEPS - 3
+    inputs[0][0, first, :2] = bad
+    weights = torch.randn(inputs[0].shape, generator=generator)
+    found = outputs(lambda *xs: rewritten(fn, *xs, training=True)[0], inputs, True, weights)
+    for mine, theirs in zip(found, outputs(fn, inputs, True, weights), strict=True):
+        torch.testing.assert_close(mine[:, :first], theirs[:, :first])
 
 
 NUMBERS = {

@@ -7,7 +7,7 @@ from refold.compiler.recurrence import systems
 from refold.compiler.recurrence.systems import BOUNDED_SCAN, LINEAR_SYSTEM
 
 STEPS = 7
-TIES = 0.5, 0.5  # as PyTorch's maximum and minimum share a gradient
+TIES = (0.5, 1.0), (0.5, 1.0)  # as PyTorch's maximum and minimum share a gradient
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value")  # of Triton's interpreter
 
 
@@ -160,6 +160,33 @@ def test_maxima_keep_what_is_not_finite(way, smooth):
     torch.testing.assert_close(
         BOUNDED_SCAN(None, shift, floor, None, start, smooth, *TIES), torch.stack(out), equal_nan=True
     )
+
+
+RULES = {
+    "maximum": (torch.maximum, False, (0.5, 1.0)),
+    "clamp": (lambda x, low: torch.clamp(x, min=low), False, (1.0, 0.0)),
+    "relu": (lambda x, low: torch.relu(x - low) + low, False, (0.0, 1.0)),
+    "logaddexp": (torch.logaddexp, True, (0.5, 1.0)),
+}
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_gradients_of_steps_before_what_is_not_finite(way, rule):
+    """They are those of PyTorch, which differ where an operand is not a number."""
+    above, smooth, shares = RULES[rule]
+    generator = torch.Generator().manual_seed(0)
+    shift, low = (torch.randn(n, 300, generator=generator, dtype=torch.float64) for n in (STEPS, 1))
+    low[:, :100] = 0.0
+    shift[4, :3] = shift[4, 200:203] = torch.tensor([float("nan"), float("inf"), -float("inf")])
+    weights = torch.randn(shift.shape, generator=generator, dtype=torch.float64)
+    shift.requires_grad_()
+    h, out = torch.zeros(300, dtype=torch.float64), []
+    for t in range(STEPS):
+        h = above(h + shift[t], low[0])
+        out.append(h)
+    found = BOUNDED_SCAN(None, shift, low, None, torch.zeros(300, dtype=torch.float64), smooth, shares, shares)
+    ours, theirs = (torch.autograd.grad(y, shift, weights)[0][:4] for y in (found, torch.stack(out)))
+    torch.testing.assert_close(ours, theirs, equal_nan=True)
 
 
 def test_a_call_takes_few_operations_of_pytorch():

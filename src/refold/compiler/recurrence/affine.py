@@ -30,16 +30,18 @@ from .vectorize import Emitter, NotALoop, Value, broadcasts, described, is_point
 aten = torch.ops.aten
 prims = torch.ops.prims
 
-# Bounds: whether from above, whether smooth, and the share of a gradient that the first operand gets at a tie.
+# Bounds: whether from above, whether smooth, and the share of a gradient that the first operand gets at a tie, and that
+# both get if one of them is not a number.
+_EVEN, _FIRST, _SECOND = (0.5, 1.0), (1.0, 0.0), (0.0, 1.0)
 _BOUNDS = {
-    aten.maximum.default: (False, False, 0.5),
-    aten.minimum.default: (True, False, 0.5),
-    aten.logaddexp.default: (False, True, 0.5),
-    aten.relu.default: (False, False, 0.0),
-    **dict.fromkeys((aten.clamp_min.default, aten.clamp_min.Tensor), (False, False, 1.0)),
-    **dict.fromkeys((aten.clamp_max.default, aten.clamp_max.Tensor), (True, False, 1.0)),
-    **dict.fromkeys((aten.clamp.default, aten.clamp.Tensor), (False, False, 1.0)),  # from below, unless it says so
-    aten.hardtanh.default: (False, False, 0.0),
+    aten.maximum.default: (False, False, _EVEN),
+    aten.minimum.default: (True, False, _EVEN),
+    aten.logaddexp.default: (False, True, _EVEN),
+    aten.relu.default: (False, False, _SECOND),
+    **dict.fromkeys((aten.clamp_min.default, aten.clamp_min.Tensor), (False, False, _FIRST)),
+    **dict.fromkeys((aten.clamp_max.default, aten.clamp_max.Tensor), (True, False, _FIRST)),
+    **dict.fromkeys((aten.clamp.default, aten.clamp.Tensor), (False, False, _FIRST)),  # from below, unless it says so
+    aten.hardtanh.default: (False, False, _SECOND),
 }
 _HARD = (Value(-1.0), Value(1.0))  # what hardtanh stays within unless it says so
 _SAME = (aten.clone.default, aten.alias.default, aten.detach.default)
@@ -105,19 +107,19 @@ class Loop:
 class Bound:
     """What a function of a carry does not go beyond: its maximum with ``value``.
 
-    ``upper`` makes that a minimum, and ``smooth`` a ``logaddexp``. ``tie`` is the share of a gradient that the function
-    gets where the two are equal.
+    ``upper`` makes that a minimum, and ``smooth`` a ``logaddexp``. ``shares`` are those of a gradient: what the
+    function gets where the two are equal, and what both get where one of them is not a number.
     """
 
     value: Value
     upper: bool = False
     smooth: bool = False
-    tie: float = 0.5
+    shares: tuple[float, float] = _EVEN
 
     @property
-    def kind(self) -> tuple[bool, bool, float]:
+    def kind(self) -> tuple[bool, bool, tuple[float, float]]:
         """All but the value."""
-        return self.upper, self.smooth, self.tie
+        return self.upper, self.smooth, self.shares
 
 
 @dataclass(frozen=True)
@@ -192,10 +194,13 @@ class LoopVectorizer:
             by = self.emit.padded(bound.value, val.dim() - 1)
         else:
             by = self.emit.call(aten.full.default, [], bound.value.node, dtype=val.dtype, device=val.device)
-        if bound.smooth or bound.tie == 0.5:
+        if bound.smooth or bound.shares == _EVEN:
             chosen = aten.logaddexp.default if bound.smooth else aten.maximum.default
             return self.emit.call(aten.minimum.default if bound.upper else chosen, x, by)
-        if bound.tie == 0:  # the first of two equal operands gets the gradient
+        if bound.shares == _SECOND:
+            beyond = self.emit.call(aten.ge.Tensor if bound.upper else aten.le.Tensor, x, by)
+            return self.emit.call(aten.where.self, beyond, by, x)
+        if bound.shares != _FIRST:
             x, by = by, x
         return self.emit.call(aten.clamp_max.Tensor if bound.upper else aten.clamp_min.Tensor, x, by)
 
@@ -342,14 +347,14 @@ class LoopVectorizer:
 
     def _limits(self, node: Any, leaves: list[Any], rest: list[Any], mine: Affine) -> list[Bound | None]:
         """Return the bounds that an operation sets, in their order; None for what is not one."""
-        upper, smooth, tie = _BOUNDS[node.target]
-        tie = tie if leaves[0] is mine else 1 - tie
+        upper, smooth, shares = _BOUNDS[node.target]
+        shares = shares if leaves[0] is mine else (1 - shares[0], shares[1])
         if node.target is aten.hardtanh.default:
             rest = [*rest, *_HARD[len(rest) :]]
         elif node.target in (aten.clamp.default, aten.clamp.Tensor):
             upper = leaves[1].node is None
         if len(rest) < 2:
-            return [Bound(rest[0] if rest else Value(0.0), upper, smooth, tie)]
+            return [Bound(rest[0] if rest else Value(0.0), upper, smooth, shares)]
         low, high = rest
         if leaves[0] is not mine:
             return [None]
@@ -357,7 +362,7 @@ class LoopVectorizer:
             below = self._call(aten.lt.Tensor, mine.loop, low, high)
             fixed = self._call(aten.detach.default, mine.loop, low)
             low = self._call(aten.where.self, mine.loop, below, low, fixed)
-        return [Bound(low, False, False, tie), Bound(high, True, False, tie)]
+        return [Bound(low, False, False, shares), Bound(high, True, False, shares)]
 
     def _within(self, x: Affine, bound: Bound, node: Node) -> Affine | None:
         """Set one more bound; None if there are too many."""
@@ -424,8 +429,8 @@ class LoopVectorizer:
             whole(high[0].value, False) if high else None,
             emit.call(aten.neg.default, initial) if low.upper else initial,
             low.smooth,
-            low.tie,
-            high[0].tie if high else 0.5,
+            low.shares,
+            high[0].shares if high else _EVEN,
         )
         solved = emit.call(aten.neg.default, solved) if low.upper else solved
         loop.states = emit.cast(solved, val.dtype)

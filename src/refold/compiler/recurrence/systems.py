@@ -175,7 +175,7 @@ differentiate("linear_system", _backward, _save)
 
 def bounded_scan(
     scale: Tensor | None, shift: Tensor, low: Tensor, high: Tensor | None, initial: Tensor, smooth: bool,
-    low_tie: float, high_tie: float,
+    low_shares: Sequence[float], high_shares: Sequence[float],
 ) -> Tensor:  # fmt: skip
     """Return all states of ``h[t] = min(max(scale[t] * h[t-1] + shift[t], low[t]), high[t])``.
 
@@ -190,8 +190,9 @@ def bounded_scan(
         high: The same as scale; None for no such bound.
         initial: The state before the first step, ``(...)``.
         smooth: Whether ``logaddexp`` takes the place of the maximum; then there is no scale and no high.
-        low_tie: Which share of a gradient the state before gets where it is equal to the lower bound.
-        high_tie: The same at the upper bound.
+        low_shares: Which share of a gradient the state before gets where it is equal to the lower bound, and which one
+            both get where one of them is not a number.
+        high_shares: The same at the upper bound.
 
     Returns:
         ``(t, ...)``, contiguous.
@@ -238,7 +239,7 @@ def all_steps(scale: Tensor | None, shift: Tensor, low: Tensor, *rest: Any) -> T
 
 
 def _save_bounded(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    *operands, ctx.smooth, ctx.low_tie, ctx.high_tie = inputs
+    *operands, ctx.smooth, ctx.low_shares, ctx.high_shares = inputs
     ctx.save_for_backward(*operands, output)
 
 
@@ -248,13 +249,13 @@ def _bounded_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     before = torch.cat([initial[None], h[:-1]])
     carried = (before if scale is None else scale * before) + shift
     if ctx.smooth:
-        share = torch.where(torch.isneginf(h), 0.0, torch.exp(carried - h))
+        share = torch.where(torch.isneginf(h), 0.0, torch.sigmoid(carried - low))
+        shares = [share, 1 - share]
     else:
-        share = _above(carried, low, ctx.low_tie)
-    shares = [share, 1 - share]
+        shares = _shared(carried, low, ctx.low_shares)
     if high is not None:
-        below = _above(-torch.maximum(carried, low), -high, ctx.high_tie)
-        shares = [below * shares[0], below * shares[1], 1 - below]
+        below, top = _shared(-torch.maximum(carried, low), -high, ctx.high_shares)
+        shares = [below * shares[0], below * shares[1], top]
     factor = shares[0] if scale is None else _kept(shares[0], scale)
     lam = BOUNDED_ADJOINT(factor, grad)
     moved, *held = (_kept(share, lam) for share in shares)
@@ -266,9 +267,13 @@ def _bounded_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     return *own, _kept(factor[0], lam[0]), None, None, None
 
 
-def _above(x: Tensor, bound: Tensor, tie: float) -> Tensor:
-    """Return the share of a gradient that goes to the first operand of a maximum."""
-    return (x > bound).to(x.dtype) + tie * (x == bound).to(x.dtype)
+def _shared(x: Tensor, bound: Tensor, shares: Sequence[float]) -> list[Tensor]:
+    """Return the shares of a gradient that the two operands of a maximum get."""
+    tie, unknown = shares
+    equal = (x == bound).to(x.dtype)
+    # What is not a number is neither above nor below, and not the contrary either.
+    above, below = (~(x <= bound), ~(x >= bound)) if unknown else (x > bound, x < bound)
+    return [above.to(x.dtype) + tie * equal, below.to(x.dtype) + (1 - tie) * equal]
 
 
 def _handed_back(share: Tensor, grad: Tensor) -> Tensor:
@@ -287,8 +292,8 @@ def _kept(share: Tensor, x: Tensor) -> Tensor:
 
 BOUNDED_SCAN = define(
     "bounded_scan",
-    "(Tensor? scale, Tensor shift, Tensor low, Tensor? high, Tensor initial, bool smooth, float low_tie, "
-    "float high_tie) -> Tensor",
+    "(Tensor? scale, Tensor shift, Tensor low, Tensor? high, Tensor initial, bool smooth, float[] low_shares, "
+    "float[] high_shares) -> Tensor",
     bounded_scan,
     all_steps,
 )
