@@ -175,7 +175,9 @@ def _is_read(location: Location, results: _Results, found: Trace, columns: list[
     others = [x for x in (*results.carried, *results.lasts) if x != location]
     passed = {_node(x) for x in [*columns, *(x for other in others for x in tensors(found.after[other]))]}
     # A tensor that moves to another place of the same location is what the step before left: a shift register.
-    moved = {left for left, given in zip(map(_node, tensors(found.after[location])), own, strict=False) if left != given}
+    moved = {
+        left for left, given in zip(map(_node, tensors(found.after[location])), own, strict=False) if left != given
+    }
     return any(node.users or node in passed | moved for node in own)
 
 
