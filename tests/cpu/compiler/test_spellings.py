@@ -589,6 +589,9 @@ OTHERWISE = {
     "a choice before": lambda h, x: F.relu(torch.where(x > 1, 0.0, h) + x),
     "a bound that reads the state": lambda h, x: torch.minimum(h + x, 0.5 * h),
     "what is above a bound": lambda h, x: h - torch.minimum(h, x),
+    "added to itself": lambda h, x: (y := F.relu(0.4 * h + x)) + y,
+    "times itself": lambda h, x: (y := (0.4 * h + x).clamp(-1, 1)) * y,
+    "divided by itself": lambda h, x: (y := (h + x).clamp(min=1)) / y,
 }
 
 

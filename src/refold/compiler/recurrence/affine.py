@@ -320,7 +320,7 @@ class LoopVectorizer:
         """Bound a function of a carry, or apply an operation to one within bounds."""
         loop, target = mine.loop, node.target
         rest = [x for x in operands if x is not mine]
-        alone = not mine.others and mine.reset is None and not any(isinstance(x, Affine) for x in rest)
+        alone = not mine.others and mine.reset is None and sum(isinstance(x, Affine) for x in leaves) == 1
         found: Affine | None = mine if alone else None
         if target in _BOUNDS:
             for bound in self._limits(node, leaves, rest, mine) if alone and not node.kwargs else [None]:

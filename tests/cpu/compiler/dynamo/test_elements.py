@@ -97,6 +97,18 @@ def test_a_step_in_other_coordinates():
     right(fn, draw(3, STEPS, 2, 2), draw(2, 2, seed=1), found="linear_system of 2")
 
 
+def test_a_carry_that_begins_with_another_shape_is_not_split():
+    def fn(x, w):
+        h = before = torch.zeros_like(x[:, 0])
+        ys = []
+        for t in range(x.shape[1]):
+            h, before = 0.5 * h + 0.5 * before + x[:, t], w * 2
+            ys.append(h)
+        return torch.stack(ys, 1), before
+
+    assert outcome(fn, draw(2, STEPS, 3), draw(3)).failure == ""
+
+
 def test_convolved_windows():
     def fn(x, w, dense):
         h, out = x.new_zeros(x.shape[0], x.shape[2], 2), []

@@ -171,9 +171,14 @@ def _results(assumed: CarrySpec, found: Trace, count: Any, live: set[str], colum
 
 def _is_read(location: Location, results: _Results, found: Trace, columns: list[Variable]) -> bool:
     """Tell whether a step takes anything from a location but to leave it there."""
+    own = found.carried[location]
     others = [x for x in (*results.carried, *results.lasts) if x != location]
     passed = {_node(x) for x in [*columns, *(x for other in others for x in tensors(found.after[other]))]}
-    return any(node.users or node in passed for node in found.carried[location])
+    # A tensor that moves to another place of the same location is what the step before left: a shift register.
+    moved = {
+        left for left, given in zip(map(_node, tensors(found.after[location])), own, strict=False) if left != given
+    }
+    return any(node.users or node in passed | moved for node in own)
 
 
 def _passed_on(tx: Translator, found: Trace, location: Location) -> list[tuple[Node, Variable]]:
