@@ -19,7 +19,7 @@ from torch._dynamo.variables.misc import CellVariable
 
 from .lengths import Stacked
 from .lists import GrowingList
-from .variables import Refused, Translator, Variable, is_constant, name_of, not_carried, source_of
+from .variables import Refused, Translator, Variable, is_constant, name_of, not_carried, numbers, source_of
 
 CONTENTS = "cell_contents"
 
@@ -189,6 +189,31 @@ class ListLocation:
     def clear(self, tx: Translator) -> None:
         """Refuse."""
         raise Refused("list-kind", f"`{self.name}` does not hold the same kind of things at every step")
+
+
+@dataclass(frozen=True)
+class NumberIn:
+    """A number in a nest of tensors that is carried, as in ``(h, n)``: it is put there together with the tensors."""
+
+    nest: Location
+    at: str
+
+    @property
+    def name(self) -> str:
+        """What a person calls it."""
+        return f"{self.nest.name}{self.at}"
+
+    def now(self, tx: Translator) -> Variable | None:
+        """Return the number."""
+        nest = self.nest.now(tx)
+        return None if nest is None else numbers(nest).get(self.at)
+
+    def put(self, tx: Translator, x: Variable) -> None:
+        """Leave it to the nest."""
+
+    def clear(self, tx: Translator) -> None:
+        """Refuse."""
+        raise not_carried(f"`{self.name}`")
 
 
 class AttributeRecorder:

@@ -34,6 +34,7 @@ from .variables import (
     attributes,
     changeable,
     name_of,
+    numbers,
     place_of,
     placeholder,
     realized,
@@ -211,19 +212,20 @@ class _Tracing:
     def _begin(self) -> dict[Location, list[Node]]:
         """Put the assumed state in place."""
         tx, assumed, nodes = self.tx, self.assumed, {}
+        step = self.tracer.create_graph_input("step", int, self.number.symint)
+        self.step = step.node
+        counted = SymNodeVariable.create(tx, step, self.number.symint)
+        counts = {x: [*assumed.numbers(tx, x, lambda number: number.at(tx, counted))] for x in assumed.carried}
         for location in assumed.written:
             location.clear(tx)
         for location, examples in assumed.carried.items():
             values = [placeholder(tx, self.tracer, "carried", like) for like in examples]
             nodes[location] = [x.as_proxy().node for x in values]
-            state = rebuilt(tx, self.given[location], iter(values), frozen=True)
+            state = rebuilt(tx, self.given[location], iter(values), iter(counts[location]), frozen=True)
             self.objects += [(x, dict(attributes(x))) for x in changeable(state)]
             location.put(tx, state)
-        step = self.tracer.create_graph_input("step", int, self.number.symint)
-        self.step = step.node
-        counted = SymNodeVariable.create(tx, step, self.number.symint)
-        for location, numbers in assumed.counters.items():
-            location.put(tx, numbers.at(tx, counted))
+        for location, counter in assumed.counters.items():
+            location.put(tx, counter.at(tx, counted))
         tx.push(self._item(counted, self.code.element))
         return nodes
 
@@ -270,7 +272,8 @@ class _Tracing:
         """Assume more of a list that was read: that its ends are carried, or that it does not grow."""
         assumed, (front, back) = self.assumed, growing.wants
         end = ListEnd(growing.owner, max(front, back), bool(front), growing.name)
-        if 0 < end.count < SHORTEST and tensors(end.now(self.tx)) and not changeable(end.now(self.tx)):
+        known = end.now(self.tx) if 0 < end.count < SHORTEST else TupleVariable([])
+        if tensors(known) and not numbers(known) and not changeable(known):
             for location in [x for x in assumed.carried if isinstance(x, ListEnd) and x.owner is end.owner]:
                 if location.at_front == end.at_front:
                     del assumed.carried[location]
