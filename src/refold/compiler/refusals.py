@@ -214,10 +214,6 @@ REASONS = {
         "Inductor would take too long for an unrolled loop",
         "Raise compile_budget, or write the loop so that it can be captured.",
     ),
-    "while-loop": (
-        "the loop is a `while` loop",
-        "Write `for t in range(steps)`, with `steps` known before the loop: only such loops are traced once.",
-    ),
     "write-uneven": (
         "the slices that are written overlap, leave gaps, or differ in width",
         "Write position t of one tensor, or slices next to one another: `y[:, t] = ...`.",

@@ -202,14 +202,6 @@ def step_number(x):
     return h
 
 
-def while_loop(x):
-    h, t = zero(x), 0
-    while t < 2 * T:
-        h = 0.5 * h + x[t % T]
-        t += 1
-    return h
-
-
 def carry_shape(x):
     h = zero(x)
     for t in range(T):
@@ -430,7 +422,6 @@ NAMES = {
     "size-unknown": "`out`",
     "state-unstable": "`h`",
     "step-number": "step 1, counted from 0, is the first for which `step % 2 == 0` is not true",
-    "while-loop": "while t < 2 * T",
     "write-uneven": "`out`",
 }
 TRAINED = {"detached", "hook", "no-gradient"}

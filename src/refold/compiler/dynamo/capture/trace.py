@@ -60,12 +60,12 @@ _LEAVES = {
 class LoopCode:
     """A loop in a frame's instructions."""
 
-    # Its ``FOR_ITER``.
+    # Its ``FOR_ITER``; of a ``while``, where its body begins.
     head: int
     # The first instruction that is no longer the loop's.
     end: int
-    # What it goes through.
-    element: Element
+    # What it goes through; None for a ``while``.
+    element: Element | None
     # How many of its steps were traced before this attempt.
     done: int = 0
     # Whether it is decided, for a step, on which side of a limit its number is: `min(t, 5)` is arithmetic otherwise.
@@ -76,7 +76,7 @@ class LoopCode:
     @property
     def begin(self) -> int:
         """The body's first instruction."""
-        return self.head + 1
+        return self.head if self.element is None else self.head + 1
 
     def stored(self, instructions: list[Instruction]) -> set[str]:
         """Return the local variables that the body writes."""
@@ -226,7 +226,8 @@ class _Tracing:
             location.put(tx, state)
         for location, counter in assumed.counters.items():
             location.put(tx, counter.at(tx, counted))
-        tx.push(self._item(counted, self.code.element))
+        if self.code.element is not None:
+            tx.push(self._item(counted, self.code.element))
         return nodes
 
     def _item(self, counted: Any, element: Element) -> Variable:
@@ -247,9 +248,9 @@ class _Tracing:
     def _run_body(self) -> None:
         """Let the translator run the body once, until it is back at the loop's head."""
         tx, code = self.tx, self.code
-        below = list(tx.stack[:-1])
+        below = list(tx.stack if code.element is None else tx.stack[:-1])
         tx.instruction_pointer = code.begin
-        while tx.instruction_pointer != code.head:
+        while True:
             instruction = tx.instructions[tx.instruction_pointer]
             if reason := next((why for name, why in _LEAVES.items() if instruction.opname.startswith(name)), None):
                 raise Refused(*reason, *place_of(tx, instruction))
@@ -262,6 +263,8 @@ class _Tracing:
                 raise Refused("early-exit", "the function returns inside the loop", *place_of(tx, instruction))
             if tx.instruction_pointer is None or not code.head <= tx.instruction_pointer < code.end:
                 raise Refused("early-exit", "the loop can be left early", *place_of(tx, instruction))
+            if tx.instruction_pointer == code.head:
+                break
         if len(tx.stack) != len(below) or any(a is not b for a, b in zip(tx.stack, below, strict=True)):
             raise Refused("early-exit", "the loop leaves a value on the stack of Python")
 
