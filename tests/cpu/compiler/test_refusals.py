@@ -364,9 +364,11 @@ def write_uneven(x):
 def step_long(x):
     h, out, t = zero(x), [], 0
     while t < 5:
-        u, k = x[t], 0
-        while k < 21:
-            u, k = torch.sin(u), k + 1
+        u = x[t]
+        for _ in range(15):
+            u = torch.sin(u)
+        for _ in range(7):
+            u = torch.sin(u)
         h, t = 0.5 * h + u, t + 1
         out.append(h)
     return torch.stack(out)
