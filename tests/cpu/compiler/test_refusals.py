@@ -33,7 +33,7 @@ def zero(x):
 
 
 def deque(x):
-    past, ys = collections.deque([zero(x)] * 2, maxlen=2), []
+    past, ys = collections.deque([zero(x)] * 16, maxlen=16), []
     for t in range(T):
         ys.append(0.5 * past[0] + 0.25 * past[1] + x[t])
         past.append(ys[-1])

@@ -387,7 +387,51 @@ def counted_list(x, held):
     return state
 
 
+def window_of_an_object(x, held):
+    for xt in x.unbind(1):
+        held.window.append(xt * 2)
+    return x + 1
+
+
+def window_that_is_read(x, held):
+    past, ys = collections.deque([x[:, 0] * 0] * 3), []
+    for t in range(x.shape[1]):
+        y = 0.5 * past.popleft() + x[:, t] - past[-1]
+        past.append(y)
+        ys.append(sum(past))
+    return torch.stack(ys, 1), list(past)
+
+
+def window_from_the_left(x, held):
+    past, ys = collections.deque(maxlen=2), []
+    for t in range(x.shape[1]):
+        past.appendleft(x[:, t])
+        ys.append(torch.stack(list(past)).amax(0))
+    return torch.stack(ys, 1), past[0]
+
+
+def window_in_a_list(x, held):
+    past, ys = [x[:, 0] * 0] * 3, []
+    for t in range(x.shape[1]):
+        past.append(x[:, t] * t)
+        past.pop(0)
+        ys.append(past[0] - past[2])
+    return torch.stack(ys, 1), past
+
+
+def window_that_fills(x, held):
+    ys = []
+    for t in range(x.shape[1]):
+        held.ys.append(x[:, t])
+        if len(held.ys) > 3:
+            held.ys.pop(0)
+        ys.append(sum(held.ys))
+    return torch.stack(ys, 1)
+
+
 CAPTURED = [
+    (window_that_is_read, [T]), (window_from_the_left, [T - 2]),
+    (window_in_a_list, [T]), (window_that_fills, [T - 8]),
     (counted_pair, [T]), (counted_named_tuple, [T]), (counted_dataclass, [T]), (counted_dictionary, [T]),
     (counted_list, [T]),
     (attribute, [T]), (attribute_of_a_new_object, [T]), (attribute_from_before, [T - 1]),
@@ -443,12 +487,6 @@ def shape_of_an_attribute(x, held):
     for t in range(1, x.shape[1]):
         held.h = torch.cat([held.h, x[:, t : t + 1]], 1)
     return held.h * 1
-
-
-def window(x, held):
-    for xt in x.unbind(1):
-        held.window.append(xt * 2)
-    return x + 1
 
 
 def seen(x, held):
@@ -591,6 +629,21 @@ def number_in_a_pair_that_grows_unevenly(x, held):
     return carry
 
 
+def deque_of_numbers(x, held):
+    h, past = x[:, 0], collections.deque([0, 1], maxlen=2)
+    for t in range(x.shape[1]):
+        h = 0.5 * h + past[0] * x[:, t]
+        past.append(t)
+    return h, past[1]
+
+
+def list_that_is_read_and_grows(x, held):
+    ys = [x[:, 0], x[:, 1]]
+    for t in range(x.shape[1]):
+        ys.append(0.5 * sum(ys) / len(ys) + x[:, t])
+    return ys
+
+
 def pairs_with_numbers_in_a_list(x, held):
     h, ys = x[:, 0], []
     for t in range(x.shape[1]):
@@ -604,7 +657,7 @@ AS_THEY_ARE = [
     lists_that_change_places, two_names_for_a_new_list, list_that_changes_and_is_replaced,
     the_same_list_from_the_second_step, longer_by_a_sum, made_long_before_and_read,
     object_that_is_changed_later, dictionary_with_two_names,
-    new_keys, deleted_key, shape_of_an_attribute, window, seen,
+    new_keys, deleted_key, shape_of_an_attribute, seen, window_of_an_object, deque_of_numbers, list_that_is_read_and_grows,
     generator_from_outside, enumeration_from_outside,
     generator_that_never_ends, short_generator, range_from_outside,
     checkpointed_steps, the_same_object_from_the_second_step, the_same_object_at_the_first_step,

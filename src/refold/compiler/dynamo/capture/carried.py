@@ -18,7 +18,7 @@ from torch._dynamo.variables import ListVariable, SymNodeVariable
 from ..induction_variable import InductionVariable
 from .iterators import Numbers
 from .lists import GrowingList
-from .locations import ListEnd, ListLocation, Local, Location, NumberIn
+from .locations import ListEnd, ListLocation, Local, Location, NumberIn, most_in
 from .variables import (
     Refused,
     Translator,
@@ -153,7 +153,9 @@ def widen(
         if location in assumed.carried:
             found = tensors(then)
             if isinstance(location, ListLocation) and len(found) > len(assumed.carried[location]):
-                raise Refused("list-read", f"the loop reads `{location.name}`, which it makes longer")
+                refused = Refused("list-read", f"the loop reads `{location.name}`, which it makes longer")
+                refused.alike = max(most_in(location.owner) - len(assumed.carried[location]), 1)
+                raise refused
             if structure(before) != structure(then):
                 raise Refused("state-unstable", f"`{location.name}` is not the same kind of thing after a step")
             values = [example(x) for x in found]

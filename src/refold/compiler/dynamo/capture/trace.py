@@ -17,6 +17,7 @@ import torch
 from torch._dynamo.bytecode_transformation import Instruction
 from torch._dynamo.variables import ConstDictVariable, ListVariable, SymNodeVariable, TensorVariable, TupleVariable
 from torch._dynamo.variables.builder import wrap_fx_proxy
+from torch._dynamo.variables.lists import DequeVariable
 from torch._ops import HigherOrderOperator
 from torch.fx import Graph, Node, Proxy
 
@@ -25,7 +26,17 @@ from ..induction_variable import InductionVariable, depends_on_iteration
 from .carried import CarrySpec
 from .iterators import Calls, Element, Items, Numbers
 from .lists import GrowingList, SequenceView
-from .locations import AttributeRecorder, DictRecorder, ListEnd, ListLocation, ListRecorder, Local, Location, containers
+from .locations import (
+    LISTS,
+    AttributeRecorder,
+    DictRecorder,
+    ListEnd,
+    ListLocation,
+    ListRecorder,
+    Local,
+    Location,
+    containers,
+)
 from .side_effects import rolled_back, snapshot
 from .variables import (
     Refused,
@@ -176,7 +187,7 @@ class _Tracing:
     def _stand_in(self, x: Variable) -> Any:
         if type(x) is ConstDictVariable:
             return DictRecorder(x, name_of(self.tx, x)) if x.is_mutable() else None
-        if type(x) is ListVariable and ListLocation(x) in self.assumed.carried:
+        if type(x) in LISTS and ListLocation(x) in self.assumed.carried:
             return ListRecorder(x)
         if type(x) is ListVariable and x.is_mutable() and x not in self.assumed.plain:
             return GrowingList(x, self.number, name_of(self.tx, x))
@@ -284,15 +295,25 @@ class _Tracing:
         if growing.read and not growing.grown:
             assumed.plain.add(growing.owner)
             return True
-        return False
+        # It may be a window, which loses an item for each that it gets.
+        return growing.read and len(growing.items) < SHORTEST and assumed.carry(self.tx, self._location(growing.owner))
+
+    def _location(self, x: Variable) -> ListLocation:
+        return ListLocation(x, name_of(self.tx, x))
 
     def _learns_of_writes(self) -> bool:
-        """Assume that short lists of tensors do not stay as they are but are written to."""
-        short = [x for x in self.assumed.plain if len(x.items) < SHORTEST]
+        """Assume that short lists of tensors, and deques, do not stay as they are but are written to."""
+        deques = [x for x in containers(self.tx) if type(x) is DequeVariable]
+        short = [x for x in (*self.assumed.plain, *deques) if len(x.items) < SHORTEST]
         written: list[Any] = []
         for replaced in (False, True):  # what lists and dictionaries hold, before the lists that hold these
-            locations = {x: ListLocation(x, name_of(self.tx, x)) for x in short if not written}
-            written += [x for x, location in locations.items() if self.assumed.carry(self.tx, location, replaced)]
+            locations = {x: self._location(x) for x in short if not written}
+            known = [x for x, location in locations.items() if location in self.assumed.carried]
+            written += [
+                x
+                for x, location in locations.items()
+                if x not in known and self.assumed.carry(self.tx, location, replaced)
+            ]
         self.assumed.plain -= set(written)
         return bool(written)
 
