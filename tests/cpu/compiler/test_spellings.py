@@ -340,6 +340,16 @@ def products_added(x, a):
     return torch.stack(out, 1)
 
 
+def halves_of_a_position(x):
+    """Two writes per step, next to one another in one row."""
+    h, out = x[:, 0], x.new_zeros(*x.shape[:2], 2 * x.shape[2])
+    for t in range(x.shape[1]):
+        h = 0.9 * h + x[:, t]
+        out[:, t, : x.shape[2]] = h
+        out[:, t, x.shape[2] :] = h.tanh()
+    return out
+
+
 LONG, ONE, WEIGHTS = (BATCH, STEPS, CHANNELS), (STEPS, HEADS * HEAD), (CHANNELS, HEAD)
 SPELLINGS = {
     rwkv6_of_one_sequence: ([ONE, ONE, ONE, ONE, ONE[1:]], "linear_scan"),
@@ -367,6 +377,7 @@ SPELLINGS = {
     adafactor: ([LONG], "linear_scan"),
     returns_of_lists: ([LONG] * 2, "linear_scan"),
     lists_of_moments: ([LONG] * 2, "linear_scan"),
+    halves_of_a_position: ([LONG], "linear_scan"),
     products_added: ([LONG] * 2, "linear_scan"),
     columns_in_a_list: ([(BATCH, CHANNELS, STEPS)], "linear_scan"),
     operation: ([LONG] * 2, "linear_scan"),
