@@ -1,5 +1,6 @@
 """Recurrences in further spellings of public code are found, and agree with eager in float64."""
 
+import collections
 import math
 from dataclasses import replace
 
@@ -428,6 +429,27 @@ def test_an_operation_that_is_no_scan_stays_and_the_report_says_why():
     assert not report.rewrites
     assert "a scan operation stays as it is: `torch.tanh(h)`" in str(report)
     assert "[carry-not-affine]" in str(report)
+
+
+@pytest.mark.parametrize("kept", ["in a variable", "in a window", "in a deque"])
+@pytest.mark.parametrize("training", [False, True])
+def test_a_state_in_place_that_a_later_step_reads_under_another_name(kept, training):
+    """What is kept of the step before is the same tensor, so it has the new content as well."""
+
+    def fn(x):
+        h, before, out = torch.zeros_like(x[:, 0]), torch.zeros_like(x[:, 0]), []
+        past = [before] * 2 if kept == "in a window" else collections.deque([before] * 2)
+        for t in range(x.shape[1]):
+            h.mul_(0.9).add_(x[:, t])
+            out.append(1 + (before if kept == "in a variable" else past[0]))
+            if kept == "in a variable":
+                before = h
+            else:
+                past.append(h)
+                past.pop(0) if kept == "in a window" else past.popleft()
+        return torch.stack(out, 1)
+
+    check(fn, [torch.randn(LONG)], training)
 
 
 BOUNDED = {
