@@ -94,11 +94,13 @@ def emit(tx: Translator, assumed: CarrySpec, found: Trace, count: Any, live: set
     after: dict[Location, Variable] = {}
     for location in (*results.carried, *results.lasts):
         then = found.after[location]
-        values = [last.get(_node(x), x) for x in tensors(then)] if location in results.lasts else taken
+        own: Iterator[Any] = taken
+        if location in results.lasts:
+            own = iter([last.get(_node(x), x) for x in tensors(then)])
         counted = None
         if location in assumed.carried:
             counted = assumed.numbers(tx, location, lambda x: _constant(tx, x.after(count)))
-        after[location] = rebuilt(tx, then, iter(values), counted)
+        after[location] = rebuilt(tx, then, own, counted)
     after |= {location: _constant(tx, x) for location, x in results.constants.items()}
     collect = _items if known else _rows_together
     filled: Iterator[Any] = iter([collect(tx, call[i], column) for i, column in enumerate(stacks, split[1])])

@@ -26,7 +26,7 @@ from . import lengths
 from .fixpoint import capture_loop
 from .iterators import ENUMERATE, element, remaining, start_enumeration
 from .trace import SHORTEST, LoopCode
-from .variables import Refused, Translator, Variable, place_of, realized, while_of
+from .variables import Refused, Translator, place_of, realized, while_of
 
 # The first steps may differ (`if h is None`, `max(t - 3, 0)`): so many heads of one loop are tried.
 HEADS = 3
@@ -136,7 +136,9 @@ def _meet(tx: Translator, kept: Any, where: str, count: int | None, code: Callab
         raise
     except Exception as error:  # whatever it is: the loop is traced step by step
         decided = isinstance(error, Refused) and error.reason == "step-number"
-        if _users_frame(tx) is not tx and isinstance(error, Refused):  # the line is of a function of Python's, as Dynamo writes it
+        if _users_frame(tx) is not tx and isinstance(
+            error, Refused
+        ):  # the line is of a function of Python's, as Dynamo writes it
             reason = error.reason
             error = Refused(reason, f"in `{tx.f_code.co_name.strip('_')}`, {error.args[0]}")
         if not (decided and loop.decided):
