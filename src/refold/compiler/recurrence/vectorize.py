@@ -228,7 +228,7 @@ def _cat(emit: Emitter, node: Any, args: list[Any], steps: int) -> Node:
 
 
 def _written(emit: Emitter, node: Node, args: list[Any], steps: int) -> Node:
-    """A write into a part of what a step made, such as the second half of a position."""
+    """Write into a part of what a step made, such as the second half of a position."""
     dim, *rest = args[2:] or [0]
     whole, part = (emit.with_time(v, steps) for v in args[:2])
     return emit.call(node.target, whole, part, _dim(dim, value(node).dim()), *rest, **node.kwargs)
