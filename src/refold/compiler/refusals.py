@@ -42,8 +42,9 @@ REASONS = {
         "small, their gradients are small.",
     ),
     "deque": (
-        "the loop changes a deque",
-        "Keep the last values in variables: `y1, y2 = y, y1` in place of `past.append(y)`. Read inputs by `x[:, t]`.",
+        "the loop changes a deque of 16 items or more, or of other things than tensors",
+        "Keep less than 16 tensors in it, all of one form, or keep the last values in variables: `y1, y2 = y, y1`. "
+        "Read inputs by `x[:, t]`.",
     ),
     "detached": (
         "a value of a recurrence is detached in training",
@@ -213,10 +214,6 @@ REASONS = {
     "too-long": (
         "Inductor would take too long for an unrolled loop",
         "Raise compile_budget, or write the loop so that it can be captured.",
-    ),
-    "while-loop": (
-        "the loop is a `while` loop",
-        "Write `for t in range(steps)`, with `steps` known before the loop: only such loops are traced once.",
     ),
     "write-uneven": (
         "the slices that are written overlap, leave gaps, or differ in width",

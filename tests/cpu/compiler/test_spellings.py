@@ -1,5 +1,6 @@
 """Recurrences in further spellings of public code are found, and agree with eager in float64."""
 
+import collections
 import math
 from dataclasses import replace
 
@@ -340,6 +341,16 @@ def products_added(x, a):
     return torch.stack(out, 1)
 
 
+def halves_of_a_position(x):
+    """Two writes per step, next to one another in one row."""
+    h, out = x[:, 0], x.new_zeros(*x.shape[:2], 2 * x.shape[2])
+    for t in range(x.shape[1]):
+        h = 0.9 * h + x[:, t]
+        out[:, t, : x.shape[2]] = h
+        out[:, t, x.shape[2] :] = h.tanh()
+    return out
+
+
 LONG, ONE, WEIGHTS = (BATCH, STEPS, CHANNELS), (STEPS, HEADS * HEAD), (CHANNELS, HEAD)
 SPELLINGS = {
     rwkv6_of_one_sequence: ([ONE, ONE, ONE, ONE, ONE[1:]], "linear_scan"),
@@ -367,6 +378,7 @@ SPELLINGS = {
     adafactor: ([LONG], "linear_scan"),
     returns_of_lists: ([LONG] * 2, "linear_scan"),
     lists_of_moments: ([LONG] * 2, "linear_scan"),
+    halves_of_a_position: ([LONG], "linear_scan"),
     products_added: ([LONG] * 2, "linear_scan"),
     columns_in_a_list: ([(BATCH, CHANNELS, STEPS)], "linear_scan"),
     operation: ([LONG] * 2, "linear_scan"),
@@ -417,6 +429,27 @@ def test_an_operation_that_is_no_scan_stays_and_the_report_says_why():
     assert not report.rewrites
     assert "a scan operation stays as it is: `torch.tanh(h)`" in str(report)
     assert "[carry-not-affine]" in str(report)
+
+
+@pytest.mark.parametrize("kept", ["in a variable", "in a window", "in a deque"])
+@pytest.mark.parametrize("training", [False, True])
+def test_a_state_in_place_that_a_later_step_reads_under_another_name(kept, training):
+    """What is kept of the step before is the same tensor, so it has the new content as well."""
+
+    def fn(x):
+        h, before, out = torch.zeros_like(x[:, 0]), torch.zeros_like(x[:, 0]), []
+        past = [before] * 2 if kept == "in a window" else collections.deque([before] * 2)
+        for t in range(x.shape[1]):
+            h.mul_(0.9).add_(x[:, t])
+            out.append(1 + (before if kept == "in a variable" else past[0]))
+            if kept == "in a variable":
+                before = h
+            else:
+                past.append(h)
+                past.pop(0) if kept == "in a window" else past.popleft()
+        return torch.stack(out, 1)
+
+    check(fn, [torch.randn(LONG)], training)
 
 
 BOUNDED = {

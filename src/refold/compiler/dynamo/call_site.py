@@ -190,7 +190,7 @@ class CallSite:
         """Refuse states in place that anything else could see in between."""
         body = self.loop.body.graph
         placeholders, results = body.find_nodes(op="placeholder"), list[Any](body.output_node().args[0])  # type: ignore[arg-type]
-        collected = [storage(x) for x in results[self.loop.carried + self.loop.lasts :]]
+        carried, collected = results[: self.loop.carried], results[self.loop.carried + self.loop.lasts :]
         outside = [x for x in self.gm.graph.nodes if x.op in ("placeholder", "get_attr")]
         for operand, _ in self.traced.finals:
             memory = storage(self.operands[operand])
@@ -202,7 +202,8 @@ class CallSite:
                     "or with another tensor that the loop reads",
                 )
             own = storage(placeholders[operand + (operand >= self.loop.carried)])
-            if own in collected:
+            handed = [x for at, x in enumerate(carried) if at != operand]
+            if own in map(storage, [*handed, *collected]):
                 raise NotALoop(
                     "in-place",
                     f"the loop keeps `{name_of(self.operands[operand])}` of each step, and later steps change it in "

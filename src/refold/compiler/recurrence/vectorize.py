@@ -227,6 +227,13 @@ def _cat(emit: Emitter, node: Any, args: list[Any], steps: int) -> Node:
     return emit.call(aten.cat.default, [emit.with_time(v, steps) for v in args[0]], _dim(dim, value(node).dim()))
 
 
+def _written(emit: Emitter, node: Node, args: list[Any], steps: int) -> Node:
+    """Write into a part of what a step made, such as the second half of a position."""
+    dim, *rest = args[2:] or [0]
+    whole, part = (emit.with_time(v, steps) for v in args[:2])
+    return emit.call(node.target, whole, part, _dim(dim, value(node).dim()), *rest, **node.kwargs)
+
+
 def _layer_norm(emit: Emitter, node: Node, args: list[Any], steps: int) -> Node:
     if any(isinstance(a, Value) and a.has_time for a in args[1:]):
         raise NotALoop("no-iteration-form", f"`{expression(node)}` uses other weights at each step", node)
@@ -340,6 +347,7 @@ _CASTS = (prims.convert_element_type.default, aten._to_copy.default, aten.clone.
 
 BATCHING_RULES: dict[Any, Rule] = {
     **dict.fromkeys((*_CASTS, aten.detach.default), _pointwise),
+    **dict.fromkeys((aten.slice_scatter.default, aten.select_scatter.default), _written),
     **dict.fromkeys((aten.select.int, aten.slice.Tensor, aten.squeeze.dim, aten.unbind.int), _along_dim),
     **dict.fromkeys((aten._softmax.default, aten._log_softmax.default, aten.cumsum.default), _along_dim),
     **dict.fromkeys((aten.split.Tensor, aten.split_with_sizes.default), _sized_split),

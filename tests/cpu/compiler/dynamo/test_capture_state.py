@@ -334,7 +334,106 @@ def number_in_a_dictionary(x, held):
     return h
 
 
+def counted_pair(x, held):
+    carry, ys = (x[:, 0] * 0, 0), []
+    for u in x.unbind(1):
+        h, n = carry
+        h = h + (u - h) / (n + 1)
+        carry = h, n + 1
+        ys.append(h * n)
+    return torch.stack(ys, 1), carry
+
+
+class Counted(NamedTuple):
+    count: float
+    kind: str
+    h: torch.Tensor
+
+
+def counted_named_tuple(x, held):
+    state, ys = Counted(1.0, "mean", x[:, 0] * 0), []
+    for t in range(x.shape[1]):
+        state = state._replace(count=state.count * 0.9, h=0.5 * state.h + state.count * x[:, t])
+        ys.append(state.h if state.kind == "mean" else x[:, t])
+    return torch.stack(ys, 1), state.count
+
+
+@dataclasses.dataclass
+class CountedLevel:
+    level: torch.Tensor
+    step: int = 0
+
+
+def counted_dataclass(x, held):
+    state = CountedLevel(x[:, 0] * 0)
+    for t in range(x.shape[1]):
+        state = CountedLevel(0.5 * state.level + x[:, t] / (1 - 0.9 ** (state.step + 1)), state.step + 1)
+    return state.level, state.step
+
+
+def counted_dictionary(x, held):
+    state = {"h": x[:, 0] * 0, "n": (x.shape[1], [-1])}
+    for _ in range(x.shape[1]):
+        left, (sign,) = state["n"]
+        state = {"h": 0.5 * state["h"] + sign * x[:, left - 1], "n": (left - 1, [-sign])}
+    return state["h"], state["n"]
+
+
+def counted_list(x, held):
+    state = [x[:, 0] * 0, 0]
+    for t in range(x.shape[1]):
+        state[0] = 0.5 * state[0] + x[:, t] * state[1]
+        state[1] += 1
+    return state
+
+
+def window_of_an_object(x, held):
+    for xt in x.unbind(1):
+        held.window.append(xt * 2)
+    return x + 1
+
+
+def window_that_is_read(x, held):
+    past, ys = collections.deque([x[:, 0] * 0] * 3), []
+    for t in range(x.shape[1]):
+        y = 0.5 * past.popleft() + x[:, t] - past[-1]
+        past.append(y)
+        ys.append(sum(past))
+    return torch.stack(ys, 1), list(past)
+
+
+def window_from_the_left(x, held):
+    past, ys = collections.deque(maxlen=2), []
+    for t in range(x.shape[1]):
+        past.appendleft(x[:, t])
+        ys.append(torch.stack(list(past)).amax(0))
+    return torch.stack(ys, 1), past[0]
+
+
+def window_in_a_list(x, held):
+    past, ys = [x[:, 0] * 0] * 3, []
+    for t in range(x.shape[1]):
+        past.append(x[:, t] * t)
+        past.pop(0)
+        ys.append(past[0] - past[2])
+    return torch.stack(ys, 1), past
+
+
+def window_that_fills(x, held):
+    ys = []
+    for t in range(x.shape[1]):
+        held.ys.append(x[:, t])
+        if len(held.ys) > 3:
+            held.ys.pop(0)
+        ys.append(sum(held.ys))
+    return torch.stack(ys, 1)
+
+
 CAPTURED = [
+    (window_that_is_read, [T]), (window_from_the_left, [T - 2]),
+    (window_in_a_list, [T]), (window_that_fills, [T - 8]),
+    (counted_pair, [T]), (counted_named_tuple, [T]), (counted_dataclass, [T]), (counted_dictionary, [T]),
+    (counted_list, [T]),
     (attribute, [T]), (attribute_of_a_new_object, [T]), (attribute_from_before, [T - 1]),
     (attribute_that_was_none, [T - 1]), (buffer, [T - 1]), (in_a_method, [T]), (dictionary, [T]),
     (dictionary_from_before, [T - 1]), (dictionary_of_layers, [T]), (dictionary_of_outputs, [T]),
@@ -388,12 +487,6 @@ def shape_of_an_attribute(x, held):
     for t in range(1, x.shape[1]):
         held.h = torch.cat([held.h, x[:, t : t + 1]], 1)
     return held.h * 1
-
-
-def window(x, held):
-    for xt in x.unbind(1):
-        held.window.append(xt * 2)
-    return x + 1
 
 
 def seen(x, held):
@@ -528,11 +621,44 @@ def made_long_before_and_read(x, held):
     return torch.stack(ys, 1)
 
 
+def number_in_a_pair_that_grows_unevenly(x, held):
+    carry = x[:, 0], 2
+    for t in range(x.shape[1]):
+        h, n = carry
+        carry = 0.5 * h + x[:, t] * n, n * n % 7 + t
+    return carry
+
+
+def deque_of_numbers(x, held):
+    h, past = x[:, 0], collections.deque([0, 1], maxlen=2)
+    for t in range(x.shape[1]):
+        h = 0.5 * h + past[0] * x[:, t]
+        past.append(t)
+    return h, past[1]
+
+
+def list_that_is_read_and_grows(x, held):
+    ys = [x[:, 0], x[:, 1]]
+    for t in range(x.shape[1]):
+        ys.append(0.5 * sum(ys) / len(ys) + x[:, t])
+    return ys
+
+
+def pairs_with_numbers_in_a_list(x, held):
+    h, ys = x[:, 0], []
+    for t in range(x.shape[1]):
+        h = 0.5 * h + x[:, t]
+        ys.append((h, t))
+    return ys
+
+
 AS_THEY_ARE = [
+    number_in_a_pair_that_grows_unevenly, pairs_with_numbers_in_a_list,
     lists_that_change_places, two_names_for_a_new_list, list_that_changes_and_is_replaced,
     the_same_list_from_the_second_step, longer_by_a_sum, made_long_before_and_read,
     object_that_is_changed_later, dictionary_with_two_names,
-    new_keys, deleted_key, shape_of_an_attribute, window, seen,
+    new_keys, deleted_key, shape_of_an_attribute, seen, window_of_an_object,
+    deque_of_numbers, list_that_is_read_and_grows,
     generator_from_outside, enumeration_from_outside,
     generator_that_never_ends, short_generator, range_from_outside,
     checkpointed_steps, the_same_object_from_the_second_step, the_same_object_at_the_first_step,
@@ -583,7 +709,7 @@ def test_a_graph_that_ends_after_a_loop_whose_temporaries_are_lists():
     torch.testing.assert_close(torch.compile(fn, backend=captures_loops(lambda gm, _: gm))(xs()), fn(xs()))
 
 
-SCANS = [heads_of_a_step, attribute, attribute_from_before, dictionary_of_outputs, in_a_method]
+SCANS = [counted_pair, heads_of_a_step, attribute, attribute_from_before, dictionary_of_outputs, in_a_method]
 
 
 @pytest.mark.parametrize("fn", SCANS, ids=lambda fn: fn.__name__)

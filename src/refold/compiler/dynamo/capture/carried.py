@@ -8,6 +8,7 @@ induction.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,8 +18,21 @@ from torch._dynamo.variables import ListVariable, SymNodeVariable
 from ..induction_variable import InductionVariable
 from .iterators import Numbers
 from .lists import GrowingList
-from .locations import ListEnd, ListLocation, Local, Location
-from .variables import Refused, Translator, Variable, changeable, example, form, fresh, is_constant, structure, tensors
+from .locations import ListEnd, ListLocation, Local, Location, NumberIn, most_in
+from .variables import (
+    Refused,
+    Translator,
+    Variable,
+    changeable,
+    example,
+    form,
+    fresh,
+    is_constant,
+    not_carried,
+    numbers,
+    structure,
+    tensors,
+)
 
 
 @dataclass
@@ -54,6 +68,39 @@ class CarrySpec:
         if found:
             self.carried[location] = [example(x) for x in found]
         return bool(found)
+
+    def count(self, location: Location, before: Any, then: Any, number: InductionVariable) -> bool:
+        """Assume of a location that its number grows, if a step changes it; return whether that may be.
+
+        Args:
+            location: The location.
+            before: What is there before the loop.
+            then: What the body left there.
+            number: The step's number in that trace.
+        """
+        counter = self.counters.get(location)
+        if counter is not None:
+            if not isinstance(then, SymNodeVariable) or not counter.grow(then.sym_num, number):
+                other = counter.otherwise()
+                if other is None:
+                    raise Refused(
+                        "python-state", f"`{location.name}` does not grow by the same number, or factor, at every step"
+                    )
+                self.counters[location] = other
+            return True
+        known = is_constant(before) and is_constant(then)
+        if then is before or (known and before.value is then.value):
+            return True
+        if not known or type(before.value) is not type(then.value) or type(then.value) not in (int, float):
+            return False
+        self.counters[location] = Numbers(before.value, then.value - before.value)
+        return True
+
+    def numbers(self, tx: Translator, nest: Location, given: Callable[[Numbers], Variable]) -> Iterator[Variable]:
+        """Return what to put in place of the numbers of a nest: what is given of those that grow."""
+        for at, x in numbers(nest.now(tx)).items():
+            counter = self.counters.get(NumberIn(nest, at))
+            yield x if counter is None else given(counter)
 
     def copy(self) -> CarrySpec:
         """Return a form that can be changed apart."""
@@ -100,31 +147,27 @@ def widen(
     new = assumed.copy()
     then: Any
     for location, then in after.items():
-        if location in assumed.written:
+        if location in assumed.written or isinstance(location, NumberIn):
             continue
         before: Any = location.now(tx)
         if location in assumed.carried:
             found = tensors(then)
             if isinstance(location, ListLocation) and len(found) > len(assumed.carried[location]):
-                raise Refused("list-read", f"the loop reads `{location.name}`, which it makes longer")
+                refused = Refused("list-read", f"the loop reads `{location.name}`, which it makes longer")
+                refused.alike = max(most_in(location.owner) - len(assumed.carried[location]), 1)
+                raise refused
             if structure(before) != structure(then):
                 raise Refused("state-unstable", f"`{location.name}` is not the same kind of thing after a step")
             values = [example(x) for x in found]
             if [form(x, location.name) for x in values] != [form(x) for x in assumed.carried[location]]:
                 new.carried[location] = [fresh(tx, x) for x in values]
-        elif location in assumed.counters:
-            counter = assumed.counters[location]
-            if not isinstance(then, SymNodeVariable) or not counter.grow(then.sym_num, number):
-                other = counter.otherwise()
-                if other is None:
-                    raise Refused(
-                        "python-state", f"`{location.name}` does not grow by the same number, or factor, at every step"
-                    )
-                new.counters[location] = other
-        elif then is before or (is_constant(before) and is_constant(then) and before.value is then.value):
+            now = numbers(then)
+            for at, x in numbers(before).items():
+                place = NumberIn(location, at)
+                if not new.count(place, x, now[at], number):
+                    raise not_carried(f"`{place.name}`")
+        elif new.count(location, before, then, number):
             continue
-        elif is_constant(before) and is_constant(then) and type(before.value) is type(then.value) in (int, float):
-            new.counters[location] = Numbers(before.value, then.value - before.value)
         elif before is None or not new.carry(tx, location, not isinstance(location, (ListEnd, ListLocation))):
             new.written.add(location)
             new.unknown |= {location} if before is not None and not isinstance(then, SymNodeVariable) else set()

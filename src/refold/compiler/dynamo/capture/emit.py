@@ -30,6 +30,7 @@ from .variables import (
     form,
     fresh,
     is_constant,
+    numbers,
     realized,
     rebuilt,
     tensors,
@@ -63,7 +64,7 @@ def emit(tx: Translator, assumed: CarrySpec, found: Trace, count: Any, live: set
     """
     collected = [item for growing in found.lists for item in growing.taken]
     for growing in found.lists:
-        if not all(map(tensors, growing.taken)):
+        if not all(tensors(item) and not numbers(item) for item in growing.taken):
             raise Refused("list-kind", f"the loop puts something that is not a tensor into `{growing.name}`")
     columns = [x for item in collected for x in tensors(item)]
     known = isinstance(count, int)
@@ -90,10 +91,16 @@ def emit(tx: Translator, assumed: CarrySpec, found: Trace, count: Any, live: set
     made = [wrap_fx_proxy(tx, call[i], example_value=x) for i, x in enumerate(values)]
     last |= {_node(x): y for x, y in zip(wanted, made[split[0] :], strict=True)}
     taken = iter(made[: split[0]])
-    after = {location: rebuilt(tx, found.after[location], taken) for location in results.carried}
-    for location in results.lasts:
-        then = [last.get(_node(x), x) for x in tensors(found.after[location])]
-        after[location] = rebuilt(tx, found.after[location], iter(then))
+    after: dict[Location, Variable] = {}
+    for location in (*results.carried, *results.lasts):
+        then = found.after[location]
+        own: Iterator[Any] = taken
+        if location in results.lasts:
+            own = iter([last.get(_node(x), x) for x in tensors(then)])
+        counted = None
+        if location in assumed.carried:
+            counted = assumed.numbers(tx, location, lambda x: _constant(tx, x.after(count)))
+        after[location] = rebuilt(tx, then, own, counted)
     after |= {location: _constant(tx, x) for location, x in results.constants.items()}
     collect = _items if known else _rows_together
     filled: Iterator[Any] = iter([collect(tx, call[i], column) for i, column in enumerate(stacks, split[1])])
@@ -141,7 +148,7 @@ def _results(assumed: CarrySpec, found: Trace, count: Any, live: set[str], colum
         if then is None or (isinstance(location, Local) and location.name not in live):
             continue
         affine = found.number.affine(then.sym_num) if isinstance(then, SymNodeVariable) else None
-        if tensors(then):
+        if tensors(then) and all(map(is_constant, numbers(then).values())):
             results.lasts.append(location)
         elif affine is not None:
             results.constants[location] = affine[0] * (count - 1) + affine[1]

@@ -21,6 +21,9 @@ from .liveness import live_at
 from .trace import SHORTEST, TRACES, LoopCode, Trace, trace
 from .variables import Refused, Translator, described, example, form, name_of, not_carried, realized, tensors
 
+# More steps than any loop has: what a ``while`` is asked for.
+ENDLESS = 2**62
+
 
 def capture_loop(tx: Translator, code: LoopCode) -> None:
     """Capture a loop at whose head the translator is, or raise; the translator is unchanged then.
@@ -30,7 +33,7 @@ def capture_loop(tx: Translator, code: LoopCode) -> None:
     Raises:
         Refused: It says why the loop is not captured. Other exceptions are Dynamo's, and mean the same.
     """
-    iterator = realized(tx.stack[-1])
+    iterator = None if code.element is None else realized(tx.stack[-1])
     if not isinstance(iterator, SymbolicIterator):
         return _capture(tx, code)
     try:
@@ -56,12 +59,14 @@ def _capture(tx: Translator, code: LoopCode) -> None:
 def _captured(tx: Translator, code: LoopCode) -> None:
     live = live_at(tx.instructions, tx.instructions[code.head])
     assumed, found = find(tx, code, live)
-    iterator = realized(tx.stack[-1])
+    iterator = None if code.element is None else realized(tx.stack[-1])
     if any(growing.grown and goes_through(iterator, growing.items) for growing in found.lists):
         raise Refused("list-read", "the loop appends to the list that it goes through")
-    count = left = remaining(tx, iterator) or 0
+    count = left = ENDLESS if iterator is None else remaining(tx, iterator) or 0
     if isinstance(count, int):
         count = found.number.steps(count)
+        if count == ENDLESS:
+            raise Refused("sequence-unknown", "no number that counts its steps decides when it ends")
     elif not found.number.hold(count):
         raise Refused("step-number", found.number.decided(count, code.done))
     if count < SHORTEST:
@@ -71,7 +76,8 @@ def _captured(tx: Translator, code: LoopCode) -> None:
     if not assumed.carried and found.only_reads:  # as views of their tensor, the items are of more use
         return
     emit(tx, assumed, found, count, live)
-    advance(tx, iterator, count)
+    if iterator is not None:
+        advance(tx, iterator, count)
 
 
 def find(tx: Translator, code: LoopCode, live: set[str]) -> tuple[CarrySpec, Trace]:

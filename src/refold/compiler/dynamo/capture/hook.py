@@ -1,4 +1,4 @@
-"""Where Dynamo's interpreter meets a loop: ``for`` at its ``FOR_ITER``. A ``while`` is only counted, and told of.
+"""Where Dynamo's interpreter meets a loop: a ``for`` at its ``FOR_ITER``, a ``while`` where it goes back.
 
 `install` replaces one method of Dynamo's interpreter, ``run``. For a marked backend (`dynamo.captures_loops`) it gives
 that one interpreter its own table of instructions; for all others it calls the original. Whatever goes wrong, the
@@ -26,7 +26,7 @@ from . import lengths
 from .fixpoint import capture_loop
 from .iterators import ENUMERATE, element, remaining, start_enumeration
 from .trace import SHORTEST, LoopCode
-from .variables import Refused, Translator, Variable, place_of, realized, while_of
+from .variables import Refused, Translator, place_of, realized, while_of
 
 # The first steps may differ (`if h is None`, `max(t - 3, 0)`): so many heads of one loop are tried.
 HEADS = 3
@@ -34,8 +34,6 @@ HEADS = 3
 _AUTOGRAD_FUNCTIONS = "torch._functorch.autograd_function"
 # Where Dynamo keeps its own spellings of functions of Python's library, such as `itertools.accumulate`.
 _POLYFILLS = "torch/_dynamo/polyfills"
-# A shorter ``while`` is hardly one over time: there are those that double their step.
-LONG = 32
 
 
 def notes() -> list[str]:
@@ -46,12 +44,12 @@ def notes() -> list[str]:
 
 @dataclass
 class _Met:
-    """How often the loop of an iterator was met, how often tried, and at which head to try next.
+    """How often a loop was met, how often tried, and at which head to try next.
 
-    The iterator is kept, so that its identity stays its own.
+    Its iterator, or the instruction that goes back, is kept, so that its identity stays its own.
     """
 
-    iterator: Any
+    kept: Any
     heads: int = 0
     tries: int = 0
     next: int = 0
@@ -65,10 +63,8 @@ class _State:
 
     # Whether a body is being traced.
     busy: bool = False
-    # The loops that were met, by iterator.
-    met: dict[int, _Met] = field(default_factory=dict)
-    # How often a ``while`` went back, by frame and instruction.
-    turns: dict[tuple[Translator, int], int] = field(default_factory=dict)
+    # The loops that were met, by frame, and iterator or instruction.
+    met: dict[tuple[Translator, int], _Met] = field(default_factory=dict)
     # Why loops of yet unknown length were not captured, and why long loops were not, by location in the code.
     doubts: dict[str, str] = field(default_factory=dict)
     refused: dict[str, str] = field(default_factory=dict)
@@ -89,15 +85,27 @@ def _meet_for(tx: Translator, instruction: Any) -> None:
         return None if found is None else LoopCode(tx.instruction_pointer - 1, tx.indexof[instruction.target], found)
 
     if tx.f_code is not ENUMERATE:
-        _meet(tx, iterator, remaining(tx, iterator), code)
+        frame = _users_frame(tx)
+        where, _ = place_of(frame, frame.current_instruction)
+        where = where or f"{frame.f_code.co_filename}:{frame.lineno}"
+        _meet(tx, iterator, where, remaining(tx, iterator), code)
 
 
-def _meet(tx: Translator, iterator: Variable, count: int | None, code: Callable[[], LoopCode | None]) -> None:
+def _meet_while(tx: Translator, instruction: Any) -> None:
+    """Try to capture the ``while`` that an instruction has just gone back in."""
+    head = tx.indexof[instruction.target]
+    if tx.instruction_pointer == head and instruction.target.opname != "FOR_ITER":
+        code = LoopCode(head, tx.indexof[instruction] + 1, None)
+        _meet(tx, instruction, while_of(tx, instruction), None, lambda: code)
+
+
+def _meet(tx: Translator, kept: Any, where: str, count: int | None, code: Callable[[], LoopCode | None]) -> None:
     """Try to capture a loop at one of its heads.
 
     Args:
         tx: The frame.
-        iterator: What the loop goes through; it is of this loop and no other.
+        kept: What the loop goes through, or goes back by; it is of this loop and no other.
+        where: Its line.
         count: How many steps are left, where that is known.
         code: Reads the loop's code; None if it is not a loop over time.
     """
@@ -108,11 +116,8 @@ def _meet(tx: Translator, iterator: Variable, count: int | None, code: Callable[
         if count is not None and code() is not None:
             raise Refused("loop-inside", "the loop contains another long loop", *place_of(tx, tx.current_instruction))
         return
-    loop = state.met.setdefault(id(iterator), _Met(iterator))
+    loop = state.met.setdefault((tx, id(kept)), _Met(kept))
     met, loop.heads = loop.heads, loop.heads + 1
-    frame = _users_frame(tx)
-    where, _ = place_of(frame, frame.current_instruction)
-    where = where or f"{frame.f_code.co_filename}:{frame.lineno}"
     if count is None and met + 1 == SHORTEST:
         state.refused[where] = state.doubts.get(where) or _advice(
             Refused("sequence-unknown", "only running the iterator can tell when it ends"), where
@@ -131,7 +136,9 @@ def _meet(tx: Translator, iterator: Variable, count: int | None, code: Callable[
         raise
     except Exception as error:  # whatever it is: the loop is traced step by step
         decided = isinstance(error, Refused) and error.reason == "step-number"
-        if frame is not tx and isinstance(error, Refused):  # the line is of a function of Python's, as Dynamo writes it
+        if _users_frame(tx) is not tx and isinstance(
+            error, Refused
+        ):  # the line is of a function of Python's, as Dynamo writes it
             reason = error.reason
             error = Refused(reason, f"in `{tx.f_code.co_name.strip('_')}`, {error.args[0]}")
         if not (decided and loop.decided):
@@ -147,18 +154,6 @@ def _users_frame(tx: Translator) -> Translator:
     while _POLYFILLS in tx.f_code.co_filename.replace("\\", "/") and getattr(tx, "parent", None) is not None:
         tx = tx.parent
     return tx
-
-
-def _count_turn(tx: Translator, instruction: Any) -> None:
-    """Note a ``while`` loop once it is long: it is at an instruction that goes back, and not to a ``for``."""
-    state = _state()
-    if state is None or state.busy or instruction.target.opname == "FOR_ITER":
-        return
-    key = tx, id(instruction)
-    state.turns[key] = state.turns.get(key, 0) + 1
-    if state.turns[key] == LONG:
-        where = while_of(tx, instruction)
-        state.refused[where] = _advice(Refused("while-loop", "it is a `while` loop"), where)
 
 
 def _by_deque(tx: Translator, error: Exception) -> Refused | None:
@@ -252,8 +247,8 @@ def _table(originals: list[Any]) -> list[Any]:
 
     def back(code: int) -> Callable[[Translator, Any], None]:
         def jump(tx: Translator, instruction: Any) -> None:
-            _attempt(lambda: _count_turn(tx, instruction))
             originals[code](tx, instruction)
+            _attempt(lambda: _meet_while(tx, instruction))
 
         return jump
 

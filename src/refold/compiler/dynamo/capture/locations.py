@@ -15,13 +15,17 @@ from typing import Any, Protocol
 from torch._dynamo.current_scope_id import current_scope_id
 from torch._dynamo.variables import ConstDictVariable, LazyVariableTracker, ListVariable, TupleVariable
 from torch._dynamo.variables.base import AttributeMutation
+from torch._dynamo.variables.lists import DequeVariable
 from torch._dynamo.variables.misc import CellVariable
 
 from .lengths import Stacked
 from .lists import GrowingList
-from .variables import Refused, Translator, Variable, is_constant, name_of, not_carried, source_of
+from .variables import Refused, Translator, Variable, is_constant, name_of, not_carried, numbers, source_of
 
 CONTENTS = "cell_contents"
+LISTS = (ListVariable, DequeVariable)
+# A list that gets longer, and is read, may be a window that is not full yet: it is looked at again when it has so many.
+WINDOW = 8
 
 
 class Location(Protocol):
@@ -191,6 +195,37 @@ class ListLocation:
         raise Refused("list-kind", f"`{self.name}` does not hold the same kind of things at every step")
 
 
+@dataclass(frozen=True)
+class NumberIn:
+    """A number in a nest of tensors that is carried, as in ``(h, n)``: it is put there together with the tensors."""
+
+    nest: Location
+    at: str
+
+    @property
+    def name(self) -> str:
+        """What a person calls it."""
+        return f"{self.nest.name}{self.at}"
+
+    def now(self, tx: Translator) -> Variable | None:
+        """Return the number."""
+        nest = self.nest.now(tx)
+        return None if nest is None else numbers(nest).get(self.at)
+
+    def put(self, tx: Translator, x: Variable) -> None:
+        """Leave it to the nest."""
+
+    def clear(self, tx: Translator) -> None:
+        """Refuse."""
+        raise not_carried(f"`{self.name}`")
+
+
+def most_in(x: Variable) -> int:
+    """Return how many items a window has once it is full: what a deque says, or a usual one."""
+    most = x.maxlen.as_python_constant() if type(x) is DequeVariable else None
+    return most or WINDOW
+
+
 class AttributeRecorder:
     """Lets cells and attributes of all objects be changed, and puts them back."""
 
@@ -292,7 +327,7 @@ def _of_this_scope(mutation: Any) -> Any:
 
 
 def containers(tx: Translator) -> list[Variable]:
-    """Return the lists, tuples and dictionaries that Dynamo knows and a frame's code leads to."""
+    """Return the lists, deques, tuples and dictionaries that Dynamo knows and a frame's code leads to."""
     effects = tx.output.side_effects
     stack: list[Any] = [*tx.symbolic_locals.values(), *tx.stack, *effects.id_to_variable.values()]
     stack += [y for stored in effects.store_attr_mutations.values() for y in stored.values()]
@@ -303,7 +338,7 @@ def containers(tx: Translator) -> list[Variable]:
             x = x.realize()
         if isinstance(x, CellVariable) and x.pre_existing_contents is not None:
             stack.append(x.pre_existing_contents)
-        elif type(x) in (ListVariable, TupleVariable, ConstDictVariable) and id(x) not in found:
+        elif type(x) in (*LISTS, TupleVariable, ConstDictVariable) and id(x) not in found:
             if isinstance(x.items, Stacked):
                 continue
             found[id(x)] = x

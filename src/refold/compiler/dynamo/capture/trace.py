@@ -17,6 +17,7 @@ import torch
 from torch._dynamo.bytecode_transformation import Instruction
 from torch._dynamo.variables import ConstDictVariable, ListVariable, SymNodeVariable, TensorVariable, TupleVariable
 from torch._dynamo.variables.builder import wrap_fx_proxy
+from torch._dynamo.variables.lists import DequeVariable
 from torch._ops import HigherOrderOperator
 from torch.fx import Graph, Node, Proxy
 
@@ -25,7 +26,17 @@ from ..induction_variable import InductionVariable, depends_on_iteration
 from .carried import CarrySpec
 from .iterators import Calls, Element, Items, Numbers
 from .lists import GrowingList, SequenceView
-from .locations import AttributeRecorder, DictRecorder, ListEnd, ListLocation, ListRecorder, Local, Location, containers
+from .locations import (
+    LISTS,
+    AttributeRecorder,
+    DictRecorder,
+    ListEnd,
+    ListLocation,
+    ListRecorder,
+    Local,
+    Location,
+    containers,
+)
 from .side_effects import rolled_back, snapshot
 from .variables import (
     Refused,
@@ -34,6 +45,7 @@ from .variables import (
     attributes,
     changeable,
     name_of,
+    numbers,
     place_of,
     placeholder,
     realized,
@@ -59,12 +71,12 @@ _LEAVES = {
 class LoopCode:
     """A loop in a frame's instructions."""
 
-    # Its ``FOR_ITER``.
+    # Its ``FOR_ITER``; of a ``while``, where its body begins.
     head: int
     # The first instruction that is no longer the loop's.
     end: int
-    # What it goes through.
-    element: Element
+    # What it goes through; None for a ``while``.
+    element: Element | None
     # How many of its steps were traced before this attempt.
     done: int = 0
     # Whether it is decided, for a step, on which side of a limit its number is: `min(t, 5)` is arithmetic otherwise.
@@ -75,7 +87,7 @@ class LoopCode:
     @property
     def begin(self) -> int:
         """The body's first instruction."""
-        return self.head + 1
+        return self.head if self.element is None else self.head + 1
 
     def stored(self, instructions: list[Instruction]) -> set[str]:
         """Return the local variables that the body writes."""
@@ -175,7 +187,7 @@ class _Tracing:
     def _stand_in(self, x: Variable) -> Any:
         if type(x) is ConstDictVariable:
             return DictRecorder(x, name_of(self.tx, x)) if x.is_mutable() else None
-        if type(x) is ListVariable and ListLocation(x) in self.assumed.carried:
+        if type(x) in LISTS and ListLocation(x) in self.assumed.carried:
             return ListRecorder(x)
         if type(x) is ListVariable and x.is_mutable() and x not in self.assumed.plain:
             return GrowingList(x, self.number, name_of(self.tx, x))
@@ -211,20 +223,22 @@ class _Tracing:
     def _begin(self) -> dict[Location, list[Node]]:
         """Put the assumed state in place."""
         tx, assumed, nodes = self.tx, self.assumed, {}
+        step = self.tracer.create_graph_input("step", int, self.number.symint)
+        self.step = step.node
+        counted = SymNodeVariable.create(tx, step, self.number.symint)
+        counts = {x: [*assumed.numbers(tx, x, lambda number: number.at(tx, counted))] for x in assumed.carried}
         for location in assumed.written:
             location.clear(tx)
         for location, examples in assumed.carried.items():
             values = [placeholder(tx, self.tracer, "carried", like) for like in examples]
             nodes[location] = [x.as_proxy().node for x in values]
-            state = rebuilt(tx, self.given[location], iter(values), frozen=True)
+            state = rebuilt(tx, self.given[location], iter(values), iter(counts[location]), frozen=True)
             self.objects += [(x, dict(attributes(x))) for x in changeable(state)]
             location.put(tx, state)
-        step = self.tracer.create_graph_input("step", int, self.number.symint)
-        self.step = step.node
-        counted = SymNodeVariable.create(tx, step, self.number.symint)
-        for location, numbers in assumed.counters.items():
-            location.put(tx, numbers.at(tx, counted))
-        tx.push(self._item(counted, self.code.element))
+        for location, counter in assumed.counters.items():
+            location.put(tx, counter.at(tx, counted))
+        if self.code.element is not None:
+            tx.push(self._item(counted, self.code.element))
         return nodes
 
     def _item(self, counted: Any, element: Element) -> Variable:
@@ -245,9 +259,9 @@ class _Tracing:
     def _run_body(self) -> None:
         """Let the translator run the body once, until it is back at the loop's head."""
         tx, code = self.tx, self.code
-        below = list(tx.stack[:-1])
+        below = list(tx.stack if code.element is None else tx.stack[:-1])
         tx.instruction_pointer = code.begin
-        while tx.instruction_pointer != code.head:
+        while True:
             instruction = tx.instructions[tx.instruction_pointer]
             if reason := next((why for name, why in _LEAVES.items() if instruction.opname.startswith(name)), None):
                 raise Refused(*reason, *place_of(tx, instruction))
@@ -260,6 +274,8 @@ class _Tracing:
                 raise Refused("early-exit", "the function returns inside the loop", *place_of(tx, instruction))
             if tx.instruction_pointer is None or not code.head <= tx.instruction_pointer < code.end:
                 raise Refused("early-exit", "the loop can be left early", *place_of(tx, instruction))
+            if tx.instruction_pointer == code.head:
+                break
         if len(tx.stack) != len(below) or any(a is not b for a, b in zip(tx.stack, below, strict=True)):
             raise Refused("early-exit", "the loop leaves a value on the stack of Python")
 
@@ -270,7 +286,8 @@ class _Tracing:
         """Assume more of a list that was read: that its ends are carried, or that it does not grow."""
         assumed, (front, back) = self.assumed, growing.wants
         end = ListEnd(growing.owner, max(front, back), bool(front), growing.name)
-        if 0 < end.count < SHORTEST and tensors(end.now(self.tx)) and not changeable(end.now(self.tx)):
+        known = end.now(self.tx) if 0 < end.count < SHORTEST else TupleVariable([])
+        if tensors(known) and not numbers(known) and not changeable(known):
             for location in [x for x in assumed.carried if isinstance(x, ListEnd) and x.owner is end.owner]:
                 if location.at_front == end.at_front:
                     del assumed.carried[location]
@@ -278,15 +295,25 @@ class _Tracing:
         if growing.read and not growing.grown:
             assumed.plain.add(growing.owner)
             return True
-        return False
+        # It may be a window, which loses an item for each that it gets.
+        return growing.read and len(growing.items) < SHORTEST and assumed.carry(self.tx, self._location(growing.owner))
+
+    def _location(self, x: Variable) -> ListLocation:
+        return ListLocation(x, name_of(self.tx, x))
 
     def _learns_of_writes(self) -> bool:
-        """Assume that short lists of tensors do not stay as they are but are written to."""
-        short = [x for x in self.assumed.plain if len(x.items) < SHORTEST]
+        """Assume that short lists of tensors, and deques, do not stay as they are but are written to."""
+        deques = [x for x in containers(self.tx) if type(x) is DequeVariable]
+        short = [x for x in (*self.assumed.plain, *deques) if len(x.items) < SHORTEST]
         written: list[Any] = []
         for replaced in (False, True):  # what lists and dictionaries hold, before the lists that hold these
-            locations = {x: ListLocation(x, name_of(self.tx, x)) for x in short if not written}
-            written += [x for x, location in locations.items() if self.assumed.carry(self.tx, location, replaced)]
+            locations = {x: self._location(x) for x in short if not written}
+            known = [x for x, location in locations.items() if location in self.assumed.carried]
+            written += [
+                x
+                for x, location in locations.items()
+                if x not in known and self.assumed.carry(self.tx, location, replaced)
+            ]
         self.assumed.plain -= set(written)
         return bool(written)
 

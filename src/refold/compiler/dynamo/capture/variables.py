@@ -14,6 +14,7 @@ from torch._dynamo.variables import (
     ConstDictVariable,
     LazyVariableTracker,
     ListVariable,
+    SymNodeVariable,
     TensorVariable,
     TupleVariable,
     UserDefinedClassVariable,
@@ -90,11 +91,23 @@ def is_constant(x: Variable) -> bool:
 
 
 def tensors(x: Variable) -> list[Variable]:
-    """Return the tensors that a variable consists of; none if it consists of anything else."""
+    """Return the tensors that a variable consists of; none if it consists of anything but tensors and constants."""
+    return [y for _, y in _leaves(x) if type(y) is TensorVariable]
+
+
+def numbers(x: Variable) -> dict[str, Variable]:
+    """Return the numbers, and other constants, that a nest of tensors holds as well, by where they are in it."""
+    return {at: y for at, y in _leaves(x) if type(y) is not TensorVariable} if tensors(x) else {}
+
+
+def _leaves(x: Variable, at: str = "") -> list[tuple[str, Variable]]:
     x = realized(x)
-    if type(x) is TensorVariable:
-        return [x]
-    parts = [tensors(item) for item in _items(x)]
+    if type(x) in (TensorVariable, ConstantVariable, SymNodeVariable):
+        return [(at, x)]
+    names = _names(x)
+    places = range(len(_items(x))) if names is None else names
+    form = ".{}" if names is not None and not _is_dict(x) else "[{!r}]"
+    parts = [_leaves(item, at + form.format(name)) for name, item in zip(places, _items(x), strict=True)]
     return [y for part in parts for y in part] if all(parts) else []
 
 
@@ -114,23 +127,34 @@ def attributes(x: Variable) -> dict[str, Variable]:
 def structure(x: Variable) -> Any:
     """Return how a variable consists of tensors: equal for equal nests."""
     x = realized(x)
-    names = [key.vt.as_python_constant() for key in x.items] if _is_dict(x) else _fields(x)
-    return _named_tuple(x) or (type(x.value) if _fields(x) else type(x)), names, [structure(item) for item in _items(x)]
+    if type(x) in (ConstantVariable, SymNodeVariable):
+        return ConstantVariable
+    kind = _named_tuple(x) or (type(x.value) if _fields(x) else type(x))
+    return kind, _names(x), [structure(item) for item in _items(x)]
 
 
-def rebuilt(tx: Translator, x: Variable, values: Iterator[Variable], frozen: bool = False) -> Variable:
+def rebuilt(
+    tx: Translator,
+    x: Variable,
+    values: Iterator[Variable],
+    others: Iterator[Variable] | None = None,
+    frozen: bool = False,
+) -> Variable:
     """Put other tensors in place of a variable's.
 
     Args:
         tx: The frame.
         x: The variable.
         values: The tensors.
+        others: What to put in place of its `numbers`; they stay without.
         frozen: Whether Dynamo refuses to change lists and dictionaries: another variable may stand for the same one.
     """
     x = realized(x)
     if type(x) is TensorVariable:
         return next(values)
-    items = [rebuilt(tx, item, values, frozen) for item in _items(x)]
+    if type(x) in (ConstantVariable, SymNodeVariable):
+        return x if others is None else next(others)
+    items = [rebuilt(tx, item, values, others, frozen) for item in _items(x)]
     if type(x) is ListVariable:
         return ListVariable(items, mutation_type=None if frozen else ValueMutationNew())
     if _is_dict(x):
@@ -148,6 +172,14 @@ def _items(x: Variable) -> list[Variable]:
     if (fields := _fields(x)) is not None:
         return [attributes(x)[name] for name in fields]
     return list(x.items) if type(x) in (TupleVariable, ListVariable) or _named_tuple(x) else []
+
+
+def _names(x: Variable) -> list[Any] | None:
+    """Return the keys of a dictionary, or the fields of a dataclass or named tuple; None of anything else."""
+    if _is_dict(x):
+        return [key.vt.as_python_constant() for key in x.items]
+    kind: Any = _named_tuple(x)
+    return _fields(x) if kind is None else list(kind._fields)
 
 
 def _is_dict(x: Variable) -> bool:
