@@ -432,7 +432,7 @@ def window_that_fills(x, held):
 CAPTURED = [
     (window_that_is_read, [T]), (window_from_the_left, [T - 2]),
     (window_in_a_list, [T]), (window_that_fills, [T - 8]),
-    (counted_pair, [T]), (counted_named_tuple, [T]), (counted_dataclass, [T]), (counted_dictionary, [T]),
+    (counted_pair, [T]), (counted_dataclass, [T]), (counted_dictionary, [T]),
     (counted_list, [T]),
     (attribute, [T]), (attribute_of_a_new_object, [T]), (attribute_from_before, [T - 1]),
     (attribute_that_was_none, [T - 1]), (buffer, [T - 1]), (in_a_method, [T]), (dictionary, [T]),
@@ -442,9 +442,11 @@ CAPTURED = [
     (pairs_in_a_list, [T]), (dictionaries_of_layers, [T]),
     (dictionary_made_anew, [T]), (dictionary_made_by_a_function, [T]), (dictionaries_in_a_list, [T]),
     (dataclass_made_anew, [T]), (dataclass_replaced, [T]),
-    (heads_of_a_step, [T]), (list_made_anew, [T]), (list_made_by_a_function, [T]), (named_tuples_of_lists, [T]),
+    (heads_of_a_step, [T]), (list_made_anew, [T]), (list_made_by_a_function, [T]),
     (made_long_before, [T]), (filled_from_behind, [T]), (number_in_an_attribute, [T]),
     (number_in_a_dictionary, [T - 1]),
+    # Dynamo of torch 2.11 does not follow `_replace`.
+    *([(named_tuples_of_lists, [T]), (counted_named_tuple, [T])] if torch.__version__ >= (2, 12) else []),
 ]  # fmt: skip
 
 # Not captured: (function, why) ------------------------------------------------------------------------
@@ -655,15 +657,15 @@ def pairs_with_numbers_in_a_list(x, held):
 AS_THEY_ARE = [
     number_in_a_pair_that_grows_unevenly, pairs_with_numbers_in_a_list,
     lists_that_change_places, two_names_for_a_new_list, list_that_changes_and_is_replaced,
-    the_same_list_from_the_second_step, longer_by_a_sum, made_long_before_and_read,
+    longer_by_a_sum, made_long_before_and_read,
     object_that_is_changed_later, dictionary_with_two_names,
     new_keys, deleted_key, shape_of_an_attribute, seen, window_of_an_object,
     deque_of_numbers, list_that_is_read_and_grows,
     generator_from_outside, enumeration_from_outside,
     generator_that_never_ends, short_generator, range_from_outside,
     checkpointed_steps, the_same_object_from_the_second_step, the_same_object_at_the_first_step,
-    # Dynamo of torch 2.11 does not hand on what is sent.
-    *([generator_that_is_sent_to] if torch.__version__ >= (2, 12) else []),
+    # Dynamo of torch 2.11 does not hand on what is sent, and does not compare lists by `is`.
+    *([generator_that_is_sent_to, the_same_list_from_the_second_step] if torch.__version__ >= (2, 12) else []),
 ]  # fmt: skip
 
 
