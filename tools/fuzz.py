@@ -4,7 +4,8 @@
     python tools/fuzz.py --seeds 0 1000 --kind recurrence --jobs 8
 
 Kinds: graphs of views, sums and products; recurrences, unrolled; such loops as Dynamo captures them; loops whose
-carries read one another, complex ones and maxima; and layers of public code, through the whole compiler, in many modes.
+carries read one another, complex ones and maxima; loops that keep states in variables, lists, dictionaries and objects;
+and layers of public code, through the whole compiler, in many modes.
 No code is generated: what the compiler's passes make of a program runs operation by operation. A line is printed for
 each program that is wrong, with its kind and seed, and at the end how many were run and what was found in them. The
 exit status tells whether all were right. `tests/support/programs.py` says what is compared.
@@ -23,7 +24,7 @@ from random import Random
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
-KINDS = ("graph", "recurrence", "captured", "coupled", "layer")
+KINDS = ("graph", "recurrence", "captured", "coupled", "kept", "layer")
 
 
 def one(kind: str, seed: int) -> tuple[str, int, str, list[str]]:
@@ -31,7 +32,7 @@ def one(kind: str, seed: int) -> tuple[str, int, str, list[str]]:
     warnings.simplefilter("ignore")
     import torch
 
-    from support import programs, random_graphs, random_loops, trial
+    from support import programs, random_graphs, random_loops, random_states, trial
 
     torch.set_num_threads(1)
     r, about = Random(seed), ""
@@ -41,6 +42,9 @@ def one(kind: str, seed: int) -> tuple[str, int, str, list[str]]:
         elif kind == "graph":
             program = random_graphs.graph(r)
             about, outcome = program.about, programs.judge(program)
+        elif kind == "kept":
+            program = random_states.kept(r)
+            about, outcome = program.about, programs.judge_captured(program)
         else:
             draw = random_loops.coupled if kind == "coupled" else random_loops.recurrence
             program = draw(r) if kind == "recurrence" else draw(r, captured=True)

@@ -1,9 +1,9 @@
 """Random programs, rewritten without generating code, and compared with eager.
 
 A program is drawn from a `random.Random`, so that hypothesis can shrink it and a seed can name it. `random_graphs`
-draws views, sums and products, `random_loops` loops over time. Both return a `Program`: a function, and tensors to call
-it with. `judge` traces it, runs the compiler's passes with nothing checked, and says what is wrong. `trial` runs layers
-that people write through the whole compiler.
+draws views, sums and products, `random_loops` loops over time, and `random_states` loops with states in lists and
+objects. All return a `Program`: a function, and tensors to call it with. `judge` traces it, runs the compiler's passes
+with nothing checked, and says what is wrong. `trial` runs layers that people write through the whole compiler.
 """
 
 from __future__ import annotations

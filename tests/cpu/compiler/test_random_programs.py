@@ -11,10 +11,11 @@ import torch
 from hypothesis import given, settings
 
 import refold
+from refold.compiler.dynamo.capture import emit
 from refold.compiler.ir import views
 from refold.compiler.passes import recover_contractions
 from refold.compiler.recurrence import affine, duality, gated_chunks
-from support import programs, random_graphs, random_loops, trial
+from support import programs, random_graphs, random_loops, random_states, trial
 from support.layers import LAYERS, Sizes
 
 aten = torch.ops.aten
@@ -186,6 +187,21 @@ def test_layers_of_public_code(seed):
 def test_coupled_loops(r):
     program = random_loops.coupled(r)
     assert programs.judge_captured(program).failure == "", program.about
+
+
+@quickly(10)
+@given(RANDOM)
+def test_states_that_are_kept_in_many_ways(r):
+    program = random_states.kept(r)
+    assert programs.judge_captured(program).failure == "", program.about
+
+
+def test_a_state_that_is_left_out_is_seen(monkeypatch):
+    """The check of a whole graph cannot see it: that graph is what capture made."""
+    program = random_states.kept(Random(2))
+    assert programs.judge_captured(program).failure == "", program.about
+    monkeypatch.setattr(emit, "_is_read", lambda location, _, found, __: any(x.users for x in found.carried[location]))
+    assert programs.judge_captured(program).failure, program.about
 
 
 def test_the_last_state_of_a_retention_stays_one_scan_in_training():
