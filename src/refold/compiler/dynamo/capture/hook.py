@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch._dynamo import symbolic_convert
+from torch._dynamo import external_utils, symbolic_convert
 from torch._dynamo.exc import RestartAnalysis, TorchDynamoException
 from torch._dynamo.variables import TensorVariable
 from torch._dynamo.variables.lists import DequeVariable
@@ -129,6 +129,7 @@ def _meet(tx: Translator, kept: Any, where: str, count: int | None, code: Callab
     state.busy = True
     try:
         _check_modes(tx)
+        _check_hooks(tx)
         if (found := code()) is not None:
             capture_loop(tx, dataclasses.replace(found, done=met))
             reasons.pop(where, None)
@@ -199,6 +200,18 @@ def _check_modes(tx: Translator) -> None:
         )
     if torch._C._is_any_autocast_enabled() or torch._C._functorch.peek_interpreter_stack() is not None:
         raise Refused("mode", "autocast or a function transform is active")
+
+
+def _check_hooks(tx: Translator) -> None:
+    """Refuse if the function registers hooks, and Dynamo writes one as an autograd function.
+
+    Before torch 2.13, all lines that read the tensor, also those of the loop, then read that function's result.
+    """
+    frame: Any = tx
+    while frame is not None and hasattr(external_utils, "_ApplyBackwardHook"):
+        if "register_hook" in frame.f_code.co_names:
+            raise Refused("hook", f"`{frame.f_code.co_name}` registers a hook, and this is PyTorch {torch.__version__}")
+        frame = getattr(frame, "parent", None)
 
 
 def install() -> Callable[[], None]:
