@@ -74,6 +74,12 @@ def _replaced(x: torch.Tensor, indices: Sequence[Any], values: torch.Tensor, acc
     return torch.where(mask.reshape([*mask.shape, *[1] * rest]), values, x)
 
 
+def _mixed(x: torch.Tensor, y: torch.Tensor, weight: float) -> torch.Tensor:
+    """Spell ``lerp``; torch 2.11 makes a tensor of the factor, of the state's kind."""
+    far = weight >= 0.5 or weight <= -0.5
+    return torch.add(y, y - x, alpha=weight - 1) if far else torch.add(x, y - x, alpha=weight)
+
+
 def _one_by_one(name: str) -> Callable[..., Any]:
     """Spell an operation on lists of tensors tensor by tensor."""
     plain = getattr(torch, name)
@@ -98,6 +104,7 @@ _OWN_SPELLINGS: dict[Any, Callable[..., Any]] = {
     aten.addbmm.default: _added_product(lambda a, b: torch.bmm(a, b).sum(0)),
     aten.addr.default: _added_product(lambda a, b: a.unsqueeze(1) * b),
     aten.index_put.default: _replaced,
+    aten.lerp.Scalar: _mixed,
     **{
         getattr(packet, kind): _one_by_one(name)
         for name in _ON_LISTS
