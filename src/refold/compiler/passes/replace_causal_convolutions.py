@@ -36,15 +36,20 @@ def replace_causal_convolutions(graph: Graph, wanted: Callable[[str], bool]) -> 
         if found is None:
             continue
         x, roots = found
-        ends_of = {root: _ends(root, wanted) for root in roots}
-        for root, ends in ends_of.items() if all(ends_of.values()) else ():
+        places = {node: i for i, node in enumerate(graph.nodes)}
+        found_ends = [(root, _ends(root, wanted)) for root in roots]
+        complete = all(ends for _, ends in found_ends)
+        results: dict[bool, tuple[Node, set[Node]]] = {}  # with a SiLU or without: all roots hold the same numbers
+        for root, ends in sorted(found_ends, key=lambda found: places[found[1][0][0]]) if complete else ():
             silu = ends[0][0] is not root
-            build = Builder(ends[0][0])
-            y = _convolved(build, conv, x, "silu" if silu else None)
-            if root is not conv and not silu:  # a part, as the original is
-                y = build.call(aten.constant_pad_nd.default, (y, [0, value(conv).shape[2] - value(root).shape[2]]))
-                y = build.call(aten.slice.Tensor, (y, 2, 0, value(root).shape[2]))
-            made = set(build.added)
+            if silu not in results:
+                build = Builder(ends[0][0])
+                y = _convolved(build, conv, x, "silu" if silu else None)
+                if root is not conv and not silu:  # a part, as the original is
+                    y = build.call(aten.constant_pad_nd.default, (y, [0, value(conv).shape[2] - value(root).shape[2]]))
+                    y = build.call(aten.slice.Tensor, (y, 2, 0, value(root).shape[2]))
+                results[silu] = y, set(build.added)
+            y, made = results[silu]
             channels, _, width = value(arg(conv, 1)).shape
             with_silu = ", and a SiLU," if silu else ""
             for end, order in ends:
