@@ -43,9 +43,8 @@ wheel: setup
 	build/wheel/bin/refold --version
 	build/wheel/bin/refold doctor
 
-# Two processes of one thread each: tests spend their time in compilers, which use one. The second run has Inductor write
-# vector instructions, as users have it; the first has it write plain loops (tests/conftest.py).
-test: export OMP_NUM_THREADS = 1
+# Two processes of one thread each. The first run has Inductor write plain loops, the second vector instructions, as users
+# have it (tests/conftest.py).
 test: lint site $(NEWEST)/.done
 	$(BIN)/python -m pytest tests --ignore=tests/gpu -n 2 --dist worksteal
 	TORCHINDUCTOR_VEC_ISA_OK= $(NEWEST)/bin/python -m pytest tests/hf/test_layers.py tests/hf/test_accelerate.py tests/hf/test_random_models.py -n 2 --dist worksteal -k "not dynamic_length and not training_by_contractions"

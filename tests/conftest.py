@@ -8,6 +8,10 @@ from importlib.util import find_spec
 
 import pytest
 
+# Each process of a parallel run has one thread: tests spend their time in compilers, which use one, and the threads of
+# 15 processes on 16 cores wait for each other. Set before torch is imported.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 # XLA compiles each small test problem; without optimisation that takes a tenth of the time and rounds alike.
 _CHEAP = [
     "--xla_backend_optimization_level=0",

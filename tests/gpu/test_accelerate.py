@@ -43,17 +43,17 @@ def test_logits_and_tokens(name):
 def replayed(model, ids):
     """Return the logits of the tokens from the 20th on, by a graph of one token."""
     with torch.no_grad():
-        cache, token = model(ids[:, :20], use_cache=True).cache_params, ids[:, 20:21].clone()
+        cache, token = model(ids[:, :20], use_cache=True)[families.cache_name(model)], ids[:, 20:21].clone()
         states = [(layer.conv_states[0], layer.recurrent_states[0]) for layer in cache.layers]
         kept = [tuple(s.clone() for s in pair) for pair in states]
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())  # which makes the token
         with torch.cuda.stream(stream):
-            model(token, use_cache=True, cache_params=cache)
+            model(token, use_cache=True, **{families.cache_name(model): cache})
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            logits = model(token, use_cache=True, cache_params=cache).logits
+            logits = model(token, use_cache=True, **{families.cache_name(model): cache}).logits
         for pair, saved in zip(states, kept, strict=True):
             for state, value in zip(pair, saved, strict=True):
                 state.copy_(value)
@@ -95,11 +95,11 @@ def test_a_layer_reads_one_token_in_few_launches(name, most, whole, wide, monkey
 
     def launches():
         with torch.no_grad():
-            cache = model(ids, use_cache=True).cache_params
+            cache = model(ids, use_cache=True)[families.cache_name(model)]
             layer = block if whole else block.mixer
             with profiling():
-                kernels = take("layer", lambda: layer(x, cache_params=cache), torch.device("cuda"))
-            return sum(kernel["count"] for kernel in kernels), layer(x, cache_params=cache).dtype
+                kernels = take("layer", lambda: layer(x, **{families.cache_name(model): cache}), torch.device("cuda"))
+            return sum(kernel["count"] for kernel in kernels), layer(x, **{families.cache_name(model): cache}).dtype
 
     count, dtype = launches()
     assert 1 <= count <= most

@@ -8,10 +8,11 @@ import re
 import pytest
 import torch
 from torch import nn
+from transformers import DynamicCache
 
 import refold
 from refold.errors import ArgumentError, RefoldError, RefoldWarning, ShapeError
-from support.families import NAMES, VOCAB, make
+from support.families import NAMES, VOCAB, cache_name, make
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:transformers.*", "ignore::FutureWarning:transformers.*")
 
@@ -20,11 +21,6 @@ FAMILIES = tuple(name for name in NAMES if "-" not in name)
 
 def ids_of(*shape):
     return torch.randint(0, VOCAB, shape)
-
-
-def cached_call(model):
-    """Return the name under which a model takes its cache."""
-    return "cache_params" if type(model).__name__.startswith(("Mamba", "FalconMamba")) else "past_key_values"
 
 
 def assert_equal(found, reference, exact, what=""):
@@ -120,7 +116,7 @@ def test_prompt_read_in_pieces(name):
         reference = model(ids, use_cache=False).logits
         exact = copy.deepcopy(model).double()(ids, use_cache=False).logits
         refold.accelerate(model)
-        keyword, cache, found = cached_call(model), None, []
+        keyword, cache, found = cache_name(model), None, []
         positions = torch.arange(40).expand(2, -1).split([17, 2, 1, 19, 1], 1)
         for piece, places in zip(ids.split([17, 2, 1, 19, 1], 1), positions, strict=True):
             out = model(piece, position_ids=places, use_cache=True, **({} if cache is None else {keyword: cache}))
@@ -139,7 +135,7 @@ def test_padded_prompts_read_in_pieces(name):
     with torch.no_grad():
         expected = model(ids, attention_mask=mask, use_cache=False).logits[:, -1]
         refold.accelerate(model)
-        keyword = cached_call(model)
+        keyword = cache_name(model)
         given = {"attention_mask": mask[:, :9], "position_ids": positions[:, :9]}
         cache = model(ids[:, :9], use_cache=True, **given)[keyword]
         given = {"attention_mask": mask, "position_ids": positions[:, 9:], keyword: cache}
@@ -261,7 +257,7 @@ def test_padding_inside_a_document_does_not_end_it(name):
 def test_a_cache_goes_on_from_the_last_document(name):
     model = refold.accelerate(make(name)).model
     ids, positions, apart = packed([12, 2])
-    step, keyword = ids_of(1, 1), cached_call(model)
+    step, keyword = ids_of(1, 1), cache_name(model)
     with torch.no_grad():
         cache = model(ids, position_ids=positions, use_cache=True)[keyword]
         if name == "zamba2":  # its attention layers keep the first document's keys; its first Mamba layer must not
@@ -342,8 +338,9 @@ def test_low_rank_projections_are_called_and_trained(name, layer, projection):
     assert all(g.abs().max() > 0 for g in gradients)
     model.eval()
     with torch.no_grad():  # the cache sees what the adapter does, too
-        cache = model(ids[:, :7], use_cache=True).cache_params
-        steps = [model(ids[:, t : t + 1], use_cache=True, cache_params=cache).logits for t in (7, 8)]
+        name = cache_name(model)
+        cache = model(ids[:, :7], use_cache=True)[name]
+        steps = [model(ids[:, t : t + 1], use_cache=True, **{name: cache}).logits for t in (7, 8)]
     torch.testing.assert_close(torch.cat(steps, 1), logits[:, 7:], rtol=1e-4, atol=1e-5)
     if projection == "conv1d":
         with pytest.raises(ArgumentError, match="conv1d is a LowRank that must be called"):
@@ -577,6 +574,37 @@ def test_layers_that_are_kept_say_why():
         refold.accelerate(nn.Linear(2, 2))
 
 
+def test_an_argument_that_is_not_known(monkeypatch):
+    """A cache under a new name must not be lost among further arguments."""
+    model = make("mamba2")
+    kind = type(model.backbone.layers[0].mixer)
+
+    def forward(self, hidden_states, past=None, attention_mask=None, **kwargs):
+        return hidden_states
+
+    monkeypatch.setattr(kind, "forward", forward)
+    with pytest.warns(RefoldWarning, match="has no layer that refold can replace"):
+        summary = refold.accelerate(model)
+    assert set(summary.kept.values()) == {"refold does not know past, which its forward takes"}
+
+
+@pytest.mark.parametrize("name", ["mamba", "mamba2", "zamba"])
+def test_a_layer_takes_its_cache_under_either_name(name):
+    model = refold.accelerate(make(name)).model
+    layer = next(module for module in model.modules() if hasattr(module, "layer_idx") and hasattr(module, "A_log"))
+    x, found = torch.randn(2, 6, 48), []
+    with torch.no_grad():
+        for keyword in ("cache", "cache_params", None):
+            cache = DynamicCache(config=model.config)
+            for token in x.split([4, 1, 1], 1):
+                y = layer(token, cache) if keyword is None else layer(token, **{keyword: cache})
+            found.append(y)
+        alone = layer(x[:, 5:])
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
+    assert not torch.equal(found[0], alone)
+
+
 def test_part_of_a_model_then_all_of_it():
     model = make("mamba2")
     part = refold.accelerate(model.backbone.layers[0])
@@ -629,7 +657,7 @@ def test_compiled_decoding(name):
     model, ids = make(name), ids_of(1, 5)
     expected = generate(model, ids, torch.ones_like(ids), max_new_tokens=8)
     refold.accelerate(model)
-    cache, tokens, keyword = None, [], cached_call(model)
+    cache, tokens, keyword = None, [], cache_name(model)
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     with torch.no_grad():
         out = model(ids, use_cache=True)
@@ -643,6 +671,7 @@ def test_compiled_decoding(name):
 def test_decoding_without_no_grad():
     model, ids = make("mamba2"), ids_of(1, 5)
     refold.accelerate(model)
-    cache = model(ids[:, :3], use_cache=True).cache_params
-    steps = [model(ids[:, t : t + 1], use_cache=True, cache_params=cache).logits for t in (3, 4)]
+    name = cache_name(model)
+    cache = model(ids[:, :3], use_cache=True)[name]
+    steps = [model(ids[:, t : t + 1], use_cache=True, **{name: cache}).logits for t in (3, 4)]
     torch.testing.assert_close(torch.cat(steps, 1), model(ids).logits[:, 3:], rtol=1e-4, atol=1e-5)

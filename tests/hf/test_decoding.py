@@ -17,7 +17,7 @@ pytest.importorskip("triton")
 import refold
 from refold.integrations import decoding
 from refold.ops import backends
-from support.families import VOCAB, make
+from support.families import VOCAB, cache_name, make
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED or not torch.cuda.is_available() else "cuda"
@@ -78,17 +78,12 @@ def fused(monkeypatch):
     return steps
 
 
-def called(model):
-    kind = type(model).__name__.removesuffix("ForCausalLM")
-    return "cache_params" if kind in ("Mamba", "FalconMamba", "Mamba2") else "past_key_values"
-
-
 def decode(model, ids, prompt=6):
     """Read a prompt and then one token after the other; return what came of the tokens, and what the cache holds."""
     with torch.no_grad():
-        cache, found = model(ids[:, :prompt], use_cache=True)[called(model)], []
+        cache, found = model(ids[:, :prompt], use_cache=True)[cache_name(model)], []
         for token in ids[:, prompt:].split(1, 1):
-            out = model(token, use_cache=True, output_hidden_states=True, **{called(model): cache})
+            out = model(token, use_cache=True, output_hidden_states=True, **{cache_name(model): cache})
             found += [out.logits, *out.hidden_states]
     for layer in cache.layers:
         if getattr(layer, "conv_states", {}).get(0) is not None:
@@ -182,7 +177,7 @@ def test_forwards_take_turns_on_one_cache(fused, monkeypatch):
         expected = model(ids, use_cache=False).logits[:, 4:]
         exact = copy.deepcopy(model).double()(ids, use_cache=False).logits[:, 4:]
         summary, found = refold.accelerate(model), []
-        cache = model(ids[:, :4], use_cache=True).cache_params
+        cache = model(ids[:, :4], use_cache=True)[cache_name(model)]
         t = 4
         for way in ("kernels", "kernels", "own", "kernels", "ordinary", "kernels", "own", "piece", "kernels"):
             tokens, before = 2 if way == "piece" else 1, len(fused)
@@ -191,7 +186,7 @@ def test_forwards_take_turns_on_one_cache(fused, monkeypatch):
             with monkeypatch.context() as patch:
                 if way == "ordinary":
                     patch.setattr(decoding, "kernels", lambda x: None)
-                found.append(model(ids[:, t : t + tokens], use_cache=True, cache_params=cache).logits)
+                found.append(model(ids[:, t : t + tokens], use_cache=True, **{cache_name(model): cache}).logits)
             assert len(fused) - before == (2 if way == "kernels" else 0)
             if way == "own":
                 summary = refold.accelerate(model)
@@ -266,9 +261,9 @@ WAYS = (
 @pytest.mark.parametrize("way", [None, *WAYS])
 def test_whatever_is_unusual_runs_the_ordinary_forward(way, fused, monkeypatch):
     model, ids = prepared("mamba2", 1, torch.float64 if way == "float64" else torch.float32, SMALL)
-    block = model.backbone.layers[0]
+    block, name = model.backbone.layers[0], cache_name(model)
     with torch.no_grad():
-        cache = model(ids, use_cache=True).cache_params
+        cache = model(ids, use_cache=True)[name]
         held = cache.layers[0]
         if way == "past":
             cache.layers[0].activate_past_recording()
@@ -277,13 +272,13 @@ def test_whatever_is_unusual_runs_the_ordinary_forward(way, fused, monkeypatch):
         x = torch.randn(1, 2 if way == "two tokens" else 1, 16, device=DEVICE, dtype=next(block.parameters()).dtype)
         context, keywords = change(model, block.mixer, way or "")
         if way != "no cache":
-            keywords["cache_params"] = cache
+            keywords[name] = cache
         caches = [copy.deepcopy(cache) for _ in range(2)]
         results = []
         with context:
             for copied, allowed in zip(caches, (True, False), strict=True):
-                if "cache_params" in keywords:
-                    keywords["cache_params"] = copied
+                if name in keywords:
+                    keywords[name] = copied
                 if not allowed:
                     monkeypatch.setattr(decoding, "kernels", lambda x: None)
                 results.append([f(x, **keywords).detach() for f in (block, block.mixer)])
@@ -300,14 +295,14 @@ def test_unusual_parts_of_a_selective_layer_run_the_ordinary_forward(way, fused)
     model, ids = prepared("falcon_mamba", 1, torch.float32, {})
     mixer = model.backbone.layers[0].mixer
     with torch.no_grad():
-        cache = model(ids, use_cache=True).cache_params
+        cache = model(ids, use_cache=True)[cache_name(model)]
         if way == "another norm":
             mixer.c_layernorm = nn.RMSNorm(8, device=DEVICE)
         elif way == "no bias":
             mixer.dt_proj.bias = None
         elif way:
             getattr(mixer, way).register_forward_hook(hook)
-        model.backbone.layers[0](torch.randn(1, 1, 48, device=DEVICE), cache_params=cache)
+        model.backbone.layers[0](torch.randn(1, 1, 48, device=DEVICE), **{cache_name(model): cache})
     assert len(fused) == (not way)
 
 
@@ -316,9 +311,9 @@ def test_hooks_of_a_layer_run_and_its_kernels_too(fused):
     model, ids = prepared("mamba2", 1, torch.float32, SMALL)
     block, seen = model.backbone.layers[0], []
     with torch.no_grad():
-        cache = model(ids, use_cache=True).cache_params
+        cache = model(ids, use_cache=True)[cache_name(model)]
         block.mixer.register_forward_hook(lambda module, args, output: seen.append(output))
         x = torch.randn(1, 1, 16, device=DEVICE)
-        y = block(x, cache_params=cache)
+        y = block(x, **{cache_name(model): cache})
     assert len(fused) == len(seen) == 1
     assert torch.equal(y, x + seen[0])

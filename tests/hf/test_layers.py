@@ -156,8 +156,9 @@ def test_cache_decoding_and_mask(name):
     for run in (layer, compiled):
         cache = DynamicCache(config=config)
         with torch.no_grad():
-            steps = [run(x[:, :37], cache_params=cache, attention_mask=mask)]
-            steps += [run(x[:, t : t + 1], cache_params=cache) for t in range(37, 40)]
+            kept = {families.cache_name(layer): cache}
+            steps = [run(x[:, :37], attention_mask=mask, **kept)]
+            steps += [run(x[:, t : t + 1], **kept) for t in range(37, 40)]
         outputs.append((torch.cat(steps, 1), cache.layers[0]))
     (expected, _), (got, _) = outputs
     agree(got, expected)
@@ -206,7 +207,8 @@ def test_sequential_scan_leaves_its_state_in_a_cache():
     for run in (layer, compiled):
         cache = DynamicCache(config=config)
         with torch.no_grad():
-            steps = [run(x[:, :18], cache_params=cache)] + [run(x[:, t : t + 1], cache_params=cache) for t in (18, 19)]
+            kept = {families.cache_name(layer): cache}
+            steps = [run(x[:, :18], **kept)] + [run(x[:, t : t + 1], **kept) for t in (18, 19)]
         outputs.append(torch.cat(steps, 1))
     agree(outputs[1], outputs[0])
     assert scans(compiled.report)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+
 import torch
 import transformers as t
 
@@ -64,3 +66,9 @@ def make(name: str, **changed: object) -> torch.nn.Module:
             if p.ndim == 1 or "proj" in key or "embed" in key:
                 p += 0.2 * torch.randn_like(p)
     return model
+
+
+def cache_name(module):
+    """Return the name under which a model, block or layer takes its cache, and a model's output holds it."""
+    names = inspect.signature(module.forward).parameters
+    return next(name for name in ("cache", "cache_params", "past_key_values") if name in names)

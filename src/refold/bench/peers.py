@@ -121,11 +121,13 @@ def mamba_ssm_reader(peer: Any, seqlen: int) -> Call:
 def transformers_decoder(peer: Any, batch: int, past: int, steps: int, graph: bool = False) -> Call:
     """Return a call that decodes after a prompt by transformers' model, greedily; with ``graph`` by a CUDA graph."""
     token = torch.full((batch, 1), 7, device=peer.device)
-    held = peer(token.expand(-1, past), use_cache=True).cache_params
+    read = peer(token.expand(-1, past), use_cache=True)
+    name = "cache" if "cache" in read else "cache_params"  # before transformers 5.24
+    held = read[name]
 
     @torch.no_grad()
     def step() -> None:
-        token.copy_(peer(token, cache_params=held, use_cache=True).logits[:, -1:].argmax(-1))
+        token.copy_(peer(token, use_cache=True, **{name: held}).logits[:, -1:].argmax(-1))
 
     run: Call = recorded(step) if graph else step
 

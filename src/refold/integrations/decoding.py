@@ -28,17 +28,21 @@ _any_global_hook = getattr(_modules, "_has_any_global_hook", lambda: True)  # wi
 
 
 def mamba(
-    self: Any, hidden_states: Tensor, cache_params: Any = None, attention_mask: Tensor | None = None, **kwargs: Any
-) -> Tensor:
+    self: Any, hidden_states: Tensor, cache: Any = None, attention_mask: Tensor | None = None, *,
+    cache_params: Any = None, **kwargs: Any,
+) -> Tensor:  # fmt: skip
     """Forward of a Mamba-1 layer: in four launches if it is `ready`, else `mixers.mamba`."""
-    return _forward(mixers.mamba, self, hidden_states, cache_params, attention_mask, kwargs)
+    cache = cache if cache_params is None else cache_params
+    return _forward(mixers.mamba, self, hidden_states, cache, attention_mask, kwargs)
 
 
 def mamba2(
-    self: Any, hidden_states: Tensor, cache_params: Any = None, attention_mask: Tensor | None = None, **kwargs: Any
-) -> Tensor:
+    self: Any, hidden_states: Tensor, cache: Any = None, attention_mask: Tensor | None = None, *,
+    cache_params: Any = None, **kwargs: Any,
+) -> Tensor:  # fmt: skip
     """Forward of a Mamba-2 layer: in three launches if it is `ready`, else `mixers.mamba2`."""
-    return _forward(mixers.mamba2, self, hidden_states, cache_params, attention_mask, kwargs)
+    cache = cache if cache_params is None else cache_params
+    return _forward(mixers.mamba2, self, hidden_states, cache, attention_mask, kwargs)
 
 
 def _forward(
@@ -51,15 +55,17 @@ def _forward(
 
 
 def block(
-    self: Any, hidden_states: Tensor, cache_params: Any = None, attention_mask: Tensor | None = None, **kwargs: Any
-) -> Tensor | None:
+    self: Any, hidden_states: Tensor, cache: Any = None, attention_mask: Tensor | None = None, *,
+    cache_params: Any = None, **kwargs: Any,
+) -> Tensor | None:  # fmt: skip
     """Return ``hidden_states + mixer(norm(hidden_states))`` of one of `BLOCKS`; None if it is not `ready`."""
     norm, mixer = self.norm, self.mixer
     if type(mixer).forward not in (mamba, mamba2) or not all(map(mixers._untouched, (mixer, norm))):
         return None
     if type(norm).__name__ not in BLOCKS.values() or not type(norm).__module__.startswith("transformers.models."):
         return None
-    held = ready(mixer, hidden_states, cache_params, attention_mask, kwargs, norm=norm.weight)
+    cache = cache if cache_params is None else cache_params
+    held = ready(mixer, hidden_states, cache, attention_mask, kwargs, norm=norm.weight)
     if held is None:
         return None
     x = hidden_states[:, 0].contiguous()

@@ -121,8 +121,8 @@ def _batch_size(arguments: Mapping[str, Any]) -> torch.Size | None:
 
 def _continues(arguments: Mapping[str, Any]) -> bool:
     """Whether a cache is given that has read tokens before."""
-    cache = next((c for n in ("past_key_values", "cache_params") if (c := arguments.get(n)) is not None), None)
-    return cache is not None and bool(cache.has_previous_state())
+    # Models name it cache, cache_params or past_key_values.
+    return any(bool(cache.has_previous_state()) for cache in arguments.values() if hasattr(cache, "has_previous_state"))
 
 
 class _Calls(threading.local):

@@ -7,6 +7,9 @@ transformers made it: a norm, a convolution, or the product of ``dt_proj``.
 
 They differ from the originals in three points. Step sizes are clipped in decoding as in prefill. A Mamba-1 layer
 continues from a cached state when it reads several tokens. Documents of a pack do not see each other.
+
+Layers of transformers call their cache ``cache`` from 5.24 on, and ``cache_params`` before. Forwards that take a
+layer's place take both; `TAKES` names every argument they know.
 """
 
 from __future__ import annotations
@@ -32,20 +35,22 @@ except ImportError:  # then nothing offloads weights by its hooks
         return lambda forward: forward
 
 
+TAKES = ("self", "hidden_states", "cache", "cache_params", "attention_mask")
+"""Arguments of layers that the forwards here know, besides those of ``**kwargs`` that separate documents."""
+
+
 @force_accelerate_hooks("conv1d")
-def mamba2(
-    self: Any, hidden_states: Tensor, cache_params: Any = None, attention_mask: Tensor | None = None, **kwargs: Any
-) -> Tensor:
+def mamba2(self: Any, hidden_states: Tensor, cache: Any, attention_mask: Tensor | None, **kwargs: Any) -> Tensor:
     """Forward of a Mamba-2 layer."""
     documents, dtype = _documents(kwargs), hidden_states.dtype
-    window, state = _cached(cache_params, self.layer_idx)
+    window, state = _cached(cache, self.layer_idx)
     hidden_states = _without_padding(hidden_states, attention_mask)
     if (multiplier := getattr(self, "ssm_in_multiplier", None)) is not None:  # Falcon-H1
         projected = self.in_proj(hidden_states * multiplier) * self.mup_vector
     else:
         projected = self.in_proj(hidden_states)
     z, xBC, dt = projected.split([self.intermediate_size, self.conv_dim, self.num_heads], -1)
-    xBC = _without_padding(_convolve(self, xBC, window, cache_params, documents), attention_mask)
+    xBC = _without_padding(_convolve(self, xBC, window, cache, documents), attention_mask)
     states = self.n_groups * self.ssm_state_size
     x, B, C = xBC.split([self.intermediate_size, states, states], -1)
 
@@ -57,28 +62,26 @@ def mamba2(
             "B": B.unflatten(-1, (self.n_groups, -1)), "C": C.unflatten(-1, (self.n_groups, -1)),
             "z": None if normed else z.unflatten(-1, (self.num_heads, self.head_dim)),
         },
-        state, self.layer_idx, cache_params, documents,
+        state, self.layer_idx, cache, documents,
         A=_rates(self.A_log), D=self.D, dt_bias=self.dt_bias, dt_softplus=True, dt_limit=tuple(self.time_step_limit),
     ).flatten(-2)  # fmt: skip
     return self.out_proj((_gated_norm(self.norm, y, z) if normed else y).to(dtype))
 
 
 @force_accelerate_hooks("conv1d")
-def mamba(
-    self: Any, hidden_states: Tensor, cache_params: Any = None, attention_mask: Tensor | None = None, **kwargs: Any
-) -> Tensor:
+def mamba(self: Any, hidden_states: Tensor, cache: Any, attention_mask: Tensor | None, **kwargs: Any) -> Tensor:
     """Forward of a Mamba-1 layer, with norms of B, C and dt where the layer has them (Falcon Mamba, Jamba)."""
     documents, dtype = _documents(kwargs), hidden_states.dtype
-    window, state = _cached(cache_params, self.layer_idx)
+    window, state = _cached(cache, self.layer_idx)
     x, z = self.in_proj(_without_padding(hidden_states, attention_mask)).chunk(2, -1)
-    x = _without_padding(_convolve(self, x, window, cache_params, documents), attention_mask)
+    x = _without_padding(_convolve(self, x, window, cache, documents), attention_mask)
     dt, B, C = self.x_proj(x).split([self.time_step_rank, self.ssm_state_size, self.ssm_state_size], -1)
     if hasattr(self, "dt_layernorm"):
         dt, B, C = self.dt_layernorm(dt), self.b_layernorm(B), self.c_layernorm(C)
     dt, bias = _apart(self.dt_proj, dt)
     y = _scan(
         ops.selective_scan, ops.selective_scan_step, ops.selective_scan_step_,
-        {"x": x, "dt": dt, "B": B, "C": C, "z": z}, state, self.layer_idx, cache_params, documents,
+        {"x": x, "dt": dt, "B": B, "C": C, "z": z}, state, self.layer_idx, cache, documents,
         A=_rates(self.A_log), D=self.D, dt_bias=bias, dt_softplus=True,
     )  # fmt: skip
     return self.out_proj(y.to(dtype))
@@ -86,14 +89,16 @@ def mamba(
 
 @force_accelerate_hooks("conv1d")
 def zamba(
-    self: Any, hidden_states: Tensor, cache_params: Any = None, attention_mask: Tensor | None = None, **kwargs: Any
-) -> Tensor:
+    self: Any, hidden_states: Tensor, cache: Any = None, attention_mask: Tensor | None = None, *,
+    cache_params: Any = None, **kwargs: Any,
+) -> Tensor:  # fmt: skip
     """Forward of Zamba's Mamba-1 layer: heads with projections of their own are groups of one scan."""
+    cache = cache if cache_params is None else cache_params
     documents, dtype = _documents(kwargs), hidden_states.dtype
-    window, state = _cached(cache_params, self.layer_idx)
+    window, state = _cached(cache, self.layer_idx)
     projected = self.in_proj(_without_padding(hidden_states, attention_mask)).unflatten(-1, (-1, 2))
     x, z = projected[..., 0].contiguous(), projected[..., 1].contiguous()  # they take turns, channel by channel
-    x = _without_padding(_convolve(self, x, window, cache_params, documents), attention_mask)
+    x = _without_padding(_convolve(self, x, window, cache, documents), attention_mask)
     heads = x.unflatten(-1, (self.n_mamba_heads, -1))
     parameters = torch.einsum("bthp,hrp->bthr", heads, self.x_proj_weight)
     dt, B, C = parameters.split([self.time_step_rank, self.ssm_state_size, self.ssm_state_size], -1)
@@ -101,7 +106,7 @@ def zamba(
     y = _scan(
         ops.selective_scan, ops.selective_scan_step, ops.selective_scan_step_,
         {"x": x, "dt": dt, "B": B, "C": C, "z": z},
-        None if state is None else state.flatten(1, 2), self.layer_idx, cache_params, documents,
+        None if state is None else state.flatten(1, 2), self.layer_idx, cache, documents,
         A=_rates(self.A_log).flatten(0, 1), D=self.D.flatten(), dt_bias=self.dt_proj_bias.flatten(), dt_softplus=True,
         store=lambda state: state.unflatten(1, (self.n_mamba_heads, -1)),
     )  # fmt: skip

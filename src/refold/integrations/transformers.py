@@ -11,6 +11,7 @@ import importlib.metadata
 from collections import Counter
 from collections.abc import Callable
 from functools import cache
+from inspect import signature
 from types import MethodType
 from typing import Any
 
@@ -157,6 +158,9 @@ def _refusal(module: nn.Module, kind: type) -> str | None:
         return "it belongs to a model that was accelerated by itself"
     if type(module).forward is not kind.forward:  # type: ignore[attr-defined]
         return f"its class {type(module).__name__} has a forward of its own"
+    takes = signature(kind.forward).parameters.values()  # type: ignore[attr-defined]
+    if unknown := [p.name for p in takes if p.kind is not p.VAR_KEYWORD and p.name not in mixers.TAKES]:
+        return f"refold does not know {', '.join(unknown)}, which its forward takes"
     return "its forward was replaced on the instance" if _hidden(module) else None
 
 
