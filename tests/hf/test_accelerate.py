@@ -574,6 +574,17 @@ def test_layers_that_are_kept_say_why():
         refold.accelerate(nn.Linear(2, 2))
 
 
+def test_a_part_that_is_not_known():
+    """What a forward does not read must not be lost."""
+    model = make("falcon_mamba")
+    first, second = (block.mixer for block in model.backbone.layers)
+    first.state_layernorm = nn.LayerNorm(4)
+    second.probe = nn.Identity()  # holds no values
+    summary = refold.accelerate(model)
+    assert summary.kept == {"backbone.layers.0.mixer": "refold does not know state_layernorm, which it has"}
+    assert list(summary.replaced) == ["backbone.layers.1.mixer"]
+
+
 def test_an_argument_that_is_not_known(monkeypatch):
     """A cache under a new name must not be lost among further arguments."""
     model = make("mamba2")

@@ -179,7 +179,7 @@ def _mamba1(self: Any) -> _Sizes | None:
 
 def _mamba2(self: Any) -> _Sizes | None:
     """Return the sizes of a Mamba-2 layer; None if it is not as transformers made it, or has other factors."""
-    if getattr(self, "ssm_in_multiplier", None) is not None or not getattr(self, "mamba_rms_norm", True):
+    if hasattr(self, "mup_vector") or not getattr(self, "mamba_rms_norm", True):
         return None
     options = mixers._norm_options(self.norm)
     if options is None or options["norm_before_gate"]:

@@ -9,7 +9,7 @@ They differ from the originals in three points. Step sizes are clipped in decodi
 continues from a cached state when it reads several tokens. Documents of a pack do not see each other.
 
 Layers of transformers call their cache ``cache`` from 5.24 on, and ``cache_params`` before. Forwards that take a
-layer's place take both; `TAKES` names every argument they know.
+layer's place take both. `TAKES` and `HAS` name all that they know, and a layer with anything else is not replaced.
 """
 
 from __future__ import annotations
@@ -38,6 +38,12 @@ except ImportError:  # then nothing offloads weights by its hooks
 TAKES = ("self", "hidden_states", "cache", "cache_params", "attention_mask")
 """Arguments of layers that the forwards here know, besides those of ``**kwargs`` that separate documents."""
 
+HAS = frozenset({
+    "A_log", "D", "dt_bias", "in_proj", "conv1d", "x_proj", "dt_proj", "out_proj", "norm", "dt_layernorm",
+    "b_layernorm", "c_layernorm", "mup_vector", "x_proj_weight", "dt_proj_weight", "dt_proj_bias", "parametrizations",
+})  # fmt: skip
+"""Parts of layers with parameters or buffers that the forwards here know."""
+
 
 @force_accelerate_hooks("conv1d")
 def mamba2(self: Any, hidden_states: Tensor, cache: Any, attention_mask: Tensor | None, **kwargs: Any) -> Tensor:
@@ -45,8 +51,8 @@ def mamba2(self: Any, hidden_states: Tensor, cache: Any, attention_mask: Tensor 
     documents, dtype = _documents(kwargs), hidden_states.dtype
     window, state = _cached(cache, self.layer_idx)
     hidden_states = _without_padding(hidden_states, attention_mask)
-    if (multiplier := getattr(self, "ssm_in_multiplier", None)) is not None:  # Falcon-H1
-        projected = self.in_proj(hidden_states * multiplier) * self.mup_vector
+    if hasattr(self, "mup_vector"):  # Falcon-H1
+        projected = self.in_proj(hidden_states * self.ssm_in_multiplier) * self.mup_vector
     else:
         projected = self.in_proj(hidden_states)
     z, xBC, dt = projected.split([self.intermediate_size, self.conv_dim, self.num_heads], -1)

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable
 from functools import cache
 from inspect import signature
+from itertools import chain
 from types import MethodType
 from typing import Any
 
@@ -161,6 +162,9 @@ def _refusal(module: nn.Module, kind: type) -> str | None:
     takes = signature(kind.forward).parameters.values()  # type: ignore[attr-defined]
     if unknown := [p.name for p in takes if p.kind is not p.VAR_KEYWORD and p.name not in mixers.TAKES]:
         return f"refold does not know {', '.join(unknown)}, which its forward takes"
+    held = {name.split(".")[0] for name, _ in chain(module.named_parameters(), module.named_buffers())}
+    if held := held - mixers.HAS:
+        return f"refold does not know {', '.join(sorted(held))}, which it has"
     return "its forward was replaced on the instance" if _hidden(module) else None
 
 
