@@ -19,8 +19,10 @@ from refold import ops  # noqa: E402
 from refold.ops.spec import OPERATORS, load  # noqa: E402
 
 COPIED = {"index.md": "README.md", "contributing.md": "CONTRIBUTING.md", "changelog.md": "CHANGELOG.md",
-          "log.md": "benchmarks/LOG.md"}  # fmt: skip
-MOVED = {"CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md", "benchmarks/LOG.md": "log.md"}
+          "log.md": "benchmarks/LOG.md",
+          **{f"log/{p.name}": f"benchmarks/log/{p.name}" for p in (ROOT / "benchmarks/log").iterdir()}}  # fmt: skip
+MOVED = {"CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md", "benchmarks/LOG.md": "log.md",
+         "../../docs/jax.md": "../jax.md"}  # fmt: skip
 
 
 def on_files(files: Any, config: Any) -> Any:
