@@ -5,7 +5,7 @@ import torch
 import refold
 from refold.compiler.dynamo import captures_loops
 from refold.compiler.dynamo.body import differentiable
-from refold.compiler.recurrence.vectorize import Emitter
+from refold.compiler.ir.builder import Builder
 from refold.compiler.session import describe_captured
 from refold.report import GraphReport
 
@@ -54,7 +54,7 @@ def emitted(scan, *operands):
         nodes[-1].meta["val"] = mode.from_tensor(x)
     anchor = graph.output(nodes[0])
     anchor.meta["val"] = nodes[0].meta["val"]
-    emit = Emitter()
+    emit = Builder()
     emit.at(anchor)
     results = scan(emit, *nodes)
     graph.erase_node(anchor)

@@ -46,7 +46,7 @@ def misstates_the_dtype(graph, node):
 
 
 def is_out_of_order(graph, node):
-    late = Builder(graph.output_node(), like=node).call(aten.neg.default, (node,))
+    late = Builder(graph.output_node(), like=node).call(aten.neg.default, node)
     node.args = (late, *node.args[1:])
 
 

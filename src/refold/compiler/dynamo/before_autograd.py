@@ -437,9 +437,9 @@ def _widen_products(graph: Graph) -> None:
             build = Builder(node.next)
             if node.op == "call_function" and (is_view(node) or node.target in _PRODUCTS) and not node.kwargs:
                 parts = [wide(x) for x in node.args]
-                widened[node] = build.restride(build.call(node.target, parts), value(node))
+                widened[node] = build.restride(build.call(node.target, *parts), value(node))
             else:
-                widened[node] = build.call(_CONVERT, (node, torch.float32))
+                widened[node] = build.call(_CONVERT, node, torch.float32)
         return widened[node]
 
     def wide(x: Any) -> Any:

@@ -388,7 +388,7 @@ class Body(LoopVectorizer):
         found = self._closed(self._value(x))
         if isinstance(found, Affine):
             raise NotALoop("carries-coupled", f"{found.loop.name} and another carry depend on each other")
-        return self.emit.with_time(found, self.count)
+        return found.with_time(self.emit, self.count)
 
     def last(self, x: Any) -> Node:
         """Return the last step's value."""
@@ -455,7 +455,7 @@ class Body(LoopVectorizer):
                         f"{loop.name} has the shape {tuple(value(loop.initial).shape)} before the loop, and "
                         f"{tuple(value(new).shape)} after a step",
                     )
-                loop.states = self.emit.with_time(found, self.count)
+                loop.states = found.with_time(self.emit, self.count)
                 first = self.emit.call(aten.unsqueeze.default, loop.initial, 0)
                 inner = self.emit.call(aten.slice.Tensor, loop.states, 0, 0, self.count - 1)
                 loop.previous = self.emit.call(aten.cat.default, [first, inner], 0)
@@ -532,7 +532,7 @@ class Body(LoopVectorizer):
         emit, like = self.emit, value(node)
         if node.target in (aten.full.default, aten.scalar_tensor.default) and is_number(node.args[-1]):
             filled = self.counting.over_time(node.args[-1], like.dtype, like.device)
-            return Value(emit.expand(emit.padded(filled, like.dim()), [self.count, *like.shape]), True)
+            return Value(emit.expand(filled.padded(emit, like.dim()), [self.count, *like.shape]), True)
         if node.target not in OF_TENSORS or len(node.args) != 2 or node.kwargs:
             raise NotALoop(
                 "number-arithmetic", f"a step passes its number to {node.target}: `{expression(node)}`", node
@@ -541,7 +541,7 @@ class Body(LoopVectorizer):
         for x in leaves:
             if isinstance(x, Affine):
                 return self._affine(node, leaves, x.loop, self.count)
-        out = emit.call(OF_TENSORS[node.target], *(emit.padded(x, like.dim()) for x in leaves))
+        out = emit.call(OF_TENSORS[node.target], *(x.padded(emit, like.dim()) for x in leaves))
         return Value(emit.cast(out, like.dtype), True)
 
     def _read(self, node: Any) -> Value | None:

@@ -77,14 +77,14 @@ def _sink(graph: Graph, carries: Sequence[Node], shapes: bool) -> bool:
         base, order = found
         if order is None and _without_ones(base) == _without_ones(node):
             gone = True
-            node.replace_all_uses_with(build.call(aten.reshape.default, (base, list(value(node).shape))))
+            node.replace_all_uses_with(build.call(aten.reshape.default, base, list(value(node).shape)))
             depends.update(build.added)
         elif order is not None and order == sorted(order):
             gone |= node.target in _PERMUTES
             node.replace_all_uses_with(base)
         elif order is not None and (kept := [d for d in order if value(base).shape[d] != 1]) == sorted(kept):
             gone = True  # only axes of size one have moved
-            node.replace_all_uses_with(build.call(aten.reshape.default, (base, list(value(node).shape))))
+            node.replace_all_uses_with(build.call(aten.reshape.default, base, list(value(node).shape)))
             depends.update(build.added)
         else:
             moved[node] = found
@@ -125,11 +125,11 @@ def _moved(build: Builder, node: Any, moved: dict[Node, _Moved], depends: set[No
         kept = [d for i, d in enumerate(order) if i not in dims]
         after = [d - sum(x < d for x in dropped) for d in kept]
         if node.target is aten.select.int:
-            return build.call(aten.select.int, (base, order[dims[0]], *node.args[2:])), after
-        return build.call(aten.squeeze.dims, (base, sorted(dropped))), after
+            return build.call(aten.select.int, base, order[dims[0]], *node.args[2:]), after
+        return build.call(aten.squeeze.dims, base, sorted(dropped)), after
     if node.target is aten.unsqueeze.default:
         dim = node.args[1] % (rank + 1)
-        return build.call(aten.unsqueeze.default, (base, rank)), [*order[:dim], rank, *order[dim:]]
+        return build.call(aten.unsqueeze.default, base, rank), [*order[:dim], rank, *order[dim:]]
     return None
 
 
@@ -151,11 +151,11 @@ def _pointwise(build: Builder, node: Any, moved: dict[Node, _Moved], depends: se
         if not is_tensor(x) or not value(x).dim():
             return x
         shape = list(value(x).shape)
-        whole = build.call(aten.reshape.default, (x, [1] * (rank - len(shape)) + shape)) if len(shape) < rank else x
-        return build.call(aten.permute.default, (whole, inverse))
+        whole = build.call(aten.reshape.default, x, [1] * (rank - len(shape)) + shape) if len(shape) < rank else x
+        return build.call(aten.permute.default, whole, inverse)
 
     args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), back)
-    return build.call(node.target, args, kwargs), list(order)
+    return build.call(node.target, *args, **kwargs), list(order)
 
 
 def _in_shape(build: Builder, node: Any, moved: dict[Node, _Moved], depends: set[Node]) -> _Moved | None:
@@ -174,13 +174,13 @@ def _in_shape(build: Builder, node: Any, moved: dict[Node, _Moved], depends: set
         if not is_tensor(x):
             return x
         if known(value(x).numel()) == 1:
-            return build.call(aten.reshape.default, (x, []))
+            return build.call(aten.reshape.default, x, [])
         whole = list(value(node).shape)
-        x = x if list(value(x).shape) == whole else build.call(aten.expand.default, (x, whole))
-        return build.call(aten.reshape.default, (x, shape))
+        x = x if list(value(x).shape) == whole else build.call(aten.expand.default, x, whole)
+        return build.call(aten.reshape.default, x, shape)
 
     args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), back)
-    new = build.call(node.target, args, kwargs)
+    new = build.call(node.target, *args, **kwargs)
     return (new, None) if list(value(new).shape) == shape else None
 
 

@@ -70,7 +70,7 @@ def _taken(build: Builder, node: Any) -> Node | None:
     start = first.meta["val"] if isinstance(first, Node) else first or 0
     start = start + size if start < 0 else start
     if node.target is aten.select.int:
-        return build.call(aten.select.int, (_part(build, source, dim, start, 1), dim, 0))
+        return build.call(aten.select.int, _part(build, source, dim, start, 1), dim, 0)
     if arg(node, 4, "step", 1) != 1:
         raise _Grows
     return _part(build, source, dim, start, known(value(node).shape[dim]))
@@ -80,17 +80,17 @@ def _part(build: Builder, x: Any, dim: int, start: Any, length: int) -> Node:
     """Return positions ``start`` to ``start + length`` of an axis."""
     rank, shape = value(x).dim(), value(x).shape
     if not _grows(shape):
-        return build.call(aten.slice.Tensor, (x, dim, start, start + length))
+        return build.call(aten.slice.Tensor, x, dim, start, start + length)
     if x.op != "call_function" or _grows(shape[:dim] + shape[dim + 1 :]):
         raise _Grows
     if is_pointwise(x.target) or x.target in _ELEMENTWISE:
         args = [_operand(build, y, dim - rank, start, length) for y in x.args]
-        return build.call(x.target, args, x.kwargs)
+        return build.call(x.target, *args, **x.kwargs)
     if x.target in _ORDERED:
         return _numbers(build, x, start, length)
     if x.target in _FILLED:
         sizes = [length if d == dim else size for d, size in enumerate(shape)]
-        return build.call(x.target, (sizes, *x.args[1:]), x.kwargs)
+        return build.call(x.target, sizes, *x.args[1:], **x.kwargs)
     source: Any = x.args[0]
     if x.target is aten.slice.Tensor and arg(x, 1, "dim", 0) % rank == dim and arg(x, 4, "step", 1) == 1:
         first = arg(x, 2, "start", 0)
@@ -100,7 +100,7 @@ def _part(build: Builder, x: Any, dim: int, start: Any, length: int) -> Node:
         return _part(build, source, dim, start + first, length)
     if x.target is aten.unsqueeze.default:
         new = x.args[1] % rank
-        return build.call(x.target, (_part(build, source, dim - (new < dim), start, length), new))
+        return build.call(x.target, _part(build, source, dim - (new < dim), start, length), new)
     if x.target in (aten.permute.default, aten.transpose.int):
         order = list(range(rank))
         if x.target is aten.permute.default:
@@ -108,16 +108,16 @@ def _part(build: Builder, x: Any, dim: int, start: Any, length: int) -> Node:
         else:
             i, j = (d % rank for d in x.args[1:3])
             order[i], order[j] = order[j], order[i]
-        return build.call(aten.permute.default, (_part(build, source, order[dim], start, length), order))
+        return build.call(aten.permute.default, _part(build, source, order[dim], start, length), order)
     if x.target in _VIEWS:
         own = [d for d, size in enumerate(value(source).shape) if _grows([size])]
         if len(own) != 1 or math.prod(value(source).shape[: own[0]]) != math.prod(shape[:dim]):
             raise _Grows
         sizes = [length if d == dim else size for d, size in enumerate(shape)]
-        return build.call(aten.reshape.default, (_part(build, source, own[0], start, length), sizes))
+        return build.call(aten.reshape.default, _part(build, source, own[0], start, length), sizes)
     if x.target is aten.expand.default:
         sizes = [length if d == dim else size for d, size in enumerate(shape)]
-        return build.call(x.target, (_operand(build, source, dim - rank, start, length), sizes))
+        return build.call(x.target, _operand(build, source, dim - rank, start, length), sizes)
     raise _Grows
 
 
@@ -135,5 +135,5 @@ def _numbers(build: Builder, x: Any, start: Any, length: int) -> Node:
     if not isinstance(step, int) or not isinstance(first, (int, torch.SymInt)):
         raise _Grows
     kinds = {"dtype": value(x).dtype, "device": value(x).device}
-    numbers = build.call(aten.arange.start_step, (0, step * length, step), kinds)
-    return build.call(aten.add.Tensor, (numbers, first + step * start))
+    numbers = build.call(aten.arange.start_step, 0, step * length, step, **kinds)
+    return build.call(aten.add.Tensor, numbers, first + step * start)

@@ -153,7 +153,7 @@ def _promote(graph: Graph, written: _Written, number: InductionVariable, promote
                 elements.append(contents[level - 1])
             else:
                 at = position + written.step * number.symint
-                elements.append(build.call(aten.select.int, (before, dim, at)))
+                elements.append(build.call(aten.select.int, before, dim, at))
         if all(x.target is aten.select.int and x.args[0] is before for x in elements):
             build.undo()
             read.update_arg(0, before)
@@ -161,7 +161,7 @@ def _promote(graph: Graph, written: _Written, number: InductionVariable, promote
         if read.target is aten.select.int:
             new = elements[0]
         else:
-            new = build.call(aten.cat.default, ([build.call(aten.unsqueeze.default, (x, dim)) for x in elements], dim))
+            new = build.call(aten.cat.default, [build.call(aten.unsqueeze.default, x, dim) for x in elements], dim)
         read.replace_all_uses_with(new)
         graph.erase_node(read)
     written.scatters[-1].update_arg(0, written.tensor)
@@ -186,7 +186,7 @@ def _content(scatter: Any) -> Node:
     content = scatter.args[1]
     if scatter.target is aten.select_scatter.default:
         return content
-    return Builder(scatter).call(aten.squeeze.dim, (content, arg(scatter, 2, "dim", 0)))
+    return Builder(scatter).call(aten.squeeze.dim, content, arg(scatter, 2, "dim", 0))
 
 
 def _placeholder(graph: Graph, name: str, like: torch.Tensor) -> Node:

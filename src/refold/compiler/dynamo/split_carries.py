@@ -183,7 +183,7 @@ class _Splitter:
 
     def call(self, target: Any, *args: Any, **kwargs: Any) -> Node:
         """Insert a call before the node at hand."""
-        new = self.build.call(target, args, kwargs)
+        new = self.build.call(target, *args, **kwargs)
         if any(x in self.depends for x in new.all_input_nodes):
             self.depends.add(new)
         return new

@@ -16,9 +16,10 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from ..ir.builder import Builder
 from ..ir.fx import is_tensor, value
 from ..ir.source import expression
-from ..recurrence.vectorize import Emitter, NotALoop, Value
+from ..recurrence.vectorize import NotALoop, Value
 from .induction_variable import depends_on_iteration
 
 aten = torch.ops.aten
@@ -66,7 +67,7 @@ def is_number(x: Any) -> bool:
 class Counting:
     """Emits numbers over time."""
 
-    def __init__(self, emit: Emitter, step: Node, count: int) -> None:
+    def __init__(self, emit: Builder, step: Node, count: int) -> None:
         self.emit, self.step, self.count = emit, step, count
 
     def values(self, x: Any) -> Sequence[Any]:

@@ -227,7 +227,8 @@ def _apart(build: Builder, results: dict[int, Node], returned: Collection[int] =
     for i in sorted(results, key=lambda i: -value(results[i]).dim()):  # rather the last state than all
         own = memory(value(results[i]))
         if own in read or (i in returned and own in made):
-            found[i] = build.call(aten.clone.default, (results[i],))
+            build.settle()  # one node may be several results
+            found[i] = build.call(aten.clone.default, results[i])
         elif i in returned:
             made.add(own)
     return found
@@ -264,9 +265,9 @@ def _begin(build: Builder, operands: Sequence[Node], origins: Sequence[Origin]) 
         if dim is None:
             return x
         return (
-            build.call(aten.slice.Tensor, (x, dim, at, at + 1))
+            build.call(aten.slice.Tensor, x, dim, at, at + 1)
             if origin.keep
-            else build.call(aten.select.int, (x, dim, at))
+            else build.call(aten.select.int, x, dim, at)
         )
 
     return [begin(origin) for origin in origins]

@@ -18,6 +18,7 @@ from .index import Factor, Product, layout
 from .symbols import Axis, resolve
 
 aten = torch.ops.aten
+prims = torch.ops.prims
 
 
 class UnknownSize(Exception):
@@ -25,24 +26,39 @@ class UnknownSize(Exception):
 
 
 class Builder:
-    """Inserts nodes before an anchor, each with the fake value that Inductor expects in its metadata."""
+    """Inserts nodes before an anchor, each with the fake value that Inductor expects in its metadata.
 
-    def __init__(self, anchor: Node, replaced: Iterable[Node] = (), like: Node | None = None) -> None:
+    Equal calls are inserted once, so that equal reads stay recognisable as equal.
+    """
+
+    graph: Graph
+    anchor: Node
+    fake_mode: Any
+
+    def __init__(self, anchor: Node | None = None, replaced: Iterable[Node] = (), like: Node | None = None) -> None:
         """Insert before ``anchor``; never read ``replaced`` nodes, which the rewrite makes dead.
 
         An anchor without a fake value, such as an output, borrows the fake mode of ``like``.
         """
-        self.graph: Graph = anchor.graph
-        self.anchor = anchor
-        self.fake_mode = value(like or anchor).fake_mode  # type: ignore[attr-defined]
         self.added: list[Node] = []
         self.replaced = set(replaced)
+        self._made: dict[Any, Node] = {}
+        if anchor is not None:
+            self.at(anchor, like)
+
+    def at(self, anchor: Node, like: Node | None = None) -> None:
+        """Insert before this node from now on; anchors must come in graph order."""
+        self.graph, self.anchor = anchor.graph, anchor
+        self.fake_mode = value(like or anchor).fake_mode  # type: ignore[attr-defined]
         self._meta = {key: entry for key, entry in anchor.meta.items() if key not in ("val", "tensor_meta")}
 
-    def call(self, target: Any, args: Sequence[Any], kwargs: dict[str, Any] | None = None) -> Node:
-        """Insert a call and compute its fake value."""
-        args, kwargs = map_aggregate((tuple(args), kwargs or {}), self._argument)  # type: ignore[assignment]
-        fake_args, fake_kwargs = torch.fx.node.map_arg((tuple(args), kwargs), lambda n: n.meta["val"])
+    def call(self, target: Any, *args: Any, **kwargs: Any) -> Node:
+        """Insert a call and compute its fake value, or return the equal one that is there already."""
+        key = (target, _frozen(args), _frozen(kwargs))
+        if key in self._made:
+            return self._made[key]
+        args, kwargs = map_aggregate((args, kwargs), self._argument)  # type: ignore[assignment]
+        fake_args, fake_kwargs = torch.fx.node.map_arg((args, kwargs), lambda n: n.meta["val"])
         with self.fake_mode:
             val = target(*fake_args, **fake_kwargs)
         with self.graph.inserting_before(self.anchor):
@@ -50,35 +66,31 @@ class Builder:
         node.meta.update(self._meta)
         node.meta["val"] = val
         self.added.append(node)
+        self._made[key] = node
         return node
 
-    def _argument(self, x: Any) -> Any:
-        return self.number(x.node.expr, x.node.shape_env) if isinstance(x, torch.SymInt) else x
-
-    def number(self, x: Any, env: Any) -> Any:
-        """Return an argument for an expression in symbolic sizes: a number, or the node that computes it."""
-        if x.is_Integer:
-            return int(x)
-        if x.is_Symbol:
-            return self.size(env.create_symintnode(x, hint=None))
-        if type(x) not in SYMBOLIC_ARITHMETIC and not x.is_Add and not x.is_Mul:
-            raise UnknownSize(str(x))
-        apply = operator.add if x.is_Add else operator.mul if x.is_Mul else SYMBOLIC_ARITHMETIC[type(x)]
-        parts = [self.number(part, env) for part in x.args]
-        while len(parts) > 1:
-            parts[:2] = [self.call(apply, parts[:2])]
-        return parts[0]
+    def settle(self) -> None:
+        """Forget which calls were made: their arguments may have been replaced since, or a result must be its own."""
+        self._made.clear()
 
     def undo(self) -> None:
         """Remove every node inserted so far."""
         for node in reversed(self.added):
             self.graph.erase_node(node)
         self.added.clear()
+        self._made.clear()
+
+    def _argument(self, x: Any) -> Any:
+        return self.size(x) if isinstance(x, torch.SymInt) else x
 
     def size(self, size: Size) -> Any:
-        """Return an argument for a size: the number, or the node that computes the symbol."""
-        if isinstance(size, int):
-            return size
+        """Return an argument for a size: the number, the node that has it as value or axis, or one that computes it.
+
+        Raises:
+            UnknownSize: It holds a symbol that no node before the anchor has.
+        """
+        if isinstance(size, int) or size.node.expr.is_Integer:
+            return int(size)
         for node in self.graph.nodes:
             if node is self.anchor:
                 break
@@ -90,34 +102,49 @@ class Builder:
             if isinstance(val, torch.Tensor):
                 for dim, own in enumerate(val.shape):
                     if isinstance(own, torch.SymInt) and same(own, size):
-                        return self.call(aten.sym_size.int, (node, dim))
-        raise UnknownSize(str(size))
+                        return self.call(aten.sym_size.int, node, dim)
+        x, env = size.node.expr, size.node.shape_env
+        if x.is_Symbol or (type(x) not in SYMBOLIC_ARITHMETIC and not x.is_Add and not x.is_Mul):
+            raise UnknownSize(str(x))
+        apply = operator.add if x.is_Add else operator.mul if x.is_Mul else SYMBOLIC_ARITHMETIC[type(x)]
+        parts = [self.size(env.create_symintnode(part, hint=None)) for part in x.args]
+        while len(parts) > 1:
+            parts[:2] = [self.call(apply, *parts[:2])]
+        return parts[0]
 
-    def product(self, sizes: Sequence[Size]) -> Any:
-        """Return an argument for a product of sizes."""
-        numbers = [size for size in sizes if isinstance(size, int)]
-        result: Any = math.prod(numbers)
-        for symbol in (size for size in sizes if not isinstance(size, int)):
-            node = self.size(symbol)
-            result = node if isinstance(result, int) and result == 1 else self.call(operator.mul, (result, node))
-        return result
-
-    def reshape(self, x: Node, groups: Sequence[Sequence[Size]]) -> Node:
-        """Reshape so that each axis is the product of a group of sizes; copies only if it must."""
-        shape = [math.prod(group) for group in groups]
+    def reshape(self, x: Node, shape: Sequence[Size]) -> Node:
+        """Reshape; copies only if it must."""
         own = value(x).shape
         if len(own) == len(shape) and all(same(a, b) for a, b in zip(own, shape, strict=True)):
             return x
-        sizes = [self.product(group) for group in groups]
+        sizes = [self.size(size) for size in shape]
         try:
-            return self.call(aten.view.default, (x, sizes))
+            return self.call(aten.view.default, x, sizes)
         except (RuntimeError, ValueError):  # strides do not allow a view
-            dense = self.call(aten.clone.default, (x,), {"memory_format": torch.contiguous_format})
-            return self.call(aten.view.default, (dense, sizes))
+            return self.call(aten.view.default, self.dense(x), sizes)
+
+    def dense(self, x: Node) -> Node:
+        """Copy into contiguous memory, unless x lies so already."""
+        if value(x).is_contiguous():
+            return x
+        return self.call(aten.clone.default, x, memory_format=torch.contiguous_format)
+
+    def expand(self, x: Node, shape: Sequence[Size]) -> Node:
+        """Expand, unless the shape is right already."""
+        return x if tuple(value(x).shape) == tuple(shape) else self.call(aten.expand.default, x, list(shape))
+
+    def positions(self, count: Size, device: torch.device) -> Node:
+        """Return 0, 1, ... as int64."""
+        kinds = {"dtype": torch.int64, "device": device, "requires_grad": False}
+        return self.call(prims.iota.default, count, start=0, step=1, **kinds)
+
+    def cast(self, x: Node, dtype: torch.dtype) -> Node:
+        """Convert, unless the dtype is right already."""
+        return x if value(x).dtype == dtype else self.call(prims.convert_element_type.default, x, dtype)
 
     def permute(self, x: Node, order: Sequence[int]) -> Node:
         """Permute axes, unless they are in order already."""
-        return x if list(order) == list(range(len(order))) else self.call(aten.permute.default, (x, list(order)))
+        return x if list(order) == list(range(len(order))) else self.call(aten.permute.default, x, list(order))
 
     def restride(self, x: Node, like: torch.Tensor) -> Node:
         """Give ``x`` the memory layout of ``like``, so that nothing downstream can tell them apart.
@@ -130,8 +157,18 @@ class Builder:
         # Dense copies in the order of like's strides, outermost first; of equal ones, an axis of size one is innermost.
         sizes = [*zip(like.stride(), like.shape, strict=True)]
         order = sorted(range(like.dim()), key=lambda dim: [concrete(n) for n in sizes[dim]], reverse=True)
-        dense = self.call(aten.clone.default, (self.permute(x, order),), {"memory_format": torch.contiguous_format})
+        dense = self.call(aten.clone.default, self.permute(x, order), memory_format=torch.contiguous_format)
         return self.permute(dense, [order.index(dim) for dim in range(like.dim())])
+
+
+def _frozen(x: Any) -> Any:
+    if isinstance(x, (list, tuple)):
+        return tuple(_frozen(y) for y in x)
+    if isinstance(x, dict):
+        return tuple(sorted((key, _frozen(y)) for key, y in x.items()))
+    if isinstance(x, torch.SymInt):
+        return (torch.SymInt, str(x.node.expr))
+    return (type(x), x)
 
 
 @dataclass
@@ -148,7 +185,7 @@ def operand(build: Builder, factor: Factor) -> Operand:
     for step in factor.pending:
         node = step(build, node)
     axes = list(factor.axes())
-    return Operand(build.reshape(node, [[axis.size] for axis in axes]), axes)
+    return Operand(build.reshape(node, [axis.size for axis in axes]), axes)
 
 
 def multiply(build: Builder, a: Operand, b: Operand, out: Sequence[Axis], by: Any = aten.mul.Tensor) -> Operand:
@@ -162,9 +199,9 @@ def multiply(build: Builder, a: Operand, b: Operand, out: Sequence[Axis], by: An
         node = build.permute(x.node, [x.axes.index(axis) for axis in axes if axis in x.axes])
         for dim, axis in enumerate(axes):
             if axis not in x.axes:
-                node = build.call(aten.unsqueeze.default, (node, dim))
+                node = build.call(aten.unsqueeze.default, node, dim)
         nodes.append(node)
-    return Operand(build.call(by, tuple(nodes)), axes)
+    return Operand(build.call(by, *nodes), axes)
 
 
 def lay_out(build: Builder, x: Operand, product: Product) -> Node:
@@ -173,9 +210,9 @@ def lay_out(build: Builder, x: Operand, product: Product) -> Node:
     node = build.permute(x.node, [x.axes.index(axis) for axis in axes if axis in x.axes])
     if missing := [dim for dim, axis in enumerate(axes) if axis not in x.axes]:
         for dim in missing:
-            node = build.call(aten.unsqueeze.default, (node, dim))
-        node = build.call(aten.expand.default, (node, [build.size(axis.size) for axis in axes]))
-    return build.reshape(node, [[axis.size for axis in resolve(label)] for label in product.labels])
+            node = build.call(aten.unsqueeze.default, node, dim)
+        node = build.call(aten.expand.default, node, [build.size(axis.size) for axis in axes])
+    return build.reshape(node, [math.prod(axis.size for axis in resolve(label)) for label in product.labels])
 
 
 def same_strides(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -6,6 +6,8 @@ Shapes. Operands have one axis per symbol, in any order. Two of them are multipl
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch.fx import Node
 
@@ -20,7 +22,7 @@ def sum_out(build: Builder, x: Operand, keep: set[Axis]) -> Operand:
     dims = [i for i, axis in enumerate(x.axes) if axis not in keep]
     if not dims:
         return x
-    return Operand(build.call(aten.sum.dim_IntList, (x.node, dims)), [axis for axis in x.axes if axis in keep])
+    return Operand(build.call(aten.sum.dim_IntList, x.node, dims), [axis for axis in x.axes if axis in keep])
 
 
 def contract(build: Builder, operands: list[Operand], keep: set[Axis], out: list[Axis]) -> Operand:
@@ -40,13 +42,13 @@ def contract(build: Builder, operands: list[Operand], keep: set[Axis], out: list
     batch = [axis for axis in shared if axis in keep]
     left = _matrix(build, a, batch, rows, summed)
     right = _matrix(build, b, batch, summed, columns)
-    result = build.call(aten.bmm.default if batch else aten.mm.default, (left, right))
+    result = build.call(aten.bmm.default if batch else aten.mm.default, left, right)
     axes = [*batch, *rows, *columns]
-    return Operand(build.reshape(result, [[axis.size] for axis in axes]), axes)
+    return Operand(build.reshape(result, [axis.size for axis in axes]), axes)
 
 
 def _matrix(build: Builder, x: Operand, *groups: list[Axis]) -> Node:
     """Merge axes into (batch,) rows and columns."""
     order = [x.axes.index(axis) for group in groups for axis in group]
     groups = groups if groups[0] else groups[1:]
-    return build.reshape(build.permute(x.node, order), [[axis.size for axis in group] for group in groups])
+    return build.reshape(build.permute(x.node, order), [math.prod(axis.size for axis in group) for group in groups])

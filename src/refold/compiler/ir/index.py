@@ -44,8 +44,8 @@ class PendingOp:
     def __call__(self, builder: Any, x: Node) -> Node:
         """Insert the operation on ``x``."""
         if self.scale != 1.0:
-            x = builder.call(aten.mul.Tensor, (x, self.scale))
-        return builder.call(self.node.target, _moved_args(self.node, x, dict(self.dims)), dict(self.node.kwargs))
+            x = builder.call(aten.mul.Tensor, x, self.scale)
+        return builder.call(self.node.target, *_moved_args(self.node, x, dict(self.dims)), **self.node.kwargs)
 
 
 @dataclass(frozen=True)

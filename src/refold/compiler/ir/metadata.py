@@ -122,7 +122,7 @@ def _computed(node: Node) -> Any:
         if node.target not in _VIEWS:
             raise
     source: Any = node.args[0]
-    dense = Builder(node).call(aten.clone.default, (source,), {"memory_format": torch.contiguous_format})
+    dense = Builder(node).call(aten.clone.default, source, memory_format=torch.contiguous_format)
     node.replace_input_with(source, dense)
     return evaluated(node)
 

@@ -7,6 +7,7 @@ work is taken. A program that wants another order writes more steps.
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -62,7 +63,7 @@ class _Lowering:
         for name, groups in program.inputs.items():
             letters = [letter for group in groups for letter in group]
             axes = [self.axes[letter] for letter in letters]
-            node = build.reshape(inputs[name], [[axis.size] for axis in axes])
+            node = build.reshape(inputs[name], [axis.size for axis in axes])
             self.values[name] = Operand(node, axes), tuple(letters)
 
     def run(self) -> Node:
@@ -72,7 +73,7 @@ class _Lowering:
         self.where = "result"
         read = self.program.result
         x = self._aligned(self.values[read.name][0], read.letters)
-        return self.build.reshape(x.node, [[self.program.sizes[letter] for letter in group] for group in read.axes])
+        return self.build.reshape(x.node, [math.prod(self._sizes(group)) for group in read.axes])
 
     def _sizes(self, letters: Sequence[str]) -> list[int]:
         return [self.program.sizes[letter] for letter in letters]
@@ -85,7 +86,7 @@ class _Lowering:
         backwards = {self.axes[letter]: letter for letter in letters}
         order = [group for axis in own.axes for group in [meant[backwards[axis]]]]
         flat = [letter for group in order for letter in group]
-        node = self.build.reshape(own.node, [[size] for size in self._sizes(flat)])
+        node = self.build.reshape(own.node, self._sizes(flat))
         return Operand(node, [self.axes[letter] for letter in flat])
 
     def _aligned(self, x: Operand, letters: Sequence[str]) -> Operand:
@@ -94,8 +95,8 @@ class _Lowering:
         node = self.build.permute(x.node, [x.axes.index(axis) for axis in axes if axis in x.axes])
         if missing := [dim for dim, axis in enumerate(axes) if axis not in x.axes]:
             for dim in missing:
-                node = self.build.call(aten.unsqueeze.default, (node, dim))
-            node = self.build.call(aten.expand.default, (node, self._sizes(letters)))
+                node = self.build.call(aten.unsqueeze.default, node, dim)
+            node = self.build.call(aten.expand.default, node, self._sizes(letters))
         return Operand(node, axes)
 
     def _broadcast(self, x: Operand, letters: Sequence[str]) -> Node:
@@ -106,7 +107,7 @@ class _Lowering:
         node = self.build.permute(x.node, [x.axes.index(axis) for axis in axes if axis in x.axes])
         for dim, axis in enumerate(axes):
             if axis not in x.axes:
-                node = self.build.call(aten.unsqueeze.default, (node, dim))
+                node = self.build.call(aten.unsqueeze.default, node, dim)
         return node
 
     def _step(self, step: Step) -> Operand:
@@ -143,7 +144,7 @@ class _Lowering:
             keep = {*out, *(axis for x in operands for axis in x.axes)}
             operands.append(contract(self.build, chosen, keep, out))
         (x,) = operands
-        return x if scale == 1 else Operand(self.build.call(aten.mul.Tensor, (x.node, scale)), x.axes)
+        return x if scale == 1 else Operand(self.build.call(aten.mul.Tensor, x.node, scale), x.axes)
 
     def _elementwise(self, step: Step) -> Operand:
         which = ELEMENTWISE[step.do]
@@ -163,7 +164,7 @@ class _Lowering:
             if step.do in _OF_NUMBERS and not isinstance(nodes[1], Node):
                 overload = "Scalar"
         target = getattr(getattr(aten, step.do), overload)
-        return Operand(self.build.call(target, tuple(nodes)), self._all(present))
+        return Operand(self.build.call(target, *nodes), self._all(present))
 
     def _number(self, number: Any, like: Sequence[torch.dtype]) -> Node:
         """Return a number as a tensor without axes, which does not widen the values that it is used with."""
@@ -173,12 +174,12 @@ class _Lowering:
         return self._scalar(number, like[0] if like and like[0] != torch.bool else torch.int64)
 
     def _scalar(self, number: Any, dtype: torch.dtype) -> Node:
-        return self.build.call(aten.full.default, ([], number), {"dtype": dtype, "device": self.device})
+        return self.build.call(aten.full.default, [], number, dtype=dtype, device=self.device)
 
     def _cast(self, step: Step) -> Operand:
         x = self._read(step.reads[0])
         dtype = getattr(torch, step.options["dtype"])
-        return Operand(self.build.call(aten._to_copy.default, (x.node,), {"dtype": dtype}), x.axes)
+        return Operand(self.build.call(aten._to_copy.default, x.node, dtype=dtype), x.axes)
 
     def _fill(self, step: Step) -> Operand:
         dtype = getattr(torch, step.options["dtype"])
@@ -187,8 +188,8 @@ class _Lowering:
     def _position(self, step: Step) -> Operand:
         (size,) = self._sizes(step.letters) or [1]
         options = {"dtype": torch.int64, "device": self.device}
-        node = self.build.call(aten.arange.start_step, (0, size, 1), options)
-        return Operand(self.build.reshape(node, [[n] for n in self._sizes(step.letters)]), self._all(step.letters))
+        node = self.build.call(aten.arange.start_step, 0, size, 1, **options)
+        return Operand(self.build.reshape(node, self._sizes(step.letters)), self._all(step.letters))
 
     def _all(self, letters: Sequence[str]) -> list[Axis]:
         return [self.axes[letter] for letter in letters]
@@ -201,15 +202,15 @@ class _Lowering:
         options = {"correction": 0} if step.do == "var" else {}
         node = x.node
         if dims:
-            node = self.build.call(getattr(getattr(aten, packet), overload), (node, dims), options)
+            node = self.build.call(getattr(getattr(aten, packet), overload), node, dims, **options)
         elif step.do == "var":
-            node = self.build.call(aten.mul.Tensor, (node, 0))
+            node = self.build.call(aten.mul.Tensor, node, 0)
         return Operand(node, [axis for axis in x.axes if axis in keep])
 
     def _cumsum(self, step: Step) -> Operand:
         x = self._read(step.reads[0])
         at = x.axes.index(self.axes[step.options["along"]])
-        return Operand(self.build.call(getattr(aten, step.do).default, (x.node, at)), x.axes)
+        return Operand(self.build.call(getattr(aten, step.do).default, x.node, at), x.axes)
 
     _cumprod = _cumsum
 
@@ -224,17 +225,17 @@ class _Lowering:
             if not isinstance(read, Read):
                 raise ProgramError(f"{self.where}: it reads values; make a constant with fill")
             node = self._aligned(self._read(read), letters).node
-            given[name] = node if batch else self.build.call(aten.unsqueeze.default, (node, 0))
+            given[name] = node if batch else self.build.call(aten.unsqueeze.default, node, 0)
         args = node_args("linear_scan", **given, reverse=bool(step.options.get("reverse", False)))
-        scan = self.build.call(OPS["linear_scan"], args)
-        node = self.build.call(operator.getitem, (scan, 0))
+        scan = self.build.call(OPS["linear_scan"], *args)
+        node = self.build.call(operator.getitem, scan, 0)
         if not batch:
-            node = self.build.call(aten.squeeze.dims, (node, [0]))
+            node = self.build.call(aten.squeeze.dims, node, [0])
         return Operand(node, self._all(order))
 
     def _reshape(self, step: Step) -> Operand:
         x = self._aligned(self._read(step.reads[0]), step.reads[0].letters)
-        return Operand(self.build.reshape(x.node, [[n] for n in self._sizes(step.letters)]), self._all(step.letters))
+        return Operand(self.build.reshape(x.node, self._sizes(step.letters)), self._all(step.letters))
 
     def _place(self, step: Step, x: Read) -> tuple[int, bool]:
         """Return where the axis lies that changes its size, and whether the value that is read has it."""
@@ -251,17 +252,17 @@ class _Lowering:
         o = step.options
         size = value(x.node).shape[at]
         start, stop, stride = slice(o.get("start", 0), o.get("stop"), o.get("step", 1)).indices(size)
-        node = self.build.call(aten.slice.Tensor, (x.node, at, start, stop, stride))
-        return Operand(self.build.reshape(node, [[n] for n in self._sizes(step.letters)]), self._all(step.letters))
+        node = self.build.call(aten.slice.Tensor, x.node, at, start, stop, stride)
+        return Operand(self.build.reshape(node, self._sizes(step.letters)), self._all(step.letters))
 
     def _pad(self, step: Step) -> Operand:
         (read,) = step.reads
         at, there = self._place(step, read)
         node = self._aligned(self._read(read), read.letters).node
-        node = node if there else self.build.call(aten.unsqueeze.default, (node, at))
+        node = node if there else self.build.call(aten.unsqueeze.default, node, at)
         o, rank = step.options, value(node).dim()
         pad = [0] * (2 * (rank - 1 - at)) + [o.get("before", 0), o.get("after", 0)]
-        node = self.build.call(aten.constant_pad_nd.default, (node, pad, float(o.get("value", 0))))
+        node = self.build.call(aten.constant_pad_nd.default, node, pad, float(o.get("value", 0)))
         return Operand(node, self._all(step.letters))
 
     def _concat(self, step: Step) -> Operand:
@@ -270,8 +271,8 @@ class _Lowering:
         for read in step.reads:
             node = self._aligned(self._read(read), read.letters).node
             there = len(read.letters) == len(step.letters)
-            parts.append(node if there else self.build.call(aten.unsqueeze.default, (node, at)))
-        return Operand(self.build.call(aten.cat.default, (parts, at)), self._all(step.letters))
+            parts.append(node if there else self.build.call(aten.unsqueeze.default, node, at))
+        return Operand(self.build.call(aten.cat.default, parts, at), self._all(step.letters))
 
     def _operator(self, step: Step) -> Operand:
         given: dict[str, Any] = {}
@@ -279,14 +280,14 @@ class _Lowering:
             node = self._aligned(self._read(read), read.letters).node
             for dim, group in enumerate(read.axes):
                 if not group:
-                    node = self.build.call(aten.unsqueeze.default, (node, dim))
+                    node = self.build.call(aten.unsqueeze.default, node, dim)
             given[name] = node
         own = {k: tuple(v) if isinstance(v, list) else v for k, v in step.options.get("options", {}).items()}
-        node = self.build.call(OPS[step.do], node_args(step.do, **given, **own))
+        node = self.build.call(OPS[step.do], *node_args(step.do, **given, **own))
         results = OPERATORS[step.do].results
         if len(results) > 1:
-            node = self.build.call(operator.getitem, (node, results.index(step.options.get("result", results[0]))))
+            node = self.build.call(operator.getitem, node, results.index(step.options.get("result", results[0])))
         shape = [size for size in value(node).shape if size != 1]
         if shape != self._sizes(step.letters):
             raise ProgramError(f"{self.where}: its result has shape {tuple(value(node).shape)}, not that of let")
-        return Operand(self.build.reshape(node, [[n] for n in shape]), self._all(step.letters))
+        return Operand(self.build.reshape(node, shape), self._all(step.letters))

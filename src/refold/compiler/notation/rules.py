@@ -179,7 +179,7 @@ def _replaced(rule: Rule, root: Node, found: Found, site: str, notes: list[str])
         new = lower(program, build, found.inputs)
         if value(new).dtype != value(root).dtype:
             raise ProgramError(f"result: it has dtype {value(new).dtype}, the region's {value(root).dtype}")
-        new = build.reshape(new, [[int(size)] for size in value(root).shape])
+        new = build.reshape(new, list(value(root).shape))
         new = build.restride(new, value(root))
     except ProgramError as error:
         build.undo()

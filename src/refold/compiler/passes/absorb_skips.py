@@ -218,14 +218,14 @@ def _absorb(scan: Node, skip: _Skip, states: list[Node], wanted: Callable[[str],
         return None
     build = Builder(root)
     given = {**named_args("ssd", scan.args), "D": _laid(build, skip)}
-    result = build.call(scan.target, (*given.values(), *scan.args[len(given) :]))
-    new = _laid_as_summand(build, build.call(getitem, (result, 0)), skip)
+    result = build.call(scan.target, *given.values(), *scan.args[len(given) :])
+    new = _laid_as_summand(build, build.call(getitem, result, 0), skip)
     copies = {skip.sum: new}
     for node in after:
         args, kwargs = map_arg((node.args, node.kwargs), lambda x: copies.get(x, x))
-        copies[node] = build.call(node.target, args, kwargs)  # type: ignore[arg-type]
+        copies[node] = build.call(node.target, *args, **kwargs)  # type: ignore[arg-type]
     for state in states:
-        state.replace_all_uses_with(build.call(getitem, (result, 1)))
+        state.replace_all_uses_with(build.call(getitem, result, 1))
     tokens = value(y).shape[1]
     return replace_node(
         root,
@@ -250,17 +250,17 @@ def _laid(build: Builder, skip: _Skip) -> Node:
     groups = (heads, channels) if read & set(resolve(channels)) else (heads,)
     if not skip.factors:
         sizes = [_size(group) for group in groups]
-        return build.call(aten.full.default, (sizes, skip.scale), {"dtype": like.dtype, "device": like.device})
+        return build.call(aten.full.default, sizes, skip.scale, dtype=like.dtype, device=like.device)
     order = [*resolve(heads), *resolve(channels)]
     D = reduce(lambda a, b: multiply(build, a, b, order), [operand(build, factor) for factor in skip.factors])
     node = lay_out(build, D, Product(groups, ()))
     if value(node).dtype != like.dtype:
-        node = build.call(_CONVERT, (node, like.dtype))
+        node = build.call(_CONVERT, node, like.dtype)
     if skip.scale != 1.0:
-        node = build.call(aten.mul.Tensor, (node, skip.scale))
+        node = build.call(aten.mul.Tensor, node, skip.scale)
     if value(node).is_contiguous():
         return node
-    return build.call(aten.clone.default, (node,), {"memory_format": torch.contiguous_format})
+    return build.call(aten.clone.default, node, memory_format=torch.contiguous_format)
 
 
 def _laid_as_summand(build: Builder, y: Node, skip: _Skip) -> Node:
@@ -270,9 +270,9 @@ def _laid_as_summand(build: Builder, y: Node, skip: _Skip) -> Node:
         long, short = skip.filled
         dim = [resolve(label) for label in own].index(resolve(short))
         missing = [0, 0] * (len(own) - 1 - dim) + [0, _size(long) - _size(short)]
-        y, own = build.call(aten.constant_pad_nd.default, (y, missing)), with_label(own, dim, long)
+        y, own = build.call(aten.constant_pad_nd.default, y, missing), with_label(own, dim, long)
     axes = [axis for label in own for axis in resolve(label)]
-    y = lay_out(build, Operand(build.reshape(y, [[axis.size] for axis in axes]), axes), Product(labels, ()))
+    y = lay_out(build, Operand(build.reshape(y, [axis.size for axis in axes]), axes), Product(labels, ()))
     if value(y).dtype != value(skip.sum).dtype:
-        y = build.call(_CONVERT, (y, value(skip.sum).dtype))
+        y = build.call(_CONVERT, y, value(skip.sum).dtype)
     return build.restride(y, value(skip.sum))

@@ -51,23 +51,23 @@ def difference_segment_sums(graph: Graph, wanted: Callable[[str], bool]) -> Iter
         read, j, keep_true = found
         build = Builder(root, read.through)
         mask = arg(masked, 0)
-        keep = mask if keep_true else build.call(aten.logical_not.default, (mask,))
+        keep = mask if keep_true else build.call(aten.logical_not.default, mask)
         # The copies are equal along j: sum up one of them.
         one = replace(read, labels=(*read.labels[:j], *read.labels[j + 1 :]))
         row = lay_out(build, operand(build, read.factors[0]), one)
         if read.scale != 1.0:
-            row = build.call(aten.mul.Tensor, (row, read.scale))
+            row = build.call(aten.mul.Tensor, row, read.scale)
         zero, never, unknown, one_, other = (_scalar(build, number, root) for number in (0.0, -inf, nan, 1.0, _OTHER))
-        finite = build.call(aten.lt.Scalar, (build.call(aten.abs.default, (row,)), inf))
-        forgets = build.call(aten.eq.Scalar, (row, -inf))
-        counted = build.call(aten.where.self, (forgets, one_, build.call(aten.where.self, (finite, zero, other))))
+        finite = build.call(aten.lt.Scalar, build.call(aten.abs.default, row), inf)
+        forgets = build.call(aten.eq.Scalar, row, -inf)
+        counted = build.call(aten.where.self, forgets, one_, build.call(aten.where.self, finite, zero, other))
         difference, passed = (
-            _difference(build, part, i, j, rank) for part in (build.call(aten.where.self, (finite, row, zero)), counted)
+            _difference(build, part, i, j, rank) for part in (build.call(aten.where.self, finite, row, zero), counted)
         )
-        narrow = build.call(torch.ops.prims.convert_element_type.default, (difference, torch.float32))
-        infinite = build.call(aten.where.self, (build.call(aten.lt.Scalar, (passed, _OTHER)), never, unknown))
-        narrow = build.call(aten.where.self, (build.call(aten.eq.Scalar, (passed, 0)), narrow, infinite))
-        new = build.call(aten.where.self, (keep, narrow, zero))
+        narrow = build.call(torch.ops.prims.convert_element_type.default, difference, torch.float32)
+        infinite = build.call(aten.where.self, build.call(aten.lt.Scalar, passed, _OTHER), never, unknown)
+        narrow = build.call(aten.where.self, build.call(aten.eq.Scalar, passed, 0), narrow, infinite)
+        new = build.call(aten.where.self, keep, narrow, zero)
         yield replace_node(
             root,
             build.restride(new, value(root)),
@@ -83,15 +83,15 @@ def difference_segment_sums(graph: Graph, wanted: Callable[[str], bool]) -> Iter
 
 
 def _scalar(build: Builder, number: float, like: Node) -> Node:
-    return build.call(aten.scalar_tensor.default, (number,), {"dtype": torch.float32, "device": value(like).device})
+    return build.call(aten.scalar_tensor.default, number, dtype=torch.float32, device=value(like).device)
 
 
 def _difference(build: Builder, row: Node, i: int, j: int, rank: int) -> Node:
     """Return ``P[i] - P[j]`` in float64, P the prefix sums along i of a value without axis j."""
-    prefix = build.call(aten.cumsum.default, (row, i - (j < i)), {"dtype": torch.float64})
-    later = build.call(aten.unsqueeze.default, (prefix, j))
-    earlier = build.call(aten.unsqueeze.default, (build.permute(prefix, _moved(rank, i, j)), i))
-    return build.call(aten.sub.Tensor, (later, earlier))
+    prefix = build.call(aten.cumsum.default, row, i - (j < i), dtype=torch.float64)
+    later = build.call(aten.unsqueeze.default, prefix, j)
+    earlier = build.call(aten.unsqueeze.default, build.permute(prefix, _moved(rank, i, j)), i)
+    return build.call(aten.sub.Tensor, later, earlier)
 
 
 def _moved(rank: int, i: int, j: int) -> list[int]:

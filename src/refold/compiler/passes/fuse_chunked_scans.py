@@ -81,7 +81,7 @@ def _merge_conversions(graph: Graph) -> None:
             continue
         arg(view, 0).append(twin)
         build = Builder(node)
-        new = build.call(view.target, (twin, *view.args[1:]))
+        new = build.call(view.target, twin, *view.args[1:])
         if same_strides(value(new), value(node)):
             node.replace_all_uses_with(new)
             graph.erase_node(node)
@@ -174,7 +174,7 @@ def _replace(root: Node, scan: Scan, wanted: Callable[[str], bool]) -> Iterator[
     dt, A = (_multiplied(build, part, order) if part.factors else None for part in (given.dt, given.A))
     rate = given.A.scale
     if given.free and dt is not None:
-        steps, rate = divisor(lambda target, *args, **kwargs: build.call(target, args, kwargs), dt.node)
+        steps, rate = divisor(build.call, dt.node)
         dt = Operand(steps, dt.axes)
         if set(dt.axes) <= {*batch, *time, *grouped} and _size(summed) <= _size(channels):
             B = multiply(build, B, dt, order, by=aten.div.Tensor)
@@ -195,15 +195,15 @@ def _replace(root: Node, scan: Scan, wanted: Callable[[str], bool]) -> Iterator[
     if scan.states.initial is not None:
         initial = _lay(build, operand(build, scan.states.initial), (batch, heads, channels, summed), 1.0, like)
     limits = step_limits(sign(operands["dt"]))
-    result = build.call(OPS["ssd"], node_args("ssd", **operands, initial_state=initial, dt_limit=limits))
-    y, last = (build.call(getitem, (result, i)) for i in (0, 1))
+    result = build.call(OPS["ssd"], *node_args("ssd", **operands, initial_state=initial, dt_limit=limits))
+    y, last = (build.call(getitem, result, i) for i in (0, 1))
     if missing := _size(resolve(scan.padded)) - _size(time):
-        y = build.call(aten.constant_pad_nd.default, (y, [0, 0, 0, 0, 0, missing]))
+        y = build.call(aten.constant_pad_nd.default, y, [0, 0, 0, 0, 0, missing])
     axes = [*batch, *resolve(scan.padded), *heads, *channels]
-    y = lay_out(build, Operand(build.reshape(y, [[axis.size] for axis in axes]), axes), scan.y)
+    y = lay_out(build, Operand(build.reshape(y, [axis.size for axis in axes]), axes), scan.y)
     y = build.restride(y, like)
     axes = [*batch, *heads, *channels, *summed]
-    state = Operand(build.reshape(last, [[axis.size] for axis in axes]), axes)
+    state = Operand(build.reshape(last, [axis.size for axis in axes]), axes)
     lasts = [(node, _lay_last(build, node, state, scan.states)) for node in scan.states.lasts()]
 
     detail = f"{_size(time)} tokens, {_size(heads)} heads of {_size(channels)} x {_size(summed)} as one ssd"
@@ -258,27 +258,27 @@ def _size(label: Sequence[Axis]) -> int:
 def _multiplied(build: Builder, product: Product, order: Sequence[Axis]) -> Operand:
     """Multiply the factors of a product."""
     x = reduce(lambda a, b: multiply(build, a, b, order), [operand(build, factor) for factor in product.factors])
-    return x if product.scale == 1.0 else Operand(build.call(aten.mul.Tensor, (x.node, product.scale)), x.axes)
+    return x if product.scale == 1.0 else Operand(build.call(aten.mul.Tensor, x.node, product.scale), x.axes)
 
 
 def _lay(build: Builder, x: Operand | None, groups: tuple[Label, ...], number: float, like: torch.Tensor) -> Node:
     """Lay a product out dense, each axis a group of symbols; a number if there is no product."""
     if x is None:
         sizes = [_size(group) for group in groups]
-        return build.call(aten.full.default, (sizes, number), {"dtype": like.dtype, "device": like.device})
+        return build.call(aten.full.default, sizes, number, dtype=like.dtype, device=like.device)
     node = lay_out(build, x, Product(groups, ()))
     if value(node).dtype != like.dtype:
-        node = build.call(_CONVERT, (node, like.dtype))
+        node = build.call(_CONVERT, node, like.dtype)
     if value(node).is_contiguous():
         return node
-    return build.call(aten.clone.default, (node,), {"memory_format": torch.contiguous_format})
+    return build.call(aten.clone.default, node, memory_format=torch.contiguous_format)
 
 
 def _lay_last(build: Builder, node: Node, state: Operand, states: ChunkStates) -> Node:
     like = value(states.node)
     x = lay_out(build, state, Product(with_label(states.layout.labels, states.dim, ()), ()))
     if value(x).dtype != like.dtype:
-        x = build.call(torch.ops.prims.convert_element_type.default, (x, like.dtype))
+        x = build.call(torch.ops.prims.convert_element_type.default, x, like.dtype)
     return _last_of(build, x, node, states)
 
 
@@ -286,8 +286,8 @@ def _last_of(build: Builder, x: Node, node: Node, states: ChunkStates) -> Node:
     """Make the last state a part of all states, which gives it their strides; Inductor writes that part only."""
     like, dim = value(states.node), states.dim
     before = [0, 0] * (like.dim() - 1 - dim) + [like.shape[dim] - 1, 0]
-    padded = build.restride(build.call(aten.constant_pad_nd.default, (x, before)), like)
-    return build.call(aten.select.int, (padded, dim, arg(node, 2)))
+    padded = build.restride(build.call(aten.constant_pad_nd.default, x, before), like)
+    return build.call(aten.select.int, padded, dim, arg(node, 2))
 
 
 # The last state alone ------------------------------------------------------------------------
@@ -326,19 +326,19 @@ def _contract_last_state(root: Node, states: ChunkStates) -> Rewrite:
     a = _multiplied(build, decays, [*out, *time])
     outer = [axis for axis in a.axes if axis not in time]
     row = lay_out(build, a, Product((*((axis,) for axis in outer), time), ()))
-    bounded = build.call(aten.clamp_min.default, (row, FORGETS))
-    since = build.call(aten.cumsum.default, (bounded, len(outer)), {"dtype": torch.float64})
-    total = build.call(aten.slice.Tensor, (since, len(outer), _size(time) - 1, _size(time)))
-    to_end = _exponential(build, build.call(aten.sub.Tensor, (total, since)), [*outer, *time], value(root).dtype)
+    bounded = build.call(aten.clamp_min.default, row, FORGETS)
+    since = build.call(aten.cumsum.default, bounded, len(outer), dtype=torch.float64)
+    total = build.call(aten.slice.Tensor, since, len(outer), _size(time) - 1, _size(time))
+    to_end = _exponential(build, build.call(aten.sub.Tensor, total, since), [*outer, *time], value(root).dtype)
     written = sorted((operand(build, factor) for factor in states.written.factors), key=lambda x: value(x.node).numel())
     state = contract(build, [to_end, *written], set(out), out)
     if states.written.scale != 1.0:
-        state = Operand(build.call(aten.mul.Tensor, (state.node, states.written.scale)), state.axes)
+        state = Operand(build.call(aten.mul.Tensor, state.node, states.written.scale), state.axes)
     new = lay_out(build, state, Product(labels, ()))
     if states.initial is not None:
         through = _exponential(build, total, outer, value(root).dtype)
         first = multiply(build, through, operand(build, states.initial), out)
-        new = build.call(aten.add.Tensor, (new, lay_out(build, first, Product(labels, ()))))
+        new = build.call(aten.add.Tensor, new, lay_out(build, first, Product(labels, ())))
     new = _last_of(build, new, root, states)
     return replace_node(
         root,
@@ -354,5 +354,5 @@ def _contract_last_state(root: Node, states: ChunkStates) -> Rewrite:
 
 
 def _exponential(build: Builder, x: Node, axes: list[Axis], dtype: torch.dtype) -> Operand:
-    narrow = build.call(torch.ops.prims.convert_element_type.default, (x, dtype))
-    return Operand(build.reshape(build.call(aten.exp.default, (narrow,)), [[axis.size] for axis in axes]), axes)
+    narrow = build.call(torch.ops.prims.convert_element_type.default, x, dtype)
+    return Operand(build.reshape(build.call(aten.exp.default, narrow), [axis.size for axis in axes]), axes)

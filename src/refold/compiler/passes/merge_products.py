@@ -82,15 +82,15 @@ def _merged(graph: Graph, roots: list[Node]) -> Rewrite:
     last = roots[-1]
     build = Builder(last)
     x = arg(roots[0], _PRODUCTS[roots[0].target])
-    wide = build.call(aten.cat.default, ([arg(root, _PRODUCTS[root.target] + 1) for root in roots], 1))
-    product = build.call(aten.mm.default, (x, wide))
+    wide = build.call(aten.cat.default, [arg(root, _PRODUCTS[root.target] + 1) for root in roots], 1)
+    product = build.call(aten.mm.default, x, wide)
     views = [node for node in (arg(root, _PRODUCTS[root.target]) for root in roots) if node.target in _VIEWS]
     news, start = [], 0
     for root in roots:
         width = int(value(root).shape[1])
-        part = build.call(aten.slice.Tensor, (product, 1, start, start + width))
+        part = build.call(aten.slice.Tensor, product, 1, start, start + width)
         if _PRODUCTS[root.target]:
-            part = build.call(aten.add.Tensor, (part, arg(root, 0)))
+            part = build.call(aten.add.Tensor, part, arg(root, 0))
         news.append(build.restride(part, value(root)))
         start += width
     rows, depth = value(x).shape

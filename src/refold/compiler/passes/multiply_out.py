@@ -74,7 +74,7 @@ def multiply_out(graph: Graph, wanted: Callable[[str], bool]) -> Iterator[Rewrit
             new = lower(program, build, inputs)
             if value(new).dtype != value(root).dtype:
                 raise ProgramError("its dtype is another")
-            new = build.restride(build.reshape(new, [[int(size)] for size in value(root).shape]), value(root))
+            new = build.restride(build.reshape(new, list(value(root).shape)), value(root))
         except ProgramError:
             build.undo()
             continue

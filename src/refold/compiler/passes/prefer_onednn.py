@@ -62,8 +62,8 @@ def prefer_onednn(graph: Graph, wanted: Callable[[str], bool]) -> Iterator[Rewri
             continue
         build = Builder(root)
         # linear(x, w) is x @ w.T
-        weight = arg(b, 0) if _is_transpose(b) else build.call(aten.permute.default, (b, [1, 0]))
-        linear = build.call(ONEDNN_LINEAR, (a, weight, bias[0] if bias else None))
+        weight = arg(b, 0) if _is_transpose(b) else build.call(aten.permute.default, b, [1, 0])
+        linear = build.call(ONEDNN_LINEAR, a, weight, bias[0] if bias else None)
         rows, depth = value(a).shape
         yield replace_node(
             root,

@@ -45,9 +45,9 @@ def drop_degenerate_sums(graph: Graph, wanted: Callable[[str], bool]) -> Iterato
         if value(x).dtype != value(root).dtype or not dims or not all(same(value(x).shape[d], 1) for d in dims):
             continue
         build = Builder(root)
-        view = x if value(root).dim() == value(x).dim() else build.call(aten.squeeze.dims, (x, dims))
+        view = x if value(root).dim() == value(x).dim() else build.call(aten.squeeze.dims, x, dims)
         # A sum never aliases its input, so neither may this; Inductor inlines the copy.
-        new = build.restride(build.call(aten.clone.default, (view,)), value(root))
+        new = build.restride(build.call(aten.clone.default, view), value(root))
         yield replace_node(
             root,
             new,
@@ -162,7 +162,7 @@ class _Plan:
         # Half precision overflows early: what makes a product smaller does so before it is summed.
         shrinks = abs(self.scale) < 1 and value(self.root).dtype == torch.float16
         if shrinks:
-            operands[0].node = build.call(aten.mul.Tensor, (operands[0].node, self.scale))
+            operands[0].node = build.call(aten.mul.Tensor, operands[0].node, self.scale)
         out = [axis for axis in layout(self.product) if axis in self.product.present()]
         for group in self.path:
             chosen = [operands[i] for i in group]
@@ -172,10 +172,10 @@ class _Plan:
         (result,) = operands
         x = sum_out(build, result, set(out))
         if self.scale != 1.0 and not shrinks:
-            x = Operand(build.call(aten.mul.Tensor, (x.node, self.scale)), x.axes)
+            x = Operand(build.call(aten.mul.Tensor, x.node, self.scale), x.axes)
         if self.root.target in _MEANS:
-            count = build.product([value(arg(self.root, 0)).shape[dim] for dim in sum_dims(self.root)])
-            x = Operand(build.call(aten.div.Tensor, (x.node, count)), x.axes)
+            count = build.size(math.prod(value(arg(self.root, 0)).shape[dim] for dim in sum_dims(self.root)))
+            x = Operand(build.call(aten.div.Tensor, x.node, count), x.axes)
         return lay_out(build, x, self.product)
 
 

@@ -46,8 +46,8 @@ def replace_causal_convolutions(graph: Graph, wanted: Callable[[str], bool]) -> 
                 build = Builder(ends[0][0])
                 y = _convolved(build, conv, x, "silu" if silu else None)
                 if root is not conv and not silu:  # a part, as the original is
-                    y = build.call(aten.constant_pad_nd.default, (y, [0, value(conv).shape[2] - value(root).shape[2]]))
-                    y = build.call(aten.slice.Tensor, (y, 2, 0, value(root).shape[2]))
+                    y = build.call(aten.constant_pad_nd.default, y, [0, value(conv).shape[2] - value(root).shape[2]])
+                    y = build.call(aten.slice.Tensor, y, 2, 0, value(root).shape[2])
                 results[silu] = y, set(build.added)
             y, made = results[silu]
             channels, _, width = value(arg(conv, 1)).shape
@@ -72,9 +72,9 @@ def replace_causal_convolutions(graph: Graph, wanted: Callable[[str], bool]) -> 
 def _convolved(build: Builder, conv: Node, x: Node, activation: str | None) -> Node:
     """Emit the operator; its result is (b, c, t), as that of the convolution."""
     tokens = build.permute(x, [0, 2, 1])
-    taps = build.call(aten.select.int, (arg(conv, 1), 1, 0))
+    taps = build.call(aten.select.int, arg(conv, 1), 1, 0)
     given = node_args("causal_conv1d", x=tokens, weight=taps, bias=arg(conv, 2), activation=activation)
-    return build.permute(build.call(getitem, (build.call(OPS["causal_conv1d"], given), 0)), [0, 2, 1])
+    return build.permute(build.call(getitem, build.call(OPS["causal_conv1d"], *given), 0), [0, 2, 1])
 
 
 def _ends(root: Node, wanted: Callable[[str], bool]) -> list[tuple[Node, list[int]]]:

@@ -46,13 +46,11 @@ def replace_gated_norms(graph: Graph, wanted: Callable[[str], bool]) -> Iterator
             build.undo()
             continue
         channels = value(norm.end).shape[-1]
-        y = build.call(
-            OPS["gated_rmsnorm"],
-            node_args(
-                "gated_rmsnorm", x=x, z=z, weight=norm.weight, eps=norm.eps,
-                group_size=norm.group_size, norm_before_gate=False,
-            ),
+        given = node_args(
+            "gated_rmsnorm", x=x, z=z, weight=norm.weight, eps=norm.eps,
+            group_size=norm.group_size, norm_before_gate=False,
         )  # fmt: skip
+        y = build.call(OPS["gated_rmsnorm"], *given)
         yield replace_node(
             norm.end,
             build.restride(y, value(norm.end)),
@@ -192,9 +190,9 @@ def _in_dtype(build: Builder, node: Node, dtype: torch.dtype) -> Node | None:
     if inner is None:
         return None
     if node.target in _VIEWS:
-        return build.reshape(inner, [[size] for size in value(node).shape])
+        return build.reshape(inner, list(value(node).shape))
     if inner.target is aten.constant_pad_nd.default and value(arg(inner, 0)).shape == value(node).shape:
         first = arg(node, 2, "start") in (0, None) and all(before == 0 for before in arg(inner, 1)[::2])
         if first and arg(node, 4, "step", 1) == 1:
             return arg(inner, 0)  # the zeros at its end are cut off again
-    return build.call(node.target, (inner, *node.args[1:]), node.kwargs)
+    return build.call(node.target, inner, *node.args[1:], **node.kwargs)

@@ -59,13 +59,13 @@ def sum_convolutions(graph: Graph, wanted: Callable[[str], bool]) -> Iterator[Re
         rest = _summed(build, call, value(node), dims)
         count = math.prod(int(value(node).shape[dim]) for dim in dims)
         factor = scale / count if root.target is aten.mean.dim else scale
-        rest = rest if factor == 1 else build.call(aten.mul.Tensor, (rest, factor))
+        rest = rest if factor == 1 else build.call(aten.mul.Tensor, rest, factor)
         if call.bias is not None:
             each = scale if root.target is aten.mean.dim else scale * count
-            bias = call.bias if each == 1 else build.call(aten.mul.Tensor, (call.bias, each))
+            bias = call.bias if each == 1 else build.call(aten.mul.Tensor, call.bias, each)
             shape = [-1] + [1] * (value(rest).dim() - 2)
-            rest = build.call(aten.add.Tensor, (rest, build.call(aten.view.default, (bias, shape))))
-        new = build.reshape(rest, [[int(size)] for size in value(root).shape])
+            rest = build.call(aten.add.Tensor, rest, build.call(aten.view.default, bias, shape))
+        new = build.reshape(rest, list(value(root).shape))
         yield replace_node(
             root,
             build.restride(new, value(root)),
@@ -119,19 +119,19 @@ def _summed(build: Builder, call: _Convolution, out: torch.Tensor, dims: list[in
     x = build.permute(x, [0, 1, *dims, *kept])
     offsets = math.prod(kernel[dim - 2] for dim in dims)
     rows = int(channels) * offsets
-    x = build.reshape(x, [[int(batch)], [rows], *([int(value(x).shape[2 + len(dims) + i])] for i in range(len(kept)))])
+    x = build.reshape(x, [int(batch), rows, *(int(value(x).shape[2 + len(dims) + i]) for i in range(len(kept)))])
     # Weights are (in, out, space) if transposed, else (out, in, space).
     source, target = (0, 1) if call.transposed else (1, 0)
     outs = int(value(call.weight).shape[target])
     weight = build.permute(call.weight, [source, *dims, target, *kept])
-    weight = build.reshape(weight, [[rows], [outs], *([kernel[dim - 2]] for dim in kept)])
+    weight = build.reshape(weight, [rows, outs, *(kernel[dim - 2] for dim in kept)])
     if not kept:
-        return build.call(aten.mm.default, (x, weight))
+        return build.call(aten.mm.default, x, weight)
     if not call.transposed:
         weight = build.permute(weight, [1, 0, *range(2, 2 + len(kept))])
     lists = [[values[dim - 2] for dim in kept] for values in (call.stride, call.padding, call.dilation)]
     more = [call.transposed, [call.output_padding[dim - 2] for dim in kept], 1]
-    return build.call(aten.convolution.default, (x, weight, None, *lists, *more))
+    return build.call(aten.convolution.default, x, weight, None, *lists, *more)
 
 
 def _shifted(build: Builder, call: _Convolution, x: Node, dim: int, length: int, kernel: int) -> Node:
@@ -141,7 +141,7 @@ def _shifted(build: Builder, call: _Convolution, x: Node, dim: int, length: int,
     """
     size = int(value(x).shape[dim])
     stride, padding, dilation = (values[dim - 2] for values in (call.stride, call.padding, call.dilation))
-    total = build.call(aten.sum.dim_IntList, (x, [dim], True))
+    total = build.call(aten.sum.dim_IntList, x, [dim], True)
     sums = []
     for k in range(kernel):
         shift = k * dilation - padding
@@ -152,16 +152,16 @@ def _shifted(build: Builder, call: _Convolution, x: Node, dim: int, length: int,
             end = min(length - 1, (size - 1 - shift) // stride) * stride + shift
             first, last, step = start, end, stride
         if last < first:
-            sums.append(build.call(aten.mul.Tensor, (total, 0)))
+            sums.append(build.call(aten.mul.Tensor, total, 0))
         elif step == 1 and 2 * (last - first + 1) > size:
             part = total
             for low, high in ((0, first), (last + 1, size)):
                 if low < high:
-                    border = build.call(aten.slice.Tensor, (x, dim, low, high))
-                    border = build.call(aten.sum.dim_IntList, (border, [dim], True))
-                    part = build.call(aten.sub.Tensor, (part, border))
+                    border = build.call(aten.slice.Tensor, x, dim, low, high)
+                    border = build.call(aten.sum.dim_IntList, border, [dim], True)
+                    part = build.call(aten.sub.Tensor, part, border)
             sums.append(part)
         else:
-            part = build.call(aten.slice.Tensor, (x, dim, first, last + 1, step))
-            sums.append(build.call(aten.sum.dim_IntList, (part, [dim], True)))
-    return build.call(aten.cat.default, (sums, dim)) if len(sums) > 1 else sums[0]
+            part = build.call(aten.slice.Tensor, x, dim, first, last + 1, step)
+            sums.append(build.call(aten.sum.dim_IntList, part, [dim], True))
+    return build.call(aten.cat.default, sums, dim) if len(sums) > 1 else sums[0]

@@ -38,7 +38,7 @@ def unroll_depthwise_convolutions(graph: Graph, wanted: Callable[[str], bool]) -
         half = value(root).dtype in (torch.float16, torch.bfloat16)
 
         def wide(node: Node, build: Builder = build, half: bool = half) -> Node:
-            return build.call(convert, (node, torch.float32)) if half else node
+            return build.call(convert, node, torch.float32) if half else node
 
         source, taps = wide(x), wide(weight)
         terms = []
@@ -46,17 +46,17 @@ def unroll_depthwise_convolutions(graph: Graph, wanted: Callable[[str], bool]) -
             # Products are padded, not inputs: zero times an infinite weight would be NaN.
             first = k * dilation[0] - padding[0]
             beyond = padding[0] - (width - 1 - k) * dilation[0]
-            shifted = build.call(aten.slice.Tensor, (source, 2, max(first, 0), beyond if beyond < 0 else _END))
-            tap = build.call(aten.select.int, (taps, 2, k))  # (c, 1)
-            term = build.call(aten.mul.Tensor, (shifted, tap))
+            shifted = build.call(aten.slice.Tensor, source, 2, max(first, 0), beyond if beyond < 0 else _END)
+            tap = build.call(aten.select.int, taps, 2, k)  # (c, 1)
+            term = build.call(aten.mul.Tensor, shifted, tap)
             margins = [max(-first, 0), max(beyond, 0)]
-            terms.append(build.call(aten.constant_pad_nd.default, (term, margins, 0.0)) if any(margins) else term)
+            terms.append(build.call(aten.constant_pad_nd.default, term, margins, 0.0) if any(margins) else term)
         total = terms[0]
         for term in terms[1:]:
-            total = build.call(aten.add.Tensor, (total, term))
+            total = build.call(aten.add.Tensor, total, term)
         if bias is not None:
-            total = build.call(aten.add.Tensor, (total, build.call(aten.unsqueeze.default, (wide(bias), 1))))
-        new = build.call(convert, (total, value(root).dtype)) if half else total
+            total = build.call(aten.add.Tensor, total, build.call(aten.unsqueeze.default, wide(bias), 1))
+        new = build.call(convert, total, value(root).dtype) if half else total
         yield replace_node(
             root,
             build.restride(new, value(root)),

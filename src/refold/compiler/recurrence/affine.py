@@ -22,10 +22,11 @@ import torch
 from torch.fx import Node
 
 from ...ops.torch.registry import OPS, node_args
+from ..ir.builder import Builder
 from ..ir.fx import is_tensor, known, mark_as_made, value
 from ..ir.source import expression, name_of
 from .systems import BOUNDED_SCAN, LINEAR_SYSTEM, largest, wide
-from .vectorize import Emitter, NotALoop, Value, broadcasts, described, is_pointwise
+from .vectorize import NotALoop, Value, broadcasts, described, is_pointwise
 
 aten = torch.ops.aten
 prims = torch.ops.prims
@@ -156,7 +157,7 @@ class LoopVectorizer:
     """Emits what a loop's steps do, for all steps at once."""
 
     def __init__(self) -> None:
-        self.emit = Emitter()
+        self.emit = Builder()
         self.loops: list[Loop] = []
 
     def _closed(self, x: Value | Affine) -> Value | Affine:
@@ -173,16 +174,16 @@ class LoopVectorizer:
             assert loop.previous is not None  # all carries of a system are known at once
             term = self.emit.reshape(loop.previous, [value(carry).shape[0], *shape])
             if scale is not None:
-                term = self.emit.call(aten.mul.Tensor, term, self.emit.padded(scale, rank))
+                term = self.emit.call(aten.mul.Tensor, term, scale.padded(self.emit, rank))
             terms.append(term)
         out = terms[0]
         for term in terms[1:]:
             out = self.emit.call(aten.add.Tensor, out, term)
         if x.reset is not None:
             zero = self.emit.call(aten.full.default, [], 0.0, dtype=value(out).dtype, device=value(out).device)
-            out = self.emit.call(aten.where.self, self.emit.padded(x.reset, rank), zero, out)
+            out = self.emit.call(aten.where.self, x.reset.padded(self.emit, rank), zero, out)
         if x.offset is not None:
-            out = self.emit.call(aten.add.Tensor, out, self.emit.padded(x.offset, rank))
+            out = self.emit.call(aten.add.Tensor, out, x.offset.padded(self.emit, rank))
         for bound in x.bounds:
             out = self._bounded(out, bound)
         return Value(out, True)
@@ -191,7 +192,7 @@ class LoopVectorizer:
         """Apply a bound to what has the rank of ``x``, (t, ...)."""
         val = value(x)
         if isinstance(bound.value.node, Node):
-            by = self.emit.padded(bound.value, val.dim() - 1)
+            by = bound.value.padded(self.emit, val.dim() - 1)
         else:
             by = self.emit.call(aten.full.default, [], bound.value.node, dtype=val.dtype, device=val.device)
         if bound.smooth or bound.shares == _EVEN:
@@ -372,8 +373,8 @@ class LoopVectorizer:
             return replace(x, bounds=(bound,))
         *before, last = x.bounds
         if last.kind == bound.kind:
-            first = Value(self.emit.with_time(last.value, x.loop.length, node), True)
-            both = self._bounded(self.emit.padded(first, value(node).dim()), bound)
+            first = Value(last.value.with_time(self.emit, x.loop.length, node), True)
+            both = self._bounded(first.padded(self.emit, value(node).dim()), bound)
             return replace(x, bounds=(*before, replace(last, value=Value(both, True))))
         if before or last.smooth or bound.smooth or last.upper == bound.upper:
             return None
@@ -412,8 +413,8 @@ class LoopVectorizer:
         shape, dtype = list(val.shape), wide(val.dtype)
 
         def whole(part: Value, time: bool, sign: bool = True) -> Node:
-            x = emit.with_time(part, count if time or part.has_time else 1, like)
-            x = emit.cast(emit.expand(emit.padded(Value(x, True), val.dim()), [value(x).shape[0], *shape]), dtype)
+            x = part.with_time(emit, count if time or part.has_time else 1, like)
+            x = emit.cast(emit.expand(Value(x, True).padded(emit, val.dim()), [value(x).shape[0], *shape]), dtype)
             x = emit.call(aten.neg.default, x) if sign and low.upper else x
             # On a CPU, sweeps read contiguous memory: what computes x writes it so, which costs less than a copy.
             return emit.dense(x) if val.device.type == "cpu" else x
@@ -461,7 +462,7 @@ class LoopVectorizer:
         if not isinstance(operands[0].node, Node):
             operands = operands[::-1]
         rank = max(value(x.node).dim() - x.has_time for x in operands if isinstance(x.node, Node))
-        out = self.emit.call(target, *(self.emit.padded(x, rank) for x in operands))
+        out = self.emit.call(target, *(x.padded(self.emit, rank) for x in operands))
         return Value(out, any(x.has_time for x in operands))
 
     def _plus(self, a: Affine | Value, b: Affine | Value, loop: Loop) -> Affine:
@@ -500,8 +501,8 @@ class LoopVectorizer:
         rank = value(node).dim()
 
         def choose(parts: list[Value]) -> Value:
-            chosen = [self.emit.padded(Value(self.emit.with_time(part, count, node), True), rank) for part in parts]
-            return Value(self.emit.call(aten.where.self, self.emit.padded(mask, rank), *chosen), True)
+            chosen = [Value(part.with_time(self.emit, count, node), True).padded(self.emit, rank) for part in parts]
+            return Value(self.emit.call(aten.where.self, mask.padded(self.emit, rank), *chosen), True)
 
         if all(isinstance(x, Affine) for x in sides) and sides[0].scales.keys() != sides[1].scales.keys():
             raise NotALoop("carries-coupled", f"a mask chooses the new value of {loop.name} from several carries")
@@ -545,8 +546,8 @@ class LoopVectorizer:
         shape = [count, *val.shape]
         operands = [initial]
         for part in (body.scale or Value(1.0), body.offset or Value(0.0)):
-            x = emit.with_time(part, count, like)
-            operands.append(emit.expand(emit.padded(Value(x, True), val.dim()), shape))
+            x = part.with_time(emit, count, like)
+            operands.append(emit.expand(Value(x, True).padded(emit, val.dim()), shape))
         dtype = functools.reduce(torch.promote_types, (value(x).dtype for x in operands), val.dtype)
         if not dtype.is_floating_point:
             raise NotALoop("carry-dtype", f"{loop.name} is computed in {dtype}, which is not a dtype of real numbers")
@@ -554,8 +555,8 @@ class LoopVectorizer:
         order = [1, 0, *range(2, len(shape))] if val.dim() else [0]
         operands = [emit.cast(x, dtype) for x in operands]
         if body.reset is not None:
-            mask = emit.with_time(body.reset, count, like)
-            operands.append(emit.expand(emit.padded(Value(mask, True), val.dim()), shape))
+            mask = body.reset.with_time(emit, count, like)
+            operands.append(emit.expand(Value(mask, True).padded(emit, val.dim()), shape))
         operands[1:] = [emit.permute(x, order) for x in operands[1:]]
         if not val.dim():
             operands = [emit.call(aten.unsqueeze.default, x, 0) for x in operands]
@@ -609,7 +610,7 @@ class LoopVectorizer:
             elif not part.has_time:
                 x = emit.call(aten.unsqueeze.default, emit.expand(part.node, [*own]), 0)
             else:
-                x = emit.padded(part, len(own))
+                x = part.padded(emit, len(own))
             steps = count if time or part.has_time else 1
             return emit.cast(shaped(emit.expand(x, [steps, *own]), [steps, *shape]), dtype)
 

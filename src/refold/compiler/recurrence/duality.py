@@ -29,13 +29,14 @@ import torch
 from torch.fx import Node
 
 from ...ops.torch.registry import OPS, node_args
+from ..ir.builder import Builder
 from ..ir.fx import arg, mark_as_made, value
 from . import lti_chunks
 from .gated_chunks import CHUNK, gated_scan, merged
 from .readout import Readout, Term, terms
 from .signs import Sign, fades, sign
 from .slices import sliced_early
-from .vectorize import Emitter, Value
+from .vectorize import Value
 
 aten = torch.ops.aten
 
@@ -45,7 +46,7 @@ NO_DECAY = 2.0**-60
 
 
 def match_operator(
-    emit: Emitter, read: Readout, scale: Value | None, offset: Value | None, shape: list[int], initial: Node | None
+    emit: Builder, read: Readout, scale: Value | None, offset: Value | None, shape: list[int], initial: Node | None
 ) -> tuple[Node, Node] | None:
     """Emit the operator for ``y``, where ``h[t] = scale[t] h[t-1] + offset[t]`` and ``y[t] = sum over n of C[t] h[t]``.
 
@@ -72,7 +73,7 @@ def match_operator(
     if scale is not None and not isinstance(scale.node, Node):
         weight = float(scale.node)
     elif scale is not None:
-        factors = sliced_early(emit, emit.padded(scale, rank - 1))
+        factors = sliced_early(emit, scale.padded(emit, rank - 1))
         state_axes = every[rank - value(factors).dim() :]
         found = _decay(emit, factors, state_axes, n)
         if found is None:
@@ -80,7 +81,7 @@ def match_operator(
         (rate, exponent), (weight, decays) = found
     steps = [term for term in exponent if term.spans() & {0, 1}]
     rates = [term for term in exponent if not term.spans() & {0, 1}]
-    factor, inputs = terms(emit, sliced_early(emit, emit.padded(offset, rank - 1)), every)
+    factor, inputs = terms(emit, sliced_early(emit, offset.padded(emit, rank - 1)), every)
     if Counter(steps) - Counter(inputs):  # the inputs have no step size in common with the decay
         steps, rates, rate = [], [], 0.0
         weight, decays = terms(emit, factors, state_axes)
@@ -161,7 +162,7 @@ def match_operator(
     return _results(emit, read, rest, shape, (y, [*tokens, *natural[1:-1]]), (last, natural))
 
 
-def _signs(emit: Emitter, decays: list[Term], weight: float, order: list[Any], shape: list[int]) -> Node:
+def _signs(emit: Builder, decays: list[Term], weight: float, order: list[Any], shape: list[int]) -> Node:
     """Return the sign P of the product of all decays up to each step, (batch, time, head, 1).
 
     States with these signs, ``P[t] h[t] = |a[t]| P[t-1] h[t-1] + P[t] x[t]``, have decays that are never negative.
@@ -175,7 +176,7 @@ def _signs(emit: Emitter, decays: list[Term], weight: float, order: list[Any], s
 
 
 def _results(
-    emit: Emitter, read: Readout, rest: list[Term], shape: list[int],
+    emit: Builder, read: Readout, rest: list[Term], shape: list[int],
     y: tuple[Node, list[int]], last: tuple[Node, list[int]],
 ) -> tuple[Node, Node]:  # fmt: skip
     """Lay out what an operator returned as the contraction and the state were; each comes with its axes."""
@@ -197,7 +198,7 @@ def _results(
     return emit.cast(out, value(read.node).dtype), state
 
 
-def _contracted(emit: Emitter, scale: float, factors: list[Term], n: int, target: list[int], shape: list[int]) -> Node:
+def _contracted(emit: Builder, scale: float, factors: list[Term], n: int, target: list[int], shape: list[int]) -> Node:
     """Sum a product over n, and lay it out for broadcasting; what does not run along n is multiplied afterwards."""
     along, rest = _divide(factors, n)
     total: Node | None = None
@@ -211,12 +212,12 @@ def _contracted(emit: Emitter, scale: float, factors: list[Term], n: int, target
     return total if scale == 1.0 else emit.call(aten.mul.Tensor, total, scale)
 
 
-def _next(emit: Emitter, queries: Node) -> Node:
+def _next(emit: Builder, queries: Node) -> Node:
     """Return queries (b, t, ...) one step earlier, ``C[t+1]``; zero at the end."""
     return emit.call(aten.constant_pad_nd.default, queries, [0, 0] * (value(queries).dim() - 2) + [-1, 1], 0.0)
 
 
-def _one_later(emit: Emitter, y: Node, query: Node, initial: Node | None, along: int) -> Node:
+def _one_later(emit: Builder, y: Node, query: Node, initial: Node | None, along: int) -> Node:
     """Return y (b, t, ...) one step later, ``y[t-1]``; the first is ``query * initial``, summed along its axis n."""
     later = emit.call(aten.constant_pad_nd.default, y, [0, 0] * (value(y).dim() - 2) + [1, -1], 0.0)
     if initial is None:
@@ -227,15 +228,15 @@ def _one_later(emit: Emitter, y: Node, query: Node, initial: Node | None, along:
 
 
 def _time_invariant(
-    emit: Emitter, read: Readout, scale: Value | None, offset: Value, shape: list[int], initial: Node | None
+    emit: Builder, read: Readout, scale: Value | None, offset: Value, shape: list[int], initial: Node | None
 ) -> tuple[Node, Node] | None:
     """Emit `lti_scan`, if decays differ along n and nothing but one factor of what is added depends on time."""
     if scale is None or not isinstance(scale.node, Node) or shape[0] < lti_chunks.CHUNK:
         return None
     rank, n = len(shape), read.summed
-    factors = sliced_early(emit, emit.padded(scale, rank - 1))
+    factors = sliced_early(emit, scale.padded(emit, rank - 1))
     weight, decays = terms(emit, factors, tuple(range(rank - value(factors).dim(), rank)))
-    factor, inputs = terms(emit, sliced_early(emit, emit.padded(offset, rank - 1)), tuple(range(rank)))
+    factor, inputs = terms(emit, sliced_early(emit, offset.padded(emit, rank - 1)), tuple(range(rank)))
     keys, values_ = _divide(inputs, n)
     queries, rest = _divide(read.others, n)
     spans = {place for term in (*keys, *queries, *decays) for place in term.spans()}
@@ -261,17 +262,17 @@ def _time_invariant(
 
 
 def _gated(
-    emit: Emitter, read: Readout, scale: Value | None, offset: Value, shape: list[int], initial: Node | None
+    emit: Builder, read: Readout, scale: Value | None, offset: Value, shape: list[int], initial: Node | None
 ) -> tuple[Node, Node] | None:
     """Emit `gated_scan`, if the decay is positive and there is one axis along which only what is added runs."""
     if scale is None or not isinstance(scale.node, Node):
         return None
     rank, n = len(shape), read.summed
-    factors = sliced_early(emit, emit.padded(scale, rank - 1))
+    factors = sliced_early(emit, scale.padded(emit, rank - 1))
     weight, decays = terms(emit, factors, tuple(range(rank - value(factors).dim(), rank)))
     if weight <= 0 or not all(_is_positive(term.node) for term in decays):
         return None
-    factor, inputs = terms(emit, sliced_early(emit, emit.padded(offset, rank - 1)), tuple(range(rank)))
+    factor, inputs = terms(emit, sliced_early(emit, offset.padded(emit, rank - 1)), tuple(range(rank)))
     keys, values_ = _divide(inputs, n)
     queries, rest = _divide(read.others, n)
     wide = {place for term in (*keys, *queries, *decays) for place in term.spans()}
@@ -317,7 +318,7 @@ def _unalias(node: Node) -> Node:
 
 
 def _decay(
-    emit: Emitter, node: Any, state_axes: tuple[int | None, ...], n: int
+    emit: Builder, node: Any, state_axes: tuple[int | None, ...], n: int
 ) -> tuple[tuple[float, list[Term]], tuple[float, list[Term]]] | None:
     """Read a decay as exp of a product times factors that do not run along ``n``: (exponent, other factors)."""
     scale, parts = terms(emit, node, state_axes)
@@ -336,7 +337,7 @@ def _is_positive(node: Node) -> bool:
 
 
 def _log_decay(
-    emit: Emitter,
+    emit: Builder,
     decays: list[Term],
     weight: float,
     per_step: list[Any],
@@ -378,7 +379,7 @@ def _fades_near_one(decay: Node) -> bool:
     return inner.target is aten.sigmoid.default or (inner.target is aten.exp.default and fades(arg(inner, 0)))
 
 
-def _logarithm(emit: Emitter, term: Term) -> Node:
+def _logarithm(emit: Builder, term: Term) -> Node:
     """Return the logarithm of a factor: of zero minus infinity, and none below that of the smallest normal number."""
     inner = _unalias(term.node)
     if inner.target is aten.exp.default and value(inner).dim() == len(term.state_axes):
@@ -412,7 +413,7 @@ def forgets(dtype: torch.dtype) -> float:
     return -746.0 if dtype == torch.float64 else -104.0
 
 
-def _exponent(emit: Emitter, term: Term) -> tuple[float, list[Term]] | None:
+def _exponent(emit: Builder, term: Term) -> tuple[float, list[Term]] | None:
     """Read a factor as exp of a product: (scale, factors of the exponent)."""
     inner = _unalias(term.node)
     if inner.target is not aten.exp.default or value(inner).dim() != len(term.state_axes):
@@ -426,7 +427,7 @@ def _divide(parts: list[Term], n: int) -> tuple[list[Term], list[Term]]:
 
 
 def _lay(
-    emit: Emitter, parts: list[Term], order: list[int | None], shape: list[int], scale: float,
+    emit: Builder, parts: list[Term], order: list[int | None], shape: list[int], scale: float,
     like: Node | None = None, dense: bool = True,
 ) -> Node | None:  # fmt: skip
     """Multiply factors and lay the product out over axes of the states; None in the order is an axis of size one."""
@@ -448,6 +449,6 @@ def _lay(
     return emit.expand(total, sizes) if dense else total
 
 
-def _constant(emit: Emitter, like: Node, sizes: list[int], number: float) -> Node:
+def _constant(emit: Builder, like: Node, sizes: list[int], number: float) -> Node:
     val = value(like)
     return emit.call(aten.full.default, sizes, number, dtype=val.dtype, device=val.device)

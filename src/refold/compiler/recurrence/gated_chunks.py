@@ -32,8 +32,8 @@ import torch
 from torch.fx import Node
 
 from ...ops.torch.registry import OPS, node_args
+from ..ir.builder import Builder
 from ..ir.fx import value
-from .vectorize import Emitter
 
 aten = torch.ops.aten
 
@@ -44,7 +44,7 @@ FORGETS = -1e4
 
 
 def gated_scan(
-    emit: Emitter, queries: Node, keys: Node, values: Node, logs: Node, initial: Node | None
+    emit: Builder, queries: Node, keys: Node, values: Node, logs: Node, initial: Node | None
 ) -> tuple[Node, Node]:
     """Emit the scan.
 
@@ -120,7 +120,7 @@ def gated_scan(
     ), last
 
 
-def finite_part(emit: Emitter, x: Node, time: int) -> tuple[Node, Node]:
+def finite_part(emit: Builder, x: Node, time: int) -> tuple[Node, Node]:
     """Split values so that a product over all of a time axis can be causal: zeros of a matrix do not stop infinities.
 
     Returns:
@@ -134,7 +134,7 @@ def finite_part(emit: Emitter, x: Node, time: int) -> tuple[Node, Node]:
     return emit.call(aten.where.self, finite, x, zero), since
 
 
-def _chunked(emit: Emitter, x: Node, chunks: int) -> Node:
+def _chunked(emit: Builder, x: Node, chunks: int) -> Node:
     """Cut (b, t, k) into chunks, (b, c, l, k); what is missing of the last one neither decays nor adds anything."""
     rows, steps, width = value(x).shape
     if not isinstance(steps, int) or steps != chunks * CHUNK:  # of a symbolic length it may be nothing
@@ -144,7 +144,7 @@ def _chunked(emit: Emitter, x: Node, chunks: int) -> Node:
     return emit.reshape(x, [rows, chunks, CHUNK, width])
 
 
-def _running_sums(emit: Emitter, g: Node) -> list[Node]:
+def _running_sums(emit: Builder, g: Node) -> list[Node]:
     """Sum log decays (b, c, l, k) from the start of each chunk in float64.
 
     If they are float64 themselves, what the sums lose is summed separately, and returned as a second tensor.
@@ -158,14 +158,14 @@ def _running_sums(emit: Emitter, g: Node) -> list[Node]:
     return [total, emit.call(aten.cumsum.default, lost, 2)]
 
 
-def _causal(emit: Emitter, like: Node) -> Node:
+def _causal(emit: Builder, like: Node) -> Node:
     """Return which position of a chunk, the first axis, is not before which, the second: (l, l, 1)."""
     at = emit.positions(CHUNK, value(like).device)
     rows, columns = (emit.reshape(at, shape) for shape in ([CHUNK, 1, 1], [1, CHUNK, 1]))
     return emit.call(aten.ge.Tensor, rows, columns)
 
 
-def merged(emit: Emitter, x: Node, leading: int, kept: int = 2) -> Node:
+def merged(emit: Builder, x: Node, leading: int, kept: int = 2) -> Node:
     """Merge the leading axes into one, and, after those that are kept, the others into one."""
     shape: Sequence[int] = value(x).shape
     front, rest = leading + kept, shape[leading + kept :]

@@ -24,9 +24,9 @@ import torch
 from torch.fx import Node
 
 from ...ops.torch.registry import OPS, node_args
+from ..ir.builder import Builder
 from ..ir.fx import value
 from .gated_chunks import finite_part
-from .vectorize import Emitter
 
 aten = torch.ops.aten
 prims = torch.ops.prims
@@ -35,7 +35,7 @@ prims = torch.ops.prims
 CHUNK = 64
 
 
-def lti_scan(emit: Emitter, query: Node, key: Node, decay: Node, x: Node, initial: Node | None) -> tuple[Node, Node]:
+def lti_scan(emit: Builder, query: Node, key: Node, decay: Node, x: Node, initial: Node | None) -> tuple[Node, Node]:
     """Emit the scan.
 
     Args:

@@ -136,14 +136,14 @@ def narrowed(build: Builder, root: Node, inside: set[Node], old: Node, new: Node
             return node
         given: Any = map_arg((node.args, node.kwargs), copy if _moves(node) else wide)
         same = node.target is convert and value(given[0][0]).dtype == value(node).dtype
-        copies[node] = given[0][0] if same else build.call(node.target, *given)
+        copies[node] = given[0][0] if same else build.call(node.target, *given[0], **given[1])
         return copies[node]
 
     def wide(node: Node) -> Node:
         """Return the copy of a node in the dtype that the node has."""
         new = copy(node)
         changed = is_tensor(new) and value(new).dtype != value(node).dtype
-        return build.call(convert, (new, value(node).dtype)) if changed else new
+        return build.call(convert, new, value(node).dtype) if changed else new
 
     def narrow(node: Any) -> Node | None:
         if not is_tensor(node):
@@ -152,16 +152,16 @@ def narrowed(build: Builder, root: Node, inside: set[Node], old: Node, new: Node
             source: Node = arg(node, 0)
             return source if value(source).dtype == half else None
         if node.target is aten.div.Tensor and half == torch.bfloat16 and narrow(arg(node, 0)) is not None:
-            return build.call(convert, (copy(node), half))  # by a log decay, which the operator multiplies by
+            return build.call(convert, copy(node), half)  # by a log decay, which the operator multiplies by
         if node.target is aten.where.self:  # a choice rounds nothing
             sides = [narrow(x) for x in node.args[1:]]
-            return None if None in sides else build.call(node.target, (copy(arg(node, 0)), *sides))
+            return None if None in sides else build.call(node.target, copy(arg(node, 0)), *sides)
         inner = narrow(arg(node, 0)) if _moves(node) else None
         if inner is None or node.target is aten.clone.default:
             return inner
         if node.target in (aten.view.default, aten._unsafe_view.default):
-            return build.reshape(inner, [[size] for size in value(node).shape])
-        return build.call(node.target, (inner, *node.args[1:]), node.kwargs)
+            return build.reshape(inner, list(value(node).shape))
+        return build.call(node.target, inner, *node.args[1:], **node.kwargs)
 
     scans = [node for node in inside if node.target in OPERATORS]
     if len(scans) != 1:
@@ -176,7 +176,7 @@ def narrowed(build: Builder, root: Node, inside: set[Node], old: Node, new: Node
     args = node_args(name, **{**rest, **parts})
     if _backend(name, args) is not _backend(name, scan.args):
         return None
-    y = build.call(getitem, (build.call(scan.target, args), 0))
+    y = build.call(getitem, build.call(scan.target, *args), 0)
     first = next(user for user in scan.users if user.target is getitem and user.args[1] == 0)
     copies[first] = y
     found = copy(root)

@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from ..ir.builder import Builder
 from ..ir.fx import value
 from ..ir.index import Factor, Product, expand, index, matmul_product, sum_product
 from ..ir.symbols import resolve
-from .vectorize import Emitter
 
 aten = torch.ops.aten
 _CONVERT = torch.ops.prims.convert_element_type.default
@@ -38,7 +38,7 @@ class Term:
         return {place for place in self.state_axes if place is not None}
 
 
-def terms(emit: Emitter, node: Node, state_axes: tuple[int | None, ...]) -> tuple[float, list[Term]]:
+def terms(emit: Builder, node: Node, state_axes: tuple[int | None, ...]) -> tuple[float, list[Term]]:
     """Split a value into factors as far as index notation sees them; (scale, factors).
 
     Index notation takes a product of two dtypes as it is. Here each side is split, and its factors are widened.
@@ -67,11 +67,11 @@ def _own_axes(side: Node, state_axes: tuple[int | None, ...]) -> tuple[int | Non
     return tuple(place if size != 1 else None for place, size in zip(own, shape, strict=True))
 
 
-def _cast(emit: Emitter, term: Term, dtype: torch.dtype) -> Term:
+def _cast(emit: Builder, term: Term, dtype: torch.dtype) -> Term:
     return Term(emit.cast(term.node, dtype), term.state_axes)
 
 
-def _split(emit: Emitter, product: Product, node: Node, state_axes: tuple[int | None, ...]) -> tuple[float, list[Term]]:
+def _split(emit: Builder, product: Product, node: Node, state_axes: tuple[int | None, ...]) -> tuple[float, list[Term]]:
     whole = (1.0, [Term(node, state_axes)])
     where: dict[Any, int | None] = {}
     for label, place in zip(product.labels, state_axes, strict=True):
@@ -90,7 +90,7 @@ def _split(emit: Emitter, product: Product, node: Node, state_axes: tuple[int | 
 
 
 def _factor_terms(
-    emit: Emitter, factor: Factor, where: Mapping[Any, int | None], within: Node | None = None
+    emit: Builder, factor: Factor, where: Mapping[Any, int | None], within: Node | None = None
 ) -> tuple[float, list[Term]] | None:
     """Split a factor further, given where its symbols run; None if it cannot be laid along axes of the states."""
     axes = factor.axes()
@@ -178,7 +178,7 @@ class ScanStates:
 _SUMS = (aten.add.Tensor, aten.sub.Tensor)
 
 
-def find_readout(emit: Emitter, node: Node, states: ScanStates) -> Readout | None:
+def find_readout(emit: Builder, node: Node, states: ScanStates) -> Readout | None:
     """Read a contraction of each step's state; None if it is none, or reads them otherwise."""
     if node.target is aten.sum.dim_IntList:
         product = sum_product(node)
@@ -242,7 +242,7 @@ def _before_rounding(node: Node) -> Product | None:
 
 
 def _multiplied_out(
-    emit: Emitter, scale: float, factors: list[Term], states: ScanStates
+    emit: Builder, scale: float, factors: list[Term], states: ScanStates
 ) -> list[tuple[float, list[Term]]] | None:
     """Turn a product of sums that hold the states into a sum of products."""
     total = next((term for term in factors if term.node in states.dependent and term.node.target in _SUMS), None)

@@ -71,7 +71,7 @@ class Reroller(LoopVectorizer):
         found = self._list(tuple(steps), _Frame(), 0, 0)
         if isinstance(found, Affine):
             raise self._unknown(found.loop)
-        return self.emit.with_time(found, len(steps))
+        return found.with_time(self.emit, len(steps))
 
     def _unknown(self, loop: Loop) -> NotALoop:
         """Return why the states of a loop that a value depends on are not known."""
@@ -214,12 +214,12 @@ class Reroller(LoopVectorizer):
         like = steps[1] if end == 0 else steps[-2]
         if not is_tensor(like):
             raise _differ(steps, frame, type)
-        core = self.emit.with_time(rest, len(steps) - 1)
+        core = rest.with_time(self.emit, len(steps) - 1)
         if is_tensor(odd) and numel(value(odd)) > numel(value(like)):  # a factor of a gradient that had no step before
             shape = value(odd).shape
             if not broadcasts(value(core).shape[1:], shape):
                 raise _differ(steps, frame, _shape)
-            core = self.emit.expand(self.emit.padded(Value(core, True), len(shape)), [len(steps) - 1, *shape])
+            core = self.emit.expand(Value(core, True).padded(self.emit, len(shape)), [len(steps) - 1, *shape])
         else:
             odd = self._tensor(odd, like)
         if value(odd).dtype != value(core).dtype:

@@ -97,7 +97,7 @@ def _forward_read(node: Any, seen: dict[Node, tuple[_Written, int]], changed: se
         source = chain.base
     if at is None:
         return
-    new = Builder(node).call(aten.select.int, (source, dim, at))
+    new = Builder(node).call(aten.select.int, source, dim, at)
     changed.update(substitute(node, new, outside=False))
 
 

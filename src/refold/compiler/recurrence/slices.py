@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from ..ir.builder import Builder
 from ..ir.fx import arg, is_tensor, same, value
-from .vectorize import Emitter, is_pointwise
+from .vectorize import is_pointwise
 
 aten = torch.ops.aten
 
@@ -22,7 +23,7 @@ _COPIES = (aten.alias.default, aten.clone.default, aten.detach.default)
 _MOVES = (aten.permute.default, aten.unsqueeze.default, aten.expand.default, aten.view.default)
 
 
-def sliced_early(emit: Emitter, node: Any) -> Any:
+def sliced_early(emit: Builder, node: Any) -> Any:
     """Return an equal value whose slices are taken of the operands of views and elementwise operations."""
     if not (isinstance(node, Node) and node.op == "call_function" and is_tensor(node)):
         return node
@@ -51,7 +52,7 @@ def _cut(node: Node) -> tuple[int, int, int] | None:
     return dim, start, start + size
 
 
-def _part(emit: Emitter, x: Node, dim: int, start: int, stop: int) -> Node:
+def _part(emit: Builder, x: Node, dim: int, start: int, stop: int) -> Node:
     """Return positions ``start..stop`` of an axis, cut as early as possible."""
     source: Any = x.args[0] if x.op == "call_function" and x.args else None
     if x.op == "call_function" and is_pointwise(x.target) and not any(isinstance(y, Node) for y in x.kwargs.values()):
@@ -73,7 +74,7 @@ def _part(emit: Emitter, x: Node, dim: int, start: int, stop: int) -> Node:
     return emit.call(aten.slice.Tensor, x, dim, start, stop)
 
 
-def _operand(emit: Emitter, x: Any, dim: int, start: int, stop: int) -> Any:
+def _operand(emit: Builder, x: Any, dim: int, start: int, stop: int) -> Any:
     """Cut what is broadcast to the value; ``dim`` counts from the last axis."""
     if not is_tensor(x) or value(x).dim() < -dim or same(value(x).shape[dim], 1):
         return x

@@ -43,99 +43,29 @@ class Value:
     node: Any
     has_time: bool = False
 
-
-class Emitter:
-    """Inserts nodes, and equal ones only once, so that equal reads stay recognisable as equal."""
-
-    def __init__(self) -> None:
-        self.made: dict[Any, Node] = {}
-        self.added: list[Node] = []
-        self.build: Builder | None = None
-
-    def at(self, anchor: Node) -> None:
-        """Insert before this node from now on; anchors must come in graph order."""
-        self.build = Builder(anchor)
-
-    def call(self, target: Any, *args: Any, **kwargs: Any) -> Node:
-        """Insert a call, or return the one that is there already."""
-        assert self.build is not None
-        key = (target, _frozen(args), _frozen(kwargs))
-        if key not in self.made:
-            self.made[key] = self.build.call(target, args, kwargs)
-            self.added.append(self.made[key])
-        return self.made[key]
-
-    def settle(self) -> None:
-        """Forget which calls were made: their arguments may have been replaced since."""
-        self.made.clear()
-
-    def reshape(self, x: Node, shape: Sequence[int]) -> Node:
-        """Reshape; copies only if it must."""
-        if tuple(value(x).shape) == tuple(shape):
-            return x
-        try:
-            return self.call(aten.view.default, x, list(shape))
-        except (RuntimeError, ValueError):  # strides do not allow a view
-            dense = self.call(aten.clone.default, x, memory_format=torch.contiguous_format)
-            return self.call(aten.view.default, dense, list(shape))
-
-    def dense(self, x: Node) -> Node:
-        """Copy into contiguous memory, unless x lies so already."""
-        if value(x).is_contiguous():
-            return x
-        return self.call(aten.clone.default, x, memory_format=torch.contiguous_format)
-
-    def permute(self, x: Node, order: Sequence[int]) -> Node:
-        """Permute axes, unless they are in order already."""
-        return x if list(order) == list(range(len(order))) else self.call(aten.permute.default, x, list(order))
-
-    def expand(self, x: Node, shape: Sequence[int]) -> Node:
-        """Expand, unless the shape is right already."""
-        return x if tuple(value(x).shape) == tuple(shape) else self.call(aten.expand.default, x, list(shape))
-
-    def positions(self, count: int, device: torch.device) -> Node:
-        """Return 0, 1, ... as int64."""
-        return self.call(
-            prims.iota.default, count, start=0, step=1, dtype=torch.int64, device=device, requires_grad=False
-        )
-
-    def cast(self, x: Node, dtype: torch.dtype) -> Node:
-        """Convert, unless the dtype is right already."""
-        return x if value(x).dtype == dtype else self.call(prims.convert_element_type.default, x, dtype)
-
-    def padded(self, v: Value, rank: int) -> Any:
+    def padded(self, emit: Builder, rank: int) -> Any:
         """Return an operand for broadcasting against steps of this rank: ones go after the time axis."""
-        if not (v.has_time and is_tensor(v.node)):
-            return v.node
-        shape = list(value(v.node).shape)
-        return self.reshape(v.node, [shape[0], *([1] * (rank + 1 - len(shape))), *shape[1:]])
+        if not (self.has_time and is_tensor(self.node)):
+            return self.node
+        shape = list(value(self.node).shape)
+        return emit.reshape(self.node, [shape[0], *([1] * (rank + 1 - len(shape))), *shape[1:]])
 
-    def with_time(self, v: Value, steps: int, like: Node | None = None) -> Node:
+    def with_time(self, emit: Builder, steps: int, like: Node | None = None) -> Node:
         """Return a tensor (t, ...), repeating what is the same at every step."""
-        if v.has_time:
-            return v.node
-        if not isinstance(v.node, Node):
+        if self.has_time:
+            return self.node
+        if not isinstance(self.node, Node):
             assert like is not None
             val = value(like)
-            return self.call(aten.full.default, [steps, *val.shape], v.node, dtype=val.dtype, device=val.device)
-        return self.call(aten.expand.default, v.node, [steps, *value(v.node).shape])
-
-
-def _frozen(x: Any) -> Any:
-    if isinstance(x, (list, tuple)):
-        return tuple(_frozen(y) for y in x)
-    if isinstance(x, dict):
-        return tuple(sorted((key, _frozen(y)) for key, y in x.items()))
-    if isinstance(x, torch.SymInt):
-        return (torch.SymInt, str(x.node.expr))
-    return (type(x), x)
+            return emit.call(aten.full.default, [steps, *val.shape], self.node, dtype=val.dtype, device=val.device)
+        return emit.call(aten.expand.default, self.node, [steps, *value(self.node).shape])
 
 
 # Operations that one operation of a step may be over all steps, if no rule here has it.
 _MAPPED = 24
 
 # A rule: (emitter, a step's node, its arguments with `Value`s for nodes, steps) -> node with time in front.
-Rule = Callable[[Emitter, Node, list[Any], int], Node]
+Rule = Callable[[Builder, Node, list[Any], int], Node]
 
 
 def _dim(d: int, rank: int) -> int:
@@ -148,39 +78,39 @@ def _rank(args: list[Any]) -> int:
     return value(first.node).dim() - first.has_time
 
 
-def _pointwise(emit: Emitter, node: Node, args: list[Any], steps: int) -> Node:
+def _pointwise(emit: Builder, node: Node, args: list[Any], steps: int) -> Node:
     rank = value(node).dim()
-    plain = [emit.padded(a, rank) if isinstance(a, Value) else a for a in args]
+    plain = [a.padded(emit, rank) if isinstance(a, Value) else a for a in args]
     return emit.call(node.target, *plain, **node.kwargs)
 
 
-def _pointwise_pair(emit: Emitter, node: Node, args: list[Any], steps: int) -> Node:
+def _pointwise_pair(emit: Builder, node: Node, args: list[Any], steps: int) -> Node:
     """Elementwise, with a second result that only its backward reads."""
     return emit.call(node.target, args[0].node, **node.kwargs)
 
 
-def _along_dim(emit: Emitter, node: Node, args: list[Any], steps: int) -> Node:
+def _along_dim(emit: Builder, node: Node, args: list[Any], steps: int) -> Node:
     """Operations whose second argument is an axis of the input."""
     dim = args[1] if len(args) > 1 else 0
     rank = _rank(args)
     return emit.call(node.target, args[0].node, _dim(dim, rank), *args[2:], **node.kwargs)
 
 
-def _sized_split(emit: Emitter, node: Node, args: list[Any], steps: int) -> Node:
+def _sized_split(emit: Builder, node: Node, args: list[Any], steps: int) -> Node:
     dim = args[2] if len(args) > 2 else 0
     return emit.call(node.target, args[0].node, args[1], _dim(dim, _rank(args)))
 
 
-def _parts(emit: Emitter, node: Node, args: list[Any], steps: int) -> Node:
+def _parts(emit: Builder, node: Node, args: list[Any], steps: int) -> Node:
     """Real and imaginary parts: an axis at the end, or none."""
     return emit.call(node.target, args[0].node)
 
 
-def _unsqueeze(emit: Emitter, node: Node, args: list[Any], steps: int) -> Node:
+def _unsqueeze(emit: Builder, node: Node, args: list[Any], steps: int) -> Node:
     return emit.call(node.target, args[0].node, _dim(args[1], _rank(args) + 1))
 
 
-def _reduce(emit: Emitter, node: Any, args: list[Any], steps: int) -> Node:
+def _reduce(emit: Builder, node: Any, args: list[Any], steps: int) -> Node:
     rank = _rank(args)
     given = args[1] if len(args) > 1 else node.kwargs.get("dim")
     dims = [given] if isinstance(given, int) else list(given or range(rank))
@@ -188,29 +118,29 @@ def _reduce(emit: Emitter, node: Any, args: list[Any], steps: int) -> Node:
     return emit.call(node.target, args[0].node, [_dim(d, rank) for d in dims], *args[2:], **kwargs)
 
 
-def _listed_axes(emit: Emitter, node: Node, args: list[Any], steps: int) -> Node:
+def _listed_axes(emit: Builder, node: Node, args: list[Any], steps: int) -> Node:
     """Operations whose second argument lists axes of the input; an empty list is no axis."""
     return emit.call(node.target, args[0].node, [_dim(d, _rank(args)) for d in args[1]])
 
 
-def _reduce_all(emit: Emitter, node: Any, args: list[Any], steps: int) -> Node:
+def _reduce_all(emit: Builder, node: Any, args: list[Any], steps: int) -> Node:
     target = {aten.sum.default: aten.sum.dim_IntList, aten.mean.default: aten.mean.dim}[node.target]
     return emit.call(target, args[0].node, list(range(1, _rank(args) + 1)), **node.kwargs)
 
 
-def _reshape(emit: Emitter, node: Node, args: list[Any], steps: int) -> Node:
+def _reshape(emit: Builder, node: Node, args: list[Any], steps: int) -> Node:
     return emit.reshape(args[0].node, [steps, *value(node).shape])
 
 
-def _expand(emit: Emitter, node: Node, args: list[Any], steps: int) -> Node:
-    return emit.expand(emit.padded(args[0], value(node).dim()), [steps, *value(node).shape])
+def _expand(emit: Builder, node: Node, args: list[Any], steps: int) -> Node:
+    return emit.expand(args[0].padded(emit, value(node).dim()), [steps, *value(node).shape])
 
 
-def _repeat(emit: Emitter, node: Node, args: list[Any], steps: int) -> Node:
-    return emit.call(node.target, emit.padded(args[0], len(args[1])), [1, *args[1]])
+def _repeat(emit: Builder, node: Node, args: list[Any], steps: int) -> Node:
+    return emit.call(node.target, args[0].padded(emit, len(args[1])), [1, *args[1]])
 
 
-def _permute(emit: Emitter, node: Node, args: list[Any], steps: int) -> Node:
+def _permute(emit: Builder, node: Node, args: list[Any], steps: int) -> Node:
     rank = _rank(args)
     if node.target is aten.permute.default:
         order = [d % rank for d in args[1]]
@@ -222,26 +152,26 @@ def _permute(emit: Emitter, node: Node, args: list[Any], steps: int) -> Node:
     return emit.permute(args[0].node, [0, *(d + 1 for d in order)])
 
 
-def _cat(emit: Emitter, node: Any, args: list[Any], steps: int) -> Node:
+def _cat(emit: Builder, node: Any, args: list[Any], steps: int) -> Node:
     dim = args[1] if len(args) > 1 else node.kwargs.get("dim", 0)
-    return emit.call(aten.cat.default, [emit.with_time(v, steps) for v in args[0]], _dim(dim, value(node).dim()))
+    return emit.call(aten.cat.default, [v.with_time(emit, steps) for v in args[0]], _dim(dim, value(node).dim()))
 
 
-def _written(emit: Emitter, node: Node, args: list[Any], steps: int) -> Node:
+def _written(emit: Builder, node: Node, args: list[Any], steps: int) -> Node:
     """Write into a part of what a step made, such as the second half of a position."""
     dim, *rest = args[2:] or [0]
-    whole, part = (emit.with_time(v, steps) for v in args[:2])
+    whole, part = (v.with_time(emit, steps) for v in args[:2])
     return emit.call(node.target, whole, part, _dim(dim, value(node).dim()), *rest, **node.kwargs)
 
 
-def _layer_norm(emit: Emitter, node: Node, args: list[Any], steps: int) -> Node:
+def _layer_norm(emit: Builder, node: Node, args: list[Any], steps: int) -> Node:
     if any(isinstance(a, Value) and a.has_time for a in args[1:]):
         raise NotALoop("no-iteration-form", f"`{expression(node)}` uses other weights at each step", node)
     plain = [a.node if isinstance(a, Value) else a for a in args]
     return emit.call(node.target, *plain, **node.kwargs)
 
 
-def _merged(emit: Emitter, node: Any, args: list[Any], steps: int) -> Any:
+def _merged(emit: Builder, node: Any, args: list[Any], steps: int) -> Any:
     """Operations on a batch, with the same weights at every step: batches of all steps under one another."""
     if not args[0].has_time or any(isinstance(a, Value) and a.has_time for a in args[1:]):
         raise NotALoop("no-iteration-form", f"`{expression(node)}` uses other weights at each step", node)
@@ -256,59 +186,59 @@ def _merged(emit: Emitter, node: Any, args: list[Any], steps: int) -> Any:
     return tuple(emit.reshape(emit.call(operator.getitem, out, i), [steps, *x.shape]) for i, x in enumerate(val))
 
 
-def _looked_up(emit: Emitter, node: Node, args: list[Any], steps: int) -> Node:
+def _looked_up(emit: Builder, node: Node, args: list[Any], steps: int) -> Node:
     """Rows of one table."""
     if args[0].has_time:
         raise NotALoop("no-iteration-form", f"`{expression(node)}` uses another table at each step", node)
     return emit.call(node.target, args[0].node, args[1].node, *args[2:], **node.kwargs)
 
 
-def _norm(emit: Emitter, node: Any, args: list[Any], steps: int) -> Node:
+def _norm(emit: Builder, node: Any, args: list[Any], steps: int) -> Node:
     """Norms, whose axes come third."""
     rank, given = _rank(args), args[2] if len(args) > 2 else None
     dims = [_dim(d, rank) for d in (range(rank) if given is None else given)]
     return emit.call(node.target, args[0].node, args[1] if len(args) > 1 else 2, dims, *args[3:], **node.kwargs)
 
 
-def _getitem(emit: Emitter, node: Node, args: list[Any], steps: int) -> Node:
+def _getitem(emit: Builder, node: Node, args: list[Any], steps: int) -> Node:
     several = args[0].node
     return several[args[1]] if isinstance(several, tuple) else emit.call(operator.getitem, several, args[1])
 
 
-def _mm(emit: Emitter, node: Node, args: list[Any], steps: int) -> Node:
+def _mm(emit: Builder, node: Node, args: list[Any], steps: int) -> Node:
     """``(r, k) @ (k, c)`` of each step: (t r, k) @ (k, c) if the second is always the same, else with t as batch."""
     a, b = args[-2:]
     if a.has_time and not b.has_time:  # rows of all steps under one another
         rows = emit.reshape(a.node, [math.prod(value(a.node).shape[:2]), value(a.node).shape[2]])
         out = emit.reshape(emit.call(aten.mm.default, rows, b.node), [steps, *value(node).shape])
     else:
-        out = emit.call(aten.bmm.default, emit.with_time(a, steps), emit.with_time(b, steps))
+        out = emit.call(aten.bmm.default, a.with_time(emit, steps), b.with_time(emit, steps))
     if node.target is aten.addmm.default:
         if node.kwargs:
             message = f"`{expression(node)}` scales its operands ({', '.join(node.kwargs)})"
             raise NotALoop("no-iteration-form", f"{message}, for which no rule computes all steps at once", node)
-        out = emit.call(aten.add.Tensor, emit.padded(args[0], 2), out)
+        out = emit.call(aten.add.Tensor, args[0].padded(emit, 2), out)
     return out
 
 
-def _bmm(emit: Emitter, node: Node, args: list[Any], steps: int) -> Node:
+def _bmm(emit: Builder, node: Node, args: list[Any], steps: int) -> Node:
     """``(b, r, k) @ (b, k, c)`` of each step: one product with the batch (t b)."""
     merged = []
     for v in args:
-        x = emit.with_time(v, steps)
+        x = v.with_time(emit, steps)
         merged.append(emit.reshape(x, [steps * value(x).shape[1], *value(x).shape[2:]]))
     return emit.reshape(emit.call(aten.bmm.default, *merged), [steps, *value(node).shape])
 
 
-def _contract(emit: Emitter, node: Node, args: list[Any], steps: int) -> Node:
+def _contract(emit: Builder, node: Node, args: list[Any], steps: int) -> Node:
     """``mv``, (r, k) and (k), and ``dot``, (k) and (k): their matrix products with the time axis as batch."""
-    a, b = (emit.with_time(v, steps) for v in args)
+    a, b = (v.with_time(emit, steps) for v in args)
     vector = [*value(b).shape, 1]
     left = a if node.target is aten.mv.default else emit.reshape(a, [steps, 1, value(a).shape[1]])
     return emit.reshape(emit.call(aten.bmm.default, left, emit.reshape(b, vector)), [steps, *value(node).shape])
 
 
-def _mapped(emit: Emitter, node: Node, args: list[Any], steps: int) -> Any:
+def _mapped(emit: Builder, node: Node, args: list[Any], steps: int) -> Any:
     """All other operations: as ``torch.vmap`` maps them over the time axis."""
     leaves, spec = tree_flatten(args)
     at = [i for i, x in enumerate(leaves) if isinstance(x, Value)]
@@ -396,7 +326,7 @@ def is_pointwise(target: Any) -> bool:
     return torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags
 
 
-def vectorize_node(emit: Emitter, node: Node, args: list[Any], steps: int) -> Value:
+def vectorize_node(emit: Builder, node: Node, args: list[Any], steps: int) -> Value:
     """Emit a step's operation for all steps.
 
     Args:

@@ -27,9 +27,9 @@ def relaid(gm):
     """Let what reads an exponential read an equal value with its axes in another order in memory."""
     root = node_of(gm, aten.exp.default)
     build = Builder(root)
-    twin = build.call(aten.exp.default, root.args)
+    twin = build.call(aten.exp.default, *root.args)
     order = list(range(twin.meta["val"].dim()))[::-1]
-    turned = build.call(aten.clone.default, (build.permute(twin, order),), {"memory_format": torch.contiguous_format})
+    turned = build.call(aten.clone.default, build.permute(twin, order), memory_format=torch.contiguous_format)
     return substitute(root, build.permute(turned, order))
 
 
@@ -61,11 +61,9 @@ def planted(new_strides):
     gm = traced(lambda x: (x * 2).exp(), torch.randn(4, 6))
     root = node_of(gm, aten.exp.default)
     build = Builder(root)
-    new = build.call(aten.exp.default, (node_of(gm, aten.mul.Tensor),))
+    new = build.call(aten.exp.default, node_of(gm, aten.mul.Tensor))
     if new_strides:
-        source = build.call(
-            aten.clone.default, (build.permute(new, [1, 0]),), {"memory_format": torch.contiguous_format}
-        )
+        source = build.call(aten.clone.default, build.permute(new, [1, 0]), memory_format=torch.contiguous_format)
         new = build.permute(source, [1, 0])
         new.meta["val"] = root.meta["val"]
     return replace_node(
@@ -121,7 +119,7 @@ def test_a_layout_holds_for_axes_of_size_one_too(shape, last_first):
     gm = traced(lambda x: x.exp(), torch.randn(tuple(2 * n for n in shape))[tuple(slice(n) for n in shape)])
     root = node_of(gm, aten.exp.default)
     like = fresh.exp()
-    twin = Builder(root).call(aten.mul.Tensor, (root.args[0], 1.0))
+    twin = Builder(root).call(aten.mul.Tensor, root.args[0], 1.0)
     relaid = Builder(root).restride(twin, like)
     if relaid is not twin:
         assert relaid.meta["val"].stride() == like.stride()

@@ -185,8 +185,8 @@ def test_planted_bugs_are_refused(rewritten, monkeypatch, bug):
     def wrong(build, skip):
         node = laid(build, skip)
         if bug == "sign":
-            return build.call(torch.ops.aten.neg.default, (node,))
-        return build.call(torch.ops.aten.flip.default, (node, [0]))
+            return build.call(torch.ops.aten.neg.default, node)
+        return build.call(torch.ops.aten.flip.default, node, [0])
 
     monkeypatch.setattr(absorb_skips, "_laid", wrong)
     skip = FOUND["plain"]

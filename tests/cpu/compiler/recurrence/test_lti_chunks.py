@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from refold.compiler.ir.builder import Builder
 from refold.compiler.recurrence.lti_chunks import CHUNK, lti_scan
-from refold.compiler.recurrence.vectorize import Emitter
 from support.scans import compiled, emitted, flat, names, operators, spliced
 
 B, D, N = 2, 6, 8
@@ -143,12 +143,12 @@ def test_other_scans_keep_their_states(fn):
 
 
 def test_wrong_ones_are_refused(monkeypatch):
-    right = Emitter.positions
+    right = Builder.positions
 
     def wrong(emit, count, device):
         return emit.call(torch.ops.aten.add.Tensor, right(emit, count, device), 1)
 
-    monkeypatch.setattr(Emitter, "positions", wrong)
+    monkeypatch.setattr(Builder, "positions", wrong)
     run = compiled(s4d)
     with torch.no_grad():
         close(flat(run(*inputs())), flat(s4d(*inputs())))
