@@ -12,7 +12,7 @@ import platform
 from pathlib import Path
 from typing import Any
 
-from refold.ops.spec import Case, load
+from refold.ops.spec import all_specs, load
 from refold.ops.testing import measure, problem
 
 ROOT = Path(__file__).parent.parent
@@ -20,16 +20,7 @@ RESULTS = ROOT / "benchmarks" / "results" / "numerics"
 PAGE = ROOT / "docs" / "numerics.md"
 DTYPES = ("float32", "bfloat16", "float16")
 
-SCAN_OPTIONS = frozenset({"D", "z", "dt_bias", "initial_state"})
-CASES = {
-    "ssd": Case("layer", {"b": 1, "t": 2048, "h": 4, "p": 64, "g": 1, "n": 64}, SCAN_OPTIONS, {"dt_softplus": True}),
-    "selective_scan": Case("layer", {"b": 1, "t": 2048, "d": 64, "n": 16}, SCAN_OPTIONS, {"dt_softplus": True}),
-    "linear_scan": Case("layer", {"b": 1, "t": 4096, "*": (64,)}, frozenset({"initial_state"})),
-    "causal_conv1d": Case(
-        "layer", {"b": 1, "t": 2048, "d": 128, "w": 4}, frozenset({"bias", "initial_state"}), {"activation": "silu"}
-    ),
-    "gated_rmsnorm": Case("layer", {"*": (1024,), "d": 1024}, frozenset({"z"}), {"eps": 1e-5}),
-}
+CASES = {spec.name: spec.layer for spec in all_specs() if spec.layer is not None}
 
 HEADER = """# Measured errors
 

@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "src"))
 
 from refold import ops  # noqa: E402
-from refold.ops.spec import OPERATORS, load  # noqa: E402
+from refold.ops.spec import load, operators  # noqa: E402
 
 COPIED = {"index.md": "README.md", "contributing.md": "CONTRIBUTING.md", "changelog.md": "CHANGELOG.md",
           "log.md": "benchmarks/LOG.md",
@@ -31,7 +31,7 @@ def on_files(files: Any, config: Any) -> Any:
 
     for name, source in COPIED.items():
         files.append(File.generated(config, name, content=linked((ROOT / source).read_text())))
-    for name in OPERATORS:
+    for name in operators():
         files.append(File.generated(config, f"operators/{name}.md", content=operator_page(name)))
     return files
 

@@ -1,7 +1,7 @@
 """The contract of `refold.ops.testing` on the device: every operator, case and dtype through the Triton kernels.
 
-The cases of the specs are small and ragged, so that plain kernels run them. Each is run again with `WIDE` sizes, which
-the kernels with hand-made layouts take. An operator without such a kernel needs no `WIDE` sizes.
+The cases of the specs are small and ragged, so that plain kernels run them. Each is run again with the spec's
+`wide_sizes`, which the kernels with hand-made layouts take. An operator without such a kernel needs none.
 """
 
 import dataclasses
@@ -17,13 +17,6 @@ from refold.ops.testing import CHECKS, check, problem  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 CORE = ("values", "gradients", "no_worse_than_torch", "repeatable_gradients")
-WIDE = {
-    "ssd": {"h": 4, "p": 64, "n": 128},
-    "selective_scan": {"d": 96, "n": 16, "g": 2},
-    "linear_scan": {"*": (96,)},
-    "causal_conv1d": {"d": 192},
-    "gated_rmsnorm": {"d": 1536},
-}
 
 
 def cells(every=1):
@@ -31,9 +24,9 @@ def cells(every=1):
     for spec in all_specs():
         for i, case in enumerate(spec.cases()):
             yield pytest.param(spec, case, id=f"{spec.name}-{case}")
-            if (spec.folder or spec.name) not in WIDE:
+            if not spec.wide_sizes:
                 continue
-            sizes = {**case.sizes, **WIDE[spec.folder or spec.name]}
+            sizes = {**case.sizes, **spec.wide_sizes}
             wide = dataclasses.replace(case, name=f"wide_{case}", sizes={k: sizes[k] for k in case.sizes})
             if i % every == 0 or case.strided or case.lengths:
                 yield pytest.param(spec, wide, id=f"{spec.name}-{wide}")

@@ -20,7 +20,7 @@ from torch.fx import Graph
 
 from ..errors import ArgumentError
 from ..ops.backends import BACKENDS
-from ..ops.spec import OPERATORS, load
+from ..ops.spec import load, operators
 from ..ops.torch.registry import OPS
 from .pipeline import NAMES
 
@@ -122,12 +122,17 @@ def _mapping(value: Any, what: str) -> Mapping[str, Any]:
     return value
 
 
+def tuned_options(name: str) -> list[str]:
+    """List what can be chosen of an operator."""
+    return ["backend", *(option.name for option in load(name).options if option.name in _TUNED)]
+
+
 def _check_operator(name: str, own: Mapping[str, Any]) -> None:
-    if name not in OPERATORS:
-        raise ArgumentError(f"operators must be some of {', '.join(OPERATORS)}; not {name!r:.80}")
+    if name not in operators():
+        raise ArgumentError(f"operators must be some of {', '.join(operators())}; not {name!r:.80}")
     options = {option.name: option for option in load(name).options}
     for option, value in own.items():
-        if option not in _TUNED or (option != "backend" and option not in options):
+        if option not in tuned_options(name):
             raise ArgumentError(
                 f"operators.{name} takes {' and '.join(_TUNED)}, if the operator has them; not {option!r:.40}"
             )

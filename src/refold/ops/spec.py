@@ -12,21 +12,20 @@ Nothing here imports a framework. It sees arrays only as shape, dtype name and d
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from importlib import import_module
 from itertools import pairwise
 from numbers import Real
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from refold.axes import AXES
 from refold.errors import ArgumentError, DeviceError, DtypeError, ShapeError
-
-OPERATORS = ("ssd", "selective_scan", "linear_scan", "causal_conv1d", "gated_rmsnorm")
-"""The folders of `refold.ops`; adding an operator adds its name here."""
 
 FLOATS = ("float32", "bfloat16", "float16", "float64")
 INTEGERS = ("int32", "int64")
@@ -181,6 +180,12 @@ class OpSpec:
     """The argument that the twin with a trailing underscore overwrites; empty if there is no such twin."""
     scans: str = ""
     """``"forward"`` if earlier tokens alone decide a result, so that a sequence may be cut anywhere."""
+    complete: str = ""
+    """The case with all optional arguments that registration is tested with."""
+    layer: Case | None = None
+    """A case of a layer's size, whose errors docs/numerics.md shows."""
+    wide_sizes: Mapping[str, Any] = field(default_factory=dict)
+    """Sizes that kernels with hand-made layouts take: on a GPU, each case runs with these, too."""
 
     @property
     def module(self) -> str:
@@ -227,20 +232,28 @@ class OpSpec:
 
 
 @cache
+def operators() -> tuple[str, ...]:
+    """List the folders of `refold.ops` that hold a spec."""
+    folders = [Path(root) for root in sys.modules["refold.ops"].__path__]
+    return tuple(sorted(spec.parent.name for folder in folders for spec in folder.glob("*/spec.py")))
+
+
+@cache
 def load(name: str) -> OpSpec:
-    """Return the spec of an operator or of its step (``"ssd"``, ``"ssd_step"``)."""
-    for folder in OPERATORS:
-        if name in (folder, f"{folder}_step"):
-            module = import_module(f"refold.ops.{folder}.spec")
-            spec = getattr(module, "STEP" if name.endswith("_step") else "SPEC", None)
-            if spec is not None:
-                return spec
-    raise ArgumentError(f"refold.ops has no operator {name!r}; it has {', '.join(s.name for s in all_specs())}.")
+    """Find the spec of an operator or of its step by its name, such as ``ssd`` or ``ssd_step``.
+
+    Raises:
+        ArgumentError: There is no such operator.
+    """
+    found = next((spec for spec in all_specs() if spec.name == name), None)
+    if found is None:
+        raise ArgumentError(f"refold.ops has no operator {name!r}; it has {', '.join(s.name for s in all_specs())}.")
+    return found
 
 
 def all_specs() -> list[OpSpec]:
-    """Return every operator and every step."""
-    modules = [import_module(f"refold.ops.{folder}.spec") for folder in OPERATORS]
+    """List every operator and every step."""
+    modules = [import_module(f"refold.ops.{folder}.spec") for folder in operators()]
     return [getattr(m, name) for m in modules for name in ("SPEC", "STEP") if hasattr(m, name)]
 
 

@@ -20,7 +20,7 @@ import torch
 
 from .. import targets
 from ..compiler.backend import compile as refold_compile
-from ..compiler.choices import INDUCTOR, Choices
+from ..compiler.choices import INDUCTOR, Choices, tuned_options
 from ..compiler.compile_time import RIVAL_S
 from ..compiler.environment import environment
 from ..compiler.notation.rules import Rule, replacement
@@ -28,7 +28,7 @@ from ..compiler.pipeline import NAMES
 from ..compiler.private import recompile_limits, tree_leaves
 from ..compiler.regions import Region, regions
 from ..errors import ArgumentError, CompileError, ProgramError, RefoldError, TargetError
-from ..ops.spec import OPERATORS
+from ..ops.spec import operators
 from ..report import Report
 from ..verify import Race, check, race
 from ..verify.ceilings import ceilings
@@ -103,7 +103,7 @@ class Workshop:
                 "places": [
                     {"key": row.key, "pass": row.name, "detail": row.detail, "status": row.status} for row in rows
                 ],
-                "operators": {name: ["backend", "chunk_size"] if name == "ssd" else ["backend"] for name in OPERATORS},
+                "operators": {name: tuned_options(name) for name in operators()},
                 "inductor": {name: list(values) for name, values in INDUCTOR.items()},
             },
             "times_ms": {name: round(ms, 6) for name, (_, ms) in self.rivals.items()},

@@ -12,6 +12,7 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 
 import refold.ops  # noqa: E402
 from refold.ops.spec import load  # noqa: E402
+from refold.ops.ssd.tables import BACKWARD  # noqa: E402
 from refold.ops.testing import check, problem  # noqa: E402
 from refold.ops.torch import tables  # noqa: E402
 
@@ -30,7 +31,7 @@ def cut_by(monkeypatch):
     """Return what cuts heads and tiles in one of these ways."""
 
     def cut_by(cut):
-        monkeypatch.setitem(tables.DEFAULT, "ssd_backward/float32", tables.DEFAULT["ssd_backward/float32"] | CUTS[cut])
+        monkeypatch.setitem(BACKWARD.dtypes, "float32", BACKWARD.dtypes["float32"] | CUTS[cut])
         tables.lookup.cache_clear()
 
     yield cut_by

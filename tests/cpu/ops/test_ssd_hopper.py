@@ -12,7 +12,7 @@ if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("run by test_triton_interpreted, in a process of its own", allow_module_level=True)
 
 import refold.ops  # noqa: E402
-from refold.ops.torch.tables import DEFAULT, FAMILIES  # noqa: E402
+from refold.ops.ssd.tables import FORWARD  # noqa: E402
 from support import gluon  # noqa: E402
 
 KERNELS = "refold.ops.ssd._gluon_kernels"
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning
 def launched(monkeypatch):
     """Plan as for an H200, run kernels in Gluon with torch, and list what runs."""
     names = gluon.launched(monkeypatch, KERNELS)
-    monkeypatch.setattr(plans, "lookup", lambda *_: DEFAULT["ssd"] | FAMILIES["hopper"]["ssd"])
+    monkeypatch.setattr(plans, "lookup", lambda *_: FORWARD.default | FORWARD.families["hopper"])
     monkeypatch.setattr(plans, "_hopper_fits", lambda x, *others: plans._fits_copy_engine(x, *others))
     monkeypatch.setattr(kernels, "_let_next_start", lambda: None)
     return names

@@ -9,8 +9,6 @@ triton = pytest.importorskip("triton")
 _triton = pytest.importorskip("refold.ops.ssd._triton_forward")
 pytest.importorskip("refold.ops.torch.tma_launch")
 
-from refold.ops.torch.tables import DEFAULT, FAMILIES  # noqa: E402
-
 SHARED = 227 * 1024
 """Bytes that a program may take on compute capability 9.0. A multiprocessor has 1 KiB more, and a program costs one."""
 OPTIONAL = ("D", "z", "dt_bias", "initial_state", "cu_seqlens", "chunk_size", "state_dtype")
@@ -20,13 +18,12 @@ OPTIONAL = ("D", "z", "dt_bias", "initial_state", "cu_seqlens", "chunk_size", "s
 def _hopper(monkeypatch):
     """Plan on the CPU as if its tensors were on an H200."""
 
-    def table(op, device, dtype):
-        name = f"{op}/{str(dtype).removeprefix('torch.')}"
-        return DEFAULT[op] | DEFAULT.get(name, {}) | FAMILIES["hopper"][op]
+    def hopper(table, device, dtype):
+        return table.default | table.dtypes.get(str(dtype).removeprefix("torch."), {}) | table.families["hopper"]
 
     monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")  # Triton 3.9 warns where nothing is said.
     monkeypatch.setattr(_triton, "INTERPRETED", False)
-    monkeypatch.setattr(_triton, "lookup", table)
+    monkeypatch.setattr(_triton, "lookup", hopper)
     monkeypatch.setattr(_triton, "family", lambda device: "hopper")
     monkeypatch.setattr(_triton, "device_limits", lambda device: (132, SHARED - 2048))
     fits = _triton._fits_copy_engine

@@ -20,10 +20,6 @@ from refold.ops.spec import Case, OpSpec, all_specs
 from refold.ops.testing import frame_of, oracle, problem
 from refold.ops.torch import registry
 
-COMPLETE = {
-    "ssd": "all_t9", "ssd_step": "few_tokens", "selective_scan": "all_t17", "selective_scan_step": "all",
-    "linear_scan": "t17", "causal_conv1d": "all_t5", "causal_conv1d_step": "all", "gated_rmsnorm": "gate",
-}  # fmt: skip
 SPECS = [pytest.param(spec, id=spec.name) for spec in all_specs()]
 
 
@@ -45,7 +41,7 @@ def arguments(spec: OpSpec, name: str, dtype: str = "float32", grad: bool = True
 
 @pytest.mark.parametrize("spec", SPECS)
 def test_opcheck(spec: OpSpec) -> None:
-    report = torch.library.opcheck(registry.OPS[spec.name], tuple(arguments(spec, COMPLETE[spec.name])))
+    report = torch.library.opcheck(registry.OPS[spec.name], tuple(arguments(spec, spec.complete)))
     assert set(report.values()) == {"SUCCESS"}
 
 
@@ -57,21 +53,21 @@ def test_opcheck_packed(spec: OpSpec) -> None:
 
 @pytest.mark.parametrize("spec", [p for p in SPECS if p.values[0].updates])
 def test_opcheck_in_place(spec: OpSpec) -> None:
-    args = tuple(arguments(spec, COMPLETE[spec.name], grad=False))
+    args = tuple(arguments(spec, spec.complete, grad=False))
     report = torch.library.opcheck(registry.OPS[spec.name + "_"], args)
     assert set(report.values()) == {"SUCCESS"}
 
 
 @pytest.mark.parametrize("spec", SPECS)
 def test_gradcheck(spec: OpSpec) -> None:
-    args = arguments(spec, COMPLETE[spec.name], "float64")
+    args = arguments(spec, spec.complete, "float64")
     assert torch.autograd.gradcheck(lambda *a: registry.OPS[spec.name](*a), tuple(args), fast_mode=True)
 
 
 @pytest.mark.parametrize("spec", SPECS)
 @pytest.mark.parametrize("autocast", [False, True])
 def test_a_plain_call_has_the_gradients_of_its_node(spec: OpSpec, autocast: bool, monkeypatch: Any) -> None:
-    args = arguments(spec, COMPLETE[spec.name])
+    args = arguments(spec, spec.complete)
     arrays = args[: len(spec.args)]
     options = [tuple(o) if isinstance(o, list) else o for o in args[len(spec.args) : -1]]
     leaves = [a for a in arrays if a is not None and a.requires_grad]
@@ -105,7 +101,7 @@ def test_gradcheck_packed(spec: OpSpec, name: str) -> None:
 
 @pytest.mark.parametrize("spec", [p for p in SPECS if p.values[0].updates])
 def test_in_place_twin_writes_what_the_step_returns(spec: OpSpec) -> None:
-    args = arguments(spec, COMPLETE[spec.name], grad=False)
+    args = arguments(spec, spec.complete, grad=False)
     at = next(i for i, arg in enumerate(spec.args) if arg.name == spec.updates)
     y, state = registry.OPS[spec.name](*args)
     version = args[at]._version
@@ -242,8 +238,8 @@ def test_aot_autograd_gives_the_same_gradients(layer: Callable[..., Tensor]) -> 
 @pytest.mark.parametrize("spec", SPECS)
 def test_flop_counter_of_torch_knows_the_work(spec: OpSpec) -> None:
     with FlopCounterMode(display=False) as counter, torch.no_grad():
-        registry.OPS[spec.name](*arguments(spec, COMPLETE[spec.name], grad=False))
-    assert counter.get_total_flops() == spec.flops(find(spec, COMPLETE[spec.name]).sizes)
+        registry.OPS[spec.name](*arguments(spec, spec.complete, grad=False))
+    assert counter.get_total_flops() == spec.flops(find(spec, spec.complete).sizes)
 
 
 class Layer(torch.nn.Module):
@@ -289,7 +285,7 @@ def test_compiled_decoding_updates_the_state_in_place() -> None:
 
 @pytest.mark.parametrize("spec", SPECS)
 def test_the_spec_names_what_one_result_alone_reads(spec: OpSpec) -> None:
-    given = problem(spec, find(spec, COMPLETE[spec.name]), "float64")
+    given = problem(spec, find(spec, spec.complete), "float64")
     arrays = {name: torch.from_numpy(array) for name, array in given.arrays.items()}
     leaves = {name: a.requires_grad_() for name, a in arrays.items() if a.is_floating_point()}
     read = []
@@ -308,7 +304,7 @@ def test_what_only_an_unused_result_reads_has_no_gradient(spec: OpSpec, node: bo
     (alone,) = (set(output.alone) for output in spec.outputs if output.alone)
 
     def gradients(value: float, node: bool) -> dict[str, Tensor | None]:
-        args = arguments(spec, COMPLETE[spec.name])
+        args = arguments(spec, spec.complete)
         arrays = {arg.name: a for arg, a in zip(spec.args, args, strict=False) if a is not None and a.requires_grad}
         with torch.no_grad():
             for name in alone & arrays.keys():
@@ -328,8 +324,8 @@ def test_what_only_an_unused_result_reads_has_no_gradient(spec: OpSpec, node: bo
             torch.testing.assert_close(grad, finite[name], rtol=0, atol=0)
             assert grad.isfinite().all()
     frozen = [a.detach().requires_grad_(arg.name in alone) if isinstance(a, Tensor) and a.requires_grad else a
-              for arg, a in zip(spec.args, arguments(spec, COMPLETE[spec.name]), strict=False)]  # fmt: skip
-    y, state = registry.OPS[spec.name](*frozen, *arguments(spec, COMPLETE[spec.name])[len(spec.args) :])
+              for arg, a in zip(spec.args, arguments(spec, spec.complete), strict=False)]  # fmt: skip
+    y, state = registry.OPS[spec.name](*frozen, *arguments(spec, spec.complete)[len(spec.args) :])
     assert (y.requires_grad, state.requires_grad) == (True, False)
 
 

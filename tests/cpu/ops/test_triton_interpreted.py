@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("triton")
 
 from refold.ops.backends import absence
-from refold.ops.spec import OPERATORS, load
+from refold.ops.spec import load, operators
 
 CASES = {
     "ssd": ("all_t9", "odd_chunk", "group_a_head", "packed_empty"),
@@ -30,7 +30,7 @@ def test_contract_interpreted() -> None:
     names = ("test_contract.py", "test_extremes.py", "test_ssd_backward.py", "test_gluon_interpreted.py",
              "test_ssd_hopper.py")  # fmt: skip
     files = [str(Path(__file__).with_name(name)) for name in names]
-    cells = [("test_float32", op, case) for op in OPERATORS for case in CASES.get(op, map(str, load(op).cases()))
+    cells = [("test_float32", op, case) for op in operators() for case in CASES.get(op, map(str, load(op).cases()))
              if absence(load(op), "triton") is None]  # fmt: skip
     cells += [("test_half_precision", op, f"{case}-{d}") for op in HALF for case in HALF[op] for d in ("bf", "f")]
     cells += [

@@ -61,6 +61,11 @@ SPEC = OpSpec(
     cases=_cases,
     flops=_flops,
     scans="forward",
+    complete="all_t5",
+    layer=Case(
+        "layer", {"b": 1, "t": 2048, "d": 128, "w": 4}, frozenset({"bias", "initial_state"}), {"activation": "silu"}
+    ),
+    wide_sizes={"d": 192},
 )
 
 STEP = OpSpec(
@@ -78,4 +83,6 @@ STEP = OpSpec(
     folder="causal_conv1d",
     time_optional=True,
     updates="state",
+    complete="all",
+    wide_sizes=SPEC.wide_sizes,
 )

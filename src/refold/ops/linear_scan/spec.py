@@ -69,4 +69,7 @@ SPEC = OpSpec(
     cases=_cases,
     flops=_flops,
     scans="forward",
+    complete="t17",
+    layer=Case("layer", {"b": 1, "t": 4096, "*": (64,)}, frozenset({"initial_state"})),
+    wide_sizes={"*": (96,)},
 )

@@ -11,6 +11,7 @@ import triton
 from refold.ops.selective_scan import _triton_kernels as kernels
 from refold.ops.selective_scan._triton_backward import selective_scan_backward as selective_scan_backward
 from refold.ops.selective_scan.spec import SPEC, STEP
+from refold.ops.selective_scan.tables import FORWARD, FORWARD_LANES
 from refold.ops.spec import Meta
 from refold.ops.torch.launch import PTX, Launch, current_stream, gluon, last_contiguous, planned, refusal
 from refold.ops.torch.plans import contiguous, fresh, fresh_like
@@ -108,7 +109,7 @@ def _lanes_sizes(
     aligned = all(a.data_ptr() % 16 == 0 and all(stride % 16 == 0 for stride in a.stride()[:-1]) for a in rows)
     if not aligned or channels % 16 or dstate < 4 or dstate != triton.next_power_of_2(dstate):
         return None
-    table = lookup("selective_scan_lanes", x.device, x.dtype) | config
+    table = lookup(FORWARD_LANES, x.device, x.dtype) | config
     multiprocessors, warps = device_limits(x.device)[0], table["warps"]
     lanes = multiprocessors * 128  # Those that run at a time.
     total = sequences * channels * dstate
@@ -129,7 +130,7 @@ def _plain_sizes(
     x: torch.Tensor, sequences: int, tokens: int, ngroups: int, config: dict[str, int]
 ) -> dict[str, int]:  # fmt: skip
     """Return the sizes of the plain kernel: segments fill the device where that gains more than their pass costs."""
-    table = lookup("selective_scan", x.device, x.dtype) | config
+    table = lookup(FORWARD, x.device, x.dtype) | config
     channels, block_d, slots = x.shape[2], table["block_d"], device_limits(x.device)[0] * table["slots"]
     programs = sequences * triton.cdiv(channels, block_d)
     segments = 1

@@ -10,6 +10,7 @@ import triton
 
 from refold.ops.selective_scan import _triton_backward_kernels as kernels
 from refold.ops.selective_scan.spec import SPEC
+from refold.ops.selective_scan.tables import BACKWARD, BACKWARD_LANES
 from refold.ops.torch.launch import PTX, Launch, current_stream, gluon, last_contiguous, planned
 from refold.ops.torch.plans import contiguous, fresh, fresh_like
 from refold.ops.torch.row_sums import RowSums
@@ -121,13 +122,13 @@ def _kernels(
     if fits and states and _copies_ahead(x.device):
         lanes_kernels: Any = gluon("refold.ops.selective_scan._gluon_backward_kernels")
         if lanes_kernels is not None:
-            table = lookup("selective_scan_backward_lanes", x.device, x.dtype)
+            table = lookup(BACKWARD_LANES, x.device, x.dtype)
             lanes = dstate // table["states"]
             sizes = {"BLOCK_D": table["warps"] * 32 // lanes * table["own"], "LANES": lanes,
                      "TOKENS": table["tokens"], "GROUP": table["group"]}  # fmt: skip
             local = lanes_kernels._selective_scan_bwd_segments_lanes_kernel
             return local, lanes_kernels._selective_scan_bwd_lanes_kernel, sizes, table
-    table = lookup("selective_scan_backward", x.device, x.dtype)
+    table = lookup(BACKWARD, x.device, x.dtype)
     sizes = {"BLOCK_D": min(table["block_d"], triton.next_power_of_2(group_channels)), "TOKENS": table["tokens"]}
     return kernels._selective_scan_bwd_segments_kernel, kernels._selective_scan_bwd_kernel, sizes, table
 

@@ -95,6 +95,14 @@ SPEC = OpSpec(
     flops=_flops,
     constraints=_constraints,
     scans="forward",
+    complete="all_t17",
+    layer=Case(
+        "layer",
+        {"b": 1, "t": 2048, "d": 64, "n": 16},
+        frozenset({"D", "z", "dt_bias", "initial_state"}),
+        {"dt_softplus": True},
+    ),
+    wide_sizes={"d": 96, "n": 16, "g": 2},
 )
 
 STEP = OpSpec(
@@ -108,4 +116,6 @@ STEP = OpSpec(
     folder="selective_scan",
     time_optional=True,
     updates="state",
+    complete="all",
+    wide_sizes=SPEC.wide_sizes,
 )

@@ -12,6 +12,7 @@ from refold.ops.ssd import _triton_backward_kernels as kernels
 from refold.ops.ssd import _triton_kernels as forward
 from refold.ops.ssd._triton_forward import ssd
 from refold.ops.ssd.spec import SPEC
+from refold.ops.ssd.tables import BACKWARD
 from refold.ops.torch.launch import INTERPRETED, Launch, current_stream, gluon, last_contiguous, planned
 from refold.ops.torch.plans import contiguous, fresh, fresh_like
 from refold.ops.torch.row_sums import RowSums
@@ -115,7 +116,7 @@ class _Plan:
         heads = nheads // ngroups  # of a group
         varlen = cu_seqlens is not None
         sms, shared = device_limits(x.device)
-        table = lookup("ssd_backward", x.device, x.dtype)
+        table = lookup(BACKWARD, x.device, x.dtype)
         config = table | (config or {})
         chunk = min(table["chunk"], max(16, triton.next_power_of_2(config["chunk"])))
         wide_n = max(16, triton.next_power_of_2(dstate))

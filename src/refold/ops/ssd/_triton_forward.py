@@ -16,6 +16,7 @@ import triton
 from refold.ops.spec import Meta
 from refold.ops.ssd import _triton_kernels as kernels
 from refold.ops.ssd.spec import SPEC, STEP
+from refold.ops.ssd.tables import FORWARD
 from refold.ops.torch.launch import (
     INTERPRETED,
     Launch,
@@ -152,7 +153,7 @@ class _Plan:
         varlen = cu_seqlens is not None
         sms, shared = device_limits(x.device)
         block_n = max(16, triton.next_power_of_2(dstate))
-        table = lookup("ssd", x.device, x.dtype)
+        table = lookup(FORWARD, x.device, x.dtype)
         if block_n < 32:
             table = table | table.get("narrow", {})
         config = table | (config or {})

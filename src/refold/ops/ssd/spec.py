@@ -61,6 +61,9 @@ _EXTRAS = (
     Arg("dt_bias", ("h",), optional=True, wide=True, sample=step_sizes),
 )
 
+EVERY = frozenset({"D", "z", "dt_bias", "initial_state"})
+"""The optional arguments of a scan, less offsets."""
+
 
 def _constraints(meta: Meta) -> Iterator[str]:
     nheads, ngroups = meta.sizes["h"], meta.sizes["g"]
@@ -76,7 +79,7 @@ def _cases() -> list[Case]:
     def sizes(t: int, **changed: int) -> dict[str, int]:
         return {"b": 2, "t": t, "h": 4, "p": 5, "g": 2, "n": 6, **changed}
 
-    every = frozenset({"D", "z", "dt_bias", "initial_state"})
+    every = EVERY
     options = {"dt_softplus": True, "dt_limit": (0.55, 1.0), "chunk_size": CHUNK}
     plain = {"chunk_size": CHUNK}
     cases = [Case(f"plain_t{t}", sizes(t), options=plain) for t in (1, CHUNK + 1)]
@@ -130,6 +133,9 @@ SPEC = OpSpec(
     flops=_flops,
     constraints=_constraints,
     scans="forward",
+    complete="all_t9",
+    layer=Case("layer", {"b": 1, "t": 2048, "h": 4, "p": 64, "g": 1, "n": 64}, EVERY, {"dt_softplus": True}),
+    wide_sizes={"h": 4, "p": 64, "n": 128},
 )
 
 STEP = OpSpec(
@@ -143,4 +149,6 @@ STEP = OpSpec(
     folder="ssd",
     time_optional=True,
     updates="state",
+    complete="few_tokens",
+    wide_sizes=SPEC.wide_sizes,
 )

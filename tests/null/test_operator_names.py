@@ -1,0 +1,85 @@
+"""An operator is a folder: no other file of the package or of the tools decides by its name."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+from refold.ops.spec import all_specs, operators
+
+ROOT = Path(__file__).parents[2]
+OWN = (*(f"src/refold/ops/{name}/" for name in operators()), "src/refold/integrations/", "src/refold/compat/")
+"""Folders of operators, and those that translate from other packages."""
+REASONS = {
+    "src/refold/ops/__init__.py": "public functions are listed, for type checkers and editors",
+}
+"""Files that name operators, and why."""
+NOT_YET = {
+    "src/refold/audit.py",
+    "src/refold/bench/operators_gpu.py",
+    "src/refold/bench/operators_jax.py",
+    "src/refold/bench/layers.py",
+    "src/refold/bench/models.py",
+    "src/refold/bench/plots.py",
+    "src/refold/bench/recurrences.py",
+    "src/refold/bench/suites.py",
+    "src/refold/compiler/dynamo/before_autograd.py",
+    "src/refold/compiler/dynamo/to_scan.py",
+    "src/refold/compiler/notation/lower.py",
+    "src/refold/compiler/notation/operations.py",
+    "src/refold/compiler/notation/program.py",
+    "src/refold/compiler/passes/absorb_skips.py",
+    "src/refold/compiler/passes/contract_scans.py",
+    "src/refold/compiler/passes/fuse_chunked_scans.py",
+    "src/refold/compiler/passes/replace_causal_convolutions.py",
+    "src/refold/compiler/passes/replace_gated_norms.py",
+    "src/refold/compiler/recurrence/affine.py",
+    "src/refold/compiler/recurrence/duality.py",
+    "src/refold/compiler/recurrence/gated_chunks.py",
+    "src/refold/compiler/recurrence/lti_chunks.py",
+    "src/refold/compiler/recurrence/narrowing.py",
+    "src/refold/compiler/recurrence/replace.py",
+    "src/refold/ops/torch/chunks.py",
+    "tools/render_tables.py",
+}
+"""Files that still do; it only shrinks."""
+
+
+def names_of(tree: ast.AST) -> set[str]:
+    """Find the operators that a file names in a string, or by comparing with one of their functions."""
+    specs = {spec.name for spec in all_specs()}
+    functions = specs | {f"{name}_" for name in specs} | {f"{name}_backward" for name in specs}
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            found |= {node.value} & functions
+        elif isinstance(node, ast.Compare):
+            sides = (node.left, *node.comparators)
+            found |= {side.attr for side in sides if isinstance(side, ast.Attribute)} & functions
+    return found
+
+
+def outside(*folders: str) -> dict[str, set[str]]:
+    """Find the files outside operators' folders that name operators, and which."""
+    paths = sorted(path for folder in folders for path in (ROOT / folder).rglob("*.py"))
+    named = {path.relative_to(ROOT).as_posix(): names_of(ast.parse(path.read_text())) for path in paths}
+    return {file: found for file, found in named.items() if found and not file.startswith(OWN)}
+
+
+def test_operators_are_named_in_their_folders() -> None:
+    found = outside("src", "tools")
+    assert len(REASONS) <= 3
+    assert found.keys() - REASONS.keys() - NOT_YET == set(), "say what is asked of the operator as a trait of its spec"
+    assert (REASONS.keys() | NOT_YET) - found.keys() == set(), "take these off the lists"
+
+
+@pytest.mark.parametrize(
+    "source",
+    ["if name == 'ssd': pass", "TABLE = {'linear_scan': 1}", "f'{x}' in ('ssd_step', '')", "target is ops.ssd_step_"],
+)
+def test_names_are_found(source: str) -> None:
+    assert names_of(ast.parse(source))
+
+
+def test_calls_and_prose_name_operators() -> None:
+    assert not names_of(ast.parse('"""Compute `ssd`."""\ny = ops.ssd(x)  # as "ssd" does'))
