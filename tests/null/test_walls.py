@@ -16,6 +16,7 @@ DOORS = (
     "ops/selective_scan/_gluon",
     "ops/ssd/_gluon",
     "models/torch/_gluon",
+    "ops/triton/gluon",
     "ops/testing/frameworks.py",  # Triton's interpreter, for tests
     "verify/trial/private.py",
     "bench/",  # PyTorch's own associative_scan, which is measured

@@ -180,6 +180,10 @@ class OpSpec:
     """The argument that the twin with a trailing underscore overwrites; empty if there is no such twin."""
     scans: str = ""
     """``"forward"`` if earlier tokens alone decide a result, so that a sequence may be cut anywhere."""
+    form: str = ""
+    """What it computes, as the compiler asks for it (`refold.compiler.ir.operators`); empty if no rewrite emits it."""
+    narrowed: tuple[tuple[str, ...], tuple[str, ...]] | None = None
+    """The arguments that must have 16 bits where the compiler lets it run in 16 bits, and those that may; or None."""
     complete: str = ""
     """The case with all optional arguments that registration is tested with."""
     layer: Case | None = None

@@ -341,8 +341,8 @@ def test_attention_to_scores_that_overflow_a_power() -> None:
 PLANTED = {
     "the rest of the past is in no part": ("_part_size", lambda past, splits, block: past // splits),
     "only the new token is read": ("_part_size", lambda past, splits, block: past * 0),
-    "powers of e": ("_exp2", lambda v: v.exp()),
-    "the last tile only": ("_dot", lambda a, b, acc, _: tl.dot(a.to(tl.float32), b.to(tl.float32))),
+    "powers of e": ("exp2", lambda v: v.exp()),
+    "the last tile only": ("dot", lambda a, b, acc, _: tl.dot(a.to(tl.float32), b.to(tl.float32))),
     "no positions": ("_load_rotated", lambda head, offs, mask, *_: tl.load(head + offs, mask=mask, other=0.0)),
 }
 

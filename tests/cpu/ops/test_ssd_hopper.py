@@ -28,7 +28,7 @@ def launched(monkeypatch):
     names = gluon.launched(monkeypatch, KERNELS)
     monkeypatch.setattr(plans, "lookup", lambda *_: FORWARD.default | FORWARD.families["hopper"])
     monkeypatch.setattr(plans, "_hopper_fits", lambda x, *others: plans._fits_copy_engine(x, *others))
-    monkeypatch.setattr(kernels, "_let_next_start", lambda: None)
+    monkeypatch.setattr(kernels, "let_next_start", lambda: None)
     return names
 
 

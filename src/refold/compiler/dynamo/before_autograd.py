@@ -33,6 +33,7 @@ from ..ir.builder import Builder, extract, is_constant, same_strides, upstream
 from ..ir.captured_loop import captured_loops
 from ..ir.fx import is_erased, is_made, is_tensor, value
 from ..ir.metadata import evaluated, with_strides_of
+from ..ir.operators import SCAN
 from ..ir.rewrite import Rewrite
 from ..ir.source import CALLED, located, name_of
 from ..ir.views import is_view
@@ -130,7 +131,7 @@ def _worth_a_look(gm: GraphModule, training: bool) -> bool:
         if _may_need_gradients(gm):
             return False  # a value may have one, although no result has
         return any("conv1d" in _name(node) for node in calls)
-    if any(node.target is OPS["linear_scan"] or is_made(node) or _is_definition(gm, node) for node in calls):
+    if any(node.target is SCAN.target or is_made(node) or _is_definition(gm, node) for node in calls):
         return True
     if any(part in _name(node) for node in calls for part in ("cumsum", "conv")):
         return True

@@ -15,6 +15,7 @@ from torch.fx import Graph, GraphModule, Node
 from ..ir.builder import Builder
 from ..ir.captured_loop import step_count
 from ..ir.fx import concrete, is_tensor, known, value
+from ..ir.operators import SCAN
 from ..ir.source import source_line
 from ..recurrence.affine import Loop
 from ..recurrence.replace import SCANS, WHY, dualise
@@ -217,7 +218,7 @@ def _rewrite(site: CallSite, traced: Traced, before: set[Node], dual: bool) -> C
         coupled=max((len(found.system) for found in body.loops), default=1) or 1,
         steps=steps,
     )
-    return CapturedScan(site, rewrite, inputs, dual=any(found.operator != "linear_scan" for found in body.loops))
+    return CapturedScan(site, rewrite, inputs, dual=any(found.operator != SCAN.name for found in body.loops))
 
 
 def _apart(build: Builder, results: dict[int, Node], returned: Collection[int] = ()) -> dict[int, Node]:

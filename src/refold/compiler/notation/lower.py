@@ -17,10 +17,12 @@ import torch
 from torch.fx import Node
 
 from ...errors import ProgramError, RefoldError
-from ...ops.torch.registry import OPS, node_args
+from ...ops.spec import load
+from ...ops.torch.registry import Operation
 from ..ir.builder import Builder, Operand
 from ..ir.contract import contract
 from ..ir.fx import value
+from ..ir.operators import SCAN
 from ..ir.symbols import Axis
 from .operations import ELEMENTWISE, OPERATORS, REDUCTIONS
 from .program import Program, Read, Step
@@ -118,6 +120,8 @@ class _Lowering:
             return self._reduce(step)
         if do in OPERATORS:
             return self._operator(step)
+        if do == SCAN.name:
+            return self._scan(step)
         special = getattr(self, f"_{do}", None)
         return special(step) if special is not None else self._elementwise(step)
 
@@ -214,7 +218,7 @@ class _Lowering:
 
     _cumprod = _cumsum
 
-    def _linear_scan(self, step: Step) -> Operand:
+    def _scan(self, step: Step) -> Operand:
         along = step.options["along"]
         rest = [letter for letter in step.letters if letter != along]
         batch, others = rest[:1], rest[1:]
@@ -226,8 +230,8 @@ class _Lowering:
                 raise ProgramError(f"{self.where}: it reads values; make a constant with fill")
             node = self._aligned(self._read(read), letters).node
             given[name] = node if batch else self.build.call(aten.unsqueeze.default, node, 0)
-        args = node_args("linear_scan", **given, reverse=bool(step.options.get("reverse", False)))
-        scan = self.build.call(OPS["linear_scan"], *args)
+        args = SCAN.args(**given, reverse=bool(step.options.get("reverse", False)))
+        scan = self.build.call(SCAN.target, *args)
         node = self.build.call(operator.getitem, scan, 0)
         if not batch:
             node = self.build.call(aten.squeeze.dims, node, [0])
@@ -283,7 +287,8 @@ class _Lowering:
                     node = self.build.call(aten.unsqueeze.default, node, dim)
             given[name] = node
         own = {k: tuple(v) if isinstance(v, list) else v for k, v in step.options.get("options", {}).items()}
-        node = self.build.call(OPS[step.do], *node_args(step.do, **given, **own))
+        called = Operation(load(step.do))
+        node = self.build.call(called.target, *called.args(**given, **own))
         results = OPERATORS[step.do].results
         if len(results) > 1:
             node = self.build.call(operator.getitem, node, results.index(step.options.get("result", results[0])))

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ...ops.spec import load
+from ...ops.spec import load, operators
+from ..ir.operators import SCAN
 
 # What values may be made of; results keep PyTorch's rules of promotion, where what has no letters counts as a tensor
 # without axes.
@@ -43,8 +44,8 @@ COMMUTATIVE = frozenset(_COMMUTATIVE.split())
 # Over the letters that the result lacks. `var` is the mean of squared distances from the mean.
 REDUCTIONS = {"mean": "mean.dim", "max": "amax.default", "min": "amin.default", "var": "var.correction"}
 
-# Along a letter: how many values they read. `linear_scan` is ``h[t] = a[t] h[t-1] + x[t]``, from a third value on.
-FOLDS = {"cumsum": (1, 1), "cumprod": (1, 1), "linear_scan": (2, 3)}
+# Along a letter: how many values they read. The scan is ``h[t] = a[t] h[t-1] + x[t]``, from a third value on.
+FOLDS = {"cumsum": (1, 1), "cumprod": (1, 1), SCAN.name: (2, 3)}
 
 
 @dataclass(frozen=True)
@@ -63,4 +64,4 @@ def _operator(name: str) -> Operator:
     return Operator(arguments, options, tuple(output.name for output in spec.outputs))
 
 
-OPERATORS = {name: _operator(name) for name in ("ssd", "selective_scan", "causal_conv1d", "gated_rmsnorm")}
+OPERATORS = {name: _operator(name) for name in operators() if name not in FOLDS}

@@ -27,6 +27,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ...errors import ProgramError
+from ..ir.operators import SCAN
 from .operations import DTYPES, ELEMENTWISE, FOLDS, OPERATORS, REDUCTIONS
 
 SCHEMA = 1
@@ -529,7 +530,7 @@ def _table() -> dict[str, tuple[tuple[str, ...], tuple[str, ...]]]:
         "concat": (("along",), ("along",)),
     }
     table |= dict.fromkeys((*ELEMENTWISE, *REDUCTIONS), ((), ()))
-    table |= {name: (("along", "reverse") if name == "linear_scan" else ("along",), ("along",)) for name in FOLDS}
+    table |= {name: (("along", "reverse") if name == SCAN.name else ("along",), ("along",)) for name in FOLDS}
     table |= dict.fromkeys(OPERATORS, (("options", "result"), ()))
     return table
 

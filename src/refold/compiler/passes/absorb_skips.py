@@ -26,10 +26,10 @@ import torch
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
-from ...ops.torch.registry import OPS, named_args
 from ..ir.builder import Builder, Operand, between, lay_out, multiply, operand, sort_topologically, upstream
 from ..ir.fx import arg, is_tensor, is_training, value
 from ..ir.index import Factor, Product, expand, index
+from ..ir.operators import HEADS
 from ..ir.rewrite import Rewrite, replace_node
 from ..ir.symbols import Axis, Label, resolve
 from ..ir.views import is_view, viewed
@@ -46,8 +46,8 @@ def absorb_skips(graph: Graph, wanted: Callable[[str], bool]) -> Iterator[Rewrit
     """Replace ``ssd(x, ...) + D * x`` by ``ssd(x, ..., D=D)``."""
     if is_training(graph):
         return
-    for scan in graph.find_nodes(op="call_function", target=OPS["ssd"]):
-        given = named_args("ssd", scan.args)
+    for scan in graph.find_nodes(op="call_function", target=HEADS.target):
+        given = HEADS.given(scan.args)
         ys, states = ([user for user in scan.users if user.args[1] == i] for i in (0, 1))
         if given["D"] is not None or given["z"] is not None or len(ys) != 1:
             continue
@@ -217,7 +217,7 @@ def _absorb(scan: Node, skip: _Skip, states: list[Node], wanted: Callable[[str],
     if any(torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()) for node in after):
         return None
     build = Builder(root)
-    given = {**named_args("ssd", scan.args), "D": _laid(build, skip)}
+    given = {**HEADS.given(scan.args), "D": _laid(build, skip)}
     result = build.call(scan.target, *given.values(), *scan.args[len(given) :])
     new = _laid_as_summand(build, build.call(getitem, result, 0), skip)
     copies = {skip.sum: new}
@@ -234,7 +234,7 @@ def _absorb(scan: Node, skip: _Skip, states: list[Node], wanted: Callable[[str],
         added=(*build.added, *skip.shared),
         name="absorb skip",
         why="x is read again to add D * x, and the gradient of D is a sum of its own",
-        detail=f"D of {' x '.join(map(str, value(given['D']).shape))} as an argument of ssd",
+        detail=f"D of {' x '.join(map(str, value(given['D']).shape))} as an argument of {HEADS.name}",
         multilinear=False,
         terms=tokens,
         timed_alone=False,  # it pays in the backward

@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from ...ops.torch.registry import OPS, named_args
 from ..ir.builder import sort_topologically
 from ..ir.fx import arg, is_erased, is_made, is_training, mark_as_made, place, same, value
 from ..ir.metadata import refresh, substitute
+from ..ir.operators import SCAN
 from ..ir.rewrite import Rewrite
 from ..recurrence.affine import Affine, Loop
 from ..recurrence.replace import replace, replace_reader
@@ -38,7 +38,7 @@ WHY = "all states are written, although only a contraction reads them"
 
 def contract_scans(graph: Graph, wanted: Callable[[str], bool]) -> Iterator[Rewrite]:
     """Replace each ``linear_scan`` whose states are only contracted by an operator that does not write them."""
-    scans = graph.find_nodes(op="call_function", target=OPS["linear_scan"])
+    scans = graph.find_nodes(op="call_function", target=SCAN.target)
     sums = graph.find_nodes(op="call_function", target=aten.cumsum.default)
     if not (scans or sums) or is_training(graph):
         return
@@ -48,7 +48,7 @@ def contract_scans(graph: Graph, wanted: Callable[[str], bool]) -> Iterator[Rewr
             yield read
     for scan in scans:
         states = _result(scan, 0)
-        given = named_args("linear_scan", scan.args)
+        given = SCAN.given(scan.args)
         if states is None or given["reverse"] or given["cu_seqlens"] is not None or given["reset"] is not None:
             continue
         last = _last_state(graph, scan, states)
@@ -107,7 +107,7 @@ def _time_of(view: Node) -> int | None:
 
 def _again(scan: Any, reroller: Reroller, states: Node) -> Node:
     """Emit the scan, whose states are (b, t, ...), once more, as a loop whose dual can be looked for."""
-    emit, given = reroller.emit, named_args("linear_scan", scan.args)
+    emit, given = reroller.emit, SCAN.given(scan.args)
     a, x, initial = (given[name] for name in ("a", "x", "initial_state"))
     twin = emit.call(getitem, emit.call(scan.target, *scan.args), 0)
     order = [1, 0, *range(2, value(x).dim())]

@@ -20,11 +20,11 @@ from operator import getitem
 import torch
 from torch.fx import Graph, Node
 
-from ...ops.torch.registry import OPS, node_args
 from ..ir.builder import Builder, Operand, lay_out, multiply, operand, same_strides, sort_topologically
 from ..ir.contract import contract
 from ..ir.fx import arg, is_tensor, is_training, value
 from ..ir.index import Factor, Product, layout
+from ..ir.operators import HEADS
 from ..ir.rewrite import Rewrite, replace_node
 from ..ir.source import located
 from ..ir.symbols import Axis, Label, resolve, unify
@@ -195,7 +195,7 @@ def _replace(root: Node, scan: Scan, wanted: Callable[[str], bool]) -> Iterator[
     if scan.states.initial is not None:
         initial = _lay(build, operand(build, scan.states.initial), (batch, heads, channels, summed), 1.0, like)
     limits = step_limits(sign(operands["dt"]))
-    result = build.call(OPS["ssd"], *node_args("ssd", **operands, initial_state=initial, dt_limit=limits))
+    result = build.call(HEADS.target, *HEADS.args(**operands, initial_state=initial, dt_limit=limits))
     y, last = (build.call(getitem, result, i) for i in (0, 1))
     if missing := _size(resolve(scan.padded)) - _size(time):
         y = build.call(aten.constant_pad_nd.default, y, [0, 0, 0, 0, 0, missing])
@@ -206,7 +206,7 @@ def _replace(root: Node, scan: Scan, wanted: Callable[[str], bool]) -> Iterator[
     state = Operand(build.reshape(last, [axis.size for axis in axes]), axes)
     lasts = [(node, _lay_last(build, node, state, scan.states)) for node in scan.states.lasts()]
 
-    detail = f"{_size(time)} tokens, {_size(heads)} heads of {_size(channels)} x {_size(summed)} as one ssd"
+    detail = f"{_size(time)} tokens, {_size(heads)} heads of {_size(channels)} x {_size(summed)} as one {HEADS.name}"
     if not lasts and (rewrite := _narrowed(build, root, y, wanted, detail, _size(time))) is not None:
         yield rewrite
         return

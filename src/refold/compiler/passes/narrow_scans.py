@@ -16,14 +16,14 @@ from torch.fx import Graph, Node
 
 from ..ir.fx import concrete, is_made, is_training, known, value
 from ..ir.rewrite import Rewrite, replace_node
-from ..recurrence.narrowing import OPERATORS, narrow_after
+from ..recurrence.narrowing import NARROWED, narrow_after
 
 
 def narrow_scans(graph: Graph, wanted: Callable[[str], bool]) -> Iterator[Rewrite]:
     """Replace each scan that a loop became by the same scan in 16 bits, where that is possible."""
     if is_training(graph):
         return
-    scans = [node for target in OPERATORS for node in graph.find_nodes(op="call_function", target=target)]
+    scans = [node for target in NARROWED for node in graph.find_nodes(op="call_function", target=target)]
     for scan in filter(is_made, scans):
         results = {user.args[1]: user for user in scan.users if user.target is getitem}
         if list(results) == [0] and (rewrite := _narrowed(scan, results[0], wanted)) is not None:
@@ -44,7 +44,7 @@ def _narrowed(scan: Node, y: Node, wanted: Callable[[str], bool]) -> Rewrite | N
         added=found.added,
         name="narrow scan",
         why="what is read and written was widened to float32",
-        detail=f"{many} in one {OPERATORS[scan.target]} in {str(value(found.end).dtype).removeprefix('torch.')}",
+        detail=f"{many} in one {NARROWED[scan.target].name} in {str(value(found.end).dtype).removeprefix('torch.')}",
         multilinear=False,
         terms=concrete(tokens),
         spread=0.1,

@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from ...ops.torch.registry import OPS, node_args
 from ..ir.builder import Builder, between
 from ..ir.cost import has_pointwise_kernels
 from ..ir.fx import arg, same, value
+from ..ir.operators import CONVOLUTION
 from ..ir.rewrite import Rewrite, replace_node
 from ..ir.silu import silu_argument
 
@@ -61,7 +61,7 @@ def replace_causal_convolutions(graph: Graph, wanted: Callable[[str], bool]) -> 
                     added=made.union(build.added),
                     name="replace causal convolution",
                     why="its values lie in memory with time last, and its gradients are sums over time for each tap",
-                    detail=f"{width} taps of {channels} channels{with_silu} as one causal_conv1d",
+                    detail=f"{width} taps of {channels} channels{with_silu} as one {CONVOLUTION.name}",
                     multilinear=not silu,
                     terms=width + 1,
                     timed_alone=False,
@@ -73,8 +73,8 @@ def _convolved(build: Builder, conv: Node, x: Node, activation: str | None) -> N
     """Emit the operator; its result is (b, c, t), as that of the convolution."""
     tokens = build.permute(x, [0, 2, 1])
     taps = build.call(aten.select.int, arg(conv, 1), 1, 0)
-    given = node_args("causal_conv1d", x=tokens, weight=taps, bias=arg(conv, 2), activation=activation)
-    return build.permute(build.call(getitem, build.call(OPS["causal_conv1d"], *given), 0), [0, 2, 1])
+    given = CONVOLUTION.args(x=tokens, weight=taps, bias=arg(conv, 2), activation=activation)
+    return build.permute(build.call(getitem, build.call(CONVOLUTION.target, *given), 0), [0, 2, 1])
 
 
 def _ends(root: Node, wanted: Callable[[str], bool]) -> list[tuple[Node, list[int]]]:

@@ -20,10 +20,10 @@ from math import isfinite
 import torch
 from torch.fx import Graph, Node
 
-from ...ops.torch.registry import OPS, node_args
 from ..ir.builder import Builder
 from ..ir.cost import has_pointwise_kernels
 from ..ir.fx import arg, is_tensor, same, value
+from ..ir.operators import NORM
 from ..ir.rewrite import Rewrite, replace_node
 from ..ir.silu import silu_argument
 from ..ir.views import is_view
@@ -46,11 +46,11 @@ def replace_gated_norms(graph: Graph, wanted: Callable[[str], bool]) -> Iterator
             build.undo()
             continue
         channels = value(norm.end).shape[-1]
-        given = node_args(
-            "gated_rmsnorm", x=x, z=z, weight=norm.weight, eps=norm.eps,
+        given = NORM.args(
+            x=x, z=z, weight=norm.weight, eps=norm.eps,
             group_size=norm.group_size, norm_before_gate=False,
         )  # fmt: skip
-        y = build.call(OPS["gated_rmsnorm"], *given)
+        y = build.call(NORM.target, *given)
         yield replace_node(
             norm.end,
             build.restride(y, value(norm.end)),
@@ -58,7 +58,7 @@ def replace_gated_norms(graph: Graph, wanted: Callable[[str], bool]) -> Iterator
             name="replace gated norm",
             why="its gradients are sums over channels and over tokens, and its values are written out for them",
             detail=f"{channels} channels" + (f" in groups of {norm.group_size}" if norm.group_size else "")
-            + " as one gated_rmsnorm",
+            + f" as one {NORM.name}",
             multilinear=False,
             terms=channels,
             timed_alone=False,

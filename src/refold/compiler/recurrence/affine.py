@@ -21,9 +21,9 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from ...ops.torch.registry import OPS, node_args
 from ..ir.builder import Builder
 from ..ir.fx import is_tensor, known, mark_as_made, value
+from ..ir.operators import SCAN
 from ..ir.source import expression, name_of
 from .systems import BOUNDED_SCAN, LINEAR_SYSTEM, largest, wide
 from .vectorize import NotALoop, Value, broadcasts, described, is_pointwise
@@ -81,7 +81,7 @@ class Loop:
     body: Affine | None = None
     previous: Node | None = None
     last: Node | None = None
-    operator: str = "linear_scan"
+    operator: str = SCAN.name
     count: Any = None
     variable: str = ""
     system: tuple[Loop, ...] = ()
@@ -562,8 +562,8 @@ class LoopVectorizer:
             operands = [emit.call(aten.unsqueeze.default, x, 0) for x in operands]
         first, *timed = (emit.call(aten.clone.default, x, memory_format=torch.contiguous_format) for x in operands)
         by_name = dict(zip(("a", "x", "reset"), timed, strict=False))
-        given = node_args("linear_scan", **by_name, initial_state=first, reverse=loop.reverse)
-        scan = emit.call(OPS["linear_scan"], *given)
+        given = SCAN.args(**by_name, initial_state=first, reverse=loop.reverse)
+        scan = emit.call(SCAN.target, *given)
         mark_as_made(scan)
         out = emit.call(operator.getitem, scan, 0)
         loop.scan, loop.body = out, body

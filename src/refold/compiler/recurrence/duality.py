@@ -28,9 +28,9 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from ...ops.torch.registry import OPS, node_args
 from ..ir.builder import Builder
 from ..ir.fx import arg, mark_as_made, value
+from ..ir.operators import CONTRACTED, HEADS
 from . import lti_chunks
 from .gated_chunks import CHUNK, gated_scan, merged
 from .readout import Readout, Term, terms
@@ -109,13 +109,13 @@ def match_operator(
         if signed:
             signs = _signs(emit, decays, weight, [*tokens, head], shape)
             weight, decays = abs(weight), [Term(emit.call(aten.abs.default, t.node), t.state_axes) for t in decays]
-        state_order, name = [1, head, *channels, n], "ssd"
+        state_order, scan = [1, head, *channels, n], HEADS
         x = _lay(emit, values_, [*tokens, head, *channels], shape, factor)
         if signs is not None and x is not None:
             x = emit.call(aten.mul.Tensor, x, signs)
         along_n, per_step, per_rate = [*tokens, head if wide else None, n], [*tokens, head], [head]
     elif len(kept) == 1 and not wide and all(n not in term.spans() for term in decays):
-        state_order, name = [1, *kept, n], "selective_scan"
+        state_order, scan = [1, *kept, n], CONTRACTED
         x = _lay(emit, values_, [*tokens, *kept], shape, factor)
         along_n, per_step, per_rate = [*tokens, n], [*tokens, *kept], [*kept, n]
     else:
@@ -128,12 +128,12 @@ def match_operator(
     if dt is None or A is None or B is None or C is None:
         return None
     operands = {"x": x, "dt": dt, "A": A, "B": B, "C": C}
-    if name == "ssd" and not plain:
+    if scan is HEADS and not plain:
         found_log = _log_decay(emit, decays, weight, per_step, per_rate, shape, x)
         if found_log is None:
             return _gated(emit, read, scale, offset, shape, initial)
         operands |= dict(zip(("x", "dt", "A"), found_log, strict=True))
-    if name == "selective_scan" and not plain:
+    if scan is CONTRACTED and not plain:
         decay = _lay(emit, decays, [*tokens, *kept], shape, weight, like=x)
         if decay is None:
             return None
@@ -147,8 +147,8 @@ def match_operator(
     if read.exclusive:
         operands["C"] = _next(emit, C)
     given = {letter: emit.dense(v) for letter, v in operands.items()}
-    limits = {"dt_limit": step_limits(sign(operands["dt"]))} if name == "ssd" else {}
-    result = emit.call(OPS[name], *node_args(name, **given, initial_state=initial, **limits))
+    limits = {"dt_limit": step_limits(sign(operands["dt"]))} if scan is HEADS else {}
+    result = emit.call(scan.target, *scan.args(**given, initial_state=initial, **limits))
     mark_as_made(result)
     y, last = (emit.call(getitem, result, i) for i in (0, 1))
     if signs is not None:

@@ -31,9 +31,9 @@ from operator import getitem
 import torch
 from torch.fx import Node
 
-from ...ops.torch.registry import OPS, node_args
 from ..ir.builder import Builder
 from ..ir.fx import value
+from ..ir.operators import SCAN
 
 aten = torch.ops.aten
 
@@ -109,7 +109,7 @@ def gated_scan(
     if initial is None:
         initial = emit.call(aten.full.default, [rows, k, v], 0.0, dtype=value(x).dtype, device=value(x).device)
     dense = [emit.call(aten.clone.default, m, memory_format=torch.contiguous_format) for m in (whole, added, initial)]
-    scan = emit.call(OPS["linear_scan"], *node_args("linear_scan", a=dense[0], x=dense[1], initial_state=dense[2]))
+    scan = emit.call(SCAN.target, *SCAN.args(a=dense[0], x=dense[1], initial_state=dense[2]))
     states, last = (emit.call(getitem, scan, i) for i in (0, 1))
     before = emit.call(aten.slice.Tensor, states, 1, 0, chunks - 1)
     entering = emit.call(aten.cat.default, [emit.call(aten.unsqueeze.default, initial, 1), before], 1)

@@ -23,9 +23,9 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from ...ops.torch.registry import OPS, node_args
 from ..ir.builder import Builder
 from ..ir.fx import value
+from ..ir.operators import SCAN
 from .gated_chunks import finite_part
 
 aten = torch.ops.aten
@@ -89,7 +89,7 @@ def lti_scan(emit: Builder, query: Node, key: Node, decay: Node, x: Node, initia
         initial = emit.call(aten.full.default, [rows, k, columns], 0.0, dtype=value(x).dtype, device=value(x).device)
     parts = emit.expand(whole, [rows, chunks, k, columns]), emit.permute(added, [0, 2, 1, 3]), initial
     dense = [emit.call(aten.clone.default, m, memory_format=torch.contiguous_format) for m in parts]
-    scan = call(OPS["linear_scan"], *node_args("linear_scan", a=dense[0], x=dense[1], initial_state=dense[2]))
+    scan = call(SCAN.target, *SCAN.args(a=dense[0], x=dense[1], initial_state=dense[2]))
     states, last = (call(getitem, scan, i) for i in (0, 1))
     before = call(aten.slice.Tensor, states, 1, 0, chunks - 1)
     entering = call(aten.cat.default, [call(aten.unsqueeze.default, initial, 1), before], 1)

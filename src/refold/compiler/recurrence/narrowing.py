@@ -20,7 +20,8 @@ import torch
 from torch.fx import Node
 from torch.fx.node import map_arg
 
-from ...ops.torch.registry import OPS, RUNNERS, named_args, node_args
+from ...ops.spec import all_specs
+from ...ops.torch.registry import RUNNERS, Operation
 from ..ir.builder import Builder, is_constant
 from ..ir.fx import arg, is_tensor, value
 from ..ir.index import index
@@ -30,9 +31,7 @@ aten = torch.ops.aten
 convert = torch.ops.prims.convert_element_type.default
 
 _HALF = (torch.bfloat16, torch.float16)
-# What of an operator's arguments must have 16 bits, and what else may.
-_NARROWED = {"ssd": (("x", "B", "C"), ()), "selective_scan": (("x",), ("B", "C")), "linear_scan": (("x",), ("a",))}
-OPERATORS = {OPS[name]: name for name in _NARROWED}
+NARROWED = {scan.target: scan for scan in map(Operation, all_specs()) if scan.spec.narrowed is not None}
 """The scans that can have 16-bit arguments."""
 # How many nodes are looked at: what lies between a scan and the layer's result is short.
 MOST = 512
@@ -163,18 +162,18 @@ def narrowed(build: Builder, root: Node, inside: set[Node], old: Node, new: Node
             return build.reshape(inner, list(value(node).shape))
         return build.call(node.target, inner, *node.args[1:], **node.kwargs)
 
-    scans = [node for node in inside if node.target in OPERATORS]
+    scans = [node for node in inside if node.target in NARROWED]
     if len(scans) != 1:
         return None
     (scan,) = scans
-    name = OPERATORS[scan.target]
-    given, (must, may) = named_args(name, scan.args), _NARROWED[name]
+    operation = NARROWED[scan.target]
+    given, (must, may) = operation.given(scan.args), operation.spec.narrowed or ((), ())
     parts = {key: part for key in (*must, *may) if (part := narrow(given[key])) is not None}
     if not parts.keys() >= set(must):
         return None
     rest = {key: copy(part) if isinstance(part, Node) else part for key, part in given.items() if key not in parts}
-    args = node_args(name, **{**rest, **parts})
-    if _backend(name, args) is not _backend(name, scan.args):
+    args = operation.args(**rest, **parts)
+    if _backend(operation.name, args) is not _backend(operation.name, scan.args):
         return None
     y = build.call(getitem, build.call(scan.target, *args), 0)
     first = next(user for user in scan.users if user.target is getitem and user.args[1] == 0)

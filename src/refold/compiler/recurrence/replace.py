@@ -13,10 +13,10 @@ import torch
 from torch.fx import Node
 from torch.fx.node import map_arg
 
-from ...ops.torch.registry import OPS
 from ..ir.builder import Builder, downstream, region_inputs, sort_topologically, upstream
 from ..ir.fx import concrete, value
 from ..ir.metadata import refresh
+from ..ir.operators import CONTRACTED, HEADS, SCAN
 from ..ir.rewrite import Rewrite, replace_node
 from ..ir.views import is_view
 from .affine import Loop, LoopVectorizer
@@ -27,7 +27,7 @@ from .reroll import Reroller
 aten = torch.ops.aten
 _CONVERT = torch.ops.prims.convert_element_type.default
 
-SCANS = {OPS[name] for name in ("linear_scan", "selective_scan", "ssd")}
+SCANS = {scan.target for scan in (SCAN, CONTRACTED, HEADS)}
 _CONTRACTIONS = (aten.sum.dim_IntList, aten.bmm.default)
 _RESHAPES = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
 
@@ -92,7 +92,7 @@ def replace(
         return None
     for loop in [] if reroller.training else reroller.loops[loops:]:
         new = dualise(reroller, loop, new)
-    if dual and all(loop.operator == "linear_scan" for loop in reroller.loops[loops:]):
+    if dual and all(loop.operator == SCAN.name for loop in reroller.loops[loops:]):
         return None
     build = Builder(anchor)
     new = build.restride(new, value(root))
@@ -195,8 +195,8 @@ def dualise(reroller: LoopVectorizer, loop: Loop, new: Node) -> Node:
         sort_topologically(new.graph)
         refresh(new.graph, readers, but=new if new.op == "output" else None)
         used = {n.target for n in upstream(y)}
-        made = (name for name in ("ssd", "selective_scan") if OPS[name] in used)
-        loop.operator = next(made, "linear_scan over chunks")
+        made = (scan.name for scan in (HEADS, CONTRACTED) if scan.target in used)
+        loop.operator = next(made, f"{SCAN.name} over chunks")
         return result
     return new
 

@@ -15,7 +15,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from refold.ops.selective_scan._gluon_kernels import _append, _async_load, _silu
+from refold.ops.triton.gluon import append, async_load, silu
 
 
 @gluon.jit
@@ -36,8 +36,8 @@ def _project_rows_ahead_kernel(
     weights = ()  # type: Any
     xs = ()  # type: Any
     for _ in gl.static_range(STAGES):
-        weights = _append(weights, gl.allocate_shared_memory(weight_ptr.dtype.element_ty, [BLOCK_O, BLOCK_K], swizzled))
-        xs = _append(xs, gl.allocate_shared_memory(x_ptr.dtype.element_ty, [BLOCK_B, BLOCK_K], swizzled))
+        weights = append(weights, gl.allocate_shared_memory(weight_ptr.dtype.element_ty, [BLOCK_O, BLOCK_K], swizzled))
+        xs = append(xs, gl.allocate_shared_memory(x_ptr.dtype.element_ty, [BLOCK_B, BLOCK_K], swizzled))
     begin = gl.program_id(0) * BLOCK_O
     offs_o = begin + gl.arange(0, BLOCK_O, layout=gl.SliceLayout(1, mma))
     offs_b = gl.arange(0, BLOCK_B, layout=gl.SliceLayout(0, mma))
@@ -56,7 +56,7 @@ def _project_rows_ahead_kernel(
 
     gdc_launch_dependents()
     for k in gl.static_range(AHEAD):
-        _async_load(weights[k], weight_tile + k * BLOCK_K, mask=offs_k < SIZE - k * BLOCK_K)
+        async_load(weights[k], weight_tile + k * BLOCK_K, mask=offs_k < SIZE - k * BLOCK_K)
         async_copy.commit_group()
     channel = offs_o - first
     inside = (channel >= 0) & (channel < channels) & mask_o
@@ -66,14 +66,14 @@ def _project_rows_ahead_kernel(
     if window_ptr is not None:
         window = window_ptr + (offs_b.to(gl.int64)[None, :] * channels + channel[:, None]) * APART
         for j in gl.static_range(WIDTH - 1):
-            past = _append(past, gl.load(window + j, mask=moved, other=0.0))
+            past = append(past, gl.load(window + j, mask=moved, other=0.0))
         for j in gl.static_range(WIDTH):
-            taps = _append(taps, gl.load(taps_ptr + channel * WIDTH + j, mask=inside, other=0.0).to(gl.float32))
+            taps = append(taps, gl.load(taps_ptr + channel * WIDTH + j, mask=inside, other=0.0).to(gl.float32))
         if taps_bias_ptr is not None:
             taps_bias = gl.load(taps_bias_ptr + channel, mask=inside, other=0.0).to(gl.float32)
     gdc_wait()
     for k in gl.static_range(AHEAD):
-        _async_load(xs[k], x_tile + k * BLOCK_K, mask=(row_b < nrows) & (offs_k < SIZE - k * BLOCK_K))
+        async_load(xs[k], x_tile + k * BLOCK_K, mask=(row_b < nrows) & (offs_k < SIZE - k * BLOCK_K))
         async_copy.commit_group()
     if onto_ptr is not None:
         before = gl.load(onto_ptr + places, mask=mask, other=0.0).to(gl.float32)
@@ -86,8 +86,8 @@ def _project_rows_ahead_kernel(
         if k + AHEAD < COUNT:
             then = (k + AHEAD) * BLOCK_K
             left = offs_k < SIZE - then
-            _async_load(weights[(k + AHEAD) % STAGES], weight_tile + then, mask=left)
-            _async_load(xs[(k + AHEAD) % STAGES], x_tile + then, mask=(row_b < nrows) & left)
+            async_load(weights[(k + AHEAD) % STAGES], weight_tile + then, mask=left)
+            async_load(xs[(k + AHEAD) % STAGES], x_tile + then, mask=(row_b < nrows) & left)
         async_copy.commit_group()
         a = weights[k % STAGES].load(gl.DotOperandLayout(0, mma, 2))
         b = xs[k % STAGES].permute((1, 0)).load(gl.DotOperandLayout(1, mma, 2))
@@ -105,7 +105,7 @@ def _project_rows_ahead_kernel(
             gl.store(window + j, past[j + 1], mask=moved)
         if WIDTH > 1:
             gl.store(window + (WIDTH - 2), total.to(window_ptr.dtype.element_ty), mask=moved)
-        total = gl.where(inside[:, None], _silu(y), total)
+        total = gl.where(inside[:, None], silu(y), total)
     if onto_ptr is not None:
         total = before + scale * total
     gl.store(out_ptr + places, total.to(out_ptr.dtype.element_ty), mask=mask)

@@ -18,9 +18,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from refold.ops.ssd._triton_kernels import LOG2E, _clip, _dot, _exp2, _silu, _softplus
 from refold.ops.torch.launch import INTERPRETED, gluon
 from refold.ops.torch.tables import device_limits
+from refold.ops.triton.math import LOG2E, clip, dot, exp2, silu, softplus
 
 MOST_ROWS = 64
 """Rows that a product takes; more are bound by arithmetic, which matrix libraries know better."""
@@ -346,7 +346,7 @@ def _finish(
             tl.store(rows + j, past[j + 1], mask=moved)
         if WIDTH > 1:
             tl.store(rows + WIDTH - 2, total.to(window_ptr.dtype.element_ty), mask=moved)
-        total = tl.where(inside[:, None], _silu(y), total)
+        total = tl.where(inside[:, None], silu(y), total)
     places = offs_b.to(tl.int64)[None, :] * nout + offs_o[:, None]
     if onto_ptr is not None:
         total = tl.load(onto_ptr + places, mask=mask, other=0.0).to(tl.float32) + scale * total
@@ -387,7 +387,7 @@ def _project_row_kernel(
             mask_k = offs < SIZE
             x = tl.load(x_ptr + offs, mask=mask_k, other=0.0, eviction_policy="evict_last").to(tl.float32)
             if GATED:
-                x = _silu(x) * tl.load(x_ptr + SIZE + offs, mask=mask_k, other=0.0).to(tl.float32)
+                x = silu(x) * tl.load(x_ptr + SIZE + offs, mask=mask_k, other=0.0).to(tl.float32)
             if norm_ptr is not None:
                 squares += x * x
                 x *= tl.load(norm_ptr + offs, mask=mask_k, other=0.0, eviction_policy="evict_last").to(tl.float32)
@@ -422,7 +422,7 @@ def _project_rows_kernel(
         mask_k = offs < SIZE
         weight = tl.load(weight_rows + offs[None, :], mask=mask_o[:, None] & mask_k[None, :], other=0.0)
         x = tl.load(x_rows + offs[None, :], mask=mask_b[:, None] & mask_k[None, :], other=0.0)
-        total = _dot(weight, tl.trans(x), total, PRECISION)
+        total = dot(weight, tl.trans(x), total, PRECISION)
     _finish(total, offs_o, offs_b, bias_ptr, onto_ptr, out_ptr, window_ptr, taps_ptr, taps_bias_ptr, active_ptr, nrows,
             nout, scale, first, channels, WIDTH, APART)  # fmt: skip
 
@@ -441,7 +441,7 @@ def _prepare_kernel(
         tl.extra.cuda.gdc_wait()
     x = tl.load(x_ptr + row * stride_x + offs, mask=mask, other=0.0).to(tl.float32)
     if GATED:
-        x = _silu(x) * tl.load(x_ptr + row * stride_x + size + offs, mask=mask, other=0.0).to(tl.float32)
+        x = silu(x) * tl.load(x_ptr + row * stride_x + size + offs, mask=mask, other=0.0).to(tl.float32)
     if norm_ptr is not None:
         weight = tl.load(norm_ptr + offs, mask=mask, other=0.0).to(tl.float32)
         x *= tl.rsqrt(tl.sum(x * x) / group + eps) * weight
@@ -468,15 +468,15 @@ def _ssd_step_kernel(
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     step = tl.load(dt_ptr + pid_b * stride_dt + pid_h).to(tl.float32) + tl.load(dt_bias_ptr + pid_h).to(tl.float32)
-    step = _clip(_softplus(step), dt_min, dt_max)
+    step = clip(softplus(step), dt_min, dt_max)
     at = pid_h * headdim + offs_p
     x = tl.load(x_ptr + pid_b * stride_x + at, mask=mask_p, other=0.0).to(tl.float32)
     z = tl.load(z_ptr + pid_b * stride_z + at, mask=mask_p, other=0.0).to(tl.float32)
     B = tl.load(B_ptr + pid_b * stride_B + pid_g * dstate + offs_n, mask=mask_n, other=0.0).to(tl.float32)
     C = tl.load(C_ptr + pid_b * stride_C + pid_g * dstate + offs_n, mask=mask_n, other=0.0).to(tl.float32)
-    state = state * _exp2(step * A) + (x * step)[:, None] * B[None, :]
+    state = state * exp2(step * A) + (x * step)[:, None] * B[None, :]
     y = tl.sum(state * C[None, :], axis=1) + tl.load(D_ptr + pid_h).to(tl.float32) * x
-    tl.store(y_ptr + pid_b * nheads * headdim + at, y * _silu(z), mask=mask_p)
+    tl.store(y_ptr + pid_b * nheads * headdim + at, y * silu(z), mask=mask_p)
     if active_ptr is not None:
         mask = mask & (tl.load(active_ptr + pid_b + offs_p * 0) != 0)[:, None]  # the interpreter takes no scalar
     tl.store(places, state.to(state_ptr.dtype.element_ty), mask=mask)
@@ -525,10 +525,10 @@ def _selective_step_kernel(
             dt = _normed(dt, dt_norm_ptr, offs_r, rank, eps)
             B = _normed(B, B_norm_ptr, offs_n, dstate, eps)
             C = _normed(C, C_norm_ptr, offs_n, dstate, eps)
-        step = _softplus(tl.sum(weights * dt[None, :], axis=1) + bias)
-        state = states[i].to(tl.float32) * _exp2(step[:, None] * A) + (x * step)[:, None] * B[None, :]
+        step = softplus(tl.sum(weights * dt[None, :], axis=1) + bias)
+        state = states[i].to(tl.float32) * exp2(step[:, None] * A) + (x * step)[:, None] * B[None, :]
         y = tl.sum(state * C[None, :], axis=1) + D * x
-        tl.store(y_ptr + row * channels + offs_d, y * _silu(z), mask=mask_x)
+        tl.store(y_ptr + row * channels + offs_d, y * silu(z), mask=mask_x)
         if active_ptr is not None:
             live = live & (tl.load(active_ptr + row + offs_d * 0, mask=live, other=0) != 0)
         places = state_ptr + row * channels * dstate + inside
@@ -592,13 +592,13 @@ def _attend_kernel(
         places = offs_s.to(tl.int64)[:, None] * apart + offs_e
         key = tl.load(keys + places, mask=mask, other=0.0)
         value = tl.load(values + places, mask=mask, other=0.0)
-        scores = _dot(q, tl.trans(key), None, PRECISION) * scale
+        scores = dot(q, tl.trans(key), None, PRECISION) * scale
         scores = tl.where((offs_s < end)[None, :], scores, float("-inf"))
         higher = tl.maximum(most, tl.max(scores, axis=1))
-        shares = _exp2(scores - higher[:, None])
-        fade = _exp2(most - higher)
+        shares = exp2(scores - higher[:, None])
+        fade = exp2(most - higher)
         total = total * fade + tl.sum(shares, axis=1)
-        acc = _dot(shares.to(value.dtype), value, acc * fade[:, None], PRECISION)
+        acc = dot(shares.to(value.dtype), value, acc * fade[:, None], PRECISION)
         most = higher
 
     live = (offs_r < ratio) & (first | (begin + offs_r * 0 < past))
@@ -627,7 +627,7 @@ def _combine_kernel(
     total = tl.load(sums_ptr + head * (2 * SPLITS) + SPLITS + offs_p, mask=live, other=0.0)
     places = (head * SPLITS + offs_p)[:, None] * headdim + offs_e[None, :]
     parts = tl.load(parts_ptr + places, mask=live[:, None] & mask_e[None, :], other=0.0)
-    weight = _exp2(most - tl.max(most, axis=0))
+    weight = exp2(most - tl.max(most, axis=0))
     y = tl.sum(parts * weight[:, None], axis=0) / tl.sum(total * weight, axis=0)
     tl.store(y_ptr + head * headdim + offs_e, y.to(y_ptr.dtype.element_ty), mask=mask_e)
 

@@ -11,11 +11,11 @@ import triton.language as tl
 
 from refold.ops.causal_conv1d.spec import SPEC, STEP
 from refold.ops.spec import Meta
-from refold.ops.ssd._triton_kernels import _sigmoid, _silu
 from refold.ops.torch.launch import INTERPRETED, Launch, current_stream, last_contiguous, planned, refusal
 from refold.ops.torch.plans import contiguous, fresh, fresh_like
 from refold.ops.torch.row_sums import RowSums
 from refold.ops.torch.tables import device_limits
+from refold.ops.triton.math import sigmoid, silu
 
 ROWS = 10  # Tokens whose loads are in flight together.
 BLOCK_D = 128  # Channels a program, which is one warp.
@@ -119,7 +119,7 @@ def _causal_conv1d_fwd_kernel(
                         weight = tl.where(place >= WIDTH - 1, weight, 0.0)
                 y += tap * weight
             if SILU:
-                y = _silu(y)
+                y = silu(y)
             y_row = y_base + t.to(tl.int64) * channels
             tl.store(y_row, y.to(y_ptr.dtype.element_ty), mask=_live(mask_d, offs_d, t < seqlen))
         window = rows[ROWS:]
@@ -134,7 +134,7 @@ def _causal_conv1d_fwd_kernel(
             for k in tl.static_range(WIDTH - 1 - e, WIDTH):
                 sum += there[e + k - (WIDTH - 1)] * weights[k]
             if SILU:
-                sum = _silu(sum)
+                sum = silu(sum)
             tl.store(y_base + e * channels, sum.to(y_ptr.dtype.element_ty), mask=live_e)
     offs_w = tl.arange(0, BLOCK_W)
     live = mask_d[:, None] & (offs_w < WIDTH - 1)[None, :]
@@ -157,7 +157,7 @@ def _causal_conv1d_fwd_kernel(
 
 @triton.jit
 def _silu_slope(v):
-    gate = _sigmoid(v)
+    gate = sigmoid(v)
     return gate * (1.0 + v * (1.0 - gate))
 
 
@@ -382,7 +382,7 @@ def _causal_conv1d_step_kernel(
             weight = tl.load(weight_ptr + offs_d * WIDTH + j, mask=mask_d, other=0.0).to(tl.float32)
             y += (tap.to(tl.float32) + old.to(tl.float32)) * weight
         if SILU:
-            y = _silu(y)
+            y = silu(y)
         tl.store(y_ptr + (pid_b * ntokens + t) * channels + offs_d, y.to(y_ptr.dtype.element_ty), mask=mask_d)
     place = ntokens + offs_w
     live = mask_d[:, None] & (offs_w < WIDTH - 1)[None, :]

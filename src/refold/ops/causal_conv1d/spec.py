@@ -61,6 +61,7 @@ SPEC = OpSpec(
     cases=_cases,
     flops=_flops,
     scans="forward",
+    form="causal convolution",
     complete="all_t5",
     layer=Case(
         "layer", {"b": 1, "t": 2048, "d": 128, "w": 4}, frozenset({"bias", "initial_state"}), {"activation": "silu"}

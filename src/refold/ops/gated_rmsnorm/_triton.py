@@ -11,11 +11,11 @@ import triton.language as tl
 
 from refold.ops.gated_rmsnorm.spec import SPEC
 from refold.ops.spec import Meta
-from refold.ops.ssd._triton_kernels import LOG2E, _exp2, _silu
 from refold.ops.torch.launch import PTX, Launch, current_stream, planned, refusal
 from refold.ops.torch.plans import contiguous, fresh_like
 from refold.ops.torch.row_sums import RowSums
 from refold.ops.torch.tables import device_limits
+from refold.ops.triton.math import LOG2E, exp2, silu
 
 MAX_GROUP = 65536
 MAX_PARTS = 8
@@ -50,7 +50,7 @@ def _gated_rmsnorm_fwd_kernel(
         offs = (offs_c + i * BLOCK)[None, :]
         v = tl.load(x_ptr + offs_r * stride_x + offs, mask=mask, other=0.0).to(tl.float32)
         if z_ptr is not None:
-            gate = _silu(tl.load(z_ptr + offs_r * stride_z + offs, mask=mask, other=0.0).to(tl.float32))
+            gate = silu(tl.load(z_ptr + offs_r * stride_z + offs, mask=mask, other=0.0).to(tl.float32))
             if NORM_FIRST:
                 gates += (gate,)
             else:
@@ -103,7 +103,7 @@ def _gated_rmsnorm_bwd_kernel(
             if z_ptr is not None:
                 z = tl.load(z_ptr + offs_r * stride_z + offs, mask=mask, other=0.0)
                 zs += (z,)
-                gate = _silu(z.to(tl.float32))
+                gate = silu(z.to(tl.float32))
                 if NORM_FIRST:
                     dn *= gate
                 else:
@@ -125,7 +125,7 @@ def _gated_rmsnorm_bwd_kernel(
             if z_ptr is not None:
                 z = zs[i].to(tl.float32)
                 # Formed again: were it kept from above, registers would spill.
-                logistic = 1.0 / (1.0 + _exp2(z * -LOG2E))
+                logistic = 1.0 / (1.0 + exp2(z * -LOG2E))
                 gate = z * logistic
                 slope = logistic + gate * (1.0 - logistic)
                 if NORM_FIRST:

@@ -49,6 +49,7 @@ SPEC = OpSpec(
     cases=_cases,
     flops=_flops,
     constraints=_constraints,
+    form="gated norm",
     complete="gate",
     layer=Case("layer", {"*": (1024,), "d": 1024}, frozenset({"z"}), {"eps": 1e-5}),
     wide_sizes={"d": 1536},

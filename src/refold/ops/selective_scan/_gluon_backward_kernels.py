@@ -19,19 +19,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
-from refold.ops.selective_scan._gluon_kernels import _append, _copy, _exp2, _offset, _seen_as, _softplus
-
-_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # two names of different versions of Triton
-
-
-@gluon.jit
-def _reciprocal(v):
-    return gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [v], gl.float32, True, 1)
-
-
-@gluon.jit
-def _sigmoid(v):
-    return _reciprocal(1.0 + _exp2(v * -1.4426950408889634))
+from refold.ops.triton.gluon import append, barrier, copy, exp2, offset, seen_as, sigmoid, softplus
 
 
 @gluon.jit
@@ -40,8 +28,8 @@ def _fetch(tiles, rows, at, live, STEP: gl.constexpr):
     moved = ()  # type: Any
     for i in gl.static_range(len(tiles)):
         buffers, stride, columns = tiles[i]
-        _copy(buffers.index(at), rows[i], stride, columns, live)
-        moved = _append(moved, rows[i] + STEP * buffers.shape[1] * stride)
+        copy(buffers.index(at), rows[i], stride, columns, live)
+        moved = append(moved, rows[i] + STEP * buffers.shape[1] * stride)
     async_copy.commit_group()
     return moved
 
@@ -70,7 +58,7 @@ def _starts(border, first, size, offs, mask, COUNT: gl.constexpr):
     """Load the states at the borders before COUNT groups."""
     found = ()  # type: Any
     for g in gl.static_range(COUNT):
-        found = _append(found, gl.load(border + (first + g) * size + offs, mask=mask, other=0.0))
+        found = append(found, gl.load(border + (first + g) * size + offs, mask=mask, other=0.0))
     return found
 
 
@@ -185,24 +173,24 @@ def _selective_scan_bwd_segments_lanes_kernel(
     )
     if z_ptr is not None:
         next_z = gl.allocate_shared_memory(z_ptr.dtype.element_ty, [2, TOKENS, BLOCK_D], flat)
-        tiles = _append(tiles, (next_z, stride_z_t, left))
-        rows = _append(rows, z_ptr + row * stride_z_b + first * stride_z_t + origin)
+        tiles = append(tiles, (next_z, stride_z_t, left))
+        rows = append(rows, z_ptr + row * stride_z_b + first * stride_z_t + origin)
     if decay_ptr is not None:
         next_decay = gl.allocate_shared_memory(decay_ptr.dtype.element_ty, [2, TOKENS, BLOCK_D], flat)
-        tiles = _append(tiles, (next_decay, stride_decay_t, left))
-        rows = _append(rows, decay_ptr + row * stride_decay_b + first * stride_decay_t + origin)
+        tiles = append(tiles, (next_decay, stride_decay_t, left))
+        rows = append(rows, decay_ptr + row * stride_decay_b + first * stride_decay_t + origin)
         tile_decay = gl.allocate_shared_memory(gl.float32, [TOKENS, BLOCK_D], flat)
-        decays = _seen_as(tile_decay, line)
+        decays = seen_as(tile_decay, line)
     tile_step = gl.allocate_shared_memory(gl.float32, [TOKENS, BLOCK_D], flat)
     tile_input = gl.allocate_shared_memory(gl.float32, [TOKENS, BLOCK_D], flat)
     tile_dy = gl.allocate_shared_memory(gl.float32, [TOKENS, BLOCK_D], flat)
     tile_B = gl.allocate_shared_memory(gl.float32, [TOKENS, BLOCK_N], flat)
     tile_C = gl.allocate_shared_memory(gl.float32, [TOKENS, BLOCK_N], flat)
-    steps = _seen_as(tile_step, line)
-    inputs = _seen_as(tile_input, line)
-    dys = _seen_as(tile_dy, line)
-    Bs = _seen_as(tile_B, line)
-    Cs = _seen_as(tile_C, line)
+    steps = seen_as(tile_step, line)
+    inputs = seen_as(tile_input, line)
+    dys = seen_as(tile_dy, line)
+    Bs = seen_as(tile_B, line)
+    Cs = seen_as(tile_C, line)
 
     in_block = gl.arange(0, BLOCK_D, layout=gl.SliceLayout(1, cn))
     offs_n = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, cn))
@@ -226,13 +214,13 @@ def _selective_scan_bwd_segments_lanes_kernel(
         x = next_x.index(at).load(tc).to(gl.float32)
         step = next_dt.index(at).load(tc).to(gl.float32) + bias[None, :]
         if SOFTPLUS:
-            step = _softplus(step)
+            step = softplus(step)
         inside = (t + offs_t < end)[:, None] & live[None, :]
         step = gl.where(inside, step, 0.0)
         dy = next_dy.index(at).load(tc).to(gl.float32)
         if z_ptr is not None:
             z = next_z.index(at).load(tc).to(gl.float32)
-            dy *= z * _sigmoid(z)
+            dy *= z * sigmoid(z)
         tile_step.store(step)
         tile_input.store(step * x)
         tile_dy.store(dy)
@@ -243,7 +231,7 @@ def _selective_scan_bwd_segments_lanes_kernel(
             tile_decay.store(gl.where(inside, given, 1.0))
         rows = _fetch(tiles, rows, at, end - t - 2 * TOKENS, 1)
         for i in gl.static_range(TOKENS):
-            own = _exp2(_column(steps, i, cn) * A)
+            own = exp2(_column(steps, i, cn) * A)
             if decay_ptr is not None:
                 own *= _column(decays, i, cn)
             state = own * state + _column(inputs, i, cn) * _line(Bs, i, cn)
@@ -305,11 +293,11 @@ def _selective_scan_bwd_lanes_kernel(
     forth = ((next_x, stride_x_t, left), (next_dt, stride_dt_t, left), (next_B, stride_B_t, BLOCK_N))
     if decay_ptr is not None:
         next_decay = gl.allocate_shared_memory(decay_ptr.dtype.element_ty, [2, TOKENS, BLOCK_D], flat)
-        forth = _append(forth, (next_decay, stride_decay_t, left))
+        forth = append(forth, (next_decay, stride_decay_t, left))
     back = forth + ((next_C, stride_C_t, BLOCK_N), (next_dy, channels, left))  # noqa: RUF005
     if z_ptr is not None:
         next_z = gl.allocate_shared_memory(z_ptr.dtype.element_ty, [2, TOKENS, BLOCK_D], flat)
-        back = _append(back, (next_z, stride_z_t, left))
+        back = append(back, (next_z, stride_z_t, left))
     # Stored by tile, read token by token.
     line: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     tile_step = gl.allocate_shared_memory(gl.float32, [TOKENS, BLOCK_D], flat)
@@ -317,14 +305,14 @@ def _selective_scan_bwd_lanes_kernel(
     tile_dy = gl.allocate_shared_memory(gl.float32, [TOKENS, BLOCK_D], flat)
     tile_B = gl.allocate_shared_memory(gl.float32, [TOKENS, BLOCK_N], flat)
     tile_C = gl.allocate_shared_memory(gl.float32, [TOKENS, BLOCK_N], flat)
-    steps = _seen_as(tile_step, line)
-    inputs = _seen_as(tile_input, line)
-    dys = _seen_as(tile_dy, line)
-    Bs = _seen_as(tile_B, line)
-    Cs = _seen_as(tile_C, line)
+    steps = seen_as(tile_step, line)
+    inputs = seen_as(tile_input, line)
+    dys = seen_as(tile_dy, line)
+    Bs = seen_as(tile_B, line)
+    Cs = seen_as(tile_C, line)
     if decay_ptr is not None:
         tile_decay = gl.allocate_shared_memory(gl.float32, [TOKENS, BLOCK_D], flat)
-        decays = _seen_as(tile_decay, line)
+        decays = seen_as(tile_decay, line)
     part_step = gl.allocate_shared_memory(gl.float32, [GROUP, BLOCK_D * LANES], flat)
     part_input = gl.allocate_shared_memory(gl.float32, [GROUP, BLOCK_D * LANES], flat)
     # Neighbouring tokens in other banks.
@@ -372,8 +360,8 @@ def _selective_scan_bwd_lanes_kernel(
             borders = (sequence * gl.cdiv(seqlen, TOKENS) + begin // TOKENS) * GROUPS
         else:
             row = sequence * 0
-            begin = _offset(cu_seqlens_ptr, sequence, seqlen)
-            end = _offset(cu_seqlens_ptr, sequence + 1, seqlen)
+            begin = offset(cu_seqlens_ptr, sequence, seqlen)
+            end = offset(cu_seqlens_ptr, sequence + 1, seqlen)
             borders = (sequence + begin // TOKENS) * GROUPS
         count = gl.cdiv(gl.maximum(end - begin, 0), TOKENS)
         segments = sequence * nsegments * size
@@ -394,7 +382,7 @@ def _selective_scan_bwd_lanes_kernel(
             B_ptr + row * stride_B_b + first * stride_B_t + group * stride_B_g,
         )
         if decay_ptr is not None:
-            rows = _append(rows, decay_ptr + row * stride_decay_b + first * stride_decay_t + origin)
+            rows = append(rows, decay_ptr + row * stride_decay_b + first * stride_decay_t + origin)
         rows = _fetch(forth, rows, 0, end - begin, 1)
         rows = _fetch(forth, rows, 1, end - begin - TOKENS, 1)
         for j in range(count):
@@ -404,7 +392,7 @@ def _selective_scan_bwd_lanes_kernel(
             x = next_x.index(at).load(tc).to(gl.float32)
             step = next_dt.index(at).load(tc).to(gl.float32) + bias[None, :]
             if SOFTPLUS:
-                step = _softplus(step)
+                step = softplus(step)
             inside = (t + offs_t < end)[:, None] & live[None, :]
             step = gl.where(inside, step, 0.0)
             tile_step.store(step)
@@ -417,7 +405,7 @@ def _selective_scan_bwd_lanes_kernel(
             for g in gl.static_range(GROUPS):
                 gl.store(border + (j * GROUPS + g) * size + offs_state, state, mask=mask)
                 for i in gl.static_range(GROUP):
-                    factor = _exp2(_column(steps, g * GROUP + i, cn) * A)
+                    factor = exp2(_column(steps, g * GROUP + i, cn) * A)
                     if decay_ptr is not None:
                         factor *= _column(decays, g * GROUP + i, cn)
                     u = _column(inputs, g * GROUP + i, cn)
@@ -440,11 +428,11 @@ def _selective_scan_bwd_lanes_kernel(
             B_ptr + row * stride_B_b + first * stride_B_t + group * stride_B_g,
         )
         if decay_ptr is not None:
-            rows = _append(rows, decay_ptr + row * stride_decay_b + first * stride_decay_t + origin)
-        rows = _append(rows, C_ptr + row * stride_C_b + first * stride_C_t + group * stride_C_g)
-        rows = _append(rows, dy_ptr + (row * seqlen + first) * channels + origin)
+            rows = append(rows, decay_ptr + row * stride_decay_b + first * stride_decay_t + origin)
+        rows = append(rows, C_ptr + row * stride_C_b + first * stride_C_t + group * stride_C_g)
+        rows = append(rows, dy_ptr + (row * seqlen + first) * channels + origin)
         if z_ptr is not None:
-            rows = _append(rows, z_ptr + row * stride_z_b + first * stride_z_t + origin)
+            rows = append(rows, z_ptr + row * stride_z_b + first * stride_z_t + origin)
         rows = _fetch(back, rows, 0, gl.minimum(end - last, count * TOKENS), -1)
         rows = _fetch(back, rows, 1, (count - 1) * TOKENS, -1)
         next_starts = _starts(border, (count - 1) * GROUPS, size, offs_state, mask & (count > 0), GROUPS)
@@ -458,13 +446,13 @@ def _selective_scan_bwd_lanes_kernel(
             x = next_x.index(at).load(tc).to(gl.float32)
             step = next_dt.index(at).load(tc).to(gl.float32) + bias[None, :]
             if SOFTPLUS:
-                step = _softplus(step)
+                step = softplus(step)
             inside = (t + offs_t < end)[:, None] & live[None, :]
             step = gl.where(inside, step, 0.0)
             dy = next_dy.index(at).load(tc).to(gl.float32)
             if z_ptr is not None:
                 z = next_z.index(at).load(tc).to(gl.float32)
-                dy *= z * _sigmoid(z)
+                dy *= z * sigmoid(z)
             tile_step.store(step)
             tile_input.store(step * x)
             tile_dy.store(dy)
@@ -480,10 +468,10 @@ def _selective_scan_bwd_lanes_kernel(
                 ys, dCs = none_l, none_n
                 for i in gl.static_range(GROUP):
                     token = g * GROUP + i
-                    power = _exp2(_column(steps, token, cn) * A)
+                    power = exp2(_column(steps, token, cn) * A)
                     before = power * state
-                    powers = _append(powers, power)
-                    reached = _append(reached, before)
+                    powers = append(powers, power)
+                    reached = append(reached, before)
                     if decay_ptr is not None:
                         before *= _column(decays, token, cn)
                     state = before + _column(inputs, token, cn) * _line(Bs, token, cn)
@@ -493,7 +481,7 @@ def _selective_scan_bwd_lanes_kernel(
                 if z_ptr is not None:
                     part_y.store(gl.reshape(ys, [GROUP, BLOCK_D * LANES]))
                 part_C.store(_by_lane(dCs, LANES))
-                _barrier()  # Else the compiler keeps what was read above in registers that it lacks.
+                barrier()  # Else the compiler keeps what was read above in registers that it lacks.
                 dsteps, dinputs, ddecays, dBs = none_l, none_l, none_l, none_n
                 for i in gl.static_range(GROUP - 1, -1, -1):
                     token = g * GROUP + i
@@ -527,12 +515,12 @@ def _selective_scan_bwd_lanes_kernel(
                 dy = next_dy.index(at).slice(g * GROUP, GROUP).load(tc).to(gl.float32)
                 step = raw
                 if SOFTPLUS:
-                    step = _softplus(raw)
+                    step = softplus(raw)
                 inside = (here + offs_g < end)[:, None] & live[None, :]
                 out = token_row * channels + origin
                 if z_ptr is not None:
                     z = next_z.index(at).slice(g * GROUP, GROUP).load(tc).to(gl.float32)
-                    gate = _sigmoid(z)
+                    gate = sigmoid(z)
                     y = gl.sum(gl.reshape(part_y.load(tcl), [GROUP, BLOCK_D, LANES]), axis=2)
                     y = gl.convert_layout(y, tc, assert_trivial=True)
                     if D_ptr is not None:
@@ -545,7 +533,7 @@ def _selective_scan_bwd_lanes_kernel(
                 draw = gl.sum(gl.reshape(part_step.load(tcl), [GROUP, BLOCK_D, LANES]), axis=2)
                 draw = gl.convert_layout(draw, tc, assert_trivial=True) * 0.6931471805599453 + dinput * x
                 if SOFTPLUS:
-                    draw *= gl.where(raw > 20.0, 1.0, _sigmoid(raw))
+                    draw *= gl.where(raw > 20.0, 1.0, sigmoid(raw))
                 draw = gl.where(inside, draw, 0.0)
                 dx = dinput * step
                 if D_ptr is not None:

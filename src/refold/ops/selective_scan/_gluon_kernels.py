@@ -18,41 +18,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
-# Two names that differ between versions of Triton (3.6 and 3.9 at hand).
-_async_load = getattr(async_copy, "async_load", async_copy.async_copy_global_to_shared)
-_REINTERPRET = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
-
-
-@gluon.jit
-def _exp2(v):
-    """2**v, with denormal results flushed to 0."""
-    return gl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [v], gl.float32, True, 1)
-
-
-@gluon.jit
-def _softplus(v):
-    """log(1 + exp(v)) to 1.4e-7, relative: max(v, 0) + log1p(w) with w = exp(-|v|) in (0, 1].
-
-    log1p(w) / w is a minimax polynomial: one special function, not three. Special functions
-    limit the speed of this kernel.
-    """
-    w = _exp2(gl.abs(v) * -1.4426950408889634)
-    p = 0.019851261749863625 - 0.0032439809292554855 * w
-    p = p * w - 0.056959159672260284
-    p = p * w + 0.10603617131710052
-    p = p * w - 0.15305569767951965
-    p = p * w + 0.19675931334495544
-    p = p * w - 0.24954132735729218
-    p = p * w + 0.3332996368408203
-    p = p * w - 0.4999990165233612
-    p = p * w + 1.0
-    return p * w + gl.maximum(v, 0.0)
-
-
-@gluon.jit
-def _silu(v):
-    grown = 1.0 + _exp2(v * -1.4426950408889634)
-    return v * gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [grown], gl.float32, True, 1)
+from refold.ops.triton.gluon import append, copy, exp2, offset, seen_as, silu, softplus
 
 
 @gluon.jit
@@ -69,38 +35,6 @@ def _last(walked, token, layout: gl.constexpr):
 
 
 @gluon.jit
-def _seen_as(tile, layout: gl.constexpr):
-    """Return the same shared memory under another layout."""
-    if _REINTERPRET:
-        return tile.reinterpret(tile.dtype, tile.shape, layout)
-    else:
-        return tile._reinterpret(tile.dtype, tile.shape, layout)
-
-
-@gluon.jit
-def _offset(cu_seqlens_ptr, i, seqlen):
-    """Return an offset of packed sequences, inside of the array whatever it holds."""
-    return gl.minimum(gl.maximum(gl.load(cu_seqlens_ptr + i).to(gl.int32), 0), seqlen)
-
-
-@gluon.jit
-def _append(values, value):
-    return values + (value,)  # noqa: RUF005
-
-
-@gluon.jit
-def _copy(tile, row, stride, columns, live):
-    """Start copying rows of global memory into a tile; zeros from row ``live`` and column ``columns`` on."""
-    wide: gl.constexpr = min(tile.shape[1], 128 // tile.dtype.primitive_bitwidth)
-    lanes: gl.constexpr = min(32, tile.shape[1] // wide)
-    layout: gl.constexpr = gl.BlockedLayout([1, wide], [32 // lanes, lanes], [gl.num_warps(), 1], [1, 0])
-    offs_t = gl.arange(0, tile.shape[0], layout=gl.SliceLayout(1, layout))
-    offs_c = gl.arange(0, tile.shape[1], layout=gl.SliceLayout(0, layout))
-    mask = (offs_t < live)[:, None] & (offs_c < columns)[None, :]
-    _async_load(tile, row + (offs_t * stride)[:, None] + offs_c[None, :], mask=mask)
-
-
-@gluon.jit
 def _fetch(tiles, rows, at, live):
     """Start copying the tiles (buffers, stride, columns) from their ``rows`` on, as one group; return the next rows.
 
@@ -109,8 +43,8 @@ def _fetch(tiles, rows, at, live):
     moved = ()
     for i in gl.static_range(len(tiles)):
         buffers, stride, columns = tiles[i]
-        _copy(buffers.index(at), rows[i], stride, columns, live)
-        moved = _append(moved, rows[i] + buffers.shape[1] * stride)
+        copy(buffers.index(at), rows[i], stride, columns, live)
+        moved = append(moved, rows[i] + buffers.shape[1] * stride)
     async_copy.commit_group()
     return moved
 
@@ -159,8 +93,8 @@ def _selective_scan_fwd_lanes_kernel(
         end = gl.minimum(begin + segment, seqlen)
     else:
         pid_b = pid_k * 0
-        begin = _offset(cu_seqlens_ptr, pid_k, seqlen)
-        end = _offset(cu_seqlens_ptr, pid_k + 1, seqlen)
+        begin = offset(cu_seqlens_ptr, pid_k, seqlen)
+        end = offset(cu_seqlens_ptr, pid_k + 1, seqlen)
 
     # Two tiles on their way: the next one and the one after.
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
@@ -177,16 +111,16 @@ def _selective_scan_fwd_lanes_kernel(
     )
     if not LOCAL:
         next_C = gl.allocate_shared_memory(C_ptr.dtype.element_ty, [2, BLOCK_T, BLOCK_N], flat)
-        tiles = _append(tiles, (next_C, stride_C_t, BLOCK_N))
-        rows = _append(rows, C_ptr + pid_b * stride_C_b + first * stride_C_t + group * stride_C_g)
+        tiles = append(tiles, (next_C, stride_C_t, BLOCK_N))
+        rows = append(rows, C_ptr + pid_b * stride_C_b + first * stride_C_t + group * stride_C_g)
         if z_ptr is not None:
             next_z = gl.allocate_shared_memory(z_ptr.dtype.element_ty, [2, BLOCK_T, BLOCK_D], flat)
-            tiles = _append(tiles, (next_z, stride_z_t, left))
-            rows = _append(rows, z_ptr + pid_b * stride_z_b + first * stride_z_t + block)
+            tiles = append(tiles, (next_z, stride_z_t, left))
+            rows = append(rows, z_ptr + pid_b * stride_z_b + first * stride_z_t + block)
     if decay_ptr is not None:
         next_decay = gl.allocate_shared_memory(decay_ptr.dtype.element_ty, [2, BLOCK_T, BLOCK_D], flat)
-        tiles = _append(tiles, (next_decay, stride_decay_t, left))
-        rows = _append(rows, decay_ptr + pid_b * stride_decay_b + first * stride_decay_t + block)
+        tiles = append(tiles, (next_decay, stride_decay_t, left))
+        rows = append(rows, decay_ptr + pid_b * stride_decay_b + first * stride_decay_t + block)
     rows = _fetch(tiles, rows, 0, end - begin)
     rows = _fetch(tiles, rows, 1, end - begin - BLOCK_T)
 
@@ -206,7 +140,7 @@ def _selective_scan_fwd_lanes_kernel(
             before = row + earlier * channels
             if decay_ptr is None:
                 summed = gl.load(segment_step_ptr + before + offs_d, mask=offs_d < channels, other=0.0)
-                factor = _exp2(summed[:, None] * A)
+                factor = exp2(summed[:, None] * A)
             else:
                 factor = gl.load(segment_step_ptr + before * dstate + offs_state, mask=mask, other=0.0)
             own = gl.load(segment_state_ptr + before * dstate + offs_state, mask=mask, other=0.0)
@@ -230,12 +164,12 @@ def _selective_scan_fwd_lanes_kernel(
     tile_step = gl.allocate_shared_memory(gl.float32, by_channel, tile_of_channels)
     tile_input = gl.allocate_shared_memory(gl.float32, by_channel, tile_of_channels)
     tile_B = gl.allocate_shared_memory(gl.float32, by_state, tile_of_states)
-    group_step = _seen_as(tile_step, group_of_channels)
-    group_input = _seen_as(tile_input, group_of_channels)
-    group_B = _seen_as(tile_B, flat)
+    group_step = seen_as(tile_step, group_of_channels)
+    group_input = seen_as(tile_input, group_of_channels)
+    group_B = seen_as(tile_B, flat)
     if decay_ptr is not None:
         tile_decay = gl.allocate_shared_memory(gl.float32, by_channel, tile_of_channels)
-        group_decay = _seen_as(tile_decay, group_of_channels)
+        group_decay = seen_as(tile_decay, group_of_channels)
     if LOCAL:
         if decay_ptr is None:
             total = gl.zeros([BLOCK_T, BLOCK_D], gl.float32, layout=tc)
@@ -243,7 +177,7 @@ def _selective_scan_fwd_lanes_kernel(
             total = gl.full([BLOCK_D, BLOCK_N], 1.0, gl.float32, layout=cn)
     else:
         tile_C = gl.allocate_shared_memory(gl.float32, by_state, tile_of_states)
-        group_C = _seen_as(tile_C, flat)
+        group_C = seen_as(tile_C, flat)
         swizzled: gl.constexpr = gl.SwizzledSharedLayout(4, 1, 8, [1, 0])
         tile_y = gl.allocate_shared_memory(gl.float32, [BLOCK_T, BLOCK_D * LANES], swizzled)
         parts = gl.zeros([GROUPS, GROUP, BLOCK_D, LANES], gl.float32, layout=gkcl)
@@ -259,7 +193,7 @@ def _selective_scan_fwd_lanes_kernel(
         if dt_bias_ptr is not None:
             step += bias[None, :]
         if SOFTPLUS:
-            step = _softplus(step)
+            step = softplus(step)
         inside = (t + offs_t < end)[:, None] & live[None, :]
         step = gl.where(inside, step, 0.0)
         tile_step.store(gl.reshape(step, by_channel))
@@ -280,7 +214,7 @@ def _selective_scan_fwd_lanes_kernel(
             s = group_step.index(g).load(gl.SliceLayout(2, kcn))
             u = group_input.index(g).load(gl.SliceLayout(2, kcn))
             B = group_B.index(g).load(gl.SliceLayout(1, kcn))
-            decay = _exp2(s[:, :, None] * A[None, :, :])
+            decay = exp2(s[:, :, None] * A[None, :, :])
             if decay_ptr is not None:
                 decay *= group_decay.index(g).load(gl.SliceLayout(2, kcn))[:, :, None]
             fed = u[:, :, None] * B[:, None, :]
@@ -302,7 +236,7 @@ def _selective_scan_fwd_lanes_kernel(
             if D_ptr is not None:
                 y += D[None, :] * x
             if z_ptr is not None:
-                y *= _silu(z.to(gl.float32))
+                y *= silu(z.to(gl.float32))
             gl.store(y_row + offs_y, y.to(y_ptr.dtype.element_ty), mask=inside)
             y_row += BLOCK_T * channels
     if LOCAL:

@@ -22,8 +22,8 @@ from typing import Any  # noqa: F401 - in type comments
 import triton
 import triton.language as tl
 
-from refold.ops.selective_scan._triton_kernels import _token
-from refold.ops.ssd._triton_kernels import LOG2E, _clip, _exp2, _sigmoid, _softplus
+from refold.ops.selective_scan._triton_kernels import load_token
+from refold.ops.triton.math import LOG2E, clip, exp2, sigmoid, softplus
 
 LN2 = tl.constexpr(0.6931471805599453)
 
@@ -48,7 +48,7 @@ def _selective_scan_bwd_segments_kernel(
     mask = mask_d[:, None] & mask_n[None, :]
     offs_state = offs_d[:, None] * dstate + offs_n[None, :]
     # A rate of -inf must not make NaN of the tokens that fill a block, whose step is zero.
-    A = _clip(tl.load(A_ptr + offs_state, mask=mask, other=0.0).to(tl.float32), -1e38, 1e38) * LOG2E
+    A = clip(tl.load(A_ptr + offs_state, mask=mask, other=0.0).to(tl.float32), -1e38, 1e38) * LOG2E
     bias = tl.zeros((BLOCK_D,), tl.float32)
     if dt_bias_ptr is not None:
         bias = tl.load(dt_bias_ptr + offs_d, mask=mask_d, other=0.0).to(tl.float32)
@@ -63,24 +63,24 @@ def _selective_scan_bwd_segments_kernel(
             inside = t + tl.zeros((BLOCK_D,), tl.int32) < end
             live = mask_d & inside
             live_n = mask_n & (t + tl.zeros((BLOCK_N,), tl.int32) < end)
-            x = _token(x_ptr + pid_b * stride_x_b, stride_x_t, t, offs_d, live)
-            step = _token(dt_ptr + pid_b * stride_dt_b, stride_dt_t, t, offs_d, live) + bias
+            x = load_token(x_ptr + pid_b * stride_x_b, stride_x_t, t, offs_d, live)
+            step = load_token(dt_ptr + pid_b * stride_dt_b, stride_dt_t, t, offs_d, live) + bias
             if SOFTPLUS:
-                step = _softplus(step)
+                step = softplus(step)
             step = tl.where(inside, step, 0.0)
-            B = _token(B_ptr + pid_b * stride_B_b + group * stride_B_g, stride_B_t, t, offs_n, live_n)
-            C = _token(C_ptr + pid_b * stride_C_b + group * stride_C_g, stride_C_t, t, offs_n, live_n)
-            own = _exp2(step[:, None] * A)
+            B = load_token(B_ptr + pid_b * stride_B_b + group * stride_B_g, stride_B_t, t, offs_n, live_n)
+            C = load_token(C_ptr + pid_b * stride_C_b + group * stride_C_g, stride_C_t, t, offs_n, live_n)
+            own = exp2(step[:, None] * A)
             if decay_ptr is not None:
-                decay = _token(decay_ptr + pid_b * stride_decay_b, stride_decay_t, t, offs_d, live)
+                decay = load_token(decay_ptr + pid_b * stride_decay_b, stride_decay_t, t, offs_d, live)
                 own *= tl.where(inside, decay, 1.0)[:, None]
             factor *= own
             state = state * own + (x * step)[:, None] * B[None, :]
             if dy_ptr is not None:
-                dy = _token(dy_ptr + pid_b * seqlen * channels, channels, t, offs_d, live)
+                dy = load_token(dy_ptr + pid_b * seqlen * channels, channels, t, offs_d, live)
                 if z_ptr is not None:
-                    z = _token(z_ptr + pid_b * stride_z_b, stride_z_t, t, offs_d, live)
-                    dy *= z * _sigmoid(z)
+                    z = load_token(z_ptr + pid_b * stride_z_b, stride_z_t, t, offs_d, live)
+                    dy *= z * sigmoid(z)
                 adjoint += factor * dy[:, None] * C[None, :]
     place = (pid_b * nsegments + pid_s) * channels * dstate + offs_state
     tl.store(state_ptr + place, state, mask=mask)
@@ -115,7 +115,7 @@ def _selective_scan_bwd_kernel(
     mask = mask_d[:, None] & mask_n[None, :]
     offs_state = offs_d[:, None] * dstate + offs_n[None, :]
     # A rate of -inf must not make NaN of the tokens that fill a block, whose step is zero.
-    A = _clip(tl.load(A_ptr + offs_state, mask=mask, other=0.0).to(tl.float32), -1e38, 1e38) * LOG2E
+    A = clip(tl.load(A_ptr + offs_state, mask=mask, other=0.0).to(tl.float32), -1e38, 1e38) * LOG2E
     bias = tl.zeros((BLOCK_D,), tl.float32)
     if dt_bias_ptr is not None:
         bias = tl.load(dt_bias_ptr + offs_d, mask=mask_d, other=0.0).to(tl.float32)
@@ -160,15 +160,15 @@ def _selective_scan_bwd_kernel(
                 inside = t + tl.zeros((BLOCK_D,), tl.int32) < end
                 live = mask_d & inside
                 live_n = mask_n & (t + tl.zeros((BLOCK_N,), tl.int32) < end)
-                x = _token(x_base, stride_x_t, t, offs_d, live)
-                step = _token(dt_base, stride_dt_t, t, offs_d, live) + bias
+                x = load_token(x_base, stride_x_t, t, offs_d, live)
+                step = load_token(dt_base, stride_dt_t, t, offs_d, live) + bias
                 if SOFTPLUS:
-                    step = _softplus(step)
+                    step = softplus(step)
                 step = tl.where(inside, step, 0.0)
-                B = _token(B_base, stride_B_t, t, offs_n, live_n)
-                factor = _exp2(step[:, None] * A)
+                B = load_token(B_base, stride_B_t, t, offs_n, live_n)
+                factor = exp2(step[:, None] * A)
                 if decay_ptr is not None:
-                    decay = _token(decay_ptr + row * stride_decay_b, stride_decay_t, t, offs_d, live)
+                    decay = load_token(decay_ptr + row * stride_decay_b, stride_decay_t, t, offs_d, live)
                     factor *= tl.where(inside, decay, 1.0)[:, None]
                 state = state * factor + (x * step)[:, None] * B[None, :]
         tl.debug_barrier()  # Other threads may read what these wrote.
@@ -198,22 +198,22 @@ def _selective_scan_bwd_kernel(
                 live = mask_d & inside
                 live_n = mask_n & (t + tl.zeros((BLOCK_N,), tl.int32) < end)
                 token = row * seqlen + t
-                x = _token(x_base, stride_x_t, t, offs_d, live)
-                raw = _token(dt_base, stride_dt_t, t, offs_d, live) + bias
+                x = load_token(x_base, stride_x_t, t, offs_d, live)
+                raw = load_token(dt_base, stride_dt_t, t, offs_d, live) + bias
                 step = raw
                 if SOFTPLUS:
-                    step = _softplus(raw)
+                    step = softplus(raw)
                 step = tl.where(inside, step, 0.0)
-                B = _token(B_base, stride_B_t, t, offs_n, live_n)
-                C = _token(C_base, stride_C_t, t, offs_n, live_n)
-                power = _exp2(step[:, None] * A)
+                B = load_token(B_base, stride_B_t, t, offs_n, live_n)
+                C = load_token(C_base, stride_C_t, t, offs_n, live_n)
+                power = exp2(step[:, None] * A)
                 befores += (state,)
                 powers += (power,)
                 xs += (x,)
                 raws += (raw,)
                 steps += (step,)
                 if decay_ptr is not None:
-                    decay = _token(decay_ptr + row * stride_decay_b, stride_decay_t, t, offs_d, live)
+                    decay = load_token(decay_ptr + row * stride_decay_b, stride_decay_t, t, offs_d, live)
                     decay = tl.where(inside, decay, 1.0)
                     decays += (decay,)
                     power *= decay[:, None]
@@ -222,11 +222,11 @@ def _selective_scan_bwd_kernel(
                 if dy_ptr is not None:
                     dy = tl.load(dy_ptr + token * channels + offs_d, mask=live, other=0.0).to(tl.float32)
                 if z_ptr is not None:
-                    z = _token(z_ptr + row * stride_z_b, stride_z_t, t, offs_d, live)
+                    z = load_token(z_ptr + row * stride_z_b, stride_z_t, t, offs_d, live)
                     y = tl.sum(state * C[None, :], axis=1)
                     if D_ptr is not None:
                         y += D * x
-                    gate = _sigmoid(z)
+                    gate = sigmoid(z)
                     dz = dy * y * (gate + z * gate * (1.0 - gate))
                     tl.store(dz_ptr + token * channels + offs_d, dz.to(dz_ptr.dtype.element_ty), mask=live)
                     dy *= z * gate
@@ -240,8 +240,8 @@ def _selective_scan_bwd_kernel(
                 live = mask_d & inside
                 live_n = mask_n & (t + tl.zeros((BLOCK_N,), tl.int32) < end)
                 token = row * seqlen + t
-                B = _token(B_base, stride_B_t, t, offs_n, live_n)
-                C = _token(C_base, stride_C_t, t, offs_n, live_n)
+                B = load_token(B_base, stride_B_t, t, offs_n, live_n)
+                C = load_token(C_base, stride_C_t, t, offs_n, live_n)
                 adjoint = C[None, :] * dys[k][:, None] + carried
                 carried = powers[k] * adjoint
                 # With the power before the decay: a decay of zero has a gradient, too.
@@ -257,7 +257,7 @@ def _selective_scan_bwd_kernel(
                 dA += steps[k][:, None] * dlog
                 draw = tl.sum(dlog * A, axis=1) * LN2 + dinput * xs[k]
                 if SOFTPLUS:
-                    draw *= tl.where(raws[k] > 20.0, 1.0, _sigmoid(raws[k]))
+                    draw *= tl.where(raws[k] > 20.0, 1.0, sigmoid(raws[k]))
                 draw = tl.where(inside, draw, 0.0)
                 dB = tl.sum(adjoint * (xs[k] * steps[k])[:, None], axis=0)
                 cell = ((block.to(tl.int64) * batch * seqlen + token) * ngroups + group) * dstate + offs_n

@@ -10,11 +10,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from refold.ops.ssd._triton_kernels import LOG2E, _clip, _exp2, _silu, _softplus
+from refold.ops.triton.math import LOG2E, clip, exp2, silu, softplus
 
 
 @triton.jit
-def _token(base_ptr, stride_t, t, offs, mask):
+def load_token(base_ptr, stride_t, t, offs, mask):
     """Load one token's row as float32."""
     return tl.load(base_ptr + t.to(tl.int64) * stride_t + offs, mask=mask, other=0.0).to(tl.float32)
 
@@ -54,7 +54,7 @@ def _selective_scan_fwd_kernel(
         begin = tl.minimum(tl.maximum(tl.load(cu_seqlens_ptr + pid_k).to(tl.int32), 0), seqlen)
         end = tl.minimum(tl.load(cu_seqlens_ptr + pid_k + 1).to(tl.int32), seqlen)
     # A rate of -inf must not make NaN of the tokens that fill a block, whose step is zero.
-    A = _clip(tl.load(A_ptr + offs_state, mask=mask, other=0.0).to(tl.float32), -1e38, 1e38) * LOG2E
+    A = clip(tl.load(A_ptr + offs_state, mask=mask, other=0.0).to(tl.float32), -1e38, 1e38) * LOG2E
     state = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
     total = tl.zeros((BLOCK_D,), tl.float32) if decay_ptr is None else tl.full((BLOCK_N, BLOCK_D), 1.0, tl.float32)
     row = pid_k * nsegments * channels
@@ -64,7 +64,7 @@ def _selective_scan_fwd_kernel(
         for s in range(pid_s):
             before = row + s * channels
             if decay_ptr is None:
-                factor = _exp2(tl.load(segment_step_ptr + before + offs_d, mask=mask_d, other=0.0)[None, :] * A)
+                factor = exp2(tl.load(segment_step_ptr + before + offs_d, mask=mask_d, other=0.0)[None, :] * A)
             else:
                 factor = tl.load(segment_step_ptr + before * dstate + offs_state, mask=mask, other=0.0)
             own = tl.load(segment_state_ptr + before * dstate + offs_state, mask=mask, other=0.0)
@@ -94,15 +94,15 @@ def _selective_scan_fwd_kernel(
             inside = t + tl.zeros((BLOCK_D,), tl.int32) < end
             live = mask_d & inside
             live_B = mask_B & (t + tl.zeros((1, 1), tl.int32) < end)
-            x = _token(x_base, stride_x_t, t, offs_d, live)
-            step = _token(dt_base, stride_dt_t, t, offs_d, live) + bias
-            B = _token(B_base, stride_B_t, t, offs_B, live_B)
+            x = load_token(x_base, stride_x_t, t, offs_d, live)
+            step = load_token(dt_base, stride_dt_t, t, offs_d, live) + bias
+            B = load_token(B_base, stride_B_t, t, offs_B, live_B)
             if SOFTPLUS:
-                step = _softplus(step)
+                step = softplus(step)
             step = tl.where(inside, step, 0.0)
-            factor = _exp2(step[None, :] * A)
+            factor = exp2(step[None, :] * A)
             if decay_ptr is not None:
-                decay = _token(decay_ptr + pid_b * stride_decay_b, stride_decay_t, t, offs_d, live)
+                decay = load_token(decay_ptr + pid_b * stride_decay_b, stride_decay_t, t, offs_d, live)
                 factor *= tl.where(inside, decay, 1.0)[None, :]
             state = state * factor + (x * step)[None, :] * B
             if LOCAL:
@@ -111,12 +111,12 @@ def _selective_scan_fwd_kernel(
                 else:
                     total *= factor
             else:
-                C = _token(C_base, stride_C_t, t, offs_C, live_B)
+                C = load_token(C_base, stride_C_t, t, offs_C, live_B)
                 y = tl.sum(state * C, axis=0)
                 if D_ptr is not None:
                     y += D * x
                 if z_ptr is not None:
-                    y *= _silu(_token(z_ptr + pid_b * stride_z_b, stride_z_t, t, offs_d, live))
+                    y *= silu(load_token(z_ptr + pid_b * stride_z_b, stride_z_t, t, offs_d, live))
                 y_row = y_ptr + (pid_b * seqlen + t) * channels
                 tl.store(y_row + offs_d, y.to(y_ptr.dtype.element_ty), mask=live)
     if LOCAL:
@@ -156,12 +156,12 @@ def _selective_scan_step_kernel(
         if dt_bias_ptr is not None:
             step += tl.load(dt_bias_ptr + offs_d, mask=mask_d, other=0.0).to(tl.float32)
         if SOFTPLUS:
-            step = _softplus(step)
+            step = softplus(step)
         B_row = B_ptr + pid_b * stride_B_b + t * stride_B_t + groups[:, None] * stride_B_g
         C_row = C_ptr + pid_b * stride_C_b + t * stride_C_t + groups[:, None] * stride_C_g
         B = tl.load(B_row + offs_n[None, :], mask=mask, other=0.0).to(tl.float32)
         C = tl.load(C_row + offs_n[None, :], mask=mask, other=0.0).to(tl.float32)
-        factor = _exp2(step[:, None] * A)
+        factor = exp2(step[:, None] * A)
         if decay_ptr is not None:
             decay_row = decay_ptr + pid_b * stride_decay_b + t * stride_decay_t
             factor *= tl.load(decay_row + offs_d, mask=mask_d, other=0.0).to(tl.float32)[:, None]
@@ -171,7 +171,7 @@ def _selective_scan_step_kernel(
             y += tl.load(D_ptr + offs_d, mask=mask_d, other=0.0).to(tl.float32) * x
         if z_ptr is not None:
             z_row = z_ptr + pid_b * stride_z_b + t * stride_z_t
-            y *= _silu(tl.load(z_row + offs_d, mask=mask_d, other=0.0).to(tl.float32))
+            y *= silu(tl.load(z_row + offs_d, mask=mask_d, other=0.0).to(tl.float32))
         tl.store(y_ptr + (pid_b * ntokens + t) * channels + offs_d, y.to(y_ptr.dtype.element_ty), mask=mask_d)
     tl.store(new_state_ptr + pid_b * channels * dstate + offs_state,
              state.to(new_state_ptr.dtype.element_ty), mask=mask)  # fmt: skip

@@ -95,6 +95,8 @@ SPEC = OpSpec(
     flops=_flops,
     constraints=_constraints,
     scans="forward",
+    form="elementwise scan, contracted",
+    narrowed=(("x",), ("B", "C")),
     complete="all_t17",
     layer=Case(
         "layer",

@@ -18,7 +18,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_wait
 
-from refold.ops.ssd._gluon_kernels import _exp2, barrier, load_tile, store_tile
+from refold.ops.ssd._gluon_kernels import load_tile, store_tile
+from refold.ops.triton.gluon import barrier, exp2
 
 # Which heads a launch takes: see `_triton_backward_kernels`.
 UNSPECIALIZED = ("first", "held", "split_heads")
@@ -83,8 +84,8 @@ def _walk_chunks(
     for i in range(nchunks):
         stage = i % STAGES
         weight = gl.where(reverse != 0, decay, last - decay)
-        weight_smem.store(_exp2(weight) * gl.where(reverse != 0, 1.0, step))
-        whole = _exp2(last)
+        weight_smem.store(exp2(weight) * gl.where(reverse != 0, 1.0, step))
+        whole = exp2(last)
         tma.store_wait(1)
         # Every warp has waited for the products of the last chunk, and the copy of the one before it has left.
         barrier()
@@ -263,9 +264,9 @@ def _walk_keys(
         dX = gl.zeros([CHUNK, P], gl.float32, layout=acc_p)
         dX = warpgroup_mma(B_tile, K_tile.permute((1, 0)), dX, use_acc=False, is_async=True)
         # Meanwhile the decayed C·Bᵀ of the chunk, and <H, K>.
-        grown = _exp2(gl.minimum(decay_smem.load(cols_t)[None, :] - decay_smem.load(rows_t)[:, None], GREATEST))
+        grown = exp2(gl.minimum(decay_smem.load(cols_t)[None, :] - decay_smem.load(rows_t)[:, None], GREATEST))
         mix = gl.convert_layout((cb_smem.load(acc_t) * grown).to(dtype), op_p)
-        to_end = _exp2(to_last - decay_smem.load(rows_p))
+        to_end = exp2(to_last - decay_smem.load(rows_p))
         steps = step_smem.load(rows_p)
         x_wide = x_tile.load(acc_p).to(gl.float32)
         dX = warpgroup_mma_wait(0, deps=[dX])
@@ -278,7 +279,7 @@ def _walk_keys(
         for q in gl.static_range(P // 16):
             H = H_tile.slice(q * 16, 16, dim=0).load(wide).to(gl.float32)
             both += H * K_tile.slice(q * 16, 16, dim=0).load(wide).to(gl.float32)
-        gl.store(through_ptr + (row + i) * 16 + offs_16, gl.sum(both, 1) * _exp2(to_last))
+        gl.store(through_ptr + (row + i) * 16 + offs_16, gl.sum(both, 1) * exp2(to_last))
         dX = warpgroup_mma_wait(1, deps=[dX])
         gl.store(kept_ptr + at + offs_out, kept * steps)
         gl.store(direct_ptr + at + offs_out, gl.sum(dX * x_wide, 1))
@@ -356,7 +357,7 @@ def _walk_queries(
         pairs = warpgroup_mma(dy_tile, x_tile.permute((1, 0)), pairs, use_acc=False, is_async=True)
         y = gl.zeros([CHUNK, P], gl.float32, layout=acc_p)
         y = warpgroup_mma(C_tile, H_tile.permute((1, 0)), y, use_acc=False, is_async=True)
-        grown = _exp2(gl.minimum(decay_smem.load(rows_t)[:, None] - shifted_smem.load(cols_t)[None, :], GREATEST))
+        grown = exp2(gl.minimum(decay_smem.load(rows_t)[:, None] - shifted_smem.load(cols_t)[None, :], GREATEST))
         pairs = warpgroup_mma_wait(1, deps=[pairs])
         pairs = pairs * grown
         dcb += pairs
@@ -365,7 +366,7 @@ def _walk_queries(
         mixed = gl.convert_layout((pairs * cb_smem.load(acc_t)).to(dtype), op_t)
         crossing = warpgroup_mma(mixed, before_smem, crossing, use_acc=False, is_async=True)
         y = warpgroup_mma_wait(1, deps=[y])
-        dy = dy_tile.load(acc_p).to(gl.float32) * _exp2(decay_smem.load(rows_p))[:, None]
+        dy = dy_tile.load(acc_p).to(gl.float32) * exp2(decay_smem.load(rows_p))[:, None]
         reads = gl.convert_layout(gl.sum(y * dy, 1), rows_t)
         dC = warpgroup_mma(gl.convert_layout(dy.to(dtype), op_n), H_tile, dC, is_async=True)
         crossing = warpgroup_mma_wait(1, deps=[crossing])

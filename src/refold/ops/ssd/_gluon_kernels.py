@@ -24,8 +24,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from refold.ops.triton.gluon import barrier, exp2, silu
+
 # Triton 3.6 has other names for these.
-barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 load_tile = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 _memory = gl.shared_memory_descriptor
 reinterpret = _memory.reinterpret if hasattr(_memory, "reinterpret") else _memory._reinterpret
@@ -38,22 +39,9 @@ def tile_layout(bits: int, rank: int) -> gl.NVMMASharedLayout:
 
 
 @gluon.jit
-def _exp2(v):
-    """2**v, with denormal results flushed to 0."""
-    return gl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [v], gl.float32, True, 1)
-
-
-@gluon.jit
-def _silu(v):
-    """Gate with v * sigmoid(v), by the hardware's reciprocal."""
-    u = 1.0 + _exp2(v * -1.4426950408889634)
-    return v * gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [u], gl.float32, True, 1)
-
-
-@gluon.jit
 def _weight(exponent, shifted, SIGNED: gl.constexpr):
     """2**exponent; with the sign of the step that ``shifted`` holds, if steps have signs."""
-    weight = _exp2(exponent)
+    weight = exp2(exponent)
     if SIGNED:
         sign = shifted.to(gl.int32, bitcast=True) << 31
         weight = (weight.to(gl.int32, bitcast=True) ^ sign).to(gl.float32, bitcast=True)
@@ -319,7 +307,7 @@ def _walk_state(
     else:
         for s in range(before):
             own = gl.load(piece_state_ptr + (piece + s * nheads) * size + offs, mask=inside, other=0.0)
-            state = state * _exp2(gl.load(piece_decay_ptr + piece + s * nheads)) + own
+            state = state * exp2(gl.load(piece_decay_ptr + piece + s * nheads)) + own
     offs_t = gl.arange(0, CHUNK, layout=line)
     row = ((pid_b * nchunks + first).to(gl.int64) * nheads + pid_h) * CHUNK
     shifted = gl.load(shifted_ptr + row + offs_t)
@@ -327,7 +315,7 @@ def _walk_state(
     for i in range(count):
         stage = i % STAGES
         weight_smem.index(UNIT).store(_weight(last - shifted, shifted, SIGNED))
-        whole = _exp2(last)
+        whole = exp2(last)
         row = ((pid_b * nchunks + first + min(i + 1, count - 1)).to(gl.int64) * nheads + pid_h) * CHUNK
         shifted = gl.load(shifted_ptr + row + offs_t)
         last = gl.load(decay_ptr + row + CHUNK - 1)
@@ -467,7 +455,7 @@ def _walk_y(
         if not OWN_CB:
             cb = _load_products(cb_smem, stage, CHUNK, acc_y)
             mix = _mixed(cb, decay_t, shifted_smem, WHICH, CHUNK, OWN_CB, SIGNED, acc_y, dtype)
-        from_start = _exp2(decay_t)
+        from_start = exp2(decay_t)
         y = warpgroup_mma_wait(0, deps=[y])
         y = y * from_start[:, None]
         x_tile = x_smem.index(stage * TILES + WHICH).reshape([CHUNK, P])
@@ -494,7 +482,7 @@ def _walk_y(
             else:
                 cb = _load_products(cb_smem, stage, CHUNK, acc_y)
             mix = _mixed(cb, decay_t, shifted_smem, WHICH, CHUNK, OWN_CB, SIGNED, acc_y, dtype)
-            y = warpgroup_mma(mix, y_tile, y * _exp2(decay_t)[:, None], is_async=True)
+            y = warpgroup_mma(mix, y_tile, y * exp2(decay_t)[:, None], is_async=True)
             y = warpgroup_mma_wait(0, deps=[y])
             skip = x_tile.load(acc_y)
             bad = gl.where(gl.abs(skip.to(gl.float32)) < float("inf"), CHUNK, offs_r[:, None])
@@ -506,7 +494,7 @@ def _walk_y(
             y += D[None, :] * skip.to(gl.float32)
         if HAS_Z:
             mbarrier.wait(z_full.index(WHICH), i & 1)
-            y *= _silu(z_smem.index(WHICH).reshape([CHUNK, P]).load(acc_y).to(gl.float32))
+            y *= silu(z_smem.index(WHICH).reshape([CHUNK, P]).load(acc_y).to(gl.float32))
         y_tile.store(y.to(dtype))
         fence_async_shared()
         barrier()

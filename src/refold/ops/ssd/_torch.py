@@ -232,7 +232,7 @@ class _Scan:
         self.x, self.B, self.C, self.A = x, B, C, A.to(self.dtype).clamp(min=torch.finfo(self.dtype).min)
         self.step = step_size(dt, dt_bias, dt_softplus, dt_limit).to(self.dtype)
         self.log_decay: Tensor | None = None  # where it is not step times A
-        self.chunks = Chunks(seqlen, batch, chunk_size or CHUNK_SIZE, cu_seqlens)
+        self.chunks = Chunks("ssd", seqlen, batch, chunk_size or CHUNK_SIZE, cu_seqlens)
         nsequences = batch if cu_seqlens is None else len(cu_seqlens) - 1
         self.state_shape = (nsequences, nheads, headdim, B.shape[-1])
         self.initial = None if initial_state is None else initial_state.to(self.dtype)

@@ -35,15 +35,16 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from refold.ops.ssd._triton_kernels import LOG2E, _chunk_span, _clip, _dot, _exp2, _load_decay, _softplus
+from refold.ops.ssd._triton_kernels import chunk_span, load_decay
+from refold.ops.triton.math import LOG2E, clip, dot, exp2, softplus
 
 # Which heads a launch takes. Triton would compile a block of heads anew where 16 divides its numbers, for no gain.
 UNSPECIALIZED = ("first", "count", "split_heads")
 
 
 @triton.jit
-def _sigmoid(v):
-    return 1.0 / (1.0 + _exp2(v * -LOG2E))
+def sigmoid(v):
+    return 1.0 / (1.0 + exp2(v * -LOG2E))
 
 
 @triton.jit
@@ -61,7 +62,7 @@ def _ssd_bwd_gate_kernel(
     dout = tl.load(dout_row + heads * stride_dout_h + p, mask=mask, other=0.0).to(tl.float32)
     z = tl.load(z_row + heads * stride_z_h + p, mask=mask, other=0.0).to(tl.float32)
     y = tl.load(y_ptr + token * channels + offs, mask=mask, other=0.0).to(tl.float32)
-    gate = _sigmoid(z)
+    gate = sigmoid(z)
     dz = dout * y * gate * (1.0 + z * (1.0 - gate))
     tl.store(dz_ptr + token * channels + offs, dz.to(dz_ptr.dtype.element_ty), mask=mask)
     tl.store(y_ptr + token * channels + offs, (dout * z * gate).to(y_ptr.dtype.element_ty), mask=mask)
@@ -111,7 +112,7 @@ def _ssd_bwd_states_kernel(
     state = tl.zeros((BLOCK_P, BLOCK_N), tl.float32)
     for i in tl.range(0, nchunks, num_stages=STAGES):
         chunk = i + reverse * (nchunks - 1 - 2 * i)
-        start, length, seq, flags = _chunk_span(table_ptr, pid_b.to(tl.int32), chunk, nchunks, seqlen, CHUNK, VARLEN)
+        start, length, seq, flags = chunk_span(table_ptr, pid_b.to(tl.int32), chunk, nchunks, seqlen, CHUNK, VARLEN)
         inside = offs_t < length
         start = start.to(tl.int64)
         row = (pid_b * nchunks + chunk) * nheads + pid_h
@@ -121,7 +122,7 @@ def _ssd_bwd_states_kernel(
         key = tl.load(key_base + start * stride_key_t + offs_t[:, None] * stride_key_t + offs_n[None, :],
                       mask=inside[:, None] & mask_n[None, :], other=0.0)  # fmt: skip
         step = tl.load(step_ptr + row * CHUNK + offs_t)
-        from_start, to_end, whole, _last, _high, _low = _load_decay(decay_ptr, row, offs_t, CHUNK, PARTS)
+        from_start, to_end, whole, _last, _high, _low = load_decay(decay_ptr, row, offs_t, CHUNK, PARTS)
         weight = tl.where((offs_t * 0 + reverse) != 0, from_start, to_end * step)
         begins = (flags & begin_flag) != 0
         begins_pn = ((offs_pn * 0 + flags) & begin_flag) != 0
@@ -134,7 +135,7 @@ def _ssd_bwd_states_kernel(
         place = ((pid_b * nchunks + chunk) * (ngroups * count) + pid_r) * headdim * dstate
         tl.store(out_base + place + offs_pn, state.to(entering_ptr.dtype.element_ty), mask=mask_pn)
         weighted = (tile * weight[:, None]).to(key.dtype)
-        state = _dot(tl.trans(weighted), key, state * whole, PRECISION)
+        state = dot(tl.trans(weighted), key, state * whole, PRECISION)
         if dinitial_ptr is not None:
             ends_pn = ((offs_pn * 0 + flags) & end_flag) != 0
             tl.store(dinitial_ptr + seq_row + offs_pn, state, mask=reverse_pn & ends_pn)
@@ -152,7 +153,7 @@ def _pairs(
         mask_n = (offs_n < dstate)[None, :]
         left = tl.load(left_rows + offs_n[None, :], mask=left_inside[:, None] & mask_n, other=0.0)
         right = tl.load(right_rows + offs_n[None, :], mask=right_inside[:, None] & mask_n, other=0.0)
-        pairs = _dot(left, tl.trans(right), pairs, PRECISION)
+        pairs = dot(left, tl.trans(right), pairs, PRECISION)
     return pairs
 
 
@@ -170,17 +171,17 @@ def _any_bad(values):
 @triton.jit
 def _exact_decay(A_ptr, pid_h, step):
     """Return, in float64, the running sum of log2 decays without those that are NaN or inf, and the number of these."""
-    A = _clip(tl.load(A_ptr + pid_h).to(tl.float32), -1e38, 1e38).to(tl.float64)
+    A = clip(tl.load(A_ptr + pid_h).to(tl.float32), -1e38, 1e38).to(tl.float64)
     log2_decay = step.to(tl.float64) * A * tl.full((1,), LOG2E, tl.float64)
     good = log2_decay < float("inf")
-    decay = tl.cumsum(tl.where(good, _clip(log2_decay, -256.0, 256.0), 0.0), axis=0)
+    decay = tl.cumsum(tl.where(good, clip(log2_decay, -256.0, 256.0), 0.0), axis=0)
     return decay, tl.cumsum(tl.where(good, 0, 1), axis=0)
 
 
 @triton.jit
 def _decayed(decay, since, bad):
     """Return 2 to the power of decay - since; NaN where one of the decays in between is bad."""
-    return tl.where(bad, float("nan"), _exp2((decay - since).to(tl.float32)))
+    return tl.where(bad, float("nan"), exp2((decay - since).to(tl.float32)))
 
 
 @triton.jit
@@ -214,7 +215,7 @@ def _keys(
     pid_s = tl.program_id(1) % nsplits
     pid_b = pid_c // nchunks
     chunk = (pid_c % nchunks).to(tl.int32)
-    start, length, _seq, _flags = _chunk_span(table_ptr, pid_b.to(tl.int32), chunk, nchunks, seqlen, CHUNK, VARLEN)
+    start, length, _seq, _flags = chunk_span(table_ptr, pid_b.to(tl.int32), chunk, nchunks, seqlen, CHUNK, VARLEN)
     start = start.to(tl.int64)
     offs_t = tl.arange(0, CHUNK)
     offs_j = first_row + tl.arange(0, ROWS)
@@ -241,7 +242,7 @@ def _keys(
         pid_h = pid_g * (nheads // ngroups) + first + r
         row = pid_c * nheads + pid_h
         step = tl.load(step_ptr + row * CHUNK + offs_j)
-        _since, to_end, _whole, _last, decay, low = _load_decay(decay_ptr, row, offs_j, CHUNK, PARTS)
+        _since, to_end, _whole, _last, decay, low = load_decay(decay_ptr, row, offs_j, CHUNK, PARTS)
         x_rows = x_ptr + pid_b * stride_x_b + start * stride_x_t + pid_h * stride_x_h + offs_j[:, None] * stride_x_t
         dy_rows = (dy_ptr + pid_b * stride_dy_b + start * stride_dy_t + pid_h * stride_dy_h
                    + offs_t[:, None] * stride_dy_t)  # fmt: skip
@@ -251,14 +252,14 @@ def _keys(
             mask_c = (offs_c < headdim)[None, :]
             x_tile = tl.load(x_rows + offs_c[None, :], mask=inside_j[:, None] & mask_c, other=0.0)
             dy_tile = tl.load(dy_rows + offs_c[None, :], mask=inside[:, None] & mask_c, other=0.0)
-            pairs = _dot(x_tile, tl.trans(dy_tile), pairs, PRECISION)
+            pairs = dot(x_tile, tl.trans(dy_tile), pairs, PRECISION)
         else:
             for p in range(BLOCKS_P):
                 offs_p = p * BLOCK_P + offs_c
                 mask_p = (offs_p < headdim)[None, :]
                 x_part = tl.load(x_rows + offs_p[None, :], mask=inside_j[:, None] & mask_p, other=0.0)
                 dy_part = tl.load(dy_rows + offs_p[None, :], mask=inside[:, None] & mask_p, other=0.0)
-                pairs = _dot(x_part, tl.trans(dy_part), pairs, PRECISION)
+                pairs = dot(x_part, tl.trans(dy_part), pairs, PRECISION)
         if EXACT:
             sums, bad = _exact_decay(A_ptr, pid_h, tl.load(step_ptr + row * CHUNK + offs_t))
             sums_j, bad_j = _at(sums, offs_j, offs_t), _at(bad, offs_j, offs_t)
@@ -269,7 +270,7 @@ def _keys(
             between = decay[None, :] - decay[:, None]
             if PARTS == 2:
                 between += low[None, :] - low[:, None]
-            grown = _exp2(tl.where(causal, between, 0.0))
+            grown = exp2(tl.where(causal, between, 0.0))
         dcb += pairs * grown * step[:, None]
         if LEAD:
             mix = (cb * grown).to(x_ptr.dtype.element_ty)
@@ -286,26 +287,26 @@ def _keys(
                     dy_tile = tl.load(dy_rows + offs_p[None, :], mask=inside[:, None] & mask_p[None, :], other=0.0)
             offs_pn = offs_p[:, None] * dstate + offs_n[None, :]
             K = tl.load(leaving_ptr + place + offs_pn, mask=mask_p[:, None] & mask_n[None, :], other=0.0)
-            dB = _dot((x_tile * (to_end * step)[:, None]).to(x_tile.dtype), K, dB, PRECISION)
+            dB = dot((x_tile * (to_end * step)[:, None]).to(x_tile.dtype), K, dB, PRECISION)
             if LEAD:
                 B_tile = tl.load(B_rows + offs_n[None, :], mask=mask_jn, other=0.0)
-                dX = _dot(B_tile, tl.trans(K), None, PRECISION)
+                dX = dot(B_tile, tl.trans(K), None, PRECISION)
                 for n in range(1, BLOCKS_N):
                     offs_m = n * BLOCK_N + tl.arange(0, BLOCK_N)
                     mask_m = (offs_m < dstate)[None, :]
                     offs_pm = offs_p[:, None] * dstate + offs_m[None, :]
                     B_part = tl.load(B_rows + offs_m[None, :], mask=inside_j[:, None] & mask_m, other=0.0)
                     K_part = tl.load(leaving_ptr + place + offs_pm, mask=mask_p[:, None] & mask_m, other=0.0)
-                    dX = _dot(B_part, tl.trans(K_part), dX, PRECISION)
+                    dX = dot(B_part, tl.trans(K_part), dX, PRECISION)
                 dX *= to_end[:, None]
                 kept += tl.sum(dX * x_tile, axis=1)
                 if EXACT:
                     finite = _finite(dy_tile)
-                    dX = _dot(mix, tl.where(finite, dy_tile, 0.0).to(dy_tile.dtype), dX, PRECISION)
+                    dX = dot(mix, tl.where(finite, dy_tile, 0.0).to(dy_tile.dtype), dX, PRECISION)
                     latest = tl.max(tl.where(finite, -1, offs_t[:, None]), axis=0)
                     dX = tl.where(offs_j[:, None] <= latest[None, :], float("nan"), dX)
                 else:
-                    dX = _dot(mix, dy_tile, dX, PRECISION)
+                    dX = dot(mix, dy_tile, dX, PRECISION)
                 direct += tl.sum(dX * x_tile, axis=1)
                 dx = dX * step[:, None]
                 if D_ptr is not None:
@@ -339,12 +340,12 @@ def _keys(
     flag_at = _flag_at(flags_ptr, pid_c, first_block_n)
     if EXACT:
         finite = _finite(C_tile)
-        dB = _dot(dcb, tl.where(finite, C_tile, 0.0).to(C_tile.dtype), dB, PRECISION)
+        dB = dot(dcb, tl.where(finite, C_tile, 0.0).to(C_tile.dtype), dB, PRECISION)
         latest = tl.max(tl.where(finite, -1, offs_t[:, None]), axis=0)
         dB = tl.where(offs_j[:, None] <= latest[None, :], float("nan"), dB)
         kept_dB = tl.load(flag_at) == 0
     else:
-        dB = _dot(dcb, C_tile, dB, PRECISION)
+        dB = dot(dcb, C_tile, dB, PRECISION)
         bad = tl.maximum(_any_bad(dB), _any_bad(cb))
         tl.store(flag_at, bad)
         kept_dB = bad != 0
@@ -396,7 +397,7 @@ def _queries(
     pid_s = tl.program_id(1) % nsplits
     pid_b = pid_c // nchunks
     chunk = (pid_c % nchunks).to(tl.int32)
-    start, length, _seq, _flags = _chunk_span(table_ptr, pid_b.to(tl.int32), chunk, nchunks, seqlen, CHUNK, VARLEN)
+    start, length, _seq, _flags = chunk_span(table_ptr, pid_b.to(tl.int32), chunk, nchunks, seqlen, CHUNK, VARLEN)
     start = start.to(tl.int64)
     offs_t = tl.arange(0, CHUNK)
     offs_i = first_row + tl.arange(0, ROWS)
@@ -424,7 +425,7 @@ def _queries(
         pid_h = pid_g * (nheads // ngroups) + first + r
         row = pid_c * nheads + pid_h
         step = tl.load(step_ptr + row * CHUNK + offs_t)
-        from_start, _to_end, whole, _last, decay, low = _load_decay(decay_ptr, row, offs_i, CHUNK, PARTS)
+        from_start, _to_end, whole, _last, decay, low = load_decay(decay_ptr, row, offs_i, CHUNK, PARTS)
         x_rows = x_ptr + pid_b * stride_x_b + start * stride_x_t + pid_h * stride_x_h + offs_t[:, None] * stride_x_t
         dy_rows = (dy_ptr + pid_b * stride_dy_b + start * stride_dy_t + pid_h * stride_dy_h
                    + offs_i[:, None] * stride_dy_t)  # fmt: skip
@@ -434,14 +435,14 @@ def _queries(
             mask_c = (offs_c < headdim)[None, :]
             x_tile = tl.load(x_rows + offs_c[None, :], mask=inside[:, None] & mask_c, other=0.0)
             dy_tile = tl.load(dy_rows + offs_c[None, :], mask=inside_i[:, None] & mask_c, other=0.0)
-            pairs = _dot(dy_tile, tl.trans(x_tile), pairs, PRECISION)
+            pairs = dot(dy_tile, tl.trans(x_tile), pairs, PRECISION)
         else:
             for p in range(BLOCKS_P):
                 offs_p = p * BLOCK_P + offs_c
                 mask_p = (offs_p < headdim)[None, :]
                 x_part = tl.load(x_rows + offs_p[None, :], mask=inside[:, None] & mask_p, other=0.0)
                 dy_part = tl.load(dy_rows + offs_p[None, :], mask=inside_i[:, None] & mask_p, other=0.0)
-                pairs = _dot(dy_part, tl.trans(x_part), pairs, PRECISION)
+                pairs = dot(dy_part, tl.trans(x_part), pairs, PRECISION)
         if EXACT:
             sums, bad = _exact_decay(A_ptr, pid_h, step)
             sums_i, bad_i = _at(sums, offs_i, offs_t), _at(bad, offs_i, offs_t)
@@ -452,7 +453,7 @@ def _queries(
             between = decay[:, None] - decay[None, :]
             if PARTS == 2:
                 between += low[:, None] - low[None, :]
-            pairs *= _exp2(tl.where(causal, between, 0.0)) * step[None, :]
+            pairs *= exp2(tl.where(causal, between, 0.0)) * step[None, :]
         dcb += pairs
         if LEAD:
             reads = tl.zeros((ROWS,), tl.float32)
@@ -464,10 +465,10 @@ def _queries(
                 dy_tile = tl.load(dy_rows + offs_p[None, :], mask=inside_i[:, None] & mask_p[None, :], other=0.0)
             offs_pn = offs_p[:, None] * dstate + offs_n[None, :]
             H = tl.load(entering_ptr + place + offs_pn, mask=mask_p[:, None] & mask_n[None, :], other=0.0)
-            dC = _dot((dy_tile * from_start[:, None]).to(x_ptr.dtype.element_ty), H, dC, PRECISION)
+            dC = dot((dy_tile * from_start[:, None]).to(x_ptr.dtype.element_ty), H, dC, PRECISION)
             if LEAD:
                 C_tile = tl.load(C_rows + offs_n[None, :], mask=mask_in, other=0.0)
-                y = _dot(C_tile, tl.trans(H), None, PRECISION)
+                y = dot(C_tile, tl.trans(H), None, PRECISION)
                 mask_pn = mask_p[:, None] & mask_n[None, :]
                 K = tl.load(leaving_ptr + place + offs_pn, mask=mask_pn, other=0.0)
                 through += tl.sum(H.to(tl.float32) * K.to(tl.float32), axis=1)
@@ -478,7 +479,7 @@ def _queries(
                     C_part = tl.load(C_rows + offs_m[None, :], mask=inside_i[:, None] & mask_m, other=0.0)
                     H_part = tl.load(entering_ptr + place + offs_pm, mask=mask_p[:, None] & mask_m, other=0.0)
                     K_part = tl.load(leaving_ptr + place + offs_pm, mask=mask_p[:, None] & mask_m, other=0.0)
-                    y = _dot(C_part, tl.trans(H_part), y, PRECISION)
+                    y = dot(C_part, tl.trans(H_part), y, PRECISION)
                     through += tl.sum(H_part.to(tl.float32) * K_part.to(tl.float32), axis=1)
                 reads += tl.sum(y * dy_tile, axis=1)
         if LEAD:
@@ -492,7 +493,7 @@ def _queries(
                 if through_ptr is not None:  # which the other kernel leaves apart
                     tl.store(through_ptr + row * 16 + tl.arange(0, 16), tl.zeros((16,), tl.float32))
             else:
-                crossing = _dot((pairs * cb).to(x_ptr.dtype.element_ty), before, None, PRECISION)  # (i, k)
+                crossing = dot((pairs * cb).to(x_ptr.dtype.element_ty), before, None, PRECISION)  # (i, k)
                 late = tl.sum(tl.where(causal, crossing + (reads * from_start)[:, None], 0.0), axis=0)
             if first_row == 0:
                 late += tl.sum(through, axis=0) * whole
@@ -503,12 +504,12 @@ def _queries(
     flag_at = _flag_at(flags_ptr, pid_c, first_block_n) + 1
     if EXACT:
         finite = _finite(B_tile)
-        dC = _dot(dcb, tl.where(finite, B_tile, 0.0).to(B_tile.dtype), dC, PRECISION)
+        dC = dot(dcb, tl.where(finite, B_tile, 0.0).to(B_tile.dtype), dC, PRECISION)
         earliest = tl.min(tl.where(finite, CHUNK, offs_t[:, None]), axis=0)
         dC = tl.where(offs_i[:, None] >= earliest[None, :], float("nan"), dC)
         kept_dC = tl.load(flag_at) == 0
     else:
-        dC = _dot(dcb, B_tile, dC, PRECISION)
+        dC = dot(dcb, B_tile, dC, PRECISION)
         bad = tl.maximum(_any_bad(dC), _any_bad(cb))
         tl.store(flag_at, bad)
         kept_dC = bad != 0
@@ -600,7 +601,7 @@ def _ssd_bwd_tokens_kernel(
     pid_g = tl.program_id(1)
     pid_b = pid_c // nchunks
     chunk = (pid_c % nchunks).to(tl.int32)
-    start, length, _seq, _flags = _chunk_span(table_ptr, pid_b.to(tl.int32), chunk, nchunks, seqlen, CHUNK, VARLEN)
+    start, length, _seq, _flags = chunk_span(table_ptr, pid_b.to(tl.int32), chunk, nchunks, seqlen, CHUNK, VARLEN)
     offs_t = tl.arange(0, CHUNK)
     inside = offs_t < length
     tokens = pid_b * seqlen + start + offs_t
@@ -629,7 +630,7 @@ def _ssd_bwd_tokens_kernel(
         if through_ptr is not None:  # what `late` lacks: the parts of exp(c_last) <H, K>
             parts = (pid_c * nheads + offs_h[:, None]) * 16 + tl.arange(0, 16)[None, :]
             dlog += tl.sum(tl.load(through_ptr + parts, mask=heads[:, None], other=0.0), axis=1)[:, None]
-        A = _clip(tl.load(A_ptr + offs_h, mask=heads, other=0.0).to(tl.float32), -1e38, 1e38)
+        A = clip(tl.load(A_ptr + offs_h, mask=heads, other=0.0).to(tl.float32), -1e38, 1e38)
         dstep = tl.load(direct_ptr + rows, mask=mask, other=0.0) + dlog * A[:, None]
         dt_rows = dt_ptr + pid_b * stride_dt_b + (start + offs_t).to(tl.int64)[None, :] * stride_dt_t
         raw = tl.load(dt_rows + offs_h[:, None] * stride_dt_h, mask=mask, other=0.0).to(tl.float32)
@@ -637,10 +638,10 @@ def _ssd_bwd_tokens_kernel(
             raw += tl.load(dt_bias_ptr + offs_h, mask=heads, other=0.0).to(tl.float32)[:, None]
         unclipped = raw
         if SOFTPLUS:
-            unclipped = _softplus(raw)
+            unclipped = softplus(raw)
         dstep = tl.where((unclipped < dt_min) | (unclipped > dt_max), 0.0, dstep)
         if SOFTPLUS:
-            dstep *= tl.where(raw > 20.0, 1.0, _sigmoid(raw))
+            dstep *= tl.where(raw > 20.0, 1.0, sigmoid(raw))
         dstep = tl.where(mask, dstep, 0.0)
         tl.store(ddt_ptr + tokens[None, :] * nheads + offs_h[:, None], dstep.to(ddt_ptr.dtype.element_ty), mask=mask)
         step = tl.load(step_ptr + rows, mask=mask, other=0.0)

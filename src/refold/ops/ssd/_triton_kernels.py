@@ -19,100 +19,28 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from refold.ops.torch import launch
+from refold.ops.triton.math import LOG2E, clip, dot, exp2, let_next_start, sequence, silu, softplus
 
-PTX = tl.constexpr(launch.PTX)
-LOG2E = tl.constexpr(1.4426950408889634)
 FIRST = tl.constexpr(1)  # flag of a chunk: its sequence begins here
 LAST = tl.constexpr(2)  # flag of a chunk: its sequence ends here
 
 
 @triton.jit
-def _exp2(v):
-    """2**v, with denormal results flushed to 0."""
-    if PTX:
-        return tl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [v], tl.float32, True, 1)
-    return tl.exp2(v)
-
-
-@triton.jit
-def _softplus(v):
-    """log(1 + exp(v)) up to v = 20, v beyond; accurate to float32 also where exp(v) is far below 1."""
-    u = _exp2(tl.minimum(v, 20.0) * LOG2E)
-    w = 1.0 + u
-    log1p = tl.where(w == 1.0, u, tl.log(w) * (u / tl.where(w == 1.0, 1.0, w - 1.0)))
-    return tl.where(v <= 20.0, log1p, v)
-
-
-@triton.jit
-def _clip(v, low, high):
-    """Clip to a range, and keep NaN, which tl.minimum and tl.maximum drop."""
-    v = tl.where(v < low, low, v)
-    return tl.where(v > high, high, v)
-
-
-@triton.jit
-def _bf16_parts(v):
-    high = v.to(tl.bfloat16)
-    rest = v - high.to(tl.float32)
-    middle = rest.to(tl.bfloat16)
-    return high, middle, (rest - middle.to(tl.float32)).to(tl.bfloat16)
-
-
-@triton.jit
-def _dot(a, b, acc, PRECISION: tl.constexpr):
-    """Return a matrix product with float32 accumulation; the interpreter has no bfloat16 one and widens.
-
-    "bf16x6" splits float32 into three bfloat16 parts, which hold all its bits, and forms the six products above 2^-24:
-    as fast as three TF32 products of two parts, which hold 22 bits.
-    """
-    if PRECISION == "widen":
-        return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
-    if PRECISION == "bf16x6":
-        a0, a1, a2 = _bf16_parts(a)
-        b0, b1, b2 = _bf16_parts(b)
-        rest = tl.dot(a0, b1, tl.dot(a1, b0, tl.dot(a1, b1, tl.dot(a0, b2, tl.dot(a2, b0)))))
-        return tl.dot(a0, b0, acc) + rest
-    return tl.dot(a, b, acc, input_precision=PRECISION)
-
-
-@triton.jit
-def _load_decay(decay_ptr, row, offs_t, CHUNK: tl.constexpr, PARTS: tl.constexpr):
+def load_decay(decay_ptr, row, offs_t, CHUNK: tl.constexpr, PARTS: tl.constexpr):
     """Return from_start = decay since the chunk began, to_end = until it ends, total, and the sums in two parts."""
     rows = decay_ptr + row * (CHUNK * PARTS)
     high = tl.load(rows + offs_t)
     last = tl.load(rows + CHUNK - 1)
     if PARTS == 1:
-        return _exp2(high), _exp2(last - high), _exp2(last), last, high, high
+        return exp2(high), exp2(last - high), exp2(last), last, high, high
     low = tl.load(rows + CHUNK + offs_t)
     last_low = tl.load(rows + 2 * CHUNK - 1)
-    to_end = _exp2((last - high) + (last_low - low))
-    return _exp2(high) * _exp2(low), to_end, _exp2(last) * _exp2(last_low), last, high, low
+    to_end = exp2((last - high) + (last_low - low))
+    return exp2(high) * exp2(low), to_end, exp2(last) * exp2(last_low), last, high, low
 
 
 @triton.jit
-def _sigmoid(v):
-    """1 / (1 + exp(-v)); the reciprocal is the hardware's, which errs by one unit in the last place."""
-    u = 1.0 + _exp2(v * -LOG2E)
-    if PTX:
-        return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [u], tl.float32, True, 1)
-    return 1.0 / u
-
-
-@triton.jit
-def _silu(v):
-    """Gate with v * sigmoid(v)."""
-    return v * _sigmoid(v)
-
-
-@triton.jit
-def _let_next_start():
-    """Let the next kernel on the stream start once all programs are here. Triton's spelling comes for NVIDIA alone."""
-    tl.inline_asm_elementwise("griddepcontrol.launch_dependents; // $0", "=r", [], tl.int32, False, 1)
-
-
-@triton.jit
-def _chunk_span(table_ptr, pid_b, chunk, nchunks, seqlen, CHUNK: tl.constexpr, VARLEN: tl.constexpr):
+def chunk_span(table_ptr, pid_b, chunk, nchunks, seqlen, CHUNK: tl.constexpr, VARLEN: tl.constexpr):
     """Return start, length, sequence and flags of a chunk."""
     if VARLEN:
         row = table_ptr + chunk * 4
@@ -120,14 +48,6 @@ def _chunk_span(table_ptr, pid_b, chunk, nchunks, seqlen, CHUNK: tl.constexpr, V
     start = chunk * CHUNK
     flags = tl.where(chunk == 0, 1, 0) + tl.where(chunk == nchunks - 1, 2, 0)
     return start, tl.minimum(CHUNK, seqlen - start), pid_b, flags
-
-
-@triton.jit
-def _sequence(cu_seqlens_ptr, seq, mask, seqlen):
-    """Load begin and end of sequences of a pack; wrong offsets must not lead out of the arrays."""
-    begin = tl.minimum(tl.maximum(tl.load(cu_seqlens_ptr + seq, mask=mask, other=0), 0), seqlen)
-    end = tl.minimum(tl.maximum(tl.load(cu_seqlens_ptr + seq + 1, mask=mask, other=0), begin), seqlen)
-    return begin.to(tl.int32), end.to(tl.int32)
 
 
 @triton.jit
@@ -140,11 +60,11 @@ def _ssd_fwd_chunks_kernel(cu_seqlens_ptr, table_ptr, nseqs, nchunks, seqlen, CH
     before = tl.zeros((BLOCK,), tl.int32)
     for s in range(0, pid_s, BLOCK):
         offs_s = s + tl.arange(0, BLOCK)
-        begin, end = _sequence(cu_seqlens_ptr, offs_s, offs_s < pid_s, seqlen)
+        begin, end = sequence(cu_seqlens_ptr, offs_s, offs_s < pid_s, seqlen)
         count = tl.maximum((end - begin + CHUNK - 1) // CHUNK, 1)
         before += tl.where(offs_s < pid_s, count, 0)
     base = tl.sum(before, 0)
-    begin, end = _sequence(cu_seqlens_ptr, pid_s, pid_s < nseqs, seqlen)
+    begin, end = sequence(cu_seqlens_ptr, pid_s, pid_s < nseqs, seqlen)
     count = tl.where(pid_s < nseqs, tl.maximum((end - begin + CHUNK - 1) // CHUNK, 1), nchunks - base)
     for c in range(0, count, BLOCK):
         offs_c = c + tl.arange(0, BLOCK)
@@ -176,11 +96,11 @@ def _ssd_fwd_prepare_kernel(
     its last bit says whether the step is negative.
     """
     if SHIFT:
-        _let_next_start()
+        let_next_start()
     pid_c = tl.program_id(0)
     pid_g = tl.program_id(1)
     pid_b = pid_c // nchunks
-    start, length, _, _ = _chunk_span(table_ptr, pid_b, pid_c % nchunks, nchunks, seqlen, CHUNK, VARLEN)
+    start, length, _, _ = chunk_span(table_ptr, pid_b, pid_c % nchunks, nchunks, seqlen, CHUNK, VARLEN)
     offs_t = tl.arange(0, CHUNK)
     inside = offs_t < length
     pid_b = pid_b.to(tl.int64)
@@ -196,7 +116,7 @@ def _ssd_fwd_prepare_kernel(
         B_rows = B_ptr + pid_b * stride_B_b + start * stride_B_t + pid_g * stride_B_g
         C_tile = tl.load(C_rows + offs_t[:, None] * stride_C_t + offs_n[None, :], mask=mask_tn, other=0.0)
         B_tile = tl.load(B_rows + offs_s[:, None] * stride_B_t + offs_n[None, :], mask=mask_sn, other=0.0)
-        cb = _dot(C_tile, tl.trans(B_tile), None, PRECISION)
+        cb = dot(C_tile, tl.trans(B_tile), None, PRECISION)
         cb = tl.where(offs_t[:, None] >= offs_s[None, :], cb, 0.0)
         cb_rows = cb_ptr + (pid_c.to(tl.int64) * ngroups + pid_g) * CHUNK * CHUNK
         tl.store(cb_rows + offs_t[:, None] * CHUNK + offs_t[None, :], cb.to(cb_ptr.dtype.element_ty))
@@ -210,19 +130,19 @@ def _ssd_fwd_prepare_kernel(
         if dt_bias_ptr is not None:
             step += tl.load(dt_bias_ptr + offs_h, mask=heads, other=0.0).to(tl.float32)[:, None]
         if SOFTPLUS:
-            step = _softplus(step)
-        step = tl.where(mask, _clip(step, dt_min, dt_max), 0.0)
+            step = softplus(step)
+        step = tl.where(mask, clip(step, dt_min, dt_max), 0.0)
         # A rate of -inf must not make NaN of the tokens that fill a chunk, whose step is zero.
-        A = _clip(tl.load(A_ptr + offs_h, mask=heads, other=0.0).to(tl.float32), -1e38, 1e38)
+        A = clip(tl.load(A_ptr + offs_h, mask=heads, other=0.0).to(tl.float32), -1e38, 1e38)
         rows = (pid_c.to(tl.int64) * nheads + offs_h[:, None]) * CHUNK + offs_t[None, :]
         # A token that decays by 2^-256 leaves nothing; the sum with a larger one would lose what comes after it.
         if PARTS == 2:
             log2_decay = step.to(tl.float64) * A.to(tl.float64)[:, None] * tl.full((1, 1), LOG2E, tl.float64)
-            total = tl.cumsum(_clip(log2_decay, -256.0, 256.0), axis=1)
+            total = tl.cumsum(clip(log2_decay, -256.0, 256.0), axis=1)
             decay = total.to(tl.float32)
             low = (total - decay.to(tl.float64)).to(tl.float32)
         else:
-            log2_decay = _clip(step * (A * LOG2E)[:, None], -256.0, 256.0)
+            log2_decay = clip(step * (A * LOG2E)[:, None], -256.0, 256.0)
             if SHIFT:  # An infinite step spoils all that comes after it; its logarithm alone would not.
                 log2_decay = tl.where(tl.abs(step) < float("inf"), log2_decay, float("nan"))
             decay = tl.cumsum(log2_decay, axis=1)
@@ -271,7 +191,7 @@ def _ssd_fwd_state_kernel(
     total = tl.zeros((), tl.float32)
     first = pid_s * piece_chunks
     for chunk in tl.range(first, tl.minimum(first + piece_chunks, nchunks), num_stages=STAGES):
-        start, length, seq, flags = _chunk_span(table_ptr, pid_b, chunk, nchunks, seqlen, CHUNK, VARLEN)
+        start, length, seq, flags = chunk_span(table_ptr, pid_b, chunk, nchunks, seqlen, CHUNK, VARLEN)
         inside = offs_t < length
         start = start.to(tl.int64)
         row = (pid_b * nchunks + chunk).to(tl.int64) * nheads + pid_h
@@ -280,7 +200,7 @@ def _ssd_fwd_state_kernel(
         B_tile = tl.load(B_base + start * stride_B_t + offs_t[:, None] * stride_B_t + offs_n[None, :],
                          mask=inside[:, None] & mask_n[None, :], other=0.0)  # fmt: skip
         step = tl.load(step_ptr + row * CHUNK + offs_t)
-        _, to_end, whole, last, _, _ = _load_decay(decay_ptr, row, offs_t, CHUNK, PARTS)
+        _, to_end, whole, last, _, _ = load_decay(decay_ptr, row, offs_t, CHUNK, PARTS)
         if VARLEN:
             # Selected, not branched on: Triton 3.6 cannot compile bfloat16 products after such a branch.
             begins = (flags & FIRST) != 0
@@ -293,7 +213,7 @@ def _ssd_fwd_state_kernel(
                 state += tl.load(initial + offs_np, mask=read, other=0.0).to(tl.float32)
         total += last
         x_weighted = (x_tile * (to_end * step)[:, None]).to(x_tile.dtype)
-        state = _dot(tl.trans(B_tile), x_weighted, state * whole, PRECISION)
+        state = dot(tl.trans(B_tile), x_weighted, state * whole, PRECISION)
     piece = (pid_b * npieces + pid_s).to(tl.int64) * nheads + pid_h
     tl.store(piece_state_ptr + piece * headdim * dstate + offs_np, state, mask=mask_np)
     if pid_p == 0:
@@ -311,7 +231,7 @@ def _ssd_fwd_pass_kernel(
     Float32. In a pack, `state` has put the initial states of the sequences in already. HOPPER: `scan` may start early.
     """
     if HOPPER:
-        _let_next_start()
+        let_next_start()
     offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     pid_h = tl.program_id(1)
     pid_b = tl.program_id(2).to(tl.int64)
@@ -322,7 +242,7 @@ def _ssd_fwd_pass_kernel(
     for s in tl.range(0, npieces, num_stages=3):
         piece = (pid_b * npieces + s) * nheads + pid_h
         own = tl.load(piece_state_ptr + piece * size + offs, mask=mask, other=0.0)
-        state = state * _exp2(tl.load(piece_decay_ptr + piece)) + own
+        state = state * exp2(tl.load(piece_decay_ptr + piece)) + own
         tl.store(piece_state_ptr + piece * size + offs, state, mask=mask)
 
 
@@ -378,13 +298,13 @@ def _ssd_fwd_scan_kernel(
             state = tl.load(initial + offs_np, mask=mask_np, other=0.0).to(tl.float32)
         for s in range(0, pieces):
             own = tl.load(piece_state_ptr + (piece + s * nheads) * size + offs_np, mask=mask_np, other=0.0)
-            state = state * _exp2(tl.load(piece_decay_ptr + piece + s * nheads)) + own
+            state = state * exp2(tl.load(piece_decay_ptr + piece + s * nheads)) + own
 
     if D_ptr is not None:
         D = tl.load(D_ptr + pid_h * stride_D_h + offs_p * stride_D_p, mask=mask_p, other=0.0).to(tl.float32)
     first = pid_s * segment_chunks
     for chunk in tl.range(first, tl.minimum(first + segment_chunks, nchunks), num_stages=STAGES):
-        start, length, seq, flags = _chunk_span(table_ptr, pid_b, chunk, nchunks, seqlen, CHUNK, VARLEN)
+        start, length, seq, flags = chunk_span(table_ptr, pid_b, chunk, nchunks, seqlen, CHUNK, VARLEN)
         inside = offs_t < length
         start = start.to(tl.int64)
         pid_c = (pid_b * nchunks + chunk).to(tl.int64)
@@ -398,11 +318,11 @@ def _ssd_fwd_scan_kernel(
         B_tile = tl.load(B_base + start * stride_B_t + offs_t[:, None] * stride_B_t + offs_n[None, :],
                          mask=mask_tn, other=0.0)  # fmt: skip
         if OWN_CB:
-            cb = _dot(C_tile, tl.trans(B_tile), None, PRECISION)
+            cb = dot(C_tile, tl.trans(B_tile), None, PRECISION)
         else:
             cb = tl.load(cb_ptr + (pid_c * ngroups + pid_g) * CHUNK * CHUNK + offs_t[:, None] * CHUNK + offs_t[None, :])
         step = tl.load(step_ptr + row * CHUNK + offs_t)
-        from_start, to_end, whole, _, decay, low = _load_decay(decay_ptr, row, offs_t, CHUNK, PARTS)
+        from_start, to_end, whole, _, decay, low = load_decay(decay_ptr, row, offs_t, CHUNK, PARTS)
         if VARLEN:
             # Selected, not branched on: Triton 3.6 cannot compile bfloat16 products after such a branch.
             begins = (flags & FIRST) != 0
@@ -413,26 +333,26 @@ def _ssd_fwd_scan_kernel(
                 read = mask_np & (((offs_np * 0 + flags) & FIRST) != 0)
                 state += tl.load(initial + offs_np, mask=read, other=0.0).to(tl.float32)
         # What came before the chunk, then what the chunk adds itself.
-        y = _dot(C_tile, state.to(C_tile.dtype), None, PRECISION) * from_start[:, None]
+        y = dot(C_tile, state.to(C_tile.dtype), None, PRECISION) * from_start[:, None]
         causal = offs_t[:, None] >= offs_t[None, :]
         between = decay[:, None] - decay[None, :]
         if PARTS == 2:
             between += low[:, None] - low[None, :]
-        grown = _exp2(tl.where(causal, between, 0.0))
+        grown = exp2(tl.where(causal, between, 0.0))
         mix = tl.where(causal, cb * grown * step[None, :], 0.0)
         # In the product, what is not finite would reach the tokens before it as well: zero times it is NaN.
         finite = tl.abs(x_tile.to(tl.float32)) < float("inf")
-        y = _dot(mix.to(x_tile.dtype), tl.where(finite, x_tile, 0.0).to(x_tile.dtype), y, PRECISION)
+        y = dot(mix.to(x_tile.dtype), tl.where(finite, x_tile, 0.0).to(x_tile.dtype), y, PRECISION)
         bad = tl.min(tl.where(finite, CHUNK, offs_t[:, None]), axis=0)  # first token that is not, a channel
         y = tl.where(offs_t[:, None] >= bad[None, :], float("nan"), y)
         x_weighted = (x_tile * (to_end * step)[:, None]).to(x_tile.dtype)
-        state = _dot(tl.trans(B_tile), x_weighted, state * whole, PRECISION)
+        state = dot(tl.trans(B_tile), x_weighted, state * whole, PRECISION)
         if D_ptr is not None:
             y += D[None, :] * x_tile
         if z_ptr is not None:
             z_rows = z_ptr + pid_b.to(tl.int64) * stride_z_b + start * stride_z_t + pid_h * stride_z_h
             z_tile = tl.load(z_rows + offs_t[:, None] * stride_z_t + offs_p[None, :], mask=mask_tp, other=0.0)
-            y *= _silu(z_tile.to(tl.float32))
+            y *= silu(z_tile.to(tl.float32))
         y_rows = y_base + start * nheads * headdim
         tl.store(y_rows + offs_t[:, None] * (nheads * headdim) + offs_p[None, :],
                  y.to(y_ptr.dtype.element_ty), mask=mask_tp)  # fmt: skip
@@ -470,19 +390,19 @@ def _ssd_step_kernel(
         if dt_bias_ptr is not None:
             step += tl.load(dt_bias_ptr + pid_h).to(tl.float32)
         if SOFTPLUS:
-            step = _softplus(step)
-        step = _clip(step, dt_min, dt_max)
+            step = softplus(step)
+        step = clip(step, dt_min, dt_max)
         x_row = x_ptr + pid_b * stride_x_b + t * stride_x_t + pid_h * stride_x_h
         x = tl.load(x_row + offs_p, mask=mask_p, other=0.0).to(tl.float32)
         B = tl.load(B_ptr + pid_b * stride_B_b + t * stride_B_t + pid_g * stride_B_g + offs_n, mask=mask_n, other=0.0)
         C = tl.load(C_ptr + pid_b * stride_C_b + t * stride_C_t + pid_g * stride_C_g + offs_n, mask=mask_n, other=0.0)
-        state = state * _exp2(step * A) + (x * step)[:, None] * B.to(tl.float32)[None, :]
+        state = state * exp2(step * A) + (x * step)[:, None] * B.to(tl.float32)[None, :]
         y = tl.sum(state * C.to(tl.float32)[None, :], axis=1)
         if D_ptr is not None:
             y += tl.load(D_ptr + pid_h * stride_D_h + offs_p * stride_D_p, mask=mask_p, other=0.0).to(tl.float32) * x
         if z_ptr is not None:
             z_row = z_ptr + pid_b * stride_z_b + t * stride_z_t + pid_h * stride_z_h
-            y *= _silu(tl.load(z_row + offs_p, mask=mask_p, other=0.0).to(tl.float32))
+            y *= silu(tl.load(z_row + offs_p, mask=mask_p, other=0.0).to(tl.float32))
         y_row = y_ptr + ((pid_b * ntokens + t) * nheads + pid_h) * headdim
         tl.store(y_row + offs_p, y.to(y_ptr.dtype.element_ty), mask=mask_p)
     tl.store(new_state_ptr + offs_state, state.to(new_state_ptr.dtype.element_ty), mask=mask)

@@ -25,7 +25,7 @@ def read_offsets(op: str, cu_seqlens: Tensor, seqlen: int) -> list[int]:
 class Chunks:
     """Chunks of ``length`` tokens of every row, numbered in order of time."""
 
-    def __init__(self, seqlen: int, batch: int, length: int, cu_seqlens: Tensor | None) -> None:
+    def __init__(self, op: str, seqlen: int, batch: int, length: int, cu_seqlens: Tensor | None) -> None:
         self.seqlen, self.cu_seqlens = seqlen, cu_seqlens
         self.offsets: list[int] | None = None
         """Those of a pack."""
@@ -37,7 +37,7 @@ class Chunks:
             self.length, self.count = min(length, seqlen), -(-seqlen // min(length, seqlen))
             self.begins[0] = self.ends[self.count - 1] = slice(0, batch)
             return
-        offsets = self.offsets = read_offsets("ssd", cu_seqlens, seqlen)
+        offsets = self.offsets = read_offsets(op, cu_seqlens, seqlen)
         mean = -(-seqlen // (len(offsets) - 1))
         # Not longer than the sequences are on average, so that padding at most doubles the work.
         self.length = min(length, 1 << (mean - 1).bit_length())

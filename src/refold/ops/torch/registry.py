@@ -24,6 +24,7 @@ Dynamo's tensor guards: one call for all tensors, where Python takes half a micr
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from types import ModuleType
 from typing import Any
@@ -54,23 +55,42 @@ _PLAIN_TENSORS = {type(None), Tensor, torch.nn.Parameter}
 _PLAIN_OPTIONS = {type(None), bool, int, float, str, tuple, torch.dtype}
 
 
-def node_args(op: str, **given: Any) -> tuple[Any, ...]:
-    """Return the positional arguments of a node of an operator, from arguments by name.
+@dataclass(frozen=True)
+class Operation:
+    """An operator as a node of a graph: its target, and the node's arguments by name."""
 
-    Arrays that are not given are absent, options have their defaults, and the backend is chosen when the node runs.
-    """
-    spec = RUNNERS[op].spec
-    names = {arg.name: None for arg in spec.args} | {o.name: o.default for o in spec.options}
-    if unknown := given.keys() - names.keys():
-        raise TypeError(f"{op} has no argument {', '.join(sorted(unknown))}")
-    listed = {name: list(v) if isinstance(v, tuple) else v for name, v in (names | given).items()}
-    return (*listed.values(), "")
+    spec: OpSpec
+
+    @property
+    def name(self) -> str:
+        """The operator's name."""
+        return self.spec.name
+
+    @property
+    def target(self) -> Any:
+        """What a node calls."""
+        return OPS[self.spec.name]
+
+    def args(self, **given: Any) -> tuple[Any, ...]:
+        """Order arguments as a node has them.
+
+        Arrays that are not given are absent, options have their defaults, and the backend is chosen when the node runs.
+        """
+        names = {arg.name: None for arg in self.spec.args} | {o.name: o.default for o in self.spec.options}
+        if unknown := given.keys() - names.keys():
+            raise TypeError(f"{self.name} has no argument {', '.join(sorted(unknown))}")
+        listed = {name: list(v) if isinstance(v, tuple) else v for name, v in (names | given).items()}
+        return (*listed.values(), "")
+
+    def given(self, args: Sequence[Any]) -> dict[str, Any]:
+        """Name a node's arguments; the inverse of `args`."""
+        names = [arg.name for arg in self.spec.args] + [option.name for option in self.spec.options]
+        return dict(zip(names, args, strict=False))
 
 
-def named_args(op: str, args: Sequence[Any]) -> dict[str, Any]:
-    """Return the arguments of a node of an operator by name; the inverse of `node_args`."""
-    spec = RUNNERS[op].spec
-    return dict(zip([arg.name for arg in spec.args] + [o.name for o in spec.options], args, strict=False))
+def operation(form: str) -> Operation:
+    """Find the operator that computes a form (`OpSpec.form`)."""
+    return next(Operation(spec) for spec in all_specs() if spec.form == form)
 
 
 def run(name: str, arrays: Sequence[Any], options: Sequence[Any], backend: str) -> Any:

@@ -23,6 +23,7 @@ from refold.compiler.passes import fuse_chunked_scans, replace_causal_convolutio
 from refold.compiler.refusals import REASONS
 from refold.compiler.session import describe_captured
 from refold.compiler.validate.region import Settings, validate_region
+from refold.ops.torch.registry import Operation
 from refold.report import GraphReport
 from support.chunked import (
     GROUPS,
@@ -518,11 +519,20 @@ def test_gated_norms_are_operators(norm, operator, dtype, run, operators_pay):
     assert error < 8
 
 
+@dataclasses.dataclass(frozen=True)
+class Changed(Operation):
+    """An operator whose nodes have other arguments than they are given."""
+
+    bug: dict
+
+    def args(self, **given):
+        return super().args(**{**given, **self.bug})
+
+
 @pytest.mark.parametrize("bug", [{"eps": 1e-2}, {"norm_before_gate": True}, {"group_size": 3}])
 def test_a_planted_bug_in_a_norm_is_refused(bug, monkeypatch, operators_pay):
     args = [torch.randn(shape) for shape in ((2, 5, 6), (2, 5, 6), (6,), (6, 1, 3))]
-    real = replace_gated_norms.node_args
-    monkeypatch.setattr(replace_gated_norms, "node_args", lambda name, **given: real(name, **{**given, **bug}))
+    monkeypatch.setattr(replace_gated_norms, "NORM", Changed(replace_gated_norms.NORM.spec, bug))
     rewrite, actual = found_in(partial(normed, norm=textbook), *differentiable(*args))
     assert rewrite.name == NORM
     assert "not equal" in validate_region(rewrite, actual, Settings(accept="always")).reason
@@ -530,11 +540,8 @@ def test_a_planted_bug_in_a_norm_is_refused(bug, monkeypatch, operators_pay):
 
 def test_a_forgotten_silu_is_refused(monkeypatch, operators_pay):
     args = differentiable(torch.randn(2, 9, 6), torch.randn(6, 1, 3), torch.randn(6))
-    real = replace_causal_convolutions.node_args
-    without = {"activation": None}
-    monkeypatch.setattr(
-        replace_causal_convolutions, "node_args", lambda name, **given: real(name, **{**given, **without})
-    )
+    convolution = Changed(replace_causal_convolutions.CONVOLUTION.spec, {"activation": None})
+    monkeypatch.setattr(replace_causal_convolutions, "CONVOLUTION", convolution)
     rewrite, actual = found_in(partial(convolved, after=F.silu, stop=9), *args)
     assert rewrite.name == CONVOLUTION
     assert "not equal" in validate_region(rewrite, actual, Settings(accept="always")).reason
