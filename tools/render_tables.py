@@ -392,6 +392,27 @@ def generation(*suites: str) -> Callable[[], str]:
     })  # fmt: skip
 
 
+def generate() -> str:
+    """Return the table of ``model.generate``: a line per model and number of rows, a column per program."""
+    rows = stored(RESULTS, "nvidia-h100-80gb-hbm3", "generate")
+    of = {(row["case"], row["backend"]): row for row in rows}
+
+    def time(backend: str) -> Callable[[Row], str]:
+        def cell(row: Row) -> str:
+            found = of.get((row["case"], backend))
+            return "-" if found is None else _ms(1e3 * found["median_s"]) if measured(found) else "out of memory"
+
+        return cell
+
+    return table([row for row in rows if row["backend"] == "accelerated"], {
+        "model": lambda row: row["case"].partition(" ")[0],
+        "rows": lambda row: row["case"].split()[3],
+        "unmodified": time("transformers"), "accelerated, `graphs=False`": time("accelerated, no graphs"),
+        "accelerated": lambda row: f"**{time('accelerated')(row)}**", "lean model": time("lean"),
+        "the loop alone": time("a model that does nothing"),
+    })  # fmt: skip
+
+
 def in_turns(suite: str) -> Callable[[], str]:
     """Return what makes the table of generation on a CPU: a line per program and machine."""
     return lambda: table([row for folder in _cpus() for row in stored(RESULTS, folder, suite)], {
@@ -424,7 +445,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "recurrences": recurrences(CPU), "recurrences_amd": recurrences(AMD),
     "recurrences_gpu": recurrences(GPU), "models": models(_cpus), "models_gpu": models(lambda: [GPU]),
     "cpu": cpu, "compile_time": compile_time, "decode": generation("decode"),
-    "prefill": generation("prefill"), "generation": generation("generation"), "ssd_jax": ssd_jax,
+    "prefill": generation("prefill"), "generate": generate, "generation": generation("generation"), "ssd_jax": ssd_jax,
     "generation_cpu": in_turns("generation-cpu"), "generation_torch_cpu": in_turns("generation-torch-cpu"),
 }  # fmt: skip
 

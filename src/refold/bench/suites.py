@@ -106,6 +106,7 @@ SUITES = {
         Suite("generation-cpu", "generation", "generation_cpu", device="cpu"),
         Suite("decode", "generation_torch", "decode"),
         Suite("prefill", "generation_torch", "prefill"),
+        Suite("generate", "generate", "generate"),
         Suite("generation-torch-cpu", "generation_torch", "generation_torch_cpu", device="cpu"),
     )
 }

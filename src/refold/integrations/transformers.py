@@ -16,11 +16,13 @@ from itertools import chain
 from types import MethodType
 from typing import Any
 
+import torch
 from torch import nn
 
 from refold.errors import ArgumentError, RefoldError, warn
 from refold.integrations import decoding, mixers
 from refold.integrations.documents import current, reading, watch
+from refold.integrations.graphs import Graphs, graphs_of
 
 MIXERS = {
     "MambaMixer": decoding.mamba,
@@ -51,6 +53,11 @@ class Acceleration:
         self._changed: list[nn.Module] = []
         self._hooks: list[Any] = []
 
+    @property
+    def graphs(self) -> list[Graphs]:
+        """The graphs of a token of each model in here that generates, and why tokens ran without one."""
+        return [graphs_of(module) for module in self._changed if _generates(module)]
+
     def _become(self, module: nn.Module, subclass: Callable[[Any], type]) -> None:
         self._changed.append(module)
         _set_class(module, subclass(type(module)))
@@ -67,6 +74,8 @@ class Acceleration:
                     f"refold.accelerate: the class of a layer was changed to {type(module).__name__} since. Undo what "
                     "changed it first."
                 )
+        for graphs in self.graphs:
+            graphs.forget()
         for module in self._changed:
             _set_class(module, type(module)._refold_original)  # type: ignore[attr-defined]
         for hook in self._hooks:
@@ -81,12 +90,12 @@ class Acceleration:
         for reason, count in Counter(self.kept.values()).items():
             first = next(path for path, why in self.kept.items() if why == reason)
             lines.append(f"  {count:4} x kept, such as {first}: {reason}")
-        return "\n".join(lines)
+        return "\n".join(chain(lines, filter(None, map(str, self.graphs))))
 
     __repr__ = __str__
 
 
-def accelerate(model: nn.Module, *, positions: bool = True) -> Acceleration:
+def accelerate(model: nn.Module, *, positions: bool = True, graphs: bool = True) -> Acceleration:
     """Let the Mamba layers of a transformers model run on refold's operators.
 
     Only this instance changes. Parameters, the cache and its layout, projections and norms stay what they are, so
@@ -99,6 +108,8 @@ def accelerate(model: nn.Module, *, positions: bool = True) -> Acceleration:
         positions: Whether ``position_ids`` that start again begin a document. Their values must be read for that: one
             synchronisation per call of several tokens on a GPU, and a graph break under ``torch.compile``.
             ``cu_seq_lens_q`` and ``seq_idx`` are always used.
+        graphs: Whether a call that reads one token per row on a GPU may become a CUDA graph, as in ``generate``. The
+            summary says which graphs there are, and why calls ran without one.
 
     Returns:
         The summary: ``replaced``, ``kept`` with reasons, ``undo()``; readable when printed.
@@ -139,6 +150,8 @@ def accelerate(model: nn.Module, *, positions: bool = True) -> Acceleration:
             done._become(module, _mixer)
         elif around and _inherits(module, "GradientCheckpointingLayer") and not _hidden(module):
             done._become(module, _block)
+        elif graphs and around and _generates(module) and not _hidden(module):
+            done._become(module, _generator)
         if not name or (around and _inherits(module, "PreTrainedModel")):
             done._hooks += watch(module, positions)
     setattr(model, _MARK, done)
@@ -175,6 +188,10 @@ def _hidden(module: nn.Module) -> bool:
 
 def _inherits(module: nn.Module, name: str) -> bool:
     return any(kind.__name__ == name for kind in type(module).__mro__)
+
+
+def _generates(module: nn.Module) -> bool:
+    return _inherits(module, "PreTrainedModel") and _inherits(module, "GenerationMixin")
 
 
 def _version() -> str:
@@ -220,16 +237,34 @@ def _block(kind: Any) -> type:
     return _subclass(kind, {"__call__": __call__, "forward": forward})
 
 
-def _subclass(kind: type, members: dict[str, Any]) -> type:
+@cache
+def _generator(kind: Any) -> type:
+    """Return the subclass of a model's class that reads one token per row by a CUDA graph where it may.
+
+    It has the name of the class, which checkpoints and ``generate`` look at.
+    """
+
+    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling() or len(args) > 1:
+            return kind.__call__(self, *args, **kwargs)
+        given = {"input_ids": args[0], **kwargs} if args else kwargs
+        return graphs_of(self).call(self, kind.__call__, given)
+
+    return _subclass(kind, {"__call__": __call__}, kind.__name__)
+
+
+def _subclass(kind: type, members: dict[str, Any], name: str = "") -> type:
+    maker = "_generator" if name else "_block" if "__call__" in members else "_mixer"
+
     def __reduce_ex__(self: Any, protocol: Any) -> Any:
         reduced: Any = object.__reduce_ex__(self, protocol)
-        return (_renew, (kind, "__call__" in members), *reduced[2:])
+        return (_renew, (kind, maker), *reduced[2:])
 
     members |= {"_refold_original": kind, "__reduce_ex__": __reduce_ex__, "__module__": __name__}
-    return type(f"Accelerated{kind.__name__}", (kind,), members)
+    return type(name or f"Accelerated{kind.__name__}", (kind,), members)
 
 
-def _renew(kind: Any, block: bool) -> Any:
-    """Make an empty layer or block, for copies and pickles."""
-    ours: Any = _block(kind) if block else _mixer(kind)
+def _renew(kind: Any, maker: str) -> Any:
+    """Make an empty layer, block or model, for copies and pickles."""
+    ours: Any = {"_mixer": _mixer, "_block": _block, "_generator": _generator}[maker](kind)
     return ours.__new__(ours)

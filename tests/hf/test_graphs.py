@@ -1,0 +1,270 @@
+"""One token per row by a graph: the same tokens as without, whatever happens in between.
+
+The graph is a stand-in on the CPU (`support.recorder`); tests/gpu/test_generate.py runs CUDA's.
+"""
+
+import copy
+import pickle
+import threading
+
+import pytest
+import torch
+from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList
+
+import refold
+from refold.integrations import graphs
+from support.families import NAMES, VOCAB, cache_name, make
+from support.recorder import record
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:transformers.*", "ignore::FutureWarning:transformers.*")
+MIXTURES = ("jamba", "granitemoehybrid")
+WITH_ATTENTION = ("mamba2", "granitemoehybrid", "falcon_h1")
+GREEDY = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0, "max_new_tokens": 12}
+
+
+@pytest.fixture(autouse=True)
+def _on_the_cpu(monkeypatch):
+    monkeypatch.setitem(graphs.recorders, "cpu", record)
+    monkeypatch.setattr(graphs, "SMALLEST", 8)  # the capacity of attention doubles within a test
+
+
+def ids_of(*shape):
+    return torch.randint(1, VOCAB, shape)
+
+
+def pair(name, experts="batched_mm", **changed):
+    """Return an accelerated model with graphs, one without, and the summary of the first."""
+    model = make(name, **changed)
+    if name in MIXTURES:
+        model.set_experts_implementation(experts)
+    plain = copy.deepcopy(model)
+    refold.accelerate(plain, graphs=False)
+    return model, plain, refold.accelerate(model)
+
+
+def replayed(summary):
+    return sum(graphs.replayed for graphs in summary.graphs)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_greedy_tokens_of_every_family(name):
+    """One row, four rows of different lengths, one row again; attention outgrows its capacity twice."""
+    model, plain, summary = pair(name)
+    for rows in (1, 4, 1):
+        ids, mask = ids_of(rows, 7), torch.ones(rows, 7, dtype=torch.long)
+        for row in range(1, rows):
+            mask[row, : 2 * row - 1] = 0
+        expected = plain.generate(ids, attention_mask=mask, **GREEDY, output_logits=True, return_dict_in_generate=True)
+        found = model.generate(ids, attention_mask=mask, **GREEDY, output_logits=True, return_dict_in_generate=True)
+        assert found.sequences.tolist() == expected.sequences.tolist()
+        for a, b in zip(found.logits, expected.logits, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+    assert "graph of 4 rows" in str(summary)
+    assert replayed(summary) > 20, str(summary)
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_experts_that_wait_for_the_device_are_not_captured(name):
+    model, plain, summary = pair(name, experts="eager")
+    ids = ids_of(2, 5)
+    assert model.generate(ids, **GREEDY).tolist() == plain.generate(ids, **GREEDY).tolist()
+    assert not replayed(summary)
+    assert "cannot be captured" in str(summary)
+
+
+class NotTwice(LogitsProcessor):
+    """Forbids the token that was chosen last."""
+
+    def __call__(self, input_ids, scores):
+        return scores.scatter(1, input_ids[:, -1:], -torch.inf)
+
+
+@pytest.mark.parametrize("name", WITH_ATTENTION)
+def test_ways_of_generating(name):
+    """Processors, sampling, stopping, beams after greedy, assisted generation, hidden states, scores."""
+    model, plain, summary = pair(name)
+    ids = ids_of(2, 6)
+    calls = [
+        {}, {"logits_processor": LogitsProcessorList([NotTwice()])}, {"repetition_penalty": 1.3},
+        {"do_sample": True, "top_k": 7}, {"eos_token_id": 5, "max_new_tokens": 9}, {"num_beams": 3},
+        {"output_hidden_states": True, "return_dict_in_generate": True}, {"prompt_lookup_num_tokens": 2}, {},
+    ]  # fmt: skip
+    for call in calls:
+        if "prompt_lookup_num_tokens" in call:
+            call["max_new_tokens"], given = 6, ids[:1]
+        else:
+            given = ids
+        found = []
+        for each in (plain, model):
+            torch.manual_seed(3)
+            try:
+                result = each.generate(given, **GREEDY | call)
+                found.append(getattr(result, "sequences", result).tolist())
+            except (ValueError, RuntimeError) as error:  # transformers refuses some of them for some families
+                found.append(str(error))
+        assert found[0] == found[1], call
+    assert replayed(summary)
+    assert "output_hidden_states is on" in str(summary)
+
+
+@pytest.mark.parametrize("name", WITH_ATTENTION[1:])  # without attention, a cache does not know how much it has read
+def test_turns_on_one_cache(name):
+    """A conversation goes on, another one comes between, then both go on; a piece of several tokens in the middle."""
+    model, plain, _ = pair(name)
+    first, second = ids_of(2, 6), ids_of(2, 3)
+
+    def talk(each):
+        caches, texts, said = [DynamicCache(config=each.config) for _ in range(2)], [first, second], []
+        for turn in (0, 1, 0, 1, 1, 0):
+            more = {cache_name(each): caches[turn], "return_dict_in_generate": True, "max_new_tokens": 5}
+            if said:  # the user says something
+                texts[turn] = torch.cat([texts[turn], first[:, :2]], 1)
+            mask = torch.ones_like(texts[turn])
+            texts[turn] = each.generate(texts[turn], attention_mask=mask, **GREEDY | more).sequences
+            said.append(texts[turn].tolist())
+        return said
+
+    assert talk(model) == talk(plain)
+
+
+def one_by_one(model, ids, cache, **more):
+    """Return the logits of tokens that are read one by one, by the model's own call."""
+    found = []
+    with torch.no_grad():
+        for t in range(ids.shape[1]):
+            found.append(model(ids[:, t : t + 1], **{cache_name(model): cache}, use_cache=True, **more).logits)
+    return torch.cat(found, 1)
+
+
+def read(model, ids):
+    cache = DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(ids, **{cache_name(model): cache}, use_cache=True)
+    return cache
+
+
+@pytest.mark.parametrize("name", WITH_ATTENTION)
+def test_caches_are_the_users(name):
+    """A cache that is copied, cut back, reordered, pickled or used without a graph goes on as any other."""
+    model, plain, summary = pair(name)
+    prompt, ids, other = ids_of(2, 5), ids_of(2, 6), ids_of(2, 6)
+    kept, expected = read(model, prompt), read(plain, prompt)
+    torch.testing.assert_close(one_by_one(model, ids, kept), one_by_one(plain, ids, expected), rtol=1e-4, atol=1e-4)
+    assert replayed(summary)
+    for change in (copy.deepcopy, lambda cache: pickle.loads(pickle.dumps(cache)), _reordered):
+        branch, reference = change(kept), change(expected)
+        for cache, wanted in ((branch, reference), (kept, expected)):
+            torch.testing.assert_close(
+                one_by_one(model, other[:, :3], cache), one_by_one(plain, other[:, :3], wanted), rtol=1e-4, atol=1e-4
+            )
+    with torch.no_grad():  # several tokens, then one again
+        for each, cache in ((model, kept), (plain, expected)):
+            each(other, **{cache_name(each): cache}, use_cache=True)
+    torch.testing.assert_close(one_by_one(model, ids, kept), one_by_one(plain, ids, expected), rtol=1e-4, atol=1e-4)
+    summary.undo()
+    torch.testing.assert_close(one_by_one(model, ids, kept), one_by_one(plain, ids, expected), rtol=1e-4, atol=1e-4)
+
+
+def _reordered(cache):
+    cache = copy.deepcopy(cache)
+    cache.reorder_cache(torch.tensor([1, 0]))
+    return cache
+
+
+def test_results_are_the_callers():
+    model, _, _ = pair("mamba2")
+    cache = read(model, ids_of(1, 4))
+    with torch.no_grad():
+        results = [model(ids_of(1, 1), cache_params=cache, use_cache=True).logits for _ in range(6)]
+    assert len({logits.data_ptr() for logits in results}) == 6
+
+
+CHANGES = {
+    "in place": lambda model: model.lm_head.weight.data.mul_(1.5),
+    "data": lambda model: setattr(model.lm_head.weight, "data", model.lm_head.weight.data * 1.5),
+    "replaced": lambda model: setattr(model.lm_head, "weight", torch.nn.Parameter(model.lm_head.weight.detach() * 1.5)),
+    "assigned": lambda model: model.load_state_dict(
+        {k: (v * 1.1 if "norm" in k else v).clone() for k, v in model.state_dict().items()}, assign=True
+    ),
+    "loaded": lambda model: model.load_state_dict({k: v * 1.01 for k, v in model.state_dict().items()}),
+    "double": lambda model: model.double(),
+    "module": lambda model: setattr(model, "lm_head", torch.nn.Linear(48, VOCAB, bias=False)),
+    "forward": lambda model: setattr(model.lm_head, "forward", lambda x: x[..., :1] * torch.ones(VOCAB)),
+    "hook": lambda model: model.lm_head.register_forward_hook(lambda module, args, out: out * 2),
+    "training": lambda model: model.train(),
+    "bias": lambda model: setattr(model.lm_head, "bias", torch.nn.Parameter(torch.arange(float(VOCAB)))),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_changed_model_never_runs_a_stale_graph(change):
+    model, plain, summary = pair("granitemoehybrid", num_local_experts=0)
+    prompt, ids = ids_of(1, 4), ids_of(1, 5)
+    kept, expected = read(model, prompt), read(plain, prompt)
+    one_by_one(model, ids, kept)
+    one_by_one(plain, ids, expected)
+    assert replayed(summary)
+    for each in (model, plain):
+        torch.manual_seed(0)
+        CHANGES[change](each)
+    if change == "double":
+        kept, expected = read(model, prompt), read(plain, prompt)
+    found = one_by_one(model, ids, kept)
+    torch.testing.assert_close(found, one_by_one(plain, ids, expected), rtol=1e-4, atol=1e-4)
+
+
+def test_memory_is_given_back():
+    model, _, summary = pair("granitemoehybrid", num_local_experts=0)
+    for rows in range(1, 8):
+        one_by_one(model, ids_of(rows, 3), read(model, ids_of(rows, 4)))
+    (found,) = summary.graphs
+    assert len(found.steps) == graphs.KEPT
+    assert all(step.bytes < 2**20 for step in found.steps.values())
+    summary.undo()
+    assert not found.steps
+    again = refold.accelerate(model)
+    one_by_one(model, ids_of(1, 3), read(model, ids_of(1, 4)))
+    assert replayed(again)
+
+
+def test_two_threads():
+    model, plain, summary = pair("falcon_h1")
+    prompts = [ids_of(1, 5) for _ in range(4)]
+    expected = [plain.generate(ids, **GREEDY).tolist() for ids in prompts]
+    found = [None] * 4
+
+    def run(i):
+        found[i] = model.generate(prompts[i], **GREEDY).tolist()
+
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == expected
+    assert replayed(summary)
+
+
+def test_what_is_said_of_calls_without_a_graph():
+    model, _, summary = pair("mamba2")
+    cache = read(model, ids_of(1, 4))
+    model(ids_of(1, 1), cache_params=cache, use_cache=True)
+    with torch.no_grad():
+        model(ids_of(1, 1), use_cache=True)
+        with torch.autocast("cpu"):
+            model(ids_of(1, 1), cache_params=cache, use_cache=True)
+    assert "1 tokens without a graph: gradients are on" in str(summary)
+    assert "no cache was given" in str(summary)
+    assert "autocast is on" in str(summary)
+
+
+def test_copies_and_pickles_have_graphs_of_their_own():
+    model, plain, _ = pair("mamba2")
+    ids = ids_of(1, 4)
+    expected = plain.generate(ids, **GREEDY).tolist()
+    assert model.generate(ids, **GREEDY).tolist() == expected
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert type(other).__name__ == "Mamba2ForCausalLM"
+        assert other.generate(ids, **GREEDY).tolist() == expected
+        assert replayed(refold.accelerate(other))
+    assert len({id(refold.accelerate(each).graphs[0]) for each in (model, other)}) == 2
