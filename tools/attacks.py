@@ -18,11 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from refold.verify.trial.checks import Trial
-from refold.verify.trial.process import Nursery
-from refold.verify.trial.program import program
-from refold.verify.trial.terms import Terms
-from refold.verify.trial.verdict import Verdict
+from refold.judge import Judge, Nursery, Terms, Verdict, program
 
 ROOT = Path(__file__).parent.parent / "tests"
 ORIGINALS = ROOT / "adversarial" / "originals"
@@ -47,7 +43,7 @@ class Entry:
         """Try the candidate, leaving out speed unless it is about speed."""
         terms = Terms(**({"accept": "right", "timeout": 20.0, "rival": "eager"} | self.terms))
         first = program(ORIGINALS / f"{self.original}.py", role="original")
-        return Trial(first, program(self.path, role="candidate"), None, terms, nursery, off=off, seed=seed).run()
+        return Judge(nursery).decide(first, program(self.path, role="candidate"), None, terms, off=off, seed=seed)
 
 
 def entries(folder: Path) -> list[Entry]:

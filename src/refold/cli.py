@@ -12,6 +12,7 @@ import math
 import os
 import sys
 import time
+import traceback
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -19,10 +20,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 
 from . import __version__
 from .bench.cli import app as bench
-from .errors import MissingDependency, RefoldError
+from .errors import MissingDependency, RefoldError, printable
 from .generate.cli import generate
 
 if TYPE_CHECKING:
@@ -199,6 +201,7 @@ def verify(
         typer.Option(help="Baseline: eager, or best: the faster of eager and torch.compile (not at level quick)."),
     ] = "best",
     timeout: Annotated[float, typer.Option(help="Seconds that loading or one call may take.")] = 60.0,
+    limit: Annotated[float, typer.Option(help="Seconds for the whole trial; 0: what the level allows.")] = 0.0,
     allow_unsandboxed: Annotated[
         bool, typer.Option("--allow-unsandboxed", help="Run the candidate even without a sandbox.")
     ] = False,
@@ -211,29 +214,31 @@ def verify(
 ) -> None:
     """Decide whether an untrusted candidate may replace the original.
 
-    Exit code 0: accepted. 1: refused. 2: could not be judged.
+    Exit code 0: accepted. 1: refused. 3: could not be judged. 2: wrong options, files or an error.
     """
     if (replay is None) != bool(original and candidate):
         raise _Refusal("verify needs ORIGINAL and CANDIDATE, or --replay LOG alone")
     _check_writable(log, "--log")
     with _stages("loading", quiet, verbose):
         _torch()
-        from .verify import trial
+        from . import judge
 
         if replay is not None:
-            verdict, then = trial.replay(replay, allow_unsandboxed=allow_unsandboxed)
+            verdict, then = judge.replay(replay, allow_unsandboxed=allow_unsandboxed)
         else:
             then = None
-            verdict = trial.judge(
+            verdict = judge.judge(
                 original, candidate, level=level, dtype=dtype, device=device, train=train, accept=accept,
-                nonfinite=nonfinite, tried=tried, rival=rival, timeout=timeout, allow_unsandboxed=allow_unsandboxed,
+                nonfinite=nonfinite, tried=tried, rival=rival, timeout=timeout, limit=limit,
+                allow_unsandboxed=allow_unsandboxed,
             )  # fmt: skip
     if log is not None:
         _write("--log", log, verdict.to_jsonl())
     typer.echo(str(verdict))
     if then is not None:
         same = (verdict.outcome, verdict.check) == (then.outcome, then.check)
-        typer.echo("  then         " + ("the same" if same else f"{then.outcome} {then.check} {then.reason}".rstrip()))
+        earlier = printable(f"{then.outcome} {then.check} {then.reason}".rstrip())
+        typer.echo("  then         " + ("the same" if same else earlier))
     raise typer.Exit(verdict.exit_code)
 
 
@@ -253,14 +258,14 @@ def apply(
     from .propose import applied, protocol
 
     kind, file = applied.accepted(run)
-    typer.echo(file.read_text().rstrip())
+    typer.echo(printable(file.read_text(errors="replace").rstrip(), lines=True))
     evidence = (run / "accepted.jsonl").read_text().splitlines()
     last = json_module.loads(evidence[-1])
     timing = last.get("timing", last)
     speed = protocol.speed(timing.get("speedup"), timing.get("at_least"))
     typer.echo(f"\n{kind}: {speed}; evidence: {run / 'accepted.jsonl'}")
     for note in last.get("notes", []):
-        typer.echo(f"note: {note}")
+        typer.echo(f"note: {printable(str(note))}")
     if save is not None:
         typer.echo(f"kept as {applied.save(run, save)}")
 
@@ -328,18 +333,18 @@ def _search(
         raise _Refusal(f"--propose takes a Python file with Model and get_inputs(), not {target}")
     with _stages("loading", quiet, verbose):
         torch = _torch()
+        from . import judge
         from . import propose as proposers
-        from .verify import trial
 
         names = ("level", "accept", "dtype", "device", "train")
-        terms = trial.terms(**{name: options.pop(name) for name in names}, threads=torch.get_num_threads())
-        original = trial.program(target, role="original")
+        terms = judge.Terms(**{name: options.pop(name) for name in names}, threads=torch.get_num_threads())
+        original = judge.program(target, role="original")
         proposer = proposers.proposer(propose, base_url=base_url, prices=price)
         if proposer.destination:
             said = "sending the source of %s, the verdicts and the facts of this machine to %s"
             logging.getLogger("refold").info(said, target, proposer.destination)
         found = proposers.search(original, proposer, run, terms, budget=budget, **options)
-    typer.echo(str(found))
+    typer.echo(printable(str(found), lines=True))
     raise typer.Exit(0 if found.accepted else 1)
 
 
@@ -407,10 +412,10 @@ class _Progress(logging.Handler):
 
     def say(self, text: str) -> None:
         if self.status is not None:
-            self.status.update(text)
+            self.status.update(escape(printable(text)))
         else:
             mark = "..." if self.start is None else f"{time.perf_counter() - self.start:8.2f} s "
-            self.console.print(f"{mark} {text}", highlight=False, markup=False, soft_wrap=True)
+            self.console.print(f"{mark} {printable(text)}", highlight=False, markup=False, emoji=False, soft_wrap=True)
 
 
 @contextmanager
@@ -440,7 +445,10 @@ def main() -> None:
     try:
         app()
     except RefoldError as error:
-        typer.echo(f"refold: {error}", err=True)
+        typer.echo(f"refold: {printable(str(error), lines=True)}", err=True)
+        sys.exit(2)
+    except Exception:  # 1 is that of a candidate that is refused
+        traceback.print_exc()
         sys.exit(2)
 
 

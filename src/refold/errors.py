@@ -69,6 +69,18 @@ class RefoldWarning(UserWarning):
     """refold could not do its work and something slower, but right, runs instead."""
 
 
+def printable(text: str, *, lines: bool = False) -> str:
+    """Write out what is no printable character, before text that others chose reaches a terminal.
+
+    Args:
+        text: The text.
+        lines: Whether it may have several lines.
+    """
+    if lines:
+        return "\n".join(printable(line.replace("\t", "    ")) for line in text.split("\n"))
+    return "".join(c if c.isprintable() else " | " if c == "\n" else repr(c)[1:-1] for c in text)
+
+
 def warn(text: str) -> None:
     """Warn with a `RefoldWarning` at the line of the user's code that led here, past refold's and PyTorch's own."""
     level, frame = 1, sys._getframe()

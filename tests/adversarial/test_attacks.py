@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from refold.verify.trial import Nursery
-from refold.verify.trial.verdict import CHECKS
+from refold.judge import Nursery
+from refold.judge.verdict import CHECKS
 
 ROOT = Path(__file__).parents[2]
 _spec = importlib.util.spec_from_file_location("attacks", ROOT / "tools" / "attacks.py")

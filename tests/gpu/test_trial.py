@@ -9,9 +9,7 @@ torch = pytest.importorskip("torch")
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
-from refold.verify.trial import Nursery, program  # noqa: E402
-from refold.verify.trial.checks import Trial  # noqa: E402
-from refold.verify.trial.terms import Terms  # noqa: E402
+from refold.judge import Judge, Nursery, Terms, program  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 ATTACKS = Path(__file__).parent / "attacks"
@@ -40,5 +38,5 @@ def test_the_verdict_is_the_expected_one(path, nursery):
     expect, terms = said(path)
     first = program(ATTACKS / "original.py", role="original")
     options = {"accept": "right", "timeout": 40.0, "device": "cuda", "level": "full"} | terms
-    verdict = Trial(first, program(path, role="candidate"), None, Terms(**options), nursery, seed=20).run()
+    verdict = Judge(nursery).decide(first, program(path, role="candidate"), None, Terms(**options), seed=20)
     assert (verdict.check or verdict.outcome) in expect, str(verdict)

@@ -17,6 +17,7 @@ ORDER = [
     ["errors", "axes", "cache", "memory"],
     ["ops"],
     ["verify"],
+    ["judge"],
     ["report"],
     ["compiler"],
     ["models"],

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from refold.judge.verdict import CHECKS
 from refold.ops.spec import operators
-from refold.verify.trial.verdict import CHECKS
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "benchmarks" / "LOG.md",

@@ -5,7 +5,7 @@ import pytest
 from support.private_names import ROOT, defined, on_objects, used
 
 # What each door does without a name is tested in tests/cpu/compiler/dynamo/test_private_names.py, test_launch.py,
-# test_gluon_interpreted.py and tests/cpu/verify/test_private_names.py; docs/design.md has the table.
+# test_gluon_interpreted.py and tests/cpu/judge/test_private_names.py; docs/design.md has the table.
 DOORS = (
     "compiler/dynamo/",  # Dynamo's interpreter and variables
     "compiler/private.py",
@@ -18,7 +18,7 @@ DOORS = (
     "models/torch/_gluon",
     "ops/triton/gluon",
     "ops/testing/frameworks.py",  # Triton's interpreter, for tests
-    "verify/trial/private.py",
+    "judge/private.py",
     "bench/",  # PyTorch's own associative_scan, which is measured
 )
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from refold.errors import ArgumentError, MissingDependency, RefoldError
+from refold.errors import ArgumentError, MissingDependency, RefoldError, printable
 from refold.generate.sampling import Sampling
 from refold.generate.text import Text, check_stop_strings, parse_ids, tokenizer
 
@@ -54,10 +54,11 @@ def generate(
             device=device, dtype=dtype, sampling=sampling, stop_tokens=stop, stop_strings=stop_string or (),
             every=every,
         ):  # fmt: skip
-            sys.stdout.write(_writable(piece, sys.stdout.encoding))
+            shown = printable(piece, lines=True) if sys.stdout.isatty() else piece
+            sys.stdout.write(_writable(shown, sys.stdout.encoding))
             sys.stdout.flush()
     except RefoldError as error:
-        sys.stderr.write(f"refold generate: {error}\n")
+        sys.stderr.write(f"refold generate: {printable(str(error), lines=True)}\n")
         raise typer.Exit(2) from None
     sys.stdout.write("\n")
 

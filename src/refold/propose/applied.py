@@ -23,9 +23,10 @@ from typing import Any
 import torch
 
 from ..compiler.environment import environment
-from ..compiler.private import tree_leaves
+from ..compiler.private import tree_leaves, tree_map
 from ..errors import ArgumentError, TargetError, warn
-from ..verify.trial import source
+from ..judge import source
+from ..verify import roundoff
 from .loop import NAMES
 
 _VERSIONED = ("torch", "numba", "triton")
@@ -157,6 +158,8 @@ class Guarded(torch.nn.Module):
         self.__dict__["replacement"] = replacement
         self._guards = guards
         self._shared: list[torch.Tensor] = []  # with the replacement, at its last call
+        self._compared = False  # with the original, since it was put here or its parameters were replaced
+        self._wrong = ""
         self._wanted = [each["value"] if "value" in each else (tuple(each["shape"]), each["dtype"])
                         for each in guards["inputs"]]  # fmt: skip
         changed = [f"{k} {v} instead of {guards['versions'].get(k)}" for k, v in _versions().items()
@@ -172,12 +175,41 @@ class Guarded(torch.nn.Module):
             if isinstance(replacement, torch.nn.Module) and not _are(state, self._shared):
                 # Since the last call they were moved or replaced.
                 _share(self.original, replacement)
-                self._shared = state
-            return replacement(*args)
+                self._shared, self._compared = state, False
+            if self._compared:
+                return replacement(*args)
+            reason = self._first_call(replacement, args)
+            if not reason:
+                return replacement(*args)
         if not self.fallbacks[reason]:
             warn(f"the original runs in place of its accepted replacement: {reason}")
         self.fallbacks[reason] += 1
         return self.original(*args, **kwargs)
+
+    def _first_call(self, replacement: Any, args: Sequence[Any]) -> str:
+        """Compare the replacement with the original on copies of the inputs; say what is wrong, and remember it.
+
+        It was judged with other weights and on another machine. Here, it may use weights that it kept. One call is no
+        proof, and the bound is wide: the square root of the roundoff.
+        """
+        buffers = [(b, b.clone()) for b in self.original.buffers()]
+        results = []
+        with torch.no_grad():
+            for program in (self.original, replacement):
+                copies = tree_map(lambda x: x.clone() if isinstance(x, torch.Tensor) else x, args)
+                with torch.random.fork_rng(devices=None if self._guards["device"] == "cuda" else []):
+                    try:
+                        results.append(program(*copies))
+                    except Exception as error:
+                        if program is self.original:  # which raises it once more, to the caller
+                            return "the original itself raised an exception"
+                        self._wrong = f"it raised {type(error).__name__} at its first call here"
+                for buffer, value in buffers:
+                    buffer.copy_(value)
+        if not self._wrong and (off := _apart(results[0], results[1], self._guards["dtype"])):
+            self._wrong = f"at its first call here it did not give what the original gives: {off}"
+        self._compared = not self._wrong
+        return self._wrong
 
     def refusal(self, *args: Any, **kwargs: Any) -> str:
         """Say which guard does not hold; empty if all do."""
@@ -187,8 +219,8 @@ class Guarded(torch.nn.Module):
         return [*self.original.parameters(), *self.original.buffers()]
 
     def _reason(self, state: list[torch.Tensor], args: Sequence[Any], kwargs: dict[str, Any]) -> str:
-        if self._versions:
-            return self._versions
+        if self._versions or self._wrong:
+            return self._versions or self._wrong
         if kwargs:
             return f"it is called with the keyword arguments {', '.join(kwargs)}"
         leaves = tree_leaves(args)
@@ -212,6 +244,21 @@ class Guarded(torch.nn.Module):
         if self.original.training != self._guards["train"]:
             return f"it is in {'training' if self.original.training else 'evaluation'} mode, it was not tried in it"
         return ""
+
+
+def _apart(expected: Any, found: Any, dtype: str) -> str:
+    """Say how results differ by more than rounding; empty if they do not."""
+    ours, theirs = ([x for x in tree_leaves(each) if isinstance(x, torch.Tensor)] for each in (expected, found))
+    if [(x.shape, x.dtype) for x in ours] != [(x.shape, x.dtype) for x in theirs]:
+        return "other shapes or dtypes"
+    most = roundoff(getattr(torch, dtype)) ** 0.5
+    for a, b in zip(ours, theirs, strict=True):
+        good = a.isfinite() if a.is_floating_point() or a.is_complex() else torch.ones_like(a, dtype=torch.bool)
+        a, b = (x[good].to(torch.complex128 if x.is_complex() else torch.float64) for x in (a, b))
+        off, size = float(torch.linalg.vector_norm(b - a)), float(torch.linalg.vector_norm(a))
+        if not off <= most * size:
+            return f"the relative difference is {off / size if size else off:.1e}"
+    return ""
 
 
 def _are(some: Sequence[Any], others: Sequence[Any]) -> bool:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ArgumentError, ProposerError, TargetError
-from ..verify.trial import Nursery, Program, Terms, Verdict, describe_inputs, judge, source
+from ..judge import LEVELS, Nursery, Program, Terms, Verdict, describe_inputs, judge, source
 from .protocol import SCHEMA, Attempt, Proposal, Proposer, Request, speed
 
 log = logging.getLogger("refold")
@@ -35,7 +35,7 @@ class Budget:
 
     Attributes:
         rounds: Requests to the proposer.
-        seconds: Time for all of it; what has begun is finished.
+        seconds: Time for all of it. A trial that does not end by then is not judged.
         tokens: Counted by the endpoint.
         money: By the prices that the user gave.
 
@@ -203,7 +203,8 @@ def search(
                     if again:
                         attempt = Attempt(proposal.text, "refused", "", "it was proposed before", kind=proposal.kind)
                     elif proposal.kind == "source":
-                        attempt = _tried(original, proposal.text, number, folder, terms, allow_unsandboxed, nursery)
+                        attempt = _tried(original, proposal.text, number, folder, terms, allow_unsandboxed, nursery,
+                                         began + budget.seconds)  # fmt: skip
                     else:
                         attempt = _made(workshop(), proposal, number, folder)
                     run.tried.append(attempt)
@@ -221,20 +222,25 @@ def search(
 
 
 def _tried(
-    original: Program, text: str, number: int, folder: Path, terms: Terms, allow_unsandboxed: bool, nursery: Nursery
-) -> Attempt:
+    original: Program, text: str, number: int, folder: Path, terms: Terms, allow_unsandboxed: bool, nursery: Nursery,
+    until: float,
+) -> Attempt:  # fmt: skip
     if not text:
         return Attempt(text, "refused", "", "the answer holds no fenced block with a program, a plan or ModelNew")
     try:
         candidate = source(text)
     except TargetError as error:
         return Attempt(text, "refused", "", str(error))
+    left = max(until - time.monotonic(), 1.0)
+    if left < math.inf:  # of the run; a trial has a limit of its own besides
+        terms = replace(terms, limit=min(left, terms.limit or LEVELS[terms.level].limit))
     options: dict[str, Any] = asdict(replace(terms, tried=number + 1))
     verdict: Verdict = judge(original, candidate, **options, allow_unsandboxed=allow_unsandboxed, nursery=nursery)
     (folder / "trials" / f"{number:03}.jsonl").write_text(verdict.to_jsonl())
     race = verdict.timing
     speed = race.get("speedup", 0.0), race.get("at_least", 0.0)
-    return Attempt(text, verdict.outcome, verdict.check, verdict.reason, *speed, against=race.get("against", ""))
+    said = {"against": race.get("against", ""), "told": verdict.told}
+    return Attempt(text, verdict.outcome, verdict.check, verdict.reason, *speed, **said)
 
 
 def _workshop(original: Program, terms: Terms, folder: Path, record: _Record) -> Any:
@@ -278,7 +284,7 @@ def _shown(run: Run, keep: int) -> tuple[Attempt, ...]:
     """Return the best accepted proposals, and after them what was refused last."""
     good = sorted((a for a in run.tried if a.outcome == "accepted"), key=lambda a: -a.at_least)[:keep]
     bad = [a for a in reversed(run.tried) if a.outcome != "accepted" and a.source][:2]
-    return (*good[:1], *bad, *good[1:])
+    return tuple(replace(a, reason=a.told or a.reason, told="") for a in (*good[:1], *bad, *good[1:]))
 
 
 class _Record:
@@ -321,8 +327,8 @@ def _opened(original: Program, folder: Path, terms: Terms, resume: bool) -> tupl
             elif event["event"] == "proposal":
                 texts[event["number"]] = event["text"]
             elif event["event"] == "verdict":
-                names = ("outcome", "check", "reason", "speedup", "at_least", "kind", "against")
-                run.tried.append(Attempt(texts[event["number"]], **{name: event[name] for name in names}))
+                names = ("outcome", "check", "reason", "speedup", "at_least", "kind", "against", "told")
+                run.tried.append(Attempt(texts[event["number"]], **{n: event[n] for n in names if n in event}))
     except (OSError, ValueError, KeyError, TypeError) as error:
         if isinstance(error, ArgumentError):
             raise

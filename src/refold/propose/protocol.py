@@ -34,6 +34,7 @@ class Attempt:
         at_least: See ``speedup``.
         kind: Of the proposal.
         against: The baseline of the timing.
+        told: What may be said of the reason to whoever proposed it, who might read files through it; if empty, all.
     """
 
     source: str
@@ -44,6 +45,7 @@ class Attempt:
     at_least: float = 0.0
     kind: str = "source"
     against: str = ""
+    told: str = ""
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,7 @@ class Request:
         train: Whether gradients count as well.
         inputs: Shape and dtype of each tensor among the inputs, ``value`` of what is none.
         machine: Facts of the device: name, cores, threads, versions.
-        attempts: Earlier proposals, the best first.
+        attempts: Earlier proposals, the best first; of why a source was refused, only what it could know itself.
         wanted: How many proposals are asked for.
         regions: What of the layer index notation can say: name, user's line, program, FLOPs, bytes, and the time that
             the least bytes take. Empty if nothing is known.

@@ -28,12 +28,12 @@ from ..compiler.pipeline import NAMES
 from ..compiler.private import recompile_limits, tree_leaves
 from ..compiler.regions import Region, regions
 from ..errors import ArgumentError, CompileError, ProgramError, RefoldError, TargetError
+from ..judge import Program, Terms
 from ..ops.spec import operators
 from ..report import Report
 from ..verify import Race, check, race
 from ..verify.ceilings import ceilings
 from ..verify.timing import median_ms
-from ..verify.trial import Program, Terms
 from .protocol import Attempt, Proposal
 
 Run = Callable[..., Any]

@@ -1,11 +1,12 @@
-"""Is the candidate right, and is it faster? Works on callables and files, and knows nothing of compilers.
+"""Is the candidate right, and is it faster? Works on callables, and knows nothing of compilers.
 
 `check` compares a candidate with the original, both against float64. `race` times two callables in turns, and accepts
-the candidate only if it is faster beyond noise. Both are for trusted programs, in this process. `judge` tries an
-untrusted program, in a process of its own. docs/verification.md says what each of them shows, and what it does not
-show.
+the candidate only if it is faster beyond noise. Both are for trusted programs, in this process. `judge`, of
+`refold.judge`, tries an untrusted program, in a process of its own. docs/verification.md says what each of them shows,
+and what it does not show.
 """
 
+import importlib
 from typing import Any
 
 from .numerics import MOVES as MOVES
@@ -28,6 +29,4 @@ def __getattr__(name: str) -> Any:
     """Import the trial of untrusted programs when it is first asked for; it needs Linux."""
     if name not in ("judge", "Verdict"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from . import trial
-
-    return getattr(trial, name)
+    return getattr(importlib.import_module("refold.judge"), name)

@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from refold.verify.trial import Nursery
+from refold.judge import Nursery
 from support.endpoint import Server
 
 KEY = "sk-very-secret"

@@ -13,13 +13,13 @@ from typer.testing import CliRunner
 import refold
 from refold.cli import app
 from refold.errors import ArgumentError, RefoldWarning, TargetError
+from refold.judge import Terms, source
 from refold.propose import Budget, Proposal, guarded, proposer, search
 from refold.propose.applied import save
 from refold.propose.chat import Chat
 from refold.propose.prompt import answers, question
 from refold.propose.systematic import Systematic, alternatives
 from refold.targets import load
-from refold.verify.trial import source, terms
 from support.endpoint import EVENTS
 
 pytest.importorskip("httpx")
@@ -39,7 +39,7 @@ PROGRAM = {
 WRONG = {**PROGRAM, "steps": [*PROGRAM["steps"][:2], {**PROGRAM["steps"][2], "of": ["e[b t]", "f[d]", 1.001]}]}
 SOURCE = (EXAMPLES / "agent.py").read_text().split('"""')[3]
 HOSTILE = "import os\nos.kill(os.getppid(), 9)\nclass ModelNew: pass\n"
-RIGHT = terms(level="quick", threads=1, accept="right")
+RIGHT = Terms(level="quick", threads=1, accept="right")
 
 
 def block(language, content):

@@ -9,9 +9,9 @@ from typer.testing import CliRunner
 
 from refold.cli import app
 from refold.errors import ArgumentError, ProposerError
+from refold.judge import Terms, source
 from refold.propose import Budget, Proposal, local, search
 from refold.propose.protocol import Request, proposals
-from refold.verify.trial import source, terms
 
 ORIGINAL = """
 import torch
@@ -34,7 +34,7 @@ class ModelNew(torch.nn.Module):
 """
 ZEROS = GOOD.replace("return ", "return 0 * ")
 HOSTILE = "import pathlib\npathlib.Path(pathlib.__file__).write_text('')\nModelNew = None\n"
-TERMS = terms(level="quick", threads=1)
+TERMS = Terms(level="quick", threads=1)
 
 
 class Scripted:

@@ -6,12 +6,25 @@ from dataclasses import replace
 import pytest
 import torch
 
+from refold.judge import Terms, Verdict, race, source
+from refold.judge.case import Case
+from refold.judge.comparison import Comparison
+from refold.judge.docket import Docket
+from refold.judge.errors import Refused, Unjudgeable
+from refold.judge.messages import Description
+from refold.judge.process import Result
+from refold.judge.sides import Sides
 from refold.verify.contention import Usage
-from refold.verify.trial import checks, race, session, source
-from refold.verify.trial.process import Result, Unjudgeable
-from refold.verify.trial.terms import Terms
 
 NOTHING = source("Model = ModelNew = None", name="original.py", role="original")
+
+
+def case(**terms):
+    """Make a case of programs that nothing is run of."""
+    docket = Docket(Verdict(NOTHING, NOTHING, Terms(level="quick", **terms)), 1, frozenset())
+    docket.draw_secret()
+    sides = Sides(NOTHING, NOTHING, None, docket, None)
+    return Case(docket, sides, Comparison(docket, sides))
 
 
 class Machine:
@@ -62,7 +75,7 @@ class Machine:
         )
 
     def race(self, threads=2, seed=1, outside=(5e-4,)):
-        trial = checks.Trial(NOTHING, NOTHING, None, Terms(level="quick", threads=threads), None, seed=seed)
+        trial = race.Race(case(threads=threads))
 
         def pair(base, candidate, purpose, swapped):
             o, y = self.call(1e-3 * self.ratio), self.call(1e-3, outside[self.calls % len(outside)])
@@ -74,7 +87,7 @@ class Machine:
 
         trial._pair = pair
         trial._begin = trial._look = lambda base, candidate: None
-        return trial._race(self, self, "race")
+        return trial.race(self, self, "race")
 
 
 def test_a_machine_that_is_slow_to_wake_threads_can_judge(monkeypatch):
@@ -140,13 +153,14 @@ def test_work_between_calls_is_counted(monkeypatch, outside):
 )
 def test_a_timed_result_has_the_structure_of_the_original_s_also_when_that_is_compiled(tree, shape, reason):
     """Other strides are allowed there, because compiled programs have others."""
-    trial = checks.Trial(NOTHING, NOTHING, None, Terms(level="quick"), None, seed=1)
-    trial._tree, trial._processors, trial._width, trial._most = {"tensor": 0}, [0], 1, 1 << 20
-    trial._actual = lambda *purpose: [torch.ones(4, 4)]
+    of = case()
+    of.sides.tree, of.sides.actual = {"tensor": 0}, lambda *purpose: [torch.ones(4, 4)]
+    trial = race.Race(of)
+    trial._processors, trial._width = [0], 1
 
     class Process:
         def __init__(self, tree, shape):
-            m = {"shape": shape, "dtype": "float32", "device": "cpu"}
+            m = Description("Tensor", "float32", "cpu", shape, [4, 1], 64, 64, 64, 64, [], [], False)
             self.result = Result(tree, [m], [torch.ones(shape)], 1.0)
 
         def pin(self, processors):
@@ -156,6 +170,6 @@ def test_a_timed_result_has_the_structure_of_the_original_s_also_when_that_is_co
             return self.result
 
     trial._compiled = Process({"tensor": 0}, [4, 4])
-    with pytest.raises(session.Refused):
+    with pytest.raises(Refused):
         trial._pair(trial._compiled, Process(tree, shape), ("race", 1, 0), False)
-    assert (trial.verdict.check, trial.verdict.reason) == ("M2", f"in a timed call, {reason}")
+    assert (of.docket.verdict.check, of.docket.verdict.reason) == ("M2", f"in a timed call, {reason}")

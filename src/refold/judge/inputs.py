@@ -73,14 +73,21 @@ KINDS: dict[str, Kind] = {
     "zero rows": _zero_rows,
     "constant rows": _constant_rows,
     "sorted": _sorted,
+    "zeros": lambda x, g: torch.zeros(x.shape),
+    "all large": lambda x, g: 8 + _normal(x, g),
+    "all very negative": lambda x, g: -8 + _normal(x, g),
 }
 
 
-# Kinds for more than one tensor: what the first, third and so on are multiplied by, and the others.
-UNLIKE = {"large beside small": (1e3, 1e-3), "small beside large": (1e-3, 1e3)}
+# Kinds for more than one tensor. Of each, it is drawn by what it is multiplied,
+UNLIKE = ("unlike scales", "other scales", "more scales")
+_SCALES = (1e-3, 1.0, 1e3)
+# or which one of them has large values of one sign: gates that are all open, or all shut.
+ALONE = {"one is large": 8.0, "one is very negative": -8.0}
 
 # Kinds on which gradients are compared coarsely, if at all.
-LARGE = ("x1000", "huge", "wide exponents", "large beside small", "small beside large")
+SATURATED = ("all large", "all very negative", *ALONE)
+LARGE = ("x1000", "huge", "wide exponents", *UNLIKE, *SATURATED)
 
 REPEATED = "repeated"
 # Kinds of which sums may have terms that are all equal.
@@ -101,8 +108,16 @@ def draw(kind: str, like: Sequence[torch.Tensor], seed: int) -> Tensors:
             return torch.complex(*(drawn(part, scale) for part in (x.real, x.imag))).to(x.dtype)
         return (scale * KINDS.get(kind, _normal)(x, g)).to(x.dtype).contiguous() if x.is_floating_point() else x
 
-    scales = itertools.cycle(UNLIKE.get(kind, (1.0,)))
-    return [drawn(x, next(scales)) if is_real(x) else x for x in like]
+    real = [index for index, x in enumerate(like) if is_real(x)]
+    scales = dict.fromkeys(real, 1.0)
+    if kind in UNLIKE and len(real) > 1:
+        while len(set(scales.values())) == 1:
+            scales = {index: _SCALES[int(torch.randint(len(_SCALES), (), generator=g))] for index in real}
+    values = [drawn(x, scales[index]) if index in scales else x for index, x in enumerate(like)]
+    if kind in ALONE and real:
+        index = real[int(torch.randint(len(real), (), generator=g))]
+        values[index] = (values[index] + ALONE[kind]).to(values[index].dtype)
+    return values
 
 
 def is_real(x: torch.Tensor) -> bool:
@@ -191,6 +206,22 @@ def constants(tree: Any) -> tuple[Any, list[Any]]:
     if isinstance(value, float) and math.isfinite(value):
         return {**tree, "value": 1.5 * value + 0.25}, []
     return tree, [] if value is None else [value]
+
+
+def twins(tree: Any, like: Sequence[torch.Tensor]) -> Any:
+    """Give one tensor for two arguments of equal shape and dtype; None if there are no two."""
+    if "items" not in tree or "dict" in tree:
+        return None
+    seen: dict[Any, int] = {}
+    for at, item in enumerate(tree["items"]):
+        if "tensor" in item:
+            x = like[item["tensor"]]
+            first = seen.setdefault((x.shape, x.dtype), item["tensor"])
+            if first != item["tensor"]:
+                items = [*tree["items"]]
+                items[at] = {"tensor": first}
+                return {**tree, "items": items}
+    return None
 
 
 def specials(like: Sequence[torch.Tensor], seed: int) -> Iterator[tuple[str, Tensors]]:

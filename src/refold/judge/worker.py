@@ -11,7 +11,7 @@ waits for the call's stream and for no other stream. So the judge reads the same
 comes before its results is wrong, and the time of a call includes both copies, for original and candidate alike.
 
 Original and candidate run in the same way, so that neither is favoured. The only parts of refold imported here are
-`sandbox`, `private` and `surroundings`.
+`messages`, `sandbox`, `private` and `surroundings`.
 """
 
 from __future__ import annotations
@@ -58,8 +58,14 @@ def _import(path: Path, name: str = "") -> Any:
     return module
 
 
-private: Any = _import(Path(__file__).with_name("private.py"), "refold trial: private")
-surroundings: Any = _import(Path(__file__).with_name("surroundings.py"), "refold trial: surroundings")
+def _part(name: str) -> Any:
+    """Import a part of refold that this process needs, by its path."""
+    return _import(Path(__file__).with_name(f"{name}.py"), f"refold judge: {name}")
+
+
+messages: Any = _part("messages")
+private: Any = _part("private")
+surroundings: Any = _part("surroundings")
 
 ZONE = 4096  # bytes of the red zones around inputs, as the judge writes them
 HELD = 3  # results kept alive, so that the judge can look at them again
@@ -73,36 +79,27 @@ def _of_modules(module: torch.nn.Module) -> list[Any]:
     return [*modes, *((p.requires_grad, p.grad is not None) for p in module.parameters())]
 
 
-def _describe(t: torch.Tensor) -> dict[str, Any]:
+def _describe(t: torch.Tensor) -> Any:
     strided = t.layout == torch.strided and not t.is_meta
     # Zeros that a formula stands for, or a storage that was taken away.
     no_memory = strided and t.numel() > 0 and t.data_ptr() == 0
     strided = strided and not no_memory
     storage = t.untyped_storage() if strided else None
-    return {
-        "type": "Tensor" if type(t) in (torch.Tensor, torch.nn.Parameter) else type(t).__qualname__,
-        "dtype": str(t.dtype).removeprefix("torch."),
-        "device": t.device.type,
-        "shape": list(t.shape),
-        "stride": list(t.stride()) if t.layout == torch.strided else [],
-        "address": t.data_ptr() if strided else 0,
-        "storage": storage.data_ptr() if storage is not None else 0,
-        "pointer": t.data_ptr() if strided else 0,
-        "storage_bytes": storage.nbytes() if storage is not None else 0,
-        "odd": [
-            name
-            for name, odd in (
-                ("not strided", t.layout != torch.strided),
-                ("conjugate", t.is_conj()),
-                ("negated", t.is_neg()),
-                ("without memory", no_memory),
-                ("on device meta", t.is_meta),
-            )
-            if odd
-        ],
-        "requires_grad": t.requires_grad,
-        "traits": ["an inference tensor"] if t.is_inference() else [],  # through which no gradients flow later
-    }
+    odd = (t.layout != torch.strided, t.is_conj(), t.is_neg(), no_memory, t.is_meta)
+    return messages.Description(
+        type={torch.Tensor: "Tensor", torch.nn.Parameter: "Parameter"}.get(type(t), f"class {type(t).__qualname__}"),
+        dtype=str(t.dtype).removeprefix("torch."),
+        device=t.device.type,
+        shape=list(t.shape),
+        stride=list(t.stride()) if t.layout == torch.strided else [],
+        address=t.data_ptr() if strided else 0,
+        pointer=t.data_ptr() if strided else 0,
+        storage=storage.data_ptr() if storage is not None else 0,
+        storage_bytes=storage.nbytes() if storage is not None else 0,
+        odd=[name for name, is_so in zip(messages.ODD, odd, strict=True) if is_so],
+        requires_grad=t.requires_grad,
+        traits=[messages.TRAITS[0]] if t.is_inference() else [],  # through which no gradients flow later
+    )
 
 
 def _flatten(value: Any, leaves: list[torch.Tensor], *, result: bool) -> Any:
@@ -193,18 +190,20 @@ class _Census(private.DispatchMode):
 class Stub:
     """Obeys the judge; one method a command."""
 
-    def __init__(self, channel: socket.socket, region: mmap.mmap, folder: Path, active: list[str]):
-        self._channel, self._region, self._folder, self._active = channel, region, folder, active
+    def __init__(self, channel: socket.socket, region: mmap.mmap, folder: Path):
+        self._channel, self._region, self._folder = channel, region, folder
+        self._file = ""
         self._program: Any = None
-        self._inputs_of: Any = None
         self._source: Any = None
+        self._inputs: list[torch.Tensor] = []
+        self._ready: Any = None
+        self._leaves: list[torch.Tensor] = []
+        self._back: list[torch.Tensor] = []  # what flows back into the results
         self._held: deque[Any] = deque(maxlen=HELD)
         self._kept: list[Any] = []
         self._surroundings = surroundings.Surroundings(folder, private.settings)
-        self._ready: tuple[Any, ...] | None = None
-        self._mode = "plain", False
         self._order: list[str] = []
-        self._device = "cpu"
+        self._device, self._train = "cpu", False
         # Of inputs on a device: the bytes in shared memory, the bytes there, and what lies in them.
         self._placed: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
         self._states: dict[str, torch.Tensor] = {}
@@ -215,42 +214,36 @@ class Stub:
         while True:
             frame = receive(self._channel)
             try:
-                answer = self.go() if not frame else self._obey(pickle.loads(frame))
+                answer = self._obey(*pickle.loads(frame)) if frame else self.go()
             except BaseException as error:
-                answer = {"error": f"{type(error).__name__}: {error}"[:_TEXT], "where": traceback.format_exc()[-_TEXT:]}
-            send(self._channel, json.dumps(answer).encode())
+                answer = _failure(error, self._file)
+            send(self._channel, messages.to_json(answer))
 
-    def _obey(self, request: dict[str, Any]) -> dict[str, Any]:
-        return getattr(self, "do_" + request.pop("do"))(**request)
+    def _obey(self, name: str, values: dict[str, Any]) -> Any:
+        begun = time.perf_counter()
+        answer = getattr(self, "do_" + name)(**values)
+        return messages.Done(time.perf_counter() - begun) if answer is None else answer
 
-    def do_load(self, text: str, name: str, attribute: str) -> dict[str, Any]:
+    def do_load(self, text: str, name: str, attribute: str) -> Any:
         """Import a program's source and find the class or function it is judged by."""
-        path = self._folder / name
-        path.write_text(text)
-        start = time.perf_counter()
-        self._source = _import(path)
-        if not hasattr(self._source, attribute):
-            return {"missing": attribute}
-        return {"seconds": time.perf_counter() - start}
+        self._file = str(self._folder / name)
+        Path(self._file).write_text(text, encoding="utf-8")
+        self._source = _import(Path(self._file))
+        return None if hasattr(self._source, attribute) else messages.Missing(attribute)
 
-    def do_hello(self) -> dict[str, Any]:
-        """Say what confines this process, and what it cannot see with this PyTorch."""
-        return {"active": self._active, "off": private.OFF}
-
-    def do_seed(self, seed: int) -> dict[str, Any]:
+    def do_seed(self, seed: int) -> None:
         """Seed the random state."""
         surroundings.seed(seed)
-        return {}
 
-    def do_arguments(self, seed: int) -> dict[str, Any]:
+    def do_arguments(self) -> Any:
         """Return what the original's class is made with, unread by the judge."""
-        torch.manual_seed(seed)
+        torch.manual_seed(0)
         arguments: Any = getattr(self._source, "get_init_inputs", list)()
-        return {"arguments": base64.b64encode(pickle.dumps(arguments)).decode()}
+        return messages.Arguments(base64.b64encode(pickle.dumps(arguments)).decode())
 
     def do_build(
-        self, attribute: str, arguments: str, seed: int, dtype: str, device: str, train: bool, compiled: bool = False
-    ) -> dict[str, Any]:
+        self, attribute: str, arguments: str, seed: int, dtype: str, device: str, train: bool, compiled: bool
+    ) -> None:
         """Make the program; a class is made with the given arguments after seeding."""
         found = getattr(self._source, attribute)
         self._train, self._device = train, device
@@ -263,169 +256,170 @@ class Stub:
         if not callable(found):
             raise TypeError(f"{attribute} is a {type(found).__name__}, which cannot be called")
         self._program = torch.compile(found) if compiled else found
-        return self.do_inspect()
 
-    def do_inputs(self, seed: int) -> dict[str, Any]:
+    @property
+    def _module(self) -> torch.nn.Module | None:
+        return self._program if isinstance(self._program, torch.nn.Module) else None
+
+    def do_inputs(self, seed: int) -> Any:
         """Draw the original's own inputs."""
         surroundings.seed(seed)
         if not hasattr(self._source, "get_inputs"):
-            return {"missing": "get_inputs"}
+            return messages.Missing("get_inputs")
         leaves: list[torch.Tensor] = []
-        self._inputs_of = self._source.get_inputs()
-        tree = _flatten(self._inputs_of, leaves, result=False)
-        self._inputs_of = [leaf.detach().cpu().contiguous() for leaf in leaves]
-        return {"tree": tree, "tensors": [_describe(leaf) for leaf in self._inputs_of]}
+        tree = _flatten(self._source.get_inputs(), leaves, result=False)
+        self._inputs = [leaf.detach().cpu().contiguous() for leaf in leaves]
+        return messages.Drawn(tree, [_describe(leaf) for leaf in self._inputs])
 
-    def do_inspect(self) -> dict[str, Any]:
+    def do_inspect(self) -> Any:
         """Describe what the program must leave alone: its state, global settings, the random state, functions."""
         settings, functions = self._surroundings.changes()
-        module = self._program if isinstance(self._program, torch.nn.Module) else None
-        state = {} if module is None else module.state_dict(keep_vars=True)
-        return {
-            "state": [[name, self._stated(name, t)] for name, t in state.items() if isinstance(t, torch.Tensor)],
-            "modes": "" if module is None else str(_of_modules(module)),
-            "settings": settings,
-            "patched": functions,
-            "random": surroundings.random_state(),
-        }
+        state = {} if self._module is None else self._module.state_dict(keep_vars=True)
+        return messages.Inspected(
+            state={name: self._stated(name, t) for name, t in state.items() if isinstance(t, torch.Tensor)},
+            modes="" if self._module is None else str(_of_modules(self._module)),
+            settings=settings,
+            patched=functions,
+            random=surroundings.random_state(),
+        )
 
-    def _stated(self, name: str, t: torch.Tensor) -> dict[str, Any]:
+    def _stated(self, name: str, t: torch.Tensor) -> Any:
         """Describe a parameter or buffer; of one on a device, a copy on the host that is kept."""
         if t.device.type == "cpu" or t.layout != torch.strided:
             return _describe(t)
         self._states[name] = host = t.detach().contiguous().cpu()
         return _describe(host)
 
-    def do_adopt(self, tensors: dict[str, Any], steps: bool) -> dict[str, Any]:
-        """Take over parameters and buffers: by load_state_dict, or changed in place as an optimizer does."""
-        values = {name: self._tensor(spec) for name, spec in tensors.items()}
-        if steps:
-            own = self._program.state_dict(keep_vars=True)
+    def do_adopt(self, places: dict[str, Any], way: str) -> None:
+        """Take over parameters and buffers in one of the ways in which users do."""
+        values = {name: self._tensor(messages.Place(**place)) for name, place in places.items()}
+        module = self._module
+        if module is None:
+            return
+        if way in ("loaded", "assigned"):
+            if way == "assigned":
+                values = {name: value.clone().to(self._device) for name, value in values.items()}
+            module.load_state_dict(values, strict=False, assign=way == "assigned")
+            return
+        with torch.no_grad():
+            if way == "moved":
+                own_state = torch.nn.Module.parameters(module), torch.nn.Module.buffers(module)  # names may be in use
+                for t in {id(t): t for some in own_state for t in some}.values():
+                    t.data = t.data.clone()
+            own = module.state_dict(keep_vars=True)
+            others: dict[int, torch.Tensor] = {}  # two names of one parameter stay so
             for name, value in values.items():
-                own[name].data.copy_(value)  # which no version counter counts, and trainers of large models do
-        else:
-            self._program.load_state_dict(values, strict=False)
-        return {}
+                if way in ("in place", "moved"):
+                    own[name].data.copy_(value)  # which no version counter counts, and trainers of large models do
+                    continue
+                fresh = torch.empty_like(own[name].data).copy_(value)
+                if way == "data":
+                    own[name].data = fresh
+                    continue
+                *path, last = name.split(".")
+                if isinstance(own[name], torch.nn.Parameter):
+                    fresh = torch.nn.Parameter(fresh, own[name].requires_grad)
+                setattr(module.get_submodule(".".join(path)), last, others.setdefault(id(own[name]), fresh))
 
-    def do_order(self, names: list[str]) -> dict[str, Any]:
+    def do_order(self, names: list[str]) -> None:
         """Give gradients of parameters in this order; others follow as they are defined."""
         self._order = names
-        return {}
 
-    def do_census(self) -> dict[str, Any]:
+    def do_census(self) -> Any:
         """Run the prepared call and count the operations and kernels that run in it."""
         if self._device == "cpu" and not private.imported_dynamo():  # else loading the profiler takes seconds
             with _Census() as census:
                 self.go()
-            return {"operations": census.counts}
+            return messages.Census(census.counts)
         with torch.profiler.profile() as profile:
             self.go()
-        return {"operations": {event.key: event.count for event in profile.key_averages()}}
+        return messages.Census({event.key: event.count for event in profile.key_averages()})
 
-    def do_terms(self) -> dict[str, Any]:
+    def do_terms(self) -> Any:
         """Run the prepared call and count the terms of its longest sum."""
         with _Terms() as terms:
             self.go()
-        return {"terms": terms.longest}
+        return messages.Counted(terms.longest)
 
-    def do_prepare(
-        self,
-        tree: Any,
-        tensors: Any,
-        seed: int,
-        mode: str,
-        perturb: int,
-        cotangents: Any,
-        hold: bool,
-        keep: bool,
-        flow: str,
-        frozen: bool,
-    ) -> dict[str, Any]:
+    def do_prepare(self, tensors: list[Any], cotangents: list[Any], **values: Any) -> None:
         """Wrap the places where inputs are going to be; the judge fills them afterwards."""
-        if not hold:
+        places, back = ([messages.Place(**place) for place in some] for some in (tensors, cotangents))
+        self._ready = ready = messages.Prepare(tensors=places, cotangents=back, **values)
+        if not ready.hold:
             self._held.clear()
             self._hosts.clear()
         if self._device != "cpu":
-            if perturb:
-                self._poison(perturb)
-            surroundings.seed(seed)
-            self._ready = tree, tensors, cotangents, keep, flow
-            self._mode = mode, frozen
-            return {}
-        leaves = [self._tensor(spec) for spec in tensors]
-        places = [self._tensor(spec) for spec in cotangents]
-        args = _unflatten(tree, leaves)
-        if sys.platform == "linux":
-            ctypes.CDLL(None).mallopt(_M_PERTURB, perturb ^ 0xFF if perturb else 0)
-        surroundings.seed(seed)
-        self._ready = args, leaves, places, keep, flow
-        self._mode = mode, frozen
-        return {}
+            if ready.perturb:
+                self._poison(ready.perturb)
+        else:
+            self._leaves, self._back = (list(map(self._tensor, some)) for some in (places, back))
+            ctypes.CDLL(None).mallopt(_M_PERTURB, ready.perturb ^ 0xFF if ready.perturb else 0)
+        surroundings.seed(ready.seed)
 
-    def go(self) -> dict[str, Any]:
+    def go(self) -> Any:
         """Call the program on the inputs in the prepared places."""
-        assert self._ready is not None
-        args, leaves, places, keep, flow = self._ready
-        if self._device != "cpu":
-            return self._go_on_device(args, leaves, places, keep, flow)
-        before = _objects(args)
+        if self._device == "cpu":
+            tree, outputs, left = self._run()
+            held: tuple[Any, ...] = ([t.detach() for t in outputs],)
+            described = [_describe(t) for t in outputs]
+        else:
+            # Bring the inputs to the device, and results and inputs back.
+            before = {here.data_ptr(): there for here, there, _ in self._placed}
+            self._placed = [self._sent(place, before) for place in self._ready.tensors]
+            self._leaves = [there for _, _, there in self._placed]
+            self._back = [self._sent(place, {})[2] for place in self._ready.cotangents]
+            tree, outputs, left = self._run()
+            received = [self._received(t) for t in outputs]
+            for here, there, _ in self._placed:
+                here.copy_(there)
+            self._hosts.append([pair for _, pair in received if pair is not None])
+            held = ([t.detach() for t in outputs], self._placed, self._hosts[-1])
+            described = [each for each, _ in received]
+        # Not the objects themselves: users hold a view of a result, or what autograd saved of it.
+        self._held.append(held)
+        if self._ready.keep:
+            self._kept.append(held)
+        return messages.Returned(tree, described, left)
+
+    def _run(self) -> tuple[Any, list[torch.Tensor], list[str]]:
+        """Call the program; return the structure of what it gave, its tensors, and what it changed of the caller's."""
+        outputs: list[torch.Tensor] = []
         with self._in_mode() as left:
+            inner = self._ready.inner
+            leaves = [t * 1 if inner and t.requires_grad else t for t in self._leaves]
+            args = _unflatten(self._ready.tree, leaves)
+            before = _objects(args)
+            wanted = self._wanted() if self._back else []
+            if self._ready.flow == "added":
+                _filled(wanted, self._ready.seed)
             result = self._program(*args)
-            outputs: list[torch.Tensor] = []
             tree = _flatten(result, outputs, result=True)
-            if places:
-                gradients = _flatten(self._gradients(list(outputs), leaves, places, flow), outputs, result=True)
+            if self._back:
+                gradients = _flatten(self._gradients(list(outputs), wanted), outputs, result=True)
                 tree = {"sequence": "with gradients", "items": [tree, gradients]}
-        self._held.append((result, outputs))
-        if keep:
-            self._kept.append((result, outputs))
-        return {"tree": tree, "tensors": [_describe(t) for t in outputs], "left": left + _left(args, before)}
+        return tree, outputs, left + _left(args, before)
 
     @contextlib.contextmanager
     def _in_mode(self) -> Iterator[list[str]]:
         """Record gradients or not, as the call asks for; add to the list if the program has changed that."""
-        mode, frozen = self._mode
-        module = self._program if frozen and isinstance(self._program, torch.nn.Module) else torch.nn.Module()
-        constant = [p for p in module.parameters() if p.requires_grad]
+        module = torch.nn.Module() if self._module is None else self._module
+        constant = [p for p in module.parameters() if p.requires_grad and self._ready.frozen]
+        recorded, training = self._ready.mode == "recorded", self._ready.training
         left: list[str] = []
         try:
             for p in constant:
                 p.requires_grad_(False)
-            with torch.inference_mode() if mode == "inference" else torch.set_grad_enabled(mode == "recorded"):
+            if training is not None:
+                module.train(training)
+            with torch.inference_mode() if self._ready.mode == "inference" else torch.set_grad_enabled(recorded):
                 yield left
-                if torch.is_grad_enabled() != (mode == "recorded"):
+                if torch.is_grad_enabled() != recorded:
                     left.append("whether gradients are recorded")
         finally:
+            if training is not None:
+                module.train(self._train)
             for p in constant:
                 p.requires_grad_()
-
-    def _go_on_device(self, tree: Any, specs: Any, places: Any, keep: bool, flow: str) -> dict[str, Any]:
-        """Bring the inputs to the device, call, and bring results and inputs back."""
-        before = {here.data_ptr(): there for here, there, _ in self._placed}
-        self._placed = [self._sent(spec, before) for spec in specs]
-        leaves = [there for _, _, there in self._placed]
-        cotangents = [self._sent(spec, {})[2] for spec in places]
-        args = _unflatten(tree, leaves)
-        objects = _objects(args)
-        with self._in_mode() as left:
-            result = self._program(*args)
-            outputs: list[torch.Tensor] = []
-            shape = _flatten(result, outputs, result=True)
-            if cotangents:
-                gradients = _flatten(self._gradients(list(outputs), leaves, cotangents, flow), outputs, result=True)
-                shape = {"sequence": "with gradients", "items": [shape, gradients]}
-        described = [self._received(t) for t in outputs]
-        for here, there, _ in self._placed:
-            here.copy_(there)
-        self._held.append((result, outputs, self._placed))
-        self._hosts.append([pair for _, pair in described if pair is not None])
-        if keep:
-            self._kept.append((result, outputs, self._placed, self._hosts[-1]))
-        return {
-            "tree": shape,
-            "tensors": [described for described, _ in described],
-            "left": left + _left(args, objects),
-        }
 
     def _poison(self, byte: int) -> None:
         """Let memory that is allocated next hold a byte; torch hands out again what was freed."""
@@ -433,71 +427,73 @@ class Stub:
         blocks = [torch.full((size,), byte, dtype=torch.uint8, device=self._device) for size in sizes]
         del blocks
 
-    def _sent(
-        self, spec: dict[str, Any], before: dict[int, torch.Tensor]
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def _sent(self, place: Any, before: dict[int, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Copy a place in the shared region, with the zones around it, into memory of the device.
 
         An input at the address of an earlier input goes to that input's place on the device; others to fresh memory.
         """
-        dtype = getattr(torch, spec["dtype"])
-        if not spec["elements"]:
-            empty = torch.empty(spec["shape"], dtype=dtype, device=self._device)
-            return empty, empty, empty.requires_grad_(spec["requires_grad"])
-        size = spec["elements"] * dtype.itemsize
-        zones = min(ZONE, spec["offset"])
-        here = torch.frombuffer(self._region, dtype=torch.uint8, count=size + 2 * zones, offset=spec["offset"] - zones)
+        dtype = getattr(torch, place.dtype)
+        if not place.elements:
+            empty = torch.empty(place.shape, dtype=dtype, device=self._device)
+            return empty, empty, empty.requires_grad_(place.requires_grad)
+        size = place.elements * dtype.itemsize
+        zones = min(ZONE, place.offset)
+        here = torch.frombuffer(self._region, dtype=torch.uint8, count=size + 2 * zones, offset=place.offset - zones)
         there = before.get(here.data_ptr())
         if there is None or there.numel() != here.numel():
             there = torch.empty_like(here, device=self._device)
         there.copy_(here)
         flat = there[zones : zones + size].view(dtype)
-        value = flat.as_strided(spec["shape"], spec["stride"], flat.storage_offset() + spec["first"]).detach()
-        return here, there, value.requires_grad_(spec["requires_grad"])
+        value = flat.as_strided(place.shape, place.stride, flat.storage_offset() + place.first).detach()
+        return here, there, value.requires_grad_(place.requires_grad)
 
-    def _received(self, t: torch.Tensor) -> tuple[dict[str, Any], tuple[torch.Tensor, torch.Tensor] | None]:
+    def _received(self, t: torch.Tensor) -> tuple[Any, tuple[torch.Tensor, torch.Tensor] | None]:
         """Copy a result to the host. If it shares memory with an input, it is where that input is copied to."""
         described = _describe(t)
-        if described["odd"] or t.device.type == "cpu" or not t.numel():
+        if described.odd or t.device.type == "cpu" or not t.numel():
             return described, None
         for here, there, _ in self._placed:
             start = t.data_ptr() - there.data_ptr()
             if 0 <= start < there.numel():
-                return {**described, "address": here.data_ptr() + start}, None
+                described.address = here.data_ptr() + start
+                return described, None
         span = 1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))
         flat = t.detach().as_strided((span,), (1,))
         host = flat.cpu()
-        return {**described, "address": host.data_ptr()}, (host, flat)
+        described.address = host.data_ptr()
+        return described, (host, flat)
 
-    def do_refetch(self) -> dict[str, Any]:
+    def do_refetch(self) -> None:
         """Copy the results that are held from the device once more, to where they were copied before."""
-        if self._device != "cpu":
-            if torch.cuda.is_initialized():
-                torch.cuda.synchronize()
-            for pairs in [*self._hosts, *(kept[3] for kept in self._kept)]:
-                for host, flat in pairs:
-                    host.copy_(flat)
-        return {}
+        if self._device == "cpu":
+            return
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+        for pairs in [*self._hosts, *(kept[2] for kept in self._kept)]:
+            for host, flat in pairs:
+                host.copy_(flat)
 
-    def _gradients(self, outputs: Any, leaves: Any, places: Any, flow: str) -> Any:
-        if [list(t.shape) for t in outputs] != [list(p.shape) for p in places]:
-            return None
-        module = self._program if isinstance(self._program, torch.nn.Module) else None
-        wanted = [t for t in leaves if t.requires_grad]
-        named = {} if module is None else dict(module.named_parameters())
+    def _wanted(self) -> list[torch.Tensor]:
+        """List the leaves of which gradients are asked for: inputs, then parameters."""
+        named = {} if self._module is None else dict(self._module.named_parameters())
         named = {name: named[name] for name in [*filter(named.__contains__, self._order), *named]}
-        wanted += [p for p in named.values() if p.requires_grad]
-        pairs = [(t, p) for t, p in zip(outputs, places, strict=True) if t.requires_grad]
+        return [t for t in (*self._leaves, *named.values()) if t.requires_grad]
+
+    def _gradients(self, outputs: list[torch.Tensor], wanted: list[torch.Tensor]) -> Any:
+        if [list(t.shape) for t in outputs] != [list(p.shape) for p in self._back]:
+            return None
+        pairs = [(t, p) for t, p in zip(outputs, self._back, strict=True) if t.requires_grad]
         if not pairs or not wanted:
             return [None for _ in wanted]
         ys, cotangents = zip(*pairs, strict=True)
+        flow = self._ready.flow
         if flow == "once":
             return list(torch.autograd.grad(ys, wanted, cotangents, allow_unused=True))
-        if flow == "accumulated":
-            torch.autograd.backward(ys, cotangents, retain_graph=True)
-            torch.autograd.backward(ys, cotangents)
+        if flow in ("accumulated", "added"):
+            for turn in range(2 if flow == "accumulated" else 1):
+                torch.autograd.backward(ys, cotangents, retain_graph=flow == "accumulated" and turn == 0)
             return _taken(wanted)
-        wanted += [c.requires_grad_() for c in cotangents]
+        wanted = wanted + [c.requires_grad_() for c in cotangents]
         first = torch.autograd.grad(ys, wanted[: -len(cotangents)], cotangents, allow_unused=True, create_graph=True)
         again = [g for g in first if g is not None and g.requires_grad]
         if not again:
@@ -507,16 +503,39 @@ class Stub:
         # Whether a gradient is zero or none depends on how derivatives are written.
         return [torch.zeros_like(t) if g is None else g for g, t in zip(_taken(wanted), wanted, strict=True)]
 
-    def _tensor(self, spec: dict[str, Any]) -> torch.Tensor:
+    def _tensor(self, place: Any) -> torch.Tensor:
         """Wrap a place in the shared region, without a copy."""
-        dtype = getattr(torch, spec["dtype"])
-        if not spec["elements"]:
-            return torch.empty(spec["shape"], dtype=dtype).requires_grad_(spec["requires_grad"])
-        flat = torch.frombuffer(self._region, dtype=dtype, count=spec["elements"], offset=spec["offset"])
+        dtype = getattr(torch, place.dtype)
+        if not place.elements:
+            return torch.empty(place.shape, dtype=dtype).requires_grad_(place.requires_grad)
+        flat = torch.frombuffer(self._region, dtype=dtype, count=place.elements, offset=place.offset)
         # detach: a view of a tensor that has a base is no leaf of its own.
-        return (
-            flat.as_strided(spec["shape"], spec["stride"], spec["first"]).detach().requires_grad_(spec["requires_grad"])
-        )
+        value = flat.as_strided(place.shape, place.stride, place.first).detach()
+        return value.requires_grad_(place.requires_grad)
+
+
+def _failure(error: BaseException, file: str) -> Any:
+    """Say what a program raised. Only names and messages of Python and PyTorch are taken for such."""
+    kind = type(error)
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [frame.lineno for frame in frames if frame.filename == file and frame.lineno is not None]
+    if isinstance(error, SyntaxError) and error.filename == file and error.lineno is not None:
+        lines.append(error.lineno)
+    try:
+        text = str(error)[:_TEXT]
+    except Exception:
+        text = "and its message cannot be read"
+    if kind.__module__ in ("builtins", "torch"):
+        return messages.Failure(kind.__name__, text, lines)
+    return messages.Failure("Exception", f"{kind.__qualname__}: {text}"[:_TEXT], lines)
+
+
+def _filled(leaves: list[torch.Tensor], seed: int) -> None:
+    """Let leaves hold a gradient, as they do while gradients of several batches are added up."""
+    g = torch.Generator().manual_seed(seed)
+    for t in leaves:
+        noise = torch.randn(t.shape, generator=g, dtype=torch.complex64 if t.is_complex() else torch.float32)
+        t.grad = noise.to(t.device, t.dtype)
 
 
 def _taken(leaves: list[torch.Tensor]) -> list[torch.Tensor | None]:
@@ -585,7 +604,7 @@ def send(channel: socket.socket, payload: bytes) -> None:
 
 def _nursery(control: socket.socket) -> None:
     """Fork a process for each request of the judge, until the judge has ended."""
-    sandbox = _import(Path(__file__).with_name("sandbox.py"), "refold trial: sandbox")
+    sandbox = _part("sandbox")
     for name in ("LD_PRELOAD", "MALLOC_CHECK_"):  # of this process, not of what programs start
         os.environ.pop(name, None)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel buries the dead
@@ -595,11 +614,11 @@ def _nursery(control: socket.socket) -> None:
         message, handles, _, _ = socket.recv_fds(control, 1 << 16, 3)
         if not message:
             return
-        request = json.loads(message)
-        for name in request["imports"]:
+        request = messages.Start(**json.loads(message))
+        for name in request.imports:
             with contextlib.suppress(ImportError):
                 importlib.import_module(name)
-        if request["compiler"]:
+        if request.compiler:
             private.warm_compiler()
         if os.fork() == 0:
             control.close()
@@ -609,17 +628,17 @@ def _nursery(control: socket.socket) -> None:
             os.close(handle)
 
 
-def _born(request: dict[str, Any], channel: socket.socket, guard: socket.socket, region: int, sandbox: Any) -> NoReturn:
+def _born(request: Any, channel: socket.socket, guard: socket.socket, region: int, sandbox: Any) -> NoReturn:
     os.setsid()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     active: list[str] = []
-    if request["sandboxed"]:
-        active = sandbox.new_namespaces(request["device"])
+    if request.sandboxed:
+        active = sandbox.new_namespaces(request.device)
     if "pid namespace" in active:
         start, started = os.pipe()
         child = os.fork()
         if child:
-            send(channel, json.dumps({"pid": child}).encode())
+            send(channel, messages.to_json(messages.Born(child)))
             os.write(started, b"1")
             channel.close()
             os.close(region)
@@ -633,21 +652,23 @@ def _born(request: dict[str, Any], channel: socket.socket, guard: socket.socket,
         os.close(start)
         os.close(started)
     else:
-        send(channel, json.dumps({"pid": os.getpid()}).encode())
+        send(channel, messages.to_json(messages.Born(os.getpid())))
     guard.close()
-    folder = Path(request["folder"])
-    os.environ.update(request["environment"])
+    folder = Path(request.folder)
+    os.environ.update(request.environment)
     tempfile.tempdir = None
     private.move_compiler()
     os.chdir(folder)
     null = os.open(os.devnull, os.O_RDWR)
     for handle in (0, 1, 2):
         os.dup2(null, handle)
-    if request["sandboxed"]:
-        active = sandbox.enter(folder, request["readable"], request["limits"], request["device"], active)
-    torch.set_num_threads(request["threads"])
-    sys.path[:0] = request["path"]
-    Stub(channel, mmap.mmap(region, 0), folder, active).serve()
+    if request.sandboxed:
+        active = sandbox.enter(folder, request.readable, request.limits, request.device, active)
+    torch.set_num_threads(request.threads)
+    sys.path[:0] = request.path
+    stub = Stub(channel, mmap.mmap(region, 0), folder)
+    send(channel, messages.to_json(messages.Confined(active, private.OFF)))
+    stub.serve()
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from unittest import mock
 import pytest
 import torch
 
-from refold.verify.trial.surroundings import Surroundings
+from refold.judge.surroundings import Surroundings
 
 FINDER = type("Finder", (), {"find_spec": staticmethod(lambda name, path=None, target=None: None), "__module__": "x"})
 
@@ -109,7 +109,7 @@ def test_what_packages_do_is_left_to_them(surroundings, tmp_path):
 
 def test_all_variables_are_seen_also_those_of_the_c_library():
     code = (
-        "import ctypes, pathlib; from refold.verify.trial.surroundings import Surroundings;"
+        "import ctypes, pathlib; from refold.judge.surroundings import Surroundings;"
         "found = Surroundings(pathlib.Path('.'), dict); ctypes.CDLL(None).setenv(b'LD_PRELOAD', b'x.so', 1);"
         "print(found.changes()[0])"
     )

@@ -1,16 +1,14 @@
 """A trial without names of PyTorch that are not public: it decides as before, and notes what it does not see."""
 
 import importlib.util
-from pathlib import Path
 
 import pytest
 import torch
 
-from refold.verify import judge
-from refold.verify.trial import process, source
-from refold.verify.trial.private import COSTS
+from refold.judge import Nursery, judge, nursery, source
+from refold.judge.private import COSTS
 
-TRIAL = Path(process.__file__).parent
+JUDGE = nursery.WORKER.parent
 NAMES = [name.rpartition(".")[2] for name in COSTS]
 HOOKED = torch.nn.Linear(2, 2)
 HOOKED.register_forward_hook(lambda *_: None)
@@ -29,8 +27,8 @@ def get_inputs():
 
 def _copy(folder, names):
     """Copy the files of a trial's process to a folder, as if PyTorch had none of these names."""
-    for file in ("worker.py", "sandbox.py", "private.py", "surroundings.py"):
-        text = (TRIAL / file).read_text()
+    for file in ("worker.py", "messages.py", "sandbox.py", "private.py", "surroundings.py"):
+        text = (JUDGE / file).read_text()
         for name in names if file == "private.py" else ():
             assert name in text
             text = text.replace(f'.{name}"', f'.{name}_of_another_version"')
@@ -60,11 +58,11 @@ def test_without_a_name_one_thing_is_not_seen(tmp_path, name):
 
 def test_a_trial_decides_without_any_of_them(tmp_path, monkeypatch):
     _copy(tmp_path, NAMES)
-    monkeypatch.setattr(process, "__file__", str(tmp_path / "process.py"))
+    monkeypatch.setattr(nursery, "WORKER", tmp_path / "worker.py")
     original = source(PROGRAM.format(name="Model", value="a @ b"), name="original.py", role="original")
-    with process.Nursery(threads=1) as nursery:
+    with Nursery(threads=1) as started:
         for value, code in (("torch.einsum('ij,jk->ik', a, b)", 0), ("a @ b * 1.001", 1)):
             candidate = source(PROGRAM.format(name="ModelNew", value=value))
-            verdict = judge(original, candidate, accept="right", threads=1, nursery=nursery)
+            verdict = judge(original, candidate, accept="right", threads=1, nursery=started)
             assert verdict.exit_code == code, str(verdict)
             assert sum("PyTorch" in note for note in verdict.notes) == len(NAMES)

@@ -4,7 +4,7 @@ Four means, each used if the kernel has it:
 
 - *namespaces*: no network, no view of other processes; all processes of the candidate end with its first one;
 - *Landlock*: read the system and Python, write one private folder; no signals or abstract sockets to the outside;
-- *seccomp*: no sockets but pairs, no tracing, no mounts, no kernel loading;
+- *seccomp*: no sockets but pairs, no timers, no tracing, no mounts, no kernel loading;
 - *rlimits*: memory, processor time, file size.
 
 `enter` applies them to the calling process for good, and returns the names of those that are in force. `enough` says
@@ -49,7 +49,8 @@ _DENIED = {
         "open_by_handle_at": 304, "setns": 308, "process_vm_readv": 310, "process_vm_writev": 311, "finit_module": 313,
         "kexec_file_load": 320, "bpf": 321, "userfaultfd": 323, "io_uring_setup": 425, "open_tree": 428,
         "move_mount": 429, "fsopen": 430, "fsmount": 432, "pidfd_getfd": 438, "mount_setattr": 442,
-        "sched_setaffinity": 203, "connect": 42,
+        "sched_setaffinity": 203, "connect": 42, "setsockopt": 54, "alarm": 37, "setitimer": 38,
+        "timer_create": 222, "timerfd_create": 283,
     },
     "aarch64": {
         "socket": 198, "ptrace": 117, "pivot_root": 41, "mount": 40, "umount2": 39, "swapon": 224, "reboot": 142,
@@ -57,12 +58,23 @@ _DENIED = {
         "open_by_handle_at": 265, "setns": 268, "process_vm_readv": 270, "process_vm_writev": 271, "finit_module": 273,
         "kexec_file_load": 294, "bpf": 280, "userfaultfd": 282, "io_uring_setup": 425, "open_tree": 428,
         "move_mount": 429, "fsopen": 430, "fsmount": 432, "pidfd_getfd": 438, "mount_setattr": 442,
-        "sched_setaffinity": 122, "connect": 203,
+        "sched_setaffinity": 122, "connect": 203, "setsockopt": 208, "setitimer": 103, "timer_create": 107,
+        "timerfd_create": 85,
     },
 }  # fmt: skip
 _SOCKETPAIR = {"x86_64": 53, "aarch64": 199}
+# By which a wait goes on after the process was stopped. It ends instead (EINTR), so that the call is seen that waits.
+_RESTART = {"x86_64": 219, "aarch64": 128}
 
-SYSTEM_FOLDERS = ("/usr", "/lib", "/lib64", "/bin", "/sbin", "/opt", "/etc", "/sys", "/proc", "/nix", "/gnu")
+# Programs and libraries, how they are found, the time zone, and what processors there are; nothing of users.
+SYSTEM = (
+    "/usr", "/lib", "/lib64", "/bin", "/sbin", "/nix/store", "/gnu/store", "/etc/ld.so.cache", "/etc/ld.so.conf",
+    "/etc/ld.so.conf.d", "/etc/localtime", "/sys/devices/system",
+)  # fmt: skip
+# Of a /proc that shows other processes, too.
+_OWN_PROC = ("/proc/self", "/proc/cpuinfo", "/proc/meminfo", "/proc/stat", "/proc/sys/vm/overcommit_memory")
+# The driver of a GPU has more of both.
+_OF_A_GPU = ("/opt", "/etc", "/sys", "/proc")
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
 
 
@@ -109,12 +121,13 @@ def enter(folder: Path, readable: Iterable[str], limits: dict[str, int], device:
     if "pid namespace" in active:
         # Its own /proc, so that no other process is seen; where that is masked, Landlock still keeps their memory.
         _LIBC.mount(b"none", b"/", None, _MS_REC | _MS_PRIVATE, None)
-        _LIBC.mount(b"proc", b"/proc", b"proc", 0, None)
+        if _LIBC.mount(b"proc", b"/proc", b"proc", 0, None) == 0:
+            readable = [*readable, "/proc"]
     for name, value in limits.items():
         kind = getattr(resource, f"RLIMIT_{name}")
         if name == "DATA":  # beside what torch holds already
             status = Path("/proc/self/status").read_text()
-            value += int(status.partition("VmData:")[2].split()[0]) << 10
+            value += next(int(line.split()[1]) << 10 for line in status.splitlines() if line.startswith("VmData:"))
         hard = resource.getrlimit(kind)[1]
         value = value if hard == resource.RLIM_INFINITY else min(value, hard)
         resource.setrlimit(kind, (value, value))
@@ -155,7 +168,8 @@ def _landlock(folder: Path, readable: Iterable[str], device: str) -> bool:
         return False
     read = _READ_FILE | _READ_DIR | _EXECUTE
     allowed = [(str(folder), rights & ~_IOCTL if device != "cpu" else rights)]
-    allowed += [(path, read) for path in [*SYSTEM_FOLDERS, sys.prefix, sys.base_prefix, *readable]]
+    system = (*SYSTEM, *(_OWN_PROC if device == "cpu" else _OF_A_GPU))
+    allowed += [(path, read) for path in [*system, sys.prefix, sys.base_prefix, *readable]]
     devices = list(_DEVICES)
     if device != "cpu":
         devices += [str(p) for p in Path("/dev").glob("nvidia*")] + ["/dev/dri", "/dev/kfd", "/dev/shm"]
@@ -196,7 +210,7 @@ def _seccomp(device: str) -> bool:
 def _filter(machine: str, device: str) -> list[tuple[int, int, int, int]]:
     """Return the program that decides on each call of the kernel: operation, two jumps, and a value."""
     load, equal, at_least, both, give = 0x20, 0x15, 0x35, 0x54, 0x06
-    allow, deny, kill = 0x7FFF0000, 0x00050000 | 1, 0x80000000  # 1 is EPERM
+    allow, deny, end, kill = 0x7FFF0000, 0x00050000 | 1, 0x00050000 | 4, 0x80000000  # EPERM, EINTR
     first, second = 16, 24  # where the arguments of a call lie
 
     # Datagrams can be sent to any named socket without connecting, so only streams and packets in order are left.
@@ -204,6 +218,7 @@ def _filter(machine: str, device: str) -> list[tuple[int, int, int, int]]:
     kinds.append((give, 0, 0, deny))
     rules = {number: [(give, 0, 0, deny)] for number in _DENIED[machine].values()}
     rules[_SOCKETPAIR[machine]] = kinds
+    rules[_RESTART[machine]] = [(give, 0, 0, end)]
     if device != "cpu":
         local = [(load, 0, 0, first), (equal, 1, 0, 1), (give, 0, 0, deny)]
         rules[_DENIED[machine]["socket"]] = [*local, *kinds]

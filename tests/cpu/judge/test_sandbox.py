@@ -6,8 +6,9 @@ import time
 
 import pytest
 
-from refold.verify.trial.process import Misbehaved, Nursery
-from refold.verify.trial.sandbox import enough
+from refold.judge import Nursery
+from refold.judge.errors import Misbehaved
+from refold.judge.sandbox import enough
 
 
 @pytest.fixture(scope="module")
@@ -154,6 +155,6 @@ def test_what_a_candidate_started_ends_with_it(confined):
 
 def test_private_folders_are_removed(confined):
     with confined.program("ModelNew = None", "candidate.py", room=4096) as worker:
-        folder = worker._folder
+        folder = worker.folder
         assert folder.is_dir()
     assert not folder.exists()

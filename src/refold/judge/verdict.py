@@ -9,6 +9,8 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..errors import printable
+from .messages import Failure
 from .program import Program
 from .terms import Terms
 
@@ -55,7 +57,44 @@ CHECKS = {
     "T1": "it uses no more processors than it was given",
     "T7": "it is faster beyond noise",
 }
-EXIT_CODES = {"accepted": 0, "refused": 1, "unjudged": 2}
+# What an honest author should change, for each check that refuses.
+ADVICE = {
+    "P3": "make loading and each call quicker, or give more time by --timeout",
+    "P4": "let the call return; do not end the process, write to other files or use the network",
+    "M1": "return plain tensors: contiguous(), resolve_conj(), detach() from subclasses and parameters",
+    "M2": "return what the original returns: the same nesting, names, shapes and dtypes",
+    "M3": "return the result with the original's strides, or contiguous",
+    "M4": "let gradients flow to what the original lets them flow to; detach nothing else",
+    "N1": "compute in the dtype of the inputs, and sum in float32 or better",
+    "N2": "look for a wrong index or a dropped term: rounding plays no part here",
+    "N4": "do not assume signs, sizes or density of the inputs; subtract the maximum before an exponential",
+    "N5": "let NaN and infinities through, or judge with --nonfinite finite-only",
+    "N6": "support the shape, layout or number, or raise an exception for it",
+    "N7": "check the backward by torch.autograd.gradcheck in float64; sum in float32 or better there, too",
+    "N9": "do not remember results by a part of their inputs",
+    "S1": "change no input, parameter or buffer that the original leaves alone",
+    "S2": "return new memory where the original does, and a view where it returns one",
+    "S3": "draw random numbers as the original does",
+    "S4": "set no global option; if one is needed within a call, give it back",
+    "S5": "replace no function of torch or Python",
+    "S6": "join threads and processes before the call returns; keep no timers and no thread that sleeps for a time",
+    "S7": "allocate results anew in each call",
+    "S8": "add no hooks, and leave modes, requires_grad and .grad alone",
+    "U1": "write to each element of torch.empty before it is read; mask loads at the ends",
+    "U2": "mask stores at the ends of the inputs",
+    "U3": "mask stores at the ends of results and of scratch memory",
+    "U4": "wait for all work, on streams and threads, before the call returns",
+    "D1": "add up in a fixed order: no atomic additions of floating-point numbers",
+    "C1": "do not remember results by the address of their inputs",
+    "C2": "read weights from the module's attributes in each call; keep no copies, views or products of them",
+    "C3": "give in each call what you would give in the first",
+    "C5": "do not depend on whether gradients are recorded",
+    "T1": "use no more threads than torch.get_num_threads()",
+    "T5": "do the work in the call",
+    "T7": "make it faster, or judge with --accept right",
+}
+# 2 is the command line's own, where there was nothing to judge: a wrong option, a missing file, an error.
+EXIT_CODES = {"accepted": 0, "refused": 1, "unjudged": 3}
 
 
 @dataclass
@@ -76,6 +115,9 @@ class Verdict:
         off: Checks that were switched off, which only tests of the judge do.
         seed: From which everything random was drawn.
         seconds: How long the trial took.
+        mode: In which modes of its modules it was compared.
+        ways: In which ways weights were changed.
+        failure: The exception that it raised, if that refused it.
     """
 
     original: Program
@@ -91,6 +133,9 @@ class Verdict:
     off: list[str] = field(default_factory=list)
     seed: int = 0
     seconds: float = 0.0
+    mode: str = ""
+    ways: set[str] = field(default_factory=set)
+    failure: Failure | None = None
 
     @property
     def accepted(self) -> bool:
@@ -99,23 +144,41 @@ class Verdict:
 
     @property
     def exit_code(self) -> int:
-        """0 accepted, 1 refused, 2 could not be judged."""
+        """0 accepted, 1 refused, 3 could not be judged. A command line that is wrong has 2."""
         return EXIT_CODES[self.outcome]
+
+    @property
+    def told(self) -> str:
+        """What may be said to whoever wrote the candidate: what it is told must not carry anything out of the sandbox.
+
+        The check and what it asks, the kind of inputs, the type of an exception and lines of the candidate's own file.
+        """
+        if self.outcome == "unjudged":
+            return "it could not be judged"
+        said = CHECKS.get(self.check, "")
+        if self.failure is not None:
+            count = self.candidate.text.count("\n") + 1
+            lines = [n for n in self.failure.lines if n <= count][-3:]
+            said += f"; it raised {self.failure.type}" + (f" at line {lines[-1]}" if lines else "")
+        last = self.lines[-1] if self.lines else {}
+        if last.get("check") == self.check and "kind" in last:
+            said += f"; not so on {last['kind']} inputs"
+        return said + (f"; {ADVICE[self.check]}" if self.check in ADVICE else "")
 
     def line(self, check: str, passed: bool, reason: str = "", **numbers: Any) -> None:
         """Record a check."""
-        reason = _printable(reason)
+        reason = printable(reason)
         self.lines.append({"check": check, "passed": passed, **({"reason": reason} if reason else {}), **numbers})
 
     def note(self, text: str) -> None:
         """Record a finding that is not a reason to refuse."""
-        text = _printable(text)
+        text = printable(text)
         if text not in self.notes:
             self.notes.append(text)
 
     def end(self, outcome: str, check: str, reason: str) -> None:
         """Decide."""
-        self.outcome, self.check, self.reason = outcome, check, _printable(reason)
+        self.outcome, self.check, self.reason = outcome, check, printable(reason)
 
     def to_jsonl(self) -> str:
         """Return one JSON object per line: the two programs and the terms, each check, the outcome."""
@@ -134,6 +197,8 @@ class Verdict:
             "check": self.check,
             "reason": self.reason,
             "notes": self.notes,
+            "mode": self.mode,
+            "ways": sorted(self.ways),
             "timing": self.timing,
             "seed": self.seed,
             "seconds": round(self.seconds, 3),
@@ -150,7 +215,14 @@ class Verdict:
         }[self.outcome]
         passed = [line["check"] for line in self.lines if line["passed"]]
         counts = ", ".join(f"{n} {passed.count(n)}x" if passed.count(n) > 1 else n for n in dict.fromkeys(passed))
-        out = [head, f"  passed       {counts or 'nothing'}"]
+        out = [head]
+        if self.outcome == "refused" and self.check in ADVICE:
+            out.append(f"  to pass      {ADVICE[self.check]}")
+        out.append(f"  passed       {counts or 'nothing'}")
+        if self.mode:
+            out.append(f"  tried in     {self.mode}")
+        if self.ways:
+            out.append(f"  weights by   {', '.join(sorted(self.ways))}")
         worst = max(
             (line for line in self.lines if line["passed"] and line.get("bound")),
             key=lambda line: line["error"] / line["bound"],
@@ -171,11 +243,6 @@ class Verdict:
         out += [f"  note         {note}" for note in self.notes]
         out.append(f"  took         {self.seconds:.1f} s, level {self.terms.level}")
         return "\n".join(out)
-
-
-def _printable(text: str) -> str:
-    """Write out what is no printable character: a candidate may have chosen the words, and forges no lines by them."""
-    return "".join(c if c.isprintable() else " | " if c == "\n" else repr(c)[1:-1] for c in text)
 
 
 def _finite(value: Any) -> Any:

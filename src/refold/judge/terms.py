@@ -2,9 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
-from ..timing import LOOKS
+from ..errors import ArgumentError
+from ..verify.timing import LOOKS
+
+_CHOICES = {
+    "dtype": ("float32", "float16", "bfloat16", "float64"),
+    "device": ("cpu", "cuda"),
+    "accept": ("faster", "right"),
+    "rival": ("best", "eager"),
+    "nonfinite": ("finite-only", "strict"),
+}
+_MOST = {"tried": 10**9, "threads": 4096, "timeout": 86400, "limit": 604800}
 
 
 @dataclass(frozen=True)
@@ -22,6 +33,7 @@ class Level:
         sandbox: Whether there must be one, whatever the caller allows.
         rival: Whether the original compiled by ``torch.compile`` is a baseline, too.
         hashed: Whether the files of refold, torch and triton are compared before and after.
+        limit: Seconds that the trial as a whole may take.
     """
 
     kinds_s: float
@@ -34,12 +46,15 @@ class Level:
     sandbox: bool = False
     rival: bool = False
     hashed: bool = False
+    limit: float = 600.0
 
 
 LEVELS = {
-    "quick": Level(0.3, 0.0, False, 1.0, LOOKS, 0, 2),
+    "quick": Level(0.3, 0.0, False, 1.0, LOOKS, 0, 2, limit=180.0),
     "full": Level(20.0, 10.0, True, 20.0, (9, 30, 60, 120), 0, 3, rival=True),
-    "paranoid": Level(20.0, 10.0, True, 60.0, (30, 60, 120), 2, 20, sandbox=True, rival=True, hashed=True),
+    "paranoid": Level(
+        20.0, 10.0, True, 60.0, (30, 60, 120), 2, 20, sandbox=True, rival=True, hashed=True, limit=3600.0
+    ),
 }
 
 
@@ -58,6 +73,10 @@ class Terms:
         threads: Threads that either side may use.
         timeout: Seconds that one call may take, or loading.
         rival: ``best``: the baseline is the faster of eager and ``torch.compile``, from level full on; or ``eager``.
+        limit: Seconds that the trial as a whole may take; 0 is the level's own.
+
+    Raises:
+        ArgumentError: One has a value that it cannot have.
     """
 
     level: str = "full"
@@ -70,3 +89,17 @@ class Terms:
     threads: int = 1
     timeout: float = 60.0
     rival: str = "best"
+    limit: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name, choices in {"level": tuple(LEVELS), **_CHOICES}.items():
+            if getattr(self, name) not in choices:
+                raise ArgumentError(f"{name} must be one of {', '.join(choices)}, not {getattr(self, name)!r}")
+        if not isinstance(self.train, bool):
+            raise ArgumentError(f"train must be true or false, not {self.train!r:.80}")
+        for name, most in _MOST.items():
+            value = getattr(self, name)
+            whole = name in ("tried", "threads")
+            right = type(value) is int or (type(value) is float and not whole)
+            if not right or not (0 < value <= most or (name == "limit" and value == 0)) or not math.isfinite(value):
+                raise ArgumentError(f"{name} must be positive and at most {most}, not {value!r:.80}")

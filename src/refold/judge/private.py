@@ -22,6 +22,7 @@ COSTS = {
     "_C._len_torch_dispatch_stack": "S4 does not count dispatch modes",
     "library._impls": "S4 does not see operations of torch that were given another implementation",
     "nn.modules.module._global_forward_hooks": "S4 does not count hooks of all modules",
+    "optim.optimizer._global_optimizer_pre_hooks": "S4 does not count hooks of all optimizers",
     "nn.Module._forward_hooks": "S8 does not count hooks of modules",
     "utils._config_module.ConfigModule.get_config_copy": "S4 does not see settings of torch's compiler",
     "utils._python_dispatch.TorchDispatchMode": "sums are not counted, so bounds are those of short ones; nor is T12",
@@ -35,7 +36,10 @@ OFF: list[str] = []
 def _find(name: str, default: Any = None) -> Any:
     """Return what a name stands for; of a class whose instances have it, what one of them has."""
     path = name.replace("nn.Module.", "")
+    module, _, last = name.rpartition(".")
     try:
+        if f"torch.{module}" in sys.modules:  # not each is an attribute of torch
+            return getattr(sys.modules[f"torch.{module}"], last)
         return operator.attrgetter(path)(torch if path == name else torch.nn.Module())
     except AttributeError:
         OFF.append(f"{COSTS[name]} (PyTorch {torch.__version__} has no torch.{name})")
@@ -57,6 +61,7 @@ _function_modes = _find("_C._len_torch_function_stack")
 _dispatch_modes = _find("_C._len_torch_dispatch_stack")
 _implementations = _find("library._impls", ())
 _global_hooks = _find("nn.modules.module._global_forward_hooks")
+_optimizer_hooks = _find("optim.optimizer._global_optimizer_pre_hooks")
 _module_hooks = _find("nn.Module._forward_hooks")
 _config = _find("utils._config_module.ConfigModule.get_config_copy")
 DispatchMode: Any = _find("utils._python_dispatch.TorchDispatchMode", _NoMode)
@@ -70,7 +75,8 @@ def settings() -> dict[str, Any]:
         "hooks of saved tensors": _saved_tensors_hooks is not None and _saved_tensors_hooks(False) is not None,
         "function modes": _function_modes and _function_modes(),
         "dispatch modes": _dispatch_modes and _dispatch_modes(),
-        "hooks of all modules": _global_hooks is not None and _count_global_hooks(),
+        "hooks of all modules": _global_hooks is not None and _count_hooks(torch.nn.modules.module),
+        "hooks of all optimizers": _optimizer_hooks is not None and _count_hooks(sys.modules["torch.optim.optimizer"]),
         "operations of torch": sorted(
             name for name in _implementations if name.endswith(places) and name.startswith("aten/")
         ),
@@ -88,8 +94,8 @@ def _changed(config: Any) -> dict[str, Any]:
     return {n: v for n, v in _config(config).items() if n in begun and v != getattr(begun[n], "default", v)}
 
 
-def _count_global_hooks() -> int:
-    names = vars(torch.nn.modules.module)
+def _count_hooks(module: Any) -> int:
+    names = vars(module)
     return sum(len(hooks) for name, hooks in names.items() if name.startswith("_global") and isinstance(hooks, dict))
 
 

@@ -13,17 +13,18 @@ from typing import Any
 
 import torch
 
-from ...errors import ArgumentError, TargetError
-from .checks import Tensors, Trial
-from .process import Misbehaved
-from .process import Nursery as Nursery
-from .process import Unjudgeable as Unjudgeable
+from ..errors import ArgumentError, TargetError
+from .errors import Misbehaved
+from .errors import Unjudgeable as Unjudgeable
+from .nursery import Nursery as Nursery
 from .program import Program as Program
 from .program import Target
 from .program import program as program
 from .program import source as source
+from .sides import Tensors
 from .terms import LEVELS
 from .terms import Terms as Terms
+from .trial import Judge as Judge
 from .verdict import Verdict as Verdict
 
 
@@ -42,6 +43,7 @@ def judge(
     threads: int | None = None,
     timeout: float = 60.0,
     rival: str = "best",
+    limit: float = 0.0,
     allow_unsandboxed: bool = False,
     nursery: Nursery | None = None,
 ) -> Verdict:
@@ -63,6 +65,7 @@ def judge(
         timeout: Seconds that loading or one call may take.
         rival: ``best``: the candidate must be faster than the original, and than the original under ``torch.compile``,
             from level full on; ``eager``: the original.
+        limit: Seconds that the trial as a whole may take; 0 is the level's own (180 s, 10 minutes, an hour).
         allow_unsandboxed: Run the candidate although nothing confines it.
         nursery: Where to start its process, if several candidates are tried: starting torch takes a second or two.
 
@@ -73,10 +76,10 @@ def judge(
         TargetError: A file does not exist or does not define what is judged.
         ArgumentError: An option has a value that it cannot have.
     """
-    chosen = terms(
+    chosen = Terms(
         level=level, dtype=dtype, device=device, train=train, accept=accept, nonfinite=nonfinite, tried=tried,
         threads=threads or torch.get_num_threads(), timeout=timeout,
-        rival=rival,
+        rival=rival, limit=limit,
     )  # fmt: skip
     if inputs is not None and (not inputs or not all(isinstance(x, torch.Tensor) for x in inputs)):
         raise ArgumentError(f"inputs must be a non-empty sequence of tensors, not {inputs!r:.80}")
@@ -85,9 +88,9 @@ def judge(
     first = original if isinstance(original, Program) else program(original, role="original")
     second = candidate if isinstance(candidate, Program) else program(candidate, role="candidate")
     if nursery is not None:
-        return Trial(first, second, inputs, chosen, nursery).run()
+        return Judge(nursery).decide(first, second, inputs, chosen)
     with Nursery(threads=chosen.threads, device=chosen.device, sandboxed=not allow_unsandboxed) as nursery:
-        return Trial(first, second, inputs, chosen, nursery).run()
+        return Judge(nursery).decide(first, second, inputs, chosen)
 
 
 def describe_inputs(original: Program, terms: Terms, nursery: Nursery) -> list[dict[str, Any]]:
@@ -97,13 +100,14 @@ def describe_inputs(original: Program, terms: Terms, nursery: Nursery) -> list[d
         TargetError: The original has no inputs or cannot draw them.
     """
     try:
-        with nursery.program(original.text, "original.py", room=4096) as worker:
-            worker.load(original.attribute, terms.timeout)
-            answer = worker.request(terms.timeout, do="inputs", seed=0)
+        with nursery.program(original.text, "original.py", room=4096) as process:
+            process.load(original.attribute, terms.timeout)
+            answer = process.draw(0, terms.timeout)
     except Misbehaved as error:
         raise TargetError(f"{original.name}: {error.reason}") from error
-    if "missing" in answer:
+    if answer is None:
         raise TargetError(f"{original.name} does not define get_inputs()")
+    drawn = answer.tensors
     floats = ("float16", "bfloat16", "float32", "float64")
 
     def described(tree: Any) -> list[dict[str, Any]]:
@@ -112,10 +116,10 @@ def describe_inputs(original: Program, terms: Terms, nursery: Nursery) -> list[d
             return [each for item in inner for each in described(item)]
         if "tensor" not in tree:
             return [{"value": tree.get("value")}]
-        m = answer["tensors"][tree["tensor"]]
-        return [{"shape": m["shape"], "dtype": terms.dtype if m["dtype"] in floats else m["dtype"]}]
+        m = drawn[tree["tensor"]]
+        return [{"shape": m.shape, "dtype": terms.dtype if m.dtype in floats else m.dtype}]
 
-    return described(answer["tree"])
+    return described(answer.tree)
 
 
 def replay(log: Path, *, allow_unsandboxed: bool = False) -> tuple[Verdict, Verdict | None]:
@@ -131,39 +135,15 @@ def replay(log: Path, *, allow_unsandboxed: bool = False) -> tuple[Verdict, Verd
         lines: list[dict[str, Any]] = [json.loads(line) for line in log.read_text().splitlines()]
         head, last = lines[0], lines[-1]
         original, candidate = Program(**head["original"]), Program(**head["candidate"])
-        chosen = terms(**head["terms"])
-        then = Verdict(
-            original, candidate, chosen, last["outcome"], last["check"], last["reason"], seed=int(last["seed"])
-        )
+        chosen = Terms(**head["terms"])
+        seed = last["seed"]
+        if type(seed) is not int or not 0 <= seed < 1 << 48:
+            raise ValueError(f"seed {str(seed)[:40]} is not from 0 to 2^48")
+        outcome, check, reason = (str(last[name]) for name in ("outcome", "check", "reason"))
+        then = Verdict(original, candidate, chosen, outcome, check, reason, seed=seed)
     except OSError as error:
         raise TargetError(f"{log} cannot be read: {error.strerror}") from error
-    except (ValueError, KeyError, TypeError, IndexError) as error:
+    except (ValueError, KeyError, TypeError, IndexError, RecursionError, OverflowError) as error:
         raise TargetError(f"{log} is not the whole log of a trial: {type(error).__name__}: {error}") from error
     with Nursery(threads=chosen.threads, device=chosen.device, sandboxed=not allow_unsandboxed) as nursery:
-        return Trial(original, candidate, None, chosen, nursery, seed=then.seed).run(), then
-
-
-_CHOICES = {
-    "level": tuple(LEVELS),
-    "dtype": ("float32", "float16", "bfloat16", "float64"),
-    "device": ("cpu", "cuda"),
-    "accept": ("faster", "right"),
-    "rival": ("best", "eager"),
-    "nonfinite": ("finite-only", "strict"),
-}
-
-
-def terms(**values: Any) -> Terms:
-    """Return the terms of a trial, those that are not given by default.
-
-    Raises:
-        ArgumentError: One has a value that it cannot have.
-    """
-    found = Terms(**values)
-    for name, choices in _CHOICES.items():
-        if getattr(found, name) not in choices:
-            raise ArgumentError(f"{name} must be one of {', '.join(choices)}, not {getattr(found, name)!r}")
-    for name in ("tried", "threads", "timeout"):
-        if not getattr(found, name) > 0:
-            raise ArgumentError(f"{name} must be positive, not {getattr(found, name)!r}")
-    return found
+        return Judge(nursery).decide(original, candidate, None, chosen, seed=then.seed), then

@@ -10,12 +10,13 @@ from __future__ import annotations
 import ast
 import hashlib
 import inspect
+import tokenize
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ...errors import ArgumentError, TargetError
+from ..errors import ArgumentError, TargetError
 
 Target = str | Path | Callable[..., Any]
 _LARGEST = 4 << 20  # bytes of source; more than that is a payload
@@ -35,6 +36,11 @@ class Program:
     name: str
     attribute: str
 
+    def __post_init__(self) -> None:
+        for name in ("text", "name", "attribute"):
+            if not isinstance(getattr(self, name), str):
+                raise TargetError(f"the {name} of a program must be text, not {getattr(self, name)!r:.80}")
+
     @property
     def sha256(self) -> str:
         """A name for this very program."""
@@ -42,15 +48,19 @@ class Program:
 
     @property
     def defines(self) -> set[str]:
-        """Names that the source defines at its top level."""
+        """Names that the source may define outside of functions and classes, in whatever branch; ``*`` for any."""
         found: set[str] = set()
-        for node in ast.parse(self.text).body:
-            if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
-                found.add(node.name)
-            elif isinstance(node, ast.Assign):
-                found |= {target.id for target in node.targets if isinstance(target, ast.Name)}
+        left: list[ast.AST] = [ast.parse(self.text)]
+        while left:
+            node = left.pop()
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+                found.add(node.name)  # what is inside of it is not defined here
+                continue
+            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                found.add(node.id)
             elif isinstance(node, (ast.Import, ast.ImportFrom)):
                 found |= {(alias.asname or alias.name).split(".")[0] for alias in node.names}
+            left += ast.iter_child_nodes(node)
         return found
 
 
@@ -75,22 +85,37 @@ def program(target: Target, *, role: str) -> Program:
         raise TargetError(f"{role} {file} is a directory, not a Python file")
     if not file.is_file():
         raise TargetError(f"{role} {file} does not exist")
-    return source(file.read_text(errors="replace"), name=file.name, attribute=attribute, role=role)
+    return source(_text(file, role), name=file.name, attribute=attribute, role=role)
 
 
 def source(text: str, *, name: str = "candidate.py", attribute: str = "", role: str = "candidate") -> Program:
     """Make a program of source text; raises TargetError as `program` does."""
     if len(text) > _LARGEST:
         raise TargetError(f"{role} {name} has {len(text)} characters; at most {_LARGEST} are read")
+    text = text.removeprefix("\ufeff")  # a byte order mark
     attribute = attribute or ("Model" if role == "original" else "ModelNew")
     found = Program(text, name, attribute)
     try:
         defined = found.defines
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise TargetError(f"{role} {name} is not Python: {error}") from error
-    if attribute not in defined:
+    if not {attribute, "*"} & defined:
         raise TargetError(f"{role} {name} does not define {attribute}; define it, or name another with file.py:name")
     return found
+
+
+def _text(file: Path, role: str) -> str:
+    """Read a file as Python does, which knows byte order marks and declared encodings."""
+    try:
+        if file.stat().st_size > _LARGEST:
+            raise TargetError(f"{role} {file} has {file.stat().st_size} bytes; at most {_LARGEST} are read")
+        with file.open("rb") as lines:
+            encoding, _ = tokenize.detect_encoding(lines.readline)
+        return file.read_text(encoding=encoding, errors="replace")
+    except OSError as error:
+        raise TargetError(f"{role} {file} cannot be read: {error.strerror}") from error
+    except SyntaxError as error:
+        raise TargetError(f"{role} {file} is not Python: {error}") from error
 
 
 def _function(target: Callable[..., Any]) -> Program:
@@ -104,4 +129,4 @@ def _function(target: Callable[..., Any]) -> Program:
             f"{target!r} cannot be run in a process of its own, because it is not a function or class at the top "
             "level of a file; move it there, or give the file"
         )
-    return Program(Path(file).read_text(), Path(file).name, name)
+    return Program(_text(Path(file), "file"), Path(file).name, name)

@@ -26,7 +26,7 @@ from collections.abc import Callable
 from functools import partial
 from importlib.machinery import PathFinder
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any
 
 import torch
@@ -45,56 +45,35 @@ _BACKENDS = [
     ),
 ]
 
-# What a program must leave as it found it, in addition to the settings: functions that others compute, time and compare
-# with. Of some, all that have a public name.
-_WATCHED = {
-    "time": "time perf_counter perf_counter_ns monotonic sleep",
-    "json": "dumps",
-    "gc": "collect",
-    "torch": "*",
-    "torch.cuda": "synchronize Event Stream current_stream is_available memory_allocated",
-    "torch.cuda.Event": "record elapsed_time synchronize",
-    "torch.autograd": "grad backward",
-    "torch.testing": "assert_close",
-    "torch.Tensor": "* __eq__ __sub__ __add__ __mul__ __matmul__ __getitem__ __setitem__",
-    "torch.nn.Module": "* __call__",
-    "torch.nn.functional": "*",
-    "torch.linalg": "*",
-    "torch.fft": "*",
-    "torch.special": "*",
-    "math": "*",
-    "random": "*",
-    "torch.ops.aten": "mm",
-    "numpy": "*",
-    "pickle": "loads dumps",
-    "builtins": "* __import__",
-    "os": "* _exit",
-    "sys": "exit",
-}
+# What others compute, time and compare with: all functions and parts of these modules, all methods of these classes.
+_OWNERS = (
+    "builtins gc json math os pickle random sys time numpy torch torch.Tensor torch.autograd torch.cuda "
+    "torch.cuda.Event torch.fft torch.linalg torch.nn torch.nn.Module torch.nn.functional torch.nn.init torch.ops.aten "
+    "torch.optim torch.optim.Optimizer torch.special torch.testing torch.utils"
+)
 
 
 def _of_torch(function: Any) -> bool:
     """Say whether a function is written in torch, whose compiler wraps some of them when it is imported."""
     code = getattr(function, "__code__", None)
-    return code is not None and code.co_filename.startswith(torch.__path__[0] + os.sep)
+    return isinstance(code, CodeType) and code.co_filename.startswith(torch.__path__[0] + os.sep)
 
 
 def _functions() -> dict[str, int]:
     found: dict[str, int] = {}
-    for path, names in _WATCHED.items():
+    for path in _OWNERS.split():
         first, *rest = path.split(".")
         owner: Any = sys.modules.get(first)
         for name in rest:
             owner = getattr(owner, name, None)
-        for name in names.split():
-            if name == "*":
-                own = vars(owner)
-                # Of modules, not what is imported where it is read, as parts of NumPy are.
-                all_names = own if isinstance(owner, ModuleType) else dir(owner)
-                public = [n for n in all_names if n[0] != "_" and (n not in own or callable(own[n]))]
-                found |= {f"{path}.{n}": 0 if _of_torch(own.get(n)) else id(own.get(n)) for n in public}
-            else:
-                found[f"{path}.{name}"] = id(getattr(owner, name, None))
+        own = {} if owner is None else vars(owner)
+        # Of a class, also what it inherits: it may get a method of that name of its own.
+        for name in own if isinstance(owner, ModuleType) else dir(owner):
+            value = own.get(name)
+            if (name[0] != "_" or name.startswith("__") or "." not in path) and (
+                not isinstance(owner, ModuleType) or callable(value) or isinstance(value, ModuleType)
+            ):
+                found[f"{path}.{name}"] = 0 if _of_torch(value) else id(value)
     for owner, method in ((torch.nn, "forward"), (torch.optim, "step")):
         for name, kind in vars(owner).items():
             function = getattr(kind, method, None)
@@ -122,6 +101,7 @@ class Surroundings:
         self._path, self._finders = list(sys.path), [*sys.meta_path, *sys.path_hooks]
         self._modules = dict(sys.modules)
         self._at_exit: list[Callable[..., Any]] = []
+        self._audits: list[Callable[..., Any]] = []
         self._listen()
         self._settings, self._functions = self._found(), _functions()
 
@@ -139,6 +119,7 @@ class Surroundings:
             "folders of modules": self._own_folders(),
             "modules": self._own_modules(),
             "functions at exit": [str(f) for f in self._at_exit if self._is_own(f)],
+            "hooks of audits": [str(f) for f in self._audits if self._is_own(f)],
             "warnings as errors": [each for each in warnings.filters if each[0] == "error"],
         }
         return _settings() | {name: str(value) for name, value in values.items()}
@@ -188,8 +169,8 @@ class Surroundings:
         return file is None or (file.startswith((self._folder, "<")) and not file.startswith(_INTERNAL))
 
     def _listen(self) -> None:
-        """Write down which functions are to run at exit; Python does not tell."""
-        register, unregister = atexit.register, atexit.unregister
+        """Write down which functions are to run at exit, and at each event; Python does not tell."""
+        register, unregister, audit = atexit.register, atexit.unregister, sys.addaudithook
 
         def registered(function: Any, *args: Any, **kwargs: Any) -> Any:
             self._at_exit.append(function)
@@ -199,7 +180,12 @@ class Surroundings:
             self._at_exit = [f for f in self._at_exit if f != function]
             unregister(function)
 
+        def audited(hook: Any) -> None:
+            self._audits.append(hook)
+            audit(hook)
+
         atexit.register, atexit.unregister = registered, unregistered  # type: ignore[assignment]
+        sys.addaudithook = audited
 
 
 def _is(a: object, b: object) -> bool:

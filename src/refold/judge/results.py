@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 
-from .. import numerics
+from ..verify import numerics
 from . import inputs
+from .messages import Description
 from .process import Result
 
 ORDINARY = ("actual", "normal", "timed")  # kinds of inputs by which also small results next to large ones are judged
@@ -59,8 +60,8 @@ def unlike(o: Result, y: Result) -> str:
         return f"it returns {outline(y.tree)}, the original {outline(o.tree)}"
     for index, (a, b) in enumerate(zip(o.metadata, y.metadata, strict=True)):
         for what in ("shape", "dtype", "device"):
-            if a[what] != b[what]:
-                return f"result {index} has {what} {b[what]}, the original's {a[what]}"
+            if getattr(a, what) != getattr(b, what):
+                return f"result {index} has {what} {getattr(b, what)}, the original's {getattr(a, what)}"
     return ""
 
 
@@ -78,9 +79,9 @@ def alike(a: Result, b: Result) -> bool:
     return len(a.tensors) == len(b.tensors) and all(map(identical, a.tensors, b.tensors))
 
 
-def strides(m: dict[str, Any]) -> list[int]:
+def strides(m: Description) -> list[int]:
     """Strides, without those of axes of one element, which mean nothing."""
-    return [] if 0 in m["shape"] else [s for n, s in zip(m["shape"], m["stride"], strict=False) if n > 1]
+    return [] if 0 in m.shape else [s for n, s in zip(m.shape, m.stride, strict=True) if n > 1]
 
 
 def contiguous(shape: Sequence[int]) -> list[int]:

@@ -1,0 +1,110 @@
+"""What it costs beside its time, what it writes to beside its results, and what runs; when all else is right."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib.util
+import itertools
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from .. import inputs
+from ..case import Case
+from ..errors import Misbehaved, Raised
+from ..nursery import Nursery
+from ..process import Call
+from ..program import Program
+
+KEPT = 64 << 20  # bytes beyond those that the original keeps; less is not worth a note
+MADE_S = 1.0  # to be made; less is not worth a note
+SIZES = 6  # other shapes that are tried while the C library looks at memory
+# Operations that a library does, of which a kernel of one's own would say more.
+_LIBRARY = "mm bmm addmm baddbmm mv dot convolution _convolution mkldnn_convolution cudnn_convolution"
+LIBRARY = frozenset(_LIBRARY.split())
+
+
+def kept(case: Case) -> None:
+    """T11: work that was done when it was made, and memory that it keeps, are no part of the time of a call."""
+    made, held = case.sides.made, [process.held() for process in (case.sides.witness, case.sides.suspect)]
+    if made[1] > max(10 * made[0], MADE_S):
+        case.docket.note(f"making it takes {made[1]:.1f} s, making the original {made[0]:.1f} s")
+    if held[1] > held[0] + KEPT:
+        case.docket.note(f"it keeps {(held[1] - held[0]) >> 20} MB of memory that the original does not keep")
+    case.docket.step("T11", made_s=[round(s, 3) for s in made], held_bytes=held)
+
+
+def census(case: Case) -> None:
+    """T12: which operations and kernels run; said of the program by its own process, and so only noted."""
+    sides = case.sides
+    call = sides.call(sides.drawn("normal", "census"))
+    try:
+        own, theirs = (each.census(call, case.docket.terms.timeout) for each in (sides.suspect, sides.witness))
+    except Misbehaved:
+        return
+    calls = sorted(name for name in own if name.removeprefix("aten::") in LIBRARY)
+    if own == theirs and own:
+        case.docket.note("it runs the operations of the original, no others: it may have fallen back to them")
+    elif calls:
+        case.docket.note(f"it calls the library: {', '.join(calls)}")
+    case.docket.step("T12", operations=own)
+
+
+def heap(case: Case) -> None:
+    """U3: what is written next to memory of its own shows when the C library looks at that memory."""
+    sides, timeout = case.sides, case.docket.terms.timeout
+    if case.docket.terms.device != "cpu":
+        return
+    laid = inputs.layouts(sides.first, case.docket.derived("heap"))
+    calls = [sides.call(each) for each in (sides.actual("heap"), *(drawn for _, drawn in laid))]
+    others = inputs.resized(sides.first, case.docket.derived("heap sizes"))
+    calls += [replace(sides.call(drawn), cotangents=()) for _, drawn in itertools.islice(others, SIZES)]
+    known = []
+    for call in calls:
+        with contextlib.suppress(Raised):
+            sides.witness.call(call, timeout)
+            known.append(call)
+    nursery, failure = sides.nursery.other(careful=True), ""
+    ended = _ended(case, nursery, sides.candidate, known)
+    if not nursery.is_careful():
+        case.docket.note("whether it writes beyond its own memory is unknown: there is no libc_malloc_debug here")
+    elif ended and _ended(case, nursery, sides.original, known):
+        case.docket.note("where the C library looks at all memory, neither it nor the original runs to the end")
+    elif ended:
+        failure = f"it wrote beyond memory of its own: where the C library looks at that, {ended}"
+    case.docket.step("U3", failure, calls=len(known))
+
+
+def _ended(case: Case, nursery: Nursery, program: Program, calls: Sequence[Call]) -> str:
+    """Make calls and let go of each result; say how the process ended, empty if it lives."""
+    sides, terms = case.sides, case.docket.terms
+    beside = sides.suspect if program is sides.candidate else None
+    try:
+        with sides.fresh(program, nursery=nursery, beside=beside) as process:
+            process.lenient = case.docket.off
+            process.load(program.attribute, terms.timeout)
+            sides.build(process, program, terms.dtype)
+            for call in [*calls, calls[0]]:
+                with contextlib.suppress(Raised):  # what it may refuse
+                    process.call(call, terms.timeout, most=sides.most, hold=False)
+    except Raised:
+        pass
+    except Misbehaved as error:
+        if error.check == "P4":
+            return error.reason
+        if error.check != "P3":  # it may be slow there
+            raise
+    return ""
+
+
+def hashes() -> str:
+    """P6: give a name to all that refold, torch and triton have in Python."""
+    digest = hashlib.sha256()
+    for name in ("refold", "torch", "triton"):
+        spec = importlib.util.find_spec(name)
+        for root in (spec.submodule_search_locations or []) if spec is not None else []:
+            for path in sorted(Path(root).rglob("*.py")):
+                digest.update(str(path).encode())
+                digest.update(hashlib.sha256(path.read_bytes()).digest())
+    return digest.hexdigest()

@@ -1,0 +1,148 @@
+"""Whether it is right for other inputs: values, integers, constants, layouts, shapes, NaN and infinities."""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import replace
+
+import torch
+
+from .. import inputs, weights
+from ..case import Case
+from ..errors import Raised
+from ..results import unlike
+from ..shared import needed
+from ..sides import Tensors
+
+DISCRETE = 4096  # integers and truth values among results that are compared,
+MORE = 200  # in so many more calls at most
+SLOW = 2  # times the processor time that shapes may take, for a candidate that compiles anew for each
+
+
+def kinds(case: Case) -> None:
+    """N1, N2, N4: many kinds of values."""
+    sides, comparison, docket = case.sides, case.comparison, case.docket
+    several = sum(map(inputs.is_real, sides.first)) > 1
+    for kind in _chosen(case, (*inputs.KINDS, *((*inputs.UNLIKE, *inputs.ALONE) if several else ()))):
+        whole = kind == "integers" and sides.shares_state
+        if whole:
+            sides.adopt(weights.whole(sides.state, docket.derived("whole numbers")))
+        comparison.round(kind, sides.drawn(kind))
+        if whole:
+            sides.adopt(sides.state)
+    sizes = [math.prod(shape) for shape, dtype in sides.outputs if not (dtype.is_floating_point or dtype.is_complex)]
+    if docket.level.deep and any(sizes):
+        # Of a position or a truth value, rounding shows only where two values are nearly equal, which is rare.
+        for turn in range(min(-(-DISCRETE // sum(sizes)), MORE, int(docket.level.kinds_s / sides.cost))):
+            comparison.round("normal", sides.drawn("normal", "discrete", turn))
+
+
+def _chosen(case: Case, found: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the kinds of inputs to try: all, or, where calls are slow, a secret choice that time allows."""
+    level = case.docket.level
+    affordable = max(int(level.kinds_s / case.sides.cost), 3)
+    if affordable >= len(found):
+        return found
+    others = [kind for kind in found if kind not in ("normal", "integers")]
+    random.Random(case.docket.derived("kinds")).shuffle(others)
+    if level.deep:
+        case.docket.note(f"calls take long, so {affordable} of {len(found)} kinds of inputs were tried")
+    return ("normal", "integers", *others[: affordable - 2])
+
+
+def integers(case: Case) -> None:
+    """N6: integers are drawn by the original alone, and may be the same in each call."""
+    first = case.sides.first
+    other = inputs.shuffled(first, case.docket.derived("order"))
+    fixed = [
+        index
+        for index, values in enumerate(zip(first, case.sides.actual("integers"), other, strict=True))
+        if not values[0].is_floating_point() and all(torch.equal(values[0], x) for x in values[1:])
+    ]
+    if fixed:
+        said = f"input {', '.join(map(str, fixed))} was the same in all calls; other values were not tried"
+        case.docket.note(said)
+    if any(a is not b for a, b in zip(first, other, strict=True)):
+        elsewhere(case, "integers in another order", other, "not for integers in another order")
+
+
+def arguments(case: Case) -> None:
+    """N6: a number among the arguments is read; one tensor may be given for two of them."""
+    sides, compare = case.sides, case.comparison.unless_refused
+    call = sides.call(sides.drawn("normal", "constants"))
+    tree, others = inputs.constants(sides.tree)
+    if tree != sides.tree:
+        compare("another number", "N6", replace(call, tree=tree), "not for other numbers as arguments")
+    if others:
+        said = f"the arguments {', '.join(map(repr, others))} were the same in all calls; other values were not tried"
+        case.docket.note(said)
+    twins = inputs.twins(sides.tree, call.tensors)
+    if twins is not None and not case.docket.terms.train:
+        compare("one tensor given twice", "N6", replace(call, tree=twins), "not for one tensor given twice")
+
+
+def special_values(case: Case) -> None:
+    """N5: NaN and infinities stay where the original has them, as far as that is asked for."""
+    sides, docket = case.sides, case.docket
+    for name, values in inputs.specials(sides.drawn("normal", "specials"), docket.derived("at")):
+        call = sides.call(values)
+        sides.settle_state()
+        with sides.of_the_original():
+            o = sides.witness.call(call, docket.terms.timeout)
+        y = sides.ask(call)
+        if other := unlike(o, y):
+            docket.step("M2", f"with one {name} among its inputs, {other}")
+        differ = [
+            not (torch.equal(a.isnan(), b.isnan()) and torch.equal(a.isinf() * a.sign(), b.isinf() * b.sign()))
+            for a, b in zip(o.tensors, y.tensors, strict=True)
+            if a.is_floating_point()
+        ]
+        failure = f"with one {name} among its inputs, other results are not finite than of the original"
+        if any(differ) and docket.terms.nonfinite != "strict":
+            docket.note(failure)
+        docket.step("N5", failure if any(differ) and docket.terms.nonfinite == "strict" else "", special=name)
+
+
+def layouts(case: Case) -> None:
+    """N6: inputs that lie otherwise in memory."""
+    sides, seed = case.sides, case.docket.derived("layouts")
+    for name, values in inputs.layouts(sides.first, seed):
+        elsewhere(case, name, values, f"not for {name} inputs")
+    if case.docket.terms.train:
+        call = sides.call(sides.drawn("normal", "cotangents"))
+        for name, values in inputs.layouts(call.cotangents, seed):
+            other = replace(call, cotangents=values)
+            said = f"not for {name} cotangents"
+            case.comparison.unless_refused(f"{name} cotangents", "N6", other, said, wide=True)
+
+
+def shapes(case: Case) -> None:
+    """N6: other shapes. A candidate may refuse them, by an exception; wrong results it may not give."""
+    level, sides = case.docket.level, case.sides
+    if not level.shapes_s:
+        return
+    most = min(60 if case.docket.terms.level == "paranoid" else 24, max(int(level.shapes_s / sides.cost), 2))
+    tried, began = 0, sum(sides.suspect.processor_time())
+    size = sum(t.numel() for t in sides.first)
+    for name, values in inputs.resized(sides.first, case.docket.derived("shapes")):
+        if tried >= most or sum(sides.suspect.processor_time()) - began > SLOW * level.shapes_s:
+            break
+        if sum(t.numel() for t in values) <= 4 * size + 64:
+            tried += elsewhere(case, f"size {name}", values, f"not for size {name}")
+
+
+def elsewhere(case: Case, name: str, values: Tensors, note: str) -> bool:
+    """Try inputs that the original may not accept, and the candidate may refuse; say if the original accepts them."""
+    sides = case.sides
+    call = sides.call(values)
+    if case.docket.terms.train:
+        try:
+            plain = sides.witness.call(replace(call, cotangents=()), case.docket.terms.timeout)
+        except Raised:
+            return False
+        g = inputs.generator(case.docket.derived("cotangents", name))
+        call = replace(call, cotangents=[inputs.normal(t, g) for t in plain.tensors])
+    if needed(call.values) > sides.witness.shared.room:
+        return False
+    return case.comparison.unless_refused(name, "N6", call, note)

@@ -1,0 +1,207 @@
+"""Whether it goes on being right as it is used: with other weights, modes, gradients, and again and again."""
+
+from __future__ import annotations
+
+import random
+import time
+from dataclasses import replace
+
+import torch
+
+from .. import inputs, weights
+from ..case import Case
+from ..errors import Raised
+from ..messages import WAYS
+from ..process import Call, Result
+from ..results import alike, identical, judged
+
+
+def first_calls(case: Case) -> None:
+    """U4, S6: when a call has returned its results are what they are, and nothing runs."""
+    sides, suspect = case.sides, case.sides.suspect
+    _, y = case.comparison.round("actual", sides.first)
+    asleep = suspect.settle()
+    time.sleep(0.02)
+    busy = bool(asleep) and suspect.activity() != asleep
+    changed = [not identical(a, b) for a, b in zip(y.tensors, suspect.again(y, sides.most), strict=True)]
+    case.docket.step("U4", "its result changed after it had returned it" if any(changed) else "")
+    case.docket.step("S6", "it used the processor between calls" if busy else "")
+
+
+def left_behind(case: Case) -> None:
+    """S3 to S6, S8: the world after a call is as the original leaves it."""
+    sides = case.sides
+    case.comparison.round("actual", sides.actual("left behind", len(case.docket.verdict.lines)))
+    sides.suspect.settle()
+    left = sides.suspect.lingering()
+    case.docket.step("S6", f"it left {len(left)} processes running" if left else sides.suspect.wakes())
+    case.comparison.surroundings(sides.witness, sides.suspect, sides.modes)
+
+
+def other_weights(case: Case) -> None:
+    """C2: weights that change are used, in whatever way they change, and whatever their values are."""
+    sides, docket = case.sides, case.docket
+    if not sides.shares_state:
+        return
+    comparison, suspect = case.comparison, sides.suspect
+
+    def turn(kind: str, way: str, name: str) -> None:
+        sides.adopt(sides.other_weights(kind, name), way=way)
+        comparison.round(name, sides.actual("weights", name), check="C2")
+
+    # "assigned" and "data" first: a view of the weights' memory is stale from then on.
+    others = [way for way in WAYS if way not in ("loaded", "in place")]
+    random.Random(docket.derived("ways")).shuffle(others)
+    ways = ["loaded", "in place", *others[: len(others) if docket.level.deep else 2]]
+    if not docket.level.deep and not {"assigned", "data", "parameters"} & set(ways):
+        ways[-1] = "assigned"
+    for number, way in enumerate(ways):
+        turn("grown" if number == 0 else "moved", way, f"after {WAYS[way]}")
+    for kind in weights.KINDS if docket.level.deep else ("positive", "unlike scales"):
+        turn(kind, "in place", f"weights that are {kind},")
+    # What was asked and told until now may have made it look at its weights once more.
+    sides.adopt(sides.other_weights("moved", "before"))
+    places = sides.places(suspect)
+    comparison.round("settled", sides.actual("settled"), check="C2")
+    other = sides.other_weights("moved", "written over")
+    if places:
+        sides.adopt(other, suspect=False)
+        sides.write(suspect, places, other)
+        comparison.round("after its weights were written over", sides.actual("written"), check="C2", adopted=True)
+    sides.adopt(sides.state)
+    docket.verdict.ways |= {WAYS[way] for way in ways}
+
+
+def stale(case: Case) -> None:
+    """C1 and N9: new values at the old address; the old values except for one element; results kept."""
+    sides, comparison = case.sides, case.comparison
+    _, comparison.kept = comparison.round("same place", sides.drawn("normal", "place"), check="C1", keep=True)
+    again = sides.drawn("normal", "again")
+    comparison.round("same place", again, check="C1", same_place=True)
+    still(case)
+    for kind, change in inputs.CHANGES.items():
+        again = change(again, case.docket.derived(kind))
+        comparison.round(kind, again, check="N9", same_place=True)
+
+
+def still(case: Case) -> None:
+    """S7: a result that is kept does not change."""
+    case.comparison.unchanged(case.sides.suspect, case.comparison.kept)
+
+
+def repeatable(case: Case) -> None:
+    """U1 and determinism: the same bits each time, whatever new memory holds."""
+    sides, docket = case.sides, case.docket
+    call = sides.call(sides.drawn("normal", "repeat"))
+
+    def ask(call: Call) -> Result:
+        sides.settle_state()
+        return sides.ask(call)
+
+    def witness(call: Call) -> Result:
+        sides.settle_state()
+        return sides.witness.call(call, docket.terms.timeout)
+
+    results = [ask(call) for _ in range(docket.level.repeats)]
+    if not all(alike(results[0], other) for other in results[1:]):
+        with sides.of_the_original():
+            theirs = [witness(call) for _ in range(docket.level.repeats)]
+        if all(alike(theirs[0], other) for other in theirs[1:]):
+            docket.step("D1", "it gives different bits for the same inputs, the original does not")
+        docket.note("neither it nor the original gives the same bits each time")
+        return
+    docket.step("D1")
+    # 0xFF is a NaN in every format, 0x7B a large number.
+    poisoned = [ask(replace(call, perturb=byte)) for byte in (0xFF, 0x7B)]
+    equal = all(alike(results[0], other) for other in poisoned)
+    docket.step("U1", "" if equal else "its result depends on uninitialised memory, or on memory next to its inputs")
+
+
+def modes(case: Case) -> None:
+    """C5: the same values whether gradients are recorded or not, and whether they flow back or not."""
+    sides, compare = case.sides, case.comparison.unless_refused
+    call = sides.call(sides.drawn("normal", "grad"))
+    if case.docket.terms.train:
+        compare("no backward", "C5", replace(call, cotangents=()), "only with a backward")
+        plain = replace(call, cotangents=(), grad=False, requires_grad=False)
+        compare("no gradients recorded", "C5", plain, "only with gradients recorded")
+    else:
+        compare("gradients recorded", "C5", replace(call, grad=True), "only without gradients")
+        compare("inference mode", "C5", replace(call, inference=True), "not in inference mode")
+        compare("inputs that require gradients", "C5", replace(call, requires_grad=True),
+                "not for inputs that require gradients")  # fmt: skip
+    _other_mode(case, call)
+
+
+def _other_mode(case: Case, call: Call) -> None:
+    """Say so if it is right only in the mode in which it is judged; others were not asked for."""
+    sides, train, timeout = case.sides, case.docket.terms.train, case.docket.terms.timeout
+    call = replace(call, training=not train, cotangents=(), grad=False, requires_grad=False)
+    sides.settle_state()
+    here, there = ("training", "evaluation") if train else ("evaluation", "training")
+    try:
+        o = sides.witness.call(call, timeout)
+    except Raised:
+        return
+    known, same = case.comparison.known * 1.125, False
+    try:
+        y = sides.ask(call)
+    except Raised:
+        y = None
+    if y is not None and len(y.tensors) == len(o.tensors):
+        same = all(
+            a.shape == b.shape
+            and a.dtype == b.dtype
+            and judged("", a.double() if a.is_floating_point() else a, a, b, known, sides.longest).passed
+            for a, b in zip(o.tensors, y.tensors, strict=True)
+        )
+    case.docket.verdict.mode = f"{here} mode{', and evaluation mode without gradients' if same and train else ''}"
+    if not same:
+        case.docket.note(f"it is right in {here} mode only: in {there} mode it does not give what the original gives")
+    if sides.shares_state:  # which the call may have changed, in its own way
+        sides.adopt(sides.given)
+
+
+def gradients(case: Case) -> None:
+    """N7: gradients as a training loop may ask for them; gradients of gradients, where the original has them."""
+    sides, compare = case.sides, case.comparison.unless_refused
+    if not case.docket.terms.train:
+        return
+
+    def call(purpose: str, **options: object) -> Call:
+        return replace(sides.call(sides.drawn("normal", purpose)), **options)  # type: ignore[arg-type]
+
+    compare("inputs that are results, normal", "N7", call("inner", inner=True), "", wide=True)
+    compare("gradients that are held, normal", "N7", call("added", flow="added"), "", wide=True)
+    compare("second gradients of normal", "N7", call("second", flow="differentiated"), "no second gradients", wide=True)
+    again = call("accumulated", flow="accumulated")
+    compare("accumulated gradients of normal", "N7", again, "no second backward of one graph", wide=True)
+    if sides.state:
+        frozen = call("frozen", frozen=True)
+        compare("frozen parameters, normal", "N7", frozen, "not with frozen parameters", wide=True)
+    _plain_sum(case)
+    real = [index for index, x in enumerate(sides.first) if inputs.is_real(x)]
+    constant = [frozenset(real)] if sides.state else []  # parameters need them still
+    if len(real) > 1:
+        constant.append(frozenset(real) - {random.Random(case.docket.derived("wanted")).choice(real)})
+    for some in constant:
+        which = ", ".join(str(index) for index in sorted(some))
+        name = f"no gradient for input {which}"
+        compare(f"{name}, normal", "N7", call(name, constant=some), f"not without a gradient for input {which}",
+                wide=True)  # fmt: skip
+
+
+def _plain_sum(case: Case) -> None:
+    """N7: what flows back from a sum of all results, one number for all of them, of which nothing may be left."""
+    sides, timeout = case.sides, case.docket.terms.timeout
+    call = sides.call(sides.drawn("normal", "sum"))
+    ones = [torch.ones((), dtype=t.dtype).expand(t.shape) for t in call.cotangents]
+    call = replace(call, cotangents=ones)
+    sides.settle_state()
+    with sides.of_the_original():
+        o = sides.witness.call(call, timeout)
+        r = o if sides.random else sides.reference.call(sides.wide(call), timeout)
+    y = sides.ask(call)
+    case.comparison.metadata(o, y)
+    each = list(zip(r.tensors, o.tensors, y.tensors, strict=True))
+    case.comparison.coarse("a sum's", call, o, each[len(sides.outputs) :])

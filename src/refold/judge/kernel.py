@@ -1,0 +1,172 @@
+"""What the operating system tells of another process, and its memory: nothing here is said by the process itself."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import platform
+import signal
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+LIBC = ctypes.CDLL(None, use_errno=True)
+# States of threads, as proc(5) names them.
+STOPPED = "TtZX"
+ASLEEP = STOPPED + "S"
+_ENDED = "ZX"
+# Where a thread may sleep when its program is done with a call (asm/unistd.h). What could wake it is another thread or
+# process, or a limit of time: one of milliseconds, which is negative if there is none, or one that is pointed to. In
+# any other call, time may wake it.
+_MILLISECONDS = {"x86_64": {7: 2, 232: 3, 281: 3}, "aarch64": {22: 3}}  # poll, epoll_wait, epoll_pwait
+_POINTERS = {"x86_64": {202: 3, 271: 2, 23: 4, 270: 4, 128: 2}, "aarch64": {98: 3, 73: 2, 72: 4, 137: 2}}  # futex, ...
+_UNLIMITED = {"x86_64": {0, 34, 45, 47, 61, 130, 247}, "aarch64": {63, 95, 133, 207, 212, 260}}  # read, wait4, ...
+# A wait that goes on after the process was stopped; a sandbox denies it, so that the call is made anew.
+_RESTARTED = {"x86_64": 219, "aarch64": 128}
+
+
+class Mapping(NamedTuple):
+    """A part of a process's memory, and the file that is there."""
+
+    start: int
+    end: int
+    writable: bool
+    offset: int
+    inode: int
+
+
+def mappings(pid: int) -> list[Mapping]:
+    """List the memory of a process; nothing if it has ended, which others notice."""
+    found = []
+    with contextlib.suppress(OSError):
+        for line in Path(f"/proc/{pid}/maps").read_text(errors="replace").splitlines():
+            span, rights, offset, _, inode = line.split(maxsplit=5)[:5]
+            start, end = (int(at, 16) for at in span.split("-"))
+            found.append(Mapping(start, end, "w" in rights, int(offset, 16), int(inode)))
+    return found
+
+
+def copy(pid: int, address: int, here: torch.Tensor, *, out: bool) -> int:
+    """Copy bytes out of a process's memory, or into it; return the number of the error, 0 if there was none."""
+    move = LIBC.process_vm_readv if out else LIBC.process_vm_writev
+    size, done = here.numel(), 0
+    while done < size:
+        local = struct.pack("QQ", here.data_ptr() + done, size - done)
+        remote = struct.pack("QQ", address + done, size - done)
+        got = move(pid, local, 1, remote, 1, 0)
+        if got <= 0:
+            return ctypes.get_errno() or 14
+        done += got
+    return 0
+
+
+def stat(process: int | str) -> list[str]:
+    """Read what /proc tells of a process, or of a thread ``process/task/thread``, from its state on."""
+    return Path(f"/proc/{process}/stat").read_text(errors="replace").rpartition(")")[2].split()
+
+
+def threads(pid: int) -> set[str]:
+    """List the threads of a process; none if it has ended."""
+    with contextlib.suppress(OSError):
+        return set(os.listdir(f"/proc/{pid}/task"))
+    return set()
+
+
+def states(pid: int) -> Iterator[str]:
+    """Yield the state of each thread, as proc(5) names it."""
+    for thread in threads(pid):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # a thread that ends meanwhile
+            yield stat(f"{pid}/task/{thread}")[0]
+
+
+def has_ended(pid: int) -> bool:
+    """Say whether all threads of a process have ended. The first may end, and others go on."""
+    return all(state in _ENDED for state in states(pid))
+
+
+def children(pid: int) -> list[int]:
+    """List the processes that a process has started, as far as they are still there."""
+    found: list[int] = []
+    for thread in threads(pid):
+        with contextlib.suppress(OSError):
+            found += map(int, Path(f"/proc/{pid}/task/{thread}/children").read_text().split())
+    return found
+
+
+def descendants(pid: int) -> list[int]:
+    """List a process's children, and theirs."""
+    found = []
+    for child in children(pid):
+        found += [child, *descendants(child)]
+    return found
+
+
+def parents(pid: int) -> list[int]:
+    """Return the process that started one; nothing if it has ended."""
+    with contextlib.suppress(OSError):
+        return [int(stat(pid)[1])]
+    return []
+
+
+def forks() -> int:
+    """Count the processes and threads that this machine has started so far."""
+    with open("/proc/stat") as counts:
+        return next((int(line.split()[1]) for line in counts if line.startswith("processes")), 0)
+
+
+def data_bytes(status: str) -> int:
+    """Return the bytes of memory that a process may write, by its /proc/PID/status. Its name is a line there, too."""
+    lines = (line.split() for line in status.splitlines() if line.startswith("VmData:"))
+    return next((int(words[1]) << 10 for words in lines), 0)
+
+
+def activity(pid: int, wanted: str = "") -> dict[str, tuple[int, int]]:
+    """Return run time and number of turns of each thread; nothing if one is in none of the wanted states.
+
+    Raises:
+        OSError: The process has ended.
+    """
+    found = {}
+    for thread in os.listdir(f"/proc/{pid}/task"):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # a thread that ends meanwhile
+            if wanted and stat(f"{pid}/task/{thread}")[0] not in wanted:
+                return {}
+            ran, _, turns = Path(f"/proc/{pid}/task/{thread}/schedstat").read_text().split()
+            found[thread] = (int(ran), int(turns))
+    return found
+
+
+def wakes(pid: int) -> str:
+    """Say what of a process will run by itself after some time; empty if nothing, or if the system does not tell."""
+    known = platform.machine() in _UNLIMITED
+    with contextlib.suppress(OSError):
+        for thread in threads(pid) if known else ():
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # a thread that ends meanwhile
+                fields = Path(f"/proc/{pid}/task/{thread}/syscall").read_text().split()
+                if fields and fields[0].isdigit() and not _waits_for_ever(int(fields[0]), fields[1:7]):
+                    return f"a thread of it sleeps in a call of the kernel that time may end (number {fields[0]})"
+        if any("[timerfd]" in os.readlink(entry) for entry in Path(f"/proc/{pid}/fd").iterdir()):
+            return "it has a timer"
+        if Path(f"/proc/{pid}/timers").read_text():
+            return "it has a timer"
+    return ""
+
+
+def _waits_for_ever(number: int, arguments: list[str]) -> bool:
+    machine, values = platform.machine(), [int(value, 16) for value in arguments]
+    milliseconds = {**_MILLISECONDS[machine], _RESTARTED[machine]: 2}
+    if number in milliseconds:
+        return values[milliseconds[number]] & 0xFFFFFFFF >= 1 << 31
+    if number in _POINTERS[machine]:
+        return values[_POINTERS[machine][number]] == 0
+    return number in _UNLIMITED[machine]
+
+
+def kill(pid: int) -> None:
+    """End a process that may have ended."""
+    with contextlib.suppress(OSError):
+        os.kill(pid, signal.SIGKILL)

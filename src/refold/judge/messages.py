@@ -1,0 +1,460 @@
+"""What the judge and the process of a program say to one another, spelled once for both sides.
+
+The judge sends commands, and believes them. A process answers; whoever owns it may answer anything. So `read` takes an
+answer only if each field is there, has its type and is within its bounds, and no other field is. Nothing is decided by
+an answer that was not read so. The process loads this file by its path: it imports nothing of refold.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import types
+import typing
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import Any
+
+import torch
+
+DTYPES = {str(d).removeprefix("torch."): d for d in vars(torch).values() if isinstance(d, torch.dtype)}
+# What a tensor may be that has no plain memory; nothing of it is read.
+ODD = ("not strided", "conjugate", "negated", "without memory", "on device meta")
+# What matters later to a tensor that has the right values.
+TRAITS = ("an inference tensor", "in memory that nobody can write to")
+_LARGEST, _ELEMENTS, _DEPTH, _NODES = 1 << 63, 1 << 48, 50, 100_000
+_TEXT = 4 << 20
+
+
+class Malformed(ValueError):
+    """An answer is not what it should be; the message says which field is wrong."""
+
+
+# Commands.
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a tensor lies in the shared memory.
+
+    Attributes:
+        offset: Bytes from its beginning.
+        elements: From the first that is copied to the last; 0 of an empty tensor.
+        first: The place of the tensor's first element among them.
+        shape: The shape.
+        stride: The strides, in elements.
+        dtype: The name of the dtype.
+        requires_grad: Whether the process asks for its gradient.
+    """
+
+    offset: int
+    elements: int
+    first: int
+    shape: list[int]
+    stride: list[int]
+    dtype: str
+    requires_grad: bool = False
+
+
+@dataclass(frozen=True)
+class Start:
+    """Fork a process for a program; what the nursery is sent.
+
+    Attributes:
+        folder: The only folder that it may write to.
+        readable: What it may read in addition to the system.
+        path: Folders from which it may import in addition to Python's.
+        limits: Values by the names of rlimits.
+        device: ``cpu`` or ``cuda``.
+        sandboxed: Whether it is confined.
+        threads: How many it may use.
+        imports: Modules that the nursery imports before it forks.
+        compiler: Whether the nursery imports torch's compiler before.
+        environment: Variables of its own.
+    """
+
+    folder: str
+    readable: list[str]
+    path: list[str]
+    limits: dict[str, int]
+    device: str
+    sandboxed: bool
+    threads: int
+    imports: list[str]
+    compiler: bool
+    environment: dict[str, str]
+
+
+@dataclass(frozen=True)
+class Load:
+    """Import a program's source.
+
+    Attributes:
+        text: The source.
+        name: The name of its file.
+        attribute: The class or function that is judged.
+    """
+
+    text: str
+    name: str
+    attribute: str
+
+
+@dataclass(frozen=True)
+class Build:
+    """Make the program: a class is made with the arguments, after seeding.
+
+    Attributes:
+        attribute: The class or function.
+        arguments: What the class is made with, as `Arguments` has it.
+        seed: Seeds the random state.
+        dtype: What floating-point parameters are cast to.
+        device: Where to.
+        train: Whether modules are in training mode.
+        compiled: Whether it is run under ``torch.compile``.
+    """
+
+    attribute: str
+    arguments: str
+    seed: int
+    dtype: str
+    device: str
+    train: bool
+    compiled: bool = False
+
+
+@dataclass(frozen=True)
+class Adopt:
+    """Take over parameters and buffers.
+
+    Attributes:
+        places: Where the values of each name lie.
+        way: ``loaded``, ``assigned``, ``in place``, ``data``, ``parameters`` or ``moved``; see `WAYS`.
+    """
+
+    places: dict[str, Place]
+    way: str
+
+
+WAYS = {
+    "loaded": "load_state_dict",
+    "assigned": "load_state_dict(assign=True)",
+    "in place": "a change in place, which no version counter counts",
+    "data": "another tensor as .data",
+    "parameters": "other Parameter and buffer objects",
+    "moved": "a move of all of them, as by .to(), and a change in place",
+}
+"""The ways in which a user's program gives a module other weights."""
+
+
+@dataclass(frozen=True)
+class Prepare:
+    """Wrap the places where the inputs of the next call are going to be.
+
+    Attributes:
+        tree: How the arguments are nested; leaves are numbers of tensors or constants.
+        tensors: Where the inputs lie.
+        cotangents: Where what flows back lies; empty for a call without backward.
+        seed: Seeds the random state that the program finds.
+        mode: ``plain``, ``recorded`` or ``inference``.
+        perturb: The byte that new memory is filled with; 0 leaves it.
+        hold: Whether earlier results are kept alive.
+        keep: Whether this result is kept alive for good.
+        flow: How gradients are asked for: ``once``; ``accumulated`` in ``.grad`` by two backwards of one graph;
+            ``added`` to what ``.grad`` holds already; or ``differentiated`` once more.
+        frozen: Whether no parameter requires a gradient.
+        inner: Whether the inputs that require gradients are no leaves, but results of other operations.
+        training: The mode of the modules; None leaves it.
+    """
+
+    tree: Any
+    tensors: list[Place]
+    cotangents: list[Place] = field(default_factory=list)
+    seed: int = 0
+    mode: str = "plain"
+    perturb: int = 0
+    hold: bool = True
+    keep: bool = False
+    flow: str = "once"
+    frozen: bool = False
+    inner: bool = False
+    training: bool | None = None
+
+
+# Answers.
+
+
+@dataclass
+class Description:
+    """What a process says of a tensor.
+
+    Attributes:
+        type: The name of its class.
+        dtype: The name of its dtype.
+        device: The type of its device.
+        shape: Its shape.
+        stride: Its strides, in elements; as many as axes, unless it is `odd`.
+        address: Where its bytes can be read.
+        pointer: Where it lies on its device; the same without a GPU.
+        storage: Where the memory that it is a part of begins there.
+        storage_bytes: The bytes of that memory.
+        odd: Why it has no plain memory; words of `ODD`.
+        traits: Words of `TRAITS`.
+        requires_grad: Whether it requires a gradient.
+    """
+
+    type: str
+    dtype: str
+    device: str
+    shape: list[int]
+    stride: list[int]
+    address: int
+    pointer: int
+    storage: int
+    storage_bytes: int
+    odd: list[str]
+    traits: list[str]
+    requires_grad: bool
+
+    def check(self) -> None:
+        """Raise `Malformed` if no tensor is like this."""
+        if self.dtype not in DTYPES:
+            raise Malformed(f"there is no dtype {self.dtype[:80]!r}")
+        if not set(self.odd) <= set(ODD) or not set(self.traits) <= set(TRAITS):
+            raise Malformed("a tensor is described by words that say nothing")
+        if len(self.stride) != len(self.shape) and "not strided" not in self.odd:
+            raise Malformed(f"a tensor of {len(self.shape)} axes is said to have {len(self.stride)} strides")
+        if math.prod(max(n, 1) for n in self.shape) >= _ELEMENTS or any(s >= _ELEMENTS for s in self.stride):
+            raise Malformed(f"no tensor has the shape {str(self.shape)[:80]}")
+        if len(self.type) > 200 or len(self.device) > 20:
+            raise Malformed("a tensor has a name that is too long")
+
+    @property
+    def itemsize(self) -> int:
+        """The bytes of an element."""
+        return DTYPES[self.dtype].itemsize
+
+    @property
+    def span(self) -> int:
+        """The bytes from the first to the last element; 0 of what has no plain memory."""
+        if self.odd or 0 in self.shape:
+            return 0
+        return (1 + sum((n - 1) * s for n, s in zip(self.shape, self.stride, strict=True))) * self.itemsize
+
+
+@dataclass
+class Returned:
+    """A call has returned.
+
+    Attributes:
+        tree: The structure of what it returned; with gradients, a pair.
+        tensors: The tensors in it, in order.
+        left: What of the caller's own objects and modes was changed.
+    """
+
+    tree: Any
+    tensors: list[Description]
+    left: list[str]
+
+    def check(self) -> None:
+        """Raise `Malformed` unless the structure has each tensor once, in order."""
+        check_tree(self.tree, len(self.tensors))
+
+
+@dataclass
+class Inspected:
+    """What a program must leave alone.
+
+    Attributes:
+        state: Parameters and buffers by their names.
+        modes: Training modes, hooks and needs of gradients of its modules.
+        settings: Global settings that are others than at first, and their values.
+        patched: Functions that were replaced.
+        random: A name for the state of all random numbers.
+    """
+
+    state: dict[str, Description]
+    modes: str
+    settings: dict[str, str]
+    patched: list[str]
+    random: str
+
+
+@dataclass
+class Drawn:
+    """The original's own inputs."""
+
+    tree: Any
+    tensors: list[Description]
+
+    def check(self) -> None:
+        """Raise `Malformed` unless the structure has each tensor once, in order."""
+        check_tree(self.tree, len(self.tensors))
+
+
+@dataclass
+class Arguments:
+    """What a class is made with, as text that the judge passes on unread."""
+
+    arguments: str
+
+
+@dataclass
+class Done:
+    """A command was obeyed; ``seconds`` is how long it took."""
+
+    seconds: float
+
+
+@dataclass
+class Confined:
+    """What confines the process, and what its part of refold cannot see with this PyTorch."""
+
+    active: list[str]
+    off: list[str]
+
+
+@dataclass
+class Born:
+    """The number of a new process."""
+
+    pid: int
+
+
+@dataclass
+class Counted:
+    """The number of terms of the longest sum of a call."""
+
+    terms: int
+
+
+@dataclass
+class Census:
+    """How often each operation and kernel ran in a call."""
+
+    operations: dict[str, int]
+
+
+@dataclass
+class Missing:
+    """A program lacks a name that is needed."""
+
+    missing: str
+
+
+@dataclass
+class Failure:
+    """The program raised an exception.
+
+    Attributes:
+        type: The class of the exception, if Python or PyTorch defines it; else ``Exception``.
+        text: Its message.
+        lines: The lines of the program's own file that it came through, the last one last.
+    """
+
+    type: str
+    text: str
+    lines: list[int]
+
+
+def to_json(answer: Any) -> bytes:
+    """Write an answer."""
+    return json.dumps({"answer": type(answer).__name__, **_plain(answer)}).encode()
+
+
+def _plain(message: Any) -> Any:
+    """Return a message as what JSON and pickle have."""
+    if is_dataclass(message):
+        return {f.name: _plain(getattr(message, f.name)) for f in fields(message)}
+    if isinstance(message, dict):
+        return {k: _plain(v) for k, v in message.items()}
+    return [_plain(v) for v in message] if isinstance(message, (list, tuple)) else message
+
+
+def read(frame: bytes, *kinds: type) -> Any:
+    """Read an answer that may be one of some kinds.
+
+    Raises:
+        Malformed: It is none of them; says why.
+    """
+    try:
+        data = json.loads(frame)
+    except (ValueError, RecursionError) as error:
+        raise Malformed(f"it is not JSON: {error}") from None
+    if not isinstance(data, dict):
+        raise Malformed("it is not an object")
+    kind = next((each for each in kinds if each.__name__ == data.get("answer")), None)
+    if kind is None:
+        raise Malformed(f"it is not {' or '.join(each.__name__ for each in kinds)}")
+    return _typed(kind, {k: v for k, v in data.items() if k != "answer"}, kind.__name__)
+
+
+@functools.cache
+def _types(kind: type) -> dict[str, Any]:
+    return typing.get_type_hints(kind)
+
+
+def _typed(kind: Any, value: Any, where: str) -> Any:
+    """Return a value as what a type says; raises `Malformed` if it is not."""
+    origin, inner = typing.get_origin(kind), typing.get_args(kind)
+    if kind is Any:
+        return value
+    if is_dataclass(kind):
+        wanted = _types(typing.cast(type, kind))
+        if not isinstance(value, dict) or value.keys() != wanted.keys():
+            raise Malformed(f"{where} has other fields than {', '.join(wanted)}")
+        found = typing.cast(Any, kind)(**{n: _typed(t, value[n], f"{where}.{n}") for n, t in wanted.items()})
+        if hasattr(found, "check"):
+            found.check()
+        return found
+    if origin is list and isinstance(value, list):
+        return [_typed(inner[0], each, where) for each in value]
+    if origin is dict and isinstance(value, dict):
+        return {_typed(inner[0], k, where): _typed(inner[1], v, where) for k, v in value.items()}
+    if origin is types.UnionType and value is None:
+        return None
+    good = {
+        int: type(value) is int and 0 <= value < _LARGEST,
+        float: type(value) in (int, float) and abs(value) < 1e18,
+        bool: type(value) is bool,
+        str: type(value) is str and len(value) <= _TEXT,
+    }
+    if not good.get(kind, False):
+        raise Malformed(f"{where} has something else where {getattr(kind, '__name__', kind)} is expected")
+    return float(value) if kind is float else value
+
+
+def check_tree(tree: Any, count: int) -> None:
+    """Raise `Malformed` unless a structure has so many tensors, each once and in order."""
+    leaves = []
+    for nodes, leaf in enumerate(_leaves(tree)):
+        if nodes > _NODES:
+            raise Malformed("a structure is too large")
+        leaves += [] if leaf is None else [leaf]
+    if leaves != list(range(count)) or any(type(leaf) is not int for leaf in leaves):
+        raise Malformed(f"it describes no structure of {count} tensors: {str(tree)[:200]}")
+
+
+def _leaves(tree: Any, depth: int = 0) -> Iterator[int | None]:
+    """Yield the numbers of the tensors in a structure, in order, and None for each other node."""
+    if not isinstance(tree, dict) or depth > _DEPTH:
+        raise Malformed(f"it describes no structure: {str(tree)[:200]}")
+    yield None
+    keys = set(tree)
+    if keys in ({"tensor"}, {"float"}):
+        yield next(iter(tree.values()))
+    elif keys in ({"dict", "items"}, {"sequence", "items"}) and isinstance(tree["items"], list):
+        if not isinstance(tree.get("dict", tree.get("sequence")), str):
+            raise Malformed("a structure has no name")
+        for item in tree["items"]:
+            if "dict" in tree:
+                if not isinstance(item, list) or len(item) != 2 or not isinstance(item[0], (str, int)):
+                    raise Malformed("something else than a name and a value is in a dictionary")
+                item = item[1]
+            yield from _leaves(item, depth + 1)
+    elif not (
+        (keys == {"value"} and (tree["value"] is None or isinstance(tree["value"], (bool, int, str, float))))
+        or (keys == {"object"} and isinstance(tree["object"], str))
+    ):
+        raise Malformed(f"it describes no structure: {str(tree)[:200]}")

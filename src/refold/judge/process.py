@@ -1,0 +1,574 @@
+"""The judge's side of a program's process: place inputs, call, read results out of its memory, take the time.
+
+Nothing that the process says is trusted. Inputs lie in memory that both share, and are written while the process
+sleeps. The clock runs from the signal to start until the answer that the call has returned; both are taken here. Then
+the process is stopped, and the kernel reads the bytes of its results out of it (``process_vm_readv``). So work that is
+not finished by then does not count. The original runs in such a process, too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import pickle
+import signal
+import socket
+import struct
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from ..verify.contention import crowding
+from . import kernel, messages
+from .errors import Misbehaved, Raised, Unjudgeable
+from .messages import Description, Place
+from .shared import After, Shared, overlap
+
+_REPLY_LIMIT = 64 << 20
+_CROWDED = 10.0  # times the limit of an answer, at most, where other programs want the same cores
+_SETTLE_S = 2.0  # after which it is looked at how much a program that still runs uses
+_AWAKE_S = 60.0  # the longest that a thread may neither sleep nor run, on however busy a machine
+_STOP_S = 0.05  # within which all threads stop, unless other programs keep them from running at all
+_RESUMED_S = 5e-4  # of processor time, which a process that has stopped does not use
+_COMMAND_S = 60.0  # for what runs none of the program's own code, or little of it
+_HELD = 2  # calls of which the process still holds the results when one more returns
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of a program.
+
+    Attributes:
+        tree: How the arguments are nested; leaves are numbers of ``tensors`` or constants.
+        tensors: The values; the process gets them with these strides.
+        seed: Seeds the random state the program finds.
+        grad: Whether gradients are recorded.
+        inference: Whether PyTorch is in inference mode.
+        cotangents: What flows back into the results; empty for forward only.
+        perturb: The byte that new memory and the red zones are filled with.
+        requires_grad: Whether floating-point inputs require gradients.
+        same_place: Whether the inputs lie where those of the call before lay.
+        keep: Whether the result is kept alive for good.
+        flow: How gradients are asked for, as `messages.Prepare` has it.
+        constant: The inputs that require no gradient although others do.
+        frozen: Whether no parameter requires one.
+        inner: Whether inputs that require gradients are results of other operations.
+        training: The mode of the modules; None is that of the trial.
+    """
+
+    tree: Any
+    tensors: Sequence[torch.Tensor]
+    seed: int = 0
+    grad: bool = False
+    cotangents: Sequence[torch.Tensor] = ()
+    perturb: int = 0
+    requires_grad: bool = False
+    same_place: bool = False
+    keep: bool = False
+    flow: str = "once"
+    constant: frozenset[int] = frozenset()
+    inference: bool = False
+    frozen: bool = False
+    inner: bool = False
+    training: bool | None = None
+
+    @property
+    def values(self) -> list[torch.Tensor]:
+        """All that lies in the shared memory."""
+        return [*self.tensors, *self.cotangents]
+
+
+@dataclass
+class Result:
+    """What came back from a call: claims of the process, and bytes that were read from it.
+
+    Attributes:
+        tree: The structure of what was returned.
+        metadata: Descriptions of the tensors in it.
+        tensors: Their values.
+        seconds: From the signal to start to the answer.
+        processor: Seconds of processor time that the process used meanwhile.
+        outside: The same, from the call before to the signal to start.
+        waited: Seconds that its first thread could have run and another program did.
+        started: Whether any program of this machine started a process or a thread meanwhile.
+        left: What of the caller's own objects and modes was changed, as the process says.
+        changed: The inputs that were changed.
+        cotangents_changed: Whether what flowed back into the results was changed.
+        inputs_after: What the inputs are now.
+        overrun: Whether memory next to the inputs was written to.
+        aliases: What each result shares its memory with.
+        reused: Of each result, whether it lies in the memory of a result of an earlier call that is still held.
+    """
+
+    tree: Any
+    metadata: list[Description]
+    tensors: list[torch.Tensor]
+    seconds: float
+    processor: float = 0.0
+    outside: float = 0.0
+    waited: float = 0.0
+    started: bool = False
+    left: list[str] = field(default_factory=list)
+    changed: list[int] = field(default_factory=list)
+    cotangents_changed: bool = False
+    inputs_after: list[torch.Tensor] = field(default_factory=list)
+    overrun: bool = False
+    aliases: list[Any] = field(default_factory=list)
+    reused: list[bool] = field(default_factory=list)
+
+
+class Home(Protocol):
+    """What a process asks of the nursery that started it."""
+
+    device: str
+    has_read: bool
+
+    def strangers(self) -> list[int]:
+        """List the processes that no program of the trial is."""
+        ...
+
+
+class Process:
+    """One program in its process.
+
+    Attributes:
+        pid: Its number.
+        folder: The only folder that it may write to.
+        shared: The memory in which inputs lie.
+        family: The process and, where it has namespaces of its own, the one that waits for it.
+        active: What confines it.
+        unseen: What its part of refold cannot see with this PyTorch.
+        lenient: Rules that are not to be enforced here, so that tests can show that they are needed.
+        until: When the trial must have ended, by the clock of `time.perf_counter`.
+    """
+
+    def __init__(
+        self, home: Home, text: str, name: str, folder: Path, shared: Shared, channel: socket.socket,
+        guard: socket.socket,
+    ):  # fmt: skip
+        self._home, self._text, self._name = home, text, name
+        self.folder, self.shared, self._channel, self._guard = folder, shared, channel, guard
+        self.pid, self.family = 0, set[int]()
+        self.active: list[str] = []
+        self.unseen: list[str] = []
+        self.lenient: frozenset[str] = frozenset()
+        self.until = float("inf")
+        self._used = 0.0, 0.0
+        self._recent: deque[list[tuple[int, int]]] = deque(maxlen=_HELD)  # where results of the last calls lie
+        self._resting: dict[str, tuple[int, int]] = {}  # how long each thread had run when all slept after a call
+        self._state: dict[str, Description] = {}
+
+    def greet(self) -> None:
+        """Wait until the process is there, and learn what confines it; it has loaded no program yet."""
+        self.pid = self._answer(_COMMAND_S, messages.Born).pid
+        self.family = {self.pid, *kernel.parents(self.pid)}
+        hello = self._answer(_COMMAND_S, messages.Confined)
+        self.active, self.unseen = hello.active, hello.off
+
+    # Commands.
+
+    def load(self, attribute: str, timeout: float) -> float:
+        """Import the program; return the seconds it took."""
+        command = messages.Load(self._text, self._name, attribute)
+        answer = self.ask(command, messages.Done, messages.Missing, timeout=timeout)
+        if isinstance(answer, messages.Missing):
+            raise Misbehaved("P4", f"{self._name} does not define {attribute}")
+        return float(answer.seconds)
+
+    def arguments(self) -> str:
+        """Ask for what the original's class is made with."""
+        return str(self.ask("arguments", messages.Arguments).arguments)
+
+    def draw(self, seed: int, timeout: float) -> messages.Drawn | None:
+        """Ask for the original's own inputs; None if its file does not draw any."""
+        answer = self.ask("inputs", messages.Drawn, messages.Missing, timeout=timeout, seed=seed)
+        return None if isinstance(answer, messages.Missing) else answer
+
+    def build(self, build: messages.Build, timeout: float) -> None:
+        """Make the program."""
+        self.ask(build, messages.Done, timeout=timeout)
+
+    def inspect(self) -> messages.Inspected:
+        """Ask for what the program must leave alone."""
+        found: messages.Inspected = self.ask("inspect", messages.Inspected)
+        self._state = found.state
+        return found
+
+    def seed(self, seed: int) -> None:
+        """Seed its random numbers."""
+        self.ask("seed", messages.Done, seed=seed)
+
+    def order(self, names: list[str]) -> None:
+        """Let it give gradients of parameters in this order."""
+        self.ask("order", messages.Done, names=names)
+
+    def adopt(self, state: dict[str, torch.Tensor], way: str, timeout: float) -> None:
+        """Give it parameters and buffers."""
+        for batch in self.shared.batches({name: t.contiguous() for name, t in state.items()}):
+            places = self.shared.wrap(list(batch.values()))
+            self.shared.fill(places, list(batch.values()), 0xFF)
+            self.ask(messages.Adopt(dict(zip(batch, places, strict=True)), way), messages.Done, timeout=timeout)
+
+    def terms(self, call: Call, timeout: float) -> int:
+        """Run a call and return the number of terms of the longest sum in it."""
+        self._fill(call, self._prepare(call, hold=False))
+        return int(self.ask("terms", messages.Counted, timeout=timeout).terms)
+
+    def census(self, call: Call, timeout: float) -> dict[str, int]:
+        """Run a call and return how often each operation and kernel ran, as the process says."""
+        self._fill(call, self._prepare(call, hold=False))
+        found: messages.Census = self.ask("census", messages.Census, timeout=timeout)
+        return {name[:200]: count for name, count in list(found.operations.items())[:500]}
+
+    def ask(self, command: Any, *kinds: type, timeout: float = _COMMAND_S, **values: Any) -> Any:
+        """Send a command, a message or its name, and return the answer; what the program raises is its misbehaviour."""
+        if dataclasses.is_dataclass(command) and not isinstance(command, type):
+            values = dataclasses.asdict(command)
+            command = type(command).__name__.lower()
+        resting, self._resting = self._resting, {}
+        # What runs between a call and the next command would slow others down.
+        if resting and self.activity() != resting and "S6" not in self.lenient:
+            raise Misbehaved("S6", "it used the processor between calls")
+        self._send(pickle.dumps((command, values)))
+        return self._answer(timeout, *kinds)
+
+    # Calls.
+
+    def call(self, call: Call, timeout: float = 60.0, *, most: int = 1 << 40, hold: bool = True) -> Result:
+        """Run a call and return its results.
+
+        Args:
+            call: What to call the program with.
+            timeout: Seconds after which it is given up; more if other programs want the same cores.
+            most: The most bytes that results may span together.
+            hold: Whether earlier results are kept alive.
+
+        Raises:
+            Misbehaved: It raised, died, took too long, or did not wait for its inputs.
+        """
+        places = self._prepare(call, hold)
+        asleep = self.settle()
+        self._fill(call, places)
+        if asleep and self.activity() != asleep and "S6" not in self.lenient:
+            raise Misbehaved("S6", "it used the processor while it waited for its inputs")
+        forks, threads = kernel.forks(), kernel.threads(self.pid)
+        before, queued = self.processor_time(), self.queue_time()
+        start = time.perf_counter()
+        self._send(b"")
+        frame = self._frame(timeout)
+        while "U4" in self.lenient and kernel.threads(self.pid) - threads:
+            time.sleep(1e-3)
+        # What runs on after the answer is stopped before the clock is.
+        with self._stopped():
+            seconds = time.perf_counter() - start
+            after, waited = self.processor_time(), self.queue_time() - queued
+            started = kernel.forks() != forks
+            self._await_stop()
+            stopped = self.processor_time()[0]
+            answer = _read(frame, messages.Returned)
+            beside = self.lingering()
+            tensors = self.tensors(answer.tensors, most)
+            resumed = self.processor_time()[0] - stopped > _RESUMED_S
+        used, self._used = self._used, after
+        if beside and "S6" not in self.lenient:
+            raise Misbehaved("S6", "a process that it started ran on after its call had returned")
+        if resumed and "S6" not in self.lenient:
+            raise Misbehaved("S6", "it ran on when it had been stopped")
+        self._resting = self.settle()
+        memory = self.shared.look(places, call.values, call.perturb or 0xFF)
+        times = (seconds, sum(after) - sum(before), sum(before) - sum(used), waited, started)
+        result = Result(answer.tree, answer.tensors, tensors, *times, left=[each[:200] for each in answer.left])
+        self._relate(result, places[: len(call.tensors)], memory)
+        return result
+
+    def _relate(self, result: Result, inputs: Sequence[Place], memory: After) -> None:
+        """Say what results share memory with, and what the call did to its inputs."""
+        count = len(inputs)
+        result.changed = [i for i in memory.changed if i < count]
+        result.cotangents_changed = len(result.changed) < len(memory.changed)
+        result.inputs_after, result.overrun = memory.values[:count], memory.overrun
+        mappings = kernel.mappings(self.pid)
+        for m in result.metadata:
+            where = next((each for each in mappings if each.start <= m.address < each.end), None)
+            if where is not None and not where.writable:
+                m.traits = [*m.traits, messages.TRAITS[1]]
+        found = result.metadata
+        result.aliases = [self._alias(index, found, inputs, mappings) for index in range(len(found))]
+        spans = [(0, 0) if a and a[0] == "input" else self._memory(m)
+                 for m, a in zip(result.metadata, result.aliases, strict=True)]  # fmt: skip
+        earlier = [span for spans in self._recent for span in spans]
+        result.reused = [any(a < d and c < b for c, d in earlier) for a, b in spans]
+        self._recent.append(spans)
+
+    def _alias(
+        self, index: int, metadata: Sequence[Description], inputs: Sequence[Place], mappings: Sequence[kernel.Mapping]
+    ) -> Any:
+        """Say which input, parameter or earlier result a result shares elements with, by whatever address."""
+        m = metadata[index]
+        start, end = self._span(m)
+        for each in mappings:
+            if each.inode == self.shared.inode and each.start < end and start < each.end:
+                at = start - each.start + each.offset
+                for number, place in enumerate(inputs):
+                    size = messages.DTYPES[place.dtype].itemsize * place.elements
+                    if at < place.offset + size and place.offset < at + end - start:
+                        return ["input", number, at - place.offset]
+        for kind, others in (("output", dict(enumerate(metadata[:index]))), ("state", self._state)):
+            for name, other in others.items():
+                here, there = self._at(m), self._at(other)
+                if overlap(m, here, other, there):
+                    return [kind, name, here - there]
+        return None
+
+    def _at(self, m: Description) -> int:
+        return m.address if self._home.device == "cpu" else m.pointer
+
+    def _span(self, m: Description) -> tuple[int, int]:
+        return self._at(m), self._at(m) + m.span
+
+    def _memory(self, m: Description) -> tuple[int, int]:
+        """Return from where to where the memory goes that a tensor is a part of, as its process says, but all of it."""
+        start, end = self._span(m)
+        return (min(start, m.storage), max(end, m.storage + m.storage_bytes)) if m.span else (0, 0)
+
+    def _prepare(self, call: Call, hold: bool) -> list[Place]:
+        """Choose places for a call's tensors and tell the process."""
+        if not hold:
+            self._recent.clear()
+        places = self.shared.wrap(call.values, again=call.same_place)
+        count = len(call.tensors)
+        for index, t in enumerate(call.tensors):
+            wanted = call.requires_grad and index not in call.constant and (t.is_floating_point() or t.is_complex())
+            places[index] = dataclasses.replace(places[index], requires_grad=wanted)
+        mode = "inference" if call.inference else "recorded" if call.grad or call.cotangents else "plain"
+        command = messages.Prepare(
+            call.tree, places[:count], places[count:], seed=call.seed, mode=mode, perturb=call.perturb, hold=hold,
+            keep=call.keep, flow=call.flow, frozen=call.frozen, inner=call.inner, training=call.training,
+        )  # fmt: skip
+        self.ask(command, messages.Done)
+        return places
+
+    def _fill(self, call: Call, places: Sequence[Place]) -> None:
+        self.shared.fill(places, call.values, call.perturb or 0xFF)
+
+    def again(self, result: Result, most: int = 1 << 40) -> list[torch.Tensor]:
+        """Read the results of an earlier call once more."""
+        if self._home.device != "cpu":
+            self.ask("refetch", messages.Done)
+        return self.tensors(result.metadata, most)
+
+    # Its memory.
+
+    def tensors(self, metadata: Iterable[Description], most: int) -> list[torch.Tensor]:
+        """Copy the described tensors, which may span ``most`` bytes together, out of the process."""
+        found = []
+        for m in metadata:
+            size, whole = m.span, torch.Size(m.shape).numel() * m.itemsize
+            if max(size, 0 if m.odd else whole) > most:
+                raise Misbehaved("M3", f"its result spans {size} bytes, and has {whole}; {most} are read")
+            dtype = messages.DTYPES[m.dtype]
+            if size:
+                raw = self.read(m.address, size)
+                found.append(raw.view(dtype).as_strided(m.shape, m.stride))
+            else:
+                found.append(torch.empty(m.shape if 0 in m.shape else 0, dtype=dtype))
+            most -= size
+        return found
+
+    def read(self, address: int, size: int) -> torch.Tensor:
+        """Copy bytes out of the process."""
+        into = torch.empty(size, dtype=torch.uint8)
+        error = kernel.copy(self.pid, address, into, out=True)
+        if error == 14:  # EFAULT
+            raise Misbehaved("M1", f"its result is said to lie at address {address:#x}, where nothing is")
+        if error and self._home.has_read:
+            raise Misbehaved("P4", f"its memory cannot be read, that of others can: {os.strerror(error)}")
+        if error:
+            raise Unjudgeable(f"results cannot be read out of another process here: {os.strerror(error)}")
+        self._home.has_read |= size > 0
+        return into
+
+    def write(self, m: Description, value: torch.Tensor) -> None:
+        """Write values over a tensor in the process, whose program learns nothing of it."""
+        self.settle()
+        raw = self.read(m.address, m.span)
+        if raw.numel():
+            raw.view(messages.DTYPES[m.dtype]).as_strided(m.shape, m.stride).copy_(value)
+            if kernel.copy(self.pid, m.address, raw, out=False):
+                raise Misbehaved("M1", f"its parameter is said to lie at {m.address:#x}, where nothing can be written")
+
+    # What the operating system tells of it.
+
+    def settle(self) -> dict[str, tuple[int, int]]:
+        """Wait until every thread of the process sleeps; return how long each has run.
+
+        A GPU's driver has threads that wake by themselves, so that with one nothing is asked of them.
+        """
+        if self._home.device != "cpu":
+            return {}
+        start, before, pause = time.perf_counter(), 0.0, 5e-5
+        states, last = kernel.ASLEEP, dict[str, tuple[int, int]]()
+        while True:
+            found = self.activity(states)
+            # Threads are looked at one after the other, so of two that take turns, each may be seen asleep. If none
+            # has run from one look to the next, all slept between them.
+            if found and found == last:
+                return found
+            if (waited := time.perf_counter() - start) > _SETTLE_S:
+                # On a busy machine it may wait for a processor; what counts is what it uses.
+                used = sum(self.processor_time())
+                if "S6" in self.lenient:
+                    return {}
+                if (before and used - before > _SETTLE_S / 2) or waited > _AWAKE_S:
+                    raise Misbehaved("S6", "it was still awake long after its call had returned")
+                before = before or used
+                states = kernel.ASLEEP + "D"  # as one is whose child has its memory; before, as it waits for a disk
+            if not found:
+                time.sleep(pause)
+                pause = min(2 * pause, 2e-3)
+            last = found
+
+    def activity(self, states: str = "") -> dict[str, tuple[int, int]]:
+        """Return run time and number of turns of each thread; nothing if one is in none of the states."""
+        with self._alive():
+            return kernel.activity(self.pid, states)
+
+    def pin(self, processors: set[int]) -> None:
+        """Let all threads of the process run on these processors only."""
+        for thread in self.activity():
+            with contextlib.suppress(ProcessLookupError):
+                os.sched_setaffinity(int(thread), processors)
+
+    def queue_time(self) -> float:
+        """Return the seconds that the first thread has waited for a processor so far."""
+        try:
+            return int(Path(f"/proc/{self.pid}/task/{self.pid}/schedstat").read_text().split()[1]) * 1e-9
+        except (OSError, IndexError):  # it has ended, or the kernel does not count
+            return 0.0
+
+    def processor_time(self) -> tuple[float, float]:
+        """Return the seconds of processor time of all its threads so far, and of children that ended."""
+        with self._alive():
+            own = time.clock_gettime((~self.pid << 3) | 2)  # what clock_getcpuclockid gives
+            fields = kernel.stat(self.pid)
+        return own, (int(fields[13]) + int(fields[14])) / os.sysconf("SC_CLK_TCK")
+
+    def held(self) -> int:
+        """Return the bytes of memory that it may write, as far as the system tells."""
+        with self._alive():
+            return kernel.data_bytes(Path(f"/proc/{self.pid}/status").read_text(errors="replace"))
+
+    def births(self) -> int | None:
+        """Return the number that the next process of its namespace has, which counts all that were started there.
+
+        None if it has no namespace of its own. The process that asks the kernel for a number is not the program's.
+        """
+        if "pid namespace" not in self.active:
+            return None
+        try:
+            self._guard.settimeout(30.0)
+            self._guard.sendall(b"?")
+            return int.from_bytes(self._guard.recv(4), "little")
+        except OSError:
+            return None
+
+    def wakes(self) -> str:
+        """Say what will run by itself after some time. Threads of a GPU's driver do, so with one nothing is asked."""
+        return kernel.wakes(self.pid) if self._home.device == "cpu" else ""
+
+    def lingering(self) -> list[int]:
+        """List the processes that the program started and that are still there."""
+        found = (*kernel.descendants(self.pid), *self._home.strangers())
+        return [pid for pid in found if not kernel.has_ended(pid)]
+
+    def close(self) -> None:
+        """End the process and all that it started."""
+        for pid in [self.pid, *kernel.descendants(self.pid)] if self.pid else ():
+            kernel.kill(pid)
+        self._channel.close()
+        self._guard.close()
+
+    @contextlib.contextmanager
+    def _alive(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise Misbehaved("P4", f"its process has ended ({error.strerror})") from error
+
+    @contextlib.contextmanager
+    def _stopped(self) -> Iterator[None]:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGCONT)
+
+    def _await_stop(self) -> None:
+        """Wait until every thread has seen the signal to stop: one that runs on another core does not do so at once."""
+        until = time.perf_counter() + _STOP_S
+        while time.perf_counter() < until and not all(state in kernel.STOPPED for state in kernel.states(self.pid)):
+            time.sleep(5e-5)
+
+    # The channel.
+
+    def _send(self, payload: bytes) -> None:
+        try:
+            self._channel.settimeout(30.0)
+            self._channel.sendall(struct.pack("<I", len(payload)) + payload)
+        except OSError as error:
+            raise Misbehaved("P4", f"its process has ended or does not listen ({error})") from error
+
+    def _answer(self, timeout: float, *kinds: type) -> Any:
+        return _read(self._frame(timeout), *kinds)
+
+    def _frame(self, timeout: float) -> bytes:
+        """Read one frame; where other programs want the same cores, it may take longer."""
+        start = time.perf_counter()
+        try:
+            (size,) = struct.unpack("<I", self._exactly(4, start, timeout))
+            if size > _REPLY_LIMIT:
+                raise Misbehaved("P4", f"its answer of {size} bytes is longer than any answer is")
+            return self._exactly(size, start, timeout)
+        except TimeoutError:
+            if time.perf_counter() >= self.until:
+                raise Unjudgeable("the time of the trial as a whole is over") from None
+            raise Misbehaved("P3", f"it did not answer within {time.perf_counter() - start:.0f} s") from None
+        except OSError as error:
+            raise Misbehaved("P4", f"its process has ended ({error})") from error
+
+    def _exactly(self, size: int, start: float, timeout: float) -> bytes:
+        parts = []
+        while size:
+            spent = time.perf_counter() - start
+            seconds = timeout - spent if spent < timeout else timeout * min(crowding(), _CROWDED) - spent
+            seconds = min(seconds, self.until - time.perf_counter())
+            if seconds <= 0:
+                raise TimeoutError
+            self._channel.settimeout(seconds)
+            try:
+                part = self._channel.recv(min(size, 1 << 20))
+            except TimeoutError:
+                continue  # there may be more by now
+            if not part:
+                raise Misbehaved("P4", "its process has ended before it answered")
+            parts.append(part)
+            size -= len(part)
+        return b"".join(parts)
+
+
+def _read(frame: bytes, *kinds: type) -> Any:
+    try:
+        answer = messages.read(frame, *kinds, messages.Failure)
+    except messages.Malformed as error:
+        raise Misbehaved("P4", f"its answer is none: {error}") from None
+    if isinstance(answer, messages.Failure):
+        raise Raised(answer)
+    return answer

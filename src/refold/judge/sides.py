@@ -1,0 +1,291 @@
+"""The processes of a trial: the candidate, and the original in its own dtype, in float64 and, for float64, in float32.
+
+The original in its own dtype is the *witness* of what a call must return, change, share and leave. In float64 it is the
+*reference*. This process draws inputs and weights and gives them to all; it runs no code of the programs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import random
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from . import inputs, weights
+from .docket import Docket
+from .errors import Misbehaved, Unjudgeable
+from .messages import WAYS, Build, Description, Inspected
+from .nursery import Nursery
+from .process import Call, Process, Result
+from .program import Program
+from .sandbox import enough
+from .shared import GUARD
+
+Tensors = Sequence[torch.Tensor]
+State = dict[str, torch.Tensor]
+_GRADIENTS = "torch.fx.experimental.symbolic_shapes"  # which torch.autograd.grad imports
+
+
+class Sides:
+    """The programs of one trial, in their processes.
+
+    Attributes:
+        suspect: The process of the candidate.
+        witness: Of the original.
+        reference: Of the original in float64.
+        narrow: Of a float64 original in float32; None of others.
+        shares_state: Whether the candidate has the original's parameters and buffers, so that others can be given.
+        state: Parameters and buffers that all begin with.
+        given: What they were given last.
+        parameters: The names of those that are no buffers.
+        stateful: Whether the original changes its buffers.
+        constant: Parameters and buffers that it leaves alone.
+        random: Whether it draws random numbers.
+        outputs: Shape and dtype of each of its results.
+        longest: The number of terms of its longest sum.
+        cost: Seconds of a call on all sides.
+        most: The most bytes that results may span.
+        made: The seconds that it took to make the witness and the candidate.
+        modes: Training modes, hooks and needs of gradients of the candidate at first.
+    """
+
+    suspect: Process
+    witness: Process
+    reference: Process
+    made: tuple[float, float]
+    modes: str
+
+    def __init__(self, original: Program, candidate: Program, given: Tensors | None, docket: Docket, nursery: Nursery):
+        self.original, self.candidate, self.docket, self.nursery = original, candidate, docket, nursery
+        self.narrow: Process | None = None
+        self.shares_state = self.stateful = self.random = False
+        self.state: State = {}
+        self.given = self.state
+        self.parameters: set[str] = set()
+        self.constant: set[str] = set()
+        self.outputs: list[tuple[list[int], torch.dtype]] = []
+        self.longest, self.cost, self.most = 1, 0.0, 1 << 20
+        self._inputs = given
+        self._stack = contextlib.ExitStack()
+        self._differentiated: list[str] = []
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What floating-point inputs and parameters are cast to."""
+        found: torch.dtype = getattr(torch, self.docket.terms.dtype)
+        return found
+
+    def __enter__(self) -> Sides:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def open(self) -> None:
+        """Start all processes and give them the same state."""
+        terms, docket = self.docket.terms, self.docket
+        self.nursery.imports = [_GRADIENTS] if terms.train else []
+        texts = self.candidate.text + self.original.text
+        if "torch.compile" in texts and "triton" not in texts:  # which is told before it is imported how to run
+            self.nursery = self.nursery.other(compiler=True)
+        self._giver = self.start(self.original, 1 << 16)
+        docket.verdict.sandbox = self._giver.active
+        for text in self._giver.unseen:
+            docket.note(text)
+        if self.nursery.sandboxed and (missing := enough(self._giver.active)):
+            raise Unjudgeable(
+                f"there is no sandbox to run it in: {missing}. --allow-unsandboxed (allow_unsandboxed=True) runs it "
+                "without one"
+            )
+        with self.of_the_original():
+            self._giver.load(self.original.attribute, terms.timeout)
+            self._arguments = self._giver.arguments()
+            described = self.build(self._giver, self.original, terms.dtype)
+        sizes = [math.prod(m.shape) * 8 for m in described.state.values()]
+        self.tree, self.first = self._own_inputs(0)
+        room = 6 * sum(t.numel() * 8 + 4 * GUARD for t in self.first) + 2 * max(sizes, default=0) + (1 << 20)
+        self.suspect = self.start(self.candidate, room)
+        seconds = self.suspect.load(self.candidate.attribute, terms.timeout)
+        docket.step("P3", load_s=round(seconds, 3))
+        docket.draw_secret()  # only now are there secrets
+        self.witness, self.reference = self.start(self.original, room), self.start(self.original, 2 * room)
+        self.narrow = self.start(self.original, room) if terms.dtype == "float64" else None
+        with self.of_the_original():
+            for process in filter(None, (self.witness, self.reference, self.narrow)):
+                process.load(self.original.attribute, terms.timeout)
+            theirs, made = self._timed_build(self.witness, self.original)
+            self.build(self.reference, self.original, "float64")
+            if self.narrow:
+                self.build(self.narrow, self.original, "float32")
+        ours, own = self._timed_build(self.suspect, self.candidate)
+        self.modes, self.made = ours.modes, (made, own)
+        self._compare_state(theirs, ours)
+        self.first = self.actual(0)
+
+    def _compare_state(self, theirs: Inspected, ours: Inspected) -> None:
+        """Find out whether both have the same parameters, and give them the same values."""
+        mine, other = ({name: (m.shape, m.dtype, m.device, m.odd) for name, m in side.state.items()}
+                       for side in (ours, theirs))  # fmt: skip
+        self.shares_state = bool(other) and mine == other
+        if other and not self.shares_state:
+            self.docket.note(
+                "its parameters differ from the original's in names or shapes, so no other weights than those of its "
+                "own construction can be given to it"
+            )
+        self.parameters = {name for name, m in theirs.state.items() if m.type == "Parameter"}
+        seen: dict[int, str] = {}  # one parameter may have two names
+        for name, m in theirs.state.items():
+            if m.requires_grad and (not m.span or m.address not in seen):
+                seen[m.address] = name
+                self._differentiated.append(name)
+        self.state = self.given = self.read_state(self.witness, theirs)
+        self.adopt(self.state, suspect=self.shares_state)
+        if self.shares_state:
+            self.suspect.order(list(mine))
+
+    def start(self, program: Program, room: int) -> Process:
+        """Start a process for a program; it ends with the trial."""
+        return self._stack.enter_context(self.fresh(program, room))
+
+    @contextlib.contextmanager
+    def fresh(
+        self, program: Program, room: int = 0, *, nursery: Nursery | None = None, beside: Process | None = None
+    ) -> Iterator[Process]:
+        """Start a process for a program, and end it on the way out."""
+        name = "candidate.py" if program is self.candidate else "original.py"
+        room = room or self.suspect.shared.room
+        with (nursery or self.nursery).program(program.text, name, room=room, beside=beside) as process:
+            process.until = self.docket.until
+            if program is self.candidate:
+                process.lenient = self.docket.off
+            yield process
+
+    @contextlib.contextmanager
+    def of_the_original(self) -> Iterator[None]:
+        """Make what the original does wrong no fault of the candidate."""
+        try:
+            yield
+        except Misbehaved as error:
+            raise Unjudgeable(f"the original itself cannot be run: {error.reason}") from error
+
+    def build(self, process: Process, program: Program, dtype: str, *, compiled: bool = False) -> Inspected:
+        """Make a program in its process."""
+        terms, seed = self.docket.terms, self.docket.derived("build")
+        build = Build(program.attribute, self._arguments, seed, dtype, terms.device, terms.train, compiled)
+        process.build(build, terms.timeout)
+        return process.inspect()
+
+    def _timed_build(self, process: Process, program: Program) -> tuple[Inspected, float]:
+        """Also return the seconds it took, without those in which other programs had its processor."""
+        start, queued = time.perf_counter(), process.queue_time()
+        found = self.build(process, program, self.docket.terms.dtype)
+        return found, time.perf_counter() - start - (process.queue_time() - queued)
+
+    # Inputs.
+
+    def _own_inputs(self, seed: int) -> tuple[Any, list[torch.Tensor]]:
+        """Return the original's inputs: those given, changed a little, or those it draws itself."""
+        if self._inputs is not None:
+            tree = {"sequence": "tuple", "items": [{"tensor": i} for i in range(len(self._inputs))]}
+            values = inputs.jittered(self._inputs, seed) if seed else list(self._inputs)
+        else:
+            with self.of_the_original():
+                drawn = self._giver.draw(seed, self.docket.terms.timeout)
+                if drawn is None:
+                    raise Unjudgeable(f"{self.original.name} does not define get_inputs(), and no inputs are given")
+                tree, values = drawn.tree, self._giver.tensors(drawn.tensors, 1 << 40)
+        return tree, [x.to(self.dtype).contiguous() if x.is_floating_point() else x.contiguous() for x in values]
+
+    def actual(self, *purpose: object) -> list[torch.Tensor]:
+        """Draw inputs like those of the original, anew for each purpose."""
+        return self._own_inputs(self.docket.derived("actual", *purpose))[1]
+
+    def drawn(self, kind: str, *purpose: object) -> list[torch.Tensor]:
+        """Draw inputs of a kind."""
+        return inputs.draw(kind, self.first, self.docket.derived(*(purpose or (kind,))))
+
+    def call(self, values: Tensors, **options: Any) -> Call:
+        """Make a call of the programs, with what flows back into its results if gradients count."""
+        train = self.docket.terms.train
+        seed = self.docket.derived("call", len(self.docket.verdict.lines), options.pop("salt", ""))
+        call = Call(self.tree, list(values), seed=seed, grad=train, requires_grad=train, **options)
+        return replace(call, cotangents=self._cotangents(seed)) if train else call
+
+    def _cotangents(self, seed: int) -> list[torch.Tensor]:
+        """Draw what flows back: random, for a sum's ones would hide permutations."""
+        g = inputs.generator(seed)
+        return [inputs.normal(torch.empty(shape, dtype=dtype), g) for shape, dtype in self.outputs]
+
+    def wide(self, call: Call, dtype: torch.dtype = torch.float64) -> Call:
+        """Cast all real and complex numbers of a call."""
+        kinds = {torch.float64: torch.complex128, torch.float32: torch.complex64}
+
+        def cast(t: torch.Tensor) -> torch.Tensor:
+            return t.to(dtype) if t.is_floating_point() else t.to(kinds[dtype]) if t.is_complex() else t
+
+        return replace(call, tensors=list(map(cast, call.tensors)), cotangents=list(map(cast, call.cotangents)))
+
+    def ask(self, call: Call) -> Result:
+        """Call the candidate."""
+        return self.suspect.call(call, self.docket.terms.timeout, most=self.most)
+
+    def gradients(self, call: Call) -> list[str]:
+        """Name what gradients are asked for, in the order of the results."""
+        floating = [i for i, t in enumerate(call.tensors) if inputs.is_real(t) and i not in call.constant]
+        names = [f"input {index}" for index in floating if call.requires_grad]
+        names += [] if call.frozen else self._differentiated
+        back = [f"what flows into result {i}" for i, _ in enumerate(call.cotangents)]
+        return names + (back if call.flow == "differentiated" else [])
+
+    # Weights.
+
+    def read_state(self, process: Process, inspected: Inspected, most: int = 1 << 40) -> State:
+        """Copy parameters and buffers out of a process."""
+        return dict(zip(inspected.state, process.tensors(inspected.state.values(), most), strict=True))
+
+    def adopt(self, state: State, *, suspect: bool = True, way: str = "loaded") -> None:
+        """Give all sides the same parameters and buffers, in the precision of each; the way is the candidate's."""
+        self.given = state
+        sides = [(self.witness, self.dtype), (self.reference, torch.float64)]
+        sides += [(self.narrow, torch.float32)] if self.narrow else []
+        with self.of_the_original():
+            for process, dtype in sides:
+                self.give(process, state, dtype)
+        if suspect:
+            self.give(self.suspect, state, self.dtype, way=way)
+            self.suspect.inspect()  # they may lie elsewhere now
+
+    def give(self, process: Process, state: State, dtype: torch.dtype, *, way: str = "loaded") -> None:
+        """Give one process parameters and buffers."""
+        values = {n: t.to(dtype) if t.is_floating_point() else t for n, t in state.items()}
+        process.adopt(values, way, self.docket.terms.timeout)
+
+    def settle_state(self) -> None:
+        """Undo what earlier calls have done to buffers."""
+        if self.stateful and self.shares_state:
+            self.adopt(self.given)
+
+    def other_weights(self, kind: str, *purpose: object, spread: float = 0.3) -> State:
+        """Draw weights of a kind."""
+        return weights.drawn(kind, self.state, self.parameters, self.docket.derived(kind, *purpose), spread)
+
+    def places(self, process: Process) -> dict[str, Description]:
+        """Return where parameters and buffers lie in a process, so that they can be written over as they are."""
+        if self.docket.terms.device != "cpu":
+            return {}
+        found = {name.removeprefix("_orig_mod."): m for name, m in process.inspect().state.items()}  # of torch.compile
+        return {name: m for name, m in found.items() if name in self.state}
+
+    def write(self, process: Process, places: dict[str, Description], state: State) -> None:
+        """Write values into their places in a process, the last of those that share one being the same for all."""
+        for name in filter(places.__contains__, state):
+            process.write(places[name], state[name])
+
+    def way(self, *purpose: object) -> str:
+        """Draw a way in which users give other weights, that is not the plain one."""
+        return random.Random(self.docket.derived("way", *purpose)).choice([way for way in WAYS if way != "loaded"])

@@ -1,0 +1,111 @@
+"""A judge: processes for programs, and the checks of a trial in their order."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from .case import Case, Check
+from .checks import costs, domain, original, use
+from .comparison import Comparison
+from .docket import Docket
+from .errors import Misbehaved, Refused, Unjudgeable
+from .nursery import Nursery
+from .program import Program
+from .race import faster
+from .sides import Sides
+from .terms import Terms
+from .verdict import Verdict
+
+log = logging.getLogger("refold")
+
+CHECKS: tuple[tuple[Check, bool], ...] = (
+    (original.says_something, False),
+    (use.first_calls, False),
+    (use.left_behind, False),
+    (use.other_weights, False),
+    (domain.kinds, False),
+    (use.stale, False),
+    (use.repeatable, False),
+    (use.modes, False),
+    (domain.integers, False),
+    (domain.arguments, False),
+    (use.gradients, False),
+    (domain.special_values, True),
+    (domain.layouts, True),
+    (use.left_behind, False),
+    (domain.shapes, True),
+    (faster, False),
+    (use.left_behind, False),
+    (use.still, False),
+    (costs.kept, True),
+    (costs.census, True),
+    (costs.heap, True),
+)
+"""The checks in their order, cheap ones first, and whether one is left out at level quick."""
+
+
+@dataclass(frozen=True)
+class Judge:
+    """Decides whether candidates may take the place of their originals.
+
+    Attributes:
+        nursery: Starts the processes of programs.
+        checks: What is looked at, in this order.
+    """
+
+    nursery: Nursery
+    checks: tuple[tuple[Check, bool], ...] = CHECKS
+
+    def decide(
+        self,
+        original: Program,
+        candidate: Program,
+        inputs: Sequence[torch.Tensor] | None,
+        terms: Terms,
+        *,
+        seed: int | None = None,
+        off: frozenset[str] = frozenset(),
+    ) -> Verdict:
+        """Try one candidate. Whatever happens in a trial ends in a verdict.
+
+        Args:
+            original: The program that it is compared with.
+            candidate: The candidate.
+            inputs: Example inputs; None takes the original's own.
+            terms: On what terms.
+            seed: Where all that is random comes from, to repeat a trial.
+            off: Checks that decide nothing, so that tests can show that they are needed.
+        """
+        verdict = Verdict(original, candidate, terms, off=sorted(off))
+        docket = Docket(verdict, seed, off)
+        hashes = costs.hashes() if docket.level.hashed else ""
+        try:
+            with Sides(original, candidate, inputs, docket, self.nursery) as sides:
+                sides.open()
+                case = Case(docket, sides, Comparison(docket, sides))
+                for check, deep in self.checks:
+                    if docket.level.deep or not deep:
+                        check(case)
+                if hashes:
+                    same = costs.hashes() == hashes
+                    docket.step("P6", "" if same else "files of refold, torch or triton are others than before")
+        except Refused:
+            pass
+        except Misbehaved as error:
+            verdict.end("refused", error.check, error.reason)
+            verdict.failure = getattr(error, "failure", None)
+        except Unjudgeable as error:
+            verdict.end("unjudged", "", str(error))
+        except Exception as error:  # no error of the judge is an acceptance, nor does it end a run of many trials
+            log.debug("a trial ended by an error of the judge", exc_info=True)
+            verdict.end("unjudged", "", f"the judge itself failed: {type(error).__name__}: {str(error)[:500]}")
+        else:
+            verdict.outcome = "accepted"
+        verdict.seconds = time.perf_counter() - docket.began
+        verdict.seed = docket.secret
+        return verdict
