@@ -184,8 +184,10 @@ def explain(
 
 @app.command()
 def verify(
-    original: Annotated[str, typer.Argument(help="A file with Model and get_inputs(), or file.py:name.")] = "",
-    candidate: Annotated[str, typer.Argument(help="A file with ModelNew, or file.py:name.")] = "",
+    original: Annotated[
+        str, typer.Argument(help="A file with Model and get_inputs(), file.py:name, definition.json.")
+    ] = "",
+    candidate: Annotated[str, typer.Argument(help="A file with ModelNew, file.py:name, or solution.json.")] = "",
     level: Annotated[str, typer.Option(help="quick: seconds; full: up to a minute; paranoid: minutes.")] = "full",
     dtype: Dtype = "float32",
     device: TrialDevice = "cpu",
@@ -209,6 +211,12 @@ def verify(
     replay: Annotated[
         Path | None, typer.Option(help="Repeat the trial that a log recorded.", show_default=False)
     ] = None,
+    workload: Annotated[
+        Path | None, typer.Option(help="Workloads for definition.json; else sizes are drawn.", show_default=False)
+    ] = None,
+    trace: Annotated[
+        Path | None, typer.Option(help="Write the traces of definition.json and solution.json.", show_default=False)
+    ] = None,
     quiet: Quiet = False,
     verbose: Verbose = False,
 ) -> None:
@@ -219,19 +227,28 @@ def verify(
     if (replay is None) != bool(original and candidate):
         raise _Refusal("verify needs ORIGINAL and CANDIDATE, or --replay LOG alone")
     _check_writable(log, "--log")
+    _check_writable(trace, "--trace")
+    if not str(original).endswith(".json") and (workload or trace):
+        raise _Refusal("--workload and --trace go with a definition and a solution in JSON")
     with _stages("loading", quiet, verbose):
         _torch()
         from . import judge
 
+        options: dict[str, Any] = {
+            "level": level, "device": device, "train": train, "accept": accept, "nonfinite": nonfinite, "tried": tried,
+            "rival": rival, "timeout": timeout, "limit": limit, "allow_unsandboxed": allow_unsandboxed,
+        }  # fmt: skip
+        then, traces = None, []
         if replay is not None:
             verdict, then = judge.replay(replay, allow_unsandboxed=allow_unsandboxed)
+        elif judge.exchange.is_exchange(original, candidate):
+            for found in judge.judge_solution(original, candidate, workload, **options):
+                verdict = found[0]
+                traces.append(found[1])
         else:
-            then = None
-            verdict = judge.judge(
-                original, candidate, level=level, dtype=dtype, device=device, train=train, accept=accept,
-                nonfinite=nonfinite, tried=tried, rival=rival, timeout=timeout, limit=limit,
-                allow_unsandboxed=allow_unsandboxed,
-            )  # fmt: skip
+            verdict = judge.judge(original, candidate, dtype=dtype, **options)
+    if trace is not None:
+        _write("--trace", trace, "".join(json_module.dumps(each) + "\n" for each in traces))
     if log is not None:
         _write("--log", log, verdict.to_jsonl())
     typer.echo(str(verdict))

@@ -38,12 +38,14 @@ def test_an_attack_is_refused_by_its_check(entry, nursery):
     assert verdict.exit_code == 1
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("entry", NEEDED, ids=lambda entry: entry.name)
 def test_without_its_checks_an_attack_passes(entry, nursery):
     verdict = entry.trial(nursery, off=entry.off, seed=SEED)
     assert verdict.accepted, str(verdict)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("entry", "check"), BETWEEN, ids=lambda value: getattr(value, "name", value))
 def test_each_of_several_checks_is_enough(entry, check, nursery):
     verdict = entry.trial(nursery, off=entry.off - {check}, seed=SEED)

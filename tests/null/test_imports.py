@@ -18,6 +18,7 @@ ORDER = [
     ["ops"],
     ["verify"],
     ["judge"],
+    ["pytest_plugin"],
     ["report"],
     ["compiler"],
     ["models"],

@@ -7,13 +7,18 @@ checks; docs/threat-model.md says what is not claimed.
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import platform
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from ..errors import ArgumentError, TargetError
+from . import exchange
 from .errors import Misbehaved
 from .errors import Unjudgeable as Unjudgeable
 from .nursery import Nursery as Nursery
@@ -91,6 +96,62 @@ def judge(
         return Judge(nursery).decide(first, second, inputs, chosen)
     with Nursery(threads=chosen.threads, device=chosen.device, sandboxed=not allow_unsandboxed) as nursery:
         return Judge(nursery).decide(first, second, inputs, chosen)
+
+
+def judge_solution(
+    definition: str | Path,
+    solution: str | Path,
+    workloads: str | Path | None = None,
+    *,
+    nursery: Nursery | None = None,
+    **options: Any,
+) -> Iterator[tuple[Verdict, dict[str, Any]]]:
+    """Try a solution of a definition, in the format of FlashInfer-Bench, on each of its workloads.
+
+    Args:
+        definition: The file of the definition.
+        solution: The file of the solution.
+        workloads: A file with one in each line; None draws variable axes anew, once for the numbers alone and once
+            for the speed, too.
+        nursery: Where to start processes.
+        options: As `judge` takes them, but for ``dtype``, which is the definition's.
+
+    Yields:
+        The verdict and the trace for each workload, up to the first that is not accepted.
+
+    Raises:
+        TargetError: A file cannot be read, or is none of these.
+        ArgumentError: An option has a value that it cannot have.
+    """
+    what, how = exchange.Definition.read(Path(definition)), exchange.Solution.read(Path(solution))
+    if workloads is None:
+        seeds = [int.from_bytes(os.urandom(6), "little") for _ in range(2)]
+        random = {name: {"type": "random"} for name in what.inputs}
+        given = [exchange.Workload(what.drawn(seed), random, f"drawn-{seed:012x}") for seed in seeds]
+        accept = ["right", options.get("accept", "faster")]
+    else:
+        given = exchange.Workload.read(Path(workloads))
+        accept = [options.get("accept", "faster")] * len(given)
+    root = Path(workloads or definition).parent
+    for workload, faster in zip(given, accept, strict=True):
+        original, candidate, inputs, dtype = exchange.programs(what, how, workload, root)
+        verdict = judge(
+            original, candidate, inputs, **{**options, "dtype": dtype, "accept": faster}, nursery=nursery
+        )  # fmt: skip
+        hardware = _hardware(options.get("device", "cpu"))
+        yield verdict, exchange.trace(what, how, workload, verdict, hardware=hardware)
+        if not verdict.accepted:
+            return
+
+
+def _hardware(device: str) -> str:
+    if device != "cpu" and torch.cuda.is_available():
+        return str(torch.cuda.get_device_name())
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.machine()
 
 
 def describe_inputs(original: Program, terms: Terms, nursery: Nursery) -> list[dict[str, Any]]:

@@ -195,6 +195,7 @@ class Comparison:
             off, most = rms([y - r]) if finite else math.inf, max(COARSE, 16 * unit) * size
             saturated, exact = size <= left, own <= DIGITS * size
             growth = left * grown if saturated else 0.0 if exact else min(left * grown, 0.1 * size)
+            growth *= self.sides.longest > 1  # without a sum there are no such products
             most = max(most, 8 * own, left, growth)
             spot = float((y - r).abs().max()) if finite and r.numel() else 0.0
             failure = f"off by {off:.1e}, its size is {size:.1e}" if not off <= most else ""

@@ -146,7 +146,7 @@ class Sides:
         self.state = self.given = self.read_state(self.witness, theirs)
         self.adopt(self.state, suspect=self.shares_state)
         if self.shares_state:
-            self.suspect.order(list(mine))
+            self.suspect.order(list(other))
 
     def start(self, program: Program, room: int) -> Process:
         """Start a process for a program; it ends with the trial."""

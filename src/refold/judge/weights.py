@@ -25,7 +25,7 @@ def _positive(value: torch.Tensor, n: torch.Tensor, spread: float) -> torch.Tens
 
 def _unlike(value: torch.Tensor, n: torch.Tensor, spread: float) -> torch.Tensor:
     """Multiply a whole parameter by a number between 1/8 and 8."""
-    return value * torch.exp2((3 * n.reshape(-1)[:1]).clamp(-3, 3)) if value.numel() else value
+    return value * 2.0 ** max(-3.0, min(3.0, 3 * float(n.reshape(-1)[0]))) if value.numel() else value
 
 
 def _size(value: torch.Tensor) -> float:

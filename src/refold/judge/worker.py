@@ -71,6 +71,7 @@ ZONE = 4096  # bytes of the red zones around inputs, as the judge writes them
 HELD = 3  # results kept alive, so that the judge can look at them again
 _M_PERTURB = -6  # of mallopt: the byte with which glibc fills what it allocates, inverted
 _TEXT = 2000
+_L2_SET_ASIDE = 6  # CU_LIMIT_PERSISTING_L2_CACHE_SIZE
 
 
 def _of_modules(module: torch.nn.Module) -> list[Any]:
@@ -349,6 +350,7 @@ class Stub:
             self._held.clear()
             self._hosts.clear()
         if self._device != "cpu":
+            _reset_cache()
             if ready.perturb:
                 self._poison(ready.perturb)
         else:
@@ -512,6 +514,14 @@ class Stub:
         # detach: a view of a tensor that has a base is no leaf of its own.
         value = flat.as_strided(place.shape, place.stride, place.first).detach()
         return value.requires_grad_(place.requires_grad)
+
+
+def _reset_cache() -> None:
+    """Take back the part of a GPU's L2 cache that a program has set aside for itself, for its next calls."""
+    with contextlib.suppress(OSError, AttributeError):
+        driver = ctypes.CDLL("libcuda.so.1")
+        driver.cuCtxResetPersistingL2Cache()
+        driver.cuCtxSetLimit(_L2_SET_ASIDE, ctypes.c_size_t(0))
 
 
 def _failure(error: BaseException, file: str) -> Any:
