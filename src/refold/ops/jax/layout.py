@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from refold.ops.lines import NEVER_AFTER, NEVER_BEFORE, Line
+
 Array = jax.Array
 
 
@@ -128,6 +130,21 @@ def pack_chunks(cu_seqlens: Array, seqlen: int, chunk_size: int) -> Pack:
 def sequence_of_token(cu_seqlens: Array, seqlen: int) -> Array:
     """Return the sequence that each of ``seqlen`` tokens belongs to, ``(t,)``."""
     return jnp.searchsorted(cu_seqlens[1:], jnp.arange(seqlen), side="right")
+
+
+def line(seqlen: int, cu_seqlens: Array | None) -> Line:
+    """Describe how tokens lie in sequences: a sequence a batch row, or a pack with these offsets."""
+    token = jnp.arange(seqlen)[None]
+    if cu_seqlens is None:
+        return Line(jnp, token, lambda a: a.min(1), lambda a: a.max(1), lambda a: a[:, None])
+    sequence, count = sequence_of_token(cu_seqlens, seqlen), cu_seqlens.shape[0] - 1
+    return Line(
+        jnp,
+        token,
+        lambda a: jnp.minimum(jax.ops.segment_min(a[0], sequence, count), NEVER_AFTER),
+        lambda a: jnp.maximum(jax.ops.segment_max(a[0], sequence, count), NEVER_BEFORE),
+        lambda a: a[sequence][None],
+    )
 
 
 def pad_time(a: Array, length: int, filler: int = 0) -> Array:

@@ -14,19 +14,20 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from refold.ops.jax.careful import pushed
 from refold.ops.jax.layout import (
     Array,
     accumulator,
     finite_rates,
+    line,
     pack_chunks,
     pad_time,
     product,
     read_state,
-    sequence_of_token,
     step_sizes,
     vary_like,
 )
-from refold.ops.ssd.nonfinite import NEVER_AFTER, NEVER_BEFORE, Bad, Line, spoiled_gradients, spoiled_results
+from refold.ops.ssd.nonfinite import Bad, spoiled_gradients, spoiled_results
 
 BLOCK = 16
 """Tokens of a chunk over which gradients of log decays are summed first."""
@@ -132,27 +133,23 @@ def _careful(chunk: int, operands: tuple[Array, ...], cu_seqlens: Array | None) 
     """Compute `_core` of any operands: with zeros for what is not finite, then NaN where the definition has it."""
     bad = _bad(operands)
     y, final = _core(chunk, cu_seqlens, *_without(bad, operands))
-    spoiled_y, spoiled_final = spoiled_results(_line(operands, cu_seqlens), bad)
+    spoiled_y, spoiled_final = spoiled_results(line(operands[0].shape[1], cu_seqlens), bad)
     return jnp.where(spoiled_y, jnp.nan, y), jnp.where(spoiled_final, jnp.nan, final)
 
 
 @_careful.defjvp
 def _careful_jvp(chunk: int, primals: Any, tangents: Any) -> Any:
-    """Differentiate with the same care in reverse.
-
-    JAX lets a function have a derivative of its own, forward or reverse, but not both. Linear systems may have both, so
-    this solves ``(u, v - J u) = (tangents, 0)``, whose v is what is wanted and whose transpose uses that of J.
-    """
+    """Differentiate with the same care in reverse."""
     operands, cu_seqlens = primals
     bad = _bad(operands)
     clean = _without(bad, operands)
     results, jacobian = jax.linearize(partial(_core, chunk, cu_seqlens), *clean)
-    spoiled_y, spoiled_final = spoiled_results(_line(operands, cu_seqlens), bad)
+    spoiled_y, spoiled_final = spoiled_results(line(operands[0].shape[1], cu_seqlens), bad)
     results = jnp.where(spoiled_y, jnp.nan, results[0]), jnp.where(spoiled_final, jnp.nan, results[1])
 
-    def transposed(cotangents: tuple[Array, Array]) -> tuple[Array, ...]:
+    def transposed(cotangents: tuple[Array, ...]) -> tuple[Array, ...]:
         bad_dy, bad_dfinal = (~jnp.isfinite(a) for a in cotangents)
-        spoiled = spoiled_gradients(_line(operands, cu_seqlens), replace(bad, dy=bad_dy, dfinal=bad_dfinal))
+        spoiled = spoiled_gradients(line(operands[0].shape[1], cu_seqlens), replace(bad, dy=bad_dy, dfinal=bad_dfinal))
         dy, dfinal = (jnp.where(jnp.isfinite(a), a, 0) for a in cotangents)
         found = jax.linear_transpose(jacobian, *clean)((dy, dfinal))
         # X is x times a step: a bad step spoils the gradient of x, and a bad x that of the step.
@@ -161,22 +158,7 @@ def _careful_jvp(chunk: int, primals: Any, tangents: Any) -> Any:
         marks = of_x, of_step, *(spoiled[name] for name in ("log_decay", "B", "C", "initial_state"))
         return tuple(jnp.where(mark, jnp.nan, a) for mark, a in zip(marks, found, strict=True))
 
-    def solve(_: Any, right: Any) -> Any:
-        given, rest = right
-        return given, jax.tree.map(jnp.add, jacobian(*given), rest)
-
-    def solve_transposed(_: Any, right: Any) -> Any:
-        given, cotangents = right
-        return jax.tree.map(jnp.add, given, transposed(cotangents)), cotangents
-
-    def system(unknowns: Any) -> Any:
-        given, found = unknowns
-        return given, jax.tree.map(jnp.subtract, found, jacobian(*given))
-
-    # All of the right side has to depend on what JAX differentiates: add a zero that does, whatever its value.
-    link: Any = sum(jnp.where(False, a.ravel()[0], 0).astype(results[1].dtype) for a in tangents[0])
-    right = jax.tree.map(lambda a: a + link.astype(a.dtype), (tangents[0], jax.tree.map(jnp.zeros_like, results)))
-    return results, jax.lax.custom_linear_solve(system, right, solve, solve_transposed)[1]
+    return results, pushed(tangents[0], results, jacobian, transposed)
 
 
 def _bad(operands: tuple[Array, ...]) -> Bad:
@@ -195,21 +177,6 @@ def _bad_x(bad: Bad, operands: tuple[Array, ...]) -> Array:
     """Return which x are not finite, or overflow with their step; not those whose step is bad."""
     x, dt, *_ = operands
     return ~jnp.isfinite(x) | (bad.X & jnp.isfinite(dt)[..., None])
-
-
-def _line(operands: tuple[Array, ...], cu_seqlens: Array | None) -> Line:
-    seqlen = operands[0].shape[1]
-    token = jnp.arange(seqlen)[None]
-    if cu_seqlens is None:
-        return Line(jnp, token, lambda a: a.min(1), lambda a: a.max(1), lambda a: a[:, None])
-    sequence, count = sequence_of_token(cu_seqlens, seqlen), cu_seqlens.shape[0] - 1
-    return Line(
-        jnp,
-        token,
-        lambda a: jnp.minimum(jax.ops.segment_min(a[0], sequence, count), NEVER_AFTER),
-        lambda a: jnp.maximum(jax.ops.segment_max(a[0], sequence, count), NEVER_BEFORE),
-        lambda a: a[sequence][None],
-    )
 
 
 def _like(mask: Array, a: Array) -> Array:

@@ -18,19 +18,19 @@ difference of row and column sums would be shorter, but cancels where decays are
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from copy import copy
 from dataclasses import dataclass
 from functools import reduce
-from itertools import pairwise
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from refold.ops.ssd.nonfinite import NEVER_AFTER, NEVER_BEFORE, Bad, Line, spoiled_gradients, spoiled_results
-from refold.ops.torch.chunks import Chunks
+from refold.ops.lines import Line
+from refold.ops.ssd.nonfinite import Bad, spoiled_gradients, spoiled_results
+from refold.ops.torch.chunks import Chunks, line
 from refold.ops.torch.pointwise import (
     accumulator,
     carefully_if_needed,
@@ -232,7 +232,7 @@ class _Scan:
         self.x, self.B, self.C, self.A = x, B, C, A.to(self.dtype).clamp(min=torch.finfo(self.dtype).min)
         self.step = step_size(dt, dt_bias, dt_softplus, dt_limit).to(self.dtype)
         self.log_decay: Tensor | None = None  # where it is not step times A
-        self.chunks = Chunks("ssd", seqlen, batch, chunk_size or CHUNK_SIZE, cu_seqlens)
+        self.chunks = Chunks("ssd", seqlen, batch, min(chunk_size or CHUNK_SIZE, seqlen), cu_seqlens)
         nsequences = batch if cu_seqlens is None else len(cu_seqlens) - 1
         self.state_shape = (nsequences, nheads, headdim, B.shape[-1])
         self.initial = None if initial_state is None else initial_state.to(self.dtype)
@@ -273,22 +273,7 @@ class _Scan:
 
     def line(self) -> Line:
         """Return how tokens lie in sequences."""
-        seqlen, device = self.x.shape[1], self.x.device
-        token, offsets = torch.arange(seqlen, device=device)[None], self.chunks.offsets
-        if offsets is None:
-            return Line(torch, token, lambda a: a.amin(1), lambda a: a.amax(1), lambda a: a[:, None])
-
-        def each(reduce: Callable[[Tensor], Tensor], nothing: int) -> Callable[[Tensor], Tensor]:
-            def of_sequences(a: Tensor) -> Tensor:
-                none = torch.full_like(a[0, 0], nothing)
-                return torch.stack([reduce(a[0, s:e]) if e > s else none for s, e in pairwise(offsets)])
-
-            return of_sequences
-
-        lengths = torch.tensor(offsets).diff()
-        sequence = torch.arange(len(lengths)).repeat_interleave(lengths).to(device)
-        least, most = each(lambda a: a.amin(0), NEVER_AFTER), each(lambda a: a.amax(0), NEVER_BEFORE)
-        return Line(torch, token, least, most, lambda a: a[sequence][None])
+        return line(self.x.shape[1], self.chunks.offsets, self.x.device)
 
     def spoil(self, values: Tensor, spoiled: Tensor | None, low: int, high: int) -> Tensor:
         """Put NaN where the definition has it; ``values`` are those of chunks."""

@@ -11,49 +11,15 @@ and L[t] its gradient, both (h, p, n),
     d(log decay)[t] reads L[t], S[t-1] and the decay itself
 
 So the first bad token of each state, and the last bad token of each gradient, determine everything. Arrays are those of
-torch or JAX; ``xp`` is the module that has their functions. Each of the k sequences has a first and a last bad token.
+torch or JAX. Each of the k sequences has a first and a last bad token.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
-Array = Any
-NEVER_AFTER, NEVER_BEFORE = 1 << 30, -2
-"""The first bad token, and the last one, where there is none. Token -1 is a bad initial state."""
-
-
-@dataclass
-class Line:
-    """How tokens (b, t, ...) lie in sequences (k, ...): a sequence a batch row, or a pack.
-
-    Attributes:
-        xp: ``torch`` or ``jax.numpy``.
-        token: The number of each token, (1, t).
-        least: Takes (b, t, ...) to the least of each sequence, (k, ...).
-        most: Likewise the greatest.
-        spread: Takes (k, ...) to what each token's sequence has, (b, t, ...); the batch may be one.
-    """
-
-    xp: Any
-    token: Array
-    least: Callable[[Array], Array]
-    most: Callable[[Array], Array]
-    spread: Callable[[Array], Array]
-
-    def tokens(self, rank: int) -> Array:
-        """Return the number of each token, to be compared with an array of ``rank`` axes."""
-        return self.token.reshape(1, -1, *[1] * (rank - 2))
-
-    def first(self, bad: Array) -> Array:
-        """Return the first token of each sequence where ``bad`` (b, t, ...) holds, (k, ...)."""
-        return self.least(self.xp.where(bad, self.tokens(bad.ndim), NEVER_AFTER))
-
-    def last(self, bad: Array) -> Array:
-        """Return the last one."""
-        return self.most(self.xp.where(bad, self.tokens(bad.ndim), NEVER_BEFORE))
+from refold.ops.lines import NEVER_AFTER, NEVER_BEFORE, Array, Line, by_head
 
 
 @dataclass
@@ -84,7 +50,7 @@ def spoiled_results(line: Line, bad: Bad) -> tuple[Array, Array]:
     xp = line.xp
     first = _first_bad_state(line, bad)
     y = line.tokens(4) >= line.spread(xp.amin(first, -1))
-    C = _by_head(xp, bad.C.any(-1), bad.X.shape[2], 2)[..., None]
+    C = by_head(xp, bad.C.any(-1), bad.X.shape[2], 2)[..., None]
     return y | C, first < NEVER_AFTER
 
 
@@ -102,7 +68,7 @@ def spoiled_gradients(line: Line, bad: Bad) -> dict[str, Array]:
         """(b, t, h, p) -> (b, t, g, 1)."""
         return bad.reshape(*bad.shape[:2], ngroups, -1).any(-1)[..., None]
 
-    B = _by_head(xp, bad.B.any(-1), bad.X.shape[2], 2)[..., None]
+    B = by_head(xp, bad.B.any(-1), bad.X.shape[2], 2)[..., None]
     least, most = xp.amin(first, -2), xp.amax(last, -2)  # (k, h, n)
     y, _ = spoiled_results(line, bad)
     log_decay = (token(3) <= line.spread(xp.amax(most, -1))) | (token(3) > line.spread(xp.amin(least, -1)))
@@ -120,7 +86,7 @@ def _first_bad_state(line: Line, bad: Bad) -> Array:
     """Return the token from which on a state is not finite, (k, h, p, n)."""
     xp, nheads = line.xp, bad.X.shape[2]
     X, decay = line.first(bad.X)[..., None], line.first(bad.decay)[..., None, None]
-    B = _by_head(xp, line.first(bad.B), nheads, 1)[:, :, None]
+    B = by_head(xp, line.first(bad.B), nheads, 1)[:, :, None]
     first = xp.minimum(xp.minimum(X, decay), B)
     return first if bad.initial is None else xp.where(bad.initial, -1, first)
 
@@ -129,14 +95,6 @@ def _last_bad_gradient(line: Line, bad: Bad) -> Array:
     """Return the token up to which the gradient of a state is not finite, (k, h, p, n)."""
     xp, nheads = line.xp, bad.X.shape[2]
     dy, decay = line.last(bad.dy)[..., None], line.last(bad.decay)[..., None, None] - 1
-    C = _by_head(xp, line.last(bad.C), nheads, 1)[:, :, None]
+    C = by_head(xp, line.last(bad.C), nheads, 1)[:, :, None]
     last = xp.maximum(xp.maximum(dy, xp.where(decay < -1, NEVER_BEFORE, decay)), C)
     return last if bad.dfinal is None else xp.where(bad.dfinal, NEVER_AFTER, last)
-
-
-def _by_head(xp: Any, groups: Array, nheads: int, axis: int) -> Array:
-    """Repeat an axis over groups for the heads of each."""
-    before, ngroups, after = groups.shape[:axis], groups.shape[axis], groups.shape[axis + 1 :]
-    repeat = nheads // ngroups
-    wide = xp.broadcast_to(groups.reshape(*before, ngroups, 1, *after), (*before, ngroups, repeat, *after))
-    return wide.reshape(*before, nheads, *after)

@@ -7,11 +7,13 @@ are read on the host, which costs one synchronisation per call on an accelerator
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 
+from refold.ops.lines import NEVER_AFTER, NEVER_BEFORE, Line
 from refold.ops.spec import check_cu_seqlens_values
 
 
@@ -20,6 +22,25 @@ def read_offsets(op: str, cu_seqlens: Tensor, seqlen: int) -> list[int]:
     offsets = cu_seqlens.tolist()
     check_cu_seqlens_values(op, offsets, seqlen)
     return offsets
+
+
+def line(seqlen: int, offsets: list[int] | None, device: torch.device) -> Line:
+    """Describe how tokens lie in sequences: a sequence a batch row, or a pack with these offsets."""
+    token = torch.arange(seqlen, device=device)[None]
+    if offsets is None:
+        return Line(torch, token, lambda a: a.amin(1), lambda a: a.amax(1), lambda a: a[:, None])
+
+    def each(reduce: Callable[[Tensor], Tensor], nothing: int) -> Callable[[Tensor], Tensor]:
+        def of_sequences(a: Tensor) -> Tensor:
+            none = torch.full_like(a[0, 0], nothing)
+            return torch.stack([reduce(a[0, s:e]) if e > s else none for s, e in pairwise(offsets)])
+
+        return of_sequences
+
+    lengths = torch.tensor(offsets).diff()
+    sequence = torch.arange(len(lengths)).repeat_interleave(lengths).to(device)
+    least, most = each(lambda a: a.amin(0), NEVER_AFTER), each(lambda a: a.amax(0), NEVER_BEFORE)
+    return Line(torch, token, least, most, lambda a: a[sequence][None])
 
 
 class Chunks:
@@ -34,7 +55,7 @@ class Chunks:
         self.ends: dict[int, slice] = {}
         """Chunk -> the rows of the final state that leave after it."""
         if cu_seqlens is None:
-            self.length, self.count = min(length, seqlen), -(-seqlen // min(length, seqlen))
+            self.length, self.count = length, -(-seqlen // length)
             self.begins[0] = self.ends[self.count - 1] = slice(0, batch)
             return
         offsets = self.offsets = read_offsets(op, cu_seqlens, seqlen)
