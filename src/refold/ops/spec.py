@@ -178,6 +178,8 @@ class OpSpec:
     time_optional: bool = False
     updates: str = ""
     """The argument that the twin with a trailing underscore overwrites; empty if there is no such twin."""
+    updates_strided: bool = False
+    """Whether the twins of its backends take a state of any strides, as a transposed one; else it is contiguous."""
     scans: str = ""
     """``"forward"`` if earlier tokens alone decide a result, so that a sequence may be cut anywhere."""
     form: str = ""
@@ -342,7 +344,8 @@ def _read_sizes(spec: OpSpec, meta: Meta) -> dict[str, Any]:
         if len(offsets.shape) != 1 or offsets.shape[0] < 2:
             raise ShapeError(f"{spec.name}: cu_seqlens must be 1-D with k + 1 >= 2 entries; got {offsets.shape}.")
         sizes["k"], owner["k"] = offsets.shape[0] - 1, CU_SEQLENS
-    without_time = spec.time_optional and len(meta.arrays["x"].shape) == len(spec.args[0].axes[0].split()) - 1
+    first = spec.args[0]
+    without_time = spec.time_optional and len(meta.arrays[first.name].shape) == len(first.axes[0].split()) - 1
     for arg in spec.args:
         array = meta.arrays.get(arg.name)
         if array is None or arg.name == CU_SEQLENS:

@@ -1,6 +1,7 @@
 """The operators as torch.library ops: one node, no graph break, dynamic lengths, gradients in float64."""
 
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +115,8 @@ def test_in_place_twin_writes_what_the_step_returns(spec: OpSpec) -> None:
 @pytest.mark.parametrize("spec", [p for p in SPECS if p.values[0].updates])
 def test_triton_writes_the_state_itself(spec: OpSpec) -> None:
     """Without a twin of its own, a backend computes a second state, which is copied: twice the bytes."""
+    if find_spec(f"{spec.module}._triton") is None:
+        pytest.skip(f"{spec.name} has no triton implementation")
     assert callable(getattr(backend_module(spec, "triton"), f"{spec.name}_", None))
 
 

@@ -474,7 +474,7 @@ def _cotangents(problem: Problem) -> list[np.ndarray]:
     rng = np.random.default_rng(0)
     outputs = zip(problem.spec.outputs, problem.reference(), strict=True)
     return [
-        round_to(rng.standard_normal(truth.shape), problem.dtype if out.like == "x" else "float32")
+        round_to(rng.standard_normal(truth.shape), "float32" if "state" in out.like else problem.dtype)
         for out, truth in outputs
     ]
 

@@ -328,9 +328,9 @@ class _Runner:
                 f"{self.spec.name}_: the elements of {self.spec.updates} must not share memory; got the shape "
                 f"{tuple(state.shape)} with the strides {state.stride()}. Pass {self.spec.updates}.clone()."
             )
-        # A backend's own in-place twin writes a contiguous state as it goes; all else pays one copy of the state.
+        # A backend's own in-place twin writes the state as it goes; all else pays one copy of the state.
         in_place = getattr(module, f"{self.spec.name}_", None)
-        if in_place is None or not state.is_contiguous():
+        if in_place is None or not (state.is_contiguous() or self.spec.updates_strided):
             step = _bound(self.spec, getattr(module, self.spec.name), arrays, options)
 
             def write(*arrays: Any) -> Tensor:
