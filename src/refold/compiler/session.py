@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import functools
 import json
@@ -35,7 +34,7 @@ from .inductor import (
 from .ir.captured_loop import captured_loops
 from .ir.cost import Cost, computing, graph_cost, has_pointwise_kernels
 from .ir.evaluate import values_at
-from .ir.fx import is_made
+from .ir.fx import copied_graph, is_made
 from .ir.rewrite import Rewrite
 from .pipeline import run as run_pipeline
 from .private import TraceAgain
@@ -353,7 +352,7 @@ class GraphCompile:
             self.operations = self._operations_saved
         self.operations += computing(graph.nodes)
         before = graph_cost(graph.nodes)
-        original = _copy(graph)
+        original = copied_graph(graph)
         notes: list[str] = []
         rewrites = self.settings.rewrite(graph, lambda site: self._wanted(f"{index}:{site}"), notes)
         self.entry.notes += [note for note in notes if note not in self.entry.notes]
@@ -451,12 +450,6 @@ def _tools_before_autograd(gm: GraphModule, training: bool) -> Any:
     given = [node.meta.get("example_value") for node in gm.graph.find_nodes(op="placeholder")]
     pays = training or any(isinstance(x, torch.Tensor) and has_pointwise_kernels(x.device) for x in given)
     return rewriting_before_autograd() if pays else None
-
-
-def _copy(graph: Graph) -> Graph:
-    twin = copy.deepcopy(graph)
-    twin.owning_module = graph.owning_module
-    return twin
 
 
 def _row(rewrite: Rewrite, key: str, verdict: Verdict | None) -> RewriteReport:

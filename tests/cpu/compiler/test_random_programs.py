@@ -12,7 +12,7 @@ from hypothesis import given, settings
 
 import refold
 from refold.compiler.dynamo.capture import emit
-from refold.compiler.ir import views
+from refold.compiler.ir import moves, views
 from refold.compiler.passes import recover_contractions
 from refold.compiler.recurrence import affine, duality, gated_chunks
 from support import programs, random_graphs, random_loops, random_states, trial
@@ -56,10 +56,10 @@ def _mean_of_everything(patch):
 
 
 def _inverse_permutation(patch):
-    def rule(node, labels):
-        return tuple(labels[list(node.args[1]).index(dim)] for dim in range(len(labels)))
+    def rule(_, x, labels):
+        return tuple(labels[x.order.index(dim)] for dim in range(len(labels)))
 
-    patch.setitem(views.VIEWS, aten.permute.default, rule)
+    patch.setitem(views.LABELS.by_move, moves.Permute, rule)
 
 
 def _strictly_causal(patch):

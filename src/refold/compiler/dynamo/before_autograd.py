@@ -15,7 +15,6 @@ Shapes and strides of all values are those that Dynamo traced.
 from __future__ import annotations
 
 import contextlib
-import copy
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterator, Sequence
@@ -31,7 +30,7 @@ from ...ops.torch.registry import OPS
 from ..inductor import duplicate
 from ..ir.builder import Builder, extract, is_constant, same_strides, upstream
 from ..ir.captured_loop import captured_loops
-from ..ir.fx import is_erased, is_made, is_tensor, value
+from ..ir.fx import HALF, copied_graph, is_erased, is_made, is_tensor, value
 from ..ir.metadata import evaluated, with_strides_of
 from ..ir.operators import SCAN
 from ..ir.rewrite import Rewrite
@@ -48,7 +47,6 @@ from .mutation import changed_in_place, is_autograd_function, storages, writes
 
 aten = torch.ops.aten
 _CONVERT = torch.ops.prims.convert_element_type.default
-_HALF = (torch.bfloat16, torch.float16)
 _DEVICES = ("cpu", "cuda")
 # What Dynamo itself writes into a graph for ``with torch.autocast(...)``.
 _ENTER: Any = getattr(torch.amp.autocast_mode, "_enter_autocast", None)
@@ -180,7 +178,7 @@ class BeforeAutograd:
         self._graph, named, self._constants, self._needs = _trace(gm, gradients=training and not known)
         if not (training or known):
             self._needs = dict.fromkeys(gm.graph.nodes, False)
-        self._traced = {node.name: node for node in _copy(self._graph).nodes}  # as it was before any pass
+        self._traced = {node.name: node for node in copied_graph(self._graph).nodes}  # as it was before any pass
         _widen_products(self._graph)
         for node, aten in named.items():
             if node.op == "placeholder":
@@ -418,12 +416,6 @@ def _copied(node: Node, graph: Graph, copies: dict[Node, Node]) -> Node:
     return copies[node]
 
 
-def _copy(graph: Graph) -> Graph:
-    twin = copy.deepcopy(graph)
-    twin.owning_module = graph.owning_module
-    return twin
-
-
 def _widen_products(graph: Graph) -> None:
     """Turn a product in 16 bits that is widened into a product of widened factors.
 
@@ -444,10 +436,10 @@ def _widen_products(graph: Graph) -> None:
         return widened[node]
 
     def wide(x: Any) -> Any:
-        return widen(x) if is_tensor(x) and value(x).dtype in _HALF else x
+        return widen(x) if is_tensor(x) and value(x).dtype in HALF else x
 
     for node in graph.find_nodes(op="call_function", target=aten.sum.dim_IntList):
-        if node.kwargs.get("dtype") == torch.float32 and value(node.args[0]).dtype in _HALF:  # type: ignore[arg-type]
+        if node.kwargs.get("dtype") == torch.float32 and value(node.args[0]).dtype in HALF:  # type: ignore[arg-type]
             node.args = (wide(node.args[0]), *node.args[1:])
             node.kwargs = {name: x for name, x in node.kwargs.items() if name != "dtype"}
     for node in graph.find_nodes(op="call_function", target=aten.mul.Tensor):
@@ -455,7 +447,7 @@ def _widen_products(graph: Graph) -> None:
             node.args = tuple(map(wide, node.args))
     for node in graph.find_nodes(op="call_function", target=_CONVERT):
         source: Any = node.args[0]
-        if value(node).dtype == torch.float32 and value(source).dtype in _HALF and widened.get(source) is not node:
+        if value(node).dtype == torch.float32 and value(source).dtype in HALF and widened.get(source) is not node:
             new = widen(source)
             if same_strides(value(new), value(node)):
                 node.replace_all_uses_with(new)

@@ -6,44 +6,22 @@ it is elementwise in other coordinates; in the state's own it is elementwise all
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch.fx import Graph, Node
 
 from ..ir.builder import Builder
-from ..ir.fx import is_tensor, known, value
-from ..recurrence.vectorize import is_pointwise
+from ..ir.fx import is_elementwise, is_tensor, known, value
+from ..ir.moves import Copy, Expand, Moved, NotThis, Permute, Rules, Slice, View, emit, read
 
 aten = torch.ops.aten
-prims = torch.ops.prims
-
-_COPIES = (
-    prims.convert_element_type.default, aten._to_copy.default, aten.clone.default, aten.alias.default,
-    aten.detach.default,
-)  # fmt: skip
-_RESHAPES = (
-    aten.squeeze.dim, aten.squeeze.dims, aten.squeeze.default, aten.select.int, aten.unsqueeze.default,
-    aten.expand.default,
-)  # fmt: skip
-_PERMUTES = (aten.permute.default, aten.transpose.int, aten.t.default)
-_VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.expand.default)
-_SQUEEZES = (aten.squeeze.dim, aten.squeeze.dims, aten.squeeze.default, aten.select.int)
 
 # A value in the coordinates of its carry, and the order of axes that makes the node of it; None for another shape.
 _Moved = tuple[Node, list[int] | None]
-
-
-def order_of(node: Any) -> list[int]:
-    """Return the order of axes that a permutation of two or more axes puts in place."""
-    rank = value(node.args[0]).dim()
-    if node.target is aten.permute.default:
-        return [d % rank for d in node.args[1]]
-    order = list(range(rank))
-    i, j = (d % rank for d in node.args[1:3]) if node.target is aten.transpose.int else (0, rank - 1)
-    order[i], order[j] = order[j], order[i]
-    return order
 
 
 def sink_moves(graph: Graph, carries: Sequence[Node]) -> bool:
@@ -80,7 +58,7 @@ def _sink(graph: Graph, carries: Sequence[Node], shapes: bool) -> bool:
             node.replace_all_uses_with(build.call(aten.reshape.default, base, list(value(node).shape)))
             depends.update(build.added)
         elif order is not None and order == sorted(order):
-            gone |= node.target in _PERMUTES
+            gone |= _is_permutation(node)
             node.replace_all_uses_with(base)
         elif order is not None and (kept := [d for d in order if value(base).shape[d] != 1]) == sorted(kept):
             gone = True  # only axes of size one have moved
@@ -92,45 +70,70 @@ def _sink(graph: Graph, carries: Sequence[Node], shapes: bool) -> bool:
     return gone
 
 
+def _is_permutation(node: Node) -> bool:
+    found = read(node)
+    return found is not None and isinstance(found, Permute)
+
+
 def _moved(build: Builder, node: Any, moved: dict[Node, _Moved], depends: set[Node], by_shape: bool) -> _Moved | None:
     """Read a node as a permutation of a value in the coordinates of its carry; None if it is none."""
-    source: Any = node.args[0]
-    if not by_shape and node.target in _PERMUTES and value(source).dim() > 1:
-        own = order_of(node)
-        base, before = moved.get(source, (source, list(range(len(own)))))
-        return None if before is None else (base, [before[d] for d in own])
-    if by_shape and node.target in _VIEWS[:3] and source in depends and source not in moved:
-        return (source, None) if _without_ones(source) != _without_ones(node) else None
+    found = read(node)
+    if found is not None and isinstance(source := found.of[0], Node) and source in depends and source not in moved:
+        if by_shape and isinstance(found, View):
+            return (source, None) if _without_ones(source) != _without_ones(node) else None
+        if not by_shape and isinstance(found, Permute) and len(found.shape) > 1:
+            return source, list(found.order)
     inputs = [x for x in node.all_input_nodes if x in moved]
     if not inputs:
         return None
-    if is_pointwise(node.target) or node.target in _COPIES:
-        return _pointwise(build, node, moved, depends)
-    if source not in moved or len(inputs) != 1:
+    if found is None or isinstance(found, Copy):
+        return _pointwise(build, node, moved, depends) if is_elementwise(node.target) or found is not None else None
+    if len(inputs) != 1:
         return None
-    base, order = moved[source]
-    shapes = [[known(n) for n in value(x).shape] for x in (source, node)]
-    if node.target in _VIEWS and shapes[0] == shapes[1]:
-        return base, order
+    base, order = moved[inputs[0]]
+    chain = list(found.chain())
     if order is None:
-        ones = _without_ones(source) == _without_ones(node)
-        return (base, None) if node.target in _VIEWS[:3] or (ones and node.target in _RESHAPES) else None
-    rank = len(order)
-    if node.target in _SQUEEZES:
-        given = node.args[1] if len(node.args) > 1 else range(rank)
-        dims = [d % rank for d in ([given] if isinstance(given, int) else given)]
-        if node.target is not aten.select.int:
-            dims = [d for d in dims if shapes[0][d] == 1]
-        dropped = {order[d] for d in dims}
-        kept = [d for i, d in enumerate(order) if i not in dims]
-        after = [d - sum(x < d for x in dropped) for d in kept]
-        if node.target is aten.select.int:
-            return build.call(aten.select.int, base, order[dims[0]], *node.args[2:]), after
-        return build.call(aten.squeeze.dims, base, sorted(dropped)), after
-    if node.target is aten.unsqueeze.default:
-        dim = node.args[1] % (rank + 1)
-        return build.call(aten.unsqueeze.default, base, rank), [*order[:dim], rank, *order[dim:]]
-    return None
+        ones = all(type(x) in (View, Slice, Expand) for x in chain) and _without_ones(inputs[0]) == _without_ones(node)
+        return (base, None) if (isinstance(found, View) and len(chain) == 1) or ones else None
+    try:
+        return ORDERS.apply(build, found, moved.__getitem__)
+    except NotThis:
+        return None
+
+
+# Moves of a value in the coordinates of its carry, as an order of axes.
+ORDERS: Rules[Builder, _Moved] = Rules()
+
+
+@ORDERS.on(Permute)
+def _permute(_: Builder, x: Permute, given: tuple[Node, list[int]]) -> _Moved:
+    return given[0], [given[1][d] for d in x.order]
+
+
+@ORDERS.on(Expand, Copy)
+def _same(_: Builder, x: Moved, given: _Moved) -> _Moved:
+    if x.shape != x.given:
+        raise NotThis
+    return given
+
+
+@ORDERS.on(Slice)
+def _slice(build: Builder, x: Slice, given: tuple[Node, list[int]]) -> _Moved:
+    base, order = given
+    return emit(build, replace(x, dim=order[x.dim]), base), order
+
+
+@ORDERS.on(View)
+def _view(build: Builder, x: Moved, given: tuple[Node, list[int]]) -> _Moved:
+    """Drop axes of size one, and add others at the end."""
+    (base, order), shape = given, [known(n) for n in value(given[0]).shape]
+    kept = [d for d in order if shape[d] != 1]
+    if [shape[d] for d in kept] != [n for n in x.shape if n != 1]:
+        raise NotThis
+    at = {d: i for i, d in enumerate(sorted(kept))}
+    old, new = (at[d] for d in kept), itertools.count(len(kept))
+    order = [next(new) if n == 1 else next(old) for n in x.shape]
+    return build.reshape(base, [*(shape[d] for d in sorted(kept)), *[1] * (len(order) - len(kept))]), order
 
 
 def _pointwise(build: Builder, node: Any, moved: dict[Node, _Moved], depends: set[Node]) -> _Moved | None:

@@ -7,7 +7,7 @@ slice of numbers in order are numbers in order, from another one on. So slices m
 
 from __future__ import annotations
 
-import math
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,24 +15,15 @@ import torch
 from torch.fx import Graph, Node
 
 from ..ir.builder import Builder
-from ..ir.fx import arg, is_tensor, known, value
-from ..recurrence.vectorize import is_pointwise
+from ..ir.fx import is_tensor, value
+from ..ir.moves import NotThis, emit, read
+from ..ir.sinking import part
 from .induction_variable import depends_on_iteration
 
 aten = torch.ops.aten
-prims = torch.ops.prims
 
-_ELEMENTWISE = (
-    prims.convert_element_type.default, aten._to_copy.default, aten.clone.default, aten.alias.default,
-    aten.detach.default,
-)  # fmt: skip
 _ORDERED = (aten.arange.default, aten.arange.start, aten.arange.start_step)
-_VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
 _FILLED = (aten.full.default, aten.zeros.default, aten.ones.default)
-
-
-class _Grows(Exception):
-    """A value cannot be computed in part."""
 
 
 def take_parts(graph: Graph) -> None:
@@ -43,7 +34,7 @@ def take_parts(graph: Graph) -> None:
         build = Builder(node)
         try:
             new = _taken(build, node)
-        except _Grows:
+        except NotThis:
             build.undo()
             continue
         if new is not None:
@@ -59,73 +50,33 @@ def _taken(build: Builder, node: Any) -> Node | None:
     """Return a slice, or numbers in order, without what grows; None if there is nothing to do."""
     if node.target in _ORDERED and any(isinstance(x, Node) for x in node.args):
         return _numbers(build, node, 0, value(node).shape[0])
-    if node.target not in (aten.slice.Tensor, aten.select.int) or not _grows(value(node.args[0]).shape):
+    # What is decided on the step's number is decided as it is for the step that is traced.
+    found = read(node, holds=bool) if node.target in (aten.slice.Tensor, aten.select.int) else None
+    if found is None:
         return None
-    source = node.args[0]
-    dim = arg(node, 1, "dim", 0) % value(source).dim()
-    size = value(source).shape[dim]
-    if not _grows([size]):
+    cut: Any = [*found.chain()][-1]
+    if not _grows([cut.given[cut.dim]]):
         return None
-    first = arg(node, 2, "start" if node.target is aten.slice.Tensor else "index", 0)
-    start = first.meta["val"] if isinstance(first, Node) else first or 0
-    start = start + size if start < 0 else start
-    if node.target is aten.select.int:
-        return build.call(aten.select.int, _part(build, source, dim, start, 1), dim, 0)
-    if arg(node, 4, "step", 1) != 1:
-        raise _Grows
-    return _part(build, source, dim, start, known(value(node).shape[dim]))
+    if cut.step != 1:
+        raise NotThis
+    new = part(build, cut.of[0], cut.dim, cut.start, cut.shape[cut.dim], functools.partial(_made, build), bool)
+    return new if cut is found else emit(build, found, new)
 
 
-def _part(build: Builder, x: Any, dim: int, start: Any, length: int) -> Node:
-    """Return positions ``start`` to ``start + length`` of an axis."""
-    rank, shape = value(x).dim(), value(x).shape
+def _made(build: Builder, x: Any, dim: int, start: Any, length: Any) -> Node | None:
+    """Return positions of an axis of what does not grow, or is filled; None for what grows otherwise."""
+    shape = value(x).shape
     if not _grows(shape):
         return build.call(aten.slice.Tensor, x, dim, start, start + length)
     if x.op != "call_function" or _grows(shape[:dim] + shape[dim + 1 :]):
-        raise _Grows
-    if is_pointwise(x.target) or x.target in _ELEMENTWISE:
-        args = [_operand(build, y, dim - rank, start, length) for y in x.args]
-        return build.call(x.target, *args, **x.kwargs)
+        raise NotThis
     if x.target in _ORDERED:
         return _numbers(build, x, start, length)
     if x.target in _FILLED:
-        sizes = [length if d == dim else size for d, size in enumerate(shape)]
-        return build.call(x.target, sizes, *x.args[1:], **x.kwargs)
-    source: Any = x.args[0]
-    if x.target is aten.slice.Tensor and arg(x, 1, "dim", 0) % rank == dim and arg(x, 4, "step", 1) == 1:
-        first = arg(x, 2, "start", 0)
-        first = first.meta["val"] if isinstance(first, Node) else first or 0
-        if first < 0:
-            first = first + value(source).shape[dim]
-        return _part(build, source, dim, start + first, length)
-    if x.target is aten.unsqueeze.default:
-        new = x.args[1] % rank
-        return build.call(x.target, _part(build, source, dim - (new < dim), start, length), new)
-    if x.target in (aten.permute.default, aten.transpose.int):
-        order = list(range(rank))
-        if x.target is aten.permute.default:
-            order = [d % rank for d in x.args[1]]
-        else:
-            i, j = (d % rank for d in x.args[1:3])
-            order[i], order[j] = order[j], order[i]
-        return build.call(aten.permute.default, _part(build, source, order[dim], start, length), order)
-    if x.target in _VIEWS:
-        own = [d for d, size in enumerate(value(source).shape) if _grows([size])]
-        if len(own) != 1 or math.prod(value(source).shape[: own[0]]) != math.prod(shape[:dim]):
-            raise _Grows
-        sizes = [length if d == dim else size for d, size in enumerate(shape)]
-        return build.call(aten.reshape.default, _part(build, source, own[0], start, length), sizes)
-    if x.target is aten.expand.default:
-        sizes = [length if d == dim else size for d, size in enumerate(shape)]
-        return build.call(x.target, _operand(build, source, dim - rank, start, length), sizes)
-    raise _Grows
-
-
-def _operand(build: Builder, x: Any, dim: int, start: Any, length: int) -> Any:
-    """Take the part of an operand that is broadcast; ``dim`` counts from the last axis."""
-    if not is_tensor(x) or value(x).dim() < -dim or known(value(x).shape[dim]) == 1:
-        return x
-    return _part(build, x, dim + value(x).dim(), start, length)
+        return build.call(
+            x.target, [length if d == dim else size for d, size in enumerate(shape)], *x.args[1:], **x.kwargs
+        )
+    return None
 
 
 def _numbers(build: Builder, x: Any, start: Any, length: int) -> Node:
@@ -133,7 +84,7 @@ def _numbers(build: Builder, x: Any, start: Any, length: int) -> Node:
     given = [y.meta["val"] if isinstance(y, Node) else y for y in x.args]
     first, step = (0, 1) if len(given) == 1 else (given[0], given[2] if len(given) > 2 else 1)
     if not isinstance(step, int) or not isinstance(first, (int, torch.SymInt)):
-        raise _Grows
+        raise NotThis
     kinds = {"dtype": value(x).dtype, "device": value(x).device}
     numbers = build.call(aten.arange.start_step, 0, step * length, step, **kinds)
     return build.call(aten.add.Tensor, numbers, first + step * start)

@@ -24,26 +24,32 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from ..ir.builder import Builder, downstream, upstream
-from ..ir.fx import arg, is_tensor, known, value
-from ..recurrence.vectorize import is_pointwise
+from ..ir.fx import arg, is_elementwise, is_pointwise, is_tensor, known, value
+from ..ir.moves import (
+    SEVERAL,
+    Cat,
+    Copy,
+    Expand,
+    Flip,
+    Moved,
+    NotThis,
+    Pad,
+    Permute,
+    Rules,
+    Slice,
+    View,
+    Write,
+    emit,
+    read,
+)  # fmt: skip
 from .body import Traced
-from .coordinates import order_of, sink_moves
+from .coordinates import sink_moves
 from .read_back import Origin
 
 aten = torch.ops.aten
-prims = torch.ops.prims
 
 # Longer axes stay.
 LONGEST = 8
-
-_COPIES = (
-    prims.convert_element_type.default, aten._to_copy.default, aten.clone.default, aten.alias.default,
-    aten.detach.default,
-)  # fmt: skip
-
-
-class _Whole(Exception):
-    """An operation has no form on elements."""
 
 
 @dataclass(frozen=True)
@@ -142,35 +148,37 @@ class _Splitter:
             if node.op != "call_function" or not any(x in self.depends for x in node.all_input_nodes):
                 continue
             self.depends.add(node)
-            split_inputs = [x for x in node.all_input_nodes if x in self.elements]
+            if node.target in SEVERAL:
+                continue  # read with each of its parts
+            moved = read(node)
+            inputs = node.all_input_nodes if moved is None else dict.fromkeys(moved.nodes())
+            split_inputs = [x for x in inputs if x in self.elements]
             if not split_inputs and node.target is not aten.cat.default and not is_pointwise(node.target):
                 continue
             self.build = Builder(node, like=self.like)
             try:
-                self.mixed += self._step(node)
-            except _Whole:
+                self.mixed += self._step(node, moved)
+            except NotThis:
                 self.build.undo()
                 self.cuts += len(split_inputs)
-                if node.target is operator.getitem:
-                    continue
-                for x in split_inputs:
+                for x in split_inputs if node.target is not operator.getitem else ():
                     node.replace_input_with(x, self.whole(x))
         return self._result(placeholders, split_at, origins)
 
-    def _step(self, node: Any) -> bool:
+    def _step(self, node: Any, moved: Moved | None) -> bool:
         """Give a node's value by elements; tell whether that moved or mixed elements."""
-        rule = _RULES.get(node.target)
-        if rule is not None:
-            made = rule(self, node)
-        elif is_pointwise(node.target) or node.target in _COPIES:
+        if moved is not None:
+            made = self._moved(node, moved)
+        elif node.target in _RULES:
+            made = _RULES[node.target](self, node)
+        elif is_elementwise(node.target):
             made = _pointwise(self, node)
         else:
-            raise _Whole
+            raise NotThis
         if made is None:
             return False
         found, mixes = made
-        if isinstance(found, Elements) and len(found.parts) == 1:
-            found = found.parts[0]
+        found = _alone(found)
         if isinstance(found, Elements):
             self.elements[node] = found
             self.depends.update(found.parts)
@@ -178,6 +186,12 @@ class _Splitter:
             node.replace_all_uses_with(found)
             self.depends.add(found)
         return mixes
+
+    def _moved(self, node: Node, moved: Moved) -> _Made:
+        """Move elements; a cat of what has none so far may be their beginning."""
+        reader = _Mover(self)
+        found = ELEMENTS.apply(reader, moved, lambda x: self.elements.get(x, x))
+        return found, reader.moves
 
     # Elements of a value ---------------------------------------------------------------------
 
@@ -188,16 +202,25 @@ class _Splitter:
             self.depends.add(new)
         return new
 
+    def emit(self, x: Moved, *given: Node) -> Node:
+        """Insert a move before the node at hand."""
+        count = len(self.build.added)
+        new = emit(self.build, x, *given)
+        for made in self.build.added[count:]:
+            if any(y in self.depends for y in made.all_input_nodes):
+                self.depends.add(made)
+        return new
+
     def along(self, x: Node, axis: int) -> tuple[Node, ...]:
         """Return a value's elements along an axis."""
         found = self.elements.get(x)
         if found is not None:
             if found.axis != axis:
-                raise _Whole
+                raise NotThis
             return found.parts
         size = known(value(x).shape[axis])
         if not isinstance(size, int) or size > 2 * LONGEST:
-            raise _Whole
+            raise NotThis
         if size == 1:
             return (x,)
         self.cuts += x in self.depends
@@ -242,7 +265,7 @@ class _Splitter:
                 if not is_tensor(results[i]) or value(results[i]).shape != value(traced.placeholders[i]).shape:
                     return None  # the first step begins with another shape
                 news += self.along(results[i], axis)
-        except _Whole:
+        except NotThis:
             return None
         results = [self.whole(x) if isinstance(x, Node) else x for x in results]
         output.args = ((*results, *news),)
@@ -285,12 +308,12 @@ def _pointwise(self: _Splitter, node: Any) -> _Made:
     if not axes:
         return None
     if len(axes) != 1:
-        raise _Whole
+        raise NotThis
     (back,) = axes
     axis = rank + back
     count = known(value(node).shape[axis])
     if any(len(self.elements[x].parts) != count for x in own):
-        raise _Whole
+        raise NotThis
 
     def taken(at: int, x: Any) -> Any:
         if not is_tensor(x) or value(x).dim() < -back or known(value(x).shape[back]) == 1:
@@ -305,78 +328,104 @@ def _pointwise(self: _Splitter, node: Any) -> _Made:
     return Elements(axis, tuple(parts)), False
 
 
-def _dim(node: Any, at: int = 1, name: str = "dim", default: int = 0) -> int:
-    return arg(node, at, name, default) % value(node.args[0]).dim()
+class _Mover:
+    """Moves elements of the values of one node."""
+
+    def __init__(self, splitter: _Splitter) -> None:
+        self.call, self.build, self.splitter = splitter.call, splitter.build, splitter
+        self.moves = False
+
+    def along(self, x: Elements | Node, axis: int) -> tuple[Node, ...]:
+        """Return a value's elements along an axis."""
+        if isinstance(x, Node):
+            return self.splitter.along(x, axis)
+        if x.axis != axis:
+            raise NotThis
+        return x.parts
+
+    def each(self, x: Moved, axis: int, *given: tuple[Node, ...]) -> Elements:
+        """Move the elements of one position after the other, which keep their axis."""
+        shape = tuple(1 if d == axis else size for d, size in enumerate(x.shape))
+        parts = (self.splitter.emit(replace(x, shape=shape), *row) for row in zip(*given, strict=True))
+        return Elements(axis, tuple(parts))
 
 
-def _slice(self: _Splitter, node: Any) -> _Made:
-    found, dim = self.elements[node.args[0]], _dim(node)
-    rest = [x for x in node.args[2:] if isinstance(x, Node)]
-    if rest:
-        raise _Whole
-    if dim != found.axis:
-        return Elements(found.axis, tuple(self.call(node.target, x, *node.args[1:]) for x in found.parts)), False
-    start, end, step = (arg(node, at, name, None) for at, name in ((2, "start"), (3, "end"), (4, "step")))
-    kept = found.parts[slice(start, None if end is None or end > 1 << 60 else end, step)]
-    return Elements(dim, kept), len(kept) != len(found.parts)
+def _alone(x: Elements | Node) -> Elements | Node:
+    """Return a single element as a value."""
+    return x.parts[0] if isinstance(x, Elements) and len(x.parts) == 1 else x
 
 
-def _select(self: _Splitter, node: Any) -> _Made:
-    found, dim = self.elements[node.args[0]], _dim(node)
-    at = arg(node, 2, "index")
-    if isinstance(at, Node):
-        raise _Whole
-    if dim != found.axis:
-        axis = found.axis - (dim < found.axis)
-        return Elements(axis, tuple(self.call(aten.select.int, x, dim, at) for x in found.parts)), False
-    return self.call(aten.squeeze.dim, found.parts[at], dim), True
+ELEMENTS: Rules[_Mover, Elements | Node] = Rules()
 
 
-def _unbind(self: _Splitter, node: Any) -> _Made:
-    return self.elements[node.args[0]], False  # see _getitem
+@ELEMENTS.on(Copy, View, Permute, Expand, Pad)
+def _kept(mover: _Mover, x: Moved, found: Elements | Node) -> Elements | Node:
+    """Move whole elements, along axes that are not theirs."""
+    if isinstance(found, Node):
+        return mover.splitter.emit(x, found)
+    axis = found.axis
+    match x:
+        case View():
+            before, size = math.prod(x.given[:axis]), x.given[axis]
+            axes = [d for d, n in enumerate(x.shape) if n == size and math.prod(x.shape[:d]) == before]
+            if not axes:
+                raise NotThis
+            axis = axes[0]
+        case Permute():
+            axis = x.order.index(axis)
+        case Expand():
+            axis += len(x.shape) - len(x.given)
+        case Pad() if x.dim == axis:
+            raise NotThis
+    return mover.each(x, axis, found.parts)
 
 
-def _getitem(self: _Splitter, node: Any) -> _Made:
-    source, at = node.args
-    if source.target is aten.unbind.int:
-        found, dim = self.elements[source.args[0]], _dim(source)
-        if dim == found.axis:
-            return self.call(aten.squeeze.dim, found.parts[at], dim), True
-    if source.target in (aten.split.Tensor, aten.split_with_sizes.default):
-        found, dim = self.elements[source.args[0]], _dim(source, 2)
-        sizes = [x.shape[dim] for x in source.meta["val"]]
-        if dim == found.axis:
-            start = sum(sizes[:at])
-            return Elements(dim, found.parts[start : start + sizes[at]]), True
-    raise _Whole
+@ELEMENTS.on(Slice)
+def _slice(mover: _Mover, x: Slice, found: Elements | Node) -> Elements | Node:
+    if isinstance(found, Node) or x.dim != found.axis:
+        return mover.splitter.emit(x, found) if isinstance(found, Node) else mover.each(x, found.axis, found.parts)
+    if not isinstance(x.start, int):
+        raise NotThis
+    kept = found.parts[slice(x.start, x.stop, x.step)]
+    if not kept:
+        raise NotThis
+    mover.moves |= len(kept) != len(found.parts)
+    return _alone(Elements(x.dim, kept))
 
 
-def _cat(self: _Splitter, node: Any) -> _Made:
-    inputs, dim = node.args[0], arg(node, 1, "dim", 0) % value(node).dim()
-    axes = {self.elements[x].axis for x in inputs if x in self.elements}
+@ELEMENTS.on(Flip)
+def _flip(mover: _Mover, x: Flip, found: Elements | Node) -> Elements | Node:
+    if isinstance(found, Node):
+        return mover.splitter.emit(x, found)
+    if found.axis in x.dims:
+        mover.moves, found = True, Elements(found.axis, found.parts[::-1])
+    rest = tuple(d for d in x.dims if d != found.axis)
+    return mover.each(replace(x, dims=rest), found.axis, found.parts) if rest else found
+
+
+@ELEMENTS.on(Cat)
+def _cat(mover: _Mover, x: Cat, *found: Elements | Node) -> Elements | Node:
+    dim, axes = x.dim, {part.axis for part in found if isinstance(part, Elements)}
     if axes and axes != {dim}:
-        parts = zip(*(self.along(x, next(iter(axes))) for x in inputs), strict=True)
-        return Elements(next(iter(axes)), tuple(self.call(aten.cat.default, list(row), dim) for row in parts)), False
-    joined = sum((self.along(x, dim) for x in inputs), ())
+        axis = next(iter(axes))
+        return mover.each(x, axis, *(mover.along(part, axis) for part in found))
+    joined = sum((mover.along(part, dim) for part in found), ())
     if len(joined) > 2 * LONGEST:
-        raise _Whole
-    return Elements(dim, joined), True
+        raise NotThis
+    mover.moves = True
+    return Elements(dim, joined)
 
 
-def _roll(self: _Splitter, node: Any) -> _Made:
-    found = self.elements[node.args[0]]
-    shifts, dims = ([x] if isinstance(x, int) else list(x) for x in (node.args[1], arg(node, 2, "dims", [])))
-    if [d % value(node).dim() for d in dims] != [found.axis]:
-        raise _Whole
-    k = -shifts[0] % len(found.parts)
-    return Elements(found.axis, found.parts[k:] + found.parts[:k]), True
-
-
-def _flip(self: _Splitter, node: Any) -> _Made:
-    found = self.elements[node.args[0]]
-    if [d % value(node).dim() for d in node.args[1]] != [found.axis]:
-        raise _Whole
-    return Elements(found.axis, found.parts[::-1]), True
+@ELEMENTS.on(Write)
+def _write(mover: _Mover, x: Write, whole: Elements | Node, part: Elements | Node) -> Elements | Node:
+    if not isinstance(x.start, int):
+        raise NotThis
+    parts = list(mover.along(whole, x.dim))
+    where = range(len(parts))[slice(x.start, x.stop, x.step)]
+    for at, new in zip(where, mover.along(part, x.dim), strict=True):
+        parts[at] = new
+    mover.moves = True
+    return Elements(x.dim, tuple(parts))
 
 
 def _sum(self: _Splitter, node: Any) -> _Made:
@@ -390,7 +439,7 @@ def _sum(self: _Splitter, node: Any) -> _Made:
             axis, tuple(self.call(node.target, x, *node.args[1:], **node.kwargs) for x in found.parts)
         ), False
     if node.kwargs.keys() - {"dim", "keepdim"}:
-        raise _Whole
+        raise NotThis
     total = self.summed(found.parts)
     if node.target is aten.mean.dim:
         total = self.call(aten.div.Tensor, total, len(found.parts))
@@ -407,7 +456,7 @@ def _largest(self: _Splitter, node: Any) -> _Made:
     rank = value(node.args[0]).dim()
     dims = {d % rank for d in ([given] if isinstance(given, int) else given or range(rank))}
     if dims != {found.axis} or (single and any(user.args[1] != 0 for user in node.users)):
-        raise _Whole
+        raise NotThis
     total = functools.reduce(functools.partial(self.call, _LARGEST[node.target]), found.parts)
     total = total if keep else self.call(aten.squeeze.dim, total, found.axis)
     if not single:
@@ -427,76 +476,11 @@ _LARGEST = {
 }
 
 
-def _scatter(self: _Splitter, node: Any) -> _Made:
-    base, source = node.args[:2]
-    dim = arg(node, 2, "dim", 0) % value(base).dim()
-    if any(isinstance(x, Node) for x in node.args[2:]):
-        raise _Whole
-    parts = list(self.along(base, dim))
-    if node.target is aten.select_scatter.default:
-        if source in self.elements:
-            raise _Whole
-        parts[arg(node, 3, "index")] = self.call(aten.unsqueeze.default, source, dim)
-    else:
-        where = range(len(parts))[slice(arg(node, 3, "start"), _end(arg(node, 4, "end")), arg(node, 5, "step"))]
-        for at, part in zip(where, self.along(source, dim), strict=True):
-            parts[at] = part
-    return Elements(dim, tuple(parts)), True
-
-
-def _end(end: Any) -> Any:
-    return None if end is None or end > 1 << 60 else end
-
-
-def _view(self: _Splitter, node: Any) -> _Made:
-    found = self.elements[node.args[0]]
-    given, wanted = ([known(n) for n in value(x).shape] for x in (node.args[0], node))
-    size = given[found.axis]
-    before = math.prod(given[: found.axis])
-    axes = [d for d, n in enumerate(wanted) if n == size and math.prod(wanted[:d]) == before]
-    if not axes:
-        raise _Whole
-    axis = axes[0]
-    shape = [1 if d == axis else n for d, n in enumerate(wanted)]
-    return Elements(axis, tuple(self.call(aten.reshape.default, x, shape) for x in found.parts)), False
-
-
-def _unsqueeze(self: _Splitter, node: Any) -> _Made:
-    found, dim = self.elements[node.args[0]], node.args[1] % value(node).dim()
-    return Elements(found.axis + (dim <= found.axis), tuple(self.call(node.target, x, dim) for x in found.parts)), False
-
-
-def _squeeze(self: _Splitter, node: Any) -> _Made:
-    found, rank = self.elements[node.args[0]], value(node.args[0]).dim()
-    shape = [known(n) for n in value(node.args[0]).shape]
-    given = node.args[1] if len(node.args) > 1 else range(rank)
-    dims = [d % rank for d in ([given] if isinstance(given, int) else given)]
-    dims = [d for d in dims if shape[d] == 1]
-    if found.axis in dims:
-        raise _Whole
-    axis = found.axis - sum(d < found.axis for d in dims)
-    return Elements(axis, tuple(self.call(aten.squeeze.dims, x, dims) for x in found.parts)), False
-
-
-def _permute(self: _Splitter, node: Any) -> _Made:
-    found = self.elements[node.args[0]]
-    order = order_of(node)
-    parts = tuple(self.call(aten.permute.default, x, order) for x in found.parts)
-    return Elements(order.index(found.axis), parts), False
-
-
-def _expand(self: _Splitter, node: Any) -> _Made:
-    found, shape = self.elements[node.args[0]], list(value(node).shape)
-    axis = found.axis + len(shape) - value(node.args[0]).dim()
-    shape[axis] = 1
-    return Elements(axis, tuple(self.call(node.target, x, shape) for x in found.parts)), False
-
-
 def _product(self: _Splitter, node: Any) -> _Made:
     """Multiply matrices, or a matrix and a vector, one of which is known by elements along what is summed over."""
     bias, (a, b) = (node.args[0], node.args[1:3]) if node.target is aten.addmm.default else (None, node.args[:2])
     if node.kwargs:
-        raise _Whole
+        raise NotThis
     rows, columns = value(a).dim() - 2, value(a).dim() - 1
     vector = value(b).dim() == 1  # else the summed axis of b is that of a's rows
     inner = 0 if vector else rows
@@ -504,12 +488,12 @@ def _product(self: _Splitter, node: Any) -> _Made:
     free = rows if b in self.elements and a not in self.elements else value(node).dim() - 1
     mine, other = (left, right) if a in self.elements else (right, left)
     if a in self.elements and b in self.elements:
-        raise _Whole
+        raise NotThis
     out = []
     if a in self.elements:  # a column of a, times a row of b, whose elements are apart
         count = 1 if vector else known(value(b).shape[-1])
         if not isinstance(count, int) or count > 2 * LONGEST:
-            raise _Whole
+            raise NotThis
         for j in range(count):
             entries = (
                 right if vector or count == 1 else [self.call(aten.slice.Tensor, x, rows + 1, j, j + 1) for x in right]
@@ -519,7 +503,7 @@ def _product(self: _Splitter, node: Any) -> _Made:
     else:
         count = known(value(a).shape[rows])
         if not isinstance(count, int) or count > 2 * LONGEST:
-            raise _Whole
+            raise NotThis
         for j in range(count):
             entries = other if count == 1 else [self.call(aten.slice.Tensor, x, rows, j, j + 1) for x in other]
             if vector:
@@ -547,11 +531,11 @@ def _convolution(self: _Splitter, node: Any) -> _Made:
     """Convolve a window along its one axis, channel by channel or over channels."""
     x, weight, bias, stride, padding, dilation, transposed, _, groups = node.args
     if transposed or value(x).dim() != 3 or self.elements[x].axis != 2 or weight in self.depends:
-        raise _Whole
+        raise NotThis
     window, taps = self.elements[x].parts, known(value(weight).shape[2])
     depthwise = groups == value(x).shape[1] and value(weight).shape[0] == groups
     if not depthwise and groups != 1:
-        raise _Whole
+        raise NotThis
     out = []
     for at in range(known(value(node).shape[2])):
         terms = []
@@ -567,7 +551,7 @@ def _convolution(self: _Splitter, node: Any) -> _Made:
                 product = self.call(aten.mm.default, row, self.call(aten.t.default, tap))
                 terms.append(self.call(aten.unsqueeze.default, product, 2))
         if not terms:
-            raise _Whole
+            raise NotThis
         total = self.summed(terms)
         if bias is not None:
             total = self.call(aten.add.Tensor, total, self.call(aten.unsqueeze.default, bias, 1))
@@ -576,21 +560,8 @@ def _convolution(self: _Splitter, node: Any) -> _Made:
 
 
 _RULES: dict[Any, Callable[[_Splitter, Any], _Made]] = {
-    aten.slice.Tensor: _slice,
-    aten.select.int: _select,
-    **dict.fromkeys((aten.unbind.int, aten.split.Tensor, aten.split_with_sizes.default), _unbind),
-    operator.getitem: _getitem,
-    aten.cat.default: _cat,
-    aten.roll.default: _roll,
-    **dict.fromkeys((aten.flip.default, prims.rev.default), _flip),
     **dict.fromkeys((aten.sum.dim_IntList, aten.mean.dim), _sum),
     **dict.fromkeys(_LARGEST, _largest),
-    **dict.fromkeys((aten.select_scatter.default, aten.slice_scatter.default), _scatter),
-    **dict.fromkeys((aten.view.default, aten._unsafe_view.default, aten.reshape.default), _view),
-    aten.unsqueeze.default: _unsqueeze,
-    **dict.fromkeys((aten.squeeze.dim, aten.squeeze.dims, aten.squeeze.default), _squeeze),
-    **dict.fromkeys((aten.permute.default, aten.transpose.int, aten.t.default), _permute),
-    aten.expand.default: _expand,
     **dict.fromkeys((aten.mm.default, aten.bmm.default, aten.mv.default, aten.addmm.default), _product),
     aten.convolution.default: _convolution,
 }

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import operator
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,8 +12,6 @@ from torch.fx.node import map_aggregate
 
 from ..private import SYMBOLIC_ARITHMETIC
 from .fx import Size, concrete, same, value
-from .index import Factor, Product, layout
-from .symbols import Axis, resolve
 
 aten = torch.ops.aten
 prims = torch.ops.prims
@@ -169,50 +165,6 @@ def _frozen(x: Any) -> Any:
     if isinstance(x, torch.SymInt):
         return (torch.SymInt, str(x.node.expr))
     return (type(x), x)
-
-
-@dataclass
-class Operand:
-    """A node whose axes are exactly ``axes``, one atomic symbol each."""
-
-    node: Node
-    axes: list[Axis]
-
-
-def operand(build: Builder, factor: Factor) -> Operand:
-    """Insert a factor's pending steps and give every symbol an axis of its own, whatever the factor's axes were."""
-    node = factor.node
-    for step in factor.pending:
-        node = step(build, node)
-    axes = list(factor.axes())
-    return Operand(build.reshape(node, [axis.size for axis in axes]), axes)
-
-
-def multiply(build: Builder, a: Operand, b: Operand, out: Sequence[Axis], by: Any = aten.mul.Tensor) -> Operand:
-    """Multiply elementwise, broadcasting over symbols; axes in the order of ``out`` where they reach it.
-
-    ``by`` may divide instead.
-    """
-    axes = sorted({*a.axes, *b.axes}, key=lambda axis: out.index(axis) if axis in out else len(out))
-    nodes = []
-    for x in (a, b):
-        node = build.permute(x.node, [x.axes.index(axis) for axis in axes if axis in x.axes])
-        for dim, axis in enumerate(axes):
-            if axis not in x.axes:
-                node = build.call(aten.unsqueeze.default, node, dim)
-        nodes.append(node)
-    return Operand(build.call(by, *nodes), axes)
-
-
-def lay_out(build: Builder, x: Operand, product: Product) -> Node:
-    """Permute, repeat and merge an operand's axes, one per symbol, into those of a product, one per label."""
-    axes = layout(product)
-    node = build.permute(x.node, [x.axes.index(axis) for axis in axes if axis in x.axes])
-    if missing := [dim for dim, axis in enumerate(axes) if axis not in x.axes]:
-        for dim in missing:
-            node = build.call(aten.unsqueeze.default, node, dim)
-        node = build.call(aten.expand.default, node, [build.size(axis.size) for axis in axes])
-    return build.reshape(node, [math.prod(axis.size for axis in resolve(label)) for label in product.labels])
 
 
 def same_strides(a: torch.Tensor, b: torch.Tensor) -> bool:

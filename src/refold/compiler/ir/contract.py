@@ -1,4 +1,4 @@
-"""Matrix products from operands whose axes are symbols: multiply, and sum over the axes that no later node reads.
+"""Nodes from operands whose axes are symbols: multiply, lay out, and sum over the axes that no later node reads.
 
 Shapes. Operands have one axis per symbol, in any order. Two of them are multiplied as (batch, rows, summed) and
 (batch, summed, columns).
@@ -7,14 +7,62 @@ Shapes. Operands have one axis per symbol, in any order. Two of them are multipl
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.fx import Node
 
-from .builder import Builder, Operand, multiply
-from .symbols import Axis
+from .builder import Builder
+from .index import Factor, Product, layout
+from .symbols import Axis, resolve
 
 aten = torch.ops.aten
+
+
+@dataclass
+class Operand:
+    """A node whose axes are exactly ``axes``, one atomic symbol each."""
+
+    node: Node
+    axes: list[Axis]
+
+
+def operand(build: Builder, factor: Factor) -> Operand:
+    """Insert a factor's pending steps and give every symbol an axis of its own, whatever the factor's axes were."""
+    node = factor.node
+    for step in factor.pending:
+        node = step(build, node)
+    axes = list(factor.axes())
+    return Operand(build.reshape(node, [axis.size for axis in axes]), axes)
+
+
+def multiply(build: Builder, a: Operand, b: Operand, out: Sequence[Axis], by: Any = aten.mul.Tensor) -> Operand:
+    """Multiply elementwise, broadcasting over symbols; axes in the order of ``out`` where they reach it.
+
+    ``by`` may divide instead.
+    """
+    axes = sorted({*a.axes, *b.axes}, key=lambda axis: out.index(axis) if axis in out else len(out))
+    nodes = []
+    for x in (a, b):
+        node = build.permute(x.node, [x.axes.index(axis) for axis in axes if axis in x.axes])
+        for dim, axis in enumerate(axes):
+            if axis not in x.axes:
+                node = build.call(aten.unsqueeze.default, node, dim)
+        nodes.append(node)
+    return Operand(build.call(by, *nodes), axes)
+
+
+def lay_out(build: Builder, x: Operand, product: Product) -> Node:
+    """Permute, repeat and merge an operand's axes, one per symbol, into those of a product, one per label."""
+    axes = layout(product)
+    node = build.permute(x.node, [x.axes.index(axis) for axis in axes if axis in x.axes])
+    if missing := [dim for dim, axis in enumerate(axes) if axis not in x.axes]:
+        for dim in missing:
+            node = build.call(aten.unsqueeze.default, node, dim)
+        node = build.call(aten.expand.default, node, [build.size(axis.size) for axis in axes])
+    return build.reshape(node, [math.prod(axis.size for axis in resolve(label)) for label in product.labels])
 
 
 def sum_out(build: Builder, x: Operand, keep: set[Axis]) -> Operand:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import operator
 from typing import Any
@@ -12,6 +13,10 @@ from torch.fx import Graph, GraphModule, Node
 from ..private import statically_known_true, tree_leaves
 
 aten = torch.ops.aten
+
+# Conversions to another dtype, and the dtypes of 16 bits.
+CASTS = (aten._to_copy.default, torch.ops.prims.convert_element_type.default)
+HALF = (torch.bfloat16, torch.float16)
 
 Size = int | torch.SymInt
 
@@ -77,6 +82,17 @@ def is_erased(node: Node) -> bool:
     return node.prev.next is not node
 
 
+def is_pointwise(target: Any) -> bool:
+    """Tell whether an operation works on each element by itself, the same way every time."""
+    tags = getattr(target, "tags", ())
+    return torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags
+
+
+def is_elementwise(target: Any) -> bool:
+    """Tell whether an operation is pointwise, or converts elements to another dtype."""
+    return is_pointwise(target) or target in CASTS
+
+
 def same(a: Size, b: Size) -> bool:
     """Tell whether two sizes are equal for certain; never adds a guard."""
     return a == b if isinstance(a, int) and isinstance(b, int) else statically_known_true(a == b)
@@ -89,6 +105,13 @@ def sum_dims(node: Node) -> list[int]:
     if not dims:
         return list(range(rank))
     return sorted(dim % rank for dim in (dims if isinstance(dims, (list, tuple)) else [dims]))
+
+
+def copied_graph(graph: Graph) -> Graph:
+    """Copy a graph; both have one owner."""
+    new = copy.deepcopy(graph)
+    new.owning_module = graph.owning_module
+    return new
 
 
 def is_training(graph: Graph) -> bool:

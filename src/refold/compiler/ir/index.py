@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from .fx import arg, is_tensor, same, sum_dims, value
+from .fx import CASTS, arg, is_tensor, same, sum_dims, value
 from .symbols import Axis, Label, resolve, unify
-from .views import VIEWS, is_view, keep
+from .views import is_view, viewed
 
 aten = torch.ops.aten
 
@@ -121,7 +121,7 @@ def _look_through(node: Node, absorb: Callable[[Node], bool], top: bool) -> Prod
         return None
     if is_view(node):
         inner = index(arg(node, 0), absorb, top)
-        labels = VIEWS.get(node.target, keep)(node, inner.labels)
+        labels = viewed(node, inner.labels)
         return None if labels is None else replace(inner, labels=labels)
     if node.target is aten.constant_pad_nd.default and all(same(size, 0) for size in arg(node, 1)):
         return index(arg(node, 0), absorb, top)  # the chunks were full
@@ -286,7 +286,7 @@ def _is_unary(node: Node) -> bool:
     target: Any = node.target
     tags = getattr(target, "tags", ())
     return (
-        (torch.Tag.pointwise in tags or target in _CASTS)
+        (torch.Tag.pointwise in tags or target in CASTS)
         and torch.Tag.nondeterministic_seeded not in tags
         and not any(isinstance(a, Node) for a in node.kwargs.values())
     )
@@ -316,5 +316,4 @@ def _moved_args(node: Node, x: Node, dims: dict[int, int]) -> tuple[Any, ...]:
     return (x, *node.args[1:])
 
 
-_CASTS = (aten._to_copy.default, torch.ops.prims.convert_element_type.default)
 _RESIZING = {aten.constant_pad_nd.default, aten.slice.Tensor}

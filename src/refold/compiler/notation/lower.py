@@ -19,8 +19,8 @@ from torch.fx import Node
 from ...errors import ProgramError, RefoldError
 from ...ops.spec import load
 from ...ops.torch.registry import Operation
-from ..ir.builder import Builder, Operand
-from ..ir.contract import contract
+from ..ir.builder import Builder
+from ..ir.contract import Operand, contract
 from ..ir.fx import value
 from ..ir.operators import SCAN
 from ..ir.symbols import Axis

@@ -17,7 +17,9 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from ..ir.fx import arg, is_tensor, sum_dims, value
+from ..ir.fx import CASTS, arg, is_tensor, sum_dims, value
+from ..ir.moves import Cat, Pad, Slice, View
+from ..ir.moves import read as read_moves
 from ..ir.symbols import Axis, Label, resolve, unify
 from ..ir.views import is_view, viewed
 from .operations import DTYPES, ELEMENTWISE, REDUCTIONS
@@ -41,7 +43,6 @@ _REDUCTIONS = {getattr(getattr(aten, path.split(".")[0]), path.split(".")[1]): d
 _REDUCTIONS.pop(aten.var.correction, None)
 _REDUCTIONS[aten.mean.default] = "mean"
 _SUMS = (aten.sum.dim_IntList, aten.sum.default)
-_CASTS = (aten._to_copy.default, torch.ops.prims.convert_element_type.default)
 _FILLS = (aten.full.default, aten.scalar_tensor.default)
 _FOLDS = {aten.cumsum.default: "cumsum", aten.cumprod.default: "cumprod"}
 # Names of axes, the usual ones first.
@@ -270,8 +271,8 @@ class _Reader:
             return self._reduction(node, _REDUCTIONS[target])
         if target in _ELEMENTWISE:
             return self._elementwise(node, _ELEMENTWISE[target])
-        if target in _CASTS:
-            dtype = node.kwargs.get("dtype", arg(node, 1)) if target is _CASTS[0] else arg(node, 1)
+        if target in CASTS:
+            dtype = node.kwargs.get("dtype", arg(node, 1)) if target is CASTS[0] else arg(node, 1)
             others = {k: v for k, v in node.kwargs.items() if k != "dtype" and v not in (None, False, torch.strided)}
             if set(others) - {"memory_format", "device"}:
                 raise _NotInGrammar
@@ -288,14 +289,18 @@ class _Reader:
             return self._define(node, "position", [], [label], along=label[0])
         if target in _FOLDS:
             return self._fold(node, _FOLDS[target])
-        if target is aten.slice.Tensor:
-            return self._slice(node)
-        if target is aten.select.int:
-            return self._select(node)
-        if target is aten.constant_pad_nd.default:
-            return self._pad(node)
-        if target is aten.cat.default:
-            return self._cat(node)
+        moved = read_moves(node)
+        if type(moved) is View and type(moved.of[0]) is Slice and moved.of[0].of == node.args[:1]:
+            return self._slice(node, moved.of[0], [])
+        if moved is None or not all(isinstance(x, Node) for x in moved.of):
+            raise _NotInGrammar
+        if type(moved) is Slice:
+            size = moved.shape[moved.dim]
+            return self._slice(node, moved, [() if size == 1 else (Axis(size),)])
+        if type(moved) is Pad:
+            return self._pad(node, moved)
+        if type(moved) is Cat:
+            return self._cat(node, moved)
         raise _NotInGrammar
 
     def _product(self, node: Node) -> None:
@@ -473,32 +478,15 @@ class _Reader:
             raise _NotInGrammar
         return label
 
-    def _slice(self, node: Node) -> None:
-        dim = arg(node, 1, "dim", 0) % value(node).dim()
-        x = self._read(arg(node, 0))
-        label = self._resized(x, dim)
+    def _slice(self, node: Node, move: Slice, new: list[Label]) -> None:
+        """Cut an axis, in whose place are new ones."""
+        x = self._read(move.of[0])
+        label = self._resized(x, move.dim)
         if not label:
             raise _NotInGrammar
-        size, new = int(label[0].size), int(value(node).shape[dim])
-        start, stop, stride = slice(arg(node, 2, "start"), arg(node, 3, "end"), arg(node, 4, "step", 1)).indices(size)
-        self._cut(node, x, dim, label, (start, stop, stride), [() if new == 1 else (Axis(new),)])
-
-    def _select(self, node: Node) -> None:
-        x = self._read(arg(node, 0))
-        dim, at = arg(node, 1) % len(x.dims), arg(node, 2)
-        label = self._resized(x, dim)
-        if not label:
-            raise _NotInGrammar
-        at %= int(label[0].size)
-        self._cut(node, x, dim, label, (at, at + 1, 1), [])
-
-    def _cut(
-        self, node: Node, x: _Operand, dim: int, label: Label, where: tuple[int, int, int], new: list[Label]
-    ) -> None:
         self._in_order(x)
-        dims = [*x.dims[:dim], *new, *x.dims[dim + 1 :]]
-        start, stop, stride = where
-        options = {"start": start, "stop": stop} | ({"step": stride} if stride != 1 else {})
+        dims = [*x.dims[: move.dim], *new, *x.dims[move.dim + 1 :]]
+        options = {"start": move.start, "stop": move.stop} | ({"step": move.step} if move.step != 1 else {})
         self._define(node, "slice", [x], dims, along=label[0], **options)
 
     def _in_order(self, x: _Operand) -> None:
@@ -507,28 +495,18 @@ class _Reader:
         if flat != [axis for label in x.own for axis in resolve(label)]:
             raise _NotInGrammar
 
-    def _pad(self, node: Node) -> None:
-        x = self._read(arg(node, 0))
+    def _pad(self, node: Node, move: Pad) -> None:
+        x, new = self._read(move.of[0]), Axis(move.shape[move.dim])
         self._in_order(x)
-        rank, pad = value(node).dim(), list(arg(node, 1))
-        sides = {
-            rank - 1 - i // 2: (pad[i], pad[i + 1]) for i in range(0, len(pad), 2) if (pad[i], pad[i + 1]) != (0, 0)
-        }
-        if len(sides) != 1 or min(min(side) for side in sides.values()) < 0:
-            raise _NotInGrammar
-        ((dim, (before, after)),) = sides.items()
-        label = self._resized(x, dim)
-        new = Axis(int(value(node).shape[dim]))
-        dims = [*x.dims[:dim], (new,), *x.dims[dim + 1 :]]
-        options = {"before": before, "after": after, "value": _number(arg(node, 2, "value", 0) or 0)}
+        label = self._resized(x, move.dim)
+        dims = [*x.dims[: move.dim], (new,), *x.dims[move.dim + 1 :]]
+        options = {"before": move.before, "after": move.after, "value": _number(move.value)}
         self._define(node, "pad", [x], dims, along=label[0] if label else new, **options)
 
-    def _cat(self, node: Node) -> None:
-        parts = [self._read(x) for x in arg(node, 0)]
-        rank = value(node).dim()
-        dim = arg(node, 1, "dim", 0) % rank
-        dims: list[Label] = [()] * rank
-        new = Axis(int(value(node).shape[dim]))
+    def _cat(self, node: Node, move: Cat) -> None:
+        dim, new = move.dim, Axis(move.shape[move.dim])
+        parts = [self._read(x) for x in move.of]
+        dims: list[Label] = [()] * value(node).dim()
         for x in parts:
             self._resized(x, dim)
             self._in_order(x)

@@ -26,8 +26,9 @@ import torch
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
-from ..ir.builder import Builder, Operand, between, lay_out, multiply, operand, sort_topologically, upstream
-from ..ir.fx import arg, is_tensor, is_training, value
+from ..ir.builder import Builder, between, sort_topologically, upstream
+from ..ir.contract import Operand, lay_out, multiply, operand
+from ..ir.fx import HALF, arg, is_tensor, is_training, value
 from ..ir.index import Factor, Product, expand, index
 from ..ir.operators import HEADS
 from ..ir.rewrite import Rewrite, replace_node
@@ -39,7 +40,6 @@ from ..recurrence.segment_sums import unify_all
 
 aten = torch.ops.aten
 _CONVERT = torch.ops.prims.convert_element_type.default
-_HALF = (torch.bfloat16, torch.float16)
 
 
 def absorb_skips(graph: Graph, wanted: Callable[[str], bool]) -> Iterator[Rewrite]:
@@ -195,7 +195,7 @@ def _inner(node: Node) -> Product | None:
 
 
 def _widens(node: Node) -> bool:
-    return value(node).dtype == torch.float32 and value(arg(node, 0)).dtype in _HALF
+    return value(node).dtype == torch.float32 and value(arg(node, 0)).dtype in HALF
 
 
 def _identity(factor: Factor) -> tuple[Any, ...]:

@@ -23,7 +23,8 @@ from math import inf, nan
 import torch
 from torch.fx import Graph, Node
 
-from ..ir.builder import Builder, lay_out, operand
+from ..ir.builder import Builder
+from ..ir.contract import lay_out, operand
 from ..ir.fx import arg, value
 from ..ir.rewrite import Rewrite, replace_node
 from ..ir.views import is_view

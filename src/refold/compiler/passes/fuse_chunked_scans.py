@@ -20,8 +20,8 @@ from operator import getitem
 import torch
 from torch.fx import Graph, Node
 
-from ..ir.builder import Builder, Operand, lay_out, multiply, operand, same_strides, sort_topologically
-from ..ir.contract import contract
+from ..ir.builder import Builder, same_strides, sort_topologically
+from ..ir.contract import Operand, contract, lay_out, multiply, operand
 from ..ir.fx import arg, is_tensor, is_training, value
 from ..ir.index import Factor, Product, layout
 from ..ir.operators import HEADS

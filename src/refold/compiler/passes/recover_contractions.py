@@ -18,8 +18,8 @@ import opt_einsum
 import torch
 from torch.fx import Graph, Node
 
-from ..ir.builder import Builder, Operand, UnknownSize, lay_out, operand
-from ..ir.contract import contract, sum_out
+from ..ir.builder import Builder, UnknownSize
+from ..ir.contract import Operand, contract, lay_out, operand, sum_out
 from ..ir.fx import arg, concrete, same, sum_dims, value
 from ..ir.index import Product, layout, matmul_product, sum_product
 from ..ir.rewrite import Rewrite, replace_node

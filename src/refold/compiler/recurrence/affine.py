@@ -22,11 +22,12 @@ import torch
 from torch.fx import Node
 
 from ..ir.builder import Builder
-from ..ir.fx import is_tensor, known, mark_as_made, value
+from ..ir.fx import is_pointwise, is_tensor, known, mark_as_made, value
+from ..ir.moves import Copy, Expand, Slice, View, read, shape_of
 from ..ir.operators import SCAN
 from ..ir.source import expression, name_of
 from .systems import BOUNDED_SCAN, LINEAR_SYSTEM, largest, wide
-from .vectorize import NotALoop, Value, broadcasts, described, is_pointwise
+from .vectorize import NotALoop, Value, broadcasts, described
 
 aten = torch.ops.aten
 prims = torch.ops.prims
@@ -45,13 +46,6 @@ _BOUNDS = {
     aten.hardtanh.default: (False, False, _SECOND),
 }
 _HARD = (Value(-1.0), Value(1.0))  # what hardtanh stays within unless it says so
-_SAME = (aten.clone.default, aten.alias.default, aten.detach.default)
-# Views: of a carry only those may occur that add or drop axes of size one, or take all of an axis.
-_VIEWS = (
-    aten.expand.default, aten.view.default, aten._unsafe_view.default, aten.reshape.default,
-    aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.squeeze.default, aten.slice.Tensor,
-    aten.select.int,
-)  # fmt: skip
 
 
 @dataclass(eq=False)
@@ -271,9 +265,7 @@ class LoopVectorizer:
             raise NotALoop("carries-coupled", f"{loop.name} and {other.name} depend on each other")
         target, operands = node.target, [x for x in leaves if isinstance(x, Affine) or _counts(x)]
         mine: Affine = next(x for x in leaves if isinstance(x, Affine))
-        if target in _SAME:
-            return mine
-        if target in _VIEWS and _without_ones(value(node).shape) == _without_ones(value(node.args[0]).shape):
+        if _moves_ones(node):
             scales = {other: self._viewed(scale, node) for other, scale in mine.scales.items()}
             found = affine(scales, self._viewed(mine.offset, node), self._viewed(mine.reset, node))
             viewed = ((bound, self._viewed(bound.value, node)) for bound in mine.bounds)
@@ -674,6 +666,14 @@ def _copied(pairs: Sequence[tuple[Loop, Affine | Value]]) -> dict[Loop, Loop]:
     while ready := {loop: read for loop, read in found.items() if loop not in ordered and read in (*known, *ordered)}:
         ordered |= ready
     return ordered
+
+
+def _moves_ones(node: Node) -> bool:
+    """Tell whether a node adds or drops axes of size one at most, or takes all of an axis."""
+    found = read(node)
+    if found is None or not all(type(x) in (Copy, View, Expand, Slice) for x in found.chain()):
+        return False
+    return all(_without_ones(shape_of(x)) == _without_ones(found.shape) for x in found.nodes())
 
 
 def _without_ones(shape: Any) -> list[Any]:

@@ -31,11 +31,11 @@ from torch.fx import Node
 from ..ir.builder import Builder
 from ..ir.fx import arg, mark_as_made, value
 from ..ir.operators import CONTRACTED, HEADS
+from ..ir.sinking import sliced_early
 from . import lti_chunks
 from .gated_chunks import CHUNK, gated_scan, merged
 from .readout import Readout, Term, terms
 from .signs import Sign, fades, sign
-from .slices import sliced_early
 from .vectorize import Value
 
 aten = torch.ops.aten

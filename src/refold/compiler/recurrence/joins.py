@@ -18,14 +18,14 @@ import torch
 from torch.fx import Graph, Node
 
 from ..ir.builder import upstream
-from ..ir.fx import arg, is_erased, is_tensor, same, value
+from ..ir.fx import arg, is_erased, is_pointwise, is_tensor, same, value
 from ..ir.rewrite import Rewrite
 from ..ir.source import source_line
 from .affine import Loop
 from .replace import Join, replace
 from .reroll import Reroller
 from .scatters import content, forward_writes, position
-from .vectorize import NotALoop, described, is_pointwise
+from .vectorize import NotALoop, described
 
 aten = torch.ops.aten
 

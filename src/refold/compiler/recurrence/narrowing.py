@@ -23,14 +23,13 @@ from torch.fx.node import map_arg
 from ...ops.spec import all_specs
 from ...ops.torch.registry import RUNNERS, Operation
 from ..ir.builder import Builder, is_constant
-from ..ir.fx import arg, is_tensor, value
+from ..ir.fx import HALF, arg, is_tensor, value
 from ..ir.index import index
 from ..ir.symbols import resolve
 
 aten = torch.ops.aten
 convert = torch.ops.prims.convert_element_type.default
 
-_HALF = (torch.bfloat16, torch.float16)
 NARROWED = {scan.target: scan for scan in map(Operation, all_specs()) if scan.spec.narrowed is not None}
 """The scans that can have 16-bit arguments."""
 # How many nodes are looked at: what lies between a scan and the layer's result is short.
@@ -49,7 +48,7 @@ def narrowed_later(y: Node) -> Node | None:
         seen.add(node)
         if len(seen) > MOST or not is_tensor(node) or len(ends) > 1:
             return None
-        if value(node).dtype in _HALF:
+        if value(node).dtype in HALF:
             ends.add(node)
         else:
             stack.extend(node.users)

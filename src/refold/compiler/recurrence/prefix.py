@@ -21,7 +21,8 @@ import torch
 from torch.fx import Node
 from torch.fx.node import map_arg
 
-from ..ir.fx import arg, is_tensor, known, value
+from ..ir.fx import is_tensor, known, value
+from ..ir.moves import Cat, Copy, Flip, Moved, NotThis, Pad, Permute, Rules, Slice, View, Write, read, shape_of
 from ..ir.views import is_view
 from .scanned import Found
 from .words import ONE, ZERO, Algebra, Opaque
@@ -34,8 +35,6 @@ SHORTEST, LONGEST = 8, 1 << 16
 # A network of eight steps has this many levels; what is combined less often is none.
 FEWEST_LEVELS = 3
 
-_SAME = (aten.clone.default, aten.alias.default, aten.detach.default, prims.convert_element_type.default)
-_VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
 _PARTS = (aten.slice.Tensor, aten.select.int, aten.constant_pad_nd.default)
 _PRODUCTS = (aten.mul.Tensor, aten.addcmul.default)
 _TIME = "time"
@@ -111,7 +110,7 @@ class _Reader:
             self._first[node] = self._views.setdefault(view, node)
         try:
             words = self._words(node)
-        except (Opaque, IndexError, TypeError, ValueError):
+        except (Opaque, NotThis, IndexError, TypeError, ValueError):
             return None
         if words.ids.shape != _sizes(words.labels, value(node).shape):
             return None
@@ -152,10 +151,8 @@ class _Reader:
         target, args = node.target, node.args
         if target in (aten.full.default, aten.scalar_tensor.default):
             return _filled(args[0 if target is aten.scalar_tensor.default else 1], value(node).dim())
-        if target in _SAME:
+        if target is prims.convert_element_type.default:
             return self.of(args[0])
-        if target is aten.copy.default and value(args[0]).shape == value(args[1]).shape:
-            return self.of(args[1])
         if target is aten.mul.Tensor:
             return self.pair(self.algebra.times, *args)
         if target is aten.add.Tensor and not node.kwargs:
@@ -167,10 +164,12 @@ class _Reader:
             words = self.of(args[0])
             ids = [self.algebra.exp(x) for x in words.ids.ravel().tolist()]
             return Words(np.array(ids, np.int64).reshape(words.ids.shape), words.labels)
-        rule = _RULES.get(target)
-        if rule is None:
-            raise Opaque
-        return rule(self, node)
+        if target is aten.view.dtype:
+            return _complex_sum(self, node)
+        moved = read(node)
+        if moved is None or (target is aten.select.int and args[0] not in self.words):
+            raise Opaque  # of an opaque value, a select is a loop's own way to read a step, not a network's
+        return WORDS.apply(self, moved, lambda x: self.words.get(x, x))
 
     def of(self, node: Any) -> Words:
         """Return the words of a node that has some."""
@@ -189,9 +188,9 @@ class _Reader:
         labels = tuple(_TIME if d == dim else d - rank for d in range(rank))
         return Words(ids.reshape([size if d == dim else 1 for d in range(rank)]), labels)
 
-    def along(self, node: Any, dim: int) -> Words:
-        """Return the words of a node of which positions of an axis are taken or filled."""
-        return self.words[node] if node in self.words else self.begin(node, dim)
+    def along(self, x: Words | Node, dim: int) -> Words:
+        """Return the words of what positions of an axis are taken of or filled."""
+        return self.begin(x, dim) if isinstance(x, Node) else x
 
     def whole(self, words: Words, dim: int, size: int) -> _Ids:
         """Return words with all positions of an axis written out, if it can be the time axis."""
@@ -254,12 +253,6 @@ def _padded(words: Words, rank: int) -> Words:
     return Words(words.ids.reshape([1] * missing + list(words.ids.shape)), (None,) * missing + words.labels)
 
 
-def _dim(node: Any, at: int, source: Any) -> int:
-    given = node.args[at] if len(node.args) > at else node.kwargs.get("dim", 0)
-    rank = value(source).dim()
-    return given % rank if rank else 0
-
-
 def _time_of(words: Words) -> int:
     times = [d for d, label in enumerate(words.labels) if label == _TIME]
     if len(times) != 1:
@@ -267,51 +260,65 @@ def _time_of(words: Words) -> int:
     return times[0]
 
 
-def _positions(dim: int, *bounds: int | None) -> tuple[slice, ...]:
-    """Return an index that takes a part of one axis."""
-    return (*[slice(None)] * dim, slice(*bounds))
+# Moves: of words, or of a node that has none, which may be an operand along one of its axes.
+WORDS: Rules[_Reader, Words] = Rules()
 
 
-def _slice(reader: _Reader, node: Any) -> Words:
-    source, dim = node.args[0], _dim(node, 1, node.args[0])
-    if value(node).shape[dim] == value(source).shape[dim]:
-        return reader.of(source)
-    words = reader.along(source, dim)
+def _known(words: Words | Node) -> Words:
+    if isinstance(words, Node):
+        raise Opaque
+    return words
+
+
+@WORDS.on(Copy)
+def _copy(_: _Reader, x: Moved, words: Words) -> Words:
+    return _known(words)
+
+
+@WORDS.on(Slice)
+def _slice(reader: _Reader, x: Slice, words: Words | Node) -> Words:
+    dim = x.dim
+    if x.given[dim] == x.shape[dim]:
+        return _known(words)
+    words = reader.along(words, dim)
     if words.labels[dim] is None:
         return words
     if words.labels[dim] != _TIME:
         raise Opaque
-    return Words(words.ids[_positions(dim, *(arg(node, at) for at in (2, 3, 4)))], words.labels)
+    return Words(words.ids[_positions(x)], words.labels)
 
 
-def _select(reader: _Reader, node: Any) -> Words:
-    words = reader.of(node.args[0])  # of an opaque value it is a loop's own way to read a step, not a network's
-    dim = _dim(node, 1, node.args[0])
-    labels = words.labels[:dim] + words.labels[dim + 1 :]
-    index: Any = (*[slice(None)] * dim, node.args[2] if words.labels[dim] == _TIME else 0)
-    return Words(words.ids[index], labels)
+def _positions(x: Slice) -> tuple[slice, ...]:
+    """Return an index that takes a part of one axis."""
+    return (*[slice(None)] * x.dim, slice(x.start, x.stop, x.step))
 
 
-def _flip(reader: _Reader, node: Any) -> Words:
-    words = reader.of(node.args[0])
-    dims = [d % len(words.labels) for d in node.args[1]]
-    if any(words.labels[d] not in (_TIME, None) for d in dims):
+@WORDS.on(Flip)
+def _flip(_: _Reader, x: Flip, words: Words) -> Words:
+    words = _known(words)
+    if any(words.labels[d] not in (_TIME, None) for d in x.dims):
         raise Opaque
-    return Words(np.flip(words.ids, tuple(dims)), words.labels)
+    return Words(np.flip(words.ids, x.dims), words.labels)
 
 
-def _cat(reader: _Reader, node: Any) -> Words:
-    parts, dim = node.args[0], _dim(node, 1, node)
-    found = [reader.words.get(part) for part in parts]
-    if not any(found):
+@WORDS.on(Permute)
+def _permute(_: _Reader, x: Permute, words: Words) -> Words:
+    words = _known(words)
+    return Words(words.ids.transpose(x.order), tuple(words.labels[d] for d in x.order))
+
+
+@WORDS.on(Cat)
+def _cat(reader: _Reader, x: Cat, *found: Words | Node) -> Words:
+    dim, shapes = x.dim, [shape_of(part) for part in x.of]
+    if all(isinstance(words, Node) for words in found):
         raise Opaque
-    like = next(words for words in found if words is not None)
+    like = next(words for words in found if isinstance(words, Words))
     # Inductor joins what is stacked along another axis than time, and splits that axis afterwards.
     beside = isinstance(like.labels[dim], int)
     begin = _time_of(like) if beside else dim
-    pieces = [reader.begin(part, begin) if words is None else words for part, words in zip(parts, found, strict=True)]
+    pieces = [reader.along(words, begin) for words in found]
     # What is one element wide has the same word all along: joined, these are the steps of an axis of their own.
-    single = all(known(value(part).shape[dim]) == 1 for part in parts)
+    single = all(shape[dim] == 1 for shape in shapes)
     pieces = [_alike_along(words, dim) if single else words for words in pieces]
     blocks = beside and not single
     labels: list[Any] = [None] * len(like.labels)
@@ -323,14 +330,14 @@ def _cat(reader: _Reader, node: Any) -> Words:
                 raise Opaque
             labels[d] = label
     out = []
-    for part, words in zip(parts, pieces, strict=True):
+    for shape, words in zip(shapes, pieces, strict=True):
         ids = words.ids
         for d, label in enumerate(labels):
             if d != dim and label == _TIME and words.labels[d] is None:
-                ids = np.repeat(ids, value(part).shape[d], d)
+                ids = np.repeat(ids, shape[d], d)
         if not blocks:
-            ids = reader.whole(Words(ids, words.labels), dim, value(part).shape[dim])
-        elif words.labels[dim] != like.labels[dim] or value(part).shape[dim] != value(parts[0]).shape[dim]:
+            ids = reader.whole(Words(ids, words.labels), dim, shape[dim])
+        elif words.labels[dim] != like.labels[dim] or shape[dim] != shapes[0][dim]:
             raise Opaque
         out.append(ids)
     labels[dim] = Blocks(len(out), like.labels[dim]) if blocks else _TIME
@@ -344,48 +351,39 @@ def _alike_along(words: Words, dim: int) -> Words:
     return Words(words.ids, labels)
 
 
-def _pad(reader: _Reader, node: Any) -> Words:
-    source, pads = node.args[:2]
-    fill = node.args[2] if len(node.args) > 2 else 0
-    rank = value(source).dim()
-    moved = [rank - 1 - i // 2 for i, pad in enumerate(pads) if pad]
-    if not moved or fill not in (0, 1) or len(set(moved)) != 1:
+@WORDS.on(Pad)
+def _pad(reader: _Reader, x: Pad, words: Words | Node) -> Words:
+    dim, fill = x.dim, x.value
+    if fill not in (0, 1):
         raise Opaque
-    (dim,) = set(moved)
-    words = reader.along(source, dim)
-    ids = reader.whole(words, dim, value(source).shape[dim])
-    before, after = pads[2 * (rank - 1 - dim) :][:2]
-    ids = ids[_positions(dim, max(-before, 0), ids.shape[dim] - max(-after, 0))]
-    added = [(max(before, 0), max(after, 0)) if d == dim else (0, 0) for d in range(rank)]
+    words = reader.along(words, dim)
+    ids = reader.whole(words, dim, x.given[dim])
+    added = [(x.before, x.after) if d == dim else (0, 0) for d in range(len(x.shape))]
     labels = tuple(_TIME if d == dim else label for d, label in enumerate(words.labels))
     return Words(np.pad(ids, added, constant_values=ONE if fill else ZERO), labels)
 
 
-def _scatter(reader: _Reader, node: Any) -> Words:
-    base, source = node.args[:2]
-    dim = _dim(node, 2, base)
-    words, own = reader.along(base, dim), reader.of(source)
-    ids = reader.whole(words, dim, value(base).shape[dim]).copy()
-    single = node.target is aten.select_scatter.default
-    labels = (*own.labels[:dim], _TIME, *own.labels[dim + (not single) :])
+@WORDS.on(Write)
+def _write(reader: _Reader, x: Write, base: Words | Node, part: Words) -> Words:
+    dim, own = x.dim, _known(part)
+    words = reader.along(base, dim)
+    ids = reader.whole(words, dim, x.shape[dim]).copy()
+    labels = tuple(_TIME if d == dim else label for d, label in enumerate(own.labels))
     if any(p != q and None not in (p, q) for p, q in zip(labels, words.labels, strict=True)):
         raise Opaque
-    if ids.shape != _sizes(labels, value(base).shape):
+    if ids.shape != _sizes(labels, x.shape):
         raise Opaque
-    if single:
-        ids[(*[slice(None)] * dim, node.args[3])] = own.ids
-    else:
-        ids[_positions(dim, *(arg(node, at) for at in (3, 4, 5)))] = reader.whole(own, dim, value(source).shape[dim])
+    ids[_positions(x)] = reader.whole(own, dim, shape_of(x.of[1])[dim])
     return Words(ids, labels)
 
 
-def _view(reader: _Reader, node: Any) -> Words:
-    given, wanted = [known(n) for n in value(node.args[0]).shape], [known(n) for n in value(node).shape]
+@WORDS.on(View)
+def _view(reader: _Reader, x: Moved, words: Words | Node) -> Words:
+    given, wanted = list(x.given), list(x.shape)
     if not all(isinstance(n, int) for n in given + wanted):
         raise Opaque
-    words = reader.words.get(node.args[0])
-    if words is None:
-        words = reader.begin(node.args[0], _split_axis(given, wanted))
+    if isinstance(words, Node):
+        words = reader.begin(words, _split_axis(given, wanted))
     words, given = _unblocked(words, given)
     sizes: list[int] = []
     labels: list[Any] = []
@@ -429,7 +427,7 @@ def _complex_sum(reader: _Reader, node: Any) -> Words:
     """Read a sum of complex values, which Inductor adds as pairs of real numbers."""
 
     def source(x: Any, target: Any) -> Any:
-        while isinstance(x, Node) and x.target in _VIEWS:
+        while isinstance(x, Node) and is_view(x):
             x = x.args[0]
         return x if isinstance(x, Node) and x.target is target else None
 
@@ -450,47 +448,3 @@ def _split_axis(given: list[int], wanted: list[int]) -> int:
     if at < 0 or len(wanted) != len(given) + 1 or wanted[at + 2 :] != given[at + 1 :]:
         raise Opaque
     return at
-
-
-def _permute(reader: _Reader, node: Any) -> Words:
-    words = reader.of(node.args[0])
-    rank = len(words.labels)
-    if node.target is aten.permute.default:
-        order = [d % rank for d in node.args[1]]
-    else:
-        order = list(range(rank))
-        i, j = node.args[1:3]
-        order[i], order[j] = order[j], order[i]
-    return Words(words.ids.transpose(order), tuple(words.labels[d] for d in order))
-
-
-def _unsqueeze(reader: _Reader, node: Any) -> Words:
-    words = reader.of(node.args[0])
-    dim = node.args[1] % (len(words.labels) + 1)
-    return Words(np.expand_dims(words.ids, dim), (*words.labels[:dim], None, *words.labels[dim:]))
-
-
-def _squeeze(reader: _Reader, node: Any) -> Words:
-    words = reader.of(node.args[0])
-    shape, rank = value(node.args[0]).shape, len(words.labels)
-    given = node.args[1] if len(node.args) > 1 else range(rank)
-    dims = {d % rank for d in ([given] if isinstance(given, int) else given) if shape[d] == 1}
-    keep = [d for d in range(rank) if d not in dims]
-    return Words(words.ids.reshape([words.ids.shape[d] for d in keep]), tuple(words.labels[d] for d in keep))
-
-
-_RULES: dict[Any, Callable[[_Reader, Any], Words]] = {
-    aten.slice.Tensor: _slice,
-    aten.select.int: _select,
-    prims.rev.default: _flip,
-    aten.cat.default: _cat,
-    aten.constant_pad_nd.default: _pad,
-    aten.slice_scatter.default: _scatter,
-    aten.select_scatter.default: _scatter,
-    **dict.fromkeys(_VIEWS, _view),
-    aten.view.dtype: _complex_sum,
-    aten.permute.default: _permute,
-    aten.transpose.int: _permute,
-    aten.unsqueeze.default: _unsqueeze,
-    **dict.fromkeys((aten.squeeze.dim, aten.squeeze.dims, aten.squeeze.default), _squeeze),
-}

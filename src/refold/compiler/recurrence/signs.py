@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from ..ir.fx import arg
+from ..ir.fx import CASTS, arg
+from ..ir.moves import Cat, Copy, Expand, Flip, Moved, Pad, Permute, Rules, Slice, View, Write, read
 from ..ir.views import is_view
 from .segment_sums import constant_value
 
 aten = torch.ops.aten
-prims = torch.ops.prims
 
 
 @dataclass(frozen=True)
@@ -52,12 +52,6 @@ _FADING = (
     aten.exp.default, aten.exp2.default, aten.sigmoid.default, aten.softplus.default, aten.log_sigmoid_forward.default,
 )  # fmt: skip
 _CLAMPS = (aten.clamp.default, aten.clamp_min.default, aten.clamp_max.default)
-_SAME = (aten.alias.default, aten.clone.default, aten.expand.default, aten._to_copy.default,
-         prims.convert_element_type.default)  # fmt: skip
-_COPIES = (
-    aten.alias.default, aten.clone.default, aten.expand.default, aten.cumsum.default, aten.constant_pad_nd.default,
-    aten._to_copy.default, prims.convert_element_type.default,
-)  # fmt: skip
 
 
 def sign(x: Any) -> Sign:
@@ -85,7 +79,7 @@ def fades(x: Any) -> bool:
         return True
     if x.target in _CLAMPS:  # where it is clamped, the derivative is zero
         return len(parts) == 1 and fades(parts[0])
-    if is_view(x) or x.target in _SAME or x.target in (aten.neg.default, aten.log1p.default, aten.mul.Tensor):
+    if is_view(x) or x.target in (*CASTS, aten.neg.default, aten.log1p.default, aten.mul.Tensor):
         return bool(parts) and all(fades(part) or constant_value(part) is not None for part in parts)
     if x.target is aten.div.Tensor:
         return fades(x.args[0]) and (not isinstance(x.args[1], Node) or constant_value(x.args[1]) is not None)
@@ -114,12 +108,23 @@ def _by_rule(x: Node) -> Sign:
     """Return what the operation of a node says of its sign."""
     if x.target in _POSITIVE:
         return POSITIVE
-    if x.target is aten.constant_pad_nd.default and any(x.args[2:]):
-        return UNKNOWN
-    if is_view(x) or x.target in _COPIES:
-        return sign(arg(x, 0))
+    if (moved := read(x)) is not None:
+        return SIGNS.apply(None, moved, sign)
     rule = _RULES.get(x.target)
     return UNKNOWN if rule is None else rule(x)
+
+
+SIGNS: Rules[None, Sign] = Rules()
+
+
+@SIGNS.on(Copy, View, Permute, Expand, Slice, Flip, Cat, Write)
+def _moved(_: None, x: Moved, *signs: Sign) -> Sign:
+    return reduce(lambda a, b: a + b, signs)
+
+
+@SIGNS.on(Pad)
+def _padded(_: None, x: Pad, inner: Sign) -> Sign:
+    return inner + sign(x.value)
 
 
 def _parts(x: Node) -> list[Sign]:
@@ -175,6 +180,7 @@ def _minimum(x: Node) -> Sign:
 
 
 _RULES: dict[Any, Callable[[Node], Sign]] = {
+    **dict.fromkeys((*CASTS, aten.cumsum.default), lambda x: sign(arg(x, 0))),
     aten.neg.default: lambda x: -sign(arg(x, 0)),
     aten.mul.Tensor: _product,
     aten.div.Tensor: _product,

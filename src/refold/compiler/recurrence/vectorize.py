@@ -19,7 +19,8 @@ from torch.func import functionalize
 from torch.fx import Node
 
 from ..ir.builder import Builder
-from ..ir.fx import is_tensor, value
+from ..ir.fx import is_pointwise, is_tensor, value
+from ..ir.moves import insert, read
 from ..ir.source import CALLED, expression, located, name_of
 from ..private import OpOverload, make_fx, tree_flatten, tree_unflatten
 from ..refusals import Refusal
@@ -106,10 +107,6 @@ def _parts(emit: Builder, node: Node, args: list[Any], steps: int) -> Node:
     return emit.call(node.target, args[0].node)
 
 
-def _unsqueeze(emit: Builder, node: Node, args: list[Any], steps: int) -> Node:
-    return emit.call(node.target, args[0].node, _dim(args[1], _rank(args) + 1))
-
-
 def _reduce(emit: Builder, node: Any, args: list[Any], steps: int) -> Node:
     rank = _rank(args)
     given = args[1] if len(args) > 1 else node.kwargs.get("dim")
@@ -118,50 +115,18 @@ def _reduce(emit: Builder, node: Any, args: list[Any], steps: int) -> Node:
     return emit.call(node.target, args[0].node, [_dim(d, rank) for d in dims], *args[2:], **kwargs)
 
 
-def _listed_axes(emit: Builder, node: Node, args: list[Any], steps: int) -> Node:
-    """Operations whose second argument lists axes of the input; an empty list is no axis."""
-    return emit.call(node.target, args[0].node, [_dim(d, _rank(args)) for d in args[1]])
-
-
 def _reduce_all(emit: Builder, node: Any, args: list[Any], steps: int) -> Node:
     target = {aten.sum.default: aten.sum.dim_IntList, aten.mean.default: aten.mean.dim}[node.target]
     return emit.call(target, args[0].node, list(range(1, _rank(args) + 1)), **node.kwargs)
 
 
-def _reshape(emit: Builder, node: Node, args: list[Any], steps: int) -> Node:
-    return emit.reshape(args[0].node, [steps, *value(node).shape])
-
-
-def _expand(emit: Builder, node: Node, args: list[Any], steps: int) -> Node:
-    return emit.expand(args[0].padded(emit, value(node).dim()), [steps, *value(node).shape])
-
-
-def _repeat(emit: Builder, node: Node, args: list[Any], steps: int) -> Node:
-    return emit.call(node.target, args[0].padded(emit, len(args[1])), [1, *args[1]])
-
-
-def _permute(emit: Builder, node: Node, args: list[Any], steps: int) -> Node:
-    rank = _rank(args)
-    if node.target is aten.permute.default:
-        order = [d % rank for d in args[1]]
-    else:
-        order = list(range(rank))
-        i, j = (args[1], args[2]) if node.target is aten.transpose.int else (0, -1)
-        if rank > 1:
-            order[i], order[j] = order[j], order[i]
-    return emit.permute(args[0].node, [0, *(d + 1 for d in order)])
-
-
-def _cat(emit: Builder, node: Any, args: list[Any], steps: int) -> Node:
-    dim = args[1] if len(args) > 1 else node.kwargs.get("dim", 0)
-    return emit.call(aten.cat.default, [v.with_time(emit, steps) for v in args[0]], _dim(dim, value(node).dim()))
-
-
-def _written(emit: Builder, node: Node, args: list[Any], steps: int) -> Node:
-    """Write into a part of what a step made, such as the second half of a position."""
-    dim, *rest = args[2:] or [0]
-    whole, part = (v.with_time(emit, steps) for v in args[:2])
-    return emit.call(node.target, whole, part, _dim(dim, value(node).dim()), *rest, **node.kwargs)
+def _moved(emit: Builder, node: Node, args: list[Any], steps: int) -> Node:
+    """Move the axes of all steps, time in front."""
+    found, leaves = read(node), (tree_flatten(x)[0] for x in (list(node.args), args))
+    if found is None:
+        return _mapped(emit, node, args, steps)
+    given = {x: v for x, v in zip(*leaves, strict=True) if isinstance(v, Value)}
+    return insert(emit, found, lambda x: given[x].with_time(emit, steps), [steps])
 
 
 def _layer_norm(emit: Builder, node: Node, args: list[Any], steps: int) -> Node:
@@ -277,26 +242,18 @@ _CASTS = (prims.convert_element_type.default, aten._to_copy.default, aten.clone.
 
 BATCHING_RULES: dict[Any, Rule] = {
     **dict.fromkeys((*_CASTS, aten.detach.default), _pointwise),
-    **dict.fromkeys((aten.slice_scatter.default, aten.select_scatter.default), _written),
-    **dict.fromkeys((aten.select.int, aten.slice.Tensor, aten.squeeze.dim, aten.unbind.int), _along_dim),
+    aten.unbind.int: _along_dim,
     **dict.fromkeys((aten._softmax.default, aten._log_softmax.default, aten.cumsum.default), _along_dim),
     **dict.fromkeys((aten.split.Tensor, aten.split_with_sizes.default), _sized_split),
     **dict.fromkeys((aten.sum.dim_IntList, aten.mean.dim, aten.amax.default, aten.amin.default), _reduce),
     **dict.fromkeys((aten.max.dim, aten.min.dim, aten.cumprod.default, aten._logcumsumexp.default), _along_dim),
     **dict.fromkeys((aten.var.correction, aten.logsumexp.default), _reduce),
-    **dict.fromkeys((aten.squeeze.dims, aten.flip.default, prims.rev.default), _listed_axes),
     **dict.fromkeys((aten.sum.default, aten.mean.default), _reduce_all),
-    **dict.fromkeys((aten.view.default, aten._unsafe_view.default, aten.reshape.default), _reshape),
-    **dict.fromkeys((aten.permute.default, aten.transpose.int, aten.t.default), _permute),
     **dict.fromkeys((aten.mm.default, aten.addmm.default), _mm),
     aten.log_sigmoid_forward.default: _pointwise_pair,
     **dict.fromkeys((aten.mv.default, aten.dot.default), _contract),
     **dict.fromkeys((aten.view_as_real.default, aten.view_as_complex.default, aten._conj.default), _parts),
     **dict.fromkeys((aten.real.default, aten.imag.default, aten.resolve_conj.default), _parts),
-    aten.unsqueeze.default: _unsqueeze,
-    aten.expand.default: _expand,
-    aten.repeat.default: _repeat,
-    aten.cat.default: _cat,
     aten.bmm.default: _bmm,
     aten.native_layer_norm.default: _layer_norm,
     aten._fused_rms_norm.default: _layer_norm,
@@ -320,12 +277,6 @@ def broadcasts(shape: Sequence[int], to: Sequence[int]) -> bool:
     return len(shape) <= len(to) and all(a in (1, b) for a, b in zip(shape[::-1], to[::-1], strict=False))
 
 
-def is_pointwise(target: Any) -> bool:
-    """Tell whether an operation works on each element by itself, the same way every time."""
-    tags = getattr(target, "tags", ())
-    return torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags
-
-
 def vectorize_node(emit: Builder, node: Node, args: list[Any], steps: int) -> Value:
     """Emit a step's operation for all steps.
 
@@ -338,7 +289,8 @@ def vectorize_node(emit: Builder, node: Node, args: list[Any], steps: int) -> Va
     Raises:
         NotALoop: There is no rule for this operation.
     """
-    rule = BATCHING_RULES.get(node.target, _pointwise if is_pointwise(node.target) else _mapped)
+    otherwise = _pointwise if is_pointwise(node.target) else _moved
+    rule = BATCHING_RULES.get(node.target, otherwise)
     try:
         new = rule(emit, node, args, steps)
     except (RuntimeError, ValueError, TypeError, AttributeError) as error:

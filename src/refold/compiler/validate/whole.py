@@ -35,11 +35,11 @@ from ...verify import MOVES, Errors, KindResult, agree, moved, narrow_errors, ow
 from ...verify.numerics import in_strides
 from ..inductor import Compiled, arguments, clone_inputs
 from ..ir.dispatch import SINGLE, WIDER, Impossible, NoRoom, Random, Recording, in_dtype
+from ..ir.fx import HALF
 
 # A result of fewer elements than these may have a small error by luck.
 FEW = 64
 SEED = 0
-_HALF = (torch.bfloat16, torch.float16)
 
 Results = dict[str, torch.Tensor]
 
@@ -126,7 +126,7 @@ def compare(
         reason = f"it fails: {str(error).partition(chr(10))[0]}"
         found.results = [KindResult("the program", False, 0.0, 0.0, 0.0, 0.0, reason)]
         return found
-    if found.against == "float32" and any(y.is_floating_point() and y.dtype not in _HALF for y in got.values()):
+    if found.against == "float32" and any(y.is_floating_point() and y.dtype not in HALF for y in got.values()):
         found.against, found.note = "the original" if mine else "", "in float64 it does not fit in memory"
         reference = None
         if mine is None:
@@ -158,7 +158,7 @@ def _exact(original: Compiled, inputs: Sequence[Any], draws: Sequence[torch.Tens
     try:
         return "float64", _observe(original, inputs, torch.float64, draws)
     except (NoRoom, torch.OutOfMemoryError):
-        if any(x.dtype not in _HALF for x in inputs if isinstance(x, torch.Tensor) and x.is_floating_point()):
+        if any(x.dtype not in HALF for x in inputs if isinstance(x, torch.Tensor) and x.is_floating_point()):
             raise
     gc.collect()  # what the first run left in circles
     return "float32", _observe(original, inputs, torch.float32, draws)

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 import refold
 from refold.compiler.dynamo import growing, read_back, split_carries
 from refold.compiler.dynamo.read_back import Origin
+from refold.compiler.ir.moves import Cat
 from refold.compiler.recurrence import systems
 from support.programs import Program, judge_captured
 
@@ -124,14 +125,19 @@ def test_convolved_windows():
 
 @pytest.mark.parametrize("rule", ["roll", "product"])
 def test_a_wrong_rule_is_caught(rule, monkeypatch):
-    op = {"roll": torch.ops.aten.roll.default, "product": torch.ops.aten.mm.default}[rule]
-    own = split_carries._RULES[op]
+    rules, key = {
+        "roll": (split_carries.ELEMENTS.by_move, Cat),
+        "product": (split_carries._RULES, torch.ops.aten.mm.default),
+    }[rule]
+    own = rules[key]
 
-    def wrong(splitter, node):
-        found, mixes = own(splitter, node)
-        return split_carries.Elements(found.axis, found.parts[1:] + found.parts[:1]), mixes
+    def wrong(*given):
+        made = own(*given)
+        found, *mixes = made if isinstance(made, tuple) else (made,)
+        turned = split_carries.Elements(found.axis, found.parts[1:] + found.parts[:1])
+        return (turned, *mixes) if mixes else turned
 
-    monkeypatch.setitem(split_carries._RULES, op, wrong)
+    monkeypatch.setitem(rules, key, wrong)
     assert outcome(loop_over(rule, 3), *elements(3)).failure
 
 
