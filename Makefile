@@ -2,10 +2,10 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-# The newest transformers, for a second and smaller run of the tests of real layers.
+# The newest transformers, laid over the same environment for a second and smaller run of the tests of real layers.
 NEWEST := .venv-newest
 
-.PHONY: setup demo test lint site wheel clean
+.PHONY: setup demo test test-all lint site wheel clean
 .NOTPARALLEL:
 
 setup: $(VENV)/.done
@@ -18,10 +18,10 @@ $(VENV)/.done: pyproject.toml
 	$(BIN)/python -m pip install --quiet --editable '.[torch,triton,numba,jax,hf,propose,test,lint,plot,docs]'
 	touch $@
 
-$(NEWEST)/.done: pyproject.toml
-	$(PYTHON) -m venv $(NEWEST)
-	$(NEWEST)/bin/python -m pip install --quiet torch==2.13.0
-	$(NEWEST)/bin/python -m pip install --quiet --editable '.[torch,hf,test]'
+$(NEWEST)/.done: $(VENV)/.done
+	rm -rf $(NEWEST) && mkdir $(NEWEST)
+	$(BIN)/python -m pip list --format=freeze | grep '^numpy==' > $(NEWEST)/constraints.txt
+	$(BIN)/python -m pip install --quiet --target $(NEWEST) --constraint $(NEWEST)/constraints.txt transformers
 	touch $@
 
 demo: setup
@@ -44,10 +44,13 @@ wheel: setup
 	build/wheel/bin/refold doctor
 
 # Two processes of one thread each. The first run has Inductor write plain loops, the second vector instructions, as users
-# have it (tests/conftest.py).
+# have it (tests/conftest.py). `make test-all` also runs what shows that each part of a guard is needed (tools/exhaustive.py).
 test: lint site $(NEWEST)/.done
-	$(BIN)/python -m pytest tests --ignore=tests/gpu -n 2 --dist worksteal
-	TORCHINDUCTOR_VEC_ISA_OK= $(NEWEST)/bin/python -m pytest tests/hf/test_layers.py tests/hf/test_accelerate.py tests/hf/test_random_models.py -n 2 --dist worksteal -k "not dynamic_length and not training_by_contractions"
+	$(BIN)/python -m pytest tests --ignore=tests/gpu -m "not exhaustive" -n 2 --dist worksteal
+	TORCHINDUCTOR_VEC_ISA_OK= PYTHONPATH=$(NEWEST) $(BIN)/python -m pytest tests/hf/test_layers.py tests/hf/test_accelerate.py tests/hf/test_random_models.py -n 2 --dist worksteal -k "not dynamic_length and not training_by_contractions"
+
+test-all: test
+	$(BIN)/python tools/exhaustive.py run all
 
 clean:
 	rm -rf $(VENV) $(NEWEST) build dist
