@@ -19,15 +19,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.markup import escape
 
 from . import __version__
-from .bench.cli import app as bench
 from .errors import MissingDependency, RefoldError, printable
 from .generate.cli import generate
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from .report import Report
 
 app = typer.Typer(
@@ -288,7 +287,14 @@ def apply(
 
 
 app.command(help="Generate text from a checkpoint, and print it as it is made.")(generate)
-app.add_typer(bench, name="bench")
+
+
+@app.command(add_help_option=False, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def bench(context: typer.Context) -> None:
+    """Run benchmarks, and compare and draw their results."""
+    from .bench.cli import app as suites  # with all suites, it takes longer to import than all else together
+
+    suites(context.args, prog_name="refold bench")
 
 
 @app.command()
@@ -298,6 +304,8 @@ def doctor(
     ] = False,
 ) -> None:
     """Print versions and devices, and which parts of refold can run here."""
+    from rich.console import Console
+
     from .doctor import examine
 
     console = Console()
@@ -429,6 +437,8 @@ class _Progress(logging.Handler):
 
     def say(self, text: str) -> None:
         if self.status is not None:
+            from rich.markup import escape
+
             self.status.update(escape(printable(text)))
         else:
             mark = "..." if self.start is None else f"{time.perf_counter() - self.start:8.2f} s "
@@ -440,6 +450,8 @@ def _stages(first: str, quiet: bool = False, verbose: bool = False) -> Iterator[
     """Show progress while a command works."""
     if quiet and verbose:
         raise _Refusal("--quiet and --verbose exclude each other")
+    from rich.console import Console
+
     log, progress = logging.getLogger("refold"), _Progress(Console(stderr=True), verbose)
     level = log.level
     log.setLevel(logging.ERROR if quiet else logging.INFO)  # the report has all that is worth a warning

@@ -8,6 +8,9 @@ import importlib.util
 import os
 import platform
 import shutil
+import subprocess
+import sys
+from concurrent.futures import Future, ThreadPoolExecutor
 
 from .generate.cli import jax_devices
 
@@ -16,7 +19,9 @@ PACKAGES = ("refold", "numpy", "torch", "triton", "numba", "jax", "transformers"
 
 def examine() -> dict[str, dict[str, str]]:
     """Return versions, devices and usable parts, each with a reason where the answer is no."""
-    return {"versions": _versions(), "devices": _devices(), "parts": _parts()}
+    with ThreadPoolExecutor(1) as pool:
+        jax = pool.submit(_jax_elsewhere)  # meanwhile this process imports torch
+        return {"versions": _versions(), "devices": _devices(), "parts": _parts(jax)}
 
 
 def _versions() -> dict[str, str]:
@@ -50,12 +55,12 @@ def _devices() -> dict[str, str]:
     return found
 
 
-def _parts() -> dict[str, str]:
+def _parts(jax: Future[str]) -> dict[str, str]:
     return {
         "compiler": _compiler(),
         "triton": _triton(),
         "numba": _numba(),
-        "jax": _jax(),
+        "jax": jax.result(),
         "transformers": _transformers(),
     }
 
@@ -93,6 +98,18 @@ def _numba() -> str:
     from .ops.spec import all_specs
 
     return f"yes: {', '.join(spec.name for spec in all_specs() if absence(spec, 'numba') is None)} on the CPU"
+
+
+def _jax_elsewhere() -> str:
+    """Ask another process about JAX, which is as long to import as torch; this one, if none can be started."""
+    if not _installed("jax"):
+        return _jax()
+    code = "from refold import doctor; print(doctor._jax())"
+    try:
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+        return done.stdout.splitlines()[-1]
+    except (OSError, subprocess.SubprocessError, IndexError):
+        return _jax()
 
 
 def _jax() -> str:

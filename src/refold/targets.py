@@ -9,6 +9,8 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
+import sysconfig
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,9 @@ DTYPES = {
     "bfloat16": torch.bfloat16,
     "float64": torch.float64,
 }
+
+# Where frames of a traceback are not the user's: this package, PyTorch and what is installed beside it, Python itself.
+_LIBRARIES = (str(Path(__file__).parent), str(Path(torch.__file__).parents[1]), sysconfig.get_path("stdlib"), "<")
 
 
 def load(target: str, *, device: str, dtype: str, seed: int) -> tuple[torch.nn.Module, tuple[Any, ...]]:
@@ -137,5 +142,7 @@ def _run(target: str, what: str, function: Any, *args: Any, **kwargs: Any) -> An
 
 
 def _said(error: BaseException) -> str:
-    """Return an exception as a part of a sentence."""
-    return f"{type(error).__name__}: {' '.join(str(error).split(chr(10) * 2)[0].split())}"
+    """Return an exception as a part of a sentence, with the last line of the user's own code that led to it."""
+    own = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(_LIBRARIES)]
+    at = f" ({own[-1].filename}:{own[-1].lineno}: {own[-1].line})" if own else ""
+    return f"{type(error).__name__}: {' '.join(str(error).split(chr(10) * 2)[0].split())}{at}"

@@ -160,7 +160,10 @@ def test_optimize_of_a_layer_that_fails_is_one_sentence(layer, here):
     layer.write_text(LAYER.replace("return (x", "return torch.ones(7, 7) @ x; (x"))
     done = here("optimize", layer)
     assert done.returncode == 2
-    assert "forward raised RuntimeError: mat1 and mat2 shapes cannot be multiplied" in done.stderr.splitlines()[-1]
+    said = done.stderr.splitlines()[-1]
+    assert "forward raised RuntimeError: mat1 and mat2 shapes cannot be multiplied" in said
+    line = next(n for n, text in enumerate(layer.read_text().splitlines(), 1) if "torch.ones(7, 7) @ x" in text)
+    assert f"{layer.name}:{line}: return torch.ones(7, 7) @ x" in said
     assert "Traceback" not in done.stderr
 
 

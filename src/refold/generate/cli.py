@@ -4,13 +4,15 @@ import sys
 from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from refold.errors import ArgumentError, MissingDependency, RefoldError, printable
-from refold.generate.sampling import Sampling
 from refold.generate.text import Text, check_stop_strings, parse_ids, tokenizer
+
+if TYPE_CHECKING:
+    from refold.generate.sampling import Sampling
 
 
 def generate(
@@ -48,6 +50,8 @@ def generate(
             if prompt is not None:
                 raise ArgumentError("give either --prompt or --prompt-file.")
             prompt = read_prompt(prompt_file)
+        from refold.generate.sampling import Sampling
+
         sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty, seed)
         for piece in generate_text(
             model, prompt=prompt, token_ids=token_ids, max_new_tokens=max_new_tokens, framework=framework,
@@ -95,7 +99,7 @@ def generate_text(
     framework: str | None = None,
     device: str | None = None,
     dtype: str | None = None,
-    sampling: Sampling | None = None,
+    sampling: "Sampling | None" = None,
     stop_tokens: list[int] | None = None,
     stop_strings: Sequence[str] = (),
     every: int = 8,
