@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Self
@@ -15,6 +16,7 @@ SCHEMA = 2
 class RewriteReport:
     """One rewrite: what was recognised, what it saves, how it was judged.
 
+    ``detail`` says what was found, for a product in index notation, and ``becomes`` which operators are called instead.
     ``key`` names its place in the graph, ``signature`` is a digest of both versions of its region.
     """
 
@@ -39,6 +41,7 @@ class RewriteReport:
     at_least: float | None = None
     key: str = ""
     signature: str = ""
+    becomes: str = ""
 
 
 @dataclass
@@ -48,7 +51,8 @@ class GraphReport:
     ``chosen`` is what runs from now on: ``refold``, ``inductor`` or ``eager``. ``checks`` has an entry for each output,
     gradient and written input of the whole graph, and ``checked_against`` says with what they were compared.
     ``program`` names the graph, see docs/compiler.md; ``remembered`` says who knew all this already: ``this process``,
-    ``the disk``, ``a plan``, or empty. ``busy`` says how the machine was busy while times were taken.
+    ``the disk``, ``a plan``, or empty. ``busy`` says how the machine was busy while times were taken, and
+    ``provisional`` that they left open what is faster.
     ``compile_s``, ``checks_s`` (checks and timing) and ``inductor_compile_s`` (torch.compile of the original, if that
     was timed, too) are parts of the first call, in seconds, and share nothing.
     ``kernels`` has, for each program that was profiled, what one call launches: name, count and milliseconds.
@@ -79,6 +83,7 @@ class GraphReport:
     program: str = ""
     remembered: str = ""
     busy: str = ""
+    provisional: bool = False
     external_scans: int = 0
     kernels: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
 
@@ -106,6 +111,7 @@ class GraphReport:
 class Contents:
     """Everything that happened in the compiles of one callable, one entry per graph.
 
+    ``notes`` is about what became no graph: functions that Dynamo skipped.
     ``ceilings`` holds the measured limits of the device, if they were measured: ``bytes_per_s`` and ``flops_per_s``.
     """
 
@@ -113,6 +119,7 @@ class Contents:
     environment: dict[str, str] = field(default_factory=dict)
     graphs: list[GraphReport] = field(default_factory=list)
     ceilings: dict[str, float] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
 
     @property
     def rewrites(self) -> list[RewriteReport]:
@@ -120,12 +127,12 @@ class Contents:
         return [rewrite for graph in self.graphs for rewrite in graph.rewrites]
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the report as JSON-compatible data."""
-        return {"schema": SCHEMA, **dataclasses.asdict(self)}
+        """Return the report as JSON-compatible data; None stands for numbers that are not finite."""
+        return {"schema": SCHEMA, **_finite(dataclasses.asdict(self))}
 
     def to_json(self) -> str:
         """Return the report as JSON text."""
-        return json.dumps(self.to_dict(), indent=2)
+        return json.dumps(self.to_dict(), indent=2, allow_nan=False)
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
@@ -138,4 +145,14 @@ class Contents:
             written = data["schema"]
             raise ValueError(f"another version of refold wrote it: its schema is {written!r}, this version's {SCHEMA}")
         graphs = [GraphReport.from_dict(graph) for graph in data["graphs"]]
-        return cls(str(data["target"]), dict(data["environment"]), graphs, dict(data.get("ceilings", {})))
+        notes = list(data.get("notes", []))
+        return cls(str(data["target"]), dict(data["environment"]), graphs, dict(data.get("ceilings", {})), notes)
+
+
+def _finite(data: Any) -> Any:
+    """Put None in place of infinities and NaN."""
+    if isinstance(data, dict):
+        return {key: _finite(value) for key, value in data.items()}
+    if isinstance(data, (list, tuple)):
+        return [_finite(value) for value in data]
+    return None if isinstance(data, float) and not math.isfinite(data) else data

@@ -17,7 +17,7 @@ from typing import Any
 import jinja2
 
 from .model import Contents, GraphReport, RewriteReport
-from .text import UNDECIDED, count, place, size, undecided
+from .text import alone, count, headline, milliseconds, nothing, place, scientific, size, speed
 
 # Lines of the user's file that are shown before and after the line that was rewritten.
 AROUND = 2
@@ -35,8 +35,9 @@ def render(report: Contents) -> str:
         size=size,
         count=count,
         milliseconds=milliseconds,
-        undecided=undecided,
-        not_decided=UNDECIDED,
+        nothing=nothing(report),
+        alone=alone,
+        scientific=scientific,
         environment=" · ".join(f"{name} {value}" for name, value in report.environment.items()),
     )
 
@@ -56,6 +57,7 @@ def _graph(graph: GraphReport, ceilings: dict[str, float]) -> dict[str, Any]:
     return {
         "data": graph,
         "verdict": _verdict(graph),
+        "speed": speed(graph),
         "times": _bars(graph.times_ms, milliseconds),
         "memory": _bars(graph.peak_bytes, size),
         "memory_note": f"Measuring it would take too long: {missing}." if missing else "",
@@ -68,20 +70,11 @@ def _graph(graph: GraphReport, ceilings: dict[str, float]) -> dict[str, Any]:
 
 def _verdict(graph: GraphReport) -> str:
     """Say in one sentence what came out."""
-    rivals = [name for name in graph.times_ms if name != "refold"]
-    against = " and ".join(rivals)
-    if graph.chosen == "refold" and graph.speedup is not None:
-        return f"{graph.speedup:.2f} times as fast as {'the faster of ' if len(rivals) > 1 else ''}{against}"
     if graph.chosen == "refold":
-        return "rewritten; it was not timed against the original"
+        return headline(graph)
     if found := sum(row.status == "found" for row in graph.rewrites):
         return f"{found} {'rewrite was' if found == 1 else 'rewrites were'} found; nothing was changed"
-    return f"left as it was: {graph.runs} runs" + (f", {graph.reason}" if graph.reason else "")
-
-
-def milliseconds(value: float) -> str:
-    """Return a time with three digits."""
-    return f"{value:,.0f} ms" if value >= 1000 else f"{value:.3g} ms"
+    return f"left as it was: {headline(graph)}"
 
 
 def _bars(values: dict[str, Any], text: Any) -> list[dict[str, Any]]:

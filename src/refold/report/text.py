@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import os
+from typing import Any, TypeGuard
 
 from .model import Contents, GraphReport, RewriteReport
 
@@ -18,14 +20,22 @@ def render(report: Contents) -> str:
     if report.environment:
         lines.append("  ".join(f"{key} {entry}" for key, entry in report.environment.items()))
     if not report.graphs:
-        lines.append("no graph was compiled: it was not called yet, or torch.compile found nothing in it to trace")
+        lines.append(nothing(report))
     for graph in report.graphs:
         lines += ["", *_graph(graph)]
+    lines += [f"note: {note}" for note in report.notes]
     return "\n".join(lines)
 
 
+def nothing(report: Contents) -> str:
+    """Say why a report has no graph."""
+    if report.notes:
+        return "no graph was compiled"
+    return "no graph was compiled: it was not called yet, or torch.compile found nothing in it to trace"
+
+
 def _graph(graph: GraphReport) -> list[str]:
-    lines = [f"graph {graph.index} ({graph.mode}): {graph.runs} runs" + (f", {graph.reason}" if graph.reason else "")]
+    lines = [f"graph {graph.index} ({graph.mode}): {headline(graph)}"]
     for rewrite in graph.rewrites:
         lines += _rewrite(rewrite)
     lines += [f"  ! serial loop: {loop}" for loop in graph.loops]
@@ -40,10 +50,10 @@ def _graph(graph: GraphReport) -> list[str]:
         lines.append(f"  {_checks(graph)}")
     if graph.times_ms:
         lines += ["", *_table(graph)]
-    if graph.speedup is not None:
-        lines.append(f"  {_speedup(graph)}")
+    if told := speed(graph):
+        lines.append(f"  {told}")
     if graph.difference_from_eager is not None:
-        lines.append(f"  difference from eager, relative L2: {graph.difference_from_eager:.1e}")
+        lines.append(f"  difference from eager, relative L2: {scientific(graph.difference_from_eager)}")
     if graph.remembered:
         lines.append(
             f"  remembered by {graph.remembered}: nothing was timed now; times and errors are from the first compile"
@@ -56,12 +66,21 @@ def _graph(graph: GraphReport) -> list[str]:
     return lines
 
 
+def headline(graph: GraphReport) -> str:
+    """Say what runs, and why."""
+    certain = graph.chosen == "refold" and _known(graph.speedup_at_least) and graph.speedup_at_least > 1
+    reason = graph.reason or ("because it is measurably faster" if certain else "")
+    return f"{graph.runs} runs" + (f", {reason}" if reason else "")
+
+
 def _rewrite(rewrite: RewriteReport) -> list[str]:
     state = rewrite.status + (f": {rewrite.reason}" if rewrite.reason else "")
     lines = [f"  {_MARK.get(rewrite.status, '-')} {rewrite.name} [{rewrite.site}] {state}"]
     if rewrite.source:
         lines.append(f"      at     {place(rewrite.source)}")
     lines.append(f"      what   {rewrite.detail}")
+    if rewrite.becomes:
+        lines.append(f"      now    {rewrite.becomes}")
     lines.append(f"      why    {rewrite.why}")
     lines.append(
         f"      costs  {count(rewrite.flops_before)}FLOP -> {count(rewrite.flops_after)}FLOP, "
@@ -73,16 +92,25 @@ def _rewrite(rewrite: RewriteReport) -> list[str]:
             lines.append(f"      error  integers: {'bitwise equal' if error['passed'] else error['reason']}")
         else:
             lines.append(
-                f"      error  {error['kind']}: {error['error']:.1e} against float64 "
-                f"(original {error['original_error']:.1e}, bound {error['bound']:.1e})"
+                f"      error  {error['kind']}: {scientific(error['error'])} against float64 "
+                f"(original {scientific(error['original_error'])}, bound {scientific(error['bound'])})"
             )
-    if rewrite.candidate_ms is not None and rewrite.original_ms is not None:
-        lines.append(
-            f"      time   {rewrite.original_ms:.3f} ms ({rewrite.original_by}) -> {rewrite.candidate_ms:.3f} ms, "
-            f"{rewrite.speedup:.2f}x, at least {rewrite.at_least:.2f}x"
-            + (f"; {UNDECIDED}" if undecided(rewrite) else "")
-        )
+    if told := alone(rewrite):
+        lines.append(f"      time   {told}")
     return lines
+
+
+def alone(rewrite: RewriteReport) -> str:
+    """Say how fast a rewrite is by itself; empty if it was not timed."""
+    if rewrite.candidate_ms is None:
+        return ""
+    if not _known(rewrite.original_ms):
+        return f"the original does not fit in memory -> {milliseconds(rewrite.candidate_ms)}"
+    bounds = f", {between(rewrite.at_least, None)}" if _known(rewrite.at_least) else ""
+    return (
+        f"{milliseconds(rewrite.original_ms)} ({rewrite.original_by}) -> {milliseconds(rewrite.candidate_ms)}: "
+        f"{rewrite.speedup:.2f}x as fast{bounds}" + (f"; {UNDECIDED}" if undecided(rewrite) else "")
+    )
 
 
 def place(source: str) -> str:
@@ -92,36 +120,64 @@ def place(source: str) -> str:
 
 def undecided(rewrite: RewriteReport) -> bool:
     """Tell whether timing a rewrite alone left open if it is faster."""
-    return rewrite.status == "applied" and rewrite.at_least is not None and rewrite.at_least < 1
+    return rewrite.status == "applied" and rewrite.candidate_ms is not None and not (rewrite.at_least or 0.0) >= 1
 
 
 def _checks(graph: GraphReport) -> str:
     """Say how the whole graph compares with the original."""
     count = len(graph.checks)
-    worst = min(graph.checks, key=lambda one: (one["passed"], -one["error"] / (one["bound"] or 1.0)))
+
+    def rank(one: dict[str, Any]) -> tuple[bool, float]:
+        return one["passed"], -(one["error"] if _known(one["error"]) else math.inf) / (one["bound"] or 1.0)
+
+    worst = min(graph.checks, key=rank)
     results = "result" if count == 1 else f"results, of which {worst['kind']} is nearest to its bound"
     return (
-        f"whole graph: {count} {results}: {worst['error']:.1e} against {graph.checked_against} "
-        f"(original {worst['original_error']:.1e}, bound {worst['bound']:.1e})"
+        f"whole graph: {count} {results}: {scientific(worst['error'])} against {graph.checked_against} "
+        f"(original {scientific(worst['original_error'])}, bound {scientific(worst['bound'])})"
     )
 
 
-def _speedup(graph: GraphReport) -> str:
-    """Say how fast the rewritten graph is, against what was timed, and how sure that is."""
+def speed(graph: GraphReport) -> str:
+    """Say how fast the rewritten graph is, against what was timed, and how sure that is; empty if it was not timed."""
+    if not _known(graph.speedup):
+        return ""
     rivals = [name for name in graph.times_ms if name != "refold"]
-    against = f"the faster of {' and '.join(rivals)}" if len(rivals) > 1 else rivals[0]
-    return (
-        f"refold's program is {graph.speedup:.2f}x as fast as {against}, in pairs of calls "
-        f"(between {graph.speedup_at_least:.2f}x and {graph.speedup_at_most:.2f}x, 99 % confidence)"
-    )
+    against = f"the faster of {' and '.join(rivals)}" if len(rivals) > 1 else "".join(rivals) or "the original"
+    sure = f"{between(graph.speedup_at_least, graph.speedup_at_most)}, 99 % confidence"
+    decides = "; the machine was too busy for this to decide" if graph.chosen == "refold" and graph.provisional else ""
+    return f"refold's program is {graph.speedup:.2f}x as fast as {against}, in pairs of calls ({sure}){decides}"
+
+
+def between(low: float | None, high: float | None) -> str:
+    """Say between which ratios something is, as far as that is known; an unknown bound is None, infinite or 0."""
+    below, above = _known(low) and low > 0, _known(high)
+    if below and above:
+        return f"between {low:.2f}x and {high:.2f}x"
+    if below:
+        return f"at least {low:.2f}x"
+    return f"at most {high:.2f}x" if above else "too few calls to bound it"
+
+
+def scientific(value: float | None) -> str:
+    """Return an error or a bound with two digits."""
+    return f"{value:.1e}" if _known(value) else "not finite"
+
+
+def milliseconds(value: float) -> str:
+    """Return a time with three digits."""
+    return f"{value:,.0f} ms" if value >= 1000 else f"{value:.3g} ms"
+
+
+def _known(value: float | None) -> TypeGuard[float]:
+    return value is not None and math.isfinite(value)
 
 
 def _table(graph: GraphReport) -> list[str]:
-    best = min(graph.times_ms.values())
-    lines = [f"  {'':14}{'ms':>12}{'vs best':>10}{'peak memory':>14}"]
+    lines = [f"  {'':14}{'ms':>12}{'peak memory':>14}"]
     for name, time_ms in graph.times_ms.items():
         peak = size(graph.peak_bytes[name]) if name in graph.peak_bytes else "-"
-        lines.append(f"  {name:14}{time_ms:12.3f}{time_ms / best:9.2f}x{peak:>14}")
+        lines.append(f"  {name:14}{time_ms:12.3f}{peak:>14}")
     return lines
 
 

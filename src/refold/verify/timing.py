@@ -49,6 +49,8 @@ class Race:
         pairs: Number of pairs run; in the short test, runs of the baseline.
         faster: Whether ``at_least`` exceeds 1.02.
         busy: How the machine was busy with something else meanwhile; empty if it was not.
+        fastest: The fastest call of the baseline over the fastest of the candidate. Waiting only makes calls longer, so
+            this depends least on what else the machine does. nan if it was not measured.
     """
 
     base_ms: float
@@ -59,6 +61,17 @@ class Race:
     pairs: int
     faster: bool
     busy: str = ""
+    fastest: float = math.nan
+
+    @property
+    def slower(self) -> bool:
+        """Whether the candidate is certainly slower: the whole interval is below 1."""
+        return self.at_most < 1
+
+    @property
+    def open(self) -> bool:
+        """Whether the times decide nothing because the machine was busy."""
+        return bool(self.busy) and not self.faster and not self.slower
 
 
 def once_ms(run: Callable[[], object], device: torch.device) -> float:
@@ -105,6 +118,7 @@ def race(
     seed: int = 0,
     tried: int = 1,
     looks: Sequence[int] = LOOKS,
+    patient: bool = True,
 ) -> Race:
     """Time a candidate against a baseline, interleaved in random order.
 
@@ -116,6 +130,7 @@ def race(
         seed: Seeds the order within pairs.
         tried: Candidates tried against the same baseline; they share the chance of error.
         looks: After how many pairs the rule is applied; fewer looks leave more undecided.
+        patient: Whether all looks are taken on a busy machine, too, where calls take long and more pairs seldom decide.
 
     Returns:
         The medians and the verdict.
@@ -143,6 +158,8 @@ def race(
         lower, upper = median_bounds(logs, SHARE / tried)
         if lower > math.log1p(DELTA) or upper < math.log1p(DELTA) or len(logs) < look:
             break
+        if not patient and contention(usage() - start, [base_times, candidate_times]):
+            break
     return Race(
         statistics.median(base_times),
         statistics.median(candidate_times),
@@ -152,6 +169,7 @@ def race(
         len(logs),
         lower > math.log1p(DELTA),
         contention(usage() - start, [base_times, candidate_times]),
+        min(base_times) / min(candidate_times),
     )
 
 
@@ -170,7 +188,7 @@ def _few_among_many(
     middle = statistics.median(slow), statistics.median(fast)
     at_least = slow[0] / fast[-1]
     at_most, busy = slow[-1] / fast[0], contention(usage() - start, [fast])
-    return Race(*middle, middle[0] / middle[1], at_least, at_most, FEW, at_least > 1 + DELTA, busy)
+    return Race(*middle, middle[0] / middle[1], at_least, at_most, FEW, at_least > 1 + DELTA, busy, slow[0] / fast[0])
 
 
 def median_bounds(ordered: list[float], alpha: float) -> tuple[float, float]:
