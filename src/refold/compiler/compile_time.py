@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from torch.fx import GraphModule
 
-from .ir.captured_loop import captured_loops, unrolled_size
+from .ir.captured_loop import loop_nodes
 
 # What a program that is only raced against may take to compile, in seconds.
 RIVAL_S = 15.0
@@ -36,5 +36,4 @@ def layer_seconds(operations: float) -> float:
 
 def unrolled_seconds(gm: GraphModule, mode: str) -> float:
     """Estimate how long Inductor takes for a Dynamo graph whose loops it would have to unroll; 0 if it has none."""
-    loops = captured_loops(gm)
-    return inductor_seconds(_ATEN[mode] * (unrolled_size(gm) - len(gm.graph.nodes))) if loops else 0.0
+    return inductor_seconds(_ATEN[mode] * loop_nodes(gm))

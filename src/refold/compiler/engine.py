@@ -24,18 +24,17 @@ from ..report import GraphReport, Report
 from .choices import Choices
 from .decisions import Plan, folder_for
 from .dynamo import captures_loops, notes
+from .dynamo.as_written import run_as_written
 from .environment import environment
 from .inductor import Compiled, first_line, show_graph
-from .ir.captured_loop import run_as_written
 from .ir.fx import mend_powers
 from .notation.rules import read_rules
 from .patience import patience
 from .private import TraceAgain, compile_number, inductor_modes, inductor_options, recompile_limit
-from .recurrence.joins import refusals
 from .recurrence.serial_chains import serial_loops
 from .refusals import refused
 from .replay import Remembering
-from .session import STAYS, describe_captured, survey
+from .session import describe_captured, survey
 from .validate.program import plain
 from .validate.region import Settings
 
@@ -356,14 +355,13 @@ def explain(module: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
         gm = describe_captured(entry, gm)
 
         def describe(graph: Graph) -> None:
-            entry.loops += (serial := serial_loops(graph))
-            if serial and not any(note.startswith(STAYS) for note in entry.notes):
-                entry.notes += [f"{STAYS} {reason}" for reason in refusals(graph)]
+            entry.loops += serial_loops(graph)
             survey(entry, graph)
 
         show_graph(gm, inputs, describe)
         return gm
 
+    look.report = report
     torch.compile(module, backend=look)(*args, **kwargs)
     return report
 
@@ -372,7 +370,7 @@ def _with_options(backend: Callable[..., Compiled], options: Mapping[str, Any], 
     def run(gm: GraphModule, inputs: Sequence[Any]) -> Compiled:
         return backend(gm, inputs, options=options, mode=mode)
 
-    run.__name__ = "refold"
+    run.__name__, run.report = "refold", options["report"]  # type: ignore[attr-defined]
     return captures_loops(run) if options.get("loops") == "capture" else run
 
 

@@ -230,6 +230,15 @@ def duplicate(gm: GraphModule) -> GraphModule:
     return twin
 
 
+def with_part(gm: GraphModule, path: tuple[str, ...], part: GraphModule) -> GraphModule:
+    """Return a graph with another part; the graph itself is not changed."""
+    if not path:
+        return part
+    twin, inner = duplicate(gm), gm.get_submodule(path[0])
+    setattr(twin, path[0], with_part(inner, path[1:], part))  # type: ignore[arg-type]
+    return twin
+
+
 def bind(graph: Graph, inputs: Sequence[Any]) -> list[Any] | None:
     """Match the placeholders of an ATen graph with a compile's inputs.
 

@@ -43,7 +43,7 @@ LOG = "REFOLD_LOG_GRAPHS"
 CHECK = "REFOLD_CHECK_GRAPHS"
 """Environment variables, read when the passes run."""
 
-Pass = Callable[[Graph, Callable[[str], bool]], Iterator[Rewrite | Refusal]]
+Pass = Callable[[Graph, Callable[[str], bool]], Iterator[Rewrite | Refusal | str]]
 
 PASSES: list[tuple[str, Pass]] = [
     ("replace prefix networks", replace_prefix_networks),
@@ -125,8 +125,8 @@ def run(
     for name, apply in (*first, *(PASSES if passes is None else passes)):
         before = len(rewrites)
         for found in apply(graph, in_time):
-            if isinstance(found, Refusal):
-                said.append(found.advice)
+            if not isinstance(found, Rewrite):
+                said.append(found if isinstance(found, str) else found.advice)
                 continue
             seen(found)
             rewrites.append(found)

@@ -77,12 +77,12 @@ REASONS = {
         'Nothing needs to be done; accept="always" uses it all the same.',
     ),
     "higher-order": (
-        "an operation in a recurrence, or around it, takes a function (checkpointing, a nested scan)",
-        "Checkpoint a compiled function, in place of compiling a checkpointed one. Move other such operations out of "
-        "the recurrence.",
+        "an operation in a recurrence, or around it, takes a function (a checkpoint in a step, a nested scan)",
+        "Move such operations out of the recurrence. Checkpoint the function that has the loop, and read no lists of "
+        "its caller there.",
     ),
     "hook": (
-        "a hook is registered on a result",
+        "a hook is registered in the loop, or on a result",
         "Register it on `h * 1`, if it is for what reads `h` after the loop, or run the loop outside of the compiled "
         "function.",
     ),

@@ -17,6 +17,7 @@ from torch.fx import GraphModule
 
 from ..errors import PlanError, warn
 from ..report import GraphReport, RewriteReport
+from ..verify.contention import crowding
 from .decisions import Key, Plan, Store, Unnameable, digest, folder_for, name_program, place
 from .inductor import Compiled
 from .ir.rewrite import Rewrite
@@ -115,6 +116,10 @@ class Replay(GraphCompile):
         return row
 
     @property
+    def _stands(self) -> bool:
+        return bool(self.decided)
+
+    @property
     def _unjudged(self) -> bool:
         return self._known or self.settings.verify == "off"
 
@@ -125,6 +130,8 @@ class Remembering:
     def __init__(self, gm: GraphModule, inputs: Sequence[Any], settings: Settings, entry: GraphReport) -> None:
         self.gm, self.inputs, self.settings, self.entry = gm, inputs, settings, entry
         self.key: Key | None = None
+        # Whether what a busy machine left open is decided for the second time.
+        self._again = False
         try:
             facts = {name: getattr(settings, name) for name in ("verify", "accept", "loops", "compile_budget")}
             facts |= {"rules": [rule.digest for rule in settings.rules], "choose": settings.choices.to_dict()}
@@ -155,7 +162,11 @@ class Remembering:
             return None
         index, notes, mode = self.entry.index, list(self.entry.notes), self.entry.mode
         try:
-            return self._replay(GraphReport.from_dict(found[0]), found[1], trusted=True)
+            decision = GraphReport.from_dict(found[0])
+            if decision.provisional and found[1] == "the disk" and crowding() <= 1:
+                self._again = True
+                return None
+            return self._replay(decision, found[1], trusted=True)
         except (Misfit, KeyError, TypeError) as error:
             _reset(self.entry, index, mode, self.entry.program)
             self.entry.notes += [
@@ -226,16 +237,16 @@ class Remembering:
         return compiled
 
     def _remember(self) -> None:
-        """Keep what was decided; on disk, unless the machine was busy."""
+        """Keep what was decided; what a busy machine left open is decided once more, by a later process."""
         entry = self.entry
+        entry.provisional &= not self._again
         if entry.busy:
-            entry.notes.append(
-                f"the machine was busy during the measurements ({entry.busy}), so this decision is not stored on disk"
-            )
+            then = "; a later process decides again when it is quiet" if entry.provisional else ""
+            entry.notes.append(f"the machine was busy during the measurements ({entry.busy}){then}")
         if self.key is None:
             return
         data = dataclasses.asdict(entry)
-        self.store.put("graph", self.key.exact, data, lasting=not entry.busy)
+        self.store.put("graph", self.key.exact, data)
         times = [*entry.times_ms.values(), *(row.original_ms for row in entry.rewrites if row.original_ms is not None)]
         if times and max(times) < TINY_MS and not entry.busy:
             self.store.put("alike", self.key.alike, data, lasting=False)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
+from ..errors import warn
 from ..report import GraphReport, RewriteReport
 from .compile_time import WITH_BACKWARD, inductor_seconds, layer_seconds, unrolled_seconds
 from .decisions import Store, digest, versions
@@ -28,26 +29,31 @@ from .inductor import (
     bind,
     clone_inputs,
     duplicate,
+    first_line,
     inductor_with,
     sums_are_external,
+    with_part,
 )
-from .ir.captured_loop import captured_loops
+from .ir.captured_loop import captured_loops, parts
 from .ir.cost import Cost, computing, graph_cost, has_pointwise_kernels
 from .ir.evaluate import values_at
-from .ir.fx import copied_graph, is_made
+from .ir.fx import copied_graph, is_made, loop_operation
 from .ir.rewrite import Rewrite
+from .ir.source import operator_calls
+from .passes.reroll_loops import STAYS
 from .pipeline import run as run_pipeline
 from .private import TraceAgain
 from .recurrence.serial_chains import unrolled_operations
 from .recurrence.vectorize import NotALoop
 from .refusals import refused
-from .validate.program import Rewritten, choose_program, left_eager
+from .validate.program import Rewritten, choose_program, compared, left_eager
 from .validate.region import Settings, Verdict, undisturbed_rng, validate_region
 
 log = logging.getLogger("refold")
 
-STAYS = "a loop over time is not rewritten:"
-"""How a note begins that says why a loop is no scan."""
+# Inductor lets threads share a loop of 512 elements each, which is less work than to wake a thread. Where another
+# program wants the cores, each such loop waits for it: seven loops of 2 threads took 770 ms in place of 0.2.
+SHARES = {"cpp.min_chunk_size": 4096}
 
 
 @dataclass
@@ -124,12 +130,17 @@ class GraphCompile:
         if not entry.applied and not self.external_scans:
             entry.chosen = "inductor"
             entry.reason = "every rewrite that was tried was refused" if self.rows else ""
+            if wrong := self._wrong_as_given(compiled):
+                entry.chosen, entry.reason = "eager", f"because {wrong}"
+                warn(f"{wrong}; the graph runs eagerly")
+                return self.given
         else:
             entry.chosen = "refold"
             if entry.applied and (self.settings.verify != "off" or self.settings.accept == "faster"):
                 compiled = self._last_word(compiled)
         races = [verdict.race for verdict in self.verdicts.values() if verdict.race is not None]
         entry.busy = entry.busy or next((race.busy for race in races if race.busy), "")
+        entry.provisional |= any(verdict.hurried for verdict in self.verdicts.values())
         count = len(entry.applied)
         log.info("graph %d: %s runs, %d rewrite%s", entry.index, entry.runs, count, "" if count == 1 else "s")
         return compiled
@@ -159,6 +170,21 @@ class GraphCompile:
         for name in ("flops_before", "flops_after", "bytes_before", "bytes_after"):
             setattr(entry, name, sum(getattr(row, name) for row in entry.applied))
         return self._last_word(self.gm, lambda: self.gm)
+
+    def _wrong_as_given(self, compiled: Compiled) -> str:
+        """Say how Inductor's program of a graph that nothing rewrites is wrong; only PyTorch's loops are looked at."""
+        kinds = [name for node in self.given.graph.nodes if (name := loop_operation(node))]
+        if not kinds or self.settings.verify == "off":
+            return ""
+        start = time.perf_counter()
+        left = Rewritten(compiled, self._repeatable, self.terms, self.gm, 0.0)
+        try:
+            reason = compared(left, self.given, {"eager": self.given}, self.inputs, self.options, self.entry)
+        except Exception as error:  # of Inductor's program, or of eager's: neither has a common type
+            reason = ""
+            self.entry.notes.append(f"Inductor's program of `{kinds[0]}` was not checked: {first_line(error)}")
+        self.entry.checks_s += time.perf_counter() - start
+        return f"Inductor's program of PyTorch's `{kinds[0]}` {reason}" if reason else ""
 
     def _last_word(self, compiled: Compiled, repeatable: Callable[[], Compiled] | None = None) -> Compiled:
         """Check the whole graph, and race it if that is wanted."""
@@ -190,6 +216,11 @@ class GraphCompile:
     _known = False
 
     @property
+    def _stands(self) -> bool:
+        """Whether it is known that a rewrite will be applied."""
+        return self._unjudged or any(not verdict.reason for verdict in self.verdicts.values())
+
+    @property
     def _unjudged(self) -> bool:
         """Whether rewrites are applied without a verdict."""
         return self.settings.verify == "off" and self.settings.accept == "always"
@@ -210,39 +241,43 @@ class GraphCompile:
 
     def _rewrite_captured(self) -> Cost:
         """Replace captured loops by scans, where that stands; return what they cost more than their scans."""
-        names, saved = [call.name for call in captured_loops(self.gm)], Cost()
-        if not names:
-            return saved
-        from .dynamo.to_scan import describe_loop
-
-        self.gm = duplicate(self.gm)
-        for name in names:
-            call = next(node for node in self.gm.graph.nodes if node.name == name)
-            try:
-                found = self._as_operator(call)
-            except NotALoop as reason:
-                self.entry.notes.append(f"{STAYS} {reason.told_of(describe_loop(self.gm, call))}")
+        saved = Cost()
+        for path in parts(self.gm):
+            part: Any = self.gm.get_submodule(".".join(path))
+            names = [call.name for call in captured_loops(part)]
+            if not names:
                 continue
-            if found is not None:
-                found.splice()
-                before, after = found.rewrite.before, found.rewrite.after
-                saved += Cost(before.flops - after.flops, before.bytes - after.bytes)
-        self.gm.recompile()
+            from .dynamo.to_scan import describe_loop
+
+            part = duplicate(part)
+            self.gm = with_part(self.gm, path, part)
+            for name in names:
+                call = next(node for node in part.graph.nodes if node.name == name)
+                try:
+                    found = self._as_operator(part, path, call)
+                except NotALoop as reason:
+                    self.entry.notes.append(f"{STAYS} {reason.told_of(describe_loop(part, call))}")
+                    continue
+                if found is not None:
+                    found.splice()
+                    before, after = found.rewrite.before, found.rewrite.after
+                    saved += Cost(before.flops - after.flops, before.bytes - after.bytes)
+            part.recompile()
         return saved
 
-    def _as_operator(self, call: Node) -> Any:
-        """Return a captured loop as the scan that stands; None if none does."""
+    def _as_operator(self, part: GraphModule, path: tuple[str, ...], call: Node) -> Any:
+        """Return a captured loop of a part of the graph as the scan that stands; None if none does."""
         from .dynamo.to_scan import find_scan
 
         for dual in (True, False):
-            key = f"captured:{call.name}:{dual}"
+            key = ":".join(["captured", *path, call.name, str(dual)])
             if not self._wanted(key):
                 continue
             with torch.set_grad_enabled(self.entry.mode == "training"):
-                found = find_scan(self.gm, call, dual)
+                found = find_scan(part, call, dual)
             self.settings.choices.tune(found.rewrite.candidate.graph)
             start = time.perf_counter()
-            verdict = None if self._unjudged else self._verdict(found.rewrite)
+            verdict = None if self._unjudged else self._verdict(found.rewrite, path)
             self.entry.checks_s += time.perf_counter() - start
             row = self._note(key, found.rewrite, verdict)
             if row.status != "refused":
@@ -261,7 +296,7 @@ class GraphCompile:
             return saved
         if not training and (self.settings.rules or self.settings.choices.passes is not None):
             return saved  # they are for the graph as AOTAutograd gives it
-        for path in [(), *tools.checkpointed(self.gm)]:
+        for path in parts(self.gm):
             key = ":".join(["forward", *path]) + ":"
             while True:
                 wanted = functools.partial(self._is_wanted_of, key)
@@ -283,7 +318,7 @@ class GraphCompile:
                     saved += Cost(before.flops - after.flops, before.bytes - after.bytes)
                     fewer = computing(rewrite.original.graph.nodes) - computing(rewrite.candidate.graph.nodes)
                     self._operations_saved += (WITH_BACKWARD if training else 1) * fewer
-                self.gm = tools.with_part(self.gm, path, found.spliced())
+                self.gm = with_part(self.gm, path, found.spliced())
                 break
         return saved
 
@@ -322,7 +357,8 @@ class GraphCompile:
             hook = Hook(functools.partial(self._visit, pending), outcome, self.cached)
             log.info("compiling graph %d", self.entry.index)
             try:
-                compiled = inductor_with(self.gm, self.inputs, hook, self.options)
+                options = {**SHARES, **self.options} if self._stands else self.options
+                compiled = inductor_with(self.gm, self.inputs, hook, options)
             except TraceAgain:
                 raise
             except Exception as error:
@@ -355,7 +391,7 @@ class GraphCompile:
         original = copied_graph(graph)
         notes: list[str] = []
         rewrites = self.settings.rewrite(graph, lambda site: self._wanted(f"{index}:{site}"), notes)
-        self.entry.notes += [note for note in notes if note not in self.entry.notes]
+        add_notes(self.entry, notes)
         # All rewrites are in the graph, also those that are still to be judged: without them it is longer.
         if inductor_seconds(len(graph.nodes)) > self.settings.compile_budget:
             self._check_time(inductor_seconds(unrolled_operations(graph)))
@@ -411,17 +447,20 @@ class GraphCompile:
         each = self.earlier is not None
         options = json.dumps(dict(self.settings.options or {}), sort_keys=True, default=repr)
         key = digest([*facts, self.settings.verify, self.settings.accept, options, str(each)])
+        evidence = None if before is None else before.evidence
         if (found := self.store.get("region", key)) is not None:
             try:
-                return Verdict.from_dict(found[0])
+                stored = Verdict.from_dict(found[0])
             except (KeyError, TypeError) as error:
                 self.entry.notes.append(
                     f"the stored decision on a region ({found[1]}) cannot be read, so it is checked again: {error}"
                 )
-        evidence = None if before is None else before.evidence
+            else:
+                if not stored.hurried or found[1] != "the disk":
+                    return stored
+                evidence = stored.evidence  # what a check found does not depend on the load; times do
         verdict = validate_region(rewrite, actual, self.settings, each, evidence)
-        busy = verdict.race is not None and bool(verdict.race.busy)
-        self.store.put("region", key, dataclasses.asdict(verdict), lasting=not busy)
+        self.store.put("region", key, dataclasses.asdict(verdict))
         return verdict
 
     @property
@@ -461,6 +500,7 @@ def _row(rewrite: Rewrite, key: str, verdict: Verdict | None) -> RewriteReport:
         source=rewrite.source,
         why=rewrite.why,
         detail=rewrite.detail,
+        becomes=operator_calls(rewrite.candidate.graph),
         flops_before=rewrite.before.flops,
         flops_after=rewrite.after.flops,
         bytes_before=rewrite.before.bytes,
@@ -479,37 +519,46 @@ def _row(rewrite: Rewrite, key: str, verdict: Verdict | None) -> RewriteReport:
     return row
 
 
+def add_notes(entry: GraphReport, notes: Sequence[str]) -> None:
+    """Write notes of the passes into a report; of loops that were captured, it says already why they stay."""
+    told = any(note.startswith(STAYS) for note in entry.notes)
+    entry.notes += [note for note in notes if note not in entry.notes and not (told and note.startswith(STAYS))]
+
+
 def describe_captured(entry: GraphReport, gm: GraphModule) -> GraphModule:
     """Write into a report what would be rewritten before autograd; return the graph with that."""
     gm = duplicate(define_scans(scans_as_loops(gm, entry.notes), everywhere=True))
-    for call in captured_loops(gm):
-        from .dynamo.to_scan import describe_loop, find_scan
+    for path in parts(gm):
+        part: Any = gm.get_submodule(".".join(path))
+        for call in captured_loops(part):
+            from .dynamo.to_scan import describe_loop, find_scan
 
-        loop = describe_loop(gm, call)
-        try:
-            found = find_scan(gm, call)
-        except NotALoop as reason:  # the loop itself is listed when it is unrolled
-            entry.notes.append(f"{STAYS} {reason.told_of(loop)}")
-            continue
-        entry.loops.append(loop)
-        entry.notes += found.notes
-        entry.rewrites.append(_row(found.rewrite, "", None))
-        found.splice()
-    gm.recompile()
+            loop = describe_loop(part, call)
+            try:
+                found = find_scan(part, call)
+            except NotALoop as reason:  # the loop itself is listed when it is unrolled
+                entry.notes.append(f"{STAYS} {reason.told_of(loop)}")
+                continue
+            entry.loops.append(loop)
+            entry.notes += found.notes
+            entry.rewrites.append(_row(found.rewrite, "", None))
+            found.splice()
+        part.recompile()
     training = entry.mode == "training"
     if (tools := _tools_before_autograd(gm, training)) is None:
         return gm
-    for path in [(), *tools.checkpointed(gm)]:
+    for path in parts(gm):
         if (more := tools.find_rewrites(gm, path, lambda _: True, entry.notes, training=training)) is not None:
             entry.rewrites += [_row(rewrite, "", None) for rewrite in more.rewrites]
-            gm = tools.with_part(gm, path, more.spliced())
+            gm = with_part(gm, path, more.spliced())
     return gm
 
 
 def survey(entry: GraphReport, graph: Graph) -> None:
     """Write into a report what the pipeline would do with a graph; edits the graph."""
-    earlier, before = list(entry.rewrites), graph_cost(graph.nodes)
-    entry.rewrites += [_row(rewrite, "", None) for rewrite in run_pipeline(graph)]
+    earlier, before, notes = list(entry.rewrites), graph_cost(graph.nodes), list[str]()
+    entry.rewrites += [_row(rewrite, "", None) for rewrite in run_pipeline(graph, notes=notes)]
+    add_notes(entry, notes)
     after = graph_cost(graph.nodes)
     # What was rewritten before autograd is in the graph already.
     entry.flops_before = before.flops + sum(row.flops_before - row.flops_after for row in earlier)

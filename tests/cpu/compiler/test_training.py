@@ -8,8 +8,9 @@ from torch.utils.checkpoint import checkpoint
 
 from refold.compiler.backend import refold
 from refold.compiler.dynamo import captures_loops
-from refold.compiler.dynamo.before_autograd import BeforeAutograd, checkpointed
+from refold.compiler.dynamo.before_autograd import BeforeAutograd
 from refold.compiler.engine import compile as refold_compile
+from refold.compiler.ir.captured_loop import parts
 from refold.compiler.session import describe_captured
 from refold.compiler.validate import program
 from refold.compiler.validate.region import Settings, validate_region
@@ -75,7 +76,7 @@ def test_a_scan_under_autocast_is_right_by_its_check(device, request):
     found = []
 
     def backend(gm, inputs):
-        for path in [(), *checkpointed(gm)]:
+        for path in parts(gm):
             found.extend(BeforeAutograd(gm.get_submodule(".".join(path))).rewrites)
         return gm
 

@@ -29,8 +29,8 @@ from torch.fx import Graph, GraphModule, Interpreter, Node
 from ...ops.torch.registry import OPS
 from ..inductor import duplicate
 from ..ir.builder import Builder, extract, is_constant, same_strides, upstream
-from ..ir.captured_loop import captured_loops
-from ..ir.fx import HALF, copied_graph, is_erased, is_made, is_tensor, value
+from ..ir.captured_loop import loop_nodes
+from ..ir.fx import HALF, copied_graph, is_erased, is_made, is_tensor, registers_hook, value
 from ..ir.metadata import evaluated, with_strides_of
 from ..ir.operators import SCAN
 from ..ir.rewrite import Rewrite
@@ -70,7 +70,7 @@ def find_rewrites(
 
     Args:
         gm: The graph; not changed.
-        path: Which part of it: names of graphs in graphs, as `checkpointed` gives them.
+        path: Which part of it, as `refold.compiler.ir.captured_loop.parts` gives them.
         wanted: Which sites may be rewritten.
         notes: Gets a sentence for what cannot be looked at, or cannot be replaced.
         known: Whether it was found before in this graph, with the same inputs, that what is wanted can stand there.
@@ -81,6 +81,12 @@ def find_rewrites(
     """
     part: Any = gm.get_submodule(".".join(path))
     if not _worth_a_look(part, training):
+        return None
+    if (hooked := next(filter(registers_hook, part.graph.nodes), None)) is not None:
+        # What is traced without gradients cannot tell a value from the one whose gradients the hook sees.
+        hook = Refusal("hook", f"a hook is registered on `{name_of(hooked.all_input_nodes[0])}`", *located(hooked))
+        if training and (note := f"nothing was rewritten before autograd: {hook.advice}") not in notes:
+            notes.append(note)
         return None
     found: BeforeAutograd | None = None
     try:
@@ -96,31 +102,9 @@ def find_rewrites(
     return found if found is not None and found.rewrites else None
 
 
-def checkpointed(gm: GraphModule) -> list[tuple[str, ...]]:
-    """Return the paths of the graphs in a graph that are computed again in the backward."""
-    paths: list[tuple[str, ...]] = []
-    for node in gm.graph.nodes:
-        if getattr(node.target, "__name__", "") != "tag_activation_checkpoint" or not isinstance(node.args[0], Node):
-            continue
-        name = str(node.args[0].target)
-        inner: Any = gm.get_submodule(name)
-        if len(node.args[0].users) == 1:
-            paths += [(name,), *((name, *path) for path in checkpointed(inner))]
-    return paths
-
-
-def with_part(gm: GraphModule, path: tuple[str, ...], part: GraphModule) -> GraphModule:
-    """Return a graph with another part; the graph itself is not changed."""
-    if not path:
-        return part
-    twin, inner = duplicate(gm), gm.get_submodule(path[0])
-    setattr(twin, path[0], with_part(inner, path[1:], part))  # type: ignore[arg-type]
-    return twin
-
-
 def _worth_a_look(gm: GraphModule, training: bool) -> bool:
     """Tell whether a graph may hold what the passes look for."""
-    if captured_loops(gm):
+    if loop_nodes(gm):
         return False  # a loop that stayed one: to trace it takes as long as it has steps
     calls = [node for node in gm.graph.nodes if node.op.startswith("call")]
     if any(part in _name(node) for node in calls for part in ("grad_increment_nesting", "jvp_increment_nesting")):

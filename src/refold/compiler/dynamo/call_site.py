@@ -10,13 +10,13 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
 from ..ir.captured_loop import CapturedLoop, step_count
-from ..ir.fx import known
+from ..ir.fx import known, registers_hook
 from ..ir.source import name_of
 from ..private import tree_leaves
 from ..recurrence.vectorize import NotALoop
 from .body import Slices, trace
 from .capture.trace import SHORTEST
-from .mutation import changed_in_place, memory, registers_hook, storages, writes
+from .mutation import changed_in_place, memory, storages, writes
 
 aten = torch.ops.aten
 

@@ -57,12 +57,6 @@ def is_autograd_function(node: Node) -> bool:
     return isinstance(node.target, HigherOrderOperator) and node.target.name() == "autograd_function_apply"
 
 
-def registers_hook(node: Node) -> bool:
-    """Tell whether a call registers a hook, which is to see all of a tensor's gradient."""
-    name = node.target.name() if isinstance(node.target, HigherOrderOperator) else getattr(node.target, "__name__", "")
-    return "register_hook" in name
-
-
 def writes(node: Node) -> bool:
     """Tell whether a call changes one of its arguments."""
     if not node.op.startswith("call") or node.op == "call_module":

@@ -15,7 +15,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from ..inductor import duplicate
 from ..ir.captured_loop import CapturedLoop, Reads
-from ..ir.fx import known
+from ..ir.fx import known, loop_operation
 from ..ir.source import name_of
 from ..recurrence.vectorize import NotALoop
 
@@ -30,7 +30,7 @@ def scans_as_loops(gm: GraphModule, notes: list[str]) -> GraphModule:
     Returns:
         The graph with the loops; the graph itself if there is nothing to replace.
     """
-    for name in [node.name for node in gm.graph.nodes if _is_scan(node)]:
+    for name in [node.name for node in gm.graph.nodes if loop_operation(node) == "scan"]:
         from .to_scan import find_scan
 
         twin = duplicate(gm)
@@ -44,10 +44,6 @@ def scans_as_loops(gm: GraphModule, notes: list[str]) -> GraphModule:
             continue
         gm = twin
     return gm
-
-
-def _is_scan(node: Node) -> bool:
-    return node.op == "call_function" and getattr(node.target, "_name", "") == "scan"
 
 
 def _looped(gm: GraphModule, node: Any) -> Node | None:

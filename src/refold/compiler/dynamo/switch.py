@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -30,14 +30,26 @@ def is_marked(backend: Any) -> bool:
     """Tell whether loops are captured for a backend, however PyTorch has wrapped it."""
     if unavailable() is not None:
         return False
+    for each, options in _layers(backend):
+        if options.get("loops") == "unroll":
+            return False
+        if getattr(each, _MARK, False):
+            return True
+    return False
+
+
+def report_of(backend: Any) -> Any:
+    """Return the report that a backend writes to, however PyTorch has wrapped it; None if it has none."""
+    found = (options.get("report") or getattr(each, "report", None) for each, options in _layers(backend))
+    return next(filter(None, found), None)
+
+
+def _layers(backend: Any) -> Iterator[tuple[Any, dict[str, Any]]]:
+    """Yield a backend and what it wraps, from the outside in, each with the options that it holds."""
     while backend is not None:
         inner = vars(backend) if hasattr(backend, "__dict__") else {}
-        if (inner.get("kwargs") or {}).get("options", {}).get("loops") == "unroll":
-            return False
-        if getattr(backend, _MARK, False):
-            return True
+        yield backend, (inner.get("kwargs") or {}).get("options") or {}
         backend = inner.get("_torchdynamo_orig_backend") or inner.get("compiler_fn") or inner.get("__wrapped__")
-    return False
 
 
 def unavailable() -> str | None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -90,51 +88,34 @@ def captured_loops(gm: GraphModule) -> list[Node]:
     return [node for node in calls if isinstance(gm.get_submodule(str(node.target)), CapturedLoop)]
 
 
-def run_as_written(gm: GraphModule) -> GraphModule:
-    """Return a graph, to be run eagerly, whose loops take as many operations per step as the user's own.
-
-    The capture reads ``x[:, t]`` as item t and then all of it, and keeps arithmetic on step numbers of which nothing is
-    used.
-    """
-    calls = captured_loops(gm)
-    if not calls:
-        return gm
-    twin = GraphModule(gm, copy.deepcopy(gm.graph))
-    for call in calls:
-        loop: Any = copy.copy(gm.get_submodule(str(call.target)))
-        loop._modules = {"body": GraphModule(loop.body, copy.deepcopy(loop.body.graph))}
-        for node in reversed(loop.body.graph.nodes):
-            if node.op != "call_function":
-                continue
-            if node.target in _ON_NUMBERS and not node.users and not any(map(_may_be_tensor, node.all_input_nodes)):
-                loop.body.graph.erase_node(node)
-            elif node.target is operator.getitem and _is_all(*node.args):
-                node.replace_all_uses_with(node.args[0])
-                loop.body.graph.erase_node(node)
-        loop.body.recompile()
-        twin.set_submodule(str(call.target), loop)
-    return twin
+def parts(gm: GraphModule) -> list[tuple[str, ...]]:
+    """Return the paths of a graph itself, and of the graphs in it that are computed again in the backward."""
+    paths: list[tuple[str, ...]] = [()]
+    for node in filter(is_checkpoint, gm.graph.nodes):
+        name = str(node.args[0].target)
+        inner: Any = gm.get_submodule(name)
+        if len(node.args[0].users) == 1:
+            paths += [(name, *path) for path in parts(inner)]
+    return paths
 
 
-_ON_NUMBERS = (operator.add, operator.sub, operator.mul, operator.neg)
-
-
-def _may_be_tensor(node: Node) -> bool:
-    return not isinstance(node.meta.get("example_value"), (int, torch.SymInt))
-
-
-def _is_all(x: Any, index: Any) -> bool:
-    """Tell whether an index takes all of a tensor that an operation has just read."""
-    read = isinstance(x, Node) and x.target is torch.select and len(x.users) == 1
-    return read and all(i in (Ellipsis, slice(None)) for i in (index if isinstance(index, tuple) else (index,)))
+def is_checkpoint(node: Node) -> bool:
+    """Tell whether a call runs a graph that is computed again in the backward."""
+    given = node.args[0] if node.args else None
+    return getattr(node.target, "__name__", "") == "tag_activation_checkpoint" and isinstance(given, Node)
 
 
 def unrolled_size(gm: GraphModule) -> int:
     """Return how many nodes a graph has when its loops are unrolled."""
-    loops: list[Any] = [(gm.get_submodule(str(node.target)), node) for node in captured_loops(gm)]
-    return len(gm.graph.nodes) + sum(
-        len(loop.body.graph.nodes) * concrete(step_count(loop, node)) for loop, node in loops
-    )
+    return len(gm.graph.nodes) + loop_nodes(gm)
+
+
+def loop_nodes(gm: GraphModule) -> int:
+    """Return how many nodes become of the loops of a graph, and of its parts, when they are unrolled."""
+    graphs: list[Any] = [gm.get_submodule(".".join(path)) for path in parts(gm)]
+    loops: list[Any] = [(part, node) for part in graphs for node in captured_loops(part)]
+    steps = [(part.get_submodule(str(node.target)), node) for part, node in loops]
+    return sum(len(loop.body.graph.nodes) * concrete(step_count(loop, node)) for loop, node in steps)
 
 
 def step_count(loop: CapturedLoop, call: Node) -> Any:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from ..private import statically_known_true, tree_leaves
+from ..private import HigherOrderOperator, statically_known_true, tree_leaves
 
 aten = torch.ops.aten
 
@@ -143,3 +143,15 @@ def mend_powers(gm: GraphModule) -> None:
             node.args = (named, exponent)
         if powers:
             module.recompile()
+
+
+def loop_operation(node: Node) -> str:
+    """Return which of PyTorch's operations a call is that take a step of a loop; empty if it is none of them."""
+    name = node.target.name() if isinstance(node.target, HigherOrderOperator) else ""
+    return name if name in ("scan", "while_loop", "associative_scan", "map_impl") else ""
+
+
+def registers_hook(node: Node) -> bool:
+    """Tell whether a call registers a hook, which is to see all of a tensor's gradient."""
+    name = node.target.name() if isinstance(node.target, HigherOrderOperator) else getattr(node.target, "__name__", "")
+    return "register_hook" in name

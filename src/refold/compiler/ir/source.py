@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from torch.fx import Node
+from torch.fx import Graph, Node
 
 CALLED = "refold_called"
 """The key of a node's metadata for the name that its value has in the user's code, where the node has another."""
@@ -54,6 +54,17 @@ def name_of(node: Node) -> str:
             if given is found and found is not None:
                 return segment(file, target)
     return expression(node)
+
+
+def operator_calls(graph: Graph) -> str:
+    """Return the calls of refold's operators in a graph, with the tensors that they get; empty if there are none."""
+    calls = []
+    for node in graph.nodes:
+        library, _, name = str(node.target).partition(".")
+        if node.op == "call_function" and library == "refold":
+            given = (name_of(x) if x.op == "placeholder" or CALLED in x.meta else "..." for x in node.all_input_nodes)
+            calls.append(f"{name.partition('.')[0]}({', '.join(given)})")
+    return "; ".join(calls)
 
 
 def located(node: Node) -> tuple[str, str]:

@@ -16,27 +16,34 @@ from torch.fx import Graph
 from ..ir.builder import sort_topologically
 from ..ir.fx import is_erased, is_training
 from ..ir.rewrite import Rewrite
+from ..ir.source import source_line
 from ..recurrence.joins import SHORTEST, chains, joins, last_states, replace_end
 from ..recurrence.replace import replace, replace_reader
 from ..recurrence.reroll import Reroller
 from ..recurrence.scatters import forward_writes
+from ..recurrence.serial_chains import steps_in_time
 from ..recurrence.vectorize import NotALoop
 
+STAYS = "a loop over time is not rewritten:"
+"""How a note begins that says why a loop is no scan."""
 
-def reroll_loops(graph: Graph, wanted: Callable[[str], bool]) -> Iterator[Rewrite]:
-    """Replace loops whose carry enters affinely and elementwise by ``linear_scan``."""
+
+def reroll_loops(graph: Graph, wanted: Callable[[str], bool]) -> Iterator[Rewrite | str]:
+    """Replace loops whose carry enters affinely and elementwise by ``linear_scan``; say why others stay."""
     if len(graph.nodes) < 2 * SHORTEST:
         return
     forward_writes(graph)
     # A backward needs the states, so forward and backward are scans that share them.
     training = is_training(graph)
     reroller, changed = Reroller(training), False
+    reasons: dict[str, None] = {}
     for root, join in joins(graph):
         if not wanted(root.name):
             continue
         try:
             rewrite = replace_reader(reroller, root, join, wanted) or replace(reroller, root, join)
-        except NotALoop:
+        except NotALoop as reason:
+            reasons[reason.told_of(source_line(root))] = None
             continue
         if rewrite is not None:
             changed = True
@@ -49,7 +56,12 @@ def reroll_loops(graph: Graph, wanted: Callable[[str], bool]) -> Iterator[Rewrit
     for steps in chains(graph, reroller.members):
         if wanted(steps[-1].name):
             rerollers.append(Reroller(training))  # of its own: what the others made may stand after this end
-            if (rewrite := replace_end(rerollers[-1], steps)) is not None:
+            try:
+                rewrite = replace_end(rerollers[-1], steps)
+            except NotALoop as reason:
+                reasons[reason.told_of(source_line(steps[-1]))] = None
+                continue
+            if rewrite is not None:
                 reroller.members |= rerollers[-1].members
                 changed = True
                 yield rewrite
@@ -58,3 +70,5 @@ def reroll_loops(graph: Graph, wanted: Callable[[str], bool]) -> Iterator[Rewrit
             graph.erase_node(node)
     if changed:
         graph.eliminate_dead_code()
+    if reasons and steps_in_time(graph):
+        yield from (f"{STAYS} {reason}" for reason in reasons)

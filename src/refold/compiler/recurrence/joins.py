@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
-from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -24,7 +23,7 @@ from ..ir.source import source_line
 from .affine import Loop
 from .replace import Join, replace
 from .reroll import Reroller
-from .scatters import content, forward_writes, position
+from .scatters import content, position
 from .vectorize import NotALoop, described
 
 aten = torch.ops.aten
@@ -40,32 +39,13 @@ _STEP_NODES = 64
 _TERMS = 4
 
 
-def refusals(graph: Graph) -> list[str]:
-    """Say of each list of steps where it ends and why it is no scan; inserts dead nodes and removes them again."""
-    reasons: dict[str, None] = {}
-    reroller = Reroller()
-    forward_writes(graph)
-    found = [(root, partial(join, reroller, root)) for root, join in joins(graph)]
-    ends = [(steps[-1], partial(reroller.stack, steps, steps[-1])) for steps in chains(graph, reroller.members)]
-    for root, attempt in found + ends:
-        try:
-            reroller.emit.at(root)
-            attempt()
-        except NotALoop as reason:
-            reasons[reason.told_of(source_line(root))] = None
-    for node in reversed(reroller.emit.added):
-        graph.erase_node(node)
-    return list(reasons)
-
-
 def joins(graph: Graph) -> Iterator[tuple[Node, Join]]:
     """Find where the steps of a loop may come together, in graph order."""
     for node in list(graph.nodes):
         if node.op != "call_function" or is_erased(node) or not is_tensor(node):
             continue
         if node.target in (aten.cat.default, aten.stack.default):
-            parts = node.args[0]
-            if len(parts) >= SHORTEST and all(_same_shape(part, parts[0]) for part in parts):
+            if len(_alike(node.args[0])) >= SHORTEST:
                 yield node, _cat
         elif node.target in _SCATTERS and not any(_writes_on(user, node) for user in node.users):
             if len(_writes(node)[1]) >= SHORTEST:
@@ -75,8 +55,17 @@ def joins(graph: Graph) -> Iterator[tuple[Node, Join]]:
 
 
 def _cat(reroller: Reroller, root: Any) -> Node:
-    parts, dim = root.args[0], arg(root, 1, "dim", 0)
-    return _along(reroller, reroller.stack(parts, root), dim % value(root).dim(), value(root).shape)
+    parts, dim = _alike(root.args[0]), arg(root, 1, "dim", 0) % value(root).dim()
+    rest, shape = root.args[0][len(parts) :], [*value(root).shape]
+    shape[dim] = shape[dim] - sum(value(part).shape[dim] for part in rest)
+    whole = _along(reroller, reroller.stack(parts, root), dim, shape)
+    return reroller.emit.call(aten.cat.default, [whole, *rest], dim) if rest else whole
+
+
+def _alike(parts: Sequence[Node]) -> Sequence[Node]:
+    """Return what may be steps of one loop: all parts, or all but a last one that is of another size; else none."""
+    steps = parts if len(parts) < 2 or _same_shape(parts[-1], parts[0]) else parts[:-1]
+    return steps if all(_same_shape(part, parts[0]) for part in steps) else []
 
 
 def _along(reroller: Reroller, x: Node, dim: int, shape: Sequence[int]) -> Node:
@@ -261,8 +250,15 @@ def _nearest(node: Node, members: set[Node]) -> Node | None:
 
 
 def replace_end(reroller: Reroller, chain: list[Node]) -> Rewrite | None:
-    """Swap the last of a chain of steps, some of whose kind may stand in one step, for the last state of a scan."""
-    end = chain[-1]
+    """Swap the last of a chain of steps, some of whose kind may stand in one step, for the last state of a scan.
+
+    Returns:
+        The rewrite; None if the steps are no loop.
+
+    Raises:
+        NotALoop: They are no scan.
+    """
+    end, reasons = chain[-1], list[NotALoop]()
     for period in range(1, _TERMS + 1):
         steps = chain[::-1][::period][::-1]
 
@@ -271,6 +267,6 @@ def replace_end(reroller: Reroller, chain: list[Node]) -> Rewrite | None:
 
         try:
             return replace(reroller, end, last)
-        except NotALoop:
-            continue
-    return None
+        except NotALoop as reason:
+            reasons.append(reason)
+    raise reasons[0]

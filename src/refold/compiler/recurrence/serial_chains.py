@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
+from collections.abc import Iterator
 
 from torch.fx import Graph, Node
 
@@ -11,6 +12,8 @@ from ..ir.views import is_view
 
 # Shorter chains are ordinary layer code.
 SHORTEST = 8
+# Shorter loops over time are left without a word.
+SHORTEST_IN_TIME = 4
 
 
 def serial_loops(graph: Graph) -> list[str]:
@@ -36,8 +39,42 @@ def unrolled_operations(graph: Graph) -> int:
     return sum(source_line(node) in chains for node in nodes) if chains else 0
 
 
+def steps_in_time(graph: Graph) -> bool:
+    """Tell whether a line of code is a chain of steps in time: of `SHORTEST_IN_TIME` or more, and no layers."""
+    return any(
+        longest >= SHORTEST_IN_TIME and not _are_layers([at[depth] for depth in range(1, longest + 1)])
+        for _, _, longest, at in _groups(graph, SHORTEST_IN_TIME)
+    )
+
+
+def _are_layers(steps: list[Node]) -> bool:
+    """Tell whether each of several nodes reads an input of the graph that is its own, as layers read parameters."""
+    read: list[set[Node]] = []
+    for step in steps:
+        seen, stack = {*steps}, list(step.all_input_nodes)
+        while stack:
+            node = stack.pop()
+            if node not in seen:
+                seen.add(node)
+                stack += node.all_input_nodes
+        read.append({node for node in seen if node.op in ("placeholder", "get_attr")})
+    counts = Counter(node for some in read for node in some)
+    return all(any(counts[node] == 1 for node in some) for some in read)
+
+
 def _chains(graph: Graph) -> dict[str, tuple[int, int]]:
-    """Find the lines of chains: how many operations are one after another, and how many there are.
+    """Find the lines of chains: how many operations are one after another, and how many there are."""
+    found: dict[str, tuple[int, int]] = {}
+    for line, count, longest, _ in _groups(graph, SHORTEST):
+        if longest >= SHORTEST:
+            # An operation may stand in one step several times, one after another: the shortest chain has it once.
+            steps, launches = found.get(line, (longest, 0))
+            found[line] = (min(steps, longest), launches + count)
+    return found
+
+
+def _groups(graph: Graph, fewest: int) -> Iterator[tuple[str, int, int, dict[int, Node]]]:
+    """Yield the operations of one kind and line: line, how many, how many depend on one another, one at each depth.
 
     Views do not count: one line can well be rewritten to many of them, one after another.
     """
@@ -45,18 +82,13 @@ def _chains(graph: Graph) -> dict[str, tuple[int, int]]:
     for node in graph.nodes:
         if node.op == "call_function" and not is_view(node) and (line := source_line(node)):
             groups[line, str(node.target)].append(node)
-    found: dict[str, tuple[int, int]] = {}
     for (line, _), nodes in groups.items():
-        if len(nodes) < SHORTEST:
+        if len(nodes) < fewest:
             continue
         members = set(nodes)
         depth: dict[Node, int] = {}
         for node in graph.nodes:
             reached = max((depth.get(arg, 0) for arg in node.all_input_nodes), default=0)
             depth[node] = reached + (node in members)
-        longest = max(depth[node] for node in nodes)
-        if longest >= SHORTEST:
-            # An operation may stand in one step several times, one after another: the shortest chain has it once.
-            steps, launches = found.get(line, (longest, 0))
-            found[line] = (min(steps, longest), launches + len(nodes))
-    return found
+        at = {depth[node]: node for node in nodes}
+        yield line, len(nodes), max(at), at

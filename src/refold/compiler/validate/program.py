@@ -15,6 +15,7 @@ from torch.fx import GraphModule, Node
 
 from ...errors import CompileError, warn
 from ...report import GraphReport
+from ...report.text import between
 from ...verify import Race, median_ms, profile, race
 from ...verify.memory import available_bytes, peak_bytes
 from ...verify.timing import DELTA
@@ -92,7 +93,7 @@ def choose_program(
     elif (settings.accept == "faster" and (compiled or not costly)) or not originals:
         _add_plain(originals, gm, inputs, options, entry, compiled)
     why = "graph-slower"
-    if settings.verify != "off" and (reason := _compared(rewritten, gm, originals, inputs, options, entry)):
+    if settings.verify != "off" and (reason := compared(rewritten, gm, originals, inputs, options, entry)):
         # An unrolled loop of that length takes Inductor minutes.
         entry.chosen = "eager" if unrolled and "eager" in originals else "inductor"
         entry.reason = f"because the rewritten graph {reason}"
@@ -164,7 +165,7 @@ def _selects(index: Any) -> bool:
     return any(isinstance(x, torch.Tensor) and x.dtype is torch.bool for x in examples)
 
 
-def _compared(
+def compared(
     rewritten: Rewritten,
     gm: GraphModule,
     originals: dict[str, Compiled],
@@ -172,7 +173,7 @@ def _compared(
     options: dict[str, Any],
     entry: GraphReport,
 ) -> str:
-    """Compare the rewritten graph with the original; return what is wrong with it."""
+    """Compare a program with the original, and record it; return what is wrong with it."""
     log.info("checking the whole graph")
     own = next(iter(originals.values()), None)
 
@@ -246,19 +247,35 @@ def _time_all(
         for who, run in {**rivals, "refold": ours}.items():
             if found := profile.take(f"graph {entry.index}: {who}", run, device):
                 entry.kernels[who] = found
-    entry.busy = result.busy
+    entry.busy, entry.provisional = result.busy, bool(result.busy) and not result.faster
     calls = unrolled_size(rewritten.graph), unrolled_size(gm)
-    if not result.faster and result.busy and clearly_less(*_costs(entry)):
-        fewer = entry.bytes_before / max(entry.bytes_after, 1)
-        entry.reason = f"because the machine was too busy to tell, and it moves {fewer:.0f} times fewer bytes"
-    elif not result.faster and result.busy and name == "eager" and calls_far_less(*calls):
-        entry.reason = f"because the machine was too busy to tell, and it makes {calls[0]} calls, and eager {calls[1]}"
+    if result.open and (aside := _load_aside(entry, result, calls if name == "eager" else None)):
+        entry.reason = f"because the machine was too busy to tell, and {aside}"
     elif not result.faster:
         entry.chosen = "eager" if name == "eager" else "inductor"
         entry.reason = (
             f"because the rewritten graph is not measurably faster than {name}: "
-            f"between {result.at_least:.2f}x and {result.at_most:.2f}x, must exceed {1 + DELTA:.2f}x for certain"
+            f"{between(result.at_least, result.at_most)}, must exceed {1 + DELTA:.2f}x for certain"
         )
+
+
+def _load_aside(entry: GraphReport, result: Race, calls: tuple[int, int] | None) -> str:
+    """Say what speaks for a program that does not depend on what else the machine does; empty if nothing does.
+
+    Args:
+        entry: The report, with what the program and the original cost.
+        result: A race that decided nothing.
+        calls: How many calls the program and the original make, if the original runs call by call.
+    """
+    if result.fastest < 1:
+        return ""
+    if result.fastest > CLEARLY:
+        return f"the fastest call of the original takes {result.fastest:.1f} times as long as its own"
+    if clearly_less(*_costs(entry)):
+        return f"it moves {entry.bytes_before / max(entry.bytes_after, 1):.0f} times fewer bytes"
+    if calls is not None and calls_far_less(*calls):
+        return f"it makes {calls[0]} calls, and eager {calls[1]}"
+    return ""
 
 
 def _raced(
@@ -270,7 +287,7 @@ def _raced(
         ours()
         times = first_times(rivals, device)
         name = min(times, key=times.__getitem__)
-        return rivals, times, name, race(rivals[name], ours, device, budget_s=TIMING_BUDGET_S)
+        return rivals, times, name, race(rivals[name], ours, device, budget_s=TIMING_BUDGET_S, patient=False)
 
 
 def _costs(entry: GraphReport) -> tuple[Cost, Cost]:

@@ -14,6 +14,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.utils.flop_counter import flop_registry
 
+from ...report.text import between
 from ...verify import Evidence, KindResult, Program, Race, check, profile, race
 from ...verify.memory import available_bytes
 from ...verify.numerics import in_strides
@@ -98,6 +99,11 @@ class Verdict:
     race: Race | None = None
     original_by: str = ""
     postponed: bool = False
+
+    @property
+    def hurried(self) -> bool:
+        """Whether it was refused because of times that were taken on a busy machine."""
+        return bool(self.reason) and self.race is not None and bool(self.race.busy)
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Verdict:
@@ -202,13 +208,13 @@ def _decided(
         slower = not verdict.race.faster if baseline is not None else verdict.race.at_most <= 1 + DELTA
         calls = len(rewrite.candidate.graph.nodes)
         fewer_calls = verdict.original_by == "eager" and calls_far_less(calls, rewrite.size)
-        if verdict.race.busy and (fewer_calls or clearly_less(rewrite.after, rewrite.before)):
+        if verdict.race.open and (fewer_calls or clearly_less(rewrite.after, rewrite.before)):
             return verdict  # a busy machine does not decide
         if slower:
             verdict.reason = refused(
                 "not-faster",
                 f"not faster: {verdict.race.speedup:.2f}x of {verdict.original_by}, "
-                f"between {verdict.race.at_least:.2f}x and {verdict.race.at_most:.2f}x, must exceed {1 + DELTA:.2f}x",
+                f"{between(verdict.race.at_least, verdict.race.at_most)}, must exceed {1 + DELTA:.2f}x",
             )
     return verdict
 
@@ -332,7 +338,7 @@ def _time(
             ms = once_ms(run, device)
             return Race(inf, ms, inf, inf, inf, 0, True), "nothing (does not fit in memory)"
         name = min(times := first_times(originals, device), key=times.__getitem__)
-        return race(originals[name], run, device, budget_s=TIMING_BUDGET_S, looks=looks), name
+        return race(originals[name], run, device, budget_s=TIMING_BUDGET_S, looks=looks, patient=False), name
 
 
 def _one_library_call(gm: GraphModule) -> bool:

@@ -197,7 +197,8 @@ def _call(
     tx: Translator, found: Trace, carried: list[Location], outputs: list[Variable], split: tuple[int, int], count: Any
 ) -> Any:
     """Make the traced graph a module of Dynamo's graph, and call it."""
-    graph, outer = found.graph, dict(found.outer)
+    graph, outer, tracer = found.graph, dict(found.outer), tx.output.current_tracer
+    states = [x for location in carried for x in tensors(location.now(tx))]
     inner = [_node(x) for x in outputs]
     for node in dict.fromkeys(node for node in inner if node.graph is not graph and node not in outer):
         with graph.inserting_after(graph.find_nodes(op="placeholder")[-1]):
@@ -224,15 +225,16 @@ def _call(
     known = isinstance(count, int)
     names = [location.name for location in carried for _ in found.carried[location]]
     loop = CapturedLoop(body, count if known else None, names, split[1] - split[0], reads)
-    root = tx.output.root_tracer
     operands = [
-        *(_node(x) for location in carried for x in tensors(location.now(tx))),
+        *(tracer.maybe_lift_tracked_freevar_to_input(x.as_proxy()).node for x in states),
         *(element.source for element, _ in items),
         *outer,
         *([] if known else [_node(variable(tx, count))]),
     ]
+    if any(node.graph is not tracer.graph for node in operands):
+        raise Refused("higher-order", "it is in a checkpointed function, and reads a list or a length of its caller")
     name = tx.output.install_subgraph("loop_over_time", loop)
-    call: Any = Proxy(root.graph.call_module(name, tuple(operands)), root)
+    call: Any = Proxy(tracer.graph.call_module(name, tuple(operands)), tracer)
     lines = [node.meta.get("stack_trace", "") for node in graph.nodes if node.op.startswith("call")]
     call.node.meta["stack_trace"] = lines[-1] if lines else ""
     return call

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from torch._dynamo import external_utils, symbolic_convert
-from torch._dynamo.exc import RestartAnalysis, TorchDynamoException
+from torch._dynamo.exc import RestartAnalysis, SkipFrame, TorchDynamoException, Unsupported
 from torch._dynamo.variables import TensorVariable
 from torch._dynamo.variables.lists import DequeVariable
 from torch._guards import TracingContext
@@ -32,6 +32,8 @@ from .variables import Refused, Translator, place_of, realized, while_of
 HEADS = 3
 # Where PyTorch asks whether an autograd function returns what it is given.
 _AUTOGRAD_FUNCTIONS = "torch._functorch.autograd_function"
+# The operation that Dynamo makes of a call of ``torch.utils.checkpoint``.
+_CHECKPOINT = "tag_activation_checkpoint"
 # Where Dynamo keeps its own spellings of functions of Python's library, such as `itertools.accumulate`.
 _POLYFILLS = "torch/_dynamo/polyfills"
 
@@ -194,10 +196,9 @@ def _advice(error: Exception, where: str) -> str:
 
 
 def _check_modes(tx: Translator) -> None:
-    if len(tx.output.tracers) > 1:
-        raise Refused(
-            "higher-order", "it is in a function that Dynamo captured as one operation, such as a checkpointed one"
-        )
+    for tracer in tx.output.tracers[1:]:
+        if getattr(tracer.source_target, "__name__", "") != _CHECKPOINT:
+            raise Refused("higher-order", "it is in a function that Dynamo captured as one operation")
     if torch._C._is_any_autocast_enabled() or torch._C._functorch.peek_interpreter_stack() is not None:
         raise Refused("mode", "autocast or a function transform is active")
 
@@ -212,6 +213,17 @@ def _check_hooks(tx: Translator) -> None:
         if "register_hook" in frame.f_code.co_names:
             raise Refused("hook", f"`{frame.f_code.co_name}` registers a hook, and this is PyTorch {torch.__version__}")
         frame = getattr(frame, "parent", None)
+
+
+def _skipped(tx: Translator, error: TorchDynamoException) -> None:
+    """Note in the report that no graph comes of a frame, because of a graph break in a loop, say."""
+    report = switch.report_of(tx.output.compiler_fn)
+    stack = getattr(error, "real_stack", None)
+    if report is None or not stack:
+        return
+    name, why = tx.f_code.co_name, _advice(error, "")
+    told = [*notes(), f"`{name}` is not compiled, Dynamo leaves it to Python: {why}"]
+    report.notes += [note for note in told if note not in report.notes]
 
 
 def install() -> Callable[[], None]:
@@ -235,7 +247,12 @@ def install() -> Callable[[], None]:
                 lengths.watch(tx)
         except Exception as error:  # Dynamo has changed
             switch.switch_off(error)
-        return original(tx)
+        try:
+            return original(tx)
+        except (Unsupported, SkipFrame) as error:
+            if type(tx) is symbolic_convert.InstructionTranslator:
+                _skipped(tx, error)
+            raise
 
     interpreter.run = run
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import traceback
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -28,6 +29,8 @@ _REGISTERS = (
     "accept_prefix_inst", "prefix_insts", "kw_names", "lineno", "generator_exhausted", "generated_items",
 )  # fmt: skip
 _CONTAINERS = (list, dict, deque)
+# The function of Dynamo's that traces a hook, which it does as the function of an operation.
+_REGISTERS_HOOK = "_method_register_hook"
 
 
 @dataclass
@@ -36,6 +39,7 @@ class Snapshot:
 
     containers: list[tuple[Any, Any]]
     iterators: list[tuple[Any, dict[str, Any]]]
+    hooks: int
     rest: tuple[Any, ...]
 
     def restore(self) -> None:
@@ -45,7 +49,13 @@ class Snapshot:
             x.__dict__.update({name: copy.copy(y) if isinstance(y, _CONTAINERS) else y for name, y in state.items()})
 
     def unchanged(self, other: Snapshot) -> bool:
-        """Tell whether another snapshot found the same."""
+        """Tell whether another snapshot found the same.
+
+        Raises:
+            Refused: A hook was registered.
+        """
+        if other.hooks != self.hooks:
+            raise Refused("hook", "a step registers a hook on a tensor that exists before the loop")
         before = {id(container): content for container, content in self.containers}
         pairs = [(before[id(x)], content) for x, content in other.containers if id(x) in before]
         stood = {id(x): state for x, state in self.iterators}
@@ -96,9 +106,9 @@ def snapshot(tx: Translator) -> Snapshot:
                 elif isinstance(part, (list, tuple)):
                     stack += [y for y in part if isinstance(y, VariableTracker)]
     flags = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.get_default_dtype()
-    counts = len(effects.tensor_hooks), len(effects.save_for_backward), len(output.random_calls)
+    counts = len(effects.save_for_backward), len(output.random_calls)
     existing = {id(x) for x in effects.store_attr_mutations if isinstance(x.mutation_type, AttributeMutationExisting)}
-    return Snapshot(containers, iterators, (flags, counts, existing))
+    return Snapshot(containers, iterators, len(effects.tensor_hooks), (flags, counts, existing))
 
 
 @contextlib.contextmanager
@@ -123,6 +133,8 @@ def rolled_back(tx: Translator) -> Iterator[None]:
     except BaseException:
         _put_back(contents)
         known.update(found.as_it_was())
+        # Dynamo looks up what it keeps alive, and what was found for this trace alone is forgotten.
+        effects.keepalive[:] = [x for x in effects.keepalive if id(x) in known]
         # AttributeRecorder that Dynamo made on the way, whose attributes were just forgotten.
         _put_back([(tx.output.signature_cache, signatures)])
         raise
@@ -136,6 +148,8 @@ def rolled_back(tx: Translator) -> Iterator[None]:
 
 def _refuse() -> None:
     # Dynamo would go on with a copy of what it knows.
+    if any(frame.f_code.co_name == _REGISTERS_HOOK for frame, _ in traceback.walk_stack(None)):
+        raise Refused("hook", "a step registers a hook on what it computes")
     raise Refused("higher-order", "an operation in the loop takes a function, as checkpointing does")
 
 

@@ -217,7 +217,11 @@ class _Tracing:
         finally:
             number.take_guards()
             before.restore()
-        outer = {proxy.node: inner.node for proxy, inner in self.tracer.lifted_freevars.items()}
+        around: Any = self.tracer.parent
+        outer = {
+            around.maybe_lift_tracked_freevar_to_input(proxy).node: inner.node
+            for proxy, inner in self.tracer.lifted_freevars.items()
+        }
         return Trace(self.tracer.graph, number, self.step, carried, self.items, outer, after, lists)
 
     def _begin(self) -> dict[Location, list[Node]]:
