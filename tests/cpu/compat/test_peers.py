@@ -1,7 +1,8 @@
 """The functions of `refold.compat` against the packages' own reference code, from checkouts outside this repository.
 
-``REFOLD_PEERS`` names a folder with checkouts of state-spaces/mamba as ``mamba`` and of Dao-AILab/causal-conv1d as
-``causal-conv1d``. Nothing of them is built: their references are PyTorch.
+``REFOLD_PEERS`` names a folder with checkouts of state-spaces/mamba as ``mamba``, of Dao-AILab/causal-conv1d as
+``causal-conv1d`` and of fla-org/flash-linear-attention under its name. Nothing of them is built: their references are
+PyTorch.
 """
 
 import ast
@@ -19,6 +20,7 @@ import pytest
 import torch
 
 from refold.compat import causal_conv1d as conv
+from refold.compat import fla
 from refold.compat import mamba_ssm as mamba
 
 PEERS = os.environ.get("REFOLD_PEERS")
@@ -37,6 +39,13 @@ FUNCTIONS = {
     mamba.RMSNormGated: "mamba/mamba_ssm/ops/triton/layernorm_gated.py",
     conv.causal_conv1d_fn: "causal-conv1d/causal_conv1d/causal_conv1d_interface.py",
     conv.causal_conv1d_update: "causal-conv1d/causal_conv1d/causal_conv1d_interface.py",
+    fla.chunk_gated_delta_rule: "flash-linear-attention/fla/ops/gated_delta_rule/chunk.py",
+    fla.fused_recurrent_gated_delta_rule: "flash-linear-attention/fla/ops/gated_delta_rule/fused_recurrent.py",
+    fla.chunk_kda: "flash-linear-attention/fla/ops/kda/chunk.py",
+    fla.fused_recurrent_kda: "flash-linear-attention/fla/ops/kda/fused_recurrent.py",
+    fla.chunk_gla: "flash-linear-attention/fla/ops/gla/chunk.py",
+    fla.chunk_simple_gla: "flash-linear-attention/fla/ops/simple_gla/chunk.py",
+    fla.chunk_delta_rule: "flash-linear-attention/fla/ops/delta_rule/chunk.py",
 }
 
 
@@ -204,3 +213,35 @@ def test_convolution(theirs):
             expected = theirs.conv.causal_conv1d_update_ref(x[..., :tokens], twin, *given)
             close(conv.causal_conv1d_update(x[..., :tokens], state, *given), expected)
             close(state, twin)
+
+
+def naive(op, name):
+    """Load a reference of flash-linear-attention from its file; the package itself imports Triton kernels."""
+    pytest.importorskip("einops")
+    path = Path(PEERS) / "flash-linear-attention/fla/ops" / op / "naive.py"
+    spec = importlib.util.spec_from_file_location(f"naive_{op}", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return getattr(module, name)
+
+
+@pytest.mark.parametrize("length", [1, 15, 64, 65])
+@pytest.mark.parametrize("state", [False, True])
+def test_delta_rules_against_the_references_of_fla(length, state):
+    torch.manual_seed(0)
+    q, k, v = torch.randn(3, 2, length, 2, 8)
+    k = torch.nn.functional.normalize(k, dim=-1)
+    g, gk, beta = -torch.rand(2, length, 2), -torch.rand(2, length, 2, 8), torch.rand(2, length, 2)
+    last = {"initial_state": torch.randn(2, 2, 8, 8) if state else None, "output_final_state": True}
+    compared = (
+        (fla.chunk_gated_delta_rule(q, k, v, g, beta, **last),
+         naive("gated_delta_rule", "naive_recurrent_gated_delta_rule")(q, k, v, beta, g, **last)),
+        (fla.chunk_kda(q, k, v, gk, beta, **last), naive("kda", "naive_recurrent_kda")(q, k, v, gk, beta, **last)),
+        (fla.chunk_gla(q, k, v, gk, **last), naive("gla", "naive_recurrent_gla")(q, k, v, gk, **last)),
+    )  # fmt: skip
+    for found, expected in compared:
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    y, state = fla.chunk_delta_rule(q, k, v, beta, **last)
+    heads = [a.transpose(1, 2) for a in (q, k, v, beta)]
+    y_theirs, theirs = naive("delta_rule", "delta_rule_recurrence")(*heads, last["initial_state"])
+    torch.testing.assert_close((y, state), (y_theirs.transpose(1, 2), theirs), rtol=1e-4, atol=1e-5)
