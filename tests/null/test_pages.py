@@ -60,3 +60,11 @@ def test_a_page_of_an_operator_is_no_source():
         code = [line for line in page.splitlines() if line.startswith("    ")]
         assert not [line for line in code if "``" in line], "prose that is indented is shown as code"
         assert max(map(len, page.split("```")[1].splitlines())) < 90
+
+
+def test_the_code_that_a_decision_shapes_cites_it():
+    decisions = re.findall(r"^(\d+)\. \*\*", (ROOT / "docs" / "design.md").read_text(), re.MULTILINE)
+    text = "".join(path.read_text() for folder in ("src", "tests") for path in (ROOT / folder).rglob("*.py"))
+    assert decisions == [str(i + 1) for i in range(len(decisions))]
+    assert len(decisions) <= 30
+    assert set(re.findall(r"[Dd]esign decision (\d+)", text)) == set(decisions)

@@ -1,4 +1,4 @@
-"""Random programs, rewritten without generating code, and compared with eager.
+"""Random programs, rewritten without generating code, and compared with eager (design decision 21).
 
 A program is drawn from a `random.Random`, so that hypothesis can shrink it and a seed can name it. `random_graphs`
 draws views, sums and products, `random_loops` loops over time, and `random_states` loops with states in lists and

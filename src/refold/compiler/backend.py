@@ -1,7 +1,7 @@
 """The entry points: ``torch.compile(backend="refold")``, `refold.compile` and `refold.explain`.
 
 They are those of `refold.compiler.engine`. With a PyTorch that lacks a name which the compiler cannot do without, they
-are those of `refold.compiler.without`: Inductor compiles graphs as they are, with one warning.
+are those of `refold.compiler.without`: Inductor compiles graphs as they are, with one warning. Design decision 30.
 """
 
 from __future__ import annotations

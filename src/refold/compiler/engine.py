@@ -4,6 +4,7 @@ One graph goes through these steps. Inductor is started with a hook on its ATen 
 there, the compile ends as Inductor's own. Otherwise the compile is stopped, and each rewrite is checked against float64
 and timed against its original. The compile is started again with the rewrites that passed. The result is timed against
 eager and plain Inductor. What runs in the end is the fastest of the three, and the report says why.
+Design decision 7.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Dynamo and AOTAutograd do the work of capture. `Hook` is one of Inductor's custom passes on the joint or inference
 graph. It runs after functionalisation and autograd. So aliasing, mutation and gradients are explicit, and a rewrite
-need not know of them.
+need not know of them. Design decision 1.
 """
 
 from __future__ import annotations

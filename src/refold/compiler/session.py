@@ -1,4 +1,7 @@
-"""The compile of one graph: find rewrites, check them, apply those that stand, keep the fastest program."""
+"""The compile of one graph: find rewrites, check them, apply those that stand, keep the fastest program.
+
+Design decision 5.
+"""
 
 from __future__ import annotations
 

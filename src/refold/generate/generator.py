@@ -2,7 +2,7 @@
 
 A conversation holds everything about the tokens so far: the model's state (of constant size, except for the key-value
 cache of attention layers), the logits of the next token, and which tokens were seen. It can be forked, saved, loaded
-and continued, without reading the past again.
+and continued, without reading the past again. Design decision 28.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Documents that share a row of a batch: how their borders reach every layer of a model.
+"""Documents that share a row of a batch: how their borders reach every layer of a model (design decision 26).
 
 Models take the borders in one of three forms, and most of them drop all three before their recurrent layers. So the
 borders are read where the model is called (`watch`), and kept during that call. Blocks also get them as an argument: if

@@ -6,6 +6,7 @@ the cache of one conversation at a time. Layers of attention get keys and values
 holds views of what is filled. When another cache comes, the one before gets copies of its own.
 
 `refusal` says when a graph may run. Everything else, and every call that was refused, runs as before.
+Design decision 27.
 """
 
 from __future__ import annotations

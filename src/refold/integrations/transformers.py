@@ -1,4 +1,4 @@
-"""`refold.accelerate`: the Mamba layers of one transformers model run on refold's operators.
+"""`refold.accelerate`: the Mamba layers of one transformers model run on refold's operators (design decision 25).
 
 Each layer gets a subclass of its own class that differs only in its forward. So does each block around a layer, to
 carry documents through gradient checkpointing. A class can be restored exactly, copies and replicas keep it, and hooks,

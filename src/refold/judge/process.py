@@ -3,7 +3,7 @@
 Nothing that the process says is trusted. Inputs lie in memory that both share, and are written while the process
 sleeps. The clock runs from the signal to start until the answer that the call has returned; both are taken here. Then
 the process is stopped, and the kernel reads the bytes of its results out of it (``process_vm_readv``). So work that is
-not finished by then does not count. The original runs in such a process, too.
+not finished by then does not count. The original runs in such a process, too. Design decision 23.
 """
 
 from __future__ import annotations

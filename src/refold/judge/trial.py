@@ -1,4 +1,4 @@
-"""A judge: processes for programs, and the checks of a trial in their order."""
+"""A judge: processes for programs, and the checks of a trial in their order (design decision 22)."""
 
 from __future__ import annotations
 

@@ -8,6 +8,7 @@ Axes are strings of the letters of `refold.axes`. Four spellings are special:
 - in a spec with ``time_optional``, ``t`` may be absent, from all arguments at once.
 
 Nothing here imports a framework. It sees arrays only as shape, dtype name and device name (`ArrayMeta`).
+Design decision 14.
 """
 
 from __future__ import annotations

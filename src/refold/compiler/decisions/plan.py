@@ -1,4 +1,4 @@
-"""A plan: decisions that a user pins, so that two runs, or two ranks, run the same programs.
+"""A plan: decisions that a user pins, so that two runs, or two ranks, run the same programs (design decision 20).
 
 A report is a plan. It says for each graph by name what runs, and which rewrites were applied. Replayed, nothing is
 timed: each graph gets what the plan says.

@@ -1,4 +1,4 @@
-"""Decisions kept in this process, and on disk for the next.
+"""Decisions kept in this process, and on disk for the next (design decision 19).
 
 On disk a decision is one small JSON file, ``FOLDER/PLACE/KIND-KEY.json``. The place names the versions and the machine
 that the decision holds for, so what another version wrote is never read. A file is first written under another name and

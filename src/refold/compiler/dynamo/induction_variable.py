@@ -6,6 +6,7 @@ PyTorch records as a guard. The trace is the program of every step for which all
 
 Source: compilers analyse loops by guards that hold for a range of values of an induction variable (Aho et al. 2006,
 section 9.6). Numbers that are linear in it are the simplest chains of recurrences (Bachmann et al. 1994).
+Design decision 11.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Carries of a few elements that a step moves or mixes become one carry per element.
+"""Carries of a few elements that a step moves or mixes become one carry per element (design decision 10).
 
 A step may roll a window (``torch.cat([w[:, 1:], x], 1)``, ``torch.roll``), rotate pairs of numbers, or multiply a short
 vector by a matrix. Along that axis it is no elementwise function of its carry. If the axis is short, its elements

@@ -4,7 +4,7 @@ ATen spells them in some thirty ways. `read` gives each as an expression of nine
 and ranges that are closed: a ``select`` is a slice whose axis a view drops, a ``roll`` a cat of slices. A reader of
 graphs says what each of the nine is for it, in `Rules` of its own. What a spelling means is in `_SPELLINGS` alone.
 
-Shapes. Each move says how (...) becomes another (...); a `Moved` has the shape that results.
+Shapes. Each move says how (...) becomes another (...); a `Moved` has the shape that results. Design decision 3.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 A step matches a step if both do the same with the same numbers. Also, there must be a one-to-one renaming of letters
 with which all that they read and the result agree. The axes of a value that a step makes may be in another order.
 Factors of a contraction and both sides of a sum may be exchanged, so each order is tried. A rule's inputs stand for any
-value whose axes are in their order.
+value whose axes are in their order. Design decision 24.
 """
 
 from __future__ import annotations

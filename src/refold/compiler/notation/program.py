@@ -14,7 +14,7 @@ are written ``1`` and are dropped, and the result is laid out with them.
 
 The grammar (`STEPS`) holds contractions, elementwise functions, reductions, scans, changes of size and refold's
 operators, and nothing else: no names of PyTorch, no code. A program from a stranger can ask for memory and time, which
-are bounded here, and for nothing that is not arithmetic on its inputs.
+are bounded here, and for nothing that is not arithmetic on its inputs. Design decision 2.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Hand a scan that was written in chunks to the operator that it is.
+"""Hand a scan that was written in chunks to the operator that it is (design decision 4).
 
 `refold.compiler.recurrence.chunked_form` reads it. Its outputs and its last state come from one ``ssd``. Where nothing
 but the last state is wanted, that is one product over all of time,

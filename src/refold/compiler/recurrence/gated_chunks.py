@@ -18,7 +18,7 @@ before it is multiplied. A log decay of minus infinity, which forgets the state,
 exponential is zero, too.
 
 Shapes. Query, key and log decays are (b, c, l, k), values (b, c, l, v), states (b, c, k, v), pairs (b, c, l, l): c
-chunks of l tokens. Several axes may stand for the batch b.
+chunks of l tokens. Several axes may stand for the batch b. Design decision 6.
 """
 
 from __future__ import annotations

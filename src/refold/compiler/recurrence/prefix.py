@@ -1,4 +1,4 @@
-"""Recognise linear recurrences that are computed as parallel prefix networks, by algebra.
+"""Recognise linear recurrences that are computed as parallel prefix networks, by algebra (design decision 12).
 
 Such a network combines neighbours ``(a1, b1), (a2, b2) -> (a1 a2, a2 b1 + b2)`` in a tree, by doubling, or in any
 other order (Blelloch 1990; Hillis & Steele 1986). Nothing is matched here. Each element of a value is a word about the

@@ -15,6 +15,7 @@ The original cannot always be run in float64: memory may be too small, or an ope
 memory is too small, and all results have 16 bits, float32 is exact enough. Else the original is its own reference, and
 its error is how far such inputs move it. Nor can it always be run as it is, or as Inductor compiles it. Then it runs
 operation by operation, and large products that are only summed are multiplied and summed in blocks.
+Design decision 18.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which results and gradients of the Mamba-2 scan are not finite by its definition.
+"""Which results and gradients of the Mamba-2 scan are not finite by its definition (design decision 16).
 
 Formulas in chunks multiply tokens by masks, and zero times NaN is NaN: one bad token would spoil earlier ones. So
 values that are not finite are replaced by zero there, and the results that the definition spoils are marked here. In

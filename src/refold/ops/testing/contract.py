@@ -1,4 +1,4 @@
-"""The contract: what every backend of every operator must satisfy on every case of the spec.
+"""The contract: what every backend of every operator must satisfy on every case of the spec (design decision 13).
 
 A check is a function of a problem and a backend that raises AssertionError. Errors are relative to the largest value of
 the definition in float64. They may not exceed what `Problem.tolerance` computes from the dtype and the sizes. Also, no

@@ -1,4 +1,4 @@
-"""The operators as torch.library ops: one node each under Dynamo, export and AOTAutograd.
+"""The operators as torch.library ops: one node each under Dynamo, export and AOTAutograd (design decision 15).
 
 For every spec this file registers
 
