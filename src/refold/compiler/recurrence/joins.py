@@ -229,17 +229,17 @@ def chains(graph: Graph, rerolled: set[Node]) -> Iterator[list[Node]]:
             if end not in members or end in rerolled or len(members) < SHORTEST_CHAIN:
                 continue
             chain = [end]
-            while (before := _nearest(chain[-1], members)) is not None:
+            while (before := nearest(chain[-1], members, _STEP_NODES)) is not None:
                 chain.append(before)
             members -= set(chain)
             if len(chain) >= SHORTEST_CHAIN:
                 yield chain[::-1]
 
 
-def _nearest(node: Node, members: set[Node]) -> Node | None:
-    """Return the nearest member that feeds a node, looking a step's length back."""
+def nearest(node: Node, members: set[Node], within: int) -> Node | None:
+    """Return the nearest member that feeds a node, looking at so many nodes before it."""
     seen, queue = {node}, deque([node])
-    while queue and len(seen) < _STEP_NODES:
+    while queue and len(seen) < within:
         for x in queue.popleft().all_input_nodes:
             if x in members:
                 return x

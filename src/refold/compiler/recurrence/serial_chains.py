@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator
 
 from torch.fx import Graph, Node
 
 from ..ir.source import source_line
 from ..ir.views import is_view
+from .joins import nearest
 
 # Shorter chains are ordinary layer code.
 SHORTEST = 8
 # Shorter loops over time are left without a word.
 SHORTEST_IN_TIME = 4
+# How many nodes of a step are looked at for the step before it.
+_STEP_NODES = 256
 
 
 def serial_loops(graph: Graph) -> list[str]:
@@ -41,10 +43,13 @@ def unrolled_operations(graph: Graph) -> int:
 
 def steps_in_time(graph: Graph) -> bool:
     """Tell whether a line of code is a chain of steps in time: of `SHORTEST_IN_TIME` or more, and no layers."""
-    return any(
-        longest >= SHORTEST_IN_TIME and not _are_layers([at[depth] for depth in range(1, longest + 1)])
-        for _, _, longest, at in _groups(graph, SHORTEST_IN_TIME)
-    )
+    for nodes in _groups(graph).values():
+        members, chain = set(nodes), nodes[-1:]
+        while len(chain) < SHORTEST and (before := nearest(chain[-1], members, _STEP_NODES)) is not None:
+            chain.append(before)
+        if len(chain) >= SHORTEST_IN_TIME and not _are_layers(chain):
+            return True
+    return False
 
 
 def _are_layers(steps: list[Node]) -> bool:
@@ -65,16 +70,24 @@ def _are_layers(steps: list[Node]) -> bool:
 def _chains(graph: Graph) -> dict[str, tuple[int, int]]:
     """Find the lines of chains: how many operations are one after another, and how many there are."""
     found: dict[str, tuple[int, int]] = {}
-    for line, count, longest, _ in _groups(graph, SHORTEST):
+    for line, nodes in _groups(graph).items():
+        if len(nodes) < SHORTEST:
+            continue
+        members = set(nodes)
+        depth: dict[Node, int] = {}
+        for node in graph.nodes:
+            reached = max((depth.get(arg, 0) for arg in node.all_input_nodes), default=0)
+            depth[node] = reached + (node in members)
+        longest = max(depth[node] for node in nodes)
         if longest >= SHORTEST:
             # An operation may stand in one step several times, one after another: the shortest chain has it once.
-            steps, launches = found.get(line, (longest, 0))
-            found[line] = (min(steps, longest), launches + count)
+            steps, launches = found.get(line[0], (longest, 0))
+            found[line[0]] = (min(steps, longest), launches + len(nodes))
     return found
 
 
-def _groups(graph: Graph, fewest: int) -> Iterator[tuple[str, int, int, dict[int, Node]]]:
-    """Yield the operations of one kind and line: line, how many, how many depend on one another, one at each depth.
+def _groups(graph: Graph) -> dict[tuple[str, str], list[Node]]:
+    """Return the operations of one line and kind.
 
     Views do not count: one line can well be rewritten to many of them, one after another.
     """
@@ -82,13 +95,4 @@ def _groups(graph: Graph, fewest: int) -> Iterator[tuple[str, int, int, dict[int
     for node in graph.nodes:
         if node.op == "call_function" and not is_view(node) and (line := source_line(node)):
             groups[line, str(node.target)].append(node)
-    for (line, _), nodes in groups.items():
-        if len(nodes) < fewest:
-            continue
-        members = set(nodes)
-        depth: dict[Node, int] = {}
-        for node in graph.nodes:
-            reached = max((depth.get(arg, 0) for arg in node.all_input_nodes), default=0)
-            depth[node] = reached + (node in members)
-        at = {depth[node]: node for node in nodes}
-        yield line, len(nodes), max(at), at
+    return groups
