@@ -301,10 +301,10 @@ def _multiply_out_columns(graph: Graph) -> None:
 _Made = tuple[Elements | Node, bool] | None
 
 
-def _pointwise(self: _Splitter, node: Any) -> _Made:
+def _pointwise(splitter: _Splitter, node: Any) -> _Made:
     rank = value(node).dim()
-    own = [x for x in node.all_input_nodes if x in self.elements]
-    axes = {self.elements[x].axis - value(x).dim() for x in own} if own else self.spread(node)
+    own = [x for x in node.all_input_nodes if x in splitter.elements]
+    axes = {splitter.elements[x].axis - value(x).dim() for x in own} if own else splitter.spread(node)
     if not axes:
         return None
     if len(axes) != 1:
@@ -312,19 +312,19 @@ def _pointwise(self: _Splitter, node: Any) -> _Made:
     (back,) = axes
     axis = rank + back
     count = known(value(node).shape[axis])
-    if any(len(self.elements[x].parts) != count for x in own):
+    if any(len(splitter.elements[x].parts) != count for x in own):
         raise NotThis
 
     def taken(at: int, x: Any) -> Any:
         if not is_tensor(x) or value(x).dim() < -back or known(value(x).shape[back]) == 1:
             return x
-        return self.along(x, value(x).dim() + back)[at]
+        return splitter.along(x, value(x).dim() + back)[at]
 
     parts = []
     for at in range(count):
         args = torch.fx.node.map_arg(node.args, functools.partial(taken, at))
         kwargs = torch.fx.node.map_arg(node.kwargs, functools.partial(taken, at))
-        parts.append(self.call(node.target, *args, **kwargs))
+        parts.append(splitter.call(node.target, *args, **kwargs))
     return Elements(axis, tuple(parts)), False
 
 
@@ -428,37 +428,37 @@ def _write(mover: _Mover, x: Write, whole: Elements | Node, part: Elements | Nod
     return Elements(x.dim, tuple(parts))
 
 
-def _sum(self: _Splitter, node: Any) -> _Made:
-    found, rank = self.elements[node.args[0]], value(node.args[0]).dim()
+def _sum(splitter: _Splitter, node: Any) -> _Made:
+    found, rank = splitter.elements[node.args[0]], value(node.args[0]).dim()
     given = arg(node, 1, "dim")
     dims = {d % rank for d in ([given] if isinstance(given, int) else given or range(rank))}
     keep = bool(arg(node, 2, "keepdim", False))
     if found.axis not in dims:
         axis = found.axis if keep else found.axis - sum(d < found.axis for d in dims)
         return Elements(
-            axis, tuple(self.call(node.target, x, *node.args[1:], **node.kwargs) for x in found.parts)
+            axis, tuple(splitter.call(node.target, x, *node.args[1:], **node.kwargs) for x in found.parts)
         ), False
     if node.kwargs.keys() - {"dim", "keepdim"}:
         raise NotThis
-    total = self.summed(found.parts)
+    total = splitter.summed(found.parts)
     if node.target is aten.mean.dim:
-        total = self.call(aten.div.Tensor, total, len(found.parts))
+        total = splitter.call(aten.div.Tensor, total, len(found.parts))
     others = sorted(dims - {found.axis})
     if others:
-        total = self.call(node.target, total, others, True)
-    return (total if keep else self.call(aten.squeeze.dims, total, sorted(dims))), True
+        total = splitter.call(node.target, total, others, True)
+    return (total if keep else splitter.call(aten.squeeze.dims, total, sorted(dims))), True
 
 
-def _largest(self: _Splitter, node: Any) -> _Made:
+def _largest(splitter: _Splitter, node: Any) -> _Made:
     """Maxima along the axis, one element after the other; with positions (``max.dim``), if nothing reads those."""
-    found, single = self.elements[node.args[0]], node.target in (aten.max.dim, aten.min.dim)
+    found, single = splitter.elements[node.args[0]], node.target in (aten.max.dim, aten.min.dim)
     given, keep = arg(node, 1, "dim", None), arg(node, 2, "keepdim", False)
     rank = value(node.args[0]).dim()
     dims = {d % rank for d in ([given] if isinstance(given, int) else given or range(rank))}
     if dims != {found.axis} or (single and any(user.args[1] != 0 for user in node.users)):
         raise NotThis
-    total = functools.reduce(functools.partial(self.call, _LARGEST[node.target]), found.parts)
-    total = total if keep else self.call(aten.squeeze.dim, total, found.axis)
+    total = functools.reduce(functools.partial(splitter.call, _LARGEST[node.target]), found.parts)
+    total = total if keep else splitter.call(aten.squeeze.dim, total, found.axis)
     if not single:
         return total, True
     for user in list(node.users):
@@ -476,7 +476,7 @@ _LARGEST = {
 }
 
 
-def _product(self: _Splitter, node: Any) -> _Made:
+def _product(splitter: _Splitter, node: Any) -> _Made:
     """Multiply matrices, or a matrix and a vector, one of which is known by elements along what is summed over."""
     bias, (a, b) = (node.args[0], node.args[1:3]) if node.target is aten.addmm.default else (None, node.args[:2])
     if node.kwargs:
@@ -484,34 +484,40 @@ def _product(self: _Splitter, node: Any) -> _Made:
     rows, columns = value(a).dim() - 2, value(a).dim() - 1
     vector = value(b).dim() == 1  # else the summed axis of b is that of a's rows
     inner = 0 if vector else rows
-    left, right = self.along(a, columns), self.along(b, inner)
-    free = rows if b in self.elements and a not in self.elements else value(node).dim() - 1
-    mine, other = (left, right) if a in self.elements else (right, left)
-    if a in self.elements and b in self.elements:
+    left, right = splitter.along(a, columns), splitter.along(b, inner)
+    free = rows if b in splitter.elements and a not in splitter.elements else value(node).dim() - 1
+    mine, other = (left, right) if a in splitter.elements else (right, left)
+    if a in splitter.elements and b in splitter.elements:
         raise NotThis
     out = []
-    if a in self.elements:  # a column of a, times a row of b, whose elements are apart
+    if a in splitter.elements:  # a column of a, times a row of b, whose elements are apart
         count = 1 if vector else known(value(b).shape[-1])
         if not isinstance(count, int) or count > 2 * LONGEST:
             raise NotThis
         for j in range(count):
             entries = (
-                right if vector or count == 1 else [self.call(aten.slice.Tensor, x, rows + 1, j, j + 1) for x in right]
+                right
+                if vector or count == 1
+                else [splitter.call(aten.slice.Tensor, x, rows + 1, j, j + 1) for x in right]
             )
-            out.append(self.summed([self.call(aten.mul.Tensor, x, y) for x, y in zip(mine, entries, strict=True)]))
+            out.append(
+                splitter.summed([splitter.call(aten.mul.Tensor, x, y) for x, y in zip(mine, entries, strict=True)])
+            )
         free = rows + 1
     else:
         count = known(value(a).shape[rows])
         if not isinstance(count, int) or count > 2 * LONGEST:
             raise NotThis
         for j in range(count):
-            entries = other if count == 1 else [self.call(aten.slice.Tensor, x, rows, j, j + 1) for x in other]
+            entries = other if count == 1 else [splitter.call(aten.slice.Tensor, x, rows, j, j + 1) for x in other]
             if vector:
-                entries = [self.call(aten.squeeze.dim, x, rows + 1) for x in entries]
-            out.append(self.summed([self.call(aten.mul.Tensor, x, y) for x, y in zip(entries, mine, strict=True)]))
+                entries = [splitter.call(aten.squeeze.dim, x, rows + 1) for x in entries]
+            out.append(
+                splitter.summed([splitter.call(aten.mul.Tensor, x, y) for x, y in zip(entries, mine, strict=True)])
+            )
         free = rows
-    if a in self.elements and vector:
-        found: Elements | Node = self.call(aten.squeeze.dim, out[0], columns)
+    if a in splitter.elements and vector:
+        found: Elements | Node = splitter.call(aten.squeeze.dim, out[0], columns)
     else:
         found = out[0] if len(out) == 1 else Elements(free, tuple(out))
     if bias is not None:
@@ -520,19 +526,21 @@ def _product(self: _Splitter, node: Any) -> _Made:
             own = value(bias).dim()
             back = free - rank
             shared = own < -back or known(value(bias).shape[own + back]) == 1
-            addends = [bias] * len(out) if shared else self.along(bias, own + back)
-            found = Elements(free, tuple(self.call(aten.add.Tensor, y, x) for x, y in zip(out, addends, strict=True)))
+            addends = [bias] * len(out) if shared else splitter.along(bias, own + back)
+            found = Elements(
+                free, tuple(splitter.call(aten.add.Tensor, y, x) for x, y in zip(out, addends, strict=True))
+            )
         else:
-            found = self.call(aten.add.Tensor, bias, found)
+            found = splitter.call(aten.add.Tensor, bias, found)
     return found, True
 
 
-def _convolution(self: _Splitter, node: Any) -> _Made:
+def _convolution(splitter: _Splitter, node: Any) -> _Made:
     """Convolve a window along its one axis, channel by channel or over channels."""
     x, weight, bias, stride, padding, dilation, transposed, _, groups = node.args
-    if transposed or value(x).dim() != 3 or self.elements[x].axis != 2 or weight in self.depends:
+    if transposed or value(x).dim() != 3 or splitter.elements[x].axis != 2 or weight in splitter.depends:
         raise NotThis
-    window, taps = self.elements[x].parts, known(value(weight).shape[2])
+    window, taps = splitter.elements[x].parts, known(value(weight).shape[2])
     depthwise = groups == value(x).shape[1] and value(weight).shape[0] == groups
     if not depthwise and groups != 1:
         raise NotThis
@@ -543,18 +551,18 @@ def _convolution(self: _Splitter, node: Any) -> _Made:
             place = at * stride[0] + k * dilation[0] - padding[0]
             if not 0 <= place < len(window):
                 continue
-            tap = self.call(aten.select.int, weight, 2, k)
+            tap = splitter.call(aten.select.int, weight, 2, k)
             if depthwise:
-                terms.append(self.call(aten.mul.Tensor, window[place], tap))
+                terms.append(splitter.call(aten.mul.Tensor, window[place], tap))
             else:
-                row = self.call(aten.squeeze.dim, window[place], 2)
-                product = self.call(aten.mm.default, row, self.call(aten.t.default, tap))
-                terms.append(self.call(aten.unsqueeze.default, product, 2))
+                row = splitter.call(aten.squeeze.dim, window[place], 2)
+                product = splitter.call(aten.mm.default, row, splitter.call(aten.t.default, tap))
+                terms.append(splitter.call(aten.unsqueeze.default, product, 2))
         if not terms:
             raise NotThis
-        total = self.summed(terms)
+        total = splitter.summed(terms)
         if bias is not None:
-            total = self.call(aten.add.Tensor, total, self.call(aten.unsqueeze.default, bias, 1))
+            total = splitter.call(aten.add.Tensor, total, splitter.call(aten.unsqueeze.default, bias, 1))
         out.append(total)
     return Elements(2, tuple(out)), True
 

@@ -143,61 +143,18 @@ def _rewrite(site: CallSite, traced: Traced, before: set[Node], dual: bool) -> C
     loop, steps_body = site.loop, site.traced
     inputs, prologue = trace_producers(site.operands, before, traced.mode)
     _all_operands(prologue, loop.carried, steps_body)
-    graph, copies = Graph(), dict[Node, Node]()
-    operands: Any = graph.graph_copy(prologue.graph, copies)
-    first = next(x for x in operands if is_tensor(x))
-    anchor = graph.call_function(aten.alias.default, (first,))
-    anchor.meta = {"val": value(first), "stack_trace": site.call.meta.get("stack_trace", "")}
-    own = [*operands, *_begin(Builder(anchor), operands, traced.fixed[len(steps_body.fixed) :])]
-    body = Body(site.count, traced, own, anchor, site.training)
-    results: dict[int, Node] = {i: body.over_time(traced.results[i]) for i, _ in site.uses if i >= site.lists}
-    contents = [body.over_time(write.content) for write in traced.writes]
-    for i, _ in site.uses:
-        if i < site.lists:
-            body.last(traced.results[i])  # the scan after it must be there before any is replaced
-    for _, i in traced.finals:
-        body.last(traced.results[i])
-    output = graph.output((*results.values(), *contents))
-    for found in body.loops if dual else []:
-        dualise(body, found, output)
-    made: Any = output.args[0]
-    results = dict(zip(results, made, strict=False))
-    contents = made[len(results) :]
-    body.emit.settle()
-    for i, _ in site.uses:
-        if i < site.lists:
-            like = traced.results[i]
-            build = Builder(anchor)
-            results[i] = build.restride(body.last(like), value(like))
-    wanted = [i for i, _ in site.uses]
-    finals = []
-    for _, i in traced.finals:
-        like = traced.results[i]
-        finals.append(Builder(anchor).restride(body.last(like), value(like)))
-    results = _apart(Builder(anchor), results, {i for i, use in site.uses if _returned(use)})
-    contents = [*_apart(Builder(anchor), dict(enumerate(contents))).values()]
-    graph.erase_node(output)
-    graph.output((*(results[i] for i in wanted), *contents, *finals))
-    graph.erase_node(anchor)
-    graph.eliminate_dead_code()
-    differentiable(graph)
-    graph.lint()
-    if not any(node.target in (*SCANS, LINEAR_SYSTEM, BOUNDED_SCAN) for node in graph.nodes) and body.loops:
-        names = " and ".join(dict.fromkeys(f"`{x.variable}`" for x in body.loops))
-        raise NotALoop("no-scan", f"nothing that is used depends on {names}")
-    if not (wanted or contents or finals):
-        raise NotALoop("no-scan", "nothing that it computes is used")
+    graph, body = _candidate(site, traced, prologue.graph, dual)
     differentiable(prologue.graph)
     prologue.recompile()
     inner_body = _without_writes(steps_body)
-    extra = range(len(steps_body.results), len(steps_body.results) + len(contents))
+    extra = range(len(steps_body.results), len(steps_body.results) + len(traced.writes))
     count = concrete(site.count)  # of the inputs that it is checked and timed on
     steps = SequentialLoop(
         prologue,
         inner_body,
         count,
         steps_body.carried,
-        [*wanted, *extra, *(i for _, i in steps_body.finals)],
+        [*(i for i, _ in site.uses), *extra, *(i for _, i in steps_body.finals)],
         site.lists,
     )
     candidate = GraphModule({}, graph)
@@ -219,6 +176,54 @@ def _rewrite(site: CallSite, traced: Traced, before: set[Node], dual: bool) -> C
         steps=steps,
     )
     return CapturedScan(site, rewrite, inputs, dual=any(found.operator != SCAN.name for found in body.loops))
+
+
+def _candidate(site: CallSite, traced: Traced, prologue: Graph, dual: bool) -> tuple[Graph, Body]:
+    """Build the graph of the scan, behind what makes the loop's operands; return it and the body that it computes."""
+    graph, copies = Graph(), dict[Node, Node]()
+    operands: Any = graph.graph_copy(prologue, copies)
+    first = next(x for x in operands if is_tensor(x))
+    anchor = graph.call_function(aten.alias.default, (first,))
+    anchor.meta = {"val": value(first), "stack_trace": site.call.meta.get("stack_trace", "")}
+    own = [*operands, *_begin(Builder(anchor), operands, traced.fixed[len(site.traced.fixed) :])]
+    body = Body(site.count, traced, own, anchor, site.training)
+    results: dict[int, Node] = {i: body.over_time(traced.results[i]) for i, _ in site.uses if i >= site.lists}
+    contents = [body.over_time(write.content) for write in traced.writes]
+    for i, _ in site.uses:
+        if i < site.lists:
+            body.last(traced.results[i])  # the scan after it must be there before any is replaced
+    for _, i in traced.finals:
+        body.last(traced.results[i])
+    output = graph.output((*results.values(), *contents))
+    for found in body.loops if dual else []:
+        dualise(body, found, output)
+    made: Any = output.args[0]
+    results = dict(zip(results, made, strict=False))
+    contents = made[len(results) :]
+    body.emit.settle()
+    for i, _ in site.uses:
+        if i < site.lists:
+            like = traced.results[i]
+            build = Builder(anchor)
+            results[i] = build.restride(body.last(like), value(like))
+    finals = []
+    for _, i in traced.finals:
+        like = traced.results[i]
+        finals.append(Builder(anchor).restride(body.last(like), value(like)))
+    results = _apart(Builder(anchor), results, {i for i, use in site.uses if _returned(use)})
+    contents = [*_apart(Builder(anchor), dict(enumerate(contents))).values()]
+    graph.erase_node(output)
+    graph.output((*(results[i] for i, _ in site.uses), *contents, *finals))
+    graph.erase_node(anchor)
+    graph.eliminate_dead_code()
+    differentiable(graph)
+    graph.lint()
+    if not any(node.target in (*SCANS, LINEAR_SYSTEM, BOUNDED_SCAN) for node in graph.nodes) and body.loops:
+        names = " and ".join(dict.fromkeys(f"`{x.variable}`" for x in body.loops))
+        raise NotALoop("no-scan", f"nothing that is used depends on {names}")
+    if not (site.uses or contents or finals):
+        raise NotALoop("no-scan", "nothing that it computes is used")
+    return graph, body
 
 
 def _apart(build: Builder, results: dict[int, Node], returned: Collection[int] = ()) -> dict[int, Node]:
