@@ -3,13 +3,14 @@
 import os
 
 import pytest
+
+pytest.importorskip("numba")
 import torch
 
 from refold import ops
 from refold.models.torch import steps
 from refold.models.torch.layers import few_rows
-
-pytest.importorskip("numba")
+from refold.ops.numba import blocks
 
 
 @pytest.fixture
@@ -60,10 +61,10 @@ def test_threads_of_a_fork_are_its_own(two_threads, monkeypatch):
     """A child of `os.fork` has none of the threads that its parent waits for."""
     x, weight = torch.randn(1, 1024), torch.randn(2048, 1024)
     assert weight.nbytes >= 2 * few_rows().BYTES_A_THREAD
-    expected, pool = few_rows().product(x, weight), few_rows()._pool(os.getpid())
+    expected, pool = few_rows().product(x, weight), blocks._pool(os.getpid())
     monkeypatch.setattr(os, "getpid", lambda: -1)
     assert torch.equal(few_rows().product(x, weight), expected)
-    assert few_rows()._pool(-1) is not pool
+    assert blocks._pool(-1) is not pool
 
 
 def test_what_is_not_finite_stays_in_its_row_and_channel():

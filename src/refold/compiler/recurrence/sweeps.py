@@ -16,9 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...ops.numba.blocks import share_out
+from ...ops.numba.blocks import Slot, share_out
 from ...ops.numba.kernel import kernel
-from ...ops.numba.machine import Slot
 from .systems import all_steps
 
 MOST = 16
@@ -110,7 +109,7 @@ def _plain(x: Tensor) -> Tensor:
     return x if x.is_contiguous() else x.contiguous()
 
 
-@kernel(apart=True, fastmath={"contract"})
+@kernel(fastmath={"contract"})
 def _system(
     sizes: Any, reverse: Any, copies: Any, A: Any, b: Any, start: Any, h: Any, states: Any, entries: Any, blocks: Any
 ) -> None:
@@ -192,7 +191,7 @@ def _system(
             old, new = new, old
 
 
-@kernel(apart=True)
+@kernel()
 def _bounded(
     sizes: Any, scale: Any, shift: Any, low: Any, high: Any, start: Any, h: Any, last: Any, blocks: Any
 ) -> None:
@@ -244,7 +243,7 @@ def _smooth(sizes: Any, shift: Any, floor: Any, start: Any, h: Any, last: Any, b
                 h[now + c] = last[c]
 
 
-@kernel(apart=True)
+@kernel()
 def _handed_back(sizes: Any, share: Any, grad: Any, lam: Any, last: Any, blocks: Any) -> None:
     steps, lanes = sizes[0], sizes[1]
     for begin, end in blocks:

@@ -6,9 +6,6 @@ memory's rate (float32, one thread of an AMD EPYC: 16.6 GB/s with one row, 8 wit
 
 from __future__ import annotations
 
-import os
-from concurrent.futures import ThreadPoolExecutor
-from functools import cache
 from itertools import pairwise
 from typing import Any
 
@@ -17,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from refold.ops.numba.blocks import in_threads
 from refold.ops.numba.kernel import Kernel, kernel
 
 ROWS = 8
@@ -66,23 +64,8 @@ def _share_out(run: Kernel, arrays: tuple[Tensor, ...], size: int, moved: int) -
     given = [a.detach().numpy() for a in arrays]
     workers = max(1, min(torch.get_num_threads(), moved // BYTES_A_THREAD))
     edges = np.linspace(0, size, workers * PIECES_A_THREAD + 1, dtype=int).tolist()
-    pieces = iter(list(pairwise(edges if workers > 1 else (0, size))))
-
-    def work() -> None:
-        for low, high in pieces:
-            run(*given, low, high)
-
-    helpers = [_pool(os.getpid()).submit(work) for _ in range(workers - 1)]
-    work()
-    for helper in helpers:
-        if not helper.cancel():  # one that has not begun finds nothing left to do
-            helper.result()
-
-
-@cache
-def _pool(process: int) -> ThreadPoolExecutor:
-    """Return the threads of this process; a fork has none of its parent's."""
-    return ThreadPoolExecutor(thread_name_prefix=f"refold-{process}")
+    pieces = list(pairwise(edges if workers > 1 else (0, size)))
+    in_threads(lambda piece: run(*given, *piece), pieces, workers)
 
 
 @kernel(fastmath={"contract", "reassoc", "nsz"})

@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 
 from refold.ops.linear_scan.spec import SPEC
-from refold.ops.numba.blocks import share_out, spans_of, supports, zeros_or_copy
+from refold.ops.numba.blocks import Slot, share_out, spans_of, supports, zeros_or_copy
 from refold.ops.numba.kernel import Kernel, kernel
-from refold.ops.numba.machine import Slot
 from refold.ops.torch.plans import planned
 
 __all__ = ["linear_scan", "supports"]
@@ -107,7 +106,7 @@ def _marks(reset: Tensor | None) -> tuple[Tensor, ...]:
     return () if reset is None else (reset if reset.is_contiguous() else reset.contiguous(),)
 
 
-@kernel(apart=True, fastmath={"contract"})
+@kernel(fastmath={"contract"})
 def _sweep(reset: Any, reverse: Any, a: Any, x: Any, h: Any, state: Any, blocks: Any) -> None:
     """Scan sequences over ranges of channels; overwrites ``state`` (k, elements)."""
     some = reset.size > 1 or reset[0, 0, 0]
@@ -128,7 +127,7 @@ def _sweep(reset: Any, reverse: Any, a: Any, x: Any, h: Any, state: Any, blocks:
                     states[c] = last[c]
 
 
-@kernel(apart=True, fastmath={"contract"})
+@kernel(fastmath={"contract"})
 def _sweep_back(reset: Any, reverse: Any, a: Any, h: Any, adjoints: Any, before: Any, carry: Any, blocks: Any) -> None:
     """Turn results' gradients into adjoints, states into a's gradients, and last states' gradients into first ones'."""
     some = reset.size > 1 or reset[0, 0, 0]

@@ -1,23 +1,23 @@
 """What CPU kernels compiled by Numba have in common: sequences are cut into blocks of channels, and given to threads.
 
-Threads are started for a call and joined before it ends. This is safe under fork and from any thread. There are as
-many threads as torch uses, or fewer if there is less work.
+The threads of a process wait between calls. A fork has threads of its own, and any thread may call. As many take part
+as torch uses, or fewer if there is less work.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, lru_cache
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from refold.ops.numba.kernel import Kernel
-from refold.ops.numba.machine import Slot
 from refold.ops.spec import Meta
 from refold.ops.torch.chunks import read_offsets
 
@@ -43,6 +43,36 @@ def spans_of(op: str, batch: int, seqlen: int, cu_seqlens: Tensor | None) -> tup
     return tuple((0, start, stop, k) for k, (start, stop) in enumerate(pairwise(read_offsets(op, cu_seqlens, seqlen))))
 
 
+class Slot(NamedTuple):
+    """The place of a contiguous tensor that each call brings."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+def in_threads(work: Callable[[Any], None], pieces: Sequence[Any], workers: int) -> None:
+    """Call ``work`` with each piece, in this thread and ``workers - 1`` others."""
+    # A list's iterator gives each piece to one thread. Those that start late, because the threads of a torch operation
+    # still spin on their cores, find less left to do.
+    left = iter(list(pieces))
+
+    def take() -> None:
+        for piece in left:
+            work(piece)
+
+    helpers = [_pool(os.getpid()).submit(take) for _ in range(workers - 1)]
+    take()
+    for helper in helpers:
+        if not helper.cancel():  # one that has not begun finds nothing left to do
+            helper.result()
+
+
+@cache
+def _pool(process: int) -> ThreadPoolExecutor:
+    """Keep the threads of this process; a fork has none of its parent's."""
+    return ThreadPoolExecutor(thread_name_prefix=f"refold-{process}")
+
+
 def share_out(
     kernel: Kernel,
     given: Sequence[Any],
@@ -51,12 +81,12 @@ def share_out(
     width: int,
     updates: int,
 ) -> Callable[..., None]:
-    """Return what calls ``kernel(*given, blocks)`` until all are done; a block is a span and a range of channels.
+    """Plan calls of ``kernel(*given, blocks)`` that together make up all blocks: spans and ranges of channels.
 
     Args:
         kernel: It releases the interpreter lock.
-        given: What it takes. Tensors stand for others of the same dtypes and shapes; none is kept.
-        spans: What `spans_of` returned.
+        given: What it takes. Slots, or tensors, stand for tensors of these dtypes and shapes; none is kept.
+        spans: Those of `spans_of`.
         edges: Channels at which a block must end, from 0 to the number of channels.
         width: The most channels of a block.
         updates: State updates of the whole call.
@@ -64,33 +94,20 @@ def share_out(
     Returns:
         A function of the tensors, which must be contiguous.
     """
-    slots = [Slot(x.dtype, tuple(x.shape)) if isinstance(x, Tensor) else x for x in given]
+    places = {i: tuple(x.shape) for i, x in enumerate(given) if isinstance(x, Slot | Tensor)}
+    others = [None if i in places else x for i, x in enumerate(given)]
     blocks = _blocks(spans, edges, width)
     most = min(len(blocks), updates // UPDATES_A_THREAD)
 
     @cache
-    def prepared(workers: int) -> list[Callable[..., None]]:
-        pieces = [blocks] if workers <= 1 else np.array_split(blocks, min(len(blocks), PIECES_A_THREAD * workers))
-        return [kernel.prepared(*slots, piece) for piece in pieces]
+    def pieces(workers: int) -> list[np.ndarray]:
+        return [blocks] if workers == 1 else np.array_split(blocks, min(len(blocks), PIECES_A_THREAD * workers))
 
     def run(*tensors: Tensor) -> None:
-        workers = max(1, min(torch.get_num_threads(), most))
-        calls = prepared(workers)
-        if workers == 1:
-            calls[0](*tensors)
-            return
-        # A list's iterator gives each piece to one thread. Those that start late, because the threads of a torch
-        # operation still spin on their cores, find less left to do.
-        left = iter(calls)
-
-        def work(*_: Any) -> None:
-            for call in left:
-                call(*tensors)
-
-        with ThreadPoolExecutor(workers - 1) as pool:
-            others = pool.map(work, range(workers - 1))
-            work()
-            list(others)
+        workers, views = max(1, min(torch.get_num_threads(), most)), list(others)
+        for (place, shape), x in zip(places.items(), tensors, strict=True):
+            views[place] = (x.detach() if x.requires_grad else x).numpy().reshape(shape)
+        in_threads(lambda piece: kernel(*views, piece), pieces(workers), workers)
 
     return run
 
