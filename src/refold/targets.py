@@ -16,7 +16,8 @@ from typing import Any
 
 import torch
 
-from .errors import TargetError
+from .errors import DeviceError, TargetError
+from .ops.torch.devices import usable
 
 DTYPES = {
     "float32": torch.float32,
@@ -49,7 +50,10 @@ def load(target: str, *, device: str, dtype: str, seed: int) -> tuple[torch.nn.M
         raise TargetError(f"--dtype must be one of {', '.join(DTYPES)}, not {dtype!r}")
     if not 0 <= seed < 2**64:
         raise TargetError(f"--seed must be between 0 and 2**64 - 1, not {seed}")
-    where = _device(device)
+    try:
+        where = usable(device, "--device")
+    except DeviceError as error:
+        raise TargetError(str(error)) from error
     torch.manual_seed(seed)
     module, inputs = _from_factory(target) if ":" in target else _from_file(target)
     if not isinstance(module, torch.nn.Module):
@@ -57,16 +61,6 @@ def load(target: str, *, device: str, dtype: str, seed: int) -> tuple[torch.nn.M
     if not isinstance(inputs, (list, tuple)) or not inputs:
         raise TargetError(f"{target} must give a non-empty list or tuple of inputs, not {inputs!r:.80}")
     return module.to(where, DTYPES[dtype]).eval(), tuple(_place(x, where, DTYPES[dtype]) for x in inputs)
-
-
-def _device(name: str) -> torch.device:
-    try:
-        device = torch.device(name)
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise TargetError(f"--device {name} cannot be used here: {reason}") from error
-    return device
 
 
 def _place(x: Any, device: torch.device, dtype: torch.dtype) -> Any:

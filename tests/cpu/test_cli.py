@@ -119,7 +119,7 @@ def test_doctor_says_what_is_usable_and_why_not():
         (["layer:nothing"], "module layer has no function 'nothing'"),
         (["layer:get_inputs"], "get_inputs() must return (module, inputs)"),
         (["layer.py", "--dtype", "int8"], "--dtype must be one of float32, float16, bfloat16, float64, not 'int8'"),
-        (["layer.py", "--device", "gpu"], "--device gpu cannot be used here"),
+        (["layer.py", "--device", "gpu"], "--device 'gpu' cannot be used here"),
         (["layer.py", "--json", "layer.py/report.json"], "--json layer.py/report.json cannot be written"),
         (["empty.py"], "does not define Model or get_inputs"),
         (["broken.py"], "importing it raised SyntaxError"),

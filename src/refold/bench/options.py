@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
-from ..errors import ArgumentError, DeviceError
+from ..errors import ArgumentError
 
 DTYPES = ("float32", "bfloat16", "float16")
 VERIFY = ("quick", "off")
@@ -62,22 +62,3 @@ def check_names(what: str, given: Iterable[str], known: Iterable[str]) -> None:
     for name in given:
         if name not in known:
             raise ArgumentError(f"{what} is {name!r}. Give one of {', '.join(known)}")
-
-
-def check_device(what: str, name: str) -> None:
-    """Refuse a device that PyTorch does not have here.
-
-    Args:
-        what: The suite and its option, for the error.
-        name: The device, as PyTorch names it.
-
-    Raises:
-        DeviceError: It cannot be used.
-    """
-    import torch
-
-    try:
-        torch.empty(0, device=name)
-    except (RuntimeError, AssertionError) as error:
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise DeviceError(f"{what} is {name!r}, which cannot be used here: {reason}. Give cpu") from error

@@ -21,8 +21,9 @@ from refold.errors import ArgumentError
 from refold.generate.generator import NO_TOKEN, BaseGenerator, check_count, check_state_dtype, writing
 from refold.generate.sampling import Sampling, uniforms
 from refold.models.configs import Config
-from refold.models.torch import load_checkpoint, model_for, take_layers_apart, to_device, usable
+from refold.models.torch import load_checkpoint, model_for, take_layers_apart, to_device
 from refold.models.torch.layers import kernels, wide
+from refold.ops.torch.devices import usable
 from refold.verify.memory import available_bytes
 
 __all__ = ["NO_TOKEN", "Conversation", "Generator"]

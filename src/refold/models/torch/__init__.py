@@ -16,10 +16,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from refold.errors import DeviceError
 from refold.models.checkpoint import Arrays, Params
 from refold.models.checkpoint import load_checkpoint as _load
 from refold.models.configs import Config, GraniteHybridConfig, Mamba2Config, MambaConfig
+from refold.ops.torch.devices import usable
 
 __all__ = ["load_checkpoint", "model_for", "take_layers_apart", "to_device"]
 
@@ -42,23 +42,6 @@ def load_checkpoint(
     arrays = Arrays("pt", lambda shape, name: torch.empty(shape, dtype=getattr(torch, name), device=place))
     config, params = _load(model, dtype, arrays)
     return config, take_layers_apart(params)
-
-
-def usable(device: str | torch.device) -> torch.device:
-    """Return a device that is there, and computes.
-
-    Raises:
-        DeviceError: it is not, or has no numbers, as ``meta``.
-    """
-    try:
-        place = torch.device(device)
-        torch.empty(0, device=place).cpu()
-    except (RuntimeError, AssertionError) as error:  # the second where torch was built without CUDA
-        reason = str(error).splitlines()[0]
-        raise DeviceError(
-            f"device {str(device)!r} cannot be used: {reason}. Name one that is there, such as cpu."
-        ) from error
-    return place
 
 
 def to_device(params: Any, device: str | torch.device = "cpu") -> Any:
