@@ -25,7 +25,7 @@ from refold.compiler.ir.builder import same_strides
 from refold.compiler.ir.metadata import stale
 from refold.compiler.ir.views import is_view
 from refold.compiler.pipeline import run
-from refold.compiler.recurrence import duality, gated_chunks, lti_chunks
+from refold.compiler.recurrence import gated_chunks, lti_chunks
 from refold.compiler.session import describe_captured
 from refold.report import GraphReport
 from refold.verify.numerics import in_strides
@@ -60,7 +60,7 @@ _TABLE = select_decomp_table()
 class _SmallChunks:
     """Let scans over chunks use chunks so small that a short loop has several."""
 
-    homes = ((gated_chunks, 3), (duality, 3), (lti_chunks, 3))
+    homes = ((gated_chunks, 3), (lti_chunks, 3))
 
     def __enter__(self) -> None:
         self.saved = [home.CHUNK for home, _ in self.homes]

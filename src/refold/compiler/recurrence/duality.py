@@ -1,26 +1,15 @@
-"""From a scan whose states are only read through a contraction to the operator that never writes them.
+"""Emit the forms of a contracted scan (`refold.compiler.recurrence.forms`), with operands as operators take them.
 
-The states ``h`` of a scan are (time, batch, ..., n). Only ``y = sum over n of h * C`` may read them. The scan is a
-selective scan if its factors are ``decay * exp(dt * A)`` and its inputs are ``dt * x * B``. Decay must not span n, and
-no factor of the inputs may span both x's axes and n. If the factors are ``exp(dt * A)`` and depend on neither x's last
-axis nor n, the scan is a state space dual (`refold.ops.ssd`), which is computed by matrix products. Factors are read in
-index notation, so the spelling does not matter. What cannot be read that way stays a scan.
+    heads       x (b, t, h, p)   dt (b, t, h)   A (h)      B, C (b, t, g, n)   state (b, h, p, n)
+    channels    x (b, t, d)      dt (b, t, d)   A (d, n)   B, C (b, t, n)      state (b, d, n)
 
-Axes. The states are (t, b, *kept, n) in some order of kept and n: axis 0 is time, and axis 1 is the batch. The
-contraction sums the axis ``n``. ``y`` keeps the other axes, ``kept``. Operands are laid out as operators take them:
-
-    ssd             x (b, t, h, p)   dt (b, t, h)   A (h)      B, C (b, t, g, n)   state (b, h, p, n)
-    selective_scan  x (b, t, d)      dt (b, t, d)   A (d, n)   B, C (b, t, n)      state (b, d, n)
-
-A list of axes (``tokens``, ``per_step``, ``along_n``, ...) names axes of the states; None in it is an axis of size one.
-Sources: selective_scan is algorithm 2 of Gu & Dao 2023 (arXiv:2312.00752), ssd the duality of Dao & Gu 2024
-(arXiv:2405.21060).
+The states are (t, b, *kept, n), as `facts` has them. A list of axes (``per_step``, ``along_n``, ...) names axes of the
+states; None in it is an axis of size one.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from math import inf, log
 from operator import getitem
 from typing import Any
@@ -28,127 +17,107 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from ...ops.torch.registry import Operation
 from ..ir.builder import Builder
 from ..ir.fx import arg, mark_as_made, value
 from ..ir.operators import CONTRACTED, HEADS
 from ..ir.sinking import sliced_early
 from . import lti_chunks
-from .gated_chunks import CHUNK, gated_scan, merged
-from .readout import Readout, Term, terms
+from .facts import Factors, Facts, spans, unalias
+from .gated_chunks import gated_scan, merged
+from .readout import Term
 from .signs import Sign, fades, sign
-from .vectorize import Value
 
 aten = torch.ops.aten
 
 
 # A log decay this small counts as none: its exponential is one in every precision, and x divided by it finite.
 NO_DECAY = 2.0**-60
+_TOKENS = [1, 0]
+"""The axes of the states that tokens lie along: batch and time."""
 
 
-def match_operator(
-    emit: Builder, read: Readout, scale: Value | None, offset: Value | None, shape: list[int], initial: Node | None
-) -> tuple[Node, Node] | None:
-    """Emit the operator for ``y``, where ``h[t] = scale[t] h[t-1] + offset[t]`` and ``y[t] = sum over n of C[t] h[t]``.
-
-    Args:
-        emit: Where to.
-        read: How the states are read.
-        scale: What each state is multiplied by on the way to the next, broadcast to ``shape``; None for 1.
-        offset: What is added, broadcast to ``shape``.
-        shape: Shape of all states: (t, b, *kept and n).
-        initial: The state before the first, ``shape[1:]``; None for zeros.
-
-    Returns:
-        ``y`` as ``read.node`` has it, and the last state; None if no operator fits.
-    """
-    if offset is None or not offset.has_time:
-        return None
-    rank, n = len(shape), read.summed
-    kept = [place for place in range(2, rank) if place != n]
-    every = tuple(range(rank))
-    rate, exponent = 0.0, list[Term]()
-    weight, decays = 1.0, list[Term]()
-    if (same_every_step := _time_invariant(emit, read, scale, offset, shape, initial)) is not None:
-        return same_every_step
-    if scale is not None and not isinstance(scale.node, Node):
-        weight = float(scale.node)
-    elif scale is not None:
-        factors = sliced_early(emit, scale.padded(emit, rank - 1))
-        state_axes = every[rank - value(factors).dim() :]
-        found = _decay(emit, factors, state_axes, n)
-        if found is None:
-            return _gated(emit, read, scale, offset, shape, initial)
-        (rate, exponent), (weight, decays) = found
-    steps = [term for term in exponent if term.spans() & {0, 1}]
-    rates = [term for term in exponent if not term.spans() & {0, 1}]
-    factor, inputs = terms(emit, sliced_early(emit, offset.padded(emit, rank - 1)), every)
-    if Counter(steps) - Counter(inputs):  # the inputs have no step size in common with the decay
-        steps, rates, rate = [], [], 0.0
-        weight, decays = terms(emit, factors, state_axes)
-    for term in steps:
-        inputs.remove(term)
-    keys, values_ = _divide(inputs, n)
-    queries, rest = _divide(read.others, n)
-    spans = {place for term in (*steps, *rates, *decays) for place in term.spans()}
-    wide = {place for term in keys + queries for place in term.spans()} & set(kept)
-    plain = weight == 1.0 and not decays
-    positive = plain or (weight > 0 and all(_is_positive(term.node) for term in decays))
-    tokens = [1, 0]
-    state_order: list[Any]
-    along_n: list[Any]
-    per_step: list[Any]
-    per_rate: list[Any]
-    heads = [place for place in kept if place in spans | wide] or (kept[:1] if len(kept) == 2 else [])
-    channels = [place for place in kept if place not in heads]
-    # Where no gradient is taken, signs can be kept apart: that of a logarithm says nothing at a decay of zero.
-    signed = bool(decays) and weight != 0 and not positive and not torch.is_grad_enabled()
+def per_head(facts: Facts) -> tuple[Node, Node] | None:
+    """Emit `HEADS`: the decay is one number per head, so matrix products carry the scan."""
+    assert facts.decay is not None
+    emit, n, heads, rest = facts.emit, facts.n, facts.heads, facts.decay.rest
+    channels = [place for place in facts.kept if place not in heads]
+    head = heads[0] if heads else None
     signs: Node | None = None
-    if (positive or signed) and n not in spans and len(kept) <= 2 and len(channels) == 1:
-        # The decay is one number per head: matrix products carry the scan.
-        head = heads[0] if heads else None
-        if signed:
-            signs = _signs(emit, decays, weight, [*tokens, head], shape)
-            weight, decays = abs(weight), [Term(emit.call(aten.abs.default, t.node), t.state_axes) for t in decays]
-        state_order, scan = [1, head, *channels, n], HEADS
-        x = _lay(emit, values_, [*tokens, head, *channels], shape, factor)
-        if signs is not None and x is not None:
-            x = emit.call(aten.mul.Tensor, x, signs)
-        along_n, per_step, per_rate = [*tokens, head if wide else None, n], [*tokens, head], [head]
-    elif len(kept) == 1 and not wide and all(n not in term.spans() for term in decays):
-        state_order, scan = [1, *kept, n], CONTRACTED
-        x = _lay(emit, values_, [*tokens, *kept], shape, factor)
-        along_n, per_step, per_rate = [*tokens, n], [*tokens, *kept], [*kept, n]
-    else:
-        return _gated(emit, read, scale, offset, shape, initial)
+    if not rest.positive:
+        signs = _signs(emit, rest, [*_TOKENS, head], facts.shape)
+        rest = Factors(abs(rest.number), [Term(emit.call(aten.abs.default, t.node), t.state_axes) for t in rest.terms])
+    x = _lay(emit, facts.values, [*_TOKENS, head, *channels], facts.shape, facts.inputs.number)
     if x is None:
         return None
-    dt = _lay(emit, steps, per_step, shape, 1.0, like=x)
-    A = _lay(emit, rates, per_rate, shape, rate, like=x)
-    B, C = (_lay(emit, part, along_n, shape, 1.0, like=x) for part in (keys, queries))
+    if signs is not None:
+        x = emit.call(aten.mul.Tensor, x, signs)
+    given = _operands(facts, x, [*_TOKENS, head if facts.wide else None, n], [*_TOKENS, head], [head])
+    if given is None:
+        return None
+    if not facts.decay.plain:
+        logs = _log_decay(emit, rest, [*_TOKENS, head], [head], facts.shape, x)
+        given |= dict(zip(("x", "dt", "A"), logs, strict=True))
+    limits = {"dt_limit": step_limits(sign(given["dt"]))}
+    return _scanned(facts, HEADS, given, [1, head, *channels, n], signs, **limits)
+
+
+def per_channel(facts: Facts) -> tuple[Node, Node] | None:
+    """Emit `CONTRACTED`: the decay differs between channels and states."""
+    assert facts.decay is not None
+    rest, channels = facts.decay.rest, [*_TOKENS, *facts.kept]
+    x = _lay(facts.emit, facts.values, channels, facts.shape, facts.inputs.number)
+    if x is None:
+        return None
+    given = _operands(facts, x, [*_TOKENS, facts.n], channels, [*facts.kept, facts.n])
+    if given is not None and not facts.decay.plain:
+        decay = _lay(facts.emit, rest.terms, channels, facts.shape, rest.number, like=x)
+        given = None if decay is None else {**given, "decay": decay}
+    if given is None:
+        return None
+    return _scanned(facts, CONTRACTED, given, [1, *facts.kept, facts.n])
+
+
+def _operands(
+    facts: Facts, x: Node, along_n: Sequence[int | None], per_step: Sequence[int | None], per_rate: Sequence[int | None]
+) -> dict[str, Node] | None:
+    """Lay the operands out next to x; None if one of them runs along other axes."""
+    emit, shape, decay = facts.emit, facts.shape, facts.decay
+    assert decay is not None
+    dt = _lay(emit, decay.steps, per_step, shape, 1.0, like=x)
+    A = _lay(emit, decay.rates, per_rate, shape, decay.rate, like=x)
+    B, C = (_lay(emit, part, along_n, shape, 1.0, like=x) for part in (facts.keys, facts.queries))
     if dt is None or A is None or B is None or C is None:
         return None
-    operands = {"x": x, "dt": dt, "A": A, "B": B, "C": C}
-    if scan is HEADS and not plain:
-        found_log = _log_decay(emit, decays, weight, per_step, per_rate, shape, x)
-        if found_log is None:
-            return _gated(emit, read, scale, offset, shape, initial)
-        operands |= dict(zip(("x", "dt", "A"), found_log, strict=True))
-    if scan is CONTRACTED and not plain:
-        decay = _lay(emit, decays, [*tokens, *kept], shape, weight, like=x)
-        if decay is None:
-            return None
-        operands["decay"] = decay
-    if len({value(v).dtype for v in operands.values()}) != 1:
+    return {"x": x, "dt": dt, "A": A, "B": B, "C": C}
+
+
+def _scanned(
+    facts: Facts, scan: Operation, given: dict[str, Node], state_order: list[int | None], signs: Node | None = None,
+    **options: Any,
+) -> tuple[Node, Node] | None:  # fmt: skip
+    """Emit an operator, and lay its results out; None if its operands do not fit together.
+
+    Args:
+        facts: The recurrence.
+        scan: The operator.
+        given: Its operands.
+        state_order: The axes of its state.
+        signs: What x was multiplied by, and results are (`_signs`).
+        **options: Its options.
+    """
+    emit, read, shape, initial = facts.emit, facts.read, facts.shape, facts.initial
+    if len({value(v).dtype for v in given.values()}) != 1:
         return None
+    C = given["C"]
     if initial is not None:
         aligned = emit.permute(initial, [place - 1 for place in state_order if place is not None])
         initial = emit.reshape(aligned, [1 if place is None else shape[place] for place in state_order])
-        initial = emit.dense(emit.cast(initial, value(x).dtype))
+        initial = emit.dense(emit.cast(initial, value(C).dtype))
     if read.exclusive:
-        operands["C"] = _next(emit, C)
-    given = {letter: emit.dense(v) for letter, v in operands.items()}
-    limits = {"dt_limit": step_limits(sign(operands["dt"]))} if scan is HEADS else {}
-    result = emit.call(scan.target, *scan.args(**given, initial_state=initial, **limits))
+        given["C"] = _next(emit, C)
+    dense = {letter: emit.dense(v) for letter, v in given.items()}
+    result = emit.call(scan.target, *scan.args(**dense, initial_state=initial, **options))
     mark_as_made(result)
     y, last = (emit.call(getitem, result, i) for i in (0, 1))
     if signs is not None:
@@ -159,15 +128,15 @@ def match_operator(
         query = emit.call(aten.unsqueeze.default, emit.call(aten.select.int, C, 1, 0), -2)
         y = _one_later(emit, y, query, initial, -1)
     natural = [place for place in state_order if place is not None]
-    return _results(emit, read, rest, shape, (y, [*tokens, *natural[1:-1]]), (last, natural))
+    return _results(facts, (y, [*_TOKENS, *natural[1:-1]]), (last, natural))
 
 
-def _signs(emit: Builder, decays: list[Term], weight: float, order: list[Any], shape: list[int]) -> Node:
+def _signs(emit: Builder, decays: Factors, order: list[Any], shape: list[int]) -> Node:
     """Return the sign P of the product of all decays up to each step, (batch, time, head, 1).
 
     States with these signs, ``P[t] h[t] = |a[t]| P[t-1] h[t-1] + P[t] x[t]``, have decays that are never negative.
     """
-    laid = _lay(emit, decays, [*order, None], shape, weight)
+    laid = _lay(emit, decays.terms, [*order, None], shape, decays.number)
     assert laid is not None  # decays run along no other axis
     val = value(laid)
     one, minus = (emit.call(aten.full.default, [], s, dtype=val.dtype, device=val.device) for s in (1.0, -1.0))
@@ -175,16 +144,14 @@ def _signs(emit: Builder, decays: list[Term], weight: float, order: list[Any], s
     return emit.call(aten.cumprod.default, signs, 1)
 
 
-def _results(
-    emit: Builder, read: Readout, rest: list[Term], shape: list[int],
-    y: tuple[Node, list[int]], last: tuple[Node, list[int]],
-) -> tuple[Node, Node]:  # fmt: skip
+def _results(facts: Facts, y: tuple[Node, list[int]], last: tuple[Node, list[int]]) -> tuple[Node, Node]:
     """Lay out what an operator returned as the contraction and the state were; each comes with its axes."""
+    emit, read, shape = facts.emit, facts.read, facts.shape
     out, order = y
     target = sorted(order)
     out = emit.reshape(out, [shape[place] for place in order])
     out = emit.permute(out, [order.index(place) for place in target])
-    for term in rest:
+    for term in facts.rest:
         out = emit.call(aten.mul.Tensor, out, _lay(emit, [term], list(target), shape, 1.0, dense=False))
     if read.scale != 1.0:
         out = emit.call(aten.mul.Tensor, out, read.scale)
@@ -200,7 +167,7 @@ def _results(
 
 def _contracted(emit: Builder, scale: float, factors: list[Term], n: int, target: list[int], shape: list[int]) -> Node:
     """Sum a product over n, and lay it out for broadcasting; what does not run along n is multiplied afterwards."""
-    along, rest = _divide(factors, n)
+    along, rest = Factors(scale, factors).along(n)
     total: Node | None = None
     if along:
         total = emit.call(aten.sum.dim_IntList, _lay(emit, along, [*target, n], shape, 1.0, dense=False), [-1])
@@ -227,28 +194,18 @@ def _one_later(emit: Builder, y: Node, query: Node, initial: Node | None, along:
     return emit.call(aten.cat.default, [first, emit.call(aten.slice.Tensor, y, 1, 0, value(y).shape[1] - 1)], 1)
 
 
-def _time_invariant(
-    emit: Builder, read: Readout, scale: Value | None, offset: Value, shape: list[int], initial: Node | None
-) -> tuple[Node, Node] | None:
-    """Emit `lti_scan`, if decays differ along n and nothing but one factor of what is added depends on time."""
-    if scale is None or not isinstance(scale.node, Node) or shape[0] < lti_chunks.CHUNK:
-        return None
-    rank, n = len(shape), read.summed
-    factors = sliced_early(emit, scale.padded(emit, rank - 1))
-    weight, decays = terms(emit, factors, tuple(range(rank - value(factors).dim(), rank)))
-    factor, inputs = terms(emit, sliced_early(emit, offset.padded(emit, rank - 1)), tuple(range(rank)))
-    keys, values_ = _divide(inputs, n)
-    queries, rest = _divide(read.others, n)
-    spans = {place for term in (*keys, *queries, *decays) for place in term.spans()}
-    if spans & {0, 1} or not any(n in term.spans() for term in decays):
-        return None
-    heads = [place for place in range(2, rank) if place != n and place in spans]
-    columns = [1, *(place for place in range(2, rank) if place not in (*heads, n))]
-    x = _lay(emit, values_, [*heads, 0, *columns], shape, factor)
+def time_invariant(facts: Facts) -> tuple[Node, Node] | None:
+    """Emit `lti_scan`."""
+    emit, n, shape, initial = facts.emit, facts.n, facts.shape, facts.initial
+    (keys, values_), (number, decays) = facts.b.along(n), facts.a
+    read = spans(*keys, *facts.queries, *decays)
+    heads = [place for place in facts.kept if place in read]
+    columns = [1, *(place for place in facts.kept if place not in heads)]
+    x = _lay(emit, values_, [*heads, 0, *columns], shape, facts.b.number)
     if x is None:
         return None
-    decay = _lay(emit, decays, [*heads, n], shape, weight)
-    q, k = (_lay(emit, part, [*heads, n], shape, 1.0, like=x) for part in (queries, keys))
+    decay = _lay(emit, decays, [*heads, n], shape, number)
+    q, k = (_lay(emit, part, [*heads, n], shape, 1.0, like=x) for part in (facts.queries, keys))
     if q is None or k is None or decay is None or len({value(v).dtype for v in (q, k, decay, x)}) != 1:
         return None
     if initial is not None:
@@ -256,39 +213,25 @@ def _time_invariant(
         initial = merged(emit, initial, len(heads), 1)
     q, k, decay = (merged(emit, v, len(heads), 1) for v in (q, k, decay))
     y, last = lti_chunks.lti_scan(emit, q, k, decay, merged(emit, x, len(heads), 1), initial)
-    if read.exclusive:
+    if facts.read.exclusive:
         y = _one_later(emit, y, emit.call(aten.unsqueeze.default, q, 2), initial, 1)
-    return _results(emit, read, rest, shape, (y, [*heads, 0, *columns]), (last, [*heads, n, *columns]))
+    return _results(facts, (y, [*heads, 0, *columns]), (last, [*heads, n, *columns]))
 
 
-def _gated(
-    emit: Builder, read: Readout, scale: Value | None, offset: Value, shape: list[int], initial: Node | None
-) -> tuple[Node, Node] | None:
-    """Emit `gated_scan`, if the decay is positive and there is one axis along which only what is added runs."""
-    if scale is None or not isinstance(scale.node, Node):
-        return None
-    rank, n = len(shape), read.summed
-    factors = sliced_early(emit, scale.padded(emit, rank - 1))
-    weight, decays = terms(emit, factors, tuple(range(rank - value(factors).dim(), rank)))
-    if weight <= 0 or not all(_is_positive(term.node) for term in decays):
-        return None
-    factor, inputs = terms(emit, sliced_early(emit, offset.padded(emit, rank - 1)), tuple(range(rank)))
-    keys, values_ = _divide(inputs, n)
-    queries, rest = _divide(read.others, n)
-    wide = {place for term in (*keys, *queries, *decays) for place in term.spans()}
-    heads = [place for place in range(2, rank) if place != n and place in wide]
-    channels = [place for place in range(2, rank) if place not in (*heads, n)]
-    if len(channels) != 1 or shape[channels[0]] < CHUNK or shape[0] < 2 * CHUNK:
-        return None  # the states are hardly larger than what would be computed instead
+def gated(facts: Facts) -> tuple[Node, Node] | None:
+    """Emit `gated_scan`."""
+    emit, n, shape, initial = facts.emit, facts.n, facts.shape, facts.initial
+    (keys, values_), (weight, decays) = facts.b.along(n), facts.a
+    heads, channels = gated_axes(facts)
     rows: list[int | None] = [1, *heads, 0]
-    v = _lay(emit, values_, [*rows, *channels], shape, factor)
+    v = _lay(emit, values_, [*rows, *channels], shape, facts.b.number)
     if v is None:
         return None
     logs: Node | None = None
     for term in decays:
         part = _lay(emit, [Term(_logarithm(emit, term), term.state_axes)], [*rows, n], shape, 1.0)
         logs = part if logs is None or part is None else emit.call(aten.add.Tensor, logs, part)
-    q, k = (_lay(emit, part, [*rows, n], shape, 1.0, like=v) for part in (queries, keys))
+    q, k = (_lay(emit, part, [*rows, n], shape, 1.0, like=v) for part in (facts.queries, keys))
     if q is None or k is None or logs is None or len({value(x).dtype for x in (q, k, v, logs)}) != 1:
         return None
     if weight != 1.0:
@@ -298,10 +241,18 @@ def _gated(
         initial = emit.cast(emit.permute(initial, [place - 1 for place in state_order]), value(v).dtype)
         initial = merged(emit, initial, 1 + len(heads))
     q, k, v, logs = (merged(emit, x, 1 + len(heads)) for x in (q, k, v, logs))
-    y, last = gated_scan(emit, _next(emit, q) if read.exclusive else q, k, v, logs, initial)
-    if read.exclusive:
+    exclusive = facts.read.exclusive
+    y, last = gated_scan(emit, _next(emit, q) if exclusive else q, k, v, logs, initial)
+    if exclusive:
         y = _one_later(emit, y, emit.call(aten.unsqueeze.default, emit.call(aten.select.int, q, 1, 0), 2), initial, 1)
-    return _results(emit, read, rest, shape, (y, [1, *heads, 0, *channels]), (last, state_order))
+    return _results(facts, (y, [1, *heads, 0, *channels]), (last, state_order))
+
+
+def gated_axes(facts: Facts) -> tuple[list[int], list[int]]:
+    """Find the axes that decays, keys or queries run along, and those of values alone."""
+    wide = spans(*facts.b.along(facts.n)[0], *facts.queries, *facts.a.terms)
+    heads = [place for place in facts.kept if place in wide]
+    return heads, [place for place in facts.kept if place not in heads]
 
 
 def _order(out: tuple[int | None, ...], target: list[int], shape: list[int]) -> list[int]:
@@ -311,77 +262,53 @@ def _order(out: tuple[int | None, ...], target: list[int], shape: list[int]) -> 
     return [target.index(place) for place in (*ones, *wanted)]
 
 
-def _unalias(node: Node) -> Node:
-    while node.target in (aten.alias.default, aten.clone.default, aten.expand.default):
-        node = node.args[0]  # type: ignore[assignment]
-    return node
-
-
-def _decay(
-    emit: Builder, node: Any, state_axes: tuple[int | None, ...], n: int
-) -> tuple[tuple[float, list[Term]], tuple[float, list[Term]]] | None:
-    """Read a decay as exp of a product times factors that do not run along ``n``: (exponent, other factors)."""
-    scale, parts = terms(emit, node, state_axes)
-    if scale == 1.0 and len(parts) == 1 and (exponent := _exponent(emit, parts[0])) is not None:
-        return exponent, (1.0, [])
-    powers, others = _divide(parts, n)
-    if not powers:
-        return (0.0, []), (scale, others)
-    exponent = _exponent(emit, powers[0]) if len(powers) == 1 else None
-    return None if exponent is None else (exponent, (scale, others))
-
-
-def _is_positive(node: Node) -> bool:
-    """Tell whether a value is never negative, whatever the inputs."""
-    return sign(node).nonnegative
-
-
-def _log_decay(
-    emit: Builder,
-    decays: list[Term],
-    weight: float,
-    per_step: list[Any],
-    per_head: list[Any],
-    shape: list[int],
-    x: Node,
-) -> tuple[Node, Node, Node] | None:
-    """Return x, dt and A for decays that are no ``exp(dt * A)``: their logarithm is A, or dt if it depends on time.
-
-    dt has the axes ``per_step``, A the axes ``per_head``, and x those of dt and one more.
+def has_log_decay(facts: Facts) -> bool:
+    """Tell whether `_log_decay` gives operands that are as exact as the recurrence.
 
     The operator multiplies x by dt, so x is divided by it. The gradient of dt then is a difference of large numbers
     where dt is small. Where a gradient is taken, there is no such way but for decays whose derivative is as small.
     """
-    timed = any(term.spans() & {0, 1} for term in decays)
+    assert facts.decay is not None
+    decays = facts.decay.rest.terms
+    if facts.decay.plain or not spans(*decays) & {0, 1}:
+        return True
+    if any(value(term.node).dtype == torch.float16 for term in facts.values):  # a small reciprocal overflows
+        return False
+    return not torch.is_grad_enabled() or all(_fades_near_one(term.node) for term in decays)
+
+
+def _log_decay(
+    emit: Builder, decays: Factors, per_step: list[Any], per_head: list[Any], shape: list[int], x: Node
+) -> tuple[Node, Node, Node]:
+    """Return x, dt and A for decays that are no ``exp(dt * A)``: their logarithm is A, or dt if it depends on time.
+
+    dt has the axes ``per_step``, A the axes ``per_head``, and x those of dt and one more.
+    """
+    timed = bool(spans(*decays.terms) & {0, 1})
     order = per_step if timed else per_head
-    total = _constant(emit, x, [1 if place is None else shape[place] for place in order], log(weight))
-    for term in decays:
+    total = _constant(emit, x, [1 if place is None else shape[place] for place in order], log(decays.number))
+    for term in decays.terms:
         laid = _lay(emit, [Term(_logarithm(emit, term), term.state_axes)], order, shape, 1.0)
-        if laid is None:
-            return None
+        assert laid is not None  # decays run along heads, batch and time alone
         total = emit.call(aten.add.Tensor, total, laid)
     sizes = [1 if place is None else shape[place] for place in per_step]
     heads = [1 if place is None else shape[place] for place in per_head]
     if not timed:
         bounded = emit.call(aten.clamp_min.default, total, forgets(value(x).dtype))
         return x, _constant(emit, x, sizes, 1.0), bounded
-    if value(x).dtype == torch.float16:  # a small reciprocal overflows
-        return None
-    if torch.is_grad_enabled() and not all(_fades_near_one(term.node) for term in decays):
-        return None
     dt, rate = divisor(emit.call, total)
     return emit.call(aten.div.Tensor, x, emit.reshape(dt, [*sizes, 1])), dt, _constant(emit, x, heads, rate)
 
 
 def _fades_near_one(decay: Node) -> bool:
     """Tell whether the derivative of a decay is as small as what is missing to one."""
-    inner = _unalias(decay)
+    inner = unalias(decay)
     return inner.target is aten.sigmoid.default or (inner.target is aten.exp.default and fades(arg(inner, 0)))
 
 
 def _logarithm(emit: Builder, term: Term) -> Node:
     """Return the logarithm of a factor: of zero minus infinity, and none below that of the smallest normal number."""
-    inner = _unalias(term.node)
+    inner = unalias(term.node)
     if inner.target is aten.exp.default and value(inner).dim() == len(term.state_axes):
         return arg(inner, 0)
     val = value(term.node)
@@ -413,21 +340,8 @@ def forgets(dtype: torch.dtype) -> float:
     return -746.0 if dtype == torch.float64 else -104.0
 
 
-def _exponent(emit: Builder, term: Term) -> tuple[float, list[Term]] | None:
-    """Read a factor as exp of a product: (scale, factors of the exponent)."""
-    inner = _unalias(term.node)
-    if inner.target is not aten.exp.default or value(inner).dim() != len(term.state_axes):
-        return None
-    return terms(emit, arg(inner, 0), term.state_axes)
-
-
-def _divide(parts: list[Term], n: int) -> tuple[list[Term], list[Term]]:
-    """Split factors into those that run along n and the others."""
-    return [term for term in parts if n in term.spans()], [term for term in parts if n not in term.spans()]
-
-
 def _lay(
-    emit: Builder, parts: list[Term], order: list[int | None], shape: list[int], scale: float,
+    emit: Builder, parts: list[Term], order: Sequence[int | None], shape: list[int], scale: float,
     like: Node | None = None, dense: bool = True,
 ) -> Node | None:  # fmt: skip
     """Multiply factors and lay the product out over axes of the states; None in the order is an axis of size one."""

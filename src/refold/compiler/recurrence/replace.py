@@ -20,7 +20,7 @@ from ..ir.operators import CONTRACTED, HEADS, SCAN
 from ..ir.rewrite import Rewrite, replace_node
 from ..ir.views import is_view
 from .affine import Loop, LoopVectorizer
-from .duality import match_operator
+from .forms import match_form
 from .readout import ScanStates, find_readout
 from .reroll import Reroller
 
@@ -172,12 +172,12 @@ def dualise(reroller: LoopVectorizer, loop: Loop, new: Node) -> Node:
             continue
         found = None
         if read.summed != 1:
-            found = match_operator(reroller.emit, read, body.scale, body.offset, shape, initial)
+            found = match_form(reroller.emit, read, body.scale, body.offset, shape, initial)
         if found is None and (read.summed == 1 or len(shape) == 3):  # no axis of the state is a batch
             if initial is not None:
                 initial = reroller.emit.call(aten.unsqueeze.default, initial, 0)
             shape = [shape[0], 1, *shape[1:]]
-            found = match_operator(reroller.emit, read.with_batch(), body.scale, body.offset, shape, initial)
+            found = match_form(reroller.emit, read.with_batch(), body.scale, body.offset, shape, initial)
             found = None if found is None else (found[0], reroller.emit.call(aten.squeeze.dim, found[1], 0))
         if found is None:
             continue

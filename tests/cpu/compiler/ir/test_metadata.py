@@ -7,7 +7,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from refold.compiler.ir.builder import Builder
 from refold.compiler.ir.metadata import refresh, stale, substitute
 from refold.compiler.ir.rewrite import replace_node
-from refold.compiler.recurrence import duality, gated_chunks
+from refold.compiler.recurrence import gated_chunks
 from refold.compiler.validate.region import Settings, validate_region
 
 aten = torch.ops.aten
@@ -97,7 +97,6 @@ def attention(q, k, v, g):
 def test_a_scan_read_by_more_than_its_contraction_leaves_no_stale_strides(rewritten, monkeypatch):
     """The outputs of the scan lie in memory otherwise than the sum that they replace; a cosine reads them."""
     monkeypatch.setattr(gated_chunks, "CHUNK", 4)
-    monkeypatch.setattr(duality, "CHUNK", 4)
     q, k, v, g = (torch.randn(1, 8, 2, 4).transpose(1, 2) for _ in range(4))
     gradient = torch.func.grad(lambda *xs: attention(*xs).sin().sum(), argnums=(0, 3))
     outcome = rewritten(gradient, q, k, v, -g.abs())
