@@ -1,6 +1,6 @@
 """Pages of the site that are made from something else: the README, and the operators from their specs.
 
-MkDocs calls ``on_files``; see https://www.mkdocs.org/user-guide/configuration/#hooks.
+MkDocs calls ``on_config`` and ``on_files``; see https://www.mkdocs.org/user-guide/configuration/#hooks.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "src"))
 
-from refold import ops  # noqa: E402
 from refold.ops.spec import load, operators  # noqa: E402
 
 COPIED = {"index.md": "README.md", "contributing.md": "CONTRIBUTING.md", "changelog.md": "CHANGELOG.md",
@@ -23,6 +22,14 @@ COPIED = {"index.md": "README.md", "contributing.md": "CONTRIBUTING.md", "change
           **{f"log/{p.name}": f"benchmarks/log/{p.name}" for p in (ROOT / "benchmarks/log").iterdir()}}  # fmt: skip
 MOVED = {"CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md", "benchmarks/LOG.md": "log.md",
          "../../docs/jax.md": "../jax.md"}  # fmt: skip
+
+
+def on_config(config: Any) -> Any:
+    """List the pages of operators after the page that introduces them."""
+    sections = [pages for entry in config["nav"] if isinstance(entry, dict) for pages in entry.values()]
+    pages = next(pages for pages in sections if isinstance(pages, list) and "operators.md" in pages)
+    pages += [f"operators/{name}.md" for name in operators()]
+    return config
 
 
 def on_files(files: Any, config: Any) -> Any:
@@ -49,7 +56,7 @@ def linked(text: str) -> str:
 
 def operator_page(name: str) -> str:
     """Return the reference of an operator: its docstring, and a table of its arguments from its spec."""
-    spec, function = load(name), getattr(ops, name)
+    spec, function = load(name), load(name).public
     rows = ["| argument | axes | dtypes | |", "|---|---|---|---|"]
     for arg in spec.args:
         axes = " or ".join(f"`{axes}`" for axes in arg.axes)

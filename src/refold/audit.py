@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from refold import ops
+from refold.compat import PACKAGES
 from refold.compat import causal_conv1d as conv
 from refold.compat import mamba_ssm as mamba
 
@@ -388,13 +389,14 @@ def _cases() -> Iterator[Case]:
     norm = ("mamba_ssm", "mamba_ssm.ops.triton.layernorm_gated", "rmsnorm_fn")
     yield Case(*norm, "groups", _norm(700))
     yield Case(*norm, "past 2^31 elements", _norm(2_100_000), (torch.bfloat16,), gib=20)
-    fn = ("causal_conv1d", "causal_conv1d", "causal_conv1d_fn")
+    package = PACKAGES[1]
+    fn = (package, package, "causal_conv1d_fn")
     yield Case(*fn, "strided views", _convolution())
     yield Case(*fn, "contiguous", _convolution(channels_last=False))
     yield Case(*fn, "pack", _convolution(pack=True))
     yield Case(*fn, "gradients of a pack", _convolution(True, True))
     yield Case(*fn, "views past 2^31 elements", _convolution_long, (torch.bfloat16,), gib=12)
-    yield Case("causal_conv1d", "causal_conv1d", "causal_conv1d_update", "one token", _convolution_step)
+    yield Case(package, package, "causal_conv1d_update", "one token", _convolution_step)
     for module, function, ours in (
         ("fla.ops.simple_gla", "chunk_simple_gla", simple_gla),
         ("fla.ops.gated_delta_rule", "chunk_gated_delta_rule", gated_delta_rule),

@@ -36,6 +36,7 @@ from refold.generate.torch import Generator
 from refold.models import counts
 from refold.models.checkpoint import random_params
 from refold.models.configs import Mamba2Config
+from refold.ops.timed import from_checkout
 from support.models import MIXER
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
@@ -342,7 +343,7 @@ def test_a_device_that_is_not_here_is_refused_in_one_sentence():
     for name, device in (("training", "tpu:0"), ("models", "cpu:x"), ("chunked-scan", "cuda:99")):
         found = run("run", name, "--set", f"device={device}").exception
         assert isinstance(found, ArgumentError)
-        assert f"{name}: device is {device!r}, which cannot be used here: " in str(found)
+        assert f"{name}: device {device!r} cannot be used here: " in str(found)
 
 
 @pytest.mark.parametrize(
@@ -570,7 +571,7 @@ def test_rivals_of_an_operator_are_judged_with_it(monkeypatch):
     arguments = {"x": x, "dt": torch.rand(1, 9, 2), "A": -torch.rand(2), "B": B, "C": B}
     right = refold.ops.ssd(**arguments)[0]
     worse = right + 5e-3 * right.square().mean().sqrt()
-    case = operators_gpu.Case("ssd", "1x9x2", arguments, lambda: worse, lambda: 1 / 0)
+    case = operators_gpu.Case("ssd", "1x9x2", arguments, lambda: worse, lambda: 1 / 0, graded=True)
     found = operators_gpu.rivals(case)
     assert found["mamba_ssm_ms"] == 2.0
     assert found["fused_ms"] == "not run: ZeroDivisionError: division by zero"
@@ -587,10 +588,10 @@ def test_a_checkout_is_imported_next_to_the_package_of_its_name(tmp_path, monkey
     monkeypatch.syspath_prepend(tmp_path / "installed")
     import twice_here
 
-    fn = operators_gpu.from_checkout(str(tmp_path / "checkout"), "twice_here.inner", "fn")
+    fn = from_checkout(str(tmp_path / "checkout"), "twice_here.inner", "fn")
     assert (fn(), twice_here.value, sys.modules["twice_here"]) == (2, 1, twice_here)
     with pytest.raises(ArgumentError, match=r"has no twice_here.inner.gn that can be imported"):
-        operators_gpu.from_checkout(str(tmp_path / "checkout"), "twice_here.inner", "gn")
+        from_checkout(str(tmp_path / "checkout"), "twice_here.inner", "gn")
     assert sys.modules["twice_here"] is twice_here
 
 

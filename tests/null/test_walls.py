@@ -1,5 +1,7 @@
 """Private names of other packages are used in few places only, each of which goes on without them."""
 
+import ast
+
 import pytest
 
 from support.private_names import ROOT, defined, on_objects, used
@@ -51,3 +53,47 @@ def test_a_private_name_elsewhere_is_found(tmp_path, source):
     (tmp_path / "ops").mkdir()
     (tmp_path / "ops" / "planted.py").write_text(source)
     assert list(outside(tmp_path)) == ["ops/planted.py"]
+
+
+def private_imports(root):
+    """Find private names that a file imports from another one, and private files that another folder imports."""
+    found = set()
+    for path in root.rglob("*.py"):
+        folder = path.parent.relative_to(root.parent).parts
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.ImportFrom):
+                continue
+            parts = (*folder[: len(folder) - node.level + 1] * bool(node.level), *(node.module or "").split("."))
+            parts = tuple(filter(None, parts))
+            private = [part for part in parts if part.startswith("_") and part != "__future__"]
+            names = [name for name in (alias.name for alias in node.names) if name[0] == "_" != name[1:2]]
+            files = [name for name in names if (root.parent.joinpath(*parts) / f"{name}.py").exists()]
+            if parts[:1] == (root.name,) and (
+                set(names) - set(files) or ((private or files) and parts[: len(folder)] != folder)
+            ):
+                found.add((path.relative_to(root).as_posix(), ".".join(parts), *names))
+    return found
+
+
+def test_what_files_share_has_public_names():
+    assert private_imports(ROOT) == set()
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "from refold.ops.b.c import _hidden",
+        "from ..b.c import _hidden",
+        "from ..b import _c",
+        "from ..b._c import shown",
+    ],
+)
+def test_private_imports_are_found(line, tmp_path):
+    for name in ("ops/a/user", "ops/b/c", "ops/b/_c"):
+        (tmp_path / "refold" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "refold" / f"{name}.py").write_text("")
+    (tmp_path / "refold/ops/a/user.py").write_text(line)
+    assert private_imports(tmp_path / "refold")
+    (tmp_path / "refold/ops/a/user.py").write_text("from . import _own\nfrom ..b.c import d\nfrom torch import _c")
+    (tmp_path / "refold/ops/a/_own.py").write_text("")
+    assert not private_imports(tmp_path / "refold")

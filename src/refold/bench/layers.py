@@ -14,6 +14,7 @@ import torch.nn.functional as F
 import refold
 from refold import ops
 
+from ..compat import PACKAGES
 from . import peers
 from .fusion_example import source
 
@@ -70,7 +71,7 @@ def granite_of_transformers(width: int) -> torch.nn.Module:
     from transformers import GraniteMoeHybridConfig
 
     # transformers takes the kernels of these packages where it finds them; the layer here is its PyTorch code.
-    with peers.hidden("mamba_ssm", "causal_conv1d"):
+    with peers.hidden(*PACKAGES):
         from transformers.models.granitemoehybrid.modeling_granitemoehybrid import GraniteMoeHybridMambaLayer
 
     config = GraniteMoeHybridConfig(

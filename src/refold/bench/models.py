@@ -20,6 +20,7 @@ from torch import Tensor
 
 import refold
 
+from ..compat import PACKAGES
 from ..errors import ArgumentError, RefoldWarning
 from .layers import Program
 from .options import check_names
@@ -86,7 +87,7 @@ MODELS = {
 def make(name: str, width: int, layers: int) -> Any:
     """Return a model with random weights whose layers weigh as much as their inputs."""
     # transformers takes the kernels of these packages where it finds them; the model here is its PyTorch code.
-    with hidden("mamba_ssm", "causal_conv1d"):
+    with hidden(*PACKAGES):
         one = MODELS[name]
         given = {
             "hidden_size": width, "num_hidden_layers": layers, "intermediate_size": width, "vocab_size": 8,

@@ -19,8 +19,8 @@ A case is refused if its error against a float64 scan of a slice of it is above 
   gradients alone; ``both_ms`` of results and gradients; ``extra_gib``, the memory of a call of both beyond its
   arguments and the gradient of y. For ssd, also the same of mamba-ssm's kernels. ``bytes`` are those of arguments, the
   gradient of y, and gradients.
-- ``accuracy`` (ssd): of each kernel, the relative L2 error against float64 on that slice, and the shares of elements
-  that are within 1e-3 and 1e-2 of the root mean square of the result.
+- ``accuracy`` (of calls that are graded): of each kernel, the relative L2 error against float64 on that slice, and the
+  shares of elements that are within 1e-3 and 1e-2 of the root mean square of the result.
 - ``fused_ms``: the published fused kernel in float16 with chunks of 128, if ``--set fused=FOLDER`` names its checkout.
 - ``mamba_ssm_ms``: mamba-ssm's kernels in the same run, if ``mamba_ssm`` (for ssd, chunks of 256) or its
   ``selective_scan_cuda`` (in its own layout) can be imported.
@@ -30,56 +30,38 @@ from __future__ import annotations
 
 import math
 import statistics
-import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from functools import wraps
 from importlib import import_module
 from typing import Any
 
 import torch
 
-import refold
-
-from ..errors import ArgumentError, DeviceError
+from ..errors import DeviceError
 from ..ops.arrays import meta_of
 from ..ops.spec import Meta, OpSpec, load
+from ..ops.timed import Timed, operator_suites
 from .progress import wanted
 from .rows import Row
 
 BOUND = {torch.float32: 1e-5, torch.bfloat16: 4e-3, torch.float16: 6e-4}
 HEAD = 512  # Tokens, or rows, of the slice that is compared with float64.
-SSD = [(1, 1024, 128), (1, 8192, 128), (1, 131072, 128), (1, 1024, 80), (1, 8192, 80), (1, 131072, 80), (8, 4096, 80),
-       (1, 2048, 48), (32, 256, 48), (1, 8192, 24)]  # fmt: skip
-# Batch, tokens, heads, channels, groups, states.
-SSD_SIZES = [
-    (2, 16384, 48, 64, 1, 256), (1, 2048, 24, 64, 1, 256), (2, 8192, 32, 64, 1, 192), (2, 8192, 33, 64, 1, 128),
-    (2, 8192, 32, 64, 32, 128), (2, 8192, 32, 64, 32, 64), (2, 8192, 64, 64, 8, 64), (2, 8192, 64, 32, 2, 64),
-    (2, 8192, 64, 32, 1, 16), (2, 8192, 48, 96, 1, 64), (2, 8192, 32, 128, 1, 128), (2, 8192, 16, 256, 1, 128),
-    (2, 8192, 16, 256, 1, 256),
-]  # fmt: skip
-TRAINED_SELECTIVE = [(2, 4096, 4096, 16), (8, 2048, 5120, 16), (1, 8192, 1536, 16)]
-TRAINED_SSD = [(8, 4096, 80), (1, 8192, 128), (1, 65536, 80), (8, 2048, 24)]
 GRADIENT_BOUND = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 2.5e-3}
-SELECTIVE = [(1, 512, 1024, 32), (4, 512, 1024, 32), (16, 512, 1024, 32), (1, 2048, 5120, 16), (1, 32768, 5120, 16),
-             (8, 2048, 5120, 16), (1, 8192, 1536, 16)]  # fmt: skip
 
 
-@dataclass
-class Case:
-    """One call to be measured."""
-
-    op: str
-    """A public function; a trailing underscore overwrites the state."""
-    name: str
-    arguments: dict[str, Any]
-    peer: Callable[[], Any] | None = None
-    fused: Callable[[], Any] | None = None
+class Case(Timed):
+    """One call, and what is measured of it."""
 
     @property
     def spec(self) -> OpSpec:
         """The spec of the operator."""
         return load(self.op.rstrip("_"))
+
+    @property
+    def function(self) -> Callable[..., Any]:
+        """What is called."""
+        return getattr(import_module(self.spec.module), self.op)  # type: ignore[no-any-return]
 
     @property
     def dtype(self) -> torch.dtype:
@@ -88,7 +70,7 @@ class Case:
 
     def run(self) -> Any:
         """Call the operator."""
-        return getattr(refold.ops, self.op)(**self.arguments)
+        return self.function(**self.arguments)
 
     def meta(self) -> Meta:
         """Return shapes, dtypes and sizes."""
@@ -101,7 +83,7 @@ class Case:
         given = dict(self.arguments)
         if self.spec.updates and self.op.endswith("_"):
             given[self.spec.updates] = given[self.spec.updates].clone()
-        return self.accuracy(lambda: getattr(refold.ops, self.op)(**given))["error"]
+        return self.accuracy(lambda: self.function(**given))["error"]
 
     def accuracy(self, run: Callable[[], Any]) -> dict[str, float]:
         """Return how near the first tokens of a result are to float64: relative L2 error, and shares of elements."""
@@ -127,7 +109,7 @@ class Case:
         for wide in (False, True):
             given = {k: v.detach().double() if wide and k in names else v for k, v in short.items()}
             given |= {k: given[k].detach().requires_grad_() for k in names}
-            out = getattr(refold.ops, self.op)(**given, backend="torch" if wide else None)
+            out = self.function(**given, backend="torch" if wide else None)
             y = out[0] if isinstance(out, tuple) else out
             found.append(torch.autograd.grad(y, [given[k] for k in names], dy.to(y.dtype)))
         return {k: ((a.double() - b).norm() / b.norm()).item() for k, a, b in zip(names, *found, strict=True)}
@@ -138,7 +120,7 @@ class Case:
         for arg in self.spec.args:
             if (array := wide.get(arg.name)) is not None:
                 wide[arg.name] = _head(array, arg.axes).double()
-        out = getattr(refold.ops, self.spec.name)(**wide, backend="torch")
+        out = self.spec.public(**wide, backend="torch")
         return out[0] if isinstance(out, tuple) else out
 
 
@@ -148,142 +130,6 @@ def _head(array: torch.Tensor, layouts: tuple[str, ...]) -> torch.Tensor:
     spellings = [one for layout in layouts for one in (layout, layout.replace("t ", ""))]
     axes = next(one.split() for one in spellings if len(one.split()) == array.dim())
     return array[tuple(slice(lengths.get(letter)) for letter in axes)]
-
-
-def normal(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Draw inputs on the GPU."""
-    return torch.randn(*shape, device="cuda").to(dtype)
-
-
-def from_checkout(folder: str, module: str, name: str) -> Any:
-    """Import a function from a checkout of a package, next to an installed package of the same name.
-
-    Raises:
-        ArgumentError: It cannot be imported.
-    """
-    package = module.partition(".")[0]
-
-    def take_out() -> dict[str, Any]:
-        return {key: sys.modules.pop(key) for key in list(sys.modules) if key.partition(".")[0] == package}
-
-    installed = take_out()
-    sys.path.insert(0, folder)
-    try:
-        return getattr(import_module(module), name)
-    except (ImportError, AttributeError) as error:
-        raise ArgumentError(f"{folder} has no {module}.{name} that can be imported: {error}") from error
-    finally:
-        sys.path.remove(folder)
-        take_out()
-        sys.modules.update(installed)
-
-
-def ssd_cases(shapes: Sequence[tuple[int, ...]] = SSD, fused: str = "") -> Iterator[Case]:
-    """Yield the SSD cases with a final state, and each once more with every option on.
-
-    Heads have 64 channels and 128 states in one group, where a shape does not say otherwise. ``fused`` is a checkout of
-    the published fused kernel (github.com/RishiAstra/mamba), which runs in float16.
-    """
-    one_kernel: Any = (
-        from_checkout(fused, "mamba_ssm.ops.triton.ssd_combined", "mamba_chunk_scan_combined") if fused else None
-    )
-    try:
-        from mamba_ssm.ops.triton.ssd_combined import mamba_chunk_scan_combined as official
-    except ImportError:
-        official = None
-    dtype = torch.bfloat16
-    for b, t, h, *sizes in shapes:
-        p, g, n = sizes or (64, 1, 128)
-        x, dt, z = normal(b, t, h, p, dtype=dtype), normal(b, t, h, dtype=dtype), normal(b, t, h, p, dtype=dtype)
-        A = -torch.rand(h, device="cuda") * 2
-        B, C = normal(b, t, g, n, dtype=dtype), normal(b, t, g, n, dtype=dtype)
-        arrays = {"x": x, "dt": dt, "A": A, "B": B, "C": C}
-        plain = {"D": normal(h), "dt_bias": normal(h) - 2, "dt_softplus": True}
-        limit, initial = (1e-3, 10.0), normal(b, h, p, n)
-        every = {**plain, "z": z, "dt_limit": limit}
-
-        def peer(
-            arrays: dict[str, Any] = arrays, options: dict[str, Any] = plain, initial: torch.Tensor | None = None
-        ) -> Any:
-            return official(
-                *arrays.values(), chunk_size=256, **options, initial_states=initial, return_final_states=True
-            )
-
-        def peer_with_all(arrays: Any = arrays, every: Any = every, initial: Any = initial, peer: Any = peer) -> Any:
-            return peer(arrays, every, initial)
-
-        half = (x.half(), dt.half(), A, B.half(), C.half()) if one_kernel else ()
-
-        def by_one_kernel(half: Any = half, more: Any = plain) -> Any:
-            return one_kernel(*half, chunk_size=128, **more, return_final_states=True, mamba2_fusion_type="medium")
-
-        name = f"{b}x{t}x{h}" + (f", {p}x{n}, groups {g}" if sizes else "")
-        yield Case("ssd", name, arrays | plain, peer if official else None, by_one_kernel if one_kernel else None)
-        yield Case(
-            "ssd", f"{name}, all options", arrays | every | {"initial_state": initial},
-            peer_with_all if official else None,
-        )  # fmt: skip
-
-
-def selective_scan_cases(
-    shapes: list[tuple[int, int, int, int]] = SELECTIVE,
-    dtypes: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float32),
-) -> Iterator[Case]:
-    """Yield the selective scan cases: D, z, bias, softplus, final state; mamba-ssm's kernel in its own layout."""
-    try:
-        from selective_scan_cuda import fwd as official
-    except ImportError:
-        official = None
-    for b, t, d, n in shapes:
-        for dtype in dtypes:
-            x, dt, z = (normal(b, t, d, dtype=dtype) for _ in range(3))
-            A, B, C = -torch.rand(d, n, device="cuda") * 4, normal(b, t, n, dtype=dtype), normal(b, t, n, dtype=dtype)
-            arrays = {"x": x, "dt": dt, "A": A, "B": B, "C": C, "D": normal(d), "z": z, "dt_bias": normal(d) - 2}
-            peer = None
-            if official is not None:
-                rows = [arrays[name].mT.contiguous() for name in ("x", "dt", "B", "C", "z")]
-                peer = lambda: official(rows[0], rows[1], A, rows[2][:, None], rows[3][:, None], arrays["D"],  # noqa: B023, E731
-                                        rows[4], arrays["dt_bias"], True)  # noqa: B023  # fmt: skip
-            yield Case("selective_scan", f"{b}x{t}x{d}x{n}", arrays | {"dt_softplus": True}, peer)
-
-
-def pointwise_cases() -> Iterator[Case]:
-    """Yield causal_conv1d, gated_rmsnorm, linear_scan, and the steps at batch 64."""
-    dtype = torch.bfloat16
-    for b, t in ((1, 8192), (8, 4096)):
-        arrays = {"x": normal(b, t, 5376, dtype=dtype), "weight": normal(5376, 4), "bias": normal(5376)}
-        yield Case("causal_conv1d", f"{b}x{t}x5376", arrays | {"activation": "silu"})
-        arrays = {name: normal(b * t, 5120, dtype=dtype) for name in ("x", "z")}
-        yield Case("gated_rmsnorm", f"{b}x{t}x5120", arrays | {"weight": normal(5120), "eps": 1e-5})
-    arrays = {"a": torch.rand(1, 2048, 5120, device="cuda").to(dtype), "x": normal(1, 2048, 5120, dtype=dtype)}
-    yield Case("linear_scan", "1x2048x5120", arrays)
-    x, B = normal(64, 80, 64, dtype=dtype), normal(64, 1, 128, dtype=dtype)
-    arrays = {"x": x, "dt": normal(64, 80, dtype=dtype), "A": -torch.rand(80, device="cuda"), "B": B, "C": B}
-    yield Case("ssd_step_", "64x80x64x128", arrays | {"state": normal(64, 80, 64, 128), "dt_softplus": True})
-    x, B = normal(64, 5120, dtype=dtype), normal(64, 16, dtype=dtype)
-    arrays = {"x": x, "dt": x, "A": -torch.rand(5120, 16, device="cuda"), "B": B, "C": B}
-    yield Case("selective_scan_step_", "64x5120x16", arrays | {"state": normal(64, 5120, 16), "dt_softplus": True})
-    arrays = {"x": normal(64, 5376, dtype=dtype), "weight": normal(5376, 4), "state": normal(64, 5376, 3, dtype=dtype)}
-    yield Case("causal_conv1d_step_", "64x5376", arrays | {"activation": "silu"})
-
-
-def ssd_backward_cases() -> Iterator[Case]:
-    """Yield the cases of `ssd_cases` whose gradients are measured."""
-    yield from ssd_cases(TRAINED_SSD)
-
-
-def selective_scan_backward_cases() -> Iterator[Case]:
-    """Yield the cases of `selective_scan_cases` whose gradients are measured."""
-    for case in selective_scan_cases(TRAINED_SELECTIVE, (torch.bfloat16,)):
-        case.peer = None  # the forward alone
-        yield case
-
-
-def pointwise_backward_cases() -> Iterator[Case]:
-    """Yield the cases of `pointwise_cases` that are no steps and fill the device."""
-    for case in pointwise_cases():
-        if case.op in ("causal_conv1d", "gated_rmsnorm", "linear_scan") and not case.name.startswith("1x8192"):
-            yield case
 
 
 def time_ms(run: Callable[[], Any], count: int = 25, warmup: int = 5, cold: bool = True) -> list[float]:
@@ -326,7 +172,7 @@ def host_us(run: Callable[[], Any]) -> float:
 
 def graph_ms(case: Case) -> float:
     """Return the time per layer of a CUDA graph that calls the operator once for each of many layers."""
-    given, run = case.arguments, getattr(refold.ops, case.op)
+    given, run = case.arguments, case.function
     size = sum(a.nbytes for a in given.values() if isinstance(a, torch.Tensor))
     count = min(512, max(16, math.ceil(8 * torch.cuda.get_device_properties().L2_cache_size / size)))
     layers = [{k: a.clone() if isinstance(a, torch.Tensor) else a for k, a in given.items()} for _ in range(count)]
@@ -363,15 +209,15 @@ def measure(case: Case, copy_rate: float) -> Row:
 
 
 def rivals(case: Case) -> Row:
-    """Return the times of other packages' kernels, and for ssd how near all results are to float64."""
-    row: Row = {"accuracy": {"refold": case.accuracy(case.run)}} if case.op == "ssd" else {}
+    """Return the times of other packages' kernels, and how near all results are to float64 if the call is graded."""
+    row: Row = {"accuracy": {"refold": case.accuracy(case.run)}} if case.graded else {}
     for name, run in (("mamba_ssm", case.peer), ("fused", case.fused)):
         row[f"{name}_ms"] = "not run"
         if run is None:
             continue
         try:
             row[f"{name}_ms"] = statistics.median(time_ms(run, 9))
-            if case.op == "ssd":
+            if case.graded:
                 row["accuracy"][name] = case.accuracy(run)
         except Exception as error:  # whatever another package raises; the run goes on
             row[f"{name}_ms"] = f"not run: {type(error).__name__}: {str(error)[:200]}"
@@ -443,36 +289,13 @@ def _suite(cases: Iterator[Case], measured: Callable[[Case, float], Row] | None 
             yield (measured or measure)(case, copy_rate)
 
 
-def ssd(*, fused: str = "") -> Iterator[Row]:
-    """Time the operator ssd, forward, 256 to 131072 tokens, next to mamba-ssm's kernels and a published fused one."""
-    return _suite(ssd_cases(fused=fused))
+def operator_suite(name: str) -> Callable[..., Iterator[Row]]:
+    """Make the suite of a name from what operators list under it; the first of them says what it shows."""
+    listed = [suites[name] for suites in operator_suites() if name in suites]
+    measured = measure_backward if name.endswith("-backward") else None
 
+    @wraps(listed[0])
+    def suite(**options: Any) -> Iterator[Row]:
+        return _suite((Case(**vars(case)) for cases in listed for case in cases(**options)), measured)
 
-def ssd_sizes(*, fused: str = "") -> Iterator[Row]:
-    """Time the operator ssd, forward, with 32 to 256 channels and 16 to 256 states, next to the same kernels."""
-    return _suite(ssd_cases(SSD_SIZES, fused))
-
-
-def ssd_backward() -> Iterator[Row]:
-    """Time gradients of ssd, next to mamba-ssm's kernels."""
-    return _suite(ssd_backward_cases(), measure_backward)
-
-
-def selective_scan() -> Iterator[Row]:
-    """Time the operator selective_scan, forward, next to mamba-ssm's kernel."""
-    return _suite(selective_scan_cases())
-
-
-def selective_scan_backward() -> Iterator[Row]:
-    """Time gradients of selective_scan."""
-    return _suite(selective_scan_backward_cases(), measure_backward)
-
-
-def pointwise() -> Iterator[Row]:
-    """Time causal_conv1d, gated_rmsnorm, linear_scan, and the one-token steps."""
-    return _suite(pointwise_cases())
-
-
-def pointwise_backward() -> Iterator[Row]:
-    """Time gradients of causal_conv1d, gated_rmsnorm and linear_scan."""
-    return _suite(pointwise_backward_cases(), measure_backward)
+    return suite

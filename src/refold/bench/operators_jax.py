@@ -18,7 +18,6 @@ import torch
 
 import refold
 
-from ..ops.ssd import _jax
 from .progress import wanted
 from .rows import Row
 
@@ -48,13 +47,13 @@ def ssd_jax(
 
     def forward(*arrays: jax.Array) -> jax.Array:
         *first, D, bias = arrays
-        return _jax.ssd(*first, D=D, dt_bias=bias, dt_softplus=True)[0]
+        return refold.ops.ssd(*first, D=D, dt_bias=bias, dt_softplus=True)[0]
 
     def both(dy: jax.Array, *arrays: jax.Array) -> Any:
         y, gradients = jax.vjp(forward, *arrays)
         return y, gradients(dy)
 
-    row: Row = {"op": "ssd", "backend": "jax", "case": case, "dtype": "bfloat16"}
+    row: Row = {"op": refold.ops.ssd.__name__, "backend": "jax", "case": case, "dtype": "bfloat16"}
     row["device"], row["error"] = jax.devices()[0].device_kind, _error(forward(*given), given)
     if not row["error"] <= BOUND:
         yield row | {"refused": f"error above {BOUND}"}

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from ..compiler.compile_time import unrolled_seconds
 from ..compiler.dynamo import captures_loops
+from ..compiler.ir.operators import CONTRACTED, HEADS, SCAN
 from ..errors import ArgumentError
 from ..verify.timing import once_ms, sample_ms
 from .options import check_names
@@ -355,26 +356,26 @@ class Recurrence:
 
 
 RECURRENCES = {
-    "ema": Recurrence(ema, 1, ((),), "linear_scan"),
-    "min-gru": Recurrence(min_gru, 2, (), "linear_scan"),
-    "log-space": Recurrence(log_space, 2, (), "linear_scan"),
-    "associative-scan": Recurrence(associative, 2, (), "linear_scan"),
-    "doubling": Recurrence(doubling, 2, (), "linear_scan"),
+    "ema": Recurrence(ema, 1, ((),), SCAN.name),
+    "min-gru": Recurrence(min_gru, 2, (), SCAN.name),
+    "log-space": Recurrence(log_space, 2, (), SCAN.name),
+    "associative-scan": Recurrence(associative, 2, (), SCAN.name),
+    "doubling": Recurrence(doubling, 2, (), SCAN.name),
     "lru": Recurrence(lru, 1, ((0,), (0,)), "complex scan"),
     "biquad": Recurrence(biquad, 1, ((3,), (2,)), "linear_system of 2"),
     "holt": Recurrence(holt, 1, ((), ()), "linear_system of 2"),
     "holt-winters": Recurrence(holt_winters, 1, ((3,),), "linear_system of 6"),
-    "advantages": Recurrence(advantages, 3, (), "linear_scan"),
+    "advantages": Recurrence(advantages, 3, (), SCAN.name),
     "autoregression": Recurrence(autoregression, 1, ((3,),), "linear_system of 3"),
-    "linear-attention": Recurrence(linear_attention, 3, (), "ssd"),
+    "linear-attention": Recurrence(linear_attention, 3, (), HEADS.name),
     "rwkv4": Recurrence(rwkv4, 2, ((0,), (0,)), "running maximum"),
     "mlstm": Recurrence(mlstm, 5, (), "running maximum"),
     "change-of-mean": Recurrence(change_of_mean, 1, (), "running maximum"),
     "fading-maximum": Recurrence(fading_maximum, 1, (), "bounded scan"),
     "ind-rnn": Recurrence(ind_rnn, 1, ((0,),), "bounded scan"),
     "anti-windup": Recurrence(anti_windup, 1, (), "bounded scan"),
-    "selective": Recurrence(selective, 4, ((0, HEAD),), "selective_scan"),
-    "xpos-retention": Recurrence(xpos_retention, 3, (), "ssd"),
+    "selective": Recurrence(selective, 4, ((0, HEAD),), CONTRACTED.name),
+    "xpos-retention": Recurrence(xpos_retention, 3, (), HEADS.name),
     "lfilter": Recurrence(lfilter, 1, ((4,), (3,)), "linear_system of 3", gradient=False),
     "difference-equation": Recurrence(difference_equation, 1, ((2,),), "linear_system of 2", gradient=False),
     "rolled-window": Recurrence(rolled_window, 1, ((0, 4),), "all at once"),

@@ -13,7 +13,8 @@ from importlib import import_module
 from typing import Any
 
 from ..errors import ArgumentError, MissingDependency
-from .options import check_device, read_option
+from ..ops.timed import operator_suites
+from .options import read_option
 from .rows import Row
 
 
@@ -65,7 +66,9 @@ class Suite:
             DeviceError: It cannot be used.
         """
         if "device" in self.options():
-            check_device(f"{self.name}: device", self.runs_on(settings))
+            from ..ops.torch.devices import usable
+
+            usable(self.runs_on(settings), f"{self.name}: device")
 
     def settings(self, given: dict[str, str]) -> dict[str, Any]:
         """Turn texts into values of the options.
@@ -81,16 +84,20 @@ class Suite:
         return found
 
 
+class OperatorSuite(Suite):
+    """Calls that operators list in their folders."""
+
+    def load(self) -> Callable[..., Iterator[Row]]:
+        """Import them."""
+        make: Any = super().load()
+        return make(self.name)  # type: ignore[no-any-return]
+
+
+OPERATOR_SUITES = tuple(dict.fromkeys(name for suites in operator_suites() for name in suites))
 SUITES = {
     suite.name: suite
     for suite in (
-        Suite("ssd", "operators_gpu", "ssd"),
-        Suite("ssd-sizes", "operators_gpu", "ssd_sizes"),
-        Suite("ssd-backward", "operators_gpu", "ssd_backward"),
-        Suite("selective-scan", "operators_gpu", "selective_scan"),
-        Suite("selective-scan-backward", "operators_gpu", "selective_scan_backward"),
-        Suite("pointwise", "operators_gpu", "pointwise"),
-        Suite("pointwise-backward", "operators_gpu", "pointwise_backward"),
+        *(OperatorSuite(name, "operators_gpu", "operator_suite") for name in OPERATOR_SUITES),
         Suite("cpu", "operators_cpu", "cpu", device="cpu"),
         Suite("fusion-example", "fusion_example", "fusion_example"),
         Suite("granite-layer", "granite_layer", "granite_layer"),
@@ -113,8 +120,7 @@ SUITES = {
 
 
 GPU: tuple[tuple[str, dict[str, str]], ...] = (
-    ("ssd", {}), ("ssd-sizes", {}), ("selective-scan", {}), ("pointwise", {}),
-    ("ssd-backward", {}), ("selective-scan-backward", {}), ("pointwise-backward", {}),
+    *((name, {}) for name in OPERATOR_SUITES),
     ("training", {}), ("granite-layer", {}), ("chunked-scan", {}), ("decode", {}), ("prefill", {}),
     ("linear-attention", {}), ("linear-attention", {"grad": "true"}), ("fusion-example", {}),
     ("models", {"device": "cuda", "dtype": "bfloat16", "width": "0", "tokens": "2048"}),

@@ -24,7 +24,7 @@ from refold.ops.torch import private
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 BLOCKS = {"MambaBlock": "MambaRMSNorm", "FalconMambaBlock": "FalconMambaRMSNorm", "Mamba2Block": "Mamba2RMSNorm"}
 """Name of a block of transformers that is a norm, a layer and a sum -> the name of its norm."""
-_any_global_hook = getattr(_modules, "_has_any_global_hook", lambda: True)  # without the name, as if there were one
+any_global_hook = getattr(_modules, "_has_any_global_hook", lambda: True)  # without the name, as if there were one
 
 
 def mamba(
@@ -91,7 +91,7 @@ def ready(
     calls, no padding, no documents, every module as transformers made it, plain tensors where and as the kernels read
     them. ``norm`` is the weight of the norm before the layer, if the kernels are to compute that, too.
     """
-    if torch.compiler.is_compiling() or torch.is_grad_enabled() or private.watched() or _any_global_hook():
+    if torch.compiler.is_compiling() or torch.is_grad_enabled() or private.watched() or any_global_hook():
         return None
     fused = kernels(x)
     if fused is None or type(x) is not Tensor or torch.is_autocast_enabled(x.device.type):

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from refold.integrations.decoding import _any_global_hook
+from refold.integrations.decoding import any_global_hook
 from refold.integrations.documents import watches
 from refold.ops.torch import private
 
@@ -413,7 +413,7 @@ def refusal(model: Any, given: Mapping[str, Any]) -> str | None:
     ids = given["input_ids"]
     if torch.is_grad_enabled():
         return "gradients are on: use torch.no_grad()"
-    if private.watched() or _any_global_hook():
+    if private.watched() or any_global_hook():
         return "something watches calls (a mode, a transform, a global hook)"
     if torch.is_autocast_enabled(ids.device.type):
         return "autocast is on"

@@ -58,8 +58,7 @@ def explain(op: str, *args: Any, **kwargs: Any) -> Explanation:
     import inspect
 
     spec = load(op)
-    function = getattr(import_module(spec.module), op)
-    bound = inspect.signature(function).bind(*args, **kwargs)
+    bound = inspect.signature(spec.public).bind(*args, **kwargs)
     bound.apply_defaults()
     arrays = [bound.arguments[arg.name] for arg in spec.args]
     options = spec.plain_options([bound.arguments[option.name] for option in spec.options])

@@ -200,6 +200,11 @@ class OpSpec:
         return f"refold.ops.{self.folder or self.name}"
 
     @property
+    def public(self) -> Callable[..., Any]:
+        """The function that users call."""
+        return getattr(import_module(self.module), self.name)  # type: ignore[no-any-return]
+
+    @property
     def updates_at(self) -> int:
         """Which of the arrays the twin that works in place overwrites."""
         return next(i for i, arg in enumerate(self.args) if arg.name == self.updates)

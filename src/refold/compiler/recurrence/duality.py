@@ -21,7 +21,6 @@ from ...ops.torch.registry import Operation
 from ..ir.builder import Builder
 from ..ir.fx import arg, mark_as_made, value
 from ..ir.operators import CONTRACTED, HEADS
-from ..ir.sinking import sliced_early
 from . import lti_chunks
 from .facts import Factors, Facts, spans, unalias
 from .gated_chunks import gated_scan, merged

@@ -15,8 +15,7 @@ from typing import Any
 
 import numpy as np
 
-import refold.ops
-from refold.ops.spec import ArrayMeta, Meta, load
+from refold.ops.spec import ArrayMeta, Meta, all_specs
 from refold.ops.testing.frameworks import Frame, frame_of
 from refold.ops.testing.problems import EPS, Problem, round_to
 
@@ -329,9 +328,9 @@ def check_chunk_size(problem: Problem, backend: str, frame: Frame) -> None:
 
 def check_steps(problem: Problem, backend: str, frame: Frame) -> None:
     """Token by token through the step gives what the scan gives."""
-    if problem.case.lengths or not hasattr(refold.ops, f"{problem.spec.name}_step"):
+    step = next((spec for spec in all_specs() if spec.name == f"{problem.spec.name}_step"), None)
+    if problem.case.lengths or step is None:
         return
-    step = load(f"{problem.spec.name}_step")
     y, final = problem.reference()
     state = problem.arrays.get("initial_state")
     state = np.zeros(final.shape) if state is None else state
@@ -374,7 +373,7 @@ CHECKS: dict[str, Callable[[Problem, str, Frame], None]] = {
 
 
 def _function(problem: Problem, backend: str) -> Callable[..., tuple[Any, ...]]:
-    public = getattr(refold.ops, problem.spec.name)
+    public = problem.spec.public
     absent = {arg.name: None for arg in problem.spec.args if arg.name not in problem.arrays}
 
     def function(**arrays: Any) -> tuple[Any, ...]:

@@ -1,0 +1,82 @@
+"""Calls of operators that `refold bench` measures: each operator lists its own in ``bench.py``.
+
+Such a file has ``SUITES``: for each name of a suite a function that yields calls. Several operators may share a suite.
+Of a name that ends with ``-backward``, gradients are measured. Options of the function are options of the suite, and
+the first line of its docstring says what it shows. Nothing here imports torch before a call is made.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+from refold.errors import ArgumentError
+from refold.ops.spec import load, operators
+
+
+@dataclass
+class Timed:
+    """One call to be measured.
+
+    Attributes:
+        op: A public function; a trailing underscore overwrites the state.
+        name: Its sizes, for a person.
+        arguments: What it is given, by name.
+        peer: The same by the official package.
+        fused: The same by another kernel.
+        graded: Whether rows hold how near all results are to float64.
+    """
+
+    op: str
+    name: str
+    arguments: dict[str, Any]
+    peer: Callable[[], Any] | None = None
+    fused: Callable[[], Any] | None = None
+    graded: bool = False
+
+
+def operator_suites() -> list[dict[str, Callable[..., Iterator[Timed]]]]:
+    """List what each operator lists in its ``bench.py``."""
+    modules = [f"{load(name).module}.bench" for name in operators()]
+    return [import_module(module).SUITES for module in modules if find_spec(module) is not None]
+
+
+def normal(*shape: int, dtype: str = "float32") -> Any:
+    """Draw inputs on the GPU."""
+    import torch
+
+    return torch.randn(*shape, device="cuda").to(getattr(torch, dtype))
+
+
+def uniform(*shape: int) -> Any:
+    """Draw numbers between 0 and 1 on the GPU."""
+    import torch
+
+    return torch.rand(*shape, device="cuda")
+
+
+def from_checkout(folder: str, module: str, name: str) -> Any:
+    """Import a function from a checkout of a package, next to an installed package of the same name.
+
+    Raises:
+        ArgumentError: It cannot be imported.
+    """
+    package = module.partition(".")[0]
+
+    def take_out() -> dict[str, Any]:
+        return {key: sys.modules.pop(key) for key in list(sys.modules) if key.partition(".")[0] == package}
+
+    installed = take_out()
+    sys.path.insert(0, folder)
+    try:
+        return getattr(import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise ArgumentError(f"{folder} has no {module}.{name} that can be imported: {error}") from error
+    finally:
+        sys.path.remove(folder)
+        take_out()
+        sys.modules.update(installed)
