@@ -15,7 +15,7 @@ from refold.cli import app
 from refold.errors import ArgumentError, RefoldWarning, TargetError
 from refold.judge import Terms, source
 from refold.propose import Budget, Proposal, guarded, proposer, search
-from refold.propose.applied import save
+from refold.propose.applied import _versions, save
 from refold.propose.chat import Chat
 from refold.propose.prompt import answers, question
 from refold.propose.systematic import Systematic, alternatives
@@ -270,6 +270,30 @@ def test_a_replacement_that_would_not_see_its_layer_s_parameters_is_refused(tmp_
         expected = pytest.raises(TargetError, match="holds parameters or buffers in other places")
         with expected if wrong else contextlib.nullcontext():
             guarded(module, tmp_path)
+
+
+def test_a_replacement_is_compared_with_its_layer_at_its_first_call(tmp_path):
+    """A view of parameters that the source drew for itself is no object that could be found; its numbers are."""
+    text = MODES.replace("class Model(", "class ModelNew(")
+    stale = text.replace("        self.register", "        self.rows = self.w.detach()[:]\n        self.register")
+    stale = stale.replace("self.w ", "self.rows ").replace("self.rows = torch", "self.w = torch")
+    assert stale.count("self.rows") > 1
+    module, (x, times) = load(str(write(tmp_path / "original.py", MODES)), device="cpu", dtype="float32", seed=1)
+    module.w.data += 1
+    inputs = [{"shape": list(x.shape), "dtype": "float32"}, {"value": times}]
+    for wrong, source_text in ((False, text), (True, stale)):
+        write(tmp_path / "candidate.py", source_text)
+        guards = {"schema": 2, "sha256": hashlib.sha256(source_text.encode()).hexdigest(), "attribute": "ModelNew",
+                  "inputs": inputs, "device": "cpu", "train": False, "dtype": "float32",
+                  "versions": _versions()}  # fmt: skip
+        write(tmp_path / "guards.json", json.dumps(guards))
+        replaced = guarded(module.eval(), tmp_path)
+        expected = pytest.warns(RefoldWarning, match="did not give what the original gives")
+        with torch.no_grad(), expected if wrong else contextlib.nullcontext():
+            torch.testing.assert_close(replaced(x, times), module(x, times))
+        assert bool(replaced.fallbacks) == wrong
+        with torch.no_grad():
+            torch.testing.assert_close(replaced(x, times), module(x, times))
 
 
 def write(path, text):
