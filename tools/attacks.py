@@ -5,8 +5,9 @@ python tools/attacks.py caching state   # those in folders of these names
 
 A candidate is a file that says what is expected of it: ``EXPECT`` (the check that refuses it, or those that may,
 if it depends on the moment; ``accepted`` unless said), ``ORIGINAL`` (a file in tests/adversarial/originals, ``layer``
-unless said), ``TERMS`` (options of the trial) and ``OFF`` (the checks without which it passes, each of them needed;
-those of ``EXPECT`` unless said, empty if so many refuse it that it shows nothing about one).
+unless said), ``TERMS`` (options of the trial, which is at level quick if the check is made there) and ``OFF`` (the
+checks without which it passes, each of them needed; those of ``EXPECT`` unless said, empty if so many refuse it that it
+shows nothing about one).
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from typing import Any
 
 from refold.judge import Judge, Nursery, Terms, Verdict, program
 
+# Checks that level quick does not make, or makes only as far as its time allows; others are tried at that level.
+DEEP = {"N4", "N5", "N6", "N7", "U3", "P6"}
 ROOT = Path(__file__).parent.parent / "tests"
 ORIGINALS = ROOT / "adversarial" / "originals"
 
@@ -41,7 +44,8 @@ class Entry:
 
     def trial(self, nursery: Nursery, off: frozenset[str] = frozenset(), seed: int | None = None) -> Verdict:
         """Try the candidate, leaving out speed unless it is about speed."""
-        terms = Terms(**({"accept": "right", "timeout": 20.0, "rival": "eager"} | self.terms))
+        level = "full" if self.expect & DEEP or "accepted" in self.expect else "quick"
+        terms = Terms(**({"accept": "right", "timeout": 20.0, "rival": "eager", "level": level} | self.terms))
         first = program(ORIGINALS / f"{self.original}.py", role="original")
         return Judge(nursery).decide(first, program(self.path, role="candidate"), None, terms, off=off, seed=seed)
 

@@ -16,8 +16,18 @@ ATTACKS = Path(__file__).parent / "attacks"
 CANDIDATES = sorted(path for path in ATTACKS.glob("*.py") if path.stem != "original")
 
 
+# A trial at level full has five processes, and two more for torch.compile and the heap, each with a context of its own.
+PROCESSES, EACH = 7, 700 << 20
+
+
 @pytest.fixture(scope="module")
 def nursery():
+    free, total = torch.cuda.mem_get_info()
+    if free < PROCESSES * EACH:
+        pytest.skip(
+            f"{free >> 20} MB of {total >> 20} MB are free, which is enough for {free // EACH} processes; "
+            f"a trial has {PROCESSES}"
+        )
     with Nursery(threads=1, device="cuda") as nursery:
         yield nursery
 

@@ -282,6 +282,13 @@ class Inspected:
 
 
 @dataclass
+class State:
+    """Parameters and buffers by their names."""
+
+    state: dict[str, Description]
+
+
+@dataclass
 class Drawn:
     """The original's own inputs."""
 

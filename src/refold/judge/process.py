@@ -200,6 +200,11 @@ class Process:
         self._state = found.state
         return found
 
+    def state(self) -> dict[str, Description]:
+        """Ask for its parameters and buffers alone."""
+        self._state = self.ask("state", messages.State).state
+        return self._state
+
     def seed(self, seed: int) -> None:
         """Seed its random numbers."""
         self.ask("seed", messages.Done, seed=seed)

@@ -137,6 +137,9 @@ class Sides:
                 "its parameters differ from the original's in names or shapes, so no other weights than those of its "
                 "own construction can be given to it"
             )
+        other_needs = [n for n in other if n in mine and ours.state[n].requires_grad != theirs.state[n].requires_grad]
+        if other_needs:
+            self.docket.note(f"unlike the original's, its {', '.join(other_needs[:5])} need or need no gradient")
         self.parameters = {name for name, m in theirs.state.items() if m.type == "Parameter"}
         seen: dict[int, str] = {}  # one parameter may have two names
         for name, m in theirs.state.items():
@@ -258,7 +261,7 @@ class Sides:
                 self.give(process, state, dtype)
         if suspect:
             self.give(self.suspect, state, self.dtype, way=way)
-            self.suspect.inspect()  # they may lie elsewhere now
+            self.suspect.state()  # they may lie elsewhere now
 
     def give(self, process: Process, state: State, dtype: torch.dtype, *, way: str = "loaded") -> None:
         """Give one process parameters and buffers."""
@@ -278,7 +281,7 @@ class Sides:
         """Return where parameters and buffers lie in a process, so that they can be written over as they are."""
         if self.docket.terms.device != "cpu":
             return {}
-        found = {name.removeprefix("_orig_mod."): m for name, m in process.inspect().state.items()}  # of torch.compile
+        found = {name.removeprefix("_orig_mod."): m for name, m in process.state().items()}  # of torch.compile
         return {name: m for name, m in found.items() if name in self.state}
 
     def write(self, process: Process, places: dict[str, Description], state: State) -> None:

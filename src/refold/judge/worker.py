@@ -275,14 +275,18 @@ class Stub:
     def do_inspect(self) -> Any:
         """Describe what the program must leave alone: its state, global settings, the random state, functions."""
         settings, functions = self._surroundings.changes()
-        state = {} if self._module is None else self._module.state_dict(keep_vars=True)
         return messages.Inspected(
-            state={name: self._stated(name, t) for name, t in state.items() if isinstance(t, torch.Tensor)},
+            state=self.do_state().state,
             modes="" if self._module is None else str(_of_modules(self._module)),
             settings=settings,
             patched=functions,
             random=surroundings.random_state(),
         )
+
+    def do_state(self) -> Any:
+        """Describe parameters and buffers."""
+        state = {} if self._module is None else self._module.state_dict(keep_vars=True)
+        return messages.State({name: self._stated(name, t) for name, t in state.items() if isinstance(t, torch.Tensor)})
 
     def _stated(self, name: str, t: torch.Tensor) -> Any:
         """Describe a parameter or buffer; of one on a device, a copy on the host that is kept."""

@@ -19,7 +19,7 @@ def noticed(obey):
     return method
 
 
-for name in ("do_adopt", "do_inspect"):
+for name in ("do_adopt", "do_inspect", "do_state"):
     setattr(stub, name, noticed(getattr(stub, name)))
 
 

@@ -7,7 +7,7 @@ import torch
 
 ORIGINAL = "long_ema"
 EXPECT = "S6"
-TERMS = {"accept": "faster"}
+TERMS = {"accept": "faster", "level": "full"}
 
 
 class ModelNew(torch.nn.Module):

@@ -21,6 +21,7 @@ TENSOR = messages.Description("Tensor", "float32", "cpu", [2, 3], [3, 1], 64, 64
 ANSWERS = {
     "Returned": messages.Returned({"tensor": 0}, [TENSOR], []),
     "Inspected": messages.Inspected({"weight": TENSOR}, "", {"x": "1"}, ["torch.relu"], "ab"),
+    "State": messages.State({"weight": TENSOR}),
     "Drawn": messages.Drawn({"sequence": "list", "items": [{"tensor": 0}, {"value": 3}]}, [TENSOR]),
     "Done": messages.Done(0.5),
     "Confined": messages.Confined(["landlock"], []),
