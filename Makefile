@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # The newest transformers, laid over the same environment for a second and smaller run of the tests of real layers.
 NEWEST := .venv-newest
 
-.PHONY: setup demo test test-all lint site wheel clean
+.PHONY: setup demo test test-all test-versions lint site wheel clean
 .NOTPARALLEL:
 
 setup: $(VENV)/.done
@@ -51,6 +51,10 @@ test: lint site $(NEWEST)/.done
 
 test-all: test
 	$(BIN)/python tools/exhaustive.py run all
+
+# The oldest and the newest releases of what refold builds on, in environments of its own (tools/versions.py); hours on two cores.
+test-versions: setup
+	$(BIN)/python tools/versions.py $(SETS)
 
 clean:
 	rm -rf $(VENV) $(NEWEST) build dist

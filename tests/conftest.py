@@ -55,6 +55,8 @@ def _seed(request):
         # Dynamo measures how long guards take, and empties the processor's caches before: 30 ms of each compile.
         guards.profile_guard_manager = lambda *_: 0.0
     yield
+    if versions := sys.modules.get("refold.versions"):
+        versions.forget()
     if "torch._dynamo" in sys.modules:
         import torch._dynamo
 

@@ -10,28 +10,65 @@ import platform
 import shutil
 import subprocess
 import sys
+import warnings
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from .generate.cli import jax_devices
+from .versions import TESTED, is_tested, losses, tested, untested
 
+NONE = "not installed"
 PACKAGES = ("refold", "numpy", "torch", "triton", "numba", "jax", "transformers", "opt_einsum")
 
 
 def examine() -> dict[str, dict[str, str]]:
-    """Return versions, devices and usable parts, each with a reason where the answer is no."""
+    """Return versions, devices, usable parts, each with a reason where the answer is no, and what versions cost."""
+    versions = _versions()
     with ThreadPoolExecutor(1) as pool:
         jax = pool.submit(_jax_elsewhere)  # meanwhile this process imports torch
-        return {"versions": _versions(), "devices": _devices(), "parts": _parts(jax)}
+        return {
+            "versions": _judged(versions) | {"python": f"{_judged(versions)['python']} on {platform.platform()}"},
+            "devices": _devices(),
+            "parts": _parts(jax),
+            "off with these versions": _losses(versions),
+        }
 
 
 def _versions() -> dict[str, str]:
-    found = {"python": f"{platform.python_version()} on {platform.platform()}"}
+    found = {"python": platform.python_version()}
     for name in PACKAGES:
         try:
             found[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
-            found[name] = "not installed"
+            found[name] = NONE
     return found
+
+
+def _judged(versions: Mapping[str, str]) -> dict[str, str]:
+    return {
+        name: text
+        if text == NONE or name not in TESTED or is_tested(name, text)
+        else f"{text} (tested: {tested(name)})"
+        for name, text in versions.items()
+    }
+
+
+def _losses(versions: Mapping[str, str]) -> dict[str, str]:
+    """Return what is off. Tests show that tested releases have all names; with others, each door is opened to see."""
+    installed = {name: text for name, text in versions.items() if text != NONE}
+    off: list[str] = []
+    if "torch" in installed and untested("torch", installed["torch"]):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            from .compiler import backend as backend
+            from .compiler import dynamo
+            from .judge.private import OFF
+            from .ops.torch import private as private
+
+            dynamo.rewriting_before_autograd()
+        off = [f"refold verify: {text}" for text in OFF]
+    found = [*losses(installed.items()), *off]
+    return {str(number): text for number, text in enumerate(found, 1)} or {"nothing": ""}
 
 
 def _installed(name: str) -> bool:

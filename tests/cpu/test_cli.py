@@ -106,8 +106,24 @@ def test_doctor_misses_the_compiler_that_triton_needs(monkeypatch):
 def test_doctor_says_what_is_usable_and_why_not():
     done = refold("doctor")
     assert done.returncode == 0, done.stderr
-    for word in ("versions", "devices", "parts", "torch", "compiler", "triton", "jax"):
+    for word in ("versions", "devices", "parts", "torch", "compiler", "triton", "jax", "off with these versions"):
         assert word in done.stdout
+
+
+def test_doctor_lists_what_is_off_with_these_versions(monkeypatch):
+    from importlib import metadata
+
+    real = metadata.version
+    given = {"torch": "2.12.1", "triton": "3.11.0"}
+    monkeypatch.setattr(metadata, "version", lambda name: given.get(name) or real(name))
+    found = examine()
+    assert found["versions"]["triton"] == "3.11.0 (tested: triton 3.6 to 3.9)"
+    assert found["versions"]["torch"] == "2.12.1"
+    lines = list(found["off with these versions"].values())
+    assert any("a compile of its own: torch 2.12.1 is older than 2.13" in line for line in lines)
+    assert any("launched by Triton itself" in line and "triton 3.11.0 was not tested" in line for line in lines)
+    given["torch"] = "2.16.0"
+    assert any("not captured" in line for line in examine()["off with these versions"].values())
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ..errors import warn
+from ..versions import lose
 
 _entries: Any
 try:
@@ -19,9 +19,6 @@ except (ImportError, AttributeError) as error:
     from . import without as _entries
 
     _entries.reason = f"PyTorch {torch.__version__} is not as expected ({type(error).__name__}: {error})"
-    warn(
-        f"refold rewrites nothing: {_entries.reason}. Results are the same. Use a tested version of PyTorch, "
-        "or a newer refold."
-    )
+    lose("refold rewrites nothing", _entries.reason)
 
 refold, compile, explain = _entries.refold, _entries.compile, _entries.explain

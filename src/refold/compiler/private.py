@@ -28,8 +28,8 @@ from torch.utils._pytree import tree_leaves as tree_leaves
 from torch.utils._pytree import tree_map as tree_map
 from torch.utils._pytree import tree_unflatten as tree_unflatten
 
-from ..errors import warn
 from ..ops.torch.private import schema as schema
+from ..versions import lose
 
 # The hook for passes, and what tells whether an operation writes to its arguments: both are read at each compile.
 _NEEDED = inductor_config.joint_custom_pre_pass, schema(torch.ops.aten.add.Tensor).is_mutable
@@ -42,10 +42,7 @@ def _find(name: str, cost: str) -> Any:
     try:
         return getattr(import_module(module), leaf)
     except (ImportError, AttributeError):
-        warn(
-            f"PyTorch {torch.__version__} has no {name}: {cost}. Results are the same. Use a tested PyTorch, "
-            "or a newer refold."
-        )
+        lose(cost, f"PyTorch {torch.__version__} has no {name}")
         return _MISSING
 
 

@@ -92,7 +92,9 @@ def call(spec: OpSpec, arrays: Sequence[Any], options: Sequence[Any], backend: s
             r.astype(d) for r, (_, d) in zip((results,) if single else results, spec.output_metas(meta), strict=True)
         )
         return cast[0] if single else cast
-    return run(**keywords)
+    from refold.ops.jax.meshes import run_on_mesh
+
+    return run_on_mesh(spec, meta, run, keywords)
 
 
 def call_in_place(spec: OpSpec, arrays: Sequence[Any], options: Sequence[Any], backend: str | None) -> Any:

@@ -222,6 +222,17 @@ class OpSpec:
             metas.append((shape_of(out.axes, meta.sizes), dtype))
         return metas
 
+    def axes_of(self, arg: Arg, meta: Meta) -> str | None:
+        """Return which of an argument's layouts its array has; None if its rank fits none of them."""
+        rank = len(meta.arrays[arg.name].shape)
+        return next((layout for layout in self.layouts(arg, meta) if _rank_fits(layout, rank)), None)
+
+    def layouts(self, arg: Arg, meta: Meta) -> list[str]:
+        """Return the layouts that an argument may have here: without time if ``x`` has none."""
+        first = self.args[0]
+        timeless = self.time_optional and len(meta.arrays[first.name].shape) == len(first.axes[0].split()) - 1
+        return [layout.replace("t ", "") if timeless else layout for layout in arg.axes]
+
     def validate(self, meta: Meta) -> Meta:
         """Raise the error that names what is wrong, or return ``meta`` with its sizes filled in."""
         _check_present(self, meta)
@@ -278,6 +289,17 @@ def shape_of(axes: str, sizes: Mapping[str, Any]) -> tuple[int, ...]:
         elif letter in sizes:
             shape += sizes[letter] if letter == "*" else (sizes[letter],)
     return shape
+
+
+def letters_of(axes: str, sizes: Mapping[str, Any]) -> list[str]:
+    """Return a letter for each axis that `shape_of` gives a size; those that ``*`` stands for are numbered."""
+    letters: list[str] = []
+    for letter in axes.split():
+        if letter == "*":
+            letters += [f"*{i}" for i in range(len(sizes["*"]))]
+        elif letter == "w-1" or letter in sizes:
+            letters.append(letter)
+    return letters
 
 
 def positive_int(value: Any) -> bool:
@@ -350,16 +372,13 @@ def _read_sizes(spec: OpSpec, meta: Meta) -> dict[str, Any]:
         if len(offsets.shape) != 1 or offsets.shape[0] < 2:
             raise ShapeError(f"{spec.name}: cu_seqlens must be 1-D with k + 1 >= 2 entries; got {offsets.shape}.")
         sizes["k"], owner["k"] = offsets.shape[0] - 1, CU_SEQLENS
-    first = spec.args[0]
-    without_time = spec.time_optional and len(meta.arrays[first.name].shape) == len(first.axes[0].split()) - 1
     for arg in spec.args:
         array = meta.arrays.get(arg.name)
         if array is None or arg.name == CU_SEQLENS:
             continue
-        layouts = [layout.replace("t ", "") if without_time else layout for layout in arg.axes]
-        layout = next((one for one in layouts if _rank_fits(one, len(array.shape))), None)
+        layout = spec.axes_of(arg, meta)
         if layout is None:
-            expected = " or ".join(f"({', '.join(one.split())})" for one in layouts)
+            expected = " or ".join(f"({', '.join(one.split())})" for one in spec.layouts(arg, meta))
             raise ShapeError(
                 f"{spec.name}: {arg.name} must have the axes {expected}; got shape {tuple(array.shape)}"
                 f"{_listing(sizes)}. Reshape {arg.name}."

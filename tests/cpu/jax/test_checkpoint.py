@@ -7,7 +7,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from safetensors.numpy import load_file, save_file
 
 from refold.errors import CheckpointError
@@ -27,6 +26,11 @@ def directory(tmp_path: Path) -> Path:
     tensors = {e.key: rng.standard_normal(e.shape).astype(np.float32) for e in layout(read_config(tmp_path))}
     save_file(tensors, tmp_path / "model.safetensors")
     return tmp_path
+
+
+@pytest.fixture
+def torch():
+    return pytest.importorskip("torch")
 
 
 def change(directory: Path, edit) -> None:
@@ -132,7 +136,7 @@ class Evil:
         return (exec, ("raise SystemExit('code from a checkpoint ran')",))
 
 
-def test_code_in_a_pickle_is_not_run(directory: Path) -> None:
+def test_code_in_a_pickle_is_not_run(torch, directory: Path) -> None:
     (directory / "model.safetensors").unlink()
     torch.save({"a": Evil()}, directory / "pytorch_model.bin")
     with pytest.raises(CheckpointError, match="tensors alone") as error:
@@ -140,7 +144,7 @@ def test_code_in_a_pickle_is_not_run(directory: Path) -> None:
     assert "weights_only" not in str(error.value)  # PyTorch's advice is to switch the protection off
 
 
-def test_a_torch_file_that_was_cut_short(directory: Path) -> None:
+def test_a_torch_file_that_was_cut_short(torch, directory: Path) -> None:
     (directory / "model.safetensors").unlink()
     torch.save({"a": torch.zeros(1000)}, directory / "pytorch_model.bin")
     (directory / "pytorch_model.bin").write_bytes((directory / "pytorch_model.bin").read_bytes()[:1000])
@@ -148,7 +152,7 @@ def test_a_torch_file_that_was_cut_short(directory: Path) -> None:
         load_checkpoint(directory)
 
 
-def test_torch_file_in_bfloat16(directory: Path) -> None:
+def test_torch_file_in_bfloat16(torch, directory: Path) -> None:
     tensors = load_file(directory / "model.safetensors")
     (directory / "model.safetensors").unlink()
     torch.save({k: torch.tensor(v).bfloat16() for k, v in tensors.items()}, directory / "model.pt")
@@ -194,7 +198,7 @@ def test_random_parameters_fit_their_layout(directory: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["int8", "int64", "bool", "complex64", "float8_e4m3fn"])
-def test_weights_that_are_no_floats_are_refused(directory: Path, dtype: str) -> None:
+def test_weights_that_are_no_floats_are_refused(torch, directory: Path, dtype: str) -> None:
     from safetensors.torch import load_file, save_file
 
     tensors, name = load_file(directory / "model.safetensors"), "backbone.layers.1.mixer.in_proj.weight"
@@ -219,7 +223,7 @@ def test_layers_of_different_dtypes_are_refused_unless_one_is_named(directory: P
     assert load_checkpoint(directory, "float32")[1]["layers"]["in_proj"].dtype == np.float32
 
 
-def test_pickles_of_anything_but_names_and_dense_tensors_are_refused(directory: Path) -> None:
+def test_pickles_of_anything_but_names_and_dense_tensors_are_refused(torch, directory: Path) -> None:
     (directory / "model.safetensors").unlink()
     for content in ({1: torch.ones(1)}, [torch.ones(1)], {"a": {"b": torch.ones(1)}}, {"a": torch.eye(2).to_sparse()}):
         torch.save(content, directory / "pytorch_model.bin")

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh
+from jax.sharding import AxisType
 
 from refold.generate.jax import Generator
 from refold.models.checkpoint import random_params
@@ -42,10 +42,15 @@ def close(a, b) -> None:
     assert np.abs(a - b).max() <= bound, (np.abs(a - b).max(), bound)
 
 
+# Arrays of `jax.make_mesh` have Explicit axes by default; those of `Mesh` are Auto.
+KINDS = pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+
+
+@KINDS
 @pytest.mark.parametrize("name", CONFIGS)
-def test_heads_over_devices(name: str) -> None:
+def test_heads_over_devices(name: str, kind: AxisType) -> None:
     config = CONFIGS[name]
-    mesh = Mesh(np.array(jax.devices()), ("heads",))
+    mesh = jax.make_mesh((8,), ("heads",), axis_types=(kind,))
     params = to_device(random_params(config))
     model = model_for(config)
     tokens = jnp.asarray(np.random.default_rng(1).integers(0, 64, (2, 24)))
@@ -68,10 +73,11 @@ def test_heads_over_devices(name: str) -> None:
     assert Generator(config, spread).generate(prompts, 8) == Generator(config, params).generate(prompts, 8)
 
 
+@KINDS
 @pytest.mark.parametrize("name", CONFIGS)
-def test_time_over_devices(name: str) -> None:
+def test_time_over_devices(name: str, kind: AxisType) -> None:
     config = CONFIGS[name]
-    mesh = Mesh(np.array(jax.devices()), ("time",))
+    mesh = jax.make_mesh((8,), ("time",), axis_types=(kind,))
     params = to_device(random_params(config))
     tokens = jnp.asarray(np.random.default_rng(1).integers(0, 64, (2, 64)))
     logits, state = jax.jit(lambda p, t: model_for(config).forward(config, p, t))(params, tokens)

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from refold import ops
 from refold.ops.selective_scan import _jax as selective_jax
@@ -232,3 +232,37 @@ def test_shard_map(name: str, cut: str) -> None:
     )
     found = jax.jit(value_and_gradients(name, spread))(arrays)
     equal(name, found, plain(name)[0])
+
+
+# What is cut over eight devices: rows, heads or channels, or time; or rows and heads over two axes of the mesh.
+TIMED = {
+    f"{name}-cut": replace(CASES[name], sizes={**CASES[name].sizes, "t": 16})
+    for name in SPREAD
+    if "t" in CASES[name].sizes and "packed" not in name
+}
+CASES |= TIMED
+CUTS = [
+    *((name, {cut: "rows heads"}) for name, cut in [*ROWS.items(), *HEADS.items()]),
+    *((name, {ROWS[name]: "rows", HEADS[name]: "heads"}) for name in ROWS if name != "gated_rmsnorm"),
+    *((name, {"t": "rows heads"}) for name in TIMED),
+]
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+@pytest.mark.parametrize(("name", "cuts"), CUTS)
+def test_meshes(name: str, cuts: dict[str, str], kind: AxisType) -> None:
+    """Arrays that are spread over a mesh of 2 x 4 devices; results are spread as they are."""
+    axes, outputs = axes_of(given(name))
+    mesh = jax.make_mesh((2, 4), ("rows", "heads"), axis_types=(kind, kind))
+    over = {letter: tuple(devices.split()) for letters, devices in cuts.items() for letter in letters.split()}
+
+    def spec(letters: str) -> PartitionSpec:
+        return PartitionSpec(*(over.get(letter) for letter in letters.split()))
+
+    arrays = {key: jax.device_put(a, NamedSharding(mesh, spec(axes[key]))) for key, a in examples(name)[0].items()}
+    with jax.set_mesh(mesh):
+        found = jax.jit(value_and_gradients(name))(arrays)
+        equal(name, found, plain(name)[0])
+        if kind is AxisType.Explicit:
+            for result, letters in zip(operator(name)(arrays), outputs, strict=True):
+                assert result.sharding.spec == spec(letters), (result.sharding.spec, letters)

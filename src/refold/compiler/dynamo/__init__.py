@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from ...errors import warn
+from ...versions import UNTESTED, lose, untested
 from . import switch
 from .switch import unavailable as unavailable
 
@@ -26,7 +26,9 @@ from .switch import unavailable as unavailable
 def captures_loops(backend: Callable[..., Any]) -> Any:
     """Mark a backend of ``torch.compile``: loops in what is compiled for it are captured. Installs the capture."""
     switch.mark(backend)
-    if unavailable() is None:
+    if (reason := untested("torch", torch.__version__)) is not None:
+        lose(UNTESTED["torch"], reason)
+    elif unavailable() is None:
         install()
     return backend
 
@@ -41,7 +43,8 @@ def install() -> None:
 
         switch.switch_on(hook.install())
     except (ImportError, AttributeError, KeyError, TypeError) as error:
-        switch.switch_off(error)
+        switch.switch_off(switch.unexpected(error))
+        lose(UNTESTED["torch"], switch.unexpected(error))
 
 
 def uninstall() -> None:
@@ -55,11 +58,7 @@ def rewriting_before_autograd() -> Any:
     try:
         from . import before_autograd
     except (ImportError, AttributeError) as error:
-        warn(
-            f"recurrences are rewritten less in training: PyTorch {torch.__version__} is not as expected "
-            f"({type(error).__name__}: {error}). Results are the same. Use a tested version of PyTorch, or a newer "
-            "refold."
-        )
+        lose("recurrences are rewritten less in training", switch.unexpected(error))
         return None
     return before_autograd
 
@@ -70,4 +69,7 @@ def notes() -> list[str]:
         return [f"loops are traced step by step: {reason}"]
     from .capture import hook
 
-    return hook.notes()
+    try:
+        return hook.notes()
+    except AttributeError as error:
+        return [f"loops may be traced step by step: {switch.unexpected(error)}"]

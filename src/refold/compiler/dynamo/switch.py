@@ -8,10 +8,7 @@ from typing import Any
 
 import torch
 
-from ...errors import warn
-
-TESTED_TORCH = ((2, 11), (2, 13))
-"""The PyTorch releases, first and last, whose loops are captured."""
+from ...versions import lose, untested
 
 SWITCH = "REFOLD_LOOPS"
 """The environment variable that, set to ``unroll``, switches loop capture off; read at each compile."""
@@ -56,13 +53,7 @@ def unavailable() -> str | None:
     """Return why loops are not captured; None if they are."""
     if os.environ.get(SWITCH, "capture") == "unroll":
         return f"the environment variable {SWITCH} is set to unroll"
-    if _reason is not None:
-        return _reason
-    release = tuple(int(part) for part in torch.__version__.split(".")[:2])
-    if not TESTED_TORCH[0] <= release <= TESTED_TORCH[1]:
-        first, last = (".".join(map(str, tested)) for tested in TESTED_TORCH)
-        return f"PyTorch {torch.__version__} is not one of the tested versions, {first} to {last}"
-    return None
+    return _reason or untested("torch", torch.__version__)
 
 
 def is_on() -> bool:
@@ -76,17 +67,22 @@ def switch_on(remove: Callable[[], None]) -> None:
     _reason, _remove = None, remove
 
 
-def switch_off(reason: str | Exception) -> None:
-    """Remove what was added to Dynamo's interpreter; warn if the reason is that Dynamo is not as expected."""
+def switch_off(reason: str) -> None:
+    """Remove what was added to Dynamo's interpreter."""
     global _reason, _remove
     if _remove is not None:
         _remove()
         _remove = None
-    if isinstance(reason, str):
-        _reason = reason
-        return
-    _reason = f"Dynamo of PyTorch {torch.__version__} is not as expected ({type(reason).__name__}: {reason})"
-    warn(
-        f"loops over time are not captured, so compile time grows with their length: {_reason}. Results are the same. "
-        "Use a tested version of PyTorch, or a newer refold."
-    )
+    _reason = reason
+
+
+def unexpected(error: Exception) -> str:
+    """Say that PyTorch is not as expected, which an error showed."""
+    return f"Dynamo of PyTorch {torch.__version__} is not as expected ({type(error).__name__}: {error})"
+
+
+def lose_loops(error: Exception) -> str:
+    """Note that a loop is not captured because Dynamo is not as expected, and return why: others still are."""
+    why = unexpected(error)
+    lose("some loops over time are not captured, so compile time grows with their length", why)
+    return why

@@ -30,7 +30,7 @@ def causal_conv1d(
         shifted = [extended[:, k : k + seqlen] for k in range(before + 1)]
         final = extended[:, seqlen:]
     else:
-        nseq = len(cu_seqlens) - 1
+        nseq = cu_seqlens.shape[0] - 1
         window = _window(initial_state, nseq, before, x)
         starts, sequence = cu_seqlens[:-1], sequence_of_token(cu_seqlens, seqlen)
 

@@ -15,6 +15,11 @@ from refold.ops.lines import NEVER_AFTER, NEVER_BEFORE, Line
 Array = jax.Array
 
 
+def is_known(size: Any) -> bool:
+    """Tell whether a size is a number; in ``jax.export`` it may be a symbol, and one program serves all sizes."""
+    return isinstance(size, int)
+
+
 def accumulator(dtype: Any) -> Any:
     """Return the dtype in which sums of ``dtype`` are kept: float32, or float64 for float64 inputs."""
     return jnp.promote_types(dtype, jnp.float32)
@@ -112,7 +117,7 @@ def pack_chunks(cu_seqlens: Array, seqlen: int, chunk_size: int) -> Pack:
     chunk_starts = jnp.concatenate([jnp.zeros_like(chunk_ends[:1]), chunk_ends[:-1]])
 
     chunk = jnp.arange(nchunks)
-    sequence = jnp.searchsorted(chunk_ends, chunk, side="right")
+    sequence = _ends_before(chunk_ends, chunk)
     inside = jnp.minimum(sequence, nseq - 1)
     first = (sequence < nseq) & (chunk == chunk_starts[inside])
     last = (sequence < nseq) & (chunk == chunk_ends[inside] - 1)
@@ -122,14 +127,21 @@ def pack_chunks(cu_seqlens: Array, seqlen: int, chunk_size: int) -> Pack:
     filled = (token < ends[inside][:, None]) & (sequence < nseq)[:, None]
     source = jnp.where(filled, token, 0).reshape(-1)
 
-    token_sequence = jnp.searchsorted(ends, jnp.arange(seqlen), side="right")
+    token_sequence = _ends_before(ends, jnp.arange(seqlen))
     target = chunk_starts[token_sequence] * chunk_size + jnp.arange(seqlen) - starts[token_sequence]
     return Pack(source, filled.reshape(-1), target, sequence, first, last, nseq)
 
 
 def sequence_of_token(cu_seqlens: Array, seqlen: int) -> Array:
     """Return the sequence that each of ``seqlen`` tokens belongs to, ``(t,)``."""
-    return jnp.searchsorted(cu_seqlens[1:], jnp.arange(seqlen), side="right")
+    return _ends_before(cu_seqlens[1:], jnp.arange(seqlen))
+
+
+def _ends_before(ends: Array, places: Array) -> Array:
+    """Return how many of the ends are not after each place."""
+    if is_known(ends.shape[0]):
+        return jnp.searchsorted(ends, places, side="right")
+    return jnp.sum(ends <= places[:, None], axis=1, dtype=jnp.int32)  # a search takes as many steps as a number says
 
 
 def line(seqlen: int, cu_seqlens: Array | None) -> Line:

@@ -6,7 +6,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from refold.ops.jax.layout import Array, accumulator
+from refold.ops.jax.layout import Array, accumulator, is_known, pad_time
+
+BLOCK = 128
+"""Steps that are scanned together where the length is a symbol."""
 
 
 def _solve(a: Array, x: Array, first: Array | None, reverse: bool) -> Array:
@@ -35,8 +38,23 @@ def _solve(a: Array, x: Array, first: Array | None, reverse: bool) -> Array:
         return factor, value + right[1], left[2] | right[2]
 
     def scan(a: Array, x: Array, first: Array | None, reverse: bool) -> Array:
-        marks = () if first is None else (first,)
-        return jax.lax.associative_scan(combine, (a, x, *marks), reverse=reverse, axis=1)[1]
+        parts = (a, x) if first is None else (a, x, first)
+        if is_known(x.shape[1]):
+            return jax.lax.associative_scan(combine, parts, reverse=reverse, axis=1)[1]
+        count = -(-x.shape[1] // BLOCK)
+
+        def block(state: Array, parts: Any) -> tuple[Array, Array]:
+            factor, value, *marks = jax.lax.associative_scan(combine, parts, reverse=reverse, axis=1)
+            entering = factor * state[:, None]
+            h = value + (jnp.where(marks[0], 0, entering) if marks else entering)
+            return h[:, 0 if reverse else -1], h
+
+        def blocks(a: Array) -> Array:
+            a = pad_time(a, count * BLOCK)
+            return jnp.moveaxis(a.reshape(a.shape[0], count, BLOCK, *a.shape[2:]), 1, 0)
+
+        h = jax.lax.scan(block, jnp.zeros_like(x[:, 0]), tuple(map(blocks, parts)), reverse=reverse)[1]
+        return jnp.moveaxis(h, 0, 1).reshape(x.shape[0], -1, *x.shape[2:])[:, : x.shape[1]]
 
     return jax.lax.custom_linear_solve(
         lambda h: h - a * before(h),
@@ -83,7 +101,7 @@ def linear_scan(
         begin, end = (stops - 1, starts) if reverse else (starts, stops - 1)
         nonempty = (stops > starts).reshape(-1, *[1] * (x.ndim - 2))
         begin = jnp.where(stops > starts, begin, seqlen)  # an empty sequence begins nowhere
-        state = jnp.zeros((len(starts), *x.shape[2:]), acc) if initial_state is None else initial_state.astype(acc)
+        state = jnp.zeros((starts.shape[0], *x.shape[2:]), acc) if initial_state is None else initial_state.astype(acc)
         values = values.at[0, begin].add(kept((0, jnp.minimum(begin, seqlen - 1)), state), mode="drop")
         begins = (
             jnp.zeros((1, seqlen), bool).at[0, begin].set(True, mode="drop").reshape(1, seqlen, *[1] * (x.ndim - 2))

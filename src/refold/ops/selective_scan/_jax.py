@@ -18,6 +18,7 @@ from refold.ops.jax.layout import (
     Array,
     accumulator,
     finite_rates,
+    is_known,
     pack_chunks,
     pad_time,
     read_state,
@@ -30,7 +31,12 @@ CHECKPOINT_STEPS = 32
 
 
 def default_lane_length(seqlen: int) -> int:
-    """Return the steps one lane walks: all on CPU, about half the square root of the length elsewhere."""
+    """Return the steps one lane walks: all on CPU, about half the square root of the length elsewhere.
+
+    Where the length is a symbol, it is all, in whole blocks, on CPU, and one block elsewhere.
+    """
+    if not is_known(seqlen):
+        return CHECKPOINT_STEPS * (-(-seqlen // CHECKPOINT_STEPS) if jax.default_backend() == "cpu" else 1)
     return seqlen if jax.default_backend() == "cpu" else max(16, 1 << math.isqrt(seqlen).bit_length() - 2)
 
 
@@ -80,7 +86,8 @@ def selective_scan(
         own = finals = jnp.zeros((1, *shape, dstate), acc)
     else:
         nseq = cu_seqlens.shape[0] - 1
-        length = max(1, min(default_lane_length(seqlen), seqlen // nseq))
+        known = is_known(seqlen) and is_known(nseq)
+        length = max(1, min(default_lane_length(seqlen), seqlen // nseq)) if known else CHECKPOINT_STEPS
         pack = pack_chunks(cu_seqlens, seqlen, length)
         nlanes, sequence, first, last = pack.sequence.shape[0], pack.sequence, pack.first, pack.last
         fillers = (0, 0, 0, 0, 1)  # of all of them: what is not finite would reach the states even so
@@ -115,7 +122,7 @@ def selective_scan(
         h = factor(d, decay) * h + (d * x)[..., None] * B[..., None, :]
         return h, read_state(h, C)
 
-    if nlanes == 1 and cu_seqlens is None:
+    if is_known(nlanes) and nlanes == 1 and cu_seqlens is None:
         entering = state[None]
     else:
         zero = vary_like(jnp.zeros((nlanes, *state.shape), acc), *decides)
@@ -130,9 +137,9 @@ def selective_scan(
         def pass_on(carry: Any, lane: Any) -> tuple[Any, Array]:
             h, finals = carry
             added, product, sequence, first, last = lane
-            h = jnp.where(first, own[jnp.minimum(sequence, len(own) - 1)], h)
+            h = jnp.where(first, own[jnp.minimum(sequence, own.shape[0] - 1)], h)
             leaving = product * h + added
-            finals = finals.at[jnp.where(last, sequence, len(finals))].set(leaving[0], mode="drop")
+            finals = finals.at[jnp.where(last, sequence, finals.shape[0])].set(leaving[0], mode="drop")
             return (leaving, finals), h
 
         per_lane = added, product, sequence, first, last
@@ -157,13 +164,13 @@ def _finish(y: Array, x: Array, D: Array | None, z: Array | None) -> Array:
 def _blocked_scan(step: Any, carry: Array, inputs: Any) -> tuple[Array, Any]:
     """Scan ``step`` over axis 0; the backward pass stores the carry of every 32nd step only."""
     nsteps = inputs[0].shape[0]
-    blocks, rest = divmod(nsteps, CHECKPOINT_STEPS)
+    blocks, rest = divmod(nsteps, CHECKPOINT_STEPS)  # no rest where their number is a symbol
 
     def scan(carry: Array, inputs: Any) -> tuple[Array, Any]:
         return jax.lax.scan(step, carry, inputs, unroll=steps_per_launch())
 
     outputs = []
-    if blocks:
+    if not is_known(blocks) or blocks:
         head = jax.tree.map(
             lambda a: a[: blocks * CHECKPOINT_STEPS].reshape(blocks, CHECKPOINT_STEPS, *a.shape[1:]), inputs
         )

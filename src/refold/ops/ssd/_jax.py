@@ -19,6 +19,7 @@ from refold.ops.jax.layout import (
     Array,
     accumulator,
     finite_rates,
+    is_known,
     line,
     pack_chunks,
     pad_time,
@@ -34,6 +35,9 @@ BLOCK = 16
 
 SEGMENT_CHUNKS = 64
 """Chunks whose states are passed on by one matrix product; more of them are scanned."""
+
+SYMBOLIC_SEGMENT_CHUNKS = 4
+"""The same where the length is a symbol: a sequence is then padded to whole segments, however short it is."""
 
 
 def default_chunk_size() -> int:
@@ -63,7 +67,8 @@ def ssd(
     batch, seqlen, nheads, headdim = x.shape
     dstate = B.shape[3]
     acc = accumulator(x.dtype)
-    chunk = min(chunk_size or default_chunk_size(), seqlen)
+    chunk = chunk_size or default_chunk_size()
+    chunk = min(chunk, seqlen) if is_known(seqlen) else chunk
 
     d = step_sizes(dt, dt_bias, dt_softplus, dt_limit, acc)
     log_decay = d * finite_rates(A, acc)
@@ -95,8 +100,8 @@ def _core(chunk: int, cu_seqlens: Array | None, *operands: Array) -> tuple[Array
         inputs = [jnp.where(_like(pack.filled, a), a[:, pack.source], 0) for a in inputs]
         finals = own = state
 
-    nsegments = -(-nchunks // SEGMENT_CHUNKS)
-    per_segment = nchunks if nsegments == 1 else SEGMENT_CHUNKS
+    per_segment = min(nchunks, SEGMENT_CHUNKS) if is_known(nchunks) else SYMBOLIC_SEGMENT_CHUNKS
+    nsegments = -(-nchunks // per_segment)
 
     def segments(a: Array, *tail: int) -> Array:
         """Cut (b, t, ...) to (segments, m, l, *tail)."""
@@ -114,11 +119,11 @@ def _core(chunk: int, cu_seqlens: Array | None, *operands: Array) -> tuple[Array
     else:
         carry = (jnp.zeros((batch, nheads, headdim, dstate), acc), finals)
         behind = nsegments * per_segment - nchunks  # chunks of no sequence that fill the last segment
-        borders = jnp.array([pack.nsequences, 0, 0])[:, None] * jnp.ones(behind, int)
+        borders = jnp.stack([jnp.full(behind, pack.nsequences), *2 * [jnp.zeros(behind, int)]])
         chunks = jnp.concatenate([jnp.stack([pack.sequence, pack.first, pack.last]), borders], 1)
         chunks = chunks.reshape(3, nsegments, per_segment).swapaxes(0, 1)
 
-    if nsegments == 1:
+    if is_known(nsegments) and nsegments == 1:
         carry, y = body(carry, (*(a[0] for a in per_token), None if chunks is None else chunks[0]))
     else:
         carry = jax.tree.map(lambda a: vary_like(a, *operands, cu_seqlens), carry)
@@ -232,13 +237,13 @@ def _segment(initial: Array | None, carry: Any, inputs: Any) -> tuple[Any, Array
         alike = sequence[:, None] == sequence
         same = before & alike
         begun = jnp.any(alike & (first > 0), axis=1).reshape(1, -1, 1, 1, 1)
-        entry = jnp.where(begun, initial[jnp.minimum(sequence, len(initial) - 1)], entry)
+        entry = jnp.where(begun, initial[jnp.minimum(sequence, initial.shape[0] - 1)], entry)
     since = product("cm,bmh->bch", same.astype(total.dtype), total)
     prefix = product("bhcj,bjhpn->bchpn", jnp.exp(jnp.where(same, _sums_between(total), -jnp.inf)), states)
     prefix = prefix + jnp.exp(since)[..., None, None] * entry
     leaving = jnp.exp(total)[..., None, None] * prefix + states  # (b, c, h, p, n)
     if chunks is not None:
-        finals = finals.at[jnp.where(last > 0, sequence, len(finals))].set(leaving[0], mode="drop")
+        finals = finals.at[jnp.where(last > 0, sequence, finals.shape[0])].set(leaving[0], mode="drop")
 
     # 4. Output: inside the chunk through C Bᵀ, from before through the entering state.
     scores = jnp.where(causal, product("mlgn,msgn->mgls", C, B), 0)

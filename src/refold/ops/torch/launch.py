@@ -20,19 +20,15 @@ from typing import Any
 import torch
 import triton
 
-from refold.errors import warn
 from refold.ops.spec import Meta
 from refold.ops.torch import plans, private
 from refold.ops.torch.plans import Planned
+from refold.versions import UNTESTED, lose, untested
 
 PTX = os.environ.get("TRITON_INTERPRET", "0") != "1" and torch.version.hip is None
 """Whether kernels may hold PTX: the plain exp2 spends two more instructions per value on denormal results."""
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
-
-
-TESTED_TRITON = ((3, 6), (3, 9))
-"""The Triton releases, first and last, whose compiled kernels are launched directly."""
 
 
 _compiling: ContextVar[bool] = ContextVar("compiling", default=False)
@@ -61,16 +57,14 @@ def compile_together(plan: Callable[..., Any], arrays: Sequence[Any]) -> None:
 @cache
 def _directly() -> bool:
     """Whether this Triton's compiled kernels may be launched directly; warns once if not."""
-    release = tuple(int(part) for part in triton.__version__.split(".")[:2])
-    if TESTED_TRITON[0] <= release <= TESTED_TRITON[1]:
-        return True
-    warn_slow(f"Triton {triton.__version__} is not a tested version")
-    return False
+    if (why := untested("triton", triton.__version__)) is not None:
+        lose_speed(why)
+    return why is None
 
 
-def warn_slow(why: str) -> None:
-    """Say that Triton's own launch runs."""
-    warn(f"kernels are launched by Triton itself, 15 to 30 microseconds slower per launch: {why}")
+def lose_speed(why: str) -> None:
+    """Note that Triton's own launch runs."""
+    lose(UNTESTED["triton"], why, "triton")
 
 
 @cache
@@ -83,10 +77,8 @@ def gluon(*modules: str) -> ModuleType | None:
     try:
         first, *_ = map(import_module, modules)
     except (ImportError, AttributeError) as error:
-        warn(
-            f"Triton {triton.__version__} has not all of Gluon that {modules[0]} needs ({error}); the plain Triton "
-            "kernels run, slower."
-        )
+        reason = f"Triton {triton.__version__} has not all of Gluon that {modules[0]} needs ({error})"
+        lose("the plain Triton kernels run, slower", reason, "triton")
         return None
     return first
 
@@ -126,7 +118,7 @@ class Launch:
                 self._launch(stream, args)
                 self.direct = True
             except (AttributeError, TypeError, ValueError) as error:  # another interface, seen before the kernel starts
-                warn_slow(f"a direct launch failed ({error})")
+                lose_speed(f"a direct launch failed ({error})")
                 self.direct = False
                 self._through_triton(args)
 

@@ -11,14 +11,11 @@ from typing import Any
 
 import torch
 
-from refold.errors import warn
+from refold.versions import lose
 
 
 def _without(name: str, cost: str) -> None:
-    warn(
-        f"PyTorch {torch.__version__} has no {name}; {cost}. Results are the same. Use a tested version of PyTorch, or "
-        "a newer refold."
-    )
+    lose(cost, f"PyTorch {torch.__version__} has no {name}")
 
 
 def _find_guards() -> Any:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from refold.ops.torch.launch import Launch, warn_slow
+from refold.ops.torch.launch import Launch, lose_speed
 
 _NUMBERS: dict[str, Any] = {"i32": ctypes.c_int32, "i64": ctypes.c_int64, "fp32": ctypes.c_float}
 # Of the driver's interface (cuda.h): bytes of a tensor map, element types, swizzle and prefetch of 128 bytes.
@@ -73,7 +73,7 @@ class MappedLaunch(Launch):
             why = "the driver reports other parameters"
         except Exception as error:  # whatever Triton has changed; nothing has been launched
             why = f"{type(error).__name__}: {error}"
-        warn_slow(f"tensor maps cannot be kept from launch to launch ({why})")
+        lose_speed(f"tensor maps cannot be kept from launch to launch ({why})")
         return None
 
 

@@ -1,5 +1,6 @@
 """Names of PyTorch that are not its public interface: without any one of them refold is slower, and right."""
 
+import re
 import subprocess
 import sys
 import warnings
@@ -8,6 +9,7 @@ import pytest
 import torch
 
 import refold
+from refold import versions
 from refold.compiler import backend, dynamo
 from refold.compiler.dynamo import switch
 from refold.compiler.dynamo.capture import hook
@@ -20,11 +22,15 @@ STEPS = 20
 COMPILER = ROOT / "compiler"
 # All that the files of each door import, and what they look up there.
 DYNAMO = {f"{module}:{name}" for path in (COMPILER / "dynamo").rglob("*.py") for module, name in imported(path)} | {
-    "torch._dynamo.polyfills.builtins:enumerate",
     "torch._dynamo.symbolic_convert:InliningGeneratorInstructionTranslator",
 }
 NEEDED = {f"{module}:{name}" for module, name in imported(COMPILER / "private.py")} | {
     "torch._inductor.config:joint_custom_pre_pass"
+}
+LOOPS = {
+    "torch._dynamo.polyfills.builtins:enumerate",
+    "torch._dynamo.variables.iter:MapVariable",
+    "torch._dynamo.variables.iter:ZipVariable",
 }
 OPTIONAL = {
     "torch._inductor:list_options",
@@ -207,6 +213,14 @@ def test_the_door_to_dynamo_shuts_without_any_name_behind_it():
         assert symbol.rpartition(":")[2] in printed, printed
 
 
+def test_one_kind_of_loop_is_off_without_a_name_of_its_iterator():
+    (door,) = without(door=each(LOOPS))
+    for symbol, printed in door.items():
+        assert "loops None" in printed, printed
+        assert printed.count("warning loops over") == printed.count("warning ") == 1, printed
+        assert symbol.rpartition(":")[2] in printed, printed
+
+
 def test_programs_are_compiled_without_any_name_that_the_compiler_needs():
     train = ["torch._inductor.compile_fx:compile_fx", "torch._functorch.compile_utils:fx_graph_cse"]
     entry, train, schemas = without(entry=each(NEEDED), train=each(train), schemas=[["torch._guards:tracing"]])
@@ -248,7 +262,7 @@ def test_one_thing_is_off_without_a_name_that_the_compiler_can_do_without():
 def test_operators_run_without_a_name_of_pytorch():
     (operators,) = without(operators=each(OPERATORS))
     for symbol, printed in operators.items():
-        assert printed.count("warning PyTorch") == printed.count("warning ") == 1, symbol
+        assert printed.count(": PyTorch") == printed.count("warning ") == 1, symbol
         assert symbol.rpartition(":")[2] in printed
 
 
@@ -278,14 +292,35 @@ def broken(*_):
 
 @pytest.mark.usefixtures("capture")
 @pytest.mark.parametrize("name", ["remaining", "_state", "_meet_for"])
-def test_a_change_in_dynamo_switches_capture_off_with_one_warning(monkeypatch, name):
-    monkeypatch.setattr(hook, name, broken)
+def test_a_change_in_dynamo_costs_the_loops_that_meet_it_with_one_warning(monkeypatch, name):
     x = torch.randn(2, STEPS, 3)
-    compiled = refold.compile(loop, accept="always", verify="off", strict=True)
-    with pytest.warns(RefoldWarning, match="not captured") as caught:
-        torch.testing.assert_close(compiled(x), loop(x))
-    assert len(caught) == 1
-    assert "has no attribute 'len'" in dynamo.unavailable()
+    with monkeypatch.context() as changed:
+        changed.setattr(hook, name, broken)
+        compiled = refold.compile(loop, accept="always", verify="off", strict=True)
+        with pytest.warns(RefoldWarning, match="not captured") as caught:
+            torch.testing.assert_close(compiled(x), loop(x))
+        assert len(caught) == 1
+        assert not any("loop_over_time" in row.site for row in compiled.report.rewrites)
+        assert any("has no attribute 'len'" in line for line in versions.losses())
+    assert dynamo.unavailable() is None
+    assert captured()[0]
+
+
+@pytest.mark.usefixtures("capture")
+def test_a_check_that_cannot_be_made_in_a_body_refuses_the_loop(monkeypatch):
+    def compares(x):
+        h = torch.zeros_like(x[:, 0])
+        for t in range(x.shape[1]):
+            h = h if x[:, t] is h else 0.5 * h + x[:, t]
+        return h
+
+    monkeypatch.setattr(hook, "_check_identity", broken)
+    x = torch.randn(2, STEPS, 3)
+    compiled = refold.compile(compares, accept="always", verify="off", strict=True)
+    with pytest.warns(RefoldWarning, match="not captured"):
+        torch.testing.assert_close(compiled(x), compares(x))
+    assert not any("loop_over_time" in row.site for row in compiled.report.rewrites)
+    assert any("has no attribute 'len'" in note for note in compiled.report.graphs[0].notes)
 
 
 @pytest.mark.usefixtures("capture")
@@ -353,8 +388,13 @@ def test_capture_can_be_switched_off(monkeypatch):
 
 
 @pytest.mark.usefixtures("capture")
-@pytest.mark.parametrize("version", ["2.10.1", "2.14.0", "3.0.0+cu130"])
-def test_other_versions_of_pytorch_are_not_touched(monkeypatch, version):
+@pytest.mark.parametrize("version", ["2.10.1", "2.16.0", "3.0.0+cu130"])
+def test_other_versions_of_pytorch_are_not_touched_and_one_warning_says_so(monkeypatch, version):
     monkeypatch.setattr(torch, "__version__", version)
-    assert f"PyTorch {version} is not one of the tested versions, 2.11 to 2.13" in dynamo.unavailable()
-    assert not switch.is_marked(dynamo.captures_loops(lambda gm, inputs: gm))
+    assert f"torch {version} was not tested, torch 2.11 to 2.15 were" in dynamo.unavailable()
+    with pytest.warns(RefoldWarning, match=f"not captured.*{re.escape(version)} was not tested"):
+        marked = dynamo.captures_loops(lambda gm, inputs: gm)
+    assert not switch.is_marked(marked)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        dynamo.captures_loops(lambda gm, inputs: gm)

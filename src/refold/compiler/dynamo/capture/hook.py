@@ -139,6 +139,8 @@ def _meet(tx: Translator, kept: Any, where: str, count: int | None, code: Callab
         raise
     except Exception as error:  # whatever it is: the loop is traced step by step
         decided = isinstance(error, Refused) and error.reason == "step-number"
+        if isinstance(error, AttributeError) and _is_ours(error):
+            switch.lose_loops(error)
         if _users_frame(tx) is not tx and isinstance(
             error, Refused
         ):  # the line is of a function of Python's, as Dynamo writes it
@@ -243,10 +245,10 @@ def install() -> Callable[[], None]:
     def run(tx: Translator) -> Any:
         try:
             if (table := tables.get(type(tx))) is not None and switch.is_marked(tx.output.compiler_fn):
-                tx.dispatch_table = table
                 lengths.watch(tx)
+                tx.dispatch_table = table
         except Exception as error:  # Dynamo has changed
-            switch.switch_off(error)
+            switch.lose_loops(error)
         try:
             return original(tx)
         except (Unsupported, SkipFrame) as error:
@@ -268,17 +270,17 @@ def _table(originals: list[Any]) -> list[Any]:
     begin, compare = dis.opmap["FOR_ITER"], dis.opmap["IS_OP"]
 
     def for_iter(tx: Translator, instruction: Any) -> None:
-        _attempt(lambda: _meet_for(tx, instruction))
+        _attempt(tx, lambda: _meet_for(tx, instruction))
         originals[begin](tx, instruction)
 
     def is_op(tx: Translator, instruction: Any) -> None:
-        _attempt(lambda: _check_identity(tx))
+        _attempt(tx, lambda: _check_identity(tx))
         originals[compare](tx, instruction)
 
     def back(code: int) -> Callable[[Translator, Any], None]:
         def jump(tx: Translator, instruction: Any) -> None:
             originals[code](tx, instruction)
-            _attempt(lambda: _meet_while(tx, instruction))
+            _attempt(tx, lambda: _meet_while(tx, instruction))
 
         return jump
 
@@ -289,8 +291,8 @@ def _table(originals: list[Any]) -> list[Any]:
     return table
 
 
-def _attempt(act: Callable[[], None]) -> None:
-    """Do one of refold's own parts; all but refusals and Dynamo's own errors mean that it has changed."""
+def _attempt(tx: Translator, act: Callable[[], None]) -> None:
+    """Do one of refold's own parts; all but refusals and Dynamo's own errors mean that Dynamo has changed."""
     if switch.unavailable() is not None:  # since this frame began
         return
     try:
@@ -298,4 +300,18 @@ def _attempt(act: Callable[[], None]) -> None:
     except (Refused, TorchDynamoException):  # ends the trace of a body
         raise
     except Exception as error:
-        switch.switch_off(error)
+        why = switch.lose_loops(error)
+        context = TracingContext.try_get()
+        state: _State | None = None if context is None else vars(context).get("refold_loops")
+        if state is not None and state.busy:  # a check of this body could not be made
+            raise Refused("dynamo", why) from error
+        if state is not None:
+            state.refused[f"{tx.f_code.co_filename}:{tx.lineno}"] = why
+
+
+def _is_ours(error: BaseException) -> bool:
+    """Tell whether refold's own code met an error: a name that Dynamo does not have."""
+    at = error.__traceback__
+    while at is not None and at.tb_next is not None:
+        at = at.tb_next
+    return at is not None and str(at.tb_frame.f_globals.get("__name__")).startswith("refold.")

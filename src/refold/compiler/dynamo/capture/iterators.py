@@ -11,28 +11,45 @@ import builtins
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from importlib import import_module
 from typing import Any
 
 import torch
-from torch._dynamo.polyfills import builtins as polyfills
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._dynamo.utils import set_example_value
-from torch._dynamo.variables import ConstantVariable, SymNodeVariable, TensorVariable, TupleVariable
+from torch._dynamo.variables import ConstantVariable, SymNodeVariable, TensorVariable, TupleVariable, lists
 from torch._dynamo.variables.base import ValueMutationNew, VariableTracker
 from torch._dynamo.variables.functions import LocalGeneratorObjectVariable
-from torch._dynamo.variables.iter import MapVariable, ZipVariable
 from torch._dynamo.variables.lists import ListIteratorVariable, RangeIteratorVariable
 from torch.fx import Node, Proxy
 
+from ....versions import lose
 from ...ir.captured_loop import Reads
 from ..induction_variable import InductionVariable
 from .lengths import SymbolicIterator, variable
 from .variables import Refused, Translator, Variable, example, form, is_constant, realized
 
-# What Dynamo runs instead of CPython's own; torch <= 2.11 makes a tuple of what is reversed.
-ENUMERATE = polyfills.enumerate.__torch_dynamo_polyfill__.__code__  # type: ignore[attr-defined]
+
+def _find(name: str, loop: str) -> Any:
+    """Return what a dotted name stands for; a class of nothing, and a warning, if Dynamo does not have it."""
+    module, _, leaf = name.rpartition(".")
+    try:
+        return getattr(import_module(f"torch._dynamo.{module}"), leaf)
+    except (ImportError, AttributeError):
+        reason = f"PyTorch {torch.__version__} has no torch._dynamo.{name}"
+        lose(f"loops over `{loop}` are traced step by step", reason)
+        return type(leaf, (), {})
+
+
+MapVariable, ZipVariable = _find("variables.iter.MapVariable", "map"), _find("variables.iter.ZipVariable", "zip")
 _ZIPS = (ZipVariable, MapVariable)
-_REVERSED = getattr(polyfills, "_ReversedSequenceIterator", None)
+# What Dynamo runs instead of CPython's own; torch <= 2.11 makes a tuple of what is reversed.
+_enumerate = getattr(_find("polyfills.builtins.enumerate", "enumerate"), "__torch_dynamo_polyfill__", None)
+ENUMERATE = getattr(_enumerate, "__code__", None)
+_REVERSED = getattr(import_module("torch._dynamo.polyfills.builtins"), "_ReversedSequenceIterator", None)
+# Since torch 2.15, iterators of lists, tuples and deques have a base of their own, and reversed lists are another kind.
+_FORWARD = getattr(lists, "BaseListIteratorVariable", ListIteratorVariable)
+_BACKWARD = getattr(lists, "ListReverseIteratorVariable", None)
 
 
 @dataclass(frozen=True)
@@ -93,7 +110,7 @@ def remaining(tx: Translator, it: Variable) -> Any:
         return it.count
     if type(it) is RangeIteratorVariable:
         return it.len
-    if isinstance(it, ListIteratorVariable):
+    if isinstance(it, _FORWARD):
         return 0 if it.is_exhausted else len(it.items) - it.index
     if type(it) in _ZIPS:
         for part in _zipped(it):
@@ -121,7 +138,7 @@ def element(tx: Translator, it: Variable) -> Element | None:
         return Numbers(it.first, it.step_by)
     if type(it) is RangeIteratorVariable:
         return Numbers(it.start, it.step)
-    if isinstance(it, ListIteratorVariable):
+    if isinstance(it, _FORWARD):
         return sequence(it.items[it.index :])
     if type(it) is MapVariable:
         arguments = _together([element(tx, part) for part in _zipped(it)])
@@ -141,15 +158,18 @@ def element(tx: Translator, it: Variable) -> Element | None:
     return None
 
 
-def advance(tx: Translator, it: Variable, count: int) -> None:
+def advance(tx: Translator, it: Any, count: int) -> None:
     """Drop the first elements of an iterator that has a form."""
     if type(it) is SymbolicIterator:
         it.exhaust()
     elif type(it) is RangeIteratorVariable:
         it.start, it.len = it.start + it.step * count, it.len - count
-    elif isinstance(it, ListIteratorVariable):
+    elif isinstance(it, _FORWARD):
         tx.output.side_effects.mutation(it)
         it.index += count
+    elif type(it) is _BACKWARD:
+        tx.output.side_effects.mutation(it)
+        it.index, it.it_index = it.index + count, it.it_index - count
     elif type(it) in _ZIPS:
         for part in _zipped(it):
             advance(tx, part, count)
@@ -162,13 +182,15 @@ def advance(tx: Translator, it: Variable, count: int) -> None:
         tx.output.side_effects.store_attr(it, "index", ConstantVariable.create(left - 1))
 
 
-def goes_through(it: Variable, items: list[Variable]) -> bool:
+def goes_through(it: Any, items: list[Variable]) -> bool:
     """Tell whether an iterator takes its elements from this very list."""
     if type(it) in _ZIPS:
         return any(goes_through(part, items) for part in _zipped(it))
     if _is_enumeration(it):
         return goes_through(_enumerated(it), items)
-    return isinstance(it, ListIteratorVariable) and it.items is items
+    if type(it) is _BACKWARD:
+        return it.source_seq.items is items
+    return isinstance(it, _FORWARD) and it.items is items
 
 
 def start_enumeration(tx: Translator, it: Variable) -> None:
@@ -199,7 +221,8 @@ def _is_enumeration(it: Variable) -> bool:
 
 def _is_suspended(it: Any) -> bool:
     """Tell whether a generator has begun: it stands after a ``yield`` then, with its iterator on the stack."""
-    return not it._is_generator_just_started()
+    state = getattr(it.inline_tracer, "frame_state", None)  # since torch 2.14
+    return not it._is_generator_just_started() if state is None else state.name != "FRAME_CREATED"
 
 
 def _enumerated(it: Any) -> Variable:
@@ -208,12 +231,16 @@ def _enumerated(it: Any) -> Variable:
 
 
 def _is_reversed(it: Variable) -> bool:
-    """Tell whether this is Dynamo's iterator for ``reversed`` of what is not a list."""
-    return _REVERSED is not None and getattr(it, "value_type", None) is _REVERSED
+    """Tell whether this is one of Dynamo's iterators for ``reversed``."""
+    own = _REVERSED is not None and getattr(it, "value_type", None) is _REVERSED
+    return own or (_BACKWARD is not None and type(it) is _BACKWARD)
 
 
-def _rest_of_reversed(tx: Translator, it: Variable) -> list[Variable]:
-    """Return the items that are left; none if they are not those of a tuple, which cannot change."""
+def _rest_of_reversed(tx: Translator, it: Any) -> list[Variable]:
+    """Return the items that are left; none if they are neither a list's nor those of a tuple, which cannot change."""
+    if type(it) is _BACKWARD:
+        ended = it.is_exhausted or not 0 <= it.it_index < len(it.source_seq.items)
+        return [] if ended else it.source_seq.items[it.it_index :: -1]
     effects = tx.output.side_effects
     of, index = (realized(effects.load_attr(it, name)) for name in ("seq", "index"))
     known = isinstance(of, TupleVariable) and is_constant(index) and index.value >= 0

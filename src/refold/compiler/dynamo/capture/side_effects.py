@@ -26,7 +26,7 @@ from .variables import Refused, Translator
 # Of a frame; not all of them in every version of PyTorch or of Python, or only in generators' frames.
 _REGISTERS = (
     "stack", "symbolic_locals", "block_stack", "instruction_pointer", "current_instruction", "current_speculation",
-    "accept_prefix_inst", "prefix_insts", "kw_names", "lineno", "generator_exhausted", "generated_items",
+    "accept_prefix_inst", "prefix_insts", "kw_names", "lineno", "generator_exhausted", "generated_items", "frame_state",
 )  # fmt: skip
 _CONTAINERS = (list, dict, deque)
 # The function of Dynamo's that traces a hook, which it does as the function of an operation.

@@ -11,6 +11,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from refold.errors import ArgumentError
 from refold.models.configs import Config, GraniteHybridConfig, MambaConfig
+from refold.models.jax.sharding import automatic
 
 Tree = Any
 
@@ -42,6 +43,8 @@ def shard_heads(config: Config, params: Tree, mesh: Mesh, axis: str = "heads") -
     kind = "mamba" if isinstance(config, GraniteHybridConfig) else "layers"
     params[kind] = take_apart(config, params[kind])
 
+    mesh = automatic(mesh)
+
     def place(path: Any, a: Any) -> jax.Array:
         cut = _CUT.get(path[-1].key)
         cut = None if cut is None else cut + (len(path) > 1)
@@ -52,7 +55,7 @@ def shard_heads(config: Config, params: Tree, mesh: Mesh, axis: str = "heads") -
 
 def shard_state(state: Tree, mesh: Mesh, axis: str = "heads") -> Tree:
     """Place a model's state to match :func:`shard_heads`."""
-    size = mesh.shape[axis]
+    size, mesh = mesh.shape[axis], automatic(mesh)
     return {
         name: jax.device_put(a, NamedSharding(mesh, _spec(a.shape, _CUT_STATE.get(name), size, axis)))
         for name, a in state.items()

@@ -10,6 +10,7 @@ from jax.sharding import Mesh, PartitionSpec
 from refold.errors import ArgumentError
 from refold.models.configs import Config, MambaConfig
 from refold.models.jax import model_for
+from refold.models.jax.sharding import automatic
 
 Tree = Any
 
@@ -40,7 +41,7 @@ def read_sharded(config: Config, params: Tree, tokens: jax.Array, mesh: Mesh, ax
     # Every device ends with the same logits and state, by gathers that the replication checker cannot see through.
     run = jax.shard_map(
         lambda p, t: forward(p, t),
-        mesh=mesh,
+        mesh=automatic(mesh),
         in_specs=(PartitionSpec(), PartitionSpec(None, axis)),
         out_specs=PartitionSpec(),
         check_vma=False,
