@@ -24,6 +24,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from ..ir.builder import Builder, downstream, upstream
+from ..ir.coordinates import sink_moves
 from ..ir.fx import arg, is_elementwise, is_pointwise, is_tensor, known, value
 from ..ir.moves import (
     SEVERAL,
@@ -43,7 +44,6 @@ from ..ir.moves import (
     read,
 )  # fmt: skip
 from .body import Traced
-from .coordinates import sink_moves
 from .read_back import Origin
 
 aten = torch.ops.aten

@@ -8,10 +8,10 @@ import torch
 
 from refold.compiler.dynamo import split_carries
 from refold.compiler.dynamo.body import Traced
-from refold.compiler.dynamo.coordinates import sink_moves
 from refold.compiler.ir import moves
 from refold.compiler.ir.builder import Builder
 from refold.compiler.ir.contract import lay_out, operand
+from refold.compiler.ir.coordinates import sink_moves
 from refold.compiler.ir.index import index
 from refold.compiler.ir.sinking import part
 from refold.compiler.notation.lower import lower

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from ..ir.builder import Builder
-from ..ir.fx import is_elementwise, is_tensor, known, value
-from ..ir.moves import Copy, Expand, Moved, NotThis, Permute, Rules, Slice, View, emit, read
+from .builder import Builder
+from .fx import is_elementwise, is_tensor, known, value
+from .moves import Copy, Expand, Moved, NotThis, Permute, Rules, Slice, View, emit, read
 
 aten = torch.ops.aten
 
