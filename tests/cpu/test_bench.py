@@ -389,7 +389,7 @@ def test_what_is_not_right_is_refused_and_the_exit_code_says_so(toy):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["run", "no-such"], "there is no suite 'no-such'. There are ssd"),
+        (["run", "no-such"], "there is no suite 'no-such'. There are pointwise"),
         (["run", "cpu", "--set", "shape=3"], "has no option shape. It has sizes, wrong, stops, fails"),
         (["run", "cpu", "--set", "sizes=1,x"], "sizes is 'x'. Give a value like 1"),
         (["run", "cpu", "--set", "wrong=1"], "Give true or false"),

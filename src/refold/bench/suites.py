@@ -28,6 +28,7 @@ class Suite:
         function: The function.
         device: Where it runs, if it has no option ``device``.
         zero: Its options that may be 0, though their default is not.
+        named: Whether the function makes the suite of a name: operators list its calls.
     """
 
     name: str
@@ -35,6 +36,7 @@ class Suite:
     function: str
     device: str = "cuda"
     zero: tuple[str, ...] = ()
+    named: bool = False
 
     def load(self) -> Callable[..., Iterator[Row]]:
         """Import it.
@@ -43,9 +45,10 @@ class Suite:
             MissingDependency: It needs a package that is not installed.
         """
         try:
-            return getattr(import_module(f".{self.module}", __package__), self.function)
+            found: Any = getattr(import_module(f".{self.module}", __package__), self.function)
         except ImportError as error:
             raise MissingDependency(f"the suite {self.name} needs {error.name}, which is not installed") from error
+        return found(self.name) if self.named else found  # type: ignore[no-any-return]
 
     def about(self) -> str:
         """Return what it shows."""
@@ -84,20 +87,11 @@ class Suite:
         return found
 
 
-class OperatorSuite(Suite):
-    """Calls that operators list in their folders."""
-
-    def load(self) -> Callable[..., Iterator[Row]]:
-        """Import them."""
-        make: Any = super().load()
-        return make(self.name)  # type: ignore[no-any-return]
-
-
 OPERATOR_SUITES = tuple(dict.fromkeys(name for suites in operator_suites() for name in suites))
 SUITES = {
     suite.name: suite
     for suite in (
-        *(OperatorSuite(name, "operators_gpu", "operator_suite") for name in OPERATOR_SUITES),
+        *(Suite(name, "operators_gpu", "operator_suite", named=True) for name in OPERATOR_SUITES),
         Suite("cpu", "operators_cpu", "cpu", device="cpu"),
         Suite("fusion-example", "fusion_example", "fusion_example"),
         Suite("granite-layer", "granite_layer", "granite_layer"),
@@ -121,7 +115,7 @@ SUITES = {
 
 GPU: tuple[tuple[str, dict[str, str]], ...] = (
     *((name, {}) for name in OPERATOR_SUITES),
-    ("training", {}), ("granite-layer", {}), ("chunked-scan", {}), ("decode", {}), ("prefill", {}),
+    ("training", {}), ("granite-layer", {}), ("chunked-scan", {}), ("decode", {}), ("prefill", {}), ("generate", {}),
     ("linear-attention", {}), ("linear-attention", {"grad": "true"}), ("fusion-example", {}),
     ("models", {"device": "cuda", "dtype": "bfloat16", "width": "0", "tokens": "2048"}),
     ("recurrences", {"device": "cuda"}), ("recurrences", {"device": "cuda", "grad": "true"}),
