@@ -13,6 +13,7 @@ Design decision 14.
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -34,6 +35,9 @@ BOOL = ("bool",)
 CU_SEQLENS = "cu_seqlens"
 MAY_BE_EMPTY = "b", "*"
 """Axes of a batch: where there is nothing in it, results are empty and gradients of parameters are zero."""
+
+LARGEST_FLOAT = float(np.finfo(np.float64).max)
+"""What stands for infinity in the node of a graph."""
 
 LARGEST_INT = 2**63 - 1
 """What fits an integer of a torch.library schema."""
@@ -82,6 +86,21 @@ class Option:
             return _as_float(value)
         if self.schema == "float[]" and isinstance(value, (tuple, list)):
             return tuple(map(_as_float, value))
+        return value
+
+    def written(self, value: Any) -> Any:
+        """Return a value as the nodes of a graph hold it: infinities as `LARGEST_FLOAT`.
+
+        Programs are saved as JSON, which has no infinity: PyTorch cannot load a package (AOTInductor) that holds one.
+        """
+        if self.schema == "float[]" and isinstance(value, (tuple, list)):
+            return [LARGEST_FLOAT if v == math.inf else -LARGEST_FLOAT if v == -math.inf else v for v in value]
+        return value
+
+    def unwritten(self, value: Any) -> Any:
+        """Return the value that a node holds as `written`."""
+        if self.schema == "float[]" and isinstance(value, (tuple, list)):
+            return tuple(math.inf if v == LARGEST_FLOAT else -math.inf if v == -LARGEST_FLOAT else v for v in value)
         return value
 
     def require(self, op: str, value: Any, name: str = "") -> None:
@@ -181,6 +200,8 @@ class OpSpec:
     """The argument that the twin with a trailing underscore overwrites; empty if there is no such twin."""
     updates_strided: bool = False
     """Whether the twins of its backends take a state of any strides, as a transposed one; else it is contiguous."""
+    splits: tuple[str, ...] = ()
+    """Axes along which a call falls into independent calls: rows, and heads or channels (``g`` goes with the last)."""
     scans: str = ""
     """``"forward"`` if earlier tokens alone decide a result, so that a sequence may be cut anywhere."""
     form: str = ""
@@ -247,6 +268,14 @@ class OpSpec:
     def plain_options(self, values: Sequence[Any]) -> tuple[Any, ...]:
         """Return options as `Option.plain` does; values are in their order."""
         return tuple(option.plain(value) for option, value in zip(self.options, values, strict=True))
+
+    def written_options(self, values: Sequence[Any]) -> list[Any]:
+        """Return options as `Option.written` does; values are in their order."""
+        return [option.written(value) for option, value in zip(self.options, values, strict=True)]
+
+    def unwritten_options(self, values: Sequence[Any]) -> list[Any]:
+        """Return options as `Option.unwritten` does; values are in their order."""
+        return [option.unwritten(value) for option, value in zip(self.options, values, strict=True)]
 
     def check_options(self, values: Sequence[Any]) -> None:
         """Raise the error that names the first option with a value it cannot have; values are in their order."""

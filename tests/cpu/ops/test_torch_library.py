@@ -261,6 +261,49 @@ def test_export_with_dynamic_length(tmp_path: Path, strict: bool) -> None:
         torch.testing.assert_close(loaded(*layer_inputs(seqlen)), Layer()(*layer_inputs(seqlen)))
 
 
+class Everything(torch.nn.Module):
+    """Every operator, with default options wherever there are some, and with one limit that is infinite."""
+
+    def forward(self, arrays: list[dict[str, Tensor]]) -> list[Tensor]:
+        found: list[Tensor] = []
+        for spec, given in zip(all_specs(), arrays, strict=True):
+            name = spec.name
+            options = {"eps": 1e-5} if name == "gated_rmsnorm" else {}
+            for more in ({}, {"dt_limit": (0.2, torch.inf)}, {"dt_limit": (-torch.inf, 0.3)}):
+                if not more or name.startswith("ssd"):
+                    result = getattr(ops, name)(**given, **options, **more)
+                    found += result if isinstance(result, tuple) else (result,)
+        return found
+
+
+def everything() -> tuple[list[dict[str, Tensor]]]:
+    given = [(s, arguments(s, s.complete, grad=False)) for s in all_specs()]
+    return ([{arg.name: a for arg, a in zip(s.args, found, strict=False) if a is not None} for s, found in given],)
+
+
+def test_a_package_of_every_operator_is_compiled_and_loaded(tmp_path: Path) -> None:
+    """PyTorch's loader reads options as JSON, which has no infinity."""
+    inputs = everything()
+    program = torch.export.export(Everything(), inputs)
+    limits = [n.args[11] for n in program.graph.nodes if "refold.ssd.default" in str(n.target)]
+    assert all(abs(v) < torch.inf for pair in limits for v in pair)
+    path = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "all.pt2"))
+    run = torch._inductor.aoti_load_package(path)
+    for a, b in zip(run(*inputs), Everything()(*inputs), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_every_operator_is_exported_to_onnx(tmp_path: Path) -> None:
+    pytest.importorskip("onnxscript")
+    runtime, inputs = pytest.importorskip("onnxruntime"), everything()
+    torch.onnx.export(Everything().eval(), inputs, dynamo=True, verbose=False).save(tmp_path / "all.onnx")
+    session = runtime.InferenceSession(tmp_path / "all.onnx")
+    flat = [a.numpy() for given in inputs[0] for a in given.values()]
+    found = session.run(None, {i.name: a for i, a in zip(session.get_inputs(), flat, strict=True)})
+    for a, b in zip(found, Everything()(*inputs), strict=True):
+        torch.testing.assert_close(torch.from_numpy(a), b, rtol=1e-4, atol=1e-5)
+
+
 def test_errors_reach_the_caller_of_a_compiled_function() -> None:
     torch._dynamo.reset()
     compiled = torch.compile(ssd_layer, backend="eager", fullgraph=True)

@@ -48,6 +48,7 @@ SPEC = OpSpec(
     outputs=(Output("y", "* d"),),
     cases=_cases,
     flops=_flops,
+    splits=("*",),
     constraints=_constraints,
     form="gated norm",
     complete="gate",

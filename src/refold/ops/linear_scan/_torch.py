@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from refold.ops.torch.chunks import read_offsets
+from refold.ops.torch.nodes import exporting_to_onnx
 from refold.ops.torch.pointwise import accumulator
 
 LARGE_STATE = 4096
@@ -79,7 +80,7 @@ def _scan(factors: Tensor, h: Tensor, cuts: list[int], reset: Tensor | None) -> 
     batch, seqlen = h.shape[:2]
     elements = h[:, 0].numel()
     factors = factors if reset is None else factors.masked_fill(reset, 0.0)
-    if elements >= LARGE_STATE or seqlen < 16:
+    if elements >= LARGE_STATE or seqlen < 16 or exporting_to_onnx():  # which has no cumulative product
         steps, decays, first = h.unbind(1), factors.unbind(1), set(cuts)
         for t in range(1, seqlen):
             if t not in first:
@@ -91,12 +92,12 @@ def _scan(factors: Tensor, h: Tensor, cuts: list[int], reset: Tensor | None) -> 
     padded_factors, padded = (array.new_zeros(batch, nlanes * length, *array.shape[2:]) for array in (factors, h))
     padded_factors[:, :seqlen], padded[:, :seqlen] = factors, h
     lanes, lane_factors = padded.unflatten(1, (nlanes, length)), padded_factors.unflatten(1, (nlanes, length))
-    cut = torch.zeros(nlanes * length, dtype=torch.bool)
-    cut[cuts] = True
-    cut = cut.view(nlanes, length)
+    at = set(cuts)
+    marked = [t in at for t in range(nlanes * length)]
     # At which tokens of a lane, and of which lanes, something is cut or reset.
-    some, ending = [reset is not None or each for each in cut.any(0).tolist()], cut.any(1).tolist()
-    cut = cut.to(h.device).view(nlanes, length, *(1 for _ in h.shape[2:]))
+    some = [reset is not None or any(marked[t::length]) for t in range(length)]
+    ending = [any(marked[lane * length :][:length]) for lane in range(nlanes)]
+    cut = torch.tensor(marked, device=h.device).view(nlanes, length, *(1 for _ in h.shape[2:]))
     if reset is not None:
         marks = reset.new_zeros(batch, nlanes * length, *reset.shape[2:])
         marks[:, :seqlen] = reset

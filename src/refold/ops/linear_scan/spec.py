@@ -68,6 +68,7 @@ SPEC = OpSpec(
     outputs=(Output("h", "b t *"), Output("state", "k *", like="state_dtype")),
     cases=_cases,
     flops=_flops,
+    splits=("b", "*"),
     scans="forward",
     form="elementwise scan",
     narrowed=(("x",), ("a",)),

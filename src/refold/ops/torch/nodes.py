@@ -83,6 +83,12 @@ def refuse_derivative(name: str) -> None:
     differentiate(name, backward, setup)
 
 
+def exporting_to_onnx() -> bool:
+    """Tell whether ``torch.onnx`` exports what runs now."""
+    # The first look imports a second's worth of modules, so only calls that are traced look.
+    return (torch.compiler.is_compiling() or torch.jit.is_tracing()) and torch.onnx.is_in_onnx_export()
+
+
 def apart_from_autocast(run: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function that runs without ``torch.autocast``, also where that is on."""
 

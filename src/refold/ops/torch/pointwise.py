@@ -25,9 +25,9 @@ def carefully_if_needed(compute: Callable[[bool], Results], device: torch.device
     """Return ``compute(False)`` where that is finite, else ``compute(True)``, which minds what is not.
 
     Whatever is not finite in the inputs shows in the results. Asking takes one pass over them; on an accelerator it
-    would wait for the device, so there the careful way is always taken.
+    would wait for the device, and a graph does not know: there the careful way is always taken.
     """
-    if device.type == "cpu":
+    if device.type == "cpu" and not torch.compiler.is_compiling():
         results = compute(False)
         found = results.values() if isinstance(results, dict) else results
         sums = [r.sum(dtype=accumulator(r.dtype)) for r in found]

@@ -38,8 +38,15 @@ from refold.errors import ArgumentError
 from refold.ops.arrays import framework_of, keyword_arguments, meta_of
 from refold.ops.backends import backend_module, resolve
 from refold.ops.spec import CU_SEQLENS, OpSpec, Output, all_specs, check_cu_seqlens_values
-from refold.ops.torch import private
-from refold.ops.torch.nodes import apart_from_autocast, define, differentiate, refuse_derivative, without_autocast
+from refold.ops.torch import private, sharded
+from refold.ops.torch.nodes import (
+    apart_from_autocast,
+    define,
+    differentiate,
+    exporting_to_onnx,
+    refuse_derivative,
+    without_autocast,
+)
 
 Signature = tuple[Any, ...]
 
@@ -79,13 +86,14 @@ class Operation:
         names = {arg.name: None for arg in self.spec.args} | {o.name: o.default for o in self.spec.options}
         if unknown := given.keys() - names.keys():
             raise TypeError(f"{self.name} has no argument {', '.join(sorted(unknown))}")
-        listed = {name: list(v) if isinstance(v, tuple) else v for name, v in (names | given).items()}
-        return (*listed.values(), "")
+        values, arrays = list((names | given).values()), len(self.spec.args)
+        return (*values[:arrays], *self.spec.written_options(values[arrays:]), "")
 
     def given(self, args: Sequence[Any]) -> dict[str, Any]:
         """Name a node's arguments; the inverse of `args`."""
         names = [arg.name for arg in self.spec.args] + [option.name for option in self.spec.options]
-        return dict(zip(names, args, strict=False))
+        arrays = len(self.spec.args)
+        return dict(zip(names, [*args[:arrays], *self.spec.unwritten_options(args[arrays:-1])], strict=True))
 
 
 def operation(form: str) -> Operation:
@@ -100,6 +108,8 @@ def run(name: str, arrays: Sequence[Any], options: Sequence[Any], backend: str) 
         for known in runner.recent:
             if known.holds(arrays, options, backend):
                 return runner.follow(known.run, known.requires_grad, arrays, options, backend)
+    if sharded.given(arrays):
+        return sharded.run(runner.spec, name, arrays, options, lambda local: run(name, local, options, backend))
     framework_of(runner.spec, arrays)
     options = runner.spec.plain_options(options)
     if not watched:
@@ -112,7 +122,21 @@ def run(name: str, arrays: Sequence[Any], options: Sequence[Any], backend: str) 
             _refuse_negated(runner.spec, arrays)
     _refuse_tangents(name, arrays)
     _refuse_transforms(name, arrays)
-    return OPS[name](*arrays, *options, backend)
+    if exporting_to_onnx():  # which has none of the operators, but all that the torch backend is made of
+        return _composed(runner, arrays, options)
+    return OPS[name](*arrays, *runner.spec.written_options(options), backend)
+
+
+def _composed(runner: _Runner, arrays: Sequence[Tensor | None], options: Sequence[Any]) -> Any:
+    """Return the results of a call as the torch backend computes them, operation by operation."""
+    spec = runner.spec
+    spec.validate(meta_of(spec, "torch", arrays, options))
+    results = getattr(backend_module(spec, "torch"), spec.name)(**keyword_arguments(spec, arrays, options))
+    if not runner.in_place:
+        return results
+    y, state = results
+    arrays[spec.updates_at].copy_(state)  # type: ignore[union-attr]
+    return y
 
 
 def _check_options(spec: OpSpec, options: Sequence[Any]) -> None:
@@ -228,7 +252,7 @@ class _Runner:
     def node(self, *args: Any) -> Any:
         """Run the op as the dispatcher calls it."""
         narrays = len(self.spec.args)
-        arrays, options = args[:narrays], [tuple(o) if isinstance(o, list) else o for o in args[narrays:-1]]
+        arrays, options = args[:narrays], self.spec.unwritten_options(args[narrays:-1])
         return self._remembered(_signature(arrays, options, args[-1]), arrays, options, args[-1])(*arrays)
 
     def _remembered(
@@ -423,7 +447,7 @@ def _flops(spec: OpSpec) -> Callable[..., int]:
     """Return the formula of an operator for torch's flop counter: that of its sequential definition."""
 
     def flops(*args: Any, out_val: Any = None) -> int:
-        arrays, options = args[: len(spec.args)], args[len(spec.args) : -1]
+        arrays, options = args[: len(spec.args)], spec.unwritten_options(args[len(spec.args) : -1])
         return spec.flops(spec.validate(meta_of(spec, "torch", arrays, options)).sizes)
 
     return flops
@@ -431,7 +455,8 @@ def _flops(spec: OpSpec) -> Callable[..., int]:
 
 def _forward_fake(spec: OpSpec) -> Callable[..., Any]:
     def fake(*args: Any) -> Any:
-        arrays, options, backend = args[: len(spec.args)], args[len(spec.args) : -1], args[-1]
+        arrays, backend = args[: len(spec.args)], args[-1]
+        options = spec.unwritten_options(args[len(spec.args) : -1])
         meta = spec.validate(meta_of(spec, "torch", arrays, options))
         resolve(spec, meta, backend)
         results = tuple(
@@ -450,8 +475,7 @@ def _backward(spec: OpSpec, runner: _Runner) -> Callable[..., Any]:
         arrays, options = inputs[: len(spec.args)], inputs[len(spec.args) :]
         if _is_empty(arrays):
             return [a.new_zeros(a.shape) for a, need in zip(arrays, needs, strict=True) if need]
-        values = [tuple(o) if isinstance(o, list) else o for o in options]
-        return runner.differentiated(gradients, arrays, values, needs, backend)
+        return runner.differentiated(gradients, arrays, spec.unwritten_options(options), needs, backend)
 
     return backward
 
@@ -519,6 +543,7 @@ def _autograd_backward(spec: OpSpec, runner: _Runner) -> Callable[..., Any]:
         *options, backend = ctx.options
         # With gradients enabled (create_graph), the node says that there is no second derivative.
         direct = not (private.watched() or torch.is_grad_enabled()) and _plain((*gradients, *arrays), options)
+        options = spec.written_options(options)
         found = iter((plain if direct else OPS[name])(*gradients, *arrays, *options, needs, backend))
         return tuple(next(found) if need else None for need in needs) + (None,) * (noptions + 1)
 
