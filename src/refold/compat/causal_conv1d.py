@@ -15,8 +15,9 @@ from torch import Tensor
 from refold import ops
 from refold.compat.checks import positive
 from refold.compat.documents import Documents
-from refold.compat.slots import Slots
+from refold.compat.slots import Slots, to_read
 from refold.errors import ArgumentError, ShapeError
+from refold.ops.spec import check_cu_seqlens_values
 
 __all__ = ["causal_conv1d_fn", "causal_conv1d_update", "causal_conv1d_varlen_states"]
 
@@ -56,6 +57,8 @@ def causal_conv1d_fn(
     if final_states_out is not None and not return_final_states:
         raise ArgumentError(f"{op}: final_states_out needs return_final_states=True; got False.")
     tokens = _time_second(op, x)
+    if final_states_out is not None and initial_states is not None:
+        initial_states = to_read(initial_states)  # they may be one
     if seq_idx is None:
         y, states = ops.causal_conv1d(tokens, weight, bias, activation=fused, initial_state=initial_states)
     else:
@@ -102,7 +105,7 @@ def causal_conv1d_update(
         ``out``, like ``x``.
 
     Raises:
-        ArgumentError: An argument has no meaning here; the message names it.
+        ArgumentError: An argument has no meaning here, or a slot does not exist (on the CPU); the message names it.
         ShapeError: Axes disagree.
     """
     op = "causal_conv1d_update"
@@ -130,11 +133,11 @@ def causal_conv1d_update(
         window = before[..., before.shape[-1] - (width - 1) :]
         return ops.causal_conv1d_step(tokens, weight, window, bias, activation=fused)[0], after
 
-    slots = Slots.of(op, len(x), pad_slot_id, conv_state_indices=conv_state_indices)
+    slots = Slots.of(op, len(x), len(conv_state), pad_slot_id, conv_state_indices=conv_state_indices)
     if slots is not None:
         y = slots.update(conv_state, step)
     else:
-        y, after = step(conv_state)
+        y, after = step(to_read(conv_state))
         conv_state.copy_(after)
     return into(op, out, y[:, 0] if x.ndim == 2 else time_last(y, x))
 
@@ -151,7 +154,7 @@ def causal_conv1d_varlen_states(x: Tensor, cu_seqlens: Tensor, state_len: int) -
         ``(k, d, state_len)``, with channels next to each other in memory.
 
     Raises:
-        ArgumentError: ``state_len`` is not a positive integer.
+        ArgumentError: ``state_len`` is not a positive integer, or offsets (on the CPU) are not those of documents in x.
         ShapeError: ``x`` or ``cu_seqlens`` does not have the axes above.
     """
     op = "causal_conv1d_varlen_states"
@@ -161,10 +164,12 @@ def causal_conv1d_varlen_states(x: Tensor, cu_seqlens: Tensor, state_len: int) -
             f"{op}: x must be (t, d) and cu_seqlens (k + 1,) with k >= 1; got shapes {tuple(x.shape)} and "
             f"{tuple(cu_seqlens.shape)}."
         )
+    if cu_seqlens.device.type == "cpu":
+        check_cu_seqlens_values(op, [*cu_seqlens.tolist(), len(x)], len(x))  # tokens may follow the last document
     offsets = cu_seqlens.to(x.device).long()
     place = offsets[1:, None] + torch.arange(-state_len, 0, device=x.device)
     inside = (place >= offsets[:-1, None])[..., None]
-    return torch.where(inside, x[place.clamp(min=0)], 0).mT
+    return torch.where(inside, x[place.clamp(0, len(x) - 1)], 0).mT
 
 
 def into(op: str, out: Tensor | None, y: Tensor) -> Tensor:

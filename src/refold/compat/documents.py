@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -73,17 +74,32 @@ class Documents:
         count = self.cu_seqlens.numel() - 1
         return state.new_zeros(count, *state.shape[1:]).index_copy(0, self.first.to(state.device), state)
 
-    def last_document(self, x: Tensor) -> Tensor:
-        """Return ``x`` (b, t, d) with zeros at all tokens but those of each row's last document."""
-        token = torch.arange(x.shape[0] * x.shape[1], device=x.device).view(x.shape[:2])
-        start = self.cu_seqlens.to(x.device)[self.last.to(x.device)]
-        return torch.where((token >= start[:, None])[..., None], x, 0)
+    def without(self, stays: Tensor) -> Documents:
+        """Return the documents once padding is behind all else in its row; ``stays`` (b, t) is False at padding.
 
-    def forget(self, state: Tensor) -> None:
-        """Zero the rows of a ``state`` (b, ...) from which the row's last document does not continue."""
-        over = self.first != self.last
-        over = over if self.fresh is None else over | self.fresh
-        state.masked_fill_(_rows(over, state), 0)
+        Padding belongs to the document before it then.
+        """
+        stays, offsets = stays.to(self.cu_seqlens.device), self.cu_seqlens.long()
+        before = F.pad(stays.flatten().cumsum(0), (1, 0))
+        last = torch.where(stays, self.numbers(stays.shape), self.first.to(offsets.device)[:, None]).amax(1)
+        lengths = (before[offsets[1:]] - before[offsets[:-1]]).index_add(0, last, (~stays).sum(1))
+        return replace(self, cu_seqlens=F.pad(lengths.cumsum(0), (1, 0)).to(self.cu_seqlens.dtype), last=last)
+
+    def numbers(self, shape: tuple[int, ...]) -> Tensor:
+        """Return the number of the document of each token of a batch of this shape ``(b, t)``."""
+        token = torch.arange(shape[0] * shape[1], device=self.cu_seqlens.device)
+        return torch.searchsorted(self.cu_seqlens[1:].long(), token, right=True).view(shape)
+
+    def goes_on(self) -> Tensor:
+        """Return whether each row, ``(b,)``, ends with the document that it continues."""
+        same = self.first == self.last
+        return same if self.fresh is None else same & ~self.fresh
+
+    def last_begins(self, seqlen: int) -> Tensor:
+        """Return the place ``(b,)`` in its row at which each row's last document begins; before 0 if it goes on."""
+        rows = torch.arange(len(self.first), device=self.cu_seqlens.device)
+        begins = self.cu_seqlens[self.last.to(rows.device)] - rows * seqlen
+        return torch.where(self.goes_on().to(rows.device), torch.iinfo(torch.int32).min, begins)
 
 
 def _rows(flags: Tensor, like: Tensor) -> Tensor:

@@ -386,7 +386,8 @@ def selective_state_update(
         ``out``, like ``x``.
 
     Raises:
-        ArgumentError: A gradient is needed: use the functions of `refold.ops` without underscore.
+        ArgumentError: A gradient is needed: use the functions of `refold.ops` without underscore. A slot does not exist
+            (on the CPU).
         ShapeError: Axes disagree.
     """
     op = "selective_state_update"
@@ -431,7 +432,7 @@ def selective_state_update(
         return y.view_as(x) if y.is_contiguous() else y.reshape(x.shape)
 
     indices = {"state_batch_indices": state_batch_indices, "dst_state_batch_indices": dst_state_batch_indices}
-    slots = Slots.of(op, len(x), pad_slot_id, **indices)
+    slots = Slots.of(op, len(x), len(state), pad_slot_id, **indices)
     if slots is None:
         return into(op, out, step(state))
 

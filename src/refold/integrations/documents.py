@@ -9,16 +9,18 @@ from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from refold.compat.documents import Documents
 from refold.errors import ArgumentError, ShapeError
+
+_Value = TypeVar("_Value")
 
 _OFFSETS = ("cu_seq_lens_q", "cu_seqlens")
 _INDEX = "seq_idx"
@@ -125,11 +127,21 @@ def _continues(arguments: Mapping[str, Any]) -> bool:
     return any(bool(cache.has_previous_state()) for cache in arguments.values() if hasattr(cache, "has_previous_state"))
 
 
+class _Call(NamedTuple):
+    """A call of a model."""
+
+    documents: Documents | None = None
+    named: bool = False
+    """Whether its arguments named documents."""
+    found: list[tuple[Tensor, tuple[Any, ...], Any]] = []  # noqa: RUF012  # each call is given its own
+    """What was found of tensors, next to these; see `once`."""
+
+
 class _Calls(threading.local):
-    """The calls of models that this thread is inside of: for each its documents, and whether it named any."""
+    """The calls of models that this thread is inside of."""
 
     def __init__(self) -> None:
-        self.stack: list[tuple[Documents | None, bool]] = []
+        self.stack: list[_Call] = []
 
 
 _CALLS = _Calls()
@@ -137,13 +149,23 @@ _CALLS = _Calls()
 
 def current() -> Documents | None:
     """Return the documents of the call that this thread is inside of."""
-    return _CALLS.stack[-1][0] if _CALLS.stack else None
+    return _CALLS.stack[-1].documents if _CALLS.stack else None
+
+
+def once(given: Tensor, key: tuple[Any, ...], find: Callable[[], _Value]) -> _Value:
+    """Return ``find()`` of a tensor that layers are given, called once for it and a key in the call of a model."""
+    found: list[Any] = _CALLS.stack[-1].found if _CALLS.stack else []
+    for other, name, value in found:
+        if other is given and name == key:
+            return value  # type: ignore[no-any-return]
+    found.append((given, key, value := find()))
+    return value
 
 
 @contextmanager
 def reading(documents: Documents | None) -> Iterator[None]:
     """Make ``documents`` the current ones."""
-    _CALLS.stack.append((documents, True))
+    _CALLS.stack.append(_Call(documents, True, []))
     try:
         yield
     finally:
@@ -166,12 +188,12 @@ def watches(hook: Any) -> bool:
 
 
 def _enter(names: tuple[str, ...], positions: bool, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-    if _CALLS.stack and _CALLS.stack[-1][1]:  # A model inside of another: what was given there holds.
+    if _CALLS.stack and _CALLS.stack[-1].named:  # A model inside of another: what was given there holds.
         _CALLS.stack.append(_CALLS.stack[-1])
         return
     given = dict(zip(names, args, strict=False)) | kwargs
     asked = any(given.get(name) is not None for name in (*_OFFSETS, _INDEX, _POSITIONS))
-    _CALLS.stack.append((read(given, positions), asked))
+    _CALLS.stack.append(_Call(read(given, positions), asked, []))
 
 
 def _leave(module: nn.Module, args: Any, output: Any) -> None:

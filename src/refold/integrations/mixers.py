@@ -5,8 +5,9 @@ write the cache that the layer would write, in its layout, so that both may take
 modules, so LoRA, quantisation, sharding and hooks work. Weights are read directly only if a module is exactly as
 transformers made it: a norm, a convolution, or the product of ``dt_proj``.
 
-They differ from the originals in three points. Step sizes are clipped in decoding as in prefill. A Mamba-1 layer
-continues from a cached state when it reads several tokens. Documents of a pack do not see each other.
+They differ from the originals in four points. Step sizes are clipped in decoding as in prefill. A Mamba-1 layer
+continues from a cached state when it reads several tokens. Documents of a pack do not see each other. Padding behind
+a row's first token changes nothing that comes after it (`refold.integrations.padding`).
 
 Layers of transformers call their cache ``cache`` from 5.24 on, and ``cache_params`` before. Forwards that take a
 layer's place take both. `TAKES` and `HAS` name all that they know, and a layer with anything else is not replaced.
@@ -14,7 +15,10 @@ layer's place take both. `TAKES` and `HAS` name all that they know, and a layer 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import wraps
 from typing import Any
 
 import torch
@@ -23,8 +27,11 @@ from torch import Tensor, nn
 
 from refold import ops
 from refold.compat.documents import Documents
+from refold.compat.slots import to_read
 from refold.errors import ArgumentError
 from refold.integrations.documents import current, read
+from refold.integrations.padding import Padding
+from refold.ops.torch.nodes import exporting_to_onnx
 
 try:
     from transformers.integrations.accelerate import force_accelerate_hooks
@@ -45,88 +52,128 @@ HAS = frozenset({
 """Parts of layers with parameters or buffers that the forwards here know."""
 
 
+def _unless_exported(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return a forward that is the layer's own while ``torch.onnx`` exports: ONNX has none of refold's operators."""
+
+    @wraps(forward)
+    def run(self: Any, hidden_states: Tensor, cache: Any, attention_mask: Tensor | None, **kwargs: Any) -> Tensor:
+        if exporting_to_onnx() and (own := getattr(type(self), "_refold_original", None)) is not None:
+            found: Tensor = own.forward(self, hidden_states, cache, attention_mask, **kwargs)
+            return found
+        return forward(self, hidden_states, cache, attention_mask, **kwargs)
+
+    return run
+
+
+@_unless_exported
 @force_accelerate_hooks("conv1d")
 def mamba2(self: Any, hidden_states: Tensor, cache: Any, attention_mask: Tensor | None, **kwargs: Any) -> Tensor:
     """Forward of a Mamba-2 layer."""
-    documents, dtype = _documents(kwargs), hidden_states.dtype
-    window, state = _cached(cache, self.layer_idx)
-    hidden_states = _without_padding(hidden_states, attention_mask)
+    dtype, (hidden_states, call) = hidden_states.dtype, _begin(self, hidden_states, cache, attention_mask, kwargs)
     if hasattr(self, "mup_vector"):  # Falcon-H1
         projected = self.in_proj(hidden_states * self.ssm_in_multiplier) * self.mup_vector
     else:
         projected = self.in_proj(hidden_states)
     z, xBC, dt = projected.split([self.intermediate_size, self.conv_dim, self.num_heads], -1)
-    xBC = _without_padding(_convolve(self, xBC, window, cache, documents), attention_mask)
+    xBC = call.without_padding(_convolve(self, xBC, call))
     states = self.n_groups * self.ssm_state_size
     x, B, C = xBC.split([self.intermediate_size, states, states], -1)
 
     normed = getattr(self, "mamba_rms_norm", True)  # Falcon-H1 may have no norm; the scan gates then
     y = _scan(
-        ops.ssd, ops.ssd_step, ops.ssd_step_,
+        ops.ssd, ops.ssd_step_,
         {
             "x": x.unflatten(-1, (self.num_heads, self.head_dim)), "dt": dt,
             "B": B.unflatten(-1, (self.n_groups, -1)), "C": C.unflatten(-1, (self.n_groups, -1)),
             "z": None if normed else z.unflatten(-1, (self.num_heads, self.head_dim)),
         },
-        state, self.layer_idx, cache, documents,
-        A=_rates(self.A_log), D=self.D, dt_bias=self.dt_bias, dt_softplus=True, dt_limit=tuple(self.time_step_limit),
+        call.state, call,
+        A=_rates(self.A_log), D=self.D, dt_bias=self.dt_bias, dt_limit=tuple(self.time_step_limit),
     ).flatten(-2)  # fmt: skip
-    return self.out_proj((_gated_norm(self.norm, y, z) if normed else y).to(dtype))
+    return call.end(self.out_proj((_gated_norm(self.norm, y, z) if normed else y).to(dtype)))
 
 
+@_unless_exported
 @force_accelerate_hooks("conv1d")
 def mamba(self: Any, hidden_states: Tensor, cache: Any, attention_mask: Tensor | None, **kwargs: Any) -> Tensor:
     """Forward of a Mamba-1 layer, with norms of B, C and dt where the layer has them (Falcon Mamba, Jamba)."""
-    documents, dtype = _documents(kwargs), hidden_states.dtype
-    window, state = _cached(cache, self.layer_idx)
-    x, z = self.in_proj(_without_padding(hidden_states, attention_mask)).chunk(2, -1)
-    x = _without_padding(_convolve(self, x, window, cache, documents), attention_mask)
+    dtype, (hidden_states, call) = hidden_states.dtype, _begin(self, hidden_states, cache, attention_mask, kwargs)
+    x, z = self.in_proj(hidden_states).chunk(2, -1)
+    x = call.without_padding(_convolve(self, x, call))
     dt, B, C = self.x_proj(x).split([self.time_step_rank, self.ssm_state_size, self.ssm_state_size], -1)
     if hasattr(self, "dt_layernorm"):
         dt, B, C = self.dt_layernorm(dt), self.b_layernorm(B), self.c_layernorm(C)
     dt, bias = _apart(self.dt_proj, dt)
     y = _scan(
-        ops.selective_scan, ops.selective_scan_step, ops.selective_scan_step_,
-        {"x": x, "dt": dt, "B": B, "C": C, "z": z}, state, self.layer_idx, cache, documents,
-        A=_rates(self.A_log), D=self.D, dt_bias=bias, dt_softplus=True,
+        ops.selective_scan, ops.selective_scan_step_,
+        {"x": x, "dt": dt, "B": B, "C": C, "z": z}, call.state, call, A=_rates(self.A_log), D=self.D, dt_bias=bias,
     )  # fmt: skip
-    return self.out_proj(y.to(dtype))
+    return call.end(self.out_proj(y.to(dtype)))
 
 
+@_unless_exported
 @force_accelerate_hooks("conv1d")
-def zamba(
-    self: Any, hidden_states: Tensor, cache: Any = None, attention_mask: Tensor | None = None, *,
-    cache_params: Any = None, **kwargs: Any,
-) -> Tensor:  # fmt: skip
+def zamba(self: Any, hidden_states: Tensor, cache: Any, attention_mask: Tensor | None, **kwargs: Any) -> Tensor:
     """Forward of Zamba's Mamba-1 layer: heads with projections of their own are groups of one scan."""
-    cache = cache if cache_params is None else cache_params
-    documents, dtype = _documents(kwargs), hidden_states.dtype
-    window, state = _cached(cache, self.layer_idx)
-    projected = self.in_proj(_without_padding(hidden_states, attention_mask)).unflatten(-1, (-1, 2))
+    dtype, (hidden_states, call) = hidden_states.dtype, _begin(self, hidden_states, cache, attention_mask, kwargs)
+    projected = self.in_proj(hidden_states).unflatten(-1, (-1, 2))
     x, z = projected[..., 0].contiguous(), projected[..., 1].contiguous()  # they take turns, channel by channel
-    x = _without_padding(_convolve(self, x, window, cache, documents), attention_mask)
+    x = call.without_padding(_convolve(self, x, call))
     heads = x.unflatten(-1, (self.n_mamba_heads, -1))
     parameters = torch.einsum("bthp,hrp->bthr", heads, self.x_proj_weight)
     dt, B, C = parameters.split([self.time_step_rank, self.ssm_state_size, self.ssm_state_size], -1)
     dt = torch.einsum("bthr,hpr->bthp", dt, self.dt_proj_weight).flatten(-2)
     y = _scan(
-        ops.selective_scan, ops.selective_scan_step, ops.selective_scan_step_,
-        {"x": x, "dt": dt, "B": B, "C": C, "z": z},
-        None if state is None else state.flatten(1, 2), self.layer_idx, cache, documents,
-        A=_rates(self.A_log).flatten(0, 1), D=self.D.flatten(), dt_bias=self.dt_proj_bias.flatten(), dt_softplus=True,
+        ops.selective_scan, ops.selective_scan_step_,
+        {"x": x, "dt": dt, "B": B, "C": C, "z": z}, None if call.state is None else call.state.flatten(1, 2), call,
+        A=_rates(self.A_log).flatten(0, 1), D=self.D.flatten(), dt_bias=self.dt_proj_bias.flatten(),
         store=lambda state: state.unflatten(1, (self.n_mamba_heads, -1)),
     )  # fmt: skip
-    return self.out_proj(y.to(dtype))
+    return call.end(self.out_proj(y.to(dtype)))
+
+
+@dataclass(frozen=True)
+class _Call:
+    """What one call of a layer goes on from, and what it keeps apart."""
+
+    layer: int
+    cache: Any
+    window: Tensor | None
+    """``(b, d, w)``: the inputs of the convolution that a cache holds, one more than it needs."""
+    state: Tensor | None
+    documents: Documents | None
+    padding: Padding | None
+    mask: Tensor | None
+    """``(b, t)``, zero at padding."""
+
+    def without_padding(self, x: Tensor) -> Tensor:
+        """Return ``x`` (b, t, d) with zeros at padding."""
+        return x if self.mask is None else torch.where(self.mask.bool()[..., None], x, 0)
+
+    def end(self, y: Tensor) -> Tensor:
+        """Return ``y`` with each token where the caller had it."""
+        return y if self.padding is None else self.padding.back(y)
+
+
+def _begin(self: Any, x: Tensor, cache: Any, mask: Tensor | None, given: dict[str, Any]) -> tuple[Tensor, _Call]:
+    """Return a layer's inputs without padding, and what this call goes on from."""
+    documents = _documents(given)
+    window, state = _cached(cache, self.layer_idx)
+    window, state = (None if held is None else to_read(held) for held in (window, state))
+    padding = Padding.of(mask, x.shape[1], state, cache is not None)
+    mask = None if mask is None else mask[:, -x.shape[1] :]
+    if padding is not None:
+        assert mask is not None
+        x, mask = padding.behind(x), padding.behind(mask)
+        documents = None if documents is None else documents.without(padding.stays)
+    call = _Call(self.layer_idx, cache, window, state, documents, padding, mask)
+    return call.without_padding(x), call
 
 
 def _documents(given: dict[str, Any]) -> Documents | None:
     """Return the documents of the call of the model; of a layer that is called by itself, its own."""
     found = current()
     return read(given, positions=False) if found is None else found
-
-
-def _without_padding(x: Tensor, mask: Tensor | None) -> Tensor:
-    return x if mask is None else (x * mask[:, -x.shape[1] :, None]).to(x.dtype)
 
 
 def _rates(A_log: Tensor) -> Tensor:
@@ -183,15 +230,11 @@ def _cached(cache: Any, layer: int) -> tuple[Tensor | None, Tensor | None]:
     return held.conv_states[0], held.recurrent_states[0]
 
 
-def _convolve(self: Any, x: Tensor, window: Tensor | None, cache: Any, documents: Documents | None) -> Tensor:
-    """Return the activated convolution of ``x`` (b, t, d) after the inputs in ``window``, and keep its last inputs.
-
-    ``window`` holds as many inputs as the convolution is wide, one more than it needs.
-    """
-    conv, fused = self.conv1d, self.activation in ("silu", "swish")
-    before = None if window is None else window[..., 1 - self.conv_kernel_size :]
-    if before is not None and torch.is_grad_enabled():
-        before = before.clone()  # what is overwritten below may be needed for gradients
+def _convolve(self: Any, x: Tensor, call: _Call) -> Tensor:
+    """Return the activated convolution of ``x`` (b, t, d) after the inputs that are held, and keep its last inputs."""
+    conv, fused, width = self.conv1d, self.activation in ("silu", "swish"), self.conv_kernel_size
+    window, documents = call.window, call.documents
+    before = None if window is None else window[..., window.shape[-1] - (width - 1) :]
     # Weights that accelerate's hooks move are there: force_accelerate_hooks has run them.
     if type(conv).forward is nn.Conv1d.forward and (_untouched(conv) or "_old_forward" in vars(conv)):
         rest: dict[str, Any] = {"weight": conv.weight.squeeze(1), "bias": conv.bias}
@@ -202,13 +245,23 @@ def _convolve(self: Any, x: Tensor, window: Tensor | None, cache: Any, documents
             y, _ = documents.run(ops.causal_conv1d, {"x": x}, before, **rest)
     else:
         y, fused = _call_convolution(conv, x, before, documents), False
-    if cache is not None:
-        if documents is not None:
-            x = documents.last_document(x)
-            if window is not None:
-                documents.forget(window)
-        cache.update_conv_state(x.mT, self.layer_idx, conv_kernel_size=self.conv_kernel_size)
+    if call.cache is not None:
+        plain = documents is None and call.padding is None
+        kept = x.mT if plain else _last_inputs(x, call, width)
+        call.cache.update_conv_state(kept, call.layer, conv_kernel_size=width)
     return y if fused else self.act(y)
+
+
+def _last_inputs(x: Tensor, call: _Call, width: int) -> Tensor:
+    """Return of each row the last inputs (b, d, w) of its last document, after zeros if it has fewer."""
+    held = x.new_zeros(len(x), width, x.shape[-1]) if call.window is None else call.window[..., -width:].mT
+    place = torch.arange(-width, 0, device=x.device).expand(len(x), -1)
+    place = place + (x.shape[1] if call.padding is None else call.padding.count.to(x.device)[:, None])
+    kept = torch.cat([held.to(x.dtype), x], 1).take_along_dim(place[..., None] + width, 1)
+    if call.documents is not None:
+        begins = call.documents.last_begins(x.shape[1]).to(x.device)
+        kept = torch.where((place >= begins[:, None])[..., None], kept, 0)
+    return kept.mT
 
 
 def _call_convolution(conv: nn.Module, x: Tensor, before: Tensor | None, documents: Documents | None) -> Tensor:
@@ -224,25 +277,31 @@ def _call_convolution(conv: nn.Module, x: Tensor, before: Tensor | None, documen
 
 
 def _scan(
-    operator: Callable[..., Any], step: Callable[..., Any], step_: Callable[..., Any],
-    tokens: dict[str, Tensor | None], state: Tensor | None, layer: int, cache: Any, documents: Documents | None,
-    store: Callable[[Tensor], Tensor] = lambda state: state, **parameters: Any,
+    operator: Callable[..., Any], step_: Callable[..., Any], tokens: dict[str, Tensor | None], state: Tensor | None,
+    call: _Call, store: Callable[[Tensor], Tensor] = lambda state: state, **parameters: Any,
 ) -> Tensor:  # fmt: skip
     """Return ``y`` of a scan after ``state``, and keep the state that it ends with; ``store`` gives it its layout."""
-    x = tokens["x"]
+    x, documents = tokens["x"], call.documents
     assert x is not None
-    if state is not None and x.shape[1] == 1 and documents is None:
+    if call.padding is not None:  # no step is taken there
+        steps = _step_sizes(tokens["dt"], parameters.pop("dt_bias"), *parameters.pop("dt_limit", ()))
+        tokens = tokens | {"dt": call.without_padding(steps)}
+    else:
+        parameters["dt_softplus"] = True
+    if state is not None and x.shape[1] == 1 and documents is None and not torch.is_grad_enabled():
         one = {name: None if v is None else v[:, 0] for name, v in tokens.items()}
-        if not torch.is_grad_enabled():
-            return step_(**one, state=state, **parameters)[0][:, None]
-        y, after = step(**one, state=state.clone(), **parameters)
-        state.copy_(after)
-        return y[:, None]
+        return step_(**one, state=state, **parameters)[0][:, None]  # the cache's own state
     if documents is None:
         y, after = operator(**tokens, initial_state=state, **parameters)
     else:
         y, states = documents.run(operator, tokens, state, **parameters)
         after = documents.ends(states)
-    if cache is not None:
-        cache.update_recurrent_state(store(after), layer)
+    if call.cache is not None:
+        call.cache.update_recurrent_state(store(after), call.layer)
     return y
+
+
+def _step_sizes(dt: Any, bias: Tensor | None, low: float = 0.0, high: float = math.inf) -> Tensor:
+    """Return the step sizes ``clip(softplus(dt + bias))`` that the scans would take, in their precision."""
+    dt = dt.to(torch.promote_types(dt.dtype, torch.float32))
+    return F.softplus(dt if bias is None else dt + bias).clamp(low, high)

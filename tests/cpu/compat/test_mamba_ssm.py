@@ -1,5 +1,7 @@
 """The functions of `refold.compat` against float64 definitions, in every layout and with every argument."""
 
+import re
+
 import numpy as np
 import pytest
 import torch
@@ -521,3 +523,59 @@ def test_dtypes_of_results(dtype):
     ]
     assert made[0].dtype == dtype
     assert torch.equal(*made)
+
+
+@pytest.mark.parametrize("width", [1, 2, 4])
+def test_a_convolution_is_trained_token_by_token(width):
+    """What the backward reads is not overwritten, nor where the states that are read and returned are one tensor."""
+    x, weight = rand(2, 6, 5), rand(6, width).requires_grad_()
+    state = torch.zeros(2, 6, 3, dtype=x.dtype)
+    y = torch.stack([causal_conv1d_update(x[..., i], state, weight, None, "silu") for i in range(5)], -1)
+    (found,) = torch.autograd.grad(y.square().sum(), weight)
+    before = torch.zeros(2, 6, width - 1, dtype=x.dtype)
+    whole = []
+    for piece in x.split([2, 3], -1):
+        out, before = causal_conv1d_fn(
+            piece, weight, activation="silu", initial_states=before, return_final_states=True, final_states_out=before
+        )
+        whole.append(out)
+    (again,) = torch.autograd.grad(torch.cat(whole, -1).square().sum(), weight)
+    direct = F.silu(F.conv1d(F.pad(x, (width - 1, 0)), weight[:, None], groups=6))
+    (expected,) = torch.autograd.grad(direct.square().sum(), weight)
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(again, expected)
+
+
+def test_slots_that_do_not_exist():
+    x, conv, weight, state = rand(3, 6), rand(4, 6, 3), rand(6, 4), rand(4, 6, 3)
+    given = (x, x.abs(), -rand(6, 3).abs(), rand(3, 3), rand(3, 3))
+    slots, good = torch.tensor([1, 4, 9]), torch.tensor([1, 2, 3])
+    named = re.escape("[1] is slot 4, but the state has the slots 0 to 3")
+    with pytest.raises(ArgumentError, match="conv_state_indices" + named):
+        causal_conv1d_update(x, conv, weight, conv_state_indices=slots)
+    with pytest.raises(ArgumentError, match="state_batch_indices" + named):
+        selective_state_update(state, *given, state_batch_indices=slots)
+    with pytest.raises(ArgumentError, match="dst_state_batch_indices" + named):
+        selective_state_update(state, *given, state_batch_indices=good, dst_state_batch_indices=slots)
+    y = causal_conv1d_update(x, conv, weight, conv_state_indices=torch.tensor([1, 9, 3]), pad_slot_id=9)
+    assert y[1].eq(0).all()
+
+
+def test_slots_that_do_not_exist_where_values_are_not_read():
+    """In a graph, as on a GPU: nothing outside is read or written, and the result shows it."""
+    x, conv, weight = rand(3, 6), rand(4, 6, 3), rand(6, 4)
+    run = torch.compile(causal_conv1d_update, backend="eager", fullgraph=True)
+    before = conv.clone()
+    y = run(x, conv, weight, conv_state_indices=torch.tensor([1, 4, -1]))
+    alone = causal_conv1d_update(x[:1], before[1:2].clone(), weight)
+    torch.testing.assert_close(y[:1], alone)
+    assert y[1].isnan().all()
+    assert y[2].eq(0).all()
+    assert torch.equal(conv[[0, 2, 3]], before[[0, 2, 3]])
+
+
+def test_offsets_of_varlen_states_are_checked():
+    x = rand(6, 3)
+    assert causal_conv1d_varlen_states(x, torch.tensor([0, 2, 4]), 2).shape == (2, 3, 2)
+    with pytest.raises(ArgumentError, match="cu_seqlens must not decrease; got 9 then 6"):
+        causal_conv1d_varlen_states(x, torch.tensor([0, 9]), 2)
