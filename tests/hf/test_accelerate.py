@@ -7,6 +7,7 @@ import re
 
 import pytest
 import torch
+import transformers
 from torch import nn
 from transformers import DynamicCache
 
@@ -242,15 +243,16 @@ def test_rows_of_documents_with_padding_between_and_behind():
 
 @pytest.mark.parametrize("name", ["mamba", "mamba2"])
 def test_padding_inside_a_document_does_not_end_it(name):
-    model, ids, mask = make(name), ids_of(2, 14), torch.ones(2, 14, dtype=torch.long)
+    model, ids, mask = make(name, use_bias=False), ids_of(2, 14), torch.ones(2, 14, dtype=torch.long)
     mask[0, [0, 1, 6, 7]] = 0
+    keep = mask.bool()
     positions = (mask.cumsum(1) - 1).clamp(min=0)
     with torch.no_grad():
-        expected = model(ids, use_cache=False, attention_mask=mask).logits
         refold.accelerate(model)
+        expected = [model(row[real][None], use_cache=False).logits[0] for row, real in zip(ids, keep, strict=True)]
         found = model(ids, use_cache=False, attention_mask=mask, position_ids=positions).logits
-    keep = mask.bool()
-    assert (found - expected)[keep].abs().max() <= 64 * 2**-24 * expected.abs().max()
+    for row, alone, real in zip(found, expected, keep, strict=True):
+        assert (row[real] - alone).abs().max() <= 64 * 2**-24 * alone.abs().max()
 
 
 @pytest.mark.parametrize("name", ["mamba", "mamba2", "zamba2"])
@@ -574,6 +576,37 @@ def test_layers_that_are_kept_say_why():
         refold.accelerate(nn.Linear(2, 2))
 
 
+OTHERS = {
+    "minimax": ("MiniMax", {"layer_types": ["linear_attention", "full_attention"] * 2}, "is lightning attention"),
+    "recurrent_gemma": ("RecurrentGemma", {"num_hidden_layers": 3}, "RG-LRU"),
+    "rwkv": ("Rwkv", {}, "RWKV"),
+    "xlstm": ("xLSTM", {"num_heads": 4}, "is xLSTM"),
+    "qwen3_next": ("Qwen3Next", {}, "is a gated delta rule"),
+    "qwen3_5": ("Qwen3_5Text", {}, "is a gated delta rule"),
+    "olmo_hybrid": ("OlmoHybrid", {}, "is a gated delta rule"),
+    "kimi_linear": ("KimiLinear", {}, "is a gated delta rule"),
+    "lfm2": ("Lfm2", {"layer_types": ["conv"] * 4}, "is a short convolution"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Initializing zero-element")
+@pytest.mark.parametrize("name", OTHERS)
+def test_layers_of_other_kinds_are_named(name):
+    kind, changes, words = OTHERS[name]
+    config = getattr(transformers, f"{kind}Config", None)
+    model = getattr(transformers, f"{kind.removesuffix('Text')}ForCausalLM", None)
+    if config is None or model is None:
+        pytest.skip(f"this version of transformers has no {name}")
+    sizes = {"vocab_size": 32, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 4, "pad_token_id": 0}
+    with torch.device("meta"):
+        model = model(config(**sizes | changes))
+    with pytest.warns(RefoldWarning, match="has no layer that refold can replace") as told:
+        summary = refold.accelerate(model)
+    assert words in str(summary)
+    assert words in str(told[0].message)
+    assert not summary.replaced
+
+
 def test_a_part_that_is_not_known():
     """What a forward does not read must not be lost."""
     model = make("falcon_mamba")
@@ -686,3 +719,11 @@ def test_decoding_without_no_grad():
     cache = model(ids[:, :3], use_cache=True)[name]
     steps = [model(ids[:, t : t + 1], use_cache=True, **{name: cache}).logits for t in (3, 4)]
     torch.testing.assert_close(torch.cat(steps, 1), model(ids).logits[:, 3:], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["mamba", "zamba", "mamba2"])
+def test_exported_to_onnx_as_before(name):
+    pytest.importorskip("onnxscript")
+    model, ids = make(name), ids_of(1, 6)
+    refold.accelerate(model)
+    torch.onnx.export(model, (ids,), kwargs={"use_cache": False}, dynamo=True, verbose=False)

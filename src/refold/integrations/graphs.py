@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from refold.integrations import attention
 from refold.integrations.decoding import any_global_hook
 from refold.integrations.documents import watches
 from refold.ops.torch import private
@@ -433,6 +434,8 @@ def refusal(model: Any, given: Mapping[str, Any]) -> str | None:
     held = [given[name] for name in CACHES if given.get(name) is not None]
     if len(held) != 1:
         return "no cache was given"
+    if attention.hidden(held[0]) is not None:
+        return "the cache holds several documents in a row"
     mask, positions = given.get("attention_mask"), given.get("position_ids")
     if mask is not None and (not isinstance(mask, Tensor) or mask.ndim != 2 or len(mask) != len(ids)):
         return "attention_mask has another form than one number per token"
@@ -500,7 +503,11 @@ def _length(held: Any) -> int | None:
 
 def _idle(hook: Any) -> bool:
     """Whether a hook does nothing in a call that a graph may run: refold's own, and what `output_...` left behind."""
-    return watches(hook) or getattr(hook, "__module__", "") == "transformers.utils.output_capturing"
+    return (
+        watches(hook)
+        or attention.watches(hook)
+        or getattr(hook, "__module__", "") == "transformers.utils.output_capturing"
+    )
 
 
 def _plain(step: Step) -> Callable[[Any], bool]:

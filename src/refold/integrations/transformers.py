@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from refold.errors import ArgumentError, RefoldError, warn
-from refold.integrations import decoding, mixers
+from refold.integrations import attention, decoding, mixers
 from refold.integrations.documents import current, reading, watch
 from refold.integrations.graphs import Graphs, graphs_of
 
@@ -28,7 +28,7 @@ MIXERS = {
     "MambaMixer": decoding.mamba,
     "FalconMambaMixer": decoding.mamba,
     "JambaMambaMixer": decoding.mamba,
-    "ZambaMambaMixer": mixers.zamba,
+    "ZambaMambaMixer": decoding.zamba,
     "Mamba2Mixer": decoding.mamba2,
     "BambaMixer": decoding.mamba2,
     "GraniteMoeHybridMambaLayer": decoding.mamba2,
@@ -37,6 +37,15 @@ MIXERS = {
     "Zamba2MambaMixer": decoding.mamba2,
 }
 """Name of a layer's class in transformers -> the forward that takes its place."""
+
+OTHERS = {
+    "DeltaNet": "a gated delta rule", "DeltaAttention": "a gated delta rule",
+    "LightningAttention": "lightning attention", "LinearAttention": "linear attention",
+    "RecurrentBlock": "a gated linear recurrence (RG-LRU)",
+    "RwkvSelfAttention": "RWKV's recurrence", "xLSTMLayer": "xLSTM's recurrence", "mLSTMLayer": "xLSTM's recurrence",
+    "ShortConv": "a short convolution", "ShortConvolution": "a short convolution",
+}  # fmt: skip
+"""End of the name of a layer's class -> what the layer is; it has no forward here."""
 
 _MARK = "_refold_acceleration"
 
@@ -139,8 +148,8 @@ def accelerate(model: nn.Module, *, positions: bool = True, graphs: bool = True)
                 done.replaced[name] = kind.__name__
             else:
                 done.kept[name] = reason
-        elif hasattr(module, "A_log") or "conv1d" in dict(module.named_children()):
-            done.kept[name] = f"refold has no forward for {type(module).__name__}"
+        elif (what := _other(module)) is not None:
+            done.kept[name] = f"{type(module).__name__} is {what}, and only Mamba layers are replaced"
     if not done.replaced:
         warn(f"accelerate: {type(model).__name__} has no layer that refold can replace; it runs as before.\n{done}")
         return done
@@ -154,6 +163,9 @@ def accelerate(model: nn.Module, *, positions: bool = True, graphs: bool = True)
             done._become(module, _generator)
         if not name or (around and _inherits(module, "PreTrainedModel")):
             done._hooks += watch(module, positions)
+        models = [inner for inner in module.modules() if _inherits(inner, "PreTrainedModel")]
+        if around and models == [module]:
+            done._hooks += attention.watch(module)
     setattr(model, _MARK, done)
     return done
 
@@ -164,6 +176,16 @@ def _kind(module: nn.Module) -> type | None:
         if kind.__name__ in MIXERS and kind.__module__.startswith("transformers.models."):
             return kind
     return None
+
+
+def _other(module: nn.Module) -> str | None:
+    """Return what a layer is that has no forward here and may be taken for one that has; None of any other module."""
+    for kind in type(module).__mro__:
+        for end, what in OTHERS.items():
+            if kind.__name__.endswith(end):
+                return what
+    recurrent = hasattr(module, "A_log") or "conv1d" in dict(module.named_children())
+    return "not known to refold" if recurrent else None
 
 
 def _refusal(module: nn.Module, kind: type) -> str | None:
