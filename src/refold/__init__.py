@@ -5,7 +5,7 @@ Names are resolved on first use, so that ``import refold`` imports neither torch
 
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 
@@ -32,22 +32,30 @@ def _has_torch() -> bool:
 __all__ = ["__version__", *(name for name in _EXPORTS if name in _WITHOUT_TORCH or _has_torch())]
 
 
-def __getattr__(name: str) -> Any:
-    """Import the module that holds a public name when it is first asked for (PEP 562)."""
-    if name not in _EXPORTS:
-        raise AttributeError(f"module 'refold' has no attribute {name!r}; it has {', '.join(_EXPORTS)}")
-    module, attribute = _EXPORTS[name]
-    try:
-        value = import_module(module)
-    except ModuleNotFoundError as error:
-        if (error.name or "").split(".")[0] != "torch":
-            raise
-        from refold.errors import MissingDependency
+if TYPE_CHECKING:  # what type checkers read; a test compares it with _EXPORTS
+    from refold import errors as errors
+    from refold import ops as ops
+    from refold.compiler.engine import compile as compile
+    from refold.compiler.engine import explain as explain
+    from refold.integrations.transformers import accelerate as accelerate
+else:
 
-        raise MissingDependency(
-            f"refold.{name} needs PyTorch, which is not installed (pip install 'refold[torch]')."
-        ) from error
-    return value if attribute is None else getattr(value, attribute)
+    def __getattr__(name: str) -> Any:
+        """Import the module that holds a public name when it is first asked for (PEP 562)."""
+        if name not in _EXPORTS:
+            raise AttributeError(f"module 'refold' has no attribute {name!r}; it has {', '.join(_EXPORTS)}")
+        module, attribute = _EXPORTS[name]
+        try:
+            value = import_module(module)
+        except ModuleNotFoundError as error:
+            if (error.name or "").split(".")[0] != "torch":
+                raise
+            from refold.errors import MissingDependency
+
+            raise MissingDependency(
+                f"refold.{name} needs PyTorch, which is not installed (pip install 'refold[torch]')."
+            ) from error
+        return value if attribute is None else getattr(value, attribute)
 
 
 def __dir__() -> list[str]:

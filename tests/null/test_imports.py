@@ -67,8 +67,11 @@ def test_an_unknown_name_says_what_there_is():
 @functools.cache
 def _statements(source):
     """Return the imports of a source text: how far each goes up, from what, the names. Copied trees share them."""
-    found = []
-    for node in ast.walk(ast.parse(source)):
+    found, tree = [], ast.parse(source)
+    for node in tree.body:  # what type checkers alone read runs nowhere
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            node.body = []
+    for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom):
             found.append((node.level, node.module or "", [alias.name for alias in node.names]))
         elif isinstance(node, ast.Import):
