@@ -7,7 +7,6 @@ checks; docs/threat-model.md says what is not claimed.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import platform
@@ -135,23 +134,13 @@ def judge_solution(
     root = Path(workloads or definition).parent
     for workload, faster in zip(given, accept, strict=True):
         original, candidate, inputs, dtype = exchange.programs(what, how, workload, root)
-        verdict = judge(
-            original, candidate, inputs, **{**options, "dtype": dtype, "accept": faster}, nursery=nursery
-        )  # fmt: skip
-        hardware = _hardware(options.get("device", "cpu"))
+        chosen = {**options, "dtype": dtype, "accept": faster}
+        verdict = judge(original, candidate, inputs, **chosen, nursery=nursery)
+        gpu = options.get("device", "cpu") != "cpu" and torch.cuda.is_available()
+        hardware = torch.cuda.get_device_name() if gpu else platform.processor() or platform.machine()
         yield verdict, exchange.trace(what, how, workload, verdict, hardware=hardware)
         if not verdict.accepted:
             return
-
-
-def _hardware(device: str) -> str:
-    if device != "cpu" and torch.cuda.is_available():
-        return str(torch.cuda.get_device_name())
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.machine()
 
 
 def describe_inputs(original: Program, terms: Terms, nursery: Nursery) -> list[dict[str, Any]]:

@@ -33,17 +33,7 @@ _ALONE = {"TORCHINDUCTOR_COMPILE_THREADS": "1"}  # Inductor's pool of compile pr
 _CAREFUL = {"LD_PRELOAD": "libc_malloc_debug.so.0", "MALLOC_CHECK_": "3"}  # of glibc: look, and abort
 _REMOVED_S = 60.0  # in which a folder must be removed, however deep it is
 # What a process may find in its environment, in addition to its private folders.
-_ENVIRONMENT = (
-    "PATH",
-    "LANG",
-    "LC_ALL",
-    "CC",
-    "CXX",
-    "CUDA_HOME",
-    "CUDA_PATH",
-    "CUDA_VISIBLE_DEVICES",
-    "LD_LIBRARY_PATH",
-)
+_ENVIRONMENT = "PATH LANG LC_ALL CC CXX CUDA_HOME CUDA_PATH CUDA_VISIBLE_DEVICES LD_LIBRARY_PATH"
 
 
 class Nursery:
@@ -84,7 +74,7 @@ class Nursery:
     def _started(self) -> tuple[subprocess.Popen[bytes], socket.socket]:
         """The process that forks others, and the channel to it."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        environment = {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
+        environment = {name: os.environ[name] for name in _ENVIRONMENT.split() if name in os.environ}
         environment |= {f"{library}_NUM_THREADS": str(self.threads) for library in ("OMP", "MKL", "NUMBA")}
         environment |= {"USER": pwd.getpwuid(os.getuid()).pw_name}  # so that nobody reads /etc/passwd for it
         environment |= _ALONE | (_CAREFUL if self._careful else {})

@@ -134,7 +134,16 @@ def _key(key: Any, result: bool) -> Any:
     return key if not result and isinstance(key, (str, int)) else repr(key)
 
 
-class _Terms(private.DispatchMode):
+class _Mode(private.DispatchMode):
+    """Sees each operation."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Keep torch from importing its compiler for this class, which takes two seconds."""
+        return False
+
+
+class _Terms(_Mode):
     """Counts the terms of the longest sum that one operation forms."""
 
     PRODUCTS = ("mm", "bmm", "addmm", "baddbmm", "mv", "addmv", "dot", "addbmm", "_int_mm")
@@ -143,11 +152,6 @@ class _Terms(private.DispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.longest = 1
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """Keep torch from importing its compiler for this class, which takes two seconds."""
-        return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -170,17 +174,12 @@ class _Terms(private.DispatchMode):
         return out
 
 
-class _Census(private.DispatchMode):
+class _Census(_Mode):
     """Counts operations by name."""
 
     def __init__(self) -> None:
         super().__init__()
         self.counts: dict[str, int] = {}
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """Keep torch from importing its compiler for this class, which takes two seconds."""
-        return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.name().partition(".")[0]

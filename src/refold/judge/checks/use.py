@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import time
 from dataclasses import replace
@@ -13,7 +14,7 @@ from ..case import Case
 from ..errors import Raised
 from ..messages import WAYS
 from ..process import Call, Result
-from ..results import alike, identical, judged
+from ..results import alike, identical, judged, unlike
 
 
 def first_calls(case: Case) -> None:
@@ -144,15 +145,10 @@ def _other_mode(case: Case, call: Call) -> None:
     except Raised:
         return
     known, same = case.comparison.known * 1.125, False
-    try:
+    with contextlib.suppress(Raised):
         y = sides.ask(call)
-    except Raised:
-        y = None
-    if y is not None and len(y.tensors) == len(o.tensors):
-        same = all(
-            a.shape == b.shape
-            and a.dtype == b.dtype
-            and judged("", a.double() if a.is_floating_point() else a, a, b, known, sides.longest).passed
+        same = not unlike(o, y) and all(
+            judged("", a.double() if a.is_floating_point() else a, a, b, known, sides.longest).passed
             for a, b in zip(o.tensors, y.tensors, strict=True)
         )
     case.docket.verdict.mode = f"{here} mode{', and evaluation mode without gradients' if same and train else ''}"
