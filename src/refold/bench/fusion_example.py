@@ -82,7 +82,7 @@ def fusion_example(
             torch.compiler.reset()
             programs: dict[str, Callable[..., Any]] = {
                 "eager": model,
-                "refold": refold.compile(model, **options),
+                "refold": refold.compile(model, **dict[str, Any](options)),
                 **({"torch.compile": torch.compile(model)} if inductor else {}),
             }
             given = {"case": Path(file).stem, **sizes, "tokens": tokens, "dtype": name, "batch": rows}
